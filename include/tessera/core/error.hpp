@@ -1,0 +1,33 @@
+// The one exception of Tessera's host code, and the check that throws it.
+#pragma once
+
+#include <sstream>
+#include <stdexcept>
+#include <string>
+#include <string_view>
+
+#include "config.hpp"
+
+TESSERA_NAMESPACE_BEGIN
+
+/// Bad input from the caller. The message says what was given, what is allowed and the cure.
+class error : public std::runtime_error {
+ public:
+  using std::runtime_error::runtime_error;
+};
+
+/// Throws `error` with "<name> is <got>; expected <allowed>; <cure>".
+template <class Got>
+[[noreturn]] void fail(std::string_view name, const Got& got, std::string_view allowed, std::string_view cure) {
+  std::ostringstream text;
+  text << name << " is " << got << "; expected " << allowed << "; " << cure;
+  throw error(text.str());
+}
+
+/// Throws as `fail` does unless `holds`.
+template <class Got>
+void require(bool holds, std::string_view name, const Got& got, std::string_view allowed, std::string_view cure) {
+  if (!holds) fail(name, got, allowed, cure);
+}
+
+TESSERA_NAMESPACE_END

@@ -1,0 +1,46 @@
+// Which slots of every (sequence, kv_head) are kept or read: ascending index lists of uneven length.
+#pragma once
+
+#include <vector>
+
+#include "config.hpp"
+#include "types.hpp"
+
+TESSERA_NAMESPACE_BEGIN
+
+/// Index lists, one a row, row = sequence * kv_heads + head.
+/// Row r holds `counts[r]` strictly ascending slots from `indices + offsets[r]`; without `offsets`, from
+/// `indices + r * row_stride` (a fixed stride, padded with -1).
+struct selection_view {
+  const index_t* indices = nullptr;
+  const index_t* counts = nullptr;
+  const offset_t* offsets = nullptr;
+  offset_t row_stride = 0;
+
+  TESSERA_HD const index_t* row(offset_t r) const { return indices + (offsets ? offsets[r] : r * row_stride); }
+  TESSERA_HD index_t count(offset_t r) const { return counts[r]; }
+};
+
+/// An owned selection on the host, in CSR form with the counts beside it.
+struct selection {
+  std::vector<offset_t> offsets{0};
+  std::vector<index_t> counts;
+  std::vector<index_t> indices;
+
+  index_t rows() const { return index_t(counts.size()); }
+
+  /// Makes room for rows of at most `capacity[r]` indices each; every count starts at 0.
+  void reset(const std::vector<index_t>& capacity) {
+    offsets.assign(1, 0);
+    for (const index_t c : capacity) offsets.push_back(offsets.back() + c);
+    counts.assign(capacity.size(), 0);
+    indices.assign(std::size_t(offsets.back()), no_index);
+  }
+
+  index_t* row(index_t r) { return indices.data() + offsets[std::size_t(r)]; }
+  const index_t* row(index_t r) const { return indices.data() + offsets[std::size_t(r)]; }
+
+  selection_view view() const { return {indices.data(), counts.data(), offsets.data(), 0}; }
+};
+
+TESSERA_NAMESPACE_END

@@ -1,0 +1,83 @@
+// Number types: counts are 32-bit, offsets 64-bit; fp16 and bf16 are storage only, arithmetic is fp32.
+#pragma once
+
+#include <cmath>
+#include <concepts>
+#include <cstddef>
+#include <cstdint>
+#include <limits>
+
+#include "config.hpp"
+
+TESSERA_NAMESPACE_BEGIN
+
+using index_t = std::int32_t;   ///< tokens, heads, slots, counts; -1 pads an index list
+using offset_t = std::int64_t;  ///< strides, byte counts, addresses within a tensor
+
+inline constexpr index_t no_index = -1;
+inline constexpr float infinity = std::numeric_limits<float>::infinity();
+
+/// std::bit_cast for device code: nvcc refuses to call the library's without --expt-relaxed-constexpr.
+template <class To, class From>
+TESSERA_HD constexpr To bits_as(const From& value) noexcept {
+  static_assert(sizeof(To) == sizeof(From), "tessera: bits_as needs types of one size");
+  return __builtin_bit_cast(To, value);
+}
+
+/// bfloat16 in storage: the upper half of an fp32. Rounds to nearest even; NaN stays NaN.
+struct bf16 {
+  std::uint16_t bits;
+  bf16() = default;
+  TESSERA_HD explicit bf16(float value) {
+    const auto word = bits_as<std::uint32_t>(value);
+    const bool is_nan = (word & 0x7fffffffu) > 0x7f800000u;
+    bits = std::uint16_t(is_nan ? (word >> 16) | 0x40u : (word + 0x7fffu + ((word >> 16) & 1u)) >> 16);
+  }
+  TESSERA_HD operator float() const { return bits_as<float>(std::uint32_t(bits) << 16); }
+};
+
+/// IEEE half precision in storage. Written with integer arithmetic and no branches, so that loops over it vectorise.
+struct fp16 {
+  std::uint16_t bits;
+  fp16() = default;
+  TESSERA_HD explicit fp16(float value) {
+    const auto word = bits_as<std::uint32_t>(value);
+    const std::uint32_t sign = (word >> 16) & 0x8000u, magnitude = word & 0x7fffffffu;
+    std::uint32_t half;
+    if (magnitude > 0x7f800000u) {
+      half = 0x7e00u;  // NaN
+    } else if (magnitude >= 0x477ff000u) {
+      half = 0x7c00u;  // rounds to infinity
+    } else if (magnitude < 0x38800000u) {
+      // A subnormal half: adding 0.5 puts the rounded mantissa into the low bits of the sum.
+      half = bits_as<std::uint32_t>(bits_as<float>(magnitude) + 0.5f) - 0x3f000000u;
+    } else {
+      half = (magnitude + 0xc8000fffu + ((magnitude >> 13) & 1u)) >> 13;
+    }
+    bits = std::uint16_t(sign | half);
+  }
+  TESSERA_HD operator float() const {
+    const std::uint32_t sign = std::uint32_t(bits & 0x8000u) << 16, magnitude = std::uint32_t(bits & 0x7fffu) << 13;
+    // 2^112 moves the exponent bias from half to single and normalises subnormals; the maximal exponent stays special.
+    const std::uint32_t finite = bits_as<std::uint32_t>(bits_as<float>(magnitude) * 0x1p112f);
+    const std::uint32_t special = magnitude | 0x7f800000u;
+    return bits_as<float>(sign | (magnitude >= 0x0f800000u ? special : finite));
+  }
+};
+
+using fp32 = float;
+
+/// What K and V may be stored as.
+template <class T>
+concept element = std::same_as<T, fp32> || std::same_as<T, fp16> || std::same_as<T, bf16>;
+
+template <element T>
+inline constexpr const char* element_name = std::same_as<T, fp32> ? "fp32" : std::same_as<T, fp16> ? "fp16" : "bf16";
+
+/// Head dims that every kernel is built for.
+template <int D>
+inline constexpr bool supported_head_dim = D == 64 || D == 80 || D == 96 || D == 128 || D == 192 || D == 256;
+
+TESSERA_HD constexpr index_t ceil_div(index_t a, index_t b) { return (a + b - 1) / b; }
+
+TESSERA_NAMESPACE_END

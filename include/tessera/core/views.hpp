@@ -1,0 +1,147 @@
+// Non-owning views of keys, values, queries and outputs, over any engine's memory.
+#pragma once
+
+#include <type_traits>
+
+#include "config.hpp"
+#include "types.hpp"
+
+TESSERA_NAMESPACE_BEGIN
+
+/// Strides of one tensor of rows, in elements.
+/// `outer` steps from sequence to sequence, or from page to page where a table maps slots to pages.
+/// NHD and HND differ only in `head` and `token`; `dim` is 1 except for a transposed V.
+struct row_strides {
+  offset_t outer = 0;
+  offset_t head = 0;
+  offset_t token = 0;
+  offset_t dim = 1;
+};
+
+/// Where a slot lives: the index that `row_strides::outer` multiplies, and the row that `row_strides::token` multiplies.
+struct slot_address {
+  offset_t outer;
+  offset_t row;
+};
+
+/// No table: slot `s` of sequence `b` is row `s` of outer index `b`.
+struct contiguous {
+  TESSERA_HD slot_address locate(index_t sequence, index_t, index_t slot) const { return {sequence, slot}; }
+};
+
+/// Rows of every (sequence, kv_head) stand one after another in a pool: `begin[sequence * kv_heads + head]` rows in.
+struct ragged {
+  const offset_t* begin = nullptr;
+  index_t kv_heads = 1;
+  TESSERA_HD slot_address locate(index_t sequence, index_t head, index_t slot) const {
+    return {0, begin[offset_t(sequence) * kv_heads + head] + slot};
+  }
+};
+
+/// A dense block table, as in vLLM: `blocks [sequences, max_blocks]`, or one per head `[sequences, kv_heads, max_blocks]`
+/// with `head_stride` set (TANGRAM's virtual block ids are such a table over pages of one head).
+struct block_table {
+  const index_t* blocks = nullptr;
+  index_t page = 16;
+  offset_t sequence_stride = 0;
+  offset_t head_stride = 0;
+  TESSERA_HD slot_address locate(index_t sequence, index_t head, index_t slot) const {
+    return {blocks[sequence * sequence_stride + head * head_stride + slot / page], slot % page};
+  }
+};
+
+/// A CSR page table, as in FlashInfer: the pages of row r are `indices[indptr[r] .. indptr[r + 1])`.
+/// `tables_per_sequence` is 1, or kv_heads when every head has its own row.
+struct csr_table {
+  const index_t* indptr = nullptr;
+  const index_t* indices = nullptr;
+  index_t page = 16;
+  index_t tables_per_sequence = 1;
+  TESSERA_HD slot_address locate(index_t sequence, index_t head, index_t slot) const {
+    const offset_t row = offset_t(sequence) * tables_per_sequence + (tables_per_sequence > 1 ? head : 0);
+    return {indices[indptr[row] + slot / page], slot % page};
+  }
+};
+
+/// Stored keys and values of a batch, one layer.
+///
+/// Shapes   K [sequences, kv_heads, slots, k_dim], V [.., v_dim] in any strides, behind any table.
+/// Lengths  `lengths[sequence * length_strides.sequence + head * length_strides.head]`; head stride 0 = one per sequence.
+/// Positions  ascending logical positions by slot, null where slot and position coincide; strided alike, or, with
+///            `position_begin`, the row of (sequence, head) begins at that offset (ragged storage).
+template <class T, int D, class Table = contiguous, int Dv = D>
+  requires element<std::remove_const_t<T>>
+struct kv_view {
+  static_assert(supported_head_dim<D> && supported_head_dim<Dv>,
+                "tessera: kv_view takes head dims 64, 80, 96, 128, 192 and 256");
+  using element_type = std::remove_const_t<T>;
+  static constexpr int k_dim = D;
+  static constexpr int v_dim = Dv;
+
+  struct batch_strides {
+    offset_t sequence = 0;
+    offset_t head = 0;
+  };
+
+  T* k = nullptr;
+  T* v = nullptr;
+  row_strides k_strides, v_strides;
+  index_t sequences = 0;
+  index_t kv_heads = 0;
+  const index_t* lengths = nullptr;
+  batch_strides length_strides{};
+  const index_t* positions = nullptr;
+  batch_strides position_strides{};
+  const offset_t* position_begin = nullptr;
+  Table table{};
+
+  TESSERA_HD index_t length(index_t sequence, index_t head) const {
+    return lengths[sequence * length_strides.sequence + head * length_strides.head];
+  }
+  TESSERA_HD T* key(index_t sequence, index_t head, index_t slot) const {
+    const slot_address at = table.locate(sequence, head, slot);
+    return k + at.outer * k_strides.outer + head * k_strides.head + at.row * k_strides.token;
+  }
+  TESSERA_HD T* value(index_t sequence, index_t head, index_t slot) const {
+    const slot_address at = table.locate(sequence, head, slot);
+    return v + at.outer * v_strides.outer + head * v_strides.head + at.row * v_strides.token;
+  }
+  TESSERA_HD index_t position(index_t sequence, index_t head, index_t slot) const {
+    if (!positions) return slot;
+    const offset_t row = position_begin ? position_begin[offset_t(sequence) * kv_heads + head]
+                                        : sequence * position_strides.sequence + head * position_strides.head;
+    return positions[row + slot];
+  }
+};
+
+/// Rows of queries (or outputs, or new keys and values) of a batch: X [sequences, tokens, heads, dim].
+template <class T>
+struct rows_view {
+  T* data = nullptr;
+  offset_t sequence_stride = 0;
+  offset_t token_stride = 0;
+  offset_t head_stride = 0;
+  index_t sequences = 1;
+  index_t tokens = 0;
+  index_t heads = 0;
+
+  TESSERA_HD T* row(index_t sequence, index_t token, index_t head) const {
+    return data + sequence * sequence_stride + token * token_stride + head * head_stride;
+  }
+};
+
+/// A contiguous [sequences, tokens, heads, dim] tensor (NHD).
+template <class T>
+TESSERA_HD rows_view<T> nhd_rows(T* data, index_t tokens, index_t heads, index_t dim, index_t sequences = 1) {
+  const offset_t token = offset_t(heads) * dim;
+  return {data, tokens * token, token, dim, sequences, tokens, heads};
+}
+
+/// A contiguous [sequences, heads, tokens, dim] tensor (HND).
+template <class T>
+TESSERA_HD rows_view<T> hnd_rows(T* data, index_t tokens, index_t heads, index_t dim, index_t sequences = 1) {
+  const offset_t head = offset_t(tokens) * dim;
+  return {data, heads * head, dim, head, sequences, tokens, heads};
+}
+
+TESSERA_NAMESPACE_END

@@ -1,0 +1,56 @@
+// One-dimensional pooling of scores over tokens: stride 1, same length out as in.
+#pragma once
+
+#include <algorithm>
+#include <vector>
+
+#include "../core/config.hpp"
+#include "../core/types.hpp"
+
+TESSERA_NAMESPACE_BEGIN
+
+enum class pooling { max, average };
+
+/// out[i] = max of in[i - kernel/2 .. i + kernel/2], cut at the ends. A NaN counts as -infinity for
+/// its neighbours and stays last itself.
+/// Shapes   in, out [n], not the same memory; kernel odd.
+/// Cost     O(n) whatever the kernel: block-wise prefix and suffix maxima (van Herk, Gil and Werman).
+inline void max_pool(const float* in, index_t n, index_t kernel, float* out, std::vector<float>& scratch) {
+  const index_t half = kernel / 2;
+  const auto at = [&](index_t i) {
+    const float value = i < half || i >= n + half ? -infinity : in[i - half];
+    return value == value ? value : -infinity;
+  };
+  const index_t padded = ceil_div(n + 2 * half, kernel) * kernel;
+  scratch.resize(std::size_t(padded) * 2);
+  float* prefix = scratch.data();
+  float* suffix = prefix + padded;
+  for (index_t i = 0; i < padded; ++i) {
+    const float value = i < n + 2 * half ? at(i) : -infinity;
+    prefix[i] = i % kernel == 0 ? value : std::max(prefix[i - 1], value);
+  }
+  for (index_t i = padded - 1; i >= 0; --i) {
+    const float value = i < n + 2 * half ? at(i) : -infinity;
+    suffix[i] = (i + 1) % kernel == 0 ? value : std::max(suffix[i + 1], value);
+  }
+  for (index_t i = 0; i < n; ++i) out[i] = in[i] == in[i] ? std::max(suffix[i], prefix[i + kernel - 1]) : -infinity;
+}
+
+/// out[i] = sum of in[i - kernel/2 .. i + kernel/2] / kernel, zeros beyond the ends (so the ends are attenuated, as
+/// PyTorch's avg_pool1d does by default). A NaN or infinite score counts as 0 in its neighbours' means and ranks last
+/// itself: it never poisons another token.
+/// Cost     O(n * kernel): a running sum would make a score depend on every earlier one's rounding.
+inline void average_pool(const float* in, index_t n, index_t kernel, float* out) {
+  const index_t half = kernel / 2;
+  for (index_t i = 0; i < n; ++i) {
+    if (!(in[i] - in[i] == 0)) {
+      out[i] = -infinity;
+      continue;
+    }
+    float sum = 0;
+    for (index_t j = std::max(0, i - half); j <= std::min(n - 1, i + half); ++j) sum += in[j] - in[j] == 0 ? in[j] : 0;
+    out[i] = sum / float(kernel);
+  }
+}
+
+TESSERA_NAMESPACE_END
