@@ -1,0 +1,74 @@
+// PyramidKV's budget: many tokens in the first layers, few in the last.
+#pragma once
+
+#include <algorithm>
+
+#include "../concepts/budget.hpp"
+#include "../core/error.hpp"
+
+TESSERA_NAMESPACE_BEGIN
+
+/// Allots tokens that fall linearly over the layers, `tokens` per kv_head on average (slightly above: the step is
+/// rounded down).
+///
+/// With base = tokens - tail: the last layer gets about base / beta, the first 2 * base - base / beta, each plus the
+/// tail. A prompt shorter than 2 * base falls back to the same count in every layer.
+/// Errors   tokens < 1, beta < 1: tessera::error.
+/// Paper    PyramidKV, arXiv:2406.02069; integer arithmetic and branches of its reference code. One layer alone gets base.
+struct pyramid {
+  static constexpr const char* name = "pyramid";
+  static constexpr bool compares_heads = false;
+
+  index_t tokens = 1024;
+  index_t beta = 20;
+  index_t layer = -1;   ///< -1: the layer that is asked about; set where one layer of a model is compressed alone
+  index_t layers = -1;  ///< -1: the layers of the cache
+
+  /// The line over the layers, tail excluded, for a prompt with `candidates` tokens outside the tail.
+  struct line {
+    index_t least, most, step;
+  };
+  line plan(index_t depth, index_t base, index_t candidates) const {
+    line result{base / beta, 2 * base - base / beta, 0};
+    if (result.most >= candidates) {
+      result.most = candidates;
+      result.least = 2 * base - result.most;
+    }
+    result.step = depth > 1 ? (result.most - result.least) / (depth - 1) : 0;
+    return result;
+  }
+
+  void allot(const layer_scores& scores, index_t* counts) const {
+    const index_t tail = scores.protected_tail;
+    const index_t base = std::max(0, tokens - tail);
+    const index_t depth = layers > 0 ? layers : scores.layers, at = layer >= 0 ? layer : scores.layer;
+    for (index_t h = 0; h < scores.kv_heads; ++h) {
+      const index_t n = scores.tokens[h];
+      index_t kept = base;
+      if (depth > 1 && n >= 2 * base) {
+        const line over_layers = plan(depth, base, scores.candidates(h));
+        kept = over_layers.most - at * over_layers.step;
+      }
+      counts[h] = std::min(n, tail + kept);
+    }
+  }
+
+  void check() const {
+    require(tokens >= 1, "budget", tokens, "at least 1 token per kv_head", "pass how many tokens each head may keep");
+    require(beta >= 1, "beta", beta, "at least 1", "pass how many times fewer tokens the last layer gets; 20 as published");
+    require((layer < 0 && layers < 0) || (layers >= 1 && layer >= 0 && layer < layers), "layer",
+            std::to_string(layer) + " of " + std::to_string(layers) + " layers",
+            "both unset (-1), or 0 <= layer < layers", "pass layer and layers together, or neither");
+  }
+
+  template <class Self, class Visit>
+  static void parameters(Self& self, Visit&& visit) {
+    visit("beta", self.beta, "the last layer keeps about 1 / beta of the average outside the window");
+    visit("layer", self.layer, "which layer this is, where it is compressed alone; -1 for the cache's own");
+    visit("layers", self.layers, "how many layers the model has, given with layer; -1 for the cache's own");
+  }
+};
+
+static_assert(check_budget<pyramid>());
+
+TESSERA_NAMESPACE_END

@@ -1,0 +1,33 @@
+// The same number of tokens for every head.
+#pragma once
+
+#include <algorithm>
+
+#include "../concepts/budget.hpp"
+#include "../core/error.hpp"
+
+TESSERA_NAMESPACE_BEGIN
+
+/// Allots `tokens` to every kv_head, the protected tail included; all of a head that holds fewer.
+/// Errors   tokens < 1: tessera::error.
+struct uniform {
+  static constexpr const char* name = "uniform";
+  static constexpr bool compares_heads = false;
+
+  index_t tokens = 1024;
+
+  void allot(const layer_scores& scores, index_t* counts) const {
+    for (index_t h = 0; h < scores.kv_heads; ++h) counts[h] = std::min(tokens, scores.tokens[h]);
+  }
+
+  void check() const {
+    require(tokens >= 1, "budget", tokens, "at least 1 token per kv_head", "pass how many tokens each head may keep");
+  }
+
+  template <class Self, class Visit>
+  static void parameters(Self&, Visit&&) {}
+};
+
+static_assert(check_budget<uniform>());
+
+TESSERA_NAMESPACE_END

@@ -1,0 +1,24 @@
+// StreamingLLM: attention sinks and a sliding window of recent tokens.
+#pragma once
+
+#include "../attention/dense_decode.hpp"
+#include "../budget/uniform.hpp"
+#include "../layout/dense.hpp"
+#include "../recipe.hpp"
+#include "../schedule/each_step.hpp"
+#include "../scorer/position.hpp"
+#include "../selector/top_tokens.hpp"
+
+TESSERA_NAMESPACE_BEGIN
+
+/// Keeps the first `sinks` (4) tokens and the newest, `budget` in all, after every step.
+/// Paper    Xiao et al., Efficient Streaming Language Models with Attention Sinks, arXiv:2309.17453.
+/// Differs  keys keep the rotation of their original positions, and queries use true positions.
+template <element T, int D, int Dv = D>
+struct streaming_llm
+    : recipe<retain<position, uniform, top_tokens>, dense<T, D, Dv>, retrieve_all, dense_decode, each_step> {
+  static constexpr const char* name = "streaming_llm";
+  static constexpr const char* paper = "StreamingLLM, arXiv:2309.17453";
+};
+
+TESSERA_NAMESPACE_END

@@ -1,0 +1,59 @@
+// SnapKV's scorer: the attention that the last prompt queries pay to each token, pooled over neighbours.
+#pragma once
+
+#include "../concepts/scorer.hpp"
+#include "../core/error.hpp"
+#include "../math/exp.hpp"
+#include "../math/pool.hpp"
+
+TESSERA_NAMESPACE_BEGIN
+
+/// Scores a token by the probability mass that the turn's last `window` queries give it.
+///
+/// The softmax runs over all keys, causal inside the window; masses are summed over the window's rows and over the query
+/// heads of the group, then pooled. The window's own tokens are always kept. A turn with fewer prompt tokens than
+/// `window` observes the rows that there are.
+/// Shapes   scores [kv_heads, tokens].   Unit: token.
+/// Errors   window < 1, window above the budget, an even or non-positive pool: tessera::error.
+/// Cost     two passes over K with window * group rows (one when the engine hands over the rows' log-sum-exp).
+/// Paper    SnapKV, arXiv:2404.14469. Differs: per kv_head (sum over the group) instead of per query head, fp32
+///          softmax, tokens kept in position order; RocketKV and Ada-KV do the same.
+struct observation_window {
+  static constexpr const char* name = "observation_window";
+  static constexpr observes observed = observes::window;
+  static constexpr bool comparable_across_heads = true;
+
+  index_t window = 32;
+  index_t pool = 7;
+  pooling pool_kind = pooling::max;
+
+  TESSERA_HD float weigh(float logit, float lse) const { return fast_exp(logit - lse); }
+
+  index_t protected_tail(index_t) const { return window; }
+
+  void finish(const float* in, index_t n, float* out, std::vector<float>& scratch) const {
+    if (pool_kind == pooling::max) {
+      max_pool(in, n, pool, out, scratch);
+    } else {
+      average_pool(in, n, pool, out);
+    }
+  }
+
+  void check(index_t budget) const {
+    require(window >= 1, "window", window, "at least 1", "pass how many of the last prompt queries to observe");
+    require(window <= budget, "window", window, "at most the budget, which is " + std::to_string(budget),
+            "lower the window or raise the budget: the window's own tokens are always kept");
+    require(pool >= 1 && pool % 2 == 1, "pool", pool, "an odd number, at least 1", "pass 1 for no pooling");
+  }
+
+  template <class Self, class Visit>
+  static void parameters(Self& self, Visit&& visit) {
+    visit("window", self.window, "last prompt queries that are observed; their tokens are always kept");
+    visit("pool", self.pool, "kernel of the pooling over tokens, odd; 1 for none");
+    visit("pool_kind", self.pool_kind, "max or average");
+  }
+};
+
+static_assert(check_scorer<observation_window>());
+
+TESSERA_NAMESPACE_END

@@ -1,0 +1,76 @@
+// The best runs of consecutive tokens.
+#pragma once
+
+#include "../concepts/selector.hpp"
+#include "../core/error.hpp"
+
+TESSERA_NAMESPACE_BEGIN
+
+/// Chooses the tail and the best blocks of `block` consecutive slots, `keep` tokens in all.
+///
+/// Blocks start at slot 0; the last one before the tail may be short. A block's score is the sum of its tokens' scores
+/// (NaN and infinities count as 0, a block of nothing else ranks last). Blocks are taken best first while they fit; the
+/// one that does not fit is trimmed to its best tokens, so that the count is met exactly.
+/// Ties     to the lower block, inside the trimmed block to the lower index.   Cost  O(n) on average.
+struct top_blocks {
+  static constexpr const char* name = "top_blocks";
+  using unit = block_unit;
+
+  index_t block = 16;
+
+  index_t select(const float* scores, index_t n, index_t tail, index_t keep, index_t* out,
+                 top_k_scratch& scratch) const {
+    keep = std::clamp(keep, 0, n);
+    tail = std::clamp(tail, 0, keep);
+    const index_t candidates = n - tail, blocks = ceil_div(candidates, block);
+    index_t room = keep - tail;
+
+    auto& keys = scratch.keys;
+    keys.resize(std::size_t(blocks));
+    for (index_t b = 0; b < blocks; ++b) {
+      float sum = 0;
+      bool any = false;
+      for (index_t i = b * block; i < std::min(candidates, (b + 1) * block); ++i) {
+        const bool finite = scores[i] - scores[i] == 0;
+        sum += finite ? scores[i] : 0;
+        any |= finite;
+      }
+      keys[std::size_t(b)] = rank_key(any ? sum : -infinity, b);
+    }
+    // Every block holds `block` tokens but the last, so at most this many can be touched.
+    const index_t touched = std::min(blocks, room / block + 2);
+    std::partial_sort(keys.begin(), keys.begin() + touched, keys.end(), std::greater<>{});
+
+    index_t count = 0;
+    for (index_t i = 0; i < touched && room > 0; ++i) {
+      const index_t first = rank_index(keys[std::size_t(i)]) * block;
+      const index_t length = std::min(block, candidates - first);
+      if (length <= room) {
+        for (index_t j = 0; j < length; ++j) out[count++] = first + j;
+        room -= length;
+      } else {
+        top_k_scratch inner;
+        const index_t trimmed = top_k(scores + first, length, room, out + count, inner);
+        for (index_t j = 0; j < trimmed; ++j) out[count + j] += first;
+        count += trimmed;
+        room = 0;
+      }
+    }
+    std::sort(out, out + count);
+    for (index_t slot = n - tail; slot < n; ++slot) out[count++] = slot;
+    return count;
+  }
+
+  void check() const {
+    require(block >= 1, "block", block, "at least 1 token", "pass 1 to choose single tokens");
+  }
+
+  template <class Self, class Visit>
+  static void parameters(Self& self, Visit&& visit) {
+    visit("block", self.block, "consecutive tokens that are chosen together");
+  }
+};
+
+static_assert(check_selector<top_blocks>());
+
+TESSERA_NAMESPACE_END
