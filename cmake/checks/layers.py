@@ -1,0 +1,125 @@
+#!/usr/bin/env python3
+"""Checks that includes point down only, and the other rules about headers that a script can read.
+
+Usage: layers.py REPOSITORY. Prints one line per broken rule; exits with 1 if there is any.
+"""
+import pathlib
+import re
+import sys
+
+# Which layers each layer may include, besides itself. The most specific name wins ("backend/cpu" before "backend").
+AXES = ["scorer", "budget", "selector", "layout", "attention", "schedule"]  # never include each other
+BELOW_AXES = ["core", "math", "team", "concepts"]
+MAY_INCLUDE = {
+    "core":         [],
+    "math":         ["core"],
+    "team":         ["core"],
+    "concepts":     ["core", "math", "team"],
+    **{axis: BELOW_AXES for axis in AXES},
+    "recipe.hpp":   BELOW_AXES + AXES,
+    "methods":      ["core", "recipe.hpp"] + AXES,
+    "runtime":      BELOW_AXES,
+    "backend/cpu":  BELOW_AXES + AXES + ["recipe.hpp"],
+    "backend/cuda": BELOW_AXES + AXES + ["recipe.hpp", "runtime"],
+    "cache.hpp":    BELOW_AXES + AXES + ["recipe.hpp", "runtime", "backend/cpu", "backend/cuda"],
+    "tessera.hpp":  BELOW_AXES + AXES + ["recipe.hpp", "backend/cpu", "cache.hpp"],  # machinery only: no methods
+}
+
+# Headers from outside the standard C++ library (those have neither a dot nor a slash in their name).
+EXTERNAL = {
+    "immintrin.h":   ["math", "team", "attention", "layout", "backend/cpu"],
+    "Eigen/":        ["runtime"],
+    "cub/":          ["backend/cuda"],
+    "thrust/":       ["backend/cuda"],
+    "cuda/":         ["backend/cuda"],
+    "cuda":          ["backend/cuda", "runtime"],
+    "cooperative_groups": ["backend/cuda"],
+}
+
+MAX_LINES = 500
+
+
+def layer_of(path, include_root):
+    parts = path.relative_to(include_root / "tessera").parts
+    return "/".join(parts[:2]) if parts[0] == "backend" else parts[0]
+
+
+def without_comments(text):
+    """Blanks comments out and leaves line numbers as they are."""
+    blank = lambda match: re.sub(r"[^\n]", " ", match.group())
+    return re.sub(r"//[^\n]*|/\*.*?\*/", blank, text, flags=re.S)
+
+
+def check_include(line, path, layer, include_root):
+    """Returns what is wrong with one #include line, or None."""
+    match = re.match(r'\s*#\s*include\s*(["<])([^">]+)[">]', line)
+    if not match:
+        return None
+    quote, name = match.groups()
+    if quote == '"':
+        target = (path.parent / name).resolve()
+    elif name.startswith("tessera/"):
+        target = include_root / name
+    else:
+        if "." not in name and "/" not in name and not name.startswith("cuda"):
+            return None  # standard library
+        for prefix, layers in EXTERNAL.items():
+            if name.startswith(prefix):
+                return None if layer in layers else f"<{name}> may be included by {', '.join(layers)} only"
+        return f"<{name}> is not on the list of outside headers"
+    if not target.is_relative_to(include_root / "tessera") or not target.is_file():
+        return f'"{name}" is no header of Tessera'
+    other = layer_of(target, include_root)
+    if other == layer or other in MAY_INCLUDE[layer]:
+        return None
+    return f"{layer} includes {other}; it may include {', '.join(MAY_INCLUDE[layer]) or 'nothing else'}"
+
+
+def check_header(path, include_root):
+    text = path.read_text(encoding="utf-8")
+    layer = layer_of(path, include_root)
+    if layer not in MAY_INCLUDE:
+        yield 1, f"{layer} is no layer; add it to the table in cmake/checks/layers.py"
+        return
+    if text.count("\n") > MAX_LINES:
+        yield MAX_LINES, f"the header has {text.count(chr(10))} lines; at most {MAX_LINES}: split it by idea"
+    if not re.search(r"^#pragma once$", text, flags=re.M):
+        yield 1, "the header lacks #pragma once"
+    for number, line in enumerate(without_comments(text).splitlines(), 1):
+        problem = check_include(line, path, layer, include_root)
+        if problem:
+            yield number, problem
+        macro = re.match(r"\s*#\s*define\s+(\w+)", line)
+        if macro and not macro[1].startswith("TESSERA_"):
+            yield number, f"macro {macro[1]} must begin with TESSERA_"
+        if macro and layer != "core":
+            yield number, f"macro {macro[1]} is defined outside core/"
+        if "__global__" in line and layer != "backend/cuda":
+            yield number, "__global__ outside backend/cuda"
+
+
+def check_open_work(path):
+    for number, line in enumerate(path.read_text(encoding="utf-8").splitlines(), 1):
+        if re.search(r"\b(TODO|FIXME|XXX)\b", line) and not re.search(r"#\d+", line):
+            yield number, "open work without an issue number (#123)"
+
+
+def main(repository):
+    root = pathlib.Path(repository).resolve()
+    include_root = root / "include"
+    problems = []
+    headers = sorted(p for p in include_root.rglob("*") if p.suffix in (".hpp", ".cuh", ".h"))
+    for path in headers:
+        problems += [(path, *found) for found in check_header(path, include_root)]
+    for folder in ("include", "examples", "tests", "benchmarks"):
+        for path in sorted((root / folder).rglob("*")):
+            if path.suffix in (".hpp", ".cuh", ".cpp", ".cu"):
+                problems += [(path, *found) for found in check_open_work(path)]
+    for path, number, text in problems:
+        print(f"{path.relative_to(root)}:{number}: {text}")
+    print(f"{len(headers)} headers, {len(problems)} problems")
+    return 1 if problems or not headers else 0
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1]))

@@ -1,0 +1,107 @@
+#!/usr/bin/env python3
+"""Shows that each source check passes on good input and fails on bad input.
+
+Usage: self_test.py COMPILER
+"""
+import contextlib
+import io
+import pathlib
+import sys
+import tempfile
+import unittest
+
+sys.dont_write_bytecode = True  # a test leaves nothing in the source tree
+import compile_fail
+import forbidden_text
+import layers
+import policy_rows
+
+COMPILER = sys.argv.pop(1) if len(sys.argv) > 1 else "c++"
+PRAGMA = "#pragma once\n"
+
+
+class Checks(unittest.TestCase):
+    def outcome(self, check, files):
+        """Runs `check` on a repository of `files` ({path: text}); returns its exit code and output."""
+        with tempfile.TemporaryDirectory() as folder:
+            for name, text in files.items():
+                path = pathlib.Path(folder, name)
+                path.parent.mkdir(parents=True, exist_ok=True)
+                path.write_text(text, encoding="utf-8")
+            output = io.StringIO()
+            with contextlib.redirect_stdout(output):
+                code = check(folder)
+            return code, output.getvalue()
+
+    def assert_passes(self, check, files):
+        code, output = self.outcome(check, files)
+        self.assertEqual(code, 0, output)
+
+    def assert_fails(self, check, files, sentence):
+        code, output = self.outcome(check, files)
+        self.assertEqual(code, 1, output)
+        self.assertIn(sentence, output)
+
+    def layer_case(self, header, text):
+        good = {"core/a.hpp": "", "math/a.hpp": "", "team/a.hpp": "", "scorer/a.hpp": "", "budget/a.hpp": "",
+                "methods/a.hpp": "", "recipe.hpp": "", "cache.hpp": "", header: text}
+        return {f"include/tessera/{name}": PRAGMA + body for name, body in good.items()}
+
+    def test_layers_accept_what_points_down(self):
+        for header, text in [
+            ("math/b.hpp", '#include <vector>\n#include "../core/a.hpp"\n#include "a.hpp"\n'),
+            ("methods/b.hpp", '#include "../recipe.hpp"\n#include <tessera/scorer/a.hpp>\n'),
+            ("core/b.hpp", "#define TESSERA_B 1\n// #define B, __global__ and <Eigen/Core> in a comment\n"),
+            ("backend/cuda/b.hpp", "__global__ void kernel();\n#include <cub/cub.cuh>\n"),
+            ("core/c.hpp", "// TO" "DO #12: later\n"),
+        ]:
+            self.assert_passes(layers.main, self.layer_case(header, text))
+
+    def test_layers_reject_each_broken_rule(self):
+        for header, text, sentence in [
+            ("core/b.hpp", '#include "../math/a.hpp"\n', "core includes math"),
+            ("math/b.hpp", '#include "../team/a.hpp"\n', "math includes team"),
+            ("scorer/b.hpp", '#include "../budget/a.hpp"\n', "scorer includes budget"),
+            ("scorer/b.hpp", "#include <tessera/recipe.hpp>\n", "scorer includes recipe.hpp"),
+            ("methods/b.hpp", '#include "../cache.hpp"\n', "methods includes cache.hpp"),
+            ("tessera.hpp", '#include "methods/a.hpp"\n', "tessera.hpp includes methods"),
+            ("scorer/b.hpp", '#include "gone.hpp"\n', "no header of Tessera"),
+            ("extras/b.hpp", "", "extras is no layer"),
+            ("math/b.hpp", "#include <Eigen/Core>\n", "<Eigen/Core> may be included by runtime only"),
+            ("math/b.hpp", "#include <catch2/catch.hpp>\n", "not on the list of outside headers"),
+            ("core/b.hpp", "#define BLOCK 1\n", "must begin with TESSERA_"),
+            ("math/b.hpp", "#define TESSERA_B 1\n", "defined outside core/"),
+            ("scorer/b.hpp", "__global__ void kernel();\n", "__global__ outside backend/cuda"),
+            ("core/b.hpp", "\n" * 500, "at most 500"),
+            ("core/b.hpp", "// TO" "DO later\n", "open work without an issue number"),
+        ]:
+            self.assert_fails(layers.main, self.layer_case(header, text), sentence)
+        self.assert_fails(layers.main, {"include/tessera/core/a.hpp": "\n"}, "lacks #pragma once")
+
+    def test_every_policy_needs_its_row(self):
+        header = {"include/tessera/scorer/key_norm.hpp": ""}
+        self.assert_passes(policy_rows.main, {**header, "docs/policies.md": "| `key_norm` | L2 norm |\n"})
+        self.assert_fails(policy_rows.main, header, "scorer/key_norm.hpp")
+        self.assert_fails(policy_rows.main, {**header, "docs/policies.md": "| a | see `key_norm` |\n"}, "no row")
+
+    def test_forbidden_text_is_found(self):
+        self.assert_passes(forbidden_text.main, {"a.md": "frame/" + "work/ and ${root}/" + "work/ are fine\n"})
+        self.assert_fails(forbidden_text.main, {"a.md": "cd /" + "work/main\n"}, "a.md:1")
+        self.assert_fails(forbidden_text.main, {"b/c.txt": "\nhttps://py" + "pi.org/simple\n"}, "b/c.txt:2")
+
+    def test_compile_fail_wants_the_right_failure(self):
+        broken = "static_assert(sizeof(char) == 2, \"tessera: a char is one byte\");\n"
+        compiles = lambda name: lambda folder: compile_fail.main(f"{folder}/{name}", COMPILER, "-std=c++20")
+        for name, text, code in [
+            ("good.cpp", "// expect: tessera: a char is one byte\n" + broken, 0),
+            ("other_reason.cpp", "// expect: tessera: a sentence that is not there\n" + broken, 1),
+            ("compiles.cpp", "// expect: tessera: a char is one byte\n", 1),
+            ("says_nothing.cpp", broken, 1),
+            ("control_good.cpp", "int main() {}\n", 0),
+            ("control_broken.cpp", broken, 1),
+        ]:
+            self.assertEqual(self.outcome(compiles(name), {name: text})[0], code, name)
+
+
+if __name__ == "__main__":
+    unittest.main()

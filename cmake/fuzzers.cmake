@@ -1,0 +1,17 @@
+# Every tests/fuzz/fuzz_*.cpp defines LLVMFuzzerTestOneInput and is one libFuzzer program; tests/fuzz.sh runs them.
+if(NOT CMAKE_CXX_COMPILER_ID MATCHES "Clang")
+  message(FATAL_ERROR "tessera: the fuzzers need clang; run tests/fuzz.sh, or configure with --preset fuzz")
+endif()
+file(GLOB fuzz_files CONFIGURE_DEPENDS tests/fuzz/fuzz_*.cpp)
+foreach(file IN LISTS fuzz_files)
+  cmake_path(GET file STEM name)
+  add_executable(${name} "${file}")
+  target_include_directories(${name} PRIVATE tests)
+  target_compile_definitions(${name} PRIVATE TESSERA_SOURCE_DIR="${PROJECT_SOURCE_DIR}")
+  target_link_libraries(${name} PRIVATE tessera::tessera)
+  if(TARGET tessera_engine)  # file formats are the engine's
+    target_link_libraries(${name} PRIVATE tessera_engine)
+  endif()
+  target_compile_options(${name} PRIVATE -fsanitize=fuzzer)
+  target_link_options(${name} PRIVATE -fsanitize=fuzzer)
+endforeach()

@@ -1,0 +1,67 @@
+# Every public header compiles alone, twice in a row, as C++ and (where there is a CUDA compiler) as CUDA.
+
+# TESSERA_CUDA: AUTO takes a CUDA compiler that works, ON insists on one.
+set(cuda_works OFF)
+if(NOT TESSERA_CUDA STREQUAL "OFF")
+  include(CheckLanguage)
+  check_language(CUDA)
+  if(CMAKE_CUDA_COMPILER)
+    if(NOT DEFINED CMAKE_CUDA_ARCHITECTURES)
+      set(CMAKE_CUDA_ARCHITECTURES 90)
+    endif()
+    enable_language(CUDA)
+    set(cuda_works ON)
+  elseif(NOT TESSERA_CUDA STREQUAL "AUTO")
+    message(FATAL_ERROR "tessera: TESSERA_CUDA is ${TESSERA_CUDA}, but no CUDA compiler works; "
+                        "set CUDACXX, or use AUTO")
+  endif()
+endif()
+message(STATUS "tessera ${PROJECT_VERSION}: headers are checked as C++; as CUDA: ${cuda_works}")
+
+file(GLOB_RECURSE all_headers CONFIGURE_DEPENDS RELATIVE "${PROJECT_SOURCE_DIR}/include" include/tessera/*.hpp)
+
+# Generates one translation unit per header and the program `program` from all of them.
+function(tessera_check_headers program extension)
+  set(folder "${PROJECT_BINARY_DIR}/${program}")
+  set(units "")
+  foreach(header IN LISTS ARGN)
+    string(REGEX REPLACE "[/.]" "_" unit "${header}")
+    # file(CONFIGURE) leaves an unchanged file alone, so that nothing is rebuilt.
+    file(CONFIGURE OUTPUT "${folder}/${unit}.${extension}" @ONLY CONTENT
+"#include <@header@>
+#include <@header@>
+static_assert(__cplusplus >= 202002L, \"tessera: the C++20 flag did not reach the compiler\");
+")
+    list(APPEND units "${folder}/${unit}.${extension}")
+  endforeach()
+  file(CONFIGURE OUTPUT "${folder}/main.${extension}" CONTENT "int main() {}\n")
+  add_executable(${program} ${units} "${folder}/main.${extension}")
+  target_link_libraries(${program} PRIVATE tessera::tessera)
+  add_test(NAME ${program} COMMAND ${program})
+  set_tests_properties(${program} PROPERTIES LABELS "cpu;check" TIMEOUT 60)
+endfunction()
+
+tessera_check_headers(headers_alone cpp ${all_headers})
+
+if(cuda_works)
+  tessera_check_headers(headers_alone_cuda cu ${all_headers})
+  # CMake 3.25 silently drops CUDA_STANDARD 20 for nvcc 13, so the flag goes in by hand, and each unit asserts that it
+  # came.
+  target_compile_options(headers_alone_cuda PRIVATE -std=c++20 -Xcompiler=-Wall,-Wextra)
+  set_target_properties(headers_alone_cuda PROPERTIES CUDA_RUNTIME_LIBRARY Static)
+  if(TESSERA_WERROR)
+    target_compile_options(headers_alone_cuda PRIVATE -Werror=all-warnings)
+  endif()
+endif()
+
+# Two units that both include everything, linked into one program and run.
+set(include_everything ${all_headers})
+list(TRANSFORM include_everything PREPEND "#include <")
+list(TRANSFORM include_everything APPEND ">\n")
+list(JOIN include_everything "" include_everything)
+file(CONFIGURE OUTPUT "${PROJECT_BINARY_DIR}/two_units/everything.hpp" CONTENT "${include_everything}" @ONLY)
+add_executable(two_units tests/link/first.cpp tests/link/second.cpp)
+target_include_directories(two_units PRIVATE "${PROJECT_BINARY_DIR}/two_units")
+target_link_libraries(two_units PRIVATE tessera::tessera)
+add_test(NAME two_units COMMAND two_units)
+set_tests_properties(two_units PROPERTIES LABELS "cpu;check" TIMEOUT 60)

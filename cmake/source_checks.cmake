@@ -1,0 +1,26 @@
+# Checks that read the sources instead of running them, each one a ctest entry.
+
+function(tessera_source_check name)
+  add_test(NAME ${name} COMMAND ${ARGN})
+  set_tests_properties(${name} PROPERTIES LABELS "cpu;check" TIMEOUT 600)
+endfunction()
+
+set(checks "${PROJECT_SOURCE_DIR}/cmake/checks")
+tessera_source_check(layers Python3::Interpreter "${checks}/layers.py" "${PROJECT_SOURCE_DIR}")
+tessera_source_check(policy_rows Python3::Interpreter "${checks}/policy_rows.py" "${PROJECT_SOURCE_DIR}")
+tessera_source_check(forbidden_text Python3::Interpreter "${checks}/forbidden_text.py" "${PROJECT_SOURCE_DIR}")
+tessera_source_check(checks_fail_when_they_should Python3::Interpreter "${checks}/self_test.py" "${CMAKE_CXX_COMPILER}")
+
+# tests/compile_fail/*.cpp must not compile, and must say why; control_*.cpp there must compile.
+file(GLOB compile_fail_files CONFIGURE_DEPENDS tests/compile_fail/*.cpp)
+foreach(file IN LISTS compile_fail_files)
+  cmake_path(GET file STEM name)
+  tessera_source_check(compile_fail_${name} Python3::Interpreter "${checks}/compile_fail.py" "${file}"
+                       "${CMAKE_CXX_COMPILER}" -std=c++20 "-I${PROJECT_SOURCE_DIR}/include")
+endforeach()
+
+# Somebody else's project finds the installed library, and takes it in as a subdirectory.
+tessera_source_check(consumer "${CMAKE_COMMAND}" "-DSOURCE_DIR=${PROJECT_SOURCE_DIR}"
+                     "-DBUILD_DIR=${PROJECT_BINARY_DIR}" "-DVERSION=${PROJECT_VERSION}"
+                     "-DGENERATOR=${CMAKE_GENERATOR}" "-DCXX=${CMAKE_CXX_COMPILER}"
+                     -P "${PROJECT_SOURCE_DIR}/cmake/checks/consumer.cmake")

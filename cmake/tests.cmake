@@ -1,0 +1,38 @@
+# tests/ mirrors include/. Every tests/**/test_*.cpp is found by its name; the files of one folder make one program
+# (test_core, test_math, test_backend_cpu, ...), which keeps linking cheap, and one ctest entry.
+
+add_library(tessera_testing STATIC tests/catch_main.cpp)
+target_include_directories(tessera_testing PUBLIC tests)
+target_compile_definitions(tessera_testing PUBLIC TESSERA_SOURCE_DIR="${PROJECT_SOURCE_DIR}")
+target_link_libraries(tessera_testing PUBLIC tessera::tessera Catch2::Catch2 Eigen3::Eigen)
+
+file(GLOB_RECURSE test_files CONFIGURE_DEPENDS RELATIVE "${PROJECT_SOURCE_DIR}/tests" tests/test_*.cpp)
+set(test_programs "")
+foreach(file IN LISTS test_files)
+  cmake_path(GET file PARENT_PATH folder)
+  if(folder MATCHES "^(consumer|compile_fail|fuzz|link)" OR (folder MATCHES "^examples" AND NOT TARGET tessera_engine))
+    continue()
+  endif()
+  if(folder STREQUAL "")
+    set(folder top)
+  endif()
+  string(REPLACE "/" "_" program "test_${folder}")
+  if(NOT TARGET ${program})
+    add_executable(${program})
+    target_link_libraries(${program} PRIVATE tessera_testing)
+    list(APPEND test_programs ${program})
+  endif()
+  target_sources(${program} PRIVATE "${PROJECT_SOURCE_DIR}/tests/${file}")
+endforeach()
+
+foreach(program IN LISTS test_programs)
+  if(program MATCHES "^test_examples")
+    target_link_libraries(${program} PRIVATE tessera_engine)
+    if(TARGET tessera)  # tests of the tool run it
+      add_dependencies(${program} tessera)
+      target_compile_definitions(${program} PRIVATE TESSERA_TOOL="$<TARGET_FILE:tessera>")
+    endif()
+  endif()
+  add_test(NAME ${program} COMMAND ${program})
+  set_tests_properties(${program} PROPERTIES LABELS cpu TIMEOUT 900)
+endforeach()

@@ -1,0 +1,32 @@
+# Sourced by the scripts: `need PACKAGE...` installs those of the Debian or Ubuntu packages that are missing.
+
+need() {
+  local missing=() package
+  if ! command -v apt-get >/dev/null || ! command -v dpkg-query >/dev/null; then
+    echo "This is no Debian or Ubuntu: what these packages hold is taken as installed: $*"
+    return 0
+  fi
+  for package in "$@"; do
+    dpkg-query --show --showformat='${Status}' "$package" 2>/dev/null | grep -q 'ok installed' || missing+=("$package")
+  done
+  [ ${#missing[@]} -eq 0 ] && return 0
+
+  local as_root=()
+  if [ "$(id -u)" -ne 0 ]; then
+    if ! command -v sudo >/dev/null; then
+      echo "These packages are missing, and installing them takes root or sudo: ${missing[*]}" >&2
+      echo "Have an administrator run: apt-get install ${missing[*]}" >&2
+      return 1
+    fi
+    as_root=(sudo)
+  fi
+  echo "Installing: ${missing[*]}"
+  "${as_root[@]}" apt-get update -qq || echo "apt-get update failed; trying with the package lists at hand" >&2
+  "${as_root[@]}" env DEBIAN_FRONTEND=noninteractive apt-get install -y -qq --no-install-recommends "${missing[@]}" \
+    </dev/null >/dev/null || { echo "apt-get could not install: ${missing[*]}" >&2; return 1; }
+}
+
+build_packages=(g++ cmake ninja-build ccache)
+example_packages=(libcli11-dev nlohmann-json3-dev libsentencepiece-dev libeigen3-dev)
+test_packages=(git python3 catch2)
+benchmark_packages=(libbenchmark-dev)

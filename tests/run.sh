@@ -1,0 +1,39 @@
+#!/usr/bin/env bash
+# Installs what is missing (Debian, Ubuntu), builds everything and runs every test. The last line is the result.
+#
+#   tests/run.sh [-DOPTION=VALUE ...]      the options go to CMake
+#   PRESET=debug tests/run.sh              another preset of CMakePresets.json
+set -uo pipefail
+cd "$(dirname "${BASH_SOURCE[0]}")/.."
+source tests/packages.sh
+
+preset=${PRESET:-release}
+folder=build/$preset
+jobs=$(nproc)
+
+# A failure before any test ran is one failure, so that the last line never claims more than was seen.
+give_up() {
+  echo "$1" >&2
+  echo "0 passed, 1 failed"
+  exit 1
+}
+
+need "${build_packages[@]}" "${example_packages[@]}" "${test_packages[@]}" "${benchmark_packages[@]}" \
+  || give_up "The packages that the build needs are not installed."
+cmake --preset "$preset" "$@" || give_up "CMake could not configure the build."
+cmake --build "$folder" --parallel "$jobs" -- -k 0 || give_up "The build failed."
+
+results=$PWD/$folder/test_results.xml
+rm -f "$results"
+ctest --test-dir "$folder" --parallel "$jobs" --output-on-failure --no-tests=error --output-junit "$results"
+status=$?
+
+# <testsuite ... tests="12" failures="0" disabled="0" skipped="0" ...>
+count() { sed -n "/<testsuite/,/>/s/.*\b$1=\"\([0-9]*\)\".*/\1/p" "$results" | head -n 1; }
+[ -s "$results" ] || give_up "ctest wrote no results."
+total=$(count tests)
+not_passed=$(($(count failures) + $(count disabled) + $(count skipped)))
+[ "$status" -ne 0 ] && [ "$not_passed" -eq 0 ] && not_passed=1
+echo "Took $SECONDS s."
+echo "$((total - not_passed)) passed, $not_passed failed"
+[ "$not_passed" -eq 0 ]
