@@ -1,0 +1,29 @@
+// What the example engine asks of a cache. The engine knows nothing of any compression method: it hands over
+// queries, keys and values and gets attention outputs back.
+#pragma once
+
+#include <cstdint>
+
+namespace engine {
+
+/// The cache of one conversation, all layers. Keys and queries come after RoPE.
+/// Shapes   q, out [tokens, q_heads, head_dim]; k, v [tokens, kv_heads, head_dim]; fp32, contiguous.
+/// Errors   implementations throw tessera::error and leave the cache unchanged.
+class kv_cache {
+ public:
+  virtual ~kv_cache() = default;
+
+  /// Appends a chunk of the prompt to `layer` and writes its causal attention to `out`.
+  virtual void prefill(int layer, const float* q, const float* k, const float* v, int tokens, float* out) = 0;
+
+  /// Ends a turn's prefill, after its last chunk has passed through every layer. A cache may drop tokens here.
+  virtual void end_prefill() = 0;
+
+  /// Appends a decode step of 1 to 8 tokens to `layer` and writes its attention to `out`.
+  virtual void decode(int layer, const float* q, const float* k, const float* v, int tokens, float* out) = 0;
+
+  /// The logical position of the next token: tokens seen so far, whatever has been dropped.
+  virtual std::int64_t next_position() const = 0;
+};
+
+}  // namespace engine

@@ -1,0 +1,211 @@
+#include "model.hpp"
+
+#include <algorithm>
+#include <string>
+#include <tessera/core/error.hpp>
+#include <utility>
+
+namespace engine {
+namespace {
+
+constexpr std::int32_t longest_step = 8;  // what kv_cache::decode takes
+
+// Stacks weights that share their input, so that one product computes them all.
+matrix stacked(const checkpoint& weights, std::initializer_list<std::pair<std::string, std::int32_t>> parts,
+               std::int32_t inputs, precision mode) {
+  matrix result{0, inputs, {}};
+  for (const auto& [name, outputs] : parts) {
+    const std::vector<float> values = weights.weight(name, {outputs, inputs});
+    result.outputs += outputs;
+    result.values.insert(result.values.end(), values.begin(), values.end());
+  }
+  round_all(result.values, mode);
+  return result;
+}
+
+std::vector<float> vector_weight(const checkpoint& weights, const std::string& name, std::int32_t width,
+                                 precision mode) {
+  std::vector<float> values = weights.weight(name, {width});
+  round_all(values, mode);
+  return values;
+}
+
+}  // namespace
+
+llama::llama(llama_config config, const checkpoint& weights, tessera::cpu::executor& executor, precision mode)
+    : config_(std::move(config)), mode_(mode), executor_(&executor), frequencies_(rope_frequencies(config_)) {
+  const std::int32_t hidden = config_.hidden_size, inner = config_.intermediate_size;
+  embedding_ = stacked(weights, {{"model.embed_tokens.weight", config_.vocab_size}}, hidden, mode);
+  if (!config_.tie_word_embeddings) head_ = stacked(weights, {{"lm_head.weight", config_.vocab_size}}, hidden, mode);
+  final_norm_ = vector_weight(weights, "model.norm.weight", hidden, mode);
+  for (std::int32_t index = 0; index < config_.num_hidden_layers; ++index) {
+    const std::string prefix = "model.layers." + std::to_string(index) + ".";
+    const std::string attention = prefix + "self_attn.", mlp = prefix + "mlp.";
+    layer loaded;
+    loaded.attention_norm = vector_weight(weights, prefix + "input_layernorm.weight", hidden, mode);
+    loaded.mlp_norm = vector_weight(weights, prefix + "post_attention_layernorm.weight", hidden, mode);
+    loaded.qkv = stacked(weights,
+                         {{attention + "q_proj.weight", config_.q_size()},
+                          {attention + "k_proj.weight", config_.kv_size()},
+                          {attention + "v_proj.weight", config_.kv_size()}},
+                         hidden, mode);
+    loaded.attention_out = stacked(weights, {{attention + "o_proj.weight", hidden}}, config_.q_size(), mode);
+    loaded.gate_up =
+        stacked(weights, {{mlp + "gate_proj.weight", inner}, {mlp + "up_proj.weight", inner}}, hidden, mode);
+    loaded.down = stacked(weights, {{mlp + "down_proj.weight", hidden}}, inner, mode);
+    layers_.push_back(std::move(loaded));
+  }
+}
+
+llama llama::load(const std::filesystem::path& directory, tessera::cpu::executor& executor, precision mode) {
+  llama_config config = load_config(directory / "config.json");
+  return llama(std::move(config), checkpoint::open(directory), executor, mode);
+}
+
+void llama::workspace::resize(const llama_config& config, std::int32_t tokens) {
+  const auto rows = std::size_t(tokens);
+  const auto grow = [rows](std::vector<float>& values, std::int32_t width) {
+    values.resize(std::max(values.size(), rows * std::size_t(width)));
+  };
+  grow(hidden, config.hidden_size);
+  grow(normed, config.hidden_size);
+  grow(projected, config.hidden_size);
+  grow(qkv, config.q_size() + 2 * config.kv_size());
+  grow(q, config.q_size());
+  grow(k, config.kv_size());
+  grow(v, config.kv_size());
+  grow(attended, config.q_size());
+  grow(gate_up, 2 * config.intermediate_size);
+  grow(activated, config.intermediate_size);
+}
+
+// Throws unless `tokens` and `more` after them fit behind what the cache has seen.
+void llama::require_room(std::span<const token_t> tokens, std::int64_t more, const kv_cache& cache) const {
+  for (const token_t token : tokens)
+    tessera::require(token >= 0 && token < config_.vocab_size, "token id", token,
+                     "an id in [0, " + std::to_string(config_.vocab_size) + ")",
+                     "use the tokenizer that the model was trained with");
+  const std::int64_t seen = cache.next_position(), end = seen + std::int64_t(tokens.size()) + more;
+  tessera::require(end <= config_.max_position_embeddings, "number of positions needed",
+                   std::to_string(end) + " (" + std::to_string(seen) + " of them in the cache)",
+                   "at most max_position_embeddings = " + std::to_string(config_.max_position_embeddings),
+                   "shorten the prompt, ask for fewer new tokens or start a new conversation");
+}
+
+void llama::attend(const layer& weights, int index, std::int32_t tokens, const rope_table& table, kv_cache& cache,
+                   phase now) {
+  rms_norm(*executor_, work_.hidden.data(), tokens, weights.attention_norm, config_.rms_norm_eps, work_.normed.data(),
+           mode_);
+  linear(*executor_, work_.normed.data(), tokens, weights.qkv, work_.qkv.data(), mode_);
+  split_and_rotate(*executor_, config_, table, work_.qkv.data(), tokens, work_.q.data(), work_.k.data(), work_.v.data(),
+                   mode_);
+  const float *q = work_.q.data(), *k = work_.k.data(), *v = work_.v.data();
+  if (now == phase::prefill)
+    cache.prefill(index, q, k, v, tokens, work_.attended.data());
+  else
+    cache.decode(index, q, k, v, tokens, work_.attended.data());
+}
+
+// The part of a layer behind its attention, where no token sees another. Updates `hidden` [rows, hidden] in place.
+void llama::finish_layer(const layer& weights, float* hidden, const float* attended, std::int32_t rows) {
+  linear(*executor_, attended, rows, weights.attention_out, work_.projected.data(), mode_);
+  add(*executor_, work_.projected.data(), rows, config_.hidden_size, hidden, mode_);
+  rms_norm(*executor_, hidden, rows, weights.mlp_norm, config_.rms_norm_eps, work_.normed.data(), mode_);
+  linear(*executor_, work_.normed.data(), rows, weights.gate_up, work_.gate_up.data(), mode_);
+  swiglu(*executor_, work_.gate_up.data(), rows, config_.intermediate_size, work_.activated.data(), mode_);
+  linear(*executor_, work_.activated.data(), rows, weights.down, work_.projected.data(), mode_);
+  add(*executor_, work_.projected.data(), rows, config_.hidden_size, hidden, mode_);
+}
+
+// Passes a chunk through every layer. Afterwards work_.hidden holds the final states of the last `wanted` tokens, at
+// their rows; the others stop at the last layer's attention, which saves a sixth of a six-layer model's prefill.
+void llama::forward(std::span<const token_t> tokens, kv_cache& cache, phase now, std::int32_t wanted) {
+  const auto count = std::int32_t(tokens.size());
+  const rope_table table = make_rope_table(frequencies_, cache.next_position(), count, mode_);
+  work_.resize(config_, count);
+  const std::int64_t width = config_.hidden_size;
+  for (std::int64_t row = 0; row < count; ++row)
+    std::copy_n(embedding_.values.data() + tokens[std::size_t(row)] * width, width, work_.hidden.data() + row * width);
+
+  for (std::int32_t index = 0; index < config_.num_hidden_layers; ++index) {
+    const layer& weights = layers_[std::size_t(index)];
+    attend(weights, index, count, table, cache, now);
+    round_all({work_.attended.data(), std::size_t(count) * std::size_t(config_.q_size())}, mode_);
+    const std::int32_t rows = index + 1 < config_.num_hidden_layers ? count : wanted;
+    const std::int64_t first = count - rows;
+    if (rows > 0)
+      finish_layer(weights, work_.hidden.data() + first * width, work_.attended.data() + first * config_.q_size(),
+                   rows);
+  }
+}
+
+// The logits [wanted, vocab] of the last `wanted` of `tokens` rows.
+std::vector<float> llama::logits_of(std::int32_t tokens, std::int32_t wanted) {
+  const float* hidden = work_.hidden.data() + std::int64_t(tokens - wanted) * config_.hidden_size;
+  rms_norm(*executor_, hidden, wanted, final_norm_, config_.rms_norm_eps, work_.normed.data(), mode_);
+  std::vector<float> logits(std::size_t(wanted) * std::size_t(config_.vocab_size));
+  linear(*executor_, work_.normed.data(), wanted, config_.tie_word_embeddings ? embedding_ : head_, logits.data(),
+         mode_);
+  return logits;
+}
+
+std::vector<float> llama::prefill(std::span<const token_t> prompt, kv_cache& cache, const prefill_options& options) {
+  tessera::require(!prompt.empty(), "prompt length", 0, "at least 1 token", "begin the prompt with bos");
+  tessera::require(options.chunk >= 1, "chunk", options.chunk, "at least 1 token", "leave it at its default");
+  require_room(prompt, 0, cache);
+  std::size_t done = 0;
+  std::int32_t count = 0;
+  while (done < prompt.size()) {
+    count = std::int32_t(std::min(prompt.size() - done, std::size_t(options.chunk)));
+    const auto chunk = prompt.subspan(done, std::size_t(count));
+    done += chunk.size();
+    forward(chunk, cache, phase::prefill, done == prompt.size() ? 1 : 0);
+    if (options.progress) options.progress(std::int64_t(done), std::int64_t(prompt.size()));
+  }
+  cache.end_prefill();
+  return logits_of(count, 1);
+}
+
+std::vector<float> llama::decode(std::span<const token_t> tokens, kv_cache& cache) {
+  tessera::require(!tokens.empty() && tokens.size() <= longest_step, "tokens in a decode step", tokens.size(), "1 to 8",
+                   "split the step, or prefill a longer run");
+  require_room(tokens, 0, cache);
+  const auto count = std::int32_t(tokens.size());
+  forward(tokens, cache, phase::decode, count);
+  return logits_of(count, count);
+}
+
+std::vector<token_t> llama::generate(std::span<const token_t> prompt, kv_cache& cache,
+                                     const generate_options& options) {
+  tessera::require(options.max_new >= 0, "max_new", options.max_new, "at least 0", "pass a number of tokens");
+  // The last new token is never decoded, so it takes no position.
+  require_room(prompt, std::max(options.max_new - 1, 0), cache);
+  return extend(prefill(prompt, cache, options.prefill), cache, options);
+}
+
+std::vector<token_t> llama::extend(std::span<const float> logits, kv_cache& cache, const generate_options& options) {
+  tessera::require(options.max_new >= 0, "max_new", options.max_new, "at least 0", "pass a number of tokens");
+  tessera::require(logits.size() == std::size_t(config_.vocab_size), "number of logits", logits.size(),
+                   std::to_string(config_.vocab_size), "pass the logits of one token");
+  require_room({}, std::max(options.max_new - 1, 0), cache);
+  const auto ends = [&](const std::vector<token_t>& answer) {
+    if (options.stop) return options.stop(answer);
+    return std::find(config_.eos.begin(), config_.eos.end(), answer.back()) != config_.eos.end();
+  };
+  std::vector<token_t> answer;
+  std::vector<float> newest(logits.begin(), logits.end());
+  while (std::int32_t(answer.size()) < options.max_new) {
+    answer.push_back(best_token(newest));
+    if (ends(answer) || std::int32_t(answer.size()) == options.max_new) break;
+    newest = decode({&answer.back(), 1}, cache);
+  }
+  return answer;
+}
+
+token_t best_token(std::span<const float> logits) {
+  tessera::require(!logits.empty(), "number of logits", 0, "at least 1", "pass the logits of one token");
+  // max_element returns the first of equals.
+  return token_t(std::max_element(logits.begin(), logits.end()) - logits.begin());
+}
+
+}  // namespace engine

@@ -1,0 +1,430 @@
+#include "safetensors.hpp"
+
+#include <fcntl.h>
+#include <sys/mman.h>
+#include <sys/stat.h>
+#include <unistd.h>
+
+#include <algorithm>
+#include <bit>
+#include <cerrno>
+#include <cmath>
+#include <cstring>
+#include <nlohmann/json.hpp>
+#include <set>
+#include <system_error>
+#include <tessera/core/error.hpp>
+#include <tessera/core/types.hpp>
+#include <utility>
+
+namespace engine {
+namespace {
+
+using nlohmann::json;
+using tessera::fail;
+
+static_assert(std::endian::native == std::endian::little,
+              "tessera: safetensors bytes are read in place, low byte first");
+
+constexpr std::uint64_t longest_header = 100'000'000;  // the limit of the format's own reader
+constexpr std::string_view metadata_key = "__metadata__";
+constexpr std::string_view cure_file = "check that the file was written completely by a safetensors writer";
+
+struct dtype_row {
+  dtype type;
+  std::string_view name;
+  std::size_t bytes;
+};
+constexpr dtype_row dtype_rows[] = {{dtype::f32, "F32", 4}, {dtype::f16, "F16", 2}, {dtype::bf16, "BF16", 2},
+                                    {dtype::i32, "I32", 4}, {dtype::i64, "I64", 8}, {dtype::u8, "U8", 1}};
+
+const dtype_row& row_of(dtype type) { return dtype_rows[std::size_t(type)]; }
+
+std::string shape_text(std::span<const std::int64_t> shape) {
+  std::string text = "[";
+  for (std::size_t axis = 0; axis < shape.size(); ++axis) {
+    if (axis > 0) text += ", ";
+    text += shape[axis] == any_size ? "any" : std::to_string(shape[axis]);
+  }
+  return text + "]";
+}
+
+// Names come from the file: they may be as long as the header, so messages carry the beginning only.
+std::string shortened(std::string_view name) {
+  constexpr std::size_t shown = 120;
+  return name.size() <= shown ? std::string(name) : std::string(name.substr(0, shown)) + "...";
+}
+
+std::string tensor_field(std::string_view name, std::string_view field) {
+  return "safetensors: tensor \"" + shortened(name) + "\": " + std::string(field);
+}
+
+// Parses the header, rejecting a repeated name: the JSON library would silently keep the last one.
+json parse_header(std::string_view text) {
+  std::set<std::string> names;
+  const auto watch = [&names](int depth, json::parse_event_t event, json& value) {
+    if (event == json::parse_event_t::key && depth == 1 && !names.insert(value.get<std::string>()).second)
+      fail("safetensors: a tensor name", "\"" + shortened(value.get<std::string>()) + "\" twice", "unique names",
+           std::string(cure_file));
+    return true;
+  };
+  json header;
+  try {
+    header = json::parse(text.begin(), text.end(), watch);
+  } catch (const json::exception& problem) {
+    fail("safetensors: header", shortened(problem.what()), "a JSON object", cure_file);
+  }
+  tessera::require(header.is_object(), "safetensors: header", header.type_name(), "a JSON object", cure_file);
+  return header;
+}
+
+dtype parse_dtype(std::string_view name, const json& fields) {
+  const auto found = fields.find("dtype");
+  const std::string text = found != fields.end() && found->is_string() ? found->get<std::string>() : "missing";
+  for (const auto& row : dtype_rows)
+    if (row.name == text) return row.type;
+  fail(tensor_field(name, "dtype"), shortened(text), "F32, F16, BF16, I32, I64 or U8", "convert the tensor");
+}
+
+// A list of unsigned integers that fit std::int64_t.
+std::vector<std::int64_t> parse_sizes(std::string_view name, const json& fields, const char* field) {
+  const auto found = fields.find(field);
+  const bool is_list = found != fields.end() && found->is_array();
+  tessera::require(is_list, tensor_field(name, field), "no list", "a list of integers >= 0", cure_file);
+  std::vector<std::int64_t> sizes;
+  for (const auto& item : *found) {
+    const bool fits = item.is_number_unsigned() && item.get<std::uint64_t>() <= std::uint64_t(INT64_MAX);
+    if (!fits) {
+      const std::string got = item.is_number() ? item.dump() : item.type_name();
+      fail(tensor_field(name, field), got, "integers in [0, 2^63)", cure_file);
+    }
+    sizes.push_back(item.get<std::int64_t>());
+  }
+  return sizes;
+}
+
+// The bytes that `shape` takes, or -1 when that exceeds 63 bits. A zero anywhere makes it 0.
+std::int64_t shape_bytes(std::span<const std::int64_t> shape, std::size_t element_bytes) {
+  if (std::find(shape.begin(), shape.end(), 0) != shape.end()) return 0;
+  std::int64_t total = std::int64_t(element_bytes);
+  for (const auto size : shape) {
+    if (size > INT64_MAX / total) return -1;
+    total *= size;
+  }
+  return total;
+}
+
+tensor_view parse_tensor(std::string_view name, const json& fields, std::span<const std::byte> data) {
+  if (!fields.is_object()) fail(tensor_field(name, "entry"), fields.type_name(), "a JSON object", cure_file);
+  tensor_view tensor{parse_dtype(name, fields), parse_sizes(name, fields, "shape"), {}};
+  const auto offsets = parse_sizes(name, fields, "data_offsets");
+  const bool in_range = offsets.size() == 2 && offsets[0] <= offsets[1] && std::uint64_t(offsets[1]) <= data.size();
+  if (!in_range)
+    fail(tensor_field(name, "data_offsets"), shortened(shape_text(offsets)),
+         "[begin, end] within the " + std::to_string(data.size()) + " bytes of data", cure_file);
+  const std::int64_t needed = shape_bytes(tensor.shape, dtype_bytes(tensor.type));
+  if (needed != offsets[1] - offsets[0])
+    fail(tensor_field(name, "size"), std::to_string(offsets[1] - offsets[0]) + " bytes",
+         needed < 0 ? "a shape that fits 63 bits" : std::to_string(needed) + " bytes for its shape and dtype",
+         cure_file);
+  tensor.bytes = data.subspan(std::size_t(offsets[0]), std::size_t(needed));
+  return tensor;
+}
+
+// The format lets tensors neither overlap nor leave bytes between or after them.
+void require_partition(const std::map<std::string, tensor_view, std::less<>>& tensors,
+                       std::span<const std::byte> data) {
+  std::vector<std::pair<const std::byte*, const std::byte*>> ranges;
+  for (const auto& [name, tensor] : tensors) {
+    const std::byte* first = tensor.bytes.data();
+    if (!tensor.bytes.empty()) ranges.emplace_back(first, first + tensor.bytes.size());
+  }
+  std::sort(ranges.begin(), ranges.end());
+  const std::byte* end = data.data();
+  for (const auto& [first, last] : ranges) {
+    if (first != end)
+      fail("safetensors: data", first < end ? "shared by two tensors" : "unclaimed between two tensors",
+           "tensors one after the other", cure_file);
+    end = last;
+  }
+  const auto left = data.size() - std::size_t(end - data.data());
+  tessera::require(left == 0, "safetensors: bytes after the last tensor", left, "0", cure_file);
+}
+
+const tensor_view& tensor_of_shape(const safetensors_file& file, std::string_view name,
+                                   std::span<const std::int64_t> shape) {
+  const tensor_view& tensor = file.at(name);
+  const auto agrees = [](std::int64_t got, std::int64_t wanted) { return wanted == any_size || got == wanted; };
+  const bool equal = std::equal(tensor.shape.begin(), tensor.shape.end(), shape.begin(), shape.end(), agrees);
+  tessera::require(equal, tensor_field(name, "shape"), shape_text(tensor.shape), shape_text(shape),
+                   "store it with that shape, slowest axis first");
+  return tensor;
+}
+
+// Bytes of a file have no alignment, so every element is copied out.
+template <class Stored, class Wanted>
+void convert(std::span<const std::byte> bytes, std::vector<Wanted>& values) {
+  if (bytes.empty()) return;
+  for (std::size_t i = 0; i < values.size(); ++i) {
+    Stored stored;
+    std::memcpy(&stored, bytes.data() + i * sizeof(Stored), sizeof(Stored));
+    values[i] = Wanted(stored);
+  }
+}
+
+std::string system_text() { return std::generic_category().message(errno); }
+
+class file_descriptor {
+ public:
+  explicit file_descriptor(int value) : value_(value) {}
+  file_descriptor(const file_descriptor&) = delete;
+  file_descriptor& operator=(const file_descriptor&) = delete;
+  ~file_descriptor() {
+    if (value_ >= 0) ::close(value_);
+  }
+  int get() const { return value_; }
+  // Closes at once and tells whether that worked: a full disk may show here only.
+  bool close() { return ::close(std::exchange(value_, -1)) == 0; }
+
+ private:
+  int value_;
+};
+
+// Removes the temporary file unless it was renamed away.
+class temporary_file {
+ public:
+  explicit temporary_file(std::string path) : path_(std::move(path)) {}
+  temporary_file(const temporary_file&) = delete;
+  temporary_file& operator=(const temporary_file&) = delete;
+  ~temporary_file() {
+    if (!path_.empty()) ::unlink(path_.c_str());
+  }
+  void rename_to(const std::filesystem::path& target) {
+    std::filesystem::rename(path_, target);
+    path_.clear();
+  }
+
+ private:
+  std::string path_;
+};
+
+bool write_all(int descriptor, const void* data, std::size_t size) {
+  const char* next = static_cast<const char*>(data);
+  while (size > 0) {
+    const ssize_t written = ::write(descriptor, next, size);
+    if (written < 0 && errno == EINTR) continue;
+    if (written <= 0) return false;
+    next += written;
+    size -= std::size_t(written);
+  }
+  return true;
+}
+
+}  // namespace
+
+std::string_view dtype_name(dtype type) { return row_of(type).name; }
+std::size_t dtype_bytes(dtype type) { return row_of(type).bytes; }
+
+safetensors_file safetensors_file::parse(std::span<const std::byte> bytes) {
+  std::uint64_t header_size = 0;
+  tessera::require(bytes.size() >= sizeof header_size, "safetensors: file size", bytes.size(), "at least 8 bytes",
+                   cure_file);
+  std::memcpy(&header_size, bytes.data(), sizeof header_size);
+  const auto body = bytes.subspan(sizeof header_size);
+  tessera::require(header_size <= std::min<std::uint64_t>(body.size(), longest_header), "safetensors: header length",
+                   header_size, "at most " + std::to_string(std::min<std::uint64_t>(body.size(), longest_header)),
+                   cure_file);
+  const json header = parse_header({reinterpret_cast<const char*>(body.data()), static_cast<std::size_t>(header_size)});
+  const auto data = body.subspan(std::size_t(header_size));
+
+  safetensors_file file;
+  for (const auto& [name, fields] : header.items()) {
+    if (name != metadata_key) {
+      file.tensors_.emplace(name, parse_tensor(name, fields, data));
+      continue;
+    }
+    tessera::require(fields.is_object(), "safetensors: __metadata__", fields.type_name(), "a JSON object", cure_file);
+    for (const auto& [key, value] : fields.items()) {
+      if (!value.is_string())
+        fail("safetensors: metadata \"" + shortened(key) + "\"", value.type_name(), "a string", cure_file);
+      file.metadata_.emplace(key, value.get<std::string>());
+    }
+  }
+  require_partition(file.tensors_, data);
+  return file;
+}
+
+safetensors_file safetensors_file::open(const std::filesystem::path& path) {
+  const std::string name = "file " + path.string();
+  // Non-blocking, or opening a pipe that nobody writes to would wait for ever.
+  file_descriptor descriptor(::open(path.c_str(), O_RDONLY | O_CLOEXEC | O_NONBLOCK));
+  if (descriptor.get() < 0) fail(name, system_text(), "a readable safetensors file", "check the path");
+  struct stat status {};
+  if (::fstat(descriptor.get(), &status) != 0 || !S_ISREG(status.st_mode))
+    fail(name, "no regular file", "a readable safetensors file", "check the path");
+  const auto size = std::size_t(status.st_size);
+  if (size == 0) fail(name, "empty", "a safetensors file", "write or download it again");
+
+  void* address = ::mmap(nullptr, size, PROT_READ, MAP_PRIVATE, descriptor.get(), 0);
+  if (address == MAP_FAILED) fail(name, system_text(), "a file that can be mapped", "copy it to a local disk");
+  const std::shared_ptr<const std::byte> mapping(static_cast<const std::byte*>(address),
+                                                 [address, size](const std::byte*) { ::munmap(address, size); });
+  try {
+    safetensors_file file = parse({mapping.get(), size});
+    file.mapping_ = mapping;
+    return file;
+  } catch (const tessera::error& problem) {
+    throw tessera::error(name + ": " + problem.what());
+  }
+}
+
+const tensor_view& safetensors_file::at(std::string_view name) const {
+  const auto found = tensors_.find(name);
+  if (found == tensors_.end()) {
+    std::string names;
+    for (const auto& [other, tensor] : tensors_) names += (names.empty() ? "" : ", ") + other;
+    fail("safetensors: tensor \"" + shortened(name) + "\"", "missing", "one of: " + shortened(names),
+         "store it under that name");
+  }
+  return found->second;
+}
+
+std::vector<float> safetensors_file::to_fp32(std::string_view name, std::span<const std::int64_t> shape) const {
+  const tensor_view& tensor = tensor_of_shape(*this, name, shape);
+  std::vector<float> values(std::size_t(tensor.element_count()));
+  switch (tensor.type) {
+    case dtype::f32:
+      convert<float>(tensor.bytes, values);
+      break;
+    case dtype::f16:
+      convert<tessera::fp16>(tensor.bytes, values);
+      break;
+    case dtype::bf16:
+      convert<tessera::bf16>(tensor.bytes, values);
+      break;
+    default:
+      fail(tensor_field(name, "dtype"), dtype_name(tensor.type), "F32, F16 or BF16", "convert the tensor");
+  }
+  return values;
+}
+
+std::vector<std::int64_t> safetensors_file::to_int64(std::string_view name, std::span<const std::int64_t> shape) const {
+  const tensor_view& tensor = tensor_of_shape(*this, name, shape);
+  std::vector<std::int64_t> values(std::size_t(tensor.element_count()));
+  switch (tensor.type) {
+    case dtype::i32:
+      convert<std::int32_t>(tensor.bytes, values);
+      break;
+    case dtype::i64:
+      convert<std::int64_t>(tensor.bytes, values);
+      break;
+    case dtype::u8:
+      convert<std::uint8_t>(tensor.bytes, values);
+      break;
+    default:
+      fail(tensor_field(name, "dtype"), dtype_name(tensor.type), "I32, I64 or U8", "convert the tensor");
+  }
+  return values;
+}
+
+void require_finite(std::string_view name, std::span<const float> values) {
+  for (std::size_t i = 0; i < values.size(); ++i)
+    if (!std::isfinite(values[i]))
+      fail("tensor \"" + shortened(name) + "\"", std::to_string(values[i]) + " at element " + std::to_string(i),
+           "finite values", "find out which step made it overflow");
+}
+
+void safetensors_writer::add_bytes(std::string name, dtype type, std::vector<std::int64_t> shape, std::size_t count,
+                                   const void* data) {
+  tessera::require(name != metadata_key, "safetensors: tensor name", name, "any other name", "rename the tensor");
+  const bool sensible = std::all_of(shape.begin(), shape.end(), [](std::int64_t size) { return size >= 0; });
+  const std::size_t byte_count = count * dtype_bytes(type);
+  const bool fits = sensible && shape_bytes(shape, dtype_bytes(type)) == std::int64_t(byte_count);
+  tessera::require(fits, tensor_field(name, "shape"), shape_text(shape),
+                   "a shape of " + std::to_string(count) + " elements", "pass the shape of the values");
+  tessera::require(!tensors_.contains(name), "safetensors: tensor name", "\"" + name + "\" twice", "unique names",
+                   "rename one of them");
+  entry added{type, std::move(shape), std::vector<std::byte>(byte_count)};
+  if (byte_count > 0) std::memcpy(added.bytes.data(), data, byte_count);
+  tensors_.emplace(std::move(name), std::move(added));
+}
+
+void safetensors_writer::add(std::string name, std::vector<std::int64_t> shape, std::span<const float> values) {
+  add_bytes(std::move(name), dtype::f32, std::move(shape), values.size(), values.data());
+}
+void safetensors_writer::add(std::string name, std::vector<std::int64_t> shape, std::span<const std::int32_t> values) {
+  add_bytes(std::move(name), dtype::i32, std::move(shape), values.size(), values.data());
+}
+void safetensors_writer::add(std::string name, std::vector<std::int64_t> shape, std::span<const std::int64_t> values) {
+  add_bytes(std::move(name), dtype::i64, std::move(shape), values.size(), values.data());
+}
+void safetensors_writer::add(std::string name, std::vector<std::int64_t> shape, std::span<const std::uint8_t> values) {
+  add_bytes(std::move(name), dtype::u8, std::move(shape), values.size(), values.data());
+}
+
+void safetensors_writer::add_rounded(std::string name, std::vector<std::int64_t> shape, std::span<const float> values,
+                                     dtype type) {
+  if (type == dtype::f32) return add(std::move(name), std::move(shape), values);
+  if (type == dtype::f16) {
+    const std::vector<tessera::fp16> rounded(values.begin(), values.end());
+    return add_bytes(std::move(name), type, std::move(shape), rounded.size(), rounded.data());
+  }
+  tessera::require(type == dtype::bf16, tensor_field(name, "dtype"), dtype_name(type), "F32, F16 or BF16",
+                   "add integers as integers");
+  const std::vector<tessera::bf16> rounded(values.begin(), values.end());
+  add_bytes(std::move(name), type, std::move(shape), rounded.size(), rounded.data());
+}
+
+void safetensors_writer::write(const std::filesystem::path& path) const {
+  // Wide elements first: with a header padded to 8 bytes, every tensor is then aligned to its element.
+  std::vector<std::pair<const std::string, entry> const*> order;
+  for (const auto& item : tensors_) order.push_back(&item);
+  std::stable_sort(order.begin(), order.end(), [](const auto* a, const auto* b) {
+    return dtype_bytes(a->second.type) > dtype_bytes(b->second.type);
+  });
+
+  json header = json::object();
+  if (!metadata_.empty()) header[std::string(metadata_key)] = metadata_;
+  std::size_t offset = 0;
+  for (const auto* item : order) {
+    const auto& [name, tensor] = *item;
+    header[name] = {{"dtype", dtype_name(tensor.type)},
+                    {"shape", tensor.shape},
+                    {"data_offsets", {offset, offset + tensor.bytes.size()}}};
+    offset += tensor.bytes.size();
+  }
+  std::string text;
+  try {
+    text = header.dump();
+  } catch (const json::exception& problem) {
+    fail("safetensors: a name or metadata entry", shortened(problem.what()), "UTF-8 text", "re-encode it");
+  }
+  text.resize((text.size() + 7) / 8 * 8, ' ');
+  const std::uint64_t header_size = text.size();
+
+  const std::string name = "file " + path.string();
+  std::string pattern = path.string() + ".XXXXXX";
+  file_descriptor descriptor(::mkostemp(pattern.data(), O_CLOEXEC));
+  if (descriptor.get() < 0)
+    fail(name, "not writable (" + system_text() + ")", "a path in an existing, writable folder", "choose another path");
+  temporary_file temporary(pattern);
+
+  bool written = write_all(descriptor.get(), &header_size, sizeof header_size) &&
+                 write_all(descriptor.get(), text.data(), text.size());
+  for (const auto* item : order)
+    written = written && write_all(descriptor.get(), item->second.bytes.data(), item->second.bytes.size());
+  // mkostemp makes files that only their owner may read; give this one what an ordinary new file gets.
+  const mode_t mask = ::umask(0);
+  ::umask(mask);
+  written = written && ::fchmod(descriptor.get(), 0666 & ~mask) == 0 && ::fsync(descriptor.get()) == 0;
+  written = written && descriptor.close();
+  if (!written) fail(name, "not written (" + system_text() + ")", "room for the file", "free some space");
+  try {
+    temporary.rename_to(path);
+  } catch (const std::filesystem::filesystem_error& problem) {
+    fail(name, "not replaceable (" + problem.code().message() + ")", "a new path or a regular file",
+         "choose another path");
+  }
+}
+
+}  // namespace engine

@@ -1,0 +1,51 @@
+// Text to tokens and back, over a SentencePiece model. The library's own header stays in the .cpp.
+#pragma once
+
+#include <filesystem>
+#include <memory>
+#include <optional>
+#include <span>
+#include <string>
+#include <string_view>
+#include <vector>
+
+#include "config.hpp"
+
+namespace sentencepiece {
+class SentencePieceProcessor;
+}
+
+namespace engine {
+
+/// A SentencePiece tokenizer. Immutable once loaded; any number of threads may call it.
+class tokenizer {
+ public:
+  /// Loads a tokenizer.model. Errors: not readable, or no SentencePiece model.
+  static tokenizer load(const std::filesystem::path& path);
+
+  tokenizer(tokenizer&&) noexcept;
+  tokenizer& operator=(tokenizer&&) noexcept;
+  ~tokenizer();
+
+  /// The tokens of `text`. Adds neither bos nor eos: a text may continue a conversation.
+  std::vector<token_t> encode(std::string_view text) const;
+
+  /// The text of `tokens`; control tokens such as bos and eos give nothing.
+  /// Errors: an id outside [0, vocab_size()).
+  std::string decode(std::span<const token_t> tokens) const;
+
+  std::optional<token_t> bos() const;
+  std::optional<token_t> eos() const;
+  token_t vocab_size() const;
+
+  /// Every token whose text contains a line break, ascending: what ends a one-line answer.
+  std::span<const token_t> newline_tokens() const { return newline_tokens_; }
+
+ private:
+  explicit tokenizer(std::unique_ptr<sentencepiece::SentencePieceProcessor> processor);
+
+  std::unique_ptr<sentencepiece::SentencePieceProcessor> processor_;
+  std::vector<token_t> newline_tokens_;
+};
+
+}  // namespace engine

@@ -1,0 +1,453 @@
+#include <cmath>
+#include <complex>
+#include <functional>
+#include <map>
+#include <random>
+#include <string>
+#include <tessera/core/error.hpp>
+#include <tessera/core/types.hpp>
+
+#include "catch.hpp"
+#include "engine/model.hpp"
+#include "naive_cache.hpp"
+#include "temporary_folder.hpp"
+
+namespace {
+
+using engine::dtype;
+using engine::llama;
+using engine::llama_config;
+using engine::precision;
+using engine::token_t;
+using engine_tests::naive_cache;
+using engine_tests::temporary_folder;
+using tessera::cpu::executor;
+
+constexpr token_t vocabulary = 61;
+
+std::string config_text(bool tied, const std::string& more = "") {
+  return R"({"hidden_size":96,"intermediate_size":80,"num_hidden_layers":3,"num_attention_heads":4,)"
+         R"("num_key_value_heads":2,"head_dim":64,"vocab_size":61,"max_position_embeddings":200,)"
+         R"("rms_norm_eps":1e-5,"rope_theta":1000,"tie_word_embeddings":)" +
+         std::string(tied ? "true" : "false") + more + "}";
+}
+
+struct tensor {
+  std::vector<std::int64_t> shape;
+  std::vector<float> values;
+};
+using tensors = std::map<std::string, tensor>;
+
+// Random weights, rounded to bf16 so that every dtype stores them exactly enough and both precisions see the same.
+tensors random_weights(bool tied) {
+  std::mt19937 random(11);
+  std::normal_distribution<float> normal;
+  tensors all;
+  const auto make = [&](const std::string& name, std::vector<std::int64_t> shape, float middle, float spread) {
+    std::size_t count = 1;
+    for (const auto size : shape) count *= std::size_t(size);
+    tensor made{std::move(shape), std::vector<float>(count)};
+    for (auto& value : made.values) value = float(tessera::bf16(middle + spread * normal(random)));
+    all[name] = std::move(made);
+  };
+  make("model.embed_tokens.weight", {61, 96}, 0, 0.5f);
+  if (!tied) make("lm_head.weight", {61, 96}, 0, 0.2f);
+  make("model.norm.weight", {96}, 1, 0.1f);
+  for (const std::string layer : {"0", "1", "2"}) {
+    const std::string prefix = "model.layers." + layer + ".";
+    make(prefix + "input_layernorm.weight", {96}, 1, 0.1f);
+    make(prefix + "post_attention_layernorm.weight", {96}, 1, 0.1f);
+    make(prefix + "self_attn.q_proj.weight", {256, 96}, 0, 0.15f);
+    make(prefix + "self_attn.k_proj.weight", {128, 96}, 0, 0.15f);
+    make(prefix + "self_attn.v_proj.weight", {128, 96}, 0, 0.1f);
+    make(prefix + "self_attn.o_proj.weight", {96, 256}, 0, 0.06f);
+    make(prefix + "mlp.gate_proj.weight", {80, 96}, 0, 0.1f);
+    make(prefix + "mlp.up_proj.weight", {80, 96}, 0, 0.1f);
+    make(prefix + "mlp.down_proj.weight", {96, 80}, 0, 0.1f);
+  }
+  return all;
+}
+
+void write_weights(const tensors& all, const std::filesystem::path& path, dtype type = dtype::f32) {
+  engine::safetensors_writer writer;
+  for (const auto& [name, item] : all) writer.add_rounded(name, item.shape, item.values, type);
+  writer.write(path);
+}
+
+std::vector<token_t> some_tokens(int count) {
+  std::mt19937 random(5);
+  std::vector<token_t> tokens(static_cast<std::size_t>(count));
+  for (auto& token : tokens) token = token_t(random() % vocabulary);
+  return tokens;
+}
+
+double relative_error(std::span<const float> got, std::span<const double> expected) {
+  REQUIRE(got.size() == expected.size());
+  double difference = 0, size = 0;
+  for (std::size_t i = 0; i < got.size(); ++i) {
+    difference += (got[i] - expected[i]) * (got[i] - expected[i]);
+    size += expected[i] * expected[i];
+  }
+  return std::sqrt(difference / size);
+}
+
+engine::generate_options at_most(std::int32_t max_new) {
+  engine::generate_options options;
+  options.max_new = max_new;
+  return options;
+}
+
+// The oracle: the whole text at once, in double, one token and one head at a time, rotations as complex numbers.
+// `store` is what writing a tensor to memory does to a value: nothing, or rounding to bf16.
+class oracle {
+ public:
+  using row = std::vector<double>;
+
+  oracle(const tensors& weights, bool rounding, int first_position = 0)
+      : weights_(weights), rounding_(rounding), first_position_(first_position) {}
+
+  // The logits after every token.
+  std::vector<row> logits(const std::vector<token_t>& tokens) const {
+    std::vector<row> states;
+    for (const token_t token : tokens) {
+      const auto& table = weights_.at("model.embed_tokens.weight").values;
+      states.emplace_back(table.begin() + token * 96, table.begin() + (token + 1) * 96);
+    }
+    for (const std::string layer : {"0", "1", "2"}) pass_layer("model.layers." + layer + ".", states);
+    const std::string head = weights_.contains("lm_head.weight") ? "lm_head.weight" : "model.embed_tokens.weight";
+    for (auto& state : states) state = product(head, normalised("model.norm.weight", state));
+    return states;
+  }
+
+ private:
+  double store(double value) const { return rounding_ ? double(float(tessera::bf16(float(value)))) : value; }
+
+  row product(const std::string& name, const row& in) const {
+    const auto& weight = weights_.at(name);
+    row out(std::size_t(weight.shape[0]), 0.0);
+    for (std::size_t i = 0; i < out.size(); ++i) {
+      for (std::size_t j = 0; j < in.size(); ++j) out[i] += double(weight.values[i * in.size() + j]) * in[j];
+      out[i] = store(out[i]);
+    }
+    return out;
+  }
+
+  row normalised(const std::string& name, const row& in) const {
+    double squares = 0;
+    for (const double value : in) squares += value * value;
+    const double scale = 1 / std::sqrt(squares / double(in.size()) + 1e-5);
+    row out;
+    for (std::size_t i = 0; i < in.size(); ++i)
+      out.push_back(store(store(in[i] * scale) * double(weights_.at(name).values[i])));
+    return out;
+  }
+
+  void rotate(row& heads, std::size_t token) const {
+    for (std::size_t head = 0; head < heads.size() / 64; ++head)
+      for (std::size_t i = 0; i < 32; ++i) {
+        const double angle = double(first_position_ + int(token)) * std::pow(1000.0, -double(i) / 32);
+        const std::complex<double> turn(store(std::cos(angle)), store(std::sin(angle)));
+        double &real = heads[head * 64 + i], &imaginary = heads[head * 64 + i + 32];
+        const double turned = store(store(real * turn.real()) - store(imaginary * turn.imag()));
+        imaginary = store(store(imaginary * turn.real()) + store(real * turn.imag()));
+        real = turned;
+      }
+  }
+
+  void pass_layer(const std::string& prefix, std::vector<row>& states) const {
+    std::vector<row> queries, keys, values;
+    for (std::size_t token = 0; token < states.size(); ++token) {
+      const row in = normalised(prefix + "input_layernorm.weight", states[token]);
+      queries.push_back(product(prefix + "self_attn.q_proj.weight", in));
+      keys.push_back(product(prefix + "self_attn.k_proj.weight", in));
+      values.push_back(product(prefix + "self_attn.v_proj.weight", in));
+      rotate(queries.back(), token);
+      rotate(keys.back(), token);
+    }
+    for (std::size_t token = 0; token < states.size(); ++token) {
+      row attended(256, 0.0);
+      for (std::size_t head = 0; head < 4; ++head) {
+        const std::size_t shared = head / 2 * 64;
+        double total = 0;
+        for (std::size_t other = 0; other <= token; ++other) {
+          double dot = 0;
+          for (std::size_t i = 0; i < 64; ++i) dot += queries[token][head * 64 + i] * keys[other][shared + i];
+          const double weight = std::exp(dot / 8);
+          total += weight;
+          for (std::size_t i = 0; i < 64; ++i) attended[head * 64 + i] += weight * values[other][shared + i];
+        }
+        for (std::size_t i = 0; i < 64; ++i) attended[head * 64 + i] = store(attended[head * 64 + i] / total);
+      }
+      add(states[token], product(prefix + "self_attn.o_proj.weight", attended));
+      const row in = normalised(prefix + "post_attention_layernorm.weight", states[token]);
+      row gate = product(prefix + "mlp.gate_proj.weight", in);
+      const row up = product(prefix + "mlp.up_proj.weight", in);
+      for (std::size_t i = 0; i < gate.size(); ++i) gate[i] = store(store(gate[i] / (1 + std::exp(-gate[i]))) * up[i]);
+      add(states[token], product(prefix + "mlp.down_proj.weight", gate));
+    }
+  }
+
+  void add(row& state, const row& change) const {
+    for (std::size_t i = 0; i < state.size(); ++i) state[i] = store(state[i] + change[i]);
+  }
+
+  const tensors& weights_;
+  bool rounding_;
+  int first_position_;
+};
+
+// A tiny model on disk and loaded.
+struct tiny {
+  explicit tiny(bool tied = true, precision mode = precision::fp32, int threads = 2)
+      : weights(random_weights(tied)), workers(threads), model(load(tied, mode)) {}
+
+  llama load(bool tied, precision mode) {
+    folder.write("config.json", config_text(tied));
+    write_weights(weights, folder / "model.safetensors");
+    return llama::load(folder.path(), workers, mode);
+  }
+
+  temporary_folder folder;
+  tensors weights;
+  executor workers;
+  llama model;
+};
+
+}  // namespace
+
+TEST_CASE("logits equal those of a naive model in double, with a tied and an untied head") {
+  for (const bool tied : {true, false}) {
+    tiny made(tied);
+    const auto tokens = some_tokens(40);
+    naive_cache cache(made.model.config());
+    const auto logits = made.model.prefill(tokens, cache);
+    CHECK(relative_error(logits, oracle(made.weights, false).logits(tokens).back()) < 1e-5);
+    CHECK(cache.turns == 1);
+    CHECK(cache.next_position() == 40);
+  }
+}
+
+TEST_CASE("bf16 logits equal those of a naive model that rounds every stored tensor") {
+  tiny made(false, precision::bf16);
+  const auto tokens = some_tokens(40);
+  naive_cache cache(made.model.config());
+  const auto logits = made.model.prefill(tokens, cache);
+  CHECK(relative_error(logits, oracle(made.weights, true).logits(tokens).back()) < 1e-2);
+  const auto is_bf16 = [](float value) { return float(tessera::bf16(value)) == value; };
+  CHECK(std::all_of(logits.begin(), logits.end(), is_bf16));
+  CHECK(std::all_of(cache.keys(2).begin(), cache.keys(2).end(), is_bf16));
+  CHECK(std::all_of(cache.values(2).begin(), cache.values(2).end(), is_bf16));
+}
+
+TEST_CASE("a prompt in chunks gives what one chunk gives") {
+  tiny made;
+  const auto tokens = some_tokens(150);
+  const auto expected = oracle(made.weights, false).logits(tokens).back();
+  for (const int chunk : {1, 7, 8, 9, 31, 32, 33, 149, 150, 1000}) {
+    naive_cache cache(made.model.config());
+    std::vector<std::int64_t> seen;
+    engine::prefill_options options;
+    options.chunk = chunk;
+    options.progress = [&](std::int64_t done, std::int64_t total) {
+      CHECK(total == 150);
+      seen.push_back(done);
+    };
+    CHECK(relative_error(made.model.prefill(tokens, cache, options), expected) < 1e-5);
+    CHECK(seen.size() == std::size_t((150 + chunk - 1) / chunk));
+    CHECK(seen.back() == 150);
+    CHECK(cache.turns == 1);
+  }
+}
+
+TEST_CASE("decoding gives the logits of prefilling, for every step length") {
+  tiny made;
+  const auto tokens = some_tokens(30);
+  const auto expected = oracle(made.weights, false).logits(tokens);
+  for (std::size_t step = 1; step <= 8; ++step) {
+    naive_cache cache(made.model.config());
+    made.model.prefill(std::span(tokens).first(5), cache);
+    for (std::size_t done = 5; done < tokens.size();) {
+      const std::size_t count = std::min(step, tokens.size() - done);
+      const auto logits = made.model.decode(std::span(tokens).subspan(done, count), cache);
+      REQUIRE(logits.size() == count * std::size_t(vocabulary));
+      for (std::size_t row = 0; row < count; ++row)
+        CHECK(relative_error(std::span(logits).subspan(row * 61, 61), expected[done + row]) < 1e-5);
+      done += count;
+    }
+    CHECK(cache.turns == 1);
+  }
+}
+
+TEST_CASE("a second turn continues the first") {
+  tiny made;
+  const auto tokens = some_tokens(60);
+  naive_cache cache(made.model.config());
+  made.model.prefill(std::span(tokens).first(33), cache);
+  const auto logits = made.model.prefill(std::span(tokens).subspan(33), cache);
+  CHECK(relative_error(logits, oracle(made.weights, false).logits(tokens).back()) < 1e-5);
+  CHECK(cache.turns == 2);
+}
+
+TEST_CASE("positions come from the cache, not from what it stores") {
+  tiny made;
+  const auto tokens = some_tokens(20);
+  naive_cache moved(made.model.config(), 100), plain(made.model.config());
+  const auto logits = made.model.prefill(tokens, moved);
+  made.model.prefill(tokens, plain);
+  CHECK(relative_error(logits, oracle(made.weights, false, 100).logits(tokens).back()) < 1e-4);
+  // Keys turn with the position; values do not.
+  CHECK(moved.keys(0) != plain.keys(0));
+  CHECK(moved.values(0) == plain.values(0));
+}
+
+TEST_CASE("the number of threads does not change a bit") {
+  const auto tokens = some_tokens(150);
+  std::vector<float> first;
+  for (const int threads : {1, 2, 3}) {
+    tiny made(true, precision::fp32, threads);
+    naive_cache cache(made.model.config());
+    auto logits = made.model.prefill(tokens, cache);
+    const auto stepped = made.model.decode(std::span(tokens).first(8), cache);
+    logits.insert(logits.end(), stepped.begin(), stepped.end());
+    if (first.empty()) first = logits;
+    CHECK(logits == first);
+  }
+}
+
+TEST_CASE("the greedy answer is the best token, step after step") {
+  tiny made(false);
+  auto text = some_tokens(20);
+  const auto prompt = text;
+  std::vector<token_t> expected;
+  for (int step = 0; step < 12; ++step) {
+    const auto logits = oracle(made.weights, false).logits(text).back();
+    text.push_back(token_t(std::max_element(logits.begin(), logits.end()) - logits.begin()));
+    expected.push_back(text.back());
+  }
+  naive_cache cache(made.model.config());
+  CHECK(made.model.generate(prompt, cache, at_most(12)) == expected);
+  // The newest token is not in the cache.
+  CHECK(cache.next_position() == 20 + 11);
+
+  naive_cache stopped(made.model.config());
+  engine::generate_options options = at_most(12);
+  options.stop = [](std::span<const token_t> answer) { return answer.size() == 5; };
+  CHECK(made.model.generate(prompt, stopped, options) == std::vector<token_t>(expected.begin(), expected.begin() + 5));
+
+  naive_cache none(made.model.config());
+  CHECK(made.model.generate(prompt, none, at_most(0)).empty());
+
+  naive_cache split(made.model.config());
+  const auto logits = made.model.prefill(prompt, split);
+  CHECK(made.model.extend(logits, split, at_most(12)) == expected);
+}
+
+TEST_CASE("an answer ends with one of the config's eos tokens") {
+  tiny made(false);
+  const auto prompt = some_tokens(20);
+  naive_cache cache(made.model.config());
+  const auto answer = made.model.generate(prompt, cache, at_most(6));
+  made.folder.write("config.json", config_text(false, ",\"eos_token_id\":[60," + std::to_string(answer[0]) + "]"));
+  llama ending = llama::load(made.folder.path(), made.workers);
+  naive_cache fresh(ending.config());
+  CHECK(ending.generate(prompt, fresh, at_most(6)) == std::vector<token_t>{answer[0]});
+}
+
+TEST_CASE("equal logits go to the lower token id") {
+  CHECK(engine::best_token(std::vector<float>{1, 3, 2, 3}) == 1);
+  CHECK(engine::best_token(std::vector<float>{-2, -2}) == 0);
+  CHECK_THROWS_AS(engine::best_token({}), tessera::error);
+}
+
+TEST_CASE("bad arguments are refused before the cache is touched") {
+  tiny made;
+  naive_cache cache(made.model.config());
+  const auto tokens = some_tokens(300);
+  const std::span<const token_t> all = tokens;
+  const std::vector<token_t> strange{1, 61}, negative{-1};
+  const std::vector<float> logits(61);
+  llama& model = made.model;
+  CHECK_THROWS_WITH(model.prefill({}, cache), contains("prompt length is 0"));
+  CHECK_THROWS_WITH(model.prefill(all.first(201), cache), contains("201") && contains("max_position_embeddings = 200"));
+  CHECK_THROWS_WITH(model.prefill(strange, cache), contains("token id is 61"));
+  CHECK_THROWS_WITH(model.prefill(negative, cache), contains("token id is -1"));
+  CHECK_THROWS_WITH(model.prefill(all.first(5), cache, {.chunk = 0, .progress = {}}), contains("chunk is 0"));
+  CHECK_THROWS_WITH(model.decode({}, cache), contains("1 to 8"));
+  CHECK_THROWS_WITH(model.decode(all.first(9), cache), contains("1 to 8"));
+  CHECK_THROWS_WITH(model.decode(strange, cache), contains("token id"));
+  CHECK_THROWS_WITH(model.generate(all.first(150), cache, at_most(52)), contains("201"));
+  CHECK_THROWS_WITH(model.generate({}, cache, at_most(1)), contains("prompt length"));
+  CHECK_THROWS_WITH(model.generate(all.first(5), cache, at_most(-1)), contains("max_new"));
+  CHECK_THROWS_WITH(model.extend(std::span(logits).first(60), cache), contains("number of logits is 60"));
+  CHECK(cache.calls == 0);
+  CHECK(cache.turns == 0);
+
+  CHECK_NOTHROW(model.prefill(all.first(200), cache));
+  CHECK_THROWS_WITH(model.decode(all.first(1), cache), contains("200 of them in the cache"));
+  naive_cache exact(model.config());
+  CHECK_NOTHROW(model.generate(all.first(150), exact, at_most(51)));
+}
+
+TEST_CASE("an exception from the progress callback reaches the caller") {
+  tiny made;
+  naive_cache cache(made.model.config());
+  engine::prefill_options options{.chunk = 4, .progress = [](std::int64_t, std::int64_t) { throw 42; }};
+  CHECK_THROWS_AS(made.model.prefill(some_tokens(12), cache, options), int);
+  CHECK(cache.next_position() == 4);
+  CHECK(cache.turns == 0);
+}
+
+TEST_CASE("weights in shards and in other dtypes give the same model") {
+  tiny made;
+  const auto tokens = some_tokens(25);
+  naive_cache cache(made.model.config());
+  const auto expected = made.model.prefill(tokens, cache);
+
+  const temporary_folder sharded;
+  sharded.write("config.json", config_text(true));
+  tensors parts[2];
+  std::string map;
+  for (const auto& [name, item] : made.weights) {
+    const bool second = name.find("layers.1") != std::string::npos;
+    parts[second][name] = item;
+    map += (map.empty() ? "\"" : ",\"") + name + "\":\"" + (second ? "b.safetensors" : "a.safetensors") + "\"";
+  }
+  write_weights(parts[0], sharded / "a.safetensors");
+  write_weights(parts[1], sharded / "b.safetensors", dtype::bf16);
+  sharded.write("model.safetensors.index.json", "{\"weight_map\":{" + map + "}}");
+  naive_cache second(made.model.config());
+  CHECK(llama::load(sharded.path(), made.workers).prefill(tokens, second) == expected);
+
+  write_weights(parts[0], sharded / "b.safetensors");
+  CHECK_THROWS_WITH(llama::load(sharded.path(), made.workers), contains("two shards"));
+  for (const std::string index :
+       {"{}", "[]", "{\"weight_map\":{\"a\":\"../a.safetensors\"}}", "{\"weight_map\":{\"a\":3}}",
+        "{\"weight_map\":{\"a\":\"absent.safetensors\"}}", "{"}) {
+    sharded.write("model.safetensors.index.json", index);
+    CHECK_THROWS_AS(llama::load(sharded.path(), made.workers), tessera::error);
+  }
+}
+
+TEST_CASE("a checkpoint that does not fit its config is refused by the weight's name") {
+  const temporary_folder folder;
+  executor workers(1);
+  const auto load_with = [&](const std::function<void(tensors&)>& change) {
+    tensors all = random_weights(false);
+    change(all);
+    write_weights(all, folder / "model.safetensors");
+    return llama::load(folder.path(), workers);
+  };
+  const std::string name = "model.layers.1.mlp.up_proj.weight";
+  CHECK_THROWS_WITH(llama::load(folder.path(), workers), contains("config.json"));
+  folder.write("config.json", config_text(false));
+  CHECK_THROWS_WITH(llama::load(folder.path(), workers), contains("without weights"));
+  CHECK_NOTHROW(load_with([](tensors&) {}));
+  CHECK_THROWS_WITH(load_with([&](tensors& all) { all.erase(name); }), contains(name) && contains("missing"));
+  CHECK_THROWS_WITH(load_with([&](tensors& all) {
+                      all[name].shape = {96, 80};
+                    }),
+                    contains(name) && contains("[80, 96]"));
+  CHECK_THROWS_WITH(load_with([&](tensors& all) { all[name].values[5] = std::nanf(""); }),
+                    contains(name) && contains("element 5"));
+  CHECK_THROWS_WITH(load_with([&](tensors& all) { all.erase("lm_head.weight"); }), contains("lm_head.weight"));
+}
