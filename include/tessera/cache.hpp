@@ -1,4 +1,5 @@
-// The whole cache of one model on the CPU: a recipe over layers and sequences, for those who have no cache of their own.
+// The whole cache of one model on the CPU: a recipe over layers and sequences, for those who have no cache of their
+// own.
 #pragma once
 
 #include <algorithm>
@@ -46,7 +47,10 @@ class cache {
   }
 
   cache(const cache& other)
-      : shape_(other.shape_), recipe_(other.recipe_), workers_(other.workers_), sequences_(other.sequences_),
+      : shape_(other.shape_),
+        recipe_(other.recipe_),
+        workers_(other.workers_),
+        sequences_(other.sequences_),
         tracing_(other.tracing_) {}
   cache& operator=(const cache& other) {
     if (this != &other) *this = cache(other);
@@ -105,6 +109,7 @@ class cache {
   void prefill_attention(index_t layer, index_t id, const rows_view<const E>& q, const rows_view<float>& out,
                          const rows_view<float>& lse = {}) {
     layer_state& state = at(id, layer);
+    check_output(q, out);
     require(q.tokens >= 1 && q.tokens <= state.turn_tokens, "queries of a prompt chunk", q.tokens,
             "1 to the tokens of this turn, which are " + std::to_string(state.turn_tokens),
             "call prefill for the chunk first");
@@ -140,6 +145,7 @@ class cache {
   void decode(index_t layer, const std::vector<index_t>& ids, const rows_view<const E>& q, const rows_view<const E>& k,
               const rows_view<const E>& v, const rows_view<float>& out, const rows_view<float>& lse = {}) {
     check_rows(q, k, v);
+    check_output(q, out);
     require(q.tokens >= 1 && q.tokens <= most_step_tokens, "tokens of a decode step", q.tokens, "1 to 8",
             "prefill longer runs");
     require(q.tokens == k.tokens, "queries of a decode step", q.tokens,
@@ -262,13 +268,11 @@ class cache {
   }
   sequence_state& at(index_t id) { return const_cast<sequence_state&>(std::as_const(*this).at(id)); }
   const layer_state& at(index_t id, index_t layer) const {
-    require(layer >= 0 && layer < shape_.layers, "layer", layer,
-            "0 to " + std::to_string(shape_.layers - 1), "pass a layer of the model");
+    require(layer >= 0 && layer < shape_.layers, "layer", layer, "0 to " + std::to_string(shape_.layers - 1),
+            "pass a layer of the model");
     return at(id).layers[std::size_t(layer)];
   }
-  layer_state& at(index_t id, index_t layer) {
-    return const_cast<layer_state&>(std::as_const(*this).at(id, layer));
-  }
+  layer_state& at(index_t id, index_t layer) { return const_cast<layer_state&>(std::as_const(*this).at(id, layer)); }
 
   template <class T>
   static rows_view<T> one(rows_view<T> rows, index_t sequence) {
@@ -279,12 +283,25 @@ class cache {
 
   template <class E>
   void check_rows(const rows_view<const E>& q, const rows_view<const E>& k, const rows_view<const E>& v) const {
-    require(q.heads == shape_.q_heads || q.tokens == 0, "heads of q", q.heads, std::to_string(shape_.q_heads), "pass [tokens, q_heads, head_dim]");
+    require(q.heads == shape_.q_heads || q.tokens == 0, "heads of q", q.heads, std::to_string(shape_.q_heads),
+            "pass [tokens, q_heads, head_dim]");
     require(k.heads == shape_.kv_heads && v.heads == shape_.kv_heads, "heads of k and v",
             std::to_string(k.heads) + " and " + std::to_string(v.heads), std::to_string(shape_.kv_heads),
             "pass [tokens, kv_heads, head_dim]");
     require(k.tokens == v.tokens, "tokens of v", v.tokens, "those of k, which are " + std::to_string(k.tokens),
             "pass k and v of the same tokens");
+  }
+
+  template <class E>
+  void check_output(const rows_view<const E>& q, const rows_view<float>& out) const {
+    require(q.heads == shape_.q_heads, "heads of q", q.heads, std::to_string(shape_.q_heads),
+            "pass [tokens, q_heads, head_dim]");
+    require(out.data && out.heads == q.heads && out.tokens == q.tokens && out.sequences == q.sequences, "shape of out",
+            "[" + std::to_string(out.sequences) + ", " + std::to_string(out.tokens) + ", " + std::to_string(out.heads) +
+                "]",
+            "that of q, [" + std::to_string(q.sequences) + ", " + std::to_string(q.tokens) + ", " +
+                std::to_string(q.heads) + "], with memory behind it",
+            "give every query row its output");
   }
 
   void require_queries(index_t given, index_t tokens) const {
@@ -297,8 +314,8 @@ class cache {
               std::to_string(needed) + " to " + std::to_string(tokens) + " (" + scorer::name + " observes them)",
               "pass the queries of the chunk's last tokens");
     } else {
-      require(given <= tokens, "queries of a prompt chunk", given, "at most its tokens, which are " + std::to_string(tokens),
-              "pass the queries of the chunk's last tokens");
+      require(given <= tokens, "queries of a prompt chunk", given,
+              "at most its tokens, which are " + std::to_string(tokens), "pass the queries of the chunk's last tokens");
     }
   }
 
@@ -316,8 +333,8 @@ class cache {
     const auto view = state.store.view();
     scoring_.lse.resize(std::size_t(queries.q.tokens) * std::size_t(shape_.q_heads));
     cpu::row_log_sum_exp(view, queries, recipe_.attention.rule, scoring_.lse.data(), scoring_, *workers_);
-    cpu::accumulate_scores(view, queries, recipe_.attention.rule, scorer, scoring_.lse.data(), scores, offsets, scoring_,
-                           *workers_);
+    cpu::accumulate_scores(view, queries, recipe_.attention.rule, scorer, scoring_.lse.data(), scores, offsets,
+                           scoring_, *workers_);
   }
 
   /// Scores what a layer stores and keeps the budget's worth of it.
@@ -341,8 +358,10 @@ class cache {
         const index_t rows = index_t(state.window.size()) / (shape_.q_heads * k_dim);
         const index_t first = state.next_position - rows;
         scores.protected_tail = rows;
-        score_rows(state, cpu::query_rows<float>{nhd_rows<const float>(state.window.data(), rows, shape_.q_heads, k_dim), &first},
-                   recipe_.retain.scorer, raw_.data(), scores.offsets);
+        score_rows(
+            state,
+            cpu::query_rows<float>{nhd_rows<const float>(state.window.data(), rows, shape_.q_heads, k_dim), &first},
+            recipe_.retain.scorer, raw_.data(), scores.offsets);
       } else {
         for (index_t h = 0; h < shape_.kv_heads; ++h) {
           for (index_t i = 0; i < state.store.length(h); ++i) {
@@ -370,9 +389,10 @@ class cache {
     const index_t tail = queries.q.tokens > 1 ? queries.q.tokens : 0;
     for (index_t h = 0; h < shape_.kv_heads; ++h) {
       float* finished = retaining_.finished.data() + offsets_[std::size_t(h)];
-      recipe_.retrieve.scorer.finish(raw_.data() + offsets_[std::size_t(h)], state.store.length(h), finished, retaining_.pooled);
-      chosen_.counts[std::size_t(h)] = recipe_.retrieve.selector.select(finished, state.store.length(h), tail,
-                                                                        recipe_.retrieve.tokens, chosen_.row(h), retaining_.top_k);
+      recipe_.retrieve.scorer.finish(raw_.data() + offsets_[std::size_t(h)], state.store.length(h), finished,
+                                     retaining_.pooled);
+      chosen_.counts[std::size_t(h)] = recipe_.retrieve.selector.select(
+          finished, state.store.length(h), tail, recipe_.retrieve.tokens, chosen_.row(h), retaining_.top_k);
     }
   }
 
@@ -409,7 +429,8 @@ class cache {
     if constexpr (Recipe::retains && Recipe::schedule_type::after_steps) {
       if constexpr (decltype(recipe_.retain)::scorer_type::observed == observes::every_query) {
         accumulate(state, q);
-        for (index_t h = 0; h < shape_.kv_heads; ++h) state.bytes_read += state.store.length(h) * offset_t(sizeof(float));
+        for (index_t h = 0; h < shape_.kv_heads; ++h)
+          state.bytes_read += state.store.length(h) * offset_t(sizeof(float));
       }
       if (recipe_.schedule.due(moment::step_end)) choose_anew(layer, state);
     }

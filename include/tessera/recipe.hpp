@@ -17,8 +17,9 @@ TESSERA_NAMESPACE_BEGIN
 template <class Scorer, class Budget, class Selector>
 struct retain {
   static_assert(check_scorer<Scorer>() && check_budget<Budget>() && check_selector<Selector>());
-  static_assert(Scorer::observed != observes::step,
-                "tessera: a retained set cannot be chosen by a scorer that only sees one decode step; use it in retrieve");
+  static_assert(
+      Scorer::observed != observes::step,
+      "tessera: a retained set cannot be chosen by a scorer that only sees one decode step; use it in retrieve");
   static_assert(!Budget::compares_heads || Scorer::comparable_across_heads,
                 "tessera: a budget that compares heads needs a scorer whose scores are comparable across heads");
   using scorer_type = Scorer;
@@ -64,14 +65,18 @@ struct recipe {
                 "attention that reads everything");
   static_assert(retains || !Schedule::after_steps,
                 "tessera: a schedule that fires after steps has nothing to do when everything is retained");
-  static_assert([] {
-    if constexpr (retains && Schedule::after_steps) return Retain::scorer_type::observed != observes::window;
-    return true;
-  }(), "tessera: a scorer that observes the prompt's window learns nothing from decode steps; retain once");
-  static_assert([] {
-    if constexpr (retains) return Layout::template accepts<typename Retain::selector_type::unit>;
-    return true;
-  }(), "tessera: this layout cannot store what the retaining selector chooses");
+  static_assert(
+      [] {
+        if constexpr (retains && Schedule::after_steps) return Retain::scorer_type::observed != observes::window;
+        return true;
+      }(),
+      "tessera: a scorer that observes the prompt's window learns nothing from decode steps; retain once");
+  static_assert(
+      [] {
+        if constexpr (retains) return Layout::template accepts<typename Retain::selector_type::unit>;
+        return true;
+      }(),
+      "tessera: this layout cannot store what the retaining selector chooses");
 
   Retain retain{};
   Retrieve retrieve{};

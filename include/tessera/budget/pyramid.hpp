@@ -14,7 +14,8 @@ TESSERA_NAMESPACE_BEGIN
 /// With base = tokens - tail: the last layer gets about base / beta, the first 2 * base - base / beta, each plus the
 /// tail. A prompt shorter than 2 * base falls back to the same count in every layer.
 /// Errors   tokens < 1, beta < 1: tessera::error.
-/// Paper    PyramidKV, arXiv:2406.02069; integer arithmetic and branches of its reference code. One layer alone gets base.
+/// Paper    PyramidKV, arXiv:2406.02069; integer arithmetic and branches of its reference code. One layer alone gets
+/// base.
 struct pyramid {
   static constexpr const char* name = "pyramid";
   static constexpr bool compares_heads = false;
@@ -55,7 +56,8 @@ struct pyramid {
 
   void check() const {
     require(tokens >= 1, "budget", tokens, "at least 1 token per kv_head", "pass how many tokens each head may keep");
-    require(beta >= 1, "beta", beta, "at least 1", "pass how many times fewer tokens the last layer gets; 20 as published");
+    require(beta >= 1, "beta", beta, "at least 1",
+            "pass how many times fewer tokens the last layer gets; 20 as published");
     require((layer < 0 && layers < 0) || (layers >= 1 && layer >= 0 && layer < layers), "layer",
             std::to_string(layer) + " of " + std::to_string(layers) + " layers",
             "both unset (-1), or 0 <= layer < layers", "pass layer and layers together, or neither");

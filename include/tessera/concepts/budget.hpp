@@ -24,10 +24,15 @@ concept budget = requires(const B b, B& m, const layer_scores& scores, index_t* 
 
 template <class B>
 constexpr bool check_budget() {
-  static_assert(requires { B::name; }, "tessera: a budget must name itself: static constexpr const char* name");
-  static_assert(requires { B::compares_heads; }, "tessera: a budget must say whether it compares_heads");
-  static_assert(requires(B& b) { { b.tokens } -> std::same_as<index_t&>; },
-                "tessera: a budget must hold index_t tokens, the tokens per kv_head");
+  static_assert(
+      requires { B::name; }, "tessera: a budget must name itself: static constexpr const char* name");
+  static_assert(
+      requires { B::compares_heads; }, "tessera: a budget must say whether it compares_heads");
+  static_assert(
+      requires(B & b) {
+        { b.tokens } -> std::same_as<index_t&>;
+      },
+      "tessera: a budget must hold index_t tokens, the tokens per kv_head");
   static_assert(budget<B>, "tessera: a budget needs allot(layer_scores, counts) and check()");
   return budget<B>;
 }

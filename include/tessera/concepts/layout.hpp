@@ -23,10 +23,13 @@ concept layout = element<typename L::element_type> && requires {
 
 template <class L>
 constexpr bool check_layout() {
-  static_assert(requires { typename L::element_type; }, "tessera: a layout must name its element_type");
-  static_assert(requires { L::k_dim + L::v_dim; }, "tessera: a layout must give k_dim and v_dim");
-  static_assert(requires { L::template accepts<token_unit>; },
-                "tessera: a layout must say which units it accepts: template <class Unit> static constexpr bool accepts");
+  static_assert(
+      requires { typename L::element_type; }, "tessera: a layout must name its element_type");
+  static_assert(
+      requires { L::k_dim + L::v_dim; }, "tessera: a layout must give k_dim and v_dim");
+  static_assert(
+      requires { L::template accepts<token_unit>; },
+      "tessera: a layout must say which units it accepts: template <class Unit> static constexpr bool accepts");
   static_assert(layout<L>, "tessera: a layout needs a name and static offset_t token_bytes()");
   return layout<L>;
 }

@@ -26,8 +26,10 @@ concept schedule = requires(const S s, moment now) {
 
 template <class S>
 constexpr bool check_schedule() {
-  static_assert(requires { S::name; }, "tessera: a schedule must name itself: static constexpr const char* name");
-  static_assert(requires { S::after_steps; }, "tessera: a schedule must say whether it can fire after_steps");
+  static_assert(
+      requires { S::name; }, "tessera: a schedule must name itself: static constexpr const char* name");
+  static_assert(
+      requires { S::after_steps; }, "tessera: a schedule must say whether it can fire after_steps");
   static_assert(schedule<S>, "tessera: a schedule needs bool due(moment)");
   return schedule<S>;
 }

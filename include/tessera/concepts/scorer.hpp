@@ -20,7 +20,7 @@ enum class observes {
 /// Scores by position alone.
 ///   score(position of the token, position of the next token) -> float
 template <class S>
-concept positional_scorer = S::observed == observes::nothing && requires(const S s, index_t at) {
+concept positional_scorer = S::observed == observes::nothing&& requires(const S s, index_t at) {
   { s.score(at, at) } -> std::same_as<float>;
 };
 
@@ -28,7 +28,7 @@ concept positional_scorer = S::observed == observes::nothing && requires(const S
 ///   weigh(logit, lse) -> float   lse: the log-sum-exp of the row over all keys that it sees
 /// A token's score is the sum of `weigh` over the observed rows and the query heads of its group, then `finish`.
 template <class S>
-concept attentive_scorer = S::observed != observes::nothing && requires(const S s, float x) {
+concept attentive_scorer = S::observed != observes::nothing&& requires(const S s, float x) {
   { s.weigh(x, x) } -> std::same_as<float>;
 };
 
@@ -40,28 +40,35 @@ concept attentive_scorer = S::observed != observes::nothing && requires(const S 
 ///   finish(in, n, out, scratch)          last pass over a head's scores (pooling); out != in
 ///   check(budget)                        throws tessera::error on parameters that make no sense
 template <class S>
-concept scorer = std::is_trivially_copyable_v<S> && (positional_scorer<S> || attentive_scorer<S>) &&
-                 requires(const S s, const float* in, float* out, index_t n, std::vector<float>& scratch) {
-                   { S::name } -> std::convertible_to<const char*>;
-                   { S::comparable_across_heads } -> std::convertible_to<bool>;
-                   { s.protected_tail(n) } -> std::same_as<index_t>;
-                   s.finish(in, n, out, scratch);
-                   s.check(n);
-                 };
+concept scorer = std::is_trivially_copyable_v<S> &&
+    (positional_scorer<S> || attentive_scorer<S>)&&requires(const S s, const float* in, float* out, index_t n,
+                                                            std::vector<float>& scratch) {
+  { S::name } -> std::convertible_to<const char*>;
+  { S::comparable_across_heads } -> std::convertible_to<bool>;
+  { s.protected_tail(n) } -> std::same_as<index_t>;
+  s.finish(in, n, out, scratch);
+  s.check(n);
+};
 
 /// One sentence for each clause that a type may miss: nvcc gives no reason for a failed concept.
 template <class S>
 constexpr bool check_scorer() {
   static_assert(std::is_trivially_copyable_v<S>, "tessera: a scorer must be trivially copyable");
-  static_assert(requires { S::name; }, "tessera: a scorer must name itself: static constexpr const char* name");
-  static_assert(requires { S::observed; }, "tessera: a scorer must say what it observes: static constexpr observes observed");
-  static_assert(requires { S::comparable_across_heads; },
-                "tessera: a scorer must say whether its scores are comparable_across_heads");
+  static_assert(
+      requires { S::name; }, "tessera: a scorer must name itself: static constexpr const char* name");
+  static_assert(
+      requires { S::observed; }, "tessera: a scorer must say what it observes: static constexpr observes observed");
+  static_assert(
+      requires { S::comparable_across_heads; },
+      "tessera: a scorer must say whether its scores are comparable_across_heads");
   static_assert(positional_scorer<S> || attentive_scorer<S>,
                 "tessera: a scorer that observes nothing needs float score(position, next_position); any other needs "
                 "float weigh(logit, lse)");
-  static_assert(requires(const S s, index_t n) { { s.protected_tail(n) } -> std::same_as<index_t>; },
-                "tessera: scorer::protected_tail(budget) must return index_t");
+  static_assert(
+      requires(const S s, index_t n) {
+        { s.protected_tail(n) } -> std::same_as<index_t>;
+      },
+      "tessera: scorer::protected_tail(budget) must return index_t");
   static_assert(scorer<S>, "tessera: a scorer needs finish(in, n, out, scratch) and check(budget)");
   return scorer<S>;
 }

@@ -14,7 +14,7 @@ TESSERA_NAMESPACE_BEGIN
 ///   scan         exclusive prefix sum by rank
 ///   sync         all lanes arrive before any leaves
 template <class T>
-concept team_type = std::is_trivially_copyable_v<T> && (T::size >= 1) && requires(const T t, float x, index_t i) {
+concept team_type = std::is_trivially_copyable_v<T> &&(T::size >= 1) && requires(const T t, float x, index_t i) {
   { t.rank() } -> std::convertible_to<int>;
   { t.sum(x) } -> std::same_as<float>;
   { t.sum(i) } -> std::same_as<index_t>;
@@ -26,7 +26,8 @@ concept team_type = std::is_trivially_copyable_v<T> && (T::size >= 1) && require
 template <class T>
 constexpr bool check_team() {
   static_assert(std::is_trivially_copyable_v<T>, "tessera: a team must be trivially copyable");
-  static_assert(requires { T::size; }, "tessera: a team must give its size: static constexpr int size");
+  static_assert(
+      requires { T::size; }, "tessera: a team must give its size: static constexpr int size");
   static_assert(team_type<T>, "tessera: a team needs rank, sum of float and index_t, max, scan and sync");
   return team_type<T>;
 }

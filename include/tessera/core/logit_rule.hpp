@@ -11,8 +11,8 @@ TESSERA_NAMESPACE_BEGIN
 /// Scale, soft cap, masks and sinks of one layer's attention. Scorers and attention share it, so that what is scored is
 /// what will be attended.
 ///
-/// logit = cap * tanh(scale * q.k / cap) with a soft cap, else scale * q.k. A key at position p is visible to a query at
-/// position t when p <= t and, with a sliding window, t - p < sliding_window. A learned sink logit (gpt-oss) adds
+/// logit = cap * tanh(scale * q.k / cap) with a soft cap, else scale * q.k. A key at position p is visible to a query
+/// at position t when p <= t and, with a sliding window, t - p < sliding_window. A learned sink logit (gpt-oss) adds
 /// exp(sink) to the softmax denominator of its query head and nothing to the output.
 struct logit_rule {
   float scale = 0;                     ///< 0 means 1 / sqrt(k_dim)
@@ -26,8 +26,7 @@ struct logit_rule {
   TESSERA_HD float cap(float scaled) const { return soft_cap > 0 ? soft_cap * std::tanh(scaled / soft_cap) : scaled; }
 
   TESSERA_HD bool visible(index_t query_position, index_t key_position) const {
-    return key_position <= query_position &&
-           (sliding_window <= 0 || query_position - key_position < sliding_window);
+    return key_position <= query_position && (sliding_window <= 0 || query_position - key_position < sliding_window);
   }
 };
 

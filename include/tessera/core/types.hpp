@@ -72,7 +72,9 @@ template <class T>
 concept element = std::same_as<T, fp32> || std::same_as<T, fp16> || std::same_as<T, bf16>;
 
 template <element T>
-inline constexpr const char* element_name = std::same_as<T, fp32> ? "fp32" : std::same_as<T, fp16> ? "fp16" : "bf16";
+inline constexpr const char* element_name = std::same_as<T, fp32>   ? "fp32"
+                                            : std::same_as<T, fp16> ? "fp16"
+                                                                    : "bf16";
 
 /// Head dims that every kernel is built for.
 template <int D>

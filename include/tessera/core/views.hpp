@@ -18,7 +18,8 @@ struct row_strides {
   offset_t dim = 1;
 };
 
-/// Where a slot lives: the index that `row_strides::outer` multiplies, and the row that `row_strides::token` multiplies.
+/// Where a slot lives: the index that `row_strides::outer` multiplies, and the row that `row_strides::token`
+/// multiplies.
 struct slot_address {
   offset_t outer;
   offset_t row;
@@ -38,8 +39,8 @@ struct ragged {
   }
 };
 
-/// A dense block table, as in vLLM: `blocks [sequences, max_blocks]`, or one per head `[sequences, kv_heads, max_blocks]`
-/// with `head_stride` set (TANGRAM's virtual block ids are such a table over pages of one head).
+/// A dense block table, as in vLLM: `blocks [sequences, max_blocks]`, or one per head `[sequences, kv_heads,
+/// max_blocks]` with `head_stride` set (TANGRAM's virtual block ids are such a table over pages of one head).
 struct block_table {
   const index_t* blocks = nullptr;
   index_t page = 16;
@@ -66,11 +67,12 @@ struct csr_table {
 /// Stored keys and values of a batch, one layer.
 ///
 /// Shapes   K [sequences, kv_heads, slots, k_dim], V [.., v_dim] in any strides, behind any table.
-/// Lengths  `lengths[sequence * length_strides.sequence + head * length_strides.head]`; head stride 0 = one per sequence.
-/// Positions  ascending logical positions by slot, null where slot and position coincide; strided alike, or, with
+/// Lengths  `lengths[sequence * length_strides.sequence + head * length_strides.head]`; head stride 0 = one per
+/// sequence. Positions  ascending logical positions by slot, null where slot and position coincide; strided alike, or,
+/// with
 ///            `position_begin`, the row of (sequence, head) begins at that offset (ragged storage).
 template <class T, int D, class Table = contiguous, int Dv = D>
-  requires element<std::remove_const_t<T>>
+requires element<std::remove_const_t<T>>
 struct kv_view {
   static_assert(supported_head_dim<D> && supported_head_dim<Dv>,
                 "tessera: kv_view takes head dims 64, 80, 96, 128, 192 and 256");

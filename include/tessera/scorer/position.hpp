@@ -11,7 +11,8 @@ TESSERA_NAMESPACE_BEGIN
 /// Shapes   scores [kv_heads, tokens]; exact for positions up to 2^24.   Unit: token.
 /// Errors   sinks below 0, or no room left beside the sinks: tessera::error.
 /// Cost     none: neither K nor queries are read.
-/// Paper    StreamingLLM, arXiv:2309.17453. Differs: keys stay rotated for their original positions and queries use true
+/// Paper    StreamingLLM, arXiv:2309.17453. Differs: keys stay rotated for their original positions and queries use
+/// true
 ///          positions (the original re-assigns positions inside the cache).
 struct position {
   static constexpr const char* name = "position";

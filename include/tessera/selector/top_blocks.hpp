@@ -61,9 +61,7 @@ struct top_blocks {
     return count;
   }
 
-  void check() const {
-    require(block >= 1, "block", block, "at least 1 token", "pass 1 to choose single tokens");
-  }
+  void check() const { require(block >= 1, "block", block, "at least 1 token", "pass 1 to choose single tokens"); }
 
   template <class Self, class Visit>
   static void parameters(Self& self, Visit&& visit) {

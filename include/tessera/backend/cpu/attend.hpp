@@ -138,7 +138,8 @@ void attend_range(const View& view, index_t sequence, index_t head, const slot_s
 
 /// Divides by the softmax sum (sink logit included) and writes output and log-sum-exp of one row.
 template <int Dv>
-void finish_row(const logit_rule& rule, softmax_state state, const float* from, index_t q_head, float* out, float* lse) {
+void finish_row(const logit_rule& rule, softmax_state state, const float* from, index_t q_head, float* out,
+                float* lse) {
   float scale = 1;
   if (rule.sink_logits) {
     const float before = state.max;
@@ -217,8 +218,10 @@ void decode_attention(const View& view, const query_rows<Q>& queries, const logi
   const index_t heads = view.sequences * view.kv_heads;
   auto& first_part = workspace.first_part;
   first_part.assign(1, 0);
+  offset_t attended = 0;
   for (index_t h = 0; h < heads; ++h) {
     const index_t count = source_of(view, chosen, h / view.kv_heads, h % view.kv_heads).count;
+    attended += count;
     first_part.push_back(first_part.back() + std::max(1, ceil_div(count, decode_split)));
   }
   const index_t parts = first_part.back();
@@ -226,25 +229,29 @@ void decode_attention(const View& view, const query_rows<Q>& queries, const logi
     workspace.states.resize(std::size_t(parts) * std::size_t(rows));
     workspace.out.resize(std::size_t(parts) * std::size_t(rows) * Dv);
   }
-  workers.for_each(parts, [&](index_t part, int) {
-    const index_t h = index_t(std::upper_bound(first_part.begin(), first_part.end(), part) - first_part.begin()) - 1;
-    const index_t sequence = h / view.kv_heads, head = h % view.kv_heads;
-    const slot_source slots = source_of(view, chosen, sequence, head);
-    const index_t first = (part - first_part[std::size_t(h)]) * decode_split;
-    const index_t last = std::min(slots.count, first + decode_split);
-    tile_memory<D, Dv> memory;
-    index_t positions[tile_rows];
-    for (index_t block = 0; block < rows; block += tile_rows) {
-      const int count = int(std::min<index_t>(tile_rows, rows - block));
-      const std::size_t at = std::size_t(part) * std::size_t(rows) + std::size_t(block);
-      const partial_rows<Dv> result{workspace.out.data() + at * Dv, workspace.states.data() + at};
-      std::fill_n(result.out, count * Dv, 0.0f);
-      std::fill_n(result.states, count, softmax_state{});
-      load_queries<D>(queries, rule, sequence, head, group, block, count, memory.queries);
-      for (int r = 0; r < count; ++r) positions[r] = queries.position(sequence, (block + r) / group);
-      attend_range(view, sequence, head, slots, first, last, rule, count, positions, rows < 16, memory, result);
-    }
-  });
+  workers.for_each(
+      parts,
+      [&](index_t part, int) {
+        const index_t h =
+            index_t(std::upper_bound(first_part.begin(), first_part.end(), part) - first_part.begin()) - 1;
+        const index_t sequence = h / view.kv_heads, head = h % view.kv_heads;
+        const slot_source slots = source_of(view, chosen, sequence, head);
+        const index_t first = (part - first_part[std::size_t(h)]) * decode_split;
+        const index_t last = std::min(slots.count, first + decode_split);
+        tile_memory<D, Dv> memory;
+        index_t positions[tile_rows];
+        for (index_t block = 0; block < rows; block += tile_rows) {
+          const int count = int(std::min<index_t>(tile_rows, rows - block));
+          const std::size_t at = std::size_t(part) * std::size_t(rows) + std::size_t(block);
+          const partial_rows<Dv> result{workspace.out.data() + at * Dv, workspace.states.data() + at};
+          std::fill_n(result.out, count * Dv, 0.0f);
+          std::fill_n(result.states, count, softmax_state{});
+          load_queries<D>(queries, rule, sequence, head, group, block, count, memory.queries);
+          for (int r = 0; r < count; ++r) positions[r] = queries.position(sequence, (block + r) / group);
+          attend_range(view, sequence, head, slots, first, last, rule, count, positions, rows < 16, memory, result);
+        }
+      },
+      double(attended) * rows * (D + Dv));
   for (index_t h = 0; h < heads; ++h) {
     const index_t sequence = h / view.kv_heads, head = h % view.kv_heads;
     for (index_t r = 0; r < rows; ++r) {

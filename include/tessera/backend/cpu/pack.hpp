@@ -11,7 +11,8 @@ TESSERA_NAMESPACE_BEGIN
 namespace cpu {
 
 /// Writes new tokens behind the stored ones of every (sequence, kv_head), converting to the stored type.
-/// Shapes   k, v [sequences, tokens, kv_heads, dim]; the view's lengths are those before, and it has room for `tokens` more.
+/// Shapes   k, v [sequences, tokens, kv_heads, dim]; the view's lengths are those before, and it has room for `tokens`
+/// more.
 template <class View, class E>
 void append(const View& view, const rows_view<const E>& k, const rows_view<const E>& v) {
   using T = typename View::element_type;

@@ -21,7 +21,9 @@ class ragged_store {
   using view_type = kv_view<T, Layout::k_dim, ragged, Layout::v_dim>;
 
   ragged_store(index_t kv_heads, bool with_scores)
-      : with_scores_(with_scores), lengths_(std::size_t(kv_heads), 0), begins_(std::size_t(kv_heads), 0),
+      : with_scores_(with_scores),
+        lengths_(std::size_t(kv_heads), 0),
+        begins_(std::size_t(kv_heads), 0),
         capacities_(std::size_t(kv_heads), 0) {}
 
   index_t kv_heads() const { return index_t(lengths_.size()); }

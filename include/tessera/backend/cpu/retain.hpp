@@ -33,11 +33,13 @@ void choose_kept(const retain<Scorer, Budget, Selector>& policy, const layer_sco
     workspace.finished.resize(std::size_t(raw.offsets[heads - 1] + raw.tokens[heads - 1]));
     scores.scores = workspace.finished.data();
     for (index_t h = 0; h < heads; ++h) {
-      policy.scorer.finish(raw.head(h), raw.candidates(h), workspace.finished.data() + raw.offsets[h], workspace.pooled);
+      policy.scorer.finish(raw.head(h), raw.candidates(h), workspace.finished.data() + raw.offsets[h],
+                           workspace.pooled);
     }
     policy.budget.allot(scores, counts.data());
     for (index_t h = 0; h < heads; ++h) {
-      counts[std::size_t(h)] = std::clamp(counts[std::size_t(h)], std::min(raw.protected_tail, raw.tokens[h]), raw.tokens[h]);
+      counts[std::size_t(h)] =
+          std::clamp(counts[std::size_t(h)], std::min(raw.protected_tail, raw.tokens[h]), raw.tokens[h]);
     }
   }
   kept.reset(counts);

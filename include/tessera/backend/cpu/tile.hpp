@@ -18,9 +18,9 @@ inline constexpr int tile_rows = 64;    ///< query rows of a block
 /// What one worker needs to run a tile.
 template <int D, int Dv>
 struct tile_memory {
-  alignas(64) float keys[tile_tokens * D];         // [tokens, D]
-  alignas(64) float transposed[D * tile_tokens];   // [D, tokens]
-  alignas(64) float values[tile_tokens * Dv];      // [tokens, Dv]
+  alignas(64) float keys[tile_tokens * D];        // [tokens, D]
+  alignas(64) float transposed[D * tile_tokens];  // [D, tokens]
+  alignas(64) float values[tile_tokens * Dv];     // [tokens, Dv]
   alignas(64) float logits[tile_rows * tile_tokens];
   alignas(64) float queries[tile_rows * D];
   index_t positions[tile_tokens];
@@ -158,13 +158,14 @@ inline void dots_many_rows(const float* q, int rows, const float* transposed, fl
 
 /// Turns dot products of one row into logits: cap and masks. Queries are scaled already. Entries from `tokens` on
 /// become -infinity. Returns whether every token of the tile is visible.
-inline bool apply_rule(const logit_rule& rule, index_t query_position, const index_t* positions, int tokens, float* row) {
+inline bool apply_rule(const logit_rule& rule, index_t query_position, const index_t* positions, int tokens,
+                       float* row) {
   if (rule.soft_cap > 0) {
     for (int t = 0; t < tokens; ++t) row[t] = rule.cap(row[t]);
   }
   // Positions ascend: if the newest key is visible to the causal mask and the oldest to the window, all are.
-  const bool all_visible = tokens > 0 && rule.visible(query_position, positions[tokens - 1]) &&
-                           rule.visible(query_position, positions[0]);
+  const bool all_visible =
+      tokens > 0 && rule.visible(query_position, positions[tokens - 1]) && rule.visible(query_position, positions[0]);
   if (!all_visible) {
     for (int t = 0; t < tokens; ++t) row[t] = rule.visible(query_position, positions[t]) ? row[t] : -infinity;
   }
