@@ -141,7 +141,7 @@ template <int Dv>
 void finish_row(const logit_rule& rule, softmax_state state, const float* from, index_t q_head, float* out,
                 float* lse) {
   float scale = 1;
-  if (rule.sink_logits) {
+  if (rule.sink_logits && state.sum == state.sum) {  // NaN alone has no maximum: the sink must not hide it
     const float before = state.max;
     state.merge({rule.sink_logits[q_head], 1.0f});
     scale = before == -infinity ? 0.0f : std::exp(before - state.max);

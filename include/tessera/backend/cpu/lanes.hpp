@@ -1,6 +1,7 @@
 // The host's vector registers, as wide as the compiler's target allows.
 #pragma once
 
+#include <bit>
 #include <cstring>
 
 #include "../../core/config.hpp"
@@ -77,7 +78,7 @@ TESSERA_INLINE lanes load(const bf16* p) {
   half_words x;
   std::memcpy(&x, p, sizeof x);
   const words wide = __builtin_convertvector(x, words) << 16;
-  return bits_as<lanes>(wide);
+  return std::bit_cast<lanes>(wide);
 }
 TESSERA_INLINE lanes load(const fp16* p) {
   half_words x;
@@ -85,9 +86,9 @@ TESSERA_INLINE lanes load(const fp16* p) {
   const words bits = __builtin_convertvector(x, words);
   const words sign = (bits & 0x8000u) << 16, magnitude = (bits & 0x7fffu) << 13;
   // As fp16::operator float does it, lane by lane.
-  const lanes finite = bits_as<lanes>(magnitude) * 0x1p112f;
-  const words result = sign | (magnitude >= 0x0f800000u ? magnitude | 0x7f800000u : bits_as<words>(finite));
-  return bits_as<lanes>(result);
+  const lanes finite = std::bit_cast<lanes>(magnitude) * 0x1p112f;
+  const words result = sign | (magnitude >= 0x0f800000u ? magnitude | 0x7f800000u : std::bit_cast<words>(finite));
+  return std::bit_cast<lanes>(result);
 }
 
 /// Asks for a row that will be read soon. Without it the step waits for memory between short bursts of arithmetic.

@@ -33,7 +33,7 @@ class ragged_store {
   const std::vector<offset_t>& begins() const { return begins_; }
   float* scores() { return scores_.data(); }
   index_t position(index_t head, index_t slot) const {
-    return positions_.empty() ? slot : positions_[std::size_t(begins_[std::size_t(head)] + slot)];
+    return !scattered_ ? slot : positions_[std::size_t(begins_[std::size_t(head)] + slot)];
   }
 
   /// A view of all heads as one sequence. Valid until the store changes.
@@ -48,7 +48,7 @@ class ragged_store {
     view.lengths = lengths_.data();
     view.length_strides = {0, 1};
     view.table = {begins_.data(), kv_heads()};
-    if (!positions_.empty()) {
+    if (scattered_) {
       view.positions = positions_.data();
       view.position_begin = begins_.data();
     }
@@ -70,7 +70,7 @@ class ragged_store {
     for (std::size_t h = 0; h < lengths_.size(); ++h) {
       const std::size_t at = std::size_t(begins_[h] + lengths_[h]);
       for (index_t t = 0; t < tokens; ++t) {
-        if (!positions_.empty()) positions_[at + std::size_t(t)] = first_position + t;
+        if (scattered_) positions_[at + std::size_t(t)] = first_position + t;
         if (with_scores_) scores_[at + std::size_t(t)] = 0;
       }
       lengths_[h] += tokens;
@@ -87,7 +87,8 @@ class ragged_store {
       held += capacities_[h];
     }
     if (all) return;
-    if (positions_.empty()) {
+    if (!scattered_) {
+      scattered_ = true;
       positions_.resize(std::size_t(held));
       for (std::size_t h = 0; h < lengths_.size(); ++h) {
         for (index_t i = 0; i < lengths_[h]; ++i) positions_[std::size_t(begins_[h] + i)] = i;
@@ -142,10 +143,11 @@ class ragged_store {
     fresh.k_.resize(std::size_t(total) * Layout::k_dim);
     fresh.v_.resize(std::size_t(total) * Layout::v_dim);
     if (with_scores_) fresh.scores_.resize(std::size_t(total));
-    if (!positions_.empty()) fresh.positions_.resize(std::size_t(total));
+    fresh.scattered_ = scattered_;
+    if (scattered_) fresh.positions_.resize(std::size_t(total));
     executor here(1);
     pack(view(), chosen->view(), fresh.view(), workers ? *workers : here);
-    if (!positions_.empty()) {
+    if (scattered_) {
       for (std::size_t h = 0; h < lengths_.size(); ++h) {
         move_columns(h, *chosen, fresh.begins_[h], fresh.positions_, fresh.scores_);
       }
@@ -159,6 +161,7 @@ class ragged_store {
   }
 
   bool with_scores_;
+  bool scattered_ = false;  // something was dropped: positions are no longer slots, even if nothing is left
   std::vector<index_t> lengths_;
   std::vector<offset_t> begins_;  // by head, in tokens
   std::vector<index_t> capacities_;
