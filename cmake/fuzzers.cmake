@@ -9,8 +9,8 @@ foreach(file IN LISTS fuzz_files)
   target_include_directories(${name} PRIVATE tests)
   target_compile_definitions(${name} PRIVATE TESSERA_SOURCE_DIR="${PROJECT_SOURCE_DIR}")
   target_link_libraries(${name} PRIVATE tessera::tessera)
-  if(TARGET tessera_engine)  # file formats are the engine's
-    target_link_libraries(${name} PRIVATE tessera_engine)
+  if(TARGET tessera_tool)  # file formats are the engine's, `compress` is the tool's
+    target_link_libraries(${name} PRIVATE tessera_tool)
   endif()
   target_compile_options(${name} PRIVATE -fsanitize=fuzzer)
   target_link_options(${name} PRIVATE -fsanitize=fuzzer)

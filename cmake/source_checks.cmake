@@ -8,6 +8,7 @@ endfunction()
 set(checks "${PROJECT_SOURCE_DIR}/cmake/checks")
 tessera_source_check(layers Python3::Interpreter "${checks}/layers.py" "${PROJECT_SOURCE_DIR}")
 tessera_source_check(policy_rows Python3::Interpreter "${checks}/policy_rows.py" "${PROJECT_SOURCE_DIR}")
+tessera_source_check(docs Python3::Interpreter "${checks}/docs.py" "${PROJECT_SOURCE_DIR}")
 tessera_source_check(forbidden_text Python3::Interpreter "${checks}/forbidden_text.py" "${PROJECT_SOURCE_DIR}")
 tessera_source_check(checks_fail_when_they_should Python3::Interpreter "${checks}/self_test.py" "${CMAKE_CXX_COMPILER}")
 

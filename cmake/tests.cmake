@@ -28,7 +28,8 @@ endforeach()
 foreach(program IN LISTS test_programs)
   if(program MATCHES "^test_examples")
     target_link_libraries(${program} PRIVATE tessera_engine)
-    if(TARGET tessera)  # tests of the tool run it
+    if(TARGET tessera)  # tests of the tool call its parts and run it
+      target_link_libraries(${program} PRIVATE tessera_tool)
       add_dependencies(${program} tessera)
       target_compile_definitions(${program} PRIVATE TESSERA_TOOL="$<TARGET_FILE:tessera>")
     endif()

@@ -12,6 +12,7 @@ import unittest
 
 sys.dont_write_bytecode = True  # a test leaves nothing in the source tree
 import compile_fail
+import docs
 import forbidden_text
 import layers
 import policy_rows
@@ -83,6 +84,23 @@ class Checks(unittest.TestCase):
         self.assert_passes(policy_rows.main, {**header, "docs/policies.md": "| `key_norm` | L2 norm |\n"})
         self.assert_fails(policy_rows.main, header, "scorer/key_norm.hpp")
         self.assert_fails(policy_rows.main, {**header, "docs/policies.md": "| a | see `key_norm` |\n"}, "no row")
+
+    def test_pages_must_say_what_the_sources_say(self):
+        marker, code = "<!-- examples/ladder/a.cpp [readme] -->\n", "```cpp\nint a;\n```\n"
+        good = {"README.md": marker + code + "[more](docs/concepts.md)\n",
+                "docs/concepts.md": "tessera: a budget must have a name\n",
+                "examples/ladder/a.cpp": "// [readme]\nint a;\n// [readme]\n",
+                "include/tessera/concepts/budget.hpp": '"tessera: a budget "\n  "must have a name"'}
+        self.assert_passes(docs.main, good)
+        for name, text, sentence in [
+            ("README.md", code, "shows no marked region"),
+            ("README.md", good["README.md"] + "[gone](docs/gone.md)\n", "docs/gone.md leads nowhere"),
+            ("examples/ladder/a.cpp", "// [readme]\nint b;\n// [readme]\n", "the code differs"),
+            ("examples/ladder/a.cpp", "int a;\n", "has no region"),
+            ("examples/ladder/b.cpp", "// [more]\nint b;\n// [more]\n", "no page shows the region [more]"),
+            ("docs/concepts.md", "tessera: a budget must\n", "lacks the sentence: tessera: a budget must have a name"),
+        ]:
+            self.assert_fails(docs.main, {**good, name: text}, sentence)
 
     def test_forbidden_text_is_found(self):
         self.assert_passes(forbidden_text.main, {"a.md": "frame/" + "work/ and ${root}/" + "work/ are fine\n"})

@@ -1,0 +1,79 @@
+#!/usr/bin/env python3
+"""Checks that the pages say what the sources say.
+
+Usage: docs.py REPOSITORY. Three rules, for README.md, CONTRIBUTING.md and docs/:
+- A code block below `<!-- FILE [marker] -->` is, word for word, what stands in FILE between two lines `// [marker]`;
+  README.md has at least one. Marked regions must be shown on some page.
+- docs/concepts.md has every sentence that the static_asserts of concepts/ and recipe.hpp print.
+- Links to files of the repository lead somewhere.
+"""
+import html
+import pathlib
+import re
+import sys
+
+SNIPPET = re.compile(r"^<!-- (\S+) \[(\w+)\] -->\n```\w*\n(.*?)^```$", flags=re.M | re.S)
+LITERALS = re.compile(r'"(tessera: (?:[^"\\]|\\.)*)"((?:\s*"(?:[^"\\]|\\.)*")*)')
+LINK = re.compile(r"\]\(([^)#\s]+)[^)]*\)")
+
+
+def region_of(text, marker):
+    """What stands between the two lines `// [marker]`, or None."""
+    parts = re.split(rf"^// \[{marker}\]\n", text, flags=re.M)
+    return parts[1] if len(parts) == 3 else None
+
+
+def check_snippets(root, pages):
+    shown = set()
+    for page in pages:
+        for name, marker, code in SNIPPET.findall(page.read_text(encoding="utf-8")):
+            source = root / name
+            region = region_of(source.read_text(encoding="utf-8"), marker) if source.is_file() else None
+            shown.add((name, marker))
+            if region is None:
+                yield page, f"{name} has no region between two lines // [{marker}]"
+            elif region != code:
+                yield page, f"the code differs from the region [{marker}] of {name}"
+    readme = root / "README.md"
+    if not readme.is_file() or not SNIPPET.search(readme.read_text(encoding="utf-8")):
+        yield readme, "README.md shows no marked region of an example"
+    for path in sorted((root / "examples" / "ladder").glob("*.cpp")):
+        name = path.relative_to(root).as_posix()
+        for marker in sorted(set(re.findall(r"^// \[(\w+)\]$", path.read_text(encoding="utf-8"), flags=re.M))):
+            if (name, marker) not in shown:
+                yield path, f"no page shows the region [{marker}]"
+
+
+def check_sentences(root):
+    page = root / "docs" / "concepts.md"
+    text = html.unescape(page.read_text(encoding="utf-8")) if page.is_file() else ""
+    include = root / "include" / "tessera"
+    for path in [*sorted((include / "concepts").glob("*.hpp")), include / "recipe.hpp"]:
+        source = path.read_text(encoding="utf-8") if path.is_file() else ""
+        for first, rest in LITERALS.findall(source):
+            sentence = first + "".join(re.findall(r'"((?:[^"\\]|\\.)*)"', rest))
+            if sentence not in text:
+                yield path, f"docs/concepts.md lacks the sentence: {sentence}"
+
+
+def check_links(pages):
+    for page in pages:
+        text = re.sub(r"^```.*?^```$", "", page.read_text(encoding="utf-8"), flags=re.M | re.S)
+        for target in LINK.findall(text):
+            if "://" not in target and not (page.parent / target).exists():
+                yield page, f"the link to {target} leads nowhere"
+
+
+def main(repository):
+    root = pathlib.Path(repository).resolve()
+    pages = [path for path in (root / "README.md", root / "CONTRIBUTING.md") if path.is_file()]
+    pages += sorted((root / "docs").rglob("*.md"))
+    problems = [*check_snippets(root, pages), *check_sentences(root), *check_links(pages)]
+    for path, text in problems:
+        print(f"{path.relative_to(root)}: {text}")
+    print(f"{len(pages)} pages, {len(problems)} problems")
+    return 1 if problems else 0
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1]))
