@@ -14,6 +14,7 @@
 #include "recipe.hpp"
 
 TESSERA_NAMESPACE_BEGIN
+inline namespace TESSERA_HOST_ISA {
 
 /// What a cache must know of its model; head dims and element type are the layout's.
 struct model_shape {
@@ -134,7 +135,7 @@ class cache {
         if (recipe_.schedule.due(moment::prefill_end)) choose_anew(layer, state);
       }
       state.turn_tokens = 0;
-      state.window = {};  // gives the memory back
+      state.window = std::vector<float>();  // `= {}` would keep the memory
     }
   }
 
@@ -158,6 +159,11 @@ class cache {
               "raise the budget: a step of several tokens reads them all");
     }
     for (std::size_t b = 0; b < ids.size(); ++b) {
+      // Layers step in order: a layer that is behind or ahead of the others would answer for other positions.
+      const index_t expected =
+          layer > 0 ? at(ids[b], 0).next_position - q.tokens : at(ids[b], shape_.layers - 1).next_position;
+      require(at(ids[b], layer).next_position == expected, "tokens of a layer before the step",
+              at(ids[b], layer).next_position, std::to_string(expected), "decode every layer, in order, in every step");
       require(at(ids[b], layer).turn_tokens == 0, "tokens since the prompt began", at(ids[b], layer).turn_tokens, "0",
               "call end_prefill before the first decode step");
       require(std::count(ids.begin(), ids.end(), ids[b]) == 1, "sequence id in a batch", ids[b], "given once",
@@ -461,4 +467,5 @@ class cache {
   std::vector<offset_t> offsets_;
 };
 
+}  // namespace TESSERA_HOST_ISA
 TESSERA_NAMESPACE_END

@@ -10,6 +10,7 @@
 #include "concepts/scorer.hpp"
 #include "concepts/selector.hpp"
 #include "core/error.hpp"
+#include "core/parameters.hpp"
 
 TESSERA_NAMESPACE_BEGIN
 
@@ -17,6 +18,8 @@ TESSERA_NAMESPACE_BEGIN
 template <class Scorer, class Budget, class Selector>
 struct retain {
   static_assert(check_scorer<Scorer>() && check_budget<Budget>() && check_selector<Selector>());
+  static_assert(has_parameters<Scorer> && has_parameters<Budget> && has_parameters<Selector>,
+                "tessera: a policy must show its run-time parameters: static void parameters(self, visit)");
   static_assert(
       Scorer::observed != observes::step,
       "tessera: a retained set cannot be chosen by a scorer that only sees one decode step; use it in retrieve");
@@ -38,6 +41,8 @@ struct retain_all {};
 template <class Scorer, class Selector>
 struct retrieve {
   static_assert(check_scorer<Scorer>() && check_selector<Selector>());
+  static_assert(has_parameters<Scorer> && has_parameters<Selector>,
+                "tessera: a policy must show its run-time parameters: static void parameters(self, visit)");
   static_assert(Scorer::observed == observes::step,
                 "tessera: retrieval needs a scorer that observes the decode step; this one ranks for retention");
   using scorer_type = Scorer;
@@ -118,6 +123,8 @@ struct recipe {
       Retain::selector_type::parameters(self.retain.selector, visit);
     }
     if constexpr (retrieves) {
+      // Where something is retained too, the budget is the retained set's and the step's has a name of its own.
+      if constexpr (retains) visit("read_tokens", self.retrieve.tokens, "tokens that a step reads of each kv_head");
       Retrieve::scorer_type::parameters(self.retrieve.scorer, visit);
       Retrieve::selector_type::parameters(self.retrieve.selector, visit);
     }

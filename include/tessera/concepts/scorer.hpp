@@ -32,16 +32,23 @@ concept attentive_scorer = S::observed != observes::nothing&& requires(const S s
   { s.weigh(x, x) } -> std::same_as<float>;
 };
 
+/// A scorer that says how many of the prompt's last queries it observes.
+template <class S>
+concept has_window = requires(S& s) {
+  { s.window } -> std::same_as<index_t&>;
+};
+
 /// A policy that turns what it observed into scores.
 ///   name                                 its published name, or the quantity
 ///   observed                             one of `observes`
 ///   comparable_across_heads              whether scores of two heads may be ranked against each other
+///   window                               index_t, where it observes a window: how many of the last queries
 ///   protected_tail(budget)               newest tokens that are kept whatever their score
 ///   finish(in, n, out, scratch)          last pass over a head's scores (pooling); out != in
 ///   check(budget)                        throws tessera::error on parameters that make no sense
 template <class S>
-concept scorer = std::is_trivially_copyable_v<S> &&
-    (positional_scorer<S> || attentive_scorer<S>)&&requires(const S s, const float* in, float* out, index_t n,
+concept scorer = std::is_trivially_copyable_v<S> && (positional_scorer<S> || attentive_scorer<S>) &&
+    (S::observed != observes::window || has_window<S>) && requires(const S s, const float* in, float* out, index_t n,
                                                             std::vector<float>& scratch) {
   { S::name } -> std::convertible_to<const char*>;
   { S::comparable_across_heads } -> std::convertible_to<bool>;
@@ -69,6 +76,8 @@ constexpr bool check_scorer() {
         { s.protected_tail(n) } -> std::same_as<index_t>;
       },
       "tessera: scorer::protected_tail(budget) must return index_t");
+  static_assert(S::observed != observes::window || has_window<S>,
+                "tessera: a scorer that observes the window must hold index_t window, the queries it observes");
   static_assert(scorer<S>, "tessera: a scorer needs finish(in, n, out, scratch) and check(budget)");
   return scorer<S>;
 }

@@ -15,10 +15,12 @@
 
 // Code for the host's vector units differs with the compiler's target flags, so its inline namespace names the target:
 // translation units built with different flags can be linked together.
-#if defined(__AVX512F__) && defined(__AVX512BW__)
+#if defined(__AVX512F__)
 #define TESSERA_HOST_ISA avx512
-#elif defined(__AVX2__) && defined(__FMA__)
-#define TESSERA_HOST_ISA avx2
+#elif defined(__AVX__) && defined(__FMA__)
+#define TESSERA_HOST_ISA avx_fma
+#elif defined(__AVX__)
+#define TESSERA_HOST_ISA avx
 #else
 #define TESSERA_HOST_ISA baseline
 #endif

@@ -16,6 +16,7 @@ enum class pooling { max, average };
 /// Shapes   in, out [n], not the same memory; kernel odd.
 /// Cost     O(n) whatever the kernel: block-wise prefix and suffix maxima (van Herk, Gil and Werman).
 inline void max_pool(const float* in, index_t n, index_t kernel, float* out, std::vector<float>& scratch) {
+  kernel = std::min(kernel, 2 * n + 1);  // a wider one reaches no further
   const index_t half = kernel / 2;
   const auto at = [&](index_t i) {
     const float value = i < half || i >= n + half ? -infinity : in[i - half];

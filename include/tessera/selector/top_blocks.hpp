@@ -9,7 +9,7 @@ TESSERA_NAMESPACE_BEGIN
 /// Chooses the tail and the best blocks of `block` consecutive slots, `keep` tokens in all.
 ///
 /// Blocks start at slot 0; the last one before the tail may be short. A block's score is the sum of its tokens' scores
-/// (NaN and infinities count as 0, a block of nothing else ranks last). Blocks are taken best first while they fit; the
+/// (NaN and -infinity count as 0, a block of nothing else ranks last; +infinity wins). Blocks are taken best first while they fit; the
 /// one that does not fit is trimmed to its best tokens, so that the count is met exactly.
 /// Ties     to the lower block, inside the trimmed block to the lower index.   Cost  O(n) on average.
 struct top_blocks {
@@ -31,9 +31,9 @@ struct top_blocks {
       float sum = 0;
       bool any = false;
       for (index_t i = b * block; i < std::min(candidates, (b + 1) * block); ++i) {
-        const bool finite = scores[i] - scores[i] == 0;
-        sum += finite ? scores[i] : 0;
-        any |= finite;
+        const bool counts = scores[i] > -infinity;  // false for NaN
+        sum += counts ? scores[i] : 0;
+        any |= counts;
       }
       keys[std::size_t(b)] = rank_key(any ? sum : -infinity, b);
     }

@@ -9,6 +9,7 @@
 
 TESSERA_NAMESPACE_BEGIN
 namespace cpu {
+inline namespace TESSERA_HOST_ISA {
 
 /// Writes new tokens behind the stored ones of every (sequence, kv_head), converting to the stored type.
 /// Shapes   k, v [sequences, tokens, kv_heads, dim]; the view's lengths are those before, and it has room for `tokens`
@@ -58,5 +59,6 @@ void pack(const From& from, const selection_view& chosen, const To& to, executor
   });
 }
 
+}  // namespace TESSERA_HOST_ISA
 }  // namespace cpu
 TESSERA_NAMESPACE_END

@@ -9,6 +9,7 @@
 
 TESSERA_NAMESPACE_BEGIN
 namespace cpu {
+inline namespace TESSERA_HOST_ISA {
 
 /// Owns K and V rows of every kv_head, each head's slots in position order, and the columns that go with them:
 /// logical positions (once anything has been dropped) and scores (for scorers that accumulate).
@@ -170,5 +171,6 @@ class ragged_store {
   std::vector<float> scores_;
 };
 
+}  // namespace TESSERA_HOST_ISA
 }  // namespace cpu
 TESSERA_NAMESPACE_END

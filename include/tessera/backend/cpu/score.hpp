@@ -88,7 +88,8 @@ void row_log_sum_exp(const View& view, const query_rows<Q>& queries, const logit
     }
     float* out = lse + (offset_t(sequence) * view.kv_heads + head) * rows + first;
     for (int r = 0; r < count; ++r) {
-      if (rule.sink_logits) states[r].merge({rule.sink_logits[head * group + (first + r) % group], 1.0f});
+      // A row of nothing but NaN stays empty: it must say nothing, with a sink or without.
+      if (rule.sink_logits && !states[r].empty()) states[r].merge({rule.sink_logits[head * group + (first + r) % group], 1.0f});
       out[r] = states[r].log_sum_exp();
     }
   });
