@@ -107,14 +107,15 @@ struct recipe {
       retain.selector.check();
     }
     if constexpr (retrieves) {
-      require(retrieve.tokens >= 1, "budget", retrieve.tokens, "at least 1 token per kv_head",
+      require(retrieve.tokens >= 1, retains ? "read_tokens" : "budget", retrieve.tokens, "at least 1 token per kv_head",
               "pass how many tokens a step may read");
       retrieve.scorer.check(retrieve.tokens);
       retrieve.selector.check();
     }
   }
 
-  /// Calls `visit(name, reference, about)` for every run-time parameter of every policy; names are unique in a recipe.
+  /// Calls `visit(name, reference, about)` for every run-time parameter of every policy; a name that
+  /// two policies share comes twice and means both.
   template <class Self, class Visit>
   static void parameters(Self& self, Visit&& visit) {
     if constexpr (retains) {

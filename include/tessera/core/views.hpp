@@ -68,8 +68,8 @@ struct csr_table {
 ///
 /// Shapes   K [sequences, kv_heads, slots, k_dim], V [.., v_dim] in any strides, behind any table.
 /// Lengths  `lengths[sequence * length_strides.sequence + head * length_strides.head]`; head stride 0 = one per
-/// sequence. Positions  ascending logical positions by slot, null where slot and position coincide; strided alike, or,
-/// with
+///          sequence.
+/// Positions  ascending logical positions by slot, null where slot and position coincide; strided alike, or, with
 ///            `position_begin`, the row of (sequence, head) begins at that offset (ragged storage).
 template <class T, int D, class Table = contiguous, int Dv = D>
 requires element<std::remove_const_t<T>>

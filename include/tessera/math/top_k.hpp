@@ -17,8 +17,9 @@ struct top_k_scratch {
 };
 
 /// The `k` best of `scores [n]` into `out [k]`, ascending by index. Score descending, ties to the lower index, NaN
-/// last. Shapes   0 <= k; k above n selects all n.   Returns  how many were written: min(k, n). Cost     O(n) on
-/// average (nth_element over 64-bit keys) and O(k log k) for the order.
+/// last.
+/// Shapes   0 <= k; k above n selects all n.   Returns  how many were written: min(k, n).
+/// Cost     O(n) on average (nth_element over 64-bit keys) and O(k log k) for the order.
 inline index_t top_k(const float* scores, index_t n, index_t k, index_t* out, top_k_scratch& scratch) {
   if (k >= n) {
     for (index_t i = 0; i < n; ++i) out[i] = i;

@@ -10,10 +10,11 @@ TESSERA_NAMESPACE_BEGIN
 /// Scores a token by the probability mass that all queries since it arrived have given it, decode steps included.
 ///
 /// Summed over the query heads of the group; not divided by the number of queries, so old tokens are favoured, as in
-/// the original. The newest `recent` tokens are always kept. Shapes   scores [kv_heads, tokens], fp32, stored beside
-/// the tokens and compacted with them.   Unit: token. Errors   recent below 0 (other than -1) or above the budget:
-/// tessera::error. Cost     two passes over K for every query: as much as attention itself. Paper    H2O,
-/// arXiv:2306.14048. Differs: per kv_head; prompt scores are causal column sums (the masked simulation of
+/// the original. The newest `recent` tokens are always kept.
+/// Shapes   scores [kv_heads, tokens], fp32, stored beside the tokens and compacted with them.   Unit: token.
+/// Errors   recent below 0 (other than -1) or above the budget: tessera::error.
+/// Cost     two passes over K for every query: as much as attention itself.
+/// Paper    H2O, arXiv:2306.14048. Differs: per kv_head; prompt scores are causal column sums (the masked simulation of
 ///          the reference lets future queries vote).
 struct accumulated_attention {
   static constexpr const char* name = "accumulated_attention";

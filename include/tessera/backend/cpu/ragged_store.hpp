@@ -14,7 +14,8 @@ inline namespace TESSERA_HOST_ISA {
 /// Owns K and V rows of every kv_head, each head's slots in position order, and the columns that go with them:
 /// logical positions (once anything has been dropped) and scores (for scorers that accumulate).
 ///
-/// Growth leaves room for an eighth more, at least 16 tokens; `keep` gives memory back as soon as a quarter is unused.
+/// Growth leaves room for a 64th more, at least 16 tokens: a decode step then copies 64 rows on average, far fewer than
+/// it reads; `keep` gives memory back as soon as a quarter is unused.
 template <class Layout>
 class ragged_store {
  public:
@@ -111,7 +112,7 @@ class ragged_store {
   }
 
  private:
-  static index_t grown(index_t length) { return length + std::max<index_t>(16, length / 8); }
+  static index_t grown(index_t length) { return length + std::max<index_t>(16, length / 64); }
 
   void move_columns(std::size_t h, const selection& chosen, offset_t to, std::vector<index_t>& positions,
                     std::vector<float>& scores) const {

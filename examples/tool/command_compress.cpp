@@ -1,0 +1,29 @@
+// tessera compress
+#include <cstdio>
+
+#include "commands.hpp"
+#include "compress.hpp"
+#include "report.hpp"
+
+namespace tool {
+void compress_file(const compress_file_options& given) {
+  compress_options chosen;
+  const method_info& method = given.method.checked_method();
+  chosen.method = method.name;
+  chosen.budget = given.method.parsed_budget(method);
+  chosen.settings = given.method.parsed_settings();
+  chosen.workers = make_workers(given.threads);
+  require_writable(given.out);
+  const compressed result = compress(engine::safetensors_file::open(given.in), chosen);
+  result.file.write(given.out);
+  std::printf("%s kept %.1f of %d tokens per KV head, %s of %s", method.name.c_str(),
+              double(result.kept) / result.kv_heads, result.tokens, bytes_text(double(result.bytes_held)).c_str(),
+              bytes_text(double(result.bytes_full)).c_str());
+  if (result.reads.steps > 0) {
+    std::printf("; %d decode steps read %s each", result.reads.steps,
+                bytes_text(double(result.reads.bytes) / result.reads.steps).c_str());
+  }
+  std::printf(". Wrote %s\n", given.out.c_str());
+}
+
+}  // namespace tool

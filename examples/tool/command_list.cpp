@@ -1,0 +1,48 @@
+// tessera list
+#include <cstdio>
+#include <nlohmann/json.hpp>
+
+#include "commands.hpp"
+#include "registry.hpp"
+#include "values.hpp"
+
+namespace tool {
+namespace {
+
+void print_text() {
+  std::printf("Backends in this build: %s\n", joined(backends()).c_str());
+  for (const method_info& method : methods()) {
+    std::printf("\n%s  (%s)\n", method.name.c_str(), method.paper.c_str());
+    for (const policy_info& policy : method.policies) {
+      std::printf("    %-18s %s\n", policy.axis.c_str(), policy.name.c_str());
+    }
+    if (method.has_budget) std::printf("    --budget N         tokens per KV head\n");
+    for (const parameter_info& parameter : method.parameters) {
+      std::printf("    --set %-12s %s\n", (parameter.name + "=" + parameter.value).c_str(), parameter.about.c_str());
+    }
+  }
+}
+
+void print_json() {
+  nlohmann::ordered_json all;
+  all["backends"] = backends();
+  all["methods"] = nlohmann::ordered_json::array();
+  for (const method_info& method : methods()) {
+    nlohmann::ordered_json item{{"name", method.name}, {"paper", method.paper}, {"has_budget", method.has_budget}};
+    item["policies"] = nlohmann::ordered_json::object();
+    for (const policy_info& policy : method.policies) item["policies"][policy.axis] = policy.name;
+    item["parameters"] = nlohmann::ordered_json::array();
+    for (const parameter_info& parameter : method.parameters) {
+      item["parameters"].push_back(
+          {{"name", parameter.name}, {"default", parameter.value}, {"about", parameter.about}});
+    }
+    all["methods"].push_back(std::move(item));
+  }
+  std::printf("%s\n", all.dump(1).c_str());
+}
+
+}  // namespace
+
+void list_methods(const list_options& given) { given.as_json ? print_json() : print_text(); }
+
+}  // namespace tool

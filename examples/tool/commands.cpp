@@ -1,0 +1,32 @@
+#include "commands.hpp"
+
+#include "registry.hpp"
+#include "values.hpp"
+
+namespace tool {
+
+const method_info& method_options::checked_method() const {
+  require_backend(backend);
+  const method_info& found = find_method(method);
+  (void)found.configured(parsed_settings());
+  return found;
+}
+
+std::vector<setting> method_options::parsed_settings() const {
+  std::vector<setting> all;
+  for (const std::string& text : settings) all.push_back(parse_setting(text));
+  return all;
+}
+
+std::optional<index_t> method_options::parsed_budget(const method_info& chosen) const {
+  if (!budget.empty()) return index_t(parse_count("--budget", budget, 1));
+  tessera::require(!chosen.has_budget, "--budget", "missing", "tokens per KV head, at least 1",
+                   "add --budget N for " + chosen.name);
+  return std::nullopt;
+}
+
+std::shared_ptr<tessera::cpu::executor> make_workers(const std::string& threads) {
+  return std::make_shared<tessera::cpu::executor>(int(parse_count("--threads", threads, 0, 1024)));
+}
+
+}  // namespace tool

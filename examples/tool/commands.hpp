@@ -1,0 +1,54 @@
+// The tool's subcommands: what each is told on the command line, as text, and what it does.
+#pragma once
+
+#include <memory>
+#include <string>
+#include <vector>
+
+#include "method_cache.hpp"
+
+namespace tool {
+
+/// Options that choose one method and its budget.
+struct method_options {
+  std::string method, budget, backend = "cpu";
+  std::vector<std::string> settings;
+
+  /// The method, checked. Errors: unknown method, parameter or backend, a value of the wrong type.
+  const method_info& checked_method() const;
+  std::vector<setting> parsed_settings() const;
+  /// Errors: no budget although the method has one; a budget below 1.
+  std::optional<index_t> parsed_budget(const method_info& method) const;
+};
+
+struct list_options {
+  bool as_json = false;
+};
+
+struct run_options {
+  method_options method;
+  std::string model, prompt, dtype = "bf16", max_new = "64", threads = "0";
+  bool one_line = false, as_json = false;
+};
+
+struct eval_options {
+  std::string model, methods, budgets, questions, json, families, text, tasks;
+  std::string backend = "cpu", dtype = "bf16", context = "4096", count = "40", seed = "1", threads = "0";
+  std::vector<std::string> settings;
+};
+
+struct compress_file_options {
+  method_options method;
+  std::string in, out, threads = "0";
+};
+
+// Each prints its result on stdout. Errors: tessera::error, before any output file exists.
+void list_methods(const list_options& given);
+void run_prompt(const run_options& given);
+void evaluate(const eval_options& given);
+void compress_file(const compress_file_options& given);
+
+/// A thread pool of so many workers, 0 for every core. Errors: no whole number from 0 to 1024.
+std::shared_ptr<tessera::cpu::executor> make_workers(const std::string& threads);
+
+}  // namespace tool

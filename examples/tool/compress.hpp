@@ -1,0 +1,44 @@
+// Runs one method over one layer's tensors, dumped from any engine.
+#pragma once
+
+#include <memory>
+#include <optional>
+#include <string>
+#include <tessera/backend/cpu/executor.hpp>
+#include <vector>
+
+#include "engine/safetensors.hpp"
+#include "method_cache.hpp"
+
+namespace tool {
+
+struct compress_options {
+  std::string method;
+  std::optional<index_t> budget;
+  std::vector<setting> settings;
+  std::shared_ptr<tessera::cpu::executor> workers;
+};
+
+/// What a method made of a layer.
+struct compressed {
+  engine::safetensors_writer file;  ///< the output, ready to be written
+  index_t kv_heads = 0, tokens = 0;
+  std::int64_t kept = 0;  ///< tokens kept, summed over kv_heads
+  offset_t bytes_full = 0, bytes_held = 0;
+  read_count reads;
+};
+
+/// Compresses the prompt's cache, then runs the decode steps.
+///
+/// In     k, v [kv_heads, tokens, head_dim] F32, F16 or BF16, keys after RoPE; q [n_q, q_heads, head_dim], the queries
+/// of
+///        the last n_q prompt tokens (a method that looks at none needs none); optional boundaries [tokens] U8;
+///        optional q_decode, k_decode, v_decode [steps, q_heads or kv_heads, head_dim].
+/// Out    keep.indptr I64 [kv_heads + 1], keep.indices I32, attend.indptr I64 [steps * kv_heads + 1], attend.indices
+/// I32,
+///        out F32 [steps, q_heads, head_dim], lse F32 [steps, q_heads]; metadata: method, budget, every parameter,
+///        bytes_full, bytes_held (after the prompt), bytes_read_per_step.
+/// Errors tessera::error on a missing tensor, a wrong shape or type, NaN or infinity, and whatever the method rejects.
+compressed compress(const engine::safetensors_file& in, const compress_options& options);
+
+}  // namespace tool

@@ -1,0 +1,44 @@
+// The CPU kernels that all methods share, compiled once per element type (kernels.cpp.in) instead of once per method.
+#pragma once
+
+#include <tessera/cache.hpp>
+#include <tessera/layout/dense.hpp>
+
+namespace tool {
+
+/// What a cache stores for one layer, as the kernels see it.
+template <class T, int D>
+using stored_view = typename tessera::cpu::ragged_store<tessera::dense<T, D, D>>::view_type;
+
+}  // namespace tool
+
+/// Declares (with `extern`) or defines (with nothing) the kernels of one element type and head dim.
+#define TESSERA_TOOL_KERNELS(storage, T, D)                                                                       \
+  storage template void tessera::cpu::prefill_attention(                                                          \
+      const tool::stored_view<T, D>&, const tessera::cpu::query_rows<float>&, const tessera::logit_rule&,         \
+      const tessera::cpu::attention_output&, tessera::cpu::executor&);                                            \
+  storage template void tessera::cpu::decode_attention(                                                           \
+      const tool::stored_view<T, D>&, const tessera::cpu::query_rows<float>&, const tessera::logit_rule&,         \
+      const tessera::selection_view*, const tessera::cpu::attention_output&, tessera::cpu::decode_workspace&,     \
+      tessera::cpu::executor&);                                                                                   \
+  storage template void tessera::cpu::row_log_sum_exp(                                                            \
+      const tool::stored_view<T, D>&, const tessera::cpu::query_rows<float>&, const tessera::logit_rule&, float*, \
+      tessera::cpu::score_workspace<D>&, tessera::cpu::executor&);                                                \
+  storage template void tessera::cpu::detail::tile_logits(                                                        \
+      const tool::stored_view<T, D>&, tessera::index_t, tessera::index_t, tessera::index_t, int,                  \
+      const tessera::logit_rule&, int, const tessera::index_t*, tessera::cpu::tile_memory<D, 64>&);               \
+  storage template class tessera::cpu::ragged_store<tessera::dense<T, D, D>>;                                     \
+  storage template void tessera::cpu::ragged_store<tessera::dense<T, D, D>>::append(                              \
+      const tessera::rows_view<const float>&, const tessera::rows_view<const float>&, tessera::index_t);
+
+#define TESSERA_TOOL_KERNELS_OF(storage, T) \
+  TESSERA_TOOL_KERNELS(storage, T, 64)      \
+  TESSERA_TOOL_KERNELS(storage, T, 80)      \
+  TESSERA_TOOL_KERNELS(storage, T, 96)      \
+  TESSERA_TOOL_KERNELS(storage, T, 128)     \
+  TESSERA_TOOL_KERNELS(storage, T, 192)     \
+  TESSERA_TOOL_KERNELS(storage, T, 256)
+
+TESSERA_TOOL_KERNELS_OF(extern, tessera::fp32)
+TESSERA_TOOL_KERNELS_OF(extern, tessera::fp16)
+TESSERA_TOOL_KERNELS_OF(extern, tessera::bf16)

@@ -1,0 +1,148 @@
+// From a method of the library, a class template, to the tool's interface. Each method is instantiated in a source
+// file of its own (method.cpp.in), so that compile time spreads over the cores.
+#pragma once
+
+#include <array>
+#include <type_traits>
+
+#include "kernels.hpp"
+#include "method_cache.hpp"
+#include "values.hpp"
+
+namespace tool {
+
+/// tessera::cache with one sequence.
+template <class Recipe>
+class cache_of final : public method_cache {
+ public:
+  cache_of(const tessera::model_shape& shape, const Recipe& recipe, std::shared_ptr<tessera::cpu::executor> workers)
+      : cache_(shape, recipe, std::move(workers)), sequence_(cache_.open()) {}
+
+  void prefill(int layer, const float* q, const float* k, const float* v, int tokens, float* out) override {
+    observe(layer, queries(q, tokens), keys(k, tokens), keys(v, tokens));
+    cache_.prefill_attention(layer, sequence_, queries(q, tokens), outputs(out, tokens));
+  }
+
+  void observe(int layer, const input_rows& q, const input_rows& k, const input_rows& v) override {
+    cache_.prefill(layer, sequence_, q, k, v);
+  }
+
+  void end_prefill() override {
+    cache_.end_prefill(sequence_);
+    reads_ = {};
+  }
+
+  void decode(int layer, const float* q, const float* k, const float* v, int tokens, float* out) override {
+    step(layer, queries(q, tokens), keys(k, tokens), keys(v, tokens), out, nullptr);
+  }
+
+  void step(int layer, const input_rows& q, const input_rows& k, const input_rows& v, float* out, float* lse) override {
+    const index_t heads = cache_.shape().q_heads;
+    const tessera::rows_view<float> lse_rows =
+        lse ? tessera::nhd_rows(lse, q.tokens, heads, 1) : tessera::rows_view<float>{};
+    cache_.decode(layer, {sequence_}, q, k, v, outputs(out, q.tokens), lse_rows);
+    if (layer + 1 == cache_.shape().layers) {
+      reads_.bytes += cache_.bytes_read(sequence_);
+      ++reads_.steps;
+    }
+  }
+
+  std::int64_t next_position() const override { return cache_.next_position(sequence_); }
+  std::unique_ptr<method_cache> clone() const override { return std::make_unique<cache_of>(*this); }
+  void set_budget(index_t tokens) override { cache_.set_budget(tokens); }
+
+  index_t queries_needed(index_t tokens) const override {
+    if constexpr (Recipe::retains) {
+      const auto& scorer = cache_.recipe().retain.scorer;
+      using scorer_type = std::remove_cvref_t<decltype(scorer)>;
+      if constexpr (scorer_type::observed == tessera::observes::every_query) return tokens;
+      if constexpr (scorer_type::observed == tessera::observes::window) return std::min(tokens, scorer.window);
+    }
+    return 0;
+  }
+
+  offset_t bytes() const override { return cache_.bytes(sequence_); }
+  offset_t full_bytes(index_t tokens) const override { return cache_.full_bytes(tokens); }
+  read_count reads() const override { return reads_; }
+  std::vector<index_t> positions(int layer, index_t head) const override {
+    return cache_.positions(layer, sequence_, head);
+  }
+  void trace_attended() override { cache_.trace_attended(true); }
+  const std::vector<std::vector<index_t>>& attended(int layer) const override {
+    return cache_.attended(layer, sequence_);
+  }
+
+ private:
+  using cache_type = tessera::cache<Recipe>;
+
+  input_rows queries(const float* data, int tokens) const {
+    return tessera::nhd_rows(data, tokens, cache_.shape().q_heads, cache_type::k_dim);
+  }
+  input_rows keys(const float* data, int tokens) const {
+    return tessera::nhd_rows(data, tokens, cache_.shape().kv_heads, cache_type::k_dim);
+  }
+  tessera::rows_view<float> outputs(float* data, index_t tokens) const {
+    return tessera::nhd_rows(data, tokens, cache_.shape().q_heads, cache_type::v_dim);
+  }
+
+  cache_type cache_;
+  index_t sequence_;
+  read_count reads_;
+};
+
+template <class Recipe>
+std::vector<parameter_info> parameters_of(const Recipe& recipe) {
+  std::vector<parameter_info> all;
+  Recipe::parameters(recipe, [&](const char* name, const auto& value, const char* about) {
+    all.push_back({name, value_text(value), about});
+  });
+  return all;
+}
+
+/// The recipe with its defaults and the settings over them.
+template <class Recipe>
+Recipe configured_recipe(const std::vector<setting>& settings) {
+  Recipe recipe;
+  for (const setting& given : settings) {
+    bool known = false;
+    Recipe::parameters(recipe, [&](const char* name, auto& value, const char*) {
+      if (given.name != name) return;
+      parse_value(given.name, given.value, value);
+      known = true;
+    });
+    if (!known) fail_unknown_parameter(given.name, Recipe::name, parameters_of(Recipe{}));
+  }
+  return recipe;
+}
+
+template <class Recipe>
+std::unique_ptr<method_cache> make_cache(const cache_request& request) {
+  Recipe recipe = configured_recipe<Recipe>(request.settings);
+  if (request.budget) recipe.set_budget(*request.budget);
+  return std::make_unique<cache_of<Recipe>>(request.shape, recipe, request.workers);
+}
+
+template <template <tessera::element, int, int> class Method>
+std::unique_ptr<method_cache> make_method(const cache_request& request) {
+  return with_layout(request.element, request.head_dim,
+                     [&]<class T, int D>() { return make_cache<Method<T, D, D>>(request); });
+}
+
+/// Everything about a method that does not depend on element type and head dim.
+template <template <tessera::element, int, int> class Method>
+method_info describe() {
+  using recipe = Method<tessera::bf16, 64, 64>;
+  method_info info;
+  info.name = recipe::name;
+  info.paper = recipe::paper;
+  info.has_budget = recipe::retains || recipe::retrieves;
+  recipe::policies([&](const char* axis, const char* policy) { info.policies.push_back({axis, policy}); });
+  info.parameters = parameters_of(recipe{});
+  info.configured = [](const std::vector<setting>& settings) {
+    return parameters_of(configured_recipe<recipe>(settings));
+  };
+  info.make = &make_method<Method>;
+  return info;
+}
+
+}  // namespace tool

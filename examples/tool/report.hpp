@@ -1,0 +1,29 @@
+// What came out of an evaluation: a table for people, JSON for programs.
+#pragma once
+
+#include <filesystem>
+#include <string>
+#include <vector>
+
+#include "evaluate.hpp"
+
+namespace tool {
+
+/// Rows method x budget; columns families in percent right (one per turn where a family has several), memory held in
+/// percent of the full cache, bytes read per step.
+std::string table_text(const std::vector<variant>& variants, const std::vector<cell>& cells);
+
+/// A JSON array with one object a cell: method, budget (null where the method has none), parameters, family, turn,
+/// questions, right, bytes_held, bytes_full, bytes_read_per_step.
+std::string json_text(const std::vector<variant>& variants, const std::vector<cell>& cells);
+
+/// "1.5 MiB"
+std::string bytes_text(double bytes);
+
+/// Throws tessera::error unless a file can be written there; leaves nothing behind.
+void require_writable(const std::filesystem::path& path);
+
+/// Writes a temporary file beside `path` and renames it: there is the old file or the whole new one, never a part.
+void write_atomically(const std::filesystem::path& path, const std::string& content);
+
+}  // namespace tool

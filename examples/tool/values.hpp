@@ -1,0 +1,84 @@
+// Parameter values and names as text: parsing with errors that teach, and printing.
+#pragma once
+
+#include <cstdint>
+#include <limits>
+#include <string>
+#include <string_view>
+#include <tessera/core/error.hpp>
+#include <tessera/core/types.hpp>
+#include <tessera/math/pool.hpp>
+#include <vector>
+
+#include "method_cache.hpp"
+
+namespace tool {
+
+/// A whole number in [least, most]. Errors: anything else, naming what was given.
+std::int64_t parse_count(std::string_view name, std::string_view text, std::int64_t least,
+                         std::int64_t most = std::numeric_limits<index_t>::max());
+
+/// Parses a parameter of any type that policies use. Errors: text of another type.
+void parse_value(std::string_view name, std::string_view text, index_t& value);
+void parse_value(std::string_view name, std::string_view text, float& value);
+void parse_value(std::string_view name, std::string_view text, tessera::pooling& value);
+
+std::string value_text(index_t value);
+std::string value_text(float value);
+std::string value_text(tessera::pooling value);
+
+/// fp32, fp16 or bf16. Errors: any other word.
+element_type parse_element(std::string_view text);
+
+/// "name=value". Errors: no equals sign, or nothing before it.
+setting parse_setting(std::string_view text);
+
+/// The parts between commas, without white space around them. Errors: no part, an empty one, or one given twice.
+std::vector<std::string> parse_list(std::string_view name, std::string_view text);
+
+/// `text` without white space at its ends.
+std::string_view trimmed(std::string_view text);
+
+/// "a, b, c"
+std::string joined(const std::vector<std::string>& parts);
+
+/// The candidate that `text` was probably meant to be, or an empty string.
+std::string nearest(std::string_view text, const std::vector<std::string>& candidates);
+
+[[noreturn]] void fail_unknown_parameter(std::string_view given, std::string_view method,
+                                         const std::vector<parameter_info>& known);
+
+/// Throws tessera::error unless `text` is one of `allowed`; suggests the nearest.
+void require_one_of(std::string_view name, std::string_view text, const std::vector<std::string>& allowed);
+
+/// Calls `use.template operator()<T, D>()` for a cache's element type and head dim. Errors: an unsupported head dim.
+template <class Use>
+auto with_layout(element_type element, int head_dim, Use&& use) {
+  const auto with_dim = [&]<class T>() {
+    switch (head_dim) {
+      case 64:
+        return use.template operator()<T, 64>();
+      case 80:
+        return use.template operator()<T, 80>();
+      case 96:
+        return use.template operator()<T, 96>();
+      case 128:
+        return use.template operator()<T, 128>();
+      case 192:
+        return use.template operator()<T, 192>();
+      case 256:
+        return use.template operator()<T, 256>();
+    }
+    tessera::fail("head_dim", head_dim, "64, 80, 96, 128, 192 or 256", "pass a model or tensors of such heads");
+  };
+  switch (element) {
+    case element_type::fp32:
+      return with_dim.template operator()<tessera::fp32>();
+    case element_type::fp16:
+      return with_dim.template operator()<tessera::fp16>();
+    default:
+      return with_dim.template operator()<tessera::bf16>();
+  }
+}
+
+}  // namespace tool

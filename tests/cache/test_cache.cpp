@@ -1,0 +1,173 @@
+// What a cache is beside its recipe: sequences, copies, budgets, views, stored types.
+#include "catch.hpp"
+
+#include <tessera/methods/full.hpp>
+#include <tessera/methods/snapkv.hpp>
+#include <tessera/tessera.hpp>
+
+#include "support/kv_tensor.hpp"
+#include "support/tolerance.hpp"
+
+using namespace tessera;
+
+namespace {
+
+constexpr index_t tokens = 90, q_heads = 4, kv_heads = 2;
+
+template <class E, int D, int Dv>
+struct tensors {
+  std::vector<E> q, k, v;
+  explicit tensors(std::uint64_t seed) {
+    support::rng random(seed);
+    for (const float x : support::normals(random, std::size_t(tokens * q_heads * D))) q.push_back(E(x));
+    for (const float x : support::normals(random, std::size_t(tokens * kv_heads * D))) k.push_back(E(x));
+    for (const float x : support::normals(random, std::size_t(tokens * kv_heads * Dv))) v.push_back(E(x));
+  }
+  auto queries(index_t first, index_t count) const { return nhd_rows<const E>(q.data() + first * q_heads * D, count, q_heads, D); }
+  auto keys(index_t first, index_t count) const { return nhd_rows<const E>(k.data() + first * kv_heads * D, count, kv_heads, D); }
+  auto values(index_t first, index_t count) const { return nhd_rows<const E>(v.data() + first * kv_heads * Dv, count, kv_heads, Dv); }
+};
+
+using small = snapkv<fp32, 64>;
+using inputs = tensors<float, 64, 64>;
+
+cache<small> with_budget(index_t budget) {
+  small recipe;
+  recipe.retain.scorer.window = 8;
+  recipe.set_budget(budget);
+  return {{1, q_heads, kv_heads}, recipe, std::make_shared<cpu::executor>(1)};
+}
+
+void prompt(cache<small>& held, index_t id, const inputs& data, index_t first, index_t count) {
+  held.prefill(0, id, data.queries(first, count), data.keys(first, count), data.values(first, count));
+  held.end_prefill(id);
+}
+
+std::vector<float> step(cache<small>& held, index_t id, const inputs& data, index_t at) {
+  std::vector<float> out(std::size_t(q_heads * 64));
+  held.decode(0, {id}, data.queries(at, 1), data.keys(at, 1), data.values(at, 1), nhd_rows(out.data(), 1, q_heads, 64));
+  return out;
+}
+
+}  // namespace
+
+TEST_CASE("a cache keeps sequences apart and uses ids of closed ones again") {
+  const inputs one(171), two(172);
+  auto held = with_budget(20), alone = with_budget(20);
+  const index_t a = held.open(), b = held.open();
+  REQUIRE(a != b);
+  prompt(held, a, one, 0, 60);
+  prompt(held, b, two, 0, 50);
+  REQUIRE(alone.open() == a);
+  prompt(alone, a, one, 0, 60);
+  CHECK(support::same_bits(step(held, a, one, 60), step(alone, a, one, 60)));
+  CHECK(held.next_position(b) == 50);
+  held.close(a);
+  CHECK(held.next_position(b) == 50);
+  CHECK(held.open() == a);
+  CHECK(held.next_position(a) == 0);
+  CHECK(held.length(0, a, 0) == 0);
+  CHECK(held.length(0, b, 1) == 20);
+}
+
+TEST_CASE("a copy of a cache goes its own way, also from the middle of a prompt") {
+  const inputs data(173);
+  auto held = with_budget(20);
+  const index_t id = held.open();
+  held.prefill(0, id, data.queries(0, 40), data.keys(0, 40), data.values(0, 40));
+  auto copy = held;
+  for (auto* each : {&held, &copy}) {
+    each->prefill(0, id, data.queries(40, 20), data.keys(40, 20), data.values(40, 20));
+    each->end_prefill(id);
+  }
+  CHECK(copy.positions(0, id, 1) == held.positions(0, id, 1));
+  const auto expected = step(copy, id, data, 60);
+  copy.close(id);
+  CHECK(support::same_bits(step(held, id, data, 60), expected));
+  copy = held;
+  CHECK(support::same_bits(step(copy, id, data, 61), step(held, id, data, 61)));
+  const auto moved = std::move(copy);
+  CHECK(moved.next_position(id) == 62);
+}
+
+TEST_CASE("a changed budget counts from the next time that the schedule retains") {
+  const inputs data(174);
+  auto held = with_budget(30);
+  const index_t id = held.open();
+  prompt(held, id, data, 0, 60);
+  CHECK(held.length(0, id, 0) == 30);
+  held.set_budget(12);
+  CHECK(held.recipe().budget() == 12);
+  CHECK(held.length(0, id, 0) == 30);
+  step(held, id, data, 60);
+  CHECK(held.length(0, id, 0) == 31);
+  prompt(held, id, data, 61, 3);
+  CHECK(held.length(0, id, 0) == 12);
+}
+
+TEST_CASE("attended positions are written down only while tracing") {
+  const inputs data(175);
+  auto held = with_budget(20);
+  const index_t id = held.open();
+  prompt(held, id, data, 0, 60);
+  step(held, id, data, 60);
+  CHECK(held.attended(0, id).empty());
+  held.trace_attended(true);
+  step(held, id, data, 61);
+  REQUIRE(held.attended(0, id).size() == std::size_t(kv_heads));
+  CHECK(held.attended(0, id)[1] == held.positions(0, id, 1));
+  CHECK(held.attended(0, id)[1].back() == 61);
+}
+
+TEST_CASE("an engine's own attention reads a cache's view") {
+  const inputs data(176);
+  auto held = with_budget(20);
+  const index_t id = held.open();
+  prompt(held, id, data, 0, 60);
+  const auto out = step(held, id, data, 60);
+  const auto view = held.view(0, id);
+  std::vector<float> own(out.size());
+  const index_t first = 60;
+  cpu::executor workers(1);
+  cpu::decode_workspace workspace;
+  cpu::decode_attention(view, cpu::query_rows<float>{data.queries(60, 1), &first}, logit_rule{}, nullptr,
+                        cpu::attention_output{nhd_rows(own.data(), 1, q_heads, 64), {}}, workspace, workers);
+  CHECK(support::same_bits(own, out));
+  CHECK(view.position(0, 1, 20) == 60);
+}
+
+TEST_CASE("16-bit tensors with K and V dims that differ go in as they are and are attended as stored") {
+  const tensors<bf16, 192, 128> data(177);
+  cache<full<bf16, 192, 128>> held({1, q_heads, kv_heads}, {}, std::make_shared<cpu::executor>(1));
+  CHECK(held.full_bytes(10) == 2 * 10 * 640);
+  const index_t id = held.open();
+  held.prefill(0, id, data.queries(0, 60), data.keys(0, 60), data.values(0, 60));
+  held.end_prefill(id);
+  std::vector<float> out(std::size_t(q_heads * 128)), lse(q_heads);
+  held.decode(0, {id}, data.queries(60, 1), data.keys(60, 1), data.values(60, 1), nhd_rows(out.data(), 1, q_heads, 128),
+              nhd_rows(lse.data(), 1, q_heads, 1));
+  const std::vector<float> q(data.q.begin(), data.q.end()), k(data.k.begin(), data.k.end()), v(data.v.begin(), data.v.end());
+  for (index_t h = 0; h < q_heads; ++h) {
+    std::vector<const float*> keys, values;
+    std::vector<index_t> positions;
+    for (index_t t = 0; t <= 60; ++t) {
+      keys.push_back(k.data() + (t * kv_heads + h / 2) * 192);
+      values.push_back(v.data() + (t * kv_heads + h / 2) * 128);
+      positions.push_back(t);
+    }
+    const auto expected = support::oracle::attend(q.data() + (60 * q_heads + h) * 192, 60, keys, values, positions, 192, 128);
+    CHECK(support::row_error(out.data() + h * 128, expected.out) < 1e-5);
+    CHECK(support::number_error(lse[std::size_t(h)], expected.lse) < 1e-5);
+  }
+}
+
+TEST_CASE("a sequence may begin with a decode step") {
+  const inputs data(178);
+  auto held = with_budget(20);
+  const index_t id = held.open();
+  const auto out = step(held, id, data, 0);
+  for (index_t h = 0; h < q_heads; ++h) {
+    CHECK(std::equal(out.begin() + h * 64, out.begin() + (h + 1) * 64, data.v.begin() + h / 2 * 64));
+  }
+  CHECK(held.next_position(id) == 1);
+}

@@ -1,0 +1,14 @@
+// expect: tessera: a scorer that observes nothing needs float score(position, next_position); any other needs float weigh(logit, lse)
+#include <tessera/concepts/scorer.hpp>
+
+struct weightless {
+  static constexpr const char* name = "weightless";
+  static constexpr tessera::observes observed = tessera::observes::window;
+  static constexpr bool comparable_across_heads = true;
+  tessera::index_t window = 8;
+  tessera::index_t protected_tail(tessera::index_t) const { return 0; }
+  void finish(const float*, tessera::index_t, float*, std::vector<float>&) const {}
+  void check(tessera::index_t) const {}
+};
+
+static_assert(tessera::check_scorer<weightless>());

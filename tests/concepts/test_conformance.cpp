@@ -1,0 +1,209 @@
+// The laws of every axis: one body per concept, run for every policy of that axis.
+#include "catch.hpp"
+
+#include <cstring>
+#include <limits>
+
+#include <tessera/attention/dense_decode.hpp>
+#include <tessera/attention/gathered_decode.hpp>
+#include <tessera/budget/adaptive.hpp>
+#include <tessera/budget/pyramid.hpp>
+#include <tessera/budget/uniform.hpp>
+#include <tessera/concepts/team.hpp>
+#include <tessera/layout/dense.hpp>
+#include <tessera/schedule/each_step.hpp>
+#include <tessera/schedule/once.hpp>
+#include <tessera/scorer/accumulated_attention.hpp>
+#include <tessera/scorer/exact_score.hpp>
+#include <tessera/scorer/observation_window.hpp>
+#include <tessera/scorer/position.hpp>
+#include <tessera/selector/top_blocks.hpp>
+#include <tessera/selector/top_tokens.hpp>
+#include <tessera/team/serial.hpp>
+
+#include "support/random.hpp"
+#include "support/scores.hpp"
+
+using namespace tessera;
+
+namespace {
+
+constexpr float not_a_number = std::numeric_limits<float>::quiet_NaN();
+
+// --- selector ---
+
+template <selector S>
+std::vector<index_t> chosen(const S& policy, const std::vector<float>& scores, index_t tail, index_t keep) {
+  const index_t n = index_t(scores.size());
+  std::vector<index_t> out(std::size_t(std::max(n, 1)) + 1, -7);
+  top_k_scratch scratch;
+  const index_t count = policy.select(scores.data(), n, tail, keep, out.data(), scratch);
+  REQUIRE(out[std::size_t(count)] == -7);
+  out.resize(std::size_t(count));
+  return out;
+}
+
+template <selector S>
+void obeys_the_laws_of_selectors(const S& policy) {
+  support::rng random(41);
+  for (index_t i = 0; i < support::scaled(4'000); ++i) {
+    const index_t n = random.between(0, 70), tail = random.between(0, n + 2), keep = random.between(-1, n + 2);
+    auto scores = support::tied_scores(random, n, random.pick({1, 3, 30}));
+    for (auto& score : scores) score = random.chance(0.05) ? random.pick({not_a_number, infinity, -infinity}) : score;
+    const auto result = chosen(policy, scores, tail, keep);
+    REQUIRE(index_t(result.size()) == std::clamp(keep, 0, n));
+    for (std::size_t s = 0; s < result.size(); ++s) {
+      REQUIRE((result[s] >= 0 && result[s] < n && (s == 0 || result[s] > result[s - 1])));
+    }
+    // The newest min(tail, keep) slots are there.
+    for (index_t back = 1; back <= std::min({tail, keep, n}); ++back) {
+      REQUIRE(result[result.size() - std::size_t(back)] == n - back);
+    }
+    REQUIRE(chosen(policy, scores, tail, keep) == result);
+  }
+  // Ties to the lower slots, whatever the unit: of equal scores the first are chosen.
+  for (const index_t n : {1, 31, 32, 33, 64}) {
+    for (index_t keep = 0; keep <= n; ++keep) {
+      const auto result = chosen(policy, std::vector<float>(std::size_t(n), 0.5f), 0, keep);
+      for (index_t slot = 0; slot < keep; ++slot) REQUIRE(result[std::size_t(slot)] == slot);
+    }
+  }
+  // NaN last: a run of NaN is only chosen when the rest is gone.
+  std::vector<float> scores(64, -1.0f);
+  for (std::size_t slot = 0; slot < 32; ++slot) scores[slot] = not_a_number;
+  CHECK(chosen(policy, scores, 0, 32).front() == 32);
+  CHECK(chosen(policy, scores, 0, 33).front() == 0);
+}
+
+// --- budget ---
+
+template <budget B>
+void obeys_the_laws_of_budgets(B policy) {
+  support::rng random(42);
+  for (index_t i = 0; i < support::scaled(4'000); ++i) {
+    policy.tokens = random.between(1, 60);
+    const index_t tail = random.between(0, policy.tokens);
+    std::vector<std::vector<float>> heads;
+    const bool even = random.chance(0.5);
+    const index_t length = random.between(1, 90);
+    for (index_t h = 0; h < random.between(1, 6) || heads.empty(); ++h) {
+      heads.push_back(support::tied_scores(random, even ? length : random.between(1, 90), random.pick({1, 4, 40})));
+    }
+    const support::owned_scores scores(heads);
+    const index_t layers = random.between(1, 8), layer = random.between(0, layers - 1);
+    const auto result = support::counts(policy, scores.view(tail, layer, layers));
+    for (std::size_t h = 0; h < heads.size(); ++h) {
+      const index_t n = scores.tokens[h];
+      REQUIRE(result[h] >= std::min(tail, n));
+      REQUIRE(result[h] <= n);
+    }
+    REQUIRE(support::counts(policy, scores.view(tail, layer, layers)) == result);
+  }
+  policy.tokens = 0;
+  CHECK_THROWS_AS(policy.check(), error);
+  policy.tokens = -3;
+  CHECK_THROWS_WITH(policy.check(), contains("budget is -3; expected at least 1"));
+  policy.tokens = 1;
+  CHECK_NOTHROW(policy.check());
+}
+
+// --- scorer ---
+
+template <scorer S>
+void obeys_the_laws_of_scorers(const S& policy) {
+  support::rng random(43);
+  std::vector<float> scratch;
+  CHECK(std::strlen(S::name) > 0);
+  CHECK_NOTHROW(policy.check(64));
+  for (const index_t budget : {1, 2, 31, 32, 33, 1000}) CHECK(policy.protected_tail(budget) >= 0);
+  for (const index_t n : {0, 1, 2, 31, 32, 33, 200}) {
+    auto in = support::normals(random, std::size_t(n));
+    if (n > 2) in[std::size_t(n) / 2] = not_a_number;
+    const auto before = in;
+    std::vector<float> out(std::size_t(n), 77), again = out;
+    policy.finish(in.data(), n, out.data(), scratch);
+    policy.finish(in.data(), n, again.data(), scratch);
+    for (std::size_t i = 0; i < out.size(); ++i) {
+      // A NaN score ranks last and reaches no other token.
+      const bool ranks_last = std::isnan(out[i]) || out[i] == -infinity;
+      REQUIRE(ranks_last == std::isnan(before[i]));
+      REQUIRE(std::memcmp(&out[i], &again[i], sizeof(float)) == 0);
+      REQUIRE(std::memcmp(&in[i], &before[i], sizeof(float)) == 0);
+    }
+  }
+  // A constant head stays constant where every neighbour exists.
+  const std::vector<float> flat(64, 0.25f);
+  std::vector<float> out(64);
+  policy.finish(flat.data(), 64, out.data(), scratch);
+  CHECK(out[32] == 0.25f);
+  if constexpr (attentive_scorer<S>) {
+    CHECK(policy.weigh(1.0f, 3.0f) > 0);
+    CHECK(policy.weigh(2.0f, 3.0f) > policy.weigh(1.0f, 3.0f));
+    CHECK(policy.weigh(-infinity, 3.0f) == 0);
+    CHECK(policy.weigh(3.0f, 3.0f) == 1);
+    CHECK(std::isnan(policy.weigh(not_a_number, 3.0f)));
+  } else {
+    for (index_t at = 0; at < 1'000; ++at) REQUIRE(!std::isnan(policy.score(at, 1'000)));
+  }
+}
+
+// --- schedule ---
+
+template <schedule S>
+void obeys_the_laws_of_schedules(const S& policy) {
+  CHECK(policy.due(moment::prefill_end));
+  CHECK(policy.due(moment::step_end) == S::after_steps);
+}
+
+}  // namespace
+
+TEST_CASE("every selector writes ascending slots, exactly as many as asked, the tail among them, ties lower, NaN last") {
+  obeys_the_laws_of_selectors(top_tokens{});
+  for (const index_t block : {1, 4, 16, 100}) obeys_the_laws_of_selectors(top_blocks{.block = block});
+}
+
+TEST_CASE("every budget allots between the protected tail and what the head holds, and refuses less than one token") {
+  obeys_the_laws_of_budgets(uniform{});
+  obeys_the_laws_of_budgets(pyramid{});
+  obeys_the_laws_of_budgets(pyramid{.beta = 1});
+  for (const float floor : {0.0f, 0.2f, 1.0f}) obeys_the_laws_of_budgets(adaptive{.floor = floor});
+}
+
+TEST_CASE("every scorer finishes a head without touching its input and keeps NaN where it was") {
+  obeys_the_laws_of_scorers(observation_window{});
+  obeys_the_laws_of_scorers(observation_window{.pool = 1});
+  obeys_the_laws_of_scorers(observation_window{.pool = 5, .pool_kind = pooling::average});
+  obeys_the_laws_of_scorers(accumulated_attention{});
+  obeys_the_laws_of_scorers(exact_score{});
+  obeys_the_laws_of_scorers(position{});
+}
+
+TEST_CASE("every schedule retains when a prompt ends, and after steps only if it says that it can") {
+  obeys_the_laws_of_schedules(once{});
+  obeys_the_laws_of_schedules(each_step{});
+}
+
+TEST_CASE("every layout says how many bytes a token takes and that it stores tokens and blocks") {
+  CHECK(dense<bf16, 128>::token_bytes() == 512);
+  CHECK(dense<fp32, 192, 128>::token_bytes() == 1280);
+  CHECK((dense<fp16, 80>::accepts<token_unit> && dense<fp16, 80>::accepts<block_unit>));
+}
+
+TEST_CASE("every attention's rule can be set, and says whether it gathers") {
+  CHECK(!dense_decode::gathers);
+  CHECK(gathered_decode::gathers);
+  CHECK(dense_decode{.rule = {.scale = 0.5f}}.rule.scale_for(64) == 0.5f);
+  CHECK(dense_decode{}.rule.scale_for(64) == 0.125f);
+}
+
+TEST_CASE("a team's results hold on every lane") {
+  static_assert(check_team<team::serial>());
+  constexpr team::serial lane;
+  CHECK(team::serial::size == 1);
+  CHECK(lane.rank() == 0);
+  CHECK(lane.sum(2.5f) == 2.5f);
+  CHECK(lane.sum(index_t(3)) == 3);
+  CHECK(lane.max(-1.0f) == -1.0f);
+  CHECK(lane.scan(9) == 0);
+  lane.sync();
+}

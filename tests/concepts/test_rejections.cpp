@@ -1,0 +1,289 @@
+// Types that miss one clause each: no concept may be satisfied by them. The complete type beside them proves why.
+#include "catch.hpp"
+
+#include <tessera/concepts/attention.hpp>
+#include <tessera/concepts/budget.hpp>
+#include <tessera/concepts/layout.hpp>
+#include <tessera/concepts/schedule.hpp>
+#include <tessera/concepts/scorer.hpp>
+#include <tessera/concepts/selector.hpp>
+#include <tessera/concepts/team.hpp>
+#include <tessera/layout/dense.hpp>
+
+using namespace tessera;
+
+namespace {
+
+// What every scorer has, apart from what it is tested for.
+struct named {
+  static constexpr const char* name = "named";
+};
+struct scorer_parts : named {
+  static constexpr observes observed = observes::window;
+  static constexpr bool comparable_across_heads = true;
+  index_t window = 8;
+  float weigh(float logit, float) const { return logit; }
+  index_t protected_tail(index_t) const { return 0; }
+  void finish(const float*, index_t, float*, std::vector<float>&) const {}
+  void check(index_t) const {}
+};
+static_assert(scorer<scorer_parts>);
+
+struct nameless_scorer : scorer_parts {
+  int name;
+};
+struct scorer_of_nothing : scorer_parts {
+  static constexpr observes observed = observes::nothing;  // and no score(position, next_position)
+};
+struct scorer_by_position : scorer_of_nothing {
+  float score(index_t at, index_t) const { return float(at); }
+};
+struct scorer_in_double : scorer_parts {
+  double weigh(float logit, float) const { return logit; }
+};
+struct scorer_with_wide_tail : scorer_parts {
+  offset_t protected_tail(index_t) const { return 0; }
+};
+struct scorer_without_tail : scorer_parts {
+  void protected_tail(index_t) = delete;
+};
+struct scorer_without_finish : scorer_parts {
+  void finish() const {}
+};
+struct scorer_without_check : scorer_parts {
+  void check() const {}
+};
+struct scorer_that_owns : scorer_parts {
+  std::vector<float> memory;
+};
+struct scorer_of_a_constant_window : named {
+  static constexpr observes observed = observes::window;
+  [[maybe_unused]] static constexpr bool comparable_across_heads = true;
+  static constexpr index_t window = 8;
+  float weigh(float logit, float) const { return logit; }
+  index_t protected_tail(index_t) const { return 0; }
+  void finish(const float*, index_t, float*, std::vector<float>&) const {}
+  void check(index_t) const {}
+};
+struct scorer_silent_about_heads : named {
+  static constexpr observes observed = observes::step;
+  float weigh(float logit, float) const { return logit; }
+  index_t protected_tail(index_t) const { return 0; }
+  void finish(const float*, index_t, float*, std::vector<float>&) const {}
+  void check(index_t) const {}
+};
+static_assert(scorer<scorer_by_position> && positional_scorer<scorer_by_position>);
+static_assert(!attentive_scorer<scorer_by_position>);
+static_assert(!scorer<nameless_scorer>);
+static_assert(!scorer<scorer_of_nothing>);
+static_assert(!scorer<scorer_in_double>);
+static_assert(!scorer<scorer_with_wide_tail>);
+static_assert(!scorer<scorer_without_tail>);
+static_assert(!scorer<scorer_without_finish>);
+static_assert(!scorer<scorer_without_check>);
+static_assert(!scorer<scorer_that_owns>);
+static_assert(!scorer<scorer_of_a_constant_window>);
+static_assert(!scorer<scorer_silent_about_heads>);
+
+struct selector_parts : named {
+  using unit = token_unit;
+  index_t select(const float*, index_t, index_t, index_t, index_t*, top_k_scratch&) const { return 0; }
+  void check() const {}
+};
+static_assert(selector<selector_parts>);
+
+struct nameless_selector : selector_parts {
+  int name;
+};
+struct selector_without_unit : named {
+  index_t select(const float*, index_t, index_t, index_t, index_t*, top_k_scratch&) const { return 0; }
+  void check() const {}
+};
+struct selector_that_does_not_count : selector_parts {
+  void select(const float*, index_t, index_t, index_t, index_t*, top_k_scratch&) const {}
+};
+struct selector_that_changes_itself : selector_parts {
+  index_t select(const float*, index_t, index_t, index_t, index_t*, top_k_scratch&) { return 0; }
+};
+struct selector_without_check : selector_parts {
+  void check(int) const {}
+};
+struct selector_that_owns : selector_parts {
+  std::vector<index_t> memory;
+};
+static_assert(!selector<nameless_selector>);
+static_assert(!selector<selector_without_unit>);
+static_assert(!selector<selector_that_does_not_count>);
+static_assert(!selector<selector_that_changes_itself>);
+static_assert(!selector<selector_without_check>);
+static_assert(!selector<selector_that_owns>);
+
+struct budget_parts : named {
+  static constexpr bool compares_heads = false;
+  index_t tokens = 1;
+  void allot(const layer_scores&, index_t*) const {}
+  void check() const {}
+};
+static_assert(budget<budget_parts>);
+
+struct nameless_budget : budget_parts {
+  int name;
+};
+struct budget_silent_about_heads : named {
+  index_t tokens = 1;
+  void allot(const layer_scores&, index_t*) const {}
+  void check() const {}
+};
+struct budget_in_floats : budget_parts {
+  float tokens = 1;
+};
+struct budget_without_allot : budget_parts {
+  void allot() const {}
+};
+struct budget_without_check : budget_parts {
+  void check(int) const {}
+};
+static_assert(!budget<nameless_budget>);
+static_assert(!budget<budget_silent_about_heads>);
+static_assert(!budget<budget_in_floats>);
+static_assert(!budget<budget_without_allot>);
+static_assert(!budget<budget_without_check>);
+
+struct layout_parts : named {
+  using element_type = bf16;
+  static constexpr int k_dim = 64, v_dim = 64;
+  template <class Unit>
+  static constexpr bool accepts = true;
+  static offset_t token_bytes() { return 256; }
+};
+static_assert(layout<layout_parts>);
+
+struct nameless_layout : layout_parts {
+  int name;
+};
+struct layout_of_doubles : layout_parts {
+  using element_type = double;
+};
+struct layout_without_units : named {
+  using element_type = bf16;
+  static constexpr int k_dim = 64, v_dim = 64;
+  static offset_t token_bytes() { return 256; }
+};
+struct layout_in_ints : layout_parts {
+  static int token_bytes() { return 256; }
+};
+struct layout_without_dims : named {
+  using element_type = bf16;
+  template <class Unit>
+  [[maybe_unused]] static constexpr bool accepts = true;
+  static offset_t token_bytes() { return 256; }
+};
+static_assert(!layout<nameless_layout>);
+static_assert(!layout<layout_of_doubles>);
+static_assert(!layout<layout_without_units>);
+static_assert(!layout<layout_in_ints>);
+static_assert(!layout<layout_without_dims>);
+
+struct attention_parts : named {
+  static constexpr bool gathers = false;
+  logit_rule rule{};
+};
+static_assert(attention<attention_parts>);
+
+struct nameless_attention : attention_parts {
+  int name;
+};
+struct attention_without_rule : named {
+  static constexpr bool gathers = false;
+};
+struct attention_silent_about_gathering : named {
+  logit_rule rule{};
+};
+struct attention_with_constant_rule : named {
+  static constexpr bool gathers = false;
+  const logit_rule rule{};
+};
+static_assert(!attention<nameless_attention>);
+static_assert(!attention<attention_without_rule>);
+static_assert(!attention<attention_silent_about_gathering>);
+static_assert(!attention<attention_with_constant_rule>);
+
+struct schedule_parts : named {
+  static constexpr bool after_steps = true;
+  bool due(moment) const { return true; }
+};
+static_assert(schedule<schedule_parts>);
+
+struct nameless_schedule : schedule_parts {
+  int name;
+};
+struct schedule_silent_about_steps : named {
+  bool due(moment) const { return true; }
+};
+struct schedule_that_answers_in_ints : schedule_parts {
+  int due(moment) const { return 1; }
+};
+struct schedule_without_due : named {
+  static constexpr bool after_steps = true;
+};
+static_assert(!schedule<nameless_schedule>);
+static_assert(!schedule<schedule_silent_about_steps>);
+static_assert(!schedule<schedule_that_answers_in_ints>);
+static_assert(!schedule<schedule_without_due>);
+
+struct team_parts {
+  static constexpr int size = 4;
+  int rank() const { return 0; }
+  float sum(float x) const { return x; }
+  index_t sum(index_t x) const { return x; }
+  float max(float x) const { return x; }
+  index_t scan(index_t) const { return 0; }
+  void sync() const {}
+};
+static_assert(team_type<team_parts>);
+
+struct team_of_none : team_parts {
+  static constexpr int size = 0;
+};
+struct team_without_rank : team_parts {
+  void rank() const {}
+};
+struct team_with_wide_sum : team_parts {
+  double sum(float x) const { return x; }
+  index_t sum(index_t x) const { return x; }
+};
+struct team_with_one_sum : team_parts {
+  float sum(float x) const { return x; }
+};
+struct team_without_max : team_parts {
+  void max(float) const {}
+};
+struct team_without_scan : team_parts {
+  void scan(index_t) const {}
+};
+struct team_without_sync : team_parts {
+  void sync(int) const {}
+};
+struct team_that_owns : team_parts {
+  std::vector<float> memory;
+};
+static_assert(!team_type<team_of_none>);
+static_assert(!team_type<team_without_rank>);
+static_assert(!team_type<team_with_wide_sum>);
+static_assert(!team_type<team_with_one_sum>);
+static_assert(!team_type<team_without_max>);
+static_assert(!team_type<team_without_scan>);
+static_assert(!team_type<team_without_sync>);
+static_assert(!team_type<team_that_owns>);
+
+template <class T>
+concept storable = element<T>;
+static_assert(storable<fp32> && storable<fp16> && storable<bf16>);
+static_assert(!storable<double> && !storable<int>);
+static_assert(supported_head_dim<192> && !supported_head_dim<100> && !supported_head_dim<0>);
+
+}  // namespace
+
+TEST_CASE("a type that misses one clause of a concept does not satisfy it") {
+  SUCCEED("checked while compiling");
+}

@@ -1,0 +1,109 @@
+#include "catch.hpp"
+
+#include <cfloat>
+#include <cmath>
+#include <cstring>
+#include <limits>
+
+#include <tessera/core/error.hpp>
+#include <tessera/core/types.hpp>
+
+#include "support/random.hpp"
+
+using namespace tessera;
+
+namespace {
+
+/// The value of a 16-bit float from its definition: sign, exponent field, mantissa field.
+double value_of(unsigned bits, int exponent_bits, int mantissa_bits) {
+  const int bias = (1 << (exponent_bits - 1)) - 1, most = (1 << exponent_bits) - 1;
+  const int exponent = int(bits >> mantissa_bits) & most;
+  const double mantissa = double(bits & ((1u << mantissa_bits) - 1)) / double(1u << mantissa_bits);
+  const double sign = bits & 0x8000u ? -1 : 1;
+  if (exponent == most) return mantissa == 0 ? sign * HUGE_VAL : std::nan("");
+  if (exponent == 0) return sign * std::ldexp(mantissa, 1 - bias);
+  return sign * std::ldexp(1 + mantissa, exponent - bias);
+}
+
+/// All patterns widen to their value and come back; between any two neighbours, rounding goes to the nearest, ties to
+/// the even pattern.
+template <class T>
+unsigned wrong_patterns(int exponent_bits, int mantissa_bits) {
+  unsigned wrong = 0;
+  const unsigned top = ((1u << exponent_bits) - 1) << mantissa_bits;  // infinity
+  for (unsigned pattern = 0; pattern < 0x10000u; ++pattern) {
+    T stored;
+    stored.bits = std::uint16_t(pattern);
+    const double value = value_of(pattern, exponent_bits, mantissa_bits);
+    const float wide = stored;
+    if (std::isnan(value)) {
+      wrong += !std::isnan(wide) || !std::isnan(float(T(wide)));
+      continue;
+    }
+    wrong += double(wide) != value || std::signbit(wide) != std::signbit(value) || T(wide).bits != pattern;
+    const unsigned magnitude = pattern & 0x7fffu, sign = pattern & 0x8000u;
+    if (magnitude >= top) continue;
+    // The neighbour away from zero; past the largest finite value stands what the next exponent would give.
+    const double next = magnitude + 1 == top ? std::copysign(std::ldexp(1.0, 1 << (exponent_bits - 1)), value)
+                                             : value_of(pattern + 1, exponent_bits, mantissa_bits);
+    const double middle = (value + next) / 2;
+    if (double(float(middle)) != middle) continue;  // bf16 subnormals end where fp32 does
+    const unsigned even = magnitude % 2 == 0 ? magnitude : magnitude + 1;
+    wrong += T(float(middle)).bits != (sign | even);
+    wrong += T(std::nextafterf(float(middle), 0.0f)).bits != (sign | magnitude);
+    wrong += T(std::nextafterf(float(middle), std::copysign(HUGE_VALF, float(middle)))).bits != (sign | (magnitude + 1));
+  }
+  return wrong;
+}
+
+}  // namespace
+
+TEST_CASE("every fp16 pattern widens to its value and rounds back to nearest even") {
+  CHECK(wrong_patterns<fp16>(5, 10) == 0);
+}
+
+TEST_CASE("every bf16 pattern widens to its value and rounds back to nearest even") {
+  CHECK(wrong_patterns<bf16>(8, 7) == 0);
+}
+
+TEST_CASE("16-bit floats turn what is too large into infinity and keep NaN, signs and zeros") {
+  CHECK(fp16(65519.0f).bits == 0x7bff);
+  CHECK(fp16(65520.0f).bits == 0x7c00);
+  CHECK(fp16(-1e30f).bits == 0xfc00);
+  CHECK(fp16(infinity).bits == 0x7c00);
+  CHECK(fp16(-0.0f).bits == 0x8000);
+  CHECK(fp16(0x1p-24f).bits == 1);
+  CHECK(fp16(0x1p-25f).bits == 0);
+  CHECK(fp16(FLT_MIN / 4).bits == 0);
+  CHECK(bf16(FLT_MAX).bits == 0x7f80);
+  CHECK(bf16(-infinity).bits == 0xff80);
+  CHECK(bf16(-0.0f).bits == 0x8000);
+  for (const std::uint32_t word : {0x7f800001u, 0xffc00000u, 0x7fffffffu, 0xff80ffffu}) {
+    CHECK(std::isnan(float(fp16(std::bit_cast<float>(word)))));
+    CHECK(std::isnan(float(bf16(std::bit_cast<float>(word)))));
+  }
+}
+
+#if defined(__FLT16_MAX__) && !defined(__clang__)
+TEST_CASE("fp16 rounds as the compiler's own half does") {
+  support::rng random(1);
+  index_t wrong = 0;
+  for (index_t i = 0; i < support::scaled(2'000'000); ++i) {
+    const auto word = std::uint32_t(random.between(0, 0xffff)) << 16 | std::uint32_t(random.between(0, 0xffff));
+    const float x = std::bit_cast<float>(word);
+    if (std::isnan(x)) continue;
+    const _Float16 half = static_cast<_Float16>(x);
+    std::uint16_t bits;
+    std::memcpy(&bits, &half, sizeof bits);
+    wrong += fp16(x).bits != bits;
+  }
+  CHECK(wrong == 0);
+}
+#endif
+
+TEST_CASE("an error names the parameter, what was given, what is allowed and the cure") {
+  REQUIRE_NOTHROW(require(true, "window", 4, "at least 1", "raise it"));
+  REQUIRE_THROWS_AS(require(false, "window", -3, "at least 1", "raise it"), error);
+  REQUIRE_THROWS_WITH(require(false, "window", -3, "at least 1", "raise it"),
+                      "window is -3; expected at least 1; raise it");
+}

@@ -1,0 +1,63 @@
+// A model folder for tests of the tool: random weights of a tiny Llama, and the shipped tokenizer.
+#pragma once
+
+#include <filesystem>
+#include <random>
+#include <string>
+#include <tessera/core/types.hpp>
+#include <vector>
+
+#include "engine/safetensors.hpp"
+#include "temporary_folder.hpp"
+
+namespace tool_tests {
+
+inline std::filesystem::path shipped(const std::string& name) {
+  return std::filesystem::path(TESSERA_SOURCE_DIR) / "examples" / name;
+}
+
+/// Two layers, four query heads over two KV heads of 64, a context of 1,024 tokens.
+class tiny_model {
+ public:
+  tiny_model() {
+    folder_.write("config.json",
+                  R"({"hidden_size":32,"intermediate_size":48,"num_hidden_layers":2,"num_attention_heads":4,)"
+                  R"("num_key_value_heads":2,"head_dim":64,"vocab_size":2048,"max_position_embeddings":1024,)"
+                  R"("rms_norm_eps":1e-5,"rope_theta":10000,"tie_word_embeddings":true,)"
+                  R"("bos_token_id":1,"eos_token_id":2})");
+    std::filesystem::copy_file(shipped("model/tokenizer.model"), folder_ / "tokenizer.model");
+    add("model.embed_tokens.weight", {2048, 32}, 0.5f);
+    add("model.norm.weight", {32}, 1);
+    for (const std::string layer : {"0", "1"}) {
+      const std::string prefix = "model.layers." + layer + ".";
+      add(prefix + "input_layernorm.weight", {32}, 1);
+      add(prefix + "post_attention_layernorm.weight", {32}, 1);
+      add(prefix + "self_attn.q_proj.weight", {256, 32}, 0.3f);
+      add(prefix + "self_attn.k_proj.weight", {128, 32}, 0.3f);
+      add(prefix + "self_attn.v_proj.weight", {128, 32}, 0.3f);
+      add(prefix + "self_attn.o_proj.weight", {32, 256}, 0.1f);
+      add(prefix + "mlp.gate_proj.weight", {48, 32}, 0.2f);
+      add(prefix + "mlp.up_proj.weight", {48, 32}, 0.2f);
+      add(prefix + "mlp.down_proj.weight", {32, 48}, 0.2f);
+    }
+    weights_.write(folder_ / "model.safetensors");
+  }
+
+  const std::filesystem::path& path() const { return folder_.path(); }
+
+ private:
+  void add(const std::string& name, std::vector<std::int64_t> shape, float spread) {
+    std::size_t count = 1;
+    for (const auto size : shape) count *= std::size_t(size);
+    std::vector<float> values(count);
+    std::normal_distribution<float> normal;
+    for (float& value : values) value = spread * normal(random_);
+    weights_.add(name, std::move(shape), std::span<const float>(values));
+  }
+
+  engine_tests::temporary_folder folder_;
+  engine::safetensors_writer weights_;
+  std::mt19937 random_{3};
+};
+
+}  // namespace tool_tests

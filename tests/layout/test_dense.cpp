@@ -1,0 +1,19 @@
+#include "catch.hpp"
+
+#include <tessera/layout/dense.hpp>
+
+using namespace tessera;
+
+TEST_CASE("dense takes the bytes of K and V rows for every type and head dim") {
+  CHECK(dense<fp32, 64>::token_bytes() == 512);
+  CHECK(dense<fp16, 64>::token_bytes() == 256);
+  CHECK(dense<bf16, 80>::token_bytes() == 320);
+  CHECK(dense<bf16, 96>::token_bytes() == 384);
+  CHECK(dense<bf16, 256>::token_bytes() == 1024);
+  CHECK(dense<bf16, 192, 128>::token_bytes() == 640);
+}
+
+TEST_CASE("dense stores any unit of tokens") {
+  CHECK(dense<bf16, 128>::accepts<token_unit>);
+  CHECK(dense<bf16, 128>::accepts<block_unit>);
+}

@@ -1,0 +1,68 @@
+// A cache of any method behind one interface, so that tests are compiled once and not once for every recipe.
+#pragma once
+
+#include <map>
+#include <memory>
+#include <string>
+#include <vector>
+
+#include <tessera/backend/cpu/executor.hpp>
+#include <tessera/cache.hpp>
+#include <tessera/core/logit_rule.hpp>
+#include <tessera/core/views.hpp>
+
+namespace methods_test {
+
+using tessera::index_t;
+using tessera::offset_t;
+
+/// All caches here have K and V of this many fp32 elements.
+inline constexpr int dim = 64;
+
+/// What a method is run with; `values` by the parameter's name.
+struct settings {
+  std::string method;
+  index_t budget = 0;
+  std::map<std::string, double> values{};
+  tessera::logit_rule rule{};
+
+  double value(const std::string& name, double otherwise) const {
+    const auto found = values.find(name);
+    return found == values.end() ? otherwise : found->second;
+  }
+  index_t count(const std::string& name, index_t otherwise) const { return index_t(value(name, otherwise)); }
+};
+
+class any_cache {
+ public:
+  using rows = tessera::rows_view<const float>;
+  using results = tessera::rows_view<float>;
+
+  virtual ~any_cache() = default;
+  virtual std::unique_ptr<any_cache> clone() const = 0;
+  virtual index_t open() = 0;
+  virtual void close(index_t id) = 0;
+  virtual void prefill(index_t layer, index_t id, const rows& q, const rows& k, const rows& v) = 0;
+  virtual void prefill_attention(index_t layer, index_t id, const rows& q, const results& out, const results& lse) = 0;
+  virtual void end_prefill(index_t id) = 0;
+  virtual void decode(index_t layer, const std::vector<index_t>& ids, const rows& q, const rows& k, const rows& v,
+                      const results& out, const results& lse) = 0;
+  virtual void set_budget(index_t tokens) = 0;
+  virtual index_t next_position(index_t id) const = 0;
+  virtual std::vector<index_t> positions(index_t layer, index_t id, index_t head) const = 0;
+  virtual void trace_attended(bool on) = 0;
+  virtual std::vector<std::vector<index_t>> attended(index_t layer, index_t id) const = 0;
+  virtual offset_t bytes(index_t id) const = 0;
+  virtual offset_t bytes_read(index_t id) const = 0;
+  virtual offset_t full_bytes(index_t tokens) const = 0;
+};
+
+/// Throws as the cache does; knows the published methods and two mixtures.
+std::unique_ptr<any_cache> make_cache(const settings& chosen, const tessera::model_shape& shape,
+                                      std::shared_ptr<tessera::cpu::executor> workers);
+
+/// The published methods and the mixtures that make_cache knows.
+const std::vector<std::string>& published_methods();
+const std::vector<std::string>& all_methods();
+
+}  // namespace methods_test

@@ -1,0 +1,143 @@
+// Runs a conversation through a cache in one shot, through another in chunks, and through the reference.
+#pragma once
+
+#include "catch.hpp"
+
+#include "reference.hpp"
+#include "support/tolerance.hpp"
+
+namespace methods_test {
+
+struct turn {
+  index_t prompt;
+  std::vector<index_t> steps{};  // tokens of each decode step
+};
+
+inline index_t token_count(const std::vector<turn>& turns) {
+  index_t total = 0;
+  for (const turn& t : turns) {
+    total += t.prompt;
+    for (const index_t step : t.steps) total += step;
+  }
+  return total;
+}
+
+/// How many choices were compared with the reference, and how many of them rounding left open.
+struct tally {
+  index_t compared = 0, ambiguous = 0;
+};
+
+inline void prefill(any_cache& cache, index_t id, const model_data& data, index_t first, index_t count) {
+  for (index_t layer = 0; layer < data.shape.layers; ++layer) {
+    cache.prefill(layer, id, data.queries(layer, first, count), data.keys(layer, first, count), data.values(layer, first, count));
+  }
+}
+
+/// Outputs and log-sum-exps of one step in all layers, one after another.
+inline std::vector<float> decode(any_cache& cache, index_t id, const model_data& data, index_t first, index_t count) {
+  const std::size_t rows = std::size_t(data.shape.layers * count * data.shape.q_heads);
+  std::vector<float> results(rows * (dim + 1), 1e9f);
+  for (index_t layer = 0; layer < data.shape.layers; ++layer) {
+    const offset_t at = offset_t(layer) * count * data.shape.q_heads;
+    cache.decode(layer, {id}, data.queries(layer, first, count), data.keys(layer, first, count),
+                 data.values(layer, first, count), tessera::nhd_rows(results.data() + at * dim, count, data.shape.q_heads, dim),
+                 tessera::nhd_rows(results.data() + rows * dim + at, count, data.shape.q_heads, 1));
+  }
+  return results;
+}
+
+/// Compares one choice; where rounding leaves it open, what was chosen must score as well as the reference's choice.
+inline void compare(const std::vector<index_t>& got, const choice& expected, tally& counts) {
+  ++counts.compared;
+  if (!expected.ambiguous) {
+    REQUIRE(got == expected.positions);
+    return;
+  }
+  ++counts.ambiguous;
+  for (std::size_t i = 1; i < got.size(); ++i) REQUIRE(got[i] > got[i - 1]);
+  const auto mass = [&](const std::vector<index_t>& positions) {
+    double total = 0;
+    for (std::size_t i = 0; i < expected.stored.size(); ++i) {
+      const bool chosen = std::binary_search(positions.begin(), positions.end(), expected.stored[i]);
+      if (chosen && std::isfinite(expected.scores[i])) total += expected.scores[i];
+    }
+    return total;
+  };
+  if (got.size() == expected.positions.size()) REQUIRE(mass(got) == Approx(mass(expected.positions)).epsilon(1e-3));
+}
+
+inline void compare_kept(const any_cache& cache, const any_cache& chunked, index_t id, const model_data& data,
+                         reference_cache& reference, const std::vector<choice>& expected, tally& counts) {
+  for (index_t layer = 0; layer < data.shape.layers; ++layer) {
+    for (index_t head = 0; head < data.shape.kv_heads; ++head) {
+      const auto kept = cache.positions(layer, id, head);
+      CAPTURE(layer, head);
+      REQUIRE(chunked.positions(layer, id, head) == kept);
+      if (expected.empty()) {
+        REQUIRE(kept == reference.stored(layer, head));
+      } else {
+        compare(kept, expected[std::size_t(layer * data.shape.kv_heads + head)], counts);
+        reference.adopt(layer, head, kept);
+      }
+    }
+  }
+}
+
+/// Error of a step's results against attention in double over exactly what the step says that it attended.
+inline double worst_error(const any_cache& cache, index_t id, const model_data& data, const settings& chosen,
+                          index_t first, index_t count, const std::vector<float>& results) {
+  const std::size_t rows = results.size() / (dim + 1);
+  double worst = 0;
+  for (index_t layer = 0; layer < data.shape.layers; ++layer) {
+    const auto attended = cache.attended(layer, id);
+    for (index_t t = 0; t < count; ++t) {
+      for (index_t h = 0; h < data.shape.q_heads; ++h) {
+        const std::size_t row = std::size_t((layer * count + t) * data.shape.q_heads + h);
+        const auto expected = data.attend(chosen.rule, layer, first + t, h, attended[std::size_t(h / data.group())]);
+        worst = std::max({worst, support::row_error(results.data() + row * dim, expected.out),
+                          support::number_error(results[rows * dim + row], expected.lse)});
+      }
+    }
+  }
+  return worst;
+}
+
+inline void run_conversation(rng& random, const settings& chosen, const model_data& data, const std::vector<turn>& turns,
+                             const std::shared_ptr<tessera::cpu::executor>& workers, tally& counts) {
+  const auto whole = make_cache(chosen, data.shape, workers), chunked = make_cache(chosen, data.shape, workers);
+  reference_cache reference(chosen, data);
+  const index_t id = whole->open();
+  REQUIRE(chunked->open() == id);
+  whole->trace_attended(true);
+  index_t next = 0;
+  for (const turn& now : turns) {
+    prefill(*whole, id, data, next, now.prompt);
+    for (index_t done = 0; done < now.prompt;) {
+      const index_t chunk = random.between(1, now.prompt - done);
+      prefill(*chunked, id, data, next + done, chunk);
+      done += chunk;
+    }
+    reference.prefill(now.prompt);
+    next += now.prompt;
+    whole->end_prefill(id);
+    chunked->end_prefill(id);
+    compare_kept(*whole, *chunked, id, data, reference, reference.end_prefill(), counts);
+    for (const index_t count : now.steps) {
+      const auto results = decode(*whole, id, data, next, count);
+      REQUIRE(support::same_bits(results, decode(*chunked, id, data, next, count)));
+      reference.begin_step(count);
+      for (index_t layer = 0; layer < data.shape.layers; ++layer) {
+        for (index_t head = 0; head < data.shape.kv_heads; ++head) {
+          CAPTURE(layer, head, next);
+          compare(whole->attended(layer, id)[std::size_t(head)], reference.read(layer, head, count), counts);
+        }
+      }
+      REQUIRE(worst_error(*whole, id, data, chosen, next, count, results) < 1e-5);
+      next += count;
+      compare_kept(*whole, *chunked, id, data, reference, reference.end_step(count), counts);
+    }
+    REQUIRE(whole->next_position(id) == next);
+  }
+}
+
+}  // namespace methods_test

@@ -1,0 +1,196 @@
+// Every method by its name, and what the recipes say of themselves.
+#include "catch.hpp"
+
+#include <tessera/methods/ada_snapkv.hpp>
+#include <tessera/methods/exact_topk.hpp>
+#include <tessera/methods/full.hpp>
+#include <tessera/methods/h2o.hpp>
+#include <tessera/methods/pyramidkv.hpp>
+#include <tessera/methods/snapkv.hpp>
+#include <tessera/methods/streaming_llm.hpp>
+#include <tessera/selector/top_blocks.hpp>
+
+#include "methods/any_cache.hpp"
+
+using namespace tessera;
+
+namespace methods_test {
+
+namespace {
+
+using storage = dense<fp32, dim>;
+
+/// Two mixtures that no paper has: blocks under Ada-KV's budget with a second, exact choice at every step; and
+/// StreamingLLM's ranking by blocks.
+using two_stages = recipe<retain<observation_window, adaptive, top_blocks>, storage, retrieve<exact_score, top_tokens>,
+                          gathered_decode, once>;
+using block_heavy_hitters =
+    recipe<retain<accumulated_attention, pyramid, top_blocks>, storage, retrieve_all, dense_decode, each_step>;
+
+template <class Recipe>
+Recipe configured(const settings& chosen) {
+  Recipe recipe;
+  recipe.set_budget(chosen.budget);
+  recipe.attention.rule = chosen.rule;
+  Recipe::parameters(recipe, [&](const char* name, auto& value, const char*) {
+    using value_type = std::remove_reference_t<decltype(value)>;
+    const auto found = chosen.values.find(name);
+    if (found != chosen.values.end()) value = static_cast<value_type>(index_t(found->second));
+    if constexpr (std::is_same_v<value_type, float>) value = float(chosen.value(name, double(value)));
+  });
+  if constexpr (Recipe::retains && Recipe::retrieves) recipe.retrieve.tokens = chosen.count("read_tokens", chosen.budget);
+  return recipe;
+}
+
+template <class Recipe>
+class cache_of final : public any_cache {
+ public:
+  explicit cache_of(cache<Recipe> held) : held_(std::move(held)) {}
+  std::unique_ptr<any_cache> clone() const override { return std::make_unique<cache_of>(held_); }
+  index_t open() override { return held_.open(); }
+  void close(index_t id) override { held_.close(id); }
+  void prefill(index_t layer, index_t id, const rows& q, const rows& k, const rows& v) override {
+    held_.prefill(layer, id, q, k, v);
+  }
+  void prefill_attention(index_t layer, index_t id, const rows& q, const results& out, const results& lse) override {
+    held_.prefill_attention(layer, id, q, out, lse);
+  }
+  void end_prefill(index_t id) override { held_.end_prefill(id); }
+  void decode(index_t layer, const std::vector<index_t>& ids, const rows& q, const rows& k, const rows& v,
+              const results& out, const results& lse) override {
+    held_.decode(layer, ids, q, k, v, out, lse);
+  }
+  void set_budget(index_t tokens) override { held_.set_budget(tokens); }
+  index_t next_position(index_t id) const override { return held_.next_position(id); }
+  std::vector<index_t> positions(index_t layer, index_t id, index_t head) const override {
+    return held_.positions(layer, id, head);
+  }
+  void trace_attended(bool on) override { held_.trace_attended(on); }
+  std::vector<std::vector<index_t>> attended(index_t layer, index_t id) const override { return held_.attended(layer, id); }
+  offset_t bytes(index_t id) const override { return held_.bytes(id); }
+  offset_t bytes_read(index_t id) const override { return held_.bytes_read(id); }
+  offset_t full_bytes(index_t tokens) const override { return held_.full_bytes(tokens); }
+
+ private:
+  cache<Recipe> held_;
+};
+
+struct entry {
+  const char* name;
+  std::unique_ptr<any_cache> (*make)(const settings&, const model_shape&, std::shared_ptr<cpu::executor>);
+};
+
+template <class Recipe>
+entry entry_of(const char* name) {
+  return {name, [](const settings& chosen, const model_shape& shape, std::shared_ptr<cpu::executor> workers) {
+            return std::unique_ptr<any_cache>(
+                new cache_of<Recipe>(cache<Recipe>(shape, configured<Recipe>(chosen), std::move(workers))));
+          }};
+}
+
+const std::vector<entry>& entries() {
+  static const std::vector<entry> all{
+      entry_of<full<fp32, dim>>(full<fp32, dim>::name),
+      entry_of<snapkv<fp32, dim>>(snapkv<fp32, dim>::name),
+      entry_of<pyramidkv<fp32, dim>>(pyramidkv<fp32, dim>::name),
+      entry_of<ada_snapkv<fp32, dim>>(ada_snapkv<fp32, dim>::name),
+      entry_of<h2o<fp32, dim>>(h2o<fp32, dim>::name),
+      entry_of<streaming_llm<fp32, dim>>(streaming_llm<fp32, dim>::name),
+      entry_of<exact_topk<fp32, dim>>(exact_topk<fp32, dim>::name),
+      entry_of<two_stages>("two_stages"),
+      entry_of<block_heavy_hitters>("block_heavy_hitters"),
+  };
+  return all;
+}
+
+}  // namespace
+
+std::unique_ptr<any_cache> make_cache(const settings& chosen, const model_shape& shape,
+                                      std::shared_ptr<cpu::executor> workers) {
+  for (const entry& known : entries()) {
+    if (known.name == chosen.method) return known.make(chosen, shape, std::move(workers));
+  }
+  throw std::out_of_range(chosen.method);
+}
+
+const std::vector<std::string>& all_methods() {
+  static const std::vector<std::string> names = [] {
+    std::vector<std::string> result;
+    for (const entry& known : entries()) result.emplace_back(known.name);
+    return result;
+  }();
+  return names;
+}
+
+const std::vector<std::string>& published_methods() {
+  static const std::vector<std::string> names(all_methods().begin(), all_methods().end() - 2);
+  return names;
+}
+
+}  // namespace methods_test
+
+namespace {
+
+template <class Recipe>
+std::vector<std::string> parameter_names() {
+  Recipe recipe;
+  std::vector<std::string> names;
+  Recipe::parameters(recipe, [&](const char* name, auto&, const char* about) {
+    CHECK(std::string(about).size() > 5);
+    names.emplace_back(name);
+  });
+  return names;
+}
+
+template <class Recipe>
+std::vector<std::string> policy_names() {
+  std::vector<std::string> names;
+  Recipe::policies([&](const char*, const char* policy) { names.emplace_back(policy); });
+  return names;
+}
+
+using names = std::vector<std::string>;
+
+}  // namespace
+
+TEST_CASE("every method lists its parameters by unique names") {
+  CHECK(parameter_names<full<fp32, 64>>().empty());
+  CHECK(parameter_names<snapkv<fp32, 64>>() == names{"window", "pool", "pool_kind"});
+  CHECK(parameter_names<pyramidkv<fp32, 64>>() == names{"window", "pool", "pool_kind", "beta", "layer", "layers"});
+  CHECK(parameter_names<ada_snapkv<fp32, 64>>() == names{"window", "pool", "pool_kind", "floor"});
+  CHECK(parameter_names<h2o<fp32, 64>>() == names{"recent"});
+  CHECK(parameter_names<streaming_llm<fp32, 64>>() == names{"sinks"});
+  CHECK(parameter_names<exact_topk<fp32, 64>>().empty());
+  CHECK(parameter_names<methods_test::two_stages>() == names{"window", "pool", "pool_kind", "floor", "block", "read_tokens"});
+}
+
+TEST_CASE("every method lists its policies in the order of the pipeline") {
+  CHECK(policy_names<full<fp32, 64>>() == names{"dense", "dense_decode", "once"});
+  CHECK(policy_names<snapkv<fp32, 64>>() ==
+        names{"observation_window", "uniform", "top_tokens", "dense", "dense_decode", "once"});
+  CHECK(policy_names<exact_topk<fp32, 64>>() == names{"exact_score", "top_tokens", "dense", "gathered_decode", "once"});
+  CHECK(policy_names<h2o<fp32, 64>>() ==
+        names{"accumulated_attention", "uniform", "top_tokens", "dense", "dense_decode", "each_step"});
+}
+
+TEST_CASE("published defaults are the papers'") {
+  CHECK(snapkv<fp32, 64>{}.retain.scorer.window == 32);
+  CHECK(snapkv<fp32, 64>{}.retain.scorer.pool == 7);
+  CHECK(snapkv<fp32, 64>{}.retain.scorer.pool_kind == pooling::max);
+  CHECK(pyramidkv<fp32, 64>{}.retain.budget.beta == 20);
+  CHECK(ada_snapkv<fp32, 64>{}.retain.budget.floor == 0.2f);
+  CHECK(streaming_llm<fp32, 64>{}.retain.scorer.sinks == 4);
+  CHECK(h2o<fp32, 64>{}.retain.scorer.protected_tail(1025) == 512);
+}
+
+TEST_CASE("a recipe's budget is what it retains, else what a step reads, else none") {
+  snapkv<fp32, 64> retaining;
+  retaining.set_budget(77);
+  CHECK(retaining.budget() == 77);
+  exact_topk<fp32, 64> retrieving;
+  retrieving.set_budget(78);
+  CHECK(retrieving.budget() == 78);
+  full<fp32, 64> neither;
+  neither.set_budget(79);
+  CHECK(neither.budget() == 0);
+}

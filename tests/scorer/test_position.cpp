@@ -1,0 +1,20 @@
+#include "catch.hpp"
+
+#include <tessera/scorer/position.hpp>
+
+using namespace tessera;
+
+TEST_CASE("position ranks sinks above all and newer tokens above older ones") {
+  const position policy{.sinks = 2};
+  CHECK(policy.score(0, 9) == infinity);
+  CHECK(policy.score(1, 9) == infinity);
+  for (index_t at = 2; at < 100; ++at) REQUIRE(policy.score(at + 1, 200) > policy.score(at, 200));
+  CHECK(policy.score(16'777'216, 20'000'000) > policy.score(16'777'215, 20'000'000));
+  CHECK(position{.sinks = 0}.score(0, 9) == 0);
+}
+
+TEST_CASE("position refuses sinks that leave no room for recent tokens") {
+  CHECK_THROWS_WITH(position{.sinks = 4}.check(4), contains("sinks is 4; expected 0 to one less than the budget, which is 4"));
+  CHECK_THROWS_AS(position{.sinks = -1}.check(4), error);
+  CHECK_NOTHROW(position{.sinks = 3}.check(4));
+}
