@@ -12,54 +12,45 @@ constexpr std::int32_t longest_step = 8;  // what kv_cache::decode takes
 
 // Stacks weights that share their input, so that one product computes them all.
 matrix stacked(const checkpoint& weights, std::initializer_list<std::pair<std::string, std::int32_t>> parts,
-               std::int32_t inputs, precision mode) {
+               std::int32_t inputs) {
   matrix result{0, inputs, {}};
   for (const auto& [name, outputs] : parts) {
     const std::vector<float> values = weights.weight(name, {outputs, inputs});
     result.outputs += outputs;
     result.values.insert(result.values.end(), values.begin(), values.end());
   }
-  round_all(result.values, mode);
   return result;
-}
-
-std::vector<float> vector_weight(const checkpoint& weights, const std::string& name, std::int32_t width,
-                                 precision mode) {
-  std::vector<float> values = weights.weight(name, {width});
-  round_all(values, mode);
-  return values;
 }
 
 }  // namespace
 
-llama::llama(llama_config config, const checkpoint& weights, tessera::cpu::executor& executor, precision mode)
-    : config_(std::move(config)), mode_(mode), executor_(&executor), frequencies_(rope_frequencies(config_)) {
+llama::llama(llama_config config, const checkpoint& weights, tessera::cpu::executor& executor)
+    : config_(std::move(config)), executor_(&executor), frequencies_(rope_frequencies(config_)) {
   const std::int32_t hidden = config_.hidden_size, inner = config_.intermediate_size;
-  embedding_ = stacked(weights, {{"model.embed_tokens.weight", config_.vocab_size}}, hidden, mode);
-  if (!config_.tie_word_embeddings) head_ = stacked(weights, {{"lm_head.weight", config_.vocab_size}}, hidden, mode);
-  final_norm_ = vector_weight(weights, "model.norm.weight", hidden, mode);
+  embedding_ = stacked(weights, {{"model.embed_tokens.weight", config_.vocab_size}}, hidden);
+  if (!config_.tie_word_embeddings) head_ = stacked(weights, {{"lm_head.weight", config_.vocab_size}}, hidden);
+  final_norm_ = weights.weight("model.norm.weight", {hidden});
   for (std::int32_t index = 0; index < config_.num_hidden_layers; ++index) {
     const std::string prefix = "model.layers." + std::to_string(index) + ".";
     const std::string attention = prefix + "self_attn.", mlp = prefix + "mlp.";
     layer loaded;
-    loaded.attention_norm = vector_weight(weights, prefix + "input_layernorm.weight", hidden, mode);
-    loaded.mlp_norm = vector_weight(weights, prefix + "post_attention_layernorm.weight", hidden, mode);
+    loaded.attention_norm = weights.weight(prefix + "input_layernorm.weight", {hidden});
+    loaded.mlp_norm = weights.weight(prefix + "post_attention_layernorm.weight", {hidden});
     loaded.qkv = stacked(weights,
                          {{attention + "q_proj.weight", config_.q_size()},
                           {attention + "k_proj.weight", config_.kv_size()},
                           {attention + "v_proj.weight", config_.kv_size()}},
-                         hidden, mode);
-    loaded.attention_out = stacked(weights, {{attention + "o_proj.weight", hidden}}, config_.q_size(), mode);
-    loaded.gate_up =
-        stacked(weights, {{mlp + "gate_proj.weight", inner}, {mlp + "up_proj.weight", inner}}, hidden, mode);
-    loaded.down = stacked(weights, {{mlp + "down_proj.weight", hidden}}, inner, mode);
+                         hidden);
+    loaded.attention_out = stacked(weights, {{attention + "o_proj.weight", hidden}}, config_.q_size());
+    loaded.gate_up = stacked(weights, {{mlp + "gate_proj.weight", inner}, {mlp + "up_proj.weight", inner}}, hidden);
+    loaded.down = stacked(weights, {{mlp + "down_proj.weight", hidden}}, inner);
     layers_.push_back(std::move(loaded));
   }
 }
 
-llama llama::load(const std::filesystem::path& directory, tessera::cpu::executor& executor, precision mode) {
+llama llama::load(const std::filesystem::path& directory, tessera::cpu::executor& executor) {
   llama_config config = load_config(directory / "config.json");
-  return llama(std::move(config), checkpoint::open(directory), executor, mode);
+  return llama(std::move(config), checkpoint::open(directory), executor);
 }
 
 void llama::workspace::resize(const llama_config& config, std::int32_t tokens) {
@@ -94,11 +85,10 @@ void llama::require_room(std::span<const token_t> tokens, std::int64_t more, con
 
 void llama::attend(const layer& weights, int index, std::int32_t tokens, const rope_table& table, kv_cache& cache,
                    phase now) {
-  rms_norm(*executor_, work_.hidden.data(), tokens, weights.attention_norm, config_.rms_norm_eps, work_.normed.data(),
-           mode_);
-  linear(*executor_, work_.normed.data(), tokens, weights.qkv, work_.qkv.data(), mode_);
-  split_and_rotate(*executor_, config_, table, work_.qkv.data(), tokens, work_.q.data(), work_.k.data(), work_.v.data(),
-                   mode_);
+  rms_norm(*executor_, work_.hidden.data(), tokens, weights.attention_norm, config_.rms_norm_eps, work_.normed.data());
+  linear(*executor_, work_.normed.data(), tokens, weights.qkv, work_.qkv.data());
+  split_and_rotate(*executor_, config_, table, work_.qkv.data(), tokens, work_.q.data(), work_.k.data(),
+                   work_.v.data());
   const float *q = work_.q.data(), *k = work_.k.data(), *v = work_.v.data();
   if (now == phase::prefill)
     cache.prefill(index, q, k, v, tokens, work_.attended.data());
@@ -108,20 +98,20 @@ void llama::attend(const layer& weights, int index, std::int32_t tokens, const r
 
 // The part of a layer behind its attention, where no token sees another. Updates `hidden` [rows, hidden] in place.
 void llama::finish_layer(const layer& weights, float* hidden, const float* attended, std::int32_t rows) {
-  linear(*executor_, attended, rows, weights.attention_out, work_.projected.data(), mode_);
-  add(*executor_, work_.projected.data(), rows, config_.hidden_size, hidden, mode_);
-  rms_norm(*executor_, hidden, rows, weights.mlp_norm, config_.rms_norm_eps, work_.normed.data(), mode_);
-  linear(*executor_, work_.normed.data(), rows, weights.gate_up, work_.gate_up.data(), mode_);
-  swiglu(*executor_, work_.gate_up.data(), rows, config_.intermediate_size, work_.activated.data(), mode_);
-  linear(*executor_, work_.activated.data(), rows, weights.down, work_.projected.data(), mode_);
-  add(*executor_, work_.projected.data(), rows, config_.hidden_size, hidden, mode_);
+  linear(*executor_, attended, rows, weights.attention_out, work_.projected.data());
+  add(*executor_, work_.projected.data(), rows, config_.hidden_size, hidden);
+  rms_norm(*executor_, hidden, rows, weights.mlp_norm, config_.rms_norm_eps, work_.normed.data());
+  linear(*executor_, work_.normed.data(), rows, weights.gate_up, work_.gate_up.data());
+  swiglu(*executor_, work_.gate_up.data(), rows, config_.intermediate_size, work_.activated.data());
+  linear(*executor_, work_.activated.data(), rows, weights.down, work_.projected.data());
+  add(*executor_, work_.projected.data(), rows, config_.hidden_size, hidden);
 }
 
 // Passes a chunk through every layer. Afterwards work_.hidden holds the final states of the last `wanted` tokens, at
 // their rows; the others stop at the last layer's attention, which saves a sixth of a six-layer model's prefill.
 void llama::forward(std::span<const token_t> tokens, kv_cache& cache, phase now, std::int32_t wanted) {
   const auto count = std::int32_t(tokens.size());
-  const rope_table table = make_rope_table(frequencies_, cache.next_position(), count, mode_);
+  const rope_table table = make_rope_table(frequencies_, cache.next_position(), count);
   work_.resize(config_, count);
   const std::int64_t width = config_.hidden_size;
   for (std::int64_t row = 0; row < count; ++row)
@@ -130,7 +120,6 @@ void llama::forward(std::span<const token_t> tokens, kv_cache& cache, phase now,
   for (std::int32_t index = 0; index < config_.num_hidden_layers; ++index) {
     const layer& weights = layers_[std::size_t(index)];
     attend(weights, index, count, table, cache, now);
-    round_all({work_.attended.data(), std::size_t(count) * std::size_t(config_.q_size())}, mode_);
     const std::int32_t rows = index + 1 < config_.num_hidden_layers ? count : wanted;
     const std::int64_t first = count - rows;
     if (rows > 0)
@@ -142,10 +131,9 @@ void llama::forward(std::span<const token_t> tokens, kv_cache& cache, phase now,
 // The logits [wanted, vocab] of the last `wanted` of `tokens` rows.
 std::vector<float> llama::logits_of(std::int32_t tokens, std::int32_t wanted) {
   const float* hidden = work_.hidden.data() + std::int64_t(tokens - wanted) * config_.hidden_size;
-  rms_norm(*executor_, hidden, wanted, final_norm_, config_.rms_norm_eps, work_.normed.data(), mode_);
+  rms_norm(*executor_, hidden, wanted, final_norm_, config_.rms_norm_eps, work_.normed.data());
   std::vector<float> logits(std::size_t(wanted) * std::size_t(config_.vocab_size));
-  linear(*executor_, work_.normed.data(), wanted, config_.tie_word_embeddings ? embedding_ : head_, logits.data(),
-         mode_);
+  linear(*executor_, work_.normed.data(), wanted, config_.tie_word_embeddings ? embedding_ : head_, logits.data());
   return logits;
 }
 

@@ -39,11 +39,9 @@ class llama {
  public:
   /// Loads config.json and the weights from a folder. `executor` must outlive the model.
   /// Errors: see `load_config`, `checkpoint::open` and `checkpoint::weight`.
-  static llama load(const std::filesystem::path& directory, tessera::cpu::executor& executor,
-                    precision mode = precision::fp32);
+  static llama load(const std::filesystem::path& directory, tessera::cpu::executor& executor);
 
   const llama_config& config() const { return config_; }
-  precision mode() const { return mode_; }
 
   /// Appends one turn's prompt to `cache` and ends the cache's prefill.
   /// Returns  the logits [vocab_size] after the prompt's last token.
@@ -80,7 +78,7 @@ class llama {
   };
   enum class phase { prefill, decode };
 
-  llama(llama_config config, const checkpoint& weights, tessera::cpu::executor& executor, precision mode);
+  llama(llama_config config, const checkpoint& weights, tessera::cpu::executor& executor);
 
   void require_room(std::span<const token_t> tokens, std::int64_t more, const kv_cache& cache) const;
   void forward(std::span<const token_t> tokens, kv_cache& cache, phase now, std::int32_t wanted);
@@ -90,7 +88,6 @@ class llama {
   std::vector<float> logits_of(std::int32_t tokens, std::int32_t wanted);
 
   llama_config config_;
-  precision mode_;
   tessera::cpu::executor* executor_;
   matrix embedding_;  // [vocab, hidden]
   matrix head_;       // [vocab, hidden]; empty when tied to the embedding

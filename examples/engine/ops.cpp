@@ -33,8 +33,7 @@ void for_row_runs(tessera::cpu::executor& executor, std::int32_t rows, const Bod
 }
 
 // One to eight rows: a matrix-vector product a row, over panels of outputs.
-void linear_few(tessera::cpu::executor& executor, const float* x, std::int32_t rows, const matrix& weight, float* y,
-                precision mode) {
+void linear_few(tessera::cpu::executor& executor, const float* x, std::int32_t rows, const matrix& weight, float* y) {
   const bool split = std::int64_t(rows) * weight.outputs * weight.inputs >= worth_splitting;
   const std::int32_t panel = split ? std::max(panel_floats / weight.inputs, 16) : weight.outputs;
   executor.for_each(tessera::ceil_div(weight.outputs, panel), [&](tessera::index_t item, int) {
@@ -44,13 +43,11 @@ void linear_few(tessera::cpu::executor& executor, const float* x, std::int32_t r
       float* out = y + std::int64_t(row) * weight.outputs + first;
       Eigen::Map<Eigen::VectorXf>(out, count).noalias() =
           w * Eigen::Map<const Eigen::VectorXf>(x + std::int64_t(row) * weight.inputs, weight.inputs);
-      round_all({out, std::size_t(count)}, mode);
     }
   });
 }
 
-void linear_many(tessera::cpu::executor& executor, const float* x, std::int32_t rows, const matrix& weight, float* y,
-                 precision mode) {
+void linear_many(tessera::cpu::executor& executor, const float* x, std::int32_t rows, const matrix& weight, float* y) {
   const std::int32_t row_tiles = tessera::ceil_div(rows, tile_rows);
   const std::int32_t output_tiles = tessera::ceil_div(weight.outputs, tile_outputs);
   executor.for_each(row_tiles * output_tiles, [&](tessera::index_t item, int) {
@@ -60,8 +57,6 @@ void linear_many(tessera::cpu::executor& executor, const float* x, std::int32_t 
     const const_rows w(weight.values.data() + std::int64_t(first) * weight.inputs, count, weight.inputs);
     float* out = y + std::int64_t(first_row) * weight.outputs + first;
     strided_rows(out, row_count, count, Eigen::OuterStride<>(weight.outputs)).noalias() = in * w.transpose();
-    for (std::int32_t row = 0; row < row_count; ++row)
-      round_all({out + std::int64_t(row) * weight.outputs, std::size_t(count)}, mode);
   });
 }
 
@@ -84,57 +79,41 @@ void silu(const float* in, std::int32_t count, float* out) {
   std::copy_n(x.data(), count, out);
 }
 
-// Rotates one head. In bf16 each of the two products and the sum is rounded, as transformers computes it.
-void rotate(const float* in, const float* cosines, const float* sines, std::int32_t half, float* out, precision mode) {
+// Rotates one head.
+void rotate(const float* in, const float* cosines, const float* sines, std::int32_t half, float* out) {
   for (std::int32_t i = 0; i < half; ++i) {
     const float low = in[i], high = in[i + half];
-    out[i] = rounded(low * cosines[i], mode) - rounded(high * sines[i], mode);
-    out[i + half] = rounded(high * cosines[i], mode) + rounded(low * sines[i], mode);
+    out[i] = low * cosines[i] - high * sines[i];
+    out[i + half] = high * cosines[i] + low * sines[i];
   }
-  round_all({out, std::size_t(2 * half)}, mode);
 }
 
 }  // namespace
 
-float rounded(float value, precision mode) { return mode == precision::bf16 ? float(tessera::bf16(value)) : value; }
-
-void round_all(std::span<float> values, precision mode) {
-  if (mode == precision::fp32) return;
-  for (float& value : values) value = float(tessera::bf16(value));
-}
-
-void linear(tessera::cpu::executor& executor, const float* x, std::int32_t rows, const matrix& weight, float* y,
-            precision mode) {
-  (rows <= few_rows ? linear_few : linear_many)(executor, x, rows, weight, y, mode);
+void linear(tessera::cpu::executor& executor, const float* x, std::int32_t rows, const matrix& weight, float* y) {
+  (rows <= few_rows ? linear_few : linear_many)(executor, x, rows, weight, y);
 }
 
 void rms_norm(tessera::cpu::executor& executor, const float* x, std::int32_t rows, std::span<const float> weight,
-              float eps, float* y, precision mode) {
+              float eps, float* y) {
   const auto width = std::int64_t(weight.size());
   for_row_runs(executor, rows, [&](std::int32_t first, std::int32_t last) {
     for (std::int64_t row = first; row < last; ++row) {
       const const_row_array in(x + row * width, width);
-      row_array out(y + row * width, width);
-      out = in * (1.0f / std::sqrt(in.square().mean() + eps));
-      // The normalised row is stored before the weight multiplies it: two roundings, not one.
-      round_all({out.data(), weight.size()}, mode);
-      out *= const_row_array(weight.data(), width);
-      round_all({out.data(), weight.size()}, mode);
+      const float scale = 1.0f / std::sqrt(in.square().mean() + eps);
+      row_array(y + row * width, width) = in * scale * const_row_array(weight.data(), width);
     }
   });
 }
 
-void add(tessera::cpu::executor& executor, const float* y, std::int32_t rows, std::int32_t width, float* x,
-         precision mode) {
+void add(tessera::cpu::executor& executor, const float* y, std::int32_t rows, std::int32_t width, float* x) {
   for_row_runs(executor, rows, [&](std::int32_t first, std::int32_t last) {
     const std::int64_t offset = std::int64_t(first) * width, count = std::int64_t(last - first) * width;
     row_array(x + offset, count) += const_row_array(y + offset, count);
-    round_all({x + offset, std::size_t(count)}, mode);
   });
 }
 
-void swiglu(tessera::cpu::executor& executor, const float* gate_up, std::int32_t rows, std::int32_t width, float* y,
-            precision mode) {
+void swiglu(tessera::cpu::executor& executor, const float* gate_up, std::int32_t rows, std::int32_t width, float* y) {
   for_row_runs(executor, rows, [&](std::int32_t first, std::int32_t last) {
     for (std::int64_t row = first; row < last; ++row) {
       const float *gate = gate_up + row * 2 * width, *up = gate + width;
@@ -142,7 +121,7 @@ void swiglu(tessera::cpu::executor& executor, const float* gate_up, std::int32_t
       for (std::int32_t i = 0; i < width; i += silu_lanes) {
         const std::int32_t count = std::min(silu_lanes, width - i);
         silu(gate + i, count, out + i);
-        for (std::int32_t j = i; j < i + count; ++j) out[j] = rounded(rounded(out[j], mode) * up[j], mode);
+        for (std::int32_t j = i; j < i + count; ++j) out[j] *= up[j];
       }
     }
   });
@@ -157,22 +136,21 @@ std::vector<float> rope_frequencies(const llama_config& config) {
   return frequencies;
 }
 
-rope_table make_rope_table(std::span<const float> frequencies, std::int64_t first, std::int32_t tokens,
-                           precision mode) {
+rope_table make_rope_table(std::span<const float> frequencies, std::int64_t first, std::int32_t tokens) {
   rope_table table;
   table.cosines.reserve(frequencies.size() * std::size_t(tokens));
   table.sines.reserve(frequencies.size() * std::size_t(tokens));
   for (std::int64_t position = first; position < first + tokens; ++position)
     for (const float frequency : frequencies) {
       const float angle = float(position) * frequency;
-      table.cosines.push_back(rounded(float(std::cos(double(angle))), mode));
-      table.sines.push_back(rounded(float(std::sin(double(angle))), mode));
+      table.cosines.push_back(float(std::cos(double(angle))));
+      table.sines.push_back(float(std::sin(double(angle))));
     }
   return table;
 }
 
 void split_and_rotate(tessera::cpu::executor& executor, const llama_config& config, const rope_table& table,
-                      const float* qkv, std::int32_t tokens, float* q, float* k, float* v, precision mode) {
+                      const float* qkv, std::int32_t tokens, float* q, float* k, float* v) {
   const std::int32_t dim = config.head_dim, half = dim / 2;
   const std::int64_t q_size = config.q_size(), kv_size = config.kv_size();
   for_row_runs(executor, tokens, [&](std::int32_t first, std::int32_t last) {
@@ -181,10 +159,10 @@ void split_and_rotate(tessera::cpu::executor& executor, const llama_config& conf
       const float* sines = table.sines.data() + token * half;
       const float* row = qkv + token * (q_size + 2 * kv_size);
       for (std::int32_t head = 0; head < config.num_attention_heads; ++head)
-        rotate(row + head * dim, cosines, sines, half, q + token * q_size + head * dim, mode);
+        rotate(row + head * dim, cosines, sines, half, q + token * q_size + head * dim);
       row += q_size;
       for (std::int32_t head = 0; head < config.num_key_value_heads; ++head)
-        rotate(row + head * dim, cosines, sines, half, k + token * kv_size + head * dim, mode);
+        rotate(row + head * dim, cosines, sines, half, k + token * kv_size + head * dim);
       std::copy_n(row + kv_size, kv_size, v + token * kv_size);
     }
   });

@@ -11,14 +11,6 @@
 
 namespace engine {
 
-/// How results are rounded between operations. Products always accumulate in fp32.
-///   fp32  not at all
-///   bf16  to bfloat16 wherever transformers' bf16 Llama stores a tensor; weights are rounded once, when loaded
-enum class precision { fp32, bf16 };
-
-float rounded(float value, precision mode);
-void round_all(std::span<float> values, precision mode);
-
 /// A weight matrix [outputs, inputs], as checkpoints store it.
 struct matrix {
   std::int32_t outputs = 0;
@@ -27,20 +19,17 @@ struct matrix {
 };
 
 /// y = x W^T. Shapes: x [rows, W.inputs], y [rows, W.outputs].
-void linear(tessera::cpu::executor& executor, const float* x, std::int32_t rows, const matrix& weight, float* y,
-            precision mode);
+void linear(tessera::cpu::executor& executor, const float* x, std::int32_t rows, const matrix& weight, float* y);
 
-/// y = x / rms(x) * weight, per row; the mean square is taken in fp32. Shapes: x, y [rows, weight.size()].
+/// y = x / rms(x) * weight, per row. Shapes: x, y [rows, weight.size()].
 void rms_norm(tessera::cpu::executor& executor, const float* x, std::int32_t rows, std::span<const float> weight,
-              float eps, float* y, precision mode);
+              float eps, float* y);
 
 /// x += y, both [rows, width].
-void add(tessera::cpu::executor& executor, const float* y, std::int32_t rows, std::int32_t width, float* x,
-         precision mode);
+void add(tessera::cpu::executor& executor, const float* y, std::int32_t rows, std::int32_t width, float* x);
 
 /// y = silu(gate) * up. Shapes: gate_up [rows, 2 * width], gate in the first half of a row; y [rows, width].
-void swiglu(tessera::cpu::executor& executor, const float* gate_up, std::int32_t rows, std::int32_t width, float* y,
-            precision mode);
+void swiglu(tessera::cpu::executor& executor, const float* gate_up, std::int32_t rows, std::int32_t width, float* y);
 
 /// The rotation speeds of a model, in radians per position: [head_dim / 2], after Llama 3's stretching if there is one.
 std::vector<float> rope_frequencies(const llama_config& config);
@@ -52,12 +41,12 @@ struct rope_table {
 
 /// The table of positions first ... first + tokens - 1. The angle is the fp32 product of position and speed, as in
 /// transformers: a double angle would differ from what the checkpoint was trained with by 5e-4 at position 8192.
-rope_table make_rope_table(std::span<const float> frequencies, std::int64_t first, std::int32_t tokens, precision mode);
+rope_table make_rope_table(std::span<const float> frequencies, std::int64_t first, std::int32_t tokens);
 
 /// Cuts fused projections into queries, keys and values, and rotates queries and keys. Element i of a head turns with
 /// element i + head_dim / 2, the pairing of transformers.
 /// Shapes: qkv [tokens, q_size + 2 * kv_size]; q [tokens, q_size]; k, v [tokens, kv_size].
 void split_and_rotate(tessera::cpu::executor& executor, const llama_config& config, const rope_table& table,
-                      const float* qkv, std::int32_t tokens, float* q, float* k, float* v, precision mode);
+                      const float* qkv, std::int32_t tokens, float* q, float* k, float* v);
 
 }  // namespace engine

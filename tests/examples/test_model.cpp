@@ -17,7 +17,6 @@ namespace {
 using engine::dtype;
 using engine::llama;
 using engine::llama_config;
-using engine::precision;
 using engine::token_t;
 using engine_tests::naive_cache;
 using engine_tests::temporary_folder;
@@ -38,7 +37,7 @@ struct tensor {
 };
 using tensors = std::map<std::string, tensor>;
 
-// Random weights, rounded to bf16 so that every dtype stores them exactly enough and both precisions see the same.
+// Random weights, rounded to bf16 so that F32 and BF16 files hold the same values.
 tensors random_weights(bool tied) {
   std::mt19937 random(11);
   std::normal_distribution<float> normal;
@@ -98,13 +97,12 @@ engine::generate_options at_most(std::int32_t max_new) {
 }
 
 // The oracle: the whole text at once, in double, one token and one head at a time, rotations as complex numbers.
-// `store` is what writing a tensor to memory does to a value: nothing, or rounding to bf16.
 class oracle {
  public:
   using row = std::vector<double>;
 
-  oracle(const tensors& weights, bool rounding, int first_position = 0)
-      : weights_(weights), rounding_(rounding), first_position_(first_position) {}
+  explicit oracle(const tensors& weights, int first_position = 0)
+      : weights_(weights), first_position_(first_position) {}
 
   // The logits after every token.
   std::vector<row> logits(const std::vector<token_t>& tokens) const {
@@ -120,15 +118,11 @@ class oracle {
   }
 
  private:
-  double store(double value) const { return rounding_ ? double(float(tessera::bf16(float(value)))) : value; }
-
   row product(const std::string& name, const row& in) const {
     const auto& weight = weights_.at(name);
     row out(std::size_t(weight.shape[0]), 0.0);
-    for (std::size_t i = 0; i < out.size(); ++i) {
+    for (std::size_t i = 0; i < out.size(); ++i)
       for (std::size_t j = 0; j < in.size(); ++j) out[i] += double(weight.values[i * in.size() + j]) * in[j];
-      out[i] = store(out[i]);
-    }
     return out;
   }
 
@@ -137,8 +131,7 @@ class oracle {
     for (const double value : in) squares += value * value;
     const double scale = 1 / std::sqrt(squares / double(in.size()) + 1e-5);
     row out;
-    for (std::size_t i = 0; i < in.size(); ++i)
-      out.push_back(store(store(in[i] * scale) * double(weights_.at(name).values[i])));
+    for (std::size_t i = 0; i < in.size(); ++i) out.push_back(in[i] * scale * double(weights_.at(name).values[i]));
     return out;
   }
 
@@ -146,11 +139,10 @@ class oracle {
     for (std::size_t head = 0; head < heads.size() / 64; ++head)
       for (std::size_t i = 0; i < 32; ++i) {
         const double angle = double(first_position_ + int(token)) * std::pow(1000.0, -double(i) / 32);
-        const std::complex<double> turn(store(std::cos(angle)), store(std::sin(angle)));
         double &real = heads[head * 64 + i], &imaginary = heads[head * 64 + i + 32];
-        const double turned = store(store(real * turn.real()) - store(imaginary * turn.imag()));
-        imaginary = store(store(imaginary * turn.real()) + store(real * turn.imag()));
-        real = turned;
+        const std::complex<double> turned = std::complex<double>(real, imaginary) * std::polar(1.0, angle);
+        real = turned.real();
+        imaginary = turned.imag();
       }
   }
 
@@ -176,35 +168,34 @@ class oracle {
           total += weight;
           for (std::size_t i = 0; i < 64; ++i) attended[head * 64 + i] += weight * values[other][shared + i];
         }
-        for (std::size_t i = 0; i < 64; ++i) attended[head * 64 + i] = store(attended[head * 64 + i] / total);
+        for (std::size_t i = 0; i < 64; ++i) attended[head * 64 + i] /= total;
       }
       add(states[token], product(prefix + "self_attn.o_proj.weight", attended));
       const row in = normalised(prefix + "post_attention_layernorm.weight", states[token]);
       row gate = product(prefix + "mlp.gate_proj.weight", in);
       const row up = product(prefix + "mlp.up_proj.weight", in);
-      for (std::size_t i = 0; i < gate.size(); ++i) gate[i] = store(store(gate[i] / (1 + std::exp(-gate[i]))) * up[i]);
+      for (std::size_t i = 0; i < gate.size(); ++i) gate[i] *= up[i] / (1 + std::exp(-gate[i]));
       add(states[token], product(prefix + "mlp.down_proj.weight", gate));
     }
   }
 
   void add(row& state, const row& change) const {
-    for (std::size_t i = 0; i < state.size(); ++i) state[i] = store(state[i] + change[i]);
+    for (std::size_t i = 0; i < state.size(); ++i) state[i] += change[i];
   }
 
   const tensors& weights_;
-  bool rounding_;
   int first_position_;
 };
 
 // A tiny model on disk and loaded.
 struct tiny {
-  explicit tiny(bool tied = true, precision mode = precision::fp32, int threads = 2)
-      : weights(random_weights(tied)), workers(threads), model(load(tied, mode)) {}
+  explicit tiny(bool tied = true, int threads = 2)
+      : weights(random_weights(tied)), workers(threads), model(load(tied)) {}
 
-  llama load(bool tied, precision mode) {
+  llama load(bool tied) {
     folder.write("config.json", config_text(tied));
     write_weights(weights, folder / "model.safetensors");
-    return llama::load(folder.path(), workers, mode);
+    return llama::load(folder.path(), workers);
   }
 
   temporary_folder folder;
@@ -221,28 +212,16 @@ TEST_CASE("logits equal those of a naive model in double, with a tied and an unt
     const auto tokens = some_tokens(40);
     naive_cache cache(made.model.config());
     const auto logits = made.model.prefill(tokens, cache);
-    CHECK(relative_error(logits, oracle(made.weights, false).logits(tokens).back()) < 1e-5);
+    CHECK(relative_error(logits, oracle(made.weights).logits(tokens).back()) < 1e-5);
     CHECK(cache.turns == 1);
     CHECK(cache.next_position() == 40);
   }
 }
 
-TEST_CASE("bf16 logits equal those of a naive model that rounds every stored tensor") {
-  tiny made(false, precision::bf16);
-  const auto tokens = some_tokens(40);
-  naive_cache cache(made.model.config());
-  const auto logits = made.model.prefill(tokens, cache);
-  CHECK(relative_error(logits, oracle(made.weights, true).logits(tokens).back()) < 1e-2);
-  const auto is_bf16 = [](float value) { return float(tessera::bf16(value)) == value; };
-  CHECK(std::all_of(logits.begin(), logits.end(), is_bf16));
-  CHECK(std::all_of(cache.keys(2).begin(), cache.keys(2).end(), is_bf16));
-  CHECK(std::all_of(cache.values(2).begin(), cache.values(2).end(), is_bf16));
-}
-
 TEST_CASE("a prompt in chunks gives what one chunk gives") {
   tiny made;
   const auto tokens = some_tokens(150);
-  const auto expected = oracle(made.weights, false).logits(tokens).back();
+  const auto expected = oracle(made.weights).logits(tokens).back();
   for (const int chunk : {1, 7, 8, 9, 31, 32, 33, 149, 150, 1000}) {
     naive_cache cache(made.model.config());
     std::vector<std::int64_t> seen;
@@ -262,7 +241,7 @@ TEST_CASE("a prompt in chunks gives what one chunk gives") {
 TEST_CASE("decoding gives the logits of prefilling, for every step length") {
   tiny made;
   const auto tokens = some_tokens(30);
-  const auto expected = oracle(made.weights, false).logits(tokens);
+  const auto expected = oracle(made.weights).logits(tokens);
   for (std::size_t step = 1; step <= 8; ++step) {
     naive_cache cache(made.model.config());
     made.model.prefill(std::span(tokens).first(5), cache);
@@ -284,7 +263,7 @@ TEST_CASE("a second turn continues the first") {
   naive_cache cache(made.model.config());
   made.model.prefill(std::span(tokens).first(33), cache);
   const auto logits = made.model.prefill(std::span(tokens).subspan(33), cache);
-  CHECK(relative_error(logits, oracle(made.weights, false).logits(tokens).back()) < 1e-5);
+  CHECK(relative_error(logits, oracle(made.weights).logits(tokens).back()) < 1e-5);
   CHECK(cache.turns == 2);
 }
 
@@ -294,7 +273,7 @@ TEST_CASE("positions come from the cache, not from what it stores") {
   naive_cache moved(made.model.config(), 100), plain(made.model.config());
   const auto logits = made.model.prefill(tokens, moved);
   made.model.prefill(tokens, plain);
-  CHECK(relative_error(logits, oracle(made.weights, false, 100).logits(tokens).back()) < 1e-4);
+  CHECK(relative_error(logits, oracle(made.weights, 100).logits(tokens).back()) < 1e-4);
   // Keys turn with the position; values do not.
   CHECK(moved.keys(0) != plain.keys(0));
   CHECK(moved.values(0) == plain.values(0));
@@ -304,7 +283,7 @@ TEST_CASE("the number of threads does not change a bit") {
   const auto tokens = some_tokens(150);
   std::vector<float> first;
   for (const int threads : {1, 2, 3}) {
-    tiny made(true, precision::fp32, threads);
+    tiny made(true, threads);
     naive_cache cache(made.model.config());
     auto logits = made.model.prefill(tokens, cache);
     const auto stepped = made.model.decode(std::span(tokens).first(8), cache);
@@ -320,7 +299,7 @@ TEST_CASE("the greedy answer is the best token, step after step") {
   const auto prompt = text;
   std::vector<token_t> expected;
   for (int step = 0; step < 12; ++step) {
-    const auto logits = oracle(made.weights, false).logits(text).back();
+    const auto logits = oracle(made.weights).logits(text).back();
     text.push_back(token_t(std::max_element(logits.begin(), logits.end()) - logits.begin()));
     expected.push_back(text.back());
   }

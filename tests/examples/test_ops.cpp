@@ -10,7 +10,6 @@
 namespace {
 
 using engine::llama_config;
-using engine::precision;
 using tessera::cpu::executor;
 
 llama_config small_config() {
@@ -35,9 +34,9 @@ TEST_CASE("products agree with a plain loop around every tile edge, on one threa
       std::vector<float> x(std::size_t(rows * inputs)), y(std::size_t(rows * outputs), -1.0f);
       for (auto& value : weight.values) value = normal(random);
       for (auto& value : x) value = normal(random);
-      engine::linear(workers, x.data(), rows, weight, y.data(), precision::fp32);
+      engine::linear(workers, x.data(), rows, weight, y.data());
       std::vector<float> same(y.size());
-      engine::linear(alone, x.data(), rows, weight, same.data(), precision::fp32);
+      engine::linear(alone, x.data(), rows, weight, same.data());
       double worst = 0;
       for (int row = 0; row < rows; ++row)
         for (int output = 0; output < outputs; ++output) {
@@ -68,10 +67,10 @@ TEST_CASE("where a buffer lies in memory does not change a bit") {
     x.insert(x.end(), input.begin(), input.end());
     const float* in = x.data() + shift;
     float* out = y.data() + shift;
-    engine::swiglu(workers, in, rows, width, out, precision::fp32);
-    engine::rms_norm(workers, in, rows, weight, 1e-5f, out += rows * width, precision::fp32);
-    engine::linear(workers, in, rows, square, out += rows * width, precision::fp32);
-    engine::linear(workers, in, 3, square, out += rows * outputs, precision::fp32);
+    engine::swiglu(workers, in, rows, width, out);
+    engine::rms_norm(workers, in, rows, weight, 1e-5f, out += rows * width);
+    engine::linear(workers, in, rows, square, out += rows * width);
+    engine::linear(workers, in, 3, square, out += rows * outputs);
     y.erase(y.begin(), y.begin() + std::ptrdiff_t(shift));
     if (first.empty()) first = y;
     CHECK(y == first);
@@ -88,8 +87,8 @@ TEST_CASE("RoPE turns element i with element i plus half by the angle of its pos
   const int tokens = 33;
   std::vector<float> qkv(std::size_t(tokens * 512)), q(std::size_t(tokens * 256)), k(std::size_t(tokens * 128)), v(k);
   for (std::size_t i = 0; i < qkv.size(); ++i) qkv[i] = float(i % 512 == 3 || i % 512 == 256 + 64 + 35);
-  const auto table = engine::make_rope_table(frequencies, 7, tokens, precision::fp32);
-  engine::split_and_rotate(workers, config, table, qkv.data(), tokens, q.data(), k.data(), v.data(), precision::fp32);
+  const auto table = engine::make_rope_table(frequencies, 7, tokens);
+  engine::split_and_rotate(workers, config, table, qkv.data(), tokens, q.data(), k.data(), v.data());
   for (int token = 0; token < tokens; ++token) {
     const double angle = (7 + token) * std::pow(1000.0, -3.0 / 32);
     // Head 0 of q holds 1 at element 3; head 1 of k holds 1 at element 35, the partner of 3.
@@ -128,7 +127,7 @@ TEST_CASE("norms and gates agree with their formulas for every width around a ve
     std::vector<float> weight(std::size_t(width), 0.5f), x(std::size_t(rows * 2 * width)), y(x.size());
     for (std::size_t i = 0; i < x.size(); ++i) x[i] = 3 * std::sin(float(i)) + 1;
     double worst = 0;
-    engine::rms_norm(workers, x.data(), rows, weight, 1e-5f, y.data(), precision::fp32);
+    engine::rms_norm(workers, x.data(), rows, weight, 1e-5f, y.data());
     for (int row = 0; row < rows; ++row) {
       double squares = 0;
       for (int i = 0; i < width; ++i) squares += std::pow(double(x[std::size_t(row * width + i)]), 2);
@@ -137,7 +136,7 @@ TEST_CASE("norms and gates agree with their formulas for every width around a ve
         worst = std::max(worst, std::abs(expected - y[std::size_t(row * width + i)]));
       }
     }
-    engine::swiglu(workers, x.data(), rows, width, y.data(), precision::fp32);
+    engine::swiglu(workers, x.data(), rows, width, y.data());
     for (int row = 0; row < rows; ++row)
       for (int i = 0; i < width; ++i) {
         const double gate = x[std::size_t(row * 2 * width + i)], up = x[std::size_t(row * 2 * width + width + i)];
@@ -152,7 +151,7 @@ TEST_CASE("a very negative gate closes and a very positive one passes") {
   executor workers(1);
   const std::vector<float> gate_up{-1e4f, -200.0f, 200.0f, 1.0f, 1.0f, 2.0f};
   std::vector<float> y(3);
-  engine::swiglu(workers, gate_up.data(), 1, 3, y.data(), precision::fp32);
+  engine::swiglu(workers, gate_up.data(), 1, 3, y.data());
   CHECK(std::abs(y[0]) < 1e-30f);
   CHECK(std::abs(y[1]) < 1e-30f);
   CHECK(y[2] == 400.0f);

@@ -124,7 +124,7 @@ TEST_CASE("parameters that make no sense are refused by name, with what is allow
   CHECK_THAT(said_on_making({"pyramidkv", 40, {{"beta", 0}}}), contains("beta is 0; expected at least 1"));
   CHECK_THAT(said_on_making({"h2o", 40, {{"recent", 41}}}), contains("recent is 41; expected 0 to the budget, which is 40"));
   CHECK_THAT(said_on_making({"two_stages", 40, {{"block", 0}}}), contains("block is 0; expected at least 1 token"));
-  CHECK_THAT(said_on_making({"two_stages", 40, {{"read_tokens", 0}}}), contains("budget is 0"));
+  CHECK_THAT(said_on_making({"two_stages", 40, {{"read_tokens", 0}}}), contains("read_tokens is 0"));
 }
 
 TEST_CASE("a budget that no longer fits its window or sinks is refused") {

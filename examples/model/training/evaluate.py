@@ -47,11 +47,11 @@ def predictions(model, rows, batch_tokens=65536):
     return out
 
 
-def score(model, renderer, family, context, samples, seed):
+def score(model, renderer, family, context, args):
     """Right answers of every turn, as a list of counts."""
-    rng = random.Random(f"{family} {context} {seed}")
-    rendered = [renderer.render(rng, tasks.evaluation_task(family, rng), document=context)
-                for _ in range(samples)]
+    rng = random.Random(f"{family} {context} {args.seed}")
+    rendered = [renderer.render(rng, tasks.evaluation_task(family, rng, args.numbers), document=context)
+                for _ in range(args.samples)]
     guesses = predictions(model, [row for row, _ in rendered])
     turns = np.zeros(len(rendered[0][1]), int)
     for (row, spans), guess in zip(rendered, guesses):
@@ -69,6 +69,8 @@ def main():
     parser.add_argument("--samples", type=int, default=200)
     parser.add_argument("--dtype", choices=("float32", "bfloat16"), default="bfloat16")
     parser.add_argument("--seed", type=int, default=0)
+    parser.add_argument("--numbers", type=float, default=0.0,
+                        help="share of documents whose needles hold numbers")
     parser.add_argument("--json", type=Path, help="write the counts here")
     args = parser.parse_args()
 
@@ -77,7 +79,7 @@ def main():
     results = {}
     for family in args.families:
         for context in args.contexts:
-            turns = score(model, renderer, family, context, args.samples, args.seed)
+            turns = score(model, renderer, family, context, args)
             results.setdefault(family, {})[context] = turns
             print(f"{args.dtype} {family:18} {context:6} "
                   + "  ".join(f"{right}/{args.samples}" for right in turns), flush=True)

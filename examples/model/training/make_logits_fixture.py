@@ -3,8 +3,8 @@
 
 Per prompt i the file holds tokens.i (I32), fp32.i (F32 [vocabulary]: logits of the last position, weights
 upcast, float32 arithmetic, no TF32, plain attention) and bf16.i (F32 [vocabulary]: the model run in
-bf16). The shortest prompt is plain text; every other one asks for one of eight codes and ends after the
-answer's first digit, so that the next token has to be retrieved.
+bf16). The shortest prompt is plain text; every other one asks for one of eight codes, so that the next
+token has to be retrieved.
 """
 
 import argparse
@@ -25,8 +25,8 @@ def prompt(renderer, rng, length):
     if length == min(LENGTHS):
         return [tasks.BOS] + renderer.slice(rng, length - 1).tolist()
     task = tasks.evaluation_task("multi_key", rng)
-    row, spans = renderer.render(rng, task, total=length + 5)
-    return [int(token) for token in row[:spans[0][0] + 2]]
+    row, spans = renderer.render(rng, task, total=length + tasks.SPEC["value_words"] + 1)
+    return [int(token) for token in row[:spans[0][0]]]
 
 
 @torch.no_grad()

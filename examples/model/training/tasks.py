@@ -5,6 +5,7 @@ answer) and the place of the first question. `render` hides the sentences in a s
 and returns the token sequence together with the spans of the answers.
 """
 
+import itertools
 import json
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -15,6 +16,7 @@ SPEC = json.loads((Path(__file__).resolve().parents[2] / "data" / "tasks.json").
 FAMILIES = list(SPEC["families"])
 NAMES = [f"{adjective} {noun}" for adjective in SPEC["adjectives"] for noun in SPEC["nouns"]]
 WORDS = SPEC["words"]
+VALUES = [" ".join(words) for words in itertools.permutations(WORDS, SPEC["value_words"])]
 BOS = 1
 
 
@@ -26,9 +28,14 @@ class Task:
     place: str = "last"
 
 
-def draw_values(rng, count):
-    """Distinct values of five digits."""
+def draw_numbers(rng, count):
+    """Distinct numbers of five digits."""
     return [str(value) for value in rng.sample(range(10000, 100000), count)]
+
+
+def draw_values(rng, count, numbers):
+    """Distinct values of needles: words or, with probability `numbers`, numbers."""
+    return draw_numbers(rng, count) if rng.random() < numbers else rng.sample(VALUES, count)
 
 
 def interleave(rng, groups):
@@ -72,9 +79,9 @@ def ask_signals(words, count):
     return "frequent_words", question, SPEC["separator"].join(words[:count])
 
 
-def draw_codes(rng, count):
+def draw_codes(rng, count, numbers):
     """`count` names with one value each."""
-    return dict(zip(rng.sample(NAMES, count), draw_values(rng, count)))
+    return dict(zip(rng.sample(NAMES, count), draw_values(rng, count, numbers)))
 
 
 def needles(codes):
@@ -100,7 +107,7 @@ def chains_task(rng, lengths):
     """Chains of variables with a question for each."""
     words = iter(rng.sample(WORDS, sum(lengths)))
     chains = [[next(words) for _ in range(length)] for length in lengths]
-    values = draw_values(rng, len(chains))
+    values = draw_numbers(rng, len(chains))
     groups = [chain_sentences(chain, value) for chain, value in zip(chains, values)]
     turns = [ask_variables(chain, value) for chain, value in zip(chains, values)]
     return Task(interleave(rng, groups), turns)
@@ -114,10 +121,10 @@ def signals_task(rng, frequencies, others, others_max, counts=(3,)):
     return Task(sentences, [ask_signals(words, count) for count in counts])
 
 
-def values_task(rng, counts, others):
+def values_task(rng, counts, others, numbers):
     """Names with several values each (`counts`) among `others` names with one value."""
     names = rng.sample(NAMES, len(counts) + others)
-    values = iter(draw_values(rng, sum(counts) + others))
+    values = iter(draw_values(rng, sum(counts) + others, numbers))
     several = {name: [next(values) for _ in range(count)] for name, count in zip(names, counts)}
     codes = {name: next(values) for name in names[len(counts):]}
     groups = [[needle(name, value) for value in listed] for name, listed in several.items()]
@@ -126,20 +133,20 @@ def values_task(rng, counts, others):
     return Task(interleave(rng, groups), turns), codes
 
 
-def evaluation_task(family, rng):
-    """One task of a family with exactly the settings of tasks.json."""
+def evaluation_task(family, rng, numbers=0.0):
+    """One task of a family with exactly the settings of tasks.json (and `numbers` of zero)."""
     spec = SPEC["families"][family]
     if family in ("single", "single_first", "single_middle", "multi_key"):
-        codes = draw_codes(rng, spec["needles"])
+        codes = draw_codes(rng, spec["needles"], numbers)
         place = family.split("_")[1] if family.startswith("single_") else "last"
         return Task(needles(codes), [ask_one(codes, rng.choice(list(codes)), family)], place)
     if family == "multi_value":
-        return values_task(rng, [spec["values"]], spec["needles"])[0]
+        return values_task(rng, [spec["values"]], spec["needles"], numbers)[0]
     if family == "multi_query":
-        codes = draw_codes(rng, spec["needles"])
+        codes = draw_codes(rng, spec["needles"], numbers)
         return Task(needles(codes), [ask_names(codes, rng.sample(list(codes), spec["asked"]))])
     if family == "long_answer":
-        codes = draw_codes(rng, spec["needles"])
+        codes = draw_codes(rng, spec["needles"], numbers)
         return Task(needles(codes), [ask_list(codes, rng.sample(list(codes), spec["asked"]))])
     if family == "variable_tracking":
         task = chains_task(rng, [spec["chain"], spec["distractors"]])
@@ -148,15 +155,15 @@ def evaluation_task(family, rng):
     if family == "frequent_words":
         return signals_task(rng, spec["frequencies"], spec["others"], spec["others_max"])
     if family == "conversation":
-        codes = draw_codes(rng, spec["needles"])
+        codes = draw_codes(rng, spec["needles"], numbers)
         names = rng.sample(list(codes), spec["turns"])
         return Task(needles(codes), [ask_one(codes, name, family) for name in names])
     raise ValueError(f"unknown family {family}")
 
 
-def train_keys(rng):
+def train_keys(rng, numbers):
     """One to 32 needles and up to twelve questions, the first of them anywhere."""
-    codes = draw_codes(rng, rng.choice((1, 1, 1, 2, 3, 4, 6, 8, 8, 8, 8, 12, 16, 24, 32)))
+    codes = draw_codes(rng, rng.choice((1, 1, 1, 2, 3, 4, 6, 8, 8, 8, 8, 12, 16, 24, 32)), numbers)
     names = rng.sample(list(codes), rng.randint(1, min(12, len(codes))))
     place = rng.choice(("last", "last", "last", "first", "middle"))
     family = "multi_key"
@@ -166,20 +173,20 @@ def train_keys(rng):
     return Task(needles(codes), [ask_one(codes, name, family) for name in names], place)
 
 
-def train_values(rng):
+def train_values(rng, numbers):
     if rng.random() < 0.4:
         counts, others = [4], 4
     else:
         counts, others = [rng.randint(2, 6) for _ in range(rng.randint(1, 3))], rng.randint(0, 8)
-    task, codes = values_task(rng, counts, others)
+    task, codes = values_task(rng, counts, others, numbers)
     asked = rng.sample(list(codes), rng.randint(0, min(3, others)))
     task.turns += [ask_one(codes, name) for name in asked]
     rng.shuffle(task.turns)
     return task
 
 
-def train_query(rng):
-    codes = draw_codes(rng, rng.choice((4, 6, 8, 8, 8, 12, 16)))
+def train_query(rng, numbers):
+    codes = draw_codes(rng, rng.choice((4, 6, 8, 8, 8, 12, 16)), numbers)
     turns = []
     for _ in range(rng.randint(1, 4)):
         count = min(rng.choice((2, 3, 4, 4, 4, 5, 6)), len(codes))
@@ -187,20 +194,20 @@ def train_query(rng):
     return Task(needles(codes), turns)
 
 
-def train_list(rng):
-    codes = draw_codes(rng, rng.choice((4, 8, 12, 16, 16, 16, 20)))
+def train_list(rng, numbers):
+    codes = draw_codes(rng, rng.choice((4, 8, 12, 16, 16, 16, 20)), numbers)
     count = 12 if rng.random() < 0.4 else rng.randint(3, 14)
     return Task(needles(codes), [ask_list(codes, rng.sample(list(codes), min(count, len(codes))))])
 
 
-def train_chains(rng):
+def train_chains(rng, _):
     lengths = [4, 4] if rng.random() < 0.5 else [rng.randint(1, 6) for _ in range(rng.randint(1, 4))]
     task = chains_task(rng, lengths)
     rng.shuffle(task.turns)
     return task
 
 
-def train_signals(rng):
+def train_signals(rng, _):
     counts = rng.choice(((3,), (3,), (3,), (2,), (2, 3), (3, 2)))
     if rng.random() < 0.4:
         spec = SPEC["families"]["frequent_words"]
@@ -211,9 +218,9 @@ def train_signals(rng):
     return signals_task(rng, (first, second, third), rng.randint(2, 8), max(1, third // 2), counts)
 
 
-def train_mixed(rng):
+def train_mixed(rng, numbers):
     """Everything in one document, questions of all kinds."""
-    task, codes = values_task(rng, [rng.randint(2, 4)], rng.randint(3, 8))
+    task, codes = values_task(rng, [rng.randint(2, 4)], rng.randint(3, 8), numbers)
     names = list(codes)
     chains = chains_task(rng, [rng.randint(2, 5) for _ in range(rng.randint(1, 2))])
     signals = signals_task(rng, (7, 4, 2), 2, 1)
@@ -229,9 +236,9 @@ MIXTURE = {train_keys: 0.32, train_values: 0.14, train_query: 0.10, train_list: 
            train_signals: 0.12, train_mixed: 0.10}
 
 
-def training_task(rng):
+def training_task(rng, numbers):
     """A task of a random family with varied settings."""
-    task = rng.choices(list(MIXTURE), list(MIXTURE.values()))[0](rng)
+    task = rng.choices(list(MIXTURE), list(MIXTURE.values()))[0](rng, numbers)
     if task.place == "last" and rng.random() < 0.1:
         task.place = rng.choice(("first", "middle"))
     return task
@@ -239,7 +246,7 @@ def training_task(rng):
 
 def sample_sentences(rng):
     """Sentences, questions and answers of one training task (text for the tokenizer)."""
-    task = training_task(rng)
+    task = training_task(rng, numbers=0.5)
     turns = [line for _, question, answer in task.turns[:2]
              for line in (SPEC["question"].format(question=question).strip(), f"{SPEC['answer']} {answer}")]
     return rng.sample(task.sentences, min(12, len(task.sentences))) + turns
@@ -349,10 +356,10 @@ class Renderer:
         return sequence, spans
 
 
-def training_row(rng, renderer, length):
+def training_row(rng, renderer, length, numbers):
     """A training sequence of at most `length` + 1 tokens (a few less at times) and its answer spans."""
     while True:
-        row = renderer.render(rng, training_task(rng), total=length + 1, lines_only=rng.random() < 0.6,
-                              vary=True)
+        row = renderer.render(rng, training_task(rng, numbers), total=length + 1,
+                              lines_only=rng.random() < 0.6, vary=True)
         if row is not None and length - 24 <= len(row[0]) <= length + 1:
             return row

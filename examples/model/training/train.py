@@ -1,9 +1,10 @@
 #!/usr/bin/env python3
 """Train the example model on retrieval tasks hidden in text; resumable.
 
-The curriculum follows the share of the planned minutes that has been trained: contexts grow from 512 to
-16,384 tokens, and short ones stay in the mixture. The first stage is left only after the model tells
-eight keys apart. Every batch holds about 65,536 tokens.
+From scratch, the curriculum follows the share of the planned minutes that has been trained: contexts grow
+from 512 to 16,384 tokens, and short ones stay in the mixture. The first stage is left only after the
+model tells eight keys apart. With --init, training continues from given weights on one mixture of
+contexts. Every batch holds about 65,536 tokens.
 """
 
 import argparse
@@ -18,7 +19,7 @@ import numpy as np
 import sentencepiece as spm
 import torch
 import torch.nn.functional as F
-from safetensors.torch import save_file
+from safetensors.torch import load_file, save_file
 from torch import nn
 from torch.utils.data import DataLoader, IterableDataset
 
@@ -35,6 +36,7 @@ STAGES = [
     (0.94, {9216: 0.6, 4608: 0.2, 2048: 0.1, 512: 0.1}),
     (1.00, {16384: 0.25, 9216: 0.4, 4608: 0.25, 1024: 0.1}),
 ]
+FINE_TUNING = [(1.00, {512: 0.05, 1024: 0.10, 2048: 0.25, 4608: 0.30, 9216: 0.30})]
 GATE_ACCURACY, GATE_LIMIT = 0.90, 0.60
 
 
@@ -136,7 +138,7 @@ class Batches(IterableDataset):
             weights = np.zeros((rows, length), np.float32)
             spans = []
             for row in range(rows):
-                sequence, answers = tasks.training_row(rng, renderer, length)
+                sequence, answers = tasks.training_row(rng, renderer, length, self.args.numbers)
                 tokens[row, :len(sequence)] = sequence
                 weights[row, :len(sequence) - 1] = self.args.text_weight
                 for start, end, family in answers:
@@ -192,6 +194,8 @@ def main():
     parser.add_argument("--tokenizer", type=Path, required=True, help="tokenizer.model")
     parser.add_argument("--out", type=Path, required=True, help="folder for model.safetensors and the log")
     parser.add_argument("--checkpoint", type=Path, required=True, help="file to resume from and to save to")
+    parser.add_argument("--init", type=Path,
+                        help="fine-tune the weights in this folder (needed with --resume too)")
     parser.add_argument("--resume", action="store_true", help="continue from the checkpoint")
     parser.add_argument("--minutes", type=float, default=18.0, help="planned training time in all")
     parser.add_argument("--session-minutes", type=float, help="stop this run after so many minutes")
@@ -201,6 +205,8 @@ def main():
     parser.add_argument("--warmup", type=int, default=200)
     parser.add_argument("--answer-weight", type=float, default=2.0)
     parser.add_argument("--text-weight", type=float, default=0.1)
+    parser.add_argument("--numbers", type=float, default=0.2,
+                        help="share of documents whose needles hold numbers")
     parser.add_argument("--workers", type=int, default=13)
     parser.add_argument("--log-every", type=int, default=200)
     parser.add_argument("--stage", type=int, help="stay in this stage (for trials)")
@@ -211,7 +217,10 @@ def main():
     torch.set_float32_matmul_precision("high")
     torch._dynamo.config.cache_size_limit = 32
 
+    stages = FINE_TUNING if args.init else STAGES
     model = Model(CONFIG).cuda()
+    if args.init:
+        model.load_state_dict(load_file(args.init / "model.safetensors"))
     decayed = [weight for weight in model.parameters() if weight.ndim == 2]
     others = [weight for weight in model.parameters() if weight.ndim != 2]
     optimiser = torch.optim.AdamW([{"params": decayed, "weight_decay": 0.05},
@@ -237,7 +246,7 @@ def main():
     gate_passed, running, now = stage > 0, True, time.time()
     log = (args.out / "log.jsonl").open("a")
     while running:
-        loader = DataLoader(Batches(args, STAGES[stage][1], seed=step + 1), batch_size=None, pin_memory=True,
+        loader = DataLoader(Batches(args, stages[stage][1], seed=step + 1), batch_size=None, pin_memory=True,
                             num_workers=args.workers, prefetch_factor=4)
         for tokens, weights, spans in loader:
             length = tokens.shape[1] - 1
@@ -263,7 +272,7 @@ def main():
             trained += min(time.time() - now, 0.5)
             now = time.time()
             if step % args.log_every == 0:
-                keys = curves.accuracy("multi_key", min(STAGES[stage][1]))
+                keys = curves.accuracy("multi_key", min(stages[stage][1]))
                 gate_passed = gate_passed or keys >= GATE_ACCURACY
                 record = {"step": step, "stage": stage, "minutes": round(trained / 60, 2),
                           "loss": round(loss_sum.item() / args.log_every, 4),
@@ -279,7 +288,7 @@ def main():
                 running = False
                 break
             held = stage == 0 and not gate_passed and progress < GATE_LIMIT
-            if args.stage is None and progress >= STAGES[stage][0] and not held and stage + 1 < len(STAGES):
+            if args.stage is None and progress >= stages[stage][0] and not held and stage + 1 < len(stages):
                 stage += 1
                 break
         del loader
