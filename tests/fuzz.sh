@@ -10,22 +10,10 @@ source tests/packages.sh
 seconds=${1:-300}
 folder=$PWD/build/fuzz
 
-# The newest clang that is installed, or else that can be had; 16 or newer, as older ones lack parts of C++20.
-installed() { command -v "clang++-$1" >/dev/null; }
-available() { apt-cache show "clang-$1" >/dev/null 2>&1; }
-version=
-for found in installed available; do
-  for candidate in 21 20 19 18 17 16; do
-    if [ -z "$version" ] && "$found" "$candidate"; then version=$candidate; fi
-  done
-done
-if [ -z "$version" ]; then
-  echo "No clang 16 or newer is installed, and apt-get knows none (run apt-get update?)." >&2
-  exit 1
-fi
-need "${build_packages[@]}" "${example_packages[@]}" "clang-$version" "libclang-rt-$version-dev"
+find_clang
+need "${build_packages[@]}" "${example_packages[@]}" "clang-$clang_version" "libclang-rt-$clang_version-dev"
 
-cmake --preset fuzz -DCMAKE_CXX_COMPILER="clang++-$version"
+cmake --preset fuzz -DCMAKE_CXX_COMPILER="clang++-$clang_version"
 programs=()
 for file in tests/fuzz/fuzz_*.cpp; do
   [ -e "$file" ] && programs+=("$(basename "$file" .cpp)")

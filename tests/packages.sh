@@ -26,6 +26,23 @@ need() {
     </dev/null >/dev/null || { echo "apt-get could not install: ${missing[*]}" >&2; return 1; }
 }
 
+# Sets clang_version to the newest clang that is installed, or else that can be had; 16 or newer, as older ones lack
+# parts of C++20.
+find_clang() {
+  local found candidate
+  clang_version=
+  installed() { command -v "clang++-$1" >/dev/null; }
+  available() { apt-cache show "clang-$1" >/dev/null 2>&1; }
+  for found in installed available; do
+    for candidate in 21 20 19 18 17 16; do
+      if [ -z "$clang_version" ] && "$found" "$candidate"; then clang_version=$candidate; fi
+    done
+  done
+  [ -n "$clang_version" ] && return 0
+  echo "No clang 16 or newer is installed, and apt-get knows none (run apt-get update?)." >&2
+  return 1
+}
+
 build_packages=(g++ cmake ninja-build ccache)
 example_packages=(libcli11-dev nlohmann-json3-dev libsentencepiece-dev libeigen3-dev)
 test_packages=(git python3 catch2)

@@ -4,6 +4,7 @@
 
 #include <tessera/budget/adaptive.hpp>
 
+#include "support/laws.hpp"
 #include "support/oracle.hpp"
 #include "support/random.hpp"
 #include "support/scores.hpp"
@@ -91,4 +92,8 @@ TEST_CASE("adaptive refuses a floor outside 0 to 1") {
   CHECK_THROWS_AS((adaptive{.floor = -0.1f}.check()), error);
   CHECK_THROWS_AS((adaptive{.floor = std::nanf("")}.check()), error);
   CHECK_NOTHROW((adaptive{.floor = 1}.check()));
+}
+
+TEST_CASE("adaptive obeys the laws of budgets") {
+  for (const float floor : {0.0f, 0.2f, 1.0f}) support::obeys_the_laws_of_budgets(adaptive{.floor = floor});
 }

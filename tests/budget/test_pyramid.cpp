@@ -4,6 +4,7 @@
 
 #include <tessera/budget/pyramid.hpp>
 
+#include "support/laws.hpp"
 #include "support/oracle.hpp"
 #include "support/random.hpp"
 #include "support/scores.hpp"
@@ -93,4 +94,9 @@ TEST_CASE("pyramid counts for the layer that it was told, where one layer is com
 TEST_CASE("pyramid refuses a beta below 1") {
   CHECK_THROWS_WITH((pyramid{.beta = 0}.check()), contains("beta is 0; expected at least 1"));
   CHECK_NOTHROW((pyramid{.beta = 1}.check()));
+}
+
+TEST_CASE("pyramid obeys the laws of budgets") {
+  support::obeys_the_laws_of_budgets(pyramid{});
+  support::obeys_the_laws_of_budgets(pyramid{.beta = 1});
 }

@@ -2,6 +2,8 @@
 
 #include <tessera/scorer/observation_window.hpp>
 
+#include "support/laws.hpp"
+
 using namespace tessera;
 
 TEST_CASE("observation_window protects its own tokens and pools as it is told") {
@@ -21,4 +23,10 @@ TEST_CASE("observation_window refuses an empty window, one above the budget and 
   CHECK_THROWS_WITH((observation_window{.window = 65}.check(64)), contains("window is 65; expected at most the budget, which is 64"));
   CHECK_NOTHROW((observation_window{.window = 64}.check(64)));
   for (const index_t pool : {-1, 0, 2, 8}) CHECK_THROWS_WITH((observation_window{.pool = pool}.check(64)), contains("pool is"));
+}
+
+TEST_CASE("observation_window obeys the laws of scorers") {
+  support::obeys_the_laws_of_scorers(observation_window{});
+  support::obeys_the_laws_of_scorers(observation_window{.pool = 1});
+  support::obeys_the_laws_of_scorers(observation_window{.pool = 5, .pool_kind = pooling::average});
 }

@@ -2,6 +2,8 @@
 
 #include <tessera/scorer/position.hpp>
 
+#include "support/laws.hpp"
+
 using namespace tessera;
 
 TEST_CASE("position ranks sinks above all and newer tokens above older ones") {
@@ -18,3 +20,5 @@ TEST_CASE("position refuses sinks that leave no room for recent tokens") {
   CHECK_THROWS_AS(position{.sinks = -1}.check(4), error);
   CHECK_NOTHROW(position{.sinks = 3}.check(4));
 }
+
+TEST_CASE("position obeys the laws of scorers") { support::obeys_the_laws_of_scorers(position{}); }

@@ -2,6 +2,7 @@
 
 #include <tessera/selector/top_tokens.hpp>
 
+#include "support/laws.hpp"
 #include "support/oracle.hpp"
 #include "support/random.hpp"
 
@@ -32,3 +33,5 @@ TEST_CASE("top_tokens by hand: the tail is kept whatever its score, and counts a
   CHECK(chosen({1, 1, 1, 1}, 1, 3) == std::vector<index_t>{0, 1, 3});
   CHECK(chosen({2}, 0, 1) == std::vector<index_t>{0});
 }
+
+TEST_CASE("top_tokens obeys the laws of selectors") { support::obeys_the_laws_of_selectors(top_tokens{}); }

@@ -1,34 +1,26 @@
-// The laws of every axis: one body per concept, run for every policy of that axis.
-#include "catch.hpp"
+// The laws of every axis: one body per concept. A policy's own test calls the body of its concept.
+#pragma once
 
+#include <cmath>
 #include <cstring>
 #include <limits>
+#include <vector>
 
-#include <tessera/attention/dense_decode.hpp>
-#include <tessera/attention/gathered_decode.hpp>
-#include <tessera/budget/adaptive.hpp>
-#include <tessera/budget/pyramid.hpp>
-#include <tessera/budget/uniform.hpp>
-#include <tessera/concepts/team.hpp>
-#include <tessera/layout/dense.hpp>
-#include <tessera/schedule/each_step.hpp>
-#include <tessera/schedule/once.hpp>
-#include <tessera/scorer/accumulated_attention.hpp>
-#include <tessera/scorer/exact_score.hpp>
-#include <tessera/scorer/observation_window.hpp>
-#include <tessera/scorer/position.hpp>
-#include <tessera/selector/top_blocks.hpp>
-#include <tessera/selector/top_tokens.hpp>
-#include <tessera/team/serial.hpp>
+#include <tessera/concepts/budget.hpp>
+#include <tessera/concepts/schedule.hpp>
+#include <tessera/concepts/scorer.hpp>
+#include <tessera/concepts/selector.hpp>
+#include <tessera/core/error.hpp>
 
+#include "catch.hpp"
 #include "support/random.hpp"
 #include "support/scores.hpp"
 
+namespace support {
+
 using namespace tessera;
 
-namespace {
-
-constexpr float not_a_number = std::numeric_limits<float>::quiet_NaN();
+inline constexpr float not_a_number = std::numeric_limits<float>::quiet_NaN();
 
 // --- selector ---
 
@@ -45,10 +37,10 @@ std::vector<index_t> chosen(const S& policy, const std::vector<float>& scores, i
 
 template <selector S>
 void obeys_the_laws_of_selectors(const S& policy) {
-  support::rng random(41);
-  for (index_t i = 0; i < support::scaled(4'000); ++i) {
+  rng random(41);
+  for (index_t i = 0; i < scaled(4'000); ++i) {
     const index_t n = random.between(0, 70), tail = random.between(0, n + 2), keep = random.between(-1, n + 2);
-    auto scores = support::tied_scores(random, n, random.pick({1, 3, 30}));
+    auto scores = tied_scores(random, n, random.pick({1, 3, 30}));
     for (auto& score : scores) score = random.chance(0.05) ? random.pick({not_a_number, infinity, -infinity}) : score;
     const auto result = chosen(policy, scores, tail, keep);
     REQUIRE(index_t(result.size()) == std::clamp(keep, 0, n));
@@ -79,25 +71,25 @@ void obeys_the_laws_of_selectors(const S& policy) {
 
 template <budget B>
 void obeys_the_laws_of_budgets(B policy) {
-  support::rng random(42);
-  for (index_t i = 0; i < support::scaled(4'000); ++i) {
+  rng random(42);
+  for (index_t i = 0; i < scaled(4'000); ++i) {
     policy.tokens = random.between(1, 60);
     const index_t tail = random.between(0, policy.tokens);
     std::vector<std::vector<float>> heads;
     const bool even = random.chance(0.5);
     const index_t length = random.between(1, 90);
     for (index_t h = 0; h < random.between(1, 6) || heads.empty(); ++h) {
-      heads.push_back(support::tied_scores(random, even ? length : random.between(1, 90), random.pick({1, 4, 40})));
+      heads.push_back(tied_scores(random, even ? length : random.between(1, 90), random.pick({1, 4, 40})));
     }
-    const support::owned_scores scores(heads);
+    const owned_scores scores(heads);
     const index_t layers = random.between(1, 8), layer = random.between(0, layers - 1);
-    const auto result = support::counts(policy, scores.view(tail, layer, layers));
+    const auto result = counts(policy, scores.view(tail, layer, layers));
     for (std::size_t h = 0; h < heads.size(); ++h) {
       const index_t n = scores.tokens[h];
       REQUIRE(result[h] >= std::min(tail, n));
       REQUIRE(result[h] <= n);
     }
-    REQUIRE(support::counts(policy, scores.view(tail, layer, layers)) == result);
+    REQUIRE(counts(policy, scores.view(tail, layer, layers)) == result);
   }
   policy.tokens = 0;
   CHECK_THROWS_AS(policy.check(), error);
@@ -111,13 +103,13 @@ void obeys_the_laws_of_budgets(B policy) {
 
 template <scorer S>
 void obeys_the_laws_of_scorers(const S& policy) {
-  support::rng random(43);
+  rng random(43);
   std::vector<float> scratch;
   CHECK(std::strlen(S::name) > 0);
   CHECK_NOTHROW(policy.check(64));
   for (const index_t budget : {1, 2, 31, 32, 33, 1000}) CHECK(policy.protected_tail(budget) >= 0);
   for (const index_t n : {0, 1, 2, 31, 32, 33, 200}) {
-    auto in = support::normals(random, std::size_t(n));
+    auto in = normals(random, std::size_t(n));
     if (n > 2) in[std::size_t(n) / 2] = not_a_number;
     const auto before = in;
     std::vector<float> out(std::size_t(n), 77), again = out;
@@ -155,55 +147,4 @@ void obeys_the_laws_of_schedules(const S& policy) {
   CHECK(policy.due(moment::step_end) == S::after_steps);
 }
 
-}  // namespace
-
-TEST_CASE("every selector writes ascending slots, exactly as many as asked, the tail among them, ties lower, NaN last") {
-  obeys_the_laws_of_selectors(top_tokens{});
-  for (const index_t block : {1, 4, 16, 100}) obeys_the_laws_of_selectors(top_blocks{.block = block});
-}
-
-TEST_CASE("every budget allots between the protected tail and what the head holds, and refuses less than one token") {
-  obeys_the_laws_of_budgets(uniform{});
-  obeys_the_laws_of_budgets(pyramid{});
-  obeys_the_laws_of_budgets(pyramid{.beta = 1});
-  for (const float floor : {0.0f, 0.2f, 1.0f}) obeys_the_laws_of_budgets(adaptive{.floor = floor});
-}
-
-TEST_CASE("every scorer finishes a head without touching its input and keeps NaN where it was") {
-  obeys_the_laws_of_scorers(observation_window{});
-  obeys_the_laws_of_scorers(observation_window{.pool = 1});
-  obeys_the_laws_of_scorers(observation_window{.pool = 5, .pool_kind = pooling::average});
-  obeys_the_laws_of_scorers(accumulated_attention{});
-  obeys_the_laws_of_scorers(exact_score{});
-  obeys_the_laws_of_scorers(position{});
-}
-
-TEST_CASE("every schedule retains when a prompt ends, and after steps only if it says that it can") {
-  obeys_the_laws_of_schedules(once{});
-  obeys_the_laws_of_schedules(each_step{});
-}
-
-TEST_CASE("every layout says how many bytes a token takes and that it stores tokens and blocks") {
-  CHECK(dense<bf16, 128>::token_bytes() == 512);
-  CHECK(dense<fp32, 192, 128>::token_bytes() == 1280);
-  CHECK((dense<fp16, 80>::accepts<token_unit> && dense<fp16, 80>::accepts<block_unit>));
-}
-
-TEST_CASE("every attention's rule can be set, and says whether it gathers") {
-  CHECK(!dense_decode::gathers);
-  CHECK(gathered_decode::gathers);
-  CHECK(dense_decode{.rule = {.scale = 0.5f}}.rule.scale_for(64) == 0.5f);
-  CHECK(dense_decode{}.rule.scale_for(64) == 0.125f);
-}
-
-TEST_CASE("a team's results hold on every lane") {
-  static_assert(check_team<team::serial>());
-  constexpr team::serial lane;
-  CHECK(team::serial::size == 1);
-  CHECK(lane.rank() == 0);
-  CHECK(lane.sum(2.5f) == 2.5f);
-  CHECK(lane.sum(index_t(3)) == 3);
-  CHECK(lane.max(-1.0f) == -1.0f);
-  CHECK(lane.scan(9) == 0);
-  lane.sync();
-}
+}  // namespace support

@@ -1,0 +1,13 @@
+#include "catch.hpp"
+
+#include <tessera/attention/dense_decode.hpp>
+#include <tessera/attention/gathered_decode.hpp>
+
+using namespace tessera;
+
+TEST_CASE("every attention's rule can be set, and says whether it gathers") {
+  CHECK(!dense_decode::gathers);
+  CHECK(gathered_decode::gathers);
+  CHECK(dense_decode{.rule = {.scale = 0.5f}}.rule.scale_for(64) == 0.5f);
+  CHECK(dense_decode{}.rule.scale_for(64) == 0.125f);
+}
