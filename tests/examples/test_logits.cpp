@@ -8,6 +8,7 @@
 
 #include "catch.hpp"
 #include "engine/model.hpp"
+#include "support/random.hpp"
 #include "tessera/methods/full.hpp"
 #include "tessera/tessera.hpp"
 
@@ -70,6 +71,7 @@ void compare(const std::string& kind, double tolerance) {
     const std::string number = std::to_string(prompts);
     const auto wide = file.to_int64("tokens." + number, list);
     const std::vector<engine::token_t> tokens(wide.begin(), wide.end());
+    if (tokens.size() > std::size_t(support::scaled(8'192))) continue;  // sanitizers take the short prompts
     const auto expected = file.to_fp32(kind + "." + number, vocabulary);
     full_cache<Element> cache(model.config(), workers);
     const double difference = relative_error(model.prefill(tokens, cache), expected);
