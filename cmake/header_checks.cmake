@@ -44,7 +44,8 @@ endfunction()
 tessera_check_headers(headers_alone cpp ${all_headers})
 
 if(cuda_works)
-  tessera_check_headers(headers_alone_cuda cu ${all_headers})
+  file(GLOB_RECURSE cuda_headers CONFIGURE_DEPENDS RELATIVE "${PROJECT_SOURCE_DIR}/include" include/tessera/*.cuh)
+  tessera_check_headers(headers_alone_cuda cu ${all_headers} ${cuda_headers})
   # CMake 3.25 silently drops CUDA_STANDARD 20 for nvcc 13, so the flag goes in by hand, and each unit asserts that it
   # came.
   target_compile_options(headers_alone_cuda PRIVATE -std=c++20 -Xcompiler=-Wall,-Wextra)
@@ -52,6 +53,17 @@ if(cuda_works)
   if(TESSERA_WERROR)
     target_compile_options(headers_alone_cuda PRIVATE -Werror=all-warnings)
   endif()
+
+  # The GPU tests: built wherever CUDA compiles, run where there is a GPU (ctest -L gpu), else each says that it is skipped.
+  file(GLOB_RECURSE gpu_tests CONFIGURE_DEPENDS tests/test_*.cu)
+  add_executable(test_gpu ${gpu_tests})
+  target_link_libraries(test_gpu PRIVATE tessera_testing)
+  # 177: members that only satisfy a concept look unused to nvcc.
+  target_compile_options(test_gpu PRIVATE -std=c++20 -diag-suppress=177)
+  set_target_properties(test_gpu PROPERTIES CUDA_RUNTIME_LIBRARY Static)
+  add_test(NAME test_gpu COMMAND test_gpu)
+  set_tests_properties(test_gpu PROPERTIES LABELS gpu TIMEOUT 900
+                       SKIP_REGULAR_EXPRESSION "skipped: no CUDA device on this machine")
 endif()
 
 # Two units that both include everything, linked into one program and run.

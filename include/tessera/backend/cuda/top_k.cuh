@@ -1,0 +1,336 @@
+// Which slots, on the GPU: exact radix selection of tokens or blocks, one thread block or one cluster a row.
+#pragma once
+
+#include <algorithm>
+
+#include "../../core/selection.hpp"
+#include "../../selector/top_blocks.hpp"
+#include "../../selector/top_tokens.hpp"
+#include "radix_select.cuh"
+#include "tuning.cuh"
+
+TESSERA_NAMESPACE_BEGIN
+namespace cuda {
+
+/// One number a row, on the device: `data[row / rows_per_entry]`, or `value` for every row where `data` is null.
+struct row_numbers {
+  const index_t* data = nullptr;
+  index_t value = 0;
+  index_t rows_per_entry = 1;
+  __device__ index_t of(index_t row) const { return data ? data[row / rows_per_entry] : value; }
+};
+
+/// Rows of scores and where their chosen slots go; every pointer is a device pointer.
+/// Row r of scores begins at `score_offsets[r]`, or at r * score_stride without offsets; `out` alike.
+struct select_problem {
+  const float* scores = nullptr;
+  offset_t score_stride = 0;
+  const offset_t* score_offsets = nullptr;
+  row_numbers n;     ///< slots of a row
+  row_numbers keep;  ///< slots to choose, the tail included; above n chooses all
+  row_numbers tail;  ///< newest slots that are always chosen
+  index_t* out = nullptr;
+  offset_t out_stride = 0;
+  const offset_t* out_offsets = nullptr;
+  index_t* counts = nullptr;  ///< [rows], min(keep, n)
+  index_t pad_to = 0;         ///< fills out with -1 from a row's count up to here
+
+  /// What was chosen, for the consumers of a selection.
+  selection_view chosen() const { return {out, counts, out_offsets, out_stride}; }
+};
+
+/// How a selection is launched.
+struct select_tuning {
+  int cluster;          ///< thread blocks of one row
+  index_t resident;     ///< keys that a block holds in shared memory; the rest are read again in every pass
+  bool stream = false;  ///< one block reads its row twice and holds only what may still be chosen (single tokens only)
+};
+
+namespace detail {
+
+template <int Blocks>
+inline constexpr int select_threads = Blocks == 1 ? 1024 : 512;
+inline constexpr int stream_threads = 512;
+
+/// A row's keys, read once to find the leading digit of the cut and once to keep what reaches that digit, in order, in
+/// shared memory, where the search ends. `room` candidates of 0 < room < candidates are chosen.
+/// For many long rows: no barrier between blocks, and a row need not fit. Rows whose survivors do not fit are read again.
+template <class Storage>
+__device__ void stream_row(Storage& s, uint4* memory, const float* scores, index_t candidates, index_t room,
+                           index_t resident, index_t* out) {
+  using select = row_select<Storage, 1>;
+  constexpr int rounds = 4;
+  const int lane = threadIdx.x % 32, warp = threadIdx.x / 32;
+  const row_part<token_keys> row{token_keys(scores, candidates), 0, candidates, memory, 0};
+  select::load(s, row);
+  select::find_digit(s, unsigned(room));
+  unsigned lowest = s.digit << 21;
+  index_t survivors = index_t(s.above + s.in_digit);
+  if (survivors > resident && index_t(s.above) < resident) {
+    // Scores of one magnitude: one more digit, at the price of one more read.
+    const unsigned prefix = s.digit, above = s.above;
+    for (index_t q = threadIdx.x; q < row.quads(); q += stream_threads) {
+      const uint4 k = row.quad(q);
+      select::count_digit(s, k.x, prefix, 21, 10, 2047u);
+      select::count_digit(s, k.y, prefix, 21, 10, 2047u);
+      select::count_digit(s, k.z, prefix, 21, 10, 2047u);
+      select::count_digit(s, k.w, prefix, 21, 10, 2047u);
+    }
+    select::find_digit(s, unsigned(room) - above);
+    lowest = (prefix << 11 | s.digit) << 10;
+    survivors = index_t(above + s.above + s.in_digit);
+  }
+  if (survivors > resident) {
+    const cut at = select::template threshold<false>(s, row, room, false);
+    select::compact(s, row, at, [&](index_t to, index_t slot, index_t, bool) { out[to] = slot; });
+    return;
+  }
+  auto* keys = reinterpret_cast<unsigned*>(memory);
+  auto* slots = reinterpret_cast<index_t*>(keys + resident);
+  unsigned listed = 0;
+  for (index_t tile = 0; tile < row.quads(); tile += stream_threads * rounds) {
+    const index_t first = tile + warp * (32 * rounds) + lane;
+    uint4 mine[rounds];
+    unsigned mask = 0;
+#pragma unroll
+    for (int i = 0; i < rounds; ++i) {
+      mine[i] = make_uint4(0, 0, 0, 0);
+      if (first + i * 32 < row.quads()) mine[i] = row.keys.quad((first + i * 32) * 4);
+    }
+#pragma unroll
+    for (int i = 0; i < rounds; ++i)
+      mask |= select::four(mine[i], [&](unsigned key) { return key >= lowest; }) << (i * 4);
+    __syncthreads();  // the counts of the tile before have been read
+    const auto at = select::offsets(s, __popc(mask), 0);
+    const typename select::round_counts ranks(mask, lane);
+    unsigned to = listed + at.above;
+#pragma unroll
+    for (int i = 0; i < rounds; ++i) {
+      const unsigned here = mask >> (i * 4) & 15u, words[4] = {mine[i].x, mine[i].y, mine[i].z, mine[i].w};
+#pragma unroll
+      for (int j = 0; j < 4; ++j) {
+        if (here >> j & 1u) {
+          const unsigned place = to + ranks.before_in(i) + __popc(here & ((1u << j) - 1u));
+          keys[place] = words[j];
+          slots[place] = (first + i * 32) * 4 + j;
+        }
+      }
+      to += ranks.total_in(i);
+    }
+    listed += at.all_above;
+  }
+  if (threadIdx.x < 3 && (survivors + 3) / 4 * 4 > survivors + index_t(threadIdx.x)) keys[survivors + threadIdx.x] = 0;
+  __syncthreads();
+  // The list is a row of its own: everything above the cut is in it.
+  const index_t padded = (survivors + 3) / 4 * 4;
+  const row_part<token_keys> list{token_keys(nullptr, survivors), 0, survivors, memory, padded};
+  if (survivors == room) {
+    for (index_t i = threadIdx.x; i < room; i += stream_threads) out[i] = slots[i];
+    return;
+  }
+  const cut at = select::template threshold<false>(s, list, room, false);
+  select::compact(s, list, at, [&](index_t to, index_t place, index_t, bool) { out[to] = slots[place]; });
+}
+
+/// One row by one team of thread blocks. `block` is 1 for tokens.
+template <int Blocks, class Keys, bool Stream>
+__device__ void select_row(const select_problem& p, index_t block, index_t resident) {
+  extern __shared__ uint4 cache[];
+  constexpr int block_threads = Stream ? stream_threads : select_threads<Blocks>;
+  using storage = select_storage<block_threads, Blocks>;
+  __shared__ storage s;
+  using select = row_select<storage, Blocks>;
+  const int rank = block_team<Blocks>::rank();
+  const index_t row = index_t(blockIdx.x) / Blocks;
+  for (int bin = threadIdx.x; bin < radix_bins; bin += block_threads) s.histogram[bin] = 0;
+  if (threadIdx.x == 0) s.trimmed = no_index, s.listed = s.few_listed = 0;
+  __syncthreads();
+  const float* scores = p.scores + (p.score_offsets ? p.score_offsets[row] : row * p.score_stride);
+  index_t* out = p.out + (p.out_offsets ? p.out_offsets[row] : row * p.out_stride);
+  const index_t n = max(p.n.of(row), 0), keep = min(max(p.keep.of(row), 0), n),
+                tail = min(max(p.tail.of(row), 0), keep);
+  const index_t candidates = n - tail, room = keep - tail;
+
+  const bool all = room == candidates;
+  const index_t thread = rank * block_threads + index_t(threadIdx.x), threads = Blocks * block_threads;
+  for (index_t slot = (all ? 0 : candidates) + thread; slot < n; slot += threads) out[keep - n + slot] = slot;
+  for (index_t i = keep + thread; i < p.pad_to; i += threads) out[i] = no_index;
+  if (thread == 0) p.counts[row] = keep;
+  if (all || room == 0) return;  // alike in every block of the team
+
+  if constexpr (Stream) {
+    stream_row(s, cache, scores, candidates, room, resident, out);
+    return;
+  }
+  const auto make_keys = [&] {
+    if constexpr (Keys::single)
+      return Keys(scores, candidates);
+    else
+      return Keys(scores, candidates, block);
+  };
+  const Keys keys = make_keys();
+  const index_t share = (ceil_div(keys.count, Blocks) + 3) / 4 * 4;
+  const index_t begin = min(rank * share, keys.count), count = min(share, keys.count - begin);
+  const row_part<Keys> part{keys, begin, count, cache, min((count + 3) / 4 * 4, resident)};
+  select::load(s, part);
+
+  if constexpr (Keys::single) {
+    const cut at = select::template threshold<false>(s, part, room, true);
+    select::compact(s, part, at, [&](index_t to, index_t slot, index_t, bool) { out[to] = slot; });
+  } else {
+    // All blocks are of one length but the last, so how many are touched depends only on whether that one is.
+    const index_t last = keys.count - 1, short_length = candidates - last * block;
+    const unsigned short_key = keys.key(last);
+    index_t touched = ceil_div(room, block);
+    cut at = select::template threshold<true>(s, part, touched, true);
+    const auto touches_last = [&] {  // the last block comes after all its equals
+      return short_key > at.key || (short_key == at.key && at.ties == at.equal);
+    };
+    if (touches_last() && (touched - 1) * block + short_length < room) {
+      at = select::template threshold<true>(s, part, ++touched, false);
+    }
+    const bool last_is_whole = touches_last() && short_key != at.key;
+    // The worst of the touched, the last tie, gets what the others leave.
+    const index_t left = room - (touched - 1) * block + (last_is_whole ? block - short_length : 0);
+    select::compact(s, part, at, [&](index_t to, index_t b, index_t equal_before, bool is_equal) {
+      const index_t at_token = to * block - (equal_before >= at.ties ? block - left : 0);
+      if (is_equal && equal_before == at.ties - 1) {
+        s.trimmed = b;
+        s.trimmed_at = at_token;
+      } else {
+        const index_t length = b == last ? short_length : block;
+        for (index_t i = 0; i < length; ++i) out[at_token + i] = b * block + i;
+      }
+    });
+    __syncthreads();
+    if (s.trimmed == no_index) return;
+    const index_t from = s.trimmed * block, length = s.trimmed == last ? short_length : block, to = s.trimmed_at;
+    if (left == length) {
+      for (index_t i = threadIdx.x; i < length; i += block_threads) out[to + i] = from + i;
+      return;
+    }
+    using trim = row_select<storage, 1>;
+    const row_part<token_keys> inside{token_keys(scores + from, length), 0, length, cache, 0};
+    const cut best = trim::template threshold<false>(s, inside, left, false);
+    trim::compact(s, inside, best, [&](index_t i, index_t token, index_t, bool) { out[to + i] = from + token; });
+  }
+}
+
+template <int Blocks, class Keys, bool Stream>
+__global__ void __launch_bounds__(Stream ? stream_threads : select_threads<Blocks>, Stream         ? 2
+                                                                                    : Blocks == 1  ? 1
+                                                                                    : Keys::single ? 3
+                                                                                                   : 2)
+    select_entry(const __grid_constant__ select_problem problem, index_t block, index_t resident) {
+  select_row<Blocks, Keys, Stream>(problem, block, resident);
+}
+
+}  // namespace detail
+
+/// Launch shape of a selection over rows of up to `capacity` tokens in blocks of `block`; `keep` is what rows usually keep
+/// (more is still right). Measured on an H200, CUDA 13.0: see the notes of the benchmark.
+inline select_tuning tune_select(index_t rows, index_t capacity, index_t block, index_t keep,
+                                 const device_info& device) {
+  constexpr index_t most_share = 16384;  // 64 KB: three blocks of a cluster fit on an sm_90
+  const index_t units = ceil_div(capacity, block);
+  const bool clusters = device.compute_capability >= 90, many = rows > device.multiprocessors;
+  int cluster = 1;
+  if (clusters && capacity > most_share && !(many && units <= most_share)) cluster = capacity > 4 * most_share ? 8 : 4;
+  if (block == 1 && capacity > most_share && (many || !clusters)) {
+    const index_t survivors = device.shared_memory > 160 * 1024 ? 12288 : 4096;  // two blocks fit on a multiprocessor
+    if (!clusters || keep <= survivors / 2) return {1, survivors, true};
+  }
+  return {cluster, std::min<index_t>(most_share, (ceil_div(units, cluster) + 3) / 4 * 4)};
+}
+
+/// Runs a selector (top_tokens or top_blocks) over rows of scores, with the results of its CPU body.
+///
+/// n, keep and tail are read on the device, so a captured launch can be replayed while they grow; a row longer than
+/// `capacity` is still right, only slower.
+/// Cost     one read of the scores as far as a cluster's shared memory holds them (131,072 tokens), else up to five.
+/// Errors   none on the device; any score is defined (NaN ranks last).   Workspace  none.
+template <class Selector>
+class select_slots {
+  static_assert(std::is_same_v<Selector, top_tokens> || std::is_same_v<Selector, top_blocks>,
+                "tessera: the device selects with top_tokens or top_blocks");
+  static constexpr bool single = std::is_same_v<Selector, top_tokens>;
+  using keys = std::conditional_t<single, detail::token_keys, detail::block_keys>;
+
+ public:
+  select_slots(Selector selector, index_t rows, index_t capacity, const device_info& device, index_t usual_keep = 2048)
+      : select_slots(selector, rows, capacity, tune_select(rows, capacity, block_of(selector), usual_keep, device)) {}
+
+  select_slots(Selector selector, index_t rows, index_t capacity, const select_tuning& tuning)
+      : rows_(rows), block_(block_of(selector)), tuning_(tuning) {
+    require(rows >= 0, "rows", rows, "0 or more", "pass sequences * kv_heads");
+    require(capacity >= 0, "capacity", capacity, "0 or more", "pass the longest row that may come");
+    require(tuning.cluster == 1 || tuning.cluster == 4 || tuning.cluster == 8, "cluster", tuning.cluster, "1, 4 or 8",
+            "take the numbers of tune_select");
+    require(!tuning.stream || (single && tuning.cluster == 1), "cluster of a streamed selection", tuning.cluster,
+            "1, and single tokens", "take the numbers of tune_select");
+    // The limit belongs to the kernel, not to this object: always the device's, so that objects do not lower each other's.
+    const auto allow = [&](auto kernel) {
+      cudaFuncAttributes attributes{};
+      check(cudaFuncGetAttributes(&attributes, kernel), "cudaFuncGetAttributes");
+      const int room = device_info::current().shared_memory - int(attributes.sharedSizeBytes);
+      require(tuning.resident >= 0 && tuning.resident % 4 == 0 && shared_bytes() <= room, "resident", tuning.resident,
+              "a multiple of 4 up to " + std::to_string(room / 4), "take the numbers of tune_select");
+      check(cudaFuncSetAttribute(kernel, cudaFuncAttributeMaxDynamicSharedMemorySize, room), "cudaFuncSetAttribute");
+    };
+    with_kernel(allow);
+  }
+
+  std::size_t workspace_bytes() const { return 0; }
+  const select_tuning& tuning() const { return tuning_; }
+
+  void run(const select_problem& problem, void*, cudaStream_t stream) const {
+    if (rows_ == 0) return;
+    cudaLaunchAttribute attribute{};
+    attribute.id = cudaLaunchAttributeClusterDimension;
+    attribute.val.clusterDim = {unsigned(tuning_.cluster), 1, 1};
+    cudaLaunchConfig_t config{};
+    config.gridDim = dim3(unsigned(rows_ * tuning_.cluster));
+    config.blockDim = dim3(unsigned(tuning_.stream         ? detail::stream_threads
+                                    : tuning_.cluster == 1 ? detail::select_threads<1>
+                                                           : detail::select_threads<8>));
+    config.dynamicSmemBytes = std::size_t(shared_bytes());
+    config.stream = stream;
+    config.attrs = &attribute;
+    config.numAttrs = tuning_.cluster > 1 ? 1 : 0;
+    with_kernel([&](auto kernel) {
+      check(cudaLaunchKernelEx(&config, kernel, problem, block_, tuning_.resident), "cudaLaunchKernelEx(select)");
+    });
+  }
+
+ private:
+  static index_t block_of(const Selector& selector) {
+    selector.check();  // before anything divides by it
+    if constexpr (single)
+      return 1;
+    else
+      return selector.block;
+  }
+  int shared_bytes() const {
+    return int(tuning_.resident) * (tuning_.stream ? 8 : 4);
+  }  // a survivor has a slot beside its key
+  template <class Use>
+  void with_kernel(const Use& use) const {
+    if constexpr (single) {
+      if (tuning_.stream) return use(detail::select_entry<1, keys, true>);
+    }
+    switch (tuning_.cluster) {
+      case 1:
+        return use(detail::select_entry<1, keys, false>);
+      case 4:
+        return use(detail::select_entry<4, keys, false>);
+      default:
+        return use(detail::select_entry<8, keys, false>);
+    }
+  }
+
+  index_t rows_, block_;
+  select_tuning tuning_;
+};
+
+}  // namespace cuda
+TESSERA_NAMESPACE_END
