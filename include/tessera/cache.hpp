@@ -9,6 +9,7 @@
 
 #include "backend/cpu/attend.hpp"
 #include "backend/cpu/ragged_store.hpp"
+#include "backend/cpu/read_stage.hpp"
 #include "backend/cpu/retain.hpp"
 #include "backend/cpu/score.hpp"
 #include "core/model_shape.hpp"
@@ -54,7 +55,8 @@ class cache {
   const model_shape& shape() const { return shape_; }
   const Recipe& recipe() const { return recipe_; }
 
-  /// Changes the token budget; it counts from the next time the schedule retains, or the next step that retrieves.
+  /// Changes the token budget; it counts from the next time the schedule retains, or the next step that retrieves by
+  /// exact scores. Where the budget pays for an estimate, it counts from the end of the next turn's prompt.
   void set_budget(index_t tokens) {
     Recipe changed = recipe_;
     changed.set_budget(tokens);
@@ -66,7 +68,7 @@ class cache {
   index_t open() {
     const index_t id = index_t(std::find(sequences_.begin(), sequences_.end(), nullptr) - sequences_.begin());
     if (id == index_t(sequences_.size())) sequences_.emplace_back();
-    sequences_[std::size_t(id)] = sequence_state(shape_);
+    sequences_[std::size_t(id)] = sequence_state(shape_, recipe_);
     return id;
   }
 
@@ -88,11 +90,8 @@ class cache {
     state.store.append(k, v, state.next_position);
     state.next_position += k.tokens;
     state.turn_tokens += k.tokens;
-    if constexpr (Recipe::retains) {
-      using scorer = typename decltype(recipe_.retain)::scorer_type;
-      if constexpr (scorer::observed == observes::window) state.remember(q, recipe_.retain.scorer.window);
-      if constexpr (scorer::observed == observes::every_query) accumulate(state, q);
-    }
+    if constexpr (Recipe::observed == observes::window) state.remember(q, recipe_.retain.scorer.window);
+    if constexpr (Recipe::observed == observes::every_query) accumulate(state, q);
   }
 
   /// Causal attention of the newest q.tokens tokens of a layer over everything that it stores.
@@ -110,7 +109,8 @@ class cache {
                            cpu::attention_output{out, lse}, *workers_);
   }
 
-  /// Ends a turn's prompt: where the schedule says so, every layer chooses anew what it keeps and frees the rest.
+  /// Ends a turn's prompt: where the schedule says so, every layer chooses anew what it keeps and frees the rest, or what
+  /// a filter lets through. The first turn's end also plans what the budget comes to: see `plan`.
   void end_prefill(index_t id) {
     sequence_state& sequence = at(id);
     for (const layer_state& state : sequence.layers) {
@@ -120,11 +120,16 @@ class cache {
     }
     require(sequence.layers[0].turn_tokens >= 1, "tokens of this turn", sequence.layers[0].turn_tokens, "at least 1",
             "prefill a prompt before ending it");
+    const index_t first_prompt = sequence.first_prompt ? sequence.first_prompt : sequence.layers[0].turn_tokens;
+    sequence.plan = recipe_.plan(first_prompt);  // may throw: nothing has changed yet
+    sequence.first_prompt = first_prompt;
     for (index_t layer = 0; layer < shape_.layers; ++layer) {
       layer_state& state = sequence.layers[std::size_t(layer)];
-      if constexpr (Recipe::retains) {
-        if (recipe_.schedule.due(moment::prefill_end)) choose_anew(layer, state);
+      bool moved = false;
+      if constexpr (Recipe::chooses) {
+        if (recipe_.schedule.due(moment::prefill_end)) moved = choose_anew(layer, state, sequence.plan);
       }
+      state.reading.refresh(state.store, page_of(sequence.plan), moved);
       state.turn_tokens = 0;
       state.window = std::vector<float>();  // `= {}` would keep the memory
     }
@@ -144,7 +149,7 @@ class cache {
             "as many as new keys, which are " + std::to_string(k.tokens), "pass q, k and v of the same tokens");
     require(index_t(ids.size()) == q.sequences && q.sequences == k.sequences, "sequences of the batch", q.sequences,
             "as many as ids, which are " + std::to_string(ids.size()), "pass one id per sequence");
-    if constexpr (Recipe::retrieves) {
+    if constexpr (Recipe::retrieves && !Recipe::estimates && !Recipe::plans) {
       require(recipe_.retrieve.tokens >= q.tokens, "budget", recipe_.retrieve.tokens,
               "at least the tokens of the step, which are " + std::to_string(q.tokens),
               "raise the budget: a step of several tokens reads them all");
@@ -161,7 +166,7 @@ class cache {
               "pass each sequence once a step");
     }
     for (index_t b = 0; b < q.sequences; ++b) {
-      step(layer, at(ids[std::size_t(b)], layer), one(q, b), one(k, b), one(v, b), one(out, b), one(lse, b));
+      step(layer, at(ids[std::size_t(b)]), one(q, b), one(k, b), one(v, b), one(out, b), one(lse, b));
     }
   }
 
@@ -177,6 +182,24 @@ class cache {
     return result;
   }
 
+  /// What the budget comes to in this conversation, since its first prompt ended.
+  stage_plan plan(index_t id) const {
+    stage_plan plan = at(id).plan;
+    if constexpr (Recipe::retrieves && !Recipe::estimates && !Recipe::plans) plan.read = recipe_.retrieve.tokens;
+    return plan;
+  }
+
+  /// Logical positions that this turn's steps may read of one kv_head: what a filter let through and what was decoded
+  /// since; everything stored where there is no filter.
+  std::vector<index_t> readable(index_t layer, index_t id, index_t head) const {
+    if constexpr (Recipe::filters) {
+      const auto& passed = at(id, layer).reading.passed();
+      return {passed.row(head), passed.row(head) + passed.count(head)};
+    } else {
+      return positions(layer, id, head);
+    }
+  }
+
   /// Whether decode steps write down which positions they attend (see `attended`); off by default.
   void trace_attended(bool on) { tracing_ = on; }
   /// Positions that the last traced decode step of a layer attended, by kv_head.
@@ -185,16 +208,18 @@ class cache {
   /// A view of what a layer stores, for engines with attention of their own. Valid until the sequence changes.
   auto view(index_t layer, index_t id) { return at(id, layer).store.view(); }
 
-  /// Bytes that a sequence holds in all layers: rows, positions, scores, remembered queries.
+  /// Bytes that a sequence holds in all layers: rows, positions, scores, remembered queries; candidates, index and sums of
+  /// the second stage.
   offset_t bytes(index_t id) const {
     offset_t total = 0;
     for (const layer_state& state : at(id).layers) {
-      total += state.store.bytes() + offset_t(state.window.capacity() * sizeof(float));
+      total += state.store.bytes() + state.reading.bytes() + offset_t(state.window.capacity() * sizeof(float));
     }
     return total;
   }
 
-  /// Distinct bytes of stored K, V and scores that the last decode step of a sequence touched, summed over layers.
+  /// Distinct bytes of stored K, V and scores, of candidates, index and sums, that the last decode step of a sequence
+  /// touched, summed over layers. What a step writes is not counted.
   offset_t bytes_read(index_t id) const {
     offset_t total = 0;
     for (const layer_state& state : at(id).layers) total += state.bytes_read;
@@ -208,9 +233,11 @@ class cache {
 
  private:
   struct layer_state {
-    layer_state(index_t kv_heads, bool with_scores) : store(kv_heads, with_scores) {}
+    layer_state(index_t kv_heads, index_t page)
+        : store(kv_heads, Recipe::observed == observes::every_query), reading(kv_heads, page) {}
 
     cpu::ragged_store<layout> store;
+    cpu::read_stage<Recipe> reading;
     std::vector<float> window;  // [rows, q_heads, k_dim], the newest prompt queries of this turn
     index_t next_position = 0;
     index_t turn_tokens = 0;  // prompt tokens since the turn began; 0 while decoding
@@ -232,15 +259,11 @@ class cache {
   };
 
   struct sequence_state {
-    explicit sequence_state(const model_shape& shape) {
-      constexpr bool with_scores = [] {
-        if constexpr (Recipe::retains) {
-          return decltype(recipe_.retain)::scorer_type::observed == observes::every_query;
-        }
-        return false;
-      }();
-      layers.assign(std::size_t(shape.layers), layer_state(shape.kv_heads, with_scores));
+    sequence_state(const model_shape& shape, const Recipe& recipe) : plan(recipe.plan(0)) {
+      layers.assign(std::size_t(shape.layers), layer_state(shape.kv_heads, page_of(recipe, plan)));
     }
+    stage_plan plan;           // of a conversation without a prompt, until the first has ended
+    index_t first_prompt = 0;  // tokens; 0 until it has ended
     std::vector<layer_state> layers;
   };
 
@@ -282,125 +305,115 @@ class cache {
   void accumulate(layer_state& state, const rows_view<const E>& q) {
     if (q.tokens == 0) return;
     const index_t first = state.next_position - q.tokens;
-    score_rows(state, cpu::query_rows<E>{q, &first}, recipe_.retain.scorer, state.store.scores(),
-               state.store.begins().data());
+    cpu::score_rows(state.store.view(), cpu::query_rows<E>{q, &first}, recipe_.attention.rule, recipe_.retain.scorer,
+                    state.store.scores(), state.store.begins().data(), scoring_, *workers_);
   }
 
-  template <class E, class Scorer>
-  void score_rows(layer_state& state, const cpu::query_rows<E>& queries, const Scorer& scorer, float* scores,
-                  const offset_t* offsets) {
-    const auto view = state.store.view();
-    scoring_.lse.resize(std::size_t(queries.q.tokens) * std::size_t(shape_.q_heads));
-    cpu::row_log_sum_exp(view, queries, recipe_.attention.rule, scoring_.lse.data(), scoring_, *workers_);
-    cpu::accumulate_scores(view, queries, recipe_.attention.rule, scorer, scoring_.lse.data(), scores, offsets,
-                           scoring_, *workers_);
+  static index_t page_of(const Recipe& recipe, const stage_plan& plan) {
+    if constexpr (Recipe::estimates) return recipe.step_scorer(plan).page;
+    return 1;
   }
+  index_t page_of(const stage_plan& plan) const { return page_of(recipe_, plan); }
 
-  /// Scores what a layer stores and keeps the budget's worth of it.
-  void choose_anew(index_t layer, layer_state& state) {
-    using scorer = typename decltype(recipe_.retain)::scorer_type;
+  /// Scores what a layer stores and keeps, or lets through, the budget's worth of it. Returns whether slots, or
+  /// candidates, are no longer what they were.
+  bool choose_anew(index_t layer, layer_state& state, const stage_plan& plan) {
+    const auto policy = recipe_.first_stage(plan);
     const auto& lengths = state.store.lengths();
-    if (*std::max_element(lengths.begin(), lengths.end()) <= recipe_.retain.budget.tokens) return;
+    const bool fits = *std::max_element(lengths.begin(), lengths.end()) <= policy.budget.tokens;
+    if (fits && Recipe::retains) return false;
     layer_scores scores;
     scores.layer = layer;
     scores.layers = shape_.layers;
     scores.kv_heads = shape_.kv_heads;
     scores.tokens = lengths.data();
     scores.offsets = state.store.begins().data();
-    scores.protected_tail = recipe_.retain.scorer.protected_tail(recipe_.retain.budget.tokens);
-    if constexpr (scorer::observed == observes::every_query) {
+    scores.protected_tail = policy.scorer.protected_tail(policy.budget.tokens);
+    if (Recipe::observed == observes::every_query) {
       scores.scores = state.store.scores();
     } else {
       raw_.assign(std::size_t(scores.offsets[shape_.kv_heads - 1] + lengths.back()), 0.0f);
       scores.scores = raw_.data();
-      if constexpr (scorer::observed == observes::window) {
+      if constexpr (Recipe::observed == observes::window) {
         const index_t rows = index_t(state.window.size()) / (shape_.q_heads * k_dim);
         const index_t first = state.next_position - rows;
         scores.protected_tail = rows;
-        score_rows(
-            state,
-            cpu::query_rows<float>{nhd_rows<const float>(state.window.data(), rows, shape_.q_heads, k_dim), &first},
-            recipe_.retain.scorer, raw_.data(), scores.offsets);
-      } else {
+        const auto window = nhd_rows<const float>(state.window.data(), rows, shape_.q_heads, k_dim);
+        if (!fits) {
+          cpu::score_rows(state.store.view(), cpu::query_rows<float>{window, &first}, recipe_.attention.rule,
+                          policy.scorer, raw_.data(), scores.offsets, scoring_, *workers_);
+        }
+      }
+      if constexpr (Recipe::observed == observes::nothing) {
         for (index_t h = 0; h < shape_.kv_heads; ++h) {
           for (index_t i = 0; i < state.store.length(h); ++i) {
             raw_[std::size_t(scores.offsets[h] + i)] =
-                recipe_.retain.scorer.score(state.store.position(h, i), state.next_position);
+                policy.scorer.score(state.store.position(h, i), state.next_position);
           }
         }
       }
     }
-    cpu::choose_kept(recipe_.retain, scores, chosen_, retaining_);
-    state.store.keep(chosen_, *workers_);
-  }
-
-  /// Chooses what a step reads: the best tokens by the step's queries; the step's own tokens too when it has several,
-  /// so that each of them sees something.
-  template <class E>
-  void choose_read(layer_state& state, const cpu::query_rows<E>& queries) {
-    const auto& lengths = state.store.lengths();
-    offsets_.assign(1, 0);
-    for (const index_t length : lengths) offsets_.push_back(offsets_.back() + length);
-    raw_.assign(std::size_t(offsets_.back()), 0.0f);
-    score_rows(state, queries, recipe_.retrieve.scorer, raw_.data(), offsets_.data());
-    chosen_.reset(lengths);
-    retaining_.finished.resize(raw_.size());
-    const index_t tail = queries.q.tokens > 1 ? queries.q.tokens : 0;
-    for (index_t h = 0; h < shape_.kv_heads; ++h) {
-      float* finished = retaining_.finished.data() + offsets_[std::size_t(h)];
-      recipe_.retrieve.scorer.finish(raw_.data() + offsets_[std::size_t(h)], state.store.length(h), finished,
-                                     retaining_.pooled);
-      chosen_.counts[std::size_t(h)] = recipe_.retrieve.selector.select(
-          finished, state.store.length(h), tail, recipe_.retrieve.tokens, chosen_.row(h), retaining_.top_k);
+    cpu::choose_kept(policy, scores, kept_, retaining_);
+    if constexpr (Recipe::filters) {
+      state.reading.pass(kept_);
+    } else {
+      state.store.keep(kept_, *workers_);
     }
+    return true;
   }
 
   template <class E>
-  void step(index_t layer, layer_state& state, const rows_view<const E>& q, const rows_view<const E>& k,
+  void step(index_t layer, sequence_state& sequence, const rows_view<const E>& q, const rows_view<const E>& k,
             const rows_view<const E>& v, const rows_view<float>& out, const rows_view<float>& lse) {
+    layer_state& state = sequence.layers[std::size_t(layer)];
+    stage_plan plan = sequence.plan;
+    if constexpr (Recipe::retrieves && !Recipe::estimates && !Recipe::plans) plan.read = recipe_.retrieve.tokens;
     const index_t first = state.next_position;
     state.store.append(k, v, first);
+    state.reading.append(state.store, k.tokens);
     state.next_position += k.tokens;
     const cpu::query_rows<E> queries{q, &first};
-    constexpr offset_t key_bytes = offset_t(k_dim) * sizeof(typename layout::element_type);
-    state.bytes_read = 0;
+    const auto view = state.reading.view(state.store);
 
     const selection_view* read = nullptr;
     selection_view read_view;
+    state.bytes_read = 0;
     if constexpr (Recipe::retrieves) {
-      choose_read(state, queries);
-      read_view = chosen_.view();
+      state.bytes_read = state.reading.choose(view, queries, recipe_, plan, reading_, scoring_, *workers_);
+      read_view = reading_.chosen.view();
       read = &read_view;
     }
     for (index_t h = 0; h < shape_.kv_heads; ++h) {
-      const offset_t stored = state.store.length(h);
-      // Exact scores read every key; the keys of what is then attended are the same bytes.
-      if constexpr (Recipe::retrieves) {
-        state.bytes_read += stored * key_bytes + chosen_.counts[std::size_t(h)] * (layout::token_bytes() - key_bytes);
-      } else {
-        state.bytes_read += stored * layout::token_bytes();
-      }
+      const index_t count = read ? read->count(h) : view.length(0, h);
+      state.bytes_read += count * layout::token_bytes() + state.reading.side_bytes(view.length(0, h), count);
     }
-    cpu::decode_attention(state.store.view(), queries, recipe_.attention.rule, read, cpu::attention_output{out, lse},
-                          attending_, *workers_);
-    if (tracing_) trace(state, read);
+    cpu::decode_attention(view, queries, recipe_.attention.rule, read, cpu::attention_output{out, lse}, attending_,
+                          *workers_);
+    if constexpr (cpu::read_stage<Recipe>::averages) {
+      state.reading.add_mean_value(state.store, q.tokens, shape_.q_heads / shape_.kv_heads, reading_.mass.data(), out);
+    }
+    if (tracing_) trace(state, view, read);
 
     if constexpr (Recipe::retains && Recipe::schedule_type::after_steps) {
-      if constexpr (decltype(recipe_.retain)::scorer_type::observed == observes::every_query) {
+      if constexpr (Recipe::observed == observes::every_query) {
         accumulate(state, q);
         for (index_t h = 0; h < shape_.kv_heads; ++h)
           state.bytes_read += state.store.length(h) * offset_t(sizeof(float));
       }
-      if (recipe_.schedule.due(moment::step_end)) choose_anew(layer, state);
+      if (recipe_.schedule.due(moment::step_end)) {
+        const bool moved = choose_anew(layer, state, plan);
+        state.reading.refresh(state.store, page_of(plan), moved);
+      }
     }
   }
 
-  void trace(layer_state& state, const selection_view* read) const {
+  template <class View>
+  void trace(layer_state& state, const View& view, const selection_view* read) const {
     state.attended.assign(std::size_t(shape_.kv_heads), {});
     for (index_t h = 0; h < shape_.kv_heads; ++h) {
-      const index_t count = read ? read->count(h) : state.store.length(h);
+      const index_t count = read ? read->count(h) : view.length(0, h);
       for (index_t i = 0; i < count; ++i) {
-        state.attended[std::size_t(h)].push_back(state.store.position(h, read ? read->row(h)[i] : i));
+        state.attended[std::size_t(h)].push_back(view.position(0, h, read ? read->row(h)[i] : i));
       }
     }
   }
@@ -414,10 +427,10 @@ class cache {
   // Scratch of the operations; copies of a cache start with their own.
   cpu::score_workspace<k_dim> scoring_;
   cpu::retain_workspace retaining_;
+  cpu::read_workspace<Recipe> reading_;
   cpu::decode_workspace attending_;
-  selection chosen_;
+  selection kept_;
   std::vector<float> raw_;
-  std::vector<offset_t> offsets_;
 };
 
 }  // namespace TESSERA_HOST_ISA

@@ -4,6 +4,7 @@
 #include <concepts>
 
 #include "../core/layer_scores.hpp"
+#include "../core/stage_plan.hpp"
 
 TESSERA_NAMESPACE_BEGIN
 
@@ -20,6 +21,15 @@ concept budget = requires(const B b, B& m, const layer_scores& scores, index_t* 
   { m.tokens } -> std::same_as<index_t&>;
   b.allot(scores, counts);
   b.check();
+};
+
+/// A budget that is split over both stages once the length of the first prompt is known.
+///   plan(prompt) -> stage_plan     prompt: tokens of the conversation's first prompt
+///   planned(plan)                  the budget that allots the plan's `retained` tokens
+template <class B>
+concept planning_budget = budget<B> && requires(const B b, index_t prompt, const stage_plan& plan) {
+  { b.plan(prompt) } -> std::same_as<stage_plan>;
+  { b.planned(plan) } -> budget;
 };
 
 template <class B>

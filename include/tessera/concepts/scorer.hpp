@@ -32,6 +32,36 @@ concept attentive_scorer = S::observed != observes::nothing&& requires(const S s
   { s.weigh(x, x) } -> std::same_as<float>;
 };
 
+/// A retrieval scorer that reads an estimate in place of the keys: of runs of `page` consecutive stored slots the
+/// smallest and the largest value of each channel (core/page_extrema.hpp; of a page of one slot, its key), on `channels`
+/// of the channels. Backends compute, for row r of the step (a token's query head of the group), page p and the channels
+/// c with the largest sums of |q| over the rows (ties to the lower channel),
+///   logit[r, p] = sum over c of q[r, c] * (takes_upper(q[r, c], sum over rows of q[., c]) ? upper : lower)[c, p],
+/// times row_scale, soft-capped by the rule. A slot's score is the sum over the rows that see it of its page's logit or,
+/// where `normalised`, of the softmax of these logits over the slots that the row sees: a page counts its slots.
+///   page, channels                     index_t; 0 where they follow from the budget, at least 1 once fitted
+///   fitted(ratio, k_dim)               this scorer with both set: keys are to be estimated from 1 / ratio of their bytes
+///   normalised                         see above
+///   adds_mean_value                    whether what is not attended is made up for by the mean of V
+///   takes_upper(own, total) -> bool
+///   row_scale(scale, chosen, whole) -> float   scale: the rule's; sums of the row's |q| over the chosen and all channels
+template <class S>
+concept paged_scorer = S::observed == observes::step&& requires(const S s, float x, double ratio, int k_dim) {
+  { s.page } -> std::convertible_to<index_t>;
+  { s.channels } -> std::convertible_to<index_t>;
+  { s.fitted(ratio, k_dim) } -> std::same_as<S>;
+  { S::normalised } -> std::convertible_to<bool>;
+  { S::adds_mean_value } -> std::convertible_to<bool>;
+  { s.takes_upper(x, x) } -> std::same_as<bool>;
+  { s.row_scale(x, x, x) } -> std::same_as<float>;
+};
+
+/// A scorer whose scores take a last pass over a head (pooling).
+template <class S>
+concept finishing_scorer = requires(const S s, const float* in, float* out, index_t n, std::vector<float>& scratch) {
+  s.finish(in, n, out, scratch);
+};
+
 /// A scorer that says how many of the prompt's last queries it observes.
 template <class S>
 concept has_window = requires(S& s) {
@@ -44,16 +74,15 @@ concept has_window = requires(S& s) {
 ///   comparable_across_heads              whether scores of two heads may be ranked against each other
 ///   window                               index_t, where it observes a window: how many of the last queries
 ///   protected_tail(budget)               newest tokens that are kept whatever their score
-///   finish(in, n, out, scratch)          last pass over a head's scores (pooling); out != in
+///   finish(in, n, out, scratch)          last pass over a head's scores (pooling); out != in. Not for a paged scorer
 ///   check(budget)                        throws tessera::error on parameters that make no sense
 template <class S>
-concept scorer = std::is_trivially_copyable_v<S> && (positional_scorer<S> || attentive_scorer<S>) &&
-    (S::observed != observes::window || has_window<S>) && requires(const S s, const float* in, float* out, index_t n,
-                                                            std::vector<float>& scratch) {
+concept scorer = std::is_trivially_copyable_v<S> &&
+    (((positional_scorer<S> || attentive_scorer<S>)&&finishing_scorer<S>) || paged_scorer<S>)&&(
+        S::observed != observes::window || has_window<S>)&&requires(const S s, index_t n) {
   { S::name } -> std::convertible_to<const char*>;
   { S::comparable_across_heads } -> std::convertible_to<bool>;
   { s.protected_tail(n) } -> std::same_as<index_t>;
-  s.finish(in, n, out, scratch);
   s.check(n);
 };
 
@@ -68,9 +97,10 @@ constexpr bool check_scorer() {
   static_assert(
       requires { S::comparable_across_heads; },
       "tessera: a scorer must say whether its scores are comparable_across_heads");
-  static_assert(positional_scorer<S> || attentive_scorer<S>,
+  static_assert(positional_scorer<S> || attentive_scorer<S> || paged_scorer<S>,
                 "tessera: a scorer that observes nothing needs float score(position, next_position); any other needs "
-                "float weigh(logit, lse)");
+                "float weigh(logit, lse), or, to read pages in a step, page, channels, fitted(ratio, k_dim), normalised, "
+                "adds_mean_value, takes_upper(own, total) and row_scale(scale, chosen, whole)");
   static_assert(
       requires(const S s, index_t n) {
         { s.protected_tail(n) } -> std::same_as<index_t>;

@@ -64,6 +64,20 @@ struct csr_table {
   }
 };
 
+/// Some of the slots behind another table: slot `s` of (sequence, head) is that table's slot
+/// `slots[begin[sequence * kv_heads + head] + s]`. A view over candidates looks like a smaller cache to every operation;
+/// where slot and position coincide behind it, the lists are the view's `positions` too.
+template <class Table>
+struct filtered {
+  Table table{};
+  const index_t* slots = nullptr;
+  const offset_t* begin = nullptr;
+  index_t kv_heads = 1;
+  TESSERA_HD slot_address locate(index_t sequence, index_t head, index_t slot) const {
+    return table.locate(sequence, head, slots[begin[offset_t(sequence) * kv_heads + head] + slot]);
+  }
+};
+
 /// Stored keys and values of a batch, one layer.
 ///
 /// Shapes   K [sequences, kv_heads, slots, k_dim], V [.., v_dim] in any strides, behind any table.

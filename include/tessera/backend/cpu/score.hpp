@@ -136,6 +136,15 @@ void accumulate_scores(const View& view, const query_rows<Q>& queries, const log
   });
 }
 
+/// Both passes: adds the scores of `queries` to `scores`.
+template <class View, class Q, attentive_scorer Scorer>
+void score_rows(const View& view, const query_rows<Q>& queries, const logit_rule& rule, const Scorer& scorer,
+                float* scores, const offset_t* offsets, score_workspace<View::k_dim>& workspace, executor& workers) {
+  workspace.lse.resize(std::size_t(queries.q.sequences) * std::size_t(queries.q.tokens) * std::size_t(queries.q.heads));
+  row_log_sum_exp(view, queries, rule, workspace.lse.data(), workspace, workers);
+  accumulate_scores(view, queries, rule, scorer, workspace.lse.data(), scores, offsets, workspace, workers);
+}
+
 }  // namespace TESSERA_HOST_ISA
 }  // namespace cpu
 TESSERA_NAMESPACE_END

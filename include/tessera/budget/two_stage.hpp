@@ -1,0 +1,94 @@
+// RocketKV's budget: one token budget for both stages, split by how hard the cache is compressed.
+#pragma once
+
+#include <algorithm>
+#include <cmath>
+#include <limits>
+
+#include "../concepts/budget.hpp"
+#include "../core/error.hpp"
+
+TESSERA_NAMESPACE_BEGIN
+
+/// How much of the compression the first stage does: a factor in [0, 1], or the formula of RocketKV.
+struct split_factor {
+  bool adaptive = true;
+  double fixed = 0;  ///< counts where it is not adaptive
+
+  split_factor() = default;
+  explicit split_factor(double factor) : adaptive(false), fixed(factor) {}
+
+  /// The first stage compresses c times by c^r: min(0.2 + 0.06 log2 c, 0.8) where it is adaptive.
+  double of(double c) const { return adaptive ? std::min(0.2 + 0.06 * std::log2(c), 0.8) : fixed; }
+  bool operator==(const split_factor&) const = default;
+};
+
+/// Splits a token budget t over both stages: what a step reads to estimate scores and to attend is worth t tokens.
+///
+/// With S = prompt + max_new and c = max(1, S / t), the first stage compresses by c^r and the second by the rest:
+/// capacity = S / c^r rounded down, at least min(2 max_new, S); of it max_new is room for the answer and the rest is what
+/// the first stage keeps, allotted to heads by `Inner`. A step attends t / 2 tokens; the other half pays for the
+/// estimate, which may read 1 / ratio of the keys, ratio = max(1, capacity / t).
+/// The plan is made when a conversation's first prompt ends and stays. A later turn keeps at least the t / 2 tokens that a
+/// step attends, so that a conversation that begins with a short prompt is not held to its length.
+/// Errors   tokens < 16, max_new < 0, a split outside [0, 1]: tessera::error. Room for the window is checked by the
+///          recipe, when the prompt's length is known.
+/// Paper    RocketKV, arXiv:2502.14051, Sec. 3.6; rounding and the floor of 2 max_new from its accuracy code.
+template <class Inner>
+struct two_stage {
+  static constexpr const char* name = "two_stage";
+  static constexpr bool compares_heads = Inner::compares_heads;
+
+  index_t tokens = 1024;  ///< t
+  index_t max_new = 128;
+  split_factor split{};
+  Inner inner{};
+
+  stage_plan plan(index_t prompt) const {
+    const double budget = double(tokens), all = double(prompt) + double(max_new);
+    const double c = std::max(1.0, all / budget);
+    const double least = std::min(2.0 * double(max_new), all);
+    const double capacity = std::max(std::floor(all / std::pow(c, split.of(c))), least);
+    constexpr double most = std::numeric_limits<index_t>::max();
+    require(all <= most, "max_new", max_new, "at most 2^31 - 1 with the prompt", "pass how many tokens a turn decodes");
+    stage_plan result;
+    result.capacity = index_t(capacity);
+    result.retained = result.capacity - max_new;
+    result.read = tokens / 2;
+    result.ratio = std::max(1.0, capacity / budget);
+    return result;
+  }
+
+  Inner planned(const stage_plan& plan) const {
+    Inner result = inner;
+    result.tokens = std::max(plan.retained, plan.read);
+    return result;
+  }
+
+  /// Without a plan, `tokens` are allotted.
+  void allot(const layer_scores& scores, index_t* counts) const {
+    Inner unplanned = inner;
+    unplanned.tokens = tokens;
+    unplanned.allot(scores, counts);
+  }
+
+  void check() const {
+    require(tokens >= 16, "budget", tokens, "at least 16 tokens per kv_head",
+            "raise it: the token budget pays for estimating scores and for attending");
+    require(max_new >= 0, "max_new", max_new, "0 or more tokens", "pass how many tokens a turn decodes");
+    require(split.adaptive || (split.fixed >= 0 && split.fixed <= 1), "split", split.fixed, "adaptive, or 0 to 1",
+            "pass adaptive; 0 leaves all compression to the second stage, 1 to the first");
+    Inner checked = inner;
+    checked.tokens = tokens;
+    checked.check();
+  }
+
+  template <class Self, class Visit>
+  static void parameters(Self& self, Visit&& visit) {
+    visit("max_new", self.max_new, "tokens that a turn decodes: they count into the sequence's length");
+    visit("split", self.split, "share of the compression that the first stage does: adaptive, or 0 to 1");
+    Inner::parameters(self.inner, visit);
+  }
+};
+
+TESSERA_NAMESPACE_END

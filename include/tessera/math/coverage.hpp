@@ -1,0 +1,19 @@
+// Logits from a few channels: how their scale makes up for the channels that are left out.
+#pragma once
+
+#include <cmath>
+
+#include "../core/config.hpp"
+#include "../core/types.hpp"
+
+TESSERA_NAMESPACE_BEGIN
+
+/// The scale of logits that were summed over the channels which hold `chosen` of a query's `whole` sum of |q|:
+/// scale / sqrt(chosen / whole), so that fewer terms spread as all of them would. `scale` itself, to the bit, when all
+/// channels are chosen; 0 for a query with nothing on the chosen channels: its logits are 0 whatever the scale.
+/// Paper    SparQ, arXiv:2312.04985, Sec. 4 (the temperature of its step 1).
+TESSERA_HD inline float coverage_scale(float scale, float chosen, float whole) {
+  return chosen > 0 ? scale / std::sqrt(chosen / whole) : 0.0f;
+}
+
+TESSERA_NAMESPACE_END

@@ -1,0 +1,37 @@
+// The best tokens or the best whole pages, as a run-time parameter says.
+#pragma once
+
+#include "top_pages.hpp"
+#include "top_tokens.hpp"
+
+TESSERA_NAMESPACE_BEGIN
+
+/// Chooses as `top_tokens` or as `top_pages` does.
+///
+/// RocketKV's accuracy code selects tokens and cuts inside the last page (at its lower slots here); its GPU code selects
+/// pages, which reads longer runs.
+/// Ties     to the lower slot or page.   Cost  O(n) on average.
+struct tokens_or_pages {
+  static constexpr const char* name = "tokens_or_pages";
+  using unit = page_unit;
+
+  selection_unit choice = selection_unit::token;
+  index_t page = 1;  ///< the scorer's, in a recipe
+
+  index_t select(const float* scores, index_t n, index_t tail, index_t keep, index_t* out,
+                 top_k_scratch& scratch) const {
+    if (choice == selection_unit::token) return top_tokens{}.select(scores, n, tail, keep, out, scratch);
+    return top_pages{page}.select(scores, n, tail, keep, out, scratch);
+  }
+
+  void check() const {}
+
+  template <class Self, class Visit>
+  static void parameters(Self& self, Visit&& visit) {
+    visit("unit", self.choice, "what a step chooses: token, or whole page");
+  }
+};
+
+static_assert(check_selector<tokens_or_pages>());
+
+TESSERA_NAMESPACE_END
