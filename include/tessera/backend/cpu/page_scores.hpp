@@ -165,6 +165,7 @@ void page_products(const View& view, index_t sequence, index_t head,
 template <class Scorer>
 bool weigh_pages(const Scorer&, const logit_rule& rule, float scale, float sink, const visible_slots& seen, index_t page,
                  index_t pages, float* row) {
+  if (seen.begin >= seen.end) return false;
   float top = sink;
   bool any = false;
   for (index_t p = seen.begin / page; p < pages && p * page < seen.end; ++p) {
