@@ -50,6 +50,8 @@ class any_cache {
   virtual void set_budget(index_t tokens) = 0;
   virtual index_t next_position(index_t id) const = 0;
   virtual std::vector<index_t> positions(index_t layer, index_t id, index_t head) const = 0;
+  virtual std::vector<index_t> readable(index_t layer, index_t id, index_t head) const = 0;
+  virtual tessera::stage_plan plan(index_t id) const = 0;
   virtual void trace_attended(bool on) = 0;
   virtual std::vector<std::vector<index_t>> attended(index_t layer, index_t id) const = 0;
   virtual offset_t bytes(index_t id) const = 0;
@@ -57,9 +59,24 @@ class any_cache {
   virtual offset_t full_bytes(index_t tokens) const = 0;
 };
 
-/// Throws as the cache does; knows the published methods and two mixtures.
+/// Throws as the cache does; knows the published methods and some mixtures.
 std::unique_ptr<any_cache> make_cache(const settings& chosen, const tessera::model_shape& shape,
                                       std::shared_ptr<tessera::cpu::executor> workers);
+
+/// What a method is made of, for the reference: its own description, not the recipe's.
+struct traits {
+  enum class first { none, window, accumulated, position };
+  enum class share { uniform, pyramid, adaptive };
+  enum class second { none, exact, hsa, quest, sparq };
+  first scorer = first::none;
+  share budget = share::uniform;
+  second reads = second::none;
+  bool blocks = false, each_step = false, filters = false, plans = false;
+  bool pages = false;  // reads whole pages, whatever `unit` says
+
+  bool estimates() const { return reads != second::none && reads != second::exact; }
+};
+const traits& traits_of(const std::string& method);
 
 /// The published methods and the mixtures that make_cache knows.
 const std::vector<std::string>& published_methods();

@@ -97,8 +97,13 @@ TEST_CASE("a budget below one token is refused when a cache is made and when it 
   for (const auto& method : all_methods()) {
     if (method == "full") continue;  // has no budget
     CAPTURE(method);
-    CHECK_THAT(said_on_making({method, 0, {{"window", 1}}}), contains("budget is 0; expected at least 1 token per kv_head; "));
+    const traits& made_of = traits_of(method);
+    const bool token_budget = made_of.plans || (made_of.estimates() && made_of.scorer == traits::first::none);
+    const std::string least = token_budget ? "budget is 0; expected at least 16 tokens per kv_head; "
+                                           : "budget is 0; expected at least 1 token per kv_head; ";
+    CHECK_THAT(said_on_making({method, 0, {{"window", 1}}}), contains(least));
     CHECK_THAT(said_on_making({method, -3, {{"window", 1}}}), contains("budget is -3; expected at least 1"));
+    if (token_budget) CHECK_THAT(said_on_making({method, 15, {{"window", 1}}}), contains("budget is 15; expected at least 16"));
     working now({method, 40, {{"window", 4}}});
     now.prompt(60);
     now.end_prompt();
@@ -298,8 +303,8 @@ TEST_CASE("an empty chunk, and a chunk without the queries that the scorer obser
                 [&](any_cache& cache) { cache.prefill(0, id, data.queries(0, 50, 0), data.keys(0, 50, 0), data.values(0, 50, 0)); });
     now.refuses("queries of a prompt chunk is 11; expected ",
                 [&](any_cache& cache) { cache.prefill(0, id, data.queries(0, 50, 11), data.keys(0, 50, 10), data.values(0, 50, 10)); });
-    const bool accumulates = method == "h2o" || method == "block_heavy_hitters";
-    if (method == "full" || method == "exact_topk" || method == "streaming_llm") continue;
+    const bool accumulates = traits_of(method).scorer == traits::first::accumulated;
+    if (traits_of(method).scorer == traits::first::none || traits_of(method).scorer == traits::first::position) continue;
     const index_t needed = accumulates ? 10 : 8;
     const std::string scorer = accumulates ? "accumulated_attention" : "observation_window";
     now.refuses("queries of a prompt chunk is " + std::to_string(needed - 1) + "; expected " + std::to_string(needed) + " to 10 (" +

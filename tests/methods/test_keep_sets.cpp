@@ -9,7 +9,9 @@ namespace {
 
 /// A budget and parameters that make sense together, small enough that most prompts exceed them.
 settings random_settings(rng& random, const std::string& method) {
-  settings chosen{method, random.between(2, 40)};
+  const traits& made_of = traits_of(method);
+  const bool token_budget = made_of.plans || (made_of.estimates() && made_of.scorer == traits::first::none);
+  settings chosen{method, token_budget ? random.between(16, 60) : random.between(2, 40)};
   const index_t window = random.chance(0.1) ? chosen.budget : random.between(1, std::min<index_t>(chosen.budget, 12));
   chosen.values = {{"window", window},
                    {"pool", random.pick({1, 3, 5, 7, 63})},
@@ -20,7 +22,21 @@ settings random_settings(rng& random, const std::string& method) {
                    {"sinks", random.between(0, std::min<index_t>(chosen.budget - 1, 6))},
                    {"block", random.pick({1, 3, 8, 16})},
                    {"read_tokens", random.between(1, 30)}};
-  if (method == "exact_topk") chosen.values.erase("read_tokens");
+  if (method == "exact_topk" || token_budget) chosen.values.erase("read_tokens");
+  if (made_of.estimates() && !token_budget) chosen.values["read_tokens"] = random.between(16, 60);
+  if (made_of.plans || made_of.estimates()) {
+    chosen.values["max_new"] = random.pick({0, 1, 10, 40, 100});
+    chosen.values["page"] = random.pick({0, 0, 1, 2, 5, 16});
+    chosen.values["channels"] = random.pick({0, 0, 1, 20, 64});
+    chosen.values["unit"] = random.between(0, 1);
+    if (random.chance(0.4)) chosen.values["split"] = random.pick({0.0, 0.3, 0.5, 1.0});
+    // H2O's `recent` and SparQ's have one name: it must suit both. And the window needs room beside `max_new`.
+    const index_t attended = chosen.count("read_tokens", chosen.budget) / 2, room = chosen.count("max_new", 0);
+    chosen.values["recent"] =
+        random.chance(0.6) ? -1 : random.between(0, made_of.scorer == traits::first::accumulated && made_of.plans
+                                                        ? 0 : std::min(chosen.budget, attended));
+    chosen.values["window"] = std::min({window, room > 0 ? room : 12, index_t(12)});
+  }
   if (random.chance(0.2)) chosen.rule.soft_cap = 8;
   if (random.chance(0.2)) chosen.rule.sliding_window = random.between(1, 60);
   if (random.chance(0.1)) chosen.rule.scale = 0.05f;
@@ -34,7 +50,9 @@ index_t random_prompt(rng& random, index_t budget) {
 
 std::vector<index_t> random_steps(rng& random, const settings& chosen, index_t most) {
   std::vector<index_t> steps;
-  const index_t least_budget = std::min(chosen.budget, chosen.count("read_tokens", chosen.budget));
+  const traits& made_of = traits_of(chosen.method);
+  index_t least_budget = std::min(chosen.budget, chosen.count("read_tokens", chosen.budget));
+  if (made_of.plans || made_of.estimates()) least_budget = 8;
   for (index_t i = random.between(0, most); i > 0; --i) {
     steps.push_back(random.chance(0.7) ? 1 : random.between(1, std::min<index_t>(8, least_budget)));
   }
@@ -49,7 +67,7 @@ void run_random_conversations(const std::string& method, std::uint64_t seed, ind
   for (index_t i = 0; i < support::scaled(shapes); ++i) {
     settings chosen = random_settings(random, method);
     const index_t kv_heads = random.between(1, 3), group = random.pick({1, 1, 2, 2, 3, 4, 8});
-    const bool layered = method == "pyramidkv" || method == "block_heavy_hitters";
+    const bool layered = traits_of(method).budget == traits::share::pyramid;
     const tessera::model_shape shape{layered ? random.between(1, 5) : random.between(1, 2), kv_heads * group, kv_heads};
     const auto sinks = support::normals(random, std::size_t(shape.q_heads));
     if (random.chance(0.2)) chosen.rule.sink_logits = sinks.data();
@@ -84,6 +102,26 @@ TEST_CASE("two stages of Ada-KV blocks and exact tokens follow the reference") {
 }
 TEST_CASE("heavy hitters in blocks under a pyramid follow the reference") {
   run_random_conversations("block_heavy_hitters", 8, 500, 1, 2);
+}
+
+TEST_CASE("hsa reads what the reference reads") { run_random_conversations("hsa", 10, 1'000, 2, 3); }
+TEST_CASE("quest reads what the reference reads") { run_random_conversations("quest", 11, 1'000, 2, 3); }
+TEST_CASE("sparq reads what the reference reads, and adds the mean value") {
+  run_random_conversations("sparq", 12, 1'000, 2, 3);
+}
+TEST_CASE("rocketkv keeps and reads what the reference does") { run_random_conversations("rocketkv", 13, 1'000, 3, 3); }
+TEST_CASE("rocketkv_mt lets through and reads what the reference does") {
+  run_random_conversations("rocketkv_mt", 14, 1'000, 3, 3);
+}
+TEST_CASE("any first stage with any second follows the reference") {
+  for (const char* method : {"snapkv_quest", "ada_hsa", "pyramid_sparq", "h2o_exact", "h2o_hsa", "sinks_sparq", "rocket_exact"}) {
+    run_random_conversations(method, 15, 300, 3, 3);
+  }
+}
+TEST_CASE("any filter with any second stage follows the reference") {
+  for (const char* method : {"snapkv_turns", "snapkv_turns_exact", "h2o_turns_quest", "ada_turns_sparq"}) {
+    run_random_conversations(method, 16, 300, 3, 3);
+  }
 }
 
 TEST_CASE("several turns: what is kept at each turn's end comes from what was left and what is new") {

@@ -70,6 +70,10 @@ inline page_scores score_pages(const page_rules& rules, const std::vector<const 
     std::vector<double> logits;
     for (std::size_t slot = 0; slot < n; ++slot) {
       const std::size_t first = slot / std::size_t(rules.page) * std::size_t(rules.page);
+      if (slot > first) {  // all slots of a page have its logit
+        logits.push_back(logits.back());
+        continue;
+      }
       double dot = 0, size = 0;
       for (const index_t d : order) {
         std::vector<double> members;
@@ -86,7 +90,7 @@ inline page_scores score_pages(const page_rules& rules, const std::vector<const 
         size += std::abs(double(queries[r][d]) * one);
       }
       double logit = dot * scale;
-      if (rule.soft_cap > 0) logit = double(rule.soft_cap) * std::tanh(logit / double(rule.soft_cap));
+      if (rule.soft_cap > 0 && rules.kind != estimate::quest) logit = double(rule.soft_cap) * std::tanh(logit / double(rule.soft_cap));
       logits.push_back(logit < infinite ? logit : std::nan(""));
       if (rules.kind == estimate::quest && std::isfinite(size)) result.slack = std::max(result.slack, 1e-6 * size);
     }

@@ -37,8 +37,10 @@ concept attentive_scorer = S::observed != observes::nothing&& requires(const S s
 /// of the channels. Backends compute, for row r of the step (a token's query head of the group), page p and the channels
 /// c with the largest sums of |q| over the rows (ties to the lower channel),
 ///   logit[r, p] = sum over c of q[r, c] * (takes_upper(q[r, c], sum over rows of q[., c]) ? upper : lower)[c, p],
-/// times row_scale, soft-capped by the rule. A slot's score is the sum over the rows that see it of its page's logit or,
-/// where `normalised`, of the softmax of these logits over the slots that the row sees: a page counts its slots.
+/// times row_scale. A slot's score is the sum over the rows that see it of its page's logit or, where `normalised`, of the
+/// softmax of these logits, soft-capped by the rule, over the slots that the row sees: a page counts its slots. A logit
+/// that is NaN or +infinity is left out of its row's softmax and ranks its page last; a row with a query that is not
+/// finite says nothing; a slot that no row sees ranks behind all others.
 ///   page, channels                     index_t; 0 where they follow from the budget, at least 1 once fitted
 ///   fitted(ratio, k_dim)               this scorer with both set: keys are to be estimated from 1 / ratio of their bytes
 ///   normalised                         see above

@@ -169,7 +169,7 @@ bool weigh_pages(const Scorer&, const logit_rule& rule, float scale, float sink,
   float top = sink;
   bool any = false;
   for (index_t p = seen.begin / page; p < pages && p * page < seen.end; ++p) {
-    const float logit = rule.cap(scale * row[p]);
+    const float logit = Scorer::normalised ? rule.cap(scale * row[p]) : scale * row[p];
     row[p] = logit < infinity ? logit : std::numeric_limits<float>::quiet_NaN();
     any |= row[p] > -infinity;
     top = row[p] > top ? row[p] : top;
