@@ -11,17 +11,11 @@
 #include "backend/cpu/ragged_store.hpp"
 #include "backend/cpu/retain.hpp"
 #include "backend/cpu/score.hpp"
+#include "core/model_shape.hpp"
 #include "recipe.hpp"
 
 TESSERA_NAMESPACE_BEGIN
 inline namespace TESSERA_HOST_ISA {
-
-/// What a cache must know of its model; head dims and element type are the layout's.
-struct model_shape {
-  index_t layers = 0;
-  index_t q_heads = 0;
-  index_t kv_heads = 0;
-};
 
 /// Stores, compresses and attends the KV cache of a model by one recipe.
 ///
@@ -40,10 +34,7 @@ class cache {
 
   cache(model_shape shape, Recipe recipe, std::shared_ptr<cpu::executor> workers)
       : shape_(shape), recipe_(std::move(recipe)), workers_(std::move(workers)) {
-    require(shape.layers >= 1, "layers", shape.layers, "at least 1", "pass the model's number of layers");
-    require(shape.kv_heads >= 1, "kv_heads", shape.kv_heads, "at least 1", "pass the model's number of KV heads");
-    require(shape.q_heads >= 1 && shape.q_heads % shape.kv_heads == 0, "q_heads", shape.q_heads,
-            "a multiple of kv_heads, which is " + std::to_string(shape.kv_heads), "pass the model's head counts");
+    shape_.check();
     recipe_.check();
   }
 
@@ -91,9 +82,9 @@ class cache {
   void prefill(index_t layer, index_t id, const rows_view<const E>& q, const rows_view<const E>& k,
                const rows_view<const E>& v) {
     layer_state& state = at(id, layer);
-    check_rows(q, k, v);
+    shape_.check_rows(q, k, v);
     require(k.tokens >= 1, "tokens of a prompt chunk", k.tokens, "at least 1", "skip empty chunks");
-    require_queries(q.tokens, k.tokens);
+    recipe_.require_queries(q.tokens, k.tokens);
     state.store.append(k, v, state.next_position);
     state.next_position += k.tokens;
     state.turn_tokens += k.tokens;
@@ -110,7 +101,7 @@ class cache {
   void prefill_attention(index_t layer, index_t id, const rows_view<const E>& q, const rows_view<float>& out,
                          const rows_view<float>& lse = {}) {
     layer_state& state = at(id, layer);
-    check_output(q, out);
+    shape_.check_output(q, out);
     require(q.tokens >= 1 && q.tokens <= state.turn_tokens, "queries of a prompt chunk", q.tokens,
             "1 to the tokens of this turn, which are " + std::to_string(state.turn_tokens),
             "call prefill for the chunk first");
@@ -145,8 +136,8 @@ class cache {
   template <class E>
   void decode(index_t layer, const std::vector<index_t>& ids, const rows_view<const E>& q, const rows_view<const E>& k,
               const rows_view<const E>& v, const rows_view<float>& out, const rows_view<float>& lse = {}) {
-    check_rows(q, k, v);
-    check_output(q, out);
+    shape_.check_rows(q, k, v);
+    shape_.check_output(q, out);
     require(q.tokens >= 1 && q.tokens <= most_step_tokens, "tokens of a decode step", q.tokens, "1 to 8",
             "prefill longer runs");
     require(q.tokens == k.tokens, "queries of a decode step", q.tokens,
@@ -285,44 +276,6 @@ class cache {
     rows.data += rows.data ? sequence * rows.sequence_stride : 0;
     rows.sequences = 1;
     return rows;
-  }
-
-  template <class E>
-  void check_rows(const rows_view<const E>& q, const rows_view<const E>& k, const rows_view<const E>& v) const {
-    require(q.heads == shape_.q_heads || q.tokens == 0, "heads of q", q.heads, std::to_string(shape_.q_heads),
-            "pass [tokens, q_heads, head_dim]");
-    require(k.heads == shape_.kv_heads && v.heads == shape_.kv_heads, "heads of k and v",
-            std::to_string(k.heads) + " and " + std::to_string(v.heads), std::to_string(shape_.kv_heads),
-            "pass [tokens, kv_heads, head_dim]");
-    require(k.tokens == v.tokens, "tokens of v", v.tokens, "those of k, which are " + std::to_string(k.tokens),
-            "pass k and v of the same tokens");
-  }
-
-  template <class E>
-  void check_output(const rows_view<const E>& q, const rows_view<float>& out) const {
-    require(q.heads == shape_.q_heads, "heads of q", q.heads, std::to_string(shape_.q_heads),
-            "pass [tokens, q_heads, head_dim]");
-    require(out.data && out.heads == q.heads && out.tokens == q.tokens && out.sequences == q.sequences, "shape of out",
-            "[" + std::to_string(out.sequences) + ", " + std::to_string(out.tokens) + ", " + std::to_string(out.heads) +
-                "]",
-            "that of q, [" + std::to_string(q.sequences) + ", " + std::to_string(q.tokens) + ", " +
-                std::to_string(q.heads) + "], with memory behind it",
-            "give every query row its output");
-  }
-
-  void require_queries(index_t given, index_t tokens) const {
-    if constexpr (Recipe::retains) {
-      using scorer = typename decltype(recipe_.retain)::scorer_type;
-      index_t needed = 0;
-      if constexpr (scorer::observed == observes::every_query) needed = tokens;
-      if constexpr (scorer::observed == observes::window) needed = std::min(tokens, recipe_.retain.scorer.window);
-      require(given >= needed && given <= tokens, "queries of a prompt chunk", given,
-              std::to_string(needed) + " to " + std::to_string(tokens) + " (" + scorer::name + " observes them)",
-              "pass the queries of the chunk's last tokens");
-    } else {
-      require(given <= tokens, "queries of a prompt chunk", given,
-              "at most its tokens, which are " + std::to_string(tokens), "pass the queries of the chunk's last tokens");
-    }
   }
 
   template <class E>

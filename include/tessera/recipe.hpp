@@ -1,6 +1,8 @@
 // A recipe: one policy per axis, as a type. Combinations that make no sense do not compile.
 #pragma once
 
+#include <algorithm>
+#include <string>
 #include <type_traits>
 
 #include "concepts/attention.hpp"
@@ -61,6 +63,13 @@ template <class Retain, class Layout, class Retrieve, class Attention, class Sch
 struct recipe {
   static constexpr bool retains = !std::is_same_v<Retain, retain_all>;
   static constexpr bool retrieves = !std::is_same_v<Retrieve, retrieve_all>;
+  /// What the retaining scorer has to see.
+  static constexpr observes observed = [] {
+    if constexpr (retains) return Retain::scorer_type::observed;
+    return observes::nothing;
+  }();
+  using retain_type = Retain;
+  using retrieve_type = Retrieve;
   using layout_type = Layout;
   using schedule_type = Schedule;
 
@@ -112,6 +121,21 @@ struct recipe {
       retrieve.scorer.check(retrieve.tokens);
       retrieve.selector.check();
     }
+  }
+
+  /// How many of the last queries of a prompt chunk of `tokens` tokens the retaining scorer has to see.
+  index_t queries_needed(index_t tokens) const {
+    if constexpr (observed == observes::every_query) return tokens;
+    if constexpr (observed == observes::window) return std::min(tokens, retain.scorer.window);
+    return 0;
+  }
+  void require_queries(index_t given, index_t tokens) const {
+    const index_t needed = queries_needed(tokens);
+    std::string observer;
+    if constexpr (retains) observer = std::string(" (") + Retain::scorer_type::name + " observes them)";
+    require(given >= needed && given <= tokens, "queries of a prompt chunk", given,
+            std::to_string(needed) + " to " + std::to_string(tokens) + observer,
+            "pass the queries of the chunk's last tokens");
   }
 
   /// Calls `visit(name, reference, about)` for every run-time parameter of every policy; a name that

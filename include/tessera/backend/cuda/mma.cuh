@@ -56,6 +56,13 @@ __device__ __forceinline__ void multiply(float (&acc)[4], const std::uint32_t (&
   }
 }
 
+/// 2^x by the machine's instruction; 0 below the normal range.
+__device__ __forceinline__ float power_of_two(float x) {
+  float power;
+  asm("ex2.approx.ftz.f32 %0, %1;" : "=f"(power) : "f"(x));
+  return power;
+}
+
 /// Two fp32 values as one register of two 16-bit elements, the first in the low half.
 template <class T>
 __device__ __forceinline__ std::uint32_t pack_pair(float low, float high) {

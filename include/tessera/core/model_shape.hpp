@@ -1,0 +1,50 @@
+// What a cache must know of its model, and the checks of what comes in.
+#pragma once
+
+#include <string>
+
+#include "error.hpp"
+#include "views.hpp"
+
+TESSERA_NAMESPACE_BEGIN
+
+/// Layers and heads; head dims and element type are the layout's.
+struct model_shape {
+  index_t layers = 0;
+  index_t q_heads = 0;
+  index_t kv_heads = 0;
+
+  void check() const {
+    require(layers >= 1, "layers", layers, "at least 1", "pass the model's number of layers");
+    require(kv_heads >= 1, "kv_heads", kv_heads, "at least 1", "pass the model's number of KV heads");
+    require(q_heads >= 1 && q_heads % kv_heads == 0, "q_heads", q_heads,
+            "a multiple of kv_heads, which is " + std::to_string(kv_heads), "pass the model's head counts");
+  }
+
+  /// Queries, keys and values of one call. Shapes: q [.., n_q, q_heads, k_dim], k, v [.., tokens, kv_heads, dim].
+  template <class E>
+  void check_rows(const rows_view<const E>& q, const rows_view<const E>& k, const rows_view<const E>& v) const {
+    require(q.heads == q_heads || q.tokens == 0, "heads of q", q.heads, std::to_string(q_heads),
+            "pass [tokens, q_heads, head_dim]");
+    require(k.heads == kv_heads && v.heads == kv_heads, "heads of k and v",
+            std::to_string(k.heads) + " and " + std::to_string(v.heads), std::to_string(kv_heads),
+            "pass [tokens, kv_heads, head_dim]");
+    require(k.tokens == v.tokens, "tokens of v", v.tokens, "those of k, which are " + std::to_string(k.tokens),
+            "pass k and v of the same tokens");
+  }
+
+  /// Outputs of queries. Shapes: out as q with v_dim.
+  template <class E, class Out>
+  void check_output(const rows_view<const E>& q, const rows_view<Out>& out) const {
+    require(q.heads == q_heads, "heads of q", q.heads, std::to_string(q_heads), "pass [tokens, q_heads, head_dim]");
+    const auto text = [](index_t sequences, index_t tokens, index_t heads) {
+      return "[" + std::to_string(sequences) + ", " + std::to_string(tokens) + ", " + std::to_string(heads) + "]";
+    };
+    require(out.data && out.heads == q.heads && out.tokens == q.tokens && out.sequences == q.sequences, "shape of out",
+            text(out.sequences, out.tokens, out.heads),
+            "that of q, " + text(q.sequences, q.tokens, q.heads) + ", with memory behind it",
+            "give every query row its output");
+  }
+};
+
+TESSERA_NAMESPACE_END
