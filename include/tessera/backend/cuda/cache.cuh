@@ -203,8 +203,7 @@ class cache {
               cudaStream_t stream) {
     shape_.check_rows(q, k, v);
     shape_.check_output(q, out);
-    require_batch(std::max(q.sequences, k.sequences), ids.size());
-    require_batch(std::min(q.sequences, k.sequences), ids.size());
+    require_batch(q.sequences == k.sequences ? k.sequences : 0, ids.size());
     require(q.tokens == k.tokens, "queries of a decode step", q.tokens,
             "as many as new keys, which are " + std::to_string(k.tokens), "pass q, k and v of the same tokens");
     for (const index_t id : ids) {
