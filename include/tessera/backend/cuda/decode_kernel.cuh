@@ -9,8 +9,9 @@ namespace cuda {
 namespace detail {
 
 /// Parts of a row that are read at once when they are merged: one after the other, their latencies were most of a short
-/// step.
+/// step. 8 rows over the 132 blocks of an H200 make 16 parts; 33 at once spill registers in the loop over tiles.
 inline constexpr int parts_at_once = 17;
+static_assert(parts_at_once <= 32, "tessera: a lane of a warp holds the state of one part");
 
 template <class View, class Out>
 struct decode_kernel {
@@ -66,10 +67,10 @@ struct decode_kernel {
     const index_t me = blockIdx.x;
     if (rows <= 32) {
       const index_t mine = min(index_t(lane), rows - 1);
-      const index_t sequence = mine / p.view.kv_heads, head = mine - sequence * p.view.kv_heads;
+      const index_t sequence = small_quotient(mine, p.view.kv_heads), head = mine - sequence * p.view.kv_heads;
       const index_t count = p.chosen.indices ? p.chosen.count(mine) : p.view.length(sequence, head);
       const index_t tiles = lane < rows ? tiles_of(count) : 0, end = scan_warp(tiles);
-      const even_cut cut(__shfl_sync(~0u, end, 31), index_t(gridDim.x));
+      const even_cut cut(__shfl_sync(~0u, end, 31), index_t(gridDim.x), rows);
       const index_t begin = cut.begin(me);
       const index_t row = __popc(__ballot_sync(~0u, lane < rows && end <= begin));
       const int from = min(row, rows - 1);
@@ -86,7 +87,7 @@ struct decode_kernel {
       return cut;
     }
     scan_rows<threads>(rows, ends, warp_totals, [&](index_t row) { return tiles_of(count_of(p, row)); });
-    const even_cut cut(ends[rows - 1], index_t(gridDim.x));
+    const even_cut cut(ends[rows - 1], index_t(gridDim.x), rows);
     if (me < cut.count && cut.tiles > 0) {
       first = segment_at(find_row(ends, rows, cut.begin(me)), cut.begin(me), cut.begin(me + 1));
     }
@@ -105,7 +106,8 @@ struct decode_kernel {
 
   /// The weight that turns a row's summed output into its output; the leader writes its log-sum-exp.
   __device__ float finish(const decode_row& at, int r, float max2, float sum, bool leader) const {
-    const index_t token = (first_query + r) / group, q_head = at.head * group + (first_query + r) % group;
+    const index_t token = small_quotient(first_query + r, group);
+    const index_t q_head = at.head * group + first_query + r - token * group;
     float top = max2, factor = 1;
     if (p.rule.sink_logits) {
       const float sink = p.rule.sink_logits[q_head] * log2e;
@@ -119,7 +121,8 @@ struct decode_kernel {
     return sum == 0 ? 0.0f : factor / sum;
   }
   __device__ void write(const decode_row& at, int r, int d, const float4& x, float weight) const {
-    const index_t token = (first_query + r) / group, q_head = at.head * group + (first_query + r) % group;
+    const index_t token = small_quotient(first_query + r, group);
+    const index_t q_head = at.head * group + first_query + r - token * group;
     Out* out = p.out.row(at.sequence, token, q_head) + d;
     out[0] = Out(x.x * weight);
     out[1] = Out(x.y * weight);
@@ -129,6 +132,7 @@ struct decode_kernel {
   /// Calls `of(r, d)` for every row and every fourth output dim, spread over the block.
   template <class F>
   __device__ void for_each_four(const F& of) const {
+#pragma unroll 1
     for (int i = threadIdx.x; i < used * (Dv / 4); i += threads) of(i / (Dv / 4), i % (Dv / 4) * 4);
   }
 
@@ -217,7 +221,7 @@ struct decode_kernel {
 #pragma unroll
       for (int w = 0; w < warps; ++w) {
         const float2 part = states_of(w)[r];
-        const float factor = top == -infinity ? 1.0f : exp2f(part.x - top);
+        const float factor = top == -infinity ? 1.0f : power_of_two(part.x - top);
         const float4 y = *reinterpret_cast<const float4*>(outs_of(w) + r * merge_pitch(Dv) + d);
         sum += part.y * factor;
         x.x += y.x * factor;
@@ -236,95 +240,127 @@ struct decode_kernel {
   }
 
   /// The row's output from its parts, in the order of pieces: the same bits whoever does it.
-  __device__ void merge_parts(const segment& of, index_t first_piece, index_t parts) const {
-    for_each_four([&](int r, int d) {
-      const offset_t base = slot_of(first_piece, of.row) + r;
+  __device__ void merge_parts(const decode_row& at, index_t row, index_t first_piece, index_t parts) const {
+#pragma unroll 1
+    for (int i = warp; i < used * groups; i += warps) {
+      const int r = i / groups, d = (i % groups * 32 + lane) * 4;
+      const bool mine = d < Dv;
+      const offset_t base = slot_of(first_piece, row) + r;
+      const float2* states = scratch.state + base;
+      const float* outs = scratch.out + base * Dv + (mine ? d : 0);
       float top = -infinity, sum = 0;
       float4 x{};
+#pragma unroll 1
       for (index_t begin = 0; begin < parts; begin += parts_at_once) {
-        float2 states[parts_at_once];
+        const index_t here = min(index_t(parts_at_once), parts - begin);
         float4 y[parts_at_once];
 #pragma unroll
-        for (int i = 0; i < parts_at_once; ++i) {
-          const bool here = begin + i < parts;
-          const offset_t place = base + offset_t(here ? begin + i : begin) * rows_per_block;
-          states[i] = __ldcg(&scratch.state[place]);
-          y[i] = __ldcg(reinterpret_cast<const float4*>(scratch.out + place * Dv + d));
-          if (!here) states[i] = make_float2(-infinity, 0);
+        for (int part = 0; part < parts_at_once; ++part) {
+          if (part < here) y[part] = __ldcg(reinterpret_cast<const float4*>(outs + part * rows_per_block * Dv));
         }
-        float higher = top;
-#pragma unroll
-        for (int i = 0; i < parts_at_once; ++i) higher = fmaxf(higher, states[i].x);
+        // A lane has the state of one part.
+        const float2 state = lane < here ? __ldcg(states + lane * rows_per_block) : make_float2(-infinity, 0);
+        const float higher = fmaxf(top, max_of_warp(state.x));
         const float reference = higher == -infinity ? 0.0f : higher;
-        const float shrink = exp2f(top - reference);
+        const float shrink = power_of_two(top - reference), factor = power_of_two(state.x - reference);
         top = higher;
-        sum *= shrink;
+        sum = sum * shrink + sum_of_warp(state.y * factor);
         x.x *= shrink;
         x.y *= shrink;
         x.z *= shrink;
         x.w *= shrink;
 #pragma unroll
-        for (int i = 0; i < parts_at_once; ++i) {
-          const float factor = exp2f(states[i].x - reference);
-          sum += states[i].y * factor;
-          x.x += y[i].x * factor;
-          x.y += y[i].y * factor;
-          x.z += y[i].z * factor;
-          x.w += y[i].w * factor;
+        for (int part = 0; part < parts_at_once; ++part) {
+          const float weight = __shfl_sync(~0u, factor, part);
+          if (part < here) {
+            x.x += y[part].x * weight;
+            x.y += y[part].y * weight;
+            x.z += y[part].z * weight;
+            x.w += y[part].w * weight;
+          }
         }
+        states += parts_at_once * rows_per_block;
+        outs += parts_at_once * rows_per_block * Dv;
       }
-      write(of.at, r, d, x, finish(of.at, r, top, sum, d == 0));
-    });
+      const float weight = finish(at, r, top, sum, d == 0);
+      if (mine) write(at, r, d, x, weight);
+    }
+  }
+  static constexpr int groups = (Dv / 4 + 31) / 32;  // of 32 lanes, four output dims each
+  __device__ static float max_of_warp(float x) {
+    for (int step = 16; step > 0; step /= 2) x = fmaxf(x, __shfl_xor_sync(~0u, x, step));
+    return x;
+  }
+  __device__ static float sum_of_warp(float x) {
+    for (int step = 16; step > 0; step /= 2) x += __shfl_xor_sync(~0u, x, step);
+    return x;
   }
 
   /// True in the block that is the last of a row's `parts` to arrive; it sees what the others wrote.
   __device__ bool last_to_arrive(index_t row, index_t parts, bool* flag) const {
     if (threadIdx.x == 0) {
       unsigned* arrived = scratch.arrived + offset_t(blockIdx.y) * scratch.most_rows + row;
-      __threadfence();
-      const unsigned before = atomicAdd(arrived, 1u);
+      unsigned before;
+      asm volatile("atom.acq_rel.gpu.global.add.u32 %0, [%1], 1;" : "=r"(before) : "l"(arrived) : "memory");
       *flag = before == unsigned(parts - 1);
-      if (*flag) {
-        *arrived = 0;
-        __threadfence();
-      }
+      if (*flag) *arrived = 0;  // for the next step
     }
     __syncthreads();
     return *flag;
+  }
+
+  /// Asks for the slots of tiles [first, last) before K and V fill the memory's queues, where a slot would wait with them.
+  __device__ void prefetch_indices(const index_t* chosen, index_t first, index_t last, index_t count) const {
+    const index_t token = first * tile + index_t(threadIdx.x) * 32;  // 128 bytes a thread
+    if (token < min(last * tile, count)) prefetch_line(chosen + token);
   }
 
   __device__ void run(const even_cut& cut, segment now, bool* flag) const {
     const index_t end = cut.begin(index_t(blockIdx.x) + 1);
     staging_type staging(shared_address(memory + warp * warp_bytes(tuning, D, Dv)));
     const auto tokens_from = [&](index_t t) { return token_of(t); };
-    staging.begin(p.view, now.at, now.first_tile, now.last_tile, tokens_from, lane);
-    __syncthreads();
-    write_empty_rows();  // while the first tiles are on their way
+    bool more = true, first = true;
+    index_t arrived_row = 0, arrived_first = 0, arrived_parts = 1;
+    decode_row arrived_at{};
+#pragma unroll 1
     while (true) {
+      // A row's first tiles leave before the row before it is done with: its merge costs their latency or less.
+      if (more && now.at.chosen) prefetch_indices(now.at.chosen, now.first_tile, now.last_tile, now.at.count);
+      if (more) staging.begin(p.view, now.at, now.first_tile, now.last_tile, tokens_from, lane);
+      if (first) {
+        __syncthreads();
+        write_empty_rows();
+        first = false;
+      }
+      if (arrived_parts > 1) {
+        const bool is_last = last_to_arrive(arrived_row, arrived_parts, flag);
+        if (is_last) merge_parts(arrived_at, arrived_row, arrived_first, arrived_parts);
+      }
+      if (!more) return;
+      if (p.chosen.indices && now.row_end < end) {
+        // A block that goes on into the next row will find its slots in the L2.
+        const index_t tiles = min(end, ends[now.row + 1]) - now.row_end;
+        prefetch_indices(p.chosen.row(now.row + 1), 0, tiles, (tiles - 1) * tile + 1);
+      }
+      arrived_row = now.row;
+      arrived_at = now.at;
+      arrived_first = cut.piece_of(now.row_begin);
+      arrived_parts = cut.piece_of(now.row_end - 1) - arrived_first + 1;
       {
         state_type state;
         read_tiles(now, staging, state);
         state.store(outs_of(warp), states_of(warp), used, lane);
       }
-      const index_t first_piece = cut.piece_of(now.row_begin), last_piece = cut.piece_of(now.row_end - 1);
       __syncthreads();
-      merge_warps(now, first_piece == last_piece);
-      const segment done = now;
-      const index_t begin = done.row_begin + done.last_tile;
+      merge_warps(now, arrived_parts == 1);
       __syncthreads();
-      if (begin < end) {
-        // The next tiles leave before this row is done with: its merge costs their latency or less.
-        index_t row = done.row + 1;
+      const index_t begin = now.row_begin + now.last_tile;
+      more = begin < end;
+      if (more) {
+        index_t row = now.row + 1;
         while (ends[row] <= begin) ++row;
         now = segment_at(row, begin, end);
-        staging.begin(p.view, now.at, now.first_tile, now.last_tile, tokens_from, lane);
       }
-      if (first_piece != last_piece) {
-        const index_t parts = last_piece - first_piece + 1;
-        const bool is_last = last_to_arrive(done.row, parts, flag);
-        if (is_last) merge_parts(done, first_piece, parts);
-      }
-      if (begin >= end) return;
     }
   }
 };

@@ -15,6 +15,10 @@ namespace detail {
 template <class Table>
 inline constexpr bool strided_table = std::is_same_v<Table, contiguous> || std::is_same_v<Table, ragged>;
 
+/// Slots of these tables lie in pages, within which they are a fixed stride apart.
+template <class Table>
+inline constexpr bool paged_table = std::is_same_v<Table, block_table> || std::is_same_v<Table, csr_table>;
+
 /// One (sequence, kv_head) row of K and V.
 struct decode_row {
   index_t sequence, head, count;
@@ -32,14 +36,18 @@ struct decode_staging {
   static constexpr bool strided = strided_table<decltype(View::table)>;
 
   std::uint32_t ring;                 // shared address
-  std::uint32_t uses = 0, taken = 0;  // tiles put and read; a row starts with both equal
-  // Of a row with a table or a selection: addresses of the next tile and slots of the one after it, one token a lane.
-  // Both are read ahead, so that no copy waits for an index.
-  slot_address next{};
-  index_t slot_after = 0;
-  // Of a row without: where its first slot lies.
+  std::uint32_t uses = 0, taken = 0;  // tiles put and read
+  std::uint64_t policy = evict_first_policy();
+  // With a table or a selection, of one token a lane and so of `span` tiles at a time: the addresses of the next tiles
+  // and of those after them, and the slots that follow. All are read ahead, so that no copy waits for an index.
+  static constexpr int span = 32 / tokens;
+  index_t first_tile = 0;
+  slot_address next{}, after{};
+  index_t slots = 0;
+  // Without: where the row's first slot lies.
   const T *k_first = nullptr, *v_first = nullptr;
   bool direct = true;
+  bool in_pages = false;  // no selection, and every full tile lies in one page
 
   __device__ explicit decode_staging(std::uint32_t ring_) : ring(ring_) {}
 
@@ -54,52 +62,59 @@ struct decode_staging {
     return at.chosen ? at.chosen[valid] : valid;
   }
 
-  /// Starts the first tiles of [first_tile, last_tile) on their way, as many as the ring holds.
+  /// `table.locate`, a division by the page cheaper where pages are powers of two.
+  __device__ static slot_address locate(const View& view, const decode_row& at, index_t slot) {
+    if constexpr (std::is_same_v<decltype(view.table), block_table>) {
+      const index_t page = view.table.page;
+      if ((page & (page - 1)) == 0) {
+        const index_t* blocks =
+            view.table.blocks + at.sequence * view.table.sequence_stride + at.head * view.table.head_stride;
+        return {blocks[slot >> (31 - __clz(page))], slot & (page - 1)};
+      }
+    }
+    return view.table.locate(at.sequence, at.head, slot);
+  }
+
+  /// The slot of this lane's token of the group of `span` tiles that begins at `tile`.
   template <class TokenOf>
-  __device__ void begin(const View& view, const decode_row& at, index_t first_tile, index_t last_tile,
-                        const TokenOf& token_of, int lane) {
+  __device__ static index_t group_slot(const decode_row& at, index_t tile, const TokenOf& token_of, int lane) {
+    return slot_of(at, token_of(tile + lane / tokens) + lane % tokens);
+  }
+
+  /// Starts the first tiles of [first, last) on their way, as many as the ring holds.
+  template <class TokenOf>
+  __device__ void begin(const View& view, const decode_row& at, index_t first, index_t last, const TokenOf& token_of,
+                        int lane) {
     direct = strided && !at.chosen;
+    if constexpr (paged_table<decltype(View::table)>) in_pages = !at.chosen && view.table.page % tokens == 0;
+    first_tile = first;
     if (direct) {
       k_first = view.key(at.sequence, at.head, 0);
       v_first = view.value(at.sequence, at.head, 0);
-#pragma unroll
-      for (int s = 0; s < stages; ++s) {
-        if (first_tile + s < last_tile) copy_direct(view, at, token_of(first_tile + s), lane);
-        commit_copies();
-      }
-      return;
+    } else {
+      // Indices before the first copy: behind copies, they wait as long as those do.
+      const index_t ahead[2] = {group_slot(at, first, token_of, lane),
+                                first + span < last ? group_slot(at, first + span, token_of, lane) : 0};
+      if (first + 2 * span < last) slots = group_slot(at, first + 2 * span, token_of, lane);
+      next = locate(view, at, ahead[0]);
+      if (first + span < last) after = locate(view, at, ahead[1]);
     }
-    index_t slots[stages + 2];
-    slot_address found[stages + 1];
-#pragma unroll
-    for (int s = 0; s < stages + 2; ++s) {
-      slots[s] = first_tile + s < last_tile ? slot_of(at, token_of(first_tile + s) + lane % tokens) : 0;
-    }
-#pragma unroll
-    for (int s = 0; s < stages + 1; ++s) {
-      if (first_tile + s < last_tile) found[s] = view.table.locate(at.sequence, at.head, slots[s]);
-    }
-#pragma unroll
-    for (int s = 0; s < stages; ++s) {
-      if (first_tile + s < last_tile) copy_found(view, at, found[s], token_of(first_tile + s), lane);
-      commit_copies();
-    }
-    next = found[stages];
-    slot_after = slots[stages + 1];
+#pragma unroll 1
+    for (int s = 0; s < stages; ++s) put(view, at, first + s, last, token_of, lane);
   }
 
-  /// Starts tile `tile` of a row that ends at `last_tile` on its way, into the stage that was read last, or nothing
-  /// beyond the end; `begin` and earlier calls have read its addresses.
+  /// Starts tile `tile` of a row that ends at `last` on its way, into the stage that was read last, or nothing beyond
+  /// the end; `begin` and earlier calls have read its addresses.
   template <class TokenOf>
-  __device__ void put(const View& view, const decode_row& at, index_t tile, index_t last_tile, const TokenOf& token_of,
+  __device__ void put(const View& view, const decode_row& at, index_t tile, index_t last, const TokenOf& token_of,
                       int lane) {
-    if (tile < last_tile) {
-      if (direct) {
-        copy_direct(view, at, token_of(tile), lane);
-      } else {
-        copy_found(view, at, next, token_of(tile), lane);
-        if (tile + 1 < last_tile) next = view.table.locate(at.sequence, at.head, slot_after);
-        if (tile + 2 < last_tile) slot_after = slot_of(at, token_of(tile + 2) + lane % tokens);
+    if (tile < last) {
+      const int in_group = (tile - first_tile) % span;
+      copy(view, at, token_of(tile), in_group * tokens, lane);
+      if (!direct && in_group == span - 1) {
+        next = after;
+        if (tile + span + 1 < last) after = locate(view, at, slots);
+        if (tile + 2 * span + 1 < last) slots = group_slot(at, tile + 2 * span + 1, token_of, lane);
       }
     }
     commit_copies();
@@ -113,58 +128,54 @@ struct decode_staging {
   }
 
  private:
-  __device__ void copy_direct(const View& view, const decode_row& at, index_t first, int lane) {
-    const std::uint32_t to = stage(uses++);
-    const T* k = k_first + first * view.k_strides.token;
-    const T* v = v_first + first * view.v_strides.token;
-    if (first + tokens <= at.count) {
-      copy_strided<k_rows, true>(k, view.k_strides.token, tokens, to, lane);
-      copy_strided<v_rows, true>(v, view.v_strides.token, tokens, to + tokens * k_rows.bytes(), lane);
+  /// Copies the tile of tokens from `first` on. Unless the row is direct, lanes from `lane_of` on know where they lie.
+  __device__ void copy(const View& view, const decode_row& at, index_t first, int lane_of, int lane) {
+    const std::uint32_t to = stage(uses++), to_v = to + tokens * k_rows.bytes();
+    const row_strides &ks = view.k_strides, &vs = view.v_strides;
+    const slot_address mine =
+        direct ? (first + tokens <= at.count ? slot_address{} : locate(view, at, slot_of(at, first + lane % tokens)))
+               : next;
+    const T* k = view.k + mine.outer * ks.outer + at.head * ks.head + mine.row * ks.token;
+    const T* v = view.v + mine.outer * vs.outer + at.head * vs.head + mine.row * vs.token;
+    if ((direct || in_pages) && first + tokens <= at.count) {
+      copy_direct<k_rows>(direct ? k_first + first * ks.token : row_of(k, lane_of), ks.token, to, lane);
+      copy_direct<v_rows>(direct ? v_first + first * vs.token : row_of(v, lane_of), vs.token, to_v, lane);
     } else {
-      copy_strided<k_rows, false>(k, view.k_strides.token, at.count - first, to, lane);
-      copy_strided<v_rows, false>(v, view.v_strides.token, at.count - first, to + tokens * k_rows.bytes(), lane);
+      if (direct) lane_of = 0;
+      copy_found<k_rows>(k, lane_of, at.count - first, to, lane);
+      copy_found<v_rows>(v, lane_of, at.count - first, to_v, lane);
     }
   }
-  template <staged_rows Rows, bool Full>
-  __device__ static void copy_strided(const T* rows, offset_t stride, index_t valid, std::uint32_t to, int lane) {
+  __device__ static const T* row_of(const T* mine, int lane) {
+    return reinterpret_cast<const T*>(__shfl_sync(~0u, reinterpret_cast<unsigned long long>(mine), lane));
+  }
+  template <staged_rows Rows>
+  __device__ void copy_direct(const T* rows, offset_t stride, std::uint32_t to, int lane) const {
     if constexpr (32 % Rows.chunks == 0) {
       constexpr int at_once = 32 / Rows.chunks;
       const int chunk = lane % Rows.chunks;
       const T* from = rows + (lane / Rows.chunks) * stride + chunk * 8;
 #pragma unroll
       for (int i = 0; i < tokens / at_once; ++i) {
-        const int token = i * at_once + lane / Rows.chunks;
-        const bool here = Full || token < valid;
-        copy_async16(to + place(Rows, token, chunk), here ? from : rows, here);
+        copy_async16(to + place(Rows, i * at_once + lane / Rows.chunks, chunk), from, true, policy);
         from += at_once * stride;
       }
     } else {
 #pragma unroll
       for (int i = 0; i < tokens * Rows.chunks / 32; ++i) {
         const int id = i * 32 + lane, token = id / Rows.chunks, chunk = id % Rows.chunks;
-        const bool here = Full || token < valid;
-        copy_async16(to + place(Rows, token, chunk), here ? rows + token * stride + chunk * 8 : rows, here);
+        copy_async16(to + place(Rows, token, chunk), rows + token * stride + chunk * 8, true, policy);
       }
     }
   }
-
-  __device__ void copy_found(const View& view, const decode_row& at, const slot_address& mine, index_t first,
-                             int lane) {
-    const std::uint32_t to = stage(uses++);
-    const row_strides& ks = view.k_strides;
-    const row_strides& vs = view.v_strides;
-    copy_rows<k_rows>(view.k + mine.outer * ks.outer + at.head * ks.head + mine.row * ks.token, at.count - first, to,
-                      lane);
-    copy_rows<v_rows>(view.v + mine.outer * vs.outer + at.head * vs.head + mine.row * vs.token, at.count - first,
-                      to + tokens * k_rows.bytes(), lane);
-  }
+  /// `mine` is the row of the tile's token lane - lane_of.
   template <staged_rows Rows>
-  __device__ static void copy_rows(const T* mine, index_t valid, std::uint32_t to, int lane) {
+  __device__ void copy_found(const T* mine, int lane_of, index_t valid, std::uint32_t to, int lane) const {
 #pragma unroll
     for (int i = 0; i < tokens * Rows.chunks / 32; ++i) {
       const int id = i * 32 + lane, token = id / Rows.chunks, chunk = id % Rows.chunks;
-      const T* row = reinterpret_cast<const T*>(__shfl_sync(~0u, reinterpret_cast<unsigned long long>(mine), token));
-      copy_async16(to + place(Rows, token, chunk), row + chunk * 8, token < valid);
+      const T* row = row_of(mine, lane_of + token);
+      copy_async16(to + place(Rows, token, chunk), row + chunk * 8, token < valid, policy);
     }
   }
 };

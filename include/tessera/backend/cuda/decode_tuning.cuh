@@ -9,10 +9,10 @@ namespace cuda {
 
 /// How a block of the decode kernel stages K and V.
 struct decode_tuning {
-  int warps = 4;    ///< of a block; each stages and reads tiles of its own
+  int warps = 8;    ///< of a block; each stages and reads tiles of its own
   int tokens = 16;  ///< of a warp's tile, 16 or 32
   int stages = 3;   ///< tiles of a warp's ring, one of which is being read
-  int blocks = 2;   ///< wanted on a multiprocessor
+  int blocks = 1;   ///< wanted on a multiprocessor
 };
 
 namespace detail {
@@ -52,19 +52,14 @@ inline constexpr int compiled_capability = 90;
 
 /// Tuned on sm_90 (H200, CUDA 13.0); the others follow from their shared memory and have not been timed.
 TESSERA_HD constexpr decode_tuning decode_tuning_for(int k_dim, int v_dim, int compute_capability) {
-  // Bytes that rings may take on one multiprocessor, 5 KiB a block left for the rest.
+  // Bytes that rings may take on one multiprocessor; the rest is 4 KiB of row ends and the system's share.
   const bool small = compute_capability == 86 || compute_capability == 89 || compute_capability >= 120;
-  const int shared = small ? 95 * 1024 : compute_capability < 89 ? 154 * 1024 : 216 * 1024;
+  const int shared = (small ? 93 : compute_capability < 89 ? 156 : 216) * 1024;
   decode_tuning tuning;
-  const int token_bytes = 2 * (k_dim + v_dim);
-  tuning.tokens = token_bytes <= 256 ? 32 : 16;
-  tuning.blocks = small || token_bytes > 512 ? 1 : 2;
-  tuning.stages = 4;
-  while (tuning.blocks * detail::decode_shared_bytes(tuning, k_dim, v_dim) > shared) {
-    if (tuning.stages > 2) {
-      --tuning.stages;
-    } else {
-      tuning.warps /= 2;
+  tuning.tokens = k_dim + v_dim <= 128 ? 32 : 16;
+  for (tuning.warps = 8; tuning.warps > 1; tuning.warps /= 2) {
+    for (tuning.stages = 4; tuning.stages > (tuning.warps == 8 ? 2 : 1); --tuning.stages) {
+      if (detail::decode_shared_bytes(tuning, k_dim, v_dim) <= shared) return tuning;
     }
   }
   return tuning;

@@ -8,6 +8,7 @@
 #include <utility>
 #include <vector>
 
+#include "../../core/types.hpp"
 #include "check.cuh"
 
 TESSERA_NAMESPACE_BEGIN
