@@ -1,21 +1,6 @@
 # Every public header compiles alone, twice in a row, as C++ and (where there is a CUDA compiler) as CUDA.
 
-# TESSERA_CUDA: AUTO takes a CUDA compiler that works, ON insists on one.
-set(cuda_works OFF)
-if(NOT TESSERA_CUDA STREQUAL "OFF")
-  include(CheckLanguage)
-  check_language(CUDA)
-  if(CMAKE_CUDA_COMPILER)
-    if(NOT DEFINED CMAKE_CUDA_ARCHITECTURES)
-      set(CMAKE_CUDA_ARCHITECTURES 90)
-    endif()
-    enable_language(CUDA)
-    set(cuda_works ON)
-  elseif(NOT TESSERA_CUDA STREQUAL "AUTO")
-    message(FATAL_ERROR "tessera: TESSERA_CUDA is ${TESSERA_CUDA}, but no CUDA compiler works; "
-                        "set CUDACXX, or use AUTO")
-  endif()
-endif()
+include(cmake/cuda.cmake)
 message(STATUS "tessera ${PROJECT_VERSION}: headers are checked as C++; as CUDA: ${cuda_works}")
 
 file(GLOB_RECURSE all_headers CONFIGURE_DEPENDS RELATIVE "${PROJECT_SOURCE_DIR}/include" include/tessera/*.hpp)
@@ -46,21 +31,19 @@ tessera_check_headers(headers_alone cpp ${all_headers})
 if(cuda_works)
   file(GLOB_RECURSE cuda_headers CONFIGURE_DEPENDS RELATIVE "${PROJECT_SOURCE_DIR}/include" include/tessera/*.cuh)
   tessera_check_headers(headers_alone_cuda cu ${all_headers} ${cuda_headers})
-  # CMake 3.25 silently drops CUDA_STANDARD 20 for nvcc 13, so the flag goes in by hand, and each unit asserts that it
-  # came.
-  target_compile_options(headers_alone_cuda PRIVATE -std=c++20 -Xcompiler=-Wall,-Wextra)
-  set_target_properties(headers_alone_cuda PROPERTIES CUDA_RUNTIME_LIBRARY Static)
-  if(TESSERA_WERROR)
-    target_compile_options(headers_alone_cuda PRIVATE -Werror=all-warnings)
-  endif()
+  tessera_cuda_options(headers_alone_cuda)
+
+  # One cache for every architecture that the headers promise: compiled, never run.
+  add_library(architectures OBJECT tests/link/architectures.cu)
+  target_link_libraries(architectures PRIVATE tessera::tessera)
+  tessera_cuda_options(architectures)
+  set_target_properties(architectures PROPERTIES CUDA_ARCHITECTURES "80-real;89-real;90a-real;100-real;120-real")
 
   # The GPU tests: built wherever CUDA compiles, run where there is a GPU (ctest -L gpu), else each says that it is skipped.
   file(GLOB_RECURSE gpu_tests CONFIGURE_DEPENDS tests/test_*.cu)
   add_executable(test_gpu ${gpu_tests})
   target_link_libraries(test_gpu PRIVATE tessera_testing)
-  # 177: members that only satisfy a concept look unused to nvcc.
-  target_compile_options(test_gpu PRIVATE -std=c++20 -diag-suppress=177)
-  set_target_properties(test_gpu PROPERTIES CUDA_RUNTIME_LIBRARY Static)
+  tessera_cuda_options(test_gpu)
   add_test(NAME test_gpu COMMAND test_gpu)
   set_tests_properties(test_gpu PROPERTIES LABELS gpu TIMEOUT 900
                        SKIP_REGULAR_EXPRESSION "skipped: no CUDA device on this machine")

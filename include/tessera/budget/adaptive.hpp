@@ -28,6 +28,20 @@ struct adaptive {
   index_t tokens = 1024;
   float floor = 0.2f;
 
+  /// What a head keeps that won so many of the layer's places; before the limit of what it stores.
+  TESSERA_HD index_t share(index_t won, index_t base, index_t tail) const {
+    // Double, so that int(0.2 * base) is what the decimal fraction says; 0.2f is a little above 0.2.
+    const double fraction = ::round(double(floor) * 1e6) / 1e6;
+    const double least = ::floor(fraction * double(base));
+    // Two roundings: a fused multiply-add could round another way.
+#ifdef __CUDA_ARCH__
+    const double count = __dadd_rn(__dmul_rn(double(won), 1.0 - fraction), least);
+#else
+    const double count = double(won) * (1.0 - fraction) + least;
+#endif
+    return tail + index_t(::rint(count));
+  }
+
   void allot(const layer_scores& scores, index_t* counts) const {
     const index_t heads = scores.kv_heads, tail = scores.protected_tail;
     const index_t base = std::max(0, tokens - tail);
@@ -54,13 +68,7 @@ struct adaptive {
     if (places < all.size()) std::nth_element(all.begin(), all.begin() + offset_t(places), all.end());
     std::vector<index_t> won(std::size_t(heads), 0);
     for (std::size_t i = 0; i < places; ++i) ++won[std::size_t(all[i].head)];
-    // Double, so that int(0.2 * base) is what the decimal fraction says; 0.2f is a little above 0.2.
-    const double fraction = std::round(double(floor) * 1e6) / 1e6;
-    const double least = std::floor(fraction * double(base));
-    for (index_t h = 0; h < heads; ++h) {
-      const double share = std::nearbyint(double(won[std::size_t(h)]) * (1.0 - fraction) + least);
-      counts[h] = std::min(scores.tokens[h], tail + index_t(share));
-    }
+    for (index_t h = 0; h < heads; ++h) counts[h] = std::min(scores.tokens[h], share(won[std::size_t(h)], base, tail));
   }
 
   void check() const {

@@ -1,8 +1,6 @@
 // PyramidKV's budget: many tokens in the first layers, few in the last.
 #pragma once
 
-#include <algorithm>
-
 #include "../concepts/budget.hpp"
 #include "../core/error.hpp"
 
@@ -29,7 +27,7 @@ struct pyramid {
   struct line {
     index_t least, most, step;
   };
-  line plan(index_t depth, index_t base, index_t candidates) const {
+  TESSERA_HD line plan(index_t depth, index_t base, index_t candidates) const {
     line result{base / beta, 2 * base - base / beta, 0};
     if (result.most >= candidates) {
       result.most = candidates;
@@ -39,18 +37,21 @@ struct pyramid {
     return result;
   }
 
+  /// What a head that stores `stored` tokens keeps in layer `of_layer` of `of_layers`.
+  TESSERA_HD index_t share(index_t stored, index_t tail, index_t of_layer, index_t of_layers) const {
+    const index_t base = tokens > tail ? tokens - tail : 0;
+    const index_t depth = layers > 0 ? layers : of_layers, at = layer >= 0 ? layer : of_layer;
+    index_t kept = base;
+    if (depth > 1 && stored >= 2 * base) {
+      const line over_layers = plan(depth, base, stored > tail ? stored - tail : 0);
+      kept = over_layers.most - at * over_layers.step;
+    }
+    return tail + kept < stored ? tail + kept : stored;
+  }
+
   void allot(const layer_scores& scores, index_t* counts) const {
-    const index_t tail = scores.protected_tail;
-    const index_t base = std::max(0, tokens - tail);
-    const index_t depth = layers > 0 ? layers : scores.layers, at = layer >= 0 ? layer : scores.layer;
     for (index_t h = 0; h < scores.kv_heads; ++h) {
-      const index_t n = scores.tokens[h];
-      index_t kept = base;
-      if (depth > 1 && n >= 2 * base) {
-        const line over_layers = plan(depth, base, scores.candidates(h));
-        kept = over_layers.most - at * over_layers.step;
-      }
-      counts[h] = std::min(n, tail + kept);
+      counts[h] = share(scores.tokens[h], scores.protected_tail, scores.layer, scores.layers);
     }
   }
 

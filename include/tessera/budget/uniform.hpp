@@ -1,8 +1,6 @@
 // The same number of tokens for every head.
 #pragma once
 
-#include <algorithm>
-
 #include "../concepts/budget.hpp"
 #include "../core/error.hpp"
 
@@ -16,8 +14,15 @@ struct uniform {
 
   index_t tokens = 1024;
 
+  /// What a head that stores `stored` tokens keeps: the same in every layer.
+  TESSERA_HD index_t share(index_t stored, index_t, index_t, index_t) const {
+    return tokens < stored ? tokens : stored;
+  }
+
   void allot(const layer_scores& scores, index_t* counts) const {
-    for (index_t h = 0; h < scores.kv_heads; ++h) counts[h] = std::min(tokens, scores.tokens[h]);
+    for (index_t h = 0; h < scores.kv_heads; ++h) {
+      counts[h] = share(scores.tokens[h], scores.protected_tail, scores.layer, scores.layers);
+    }
   }
 
   void check() const {

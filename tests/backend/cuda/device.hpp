@@ -3,15 +3,36 @@
 #include <algorithm>
 #include <cmath>
 #include <cstring>
+#include <numeric>
 #include <random>
 #include <vector>
 
 #include "catch.hpp"
+#include "support/random.hpp"
 #include "tessera/backend/cuda/tuning.cuh"
 #include "tessera/core/types.hpp"
 
 namespace gpu_test {
 using namespace tessera;
+
+/// `full` times TESSERA_TEST_SCALE, at least `least`: sanitizers run few cases, on short rows.
+inline int scaled(int full, int least = 1) { return std::max(std::min(least, full), int(support::scaled(full))); }
+
+/// That fraction of the choices, at least `least`, spread over them from the first to the last.
+template <class T>
+std::vector<T> scaled(const std::vector<T>& all, int least) {
+  const int last = int(all.size()) - 1, count = scaled(int(all.size()), std::max(least, 2));
+  std::vector<T> some;
+  for (int i = 0; i < count; ++i) some.push_back(all[std::size_t(i * last / (count - 1))]);
+  return some;
+}
+
+/// 0, 1, ... for `scaled` to draw from.
+inline std::vector<int> cases(int count) {
+  std::vector<int> all(static_cast<std::size_t>(count));
+  std::iota(all.begin(), all.end(), 0);
+  return all;
+}
 
 template <class T>
 struct buffer {

@@ -1,3 +1,4 @@
+// The GPU packs and appends what the CPU packs and appends.
 #include "backend/cuda/device.hpp"
 #include "catch.hpp"
 #include "tessera/backend/cpu/pack.hpp"
@@ -136,7 +137,7 @@ void compare_pack(index_t sequences, index_t heads, index_t capacity, int kind, 
                                                  to.d_lengths.data};
     graph captured(stream, [&] { op.run(problem, workspace.data, stream); });
     cpu::executor here(1);
-    for (int run = 0; run < 3; ++run) {
+    for (int run = 0; run < scaled(3, 2); ++run) {
       if (run > 0) choose(), d_indices.set(indices), d_counts.set(counts);
       captured.launch();
       cpu::pack(from.view(false), selection_view{indices.data(), counts.data(), nullptr, capacity}, to.view(false),
@@ -168,11 +169,11 @@ void compare_pack(index_t sequences, index_t heads, index_t capacity, int kind, 
 template <class T, int D, class Table, int Dv = D>
 void compare_packs() {
   for (const bool in_place : {false, true}) {
-    for (int kind = 0; kind < 6; ++kind) {
-      compare_pack<T, D, Table, Dv>(2, 3, 300, kind, in_place, false);
+    for (const int kind : scaled(cases(6), 2)) {
+      compare_pack<T, D, Table, Dv>(2, 3, scaled(300, 100), kind, in_place, false);
       compare_pack<T, D, Table, Dv>(1, 4, 33, kind, in_place, kind % 2);
     }
-    compare_pack<T, D, Table, Dv>(1, 3, 5000, in_place ? 4 : 0, in_place, false);
+    compare_pack<T, D, Table, Dv>(1, 3, scaled(5000, 400), in_place ? 4 : 0, in_place, false);
   }
 }
 
@@ -209,7 +210,7 @@ void compare_append(index_t sequences, index_t heads, index_t tokens, bool odd, 
             {to.d_scores.data, 0, 0, to.d_begin.data}},
            nullptr, stream);
   });
-  for (int step = 0; step < 3; ++step) {
+  for (int step = 0; step < scaled(3, 2); ++step) {
     captured.launch();
     for (index_t b = 0; b < sequences; ++b) {
       const index_t added = ragged_steps ? some[std::size_t(b)] : tokens;
@@ -241,7 +242,7 @@ void compare_append(index_t sequences, index_t heads, index_t tokens, bool odd, 
 template <class T, class E, int D, class Table, int Dv = D>
 void compare_appends() {
   for (const bool per_sequence : {false, true}) {
-    for (const index_t tokens : {1, 3, 8, 200}) {
+    for (const index_t tokens : scaled(std::vector<index_t>{1, 3, 8, 200}, 2)) {
       compare_append<T, E, D, Table, Dv>(3, 2, tokens, false, per_sequence);
       compare_append<T, E, D, Table, Dv>(1, 5, tokens, true, per_sequence);
     }

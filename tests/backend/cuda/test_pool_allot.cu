@@ -106,10 +106,11 @@ void compare_allot(const rows_case& c, const Budget& policy, int layer, int laye
 
 }  // namespace
 
-TEST_CASE("GPU pooling has the CPU's bits") {
+TEST_CASE("GPU pooling has the CPU's bits", "[gpu]") {
   if (gpu_missing()) return;
-  for (int i = 0; i < 24; ++i) {
-    const rows_case c(draw(1, 3), draw(1, 4), i < 4 ? draw(1, 4) : draw(1, 7000), 40, i % 5 == 0, i % 3 == 0);
+  for (const int i : scaled(cases(24), 4)) {
+    const rows_case c(draw(1, 3), draw(1, 4), i < 4 ? draw(1, 4) : draw(1, scaled(7000, 1200)), 40, i % 5 == 0,
+                      i % 3 == 0);
     for (const int kernel : {1, 3, 7, 2 * draw(0, 127) + 1, 255}) {
       compare_finish(c, observation_window{32, kernel, pooling::max});
       compare_finish(c, observation_window{32, kernel, pooling::average});
@@ -118,11 +119,11 @@ TEST_CASE("GPU pooling has the CPU's bits") {
   }
 }
 
-TEST_CASE("GPU budgets have the CPU's counts") {
+TEST_CASE("GPU budgets have the CPU's counts", "[gpu]") {
   if (gpu_missing()) return;
-  for (int i = 0; i < 60; ++i) {
-    const rows_case c(draw(1, 4), draw(1, 9), i < 6 ? draw(1, 6) : draw(1, i % 4 ? 900 : 9000), i % 7 ? 32 : 0,
-                      i % 5 == 0, i % 3 == 0);
+  for (const int i : scaled(cases(60), 5)) {
+    const rows_case c(draw(1, 4), draw(1, 9), i < 6 ? draw(1, 6) : draw(1, i % 4 ? scaled(900, 400) : 9000),
+                      i % 7 ? 32 : 0, i % 5 == 0, i % 3 == 0);
     const int budget = draw(1, std::max(2, c.capacity));
     compare_allot(c, uniform{budget}, 0, 1);
     compare_allot(c, pyramid{budget, draw(1, 20)}, draw(0, 7), 8);

@@ -1,3 +1,4 @@
+// The GPU chooses what the CPU chooses.
 #include "backend/cuda/device.hpp"
 #include "catch.hpp"
 #include "tessera/backend/cuda/top_k.cuh"
@@ -38,7 +39,7 @@ void compare(Selector selector, const std::vector<row_case>& rows, cuda::select_
                                .pad_to = padded ? longest : 0};
   const cuda::select_slots<Selector> op(selector, index_t(rows.size()), longest, tuning);
   std::vector<index_t> first;
-  for (int run = 0; run < 2; ++run) {
+  for (int run = 0; run < scaled(2); ++run) {
     out.fill(0x77), counts.fill(0x77);
     op.run(problem, nullptr, nullptr);
     cuda::check(cudaDeviceSynchronize(), "select");
@@ -80,10 +81,12 @@ void compare(Selector selector, const std::vector<row_case>& rows, cuda::select_
 
 std::vector<row_case> random_rows(index_t n, std::mt19937& rng) {
   std::vector<row_case> rows;
+  const std::vector<index_t> keeps{0, n / 16, n - 1, 1, n / 3 + 1, n, n + 7};
   for (int kind = 0; kind < 8; ++kind) {
-    for (const index_t keep : {index_t(0), index_t(1), n / 16, n / 3 + 1, n - 1, n, n + 7}) {
-      rows.push_back({n, keep, index_t(rng() % 3 ? rng() % 40 : 0), kind});
+    for (int i = 0; i < scaled(7); ++i) {
+      rows.push_back({n, keeps[std::size_t(kind + i) % 7], index_t(rng() % 3 ? rng() % 40 : 0), kind});
     }
+    if (kind >= scaled(8)) continue;
     rows.push_back(
         {index_t(rng() % (unsigned(n) + 1)), index_t(rng() % (unsigned(n) + 1)), index_t(rng() % 2000), kind});
   }
@@ -94,38 +97,100 @@ std::vector<row_case> random_rows(index_t n, std::mt19937& rng) {
 TEST_CASE("the device chooses the tokens that the CPU chooses", "[gpu]") {
   if (gpu_missing()) return;
   std::mt19937 rng(11);
-  for (const index_t n : {0, 1, 2, 31, 32, 33, 1023, 1024, 1025, 8192}) {
-    for (const cuda::select_tuning t :
-         {cuda::select_tuning{1, 8192}, {4, 2048}, {8, 1028}, {1, 64}, {8, 0}, {1, 4096, true}, {1, 64, true}}) {
+  for (const index_t n : scaled(std::vector<index_t>{0, 1, 2, 31, 32, 33, 1023, 1024, 1025}, 2)) {
+    for (const cuda::select_tuning t : {cuda::select_tuning{1, 8192},
+                                        {4, 2048},
+                                        {8, 1028},
+                                        {1, 64},
+                                        {8, 0},
+                                        {1, 4096, cuda::row_search::streamed},
+                                        {1, 64, cuda::row_search::streamed},
+                                        {1, 0, cuda::row_search::registers}}) {
       compare(top_tokens{}, random_rows(n, rng), t, rng(), index_t(rng() % 4), rng() % 2);
     }
   }
-  for (const cuda::select_tuning t : {cuda::select_tuning{8, 16384}, {1, 16384}, {4, 16384}, {1, 12288, true}}) {
+  // Rows of several tiles a block; streamed ones are guessed at.
+  const index_t tiles = scaled(131072, 5000);
+  for (const cuda::select_tuning t : {cuda::select_tuning{8, 16384},
+                                      {1, 16384},
+                                      {4, 16384},
+                                      {1, 12288, cuda::row_search::streamed},
+                                      {1, 2048, cuda::row_search::streamed},
+                                      {1, 0, cuda::row_search::registers}}) {
     std::vector<row_case> rows;
-    for (int kind = 0; kind < 9; ++kind) rows.push_back({131072 - kind, 2048 + kind * 999, kind * 17, kind});
+    for (int kind = 0; kind < 9; ++kind)
+      rows.push_back({tiles - kind, tiles / 64 + kind * tiles / 150, kind * 17, kind});
     compare(top_tokens{}, rows, t, rng());
+    compare(top_tokens{}, random_rows(tiles / 16, rng), t, rng(), index_t(rng() % 4), rng() % 2);
   }
+  const index_t longest = scaled(1048576, 20000);
   std::vector<row_case> rows;
-  for (int kind = 0; kind < 4; ++kind) rows.push_back({1048576 - kind * 5, kind == 1 ? 1000000 : 65536, 64, kind});
+  for (int kind = 0; kind < scaled(4, 2); ++kind) {
+    rows.push_back({longest - kind * 5, kind == 1 ? longest - longest / 20 : longest / 16, 64, kind});
+  }
   compare(top_tokens{}, rows, {8, 16384}, rng(), 1);
-  compare(top_tokens{}, rows, {1, 12288, true}, rng(), 3);
+  compare(top_tokens{}, rows, {1, 12288, cuda::row_search::streamed}, rng(), 3);
+}
+
+TEST_CASE("a streamed selection is exact where the guess at its cut misleads", "[gpu]") {
+  if (gpu_missing()) return;
+  std::mt19937 rng(14);
+  const index_t n = scaled(131072, 40000);
+  const auto compare_scores = [&](const std::vector<float>& scores, index_t keep) {
+    buffer<float> d_scores(scores);
+    buffer<index_t> counts(1), out{std::vector<index_t>(static_cast<std::size_t>(keep), no_index)};
+    const cuda::select_slots<top_tokens> op({}, 1, n, cuda::select_tuning{1, 12288, cuda::row_search::streamed});
+    op.run({.scores = d_scores.data,
+            .score_stride = n,
+            .n = {nullptr, n},
+            .keep = {nullptr, keep},
+            .tail = {nullptr, 0},
+            .out = out.data,
+            .out_stride = keep,
+            .counts = counts.data},
+           nullptr, nullptr);
+    cuda::check(cudaDeviceSynchronize(), "select");
+    std::vector<index_t> expected(static_cast<std::size_t>(n));
+    top_k_scratch scratch;
+    expected.resize(std::size_t(top_tokens{}.select(scores.data(), n, 0, keep, expected.data(), scratch)));
+    REQUIRE(counts.get() == std::vector<index_t>{keep});
+    REQUIRE(out.get() == expected);
+  };
+  std::vector<float> scores(static_cast<std::size_t>(n));
+  const auto fill = [&](auto at) {
+    for (index_t i = 0; i < n; ++i) scores[std::size_t(i)] = at(i);
+  };
+  for (const index_t keep : {index_t(1), n / 64, index_t(12288), index_t(12289), n / 2}) {
+    fill([&](index_t i) { return float(i); });  // the best lie together
+    compare_scores(scores, keep);
+    fill([&](index_t i) { return i / 4 % 16 ? 0.5f * score(0, rng) : 8 + score(0, rng); });  // a period of the sample's
+    compare_scores(scores, keep);
+    fill([&](index_t i) { return i < n / 100 ? score(0, rng) : -infinity; });  // hardly any may be chosen
+    compare_scores(scores, keep);
+    fill([&](index_t i) { return i % 3 ? 1.0f : score(0, rng); });  // ties that do not fit
+    compare_scores(scores, keep);
+    fill([&](index_t) { return -1 - std::abs(score(0, rng)); });
+    for (index_t i = 63; i < n; ++i) scores[std::size_t(i)] = scores[std::size_t(i / 63 * 63)];  // pooled
+    compare_scores(scores, keep);
+  }
 }
 
 TEST_CASE("the device chooses the blocks that the CPU chooses", "[gpu]") {
   if (gpu_missing()) return;
   std::mt19937 rng(12);
-  for (const index_t n : {0, 1, 31, 32, 33, 1023, 1025, 8192}) {
-    for (const index_t block : {1, 3, 16, 64, 1000}) {
+  for (const index_t n : scaled(std::vector<index_t>{0, 1, 31, 32, 33, 1025, 8192, 1023}, 2)) {
+    for (const index_t block : scaled(std::vector<index_t>{1, 3, 16, 1000, 64}, 2)) {
       for (const cuda::select_tuning t : {cuda::select_tuning{1, 8192}, {8, 512}, {4, 4}}) {
         compare(top_blocks{block}, random_rows(n, rng), t, rng());
       }
     }
   }
   std::vector<row_case> rows;
-  for (int kind = 0; kind < 9; ++kind) rows.push_back({131072 - kind, 2048 + kind * 999, kind * 17, kind});
+  const index_t tiles = scaled(131072, 5000);
+  for (int kind = 0; kind < 9; ++kind) rows.push_back({tiles - kind, tiles / 64 + kind * tiles / 150, kind * 17, kind});
   compare(top_blocks{16}, rows, {8, 1024}, rng());
   // The short block decides: it scores best, and what it leaves goes to one more block.
-  for (int trial = 0; trial < 200; ++trial) {
+  for (int trial = 0; trial < scaled(200, 4); ++trial) {
     std::vector<row_case> few;
     for (int r = 0; r < 64; ++r)
       few.push_back({index_t(rng() % 70), index_t(rng() % 70), index_t(rng() % 5), int(rng() % 8)});
@@ -136,11 +201,12 @@ TEST_CASE("the device chooses the blocks that the CPU chooses", "[gpu]") {
 TEST_CASE("a captured selection follows lengths and counts", "[gpu]") {
   if (gpu_missing()) return;
   std::mt19937 rng(13);
-  const index_t rows = 6, capacity = 40000;
+  const index_t rows = 6, capacity = scaled(40000, 17000);
   std::vector<float> scores(std::size_t(rows) * capacity);
   for (auto& s : scores) s = score(0, rng);
   buffer<float> d_scores(scores);
   buffer<index_t> n(rows), keep(rows), out(std::size_t(rows) * capacity), counts(rows);
+  out.fill(0x77);
   cudaStream_t stream;
   cuda::check(cudaStreamCreate(&stream), "cudaStreamCreate");
   const cuda::select_slots<top_tokens> op({}, rows, capacity, cuda::device_info::current());
@@ -153,7 +219,7 @@ TEST_CASE("a captured selection follows lengths and counts", "[gpu]") {
                                .out_stride = capacity,
                                .counts = counts.data};
   graph captured(stream, [&] { op.run(problem, nullptr, stream); });
-  for (int step = 0; step < 20; ++step) {
+  for (int step = 0; step < scaled(20, 3); ++step) {
     std::vector<index_t> h_n, h_keep;
     for (index_t r = 0; r < rows; ++r)
       h_n.push_back(index_t(rng() % (capacity + 1))), h_keep.push_back(index_t(rng() % 3000));

@@ -30,7 +30,7 @@ __device__ inline bool all_fit(const score_rows& in, index_t sequence, index_t b
   return longest <= budget;
 }
 
-/// One thread a row: shares that depend on lengths alone. The arithmetic of uniform::allot and pyramid::allot.
+/// One thread a row: shares that depend on lengths alone.
 template <class Budget>
 __global__ void __launch_bounds__(128) allot_by_length_entry(const __grid_constant__ score_rows in, Budget policy,
                                                              index_t layer, index_t layers, index_t* counts) {
@@ -38,20 +38,8 @@ __global__ void __launch_bounds__(128) allot_by_length_entry(const __grid_consta
   if (row >= in.sequences * in.kv_heads) return;
   const index_t sequence = row / in.kv_heads, tail = in.protected_tail(sequence);
   const index_t tokens = in.tokens(sequence, row % in.kv_heads);
-  index_t share = policy.tokens;
-  if constexpr (std::is_same_v<Budget, pyramid>) {
-    const index_t base = max(0, policy.tokens - tail);
-    const index_t depth = policy.layers > 0 ? policy.layers : layers, at = policy.layer >= 0 ? policy.layer : layer;
-    index_t kept = base;
-    if (depth > 1 && tokens >= 2 * base) {
-      index_t least = base / policy.beta, most = 2 * base - least;
-      const index_t candidates = max(0, tokens - tail);
-      if (most >= candidates) most = candidates, least = 2 * base - most;
-      kept = most - at * ((most - least) / (depth - 1));
-    }
-    share = min(tokens, tail + kept);
-  }
-  counts[row] = all_fit(in, sequence, policy.tokens) ? tokens : kept_of(share, tail, tokens);
+  counts[row] =
+      all_fit(in, sequence, policy.tokens) ? tokens : kept_of(policy.share(tokens, tail, layer, layers), tail, tokens);
 }
 
 /// Progress of one sequence's selection over all of its heads.
@@ -67,13 +55,6 @@ struct allot_scratch {
   allot_state* state;  // [sequences]
   unsigned* won;       // [rows], places won for certain
 };
-
-/// The share of a head that won so many of the sequence's places; double, as adaptive::allot has it.
-__device__ inline index_t adaptive_share(float floor_fraction, index_t base, index_t tail, unsigned won) {
-  const double fraction = round(double(floor_fraction) * 1e6) / 1e6;
-  const double least = floor(__dmul_rn(fraction, double(base)));
-  return tail + index_t(rint(__dadd_rn(__dmul_rn(double(won), 1.0 - fraction), least)));
-}
 
 /// One level of the selection of the best kv_heads * base candidates of a sequence: every block counts its scores by
 /// the level's bits, and the block that arrives last finds which value of them the last place falls on. Histograms are
@@ -132,8 +113,8 @@ __global__ void __launch_bounds__(allot_threads)
     if (fits || places == 0 || places == all) {
       for (index_t h = threadIdx.x; h < heads; h += allot_threads) {
         const index_t tokens = in.tokens(sequence, h);
-        const unsigned won = places == 0 ? 0u : unsigned(in.candidates(sequence, h));
-        counts[first_row + h] = fits ? tokens : kept_of(adaptive_share(policy.floor, base, tail, won), tail, tokens);
+        const index_t won = places == 0 ? 0 : in.candidates(sequence, h);
+        counts[first_row + h] = fits ? tokens : kept_of(policy.share(won, base, tail), tail, tokens);
       }
       if (threadIdx.x == 0) state.settled = 1;
       return;
@@ -189,8 +170,8 @@ __global__ void __launch_bounds__(allot_threads)
         const unsigned equal = min(left, __ldcg(&all_bins[offset_t(first_row + h) * allot_bins + chosen]));
         left -= equal;
         const index_t tokens = in.tokens(sequence, h);
-        counts[first_row + h] = kept_of(
-            min(tokens, adaptive_share(policy.floor, base, tail, scratch.won[first_row + h] + equal)), tail, tokens);
+        counts[first_row + h] =
+            kept_of(min(tokens, policy.share(index_t(scratch.won[first_row + h] + equal), base, tail)), tail, tokens);
       }
     }
   }
@@ -202,7 +183,8 @@ __global__ void __launch_bounds__(allot_threads)
 /// protected tail, at most what is stored; all of a sequence in which no head exceeds the budget.
 ///
 /// Shapes   counts [sequences, kv_heads] on the device. Same counts as the host's policies, ties and rounding included.
-/// Cost     uniform, pyramid: one small launch. adaptive: three reads of the scores, four launches; integer atomics only.
+/// Cost     uniform, pyramid: one small launch. adaptive: three reads of the scores, four launches; integer atomics
+///          only.
 template <class Budget>
 class allot {
   static constexpr bool by_score = std::is_same_v<Budget, adaptive>;

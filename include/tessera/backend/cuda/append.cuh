@@ -25,54 +25,77 @@ namespace detail {
 
 inline constexpr int append_threads = 256;
 inline constexpr int append_chunk = 8;  // elements that one thread converts at a time
+inline constexpr int in_flight = 4;     // chunks of a thread
 
-/// Loads eight elements as fp32, in 16-byte words where `aligned`.
+/// Eight elements as they come from memory, fetched before anything is done with them.
 template <class E>
-__device__ void load_floats(const E* from, bool aligned, float (&values)[append_chunk]) {
-  if (aligned) {
-    constexpr int words = append_chunk * int(sizeof(E)) / 16, per_word = 16 / int(sizeof(E));
+struct raw_chunk {
+  static constexpr int words = append_chunk * int(sizeof(E)) / 16;
+  uint4 word[words];
+  __device__ void load(const E* from, bool aligned) {
+    if (aligned) {
 #pragma unroll
-    for (int w = 0; w < words; ++w) {
-      const uint4 word = __ldg(reinterpret_cast<const uint4*>(from) + w);
-      const std::uint32_t parts[4] = {word.x, word.y, word.z, word.w};
+      for (int w = 0; w < words; ++w) word[w] = __ldg(reinterpret_cast<const uint4*>(from) + w);
+    } else {
+      std::uint32_t parts[4 * words];
 #pragma unroll
-      for (int i = 0; i < per_word; ++i) {
-        if constexpr (sizeof(E) == 4) {
-          values[w * per_word + i] = bits_as<float>(parts[i]);
-        } else {
-          const auto half = static_cast<std::uint16_t>(parts[i / 2] >> (i % 2 * 16));
-          values[w * per_word + i] = float(bits_as<E>(half));
-        }
+      for (int i = 0; i < 4 * words; ++i) {
+        if constexpr (sizeof(E) == 4)
+          parts[i] = bits_as<std::uint32_t>(from[i]);
+        else
+          parts[i] = from[i * 2].bits | std::uint32_t(from[i * 2 + 1].bits) << 16;
       }
-    }
-  } else {
 #pragma unroll
-    for (int i = 0; i < append_chunk; ++i) values[i] = float(from[i]);
+      for (int w = 0; w < words; ++w)
+        word[w] = make_uint4(parts[w * 4], parts[w * 4 + 1], parts[w * 4 + 2], parts[w * 4 + 3]);
+    }
   }
+  __device__ std::uint32_t part(int i) const {
+    const uint4& w = word[i / 4];
+    return i % 4 == 0 ? w.x : i % 4 == 1 ? w.y : i % 4 == 2 ? w.z : w.w;
+  }
+  __device__ float value(int i) const {
+    if constexpr (sizeof(E) == 4)
+      return bits_as<float>(part(i));
+    else
+      return float(bits_as<E>(static_cast<std::uint16_t>(part(i / 2) >> (i % 2 * 16))));
+  }
+};
+
+/// Two 16-bit elements after the CPU's round trip through fp32, which changes only NaN: made quiet, in fp16 all one.
+template <class T>
+__device__ std::uint32_t quieted(std::uint32_t pair) {
+  constexpr std::uint32_t highest = std::is_same_v<T, bf16> ? 0x7f807f80u : 0x7c007c00u;
+  const std::uint32_t nan = __vcmpgtu2(pair & 0x7fff7fffu, highest);
+  if constexpr (std::is_same_v<T, bf16>)
+    return pair | (nan & 0x00400040u);
+  else
+    return (pair & ~nan) | (nan & ((pair & 0x80008000u) | 0x7e007e00u));
 }
 
-/// Stores eight values converted to T exactly as the CPU converts them.
-template <class T>
-__device__ void store_floats(T* to, offset_t stride, bool aligned, const float (&values)[append_chunk]) {
+/// Stores eight elements as T, converted exactly as the CPU converts them.
+template <class T, class E>
+__device__ void store_chunk(T* to, offset_t stride, bool aligned, const raw_chunk<E>& chunk) {
   if (aligned) {
-    constexpr int words = append_chunk * int(sizeof(T)) / 16, per_part = 4 / int(sizeof(T));
+    constexpr int words = append_chunk * int(sizeof(T)) / 16;
 #pragma unroll
     for (int w = 0; w < words; ++w) {
       std::uint32_t parts[4];
 #pragma unroll
       for (int i = 0; i < 4; ++i) {
-        if constexpr (sizeof(T) == 4) {
-          parts[i] = bits_as<std::uint32_t>(values[w * 4 + i]);
-        } else {
-          const int at = (w * 4 + i) * per_part;
-          parts[i] = T(values[at]).bits | std::uint32_t(T(values[at + 1]).bits) << 16;
-        }
+        const int at = w * 4 + i;
+        if constexpr (sizeof(T) == 4)
+          parts[i] = bits_as<std::uint32_t>(chunk.value(at));
+        else if constexpr (std::is_same_v<T, E>)
+          parts[i] = quieted<T>(chunk.part(at));
+        else
+          parts[i] = T(chunk.value(at * 2)).bits | std::uint32_t(T(chunk.value(at * 2 + 1)).bits) << 16;
       }
       reinterpret_cast<uint4*>(to)[w] = make_uint4(parts[0], parts[1], parts[2], parts[3]);
     }
   } else {
 #pragma unroll
-    for (int i = 0; i < append_chunk; ++i) to[i * stride] = T(values[i]);
+    for (int i = 0; i < append_chunk; ++i) to[i * stride] = T(chunk.value(i));
   }
 }
 
@@ -92,25 +115,43 @@ __global__ void __launch_bounds__(append_threads)
   const index_t b = index_t(blockIdx.x) / groups_of_heads, first_head = index_t(blockIdx.x) % groups_of_heads;
   const index_t tokens = tokens_of(p, b), length = p.view.length(b, first_head);
   const offset_t work = offset_t(tokens) * heads * chunks, step = offset_t(gridDim.y) * append_threads;
-  for (offset_t i = offset_t(blockIdx.y) * append_threads + threadIdx.x; i < work; i += step) {
-    const index_t part = index_t(i % chunks), t = index_t(i / chunks) / heads,
-                  h = first_head + index_t(i / chunks) % heads;
-    const index_t slot = length + t;
-    float values[append_chunk];
-    if (part < k_chunks) {
-      const int d = part * append_chunk;
-      load_floats(p.k.row(b, t, h) + d, aligned_from, values);
-      store_floats(p.view.key(b, h, slot) + d * p.view.k_strides.dim, p.view.k_strides.dim, aligned_to, values);
-    } else {
-      const int d = (part - k_chunks) * append_chunk;
-      load_floats(p.v.row(b, t, h) + d, aligned_from, values);
-      store_floats(p.view.value(b, h, slot) + d * p.view.v_strides.dim, p.view.v_strides.dim, aligned_to, values);
+  struct place {
+    index_t part, token, head;
+  };
+  const auto find = [&](offset_t i) {
+    const index_t row = index_t(i / chunks);
+    return place{index_t(i % chunks), row / heads, first_head + row % heads};
+  };
+  for (offset_t base = offset_t(blockIdx.y) * append_threads + threadIdx.x; base < work; base += step * in_flight) {
+    raw_chunk<E> chunk[in_flight];
+#pragma unroll
+    for (int u = 0; u < in_flight; ++u) {
+      if (base + u * step >= work) break;
+      const place at = find(base + u * step);
+      chunk[u].load(at.part < k_chunks ? p.k.row(b, at.token, at.head) + at.part * append_chunk
+                                       : p.v.row(b, at.token, at.head) + (at.part - k_chunks) * append_chunk,
+                    aligned_from);
     }
-    if (part == 0) {
-      if (p.positions.data) {
-        p.positions.at(b, h, p.view.kv_heads, slot) = (p.first_position ? p.first_position[b] : length) + t;
+#pragma unroll
+    for (int u = 0; u < in_flight; ++u) {
+      if (base + u * step >= work) break;
+      const place at = find(base + u * step);
+      const index_t slot = length + at.token;
+      if (at.part < k_chunks) {
+        const offset_t stride = p.view.k_strides.dim;
+        store_chunk(p.view.key(b, at.head, slot) + at.part * append_chunk * stride, stride, aligned_to, chunk[u]);
+      } else {
+        const offset_t stride = p.view.v_strides.dim;
+        store_chunk(p.view.value(b, at.head, slot) + (at.part - k_chunks) * append_chunk * stride, stride, aligned_to,
+                    chunk[u]);
       }
-      if (p.scores.data) p.scores.at(b, h, p.view.kv_heads, slot) = 0;
+      if (at.part == 0) {
+        if (p.positions.data) {
+          p.positions.at(b, at.head, p.view.kv_heads, slot) =
+              (p.first_position ? p.first_position[b] : length) + at.token;
+        }
+        if (p.scores.data) p.scores.at(b, at.head, p.view.kv_heads, slot) = 0;
+      }
     }
   }
   if (gridDim.y == 1 && p.lengths) {

@@ -1,216 +1,113 @@
 // The decode attention kernel: one pass over K and V, cut evenly over the machine whatever the lengths.
 #pragma once
 
-#include <algorithm>
-
-#include "../../core/logit_rule.hpp"
-#include "../../core/selection.hpp"
-#include "../../core/views.hpp"
-#include "mma.cuh"
-#include "tuning.cuh"
+#include "decode_schedule.cuh"
+#include "decode_tile.cuh"
 
 TESSERA_NAMESPACE_BEGIN
 namespace cuda {
-
-/// What a decode step reads and writes; every pointer is a device pointer, every length is read on the device.
-template <class View>
-struct decode_problem {
-  using T = typename View::element_type;
-  View view;
-  rows_view<const T> q;           ///< [sequences, tokens, q_heads, k_dim]
-  const index_t* first_position;  ///< [sequences], position of the step's first token
-  logit_rule rule;
-  rows_view<float> out;   ///< [sequences, tokens, q_heads, v_dim]
-  rows_view<float> lse;   ///< [sequences, tokens, q_heads]; data null: not wanted
-  selection_view chosen;  ///< row = sequence * kv_heads + head; indices null: everything stored
-};
-
 namespace detail {
 
-inline constexpr int rows_per_block = 16;   // query rows of a matrix product
-inline constexpr int tokens_per_warp = 32;  // of one tile
-inline constexpr int most_rows = 1024;      // (sequence, kv_head) rows whose tile counts fit the block's scan
+/// Parts of a row that are read at once when they are merged: one after the other, their latencies were most of a short
+/// step. 8 rows over the 132 blocks of an H200 make 16 parts; 33 at once spill registers in the loop over tiles.
+inline constexpr int parts_at_once = 17;
+static_assert(parts_at_once <= 32, "tessera: a lane of a warp holds the state of one part");
 
-template <int D>
-inline constexpr int padded_chunks = (D / 8) |
-                                     1;  // 16-byte chunks of a staged row: odd, so matrix loads do not collide
-
-template <int D, int Dv>
-inline constexpr int stage_bytes = tokens_per_warp*(padded_chunks<D> + padded_chunks<Dv>)*16;
-
-/// Scratch: a counter per (row, query block), then partial outputs and softmax states by slot = block + row.
-struct decode_scratch {
-  unsigned* arrived;
-  float* out;     // [query blocks, blocks + rows, 16, v_dim]
-  float2* state;  // [query blocks, blocks + rows, 16] maximum (base 2) and sum
-};
-
-template <class View, int Warps, int Stages>
+template <class View, class Out>
 struct decode_kernel {
-  using T = typename View::element_type;
-  static constexpr int D = View::k_dim, Dv = View::v_dim, threads = Warps * 32, tile = Warps * tokens_per_warp;
-  static constexpr int k_row = padded_chunks<D> * 16, v_row = padded_chunks<Dv> * 16;
-  static constexpr int ring_bytes = Stages * stage_bytes<D, Dv>;
-  static constexpr int merge_bytes = rows_per_block * (Dv + 2) * 4;
-  static constexpr int warp_bytes = ring_bytes > merge_bytes ? ring_bytes : merge_bytes;
-  static constexpr int shared_bytes = Warps * warp_bytes;
+  static constexpr int D = View::k_dim, Dv = View::v_dim;
+  static constexpr decode_tuning tuning = decode_tuning_for(D, Dv, compiled_capability);
+  static constexpr int warps = tuning.warps, tokens = tuning.tokens, stages = tuning.stages;
+  static constexpr int threads = warps * 32, tile = warps * tokens;
+  static constexpr float log2e = 1.44269504088896341f;
 
-  struct row_range {
-    index_t sequence, head, count;
+  using T = typename View::element_type;
+  using problem_type = decode_problem<View, Out>;
+  using staging_type = decode_staging<View, decode_kernel>;
+  using state_type = decode_state<View, decode_kernel>;
+
+  const problem_type& p;
+  const decode_scratch& scratch;
+  unsigned char* memory;  // rings, then partial outputs
+  index_t* ends;          // of rows, in tiles
+  index_t rows, group, query_rows, first_query;
+  int used;  // query rows of this block
+  int warp, lane;
+
+  /// The part of a piece that lies in one row.
+  struct segment {
+    index_t row, row_begin, row_end;  // in tiles of all rows
+    index_t first_tile, last_tile;    // in tiles of this row
+    decode_row at;
   };
 
-  __device__ static index_t count_of(const decode_problem<View>& p, index_t row) {
+  __device__ decode_kernel(const problem_type& p_, const decode_scratch& scratch_, unsigned char* memory_,
+                           index_t* ends_)
+      : p(p_), scratch(scratch_), memory(memory_), ends(ends_) {
+    rows = p.view.sequences * p.view.kv_heads;
+    group = p.q.heads / p.view.kv_heads;
+    query_rows = p.q.tokens * group;
+    first_query = index_t(blockIdx.y) * rows_per_block;
+    used = int(min(index_t(rows_per_block), query_rows - first_query));
+    warp = threadIdx.x / 32;
+    lane = threadIdx.x % 32;
+  }
+
+  __device__ static index_t count_of(const problem_type& p, index_t row) {
     return p.chosen.indices ? p.chosen.count(row) : p.view.length(row / p.view.kv_heads, row % p.view.kv_heads);
   }
+  __device__ index_t begin_of(index_t row) const { return row ? ends[row - 1] : 0; }
+  __device__ index_t token_of(index_t t) const { return t * tile + warp * tokens; }
 
-  /// Where one lane's token of a tile lies.
-  struct token_rows {
-    const T *k, *v;
-    bool valid;
-  };
-  __device__ static token_rows find(const decode_problem<View>& p, const row_range& at, index_t token) {
-    token_rows found;
-    found.valid = token < at.count;
-    index_t slot = found.valid ? token : 0;
-    if (p.chosen.indices && found.valid) {
-      slot = p.chosen.row(offset_t(at.sequence) * p.view.kv_heads + at.head)[token];
+  __device__ static index_t tiles_of(index_t count) { return (count + tile - 1) / tile; }
+
+  /// The rows' ends in `ends`, and the cut of all of their tiles. `first` is this block's first segment if it has one.
+  /// With 32 rows or fewer every warp scans for itself and waits for nobody; `ends` is there after the next barrier.
+  __device__ even_cut plan(segment& first, index_t* warp_totals) const {
+    const index_t me = blockIdx.x;
+    if (rows <= 32) {
+      const index_t mine = min(index_t(lane), rows - 1);
+      const index_t sequence = small_quotient(mine, p.view.kv_heads), head = mine - sequence * p.view.kv_heads;
+      const index_t count = p.chosen.indices ? p.chosen.count(mine) : p.view.length(sequence, head);
+      const index_t tiles = lane < rows ? tiles_of(count) : 0, end = scan_warp(tiles);
+      const even_cut cut(__shfl_sync(~0u, end, 31), index_t(gridDim.x), rows);
+      const index_t begin = cut.begin(me);
+      const index_t row = __popc(__ballot_sync(~0u, lane < rows && end <= begin));
+      const int from = min(row, rows - 1);
+      first.row = row;
+      first.row_end = __shfl_sync(~0u, end, from);
+      first.row_begin = __shfl_sync(~0u, end - tiles, from);
+      first.at.sequence = __shfl_sync(~0u, sequence, from);
+      first.at.head = __shfl_sync(~0u, head, from);
+      first.at.count = __shfl_sync(~0u, count, from);
+      first.at.chosen = p.chosen.indices ? p.chosen.row(from) : nullptr;
+      first.first_tile = begin - first.row_begin;
+      first.last_tile = min(cut.begin(me + 1), first.row_end) - first.row_begin;
+      if (warp == 0 && lane < rows) ends[lane] = end;
+      return cut;
     }
-    found.k = p.view.key(at.sequence, at.head, slot);
-    found.v = p.view.value(at.sequence, at.head, slot);
-    return found;
+    scan_rows<threads>(rows, ends, warp_totals, [&](index_t row) { return tiles_of(count_of(p, row)); });
+    const even_cut cut(ends[rows - 1], index_t(gridDim.x), rows);
+    if (me < cut.count && cut.tiles > 0) {
+      first = segment_at(find_row(ends, rows, cut.begin(me)), cut.begin(me), cut.begin(me + 1));
+    }
+    return cut;
+  }
+  __device__ segment segment_at(index_t row, index_t begin, index_t end) const {
+    const index_t row_begin = begin_of(row), row_end = ends[row];
+    const index_t sequence = row / p.view.kv_heads, head = row % p.view.kv_heads;
+    return {row,
+            row_begin,
+            row_end,
+            begin - row_begin,
+            min(end, row_end) - row_begin,
+            decode_row{sequence, head, count_of(p, row), p.chosen.indices ? p.chosen.row(row) : nullptr}};
   }
 
-  /// A warp's ring of staged tiles: lanes copy 16 bytes at a time, zeros for tokens beyond the end.
-  /// One bulk copy per row (cp.async.bulk, sm_90) lost: 2.8 TB/s where this reaches 4.4 (H200, CUDA 13.0, B8 128K).
-  struct staging {
-    std::uint32_t ring;  // shared address
-    std::uint32_t uses = 0, taken = 0;
-
-    __device__ std::uint32_t slot(std::uint32_t use) const { return ring + use % Stages * stage_bytes<D, Dv>; }
-
-    __device__ void put(const decode_problem<View>& p, const row_range& at, index_t first, int lane) {
-      const token_rows mine = find(p, at, first + lane);
-      const std::uint32_t to = slot(uses++);
-      copy<D / 8, k_row>(mine.k, mine.valid, to, lane);
-      copy<Dv / 8, v_row>(mine.v, mine.valid, to + tokens_per_warp * k_row, lane);
-    }
-    template <int Chunks, int RowBytes>
-    __device__ static void copy(const T* row, bool mine_valid, std::uint32_t to, int lane) {
-#pragma unroll
-      for (int i = 0; i < Chunks; ++i) {
-        const int id = i * 32 + lane, token = id / Chunks, chunk = id % Chunks;
-        const T* from = reinterpret_cast<const T*>(__shfl_sync(~0u, reinterpret_cast<unsigned long long>(row), token));
-        const bool valid = __shfl_sync(~0u, int(mine_valid), token);
-        copy_async16(to + std::uint32_t(token * RowBytes + chunk * 16), from + chunk * 8, valid);
-      }
-    }
-    /// Waits for the oldest tile and returns where it lies.
-    __device__ std::uint32_t take() {
-      wait_copies<Stages - 2>();
-      __syncwarp();
-      return slot(taken++);
-    }
-  };
-
-  /// Running state of one warp: 16 query rows over the tokens that it has seen.
-  struct warp_state {
-    float out[Dv / 8][4];
-    float max[2], sum[2];  // rows lane / 4 and lane / 4 + 8, base 2
-  };
-
-  __device__ static void consume(const decode_problem<View>& p, const row_range& at, index_t first, bool plain,
-                                 const index_t (&query_position)[2], const std::uint32_t (&q)[D / 16][4],
-                                 std::uint32_t shared, int lane, warp_state& state) {
-    constexpr float log2e = 1.44269504088896341f;
-    float s[4][4] = {};
-    const int matrix = lane / 8, in_matrix = lane % 8;
-#pragma unroll
-    for (int step = 0; step < D / 16; ++step) {
-#pragma unroll
-      for (int pair = 0; pair < 2; ++pair) {
-        std::uint32_t b[4];
-        const int token = pair * 16 + matrix / 2 * 8 + in_matrix;
-        load_matrices(b, shared + std::uint32_t(token * k_row + (step * 2 + matrix % 2) * 16));
-        multiply<T>(s[pair * 2], q[step], b[0], b[1]);
-        multiply<T>(s[pair * 2 + 1], q[step], b[2], b[3]);
-      }
-    }
-    const float scale = p.rule.scale_for(D);
-    if (plain && p.rule.soft_cap <= 0) {
-#pragma unroll
-      for (int n = 0; n < 4; ++n) {
-#pragma unroll
-        for (int i = 0; i < 4; ++i) s[n][i] *= scale * log2e;
-      }
-    } else {
-#pragma unroll
-      for (int n = 0; n < 4; ++n) {
-#pragma unroll
-        for (int i = 0; i < 4; ++i) {
-          const index_t token = first + n * 8 + lane % 4 * 2 + i % 2;
-          bool seen = token < at.count;
-          if (seen && !plain) {
-            const index_t slot =
-                p.chosen.indices ? p.chosen.row(offset_t(at.sequence) * p.view.kv_heads + at.head)[token] : token;
-            seen = p.rule.visible(query_position[i / 2], p.view.position(at.sequence, at.head, slot));
-          }
-          s[n][i] = seen ? p.rule.cap(s[n][i] * scale) * log2e : -infinity;
-        }
-      }
-    }
-    std::uint32_t weights[2][4];
-#pragma unroll
-    for (int half = 0; half < 2; ++half) {
-      float top = state.max[half];
-#pragma unroll
-      for (int n = 0; n < 4; ++n) top = fmaxf(top, fmaxf(s[n][half * 2], s[n][half * 2 + 1]));
-      top = fmaxf(top, __shfl_xor_sync(~0u, top, 1));
-      top = fmaxf(top, __shfl_xor_sync(~0u, top, 2));
-      const float reference = top == -infinity ? 0.0f : top;
-      const float shrink = exp2f(state.max[half] - reference);  // exp2(-inf) = 0: nothing seen so far
-      float sum = 0;
-#pragma unroll
-      for (int n = 0; n < 4; ++n) {
-        s[n][half * 2] = exp2f(s[n][half * 2] - reference);
-        s[n][half * 2 + 1] = exp2f(s[n][half * 2 + 1] - reference);
-        sum += s[n][half * 2] + s[n][half * 2 + 1];
-      }
-      state.sum[half] = state.sum[half] * shrink + sum;
-      if (top != state.max[half]) {
-#pragma unroll
-        for (int n = 0; n < Dv / 8; ++n) {
-          state.out[n][half * 2] *= shrink;
-          state.out[n][half * 2 + 1] *= shrink;
-        }
-      }
-      state.max[half] = top;
-    }
-#pragma unroll
-    for (int k = 0; k < 2; ++k) {
-#pragma unroll
-      for (int i = 0; i < 4; ++i) {
-        weights[k][i] = pack_pair<T>(s[k * 2 + i / 2][i % 2 * 2], s[k * 2 + i / 2][i % 2 * 2 + 1]);
-      }
-    }
-    const std::uint32_t values = shared + tokens_per_warp * k_row;
-#pragma unroll
-    for (int k = 0; k < 2; ++k) {
-#pragma unroll
-      for (int pair = 0; pair < Dv / 16; ++pair) {
-        std::uint32_t b[4];
-        const int token = k * 16 + matrix % 2 * 8 + in_matrix;
-        load_matrices_transposed(b, values + std::uint32_t(token * v_row + (pair * 2 + matrix / 2) * 16));
-        multiply<T>(state.out[pair * 2], weights[k], b[0], b[1]);
-        multiply<T>(state.out[pair * 2 + 1], weights[k], b[2], b[3]);
-      }
-    }
-  }
-
-  /// Output and log-sum-exp of one query row from its merged state; `scaled(d)` is the unnormalised output.
-  template <class Scaled>
-  __device__ static void write_row(const decode_problem<View>& p, index_t sequence, index_t token, index_t q_head,
-                                   float max2, float sum, const Scaled& scaled, int lane) {
-    constexpr float log2e = 1.44269504088896341f;
+  /// The weight that turns a row's summed output into its output; the leader writes its log-sum-exp.
+  __device__ float finish(const decode_row& at, int r, float max2, float sum, bool leader) const {
+    const index_t token = small_quotient(first_query + r, group);
+    const index_t q_head = at.head * group + first_query + r - token * group;
     float top = max2, factor = 1;
     if (p.rule.sink_logits) {
       const float sink = p.rule.sink_logits[q_head] * log2e;
@@ -218,235 +115,275 @@ struct decode_kernel {
       factor = exp2f(max2 - top);
       sum = sum * factor + exp2f(sink - top);
     }
-    const float inverse = sum == 0 ? 0.0f : factor / sum;
-    float* out = p.out.row(sequence, token, q_head);
-    for (int d = lane; d < Dv; d += 32) out[d] = scaled(d) * inverse;
-    if (p.lse.data && lane == 0) {
-      *p.lse.row(sequence, token, q_head) = sum == 0 ? -infinity : (top + log2f(sum)) * 0.693147180559945309f;
+    if (leader && p.lse.data) {
+      *p.lse.row(at.sequence, token, q_head) = sum == 0 ? -infinity : (top + log2f(sum)) * 0.693147180559945309f;
+    }
+    return sum == 0 ? 0.0f : factor / sum;
+  }
+  __device__ void write(const decode_row& at, int r, int d, const float4& x, float weight) const {
+    const index_t token = small_quotient(first_query + r, group);
+    const index_t q_head = at.head * group + first_query + r - token * group;
+    Out* out = p.out.row(at.sequence, token, q_head) + d;
+    out[0] = Out(x.x * weight);
+    out[1] = Out(x.y * weight);
+    out[2] = Out(x.z * weight);
+    out[3] = Out(x.w * weight);
+  }
+  /// Calls `of(r, d)` for every row and every fourth output dim, spread over the block.
+  template <class F>
+  __device__ void for_each_four(const F& of) const {
+#pragma unroll 1
+    for (int i = threadIdx.x; i < used * (Dv / 4); i += threads) of(i / (Dv / 4), i % (Dv / 4) * 4);
+  }
+
+  /// Rows that hold nothing have no tile and so no block.
+  __device__ void write_empty_rows() const {
+    for (index_t row = blockIdx.x; row < rows; row += index_t(gridDim.x)) {
+      if (ends[row] != begin_of(row)) continue;
+      const decode_row at{row / p.view.kv_heads, row % p.view.kv_heads, 0, nullptr};
+      for_each_four([&](int r, int d) { write(at, r, d, float4{}, finish(at, r, -infinity, 0, d == 0)); });
     }
   }
 
-  __device__ static void run(const decode_problem<View>& p, const decode_scratch& scratch) {
-    extern __shared__ __align__(128) unsigned char memory[];
-    __shared__ index_t ends[most_rows];  // inclusive prefix sum of tiles by row
-    __shared__ bool last_arrived;
-    const int warp = threadIdx.x / 32, lane = threadIdx.x % 32;
-    const index_t rows = p.view.sequences * p.view.kv_heads, group = p.q.heads / p.view.kv_heads;
-    const index_t query_rows = p.q.tokens * group, first_query = index_t(blockIdx.y) * rows_per_block;
-    const int used = int(min(index_t(rows_per_block), query_rows - first_query));
-    const index_t me = blockIdx.x;
-
-    // Every block scans the lengths itself: they change from step to step and the host does not know them.
-    if (warp == 0) {
-      index_t total = 0;
-      for (index_t base = 0; base < rows; base += 32) {
-        const index_t row = base + lane;
-        index_t tiles = row < rows ? (count_of(p, row) + tile - 1) / tile : 0;
-        for (int step = 1; step < 32; step *= 2) {
-          const index_t other = __shfl_up_sync(~0u, tiles, step);
-          if (lane >= step) tiles += other;
+  __device__ void load_queries(const decode_row& at, std::uint32_t (&q)[D / 16][4]) const {
+#pragma unroll
+    for (int half = 0; half < 2; ++half) {
+      const index_t r = first_query + lane / 4 + half * 8;
+      const bool valid = r < query_rows;
+      const T* from = valid ? p.q.row(at.sequence, r / group, at.head * group + r % group) : nullptr;
+#pragma unroll
+      for (int step = 0; step < D / 16; ++step) {
+#pragma unroll
+        for (int upper = 0; upper < 2; ++upper) {
+          q[step][upper * 2 + half] =
+              valid ? *reinterpret_cast<const std::uint32_t*>(from + step * 16 + upper * 8 + lane % 4 * 2) : 0u;
         }
-        if (row < rows) ends[row] = total + tiles;
-        total += __shfl_sync(~0u, tiles, 31);
       }
+    }
+  }
+
+  /// Are all tokens of [first, last] visible to all query rows? Positions ascend, so the ends tell.
+  __device__ bool all_visible(const decode_row& at, index_t first, index_t last, index_t step_position) const {
+    const auto position = [&](index_t token) {
+      return p.view.position(at.sequence, at.head, staging_type::slot_of(at, token));
+    };
+    return position(last) <= step_position + first_query / group &&
+           (p.rule.sliding_window <= 0 || p.rule.visible(step_position + p.q.tokens - 1, position(first)));
+  }
+
+  __device__ void read_tiles(const segment& of, staging_type& staging, state_type& state) const {
+    std::uint32_t q[D / 16][4];
+    load_queries(of.at, q);  // while the first tiles are on their way
+    const index_t step_position = p.first_position[of.at.sequence];
+    const float scale = p.rule.scale_for(D);
+    const bool uncapped = p.rule.soft_cap <= 0;
+    const bool segment_visible =
+        uncapped && all_visible(of.at, of.first_tile * tile, min(of.last_tile * tile, of.at.count) - 1, step_position);
+    const auto tokens_from = [&](index_t t) { return token_of(t); };
+    for (index_t t = of.first_tile; t < of.last_tile; ++t) {
+      const std::uint32_t here = staging.take();
+      const index_t first = token_of(t);
+      if (first < of.at.count) {
+        bool plain = uncapped && first + tokens <= of.at.count;
+        if (plain && !segment_visible) plain = all_visible(of.at, first, first + tokens - 1, step_position);
+        const auto logit_of = [&](int i, int half, float product) {
+          const index_t token = first + i;
+          if (token >= of.at.count) return -infinity;
+          const index_t r = first_query + lane / 4 + half * 8;
+          const index_t query_position = step_position + (r < query_rows ? r / group : 0);
+          const index_t slot = staging_type::slot_of(of.at, token);
+          const bool seen = p.rule.visible(query_position, p.view.position(of.at.sequence, of.at.head, slot));
+          return seen ? p.rule.cap(product * scale) * log2e : -infinity;
+        };
+        state.read(q, here, plain, scale * log2e, logit_of, lane);
+      }
+      __syncwarp();
+      staging.put(p.view, of.at, t + stages, of.last_tile, tokens_from, lane);
+    }
+    state.close();
+  }
+
+  __device__ float* outs_of(int w) const { return reinterpret_cast<float*>(memory + w * warp_bytes(tuning, D, Dv)); }
+  __device__ float2* states_of(int w) const {
+    return reinterpret_cast<float2*>(outs_of(w) + rows_per_block * merge_pitch(Dv));
+  }
+  __device__ offset_t slot_of(index_t piece, index_t row) const {
+    return (offset_t(blockIdx.y) * scratch.slots + piece + row) * rows_per_block;
+  }
+
+  /// The block's warps meet: the row's output if this part is all of it, else a part for `merge_parts`.
+  __device__ void merge_warps(const segment& of, bool whole) const {
+    for_each_four([&](int r, int d) {
+      float top = -infinity, sum = 0;
+#pragma unroll
+      for (int w = 0; w < warps; ++w) top = fmaxf(top, states_of(w)[r].x);
+      float4 x{};
+#pragma unroll
+      for (int w = 0; w < warps; ++w) {
+        const float2 part = states_of(w)[r];
+        const float factor = top == -infinity ? 1.0f : power_of_two(part.x - top);
+        const float4 y = *reinterpret_cast<const float4*>(outs_of(w) + r * merge_pitch(Dv) + d);
+        sum += part.y * factor;
+        x.x += y.x * factor;
+        x.y += y.y * factor;
+        x.z += y.z * factor;
+        x.w += y.w * factor;
+      }
+      if (whole) {
+        write(of.at, r, d, x, finish(of.at, r, top, sum, d == 0));
+      } else {
+        const offset_t place = slot_of(blockIdx.x, of.row) + r;
+        *reinterpret_cast<float4*>(scratch.out + place * Dv + d) = x;
+        if (d == 0) scratch.state[place] = make_float2(top, sum);
+      }
+    });
+  }
+
+  /// The row's output from its parts, in the order of pieces: the same bits whoever does it.
+  __device__ void merge_parts(const decode_row& at, index_t row, index_t first_piece, index_t parts) const {
+#pragma unroll 1
+    for (int i = warp; i < used * groups; i += warps) {
+      const int r = i / groups, d = (i % groups * 32 + lane) * 4;
+      const bool mine = d < Dv;
+      const offset_t base = slot_of(first_piece, row) + r;
+      const float2* states = scratch.state + base;
+      const float* outs = scratch.out + base * Dv + (mine ? d : 0);
+      float top = -infinity, sum = 0;
+      float4 x{};
+#pragma unroll 1
+      for (index_t begin = 0; begin < parts; begin += parts_at_once) {
+        const index_t here = min(index_t(parts_at_once), parts - begin);
+        float4 y[parts_at_once];
+#pragma unroll
+        for (int part = 0; part < parts_at_once; ++part) {
+          if (part < here) y[part] = __ldcg(reinterpret_cast<const float4*>(outs + part * rows_per_block * Dv));
+        }
+        // A lane has the state of one part.
+        const float2 state = lane < here ? __ldcg(states + lane * rows_per_block) : make_float2(-infinity, 0);
+        const float higher = fmaxf(top, max_of_warp(state.x));
+        const float reference = higher == -infinity ? 0.0f : higher;
+        const float shrink = power_of_two(top - reference), factor = power_of_two(state.x - reference);
+        top = higher;
+        sum = sum * shrink + sum_of_warp(state.y * factor);
+        x.x *= shrink;
+        x.y *= shrink;
+        x.z *= shrink;
+        x.w *= shrink;
+#pragma unroll
+        for (int part = 0; part < parts_at_once; ++part) {
+          const float weight = __shfl_sync(~0u, factor, part);
+          if (part < here) {
+            x.x += y[part].x * weight;
+            x.y += y[part].y * weight;
+            x.z += y[part].z * weight;
+            x.w += y[part].w * weight;
+          }
+        }
+        states += parts_at_once * rows_per_block;
+        outs += parts_at_once * rows_per_block * Dv;
+      }
+      const float weight = finish(at, r, top, sum, d == 0);
+      if (mine) write(at, r, d, x, weight);
+    }
+  }
+  static constexpr int groups = (Dv / 4 + 31) / 32;  // of 32 lanes, four output dims each
+  __device__ static float max_of_warp(float x) {
+    for (int step = 16; step > 0; step /= 2) x = fmaxf(x, __shfl_xor_sync(~0u, x, step));
+    return x;
+  }
+  __device__ static float sum_of_warp(float x) {
+    for (int step = 16; step > 0; step /= 2) x += __shfl_xor_sync(~0u, x, step);
+    return x;
+  }
+
+  /// True in the block that is the last of a row's `parts` to arrive; it sees what the others wrote.
+  __device__ bool last_to_arrive(index_t row, index_t parts, bool* flag) const {
+    if (threadIdx.x == 0) {
+      unsigned* arrived = scratch.arrived + offset_t(blockIdx.y) * scratch.most_rows + row;
+      unsigned before;
+      asm volatile("atom.acq_rel.gpu.global.add.u32 %0, [%1], 1;" : "=r"(before) : "l"(arrived) : "memory");
+      *flag = before == unsigned(parts - 1);
+      if (*flag) *arrived = 0;  // for the next step
     }
     __syncthreads();
-    const index_t total = ends[rows - 1];
-    // No more blocks than tiles, so that each of them has work and arrives.
-    const index_t blocks = min(index_t(gridDim.x), max(total, 1));
+    return *flag;
+  }
 
-    // Rows that hold nothing have no tile and so no block: their outputs are written here.
-    for (index_t row = me; row < rows; row += index_t(gridDim.x)) {
-      if (ends[row] != (row ? ends[row - 1] : 0)) continue;
-      for (int r = warp; r < used; r += Warps) {
-        write_row(
-            p, row / p.view.kv_heads, (first_query + r) / group,
-            row % p.view.kv_heads * group + (first_query + r) % group, -infinity, 0, [](int) { return 0.0f; }, lane);
-      }
-    }
-    if (me >= blocks) return;
-    index_t begin = index_t(offset_t(me) * total / blocks);
-    const index_t end = index_t(offset_t(me + 1) * total / blocks);
-    if (begin >= end) return;
+  /// Asks for the slots of tiles [first, last) before K and V fill the memory's queues, where a slot would wait with them.
+  __device__ void prefetch_indices(const index_t* chosen, index_t first, index_t last, index_t count) const {
+    const index_t token = first * tile + index_t(threadIdx.x) * 32;  // 128 bytes a thread
+    if (token < min(last * tile, count)) prefetch_line(chosen + token);
+  }
 
-    index_t row = 0;
-    while (ends[row] <= begin) ++row;
-    staging tiles{shared_address(memory + warp * warp_bytes)};
-    for (; begin < end; ++row) {
-      const index_t row_begin = row ? ends[row - 1] : 0;
-      if (ends[row] == row_begin) continue;
-      const index_t stop = min(end, ends[row]);
-      const row_range at{row / p.view.kv_heads, row % p.view.kv_heads, count_of(p, row)};
-
-      warp_state state{};
-      state.max[0] = state.max[1] = -infinity;
-
-      const index_t first_tile = begin - row_begin, last_tile = stop - row_begin;
-      const auto token_of = [&](index_t t) { return t * tile + warp * tokens_per_warp; };
-      for (int s = 0; s < Stages - 1; ++s) {
-        if (first_tile + s < last_tile) tiles.put(p, at, token_of(first_tile + s), lane);
-        commit_copies();
-      }
-      // Queries are read while the first tiles are on their way.
-      std::uint32_t q[D / 16][4];
-      index_t query_position[2];
-      index_t oldest_query = p.first_position[at.sequence] + first_query / group;
-#pragma unroll
-      for (int half = 0; half < 2; ++half) {
-        const index_t r = first_query + lane / 4 + half * 8;
-        const bool valid = r < query_rows;
-        query_position[half] = p.first_position[at.sequence] + (valid ? r / group : 0);
-        const T* from = valid ? p.q.row(at.sequence, r / group, at.head * group + r % group) : nullptr;
-#pragma unroll
-        for (int step = 0; step < D / 16; ++step) {
-#pragma unroll
-          for (int upper = 0; upper < 2; ++upper) {
-            q[step][upper * 2 + half] =
-                valid ? *reinterpret_cast<const std::uint32_t*>(from + step * 16 + upper * 8 + lane % 4 * 2) : 0u;
-          }
-        }
-      }
-      for (index_t t = first_tile; t < last_tile; ++t) {
-        const std::uint32_t here = tiles.take();
-        if (t + Stages - 1 < last_tile) tiles.put(p, at, token_of(t + Stages - 1), lane);
-        commit_copies();
-        const index_t first = token_of(t);
-        // All of the tile visible to all rows? Positions ascend, so its ends tell.
-        bool plain = first + tokens_per_warp <= at.count;
-        if (plain) {
-          const index_t* chosen =
-              p.chosen.indices ? p.chosen.row(offset_t(at.sequence) * p.view.kv_heads + at.head) : nullptr;
-          const index_t last_token = first + tokens_per_warp - 1;
-          plain = p.view.position(at.sequence, at.head, chosen ? chosen[last_token] : last_token) <= oldest_query;
-          if (plain && p.rule.sliding_window > 0) {
-            plain = p.rule.visible(p.first_position[at.sequence] + p.q.tokens - 1,
-                                   p.view.position(at.sequence, at.head, chosen ? chosen[first] : first));
-          }
-        }
-        if (first < at.count) {
-          consume(p, at, first, plain, query_position, q, here, lane, state);
-        }
-        __syncwarp();
-      }
-#pragma unroll
-      for (int half = 0; half < 2; ++half) {
-        state.sum[half] += __shfl_xor_sync(~0u, state.sum[half], 1);
-        state.sum[half] += __shfl_xor_sync(~0u, state.sum[half], 2);
-      }
-
-      // Warps of the block meet in shared memory, in the place of their rings.
-      __syncthreads();
-      const auto out_of = [&](int w) { return reinterpret_cast<float*>(memory + w * warp_bytes); };
-      float* my_out = out_of(warp);
-      float* my_state = my_out + rows_per_block * Dv;
-#pragma unroll
-      for (int half = 0; half < 2; ++half) {
-        const int r = lane / 4 + half * 8;
-        if (r >= used) continue;
-#pragma unroll
-        for (int n = 0; n < Dv / 8; ++n) {
-          my_out[r * Dv + n * 8 + lane % 4 * 2] = state.out[n][half * 2];
-          my_out[r * Dv + n * 8 + lane % 4 * 2 + 1] = state.out[n][half * 2 + 1];
-        }
-        if (lane % 4 == 0) {
-          my_state[r * 2] = state.max[half];
-          my_state[r * 2 + 1] = state.sum[half];
-        }
-      }
-      __syncthreads();
-      const index_t first_block = index_t((offset_t(row_begin + 1) * blocks - 1) / total);
-      const index_t last_block = index_t((offset_t(ends[row]) * blocks - 1) / total);
-      const offset_t slots = offset_t(blocks) + rows;
-      for (int r = warp; r < used; r += Warps) {
-        float top = -infinity, sum = 0, factor[Warps];
-        for (int w = 0; w < Warps; ++w) top = fmaxf(top, out_of(w)[rows_per_block * Dv + r * 2]);
-        for (int w = 0; w < Warps; ++w) {
-          const float* of = out_of(w) + rows_per_block * Dv + r * 2;
-          factor[w] = top == -infinity ? 1.0f : exp2f(of[0] - top);
-          sum += of[1] * factor[w];
-        }
-        const auto merged = [&](int d) {
-          float value = 0;
-          for (int w = 0; w < Warps; ++w) value += out_of(w)[r * Dv + d] * factor[w];
-          return value;
-        };
-        if (first_block == last_block) {
-          write_row(p, at.sequence, (first_query + r) / group, at.head * group + (first_query + r) % group, top, sum,
-                    merged, lane);
-        } else {
-          const offset_t place = (offset_t(blockIdx.y) * slots + me + row) * rows_per_block + r;
-          for (int d = lane; d < Dv; d += 32) scratch.out[place * Dv + d] = merged(d);
-          if (lane == 0) scratch.state[place] = make_float2(top, sum);
-        }
-      }
-      if (first_block != last_block) {
-        // The block that arrives last merges the row's parts, in block order: the same bits whoever it is.
-        __threadfence();
+  __device__ void run(const even_cut& cut, segment now, bool* flag) const {
+    const index_t end = cut.begin(index_t(blockIdx.x) + 1);
+    staging_type staging(shared_address(memory + warp * warp_bytes(tuning, D, Dv)));
+    const auto tokens_from = [&](index_t t) { return token_of(t); };
+    bool more = true, first = true;
+    index_t arrived_row = 0, arrived_first = 0, arrived_parts = 1;
+    decode_row arrived_at{};
+#pragma unroll 1
+    while (true) {
+      // A row's first tiles leave before the row before it is done with: its merge costs their latency or less.
+      if (more && now.at.chosen) prefetch_indices(now.at.chosen, now.first_tile, now.last_tile, now.at.count);
+      if (more) staging.begin(p.view, now.at, now.first_tile, now.last_tile, tokens_from, lane);
+      if (first) {
         __syncthreads();
-        unsigned* arrived = scratch.arrived + offset_t(blockIdx.y) * rows + row;
-        if (threadIdx.x == 0) {
-          const unsigned before = atomicAdd(arrived, 1u);
-          last_arrived = before == unsigned(last_block - first_block);
-          if (last_arrived) *arrived = 0;
-        }
-        __syncthreads();
-        if (last_arrived) {
-          __threadfence();
-          for (int r = warp; r < used; r += Warps) {
-            const offset_t base = (offset_t(blockIdx.y) * slots + first_block + row) * rows_per_block + r;
-            const index_t parts = last_block - first_block + 1;
-            float top = -infinity;
-            for (index_t part = lane; part < parts; part += 32) {
-              top = fmaxf(top, __ldcg(&scratch.state[base + offset_t(part) * rows_per_block]).x);
-            }
-            for (int step = 16; step > 0; step /= 2) top = fmaxf(top, __shfl_xor_sync(~0u, top, step));
-            // A lane owns every 32nd group of four values. Parts are read several at a time: one after the other, their
-            // latencies were most of a short step.
-            constexpr int groups = (Dv / 4 + 31) / 32;
-            float sum = 0;
-            float4 merged[groups] = {};
-#pragma unroll 8
-            for (index_t part = 0; part < parts; ++part) {
-              const offset_t place = base + offset_t(part) * rows_per_block;
-              const float2 of = __ldcg(&scratch.state[place]);
-              const float factor = top == -infinity ? 1.0f : exp2f(of.x - top);
-              sum += of.y * factor;
-#pragma unroll
-              for (int i = 0; i < groups; ++i) {
-                if (i * 32 + lane >= Dv / 4) continue;
-                const float4 x = __ldcg(reinterpret_cast<const float4*>(scratch.out + place * Dv) + i * 32 + lane);
-                merged[i].x += x.x * factor;
-                merged[i].y += x.y * factor;
-                merged[i].z += x.z * factor;
-                merged[i].w += x.w * factor;
-              }
-            }
-            float* values = out_of(warp);  // every warp is done with its ring
-#pragma unroll
-            for (int i = 0; i < groups; ++i) {
-              if (i * 32 + lane < Dv / 4) reinterpret_cast<float4*>(values)[i * 32 + lane] = merged[i];
-            }
-            __syncwarp();
-            write_row(
-                p, at.sequence, (first_query + r) / group, at.head * group + (first_query + r) % group, top, sum,
-                [&](int d) { return values[d]; }, lane);
-            __syncwarp();
-          }
-        }
+        write_empty_rows();
+        first = false;
+      }
+      if (arrived_parts > 1) {
+        const bool is_last = last_to_arrive(arrived_row, arrived_parts, flag);
+        if (is_last) merge_parts(arrived_at, arrived_row, arrived_first, arrived_parts);
+      }
+      if (!more) return;
+      if (p.chosen.indices && now.row_end < end) {
+        // A block that goes on into the next row will find its slots in the L2.
+        const index_t tiles = min(end, ends[now.row + 1]) - now.row_end;
+        prefetch_indices(p.chosen.row(now.row + 1), 0, tiles, (tiles - 1) * tile + 1);
+      }
+      arrived_row = now.row;
+      arrived_at = now.at;
+      arrived_first = cut.piece_of(now.row_begin);
+      arrived_parts = cut.piece_of(now.row_end - 1) - arrived_first + 1;
+      {
+        state_type state;
+        read_tiles(now, staging, state);
+        state.store(outs_of(warp), states_of(warp), used, lane);
       }
       __syncthreads();
-      begin = stop;
+      merge_warps(now, arrived_parts == 1);
+      __syncthreads();
+      const index_t begin = now.row_begin + now.last_tile;
+      more = begin < end;
+      if (more) {
+        index_t row = now.row + 1;
+        while (ends[row] <= begin) ++row;
+        now = segment_at(row, begin, end);
+      }
     }
   }
 };
 
-template <class View, int Warps, int Stages>
-__global__ void __launch_bounds__(Warps * 32)
-    decode_entry(const __grid_constant__ decode_problem<View> problem, decode_scratch scratch) {
-  decode_kernel<View, Warps, Stages>::run(problem, scratch);
+template <class View, class Out>
+__global__ void __launch_bounds__(decode_kernel<View, Out>::threads, decode_kernel<View, Out>::tuning.blocks)
+    decode_entry(const __grid_constant__ decode_problem<View, Out> problem,
+                 const __grid_constant__ decode_scratch scratch) {
+  using kernel = decode_kernel<View, Out>;
+  extern __shared__ __align__(128) unsigned char memory[];
+  __shared__ index_t ends[most_rows], warp_totals[kernel::warps];
+  __shared__ bool flag;
+  const kernel block(problem, scratch, memory, ends);
+  typename kernel::segment first{};
+  const even_cut cut = block.plan(first, warp_totals);
+  if (index_t(blockIdx.x) >= cut.count || cut.tiles == 0) {
+    __syncthreads();
+    block.write_empty_rows();
+    return;
+  }
+  block.run(cut, first, &flag);
 }
 
 }  // namespace detail
-
 }  // namespace cuda
 TESSERA_NAMESPACE_END

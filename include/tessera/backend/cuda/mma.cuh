@@ -19,6 +19,21 @@ __device__ __forceinline__ void copy_async16(std::uint32_t to, const void* from,
   asm volatile("cp.async.cg.shared.global.L2::128B [%0], [%1], 16, %2;" ::"r"(to), "l"(from), "r"(valid ? 16 : 0)
                : "memory");
 }
+
+/// A policy for data that is read once: it is the first to leave the L2, so that what is read again stays.
+__device__ __forceinline__ std::uint64_t evict_first_policy() {
+  std::uint64_t policy;
+  asm("createpolicy.fractional.L2::evict_first.b64 %0, 1.0;" : "=l"(policy));
+  return policy;
+}
+/// `copy_async16` under an L2 policy.
+__device__ __forceinline__ void copy_async16(std::uint32_t to, const void* from, bool valid, std::uint64_t policy) {
+  asm volatile("cp.async.cg.shared.global.L2::cache_hint [%0], [%1], 16, %2, %3;" ::"r"(to), "l"(from),
+               "r"(valid ? 16 : 0), "l"(policy)
+               : "memory");
+}
+/// Asks for the 128 bytes around `p` to come to the L2.
+__device__ __forceinline__ void prefetch_line(const void* p) { asm volatile("prefetch.global.L2 [%0];" ::"l"(p)); }
 __device__ __forceinline__ void commit_copies() { asm volatile("cp.async.commit_group;" ::: "memory"); }
 template <int Pending>
 __device__ __forceinline__ void wait_copies() {
@@ -54,6 +69,13 @@ __device__ __forceinline__ void multiply(float (&acc)[4], const std::uint32_t (&
         : "+f"(acc[0]), "+f"(acc[1]), "+f"(acc[2]), "+f"(acc[3])
         : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "r"(b0), "r"(b1));
   }
+}
+
+/// 2^x by the machine's instruction; 0 below the normal range.
+__device__ __forceinline__ float power_of_two(float x) {
+  float power;
+  asm("ex2.approx.ftz.f32 %0, %1;" : "=f"(power) : "f"(x));
+  return power;
 }
 
 /// Two fp32 values as one register of two 16-bit elements, the first in the low half.

@@ -16,18 +16,33 @@ inline constexpr int loads_in_flight = 4;  // 16-byte loads of a thread in the f
 template <int Threads, int Blocks>
 struct select_storage {
   static constexpr int threads = Threads, warps = Threads / 32,
-                       few = radix_bins / Blocks < most_listed ? radix_bins / Blocks : most_listed;
-  unsigned histogram[radix_bins];
-  unsigned list[Blocks == 1 ? 1 : most_listed];  // keys that share the digits found so far, in any order
+                       few = 64;  // counting pairs of more costs more than another digit
+  alignas(16) unsigned histogram[radix_bins];
+  unsigned list[Blocks == 1 ? few : most_listed];  // keys that share the digits found so far, in any order
   unsigned listed, few_listed;
   // Inclusive counts of this block's share of the bins, highest bin first; later the last few keys.
-  unsigned slice[Blocks == 1 ? 1 : radix_bins / Blocks];
+  unsigned slice[Blocks == 1 ? few : radix_bins / Blocks];
   unsigned slice_total[Blocks];
   unsigned warp_total[warps], warp_above[warps], warp_equal[warps];
   unsigned team_above[Blocks], team_equal[Blocks];
   unsigned digit, above, in_digit;
   index_t trimmed, trimmed_at;
 };
+
+/// The key that separates: everything above it is chosen, and the first `ties` of the `equal` ones.
+struct cut {
+  unsigned key;
+  index_t ties, equal;
+};
+
+__device__ __forceinline__ unsigned inclusive_sum(unsigned value, int lane) {
+#pragma unroll
+  for (int step = 1; step < 32; step *= 2) {
+    const unsigned other = __shfl_up_sync(~0u, value, step);
+    if (lane >= step) value += other;
+  }
+  return value;
+}
 
 /// Radix selection over the parts of `Span` thread blocks, and the ordered compaction behind it.
 template <class Storage, int Span>
@@ -41,6 +56,22 @@ struct row_select {
     if (key >> above_shift == prefix) atomicAdd(&s.histogram[(key >> shift) & mask], 1u);
   }
 
+  /// The same for four keys; every key begins with prefix 0 above bit 32.
+  __device__ static void count_four(storage& s, const uint4& k, unsigned prefix, int above_shift, int shift,
+                                    unsigned mask) {
+    if (above_shift == 32) {
+      atomicAdd(&s.histogram[k.x >> shift], 1u);
+      atomicAdd(&s.histogram[k.y >> shift], 1u);
+      atomicAdd(&s.histogram[k.z >> shift], 1u);
+      atomicAdd(&s.histogram[k.w >> shift], 1u);
+    } else {
+      count_digit(s, k.x, prefix, above_shift, shift, mask);
+      count_digit(s, k.y, prefix, above_shift, shift, mask);
+      count_digit(s, k.z, prefix, above_shift, shift, mask);
+      count_digit(s, k.w, prefix, above_shift, shift, mask);
+    }
+  }
+
   /// Counts the leading digit of every key of the part and keeps the keys.
   template <class Keys>
   __device__ static void load(storage& s, const row_part<Keys>& part) {
@@ -48,10 +79,7 @@ struct row_select {
     const index_t quads = part.quads();
     const auto take = [&](index_t q, const uint4& keys) {
       if (q * 4 < part.cached) cache[q] = keys;
-      atomicAdd(&s.histogram[keys.x >> 21], 1u);
-      atomicAdd(&s.histogram[keys.y >> 21], 1u);
-      atomicAdd(&s.histogram[keys.z >> 21], 1u);
-      atomicAdd(&s.histogram[keys.w >> 21], 1u);
+      count_four(s, keys, 0, 32, 21, 2047u);
     };
     if constexpr (Keys::single) {
       const index_t whole = part.keys.aligned ? part.count / 4 : 0;
@@ -85,26 +113,33 @@ struct row_select {
     const int thread = threadIdx.x, lane = thread % 32, warp = thread / 32;
     team::sync();
     unsigned mine[each], sum = 0;
+    if constexpr (Span == 1 && each == 4) {
+      uint4& bins = reinterpret_cast<uint4*>(s.histogram)[threads - 1 - thread];  // one access: four would collide
+      mine[0] = bins.w, mine[1] = bins.z, mine[2] = bins.y, mine[3] = bins.x;
+      bins = make_uint4(0, 0, 0, 0);
+    } else {
 #pragma unroll
-    for (int j = 0; j < each; ++j) {
-      const int bin = radix_bins - 1 - team::rank() * share - (thread * each + j);
-      mine[j] = 0;
-      if (thread * each < share) {
-        if constexpr (Span == 1) {
-          mine[j] = s.histogram[bin];
-          s.histogram[bin] = 0;
-        } else {
+      for (int j = 0; j < each; ++j) {
+        const int bin = radix_bins - 1 - team::rank() * share - (thread * each + j);
+        mine[j] = 0;
+        if (thread * each < share) {
+          if constexpr (Span == 1) {
+            mine[j] = s.histogram[bin];
+            s.histogram[bin] = 0;
+          } else {
 #pragma unroll
-          for (int of = 0; of < Span; ++of) mine[j] += team::load(s.histogram[bin], of);
+            for (int of = 0; of < Span; ++of) mine[j] += team::load(s.histogram[bin], of);
+          }
         }
       }
-      sum += mine[j];
     }
+#pragma unroll
+    for (int j = 0; j < each; ++j) sum += mine[j];
     const unsigned in_warp = inclusive_sum(sum, lane);
     if (lane == 31) s.warp_total[warp] = in_warp;
     __syncthreads();
-    const unsigned totals = inclusive_sum(lane < warps ? s.warp_total[lane] : 0u, lane);
-    unsigned before = in_warp - sum + (warp ? __shfl_sync(~0u, totals, warp - 1) : 0u);
+    const unsigned of_lane = lane < warps ? s.warp_total[lane] : 0u;
+    unsigned before = in_warp - sum + __reduce_add_sync(~0u, lane < warp ? of_lane : 0u);
     if constexpr (Span == 1) {
 #pragma unroll
       for (int j = 0; j < each; ++j) {
@@ -118,16 +153,16 @@ struct row_select {
     } else {
       static_assert(Span == 1 || each == 1, "tessera: a cluster's block has a thread for each of its bins");
       if (thread < share) s.slice[thread] = before + sum;
-      const unsigned total = __shfl_sync(~0u, totals, 31);
+      const unsigned total = __reduce_add_sync(~0u, of_lane);
       if (thread < Span) team::store(s.slice_total[team::rank()], thread, total);
       team::sync();
       for (int bin = thread; bin < radix_bins; bin += threads) s.histogram[bin] = 0;
       if (thread == 0) s.listed = s.few_listed = 0;
       if (thread < share) {
-        const unsigned of_lane = lane < Span ? s.slice_total[lane] : 0u;
-        const unsigned to_lane = inclusive_sum(of_lane, lane);
+        const unsigned of_block = lane < Span ? s.slice_total[lane] : 0u;
+        const unsigned to_lane = inclusive_sum(of_block, lane);
         const int owner = __ffs(int(__ballot_sync(~0u, lane < Span && to_lane >= need))) - 1;
-        const unsigned base = __shfl_sync(~0u, to_lane - of_lane, owner);
+        const unsigned base = __shfl_sync(~0u, to_lane - of_block, owner);
         const unsigned here = base + team::load(s.slice[thread], owner);
         const unsigned previous = base + (thread ? team::load(s.slice[thread - 1], owner) : 0u);
         if (previous < need && here >= need) {
@@ -169,46 +204,53 @@ struct row_select {
       }
     }
     team::sync();
-    unsigned counts[Span];
-    bool fits = true;
+    if constexpr (Span == 1) {
+      rank_few(s, s.list, s.listed, need);
+      prefix = s.digit;
+      need -= s.above;
+      return true;
+    } else {
+      unsigned counts[Span];
+      bool fits = true;
 #pragma unroll
-    for (int of = 0; of < Span; ++of) counts[of] = team::load(s.listed, of);
+      for (int of = 0; of < Span; ++of) counts[of] = team::load(s.listed, of);
 #pragma unroll
-    for (int of = 0; of < Span; ++of) fits &= counts[of] <= most_listed;
-    if (!fits) return false;
-    static_assert(most_listed <= threads, "tessera: a thread takes one key of every block");
-    unsigned mine[Span];
-#pragma unroll
-    for (int of = 0; of < Span; ++of) {
-      mine[of] =
-          threadIdx.x < counts[of] ? team::load(s.list[threadIdx.x % most_listed], of) : 0u;  // 0 begins like no key
-    }
-    using alone = row_select<Storage, 1>;
-    for (int shift = known_shift == 21 ? 10 : 0;; shift = 0) {
-      const int above_shift = shift ? 21 : 10;
+      for (int of = 0; of < Span; ++of) fits &= counts[of] <= most_listed;
+      if (!fits) return false;
+      static_assert(most_listed <= threads, "tessera: a thread takes one key of every block");
+      unsigned mine[Span];
 #pragma unroll
       for (int of = 0; of < Span; ++of) {
-        count_digit(s, mine[of], prefix, above_shift, shift, shift ? 2047u : 1023u);
+        mine[of] =
+            threadIdx.x < counts[of] ? team::load(s.list[threadIdx.x % most_listed], of) : 0u;  // 0 begins like no key
       }
-      alone::find_digit(s, need);
-      prefix = prefix << (shift ? 11 : 10) | s.digit;
-      need -= s.above;
-      if (shift == 0) return true;
-      const unsigned left = s.in_digit;
-      if (!Exact && left == need) {
-        prefix = (prefix << shift) - 1u, need = 0;
-        return true;
-      }
-      if (left <= unsigned(storage::few)) {
+      using alone = row_select<Storage, 1>;
+      for (int shift = known_shift == 21 ? 10 : 0;; shift = 0) {
+        const int above_shift = shift ? 21 : 10;
 #pragma unroll
         for (int of = 0; of < Span; ++of) {
-          if (mine[of] >> shift == prefix) s.slice[atomicAdd(&s.few_listed, 1u)] = mine[of];
+          count_digit(s, mine[of], prefix, above_shift, shift, shift ? 2047u : 1023u);
         }
-        __syncthreads();
-        rank_few(s, s.slice, left, need);
-        prefix = s.digit;
+        alone::find_digit(s, need);
+        prefix = prefix << (shift ? 11 : 10) | s.digit;
         need -= s.above;
-        return true;
+        if (shift == 0) return true;
+        const unsigned left = s.in_digit;
+        if (!Exact && left == need) {
+          prefix = (prefix << shift) - 1u, need = 0;
+          return true;
+        }
+        if (left <= unsigned(storage::few)) {
+#pragma unroll
+          for (int of = 0; of < Span; ++of) {
+            if (mine[of] >> shift == prefix) s.slice[atomicAdd(&s.few_listed, 1u)] = mine[of];
+          }
+          __syncthreads();
+          rank_few(s, s.slice, left, need);
+          prefix = s.digit;
+          need -= s.above;
+          return true;
+        }
       }
     }
   }
@@ -244,18 +286,7 @@ struct row_select {
       if (pass > 0 || !counted) {
         const index_t quads = part.quads();
         for (index_t q = threadIdx.x; q < quads; q += threads) {
-          const uint4 keys = part.quad(q);
-          if (pass == 0) {
-            atomicAdd(&s.histogram[keys.x >> 21], 1u);
-            atomicAdd(&s.histogram[keys.y >> 21], 1u);
-            atomicAdd(&s.histogram[keys.z >> 21], 1u);
-            atomicAdd(&s.histogram[keys.w >> 21], 1u);
-          } else {
-            count_digit(s, keys.x, prefix, above_shift, shift, mask);
-            count_digit(s, keys.y, prefix, above_shift, shift, mask);
-            count_digit(s, keys.z, prefix, above_shift, shift, mask);
-            count_digit(s, keys.w, prefix, above_shift, shift, mask);
-          }
+          count_four(s, part.quad(q), prefix, pass == 0 ? 32 : above_shift, shift, mask);
         }
       }
       find_digit(s, need);
@@ -264,12 +295,12 @@ struct row_select {
       equal = s.in_digit;
       // Every key of this digit is chosen: the lower digits do not matter.
       if (!Exact && pass < 2 && equal == need) return {(prefix << shift) - 1u, 0, 0};
-      // One block alone lost by it: 13.4 us where counting the digits takes 8.9 (8,192 keys, H200, CUDA 13.0).
-      if constexpr (Span > 1) {
-        if (pass < 2 && equal <= unsigned(Span * most_listed) &&
-            finish_among_few<Exact>(s, part, prefix, shift, need)) {
-          return {prefix, index_t(need), index_t(s.in_digit)};
+      if (pass < 2 && equal <= unsigned(Span == 1 ? storage::few : Span * most_listed)) {
+        if constexpr (Span == 1) {
+          if (threadIdx.x == 0) s.listed = 0;
+          __syncthreads();
         }
+        if (finish_among_few<Exact>(s, part, prefix, shift, need)) return {prefix, index_t(need), index_t(s.in_digit)};
       }
     }
     return {prefix, index_t(need), index_t(equal)};
@@ -281,12 +312,14 @@ struct row_select {
     return unsigned(holds(k.x)) | unsigned(holds(k.y)) << 1 | unsigned(holds(k.z)) << 2 | unsigned(holds(k.w)) << 3;
   }
 
-  /// Ranks of a thread's 32 bits in the order quad round, lane, bit: a byte for each round, before this lane and in all.
+  /// Ranks of a thread's 4 * Rounds bits in the order quad round, lane, bit: a byte a round, before this lane and all.
+  template <int Rounds = quads_each>
   struct round_counts {
-    unsigned before[2], total[2];
+    static constexpr int halves = (Rounds + 3) / 4;
+    unsigned before[halves], total[halves];
     __device__ round_counts(unsigned mask, int lane) {
 #pragma unroll
-      for (int half = 0; half < 2; ++half) {
+      for (int half = 0; half < halves; ++half) {
         unsigned counts = mask >> (half * 16) & 0xffffu;
         counts -= counts >> 1 & 0x5555u;
         counts = (counts & 0x3333u) + (counts >> 2 & 0x3333u);
@@ -298,6 +331,12 @@ struct row_select {
     }
     __device__ unsigned before_in(int round) const { return before[round / 4] >> (round % 4 * 8) & 0xffu; }
     __device__ unsigned total_in(int round) const { return total[round / 4] >> (round % 4 * 8) & 0xffu; }
+    __device__ unsigned all() const {
+      unsigned sum = 0;
+#pragma unroll
+      for (int round = 0; round < Rounds; ++round) sum += total_in(round);
+      return sum;
+    }
   };
 
   /// Counts of the warps before this one, and of the whole block.
@@ -364,7 +403,7 @@ struct row_select {
       team_equal += warp_at.all_equal;
       unsigned chosen = above_mask, equal_rank = equal_before;
       const bool ties = __any_sync(~0u, equal_mask != 0);
-      const round_counts equals(ties ? equal_mask : 0u, lane);
+      const round_counts<> equals(ties ? equal_mask : 0u, lane);
       if (ties) {
 #pragma unroll
         for (int round = 0; round < quads_each; ++round) {
@@ -377,7 +416,7 @@ struct row_select {
           equal_rank += equals.total_in(round);
         }
       }
-      const round_counts ranks(chosen, lane);
+      const round_counts<> ranks(chosen, lane);
 #pragma unroll
       for (int round = 0; round < quads_each; ++round) {
         if (round >= rounds) break;

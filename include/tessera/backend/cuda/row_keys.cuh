@@ -11,6 +11,9 @@ namespace detail {
 
 inline constexpr int quads_each = 8;  // of one thread and tile: a bit for each of its 32 keys fills a register
 
+/// The score of an ordered key, but for NaN and -0.
+__device__ inline float score_of(unsigned key) { return bits_as<float>(key & 0x80000000u ? key & 0x7fffffffu : ~key); }
+
 /// Thread blocks of one row: barrier and shared memory of the others. One block needs nothing newer than sm_80.
 template <int Blocks>
 struct block_team {
@@ -60,6 +63,12 @@ struct token_keys {
   __device__ uint4 quad(index_t i) const {
     if (!whole(i)) return make_uint4(key(i), key(i + 1), key(i + 2), key(i + 3));
     return ordered(__ldg(reinterpret_cast<const float4*>(row + i)));
+  }
+  /// Four scores, NaN beyond the end.
+  __device__ float4 scores(index_t i) const {
+    if (whole(i)) return __ldg(reinterpret_cast<const float4*>(row + i));
+    const auto at = [&](index_t j) { return j < count ? row[j] : bits_as<float>(0x7fffffffu); };
+    return make_float4(at(i), at(i + 1), at(i + 2), at(i + 3));
   }
   __device__ static uint4 ordered(const float4& s) {
     return make_uint4(ordered_bits(s.x), ordered_bits(s.y), ordered_bits(s.z), ordered_bits(s.w));
@@ -118,21 +127,6 @@ struct row_part {
     }
   }
 };
-
-/// The key that separates: everything above it is chosen, and the first `ties` of the `equal` ones.
-struct cut {
-  unsigned key;
-  index_t ties, equal;
-};
-
-__device__ __forceinline__ unsigned inclusive_sum(unsigned value, int lane) {
-#pragma unroll
-  for (int step = 1; step < 32; step *= 2) {
-    const unsigned other = __shfl_up_sync(~0u, value, step);
-    if (lane >= step) value += other;
-  }
-  return value;
-}
 
 }  // namespace detail
 }  // namespace cuda

@@ -46,7 +46,7 @@ class attentive_score {
     // Every-query scorers must not see how the prompt was cut, so neither split nor kernel may depend on it; their calls
     // have rows enough to fill the machine, and small splits would cost memory.
     split_ = in_order ? 2048 : 256;
-    with_lse_kernel([&](auto kernel) { prepare_lse(kernel, device); });
+    with_lse_kernel([&](auto kernel) { take_lse(kernel, device); });
     const index_t chunks = ceil_div(query_rows_, sums::chunk_rows);
     const auto fits = [&] { return sums::shared_bytes(shape_, rows_) <= std::size_t(device.shared_memory); };
     shape_.chunks = int(chunks * sums::chunk_rows <= 256 ? chunks : 2);
@@ -55,7 +55,8 @@ class attentive_score {
     if (!fits()) shape_.chunks = std::min(shape_.chunks, 2);
     shape_.query_rows = query_rows_;
     shape_.capacity = capacity;
-    sum_blocks_ = resident(detail::sum_entry<View, Scorer>, sums::shared_bytes(shape_, rows_), device);
+    sum_entry_ = detail::sum_entry<View, Scorer>;
+    sum_blocks_ = resident(sum_entry_, sums::shared_bytes(shape_, rows_), device);
   }
 
   std::size_t workspace_bytes() const {
@@ -84,11 +85,9 @@ class attentive_score {
     const index_t query_rows = p.q.tokens * (q_heads_ / p.view.kv_heads);
     if (query_rows > 0 && !p.lse.data) {
       const detail::lse_partials partials{reinterpret_cast<float2*>(bytes), query_rows, slots(), split_, capacity_};
-      with_lse_kernel([&](auto kernel) {
-        using of = decltype(kernel);
-        launch_lse(kernel, dim3(unsigned(ceil_div(query_rows, of::rows_held)), unsigned(lse_blocks_)), p, partials,
-                   stream);
-      });
+      const dim3 grid(unsigned(ceil_div(query_rows, lse_rows_held_)), unsigned(lse_blocks_));
+      lse_entry_<<<grid, 128, lse_shared_, stream>>>(p, partials);
+      check(cudaGetLastError(), "launch of the log-sum-exp pass");
       detail::merge_lse_entry<View>
           <<<unsigned((offset_t(rows_) * query_rows + 3) / 4), 128, 0, stream>>>(p, partials, lse);
       check(cudaGetLastError(), "launch of merge_lse");
@@ -96,7 +95,7 @@ class attentive_score {
     detail::sum_shape shape = shape_;
     shape.lse = lse;
     shape.query_rows = query_rows;
-    detail::sum_entry<View, Scorer>
+    sum_entry_
         <<<unsigned(sum_blocks_), sums::threads, sums::shared_bytes(shape, rows_), stream>>>(p, scorer, shape);
     check(cudaGetLastError(), "launch of the score sums");
   }
@@ -115,20 +114,11 @@ class attentive_score {
   }
 
   template <int RowWarps, int RowTiles, int Stages>
-  void prepare_lse(detail::lse_kernel<View, RowWarps, RowTiles, Stages>, const device_info& device) {
-    lse_blocks_ = resident(detail::lse_entry<View, RowWarps, RowTiles, Stages>,
-                           lse_shared<detail::lse_kernel<View, RowWarps, RowTiles, Stages>>(), device);
-  }
-  template <int RowWarps, int RowTiles, int Stages>
-  void launch_lse(detail::lse_kernel<View, RowWarps, RowTiles, Stages>, dim3 grid, const score_problem<View>& p,
-                  const detail::lse_partials& partials, cudaStream_t stream) const {
-    detail::lse_entry<View, RowWarps, RowTiles, Stages>
-        <<<grid, 128, lse_shared<detail::lse_kernel<View, RowWarps, RowTiles, Stages>>(), stream>>>(p, partials);
-    check(cudaGetLastError(), "launch of the log-sum-exp pass");
-  }
-  template <class Kernel>
-  std::size_t lse_shared() const {
-    return std::size_t(Kernel::ring_bytes) + std::size_t(rows_) * sizeof(index_t);
+  void take_lse(detail::lse_kernel<View, RowWarps, RowTiles, Stages> kernel, const device_info& device) {
+    lse_entry_ = detail::lse_entry<View, RowWarps, RowTiles, Stages>;
+    lse_rows_held_ = kernel.rows_held;
+    lse_shared_ = std::size_t(kernel.ring_bytes) + std::size_t(rows_) * sizeof(index_t);
+    lse_blocks_ = resident(lse_entry_, lse_shared_, device);
   }
 
   /// Blocks that the machine holds at once; raises the kernel's shared memory limit.
@@ -153,6 +143,11 @@ class attentive_score {
   }
 
   index_t rows_, q_heads_, queries_, capacity_, query_rows_ = 0, split_ = 256;
+  // What was configured is what is launched: nvcc gives every source file a kernel of its own.
+  void (*lse_entry_)(score_problem<View>, detail::lse_partials) = nullptr;
+  void (*sum_entry_)(score_problem<View>, Scorer, detail::sum_shape) = nullptr;
+  std::size_t lse_shared_ = 0;
+  index_t lse_rows_held_ = 1;
   int lse_blocks_ = 1, sum_blocks_ = 1;
   detail::sum_shape shape_{};
 };

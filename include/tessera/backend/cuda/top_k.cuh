@@ -6,7 +6,8 @@
 #include "../../core/selection.hpp"
 #include "../../selector/top_blocks.hpp"
 #include "../../selector/top_tokens.hpp"
-#include "radix_select.cuh"
+#include "register_row.cuh"
+#include "stream_row.cuh"
 #include "tuning.cuh"
 
 TESSERA_NAMESPACE_BEGIN
@@ -17,7 +18,9 @@ struct row_numbers {
   const index_t* data = nullptr;
   index_t value = 0;
   index_t rows_per_entry = 1;
-  __device__ index_t of(index_t row) const { return data ? data[row / rows_per_entry] : value; }
+  __device__ index_t of(index_t row) const {
+    return data ? data[rows_per_entry == 1 ? row : row / rows_per_entry] : value;
+  }
 };
 
 /// Rows of scores and where their chosen slots go; every pointer is a device pointer.
@@ -39,116 +42,47 @@ struct select_problem {
   selection_view chosen() const { return {out, counts, out_offsets, out_stride}; }
 };
 
+/// How a row is searched.
+enum class row_search {
+  resident,   ///< every block of a cluster holds a part of the row's keys in shared memory
+  streamed,   ///< one block reads the row once and holds what may still be chosen; single tokens only
+  registers,  ///< one block holds up to 8,192 keys in registers; single tokens only
+};
+
 /// How a selection is launched.
 struct select_tuning {
-  int cluster;          ///< thread blocks of one row
-  index_t resident;     ///< keys that a block holds in shared memory; the rest are read again in every pass
-  bool stream = false;  ///< one block reads its row twice and holds only what may still be chosen (single tokens only)
+  int cluster;       ///< thread blocks of one row
+  index_t resident;  ///< keys that a block holds in shared memory; the rest are read again in every pass
+  row_search search = row_search::resident;
 };
 
 namespace detail {
 
 template <int Blocks>
 inline constexpr int select_threads = Blocks == 1 ? 1024 : 512;
-inline constexpr int stream_threads = 512;
 
-/// A row's keys, read once to find the leading digit of the cut and once to keep what reaches that digit, in order, in
-/// shared memory, where the search ends. `room` candidates of 0 < room < candidates are chosen.
-/// For many long rows: no barrier between blocks, and a row need not fit. Rows whose survivors do not fit are read again.
-template <class Storage>
-__device__ void stream_row(Storage& s, uint4* memory, const float* scores, index_t candidates, index_t room,
-                           index_t resident, index_t* out) {
-  using select = row_select<Storage, 1>;
-  constexpr int rounds = 4;
-  const int lane = threadIdx.x % 32, warp = threadIdx.x / 32;
-  const row_part<token_keys> row{token_keys(scores, candidates), 0, candidates, memory, 0};
-  select::load(s, row);
-  select::find_digit(s, unsigned(room));
-  unsigned lowest = s.digit << 21;
-  index_t survivors = index_t(s.above + s.in_digit);
-  if (survivors > resident && index_t(s.above) < resident) {
-    // Scores of one magnitude: one more digit, at the price of one more read.
-    const unsigned prefix = s.digit, above = s.above;
-    for (index_t q = threadIdx.x; q < row.quads(); q += stream_threads) {
-      const uint4 k = row.quad(q);
-      select::count_digit(s, k.x, prefix, 21, 10, 2047u);
-      select::count_digit(s, k.y, prefix, 21, 10, 2047u);
-      select::count_digit(s, k.z, prefix, 21, 10, 2047u);
-      select::count_digit(s, k.w, prefix, 21, 10, 2047u);
-    }
-    select::find_digit(s, unsigned(room) - above);
-    lowest = (prefix << 11 | s.digit) << 10;
-    survivors = index_t(above + s.above + s.in_digit);
-  }
-  if (survivors > resident) {
-    const cut at = select::template threshold<false>(s, row, room, false);
-    select::compact(s, row, at, [&](index_t to, index_t slot, index_t, bool) { out[to] = slot; });
-    return;
-  }
-  auto* keys = reinterpret_cast<unsigned*>(memory);
-  auto* slots = reinterpret_cast<index_t*>(keys + resident);
-  unsigned listed = 0;
-  for (index_t tile = 0; tile < row.quads(); tile += stream_threads * rounds) {
-    const index_t first = tile + warp * (32 * rounds) + lane;
-    uint4 mine[rounds];
-    unsigned mask = 0;
-#pragma unroll
-    for (int i = 0; i < rounds; ++i) {
-      mine[i] = make_uint4(0, 0, 0, 0);
-      if (first + i * 32 < row.quads()) mine[i] = row.keys.quad((first + i * 32) * 4);
-    }
-#pragma unroll
-    for (int i = 0; i < rounds; ++i)
-      mask |= select::four(mine[i], [&](unsigned key) { return key >= lowest; }) << (i * 4);
-    __syncthreads();  // the counts of the tile before have been read
-    const auto at = select::offsets(s, __popc(mask), 0);
-    const typename select::round_counts ranks(mask, lane);
-    unsigned to = listed + at.above;
-#pragma unroll
-    for (int i = 0; i < rounds; ++i) {
-      const unsigned here = mask >> (i * 4) & 15u, words[4] = {mine[i].x, mine[i].y, mine[i].z, mine[i].w};
-#pragma unroll
-      for (int j = 0; j < 4; ++j) {
-        if (here >> j & 1u) {
-          const unsigned place = to + ranks.before_in(i) + __popc(here & ((1u << j) - 1u));
-          keys[place] = words[j];
-          slots[place] = (first + i * 32) * 4 + j;
-        }
-      }
-      to += ranks.total_in(i);
-    }
-    listed += at.all_above;
-  }
-  if (threadIdx.x < 3 && (survivors + 3) / 4 * 4 > survivors + index_t(threadIdx.x)) keys[survivors + threadIdx.x] = 0;
-  __syncthreads();
-  // The list is a row of its own: everything above the cut is in it.
-  const index_t padded = (survivors + 3) / 4 * 4;
-  const row_part<token_keys> list{token_keys(nullptr, survivors), 0, survivors, memory, padded};
-  if (survivors == room) {
-    for (index_t i = threadIdx.x; i < room; i += stream_threads) out[i] = slots[i];
-    return;
-  }
-  const cut at = select::template threshold<false>(s, list, room, false);
-  select::compact(s, list, at, [&](index_t to, index_t place, index_t, bool) { out[to] = slots[place]; });
-}
+template <int Blocks, row_search Search>
+inline constexpr int block_threads_of = Search == row_search::streamed    ? stream_threads
+                                        : Search == row_search::registers ? register_threads
+                                                                          : select_threads<Blocks>;
 
 /// One row by one team of thread blocks. `block` is 1 for tokens.
-template <int Blocks, class Keys, bool Stream>
+template <int Blocks, class Keys, row_search Search>
 __device__ void select_row(const select_problem& p, index_t block, index_t resident) {
   extern __shared__ uint4 cache[];
-  constexpr int block_threads = Stream ? stream_threads : select_threads<Blocks>;
+  constexpr int block_threads = block_threads_of<Blocks, Search>;
   using storage = select_storage<block_threads, Blocks>;
   __shared__ storage s;
   using select = row_select<storage, Blocks>;
   const int rank = block_team<Blocks>::rank();
   const index_t row = index_t(blockIdx.x) / Blocks;
+  const index_t n = max(p.n.of(row), 0), keep = min(max(p.keep.of(row), 0), n),
+                tail = min(max(p.tail.of(row), 0), keep);
+  const float* scores = p.scores + (p.score_offsets ? p.score_offsets[row] : row * p.score_stride);
+  index_t* out = p.out + (p.out_offsets ? p.out_offsets[row] : row * p.out_stride);
   for (int bin = threadIdx.x; bin < radix_bins; bin += block_threads) s.histogram[bin] = 0;
   if (threadIdx.x == 0) s.trimmed = no_index, s.listed = s.few_listed = 0;
   __syncthreads();
-  const float* scores = p.scores + (p.score_offsets ? p.score_offsets[row] : row * p.score_stride);
-  index_t* out = p.out + (p.out_offsets ? p.out_offsets[row] : row * p.out_stride);
-  const index_t n = max(p.n.of(row), 0), keep = min(max(p.keep.of(row), 0), n),
-                tail = min(max(p.tail.of(row), 0), keep);
   const index_t candidates = n - tail, room = keep - tail;
 
   const bool all = room == candidates;
@@ -158,9 +92,14 @@ __device__ void select_row(const select_problem& p, index_t block, index_t resid
   if (thread == 0) p.counts[row] = keep;
   if (all || room == 0) return;  // alike in every block of the team
 
-  if constexpr (Stream) {
+  if constexpr (Search == row_search::streamed) {
     stream_row(s, cache, scores, candidates, room, resident, out);
     return;
+  } else if constexpr (Search == row_search::registers) {
+    if (candidates <= register_threads * register_keys) {
+      register_row(s, token_keys(scores, candidates), room, out);
+      return;
+    }
   }
   const auto make_keys = [&] {
     if constexpr (Keys::single)
@@ -216,29 +155,35 @@ __device__ void select_row(const select_problem& p, index_t block, index_t resid
   }
 }
 
-template <int Blocks, class Keys, bool Stream>
-__global__ void __launch_bounds__(Stream ? stream_threads : select_threads<Blocks>, Stream         ? 2
-                                                                                    : Blocks == 1  ? 1
-                                                                                    : Keys::single ? 3
-                                                                                                   : 2)
+/// Blocks of a multiprocessor that the registers must leave room for.
+template <int Blocks, class Keys, row_search Search>
+inline constexpr int blocks_together = Search == row_search::streamed                   ? 2
+                                       : Search == row_search::registers || Blocks == 1 ? 1
+                                       : Keys::single                                   ? 3
+                                                                                        : 2;
+
+template <int Blocks, class Keys, row_search Search>
+__global__ void __launch_bounds__(block_threads_of<Blocks, Search>, blocks_together<Blocks, Keys, Search>)
     select_entry(const __grid_constant__ select_problem problem, index_t block, index_t resident) {
-  select_row<Blocks, Keys, Stream>(problem, block, resident);
+  select_row<Blocks, Keys, Search>(problem, block, resident);
 }
 
 }  // namespace detail
 
-/// Launch shape of a selection over rows of up to `capacity` tokens in blocks of `block`; `keep` is what rows usually keep
-/// (more is still right). Measured on an H200, CUDA 13.0: see the notes of the benchmark.
+/// Launch shape of a selection over rows of up to `capacity` tokens in blocks of `block`; `keep` is what rows usually
+/// keep (more is still right). Measured on an H200, CUDA 13.0: see the notes of the benchmark.
 inline select_tuning tune_select(index_t rows, index_t capacity, index_t block, index_t keep,
                                  const device_info& device) {
   constexpr index_t most_share = 16384;  // 64 KB: three blocks of a cluster fit on an sm_90
   const index_t units = ceil_div(capacity, block);
   const bool clusters = device.compute_capability >= 90, many = rows > device.multiprocessors;
+  if (block == 1 && capacity <= detail::register_threads * detail::register_keys) return {1, 0, row_search::registers};
   int cluster = 1;
   if (clusters && capacity > most_share && !(many && units <= most_share)) cluster = capacity > 4 * most_share ? 8 : 4;
-  if (block == 1 && capacity > most_share && (many || !clusters)) {
+  // Streams against clusters of 8, 131,072 tokens (us): 32 rows 37 / 27, 64 rows 38 / 44, 256 rows 60 / 138.
+  if (block == 1 && capacity > most_share && (5 * rows > 2 * device.multiprocessors || !clusters)) {
     const index_t survivors = device.shared_memory > 160 * 1024 ? 12288 : 4096;  // two blocks fit on a multiprocessor
-    if (!clusters || keep <= survivors / 2) return {1, survivors, true};
+    if (!clusters || keep <= survivors / 2) return {1, survivors, row_search::streamed};
   }
   return {cluster, std::min<index_t>(most_share, (ceil_div(units, cluster) + 3) / 4 * 4)};
 }
@@ -247,7 +192,8 @@ inline select_tuning tune_select(index_t rows, index_t capacity, index_t block, 
 ///
 /// n, keep and tail are read on the device, so a captured launch can be replayed while they grow; a row longer than
 /// `capacity` is still right, only slower.
-/// Cost     one read of the scores as far as a cluster's shared memory holds them (131,072 tokens), else up to five.
+/// Cost     one read of the scores as far as a cluster's shared memory holds them (131,072 tokens); for more rows than
+///          clusters pay for, one read and a sample of it, up to six more where too many scores tie at the cut.
 /// Errors   none on the device; any score is defined (NaN ranks last).   Workspace  none.
 template <class Selector>
 class select_slots {
@@ -266,9 +212,10 @@ class select_slots {
     require(capacity >= 0, "capacity", capacity, "0 or more", "pass the longest row that may come");
     require(tuning.cluster == 1 || tuning.cluster == 4 || tuning.cluster == 8, "cluster", tuning.cluster, "1, 4 or 8",
             "take the numbers of tune_select");
-    require(!tuning.stream || (single && tuning.cluster == 1), "cluster of a streamed selection", tuning.cluster,
-            "1, and single tokens", "take the numbers of tune_select");
-    // The limit belongs to the kernel, not to this object: always the device's, so that objects do not lower each other's.
+    require(tuning.search == row_search::resident || (single && tuning.cluster == 1),
+            "cluster of a selection by one block", tuning.cluster, "1, and single tokens",
+            "take the numbers of tune_select");
+    // The limit belongs to the kernel, not to this object: always the device's, lest objects lower each other's.
     const auto allow = [&](auto kernel) {
       cudaFuncAttributes attributes{};
       check(cudaFuncGetAttributes(&attributes, kernel), "cudaFuncGetAttributes");
@@ -290,9 +237,11 @@ class select_slots {
     attribute.val.clusterDim = {unsigned(tuning_.cluster), 1, 1};
     cudaLaunchConfig_t config{};
     config.gridDim = dim3(unsigned(rows_ * tuning_.cluster));
-    config.blockDim = dim3(unsigned(tuning_.stream         ? detail::stream_threads
-                                    : tuning_.cluster == 1 ? detail::select_threads<1>
-                                                           : detail::select_threads<8>));
+    static_assert(detail::stream_threads == detail::select_threads<8> &&
+                  detail::register_threads == detail::stream_threads);
+    config.blockDim =
+        dim3(unsigned(tuning_.cluster == 1 && tuning_.search == row_search::resident ? detail::select_threads<1>
+                                                                                     : detail::select_threads<8>));
     config.dynamicSmemBytes = std::size_t(shared_bytes());
     config.stream = stream;
     config.attrs = &attribute;
@@ -310,21 +259,24 @@ class select_slots {
     else
       return selector.block;
   }
-  int shared_bytes() const {
-    return int(tuning_.resident) * (tuning_.stream ? 8 : 4);
-  }  // a survivor has a slot beside its key
+  int shared_bytes() const {  // a survivor has a slot beside its key
+    return tuning_.search == row_search::registers
+               ? 0
+               : int(tuning_.resident) * (tuning_.search == row_search::streamed ? 8 : 4);
+  }
   template <class Use>
   void with_kernel(const Use& use) const {
     if constexpr (single) {
-      if (tuning_.stream) return use(detail::select_entry<1, keys, true>);
+      if (tuning_.search == row_search::streamed) return use(detail::select_entry<1, keys, row_search::streamed>);
+      if (tuning_.search == row_search::registers) return use(detail::select_entry<1, keys, row_search::registers>);
     }
     switch (tuning_.cluster) {
       case 1:
-        return use(detail::select_entry<1, keys, false>);
+        return use(detail::select_entry<1, keys, row_search::resident>);
       case 4:
-        return use(detail::select_entry<4, keys, false>);
+        return use(detail::select_entry<4, keys, row_search::resident>);
       default:
-        return use(detail::select_entry<8, keys, false>);
+        return use(detail::select_entry<8, keys, row_search::resident>);
     }
   }
 

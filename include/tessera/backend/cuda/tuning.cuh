@@ -13,8 +13,12 @@ struct device_info {
   int shared_memory = 0;       ///< bytes that one block may use
 
   static device_info current() {
-    int device = 0;
+    int device = 0, devices = 0;
     device_info info;
+    const cudaError_t found = cudaGetDeviceCount(&devices);
+    require(found == cudaSuccess && devices > 0, "number of CUDA devices",
+            found == cudaSuccess ? "0" : std::string("0 (") + cudaGetErrorString(found) + ")", "at least 1",
+            "install the NVIDIA driver, or use the CPU backend on this machine");
     check(cudaGetDevice(&device), "cudaGetDevice");
     int major = 0, minor = 0;
     check(cudaDeviceGetAttribute(&info.multiprocessors, cudaDevAttrMultiProcessorCount, device),

@@ -1,0 +1,131 @@
+// Decode attention: dense, behind a block table, over a selection, and over uneven lengths.
+#include "cuda_bench.hpp"
+#include "tessera/backend/cuda/decode_attention.cuh"
+
+namespace gpu_bench {
+namespace {
+
+constexpr index_t page = 16;
+
+struct decode_shape {
+  index_t sequences = 1;
+  index_t tokens = 0;              ///< of the longest row
+  std::vector<index_t> lengths{};  ///< [kv_heads], the same for every sequence; empty: all have `tokens`
+  index_t chosen = 0, run = 1;     ///< of every row, in runs; 0: everything
+};
+
+kv_view<const bf16, head_dim> view_of(contiguous, const bf16* k, const bf16* v, const decode_shape& s, const index_t*) {
+  kv_view<const bf16, head_dim> view;
+  view.k = k, view.v = v;
+  view.k_strides = {offset_t(kv_heads) * s.tokens * head_dim, offset_t(s.tokens) * head_dim, head_dim, 1};
+  view.v_strides = view.k_strides;
+  return view;
+}
+
+/// Pages of all heads in any order, as an engine's allocator leaves them.
+kv_view<const bf16, head_dim, block_table> view_of(block_table, const bf16* k, const bf16* v, const decode_shape& s,
+                                                   const index_t* blocks) {
+  kv_view<const bf16, head_dim, block_table> view;
+  view.k = k, view.v = v;
+  view.k_strides = {offset_t(kv_heads) * page * head_dim, offset_t(page) * head_dim, head_dim, 1};
+  view.v_strides = view.k_strides;
+  view.table = {blocks, page, s.tokens / page, 0};
+  return view;
+}
+
+template <class Table>
+prepared decode(const decode_shape& s) {
+  using view_type = decltype(view_of(Table{}, nullptr, nullptr, s, nullptr));
+  std::mt19937 random(17);
+  const std::size_t rows = std::size_t(s.sequences) * kv_heads;
+  const std::size_t elements = rows * std::size_t(s.tokens) * head_dim;
+  std::vector<index_t> lengths, blocks(std::size_t(s.sequences) * std::size_t(s.tokens / page));
+  for (std::size_t row = 0; row < rows; ++row)
+    lengths.push_back(s.lengths.empty() ? s.tokens : s.lengths[row % kv_heads]);
+  for (std::size_t i = 0; i < blocks.size(); ++i) blocks[i] = index_t(i);
+  std::shuffle(blocks.begin(), blocks.end(), random);
+  double read = 0;
+  for (const index_t length : lengths) read += s.chosen ? s.chosen : length;
+
+  prepared made;
+  made.bytes = read * head_dim * 2 * sizeof(bf16);
+  const int sets = input_sets(made.bytes);
+  // A selection rotates by itself: other tokens of the same keys and values.
+  const int kv_sets = s.chosen ? 1 : sets;
+  std::vector<index_t> indices;
+  for (std::size_t i = 0; s.chosen && i < rows * std::size_t(sets); ++i) {
+    const auto row = random_subset(s.tokens, s.chosen, s.run, random);
+    indices.insert(indices.end(), row.begin(), row.end());
+  }
+  const cuda::decode_attention<view_type> op(s.sequences, kv_heads, q_heads, 1, cuda::device_info::current());
+  struct memory {
+    buffer<index_t> lengths, first, blocks, indices, counts;
+    buffer<float> out, lse;
+    buffer<unsigned char> workspace;
+  };
+  const std::size_t q_rows = std::size_t(s.sequences) * q_heads;
+  const auto keep =
+      std::make_shared<memory>(lengths, std::vector<index_t>(std::size_t(s.sequences), s.tokens - 1), blocks, indices,
+                               std::vector<index_t>(rows, s.chosen), q_rows * head_dim, q_rows, op.workspace_bytes());
+  bf16* pool = random_rows(elements * 2 * std::size_t(kv_sets) + q_rows * head_dim);
+  const bf16* q = pool + elements * 2 * std::size_t(kv_sets);
+  op.prepare(keep->workspace.data(), stream());
+  cuda::check(cudaStreamSynchronize(stream()), "cudaStreamSynchronize");
+
+  made.keep = keep;
+  made.graph = std::make_unique<replay>(launches(made.bytes, sets), [&](int i) {
+    const bf16* k = pool + elements * 2 * std::size_t(i % kv_sets);
+    cuda::decode_problem<view_type> problem;
+    problem.view = view_of(Table{}, k, k + elements, s, keep->blocks.data());
+    problem.view.sequences = s.sequences, problem.view.kv_heads = kv_heads;
+    problem.view.lengths = keep->lengths.data(), problem.view.length_strides = {kv_heads, 1};
+    problem.q = nhd_rows<const bf16>(q, 1, q_heads, head_dim, s.sequences);
+    problem.first_position = keep->first.data();
+    problem.out = nhd_rows(keep->out.data(), 1, q_heads, head_dim, s.sequences);
+    problem.lse = nhd_rows(keep->lse.data(), 1, q_heads, 1, s.sequences);
+    if (s.chosen) {
+      const index_t* chosen = keep->indices.data() + rows * std::size_t(s.chosen) * std::size_t(i % sets);
+      problem.chosen = {chosen, keep->counts.data(), nullptr, s.chosen};
+    }
+    op.run(problem, keep->workspace.data(), stream());
+  });
+  return made;
+}
+
+const int registered = [] {
+  struct {
+    const char* name;
+    index_t sequences, tokens;
+  } const dense[] = {{"B1/8K", 1, 8192},     {"B1/32K", 1, 32768},   {"B1/128K", 1, 131072}, {"B1/256K", 1, 262144},
+                     {"B4/128K", 4, 131072}, {"B8/128K", 8, 131072}, {"B64/8K", 64, 8192}};
+  for (const auto& s : dense) {
+    const decode_shape shape{.sequences = s.sequences, .tokens = s.tokens};
+    add(std::string("decode/") + s.name, [=] { return decode<contiguous>(shape); });
+    add(std::string("decode_paged/") + s.name, [=] { return decode<block_table>(shape); });
+  }
+  for (const index_t sequences : {1, 16}) {
+    for (const index_t run : {1, 16}) {
+      const std::string name = "gathered/B" + std::to_string(sequences) + (run == 1 ? "/singles" : "/runs_of_16");
+      add(name,
+          [=] { return decode<contiguous>({.sequences = sequences, .tokens = 131072, .chosen = 2048, .run = run}); });
+    }
+  }
+  // Uneven lengths: drawn from 1/16 to 1 of 128K, one full head beside seven of 1/16, and the same totals spread evenly.
+  std::vector<index_t> drawn, one_long(kv_heads, 131072 / 16);
+  std::mt19937 random(6);
+  for (index_t h = 0; h < kv_heads; ++h) drawn.push_back(std::uniform_int_distribution<index_t>(8192, 131072)(random));
+  one_long[3] = 131072;
+  const auto uneven = [](const std::string& name, const std::vector<index_t>& lengths) {
+    index_t total = 0;
+    for (const index_t length : lengths) total += length;
+    const std::vector<index_t> even(kv_heads, total / kv_heads);
+    add("uneven/" + name, [=] { return decode<contiguous>({.tokens = 131072, .lengths = lengths}); });
+    add("uneven/" + name + "_evened", [=] { return decode<contiguous>({.tokens = 131072, .lengths = even}); });
+  };
+  uneven("drawn", drawn);
+  uneven("one_long", one_long);
+  return 0;
+}();
+
+}  // namespace
+}  // namespace gpu_bench

@@ -1,0 +1,263 @@
+#!/usr/bin/env python3
+"""Writes the record of a run of benchmarks/gpu.sh: DATE-GPU.md for people, DATE-GPU.json for benchmarks/plot_cuda.py.
+
+    benchmarks/cuda_record.py --logs FOLDER --out FOLDER
+
+FOLDER holds what there is of machine.json, steps.tsv (name, exit status, seconds), bench_cuda.json, peers.json,
+decode_step.json and one NAME.log a step. What is missing is written down as not measured.
+"""
+import argparse
+import json
+import os
+import re
+
+SANITIZERS = ("memcheck", "racecheck", "initcheck", "synccheck")
+DECODE = ("B1/8K", "B1/32K", "B1/128K", "B1/256K", "B4/128K", "B8/128K", "B64/8K")
+GATHERED = (("B16/singles", 0.55), ("B16/runs_of_16", 0.75))
+TOP_K = (("32x8192/k512", 9), ("8x131072/k2048", 22), ("256x131072/k2048", 95))
+
+
+def read_json(path):
+    try:
+        with open(path) as file:
+            return json.load(file)
+    except (OSError, ValueError):  # not there, or cut off by a time limit
+        return None
+
+
+def read_text(path):
+    try:
+        with open(path, errors="replace") as file:
+            return file.read()
+    except OSError:
+        return ""
+
+
+def read_figures(logs):
+    """{name: {us, min, max, bytes, GB/s, peers: {peer: {us, min, max}}}}; error in place of us where one failed."""
+    figures = {}
+    for run in (read_json(f"{logs}/bench_cuda.json") or {}).get("benchmarks", []):
+        figure = figures.setdefault(re.sub("/iterations:.*", "", run["run_name"]), {})
+        if run.get("error_occurred"):
+            figure["error"] = run["error_message"]
+        elif run.get("aggregate_name") == "median":
+            figure["us"] = run["real_time"]
+            figure.update({key: run[key] for key in ("bytes", "GB/s", "TFLOP/s") if key in run})
+        elif run.get("aggregate_name") in ("min", "max"):
+            figure[run["aggregate_name"]] = run["real_time"]
+    for peer in (read_json(f"{logs}/peers.json") or {}).get("figures", []):
+        peers = figures.setdefault(peer["name"], {}).setdefault("peers", {})
+        peers[peer["peer"]] = {key: peer[key] for key in ("us", "min", "max", "error") if key in peer}
+    return figures
+
+
+def time_of(figures, name):
+    return figures.get(name, {}).get("us")
+
+
+def best_peer(figures, name):
+    """(microseconds, peer), or None."""
+    peers = figures.get(name, {}).get("peers", {})
+    return min(((p["us"], peer) for peer, p in peers.items() if "us" in p), default=None)
+
+
+def read_ceiling(figures):
+    return figures.get("read/4GiB", {}).get("GB/s")
+
+
+def copy_ceiling(figures):
+    """The fastest copy of any size, by a kernel or by cudaMemcpyAsync."""
+    copies = (f for name, f in figures.items() if re.match("(copy|memcpy)/", name))
+    return max((f["GB/s"] for f in copies if "GB/s" in f), default=None)
+
+
+def judge(figures):
+    """[{bar, what, measured, limit, verdict}]: every bar that a time decides. `measured` and `limit` are text."""
+    rows = []
+
+    def add(bar, what, value, limit, text, unit, below=True):
+        if value is None:
+            rows.append({"bar": bar, "what": what, "measured": "", "limit": text, "verdict": "not measured"})
+            return
+        good = value <= limit if below else value >= limit
+        rows.append({"bar": bar, "what": what, "measured": f"{value:.4g} {unit}".strip(), "limit": text, "value": value,
+                     "verdict": "pass" if good else "missed"})
+
+    def ratio(a, b):
+        return a / b if a is not None and b else None
+
+    for shape in DECODE:
+        name = "decode/" + shape
+        ours, peer = time_of(figures, name), best_peer(figures, name)
+        beside = f" ({ours:.4g} us, {peer[1]} {peer[0]:.4g} us)" if ours and peer else ""
+        value = ratio(ours, peer[0]) if peer else None
+        faster = shape in ("B1/8K", "B1/32K")
+        add(1, f"decode {shape}{beside}", value, 0.99999 if faster else 1.03,
+            "faster than the best peer" if faster else "at most 1.03 of the best peer", "x")
+    for shape in DECODE:
+        value = ratio(time_of(figures, "decode_paged/" + shape), time_of(figures, "decode/" + shape))
+        add(1, f"decode {shape}, pages of 16", value, 1.05, "at most 1.05 of contiguous", "x")
+    ceiling = read_ceiling(figures)
+    for shape, least in GATHERED:
+        share = ratio(figures.get("gathered/" + shape, {}).get("GB/s"), ceiling)
+        add(2, f"2,048 of 128K tokens, {shape}", None if share is None else 100 * share, 100 * least,
+            f"at least {100 * least:.0f} % of the read ceiling", "%", below=False)
+    for shape in ("B1/singles", "B1/runs_of_16"):
+        add(2, f"2,048 of 128K tokens, {shape}", time_of(figures, "gathered/" + shape), 9, "at most 9 us", "us")
+    one_read = time_of(figures, "read/256MiB")
+    for kind, most in (("lse_computed", 6), ("lse_given", 3.5)):
+        add(3, f"window scoring of 128K keys, {kind.replace('_', ' ')}",
+            ratio(time_of(figures, "score/128K/" + kind), one_read), most, f"at most {most} reads of K", "reads")
+    for shape, most in TOP_K:
+        for kind in ("normal", "softmax"):
+            add(4, f"top-k {shape}, {kind} scores", time_of(figures, f"top_k/{shape}/{kind}"), most,
+                f"at most {most} us", "us")
+    copied = copy_ceiling(figures)
+    for place, least in (("fresh", 0.75), ("in_place", 0.40)):
+        for run in ("singles", "runs_of_16"):
+            share = ratio(figures.get(f"pack_{place}/{run}", {}).get("GB/s"), copied)
+            add(5, f"pack 128K to a quarter, {place.replace('_', ' ')}, {run}", None if share is None else 100 * share,
+                100 * least, f"at least {100 * least:.0f} % of the copy ceiling", "%", below=False)
+    for draw in ("drawn", "one_long"):
+        value = ratio(time_of(figures, "uneven/" + draw), time_of(figures, f"uneven/{draw}_evened"))
+        add(6, f"uneven lengths, {draw}", value, 1.15, "at most 1.15 of the same total evened", "x")
+    return rows
+
+
+def read_tests(log):
+    """What Catch2, 2 or 3, says at the end: {passed, failed, cases, skipped}; None where it did not come to that."""
+    skipped = "skipped: no CUDA device" in log
+    whole = re.search(r"All tests passed \((\d+) assertions? in (\d+) test cases?\)", log)
+    if whole:
+        return {"passed": int(whole[1]), "failed": 0, "cases": int(whole[2]), "skipped": skipped}
+    line = re.search(r"^assertions: *(.*)$", log, re.M)
+    cases = re.search(r"^test cases: *(\d+)", log, re.M)
+    if not line:
+        return None
+
+    def number(word):
+        found = re.search(r"(\d+) " + word, line[1])
+        return int(found[1]) if found else 0
+
+    return {"passed": number("passed"), "failed": number("failed"), "cases": int(cases[1]) if cases else 0,
+            "skipped": skipped}
+
+
+def describe(test):
+    if not test:
+        return "no count: it did not come to its end"
+    return (f"{test['passed']:,} assertions passed, {test['failed']} failed, in {test['cases']} cases"
+            + ("; NO GPU, most of them skipped" if test["skipped"] else ""))
+
+
+def describe_sanitizer(logs, tool, steps):
+    """One line over the tool's runs, of which there is one a test file; what was found is named by file."""
+    total, clean, findings = {"passed": 0, "failed": 0, "cases": 0, "skipped": False}, 0, []
+    for step in steps:
+        log = read_text(f"{logs}/{step['name']}.log")
+        found = re.findall(r"=+ ((?:ERROR|RACECHECK) SUMMARY: .*)", log)
+        summary = found[-1] if found else "no summary"
+        if re.search(r"SUMMARY: 0 (errors|hazards)", summary):
+            clean += 1
+        if step["result"] != "passed" or "SUMMARY: 0" not in summary:
+            findings.append(f"{step['name'].split('.')[1]}: {step['result']}, {summary}")
+        for key, value in (read_tests(log) or {}).items():
+            total[key] += value
+    return f"clean over {clean} of {len(steps)} test files; {describe(total)}" + "".join("; " + f for f in findings)
+
+
+def read_steps(logs):
+    steps = []
+    for line in read_text(f"{logs}/steps.tsv").splitlines():
+        name, status, seconds = line.split("\t")
+        meaning = {"0": "passed", "124": "failed: time limit", "137": "failed: killed at the time limit",
+                   "none": "not run"}.get(status, f"failed: exit status {status}")
+        steps.append({"name": name, "result": meaning, "seconds": int(seconds)})
+    return steps
+
+
+def markdown(record):
+    machine, figures = record["machine"], record["figures"]
+    lines = [f"# CUDA backend on {machine.get('gpu', 'an unknown GPU')}, {machine.get('date', 'no date')}", "",
+             "Written by `benchmarks/gpu.sh`. Absolute times hold for this machine only.", "", "| | |", "| --- | --- |"]
+    lines += [f"| {key.replace('_', ' ')} | {value} |" for key, value in machine.items()]
+    lines += ["", "## Steps", "", "The sanitizers' runs are under Tests.", "", "| step | result | seconds |",
+              "| --- | --- | --- |"]
+    lines += [f"| {s['name']} | {s['result']} | {s['seconds']} |" for s in record["steps"] if "." not in s["name"]]
+    lines += ["", "## Tests", "", "| run | result |", "| --- | --- |"]
+    for name, test in record["tests"].items():
+        lines.append(f"| {name} | {test} |")
+    lines += ["", "## Bars", ""]
+    verdicts = [b["verdict"] for b in record["bars"]]
+    lines += [f"{verdicts.count('pass')} passed, {verdicts.count('missed')} missed, "
+              f"{verdicts.count('not measured')} not measured.", "",
+              "| bar | what | measured | limit | |", "| --- | --- | --- | --- | --- |"]
+    lines += [f"| {b['bar']} | {b['what']} | {b['measured']} | {b['limit']} | {b['verdict']} |" for b in record["bars"]]
+    lines += ["", "## Times", "",
+              "Medians of 11, least and most in brackets; rates by the bytes that must be moved.", "",
+              "| what | us | GB/s | of the read ceiling | peers, us |", "| --- | --- | --- | --- | --- |"]
+    ceiling = read_ceiling(figures)
+    for name, f in figures.items():
+        rate = f.get("GB/s")
+        peers = ", ".join(f"{peer} {p['us']:.4g}" if "us" in p else f"{peer} failed: {p.get('error', '')}"
+                          for peer, p in f.get("peers", {}).items())
+        if "us" in f:
+            time = f"{f['us']:.4g} ({f.get('min', f['us']):.4g} to {f.get('max', f['us']):.4g})"
+        else:
+            time = "failed: " + f["error"] if "error" in f else "not measured"
+        if "TFLOP/s" in f:
+            time += f", {f['TFLOP/s']:.0f} TFLOP/s"
+        lines.append(f"| {name} | {time} | {f'{rate:.0f}' if rate else ''} | "
+                     f"{f'{100 * rate / ceiling:.0f} %' if rate and ceiling else ''} | {peers} |")
+    return "\n".join(lines + record["notes"]) + "\n"
+
+
+def main():
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--logs", required=True)
+    parser.add_argument("--out", required=True)
+    given = parser.parse_args()
+
+    machine = read_json(f"{given.logs}/machine.json") or {}
+    peers = read_json(f"{given.logs}/peers.json")
+    if peers:
+        machine["peers"] = (f"PyTorch {peers['torch']}, cuDNN {peers['cudnn']}, "
+                            f"FlashInfer {peers['flashinfer'] or 'not there'}")
+    steps, tests = read_steps(given.logs), {}
+    log = read_text(f"{given.logs}/tests.log")
+    if log:
+        tests["tests"] = describe(read_tests(log))
+    for tool in SANITIZERS:
+        mine = [step for step in steps if step["name"].startswith(tool + ".")]
+        if mine:
+            tests[tool] = describe_sanitizer(given.logs, tool, mine)
+    figures = read_figures(given.logs)
+    notes = []
+    decode_step = read_text(f"{given.logs}/decode_step.log").strip()
+    if decode_step:
+        notes += ["", "## Decode step of a whole model", "", "```", decode_step, "```"]
+    record = {"machine": machine, "steps": steps, "tests": tests,
+              "bars": judge(figures) if figures else [], "figures": figures,
+              "decode_step": read_json(f"{given.logs}/decode_step.json") or [], "notes": notes}
+
+    gpu = re.sub("[^a-z0-9]+", "-", machine.get("gpu", "gpu").lower().replace("nvidia ", "")).strip("-")
+    name = f"{given.out}/{machine.get('date', 'undated')}-{gpu}"
+    os.makedirs(given.out, exist_ok=True)
+    with open(name + ".md", "w") as file:
+        file.write(markdown(record))
+    with open(name + ".json", "w") as file:  # one figure a line, so that records can be compared by eye
+        parts = []
+        for key, value in record.items():
+            if isinstance(value, dict):
+                inside = ",\n".join(f"  {json.dumps(k)}: {json.dumps(v)}" for k, v in value.items())
+                parts.append(f'{json.dumps(key)}: {{\n{inside}\n}}')
+            else:
+                inside = ",\n".join("  " + json.dumps(v) for v in value)
+                parts.append(f'{json.dumps(key)}: [\n{inside}\n]')
+        file.write("{\n" + ",\n".join(parts) + "\n}\n")
+    passed = sum(b["verdict"] == "pass" for b in record["bars"])
+    print(f"{name}.md: {passed} of {len(record['bars'])} bars passed")
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,191 @@
+#!/usr/bin/env bash
+# Builds and runs the GPU tests, the sanitizers and the benchmarks on a machine with CUDA, from this repository alone
+# and without any registry, and writes a record: DATE-GPU.md and DATE-GPU.json.
+#
+#   benchmarks/gpu.sh [--only tests,benchmarks,sanitizers] [--prebuilt FOLDER] [--out FOLDER] [--limit SECONDS]
+#                     [--scale FRACTION] [--commit NAME]
+#
+#   --only       what to run; all three unless given
+#   --prebuilt   a folder with test_gpu and bench_cuda, built elsewhere for this GPU; nothing is built
+#   --out        where the record goes, and the logs as one archive; benchmarks/results unless given, logs in build/gpu
+#   --limit      seconds for everything, 540 unless given; what does not fit is recorded as failed
+#   --scale      TESSERA_TEST_SCALE of the sanitizers, 0.05 unless given
+#   --commit     written into the record where git cannot tell
+#
+# A step that fails or runs out of time is recorded as failed and the next one runs; the record is written in any case.
+# The exit status is 0 when every step passed; bars that are missed are only reported.
+set -uo pipefail
+cd "$(dirname "${BASH_SOURCE[0]}")/.." || exit 2
+
+only=tests,benchmarks,sanitizers prebuilt='' out='' limit=540 scale=0.05 commit='' no_examples=''
+while [ $# -gt 0 ]; do
+  case $1 in
+    --only) only=${2:?} ;;
+    --prebuilt) prebuilt=${2:?} ;;
+    --out) out=${2:?} ;;
+    --limit) limit=${2:?} ;;
+    --scale) scale=${2:?} ;;
+    --commit) commit=${2:?} ;;
+    *) sed -n '2,/^set/{/^set/d;s/^# \{0,1\}//;p}' "${BASH_SOURCE[0]}"; exit 2 ;;
+  esac
+  shift 2
+done
+for part in ${only//,/ }; do
+  case $part in
+    tests | benchmarks | sanitizers) ;;
+    *) echo "gpu.sh: --only is $part; expected tests, benchmarks or sanitizers" >&2; exit 2 ;;
+  esac
+done
+wanted() { [[ ,$only, == *,$1,* ]]; }
+
+# --- what must be there ------------------------------------------------------------------------------------------
+command -v nvcc >/dev/null || PATH=$PATH:/usr/local/cuda/bin
+missing=0
+need() {
+  command -v "$1" >/dev/null && return
+  echo "gpu.sh: $1 is missing; $2" >&2
+  missing=1
+}
+need nvidia-smi "install the NVIDIA driver"
+need python3 "install Python 3.9 or newer (apt-get install python3)"
+if [ -z "$prebuilt" ]; then
+  need nvcc "install the CUDA toolkit, 12.4 or newer, and put its bin folder on PATH"
+  need g++ "install g++ 12 or newer (apt-get install g++)"
+  need cmake "install CMake 3.25 or newer (apt-get install cmake)"
+  # Catch2, Google Benchmark and Eigen are CMake's to find; it says which package brings a missing one.
+fi
+wanted sanitizers && need compute-sanitizer "it comes with the CUDA toolkit; or leave it out: --only tests,benchmarks"
+[ "$missing" -eq 0 ] || exit 2
+gpu=$(nvidia-smi --query-gpu=name --format=csv,noheader 2>/dev/null | head -n 1)
+[ -n "$gpu" ] || { echo "gpu.sh: nvidia-smi finds no GPU on this machine; run this where there is one" >&2; exit 2; }
+
+build=$PWD/build/gpu
+logs=$build/logs
+rm -rf "$logs"
+mkdir -p "$logs" || exit 2
+
+architecture=$(nvidia-smi --query-gpu=compute_cap --format=csv,noheader | head -n 1 | tr -d .)
+[ "$architecture" = 90 ] && architecture=90a  # with Hopper's own instructions
+[ -n "$commit" ] || commit=$(git rev-parse --short HEAD 2>/dev/null) || commit=unknown
+git diff --quiet HEAD 2>/dev/null || [ "$commit" = unknown ] || commit="$commit and changes since"
+GPU=$gpu COMMIT=$commit \
+DRIVER=$(nvidia-smi --query-gpu=driver_version --format=csv,noheader | head -n 1) \
+TOOLKIT=$(nvcc --version 2>/dev/null | sed -n 's/.*release.*, V//p') \
+COMPILER=$(g++ --version 2>/dev/null | head -n 1) \
+CPU=$(sed -n 's/^model name[^:]*: //p' /proc/cpuinfo | head -n 1) \
+SCALE=$scale PREBUILT=$prebuilt python3 - >"$logs/machine.json" <<'PYTHON'
+import datetime, json, os
+of = os.environ.get
+print(json.dumps({"gpu": of("GPU"), "driver": of("DRIVER"), "toolkit": of("TOOLKIT") or "not there",
+                  "compiler": of("COMPILER") or "not there", "cpu": f"{of('CPU')}, {os.cpu_count()} cores",
+                  "date": datetime.date.today().isoformat(), "commit": of("COMMIT"),
+                  "programs": "built elsewhere" if of("PREBUILT") else "built here",
+                  "sanitizers_test_scale": of("SCALE")}))
+PYTHON
+
+# --- steps -------------------------------------------------------------------------------------------------------
+failed=0
+note() { printf '%s\t%s\t%s\n' "$1" "$2" "$3" >>"$logs/steps.tsv"; }
+
+# step NAME SECONDS COMMAND...: runs it within its own and the whole script's limit; what it prints goes to NAME.log.
+step() {
+  local name=$1 seconds=$2 left=$((limit - SECONDS)) begin=$SECONDS status
+  shift 2
+  [ "$left" -lt "$seconds" ] && seconds=$left
+  if [ "$seconds" -le 0 ]; then
+    echo "$name: not started, the limit of $limit s is used up"
+    note "$name" 124 0
+    return 124
+  fi
+  timeout --kill-after=5 "$seconds" "$@" >"$logs/$name.log" 2>&1
+  status=$?
+  note "$name" "$status" $((SECONDS - begin))
+  echo "$name: exit status $status after $((SECONDS - begin)) s;" \
+    "$(grep -v '^ *$' "$logs/$name.log" | tail -n 1 | cut -c 1-150)"
+  return "$status"
+}
+attempt() {
+  step "$@" && return
+  failed=$((failed + 1))
+  return 1
+}
+
+finish() {
+  trap - EXIT INT TERM
+  python3 benchmarks/cuda_record.py --logs "$logs" --out "${out:-benchmarks/results}" || failed=$((failed + 1))
+  tar -C "$build" -czf "${out:-$build}/gpu-logs.tar.gz" logs 2>/dev/null
+  echo "gpu.sh: $(cut -f 2 "$logs/steps.tsv" 2>/dev/null | grep -c '^0$') steps passed, $failed failed, $SECONDS s"
+  exit $((failed > 0))
+}
+trap finish EXIT
+trap 'failed=$((failed + 1)); kill $(jobs -p) 2>/dev/null; exit 1' INT TERM
+
+programs=$prebuilt
+if [ -z "$prebuilt" ]; then
+  programs=$build/bin
+  generator=() keep_going=-k
+  command -v ninja >/dev/null && generator=(-G Ninja) && keep_going='-k 0'
+  targets=()
+  { wanted tests || wanted sanitizers; } && targets+=(test_gpu)
+  wanted benchmarks && targets+=(bench_cuda)
+  configure=(cmake -S . -B "$build" "${generator[@]}" -DCMAKE_BUILD_TYPE=Release -DTESSERA_CUDA=ON
+    -DCMAKE_CUDA_ARCHITECTURES="$architecture" -DCMAKE_CUDA_FLAGS=-lineinfo)
+  # The decode step of a whole model runs through the example engine, which needs more libraries than the rest.
+  no_examples='not asked for'
+  if wanted benchmarks; then
+    if timeout 60 "${configure[@]}" -DTESSERA_BUILD_EXAMPLES=ON >"$logs/configure_examples.log" 2>&1; then
+      no_examples=
+      targets+=(bench_decode_step)
+    else
+      no_examples=$(sed -n 's/.*tessera: \(.* is missing\).*/\1/p' "$logs/configure_examples.log" | head -n 1)
+      no_examples=${no_examples:-CMake could not configure the examples}
+    fi
+  fi
+  if [ -n "$no_examples" ] && ! attempt configure 60 "${configure[@]}" -DTESSERA_BUILD_EXAMPLES=OFF; then
+    grep -h -A 3 'tessera: ' "$logs/configure.log" >&2 || tail -n 20 "$logs/configure.log" >&2
+    exit 1
+  fi
+  # shellcheck disable=SC2086 # two words for Ninja
+  attempt build 300 cmake --build "$build" --parallel "$(nproc)" --target "${targets[@]}" -- $keep_going
+  grep -E 'error|FAILED' "$logs/build.log" | head -n 5
+fi
+# Shared libraries that came along with programs built elsewhere.
+[ -z "$prebuilt" ] || export LD_LIBRARY_PATH=$prebuilt${LD_LIBRARY_PATH:+:$LD_LIBRARY_PATH}
+
+if wanted tests; then
+  attempt tests 120 "$programs/test_gpu"
+fi
+if wanted benchmarks; then
+  attempt bench_cuda 120 "$programs/bench_cuda" --benchmark_out="$logs/bench_cuda.json" --benchmark_out_format=json
+  if grep -q '"error_occurred": true' "$logs/bench_cuda.json" 2>/dev/null; then
+    echo "bench_cuda: some benchmarks failed, see the record"
+    failed=$((failed + 1))
+  fi
+  if python3 -c 'import torch, sys; sys.exit(not torch.cuda.is_available())' 2>/dev/null; then
+    attempt peers 120 env PYTHONUNBUFFERED=1 python3 benchmarks/peers.py --out "$logs/peers.json"
+  else
+    echo "peers: not measured, python3 has no PyTorch that sees the GPU"
+    note "peers (no PyTorch that sees the GPU)" none 0
+  fi
+  if [ -x "$programs/bench_decode_step" ]; then
+    attempt decode_step 120 "$programs/bench_decode_step" --json "$logs/decode_step.json"
+  else
+    echo "decode_step: not measured, ${no_examples:-the program is not there}"
+    note "decode_step (${no_examples:-the program is not there})" none 0
+  fi
+fi
+if wanted sanitizers; then
+  # One process for each tool and test file, as many at once as there are cores: each is bound by one core most of the
+  # time. racecheck takes longest and goes first.
+  export TESSERA_TEST_SCALE=$scale
+  for tool in racecheck initcheck memcheck synccheck; do
+    for file in tests/backend/cuda/test_*.cu; do
+      while [ "$(jobs -rp | wc -l)" -ge "$(nproc)" ]; do wait -n; done
+      file=$(basename "$file" .cu)
+      step "$tool.$file" 300 compute-sanitizer --tool "$tool" --error-exitcode 86 --print-limit 20 \
+        "$programs/test_gpu" --filenames-as-tags "[#$file]" &
+    done
+  done
+  wait
+  failed=$((failed + $(grep -E '^(race|init|mem|sync)check' "$logs/steps.tsv" | cut -f 2 | grep -vc '^0$')))
+fi

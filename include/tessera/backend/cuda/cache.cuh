@@ -1,0 +1,500 @@
+// The whole cache of one model on the GPU: a recipe over layers and sequences, the device's tessera::cache.
+#pragma once
+
+#include <algorithm>
+#include <map>
+#include <string>
+#include <vector>
+
+#include "batch.hpp"
+#include "cache_operations.cuh"
+#include "cache_options.hpp"
+#include "prefill_attention.cuh"
+#include "query_window.cuh"
+#include "row_store.cuh"
+
+TESSERA_NAMESPACE_BEGIN
+namespace cuda {
+
+/// Stores, compresses and attends the KV cache of a model by one recipe, on one device and one stream at a time.
+///
+/// A turn is: `reserve` the prompt's length, `prefill` a chunk in every layer, and its attention if the engine has none
+/// of its own, chunk after chunk; `end_prefill` once. Then for each step `prepare_step` on the host; and, recorded in a
+/// graph or not, `begin_step` and `decode` in every layer. What a graph recorded can be replayed for every later step of
+/// the same sequences and number of tokens: lengths, positions and places are read on the device.
+/// Keys and queries come after RoPE; positions are counted here and survive every eviction. T is the layout's element
+/// type, fp16 or bf16; `Out` is what attention is written as: fp32, fp16 or bf16. All pointers are device pointers.
+/// Errors   bad shapes, unknown sequences and steps out of order throw tessera::error before anything is launched; where
+///          the pool has no room left, the call that needs it throws.
+/// Memory   rows * (bytes of a row), scratch of sequences * kv_heads * tokens scores, and what the operations need.
+/// Limits   lengths and positions that the host asks for (`positions`, `bytes_read`, tracing) synchronise the stream.
+template <class Recipe, class Out = float>
+class cache {
+ public:
+  using layout = typename Recipe::layout_type;
+  using T = typename layout::element_type;
+  static constexpr int k_dim = layout::k_dim, v_dim = layout::v_dim;
+  static_assert(sizeof(T) == 2, "tessera: the CUDA cache stores fp16 and bf16; the CPU cache stores fp32 too");
+
+  cache(model_shape shape, Recipe recipe, cache_options options)
+      : shape_(checked(shape)),
+        recipe_(checked(recipe)),
+        options_(checked(options)),
+        device_(device_info::current()),
+        store_(shape.layers, options.sequences, shape.kv_heads, options.rows_for(shape), Recipe::retains,
+               observes_every_query),
+        next_(std::size_t(options.sequences)),
+        first_(std::size_t(options.sequences)),
+        sequences_(std::size_t(options.sequences)) {
+    if constexpr (observes_window) {
+      window_ = query_window<T>(shape.layers * options.sequences, recipe.retain.scorer.window, shape.q_heads, k_dim);
+    }
+  }
+
+  const model_shape& shape() const { return shape_; }
+  const Recipe& recipe() const { return recipe_; }
+
+  /// Changes the token budget; it counts from the next time the schedule retains, or the next step that retrieves.
+  /// Steps that a graph recorded keep the budget that they were recorded with.
+  void set_budget(index_t tokens) {
+    Recipe changed = recipe_;
+    changed.set_budget(tokens);
+    changed.check();
+    recipe_ = changed;
+    steps_.clear();
+    retaining_ = {};
+  }
+
+  /// Opens an empty sequence and returns its id; ids of closed sequences are used again.
+  index_t open(cudaStream_t stream = nullptr) {
+    const auto free = std::find_if(sequences_.begin(), sequences_.end(), [](const auto& s) { return !s.open; });
+    require(free != sequences_.end(), "open sequences", options_.sequences, "fewer before another is opened",
+            "close one, or raise cache_options::sequences");
+    *free = sequence_state(shape_.layers);
+    const index_t id = index_t(free - sequences_.begin());
+    check(cudaMemsetAsync(next_.data() + id, 0, sizeof(index_t), stream), "cudaMemsetAsync");
+    forget_queries(id);
+    return id;
+  }
+
+  void close(index_t id, cudaStream_t stream = nullptr) {
+    at(id).open = false;
+    store_.clear(id, stream);
+  }
+
+  /// Makes room for so many more tokens in every layer, so that a prompt's rows do not move while it comes.
+  void reserve(index_t id, index_t tokens, cudaStream_t stream) {
+    at(id);
+    require(tokens >= 0, "tokens to reserve", tokens, "0 or more", "pass the prompt's length");
+    for (index_t layer = 0; layer < shape_.layers; ++layer) require_fits(layer, id, tokens);
+    for (index_t layer = 0; layer < shape_.layers; ++layer) store_.make_room(layer, id, tokens, 0, stream);
+  }
+
+  /// Appends a chunk of the prompt to one layer and lets the scorer observe its queries.
+  /// Shapes   k, v [1, tokens, kv_heads, dim]; q [1, n_q, q_heads, k_dim], the queries of the chunk's last n_q tokens:
+  ///          all of them, or fewer where the scorer needs fewer (its window, or none).
+  void prefill(index_t layer, index_t id, const rows_view<const T>& q, const rows_view<const T>& k,
+               const rows_view<const T>& v, cudaStream_t stream) {
+    sequence_state& sequence = at(id, layer);
+    layer_state& state = sequence.layers[std::size_t(layer)];
+    shape_.check_rows(q, k, v);
+    require_batch(k.sequences, 1);
+    require(k.tokens >= 1, "tokens of a prompt chunk", k.tokens, "at least 1", "skip empty chunks");
+    recipe_.require_queries(q.tokens, k.tokens);
+    require_fits(layer, id, k.tokens);
+    // Unreserved prompts grow by half, so that n tokens move fewer than 3 n.
+    store_.make_room(layer, id, k.tokens, std::max(options_.room, store_.at(layer, id).longest / 2), stream);
+    append_rows(layer, id, 1, k, v, at_position(state.next_position, stream), stream);
+    store_.took(layer, id, k.tokens);
+    state.next_position += k.tokens;
+    state.turn_tokens += k.tokens;
+    if constexpr (observes_window) window_.remember(layer * options_.sequences + id, q, stream);
+    if constexpr (observes_every_query) accumulate(layer, id, q, state.next_position - q.tokens, stream);
+  }
+
+  /// Causal attention of the newest q.tokens tokens of a layer over everything that it stores.
+  /// Shapes   q [1, tokens, q_heads, k_dim], out [1, tokens, q_heads, v_dim], lse [1, tokens, q_heads] (data null: not
+  ///          wanted).
+  void prefill_attention(index_t layer, index_t id, const rows_view<const T>& q, const rows_view<Out>& out,
+                         const rows_view<float>& lse, cudaStream_t stream) {
+    const layer_state& state = at(id, layer).layers[std::size_t(layer)];
+    shape_.check_output(q, out);
+    require(q.tokens >= 1 && q.tokens <= state.turn_tokens, "queries of a prompt chunk", q.tokens,
+            "1 to the tokens of this turn, which are " + std::to_string(state.turn_tokens),
+            "call prefill for the chunk first");
+    if (!prompt_attention_) prompt_attention_.make(shape_, device_);
+    const auto& attention = *prompt_attention_;
+    attention.run.run({store_.view(layer, id, 1), q, at_position(state.next_position - q.tokens, stream),
+                       recipe_.attention.rule, out, lse},
+                      attention.scratch.data(), stream);
+  }
+
+  /// Ends a turn's prompt: where the schedule says so, every layer chooses anew what it keeps and frees the rest.
+  void end_prefill(index_t id, cudaStream_t stream) {
+    sequence_state& sequence = at(id);
+    const index_t seen = sequence.layers[0].next_position;
+    for (const layer_state& state : sequence.layers) {
+      require(state.next_position == seen, "tokens of a layer", state.next_position,
+              "those of layer 0, which are " + std::to_string(seen),
+              "prefill every layer with every chunk before the prompt ends");
+    }
+    require(sequence.layers[0].turn_tokens >= 1, "tokens of this turn", sequence.layers[0].turn_tokens, "at least 1",
+            "prefill a prompt before ending it");
+    set_number(next_.data() + id, seen, stream);
+    if constexpr (Recipe::retains) {
+      if (recipe_.schedule.due(moment::prefill_end)) {
+        for (index_t layer = 0; layer < shape_.layers; ++layer) keep_best(layer, id, stream);
+      }
+    }
+    for (layer_state& state : sequence.layers) state.turn_tokens = 0;
+    forget_queries(id);
+  }
+
+  /// The host's part of a decode step of 1 to `step_tokens` tokens: room for it in every layer. Before every step, also
+  /// before a replayed one; never recorded itself.
+  void prepare_step(const std::vector<index_t>& ids, index_t tokens, cudaStream_t stream) {
+    require(tokens >= 1 && tokens <= options_.step_tokens, "tokens of a decode step", tokens,
+            "1 to cache_options::step_tokens, which is " + std::to_string(options_.step_tokens),
+            "prefill longer runs, or raise step_tokens");
+    require(!ids.empty(), "sequences of the batch", 0, "at least 1", "pass the ids of a batch");
+    if constexpr (Recipe::retrieves) {
+      require(recipe_.retrieve.tokens >= tokens, "budget", recipe_.retrieve.tokens,
+              "at least the tokens of the step, which are " + std::to_string(tokens),
+              "raise the budget: a step of several tokens reads them all");
+    }
+    for (const index_t id : ids) {
+      const sequence_state& sequence = at(id);
+      require(sequence.layers[0].turn_tokens == 0 && sequence.layers[0].next_position > 0,
+              "tokens since the prompt began", sequence.layers[0].turn_tokens, "a prompt that has ended",
+              "prefill a prompt and call end_prefill before the first decode step");
+      require(std::count(ids.begin(), ids.end(), id) == 1, "sequence id in a batch", id, "given once",
+              "pass each sequence once a step");
+      for (index_t layer = 0; layer < shape_.layers; ++layer) require_fits(layer, id, tokens);
+    }
+    for (const auto& [first, count] : detail::runs(ids)) operations(count);
+    for (const index_t id : ids) {
+      sequence_state& sequence = sequences_[std::size_t(id)];
+      sequence.prepared = tokens;
+      for (index_t layer = 0; layer < shape_.layers; ++layer) {
+        store_.make_room(layer, id, tokens, options_.room, stream);
+        store_.took(layer, id, tokens);
+        sequence.layers[std::size_t(layer)].next_position += tokens;
+        if constexpr (retains_steps) note_eviction(layer, id);
+      }
+    }
+  }
+
+  /// The device's part of a step, first of all: positions move on.
+  void begin_step(const std::vector<index_t>& ids, index_t tokens, cudaStream_t stream) {
+    for (const auto& [first, count] : detail::runs(ids)) {
+      detail::advance_positions_entry<128><<<unsigned(ceil_div(count, 128)), 128, 0, stream>>>(
+          next_.data() + first, first_.data() + first, count, tokens);
+      check(cudaGetLastError(), "launch of advance_positions");
+    }
+  }
+
+  /// One layer of a decode step for a batch of sequences: append, retrieve, attend, retain.
+  ///
+  /// Ids that follow one another (3, 4, 5) run in one launch each; others in several.
+  /// Shapes   ids [sequences]; q [sequences, tokens, q_heads, k_dim], k, v [sequences, tokens, kv_heads, dim], out as q
+  ///          with v_dim, lse [sequences, tokens, q_heads] (data null: not wanted). Causal inside the step.
+  void decode(index_t layer, const std::vector<index_t>& ids, const rows_view<const T>& q, const rows_view<const T>& k,
+              const rows_view<const T>& v, const rows_view<Out>& out, const rows_view<float>& lse,
+              cudaStream_t stream) {
+    shape_.check_rows(q, k, v);
+    shape_.check_output(q, out);
+    require_batch(q.sequences == k.sequences ? k.sequences : 0, ids.size());
+    require(q.tokens == k.tokens, "queries of a decode step", q.tokens,
+            "as many as new keys, which are " + std::to_string(k.tokens), "pass q, k and v of the same tokens");
+    for (const index_t id : ids) {
+      require(at(id, layer).prepared == q.tokens, "tokens of a decode step", q.tokens,
+              "those of prepare_step, which are " + std::to_string(at(id).prepared),
+              "call prepare_step and begin_step before the layers of a step");
+    }
+    index_t done = 0;
+    for (const auto& [first, count] : detail::runs(ids)) {
+      step(layer, first, detail::part(q, done, count), detail::part(k, done, count), detail::part(v, done, count),
+           detail::part(out, done, count), detail::part(lse, done, count), stream);
+      done += count;
+    }
+  }
+
+  /// On the device, by id: the position of the first token of the step that `begin_step` began.
+  const index_t* step_positions() const { return first_.data(); }
+
+  /// The logical position of the next token: tokens seen so far.
+  index_t next_position(index_t id) const { return at(id).layers[0].next_position; }
+
+  /// A view of what a layer stores of one sequence, for engines with attention of their own.
+  auto view(index_t layer, index_t id) const {
+    at(id, layer);
+    return store_.view(layer, id, 1);
+  }
+
+  /// Logical positions that a layer stores for one kv_head, ascending. Synchronises.
+  std::vector<index_t> positions(index_t layer, index_t id, index_t head) const {
+    at(id, layer);
+    return store_.downloaded_positions(layer, id)[std::size_t(head)];
+  }
+
+  /// Whether decode steps write down which positions they attend; off by default. A traced step synchronises and cannot
+  /// be recorded.
+  void trace_attended(bool on) { tracing_ = on; }
+  /// Positions that the last traced decode step of a layer attended, by kv_head.
+  const std::vector<std::vector<index_t>>& attended(index_t layer, index_t id) const {
+    return at(id, layer).layers[std::size_t(layer)].attended;
+  }
+
+  /// Bytes that a sequence holds in all layers: rows with their positions and scores, remembered queries.
+  offset_t bytes(index_t id) const {
+    at(id);
+    offset_t total = 0;
+    for (index_t layer = 0; layer < shape_.layers; ++layer) {
+      total += store_.at(layer, id).rows * store_.row_bytes();
+      if constexpr (observes_window) total += window_.bytes_per_place();
+    }
+    return total;
+  }
+  /// The most bytes of rows that were ever in use at one time, all sequences together.
+  offset_t most_bytes() const { return store_.spans().most_used() * store_.row_bytes(); }
+
+  /// Distinct bytes of stored K, V and scores that the last decode step of a sequence touched, all layers. Synchronises.
+  offset_t bytes_read(index_t id) const {
+    at(id);
+    constexpr offset_t key_bytes = offset_t(k_dim) * offset_t(sizeof(T));
+    offset_t total = 0;
+    for (index_t layer = 0; layer < shape_.layers; ++layer) {
+      for (const index_t stored : downloaded(store_.lengths(layer, id), std::size_t(shape_.kv_heads))) {
+        offset_t before = stored;
+        if constexpr (Recipe::retrieves) {
+          total += before * key_bytes +
+                   std::min<offset_t>(recipe_.retrieve.tokens, before) * (layout::token_bytes() - key_bytes);
+        } else {
+          // What the eviction at the end of the step dropped has been read too.
+          if constexpr (retains_steps) before = std::min<offset_t>(before + at(id).prepared, next_position(id));
+          total += before * layout::token_bytes() + (observes_every_query ? before * 4 : 0);
+        }
+      }
+    }
+    return total;
+  }
+
+  /// Bytes of K and V of an uncompressed sequence of that many tokens.
+  offset_t full_bytes(index_t tokens) const {
+    return offset_t(shape_.layers) * shape_.kv_heads * tokens * layout::token_bytes();
+  }
+
+ private:
+  struct layer_state {
+    index_t next_position = 0;
+    index_t turn_tokens = 0;  // prompt tokens since the turn began; 0 while decoding
+    std::vector<std::vector<index_t>> attended;
+  };
+  struct sequence_state {
+    sequence_state() = default;
+    explicit sequence_state(index_t count) : open(true), layers(std::size_t(count)) {}
+    bool open = false;
+    index_t prepared = 0;  // tokens of the step that prepare_step made room for
+    std::vector<layer_state> layers;
+  };
+
+  static constexpr bool retains_steps = Recipe::retains && Recipe::schedule_type::after_steps;
+  static constexpr bool observes_window = Recipe::observed == observes::window;
+  static constexpr bool observes_every_query = Recipe::observed == observes::every_query;
+  static constexpr index_t observed_at_once = 512;  // queries of one accumulating call: bounds its workspace
+
+  using store_type = row_store<layout>;
+  using view_type = typename store_type::view_type;
+  using operations_type = step_operations<Recipe, view_type, Out>;
+  template <bool Retains>
+  static auto retaining_of() {
+    if constexpr (Retains)
+      return made_on_demand<retain_operations<Recipe, view_type>>();
+    else
+      return 0;
+  }
+
+  template <class X>
+  static X checked(X given) {
+    given.check();
+    return given;
+  }
+
+  const sequence_state& at(index_t id) const {
+    require(id >= 0 && id < index_t(sequences_.size()) && sequences_[std::size_t(id)].open, "sequence", id,
+            "an id that open() returned and close() has not taken back", "open a sequence first");
+    return sequences_[std::size_t(id)];
+  }
+  const sequence_state& at(index_t id, index_t layer) const {
+    require(layer >= 0 && layer < shape_.layers, "layer", layer, "0 to " + std::to_string(shape_.layers - 1),
+            "pass a layer of the model");
+    return at(id);
+  }
+  sequence_state& at(index_t id) { return const_cast<sequence_state&>(std::as_const(*this).at(id)); }
+  sequence_state& at(index_t id, index_t layer) {
+    return const_cast<sequence_state&>(std::as_const(*this).at(id, layer));
+  }
+
+  void require_fits(index_t layer, index_t id, index_t tokens) const {
+    const index_t held = store_.at(layer, id).longest;
+    require(offset_t(held) + tokens <= options_.tokens, "tokens of a kv_head", offset_t(held) + tokens,
+            "at most cache_options::tokens, which is " + std::to_string(options_.tokens),
+            "raise tokens, or lower the budget");
+  }
+  void require_batch(index_t sequences, std::size_t ids) const {
+    require(sequences == index_t(ids), "sequences of q, k and v", sequences,
+            "as many as ids, which are " + std::to_string(ids), "pass one row of tokens per sequence");
+  }
+
+  const index_t* at_position(index_t position, cudaStream_t stream) const {
+    return set_number(chunk_position_.data(), position, stream);
+  }
+
+  void append_rows(index_t layer, index_t first, index_t count, const rows_view<const T>& k,
+                   const rows_view<const T>& v, const index_t* positions, cudaStream_t stream) const {
+    append_problem<view_type, T> problem;
+    problem.view = store_.view(layer, first, count);
+    problem.k = k;
+    problem.v = v;
+    problem.lengths = store_.lengths(layer, first);
+    problem.first_position = positions;
+    if constexpr (Recipe::retains) problem.positions = store_.positions(store_.begins(layer, first));
+    if constexpr (observes_every_query) problem.scores = store_.scores(store_.begins(layer, first));
+    append<view_type, T>(count, shape_.kv_heads).run(problem, nullptr, stream);
+  }
+
+  // --- retaining ---------------------------------------------------------------------------------------------------
+
+  void forget_queries(index_t id) {
+    if constexpr (observes_window) {
+      for (index_t layer = 0; layer < shape_.layers; ++layer) window_.forget(layer * options_.sequences + id);
+    }
+  }
+
+  /// Adds what some queries of the prompt make of the stored tokens.
+  void accumulate(index_t layer, index_t id, const rows_view<const T>& q, index_t first_position,
+                  cudaStream_t stream) requires observes_every_query {
+    for (index_t done = 0; done < q.tokens; done += observed_at_once) {
+      rows_view<const T> some = q;
+      some.data += done * q.token_stride;
+      some.tokens = std::min(observed_at_once, q.tokens - done);
+      retaining().observe(recipe_, store_.view(layer, id, 1), some, at_position(first_position + done, stream),
+                          store_.scores(), store_.begins(layer, id), stream);
+    }
+  }
+
+  kept_bound bound_of(index_t layer, index_t id, index_t tail) const requires(Recipe::retains) {
+    const auto& here = store_.at(layer, id);
+    kept_bound bound = bound_kept(recipe_.retain.budget, layer, shape_.layers, tail, shape_.kv_heads, here.longest);
+    return {std::min(bound.longest, here.longest), std::min(bound.total, here.total)};
+  }
+
+  /// Notes on the host what the end of a step will drop in place.
+  void note_eviction(index_t layer, index_t id) requires retains_steps {
+    const auto& here = store_.at(layer, id);
+    if (here.longest <= recipe_.retain.budget.tokens) return;
+    const index_t before = here.longest;
+    const kept_bound bound = bound_of(layer, id, recipe_.retain.scorer.protected_tail(recipe_.retain.budget.tokens));
+    // Only where all heads are known to be equally long is the room that this makes known too.
+    constexpr bool even = std::is_same_v<typename decltype(recipe_.retain)::budget_type, uniform>;
+    store_.shrank(layer, id, bound.longest, bound.total, even ? before - bound.longest : 0);
+  }
+
+  /// Scores what a layer stores and keeps the budget's worth of it.
+  void keep_best(index_t layer, index_t id, cudaStream_t stream) requires(Recipe::retains) {
+    if (store_.at(layer, id).longest <= recipe_.retain.budget.tokens) return;
+    const view_type view = store_.view(layer, id, 1);
+    index_t tail = recipe_.retain.scorer.protected_tail(recipe_.retain.budget.tokens);
+    const index_t* position = next_.data() + id;
+    rows_view<const T> window;
+    if constexpr (observes_window) {
+      window = window_.queries(layer * options_.sequences + id);
+      tail = window.tokens;
+      position = at_position(next_position(id) - tail, stream);
+    }
+    const selection_view chosen =
+        retaining().choose(recipe_, view, window, position, store_.scores(), tail, layer, stream);
+    const kept_bound bound = bound_of(layer, id, tail);
+    store_.keep(layer, id, chosen, bound.longest, bound.total, options_.room, retaining().mover(), stream);
+  }
+
+  auto& retaining() requires(Recipe::retains) {
+    if (!retaining_) {
+      retaining_.make(recipe_, shape_, 1, observes_window ? 0 : observed_at_once, options_.tokens, device_);
+    }
+    return *retaining_;
+  }
+
+  // --- steps -------------------------------------------------------------------------------------------------------
+
+  operations_type& operations(index_t sequences) {
+    auto& found = steps_[sequences];
+    if (!found) {
+      found.make(recipe_, shape_, sequences, options_.step_tokens, options_.tokens, device_);
+    }
+    return *found;
+  }
+
+  void step(index_t layer, index_t first, const rows_view<const T>& q, const rows_view<const T>& k,
+            const rows_view<const T>& v, const rows_view<Out>& out, const rows_view<float>& lse, cudaStream_t stream) {
+    operations_type& does = operations(q.sequences);
+    const index_t* position = first_.data() + first;
+    append_rows(layer, first, q.sequences, k, v, position, stream);
+    const view_type view = store_.view(layer, first, q.sequences);
+    selection_view read{};
+    if constexpr (Recipe::retrieves) read = does.retrieve().choose(recipe_, view, q, position, stream);
+    does.attend({view, q, position, recipe_.attention.rule, out, lse, read}, stream);
+    if (tracing_) trace(layer, first, q.sequences, read);
+    if constexpr (retains_steps) {
+      if (!recipe_.schedule.due(moment::step_end)) return;
+      const auto& retain = does.retain();
+      const slot_column<float> scores = store_.scores(view.table.begin);
+      if constexpr (observes_every_query) {
+        retain.observe(recipe_, view, q, position, scores.data, view.table.begin, stream);
+      }
+      const index_t tail = recipe_.retain.scorer.protected_tail(recipe_.retain.budget.tokens);
+      const selection_view kept =
+          retain.choose(recipe_, view, q, next_.data() + first, scores.data, tail, layer, stream);
+      retain.keep_in_place(view, kept, store_.positions(view.table.begin), scores, store_.lengths(layer, first),
+                           stream);
+    }
+  }
+
+  // --- what the host asks for --------------------------------------------------------------------------------------
+
+  void trace(index_t layer, index_t first, index_t count, const selection_view& read) {
+    for (index_t b = 0; b < count; ++b) {
+      auto& attended = sequences_[std::size_t(first + b)].layers[std::size_t(layer)].attended;
+      attended = store_.downloaded_positions(layer, first + b);
+      for (index_t h = 0; read.indices && h < shape_.kv_heads; ++h) {
+        const offset_t row = offset_t(b) * shape_.kv_heads + h;
+        std::vector<index_t> chosen = downloaded(read.row(row), std::size_t(downloaded(read.counts + row, 1)[0]));
+        for (index_t& slot : chosen) slot = attended[std::size_t(h)][std::size_t(slot)];
+        attended[std::size_t(h)] = std::move(chosen);
+      }
+    }
+  }
+
+  model_shape shape_;
+  Recipe recipe_;
+  cache_options options_;
+  device_info device_;
+  store_type store_;
+  device_buffer<index_t> next_, first_;  // by id: position of the next token, and of the step's first
+  device_buffer<index_t> chunk_position_{1};
+  query_window<T> window_;  // place = layer * sequences + id
+  std::vector<sequence_state> sequences_;
+  bool tracing_ = false;
+  struct prompt_attention {
+    cuda::prefill_attention<view_type, Out> run;
+    device_buffer<unsigned char> scratch;
+    prompt_attention(const model_shape& shape, const device_info& device)
+        : run(1, shape.kv_heads, shape.q_heads, device), scratch(run.workspace_bytes()) {}
+  };
+  made_on_demand<prompt_attention> prompt_attention_;
+  decltype(retaining_of<Recipe::retains>()) retaining_;
+  std::map<index_t, made_on_demand<operations_type>> steps_;  // by sequences of a launch
+};
+
+}  // namespace cuda
+TESSERA_NAMESPACE_END

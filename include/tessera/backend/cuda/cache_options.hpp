@@ -1,0 +1,30 @@
+// The sizes of a CUDA cache.
+#pragma once
+
+#include "../../core/model_shape.hpp"
+
+TESSERA_NAMESPACE_BEGIN
+namespace cuda {
+
+/// Sizes that are fixed when a cache is made: its memory is allocated then, and never in a recorded step.
+struct cache_options {
+  index_t sequences = 1;    ///< most that are open at a time
+  index_t tokens = 0;       ///< most tokens that one kv_head of a sequence ever holds
+  offset_t rows = 0;        ///< of the pool, a row being a token of one kv_head of one layer; 0: enough for everything
+  index_t room = 256;       ///< tokens that fit behind the stored ones when rows have moved, before they move again
+  index_t step_tokens = 1;  ///< most tokens of a decode step, 1 to 8
+
+  void check() const {
+    require(sequences >= 1, "sequences", sequences, "at least 1", "pass the largest batch");
+    require(tokens >= 1, "tokens", tokens, "at least 1", "pass the longest context, or what a head holds at most");
+    require(room >= 0 && rows >= 0, "room and rows", std::to_string(room) + " and " + std::to_string(rows),
+            "at least 0", "leave them at their defaults");
+    require(step_tokens >= 1 && step_tokens <= 8, "step_tokens", step_tokens, "1 to 8", "prefill longer runs");
+  }
+  offset_t rows_for(const model_shape& shape) const {
+    return rows > 0 ? rows : offset_t(shape.layers) * sequences * shape.kv_heads * (offset_t(tokens) + room);
+  }
+};
+
+}  // namespace cuda
+TESSERA_NAMESPACE_END
