@@ -10,11 +10,12 @@ TESSERA_NAMESPACE_BEGIN
 namespace cuda {
 namespace detail {
 
-/// Runs of ids that follow one another, in the order of `ids`: first id, count.
-inline std::vector<std::pair<index_t, index_t>> runs(const std::vector<index_t>& ids) {
+/// Runs of ids that follow one another and are `alike`, in the order of `ids`: first id, count.
+template <class Alike>
+std::vector<std::pair<index_t, index_t>> runs(const std::vector<index_t>& ids, const Alike& alike) {
   std::vector<std::pair<index_t, index_t>> result;
   for (const index_t id : ids) {
-    if (!result.empty() && result.back().first + result.back().second == id) {
+    if (!result.empty() && result.back().first + result.back().second == id && alike(result.back().first, id)) {
       ++result.back().second;
     } else {
       result.push_back({id, 1});

@@ -4,13 +4,16 @@
 #include <algorithm>
 #include <map>
 #include <string>
+#include <tuple>
 #include <vector>
 
 #include "batch.hpp"
 #include "cache_operations.cuh"
 #include "cache_options.hpp"
+#include "cache_state.hpp"
 #include "prefill_attention.cuh"
 #include "query_window.cuh"
+#include "read_store.cuh"
 #include "row_store.cuh"
 
 TESSERA_NAMESPACE_BEGIN
@@ -45,7 +48,8 @@ class cache {
                observes_every_query),
         next_(std::size_t(options.sequences)),
         first_(std::size_t(options.sequences)),
-        sequences_(std::size_t(options.sequences)) {
+        sequences_(options.sequences, shape.layers),
+        reading_(shape.layers, options.sequences, shape.kv_heads, options.index_pages_for(shape, recipe)) {
     if constexpr (observes_window) {
       window_ = query_window<T>(shape.layers * options.sequences, recipe.retain.scorer.window, shape.q_heads, k_dim);
     }
@@ -67,24 +71,21 @@ class cache {
 
   /// Opens an empty sequence and returns its id; ids of closed sequences are used again.
   index_t open(cudaStream_t stream = nullptr) {
-    const auto free = std::find_if(sequences_.begin(), sequences_.end(), [](const auto& s) { return !s.open; });
-    require(free != sequences_.end(), "open sequences", options_.sequences, "fewer before another is opened",
-            "close one, or raise cache_options::sequences");
-    *free = sequence_state(shape_.layers);
-    const index_t id = index_t(free - sequences_.begin());
+    const index_t id = sequences_.open(recipe_.plan(0));
     check(cudaMemsetAsync(next_.data() + id, 0, sizeof(index_t), stream), "cudaMemsetAsync");
     forget_queries(id);
     return id;
   }
 
   void close(index_t id, cudaStream_t stream = nullptr) {
-    at(id).open = false;
+    sequences_.at(id).open = false;
     store_.clear(id, stream);
+    reading_.clear(shape_.layers, id);
   }
 
   /// Makes room for so many more tokens in every layer, so that a prompt's rows do not move while it comes.
   void reserve(index_t id, index_t tokens, cudaStream_t stream) {
-    at(id);
+    sequences_.at(id);
     require(tokens >= 0, "tokens to reserve", tokens, "0 or more", "pass the prompt's length");
     for (index_t layer = 0; layer < shape_.layers; ++layer) require_fits(layer, id, tokens);
     for (index_t layer = 0; layer < shape_.layers; ++layer) store_.make_room(layer, id, tokens, 0, stream);
@@ -95,8 +96,7 @@ class cache {
   ///          all of them, or fewer where the scorer needs fewer (its window, or none).
   void prefill(index_t layer, index_t id, const rows_view<const T>& q, const rows_view<const T>& k,
                const rows_view<const T>& v, cudaStream_t stream) {
-    sequence_state& sequence = at(id, layer);
-    layer_state& state = sequence.layers[std::size_t(layer)];
+    detail::layer_state& state = sequences_.at(id, layer);
     shape_.check_rows(q, k, v);
     require_batch(k.sequences, 1);
     require(k.tokens >= 1, "tokens of a prompt chunk", k.tokens, "at least 1", "skip empty chunks");
@@ -117,7 +117,7 @@ class cache {
   ///          wanted).
   void prefill_attention(index_t layer, index_t id, const rows_view<const T>& q, const rows_view<Out>& out,
                          const rows_view<float>& lse, cudaStream_t stream) {
-    const layer_state& state = at(id, layer).layers[std::size_t(layer)];
+    const detail::layer_state& state = sequences_.at(id, layer);
     shape_.check_output(q, out);
     require(q.tokens >= 1 && q.tokens <= state.turn_tokens, "queries of a prompt chunk", q.tokens,
             "1 to the tokens of this turn, which are " + std::to_string(state.turn_tokens),
@@ -129,24 +129,26 @@ class cache {
                       attention.scratch.data(), stream);
   }
 
-  /// Ends a turn's prompt: where the schedule says so, every layer chooses anew what it keeps and frees the rest.
+  /// Ends a turn's prompt: where the schedule says so, every layer chooses anew what it keeps and frees the rest, or what
+  /// a filter lets through. The first turn's end also plans what the budget comes to: see `plan`.
   void end_prefill(index_t id, cudaStream_t stream) {
-    sequence_state& sequence = at(id);
-    const index_t seen = sequence.layers[0].next_position;
-    for (const layer_state& state : sequence.layers) {
-      require(state.next_position == seen, "tokens of a layer", state.next_position,
-              "those of layer 0, which are " + std::to_string(seen),
-              "prefill every layer with every chunk before the prompt ends");
-    }
-    require(sequence.layers[0].turn_tokens >= 1, "tokens of this turn", sequence.layers[0].turn_tokens, "at least 1",
-            "prefill a prompt before ending it");
-    set_number(next_.data() + id, seen, stream);
-    if constexpr (Recipe::retains) {
-      if (recipe_.schedule.due(moment::prefill_end)) {
-        for (index_t layer = 0; layer < shape_.layers; ++layer) keep_best(layer, id, stream);
+    detail::sequence_state& sequence = sequences_.at(id);
+    sequence.check_prompt_ended();
+    const index_t first_prompt = sequence.first_prompt ? sequence.first_prompt : sequence.front().turn_tokens;
+    sequence.plan = recipe_.plan(first_prompt);  // may throw: nothing has changed yet
+    sequence.first_prompt = first_prompt;
+    set_number(next_.data() + id, sequence.front().next_position, stream);
+    for (index_t layer = 0; layer < shape_.layers; ++layer) {
+      if constexpr (Recipe::chooses) {
+        if (recipe_.schedule.due(moment::prefill_end)) choose_anew(layer, id, sequence.plan, stream);
       }
+      if constexpr (Recipe::estimates) {
+        const auto& held = store_.at(layer, id);
+        reading_.refresh(layer, id, read_view(layer, id, 1), held.longest, held.total,
+                         recipe_.step_scorer(sequence.plan).page, options_.room, stream);
+      }
+      sequence.layers[std::size_t(layer)].turn_tokens = 0;
     }
-    for (layer_state& state : sequence.layers) state.turn_tokens = 0;
     forget_queries(id);
   }
 
@@ -157,36 +159,37 @@ class cache {
             "1 to cache_options::step_tokens, which is " + std::to_string(options_.step_tokens),
             "prefill longer runs, or raise step_tokens");
     require(!ids.empty(), "sequences of the batch", 0, "at least 1", "pass the ids of a batch");
-    if constexpr (Recipe::retrieves) {
+    if constexpr (Recipe::retrieves && !Recipe::estimates && !Recipe::plans) {
       require(recipe_.retrieve.tokens >= tokens, "budget", recipe_.retrieve.tokens,
               "at least the tokens of the step, which are " + std::to_string(tokens),
               "raise the budget: a step of several tokens reads them all");
     }
     for (const index_t id : ids) {
-      const sequence_state& sequence = at(id);
-      require(sequence.layers[0].turn_tokens == 0 && sequence.layers[0].next_position > 0,
-              "tokens since the prompt began", sequence.layers[0].turn_tokens, "a prompt that has ended",
-              "prefill a prompt and call end_prefill before the first decode step");
+      const detail::layer_state& state = sequences_.at(id).front();
+      require(state.turn_tokens == 0 && state.next_position > 0, "tokens since the prompt began", state.turn_tokens,
+              "a prompt that has ended", "prefill a prompt and call end_prefill before the first decode step");
       require(std::count(ids.begin(), ids.end(), id) == 1, "sequence id in a batch", id, "given once",
               "pass each sequence once a step");
       for (index_t layer = 0; layer < shape_.layers; ++layer) require_fits(layer, id, tokens);
     }
-    for (const auto& [first, count] : detail::runs(ids)) operations(count);
+    for (const auto& [first, count] : runs(ids)) operations(first, count);
     for (const index_t id : ids) {
-      sequence_state& sequence = sequences_[std::size_t(id)];
+      detail::sequence_state& sequence = sequences_.at(id);
       sequence.prepared = tokens;
       for (index_t layer = 0; layer < shape_.layers; ++layer) {
+        const auto& held = store_.at(layer, id);
         store_.make_room(layer, id, tokens, options_.room, stream);
+        reading_.make_room(layer, id, read_view(layer, id, 1), held.longest, held.total, tokens, options_.room, stream);
         store_.took(layer, id, tokens);
         sequence.layers[std::size_t(layer)].next_position += tokens;
-        if constexpr (retains_steps) note_eviction(layer, id);
+        if constexpr (retains_steps) note_eviction(layer, id, sequence.plan);
       }
     }
   }
 
   /// The device's part of a step, first of all: positions move on.
   void begin_step(const std::vector<index_t>& ids, index_t tokens, cudaStream_t stream) {
-    for (const auto& [first, count] : detail::runs(ids)) {
+    for (const auto& [first, count] : runs(ids)) {
       detail::advance_positions_entry<128><<<unsigned(ceil_div(count, 128)), 128, 0, stream>>>(
           next_.data() + first, first_.data() + first, count, tokens);
       check(cudaGetLastError(), "launch of advance_positions");
@@ -207,12 +210,13 @@ class cache {
     require(q.tokens == k.tokens, "queries of a decode step", q.tokens,
             "as many as new keys, which are " + std::to_string(k.tokens), "pass q, k and v of the same tokens");
     for (const index_t id : ids) {
-      require(at(id, layer).prepared == q.tokens, "tokens of a decode step", q.tokens,
-              "those of prepare_step, which are " + std::to_string(at(id).prepared),
+      sequences_.at(id, layer);
+      require(sequences_.at(id).prepared == q.tokens, "tokens of a decode step", q.tokens,
+              "those of prepare_step, which are " + std::to_string(sequences_.at(id).prepared),
               "call prepare_step and begin_step before the layers of a step");
     }
     index_t done = 0;
-    for (const auto& [first, count] : detail::runs(ids)) {
+    for (const auto& [first, count] : runs(ids)) {
       step(layer, first, detail::part(q, done, count), detail::part(k, done, count), detail::part(v, done, count),
            detail::part(out, done, count), detail::part(lse, done, count), stream);
       done += count;
@@ -223,18 +227,28 @@ class cache {
   const index_t* step_positions() const { return first_.data(); }
 
   /// The logical position of the next token: tokens seen so far.
-  index_t next_position(index_t id) const { return at(id).layers[0].next_position; }
+  index_t next_position(index_t id) const { return sequences_.at(id).front().next_position; }
 
   /// A view of what a layer stores of one sequence, for engines with attention of their own.
   auto view(index_t layer, index_t id) const {
-    at(id, layer);
+    sequences_.at(id, layer);
     return store_.view(layer, id, 1);
   }
 
   /// Logical positions that a layer stores for one kv_head, ascending. Synchronises.
   std::vector<index_t> positions(index_t layer, index_t id, index_t head) const {
-    at(id, layer);
+    sequences_.at(id, layer);
     return store_.downloaded_positions(layer, id)[std::size_t(head)];
+  }
+
+  /// What the budget comes to in this conversation, since its first prompt ended.
+  stage_plan plan(index_t id) const { return step_plan(sequences_.at(id).plan); }
+
+  /// Logical positions that this turn's steps may read of one kv_head: what a filter let through and what was decoded
+  /// since; everything stored where there is no filter. Synchronises.
+  std::vector<index_t> readable(index_t layer, index_t id, index_t head) const {
+    sequences_.at(id, layer);
+    return downloaded_readable(layer, id)[std::size_t(head)];
   }
 
   /// Whether decode steps write down which positions they attend; off by default. A traced step synchronises and cannot
@@ -242,38 +256,41 @@ class cache {
   void trace_attended(bool on) { tracing_ = on; }
   /// Positions that the last traced decode step of a layer attended, by kv_head.
   const std::vector<std::vector<index_t>>& attended(index_t layer, index_t id) const {
-    return at(id, layer).layers[std::size_t(layer)].attended;
+    return sequences_.at(id, layer).attended;
   }
 
   /// Bytes that a sequence holds in all layers: rows with their positions and scores, remembered queries.
   offset_t bytes(index_t id) const {
-    at(id);
+    sequences_.at(id);
     offset_t total = 0;
     for (index_t layer = 0; layer < shape_.layers; ++layer) {
-      total += store_.at(layer, id).rows * store_.row_bytes();
+      total += store_.at(layer, id).rows * store_.row_bytes() + reading_.bytes(layer, id);
       if constexpr (observes_window) total += window_.bytes_per_place();
     }
     return total;
   }
-  /// The most bytes of rows that were ever in use at one time, all sequences together.
-  offset_t most_bytes() const { return store_.spans().most_used() * store_.row_bytes(); }
+  /// The most bytes of rows and index that were ever in use at one time, all sequences together.
+  offset_t most_bytes() const { return store_.spans().most_used() * store_.row_bytes() + reading_.most_bytes(); }
 
-  /// Distinct bytes of stored K, V and scores that the last decode step of a sequence touched, all layers. Synchronises.
+  /// Distinct bytes of stored K, V and scores, of candidates and index, that the last decode step of a sequence touched,
+  /// all layers. Synchronises.
   offset_t bytes_read(index_t id) const {
-    at(id);
-    constexpr offset_t key_bytes = offset_t(k_dim) * offset_t(sizeof(T));
+    const detail::sequence_state& sequence = sequences_.at(id);
     offset_t total = 0;
     for (index_t layer = 0; layer < shape_.layers; ++layer) {
-      for (const index_t stored : downloaded(store_.lengths(layer, id), std::size_t(shape_.kv_heads))) {
-        offset_t before = stored;
+      const view_type all = store_.view(layer, id, 1);
+      for (const index_t stored : downloaded(reading_.view(all, layer, id, nullptr).lengths, std::size_t(shape_.kv_heads))) {
+        offset_t n = stored;
+        // What the eviction at the end of the step dropped has been read too.
+        if constexpr (retains_steps) n = std::min<offset_t>(n + sequence.prepared, next_position(id));
+        offset_t attended = n;
         if constexpr (Recipe::retrieves) {
-          total += before * key_bytes +
-                   std::min<offset_t>(recipe_.retrieve.tokens, before) * (layout::token_bytes() - key_bytes);
-        } else {
-          // What the eviction at the end of the step dropped has been read too.
-          if constexpr (retains_steps) before = std::min<offset_t>(before + at(id).prepared, next_position(id));
-          total += before * layout::token_bytes() + (observes_every_query ? before * 4 : 0);
+          const auto& retrieve = (*steps_.at(key_of(sequence.plan, 1))).retrieve();
+          attended = std::min<offset_t>(n, retrieve.most_read());
+          total += retrieve.bytes_read(n);
+          if constexpr (Recipe::filters) total += attended * offset_t(sizeof(index_t));
         }
+        total += attended * layout::token_bytes() + (observes_every_query ? n * 4 : 0);
       }
     }
     return total;
@@ -285,19 +302,6 @@ class cache {
   }
 
  private:
-  struct layer_state {
-    index_t next_position = 0;
-    index_t turn_tokens = 0;  // prompt tokens since the turn began; 0 while decoding
-    std::vector<std::vector<index_t>> attended;
-  };
-  struct sequence_state {
-    sequence_state() = default;
-    explicit sequence_state(index_t count) : open(true), layers(std::size_t(count)) {}
-    bool open = false;
-    index_t prepared = 0;  // tokens of the step that prepare_step made room for
-    std::vector<layer_state> layers;
-  };
-
   static constexpr bool retains_steps = Recipe::retains && Recipe::schedule_type::after_steps;
   static constexpr bool observes_window = Recipe::observed == observes::window;
   static constexpr bool observes_every_query = Recipe::observed == observes::every_query;
@@ -305,11 +309,14 @@ class cache {
 
   using store_type = row_store<layout>;
   using view_type = typename store_type::view_type;
-  using operations_type = step_operations<Recipe, view_type, Out>;
-  template <bool Retains>
+  using reading_type = read_store<Recipe>;
+  using read_view_type = typename reading_type::view_type;
+  using operations_type = step_operations<Recipe, view_type, read_view_type, Out>;
+  using first_stage = decltype(std::declval<Recipe>().first_stage(stage_plan{}));
+  template <bool Chooses>
   static auto retaining_of() {
-    if constexpr (Retains)
-      return made_on_demand<retain_operations<Recipe, view_type>>();
+    if constexpr (Chooses)
+      return made_on_demand<retain_operations<first_stage, view_type>>();
     else
       return 0;
   }
@@ -318,21 +325,6 @@ class cache {
   static X checked(X given) {
     given.check();
     return given;
-  }
-
-  const sequence_state& at(index_t id) const {
-    require(id >= 0 && id < index_t(sequences_.size()) && sequences_[std::size_t(id)].open, "sequence", id,
-            "an id that open() returned and close() has not taken back", "open a sequence first");
-    return sequences_[std::size_t(id)];
-  }
-  const sequence_state& at(index_t id, index_t layer) const {
-    require(layer >= 0 && layer < shape_.layers, "layer", layer, "0 to " + std::to_string(shape_.layers - 1),
-            "pass a layer of the model");
-    return at(id);
-  }
-  sequence_state& at(index_t id) { return const_cast<sequence_state&>(std::as_const(*this).at(id)); }
-  sequence_state& at(index_t id, index_t layer) {
-    return const_cast<sequence_state&>(std::as_const(*this).at(id, layer));
   }
 
   void require_fits(index_t layer, index_t id, index_t tokens) const {
@@ -348,6 +340,17 @@ class cache {
 
   const index_t* at_position(index_t position, cudaStream_t stream) const {
     return set_number(chunk_position_.data(), position, stream);
+  }
+
+  /// What a budget comes to in a step. A budget of one step's exact reads may change at any time.
+  stage_plan step_plan(const stage_plan& planned) const {
+    stage_plan plan = planned;
+    if constexpr (Recipe::retrieves && !Recipe::estimates && !Recipe::plans) plan.read = recipe_.retrieve.tokens;
+    return plan;
+  }
+
+  read_view_type read_view(index_t layer, index_t first, index_t count) const {
+    return reading_.view(store_.view(layer, first, count), layer, first, store_.positions(nullptr).data);
   }
 
   void append_rows(index_t layer, index_t first, index_t count, const rows_view<const T>& k,
@@ -378,33 +381,37 @@ class cache {
       rows_view<const T> some = q;
       some.data += done * q.token_stride;
       some.tokens = std::min(observed_at_once, q.tokens - done);
-      retaining().observe(recipe_, store_.view(layer, id, 1), some, at_position(first_position + done, stream),
+      retaining().observe(recipe_.first_stage(sequences_.at(id).plan), recipe_.attention.rule,
+                          store_.view(layer, id, 1), some, at_position(first_position + done, stream),
                           store_.scores(), store_.begins(layer, id), stream);
     }
   }
 
-  kept_bound bound_of(index_t layer, index_t id, index_t tail) const requires(Recipe::retains) {
+  kept_bound bound_of(const first_stage& policy, index_t layer, index_t id, index_t tail) const
+      requires(Recipe::chooses) {
     const auto& here = store_.at(layer, id);
-    kept_bound bound = bound_kept(recipe_.retain.budget, layer, shape_.layers, tail, shape_.kv_heads, here.longest);
+    kept_bound bound = bound_kept(policy.budget, layer, shape_.layers, tail, shape_.kv_heads, here.longest);
     return {std::min(bound.longest, here.longest), std::min(bound.total, here.total)};
   }
 
   /// Notes on the host what the end of a step will drop in place.
-  void note_eviction(index_t layer, index_t id) requires retains_steps {
+  void note_eviction(index_t layer, index_t id, const stage_plan& plan) requires retains_steps {
     const auto& here = store_.at(layer, id);
-    if (here.longest <= recipe_.retain.budget.tokens) return;
+    const first_stage policy = recipe_.first_stage(plan);
+    if (here.longest <= policy.budget.tokens) return;
     const index_t before = here.longest;
-    const kept_bound bound = bound_of(layer, id, recipe_.retain.scorer.protected_tail(recipe_.retain.budget.tokens));
+    const kept_bound bound = bound_of(policy, layer, id, policy.scorer.protected_tail(policy.budget.tokens));
     // Only where all heads are known to be equally long is the room that this makes known too.
-    constexpr bool even = std::is_same_v<typename decltype(recipe_.retain)::budget_type, uniform>;
+    constexpr bool even = std::is_same_v<typename first_stage::budget_type, uniform>;
     store_.shrank(layer, id, bound.longest, bound.total, even ? before - bound.longest : 0);
   }
 
-  /// Scores what a layer stores and keeps the budget's worth of it.
-  void keep_best(index_t layer, index_t id, cudaStream_t stream) requires(Recipe::retains) {
-    if (store_.at(layer, id).longest <= recipe_.retain.budget.tokens) return;
+  /// Scores what a layer stores and keeps, or lets through, the budget's worth of it.
+  void choose_anew(index_t layer, index_t id, const stage_plan& plan, cudaStream_t stream) requires(Recipe::chooses) {
+    const first_stage policy = recipe_.first_stage(plan);
+    if (Recipe::retains && store_.at(layer, id).longest <= policy.budget.tokens) return;
     const view_type view = store_.view(layer, id, 1);
-    index_t tail = recipe_.retain.scorer.protected_tail(recipe_.retain.budget.tokens);
+    index_t tail = policy.scorer.protected_tail(policy.budget.tokens);
     const index_t* position = next_.data() + id;
     rows_view<const T> window;
     if constexpr (observes_window) {
@@ -412,60 +419,107 @@ class cache {
       tail = window.tokens;
       position = at_position(next_position(id) - tail, stream);
     }
-    const selection_view chosen =
-        retaining().choose(recipe_, view, window, position, store_.scores(), tail, layer, stream);
-    const kept_bound bound = bound_of(layer, id, tail);
-    store_.keep(layer, id, chosen, bound.longest, bound.total, options_.room, retaining().mover(), stream);
+    const selection_view chosen = retaining().choose(policy, recipe_.attention.rule, view, window, position,
+                                                     store_.scores(), tail, layer, stream);
+    const kept_bound bound = bound_of(policy, layer, id, tail);
+    if constexpr (Recipe::filters) {
+      reading_.pass(layer, id, chosen, view.table.begin, store_.positions(nullptr).data, bound.longest, bound.total,
+                    stream);
+    } else {
+      store_.keep(layer, id, chosen, bound.longest, bound.total, options_.room, retaining().mover(), stream);
+    }
   }
 
-  auto& retaining() requires(Recipe::retains) {
+  auto& retaining() requires(Recipe::chooses) {
     if (!retaining_) {
-      retaining_.make(recipe_, shape_, 1, observes_window ? 0 : observed_at_once, options_.tokens, device_);
+      retaining_.make(recipe_.first_stage(recipe_.plan(0)), shape_, 1, observes_window ? 0 : observed_at_once,
+                      options_.tokens, most_kept_of(recipe_.plan(0)), device_);
     }
     return *retaining_;
   }
 
+  /// The most tokens that a head keeps; with a plan, known only for the prompt that it is made for.
+  index_t most_kept_of(const stage_plan& plan) const {
+    if constexpr (Recipe::chooses) {
+      const first_stage policy = recipe_.first_stage(plan);
+      if (Recipe::plans) return options_.tokens;
+      return most_kept(policy.budget, policy.scorer.protected_tail(policy.budget.tokens), shape_, options_.tokens);
+    }
+    return 0;
+  }
+
   // --- steps -------------------------------------------------------------------------------------------------------
 
-  operations_type& operations(index_t sequences) {
-    auto& found = steps_[sequences];
+  /// Sequences share launches when their plans are equal and their ids follow one another.
+  using operations_key = std::tuple<index_t, index_t, double>;
+  static operations_key key_of(const stage_plan& plan, index_t sequences) {
+    return {sequences, Recipe::retrieves ? plan.read : 0, Recipe::estimates ? plan.ratio : 1.0};
+  }
+  std::vector<std::pair<index_t, index_t>> runs(const std::vector<index_t>& ids) const {
+    return detail::runs(ids, [&](index_t a, index_t b) {
+      return key_of(sequences_.at(a).plan, 1) == key_of(sequences_.at(b).plan, 1);
+    });
+  }
+
+  operations_type& operations(index_t first, index_t sequences) {
+    const stage_plan plan = step_plan(sequences_.at(first).plan);
+    auto& found = steps_[key_of(plan, sequences)];
     if (!found) {
-      found.make(recipe_, shape_, sequences, options_.step_tokens, options_.tokens, device_);
+      found.make(recipe_, plan, shape_, sequences, options_.step_tokens, options_.tokens, most_kept_of(plan), device_);
     }
     return *found;
   }
 
   void step(index_t layer, index_t first, const rows_view<const T>& q, const rows_view<const T>& k,
             const rows_view<const T>& v, const rows_view<Out>& out, const rows_view<float>& lse, cudaStream_t stream) {
-    operations_type& does = operations(q.sequences);
+    operations_type& does = operations(first, q.sequences);
     const index_t* position = first_.data() + first;
     append_rows(layer, first, q.sequences, k, v, position, stream);
-    const view_type view = store_.view(layer, first, q.sequences);
+    const view_type all = store_.view(layer, first, q.sequences);
+    reading_.append(layer, first, all, q.tokens, store_.positions(nullptr).data, stream);
+    const read_view_type view = read_view(layer, first, q.sequences);
     selection_view read{};
-    if constexpr (Recipe::retrieves) read = does.retrieve().choose(recipe_, view, q, position, stream);
+    if constexpr (Recipe::retrieves) {
+      read = does.retrieve().choose(view, reading_.index(layer, first), q, position, stream);
+    }
     does.attend({view, q, position, recipe_.attention.rule, out, lse, read}, stream);
     if (tracing_) trace(layer, first, q.sequences, read);
     if constexpr (retains_steps) {
       if (!recipe_.schedule.due(moment::step_end)) return;
+      const first_stage policy = recipe_.first_stage(sequences_.at(first).plan);
       const auto& retain = does.retain();
-      const slot_column<float> scores = store_.scores(view.table.begin);
+      const slot_column<float> scores = store_.scores(all.table.begin);
       if constexpr (observes_every_query) {
-        retain.observe(recipe_, view, q, position, scores.data, view.table.begin, stream);
+        retain.observe(policy, recipe_.attention.rule, all, q, position, scores.data, all.table.begin, stream);
       }
-      const index_t tail = recipe_.retain.scorer.protected_tail(recipe_.retain.budget.tokens);
       const selection_view kept =
-          retain.choose(recipe_, view, q, next_.data() + first, scores.data, tail, layer, stream);
-      retain.keep_in_place(view, kept, store_.positions(view.table.begin), scores, store_.lengths(layer, first),
-                           stream);
+          retain.choose(policy, recipe_.attention.rule, all, q, next_.data() + first, scores.data,
+                        policy.scorer.protected_tail(policy.budget.tokens), layer, stream);
+      retain.keep_in_place(all, kept, store_.positions(all.table.begin), scores, store_.lengths(layer, first), stream);
+      if constexpr (Recipe::estimates) reading_.rebuild(layer, first, read_view(layer, first, q.sequences), options_.tokens, stream);
     }
   }
 
   // --- what the host asks for --------------------------------------------------------------------------------------
 
+  /// Positions that steps may read of a layer, by kv_head.
+  std::vector<std::vector<index_t>> downloaded_readable(index_t layer, index_t id) const {
+    if constexpr (Recipe::filters) {
+      std::vector<std::vector<index_t>> all;
+      const auto counts = reading_.downloaded_counts(layer, id);
+      const auto begins = downloaded(store_.begins(layer, id), counts.size());
+      for (std::size_t h = 0; h < counts.size(); ++h) {
+        all.push_back(downloaded(store_.positions(nullptr).data + begins[h], std::size_t(counts[h])));
+      }
+      return all;
+    } else {
+      return store_.downloaded_positions(layer, id);
+    }
+  }
   void trace(index_t layer, index_t first, index_t count, const selection_view& read) {
     for (index_t b = 0; b < count; ++b) {
-      auto& attended = sequences_[std::size_t(first + b)].layers[std::size_t(layer)].attended;
-      attended = store_.downloaded_positions(layer, first + b);
+      auto& attended = sequences_.at(first + b, layer).attended;
+      attended = downloaded_readable(layer, first + b);
       for (index_t h = 0; read.indices && h < shape_.kv_heads; ++h) {
         const offset_t row = offset_t(b) * shape_.kv_heads + h;
         std::vector<index_t> chosen = downloaded(read.row(row), std::size_t(downloaded(read.counts + row, 1)[0]));
@@ -483,7 +537,8 @@ class cache {
   device_buffer<index_t> next_, first_;  // by id: position of the next token, and of the step's first
   device_buffer<index_t> chunk_position_{1};
   query_window<T> window_;  // place = layer * sequences + id
-  std::vector<sequence_state> sequences_;
+  detail::sequence_table sequences_;
+  reading_type reading_;
   bool tracing_ = false;
   struct prompt_attention {
     cuda::prefill_attention<view_type, Out> run;
@@ -492,8 +547,8 @@ class cache {
         : run(1, shape.kv_heads, shape.q_heads, device), scratch(run.workspace_bytes()) {}
   };
   made_on_demand<prompt_attention> prompt_attention_;
-  decltype(retaining_of<Recipe::retains>()) retaining_;
-  std::map<index_t, made_on_demand<operations_type>> steps_;  // by sequences of a launch
+  decltype(retaining_of<Recipe::chooses>()) retaining_;
+  std::map<operations_key, made_on_demand<operations_type>> steps_;
 };
 
 }  // namespace cuda

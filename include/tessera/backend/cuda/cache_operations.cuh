@@ -2,12 +2,15 @@
 #pragma once
 
 #include <algorithm>
+#include <type_traits>
+#include <utility>
 
 #include "../../core/model_shape.hpp"
 #include "append.cuh"
 #include "decode_attention.cuh"
 #include "memory.cuh"
 #include "retain.cuh"
+#include "retrieve_operations.cuh"
 #include "score.cuh"
 
 TESSERA_NAMESPACE_BEGIN
@@ -37,12 +40,25 @@ inline const index_t* set_number(index_t* to, index_t value, cudaStream_t stream
   return to;
 }
 
+/// The most tokens that one head keeps under a budget, whatever its scores.
+template <class Budget>
+index_t most_kept(const Budget& budget, index_t longest_tail, const model_shape& shape, index_t capacity) {
+  index_t most = std::min(capacity, budget.tokens);
+  for (index_t layer = 0; layer < shape.layers; ++layer) {
+    // A turn of few queries has a short tail, which leaves the first layers of a pyramid more and the last ones less.
+    for (const index_t tail : {0, longest_tail}) {
+      most = std::max(most, bound_kept(budget, layer, shape.layers, tail, shape.kv_heads, capacity).longest);
+    }
+  }
+  return most;
+}
+
 /// Scores and chooses what every (sequence, kv_head) of a batch keeps, whatever the recipe's scorer observes.
 /// Memory   scores of sequences * kv_heads * capacity, and what scoring, budget and selection need.
-template <class Recipe, class View>
+template <class Policy, class View>
 class retain_operations {
   using T = typename View::element_type;
-  using policy = typename Recipe::retain_type;
+  using policy = Policy;
   using scorer = typename policy::scorer_type;
   static constexpr observes observed = scorer::observed;
   static constexpr bool attentive = observed != observes::nothing;
@@ -59,16 +75,16 @@ class retain_operations {
   using score_type = typename score_of<scorer, attentive>::type;
 
  public:
-  /// `queries`: the most that one call observes; 0 for the scorer's window.
-  retain_operations(const Recipe& recipe, const model_shape& shape, index_t sequences, index_t queries,
-                    index_t capacity, const device_info& device)
+  /// `queries`: the most that one call observes; 0 for the scorer's window. `kept`: the most that a head keeps.
+  retain_operations(const Policy& policy, const model_shape& shape, index_t sequences, index_t queries,
+                    index_t capacity, index_t kept, const device_info& device)
       : shape_(shape),
         sequences_(sequences),
         capacity_(capacity),
-        score_(made_score(recipe, shape, sequences, queries, capacity, device)),
-        choose_(recipe.retain, sequences, shape.kv_heads, capacity, most_kept(recipe, shape, capacity), device),
-        mover_(sequences, shape.kv_heads, most_kept(recipe, shape, capacity), device),
-        in_place_(sequences, shape.kv_heads, most_kept(recipe, shape, capacity), device),
+        score_(made_score(policy, shape, sequences, queries, capacity, device)),
+        choose_(policy, sequences, shape.kv_heads, capacity, kept, device),
+        mover_(sequences, shape.kv_heads, kept, device),
+        in_place_(sequences, shape.kv_heads, kept, device),
         raw_(persistent ? 0 : std::size_t(sequences) * std::size_t(shape.kv_heads) * std::size_t(capacity)),
         score_scratch_(score_bytes()),
         choose_scratch_(choose_.workspace_bytes()),
@@ -77,15 +93,15 @@ class retain_operations {
   }
 
   /// Adds what `q` makes of every stored token to the scores that are stored beside them.
-  void observe(const Recipe& recipe, const View& view, const rows_view<const T>& q, const index_t* first_position,
+  void observe(const Policy& policy, const logit_rule& rule, const View& view, const rows_view<const T>& q, const index_t* first_position,
                float* scores, const offset_t* begins, cudaStream_t stream) const {
-    score(recipe, view, q, first_position, scores, begins, 0, true, stream);
+    score(policy, rule, view, q, first_position, scores, begins, 0, true, stream);
   }
 
   /// Chooses what to keep. `q` and `position`: the window and its first position; for scorers of positions, `position`
   /// is that of the next token. The result lies in this object's memory until the next call.
-  selection_view choose(const Recipe& recipe, const View& view, const rows_view<const T>& q, const index_t* position,
-                        const float* stored_scores, index_t tail, index_t layer, cudaStream_t stream) const {
+  selection_view choose(const Policy& policy, const logit_rule& rule, const View& view, const rows_view<const T>& q,
+                        const index_t* position, const float* stored_scores, index_t tail, index_t layer, cudaStream_t stream) const {
     score_rows in;
     in.sequences = view.sequences;
     in.kv_heads = view.kv_heads;
@@ -99,16 +115,16 @@ class retain_operations {
       in.scores = raw_.data();
       in.row_stride = capacity_;
       if constexpr (attentive) {
-        score(recipe, view, q, position, raw_.data(), nullptr, capacity_, false, stream);
+        score(policy, rule, view, q, position, raw_.data(), nullptr, capacity_, false, stream);
       } else {
         const unsigned blocks = unsigned(std::clamp(capacity_ / 2048, 1, 64));
         detail::score_positions_entry<scorer, 256>
             <<<dim3(blocks, unsigned(sequences_ * shape_.kv_heads)), 256, 0, stream>>>(
-                in, view.positions, view.position_begin, position, recipe.retain.scorer, raw_.data());
+                in, view.positions, view.position_begin, position, policy.scorer, raw_.data());
         check(cudaGetLastError(), "launch of score_positions");
       }
     }
-    return choose_.run(recipe.retain, in, layer, shape_.layers, choose_scratch_.data(), stream);
+    return choose_.run(policy, in, layer, shape_.layers, choose_scratch_.data(), stream);
   }
 
   const pack<View, View>& mover() const { return mover_; }
@@ -121,22 +137,10 @@ class retain_operations {
   }
 
  private:
-  static index_t most_kept(const Recipe& recipe, const model_shape& shape, index_t capacity) {
-    const index_t longest_tail = recipe.retain.scorer.protected_tail(recipe.retain.budget.tokens);
-    index_t most = std::min(capacity, recipe.retain.budget.tokens);
-    for (index_t layer = 0; layer < shape.layers; ++layer) {
-      // A turn of few queries has a short tail, which leaves the first layers of a pyramid more and the last ones less.
-      for (const index_t tail : {0, longest_tail}) {
-        const kept_bound bound = bound_kept(recipe.retain.budget, layer, shape.layers, tail, shape.kv_heads, capacity);
-        most = std::max(most, bound.longest);
-      }
-    }
-    return most;
-  }
-  static score_type made_score(const Recipe& recipe, const model_shape& shape, index_t sequences, index_t queries,
+  static score_type made_score(const Policy& policy, const model_shape& shape, index_t sequences, index_t queries,
                                index_t capacity, const device_info& device) {
     if constexpr (attentive) {
-      if constexpr (observed == observes::window) queries = recipe.retain.scorer.window;
+      if constexpr (observed == observes::window) queries = policy.scorer.window;
       return score_type(sequences, shape.kv_heads, shape.q_heads, queries, capacity, device);
     } else {
       return {};
@@ -146,18 +150,18 @@ class retain_operations {
     if constexpr (attentive) return score_.workspace_bytes();
     return 0;
   }
-  void score(const Recipe& recipe, const View& view, const rows_view<const T>& q, const index_t* first_position,
+  void score(const Policy& policy, const logit_rule& rule, const View& view, const rows_view<const T>& q, const index_t* first_position,
              float* scores, const offset_t* begins, offset_t stride, bool accumulate, cudaStream_t stream) const {
     score_problem<View> problem;
     problem.view = view;
     problem.q = q;
     problem.first_position = first_position;
-    problem.rule = recipe.attention.rule;
+    problem.rule = rule;
     problem.scores = scores;
     problem.offsets = begins;
     problem.row_stride = stride;
     problem.accumulate = accumulate;
-    score_.run(problem, recipe.retain.scorer, score_scratch_.data(), stream);
+    score_.run(problem, policy.scorer, score_scratch_.data(), stream);
   }
 
   model_shape shape_;
@@ -170,112 +174,51 @@ class retain_operations {
   device_buffer<unsigned char> score_scratch_, choose_scratch_, in_place_scratch_;
 };
 
-/// Scores what is stored by a step's queries and chooses what the step reads.
-template <class Recipe, class View>
-class retrieve_operations {
-  using T = typename View::element_type;
-  using policy = typename Recipe::retrieve_type;
-  using scorer = typename policy::scorer_type;
-
- public:
-  retrieve_operations(const Recipe& recipe, const model_shape& shape, index_t sequences, index_t tokens,
-                      index_t capacity, const device_info& device)
-      : rows_(sequences * shape.kv_heads),
-        capacity_(capacity),
-        most_(std::min(recipe.retrieve.tokens, capacity)),
-        score_(sequences, shape.kv_heads, shape.q_heads, tokens, capacity, device),
-        finish_(sequences, shape.kv_heads, capacity, device),
-        select_(recipe.retrieve.selector, rows_, capacity, device, most_),
-        raw_(std::size_t(rows_) * std::size_t(capacity)),
-        finished_(finish_scores<scorer>::pools ? raw_.size() : 0),
-        indices_(std::size_t(rows_) * std::size_t(most_)),
-        counts_(std::size_t(rows_)),
-        scratch_(score_.workspace_bytes()) {}
-
-  /// The result lies in this object's memory until the next call. A step of several tokens always reads its own.
-  selection_view choose(const Recipe& recipe, const View& view, const rows_view<const T>& q,
-                        const index_t* first_position, cudaStream_t stream) const {
-    score_problem<View> problem;
-    problem.view = view;
-    problem.q = q;
-    problem.first_position = first_position;
-    problem.rule = recipe.attention.rule;
-    problem.scores = raw_.data();
-    problem.row_stride = capacity_;
-    score_.run(problem, recipe.retrieve.scorer, scratch_.data(), stream);
-    select_problem select;
-    select.scores = raw_.data();
-    if constexpr (finish_scores<scorer>::pools) {
-      finish_.run({raw_.data(),
-                   nullptr,
-                   capacity_,
-                   view.sequences,
-                   view.kv_heads,
-                   view.lengths,
-                   {view.length_strides.sequence, view.length_strides.head}},
-                  recipe.retrieve.scorer, finished_.data(), stream);
-      select.scores = finished_.data();
+/// All that one layer of a decode step launches behind the append: what a plan comes to for a batch.
+template <class Recipe, class View, class ReadView, class Out>
+class step_operations {
+  static constexpr bool retains = Recipe::retains && Recipe::schedule_type::after_steps;
+  using first_stage = decltype(std::declval<Recipe>().first_stage(stage_plan{}));
+  struct nothing {
+    template <class... Any>
+    explicit nothing(const Any&...) {}
+  };
+  static auto retrieve_of() {
+    if constexpr (Recipe::estimates) {
+      return std::type_identity<retrieve_by_pages<Recipe, ReadView>>{};
+    } else if constexpr (Recipe::retrieves) {
+      return std::type_identity<retrieve_by_scores<Recipe, ReadView>>{};
+    } else {
+      return std::type_identity<nothing>{};
     }
-    select.score_stride = capacity_;
-    select.n = {view.lengths};
-    select.keep = {nullptr, most_};
-    select.tail = {nullptr, q.tokens > 1 ? q.tokens : 0};
-    select.out = indices_.data();
-    select.out_stride = most_;
-    select.counts = counts_.data();
-    select_.run(select, nullptr, stream);
-    return select.chosen();
+  }
+  static auto retain_of() {
+    if constexpr (retains) return std::type_identity<retain_operations<first_stage, View>>{};
+    else return std::type_identity<nothing>{};
   }
 
- private:
-  index_t rows_, capacity_, most_;
-  attentive_score<View, scorer> score_;
-  finish_scores<scorer> finish_;
-  select_slots<typename policy::selector_type> select_;
-  device_buffer<float> raw_, finished_;
-  device_buffer<index_t> indices_, counts_;
-  device_buffer<unsigned char> scratch_;
-};
-
-/// All that one layer of a decode step launches behind the append.
-template <class Recipe, class View, class Out>
-class step_operations {
-  using T = typename View::element_type;
-  static constexpr bool retains = Recipe::retains && Recipe::schedule_type::after_steps;
-  struct nothing {
-    nothing(const Recipe&, const model_shape&, index_t, index_t, index_t, const device_info&) {}
-  };
-  template <bool Wanted, template <class, class> class Operations>
-  struct wanted {
-    using type = nothing;
-  };
-  template <template <class, class> class Operations>
-  struct wanted<true, Operations> {
-    using type = Operations<Recipe, View>;
-  };
-
  public:
-  step_operations(const Recipe& recipe, const model_shape& shape, index_t sequences, index_t tokens, index_t capacity,
-                  const device_info& device)
+  step_operations(const Recipe& recipe, const stage_plan& plan, const model_shape& shape, index_t sequences,
+                  index_t tokens, index_t capacity, index_t kept, const device_info& device)
       : attend_(sequences, shape.kv_heads, shape.q_heads, tokens, device),
         scratch_(attend_.workspace_bytes()),
-        retrieve_(recipe, shape, sequences, tokens, capacity, device),
-        retain_(recipe, shape, sequences, tokens, capacity, device) {
+        retrieve_(recipe, plan, shape, sequences, tokens, capacity, device),
+        retain_(recipe.first_stage(plan), shape, sequences, tokens, capacity, kept, device) {
     attend_.prepare(scratch_.data(), nullptr);
     check(cudaStreamSynchronize(nullptr), "cudaStreamSynchronize");
   }
 
   const auto& retrieve() const { return retrieve_; }
   const auto& retain() const { return retain_; }
-  void attend(const decode_problem<View, Out>& problem, cudaStream_t stream) const {
+  void attend(const decode_problem<ReadView, Out>& problem, cudaStream_t stream) const {
     attend_.run(problem, scratch_.data(), stream);
   }
 
  private:
-  decode_attention<View, Out> attend_;
+  decode_attention<ReadView, Out> attend_;
   device_buffer<unsigned char> scratch_;
-  typename wanted<Recipe::retrieves, retrieve_operations>::type retrieve_;
-  typename wanted<retains, retain_operations>::type retain_;
+  typename decltype(retrieve_of())::type retrieve_;
+  typename decltype(retain_of())::type retain_;
 };
 
 }  // namespace cuda

@@ -1,7 +1,10 @@
 // The sizes of a CUDA cache.
 #pragma once
 
+#include <algorithm>
+
 #include "../../core/model_shape.hpp"
+#include "../../core/stage_plan.hpp"
 
 TESSERA_NAMESPACE_BEGIN
 namespace cuda {
@@ -12,6 +15,7 @@ struct cache_options {
   index_t tokens = 0;       ///< most tokens that one kv_head of a sequence ever holds
   offset_t rows = 0;        ///< of the pool, a row being a token of one kv_head of one layer; 0: enough for everything
   index_t room = 256;       ///< tokens that fit behind the stored ones when rows have moved, before they move again
+  offset_t index_pages = 0;  ///< of the index of paged retrieval; 0: enough for first prompts of any length up to `tokens`
   index_t step_tokens = 1;  ///< most tokens of a decode step, 1 to 8
 
   void check() const {
@@ -23,6 +27,32 @@ struct cache_options {
   }
   offset_t rows_for(const model_shape& shape) const {
     return rows > 0 ? rows : offset_t(shape.layers) * sequences * shape.kv_heads * (offset_t(tokens) + room);
+  }
+
+  /// Pages that a recipe's index needs when every sequence's first prompt is as unfavourable as can be.
+  template <class Recipe>
+  offset_t index_pages_for(const model_shape& shape, const Recipe& recipe) const {
+    if constexpr (!Recipe::estimates) {
+      return 0;
+    } else {
+      if (index_pages > 0) return index_pages;
+      offset_t most = 0;
+      for (double prompt = tokens; prompt >= 1; prompt *= 0.98) {
+        stage_plan plan;
+        try {
+          plan = recipe.plan(index_t(prompt));
+        } catch (const error&) {
+          continue;  // a prompt that leaves no room for the window gets this error when it ends
+        }
+        const index_t page = recipe.step_scorer(plan).page;
+        if (page == 1) continue;
+        index_t held = index_t(prompt);
+        if constexpr (Recipe::chooses) held = std::min(held, recipe.first_stage(plan).budget.tokens + 1);
+        // What a head's last page and the rounding of its room add, and 2 % for the lengths between those tried.
+        most = std::max<offset_t>(most, offset_t(1.02 * (held + room) / page) + 24);
+      }
+      return offset_t(shape.layers) * sequences * shape.kv_heads * most;
+    }
   }
 };
 

@@ -72,15 +72,18 @@ class row_store {
   static constexpr int k_dim = Layout::k_dim, v_dim = Layout::v_dim;
   using view_type = kv_view<T, k_dim, ragged, v_dim>;
 
-  row_store(index_t layers, index_t sequences, index_t kv_heads, offset_t rows, bool with_positions, bool with_scores)
+  /// `with_lists`: a slot number per row, for lists of candidates, in the place of positions.
+  row_store(index_t layers, index_t sequences, index_t kv_heads, offset_t rows, bool with_positions, bool with_scores,
+            bool with_lists = false)
       : layers_(layers),
         sequences_(sequences),
         heads_(kv_heads),
+        with_positions_(with_positions),
         spans_(rows),
         places_(std::size_t(layers) * std::size_t(sequences)),
         k_(std::size_t(rows) * k_dim),
         v_(std::size_t(rows) * v_dim),
-        positions_(with_positions ? std::size_t(rows) : 0),
+        positions_(with_positions || with_lists ? std::size_t(rows) : 0),
         scores_(with_scores ? std::size_t(rows) : 0),
         lengths_(places_.size() * std::size_t(kv_heads)),
         begins_(places_.size() * std::size_t(kv_heads)),
@@ -107,7 +110,7 @@ class row_store {
     view.lengths = lengths(layer, first);
     view.length_strides = {heads_, 1};
     view.table = {begins(layer, first), heads_};
-    if (positions_.size() > 0) {
+    if (with_positions_) {
       view.positions = positions_.data();
       view.position_begin = begins(layer, first);
     }
@@ -198,7 +201,7 @@ class row_store {
     const auto first = downloaded(begins(layer, sequence), std::size_t(heads_));
     std::vector<std::vector<index_t>> all(held.size());
     for (std::size_t h = 0; h < held.size(); ++h) {
-      if (positions_.size() > 0) {
+      if (with_positions_) {
         all[h] = downloaded(positions_.data() + first[h], std::size_t(held[h]));
       } else {
         all[h].resize(std::size_t(held[h]));
@@ -228,6 +231,7 @@ class row_store {
   }
 
   index_t layers_, sequences_, heads_;
+  bool with_positions_;
   row_spans spans_;
   std::vector<place> places_;
   device_buffer<T> k_, v_;

@@ -1,0 +1,164 @@
+// The second stage on the device: scoring what is stored, or an estimate of it, by a step's queries, and choosing.
+#pragma once
+
+#include <algorithm>
+
+#include "../../core/model_shape.hpp"
+#include "../../core/stage_plan.hpp"
+#include "../../recipe.hpp"
+#include "memory.cuh"
+#include "page_retrieval.cuh"
+#include "pool.cuh"
+#include "score.cuh"
+#include "top_k.cuh"
+
+TESSERA_NAMESPACE_BEGIN
+namespace cuda {
+
+/// Scores every stored token by the step's queries and chooses the best. A step of several tokens reads its own.
+/// The choice lies in this object's memory until the next call.
+template <class Recipe, class View>
+class retrieve_by_scores {
+  using T = typename View::element_type;
+  using policy = typename Recipe::retrieve_type;
+  using scorer = typename policy::scorer_type;
+  using finish = finish_scores<scorer>;
+
+ public:
+  retrieve_by_scores(const Recipe& recipe, const stage_plan& plan, const model_shape& shape, index_t sequences,
+                     index_t tokens, index_t capacity, const device_info& device)
+      : scorer_(recipe.step_scorer(plan)),
+        rule_(recipe.attention.rule),
+        rows_(sequences * shape.kv_heads),
+        capacity_(capacity),
+        most_(std::min(plan.read, capacity)),
+        score_(sequences, shape.kv_heads, shape.q_heads, tokens, capacity, device),
+        finish_(sequences, shape.kv_heads, capacity, device),
+        select_(recipe.step_selector(plan), rows_, capacity, device, most_),
+        raw_(std::size_t(rows_) * std::size_t(capacity)),
+        finished_(finish::pools ? raw_.size() : 0),
+        indices_(std::size_t(rows_) * std::size_t(most_)),
+        counts_(std::size_t(rows_)),
+        scratch_(score_.workspace_bytes()) {}
+
+  template <class Index>
+  selection_view choose(const View& view, const Index&, const rows_view<const T>& q, const index_t* first_position,
+                        cudaStream_t stream) const {
+    score_problem<View> problem;
+    problem.view = view;
+    problem.q = q;
+    problem.first_position = first_position;
+    problem.rule = rule_;
+    problem.scores = raw_.data();
+    problem.row_stride = capacity_;
+    score_.run(problem, scorer_, scratch_.data(), stream);
+    select_problem select;
+    select.scores = raw_.data();
+    if constexpr (finish::pools) {
+      finish_.run({raw_.data(),
+                   nullptr,
+                   capacity_,
+                   view.sequences,
+                   view.kv_heads,
+                   view.lengths,
+                   {view.length_strides.sequence, view.length_strides.head}},
+                  scorer_, finished_.data(), stream);
+      select.scores = finished_.data();
+    }
+    select.score_stride = capacity_;
+    select.n = {view.lengths};
+    select.keep = {nullptr, most_};
+    select.tail = {nullptr, q.tokens > 1 ? q.tokens : 0};
+    select.out = indices_.data();
+    select.out_stride = most_;
+    select.counts = counts_.data();
+    select_.run(select, nullptr, stream);
+    return select.chosen();
+  }
+
+  /// Bytes that a choice over `n` tokens reads beside the K and V of what is attended.
+  offset_t bytes_read(offset_t n) const {
+    return std::max<offset_t>(0, n - most_) * View::k_dim * offset_t(sizeof(T));
+  }
+  index_t most_read() const { return most_; }
+
+ private:
+  scorer scorer_;
+  logit_rule rule_;
+  index_t rows_, capacity_, most_;
+  attentive_score<View, scorer> score_;
+  finish finish_;
+  select_slots<typename policy::selector_type> select_;
+  device_buffer<float> raw_, finished_;
+  device_buffer<index_t> indices_, counts_;
+  device_buffer<unsigned char> scratch_;
+};
+
+/// Chooses by an estimate of the keys, in pages. The choice lies in this object's memory until the next call.
+template <class Recipe, class View>
+class retrieve_by_pages {
+  using T = typename View::element_type;
+  using scorer = typename Recipe::retrieve_type::scorer_type;
+
+  static selection_unit unit_of(const Recipe& recipe) {
+    using selector = typename Recipe::retrieve_type::selector_type;
+    if constexpr (requires { recipe.retrieve.selector.choice; }) return recipe.retrieve.selector.choice;
+    static_assert(requires { recipe.retrieve.selector.choice; } || std::is_same_v<selector, top_tokens> ||
+                      std::is_same_v<typename selector::unit, page_unit>,
+                  "tessera: on the device an estimate chooses tokens or whole pages");
+    return std::is_same_v<selector, top_tokens> ? selection_unit::token : selection_unit::page;
+  }
+
+ public:
+  retrieve_by_pages(const Recipe& recipe, const stage_plan& plan, const model_shape& shape, index_t sequences,
+                    index_t tokens, index_t capacity, const device_info& device)
+      : scorer_(recipe.step_scorer(plan)),
+        rule_(recipe.attention.rule),
+        choose_(scorer_, unit_of(recipe), plan.read, sequences, shape.kv_heads, shape.q_heads, tokens, capacity, device),
+        indices_(std::size_t(sequences) * std::size_t(shape.kv_heads) * std::size_t(choose_.most_chosen())),
+        counts_(std::size_t(sequences) * std::size_t(shape.kv_heads)),
+        mass_(scorer::adds_mean_value
+                  ? std::size_t(sequences) * std::size_t(tokens) * std::size_t(shape.q_heads)
+                  : 0),
+        scratch_(choose_.workspace_bytes()) {}
+
+  /// `index` lacks the newest tokens of the step: the choice takes them in.
+  template <class Index>
+  selection_view choose(const View& view, const Index& index, const rows_view<const T>& q,
+                        const index_t* first_position, cudaStream_t stream) const {
+    page_problem<View> problem;
+    problem.view = view;
+    problem.index = index;
+    problem.unfolded = q.tokens;
+    problem.q = q;
+    problem.first_position = first_position;
+    problem.rule = rule_;
+    problem.out = indices_.data();
+    problem.out_stride = choose_.most_chosen();
+    problem.counts = counts_.data();
+    problem.mass = mass_.data();
+    choose_.run(problem, scratch_.data(), stream);
+    return {indices_.data(), counts_.data(), nullptr, choose_.most_chosen()};
+  }
+
+  /// Bytes that a choice over `n` tokens reads beside the K and V of what is attended: one value per page and chosen
+  /// channel, both extrema where query heads may differ in sign; whole keys where pages have one slot.
+  offset_t bytes_read(offset_t n) const {
+    if (scorer_.page == 1) return n * View::k_dim * offset_t(sizeof(T));
+    const offset_t pages = (n + scorer_.page - 1) / scorer_.page;
+    return pages * scorer_.channels * (scorer::normalised ? 1 : 2) * offset_t(sizeof(T));
+  }
+  index_t most_read() const { return choose_.most_chosen(); }
+  const float* mass() const { return mass_.data(); }
+
+ private:
+  scorer scorer_;
+  logit_rule rule_;
+  choose_pages<View, scorer> choose_;
+  device_buffer<index_t> indices_, counts_;
+  device_buffer<float> mass_;
+  device_buffer<unsigned char> scratch_;
+};
+
+}  // namespace cuda
+TESSERA_NAMESPACE_END
