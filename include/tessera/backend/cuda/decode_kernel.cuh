@@ -8,11 +8,6 @@ TESSERA_NAMESPACE_BEGIN
 namespace cuda {
 namespace detail {
 
-/// Parts of a row that are read at once when they are merged: one after the other, their latencies were most of a short
-/// step. 8 rows over the 132 blocks of an H200 make 16 parts; 33 at once spill registers in the loop over tiles.
-inline constexpr int parts_at_once = 17;
-static_assert(parts_at_once <= 32, "tessera: a lane of a warp holds the state of one part");
-
 template <class View, class Out>
 struct decode_kernel {
   static constexpr int D = View::k_dim, Dv = View::v_dim;
@@ -20,6 +15,11 @@ struct decode_kernel {
   static constexpr int warps = tuning.warps, tokens = tuning.tokens, stages = tuning.stages;
   static constexpr int threads = warps * 32, tile = warps * tokens;
   static constexpr float log2e = 1.44269504088896341f;
+  /// Parts of a row that are read at once when they are merged: one after the other, their latencies were most of a
+  /// short step. 8 rows over the 132 blocks of an H200 make 16 parts. More registers than the loop over tiles leaves
+  /// would spill there: 33 at once cost 50 % at d 128.
+  static constexpr int parts_at_once = D + Dv <= 256 ? 17 : 6;
+  static_assert(parts_at_once <= 32, "tessera: a lane of a warp holds the state of one part");
 
   using T = typename View::element_type;
   using problem_type = decode_problem<View, Out>;
