@@ -36,4 +36,8 @@ foreach(program IN LISTS test_programs)
   endif()
   add_test(NAME ${program} COMMAND ${program})
   set_tests_properties(${program} PROPERTIES LABELS cpu TIMEOUT 900)
+  if(program MATCHES "_cuda$")
+    set_tests_properties(${program} PROPERTIES LABELS gpu
+                         SKIP_REGULAR_EXPRESSION "skipped: no CUDA device on this machine")
+  endif()
 endforeach()

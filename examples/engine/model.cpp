@@ -8,8 +8,6 @@
 namespace engine {
 namespace {
 
-constexpr std::int32_t longest_step = 8;  // what kv_cache::decode takes
-
 // Stacks weights that share their input, so that one product computes them all.
 matrix stacked(const checkpoint& weights, std::initializer_list<std::pair<std::string, std::int32_t>> parts,
                std::int32_t inputs) {
@@ -70,19 +68,6 @@ void llama::workspace::resize(const llama_config& config, std::int32_t tokens) {
   grow(activated, config.intermediate_size);
 }
 
-// Throws unless `tokens` and `more` after them fit behind what the cache has seen.
-void llama::require_room(std::span<const token_t> tokens, std::int64_t more, const kv_cache& cache) const {
-  for (const token_t token : tokens)
-    tessera::require(token >= 0 && token < config_.vocab_size, "token id", token,
-                     "an id in [0, " + std::to_string(config_.vocab_size) + ")",
-                     "use the tokenizer that the model was trained with");
-  const std::int64_t seen = cache.next_position(), end = seen + std::int64_t(tokens.size()) + more;
-  tessera::require(end <= config_.max_position_embeddings, "number of positions needed",
-                   std::to_string(end) + " (" + std::to_string(seen) + " of them in the cache)",
-                   "at most max_position_embeddings = " + std::to_string(config_.max_position_embeddings),
-                   "shorten the prompt, ask for fewer new tokens or start a new conversation");
-}
-
 void llama::attend(const layer& weights, int index, std::int32_t tokens, const rope_table& table, kv_cache& cache,
                    phase now) {
   rms_norm(*executor_, work_.hidden.data(), tokens, weights.attention_norm, config_.rms_norm_eps, work_.normed.data());
@@ -138,9 +123,7 @@ std::vector<float> llama::logits_of(std::int32_t tokens, std::int32_t wanted) {
 }
 
 std::vector<float> llama::prefill(std::span<const token_t> prompt, kv_cache& cache, const prefill_options& options) {
-  tessera::require(!prompt.empty(), "prompt length", 0, "at least 1 token", "begin the prompt with bos");
-  tessera::require(options.chunk >= 1, "chunk", options.chunk, "at least 1 token", "leave it at its default");
-  require_room(prompt, 0, cache);
+  require_prompt(config_, prompt, options, cache.next_position());
   std::size_t done = 0;
   std::int32_t count = 0;
   while (done < prompt.size()) {
@@ -155,9 +138,7 @@ std::vector<float> llama::prefill(std::span<const token_t> prompt, kv_cache& cac
 }
 
 std::vector<float> llama::decode(std::span<const token_t> tokens, kv_cache& cache) {
-  tessera::require(!tokens.empty() && tokens.size() <= longest_step, "tokens in a decode step", tokens.size(), "1 to 8",
-                   "split the step, or prefill a longer run");
-  require_room(tokens, 0, cache);
+  require_step(config_, tokens, cache.next_position());
   const auto count = std::int32_t(tokens.size());
   forward(tokens, cache, phase::decode, count);
   return logits_of(count, count);
@@ -167,33 +148,14 @@ std::vector<token_t> llama::generate(std::span<const token_t> prompt, kv_cache& 
                                      const generate_options& options) {
   tessera::require(options.max_new >= 0, "max_new", options.max_new, "at least 0", "pass a number of tokens");
   // The last new token is never decoded, so it takes no position.
-  require_room(prompt, std::max(options.max_new - 1, 0), cache);
+  require_room(config_, prompt, std::max(options.max_new - 1, 0), cache.next_position());
   return extend(prefill(prompt, cache, options.prefill), cache, options);
 }
 
 std::vector<token_t> llama::extend(std::span<const float> logits, kv_cache& cache, const generate_options& options) {
-  tessera::require(options.max_new >= 0, "max_new", options.max_new, "at least 0", "pass a number of tokens");
-  tessera::require(logits.size() == std::size_t(config_.vocab_size), "number of logits", logits.size(),
-                   std::to_string(config_.vocab_size), "pass the logits of one token");
-  require_room({}, std::max(options.max_new - 1, 0), cache);
-  const auto ends = [&](const std::vector<token_t>& answer) {
-    if (options.stop) return options.stop(answer);
-    return std::find(config_.eos.begin(), config_.eos.end(), answer.back()) != config_.eos.end();
-  };
-  std::vector<token_t> answer;
-  std::vector<float> newest(logits.begin(), logits.end());
-  while (std::int32_t(answer.size()) < options.max_new) {
-    answer.push_back(best_token(newest));
-    if (ends(answer) || std::int32_t(answer.size()) == options.max_new) break;
-    newest = decode({&answer.back(), 1}, cache);
-  }
-  return answer;
-}
-
-token_t best_token(std::span<const float> logits) {
-  tessera::require(!logits.empty(), "number of logits", 0, "at least 1", "pass the logits of one token");
-  // max_element returns the first of equals.
-  return token_t(std::max_element(logits.begin(), logits.end()) - logits.begin());
+  return answer_greedily(config_, logits, cache.next_position(), options, [&](token_t token) {
+    return best_token(decode({&token, 1}, cache));
+  });
 }
 
 }  // namespace engine

@@ -3,30 +3,17 @@
 
 #include <cstdint>
 #include <filesystem>
-#include <functional>
 #include <span>
 #include <tessera/backend/cpu/executor.hpp>
 #include <vector>
 
 #include "checkpoint.hpp"
 #include "config.hpp"
+#include "generate.hpp"
 #include "kv_cache.hpp"
 #include "ops.hpp"
 
 namespace engine {
-
-struct prefill_options {
-  std::int32_t chunk = 512;  ///< tokens that pass through the layers together; bounds the working memory
-  /// Called after each chunk, tokens done and tokens in all. What it throws ends the prefill and reaches the caller.
-  std::function<void(std::int64_t done, std::int64_t total)> progress;
-};
-
-struct generate_options {
-  std::int32_t max_new = 64;  ///< >= 0
-  /// Told the tokens so far, the newest last; true ends the answer. Empty: one of the config's eos tokens ends it.
-  std::function<bool(std::span<const token_t>)> stop;
-  prefill_options prefill;
-};
 
 /// A model's weights and its forward pass.
 ///
@@ -80,7 +67,6 @@ class llama {
 
   llama(llama_config config, const checkpoint& weights, tessera::cpu::executor& executor);
 
-  void require_room(std::span<const token_t> tokens, std::int64_t more, const kv_cache& cache) const;
   void forward(std::span<const token_t> tokens, kv_cache& cache, phase now, std::int32_t wanted);
   void attend(const layer& weights, int index, std::int32_t tokens, const rope_table& table, kv_cache& cache,
               phase now);
@@ -96,8 +82,5 @@ class llama {
   std::vector<float> frequencies_;
   workspace work_;
 };
-
-/// The token with the highest logit; the lowest id among equals. Errors: no logits.
-token_t best_token(std::span<const float> logits);
 
 }  // namespace engine

@@ -12,6 +12,7 @@ void compress_file(const compress_file_options& given) {
   chosen.method = method.name;
   chosen.budget = given.method.parsed_budget(method);
   chosen.settings = given.method.parsed_settings();
+  chosen.where = require_backend(given.method.backend);
   chosen.workers = make_workers(given.threads);
   require_writable(given.out);
   const compressed result = compress(engine::safetensors_file::open(given.in), chosen);

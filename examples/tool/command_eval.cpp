@@ -3,9 +3,9 @@
 #include <chrono>
 #include <cstdio>
 
+#include "backend.hpp"
 #include "commands.hpp"
 #include "document.hpp"
-#include "engine/model.hpp"
 #include "engine/tokenizer.hpp"
 #include "evaluate.hpp"
 #include "progress.hpp"
@@ -82,7 +82,7 @@ std::vector<conversation> make_conversations(const eval_options& given, const en
 }  // namespace
 
 void evaluate(const eval_options& given) {
-  require_backend(given.backend);
+  const backend where = require_backend(given.backend);
   const auto variants = parse_variants(given);
   const element_type element = parse_element(given.dtype);
   const auto workers = make_workers(given.threads);
@@ -92,8 +92,8 @@ void evaluate(const eval_options& given) {
   const auto tokenizer = engine::tokenizer::load(folder / "tokenizer.model");
   const auto conversations =
       given.questions.empty() ? make_conversations(given, config, tokenizer) : load_questions(given.questions);
-  engine::llama model = engine::llama::load(folder, *workers);
-  evaluation evaluation(model, tokenizer, variants, element, workers);
+  const auto model = load_model(folder, where, *workers);
+  evaluation evaluation(*model, tokenizer, variants, element, workers);
 
   std::vector<std::vector<planned_turn>> plans;
   for (std::size_t i = 0; i < conversations.size(); ++i) {

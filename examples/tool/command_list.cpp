@@ -2,6 +2,7 @@
 #include <cstdio>
 #include <nlohmann/json.hpp>
 
+#include "backend.hpp"
 #include "commands.hpp"
 #include "registry.hpp"
 #include "values.hpp"

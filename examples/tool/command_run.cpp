@@ -3,8 +3,8 @@
 #include <cstdio>
 #include <nlohmann/json.hpp>
 
+#include "backend.hpp"
 #include "commands.hpp"
-#include "engine/model.hpp"
 #include "engine/tokenizer.hpp"
 #include "progress.hpp"
 #include "report.hpp"
@@ -49,12 +49,6 @@ outcome answer(const run_options& given, const method_info& method) {
   const auto workers = make_workers(given.threads);
   const std::filesystem::path folder = given.model;
   const engine::llama_config config = engine::load_config(folder / "config.json");
-  const auto cache = method.make({{config.num_hidden_layers, config.num_attention_heads, config.num_key_value_heads},
-                                  config.head_dim,
-                                  element,
-                                  budget,
-                                  given.method.parsed_settings(),
-                                  workers});
   const auto tokenizer = engine::tokenizer::load(folder / "tokenizer.model");
   std::vector<engine::token_t> tokens = tokenizer.encode(prompt);
   if (tokenizer.bos()) tokens.insert(tokens.begin(), *tokenizer.bos());
@@ -62,7 +56,17 @@ outcome answer(const run_options& given, const method_info& method) {
   tessera::require(room >= 0, "prompt", std::to_string(tokens.size()) + " tokens",
                    "at most the model's context, which is " + std::to_string(config.max_position_embeddings),
                    "shorten it");
-  engine::llama model = engine::llama::load(folder, *workers);
+  const backend where = require_backend(given.method.backend);
+  const std::int64_t most_new = std::min<std::int64_t>(max_new, room + 1);  // the last one takes no position
+  const auto cache = make_cache(method, where,
+                                {{config.num_hidden_layers, config.num_attention_heads, config.num_key_value_heads},
+                                 config.head_dim,
+                                 element,
+                                 budget,
+                                 given.method.parsed_settings(),
+                                 workers,
+                                 index_t(std::int64_t(tokens.size()) + most_new)});
+  const auto model = load_model(folder, where, *workers);
 
   outcome result;
   result.prompt_tokens = tokens.size();
@@ -72,7 +76,7 @@ outcome answer(const run_options& given, const method_info& method) {
     progress_line progress("reading the prompt");
     engine::prefill_options prefill;
     prefill.progress = [&](std::int64_t done, std::int64_t total) { progress.update(done, total); };
-    logits = model.prefill(tokens, *cache, prefill);
+    logits = model->prefill(tokens, *cache, prefill);
   }
   result.prefill_seconds = prefill_watch.seconds();
   result.kept = mean_kept(*cache, config);
@@ -82,14 +86,14 @@ outcome answer(const run_options& given, const method_info& method) {
   const stopwatch decode_watch;
   progress_line progress("answering");
   engine::generate_options generate;
-  generate.max_new = std::int32_t(std::min<std::int64_t>(max_new, room + 1));  // the last one takes no position
+  generate.max_new = std::int32_t(most_new);
   const auto breaks = tokenizer.newline_tokens();
   generate.stop = [&](std::span<const engine::token_t> answer) {
     progress.update(std::int64_t(answer.size()), generate.max_new);
     const auto is = [&](auto list) { return std::find(list.begin(), list.end(), answer.back()) != list.end(); };
     return is(config.eos) || (given.one_line && is(breaks) && !trimmed(tokenizer.decode(answer)).empty());
   };
-  const auto generated = model.extend(logits, *cache, generate);
+  const auto generated = model->extend(logits, *cache, generate);
   result.decode_seconds = decode_watch.seconds();
   result.text = tokenizer.decode(generated);
   result.new_tokens = generated.size();

@@ -1,14 +1,15 @@
 #include "commands.hpp"
 
+#include "backend.hpp"
 #include "registry.hpp"
 #include "values.hpp"
 
 namespace tool {
 
 const method_info& method_options::checked_method() const {
-  require_backend(backend);
   const method_info& found = find_method(method);
   (void)found.configured(parsed_settings());
+  require_backend(backend);
   return found;
 }
 

@@ -171,12 +171,15 @@ compressed compress(const safetensors_file& in, const compress_options& options)
   const method_info& method = find_method(options.method);
   const auto parameters = method.configured(options.settings);
   const layer_tensors layer = read_layer(in);
-  const auto cache = method.make({{1, layer.q_heads, layer.kv_heads},
-                                  layer.head_dim,
-                                  layer.element,
-                                  options.budget,
-                                  options.settings,
-                                  options.workers});
+  const index_t steps = layer.q_decode ? layer.q_decode->shape[0] : 0;
+  const auto cache = make_cache(method, options.where,
+                                {{1, layer.q_heads, layer.kv_heads},
+                                 layer.head_dim,
+                                 layer.element,
+                                 options.budget,
+                                 options.settings,
+                                 options.workers,
+                                 layer.tokens + steps});
   compressed result;
   prefill(layer, method.name, *cache);
   index_lists kept;

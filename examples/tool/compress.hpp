@@ -7,6 +7,7 @@
 #include <tessera/backend/cpu/executor.hpp>
 #include <vector>
 
+#include "backend.hpp"
 #include "engine/safetensors.hpp"
 #include "method_cache.hpp"
 
@@ -17,6 +18,7 @@ struct compress_options {
   std::optional<index_t> budget;
   std::vector<setting> settings;
   std::shared_ptr<tessera::cpu::executor> workers;
+  backend where = backend::cpu;
 };
 
 /// What a method made of a layer.

@@ -9,36 +9,7 @@ namespace tool {
 
 using engine::token_t;
 
-/// One prompt through the model for many caches: the first computes the attention, which is the same for all while
-/// nothing has been dropped; the others only observe. Ends nobody's prefill: each copy does that at its own budget.
-class evaluation::shared_prefill : public engine::kv_cache {
- public:
-  shared_prefill(const std::vector<std::unique_ptr<method_cache>>& empty, const engine::llama_config& config)
-      : config_(config) {
-    for (const auto& cache : empty) caches_.push_back(cache->clone());
-  }
-
-  void prefill(int layer, const float* q, const float* k, const float* v, int tokens, float* out) override {
-    caches_[0]->prefill(layer, q, k, v, tokens, out);
-    const input_rows queries = tessera::nhd_rows(q, tokens, config_.num_attention_heads, config_.head_dim);
-    const input_rows keys = tessera::nhd_rows(k, tokens, config_.num_key_value_heads, config_.head_dim);
-    const input_rows values = tessera::nhd_rows(v, tokens, config_.num_key_value_heads, config_.head_dim);
-    for (std::size_t i = 1; i < caches_.size(); ++i) caches_[i]->observe(layer, queries, keys, values);
-  }
-  void end_prefill() override {}
-  void decode(int, const float*, const float*, const float*, int, float*) override {
-    tessera::fail("decode step", "for all methods at once", "a step of one method", "decode with a copy of its cache");
-  }
-  std::int64_t next_position() const override { return caches_[0]->next_position(); }
-
-  std::unique_ptr<method_cache> copy(std::size_t index) const { return caches_[index]->clone(); }
-
- private:
-  const engine::llama_config& config_;
-  std::vector<std::unique_ptr<method_cache>> caches_;
-};
-
-evaluation::evaluation(engine::llama& model, const engine::tokenizer& tokenizer, std::vector<variant> variants,
+evaluation::evaluation(runner& model, const engine::tokenizer& tokenizer, std::vector<variant> variants,
                        element_type element, std::shared_ptr<tessera::cpu::executor> workers)
     : model_(model), tokenizer_(tokenizer), variants_(std::move(variants)) {
   const engine::llama_config& config = model.config();
@@ -47,16 +18,27 @@ evaluation::evaluation(engine::llama& model, const engine::tokenizer& tokenizer,
               element,
               {},
               {},
-              std::move(workers)};
+              std::move(workers),
+              0};
   const method_info* newest = nullptr;
-  for (const variant& variant : variants_) {
-    request_.budget = variant.budget;
-    request_.settings = variant.settings;
-    auto cache = variant.method->make(request_);  // checks the budget
-    if (variant.method != newest) empty_.push_back(std::move(cache));
+  for (std::size_t i = 0; i < variants_.size(); ++i) {
+    const variant& variant = variants_[i];
+    cache_request check = request_;
+    check.budget = variant.budget;
+    check.settings = variant.settings;
+    variant.method->make(check);  // on the CPU, which takes no memory for it
+    if (variant.method != newest) first_of_method_.push_back(i);
     newest = variant.method;
-    cache_of_variant_.push_back(empty_.size() - 1);
+    cache_of_variant_.push_back(first_of_method_.size() - 1);
   }
+}
+
+std::unique_ptr<method_cache> evaluation::empty_cache(const variant& variant, index_t tokens) const {
+  cache_request request = request_;
+  request.budget = variant.budget;
+  request.settings = variant.settings;
+  request.tokens = tokens;
+  return make_cache(*variant.method, model_.where(), request);
 }
 
 std::vector<planned_turn> evaluation::plan(const conversation& conversation, const std::string& place) const {
@@ -79,10 +61,13 @@ std::vector<planned_turn> evaluation::plan(const conversation& conversation, con
 }
 
 void evaluation::run(const std::string& family, const std::vector<planned_turn>& turns) {
-  shared_prefill shared(empty_, model_.config());
-  const std::vector<float> logits = model_.prefill(turns[0].prompt, shared);
+  std::int64_t tokens = 0;
+  for (const planned_turn& turn : turns) tokens += std::int64_t(turn.prompt.size()) + turn.max_new;
+  std::vector<std::unique_ptr<method_cache>> shared;
+  for (const std::size_t first : first_of_method_) shared.push_back(empty_cache(variants_[first], index_t(tokens)));
+  const std::vector<float> logits = model_.prefill_all(turns[0].prompt, shared);
   for (std::size_t i = 0; i < variants_.size(); ++i) {
-    const auto cache = shared.copy(cache_of_variant_[i]);
+    const auto cache = shared[cache_of_variant_[i]]->clone();
     if (variants_[i].budget) cache->set_budget(*variants_[i].budget);
     cache->end_prefill();
     answer(i, family, turns, logits, *cache);

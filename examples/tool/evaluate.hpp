@@ -8,7 +8,7 @@
 #include <string>
 #include <vector>
 
-#include "engine/model.hpp"
+#include "backend.hpp"
 #include "engine/tokenizer.hpp"
 #include "method_cache.hpp"
 #include "questions.hpp"
@@ -49,8 +49,8 @@ class evaluation {
  public:
   /// Keeps references: model, tokenizer and the methods must outlive it.
   /// Errors: a budget that a method rejects.
-  evaluation(engine::llama& model, const engine::tokenizer& tokenizer, std::vector<variant> variants,
-             element_type element, std::shared_ptr<tessera::cpu::executor> workers);
+  evaluation(runner& model, const engine::tokenizer& tokenizer, std::vector<variant> variants, element_type element,
+             std::shared_ptr<tessera::cpu::executor> workers);
 
   /// Checks that a conversation fits into the model's context. Errors: it does not; the message begins with `place`.
   std::vector<planned_turn> plan(const conversation& conversation, const std::string& place) const;
@@ -65,21 +65,20 @@ class evaluation {
   const std::vector<cell>& cells() const { return cells_; }
 
  private:
-  class shared_prefill;
-
   void answer(std::size_t variant, const std::string& family, const std::vector<planned_turn>& turns,
               std::vector<float> logits, method_cache& cache);
+  std::unique_ptr<method_cache> empty_cache(const variant& variant, index_t tokens) const;
   cell& cell_of(std::size_t variant, const std::string& family, int turn);
   std::vector<engine::token_t> generate(const planned_turn& turn, const std::vector<float>& logits,
                                         method_cache& cache) const;
   bool ends(const std::vector<engine::token_t>& answer, const std::string& expected) const;
 
-  engine::llama& model_;
+  runner& model_;
   const engine::tokenizer& tokenizer_;
   std::vector<variant> variants_;
   cache_request request_;
-  std::vector<std::unique_ptr<method_cache>> empty_;  // one per method in use
-  std::vector<std::size_t> cache_of_variant_;         // index into empty_
+  std::vector<std::size_t> first_of_method_;   // the first variant of each run of one method: those share a cache
+  std::vector<std::size_t> cache_of_variant_;  // index into first_of_method_
   std::vector<cell> cells_;
 };
 

@@ -23,13 +23,13 @@ void add_settings(CLI::App& command, std::vector<std::string>& to, const std::st
 void add_method(CLI::App& command, tool::method_options& to) {
   add_text(command, "--method", to.method, "how to compress; `tessera list` shows all methods")->required();
   add_text(command, "--budget", to.budget, "tokens per KV head that may be kept, or read by one step");
-  add_text(command, "--backend", to.backend, "where to compute: cpu");
+  add_text(command, "--backend", to.backend, "where to compute: cpu or cuda");
   add_settings(command, to.settings, "a parameter of the method; may be given several times");
 }
 
 void add_model(CLI::App& command, std::string& model, std::string& dtype) {
   add_text(command, "--model", model, "folder with config.json, safetensors and tokenizer.model")->required();
-  add_text(command, "--dtype", dtype, "what the cache stores: fp32, fp16 or bf16");
+  add_text(command, "--dtype", dtype, "what the cache stores: fp32 (CPU only), fp16 or bf16");
 }
 
 void add_threads(CLI::App& command, std::string& threads) {
@@ -84,7 +84,7 @@ void add_eval(CLI::App& app) {
   add_text(*command, "--json", given->json, "also write the result as JSON to this file");
   add_text(*command, "--text", given->text, "text that documents are cut from");
   add_text(*command, "--tasks", given->tasks, "word lists, templates and families");
-  add_text(*command, "--backend", given->backend, "where to compute: cpu");
+  add_text(*command, "--backend", given->backend, "where to compute: cpu or cuda");
   add_threads(*command, given->threads);
   command->footer(
       "A line of --questions is {\"family\": \"...\", \"turns\": [{\"prompt\": \"...\", \"answer\": \"...\"}, ...]}. "

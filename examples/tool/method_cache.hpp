@@ -5,11 +5,17 @@
 #include <optional>
 #include <string>
 #include <string_view>
-#include <tessera/cache.hpp>
+#include <tessera/backend/cpu/executor.hpp>
+#include <tessera/core/model_shape.hpp>
+#include <tessera/core/views.hpp>
 #include <utility>
 #include <vector>
 
 #include "engine/kv_cache.hpp"
+
+namespace engine::cuda {
+class kv_cache;
+}
 
 namespace tool {
 
@@ -57,6 +63,9 @@ class method_cache : public engine::kv_cache {
   virtual void trace_attended() = 0;
   /// Logical positions that the last step attended in a layer, by kv_head.
   virtual const std::vector<std::vector<index_t>>& attended(int layer) const = 0;
+
+  /// The same cache for the engine on the device; null for a cache of the CPU.
+  virtual engine::cuda::kv_cache* on_device() { return nullptr; }
 };
 
 /// A value given for a parameter by name, as on the command line.
@@ -73,6 +82,7 @@ struct cache_request {
   std::optional<index_t> budget;  ///< tokens per kv_head; must be there where the method has a budget
   std::vector<setting> settings;
   std::shared_ptr<tessera::cpu::executor> workers;
+  index_t tokens = 0;  ///< most tokens that the conversation will have; CUDA allocates for them, the CPU as they come
 };
 
 inline constexpr int head_dims[] = {64, 80, 96, 128, 192, 256};
@@ -94,6 +104,7 @@ struct method_info {
 
   /// The parameters with their values after `settings`. Errors: an unknown name, a value of the wrong type.
   std::vector<parameter_info> (*configured)(const std::vector<setting>& settings);
+  /// A cache on the CPU; see `make_cache` for the other backend.
   /// Errors: as `configured`; parameters or shapes that make no sense.
   std::unique_ptr<method_cache> (*make)(const cache_request& request);
 };

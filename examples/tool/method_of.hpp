@@ -2,11 +2,9 @@
 // file of its own (method.cpp.in), so that compile time spreads over the cores.
 #pragma once
 
-#include <array>
-#include <type_traits>
-
 #include "kernels.hpp"
 #include "method_cache.hpp"
+#include "recipe_settings.hpp"
 #include "values.hpp"
 
 namespace tool {
@@ -51,16 +49,7 @@ class cache_of final : public method_cache {
   std::unique_ptr<method_cache> clone() const override { return std::make_unique<cache_of>(*this); }
   void set_budget(index_t tokens) override { cache_.set_budget(tokens); }
 
-  index_t queries_needed(index_t tokens) const override {
-    if constexpr (Recipe::retains) {
-      const auto& scorer = cache_.recipe().retain.scorer;
-      using scorer_type = std::remove_cvref_t<decltype(scorer)>;
-      if constexpr (scorer_type::observed == tessera::observes::every_query) return tokens;
-      if constexpr (scorer_type::observed == tessera::observes::window) return std::min(tokens, scorer.window);
-    }
-    return 0;
-  }
-
+  index_t queries_needed(index_t tokens) const override { return cache_.recipe().queries_needed(tokens); }
   offset_t bytes() const override { return cache_.bytes(sequence_); }
   offset_t full_bytes(index_t tokens) const override { return cache_.full_bytes(tokens); }
   read_count reads() const override { return reads_; }
@@ -91,41 +80,14 @@ class cache_of final : public method_cache {
 };
 
 template <class Recipe>
-std::vector<parameter_info> parameters_of(const Recipe& recipe) {
-  std::vector<parameter_info> all;
-  Recipe::parameters(recipe, [&](const char* name, const auto& value, const char* about) {
-    all.push_back({name, value_text(value), about});
-  });
-  return all;
-}
-
-/// The recipe with its defaults and the settings over them.
-template <class Recipe>
-Recipe configured_recipe(const std::vector<setting>& settings) {
-  Recipe recipe;
-  for (const setting& given : settings) {
-    bool known = false;
-    Recipe::parameters(recipe, [&](const char* name, auto& value, const char*) {
-      if (given.name != name) return;
-      parse_value(given.name, given.value, value);
-      known = true;
-    });
-    if (!known) fail_unknown_parameter(given.name, Recipe::name, parameters_of(Recipe{}));
-  }
-  return recipe;
-}
-
-template <class Recipe>
-std::unique_ptr<method_cache> make_cache(const cache_request& request) {
-  Recipe recipe = configured_recipe<Recipe>(request.settings);
-  if (request.budget) recipe.set_budget(*request.budget);
-  return std::make_unique<cache_of<Recipe>>(request.shape, recipe, request.workers);
+std::unique_ptr<method_cache> make_cpu_cache(const cache_request& request) {
+  return std::make_unique<cache_of<Recipe>>(request.shape, requested_recipe<Recipe>(request), request.workers);
 }
 
 template <template <tessera::element, int, int> class Method>
 std::unique_ptr<method_cache> make_method(const cache_request& request) {
   return with_layout(request.element, request.head_dim,
-                     [&]<class T, int D>() { return make_cache<Method<T, D, D>>(request); });
+                     [&]<class T, int D>() { return make_cpu_cache<Method<T, D, D>>(request); });
 }
 
 /// Everything about a method that does not depend on element type and head dim.

@@ -14,13 +14,4 @@ const method_info& find_method(std::string_view name) {
   throw tessera::error("unreachable: an unknown method passed its check");
 }
 
-std::vector<std::string> backends() { return {"cpu"}; }
-
-void require_backend(std::string_view name) {
-  if (name == "cuda") {
-    tessera::fail("backend", "cuda", "cpu", "leave --backend out: this build has no CUDA backend");
-  }
-  require_one_of("backend", name, backends());
-}
-
 }  // namespace tool

@@ -13,10 +13,4 @@ const std::vector<method_info>& methods();
 /// Errors: there is none of that name; the message lists all, and the one that was probably meant.
 const method_info& find_method(std::string_view name);
 
-/// Checks that the backend is compiled in. Errors: it is not, or there is none of that name.
-void require_backend(std::string_view name);
-
-/// The backends of this build.
-std::vector<std::string> backends();
-
 }  // namespace tool

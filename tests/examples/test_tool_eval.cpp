@@ -3,9 +3,9 @@
 #include <tessera/core/error.hpp>
 
 #include "catch.hpp"
-#include "engine/model.hpp"
 #include "engine/tokenizer.hpp"
 #include "tiny_model.hpp"
+#include "tool/backend.hpp"
 #include "tool/evaluate.hpp"
 #include "tool/registry.hpp"
 #include "tool/report.hpp"
@@ -21,15 +21,15 @@ struct bench {
   tool_tests::tiny_model folder;
   std::shared_ptr<tessera::cpu::executor> workers;
   engine::tokenizer tokenizer;
-  engine::llama model;
+  std::unique_ptr<tool::runner> model;
 
   explicit bench(int threads = 2)
       : workers(std::make_shared<tessera::cpu::executor>(threads)),
         tokenizer(engine::tokenizer::load(folder.path() / "tokenizer.model")),
-        model(engine::llama::load(folder.path(), *workers)) {}
+        model(tool::load_model(folder.path(), tool::backend::cpu, *workers)) {}
 
   tool::evaluation evaluation(std::vector<variant> variants) {
-    return {model, tokenizer, std::move(variants), tool::element_type::fp32, workers};
+    return {*model, tokenizer, std::move(variants), tool::element_type::fp32, workers};
   }
 };
 
@@ -54,7 +54,7 @@ tool::conversation self_answered(bench& on) {
   prompt.insert(prompt.begin(), *on.tokenizer.bos());
   engine::generate_options options;
   options.max_new = 4;
-  asked.turns[0].answer = on.tokenizer.decode(on.model.generate(prompt, *cache, options));
+  asked.turns[0].answer = on.tokenizer.decode(on.model->extend(on.model->prefill(prompt, *cache), *cache, options));
   return asked;
 }
 

@@ -25,8 +25,10 @@ struct cache_options {
             "at least 0", "leave them at their defaults");
     require(step_tokens >= 1 && step_tokens <= 8, "step_tokens", step_tokens, "1 to 8", "prefill longer runs");
   }
+  /// Everything, and one layer of one sequence more: what moves needs a free run beside its old one.
   offset_t rows_for(const model_shape& shape) const {
-    return rows > 0 ? rows : offset_t(shape.layers) * sequences * shape.kv_heads * (offset_t(tokens) + room);
+    const offset_t places = offset_t(shape.layers) * sequences + 1;
+    return rows > 0 ? rows : places * shape.kv_heads * (offset_t(tokens) + room);
   }
 
   /// Pages that a recipe's index needs when every sequence's first prompt is as unfavourable as can be.

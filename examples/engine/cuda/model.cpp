@@ -1,0 +1,367 @@
+#include "model.hpp"
+
+#include <algorithm>
+#include <atomic>
+#include <cmath>
+#include <string>
+#include <tessera/core/error.hpp>
+#include <utility>
+
+#include "device.hpp"
+#include "engine/checkpoint.hpp"
+#include "engine/ops.hpp"
+#include "ops.hpp"
+
+namespace engine::cuda {
+namespace {
+
+template <class T>
+device_array<T> uploaded(const std::vector<T>& values) {
+  device_array<T> array(values.size());
+  check(cudaMemcpy(array.data(), values.data(), array.bytes(), cudaMemcpyHostToDevice), "cudaMemcpy");
+  return array;
+}
+
+struct part {
+  std::string name;
+  std::int32_t outputs;
+};
+
+/// Where the weights of a new model come from.
+class weight_source {
+ public:
+  virtual ~weight_source() = default;
+  /// Stacks weights that share their input, so that one product computes them all.
+  virtual weight_matrix stacked(std::initializer_list<part> parts, std::int32_t inputs) = 0;
+  virtual device_array<float> norm(const std::string& name, std::int32_t width) = 0;
+};
+
+class checkpoint_weights final : public weight_source {
+ public:
+  explicit checkpoint_weights(const std::filesystem::path& directory) : weights_(checkpoint::open(directory)) {}
+
+  weight_matrix stacked(std::initializer_list<part> parts, std::int32_t inputs) override {
+    std::vector<bf16> all;
+    std::int32_t outputs = 0;
+    for (const part& part : parts) {
+      for (const float value : weights_.weight(part.name, {part.outputs, inputs})) all.push_back(bf16(value));
+      outputs += part.outputs;
+    }
+    return {outputs, inputs, uploaded(all)};
+  }
+  device_array<float> norm(const std::string& name, std::int32_t width) override {
+    return uploaded(weights_.weight(name, {width}));
+  }
+
+ private:
+  checkpoint weights_;
+};
+
+class random_weights final : public weight_source {
+ public:
+  explicit random_weights(std::uint64_t seed) : seed_(seed) {}
+
+  weight_matrix stacked(std::initializer_list<part> parts, std::int32_t inputs) override {
+    std::int32_t outputs = 0;
+    for (const part& part : parts) outputs += part.outputs;
+    weight_matrix matrix{outputs, inputs, device_array<bf16>(std::size_t(outputs) * std::size_t(inputs))};
+    // A product of inputs of size 1 keeps about that size.
+    fill_random(matrix.values.data(), element::bf16, std::int64_t(matrix.values.size()),
+                std::sqrt(3.0f / float(inputs)), seed_++, nullptr);
+    return matrix;
+  }
+  device_array<float> norm(const std::string&, std::int32_t width) override {
+    return uploaded(std::vector<float>(std::size_t(width), 1.0f));
+  }
+
+ private:
+  std::uint64_t seed_;
+};
+
+/// Working memory for so many rows.
+struct workspace {
+  std::int32_t rows = 0;
+  device_array<token_t> tokens;
+  device_array<float> hidden, qkv, attended, gate_up;
+  device_array<bf16> normed, q, k, v, rounded, activated;
+
+  workspace() = default;
+  workspace(const llama_config& config, std::int32_t count) : rows(count) {
+    const auto make = [count](auto& array, std::int32_t width) {
+      array = std::remove_reference_t<decltype(array)>(std::size_t(count) * std::size_t(width));
+    };
+    make(tokens, 1);
+    make(hidden, config.hidden_size);
+    make(normed, config.hidden_size);
+    make(qkv, config.q_size() + 2 * config.kv_size());
+    make(q, config.q_size());
+    make(k, config.kv_size());
+    make(v, config.kv_size());
+    make(attended, config.q_size());
+    make(rounded, config.q_size());
+    make(gate_up, 2 * config.intermediate_size);
+    make(activated, config.intermediate_size);
+  }
+};
+
+llama_config checked(llama_config config) {
+  require_device();
+  return config;
+}
+
+}  // namespace
+
+class llama::state {
+ public:
+  state(llama_config shape, weight_source& weights)
+      : config(checked(std::move(shape))),
+        products_(stream),
+        frequencies_(uploaded(rope_frequencies(config))),
+        step_(config, longest_step),
+        logits_(std::size_t(longest_step) * std::size_t(config.vocab_size)),
+        best_(longest_step),
+        tokens_in_(longest_step),
+        best_out_(longest_step) {
+    const std::int32_t hidden = config.hidden_size, inner = config.intermediate_size;
+    embedding_ = weights.stacked({{"model.embed_tokens.weight", config.vocab_size}}, hidden);
+    if (!config.tie_word_embeddings) head_ = weights.stacked({{"lm_head.weight", config.vocab_size}}, hidden);
+    final_norm_ = weights.norm("model.norm.weight", hidden);
+    for (std::int32_t index = 0; index < config.num_hidden_layers; ++index) {
+      const std::string prefix = "model.layers." + std::to_string(index) + ".";
+      const std::string attention = prefix + "self_attn.", mlp = prefix + "mlp.";
+      layer loaded;
+      loaded.attention_norm = weights.norm(prefix + "input_layernorm.weight", hidden);
+      loaded.mlp_norm = weights.norm(prefix + "post_attention_layernorm.weight", hidden);
+      loaded.qkv = weights.stacked({{attention + "q_proj.weight", config.q_size()},
+                                    {attention + "k_proj.weight", config.kv_size()},
+                                    {attention + "v_proj.weight", config.kv_size()}},
+                                   hidden);
+      loaded.attention_out = weights.stacked({{attention + "o_proj.weight", hidden}}, config.q_size());
+      loaded.gate_up = weights.stacked({{mlp + "gate_proj.weight", inner}, {mlp + "up_proj.weight", inner}}, hidden);
+      loaded.down = weights.stacked({{mlp + "down_proj.weight", hidden}}, inner);
+      layers_.push_back(std::move(loaded));
+    }
+    check(cudaDeviceSynchronize(), "loading the weights");
+  }
+
+  std::int64_t weight_bytes() const {
+    std::size_t total = embedding_.values.bytes() + head_.values.bytes() + final_norm_.bytes();
+    for (const layer& one : layers_) {
+      total += one.attention_norm.bytes() + one.mlp_norm.bytes() + one.qkv.values.bytes() +
+               one.attention_out.values.bytes() + one.gate_up.values.bytes() + one.down.values.bytes();
+    }
+    return std::int64_t(total);
+  }
+
+  std::vector<float> prefill(std::span<const token_t> prompt, kv_cache& cache, const prefill_options& options) {
+    require_prompt(config, prompt, options, cache.next_position());
+    const auto longest = std::int32_t(std::min<std::size_t>(prompt.size(), std::size_t(options.chunk)));
+    if (chunk_.rows < longest) {
+      chunk_ = {};  // frees the old one first
+      chunk_ = workspace(config, longest);
+    }
+    cache.reserve(std::int64_t(prompt.size()), stream);
+    std::size_t done = 0;
+    std::int32_t count = 0;
+    while (done < prompt.size()) {
+      count = std::int32_t(std::min(prompt.size() - done, std::size_t(longest)));
+      check(cudaMemcpyAsync(chunk_.tokens.data(), prompt.data() + done, std::size_t(count) * sizeof(token_t),
+                            cudaMemcpyHostToDevice, stream),
+            "cudaMemcpyAsync");
+      const run_position position{cache.next_position(), nullptr};
+      done += std::size_t(count);
+      forward(chunk_, count, position, done == prompt.size() ? 1 : 0, cache.type(), [&](int index) {
+        cache.prefill(index, chunk_.q.data(), chunk_.k.data(), chunk_.v.data(), count, chunk_.attended.data(), stream);
+      });
+      if (options.progress) {
+        stream.wait();
+        options.progress(std::int64_t(done), std::int64_t(prompt.size()));
+      }
+    }
+    cache.end_prefill(stream);
+    project(chunk_, count, 1);
+    return logits(1);
+  }
+
+  std::vector<float> decode(std::span<const token_t> tokens, kv_cache& cache) {
+    run_step(tokens, cache);
+    return logits(std::int32_t(tokens.size()));
+  }
+
+  token_t next(token_t token, kv_cache& cache) {
+    run_step({&token, 1}, cache);
+    return best_out_.data()[0];
+  }
+
+  llama_config config;
+  cuda::stream stream;
+
+ private:
+  struct layer {
+    device_array<float> attention_norm, mlp_norm;  // [hidden]
+    weight_matrix qkv;                             // q, k and v stacked: [q_size + 2 * kv_size, hidden]
+    weight_matrix attention_out;                   // [hidden, q_size]
+    weight_matrix gate_up;                         // gate and up stacked: [2 * intermediate, hidden]
+    weight_matrix down;                            // [hidden, intermediate]
+  };
+
+  // Passes tokens through every layer. Afterwards work.hidden holds the final states of the last `wanted` tokens, at
+  // their rows; the others stop at the last layer's attention.
+  template <class Attend>
+  void forward(workspace& work, std::int32_t count, run_position position, std::int32_t wanted, element type,
+               const Attend& attend) {
+    const std::int32_t width = config.hidden_size;
+    gather_rows(work.tokens.data(), count, embedding_, work.hidden.data(), stream);
+    for (std::int32_t index = 0; index < config.num_hidden_layers; ++index) {
+      const layer& weights = layers_[std::size_t(index)];
+      rms_norm(work.hidden.data(), count, width, weights.attention_norm.data(), config.rms_norm_eps, work.normed.data(),
+               stream);
+      products_.linear(work.normed.data(), count, weights.qkv, work.qkv.data());
+      split_and_rotate(config, frequencies_.data(), work.qkv.data(), count, position, type, work.q.data(),
+                       work.k.data(), work.v.data(), stream);
+      attend(index);
+      const std::int32_t rows = index + 1 < config.num_hidden_layers ? count : wanted;
+      if (rows > 0) finish_layer(work, weights, count - rows, rows);
+    }
+  }
+
+  // The part of a layer behind its attention, where no token sees another, of `rows` rows from `first` on.
+  void finish_layer(workspace& work, const layer& weights, std::int32_t first, std::int32_t rows) {
+    float* hidden = work.hidden.data() + std::int64_t(first) * config.hidden_size;
+    const float* attended = work.attended.data() + std::int64_t(first) * config.q_size();
+    products_.linear(attended, rows, weights.attention_out, hidden, work.rounded.data());
+    rms_norm(hidden, rows, config.hidden_size, weights.mlp_norm.data(), config.rms_norm_eps, work.normed.data(),
+             stream);
+    products_.linear(work.normed.data(), rows, weights.gate_up, work.gate_up.data());
+    swiglu(work.gate_up.data(), rows, config.intermediate_size, work.activated.data(), stream);
+    products_.linear(work.activated.data(), rows, weights.down, hidden, products::write::add);
+  }
+
+  // logits_ [wanted, vocab] of the last `wanted` of `count` rows.
+  void project(workspace& work, std::int32_t count, std::int32_t wanted) {
+    const float* hidden = work.hidden.data() + std::int64_t(count - wanted) * config.hidden_size;
+    rms_norm(hidden, wanted, config.hidden_size, final_norm_.data(), config.rms_norm_eps, work.normed.data(), stream);
+    products_.linear(work.normed.data(), wanted, config.tie_word_embeddings ? embedding_ : head_, logits_.data());
+  }
+
+  std::vector<float> logits(std::int32_t rows) {
+    std::vector<float> values(std::size_t(rows) * std::size_t(config.vocab_size));
+    check(cudaMemcpyAsync(values.data(), logits_.data(), values.size() * sizeof(float), cudaMemcpyDeviceToHost, stream),
+          "cudaMemcpyAsync");
+    stream.wait();
+    return values;
+  }
+
+  // A whole step, from the tokens in pinned memory to the best ones in pinned memory.
+  void launch_step(std::int32_t count, kv_cache& cache) {
+    check(cudaMemcpyAsync(step_.tokens.data(), tokens_in_.data(), std::size_t(count) * sizeof(token_t),
+                          cudaMemcpyHostToDevice, stream),
+          "cudaMemcpyAsync");
+    cache.begin_step_on_device(count, stream);
+    forward(step_, count, {0, cache.step_position()}, count, cache.type(), [&](int index) {
+      cache.decode(index, step_.q.data(), step_.k.data(), step_.v.data(), count, step_.attended.data(), stream);
+    });
+    project(step_, count, count);
+    best_tokens(logits_.data(), count, config.vocab_size, best_.data(), stream);
+    check(cudaMemcpyAsync(best_out_.data(), best_.data(), std::size_t(count) * sizeof(token_t), cudaMemcpyDeviceToHost,
+                          stream),
+          "cudaMemcpyAsync");
+  }
+
+  cudaGraphExec_t capture_step(std::int32_t count, kv_cache& cache) {
+    cudaGraph_t graph = nullptr;
+    check(cudaStreamBeginCapture(stream, cudaStreamCaptureModeThreadLocal), "cudaStreamBeginCapture");
+    try {
+      launch_step(count, cache);
+    } catch (...) {
+      cudaStreamEndCapture(stream, &graph);
+      if (graph) cudaGraphDestroy(graph);
+      throw;
+    }
+    check(cudaStreamEndCapture(stream, &graph), "cudaStreamEndCapture");
+    cudaGraphExec_t made = nullptr;
+    const cudaError_t status = cudaGraphInstantiate(&made, graph, 0);
+    cudaGraphDestroy(graph);
+    check(status, "cudaGraphInstantiate");
+    return made;
+  }
+
+  void run_step(std::span<const token_t> tokens, kv_cache& cache) {
+    require_step(config, tokens, cache.next_position());
+    const auto count = std::int32_t(tokens.size());
+    std::copy(tokens.begin(), tokens.end(), tokens_in_.data());
+    cache.begin_step(count, stream);
+    captured_steps::step& step = cache.steps().of(number_, count);
+    // The first step is launched directly: it loads the kernels and lets cuBLAS choose, which cannot be captured.
+    if (step.runs++ == 0) {
+      launch_step(count, cache);
+    } else {
+      if (!step.graph) step.graph = capture_step(count, cache);
+      check(cudaGraphLaunch(step.graph, stream), "cudaGraphLaunch");
+    }
+    stream.wait();
+    cache.end_step();
+  }
+
+  static std::uint64_t next_number() {
+    static std::atomic<std::uint64_t> last{0};
+    return ++last;
+  }
+
+  const std::uint64_t number_ = next_number();  // tells this model's captured steps from another's
+  products products_;
+  device_array<float> frequencies_;
+  workspace step_;   // its addresses are in the captured graphs
+  workspace chunk_;  // grows with the prompts
+  device_array<float> logits_;
+  device_array<token_t> best_;
+  pinned_array<token_t> tokens_in_, best_out_;
+  weight_matrix embedding_;  // [vocab, hidden]
+  weight_matrix head_;       // [vocab, hidden]; empty when tied to the embedding
+  device_array<float> final_norm_;
+  std::vector<layer> layers_;
+};
+
+llama::llama(std::unique_ptr<state> made) : state_(std::move(made)) {}
+llama::llama(llama&&) noexcept = default;
+llama& llama::operator=(llama&&) noexcept = default;
+llama::~llama() = default;
+
+llama llama::load(const std::filesystem::path& directory) {
+  llama_config config = load_config(directory / "config.json");
+  checkpoint_weights weights(directory);
+  return llama(std::make_unique<state>(std::move(config), weights));
+}
+
+llama llama::random(const llama_config& config, std::uint64_t seed) {
+  random_weights weights(seed);
+  return llama(std::make_unique<state>(config, weights));
+}
+
+const llama_config& llama::config() const { return state_->config; }
+stream_t llama::stream() const { return state_->stream; }
+std::int64_t llama::weight_bytes() const { return state_->weight_bytes(); }
+
+std::vector<float> llama::prefill(std::span<const token_t> prompt, kv_cache& cache, const prefill_options& options) {
+  return state_->prefill(prompt, cache, options);
+}
+
+std::vector<float> llama::decode(std::span<const token_t> tokens, kv_cache& cache) {
+  return state_->decode(tokens, cache);
+}
+
+token_t llama::next(token_t token, kv_cache& cache) { return state_->next(token, cache); }
+
+std::vector<token_t> llama::generate(std::span<const token_t> prompt, kv_cache& cache,
+                                     const generate_options& options) {
+  tessera::require(options.max_new >= 0, "max_new", options.max_new, "at least 0", "pass a number of tokens");
+  require_room(config(), prompt, std::max(options.max_new - 1, 0), cache.next_position());
+  return extend(prefill(prompt, cache, options.prefill), cache, options);
+}
+
+std::vector<token_t> llama::extend(std::span<const float> logits, kv_cache& cache, const generate_options& options) {
+  return answer_greedily(config(), logits, cache.next_position(), options,
+                         [&](token_t token) { return next(token, cache); });
+}
+
+}  // namespace engine::cuda

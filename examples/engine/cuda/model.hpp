@@ -1,0 +1,69 @@
+// The example engine on a CUDA device: the same model, with bf16 weights, fp32 sums and an fp32 residual stream.
+#pragma once
+
+#include <cstdint>
+#include <filesystem>
+#include <memory>
+#include <span>
+#include <vector>
+
+#include "engine/config.hpp"
+#include "engine/generate.hpp"
+#include "kv_cache.hpp"
+
+namespace engine::cuda {
+
+/// Throws tessera::error with the cure unless there is a CUDA device that the engine can use.
+void require_device();
+
+/// A model's weights on the device and its forward pass; see engine::llama, which it follows step by step.
+///
+/// Weights that are not bf16 in the checkpoint are rounded to it. The inputs of every matrix product are rounded to
+/// bf16 too; everything between the products is fp32.
+/// Errors: as engine::llama; no device, too little device memory.
+/// Threads: one call at a time.
+class llama {
+ public:
+  static llama load(const std::filesystem::path& directory);
+
+  /// A model of that shape with random weights, for timing.
+  static llama random(const llama_config& config, std::uint64_t seed);
+
+  llama(llama&&) noexcept;
+  llama& operator=(llama&&) noexcept;
+  ~llama();
+
+  const llama_config& config() const;
+
+  /// What the engine launches on; caches must be used in its order.
+  stream_t stream() const;
+
+  /// Bytes of the weights on the device.
+  std::int64_t weight_bytes() const;
+
+  /// Appends one turn's prompt to `cache` and ends the cache's prefill.
+  /// Returns  the logits [vocab_size] after the prompt's last token.
+  std::vector<float> prefill(std::span<const token_t> prompt, kv_cache& cache, const prefill_options& options = {});
+
+  /// Appends 1 to 8 tokens, causal among themselves.
+  /// Returns  the logits [tokens, vocab_size] after each of them.
+  std::vector<float> decode(std::span<const token_t> tokens, kv_cache& cache);
+
+  /// Appends one token and returns the best one after it. The second such step over a cache is captured in a graph,
+  /// later ones replay it.
+  token_t next(token_t token, kv_cache& cache);
+
+  /// Prefills `prompt` and answers greedily; see engine::llama::generate.
+  std::vector<token_t> generate(std::span<const token_t> prompt, kv_cache& cache, const generate_options& options = {});
+
+  /// As `generate`, from the logits that a prefill or decode returned.
+  std::vector<token_t> extend(std::span<const float> logits, kv_cache& cache, const generate_options& options = {});
+
+ private:
+  class state;
+  explicit llama(std::unique_ptr<state> made);
+
+  std::unique_ptr<state> state_;
+};
+
+}  // namespace engine::cuda

@@ -1,0 +1,77 @@
+// The layer operations of a Llama model on the device. All tensors are contiguous, row by row.
+#pragma once
+
+#include <cstdint>
+
+#include "device.hpp"
+#include "engine/config.hpp"
+#include "kv_cache.hpp"
+
+namespace engine::cuda {
+
+/// A weight matrix [outputs, inputs] on the device, as checkpoints store it.
+struct weight_matrix {
+  std::int32_t outputs = 0;
+  std::int32_t inputs = 0;
+  device_array<bf16> values;
+};
+
+/// Matrix products through cuBLAS, on one stream. They can be captured: the workspace is set once.
+class products {
+ public:
+  explicit products(cudaStream_t stream);
+  products(const products&) = delete;
+  ~products();
+
+  enum class write { replace, add };
+
+  /// y = x W^T, or y += x W^T, summed in fp32. Shapes: x [rows, W.inputs], y [rows, W.outputs].
+  void linear(const bf16* x, std::int32_t rows, const weight_matrix& weight, float* y, write how = write::replace);
+
+  /// y += x W^T for an fp32 x; several rows are rounded to bf16 first, into `rounded` of the same shape.
+  void linear(const float* x, std::int32_t rows, const weight_matrix& weight, float* y, bf16* rounded);
+
+ private:
+  cudaStream_t stream_;
+  cublasHandle_t handle_ = nullptr;
+  device_array<std::byte> workspace_;
+};
+
+/// y = x W^T or y += x W^T for one row x, bf16 or fp32, at the speed of reading W. Returns false where the shape does
+/// not fit: W.inputs must be a multiple of 8.
+template <class X>
+bool matrix_vector(const X* x, const weight_matrix& weight, float* y, bool add, cudaStream_t stream);
+
+/// Rows of the embedding. Shapes: tokens [rows], embedding [vocab, width], out [rows, width].
+void gather_rows(const token_t* tokens, std::int32_t rows, const weight_matrix& embedding, float* out,
+                 cudaStream_t stream);
+
+/// y = x / rms(x) * weight, per row. Shapes: x, y [rows, width], weight [width].
+void rms_norm(const float* x, std::int32_t rows, std::int32_t width, const float* weight, float eps, bf16* y,
+              cudaStream_t stream);
+
+/// y = silu(gate) * up. Shapes: gate_up [rows, 2 * width], gate in the first half of a row; y [rows, width].
+void swiglu(const float* gate_up, std::int32_t rows, std::int32_t width, bf16* y, cudaStream_t stream);
+
+/// Where a run of tokens begins: at `first`, or at what `on_device` points to, for steps that are replayed.
+struct run_position {
+  std::int64_t first = 0;
+  const std::int32_t* on_device = nullptr;
+};
+
+/// Cuts fused projections into queries, keys and values of `type`, and rotates queries and keys; see the CPU's
+/// split_and_rotate. Angles are fp32 products of position and speed, as there.
+/// Shapes: qkv [tokens, q_size + 2 * kv_size]; q [tokens, q_size]; k, v [tokens, kv_size]; speeds [head_dim / 2].
+void split_and_rotate(const llama_config& config, const float* speeds, const float* qkv, std::int32_t tokens,
+                      run_position position, element type, void* q, void* k, void* v, cudaStream_t stream);
+
+/// y = x, rounded.
+void round_to_bf16(const float* x, std::int64_t count, bf16* y, cudaStream_t stream);
+
+/// The token with the highest logit of each row, the lowest id among equals. Shapes: logits [rows, vocab], best [rows].
+void best_tokens(const float* logits, std::int32_t rows, std::int32_t vocab, token_t* best, cudaStream_t stream);
+
+/// Fills with values from [-spread, spread), the same for the same seed.
+void fill_random(void* values, element type, std::int64_t count, float spread, std::uint64_t seed, cudaStream_t stream);
+
+}  // namespace engine::cuda

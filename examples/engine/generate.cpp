@@ -1,0 +1,48 @@
+#include "generate.hpp"
+
+#include <string>
+#include <tessera/core/error.hpp>
+
+namespace engine {
+
+token_t best_token(std::span<const float> logits) {
+  tessera::require(!logits.empty(), "number of logits", 0, "at least 1", "pass the logits of one token");
+  // max_element returns the first of equals.
+  return token_t(std::max_element(logits.begin(), logits.end()) - logits.begin());
+}
+
+void require_room(const llama_config& config, std::span<const token_t> tokens, std::int64_t more, std::int64_t seen) {
+  for (const token_t token : tokens)
+    tessera::require(token >= 0 && token < config.vocab_size, "token id", token,
+                     "an id in [0, " + std::to_string(config.vocab_size) + ")",
+                     "use the tokenizer that the model was trained with");
+  const std::int64_t end = seen + std::int64_t(tokens.size()) + more;
+  tessera::require(end <= config.max_position_embeddings, "number of positions needed",
+                   std::to_string(end) + " (" + std::to_string(seen) + " of them in the cache)",
+                   "at most max_position_embeddings = " + std::to_string(config.max_position_embeddings),
+                   "shorten the prompt, ask for fewer new tokens or start a new conversation");
+}
+
+void require_prompt(const llama_config& config, std::span<const token_t> prompt, const prefill_options& options,
+                    std::int64_t seen) {
+  tessera::require(!prompt.empty(), "prompt length", 0, "at least 1 token", "begin the prompt with bos");
+  tessera::require(options.chunk >= 1, "chunk", options.chunk, "at least 1 token", "leave it at its default");
+  require_room(config, prompt, 0, seen);
+}
+
+void require_step(const llama_config& config, std::span<const token_t> tokens, std::int64_t seen) {
+  tessera::require(!tokens.empty() && tokens.size() <= longest_step, "tokens in a decode step", tokens.size(), "1 to 8",
+                   "split the step, or prefill a longer run");
+  require_room(config, tokens, 0, seen);
+}
+
+void require_answer(const llama_config& config, std::span<const float> logits, std::int64_t seen,
+                    const generate_options& options) {
+  tessera::require(options.max_new >= 0, "max_new", options.max_new, "at least 0", "pass a number of tokens");
+  tessera::require(logits.size() == std::size_t(config.vocab_size), "number of logits", logits.size(),
+                   std::to_string(config.vocab_size), "pass the logits of one token");
+  // The last new token is never decoded, so it takes no position.
+  require_room(config, {}, std::max(options.max_new - 1, 0), seen);
+}
+
+}  // namespace engine

@@ -1,0 +1,53 @@
+// Where a command computes: which backends there are, and a model with its caches on one of them.
+#pragma once
+
+#include <filesystem>
+#include <memory>
+#include <span>
+#include <string>
+#include <string_view>
+#include <vector>
+
+#include "engine/generate.hpp"
+#include "method_cache.hpp"
+
+namespace tool {
+
+enum class backend { cpu, cuda };
+
+/// The backends of this build.
+std::vector<std::string> backends();
+
+/// Errors: no backend of that name, one that is not compiled in, or a machine that cannot run it.
+backend require_backend(std::string_view name);
+
+/// An empty cache of a method. `request.tokens` must be there for CUDA.
+/// Errors: parameters or shapes that make no sense; on CUDA also an element type or head dim that is not compiled, and
+/// too little device memory.
+std::unique_ptr<method_cache> make_cache(const method_info& method, backend where, const cache_request& request);
+
+/// A model on a backend. It takes caches of the same backend; see engine::llama for what its functions do.
+class runner {
+ public:
+  virtual ~runner() = default;
+
+  virtual backend where() const = 0;
+  virtual const engine::llama_config& config() const = 0;
+
+  virtual std::vector<float> prefill(std::span<const engine::token_t> prompt, method_cache& cache,
+                                     const engine::prefill_options& options = {}) = 0;
+
+  /// One prompt for several empty caches at once: the first computes the attention, which is the same for all while
+  /// nothing has been dropped; the others only observe. Ends no cache's prefill.
+  virtual std::vector<float> prefill_all(std::span<const engine::token_t> prompt,
+                                         const std::vector<std::unique_ptr<method_cache>>& caches) = 0;
+
+  virtual std::vector<engine::token_t> extend(std::span<const float> logits, method_cache& cache,
+                                              const engine::generate_options& options = {}) = 0;
+};
+
+/// Loads a model's weights to where they are needed. `workers` must outlive the runner.
+/// Errors: see engine::llama::load.
+std::unique_ptr<runner> load_model(const std::filesystem::path& folder, backend where, tessera::cpu::executor& workers);
+
+}  // namespace tool

@@ -1,0 +1,205 @@
+// A recipe's cache on the device behind the tool's interface and the CUDA engine's.
+#pragma once
+
+#include <memory>
+#include <tessera/backend/cuda/cache.cuh>
+#include <vector>
+
+#include "engine/cuda/kv_cache.hpp"
+#include "tool/method_cache.hpp"
+#include "tool/recipe_settings.hpp"
+
+namespace tool {
+
+/// tessera::cuda::cache with one sequence. Rows that come from the host are copied to the device, and outputs back.
+template <class Recipe>
+class cuda_cache_of final : public method_cache, public engine::cuda::kv_cache {
+  using cache_type = tessera::cuda::cache<Recipe, float>;
+  using T = typename cache_type::T;
+  using device_rows = tessera::rows_view<const T>;
+  static constexpr index_t longest_step = 8;
+  static constexpr index_t room = 16;  // what is reserved counts as held; rows move again after so many tokens
+
+ public:
+  explicit cuda_cache_of(const cache_request& request)
+      : tokens_(request.tokens),
+        cache_(request.shape, requested_recipe<Recipe>(request), options(request)),
+        sequence_(cache_.open()) {
+    tessera::cuda::check(cudaDeviceSynchronize(), "cudaDeviceSynchronize");
+  }
+
+  // --- for the engine ----------------------------------------------------------------------------------------------
+
+  engine::cuda::element type() const override {
+    return std::is_same_v<T, tessera::bf16> ? engine::cuda::element::bf16 : engine::cuda::element::fp16;
+  }
+
+  void reserve(std::int64_t tokens, cudaStream_t stream) override {
+    // The first prompt takes the rows of the whole conversation: what nothing drops never moves.
+    const index_t seen = cache_.next_position(sequence_);
+    cache_.reserve(sequence_, seen == 0 ? tokens_ : index_t(tokens), stream);
+  }
+
+  void prefill(int layer, const void* q, const void* k, const void* v, int tokens, float* out,
+               cudaStream_t stream) override {
+    observe(layer, q, k, v, tokens, stream);
+    cache_.prefill_attention(layer, sequence_, queries(q, tokens), outputs(out, tokens), {}, stream);
+  }
+
+  void observe(int layer, const void* q, const void* k, const void* v, int tokens, cudaStream_t stream) override {
+    cache_.prefill(layer, sequence_, queries(q, tokens), keys(k, tokens), keys(v, tokens), stream);
+  }
+
+  void end_prefill(cudaStream_t stream) override {
+    cache_.end_prefill(sequence_, stream);
+    reads_ = {};
+  }
+
+  void begin_step(int tokens, cudaStream_t stream) override { cache_.prepare_step({sequence_}, tokens, stream); }
+
+  void begin_step_on_device(int tokens, cudaStream_t stream) override {
+    cache_.begin_step({sequence_}, tokens, stream);
+  }
+
+  void decode(int layer, const void* q, const void* k, const void* v, int tokens, float* out,
+              cudaStream_t stream) override {
+    cache_.decode(layer, {sequence_}, queries(q, tokens), keys(k, tokens), keys(v, tokens), outputs(out, tokens), {},
+                  stream);
+  }
+
+  void end_step() override {
+    reads_.bytes += cache_.bytes_read(sequence_);
+    ++reads_.steps;
+  }
+
+  const std::int32_t* step_position() const override { return cache_.step_positions() + sequence_; }
+
+  // --- for the tool ------------------------------------------------------------------------------------------------
+
+  void prefill(int layer, const float* q, const float* k, const float* v, int tokens, float* out) override {
+    const tessera::model_shape& shape = cache_.shape();
+    const input_rows given = tessera::nhd_rows(q, tokens, shape.q_heads, cache_type::k_dim);
+    observe(layer, given, tessera::nhd_rows(k, tokens, shape.kv_heads, cache_type::k_dim),
+            tessera::nhd_rows(v, tokens, shape.kv_heads, cache_type::v_dim));
+    uploaded rows(given, cache_type::k_dim);
+    result attended(tokens, shape.q_heads);
+    cache_.prefill_attention(layer, sequence_, rows.view, attended.out, {}, nullptr);
+    attended.download(out, nullptr);
+  }
+
+  void observe(int layer, const input_rows& q, const input_rows& k, const input_rows& v) override {
+    if (layer == 0) reserve(k.tokens, nullptr);
+    const uploaded queries(q, cache_type::k_dim), keys(k, cache_type::k_dim), values(v, cache_type::v_dim);
+    cache_.prefill(layer, sequence_, queries.view, keys.view, values.view, nullptr);
+    tessera::cuda::check(cudaStreamSynchronize(nullptr), "cudaStreamSynchronize");  // before the rows go
+  }
+
+  void end_prefill() override { end_prefill(nullptr); }
+
+  void decode(int layer, const float* q, const float* k, const float* v, int tokens, float* out) override {
+    const tessera::model_shape& shape = cache_.shape();
+    step(layer, tessera::nhd_rows(q, tokens, shape.q_heads, cache_type::k_dim),
+         tessera::nhd_rows(k, tokens, shape.kv_heads, cache_type::k_dim),
+         tessera::nhd_rows(v, tokens, shape.kv_heads, cache_type::v_dim), out, nullptr);
+  }
+
+  void step(int layer, const input_rows& q, const input_rows& k, const input_rows& v, float* out, float* lse) override {
+    if (layer == 0) {
+      cache_.prepare_step({sequence_}, q.tokens, nullptr);
+      cache_.begin_step({sequence_}, q.tokens, nullptr);
+    }
+    const uploaded queries(q, cache_type::k_dim), keys(k, cache_type::k_dim), values(v, cache_type::v_dim);
+    result attended(q.tokens, q.heads);
+    cache_.decode(layer, {sequence_}, queries.view, keys.view, values.view, attended.out, attended.lse, nullptr);
+    attended.download(out, lse);
+    if (layer + 1 == cache_.shape().layers) end_step();
+  }
+
+  std::int64_t next_position() const override { return cache_.next_position(sequence_); }
+  std::unique_ptr<method_cache> clone() const override { return std::make_unique<cuda_cache_of>(*this); }
+  void set_budget(index_t tokens) override {
+    cache_.set_budget(tokens);
+    steps().clear();
+  }
+  index_t queries_needed(index_t tokens) const override { return cache_.recipe().queries_needed(tokens); }
+  offset_t bytes() const override { return cache_.bytes(sequence_); }
+  offset_t full_bytes(index_t tokens) const override { return cache_.full_bytes(tokens); }
+  read_count reads() const override { return reads_; }
+  std::vector<index_t> positions(int layer, index_t head) const override {
+    return cache_.positions(layer, sequence_, head);
+  }
+  void trace_attended() override { cache_.trace_attended(true); }
+  const std::vector<std::vector<index_t>>& attended(int layer) const override {
+    return cache_.attended(layer, sequence_);
+  }
+  engine::cuda::kv_cache* on_device() override { return this; }
+
+ private:
+  /// Rows of the host, contiguous and rounded, on the device.
+  struct uploaded {
+    tessera::cuda::device_buffer<T> memory;
+    device_rows view;
+
+    uploaded(const input_rows& rows, int dim)
+        : memory(std::size_t(rows.tokens) * std::size_t(rows.heads) * std::size_t(dim)) {
+      std::vector<T> packed;
+      packed.reserve(memory.size());
+      for (index_t t = 0; t < rows.tokens; ++t) {
+        for (index_t h = 0; h < rows.heads; ++h) {
+          const float* from = rows.row(0, t, h);
+          for (int d = 0; d < dim; ++d) packed.push_back(T(from[d]));
+        }
+      }
+      tessera::cuda::check(cudaMemcpy(memory.data(), packed.data(), memory.bytes(), cudaMemcpyHostToDevice),
+                           "cudaMemcpy");
+      view = tessera::nhd_rows<const T>(memory.data(), rows.tokens, rows.heads, dim);
+    }
+  };
+
+  /// Outputs and log-sum-exps on the device, on their way to the host.
+  struct result {
+    tessera::cuda::device_buffer<float> out_memory, lse_memory;
+    tessera::rows_view<float> out, lse;
+
+    result(index_t tokens, index_t heads)
+        : out_memory(std::size_t(tokens) * std::size_t(heads) * std::size_t(cache_type::v_dim)),
+          lse_memory(std::size_t(tokens) * std::size_t(heads)),
+          out(tessera::nhd_rows(out_memory.data(), tokens, heads, cache_type::v_dim)),
+          lse(tessera::nhd_rows(lse_memory.data(), tokens, heads, 1)) {}
+
+    void download(float* out_to, float* lse_to) const {
+      tessera::cuda::check(cudaMemcpy(out_to, out_memory.data(), out_memory.bytes(), cudaMemcpyDeviceToHost),
+                           "cudaMemcpy");
+      if (!lse_to) return;
+      tessera::cuda::check(cudaMemcpy(lse_to, lse_memory.data(), lse_memory.bytes(), cudaMemcpyDeviceToHost),
+                           "cudaMemcpy");
+    }
+  };
+
+  static tessera::cuda::cache_options options(const cache_request& request) {
+    tessera::cuda::cache_options options;
+    options.tokens = request.tokens;
+    options.room = room;
+    options.step_tokens = longest_step;
+    // Rows move within the pool, one layer at a time: it takes room for one layer more.
+    options.rows = (offset_t(request.shape.layers) + 1) * request.shape.kv_heads * (offset_t(request.tokens) + room);
+    return options;
+  }
+
+  device_rows queries(const void* data, int tokens) const {
+    return tessera::nhd_rows(static_cast<const T*>(data), tokens, cache_.shape().q_heads, cache_type::k_dim);
+  }
+  device_rows keys(const void* data, int tokens) const {
+    return tessera::nhd_rows(static_cast<const T*>(data), tokens, cache_.shape().kv_heads, cache_type::k_dim);
+  }
+  tessera::rows_view<float> outputs(float* data, int tokens) const {
+    return tessera::nhd_rows(data, tokens, cache_.shape().q_heads, cache_type::v_dim);
+  }
+
+  index_t tokens_;
+  cache_type cache_;
+  index_t sequence_;
+  read_count reads_;
+};
+
+}  // namespace tool

@@ -1,0 +1,212 @@
+// The engine and the tool on CUDA against themselves on the CPU. Compiled into the tests of builds that have both, run
+// where there is a device.
+#include "catch.hpp"
+
+#ifdef TESSERA_TOOL_CUDA
+#include <algorithm>
+#include <cmath>
+#include <cstdio>
+#include <filesystem>
+#include <random>
+#include <tessera/core/error.hpp>
+
+#include "../tiny_model.hpp"
+#include "engine/cuda/kv_cache.hpp"
+#include "engine/cuda/model.hpp"
+#include "engine/model.hpp"
+#include "tool/backend.hpp"
+#include "tool/compress.hpp"
+#include "tool/registry.hpp"
+
+using engine::token_t;
+using tessera::index_t;
+using tool::backend;
+
+namespace {
+
+bool no_device() {
+  try {
+    engine::cuda::require_device();
+    return false;
+  } catch (const tessera::error& problem) {
+    CHECK_THAT(problem.what(), contains("CUDA device") && contains("--backend cpu"));
+    WARN("skipped: no CUDA device on this machine");
+    return true;
+  }
+}
+
+tool::cache_request tiny_request(std::optional<index_t> budget, index_t tokens) {
+  return {{2, 4, 2}, 64, tool::element_type::bf16, budget, {}, std::make_shared<tessera::cpu::executor>(2), tokens};
+}
+
+std::unique_ptr<tool::method_cache> tiny_cache(const std::string& method, backend where,
+                                               std::optional<index_t> budget = {}, index_t tokens = 400) {
+  return tool::make_cache(tool::find_method(method), where, tiny_request(budget, tokens));
+}
+
+std::vector<token_t> random_tokens(std::size_t count) {
+  std::mt19937 random(5);
+  std::vector<token_t> tokens(count);
+  for (token_t& token : tokens) token = token_t(random() % 2048);
+  return tokens;
+}
+
+/// |a - b| / |b|
+double distance(const std::vector<float>& a, const std::vector<float>& b) {
+  double difference = 0, size = 0;
+  for (std::size_t i = 0; i < a.size(); ++i) {
+    difference += (double(a[i]) - b[i]) * (double(a[i]) - b[i]);
+    size += double(b[i]) * b[i];
+  }
+  return std::sqrt(difference / size);
+}
+
+}  // namespace
+
+TEST_CASE("the CUDA engine's logits are those of the CPU engine to bf16 rounding, whatever the chunks") {
+  if (no_device()) return;
+  const tool_tests::tiny_model folder;
+  tessera::cpu::executor workers(2);
+  auto on_cpu = engine::llama::load(folder.path(), workers);
+  auto on_cuda = engine::cuda::llama::load(folder.path());
+  const auto prompt = random_tokens(300);
+  const std::vector<token_t> step = random_tokens(8);
+  const auto cpu_cache = tiny_cache("full", backend::cpu);
+  const auto expected = on_cpu.prefill(prompt, *cpu_cache);
+  const auto expected_step = on_cpu.decode(step, *cpu_cache);
+  for (const std::int32_t chunk : {7, 64, 512}) {
+    INFO("chunks of " << chunk);
+    const auto cache = tiny_cache("full", backend::cuda);
+    engine::prefill_options options;
+    options.chunk = chunk;
+    CHECK(distance(on_cuda.prefill(prompt, *cache->on_device(), options), expected) < 0.02);
+    const auto after = on_cuda.decode(step, *cache->on_device());
+    REQUIRE(after.size() == expected_step.size());
+    CHECK(distance(after, expected_step) < 0.02);
+    CHECK(cache->next_position() == 308);
+  }
+}
+
+TEST_CASE("the shipped model's logits on CUDA equal those of transformers to bf16 rounding") {
+  if (no_device()) return;
+  const std::filesystem::path source = TESSERA_SOURCE_DIR;
+  auto model = engine::cuda::llama::load(source / "examples/model");
+  const auto& config = model.config();
+  const auto file = engine::safetensors_file::open(source / "tests/fixtures/logits/logits.safetensors");
+  for (int prompt = 0; file.contains("tokens." + std::to_string(prompt)); ++prompt) {
+    const std::string number = std::to_string(prompt);
+    const auto wide = file.to_int64("tokens." + number, std::vector<std::int64_t>{engine::any_size});
+    const std::vector<token_t> tokens(wide.begin(), wide.end());
+    auto request = tiny_request({}, index_t(tokens.size()) + 8);
+    request.shape = {config.num_hidden_layers, config.num_attention_heads, config.num_key_value_heads};
+    const auto cache = tool::make_cache(tool::find_method("full"), backend::cuda, request);
+    const double error = distance(model.prefill(tokens, *cache->on_device()),
+                                  file.to_fp32("fp32." + number, std::vector<std::int64_t>{config.vocab_size}));
+    INFO("prompt " << number << " of " << tokens.size() << " tokens");
+    CHECK(error < 2e-2);
+    std::printf("cuda, %5zu tokens: relative error of the logits %.2e\n", tokens.size(), error);
+  }
+}
+
+TEST_CASE("replayed steps give the bits of steps that were launched one by one") {
+  if (no_device()) return;
+  const tool_tests::tiny_model folder;
+  auto model = engine::cuda::llama::load(folder.path());
+  const auto prompt = random_tokens(200);
+  for (const auto& method : tool::methods()) {
+    INFO(method.name);
+    auto launched = tiny_cache(method.name, backend::cuda, 64);
+    model.prefill(prompt, *launched->on_device());
+    const auto replayed = launched->clone();
+    for (token_t token = 1; token < 40; ++token) {
+      const auto bits = model.decode({&token, 1}, *replayed->on_device());
+      launched = launched->clone();  // a copy has no graph yet
+      CHECK(model.decode({&token, 1}, *launched->on_device()) == bits);
+    }
+    CHECK(replayed->reads().steps == 39);
+    CHECK(replayed->positions(1, 1) == launched->positions(1, 1));
+  }
+}
+
+TEST_CASE("steps of several tokens and of one may alternate") {
+  if (no_device()) return;
+  const tool_tests::tiny_model folder;
+  auto model = engine::cuda::llama::load(folder.path());
+  const auto prompt = random_tokens(100), more = random_tokens(30);
+  const auto one = tiny_cache("full", backend::cuda), several = tiny_cache("full", backend::cuda);
+  model.prefill(prompt, *one->on_device());
+  model.prefill(prompt, *several->on_device());
+  std::vector<float> last, last_of_several;
+  for (const token_t token : more) last = model.decode({&token, 1}, *one->on_device());
+  std::size_t done = 0;
+  for (const std::size_t count : {1, 8, 1, 3, 8, 1, 8}) {
+    const auto all = model.decode(std::span(more).subspan(done, count), *several->on_device());
+    last_of_several.assign(all.end() - 2048, all.end());
+    done += count;
+  }
+  REQUIRE(done == more.size());
+  CHECK(distance(last_of_several, last) < 0.02);
+}
+
+TEST_CASE("compress on CUDA keeps and reads what it does on the CPU") {
+  if (no_device()) return;
+  std::mt19937 random(1);
+  std::normal_distribution<float> normal;
+  engine::safetensors_writer writer;
+  const engine_tests::temporary_folder folder;
+  const auto add = [&](const std::string& name, std::vector<std::int64_t> shape) {
+    std::vector<float> values(std::size_t(shape[0] * shape[1] * shape[2]));
+    for (float& value : values) value = normal(random);
+    writer.add_rounded(name, std::move(shape), values, engine::dtype::bf16);
+  };
+  add("k", {2, 500, 128});
+  add("v", {2, 500, 128});
+  add("q", {500, 8, 128});
+  add("q_decode", {5, 8, 128});
+  add("k_decode", {5, 2, 128});
+  add("v_decode", {5, 2, 128});
+  writer.write(folder / "layer");
+  const auto in = engine::safetensors_file::open(folder / "layer");
+  for (const auto& method : tool::methods()) {
+    INFO(method.name);
+    tool::compress_options options;
+    options.method = method.name;
+    options.budget = 100;
+    options.workers = std::make_shared<tessera::cpu::executor>(2);
+    const auto run = [&](backend where) {
+      options.where = where;
+      tool::compress(in, options).file.write(folder / "kept");
+      return engine::safetensors_file::open(folder / "kept");
+    };
+    const auto any = std::vector<std::int64_t>{engine::any_size};
+    const auto on_cpu = run(backend::cpu);
+    const auto expected = on_cpu.to_int64("attend.indices", any);
+    const auto expected_out = on_cpu.to_fp32("out", std::vector<std::int64_t>{5, 8, 128});
+    const auto on_cuda = run(backend::cuda);
+    const auto read = on_cuda.to_int64("attend.indices", any);
+    // Sums in another order may turn near ties.
+    REQUIRE(read.size() == expected.size());
+    std::int64_t same = 0;
+    for (std::size_t i = 0; i < read.size(); ++i) same += read[i] == expected[i];
+    CHECK(double(same) >= 0.9 * double(read.size()));
+    const auto out = on_cuda.to_fp32("out", std::vector<std::int64_t>{5, 8, 128});
+    if (same == std::int64_t(read.size())) CHECK(distance(out, expected_out) < 0.01);
+  }
+}
+
+TEST_CASE("what CUDA caches cannot store is refused with the cure") {
+  if (no_device()) return;
+  auto request = tiny_request({}, 100);
+  request.head_dim = 96;
+  CHECK_THROWS_WITH(tool::make_cache(tool::find_method("full"), backend::cuda, request),
+                    contains("head_dim is 96") && contains("--backend cpu"));
+  request = tiny_request({}, 100);
+  request.element = tool::element_type::fp32;
+  CHECK_THROWS_WITH(tool::make_cache(tool::find_method("full"), backend::cuda, request), contains("fp32"));
+}
+
+#else
+
+TEST_CASE("the CUDA engine is not part of this build") { SUCCEED(); }
+
+#endif
