@@ -227,17 +227,17 @@ struct recipe {
     return result;
   }
 
-  /// The first stage as `plan` has it: `retain`, with a budget of one stage.
-  auto first_stage(const stage_plan& plan) const {
-    const auto with = [&](const auto& budget) {
-      using budget_type = std::remove_cvref_t<decltype(budget)>;
-      return tessera::retain<typename Retain::scorer_type, budget_type, typename Retain::selector_type>{
-          this->retain.scorer, budget, this->retain.selector};
-    };
-    if constexpr (plans) {
-      return with(this->retain.budget.planned(plan));
+  /// The first stage as `plan` has it: `retain`, with a budget of one stage; `retain_all` where there is none.
+  auto first_stage([[maybe_unused]] const stage_plan& plan) const {
+    if constexpr (!chooses) {
+      return retain_all{};
     } else {
-      return with(this->retain.budget);
+      const auto budget = [&] {
+        if constexpr (plans) return this->retain.budget.planned(plan);
+        if constexpr (!plans) return this->retain.budget;
+      }();
+      return tessera::retain<typename Retain::scorer_type, std::remove_cv_t<decltype(budget)>,
+                             typename Retain::selector_type>{this->retain.scorer, budget, this->retain.selector};
     }
   }
 

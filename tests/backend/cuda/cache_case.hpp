@@ -60,7 +60,8 @@ class conversation {
 
  public:
   conversation(const Method& method, disagreement& seen)
-      : seen_(seen),
+      : method_(method),
+        seen_(seen),
         shape_{draw(1, 3), 0, draw(1, 4)},
         workers_(std::make_shared<cpu::executor>(1)),
         host_((shape_.q_heads = shape_.kv_heads * draw(1, 8), shape_), method, workers_),
@@ -148,12 +149,19 @@ class conversation {
     }
     compare_stored();
     for (const index_t id : ids_) {
-      if (same_) REQUIRE(host_.bytes_read(id) == device_.bytes_read(id));
+      if (!same_) continue;
+      if constexpr (Method::estimates) {
+        // The device counts both extrema where heads may differ in sign, and whole keys for pages of one slot.
+        REQUIRE(host_.bytes_read(id) <= device_.bytes_read(id));
+      } else {
+        REQUIRE(host_.bytes_read(id) == device_.bytes_read(id));
+      }
     }
   }
 
   void compare_stored() {
     for (const index_t id : ids_) {
+      if constexpr (Method::estimates) most_swapped_ = std::max(most_swapped_, page_of(id));
       REQUIRE(host_.next_position(id) == device_.next_position(id));
       for (index_t layer = 0; layer < shape_.layers; ++layer) {
         for (index_t h = 0; h < shape_.kv_heads; ++h)
@@ -173,11 +181,22 @@ class conversation {
                    << missing.size());
     REQUIRE(std::is_sorted(got.begin(), got.end()));
     REQUIRE(std::abs(index_t(expected.size()) - index_t(got.size())) <= 1);  // adaptive budgets count by score too
-    REQUIRE(missing.size() <= 1);
+    REQUIRE(index_t(missing.size()) <= most_swapped_);
     ++seen_.swapped;
     same_ = false;
   }
 
+  /// What is chosen together: where estimates of two pages cannot be told apart, so much may differ.
+  index_t page_of(index_t id) const {
+    const stage_plan expected = host_.plan(id), got = device_.plan(id);
+    REQUIRE(expected.read == got.read);
+    REQUIRE(expected.retained == got.retained);
+    REQUIRE(expected.ratio == got.ratio);
+    return method_.step_scorer(expected).page;
+  }
+
+  Method method_;
+  index_t most_swapped_ = 1;
   disagreement& seen_;
   model_shape shape_;
   std::shared_ptr<cpu::executor> workers_;

@@ -45,7 +45,7 @@ class cache {
         options_(checked(options)),
         device_(device_info::current()),
         store_(shape.layers, options.sequences, shape.kv_heads, options.rows_for(shape), Recipe::retains,
-               observes_every_query),
+               observes_every_query, Recipe::filters),
         next_(std::size_t(options.sequences)),
         first_(std::size_t(options.sequences)),
         sequences_(options.sequences, shape.layers),
@@ -172,7 +172,10 @@ class cache {
               "pass each sequence once a step");
       for (index_t layer = 0; layer < shape_.layers; ++layer) require_fits(layer, id, tokens);
     }
-    for (const auto& [first, count] : runs(ids)) operations(first, count);
+    for (const auto& [first, count] : runs(ids)) {
+      operations(first, count);
+      for (index_t id = first; id < first + count; ++id) sequences_.at(id).batched = count;
+    }
     for (const index_t id : ids) {
       detail::sequence_state& sequence = sequences_.at(id);
       sequence.prepared = tokens;
@@ -285,7 +288,7 @@ class cache {
         if constexpr (retains_steps) n = std::min<offset_t>(n + sequence.prepared, next_position(id));
         offset_t attended = n;
         if constexpr (Recipe::retrieves) {
-          const auto& retrieve = (*steps_.at(key_of(sequence.plan, 1))).retrieve();
+          const auto& retrieve = (*steps_.at(key_of(step_plan(sequence.plan), sequence.batched))).retrieve();
           attended = std::min<offset_t>(n, retrieve.most_read());
           total += retrieve.bytes_read(n);
           if constexpr (Recipe::filters) total += attended * offset_t(sizeof(index_t));

@@ -48,12 +48,12 @@ struct cache_options {
         }
         const index_t page = recipe.step_scorer(plan).page;
         if (page == 1) continue;
-        index_t held = index_t(prompt);
-        if constexpr (Recipe::chooses) held = std::min(held, recipe.first_stage(plan).budget.tokens + 1);
+        offset_t held = plan.capacity;
+        if constexpr (Recipe::chooses) held = std::max<offset_t>(held, recipe.first_stage(plan).budget.tokens + 1);
         // What a head's last page and the rounding of its room add, and 2 % for the lengths between those tried.
-        most = std::max<offset_t>(most, offset_t(1.02 * (held + room) / page) + 24);
+        most = std::max(most, offset_t(1.02 * double(held + 2 * room)) / page + 24);
       }
-      return offset_t(shape.layers) * sequences * shape.kv_heads * most;
+      return (offset_t(shape.layers) * sequences + 1) * shape.kv_heads * most;
     }
   }
 };

@@ -23,6 +23,7 @@ struct layer_state {
 struct sequence_state {
   bool open = false;
   index_t prepared = 0;      // tokens of the step that prepare_step made room for
+  index_t batched = 0;       // sequences that this step launches together with it
   index_t first_prompt = 0;  // tokens; 0 until it has ended
   stage_plan plan;           // of a conversation without a prompt, until the first has ended
   std::vector<layer_state> layers;
@@ -50,7 +51,7 @@ class sequence_table {
     const auto free = std::find_if(all_.begin(), all_.end(), [](const auto& s) { return !s.open; });
     require(free != all_.end(), "open sequences", all_.size(), "fewer before another is opened",
             "close one, or raise cache_options::sequences");
-    *free = {true, 0, 0, plan, std::vector<layer_state>(std::size_t(layers_))};
+    *free = {true, 0, 0, 0, plan, std::vector<layer_state>(std::size_t(layers_))};
     return index_t(free - all_.begin());
   }
 

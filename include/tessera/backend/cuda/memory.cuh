@@ -91,7 +91,8 @@ std::vector<T> downloaded(const T* from, std::size_t count) {
 /// Runs of rows, handed out and taken back on the host: first fit, neighbours join.
 class row_spans {
  public:
-  explicit row_spans(offset_t rows) : rows_(rows) {
+  /// `what` is handed out; `cure` helps where there is too little of it.
+  row_spans(offset_t rows, const char* what, const char* cure) : rows_(rows), what_(what), cure_(cure) {
     if (rows > 0) free_[0] = rows;
   }
 
@@ -102,9 +103,8 @@ class row_spans {
     if (found == free_.end()) {
       offset_t longest = 0;
       for (const auto& run : free_) longest = std::max(longest, run.second);
-      fail("rows of the cache", std::to_string(count) + " more",
-           "the longest free run, which is " + std::to_string(longest) + " of " + std::to_string(rows_),
-           "raise cache_options::rows, reserve a prompt's length before it comes, or close a sequence");
+      fail(what_, std::to_string(count) + " more",
+           "the longest free run, which is " + std::to_string(longest) + " of " + std::to_string(rows_), cure_);
     }
     const auto [first, length] = *found;
     free_.erase(found);
@@ -137,6 +137,7 @@ class row_spans {
 
  private:
   offset_t rows_, used_ = 0, most_used_ = 0;
+  const char *what_, *cure_;
   std::map<offset_t, offset_t> free_;  // first row, count
 };
 

@@ -68,7 +68,7 @@ class read_store {
   read_store(index_t layers, index_t sequences, index_t kv_heads, offset_t pages)
       : sequences_(sequences),
         heads_(kv_heads),
-        spans_(pages),
+        spans_(pages, "pages of the index", "raise cache_options::index_pages, or close a sequence"),
         places_(std::size_t(layers) * std::size_t(sequences)),
         counts_(Recipe::filters ? places_.size() * std::size_t(kv_heads) : 0),
         data_(std::size_t(pages) * 2 * k_dim),

@@ -1,0 +1,46 @@
+// The CUDA cache of the methods that read an estimate, some behind a first stage, against the CPU's.
+#include "cache_case.hpp"
+#include "tessera/methods/hsa.hpp"
+#include "tessera/methods/quest.hpp"
+#include "tessera/methods/rocketkv.hpp"
+#include "tessera/methods/rocketkv_mt.hpp"
+#include "tessera/methods/sparq.hpp"
+
+using namespace tessera;
+using namespace gpu_test;
+
+TEST_CASE("hsa on the device holds the CPU's conversations", "[gpu][cache]") {
+  if (gpu_missing()) return;
+  hold_conversations<hsa<bf16, 64, 64>>(40);
+}
+TEST_CASE("a recorded step of hsa follows its growing cache", "[gpu][cache]") {
+  if (gpu_missing()) return;
+  replay_steps<hsa<bf16, 64, 64>>();
+}
+
+TEST_CASE("quest on the device holds the CPU's conversations", "[gpu][cache]") {
+  if (gpu_missing()) return;
+  hold_conversations<quest<fp16, 64, 64>>(40);
+}
+TEST_CASE("a recorded step of quest follows its growing cache", "[gpu][cache]") {
+  if (gpu_missing()) return;
+  replay_steps<quest<fp16, 64, 64>>();
+}
+
+TEST_CASE("rocketkv on the device holds the CPU's conversations", "[gpu][cache]") {
+  if (gpu_missing()) return;
+  hold_conversations<rocketkv<bf16, 64, 64>>(40);
+}
+TEST_CASE("a recorded step of rocketkv follows its growing cache", "[gpu][cache]") {
+  if (gpu_missing()) return;
+  replay_steps<rocketkv<bf16, 64, 64>>();
+}
+
+TEST_CASE("rocketkv_mt on the device holds the CPU's conversations", "[gpu][cache]") {
+  if (gpu_missing()) return;
+  hold_conversations<rocketkv_mt<fp16, 64, 64>>(40);
+}
+TEST_CASE("a recorded step of rocketkv_mt follows its growing cache", "[gpu][cache]") {
+  if (gpu_missing()) return;
+  replay_steps<rocketkv_mt<fp16, 64, 64>>();
+}
