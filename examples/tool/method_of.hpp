@@ -52,13 +52,7 @@ class cache_of final : public method_cache {
   void set_budget(index_t tokens) override { cache_.set_budget(tokens); }
 
   index_t queries_needed(index_t tokens) const override {
-    if constexpr (Recipe::retains) {
-      const auto& scorer = cache_.recipe().retain.scorer;
-      using scorer_type = std::remove_cvref_t<decltype(scorer)>;
-      if constexpr (scorer_type::observed == tessera::observes::every_query) return tokens;
-      if constexpr (scorer_type::observed == tessera::observes::window) return std::min(tokens, scorer.window);
-    }
-    return 0;
+    return cache_.recipe().queries_needed(tokens);
   }
 
   offset_t bytes() const override { return cache_.bytes(sequence_); }
@@ -135,7 +129,7 @@ method_info describe() {
   method_info info;
   info.name = recipe::name;
   info.paper = recipe::paper;
-  info.has_budget = recipe::retains || recipe::retrieves;
+  info.has_budget = recipe::chooses || recipe::retrieves;
   recipe::policies([&](const char* axis, const char* policy) { info.policies.push_back({axis, policy}); });
   info.parameters = parameters_of(recipe{});
   info.configured = [](const std::vector<setting>& settings) {

@@ -13,6 +13,8 @@ TESSERA_NAMESPACE_BEGIN
 namespace cuda {
 namespace detail {
 
+inline constexpr float not_a_number = std::numeric_limits<float>::quiet_NaN();
+
 /// Folds slots [from, n) of one (sequence, kv_head) into those of their pages that lie in [first_page, end_page), one
 /// thread a channel: its slots in order, so that the bits are the CPU's.
 template <class View, class T, int D>
@@ -25,10 +27,9 @@ __device__ void fold_slots(const View& view, index_t sequence, index_t head, con
     const index_t p = slot / index.page;
     if (p < first_page || p >= end_page) continue;
     const float fresh = float(view.key(sequence, head, slot)[channel * view.k_strides.dim]);
-    constexpr float none = std::numeric_limits<float>::quiet_NaN();
     const bool first = slot == p * index.page;
-    low[p] = T(lower_with(first ? none : float(low[p]), fresh));
-    high[p] = T(upper_with(first ? none : float(high[p]), fresh));
+    low[p] = T(lower_with(first ? not_a_number : float(low[p]), fresh));
+    high[p] = T(upper_with(first ? not_a_number : float(high[p]), fresh));
   }
 }
 
@@ -57,8 +58,7 @@ __global__ void __launch_bounds__(Threads)
   if (count <= 0) return;
   const int channel = int(threadIdx.x) % (D / 2) * 2;
   for (index_t p = index_t(threadIdx.x) / (D / 2); p < count; p += lanes) {
-    constexpr float none = std::numeric_limits<float>::quiet_NaN();
-    float low[2] = {none, none}, high[2] = {none, none};
+    float low[2] = {not_a_number, not_a_number}, high[2] = {not_a_number, not_a_number};
     const index_t begin = (first + p) * index.page, end = first + p + 1 == pages ? n : begin + index.page;
 #pragma unroll 4
     for (index_t slot = begin; slot < end; ++slot) {

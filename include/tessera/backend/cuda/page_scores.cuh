@@ -44,7 +44,7 @@ __device__ void finish_tile(float4 products, const logit_rule& rule, float scale
   for (int j = 0; j < 4; ++j) {
     const index_t p = first + j;
     const float logit = rule.cap(scale * x[j]);
-    x[j] = logit < infinity ? logit : std::numeric_limits<float>::quiet_NaN();
+    x[j] = logit < infinity ? logit : not_a_number;
     seen[j] = p < pages ? min(run.end, p + 1 == pages ? n : (p + 1) * page) - max(run.begin, p * page) : 0;
     if (seen[j] > 0) top = fmaxf(top, x[j]);  // not NaN
   }
@@ -68,21 +68,31 @@ __device__ void publish_runs(const page_query_storage<View::k_dim>& s, index_t t
 }
 
 template <class T>
+__device__ float float_of(std::uint16_t bits) {
+  if constexpr (std::is_same_v<T, fp16>) {
+    float value;
+    asm("cvt.f32.f16 %0, %1;" : "=f"(value) : "h"(bits));
+    return value;
+  } else {
+    return float(bits_as<T>(bits));
+  }
+}
+template <class T>
 __device__ void four_floats(uint2 raw, float* x) {
-  x[0] = float(bits_as<T>(std::uint16_t(raw.x)));
-  x[1] = float(bits_as<T>(std::uint16_t(raw.x >> 16)));
-  x[2] = float(bits_as<T>(std::uint16_t(raw.y)));
-  x[3] = float(bits_as<T>(std::uint16_t(raw.y >> 16)));
+  x[0] = float_of<T>(std::uint16_t(raw.x));
+  x[1] = float_of<T>(std::uint16_t(raw.x >> 16));
+  x[2] = float_of<T>(std::uint16_t(raw.y));
+  x[3] = float_of<T>(std::uint16_t(raw.y >> 16));
 }
 
 /// Shared memory of a block behind the storage: the queries, the columns with their rows of q, and the warps' products.
 template <class T, int D>
 struct page_shared {
   // At most two columns a channel. Padding: `rows` of q begin on 16 bytes.
-  static constexpr std::size_t columns_at(index_t rows) { return std::size_t(rows) * D * sizeof(T); }
-  static constexpr std::size_t q_at(index_t rows) { return columns_at(rows) + 2 * D * sizeof(T*); }
-  static constexpr std::size_t sums_at(index_t rows) { return q_at(rows) + 2 * D * chunk_rows * sizeof(float); }
-  static constexpr std::size_t bytes(index_t rows) {
+  TESSERA_HD static constexpr std::size_t columns_at(index_t rows) { return std::size_t(rows) * D * sizeof(T); }
+  TESSERA_HD static constexpr std::size_t q_at(index_t rows) { return columns_at(rows) + 2 * D * sizeof(T*); }
+  TESSERA_HD static constexpr std::size_t sums_at(index_t rows) { return q_at(rows) + 2 * D * chunk_rows * sizeof(float); }
+  TESSERA_HD static constexpr std::size_t bytes(index_t rows) {
     return sums_at(rows) + page_warps * tile_pages * sizeof(float) * std::size_t(rows < chunk_rows ? rows : chunk_rows);
   }
 };
@@ -198,11 +208,11 @@ __global__ void __launch_bounds__(page_threads, 3)
 template <class T, int D>
 struct key_shared {
   static constexpr int key_bytes = D * int(sizeof(T)) + 16;  // rows begin four banks apart
-  static constexpr std::size_t weights_at(index_t rows) { return std::size_t(rows) * D * sizeof(T); }
-  static constexpr std::size_t masks_at(index_t rows) { return weights_at(rows) + D * chunk_rows * sizeof(float); }
-  static constexpr std::size_t keys_at(index_t rows) { return masks_at(rows) + D * sizeof(T); }
-  static constexpr std::size_t sums_at(index_t rows) { return keys_at(rows) + std::size_t(tile_pages) * key_bytes; }
-  static constexpr std::size_t bytes(index_t rows) {
+  TESSERA_HD static constexpr std::size_t weights_at(index_t rows) { return std::size_t(rows) * D * sizeof(T); }
+  TESSERA_HD static constexpr std::size_t masks_at(index_t rows) { return weights_at(rows) + D * chunk_rows * sizeof(float); }
+  TESSERA_HD static constexpr std::size_t keys_at(index_t rows) { return masks_at(rows) + D * sizeof(T); }
+  TESSERA_HD static constexpr std::size_t sums_at(index_t rows) { return keys_at(rows) + std::size_t(tile_pages) * key_bytes; }
+  TESSERA_HD static constexpr std::size_t bytes(index_t rows) {
     return sums_at(rows) + tile_pages * sizeof(float) * std::size_t(rows < chunk_rows ? rows : chunk_rows);
   }
 };

@@ -1,0 +1,160 @@
+// Paged retrieval on the GPU, what the host calls: which slots a decode step reads, from an estimate in place of keys.
+#pragma once
+
+#include <algorithm>
+#include <string>
+
+#include "../../core/selection.hpp"
+#include "decode_problem.cuh"
+#include "page_select.cuh"
+#include "tuning.cuh"
+
+TESSERA_NAMESPACE_BEGIN
+namespace cuda {
+
+/// Chooses what a step reads, as cpu::choose_by_pages does with a tokens_or_pages selector.
+///
+/// `workspace_bytes` once, then `run` any number of times: no allocation, no synchronisation, no length on the host, so a
+/// captured graph can be replayed while lengths grow. Repeated calls give the same bits. The CPU's choice but for scores
+/// that rounding cannot tell apart. A step of several tokens reads its own; the scorer's protected tail too.
+/// Shapes   as page_problem says; lengths at most `capacity`; a row of `out` holds `most_chosen()` slots.
+/// Errors   shapes that the kernels cannot take: tessera::error before anything is launched.
+/// Cost     two launches. One value per page and chosen channel is read (two where Quest's heads differ in sign); of pages
+///          of one slot whole keys, since their channels stand side by side.
+template <class View, paged_scorer Scorer>
+class choose_pages {
+  using T = typename View::element_type;
+  static constexpr int D = View::k_dim;
+  static_assert(sizeof(T) == 2, "tessera: the page kernels take fp16 and bf16");
+
+ public:
+  using problem_type = page_problem<View>;
+
+  /// `scorer` is fitted: its page and channels are at least 1. `read` tokens are chosen of a row. `tokens` is the most
+  /// that a step may have.
+  choose_pages(const Scorer& scorer, selection_unit unit, index_t read, index_t sequences, index_t kv_heads,
+               index_t q_heads, index_t tokens, index_t capacity, const device_info& device)
+      : scorer_(scorer), unit_(unit), read_(read), rows_(sequences * kv_heads), kv_heads_(kv_heads), q_heads_(q_heads),
+        tokens_(tokens), capacity_(capacity) {
+    require(scorer.page >= 1, "page", index_t(scorer.page), "at least 1", "pass the scorer that `fitted` returns");
+    require(scorer.channels >= 1 && scorer.channels <= D, "channels", index_t(scorer.channels),
+            "1 to the head dim, which is " + std::to_string(D), "pass the scorer that `fitted` returns");
+    require(read >= 1, "read", read, "at least 1", "pass how many tokens a step attends");
+    require(sequences >= 1 && kv_heads >= 1 && rows_ <= 65535, "sequences * kv_heads", rows_, "1 to 65535",
+            "split the batch");
+    require(q_heads >= 1 && q_heads % kv_heads == 0, "q_heads", q_heads, "a multiple of kv_heads",
+            "pass the model's head counts");
+    require(tokens >= 1 && tokens <= detail::most_step_tokens, "tokens", tokens,
+            "1 to " + std::to_string(detail::most_step_tokens), "split the step");
+    require(tokens * (q_heads / kv_heads) <= detail::most_query_rows, "tokens * query heads of a group",
+            tokens * (q_heads / kv_heads), "at most " + std::to_string(detail::most_query_rows), "split the step");
+    require(capacity >= 1, "capacity", capacity, "at least 1", "pass the most tokens that a row may hold");
+    query_rows_ = tokens * (q_heads / kv_heads);
+    const index_t pages = ceil_div(capacity, scorer.page), tiles = ceil_div(pages, detail::tile_pages);
+    stride_ = tiles * detail::tile_pages;
+    // Few rows: a block a tile, to be done soon. Many: blocks that choose their channels once for several tiles.
+    tiles_each_ = scorer.page == 1 ? 1 : std::clamp(tiles * rows_ / (device.multiprocessors * 5), 1, 8);
+    shared_ = scorer.page == 1 ? detail::key_shared<T, D>::bytes(query_rows_) : detail::page_shared<T, D>::bytes(query_rows_);
+    key_stride_ = (pages + detail::page_choice_storage::most_cuts + 3) / 4 * 4;
+    const auto allow = [&](auto entry, std::size_t wanted) {  // the limit belongs to the kernel: always the device's
+      cudaFuncAttributes of{};
+      check(cudaFuncGetAttributes(&of, entry), "cudaFuncGetAttributes");
+      const int room = device.shared_memory - int(of.sharedSizeBytes);
+      check(cudaFuncSetAttribute(entry, cudaFuncAttributeMaxDynamicSharedMemorySize, room), "cudaFuncSetAttribute");
+      return wanted <= std::size_t(room);
+    };
+    logits_entry_ = scorer.page == 1 ? detail::key_logits_entry<View, Scorer> : detail::page_logits_entry<View, Scorer>;
+    require(allow(logits_entry_, shared_), "shared memory of a block", shared_,
+            "at most " + std::to_string(device.shared_memory), "split the step");
+    resident_ = allow(detail::choose_pages_entry<true>, std::size_t(key_stride_) * 4);
+  }
+
+  std::size_t workspace_bytes() const { return keys_at() + (resident_ ? 0 : std::size_t(rows_) * std::size_t(key_stride_) * 4); }
+
+  /// The most slots that are chosen of a row.
+  index_t most_chosen() const {
+    if (unit_ == selection_unit::token) return std::min(read_, capacity_);
+    const offset_t page = scorer_.page, forced = (std::max(tail_of(tokens_), 1) - 1) / page + 2;
+    return index_t(std::min<offset_t>(capacity_, std::max<offset_t>(forced, (read_ - 1) / page + 1) * page));
+  }
+
+  const Scorer& scorer() const { return scorer_; }
+
+  void run(const problem_type& p, void* workspace, cudaStream_t stream) const {
+    check_problem(p);
+    const index_t rows = p.view.sequences * kv_heads_, group = q_heads_ / kv_heads_;
+    if (rows == 0 || p.q.tokens == 0) return;
+    auto* bytes = static_cast<unsigned char*>(workspace);
+    const index_t query_rows = p.q.tokens * group;
+    const detail::page_scratch scratch{reinterpret_cast<float*>(bytes), reinterpret_cast<float2*>(bytes + partials_at()),
+                                       reinterpret_cast<detail::slot_run*>(bytes + runs_at()), stride_, query_rows,
+                                       tiles_each_, read_};
+    const unsigned tiles = unsigned(ceil_div(stride_ / detail::tile_pages, tiles_each_));
+    const int threads = scorer_.page == 1 ? detail::tile_pages : detail::page_threads;
+    logits_entry_<<<dim3(tiles, unsigned(rows)), unsigned(threads), shared_, stream>>>(p, scorer_, scratch);
+    check(cudaGetLastError(), "launch of page logits");
+    const detail::page_choice choice{p.view.lengths, p.view.length_strides.sequence, p.view.length_strides.head,
+                                     kv_heads_, group, p.q.tokens,
+                                     scorer_.page, tail_of(p.q.tokens), unit_,
+                                     Scorer::normalised, p.rule.sink_logits, p.out,
+                                     p.out_stride, p.counts, p.mass,
+                                     reinterpret_cast<unsigned*>(bytes + keys_at()), key_stride_};
+    if (resident_) {
+      detail::choose_pages_entry<true>
+          <<<unsigned(rows), detail::choose_threads, std::size_t(key_stride_) * 4, stream>>>(choice, scratch);
+    } else {
+      detail::choose_pages_entry<false><<<unsigned(rows), detail::choose_threads, 0, stream>>>(choice, scratch);
+    }
+    check(cudaGetLastError(), "launch of choose_pages");
+  }
+
+ private:
+  index_t tail_of(index_t tokens) const {
+    return std::max(tokens > 1 ? tokens : 0, scorer_.protected_tail(read_));
+  }
+  static std::size_t whole(std::size_t bytes) { return (bytes + 255) / 256 * 256; }
+  std::size_t partials_at() const {
+    return whole(std::size_t(rows_) * std::size_t(query_rows_) * std::size_t(stride_) * sizeof(float));
+  }
+  std::size_t runs_at() const {
+    return partials_at() + whole(std::size_t(rows_) * std::size_t(query_rows_) *
+                                 std::size_t(stride_ / detail::tile_pages) * sizeof(float2));
+  }
+  std::size_t keys_at() const {
+    return runs_at() + whole(std::size_t(rows_) * detail::most_step_tokens * sizeof(detail::slot_run));
+  }
+
+  void check_problem(const problem_type& p) const {
+    require(p.view.sequences * offset_t(p.view.kv_heads) <= rows_ && p.view.kv_heads == kv_heads_ &&
+                p.q.heads == q_heads_ && p.q.sequences == p.view.sequences && p.q.tokens <= tokens_,
+            "shape of a call",
+            std::to_string(p.view.sequences) + " sequences, " + std::to_string(p.view.kv_heads) + " kv_heads, " +
+                std::to_string(p.q.heads) + " q_heads, " + std::to_string(p.q.tokens) + " tokens",
+            "what this object was made for", "make one object per shape");
+    require(p.out_stride >= most_chosen(), "out_stride", p.out_stride, "at least " + std::to_string(most_chosen()),
+            "pass room for most_chosen() slots a row");
+    require(p.unfolded >= 0, "unfolded", p.unfolded, "at least 0", "pass how many newest tokens the index lacks");
+    detail::require_rows_of_16_bytes("q", p.q.data,
+                                     row_strides{p.q.sequence_stride, p.q.head_stride, p.q.token_stride, 1});
+    if (scorer_.page == 1) {
+      detail::require_rows_of_16_bytes("K", p.view.k, p.view.k_strides);
+      return;
+    }
+    require(p.index.data != nullptr && p.index.page == scorer_.page, "page of the index", p.index.page,
+            std::to_string(scorer_.page), "build the index for this scorer");
+    require(reinterpret_cast<std::uintptr_t>(p.index.data) % 8 == 0 && (p.index.rooms || p.index.room % 4 == 0),
+            "room of the index", p.index.room, "a multiple of 4 pages, rows that begin on 8 bytes",
+            "round the room up; begins and rooms must be multiples of 4 too");
+  }
+
+  Scorer scorer_;
+  selection_unit unit_;
+  index_t read_, rows_, kv_heads_, q_heads_, tokens_, capacity_;
+  index_t query_rows_ = 1, stride_ = 0, tiles_each_ = 1, key_stride_ = 0;
+  std::size_t shared_ = 0;
+  bool resident_ = true;
+  void (*logits_entry_)(page_problem<View>, Scorer, detail::page_scratch) = nullptr;
+};
+
+}  // namespace cuda
+TESSERA_NAMESPACE_END
