@@ -97,7 +97,7 @@ method_info describe() {
   method_info info;
   info.name = recipe::name;
   info.paper = recipe::paper;
-  info.has_budget = recipe::retains || recipe::retrieves;
+  info.has_budget = recipe::chooses || recipe::retrieves;
   recipe::policies([&](const char* axis, const char* policy) { info.policies.push_back({axis, policy}); });
   info.parameters = parameters_of(recipe{});
   info.configured = [](const std::vector<setting>& settings) {

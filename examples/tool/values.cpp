@@ -59,11 +59,37 @@ void parse_value(std::string_view name, std::string_view text, tessera::pooling&
   value = text == "max" ? tessera::pooling::max : tessera::pooling::average;
 }
 
+void parse_value(std::string_view name, std::string_view text, tessera::selection_unit& value) {
+  require_one_of(name, text, {"token", "page"});
+  value = text == "token" ? tessera::selection_unit::token : tessera::selection_unit::page;
+}
+
+void parse_value(std::string_view name, std::string_view text, tessera::split_factor& value) {
+  if (text == "adaptive") {
+    value = {};
+    return;
+  }
+  double factor = 0;
+  tessera::require(parses_whole(text, factor) && std::isfinite(factor), name, quoted(text), "adaptive, or a number from 0 to 1",
+                   "pass adaptive for the published formula");
+  value = tessera::split_factor(factor);
+}
+
 std::string value_text(index_t value) { return std::to_string(value); }
 
 std::string value_text(float value) {
   char text[32];
   return {text, std::to_chars(text, text + sizeof text, value).ptr};
+}
+
+std::string value_text(tessera::selection_unit value) {
+  return value == tessera::selection_unit::token ? "token" : "page";
+}
+
+std::string value_text(tessera::split_factor value) {
+  if (value.adaptive) return "adaptive";
+  char text[32];
+  return {text, std::to_chars(text, text + sizeof text, value.fixed).ptr};
 }
 
 std::string value_text(tessera::pooling value) { return value == tessera::pooling::max ? "max" : "average"; }

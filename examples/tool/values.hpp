@@ -5,8 +5,10 @@
 #include <limits>
 #include <string>
 #include <string_view>
+#include <tessera/budget/two_stage.hpp>
 #include <tessera/core/error.hpp>
 #include <tessera/core/types.hpp>
+#include <tessera/core/units.hpp>
 #include <tessera/math/pool.hpp>
 #include <vector>
 
@@ -22,10 +24,14 @@ std::int64_t parse_count(std::string_view name, std::string_view text, std::int6
 void parse_value(std::string_view name, std::string_view text, index_t& value);
 void parse_value(std::string_view name, std::string_view text, float& value);
 void parse_value(std::string_view name, std::string_view text, tessera::pooling& value);
+void parse_value(std::string_view name, std::string_view text, tessera::selection_unit& value);
+void parse_value(std::string_view name, std::string_view text, tessera::split_factor& value);
 
 std::string value_text(index_t value);
 std::string value_text(float value);
 std::string value_text(tessera::pooling value);
+std::string value_text(tessera::selection_unit value);
+std::string value_text(tessera::split_factor value);
 
 /// fp32, fp16 or bf16. Errors: any other word.
 element_type parse_element(std::string_view text);

@@ -4,8 +4,13 @@
 #include <tessera/cache.hpp>
 #include <tessera/methods/exact_topk.hpp>
 #include <tessera/methods/h2o.hpp>
+#include <tessera/methods/hsa.hpp>
 #include <tessera/methods/pyramidkv.hpp>
+#include <tessera/methods/quest.hpp>
+#include <tessera/methods/rocketkv.hpp>
+#include <tessera/methods/rocketkv_mt.hpp>
 #include <tessera/methods/snapkv.hpp>
+#include <tessera/methods/sparq.hpp>
 
 #include "catch.hpp"
 #include "engine/safetensors.hpp"
@@ -156,6 +161,52 @@ TEST_CASE("compress gives what the library gives") {
     recipe.set_budget(40);
     check_against_library(round_trip(all, "exact_topk", 40), all, recipe);
   }
+}
+
+TEST_CASE("compress gives what the library gives for methods that read an estimate") {
+  using tessera::fp32, tessera::bf16, tessera::fp16;
+  const auto all = random_layer(32);
+  SECTION("hsa") {
+    tessera::hsa<fp32, 64> recipe;
+    recipe.set_budget(48);
+    const round_trip result(all, "hsa", 48);
+    check_against_library(result, all, recipe);
+    CHECK(result.whole("attend.indptr")[1] == 24);
+  }
+  SECTION("quest") {
+    tessera::quest<fp32, 64> recipe;
+    recipe.set_budget(48);
+    recipe.retrieve.scorer.page = 5;
+    check_against_library(round_trip(all, "quest", 48, {{"page", "5"}}), all, recipe);
+  }
+  SECTION("sparq") {
+    tessera::sparq<fp32, 64> recipe;
+    recipe.set_budget(48);
+    check_against_library(round_trip(all, "sparq", 48), all, recipe);
+  }
+  SECTION("rocketkv by pages, with a split of one's own, on bf16") {
+    const auto halves = random_layer(32, dtype::bf16);
+    tessera::rocketkv<bf16, 64> recipe;
+    recipe.set_budget(32);
+    recipe.retain.budget.max_new = 40;
+    recipe.retain.budget.split = tessera::split_factor(0.5);
+    recipe.retrieve.selector.choice = tessera::selection_unit::page;
+    const round_trip result(halves, "rocketkv", 32, {{"max_new", "40"}, {"split", "0.5"}, {"unit", "page"}});
+    check_against_library(result, halves, recipe);
+    CHECK(result.metadata("split") == "0.5");
+    CHECK(result.metadata("unit") == "page");
+  }
+  SECTION("rocketkv_mt keeps everything") {
+    tessera::rocketkv_mt<fp32, 64> recipe;
+    recipe.set_budget(32);
+    recipe.retain.scorer.window = 16;
+    recipe.retain.budget.max_new = 20;
+    const round_trip result(all, "rocketkv_mt", 32, {{"window", "16"}, {"max_new", "20"}});
+    check_against_library(result, all, recipe);
+    CHECK(result.whole("keep.indptr") == std::vector<std::int64_t>{0, tokens, 2 * tokens});
+  }
+  CHECK_THROWS_WITH(round_trip(all, "rocketkv", 15), contains("budget is 15; expected at least 16"));
+  CHECK_THROWS_WITH(round_trip(all, "rocketkv", 16, {{"max_new", "5"}, {"split", "1"}}), contains("max_new is 5; expected a number"));
 }
 
 TEST_CASE("one layer of a pyramid knows its place") {

@@ -65,7 +65,7 @@ TEST_CASE("at a budget that covers everything every method answers as the full c
   const auto asked = self_answered(on);
   auto evaluation = on.evaluation(all_methods({500}));
   evaluation.run(asked.family, evaluation.plan(asked, "question 1"));
-  REQUIRE(evaluation.cells().size() == 14);
+  REQUIRE(evaluation.cells().size() == 24);
   for (const cell& cell : evaluation.cells()) {
     INFO(evaluation.variants()[cell.variant].method->name << ", turn " << cell.turn);
     CHECK(cell.questions == 1);
@@ -91,7 +91,11 @@ TEST_CASE("compressed caches hold less, budgets of one method share one observat
     CHECK(alone.cells()[0].bytes_held == cell.bytes_held);
     CHECK(alone.cells()[0].bytes_read == cell.bytes_read);
     CHECK(alone.cells()[0].steps == cell.steps);
-    if (row.method->name != "full" && row.method->name != "exact_topk") CHECK(cell.bytes_held < 0.4 * cell.bytes_full);
+    const std::string& name = row.method->name;
+    const bool keeps_all = name == "full" || name == "exact_topk" || name == "hsa" || name == "quest" || name == "sparq" ||
+                           name == "rocketkv_mt";
+    // rocketkv keeps room for 128 answered tokens, and an index of its pages.
+    if (!keeps_all) CHECK(cell.bytes_held < (name == "rocketkv" ? 0.6 : 0.4) * cell.bytes_full);
     if (row.method->name != "full") CHECK(cell.bytes_read / double(cell.steps) < 0.8 * cell.bytes_full);
   }
 }

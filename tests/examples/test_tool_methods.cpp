@@ -41,7 +41,8 @@ TEST_CASE("every method names itself, its paper and its policies, and has its ow
     for (const auto& parameter : method.parameters) CHECK_FALSE(parameter.about.empty());
   }
   CHECK(names ==
-        std::set<std::string>{"full", "streaming_llm", "h2o", "snapkv", "pyramidkv", "ada_snapkv", "exact_topk"});
+        std::set<std::string>{"full", "streaming_llm", "h2o", "snapkv", "pyramidkv", "ada_snapkv", "exact_topk", "hsa",
+                              "quest", "sparq", "rocketkv", "rocketkv_mt"});
 }
 
 TEST_CASE("the published defaults are the defaults") {
@@ -81,6 +82,27 @@ TEST_CASE("settings reach the recipe by type") {
   CHECK(find_method("snapkv").make(small_request(64))->queries_needed(10) == 10);
   CHECK(find_method("h2o").make(small_request(64))->queries_needed(100) == 100);
   CHECK(find_method("streaming_llm").make(small_request(64))->queries_needed(100) == 0);
+}
+
+TEST_CASE("units and splits are words or numbers") {
+  const auto configured = find_method("rocketkv").configured({{"unit", "page"}, {"split", "0.3"}, {"max_new", "64"}});
+  CHECK(value_of(configured, "unit") == "page");
+  CHECK(value_of(configured, "split") == "0.3");
+  CHECK(value_of(configured, "max_new") == "64");
+  CHECK(value_of(find_method("rocketkv").parameters, "unit") == "token");
+  CHECK(value_of(find_method("rocketkv").parameters, "split") == "adaptive");
+  CHECK(value_of(find_method("rocketkv").parameters, "window") == "32");
+  CHECK(value_of(find_method("rocketkv").parameters, "pool") == "63");
+  CHECK(value_of(find_method("rocketkv_mt").parameters, "window") == "128");
+  CHECK(value_of(find_method("quest").parameters, "page") == "16");
+  CHECK(value_of(find_method("rocketkv").configured({{"split", "adaptive"}}), "split") == "adaptive");
+  CHECK_THROWS_WITH(find_method("rocketkv").configured({{"unit", "pages"}}), contains("one of token, page"));
+  for (const char* text : {"adaptve", "", "nan", "0.5x"}) {
+    CHECK_THROWS_WITH(find_method("rocketkv").configured({{"split", text}}), contains("adaptive, or a number from 0 to 1"));
+  }
+  CHECK_THROWS_WITH(find_method("rocketkv").make(small_request(64, {{"split", "1.5"}})), contains("split is 1.5"));
+  CHECK_THROWS_WITH(find_method("rocketkv").make(small_request(64, {{"split", "-1"}})), contains("split is -1"));
+  CHECK_THROWS_WITH(find_method("rocketkv").make(small_request(15)), contains("budget is 15; expected at least 16"));
 }
 
 TEST_CASE("wrong settings are refused with what is allowed") {

@@ -1,6 +1,8 @@
 // bytes() and bytes_read() against counts by hand. A token of one kv_head is 2 * 64 * 4 = 512 bytes of K and V.
 #include "catch.hpp"
 
+#include <tessera/core/normalized_cost.hpp>
+
 #include "methods/conversation.hpp"
 
 using namespace methods_test;
@@ -86,6 +88,137 @@ TEST_CASE("exact_topk holds everything, reads every key and the values of what i
   run exact({"exact_topk", 10});
   CHECK(exact.end_prefill() == heads * with_room * 512);
   CHECK(exact.step(200) == heads * (201 * 256 + 10 * 256));
+}
+
+// Of 200 tokens and room for 56 with a budget of 40: S / t = 6.4, so hsa has pages of 3 and 30 channels, sparq 10 channels.
+// rocketkv splits by r = 0.3607 and keeps 131 - 56 = 75 tokens, in pages of 2 with 39 channels.
+const std::map<std::string, double> small{{"max_new", 56}, {"window", 8}};
+
+/// Pages in the room of an index that was built at once: one to spare, in sixteens; smaller and larger values of 64 channels.
+constexpr offset_t index_bytes(offset_t pages) { return (pages + 1 + 15) / 16 * 16 * 2 * 64 * 4; }
+
+TEST_CASE("hsa holds an index of pages and reads chosen channels of one side of it") {
+  run hsa({"hsa", 40, small});
+  CHECK(hsa.end_prefill() == heads * (with_room * 512 + index_bytes(67)));
+  CHECK(hsa.step(200) == heads * (67 * 30 * 4 + 20 * 512));
+  CHECK(hsa.step(201) == heads * (68 * 30 * 4 + 20 * 512));
+  run whole({"hsa", 410, small});
+  whole.end_prefill();
+  CHECK(whole.step(200) == heads * 201 * 512);  // all is attended: nothing to estimate
+}
+
+TEST_CASE("quest reads one side of a page's channel, or both where the group's signs differ") {
+  run quest({"quest", 40, small});
+  quest.cache->trace_attended(true);
+  CHECK(quest.end_prefill() == heads * (with_room * 512 + index_bytes(13)));
+  offset_t expected = 0;
+  const offset_t read = quest.step(200);
+  for (index_t layer = 0; layer < 3; ++layer) {
+    for (index_t head = 0; head < 2; ++head) {
+      const float *first = quest.data.query(layer, 200, head * 2), *second = quest.data.query(layer, 200, head * 2 + 1);
+      for (int d = 0; d < dim; ++d) expected += 13 * 4 * ((first[d] > 0) == (second[d] > 0) ? 1 : 2);
+      const auto count = offset_t(quest.cache->attended(layer, quest.id)[std::size_t(head)].size());
+      CHECK((count == 32 || count == 16 + 9));  // the last page has 9 tokens
+      expected += count * 512;
+    }
+  }
+  CHECK(read == expected);
+}
+
+TEST_CASE("sparq holds a sum of values and reads a few channels of every key") {
+  run sparq({"sparq", 40, small});
+  CHECK(sparq.end_prefill() == heads * (with_room * 512 + 64 * 8));
+  CHECK(sparq.step(200) == heads * ((201 - 20) * 10 * 4 + 20 * 512 + 64 * 8));
+}
+
+TEST_CASE("rocketkv holds what the first stage keeps and its pages, rocketkv_mt everything and lists of candidates") {
+  run rocketkv({"rocketkv", 40, small});
+  CHECK(rocketkv.end_prefill() == heads * (75 * (512 + 4) + index_bytes(38)));
+  CHECK(rocketkv.step(200) == heads * (38 * 39 * 4 + 20 * 512));
+  CHECK(rocketkv.cache->bytes(rocketkv.id) == heads * ((76 + 16) * (512 + 4) + index_bytes(38)));
+  run turns({"rocketkv_mt", 40, small});
+  CHECK(turns.end_prefill() == heads * (with_room * 512 + 75 * 4 + index_bytes(38)));
+  CHECK(turns.step(200) == heads * (38 * 39 * 4 + 20 * (512 + 4)));
+  CHECK(turns.cache->bytes(turns.id) == heads * (with_room * 512 + (76 + 16) * 4 + index_bytes(38)));
+}
+
+TEST_CASE("a step touches no more than it counts: the rest may be anything") {
+  for (const std::string method : {"hsa", "quest", "sparq", "rocketkv", "rocketkv_mt", "ada_hsa", "h2o_turns_quest"}) {
+    CAPTURE(method);
+    for (const double unit : {0.0, 1.0}) {
+      auto values = small;
+      values["unit"] = unit;
+      run now({method, 40, values});
+      now.cache->trace_attended(true);
+      now.end_prefill();
+      now.step(200);
+      const auto poisoned = now.cache->clone();
+      const auto results = decode(*now.cache, now.id, now.data, 201, 1);
+      for (index_t layer = 0; layer < 3; ++layer) {
+        for (index_t head = 0; head < 2; ++head) {
+          const auto read = now.cache->attended(layer, now.id)[std::size_t(head)];
+          // SparQ reads some channels of every key, but no value that it does not attend.
+          poisoned->overwrite(layer, now.id, head, read, method != "sparq");
+        }
+      }
+      CHECK(support::same_bits(decode(*poisoned, now.id, now.data, 201, 1), results));
+    }
+  }
+}
+
+TEST_CASE("the paper's costs are those of its Table 1, and bytes held and read come close to what it counts") {
+  const tessera::table_one printed{64}, counted{64, tessera::cost_convention::counted};
+  CHECK(printed.rocketkv(0.56).storage == Approx(1 / 10.267 + 2 / 25.634).epsilon(1e-3));
+  CHECK(counted.rocketkv(0.56).storage == Approx(1 / 10.267 + 1 / 25.634).epsilon(1e-3));
+  CHECK(printed.rocketkv_mt(0.56).storage == Approx(1 + 2 / 25.634).epsilon(1e-3));
+  CHECK(printed.quest().storage == 1 + 1.0 / 64);
+  CHECK(printed.sparq().storage == 2);
+  CHECK(counted.sparq().storage == 1.5);
+  CHECK(printed.eviction().storage == 1.0 / 64);
+  CHECK(printed.hsa().storage == 1.25);
+  for (const auto& cost : {printed.rocketkv(0.56), counted.rocketkv_mt(0.5), printed.quest(), counted.sparq(), printed.hsa()}) {
+    CHECK(cost.traffic == 1.0 / 64);
+  }
+
+  // 4,096 tokens, t = 256, no room for an answer: c = 16 and whole pages of 4 for hsa; r = 0.44 and pages of 3 for rocketkv.
+  rng random(152);
+  const tessera::model_shape shape{1, 2, 1};
+  const model_data data(random, shape, 4100);
+  const auto run_one = [&](const std::string& method, std::map<std::string, double> values) {
+    values["max_new"] = 0;
+    const auto cache = make_cache({method, 256, values}, shape, std::make_shared<tessera::cpu::executor>(1));
+    const index_t id = cache->open();
+    prefill(*cache, id, data, 0, 4096);
+    cache->end_prefill(id);
+    tessera::normalized_cost cost;
+    cost.storage = double(cache->bytes(id)) / double(cache->full_bytes(4096));
+    decode(*cache, id, data, 4096, 1);
+    cost.traffic = double(cache->bytes_read(id)) / double(cache->full_bytes(4096));
+    return cost;
+  };
+  const tessera::table_one ours{16, tessera::cost_convention::counted};
+  const auto close = [](const tessera::normalized_cost& got, const tessera::normalized_cost& expected) {
+    CHECK(got.storage == Approx(expected.storage).epsilon(0.05));
+    CHECK(got.traffic == Approx(expected.traffic).epsilon(0.05));
+  };
+  close(run_one("hsa", {}), ours.hsa());
+  close(run_one("rocketkv", {{"split", 0.5}}), ours.rocketkv(0.5));  // c2 = 4: pages of 2
+  close(run_one("rocketkv_mt", {{"split", 0.5}}), ours.rocketkv_mt(0.5));
+  close(run_one("snapkv", {}), ours.eviction());
+  // One head a group: Quest reads one side, as Table 1 has it.
+  const tessera::model_shape single{1, 1, 1};
+  const model_data alone(random, single, 4100);
+  const auto quest = make_cache({"quest", 256, {{"max_new", 0}, {"page", 0}}}, single, std::make_shared<tessera::cpu::executor>(1));
+  const index_t id = quest->open();
+  prefill(*quest, id, alone, 0, 4096);
+  quest->end_prefill(id);
+  const double storage = double(quest->bytes(id)) / double(quest->full_bytes(4096));
+  decode(*quest, id, alone, 4096, 1);
+  close({storage, double(quest->bytes_read(id)) / double(quest->full_bytes(4096))}, ours.quest());
+  // SparQ's second copy of K is none of ours.
+  const auto sparq = run_one("sparq", {});
+  CHECK(sparq.storage == Approx(1).epsilon(0.05));
+  CHECK(sparq.traffic == Approx(ours.sparq().traffic).epsilon(0.05));
 }
 
 TEST_CASE("a closed sequence's bytes are gone, and another's are its own") {

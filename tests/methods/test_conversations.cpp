@@ -233,3 +233,165 @@ TEST_CASE("queries of the observed rows are all that a scorer needs of a chunk")
     for (index_t h = 0; h < 2; ++h) REQUIRE(sparse->positions(0, id, h) == whole->positions(0, id, h));
   }
 }
+
+TEST_CASE("rocketkv that leaves all compression to its second stage is hsa, to the bit") {
+  rng random(148);
+  const tessera::model_shape shape{2, 8, 2};
+  const model_data data(random, shape, 330);
+  for (const double unit : {0.0, 1.0}) {
+    const settings split{"rocketkv", 48, {{"split", 0}, {"max_new", 40}, {"unit", unit}}};
+    const settings alone{"hsa", 48, {{"max_new", 40}, {"unit", unit}}};
+    const auto rocket = make_cache(split, shape, one_thread()), hsa = make_cache(alone, shape, one_thread());
+    const index_t id = with_prompt(*rocket, data, 300);
+    REQUIRE(with_prompt(*hsa, data, 300) == id);
+    CHECK(rocket->plan(id).ratio == hsa->plan(id).ratio);
+    for (index_t next = 300; next < 330;) {
+      const index_t count = std::min(random.between(1, 4), 330 - next);
+      REQUIRE(support::same_bits(decode(*rocket, id, data, next, count), decode(*hsa, id, data, next, count)));
+      next += count;
+    }
+  }
+}
+
+TEST_CASE("rocketkv_mt finds in the second turn what rocketkv dropped in the first") {
+  // Two needles: keys that only the first turn's queries, or only the second's, look at.
+  rng random(149);
+  const tessera::model_shape shape{1, 1, 1};
+  model_data data(random, shape, 400);
+  const auto aim = [&](index_t token, index_t key) {  // this query looks at that key
+    for (int d = 0; d < dim; ++d) data.q[std::size_t(token * dim + d)] = 3 * data.k[std::size_t(key * dim + d)];
+  };
+  const index_t first_needle = 40, second_needle = 170;
+  for (index_t t = 280; t < 310; ++t) aim(t, first_needle);
+  for (index_t t = 320; t < 360; ++t) aim(t, second_needle);
+  const std::map<std::string, double> values{{"window", 8}, {"max_new", 16}, {"pool", 1}, {"split", 1}};
+  const auto rocket = make_cache({"rocketkv", 32, values}, shape, one_thread());
+  const auto turns = make_cache({"rocketkv_mt", 32, values}, shape, one_thread());
+  for (const auto* cache : {rocket.get(), turns.get()}) {
+    const bool keeps = cache == turns.get();
+    any_cache& now = const_cast<any_cache&>(*cache);
+    now.trace_attended(true);
+    const index_t id = with_prompt(now, data, 300);
+    const auto has = [](const std::vector<index_t>& list, index_t token) {
+      return std::binary_search(list.begin(), list.end(), token);
+    };
+    CHECK(has(now.readable(0, id, 0), first_needle));
+    CHECK_FALSE(has(now.readable(0, id, 0), second_needle));
+    for (index_t t = 300; t < 310; ++t) decode(now, id, data, t, 1);
+    CHECK(has(now.attended(0, id)[0], first_needle));
+    // Generated tokens join the candidates.
+    for (index_t t = 300; t < 310; ++t) CHECK(has(now.readable(0, id, 0), t));
+    prefill(now, id, data, 310, 40);
+    now.end_prefill(id);
+    CHECK(has(now.positions(0, id, 0), second_needle) == keeps);
+    CHECK(has(now.readable(0, id, 0), second_needle) == keeps);
+    CHECK(has(now.readable(0, id, 0), first_needle) == false);
+    decode(now, id, data, 350, 1);
+    CHECK(has(now.attended(0, id)[0], second_needle) == keeps);
+  }
+}
+
+TEST_CASE("candidates are stored slots, each once, and nothing else is attended") {
+  rng random(150);
+  const tessera::model_shape shape{2, 4, 2};
+  const model_data data(random, shape, 400);
+  for (const auto& method : all_methods()) {
+    if (!traits_of(method).filters) continue;
+    CAPTURE(method);
+    const auto cache = make_cache({method, 40, {{"max_new", 20}, {"window", 16}}}, shape, one_thread());
+    cache->trace_attended(true);
+    const index_t id = cache->open();
+    index_t next = 0;
+    for (const turn& now : {turn{120, {1, 1, 5}}, turn{3, {1, 8}}, turn{90, {1, 1, 1}}, turn{60, {2}}}) {
+      prefill(*cache, id, data, next, now.prompt);
+      next += now.prompt;
+      cache->end_prefill(id);
+      for (const index_t count : now.steps) {
+        decode(*cache, id, data, next, count);
+        next += count;
+        for (index_t layer = 0; layer < 2; ++layer) {
+          for (index_t head = 0; head < 2; ++head) {
+            const auto readable = cache->readable(layer, id, head);
+            REQUIRE(cache->positions(layer, id, head) == everything(next));
+            REQUIRE(std::adjacent_find(readable.begin(), readable.end(), std::greater_equal<>{}) == readable.end());
+            REQUIRE((readable.front() >= 0 && readable.back() == next - 1));
+            const auto attended = cache->attended(layer, id)[std::size_t(head)];
+            REQUIRE(std::includes(readable.begin(), readable.end(), attended.begin(), attended.end()));
+          }
+        }
+      }
+    }
+  }
+}
+
+TEST_CASE("the plan is the first prompt's, whatever comes later, and a new budget is planned for at the next turn's end") {
+  rng random(151);
+  const tessera::model_shape shape{1, 2, 1};
+  const model_data data(random, shape, 600);
+  for (const std::string method : {"rocketkv", "rocketkv_mt", "hsa"}) {
+    const auto cache = make_cache({method, 64, {{"max_new", 30}, {"window", 16}}}, shape, one_thread());
+    const index_t id = with_prompt(*cache, data, 200);
+    const auto first = cache->plan(id);
+    CHECK(first.read == 32);
+    prefill(*cache, id, data, 200, 250);
+    cache->end_prefill(id);
+    CHECK(cache->plan(id).capacity == first.capacity);
+    CHECK(cache->plan(id).retained == first.retained);
+    CHECK(cache->plan(id).ratio == first.ratio);
+    cache->set_budget(128);
+    CHECK(cache->plan(id).read == 32);
+    decode(*cache, id, data, 450, 1);
+    prefill(*cache, id, data, 451, 50);
+    cache->end_prefill(id);
+    CHECK(cache->plan(id).read == 64);
+    CHECK(cache->plan(id).ratio < first.ratio);
+    decode(*cache, id, data, 501, 1);
+  }
+}
+
+TEST_CASE("a conversation may begin with a decode step") {
+  rng random(152);
+  const tessera::model_shape shape{1, 4, 2};
+  const model_data data(random, shape, 60);
+  for (const auto& method : all_methods()) {
+    CAPTURE(method);
+    const auto cache = make_cache({method, 40, {{"window", 4}}}, shape, one_thread());
+    const index_t id = cache->open();
+    for (index_t t = 0; t < 10; ++t) {
+      const auto results = decode(*cache, id, data, t, 1);
+      for (index_t h = 0; h < 4; ++h) {
+        REQUIRE(support::row_error(results.data() + h * dim, data.attend({}, 0, t, h, everything(t + 1)).out) < 1e-5);
+      }
+    }
+    prefill(*cache, id, data, 10, 30);
+    cache->end_prefill(id);
+    decode(*cache, id, data, 40, 1);
+  }
+}
+
+TEST_CASE("a key that is no number does not keep a step from what it would read without it") {
+  rng random(153);
+  const tessera::model_shape shape{1, 2, 1};
+  const model_data clean(random, shape, 210);
+  for (const std::string method : {"hsa", "quest", "sparq"}) {
+    CAPTURE(method);
+    // Pages of one token: the token itself comes last, every other choice is as it was.
+    const settings chosen{method, 32, {{"max_new", 0}, {"page", 1}, {"channels", 64}}};
+    model_data poisoned = clean;
+    std::fill_n(poisoned.k.begin() + 50 * dim, dim, std::numeric_limits<float>::quiet_NaN());
+    const auto before = make_cache(chosen, shape, one_thread()), after = make_cache(chosen, shape, one_thread());
+    before->trace_attended(true);
+    after->trace_attended(true);
+    const index_t id = with_prompt(*before, clean, 200);
+    with_prompt(*after, poisoned, 200);
+    for (index_t t = 200; t < 210; ++t) {
+      decode(*before, id, clean, t, 1);
+      const auto results = decode(*after, id, poisoned, t, 1);
+      CHECK(std::none_of(results.begin(), results.end(), [](float x) { return std::isnan(x); }));
+      auto expected = before->attended(0, id)[0];
+      const auto got = after->attended(0, id)[0];
+      expected.erase(std::remove(expected.begin(), expected.end(), 50), expected.end());
+      CHECK(std::includes(got.begin(), got.end(), expected.begin(), expected.end()));
+    }
+  }
+}

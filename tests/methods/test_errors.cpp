@@ -313,3 +313,60 @@ TEST_CASE("an empty chunk, and a chunk without the queries that the scorer obser
     now.refuses("queries of a prompt chunk is 0", [&](any_cache& cache) { cache.prefill(0, id, {}, data.keys(0, 50, 1), data.values(0, 50, 1)); });
   }
 }
+
+TEST_CASE("parameters of two stages that make no sense are refused by name") {
+  for (const std::string method : {"rocketkv", "rocketkv_mt", "ada_hsa"}) {
+    CHECK_THAT(said_on_making({method, 15}), contains("budget is 15; expected at least 16 tokens per kv_head"));
+    CHECK_THAT(said_on_making({method, 64, {{"max_new", -1}}}), contains("max_new is -1; expected 0 or more"));
+    CHECK_THAT(said_on_making({method, 64, {{"split", 1.5}}}), contains("split is 1.5; expected adaptive, or 0 to 1"));
+    CHECK_THAT(said_on_making({method, 64, {{"split", -1}}}), contains("split is -1; expected adaptive, or 0 to 1"));
+    CHECK_THAT(said_on_making({method, 64, {{"window", 0}}}), contains("window is 0"));
+    CHECK_THAT(said_on_making({method, 64, {{"page", -1}}}), contains("page is -1"));
+    CHECK_THAT(said_on_making({method, 64, {{"channels", 65}}}), contains("channels is 65; expected 0 to the head dim, which is 64"));
+  }
+  CHECK_THAT(said_on_making({"hsa", 64, {{"max_new", -1}}}), contains("max_new is -1"));
+  CHECK_THAT(said_on_making({"quest", 64, {{"page", -1}}}), contains("page is -1"));
+  CHECK_THAT(said_on_making({"sparq", 64, {{"recent", 33}}}), contains("recent is 33; expected 0 to what a step attends, which is 32"));
+  CHECK_THAT(said_on_making({"snapkv_quest", 64, {{"read_tokens", 15}}}), contains("read_tokens is 15; expected at least 16"));
+}
+
+TEST_CASE("a max_new that leaves no room for the window is refused when the prompt ends, and the prompt goes on") {
+  for (const std::string method : {"rocketkv", "rocketkv_mt"}) {
+    working now({method, 16, {{"max_new", 5}, {"window", 20}, {"split", 1}}});
+    now.prompt(60);  // 65 tokens: 16 are kept, 5 of them room for the answer
+    const auto untouched = now.cache->clone();
+    const auto bytes = now.cache->bytes(now.id);
+    const auto message = said([&] { now.cache->end_prefill(now.id); });
+    CHECK_THAT(message, contains("max_new is 5; expected a number that leaves room for the window of 20 tokens: with a prompt of "
+                                 "60 the first stage keeps 11; "));
+    CHECK(now.cache->bytes(now.id) == bytes);
+    CHECK(now.cache->next_position(now.id) == 60);
+    CHECK(now.cache->positions(1, now.id, 1) == untouched->positions(1, now.id, 1));
+    CHECK_THAT(said([&] { now.cache->end_prefill(now.id); }), contains("max_new is 5"));
+    // A larger budget goes on from there, as it would have without the refusal.
+    now.cache->set_budget(48);
+    untouched->set_budget(48);
+    now.cache->end_prefill(now.id);
+    untouched->end_prefill(now.id);
+    CHECK(support::same_bits(decode(*now.cache, now.id, now.data, 60, 1), decode(*untouched, now.id, now.data, 60, 1)));
+  }
+}
+
+TEST_CASE("a turn ended twice, or a step inside a prompt, is refused and changes nothing") {
+  for (const std::string method : {"hsa", "quest", "sparq", "rocketkv", "rocketkv_mt", "snapkv_quest", "h2o_turns_quest"}) {
+    CAPTURE(method);
+    working now({method, 40, {{"window", 4}, {"max_new", 10}}});
+    sink out;
+    now.prompt(60);
+    now.refuses("tokens since the prompt began is 60; expected 0", [&](any_cache& cache) {
+      cache.decode(0, {now.id}, now.data.queries(0, 60, 1), now.data.keys(0, 60, 1), now.data.values(0, 60, 1), out.rows(1), {});
+    });
+    now.end_prompt();
+    now.refuses("tokens of this turn is 0; expected at least 1", [&](any_cache& cache) { cache.end_prefill(now.id); });
+    now.refuses("budget is 15", [&](any_cache& cache) {
+      traits_of(method).plans || traits_of(method).scorer == traits::first::none
+          ? cache.set_budget(15)
+          : tessera::fail("budget", 15, "", "not a token budget");
+    });
+  }
+}
