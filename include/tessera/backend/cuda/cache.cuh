@@ -12,7 +12,7 @@
 #include "cache_options.hpp"
 #include "cache_state.hpp"
 #include "prefill_attention.cuh"
-#include "query_window.cuh"
+#include "prompt_stage.cuh"
 #include "read_store.cuh"
 #include "row_store.cuh"
 
@@ -49,11 +49,8 @@ class cache {
         next_(std::size_t(options.sequences)),
         first_(std::size_t(options.sequences)),
         sequences_(options.sequences, shape.layers),
-        reading_(shape.layers, options.sequences, shape.kv_heads, options.index_pages_for(shape, recipe)) {
-    if constexpr (observes_window) {
-      window_ = query_window<T>(shape.layers * options.sequences, recipe.retain.scorer.window, shape.q_heads, k_dim);
-    }
-  }
+        reading_(shape.layers, options.sequences, shape.kv_heads, options.index_pages_for(shape, recipe)),
+        first_stage_(recipe_, shape_, options_, device_) {}
 
   const model_shape& shape() const { return shape_; }
   const Recipe& recipe() const { return recipe_; }
@@ -66,14 +63,14 @@ class cache {
     changed.check();
     recipe_ = changed;
     steps_.clear();
-    retaining_ = {};
+    if constexpr (Recipe::chooses) first_stage_.reset();
   }
 
   /// Opens an empty sequence and returns its id; ids of closed sequences are used again.
   index_t open(cudaStream_t stream = nullptr) {
     const index_t id = sequences_.open(recipe_.plan(0));
     check(cudaMemsetAsync(next_.data() + id, 0, sizeof(index_t), stream), "cudaMemsetAsync");
-    forget_queries(id);
+    first_stage_.forget(id);
     return id;
   }
 
@@ -108,8 +105,7 @@ class cache {
     store_.took(layer, id, k.tokens);
     state.next_position += k.tokens;
     state.turn_tokens += k.tokens;
-    if constexpr (observes_window) window_.remember(layer * options_.sequences + id, q, stream);
-    if constexpr (observes_every_query) accumulate(layer, id, q, state.next_position - q.tokens, stream);
+    first_stage_.observe(recipe_, sequences_.at(id).plan, store_, layer, id, q, state.next_position, stream);
   }
 
   /// Causal attention of the newest q.tokens tokens of a layer over everything that it stores.
@@ -149,7 +145,7 @@ class cache {
       }
       sequence.layers[std::size_t(layer)].turn_tokens = 0;
     }
-    forget_queries(id);
+    first_stage_.forget(id);
   }
 
   /// The host's part of a decode step of 1 to `step_tokens` tokens: room for it in every layer. Before every step, also
@@ -185,7 +181,7 @@ class cache {
         reading_.make_room(layer, id, read_view(layer, id, 1), held.longest, held.total, tokens, options_.room, stream);
         store_.took(layer, id, tokens);
         sequence.layers[std::size_t(layer)].next_position += tokens;
-        if constexpr (retains_steps) note_eviction(layer, id, sequence.plan);
+        if constexpr (retains_steps) first_stage_.note_eviction(recipe_, sequence.plan, store_, layer, id);
       }
     }
   }
@@ -268,7 +264,7 @@ class cache {
     offset_t total = 0;
     for (index_t layer = 0; layer < shape_.layers; ++layer) {
       total += store_.at(layer, id).rows * store_.row_bytes() + reading_.bytes(layer, id);
-      if constexpr (observes_window) total += window_.bytes_per_place();
+      total += first_stage_.bytes_per_place();
     }
     return total;
   }
@@ -282,7 +278,8 @@ class cache {
     offset_t total = 0;
     for (index_t layer = 0; layer < shape_.layers; ++layer) {
       const view_type all = store_.view(layer, id, 1);
-      for (const index_t stored : downloaded(reading_.view(all, layer, id, nullptr).lengths, std::size_t(shape_.kv_heads))) {
+      for (const index_t stored :
+           downloaded(reading_.view(all, layer, id, nullptr).lengths, std::size_t(shape_.kv_heads))) {
         offset_t n = stored;
         // What the eviction at the end of the step dropped has been read too.
         if constexpr (retains_steps) n = std::min<offset_t>(n + sequence.prepared, next_position(id));
@@ -306,24 +303,13 @@ class cache {
 
  private:
   static constexpr bool retains_steps = Recipe::retains && Recipe::schedule_type::after_steps;
-  static constexpr bool observes_window = Recipe::observed == observes::window;
   static constexpr bool observes_every_query = Recipe::observed == observes::every_query;
-  static constexpr index_t observed_at_once = 512;  // queries of one accumulating call: bounds its workspace
 
   using store_type = row_store<layout>;
   using view_type = typename store_type::view_type;
   using reading_type = read_store<Recipe>;
   using read_view_type = typename reading_type::view_type;
   using operations_type = step_operations<Recipe, view_type, read_view_type, Out>;
-  using first_stage = decltype(std::declval<Recipe>().first_stage(stage_plan{}));
-  template <bool Chooses>
-  static auto retaining_of() {
-    if constexpr (Chooses)
-      return made_on_demand<retain_operations<first_stage, view_type>>();
-    else
-      return 0;
-  }
-
   template <class X>
   static X checked(X given) {
     given.check();
@@ -369,86 +355,17 @@ class cache {
     append<view_type, T>(count, shape_.kv_heads).run(problem, nullptr, stream);
   }
 
-  // --- retaining ---------------------------------------------------------------------------------------------------
-
-  void forget_queries(index_t id) {
-    if constexpr (observes_window) {
-      for (index_t layer = 0; layer < shape_.layers; ++layer) window_.forget(layer * options_.sequences + id);
-    }
-  }
-
-  /// Adds what some queries of the prompt make of the stored tokens.
-  void accumulate(index_t layer, index_t id, const rows_view<const T>& q, index_t first_position,
-                  cudaStream_t stream) requires observes_every_query {
-    for (index_t done = 0; done < q.tokens; done += observed_at_once) {
-      rows_view<const T> some = q;
-      some.data += done * q.token_stride;
-      some.tokens = std::min(observed_at_once, q.tokens - done);
-      retaining().observe(recipe_.first_stage(sequences_.at(id).plan), recipe_.attention.rule,
-                          store_.view(layer, id, 1), some, at_position(first_position + done, stream),
-                          store_.scores(), store_.begins(layer, id), stream);
-    }
-  }
-
-  kept_bound bound_of(const first_stage& policy, index_t layer, index_t id, index_t tail) const
-      requires(Recipe::chooses) {
-    const auto& here = store_.at(layer, id);
-    kept_bound bound = bound_kept(policy.budget, layer, shape_.layers, tail, shape_.kv_heads, here.longest);
-    return {std::min(bound.longest, here.longest), std::min(bound.total, here.total)};
-  }
-
-  /// Notes on the host what the end of a step will drop in place.
-  void note_eviction(index_t layer, index_t id, const stage_plan& plan) requires retains_steps {
-    const auto& here = store_.at(layer, id);
-    const first_stage policy = recipe_.first_stage(plan);
-    if (here.longest <= policy.budget.tokens) return;
-    const index_t before = here.longest;
-    const kept_bound bound = bound_of(policy, layer, id, policy.scorer.protected_tail(policy.budget.tokens));
-    // Only where all heads are known to be equally long is the room that this makes known too.
-    constexpr bool even = std::is_same_v<typename first_stage::budget_type, uniform>;
-    store_.shrank(layer, id, bound.longest, bound.total, even ? before - bound.longest : 0);
-  }
-
-  /// Scores what a layer stores and keeps, or lets through, the budget's worth of it.
+  /// Keeps, or lets through, the budget's worth of what a layer stores.
   void choose_anew(index_t layer, index_t id, const stage_plan& plan, cudaStream_t stream) requires(Recipe::chooses) {
-    const first_stage policy = recipe_.first_stage(plan);
-    if (Recipe::retains && store_.at(layer, id).longest <= policy.budget.tokens) return;
-    const view_type view = store_.view(layer, id, 1);
-    index_t tail = policy.scorer.protected_tail(policy.budget.tokens);
-    const index_t* position = next_.data() + id;
-    rows_view<const T> window;
-    if constexpr (observes_window) {
-      window = window_.queries(layer * options_.sequences + id);
-      tail = window.tokens;
-      position = at_position(next_position(id) - tail, stream);
-    }
-    const selection_view chosen = retaining().choose(policy, recipe_.attention.rule, view, window, position,
-                                                     store_.scores(), tail, layer, stream);
-    const kept_bound bound = bound_of(policy, layer, id, tail);
+    if (Recipe::retains && store_.at(layer, id).longest <= recipe_.first_stage(plan).budget.tokens) return;
+    const auto [chosen, bound] =
+        first_stage_.choose(recipe_, plan, store_, layer, id, next_position(id), next_.data() + id, stream);
     if constexpr (Recipe::filters) {
-      reading_.pass(layer, id, chosen, view.table.begin, store_.positions(nullptr).data, bound.longest, bound.total,
-                    stream);
+      reading_.pass(layer, id, chosen, store_.begins(layer, id), store_.positions(nullptr).data, bound.longest,
+                    bound.total, stream);
     } else {
-      store_.keep(layer, id, chosen, bound.longest, bound.total, options_.room, retaining().mover(), stream);
+      store_.keep(layer, id, chosen, bound.longest, bound.total, options_.room, first_stage_.mover(recipe_), stream);
     }
-  }
-
-  auto& retaining() requires(Recipe::chooses) {
-    if (!retaining_) {
-      retaining_.make(recipe_.first_stage(recipe_.plan(0)), shape_, 1, observes_window ? 0 : observed_at_once,
-                      options_.tokens, most_kept_of(recipe_.plan(0)), device_);
-    }
-    return *retaining_;
-  }
-
-  /// The most tokens that a head keeps; with a plan, known only for the prompt that it is made for.
-  index_t most_kept_of(const stage_plan& plan) const {
-    if constexpr (Recipe::chooses) {
-      const first_stage policy = recipe_.first_stage(plan);
-      if (Recipe::plans) return options_.tokens;
-      return most_kept(policy.budget, policy.scorer.protected_tail(policy.budget.tokens), shape_, options_.tokens);
-    }
-    return 0;
   }
 
   // --- steps -------------------------------------------------------------------------------------------------------
@@ -468,7 +385,9 @@ class cache {
     const stage_plan plan = step_plan(sequences_.at(first).plan);
     auto& found = steps_[key_of(plan, sequences)];
     if (!found) {
-      found.make(recipe_, plan, shape_, sequences, options_.step_tokens, options_.tokens, most_kept_of(plan), device_);
+      index_t kept = 0;
+      if constexpr (retains_steps) kept = first_stage_.most(recipe_, plan);
+      found.make(recipe_, plan, shape_, sequences, options_.step_tokens, options_.tokens, kept, device_);
     }
     return *found;
   }
@@ -489,7 +408,7 @@ class cache {
     if (tracing_) trace(layer, first, q.sequences, read);
     if constexpr (retains_steps) {
       if (!recipe_.schedule.due(moment::step_end)) return;
-      const first_stage policy = recipe_.first_stage(sequences_.at(first).plan);
+      const auto policy = recipe_.first_stage(sequences_.at(first).plan);
       const auto& retain = does.retain();
       const slot_column<float> scores = store_.scores(all.table.begin);
       if constexpr (observes_every_query) {
@@ -499,7 +418,8 @@ class cache {
           retain.choose(policy, recipe_.attention.rule, all, q, next_.data() + first, scores.data,
                         policy.scorer.protected_tail(policy.budget.tokens), layer, stream);
       retain.keep_in_place(all, kept, store_.positions(all.table.begin), scores, store_.lengths(layer, first), stream);
-      if constexpr (Recipe::estimates) reading_.rebuild(layer, first, read_view(layer, first, q.sequences), options_.tokens, stream);
+      if constexpr (Recipe::estimates)
+        reading_.rebuild(layer, first, read_view(layer, first, q.sequences), options_.tokens, stream);
     }
   }
 
@@ -539,9 +459,9 @@ class cache {
   store_type store_;
   device_buffer<index_t> next_, first_;  // by id: position of the next token, and of the step's first
   device_buffer<index_t> chunk_position_{1};
-  query_window<T> window_;  // place = layer * sequences + id
   detail::sequence_table sequences_;
   reading_type reading_;
+  prompt_stage<Recipe> first_stage_;
   bool tracing_ = false;
   struct prompt_attention {
     cuda::prefill_attention<view_type, Out> run;
@@ -550,7 +470,6 @@ class cache {
         : run(1, shape.kv_heads, shape.q_heads, device), scratch(run.workspace_bytes()) {}
   };
   made_on_demand<prompt_attention> prompt_attention_;
-  decltype(retaining_of<Recipe::chooses>()) retaining_;
   std::map<operations_key, made_on_demand<operations_type>> steps_;
 };
 

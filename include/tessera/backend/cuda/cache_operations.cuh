@@ -93,15 +93,16 @@ class retain_operations {
   }
 
   /// Adds what `q` makes of every stored token to the scores that are stored beside them.
-  void observe(const Policy& policy, const logit_rule& rule, const View& view, const rows_view<const T>& q, const index_t* first_position,
-               float* scores, const offset_t* begins, cudaStream_t stream) const {
+  void observe(const Policy& policy, const logit_rule& rule, const View& view, const rows_view<const T>& q,
+               const index_t* first_position, float* scores, const offset_t* begins, cudaStream_t stream) const {
     score(policy, rule, view, q, first_position, scores, begins, 0, true, stream);
   }
 
   /// Chooses what to keep. `q` and `position`: the window and its first position; for scorers of positions, `position`
   /// is that of the next token. The result lies in this object's memory until the next call.
   selection_view choose(const Policy& policy, const logit_rule& rule, const View& view, const rows_view<const T>& q,
-                        const index_t* position, const float* stored_scores, index_t tail, index_t layer, cudaStream_t stream) const {
+                        const index_t* position, const float* stored_scores, index_t tail, index_t layer,
+                        cudaStream_t stream) const {
     score_rows in;
     in.sequences = view.sequences;
     in.kv_heads = view.kv_heads;
@@ -150,8 +151,9 @@ class retain_operations {
     if constexpr (attentive) return score_.workspace_bytes();
     return 0;
   }
-  void score(const Policy& policy, const logit_rule& rule, const View& view, const rows_view<const T>& q, const index_t* first_position,
-             float* scores, const offset_t* begins, offset_t stride, bool accumulate, cudaStream_t stream) const {
+  void score(const Policy& policy, const logit_rule& rule, const View& view, const rows_view<const T>& q,
+             const index_t* first_position, float* scores, const offset_t* begins, offset_t stride, bool accumulate,
+             cudaStream_t stream) const {
     score_problem<View> problem;
     problem.view = view;
     problem.q = q;
@@ -193,8 +195,10 @@ class step_operations {
     }
   }
   static auto retain_of() {
-    if constexpr (retains) return std::type_identity<retain_operations<first_stage, View>>{};
-    else return std::type_identity<nothing>{};
+    if constexpr (retains)
+      return std::type_identity<retain_operations<first_stage, View>>{};
+    else
+      return std::type_identity<nothing>{};
   }
 
  public:

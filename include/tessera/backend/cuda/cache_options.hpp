@@ -11,11 +11,12 @@ namespace cuda {
 
 /// Sizes that are fixed when a cache is made: its memory is allocated then, and never in a recorded step.
 struct cache_options {
-  index_t sequences = 1;    ///< most that are open at a time
-  index_t tokens = 0;       ///< most tokens that one kv_head of a sequence ever holds
-  offset_t rows = 0;        ///< of the pool, a row being a token of one kv_head of one layer; 0: enough for everything
-  index_t room = 256;       ///< tokens that fit behind the stored ones when rows have moved, before they move again
-  offset_t index_pages = 0;  ///< of the index of paged retrieval; 0: enough for first prompts of any length up to `tokens`
+  index_t sequences = 1;  ///< most that are open at a time
+  index_t tokens = 0;     ///< most tokens that one kv_head of a sequence ever holds
+  offset_t rows = 0;      ///< of the pool, a row being a token of one kv_head of one layer; 0: enough for everything
+  index_t room = 256;     ///< tokens that fit behind the stored ones when rows have moved, before they move again
+  offset_t index_pages =
+      0;  ///< of the index of paged retrieval; 0: enough for first prompts of any length up to `tokens`
   index_t step_tokens = 1;  ///< most tokens of a decode step, 1 to 8
 
   void check() const {

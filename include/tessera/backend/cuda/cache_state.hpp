@@ -66,9 +66,7 @@ class sequence_table {
     return at(id).layers[std::size_t(layer)];
   }
   sequence_state& at(index_t id) { return const_cast<sequence_state&>(std::as_const(*this).at(id)); }
-  layer_state& at(index_t id, index_t layer) {
-    return const_cast<layer_state&>(std::as_const(*this).at(id, layer));
-  }
+  layer_state& at(index_t id, index_t layer) { return const_cast<layer_state&>(std::as_const(*this).at(id, layer)); }
 
  private:
   index_t layers_;

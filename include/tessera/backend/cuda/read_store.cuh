@@ -24,9 +24,8 @@ __global__ void __launch_bounds__(Threads)
 
 /// The newest `tokens` slots of every row join its candidates; `lengths` count them.
 template <int Threads>
-__global__ void __launch_bounds__(Threads)
-    join_entry(const index_t* lengths, const offset_t* begins, index_t* slots, index_t* counts, index_t rows,
-               index_t tokens) {
+__global__ void __launch_bounds__(Threads) join_entry(const index_t* lengths, const offset_t* begins, index_t* slots,
+                                                      index_t* counts, index_t rows, index_t tokens) {
   const index_t row = index_t(blockIdx.x * Threads + threadIdx.x);
   if (row >= rows) return;
   const index_t held = counts[row];

@@ -77,9 +77,7 @@ class retrieve_by_scores {
   }
 
   /// Bytes that a choice over `n` tokens reads beside the K and V of what is attended.
-  offset_t bytes_read(offset_t n) const {
-    return std::max<offset_t>(0, n - most_) * View::k_dim * offset_t(sizeof(T));
-  }
+  offset_t bytes_read(offset_t n) const { return std::max<offset_t>(0, n - most_) * View::k_dim * offset_t(sizeof(T)); }
   index_t most_read() const { return most_; }
 
  private:
@@ -103,9 +101,10 @@ class retrieve_by_pages {
   static selection_unit unit_of(const Recipe& recipe) {
     using selector = typename Recipe::retrieve_type::selector_type;
     if constexpr (requires { recipe.retrieve.selector.choice; }) return recipe.retrieve.selector.choice;
-    static_assert(requires { recipe.retrieve.selector.choice; } || std::is_same_v<selector, top_tokens> ||
-                      std::is_same_v<typename selector::unit, page_unit>,
-                  "tessera: on the device an estimate chooses tokens or whole pages");
+    static_assert(
+        requires { recipe.retrieve.selector.choice; } || std::is_same_v<selector, top_tokens> ||
+            std::is_same_v<typename selector::unit, page_unit>,
+        "tessera: on the device an estimate chooses tokens or whole pages");
     return std::is_same_v<selector, top_tokens> ? selection_unit::token : selection_unit::page;
   }
 
@@ -114,12 +113,11 @@ class retrieve_by_pages {
                     index_t tokens, index_t capacity, const device_info& device)
       : scorer_(recipe.step_scorer(plan)),
         rule_(recipe.attention.rule),
-        choose_(scorer_, unit_of(recipe), plan.read, sequences, shape.kv_heads, shape.q_heads, tokens, capacity, device),
+        choose_(scorer_, unit_of(recipe), plan.read, sequences, shape.kv_heads, shape.q_heads, tokens, capacity,
+                device),
         indices_(std::size_t(sequences) * std::size_t(shape.kv_heads) * std::size_t(choose_.most_chosen())),
         counts_(std::size_t(sequences) * std::size_t(shape.kv_heads)),
-        mass_(scorer::adds_mean_value
-                  ? std::size_t(sequences) * std::size_t(tokens) * std::size_t(shape.q_heads)
-                  : 0),
+        mass_(scorer::adds_mean_value ? std::size_t(sequences) * std::size_t(tokens) * std::size_t(shape.q_heads) : 0),
         scratch_(choose_.workspace_bytes()) {}
 
   /// `index` lacks the newest tokens of the step: the choice takes them in.
