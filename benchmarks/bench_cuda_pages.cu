@@ -1,0 +1,129 @@
+// A RocketKV decode step behind its first stage: estimating and choosing pages, and attending what was chosen.
+#include "cuda_bench.hpp"
+#include "tessera/backend/cuda/decode_attention.cuh"
+#include "tessera/backend/cuda/page_index.cuh"
+#include "tessera/backend/cuda/page_retrieval.cuh"
+#include "tessera/methods/rocketkv.hpp"
+
+namespace gpu_bench {
+namespace {
+
+using method = rocketkv<bf16, head_dim>;
+using view_type = kv_view<bf16, head_dim>;
+using scorer_type = decltype(std::declval<method>().step_scorer(stage_plan{}));
+
+enum class part { choose, attend, step };
+
+/// One layer of a batch whose prompts of `context` tokens were compressed under a budget of `tokens`.
+prepared rocket_step(index_t sequences, index_t context, index_t tokens, part wanted) {
+  method recipe;
+  recipe.set_budget(tokens);
+  const stage_plan plan = recipe.plan(context);
+  const scorer_type scorer = recipe.step_scorer(plan);
+  const index_t stored = plan.capacity - recipe.retain.budget.max_new / 2;  // half way through the answer
+  const index_t pages = (ceil_div(stored, scorer.page) + 15) / 16 * 16, rows = sequences * kv_heads;
+  const std::size_t elements = std::size_t(rows) * std::size_t(stored) * head_dim;
+  const std::size_t index_elements = scorer.page > 1 ? std::size_t(rows) * 2 * head_dim * std::size_t(pages) : 8;
+
+  prepared made;
+  const double index_read =
+      scorer.page > 1 ? double(pages) * scorer.channels * sizeof(bf16) : double(stored) * head_dim * sizeof(bf16);
+  const double attended = double(std::min(plan.read, stored)) * head_dim * 2 * sizeof(bf16);
+  made.bytes = rows * ((wanted != part::attend ? index_read : 0) + (wanted != part::choose ? attended : 0));
+  // What is stored rotates, not only what is read: the next step of another layer finds none of it in the L2.
+  const int sets = input_sets(double(elements) * 2 * sizeof(bf16));
+
+  const auto device = cuda::device_info::current();
+  cuda::choose_pages<view_type, scorer_type> choose(scorer, selection_unit::token, plan.read, sequences, kv_heads,
+                                                    q_heads, 1, stored, device);
+  cuda::decode_attention<view_type> attend(sequences, kv_heads, q_heads, 1, device);
+  struct memory {
+    buffer<index_t> lengths, first, indices, counts;
+    buffer<bf16> index;
+    buffer<float> out;
+    buffer<unsigned char> choosing, attending;
+  };
+  const std::size_t q_rows = std::size_t(sequences) * q_heads, most = std::size_t(choose.most_chosen());
+  const auto keep = std::make_shared<memory>(
+      std::vector<index_t>(std::size_t(rows), stored), std::vector<index_t>(std::size_t(sequences), stored - 1),
+      std::size_t(rows) * most * std::size_t(sets), std::size_t(rows) * std::size_t(sets),
+      index_elements * std::size_t(sets), q_rows * head_dim, choose.workspace_bytes(), attend.workspace_bytes());
+  bf16* pool = random_rows(elements * 2 * std::size_t(sets) + q_rows * head_dim);
+  attend.prepare(keep->attending.data(), stream());
+
+  const auto view_of = [=](int set) {
+    view_type view;
+    view.k = pool + elements * 2 * std::size_t(set);
+    view.v = view.k + elements;
+    view.k_strides = {offset_t(kv_heads) * stored * head_dim, offset_t(stored) * head_dim, head_dim, 1};
+    view.v_strides = view.k_strides;
+    view.sequences = sequences;
+    view.kv_heads = kv_heads;
+    view.lengths = keep->lengths.data();
+    view.length_strides = {kv_heads, 1};
+    return view;
+  };
+  const auto index_of = [=](int set) {
+    return page_extrema_view<bf16, head_dim>{keep->index.data() + index_elements * std::size_t(set), scorer.page, pages,
+                                             nullptr, nullptr};
+  };
+  const auto chosen_of = [=](int set) {
+    return selection_view{keep->indices.data() + std::size_t(set) * std::size_t(rows) * most,
+                          keep->counts.data() + std::size_t(set) * std::size_t(rows), nullptr, offset_t(most)};
+  };
+  const rows_view<const bf16> q =
+      nhd_rows<const bf16>(pool + elements * 2 * std::size_t(sets), 1, q_heads, head_dim, sequences);
+  const auto choose_now = [=](int set) {
+    cuda::page_problem<view_type> problem;
+    problem.view = view_of(set);
+    if (scorer.page > 1) problem.index = index_of(set);
+    problem.unfolded = 1;  // the step's own token joins its page
+    problem.q = q;
+    problem.first_position = keep->first.data();
+    problem.out = const_cast<index_t*>(chosen_of(set).indices);
+    problem.out_stride = offset_t(most);
+    problem.counts = const_cast<index_t*>(chosen_of(set).counts);
+    choose.run(problem, keep->choosing.data(), stream());
+  };
+  const auto attend_now = [=](int set) {
+    attend.run({view_of(set),
+                q,
+                keep->first.data(),
+                {},
+                nhd_rows(keep->out.data(), 1, q_heads, head_dim, sequences),
+                {},
+                chosen_of(set)},
+               keep->attending.data(), stream());
+  };
+  for (int set = 0; set < sets; ++set) {
+    if (scorer.page > 1) cuda::index_pages<view_type>{}.build(view_of(set), index_of(set), stored, stream());
+    choose_now(set);
+  }
+  cuda::check(cudaStreamSynchronize(stream()), "cudaStreamSynchronize");
+  made.keep = keep;
+  made.graph = std::make_unique<replay>(launches(made.bytes, sets), [&](int i) {
+    if (wanted != part::attend) choose_now(i % sets);
+    if (wanted != part::choose) attend_now(i % sets);
+  });
+  return made;
+}
+
+const int registered = [] {
+  const auto cell = [](index_t sequences, const char* name, index_t context, index_t tokens) {
+    const std::string where =
+        "rocketkv/B" + std::to_string(sequences) + "/" + name + "/t" + std::to_string(tokens) + "/";
+    add(where + "choose", [=] { return rocket_step(sequences, context, tokens, part::choose); });
+    add(where + "attend", [=] { return rocket_step(sequences, context, tokens, part::attend); });
+    add(where + "step", [=] { return rocket_step(sequences, context, tokens, part::step); });
+  };
+  for (const index_t sequences : {1, 8}) {
+    cell(sequences, "32K", 32768, 1024);
+    cell(sequences, "96K", 98304, 1024);
+    for (const index_t tokens : {256, 512, 1024, 2048, 4096}) cell(sequences, "128K", 131072, tokens);
+    cell(sequences, "256K", 262144, 1024);
+  }
+  return 0;
+}();
+
+}  // namespace
+}  // namespace gpu_bench
