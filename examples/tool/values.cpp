@@ -70,8 +70,8 @@ void parse_value(std::string_view name, std::string_view text, tessera::split_fa
     return;
   }
   double factor = 0;
-  tessera::require(parses_whole(text, factor) && std::isfinite(factor), name, quoted(text), "adaptive, or a number from 0 to 1",
-                   "pass adaptive for the published formula");
+  tessera::require(parses_whole(text, factor) && std::isfinite(factor), name, quoted(text),
+                   "adaptive, or a number from 0 to 1", "pass adaptive for the published formula");
   value = tessera::split_factor(factor);
 }
 

@@ -103,8 +103,7 @@ struct retrieve {
               "raise it: the token budget pays for estimating scores and for attending");
       require(max_new >= 0, "max_new", max_new, "0 or more tokens", "pass how many tokens a turn decodes");
     } else {
-      require(tokens >= 1, budget_name, tokens, "at least 1 token per kv_head",
-              "pass how many tokens a step may read");
+      require(tokens >= 1, budget_name, tokens, "at least 1 token per kv_head", "pass how many tokens a step may read");
     }
   }
 };

@@ -395,3 +395,20 @@ TEST_CASE("a key that is no number does not keep a step from what it would read 
     }
   }
 }
+
+TEST_CASE("a choice by estimates gives the same bits with any number of threads") {
+  rng random(154);
+  const tessera::model_shape shape{1, 12, 3};
+  const model_data data(random, shape, 6004);
+  for (const std::string method : {"hsa", "quest", "sparq", "rocketkv_mt"}) {
+    CAPTURE(method);
+    const settings chosen{method, 512, {{"page", 2}, {"channels", 64}, {"split", 0}}};
+    const auto alone = make_cache(chosen, shape, one_thread());
+    const auto together = make_cache(chosen, shape, std::make_shared<tessera::cpu::executor>(3));
+    const index_t id = with_prompt(*alone, data, 6000);
+    REQUIRE(with_prompt(*together, data, 6000) == id);
+    for (index_t t = 6000; t < 6004; t += 2) {
+      REQUIRE(support::same_bits(decode(*alone, id, data, t, 2), decode(*together, id, data, t, 2)));
+    }
+  }
+}

@@ -80,8 +80,8 @@ concept has_window = requires(S& s) {
 ///   check(budget)                        throws tessera::error on parameters that make no sense
 template <class S>
 concept scorer = std::is_trivially_copyable_v<S> &&
-    (((positional_scorer<S> || attentive_scorer<S>)&&finishing_scorer<S>) || paged_scorer<S>)&&(
-        S::observed != observes::window || has_window<S>)&&requires(const S s, index_t n) {
+    (((positional_scorer<S> || attentive_scorer<S>)&&finishing_scorer<S>) ||
+     paged_scorer<S>)&&(S::observed != observes::window || has_window<S>)&&requires(const S s, index_t n) {
   { S::name } -> std::convertible_to<const char*>;
   { S::comparable_across_heads } -> std::convertible_to<bool>;
   { s.protected_tail(n) } -> std::same_as<index_t>;
@@ -99,10 +99,11 @@ constexpr bool check_scorer() {
   static_assert(
       requires { S::comparable_across_heads; },
       "tessera: a scorer must say whether its scores are comparable_across_heads");
-  static_assert(positional_scorer<S> || attentive_scorer<S> || paged_scorer<S>,
-                "tessera: a scorer that observes nothing needs float score(position, next_position); any other needs "
-                "float weigh(logit, lse), or, to read pages in a step, page, channels, fitted(ratio, k_dim), normalised, "
-                "adds_mean_value, takes_upper(own, total) and row_scale(scale, chosen, whole)");
+  static_assert(
+      positional_scorer<S> || attentive_scorer<S> || paged_scorer<S>,
+      "tessera: a scorer that observes nothing needs float score(position, next_position); any other needs "
+      "float weigh(logit, lse), or, to read pages in a step, page, channels, fitted(ratio, k_dim), normalised, "
+      "adds_mean_value, takes_upper(own, total) and row_scale(scale, chosen, whole)");
   static_assert(
       requires(const S s, index_t n) {
         { s.protected_tail(n) } -> std::same_as<index_t>;

@@ -38,9 +38,7 @@ struct table_one {
   normalized_cost hsa() const { return rocketkv(0); }
 
  private:
-  double extrema(double r) const {
-    return (convention == cost_convention::printed ? 2 : 1) / std::pow(c, (1 + r) / 2);
-  }
+  double extrema(double r) const { return (convention == cost_convention::printed ? 2 : 1) / std::pow(c, (1 + r) / 2); }
 };
 
 TESSERA_NAMESPACE_END

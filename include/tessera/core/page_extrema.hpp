@@ -26,7 +26,9 @@ struct page_extrema_view {
     const offset_t width = pages_of_room(row);
     return data + (begins ? begins[row] : row * 2 * D * width) + channel * width;
   }
-  TESSERA_HD T* upper(offset_t row, int channel) const { return lower(row, channel) + D * offset_t(pages_of_room(row)); }
+  TESSERA_HD T* upper(offset_t row, int channel) const {
+    return lower(row, channel) + D * offset_t(pages_of_room(row));
+  }
 };
 
 TESSERA_HD inline bool is_finite(float x) { return x - x == 0; }

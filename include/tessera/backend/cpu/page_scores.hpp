@@ -163,8 +163,8 @@ void page_products(const View& view, index_t sequence, index_t head,
 /// Turns the products of one row into what each of its pages' slots adds to scores. Returns false where the row says
 /// nothing: its query is not finite, or it sees no page with a finite logit.
 template <class Scorer>
-bool weigh_pages(const Scorer&, const logit_rule& rule, float scale, float sink, const visible_slots& seen, index_t page,
-                 index_t pages, float* row) {
+bool weigh_pages(const Scorer&, const logit_rule& rule, float scale, float sink, const visible_slots& seen,
+                 index_t page, index_t pages, float* row) {
   if (seen.begin >= seen.end) return false;
   float top = sink;
   bool any = false;

@@ -132,7 +132,8 @@ class read_stage {
   }
 
   /// Gives what the attended tokens lack of each row's mass to the mean of V up to the row's token.
-  void add_mean_value(store_type& store, index_t tokens, index_t group, const float* mass, const rows_view<float>& out) {
+  void add_mean_value(store_type& store, index_t tokens, index_t group, const float* mass,
+                      const rows_view<float>& out) {
     const auto all = view(store);
     for (index_t h = 0; h < all.kv_heads; ++h) {
       const index_t before = all.length(0, h) - tokens;
@@ -167,9 +168,7 @@ class read_stage {
   }
 
   /// Bytes that are allocated for lists, index and sums.
-  offset_t bytes() const {
-    return passed_.bytes() + index_.bytes() + offset_t(sums_.capacity() * sizeof(double));
-  }
+  offset_t bytes() const { return passed_.bytes() + index_.bytes() + offset_t(sums_.capacity() * sizeof(double)); }
 
  private:
   candidates passed_;
