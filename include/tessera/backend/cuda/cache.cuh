@@ -405,6 +405,9 @@ class cache {
       read = does.retrieve().choose(view, reading_.index(layer, first), q, position, stream);
     }
     does.attend({view, q, position, recipe_.attention.rule, out, lse, read}, stream);
+    if constexpr (reading_type::averages) {
+      reading_.add_mean_value(layer, first, view, does.retrieve().mass(), out, stream);
+    }
     if (tracing_) trace(layer, first, q.sequences, read);
     if constexpr (retains_steps) {
       if (!recipe_.schedule.due(moment::step_end)) return;

@@ -5,6 +5,7 @@
 
 #include "../../core/page_extrema.hpp"
 #include "../../recipe.hpp"
+#include "mean_value.cuh"
 #include "memory.cuh"
 #include "page_index.cuh"
 
@@ -61,6 +62,10 @@ class read_store {
   using all_view = kv_view<T, k_dim, ragged, v_dim>;
   using view_type = std::conditional_t<Recipe::filters, kv_view<T, k_dim, filtered<ragged>, v_dim>, all_view>;
   using index_type = page_extrema_view<T, k_dim>;
+  static constexpr bool averages = [] {
+    if constexpr (Recipe::estimates) return Recipe::retrieve_type::scorer_type::adds_mean_value;
+    return false;
+  }();
   static constexpr index_t room_step = 16;  // pages: vector loads stay inside a row
 
   /// `pages`: of the index, all layers and sequences together.
@@ -72,7 +77,9 @@ class read_store {
         counts_(Recipe::filters ? places_.size() * std::size_t(kv_heads) : 0),
         data_(std::size_t(pages) * 2 * k_dim),
         begins_(Recipe::estimates ? places_.size() * std::size_t(kv_heads) : 0),
-        rooms_(begins_.size()) {}
+        rooms_(begins_.size()),
+        sums_(averages ? places_.size() * std::size_t(kv_heads) * v_dim : 0),
+        sums_scratch_(averages ? mean_value<view_type>(sequences * kv_heads).workspace_bytes() : 0) {}
 
   /// What steps may read of some sequences of a layer: `all`, or the candidates among it.
   view_type view(const all_view& all, index_t layer, index_t first, index_t* slots) const {
@@ -152,12 +159,27 @@ class read_store {
         total = here.total;
       }
       lay_out(layer, sequence, view, longest, total, page, room, stream);
+      sum_values(layer, sequence, view, stream);
     }
+  }
+
+  /// Gives what the attended tokens of a step lack of each row's mass to the mean of V.
+  template <class Out>
+  void add_mean_value(index_t layer, index_t first, const view_type& view, const float* mass, const rows_view<Out>& out,
+                      cudaStream_t stream) const {
+    mean_value_problem<view_type, Out> problem;
+    problem.view = view;
+    problem.sums = sums_.data() + at(layer, first) * v_dim;
+    problem.mass = mass;
+    problem.out = out;
+    problem.tokens = out.tokens;
+    mean_value<view_type, Out>(view.sequences * heads_).run(problem, nullptr, stream);
   }
 
   /// After slots have moved in place: every page of some sequences anew, recorded or not.
   void rebuild(index_t layer, index_t first, const view_type& view, index_t capacity, cudaStream_t stream) const {
     index_pages<view_type>{}.build(view, index(layer, first), capacity, stream);
+    sum_values(layer, first, view, stream);
   }
 
   void clear(index_t layers, index_t sequence) {
@@ -170,7 +192,8 @@ class read_store {
 
   /// Candidates that a sequence's layer holds at most, all heads; bytes of its part of the index.
   offset_t bytes(index_t layer, index_t sequence) const {
-    return places_[place_of(layer, sequence)].pages * 2 * k_dim * offset_t(sizeof(T));
+    return places_[place_of(layer, sequence)].pages * 2 * k_dim * offset_t(sizeof(T)) +
+           (averages ? offset_t(heads_) * v_dim * offset_t(sizeof(double)) : 0);
   }
   offset_t most_bytes() const { return spans_.most_used() * 2 * k_dim * offset_t(sizeof(T)); }
   std::vector<index_t> downloaded_counts(index_t layer, index_t sequence) const {
@@ -190,6 +213,13 @@ class read_store {
     return std::size_t(layer) * std::size_t(sequences_) + std::size_t(sequence);
   }
   offset_t at(index_t layer, index_t sequence) const { return offset_t(place_of(layer, sequence)) * heads_; }
+
+  void sum_values(index_t layer, index_t first, const view_type& view, cudaStream_t stream) const {
+    if constexpr (averages) {
+      mean_value<view_type>(view.sequences * heads_)
+          .build(view, sums_.data() + at(layer, first) * v_dim, sums_scratch_.data(), stream);
+    }
+  }
 
   /// Room for what is there and `room` more tokens, and the pages of what is there built anew.
   void lay_out(index_t layer, index_t sequence, const view_type& view, index_t longest, offset_t total, index_t page,
@@ -217,6 +247,8 @@ class read_store {
   device_buffer<T> data_;
   device_buffer<offset_t> begins_;
   device_buffer<index_t> rooms_;
+  device_buffer<double> sums_;  // of V by row, for a scorer that adds the mean value
+  device_buffer<unsigned char> sums_scratch_;
 };
 
 }  // namespace cuda
