@@ -14,6 +14,7 @@ import re
 SANITIZERS = ("memcheck", "racecheck", "initcheck", "synccheck")
 DECODE = ("B1/8K", "B1/32K", "B1/128K", "B1/256K", "B4/128K", "B8/128K", "B64/8K")
 GATHERED = (("B16/singles", 0.55), ("B16/runs_of_16", 0.75))
+ROCKETKV = (("B1", "32K", 2.5), ("B1", "128K", 8), ("B8", "128K", 35))  # a step with t = 1,024 against dense
 TOP_K = (("32x8192/k512", 9), ("8x131072/k2048", 22), ("256x131072/k2048", 95))
 
 
@@ -121,6 +122,12 @@ def judge(figures):
     for draw in ("drawn", "one_long"):
         value = ratio(time_of(figures, "uneven/" + draw), time_of(figures, f"uneven/{draw}_evened"))
         add(6, f"uneven lengths, {draw}", value, 1.15, "at most 1.15 of the same total evened", "x")
+    for batch, context, least in ROCKETKV:
+        ours = time_of(figures, f"rocketkv/{batch}/{context}/t1024/step")
+        peer = best_peer(figures, f"decode/{batch}/{context}")
+        beside = f" ({ours:.4g} us, {peer[1]} {peer[0]:.4g} us)" if ours and peer else ""
+        add("RocketKV", f"step, t = 1,024, {batch} {context}{beside}", ratio(peer[0], ours) if peer else None, least,
+            f"at least {least} times faster than the best dense peer", "x", below=False)
     return rows
 
 
@@ -233,9 +240,11 @@ def main():
             tests[tool] = describe_sanitizer(given.logs, tool, mine)
     figures = read_figures(given.logs)
     notes = []
-    decode_step = read_text(f"{given.logs}/decode_step.log").strip()
-    if decode_step:
-        notes += ["", "## Decode step of a whole model", "", "```", decode_step, "```"]
+    for part, title in (("decode_step", "Decode step of a whole model"),
+                        ("decode_step_rocketkv", "The same with RocketKV, t = 1,024")):
+        text = read_text(f"{given.logs}/{part}.log").strip()
+        if text:
+            notes += ["", f"## {title}", "", "```", text, "```"]
     record = {"machine": machine, "steps": steps, "tests": tests,
               "bars": judge(figures) if figures else [], "figures": figures,
               "decode_step": read_json(f"{given.logs}/decode_step.json") or [], "notes": notes}
