@@ -231,9 +231,10 @@ def main():
         machine["peers"] = (f"PyTorch {peers['torch']}, cuDNN {peers['cudnn']}, "
                             f"FlashInfer {peers['flashinfer'] or 'not there'}")
     steps, tests = read_steps(given.logs), {}
-    log = read_text(f"{given.logs}/tests.log")
-    if log:
-        tests["tests"] = describe(read_tests(log))
+    for name in ("tests", "engine_tests"):
+        log = read_text(f"{given.logs}/{name}.log")
+        if log:
+            tests[name.replace("_", " ")] = describe(read_tests(log))
     for tool in SANITIZERS:
         mine = [step for step in steps if step["name"].startswith(tool + ".")]
         if mine:

@@ -136,6 +136,7 @@ if [ -z "$prebuilt" ]; then
     if timeout 60 "${configure[@]}" -DTESSERA_BUILD_EXAMPLES=ON >"$logs/configure_examples.log" 2>&1; then
       no_examples=
       targets+=(bench_decode_step)
+      wanted tests && targets+=(test_examples_cuda ladder_08_on_the_gpu)
     else
       no_examples=$(sed -n 's/.*tessera: \(.* is missing\).*/\1/p' "$logs/configure_examples.log" | head -n 1)
       no_examples=${no_examples:-CMake could not configure the examples}
@@ -154,6 +155,8 @@ fi
 
 if wanted tests; then
   attempt tests 120 "$programs/test_gpu"
+  [ ! -x "$programs/test_examples_cuda" ] || attempt engine_tests 90 "$programs/test_examples_cuda"
+  [ ! -x "$programs/ladder_08_on_the_gpu" ] || attempt ladder 30 "$programs/ladder_08_on_the_gpu"
 fi
 if wanted benchmarks; then
   attempt bench_cuda 120 "$programs/bench_cuda" --benchmark_out="$logs/bench_cuda.json" --benchmark_out_format=json
