@@ -155,7 +155,7 @@ fi
 
 if wanted tests; then
   attempt tests 120 "$programs/test_gpu"
-  [ ! -x "$programs/test_examples_cuda" ] || attempt engine_tests 90 "$programs/test_examples_cuda"
+  [ ! -x "$programs/test_examples_cuda" ] || attempt engine_tests 60 "$programs/test_examples_cuda"
   [ ! -x "$programs/ladder_08_on_the_gpu" ] || attempt ladder 30 "$programs/ladder_08_on_the_gpu"
 fi
 if wanted benchmarks; then

@@ -14,8 +14,8 @@ namespace cuda {
 /// A step's outputs and what was chosen for them; every pointer is a device pointer.
 template <class View, class Out = float>
 struct mean_value_problem {
-  View view;               ///< lengths count the step's own tokens
-  double* sums = nullptr;  ///< [rows, v_dim]: of V over the slots before the step's; gets those of all slots
+  View view;                    ///< lengths count the step's own tokens
+  double* sums = nullptr;       ///< [rows, v_dim]: of V over the slots before the step's; gets those of all slots
   const float* mass = nullptr;  ///< [rows, tokens * group], as choose_pages writes it; null: only the sums are wanted
   rows_view<Out> out;           ///< [sequences, tokens, q_heads, v_dim]; gets mass * out + (1 - mass) * mean
   index_t tokens = 0;           ///< of the step
@@ -85,8 +85,8 @@ __global__ void __launch_bounds__(View::v_dim)
 
 }  // namespace detail
 
-/// SparQ's mean-value correction: sums of V that follow the stored tokens, and outputs mixed with their mean. What is not
-/// finite counts as 0. Lengths are read on the device; capturable.
+/// SparQ's mean-value correction: sums of V that follow the stored tokens, and outputs mixed with their mean. What is
+/// not finite counts as 0. Lengths are read on the device; capturable.
 /// Cost     build: one read of V; run: O(tokens * (1 + group) * v_dim) a row, one launch.
 template <class View, class Out = float>
 class mean_value {

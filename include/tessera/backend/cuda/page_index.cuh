@@ -80,7 +80,8 @@ __global__ void __launch_bounds__(Threads)
   const offset_t row = blockIdx.y;
   for (int i = threadIdx.x; i < 2 * D * built_pages; i += Threads) {
     const int p = i % built_pages, d = i / built_pages % D;
-    if (p < count) (i < D * built_pages ? index.lower(row, d) : index.upper(row, d))[first + p] = tile[i / (D * built_pages)][d][p];
+    if (p < count)
+      (i < D * built_pages ? index.lower(row, d) : index.upper(row, d))[first + p] = tile[i / (D * built_pages)][d][p];
   }
 }
 
@@ -89,7 +90,8 @@ __global__ void __launch_bounds__(Threads)
 /// Fills the index of a view's keys. The values are cpu::page_index's to the bit; pages of one slot have no index, and
 /// nothing is launched for them.
 ///
-/// Lengths are read on the device, so a captured launch can be replayed while they grow. A row's room must hold its pages.
+/// Lengths are read on the device, so a captured launch can be replayed while they grow. A row's room must hold its
+/// pages.
 /// Errors   page or newest below 1.   Workspace  none.
 /// Cost     build: one read of the keys and one write of the index; fold: O(newest * k_dim) a row.
 template <class View>

@@ -15,16 +15,16 @@ namespace cuda {
 template <class View>
 struct page_problem {
   using T = typename View::element_type;
-  View view;                                   ///< what steps may read; lengths count the step's own tokens
-  page_extrema_view<T, View::k_dim> index{};   ///< of the view; data null for pages of one slot
-  index_t unfolded = 0;                        ///< newest slots of every row that the index has yet to take in
-  rows_view<const T> q;                        ///< [sequences, tokens, q_heads, k_dim]
-  const index_t* first_position = nullptr;     ///< [sequences], position of the step's first token
+  View view;                                  ///< what steps may read; lengths count the step's own tokens
+  page_extrema_view<T, View::k_dim> index{};  ///< of the view; data null for pages of one slot
+  index_t unfolded = 0;                       ///< newest slots of every row that the index has yet to take in
+  rows_view<const T> q;                       ///< [sequences, tokens, q_heads, k_dim]
+  const index_t* first_position = nullptr;    ///< [sequences], position of the step's first token
   logit_rule rule;
-  index_t* out = nullptr;     ///< [rows, out_stride], ascending slots of the view; row = sequence * kv_heads + head
+  index_t* out = nullptr;  ///< [rows, out_stride], ascending slots of the view; row = sequence * kv_heads + head
   offset_t out_stride = 0;
   index_t* counts = nullptr;  ///< [rows]
-  float* mass = nullptr;      ///< [rows, tokens * group] or null: what the chosen slots hold of the estimated probabilities
+  float* mass = nullptr;  ///< [rows, tokens * group] or null: what the chosen slots hold of the estimated probabilities
 };
 
 namespace detail {
@@ -37,13 +37,13 @@ struct slot_run {
 };
 
 /// Slots that a query at some position sees, by one warp: a run, for positions ascend. A probe of 32 slots at a time
-/// costs one trip to memory, and most runs end where the slots do: one look at the last.
+/// costs one trip to memory, and most runs end where the slots do: `last` is the position of slot n - 1.
 template <class View>
 __device__ slot_run visible_run(const View& view, index_t sequence, index_t head, const logit_rule& rule, index_t n,
-                                index_t query, int lane) {
+                                index_t last, index_t query, int lane) {
   const auto first_above = [&](index_t position) -> index_t {
     if (!view.positions) return min(max(position + 1, 0), n);
-    if (n == 0 || view.position(sequence, head, n - 1) <= position) return n;
+    if (last <= position) return n;
     index_t low = 0, high = n - 1;  // the answer lies in [low, high]
     while (low < high) {
       const index_t step = (high - low + 31) / 32, at = low + lane * step;
@@ -80,8 +80,8 @@ struct page_query_storage {
   slot_run runs[most_step_tokens];
 };
 
-/// Reads the rows of one group into `q` [rows, D] and fills the storage, with the CPU's choice of channels: its sums are
-/// made in the order of the rows. Synchronises the block behind itself.
+/// Reads the rows of one group into `q` [rows, D] and fills the storage, with the CPU's choice of channels: its sums
+/// are made in the order of the rows. Synchronises the block behind itself.
 template <int Threads, class View, class Scorer>
 __device__ void read_page_query(page_query_storage<View::k_dim>& s, typename View::element_type* q,
                                 const page_problem<View>& p, const Scorer& scorer, index_t sequence, index_t head,
@@ -90,16 +90,17 @@ __device__ void read_page_query(page_query_storage<View::k_dim>& s, typename Vie
   constexpr int parts = 2 * D <= Threads ? 2 : 1;  // threads that rank one channel
   const int thread = int(threadIdx.x), lane = thread % 32, warp = thread / 32;
   const index_t group = p.q.heads / p.view.kv_heads, rows = p.q.tokens * group;
-  for (int i = thread; i < rows * chunks; i += Threads) {
+  // All that must come from memory is asked for before the first of it is used.
+  const auto chunk_of = [&](int i) {
     const index_t r = i / chunks;
     const auto* from = p.q.row(sequence, r / group, head * group + r % group) + i % chunks * 8;
-    reinterpret_cast<uint4*>(q)[i] = __ldg(reinterpret_cast<const uint4*>(from));
-  }
+    return __ldg(reinterpret_cast<const uint4*>(from));
+  };
+  const uint4 mine = thread < rows * chunks ? chunk_of(thread) : make_uint4(0, 0, 0, 0);
   const index_t position = p.first_position[sequence];
-  for (index_t t = warp; t < p.q.tokens; t += warps) {
-    const slot_run run = visible_run(p.view, sequence, head, p.rule, n, position + t, lane);
-    if (lane == 0) s.runs[t] = run;
-  }
+  const index_t last = p.view.positions && n > 0 ? p.view.position(sequence, head, n - 1) : n - 1;
+  if (thread < rows * chunks) reinterpret_cast<uint4*>(q)[thread] = mine;
+  for (int i = thread + Threads; i < rows * chunks; i += Threads) reinterpret_cast<uint4*>(q)[i] = chunk_of(i);
   __syncthreads();
   const auto sum_rows = [&](bool all) {
     for (int d = thread; d < D; d += Threads) {
@@ -134,11 +135,19 @@ __device__ void read_page_query(page_query_storage<View::k_dim>& s, typename Vie
     for (int d = thread / parts; d < (D + 31) / 32 * 32; d += Threads / parts) {
       int before = 0;
       if (d < D) {
+        // Of equal ones the lower channel comes first: those below d count from `own` on, the others from own + 1.
         const unsigned own = s.weight[d];
-        for (int j = part * (D / parts); j < (part + 1) * (D / parts); j += 4) {
+        const int begin = part * (D / parts);
+        for (int j = begin; j < begin + D / parts; j += 4) {
           const uint4 others = *reinterpret_cast<const uint4*>(s.weight + j);
-          before += (others.x > own || (others.x == own && j < d)) + (others.y > own || (others.y == own && j + 1 < d)) +
-                    (others.z > own || (others.z == own && j + 2 < d)) + (others.w > own || (others.w == own && j + 3 < d));
+          if (j / 4 == d / 4) {
+            before +=
+                (others.x > own || (others.x == own && j < d)) + (others.y > own || (others.y == own && j + 1 < d)) +
+                (others.z > own || (others.z == own && j + 2 < d)) + (others.w > own || (others.w == own && j + 3 < d));
+          } else {
+            const unsigned least = own + (j > d);
+            before += (others.x >= least) + (others.y >= least) + (others.z >= least) + (others.w >= least);
+          }
         }
       }
       if (parts == 2) before += __shfl_xor_sync(~0u, before, 1);
@@ -155,6 +164,10 @@ __device__ void read_page_query(page_query_storage<View::k_dim>& s, typename Vie
     }
     const float scale = scorer.row_scale(p.rule.scale_for(D), warp_sum(chosen), warp_sum(whole));
     if (lane == 0) s.scale[r] = scale;
+  }
+  for (index_t t = warps - 1 - warp; t < p.q.tokens; t += warps) {
+    const slot_run run = visible_run(p.view, sequence, head, p.rule, n, last, position + t, lane);
+    if (lane == 0) s.runs[t] = run;
   }
   __syncthreads();
 }

@@ -6,7 +6,7 @@
 
 #include "../../core/selection.hpp"
 #include "decode_problem.cuh"
-#include "page_select.cuh"
+#include "page_cluster.cuh"
 #include "tuning.cuh"
 
 TESSERA_NAMESPACE_BEGIN
@@ -14,13 +14,13 @@ namespace cuda {
 
 /// Chooses what a step reads, as cpu::choose_by_pages does with a tokens_or_pages selector.
 ///
-/// `workspace_bytes` once, then `run` any number of times: no allocation, no synchronisation, no length on the host, so a
-/// captured graph can be replayed while lengths grow. Repeated calls give the same bits. The CPU's choice but for scores
-/// that rounding cannot tell apart. A step of several tokens reads its own; the scorer's protected tail too.
+/// `workspace_bytes` once, then `run` any number of times: no allocation, no synchronisation, no length on the host,
+/// so a captured graph can be replayed while lengths grow. Repeated calls give the same bits. The CPU's choice but for
+/// scores that rounding cannot tell apart. A step of several tokens reads its own; the scorer's protected tail too.
 /// Shapes   as page_problem says; lengths at most `capacity`; a row of `out` holds `most_chosen()` slots.
 /// Errors   shapes that the kernels cannot take: tessera::error before anything is launched.
-/// Cost     two launches. One value per page and chosen channel is read (two where Quest's heads differ in sign); of pages
-///          of one slot whole keys, since their channels stand side by side.
+/// Cost     one launch for few rows of pages, else two. One value per page and chosen channel is read (two where
+///          Quest's heads differ in sign); of pages of one slot whole keys, since their channels stand side by side.
 template <class View, paged_scorer Scorer>
 class choose_pages {
   using T = typename View::element_type;
@@ -34,8 +34,14 @@ class choose_pages {
   /// that a step may have.
   choose_pages(const Scorer& scorer, selection_unit unit, index_t read, index_t sequences, index_t kv_heads,
                index_t q_heads, index_t tokens, index_t capacity, const device_info& device)
-      : scorer_(scorer), unit_(unit), read_(read), rows_(sequences * kv_heads), kv_heads_(kv_heads), q_heads_(q_heads),
-        tokens_(tokens), capacity_(capacity) {
+      : scorer_(scorer),
+        unit_(unit),
+        read_(read),
+        rows_(sequences * kv_heads),
+        kv_heads_(kv_heads),
+        q_heads_(q_heads),
+        tokens_(tokens),
+        capacity_(capacity) {
     require(scorer.page >= 1, "page", index_t(scorer.page), "at least 1", "pass the scorer that `fitted` returns");
     require(scorer.channels >= 1 && scorer.channels <= D, "channels", index_t(scorer.channels),
             "1 to the head dim, which is " + std::to_string(D), "pass the scorer that `fitted` returns");
@@ -54,8 +60,9 @@ class choose_pages {
     stride_ = tiles * detail::tile_pages;
     // Few rows: a block a tile, to be done soon. Many: blocks that choose their channels once for several tiles.
     tiles_each_ = scorer.page == 1 ? 1 : std::clamp(tiles * rows_ / (device.multiprocessors * 5), 1, 8);
-    shared_ = scorer.page == 1 ? detail::key_shared<T, D>::bytes(query_rows_) : detail::page_shared<T, D>::bytes(query_rows_);
-    key_stride_ = (pages + detail::page_choice_storage::most_cuts + 3) / 4 * 4;
+    shared_ =
+        scorer.page == 1 ? detail::key_shared<T, D>::bytes(query_rows_) : detail::page_shared<T, D>::bytes(query_rows_);
+    key_stride_ = (pages + detail::page_rows::most_cuts + 3) / 4 * 4;
     const auto allow = [&](auto entry, std::size_t wanted) {  // the limit belongs to the kernel: always the device's
       cudaFuncAttributes of{};
       check(cudaFuncGetAttributes(&of, entry), "cudaFuncGetAttributes");
@@ -66,10 +73,28 @@ class choose_pages {
     logits_entry_ = scorer.page == 1 ? detail::key_logits_entry<View, Scorer> : detail::page_logits_entry<View, Scorer>;
     require(allow(logits_entry_, shared_), "shared memory of a block", shared_,
             "at most " + std::to_string(device.shared_memory), "split the step");
-    resident_ = allow(detail::choose_pages_entry<true>, std::size_t(key_stride_) * 4);
+    // One launch against two (us): 8 rows of 2,167 pages 18.5 / 18.1, of 10,923 pages 26.5 / 35.9; 64 rows of 2,167
+    // pages 41.9 / 36.1 (H200, CUDA 13.0; the two are sums of stages timed apart).
+    if (scorer.page > 1 && device.compute_capability >= 90 &&
+        detail::cluster_blocks * rows_ <= 2 * device.multiprocessors) {
+      constexpr int threads = detail::cluster_threads;
+      const index_t share = (ceil_div(pages, detail::cluster_blocks) + 7) / 8 * 8;
+      cluster_shared_ = detail::cluster_shared<T, D, threads>::bytes(query_rows_, share);
+      const auto entry = detail::cluster_pages_entry<View, Scorer, threads>;
+      if (share <= 8 * threads && allow(entry, cluster_shared_)) cluster_entry_ = entry;
+    }
+    select_entry_ = detail::choose_pages_entry<true>;
+    select_shared_ = std::size_t(key_stride_) * 4;
+    resident_ = allow(select_entry_, select_shared_);
+    if (!resident_) {
+      select_entry_ = detail::choose_pages_entry<false>;
+      select_shared_ = 0;
+    }
   }
 
-  std::size_t workspace_bytes() const { return keys_at() + (resident_ ? 0 : std::size_t(rows_) * std::size_t(key_stride_) * 4); }
+  std::size_t workspace_bytes() const {
+    return keys_at() + (resident_ ? 0 : std::size_t(rows_) * std::size_t(key_stride_) * 4);
+  }
 
   /// The most slots that are chosen of a row.
   index_t most_chosen() const {
@@ -81,36 +106,82 @@ class choose_pages {
   const Scorer& scorer() const { return scorer_; }
 
   void run(const problem_type& p, void* workspace, cudaStream_t stream) const {
+    if (!cluster_entry_) {
+      score(p, workspace, stream);
+      select(p, workspace, stream);
+      return;
+    }
     check_problem(p);
-    const index_t rows = p.view.sequences * kv_heads_, group = q_heads_ / kv_heads_;
+    const index_t rows = p.view.sequences * kv_heads_;
     if (rows == 0 || p.q.tokens == 0) return;
-    auto* bytes = static_cast<unsigned char*>(workspace);
-    const index_t query_rows = p.q.tokens * group;
-    const detail::page_scratch scratch{reinterpret_cast<float*>(bytes), reinterpret_cast<float2*>(bytes + partials_at()),
-                                       reinterpret_cast<detail::slot_run*>(bytes + runs_at()), stride_, query_rows,
-                                       tiles_each_, read_};
+    cudaLaunchAttribute attribute{};
+    attribute.id = cudaLaunchAttributeClusterDimension;
+    attribute.val.clusterDim = {unsigned(detail::cluster_blocks), 1, 1};
+    cudaLaunchConfig_t config{};
+    config.gridDim = dim3(unsigned(rows * detail::cluster_blocks));
+    config.blockDim = dim3(unsigned(detail::cluster_threads));
+    config.dynamicSmemBytes = cluster_shared_;
+    config.stream = stream;
+    config.attrs = &attribute;
+    config.numAttrs = 1;
+    check(cudaLaunchKernelEx(&config, cluster_entry_, p, scorer_, choice(p, workspace), scratch(p, workspace)),
+          "cudaLaunchKernelEx(cluster_pages)");
+  }
+
+  /// The first of two launches that do what `run` may do in one: logits of pages into the workspace.
+  void score(const problem_type& p, void* workspace, cudaStream_t stream) const {
+    check_problem(p);
+    const index_t rows = p.view.sequences * kv_heads_;
+    if (rows == 0 || p.q.tokens == 0) return;
     const unsigned tiles = unsigned(ceil_div(stride_ / detail::tile_pages, tiles_each_));
     const int threads = scorer_.page == 1 ? detail::tile_pages : detail::page_threads;
-    logits_entry_<<<dim3(tiles, unsigned(rows)), unsigned(threads), shared_, stream>>>(p, scorer_, scratch);
+    logits_entry_<<<dim3(tiles, unsigned(rows)), unsigned(threads), shared_, stream>>>(p, scorer_,
+                                                                                       scratch(p, workspace));
     check(cudaGetLastError(), "launch of page logits");
-    const detail::page_choice choice{p.view.lengths, p.view.length_strides.sequence, p.view.length_strides.head,
-                                     kv_heads_, group, p.q.tokens,
-                                     scorer_.page, tail_of(p.q.tokens), unit_,
-                                     Scorer::normalised, p.rule.sink_logits, p.out,
-                                     p.out_stride, p.counts, p.mass,
-                                     reinterpret_cast<unsigned*>(bytes + keys_at()), key_stride_};
-    if (resident_) {
-      detail::choose_pages_entry<true>
-          <<<unsigned(rows), detail::choose_threads, std::size_t(key_stride_) * 4, stream>>>(choice, scratch);
-    } else {
-      detail::choose_pages_entry<false><<<unsigned(rows), detail::choose_threads, 0, stream>>>(choice, scratch);
-    }
+  }
+
+  /// The second: the choice by the logits in the workspace.
+  void select(const problem_type& p, void* workspace, cudaStream_t stream) const {
+    check_problem(p);
+    const index_t rows = p.view.sequences * kv_heads_;
+    if (rows == 0 || p.q.tokens == 0) return;
+    select_entry_<<<unsigned(rows), detail::choose_threads, select_shared_, stream>>>(choice(p, workspace),
+                                                                                      scratch(p, workspace));
     check(cudaGetLastError(), "launch of choose_pages");
   }
 
  private:
-  index_t tail_of(index_t tokens) const {
-    return std::max(tokens > 1 ? tokens : 0, scorer_.protected_tail(read_));
+  index_t tail_of(index_t tokens) const { return std::max(tokens > 1 ? tokens : 0, scorer_.protected_tail(read_)); }
+  detail::page_choice choice(const problem_type& p, void* workspace) const {
+    detail::page_choice choice{};
+    choice.lengths = p.view.lengths;
+    choice.sequence_stride = p.view.length_strides.sequence;
+    choice.head_stride = p.view.length_strides.head;
+    choice.kv_heads = kv_heads_;
+    choice.group = q_heads_ / kv_heads_;
+    choice.tokens = p.q.tokens;
+    choice.page = scorer_.page;
+    choice.tail = tail_of(p.q.tokens);
+    choice.unit = unit_;
+    choice.normalised = Scorer::normalised;
+    choice.sink_logits = p.rule.sink_logits;
+    choice.out = p.out;
+    choice.out_stride = p.out_stride;
+    choice.counts = p.counts;
+    choice.mass = p.mass;
+    choice.keys = reinterpret_cast<unsigned*>(static_cast<unsigned char*>(workspace) + keys_at());
+    choice.key_stride = key_stride_;
+    return choice;
+  }
+  detail::page_scratch scratch(const problem_type& p, void* workspace) const {
+    auto* bytes = static_cast<unsigned char*>(workspace);
+    return {reinterpret_cast<float*>(bytes),
+            reinterpret_cast<float2*>(bytes + partials_at()),
+            reinterpret_cast<detail::slot_run*>(bytes + runs_at()),
+            stride_,
+            p.q.tokens * (q_heads_ / kv_heads_),
+            tiles_each_,
+            read_};
   }
   static std::size_t whole(std::size_t bytes) { return (bytes + 255) / 256 * 256; }
   std::size_t partials_at() const {
@@ -142,9 +213,9 @@ class choose_pages {
     }
     require(p.index.data != nullptr && p.index.page == scorer_.page, "page of the index", p.index.page,
             std::to_string(scorer_.page), "build the index for this scorer");
-    require(reinterpret_cast<std::uintptr_t>(p.index.data) % 8 == 0 && (p.index.rooms || p.index.room % 4 == 0),
-            "room of the index", p.index.room, "a multiple of 4 pages, rows that begin on 8 bytes",
-            "round the room up; begins and rooms must be multiples of 4 too");
+    require(reinterpret_cast<std::uintptr_t>(p.index.data) % 16 == 0 && (p.index.rooms || p.index.room % 8 == 0),
+            "room of the index", p.index.room, "a multiple of 8 pages, rows that begin on 16 bytes",
+            "round the room up; begins and rooms must be multiples of 8 too");
   }
 
   Scorer scorer_;
@@ -153,7 +224,13 @@ class choose_pages {
   index_t query_rows_ = 1, stride_ = 0, tiles_each_ = 1, key_stride_ = 0;
   std::size_t shared_ = 0;
   bool resident_ = true;
+  std::size_t cluster_shared_ = 0;
+  void (*cluster_entry_)(page_problem<View>, Scorer, detail::page_choice,
+                         detail::page_scratch) = nullptr;  // null: two launches
+  // What was configured is what is launched: nvcc gives every source file a kernel of its own.
   void (*logits_entry_)(page_problem<View>, Scorer, detail::page_scratch) = nullptr;
+  void (*select_entry_)(detail::page_choice, detail::page_scratch) = nullptr;
+  std::size_t select_shared_ = 0;
 };
 
 }  // namespace cuda

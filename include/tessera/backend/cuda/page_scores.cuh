@@ -31,6 +31,13 @@ struct page_scratch {
   }
 };
 
+/// What a product comes to; NaN where it is not below infinity.
+template <class Scorer>
+__device__ float page_logit(const logit_rule& rule, float scale, float product) {
+  const float logit = Scorer::normalised ? rule.cap(scale * product) : scale * product;
+  return logit < infinity ? logit : not_a_number;
+}
+
 /// Four products of one row become logits; one warp does a tile.
 template <class Scorer>
 __device__ void finish_tile(float4 products, const logit_rule& rule, float scale, bool usable, const slot_run& run,
@@ -43,8 +50,7 @@ __device__ void finish_tile(float4 products, const logit_rule& rule, float scale
 #pragma unroll
   for (int j = 0; j < 4; ++j) {
     const index_t p = first + j;
-    const float logit = rule.cap(scale * x[j]);
-    x[j] = logit < infinity ? logit : not_a_number;
+    x[j] = page_logit<Scorer>(rule, scale, x[j]);
     seen[j] = p < pages ? min(run.end, p + 1 == pages ? n : (p + 1) * page) - max(run.begin, p * page) : 0;
     if (seen[j] > 0) top = fmaxf(top, x[j]);  // not NaN
   }
@@ -64,7 +70,8 @@ __device__ void finish_tile(float4 products, const logit_rule& rule, float scale
 template <class View>
 __device__ void publish_runs(const page_query_storage<View::k_dim>& s, index_t tokens, index_t row,
                              const page_scratch& to) {
-  if (blockIdx.x == 0 && threadIdx.x < unsigned(tokens)) to.runs[row * most_step_tokens + threadIdx.x] = s.runs[threadIdx.x];
+  if (blockIdx.x == 0 && threadIdx.x < unsigned(tokens))
+    to.runs[row * most_step_tokens + threadIdx.x] = s.runs[threadIdx.x];
 }
 
 template <class T>
@@ -85,13 +92,39 @@ __device__ void four_floats(uint2 raw, float* x) {
   x[3] = float_of<T>(std::uint16_t(raw.y >> 16));
 }
 
+/// Where channel d of the chunk's rows is read, and what each row makes of it: first the side that some row takes, then
+/// the other, where rows differ (returns that; null otherwise).
+template <class T, int D, class Scorer, class Weights>
+__device__ bool lay_out_column(const page_query_storage<D>& s, const T* q, const page_extrema_view<T, D>& index,
+                               const Scorer& scorer, index_t row, index_t rows, index_t chunk, index_t held, int d,
+                               const T*& first_column, const T*& other_column, Weights& first_weights,
+                               Weights& other_weights) {
+  bool lower = false, upper = false;
+  for (index_t r = 0; r < rows; ++r) {
+    const bool takes_upper = scorer.takes_upper(float(q[r * D + d]), s.total[d]);
+    lower |= s.usable[r] && !takes_upper;
+    upper |= s.usable[r] && takes_upper;
+  }
+  first_column = lower ? index.lower(row, d) : index.upper(row, d);
+  other_column = lower && upper ? index.upper(row, d) : nullptr;
+  for (index_t r = 0; r < index_t(sizeof(Weights) / sizeof(float)); ++r) {
+    const float x = r < held && s.usable[chunk + r] ? float(q[(chunk + r) * D + d]) : 0.0f;
+    const bool first = scorer.takes_upper(x, s.total[d]) ? !lower : lower;
+    reinterpret_cast<float*>(&first_weights)[r] = first ? x : 0.0f;
+    reinterpret_cast<float*>(&other_weights)[r] = first ? 0.0f : x;
+  }
+  return lower && upper;
+}
+
 /// Shared memory of a block behind the storage: the queries, the columns with their rows of q, and the warps' products.
 template <class T, int D>
 struct page_shared {
   // At most two columns a channel. Padding: `rows` of q begin on 16 bytes.
   TESSERA_HD static constexpr std::size_t columns_at(index_t rows) { return std::size_t(rows) * D * sizeof(T); }
   TESSERA_HD static constexpr std::size_t q_at(index_t rows) { return columns_at(rows) + 2 * D * sizeof(T*); }
-  TESSERA_HD static constexpr std::size_t sums_at(index_t rows) { return q_at(rows) + 2 * D * chunk_rows * sizeof(float); }
+  TESSERA_HD static constexpr std::size_t sums_at(index_t rows) {
+    return q_at(rows) + 2 * D * chunk_rows * sizeof(float);
+  }
   TESSERA_HD static constexpr std::size_t bytes(index_t rows) {
     return sums_at(rows) + page_warps * tile_pages * sizeof(float) * std::size_t(rows < chunk_rows ? rows : chunk_rows);
   }
@@ -135,21 +168,8 @@ __global__ void __launch_bounds__(page_threads, 3)
     for (int d = thread; d < D; d += page_threads) {
       const int place = s.place[d];
       if (place >= channels) continue;
-      bool lower = false, upper = false;
-      for (index_t r = 0; r < rows; ++r) {
-        const bool takes_upper = scorer.takes_upper(float(q[r * D + d]), s.total[d]);
-        lower |= s.usable[r] && !takes_upper;
-        upper |= s.usable[r] && takes_upper;
-      }
-      both |= lower && upper;
-      columns[place] = lower ? p.index.lower(row, d) : p.index.upper(row, d);
-      columns[channels + place] = lower && upper ? p.index.upper(row, d) : nullptr;
-      for (index_t r = 0; r < chunk_rows; ++r) {
-        const float x = r < held && s.usable[chunk + r] ? float(q[(chunk + r) * D + d]) : 0.0f;
-        const bool first = (scorer.takes_upper(x, s.total[d]) ? !lower : lower);
-        reinterpret_cast<float*>(weights[place])[r] = first ? x : 0.0f;
-        reinterpret_cast<float*>(weights[channels + place])[r] = first ? 0.0f : x;
-      }
+      both |= lay_out_column(s, q, p.index, scorer, row, rows, chunk, held, d, columns[place],
+                             columns[channels + place], weights[place], weights[channels + place]);
     }
     const int count = __syncthreads_or(both) ? 2 * channels : channels;
     for (index_t tile = first_tile; tile * tile_pages < end_page; ++tile) {
@@ -203,24 +223,27 @@ __global__ void __launch_bounds__(page_threads, 3)
   }
 }
 
-/// The same for pages of one slot, from the keys themselves. A block has one tile: it brings the keys into shared memory
-/// by rows, then a thread multiplies its slot's. What is not chosen of a key is masked, for it may be anything.
+/// The same for pages of one slot, from the keys themselves. A block has one tile: it brings the keys into shared
+/// memory by rows, then a thread multiplies its slot's. What is not chosen of a key is masked, for it may be anything.
 template <class T, int D>
 struct key_shared {
   static constexpr int key_bytes = D * int(sizeof(T)) + 16;  // rows begin four banks apart
   TESSERA_HD static constexpr std::size_t weights_at(index_t rows) { return std::size_t(rows) * D * sizeof(T); }
-  TESSERA_HD static constexpr std::size_t masks_at(index_t rows) { return weights_at(rows) + D * chunk_rows * sizeof(float); }
+  TESSERA_HD static constexpr std::size_t masks_at(index_t rows) {
+    return weights_at(rows) + D * chunk_rows * sizeof(float);
+  }
   TESSERA_HD static constexpr std::size_t keys_at(index_t rows) { return masks_at(rows) + D * sizeof(T); }
-  TESSERA_HD static constexpr std::size_t sums_at(index_t rows) { return keys_at(rows) + std::size_t(tile_pages) * key_bytes; }
+  TESSERA_HD static constexpr std::size_t sums_at(index_t rows) {
+    return keys_at(rows) + std::size_t(tile_pages) * key_bytes;
+  }
   TESSERA_HD static constexpr std::size_t bytes(index_t rows) {
     return sums_at(rows) + tile_pages * sizeof(float) * std::size_t(rows < chunk_rows ? rows : chunk_rows);
   }
 };
 
 template <class View, class Scorer>
-__global__ void __launch_bounds__(tile_pages)
-    key_logits_entry(const __grid_constant__ page_problem<View> p, Scorer scorer,
-                     const __grid_constant__ page_scratch to) {
+__global__ void __launch_bounds__(tile_pages) key_logits_entry(const __grid_constant__ page_problem<View> p,
+                                                               Scorer scorer, const __grid_constant__ page_scratch to) {
   using T = typename View::element_type;
   constexpr int D = View::k_dim, chunks = D * int(sizeof(T)) / 16;
   using shared = key_shared<T, D>;

@@ -1,4 +1,4 @@
-// Which slots a step reads, from the logits of pages: softmax, sums over the group and exact selection, one block a row.
+// Which slots a step reads, from pages' logits: softmax, sums over the group, exact selection, one block a row.
 #pragma once
 
 #include "../../core/units.hpp"
@@ -23,8 +23,8 @@ struct page_choice {
   index_t* out;
   offset_t out_stride;
   index_t* counts;
-  float* mass;          // null: not wanted
-  unsigned* keys;       // [rows, key_stride], where they do not fit into shared memory
+  float* mass;     // null: not wanted
+  unsigned* keys;  // [rows, key_stride], where they do not fit into shared memory
   offset_t key_stride;
 
   __device__ index_t length(index_t row) const {
@@ -32,29 +32,53 @@ struct page_choice {
   }
 };
 
-struct page_choice_storage : select_storage<choose_threads, 1> {
+/// What the rows of a group make of logits, and where their pages must be cut; in shared memory.
+struct page_rows {
   static constexpr int most_cuts = 2 * most_step_tokens;
   float top[most_query_rows], inverse[most_query_rows];  // of a row's softmax; 0 and 1 where there is none
   bool speaks[most_query_rows];  // false: its query is not finite, or it sees no page with a finite logit
   slot_run runs[most_step_tokens];
-  bool sees[most_step_tokens];     // where every page is seen whole or not at all
-  index_t cuts[most_cuts];         // ascending slots within pages at which some row begins or ends to see
-  index_t cut_items[most_cuts];    // the item that begins there
+  bool sees[most_step_tokens];   // where every page is seen whole or not at all
+  index_t cuts[most_cuts];       // ascending slots within pages at which some row begins or ends to see
+  index_t cut_items[most_cuts];  // the item that begins there
   index_t cut_count;
   bool uniform;  // every token of the step sees all items or none
+};
+
+template <int Threads>
+struct page_choice_storage : page_rows {
+  static constexpr int warps = Threads / 32, bins = 4 * Threads;
+  alignas(16) unsigned histogram[bins];
+  unsigned warp_total[warps], warp_low[warps], warp_high[warps], warp_above[warps], warp_equal[warps];
+  unsigned bin, above, in_bin;
   float sums[warps][4];
 };
 
-/// The pages of one row as a selection sees them. Items are what is ranked: pages, or where single tokens are chosen what
-/// is left of pages when they are cut where some row begins or ends to see.
+/// How many slots and pages of a row are ranked; the newest are forced.
+struct page_bounds {
+  index_t n, pages, forced, limit, room, wanted;  // `limit`: slots before the forced ones; `room`: units to choose
+  bool tokens;
+  __device__ page_bounds(const page_choice& p, index_t read, index_t n_) : n(n_) {
+    pages = ceil_div(n, p.page);
+    tokens = p.unit == selection_unit::token;
+    const index_t tail = min(p.tail, tokens ? read : n);
+    forced = tokens || tail == 0 ? 0 : pages - (n - tail) / p.page;
+    limit = tokens ? n - tail : min(n, (pages - forced) * p.page);
+    wanted = min(max(forced, read / p.page + (read % p.page > 0)), pages);
+    room = tokens ? read - tail : wanted - forced;
+  }
+};
+
+/// The pages of one row as a selection sees them. Items are what is ranked: pages, or where single tokens are chosen
+/// what is left of pages when they are cut where some row begins or ends to see.
 struct page_items {
-  page_choice_storage& s;
+  page_rows& s;
   const page_choice& p;
   const page_scratch& from;
   index_t row;
   index_t limit;  // slots before the forced ones
   index_t items;
-  bool tokens;    // an item counts its slots
+  bool tokens;  // an item counts its slots
 
   __device__ float weigh(float logit, index_t r) const {
     return p.normalised ? fast_exp(logit - s.top[r]) * s.inverse[r] : logit;
@@ -95,8 +119,14 @@ struct page_items {
     }
     return best;
   }
-  /// Four neighbouring items where all that is seen is seen whole; 0 beyond the end.
   __device__ uint4 quad(index_t q) const {
+    return quad(q, 0,
+                [&](index_t r, index_t at) { return reinterpret_cast<const float4*>(from.logits_of(row, r))[at]; });
+  }
+  /// Keys of four neighbouring items from `first` + 4 q on, where all that is seen is seen whole; 0 beyond the end.
+  /// logits_of(r, q): theirs of row r.
+  template <class Logits>
+  __device__ uint4 quad(index_t q, index_t first, const Logits& logits_of) const {
     float4 sum = make_float4(0, 0, 0, 0);
     bool any = false;
     for (index_t t = 0; t < p.tokens; ++t) {
@@ -107,7 +137,7 @@ struct page_items {
         const index_t held = min(index_t(4), (t + 1) * p.group - r);
 #pragma unroll
         for (int i = 0; i < 4; ++i) {
-          if (i < held) x[i] = reinterpret_cast<const float4*>(from.logits_of(row, r + i))[q];
+          if (i < held) x[i] = logits_of(r + i, q);
         }
 #pragma unroll
         for (int i = 0; i < 4; ++i) {
@@ -119,45 +149,50 @@ struct page_items {
         }
       }
     }
-    const index_t at = q * 4;
+    const index_t at = first + q * 4;
     const auto key = [&](float x, index_t item) { return item < items ? ordered_bits(any ? x : -infinity) : 0u; };
     return make_uint4(key(sum.x, at), key(sum.y, at + 1), key(sum.z, at + 2), key(sum.w, at + 3));
   }
 };
 
+/// One row's softmax from the largest logit that it sees and the lanes' sums of exp(logit - top), given that top.
+template <class Sum>
+__device__ void finish_row(page_rows& s, const page_choice& p, index_t row, index_t r, float top, const Sum& sum_for) {
+  const bool speaks = top > -infinity;
+  float sum = 1;
+  if (speaks && p.normalised) {
+    const float sink = p.sink_logits ? p.sink_logits[row % p.kv_heads * p.group + r % p.group] : -infinity;
+    top = fmaxf(top, sink);
+    sum = warp_sum(sum_for(top)) + (sink > -infinity ? fast_exp(sink - top) : 0.0f);
+  }
+  if (threadIdx.x % 32 == 0) {
+    s.top[r] = speaks ? top : 0;
+    s.inverse[r] = 1 / sum;
+    s.speaks[r] = speaks;
+  }
+}
+
 /// Every row's softmax from its tiles, in the order of the tiles.
-__device__ inline void merge_tiles(page_choice_storage& s, const page_choice& p, const page_scratch& from, index_t row,
+__device__ inline void merge_tiles(page_rows& s, const page_choice& p, const page_scratch& from, index_t row,
                                    index_t tiles) {
   const int lane = int(threadIdx.x) % 32, warp = int(threadIdx.x) / 32;
-  const index_t rows = p.tokens * p.group;
-  for (index_t r = warp; r < rows; r += page_choice_storage::warps) {
-    float top = -infinity;
+  for (index_t r = warp; r < p.tokens * p.group; r += choose_threads / 32) {
     const float2 mine = lane < tiles ? from.partial(row, lane, r) : make_float2(-infinity, 0);
-    top = mine.x;
+    float top = mine.x;
     for (index_t tile = lane + 32; tile < tiles; tile += 32) top = fmaxf(top, from.partial(row, tile, r).x);
-    top = warp_max(top);
-    const bool speaks = top > -infinity;
-    const float sink = p.sink_logits ? p.sink_logits[row % p.kv_heads * p.group + r % p.group] : -infinity;
-    float sum = 0;
-    if (speaks && p.normalised) {
-      top = fmaxf(top, sink);
-      sum = mine.y > 0 ? mine.y * fast_exp(mine.x - top) : 0.0f;
+    finish_row(s, p, row, r, warp_max(top), [&](float most) {
+      float sum = mine.y > 0 ? mine.y * fast_exp(mine.x - most) : 0.0f;
       for (index_t tile = lane + 32; tile < tiles; tile += 32) {
         const float2 part = from.partial(row, tile, r);
-        if (part.y > 0) sum += part.y * fast_exp(part.x - top);
+        if (part.y > 0) sum += part.y * fast_exp(part.x - most);
       }
-      sum = warp_sum(sum) + (sink > -infinity ? fast_exp(sink - top) : 0.0f);
-    }
-    if (lane == 0) {
-      s.top[r] = speaks ? top : 0;
-      s.inverse[r] = speaks && p.normalised ? 1 / sum : 1;
-      s.speaks[r] = speaks;
-    }
+      return sum;
+    });
   }
 }
 
 /// Finds whether all tokens of the step see all items or none, and otherwise where pages must be cut. By one warp.
-__device__ inline void find_cuts(page_choice_storage& s, const page_choice& p, index_t limit) {
+__device__ inline void find_cuts(page_rows& s, const page_choice& p, index_t limit) {
   const int lane = int(threadIdx.x) % 32;
   bool alike = true, sees = false;
   if (lane < p.tokens) {
@@ -185,14 +220,16 @@ __device__ inline void find_cuts(page_choice_storage& s, const page_choice& p, i
 }
 
 /// What the chosen slots hold of each row's probabilities, in the order of a fixed split over threads.
-__device__ inline void sum_mass(page_choice_storage& s, const page_items& rows_of, const index_t* out, index_t count) {
+template <int Threads>
+__device__ void sum_mass(page_choice_storage<Threads>& s, const page_items& rows_of, const index_t* out,
+                         index_t count) {
   const page_choice& p = rows_of.p;
   const int lane = int(threadIdx.x) % 32, warp = int(threadIdx.x) / 32;
   const index_t rows = p.tokens * p.group;
   float* mass = p.mass + offset_t(rows_of.row) * rows;
   for (index_t first = 0; first < rows; first += 4) {
     float held[4] = {};
-    for (index_t i = threadIdx.x; i < count; i += choose_threads) {
+    for (index_t i = threadIdx.x; i < count; i += Threads) {
       const index_t slot = out[i], of_page = slot / p.page;
 #pragma unroll
       for (int u = 0; u < 4; ++u) {
@@ -213,25 +250,88 @@ __device__ inline void sum_mass(page_choice_storage& s, const page_items& rows_o
     __syncthreads();
     if (threadIdx.x < 4 && first + index_t(threadIdx.x) < rows) {
       float sum = 0;
-      for (int w = 0; w < page_choice_storage::warps; ++w) sum += s.sums[w][threadIdx.x];
+      for (int w = 0; w < page_choice_storage<Threads>::warps; ++w) sum += s.sums[w][threadIdx.x];
       const index_t r = first + index_t(threadIdx.x);
       mass[r] = s.speaks[r] ? fminf(sum, 1.0f) : 1.0f;
     }
   }
 }
 
-/// Writes the chosen items' slots, ascending: every item with a larger key than the cut's, and of those with the same
-/// the first, `room` units in all. `keys` may be read by every thread.
-__device__ inline void write_chosen(page_choice_storage& s, const page_items& of, const unsigned* keys, unsigned lowest,
-                                    bool ties, unsigned need, index_t* out) {
+/// Keys [low, high] of which only the first `need` units are chosen; everything above is. high is low - 1 where nothing
+/// is left to share out.
+struct key_range {
+  unsigned low, high, need;
+};
+
+/// Finds the bin in which the `need`-th largest unit lies, and clears the histogram.
+template <int Threads>
+__device__ void find_bin(page_choice_storage<Threads>& s, unsigned need) {
+  using storage = page_choice_storage<Threads>;
+  const int thread = int(threadIdx.x), lane = thread % 32, warp = thread / 32;
+  __syncthreads();
+  uint4& bins = reinterpret_cast<uint4*>(s.histogram)[Threads - 1 - thread];
+  const unsigned mine[4] = {bins.w, bins.z, bins.y, bins.x};
+  bins = make_uint4(0, 0, 0, 0);
+  const unsigned sum = mine[0] + mine[1] + mine[2] + mine[3];
+  const unsigned in_warp = inclusive_sum(sum, lane);
+  if (lane == 31) s.warp_total[warp] = in_warp;
+  __syncthreads();
+  unsigned before = in_warp - sum + __reduce_add_sync(~0u, lane < warp ? s.warp_total[lane % storage::warps] : 0u);
+#pragma unroll
+  for (int j = 0; j < 4; ++j) {
+    if (before < need && before + mine[j] >= need) {
+      s.bin = unsigned(storage::bins - 1 - (thread * 4 + j));
+      s.above = before;
+      s.in_bin = mine[j];
+    }
+    before += mine[j];
+  }
+  __syncthreads();
+}
+
+/// The cut that leaves `room` units of the items with keys in [low, high], 0 < room < all of them: bins over the range,
+/// again over the bin that holds the cut, until it holds one item or one value. The histogram is clear before and
+/// after.
+template <int Threads>
+__device__ key_range find_cut(page_choice_storage<Threads>& s, const page_items& of, const unsigned* keys, unsigned low,
+                              unsigned high, unsigned room) {
+  constexpr int bits = Threads == 512 ? 11 : 10;
+  static_assert(page_choice_storage<Threads>::bins == 1 << bits);
+  const index_t quads = ceil_div(of.items, 4);
+  // Where all items but a short last one are alike, this many units are one item.
+  const unsigned one = !of.tokens ? 1u : s.cut_count == 0 ? unsigned(of.p.page) : 0u;
+  for (unsigned need = room;;) {
+    const int shift = max(0, 32 - bits - __clz(int(high - low)));
+    for (index_t q = threadIdx.x; q < quads; q += Threads) {
+      const uint4 k = reinterpret_cast<const uint4*>(keys)[q];
+      const auto take = [&](unsigned key, index_t i) {
+        if (key >= low && key <= high && i < of.items) atomicAdd(&s.histogram[(key - low) >> shift], of.weight(i));
+      };
+      take(k.x, q * 4), take(k.y, q * 4 + 1), take(k.z, q * 4 + 2), take(k.w, q * 4 + 3);
+    }
+    find_bin(s, need);
+    need -= s.above;
+    const unsigned in = s.in_bin;
+    low += s.bin << shift;
+    high = low + ((1u << shift) - 1u);
+    if (in == need) return {low, low - 1u, 0};
+    if (shift == 0 || in <= one) return {low, high, need};
+  }
+}
+
+/// Writes the chosen items' slots, ascending: every item with a key above the cut, and of those within it the first,
+/// `need` units of them.
+template <int Threads>
+__device__ void write_chosen(page_choice_storage<Threads>& s, const page_items& of, const unsigned* keys,
+                             const key_range& cut, index_t* out) {
   const int thread = int(threadIdx.x), lane = thread % 32, warp = thread / 32;
   // An odd number of neighbours a thread: their loads fall into different banks.
-  const index_t each = ceil_div(of.items, choose_threads) | 1, first = thread * each;
+  const index_t each = ceil_div(of.items, Threads) | 1, first = thread * each;
   unsigned above = 0, equal = 0;
   for (index_t i = first; i < min(first + each, of.items); ++i) {
     const unsigned key = keys[i];
-    if (key < lowest) continue;
-    if (key > lowest || !ties)
+    if (key < cut.low) continue;
+    if (key > cut.high)
       above += of.weight(i);
     else
       equal += of.weight(i);
@@ -239,7 +339,7 @@ __device__ inline void write_chosen(page_choice_storage& s, const page_items& of
   const unsigned above_to = inclusive_sum(above, lane), equal_to = inclusive_sum(equal, lane);
   if (lane == 31) s.warp_above[warp] = above_to, s.warp_equal[warp] = equal_to;
   __syncthreads();
-  const bool before = lane < warp && lane < page_choice_storage::warps;
+  const bool before = lane < warp && lane < page_choice_storage<Threads>::warps;
   unsigned above_before = above_to - above + __reduce_add_sync(~0u, before ? s.warp_above[lane] : 0u);
   unsigned equal_before = equal_to - equal + __reduce_add_sync(~0u, before ? s.warp_equal[lane] : 0u);
   const bool together = of.p.page > 16;  // a warp writes an item
@@ -247,14 +347,14 @@ __device__ inline void write_chosen(page_choice_storage& s, const page_items& of
     const index_t i = first + j;
     const unsigned key = i < of.items ? keys[i] : 0u;
     index_t count = 0, slot = 0;
-    const index_t to = index_t(above_before + min(equal_before, need)) * (of.tokens ? 1 : of.p.page);
-    if (key >= lowest && i < of.items) {
+    const index_t to = index_t(above_before + min(equal_before, cut.need)) * (of.tokens ? 1 : of.p.page);
+    if (key >= cut.low && i < of.items) {
       const unsigned weight = of.weight(i);
       unsigned taken = weight;
-      if (key > lowest || !ties) {
+      if (key > cut.high) {
         above_before += weight;
       } else {
-        taken = equal_before < need ? min(need - equal_before, weight) : 0u;
+        taken = equal_before < cut.need ? min(cut.need - equal_before, weight) : 0u;
         equal_before += weight;
       }
       slot = of.begin(i);
@@ -273,110 +373,91 @@ __device__ inline void write_chosen(page_choice_storage& s, const page_items& of
   }
 }
 
-template <bool Resident>
-__global__ void __launch_bounds__(choose_threads, 1)
-    choose_pages_entry(const __grid_constant__ page_choice p, const __grid_constant__ page_scratch from) {
-  extern __shared__ uint4 key_memory[];
-  using storage = page_choice_storage;
-  using select = row_select<storage, 1>;
-  __shared__ storage s;
-  const int thread = int(threadIdx.x);
-  const index_t row = index_t(blockIdx.x), n = p.length(row), rows = p.tokens * p.group;
-  index_t* out = p.out + row * p.out_stride;
-  if (n <= from.read) {
-    for (index_t slot = thread; slot < n; slot += choose_threads) out[slot] = slot;
-    if (thread == 0) p.counts[row] = n;
-    for (index_t r = thread; p.mass && r < rows; r += choose_threads) p.mass[offset_t(row) * rows + r] = 1;
-    return;
-  }
-  const index_t pages = ceil_div(n, p.page);
-  const bool tokens = p.unit == selection_unit::token;
-  const index_t tail = min(p.tail, tokens ? from.read : n);
-  const index_t forced = tokens || tail == 0 ? 0 : pages - (n - tail) / p.page;  // pages
-  const index_t limit = tokens ? n - tail : min(n, (pages - forced) * p.page);
-  const index_t wanted = min(max(forced, from.read / p.page + (from.read % p.page > 0)), pages);
-  const index_t room = tokens ? from.read - tail : wanted - forced;
-  for (int bin = thread; bin < radix_bins; bin += choose_threads) s.histogram[bin] = 0;
-  if (thread < p.tokens) s.runs[thread] = from.runs[row * most_step_tokens + thread];
-  merge_tiles(s, p, from, row, ceil_div(pages, tile_pages));
-  if (thread < 32) {
-    __syncwarp();
-    find_cuts(s, p, limit);
-  }
-  __syncthreads();
-  page_items of{s, p, from, row, limit, 0, tokens};
-  of.items = ceil_div(limit, p.page) + (tokens ? s.cut_count : 0);
+/// Chooses and writes what is read of one row of more slots than that. The histogram is clear; `ready`: the keys are
+/// made.
+template <int Threads>
+__device__ void choose_row(page_choice_storage<Threads>& s, const page_items& of, const page_bounds& b, unsigned* keys,
+                           bool ready) {
+  const page_choice& p = of.p;
+  const int thread = int(threadIdx.x), lane = thread % 32, warp = thread / 32;
+  index_t* out = p.out + of.row * p.out_stride;
   index_t count;
-  if (!tokens && wanted == pages) {
-    for (index_t slot = thread; slot < n; slot += choose_threads) out[slot] = slot;
-    count = n;
+  if (!b.tokens && b.wanted == b.pages) {
+    for (index_t slot = thread; slot < b.n; slot += Threads) out[slot] = slot;
+    count = b.n;
   } else {
     // All forced slots stand behind the others; where pages are forced, the others are full ones.
-    const index_t before = tokens ? room : room * p.page;
-    for (index_t slot = limit + thread; slot < n; slot += choose_threads) out[before + slot - limit] = slot;
-    count = before + n - limit;
-    if (room > 0) {
-      unsigned* const keys = Resident ? reinterpret_cast<unsigned*>(key_memory) : p.keys + row * p.key_stride;
-      const index_t quads = ceil_div(of.items, 4);
-      const auto take = [&](index_t i, unsigned key, int above_shift, int shift, unsigned prefix, unsigned mask) {
-        if ((above_shift == 32 ? 0u : key >> above_shift) == prefix && i < of.items) {
-          atomicAdd(&s.histogram[key >> shift & mask], of.weight(i));
-        }
+    const index_t before = b.tokens ? b.room : b.room * p.page;
+    for (index_t slot = b.limit + thread; slot < b.n; slot += Threads) out[before + slot - b.limit] = slot;
+    count = before + b.n - b.limit;
+    if (b.room > 0) {
+      unsigned low = ~0u, high = 0;
+      const auto note = [&](unsigned key, index_t i) {
+        if (i < of.items) low = min(low, key), high = max(high, key);
       };
-      const auto take_quad = [&](index_t q, const uint4& k, int above_shift, int shift, unsigned prefix, unsigned mask) {
-        take(q * 4, k.x, above_shift, shift, prefix, mask);
-        take(q * 4 + 1, k.y, above_shift, shift, prefix, mask);
-        take(q * 4 + 2, k.z, above_shift, shift, prefix, mask);
-        take(q * 4 + 3, k.w, above_shift, shift, prefix, mask);
-      };
-      if (s.uniform) {
-        for (index_t q = thread; q < quads; q += choose_threads) {
-          const uint4 four = of.quad(q);
-          reinterpret_cast<uint4*>(keys)[q] = four;
-          take_quad(q, four, 32, 21, 0, 2047u);
+      if (ready || s.uniform) {
+        for (index_t q = thread; q < ceil_div(of.items, 4); q += Threads) {
+          uint4& kept = reinterpret_cast<uint4*>(keys)[q];
+          const uint4 four = ready ? kept : of.quad(q);
+          if (!ready) kept = four;
+          note(four.x, q * 4), note(four.y, q * 4 + 1), note(four.z, q * 4 + 2), note(four.w, q * 4 + 3);
         }
       } else {
-        for (index_t i = thread; i < quads * 4; i += choose_threads) {
-          const unsigned key = i < of.items ? of.key(i) : 0u;
-          keys[i] = key;
-          take(i, key, 32, 21, 0, 2047u);
+        for (index_t i = thread; i < of.items; i += Threads) {
+          keys[i] = of.key(i);
+          note(keys[i], i);
         }
       }
-      unsigned lowest = 0, need = unsigned(room);
-      bool ties = false;  // not all items equal to the lowest are chosen whole
-#pragma unroll
-      for (int pass = 0; pass < 3; ++pass) {
-        const int shift = pass == 0 ? 21 : pass == 1 ? 10 : 0, above_shift = pass == 1 ? 21 : 10;
-        if (pass > 0) {
-          for (index_t q = thread; q < quads; q += choose_threads) {
-            take_quad(q, reinterpret_cast<const uint4*>(keys)[q], above_shift, shift, lowest, pass == 2 ? 1023u : 2047u);
-          }
-        }
-        select::find_digit(s, need);
-        lowest = lowest << (pass == 2 ? 10 : 11) | s.digit;
-        need -= s.above;
-        ties = s.in_digit != need;
-        if (!ties) {  // everything of this digit is chosen: the lower digits do not matter
-          lowest <<= shift;
-          break;
-        }
-      }
-      write_chosen(s, of, keys, lowest, ties, need, out);
-      if (!tokens && forced == 0) {  // is the last page chosen, which may be short?
-        const index_t last = of.items - 1, missing = pages * p.page - n;
+      low = __reduce_min_sync(~0u, low), high = __reduce_max_sync(~0u, high);
+      if (lane == 0) s.warp_low[warp] = low, s.warp_high[warp] = high;
+      __syncthreads();
+      constexpr int warps = page_choice_storage<Threads>::warps;
+      low = __reduce_min_sync(~0u, s.warp_low[lane % warps]), high = __reduce_max_sync(~0u, s.warp_high[lane % warps]);
+      write_chosen(s, of, keys, find_cut(s, of, keys, low, high, unsigned(b.room)), out);
+      const index_t last = of.items - 1, missing = b.pages * p.page - b.n;
+      if (!b.tokens && b.forced == 0 && missing > 0) {  // is the last page chosen, which is short?
         __syncthreads();
-        if (missing > 0) {
-          // It is if its first slot was written where the last chosen page stands.
-          if (out[before - p.page] == last * p.page) count = before - missing;
-        }
+        if (out[before - p.page] == last * p.page) count = before - missing;
       }
     }
   }
-  if (thread == 0) p.counts[row] = count;
+  if (thread == 0) p.counts[of.row] = count;
   if (p.mass) {
     __syncthreads();
     sum_mass(s, of, out, count);
   }
+}
+
+/// A row that is read whole.
+template <int Threads>
+__device__ void choose_all(const page_choice& p, index_t row, index_t n) {
+  const index_t rows = p.tokens * p.group;
+  for (index_t slot = threadIdx.x; slot < n; slot += Threads) p.out[row * p.out_stride + slot] = slot;
+  if (threadIdx.x == 0) p.counts[row] = n;
+  for (index_t r = threadIdx.x; p.mass && r < rows; r += Threads) p.mass[offset_t(row) * rows + r] = 1;
+}
+
+template <bool Resident>
+__global__ void __launch_bounds__(choose_threads, 1)
+    choose_pages_entry(const __grid_constant__ page_choice p, const __grid_constant__ page_scratch from) {
+  extern __shared__ uint4 page_memory[];
+  using storage = page_choice_storage<choose_threads>;
+  __shared__ storage s;
+  const int thread = int(threadIdx.x);
+  const index_t row = index_t(blockIdx.x), n = p.length(row);
+  if (n <= from.read) return choose_all<choose_threads>(p, row, n);
+  for (int bin = thread; bin < storage::bins; bin += choose_threads) s.histogram[bin] = 0;
+  if (thread < p.tokens) s.runs[thread] = from.runs[row * most_step_tokens + thread];
+  const page_bounds bounds(p, from.read, n);
+  merge_tiles(s, p, from, row, ceil_div(bounds.pages, tile_pages));
+  if (thread < 32) {
+    __syncwarp();
+    find_cuts(s, p, bounds.limit);
+  }
+  __syncthreads();
+  const page_items of{
+      s, p, from, row, bounds.limit, ceil_div(bounds.limit, p.page) + (bounds.tokens ? s.cut_count : 0), bounds.tokens};
+  choose_row(s, of, bounds, Resident ? reinterpret_cast<unsigned*>(page_memory) : p.keys + row * p.key_stride, false);
 }
 
 }  // namespace detail

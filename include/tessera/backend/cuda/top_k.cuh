@@ -215,16 +215,14 @@ class select_slots {
     require(tuning.search == row_search::resident || (single && tuning.cluster == 1),
             "cluster of a selection by one block", tuning.cluster, "1, and single tokens",
             "take the numbers of tune_select");
+    entry_ = entry_of(tuning);
+    cudaFuncAttributes attributes{};
+    check(cudaFuncGetAttributes(&attributes, entry_), "cudaFuncGetAttributes");
+    const int room = device_info::current().shared_memory - int(attributes.sharedSizeBytes);
+    require(tuning.resident >= 0 && tuning.resident % 4 == 0 && shared_bytes() <= room, "resident", tuning.resident,
+            "a multiple of 4 up to " + std::to_string(room / 4), "take the numbers of tune_select");
     // The limit belongs to the kernel, not to this object: always the device's, lest objects lower each other's.
-    const auto allow = [&](auto kernel) {
-      cudaFuncAttributes attributes{};
-      check(cudaFuncGetAttributes(&attributes, kernel), "cudaFuncGetAttributes");
-      const int room = device_info::current().shared_memory - int(attributes.sharedSizeBytes);
-      require(tuning.resident >= 0 && tuning.resident % 4 == 0 && shared_bytes() <= room, "resident", tuning.resident,
-              "a multiple of 4 up to " + std::to_string(room / 4), "take the numbers of tune_select");
-      check(cudaFuncSetAttribute(kernel, cudaFuncAttributeMaxDynamicSharedMemorySize, room), "cudaFuncSetAttribute");
-    };
-    with_kernel(allow);
+    check(cudaFuncSetAttribute(entry_, cudaFuncAttributeMaxDynamicSharedMemorySize, room), "cudaFuncSetAttribute");
   }
 
   std::size_t workspace_bytes() const { return 0; }
@@ -246,9 +244,7 @@ class select_slots {
     config.stream = stream;
     config.attrs = &attribute;
     config.numAttrs = tuning_.cluster > 1 ? 1 : 0;
-    with_kernel([&](auto kernel) {
-      check(cudaLaunchKernelEx(&config, kernel, problem, block_, tuning_.resident), "cudaLaunchKernelEx(select)");
-    });
+    check(cudaLaunchKernelEx(&config, entry_, problem, block_, tuning_.resident), "cudaLaunchKernelEx(select)");
   }
 
  private:
@@ -264,22 +260,24 @@ class select_slots {
                ? 0
                : int(tuning_.resident) * (tuning_.search == row_search::streamed ? 8 : 4);
   }
-  template <class Use>
-  void with_kernel(const Use& use) const {
+  using entry_type = void (*)(select_problem, index_t, index_t);
+  static entry_type entry_of(const select_tuning& tuning) {
     if constexpr (single) {
-      if (tuning_.search == row_search::streamed) return use(detail::select_entry<1, keys, row_search::streamed>);
-      if (tuning_.search == row_search::registers) return use(detail::select_entry<1, keys, row_search::registers>);
+      if (tuning.search == row_search::streamed) return detail::select_entry<1, keys, row_search::streamed>;
+      if (tuning.search == row_search::registers) return detail::select_entry<1, keys, row_search::registers>;
     }
-    switch (tuning_.cluster) {
+    switch (tuning.cluster) {
       case 1:
-        return use(detail::select_entry<1, keys, row_search::resident>);
+        return detail::select_entry<1, keys, row_search::resident>;
       case 4:
-        return use(detail::select_entry<4, keys, row_search::resident>);
+        return detail::select_entry<4, keys, row_search::resident>;
       default:
-        return use(detail::select_entry<8, keys, row_search::resident>);
+        return detail::select_entry<8, keys, row_search::resident>;
     }
   }
 
+  // What was configured is what is launched: nvcc gives every source file a kernel of its own.
+  entry_type entry_ = nullptr;
   index_t rows_, block_;
   select_tuning tuning_;
 };
