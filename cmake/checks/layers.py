@@ -96,6 +96,18 @@ def check_header(path, include_root):
             yield number, f"macro {macro[1]} is defined outside core/"
         if "__global__" in line and layer != "backend/cuda":
             yield number, "__global__ outside backend/cuda"
+    yield from check_launches(without_comments(text))
+
+
+def check_launches(text):
+    """A kernel with attributes of its own must be launched through the pointer that was configured: nvcc gives every
+    source file a kernel of its own, and a member function may come from another file than its constructor."""
+    if "cudaFuncSetAttribute" not in text:
+        return
+    configured = set(re.findall(r"[=?:]\s*detail::(\w+_entry)\b", text))
+    for launch in re.finditer(r"detail::(\w+_entry)(?:<[^;{}]*?>)?\s*<<<", text):
+        if launch[1] in configured:
+            yield text.count("\n", 0, launch.start()) + 1, f"{launch[1]} is configured and launched apart"
 
 
 def check_open_work(path):

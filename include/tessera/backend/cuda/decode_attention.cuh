@@ -36,19 +36,19 @@ class decode_attention {
             "split the batch");
     query_blocks_ = ceil_div(tokens * (q_heads / kv_heads), detail::rows_per_block);
     // What this device's code was compiled for decides the block, not the device: older code runs on newer devices.
-    void (*const entry)(problem_type, detail::decode_scratch) = detail::decode_entry<View, Out>;
+    entry_ = detail::decode_entry<View, Out>;
     cudaFuncAttributes compiled{};
-    check(cudaFuncGetAttributes(&compiled, entry), "cudaFuncGetAttributes");
+    check(cudaFuncGetAttributes(&compiled, entry_), "cudaFuncGetAttributes");
     const decode_tuning tuning = decode_tuning_for(View::k_dim, View::v_dim, compiled.ptxVersion);
     threads_ = tuning.warps * 32;
     shared_bytes_ = detail::decode_shared_bytes(tuning, View::k_dim, View::v_dim);
     const int needed = shared_bytes_ + int(compiled.sharedSizeBytes);
     require(needed <= device.shared_memory, "shared memory of a block", needed,
             "at most " + std::to_string(device.shared_memory), "compile for this device's compute capability");
-    check(cudaFuncSetAttribute(entry, cudaFuncAttributeMaxDynamicSharedMemorySize, shared_bytes_),
+    check(cudaFuncSetAttribute(entry_, cudaFuncAttributeMaxDynamicSharedMemorySize, shared_bytes_),
           "cudaFuncSetAttribute");
     int resident = 0;
-    check(cudaOccupancyMaxActiveBlocksPerMultiprocessor(&resident, entry, threads_, std::size_t(shared_bytes_)),
+    check(cudaOccupancyMaxActiveBlocksPerMultiprocessor(&resident, entry_, threads_, std::size_t(shared_bytes_)),
           "cudaOccupancyMaxActiveBlocksPerMultiprocessor");
     blocks_ = std::min(detail::most_blocks, std::max(1, resident) * device.multiprocessors);
   }
@@ -67,9 +67,8 @@ class decode_attention {
     const detail::decode_scratch scratch{reinterpret_cast<unsigned*>(bytes), reinterpret_cast<float*>(bytes + out_at()),
                                          reinterpret_cast<float2*>(bytes + state_at()), rows_, blocks_ + rows_};
     const index_t query_blocks = ceil_div(problem.q.tokens * (q_heads_ / kv_heads_), detail::rows_per_block);
-    detail::decode_entry<View, Out>
-        <<<dim3(unsigned(blocks_), unsigned(query_blocks)), unsigned(threads_), std::size_t(shared_bytes_), stream>>>(
-            problem, scratch);
+    entry_<<<dim3(unsigned(blocks_), unsigned(query_blocks)), unsigned(threads_), std::size_t(shared_bytes_), stream>>>(
+        problem, scratch);
     check(cudaGetLastError(), "launch of decode attention");
   }
 
@@ -93,6 +92,8 @@ class decode_attention {
     detail::require_rows_of_16_bytes("V", p.view.v, p.view.v_strides);
   }
 
+  // What was configured is what is launched: nvcc gives every source file a kernel of its own.
+  void (*entry_)(problem_type, detail::decode_scratch) = nullptr;
   index_t sequences_, kv_heads_, q_heads_, tokens_, rows_;
   index_t query_blocks_ = 1, blocks_ = 1;
   int threads_ = 0, shared_bytes_ = 0;
