@@ -66,8 +66,11 @@ mkdir -p "$logs" || exit 2
 
 architecture=$(nvidia-smi --query-gpu=compute_cap --format=csv,noheader | head -n 1 | tr -d .)
 [ "$architecture" = 90 ] && architecture=90a  # with Hopper's own instructions
-[ -n "$commit" ] || commit=$(git rev-parse --short HEAD 2>/dev/null) || commit=unknown
-git diff --quiet HEAD 2>/dev/null || [ "$commit" = unknown ] || commit="$commit and changes since"
+if git rev-parse HEAD >/dev/null 2>&1; then
+  [ -n "$commit" ] || commit=$(git rev-parse --short HEAD)
+  git diff --quiet HEAD || commit="$commit and changes since"
+fi
+commit=${commit:-unknown}
 GPU=$gpu COMMIT=$commit \
 DRIVER=$(nvidia-smi --query-gpu=driver_version --format=csv,noheader | head -n 1) \
 TOOLKIT=$(nvcc --version 2>/dev/null | sed -n 's/.*release.*, V//p') \

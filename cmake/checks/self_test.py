@@ -73,6 +73,8 @@ class Checks(unittest.TestCase):
             ("core/b.hpp", "#define BLOCK 1\n", "must begin with TESSERA_"),
             ("math/b.hpp", "#define TESSERA_B 1\n", "defined outside core/"),
             ("scorer/b.hpp", "__global__ void kernel();\n", "__global__ outside backend/cuda"),
+            ("backend/cuda/b.cuh", "auto e = detail::a_entry<int>;\ncudaFuncSetAttribute(e);\ndetail::a_entry<int><<<1, 1>>>();\n",
+             "configured and launched apart"),
             ("core/b.hpp", "\n" * 500, "at most 500"),
             ("core/b.hpp", "// TO" "DO later\n", "open work without an issue number"),
         ]:
