@@ -73,7 +73,7 @@ std::vector<conversation> make_conversations(const eval_options& given, const en
   const document_maker maker(text, tokenizer, book);
   std::vector<conversation> all;
   for (const std::string& family :
-       given.families.empty() ? book.families() : parse_list("--families", given.families)) {
+       given.families.empty() ? book.families_of(given.suite) : parse_list("--families", given.families)) {
     for (std::size_t i = 0; i < plan.count; ++i) all.push_back(maker.make(family, i, plan));
   }
   return all;

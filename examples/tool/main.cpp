@@ -6,6 +6,7 @@
 #include <tessera/core/error.hpp>
 
 #include "commands.hpp"
+#include "tasks.hpp"
 
 namespace {
 
@@ -34,6 +35,13 @@ void add_model(CLI::App& command, std::string& model, std::string& dtype) {
 
 void add_threads(CLI::App& command, std::string& threads) {
   add_text(command, "--threads", threads, "worker threads; 0 takes every core");
+}
+
+// A line for each suite.
+std::string suite_lines() {
+  std::string all;
+  for (const tool::suite& suite : tool::suites()) all += "  " + suite.name + ": " + suite.about + "\n";
+  return all;
 }
 
 void add_list(CLI::App& app) {
@@ -77,17 +85,20 @@ void add_eval(CLI::App& app) {
   add_text(*command, "--budgets", given->budgets, "tokens per KV head, separated by commas");
   add_settings(*command, given->settings, "a parameter, for every method that has it; may be given several times");
   add_text(*command, "--context", given->context, "tokens of a document");
-  add_text(*command, "--families", given->families, "task families, separated by commas; all unless given");
+  CLI::Option* suite = add_text(*command, "--suite", given->suite, "group of task families, listed below");
+  add_text(*command, "--families", given->families, "task families, separated by commas, in place of a suite")
+      ->excludes(suite);
   add_text(*command, "--count", given->count, "documents of each family");
   add_text(*command, "--seed", given->seed, "another seed makes other documents");
-  add_text(*command, "--questions", given->questions, "your own questions instead, JSON Lines");
+  add_text(*command, "--questions", given->questions, "your own questions instead, JSON Lines")->excludes(suite);
   add_text(*command, "--json", given->json, "also write the result as JSON to this file");
   add_text(*command, "--text", given->text, "text that documents are cut from");
   add_text(*command, "--tasks", given->tasks, "word lists, templates and families");
   add_text(*command, "--backend", given->backend, "where to compute: cpu or cuda");
   add_threads(*command, given->threads);
   command->footer(
-      "A line of --questions is {\"family\": \"...\", \"turns\": [{\"prompt\": \"...\", \"answer\": \"...\"}, ...]}. "
+      "Suites:\n" + suite_lines() +
+      "\nA line of --questions is {\"family\": \"...\", \"turns\": [{\"prompt\": \"...\", \"answer\": \"...\"}, ...]}. "
       "A\n"
       "turn is right when what the model writes begins with its answer. Methods without a budget ignore --budgets.\n\n"
       "Example:\n  tessera eval --model examples/model --methods full,snapkv,streaming_llm --budgets 128,256 "

@@ -1,5 +1,6 @@
 #include "tasks.hpp"
 
+#include <limits>
 #include <map>
 #include <nlohmann/json.hpp>
 #include <tessera/core/error.hpp>
@@ -61,6 +62,15 @@ strings interleaved(random_source& random, const std::vector<strings>& groups) {
 
 }  // namespace
 
+const std::vector<suite>& suites() {
+  constexpr std::size_t any = std::numeric_limits<std::size_t>::max();
+  static const std::vector<suite> all{
+      {"all", "every family", 1, any},
+      {"singleturn", "one question a document", 1, 1},
+      {"multiturn", "at least three questions over one document, the answers stay in the conversation", 3, any}};
+  return all;
+}
+
 struct task_book::spec {
   nlohmann::json all;
   strings names, words;
@@ -111,7 +121,7 @@ task_book task_book::load(const std::filesystem::path& path) {
     for (const auto& [family, about] : ordered.at("families").items()) {
       book.families_.push_back(family);
       random_source trial(0);
-      book.make(family, trial);  // reads every entry that the family needs
+      book.turns_of_family_.push_back(book.make(family, trial).turns.size());  // reads every entry it needs
     }
     return book;
   } catch (const nlohmann::json::exception& problem) {
@@ -122,6 +132,23 @@ task_book task_book::load(const std::filesystem::path& path) {
 
 std::string task_book::question_line(std::string_view question) const {
   return filled(spec_->text("question"), {{"question", question}});
+}
+
+std::vector<std::string> task_book::families_of(std::string_view suite_name) const {
+  strings names, fitting;
+  for (const suite& known : suites()) names.push_back(known.name);
+  require_one_of("suite", suite_name, names);
+  for (const suite& known : suites()) {
+    if (known.name != suite_name) continue;
+    for (std::size_t i = 0; i < families_.size(); ++i) {
+      const std::size_t turns = turns_of_family_[i];
+      if (turns >= known.least_turns && turns <= known.most_turns) fitting.push_back(families_[i]);
+    }
+  }
+  tessera::require(!fitting.empty(), "families of suite " + std::string(suite_name), 0,
+                   "at least one in the tasks file",
+                   "raise the turns of a conversation in it, or choose another suite");
+  return fitting;
 }
 
 task task_book::make(std::string_view family, random_source& random) const {

@@ -25,6 +25,15 @@ struct task {
   question_place place = question_place::last;
 };
 
+/// A group of families that `tessera eval --suite` names.
+struct suite {
+  std::string name, about;
+  std::size_t least_turns, most_turns;  ///< of the families that belong to it
+};
+
+/// Every suite; the first one is every family.
+const std::vector<suite>& suites();
+
 /// Word lists and sentence templates, read from a file that the training script reads too.
 class task_book {
  public:
@@ -33,6 +42,9 @@ class task_book {
 
   /// The families in the file's order.
   const std::vector<std::string>& families() const { return families_; }
+
+  /// The families of a suite, in the file's order. Errors: an unknown suite, or one that no family of the file fits.
+  std::vector<std::string> families_of(std::string_view suite_name) const;
 
   /// A task of one family with the settings of the file. Names and values in a task are all different, so an answer
   /// is unique. Errors: an unknown family.
@@ -54,6 +66,7 @@ class task_book {
 
   std::shared_ptr<const spec> spec_;
   std::vector<std::string> families_;
+  std::vector<std::size_t> turns_of_family_;  // in the order of families_
   std::string answer_cue_;
 };
 

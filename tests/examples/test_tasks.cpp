@@ -1,4 +1,5 @@
 #include <algorithm>
+#include <nlohmann/json.hpp>
 #include <set>
 #include <tessera/core/error.hpp>
 
@@ -53,6 +54,26 @@ TEST_CASE("the families are those of the file, in its order") {
   CHECK(book().families() == expected);
   random_source random(1);
   CHECK_THROWS_WITH(book().make("multikey", random), contains("did you mean multi_key?"));
+}
+
+TEST_CASE("a suite is the families with its number of turns") {
+  CHECK(book().families_of("all") == book().families());
+  CHECK(book().families_of("multiturn") == std::vector<std::string>{"conversation"});
+  const auto single = book().families_of("singleturn");
+  CHECK(single.size() + 1 == book().families().size());
+  CHECK(std::count(single.begin(), single.end(), "conversation") == 0);
+  CHECK_THROWS_WITH(book().families_of("multitrun"), contains("did you mean multiturn?"));
+  CHECK_THROWS_WITH(book().families_of(""), contains("suite"));
+}
+
+TEST_CASE("a suite that no family fits is refused") {
+  auto tasks = nlohmann::json::parse(engine::read_text_file(tool_tests::shipped("data/tasks.json")));
+  tasks["families"]["conversation"]["turns"] = 2;
+  const engine_tests::temporary_folder folder;
+  folder.write("tasks.json", tasks.dump());
+  const auto changed = task_book::load(folder / "tasks.json");
+  CHECK(changed.families_of("all").size() == book().families().size());
+  CHECK_THROWS_WITH(changed.families_of("multiturn"), contains("suite multiturn"));
 }
 
 TEST_CASE("an answer to a needle question stands in exactly one sentence") {

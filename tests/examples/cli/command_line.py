@@ -216,7 +216,15 @@ def check_eval(checks):
         checks.works(f"{made} {threads}", "single", "middle")
         tables.append((folder / "report").read_text())
     assert tables[0] == tables[1], "the number of threads changed a result"
+    checks.works(f"{base} --context 300 --count 1 --suite multiturn --json report", "conversation", "turn 3")
+    report = json.loads((folder / "report").read_text())
+    assert {cell["family"] for cell in report} == {"conversation"}, report
+    assert sorted(cell["turn"] for cell in report) == [turn for turn in (1, 2, 3) for _ in range(5)], report
     (folder / "report").unlink()
+    checks.works("eval --help", "--suite", "all", "singleturn", "multiturn")
+    checks.refuses(f"{base} --context 300 --suite multitrun", "suite is 'multitrun'", "did you mean multiturn?")
+    checks.refuses(f"{base} --context 300 --suite multiturn --families single", "--suite", "--families")
+    checks.refuses(f"{base} --suite multiturn --questions questions", "--suite", "--questions")
     checks.refuses(f"{base} --questions broken --json report", "broken, line 1")
     checks.refuses(f"{base} --questions absent", "absent")
     checks.refuses(f"{base} --questions long --json report", "512")
