@@ -4,6 +4,7 @@
 #include <algorithm>
 
 #include "../../core/page_extrema.hpp"
+#include "../../core/selection.hpp"
 #include "../../recipe.hpp"
 #include "mean_value.cuh"
 #include "memory.cuh"
