@@ -275,6 +275,7 @@ class cache {
   /// all layers. Synchronises.
   offset_t bytes_read(index_t id) const {
     const detail::sequence_state& sequence = sequences_.at(id);
+    if (sequence.batched == 0) return 0;  // no step yet
     offset_t total = 0;
     for (index_t layer = 0; layer < shape_.layers; ++layer) {
       const view_type all = store_.view(layer, id, 1);
