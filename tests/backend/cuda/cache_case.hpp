@@ -164,8 +164,10 @@ class conversation {
       if constexpr (Method::estimates) most_swapped_ = std::max(most_swapped_, page_of(id));
       REQUIRE(host_.next_position(id) == device_.next_position(id));
       for (index_t layer = 0; layer < shape_.layers; ++layer) {
-        for (index_t h = 0; h < shape_.kv_heads; ++h)
+        for (index_t h = 0; h < shape_.kv_heads; ++h) {
+          compare(host_.readable(layer, id, h), device_.readable(layer, id, h));
           compare(host_.positions(layer, id, h), device_.positions(layer, id, h));
+        }
       }
     }
   }

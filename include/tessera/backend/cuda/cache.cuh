@@ -273,7 +273,7 @@ class cache {
 
   /// Distinct bytes of stored K, V and scores, of candidates and index, that the last decode step of a sequence touched,
   /// all layers. Synchronises.
-  offset_t bytes_read(index_t id) const {
+  offset_t bytes_read(index_t id) {
     const detail::sequence_state& sequence = sequences_.at(id);
     if (sequence.batched == 0) return 0;  // no step yet
     offset_t total = 0;
@@ -286,7 +286,7 @@ class cache {
         if constexpr (retains_steps) n = std::min<offset_t>(n + sequence.prepared, next_position(id));
         offset_t attended = n;
         if constexpr (Recipe::retrieves) {
-          const auto& retrieve = (*steps_.at(key_of(step_plan(sequence.plan), sequence.batched))).retrieve();
+          const auto& retrieve = operations(id, sequence.batched).retrieve();
           attended = std::min<offset_t>(n, retrieve.most_read());
           total += retrieve.bytes_read(n);
           if constexpr (Recipe::filters) total += attended * offset_t(sizeof(index_t));
