@@ -1,0 +1,69 @@
+// Launches that overlap with what is before and after them on their stream (programmatic dependent launch, sm_90).
+#pragma once
+
+#include <utility>
+
+#include "check.cuh"
+
+TESSERA_NAMESPACE_BEGIN
+namespace cuda {
+
+/// Waits until everything earlier on the stream is done and its writes are seen. Every thread of a kernel that is
+/// launched with `overlapping` calls it before it reads what an earlier launch may have written, and before it writes
+/// anything, its scratch included; only parameters and shared memory may be touched before it. Nothing in other kernels.
+__device__ __forceinline__ void wait_for_earlier() {
+#if defined(__CUDA_ARCH__) && __CUDA_ARCH__ >= 900
+  asm volatile("griddepcontrol.wait;" ::: "memory");
+#endif
+}
+
+/// Lets the next launch of the stream begin once every block has said so or has ended; it sees nothing of what this one
+/// writes before this one has ended. Blocks that begin early take registers and shared memory that are free.
+__device__ __forceinline__ void let_later_begin() {
+#if defined(__CUDA_ARCH__) && __CUDA_ARCH__ >= 900
+  asm volatile("griddepcontrol.launch_dependents;" ::: "memory");
+#endif
+}
+
+/// May launches of `entry` overlap? Only if its code was compiled for sm_90 or newer: older code lacks the wait above,
+/// also where the driver compiles it for a newer device.
+template <class... Params>
+bool can_overlap(void (*entry)(Params...)) {
+  cudaFuncAttributes compiled{};
+  check(cudaFuncGetAttributes(&compiled, entry), "cudaFuncGetAttributes");
+  return compiled.ptxVersion >= 90;
+}
+
+/// How a kernel is launched; plain in streams and in captures.
+struct launch_shape {
+  dim3 blocks, threads;
+  std::size_t shared_bytes = 0;
+  unsigned cluster = 1;  ///< blocks
+  /// Begin while the launch before ends: `can_overlap`, and the kernel calls `wait_for_earlier`.
+  bool overlapping = false;
+};
+
+/// Errors   tessera::error with `call` and the driver's reason.
+template <class... Params, class... Args>
+void launch(void (*entry)(Params...), const launch_shape& shape, cudaStream_t stream, const char* call,
+            Args&&... args) {
+  cudaLaunchAttribute attributes[2]{};
+  cudaLaunchConfig_t config{};
+  config.gridDim = shape.blocks;
+  config.blockDim = shape.threads;
+  config.dynamicSmemBytes = shape.shared_bytes;
+  config.stream = stream;
+  config.attrs = attributes;
+  if (shape.cluster > 1) {
+    attributes[config.numAttrs].id = cudaLaunchAttributeClusterDimension;
+    attributes[config.numAttrs++].val.clusterDim = {shape.cluster, 1, 1};
+  }
+  if (shape.overlapping) {
+    attributes[config.numAttrs].id = cudaLaunchAttributeProgrammaticStreamSerialization;
+    attributes[config.numAttrs++].val.programmaticStreamSerializationAllowed = 1;
+  }
+  check(cudaLaunchKernelEx(&config, entry, std::forward<Args>(args)...), call);
+}
+
+}  // namespace cuda
+TESSERA_NAMESPACE_END
