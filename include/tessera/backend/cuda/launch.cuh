@@ -10,7 +10,7 @@ namespace cuda {
 
 /// Waits until everything earlier on the stream is done and its writes are seen. Every thread of a kernel that is
 /// launched with `overlapping` calls it before it reads what an earlier launch may have written, and before it writes
-/// anything, its scratch included; only parameters and shared memory may be touched before it. Nothing in other kernels.
+/// anything, its scratch included; only parameters and shared memory may be touched before it. Elsewhere it is nothing.
 __device__ __forceinline__ void wait_for_earlier() {
 #if defined(__CUDA_ARCH__) && __CUDA_ARCH__ >= 900
   asm volatile("griddepcontrol.wait;" ::: "memory");
