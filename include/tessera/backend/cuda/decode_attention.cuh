@@ -5,6 +5,7 @@
 #include <string>
 
 #include "decode_kernel.cuh"
+#include "launch.cuh"
 #include "tuning.cuh"
 
 TESSERA_NAMESPACE_BEGIN
@@ -14,7 +15,8 @@ namespace cuda {
 ///
 /// `workspace_bytes` and `prepare` once, then `run` any number of times on one stream: no allocation, no synchronisation,
 /// no length on the host, so a captured graph can be replayed while lengths grow. `sequences` and `tokens` are upper
-/// bounds: a problem may have fewer of both.
+/// bounds: a problem may have fewer of both. From sm_90 on, a launch begins while the one before it on the stream ends,
+/// and waits for that one before it reads or writes anything.
 /// Errors   tessera::error from `run` for more sequences or tokens than that, other head counts, and rows of q, K or V
 ///          that do not begin on 16 bytes or whose elements are not side by side.
 template <class View, class Out = float>
@@ -47,6 +49,7 @@ class decode_attention {
             "at most " + std::to_string(device.shared_memory), "compile for this device's compute capability");
     check(cudaFuncSetAttribute(entry_, cudaFuncAttributeMaxDynamicSharedMemorySize, shared_bytes_),
           "cudaFuncSetAttribute");
+    overlapping_ = can_overlap(entry_);
     int resident = 0;
     check(cudaOccupancyMaxActiveBlocksPerMultiprocessor(&resident, entry_, threads_, std::size_t(shared_bytes_)),
           "cudaOccupancyMaxActiveBlocksPerMultiprocessor");
@@ -67,9 +70,12 @@ class decode_attention {
     const detail::decode_scratch scratch{reinterpret_cast<unsigned*>(bytes), reinterpret_cast<float*>(bytes + out_at()),
                                          reinterpret_cast<float2*>(bytes + state_at()), rows_, blocks_ + rows_};
     const index_t query_blocks = ceil_div(problem.q.tokens * (q_heads_ / kv_heads_), detail::rows_per_block);
-    entry_<<<dim3(unsigned(blocks_), unsigned(query_blocks)), unsigned(threads_), std::size_t(shared_bytes_), stream>>>(
-        problem, scratch);
-    check(cudaGetLastError(), "launch of decode attention");
+    launch(entry_,
+           {.blocks = dim3(unsigned(blocks_), unsigned(query_blocks)),
+            .threads = dim3(unsigned(threads_)),
+            .shared_bytes = std::size_t(shared_bytes_),
+            .overlapping = overlapping_},
+           stream, "launch of decode attention", problem, scratch);
   }
 
  private:
@@ -97,6 +103,7 @@ class decode_attention {
   index_t sequences_, kv_heads_, q_heads_, tokens_, rows_;
   index_t query_blocks_ = 1, blocks_ = 1;
   int threads_ = 0, shared_bytes_ = 0;
+  bool overlapping_ = false;
 };
 
 }  // namespace cuda

@@ -38,20 +38,23 @@ struct decode_staging {
   std::uint32_t ring;                 // shared address
   std::uint32_t uses = 0, taken = 0;  // tiles put and read
   std::uint64_t policy = evict_first_policy();
-  // With a table or a selection, of one token a lane and so of `span` tiles at a time: the addresses of the next tiles
-  // and of those after them, and the slots that follow. All are read ahead, so that no copy waits for an index.
-  static constexpr int span = 32 / tokens;
+  // A load that is issued behind copies comes back behind them, microseconds later: what says where tiles lie is read
+  // far ahead of them.
   index_t first_tile = 0;
-  slot_address next{}, after{};
-  index_t slots = 0;
-  // Without: where the row's first slot lies.
-  const T *k_first = nullptr, *v_first = nullptr;
-  bool direct = true;
-  bool in_pages = false;  // no selection, and every full tile lies in one page
+  const T *k_first = nullptr, *v_first = nullptr;  // strided tables: the row's first slot
+  bool direct = true;                              // strided, and no selection: nothing else is needed
+  bool in_pages = false;                           // no selection, and every tile lies in one page
+  // In pages, a lane has the page of one of 32 tiles, and of one of the 32 after those. Otherwise it knows one token of
+  // every `span` tiles: where those of the next tiles and of the tiles after them lie, and the slots of the two groups
+  // that follow.
+  static constexpr int span = 32 / tokens;
+  using place_type = std::conditional_t<strided, index_t, slot_address>;
+  place_type next{}, after{};
+  index_t slots = 0, later_slots = 0;
 
   __device__ explicit decode_staging(std::uint32_t ring_) : ring(ring_) {}
 
-  __device__ static std::uint32_t place(const staged_rows& rows, int token, int chunk) {
+  __device__ static std::uint32_t place(staged_rows rows, int token, int chunk) {
     return std::uint32_t(token * rows.bytes() + (rows.swizzled() ? chunk ^ (token % 8) : chunk) * 16);
   }
   __device__ std::uint32_t stage(std::uint32_t use) const {
@@ -62,8 +65,8 @@ struct decode_staging {
     return at.chosen ? at.chosen[valid] : valid;
   }
 
-  /// `table.locate`, a division by the page cheaper where pages are powers of two.
-  __device__ static slot_address locate(const View& view, const decode_row& at, index_t slot) {
+  /// `table.locate`, a division by the page cheaper where pages are powers of two; the slot where tables are strided.
+  __device__ static place_type locate(const View& view, const decode_row& at, index_t slot) {
     if constexpr (std::is_same_v<decltype(view.table), block_table>) {
       const index_t page = view.table.page;
       if ((page & (page - 1)) == 0) {
@@ -72,7 +75,11 @@ struct decode_staging {
         return {blocks[slot >> (31 - __clz(page))], slot & (page - 1)};
       }
     }
-    return view.table.locate(at.sequence, at.head, slot);
+    if constexpr (strided) {
+      return slot;
+    } else {
+      return view.table.locate(at.sequence, at.head, slot);
+    }
   }
 
   /// The slot of this lane's token of the group of `span` tiles that begins at `tile`.
@@ -81,40 +88,68 @@ struct decode_staging {
     return slot_of(at, token_of(tile + lane / tokens) + lane % tokens);
   }
 
+  /// The page of the tile that begins at `token`, where tables are paged.
+  __device__ static index_t page_of(const View& view, const decode_row& at, index_t token) {
+    if constexpr (strided) {
+      return 0;
+    } else {
+      return index_t(locate(view, at, token < at.count ? token : 0).outer);
+    }
+  }
+
+  /// Reads where the first tiles of [first, last) lie; before `begin`, and before any copy that need not wait for it.
+  template <class TokenOf>
+  __device__ void find(const View& view, const decode_row& at, index_t first, index_t last, const TokenOf& token_of,
+                       int lane) {
+    direct = strided && !at.chosen;
+    first_tile = first;
+    if constexpr (strided) {
+      k_first = view.key(at.sequence, at.head, 0);
+      v_first = view.value(at.sequence, at.head, 0);
+      if (direct) return;
+    }
+    if constexpr (paged_table<decltype(View::table)>) {
+      in_pages = !at.chosen && view.table.page % tokens == 0;
+      if (in_pages) {
+        slots = page_of(view, at, token_of(first + lane));
+        if (first + 32 < last) later_slots = page_of(view, at, token_of(first + 32 + lane));
+        return;
+      }
+    }
+    const auto slots_from = [&](index_t tile) { return tile < last ? group_slot(at, tile, token_of, lane) : 0; };
+    const index_t ahead[2] = {slots_from(first), slots_from(first + span)};
+    slots = slots_from(first + 2 * span);
+    later_slots = slots_from(first + 3 * span);
+    next = locate(view, at, ahead[0]);
+    if (first + span < last) after = locate(view, at, ahead[1]);
+  }
+
   /// Starts the first tiles of [first, last) on their way, as many as the ring holds.
   template <class TokenOf>
   __device__ void begin(const View& view, const decode_row& at, index_t first, index_t last, const TokenOf& token_of,
                         int lane) {
-    direct = strided && !at.chosen;
-    if constexpr (paged_table<decltype(View::table)>) in_pages = !at.chosen && view.table.page % tokens == 0;
-    first_tile = first;
-    if (direct) {
-      k_first = view.key(at.sequence, at.head, 0);
-      v_first = view.value(at.sequence, at.head, 0);
-    } else {
-      // Indices before the first copy: behind copies, they wait as long as those do.
-      const index_t ahead[2] = {group_slot(at, first, token_of, lane),
-                                first + span < last ? group_slot(at, first + span, token_of, lane) : 0};
-      if (first + 2 * span < last) slots = group_slot(at, first + 2 * span, token_of, lane);
-      next = locate(view, at, ahead[0]);
-      if (first + span < last) after = locate(view, at, ahead[1]);
-    }
 #pragma unroll 1
     for (int s = 0; s < stages; ++s) put(view, at, first + s, last, token_of, lane);
   }
 
   /// Starts tile `tile` of a row that ends at `last` on its way, into the stage that was read last, or nothing beyond
-  /// the end; `begin` and earlier calls have read its addresses.
+  /// the end; `find` and earlier calls have read its addresses.
   template <class TokenOf>
   __device__ void put(const View& view, const decode_row& at, index_t tile, index_t last, const TokenOf& token_of,
                       int lane) {
     if (tile < last) {
-      const int in_group = (tile - first_tile) % span;
-      copy(view, at, token_of(tile), in_group * tokens, lane);
-      if (!direct && in_group == span - 1) {
+      const index_t i = tile - first_tile;
+      copy(view, at, token_of(tile), i, lane);
+      if (in_pages) {
+        if (i % 32 == 31) {
+          slots = later_slots;
+          if (tile + 33 < last) later_slots = page_of(view, at, token_of(tile + 33 + lane));
+        }
+      } else if (!direct && i % span == span - 1) {
         next = after;
         if (tile + span + 1 < last) after = locate(view, at, slots);
-        if (tile + 2 * span + 1 < last) slots = group_slot(at, tile + 2 * span + 1, token_of, lane);
+        slots = later_slots;
+        if (tile + 3 * span + 1 < last) later_slots = group_slot(at, tile + 3 * span + 1, token_of, lane);
       }
     }
     commit_copies();
@@ -128,45 +163,71 @@ struct decode_staging {
   }
 
  private:
-  /// Copies the tile of tokens from `first` on. Unless the row is direct, lanes from `lane_of` on know where they lie.
-  __device__ void copy(const View& view, const decode_row& at, index_t first, int lane_of, int lane) {
+  /// Copies the row's tile of tokens from `first` on, the i-th of this segment.
+  __device__ void copy(const View& view, const decode_row& at, index_t first, index_t i, int lane) {
     const std::uint32_t to = stage(uses++), to_v = to + tokens * k_rows.bytes();
+    if (first >= at.count) return;  // nor is it read
     const row_strides &ks = view.k_strides, &vs = view.v_strides;
-    const slot_address mine =
-        direct ? (first + tokens <= at.count ? slot_address{} : locate(view, at, slot_of(at, first + lane % tokens)))
-               : next;
-    const T* k = view.k + mine.outer * ks.outer + at.head * ks.head + mine.row * ks.token;
-    const T* v = view.v + mine.outer * vs.outer + at.head * vs.head + mine.row * vs.token;
-    if ((direct || in_pages) && first + tokens <= at.count) {
-      copy_direct<k_rows>(direct ? k_first + first * ks.token : row_of(k, lane_of), ks.token, to, lane);
-      copy_direct<v_rows>(direct ? v_first + first * vs.token : row_of(v, lane_of), vs.token, to_v, lane);
+    const T *k, *v;
+    if (direct) {
+      k = k_first + first * ks.token;
+      v = v_first + first * vs.token;
     } else {
-      if (direct) lane_of = 0;
-      copy_found<k_rows>(k, lane_of, at.count - first, to, lane);
-      copy_found<v_rows>(v, lane_of, at.count - first, to_v, lane);
+      offset_t outer = 0, row = 0;
+      if (in_pages) {
+        if constexpr (paged_table<decltype(View::table)>) {
+          const index_t page = view.table.page;
+          outer = __shfl_sync(~0u, slots, i % 32);
+          row = (page & (page - 1)) == 0 ? first & (page - 1) : first % page;
+        }
+      } else if constexpr (!strided) {
+        outer = next.outer;
+        row = next.row;
+      }
+      if constexpr (strided) {
+        k = k_first + next * ks.token;
+        v = v_first + next * vs.token;
+      } else {
+        k = view.k + outer * ks.outer + at.head * ks.head + row * ks.token;
+        v = view.v + outer * vs.outer + at.head * vs.head + row * vs.token;
+      }
+      if (!in_pages) {
+        copy_found<k_rows>(k, i % span * tokens, at.count - first, to, lane);
+        copy_found<v_rows>(v, i % span * tokens, at.count - first, to_v, lane);
+        return;
+      }
+    }
+    if (first + tokens <= at.count) {
+      copy_strided<k_rows, true>(k, ks.token, tokens, to, lane);
+      copy_strided<v_rows, true>(v, vs.token, tokens, to_v, lane);
+    } else {
+      copy_strided<k_rows, false>(k, ks.token, at.count - first, to, lane);
+      copy_strided<v_rows, false>(v, vs.token, at.count - first, to_v, lane);
     }
   }
-  __device__ static const T* row_of(const T* mine, int lane) {
-    return reinterpret_cast<const T*>(__shfl_sync(~0u, reinterpret_cast<unsigned long long>(mine), lane));
-  }
-  template <staged_rows Rows>
-  __device__ void copy_direct(const T* rows, offset_t stride, std::uint32_t to, int lane) const {
+  /// Rows `stride` apart; zeros from `valid` on, unless the tile is full.
+  template <staged_rows Rows, bool Full>
+  __device__ void copy_strided(const T* rows, offset_t stride, index_t valid, std::uint32_t to, int lane) const {
     if constexpr (32 % Rows.chunks == 0) {
       constexpr int at_once = 32 / Rows.chunks;
-      const int chunk = lane % Rows.chunks;
-      const T* from = rows + (lane / Rows.chunks) * stride + chunk * 8;
+      const int chunk = lane % Rows.chunks, mine = lane / Rows.chunks;
+      const T* from = rows + mine * stride + chunk * 8;
 #pragma unroll
       for (int i = 0; i < tokens / at_once; ++i) {
-        copy_async16(to + place(Rows, i * at_once + lane / Rows.chunks, chunk), from, true, policy);
+        const int token = i * at_once + mine;
+        copy_async16(to + place(Rows, token, chunk), from, Full || token < valid, policy);
         from += at_once * stride;
       }
     } else {
 #pragma unroll
       for (int i = 0; i < tokens * Rows.chunks / 32; ++i) {
         const int id = i * 32 + lane, token = id / Rows.chunks, chunk = id % Rows.chunks;
-        copy_async16(to + place(Rows, token, chunk), rows + token * stride + chunk * 8, true, policy);
+        copy_async16(to + place(Rows, token, chunk), rows + token * stride + chunk * 8, Full || token < valid, policy);
       }
     }
+  }
+  __device__ static const T* row_of(const T* mine, int lane) {
+    return reinterpret_cast<const T*>(__shfl_sync(~0u, reinterpret_cast<unsigned long long>(mine), lane));
   }
   /// `mine` is the row of the tile's token lane - lane_of.
   template <staged_rows Rows>
@@ -191,11 +252,11 @@ struct decode_state {
   float max[2] = {-infinity, -infinity}, sum[2] = {};  // rows lane / 4 and lane / 4 + 8, base 2
 
   /// Reads the tile of `tokens` tokens at `shared`. `logit_of(token, half, product)` gives the logit, in base 2, of
-  /// query row lane / 4 + 8 * half; with `plain` that is product * scale2.
+  /// query row lane / 4 + 8 * half; with `plain` that is product * scale2. All lanes call it together.
   template <class LogitOf>
   __device__ void read(const std::uint32_t (&q)[D / 16][4], std::uint32_t shared, bool plain, float scale2,
                        const LogitOf& logit_of, int lane) {
-    float s[tokens / 8][4] = {};
+    float s[tokens / 8][4] = {}, odd[tokens / 8][4] = {};  // two chains of products, half as long
     const int matrix = lane / 8, in_matrix = lane % 8;
     const std::uint32_t k_at = shared + std::uint32_t((matrix / 2 * 8 + in_matrix) * k_rows.bytes());
     const std::uint32_t k_chunk = std::uint32_t(k_rows.swizzled() ? matrix % 2 ^ in_matrix : matrix % 2) * 16;
@@ -206,9 +267,14 @@ struct decode_state {
         std::uint32_t b[4];
         load_matrices(b, k_at + std::uint32_t(pair * 16 * k_rows.bytes()) +
                              (k_rows.swizzled() ? k_chunk ^ std::uint32_t(step * 32) : k_chunk + step * 32));
-        multiply<T>(s[pair * 2], q[step], b[0], b[1]);
-        multiply<T>(s[pair * 2 + 1], q[step], b[2], b[3]);
+        multiply<T>(step % 2 ? odd[pair * 2] : s[pair * 2], q[step], b[0], b[1]);
+        multiply<T>(step % 2 ? odd[pair * 2 + 1] : s[pair * 2 + 1], q[step], b[2], b[3]);
       }
+    }
+#pragma unroll
+    for (int n = 0; n < tokens / 8; ++n) {
+#pragma unroll
+      for (int i = 0; i < 4; ++i) s[n][i] += odd[n][i];
     }
     if (plain) {
 #pragma unroll

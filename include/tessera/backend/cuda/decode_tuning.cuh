@@ -52,9 +52,10 @@ inline constexpr int compiled_capability = 90;
 
 /// Tuned on sm_90 (H200, CUDA 13.0); the others follow from their shared memory and have not been timed.
 TESSERA_HD constexpr decode_tuning decode_tuning_for(int k_dim, int v_dim, int compute_capability) {
-  // Bytes that rings may take on one multiprocessor; the rest is 4 KiB of row ends and the system's share.
+  // Bytes that rings may take on one multiprocessor; the rest is 4 KiB of row ends, as much of a merge's shares, and the
+  // system's.
   const bool small = compute_capability == 86 || compute_capability == 89 || compute_capability >= 120;
-  const int shared = (small ? 93 : compute_capability < 89 ? 156 : 216) * 1024;
+  const int shared = (small ? 89 : compute_capability < 89 ? 152 : 212) * 1024;
   decode_tuning tuning;
   tuning.tokens = k_dim + v_dim <= 128 ? 32 : 16;
   for (tuning.warps = 8; tuning.warps > 1; tuning.warps /= 2) {
