@@ -64,9 +64,9 @@ std::vector<planned_turn> evaluation::plan(const conversation& conversation, con
   const std::int64_t most = model_.config().max_position_embeddings;
   tessera::require(tokens <= most, place, std::to_string(tokens) + " tokens with its answers",
                    "at most the model's context, which is " + std::to_string(most), "shorten its prompts");
-  // Some slack for an answer that begins with white space or is cut into other tokens.
-  const auto slack = std::min<std::int64_t>(16, (most - tokens) / std::int64_t(turns.size()));
-  for (planned_turn& turn : turns) turn.max_new += std::int32_t(slack);
+  // An answer may be cut into twice as many tokens, and have white space at its ends.
+  const std::int64_t room = (most - tokens) / std::int64_t(turns.size());
+  for (planned_turn& turn : turns) turn.max_new += std::int32_t(std::min<std::int64_t>(turn.max_new + 2, room));
   return turns;
 }
 
