@@ -4,7 +4,7 @@
     benchmarks/cuda_record.py --logs FOLDER --out FOLDER
 
 FOLDER holds what there is of machine.json, steps.tsv (name, exit status, seconds), bench_cuda.json, peers.json,
-decode_step.json and one NAME.log a step. What is missing is written down as not measured.
+decode_step.json, decode_step_rocketkv.json and one NAME.log a step. What is missing is written down as not measured.
 """
 import argparse
 import json
@@ -15,6 +15,7 @@ SANITIZERS = ("memcheck", "racecheck", "initcheck", "synccheck")
 DECODE = ("B1/8K", "B1/32K", "B1/128K", "B1/256K", "B4/128K", "B8/128K", "B64/8K")
 GATHERED = (("B16/singles", 0.55), ("B16/runs_of_16", 0.75))
 ROCKETKV = (("B1", "32K", 2.5), ("B1", "128K", 8), ("B8", "128K", 35))  # a step with t = 1,024 against dense
+PAPER = "RocketKV's paper, H100"  # arXiv:2502.14051, Fig. 7
 TOP_K = (("32x8192/k512", 9), ("8x131072/k2048", 22), ("256x131072/k2048", 95))
 
 
@@ -72,17 +73,53 @@ def copy_ceiling(figures):
     return max((f["GB/s"] for f in copies if "GB/s" in f), default=None)
 
 
-def judge(figures):
-    """[{bar, what, measured, limit, verdict}]: every bar that a time decides. `measured` and `limit` are text."""
+def model_steps(record):
+    """{"rocketkv_1024/131072": entry}, from what bench_decode_step wrote."""
+    return {entry["name"]: entry for entry in (record or {}).get("benchmarks", [])}
+
+
+def judge_model(steps, add, ratio):
+    """Bars and comparisons over whole decode steps with RocketKV, t = 1,024."""
+    def of(method, context, key):
+        return steps.get(f"{method}/{context}", {}).get(key)
+
+    def beside(a, b, unit, scale):
+        return f" ({a / scale:.4g} {unit} against {b / scale:.4g})" if a and b else ""
+
+    ours, short = (of("rocketkv_1024", context, "real_time") for context in (131072, 1024))
+    add("RocketKV", f"whole model, time between tokens at 128K against 1K{beside(ours, short, 'ms', 1)}",
+        ratio(ours, short), 1.08, "at most 1.08", "x")
+    add("RocketKV", "end of a prompt of 128K tokens, 32 layers", of("rocketkv_1024", 131072, "end_of_prompt_ms"), 20,
+        "at most 20 ms", "ms")
+    for context in (98304, 131072):
+        what = f"whole model, {context // 1024}K"
+        full, ours = (of(method, context, "real_time") for method in ("full", "rocketkv_1024"))
+        add("RocketKV", f"{what}, faster than `full`{beside(ours, full, 'ms', 1)}", ratio(full, ours), None,
+            f"{PAPER}: up to 3.3", "x")
+        # Steps need the weights and what the cache holds; the prompt's own peak is that of the uncompressed cache.
+        peak, ours_peak = (of(method, context, "peak_bytes") for method in ("full", "rocketkv_1024"))
+        cache, ours_cache = (of(method, context, "cache_bytes") for method in ("full", "rocketkv_1024"))
+        held = None if None in (peak, cache, ours_cache) else peak - cache + ours_cache
+        for name, value in (("memory while decoding", held), ("peak memory, the prompt's included", ours_peak)):
+            share = ratio(value, peak)
+            add("RocketKV", f"{what}, {name}, against `full`{beside(value, peak, 'GiB', 2**30)}",
+                None if share is None else 100 * (share - 1), None, f"{PAPER}: -32.6 % while decoding", "%")
+
+
+def judge(figures, steps):
+    """[{bar, what, measured, limit, verdict}]: every bar that a time decides, and what is only set beside a paper's
+    figure. `measured` and `limit` are text."""
     rows = []
 
     def add(bar, what, value, limit, text, unit, below=True):
+        if value is None and limit is None:
+            return
         if value is None:
             rows.append({"bar": bar, "what": what, "measured": "", "limit": text, "verdict": "not measured"})
             return
-        good = value <= limit if below else value >= limit
+        good = limit is None or (value <= limit if below else value >= limit)
         rows.append({"bar": bar, "what": what, "measured": f"{value:.4g} {unit}".strip(), "limit": text, "value": value,
-                     "verdict": "pass" if good else "missed"})
+                     "verdict": "for comparison" if limit is None else "pass" if good else "missed"})
 
     def ratio(a, b):
         return a / b if a is not None and b else None
@@ -128,6 +165,7 @@ def judge(figures):
         beside = f" ({ours:.4g} us, {peer[1]} {peer[0]:.4g} us)" if ours and peer else ""
         add("RocketKV", f"step, t = 1,024, {batch} {context}{beside}", ratio(peer[0], ours) if peer else None, least,
             f"at least {least} times faster than the best dense peer", "x", below=False)
+    judge_model(steps, add, ratio)
     return rows
 
 
@@ -197,7 +235,7 @@ def markdown(record):
     lines += ["", "## Bars", ""]
     verdicts = [b["verdict"] for b in record["bars"]]
     lines += [f"{verdicts.count('pass')} passed, {verdicts.count('missed')} missed, "
-              f"{verdicts.count('not measured')} not measured.", "",
+              f"{verdicts.count('not measured')} not measured; {verdicts.count('for comparison')} for comparison.", "",
               "| bar | what | measured | limit | |", "| --- | --- | --- | --- | --- |"]
     lines += [f"| {b['bar']} | {b['what']} | {b['measured']} | {b['limit']} | {b['verdict']} |" for b in record["bars"]]
     lines += ["", "## Times", "",
@@ -246,9 +284,10 @@ def main():
         text = read_text(f"{given.logs}/{part}.log").strip()
         if text:
             notes += ["", f"## {title}", "", "```", text, "```"]
+    model, rocketkv = (read_json(f"{given.logs}/{name}.json") or {} for name in ("decode_step", "decode_step_rocketkv"))
     record = {"machine": machine, "steps": steps, "tests": tests,
-              "bars": judge(figures) if figures else [], "figures": figures,
-              "decode_step": read_json(f"{given.logs}/decode_step.json") or [], "notes": notes}
+              "bars": judge(figures, model_steps(rocketkv)) if figures or rocketkv else [], "figures": figures,
+              "decode_step": model, "decode_step_rocketkv": rocketkv, "notes": notes}
 
     gpu = re.sub("[^a-z0-9]+", "-", machine.get("gpu", "gpu").lower().replace("nvidia ", "")).strip("-")
     name = f"{given.out}/{machine.get('date', 'undated')}-{gpu}"
@@ -266,7 +305,8 @@ def main():
                 parts.append(f'{json.dumps(key)}: [\n{inside}\n]')
         file.write("{\n" + ",\n".join(parts) + "\n}\n")
     passed = sum(b["verdict"] == "pass" for b in record["bars"])
-    print(f"{name}.md: {passed} of {len(record['bars'])} bars passed")
+    bars = sum(b["verdict"] != "for comparison" for b in record["bars"])
+    print(f"{name}.md: {passed} of {bars} bars passed")
 
 
 if __name__ == "__main__":

@@ -176,7 +176,7 @@ if wanted benchmarks; then
   if [ -x "$programs/bench_decode_step" ]; then
     attempt decode_step 120 "$programs/bench_decode_step" --json "$logs/decode_step.json"
     attempt decode_step_rocketkv 60 "$programs/bench_decode_step" --methods full,rocketkv --budget 1024 \
-      --contexts 1024,32768,98304,131072
+      --contexts 1024,32768,98304,131072 --json "$logs/decode_step_rocketkv.json"
   else
     echo "decode_step: not measured, ${no_examples:-the program is not there}"
     note "decode_step (${no_examples:-the program is not there})" none 0

@@ -8,7 +8,7 @@ source tests/packages.sh
 
 eval_flags=(--model examples/model
             --methods full,streaming_llm,h2o,snapkv,pyramidkv,ada_snapkv,hsa,rocketkv,rocketkv_mt,exact_topk
-            --budgets 64,256 --context 4096 --set max_new=8
+            --budgets 64,256 --context 4096
             --families single,multi_key,conversation --count 8)
 
 need "${build_packages[@]}" "${example_packages[@]}"

@@ -17,11 +17,6 @@
 namespace tool {
 namespace {
 
-bool has_parameter(const method_info& method, const std::string& name) {
-  const auto is_it = [&](const parameter_info& parameter) { return parameter.name == name; };
-  return std::any_of(method.parameters.begin(), method.parameters.end(), is_it);
-}
-
 /// Gives each setting to the methods that have such a parameter. Errors: none of them has it.
 void apply_settings(const std::vector<std::string>& texts, std::vector<variant>& variants) {
   for (const std::string& text : texts) {
@@ -109,8 +104,9 @@ void evaluate(const eval_options& given) {
   }
   const double seconds = std::chrono::duration<double>(std::chrono::steady_clock::now() - start).count();
   if (!given.json.empty()) write_atomically(given.json, json_text(variants, evaluation.cells()));
-  std::printf("%s\n%zu documents in %s. Families: percent of right answers.\n",
-              table_text(variants, evaluation.cells()).c_str(), plans.size(), duration_text(seconds).c_str());
+  std::printf("%s\n%zu documents in %s. Families: percent of right answers.\n%s",
+              table_text(variants, evaluation.cells()).c_str(), plans.size(), duration_text(seconds).c_str(),
+              limits_text(variants, evaluation.cells()).c_str());
 }
 
 }  // namespace tool

@@ -7,6 +7,7 @@
 #include "commands.hpp"
 #include "engine/tokenizer.hpp"
 #include "progress.hpp"
+#include "registry.hpp"
 #include "report.hpp"
 #include "values.hpp"
 
@@ -20,6 +21,7 @@ struct outcome {
   double kept = 0;  ///< tokens per layer and KV head after the prompt, on average
   double bytes_held = 0, bytes_full = 0, bytes_read_per_step = 0;
   double prefill_seconds = 0, decode_seconds = 0;
+  std::vector<parameter_info> parameters;  ///< as the cache had them
 };
 
 class stopwatch {
@@ -58,17 +60,19 @@ outcome answer(const run_options& given, const method_info& method) {
                    "shorten it");
   const backend where = require_backend(given.method.backend);
   const std::int64_t most_new = std::min<std::int64_t>(max_new, room + 1);  // the last one takes no position
+  const auto settings = with_answer_limit(method, given.method.parsed_settings(), index_t(most_new));
   const auto cache = make_cache(method, where,
                                 {{config.num_hidden_layers, config.num_attention_heads, config.num_key_value_heads},
                                  config.head_dim,
                                  element,
                                  budget,
-                                 given.method.parsed_settings(),
+                                 settings,
                                  workers,
                                  index_t(std::int64_t(tokens.size()) + most_new)});
   const auto model = load_model(folder, where, *workers);
 
   outcome result;
+  result.parameters = method.configured(settings);
   result.prompt_tokens = tokens.size();
   const stopwatch prefill_watch;
   std::vector<float> logits;
@@ -116,9 +120,7 @@ void print_json(const outcome& result, const run_options& given, const method_in
   all["method"] = method.name;
   const auto budget = given.method.parsed_budget(method);
   all["budget"] = budget ? nlohmann::ordered_json(*budget) : nlohmann::ordered_json(nullptr);
-  for (const parameter_info& parameter : method.configured(given.method.parsed_settings())) {
-    all["parameters"][parameter.name] = parameter.value;
-  }
+  for (const parameter_info& parameter : result.parameters) all["parameters"][parameter.name] = parameter.value;
   all["text"] = result.text;
   all["prompt_tokens"] = result.prompt_tokens;
   all["new_tokens"] = result.new_tokens;

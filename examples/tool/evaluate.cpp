@@ -3,11 +3,18 @@
 #include <algorithm>
 #include <tessera/core/error.hpp>
 
+#include "registry.hpp"
 #include "values.hpp"
 
 namespace tool {
 
 using engine::token_t;
+
+index_t longest_answer(const std::vector<planned_turn>& turns) {
+  index_t longest = 1;
+  for (const planned_turn& turn : turns) longest = std::max<index_t>(longest, turn.max_new);
+  return longest;
+}
 
 evaluation::evaluation(runner& model, const engine::tokenizer& tokenizer, std::vector<variant> variants,
                        element_type element, std::shared_ptr<tessera::cpu::executor> workers)
@@ -33,11 +40,14 @@ evaluation::evaluation(runner& model, const engine::tokenizer& tokenizer, std::v
   }
 }
 
-std::unique_ptr<method_cache> evaluation::empty_cache(const variant& variant, index_t tokens) const {
+std::unique_ptr<method_cache> evaluation::empty_cache(const variant& variant,
+                                                      const std::vector<planned_turn>& turns) const {
+  std::int64_t tokens = 0;
+  for (const planned_turn& turn : turns) tokens += std::int64_t(turn.prompt.size()) + turn.max_new;
   cache_request request = request_;
   request.budget = variant.budget;
-  request.settings = variant.settings;
-  request.tokens = tokens;
+  request.settings = with_answer_limit(*variant.method, variant.settings, longest_answer(turns));
+  request.tokens = index_t(tokens);
   return make_cache(*variant.method, model_.where(), request);
 }
 
@@ -54,17 +64,15 @@ std::vector<planned_turn> evaluation::plan(const conversation& conversation, con
   const std::int64_t most = model_.config().max_position_embeddings;
   tessera::require(tokens <= most, place, std::to_string(tokens) + " tokens with its answers",
                    "at most the model's context, which is " + std::to_string(most), "shorten its prompts");
-  // Some slack for an answer that begins with white space or is cut into other tokens.
-  const auto slack = std::min<std::int64_t>(16, (most - tokens) / std::int64_t(turns.size()));
-  for (planned_turn& turn : turns) turn.max_new += std::int32_t(slack);
+  // An answer may be cut into twice as many tokens, and have white space at its ends.
+  const std::int64_t room = (most - tokens) / std::int64_t(turns.size());
+  for (planned_turn& turn : turns) turn.max_new += std::int32_t(std::min<std::int64_t>(turn.max_new + 2, room));
   return turns;
 }
 
 void evaluation::run(const std::string& family, const std::vector<planned_turn>& turns) {
-  std::int64_t tokens = 0;
-  for (const planned_turn& turn : turns) tokens += std::int64_t(turn.prompt.size()) + turn.max_new;
   std::vector<std::unique_ptr<method_cache>> shared;
-  for (const std::size_t first : first_of_method_) shared.push_back(empty_cache(variants_[first], index_t(tokens)));
+  for (const std::size_t first : first_of_method_) shared.push_back(empty_cache(variants_[first], turns));
   const std::vector<float> logits = model_.prefill_all(turns[0].prompt, shared);
   for (std::size_t i = 0; i < variants_.size(); ++i) {
     const auto cache = shared[cache_of_variant_[i]]->clone();
@@ -89,6 +97,9 @@ void evaluation::answer(std::size_t variant, const std::string& family, const st
     const std::vector<token_t> generated = generate(turns[i], logits, cache);
     sums.bytes_read += double(cache.reads().bytes);
     sums.steps += cache.reads().steps;
+    const index_t limit = longest_answer(turns);
+    sums.least_limit = sums.questions == 0 ? limit : std::min(sums.least_limit, limit);
+    sums.most_limit = std::max(sums.most_limit, limit);
     sums.questions += 1;
     sums.right += answers(tokenizer_.decode(generated), turns[i].answer);
     pending.clear();

@@ -28,6 +28,8 @@ struct cell {
   std::string family;
   int turn = 1;
   std::int64_t questions = 0, right = 0;
+  /// Answer limits of its conversations, the shortest and the longest: what `max_new` is where no setting says it.
+  index_t least_limit = 0, most_limit = 0;
   double bytes_held = 0, bytes_full = 0;  ///< right after the turn's prefill
   double bytes_read = 0;                  ///< of all decode steps of the answers
   std::int64_t steps = 0;
@@ -44,6 +46,9 @@ struct planned_turn {
   std::int32_t max_new = 0;
 };
 
+/// Most tokens that any turn may decode, at least 1: the `max_new` of a conversation, whose plan is made once.
+index_t longest_answer(const std::vector<planned_turn>& turns);
+
 /// Runs conversations and keeps the cells.
 class evaluation {
  public:
@@ -57,6 +62,7 @@ class evaluation {
 
   /// Asks every variant the questions of one conversation. The first prompt passes through the model once for all;
   /// later turns run by themselves, because what a method has dropped changes what the model says.
+  /// A method with the parameter `max_new` gets `longest_answer(turns)` unless the variant's settings have their own.
   void run(const std::string& family, const std::vector<planned_turn>& turns);
 
   const std::vector<variant>& variants() const { return variants_; }
@@ -67,7 +73,7 @@ class evaluation {
  private:
   void answer(std::size_t variant, const std::string& family, const std::vector<planned_turn>& turns,
               std::vector<float> logits, method_cache& cache);
-  std::unique_ptr<method_cache> empty_cache(const variant& variant, index_t tokens) const;
+  std::unique_ptr<method_cache> empty_cache(const variant& variant, const std::vector<planned_turn>& turns) const;
   cell& cell_of(std::size_t variant, const std::string& family, int turn);
   std::vector<engine::token_t> generate(const planned_turn& turn, const std::vector<float>& logits,
                                         method_cache& cache) const;

@@ -63,7 +63,8 @@ void add_run(CLI::App& app) {
   add_model(*command, given->model, given->dtype);
   add_text(*command, "--prompt", given->prompt, "text file with the prompt")->required();
   add_method(*command, given->method);
-  add_text(*command, "--max-new", given->max_new, "tokens to write at most");
+  add_text(*command, "--max-new", given->max_new,
+           "tokens to write at most; also the method's max_new, where it has one and --set gives no other");
   command->add_flag("--one-line", given->one_line, "stop at the end of the first line");
   add_threads(*command, given->threads);
   command->add_flag("--json", given->as_json, "print JSON");
@@ -100,7 +101,9 @@ void add_eval(CLI::App& app) {
       "Suites:\n" + suite_lines() +
       "\nA line of --questions is {\"family\": \"...\", \"turns\": [{\"prompt\": \"...\", \"answer\": \"...\"}, ...]}. "
       "A\n"
-      "turn is right when what the model writes begins with its answer. Methods without a budget ignore --budgets.\n\n"
+      "turn is right when what the model writes begins with its answer. Methods without a budget ignore --budgets.\n"
+      "Methods that have the parameter max_new get the most tokens that an answer may have here, unless --set gives "
+      "another.\n\n"
       "Example:\n  tessera eval --model examples/model --methods full,snapkv,streaming_llm --budgets 128,256 "
       "--families single,conversation");
   command->callback([given] { tool::evaluate(*given); });

@@ -84,16 +84,17 @@ std::unique_ptr<method_cache> make_cpu_cache(const cache_request& request) {
   return std::make_unique<cache_of<Recipe>>(request.shape, requested_recipe<Recipe>(request), request.workers);
 }
 
-template <template <tessera::element, int, int> class Method>
+/// `Method::of<T, D>` is the recipe. No template parameter that is a template of constrained ones: clang 16 dies of it.
+template <class Method>
 std::unique_ptr<method_cache> make_method(const cache_request& request) {
   return with_layout(request.element, request.head_dim,
-                     [&]<class T, int D>() { return make_cpu_cache<Method<T, D, D>>(request); });
+                     [&]<class T, int D>() { return make_cpu_cache<typename Method::template of<T, D>>(request); });
 }
 
 /// Everything about a method that does not depend on element type and head dim.
-template <template <tessera::element, int, int> class Method>
+template <class Method>
 method_info describe() {
-  using recipe = Method<tessera::bf16, 64, 64>;
+  using recipe = typename Method::template of<tessera::bf16, 64>;
   method_info info;
   info.name = recipe::name;
   info.paper = recipe::paper;

@@ -8,6 +8,9 @@
 #include <nlohmann/json.hpp>
 #include <tessera/core/error.hpp>
 
+#include "registry.hpp"
+#include "values.hpp"
+
 namespace tool {
 namespace {
 
@@ -128,7 +131,8 @@ std::string json_text(const std::vector<variant>& variants, const std::vector<ce
     item["method"] = variant.method->name;
     item["budget"] = variant.budget ? nlohmann::ordered_json(*variant.budget) : nlohmann::ordered_json(nullptr);
     item["parameters"] = nlohmann::ordered_json::object();
-    for (const parameter_info& parameter : variant.method->configured(variant.settings)) {
+    const auto settings = with_answer_limit(*variant.method, variant.settings, std::max<index_t>(1, cell.most_limit));
+    for (const parameter_info& parameter : variant.method->configured(settings)) {
       item["parameters"][parameter.name] = nlohmann::ordered_json::parse(parameter.value, nullptr, false);
       if (item["parameters"][parameter.name].is_discarded()) item["parameters"][parameter.name] = parameter.value;
     }
@@ -142,6 +146,21 @@ std::string json_text(const std::vector<variant>& variants, const std::vector<ce
     list.push_back(std::move(item));
   }
   return list.dump(1) + "\n";
+}
+
+std::string limits_text(const std::vector<variant>& variants, const std::vector<cell>& cells) {
+  std::vector<std::string> names;
+  index_t least = 0, most = 0;
+  for (const cell& cell : cells) {
+    const variant& row = variants[cell.variant];
+    if (with_answer_limit(*row.method, row.settings, 1).size() == row.settings.size()) continue;
+    if (std::ranges::find(names, row.method->name) == names.end()) names.push_back(row.method->name);
+    least = most == 0 ? cell.least_limit : std::min(least, cell.least_limit);
+    most = std::max(most, cell.most_limit);
+  }
+  if (names.empty()) return {};
+  const std::string range = std::to_string(least) + (least == most ? "" : " to " + std::to_string(most));
+  return "max_new of " + joined(names) + ": " + range + ", the longest that an answer may get.\n";
 }
 
 std::string bytes_text(double bytes) {

@@ -14,8 +14,12 @@ namespace tool {
 std::string table_text(const std::vector<variant>& variants, const std::vector<cell>& cells);
 
 /// A JSON array with one object a cell: method, budget (null where the method has none), parameters, family, turn,
-/// questions, right, bytes_held, bytes_full, bytes_read_per_step.
+/// questions, right, bytes_held, bytes_full, bytes_read_per_step. Where the tool chose `max_new`, it is the longest of the
+/// cell's answer limits.
 std::string json_text(const std::vector<variant>& variants, const std::vector<cell>& cells);
+
+/// A line that says which `max_new` the methods got that have it and no setting for it; empty where there is none.
+std::string limits_text(const std::vector<variant>& variants, const std::vector<cell>& cells);
 
 /// "1.5 MiB"
 std::string bytes_text(double bytes);

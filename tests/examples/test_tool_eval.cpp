@@ -92,12 +92,60 @@ TEST_CASE("compressed caches hold less, budgets of one method share one observat
     CHECK(alone.cells()[0].bytes_read == cell.bytes_read);
     CHECK(alone.cells()[0].steps == cell.steps);
     const std::string& name = row.method->name;
-    const bool keeps_all = name == "full" || name == "exact_topk" || name == "hsa" || name == "quest" || name == "sparq" ||
-                           name == "rocketkv_mt";
-    // rocketkv keeps room for 128 answered tokens, and an index of its pages.
+    const bool keeps_all = name == "full" || name == "exact_topk" || name == "hsa" || name == "quest" ||
+                           name == "sparq" || name == "rocketkv_mt";
+    // rocketkv keeps room for the answer, and an index of its pages.
     if (!keeps_all) CHECK(cell.bytes_held < (name == "rocketkv" ? 0.6 : 0.4) * cell.bytes_full);
     if (row.method->name != "full") CHECK(cell.bytes_read / double(cell.steps) < 0.8 * cell.bytes_full);
   }
+}
+
+TEST_CASE("a conversation's longest answer is the max_new of methods that have one, unless the user sets it") {
+  bench on;
+  std::string document;
+  for (int i = 0; i < 40; ++i) document += "The rays which differ in colour differ also in degrees.\n";
+  const tool::conversation asked{
+      "long", {{document + "Question: which?\nAnswer:", "x"}, {"\nQuestion: why?\nAnswer:", "one two three four"}}};
+  std::vector<variant> variants;
+  for (const char* name : {"rocketkv", "hsa", "snapkv"}) variants.push_back({&tool::find_method(name), 40, {}});
+  const auto turns = on.evaluation(variants).plan(asked, "question 1");
+  REQUIRE(turns[1].max_new > turns[0].max_new);
+  const auto limit = tool::longest_answer(turns);
+  CHECK(limit == turns[1].max_new);
+  CHECK(tool::longest_answer({}) == 1);
+
+  const auto cells_of = [&](std::vector<variant> rows) {
+    auto evaluation = on.evaluation(std::move(rows));
+    evaluation.run("long", turns);
+    return evaluation.cells();
+  };
+  const auto with = [&](const std::string& value) {
+    std::vector<variant> rows = variants;
+    for (variant& row : rows) {
+      if (tool::has_parameter(*row.method, "max_new")) row.settings.push_back({"max_new", value});
+    }
+    return rows;
+  };
+  const auto handed = cells_of(variants), same = cells_of(with(std::to_string(limit))), more = cells_of(with("128"));
+  const auto find = [](const std::vector<cell>& cells, std::size_t row) {
+    return *std::find_if(cells.begin(), cells.end(), [&](const cell& one) { return one.variant == row; });
+  };
+  for (std::size_t row = 0; row < variants.size(); ++row) {
+    INFO(variants[row].method->name);
+    CHECK(find(handed, row).bytes_held == find(same, row).bytes_held);
+    CHECK(find(handed, row).bytes_read == find(same, row).bytes_read);
+    CHECK(find(handed, row).least_limit == limit);
+    CHECK(find(handed, row).most_limit == limit);
+  }
+  CHECK(find(handed, 0).bytes_held != find(more, 0).bytes_held);
+  CHECK(find(handed, 2).bytes_held == find(more, 2).bytes_held);
+
+  const auto json = nlohmann::json::parse(tool::json_text(variants, handed));
+  CHECK(json[0]["parameters"]["max_new"] == limit);
+  CHECK(nlohmann::json::parse(tool::json_text(with("128"), more))[0]["parameters"]["max_new"] == 128);
+  CHECK(tool::limits_text(variants, handed) ==
+        "max_new of rocketkv, hsa: " + std::to_string(limit) + ", the longest that an answer may get.\n");
+  CHECK(tool::limits_text(with("128"), more).empty());
 }
 
 TEST_CASE("a conversation that does not fit into the model is refused before anything runs") {

@@ -40,9 +40,8 @@ TEST_CASE("every method names itself, its paper and its policies, and has its ow
     CHECK_FALSE(method.policies.empty());
     for (const auto& parameter : method.parameters) CHECK_FALSE(parameter.about.empty());
   }
-  CHECK(names ==
-        std::set<std::string>{"full", "streaming_llm", "h2o", "snapkv", "pyramidkv", "ada_snapkv", "exact_topk", "hsa",
-                              "quest", "sparq", "rocketkv", "rocketkv_mt"});
+  CHECK(names == std::set<std::string>{"full", "streaming_llm", "h2o", "snapkv", "pyramidkv", "ada_snapkv",
+                                       "exact_topk", "hsa", "quest", "sparq", "rocketkv", "rocketkv_mt"});
 }
 
 TEST_CASE("the published defaults are the defaults") {
@@ -98,11 +97,36 @@ TEST_CASE("units and splits are words or numbers") {
   CHECK(value_of(find_method("rocketkv").configured({{"split", "adaptive"}}), "split") == "adaptive");
   CHECK_THROWS_WITH(find_method("rocketkv").configured({{"unit", "pages"}}), contains("one of token, page"));
   for (const char* text : {"adaptve", "", "nan", "0.5x"}) {
-    CHECK_THROWS_WITH(find_method("rocketkv").configured({{"split", text}}), contains("adaptive, or a number from 0 to 1"));
+    CHECK_THROWS_WITH(find_method("rocketkv").configured({{"split", text}}),
+                      contains("adaptive, or a number from 0 to 1"));
   }
   CHECK_THROWS_WITH(find_method("rocketkv").make(small_request(64, {{"split", "1.5"}})), contains("split is 1.5"));
   CHECK_THROWS_WITH(find_method("rocketkv").make(small_request(64, {{"split", "-1"}})), contains("split is -1"));
   CHECK_THROWS_WITH(find_method("rocketkv").make(small_request(15)), contains("budget is 15; expected at least 16"));
+}
+
+TEST_CASE("an answer limit becomes max_new where a method has it and the user has not set it") {
+  const auto settings_of = [](const char* name, std::vector<setting> given) {
+    const auto& method = find_method(name);
+    return tool::with_answer_limit(method, std::move(given), 19);
+  };
+  for (const char* name : {"rocketkv", "rocketkv_mt", "hsa", "quest", "sparq"}) {
+    CAPTURE(name);
+    CHECK(value_of(find_method(name).configured(settings_of(name, {})), "max_new") == "19");
+    const auto chosen = settings_of(name, {{"max_new", "7"}});
+    CHECK(chosen.size() == 1);
+    CHECK(value_of(find_method(name).configured(chosen), "max_new") == "7");
+    CHECK(value_of(find_method(name).parameters, "max_new") == "128");
+  }
+  for (const char* name : {"full", "streaming_llm", "h2o", "snapkv", "pyramidkv", "ada_snapkv", "exact_topk"}) {
+    CAPTURE(name);
+    CHECK_FALSE(tool::has_parameter(find_method(name), "max_new"));
+    CHECK(settings_of(name, {}).empty());
+  }
+  CHECK(settings_of("snapkv", {{"window", "16"}}).size() == 1);
+  const auto both = settings_of("rocketkv", {{"window", "16"}});
+  CHECK(value_of(find_method("rocketkv").configured(both), "window") == "16");
+  CHECK(value_of(find_method("rocketkv").configured(both), "max_new") == "19");
 }
 
 TEST_CASE("wrong settings are refused with what is allowed") {

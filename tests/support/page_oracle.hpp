@@ -52,6 +52,21 @@ inline page_scores score_pages(const page_rules& rules, const std::vector<const 
       result.ambiguous |= sum != 0 && std::abs(sum) < 1e-5 * weight[std::size_t(d)];
     }
   }
+  const std::size_t page = std::size_t(rules.page);
+  std::vector<double> lower, upper;  // [pages, taken] of what is finite, NaN where nothing is; pages of one: the key
+  for (std::size_t first = 0; first < n; first += page) {
+    for (const index_t d : order) {
+      double least = std::nan(""), most = std::nan("");
+      for (std::size_t at = first; at < std::min(n, first + page); ++at) {
+        const double value = double(keys[at][d]);
+        if (page > 1 && !std::isfinite(value)) continue;
+        least = std::isnan(least) ? value : std::min(least, value);
+        most = std::isnan(most) ? value : std::max(most, value);
+      }
+      lower.push_back(least);
+      upper.push_back(most);
+    }
+  }
   const auto visible = [&](std::size_t r, std::size_t slot) {
     const index_t ago = query_positions[r] - positions[slot];
     return ago >= 0 && (rule.sliding_window <= 0 || ago < rule.sliding_window);
@@ -69,23 +84,15 @@ inline page_scores score_pages(const page_rules& rules, const std::vector<const 
     const double scale = rules.kind == estimate::quest ? 1 : chosen == 0 ? 0 : plain / std::sqrt(chosen / whole);
     std::vector<double> logits;
     for (std::size_t slot = 0; slot < n; ++slot) {
-      const std::size_t first = slot / std::size_t(rules.page) * std::size_t(rules.page);
-      if (slot > first) {  // all slots of a page have its logit
+      if (slot % page != 0) {  // all slots of a page have its logit
         logits.push_back(logits.back());
         continue;
       }
       double dot = 0, size = 0;
-      for (const index_t d : order) {
-        std::vector<double> members;
-        for (std::size_t at = first; at < std::min(n, first + std::size_t(rules.page)); ++at) {
-          const double value = double(keys[at][d]);
-          if (rules.page == 1 || std::isfinite(value)) members.push_back(value);
-        }
+      for (std::size_t i = 0; i < taken; ++i) {
+        const index_t d = order[i];
         const bool up = (rules.kind == estimate::quest ? double(queries[r][d]) : total[std::size_t(d)]) > 0;
-        const double extreme = members.empty() ? std::nan("")
-                               : up            ? *std::max_element(members.begin(), members.end())
-                                               : *std::min_element(members.begin(), members.end());
-        const double one = rules.page == 1 ? double(keys[slot][d]) : extreme;
+        const double one = (up ? upper : lower)[slot / page * taken + i];
         dot += double(queries[r][d]) * one;
         size += std::abs(double(queries[r][d]) * one);
       }
@@ -121,6 +128,31 @@ inline page_scores score_pages(const page_rules& rules, const std::vector<const 
     }
   }
   return result;
+}
+
+/// How a choice stands to the oracle's: the same, other slots whose scores fp32 cannot tell apart, or neither.
+enum class agreement { same, rounding, wrong };
+
+/// `unit` is the page where whole pages are chosen, else 1. Exactly equal scores are a tie, which rounding does not
+/// excuse: the earlier one has to win.
+inline agreement compare_choices(const page_scores& expected, const std::vector<index_t>& want,
+                                 const std::vector<index_t>& got, index_t unit) {
+  if (got == want) return agreement::same;
+  if (expected.ambiguous) return agreement::rounding;
+  const auto score_of = [&](index_t slot) {
+    double best = -infinite;
+    const index_t first = slot / unit * unit, end = std::min(first + unit, index_t(expected.scores.size()));
+    for (index_t at = first; at < end; ++at) best = std::max(best, ranked(expected.scores[std::size_t(at)]));
+    return best;
+  };
+  std::vector<index_t> lost, won;
+  std::set_difference(want.begin(), want.end(), got.begin(), got.end(), std::back_inserter(lost));
+  std::set_difference(got.begin(), got.end(), want.begin(), want.end(), std::back_inserter(won));
+  double best = -infinite, worst = infinite;
+  for (const index_t slot : lost) best = std::max(best, score_of(slot));
+  for (const index_t slot : won) worst = std::min(worst, score_of(slot));
+  const double room = 1e-4 * std::max(std::abs(best), std::abs(worst)) + expected.slack;
+  return best > worst && best - worst <= room ? agreement::rounding : agreement::wrong;
 }
 
 /// Whole pages, ceil(keep / page) of them: those with some of the newest `tail` slots, then the best by their best slot.

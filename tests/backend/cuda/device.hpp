@@ -18,6 +18,9 @@ using namespace tessera;
 /// `full` times TESSERA_TEST_SCALE, at least `least`: sanitizers run few cases, on short rows.
 inline int scaled(int full, int least = 1) { return std::max(std::min(least, full), int(support::scaled(full))); }
 
+/// `full`, or as much less as TESSERA_TEST_SCALE is below 1, at least `least`: sizes, which a larger scale leaves alone.
+inline int shrunk(int full, int least) { return std::min(full, scaled(full, least)); }
+
 /// That fraction of the choices, at least `least`, spread over them from the first to the last.
 template <class T>
 std::vector<T> scaled(const std::vector<T>& all, int least) {

@@ -1,10 +1,7 @@
-// The CUDA cache of the methods that read an estimate, some behind a first stage, against the CPU's.
+// The CUDA cache of the methods that keep everything and read by an estimate, against the CPU's.
 #include "cache_case.hpp"
-#include "tessera/budget/adaptive.hpp"
 #include "tessera/methods/hsa.hpp"
 #include "tessera/methods/quest.hpp"
-#include "tessera/methods/rocketkv.hpp"
-#include "tessera/methods/rocketkv_mt.hpp"
 #include "tessera/methods/sparq.hpp"
 
 using namespace tessera;
@@ -28,24 +25,6 @@ TEST_CASE("a recorded step of quest follows its growing cache", "[gpu][cache]") 
   replay_steps<quest<fp16, 64, 64>>();
 }
 
-TEST_CASE("rocketkv on the device holds the CPU's conversations", "[gpu][cache]") {
-  if (gpu_missing()) return;
-  hold_conversations<rocketkv<bf16, 64, 64>>(40);
-}
-TEST_CASE("a recorded step of rocketkv follows its growing cache", "[gpu][cache]") {
-  if (gpu_missing()) return;
-  replay_steps<rocketkv<bf16, 64, 64>>();
-}
-
-TEST_CASE("rocketkv_mt on the device holds the CPU's conversations", "[gpu][cache]") {
-  if (gpu_missing()) return;
-  hold_conversations<rocketkv_mt<fp16, 64, 64>>(40);
-}
-TEST_CASE("a recorded step of rocketkv_mt follows its growing cache", "[gpu][cache]") {
-  if (gpu_missing()) return;
-  replay_steps<rocketkv_mt<fp16, 64, 64>>();
-}
-
 TEST_CASE("sparq on the device holds the CPU's conversations", "[gpu][cache]") {
   if (gpu_missing()) return;
   hold_conversations<sparq<bf16, 64, 64>>(40);
@@ -53,17 +32,4 @@ TEST_CASE("sparq on the device holds the CPU's conversations", "[gpu][cache]") {
 TEST_CASE("a recorded step of sparq follows its growing cache", "[gpu][cache]") {
   if (gpu_missing()) return;
   replay_steps<sparq<bf16, 64, 64>>();
-}
-
-// Mixtures that no paper has: another first stage before another second one.
-template <class Retain, class Scorer>
-using mixture = recipe<Retain, dense<bf16, 64>, tessera::retrieve<Scorer, top_tokens>, gathered_decode, once>;
-
-TEST_CASE("Ada-SnapKV's first stage before HSA holds the CPU's conversations on the device", "[gpu][cache]") {
-  if (gpu_missing()) return;
-  hold_conversations<mixture<retain<observation_window, adaptive, top_tokens>, hybrid_min_max>>(20);
-}
-TEST_CASE("SnapKV before Quest holds the CPU's conversations on the device", "[gpu][cache]") {
-  if (gpu_missing()) return;
-  hold_conversations<mixture<retain<observation_window, uniform, top_tokens>, page_min_max>>(20);
 }

@@ -199,9 +199,9 @@ double error_of(const shape& s) {
 
 template <class Case>
 void try_shapes(int cases, double bound = 5e-3) {  // weights are rounded to 16 bits before they meet the values
-  for (int i = 0; i < cases; ++i) {
+  for (int i = 0; i < scaled(cases, 6); ++i) {  // each sort at least once
     const index_t groups[] = {1, 2, 3, 4, 5, 7, 8, 16};
-    shape s{draw(1, 3), draw(1, 4), groups[draw(0, 7)], draw(1, 8), draw(8, 2000)};
+    shape s{draw(1, 3), draw(1, 4), groups[draw(0, 7)], draw(1, 8), draw(8, shrunk(2000, 600))};
     if (i % 6 == 1) s.soft_cap = 20;
     if (i % 6 == 2) s.window = 100;
     s.gather = i % 6 == 3 || i % 6 == 4;
@@ -245,7 +245,7 @@ TEST_CASE("GPU decode attention reads block tables, fp16, values of another dim,
 
 TEST_CASE("GPU decode attention over hundreds of rows of uneven length") {
   if (gpu_missing()) return;
-  for (const index_t sequences : {5, 33, 100}) {
+  for (const index_t sequences : scaled(std::vector<index_t>{5, 33, 100}, 2)) {
     CHECK(error_of<decode_case<bf16, 64>>({.sequences = sequences, .heads = 8, .capacity = 700}) < 5e-3);
     CHECK(error_of<decode_case<bf16, 64>>({.sequences = sequences, .heads = 8, .capacity = 30, .gather = true}) < 5e-3);
   }
@@ -280,7 +280,7 @@ TEST_CASE("a captured GPU decode step is replayed while lengths grow") {
   op.prepare(workspace.data, stream);
   {
     graph step(stream, [&] { op.run(one.problem(), workspace.data, stream); });
-    for (int i = 0; i < 80; ++i) {
+    for (int i = 0; i < shrunk(80, 17); ++i) {
       one.poison();
       step.launch();
       // Positions of the grown rows are set on the host with everything else; the length is what the step reads anew.

@@ -508,7 +508,7 @@ TEST_CASE("a captured choice follows a cache that grows", "[gpu]") {
   {
     gpu_test::graph captured(stream, [&] { choose.run(p, workspace.data, stream); });
     tally seen;
-    const index_t steps = gpu_test::scaled(300, 12);
+    const index_t steps = gpu_test::scaled(300, 5);
     for (index_t step = 1; step <= steps; ++step) {
       for (std::size_t r = 0; r < full.size(); ++r) made.lengths[r] = std::min(full[r], step);
       device.lengths.set(made.lengths);

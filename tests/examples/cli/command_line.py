@@ -186,6 +186,11 @@ def check_run(checks):
     checks.works(f"{base} --method full", "kept per KV head", "full:")
     outcome = json.loads(checks.works(f"{base} --method streaming_llm --budget 16 --dtype fp32 --json"))
     assert outcome["kept_per_head"] == 16 and outcome["bytes_held"] < outcome["bytes_full"], outcome
+    for method, extra, expected in (("rocketkv", "", "5"), ("rocketkv", " --set max_new=64", "64"), ("hsa", "", "5")):
+        outcome = json.loads(checks.works(f"{base} --method {method} --budget 64{extra} --json"))
+        assert outcome["parameters"]["max_new"] == expected, outcome
+    outcome = json.loads(checks.works(f"{base} --method snapkv --budget 64 --json"))
+    assert "max_new" not in outcome["parameters"], outcome
     checks.refuses("run --model model --prompt blank --method full", "blank", "empty")
     checks.refuses("run --model model --prompt long --method full", "512")
     checks.refuses("run --model model --prompt absent --method full", "absent")
@@ -221,7 +226,15 @@ def check_eval(checks):
     assert {cell["family"] for cell in report} == {"conversation"}, report
     assert sorted(cell["turn"] for cell in report) == [turn for turn in (1, 2, 3) for _ in range(5)], report
     (folder / "report").unlink()
-    checks.works("eval --help", "--suite", "all", "singleturn", "multiturn")
+    both = "eval --model model --methods snapkv,rocketkv --budgets 64 --context 300 --count 1 --families single"
+    checks.works(f"{both} --json report", "max_new of rocketkv: ")
+    report = {cell["method"]: cell["parameters"] for cell in json.loads((folder / "report").read_text())}
+    assert 1 < report["rocketkv"]["max_new"] < 64 and "max_new" not in report["snapkv"], report
+    assert "max_new of" not in checks.works(f"{both} --set max_new=100 --json report")
+    report = {cell["method"]: cell["parameters"] for cell in json.loads((folder / "report").read_text())}
+    assert report["rocketkv"]["max_new"] == 100 and "max_new" not in report["snapkv"], report
+    (folder / "report").unlink()
+    checks.works("eval --help", "max_new", "--suite", "all", "singleturn", "multiturn")
     checks.refuses(f"{base} --context 300 --suite multitrun", "suite is 'multitrun'", "did you mean multiturn?")
     checks.refuses(f"{base} --context 300 --suite multiturn --families single", "--suite", "--families")
     checks.refuses(f"{base} --suite multiturn --questions questions", "--suite", "--questions")
