@@ -34,8 +34,8 @@ prepared rocket_step(index_t sequences, index_t context, index_t tokens, part wa
   const int sets = input_sets(double(elements) * 2 * sizeof(bf16));
 
   const auto device = cuda::device_info::current();
-  cuda::choose_pages<view_type, scorer_type> choose(scorer, selection_unit::token, plan.read, sequences, kv_heads,
-                                                    q_heads, 1, stored, device);
+  cuda::choose_pages<view_type, scorer_type, float> choose(scorer, selection_unit::token, plan.read, sequences,
+                                                           kv_heads, q_heads, 1, stored, device);
   cuda::decode_attention<view_type> attend(sequences, kv_heads, q_heads, 1, device);
   struct memory {
     buffer<index_t> lengths, first, indices, counts;
@@ -73,7 +73,7 @@ prepared rocket_step(index_t sequences, index_t context, index_t tokens, part wa
   };
   const rows_view<const bf16> q =
       nhd_rows<const bf16>(pool + elements * 2 * std::size_t(sets), 1, q_heads, head_dim, sequences);
-  const auto choose_now = [=](int set) {
+  const auto problem_of = [=](int set) {
     cuda::page_problem<view_type> problem;
     problem.view = view_of(set);
     if (scorer.page > 1) problem.index = index_of(set);
@@ -83,17 +83,12 @@ prepared rocket_step(index_t sequences, index_t context, index_t tokens, part wa
     problem.out = const_cast<index_t*>(chosen_of(set).indices);
     problem.out_stride = offset_t(most);
     problem.counts = const_cast<index_t*>(chosen_of(set).counts);
-    choose.run(problem, keep->choosing.data(), stream());
+    return problem;
   };
+  const rows_view<float> out = nhd_rows(keep->out.data(), 1, q_heads, head_dim, sequences);
+  const auto choose_now = [=](int set) { choose.run(problem_of(set), keep->choosing.data(), stream()); };
   const auto attend_now = [=](int set) {
-    attend.run({view_of(set),
-                q,
-                keep->first.data(),
-                {},
-                nhd_rows(keep->out.data(), 1, q_heads, head_dim, sequences),
-                {},
-                chosen_of(set)},
-               keep->attending.data(), stream());
+    attend.run({view_of(set), q, keep->first.data(), {}, out, {}, chosen_of(set)}, keep->attending.data(), stream());
   };
   for (int set = 0; set < sets; ++set) {
     if (scorer.page > 1) cuda::index_pages<view_type>{}.build(view_of(set), index_of(set), stored, stream());
@@ -102,6 +97,10 @@ prepared rocket_step(index_t sequences, index_t context, index_t tokens, part wa
   cuda::check(cudaStreamSynchronize(stream()), "cudaStreamSynchronize");
   made.keep = keep;
   made.graph = std::make_unique<replay>(launches(made.bytes, sets), [&](int i) {
+    if (wanted == part::step && choose.attends()) {
+      choose.choose_and_attend(problem_of(i % sets), out, {}, keep->choosing.data(), stream());
+      return;
+    }
     if (wanted != part::attend) choose_now(i % sets);
     if (wanted != part::choose) attend_now(i % sets);
   });

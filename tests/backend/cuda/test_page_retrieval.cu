@@ -7,6 +7,7 @@
 #include "support/page_oracle.hpp"
 #include "tessera/backend/cpu/page_index.hpp"
 #include "tessera/backend/cpu/page_scores.hpp"
+#include "tessera/backend/cuda/decode_attention.cuh"
 #include "tessera/backend/cuda/mean_value.cuh"
 #include "tessera/backend/cuda/page_retrieval.cuh"
 #include "tessera/scorer/chosen_channels.hpp"
@@ -272,6 +273,7 @@ struct on_device<problem<T, D, listed>> {
 
 struct tally {
   index_t rows = 0, open = 0;  // rows compared, and those whose choice rounding decided
+  index_t attended = 0;        // launches that also attended
 };
 
 bool close(double a, double b, double slack) {
@@ -356,8 +358,9 @@ struct trial<problem<T, D, listed>, Scorer> {
     // Capacity beyond what is there, and objects made for more than one step has.
     const index_t capacity = random.pick({longest, longest, longest * 3 + 5, 300'000});
     const index_t tokens = capacity < 300'000 ? random.pick({made.tokens, 8}) : made.tokens;
-    const cuda::choose_pages<view_type, Scorer> choose(scorer, unit, read, made.kv.sequences, made.kv.kv_heads,
-                                                       made.q_heads(), tokens, capacity, cuda::device_info::current());
+    const auto info = cuda::device_info::current();
+    const cuda::choose_pages<view_type, Scorer, float> choose(scorer, unit, read, made.kv.sequences, made.kv.kv_heads,
+                                                              made.q_heads(), tokens, capacity, info);
     const cuda::index_pages<view_type> pages;
     const index_t joined = random.pick({made.tokens, 1, 0, 8});
     auto before = made.lengths;
@@ -407,6 +410,50 @@ struct trial<problem<T, D, listed>, Scorer> {
     agrees_with_the_cpu<problem<T, D, listed>, Scorer, T, D>(made, scorer, of, unit, read, first_out, stride,
                                                              counts.get(), weighed ? first_mass : std::vector<float>{},
                                                              exact, seen);
+    if (choose.attends()) attends(choose, p, out, counts, workspace, first_out, info, seen);
+  }
+
+  /// The launch that also attends chooses the same and gives what decode attention makes of it, twice alike.
+  template <class Choose, class Problem>
+  static void attends(const Choose& choose, Problem p, buffer<index_t>& out, buffer<index_t>& counts,
+                      buffer<unsigned char>& workspace, const std::vector<index_t>& first_out,
+                      const cuda::device_info& info, tally& seen) {
+    using view_type = typename problem<T, D, listed>::view_type;
+    ++seen.attended;
+    const index_t sequences = p.q.sequences, tokens = p.q.tokens, q_heads = p.q.heads;
+    const cuda::decode_attention<view_type> attend(sequences, p.view.kv_heads, q_heads, tokens, info);
+    buffer<unsigned char> attending(attend.workspace_bytes());
+    const std::size_t rows = std::size_t(sequences * tokens * q_heads);
+    buffer<float> want(rows * D), got(rows * D), want_lse(rows), got_lse(rows);
+    const auto rows_of = [&](buffer<float>& of) { return nhd_rows(of.data, tokens, q_heads, D, sequences); };
+    const auto lse_of = [&](buffer<float>& of) { return nhd_rows(of.data, tokens, q_heads, 1, sequences); };
+    attend.prepare(attending.data, nullptr);
+    attend.run({p.view,
+                p.q,
+                p.first_position,
+                p.rule,
+                rows_of(want),
+                lse_of(want_lse),
+                {p.out, p.counts, nullptr, p.out_stride}},
+               attending.data, nullptr);
+    std::vector<float> first_got;
+    for (int round = 0; round < 2; ++round) {
+      out.fill(0x77), counts.fill(0x77), workspace.fill(0xff), got.fill(0x77), got_lse.fill(0x77);
+      choose.choose_and_attend(p, rows_of(got), lse_of(got_lse), workspace.data, nullptr);
+      cuda::check(cudaDeviceSynchronize(), "choose_and_attend");
+      REQUIRE(out.get() == first_out);
+      if (round == 1) REQUIRE(gpu_test::same_bits(got.get(), first_got));
+      first_got = got.get();
+    }
+    const auto compare = [&](const std::vector<float>& a, const std::vector<float>& b, float slack) {
+      for (std::size_t i = 0; i < a.size(); ++i) {
+        if (a[i] == b[i] || (a[i] != a[i] && b[i] != b[i])) continue;
+        INFO("element " << i << " of " << a.size() << ": " << a[i] << " and " << b[i]);
+        REQUIRE(std::abs(a[i] - b[i]) <= slack * (1 + std::abs(a[i])));
+      }
+    };
+    compare(want.get(), first_got, 0.02f);  // two roundings of probabilities to 16 bits
+    compare(want_lse.get(), got_lse.get(), 1e-3f);
   }
 };
 
@@ -425,6 +472,7 @@ void compare_hybrid(std::uint64_t seed, index_t cases, index_t longest) {
     trial<problem<T, D, listed>, hybrid_min_max>::run(random, made, scorer, estimate::hsa, false, seen);
   }
   CHECK(seen.open <= 0.02 * seen.rows + 3);
+  CHECK((seen.attended > 0 || cases < 100 || support::scaled(100) < 100));
   UNSCOPED_INFO("rows " << seen.rows << ", decided by rounding " << seen.open);
 }
 

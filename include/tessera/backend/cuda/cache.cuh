@@ -289,6 +289,7 @@ class cache {
           const auto& retrieve = operations(id, sequence.batched).retrieve();
           attended = std::min<offset_t>(n, retrieve.most_read());
           total += retrieve.bytes_read(n);
+          if constexpr (reading_type::averages) total += offset_t(v_dim) * offset_t(sizeof(double));
           if constexpr (Recipe::filters) total += attended * offset_t(sizeof(index_t));
         }
         total += attended * layout::token_bytes() + (observes_every_query ? n * 4 : 0);
@@ -402,10 +403,17 @@ class cache {
     reading_.append(layer, first, all, q.tokens, store_.positions(nullptr).data, stream);
     const read_view_type view = read_view(layer, first, q.sequences);
     selection_view read{};
-    if constexpr (Recipe::retrieves) {
-      read = does.retrieve().choose(view, reading_.index(layer, first), q, position, stream);
+    bool attended = false;
+    if constexpr (Recipe::estimates) {
+      attended = does.retrieve().attends();
+      if (attended) {
+        read = does.retrieve().choose_and_attend(view, reading_.index(layer, first), q, position, out, lse, stream);
+      }
     }
-    does.attend({view, q, position, recipe_.attention.rule, out, lse, read}, stream);
+    if constexpr (Recipe::retrieves) {
+      if (!attended) read = does.retrieve().choose(view, reading_.index(layer, first), q, position, stream);
+    }
+    if (!attended) does.attend({view, q, position, recipe_.attention.rule, out, lse, read}, stream);
     if constexpr (reading_type::averages) {
       reading_.add_mean_value(layer, first, view, does.retrieve().mass(), out, stream);
     }

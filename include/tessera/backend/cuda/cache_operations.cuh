@@ -187,7 +187,7 @@ class step_operations {
   };
   static auto retrieve_of() {
     if constexpr (Recipe::estimates) {
-      return std::type_identity<retrieve_by_pages<Recipe, ReadView>>{};
+      return std::type_identity<retrieve_by_pages<Recipe, ReadView, Out>>{};
     } else if constexpr (Recipe::retrieves) {
       return std::type_identity<retrieve_by_scores<Recipe, ReadView>>{};
     } else {

@@ -145,17 +145,8 @@ struct decode_kernel {
   __device__ float finish(const decode_row& at, int r, float max2, float sum, bool leader) const {
     const index_t token = small_quotient(first_query + r, group);
     const index_t q_head = at.head * group + first_query + r - token * group;
-    float top = max2, factor = 1;
-    if (p.rule.sink_logits) {
-      const float sink = p.rule.sink_logits[q_head] * log2e;
-      top = fmaxf(max2, sink);
-      factor = exp2f(max2 - top);
-      sum = sum * factor + exp2f(sink - top);
-    }
-    if (leader && p.lse.data) {
-      *p.lse.row(at.sequence, token, q_head) = sum == 0 ? -infinity : (top + log2f(sum)) * 0.693147180559945309f;
-    }
-    return sum == 0 ? 0.0f : factor / sum;
+    return output_weight(p.rule, q_head, max2, sum,
+                         leader && p.lse.data ? p.lse.row(at.sequence, token, q_head) : nullptr);
   }
   __device__ void write(const decode_row& at, int r, int d, const float4& x, float weight) const {
     const index_t token = small_quotient(first_query + r, group);
@@ -220,12 +211,6 @@ struct decode_kernel {
            (p.rule.sliding_window <= 0 || p.rule.visible(at.step + p.q.tokens - 1, at.first));
   }
 
-  /// `rule.cap`, without the many instructions of tanh: its error is 1e-7 of the cap.
-  __device__ float capped(float logit, bool uncapped) const {
-    const float twice = power_of_two(logit * (2 * log2e / p.rule.soft_cap));
-    return uncapped ? logit : p.rule.soft_cap - 2 * p.rule.soft_cap * __fdividef(1.0f, 1.0f + twice);
-  }
-
   __device__ void read_tiles(const segment& of, const span_positions& ends_at, const std::uint32_t (&q)[D / 16][4],
                              staging_type& staging, state_type& state) const {
     const float scale = p.rule.scale_for(D);
@@ -246,7 +231,7 @@ struct decode_kernel {
           const index_t r = first_query + lane / 4 + half * 8, position = __shfl_sync(~0u, mine, i);
           const index_t query_position = ends_at.step + (r < query_rows ? small_quotient(r, group) : 0);
           const bool seen = segment_visible || p.rule.visible(query_position, position);
-          return seen && first + i < of.at.count ? capped(product * scale, uncapped) * log2e : -infinity;
+          return seen && first + i < of.at.count ? quick_cap(p.rule, product * scale) * log2e : -infinity;
         };
         state.read(q, here, plain, scale * log2e, logit_of, lane);
       }

@@ -54,9 +54,6 @@ struct decode_staging {
 
   __device__ explicit decode_staging(std::uint32_t ring_) : ring(ring_) {}
 
-  __device__ static std::uint32_t place(staged_rows rows, int token, int chunk) {
-    return std::uint32_t(token * rows.bytes() + (rows.swizzled() ? chunk ^ (token % 8) : chunk) * 16);
-  }
   __device__ std::uint32_t stage(std::uint32_t use) const {
     return ring + use % stages * std::uint32_t(stage_bytes(tuning, View::k_dim, View::v_dim));
   }
@@ -215,14 +212,14 @@ struct decode_staging {
 #pragma unroll
       for (int i = 0; i < tokens / at_once; ++i) {
         const int token = i * at_once + mine;
-        copy_async16(to + place(Rows, token, chunk), from, Full || token < valid, policy);
+        copy_async16(to + Rows.place(token, chunk), from, Full || token < valid, policy);
         from += at_once * stride;
       }
     } else {
 #pragma unroll
       for (int i = 0; i < tokens * Rows.chunks / 32; ++i) {
         const int id = i * 32 + lane, token = id / Rows.chunks, chunk = id % Rows.chunks;
-        copy_async16(to + place(Rows, token, chunk), rows + token * stride + chunk * 8, Full || token < valid, policy);
+        copy_async16(to + Rows.place(token, chunk), rows + token * stride + chunk * 8, Full || token < valid, policy);
       }
     }
   }
@@ -236,7 +233,7 @@ struct decode_staging {
     for (int i = 0; i < tokens * Rows.chunks / 32; ++i) {
       const int id = i * 32 + lane, token = id / Rows.chunks, chunk = id % Rows.chunks;
       const T* row = row_of(mine, lane_of + token);
-      copy_async16(to + place(Rows, token, chunk), row + chunk * 8, token < valid, policy);
+      copy_async16(to + Rows.place(token, chunk), row + chunk * 8, token < valid, policy);
     }
   }
 };

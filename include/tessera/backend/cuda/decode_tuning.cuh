@@ -24,6 +24,9 @@ struct staged_rows {
   int chunks;
   TESSERA_HD constexpr bool swizzled() const { return chunks % 8 == 0; }  // else padded to an odd number of chunks
   TESSERA_HD constexpr int bytes() const { return (swizzled() ? chunks : chunks | 1) * 16; }
+  TESSERA_HD constexpr std::uint32_t place(int token, int chunk) const {
+    return std::uint32_t(token * bytes() + (swizzled() ? chunk ^ (token % 8) : chunk) * 16);
+  }
 };
 
 TESSERA_HD constexpr int stage_bytes(const decode_tuning& tuning, int k_dim, int v_dim) {

@@ -1,6 +1,7 @@
 // Launches that overlap with what is before and after them on their stream (programmatic dependent launch, sm_90).
 #pragma once
 
+#include <cstdint>
 #include <utility>
 
 #include "check.cuh"
@@ -23,6 +24,16 @@ __device__ __forceinline__ void let_later_begin() {
 #if defined(__CUDA_ARCH__) && __CUDA_ARCH__ >= 900
   asm volatile("griddepcontrol.launch_dependents;" ::: "memory");
 #endif
+}
+
+/// Brings a __grid_constant__ parameter to the constant cache, a line of 64 bytes at a time: before `wait_for_earlier`,
+/// where earlier launches hide the misses that its first uses would wait for.
+template <class P>
+__device__ __forceinline__ void touch_parameter(const P& p) {
+#pragma unroll
+  for (std::size_t i = 0; i < sizeof(P); i += 64) {
+    asm volatile("" ::"r"(*reinterpret_cast<const std::uint32_t*>(reinterpret_cast<const unsigned char*>(&p) + i)));
+  }
 }
 
 /// May launches of `entry` overlap? Only if its code was compiled for sm_90 or newer: older code lacks the wait above,

@@ -5,6 +5,7 @@
 #include <cuda_fp16.h>
 
 #include "../../core/config.hpp"
+#include "../../core/logit_rule.hpp"
 #include "../../core/types.hpp"
 
 TESSERA_NAMESPACE_BEGIN
@@ -47,6 +48,12 @@ __device__ __forceinline__ void load_matrices(std::uint32_t (&r)[4], std::uint32
                : "r"(address)
                : "memory");
 }
+/// Turns an 8x8 matrix of 16-bit elements that a warp holds, two neighbours of row l / 4 on lane l.
+__device__ __forceinline__ std::uint32_t transposed(std::uint32_t matrix) {
+  std::uint32_t turned;
+  asm("movmatrix.sync.aligned.m8n8.trans.b16 %0, %1;" : "=r"(turned) : "r"(matrix));
+  return turned;
+}
 __device__ __forceinline__ void load_matrices_transposed(std::uint32_t (&r)[4], std::uint32_t address) {
   asm volatile("ldmatrix.sync.aligned.m8n8.x4.trans.shared.b16 {%0,%1,%2,%3}, [%4];"
                : "=r"(r[0]), "=r"(r[1]), "=r"(r[2]), "=r"(r[3])
@@ -76,6 +83,28 @@ __device__ __forceinline__ float power_of_two(float x) {
   float power;
   asm("ex2.approx.ftz.f32 %0, %1;" : "=f"(power) : "f"(x));
   return power;
+}
+
+/// `rule.cap`, without the many instructions of tanh: its error is 1e-7 of the cap.
+__device__ __forceinline__ float quick_cap(const logit_rule& rule, float scaled) {
+  if (rule.soft_cap <= 0) return scaled;
+  const float twice = power_of_two(scaled * __fdividef(2 * 1.44269504088896341f, rule.soft_cap));
+  return rule.soft_cap - 2 * rule.soft_cap * __fdividef(1.0f, 1.0f + twice);
+}
+
+/// The weight that turns a row's summed output into its output, from its largest logit and sum, both in base 2; writes
+/// its log-sum-exp where there is room for it.
+__device__ inline float output_weight(const logit_rule& rule, index_t q_head, float max2, float sum, float* lse) {
+  constexpr float log2e = 1.44269504088896341f;
+  float top = max2, factor = 1;
+  if (rule.sink_logits) {
+    const float sink = rule.sink_logits[q_head] * log2e;
+    top = fmaxf(max2, sink);
+    factor = exp2f(max2 - top);
+    sum = sum * factor + exp2f(sink - top);
+  }
+  if (lse) *lse = sum == 0 ? -infinity : (top + log2f(sum)) * 0.693147180559945309f;
+  return sum == 0 ? 0.0f : factor / sum;
 }
 
 /// Two fp32 values as one register of two 16-bit elements, the first in the low half.

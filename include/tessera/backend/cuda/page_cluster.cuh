@@ -1,228 +1,497 @@
 // Paged retrieval of one row by one cluster of thread blocks: logits, softmax and choice in a single launch.
 #pragma once
 
+#include "cluster.cuh"
+#include "launch.cuh"
+#include "mma.cuh"
 #include "page_select.cuh"
 
 TESSERA_NAMESPACE_BEGIN
 namespace cuda {
 namespace detail {
+inline constexpr int most_cluster_blocks = 8, cluster_threads = 512, cluster_warps = cluster_threads / 32;
+inline constexpr int cluster_rows = 8;  // query rows of a matrix product, of which the other eight stay empty
 
-inline constexpr int cluster_blocks = 8, cluster_threads = 512;
-inline constexpr int cluster_rows = 4;  // query rows whose products a thread holds
+inline constexpr int tile_width = 32, step_columns = 16;  // pages and columns of a warp's products
+inline constexpr int staged_columns = 64, staged_pages = 384, stages = 3;
 
-/// Shared memory of a block behind the storage, in bytes. `share`: pages of a block, a multiple of 8.
-template <class T, int D, int Threads>
+/// Shared memory of a block behind the storage, in bytes. `share`: pages of a block, a multiple of 32.
+template <class T, int D>
 struct cluster_shared {
-  static constexpr int row_warps = Threads / 32 / cluster_rows;  // that finish one query row
-  TESSERA_HD static constexpr std::size_t columns_at(index_t rows) { return std::size_t(rows) * D * sizeof(T); }
-  TESSERA_HD static constexpr std::size_t weights_at(index_t rows) { return columns_at(rows) + 2 * D * sizeof(T*); }
-  TESSERA_HD static constexpr std::size_t parts_at(index_t rows) { return weights_at(rows) + 2 * D * sizeof(float4); }
-  TESSERA_HD static constexpr std::size_t logits_at(index_t rows) {
-    return parts_at(rows) + std::size_t(rows) * cluster_blocks * row_warps * sizeof(float2);
+  // A channel has a column for each side; either half is padded to whole products.
+  static constexpr int most_columns = 2 * ((D + 15) / 16 * 16);
+  static constexpr int pitch = most_columns + 8;  // of a query row's weights: rows begin in different banks
+  /// Of staged columns: neighbours begin in different banks.
+  TESSERA_HD static constexpr int staged_pitch(index_t share) {
+    return int(share < staged_pages ? share : staged_pages) * int(sizeof(T)) + 16;
   }
-  /// Products of all warps; later the keys of the whole row.
-  TESSERA_HD static constexpr std::size_t sums_at(index_t rows, index_t share) {
-    return logits_at(rows) + std::size_t(rows) * std::size_t(share) * sizeof(float);
+  /// Staged columns; later the keys of all pages.
+  TESSERA_HD static constexpr std::size_t columns_at(index_t share, int blocks) {
+    const std::size_t rings = std::size_t(stages) * staged_columns * std::size_t(staged_pitch(share));
+    const std::size_t keys = (std::size_t(blocks) * std::size_t(share) + page_rows::most_cuts) * sizeof(unsigned);
+    return rings > keys ? rings : keys;
   }
-  TESSERA_HD static constexpr std::size_t bytes(index_t rows, index_t share) {
-    const std::size_t sums = std::size_t(rows < cluster_rows ? rows : cluster_rows) * Threads * 8 * sizeof(float);
-    const std::size_t keys = std::size_t(cluster_blocks * share + page_rows::most_cuts) * sizeof(unsigned);
-    return sums_at(rows, share) + (sums > keys ? sums : keys);
+  TESSERA_HD static constexpr std::size_t weights_at(index_t share, int blocks) {
+    return columns_at(share, blocks) + most_columns * (sizeof(int) + sizeof(T));
+  }
+  TESSERA_HD static constexpr std::size_t q_at(index_t share, int blocks) {
+    return weights_at(share, blocks) + cluster_rows * pitch * sizeof(T);
+  }
+  TESSERA_HD static constexpr std::size_t parts_at(index_t rows, index_t share, int blocks) {
+    return q_at(share, blocks) + std::size_t(rows) * D * sizeof(T);
+  }
+  TESSERA_HD static constexpr std::size_t logits_at(index_t rows, index_t share, int blocks) {
+    return parts_at(rows, share, blocks) + std::size_t(rows) * std::size_t(blocks) * cluster_warps * sizeof(float2);
+  }
+  TESSERA_HD static constexpr std::size_t bytes(index_t rows, index_t share, int blocks) {
+    return logits_at(rows, share, blocks) + std::size_t(rows) * std::size_t(share) * sizeof(float);
   }
 };
 
-__device__ inline void cluster_arrive() {
-#if __CUDA_ARCH__ >= 900
-  asm volatile("barrier.cluster.arrive.release.aligned;" ::: "memory");
-#endif
-}
-__device__ inline void cluster_wait() {
-#if __CUDA_ARCH__ >= 900
-  asm volatile("barrier.cluster.wait.acquire.aligned;" ::: "memory");
-#endif
-}
-__device__ inline void store_cluster(float2* mine, int of, float2 value) {
-#if __CUDA_ARCH__ >= 900
-  asm volatile("st.shared::cluster.v2.f32 [%0], {%1, %2};" ::"r"(block_team<cluster_blocks>::address(mine, of)),
-               "f"(value.x), "f"(value.y)
-               : "memory");
-#endif
-}
-__device__ inline void store_cluster(uint4* mine, int of, uint4 value) {
-#if __CUDA_ARCH__ >= 900
-  asm volatile("st.shared::cluster.v4.u32 [%0], {%1, %2, %3, %4};" ::"r"(block_team<cluster_blocks>::address(mine, of)),
-               "r"(value.x), "r"(value.y), "r"(value.z), "r"(value.w)
-               : "memory");
-#endif
-}
+/// What a row's queries ask of the index, in shared memory.
+template <int D>
+struct cluster_query {
+  alignas(16) unsigned weight[D];  // ordered bits of the sum of |q| over the usable rows
+  float total[D];                  // sum of q over them
+  bool taken[D];
+  float scale[most_query_rows];
+  bool usable[most_query_rows];  // whether every element of the row is finite; another row says nothing
+};
 
-/// Each block has an eighth of a row's pages and hands its keys to the first, which chooses.
-template <class View, class Scorer, int Threads>
-__global__ void __launch_bounds__(Threads, 1024 / Threads)
-    cluster_pages_entry(const __grid_constant__ page_problem<View> p, Scorer scorer,
-                        const __grid_constant__ page_choice c, const __grid_constant__ page_scratch to) {
+/// Chooses by all blocks of a cluster. Each has a share of a row's pages and hands their keys to all others; all find the
+/// cut, and each calls put(place, slot) for what is chosen of its own. Returns false in all blocks where the first one has
+/// written the choice and nothing was put.
+template <class View, class Scorer, class Put>
+__device__ bool cluster_choose(const page_problem<View>& p, const Scorer& scorer, const page_choice& c,
+                               const page_scratch& to, page_choice_storage& s, cluster_query<View::k_dim>& asked,
+                               unsigned char* bytes, const Put& put) {
   using T = typename View::element_type;
-  constexpr int D = View::k_dim, warps = Threads / 32;
-  using shared = cluster_shared<T, D, Threads>;
-  using storage = page_choice_storage<Threads>;
-  extern __shared__ uint4 page_memory[];
-  __shared__ page_query_storage<D> asked;
-  __shared__ storage s;
+  constexpr int D = View::k_dim, chunks = D / 8, threads = cluster_threads, warps = cluster_warps;
+  using shared = cluster_shared<T, D>;
   cluster_arrive();  // answered before anything is written to another block
-  auto* bytes = reinterpret_cast<unsigned char*>(page_memory);
   const int thread = int(threadIdx.x), lane = thread % 32, warp = thread / 32;
-  const int rank = block_team<cluster_blocks>::rank();
-  const index_t row = index_t(blockIdx.x) / cluster_blocks, sequence = row / p.view.kv_heads,
-                head = row % p.view.kv_heads;
-  const index_t n = p.view.length(sequence, head), page = p.index.page;
-  const page_bounds bounds(c, to.read, n);
-  const index_t share = (ceil_div(bounds.pages, cluster_blocks) + 7) / 8 * 8;
-  const index_t begin = min(rank * share, bounds.pages), end = min(begin + share, bounds.pages);
-  if (p.unfolded > 0 && begin < end && offset_t(end) * page > n - p.unfolded && thread < D) {
-    fold_slots(p.view, sequence, head, p.index, max(0, n - p.unfolded), n, begin, end, thread);
-  }
-  if (n <= to.read) {
-    if (rank == 0) choose_all<Threads>(c, row, n);
-    cluster_wait();
-    return;
-  }
-  for (int bin = thread; bin < storage::bins; bin += Threads) s.histogram[bin] = 0;
+  const int rank = int(blockIdx.x), blocks = int(gridDim.x);
+  const index_t head = index_t(blockIdx.y), sequence = index_t(blockIdx.z), row = sequence * p.view.kv_heads + head;
   const index_t group = c.group, rows = c.tokens * group;
-  T* q = reinterpret_cast<T*>(bytes);
-  read_page_query<Threads>(asked, q, p, scorer, sequence, head, n);
-  if (thread < c.tokens) s.runs[thread] = asked.runs[thread];
-  if (thread < 32) {
-    __syncwarp();
-    find_cuts(s, c, bounds.limit);
+  const quick_divisor& by_group = c.by_group;
+  const auto token_of = [&](index_t r) { return by_group.quotient(r); };
+  touch_parameter(p), touch_parameter(c), touch_parameter(to);
+  for (int bin = thread; bin < page_choice_storage::bins; bin += threads) s.histogram[bin] = 0;
+  if (thread == 0) s.low = ~0u, s.high = 0;
+  if (thread < rows) asked.usable[thread] = true;
+  wait_for_earlier();
+  let_later_begin();
+
+  // All that must come from memory is asked for before the first of it is used: q by channel, for the sums, and by row.
+  const auto q_of = [&](index_t r) {
+    const index_t token = token_of(r);
+    return p.q.row(sequence, token, head * group + r - token * group);
+  };
+  constexpr int sum_threads = (D + 31) / 32 * 32, rest = threads - sum_threads;
+  constexpr int held_rows = 4;
+  T own[held_rows];
+  uint4 chunk = make_uint4(0, 0, 0, 0);
+  const int first_chunk = thread - sum_threads;
+  if (thread < D) {
+#pragma unroll
+    for (int r = 0; r < held_rows; ++r) own[r] = r < rows ? q_of(r)[thread] : T(0.0f);
+  } else if (first_chunk >= 0 && first_chunk < rows * chunks) {
+    chunk = __ldg(reinterpret_cast<const uint4*>(q_of(first_chunk / chunks) + first_chunk % chunks * 8));
   }
-  const auto columns = reinterpret_cast<const T**>(bytes + shared::columns_at(rows));
-  const auto weights = reinterpret_cast<float4*>(bytes + shared::weights_at(rows));
-  const auto parts = reinterpret_cast<float2*>(bytes + shared::parts_at(rows));       // [rows, blocks, row_warps]
-  const auto logits = reinterpret_cast<float4*>(bytes + shared::logits_at(rows));     // [rows, share]
-  const auto sums = reinterpret_cast<float4*>(bytes + shared::sums_at(rows, share));  // [groups, rows, share]
-  constexpr int parts_each = cluster_blocks * shared::row_warps;
-  const int channels = min(int(scorer.channels), D);
-  // A thread has eight pages and every `teams`-th column.
-  const int octets = int(share / 8), teams = Threads / octets, team = thread / octets, octet = thread % octets;
-  for (index_t chunk = 0; chunk < rows; chunk += cluster_rows) {
-    const index_t held = min(index_t(cluster_rows), rows - chunk);
-    bool both = false;
-    for (int d = thread; d < D; d += Threads) {
-      const int place = asked.place[d];
-      if (place >= channels) continue;
-      both |= lay_out_column(asked, q, p.index, scorer, row, rows, chunk, held, d, columns[place],
-                             columns[channels + place], weights[place], weights[channels + place]);
+  const index_t n = p.view.length(sequence, head), page = p.index.page, position = p.first_position[sequence];
+  const T* const first_column = p.index.lower(row, 0);
+  const index_t room = p.index.pages_of_room(row);
+  const index_t last = p.view.positions && n > 0 ? p.view.position(sequence, head, n - 1) : n - 1;
+
+  const page_bounds bounds(c, to.read, n);
+  const int log_blocks = 31 - __clz(blocks);
+  const index_t share = (((bounds.pages + blocks - 1) >> log_blocks) + 31) / 32 * 32;
+  const index_t begin = min(rank * share, bounds.pages), end = min(begin + share, bounds.pages);
+  // Who has the newest slots' pages takes the slots in. What a single one needs is asked for now and used when it is there.
+  const int channel = thread - (threads - D);
+  const bool folds = p.unfolded > 0 && n > 0 && begin < end && offset_t(end) * page > n - p.unfolded && channel >= 0;
+  T fresh{}, extremes[2]{};
+  const index_t newest = c.by_page.quotient(max(n - 1, 0));
+  if (folds && p.unfolded == 1) {
+    fresh = p.view.key(sequence, head, n - 1)[channel * p.view.k_strides.dim];
+    extremes[0] = p.index.lower(row, channel)[newest], extremes[1] = p.index.upper(row, channel)[newest];
+  }
+  const auto fold = [&] {
+    if (!folds) return;
+    if (p.unfolded == 1) {
+      const bool first = newest * page == n - 1;
+      const float with = float(fresh);
+      p.index.lower(row, channel)[newest] = T(lower_with(first ? not_a_number : float(extremes[0]), with));
+      p.index.upper(row, channel)[newest] = T(upper_with(first ? not_a_number : float(extremes[1]), with));
+    } else {
+      fold_slots(p.view, sequence, head, p.index, max(0, n - p.unfolded), n, begin, end, channel);
     }
-    const int count = __syncthreads_or(both) ? 2 * channels : channels;
-    if (team < teams) {
-      float acc[cluster_rows][8] = {};
-      const index_t at = begin + octet * 8;
-      constexpr int in_flight = 5;
-      for (int base = team; base < count && at < end; base += teams * in_flight) {
-        uint4 raw[in_flight];
+  };
+  unsigned* const keys = reinterpret_cast<unsigned*>(bytes);  // of all pages
+  const auto columns =
+      reinterpret_cast<int*>(bytes + shared::columns_at(share, blocks));  // elements from the first; or -1
+  const auto masks =
+      reinterpret_cast<std::uint16_t*>(columns + shared::most_columns);  // all bits where there is a column
+  const auto weights = reinterpret_cast<T*>(bytes + shared::weights_at(share, blocks));         // [cluster_rows, pitch]
+  T* const q = reinterpret_cast<T*>(bytes + shared::q_at(share, blocks));                       // [rows, D]
+  const auto parts = reinterpret_cast<float2*>(bytes + shared::parts_at(rows, share, blocks));  // [rows, blocks, warps]
+  float* const logits = reinterpret_cast<float*>(bytes + shared::logits_at(rows, share, blocks));  // [rows, share]
+  const int parts_each = blocks * warps;
+
+  bool bad = false;
+  if (first_chunk >= 0) {
+#pragma unroll 1
+    for (int i = first_chunk; i < rows * chunks; i += rest) {
+      if (i != first_chunk) chunk = __ldg(reinterpret_cast<const uint4*>(q_of(i / chunks) + i % chunks * 8));
+      reinterpret_cast<uint4*>(q)[i] = chunk;
+    }
+  }
+  if (thread < D) {
+    float weight = 0, total = 0;  // with the CPU's order of the rows
+    const auto add = [&](const T& element) {
+      const float x = float(element);
+      bad |= !is_finite(x);
+      weight += std::abs(x), total += x;
+    };
 #pragma unroll
-        for (int u = 0; u < in_flight; ++u) {
-          const int e = base + u * teams;
-          const T* column = e < count ? columns[e] : nullptr;
-          raw[u] = column ? *reinterpret_cast<const uint4*>(column + at) : make_uint4(0, 0, 0, 0);
+    for (int r = 0; r < held_rows; ++r) add(own[r]);  // a zero where there is no row
+#pragma unroll 1
+    for (index_t r = held_rows; r < rows; ++r) add(q_of(r)[thread]);
+    asked.weight[thread] = ordered_bits(weight), asked.total[thread] = total;
+  }
+  if (__syncthreads_or(bad)) {  // again without the rows that are not finite
+#pragma unroll 1
+    for (index_t r = warp; r < rows; r += warps) {
+      bool finite = true;
+      for (int d = lane; d < D; d += 32) finite &= is_finite(float(q[r * D + d]));
+      if (!finite) asked.usable[r] = false;
+    }
+    __syncthreads();
+    if (thread < D) {
+      float weight = 0, total = 0;
+#pragma unroll 1
+      for (index_t r = 0; r < rows; ++r) {
+        const float x = asked.usable[r] ? float(q[r * D + thread]) : 0.0f;
+        weight += std::abs(x), total += x;
+      }
+      asked.weight[thread] = ordered_bits(weight), asked.total[thread] = total;
+    }
+    __syncthreads();
+  }
+
+  // A channel's place is the number of those before it: `ranked_by` neighbouring threads compare it with a part each.
+  constexpr int ranked_by = D <= 64 ? 8 : D <= 128 ? 4 : 2, quads = D / 4 / ranked_by;
+  static_assert(D % (4 * ranked_by) == 0 && D * ranked_by <= threads);
+  const int channels = min(int(scorer.channels), D), second = (channels + 15) / 16 * 16;
+  const int d = thread / ranked_by, part = thread % ranked_by;
+  const bool ranks = d < D;
+  int place = ranks ? d : D;
+  if (channels < D) {
+    int before = 0;
+    if (ranks) {
+      // Of equal ones the lower channel comes first: those below d count from its own weight on, the others above it.
+      const unsigned weight = asked.weight[d];
+#pragma unroll
+      for (int i = 0; i < quads; ++i) {
+        const int at = part * quads + (i + part) % quads;  // parts begin in different banks
+        const uint4 others = reinterpret_cast<const uint4*>(asked.weight)[at];
+        const unsigned least = weight + unsigned(at >= d / 4);
+        before += (others.x >= least) + (others.y >= least) + (others.z >= least) + (others.w >= least);
+      }
+#pragma unroll 1
+      for (int at = d / 4 * 4 + part; at < d; at += ranked_by) before += asked.weight[at] == weight;  // in its own four
+    }
+#pragma unroll
+    for (int step = 1; step < ranked_by; step *= 2) before += __shfl_xor_sync(~0u, before, step);
+    if (ranks) place = before;
+  }
+
+  // The columns of a channel, and what each row makes of them: first the side that some row takes, then the other, where
+  // rows differ. Either half is padded to whole products.
+  const bool chosen = ranks && place < channels;
+  bool lower = false, upper = false;
+  const float total = ranks ? asked.total[d] : 0.0f;
+  if (chosen) {
+#pragma unroll 1
+    for (index_t r = part; r < rows; r += ranked_by) {
+      const bool above = scorer.takes_upper(float(q[r * D + d]), total);
+      lower |= asked.usable[r] && !above;
+      upper |= asked.usable[r] && above;
+    }
+  }
+  unsigned sides = unsigned(lower) | unsigned(upper) << 1;
+#pragma unroll
+  for (int step = 1; step < ranked_by; step *= 2) sides |= __shfl_xor_sync(~0u, sides, step);
+  const auto weigh_rows = [&](index_t from) {
+#pragma unroll 1
+    for (index_t r = part; r < min(index_t(cluster_rows), rows - from); r += ranked_by) {
+      const T x = asked.usable[from + r] ? q[(from + r) * D + d] : T(0.0f);
+      const bool first = scorer.takes_upper(float(x), total) ? (sides & 1) == 0 : (sides & 1) != 0;
+      weights[r * shared::pitch + place] = first ? x : T(0.0f);
+      weights[r * shared::pitch + second + place] = first ? T(0.0f) : x;
+    }
+  };
+  if (chosen) {
+    if (part == 0) {
+      columns[place] = ((sides & 1) != 0 ? d : D + d) * room;
+      columns[second + place] = sides == 3 ? (D + d) * room : -1;
+      masks[place] = 0xffffu, masks[second + place] = sides == 3 ? 0xffffu : 0u;
+    }
+  }
+  if (ranks && part == 0) asked.taken[d] = chosen;
+#pragma unroll 1
+  for (int i = thread; i < (second - channels) * cluster_rows; i += threads) {
+    const int at = channels + i / cluster_rows;
+    columns[at] = columns[second + at] = -1;
+    masks[at] = masks[second + at] = 0;
+    weights[i % cluster_rows * shared::pitch + at] = T(0.0f);  // for all groups of rows
+    weights[i % cluster_rows * shared::pitch + second + at] = T(0.0f);
+  }
+  fold();
+  const int steps = (__syncthreads_or(sides == 3) ? 2 * second : second) / step_columns;
+  if (n <= to.read) {
+    if (rank == 0) choose_all(c, row, n);
+    cluster_wait();
+    return false;
+  }
+
+  // The block stages up to 64 columns of 384 pages at once, 512 bytes of a column by a warp: of less memory gives half.
+  // A warp multiplies those of 32 pages.
+  constexpr int steps_at_once = staged_columns / step_columns;
+  const int units_each = (steps + steps_at_once - 1) / steps_at_once;
+  const int units = (end - begin + staged_pages - 1) / staged_pages * units_each;
+  const int pitch = shared::staged_pitch(share);
+  const auto stage = [&](int unit) {
+    if (unit < units) {
+      const index_t from_page = begin + unit / units_each * staged_pages,
+                    pages = min(index_t(staged_pages), end - from_page);
+      const int from = unit % units_each * staged_columns;
+      const std::uint32_t to_stage = shared_address(bytes) + std::uint32_t(unit % stages * staged_columns * pitch);
+#pragma unroll 1
+      for (int i = 0; i < staged_columns / warps; ++i) {
+        const int at = i * warps + warp, column = from + at < steps * step_columns ? columns[from + at] : -1;
+        if (column < 0) continue;
+#pragma unroll 1
+        for (int chunk = lane; chunk * 8 < pages; chunk += 32) {
+          copy_async16(to_stage + std::uint32_t(at * pitch + chunk * 16), first_column + column + from_page + chunk * 8,
+                       true);
         }
+      }
+    }
+    commit_copies();
+  };
+  for (index_t from_row = 0; from_row < rows; from_row += cluster_rows) {
+    const index_t held = min(index_t(cluster_rows), rows - from_row), r = from_row + lane / 4;
+    if (from_row > 0) __syncthreads();
+#pragma unroll 1
+    for (int i = 0; i < stages; ++i) stage(i);
+    // While they come: weights, scales and visible slots.
+    if (chosen) weigh_rows(from_row);
+    if (from_row == 0) {
+#pragma unroll 1
+      for (index_t of = warps - 1 - warp; of < rows; of += warps) {
+        float some = 0, whole = 0;  // summed alike: equal to the bit where all channels are chosen
+        for (int i = lane; i < D; i += 32) {
+          const float x = std::abs(float(q[of * D + i]));
+          whole += x;
+          some += asked.taken[i] ? x : 0.0f;
+        }
+        const float scale = scorer.row_scale(p.rule.scale_for(D), warp_sum(some), warp_sum(whole));
+        if (lane == 0) asked.scale[of] = scale;
+      }
+      if (warp < c.tokens) {
+        const slot_run run = visible_run(p.view, sequence, head, p.rule, n, last, position + warp, lane);
+        if (lane == 0) s.runs[warp] = run;
+      }
+      __syncthreads();
+      if (warp == warps - 1) find_cuts(s, c, bounds.limit);
+    }
+    const bool mine = lane / 4 < held;
+    const float scale = mine ? asked.scale[r] : 0.0f;
+    const slot_run run = mine ? s.runs[token_of(r)] : slot_run{0, 0};
+    const index_t last_slot = min(run.end, n);
+    float top = -infinity, sum = 0;
+    float acc[tile_width / 8][4] = {};
+#pragma unroll 1
+    for (int unit = 0; unit < units; ++unit) {
+      const int part_of_tile = unit % units_each, first_step = part_of_tile * steps_at_once;
+      const index_t local = unit / units_each * staged_pages + warp * tile_width;
+      const std::uint32_t here = shared_address(bytes) + std::uint32_t(unit % stages * staged_columns * pitch) +
+                                 std::uint32_t(warp * tile_width * int(sizeof(T)));
+      wait_copies<stages - 1>();
+      __syncthreads();
+      const bool works = warp < staged_pages / tile_width && begin + local < end;
+      if (works) {
 #pragma unroll
-        for (int u = 0; u < in_flight; ++u) {
-          const int e = base + u * teams;
-          if (e >= count) break;
-          const float4 w = weights[e];
-          float x[8];
-          four_floats<T>(make_uint2(raw[u].x, raw[u].y), x);
-          four_floats<T>(make_uint2(raw[u].z, raw[u].w), x + 4);
+        for (int u = 0; u < steps_at_once; ++u) {
+          if (first_step + u >= steps) break;
+          const int column = (first_step + u) * step_columns + lane % 4 * 2;
+          const auto two_of = [](const auto* of) { return *reinterpret_cast<const unsigned*>(of); };
+          const auto weight = weights + lane / 4 * shared::pitch + column;
+          const unsigned a[4] = {two_of(weight), 0u, two_of(weight + 8), 0u};
+          const unsigned mask[2] = {two_of(masks + column),
+                                    two_of(masks + column + 8)};  // else memory may hold anything
 #pragma unroll
-          for (int j = 0; j < 8; ++j) {
-            acc[0][j] += w.x * x[j];
-            acc[1][j] += w.y * x[j];
-            acc[2][j] += w.z * x[j];
-            acc[3][j] += w.w * x[j];
+          for (int pair = 0; pair < tile_width / 16; ++pair) {
+            unsigned b[4];  // columns 0 to 7 and 8 to 15 of eight pages, then of the next eight
+            load_matrices_transposed(
+                b, here + std::uint32_t((u * step_columns + lane % 16) * pitch + (pair * 2 + lane / 16) * 16));
+            multiply<T>(acc[pair * 2], a, b[0] & mask[0], b[1] & mask[1]);
+            multiply<T>(acc[pair * 2 + 1], a, b[2] & mask[0], b[3] & mask[1]);
           }
         }
       }
+      if (unit + stages < units) {
+        __syncthreads();
+        stage(unit + stages);
+      } else {
+        commit_copies();
+      }
+      if (part_of_tile + 1 < units_each || !works) continue;
+      // A lane has pages 8 j + 2 (l % 4) and the next one, j < 4, of the row l / 4.
+      const index_t first = local + lane % 4 * 2;
+      if (mine) {
+        // Whether all of the tile is there, whole, and seen.
+        const bool plain = begin + local + tile_width <= end && run.begin <= (begin + local) * page &&
+                           (begin + local + tile_width) * page <= last_slot;
+        float x[tile_width / 4], seen[tile_width / 4];
+        float highest = top;
 #pragma unroll
-      for (int r = 0; r < cluster_rows; ++r) {
-        if (r >= held) break;
-        float4* sum = sums + ((team * held + r) * octets + octet) * 2;
-        sum[0] = make_float4(acc[r][0], acc[r][1], acc[r][2], acc[r][3]);
-        sum[1] = make_float4(acc[r][4], acc[r][5], acc[r][6], acc[r][7]);
-      }
-    }
-    if (chunk == 0) cluster_wait();
-    __syncthreads();
-    const index_t r = warp / shared::row_warps, part = warp % shared::row_warps;
-    if (r < held) {
-      const float scale = asked.scale[chunk + r];
-      const slot_run run = asked.runs[(chunk + r) / group];
-      float4* mine = logits + (chunk + r) * (share / 4);
-      float top = -infinity, sum = 0;
-      const auto seen = [&](index_t at, const float4& x, const auto& take) {
-        const float values[4] = {x.x, x.y, x.z, x.w};
+        for (int j = 0; j < tile_width / 4; ++j) {
+          const index_t of = begin + first + j / 2 * 8 + j % 2;
+          x[j] = page_logit<Scorer>(p.rule, scale, acc[j / 2][j % 2]);
+          seen[j] = plain      ? float(page)
+                    : of < end ? float(min(last_slot, (of + 1) * page) - max(run.begin, of * page))
+                               : 0.0f;
+          if (seen[j] > 0) highest = fmaxf(highest, x[j]);  // not NaN
+        }
 #pragma unroll
-        for (int j = 0; j < 4; ++j) {
-          const index_t of = at + j, stop = of + 1 == bounds.pages ? n : (of + 1) * page;
-          const index_t slots = of < end ? min(run.end, stop) - max(run.begin, of * page) : 0;
-          if (slots > 0) take(values[j], slots);
+        for (int j = 0; j < tile_width / 8; ++j) {
+          *reinterpret_cast<float2*>(logits + r * share + first + j * 8) = make_float2(x[j * 2], x[j * 2 + 1]);
         }
-      };
-      for (index_t quad = part * 32 + lane; quad < share / 4; quad += shared::row_warps * 32) {
-        float4 x = sums[r * (share / 4) + quad];
-        for (int i = 1; i < teams; ++i) {
-          const float4 more = sums[(i * held + r) * (share / 4) + quad];
-          x.x += more.x, x.y += more.y, x.z += more.z, x.w += more.w;
+        if (Scorer::normalised && highest > -infinity) {
+          sum *= fast_exp(top - highest);
+#pragma unroll
+          for (int j = 0; j < tile_width / 4; ++j) {
+            if (seen[j] > 0 && x[j] == x[j]) sum += seen[j] * fast_exp(x[j] - highest);
+          }
         }
-        x = make_float4(page_logit<Scorer>(p.rule, scale, x.x), page_logit<Scorer>(p.rule, scale, x.y),
-                        page_logit<Scorer>(p.rule, scale, x.z), page_logit<Scorer>(p.rule, scale, x.w));
-        mine[quad] = x;
-        seen(begin + quad * 4, x, [&](float logit, index_t) { top = fmaxf(top, logit); });  // not NaN
+        top = highest;
       }
-      top = warp_max(top);
-      if (Scorer::normalised && top > -infinity) {
-        for (index_t quad = part * 32 + lane; quad < share / 4; quad += shared::row_warps * 32) {
-          seen(begin + quad * 4, mine[quad], [&](float logit, index_t slots) {
-            if (logit == logit) sum += float(slots) * fast_exp(logit - top);
-          });
-        }
-        sum = warp_sum(sum);
-      }
-      const float2 found = asked.usable[chunk + r] ? make_float2(top, sum) : make_float2(-infinity, 0);
-      if (lane < cluster_blocks) {
-        store_cluster(parts + (chunk + r) * parts_each + rank * shared::row_warps + part, lane, found);
-      }
+#pragma unroll
+      for (int j = 0; j < tile_width / 8; ++j) acc[j][0] = acc[j][1] = 0;
     }
-    __syncthreads();
+    if (from_row == 0) cluster_wait();
+    const float highest = fmaxf(fmaxf(top, __shfl_xor_sync(~0u, top, 1)),
+                                fmaxf(__shfl_xor_sync(~0u, top, 2), __shfl_xor_sync(~0u, top, 3)));
+    float all = highest > -infinity ? sum * fast_exp(top - highest) : 0.0f;
+    all += __shfl_xor_sync(~0u, all, 1);
+    all += __shfl_xor_sync(~0u, all, 2);
+    if (mine) {
+      const float2 found = asked.usable[r] ? make_float2(highest, all) : make_float2(-infinity, 0);
+#pragma unroll 1
+      for (int of = lane % 4; of < blocks; of += 4)
+        store_cluster(parts + r * parts_each + rank * warps + warp, of, found);
+    }
   }
+  cluster_arrive();
+  cluster_wait();
   const bool uniform = s.uniform;
   if (!uniform || c.mass) {  // whoever looks at single slots finds the logits in device memory
+#pragma unroll 1
     for (index_t r = 0; r < rows; ++r) {
-      for (index_t quad = thread; begin + quad * 4 < end; quad += Threads) {
-        reinterpret_cast<float4*>(to.logits_of(row, r) + begin)[quad] = logits[r * (share / 4) + quad];
-      }
+#pragma unroll 1
+      for (index_t i = thread; begin + i < end; i += threads) to.logits_of(row, r)[begin + i] = logits[r * share + i];
     }
   }
-  cluster_arrive();
-  cluster_wait();
+#pragma unroll 1
   for (index_t r = warp; r < rows; r += warps) {
-    const float2 mine = lane < parts_each ? parts[r * parts_each + lane] : make_float2(-infinity, 0);
-    finish_row(s, c, row, r, warp_max(mine.x),
-               [&](float top) { return mine.y > 0 ? mine.y * fast_exp(mine.x - top) : 0.0f; });
+    float2 mine[most_cluster_blocks * warps / 32];
+    float highest = -infinity;
+#pragma unroll
+    for (int i = 0; i < most_cluster_blocks * warps / 32; ++i) {
+      mine[i] = i * 32 + lane < parts_each ? parts[r * parts_each + i * 32 + lane] : make_float2(-infinity, 0);
+      highest = fmaxf(highest, mine[i].x);
+    }
+    finish_row(s, c, row, r, warp_max(highest), [&](float most) {
+      float sum = 0;
+#pragma unroll
+      for (int i = 0; i < most_cluster_blocks * warps / 32; ++i) {
+        if (mine[i].y > 0) sum += mine[i].y * fast_exp(mine[i].x - most);
+      }
+      return sum;
+    });
   }
   __syncthreads();
-  const page_items of{
-      s, c, to, row, bounds.limit, ceil_div(bounds.limit, page) + (bounds.tokens ? s.cut_count : 0), bounds.tokens};
-  uint4* keys = reinterpret_cast<uint4*>(sums);  // every block's sums are done with
+  const even_items even(c, row, bounds);
   if (uniform) {
-    const auto local = [&](index_t r, index_t quad) { return logits[r * (share / 4) + quad]; };
-    for (index_t quad = thread; begin + quad * 4 < end; quad += Threads) {
-      store_cluster(keys + begin / 4 + quad, 0, of.quad(quad, begin, local));
+    unsigned low = ~0u, high = 0;
+#pragma unroll 1
+    for (index_t i = thread; i < end - begin; i += threads) {
+      float sum = 0;
+      bool any = false;
+#pragma unroll 1
+      for (index_t t = 0; t < c.tokens; ++t) {
+        if (!s.sees[t]) continue;
+        any = true;
+#pragma unroll 4
+        for (index_t r = t * group; r < (t + 1) * group; ++r) {
+          const row_softmax of = s.softmax[r];
+          const float weight = of.weigh(logits[r * share + i], Scorer::normalised);
+          sum += of.speaks ? weight : 0.0f;
+        }
+      }
+      const unsigned key = ordered_bits(any ? sum : -infinity);
+      if (begin + i < even.items) low = min(low, key), high = max(high, key);
+      keys[begin + i] = key;
+    }
+    __syncthreads();
+#pragma unroll 1
+    for (int i = thread; i < int(share / 4) << log_blocks; i += threads) {
+      const int of = i & (blocks - 1);
+      const index_t quad = i >> log_blocks;
+      if (of != rank && begin + quad * 4 < end) {
+        store_cluster(reinterpret_cast<uint4*>(keys + begin) + quad, of,
+                      reinterpret_cast<const uint4*>(keys + begin)[quad]);
+      }
+    }
+    low = __reduce_min_sync(~0u, low), high = __reduce_max_sync(~0u, high);
+    if (lane < blocks && low <= high) {
+      least_of_cluster(&s.low, lane, low);
+      most_of_cluster(&s.high, lane, high);
     }
   }
   cluster_arrive();
   cluster_wait();
-  if (rank == 0) choose_row(s, of, bounds, reinterpret_cast<unsigned*>(keys), uniform);
+  if (!uniform || c.mass || bounds.whole() || bounds.room == 0) {
+    const page_items of{s,
+                        c,
+                        to,
+                        row,
+                        bounds.limit,
+                        uniform ? even.items : even.items + (bounds.tokens ? s.cut_count : 0),
+                        bounds.tokens};
+    if (rank == 0) choose_row(s, of, bounds, keys, uniform);
+    return false;
+  }
+  if (rank == 0) write_forced(bounds, put);
+  if (begin < even.items) {
+    const key_range cut = find_cut(s, even, keys, s.low, s.high, unsigned(bounds.room));
+    write_chosen(s, even, bounds, keys, cut, begin, min(end, even.items), put);
+  }
+  return true;
+}
+
+template <class View, class Scorer>
+__global__ void __launch_bounds__(cluster_threads, 1)
+    cluster_pages_entry(const __grid_constant__ page_problem<View> p, Scorer scorer,
+                        const __grid_constant__ page_choice c, const __grid_constant__ page_scratch to) {
+  extern __shared__ uint4 page_memory[];
+  __shared__ page_choice_storage s;
+  __shared__ cluster_query<View::k_dim> asked;
+  index_t* const out = c.out + (index_t(blockIdx.z) * p.view.kv_heads + index_t(blockIdx.y)) * c.out_stride;
+  cluster_choose(p, scorer, c, to, s, asked, reinterpret_cast<unsigned char*>(page_memory),
+                 [&](index_t place, index_t slot) { out[place] = slot; });
 }
 
 }  // namespace detail

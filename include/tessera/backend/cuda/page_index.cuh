@@ -23,6 +23,7 @@ __device__ void fold_slots(const View& view, index_t sequence, index_t head, con
   const offset_t row = offset_t(sequence) * view.kv_heads + head;
   T* const low = index.lower(row, channel);
   T* const high = index.upper(row, channel);
+#pragma unroll 1
   for (index_t slot = from; slot < n; ++slot) {
     const index_t p = slot / index.page;
     if (p < first_page || p >= end_page) continue;

@@ -6,7 +6,7 @@
 
 #include "../../core/selection.hpp"
 #include "decode_problem.cuh"
-#include "page_cluster.cuh"
+#include "page_attention.cuh"
 #include "tuning.cuh"
 
 TESSERA_NAMESPACE_BEGIN
@@ -21,10 +21,14 @@ namespace cuda {
 /// Errors   shapes that the kernels cannot take: tessera::error before anything is launched.
 /// Cost     one launch for few rows of pages, else two. One value per page and chosen channel is read (two where
 ///          Quest's heads differ in sign); of pages of one slot whole keys, since their channels stand side by side.
-template <class View, paged_scorer Scorer>
+///
+/// With an `Out`, `choose_and_attend` does a step's attention in the same launch where `attends()`.
+template <class View, paged_scorer Scorer, class Out = void>
 class choose_pages {
   using T = typename View::element_type;
   static constexpr int D = View::k_dim;
+  using attended = std::conditional_t<std::is_void_v<Out>, float, Out>;
+  static constexpr bool can_attend = !std::is_void_v<Out> && D + View::v_dim <= 256 && !Scorer::adds_mean_value;
   static_assert(sizeof(T) == 2, "tessera: the page kernels take fp16 and bf16");
 
  public:
@@ -73,15 +77,34 @@ class choose_pages {
     logits_entry_ = scorer.page == 1 ? detail::key_logits_entry<View, Scorer> : detail::page_logits_entry<View, Scorer>;
     require(allow(logits_entry_, shared_), "shared memory of a block", shared_,
             "at most " + std::to_string(device.shared_memory), "split the step");
-    // One launch against two (us): 8 rows of 2,167 pages 18.5 / 18.1, of 10,923 pages 26.5 / 35.9; 64 rows of 2,167
-    // pages 41.9 / 36.1 (H200, CUDA 13.0; the two are sums of stages timed apart).
-    if (scorer.page > 1 && device.compute_capability >= 90 &&
-        detail::cluster_blocks * rows_ <= 2 * device.multiprocessors) {
-      constexpr int threads = detail::cluster_threads;
-      const index_t share = (ceil_div(pages, detail::cluster_blocks) + 7) / 8 * 8;
-      cluster_shared_ = detail::cluster_shared<T, D, threads>::bytes(query_rows_, share);
-      const auto entry = detail::cluster_pages_entry<View, Scorer, threads>;
-      if (share <= 8 * threads && allow(entry, cluster_shared_)) cluster_entry_ = entry;
+    if (scorer.page > 1 && device.compute_capability >= 90) {
+      for (blocks_ = detail::most_cluster_blocks; blocks_ > 1 && blocks_ * rows_ > device.multiprocessors;)
+        blocks_ /= 2;
+      const index_t share =
+          (ceil_div(pages, index_t(blocks_)) + detail::tile_width - 1) / detail::tile_width * detail::tile_width;
+      choice_bytes_ = detail::cluster_shared<T, D>::bytes(query_rows_, share, blocks_);
+      const auto take = [&](auto entry, std::size_t wanted) {
+        if (!allow(entry, wanted)) return false;
+        // What runs before and after takes all of it too: a multiprocessor need not change its split.
+        check(
+            cudaFuncSetAttribute(entry, cudaFuncAttributePreferredSharedMemoryCarveout, cudaSharedmemCarveoutMaxShared),
+            "cudaFuncSetAttribute");
+        overlaps_ = can_overlap(entry);
+        return true;
+      };
+      const auto entry = detail::cluster_pages_entry<View, Scorer>;
+      if (take(entry, choice_bytes_)) cluster_entry_ = entry;
+      if constexpr (can_attend) {
+        using attention = detail::cluster_attention<View>;
+        attend_bytes_ = attention::bytes(choice_bytes_, most_chosen(), query_rows_, blocks_);
+        const auto both = detail::attend_pages_entry<View, Scorer, attended>;
+        // More than a tile a warp, and attention by itself is as fast: 2,048 of 7,700 pages' slots of 64 rows 76 us against
+        // 74 apart, of 8 rows 34 against 33 (H200, CUDA 13.0).
+        const index_t tiles = ceil_div(ceil_div(most_chosen(), attention::tokens), index_t(blocks_));
+        if (query_rows_ <= attention::most_rows && tiles <= detail::cluster_warps && take(both, attend_bytes_)) {
+          attend_entry_ = both;
+        }
+      }
     }
     select_entry_ = detail::choose_pages_entry<true>;
     select_shared_ = std::size_t(key_stride_) * 4;
@@ -114,18 +137,25 @@ class choose_pages {
     check_problem(p);
     const index_t rows = p.view.sequences * kv_heads_;
     if (rows == 0 || p.q.tokens == 0) return;
-    cudaLaunchAttribute attribute{};
-    attribute.id = cudaLaunchAttributeClusterDimension;
-    attribute.val.clusterDim = {unsigned(detail::cluster_blocks), 1, 1};
-    cudaLaunchConfig_t config{};
-    config.gridDim = dim3(unsigned(rows * detail::cluster_blocks));
-    config.blockDim = dim3(unsigned(detail::cluster_threads));
-    config.dynamicSmemBytes = cluster_shared_;
-    config.stream = stream;
-    config.attrs = &attribute;
-    config.numAttrs = 1;
-    check(cudaLaunchKernelEx(&config, cluster_entry_, p, scorer_, choice(p, workspace), scratch(p, workspace)),
-          "cudaLaunchKernelEx(cluster_pages)");
+    launch(cluster_entry_, shape_of(p, choice_bytes_), stream, "launch of cluster_pages", p, scorer_,
+           choice(p, workspace), scratch(p, workspace));
+  }
+
+  /// Whether `choose_and_attend` can be called: few query rows, few tokens to attend, and a device with clusters.
+  bool attends() const { return attend_entry_ != nullptr; }
+
+  /// `run`, and the step's attention over what it chose, as decode_attention does it: out [sequences, tokens, q_heads,
+  /// v_dim], lse [sequences, tokens, q_heads] (data null: not wanted). One launch; what is chosen need not leave the chip.
+  void choose_and_attend(const problem_type& p, const rows_view<attended>& out, const rows_view<float>& lse,
+                         void* workspace, cudaStream_t stream) const {
+    require(attends(), "attends()", "false", "true", "call run and decode_attention where attends() is false");
+    check_problem(p);
+    detail::require_rows_of_16_bytes("K", p.view.k, p.view.k_strides);
+    detail::require_rows_of_16_bytes("V", p.view.v, p.view.v_strides);
+    const index_t rows = p.view.sequences * kv_heads_;
+    if (rows == 0 || p.q.tokens == 0) return;
+    launch(attend_entry_, shape_of(p, attend_bytes_), stream, "launch of attend_pages", p, scorer_,
+           choice(p, workspace), scratch(p, workspace), out, lse, std::uint32_t(choice_bytes_), most_chosen());
   }
 
   /// The first of two launches that do what `run` may do in one: logits of pages into the workspace.
@@ -151,6 +181,10 @@ class choose_pages {
   }
 
  private:
+  launch_shape shape_of(const problem_type& p, std::size_t bytes) const {
+    return {dim3(unsigned(blocks_), unsigned(kv_heads_), unsigned(p.view.sequences)), dim3(detail::cluster_threads),
+            bytes, unsigned(blocks_), overlaps_};
+  }
   index_t tail_of(index_t tokens) const { return std::max(tokens > 1 ? tokens : 0, scorer_.protected_tail(read_)); }
   detail::page_choice choice(const problem_type& p, void* workspace) const {
     detail::page_choice choice{};
@@ -161,6 +195,9 @@ class choose_pages {
     choice.group = q_heads_ / kv_heads_;
     choice.tokens = p.q.tokens;
     choice.page = scorer_.page;
+    choice.read_pages = read_ / scorer_.page + (read_ % scorer_.page > 0);
+    choice.by_page = detail::quick_divisor(scorer_.page);
+    choice.by_group = detail::quick_divisor(choice.group);
     choice.tail = tail_of(p.q.tokens);
     choice.unit = unit_;
     choice.normalised = Scorer::normalised;
@@ -224,9 +261,13 @@ class choose_pages {
   index_t query_rows_ = 1, stride_ = 0, tiles_each_ = 1, key_stride_ = 0;
   std::size_t shared_ = 0;
   bool resident_ = true;
-  std::size_t cluster_shared_ = 0;
+  std::size_t choice_bytes_ = 0, attend_bytes_ = 0;  // shared memory of a cluster's block
+  int blocks_ = 1;                                   // of a cluster
+  bool overlaps_ = false;
   void (*cluster_entry_)(page_problem<View>, Scorer, detail::page_choice,
                          detail::page_scratch) = nullptr;  // null: two launches
+  void (*attend_entry_)(page_problem<View>, Scorer, detail::page_choice, detail::page_scratch, rows_view<attended>,
+                        rows_view<float>, std::uint32_t, index_t) = nullptr;
   // What was configured is what is launched: nvcc gives every source file a kernel of its own.
   void (*logits_entry_)(page_problem<View>, Scorer, detail::page_scratch) = nullptr;
   void (*select_entry_)(detail::page_choice, detail::page_scratch) = nullptr;

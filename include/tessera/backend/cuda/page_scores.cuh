@@ -2,6 +2,7 @@
 #pragma once
 
 #include "../../math/exp.hpp"
+#include "mma.cuh"
 #include "page_index.cuh"
 #include "page_query.cuh"
 
@@ -34,7 +35,7 @@ struct page_scratch {
 /// What a product comes to; NaN where it is not below infinity.
 template <class Scorer>
 __device__ float page_logit(const logit_rule& rule, float scale, float product) {
-  const float logit = Scorer::normalised ? rule.cap(scale * product) : scale * product;
+  const float logit = Scorer::normalised ? quick_cap(rule, scale * product) : scale * product;
   return logit < infinity ? logit : not_a_number;
 }
 

@@ -92,8 +92,9 @@ class retrieve_by_scores {
   device_buffer<unsigned char> scratch_;
 };
 
-/// Chooses by an estimate of the keys, in pages. The choice lies in this object's memory until the next call.
-template <class Recipe, class View>
+/// Chooses by an estimate of the keys, in pages, and attends in the same launch where that is faster. The choice lies in
+/// this object's memory until the next call.
+template <class Recipe, class View, class Out>
 class retrieve_by_pages {
   using T = typename View::element_type;
   using scorer = typename Recipe::retrieve_type::scorer_type;
@@ -124,19 +125,20 @@ class retrieve_by_pages {
   template <class Index>
   selection_view choose(const View& view, const Index& index, const rows_view<const T>& q,
                         const index_t* first_position, cudaStream_t stream) const {
-    page_problem<View> problem;
-    problem.view = view;
-    problem.index = index;
-    problem.unfolded = q.tokens;
-    problem.q = q;
-    problem.first_position = first_position;
-    problem.rule = rule_;
-    problem.out = indices_.data();
-    problem.out_stride = choose_.most_chosen();
-    problem.counts = counts_.data();
-    problem.mass = mass_.data();
-    choose_.run(problem, scratch_.data(), stream);
-    return {indices_.data(), counts_.data(), nullptr, choose_.most_chosen()};
+    choose_.run(problem_of(view, index, q, first_position), scratch_.data(), stream);
+    return chosen();
+  }
+
+  /// Whether `choose_and_attend` does a step's attention in the launch that chooses.
+  bool attends() const { return choose_.attends(); }
+  template <class Index>
+  selection_view choose_and_attend(const View& view, const Index& index, const rows_view<const T>& q,
+                                   const index_t* first_position, const rows_view<Out>& out,
+                                   const rows_view<float>& lse, cudaStream_t stream) const {
+    if constexpr (!scorer::adds_mean_value) {
+      choose_.choose_and_attend(problem_of(view, index, q, first_position), out, lse, scratch_.data(), stream);
+    }
+    return chosen();
   }
 
   /// Bytes that a choice over `n` tokens reads beside the K and V of what is attended: one value per page and chosen
@@ -150,9 +152,27 @@ class retrieve_by_pages {
   const float* mass() const { return mass_.data(); }
 
  private:
+  template <class Index>
+  page_problem<View> problem_of(const View& view, const Index& index, const rows_view<const T>& q,
+                                const index_t* first_position) const {
+    page_problem<View> problem;
+    problem.view = view;
+    problem.index = index;
+    problem.unfolded = q.tokens;
+    problem.q = q;
+    problem.first_position = first_position;
+    problem.rule = rule_;
+    problem.out = indices_.data();
+    problem.out_stride = choose_.most_chosen();
+    problem.counts = counts_.data();
+    problem.mass = mass_.data();
+    return problem;
+  }
+  selection_view chosen() const { return {indices_.data(), counts_.data(), nullptr, choose_.most_chosen()}; }
+
   scorer scorer_;
   logit_rule rule_;
-  choose_pages<View, scorer> choose_;
+  choose_pages<View, scorer, Out> choose_;
   device_buffer<index_t> indices_, counts_;
   device_buffer<float> mass_;
   device_buffer<unsigned char> scratch_;
