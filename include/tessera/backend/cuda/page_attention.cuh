@@ -106,7 +106,7 @@ struct cluster_state {
 /// Starts the rows of 16 tokens on their way, 16 bytes a lane; lane t knows where the t-th lies.
 template <class T, int Chunks>
 __device__ void copy_tile(const T* mine, index_t valid, std::uint32_t to, int lane) {
-#pragma unroll
+#pragma unroll 4
   for (int i = 0; i < 16 * Chunks / 32; ++i) {
     const int id = i * 32 + lane, token = id / Chunks, chunk = id % Chunks;
     const auto* from = reinterpret_cast<const T*>(__shfl_sync(~0u, reinterpret_cast<unsigned long long>(mine), token));
@@ -136,12 +136,6 @@ __global__ void __launch_bounds__(cluster_threads, 1)
   auto* const own = reinterpret_cast<index_t*>(bytes + attention::slots_at(choice_bytes));
   index_t* const chosen = c.out + row * c.out_stride;
   const bool put = cluster_choose(p, scorer, c, to, s, asked, bytes, [&](index_t place, index_t slot) {
-    // On their way to the L2 while the blocks meet.
-    const T *const k = p.view.key(sequence, head, slot), *const v = p.view.value(sequence, head, slot);
-#pragma unroll
-    for (int d = 0; d < D; d += 128 / int(sizeof(T))) prefetch_line(k + d);
-#pragma unroll
-    for (int d = 0; d < Dv; d += 128 / int(sizeof(T))) prefetch_line(v + d);
     const index_t tile = place / tokens;
     store_cluster(own + (tile >> log_blocks) * tokens + place % tokens, tile & (blocks - 1), slot);
   });
@@ -151,25 +145,16 @@ __global__ void __launch_bounds__(cluster_threads, 1)
   const std::uint32_t ring = shared_address(outs);
   std::uint32_t q[D / 16][2];
   {
-    const index_t r = lane / 4, token = c.by_group.quotient(r);
-    const T* from = r < rows ? p.q.row(sequence, token, head * group + r - token * group) : nullptr;
+    const index_t r = lane / 4 < rows ? lane / 4 : 0, token = c.by_group.quotient(r);  // other rows are not kept
+    const auto* const from = reinterpret_cast<const std::uint32_t*>(
+        p.q.row(sequence, token, head * group + r - token * group) + lane % 4 * 2);
 #pragma unroll
-    for (int step = 0; step < D / 16; ++step) {
-#pragma unroll
-      for (int upper = 0; upper < 2; ++upper) {
-        const int d = step * 16 + upper * 8 + lane % 4 * 2;
-        q[step][upper] = from ? *reinterpret_cast<const std::uint32_t*>(from + d) : 0u;
-      }
-    }
+    for (int step = 0; step < D / 16; ++step) q[step][0] = from[step * 8], q[step][1] = from[step * 8 + 4];
   }
   cluster_wait();
 
   const index_t count = put && c.unit == selection_unit::token ? to.read : c.counts[row];
   const index_t tiles = ceil_div(count, tokens), own_tiles = (tiles - rank + blocks - 1) >> log_blocks;
-  for (index_t i = thread; put && i < own_tiles * tokens; i += cluster_threads) {
-    const index_t place = ((i / tokens << log_blocks) + rank) * tokens + i % tokens;
-    if (place < count) chosen[place] = own[i];
-  }
   cluster_state<View> state;
   const float scale = p.rule.scale_for(D);
 #pragma unroll 1
@@ -225,6 +210,11 @@ __global__ void __launch_bounds__(cluster_threads, 1)
     store_cluster(part_out + ((r >> log_blocks) * blocks + rank) * Dv + d, r & (blocks - 1), x);
   }
   cluster_arrive();
+#pragma unroll 1
+  for (index_t i = thread; put && i < own_tiles * tokens; i += cluster_threads) {
+    const index_t place = ((i / tokens << log_blocks) + rank) * tokens + i % tokens;
+    if (place < count) chosen[place] = own[i];
+  }
   cluster_wait();
 #pragma unroll 1
   for (int i = thread; i < each * Dv; i += cluster_threads) {

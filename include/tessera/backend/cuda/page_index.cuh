@@ -18,8 +18,9 @@ inline constexpr float not_a_number = std::numeric_limits<float>::quiet_NaN();
 /// Folds slots [from, n) of one (sequence, kv_head) into those of their pages that lie in [first_page, end_page), one
 /// thread a channel: its slots in order, so that the bits are the CPU's.
 template <class View, class T, int D>
-__device__ void fold_slots(const View& view, index_t sequence, index_t head, const page_extrema_view<T, D>& index,
-                           index_t from, index_t n, index_t first_page, index_t end_page, int channel) {
+__device__ __noinline__ void fold_slots(const View& view, index_t sequence, index_t head,
+                                        const page_extrema_view<T, D>& index, index_t from, index_t n,
+                                        index_t first_page, index_t end_page, int channel) {
   const offset_t row = offset_t(sequence) * view.kv_heads + head;
   T* const low = index.lower(row, channel);
   T* const high = index.upper(row, channel);

@@ -229,7 +229,7 @@ __device__ inline void merge_tiles(page_rows& s, const page_choice& p, const pag
 }
 
 /// Finds whether all tokens of the step see all items or none, and otherwise where pages must be cut. By one warp.
-static __device__ __noinline__ void find_cuts(page_rows& s, const page_choice& p, index_t limit) {
+__device__ __noinline__ inline void find_cuts(page_rows& s, const page_choice& p, index_t limit) {
   const int lane = int(threadIdx.x) % 32;
   bool alike = true, sees = false;
   if (lane < p.tokens) {

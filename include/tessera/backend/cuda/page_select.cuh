@@ -179,7 +179,7 @@ __device__ void write_forced(const page_bounds& b, const Put& put) {
 /// Chooses and writes what is read of one row of more slots than that, by one block. The histogram is clear; `ready`:
 /// the keys are made. Not inlined: it would double the code of a kernel that seldom runs it, and kernels that take turns
 /// wait for their instructions.
-static __device__ __noinline__ void choose_row(page_choice_storage& s, const page_items& of, const page_bounds& b,
+__device__ __noinline__ inline void choose_row(page_choice_storage& s, const page_items& of, const page_bounds& b,
                                                unsigned* keys, bool ready) {
   const page_choice& p = of.p;
   const int thread = int(threadIdx.x), lane = thread % 32, warp = thread / 32, threads = int(blockDim.x);
@@ -229,7 +229,7 @@ static __device__ __noinline__ void choose_row(page_choice_storage& s, const pag
 }
 
 /// A row that is read whole.
-static __device__ __noinline__ void choose_all(const page_choice& p, index_t row, index_t n) {
+__device__ __noinline__ inline void choose_all(const page_choice& p, index_t row, index_t n) {
   const index_t rows = p.tokens * p.group;
   const int threads = int(blockDim.x);
   for (index_t slot = threadIdx.x; slot < n; slot += threads) p.out[row * p.out_stride + slot] = slot;
