@@ -3,7 +3,7 @@
 
     benchmarks/plot_cuda.py RECORD.json FOLDER
 
-Writes FOLDER/cuda_NAME.png for decode, gathered, uneven, scoring, top_k, pack and prefill; a figure of which nothing
+Writes FOLDER/cuda_NAME.png for decode, gathered, uneven, scoring, top_k, pack, prefill and rocketkv; a figure of which nothing
 was measured is left out.
 """
 import argparse
@@ -17,7 +17,7 @@ from matplotlib import pyplot
 from cuda_record import DECODE, TOP_K, best_peer, copy_ceiling, read_ceiling, time_of
 
 COLOURS = {"tessera": "#2c6e49", "tessera, pages of 16": "#8cb369", "flash": "#b0b0b0", "cudnn": "#707070",
-           "flashinfer": "#5b8e9e", "torch.topk": "#b0b0b0"}
+           "flashinfer": "#5b8e9e", "torch.topk": "#b0b0b0", "best dense peer": "#b0b0b0"}
 
 
 def draw(record, folder, name, title, unit, labels, series, limits=(), log=False):
@@ -125,6 +125,17 @@ def main():
              "evened": [time_of(figures, f"uneven/{d}_evened") for d in draws]},
             [(i, 1.15 * time_of(figures, f"uneven/{d}_evened"), "bar") for i, d in enumerate(draws)
              if time_of(figures, f"uneven/{d}_evened")])
+
+    steps = [(f"B{batch}/{context}", least) for batch, context, least in
+             [(1, "32K", 2.5), (1, "128K", 8), (1, "256K", None), (8, "128K", 35)]]
+    names = [f"rocketkv/{where}/t1024/step" for where, _ in steps]
+    dense = [best_peer(figures, "decode/" + where) for where, _ in steps]
+    picture("rocketkv", "A RocketKV step with t = 1,024: one layer, d 128, bf16", "us",
+            [where.replace("/", " ") for where, _ in steps],
+            {"tessera": [time_of(figures, n) for n in names],
+             "best dense peer": [peer[0] if peer else None for peer in dense]},
+            [(i, peer[0] / least, "bar") for i, (peer, (_, least)) in enumerate(zip(dense, steps)) if peer and least],
+            log=True)
 
     names = [name for name in figures if name.startswith("prefill/")]
     picture("prefill", "Causal prefill attention, 32 q_heads, 8 kv_heads, d 128, bf16", "ms",
