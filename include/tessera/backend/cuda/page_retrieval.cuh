@@ -84,12 +84,12 @@ class choose_pages {
           (ceil_div(pages, index_t(blocks_)) + detail::tile_width - 1) / detail::tile_width * detail::tile_width;
       choice_bytes_ = detail::cluster_shared<T, D>::bytes(query_rows_, share, blocks_);
       const auto take = [&](auto entry, std::size_t wanted) {
-        if (!allow(entry, wanted)) return false;
+        // Code that was compiled for an older device knows no clusters, also where it runs on a newer one.
+        if (!allow(entry, wanted) || !can_overlap(entry)) return false;
         // What runs before and after takes all of it too: a multiprocessor need not change its split.
         check(
             cudaFuncSetAttribute(entry, cudaFuncAttributePreferredSharedMemoryCarveout, cudaSharedmemCarveoutMaxShared),
             "cudaFuncSetAttribute");
-        overlaps_ = can_overlap(entry);
         return true;
       };
       const auto entry = detail::cluster_pages_entry<View, Scorer>;
@@ -183,7 +183,7 @@ class choose_pages {
  private:
   launch_shape shape_of(const problem_type& p, std::size_t bytes) const {
     return {dim3(unsigned(blocks_), unsigned(kv_heads_), unsigned(p.view.sequences)), dim3(detail::cluster_threads),
-            bytes, unsigned(blocks_), overlaps_};
+            bytes, unsigned(blocks_), true};
   }
   index_t tail_of(index_t tokens) const { return std::max(tokens > 1 ? tokens : 0, scorer_.protected_tail(read_)); }
   detail::page_choice choice(const problem_type& p, void* workspace) const {
@@ -263,7 +263,6 @@ class choose_pages {
   bool resident_ = true;
   std::size_t choice_bytes_ = 0, attend_bytes_ = 0;  // shared memory of a cluster's block
   int blocks_ = 1;                                   // of a cluster
-  bool overlaps_ = false;
   void (*cluster_entry_)(page_problem<View>, Scorer, detail::page_choice,
                          detail::page_scratch) = nullptr;  // null: two launches
   void (*attend_entry_)(page_problem<View>, Scorer, detail::page_choice, detail::page_scratch, rows_view<attended>,
