@@ -1,8 +1,8 @@
 #!/usr/bin/env python3
 """Draws reports of `tessera eval --json`.
 
-Right answers by task family and turn, one row a method and budget:
-    benchmarks/plot_eval.py REPORT.json PICTURE.svg
+Right answers by task family and turn, one row a method and budget, of reports over the same documents:
+    benchmarks/plot_eval.py REPORT.json... PICTURE.svg
 Right answers of one family over the budget, one panel a report, with 95 % intervals; and a published table beside them:
     benchmarks/plot_eval.py --over-budgets FAMILY [--published TABLE.json] REPORT.json... PICTURE.svg
 """
@@ -118,10 +118,10 @@ def main():
 
     if given.over_budgets:
         draw_over_budgets(given.reports, given.over_budgets, given.published, given.picture)
-    elif len(given.reports) == 1 and not given.published:
-        draw_grid(json.load(open(given.reports[0])), given.picture)
+    elif given.published:
+        parser.error("--published needs --over-budgets")
     else:
-        parser.error("several reports, or --published, need --over-budgets")
+        draw_grid([cell for report in given.reports for cell in json.load(open(report))], given.picture)
 
 
 if __name__ == "__main__":
