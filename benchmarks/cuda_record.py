@@ -100,7 +100,7 @@ def judge_model(steps, add, ratio):
         peak, ours_peak = (of(method, context, "peak_bytes") for method in ("full", "rocketkv_1024"))
         cache, ours_cache = (of(method, context, "cache_bytes") for method in ("full", "rocketkv_1024"))
         held = None if None in (peak, cache, ours_cache) else peak - cache + ours_cache
-        for name, value in (("memory while decoding", held), ("peak memory, the prompt's included", ours_peak)):
+        for name, value in (("memory while decoding, computed: the peak with the other cache", held), ("peak memory, the prompt's included", ours_peak)):
             share = ratio(value, peak)
             add("RocketKV", f"{what}, {name}, against `full`{beside(value, peak, 'GiB', 2**30)}",
                 None if share is None else 100 * (share - 1), None, f"{PAPER}: -32.6 % while decoding", "%")

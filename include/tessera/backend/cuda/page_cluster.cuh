@@ -207,7 +207,7 @@ __device__ bool cluster_choose(const page_problem<View>& p, const Scorer& scorer
     return false;
   }
 
-  // The block stages up to 64 columns of 384 pages at once, 512 bytes of a column by a warp: of less memory gives half.
+  // The block stages up to 64 columns of 384 pages at once, 512 bytes of a column by a warp.
   // A warp multiplies those of 32 pages.
   constexpr int steps_at_once = staged_columns / step_columns;
   const int units_each = (steps + steps_at_once - 1) / steps_at_once;

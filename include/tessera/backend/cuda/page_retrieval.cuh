@@ -19,7 +19,7 @@ namespace cuda {
 /// scores that rounding cannot tell apart. A step of several tokens reads its own; the scorer's protected tail too.
 /// Shapes   as page_problem says; lengths at most `capacity`; a row of `out` holds `most_chosen()` slots.
 /// Errors   shapes that the kernels cannot take: tessera::error before anything is launched.
-/// Cost     one launch for few rows of pages, else two. One value per page and chosen channel is read (two where
+/// Cost     one launch where clusters are there and a share of the pages fits into shared memory, else two. One value per page and chosen channel is read (two where
 ///          Quest's heads differ in sign); of pages of one slot whole keys, since their channels stand side by side.
 ///
 /// With an `Out`, `choose_and_attend` does a step's attention in the same launch where `attends()`.
@@ -98,8 +98,7 @@ class choose_pages {
         using attention = detail::cluster_attention<View>;
         attend_bytes_ = attention::bytes(choice_bytes_, most_chosen(), query_rows_, blocks_);
         const auto both = detail::attend_pages_entry<View, Scorer, attended>;
-        // More than a tile a warp, and attention by itself is as fast: 2,048 of 7,700 pages' slots of 64 rows 76 us against
-        // 74 apart, of 8 rows 34 against 33 (H200, CUDA 13.0).
+        // At most a tile a warp: with 2,048 tokens of 64 rows one launch takes 76.4 us, two 76.7 (H200, CUDA 13.0).
         const index_t tiles = ceil_div(ceil_div(most_chosen(), attention::tokens), index_t(blocks_));
         if (query_rows_ <= attention::most_rows && tiles <= detail::cluster_warps && take(both, attend_bytes_)) {
           attend_entry_ = both;
@@ -145,7 +144,7 @@ class choose_pages {
   bool attends() const { return attend_entry_ != nullptr; }
 
   /// `run`, and the step's attention over what it chose, as decode_attention does it: out [sequences, tokens, q_heads,
-  /// v_dim], lse [sequences, tokens, q_heads] (data null: not wanted). One launch; what is chosen need not leave the chip.
+  /// v_dim], lse [sequences, tokens, q_heads] (data null: not wanted). One launch.
   void choose_and_attend(const problem_type& p, const rows_view<attended>& out, const rows_view<float>& lse,
                          void* workspace, cudaStream_t stream) const {
     require(attends(), "attends()", "false", "true", "call run and decode_attention where attends() is false");
