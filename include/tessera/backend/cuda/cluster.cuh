@@ -27,40 +27,66 @@ __device__ inline unsigned cluster_address(const void* mine, int of) {
 #endif
   return address;
 }
-__device__ inline void store_cluster(float2* mine, int of, float2 value) {
-#if __CUDA_ARCH__ >= 900
-  asm volatile("st.shared::cluster.v2.f32 [%0], {%1, %2};" ::"r"(cluster_address(mine, of)), "f"(value.x), "f"(value.y)
-               : "memory");
-#endif
-}
-__device__ inline void store_cluster(uint4* mine, int of, const uint4& value) {
-#if __CUDA_ARCH__ >= 900
-  asm volatile("st.shared::cluster.v4.u32 [%0], {%1, %2, %3, %4};" ::"r"(cluster_address(mine, of)), "r"(value.x),
-               "r"(value.y), "r"(value.z), "r"(value.w)
-               : "memory");
-#endif
-}
-__device__ inline void store_cluster(float* mine, int of, float value) {
-#if __CUDA_ARCH__ >= 900
-  asm volatile("st.shared::cluster.f32 [%0], %1;" ::"r"(cluster_address(mine, of)), "f"(value) : "memory");
-#endif
-}
 __device__ inline void store_cluster(index_t* mine, int of, index_t value) {
 #if __CUDA_ARCH__ >= 900
   asm volatile("st.shared::cluster.s32 [%0], %1;" ::"r"(cluster_address(mine, of)), "r"(value) : "memory");
 #endif
 }
-/// The least or most of what is there and `value`.
-__device__ inline void least_of_cluster(unsigned* mine, int of, unsigned value) {
+
+/// What other blocks send is counted, in bytes, where it arrives. This needs no barrier of the cluster, whose release
+/// waits until all earlier writes are seen by the whole device (MEMBAR.ALL.GPU, CUDA 13.0). Once per launch.
+struct arrivals {
+  alignas(8) std::uint64_t state;
+
+  /// By one thread, before the cluster's first barrier.
+  __device__ void begin() {
 #if __CUDA_ARCH__ >= 900
-  asm volatile("red.relaxed.cluster.shared::cluster.min.u32 [%0], %1;" ::"r"(cluster_address(mine, of)), "r"(value)
-               : "memory");
+    asm volatile("mbarrier.init.shared::cta.b64 [%0], 1;" ::"r"(shared_address(&state)) : "memory");
+    asm volatile("fence.mbarrier_init.release.cluster;" ::: "memory");
 #endif
-}
-__device__ inline void most_of_cluster(unsigned* mine, int of, unsigned value) {
+  }
+  /// By one thread: all that will have arrived in this block, which may have begun to.
+  __device__ void expect(std::uint32_t bytes) {
 #if __CUDA_ARCH__ >= 900
-  asm volatile("red.relaxed.cluster.shared::cluster.max.u32 [%0], %1;" ::"r"(cluster_address(mine, of)), "r"(value)
-               : "memory");
+    asm volatile("mbarrier.arrive.expect_tx.shared::cta.b64 _, [%0], %1;" ::"r"(shared_address(&state)), "r"(bytes)
+                 : "memory");
+#endif
+  }
+  /// Until it has; then it is seen.
+  __device__ void wait() const {
+#if __CUDA_ARCH__ >= 900
+    asm volatile(
+        "{\n\t"
+        ".reg .pred done;\n\t"
+        "again:\n\t"
+        "mbarrier.try_wait.parity.acquire.cluster.shared::cta.b64 done, [%0], 0;\n\t"
+        "@!done bra again;\n\t"
+        "}" ::"r"(shared_address(&state))
+        : "memory");
+#endif
+  }
+};
+/// Writes to where block `of` has what lies at `mine` in this one, and counts there in its `at`. 4, 8 or 16 bytes.
+template <class V>
+__device__ inline void send(V* mine, int of, const V& value, const arrivals& at) {
+  static_assert(sizeof(V) == 4 || sizeof(V) == 8 || sizeof(V) == 16);
+#if __CUDA_ARCH__ >= 900
+  unsigned word[sizeof(V) / 4];
+  __builtin_memcpy(word, &value, sizeof(V));
+  const unsigned to = cluster_address(mine, of), counted = cluster_address(&at.state, of);
+  if constexpr (sizeof(V) == 4) {
+    asm volatile("st.async.shared::cluster.mbarrier::complete_tx::bytes.b32 [%0], %1, [%2];" ::"r"(to), "r"(word[0]),
+                 "r"(counted)
+                 : "memory");
+  } else if constexpr (sizeof(V) == 8) {
+    asm volatile("st.async.shared::cluster.mbarrier::complete_tx::bytes.v2.b32 [%0], {%1, %2}, [%3];" ::"r"(to),
+                 "r"(word[0]), "r"(word[1]), "r"(counted)
+                 : "memory");
+  } else {
+    asm volatile("st.async.shared::cluster.mbarrier::complete_tx::bytes.v4.b32 [%0], {%1, %2, %3, %4}, [%5];" ::"r"(to),
+                 "r"(word[0]), "r"(word[1]), "r"(word[2]), "r"(word[3]), "r"(counted)
+                 : "memory");
+  }
 #endif
 }
 

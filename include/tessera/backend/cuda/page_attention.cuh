@@ -51,11 +51,16 @@ struct cluster_state {
   template <class LogitOf>
   __device__ void read(const std::uint32_t (&q)[D / 16][2], std::uint32_t tile, const LogitOf& logit_of, int lane) {
     float s[4] = {};
+    constexpr int at_once = 4;  // loads before the first product that waits for one
 #pragma unroll
-    for (int step = 0; step < D / 16; ++step) {
-      std::uint32_t a[4];
-      load_matrices(a, tile + staged_rows{D / 8}.place(lane % 16, step * 2 + lane / 16));
-      multiply<T>(s, a, q[step][0], q[step][1]);
+    for (int first = 0; first < D / 16; first += at_once) {
+      std::uint32_t a[at_once][4];
+#pragma unroll
+      for (int i = 0; i < at_once && first + i < D / 16; ++i) {
+        load_matrices(a[i], tile + staged_rows{D / 8}.place(lane % 16, (first + i) * 2 + lane / 16));
+      }
+#pragma unroll
+      for (int i = 0; i < at_once && first + i < D / 16; ++i) multiply<T>(s, a[i], q[first + i][0], q[first + i][1]);
     }
 #pragma unroll
     for (int i = 0; i < 4; ++i) s[i] = logit_of(i / 2, i % 2, s[i]);
@@ -77,11 +82,16 @@ struct cluster_state {
     }
     const std::uint32_t b0 = transposed(pack_pair<T>(s[0], s[1])), b1 = transposed(pack_pair<T>(s[2], s[3]));
 #pragma unroll
-    for (int m = 0; m < Dv / 16; ++m) {
-      std::uint32_t a[4];
-      load_matrices_transposed(a, tile + std::uint32_t(of::k_bytes) +
-                                      staged_rows{Dv / 8}.place(lane / 16 * 8 + lane % 8, m * 2 + lane / 8 % 2));
-      multiply<T>(out[m], a, b0, b1);
+    for (int first = 0; first < Dv / 16; first += at_once) {
+      std::uint32_t a[at_once][4];
+#pragma unroll
+      for (int i = 0; i < at_once && first + i < Dv / 16; ++i) {
+        load_matrices_transposed(
+            a[i], tile + std::uint32_t(of::k_bytes) +
+                      staged_rows{Dv / 8}.place(lane / 16 * 8 + lane % 8, (first + i) * 2 + lane / 8 % 2));
+      }
+#pragma unroll
+      for (int i = 0; i < at_once && first + i < Dv / 16; ++i) multiply<T>(out[first + i], a[i], b0, b1);
     }
   }
 
@@ -135,11 +145,17 @@ __global__ void __launch_bounds__(cluster_threads, 1)
   const index_t group = c.group, rows = c.tokens * group;
   auto* const own = reinterpret_cast<index_t*>(bytes + attention::slots_at(choice_bytes));
   index_t* const chosen = c.out + row * c.out_stride;
+  const bool known = c.unit == selection_unit::token;  // how many are chosen
   const bool put = cluster_choose(p, scorer, c, to, s, asked, bytes, [&](index_t place, index_t slot) {
     const index_t tile = place / tokens;
-    store_cluster(own + (tile >> log_blocks) * tokens + place % tokens, tile & (blocks - 1), slot);
+    index_t* const at = own + (tile >> log_blocks) * tokens + place % tokens;
+    if (known)
+      send(at, tile & (blocks - 1), slot, asked.slots);
+    else
+      store_cluster(at, tile & (blocks - 1), slot);
   });
-  cluster_arrive();
+  const bool sent = put && known;
+  if (!sent) cluster_arrive();
   const index_t position = p.first_position[sequence];
   float* const outs = reinterpret_cast<float*>(bytes + warp * attention::warp_bytes);
   const std::uint32_t ring = shared_address(outs);
@@ -151,10 +167,15 @@ __global__ void __launch_bounds__(cluster_threads, 1)
 #pragma unroll
     for (int step = 0; step < D / 16; ++step) q[step][0] = from[step * 8], q[step][1] = from[step * 8 + 4];
   }
-  cluster_wait();
-
-  const index_t count = put && c.unit == selection_unit::token ? to.read : c.counts[row];
+  if (!sent) cluster_wait();
+  const index_t count = sent ? to.read : c.counts[row];
   const index_t tiles = ceil_div(count, tokens), own_tiles = (tiles - rank + blocks - 1) >> log_blocks;
+  if (sent) {
+    const bool has_last = ((tiles - 1) & (blocks - 1)) == rank;
+    const index_t held = own_tiles * tokens - (has_last ? tiles * tokens - count : 0);
+    if (thread == 0) asked.slots.expect(std::uint32_t(held) * std::uint32_t(sizeof(index_t)));
+    asked.slots.wait();
+  }
   cluster_state<View> state;
   const float scale = p.rule.scale_for(D);
 #pragma unroll 1
@@ -197,30 +218,38 @@ __global__ void __launch_bounds__(cluster_threads, 1)
     const float sum = warp_sum(part.y * factor);
     if (lane < cluster_warps) factors[warp][lane] = factor;
     if (lane == 0) {
-      store_cluster(part_state + (warp >> log_blocks) * blocks + rank, warp & (blocks - 1), make_float2(top, sum));
+      send(part_state + (warp >> log_blocks) * blocks + rank, warp & (blocks - 1), make_float2(top, sum), asked.outputs);
     }
   }
   __syncthreads();
 #pragma unroll 1
-  for (int i = thread; i < rows * Dv; i += cluster_threads) {
+  for (int i = thread * 4; i < rows * Dv; i += cluster_threads * 4) {
     const int r = i / Dv, d = i % Dv;
-    float x = 0;
+    float4 x = make_float4(0, 0, 0, 0);
 #pragma unroll 4
-    for (int w = 0; w < active; ++w) x += outs_of(w)[r * attention::pitch + d] * factors[r][w];
-    store_cluster(part_out + ((r >> log_blocks) * blocks + rank) * Dv + d, r & (blocks - 1), x);
+    for (int w = 0; w < active; ++w) {
+      const float4 part = *reinterpret_cast<const float4*>(outs_of(w) + r * attention::pitch + d);
+      const float factor = factors[r][w];
+      x.x += part.x * factor, x.y += part.y * factor, x.z += part.z * factor, x.w += part.w * factor;
+    }
+    send(reinterpret_cast<float4*>(part_out + ((r >> log_blocks) * blocks + rank) * Dv + d), r & (blocks - 1), x,
+         asked.outputs);
   }
-  cluster_arrive();
 #pragma unroll 1
   for (index_t i = thread; put && i < own_tiles * tokens; i += cluster_threads) {
     const index_t place = ((i / tokens << log_blocks) + rank) * tokens + i % tokens;
     if (place < count) chosen[place] = own[i];
   }
-  cluster_wait();
+  const index_t own_rows = (rows - rank + blocks - 1) >> log_blocks;
+  if (own_rows <= 0) return;
+  if (thread == 0) {
+    asked.outputs.expect(std::uint32_t(own_rows * blocks) * std::uint32_t(Dv * sizeof(float) + sizeof(float2)));
+  }
+  asked.outputs.wait();
 #pragma unroll 1
-  for (int i = thread; i < each * Dv; i += cluster_threads) {
+  for (int i = thread; i < own_rows * Dv; i += cluster_threads) {
     const int own_row = i / Dv, d = i % Dv;
     const index_t r = (own_row << log_blocks) + rank;
-    if (r >= rows) break;
     float2 part[most_cluster_blocks];
     float held[most_cluster_blocks], top = -infinity, sum = 0, x = 0;
 #pragma unroll

@@ -20,8 +20,9 @@ __device__ bool cluster_choose(const page_problem<View>& p, const Scorer& scorer
   using T = typename View::element_type;
   constexpr int D = View::k_dim, chunks = D / 8, threads = cluster_threads, warps = cluster_warps;
   using shared = cluster_shared<T, D>;
-  cluster_arrive();  // answered before anything is written to another block
   const int thread = int(threadIdx.x), lane = thread % 32, warp = thread / 32;
+  if (thread == 0) asked.parts.begin(), asked.keys.begin(), asked.slots.begin(), asked.outputs.begin();
+  cluster_arrive();  // answered before anything is written to another block
   const int rank = int(blockIdx.x), blocks = int(gridDim.x);
   const index_t head = index_t(blockIdx.y), sequence = index_t(blockIdx.z), row = sequence * p.view.kv_heads + head;
   const index_t group = c.group, rows = c.tokens * group;
@@ -29,7 +30,6 @@ __device__ bool cluster_choose(const page_problem<View>& p, const Scorer& scorer
   const auto token_of = [&](index_t r) { return by_group.quotient(r); };
   touch_parameter(p), touch_parameter(c), touch_parameter(to);
   for (int bin = thread; bin < page_choice_storage::bins; bin += threads) s.histogram[bin] = 0;
-  if (thread == 0) s.low = ~0u, s.high = 0;
   if (thread < rows) asked.usable[thread] = true;
   wait_for_earlier();
   let_later_begin();
@@ -82,13 +82,12 @@ __device__ bool cluster_choose(const page_problem<View>& p, const Scorer& scorer
   unsigned* const keys = reinterpret_cast<unsigned*>(bytes);  // of all pages
   const auto columns =
       reinterpret_cast<int*>(bytes + shared::columns_at(share, blocks));  // elements from the first; or -1
-  const auto masks =
-      reinterpret_cast<std::uint16_t*>(columns + shared::most_columns);  // all bits where there is a column
   const auto weights = reinterpret_cast<T*>(bytes + shared::weights_at(share, blocks));         // [cluster_rows, pitch]
   T* const q = reinterpret_cast<T*>(bytes + shared::q_at(share, blocks));                       // [rows, D]
   const auto parts = reinterpret_cast<float2*>(bytes + shared::parts_at(rows, share, blocks));  // [rows, blocks, warps]
   float* const logits = reinterpret_cast<float*>(bytes + shared::logits_at(rows, share, blocks));  // [rows, share]
   const int parts_each = blocks * warps;
+  uint2* const ranges = reinterpret_cast<uint2*>(parts + rows * parts_each);  // [blocks, warps], of keys
 
   bool bad = false;
   if (first_chunk >= 0) {
@@ -187,7 +186,6 @@ __device__ bool cluster_choose(const page_problem<View>& p, const Scorer& scorer
     if (part == 0) {
       columns[place] = ((sides & 1) != 0 ? d : D + d) * room;
       columns[second + place] = sides == 3 ? (D + d) * room : -1;
-      masks[place] = 0xffffu, masks[second + place] = sides == 3 ? 0xffffu : 0u;
     }
   }
   if (ranks && part == 0) asked.taken[d] = chosen;
@@ -195,7 +193,6 @@ __device__ bool cluster_choose(const page_problem<View>& p, const Scorer& scorer
   for (int i = thread; i < (second - channels) * cluster_rows; i += threads) {
     const int at = channels + i / cluster_rows;
     columns[at] = columns[second + at] = -1;
-    masks[at] = masks[second + at] = 0;
     weights[i % cluster_rows * shared::pitch + at] = T(0.0f);  // for all groups of rows
     weights[i % cluster_rows * shared::pitch + second + at] = T(0.0f);
   }
@@ -210,33 +207,43 @@ __device__ bool cluster_choose(const page_problem<View>& p, const Scorer& scorer
   // The block stages up to 64 columns of 384 pages at once, 512 bytes of a column by a warp.
   // A warp multiplies those of 32 pages.
   constexpr int steps_at_once = staged_columns / step_columns;
-  const int units_each = (steps + steps_at_once - 1) / steps_at_once;
-  const int units = (end - begin + staged_pages - 1) / staged_pages * units_each;
   const int pitch = shared::staged_pitch(share);
-  const auto stage = [&](int unit) {
-    if (unit < units) {
-      const index_t from_page = begin + unit / units_each * staged_pages,
-                    pages = min(index_t(staged_pages), end - from_page);
-      const int from = unit % units_each * staged_columns;
-      const std::uint32_t to_stage = shared_address(bytes) + std::uint32_t(unit % stages * staged_columns * pitch);
-#pragma unroll 1
-      for (int i = 0; i < staged_columns / warps; ++i) {
-        const int at = i * warps + warp, column = from + at < steps * step_columns ? columns[from + at] : -1;
-        if (column < 0) continue;
+  const std::uint32_t ring = shared_address(bytes), ring_bytes = std::uint32_t(stages * staged_columns * pitch);
+  struct staged_unit {
+    index_t page;        // the first, from the block's first
+    int step;            // the first
+    std::uint32_t at;    // in the ring
+  };
+  const auto go_on = [&](staged_unit& unit) {
+    unit.step += steps_at_once;
+    if (unit.step >= steps) unit.step = 0, unit.page += staged_pages;
+    unit.at += std::uint32_t(staged_columns * pitch);
+    if (unit.at == ring_bytes) unit.at = 0;
+  };
+  const auto stage = [&](staged_unit& unit) {
+    const index_t from_page = begin + unit.page, pages = min(index_t(staged_pages), end - from_page);
+    if (pages > 0) {
+      const int from = unit.step * step_columns, count = min(staged_columns, steps * step_columns - from);
+#pragma unroll 2
+      for (int at = warp; at < count; at += warps) {
+        const int column = columns[from + at];
+        const T* const source = first_column + max(column, 0) + from_page;
 #pragma unroll 1
         for (int chunk = lane; chunk * 8 < pages; chunk += 32) {
-          copy_async16(to_stage + std::uint32_t(at * pitch + chunk * 16), first_column + column + from_page + chunk * 8,
-                       true);
+          // Zeros where there is no column: memory may hold anything.
+          copy_async16(ring + unit.at + std::uint32_t(at * pitch + chunk * 16), source + chunk * 8, column >= 0);
         }
       }
+      go_on(unit);
     }
     commit_copies();
   };
   for (index_t from_row = 0; from_row < rows; from_row += cluster_rows) {
     const index_t held = min(index_t(cluster_rows), rows - from_row), r = from_row + lane / 4;
     if (from_row > 0) __syncthreads();
+    staged_unit coming{0, 0, 0}, unit = coming;
 #pragma unroll 1
-    for (int i = 0; i < stages; ++i) stage(i);
+    for (int i = 0; i < stages; ++i) stage(coming);
     // While they come: weights, scales and visible slots.
     if (chosen) weigh_rows(from_row);
     if (from_row == 0) {
@@ -266,41 +273,46 @@ __device__ bool cluster_choose(const page_problem<View>& p, const Scorer& scorer
     float top = -infinity, sum = 0;
     float acc[tile_width / 8][4] = {};
 #pragma unroll 1
-    for (int unit = 0; unit < units; ++unit) {
-      const int part_of_tile = unit % units_each, first_step = part_of_tile * steps_at_once;
-      const index_t local = unit / units_each * staged_pages + warp * tile_width;
-      const std::uint32_t here = shared_address(bytes) + std::uint32_t(unit % stages * staged_columns * pitch) +
-                                 std::uint32_t(warp * tile_width * int(sizeof(T)));
+    for (; begin + unit.page < end; go_on(unit)) {
+      const index_t local = unit.page + warp * tile_width;
+      const bool works = warp < staged_pages / tile_width && begin + local < end;
       wait_copies<stages - 1>();
       __syncthreads();
-      const bool works = warp < staged_pages / tile_width && begin + local < end;
-      if (works) {
+      if (works) {  // all loads, then all products: neither waits for one of the other kind
+        const std::uint32_t here = ring + unit.at + std::uint32_t(lane % 16 * pitch) +
+                                   std::uint32_t((warp * tile_width + lane / 16 * 8) * int(sizeof(T)));
+        const T* const weight = weights + lane / 4 * shared::pitch + unit.step * step_columns + lane % 4 * 2;
+        const int count = steps - unit.step;
+        unsigned a[steps_at_once][2], b[steps_at_once][tile_width / 16][4];
 #pragma unroll
         for (int u = 0; u < steps_at_once; ++u) {
-          if (first_step + u >= steps) break;
-          const int column = (first_step + u) * step_columns + lane % 4 * 2;
-          const auto two_of = [](const auto* of) { return *reinterpret_cast<const unsigned*>(of); };
-          const auto weight = weights + lane / 4 * shared::pitch + column;
-          const unsigned a[4] = {two_of(weight), 0u, two_of(weight + 8), 0u};
-          const unsigned mask[2] = {two_of(masks + column),
-                                    two_of(masks + column + 8)};  // else memory may hold anything
+          if (u >= count) break;
+          a[u][0] = *reinterpret_cast<const unsigned*>(weight + u * step_columns);
+          a[u][1] = *reinterpret_cast<const unsigned*>(weight + u * step_columns + 8);
 #pragma unroll
           for (int pair = 0; pair < tile_width / 16; ++pair) {
-            unsigned b[4];  // columns 0 to 7 and 8 to 15 of eight pages, then of the next eight
-            load_matrices_transposed(
-                b, here + std::uint32_t((u * step_columns + lane % 16) * pitch + (pair * 2 + lane / 16) * 16));
-            multiply<T>(acc[pair * 2], a, b[0] & mask[0], b[1] & mask[1]);
-            multiply<T>(acc[pair * 2 + 1], a, b[2] & mask[0], b[3] & mask[1]);
+            // Columns 0 to 7 and 8 to 15 of eight pages, then of the next eight.
+            load_matrices_transposed(b[u][pair], here + std::uint32_t(u * step_columns * pitch + pair * 32));
+          }
+        }
+#pragma unroll
+        for (int u = 0; u < steps_at_once; ++u) {
+          if (u >= count) break;
+          const unsigned row[4] = {a[u][0], 0u, a[u][1], 0u};
+#pragma unroll
+          for (int pair = 0; pair < tile_width / 16; ++pair) {
+            multiply<T>(acc[pair * 2], row, b[u][pair][0], b[u][pair][1]);
+            multiply<T>(acc[pair * 2 + 1], row, b[u][pair][2], b[u][pair][3]);
           }
         }
       }
-      if (unit + stages < units) {
+      if (begin + coming.page < end) {
         __syncthreads();
-        stage(unit + stages);
+        stage(coming);
       } else {
         commit_copies();
       }
-      if (part_of_tile + 1 < units_each || !works) continue;
+      if (unit.step + steps_at_once < steps || !works) continue;
       // A lane has pages 8 j + 2 (l % 4) and the next one, j < 4, of the row l / 4.
       const index_t first = local + lane % 4 * 2;
       if (mine) {
@@ -325,7 +337,8 @@ __device__ bool cluster_choose(const page_problem<View>& p, const Scorer& scorer
 #pragma unroll
         for (int j = 0; j < tile_width / 4; ++j) {
           x[j] = x[j] < infinity ? x[j] : not_a_number;
-          if (seen[j] > 0) highest = fmaxf(highest, x[j]);  // not NaN
+          seen[j] = x[j] == x[j] ? seen[j] : 0.0f;
+          highest = seen[j] > 0 ? fmaxf(highest, x[j]) : highest;
         }
 #pragma unroll
         for (int j = 0; j < tile_width / 8; ++j) {
@@ -335,7 +348,8 @@ __device__ bool cluster_choose(const page_problem<View>& p, const Scorer& scorer
           sum *= fast_exp(top - highest);
 #pragma unroll
           for (int j = 0; j < tile_width / 4; ++j) {
-            if (seen[j] > 0 && x[j] == x[j]) sum += seen[j] * fast_exp(x[j] - highest);
+            const float weight = seen[j] * fast_exp(x[j] - highest);
+            sum += seen[j] > 0 ? weight : 0.0f;
           }
         }
         top = highest;
@@ -353,11 +367,11 @@ __device__ bool cluster_choose(const page_problem<View>& p, const Scorer& scorer
       const float2 found = asked.usable[r] ? make_float2(highest, all) : make_float2(-infinity, 0);
 #pragma unroll 1
       for (int of = lane % 4; of < blocks; of += 4)
-        store_cluster(parts + r * parts_each + rank * warps + warp, of, found);
+        send(parts + r * parts_each + rank * warps + warp, of, found, asked.parts);
     }
   }
-  cluster_arrive();
-  cluster_wait();
+  if (thread == 0) asked.parts.expect(std::uint32_t(rows * parts_each) * std::uint32_t(sizeof(float2)));
+  asked.parts.wait();
   const bool uniform = s.uniform;
   if (!uniform || c.mass) {  // whoever looks at single slots finds the logits in device memory
 #pragma unroll 1
@@ -413,19 +427,22 @@ __device__ bool cluster_choose(const page_problem<View>& p, const Scorer& scorer
       const int of = i & (blocks - 1);
       const index_t quad = i >> log_blocks;
       if (of != rank && begin + quad * 4 < end) {
-        store_cluster(reinterpret_cast<uint4*>(keys + begin) + quad, of,
-                      reinterpret_cast<const uint4*>(keys + begin)[quad]);
+        send(reinterpret_cast<uint4*>(keys + begin) + quad, of, reinterpret_cast<const uint4*>(keys + begin)[quad],
+             asked.keys);
       }
     }
-    low = __reduce_min_sync(~0u, low), high = __reduce_max_sync(~0u, high);
-    if (lane < blocks && low <= high) {
-      least_of_cluster(&s.low, lane, low);
-      most_of_cluster(&s.high, lane, high);
+    if (thread == 0) {
+      const index_t others = ceil_div(bounds.pages, 4) - ceil_div(end - begin, 4);
+      asked.keys.expect(std::uint32_t(others) * std::uint32_t(sizeof(uint4)) +
+                        std::uint32_t(parts_each) * std::uint32_t(sizeof(uint2)));
     }
+    low = __reduce_min_sync(~0u, low), high = __reduce_max_sync(~0u, high);
+    if (lane < blocks) send(ranges + rank * warps + warp, lane, make_uint2(low, high), asked.keys);
+    asked.keys.wait();
   }
-  cluster_arrive();
-  cluster_wait();
   if (!uniform || c.mass || bounds.whole() || bounds.room == 0) {
+    cluster_arrive();  // logits in device memory are seen behind it
+    cluster_wait();
     const page_items of{s,
                         c,
                         to,
@@ -438,7 +455,14 @@ __device__ bool cluster_choose(const page_problem<View>& p, const Scorer& scorer
   }
   if (rank == 0) write_forced(bounds, put);
   if (begin < even.items) {
-    const key_range cut = find_cut(s, even, keys, s.low, s.high, unsigned(bounds.room));
+    unsigned low = ~0u, high = 0;
+#pragma unroll
+    for (int i = 0; i < most_cluster_blocks * warps / 32; ++i) {
+      const uint2 range = i * 32 + lane < parts_each ? ranges[i * 32 + lane] : make_uint2(~0u, 0);
+      low = min(low, range.x), high = max(high, range.y);
+    }
+    low = __reduce_min_sync(~0u, low), high = __reduce_max_sync(~0u, high);
+    const key_range cut = find_cut(s, even, keys, low, high, unsigned(bounds.room));
     write_chosen(s, even, bounds, keys, cut, begin, min(end, even.items), put);
   }
   return true;

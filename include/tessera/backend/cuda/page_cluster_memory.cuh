@@ -1,6 +1,7 @@
 // What a block of a cluster that chooses pages keeps in shared memory, and where.
 #pragma once
 
+#include "cluster.cuh"
 #include "page_items.cuh"
 
 TESSERA_NAMESPACE_BEGIN
@@ -30,7 +31,7 @@ struct cluster_shared {
     return rings > keys ? rings : keys;
   }
   TESSERA_HD static constexpr std::size_t weights_at(index_t share, int blocks) {
-    return columns_at(share, blocks) + most_columns * (sizeof(int) + sizeof(T));
+    return columns_at(share, blocks) + most_columns * sizeof(int);
   }
   TESSERA_HD static constexpr std::size_t q_at(index_t share, int blocks) {
     return weights_at(share, blocks) + cluster_rows * pitch * sizeof(T);
@@ -39,7 +40,8 @@ struct cluster_shared {
     return q_at(share, blocks) + std::size_t(rows) * D * sizeof(T);
   }
   TESSERA_HD static constexpr std::size_t logits_at(index_t rows, index_t share, int blocks) {
-    return parts_at(rows, share, blocks) + std::size_t(rows) * std::size_t(blocks) * cluster_warps * sizeof(float2);
+    return parts_at(rows, share, blocks) +
+           (std::size_t(rows) + 1) * std::size_t(blocks) * cluster_warps * sizeof(float2);
   }
   TESSERA_HD static constexpr std::size_t bytes(index_t rows, index_t share, int blocks) {
     return logits_at(rows, share, blocks) + std::size_t(rows) * std::size_t(share) * sizeof(float);
@@ -54,6 +56,7 @@ struct cluster_query {
   bool taken[D];
   float scale[most_query_rows];
   bool usable[most_query_rows];  // whether every element of the row is finite; another row says nothing
+  arrivals parts, keys, slots, outputs;  // from the blocks of the cluster
 };
 
 }  // namespace detail

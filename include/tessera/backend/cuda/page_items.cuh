@@ -71,7 +71,6 @@ struct page_choice_storage : page_rows {
   alignas(16) unsigned histogram[bins];
   unsigned warp_total[most_warps], warp_low[most_warps], warp_high[most_warps];
   uint2 before[most_warps], within[most_warps];  // units above the cut and at it
-  unsigned low, high;                            // of a row's keys, where its blocks have found them
   unsigned bin, above, in_bin, listed;
   uint2 list[most_listed];  // keys of a bin, in any order, and their units
   float sums[most_warps][4];
