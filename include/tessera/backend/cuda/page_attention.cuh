@@ -64,12 +64,15 @@ struct cluster_state {
     }
 #pragma unroll
     for (int i = 0; i < 4; ++i) s[i] = logit_of(i / 2, i % 2, s[i]);
+    float2 tile_top = make_float2(fmaxf(s[0], s[2]), fmaxf(s[1], s[3]));
+#pragma unroll
+    for (int step = 4; step < 32; step *= 2) {
+      const float x = __shfl_xor_sync(~0u, tile_top.x, step), y = __shfl_xor_sync(~0u, tile_top.y, step);
+      tile_top.x = fmaxf(tile_top.x, x), tile_top.y = fmaxf(tile_top.y, y);
+    }
 #pragma unroll
     for (int r = 0; r < 2; ++r) {
-      float most = fmaxf(s[r], s[r + 2]);
-#pragma unroll
-      for (int step = 4; step < 32; step *= 2) most = fmaxf(most, __shfl_xor_sync(~0u, most, step));
-      most = fmaxf(most, top[r]);
+      const float most = fmaxf(r ? tile_top.y : tile_top.x, top[r]);
       const float reference = most == -infinity ? 0.0f : most, shrink = power_of_two(top[r] - reference);
       s[r] = power_of_two(s[r] - reference);
       s[r + 2] = power_of_two(s[r + 2] - reference);
@@ -98,9 +101,12 @@ struct cluster_state {
   /// Leaves the outputs and, behind them, maximum and sum of the first `rows` rows.
   __device__ void store(float* outs, index_t rows, int lane) {
 #pragma unroll
-    for (int r = 0; r < 2; ++r) {
+    for (int step = 4; step < 32; step *= 2) {
+      const float x = __shfl_xor_sync(~0u, sum[0], step), y = __shfl_xor_sync(~0u, sum[1], step);
+      sum[0] += x, sum[1] += y;
+    }
 #pragma unroll
-      for (int step = 4; step < 32; step *= 2) sum[r] += __shfl_xor_sync(~0u, sum[r], step);
+    for (int r = 0; r < 2; ++r) {
       const int row = lane % 4 * 2 + r;
       if (row >= rows) continue;
 #pragma unroll
@@ -139,7 +145,7 @@ __global__ void __launch_bounds__(cluster_threads, 1)
   __shared__ page_choice_storage s;
   __shared__ cluster_query<D> asked;
   auto* bytes = reinterpret_cast<unsigned char*>(page_memory);
-  const int thread = int(threadIdx.x), lane = thread % 32, warp = thread / 32;
+  const int thread = int(threadIdx.x), lane = thread % 32, warp = __shfl_sync(~0u, thread / 32, 0);
   const int rank = int(blockIdx.x), blocks = int(gridDim.x), log_blocks = 31 - __clz(blocks);
   const index_t head = index_t(blockIdx.y), sequence = index_t(blockIdx.z), row = sequence * p.view.kv_heads + head;
   const index_t group = c.group, rows = c.tokens * group;

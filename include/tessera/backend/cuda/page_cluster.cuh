@@ -20,9 +20,9 @@ __device__ bool cluster_choose(const page_problem<View>& p, const Scorer& scorer
   using T = typename View::element_type;
   constexpr int D = View::k_dim, chunks = D / 8, threads = cluster_threads, warps = cluster_warps;
   using shared = cluster_shared<T, D>;
-  const int thread = int(threadIdx.x), lane = thread % 32, warp = thread / 32;
+  const int thread = int(threadIdx.x), lane = thread % 32, warp = __shfl_sync(~0u, thread / 32, 0);
   if (thread == 0) asked.parts.begin(), asked.keys.begin(), asked.slots.begin(), asked.outputs.begin();
-  cluster_arrive();  // answered before anything is written to another block
+  cluster_arrive_relaxed();  // answered before anything is written to another block
   const int rank = int(blockIdx.x), blocks = int(gridDim.x);
   const index_t head = index_t(blockIdx.y), sequence = index_t(blockIdx.z), row = sequence * p.view.kv_heads + head;
   const index_t group = c.group, rows = c.tokens * group;
@@ -207,15 +207,17 @@ __device__ bool cluster_choose(const page_problem<View>& p, const Scorer& scorer
   // The block stages up to 64 columns of 384 pages at once, 512 bytes of a column by a warp.
   // A warp multiplies those of 32 pages.
   constexpr int steps_at_once = staged_columns / step_columns;
+  // Of a unit: where one group of pages is all, it has all columns that the ring can hold.
+  const int unit_steps = end - begin <= staged_pages && steps <= stages * steps_at_once ? steps : steps_at_once;
   const int pitch = shared::staged_pitch(share);
   const std::uint32_t ring = shared_address(bytes), ring_bytes = std::uint32_t(stages * staged_columns * pitch);
   struct staged_unit {
-    index_t page;        // the first, from the block's first
-    int step;            // the first
-    std::uint32_t at;    // in the ring
+    index_t page;      // the first, from the block's first
+    int step;          // the first
+    std::uint32_t at;  // in the ring
   };
   const auto go_on = [&](staged_unit& unit) {
-    unit.step += steps_at_once;
+    unit.step += unit_steps;
     if (unit.step >= steps) unit.step = 0, unit.page += staged_pages;
     unit.at += std::uint32_t(staged_columns * pitch);
     if (unit.at == ring_bytes) unit.at = 0;
@@ -223,7 +225,7 @@ __device__ bool cluster_choose(const page_problem<View>& p, const Scorer& scorer
   const auto stage = [&](staged_unit& unit) {
     const index_t from_page = begin + unit.page, pages = min(index_t(staged_pages), end - from_page);
     if (pages > 0) {
-      const int from = unit.step * step_columns, count = min(staged_columns, steps * step_columns - from);
+      const int from = unit.step * step_columns, count = min(unit_steps * step_columns, steps * step_columns - from);
 #pragma unroll 2
       for (int at = warp; at < count; at += warps) {
         const int column = columns[from + at];
@@ -256,7 +258,8 @@ __device__ bool cluster_choose(const page_problem<View>& p, const Scorer& scorer
           whole += x;
           some += asked.taken[i] ? x : 0.0f;
         }
-        const float scale = scorer.row_scale(p.rule.scale_for(D), warp_sum(some), warp_sum(whole));
+        const float2 sums = warp_sum(make_float2(some, whole));
+        const float scale = scorer.row_scale(p.rule.scale_for(D), sums.x, sums.y);
         if (lane == 0) asked.scale[of] = scale;
       }
       if (warp < c.tokens) {
@@ -279,31 +282,34 @@ __device__ bool cluster_choose(const page_problem<View>& p, const Scorer& scorer
       wait_copies<stages - 1>();
       __syncthreads();
       if (works) {  // all loads, then all products: neither waits for one of the other kind
-        const std::uint32_t here = ring + unit.at + std::uint32_t(lane % 16 * pitch) +
-                                   std::uint32_t((warp * tile_width + lane / 16 * 8) * int(sizeof(T)));
-        const T* const weight = weights + lane / 4 * shared::pitch + unit.step * step_columns + lane % 4 * 2;
-        const int count = steps - unit.step;
-        unsigned a[steps_at_once][2], b[steps_at_once][tile_width / 16][4];
+        std::uint32_t here = ring + unit.at + std::uint32_t(lane % 16 * pitch) +
+                             std::uint32_t((warp * tile_width + lane / 16 * 8) * int(sizeof(T)));
+        const T* weight = weights + lane / 4 * shared::pitch + unit.step * step_columns + lane % 4 * 2;
+#pragma unroll 1
+        for (int count = min(unit_steps, steps - unit.step); count > 0; count -= steps_at_once) {
+          unsigned a[steps_at_once][2], b[steps_at_once][tile_width / 16][4];
 #pragma unroll
-        for (int u = 0; u < steps_at_once; ++u) {
-          if (u >= count) break;
-          a[u][0] = *reinterpret_cast<const unsigned*>(weight + u * step_columns);
-          a[u][1] = *reinterpret_cast<const unsigned*>(weight + u * step_columns + 8);
+          for (int u = 0; u < steps_at_once; ++u) {
+            if (u >= count) break;
+            a[u][0] = *reinterpret_cast<const unsigned*>(weight + u * step_columns);
+            a[u][1] = *reinterpret_cast<const unsigned*>(weight + u * step_columns + 8);
 #pragma unroll
-          for (int pair = 0; pair < tile_width / 16; ++pair) {
-            // Columns 0 to 7 and 8 to 15 of eight pages, then of the next eight.
-            load_matrices_transposed(b[u][pair], here + std::uint32_t(u * step_columns * pitch + pair * 32));
+            for (int pair = 0; pair < tile_width / 16; ++pair) {
+              // Columns 0 to 7 and 8 to 15 of eight pages, then of the next eight.
+              load_matrices_transposed(b[u][pair], here + std::uint32_t(u * step_columns * pitch + pair * 32));
+            }
           }
-        }
 #pragma unroll
-        for (int u = 0; u < steps_at_once; ++u) {
-          if (u >= count) break;
-          const unsigned row[4] = {a[u][0], 0u, a[u][1], 0u};
+          for (int u = 0; u < steps_at_once; ++u) {
+            if (u >= count) break;
+            const unsigned row[4] = {a[u][0], 0u, a[u][1], 0u};
 #pragma unroll
-          for (int pair = 0; pair < tile_width / 16; ++pair) {
-            multiply<T>(acc[pair * 2], row, b[u][pair][0], b[u][pair][1]);
-            multiply<T>(acc[pair * 2 + 1], row, b[u][pair][2], b[u][pair][3]);
+            for (int pair = 0; pair < tile_width / 16; ++pair) {
+              multiply<T>(acc[pair * 2], row, b[u][pair][0], b[u][pair][1]);
+              multiply<T>(acc[pair * 2 + 1], row, b[u][pair][2], b[u][pair][3]);
+            }
           }
+          here += std::uint32_t(staged_columns * pitch), weight += staged_columns;
         }
       }
       if (begin + coming.page < end) {
@@ -312,7 +318,7 @@ __device__ bool cluster_choose(const page_problem<View>& p, const Scorer& scorer
       } else {
         commit_copies();
       }
-      if (unit.step + steps_at_once < steps || !works) continue;
+      if (unit.step + unit_steps < steps || !works) continue;
       // A lane has pages 8 j + 2 (l % 4) and the next one, j < 4, of the row l / 4.
       const index_t first = local + lane % 4 * 2;
       if (mine) {

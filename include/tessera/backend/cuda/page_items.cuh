@@ -204,7 +204,7 @@ __device__ void finish_row(page_rows& s, const page_choice& p, index_t row, inde
     sum = warp_sum(sum_for(top)) + (sink > -infinity ? fast_exp(sink - top) : 0.0f);
   }
   if (threadIdx.x % 32 == 0) {
-    s.softmax[r] = {speaks ? top : 0, 1 / sum, speaks};
+    s.softmax[r] = {speaks ? top : 0, __fdividef(1.0f, sum), speaks};
   }
 }
 

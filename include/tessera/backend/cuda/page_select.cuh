@@ -19,7 +19,7 @@ struct key_range {
 /// Finds the bin in which the `need`-th largest unit lies, and clears the histogram.
 __device__ inline void find_bin(page_choice_storage& s, unsigned need) {
   constexpr int lookers = page_choice_storage::bins / 4;
-  const int thread = int(threadIdx.x), lane = thread % 32, warp = thread / 32;
+  const int thread = int(threadIdx.x), lane = thread % 32, warp = __shfl_sync(~0u, thread / 32, 0);
   __syncthreads();
   unsigned mine[4], before = 0;
   if (thread < lookers) {
@@ -110,7 +110,7 @@ __device__ key_range find_cut(page_choice_storage& s, const Items& of, const uns
 template <class Items, class Put>
 __device__ void write_chosen(page_choice_storage& s, const Items& of, const page_bounds& b, const unsigned* keys,
                              const key_range& cut, index_t from, index_t to, const Put& put) {
-  const int thread = int(threadIdx.x), lane = thread % 32, warp = thread / 32, warps = int(blockDim.x) / 32;
+  const int thread = int(threadIdx.x), lane = thread % 32, warp = __shfl_sync(~0u, thread / 32, 0), warps = int(blockDim.x) / 32;
   // An odd number of neighbours a thread: their loads fall into different banks.
   const index_t each = ceil_div(to - from, index_t(blockDim.x)) | 1, first = from + thread * each;
   uint2 before = make_uint2(0, 0), within = make_uint2(0, 0);  // units above the cut and at it
@@ -125,7 +125,12 @@ __device__ void write_chosen(page_choice_storage& s, const Items& of, const page
 #pragma unroll 1
   for (index_t i = first; i < min(first + each, to); ++i) count(keys[i], i, within);
   before = make_uint2(__reduce_add_sync(~0u, before.x), __reduce_add_sync(~0u, before.y));
-  const uint2 up_to = make_uint2(inclusive_sum(within.x, lane), inclusive_sum(within.y, lane));
+  uint2 up_to = within;
+#pragma unroll
+  for (int step = 1; step < 32; step *= 2) {  // neither sum waits for the other's shuffles
+    const unsigned x = __shfl_up_sync(~0u, up_to.x, step), y = __shfl_up_sync(~0u, up_to.y, step);
+    up_to.x += lane >= step ? x : 0u, up_to.y += lane >= step ? y : 0u;
+  }
   if (lane == 31) s.before[warp] = before, s.within[warp] = up_to;
   __syncthreads();
   before = lane < warps ? s.before[lane] : make_uint2(0, 0);
@@ -182,7 +187,7 @@ __device__ void write_forced(const page_bounds& b, const Put& put) {
 __device__ __noinline__ inline void choose_row(page_choice_storage& s, const page_items& of, const page_bounds& b,
                                                unsigned* keys, bool ready) {
   const page_choice& p = of.p;
-  const int thread = int(threadIdx.x), lane = thread % 32, warp = thread / 32, threads = int(blockDim.x);
+  const int thread = int(threadIdx.x), lane = thread % 32, warp = __shfl_sync(~0u, thread / 32, 0), threads = int(blockDim.x);
   index_t* const out = p.out + of.row * p.out_stride;
   const auto put = [&](index_t place, index_t slot) { out[place] = slot; };
   if (b.whole()) {
