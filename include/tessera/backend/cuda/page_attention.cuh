@@ -224,7 +224,8 @@ __global__ void __launch_bounds__(cluster_threads, 1)
     const float sum = warp_sum(part.y * factor);
     if (lane < cluster_warps) factors[warp][lane] = factor;
     if (lane == 0) {
-      send(part_state + (warp >> log_blocks) * blocks + rank, warp & (blocks - 1), make_float2(top, sum), asked.outputs);
+      send(part_state + (warp >> log_blocks) * blocks + rank, warp & (blocks - 1), make_float2(top, sum),
+           asked.outputs);
     }
   }
   __syncthreads();

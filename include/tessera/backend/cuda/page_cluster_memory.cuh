@@ -55,7 +55,7 @@ struct cluster_query {
   float total[D];                  // sum of q over them
   bool taken[D];
   float scale[most_query_rows];
-  bool usable[most_query_rows];  // whether every element of the row is finite; another row says nothing
+  bool usable[most_query_rows];          // whether every element of the row is finite; another row says nothing
   arrivals parts, keys, slots, outputs;  // from the blocks of the cluster
 };
 

@@ -110,7 +110,8 @@ __device__ key_range find_cut(page_choice_storage& s, const Items& of, const uns
 template <class Items, class Put>
 __device__ void write_chosen(page_choice_storage& s, const Items& of, const page_bounds& b, const unsigned* keys,
                              const key_range& cut, index_t from, index_t to, const Put& put) {
-  const int thread = int(threadIdx.x), lane = thread % 32, warp = __shfl_sync(~0u, thread / 32, 0), warps = int(blockDim.x) / 32;
+  const int thread = int(threadIdx.x), lane = thread % 32, warp = __shfl_sync(~0u, thread / 32, 0),
+            warps = int(blockDim.x) / 32;
   // An odd number of neighbours a thread: their loads fall into different banks.
   const index_t each = ceil_div(to - from, index_t(blockDim.x)) | 1, first = from + thread * each;
   uint2 before = make_uint2(0, 0), within = make_uint2(0, 0);  // units above the cut and at it
@@ -187,7 +188,8 @@ __device__ void write_forced(const page_bounds& b, const Put& put) {
 __device__ __noinline__ inline void choose_row(page_choice_storage& s, const page_items& of, const page_bounds& b,
                                                unsigned* keys, bool ready) {
   const page_choice& p = of.p;
-  const int thread = int(threadIdx.x), lane = thread % 32, warp = __shfl_sync(~0u, thread / 32, 0), threads = int(blockDim.x);
+  const int thread = int(threadIdx.x), lane = thread % 32, warp = __shfl_sync(~0u, thread / 32, 0),
+            threads = int(blockDim.x);
   index_t* const out = p.out + of.row * p.out_stride;
   const auto put = [&](index_t place, index_t slot) { out[place] = slot; };
   if (b.whole()) {
