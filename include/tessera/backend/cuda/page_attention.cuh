@@ -180,6 +180,7 @@ __global__ void __launch_bounds__(cluster_threads, 1)
     const bool has_last = ((tiles - 1) & (blocks - 1)) == rank;
     const index_t held = own_tiles * tokens - (has_last ? tiles * tokens - count : 0);
     if (thread == 0) asked.slots.expect(std::uint32_t(held) * std::uint32_t(sizeof(index_t)));
+    __syncthreads();  // no warp looks at keys any more where tiles are to lie
     asked.slots.wait();
   }
   cluster_state<View> state;

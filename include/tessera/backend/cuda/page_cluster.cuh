@@ -204,8 +204,7 @@ __device__ bool cluster_choose(const page_problem<View>& p, const Scorer& scorer
     return false;
   }
 
-  // The block stages up to 64 columns of 384 pages at once, 512 bytes of a column by a warp.
-  // A warp multiplies those of 32 pages.
+  // The block stages 64 columns of 384 pages at once, or more of fewer pages. A warp multiplies those of 32 pages.
   constexpr int steps_at_once = staged_columns / step_columns;
   // Of a unit: where one group of pages is all, it has all columns that the ring can hold.
   const int unit_steps = end - begin <= staged_pages && steps <= stages * steps_at_once ? steps : steps_at_once;
@@ -377,6 +376,7 @@ __device__ bool cluster_choose(const page_problem<View>& p, const Scorer& scorer
     }
   }
   if (thread == 0) asked.parts.expect(std::uint32_t(rows * parts_each) * std::uint32_t(sizeof(float2)));
+  __syncthreads();  // what this block's warps have left for each other; then what the other blocks' have sent
   asked.parts.wait();
   const bool uniform = s.uniform;
   if (!uniform || c.mass) {  // whoever looks at single slots finds the logits in device memory
