@@ -358,7 +358,9 @@ struct trial<problem<T, D, listed>, Scorer> {
     // Capacity beyond what is there, and objects made for more than one step has.
     const index_t capacity = random.pick({longest, longest, longest * 3 + 5, 300'000});
     const index_t tokens = capacity < 300'000 ? random.pick({made.tokens, 8}) : made.tokens;
-    const auto info = cuda::device_info::current();
+    auto info = cuda::device_info::current();
+    // Clusters of one block to as many as there can be, with few rows.
+    info.multiprocessors = random.pick({info.multiprocessors, 1, 2 * made.rows(), 4 * made.rows()});
     const cuda::choose_pages<view_type, Scorer, float> choose(scorer, unit, read, made.kv.sequences, made.kv.kv_heads,
                                                               made.q_heads(), tokens, capacity, info);
     const cuda::index_pages<view_type> pages;
