@@ -359,7 +359,7 @@ struct trial<problem<T, D, listed>, Scorer> {
     const index_t capacity = random.pick({longest, longest, longest * 3 + 5, 300'000});
     const index_t tokens = capacity < 300'000 ? random.pick({made.tokens, 8}) : made.tokens;
     auto info = cuda::device_info::current();
-    // Clusters of one block to as many as there can be, with few rows.
+    // Clusters of two blocks, four and as many as there can be, with few rows.
     info.multiprocessors = random.pick({info.multiprocessors, 1, 2 * made.rows(), 4 * made.rows()});
     const cuda::choose_pages<view_type, Scorer, float> choose(scorer, unit, read, made.kv.sequences, made.kv.kv_heads,
                                                               made.q_heads(), tokens, capacity, info);

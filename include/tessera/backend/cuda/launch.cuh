@@ -49,8 +49,7 @@ bool can_overlap(void (*entry)(Params...)) {
 struct launch_shape {
   dim3 blocks, threads;
   std::size_t shared_bytes = 0;
-  /// Blocks of a cluster; 0: no clusters. One block that sends to itself is a cluster too.
-  unsigned cluster = 0;
+  unsigned cluster = 1;  ///< blocks; 1: no clusters
   /// Begin while the launch before ends: `can_overlap`, and the kernel calls `wait_for_earlier`.
   bool overlapping = false;
 };
@@ -66,7 +65,7 @@ void launch(void (*entry)(Params...), const launch_shape& shape, cudaStream_t st
   config.dynamicSmemBytes = shape.shared_bytes;
   config.stream = stream;
   config.attrs = attributes;
-  if (shape.cluster > 0) {
+  if (shape.cluster > 1) {
     attributes[config.numAttrs].id = cudaLaunchAttributeClusterDimension;
     attributes[config.numAttrs++].val.clusterDim = {shape.cluster, 1, 1};
   }

@@ -78,7 +78,8 @@ class choose_pages {
     require(allow(logits_entry_, shared_), "shared memory of a block", shared_,
             "at most " + std::to_string(device.shared_memory), "split the step");
     if (scorer.page > 1 && device.compute_capability >= 90) {
-      for (blocks_ = detail::most_cluster_blocks; blocks_ > 1 && blocks_ * rows_ > device.multiprocessors;)
+      // At least two: a block alone is no cluster, and the instruction that sends is illegal there (H200, CUDA 13.0).
+      for (blocks_ = detail::most_cluster_blocks; blocks_ > 2 && blocks_ * rows_ > device.multiprocessors;)
         blocks_ /= 2;
       const index_t share =
           (ceil_div(pages, index_t(blocks_)) + detail::tile_width - 1) / detail::tile_width * detail::tile_width;
