@@ -1,6 +1,6 @@
 // Decode attention: dense, behind a block table, over a selection, and over uneven lengths.
 #include "cuda_bench.hpp"
-#include "tessera/backend/cuda/decode_attention.cuh"
+#include "tessera/backend/cuda/attend/decode/decode_attention.cuh"
 
 namespace gpu_bench {
 namespace {

@@ -1,7 +1,7 @@
 // Compaction of 128K tokens to a quarter with lengths that differ by head, fresh and in place; and append.
 #include "cuda_bench.hpp"
-#include "tessera/backend/cuda/append.cuh"
-#include "tessera/backend/cuda/pack.cuh"
+#include "tessera/backend/cuda/store/append.cuh"
+#include "tessera/backend/cuda/store/pack.cuh"
 
 namespace gpu_bench {
 namespace {

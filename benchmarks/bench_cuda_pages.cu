@@ -1,8 +1,8 @@
 // A RocketKV decode step behind its first stage: estimating and choosing pages, and attending what was chosen.
 #include "cuda_bench.hpp"
-#include "tessera/backend/cuda/decode_attention.cuh"
-#include "tessera/backend/cuda/page_index.cuh"
-#include "tessera/backend/cuda/page_retrieval.cuh"
+#include "tessera/backend/cuda/attend/decode/decode_attention.cuh"
+#include "tessera/backend/cuda/read/extrema/page_index.cuh"
+#include "tessera/backend/cuda/read/extrema/page_retrieval.cuh"
 #include "tessera/methods/rocketkv.hpp"
 
 namespace gpu_bench {

@@ -1,7 +1,7 @@
 // Causal prefill attention of a whole prompt.
 #include "cuda_bench.hpp"
 
-#include "tessera/backend/cuda/prefill_attention.cuh"
+#include "tessera/backend/cuda/attend/prefill/prefill_attention.cuh"
 
 namespace gpu_bench {
 namespace {

@@ -2,9 +2,9 @@
 #include <cmath>
 
 #include "cuda_bench.hpp"
-#include "tessera/backend/cuda/allot.cuh"
-#include "tessera/backend/cuda/pool.cuh"
-#include "tessera/backend/cuda/score.cuh"
+#include "tessera/backend/cuda/choose/allot.cuh"
+#include "tessera/backend/cuda/score/pool.cuh"
+#include "tessera/backend/cuda/score/score.cuh"
 #include "tessera/scorer/observation_window.hpp"
 
 namespace gpu_bench {

@@ -1,6 +1,6 @@
 // Exact top-k over rows of fp32 scores.
 #include "cuda_bench.hpp"
-#include "tessera/backend/cuda/top_k.cuh"
+#include "tessera/backend/cuda/choose/top_k.cuh"
 
 namespace gpu_bench {
 namespace {

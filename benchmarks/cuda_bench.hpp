@@ -11,7 +11,7 @@
 #include <string>
 #include <vector>
 
-#include "tessera/backend/cuda/tuning.cuh"
+#include "tessera/backend/cuda/device/tuning.cuh"
 #include "tessera/core/types.hpp"
 #include "tessera/core/views.hpp"
 

@@ -187,7 +187,7 @@ if wanted sanitizers; then
   # time. racecheck takes longest and goes first.
   export TESSERA_TEST_SCALE=$scale
   for tool in racecheck initcheck memcheck synccheck; do
-    for file in tests/backend/cuda/test_*.cu; do
+    for file in $(find tests/backend/cuda -name "test_*.cu" | sort); do
       while [ "$(jobs -rp | wc -l)" -ge "$(nproc)" ]; do wait -n; done
       file=$(basename "$file" .cu)
       step "$tool.$file" 300 compute-sanitizer --tool "$tool" --error-exitcode 86 --print-limit 20 \

@@ -19,6 +19,7 @@ foreach(file IN LISTS test_files)
   if(folder STREQUAL "")
     set(folder top)
   endif()
+  string(REGEX REPLACE "^(backend/[a-z]+)/.*" "\\1" folder "${folder}")  # all rooms of a backend in one program
   string(REPLACE "/" "_" program "test_${folder}")
   if(NOT TARGET ${program})
     add_executable(${program})

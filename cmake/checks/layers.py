@@ -25,6 +25,12 @@ MAY_INCLUDE = {
     "tessera.hpp":  BELOW_AXES + AXES + ["recipe.hpp", "backend/cpu", "cache.hpp"],  # machinery only: no methods
 }
 
+# Rooms of the backends: each may include itself and the ones before it.
+ROOMS = {
+    "backend/cpu": ["kernel", "store", "score", "choose", "attend", "read"],
+    "backend/cuda": ["device", "store", "score", "choose", "attend", "read", "cache", "cache.cuh"],
+}
+
 # Headers from outside the standard C++ library (those have neither a dot nor a slash in their name).
 EXTERNAL = {
     "immintrin.h":   ["math", "team", "attention", "layout", "backend/cpu"],
@@ -42,6 +48,10 @@ MAX_LINES = 500
 def layer_of(path, include_root):
     parts = path.relative_to(include_root / "tessera").parts
     return "/".join(parts[:2]) if parts[0] == "backend" else parts[0]
+
+
+def room_of(path, include_root):
+    return path.relative_to(include_root / "tessera").parts[2]
 
 
 def without_comments(text):
@@ -70,6 +80,10 @@ def check_include(line, path, layer, include_root):
     if not target.is_relative_to(include_root / "tessera") or not target.is_file():
         return f'"{name}" is no header of Tessera'
     other = layer_of(target, include_root)
+    if other == layer and layer in ROOMS:
+        order, here, there = ROOMS[layer], room_of(path, include_root), room_of(target, include_root)
+        if here in order and order.index(there) > order.index(here):
+            return f"{layer}/{here} includes {there}; it may include {', '.join(order[:order.index(here)])}"
     if other == layer or other in MAY_INCLUDE[layer]:
         return None
     return f"{layer} includes {other}; it may include {', '.join(MAY_INCLUDE[layer]) or 'nothing else'}"
@@ -80,6 +94,9 @@ def check_header(path, include_root):
     layer = layer_of(path, include_root)
     if layer not in MAY_INCLUDE:
         yield 1, f"{layer} is no layer; add it to the table in cmake/checks/layers.py"
+        return
+    if layer in ROOMS and room_of(path, include_root) not in ROOMS[layer]:
+        yield 1, f"{room_of(path, include_root)} is no room of {layer}; add it to the list in cmake/checks/layers.py"
         return
     if text.count("\n") > MAX_LINES:
         yield MAX_LINES, f"the header has {text.count(chr(10))} lines; at most {MAX_LINES}: split it by idea"

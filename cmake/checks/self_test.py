@@ -48,12 +48,18 @@ class Checks(unittest.TestCase):
                 "methods/a.hpp": "", "recipe.hpp": "", "cache.hpp": "", header: text}
         return {f"include/tessera/{name}": PRAGMA + body for name, body in good.items()}
 
+    def test_rooms_have_an_order(self):
+        files = self.layer_case("backend/cuda/score/b.cuh", '#include "../choose/b.cuh"\n')
+        self.assert_fails(layers.main, files | {"include/tessera/backend/cuda/choose/b.cuh": PRAGMA},
+                          "backend/cuda/score includes choose")
+        self.assert_fails(layers.main, self.layer_case("backend/cuda/attic/b.cuh", ""), "attic is no room")
+
     def test_layers_accept_what_points_down(self):
         for header, text in [
             ("math/b.hpp", '#include <vector>\n#include "../core/a.hpp"\n#include "a.hpp"\n'),
             ("methods/b.hpp", '#include "../recipe.hpp"\n#include <tessera/scorer/a.hpp>\n'),
             ("core/b.hpp", "#define TESSERA_B 1\n// #define B, __global__ and <Eigen/Core> in a comment\n"),
-            ("backend/cuda/b.hpp", "__global__ void kernel();\n#include <cub/cub.cuh>\n"),
+            ("backend/cuda/device/b.hpp", "__global__ void kernel();\n#include <cub/cub.cuh>\n"),
             ("core/c.hpp", "// TO" "DO #12: later\n"),
         ]:
             self.assert_passes(layers.main, self.layer_case(header, text))
@@ -73,7 +79,7 @@ class Checks(unittest.TestCase):
             ("core/b.hpp", "#define BLOCK 1\n", "must begin with TESSERA_"),
             ("math/b.hpp", "#define TESSERA_B 1\n", "defined outside core/"),
             ("scorer/b.hpp", "__global__ void kernel();\n", "__global__ outside backend/cuda"),
-            ("backend/cuda/b.cuh", "auto e = detail::a_entry<int>;\ncudaFuncSetAttribute(e);\ndetail::a_entry<int><<<1, 1>>>();\n",
+            ("backend/cuda/device/b.cuh", "auto e = detail::a_entry<int>;\ncudaFuncSetAttribute(e);\ndetail::a_entry<int><<<1, 1>>>();\n",
              "configured and launched apart"),
             ("core/b.hpp", "\n" * 500, "at most 500"),
             ("core/b.hpp", "// TO" "DO later\n", "open work without an issue number"),

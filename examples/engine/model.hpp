@@ -4,7 +4,7 @@
 #include <cstdint>
 #include <filesystem>
 #include <span>
-#include <tessera/backend/cpu/executor.hpp>
+#include <tessera/backend/cpu/kernel/executor.hpp>
 #include <vector>
 
 #include "checkpoint.hpp"

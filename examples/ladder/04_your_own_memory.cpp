@@ -1,5 +1,5 @@
 // Rung 4: an engine keeps its memory. A kv_view describes it, the low-level operations read it where it is.
-#include <tessera/backend/cpu/attend.hpp>
+#include <tessera/backend/cpu/attend/attend.hpp>
 
 #include "support.hpp"
 

@@ -1,5 +1,5 @@
 // Rung 6: attention over parts. Every operation returns its log-sum-exp, so partial results merge into the whole one.
-#include <tessera/backend/cpu/attend.hpp>
+#include <tessera/backend/cpu/attend/attend.hpp>
 #include <tessera/math/softmax_state.hpp>
 
 #include "support.hpp"

@@ -4,7 +4,7 @@
 #include <memory>
 #include <optional>
 #include <string>
-#include <tessera/backend/cpu/executor.hpp>
+#include <tessera/backend/cpu/kernel/executor.hpp>
 #include <vector>
 
 #include "backend.hpp"

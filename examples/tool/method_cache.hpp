@@ -5,7 +5,7 @@
 #include <optional>
 #include <string>
 #include <string_view>
-#include <tessera/backend/cpu/executor.hpp>
+#include <tessera/backend/cpu/kernel/executor.hpp>
 #include <tessera/core/model_shape.hpp>
 #include <tessera/core/views.hpp>
 #include <utility>

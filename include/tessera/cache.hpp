@@ -7,11 +7,11 @@
 #include <string>
 #include <vector>
 
-#include "backend/cpu/attend.hpp"
-#include "backend/cpu/ragged_store.hpp"
-#include "backend/cpu/read_stage.hpp"
-#include "backend/cpu/retain.hpp"
-#include "backend/cpu/score.hpp"
+#include "backend/cpu/attend/attend.hpp"
+#include "backend/cpu/choose/retain.hpp"
+#include "backend/cpu/read/read_stage.hpp"
+#include "backend/cpu/score/score.hpp"
+#include "backend/cpu/store/ragged_store.hpp"
 #include "core/model_shape.hpp"
 #include "recipe.hpp"
 

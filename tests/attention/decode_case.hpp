@@ -3,7 +3,7 @@
 
 #include <memory>
 
-#include <tessera/backend/cpu/attend.hpp>
+#include <tessera/backend/cpu/attend/attend.hpp>
 
 #include "support/kv_tensor.hpp"
 #include "support/tolerance.hpp"
@@ -22,7 +22,8 @@ struct step_queries {
 
   template <class Tensor>
   step_queries(rng& random, const Tensor& kv, index_t q_len_, index_t group, int dim)
-      : q_len(q_len_), q_heads(kv.kv_heads * group),
+      : q_len(q_len_),
+        q_heads(kv.kv_heads * group),
         q(normals(random, std::size_t(kv.sequences * q_len * q_heads * dim))) {
     for (index_t b = 0; b < kv.sequences; ++b) first.push_back(std::max(0, kv.newest(b) - q_len + 1));
   }
@@ -40,8 +41,8 @@ attention_result decode(const kv_tensor<T, D, Dv>& kv, const step_queries& step,
   const selection_view read = chosen ? chosen->view() : selection_view{};
   cpu::decode_attention(
       kv.view(),
-      cpu::query_rows<float>{nhd_rows(step.q.data(), step.q_len, step.q_heads, D, kv.sequences), step.first.data()}, rule,
-      chosen ? &read : nullptr,
+      cpu::query_rows<float>{nhd_rows(step.q.data(), step.q_len, step.q_heads, D, kv.sequences), step.first.data()},
+      rule, chosen ? &read : nullptr,
       cpu::attention_output{nhd_rows(result.out.data(), step.q_len, step.q_heads, Dv, kv.sequences),
                             nhd_rows(result.lse.data(), step.q_len, step.q_heads, 1, kv.sequences)},
       workspace, workers);

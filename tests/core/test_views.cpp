@@ -3,7 +3,7 @@
 
 #include <limits>
 
-#include <tessera/backend/cpu/attend.hpp>
+#include <tessera/backend/cpu/attend/attend.hpp>
 #include <tessera/core/selection.hpp>
 
 #include "support/kv_tensor.hpp"
@@ -34,9 +34,9 @@ std::vector<float> attend(const View& view) {
   std::vector<float> out(q.size());
   cpu::executor workers(1);
   cpu::decode_workspace workspace;
-  cpu::decode_attention(view, cpu::query_rows<float>{nhd_rows(q.data(), 1, heads * group, dim, batch), first.data()},
-                        logit_rule{}, nullptr,
-                        cpu::attention_output{nhd_rows(out.data(), 1, heads * group, dim, batch), {}}, workspace, workers);
+  cpu::decode_attention(
+      view, cpu::query_rows<float>{nhd_rows(q.data(), 1, heads * group, dim, batch), first.data()}, logit_rule{},
+      nullptr, cpu::attention_output{nhd_rows(out.data(), 1, heads * group, dim, batch), {}}, workspace, workers);
   return out;
 }
 
@@ -89,13 +89,15 @@ TEST_CASE("FlashInfer pages in NHD and HND order behind a CSR table are read whe
     kv_view<float, dim, csr_table> view;
     view.k = memory.k.data();
     view.v = memory.v.data();
-    view.k_strides = nhd ? row_strides{page * heads * dim, dim, heads * dim, 1} : row_strides{page * heads * dim, page * dim, dim, 1};
+    view.k_strides = nhd ? row_strides{page * heads * dim, dim, heads * dim, 1}
+                         : row_strides{page * heads * dim, page * dim, dim, 1};
     view.v_strides = view.k_strides;
     view.table = {indptr.data(), indices.data(), page, 1};
     view = with_shape(view);
     fill(view, reference);
-    CHECK(memory.k[std::size_t(indices[1] * view.k_strides.outer + 2 * view.k_strides.head + 3 * view.k_strides.token)] ==
-          reference.k[reference.row(0, 2, page + 3) * dim]);
+    CHECK(
+        memory.k[std::size_t(indices[1] * view.k_strides.outer + 2 * view.k_strides.head + 3 * view.k_strides.token)] ==
+        reference.k[reference.row(0, 2, page + 3) * dim]);
     CHECK(support::same_bits(attend(view), attend(reference.view())));
   }
 }
@@ -197,8 +199,10 @@ TEST_CASE("FlashAttention, Hugging Face and llama.cpp tensors need no table") {
     view.k_strides = view.v_strides = {heads * capacity * dim, capacity * dim, dim, 1};
   }
   SECTION("llama.cpp: byte strides nb1, nb2, nb3, V transposed") {
-    const std::size_t k_bytes[] = {heads * dim * sizeof(float), dim * sizeof(float), heads * capacity * dim * sizeof(float)};
-    const std::size_t v_bytes[] = {capacity * sizeof(float), dim * capacity * sizeof(float), heads * capacity * dim * sizeof(float)};
+    const std::size_t k_bytes[] = {heads * dim * sizeof(float), dim * sizeof(float),
+                                   heads * capacity * dim * sizeof(float)};
+    const std::size_t v_bytes[] = {capacity * sizeof(float), dim * capacity * sizeof(float),
+                                   heads * capacity * dim * sizeof(float)};
     const auto elements = [](std::size_t bytes) { return offset_t(bytes / sizeof(float)); };
     view.k_strides = {elements(k_bytes[2]), elements(k_bytes[1]), elements(k_bytes[0]), 1};
     view.v_strides = {elements(v_bytes[2]), elements(v_bytes[1]), 1, elements(v_bytes[0])};

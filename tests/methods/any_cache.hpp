@@ -6,7 +6,7 @@
 #include <string>
 #include <vector>
 
-#include <tessera/backend/cpu/executor.hpp>
+#include <tessera/backend/cpu/kernel/executor.hpp>
 #include <tessera/cache.hpp>
 #include <tessera/core/logit_rule.hpp>
 #include <tessera/core/views.hpp>

@@ -1,7 +1,7 @@
 // Keys and values of a batch in the plainest layout, and the oracle's answer over them.
 #pragma once
 
-#include <tessera/backend/cpu/attend.hpp>
+#include <tessera/backend/cpu/attend/attend.hpp>
 #include <tessera/core/views.hpp>
 
 #include "oracle.hpp"
@@ -19,7 +19,9 @@ struct kv_tensor {
   std::vector<index_t> positions;  // [sequences, kv_heads, slots] or empty
 
   kv_tensor(rng& random, index_t sequences_, index_t kv_heads_, std::vector<index_t> lengths_)
-      : sequences(sequences_), kv_heads(kv_heads_), slots(*std::max_element(lengths_.begin(), lengths_.end())),
+      : sequences(sequences_),
+        kv_heads(kv_heads_),
+        slots(*std::max_element(lengths_.begin(), lengths_.end())),
         lengths(std::move(lengths_)) {
     for (const float x : normals(random, std::size_t(sequences * kv_heads * slots * D))) k.push_back(T(x));
     for (const float x : normals(random, std::size_t(sequences * kv_heads * slots * Dv))) v.push_back(T(x));
@@ -86,7 +88,6 @@ struct kv_tensor {
     }
     return oracle::attend(query, query_position, keys, values, at, D, Dv, rule, q_head);
   }
-
 };
 
 }  // namespace support

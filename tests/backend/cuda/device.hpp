@@ -9,7 +9,7 @@
 
 #include "catch.hpp"
 #include "support/random.hpp"
-#include "tessera/backend/cuda/tuning.cuh"
+#include "tessera/backend/cuda/device/tuning.cuh"
 #include "tessera/core/types.hpp"
 
 namespace gpu_test {

@@ -7,14 +7,14 @@
 #include <tuple>
 #include <vector>
 
-#include "batch.hpp"
-#include "cache_operations.cuh"
-#include "cache_options.hpp"
-#include "cache_state.hpp"
-#include "prefill_attention.cuh"
-#include "prompt_stage.cuh"
-#include "read_store.cuh"
-#include "row_store.cuh"
+#include "attend/prefill/prefill_attention.cuh"
+#include "cache/batch.hpp"
+#include "cache/cache_operations.cuh"
+#include "cache/cache_options.hpp"
+#include "cache/cache_state.hpp"
+#include "cache/prompt_stage.cuh"
+#include "cache/read_store.cuh"
+#include "store/row_store.cuh"
 
 TESSERA_NAMESPACE_BEGIN
 namespace cuda {

@@ -1,0 +1,238 @@
+// Attention on the CPU: prompt chunks and decode steps, over everything stored or over a selection.
+#pragma once
+
+#include <algorithm>
+#include <cmath>
+#include <memory>
+#include <vector>
+
+#include "../../../math/softmax_state.hpp"
+#include "../kernel/executor.hpp"
+#include "../kernel/rows.hpp"
+
+TESSERA_NAMESPACE_BEGIN
+namespace cpu {
+inline namespace TESSERA_HOST_ISA {
+
+/// Where attention goes: out [sequences, tokens, q_heads, v_dim], lse [sequences, tokens, q_heads] (null: not wanted).
+struct attention_output {
+  rows_view<float> out;
+  rows_view<float> lse;
+};
+
+/// Running result of a block of query rows: unnormalised output and softmax state of each row.
+template <int Dv>
+struct partial_rows {
+  float* out;             // [rows, Dv]
+  softmax_state* states;  // [rows]
+};
+
+/// Attends slots [first, last) of a source with `rows` query rows whose queries are in `memory.queries`.
+/// A tile's arithmetic for a row does not depend on the other rows, so chunking a prompt changes no bit
+/// (`few_rows` picks the kernel by the shape of the call, never by what is left over of it).
+template <class View, class Memory>
+void attend_range(const View& view, index_t sequence, index_t head, const slot_source& slots, index_t first,
+                  index_t last, const logit_rule& rule, int rows, const index_t* query_positions, bool few_rows,
+                  Memory& memory, partial_rows<View::v_dim> result) {
+  constexpr int D = View::k_dim, Dv = View::v_dim;
+  using T = typename View::element_type;
+  const index_t newest = *std::max_element(query_positions, query_positions + rows);
+  // Few rows read each stored element about once: straight from memory, if its rows are contiguous.
+  const bool direct = few_rows && view.k_strides.dim == 1 && view.v_strides.dim == 1;
+  for (index_t begin = first; begin < last; begin += tile_tokens) {
+    const int tokens = int(std::min<index_t>(tile_tokens, last - begin));
+    if (view.position(sequence, head, slots[begin]) > newest) break;  // positions ascend: the rest is in the future
+    const T *keys[tile_tokens], *values[tile_tokens], *next_keys[tile_tokens];
+    if (direct) {
+      for (int t = 0; t < tile_tokens; ++t) {
+        const index_t slot = slots[begin + std::min(t, tokens - 1)];
+        keys[t] = view.key(sequence, head, slot);
+        values[t] = view.value(sequence, head, slot);
+        memory.positions[t] = view.position(sequence, head, slot);
+        next_keys[t] = view.key(sequence, head, slots[std::min(begin + tile_tokens + t, last - 1)]);
+      }
+      dots_few_rows<D, Dv>(memory.queries, rows, keys, values, tokens, memory.logits);
+    } else {
+      load_keys(view, sequence, head, slots, begin, tokens, memory);
+      for (int t = 0; t < tokens; ++t) {
+        load_row<Dv>(view.value(sequence, head, slots[begin + t]), view.v_strides.dim, memory.values + t * Dv);
+      }
+      transpose<D>(memory.keys, tokens, memory.transposed);
+      dots_many_rows<D>(memory.queries, rows, memory.transposed, memory.logits);
+    }
+    bool all_visible = true;
+    for (int r = 0; r < rows; ++r) {
+      float* row = memory.logits + r * tile_tokens;
+      all_visible &= apply_rule(rule, query_positions[r], memory.positions, tokens, row);
+      softmax_state& state = result.states[r];
+      const float top = std::max(state.max, row_max(row));
+      // All masked so far, or nothing but NaN: exponents against 0 give 0 or NaN without inf - inf.
+      const float reference = top == -infinity ? 0.0f : top;
+      const float shrink = state.max == -infinity ? 0.0f : fast_exp(state.max - reference);
+      state.sum = state.sum * shrink + row_exp(row, reference);
+      state.max = top;
+      if (shrink != 1.0f) {
+        for (int d = 0; d < Dv; ++d) result.out[r * Dv + d] *= shrink;
+      }
+    }
+    const auto stored = [&](int t) { return values[t]; };
+    const auto converted = [&](int t) { return memory.values + t * Dv; };
+    if (!all_visible && !(direct ? all_finite<Dv>(stored, tokens) : all_finite<Dv>(converted, tokens))) {
+      // 0 * NaN is NaN: a token that a row must not see would reach its output.
+      direct ? add_visible_values<Dv>(memory.logits, rows, stored, tokens, result.out)
+             : add_visible_values<Dv>(memory.logits, rows, converted, tokens, result.out);
+    } else if (direct) {
+      add_values_few_rows<D, Dv>(memory.logits, rows, values, next_keys, tokens, result.out);
+    } else {
+      multiply_add<Dv>(memory.logits, tile_tokens, memory.values, Dv, rows, tokens, result.out, Dv);
+    }
+  }
+}
+
+/// Divides by the softmax sum (sink logit included) and writes output and log-sum-exp of one row.
+template <int Dv>
+void finish_row(const logit_rule& rule, softmax_state state, const float* from, index_t q_head, float* out,
+                float* lse) {
+  float scale = 1;
+  if (rule.sink_logits && state.sum == state.sum) {  // NaN alone has no maximum: the sink must not hide it
+    const float before = state.max;
+    state.merge({rule.sink_logits[q_head], 1.0f});
+    scale = before == -infinity ? 0.0f : std::exp(before - state.max);
+  }
+  const bool seen = !(state.sum == 0);  // a NaN sum counts as seen: it must show
+  const float factor = seen ? scale / state.sum : 0.0f;
+  for (int d = 0; d < Dv; ++d) out[d] = from[d] * factor;
+  if (lse) *lse = state.sum != state.sum ? state.sum : state.log_sum_exp();
+}
+
+/// Causal attention of a prompt chunk over what is stored, the chunk itself included.
+///
+/// Shapes   queries.q [sequences, tokens, q_heads, k_dim]; kv_heads divides q_heads; output as attention_output.
+/// Cost     4 * rows * tokens * head_dim flops per head; K and V are read once per 64 rows.
+/// Chunked and one-shot calls give the same bits.
+template <class View, class Q>
+void prefill_attention(const View& view, const query_rows<Q>& queries, const logit_rule& rule,
+                       const attention_output& output, executor& workers) {
+  constexpr int D = View::k_dim, Dv = View::v_dim;
+  struct worker_memory {
+    tile_memory<D, Dv> tile;
+    alignas(64) float out[tile_rows * Dv];
+    softmax_state states[tile_rows];
+    index_t positions[tile_rows];
+  };
+  const index_t group = queries.q.heads / view.kv_heads, rows = queries.q.tokens * group;
+  const index_t blocks = ceil_div(rows, tile_rows);
+  std::vector<std::unique_ptr<worker_memory>> memories(std::size_t(workers.threads()));
+  workers.for_each(view.sequences * view.kv_heads * blocks, [&](index_t item, int worker) {
+    auto& owned = memories[std::size_t(worker)];
+    if (!owned) owned = std::make_unique<worker_memory>();
+    worker_memory& memory = *owned;
+    // The last blocks see most keys: start with them, so that no worker is left with a long one at the end.
+    const index_t block = blocks - 1 - item % blocks, head = item / blocks % view.kv_heads;
+    const index_t sequence = item / blocks / view.kv_heads;
+    const index_t first = block * tile_rows;
+    const int count = int(std::min<index_t>(tile_rows, rows - first));
+    load_queries<D>(queries, rule, sequence, head, group, first, count, memory.tile.queries);
+    std::fill_n(memory.out, count * Dv, 0.0f);
+    std::fill_n(memory.states, count, softmax_state{});
+    for (int r = 0; r < count; ++r) memory.positions[r] = queries.position(sequence, (first + r) / group);
+    const slot_source slots = source_of(view, nullptr, sequence, head);
+    attend_range(view, sequence, head, slots, 0, slots.count, rule, count, memory.positions, false, memory.tile,
+                 partial_rows<Dv>{memory.out, memory.states});
+    for (int r = 0; r < count; ++r) {
+      const index_t token = (first + r) / group, q_head = head * group + (first + r) % group;
+      finish_row<Dv>(rule, memory.states[r], memory.out + r * Dv, q_head, output.out.row(sequence, token, q_head),
+                     output.lse.data ? output.lse.row(sequence, token, q_head) : nullptr);
+    }
+  });
+}
+
+/// Tokens of one part of a decode step's split: fixed, so that the merge order does not depend on the machine.
+inline constexpr index_t decode_split = 1024;
+
+/// Scratch of `decode_attention`, reused from step to step.
+struct decode_workspace {
+  std::vector<float> out;
+  std::vector<softmax_state> states;
+  std::vector<index_t> first_part;  // [sequences * kv_heads + 1]
+};
+
+/// Attention of a decode step of 1 to 8 tokens, causal inside the step, over all stored tokens or a selection.
+///
+/// Shapes   as prefill_attention; `chosen` holds ascending slots by row sequence * kv_heads + head, null for all.
+/// Cost     reads K and V of what is attended once. Splits of 1,024 tokens are merged in order: the same bits with any
+///          number of threads. Allocates only when the workspace has to grow.
+template <class View, class Q>
+void decode_attention(const View& view, const query_rows<Q>& queries, const logit_rule& rule,
+                      const selection_view* chosen, const attention_output& output, decode_workspace& workspace,
+                      executor& workers) {
+  constexpr int D = View::k_dim, Dv = View::v_dim;
+  const index_t group = queries.q.heads / view.kv_heads, rows = queries.q.tokens * group;
+  const index_t heads = view.sequences * view.kv_heads;
+  auto& first_part = workspace.first_part;
+  first_part.assign(1, 0);
+  offset_t attended = 0;
+  for (index_t h = 0; h < heads; ++h) {
+    const index_t count = source_of(view, chosen, h / view.kv_heads, h % view.kv_heads).count;
+    attended += count;
+    first_part.push_back(first_part.back() + std::max(1, ceil_div(count, decode_split)));
+  }
+  const index_t parts = first_part.back();
+  if (workspace.states.size() < std::size_t(parts) * std::size_t(rows)) {
+    workspace.states.resize(std::size_t(parts) * std::size_t(rows));
+    workspace.out.resize(std::size_t(parts) * std::size_t(rows) * Dv);
+  }
+  workers.for_each(
+      parts,
+      [&](index_t part, int) {
+        const index_t h =
+            index_t(std::upper_bound(first_part.begin(), first_part.end(), part) - first_part.begin()) - 1;
+        const index_t sequence = h / view.kv_heads, head = h % view.kv_heads;
+        const slot_source slots = source_of(view, chosen, sequence, head);
+        const index_t first = (part - first_part[std::size_t(h)]) * decode_split;
+        const index_t last = std::min(slots.count, first + decode_split);
+        tile_memory<D, Dv> memory;
+        index_t positions[tile_rows];
+        for (index_t block = 0; block < rows; block += tile_rows) {
+          const int count = int(std::min<index_t>(tile_rows, rows - block));
+          const std::size_t at = std::size_t(part) * std::size_t(rows) + std::size_t(block);
+          const partial_rows<Dv> result{workspace.out.data() + at * Dv, workspace.states.data() + at};
+          std::fill_n(result.out, count * Dv, 0.0f);
+          std::fill_n(result.states, count, softmax_state{});
+          load_queries<D>(queries, rule, sequence, head, group, block, count, memory.queries);
+          for (int r = 0; r < count; ++r) positions[r] = queries.position(sequence, (block + r) / group);
+          attend_range(view, sequence, head, slots, first, last, rule, count, positions, rows < 16, memory, result);
+        }
+      },
+      double(attended) * rows * (D + Dv));
+  for (index_t h = 0; h < heads; ++h) {
+    const index_t sequence = h / view.kv_heads, head = h % view.kv_heads;
+    for (index_t r = 0; r < rows; ++r) {
+      const auto at = [&](index_t part) { return std::size_t(part) * std::size_t(rows) + std::size_t(r); };
+      const index_t begin = first_part[std::size_t(h)], end = first_part[std::size_t(h) + 1];
+      softmax_state total;
+      bool poisoned = false;  // a part of nothing but NaN has no maximum and would pass for an empty one
+      for (index_t part = begin; part < end; ++part) {
+        const softmax_state& state = workspace.states[at(part)];
+        poisoned |= state.sum != state.sum;
+        total.merge(state);
+      }
+      float merged[Dv] = {};
+      for (index_t part = begin; part < end; ++part) {
+        const softmax_state& state = workspace.states[at(part)];
+        if (state.empty()) continue;
+        const float weight = std::exp(state.max - total.max);
+        const float* out = workspace.out.data() + at(part) * Dv;
+        for (int d = 0; d < Dv; ++d) merged[d] += out[d] * weight;
+      }
+      if (poisoned) total.sum = std::numeric_limits<float>::quiet_NaN();
+      const index_t token = r / group, q_head = head * group + r % group;
+      finish_row<Dv>(rule, total, merged, q_head, output.out.row(sequence, token, q_head),
+                     output.lse.data ? output.lse.row(sequence, token, q_head) : nullptr);
+    }
+  }
+}
+
+}  // namespace TESSERA_HOST_ISA
+}  // namespace cpu
+TESSERA_NAMESPACE_END

@@ -1,0 +1,59 @@
+// What loops over rows share: query rows with their positions, the slots of a row, and how both are loaded.
+#pragma once
+
+#include "../../../core/selection.hpp"
+#include "../../../core/views.hpp"
+#include "tile.hpp"
+
+TESSERA_NAMESPACE_BEGIN
+namespace cpu {
+inline namespace TESSERA_HOST_ISA {
+
+/// Query rows of a batch: queries [sequences, tokens, q_heads, k_dim], the position of each sequence's first row.
+template <class Q>
+struct query_rows {
+  rows_view<const Q> q;
+  const index_t* first_position = nullptr;  ///< [sequences]
+  index_t position(index_t sequence, index_t token) const { return first_position[sequence] + token; }
+};
+
+/// Slots that a (sequence, kv_head) row reads: all of them, or those of a selection.
+struct slot_source {
+  const selection_view* chosen = nullptr;
+  offset_t row = 0;
+  index_t count = 0;
+  index_t operator[](index_t i) const { return chosen ? chosen->row(row)[i] : i; }
+};
+
+template <class View>
+slot_source source_of(const View& view, const selection_view* chosen, index_t sequence, index_t head) {
+  const offset_t row = offset_t(sequence) * view.kv_heads + head;
+  return {chosen, row, chosen ? chosen->count(row) : view.length(sequence, head)};
+}
+
+/// Copies the scaled queries of rows [first, first + rows) into fp32; row = token * group + query head of the group.
+template <int D, class Q>
+void load_queries(const query_rows<Q>& queries, const logit_rule& rule, index_t sequence, index_t head, index_t group,
+                  index_t first, int rows, float* to) {
+  const float scale = rule.scale_for(D);
+  for (int r = 0; r < rows; ++r) {
+    const index_t token = (first + r) / group, q_head = head * group + (first + r) % group;
+    const Q* from = queries.q.row(sequence, token, q_head);
+    for (int d = 0; d < D; ++d) to[r * D + d] = float(from[d]) * scale;
+  }
+}
+
+/// Loads a tile's keys and positions.
+template <class View, class Memory>
+void load_keys(const View& view, index_t sequence, index_t head, const slot_source& slots, index_t first, int tokens,
+               Memory& memory) {
+  for (int t = 0; t < tokens; ++t) {
+    const index_t slot = slots[first + t];
+    load_row<View::k_dim>(view.key(sequence, head, slot), view.k_strides.dim, memory.keys + t * View::k_dim);
+    memory.positions[t] = view.position(sequence, head, slot);
+  }
+}
+
+}  // namespace TESSERA_HOST_ISA
+}  // namespace cpu
+TESSERA_NAMESPACE_END

@@ -1,0 +1,107 @@
+// The index of paged retrieval on the CPU: owned memory, filled as tokens arrive.
+#pragma once
+
+#include <algorithm>
+#include <limits>
+#include <vector>
+
+#include "../../../../core/page_extrema.hpp"
+#include "../../../../core/views.hpp"
+
+TESSERA_NAMESPACE_BEGIN
+namespace cpu {
+inline namespace TESSERA_HOST_ISA {
+
+/// Per-channel extrema of pages of consecutive slots, for every kv_head of one layer and one sequence.
+///
+/// Folding a key into its page costs O(D) whatever the page holds, and gives the same as building the page anew. Where rows
+/// are dropped, slots move into other pages: `reset` and build again. Pages of one slot need no index: nothing is held.
+template <class T, int D>
+class page_index {
+ public:
+  /// Room for pages comes in vectors of this many, so that a scorer may read whole ones.
+  static constexpr index_t room_step = 16;
+
+  /// Forgets everything; from now on a page has `page` slots.
+  void reset(index_t kv_heads, index_t page) {
+    page_ = page;
+    filled_.assign(std::size_t(kv_heads), 0);
+    begins_.assign(std::size_t(kv_heads), 0);
+    rooms_.assign(std::size_t(kv_heads), 0);
+    std::vector<T>().swap(data_);
+  }
+
+  index_t page() const { return page_; }
+
+  /// Folds every slot of the view that has not been folded yet, head by head.
+  template <class View>
+  void extend(const View& view) {
+    if (page_ == 1) return;
+    bool room = true;
+    for (index_t h = 0; h < view.kv_heads; ++h) {
+      room &= ceil_div(view.length(0, h), page_) <= rooms_[std::size_t(h)];
+    }
+    if (!room) grow(view);
+    for (index_t h = 0; h < view.kv_heads; ++h) {
+      const page_extrema_view<T, D> pages = target();
+      for (index_t slot = filled_[std::size_t(h)]; slot < view.length(0, h); ++slot) {
+        const T* key = view.key(0, h, slot);
+        const index_t p = slot / page_;
+        const bool first = slot % page_ == 0;
+        constexpr float none = std::numeric_limits<float>::quiet_NaN();
+        for (int d = 0; d < D; ++d) {
+          const float fresh = float(key[d * view.k_strides.dim]);
+          T& low = pages.lower(h, d)[p];
+          T& high = pages.upper(h, d)[p];
+          low = T(lower_with(first ? none : float(low), fresh));
+          high = T(upper_with(first ? none : float(high), fresh));
+        }
+      }
+      filled_[std::size_t(h)] = view.length(0, h);
+    }
+  }
+
+  /// Valid until the index changes.
+  page_extrema_view<const T, D> view() const { return {data_.data(), page_, 0, begins_.data(), rooms_.data()}; }
+
+  /// Bytes that are allocated for extrema.
+  offset_t bytes() const { return offset_t(data_.capacity() * sizeof(T)); }
+
+ private:
+  page_extrema_view<T, D> target() { return {data_.data(), page_, 0, begins_.data(), rooms_.data()}; }
+
+  template <class View>
+  void grow(const View& view) {
+    page_index fresh;
+    fresh.reset(view.kv_heads, page_);
+    offset_t total = 0;
+    for (index_t h = 0; h < view.kv_heads; ++h) {
+      const index_t pages = ceil_div(view.length(0, h), page_);
+      const index_t wanted = filled_[std::size_t(h)] == 0 ? pages : pages + pages / 64;  // grows while decoding
+      fresh.begins_[std::size_t(h)] = total;
+      fresh.rooms_[std::size_t(h)] = ceil_div(wanted + 1, room_step) * room_step;
+      total += 2 * D * offset_t(fresh.rooms_[std::size_t(h)]);
+    }
+    fresh.data_.assign(std::size_t(total), T(0.0f));
+    for (index_t h = 0; h < view.kv_heads; ++h) {
+      for (int d = 0; d < D; ++d) {
+        const index_t used = ceil_div(filled_[std::size_t(h)], page_);
+        std::copy_n(view_of(*this).lower(h, d), used, view_of(fresh).lower(h, d));
+        std::copy_n(view_of(*this).upper(h, d), used, view_of(fresh).upper(h, d));
+      }
+    }
+    fresh.filled_ = filled_;
+    *this = std::move(fresh);
+  }
+  static page_extrema_view<T, D> view_of(page_index& index) { return index.target(); }
+
+  index_t page_ = 1;
+  std::vector<index_t> filled_;   // slots of each head that are folded
+  std::vector<offset_t> begins_;  // by head, in elements
+  std::vector<index_t> rooms_;    // by head, in pages
+  std::vector<T> data_;
+};
+
+}  // namespace TESSERA_HOST_ISA
+}  // namespace cpu
+TESSERA_NAMESPACE_END

@@ -1,0 +1,269 @@
+// Paged retrieval on the CPU: which slots a decode step reads, from an estimate in place of the keys.
+#pragma once
+
+#include <algorithm>
+#include <vector>
+
+#include "../../../../concepts/scorer.hpp"
+#include "../../../../concepts/selector.hpp"
+#include "../../../../core/page_extrema.hpp"
+#include "../../attend/attend.hpp"
+
+TESSERA_NAMESPACE_BEGIN
+namespace cpu {
+inline namespace TESSERA_HOST_ISA {
+
+/// What the queries of one kv_head's group ask of an estimate.
+template <int D>
+struct page_query {
+  std::vector<float> q;            // [rows, D], as given
+  std::vector<char> usable;        // [rows]: whether every element is finite; another row says nothing
+  std::vector<float> scale;        // [rows]
+  std::vector<index_t> positions;  // [rows]
+  std::vector<index_t> channels;   // ascending
+  std::vector<char> lower, upper;  // [channels]: which extrema some row takes
+  std::vector<float> weight;       // [D]: sum of |q| over the usable rows
+  std::vector<float> total;        // [D]: sum of q over them
+  top_k_scratch top_k;
+
+  index_t rows() const { return index_t(usable.size()); }
+  const float* row(index_t r) const { return q.data() + offset_t(r) * D; }
+
+  template <class Q, paged_scorer Scorer>
+  void read(const query_rows<Q>& queries, const logit_rule& rule, const Scorer& scorer, index_t sequence, index_t head,
+            index_t group) {
+    const index_t count = queries.q.tokens * group;
+    q.clear();
+    scale.clear();
+    positions.clear();
+    usable.assign(std::size_t(count), 1);
+    weight.assign(D, 0.0f);
+    total.assign(D, 0.0f);
+    for (index_t r = 0; r < count; ++r) {
+      const Q* from = queries.q.row(sequence, r / group, head * group + r % group);
+      positions.push_back(queries.position(sequence, r / group));
+      for (int d = 0; d < D; ++d) {
+        q.push_back(float(from[d]));
+        usable[std::size_t(r)] = usable[std::size_t(r)] && is_finite(q.back());
+      }
+      for (int d = 0; d < D && usable[std::size_t(r)]; ++d) {
+        weight[std::size_t(d)] += std::abs(row(r)[d]);
+        total[std::size_t(d)] += row(r)[d];
+      }
+    }
+    channels.resize(std::size_t(std::min(scorer.channels, index_t(D))));
+    tessera::top_k(weight.data(), D, index_t(channels.size()), channels.data(), top_k);
+    lower.assign(channels.size(), 0);
+    upper.assign(channels.size(), 0);
+    for (index_t r = 0; r < count; ++r) {
+      float chosen = 0, whole = 0;
+      for (const index_t c : channels) chosen += std::abs(row(r)[c]);
+      for (int d = 0; d < D; ++d) whole += std::abs(row(r)[d]);
+      scale.push_back(scorer.row_scale(rule.scale_for(D), chosen, whole));
+      for (std::size_t i = 0; i < channels.size() && usable[std::size_t(r)]; ++i) {
+        (takes_upper(scorer, r, i) ? upper : lower)[i] = 1;
+      }
+    }
+  }
+
+  template <class Scorer>
+  bool takes_upper(const Scorer& scorer, index_t r, std::size_t i) const {
+    return scorer.takes_upper(row(r)[channels[i]], total[std::size_t(channels[i])]);
+  }
+};
+
+/// Slots that a query at some position sees: a run, for positions ascend.
+struct visible_slots {
+  index_t begin, end;
+
+  template <class View>
+  static visible_slots of(const View& view, index_t sequence, index_t head, const logit_rule& rule, index_t query) {
+    const auto first_above = [&](index_t position) {
+      index_t low = 0, high = view.length(sequence, head);
+      while (low < high) {
+        const index_t middle = low + (high - low) / 2;
+        if (view.position(sequence, head, middle) > position)
+          high = middle;
+        else
+          low = middle + 1;
+      }
+      return low;
+    };
+    return {rule.sliding_window > 0 ? first_above(query - rule.sliding_window) : 0, first_above(query)};
+  }
+  index_t overlap(index_t from, index_t to) const { return std::max(0, std::min(to, end) - std::max(from, begin)); }
+};
+
+/// Scratch of `choose_by_pages`, one per worker.
+template <int D>
+struct page_workspace {
+  page_query<D> query;
+  std::vector<float> logits;   // [rows, pages rounded up to tiles]
+  std::vector<float> scores;   // [tokens]
+  std::vector<float> columns;  // [2, channels, tile_tokens]
+  std::vector<visible_slots> seen;
+  std::vector<char> speaks;
+  top_k_scratch top_k;
+};
+
+namespace detail {
+
+/// to [tile_tokens] += sum over the chosen channels of q[channel] * column(channel)[0 .. tile_tokens).
+template <class Column>
+void add_channels(const float* q, const std::vector<index_t>& channels, const Column& column, float* to) {
+  for (int at = 0; at < tile_tokens; at += lane_count) {
+    lanes acc = load(to + at);
+    for (std::size_t i = 0; i < channels.size(); ++i) {
+      acc += splat(q[channels[i]]) * load(column(i) + at);
+    }
+    store(to + at, acc);
+  }
+}
+
+/// logits [rows, stride] of every page of a head, before scale and cap.
+template <class View, class Scorer, int D>
+void page_products(const View& view, index_t sequence, index_t head,
+                   const page_extrema_view<const typename View::element_type, D>& index, const Scorer& scorer,
+                   index_t pages, offset_t stride, page_workspace<D>& memory) {
+  using T = typename View::element_type;
+  const page_query<D>& query = memory.query;
+  const std::size_t channels = query.channels.size();
+  const offset_t row = offset_t(sequence) * view.kv_heads + head;
+  memory.logits.assign(std::size_t(query.rows() * stride), 0.0f);
+  memory.columns.assign(2 * channels * tile_tokens, 0.0f);
+  float* lower = memory.columns.data();
+  float* upper = index.page == 1 ? lower : lower + channels * tile_tokens;
+  const auto load_page_column = [](const T* from, index_t count, float* to) {
+    for (index_t p = 0; p < tile_tokens; ++p) to[p] = p < count ? float(from[p]) : 0.0f;
+  };
+  for (index_t begin = 0; begin < pages; begin += tile_tokens) {
+    const index_t count = std::min<index_t>(tile_tokens, pages - begin);
+    for (std::size_t i = 0; i < channels && index.page > 1; ++i) {
+      const int c = query.channels[i];
+      if (query.lower[i]) load_page_column(index.lower(row, c) + begin, count, lower + i * tile_tokens);
+      if (query.upper[i]) load_page_column(index.upper(row, c) + begin, count, upper + i * tile_tokens);
+    }
+    for (index_t p = 0; p < count && index.page == 1; ++p) {
+      const T* key = view.key(sequence, head, begin + p);
+      for (std::size_t i = 0; i < channels; ++i) {
+        lower[i * tile_tokens + std::size_t(p)] = float(key[query.channels[i] * view.k_strides.dim]);
+      }
+    }
+    for (index_t r = 0; r < query.rows(); ++r) {
+      const auto column = [&](std::size_t i) {
+        return (query.takes_upper(scorer, r, i) ? upper : lower) + i * tile_tokens;
+      };
+      if (query.usable[std::size_t(r)]) {
+        add_channels(query.row(r), query.channels, column, memory.logits.data() + r * stride + begin);
+      }
+    }
+  }
+}
+
+/// Turns the products of one row into what each of its pages' slots adds to scores. Returns false where the row says
+/// nothing: its query is not finite, or it sees no page with a finite logit.
+template <class Scorer>
+bool weigh_pages(const Scorer&, const logit_rule& rule, float scale, float sink, const visible_slots& seen,
+                 index_t page, index_t pages, float* row) {
+  if (seen.begin >= seen.end) return false;
+  float top = sink;
+  bool any = false;
+  for (index_t p = seen.begin / page; p < pages && p * page < seen.end; ++p) {
+    const float logit = Scorer::normalised ? rule.cap(scale * row[p]) : scale * row[p];
+    row[p] = logit < infinity ? logit : std::numeric_limits<float>::quiet_NaN();
+    any |= row[p] > -infinity;
+    top = row[p] > top ? row[p] : top;
+  }
+  if (!any) return false;
+  if constexpr (Scorer::normalised) {
+    float sum = sink > -infinity ? std::exp(sink - top) : 0.0f;
+    for (index_t p = seen.begin / page; p < pages && p * page < seen.end; ++p) {
+      row[p] = fast_exp(row[p] - top);
+      if (row[p] == row[p]) sum += float(seen.overlap(p * page, p * page + page)) * row[p];
+    }
+    for (index_t p = seen.begin / page; p < pages && p * page < seen.end; ++p) row[p] /= sum;
+  }
+  return true;
+}
+
+}  // namespace detail
+
+/// What a paged choice of one (sequence, kv_head) came to.
+struct page_choice {
+  index_t count = 0;        ///< slots chosen
+  offset_t bytes_read = 0;  ///< of the index or the keys, beyond the chosen slots' keys
+};
+
+/// Chooses what a step reads of one (sequence, kv_head): scores, selection, and the mass that was chosen.
+///
+/// Shapes   out [tokens of the head], ascending slots; mass [rows] or null: what the chosen slots hold of each row's
+///          estimated probabilities (1 for a row that says nothing).
+/// A head of no more than `read` tokens is read whole, without an estimate.
+template <class View, class Q, paged_scorer Scorer, class Selector>
+page_choice choose_by_pages(const View& view, index_t sequence, index_t head,
+                            const page_extrema_view<const typename View::element_type, View::k_dim>& index,
+                            const query_rows<Q>& queries, const logit_rule& rule, const Scorer& scorer,
+                            const Selector& selector, index_t tail, index_t read, index_t* out, float* mass,
+                            page_workspace<View::k_dim>& memory) {
+  constexpr int D = View::k_dim;
+  const index_t n = view.length(sequence, head), page = index.page, pages = ceil_div(n, page);
+  const index_t group = queries.q.heads / view.kv_heads, rows = queries.q.tokens * group;
+  if (mass) std::fill_n(mass, rows, 1.0f);
+  if (n <= read) {
+    for (index_t slot = 0; slot < n; ++slot) out[slot] = slot;
+    return {n, 0};
+  }
+  page_query<D>& query = memory.query;
+  query.read(queries, rule, scorer, sequence, head, group);
+  const offset_t stride = ceil_div(pages, tile_tokens) * offset_t(tile_tokens);
+  detail::page_products(view, sequence, head, index, scorer, pages, stride, memory);
+
+  // A slot that no row sees ranks behind all that some row sees.
+  auto& scores = memory.scores;
+  auto& seen = memory.seen;
+  auto& speaks = memory.speaks;
+  scores.assign(std::size_t(n), -infinity);
+  seen.clear();
+  speaks.clear();
+  for (index_t r = 0; r < rows; ++r) {
+    seen.push_back(visible_slots::of(view, sequence, head, rule, query.positions[std::size_t(r)]));
+    std::fill(scores.begin() + seen.back().begin, scores.begin() + seen.back().end, 0.0f);
+  }
+  for (index_t r = 0; r < rows; ++r) {
+    float* weights = memory.logits.data() + r * stride;
+    const visible_slots& run = seen[std::size_t(r)];
+    const float sink = rule.sink_logits ? rule.sink_logits[head * group + r % group] : -infinity;
+    speaks.push_back(query.usable[std::size_t(r)] &&
+                     detail::weigh_pages(scorer, rule, query.scale[std::size_t(r)], sink, run, page, pages, weights));
+    if (!speaks.back()) continue;
+    for (index_t p = run.begin / page; p < pages && p * page < run.end; ++p) {
+      const float weight = weights[p];
+      for (index_t slot = std::max(run.begin, p * page); slot < std::min(run.end, p * page + page); ++slot) {
+        scores[std::size_t(slot)] += weight;
+      }
+    }
+  }
+  page_choice result;
+  result.count = selector.select(scores.data(), n, tail, read, out, memory.top_k);
+  for (index_t r = 0; mass && r < rows; ++r) {
+    if (!speaks[std::size_t(r)]) continue;
+    const visible_slots& run = seen[std::size_t(r)];
+    float held = 0;
+    for (index_t i = 0; i < result.count; ++i) {
+      const float weight = memory.logits[std::size_t(r * stride + out[i] / page)];
+      if (out[i] >= run.begin && out[i] < run.end && weight == weight) held += weight;
+    }
+    mass[r] = std::min(held, 1.0f);
+  }
+  offset_t values = 0;
+  for (std::size_t i = 0; i < query.channels.size(); ++i) {
+    // Keys of chosen slots are read whole by the attention anyway.
+    values += page == 1 ? n - result.count : offset_t(pages) * (query.lower[i] + query.upper[i]);
+  }
+  result.bytes_read = values * offset_t(sizeof(typename View::element_type));
+  return result;
+}
+
+}  // namespace TESSERA_HOST_ISA
+}  // namespace cpu
+TESSERA_NAMESPACE_END

@@ -1,0 +1,64 @@
+// Moving stored tokens on the CPU: appending new ones, keeping chosen ones.
+#pragma once
+
+#include <cstring>
+
+#include "../../../core/selection.hpp"
+#include "../../../core/views.hpp"
+#include "../kernel/executor.hpp"
+
+TESSERA_NAMESPACE_BEGIN
+namespace cpu {
+inline namespace TESSERA_HOST_ISA {
+
+/// Writes new tokens behind the stored ones of every (sequence, kv_head), converting to the stored type.
+/// Shapes   k, v [sequences, tokens, kv_heads, dim]; the view's lengths are those before, and it has room for `tokens`
+/// more.
+template <class View, class E>
+void append(const View& view, const rows_view<const E>& k, const rows_view<const E>& v) {
+  using T = typename View::element_type;
+  for (index_t b = 0; b < view.sequences; ++b) {
+    for (index_t h = 0; h < view.kv_heads; ++h) {
+      const index_t length = view.length(b, h);
+      for (index_t t = 0; t < k.tokens; ++t) {
+        const E* key = k.row(b, t, h);
+        const E* value = v.row(b, t, h);
+        T* to_key = view.key(b, h, length + t);
+        T* to_value = view.value(b, h, length + t);
+        for (int d = 0; d < View::k_dim; ++d) to_key[d * view.k_strides.dim] = T(float(key[d]));
+        for (int d = 0; d < View::v_dim; ++d) to_value[d * view.v_strides.dim] = T(float(value[d]));
+      }
+    }
+  }
+}
+
+/// Copies the chosen slots of every (sequence, kv_head) to slots 0, 1, 2, ... of `to`.
+/// `to` may be `from`: indices ascend, so a row is read before anything is written over it.
+/// Cost     reads and writes each chosen row once. Rows of other sequences and heads are untouched.
+template <class From, class To>
+void pack(const From& from, const selection_view& chosen, const To& to, executor& workers) {
+  static_assert(std::is_same_v<typename From::element_type, typename To::element_type> && From::k_dim == To::k_dim &&
+                    From::v_dim == To::v_dim,
+                "tessera: pack copies rows between views of one element type and head dims");
+  using T = typename To::element_type;
+  const auto copy_row = [](const T* source, offset_t source_stride, T* target, offset_t target_stride, int dim) {
+    if (source == target) return;
+    if (source_stride == 1 && target_stride == 1) {
+      std::memmove(target, source, std::size_t(dim) * sizeof(T));
+    } else {
+      for (int d = 0; d < dim; ++d) target[d * target_stride] = source[d * source_stride];
+    }
+  };
+  workers.for_each(from.sequences * from.kv_heads, [&](index_t row, int) {
+    const index_t b = row / from.kv_heads, h = row % from.kv_heads;
+    const index_t* slots = chosen.row(row);
+    for (index_t i = 0; i < chosen.count(row); ++i) {
+      copy_row(from.key(b, h, slots[i]), from.k_strides.dim, to.key(b, h, i), to.k_strides.dim, To::k_dim);
+      copy_row(from.value(b, h, slots[i]), from.v_strides.dim, to.value(b, h, i), to.v_strides.dim, To::v_dim);
+    }
+  });
+}
+
+}  // namespace TESSERA_HOST_ISA
+}  // namespace cpu
+TESSERA_NAMESPACE_END

@@ -1,0 +1,110 @@
+// Decode attention on the GPU: what the host calls.
+#pragma once
+
+#include <algorithm>
+#include <string>
+
+#include "../../device/launch.cuh"
+#include "../../device/tuning.cuh"
+#include "decode_kernel.cuh"
+
+TESSERA_NAMESPACE_BEGIN
+namespace cuda {
+
+/// Decode attention of 1 to 8 tokens a sequence over all stored tokens or a selection.
+///
+/// `workspace_bytes` and `prepare` once, then `run` any number of times on one stream: no allocation, no synchronisation,
+/// no length on the host, so a captured graph can be replayed while lengths grow. `sequences` and `tokens` are upper
+/// bounds: a problem may have fewer of both. From sm_90 on, a launch begins while the one before it on the stream ends,
+/// and waits for that one before it reads or writes anything.
+/// Errors   tessera::error from `run` for more sequences or tokens than that, other head counts, and rows of q, K or V
+///          that do not begin on 16 bytes or whose elements are not side by side.
+template <class View, class Out = float>
+class decode_attention {
+  static_assert(sizeof(typename View::element_type) == 2, "tessera: the tensor-core decode kernel takes fp16 and bf16");
+  static_assert(element<Out>, "tessera: decode attention writes float, fp16 or bf16");
+
+ public:
+  using problem_type = decode_problem<View, Out>;
+
+  decode_attention(index_t sequences, index_t kv_heads, index_t q_heads, index_t tokens, const device_info& device)
+      : sequences_(sequences), kv_heads_(kv_heads), q_heads_(q_heads), tokens_(tokens), rows_(sequences * kv_heads) {
+    require(sequences > 0, "sequences", sequences, "at least 1", "pass the largest batch");
+    require(tokens > 0, "tokens", tokens, "at least 1", "pass the most tokens of a step");
+    require(kv_heads > 0, "kv_heads", kv_heads, "at least 1", "pass the model's head counts");
+    require(q_heads > 0 && q_heads % kv_heads == 0, "q_heads", q_heads, "a multiple of kv_heads",
+            "pass the model's head counts");
+    require(rows_ <= detail::most_rows, "sequences * kv_heads", rows_, "at most " + std::to_string(detail::most_rows),
+            "split the batch");
+    query_blocks_ = ceil_div(tokens * (q_heads / kv_heads), detail::rows_per_block);
+    // What this device's code was compiled for decides the block, not the device: older code runs on newer devices.
+    entry_ = detail::decode_entry<View, Out>;
+    cudaFuncAttributes compiled{};
+    check(cudaFuncGetAttributes(&compiled, entry_), "cudaFuncGetAttributes");
+    const decode_tuning tuning = decode_tuning_for(View::k_dim, View::v_dim, compiled.ptxVersion);
+    threads_ = tuning.warps * 32;
+    shared_bytes_ = detail::decode_shared_bytes(tuning, View::k_dim, View::v_dim);
+    const int needed = shared_bytes_ + int(compiled.sharedSizeBytes);
+    require(needed <= device.shared_memory, "shared memory of a block", needed,
+            "at most " + std::to_string(device.shared_memory), "compile for this device's compute capability");
+    check(cudaFuncSetAttribute(entry_, cudaFuncAttributeMaxDynamicSharedMemorySize, shared_bytes_),
+          "cudaFuncSetAttribute");
+    overlapping_ = can_overlap(entry_);
+    int resident = 0;
+    check(cudaOccupancyMaxActiveBlocksPerMultiprocessor(&resident, entry_, threads_, std::size_t(shared_bytes_)),
+          "cudaOccupancyMaxActiveBlocksPerMultiprocessor");
+    blocks_ = std::min(detail::most_blocks, std::max(1, resident) * device.multiprocessors);
+  }
+
+  std::size_t workspace_bytes() const { return state_at() + slots() * detail::rows_per_block * sizeof(float2); }
+
+  /// Clears the counters; once per workspace.
+  void prepare(void* workspace, cudaStream_t stream) const {
+    check(cudaMemsetAsync(workspace, 0, out_at(), stream), "cudaMemsetAsync");
+  }
+
+  void run(const problem_type& problem, void* workspace, cudaStream_t stream) const {
+    check_problem(problem);
+    if (problem.view.sequences == 0 || problem.q.tokens == 0) return;
+    auto* bytes = static_cast<unsigned char*>(workspace);
+    const detail::decode_scratch scratch{reinterpret_cast<unsigned*>(bytes), reinterpret_cast<float*>(bytes + out_at()),
+                                         reinterpret_cast<float2*>(bytes + state_at()), rows_, blocks_ + rows_};
+    const index_t query_blocks = ceil_div(problem.q.tokens * (q_heads_ / kv_heads_), detail::rows_per_block);
+    launch(entry_,
+           {.blocks = dim3(unsigned(blocks_), unsigned(query_blocks)),
+            .threads = dim3(unsigned(threads_)),
+            .shared_bytes = std::size_t(shared_bytes_),
+            .overlapping = overlapping_},
+           stream, "launch of decode attention", problem, scratch);
+  }
+
+ private:
+  std::size_t slots() const { return std::size_t(query_blocks_) * std::size_t(blocks_ + rows_); }
+  std::size_t out_at() const { return (std::size_t(query_blocks_ * rows_) * 4 + 255) / 256 * 256; }
+  std::size_t state_at() const { return out_at() + slots() * detail::rows_per_block * View::v_dim * 4; }
+
+  void check_problem(const problem_type& p) const {
+    require(p.view.sequences <= sequences_, "sequences", p.view.sequences, "at most " + std::to_string(sequences_),
+            "construct decode_attention for the largest batch");
+    require(p.q.tokens <= tokens_, "tokens", p.q.tokens, "at most " + std::to_string(tokens_),
+            "construct decode_attention for the most tokens of a step");
+    require(p.view.kv_heads == kv_heads_, "kv_heads", p.view.kv_heads, std::to_string(kv_heads_),
+            "construct decode_attention with the view's head count");
+    require(p.q.heads == q_heads_, "q_heads", p.q.heads, std::to_string(q_heads_),
+            "construct decode_attention with the query's head count");
+    detail::require_rows_of_16_bytes("q", p.q.data,
+                                     row_strides{p.q.sequence_stride, p.q.head_stride, p.q.token_stride, 1});
+    detail::require_rows_of_16_bytes("K", p.view.k, p.view.k_strides);
+    detail::require_rows_of_16_bytes("V", p.view.v, p.view.v_strides);
+  }
+
+  // What was configured is what is launched: nvcc gives every source file a kernel of its own.
+  void (*entry_)(problem_type, detail::decode_scratch) = nullptr;
+  index_t sequences_, kv_heads_, q_heads_, tokens_, rows_;
+  index_t query_blocks_ = 1, blocks_ = 1;
+  int threads_ = 0, shared_bytes_ = 0;
+  bool overlapping_ = false;
+};
+
+}  // namespace cuda
+TESSERA_NAMESPACE_END

@@ -1,0 +1,363 @@
+// One warp's part of decode attention: staging tiles of K and V, and the softmax state that reads them.
+#pragma once
+
+#include <type_traits>
+
+#include "../../device/mma.cuh"
+#include "decode_problem.cuh"
+#include "decode_tuning.cuh"
+
+TESSERA_NAMESPACE_BEGIN
+namespace cuda {
+namespace detail {
+
+/// Slots of these tables lie a fixed stride apart, so that no table is read per token.
+template <class Table>
+inline constexpr bool strided_table = std::is_same_v<Table, contiguous> || std::is_same_v<Table, ragged>;
+
+/// Slots of these tables lie in pages, within which they are a fixed stride apart.
+template <class Table>
+inline constexpr bool paged_table = std::is_same_v<Table, block_table> || std::is_same_v<Table, csr_table>;
+
+/// One (sequence, kv_head) row of K and V.
+struct decode_row {
+  index_t sequence, head, count;
+  const index_t* chosen;  // its selected slots, or null
+};
+
+/// A warp's ring of staged tiles: lanes copy 16 bytes at a time, zeros for tokens beyond the end.
+/// One bulk copy per row (cp.async.bulk, sm_90) lost: 2.8 TB/s where this reaches 4.4 (H200, CUDA 13.0, B8 128K).
+template <class View, class Config>
+struct decode_staging {
+  using T = typename View::element_type;
+  static constexpr decode_tuning tuning = Config::tuning;
+  static constexpr int tokens = tuning.tokens, stages = tuning.stages;
+  static constexpr staged_rows k_rows{View::k_dim / 8}, v_rows{View::v_dim / 8};
+  static constexpr bool strided = strided_table<decltype(View::table)>;
+
+  std::uint32_t ring;                 // shared address
+  std::uint32_t uses = 0, taken = 0;  // tiles put and read
+  std::uint64_t policy = evict_first_policy();
+  // A load that is issued behind copies comes back behind them, microseconds later: what says where tiles lie is read
+  // far ahead of them.
+  index_t first_tile = 0;
+  const T *k_first = nullptr, *v_first = nullptr;  // strided tables: the row's first slot
+  bool direct = true;                              // strided, and no selection: nothing else is needed
+  bool in_pages = false;                           // no selection, and every tile lies in one page
+  // In pages, a lane has the page of one of 32 tiles, and of one of the 32 after those. Otherwise it knows one token of
+  // every `span` tiles: where those of the next tiles and of the tiles after them lie, and the slots of the two groups
+  // that follow.
+  static constexpr int span = 32 / tokens;
+  using place_type = std::conditional_t<strided, index_t, slot_address>;
+  place_type next{}, after{};
+  index_t slots = 0, later_slots = 0;
+
+  __device__ explicit decode_staging(std::uint32_t ring_) : ring(ring_) {}
+
+  __device__ std::uint32_t stage(std::uint32_t use) const {
+    return ring + use % stages * std::uint32_t(stage_bytes(tuning, View::k_dim, View::v_dim));
+  }
+  __device__ static index_t slot_of(const decode_row& at, index_t token) {
+    const index_t valid = token < at.count ? token : 0;
+    return at.chosen ? at.chosen[valid] : valid;
+  }
+
+  /// `table.locate`, a division by the page cheaper where pages are powers of two; the slot where tables are strided.
+  __device__ static place_type locate(const View& view, const decode_row& at, index_t slot) {
+    if constexpr (std::is_same_v<decltype(view.table), block_table>) {
+      const index_t page = view.table.page;
+      if ((page & (page - 1)) == 0) {
+        const index_t* blocks =
+            view.table.blocks + at.sequence * view.table.sequence_stride + at.head * view.table.head_stride;
+        return {blocks[slot >> (31 - __clz(page))], slot & (page - 1)};
+      }
+    }
+    if constexpr (strided) {
+      return slot;
+    } else {
+      return view.table.locate(at.sequence, at.head, slot);
+    }
+  }
+
+  /// The slot of this lane's token of the group of `span` tiles that begins at `tile`.
+  template <class TokenOf>
+  __device__ static index_t group_slot(const decode_row& at, index_t tile, const TokenOf& token_of, int lane) {
+    return slot_of(at, token_of(tile + lane / tokens) + lane % tokens);
+  }
+
+  /// The page of the tile that begins at `token`, where tables are paged.
+  __device__ static index_t page_of(const View& view, const decode_row& at, index_t token) {
+    if constexpr (strided) {
+      return 0;
+    } else {
+      return index_t(locate(view, at, token < at.count ? token : 0).outer);
+    }
+  }
+
+  /// Reads where the first tiles of [first, last) lie; before `begin`, and before any copy that need not wait for it.
+  template <class TokenOf>
+  __device__ void find(const View& view, const decode_row& at, index_t first, index_t last, const TokenOf& token_of,
+                       int lane) {
+    direct = strided && !at.chosen;
+    first_tile = first;
+    if constexpr (strided) {
+      k_first = view.key(at.sequence, at.head, 0);
+      v_first = view.value(at.sequence, at.head, 0);
+      if (direct) return;
+    }
+    if constexpr (paged_table<decltype(View::table)>) {
+      in_pages = !at.chosen && view.table.page % tokens == 0;
+      if (in_pages) {
+        slots = page_of(view, at, token_of(first + lane));
+        if (first + 32 < last) later_slots = page_of(view, at, token_of(first + 32 + lane));
+        return;
+      }
+    }
+    const auto slots_from = [&](index_t tile) { return tile < last ? group_slot(at, tile, token_of, lane) : 0; };
+    const index_t ahead[2] = {slots_from(first), slots_from(first + span)};
+    slots = slots_from(first + 2 * span);
+    later_slots = slots_from(first + 3 * span);
+    next = locate(view, at, ahead[0]);
+    if (first + span < last) after = locate(view, at, ahead[1]);
+  }
+
+  /// Starts the first tiles of [first, last) on their way, as many as the ring holds.
+  template <class TokenOf>
+  __device__ void begin(const View& view, const decode_row& at, index_t first, index_t last, const TokenOf& token_of,
+                        int lane) {
+#pragma unroll 1
+    for (int s = 0; s < stages; ++s) put(view, at, first + s, last, token_of, lane);
+  }
+
+  /// Starts tile `tile` of a row that ends at `last` on its way, into the stage that was read last, or nothing beyond
+  /// the end; `find` and earlier calls have read its addresses.
+  template <class TokenOf>
+  __device__ void put(const View& view, const decode_row& at, index_t tile, index_t last, const TokenOf& token_of,
+                      int lane) {
+    if (tile < last) {
+      const index_t i = tile - first_tile;
+      copy(view, at, token_of(tile), i, lane);
+      if (in_pages) {
+        if (i % 32 == 31) {
+          slots = later_slots;
+          if (tile + 33 < last) later_slots = page_of(view, at, token_of(tile + 33 + lane));
+        }
+      } else if (!direct && i % span == span - 1) {
+        next = after;
+        if (tile + span + 1 < last) after = locate(view, at, slots);
+        slots = later_slots;
+        if (tile + 3 * span + 1 < last) later_slots = group_slot(at, tile + 3 * span + 1, token_of, lane);
+      }
+    }
+    commit_copies();
+  }
+
+  /// Waits for the oldest tile and returns where it lies.
+  __device__ std::uint32_t take() {
+    wait_copies<stages - 1>();
+    __syncwarp();
+    return stage(taken++);
+  }
+
+ private:
+  /// Copies the row's tile of tokens from `first` on, the i-th of this segment.
+  __device__ void copy(const View& view, const decode_row& at, index_t first, index_t i, int lane) {
+    const std::uint32_t to = stage(uses++), to_v = to + tokens * k_rows.bytes();
+    if (first >= at.count) return;  // nor is it read
+    const row_strides &ks = view.k_strides, &vs = view.v_strides;
+    const T *k, *v;
+    if (direct) {
+      k = k_first + first * ks.token;
+      v = v_first + first * vs.token;
+    } else {
+      offset_t outer = 0, row = 0;
+      if (in_pages) {
+        if constexpr (paged_table<decltype(View::table)>) {
+          const index_t page = view.table.page;
+          outer = __shfl_sync(~0u, slots, i % 32);
+          row = (page & (page - 1)) == 0 ? first & (page - 1) : first % page;
+        }
+      } else if constexpr (!strided) {
+        outer = next.outer;
+        row = next.row;
+      }
+      if constexpr (strided) {
+        k = k_first + next * ks.token;
+        v = v_first + next * vs.token;
+      } else {
+        k = view.k + outer * ks.outer + at.head * ks.head + row * ks.token;
+        v = view.v + outer * vs.outer + at.head * vs.head + row * vs.token;
+      }
+      if (!in_pages) {
+        copy_found<k_rows>(k, i % span * tokens, at.count - first, to, lane);
+        copy_found<v_rows>(v, i % span * tokens, at.count - first, to_v, lane);
+        return;
+      }
+    }
+    if (first + tokens <= at.count) {
+      copy_strided<k_rows, true>(k, ks.token, tokens, to, lane);
+      copy_strided<v_rows, true>(v, vs.token, tokens, to_v, lane);
+    } else {
+      copy_strided<k_rows, false>(k, ks.token, at.count - first, to, lane);
+      copy_strided<v_rows, false>(v, vs.token, at.count - first, to_v, lane);
+    }
+  }
+  /// Rows `stride` apart; zeros from `valid` on, unless the tile is full.
+  template <staged_rows Rows, bool Full>
+  __device__ void copy_strided(const T* rows, offset_t stride, index_t valid, std::uint32_t to, int lane) const {
+    if constexpr (32 % Rows.chunks == 0) {
+      constexpr int at_once = 32 / Rows.chunks;
+      const int chunk = lane % Rows.chunks, mine = lane / Rows.chunks;
+      const T* from = rows + mine * stride + chunk * 8;
+#pragma unroll
+      for (int i = 0; i < tokens / at_once; ++i) {
+        const int token = i * at_once + mine;
+        copy_async16(to + Rows.place(token, chunk), from, Full || token < valid, policy);
+        from += at_once * stride;
+      }
+    } else {
+#pragma unroll
+      for (int i = 0; i < tokens * Rows.chunks / 32; ++i) {
+        const int id = i * 32 + lane, token = id / Rows.chunks, chunk = id % Rows.chunks;
+        copy_async16(to + Rows.place(token, chunk), rows + token * stride + chunk * 8, Full || token < valid, policy);
+      }
+    }
+  }
+  __device__ static const T* row_of(const T* mine, int lane) {
+    return reinterpret_cast<const T*>(__shfl_sync(~0u, reinterpret_cast<unsigned long long>(mine), lane));
+  }
+  /// `mine` is the row of the tile's token lane - lane_of.
+  template <staged_rows Rows>
+  __device__ void copy_found(const T* mine, int lane_of, index_t valid, std::uint32_t to, int lane) const {
+#pragma unroll
+    for (int i = 0; i < tokens * Rows.chunks / 32; ++i) {
+      const int id = i * 32 + lane, token = id / Rows.chunks, chunk = id % Rows.chunks;
+      const T* row = row_of(mine, lane_of + token);
+      copy_async16(to + Rows.place(token, chunk), row + chunk * 8, token < valid, policy);
+    }
+  }
+};
+
+/// Running state of one warp: 16 query rows over the tokens that it has seen.
+template <class View, class Config>
+struct decode_state {
+  using T = typename View::element_type;
+  static constexpr int D = View::k_dim, Dv = View::v_dim, tokens = Config::tuning.tokens;
+  static constexpr staged_rows k_rows{D / 8}, v_rows{Dv / 8};
+
+  float out[Dv / 8][4] = {};
+  float max[2] = {-infinity, -infinity}, sum[2] = {};  // rows lane / 4 and lane / 4 + 8, base 2
+
+  /// Reads the tile of `tokens` tokens at `shared`. `logit_of(token, half, product)` gives the logit, in base 2, of
+  /// query row lane / 4 + 8 * half; with `plain` that is product * scale2. All lanes call it together.
+  template <class LogitOf>
+  __device__ void read(const std::uint32_t (&q)[D / 16][4], std::uint32_t shared, bool plain, float scale2,
+                       const LogitOf& logit_of, int lane) {
+    float s[tokens / 8][4] = {}, odd[tokens / 8][4] = {};  // two chains of products, half as long
+    const int matrix = lane / 8, in_matrix = lane % 8;
+    const std::uint32_t k_at = shared + std::uint32_t((matrix / 2 * 8 + in_matrix) * k_rows.bytes());
+    const std::uint32_t k_chunk = std::uint32_t(k_rows.swizzled() ? matrix % 2 ^ in_matrix : matrix % 2) * 16;
+#pragma unroll
+    for (int step = 0; step < D / 16; ++step) {
+#pragma unroll
+      for (int pair = 0; pair < tokens / 16; ++pair) {
+        std::uint32_t b[4];
+        load_matrices(b, k_at + std::uint32_t(pair * 16 * k_rows.bytes()) +
+                             (k_rows.swizzled() ? k_chunk ^ std::uint32_t(step * 32) : k_chunk + step * 32));
+        multiply<T>(step % 2 ? odd[pair * 2] : s[pair * 2], q[step], b[0], b[1]);
+        multiply<T>(step % 2 ? odd[pair * 2 + 1] : s[pair * 2 + 1], q[step], b[2], b[3]);
+      }
+    }
+#pragma unroll
+    for (int n = 0; n < tokens / 8; ++n) {
+#pragma unroll
+      for (int i = 0; i < 4; ++i) s[n][i] += odd[n][i];
+    }
+    if (plain) {
+#pragma unroll
+      for (int n = 0; n < tokens / 8; ++n) {
+#pragma unroll
+        for (int i = 0; i < 4; ++i) s[n][i] *= scale2;
+      }
+    } else {
+#pragma unroll
+      for (int n = 0; n < tokens / 8; ++n) {
+#pragma unroll
+        for (int i = 0; i < 4; ++i) s[n][i] = logit_of(n * 8 + lane % 4 * 2 + i % 2, i / 2, s[n][i]);
+      }
+    }
+#pragma unroll
+    for (int half = 0; half < 2; ++half) {
+      float top = max[half];
+#pragma unroll
+      for (int n = 0; n < tokens / 8; ++n) top = fmaxf(top, fmaxf(s[n][half * 2], s[n][half * 2 + 1]));
+      top = fmaxf(top, __shfl_xor_sync(~0u, top, 1));
+      top = fmaxf(top, __shfl_xor_sync(~0u, top, 2));
+      const float reference = top == -infinity ? 0.0f : top;
+      const float shrink = power_of_two(max[half] - reference);  // 2^-inf = 0: nothing seen so far
+      float more = 0;
+#pragma unroll
+      for (int n = 0; n < tokens / 8; ++n) {
+        s[n][half * 2] = power_of_two(s[n][half * 2] - reference);
+        s[n][half * 2 + 1] = power_of_two(s[n][half * 2 + 1] - reference);
+        more += s[n][half * 2] + s[n][half * 2 + 1];
+      }
+      sum[half] = sum[half] * shrink + more;
+      if (top != max[half]) {
+#pragma unroll
+        for (int n = 0; n < Dv / 8; ++n) {
+          out[n][half * 2] *= shrink;
+          out[n][half * 2 + 1] *= shrink;
+        }
+      }
+      max[half] = top;
+    }
+    const std::uint32_t v_at =
+        shared + std::uint32_t(tokens * k_rows.bytes() + (matrix % 2 * 8 + in_matrix) * v_rows.bytes());
+    const std::uint32_t v_chunk = std::uint32_t(v_rows.swizzled() ? matrix / 2 ^ in_matrix : matrix / 2) * 16;
+#pragma unroll
+    for (int k = 0; k < tokens / 16; ++k) {
+      std::uint32_t weights[4];
+#pragma unroll
+      for (int i = 0; i < 4; ++i) {
+        weights[i] = pack_pair<T>(s[k * 2 + i / 2][i % 2 * 2], s[k * 2 + i / 2][i % 2 * 2 + 1]);
+      }
+#pragma unroll
+      for (int pair = 0; pair < Dv / 16; ++pair) {
+        std::uint32_t b[4];
+        load_matrices_transposed(b, v_at + std::uint32_t(k * 16 * v_rows.bytes()) +
+                                        (v_rows.swizzled() ? v_chunk ^ std::uint32_t(pair * 32) : v_chunk + pair * 32));
+        multiply<T>(out[pair * 2], weights, b[0], b[1]);
+        multiply<T>(out[pair * 2 + 1], weights, b[2], b[3]);
+      }
+    }
+  }
+
+  /// Adds the four lanes' shares of every row's sum.
+  __device__ void close() {
+#pragma unroll
+    for (int half = 0; half < 2; ++half) {
+      sum[half] += __shfl_xor_sync(~0u, sum[half], 1);
+      sum[half] += __shfl_xor_sync(~0u, sum[half], 2);
+    }
+  }
+
+  /// Writes the first `used` rows to shared memory: outputs `merge_pitch` apart, then their states.
+  __device__ void store(float* outs, float2* states, int used, int lane) const {
+#pragma unroll
+    for (int half = 0; half < 2; ++half) {
+      const int r = lane / 4 + half * 8;
+      if (r >= used) continue;
+#pragma unroll
+      for (int n = 0; n < Dv / 8; ++n) {
+        *reinterpret_cast<float2*>(outs + r * merge_pitch(Dv) + n * 8 + lane % 4 * 2) =
+            make_float2(out[n][half * 2], out[n][half * 2 + 1]);
+      }
+      if (lane % 4 == 0) states[r] = make_float2(max[half], sum[half]);
+    }
+  }
+};
+
+}  // namespace detail
+}  // namespace cuda
+TESSERA_NAMESPACE_END

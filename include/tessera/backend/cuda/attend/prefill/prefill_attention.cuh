@@ -1,0 +1,177 @@
+// Prefill attention on the GPU: what the host calls.
+#pragma once
+
+#include <algorithm>
+#include <limits>
+#include <string>
+
+#include "../../device/tuning.cuh"
+#include "prefill_hopper.cuh"
+#include "prefill_kernel.cuh"
+
+TESSERA_NAMESPACE_BEGIN
+namespace cuda {
+namespace detail {
+
+/// Which kernel a program has for the device depends on the architecture that it was compiled for: sm_90a has more
+/// instructions. The host asks for the bound on a block's threads, by which the two differ.
+template <class View, class Out, bool Hopper = compiled_for_hopper&& fits_hopper_prefill<View>>
+using prefill_kernel_of = std::conditional_t<Hopper, prefill_hopper_kernel<View, Out>, prefill_kernel<View, Out>>;
+
+template <class View, class Out>
+__global__ void __launch_bounds__((prefill_kernel_of<View, Out>::threads), (prefill_kernel_of<View, Out>::resident))
+    prefill_entry(const __grid_constant__ prefill_problem<View, Out> problem, prefill_parts parts) {
+  prefill_kernel_of<View, Out>::run(problem, parts);
+}
+
+/// One warp per query row of every head; `blocks` query blocks of a head.
+template <class View, class Out>
+__global__ void __launch_bounds__(128)
+    merge_prefill_entry(const __grid_constant__ prefill_problem<View, Out> p, prefill_parts parts, index_t blocks) {
+  const index_t query_rows = p.q.tokens * (p.q.heads / p.view.kv_heads);
+  const index_t item = index_t(blockIdx.x) * 4 + index_t(threadIdx.x) / 32;
+  if (item >= query_rows * p.view.sequences * p.view.kv_heads) return;
+  prefill_kernel<View, Out>::merge(p, parts, blocks, item / query_rows, item % query_rows, int(threadIdx.x % 32));
+}
+
+}  // namespace detail
+
+/// Causal attention of a prompt chunk over what is stored, the chunk itself included.
+///
+/// Shapes   as prefill_problem; q_heads is a multiple of kv_heads. Rows of q, K and V are contiguous and begin at
+///          multiples of 16 bytes. Chunks of any length.
+/// Returns  output and natural log-sum-exp; a row that sees nothing gives 0 and -infinity, unless it has a sink logit.
+/// Errors   shapes, alignment and null pointers are checked before the launch.
+/// Cost     2 (k_dim + v_dim) flops for each query row and stored token of the tiles of 64 that its block sees; K and V
+///          are read once per 128 query rows (tokens times group). No length on the host. A chunk of too few rows to
+///          fill the device is split along its tokens and merged by a second launch, if there is a workspace.
+/// Same input, same bits. Without splits a row's bits do not depend on how the prompt is cut into chunks either.
+/// Paper    FlashAttention-2, arXiv:2307.08691. Differs: query heads of a group share a block; outputs are rescaled
+///          only when the maximum has grown by more than 8 in base 2.
+template <class View, class Out = float>
+class prefill_attention {
+  using T = typename View::element_type;
+  using kernel = detail::prefill_kernel<View, Out>;
+  static_assert(std::is_same_v<T, fp16> || std::is_same_v<T, bf16>,
+                "tessera: the tensor-core prefill kernel takes fp16 and bf16");
+  static_assert(element<Out>, "tessera: prefill attention writes fp32, fp16 or bf16");
+
+ public:
+  prefill_attention(index_t sequences, index_t kv_heads, index_t q_heads, const device_info& device)
+      : sequences_(sequences), kv_heads_(kv_heads), q_heads_(q_heads) {
+    require(sequences > 0 && kv_heads > 0, "sequences * kv_heads", offset_t(sequences) * kv_heads, "at least 1",
+            "pass the batch's and the model's counts");
+    require(q_heads > 0 && q_heads % kv_heads == 0, "q_heads", q_heads, "a multiple of kv_heads",
+            "pass the model's head counts");
+    entry_ = detail::prefill_entry<View, Out>;
+    cudaFuncAttributes compiled{};
+    check(cudaFuncGetAttributes(&compiled, entry_), "cudaFuncGetAttributes");
+    if constexpr (detail::fits_hopper_prefill<View>) {
+      using hopper = detail::prefill_kernel_of<View, Out, true>;
+      static_assert(
+          hopper::threads != kernel::threads && hopper::block_rows == kernel::block_rows,
+          "tessera: the prefill kernels differ in threads, by which the host knows them, and share the merge");
+      if (compiled.maxThreadsPerBlock == hopper::threads)
+        threads_ = hopper::threads, shared_bytes_ = hopper::shared_bytes;
+    }
+    require(shared_bytes_ <= device.shared_memory, "shared memory of a block", shared_bytes_,
+            "at most " + std::to_string(device.shared_memory), "use a device with more of it, such as an H100 or H200");
+    check(cudaFuncSetAttribute(entry_, cudaFuncAttributeMaxDynamicSharedMemorySize, shared_bytes_),
+          "cudaFuncSetAttribute");
+    int resident = 0;
+    check(cudaOccupancyMaxActiveBlocksPerMultiprocessor(&resident, entry_, threads_, std::size_t(shared_bytes_)),
+          "cudaOccupancyMaxActiveBlocksPerMultiprocessor");
+    places_ = std::max(1, resident) * device.multiprocessors;
+  }
+
+  /// What splits need. Not more than a part for every block that the device holds at once.
+  std::size_t workspace_bytes() const { return std::size_t(places_) * kernel::block_rows * (kernel::Dv + 2) * 4; }
+
+  /// `workspace`, aligned to 16 bytes, is scratch; null: no splits. A chunk of no tokens launches nothing.
+  void run(const prefill_problem<View, Out>& problem, void* workspace, cudaStream_t stream) const {
+    const index_t blocks = check_problem(problem);
+    if (blocks == 0) return;
+    check_aligned("workspace", workspace, 16);
+    detail::prefill_parts parts;
+    if (workspace) {
+      parts.splits = std::clamp(places_ / blocks, 1, most_splits);
+      parts.out = static_cast<float*>(workspace);
+      parts.state = reinterpret_cast<float2*>(parts.out + std::size_t(places_) * kernel::block_rows * kernel::Dv);
+    }
+    entry_<<<unsigned(blocks * parts.splits), unsigned(threads_), std::size_t(shared_bytes_), stream>>>(problem, parts);
+    check(cudaGetLastError(), "launch of prefill attention");
+    if (parts.splits == 1) return;
+    const index_t heads = sequences_ * kv_heads_, rows = problem.q.tokens * (q_heads_ / kv_heads_) * heads;
+    detail::merge_prefill_entry<View, Out>
+        <<<unsigned(ceil_div(rows, 4)), 128, 0, stream>>>(problem, parts, blocks / heads);
+    check(cudaGetLastError(), "launch of prefill attention's merge");
+  }
+
+ private:
+  static constexpr index_t most_splits = 32;  // enough to fill a large device from eight blocks
+
+  /// Throws unless everything fits together; returns how many blocks to launch.
+  index_t check_problem(const prefill_problem<View, Out>& p) const {
+    require(p.view.sequences == sequences_, "view.sequences", p.view.sequences, std::to_string(sequences_),
+            "pass the batch that the operation was made for");
+    require(p.view.kv_heads == kv_heads_, "view.kv_heads", p.view.kv_heads, std::to_string(kv_heads_),
+            "pass the model that the operation was made for");
+    require(p.q.sequences == sequences_ && p.q.heads == q_heads_ && p.q.tokens >= 0, "q [sequences, tokens, q_heads]",
+            shape_of(p.q), "[" + std::to_string(sequences_) + ", any, " + std::to_string(q_heads_) + "]",
+            "pass one row per sequence, token and query head");
+    require(same_shape(p.out, p.q), "out [sequences, tokens, q_heads]", shape_of(p.out), shape_of(p.q),
+            "give out the shape of q");
+    require(!p.lse.data || same_shape(p.lse, p.q), "lse [sequences, tokens, q_heads]", shape_of(p.lse), shape_of(p.q),
+            "give lse the shape of q, or no data");
+    if (p.q.tokens == 0) return 0;
+    require(p.view.k && p.view.v && p.view.lengths, "view", "null", "keys, values and lengths", "pass device memory");
+    require(p.q.data && p.out.data && p.first_position, "problem", "null", "q, out and first_position",
+            "pass device memory");
+    require(p.view.k_strides.dim == 1 && p.view.v_strides.dim == 1, "stride of a row's elements",
+            p.view.k_strides.dim != 1 ? p.view.k_strides.dim : p.view.v_strides.dim, "1", "transpose K and V back");
+    check_rows("keys", p.view.k, p.view.k_strides);
+    check_rows("values", p.view.v, p.view.v_strides);
+    check_rows("q", p.q.data, row_strides{p.q.sequence_stride, p.q.head_stride, p.q.token_stride, 1});
+    check_aligned("out", p.out.data, 2 * sizeof(Out));
+    const offset_t strides[] = {p.out.sequence_stride, p.out.token_stride, p.out.head_stride};
+    for (const offset_t stride : strides) {
+      require(stride % 2 == 0, "a stride of out", stride, "an even number", "pad the rows");
+    }
+    const offset_t rows = offset_t(p.q.tokens) * (q_heads_ / kv_heads_);
+    const offset_t blocks = (rows + kernel::block_rows - 1) / kernel::block_rows * (offset_t(sequences_) * kv_heads_);
+    constexpr offset_t most = std::numeric_limits<index_t>::max();
+    require(rows <= most - kernel::block_rows && blocks <= most, "query rows of the chunk",
+            rows * kv_heads_ * sequences_, "fewer than 2^31 for a head, in fewer than 2^31 blocks",
+            "pass a shorter chunk");
+    return index_t(blocks);
+  }
+
+  template <class A, class B>
+  static bool same_shape(const rows_view<A>& a, const rows_view<B>& b) {
+    return a.sequences == b.sequences && a.tokens == b.tokens && a.heads == b.heads;
+  }
+  template <class A>
+  static std::string shape_of(const rows_view<A>& a) {
+    return "[" + std::to_string(a.sequences) + ", " + std::to_string(a.tokens) + ", " + std::to_string(a.heads) + "]";
+  }
+  static void check_aligned(const char* what, const void* data, std::size_t bytes) {
+    require(reinterpret_cast<std::uintptr_t>(data) % bytes == 0, std::string("address of ") + what, data,
+            "a multiple of " + std::to_string(bytes) + " bytes", "align the memory");
+  }
+  static void check_rows(const char* what, const void* data, const row_strides& strides) {
+    check_aligned(what, data, 16);
+    const offset_t each[] = {strides.outer, strides.head, strides.token};
+    for (const offset_t stride : each) {
+      require(stride % 8 == 0, std::string("a stride of ") + what, stride, "a multiple of 8 elements (16 bytes)",
+              "pad the rows");
+    }
+  }
+
+  // What was configured is what is launched: nvcc gives every source file a kernel of its own.
+  void (*entry_)(prefill_problem<View, Out>, detail::prefill_parts) = nullptr;
+  index_t sequences_, kv_heads_, q_heads_, places_ = 1;
+  int threads_ = kernel::threads, shared_bytes_ = kernel::shared_bytes;
+};
+
+}  // namespace cuda
+TESSERA_NAMESPACE_END

@@ -1,0 +1,420 @@
+// What prefill attention reads and writes, and all of its kernels but the matrix products.
+#pragma once
+
+#include "../../../../core/logit_rule.hpp"
+#include "../../../../core/views.hpp"
+#include "../../../../math/softmax_state.hpp"
+#include "../../device/mma.cuh"
+
+TESSERA_NAMESPACE_BEGIN
+namespace cuda {
+
+/// What a prompt chunk reads and writes; every pointer is a device pointer, every length is read on the device.
+template <class View, class Out = float>
+struct prefill_problem {
+  using T = typename View::element_type;
+  View view;                      ///< the chunk itself included
+  rows_view<const T> q;           ///< [sequences, tokens, q_heads, k_dim]
+  const index_t* first_position;  ///< [sequences], position of the chunk's first token
+  logit_rule rule;
+  rows_view<Out> out;    ///< [sequences, tokens, q_heads, v_dim]
+  rows_view<float> lse;  ///< [sequences, tokens, q_heads]; data null: not wanted
+};
+
+namespace detail {
+
+/// Where a block's range of tokens is cut into `splits`: unnormalised outputs and softmax states of the parts, by
+/// ((head's row * query blocks + query block) * splits + part) * query rows of a block + row.
+struct prefill_parts {
+  index_t splits = 1;
+  float* out = nullptr;     // [.., v_dim]
+  float2* state = nullptr;  // reference (base 2) and sum
+};
+
+/// First slot of [0, count) from which on `after` holds, `count` if there is none. A whole warp calls it.
+template <class After>
+__device__ index_t first_slot(index_t count, const After& after) {
+  const int lane = threadIdx.x % 32;
+  index_t low = 0, high = count;
+  while (low < high) {
+    const index_t step = ceil_div(high - low, 32), mine = low + lane * step;
+    const int before = __popc(__ballot_sync(~0u, mine < high && !after(mine)));
+    if (before == 0) break;
+    low += (before - 1) * step + 1;
+    high = min(high, low + step - 1);
+  }
+  return low;
+}
+
+/// A block of Warps * RowTiles * 16 query rows against tiles of Tile tokens. A warp's logits, weights and outputs lie
+/// in the fragments of 16-row matrix products, RowTiles of them.
+template <class View, class Out, int Warps, int RowTiles, int Tile>
+struct prefill_rows {
+  using T = typename View::element_type;
+  using problem_type = prefill_problem<View, Out>;
+  static constexpr int D = View::k_dim, Dv = View::v_dim, warps = Warps, row_tiles = RowTiles, tile = Tile;
+  static constexpr int threads = warps * 32, warp_rows = row_tiles * 16, block_rows = warps * warp_rows;
+  static constexpr float log2e = 1.44269504088896341f, ln2 = 0.693147180559945309f;
+
+  /// One (sequence, kv_head); query row r is token r / group, head r % group of the group.
+  struct place {
+    index_t sequence, head, group, stored, query_rows;
+  };
+
+  struct slot_range {
+    index_t begin, end;
+    __device__ bool meets(index_t first, index_t last) const { return first < end && last > begin; }
+    __device__ bool covers(index_t first, index_t last) const { return first >= begin && last <= end; }
+  };
+
+  __device__ static index_t position_of(const problem_type& p, const place& at, index_t row) {
+    return p.first_position[at.sequence] + min(row, at.query_rows - 1) / at.group;
+  }
+
+  /// First slot whose key is newer than `position`: positions ascend.
+  __device__ static index_t first_newer(const problem_type& p, const place& at, index_t position) {
+    if (!p.view.positions) return position < 0 ? 0 : min(position, at.stored - 1) + 1;
+    return first_slot(at.stored, [&](index_t slot) { return p.view.position(at.sequence, at.head, slot) > position; });
+  }
+  /// Slots that some (`oldest` the oldest, `newest` the newest query) or, with the two exchanged, all queries see.
+  __device__ static slot_range seen(const problem_type& p, const place& at, index_t oldest, index_t newest) {
+    return {p.rule.sliding_window > 0 ? first_newer(p, at, oldest - p.rule.sliding_window) : 0,
+            first_newer(p, at, newest)};
+  }
+
+  __device__ static float exp2_approx(float x) {
+    float y;
+    asm("ex2.approx.ftz.f32 %0, %1;" : "=f"(y) : "f"(x));
+    return y;
+  }
+  /// logit_rule::cap to an absolute error of about 1e-7 soft caps, at a tenth of the library's cost.
+  __device__ static float capped(float scaled, float soft_cap) {
+    return soft_cap - __fdividef(2 * soft_cap, exp2_approx(scaled * (2 * log2e / soft_cap)) + 1);
+  }
+
+  /// A warp copies `Rows` rows of `Chunks` chunks of 16 bytes to `to(row, chunk)`, lane i knowing where row i lies;
+  /// zeros where it is not valid.
+  template <int Rows, int Chunks, class To>
+  __device__ static void copy_rows(const T* row, bool row_valid, int lane, const To& to) {
+    constexpr int copies = Rows * Chunks;
+#pragma unroll
+    for (int i = 0; i < (copies + 31) / 32; ++i) {
+      const int id = i * 32 + lane, r = id / Chunks, chunk = id % Chunks;
+      const T* from = reinterpret_cast<const T*>(__shfl_sync(~0u, reinterpret_cast<unsigned long long>(row), r));
+      const bool valid = __shfl_sync(~0u, int(row_valid), r);
+      if (copies % 32 == 0 || id < copies) copy_async16(to(r, chunk), from + chunk * 8, valid);
+    }
+  }
+  /// Copies a warp's share of the tile that begins at slot `first`; rows are numbered within the tile.
+  template <class ToKey, class ToValue>
+  __device__ static void copy_tile(const problem_type& p, const place& at, index_t first, int warp, int lane,
+                                   const ToKey& to_key, const ToValue& to_value) {
+    constexpr int share = tile / warps;
+    const index_t mine = first + warp * share + lane % share;
+    const bool valid = mine < at.stored;
+    const index_t slot = valid ? mine : 0;
+    const T* k = p.view.key(at.sequence, at.head, slot);
+    const T* v = p.view.value(at.sequence, at.head, slot);
+    copy_rows<share, D / 8>(k, valid, lane, [&](int r, int chunk) { return to_key(warp * share + r, chunk); });
+    copy_rows<share, Dv / 8>(v, valid, lane, [&](int r, int chunk) { return to_value(warp * share + r, chunk); });
+  }
+  /// Copies the query rows of a warp, which begin at `first_row`.
+  template <class To>
+  __device__ static void copy_queries(const problem_type& p, const place& at, index_t first_row, int lane,
+                                      const To& to) {
+    const index_t mine = first_row + lane % warp_rows;
+    const bool valid = mine < at.query_rows;
+    const index_t row = valid ? mine : 0;
+    copy_rows<warp_rows, D / 8>(p.q.row(at.sequence, row / at.group, at.head * at.group + row % at.group), valid, lane,
+                                to);
+  }
+
+  /// Of query rows lane / 4 + {0, 8} of each row tile: outputs, the exponents' reference (base 2), this lane's sum.
+  struct running {
+    float out[row_tiles][Dv / 8][4];
+    float reference[row_tiles * 2], sum[row_tiles * 2];
+  };
+
+  using logits = float[row_tiles][tile / 8][4];
+  __device__ static void clear(running& state) {
+#pragma unroll
+    for (int r = 0; r < row_tiles * 2; ++r) {
+      state.reference[r] = -infinity, state.sum[r] = 0;
+#pragma unroll
+      for (int n = 0; n < Dv / 8; ++n) state.out[r / 2][n][r % 2 * 2] = state.out[r / 2][n][r % 2 * 2 + 1] = 0;
+    }
+  }
+  using weights = std::uint32_t[row_tiles][tile / 16][4];
+
+  /// What this block does: part `part` of the range that query rows [first_row, first_row + block_rows) see.
+  struct work {
+    place at;
+    index_t first_row, first_tile, last_tile;
+
+    __device__ static work mine(const problem_type& p, const prefill_parts& parts) {
+      const index_t heads = p.view.sequences * p.view.kv_heads, group = p.q.heads / p.view.kv_heads;
+      const index_t item = index_t(blockIdx.x) / parts.splits, part = index_t(blockIdx.x) % parts.splits;
+      const index_t blocks = index_t(gridDim.x) / parts.splits / heads, row = item % heads;
+      work found;
+      // The last query rows see most tokens: they go first, so that no long block is left for the end.
+      found.first_row = (blocks - 1 - item / heads) * block_rows;
+      found.at = {row / p.view.kv_heads, row % p.view.kv_heads, group, 0, p.q.tokens * group};
+      found.at.stored = max(p.view.length(found.at.sequence, found.at.head), 0);
+      const slot_range range = seen(p, found.at, position_of(p, found.at, found.first_row),
+                                    position_of(p, found.at, found.first_row + block_rows - 1));
+      const index_t begin = range.begin / tile, tiles = max(ceil_div(range.end, tile) - begin, 0);
+      found.first_tile = begin + index_t(offset_t(tiles) * part / parts.splits);
+      found.last_tile = begin + index_t(offset_t(tiles) * (part + 1) / parts.splits);
+      return found;
+    }
+  };
+
+  /// Cap and scale, where they come before the maximum: capped logits, and those of a negative scale.
+  struct logit_scale {
+    float scale, soft_cap, factor;  // factor: what remains, in base 2
+    bool first;
+
+    __device__ explicit logit_scale(const logit_rule& rule)
+        : scale(rule.scale_for(D)), soft_cap(rule.soft_cap), first(rule.soft_cap > 0 || scale < 0) {
+      factor = first ? log2e : scale * log2e;
+    }
+    __device__ void apply(logits& s) const {
+      if (!first) return;
+#pragma unroll
+      for (int i = 0; i < row_tiles * tile / 2; ++i) {
+        float& x = s[i / (tile / 2)][i / 4 % (tile / 8)][i % 4];
+        x = soft_cap > 0 ? capped(x * scale, soft_cap) : x * scale;
+      }
+    }
+  };
+
+  __device__ static void mask(const problem_type& p, const place& at, index_t first_row, index_t first, int lane,
+                              logits& s) {
+    index_t query[row_tiles * 2];
+#pragma unroll
+    for (int r = 0; r < row_tiles * 2; ++r) query[r] = position_of(p, at, first_row + r * 8 + lane / 4);
+#pragma unroll
+    for (int i = 0; i < tile / 4; ++i) {
+      const index_t slot = first + i / 2 * 8 + lane % 4 * 2 + i % 2;
+      const bool stored = slot < at.stored;
+      const index_t key = stored ? p.view.position(at.sequence, at.head, slot) : 0;
+#pragma unroll
+      for (int r = 0; r < row_tiles * 2; ++r) {
+        float& x = s[r / 2][i / 2][r % 2 * 2 + i % 2];
+        x = stored && p.rule.visible(query[r], key) ? x : -infinity;
+      }
+    }
+  }
+
+  /// Logits become weights relative to the reference, which follows the maximum.
+  __device__ static void normalise(float factor, logits& s, weights& w, running& state) {
+    float next[row_tiles * 2];
+    bool grown = false;
+#pragma unroll
+    for (int r = 0; r < row_tiles * 2; ++r) {
+      float top = -infinity;
+#pragma unroll
+      for (int n = 0; n < tile / 8; ++n) top = fmaxf(top, fmaxf(s[r / 2][n][r % 2 * 2], s[r / 2][n][r % 2 * 2 + 1]));
+      top = fmaxf(top, __shfl_xor_sync(~0u, top, 1));
+      top = fmaxf(top, __shfl_xor_sync(~0u, top, 2));
+      // Weights up to 2^8 do no harm, so that outputs are rescaled a few times in all, not once a tile. Each row
+      // decides for itself: its bits do not depend on the rows beside it, nor on how a prompt is cut into chunks.
+      top *= factor;
+      next[r] = top > state.reference[r] + 8 ? top : state.reference[r];
+      grown |= next[r] != state.reference[r];
+    }
+    if (__any_sync(~0u, grown)) {
+#pragma unroll
+      for (int r = 0; r < row_tiles * 2; ++r) {
+        // Nothing seen so far: outputs are 0 and stay so.
+        const float shrink = next[r] == state.reference[r] ? 1.0f : exp2_approx(state.reference[r] - next[r]);
+        state.reference[r] = next[r];
+        state.sum[r] *= shrink;
+#pragma unroll
+        for (int n = 0; n < Dv / 8; ++n) {
+          state.out[r / 2][n][r % 2 * 2] *= shrink;
+          state.out[r / 2][n][r % 2 * 2 + 1] *= shrink;
+        }
+      }
+    }
+#pragma unroll
+    for (int r = 0; r < row_tiles * 2; ++r) {
+      const float reference = state.reference[r] == -infinity ? 0.0f : state.reference[r];
+#pragma unroll
+      for (int n = 0; n < tile / 8; ++n) {
+        const float low = exp2_approx(fmaf(s[r / 2][n][r % 2 * 2], factor, -reference));
+        const float high = exp2_approx(fmaf(s[r / 2][n][r % 2 * 2 + 1], factor, -reference));
+        state.sum[r] += low + high;
+        w[r / 2][n / 2][n % 2 * 2 + r % 2] = pack_pair<T>(low, high);
+      }
+    }
+  }
+
+  enum value_kind { finite, plus_infinity, minus_infinity, nan };
+  static constexpr std::uint32_t infinite_bits = std::is_same_v<T, bf16> ? 0x7f80u : 0x7c00u;
+  static constexpr std::uint32_t one_bits = std::is_same_v<T, bf16> ? 0x3f80u : 0x3c00u;
+
+  /// Of two packed elements: those that are finite, or 1 where the element is of another kind; 0 elsewhere.
+  __device__ static std::uint32_t only(std::uint32_t two, int kind) {
+    std::uint32_t kept = 0;
+#pragma unroll
+    for (int shift = 0; shift < 32; shift += 16) {
+      const std::uint32_t x = two >> shift & 0xffffu, magnitude = x & 0x7fffu;
+      const int is = magnitude < infinite_bits   ? finite
+                     : magnitude > infinite_bits ? nan
+                     : x == magnitude            ? plus_infinity
+                                                 : minus_infinity;
+      if (is == kind) kept |= (kind == finite ? x : one_bits) << shift;
+    }
+    return kept;
+  }
+
+  /// As a product of weights and values, but a weight of 0 adds nothing even where the value is not finite.
+  /// `fragment(k, pair)` is the lane's address of tokens [16 k, 16 k + 16), dims [16 pair, 16 pair + 16). Rare, so slow
+  /// and small.
+  template <class Fragment>
+  __device__ static void multiply_visible_values(const weights& w, const Fragment& fragment, running& state) {
+#pragma unroll
+    for (int pair = 0; pair < Dv / 16; ++pair) {
+#pragma unroll 1
+      for (int kind = finite; kind <= nan; ++kind) {
+        float sum[row_tiles][2][4] = {};
+#pragma unroll
+        for (int k = 0; k < tile / 16; ++k) {
+          std::uint32_t b[4];
+          load_matrices_transposed(b, fragment(k, pair));
+#pragma unroll
+          for (int i = 0; i < 4; ++i) b[i] = only(b[i], kind);
+#pragma unroll
+          for (int m = 0; m < row_tiles; ++m) {
+            multiply<T>(sum[m][0], w[m][k], b[0], b[1]);
+            multiply<T>(sum[m][1], w[m][k], b[2], b[3]);
+          }
+        }
+        const float special = kind == plus_infinity ? infinity : kind == minus_infinity ? -infinity : NAN;
+#pragma unroll
+        for (int m = 0; m < row_tiles; ++m) {
+#pragma unroll
+          for (int i = 0; i < 8; ++i) {
+            const float x = sum[m][i / 4][i % 4];
+            // A NaN weight makes x NaN: it must show.
+            state.out[m][pair * 2 + i / 4][i % 4] += kind == finite || !(x > 0) ? x : special;
+          }
+        }
+      }
+    }
+  }
+
+  /// Whether the tile's values are finite; `chunk(token, i)` points at 16 bytes of them.
+  template <class Chunk>
+  __device__ static bool all_finite(const Chunk& chunk, int lane) {
+    // What an infinite exponent lacks to reach the sign bit.
+    constexpr std::uint32_t lack = 0x8000u - infinite_bits, pair = lack << 16 | lack;
+    std::uint32_t found = 0;
+    for (int id = lane; id < tile * (Dv / 8); id += 32) {
+      const uint4 eight = *reinterpret_cast<const uint4*>(chunk(id / (Dv / 8), id % (Dv / 8)));
+      found |= ((eight.x & 0x7fff7fffu) + pair) | ((eight.y & 0x7fff7fffu) + pair) | ((eight.z & 0x7fff7fffu) + pair) |
+               ((eight.w & 0x7fff7fffu) + pair);
+    }
+    return __all_sync(~0u, (found & 0x80008000u) == 0);
+  }
+
+  struct row_result {
+    float factor, lse;
+  };
+  /// What a row's outputs are multiplied by, sink logit included, and its log-sum-exp.
+  __device__ static row_result close(const problem_type& p, index_t q_head, float reference, float sum) {
+    softmax_state total{reference * ln2, sum};
+    float scale = 1;
+    if (p.rule.sink_logits && sum == sum) {  // NaN alone has no maximum: the sink must not hide it
+      const float before = total.max;
+      total.merge({p.rule.sink_logits[q_head], 1.0f});
+      scale = before == -infinity ? 0.0f : expf(before - total.max);
+    }
+    return {total.sum == 0 ? 0.0f : scale / total.sum, total.sum != total.sum ? total.sum : total.log_sum_exp()};
+  }
+
+  __device__ static void write_two(Out* out, float low, float high) {
+    if constexpr (std::is_same_v<Out, float>) {
+      *reinterpret_cast<float2*>(out) = make_float2(low, high);
+    } else {
+      *reinterpret_cast<std::uint32_t*>(out) = pack_pair<Out>(low, high);
+    }
+  }
+
+  /// Writes a warp's rows, or its part of them.
+  __device__ static void finish(const problem_type& p, const prefill_parts& parts, const place& at, index_t first_row,
+                                int lane, const running& state) {
+#pragma unroll
+    for (int r = 0; r < row_tiles * 2; ++r) {
+      float sum = state.sum[r];
+      sum += __shfl_xor_sync(~0u, sum, 1);
+      sum += __shfl_xor_sync(~0u, sum, 2);
+      const index_t row = first_row + r * 8 + lane / 4;
+      if (row >= at.query_rows) continue;
+      if (parts.splits > 1) {
+        const offset_t slot = offset_t(blockIdx.x) * block_rows + row % block_rows;
+        if (lane % 4 == 0) parts.state[slot] = make_float2(state.reference[r], sum);
+        if (sum == 0) continue;  // the merge passes over it
+        float* out = parts.out + slot * Dv + lane % 4 * 2;
+#pragma unroll
+        for (int n = 0; n < Dv / 8; ++n) {
+          *reinterpret_cast<float2*>(out + n * 8) =
+              make_float2(state.out[r / 2][n][r % 2 * 2], state.out[r / 2][n][r % 2 * 2 + 1]);
+        }
+        continue;
+      }
+      const index_t token = row / at.group, q_head = at.head * at.group + row % at.group;
+      const row_result result = close(p, q_head, state.reference[r], sum);
+      Out* out = p.out.row(at.sequence, token, q_head) + lane % 4 * 2;
+#pragma unroll
+      for (int n = 0; n < Dv / 8; ++n) {
+        write_two(out + n * 8, state.out[r / 2][n][r % 2 * 2] * result.factor,
+                  state.out[r / 2][n][r % 2 * 2 + 1] * result.factor);
+      }
+      if (p.lse.data && lane % 4 == 0) *p.lse.row(at.sequence, token, q_head) = result.lse;
+    }
+  }
+
+  /// Merges the parts of a query row, in order; a warp does it.
+  __device__ static void merge(const problem_type& p, const prefill_parts& parts, index_t blocks, index_t head_row,
+                               index_t row, int lane) {
+    const index_t sequence = head_row / p.view.kv_heads, head = head_row % p.view.kv_heads;
+    const index_t group = p.q.heads / p.view.kv_heads, token = row / group, q_head = head * group + row % group;
+    // As blocks are numbered: the last query rows of all heads first.
+    const offset_t item = offset_t(blocks - 1 - row / block_rows) * (p.view.sequences * p.view.kv_heads) + head_row;
+    const offset_t slot = item * parts.splits * block_rows + row % block_rows;
+    const auto state_of = [&](index_t part) { return parts.state[slot + offset_t(part) * block_rows]; };
+    float top = -infinity;
+    for (index_t part = lane; part < parts.splits; part += 32) top = fmaxf(top, state_of(part).x);
+    for (int step = 16; step > 0; step /= 2) top = fmaxf(top, __shfl_xor_sync(~0u, top, step));
+    constexpr int pairs = (Dv / 2 + 31) / 32;
+    float2 out[pairs] = {};
+    float sum = 0;
+    for (index_t part = 0; part < parts.splits; ++part) {
+      const float2 state = state_of(part);
+      if (state.y == 0) continue;
+      const float weight = exp2_approx(state.x - (top == -infinity ? 0.0f : top));
+      sum += state.y * weight;
+      const float* from = parts.out + (slot + offset_t(part) * block_rows) * Dv;
+#pragma unroll
+      for (int i = 0; i < pairs; ++i) {
+        if (i * 32 + lane >= Dv / 2) continue;
+        const float2 two = reinterpret_cast<const float2*>(from)[i * 32 + lane];
+        out[i].x += two.x * weight, out[i].y += two.y * weight;
+      }
+    }
+    const row_result result = close(p, q_head, top, sum);
+#pragma unroll
+    for (int i = 0; i < pairs; ++i) {
+      if (i * 32 + lane >= Dv / 2) continue;
+      write_two(p.out.row(sequence, token, q_head) + (i * 32 + lane) * 2, out[i].x * result.factor,
+                out[i].y * result.factor);
+    }
+    if (p.lse.data && lane == 0) *p.lse.row(sequence, token, q_head) = result.lse;
+  }
+};
+
+}  // namespace detail
+}  // namespace cuda
+TESSERA_NAMESPACE_END

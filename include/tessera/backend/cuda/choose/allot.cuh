@@ -1,0 +1,239 @@
+// Budgets on the GPU: how many tokens every kv_head keeps, without a round trip to the host.
+#pragma once
+
+#include <algorithm>
+#include <type_traits>
+
+#include "../../../budget/adaptive.hpp"
+#include "../../../budget/pyramid.hpp"
+#include "../../../budget/uniform.hpp"
+#include "../device/tuning.cuh"
+#include "../score/score_rows.cuh"
+
+TESSERA_NAMESPACE_BEGIN
+namespace cuda {
+namespace detail {
+
+inline constexpr int allot_threads = 512;
+inline constexpr int allot_levels = 3;          // 11, 11 and 10 bits of the ordered score
+inline constexpr int allot_bins = 2048;         // of a level; the last uses half
+inline constexpr index_t allot_portion = 8192;  // scores that pay for a block's histogram
+
+/// What a head keeps in the end: its share, within what it must and what it can keep.
+__device__ inline index_t kept_of(index_t share, index_t tail, index_t tokens) {
+  return min(max(share, min(tail, tokens)), tokens);
+}
+
+__device__ inline bool all_fit(const score_rows& in, index_t sequence, index_t budget) {
+  index_t longest = 0;
+  for (index_t h = 0; h < in.kv_heads; ++h) longest = max(longest, in.tokens(sequence, h));
+  return longest <= budget;
+}
+
+/// One thread a row: shares that depend on lengths alone.
+template <class Budget>
+__global__ void __launch_bounds__(128) allot_by_length_entry(const __grid_constant__ score_rows in, Budget policy,
+                                                             index_t layer, index_t layers, index_t* counts) {
+  const index_t row = index_t(blockIdx.x * 128 + threadIdx.x);
+  if (row >= in.sequences * in.kv_heads) return;
+  const index_t sequence = row / in.kv_heads, tail = in.protected_tail(sequence);
+  const index_t tokens = in.tokens(sequence, row % in.kv_heads);
+  counts[row] =
+      all_fit(in, sequence, policy.tokens) ? tokens : kept_of(policy.share(tokens, tail, layer, layers), tail, tokens);
+}
+
+/// Progress of one sequence's selection over all of its heads.
+struct allot_state {
+  unsigned prefix;     // leading bits of the score that the last place goes to
+  unsigned remaining;  // places among scores with that prefix
+  unsigned arrived;    // blocks of this level that are done
+  unsigned settled;    // nothing to select: everything or nothing wins
+};
+
+struct allot_scratch {
+  unsigned* bins;      // [levels, rows, allot_bins]
+  allot_state* state;  // [sequences]
+  unsigned* won;       // [rows], places won for certain
+};
+
+/// One level of the selection of the best kv_heads * base candidates of a sequence: every block counts its scores by
+/// the level's bits, and the block that arrives last finds which value of them the last place falls on. Histograms are
+/// kept by head, so the winners of each head are known when the last level is, without another pass.
+template <int Level>
+__global__ void __launch_bounds__(allot_threads)
+    allot_by_score_entry(const __grid_constant__ score_rows in, adaptive policy, allot_scratch scratch,
+                         index_t capacity, index_t* counts) {
+  constexpr int shift = Level == 0 ? 21 : (Level == 1 ? 10 : 0), width = Level == 2 ? 1024 : 2048;
+  __shared__ unsigned bins[allot_bins], sums[allot_threads], chosen, left;
+  __shared__ bool last;
+  const index_t row = blockIdx.y, sequence = row / in.kv_heads, heads = in.kv_heads;
+  const index_t rows = in.sequences * heads, first_row = sequence * heads;
+  allot_state& state = scratch.state[sequence];
+  if (Level > 0 && state.settled) return;
+
+  for (int i = threadIdx.x; i < width; i += allot_threads) bins[i] = 0;
+  __syncthreads();
+  const index_t candidates = min(in.candidates(sequence, row % heads), capacity);
+  const float* scores = in.scores + in.begin(row);
+  const unsigned prefix = Level > 0 ? state.prefix : 0;
+#pragma unroll 4
+  for (index_t i = index_t(blockIdx.x * allot_threads + threadIdx.x); i < candidates;
+       i += index_t(gridDim.x) * allot_threads) {
+    const unsigned key = ordered_bits(scores[i]);
+    if (Level == 0 || (Level == 1 ? key >> 21 : key >> 10) == prefix)
+      atomicAdd(&bins[(key >> shift) & (width - 1)], 1u);
+  }
+  __syncthreads();
+  unsigned* all_bins = scratch.bins + offset_t(Level) * rows * allot_bins;
+  for (int i = threadIdx.x; i < width; i += allot_threads) {
+    if (bins[i]) atomicAdd(&all_bins[offset_t(row) * allot_bins + i], bins[i]);
+  }
+  __threadfence();
+  __syncthreads();
+  if (threadIdx.x == 0) {
+    last = atomicAdd(&state.arrived, 1u) == gridDim.x * unsigned(heads) - 1;
+    if (last) state.arrived = 0;
+  }
+  __syncthreads();
+  if (!last) return;
+  __threadfence();
+
+  const index_t tail = in.protected_tail(sequence), base = max(0, policy.tokens - tail);
+  unsigned remaining;
+  if (Level == 0) {
+    index_t longest = 0;
+    offset_t all = 0;
+    for (index_t h = 0; h < heads; ++h) {
+      const index_t of_head = in.candidates(sequence, h);
+      longest = max(longest, of_head);
+      all += of_head;
+    }
+    const offset_t places = min(all, offset_t(heads) * base);
+    const bool fits = base >= longest || all_fit(in, sequence, policy.tokens);
+    if (fits || places == 0 || places == all) {
+      for (index_t h = threadIdx.x; h < heads; h += allot_threads) {
+        const index_t tokens = in.tokens(sequence, h);
+        const index_t won = places == 0 ? 0 : in.candidates(sequence, h);
+        counts[first_row + h] = fits ? tokens : kept_of(policy.share(won, base, tail), tail, tokens);
+      }
+      if (threadIdx.x == 0) state.settled = 1;
+      return;
+    }
+    remaining = unsigned(places);
+  } else {
+    remaining = state.remaining;
+  }
+
+  // From the top: thread t holds `each` neighbouring bins, the highest first.
+  constexpr int each = width / allot_threads;
+  unsigned mine = 0, of_bin[each];
+#pragma unroll
+  for (int j = 0; j < each; ++j) {
+    const int bin = width - 1 - (int(threadIdx.x) * each + j);
+    of_bin[j] = 0;
+    for (index_t h = 0; h < heads; ++h) of_bin[j] += __ldcg(&all_bins[offset_t(first_row + h) * allot_bins + bin]);
+    mine += of_bin[j];
+  }
+  sums[threadIdx.x] = mine;
+  __syncthreads();
+  for (int step = 1; step < allot_threads; step *= 2) {
+    const unsigned add = int(threadIdx.x) >= step ? sums[threadIdx.x - step] : 0;
+    __syncthreads();
+    sums[threadIdx.x] += add;
+    __syncthreads();
+  }
+  unsigned above = sums[threadIdx.x] - mine;
+#pragma unroll
+  for (int j = 0; j < each; ++j) {
+    if (above < remaining && remaining <= above + of_bin[j]) {
+      chosen = unsigned(width - 1 - (int(threadIdx.x) * each + j));
+      left = remaining - above;
+    }
+    above += of_bin[j];
+  }
+  __syncthreads();
+  const int warp = threadIdx.x / 32, lane = threadIdx.x % 32;
+  for (index_t h = warp; h < heads; h += allot_threads / 32) {
+    unsigned higher = 0;
+    for (int bin = int(chosen) + 1 + lane; bin < width; bin += 32)
+      higher += __ldcg(&all_bins[offset_t(first_row + h) * allot_bins + bin]);
+    for (int step = 16; step > 0; step /= 2) higher += __shfl_xor_sync(~0u, higher, step);
+    if (lane == 0) scratch.won[first_row + h] = higher + (Level > 0 ? scratch.won[first_row + h] : 0);
+  }
+  __syncthreads();
+  if (threadIdx.x == 0) {
+    state.prefix = Level == 0 ? chosen : (Level == 1 ? prefix << 11 | chosen : 0);
+    state.remaining = left;
+    if (Level == 2) {
+      // Scores equal to the last one that wins: the lower head first; slots inside a head do not change its count.
+      for (index_t h = 0; h < heads; ++h) {
+        const unsigned equal = min(left, __ldcg(&all_bins[offset_t(first_row + h) * allot_bins + chosen]));
+        left -= equal;
+        const index_t tokens = in.tokens(sequence, h);
+        counts[first_row + h] =
+            kept_of(min(tokens, policy.share(index_t(scratch.won[first_row + h] + equal), base, tail)), tail, tokens);
+      }
+    }
+  }
+}
+
+}  // namespace detail
+
+/// How many tokens every (sequence, kv_head) keeps, as cpu::choose_kept counts them: the budget's share, at least the
+/// protected tail, at most what is stored; all of a sequence in which no head exceeds the budget.
+///
+/// Shapes   counts [sequences, kv_heads] on the device. Same counts as the host's policies, ties and rounding included.
+/// Cost     uniform, pyramid: one small launch. adaptive: three reads of the scores, four launches; integer atomics
+///          only.
+template <class Budget>
+class allot {
+  static constexpr bool by_score = std::is_same_v<Budget, adaptive>;
+  static_assert(by_score || std::is_same_v<Budget, uniform> || std::is_same_v<Budget, pyramid>,
+                "tessera: this budget has no device body; add one to backend/cuda/allot.cuh");
+
+ public:
+  allot(index_t sequences, index_t kv_heads, index_t capacity, const device_info& device)
+      : sequences_(sequences), rows_(sequences * kv_heads), capacity_(capacity) {
+    require(rows_ >= 1 && rows_ <= 65535, "sequences * kv_heads", rows_, "1 to 65535", "split the batch");
+    blocks_ =
+        std::max(1, std::min(ceil_div(capacity, detail::allot_portion), ceil_div(2 * device.multiprocessors, rows_)));
+  }
+
+  std::size_t workspace_bytes() const { return by_score ? won_at() + std::size_t(rows_) * sizeof(unsigned) : 0; }
+
+  /// `layer` of `layers`: for budgets that differ over the model's layers.
+  void run(const score_rows& in, const Budget& policy, index_t layer, index_t layers, index_t* counts, void* workspace,
+           cudaStream_t stream) const {
+    policy.check();
+    if constexpr (!by_score) {
+      detail::allot_by_length_entry<Budget>
+          <<<unsigned(ceil_div(rows_, 128)), 128, 0, stream>>>(in, policy, layer, layers, counts);
+    } else {
+      auto* bytes = static_cast<unsigned char*>(workspace);
+      const detail::allot_scratch scratch{reinterpret_cast<unsigned*>(bytes),
+                                          reinterpret_cast<detail::allot_state*>(bytes + state_at()),
+                                          reinterpret_cast<unsigned*>(bytes + won_at())};
+      check(cudaMemsetAsync(workspace, 0, won_at(), stream), "cudaMemsetAsync");
+      const dim3 grid{unsigned(blocks_), unsigned(rows_)};
+      detail::allot_by_score_entry<0>
+          <<<grid, detail::allot_threads, 0, stream>>>(in, policy, scratch, capacity_, counts);
+      detail::allot_by_score_entry<1>
+          <<<grid, detail::allot_threads, 0, stream>>>(in, policy, scratch, capacity_, counts);
+      detail::allot_by_score_entry<2>
+          <<<grid, detail::allot_threads, 0, stream>>>(in, policy, scratch, capacity_, counts);
+    }
+    check(cudaGetLastError(), "launch of allot");
+  }
+
+ private:
+  std::size_t state_at() const {
+    return std::size_t(rows_) * detail::allot_levels * detail::allot_bins * sizeof(unsigned);
+  }
+  std::size_t won_at() const { return state_at() + std::size_t(sequences_) * sizeof(detail::allot_state); }
+
+  index_t sequences_, rows_, capacity_;
+  int blocks_ = 1;
+};
+
+}  // namespace cuda
+TESSERA_NAMESPACE_END

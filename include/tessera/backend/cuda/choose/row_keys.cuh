@@ -1,0 +1,133 @@
+// What a selection ranks: the ordered keys of a row's tokens or blocks, split over the thread blocks of a cluster.
+#pragma once
+
+#include "../../../core/types.hpp"
+#include "../../../math/ordered.hpp"
+#include "../device/check.cuh"
+
+TESSERA_NAMESPACE_BEGIN
+namespace cuda {
+namespace detail {
+
+inline constexpr int quads_each = 8;  // of one thread and tile: a bit for each of its 32 keys fills a register
+
+/// The score of an ordered key, but for NaN and -0.
+__device__ inline float score_of(unsigned key) { return bits_as<float>(key & 0x80000000u ? key & 0x7fffffffu : ~key); }
+
+/// Thread blocks of one row: barrier and shared memory of the others. One block needs nothing newer than sm_80.
+template <int Blocks>
+struct block_team {
+  __device__ static int rank() { return Blocks == 1 ? 0 : int(blockIdx.x) % Blocks; }
+  __device__ static void sync() {
+    if constexpr (Blocks == 1) {
+      __syncthreads();
+    } else {
+#if __CUDA_ARCH__ >= 900
+      asm volatile("barrier.cluster.arrive.release.aligned;\nbarrier.cluster.wait.acquire.aligned;" ::: "memory");
+#else
+      __trap();  // never launched there
+#endif
+    }
+  }
+  __device__ static std::uint32_t address(const void* mine, int of) {
+    std::uint32_t there = std::uint32_t(__cvta_generic_to_shared(mine));
+#if __CUDA_ARCH__ >= 900
+    asm("mapa.shared::cluster.u32 %0, %1, %2;" : "=r"(there) : "r"(there), "r"(of));
+#endif
+    return there;
+  }
+  __device__ static unsigned load(const unsigned& mine, int of) {
+    unsigned value = 0;
+#if __CUDA_ARCH__ >= 900
+    asm volatile("ld.shared::cluster.u32 %0, [%1];" : "=r"(value) : "r"(address(&mine, of)) : "memory");
+#endif
+    return value;
+  }
+  __device__ static void store(unsigned& mine, int of, unsigned value) {
+#if __CUDA_ARCH__ >= 900
+    asm volatile("st.shared::cluster.u32 [%0], %1;" ::"r"(address(&mine, of)), "r"(value) : "memory");
+#endif
+  }
+};
+
+/// Candidate tokens of one row as ordered keys, 0 (below every key) beyond the end.
+struct token_keys {
+  static constexpr bool single = true;
+  const float* row;
+  index_t count;
+  bool aligned;
+  __device__ token_keys(const float* row_, index_t count_)
+      : row(row_), count(count_), aligned(reinterpret_cast<std::uintptr_t>(row_) % 16 == 0) {}
+  __device__ unsigned key(index_t i) const { return i < count ? ordered_bits(row[i]) : 0u; }
+  __device__ bool whole(index_t i) const { return aligned && i + 4 <= count; }
+  __device__ uint4 quad(index_t i) const {
+    if (!whole(i)) return make_uint4(key(i), key(i + 1), key(i + 2), key(i + 3));
+    return ordered(__ldg(reinterpret_cast<const float4*>(row + i)));
+  }
+  /// Four scores, NaN beyond the end.
+  __device__ float4 scores(index_t i) const {
+    if (whole(i)) return __ldg(reinterpret_cast<const float4*>(row + i));
+    const auto at = [&](index_t j) { return j < count ? row[j] : bits_as<float>(0x7fffffffu); };
+    return make_float4(at(i), at(i + 1), at(i + 2), at(i + 3));
+  }
+  __device__ static uint4 ordered(const float4& s) {
+    return make_uint4(ordered_bits(s.x), ordered_bits(s.y), ordered_bits(s.z), ordered_bits(s.w));
+  }
+};
+
+/// Candidate blocks of one row. A block's score is summed in slot order by one thread: the bits of the CPU.
+struct block_keys {
+  static constexpr bool single = false;
+  const float* row;
+  index_t tokens, block, count;
+  __device__ block_keys(const float* row_, index_t tokens_, index_t block_)
+      : row(row_), tokens(tokens_), block(block_), count(ceil_div(tokens_, block_)) {}
+  __device__ unsigned key(index_t b) const {
+    if (b >= count) return 0;
+    float sum = 0;
+    bool any = false;
+    const index_t end = b + 1 == count ? tokens : (b + 1) * block;
+#pragma unroll 8
+    for (index_t i = b * block; i < end; ++i) {
+      const float score = row[i];
+      const bool counts = score > -infinity;  // false for NaN
+      sum += counts ? score : 0;
+      any |= counts;
+    }
+    return ordered_bits(any ? sum : -infinity);
+  }
+  __device__ uint4 quad(index_t b) const { return make_uint4(key(b), key(b + 1), key(b + 2), key(b + 3)); }
+};
+
+/// The part of a row that one thread block works on: keys in shared memory as far as they fit.
+template <class Keys>
+struct row_part {
+  Keys keys;
+  index_t begin, count;  // begin is a multiple of 4
+  const uint4* cache;
+  index_t cached;  // a multiple of 4
+  __device__ index_t quads() const { return (count + 3) / 4; }
+  __device__ uint4 quad(index_t q) const { return q * 4 < cached ? cache[q] : keys.quad(begin + q * 4); }
+  __device__ unsigned key(index_t i) const {
+    return i < cached ? reinterpret_cast<const unsigned*>(cache)[i] : keys.key(begin + i);
+  }
+  /// Calls see(bit of the first of four, keys) for a thread's `rounds` quads of a tile: `first`, `first` + 32, ...
+  template <class See>
+  __device__ void each_quad(index_t first, int rounds, const See& see) const {
+    if (cached >= count) {
+#pragma unroll
+      for (int i = 0; i < quads_each; ++i) {
+        if (i < rounds && first + i * 32 < quads()) see(i * 4, cache[first + i * 32]);
+      }
+    } else {
+#pragma unroll 1
+      for (int i = 0; i < rounds; ++i) {
+        if (first + i * 32 < quads()) see(i * 4, quad(first + i * 32));
+      }
+    }
+  }
+};
+
+}  // namespace detail
+}  // namespace cuda
+TESSERA_NAMESPACE_END

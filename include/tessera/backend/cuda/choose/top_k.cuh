@@ -1,0 +1,286 @@
+// Which slots, on the GPU: exact radix selection of tokens or blocks, one thread block or one cluster a row.
+#pragma once
+
+#include <algorithm>
+
+#include "../../../core/selection.hpp"
+#include "../../../selector/top_blocks.hpp"
+#include "../../../selector/top_tokens.hpp"
+#include "../device/tuning.cuh"
+#include "register_row.cuh"
+#include "stream_row.cuh"
+
+TESSERA_NAMESPACE_BEGIN
+namespace cuda {
+
+/// One number a row, on the device: `data[row / rows_per_entry]`, or `value` for every row where `data` is null.
+struct row_numbers {
+  const index_t* data = nullptr;
+  index_t value = 0;
+  index_t rows_per_entry = 1;
+  __device__ index_t of(index_t row) const {
+    return data ? data[rows_per_entry == 1 ? row : row / rows_per_entry] : value;
+  }
+};
+
+/// Rows of scores and where their chosen slots go; every pointer is a device pointer.
+/// Row r of scores begins at `score_offsets[r]`, or at r * score_stride without offsets; `out` alike.
+struct select_problem {
+  const float* scores = nullptr;
+  offset_t score_stride = 0;
+  const offset_t* score_offsets = nullptr;
+  row_numbers n;     ///< slots of a row
+  row_numbers keep;  ///< slots to choose, the tail included; above n chooses all
+  row_numbers tail;  ///< newest slots that are always chosen
+  index_t* out = nullptr;
+  offset_t out_stride = 0;
+  const offset_t* out_offsets = nullptr;
+  index_t* counts = nullptr;  ///< [rows], min(keep, n)
+  index_t pad_to = 0;         ///< fills out with -1 from a row's count up to here
+
+  /// What was chosen, for the consumers of a selection.
+  selection_view chosen() const { return {out, counts, out_offsets, out_stride}; }
+};
+
+/// How a row is searched.
+enum class row_search {
+  resident,   ///< every block of a cluster holds a part of the row's keys in shared memory
+  streamed,   ///< one block reads the row once and holds what may still be chosen; single tokens only
+  registers,  ///< one block holds up to 8,192 keys in registers; single tokens only
+};
+
+/// How a selection is launched.
+struct select_tuning {
+  int cluster;       ///< thread blocks of one row
+  index_t resident;  ///< keys that a block holds in shared memory; the rest are read again in every pass
+  row_search search = row_search::resident;
+};
+
+namespace detail {
+
+template <int Blocks>
+inline constexpr int select_threads = Blocks == 1 ? 1024 : 512;
+
+template <int Blocks, row_search Search>
+inline constexpr int block_threads_of = Search == row_search::streamed    ? stream_threads
+                                        : Search == row_search::registers ? register_threads
+                                                                          : select_threads<Blocks>;
+
+/// One row by one team of thread blocks. `block` is 1 for tokens.
+template <int Blocks, class Keys, row_search Search>
+__device__ void select_row(const select_problem& p, index_t block, index_t resident) {
+  extern __shared__ uint4 cache[];
+  constexpr int block_threads = block_threads_of<Blocks, Search>;
+  using storage = select_storage<block_threads, Blocks>;
+  __shared__ storage s;
+  using select = row_select<storage, Blocks>;
+  const int rank = block_team<Blocks>::rank();
+  const index_t row = index_t(blockIdx.x) / Blocks;
+  const index_t n = max(p.n.of(row), 0), keep = min(max(p.keep.of(row), 0), n),
+                tail = min(max(p.tail.of(row), 0), keep);
+  const float* scores = p.scores + (p.score_offsets ? p.score_offsets[row] : row * p.score_stride);
+  index_t* out = p.out + (p.out_offsets ? p.out_offsets[row] : row * p.out_stride);
+  for (int bin = threadIdx.x; bin < radix_bins; bin += block_threads) s.histogram[bin] = 0;
+  if (threadIdx.x == 0) s.trimmed = no_index, s.listed = s.few_listed = 0;
+  __syncthreads();
+  const index_t candidates = n - tail, room = keep - tail;
+
+  const bool all = room == candidates;
+  const index_t thread = rank * block_threads + index_t(threadIdx.x), threads = Blocks * block_threads;
+  for (index_t slot = (all ? 0 : candidates) + thread; slot < n; slot += threads) out[keep - n + slot] = slot;
+  for (index_t i = keep + thread; i < p.pad_to; i += threads) out[i] = no_index;
+  if (thread == 0) p.counts[row] = keep;
+  if (all || room == 0) return;  // alike in every block of the team
+
+  if constexpr (Search == row_search::streamed) {
+    stream_row(s, cache, scores, candidates, room, resident, out);
+    return;
+  } else if constexpr (Search == row_search::registers) {
+    if (candidates <= register_threads * register_keys) {
+      register_row(s, token_keys(scores, candidates), room, out);
+      return;
+    }
+  }
+  const auto make_keys = [&] {
+    if constexpr (Keys::single)
+      return Keys(scores, candidates);
+    else
+      return Keys(scores, candidates, block);
+  };
+  const Keys keys = make_keys();
+  const index_t share = (ceil_div(keys.count, Blocks) + 3) / 4 * 4;
+  const index_t begin = min(rank * share, keys.count), count = min(share, keys.count - begin);
+  const row_part<Keys> part{keys, begin, count, cache, min((count + 3) / 4 * 4, resident)};
+  select::load(s, part);
+
+  if constexpr (Keys::single) {
+    const cut at = select::template threshold<false>(s, part, room, true);
+    select::compact(s, part, at, [&](index_t to, index_t slot, index_t, bool) { out[to] = slot; });
+  } else {
+    // All blocks are of one length but the last, so how many are touched depends only on whether that one is.
+    const index_t last = keys.count - 1, short_length = candidates - last * block;
+    const unsigned short_key = keys.key(last);
+    index_t touched = ceil_div(room, block);
+    cut at = select::template threshold<true>(s, part, touched, true);
+    const auto touches_last = [&] {  // the last block comes after all its equals
+      return short_key > at.key || (short_key == at.key && at.ties == at.equal);
+    };
+    if (touches_last() && (touched - 1) * block + short_length < room) {
+      at = select::template threshold<true>(s, part, ++touched, false);
+    }
+    const bool last_is_whole = touches_last() && short_key != at.key;
+    // The worst of the touched, the last tie, gets what the others leave.
+    const index_t left = room - (touched - 1) * block + (last_is_whole ? block - short_length : 0);
+    select::compact(s, part, at, [&](index_t to, index_t b, index_t equal_before, bool is_equal) {
+      const index_t at_token = to * block - (equal_before >= at.ties ? block - left : 0);
+      if (is_equal && equal_before == at.ties - 1) {
+        s.trimmed = b;
+        s.trimmed_at = at_token;
+      } else {
+        const index_t length = b == last ? short_length : block;
+        for (index_t i = 0; i < length; ++i) out[at_token + i] = b * block + i;
+      }
+    });
+    __syncthreads();
+    if (s.trimmed == no_index) return;
+    const index_t from = s.trimmed * block, length = s.trimmed == last ? short_length : block, to = s.trimmed_at;
+    if (left == length) {
+      for (index_t i = threadIdx.x; i < length; i += block_threads) out[to + i] = from + i;
+      return;
+    }
+    using trim = row_select<storage, 1>;
+    const row_part<token_keys> inside{token_keys(scores + from, length), 0, length, cache, 0};
+    const cut best = trim::template threshold<false>(s, inside, left, false);
+    trim::compact(s, inside, best, [&](index_t i, index_t token, index_t, bool) { out[to + i] = from + token; });
+  }
+}
+
+/// Blocks of a multiprocessor that the registers must leave room for.
+template <int Blocks, class Keys, row_search Search>
+inline constexpr int blocks_together = Search == row_search::streamed                   ? 2
+                                       : Search == row_search::registers || Blocks == 1 ? 1
+                                       : Keys::single                                   ? 3
+                                                                                        : 2;
+
+template <int Blocks, class Keys, row_search Search>
+__global__ void __launch_bounds__(block_threads_of<Blocks, Search>, blocks_together<Blocks, Keys, Search>)
+    select_entry(const __grid_constant__ select_problem problem, index_t block, index_t resident) {
+  select_row<Blocks, Keys, Search>(problem, block, resident);
+}
+
+}  // namespace detail
+
+/// Launch shape of a selection over rows of up to `capacity` tokens in blocks of `block`; `keep` is what rows usually
+/// keep (more is still right). Measured on an H200, CUDA 13.0: see the notes of the benchmark.
+inline select_tuning tune_select(index_t rows, index_t capacity, index_t block, index_t keep,
+                                 const device_info& device) {
+  constexpr index_t most_share = 16384;  // 64 KB: three blocks of a cluster fit on an sm_90
+  const index_t units = ceil_div(capacity, block);
+  const bool clusters = device.compute_capability >= 90, many = rows > device.multiprocessors;
+  if (block == 1 && capacity <= detail::register_threads * detail::register_keys) return {1, 0, row_search::registers};
+  int cluster = 1;
+  if (clusters && capacity > most_share && !(many && units <= most_share)) cluster = capacity > 4 * most_share ? 8 : 4;
+  // Streams against clusters of 8, 131,072 tokens (us): 32 rows 37 / 27, 64 rows 38 / 44, 256 rows 60 / 138.
+  if (block == 1 && capacity > most_share && (5 * rows > 2 * device.multiprocessors || !clusters)) {
+    const index_t survivors = device.shared_memory > 160 * 1024 ? 12288 : 4096;  // two blocks fit on a multiprocessor
+    if (!clusters || keep <= survivors / 2) return {1, survivors, row_search::streamed};
+  }
+  return {cluster, std::min<index_t>(most_share, (ceil_div(units, cluster) + 3) / 4 * 4)};
+}
+
+/// Runs a selector (top_tokens or top_blocks) over rows of scores, with the results of its CPU body.
+///
+/// n, keep and tail are read on the device, so a captured launch can be replayed while they grow; a row longer than
+/// `capacity` is still right, only slower.
+/// Cost     one read of the scores as far as a cluster's shared memory holds them (131,072 tokens); for more rows than
+///          clusters pay for, one read and a sample of it, up to six more where too many scores tie at the cut.
+/// Errors   none on the device; any score is defined (NaN ranks last).   Workspace  none.
+template <class Selector>
+class select_slots {
+  static_assert(std::is_same_v<Selector, top_tokens> || std::is_same_v<Selector, top_blocks>,
+                "tessera: the device selects with top_tokens or top_blocks");
+  static constexpr bool single = std::is_same_v<Selector, top_tokens>;
+  using keys = std::conditional_t<single, detail::token_keys, detail::block_keys>;
+
+ public:
+  select_slots(Selector selector, index_t rows, index_t capacity, const device_info& device, index_t usual_keep = 2048)
+      : select_slots(selector, rows, capacity, tune_select(rows, capacity, block_of(selector), usual_keep, device)) {}
+
+  select_slots(Selector selector, index_t rows, index_t capacity, const select_tuning& tuning)
+      : rows_(rows), block_(block_of(selector)), tuning_(tuning) {
+    require(rows >= 0, "rows", rows, "0 or more", "pass sequences * kv_heads");
+    require(capacity >= 0, "capacity", capacity, "0 or more", "pass the longest row that may come");
+    require(tuning.cluster == 1 || tuning.cluster == 4 || tuning.cluster == 8, "cluster", tuning.cluster, "1, 4 or 8",
+            "take the numbers of tune_select");
+    require(tuning.search == row_search::resident || (single && tuning.cluster == 1),
+            "cluster of a selection by one block", tuning.cluster, "1, and single tokens",
+            "take the numbers of tune_select");
+    entry_ = entry_of(tuning);
+    cudaFuncAttributes attributes{};
+    check(cudaFuncGetAttributes(&attributes, entry_), "cudaFuncGetAttributes");
+    const int room = device_info::current().shared_memory - int(attributes.sharedSizeBytes);
+    require(tuning.resident >= 0 && tuning.resident % 4 == 0 && shared_bytes() <= room, "resident", tuning.resident,
+            "a multiple of 4 up to " + std::to_string(room / 4), "take the numbers of tune_select");
+    // The limit belongs to the kernel, not to this object: always the device's, lest objects lower each other's.
+    check(cudaFuncSetAttribute(entry_, cudaFuncAttributeMaxDynamicSharedMemorySize, room), "cudaFuncSetAttribute");
+  }
+
+  std::size_t workspace_bytes() const { return 0; }
+  const select_tuning& tuning() const { return tuning_; }
+
+  void run(const select_problem& problem, void*, cudaStream_t stream) const {
+    if (rows_ == 0) return;
+    cudaLaunchAttribute attribute{};
+    attribute.id = cudaLaunchAttributeClusterDimension;
+    attribute.val.clusterDim = {unsigned(tuning_.cluster), 1, 1};
+    cudaLaunchConfig_t config{};
+    config.gridDim = dim3(unsigned(rows_ * tuning_.cluster));
+    static_assert(detail::stream_threads == detail::select_threads<8> &&
+                  detail::register_threads == detail::stream_threads);
+    config.blockDim =
+        dim3(unsigned(tuning_.cluster == 1 && tuning_.search == row_search::resident ? detail::select_threads<1>
+                                                                                     : detail::select_threads<8>));
+    config.dynamicSmemBytes = std::size_t(shared_bytes());
+    config.stream = stream;
+    config.attrs = &attribute;
+    config.numAttrs = tuning_.cluster > 1 ? 1 : 0;
+    check(cudaLaunchKernelEx(&config, entry_, problem, block_, tuning_.resident), "cudaLaunchKernelEx(select)");
+  }
+
+ private:
+  static index_t block_of(const Selector& selector) {
+    selector.check();  // before anything divides by it
+    if constexpr (single)
+      return 1;
+    else
+      return selector.block;
+  }
+  int shared_bytes() const {  // a survivor has a slot beside its key
+    return tuning_.search == row_search::registers
+               ? 0
+               : int(tuning_.resident) * (tuning_.search == row_search::streamed ? 8 : 4);
+  }
+  using entry_type = void (*)(select_problem, index_t, index_t);
+  static entry_type entry_of(const select_tuning& tuning) {
+    if constexpr (single) {
+      if (tuning.search == row_search::streamed) return detail::select_entry<1, keys, row_search::streamed>;
+      if (tuning.search == row_search::registers) return detail::select_entry<1, keys, row_search::registers>;
+    }
+    switch (tuning.cluster) {
+      case 1:
+        return detail::select_entry<1, keys, row_search::resident>;
+      case 4:
+        return detail::select_entry<4, keys, row_search::resident>;
+      default:
+        return detail::select_entry<8, keys, row_search::resident>;
+    }
+  }
+
+  // What was configured is what is launched: nvcc gives every source file a kernel of its own.
+  entry_type entry_ = nullptr;
+  index_t rows_, block_;
+  select_tuning tuning_;
+};
+
+}  // namespace cuda
+TESSERA_NAMESPACE_END

@@ -1,0 +1,145 @@
+// Device memory with an owner, and the rows that all layers and sequences of a cache share.
+#pragma once
+
+#include <algorithm>
+#include <map>
+#include <memory>
+#include <string>
+#include <utility>
+#include <vector>
+
+#include "../../../core/types.hpp"
+#include "check.cuh"
+
+TESSERA_NAMESPACE_BEGIN
+namespace cuda {
+
+/// Device memory with one owner; a copy copies the contents. Errors: not enough memory, with what was asked and free.
+template <class T>
+class device_buffer {
+ public:
+  device_buffer() = default;
+  explicit device_buffer(std::size_t count) : count_(count) {
+    if (count == 0) return;
+    const cudaError_t status = cudaMalloc(&data_, count * sizeof(T));
+    if (status == cudaErrorMemoryAllocation) {
+      cudaGetLastError();  // the next call must not find this one's error
+      std::size_t free = 0, total = 0;
+      check(cudaMemGetInfo(&free, &total), "cudaMemGetInfo");
+      fail("device memory", std::to_string((count * sizeof(T) >> 20) + 1) + " MiB more",
+           "the " + std::to_string(free >> 20) + " MiB that are free of " + std::to_string(total >> 20),
+           "lower tokens, sequences or rows of the cache, or free memory on the device");
+    }
+    check(status, "cudaMalloc");
+    check(cudaMemset(data_, 0, count * sizeof(T)), "cudaMemset");
+    check(cudaStreamSynchronize(nullptr), "cudaStreamSynchronize");  // streams of the caller's need not wait for it
+  }
+  device_buffer(const device_buffer& other) : device_buffer(other.count_) {
+    check(cudaDeviceSynchronize(), "cudaDeviceSynchronize");  // whatever stream fills the other
+    if (count_ > 0) check(cudaMemcpy(data_, other.data_, bytes(), cudaMemcpyDeviceToDevice), "cudaMemcpy");
+    check(cudaDeviceSynchronize(), "cudaDeviceSynchronize");
+  }
+  device_buffer(device_buffer&& other) noexcept
+      : data_(std::exchange(other.data_, nullptr)), count_(std::exchange(other.count_, 0)) {}
+  device_buffer& operator=(device_buffer other) noexcept {
+    std::swap(data_, other.data_);
+    std::swap(count_, other.count_);
+    return *this;
+  }
+  ~device_buffer() { cudaFree(data_); }
+
+  T* data() const { return data_; }
+  std::size_t size() const { return count_; }
+  std::size_t bytes() const { return count_ * sizeof(T); }
+
+ private:
+  T* data_ = nullptr;
+  std::size_t count_ = 0;
+};
+
+/// Scratch that is made when it is first needed; a copy of its owner makes its own.
+template <class T>
+class made_on_demand {
+ public:
+  made_on_demand() = default;
+  made_on_demand(const made_on_demand&) {}
+  made_on_demand(made_on_demand&&) noexcept = default;
+  made_on_demand& operator=(made_on_demand other) noexcept {
+    value_ = std::move(other.value_);
+    return *this;
+  }
+  template <class... Arguments>
+  void make(const Arguments&... arguments) {
+    value_ = std::make_unique<T>(arguments...);
+  }
+  explicit operator bool() const { return bool(value_); }
+  T& operator*() const { return *value_; }
+
+ private:
+  std::unique_ptr<T> value_;
+};
+
+/// A copy on the host of what the device holds once all its work is done.
+template <class T>
+std::vector<T> downloaded(const T* from, std::size_t count) {
+  std::vector<T> host(count);
+  check(cudaDeviceSynchronize(), "cudaDeviceSynchronize");
+  check(cudaMemcpy(host.data(), from, count * sizeof(T), cudaMemcpyDeviceToHost), "cudaMemcpy");
+  return host;
+}
+
+/// Runs of rows, handed out and taken back on the host: first fit, neighbours join.
+class row_spans {
+ public:
+  /// `what` is handed out; `cure` helps where there is too little of it.
+  row_spans(offset_t rows, const char* what, const char* cure) : rows_(rows), what_(what), cure_(cure) {
+    if (rows > 0) free_[0] = rows;
+  }
+
+  /// First row of a run of `count` rows. Errors: no run is long enough.
+  offset_t take(offset_t count) {
+    if (count == 0) return 0;
+    const auto found = std::find_if(free_.begin(), free_.end(), [&](const auto& run) { return run.second >= count; });
+    if (found == free_.end()) {
+      offset_t longest = 0;
+      for (const auto& run : free_) longest = std::max(longest, run.second);
+      fail(what_, std::to_string(count) + " more",
+           "the longest free run, which is " + std::to_string(longest) + " of " + std::to_string(rows_), cure_);
+    }
+    const auto [first, length] = *found;
+    free_.erase(found);
+    if (length > count) free_[first + count] = length - count;
+    used_ += count;
+    most_used_ = std::max(most_used_, used_);
+    return first;
+  }
+
+  void give_back(offset_t first, offset_t count) {
+    if (count == 0) return;
+    used_ -= count;
+    auto next = free_.lower_bound(first);
+    if (next != free_.end() && next->first == first + count) {
+      count += next->second;
+      next = free_.erase(next);
+    }
+    if (next != free_.begin()) {
+      const auto before = std::prev(next);
+      if (before->first + before->second == first) {
+        before->second += count;
+        return;
+      }
+    }
+    free_[first] = count;
+  }
+
+  offset_t used() const { return used_; }
+  offset_t most_used() const { return most_used_; }  ///< the most that were ever in use at one time
+
+ private:
+  offset_t rows_, used_ = 0, most_used_ = 0;
+  const char *what_, *cure_;
+  std::map<offset_t, offset_t> free_;  // first row, count
+};
+
+}  // namespace cuda
+TESSERA_NAMESPACE_END

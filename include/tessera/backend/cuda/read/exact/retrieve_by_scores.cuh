@@ -1,0 +1,95 @@
+// The second stage by exact scores: what is stored is scored by a step's queries, and the best is chosen.
+#pragma once
+
+#include <algorithm>
+
+#include "../../../../core/model_shape.hpp"
+#include "../../../../core/stage_plan.hpp"
+#include "../../../../recipe.hpp"
+#include "../../choose/top_k.cuh"
+#include "../../device/memory.cuh"
+#include "../../score/pool.cuh"
+#include "../../score/score.cuh"
+
+TESSERA_NAMESPACE_BEGIN
+namespace cuda {
+
+/// Scores every stored token by the step's queries and chooses the best. A step of several tokens reads its own.
+/// The choice lies in this object's memory until the next call.
+template <class Recipe, class View>
+class retrieve_by_scores {
+  using T = typename View::element_type;
+  using policy = typename Recipe::retrieve_type;
+  using scorer = typename policy::scorer_type;
+  using finish = finish_scores<scorer>;
+
+ public:
+  retrieve_by_scores(const Recipe& recipe, const stage_plan& plan, const model_shape& shape, index_t sequences,
+                     index_t tokens, index_t capacity, const device_info& device)
+      : scorer_(recipe.step_scorer(plan)),
+        rule_(recipe.attention.rule),
+        rows_(sequences * shape.kv_heads),
+        capacity_(capacity),
+        most_(std::min(plan.read, capacity)),
+        score_(sequences, shape.kv_heads, shape.q_heads, tokens, capacity, device),
+        finish_(sequences, shape.kv_heads, capacity, device),
+        select_(recipe.step_selector(plan), rows_, capacity, device, most_),
+        raw_(std::size_t(rows_) * std::size_t(capacity)),
+        finished_(finish::pools ? raw_.size() : 0),
+        indices_(std::size_t(rows_) * std::size_t(most_)),
+        counts_(std::size_t(rows_)),
+        scratch_(score_.workspace_bytes()) {}
+
+  template <class Index>
+  selection_view choose(const View& view, const Index&, const rows_view<const T>& q, const index_t* first_position,
+                        cudaStream_t stream) const {
+    score_problem<View> problem;
+    problem.view = view;
+    problem.q = q;
+    problem.first_position = first_position;
+    problem.rule = rule_;
+    problem.scores = raw_.data();
+    problem.row_stride = capacity_;
+    score_.run(problem, scorer_, scratch_.data(), stream);
+    select_problem select;
+    select.scores = raw_.data();
+    if constexpr (finish::pools) {
+      finish_.run({raw_.data(),
+                   nullptr,
+                   capacity_,
+                   view.sequences,
+                   view.kv_heads,
+                   view.lengths,
+                   {view.length_strides.sequence, view.length_strides.head}},
+                  scorer_, finished_.data(), stream);
+      select.scores = finished_.data();
+    }
+    select.score_stride = capacity_;
+    select.n = {view.lengths};
+    select.keep = {nullptr, most_};
+    select.tail = {nullptr, q.tokens > 1 ? q.tokens : 0};
+    select.out = indices_.data();
+    select.out_stride = most_;
+    select.counts = counts_.data();
+    select_.run(select, nullptr, stream);
+    return select.chosen();
+  }
+
+  /// Bytes that a choice over `n` tokens reads beside the K and V of what is attended.
+  offset_t bytes_read(offset_t n) const { return std::max<offset_t>(0, n - most_) * View::k_dim * offset_t(sizeof(T)); }
+  index_t most_read() const { return most_; }
+
+ private:
+  scorer scorer_;
+  logit_rule rule_;
+  index_t rows_, capacity_, most_;
+  attentive_score<View, scorer> score_;
+  finish finish_;
+  select_slots<typename policy::selector_type> select_;
+  device_buffer<float> raw_, finished_;
+  device_buffer<index_t> indices_, counts_;
+  device_buffer<unsigned char> scratch_;
+};
+
+}  // namespace cuda
+TESSERA_NAMESPACE_END

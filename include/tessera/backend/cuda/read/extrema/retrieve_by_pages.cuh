@@ -1,0 +1,102 @@
+// The second stage by an estimate of the keys, in pages.
+#pragma once
+
+#include <algorithm>
+
+#include "../../../../core/model_shape.hpp"
+#include "../../../../core/stage_plan.hpp"
+#include "../../../../recipe.hpp"
+#include "../../device/memory.cuh"
+#include "page_retrieval.cuh"
+
+TESSERA_NAMESPACE_BEGIN
+namespace cuda {
+
+/// Chooses by an estimate of the keys, in pages, and attends in the same launch where that is faster. The choice lies in
+/// this object's memory until the next call.
+template <class Recipe, class View, class Out>
+class retrieve_by_pages {
+  using T = typename View::element_type;
+  using scorer = typename Recipe::retrieve_type::scorer_type;
+
+  static selection_unit unit_of(const Recipe& recipe) {
+    using selector = typename Recipe::retrieve_type::selector_type;
+    if constexpr (requires { recipe.retrieve.selector.choice; }) return recipe.retrieve.selector.choice;
+    static_assert(
+        requires { recipe.retrieve.selector.choice; } || std::is_same_v<selector, top_tokens> ||
+            std::is_same_v<typename selector::unit, page_unit>,
+        "tessera: on the device an estimate chooses tokens or whole pages");
+    return std::is_same_v<selector, top_tokens> ? selection_unit::token : selection_unit::page;
+  }
+
+ public:
+  retrieve_by_pages(const Recipe& recipe, const stage_plan& plan, const model_shape& shape, index_t sequences,
+                    index_t tokens, index_t capacity, const device_info& device)
+      : scorer_(recipe.step_scorer(plan)),
+        rule_(recipe.attention.rule),
+        choose_(scorer_, unit_of(recipe), plan.read, sequences, shape.kv_heads, shape.q_heads, tokens, capacity,
+                device),
+        indices_(std::size_t(sequences) * std::size_t(shape.kv_heads) * std::size_t(choose_.most_chosen())),
+        counts_(std::size_t(sequences) * std::size_t(shape.kv_heads)),
+        mass_(scorer::adds_mean_value ? std::size_t(sequences) * std::size_t(tokens) * std::size_t(shape.q_heads) : 0),
+        scratch_(choose_.workspace_bytes()) {}
+
+  /// `index` lacks the newest tokens of the step: the choice takes them in.
+  template <class Index>
+  selection_view choose(const View& view, const Index& index, const rows_view<const T>& q,
+                        const index_t* first_position, cudaStream_t stream) const {
+    choose_.run(problem_of(view, index, q, first_position), scratch_.data(), stream);
+    return chosen();
+  }
+
+  /// Whether `choose_and_attend` does a step's attention in the launch that chooses.
+  bool attends() const { return choose_.attends(); }
+  template <class Index>
+  selection_view choose_and_attend(const View& view, const Index& index, const rows_view<const T>& q,
+                                   const index_t* first_position, const rows_view<Out>& out,
+                                   const rows_view<float>& lse, cudaStream_t stream) const {
+    if constexpr (!scorer::adds_mean_value) {
+      choose_.choose_and_attend(problem_of(view, index, q, first_position), out, lse, scratch_.data(), stream);
+    }
+    return chosen();
+  }
+
+  /// Bytes that a choice over `n` tokens reads beside the K and V of what is attended: one value per page and chosen
+  /// channel, both extrema where query heads may differ in sign; whole keys where pages have one slot.
+  offset_t bytes_read(offset_t n) const {
+    if (scorer_.page == 1) return n * View::k_dim * offset_t(sizeof(T));
+    const offset_t pages = (n + scorer_.page - 1) / scorer_.page;
+    return pages * scorer_.channels * (scorer::normalised ? 1 : 2) * offset_t(sizeof(T));
+  }
+  index_t most_read() const { return choose_.most_chosen(); }
+  const float* mass() const { return mass_.data(); }
+
+ private:
+  template <class Index>
+  page_problem<View> problem_of(const View& view, const Index& index, const rows_view<const T>& q,
+                                const index_t* first_position) const {
+    page_problem<View> problem;
+    problem.view = view;
+    problem.index = index;
+    problem.unfolded = q.tokens;
+    problem.q = q;
+    problem.first_position = first_position;
+    problem.rule = rule_;
+    problem.out = indices_.data();
+    problem.out_stride = choose_.most_chosen();
+    problem.counts = counts_.data();
+    problem.mass = mass_.data();
+    return problem;
+  }
+  selection_view chosen() const { return {indices_.data(), counts_.data(), nullptr, choose_.most_chosen()}; }
+
+  scorer scorer_;
+  logit_rule rule_;
+  choose_pages<View, scorer, Out> choose_;
+  device_buffer<index_t> indices_, counts_;
+  device_buffer<float> mass_;
+  device_buffer<unsigned char> scratch_;
+};
+
+}  // namespace cuda
+TESSERA_NAMESPACE_END

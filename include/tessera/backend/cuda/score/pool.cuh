@@ -1,0 +1,131 @@
+// Pooling of scores over neighbouring tokens on the GPU.
+#pragma once
+
+#include <algorithm>
+
+#include "../../../math/pool.hpp"
+#include "../device/tuning.cuh"
+#include "score_rows.cuh"
+
+TESSERA_NAMESPACE_BEGIN
+namespace cuda {
+namespace detail {
+
+inline constexpr int pool_threads = 256;
+inline constexpr int pool_tile = 2048;
+inline constexpr int widest_pool = 255;
+
+/// Outputs of a tile and the neighbours on both sides are staged once. Maxima grow by doubling: a window of any odd
+/// width is two overlapping windows whose width is a power of two, so the cost is log2(kernel) and not kernel.
+/// Means are summed in slot order, as on the host: a running sum would make a score depend on every earlier one.
+template <pooling How>
+__global__ void __launch_bounds__(pool_threads)
+    pool_entry(const __grid_constant__ score_rows in, float* out, index_t capacity, index_t kernel) {
+  constexpr int staged = pool_tile + widest_pool - 1, each = (staged + pool_threads - 1) / pool_threads;
+  __shared__ float window[each * pool_threads];
+  const index_t row = blockIdx.y, half = kernel / 2;
+  const index_t candidates = min(in.candidates(row / in.kv_heads, row % in.kv_heads), capacity);
+  const float* from = in.scores + in.begin(row);
+  float* to = out + in.begin(row);
+  constexpr bool maximum = How == pooling::max;
+  for (index_t first = index_t(blockIdx.x) * pool_tile; first < candidates; first += index_t(gridDim.x) * pool_tile) {
+    for (int i = threadIdx.x; i < pool_tile + kernel - 1; i += pool_threads) {
+      const index_t slot = first + i - half;
+      float value = maximum ? -infinity : 0.0f;
+      if (slot >= 0 && slot < candidates) {
+        const float score = from[slot];
+        if (maximum ? score == score : score - score == 0) value = score;
+      }
+      window[i] = value;
+    }
+    __syncthreads();
+    int width = 1;
+    if (maximum) {
+      for (; width * 2 <= kernel; width *= 2) {
+        float grown[each];
+#pragma unroll
+        for (int j = 0; j < each; ++j) {
+          const int i = threadIdx.x + j * pool_threads;
+          grown[j] = i + width < pool_tile + kernel - 1 ? fmaxf(window[i], window[i + width]) : -infinity;
+        }
+        __syncthreads();
+#pragma unroll
+        for (int j = 0; j < each; ++j) {
+          if (int(threadIdx.x) + j * pool_threads + width < pool_tile + kernel - 1)
+            window[threadIdx.x + j * pool_threads] = grown[j];
+        }
+        __syncthreads();
+      }
+    }
+    for (int i = threadIdx.x; i < pool_tile && first + i < candidates; i += pool_threads) {
+      const float own = from[first + i];
+      float value;
+      if (maximum) {
+        value = own == own ? fmaxf(window[i], window[i + kernel - width]) : -infinity;
+      } else {
+        float sum = 0;
+        for (int j = 0; j < kernel; ++j) sum += window[i + j];
+        value = own - own == 0 ? sum / float(kernel) : -infinity;
+      }
+      to[first + i] = value;
+    }
+    __syncthreads();
+  }
+}
+
+template <int Threads>
+__global__ void __launch_bounds__(Threads)
+    copy_scores_entry(const __grid_constant__ score_rows in, float* out, index_t capacity) {
+  const index_t row = blockIdx.y;
+  const index_t candidates = min(in.candidates(row / in.kv_heads, row % in.kv_heads), capacity);
+  const float* from = in.scores + in.begin(row);
+  float* to = out + in.begin(row);
+  for (index_t i = index_t(blockIdx.x * Threads + threadIdx.x); i < candidates; i += index_t(gridDim.x) * Threads)
+    to[i] = from[i];
+}
+
+}  // namespace detail
+
+/// A scorer's `finish` over the candidates of every row: pooling for scorers that pool, a copy for the others.
+///
+/// Same bits as max_pool and average_pool on the host; a NaN ranks last and touches no neighbour.
+/// Shapes   out has the rows of `in`, not the same memory; slots of the protected tail are not written.
+/// Errors   an even kernel, or one outside 1 to 255: tessera::error before anything is launched.
+/// Cost     one launch, no workspace; scores are read and written once.
+template <class Scorer>
+class finish_scores {
+ public:
+  static constexpr bool pools = requires(const Scorer s) {
+    s.pool;
+    s.pool_kind;
+  };
+
+  finish_scores(index_t sequences, index_t kv_heads, index_t capacity, const device_info& device)
+      : rows_(sequences * kv_heads), capacity_(capacity) {
+    require(rows_ >= 1 && rows_ <= 65535, "sequences * kv_heads", rows_, "1 to 65535", "split the batch");
+    blocks_ = std::max(1, std::min(ceil_div(capacity, detail::pool_tile), ceil_div(8 * device.multiprocessors, rows_)));
+  }
+
+  std::size_t workspace_bytes() const { return 0; }
+
+  void run(const score_rows& in, const Scorer& scorer, float* out, cudaStream_t stream) const {
+    const dim3 grid{unsigned(blocks_), unsigned(rows_)};
+    if constexpr (pools) {
+      require(scorer.pool >= 1 && scorer.pool % 2 == 1 && scorer.pool <= detail::widest_pool, "pool", scorer.pool,
+              "an odd number, 1 to " + std::to_string(detail::widest_pool), "pass 1 for no pooling");
+      const auto entry =
+          scorer.pool_kind == pooling::max ? detail::pool_entry<pooling::max> : detail::pool_entry<pooling::average>;
+      entry<<<grid, detail::pool_threads, 0, stream>>>(in, out, capacity_, scorer.pool);
+    } else {
+      detail::copy_scores_entry<detail::pool_threads><<<grid, detail::pool_threads, 0, stream>>>(in, out, capacity_);
+    }
+    check(cudaGetLastError(), "launch of finish_scores");
+  }
+
+ private:
+  index_t rows_, capacity_;
+  int blocks_ = 1;
+};
+
+}  // namespace cuda
+TESSERA_NAMESPACE_END

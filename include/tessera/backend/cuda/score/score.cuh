@@ -1,0 +1,155 @@
+// Scoring on the GPU: what a set of query rows makes of every stored key, without an attention matrix.
+#pragma once
+
+#include <algorithm>
+#include <type_traits>
+
+#include "../device/tuning.cuh"
+#include "score_lse.cuh"
+#include "score_sum.cuh"
+
+TESSERA_NAMESPACE_BEGIN
+namespace cuda {
+
+/// Scores every stored token by the sum of scorer.weigh(logit, lse) over the query rows and the heads of their group.
+///
+/// `workspace_bytes` once, then `run` any number of times: no allocation, no synchronisation, no length on the host, so a
+/// captured graph can be replayed while lengths grow. Equal to cpu::row_log_sum_exp and cpu::accumulate_scores to
+/// rounding; repeated calls give the same bits, and for a scorer that observes every query so do chunks of queries.
+/// A logit that is not a number, or +infinity, is left out of its row's log-sum-exp and ranks its own token last.
+/// Shapes   as score_problem says; lengths at most `capacity`, n_q at most `queries`.
+/// Errors   shapes that the kernels cannot take: tessera::error before anything is launched.
+/// Cost     K is read twice, once when the engine hands over the rows' log-sum-exp; 2 * rows * tokens * k_dim
+///          multiply-adds each time on the tensor cores.
+template <class View, attentive_scorer Scorer>
+class attentive_score {
+  using T = typename View::element_type;
+  static_assert(sizeof(T) == 2, "tessera: the tensor-core scoring kernels take fp16 and bf16");
+  static constexpr bool in_order = Scorer::observed == observes::every_query;
+  static constexpr int stages = View::k_dim <= 192 ? 3 : 2;  // 256: the shared memory of sm_89 and sm_120 holds two
+  using sums = detail::sum_kernel<View, Scorer>;
+
+ public:
+  attentive_score(index_t sequences, index_t kv_heads, index_t q_heads, index_t queries, index_t capacity,
+                  const device_info& device)
+      : rows_(sequences * kv_heads), q_heads_(q_heads), queries_(queries), capacity_(capacity) {
+    require(sequences >= 1 && kv_heads >= 1, "sequences * kv_heads", rows_, "at least 1",
+            "score a batch that has rows");
+    require(q_heads >= 1 && q_heads % kv_heads == 0, "q_heads", q_heads, "a multiple of kv_heads",
+            "pass the model's head counts");
+    require(queries >= 1 && capacity >= 1, "queries and capacity",
+            std::to_string(queries) + " and " + std::to_string(capacity), "at least 1 each",
+            "pass the most queries of a call and the most tokens of a row");
+    query_rows_ = queries * (q_heads / kv_heads);
+    require(offset_t(rows_) * query_rows_ <= offset_t(1) << 31, "query rows", offset_t(rows_) * query_rows_,
+            "at most 2^31", "observe the prompt in smaller chunks");
+    // Every-query scorers must not see how the prompt was cut, so neither split nor kernel may depend on it; their calls
+    // have rows enough to fill the machine, and small splits would cost memory.
+    split_ = in_order ? 2048 : 256;
+    with_lse_kernel([&](auto kernel) { take_lse(kernel, device); });
+    const index_t chunks = ceil_div(query_rows_, sums::chunk_rows);
+    const auto fits = [&] { return sums::shared_bytes(shape_, rows_) <= std::size_t(device.shared_memory); };
+    shape_.chunks = int(chunks * sums::chunk_rows <= 256 ? chunks : 2);
+    shape_.stages = query_rows_ <= 64 ? 2 : 1;  // few rows: bound by memory
+    if (!fits()) shape_.stages = 1;
+    if (!fits()) shape_.chunks = std::min(shape_.chunks, 2);
+    shape_.query_rows = query_rows_;
+    shape_.capacity = capacity;
+    sum_entry_ = detail::sum_entry<View, Scorer>;
+    sum_blocks_ = resident(sum_entry_, sums::shared_bytes(shape_, rows_), device);
+  }
+
+  std::size_t workspace_bytes() const {
+    return lse_at() + std::size_t(rows_) * std::size_t(query_rows_) * sizeof(float);
+  }
+
+  void run(const score_problem<View>& p, const Scorer& scorer, void* workspace, cudaStream_t stream) const {
+    require(p.view.sequences * p.view.kv_heads == rows_ && p.q.heads == q_heads_ && p.q.tokens <= queries_,
+            "shape of a call",
+            std::to_string(p.view.sequences) + " sequences, " + std::to_string(p.q.heads) + " q_heads, " +
+                std::to_string(p.q.tokens) + " queries",
+            "what this object was made for", "make one object per shape");
+    require(p.view.k_strides.dim == 1, "stride of K along head_dim", p.view.k_strides.dim, "1",
+            "pass keys with contiguous rows");
+    require(p.rule.scale >= 0, "scale", p.rule.scale, "at least 0", "pass 0 for 1 / sqrt(k_dim)");
+    const auto unaligned = [](const void* data, offset_t a, offset_t b, offset_t c) {
+      return (reinterpret_cast<std::uintptr_t>(data) | std::uintptr_t((a | b | c) * 2)) % 16 != 0;
+    };
+    require(!unaligned(p.view.k, p.view.k_strides.outer, p.view.k_strides.head, p.view.k_strides.token) &&
+                !unaligned(p.q.data, p.q.sequence_stride, p.q.token_stride, p.q.head_stride),
+            "alignment of K or q", "not 16 bytes", "rows that begin at multiples of 16 bytes",
+            "pad the strides to 8 elements");
+    auto* bytes = static_cast<unsigned char*>(workspace);
+    float* lse = reinterpret_cast<float*>(bytes + lse_at());
+    // A call with fewer queries than the workspace has room for lays its rows out by its own count.
+    const index_t query_rows = p.q.tokens * (q_heads_ / p.view.kv_heads);
+    if (query_rows > 0 && !p.lse.data) {
+      const detail::lse_partials partials{reinterpret_cast<float2*>(bytes), query_rows, slots(), split_, capacity_};
+      const dim3 grid(unsigned(ceil_div(query_rows, lse_rows_held_)), unsigned(lse_blocks_));
+      lse_entry_<<<grid, 128, lse_shared_, stream>>>(p, partials);
+      check(cudaGetLastError(), "launch of the log-sum-exp pass");
+      detail::merge_lse_entry<View>
+          <<<unsigned((offset_t(rows_) * query_rows + 3) / 4), 128, 0, stream>>>(p, partials, lse);
+      check(cudaGetLastError(), "launch of merge_lse");
+    }
+    detail::sum_shape shape = shape_;
+    shape.lse = lse;
+    shape.query_rows = query_rows;
+    sum_entry_<<<unsigned(sum_blocks_), sums::threads, sums::shared_bytes(shape, rows_), stream>>>(p, scorer, shape);
+    check(cudaGetLastError(), "launch of the score sums");
+  }
+
+ private:
+  /// Calls with the first pass's kernel for this many query rows: 16, 64 or 128 a block.
+  template <class Call>
+  void with_lse_kernel(const Call& call) const {
+    if constexpr (!in_order) {
+      if (query_rows_ <= 16) return call(detail::lse_kernel < View, 1, 1, View::k_dim <= 128 ? 4 : stages > {});
+      if constexpr (View::k_dim <= 128) {
+        if (query_rows_ <= 64) return call(detail::lse_kernel<View, 4, 1, stages>{});
+      }
+    }
+    call(detail::lse_kernel < View, 4, View::k_dim <= 128 ? 2 : 1, stages > {});
+  }
+
+  template <int RowWarps, int RowTiles, int Stages>
+  void take_lse(detail::lse_kernel<View, RowWarps, RowTiles, Stages> kernel, const device_info& device) {
+    lse_entry_ = detail::lse_entry<View, RowWarps, RowTiles, Stages>;
+    lse_rows_held_ = kernel.rows_held;
+    lse_shared_ = std::size_t(kernel.ring_bytes) + std::size_t(rows_) * sizeof(index_t);
+    lse_blocks_ = resident(lse_entry_, lse_shared_, device);
+  }
+
+  /// Blocks that the machine holds at once; raises the kernel's shared memory limit.
+  template <class Entry>
+  static int resident(Entry entry, std::size_t shared, const device_info& device) {
+    cudaFuncAttributes of;
+    check(cudaFuncGetAttributes(&of, entry), "cudaFuncGetAttributes");
+    // All that there is: the limit belongs to the kernel, and another object may need more of it than this one.
+    const int most = device.shared_memory - int(of.sharedSizeBytes);
+    require(shared <= std::size_t(most), "shared memory of a block", shared, "at most " + std::to_string(most),
+            "split the batch");
+    check(cudaFuncSetAttribute(entry, cudaFuncAttributeMaxDynamicSharedMemorySize, most), "cudaFuncSetAttribute");
+    int blocks = 0;
+    check(cudaOccupancyMaxActiveBlocksPerMultiprocessor(&blocks, entry, 128, shared),
+          "cudaOccupancyMaxActiveBlocksPerMultiprocessor");
+    return std::max(1, blocks) * device.multiprocessors;
+  }
+
+  index_t slots() const { return ceil_div(capacity_, split_); }
+  std::size_t lse_at() const {
+    return (std::size_t(rows_) * std::size_t(query_rows_) * std::size_t(slots()) * sizeof(float2) + 255) / 256 * 256;
+  }
+
+  index_t rows_, q_heads_, queries_, capacity_, query_rows_ = 0, split_ = 256;
+  // What was configured is what is launched: nvcc gives every source file a kernel of its own.
+  void (*lse_entry_)(score_problem<View>, detail::lse_partials) = nullptr;
+  void (*sum_entry_)(score_problem<View>, Scorer, detail::sum_shape) = nullptr;
+  std::size_t lse_shared_ = 0;
+  index_t lse_rows_held_ = 1;
+  int lse_blocks_ = 1, sum_blocks_ = 1;
+  detail::sum_shape shape_{};
+};
+
+}  // namespace cuda
+TESSERA_NAMESPACE_END

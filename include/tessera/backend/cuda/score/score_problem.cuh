@@ -1,0 +1,156 @@
+// What scoring reads and writes, and the pieces that both of its passes share.
+#pragma once
+
+#include <cfloat>
+
+#include "../../../concepts/scorer.hpp"
+#include "../../../core/logit_rule.hpp"
+#include "../../../core/views.hpp"
+#include "../device/mma.cuh"
+
+TESSERA_NAMESPACE_BEGIN
+namespace cuda {
+
+/// Query rows, stored keys and where their scores go; every pointer is a device pointer, every length is read there.
+template <class View>
+struct score_problem {
+  using T = typename View::element_type;
+  View view;                                ///< values are not read
+  rows_view<const T> q;                     ///< [sequences, n_q, q_heads, k_dim], rows of 16-byte alignment
+  const index_t* first_position = nullptr;  ///< [sequences], position of the first query
+  const index_t* valid = nullptr;           ///< [sequences], how many of the n_q queries count; null: all
+  logit_rule rule;
+  rows_view<const float> lse;         ///< [sequences, n_q, q_heads] from the engine; data null: computed here
+  float* scores = nullptr;            ///< row = sequence * kv_heads + head, one float per slot
+  const offset_t* offsets = nullptr;  ///< [rows], where a row's scores begin; null: row * row_stride
+  offset_t row_stride = 0;
+  bool accumulate = false;  ///< adds to what is there instead of writing over it
+
+  TESSERA_HD float* score_row(index_t row) const { return scores + (offsets ? offsets[row] : row * row_stride); }
+  TESSERA_HD index_t valid_queries(index_t sequence) const {
+    const index_t given = valid ? valid[sequence] : q.tokens;
+    return given < 0 ? 0 : (given < q.tokens ? given : q.tokens);
+  }
+};
+
+namespace detail {
+
+/// Base-2 exponential in one instruction; subnormal results are 0.
+__device__ __forceinline__ float exp2_approx(float x) {
+  float y;
+  asm("ex2.approx.ftz.f32 %0, %1;" : "=f"(y) : "f"(x));
+  return y;
+}
+
+__device__ __forceinline__ void copy_async4(std::uint32_t to, const void* from) {
+  asm volatile("cp.async.ca.shared.global [%0], [%1], 4;" ::"r"(to), "l"(from) : "memory");
+}
+
+/// The (sequence, kv_head) rows of a batch laid end to end and cut into units; each block takes an even run of them.
+struct work_line {
+  const index_t* ends;  // shared memory, [rows]: inclusive prefix sum of units
+  index_t rows, begin, end;
+
+  __device__ index_t row_begin(index_t row) const { return row ? ends[row - 1] : 0; }
+  __device__ index_t first_row() const {
+    index_t low = 0, high = rows - 1;
+    while (low < high) {
+      const index_t middle = (low + high) / 2;
+      if (ends[middle] > begin)
+        high = middle;
+      else
+        low = middle + 1;
+    }
+    return low;
+  }
+
+  /// Every block scans the lengths itself: they change from replay to replay and the host does not know them.
+  /// All threads call it; it ends with a barrier.
+  template <class Units>
+  __device__ static work_line plan(index_t* ends, index_t rows, index_t me, index_t blocks, const Units& units_of) {
+    const int lane = threadIdx.x % 32;
+    if (threadIdx.x < 32) {
+      index_t total = 0;
+      for (index_t base = 0; base < rows; base += 32) {
+        const index_t row = base + lane;
+        index_t units = row < rows ? units_of(row) : 0;
+        for (int step = 1; step < 32; step *= 2) {
+          const index_t other = __shfl_up_sync(~0u, units, step);
+          if (lane >= step) units += other;
+        }
+        if (row < rows) ends[row] = total + units;
+        total += __shfl_sync(~0u, units, 31);
+      }
+    }
+    __syncthreads();
+    const offset_t total = ends[rows - 1];
+    return {ends, rows, index_t(me * total / blocks), index_t((me + 1) * total / blocks)};
+  }
+};
+
+/// One (sequence, kv_head) and the query rows that score it; row r is query r / group, head r % group of the group.
+struct scored_head {
+  index_t sequence, head, tokens, group;
+  index_t first_position;
+  index_t query_rows;  // valid ones
+
+  template <class View>
+  __device__ static scored_head at(const score_problem<View>& p, index_t row, index_t capacity) {
+    scored_head found;
+    found.sequence = row / p.view.kv_heads;
+    found.head = row % p.view.kv_heads;
+    found.tokens = min(p.view.length(found.sequence, found.head), capacity);
+    found.group = p.q.heads / p.view.kv_heads;
+    found.first_position = p.first_position[found.sequence];
+    found.query_rows = p.valid_queries(found.sequence) * found.group;
+    return found;
+  }
+  __device__ index_t position_of(index_t query_row) const { return first_position + query_row / group; }
+
+  template <class View>
+  __device__ auto query(const score_problem<View>& p, index_t query_row) const {
+    return p.q.row(sequence, query_row / group, head * group + query_row % group);
+  }
+};
+
+/// Positions of the ends of a run of tokens: they ascend, so the ends tell what queries at [oldest, newest] see of it.
+struct token_span {
+  index_t first, last;
+
+  template <class View>
+  __device__ static token_span of(const View& view, const scored_head& at, index_t begin, index_t count) {
+    return {view.position(at.sequence, at.head, begin),
+            view.position(at.sequence, at.head, min(begin + count, at.tokens) - 1)};
+  }
+  __device__ bool seen_by_any(const logit_rule& rule, index_t oldest, index_t newest) const {
+    return first <= newest && (rule.sliding_window <= 0 || oldest - last < rule.sliding_window);
+  }
+  __device__ bool seen_by_all(const logit_rule& rule, index_t oldest, index_t newest) const {
+    return last <= oldest && (rule.sliding_window <= 0 || newest - first < rule.sliding_window);
+  }
+};
+
+/// 16-byte chunks of a staged row of D 16-bit elements: odd, so that matrix loads do not collide.
+template <int D>
+inline constexpr int staged_row_bytes = ((D / 8) | 1) * 16;
+
+/// A warp copies `Tokens` keys from slot `first` on into rows of staged_row_bytes; zeros beyond the end.
+template <int Tokens, class View>
+__device__ void stage_keys(const View& view, const scored_head& at, index_t first, std::uint32_t to, int lane) {
+  using T = typename View::element_type;
+  constexpr int chunks = View::k_dim / 8;
+  const index_t mine = first + lane % Tokens;
+  const auto row =
+      reinterpret_cast<unsigned long long>(view.key(at.sequence, at.head, mine < at.tokens ? mine : at.tokens - 1));
+#pragma unroll
+  for (int i = 0; i < Tokens * chunks / 32; ++i) {
+    const int id = i * 32 + lane, token = id / chunks, chunk = id % chunks;
+    const T* from = reinterpret_cast<const T*>(__shfl_sync(~0u, row, token));
+    copy_async16(to + std::uint32_t(token * staged_row_bytes<View::k_dim> + chunk * 16), from + chunk * 8,
+                 first + token < at.tokens);
+  }
+}
+
+}  // namespace detail
+}  // namespace cuda
+TESSERA_NAMESPACE_END

@@ -1,0 +1,351 @@
+// Keeping chosen tokens on the GPU: a gather of K and V rows and their columns, into fresh storage or in place.
+#pragma once
+
+#include <algorithm>
+
+#include "../../../core/selection.hpp"
+#include "../../../core/views.hpp"
+#include "../device/tuning.cuh"
+
+TESSERA_NAMESPACE_BEGIN
+namespace cuda {
+
+/// One number per stored slot beside K and V (positions, scores), by (sequence, head, slot). Data null: not there.
+/// With `begin`, the row of (sequence, head) begins at begin[sequence * kv_heads + head], as in ragged storage.
+template <class T>
+struct slot_column {
+  T* data = nullptr;
+  offset_t sequence_stride = 0;
+  offset_t head_stride = 0;
+  const offset_t* begin = nullptr;
+  TESSERA_HD T& at(index_t sequence, index_t head, index_t kv_heads, index_t slot) const {
+    return data[(begin ? begin[offset_t(sequence) * kv_heads + head]
+                       : sequence * sequence_stride + head * head_stride) +
+                slot];
+  }
+};
+
+/// What to keep and where it goes; every pointer is a device pointer.
+template <class From, class To>
+struct pack_problem {
+  From from;
+  selection_view chosen;  ///< row = sequence * kv_heads + head; its counts are the new lengths
+  To to;
+  slot_column<index_t> positions{};  ///< of `to`; filled with from.position(slot)
+  slot_column<const float> from_scores{};
+  slot_column<float> scores{};
+  index_t* lengths = nullptr;  ///< strided as to.length_strides; gets the counts
+};
+
+namespace detail {
+
+inline constexpr int pack_threads = 256;
+inline constexpr int most_pack_rows = 4096;
+
+/// Scratch of the in-place gather: tickets, and a mark per tile when its rows have been read.
+struct pack_scratch {
+  unsigned* ticket;
+  unsigned* finished;
+  unsigned* epoch;  // marks of earlier runs are older, so nobody clears them
+  unsigned* read;   // [tiles]
+  offset_t tiles;
+};
+
+__device__ __forceinline__ unsigned load_acquire(const unsigned* from) {
+  unsigned value;
+  asm volatile("ld.acquire.gpu.u32 %0, [%1];" : "=r"(value) : "l"(from) : "memory");
+  return value;
+}
+__device__ __forceinline__ void store_release(unsigned* to, unsigned value) {
+  asm volatile("st.release.gpu.u32 [%0], %1;" ::"l"(to), "r"(value) : "memory");
+}
+
+/// Gathers tile by tile, a tile being consecutive targets of one (sequence, head).
+///
+/// In place: sources ascend and never lie below their target, so what tile t overwrites is read by tiles up to t. Each
+/// tile reads all of its rows, says so, waits for the (at most two) earlier tiles whose sources lie under its targets,
+/// and only then writes. Reading never waits, so there is no chain. Tiles are handed out in order by a ticket: whoever
+/// is waited for is already running, on any number of resident blocks.
+template <class From, class To, bool Aligned, bool InPlace>
+struct pack_kernel {
+  using T = typename From::element_type;
+  static constexpr int D = From::k_dim, Dv = From::v_dim, per_chunk = 16 / int(sizeof(T));
+  static constexpr int k_chunks = D / per_chunk, chunks = k_chunks + Dv / per_chunk;  // of 16 bytes, of one token
+  static constexpr int most_tile = 2048 / chunks;
+  static constexpr int tile = most_tile >= 128  ? 128
+                              : most_tile >= 64 ? 64
+                              : most_tile >= 32 ? 32
+                              : most_tile >= 16 ? 16
+                                                : 8;
+  static constexpr int each = (tile * chunks + pack_threads - 1) / pack_threads;
+  static_assert(tile * chunks <= each * pack_threads && each <= 8, "tessera: a tile fits the registers of a block");
+
+  struct shared {
+    const T *from_k[tile], *from_v[tile];
+    T *to_k[tile], *to_v[tile];
+    index_t ends[most_pack_rows];  // inclusive prefix sum of tiles by row
+    unsigned warp_sum[pack_threads / 32];
+    index_t tile_id, next_ticket;
+    unsigned epoch;
+    bool moves;
+  };
+
+  __device__ static void scan_rows(const pack_problem<From, To>& p, shared& s, index_t rows) {
+    const int thread = threadIdx.x, lane = thread % 32, warp = thread / 32;
+    index_t base = 0;
+    for (index_t first = 0; first < rows; first += pack_threads) {
+      const index_t row = first + thread;
+      index_t tiles = row < rows ? (max(p.chosen.count(row), 0) + tile - 1) / tile : 0;
+      for (int step = 1; step < 32; step *= 2) {
+        const index_t other = __shfl_up_sync(~0u, tiles, step);
+        if (lane >= step) tiles += other;
+      }
+      if (lane == 31) s.warp_sum[warp] = unsigned(tiles);
+      __syncthreads();
+      for (int w = 0; w < warp; ++w) tiles += index_t(s.warp_sum[w]);
+      if (row < rows) s.ends[row] = base + tiles;
+      __syncthreads();
+      base = s.ends[min(first + pack_threads, rows) - 1];
+    }
+  }
+
+  __device__ static uint4 load(const T* from, offset_t stride) {
+    if constexpr (Aligned) {
+      return __ldcg(reinterpret_cast<const uint4*>(from));  // past L1, which may hold what others overwrite
+    } else {
+      uint4 chunk;
+      std::uint32_t word[4];
+#pragma unroll
+      for (int i = 0; i < 4; ++i) {
+        if constexpr (sizeof(T) == 4) {
+          word[i] = bits_as<std::uint32_t>(__ldcg(reinterpret_cast<const float*>(from) + i * stride));
+        } else {
+          const auto* halves = reinterpret_cast<const unsigned short*>(from);
+          word[i] = __ldcg(halves + i * 2 * stride) | std::uint32_t(__ldcg(halves + (i * 2 + 1) * stride)) << 16;
+        }
+      }
+      chunk.x = word[0], chunk.y = word[1], chunk.z = word[2], chunk.w = word[3];
+      return chunk;
+    }
+  }
+  __device__ static void store(T* to, offset_t stride, const uint4& chunk) {
+    if constexpr (Aligned) {
+      *reinterpret_cast<uint4*>(to) = chunk;
+    } else {
+      const std::uint32_t word[4] = {chunk.x, chunk.y, chunk.z, chunk.w};
+#pragma unroll
+      for (int i = 0; i < 4; ++i) {
+        if constexpr (sizeof(T) == 4) {
+          reinterpret_cast<float*>(to)[i * stride] = bits_as<float>(word[i]);
+        } else {
+          auto* halves = reinterpret_cast<unsigned short*>(to);
+          halves[i * 2 * stride] = static_cast<unsigned short>(word[i]);
+          halves[(i * 2 + 1) * stride] = static_cast<unsigned short>(word[i] >> 16);
+        }
+      }
+    }
+  }
+
+  /// The first of the ascending `slots [count]` that is not below `bound`, by one warp, 32 probes a round.
+  __device__ static index_t first_not_below(const index_t* slots, index_t count, index_t bound, int lane) {
+    index_t low = 0, size = count;  // the answer lies in [low, low + size]
+    while (size > 0) {
+      const index_t step = (size + 31) / 32, probe = low + min((lane + 1) * step, size) - 1;
+      const unsigned below = __ballot_sync(~0u, __ldg(slots + probe) < bound);
+      if (below == ~0u) return low + size;
+      const index_t skip = index_t(__popc(below)) * step;  // probes ascend, so `below` is a run of low bits
+      low += skip;
+      size = min(step - 1, size - skip);
+    }
+    return low;
+  }
+
+  __device__ static void run(const pack_problem<From, To>& p, const pack_scratch& scratch) {
+    __shared__ shared s;
+    const int thread = threadIdx.x, lane = thread % 32, warp = thread / 32;
+    const index_t heads = p.from.kv_heads, rows = p.from.sequences * heads;
+    if (p.lengths && blockIdx.x == 0) {
+      for (index_t row = thread; row < rows; row += pack_threads) {
+        p.lengths[row / heads * p.to.length_strides.sequence + row % heads * p.to.length_strides.head] =
+            max(p.chosen.count(row), 0);
+      }
+    }
+    if (InPlace && thread == 0) {
+      s.epoch = load_acquire(scratch.epoch) + 1;
+      s.next_ticket = index_t(atomicAdd(scratch.ticket, 1u));
+    }
+    scan_rows(p, s, rows);
+    const index_t total = s.ends[rows - 1];
+    if (InPlace) TESSERA_ASSUME(total <= scratch.tiles);  // no row keeps more than the capacity
+
+    for (index_t turn = blockIdx.x;; turn += index_t(gridDim.x)) {
+      const index_t id = InPlace ? s.next_ticket : turn;
+      if (id >= total) break;
+      index_t row = 0;
+      for (index_t size = rows; size > 1;) {  // the first row that ends behind this tile
+        const index_t half = size / 2;
+        if (s.ends[row + half - 1] <= id)
+          row += half, size -= half;
+        else
+          size = half;
+      }
+      const index_t b = row / heads, h = row % heads, first = (id - (row ? s.ends[row - 1] : 0)) * tile;
+      const index_t* slots = p.chosen.row(row);
+      const index_t count = p.chosen.count(row), used = min(index_t(tile), count - first);
+
+      index_t position = 0;
+      float score = 0;
+      if (thread < used) {
+        const index_t slot = slots[first + thread];
+        s.from_k[thread] = p.from.key(b, h, slot);
+        s.from_v[thread] = p.from.value(b, h, slot);
+        s.to_k[thread] = p.to.key(b, h, first + thread);
+        s.to_v[thread] = p.to.value(b, h, first + thread);
+        if (p.positions.data) position = p.from.position(b, h, slot);
+        if (p.scores.data) score = p.from_scores.at(b, h, heads, slot);
+        // Sources ascend strictly: if the last one stays where it is, all before it do.
+        if (InPlace && thread == used - 1) s.moves = slot != first + thread;
+      }
+      __syncthreads();  // also: everybody has read next_ticket
+      const bool moves = !InPlace || s.moves;
+
+      uint4 chunk[each];
+      if (moves) {
+#pragma unroll
+        for (int i = 0; i < each; ++i) {
+          const int place = i * pack_threads + thread, token = place / chunks, part = place % chunks;
+          if (token < used) {
+            chunk[i] =
+                part < k_chunks
+                    ? load(s.from_k[token] + part * per_chunk * (Aligned ? 1 : p.from.k_strides.dim),
+                           p.from.k_strides.dim)
+                    : load(s.from_v[token] + (part - k_chunks) * per_chunk * (Aligned ? 1 : p.from.v_strides.dim),
+                           p.from.v_strides.dim);
+          }
+        }
+      }
+      if constexpr (InPlace) {
+        index_t earlier = 0;
+        if (warp == 0) {
+          if (lane == 0) s.next_ticket = index_t(atomicAdd(scratch.ticket, 1u));
+          if (moves) earlier = first_not_below(slots, first + used, first, lane) / tile;
+        }
+        __threadfence();  // what this thread has read, it has read before the mark can be seen
+        __syncthreads();
+        if (thread == 0) store_release(scratch.read + id, s.epoch);
+        if (warp == 0 && moves) {
+          // Targets [first, first + used) hold at most `tile` sources: two tiles at most.
+          const index_t mine = first / tile, other = earlier + lane;
+          if (lane < 2 && other < mine) {
+            while (load_acquire(scratch.read + id - mine + other) != s.epoch) __nanosleep(64);
+          }
+        }
+        __syncthreads();
+      }
+      if (moves) {
+#pragma unroll
+        for (int i = 0; i < each; ++i) {
+          const int place = i * pack_threads + thread, token = place / chunks, part = place % chunks;
+          if (token < used) {
+            if (part < k_chunks) {
+              store(s.to_k[token] + part * per_chunk * (Aligned ? 1 : p.to.k_strides.dim), p.to.k_strides.dim,
+                    chunk[i]);
+            } else {
+              store(s.to_v[token] + (part - k_chunks) * per_chunk * (Aligned ? 1 : p.to.v_strides.dim),
+                    p.to.v_strides.dim, chunk[i]);
+            }
+          }
+        }
+      }
+      if (thread < used) {
+        if (p.positions.data) p.positions.at(b, h, heads, first + thread) = position;
+        if (p.scores.data) p.scores.at(b, h, heads, first + thread) = score;
+      }
+      __syncthreads();  // the addresses are free again
+    }
+    if (InPlace && thread == 0) {
+      __threadfence();
+      if (atomicAdd(scratch.finished, 1u) == gridDim.x - 1) {  // the last block leaves the scratch as it was found
+        *scratch.ticket = 0;
+        *scratch.finished = 0;
+        store_release(scratch.epoch, s.epoch);
+      }
+    }
+  }
+};
+
+template <class From, class To, bool Aligned, bool InPlace>
+__global__ void __launch_bounds__(pack_threads, 4)
+    pack_entry(const __grid_constant__ pack_problem<From, To> problem, pack_scratch scratch) {
+  pack_kernel<From, To, Aligned, InPlace>::run(problem, scratch);
+}
+
+template <class T>
+bool rows_are_aligned(const T* data, const row_strides& strides) {
+  const auto whole = [](offset_t stride) { return stride * offset_t(sizeof(T)) % 16 == 0; };
+  return reinterpret_cast<std::uintptr_t>(data) % 16 == 0 && strides.dim == 1 && whole(strides.outer) &&
+         whole(strides.head) && whole(strides.token);
+}
+
+}  // namespace detail
+
+/// Copies the chosen slots of every (sequence, kv_head) to slots 0, 1, 2, ... of another view, or of the same one.
+///
+/// In place (`InPlace`, `to` over the memory of `from`): safe in any order of blocks, because the selection ascends.
+/// Counts are read on the device; a captured launch can be replayed while they change. In-place runs that share a
+/// workspace must follow one another on one stream; `prepare` it once.
+/// Cost     reads and writes each chosen row once, 16 bytes at a time where rows are 16-byte aligned with dim stride 1.
+template <class From, class To, bool InPlace = false>
+class pack {
+  static_assert(std::is_same_v<typename From::element_type, typename To::element_type> && From::k_dim == To::k_dim &&
+                    From::v_dim == To::v_dim,
+                "tessera: pack copies rows between views of one element type and head dims");
+
+ public:
+  /// `capacity`: the most tokens that one (sequence, kv_head) may keep.
+  pack(index_t sequences, index_t kv_heads, index_t capacity, const device_info& device) : rows_(sequences * kv_heads) {
+    require(rows_ <= detail::most_pack_rows, "sequences * kv_heads", rows_,
+            "at most " + std::to_string(detail::most_pack_rows), "split the batch");
+    tiles_ = offset_t(rows_) * ceil_div(std::max(capacity, 0), kernel::tile);
+    int resident = 0;
+    check(cudaOccupancyMaxActiveBlocksPerMultiprocessor(&resident, detail::pack_entry<From, To, true, InPlace>,
+                                                        detail::pack_threads, 0),
+          "cudaOccupancyMaxActiveBlocksPerMultiprocessor");
+    blocks_ = int(std::clamp<offset_t>(tiles_, 1, std::max(1, resident) * device.multiprocessors));
+  }
+
+  std::size_t workspace_bytes() const { return InPlace ? (4 + std::size_t(tiles_)) * sizeof(unsigned) : 0; }
+
+  /// Clears the workspace; once, before the first run.
+  void prepare(void* workspace, cudaStream_t stream) const {
+    if (InPlace) check(cudaMemsetAsync(workspace, 0, workspace_bytes(), stream), "cudaMemsetAsync(pack workspace)");
+  }
+
+  void run(const pack_problem<From, To>& problem, void* workspace, cudaStream_t stream) const {
+    if (rows_ == 0) return;
+    require(problem.from.sequences * problem.from.kv_heads == rows_, "sequences * kv_heads",
+            problem.from.sequences * problem.from.kv_heads, std::to_string(rows_), "pass the shape of the constructor");
+    auto* words = static_cast<unsigned*>(workspace);
+    const detail::pack_scratch scratch =
+        InPlace ? detail::pack_scratch{words, words + 1, words + 2, words + 4, tiles_} : detail::pack_scratch{};
+    const bool aligned = detail::rows_are_aligned(problem.from.k, problem.from.k_strides) &&
+                         detail::rows_are_aligned(problem.from.v, problem.from.v_strides) &&
+                         detail::rows_are_aligned(problem.to.k, problem.to.k_strides) &&
+                         detail::rows_are_aligned(problem.to.v, problem.to.v_strides);
+    if (aligned) {
+      detail::pack_entry<From, To, true, InPlace><<<blocks_, detail::pack_threads, 0, stream>>>(problem, scratch);
+    } else {
+      detail::pack_entry<From, To, false, InPlace><<<blocks_, detail::pack_threads, 0, stream>>>(problem, scratch);
+    }
+    check(cudaGetLastError(), "pack launch");
+  }
+
+ private:
+  using kernel = detail::pack_kernel<From, To, true, InPlace>;
+  index_t rows_;
+  offset_t tiles_;
+  int blocks_;
+};
+
+}  // namespace cuda
+TESSERA_NAMESPACE_END
