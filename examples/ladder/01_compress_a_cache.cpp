@@ -36,7 +36,7 @@ int main() {
   }
   kv.end_prefill(id);                                 // chooses what stays, frees the rest
   for (index_t layer = 0; layer < layers; ++layer) {  // one decode step: append, attend
-    kv.decode(layer, {id}, rows(q, 1, q_heads), rows(k, 1, kv_heads), rows(v, 1, kv_heads),
+    kv.decode(layer, step, rows(q, 1, q_heads), rows(k, 1, kv_heads), rows(v, 1, kv_heads),
               nhd_rows(out.data(), 1, q_heads, dim));
   }
   const long long whole = kv.full_bytes(prompt + 1), held = kv.bytes(id), read = kv.bytes_read(id);

@@ -14,6 +14,8 @@ struct ignore_parameters {
 /// A policy that shows every run-time parameter: `static void parameters(self, visit)` calls
 /// `visit(name, self.member, "what it means")` for each of them.
 template <class P>
-concept has_parameters = requires(P& policy) { P::parameters(policy, ignore_parameters{}); };
+concept has_parameters = requires(P& policy) {
+  P::parameters(policy, ignore_parameters{});
+};
 
 TESSERA_NAMESPACE_END
