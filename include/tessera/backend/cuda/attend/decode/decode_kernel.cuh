@@ -3,7 +3,8 @@
 
 #include "../../device/launch.cuh"
 #include "decode_schedule.cuh"
-#include "decode_tile.cuh"
+#include "decode_staging.cuh"
+#include "decode_state.cuh"
 
 TESSERA_NAMESPACE_BEGIN
 namespace cuda {
@@ -215,25 +216,26 @@ struct decode_kernel {
                              staging_type& staging, state_type& state) const {
     const float scale = p.rule.scale_for(D);
     const bool uncapped = p.rule.soft_cap <= 0;
-    const bool segment_visible = uncapped && all_visible(ends_at);
+    const bool segment_visible = all_visible(ends_at);
     const auto tokens_from = [&](index_t t) { return token_of(t); };
     for (index_t t = of.first_tile; t < of.last_tile; ++t) {
       const std::uint32_t here = staging.take();
       const index_t first = token_of(t);
       if (first < of.at.count) {
-        bool plain = uncapped && first + tokens <= of.at.count;
+        const index_t held = min(index_t(tokens), of.at.count - first);
+        bool visible = segment_visible;
         index_t mine = 0;  // the position of token lane % tokens of the tile
-        if (!plain || !segment_visible) {
+        if (!visible) {
           mine = position_of(of.at, first + lane % tokens);
-          plain = plain && all_visible({ends_at.step, __shfl_sync(~0u, mine, 0), __shfl_sync(~0u, mine, tokens - 1)});
+          visible = all_visible({ends_at.step, __shfl_sync(~0u, mine, 0), __shfl_sync(~0u, mine, held - 1)});
         }
         const auto logit_of = [&](int i, int half, float product) {
           const index_t r = first_query + lane / 4 + half * 8, position = __shfl_sync(~0u, mine, i);
           const index_t query_position = ends_at.step + (r < query_rows ? small_quotient(r, group) : 0);
-          const bool seen = segment_visible || p.rule.visible(query_position, position);
-          return seen && first + i < of.at.count ? quick_cap(p.rule, product * scale) * log2e : -infinity;
+          const bool seen = visible || p.rule.visible(query_position, position);
+          return seen && i < held ? quick_cap(p.rule, product * scale) * log2e : -infinity;
         };
-        state.read(q, here, plain, scale * log2e, logit_of, lane);
+        state.read(q, here, uncapped && visible && held == tokens, !visible, scale * log2e, logit_of, lane);
       }
       __syncwarp();
       staging.put(p.view, of.at, t + stages, of.last_tile, tokens_from, lane);
