@@ -22,7 +22,11 @@ struct recipe {
   Retrieve retrieve{};
   Attention attention{};
   Schedule schedule{};
+  static constexpr value_range<index_t> layer_counts{0, 1 << 16};
   index_t dense_layers = 0;  ///< so many of the first layers keep and read everything
+
+  /// What the budget may be; nothing counts tokens where everything is retained and read.
+  static constexpr value_range<index_t> budgets = Retain::chooses ? Retain::budgets : Retrieve::budgets;
 
   /// The token budget per kv_head: of the first stage (or of both) if there is one, else of one step's reads.
   index_t budget() const {
@@ -36,7 +40,7 @@ struct recipe {
     retain.check();
     retrieve.check(Retain::plans, Retain::plans ? budget() / 2 : retrieve.attends(),
                    Retain::chooses ? "read_tokens" : "budget", Layout::k_dim);
-    require(dense_layers >= 0, "dense_layers", dense_layers, "0 or more layers", "pass how many layers stay whole");
+    layer_counts.check("dense_layers", dense_layers, "pass how many layers stay whole");
   }
 
   /// What the budget comes to in a conversation whose first prompt has `prompt` tokens.
@@ -55,13 +59,13 @@ struct recipe {
             "pass the queries of the chunk's last tokens");
   }
 
-  /// Calls `visit(name, reference, about)` for every run-time parameter of every policy; a name that
+  /// Calls `visit(name, reference, allowed, about)` for every run-time parameter of every policy; a name that
   /// two policies share comes twice and means both.
   template <class Self, class Visit>
   static void parameters(Self& self, Visit&& visit) {
     Retain::parameters(self.retain, visit);
     Retrieve::parameters(self.retrieve, Retain::chooses, Retain::plans, visit);
-    visit("dense_layers", self.dense_layers, "so many of the first layers keep and read everything");
+    visit("dense_layers", self.dense_layers, layer_counts, "so many of the first layers keep and read everything");
   }
 
   /// Calls `visit(axis, policy name)` for every axis.

@@ -46,6 +46,10 @@ struct choosing_stage {
   static constexpr observes observed = Scorer::observed;
   /// Whether one token budget is split over both stages.
   static constexpr bool plans = planning_budget<Budget>;
+  static constexpr value_range<index_t> budgets = [] {
+    if constexpr (requires { Budget::budgets; }) return Budget::budgets;
+    return token_budgets;
+  }();
 
   Scorer scorer{};
   Budget budget{};
@@ -132,6 +136,7 @@ struct filter : choosing_stage<Scorer, Budget, Selector> {
 struct retain_all {
   static constexpr bool chooses = false, drops = false, plans = false;
   static constexpr observes observed = observes::nothing;
+  static constexpr value_range<index_t> budgets{0, 0};
   index_t* tokens() const { return nullptr; }
   index_t queries_needed(index_t) const { return 0; }
   static std::string observer() { return ""; }
@@ -159,6 +164,8 @@ struct retrieve {
   static constexpr bool retrieves = true;
   /// Whether `tokens` pay for an estimate of the keys, in pages, too: then a step attends half of them.
   static constexpr bool estimates = paged_scorer<Scorer>;
+  static constexpr value_range<index_t> budgets = estimates ? estimating_budgets : token_budgets;
+  static constexpr value_range<index_t> answers{0, most_tokens};
 
   Scorer scorer{};
   Selector selector{};
@@ -196,9 +203,10 @@ struct retrieve {
   /// `read_tokens` where a first stage has the name `budget`; nothing where that one's budget pays for both.
   template <class Self, class Visit>
   static void parameters(Self& self, bool after_first_stage, bool planned, Visit&& visit) {
-    if (after_first_stage && !planned) visit("read_tokens", self.tokens, "tokens that a step reads of each kv_head");
+    if (after_first_stage && !planned)
+      visit("read_tokens", self.tokens, budgets, "tokens that a step reads of each kv_head");
     if (estimates && !planned) {
-      visit("max_new", self.max_new, "tokens that a turn decodes: they count into the sequence's length");
+      visit("max_new", self.max_new, answers, "tokens that a turn decodes: they count into the sequence's length");
     }
     Scorer::parameters(self.scorer, visit);
     Selector::parameters(self.selector, visit);
@@ -212,11 +220,10 @@ struct retrieve {
  private:
   void check_tokens(const char* budget_name) const {
     if constexpr (estimates) {
-      require(tokens >= 16, budget_name, tokens, "at least 16 tokens per kv_head",
-              "raise it: the token budget pays for estimating scores and for attending");
-      require(max_new >= 0, "max_new", max_new, "0 or more tokens", "pass how many tokens a turn decodes");
+      budgets.check(budget_name, tokens, "the token budget pays for estimating scores and for attending");
+      answers.check("max_new", max_new, "pass how many tokens a turn decodes");
     } else {
-      require(tokens >= 1, budget_name, tokens, "at least 1 token per kv_head", "pass how many tokens a step may read");
+      budgets.check(budget_name, tokens, "pass how many tokens a step may read");
     }
   }
 };
@@ -224,6 +231,7 @@ struct retrieve {
 /// Every step reads everything that it may.
 struct retrieve_all {
   static constexpr bool retrieves = false, estimates = false;
+  static constexpr value_range<index_t> budgets{0, 0};
   index_t tokens = 0;  ///< none: nothing is chosen
   index_t attends() const { return 0; }
   void check(bool, index_t, const char*, int) const {}
