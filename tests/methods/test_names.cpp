@@ -74,7 +74,7 @@ Recipe configured(const settings& chosen) {
     }
     if constexpr (std::is_same_v<value_type, float>) value = float(chosen.value(name, double(value)));
   });
-  if constexpr (Recipe::chooses && Recipe::retrieves && !Recipe::plans) recipe.retrieve.tokens = chosen.count("read_tokens", chosen.budget);
+  if constexpr (Recipe::retain_type::chooses && Recipe::retrieve_type::retrieves && !Recipe::retain_type::plans) recipe.retrieve.tokens = chosen.count("read_tokens", chosen.budget);
   return recipe;
 }
 
@@ -94,7 +94,8 @@ class cache_of final : public any_cache {
   void end_prefill(index_t id) override { held_.end_prefill(id); }
   void decode(index_t layer, const std::vector<index_t>& ids, const rows& q, const rows& k, const rows& v,
               const results& out, const results& lse) override {
-    held_.decode(layer, ids, q, k, v, out, lse);
+    if (layer == 0) step_ = held_.prepare_step(ids, q.tokens);
+    held_.decode(layer, step_, q, k, v, out, lse);
   }
   void set_budget(index_t tokens) override { held_.set_budget(tokens); }
   index_t next_position(index_t id) const override { return held_.next_position(id); }
@@ -121,12 +122,13 @@ class cache_of final : public any_cache {
 
  private:
   cache<Recipe> held_;
+  batch step_;
 };
 
 template <class Recipe>
 std::vector<number> numbers() {
   std::vector<number> all;
-  if (Recipe::chooses || Recipe::retrieves) all.push_back({"budget", double(Recipe::budgets.least), double(Recipe::budgets.most), 1});
+  if (Recipe::retain_type::chooses || Recipe::retrieve_type::retrieves) all.push_back({"budget", double(Recipe::budgets.least), double(Recipe::budgets.most), 1});
   Recipe recipe;
   Recipe::parameters(recipe, [&](const char* name, auto& value, const auto& allowed, const char*) {
     using value_type = std::remove_reference_t<decltype(value)>;

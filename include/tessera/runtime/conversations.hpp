@@ -130,16 +130,15 @@ class conversations {
   // --- steps ---------------------------------------------------------------------------------------------------------
 
   /// What a step of `tokens` tokens does to these conversations. They must agree on what is due.
-  batch plan_step(const Recipe& recipe, const std::vector<index_t>& ids, index_t tokens, index_t most_tokens) const {
-    require(tokens >= 1 && tokens <= most_tokens, "tokens of a decode step", tokens,
-            "1 to " + std::to_string(most_tokens), "prefill longer runs");
+  batch plan_step(const Recipe& recipe, const std::vector<index_t>& ids, index_t tokens, index_t most) const {
+    require(tokens >= 1 && tokens <= most, "tokens of a decode step", tokens,
+            "1 to " + std::to_string(most), "prefill longer runs");
     require(!ids.empty(), "sequences of the batch", 0, "at least 1", "pass the ids of a batch");
     batch step{ids, tokens};
     for (std::size_t b = 0; b < ids.size(); ++b) {
       const conversation& c = at(ids[b]);
-      require(c.front().turn_tokens == 0 && c.front().next_position > 0, "tokens since the prompt began",
-              c.front().turn_tokens, "0, after a prompt that has ended",
-              "prefill a prompt and call end_prefill before the first decode step");
+      require(c.front().turn_tokens == 0, "tokens since the prompt began", c.front().turn_tokens, "0",
+              "call end_prefill before the first decode step");
       require(std::count(ids.begin(), ids.end(), ids[b]) == 1, "sequence id in a batch", ids[b], "given once",
               "pass each sequence once a step");
       for (const layer& state : c.layers) {
