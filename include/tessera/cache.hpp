@@ -84,7 +84,7 @@ class cache {
   void prefill(index_t layer, index_t id, const rows_view<const E>& q, const rows_view<const E>& k,
                const rows_view<const E>& v) {
     layer_state& state = at(id, layer);
-    shape_.check_rows(q, k, v);
+    shape_.check_rows(q, k, v, k_dim, v_dim);
     require(k.tokens >= 1, "tokens of a prompt chunk", k.tokens, "at least 1", "skip empty chunks");
     recipe_.require_queries(q.tokens, k.tokens);
     state.store.append(k, v, state.next_position);
@@ -100,7 +100,7 @@ class cache {
   void prefill_attention(index_t layer, index_t id, const rows_view<const E>& q, const rows_view<float>& out,
                          const rows_view<float>& lse = {}) {
     layer_state& state = at(id, layer);
-    shape_.check_output(q, out);
+    shape_.check_output(q, out, k_dim, v_dim);
     require(q.tokens >= 1 && q.tokens <= state.turn_tokens, "queries of a prompt chunk", q.tokens,
             "1 to the tokens of this turn, which are " + std::to_string(state.turn_tokens),
             "call prefill for the chunk first");
@@ -141,8 +141,8 @@ class cache {
   template <class E>
   void decode(index_t layer, const std::vector<index_t>& ids, const rows_view<const E>& q, const rows_view<const E>& k,
               const rows_view<const E>& v, const rows_view<float>& out, const rows_view<float>& lse = {}) {
-    shape_.check_rows(q, k, v);
-    shape_.check_output(q, out);
+    shape_.check_rows(q, k, v, k_dim, v_dim);
+    shape_.check_output(q, out, k_dim, v_dim);
     require(q.tokens >= 1 && q.tokens <= most_step_tokens, "tokens of a decode step", q.tokens, "1 to 8",
             "prefill longer runs");
     require(q.tokens == k.tokens, "queries of a decode step", q.tokens,
