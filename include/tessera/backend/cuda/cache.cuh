@@ -94,7 +94,7 @@ class cache {
   void prefill(index_t layer, index_t id, const rows_view<const T>& q, const rows_view<const T>& k,
                const rows_view<const T>& v, cudaStream_t stream) {
     detail::layer_state& state = sequences_.at(id, layer);
-    shape_.check_rows(q, k, v);
+    shape_.check_rows(q, k, v, k_dim, v_dim);
     require_batch(k.sequences, 1);
     require(k.tokens >= 1, "tokens of a prompt chunk", k.tokens, "at least 1", "skip empty chunks");
     recipe_.require_queries(q.tokens, k.tokens);
@@ -114,7 +114,7 @@ class cache {
   void prefill_attention(index_t layer, index_t id, const rows_view<const T>& q, const rows_view<Out>& out,
                          const rows_view<float>& lse, cudaStream_t stream) {
     const detail::layer_state& state = sequences_.at(id, layer);
-    shape_.check_output(q, out);
+    shape_.check_output(q, out, k_dim, v_dim);
     require(q.tokens >= 1 && q.tokens <= state.turn_tokens, "queries of a prompt chunk", q.tokens,
             "1 to the tokens of this turn, which are " + std::to_string(state.turn_tokens),
             "call prefill for the chunk first");
@@ -203,8 +203,8 @@ class cache {
   void decode(index_t layer, const std::vector<index_t>& ids, const rows_view<const T>& q, const rows_view<const T>& k,
               const rows_view<const T>& v, const rows_view<Out>& out, const rows_view<float>& lse,
               cudaStream_t stream) {
-    shape_.check_rows(q, k, v);
-    shape_.check_output(q, out);
+    shape_.check_rows(q, k, v, k_dim, v_dim);
+    shape_.check_output(q, out, k_dim, v_dim);
     require_batch(q.sequences == k.sequences ? k.sequences : 0, ids.size());
     require(q.tokens == k.tokens, "queries of a decode step", q.tokens,
             "as many as new keys, which are " + std::to_string(k.tokens), "pass q, k and v of the same tokens");
