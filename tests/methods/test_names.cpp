@@ -63,7 +63,7 @@ Recipe configured(const settings& chosen) {
   Recipe recipe;
   recipe.set_budget(chosen.budget);
   recipe.attention.rule = chosen.rule;
-  Recipe::parameters(recipe, [&](const char* name, auto& value, const char*) {
+  Recipe::parameters(recipe, [&](const char* name, auto& value, const auto&, const char*) {
     using value_type = std::remove_reference_t<decltype(value)>;
     const auto found = chosen.values.find(name);
     if (found == chosen.values.end()) return;
@@ -123,15 +123,31 @@ class cache_of final : public any_cache {
   cache<Recipe> held_;
 };
 
+template <class Recipe>
+std::vector<number> numbers() {
+  std::vector<number> all;
+  if (Recipe::chooses || Recipe::retrieves) all.push_back({"budget", double(Recipe::budgets.least), double(Recipe::budgets.most), 1});
+  Recipe recipe;
+  Recipe::parameters(recipe, [&](const char* name, auto& value, const auto& allowed, const char*) {
+    using value_type = std::remove_reference_t<decltype(value)>;
+    if constexpr (std::is_same_v<value_type, split_factor>) all.push_back({name, allowed.fixed.least, allowed.fixed.most, 1e-6});
+    if constexpr (std::is_arithmetic_v<value_type>) {
+      all.push_back({name, double(allowed.least), double(allowed.most), std::is_same_v<value_type, float> ? 1e-6 : 1});
+    }
+  });
+  return all;
+}
+
 struct entry {
   const char* name;
   traits made_of;
+  std::vector<number> (*numbers)();
   std::unique_ptr<any_cache> (*make)(const settings&, const model_shape&, std::shared_ptr<cpu::executor>);
 };
 
 template <class Recipe>
 entry entry_of(const char* name, const traits& made_of) {
-  return {name, made_of,
+  return {name, made_of, &numbers<Recipe>,
           [](const settings& chosen, const model_shape& shape, std::shared_ptr<cpu::executor> workers) {
             return std::unique_ptr<any_cache>(
                 new cache_of<Recipe>(cache<Recipe>(shape, configured<Recipe>(chosen), std::move(workers))));
@@ -201,6 +217,13 @@ const traits& traits_of(const std::string& method) {
   throw std::out_of_range(method);
 }
 
+std::vector<number> numbers_of(const std::string& method) {
+  for (const entry& known : entries()) {
+    if (known.name == method) return known.numbers();
+  }
+  throw std::out_of_range(method);
+}
+
 const std::vector<std::string>& all_methods() {
   static const std::vector<std::string> names = [] {
     std::vector<std::string> result;
@@ -223,7 +246,8 @@ template <class Recipe>
 std::vector<std::string> parameter_names() {
   Recipe recipe;
   std::vector<std::string> names;
-  Recipe::parameters(recipe, [&](const char* name, auto&, const char* about) {
+  Recipe::parameters(recipe, [&](const char* name, auto&, const auto& allowed, const char* about) {
+    CHECK_FALSE(allowed.text().empty());
     CHECK(std::string(about).size() > 5);
     names.emplace_back(name);
   });

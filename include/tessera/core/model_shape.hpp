@@ -2,6 +2,7 @@
 #pragma once
 
 #include <string>
+#include <vector>
 
 #include "error.hpp"
 #include "views.hpp"
@@ -13,12 +14,21 @@ struct model_shape {
   index_t layers = 0;
   index_t q_heads = 0;
   index_t kv_heads = 0;
+  index_t window = 0;           ///< tokens that a sliding layer attends, in positions
+  std::vector<bool> sliding{};  ///< [layers]: which layers slide (Gemma, gpt-oss); empty: none
+
+  bool slides(index_t layer) const { return !sliding.empty() && sliding[std::size_t(layer)]; }
 
   void check() const {
     require(layers >= 1, "layers", layers, "at least 1", "pass the model's number of layers");
     require(kv_heads >= 1, "kv_heads", kv_heads, "at least 1", "pass the model's number of KV heads");
     require(q_heads >= 1 && q_heads % kv_heads == 0, "q_heads", q_heads,
             "a multiple of kv_heads, which is " + std::to_string(kv_heads), "pass the model's head counts");
+    require(sliding.empty() || index_t(sliding.size()) == layers, "layers that may slide", sliding.size(),
+            "one for each layer, which are " + std::to_string(layers),
+            "say of every layer whether it slides, or of none");
+    require(sliding.empty() || window >= 1, "window", window, "at least 1 token",
+            "pass how many tokens the sliding layers attend");
   }
 
   /// Queries, keys and values of one call. Shapes: q [.., n_q, q_heads, k_dim], k, v [.., tokens, kv_heads, dim].

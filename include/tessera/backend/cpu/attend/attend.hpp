@@ -35,14 +35,16 @@ void attend_range(const View& view, index_t sequence, index_t head, const slot_s
                   index_t last, const logit_rule& rule, int rows, const index_t* query_positions, bool few_rows,
                   Memory& memory, partial_rows<View::v_dim> result) {
   constexpr int D = View::k_dim, Dv = View::v_dim;
-  using T = typename View::element_type;
+  using S = const typename View::stored_type;
+  constexpr bool scaled = View::encoding_type::scaled;
   const index_t newest = *std::max_element(query_positions, query_positions + rows);
   // Few rows read each stored element about once: straight from memory, if its rows are contiguous.
   const bool direct = few_rows && view.k_strides.dim == 1 && view.v_strides.dim == 1;
   for (index_t begin = first; begin < last; begin += tile_tokens) {
     const int tokens = int(std::min<index_t>(tile_tokens, last - begin));
     if (view.position(sequence, head, slots[begin]) > newest) break;  // positions ascend: the rest is in the future
-    const T *keys[tile_tokens], *values[tile_tokens], *next_keys[tile_tokens];
+    S *keys[tile_tokens], *values[tile_tokens], *next_keys[tile_tokens];
+    float key_scales[scaled ? tile_tokens : 1], value_scales[scaled ? tile_tokens : 1];
     if (direct) {
       for (int t = 0; t < tile_tokens; ++t) {
         const index_t slot = slots[begin + std::min(t, tokens - 1)];
@@ -50,13 +52,16 @@ void attend_range(const View& view, index_t sequence, index_t head, const slot_s
         values[t] = view.value(sequence, head, slot);
         memory.positions[t] = view.position(sequence, head, slot);
         next_keys[t] = view.key(sequence, head, slots[std::min(begin + tile_tokens + t, last - 1)]);
+        if constexpr (scaled) {
+          key_scales[t] = view.key_scale(sequence, head, slot);
+          value_scales[t] = view.value_scale(sequence, head, slot);
+        }
       }
       dots_few_rows<D, Dv>(memory.queries, rows, keys, values, tokens, memory.logits);
+      if constexpr (scaled) scale_tokens(memory.logits, rows, key_scales);
     } else {
       load_keys(view, sequence, head, slots, begin, tokens, memory);
-      for (int t = 0; t < tokens; ++t) {
-        load_row<Dv>(view.value(sequence, head, slots[begin + t]), view.v_strides.dim, memory.values + t * Dv);
-      }
+      for (int t = 0; t < tokens; ++t) load_value(view, sequence, head, slots[begin + t], memory.values + t * Dv);
       transpose<D>(memory.keys, tokens, memory.transposed);
       dots_many_rows<D>(memory.queries, rows, memory.transposed, memory.logits);
     }
@@ -75,13 +80,21 @@ void attend_range(const View& view, index_t sequence, index_t head, const slot_s
         for (int d = 0; d < Dv; ++d) result.out[r * Dv + d] *= shrink;
       }
     }
-    const auto stored = [&](int t) { return values[t]; };
-    const auto converted = [&](int t) { return memory.values + t * Dv; };
-    if (!all_visible && !(direct ? all_finite<Dv>(stored, tokens) : all_finite<Dv>(converted, tokens))) {
-      // 0 * NaN is NaN: a token that a row must not see would reach its output.
-      direct ? add_visible_values<Dv>(memory.logits, rows, stored, tokens, result.out)
-             : add_visible_values<Dv>(memory.logits, rows, converted, tokens, result.out);
+    bool finite = true;
+    if (!all_visible) {  // 0 * NaN is NaN: a token that a row must not see would reach its output
+      finite = direct ? all_finite<Dv>([&](int t) { return values[t]; }, tokens)
+                      : all_finite<Dv>([&](int t) { return memory.values + t * Dv; }, tokens);
+      if constexpr (scaled) {
+        for (int t = 0; direct && t < tokens; ++t) finite &= value_scales[t] - value_scales[t] == 0;
+      }
+    }
+    if (!finite) {
+      for (int t = 0; direct && t < tokens; ++t) {
+        load_value(view, sequence, head, slots[begin + t], memory.values + t * Dv);
+      }
+      add_visible_values<Dv>(memory.logits, rows, memory.values, tokens, result.out);
     } else if (direct) {
+      if constexpr (scaled) scale_tokens(memory.logits, rows, value_scales);
       add_values_few_rows<D, Dv>(memory.logits, rows, values, next_keys, tokens, result.out);
     } else {
       multiply_add<Dv>(memory.logits, tile_tokens, memory.values, Dv, rows, tokens, result.out, Dv);

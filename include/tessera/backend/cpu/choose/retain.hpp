@@ -22,7 +22,7 @@ struct retain_workspace {
 /// selector in each head. A layer in which no head exceeds the budget keeps everything.
 /// Shapes   raw [kv_heads, tokens] as layer_scores says; `kept` gets one row per kv_head.
 template <class Scorer, class Budget, class Selector>
-void choose_kept(const retain<Scorer, Budget, Selector>& policy, const layer_scores& raw, selection& kept,
+void choose_kept(const choosing_stage<Scorer, Budget, Selector>& policy, const layer_scores& raw, selection& kept,
                  retain_workspace& workspace) {
   const index_t heads = raw.kv_heads;
   auto& counts = workspace.counts;

@@ -43,13 +43,26 @@ void load_queries(const query_rows<Q>& queries, const logit_rule& rule, index_t 
   }
 }
 
+/// to [k_dim] = the key of a slot, decoded.
+template <class View>
+TESSERA_INLINE void load_key(const View& view, index_t sequence, index_t head, index_t slot, float* to) {
+  load_row<View::k_dim>(view.key(sequence, head, slot), view.k_strides.dim, to);
+  if constexpr (View::encoding_type::scaled) scale_row<View::k_dim>(to, view.key_scale(sequence, head, slot));
+}
+/// to [v_dim] = the value of a slot, decoded.
+template <class View>
+TESSERA_INLINE void load_value(const View& view, index_t sequence, index_t head, index_t slot, float* to) {
+  load_row<View::v_dim>(view.value(sequence, head, slot), view.v_strides.dim, to);
+  if constexpr (View::encoding_type::scaled) scale_row<View::v_dim>(to, view.value_scale(sequence, head, slot));
+}
+
 /// Loads a tile's keys and positions.
 template <class View, class Memory>
 void load_keys(const View& view, index_t sequence, index_t head, const slot_source& slots, index_t first, int tokens,
                Memory& memory) {
   for (int t = 0; t < tokens; ++t) {
     const index_t slot = slots[first + t];
-    load_row<View::k_dim>(view.key(sequence, head, slot), view.k_strides.dim, memory.keys + t * View::k_dim);
+    load_key(view, sequence, head, slot, memory.keys + t * View::k_dim);
     memory.positions[t] = view.position(sequence, head, slot);
   }
 }

@@ -7,7 +7,9 @@
 #include "../../../budget/adaptive.hpp"
 #include "../../../budget/pyramid.hpp"
 #include "../../../budget/uniform.hpp"
+#include "../device/alignment.cuh"
 #include "../device/tuning.cuh"
+#include "../device/warp.cuh"
 #include "../score/score_rows.cuh"
 
 TESSERA_NAMESPACE_BEGIN
@@ -64,7 +66,8 @@ __global__ void __launch_bounds__(allot_threads)
     allot_by_score_entry(const __grid_constant__ score_rows in, adaptive policy, allot_scratch scratch,
                          index_t capacity, index_t* counts) {
   constexpr int shift = Level == 0 ? 21 : (Level == 1 ? 10 : 0), width = Level == 2 ? 1024 : 2048;
-  __shared__ unsigned bins[allot_bins], sums[allot_threads], chosen, left;
+  __shared__ unsigned bins[allot_bins], chosen, left;
+  __shared__ block_scan<allot_threads, unsigned> scan;
   __shared__ bool last;
   const index_t row = blockIdx.y, sequence = row / in.kv_heads, heads = in.kv_heads;
   const index_t rows = in.sequences * heads, first_row = sequence * heads;
@@ -134,15 +137,7 @@ __global__ void __launch_bounds__(allot_threads)
     for (index_t h = 0; h < heads; ++h) of_bin[j] += __ldcg(&all_bins[offset_t(first_row + h) * allot_bins + bin]);
     mine += of_bin[j];
   }
-  sums[threadIdx.x] = mine;
-  __syncthreads();
-  for (int step = 1; step < allot_threads; step *= 2) {
-    const unsigned add = int(threadIdx.x) >= step ? sums[threadIdx.x - step] : 0;
-    __syncthreads();
-    sums[threadIdx.x] += add;
-    __syncthreads();
-  }
-  unsigned above = sums[threadIdx.x] - mine;
+  unsigned above = scan.before(mine);
 #pragma unroll
   for (int j = 0; j < each; ++j) {
     if (above < remaining && remaining <= above + of_bin[j]) {
@@ -157,7 +152,7 @@ __global__ void __launch_bounds__(allot_threads)
     unsigned higher = 0;
     for (int bin = int(chosen) + 1 + lane; bin < width; bin += 32)
       higher += __ldcg(&all_bins[offset_t(first_row + h) * allot_bins + bin]);
-    for (int step = 16; step > 0; step /= 2) higher += __shfl_xor_sync(~0u, higher, step);
+    higher = warp_sum(higher);
     if (lane == 0) scratch.won[first_row + h] = higher + (Level > 0 ? scratch.won[first_row + h] : 0);
   }
   __syncthreads();

@@ -108,11 +108,10 @@ class choose_kept {
   }
 
  private:
-  static std::size_t rounded(std::size_t bytes) { return (bytes + 255) / 256 * 256; }
-  std::size_t counts_at() const { return rounded(allot_.workspace_bytes()); }
-  std::size_t finished_at() const { return counts_at() + rounded(std::size_t(rows_) * 2 * sizeof(index_t)); }
+  std::size_t counts_at() const { return padded(allot_.workspace_bytes()); }
+  std::size_t finished_at() const { return counts_at() + padded(std::size_t(rows_) * 2 * sizeof(index_t)); }
   std::size_t indices_at() const {
-    return finished_at() + (finish::pools ? rounded(std::size_t(rows_) * std::size_t(capacity_) * sizeof(float)) : 0);
+    return finished_at() + (finish::pools ? padded(std::size_t(rows_) * std::size_t(capacity_) * sizeof(float)) : 0);
   }
 
   index_t rows_, capacity_, kept_;

@@ -43,7 +43,7 @@ __device__ index_t keep_from(Storage& s, const token_keys& keys, float bound, un
                              index_t most) {
   constexpr int rounds = 4, warps = stream_threads / 32;
   constexpr index_t tile_quads = stream_threads * rounds;
-  using counts = typename row_select<Storage, 1>::template round_counts<rounds>;
+  using counts = round_counts<rounds>;
   const int lane = threadIdx.x % 32, warp = threadIdx.x / 32;
   const index_t whole = keys.aligned ? keys.count / 4 : 0, quads = (keys.count + 3) / 4;
   const float4* from = reinterpret_cast<const float4*>(keys.row);
@@ -76,8 +76,8 @@ __device__ index_t keep_from(Storage& s, const token_keys& keys, float bound, un
     if (lane == 0) warp_counts[warp] = ranks.all();
     __syncthreads();
     const unsigned of_lane = lane < warps ? warp_counts[lane] : 0u;
-    const index_t before = index_t(__reduce_add_sync(~0u, lane < warp ? of_lane : 0u));
-    const index_t all = index_t(__reduce_add_sync(~0u, of_lane));
+    const index_t before = index_t(warp_sum(lane < warp ? of_lane : 0u));
+    const index_t all = index_t(warp_sum(of_lane));
     warp_counts =
         warp_counts == s.warp_above ? s.warp_equal : s.warp_above;  // in turn, so that one barrier a tile will do
     if (listed + all > most) return listed + all;

@@ -48,7 +48,9 @@ class attentive_score {
     split_ = in_order ? 2048 : 256;
     with_lse_kernel([&](auto kernel) { take_lse(kernel, device); });
     const index_t chunks = ceil_div(query_rows_, sums::chunk_rows);
-    const auto fits = [&] { return sums::shared_bytes(shape_, rows_) <= std::size_t(device.shared_memory); };
+    const auto fits = [&] {
+      return sums::shared_bytes(shape_, rows_) + sums::fixed_bytes <= std::size_t(device.shared_memory);
+    };
     shape_.chunks = int(chunks * sums::chunk_rows <= 256 ? chunks : 2);
     shape_.stages = query_rows_ <= 64 ? 2 : 1;  // few rows: bound by memory
     if (!fits()) shape_.stages = 1;
@@ -69,16 +71,9 @@ class attentive_score {
             std::to_string(p.view.sequences) + " sequences, " + std::to_string(p.q.heads) + " q_heads, " +
                 std::to_string(p.q.tokens) + " queries",
             "what this object was made for", "make one object per shape");
-    require(p.view.k_strides.dim == 1, "stride of K along head_dim", p.view.k_strides.dim, "1",
-            "pass keys with contiguous rows");
     require(p.rule.scale >= 0, "scale", p.rule.scale, "at least 0", "pass 0 for 1 / sqrt(k_dim)");
-    const auto unaligned = [](const void* data, offset_t a, offset_t b, offset_t c) {
-      return (reinterpret_cast<std::uintptr_t>(data) | std::uintptr_t((a | b | c) * 2)) % 16 != 0;
-    };
-    require(!unaligned(p.view.k, p.view.k_strides.outer, p.view.k_strides.head, p.view.k_strides.token) &&
-                !unaligned(p.q.data, p.q.sequence_stride, p.q.token_stride, p.q.head_stride),
-            "alignment of K or q", "not 16 bytes", "rows that begin at multiples of 16 bytes",
-            "pad the strides to 8 elements");
+    require_rows_on_16_bytes("K", p.view.k, p.view.k_strides);
+    require_rows_on_16_bytes("q", p.q);
     auto* bytes = static_cast<unsigned char*>(workspace);
     float* lse = reinterpret_cast<float*>(bytes + lse_at());
     // A call with fewer queries than the workspace has room for lays its rows out by its own count.
@@ -133,12 +128,12 @@ class attentive_score {
     int blocks = 0;
     check(cudaOccupancyMaxActiveBlocksPerMultiprocessor(&blocks, entry, 128, shared),
           "cudaOccupancyMaxActiveBlocksPerMultiprocessor");
-    return std::max(1, blocks) * device.multiprocessors;
+    return std::min(most_pieces, std::max(1, blocks) * device.multiprocessors);
   }
 
   index_t slots() const { return ceil_div(capacity_, split_); }
   std::size_t lse_at() const {
-    return (std::size_t(rows_) * std::size_t(query_rows_) * std::size_t(slots()) * sizeof(float2) + 255) / 256 * 256;
+    return array_bytes<float2>(std::size_t(rows_) * std::size_t(query_rows_) * std::size_t(slots()));
   }
 
   index_t rows_, q_heads_, queries_, capacity_, query_rows_ = 0, split_ = 256;

@@ -172,13 +172,6 @@ __global__ void __launch_bounds__(append_threads) advance_entry(const __grid_con
       p.view.length(b, h) + tokens_of(p, b);
 }
 
-template <class E>
-bool rows_are_aligned(const rows_view<const E>& rows) {
-  const auto whole = [](offset_t stride) { return stride * offset_t(sizeof(E)) % 16 == 0; };
-  return reinterpret_cast<std::uintptr_t>(rows.data) % 16 == 0 && whole(rows.sequence_stride) &&
-         whole(rows.token_stride) && whole(rows.head_stride);
-}
-
 }  // namespace detail
 
 /// Appends new K and V rows of every (sequence, kv_head) and advances the lengths on the device.
@@ -207,9 +200,8 @@ class append {
         work <= 8 * detail::append_threads
             ? 1
             : std::clamp<offset_t>(work / (4 * detail::append_threads), 2, std::max(2, 2048 / groups));
-    const bool from = detail::rows_are_aligned(p.k) && detail::rows_are_aligned(p.v);
-    const bool to =
-        detail::rows_are_aligned(p.view.k, p.view.k_strides) && detail::rows_are_aligned(p.view.v, p.view.v_strides);
+    const bool from = rows_on_16_bytes(p.k) && rows_on_16_bytes(p.v);
+    const bool to = rows_on_16_bytes(p.view.k, p.view.k_strides) && rows_on_16_bytes(p.view.v, p.view.v_strides);
     detail::append_entry<View, E>
         <<<dim3(unsigned(groups), unsigned(blocks)), detail::append_threads, 0, stream>>>(p, from, to);
     check(cudaGetLastError(), "append launch");

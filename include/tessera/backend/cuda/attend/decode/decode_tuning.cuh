@@ -1,8 +1,7 @@
 // The numbers that decode attention is tuned by, and the shared memory that they take.
 #pragma once
 
-#include "../../../../core/config.hpp"
-#include "../../../../core/types.hpp"
+#include "../../device/copy.cuh"
 
 TESSERA_NAMESPACE_BEGIN
 namespace cuda {
@@ -18,16 +17,6 @@ struct decode_tuning {
 namespace detail {
 
 inline constexpr int rows_per_block = 16;  // query rows of a matrix product
-
-/// A staged row of `dim` 16-bit elements: where its 16-byte chunks lie, so that matrix loads of 8 rows do not collide.
-struct staged_rows {
-  int chunks;
-  TESSERA_HD constexpr bool swizzled() const { return chunks % 8 == 0; }  // else padded to an odd number of chunks
-  TESSERA_HD constexpr int bytes() const { return (swizzled() ? chunks : chunks | 1) * 16; }
-  TESSERA_HD constexpr std::uint32_t place(int token, int chunk) const {
-    return std::uint32_t(token * bytes() + (swizzled() ? chunk ^ (token % 8) : chunk) * 16);
-  }
-};
 
 TESSERA_HD constexpr int stage_bytes(const decode_tuning& tuning, int k_dim, int v_dim) {
   return tuning.tokens * (staged_rows{k_dim / 8}.bytes() + staged_rows{v_dim / 8}.bytes());
