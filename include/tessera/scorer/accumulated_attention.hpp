@@ -27,10 +27,6 @@ struct accumulated_attention {
 
   index_t protected_tail(index_t budget) const { return recent < 0 ? budget / 2 : recent; }
 
-  void finish(const float* in, index_t n, float* out, std::vector<float>&) const {
-    for (index_t i = 0; i < n; ++i) out[i] = in[i];
-  }
-
   void check(index_t budget) const {
     require(recent >= -1 && recent <= budget, "recent", recent, "0 to the budget, which is " + std::to_string(budget),
             "pass -1 for half of the budget");

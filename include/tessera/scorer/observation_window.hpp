@@ -4,7 +4,6 @@
 #include "../concepts/scorer.hpp"
 #include "../core/error.hpp"
 #include "../math/exp.hpp"
-#include "../math/pool.hpp"
 
 TESSERA_NAMESPACE_BEGIN
 
@@ -31,13 +30,7 @@ struct observation_window {
 
   index_t protected_tail(index_t) const { return window; }
 
-  void finish(const float* in, index_t n, float* out, std::vector<float>& scratch) const {
-    if (pool_kind == pooling::max) {
-      max_pool(in, n, pool, out, scratch);
-    } else {
-      average_pool(in, n, pool, out);
-    }
-  }
+  pooling_window pooled() const { return {pool, pool_kind}; }
 
   void check(index_t budget) const {
     require(window >= 1, "window", window, "at least 1", "pass how many of the last prompt queries to observe");

@@ -61,6 +61,8 @@ struct top_blocks {
     return count;
   }
 
+  index_t unit_slots() const { return block; }
+
   void check() const { require(block >= 1, "block", block, "at least 1 token", "pass 1 to choose single tokens"); }
 
   template <class Self, class Visit>

@@ -6,6 +6,7 @@
 
 #include "../../../core/stage_plan.hpp"
 #include "../../../recipe.hpp"
+#include "../score/finish.hpp"
 #include "../score/score.hpp"
 #include "../store/ragged_store.hpp"
 #include "candidates.hpp"
@@ -120,9 +121,9 @@ class read_stage {
       score_rows(all, queries, recipe.attention.rule, scorer, work.raw.data(), work.offsets.data(), scoring, workers);
       for (index_t h = 0; h < all.kv_heads; ++h) {
         const index_t n = all.length(0, h);
-        float* finished = work.finished.data() + work.offsets[std::size_t(h)];
-        scorer.finish(work.raw.data() + work.offsets[std::size_t(h)], n, finished, work.pooled);
-        const index_t count = selector.select(finished, n, tail, plan.read, work.chosen.row(h), work.top_k);
+        const offset_t begin = work.offsets[std::size_t(h)];
+        const float* scores = finished(scorer, work.raw.data() + begin, n, work.finished.data() + begin, work.pooled);
+        const index_t count = choose_slots(selector, scores, n, tail, plan.read, work.chosen.row(h), work.top_k);
         work.chosen.counts[std::size_t(h)] = count;
         // Exact scores read every key; the keys of what is then attended are the same bytes.
         bytes += (n - count) * offset_t(layout::k_dim) * offset_t(sizeof(T));
