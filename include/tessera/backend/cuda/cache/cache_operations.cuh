@@ -12,6 +12,7 @@
 #include "../read/exact/retrieve_by_scores.cuh"
 #include "../read/extrema/retrieve_by_pages.cuh"
 #include "../score/score.cuh"
+#include "../score/score_positions.cuh"
 #include "../store/append.cuh"
 
 TESSERA_NAMESPACE_BEGIN
@@ -119,11 +120,7 @@ class retain_operations {
       if constexpr (attentive) {
         score(policy, rule, view, q, position, raw_.data(), nullptr, capacity_, false, stream);
       } else {
-        const unsigned blocks = unsigned(std::clamp(capacity_ / 2048, 1, 64));
-        detail::score_positions_entry<scorer, 256>
-            <<<dim3(blocks, unsigned(sequences_ * shape_.kv_heads)), 256, 0, stream>>>(
-                in, view.positions, view.position_begin, position, policy.scorer, raw_.data());
-        check(cudaGetLastError(), "launch of score_positions");
+        score_positions(view, position, policy.scorer, raw_.data(), capacity_, stream);
       }
     }
     return choose_.run(policy, in, layer, shape_.layers, choose_scratch_.data(), stream);
