@@ -207,7 +207,7 @@ class cache {
   /// Drops what a sliding layer has left behind, now and then.
   void slide(index_t layer, index_t id) {
     const index_t window = roles_.window(layer);
-    if (window == 0 || store_.longest(layer, id) <= window + cpu::spare_room(window)) return;
+    if (window == 0 || store_.longest(layer, id) <= window + spare_room(window)) return;
     store_.keep(layer, id, cpu::newest(store_.lengths(layer, id), window), *workers_);
   }
 
