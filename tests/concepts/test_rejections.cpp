@@ -24,7 +24,6 @@ struct scorer_parts : named {
   index_t window = 8;
   float weigh(float logit, float) const { return logit; }
   index_t protected_tail(index_t) const { return 0; }
-  void finish(const float*, index_t, float*, std::vector<float>&) const {}
   void check(index_t) const {}
 };
 static_assert(scorer<scorer_parts>);
@@ -47,8 +46,20 @@ struct scorer_with_wide_tail : scorer_parts {
 struct scorer_without_tail : scorer_parts {
   void protected_tail(index_t) = delete;
 };
-struct scorer_without_finish : scorer_parts {
+struct scorer_that_finishes_wrongly : scorer_parts {
   void finish() const {}
+};
+struct scorer_that_finishes_slots_in_double : scorer_parts {
+  double finish_at(const float* in, index_t, index_t i) const { return in[i]; }
+};
+struct scorer_that_pools_by_a_number : scorer_parts {
+  index_t pooled() const { return 7; }
+};
+struct scorer_that_finishes_on_the_host : scorer_parts {
+  void finish(const float*, index_t, float*, std::vector<float>&) const {}
+};
+struct scorer_that_finishes_anywhere : scorer_that_finishes_on_the_host {
+  float finish_at(const float* in, index_t, index_t i) const { return in[i]; }
 };
 struct scorer_without_check : scorer_parts {
   void check() const {}
@@ -62,14 +73,12 @@ struct scorer_of_a_constant_window : named {
   static constexpr index_t window = 8;
   float weigh(float logit, float) const { return logit; }
   index_t protected_tail(index_t) const { return 0; }
-  void finish(const float*, index_t, float*, std::vector<float>&) const {}
   void check(index_t) const {}
 };
 struct scorer_silent_about_heads : named {
   static constexpr observes observed = observes::step;
   float weigh(float logit, float) const { return logit; }
   index_t protected_tail(index_t) const { return 0; }
-  void finish(const float*, index_t, float*, std::vector<float>&) const {}
   void check(index_t) const {}
 };
 static_assert(scorer<scorer_by_position> && positional_scorer<scorer_by_position>);
@@ -79,7 +88,11 @@ static_assert(!scorer<scorer_of_nothing>);
 static_assert(!scorer<scorer_in_double>);
 static_assert(!scorer<scorer_with_wide_tail>);
 static_assert(!scorer<scorer_without_tail>);
-static_assert(!scorer<scorer_without_finish>);
+static_assert(!scorer<scorer_that_finishes_wrongly>);
+static_assert(!scorer<scorer_that_finishes_slots_in_double>);
+static_assert(!scorer<scorer_that_pools_by_a_number>);
+static_assert(device_scorer<scorer_parts> && device_scorer<scorer_that_finishes_anywhere>);
+static_assert(scorer<scorer_that_finishes_on_the_host> && !device_scorer<scorer_that_finishes_on_the_host>);
 static_assert(!scorer<scorer_without_check>);
 static_assert(!scorer<scorer_that_owns>);
 static_assert(!scorer<scorer_of_a_constant_window>);

@@ -85,7 +85,7 @@ class conversations {
   void check_chunk(const Recipe& recipe, index_t layer_index, index_t id, const rows_view<const E>& q,
                    const rows_view<const E>& k, const rows_view<const E>& v) const {
     at(id, layer_index);
-    shape_.check_rows(q, k, v);
+    shape_.check_rows(q, k, v, k_dim, v_dim);
     require(k.sequences == 1, "sequences of a prompt chunk", k.sequences, "1", "prefill one sequence at a time");
     require(k.tokens >= 1, "tokens of a prompt chunk", k.tokens, "at least 1", "skip empty chunks");
     recipe.require_queries(q.tokens, k.tokens);
@@ -99,7 +99,7 @@ class conversations {
   void check_prompt_attention(index_t layer_index, index_t id, const rows_view<const E>& q,
                               const rows_view<Out>& out) const {
     const layer& state = at(id, layer_index);
-    shape_.check_output(q, out);
+    shape_.check_output(q, out, k_dim, v_dim);
     require(q.tokens >= 1 && q.tokens <= state.turn_tokens, "queries of a prompt chunk", q.tokens,
             "1 to the tokens of this turn, which are " + std::to_string(state.turn_tokens),
             "call prefill for the chunk first");
@@ -174,8 +174,8 @@ class conversations {
   template <class E, class Out>
   void check_step(index_t layer_index, const batch& step, const rows_view<const E>& q, const rows_view<const E>& k,
                   const rows_view<const E>& v, const rows_view<Out>& out) const {
-    shape_.check_rows(q, k, v);
-    shape_.check_output(q, out);
+    shape_.check_rows(q, k, v, k_dim, v_dim);
+    shape_.check_output(q, out, k_dim, v_dim);
     require(q.sequences == k.sequences && k.sequences == v.sequences && q.sequences == step.sequences(),
             "sequences of the batch", q.sequences, "as many as ids, which are " + std::to_string(step.sequences()),
             "pass one row of tokens per id");
@@ -203,6 +203,8 @@ class conversations {
   }
 
  private:
+  static constexpr int k_dim = Recipe::layout_type::k_dim, v_dim = Recipe::layout_type::v_dim;
+
   conversation& find(index_t id) { return const_cast<conversation&>(std::as_const(*this).at(id)); }
   static index_t first_prompt(const conversation& c) { return c.first_prompt ? c.first_prompt : c.front().turn_tokens; }
   static bool due(const Recipe& recipe, moment now, const turn_clock& then) {

@@ -159,7 +159,8 @@ class first_stage<Recipe, observes::window, true> : public choosing<Recipe> {
     const index_t q_heads = this->shape_.q_heads, rows = index_t(window(layer, id).size()) / (q_heads * k_dim);
     const index_t first = next - rows;
     layer_scores scores = this->fresh_scores(stored.lengths(layer, id), rows);
-    if (stored.longest(layer, id) > policy.budget.tokens) {  // else everything is chosen, whatever its score
+    const layer_extent extent{layer, this->shape_.layers, this->shape_.kv_heads, rows, stored.longest(layer, id)};
+    if (!keeps_all(policy.budget, extent)) {  // else everything is chosen, whatever its score
       const auto seen = nhd_rows<const float>(window(layer, id).data(), rows, q_heads, k_dim);
       score_rows(stored.view(layer, id), query_rows<float>{seen, &first}, rule, policy.scorer, this->raw_.data(),
                  this->offsets_.data(), *this->scoring_, workers);

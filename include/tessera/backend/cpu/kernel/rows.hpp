@@ -1,8 +1,8 @@
 // What loops over rows share: query rows with their positions, the slots of a row, and how both are loaded.
 #pragma once
 
+#include "../../../core/model_shape.hpp"
 #include "../../../core/selection.hpp"
-#include "../../../core/views.hpp"
 #include "tile.hpp"
 
 TESSERA_NAMESPACE_BEGIN
@@ -16,6 +16,16 @@ struct query_rows {
   const index_t* first_position = nullptr;  ///< [sequences]
   index_t position(index_t sequence, index_t token) const { return first_position[sequence] + token; }
 };
+
+/// Queries that a view can answer: whole groups of heads, of its sequences and head dim.
+template <class View, class Q>
+void check_queries(const View& view, const query_rows<Q>& queries) {
+  require(view.kv_heads >= 1 && queries.q.heads % view.kv_heads == 0, "q_heads", queries.q.heads,
+          "a multiple of kv_heads, which is " + std::to_string(view.kv_heads), "pass [tokens, q_heads, head_dim]");
+  require(queries.q.sequences == view.sequences, "sequences of q", queries.q.sequences, std::to_string(view.sequences),
+          "pass the queries of every sequence of the view");
+  require_dim(queries.q, View::k_dim, "q");
+}
 
 /// Slots that a (sequence, kv_head) row reads: all of them, or those of a selection.
 struct slot_source {

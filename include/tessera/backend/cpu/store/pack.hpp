@@ -3,8 +3,8 @@
 
 #include <cstring>
 
+#include "../../../core/model_shape.hpp"
 #include "../../../core/selection.hpp"
-#include "../../../core/views.hpp"
 #include "../kernel/executor.hpp"
 
 TESSERA_NAMESPACE_BEGIN
@@ -17,6 +17,8 @@ inline namespace TESSERA_HOST_ISA {
 template <class View, class E>
 void append(const View& view, const rows_view<const E>& k, const rows_view<const E>& v) {
   using encoding = typename View::encoding_type;
+  require_dim(k, View::k_dim, "k");
+  require_dim(v, View::v_dim, "v");
   for (index_t b = 0; b < view.sequences; ++b) {
     for (index_t h = 0; h < view.kv_heads; ++h) {
       const index_t length = view.length(b, h);

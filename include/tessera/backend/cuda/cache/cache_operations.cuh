@@ -12,6 +12,7 @@
 #include "../read/exact/retrieve_by_scores.cuh"
 #include "../read/extrema/retrieve_by_pages.cuh"
 #include "../score/score.cuh"
+#include "../score/score_positions.cuh"
 #include "../store/append.cuh"
 
 TESSERA_NAMESPACE_BEGIN
@@ -119,11 +120,7 @@ class retain_operations {
       if constexpr (attentive) {
         score(policy, rule, view, q, position, raw_.data(), nullptr, capacity_, false, stream);
       } else {
-        const unsigned blocks = unsigned(std::clamp(capacity_ / 2048, 1, 64));
-        detail::score_positions_entry<scorer, 256>
-            <<<dim3(blocks, unsigned(sequences_ * shape_.kv_heads)), 256, 0, stream>>>(
-                in, view.positions, view.position_begin, position, policy.scorer, raw_.data());
-        check(cudaGetLastError(), "launch of score_positions");
+        score_positions(view, position, policy.scorer, raw_.data(), capacity_, stream);
       }
     }
     return choose_.run(policy, in, layer, shape_.layers, choose_scratch_.data(), stream);
@@ -207,7 +204,7 @@ class step_operations {
                   index_t tokens, index_t capacity, index_t kept, const device_info& device)
       : attend_(sequences, shape.kv_heads, shape.q_heads, tokens, device),
         scratch_(attend_.workspace_bytes()),
-        retrieve_(recipe, plan, shape, sequences, tokens, capacity, device),
+        retrieve_(made_retrieve(recipe, plan, shape, sequences, tokens, capacity, device)),
         retain_(recipe.first_stage(plan), shape, sequences, tokens, capacity, kept, device) {
     attend_.prepare(scratch_.data(), nullptr);
     check(cudaStreamSynchronize(nullptr), "cudaStreamSynchronize");
@@ -220,6 +217,18 @@ class step_operations {
   }
 
  private:
+  static auto made_retrieve(const Recipe& recipe, const stage_plan& plan, const model_shape& shape, index_t sequences,
+                            index_t tokens, index_t capacity, const device_info& device) {
+    using made = typename decltype(retrieve_of())::type;
+    if constexpr (Recipe::estimates) {
+      read_bounds bounds{capacity};
+      bounds.cover(made::plan_for(recipe, plan), std::min(capacity, plan.capacity + tokens));
+      return made(recipe, bounds, shape, sequences, tokens, device);
+    } else {
+      return made(recipe, plan.read, shape, sequences, tokens, capacity, device);
+    }
+  }
+
   decode_attention<ReadView, Out> attend_;
   device_buffer<unsigned char> scratch_;
   typename decltype(retrieve_of())::type retrieve_;

@@ -110,7 +110,7 @@ class prompt_stage<Recipe, true> {
     if (before <= stage.budget.tokens) return;
     const kept_bound after = bound(stage, store, layer, id, stage.scorer.protected_tail(stage.budget.tokens));
     // Only where all heads are known to be equally long is the room that this makes known too.
-    constexpr bool even = std::is_same_v<typename policy::budget_type, uniform>;
+    constexpr bool even = keeps_heads_even<typename policy::budget_type>;
     store.shrank(layer, id, after.longest, after.total, even ? before - after.longest : 0);
   }
 

@@ -6,6 +6,7 @@
 #include "../../../../core/model_shape.hpp"
 #include "../../../../planned.hpp"
 #include "../../kernel/scratch.hpp"
+#include "../../score/finish.hpp"
 #include "../../score/score.hpp"
 
 TESSERA_NAMESPACE_BEGIN
@@ -32,7 +33,8 @@ class exact_reader {
   template <class View, class Q>
   offset_t choose(std::size_t, const View& all, const query_rows<Q>& queries, const logit_rule& rule,
                   const planned<Recipe>& policies, selection& chosen, executor& workers) {
-    using stored = typename Recipe::layout_type::encoding_type::stored_type;
+    using encoding = typename Recipe::layout_type::encoding_type;
+    using stored = typename encoding::stored_type;
     const auto& policy = policies.read;
     // A step of several tokens reads them all, so that each of them sees something.
     const index_t tail = queries.q.tokens > 1 ? queries.q.tokens : 0;
@@ -44,12 +46,12 @@ class exact_reader {
     offset_t bytes = 0;
     for (index_t h = 0; h < all.kv_heads; ++h) {
       const index_t n = all.length(0, h);
-      float* finished = finished_.data() + offsets_[std::size_t(h)];
-      policy.scorer.finish(raw_.data() + offsets_[std::size_t(h)], n, finished, pooled_);
-      const index_t count = policy.selector.select(finished, n, tail, policy.tokens, chosen.row(h), top_k_);
+      const offset_t row = offsets_[std::size_t(h)];
+      const float* scores = finished(policy.scorer, raw_.data() + row, n, finished_.data() + row, pooled_);
+      const index_t count = choose_slots(policy.selector, scores, n, tail, policy.tokens, chosen.row(h), top_k_);
       chosen.counts[std::size_t(h)] = count;
       // The keys of what is then attended are the same bytes.
-      bytes += (n - count) * offset_t(k_dim) * offset_t(sizeof(stored));
+      bytes += (n - count) * (offset_t(k_dim) * offset_t(sizeof(stored)) + (encoding::scaled ? 4 : 0));
     }
     return bytes;
   }
