@@ -3,6 +3,7 @@
 
 #include <bit>
 #include <cstring>
+#include <type_traits>
 
 #include "../../../core/config.hpp"
 #include "../../../core/types.hpp"
@@ -71,6 +72,29 @@ TESSERA_INLINE float largest(lanes x) {
 }
 
 using words = std::uint32_t __attribute__((vector_size(lane_count * 4)));
+using integers = std::int32_t __attribute__((vector_size(lane_count * 4)));
+
+/// e^x in every lane, as fast_exp of math/exp.hpp: g++ 12 makes a loop over that one into vectors for AVX-512 only.
+TESSERA_INLINE lanes exp_lanes(lanes x) {
+  const lanes low = splat(-87.3365f), high = splat(88.7228f);
+  const lanes clamped = x < low ? low : (x > high ? high : x);
+  const lanes shifted = clamped * 1.44269504f + 12582912.0f;
+  const lanes n = shifted - 12582912.0f;
+  lanes r = clamped - n * 0.693359375f;
+  r = r + n * 2.12194440e-4f;
+  lanes p = r * 1.9875691500e-4f + 1.3981999507e-3f;
+  p = p * r + 8.3334519073e-3f;
+  p = p * r + 4.1665795894e-2f;
+  p = p * r + 1.6666665459e-1f;
+  p = p * r + 5.0000001201e-1f;
+  p = p * r * r + r + 1.0f;
+  const integers exponent = std::bit_cast<integers>(shifted) - 0x4b400000;
+  const integers half = exponent >> 1;
+  const lanes scale_a = std::bit_cast<lanes>((half + 127) << 23);
+  const lanes scale_b = std::bit_cast<lanes>((exponent - half + 127) << 23);
+  const lanes result = p * scale_a * scale_b;
+  return x < low ? lanes{} : (x > high ? splat(infinity) : result);
+}
 using half_words = std::uint16_t __attribute__((vector_size(lane_count * 2)));
 
 /// `lane_count` stored elements as fp32.
@@ -108,6 +132,28 @@ TESSERA_INLINE lanes load(const Stored* p) {
   float x[lane_count];
   for (int i = 0; i < lane_count; ++i) x[i] = static_cast<float>(p[i]);
   return load(x);
+}
+
+/// Two vectors of the 2 * lane_count stored elements from p on, where `order_in_row` puts them.
+template <class Stored>
+TESSERA_INLINE void load_two(const Stored* p, lanes& first, lanes& second) {
+  first = load(p);
+  second = load(p + lane_count);
+}
+/// The even elements and the odd ones: three instructions, where the order of memory takes six.
+TESSERA_INLINE void load_two(const bf16* p, lanes& first, lanes& second) {
+  words x;
+  std::memcpy(&x, p, sizeof x);
+  first = std::bit_cast<lanes>(x << 16);
+  second = std::bit_cast<lanes>(x & 0xffff0000u);
+}
+
+/// Where element d of a row of `Dim` stands when the row is loaded by `load_two`; what is left over, by `load`.
+template <int Dim, class Stored>
+constexpr int order_in_row(int d) {
+  constexpr int two = 2 * lane_count;
+  if (!std::is_same_v<Stored, bf16> || d >= Dim / two * two) return d;
+  return d / two * two + d % 2 * lane_count + d % two / 2;
 }
 
 /// Asks for a row that will be read soon. Without it the step waits for memory between short bursts of arithmetic.
