@@ -95,6 +95,7 @@ TESSERA_INLINE lanes exp_lanes(lanes x) {
   const lanes result = p * scale_a * scale_b;
   return x < low ? lanes{} : (x > high ? splat(infinity) : result);
 }
+
 using half_words = std::uint16_t __attribute__((vector_size(lane_count * 2)));
 
 /// `lane_count` stored elements as fp32.
@@ -104,27 +105,32 @@ TESSERA_INLINE lanes load(const bf16* p) {
   const words wide = __builtin_convertvector(x, words) << 16;
   return std::bit_cast<lanes>(wide);
 }
-TESSERA_INLINE lanes load(const fp16* p) {
-  half_words x;
-  std::memcpy(&x, p, sizeof x);
-  const words bits = __builtin_convertvector(x, words);
+
+/// Bit patterns of fp16, one in every lane, as fp16::operator float converts them.
+TESSERA_INLINE lanes fp16_lanes(words bits) {
   const words sign = (bits & 0x8000u) << 16, magnitude = (bits & 0x7fffu) << 13;
-  // As fp16::operator float does it, lane by lane.
   const lanes finite = std::bit_cast<lanes>(magnitude) * 0x1p112f;
   const words result = sign | (magnitude >= 0x0f800000u ? magnitude | 0x7f800000u : std::bit_cast<words>(finite));
   return std::bit_cast<lanes>(result);
 }
+TESSERA_INLINE lanes load(const fp16* p) {
+  half_words x;
+  std::memcpy(&x, p, sizeof x);
+  return fp16_lanes(__builtin_convertvector(x, words));
+}
 
+/// Bit patterns of e4m3 in the highest byte of every lane, as fp8::operator float converts them. Below it may lie anything.
+TESSERA_INLINE lanes fp8_lanes(words bits) {
+  // The sign stays, four copies of it fall out of the mask, exponent and mantissa come to stand where fp32 has them.
+  const words x = std::bit_cast<words>(std::bit_cast<integers>(bits) >> 4) & 0x87f00000u;
+  const words not_a_number = (x & 0x07f00000u) == 0x07f00000u ? words{} + 0x7fc00000u : words{};
+  return std::bit_cast<lanes>(std::bit_cast<words>(std::bit_cast<lanes>(x) * 0x1p120f) | not_a_number);
+}
 using quarter_words = std::uint8_t __attribute__((vector_size(lane_count)));
 TESSERA_INLINE lanes load(const fp8* p) {
   quarter_words x;
   std::memcpy(&x, p, sizeof x);
-  const words bits = __builtin_convertvector(x, words);
-  const words sign = (bits & 0x80u) << 24, magnitude = (bits & 0x7fu) << 20;
-  // As fp8::operator float does it, lane by lane.
-  const lanes finite = std::bit_cast<lanes>(magnitude) * 0x1p120f;
-  const words result = sign | (magnitude == 0x07f00000u ? words{} + 0x7fc00000u : std::bit_cast<words>(finite));
-  return std::bit_cast<lanes>(result);
+  return fp8_lanes(__builtin_convertvector(x, words) << 24);
 }
 /// Of any other encoding (core/encoding.hpp).
 template <class Stored>
@@ -147,13 +153,44 @@ TESSERA_INLINE void load_two(const bf16* p, lanes& first, lanes& second) {
   first = std::bit_cast<lanes>(x << 16);
   second = std::bit_cast<lanes>(x & 0xffff0000u);
 }
+TESSERA_INLINE void load_two(const fp16* p, lanes& first, lanes& second) {
+  words x;
+  std::memcpy(&x, p, sizeof x);
+  first = fp16_lanes(x & 0xffffu);
+  second = fp16_lanes(x >> 16);
+}
+/// A vector and itself again.
+template <class Half>
+TESSERA_INLINE auto twice(Half x) {
+  if constexpr (sizeof(Half) == 32) {
+    return __builtin_shufflevector(x, x, 0, 1, 2, 3, 4, 5, 6, 7, 0, 1, 2, 3, 4, 5, 6, 7);
+  } else if constexpr (sizeof(Half) == 16) {
+    return __builtin_shufflevector(x, x, 0, 1, 2, 3, 0, 1, 2, 3);
+  } else {
+    return __builtin_shufflevector(x, x, 0, 1, 0, 1);
+  }
+}
+/// Words of four elements stand twice in a vector, and each lane shifts another of them to the top.
+TESSERA_INLINE void load_two(const fp8* p, lanes& first, lanes& second) {
+  using few_words = std::uint32_t __attribute__((vector_size(lane_count * 2)));
+  few_words part;
+  std::memcpy(&part, p, sizeof part);
+  const words x = twice(part);
+  words shift;
+  for (int i = 0; i < lane_count; ++i) shift[i] = i < lane_count / 2 ? 24 : 16;
+  first = fp8_lanes(x << shift);
+  second = fp8_lanes(x << (shift - 16));
+}
 
 /// Where element d of a row of `Dim` stands when the row is loaded by `load_two`; what is left over, by `load`.
 template <int Dim, class Stored>
 constexpr int order_in_row(int d) {
-  constexpr int two = 2 * lane_count;
-  if (!std::is_same_v<Stored, bf16> || d >= Dim / two * two) return d;
-  return d / two * two + d % 2 * lane_count + d % two / 2;
+  constexpr int two = 2 * lane_count, half = lane_count / 2;
+  if (d >= Dim / two * two) return d;
+  const int first = d / two * two, i = d % two;
+  if (std::is_same_v<Stored, bf16> || std::is_same_v<Stored, fp16>) return first + i % 2 * lane_count + i / 2;
+  if (std::is_same_v<Stored, fp8>) return first + i % 4 * half + i / 4;
+  return d;
 }
 
 /// Asks for a row that will be read soon. Without it the step waits for memory between short bursts of arithmetic.
