@@ -124,17 +124,19 @@ class read_store {
   void make_room(index_t layer, index_t sequence, const view_type& view, index_t longest, offset_t total,
                  index_t tokens, index_t spare, cudaStream_t stream) {
     place& here = places_[place_of(layer, sequence)];
-    if constexpr (Recipe::filters) {
-      longest = here.longest;
-      total = here.total;
-      here.longest += tokens;
-      here.total += offset_t(heads_) * tokens;
-    }
     if constexpr (Recipe::estimates) {
+      if constexpr (Recipe::filters) {
+        longest = here.longest;
+        total = here.total;
+      }
       if (here.page > 1 && here.room < tokens) {
         lay_out(layer, sequence, view, longest, total, here.page, tokens + spare, stream);
       }
       here.room -= tokens;
+    }
+    if constexpr (Recipe::filters) {
+      here.longest += tokens;
+      here.total += offset_t(heads_) * tokens;
     }
   }
 

@@ -6,6 +6,7 @@
 #include "../../../../core/model_shape.hpp"
 #include "../../../../core/stage_plan.hpp"
 #include "../../../../recipe.hpp"
+#include "../../../../selector/top_tokens.hpp"
 #include "../../device/memory.cuh"
 #include "page_retrieval.cuh"
 
