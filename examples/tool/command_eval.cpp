@@ -2,6 +2,7 @@
 #include <algorithm>
 #include <chrono>
 #include <cstdio>
+#include <limits>
 
 #include "backend.hpp"
 #include "commands.hpp"
@@ -60,7 +61,7 @@ std::vector<conversation> make_conversations(const eval_options& given, const en
   plan.context = parse_count("--context", given.context, 1);
   plan.room = config.max_position_embeddings;
   plan.count = std::size_t(parse_count("--count", given.count, 1));
-  plan.seed = std::uint64_t(parse_count("--seed", given.seed, 0));
+  plan.seed = std::uint64_t(parse_count("--seed", given.seed, 0, std::numeric_limits<std::int64_t>::max()));
   tessera::require(plan.context <= plan.room, "--context", plan.context,
                    "at most the model's context, which is " + std::to_string(plan.room), "lower it");
   const task_book book = task_book::load(given.tasks);

@@ -101,7 +101,8 @@ void evaluation::answer(std::size_t variant, const std::string& family, const st
     sums.least_limit = sums.questions == 0 ? limit : std::min(sums.least_limit, limit);
     sums.most_limit = std::max(sums.most_limit, limit);
     sums.questions += 1;
-    sums.right += answers(tokenizer_.decode(generated), turns[i].answer);
+    sums.answers.push_back(tokenizer_.decode(generated));
+    sums.right += answers(sums.answers.back(), turns[i].answer);
     pending.clear();
     if (!generated.empty() && !ends(generated, turns[i].answer)) pending.push_back(generated.back());
   }

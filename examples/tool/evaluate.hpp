@@ -33,6 +33,7 @@ struct cell {
   double bytes_held = 0, bytes_full = 0;  ///< right after the turn's prefill
   double bytes_read = 0;                  ///< of all decode steps of the answers
   std::int64_t steps = 0;
+  std::vector<std::string> answers;  ///< what the model wrote, question by question
 
   double mean_held() const { return questions ? bytes_held / double(questions) : 0; }
   double mean_full() const { return questions ? bytes_full / double(questions) : 0; }

@@ -143,9 +143,11 @@ std::string json_text(const std::vector<variant>& variants, const std::vector<ce
     item["bytes_held"] = cell.mean_held();
     item["bytes_full"] = cell.mean_full();
     item["bytes_read_per_step"] = cell.mean_read();
+    item["answers"] = cell.answers;
     list.push_back(std::move(item));
   }
-  return list.dump(1) + "\n";
+  // A generated text may end inside a character.
+  return list.dump(1, ' ', false, nlohmann::ordered_json::error_handler_t::replace) + "\n";
 }
 
 std::string limits_text(const std::vector<variant>& variants, const std::vector<cell>& cells) {

@@ -36,42 +36,41 @@ std::size_t edit_distance(std::string_view a, std::string_view b) {
 std::int64_t parse_count(std::string_view name, std::string_view text, std::int64_t least, std::int64_t most) {
   std::int64_t value = 0;
   const bool is_number = parses_whole(text, value);
-  const std::string allowed =
-      "a whole number, at least " + std::to_string(least) +
-      (most < std::numeric_limits<index_t>::max() ? " and at most " + std::to_string(most) : "");
+  const std::string allowed = "a whole number from " + std::to_string(least) + " to " + std::to_string(most);
   tessera::require(is_number && value >= least && value <= most, name, quoted(text), allowed,
                    "see --help for what it counts");
   return value;
 }
 
-void parse_value(std::string_view name, std::string_view text, index_t& value) {
-  tessera::require(parses_whole(text, value), name, quoted(text), "a whole number of at most 9 digits",
+void parse_value(std::string_view name, std::string_view text, std::string_view allowed, index_t& value) {
+  tessera::require(parses_whole(text, value), name, quoted(text), "a whole number, " + std::string(allowed),
                    "pass it as " + std::string(name) + "=NUMBER");
 }
 
-void parse_value(std::string_view name, std::string_view text, float& value) {
-  tessera::require(parses_whole(text, value) && std::isfinite(value), name, quoted(text), "a number",
+void parse_value(std::string_view name, std::string_view text, std::string_view allowed, float& value) {
+  tessera::require(parses_whole(text, value) && std::isfinite(value), name, quoted(text),
+                   "a number, " + std::string(allowed),
                    "pass it as " + std::string(name) + "=NUMBER, with a point for decimals");
 }
 
-void parse_value(std::string_view name, std::string_view text, tessera::pooling& value) {
+void parse_value(std::string_view name, std::string_view text, std::string_view, tessera::pooling& value) {
   require_one_of(name, text, {"max", "average"});
   value = text == "max" ? tessera::pooling::max : tessera::pooling::average;
 }
 
-void parse_value(std::string_view name, std::string_view text, tessera::selection_unit& value) {
+void parse_value(std::string_view name, std::string_view text, std::string_view, tessera::selection_unit& value) {
   require_one_of(name, text, {"token", "page"});
   value = text == "token" ? tessera::selection_unit::token : tessera::selection_unit::page;
 }
 
-void parse_value(std::string_view name, std::string_view text, tessera::split_factor& value) {
+void parse_value(std::string_view name, std::string_view text, std::string_view allowed, tessera::split_factor& value) {
   if (text == "adaptive") {
     value = {};
     return;
   }
   double factor = 0;
-  tessera::require(parses_whole(text, factor) && std::isfinite(factor), name, quoted(text),
-                   "adaptive, or a number from 0 to 1", "pass adaptive for the published formula");
+  tessera::require(parses_whole(text, factor) && std::isfinite(factor), name, quoted(text), allowed,
+                   "pass adaptive for the published formula");
   value = tessera::split_factor(factor);
 }
 

@@ -162,40 +162,53 @@ static_assert(!budget<budget_in_floats>);
 static_assert(!budget<budget_without_allot>);
 static_assert(!budget<budget_without_check>);
 
-struct layout_parts : named {
-  using element_type = bf16;
+struct row_format_parts : named {
+  using encoding_type = raw_elements<bf16>;
   static constexpr int k_dim = 64, v_dim = 64;
-  template <class Unit>
-  static constexpr bool accepts = true;
-  static offset_t token_bytes() { return 256; }
 };
-static_assert(layout<layout_parts>);
+static_assert(row_format<row_format_parts>);
 
-struct nameless_layout : layout_parts {
+struct nameless_row_format : row_format_parts {
   int name;
 };
-struct layout_of_doubles : layout_parts {
-  using element_type = double;
+struct row_format_of_doubles : row_format_parts {
+  struct encoding_type {
+    using element_type = double;
+    using stored_type = double;
+    static constexpr bool scaled = false;
+  };
 };
-struct layout_without_units : named {
+struct row_format_without_encoding : named {
+  static constexpr int k_dim = 64, v_dim = 64;
+};
+struct row_format_without_scales : row_format_parts {
+  struct encoding_type : fp8_elements<bf16> {
+    static void scale_of();
+  };
+};
+struct row_format_without_dims : named {
+  using encoding_type = raw_elements<bf16>;
+};
+static_assert(!row_format<nameless_row_format>);
+static_assert(!row_format<row_format_of_doubles>);
+static_assert(!row_format<row_format_without_encoding>);
+static_assert(!row_format<row_format_without_scales>);
+static_assert(!row_format<row_format_without_dims>);
+
+struct placement_parts : named {
+  using table_type = ragged;
+};
+struct placement_without_table : named {};
+static_assert(placement<placement_parts>);
+static_assert(!placement<placement_without_table>);
+
+struct layout_of_labels : named {
   using element_type = bf16;
   static constexpr int k_dim = 64, v_dim = 64;
   static offset_t token_bytes() { return 256; }
 };
-struct layout_in_ints : layout_parts {
-  static int token_bytes() { return 256; }
-};
-struct layout_without_dims : named {
-  using element_type = bf16;
-  template <class Unit>
-  [[maybe_unused]] static constexpr bool accepts = true;
-  static offset_t token_bytes() { return 256; }
-};
-static_assert(!layout<nameless_layout>);
-static_assert(!layout<layout_of_doubles>);
-static_assert(!layout<layout_without_units>);
-static_assert(!layout<layout_in_ints>);
-static_assert(!layout<layout_without_dims>);
+static_assert(!layout<layout_of_labels>);
+static_assert(layout<stored<row_format_parts, placement_parts>>);
 
 struct attention_parts : named {
   static constexpr bool gathers = false;

@@ -80,6 +80,13 @@ struct traits {
 };
 const traits& traits_of(const std::string& method);
 
+/// A number that a method is run with, its budget among them, and what it may be.
+struct number {
+  std::string name;
+  double least, most, step;  // the next number that is refused lies a step beyond
+};
+std::vector<number> numbers_of(const std::string& method);
+
 /// The published methods and the mixtures that make_cache knows.
 const std::vector<std::string>& published_methods();
 const std::vector<std::string>& all_methods();

@@ -63,7 +63,7 @@ Recipe configured(const settings& chosen) {
   Recipe recipe;
   recipe.set_budget(chosen.budget);
   recipe.attention.rule = chosen.rule;
-  Recipe::parameters(recipe, [&](const char* name, auto& value, const char*) {
+  Recipe::parameters(recipe, [&](const char* name, auto& value, const auto&, const char*) {
     using value_type = std::remove_reference_t<decltype(value)>;
     const auto found = chosen.values.find(name);
     if (found == chosen.values.end()) return;
@@ -74,7 +74,7 @@ Recipe configured(const settings& chosen) {
     }
     if constexpr (std::is_same_v<value_type, float>) value = float(chosen.value(name, double(value)));
   });
-  if constexpr (Recipe::chooses && Recipe::retrieves && !Recipe::plans) recipe.retrieve.tokens = chosen.count("read_tokens", chosen.budget);
+  if constexpr (Recipe::retain_type::chooses && Recipe::retrieve_type::retrieves && !Recipe::retain_type::plans) recipe.retrieve.tokens = chosen.count("read_tokens", chosen.budget);
   return recipe;
 }
 
@@ -94,7 +94,8 @@ class cache_of final : public any_cache {
   void end_prefill(index_t id) override { held_.end_prefill(id); }
   void decode(index_t layer, const std::vector<index_t>& ids, const rows& q, const rows& k, const rows& v,
               const results& out, const results& lse) override {
-    held_.decode(layer, ids, q, k, v, out, lse);
+    if (layer == 0) step_ = held_.prepare_step(ids, q.tokens);
+    held_.decode(layer, step_, q, k, v, out, lse);
   }
   void set_budget(index_t tokens) override { held_.set_budget(tokens); }
   index_t next_position(index_t id) const override { return held_.next_position(id); }
@@ -121,17 +122,34 @@ class cache_of final : public any_cache {
 
  private:
   cache<Recipe> held_;
+  batch step_;
 };
+
+template <class Recipe>
+std::vector<number> numbers() {
+  std::vector<number> all;
+  if (Recipe::retain_type::chooses || Recipe::retrieve_type::retrieves) all.push_back({"budget", double(Recipe::budgets.least), double(Recipe::budgets.most), 1});
+  Recipe recipe;
+  Recipe::parameters(recipe, [&](const char* name, auto& value, const auto& allowed, const char*) {
+    using value_type = std::remove_reference_t<decltype(value)>;
+    if constexpr (std::is_same_v<value_type, split_factor>) all.push_back({name, allowed.fixed.least, allowed.fixed.most, 1e-6});
+    if constexpr (std::is_arithmetic_v<value_type>) {
+      all.push_back({name, double(allowed.least), double(allowed.most), std::is_same_v<value_type, float> ? 1e-6 : 1});
+    }
+  });
+  return all;
+}
 
 struct entry {
   const char* name;
   traits made_of;
+  std::vector<number> (*numbers)();
   std::unique_ptr<any_cache> (*make)(const settings&, const model_shape&, std::shared_ptr<cpu::executor>);
 };
 
 template <class Recipe>
 entry entry_of(const char* name, const traits& made_of) {
-  return {name, made_of,
+  return {name, made_of, &numbers<Recipe>,
           [](const settings& chosen, const model_shape& shape, std::shared_ptr<cpu::executor> workers) {
             return std::unique_ptr<any_cache>(
                 new cache_of<Recipe>(cache<Recipe>(shape, configured<Recipe>(chosen), std::move(workers))));
@@ -201,6 +219,13 @@ const traits& traits_of(const std::string& method) {
   throw std::out_of_range(method);
 }
 
+std::vector<number> numbers_of(const std::string& method) {
+  for (const entry& known : entries()) {
+    if (known.name == method) return known.numbers();
+  }
+  throw std::out_of_range(method);
+}
+
 const std::vector<std::string>& all_methods() {
   static const std::vector<std::string> names = [] {
     std::vector<std::string> result;
@@ -223,7 +248,8 @@ template <class Recipe>
 std::vector<std::string> parameter_names() {
   Recipe recipe;
   std::vector<std::string> names;
-  Recipe::parameters(recipe, [&](const char* name, auto&, const char* about) {
+  Recipe::parameters(recipe, [&](const char* name, auto&, const auto& allowed, const char* about) {
+    CHECK_FALSE(allowed.text().empty());
     CHECK(std::string(about).size() > 5);
     names.emplace_back(name);
   });

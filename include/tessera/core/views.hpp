@@ -172,6 +172,7 @@ struct rows_view {
   index_t sequences = 1;
   index_t tokens = 0;
   index_t heads = 0;
+  index_t dim = 0;  ///< elements of a row; 0: not said; checked where it is (core/model_shape.hpp)
 
   TESSERA_HD T* row(index_t sequence, index_t token, index_t head) const {
     return data + sequence * sequence_stride + token * token_stride + head * head_stride;
@@ -182,14 +183,14 @@ struct rows_view {
 template <class T>
 TESSERA_HD rows_view<T> nhd_rows(T* data, index_t tokens, index_t heads, index_t dim, index_t sequences = 1) {
   const offset_t token = offset_t(heads) * dim;
-  return {data, tokens * token, token, dim, sequences, tokens, heads};
+  return {data, tokens * token, token, dim, sequences, tokens, heads, dim};
 }
 
 /// A contiguous [sequences, heads, tokens, dim] tensor (HND).
 template <class T>
 TESSERA_HD rows_view<T> hnd_rows(T* data, index_t tokens, index_t heads, index_t dim, index_t sequences = 1) {
   const offset_t head = offset_t(tokens) * dim;
-  return {data, heads * head, dim, head, sequences, tokens, heads};
+  return {data, heads * head, dim, head, sequences, tokens, heads, dim};
 }
 
 TESSERA_NAMESPACE_END

@@ -214,7 +214,8 @@ def check_eval(checks):
     report = json.loads((folder / "report").read_text())
     assert len(report) == 5 * 3, report
     assert set(report[0]) == {"method", "budget", "parameters", "family", "turn", "questions", "right", "bytes_held",
-                              "bytes_full", "bytes_read_per_step"}, report[0]
+                              "bytes_full", "bytes_read_per_step", "answers"}, report[0]
+    assert all(len(cell["answers"]) == cell["questions"] for cell in report), report
     made = f"{base} --context 300 --count 2 --families single,single_middle --json report --threads"
     tables = []
     for threads in (1, 2):

@@ -64,6 +64,12 @@ class cache {
     recipe_ = changed;
     steps_.clear();
     if constexpr (Recipe::chooses) first_stage_.reset();
+    if constexpr (Recipe::retrieves && !Recipe::estimates && !Recipe::plans) {
+      for (index_t id = 0; id < options_.sequences; ++id) {
+        if (sequences_.is_open(id)) set_plan(id, nullptr);
+      }
+      check(cudaDeviceSynchronize(), "cudaDeviceSynchronize");  // steps on other streams read the new plans
+    }
   }
 
   /// Opens an empty sequence and returns its id; ids of closed sequences are used again.
@@ -94,7 +100,7 @@ class cache {
   void prefill(index_t layer, index_t id, const rows_view<const T>& q, const rows_view<const T>& k,
                const rows_view<const T>& v, cudaStream_t stream) {
     detail::layer_state& state = sequences_.at(id, layer);
-    shape_.check_rows(q, k, v);
+    shape_.check_rows(q, k, v, k_dim, v_dim);
     require_batch(k.sequences, 1);
     require(k.tokens >= 1, "tokens of a prompt chunk", k.tokens, "at least 1", "skip empty chunks");
     recipe_.require_queries(q.tokens, k.tokens);
@@ -114,7 +120,7 @@ class cache {
   void prefill_attention(index_t layer, index_t id, const rows_view<const T>& q, const rows_view<Out>& out,
                          const rows_view<float>& lse, cudaStream_t stream) {
     const detail::layer_state& state = sequences_.at(id, layer);
-    shape_.check_output(q, out);
+    shape_.check_output(q, out, k_dim, v_dim);
     require(q.tokens >= 1 && q.tokens <= state.turn_tokens, "queries of a prompt chunk", q.tokens,
             "1 to the tokens of this turn, which are " + std::to_string(state.turn_tokens),
             "call prefill for the chunk first");
@@ -134,6 +140,7 @@ class cache {
     sequence.plan = recipe_.plan(first_prompt);  // may throw: nothing has changed yet
     sequence.first_prompt = first_prompt;
     set_number(next_.data() + id, sequence.front().next_position, stream);
+    set_plan(id, stream);
     for (index_t layer = 0; layer < shape_.layers; ++layer) {
       if constexpr (Recipe::chooses) {
         if (recipe_.schedule.due(moment::prefill_end)) choose_anew(layer, id, sequence.plan, stream);
@@ -203,8 +210,8 @@ class cache {
   void decode(index_t layer, const std::vector<index_t>& ids, const rows_view<const T>& q, const rows_view<const T>& k,
               const rows_view<const T>& v, const rows_view<Out>& out, const rows_view<float>& lse,
               cudaStream_t stream) {
-    shape_.check_rows(q, k, v);
-    shape_.check_output(q, out);
+    shape_.check_rows(q, k, v, k_dim, v_dim);
+    shape_.check_output(q, out, k_dim, v_dim);
     require_batch(q.sequences == k.sequences ? k.sequences : 0, ids.size());
     require(q.tokens == k.tokens, "queries of a decode step", q.tokens,
             "as many as new keys, which are " + std::to_string(k.tokens), "pass q, k and v of the same tokens");
@@ -287,8 +294,9 @@ class cache {
         offset_t attended = n;
         if constexpr (Recipe::retrieves) {
           const auto& retrieve = operations(id, sequence.batched).retrieve();
-          attended = std::min<offset_t>(n, retrieve.most_read());
-          total += retrieve.bytes_read(n);
+          const read_plan plan = retrieve.plan_for(recipe_, step_plan(sequence.plan));
+          attended = std::min<offset_t>(n, retrieve.most_read(plan));
+          total += retrieve.bytes_read(plan, n);
           if constexpr (reading_type::averages) total += offset_t(v_dim) * offset_t(sizeof(double));
           if constexpr (Recipe::filters) total += attended * offset_t(sizeof(index_t));
         }
@@ -338,6 +346,13 @@ class cache {
     stage_plan plan = planned;
     if constexpr (Recipe::retrieves && !Recipe::estimates && !Recipe::plans) plan.read = recipe_.retrieve.tokens;
     return plan;
+  }
+
+  void set_plan(index_t id, cudaStream_t stream) {
+    if constexpr (Recipe::retrieves) {
+      using retrieve_type = std::remove_cvref_t<decltype(std::declval<operations_type>().retrieve())>;
+      reading_.set_plan(id, retrieve_type::plan_for(recipe_, step_plan(sequences_.at(id).plan)), stream);
+    }
   }
 
   read_view_type read_view(index_t layer, index_t first, index_t count) const {
@@ -407,11 +422,13 @@ class cache {
     if constexpr (Recipe::estimates) {
       attended = does.retrieve().attends();
       if (attended) {
-        read = does.retrieve().choose_and_attend(view, reading_.index(layer, first), q, position, out, lse, stream);
+        read = does.retrieve().choose_and_attend(view, reading_.plans(first), reading_.index(layer, first), q, position,
+                                                 out, lse, stream);
       }
     }
     if constexpr (Recipe::retrieves) {
-      if (!attended) read = does.retrieve().choose(view, reading_.index(layer, first), q, position, stream);
+      if (!attended)
+        read = does.retrieve().choose(view, reading_.plans(first), reading_.index(layer, first), q, position, stream);
     }
     if (!attended) does.attend({view, q, position, recipe_.attention.rule, out, lse, read}, stream);
     if constexpr (reading_type::averages) {

@@ -164,16 +164,20 @@ struct decode_case {
     const auto got_lse = lse.get();
     double difference = 0, size = 0;
     for (std::size_t i = 0; i < got.size(); ++i) {
-      const float value = float(got[i]);
-      if (value != value || (expected_lse[i / Dv] == -infinity && value != 0)) return 1e9;
-      difference += std::pow(double(value) - expected[i], 2);
-      size += std::pow(double(expected[i]), 2);
+      const float value = float(got[i]), other = expected[i];
+      if (!std::isfinite(other)) {
+        if (std::isnan(other) ? !std::isnan(value) : value != other) return 1e9;
+        continue;
+      }
+      if (!std::isfinite(value) || (expected_lse[i / Dv] == -infinity && value != 0)) return 1e9;
+      difference += std::pow(double(value) - other, 2);
+      size += std::pow(double(other), 2);
     }
     for (std::size_t i = 0; i < got_lse.size(); ++i) {
-      if (std::isinf(expected_lse[i]) ? got_lse[i] != expected_lse[i]
-                                      : !(std::abs(got_lse[i] - expected_lse[i]) < 0.01)) {
-        return 1e9;
-      }
+      const float value = got_lse[i], other = expected_lse[i];
+      const bool same = std::isfinite(other) ? std::abs(value - other) < 0.01f
+                                             : (std::isnan(other) ? std::isnan(value) : value == other);
+      if (!same) return 1e9;
     }
     return size > 0 ? std::sqrt(difference / size) : 0;
   }
@@ -264,6 +268,58 @@ TEST_CASE("GPU decode attention where a block reads a long row, and many rows on
       CHECK(error_of<decode_case<bf16, 128, block_table>>(s) < 5e-3);
       CHECK(error_of<decode_case<bf16, 128>>(s) < 5e-3);
       CHECK(error_of<decode_case<bf16, 64, block_table>>(s) < 5e-3);
+    }
+  }
+}
+
+namespace {
+
+/// Spoils elements of some tokens of a row, and returns the error of the step.
+template <class Case>
+double error_of_spoiled(const shape& s, bool keys, float special, const std::vector<index_t>& back) {
+  Case one(s);
+  // Full rows: the step's own tokens are the last ones.
+  one.set_lengths(std::vector<index_t>(std::size_t(one.rows), one.capacity));
+  const auto dim = index_t(one.v.size() / (std::size_t(one.rows) * std::size_t(one.capacity)));
+  for (index_t row = 0; row < one.rows; row += 2) {
+    for (const index_t i : back) {
+      const auto token = std::size_t(row * one.capacity + one.capacity - i);
+      (keys ? one.k : one.v)[token * std::size_t(dim) + std::size_t(draw(0, dim - 1))] = bf16(special);
+    }
+  }
+  one.d_k.set(one.k), one.d_v.set(one.v);
+  const auto op = one.operation();
+  buffer<unsigned char> workspace(op.workspace_bytes());
+  op.prepare(workspace.data, nullptr);
+  one.poison();
+  op.run(one.problem(), workspace.data, nullptr);
+  cuda::check(cudaDeviceSynchronize(), "decode attention");
+  return one.error_now();
+}
+
+}  // namespace
+
+TEST_CASE("GPU decode attention shows NaN and infinity to those query rows alone that see them") {
+  if (gpu_missing()) return;
+  for (const float special : {float(NAN), infinity, -infinity}) {
+    for (const bool keys : {false, true}) {
+      if (keys && special == special) continue;  // an infinite key gives logits of either sign: not a mask's matter
+      for (const float cap : {0.0f, 20.0f}) {
+        for (const bool gather : {false, true}) {
+          INFO("special " << special << " in keys " << keys << " cap " << cap << " gather " << gather);
+          // Two tokens a step: the first must not see the second, which is the last one stored.
+          const shape two{.tokens = 2, .capacity = 400, .soft_cap = cap, .gather = gather};
+          CHECK(error_of_spoiled<decode_case<bf16, 128>>(two, keys, special, {1}) < 5e-3);
+          CHECK(error_of_spoiled<decode_case<bf16, 64>>(two, keys, special, {1}) < 5e-3);
+          // A window of 100: tokens beyond it are stored and not seen; with several tokens, by some alone.
+          for (const index_t tokens : {1, 3}) {
+            const shape window{.tokens = tokens, .capacity = 400, .soft_cap = cap, .window = 100, .gather = gather};
+            CHECK(error_of_spoiled<decode_case<bf16, 128>>(window, keys, special, {101, 104, 250, 399}) < 5e-3);
+            CHECK(error_of_spoiled<decode_case<bf16, 64>>(window, keys, special, {99, 101, 102, 130}) < 5e-3);
+            CHECK(error_of_spoiled<decode_case<bf16, 80>>(window, keys, special, {99, 101, 102, 130}) < 5e-3);
+          }
+        }
+      }
     }
   }
 }

@@ -2,13 +2,12 @@
 #pragma once
 
 #include <algorithm>
-#include <cmath>
 #include <memory>
 #include <vector>
 
-#include "../../../math/softmax_state.hpp"
 #include "../kernel/executor.hpp"
 #include "../kernel/rows.hpp"
+#include "merge.hpp"
 
 TESSERA_NAMESPACE_BEGIN
 namespace cpu {
@@ -35,14 +34,16 @@ void attend_range(const View& view, index_t sequence, index_t head, const slot_s
                   index_t last, const logit_rule& rule, int rows, const index_t* query_positions, bool few_rows,
                   Memory& memory, partial_rows<View::v_dim> result) {
   constexpr int D = View::k_dim, Dv = View::v_dim;
-  using T = typename View::element_type;
+  using S = const typename View::stored_type;
+  constexpr bool scaled = View::encoding_type::scaled;
   const index_t newest = *std::max_element(query_positions, query_positions + rows);
   // Few rows read each stored element about once: straight from memory, if its rows are contiguous.
   const bool direct = few_rows && view.k_strides.dim == 1 && view.v_strides.dim == 1;
   for (index_t begin = first; begin < last; begin += tile_tokens) {
     const int tokens = int(std::min<index_t>(tile_tokens, last - begin));
     if (view.position(sequence, head, slots[begin]) > newest) break;  // positions ascend: the rest is in the future
-    const T *keys[tile_tokens], *values[tile_tokens], *next_keys[tile_tokens];
+    S *keys[tile_tokens], *values[tile_tokens], *next_keys[tile_tokens];
+    float key_scales[scaled ? tile_tokens : 1], value_scales[scaled ? tile_tokens : 1];
     if (direct) {
       for (int t = 0; t < tile_tokens; ++t) {
         const index_t slot = slots[begin + std::min(t, tokens - 1)];
@@ -50,13 +51,16 @@ void attend_range(const View& view, index_t sequence, index_t head, const slot_s
         values[t] = view.value(sequence, head, slot);
         memory.positions[t] = view.position(sequence, head, slot);
         next_keys[t] = view.key(sequence, head, slots[std::min(begin + tile_tokens + t, last - 1)]);
+        if constexpr (scaled) {
+          key_scales[t] = view.key_scale(sequence, head, slot);
+          value_scales[t] = view.value_scale(sequence, head, slot);
+        }
       }
       dots_few_rows<D, Dv>(memory.queries, rows, keys, values, tokens, memory.logits);
+      if constexpr (scaled) scale_tokens(memory.logits, rows, key_scales);
     } else {
       load_keys(view, sequence, head, slots, begin, tokens, memory);
-      for (int t = 0; t < tokens; ++t) {
-        load_row<Dv>(view.value(sequence, head, slots[begin + t]), view.v_strides.dim, memory.values + t * Dv);
-      }
+      for (int t = 0; t < tokens; ++t) load_value(view, sequence, head, slots[begin + t], memory.values + t * Dv);
       transpose<D>(memory.keys, tokens, memory.transposed);
       dots_many_rows<D>(memory.queries, rows, memory.transposed, memory.logits);
     }
@@ -75,13 +79,21 @@ void attend_range(const View& view, index_t sequence, index_t head, const slot_s
         for (int d = 0; d < Dv; ++d) result.out[r * Dv + d] *= shrink;
       }
     }
-    const auto stored = [&](int t) { return values[t]; };
-    const auto converted = [&](int t) { return memory.values + t * Dv; };
-    if (!all_visible && !(direct ? all_finite<Dv>(stored, tokens) : all_finite<Dv>(converted, tokens))) {
-      // 0 * NaN is NaN: a token that a row must not see would reach its output.
-      direct ? add_visible_values<Dv>(memory.logits, rows, stored, tokens, result.out)
-             : add_visible_values<Dv>(memory.logits, rows, converted, tokens, result.out);
+    bool finite = true;
+    if (!all_visible) {  // 0 * NaN is NaN: a token that a row must not see would reach its output
+      finite = direct ? all_finite<Dv>([&](int t) { return values[t]; }, tokens)
+                      : all_finite<Dv>([&](int t) { return memory.values + t * Dv; }, tokens);
+      if constexpr (scaled) {
+        for (int t = 0; direct && t < tokens; ++t) finite &= value_scales[t] - value_scales[t] == 0;
+      }
+    }
+    if (!finite) {
+      for (int t = 0; direct && t < tokens; ++t) {
+        load_value(view, sequence, head, slots[begin + t], memory.values + t * Dv);
+      }
+      add_visible_values<Dv>(memory.logits, rows, memory.values, tokens, result.out);
     } else if (direct) {
+      if constexpr (scaled) scale_tokens(memory.logits, rows, value_scales);
       add_values_few_rows<D, Dv>(memory.logits, rows, values, next_keys, tokens, result.out);
     } else {
       multiply_add<Dv>(memory.logits, tile_tokens, memory.values, Dv, rows, tokens, result.out, Dv);
@@ -89,20 +101,13 @@ void attend_range(const View& view, index_t sequence, index_t head, const slot_s
   }
 }
 
-/// Divides by the softmax sum (sink logit included) and writes output and log-sum-exp of one row.
-template <int Dv>
-void finish_row(const logit_rule& rule, softmax_state state, const float* from, index_t q_head, float* out,
-                float* lse) {
-  float scale = 1;
-  if (rule.sink_logits && state.sum == state.sum) {  // NaN alone has no maximum: the sink must not hide it
-    const float before = state.max;
-    state.merge({rule.sink_logits[q_head], 1.0f});
-    scale = before == -infinity ? 0.0f : std::exp(before - state.max);
-  }
-  const bool seen = !(state.sum == 0);  // a NaN sum counts as seen: it must show
-  const float factor = seen ? scale / state.sum : 0.0f;
-  for (int d = 0; d < Dv; ++d) out[d] = from[d] * factor;
-  if (lse) *lse = state.sum != state.sum ? state.sum : state.log_sum_exp();
+/// Shapes of an attention call, before anything is written.
+template <class View, class Q>
+void check_attention(const View& view, const query_rows<Q>& queries, const attention_output& output) {
+  check_queries(view, queries);
+  require_dim(output.out, View::v_dim, "out");
+  detail::require_same_shape("out", output.out, queries.q);
+  if (output.lse.data) detail::require_same_shape("lse", output.lse, queries.q);
 }
 
 /// Causal attention of a prompt chunk over what is stored, the chunk itself included.
@@ -120,6 +125,7 @@ void prefill_attention(const View& view, const query_rows<Q>& queries, const log
     softmax_state states[tile_rows];
     index_t positions[tile_rows];
   };
+  check_attention(view, queries, output);
   const index_t group = queries.q.heads / view.kv_heads, rows = queries.q.tokens * group;
   const index_t blocks = ceil_div(rows, tile_rows);
   std::vector<std::unique_ptr<worker_memory>> memories(std::size_t(workers.threads()));
@@ -141,8 +147,9 @@ void prefill_attention(const View& view, const query_rows<Q>& queries, const log
                  partial_rows<Dv>{memory.out, memory.states});
     for (int r = 0; r < count; ++r) {
       const index_t token = (first + r) / group, q_head = head * group + (first + r) % group;
-      finish_row<Dv>(rule, memory.states[r], memory.out + r * Dv, q_head, output.out.row(sequence, token, q_head),
-                     output.lse.data ? output.lse.row(sequence, token, q_head) : nullptr);
+      detail::finish_row<Dv>(rule.sink_logits ? rule.sink_logits + q_head : nullptr, memory.states[r],
+                             memory.out + r * Dv, output.out.row(sequence, token, q_head),
+                             output.lse.data ? output.lse.row(sequence, token, q_head) : nullptr);
     }
   });
 }
@@ -167,6 +174,7 @@ void decode_attention(const View& view, const query_rows<Q>& queries, const logi
                       const selection_view* chosen, const attention_output& output, decode_workspace& workspace,
                       executor& workers) {
   constexpr int D = View::k_dim, Dv = View::v_dim;
+  check_attention(view, queries, output);
   const index_t group = queries.q.heads / view.kv_heads, rows = queries.q.tokens * group;
   const index_t heads = view.sequences * view.kv_heads;
   auto& first_part = workspace.first_part;
@@ -210,27 +218,32 @@ void decode_attention(const View& view, const query_rows<Q>& queries, const logi
     for (index_t r = 0; r < rows; ++r) {
       const auto at = [&](index_t part) { return std::size_t(part) * std::size_t(rows) + std::size_t(r); };
       const index_t begin = first_part[std::size_t(h)], end = first_part[std::size_t(h) + 1];
-      softmax_state total;
-      bool poisoned = false;  // a part of nothing but NaN has no maximum and would pass for an empty one
-      for (index_t part = begin; part < end; ++part) {
-        const softmax_state& state = workspace.states[at(part)];
-        poisoned |= state.sum != state.sum;
-        total.merge(state);
-      }
-      float merged[Dv] = {};
-      for (index_t part = begin; part < end; ++part) {
-        const softmax_state& state = workspace.states[at(part)];
-        if (state.empty()) continue;
-        const float weight = std::exp(state.max - total.max);
-        const float* out = workspace.out.data() + at(part) * Dv;
-        for (int d = 0; d < Dv; ++d) merged[d] += out[d] * weight;
-      }
-      if (poisoned) total.sum = std::numeric_limits<float>::quiet_NaN();
       const index_t token = r / group, q_head = head * group + r % group;
-      finish_row<Dv>(rule, total, merged, q_head, output.out.row(sequence, token, q_head),
-                     output.lse.data ? output.lse.row(sequence, token, q_head) : nullptr);
+      detail::merge_row<Dv>(
+          end - begin, [&](index_t i) { return workspace.states[at(begin + i)]; },
+          [&](index_t i) { return workspace.out.data() + at(begin + i) * Dv; },
+          rule.sink_logits ? rule.sink_logits + q_head : nullptr, output.out.row(sequence, token, q_head),
+          output.lse.data ? output.lse.row(sequence, token, q_head) : nullptr);
     }
   }
+}
+
+/// As the two above, over one part of what is stored: without sink logits, for `merge_parts` adds them.
+/// `output` is then an attention_part; its lse must be there.
+template <class View, class Q>
+void prefill_attention_part(const View& view, const query_rows<Q>& queries, logit_rule rule,
+                            const attention_output& output, executor& workers) {
+  detail::require_same_shape("lse of a part", output.lse, queries.q);
+  rule.sink_logits = nullptr;
+  prefill_attention(view, queries, rule, output, workers);
+}
+template <class View, class Q>
+void decode_attention_part(const View& view, const query_rows<Q>& queries, logit_rule rule,
+                           const selection_view* chosen, const attention_output& output, decode_workspace& workspace,
+                           executor& workers) {
+  detail::require_same_shape("lse of a part", output.lse, queries.q);
+  rule.sink_logits = nullptr;
+  decode_attention(view, queries, rule, chosen, output, workspace, workers);
 }
 
 }  // namespace TESSERA_HOST_ISA

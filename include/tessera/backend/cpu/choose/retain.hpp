@@ -23,7 +23,7 @@ struct retain_workspace {
 /// layer, selector in each head. A layer that the budget keeps all of is not looked at.
 /// Shapes   raw [kv_heads, tokens] as layer_scores says; `kept` gets one row per kv_head.
 template <class Scorer, class Budget, class Selector>
-void choose_kept(const retain<Scorer, Budget, Selector>& policy, const layer_scores& raw, selection& kept,
+void choose_kept(const choosing_stage<Scorer, Budget, Selector>& policy, const layer_scores& raw, selection& kept,
                  retain_workspace& workspace) {
   const index_t heads = raw.kv_heads;
   auto& counts = workspace.counts;

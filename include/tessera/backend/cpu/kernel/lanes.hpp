@@ -91,6 +91,25 @@ TESSERA_INLINE lanes load(const fp16* p) {
   return std::bit_cast<lanes>(result);
 }
 
+using quarter_words = std::uint8_t __attribute__((vector_size(lane_count)));
+TESSERA_INLINE lanes load(const fp8* p) {
+  quarter_words x;
+  std::memcpy(&x, p, sizeof x);
+  const words bits = __builtin_convertvector(x, words);
+  const words sign = (bits & 0x80u) << 24, magnitude = (bits & 0x7fu) << 20;
+  // As fp8::operator float does it, lane by lane.
+  const lanes finite = std::bit_cast<lanes>(magnitude) * 0x1p120f;
+  const words result = sign | (magnitude == 0x07f00000u ? words{} + 0x7fc00000u : std::bit_cast<words>(finite));
+  return std::bit_cast<lanes>(result);
+}
+/// Of any other encoding (core/encoding.hpp).
+template <class Stored>
+TESSERA_INLINE lanes load(const Stored* p) {
+  float x[lane_count];
+  for (int i = 0; i < lane_count; ++i) x[i] = static_cast<float>(p[i]);
+  return load(x);
+}
+
 /// Asks for a row that will be read soon. Without it the step waits for memory between short bursts of arithmetic.
 template <int Dim, class T>
 TESSERA_INLINE void prefetch_row(const T* row) {
@@ -99,14 +118,20 @@ TESSERA_INLINE void prefetch_row(const T* row) {
   }
 }
 
-/// Converts a row of stored elements to fp32. `dim` is a multiple of 16.
-template <int Dim, class T>
-TESSERA_INLINE void load_row(const T* TESSERA_RESTRICT from, offset_t dim_stride, float* TESSERA_RESTRICT to) {
+/// Converts a row of stored elements to fp32. `Dim` is a multiple of 16.
+template <int Dim, class Stored>
+TESSERA_INLINE void load_row(const Stored* TESSERA_RESTRICT from, offset_t dim_stride, float* TESSERA_RESTRICT to) {
   if (dim_stride == 1) {
     for (int d = 0; d < Dim; d += lane_count) store(to + d, load(from + d));
   } else {
-    for (int d = 0; d < Dim; ++d) to[d] = float(from[d * dim_stride]);
+    for (int d = 0; d < Dim; ++d) to[d] = static_cast<float>(from[d * dim_stride]);
   }
+}
+
+/// to [Dim] *= scale.
+template <int Dim>
+TESSERA_INLINE void scale_row(float* to, float scale) {
+  for (int d = 0; d < Dim; d += lane_count) store(to + d, load(to + d) * splat(scale));
 }
 
 }  // namespace TESSERA_HOST_ISA

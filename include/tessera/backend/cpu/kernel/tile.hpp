@@ -58,6 +58,15 @@ inline void dots_few_rows(const float* q, int rows, const T* const* keys, const 
   }
 }
 
+/// rows [rows, tile_tokens] *= scales [tile_tokens]: logits, or weights, of encoded rows.
+inline void scale_tokens(float* rows, int count, const float* scales) {
+  for (int r = 0; r < count; ++r) {
+    for (int t = 0; t < tile_tokens; t += lane_count) {
+      store(rows + r * tile_tokens + t, load(rows + r * tile_tokens + t) * load(scales + t));
+    }
+  }
+}
+
 /// out [rows, Dv] += weights [rows, tile_tokens] v, straight from the stored rows. The next tile's keys are asked for
 /// meanwhile.
 template <int D, int Dv, class T>
@@ -184,14 +193,14 @@ inline bool all_finite(const Row& value, int tokens) {
 }
 
 /// As the kernels above, but a token of weight 0 adds nothing even where its value is not finite: for tiles in which a
-/// row must not see some of the tokens.
-template <int Dv, class Row>
-inline void add_visible_values(const float* weights, int rows, const Row& value, int tokens, float* out) {
+/// row must not see some of the tokens. Shapes   values [tokens, Dv].
+template <int Dv>
+inline void add_visible_values(const float* weights, int rows, const float* values, int tokens, float* out) {
   for (int r = 0; r < rows; ++r) {
     for (int t = 0; t < tokens; ++t) {
       const float weight = weights[r * tile_tokens + t];
       if (weight == 0) continue;
-      for (int d = 0; d < Dv; ++d) out[r * Dv + d] += weight * float(value(t)[d]);
+      for (int d = 0; d < Dv; ++d) out[r * Dv + d] += weight * values[t * Dv + d];
     }
   }
 }

@@ -48,6 +48,7 @@ class candidates {
     result.v = all.v;
     result.k_strides = all.k_strides;
     result.v_strides = all.v_strides;
+    result.scales = all.scales;
     result.sequences = 1;
     result.kv_heads = all.kv_heads;
     result.lengths = counts_.data();

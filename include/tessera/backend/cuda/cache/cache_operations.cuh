@@ -204,7 +204,7 @@ class step_operations {
                   index_t tokens, index_t capacity, index_t kept, const device_info& device)
       : attend_(sequences, shape.kv_heads, shape.q_heads, tokens, device),
         scratch_(attend_.workspace_bytes()),
-        retrieve_(recipe, plan, shape, sequences, tokens, capacity, device),
+        retrieve_(made_retrieve(recipe, plan, shape, sequences, tokens, capacity, device)),
         retain_(recipe.first_stage(plan), shape, sequences, tokens, capacity, kept, device) {
     attend_.prepare(scratch_.data(), nullptr);
     check(cudaStreamSynchronize(nullptr), "cudaStreamSynchronize");
@@ -217,6 +217,18 @@ class step_operations {
   }
 
  private:
+  static auto made_retrieve(const Recipe& recipe, const stage_plan& plan, const model_shape& shape, index_t sequences,
+                            index_t tokens, index_t capacity, const device_info& device) {
+    using made = typename decltype(retrieve_of())::type;
+    if constexpr (Recipe::estimates) {
+      read_bounds bounds{capacity};
+      bounds.cover(made::plan_for(recipe, plan), std::min(capacity, plan.capacity + tokens));
+      return made(recipe, bounds, shape, sequences, tokens, device);
+    } else {
+      return made(recipe, plan.read, shape, sequences, tokens, capacity, device);
+    }
+  }
+
   decode_attention<ReadView, Out> attend_;
   device_buffer<unsigned char> scratch_;
   typename decltype(retrieve_of())::type retrieve_;

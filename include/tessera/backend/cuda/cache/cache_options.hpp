@@ -48,11 +48,11 @@ struct cache_options {
           continue;  // a prompt that leaves no room for the window gets this error when it ends
         }
         const index_t page = recipe.step_scorer(plan).page;
-        if (page == 1) continue;
         offset_t held = plan.capacity;
         if constexpr (Recipe::chooses) held = std::max<offset_t>(held, recipe.first_stage(plan).budget.tokens + 1);
         // What a head's last page and the rounding of its room add, and 2 % for the lengths between those tried.
-        most = std::max(most, offset_t(1.02 * double(held + 2 * room)) / page + 24);
+        // Pages of one slot have one side, half of what others take.
+        most = std::max(most, (offset_t(1.02 * double(held + 2 * room)) / page + 24) / (page == 1 ? 2 : 1) + 1);
       }
       return (offset_t(shape.layers) * sequences + 1) * shape.kv_heads * most;
     }

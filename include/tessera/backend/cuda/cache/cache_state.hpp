@@ -55,6 +55,7 @@ class sequence_table {
     return index_t(free - all_.begin());
   }
 
+  bool is_open(index_t id) const { return all_[std::size_t(id)].open; }
   const sequence_state& at(index_t id) const {
     require(id >= 0 && id < index_t(all_.size()) && all_[std::size_t(id)].open, "sequence", id,
             "an id that open() returned and close() has not taken back", "open a sequence first");

@@ -35,17 +35,22 @@ __global__ void __launch_bounds__(Threads) join_entry(const index_t* lengths, co
   counts[row] = held + tokens;
 }
 
+template <int Threads>
+__global__ void __launch_bounds__(Threads) set_plan_entry(read_plan* to, const __grid_constant__ read_plan plan) {
+  if (threadIdx.x == 0) *to = plan;
+}
+
 /// Places of one sequence's pages, one head after another from page `first` of the pool.
 template <int Threads>
 __global__ void __launch_bounds__(Threads)
     lay_out_pages_entry(const index_t* lengths, index_t heads, index_t more, index_t page, index_t step, offset_t first,
-                        offset_t elements, offset_t* begins, index_t* rooms) {
+                        index_t k_dim, offset_t* begins, index_t* rooms) {
   if (threadIdx.x != 0) return;
   for (index_t h = 0; h < heads; ++h) {
     const index_t pages = (ceil_div(lengths[h] + more, page) + step - 1) / step * step;
-    begins[h] = first * elements;
+    begins[h] = first;
     rooms[h] = pages;
-    first += pages;
+    first += page_row_elements(page, k_dim, pages);
   }
 }
 
@@ -53,7 +58,7 @@ __global__ void __launch_bounds__(Threads)
 
 /// Candidates and page index of every (layer, sequence), the device's cpu::read_stage: each only where the recipe has a use
 /// for it. Candidate lists lie where the store would keep positions: at the rows that they name or before them.
-/// Bytes    4 a candidate; 2 * k_dim elements a page. Pages of one slot need no index.
+/// Bytes    4 a candidate; 2 * k_dim elements a page, k_dim where pages have one slot.
 template <class Recipe>
 class read_store {
  public:
@@ -79,6 +84,7 @@ class read_store {
         data_(std::size_t(pages) * 2 * k_dim),
         begins_(Recipe::estimates ? places_.size() * std::size_t(kv_heads) : 0),
         rooms_(begins_.size()),
+        plans_(Recipe::retrieves ? std::size_t(sequences) : 0),
         sums_(averages ? places_.size() * std::size_t(kv_heads) * v_dim : 0),
         sums_scratch_(averages ? mean_value<view_type>(sequences * kv_heads).workspace_bytes() : 0) {}
 
@@ -104,8 +110,15 @@ class read_store {
   }
 
   index_type index(index_t layer, index_t first) const {
-    return {data_.data(), places_[place_of(layer, first)].page, 0, begins_.data() + at(layer, first),
-            rooms_.data() + at(layer, first)};
+    return {data_.data(), 1, 0, begins_.data() + at(layer, first), rooms_.data() + at(layer, first)};
+  }
+
+  /// By sequence, on the device.
+  const read_plan* plans(index_t first) const { return plans_.data() + first; }
+  /// Launches read the plan from now on.
+  void set_plan(index_t sequence, const read_plan& plan, cudaStream_t stream) {
+    detail::set_plan_entry<32><<<1, 32, 0, stream>>>(plans_.data() + sequence, plan);
+    check(cudaGetLastError(), "launch of set_plan");
   }
 
   /// The slots of each head that a filter has let through since the last prompt ended; at most `bound`.
@@ -129,7 +142,7 @@ class read_store {
         longest = here.longest;
         total = here.total;
       }
-      if (here.page > 1 && here.room < tokens) {
+      if (here.room < tokens) {
         lay_out(layer, sequence, view, longest, total, here.page, tokens + spare, stream);
       }
       here.room -= tokens;
@@ -181,7 +194,7 @@ class read_store {
 
   /// After slots have moved in place: every page of some sequences anew, recorded or not.
   void rebuild(index_t layer, index_t first, const view_type& view, index_t capacity, cudaStream_t stream) const {
-    index_pages<view_type>{}.build(view, index(layer, first), capacity, stream);
+    index_pages<view_type>{}.build(view, index(layer, first), plans(first), capacity, stream);
     sum_values(layer, first, view, stream);
   }
 
@@ -232,15 +245,16 @@ class read_store {
     here.first = here.pages = 0;
     here.page = page;
     here.room = room;
-    if (page == 1) return;
-    const offset_t pages = total / page + offset_t(heads_) * (room / page + 2 + room_step);
+    // In pages of two sides: those of one slot have one.
+    offset_t pages = total / page + offset_t(heads_) * (room / page + 2 + room_step);
+    if (page == 1) pages = (pages + 1) / 2;
     here.first = spans_.take(pages);
     here.pages = pages;
-    detail::lay_out_pages_entry<32><<<1, 32, 0, stream>>>(view.lengths, heads_, room, page, room_step, here.first,
-                                                          offset_t(2) * k_dim, begins_.data() + at(layer, sequence),
-                                                          rooms_.data() + at(layer, sequence));
+    detail::lay_out_pages_entry<32>
+        <<<1, 32, 0, stream>>>(view.lengths, heads_, room, page, room_step, here.first * 2 * k_dim, k_dim,
+                               begins_.data() + at(layer, sequence), rooms_.data() + at(layer, sequence));
     check(cudaGetLastError(), "launch of lay_out_pages");
-    index_pages<view_type>{}.build(view, index(layer, sequence), longest, stream);
+    index_pages<view_type>{}.build(view, index(layer, sequence), plans(sequence), ceil_div(longest, page), stream);
   }
 
   index_t sequences_, heads_;
@@ -250,7 +264,8 @@ class read_store {
   device_buffer<T> data_;
   device_buffer<offset_t> begins_;
   device_buffer<index_t> rooms_;
-  device_buffer<double> sums_;  // of V by row, for a scorer that adds the mean value
+  device_buffer<read_plan> plans_;  // by sequence
+  device_buffer<double> sums_;      // of V by row, for a scorer that adds the mean value
   device_buffer<unsigned char> sums_scratch_;
 };
 

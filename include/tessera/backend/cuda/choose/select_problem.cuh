@@ -6,13 +6,14 @@
 TESSERA_NAMESPACE_BEGIN
 namespace cuda {
 
-/// One number a row, on the device: `data[row / rows_per_entry]`, or `value` for every row where `data` is null.
+/// One number a row, on the device: `data[row / rows_per_entry * stride]`, or `value` for every row where `data` is null.
 struct row_numbers {
   const index_t* data = nullptr;
   index_t value = 0;
   index_t rows_per_entry = 1;
+  index_t stride = 1;  ///< between entries, which may lie in structs
   __device__ index_t of(index_t row) const {
-    return data ? data[rows_per_entry == 1 ? row : row / rows_per_entry] : value;
+    return data ? data[offset_t(rows_per_entry == 1 ? row : row / rows_per_entry) * stride] : value;
   }
 };
 

@@ -144,9 +144,11 @@ void page_products(const View& view, index_t sequence, index_t head,
       if (query.upper[i]) load_page_column(index.upper(row, c) + begin, count, upper + i * tile_tokens);
     }
     for (index_t p = 0; p < count && index.page == 1; ++p) {
-      const T* key = view.key(sequence, head, begin + p);
+      const auto* key = view.key(sequence, head, begin + p);
+      const float scale = view.key_scale(sequence, head, begin + p);
       for (std::size_t i = 0; i < channels; ++i) {
-        lower[i * tile_tokens + std::size_t(p)] = float(key[query.channels[i] * view.k_strides.dim]);
+        const float stored = static_cast<float>(key[query.channels[i] * view.k_strides.dim]);
+        lower[i * tile_tokens + std::size_t(p)] = View::is_raw ? stored : stored * scale;
       }
     }
     for (index_t r = 0; r < query.rows(); ++r) {
@@ -206,6 +208,7 @@ page_choice choose_by_pages(const View& view, index_t sequence, index_t head,
                             const Selector& selector, index_t tail, index_t read, index_t* out, float* mass,
                             page_workspace<View::k_dim>& memory) {
   constexpr int D = View::k_dim;
+  check_queries(view, queries);
   const index_t n = view.length(sequence, head), page = index.page, pages = ceil_div(n, page);
   const index_t group = queries.q.heads / view.kv_heads, rows = queries.q.tokens * group;
   if (mass) std::fill_n(mass, rows, 1.0f);
@@ -255,12 +258,16 @@ page_choice choose_by_pages(const View& view, index_t sequence, index_t head,
     }
     mass[r] = std::min(held, 1.0f);
   }
-  offset_t values = 0;
-  for (std::size_t i = 0; i < query.channels.size(); ++i) {
+  if (page == 1) {
     // Keys of chosen slots are read whole by the attention anyway.
-    values += page == 1 ? n - result.count : offset_t(pages) * (query.lower[i] + query.upper[i]);
+    const offset_t key_bytes = offset_t(query.channels.size()) * offset_t(sizeof(typename View::stored_type)) +
+                               (View::encoding_type::scaled ? offset_t(sizeof(float)) : 0);
+    result.bytes_read = (n - result.count) * key_bytes;
+  } else {
+    offset_t sides = 0;
+    for (std::size_t i = 0; i < query.channels.size(); ++i) sides += query.lower[i] + query.upper[i];
+    result.bytes_read = pages * sides * offset_t(sizeof(typename View::element_type));
   }
-  result.bytes_read = values * offset_t(sizeof(typename View::element_type));
   return result;
 }
 

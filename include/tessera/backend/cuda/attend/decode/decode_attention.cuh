@@ -78,6 +78,14 @@ class decode_attention {
            stream, "launch of decode attention", problem, scratch);
   }
 
+  /// As `run`, over one of several parts of what is stored: leaves sink logits to `merge_parts`, which needs the lse.
+  void run_part(problem_type problem, void* workspace, cudaStream_t stream) const {
+    static_assert(std::is_same_v<Out, float>, "tessera: a part of decode attention is written in fp32");
+    require(problem.lse.data != nullptr, "lse of a part", "null", "device memory", "merge_parts weighs parts by it");
+    problem.rule.sink_logits = nullptr;
+    run(problem, workspace, stream);
+  }
+
  private:
   std::size_t slots() const { return std::size_t(query_blocks_) * std::size_t(blocks_ + rows_); }
   std::size_t out_at() const { return (std::size_t(query_blocks_ * rows_) * 4 + 255) / 256 * 256; }

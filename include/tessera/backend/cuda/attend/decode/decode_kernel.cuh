@@ -3,7 +3,8 @@
 
 #include "../../device/launch.cuh"
 #include "decode_schedule.cuh"
-#include "decode_tile.cuh"
+#include "decode_staging.cuh"
+#include "decode_state.cuh"
 
 TESSERA_NAMESPACE_BEGIN
 namespace cuda {
@@ -19,8 +20,8 @@ struct decode_kernel {
   /// Parts of a row that a warp reads at once when they are merged: one after the other, their latencies were most of a
   /// short step. More registers than the loop over tiles leaves would spill, and what is spilled comes back behind the
   /// copies: 17 at once cost 0.7 us of 14 (H200, CUDA 13.0).
-  static constexpr int parts_at_once = D + Dv <= 256 ? 8 : 6;
-  static_assert(parts_at_once <= 32, "tessera: a lane of a warp holds the state of one part");
+  static constexpr int parts_at_once = D + Dv <= 256 ? 8 : 4;
+  static_assert(32 % (2 * parts_at_once) == 0, "tessera: a lane of a warp holds the state of one of 32 parts");
 
   using T = typename View::element_type;
   using problem_type = decode_problem<View, Out>;
@@ -85,7 +86,7 @@ struct decode_kernel {
     if (rows <= 32) return plan_in_warp<1>(first);
     if (rows <= 32 * rows_each) return plan_in_warp<rows_each>(first);
     scan_rows<threads>(rows, ends, warp_totals, [&](index_t row) { return tiles_of(count_of(p, row)); });
-    const even_cut cut(ends[rows - 1], index_t(gridDim.x), rows);
+    const even_cut cut(ends[rows - 1], index_t(gridDim.x), rows, false);
     if (me < cut.count && cut.tiles > 0) {
       first = segment_at(find_row(ends, rows, cut.begin(me)), cut.begin(me), cut.begin(me + 1));
     }
@@ -101,7 +102,14 @@ struct decode_kernel {
     const index_t before = scan_warp(sum) - sum;
 #pragma unroll
     for (int i = 0; i < Each; ++i) end[i] += before;
-    const even_cut cut(__shfl_sync(~0u, end[Each - 1], 31), index_t(gridDim.x), rows);
+    const index_t tiles = __shfl_sync(~0u, end[Each - 1], 31);
+    bool equal = true;
+#pragma unroll
+    for (int i = 0; i < Each; ++i) {
+      const index_t row = lane * Each + i;
+      equal &= row >= rows || end[i] * rows == tiles * (row + 1);
+    }
+    const even_cut cut(tiles, index_t(gridDim.x), rows, __all_sync(~0u, equal));
     const index_t begin = cut.begin(index_t(blockIdx.x));
     index_t ended = 0;
 #pragma unroll
@@ -215,25 +223,26 @@ struct decode_kernel {
                              staging_type& staging, state_type& state) const {
     const float scale = p.rule.scale_for(D);
     const bool uncapped = p.rule.soft_cap <= 0;
-    const bool segment_visible = uncapped && all_visible(ends_at);
+    const bool segment_visible = all_visible(ends_at);
     const auto tokens_from = [&](index_t t) { return token_of(t); };
     for (index_t t = of.first_tile; t < of.last_tile; ++t) {
       const std::uint32_t here = staging.take();
       const index_t first = token_of(t);
       if (first < of.at.count) {
-        bool plain = uncapped && first + tokens <= of.at.count;
+        const index_t held = min(index_t(tokens), of.at.count - first);
+        bool visible = segment_visible;
         index_t mine = 0;  // the position of token lane % tokens of the tile
-        if (!plain || !segment_visible) {
+        if (!visible) {
           mine = position_of(of.at, first + lane % tokens);
-          plain = plain && all_visible({ends_at.step, __shfl_sync(~0u, mine, 0), __shfl_sync(~0u, mine, tokens - 1)});
+          visible = all_visible({ends_at.step, __shfl_sync(~0u, mine, 0), __shfl_sync(~0u, mine, held - 1)});
         }
         const auto logit_of = [&](int i, int half, float product) {
           const index_t r = first_query + lane / 4 + half * 8, position = __shfl_sync(~0u, mine, i);
           const index_t query_position = ends_at.step + (r < query_rows ? small_quotient(r, group) : 0);
-          const bool seen = segment_visible || p.rule.visible(query_position, position);
-          return seen && first + i < of.at.count ? quick_cap(p.rule, product * scale) * log2e : -infinity;
+          const bool seen = visible || p.rule.visible(query_position, position);
+          return seen && i < held ? quick_cap(p.rule, product * scale) * log2e : -infinity;
         };
-        state.read(q, here, plain, scale * log2e, logit_of, lane);
+        state.read(q, here, uncapped && visible && held == tokens, !visible, scale * log2e, logit_of, lane);
       }
       __syncwarp();
       staging.put(p.view, of.at, t + stages, of.last_tile, tokens_from, lane);
@@ -285,6 +294,7 @@ struct decode_kernel {
 
   /// The row's output from its parts, in the order of pieces: the same bits whoever does it. Warps that would idle take
   /// a share of the parts.
+  template <int AtOnce>
   __device__ void merge_parts(const decode_row& at, index_t row, index_t first_piece, index_t parts,
                               merge_shares& shares) const {
     const int items = used * groups, doubled = items <= warps / 4 ? 2 : items <= warps / 2 ? 1 : 0;
@@ -298,7 +308,7 @@ struct decode_kernel {
       float4 x{};
       if (busy) {
         const offset_t base = slot_of(first_piece, row) + r;
-        sum_parts(base, mine ? d : 0, share * each, min(parts, (share + 1) * each), top, sum, x);
+        sum_parts<AtOnce>(base, mine ? d : 0, share * each, min(parts, (share + 1) * each), top, sum, x);
       }
       if (doubled > 0) {
         shares.out[warp][lane] = x;
@@ -326,40 +336,44 @@ struct decode_kernel {
     }
   }
   /// Adds parts [begin, end) of the query row at `base` to a maximum, a sum and a lane's four outputs.
+  template <int AtOnce>
   __device__ void sum_parts(offset_t base, int d, index_t begin, index_t end, float& top, float& sum, float4& x) const {
     const float2* states = scratch.state + base + begin * rows_per_block;
     const float* outs = scratch.out + (base + begin * rows_per_block) * Dv + d;
+    float factor = 0;
 #pragma unroll 1
-    for (; begin < end; begin += parts_at_once) {
-      const index_t here = min(index_t(parts_at_once), end - begin);
-      float4 y[parts_at_once];
+    for (index_t part = 0; part < end - begin; part += AtOnce) {
+      const index_t here = min(index_t(AtOnce), end - begin - part), held = part % 32;
+      float4 y[AtOnce];
 #pragma unroll
-      for (int part = 0; part < parts_at_once; ++part) {
-        if (part < here) y[part] = __ldcg(reinterpret_cast<const float4*>(outs + part * rows_per_block * Dv));
+      for (int i = 0; i < AtOnce; ++i) {
+        if (i < here) y[i] = __ldcg(reinterpret_cast<const float4*>(outs + (part + i) * rows_per_block * Dv));
       }
-      // A lane has the state of one part.
-      const float2 state = lane < here ? __ldcg(states + lane * rows_per_block) : make_float2(-infinity, 0);
-      const float higher = fmaxf(top, max_of_warp(state.x));
-      const float reference = higher == -infinity ? 0.0f : higher;
-      const float shrink = power_of_two(top - reference), factor = power_of_two(state.x - reference);
-      top = higher;
-      sum = sum * shrink + sum_of_warp(state.y * factor);
-      x.x *= shrink;
-      x.y *= shrink;
-      x.z *= shrink;
-      x.w *= shrink;
+      if (held == 0) {
+        // A lane has the state of one of the next 32 parts.
+        const float2 state =
+            part + lane < end - begin ? __ldcg(states + (part + lane) * rows_per_block) : make_float2(-infinity, 0);
+        const float higher = fmaxf(top, max_of_warp(state.x));
+        const float reference = higher == -infinity ? 0.0f : higher;
+        const float shrink = power_of_two(top - reference);
+        factor = power_of_two(state.x - reference);
+        top = higher;
+        sum = sum * shrink + sum_of_warp(state.y * factor);
+        x.x *= shrink;
+        x.y *= shrink;
+        x.z *= shrink;
+        x.w *= shrink;
+      }
 #pragma unroll
-      for (int part = 0; part < parts_at_once; ++part) {
-        const float weight = __shfl_sync(~0u, factor, part);
-        if (part < here) {
-          x.x += y[part].x * weight;
-          x.y += y[part].y * weight;
-          x.z += y[part].z * weight;
-          x.w += y[part].w * weight;
+      for (int i = 0; i < AtOnce; ++i) {
+        const float weight = __shfl_sync(~0u, factor, held + i);
+        if (i < here) {
+          x.x += y[i].x * weight;
+          x.y += y[i].y * weight;
+          x.z += y[i].z * weight;
+          x.w += y[i].w * weight;
         }
       }
-      states += parts_at_once * rows_per_block;
-      outs += parts_at_once * rows_per_block * Dv;
     }
   }
   static constexpr int groups = (Dv / 4 + 31) / 32;  // of 32 lanes, four output dims each
@@ -403,20 +417,23 @@ struct decode_kernel {
     std::uint32_t q[D / 16][4];
 #pragma unroll 1
     while (true) {
+      if (!more) {
+        // A block that is done has registers for more parts at once: a row much longer than the others has many.
+        if (arrived_parts > 1 && last_to_arrive(arrived_row, arrived_parts, flag)) {
+          merge_parts<2 * parts_at_once>(arrived_at, arrived_row, arrived_first, arrived_parts, shares);
+        }
+        return;
+      }
       // A row's first tiles leave before the row before it is done with: its merge costs their latency or less. What is
       // small leaves before them: behind them it would wait until all of them are there.
-      if (more) {
-        if (now.at.chosen) prefetch_indices(now.at.chosen, now.first_tile, now.last_tile, now.at.count);
-        staging.find(p.view, now.at, now.first_tile, now.last_tile, tokens_from, lane);
-        load_queries(now.at, q);
-        ends_at = positions_of(now);
-        staging.begin(p.view, now.at, now.first_tile, now.last_tile, tokens_from, lane);
+      if (now.at.chosen) prefetch_indices(now.at.chosen, now.first_tile, now.last_tile, now.at.count);
+      staging.find(p.view, now.at, now.first_tile, now.last_tile, tokens_from, lane);
+      load_queries(now.at, q);
+      ends_at = positions_of(now);
+      staging.begin(p.view, now.at, now.first_tile, now.last_tile, tokens_from, lane);
+      if (arrived_parts > 1 && last_to_arrive(arrived_row, arrived_parts, flag)) {
+        merge_parts<parts_at_once>(arrived_at, arrived_row, arrived_first, arrived_parts, shares);
       }
-      if (arrived_parts > 1) {
-        const bool is_last = last_to_arrive(arrived_row, arrived_parts, flag);
-        if (is_last) merge_parts(arrived_at, arrived_row, arrived_first, arrived_parts, shares);
-      }
-      if (!more) return;
       if (p.chosen.indices && now.row_end < end) {
         // A block that goes on into the next row will find its slots in the L2.
         const index_t tiles = min(end, now.next_end) - now.row_end;
