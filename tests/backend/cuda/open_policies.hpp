@@ -11,11 +11,13 @@
 namespace gpu_test {
 using namespace tessera;
 
-/// Half of a better neighbour's score counts: exact in fp32, so that the backends agree to the bit.
+/// Half of a better neighbour's score counts: exact in fp32, so that the backends agree to the bit. NaN stays and counts for
+/// nobody.
 TESSERA_HD inline float half_of_neighbours(const float* in, index_t n, index_t i) {
-  const float left = i > 0 ? 0.5f * in[i - 1] : -infinity, right = i + 1 < n ? 0.5f * in[i + 1] : -infinity;
-  const float best = left > right ? left : right;
-  return best > in[i] ? best : in[i];
+  float best = in[i];
+  if (i > 0 && 0.5f * in[i - 1] > best) best = 0.5f * in[i - 1];
+  if (i + 1 < n && 0.5f * in[i + 1] > best) best = 0.5f * in[i + 1];
+  return best;
 }
 
 struct spread_window {
