@@ -1,6 +1,6 @@
 // The CUDA cache of recipes whose policies exist only in the tests, and of filters by position, against the CPU's.
-#include "backend/cuda/open_policies.hpp"
 #include "cache_case.hpp"
+#include "support/open_policies.hpp"
 #include "tessera/attention/dense_decode.hpp"
 #include "tessera/attention/gathered_decode.hpp"
 #include "tessera/budget/uniform.hpp"
@@ -13,6 +13,7 @@
 
 using namespace tessera;
 using namespace gpu_test;
+using namespace support;
 
 namespace {
 

@@ -1,14 +1,14 @@
-// Policies that exist only in the tests: each says what it does once, and both backends run it.
+// Policies that exist only in the tests: each says what it does once, and every backend runs it.
 #pragma once
 
-#include "tessera/concepts/budget.hpp"
-#include "tessera/concepts/scorer.hpp"
-#include "tessera/concepts/selector.hpp"
-#include "tessera/core/error.hpp"
-#include "tessera/math/exp.hpp"
-#include "tessera/selector/top_blocks.hpp"
+#include <tessera/concepts/budget.hpp>
+#include <tessera/concepts/scorer.hpp>
+#include <tessera/concepts/selector.hpp>
+#include <tessera/core/error.hpp>
+#include <tessera/math/exp.hpp>
+#include <tessera/selector/top_blocks.hpp>
 
-namespace gpu_test {
+namespace support {
 using namespace tessera;
 
 /// Half of a better neighbour's score counts: exact in fp32, so that the backends agree to the bit. NaN stays and counts for
@@ -109,4 +109,4 @@ struct pairs {
 };
 static_assert(check_device_selector<pairs>());
 
-}  // namespace gpu_test
+}  // namespace support
