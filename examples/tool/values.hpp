@@ -41,6 +41,9 @@ element_type parse_element(std::string_view text);
 /// "name=value". Errors: no equals sign, or nothing before it.
 setting parse_setting(std::string_view text);
 
+/// Several of them. Errors: as `parse_setting`; the same name twice.
+std::vector<setting> parse_settings(const std::vector<std::string>& texts);
+
 /// The parts between commas, without white space around them. Errors: no part, an empty one, or one given twice.
 std::vector<std::string> parse_list(std::string_view name, std::string_view text);
 

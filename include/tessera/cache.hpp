@@ -151,7 +151,7 @@ class cache {
 
   /// Logical positions that this turn's steps may read of one kv_head: what a filter let through and what was decoded
   /// since; everything stored where there is no filter.
-  std::vector<index_t> readable(index_t layer, index_t id, index_t head) {
+  std::vector<index_t> readable(index_t layer, index_t id, index_t head) const {
     if (!roles_.follows_recipe(layer)) return positions(layer, id, head);
     conversations_.at(id, layer);
     return reading_.positions(layer, id, head, store_);
@@ -207,7 +207,7 @@ class cache {
   /// Drops what a sliding layer has left behind, now and then.
   void slide(index_t layer, index_t id) {
     const index_t window = roles_.window(layer);
-    if (window == 0 || store_.longest(layer, id) <= window + cpu::spare_room(window)) return;
+    if (window == 0 || store_.longest(layer, id) <= window + spare_room(window)) return;
     store_.keep(layer, id, cpu::newest(store_.lengths(layer, id), window), *workers_);
   }
 

@@ -235,25 +235,33 @@ static_assert(!attention<attention_silent_about_gathering>);
 static_assert(!attention<attention_with_constant_rule>);
 
 struct schedule_parts : named {
-  static constexpr bool after_steps = true;
-  bool due(moment) const { return true; }
+  static constexpr bool fires_at(moment) { return true; }
+  bool due(moment, const turn_clock&) const { return true; }
 };
 static_assert(schedule<schedule_parts>);
 
 struct nameless_schedule : schedule_parts {
   int name;
 };
-struct schedule_silent_about_steps : named {
-  bool due(moment) const { return true; }
+struct schedule_silent_about_moments : named {
+  bool due(moment, const turn_clock&) const { return true; }
+};
+struct schedule_that_fires_unforeseen : schedule_parts {
+  static bool fires_at(moment) { return true; }  // not known when compiling
 };
 struct schedule_that_answers_in_ints : schedule_parts {
-  int due(moment) const { return 1; }
+  int due(moment, const turn_clock&) const { return 1; }
+};
+struct schedule_without_clock : schedule_parts {
+  bool due(moment) const { return true; }
 };
 struct schedule_without_due : named {
-  static constexpr bool after_steps = true;
+  static constexpr bool fires_at(moment) { return true; }
 };
 static_assert(!schedule<nameless_schedule>);
-static_assert(!schedule<schedule_silent_about_steps>);
+static_assert(!schedule<schedule_silent_about_moments>);
+static_assert(!schedule<schedule_that_fires_unforeseen>);
+static_assert(!schedule<schedule_without_clock>);
 static_assert(!schedule<schedule_that_answers_in_ints>);
 static_assert(!schedule<schedule_without_due>);
 

@@ -148,8 +148,19 @@ void obeys_the_laws_of_scorers(const S& policy) {
 
 template <schedule S>
 void obeys_the_laws_of_schedules(const S& policy) {
-  CHECK(policy.due(moment::prefill_end));
-  CHECK(policy.due(moment::step_end) == S::after_steps);
+  CHECK(std::strlen(S::name) > 0);
+  for (const moment now : {moment::prompt_end, moment::step_begin, moment::step_end}) {
+    bool fired = false;
+    for (index_t turn = 1; turn <= 4; ++turn) {
+      for (index_t steps = now == moment::prompt_end ? 0 : 1; steps <= (now == moment::prompt_end ? 0 : 200); ++steps) {
+        const bool due = policy.due(now, {turn, steps});
+        fired |= due;
+        // What is due is a matter of the moment and the clock alone.
+        REQUIRE(policy.due(now, {turn, steps}) == due);
+      }
+    }
+    CHECK(fired == S::fires_at(now));
+  }
 }
 
 }  // namespace support

@@ -72,6 +72,7 @@ class conversations {
             "0 to " + std::to_string(shape_.layers - 1), "pass a layer of the model");
     return at(id).layers[std::size_t(layer_index)];
   }
+  bool is_open(index_t id) const { return all_[std::size_t(id)].open; }
   index_t size() const { return index_t(all_.size()); }
 
   void follow_budget(const Recipe& recipe) {

@@ -64,10 +64,13 @@ class reading {
     }
   }
   /// Logical positions of what steps may read of one head.
-  std::vector<index_t> positions(index_t layer, index_t id, index_t head, store_type& stored) const {
-    const auto all = view(layer, id, stored);
+  std::vector<index_t> positions(index_t layer, index_t id, index_t head, const store_type& stored) const {
+    const candidates* passed = filters ? &passed_[index(layer, id)] : nullptr;
+    const index_t count = filters ? passed->count(head) : stored.lengths(layer, id)[std::size_t(head)];
     std::vector<index_t> result;
-    for (index_t i = 0; i < all.length(0, head); ++i) result.push_back(all.position(0, head, i));
+    for (index_t i = 0; i < count; ++i) {
+      result.push_back(stored.position(layer, id, head, filters ? passed->row(head)[i] : i));
+    }
     return result;
   }
 

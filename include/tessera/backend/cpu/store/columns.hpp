@@ -4,15 +4,12 @@
 #include <algorithm>
 #include <vector>
 
+#include "../../../core/room.hpp"
 #include "../../../core/selection.hpp"
 #include "../../../core/types.hpp"
 
 TESSERA_NAMESPACE_BEGIN
 namespace cpu {
-
-/// How many tokens beyond `held` a run has room for when it moves: a step then copies few rows on average, far fewer
-/// than it reads. Both backends keep to it.
-inline index_t spare_room(index_t held) { return std::max<index_t>(16, held / 64); }
 
 /// One column a number by kv_head and slot, of one layer of one sequence. Heads lie one after another; lengths are the
 /// caller's. Positions are held only once something was dropped: until then slot and position coincide.

@@ -17,7 +17,7 @@ template <class Layout, int Page>
 class placed_rows<Layout, fixed_pages<Page>> {
  public:
   using encoding_type = typename Layout::encoding_type;
-  using view_type = kv_view<encoding_type, Layout::k_dim, block_table, Layout::v_dim>;
+  using view_type = kv_view<view_element<encoding_type>, Layout::k_dim, block_table, Layout::v_dim>;
 
   explicit placed_rows(index_t kv_heads) : heads_(kv_heads) {}
 
