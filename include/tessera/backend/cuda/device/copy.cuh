@@ -35,6 +35,12 @@ __device__ __forceinline__ void copy_async16(std::uint32_t to, const void* from,
 }
 /// Asks for the 128 bytes around `p` to come to the L2.
 __device__ __forceinline__ void prefetch_line(const void* p) { asm volatile("prefetch.global.L2 [%0];" ::"l"(p)); }
+/// Writes 16 bytes to shared memory, by an address that asynchronous copies take.
+__device__ __forceinline__ void store_shared16(std::uint32_t to, const uint4& value) {
+  asm volatile("st.shared.v4.b32 [%0], {%1, %2, %3, %4};" ::"r"(to), "r"(value.x), "r"(value.y), "r"(value.z),
+               "r"(value.w)
+               : "memory");
+}
 __device__ __forceinline__ void commit_copies() { asm volatile("cp.async.commit_group;" ::: "memory"); }
 template <int Pending>
 __device__ __forceinline__ void wait_copies() {
