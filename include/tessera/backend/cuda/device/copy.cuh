@@ -20,6 +20,10 @@ __device__ __forceinline__ void copy_async16(std::uint32_t to, const void* from,
 __device__ __forceinline__ void copy_async4(std::uint32_t to, const void* from) {
   asm volatile("cp.async.ca.shared.global [%0], [%1], 4;" ::"r"(to), "l"(from) : "memory");
 }
+/// Zeros when `valid` is false.
+__device__ __forceinline__ void copy_async4(std::uint32_t to, const void* from, bool valid) {
+  asm volatile("cp.async.ca.shared.global [%0], [%1], 4, %2;" ::"r"(to), "l"(from), "r"(valid ? 4 : 0) : "memory");
+}
 
 /// A policy for data that is read once: it is the first to leave the L2, so that what is read again stays.
 __device__ __forceinline__ std::uint64_t evict_first_policy() {
