@@ -36,7 +36,7 @@ int main() {
 
   // Parameters can be set as members, or by name, as a command line does.
   const auto set = [&]<class T>(std::string_view wanted, T value) {
-    two_stages::parameters(policy, [&]<class P>(std::string_view name, P& parameter, const char* about) {
+    two_stages::parameters(policy, [&]<class P>(std::string_view name, P& parameter, const auto& /*allowed*/, const char* about) {
       if (name != wanted) return;
       std::printf("%s: %s\n", name.data(), about);
       if constexpr (std::is_same_v<T, P>) parameter = value;

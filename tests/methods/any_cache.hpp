@@ -74,6 +74,7 @@ struct traits {
   share budget = share::uniform;
   second reads = second::none;
   bool blocks = false, each_step = false, filters = false, plans = false;
+  bool before_step = false;  // makes room before a step reads
   bool pages = false;  // reads whole pages, whatever `unit` says
 
   bool estimates() const { return reads != second::none && reads != second::exact; }
