@@ -182,14 +182,18 @@ if wanted benchmarks; then
     note "decode_step (${no_examples:-the program is not there})" none 0
   fi
 fi
+# The names of test_gpu's files; CMake makes one for each method.
+test_files() {
+  { find tests/backend/cuda -name "test_*.cu"; sed 's,.*/,test_cache_,' <(ls include/tessera/methods/*.hpp); } |
+    sed 's,.*/,,; s,[.][a-z]*$,,' | sort
+}
 if wanted sanitizers; then
   # One process for each tool and test file, as many at once as there are cores: each is bound by one core most of the
   # time. racecheck takes longest and goes first.
   export TESSERA_TEST_SCALE=$scale
   for tool in racecheck initcheck memcheck synccheck; do
-    for file in $(find tests/backend/cuda -name "test_*.cu" | sort); do
+    for file in $(test_files); do
       while [ "$(jobs -rp | wc -l)" -ge "$(nproc)" ]; do wait -n; done
-      file=$(basename "$file" .cu)
       step "$tool.$file" 300 compute-sanitizer --tool "$tool" --error-exitcode 86 --print-limit 20 \
         "$programs/test_gpu" --filenames-as-tags "[#$file]" &
     done

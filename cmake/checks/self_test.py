@@ -15,6 +15,7 @@ import compile_fail
 import docs
 import forbidden_text
 import layers
+import new_method
 import policy_rows
 
 COMPILER = sys.argv.pop(1) if len(sys.argv) > 1 else "c++"
@@ -92,6 +93,28 @@ class Checks(unittest.TestCase):
         self.assert_passes(policy_rows.main, {**header, "docs/policies.md": "| `key_norm` | L2 norm |\n"})
         self.assert_fails(policy_rows.main, header, "scorer/key_norm.hpp")
         self.assert_fails(policy_rows.main, {**header, "docs/policies.md": "| a | see `key_norm` |\n"}, "no row")
+
+    def test_every_method_needs_rows_that_agree_with_it(self):
+        good = {"include/tessera/methods/quick.hpp": "// arXiv:2404.14469\nstruct quick : recipe<retain<position, "
+                                                     "two_stage<uniform>, top_tokens>, dense<T>> {};\n",
+                "docs/policies.md": "| `quick` | `position` | `two_stage<uniform>` | `top_tokens` |\n",
+                "README.md": "| `quick` | the newest | arXiv:2404.14469 |\n"}
+        self.assert_passes(policy_rows.main, good)
+        for name, text, sentence in [
+            ("docs/policies.md", "", "no row that begins with | `quick` |"),
+            ("docs/policies.md", "| `quick` | `position` | `two_stage<pyramid>` | `top_tokens` |\n", "does not name `uniform`"),
+            ("README.md", "`quick` is quick\n", "README.md has no row that begins with | `quick` |"),
+            ("README.md", "| `quick` | | arXiv:2406.14469 |\n", "gives `quick` the paper arXiv:2406.14469"),
+        ]:
+            self.assert_fails(policy_rows.main, {**good, name: text}, sentence)
+
+    def test_a_new_method_must_reach_every_list(self):
+        # A tree that takes no notice of its headers.
+        files = {f"{part}/kept.txt": "" for part in ("cmake", "tests", "examples", "benchmarks")}
+        files |= {"CMakeLists.txt": "cmake_minimum_required(VERSION 3.25)\nproject(deaf NONE)\n", "LICENSE": "",
+                  "include/tessera/methods/snapkv.hpp": "struct snapkv;\n"}
+        self.assert_fails(lambda folder: new_method.main(folder, "cmake", "Ninja", COMPILER, "OFF"), files,
+                          "registry_list.cpp was not made")
 
     def test_pages_must_say_what_the_sources_say(self):
         marker, code = "<!-- examples/ladder/a.cpp [readme] -->\n", "```cpp\nint a;\n```\n"
