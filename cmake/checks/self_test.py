@@ -6,6 +6,7 @@ Usage: self_test.py COMPILER
 import contextlib
 import io
 import pathlib
+import subprocess
 import sys
 import tempfile
 import unittest
@@ -132,6 +133,21 @@ class Checks(unittest.TestCase):
             ("docs/concepts.md", "tessera: a budget must\n", "lacks the sentence: tessera: a budget must have a name"),
         ]:
             self.assert_fails(docs.main, {**good, name: text}, sentence)
+
+    def test_a_step_that_hangs_is_ended_and_a_slow_one_is_not(self):
+        steps = pathlib.Path(__file__).resolve().parents[2] / "benchmarks" / "steps.sh"
+        with tempfile.TemporaryDirectory() as logs:
+            script = f"limit=60 logs={logs}; source {steps}\n" + """
+                attempt slow 2 bash -c 'for i in 1 2 3 4 5 6; do echo $i; sleep 0.5; done'
+                attempt hangs 1 bash -c 'echo begun; exec sleep 60'
+                attempt fails 5 bash -c 'exit 3'
+                limit=0
+                attempt late 5 true
+                echo "failed $failed" """
+            run = subprocess.run(["bash", "-c", script], stdout=subprocess.PIPE, text=True, timeout=60, check=False)
+            written = [line.split("\t")[:2] for line in pathlib.Path(logs, "steps.tsv").read_text().splitlines()]
+        self.assertEqual(written, [["slow", "0"], ["hangs", "silent"], ["fails", "3"], ["late", "124"]], run.stdout)
+        self.assertIn("failed 3", run.stdout)
 
     def test_forbidden_text_is_found(self):
         self.assert_passes(forbidden_text.main, {"a.md": "frame/" + "work/ and ${root}/" + "work/ are fine\n"})
