@@ -131,7 +131,7 @@ if [ -z "$prebuilt" ]; then
   fi
   # shellcheck disable=SC2086 # two words for Ninja
   [ ${#targets[@]} -eq 0 ] || attempt build 900 cmake --build "$build" --parallel "$(nproc)" --target "${targets[@]}" -- $keep_going
-  grep -E 'error|FAILED' "$logs/build.log" | head -n 5
+  grep -E 'error|FAILED' "$logs/build.log" 2>/dev/null | head -n 5
 fi
 # Shared libraries that came along with programs built elsewhere.
 [ -z "$prebuilt" ] || export LD_LIBRARY_PATH=$prebuilt${LD_LIBRARY_PATH:+:$LD_LIBRARY_PATH}

@@ -8,8 +8,8 @@ source tests/packages.sh
 
 eval_flags=(--model examples/model
             --methods full,streaming_llm,h2o,snapkv,pyramidkv,ada_snapkv,hsa,rocketkv,rocketkv_mt,exact_topk
-            --budgets 64,256 --context 4096
-            --families single,multi_key,conversation --count 8)
+            --budgets 64,256 --context 2048
+            --families single,multi_key,conversation --count 6)
 
 need "${build_packages[@]}" "${example_packages[@]}"
 echo "Building the tool (a few minutes the first time) ..."
