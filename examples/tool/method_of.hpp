@@ -99,6 +99,7 @@ method_info describe() {
   info.name = recipe::name;
   info.paper = recipe::paper;
   info.has_budget = recipe::chooses || recipe::retrieves;
+  info.budgets = recipe::budgets;
   recipe::policies([&](const char* axis, const char* policy) { info.policies.push_back({axis, policy}); });
   info.parameters = parameters_of(recipe{});
   info.configured = [](const std::vector<setting>& settings) {

@@ -81,6 +81,8 @@ struct retrieve {
   using selector_type = Selector;
   /// Whether `tokens` pay for an estimate too: then a step attends half of them.
   static constexpr bool estimates = paged_scorer<Scorer>;
+  static constexpr value_range<index_t> budgets = estimates ? estimating_budgets : token_budgets;
+  static constexpr value_range<index_t> answers{0, most_tokens};
 
   Scorer scorer{};
   Selector selector{};
@@ -99,11 +101,10 @@ struct retrieve {
 
   void check(const char* budget_name) const {
     if constexpr (estimates) {
-      require(tokens >= 16, budget_name, tokens, "at least 16 tokens per kv_head",
-              "raise it: the token budget pays for estimating scores and for attending");
-      require(max_new >= 0, "max_new", max_new, "0 or more tokens", "pass how many tokens a turn decodes");
+      budgets.check(budget_name, tokens, "the token budget pays for estimating scores and for attending");
+      answers.check("max_new", max_new, "pass how many tokens a turn decodes");
     } else {
-      require(tokens >= 1, budget_name, tokens, "at least 1 token per kv_head", "pass how many tokens a step may read");
+      budgets.check(budget_name, tokens, "pass how many tokens a step may read");
     }
   }
 };
@@ -175,6 +176,16 @@ struct recipe {
   Retrieve retrieve{};
   Attention attention{};
   Schedule schedule{};
+
+  /// What the budget may be; nothing counts tokens where everything is retained and read.
+  static constexpr value_range<index_t> budgets = [] {
+    if constexpr (chooses) {
+      if constexpr (requires { Retain::budget_type::budgets; }) return Retain::budget_type::budgets;
+      if constexpr (!requires { Retain::budget_type::budgets; }) return token_budgets;
+    }
+    if constexpr (!chooses && retrieves) return Retrieve::budgets;
+    return value_range<index_t>{0, 0};
+  }();
 
   /// The token budget per kv_head: of the first stage (or of both) if there is one, else of one step's reads.
   index_t budget() const {
@@ -272,7 +283,7 @@ struct recipe {
             "pass the queries of the chunk's last tokens");
   }
 
-  /// Calls `visit(name, reference, about)` for every run-time parameter of every policy; a name that
+  /// Calls `visit(name, reference, allowed, about)` for every run-time parameter of every policy; a name that
   /// two policies share comes twice and means both.
   template <class Self, class Visit>
   static void parameters(Self& self, Visit&& visit) {
@@ -284,9 +295,10 @@ struct recipe {
     if constexpr (retrieves) {
       // Where a first stage chooses too, the budget is its own and the step's has a name of its own.
       if constexpr (chooses && !plans)
-        visit("read_tokens", self.retrieve.tokens, "tokens that a step reads of each kv_head");
+        visit("read_tokens", self.retrieve.tokens, Retrieve::budgets, "tokens that a step reads of each kv_head");
       if constexpr (estimates && !plans)
-        visit("max_new", self.retrieve.max_new, "tokens that a turn decodes: they count into the sequence's length");
+        visit("max_new", self.retrieve.max_new, Retrieve::answers,
+              "tokens that a turn decodes: they count into the sequence's length");
       Retrieve::scorer_type::parameters(self.retrieve.scorer, visit);
       Retrieve::selector_type::parameters(self.retrieve.selector, visit);
     }

@@ -79,10 +79,17 @@ struct traits {
   bool pays_for_estimates() const { return plans || (estimate && scorer == first::none); }
 };
 
+/// A number that a method is run with, its budget among them, and what it may be.
+struct number {
+  std::string name;
+  double least, most, step;  // the next number that is refused lies a step beyond
+};
+
 /// A method or mixture that tests can make by its name.
 struct entry {
   std::string name;
   traits made_of;
+  std::vector<number> (*numbers)();
   std::unique_ptr<any_cache> (*make)(const settings&, const tessera::model_shape&,
                                      std::shared_ptr<tessera::cpu::executor>);
 };
@@ -91,6 +98,7 @@ struct entry {
 std::unique_ptr<any_cache> make_cache(const settings& chosen, const tessera::model_shape& shape,
                                       std::shared_ptr<tessera::cpu::executor> workers);
 const traits& traits_of(const std::string& method);
+std::vector<number> numbers_of(const std::string& method);
 
 /// One for every header of include/tessera/methods: CMake makes the list (registry.cpp.in).
 std::vector<entry> published_entries();

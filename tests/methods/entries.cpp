@@ -38,6 +38,7 @@ std::unique_ptr<any_cache> make_cache(const settings& chosen, const tessera::mod
 }
 
 const traits& traits_of(const std::string& method) { return find(method).made_of; }
+std::vector<number> numbers_of(const std::string& method) { return find(method).numbers(); }
 
 std::vector<std::string> published_methods() { return names_of(published_entries()); }
 std::vector<std::string> mixed_methods() { return names_of(mixture_entries()); }

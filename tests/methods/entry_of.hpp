@@ -101,7 +101,7 @@ Recipe configured(const settings& chosen) {
   Recipe recipe;
   recipe.set_budget(chosen.budget);
   recipe.attention.rule = chosen.rule;
-  Recipe::parameters(recipe, [&](const char* name, auto& value, const char*) {
+  Recipe::parameters(recipe, [&](const char* name, auto& value, const auto&, const char*) {
     using value_type = std::remove_reference_t<decltype(value)>;
     const auto found = chosen.values.find(name);
     if (found == chosen.values.end()) return;
@@ -165,8 +165,25 @@ class cache_of final : public any_cache {
 };
 
 template <class Recipe>
+std::vector<number> numbers() {
+  std::vector<number> all;
+  if (Recipe::chooses || Recipe::retrieves)
+    all.push_back({"budget", double(Recipe::budgets.least), double(Recipe::budgets.most), 1});
+  Recipe recipe;
+  Recipe::parameters(recipe, [&](const char* name, auto& value, const auto& allowed, const char*) {
+    using value_type = std::remove_reference_t<decltype(value)>;
+    if constexpr (std::is_same_v<value_type, split_factor>)
+      all.push_back({name, allowed.fixed.least, allowed.fixed.most, 1e-6});
+    if constexpr (std::is_arithmetic_v<value_type>) {
+      all.push_back({name, double(allowed.least), double(allowed.most), std::is_same_v<value_type, float> ? 1e-6 : 1});
+    }
+  });
+  return all;
+}
+
+template <class Recipe>
 entry entry_of(std::string name) {
-  return {std::move(name), describe<Recipe>(),
+  return {std::move(name), describe<Recipe>(), &numbers<Recipe>,
           [](const settings& chosen, const model_shape& shape, std::shared_ptr<cpu::executor> workers) {
             return std::unique_ptr<any_cache>(
                 new cache_of<Recipe>(cache<Recipe>(shape, configured<Recipe>(chosen), std::move(workers))));

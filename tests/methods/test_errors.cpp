@@ -12,12 +12,13 @@ TEST_CASE("a budget below one token is refused when a cache is made and when it 
     const traits& made_of = traits_of(method);
     if (made_of.scorer == traits::first::none && made_of.reads == traits::second::none) continue;  // has no budget
     const bool token_budget = made_of.pays_for_estimates();
-    const std::string least = token_budget ? "budget is 0; expected at least 16 tokens per kv_head; "
-                                           : "budget is 0; expected at least 1 token per kv_head; ";
+    const std::string least =
+        token_budget ? "budget is 0; expected 16 to 16777216; " : "budget is 0; expected 1 to 16777216; ";
     CHECK_THAT(said_on_making({method, 0, {{"window", 1}}}), contains(least));
-    CHECK_THAT(said_on_making({method, -3, {{"window", 1}}}), contains("budget is -3; expected at least 1"));
+    CHECK_THAT(said_on_making({method, -3, {{"window", 1}}}),
+               contains(token_budget ? "budget is -3; expected 16 to" : "budget is -3; expected 1 to"));
     if (token_budget)
-      CHECK_THAT(said_on_making({method, 15, {{"window", 1}}}), contains("budget is 15; expected at least 16"));
+      CHECK_THAT(said_on_making({method, 15, {{"window", 1}}}), contains("budget is 15; expected 16 to 16777216"));
     working now({method, 40, {{"window", 4}}});
     now.prompt(60);
     now.end_prompt();
@@ -30,24 +31,25 @@ TEST_CASE("parameters that make no sense are refused by name, with what is allow
   const std::string raise = "lower the window or raise the budget";
   for (const std::string method : {"snapkv", "pyramidkv", "ada_snapkv", "two_stages"}) {
     CHECK_THAT(said_on_making({method, 40, {{"window", 0}}}),
-               contains("window is 0; expected at least 1; pass how many"));
+               contains("window is 0; expected 1 to 32768; it means: last prompt queries"));
     CHECK_THAT(said_on_making({method, 40, {{"window", 41}}}),
                contains("window is 41; expected at most the budget, which is 40; " + raise));
     CHECK_THAT(said_on_making({method, 40, {{"window", 4}, {"pool", 6}}}),
-               contains("pool is 6; expected an odd number, at least 1; pass 1"));
+               contains("pool is 6; expected an odd number; pass 1"));
     CHECK_THAT(said_on_making({method, 40, {{"window", 4}, {"pool", 0}}}), contains("pool is 0"));
   }
   CHECK_THAT(said_on_making({"streaming_llm", 4}),
-             contains("sinks is 4; expected 0 to one less than the budget, which is 4"));
+             contains("sinks is 4; expected at most one less than the budget, which is 4"));
   CHECK_THAT(said_on_making({"streaming_llm", 4, {{"sinks", -1}}}), contains("sinks is -1"));
   for (const std::string method : {"ada_snapkv", "two_stages"}) {
-    CHECK_THAT(said_on_making({method, 40, {{"floor", 1.5}}}), contains("floor is 1.5; expected 0 to 1; pass 0.2"));
+    CHECK_THAT(said_on_making({method, 40, {{"floor", 1.5}}}),
+               contains("floor is 1.5; expected 0 to 1; it means: fraction"));
     CHECK_THAT(said_on_making({method, 40, {{"floor", -0.5}}}), contains("floor is -0.5"));
   }
-  CHECK_THAT(said_on_making({"pyramidkv", 40, {{"beta", 0}}}), contains("beta is 0; expected at least 1"));
+  CHECK_THAT(said_on_making({"pyramidkv", 40, {{"beta", 0}}}), contains("beta is 0; expected 1 to 16777216"));
   CHECK_THAT(said_on_making({"h2o", 40, {{"recent", 41}}}),
-             contains("recent is 41; expected 0 to the budget, which is 40"));
-  CHECK_THAT(said_on_making({"two_stages", 40, {{"block", 0}}}), contains("block is 0; expected at least 1 token"));
+             contains("recent is 41; expected at most the budget, which is 40"));
+  CHECK_THAT(said_on_making({"two_stages", 40, {{"block", 0}}}), contains("block is 0; expected 1 to 16777216"));
   CHECK_THAT(said_on_making({"two_stages", 40, {{"read_tokens", 0}}}), contains("read_tokens is 0"));
 }
 
@@ -256,8 +258,8 @@ TEST_CASE("an empty chunk, and a chunk without the queries that the scorer obser
 
 TEST_CASE("parameters of two stages that make no sense are refused by name") {
   for (const std::string method : {"rocketkv", "rocketkv_mt", "ada_hsa"}) {
-    CHECK_THAT(said_on_making({method, 15}), contains("budget is 15; expected at least 16 tokens per kv_head"));
-    CHECK_THAT(said_on_making({method, 64, {{"max_new", -1}}}), contains("max_new is -1; expected 0 or more"));
+    CHECK_THAT(said_on_making({method, 15}), contains("budget is 15; expected 16 to 16777216"));
+    CHECK_THAT(said_on_making({method, 64, {{"max_new", -1}}}), contains("max_new is -1; expected 0 to 16777216"));
     CHECK_THAT(said_on_making({method, 64, {{"split", 1.5}}}), contains("split is 1.5; expected adaptive, or 0 to 1"));
     CHECK_THAT(said_on_making({method, 64, {{"split", -1}}}), contains("split is -1; expected adaptive, or 0 to 1"));
     CHECK_THAT(said_on_making({method, 64, {{"window", 0}}}), contains("window is 0"));
@@ -268,9 +270,9 @@ TEST_CASE("parameters of two stages that make no sense are refused by name") {
   CHECK_THAT(said_on_making({"hsa", 64, {{"max_new", -1}}}), contains("max_new is -1"));
   CHECK_THAT(said_on_making({"quest", 64, {{"page", -1}}}), contains("page is -1"));
   CHECK_THAT(said_on_making({"sparq", 64, {{"recent", 33}}}),
-             contains("recent is 33; expected 0 to what a step attends, which is 32"));
+             contains("recent is 33; expected at most what a step attends, which is 32"));
   CHECK_THAT(said_on_making({"snapkv_quest", 64, {{"read_tokens", 15}}}),
-             contains("read_tokens is 15; expected at least 16"));
+             contains("read_tokens is 15; expected 16 to"));
 }
 
 TEST_CASE("a max_new that leaves no room for the window is refused when the prompt ends, and the prompt goes on") {

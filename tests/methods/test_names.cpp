@@ -27,7 +27,8 @@ template <class Recipe>
 std::vector<std::string> parameter_names() {
   Recipe recipe;
   std::vector<std::string> names;
-  Recipe::parameters(recipe, [&](const char* name, auto&, const char* about) {
+  Recipe::parameters(recipe, [&](const char* name, auto&, const auto& allowed, const char* about) {
+    CHECK_FALSE(allowed.text().empty());
     CHECK(std::string(about).size() > 5);
     names.emplace_back(name);
   });

@@ -7,7 +7,7 @@
 #include <vector>
 
 #include "../concepts/budget.hpp"
-#include "../core/error.hpp"
+#include "../core/parameters.hpp"
 #include "../math/ordered.hpp"
 
 TESSERA_NAMESPACE_BEGIN
@@ -18,12 +18,13 @@ TESSERA_NAMESPACE_BEGIN
 /// count(h) = tail + round(c_h * (1 - floor) + int(floor * base)), rounded half to even, at most what the head holds.
 /// Rounding may move a layer's total by up to kv_heads / 2 tokens, as in the reference. Equal scores: the lower head,
 /// then the lower slot, counts first. When every head fits into base, all is kept.
-/// Errors   tokens < 1, floor outside [0, 1]: tessera::error.
+/// Errors   tokens or floor out of range: tessera::error.
 /// Cost     O(n) over the layer's scores.
 /// Paper    Ada-KV, arXiv:2407.11550, Algorithm 1; the floor of its Sec. 4 is 0.2.
 struct adaptive {
   static constexpr const char* name = "adaptive";
   static constexpr bool compares_heads = true;
+  static constexpr value_range<index_t> budgets = token_budgets;
 
   index_t tokens = 1024;
   float floor = 0.2f;
@@ -72,13 +73,13 @@ struct adaptive {
   }
 
   void check() const {
-    require(tokens >= 1, "budget", tokens, "at least 1 token per kv_head", "pass how many tokens each head may keep");
-    require(floor >= 0 && floor <= 1, "floor", floor, "0 to 1", "pass 0.2 as published; 1 gives every head the same");
+    budgets.check("budget", tokens, "pass how many tokens each head may keep");
+    check_parameters(*this);
   }
 
   template <class Self, class Visit>
   static void parameters(Self& self, Visit&& visit) {
-    visit("floor", self.floor, "fraction of the budget that every head is sure of");
+    visit("floor", self.floor, value_range{0.0f, 1.0f}, "fraction of the budget that every head is sure of");
   }
 };
 

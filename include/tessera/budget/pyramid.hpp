@@ -3,6 +3,7 @@
 
 #include "../concepts/budget.hpp"
 #include "../core/error.hpp"
+#include "../core/parameters.hpp"
 
 TESSERA_NAMESPACE_BEGIN
 
@@ -11,12 +12,14 @@ TESSERA_NAMESPACE_BEGIN
 ///
 /// With base = tokens - tail: the last layer gets about base / beta, the first 2 * base - base / beta, each plus the
 /// tail. A prompt shorter than 2 * base falls back to the same count in every layer.
-/// Errors   tokens < 1, beta < 1: tessera::error.
+/// Errors   a parameter out of range; layer without layers: tessera::error.
 /// Paper    PyramidKV, arXiv:2406.02069; integer arithmetic and branches of its reference code. One layer alone gets
 /// base.
 struct pyramid {
   static constexpr const char* name = "pyramid";
   static constexpr bool compares_heads = false;
+  static constexpr value_range<index_t> budgets = token_budgets;
+  static constexpr index_t most_layers = 1 << 16;
 
   index_t tokens = 1024;
   index_t beta = 20;
@@ -56,9 +59,8 @@ struct pyramid {
   }
 
   void check() const {
-    require(tokens >= 1, "budget", tokens, "at least 1 token per kv_head", "pass how many tokens each head may keep");
-    require(beta >= 1, "beta", beta, "at least 1",
-            "pass how many times fewer tokens the last layer gets; 20 as published");
+    budgets.check("budget", tokens, "pass how many tokens each head may keep");
+    check_parameters(*this);
     require((layer < 0 && layers < 0) || (layers >= 1 && layer >= 0 && layer < layers), "layer",
             std::to_string(layer) + " of " + std::to_string(layers) + " layers",
             "both unset (-1), or 0 <= layer < layers", "pass layer and layers together, or neither");
@@ -66,9 +68,12 @@ struct pyramid {
 
   template <class Self, class Visit>
   static void parameters(Self& self, Visit&& visit) {
-    visit("beta", self.beta, "the last layer keeps about 1 / beta of the average outside the window");
-    visit("layer", self.layer, "which layer this is, where it is compressed alone; -1 for the cache's own");
-    visit("layers", self.layers, "how many layers the model has, given with layer; -1 for the cache's own");
+    visit("beta", self.beta, value_range{1, most_tokens},
+          "the last layer keeps about 1 / beta of the average outside the window");
+    visit("layer", self.layer, value_range{-1, most_layers - 1},
+          "which layer this is, where it is compressed alone; -1 for the cache's own");
+    visit("layers", self.layers, value_range{-1, most_layers},
+          "how many layers the model has, given with layer; -1 for the cache's own");
   }
 };
 

@@ -2,15 +2,16 @@
 #pragma once
 
 #include "../concepts/budget.hpp"
-#include "../core/error.hpp"
+#include "../core/parameters.hpp"
 
 TESSERA_NAMESPACE_BEGIN
 
 /// Allots `tokens` to every kv_head, the protected tail included; all of a head that holds fewer.
-/// Errors   tokens < 1: tessera::error.
+/// Errors   tokens out of range: tessera::error.
 struct uniform {
   static constexpr const char* name = "uniform";
   static constexpr bool compares_heads = false;
+  static constexpr value_range<index_t> budgets = token_budgets;
 
   index_t tokens = 1024;
 
@@ -25,9 +26,7 @@ struct uniform {
     }
   }
 
-  void check() const {
-    require(tokens >= 1, "budget", tokens, "at least 1 token per kv_head", "pass how many tokens each head may keep");
-  }
+  void check() const { budgets.check("budget", tokens, "pass how many tokens each head may keep"); }
 
   template <class Self, class Visit>
   static void parameters(Self&, Visit&&) {}

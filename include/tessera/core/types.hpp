@@ -76,10 +76,18 @@ inline constexpr const char* element_name = std::same_as<T, fp32>   ? "fp32"
                                             : std::same_as<T, fp16> ? "fp16"
                                                                     : "bf16";
 
-/// Head dims that every kernel is built for.
+/// Head dims that every kernel is built for; the largest.
 template <int D>
 inline constexpr bool supported_head_dim = D == 64 || D == 80 || D == 96 || D == 128 || D == 192 || D == 256;
+inline constexpr index_t largest_head_dim = 256;
 
-TESSERA_HD constexpr index_t ceil_div(index_t a, index_t b) { return (a + b - 1) / b; }
+/// a / b rounded up; b >= 1.
+TESSERA_HD constexpr index_t ceil_div(index_t a, index_t b) {
+#ifdef __CUDA_ARCH__
+  return (a + b - 1) / b;  // no 64-bit division in kernels: what reaches them is bounded
+#else
+  return index_t((offset_t(a) + b - 1) / b);
+#endif
+}
 
 TESSERA_NAMESPACE_END
