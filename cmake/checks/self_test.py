@@ -18,6 +18,7 @@ import forbidden_text
 import layers
 import new_method
 import policy_rows
+import sizes
 
 COMPILER = sys.argv.pop(1) if len(sys.argv) > 1 else "c++"
 PRAGMA = "#pragma once\n"
@@ -124,12 +125,15 @@ class Checks(unittest.TestCase):
                 "examples/ladder/a.cpp": "// [readme]\nint a;\n// [readme]\n",
                 "include/tessera/concepts/budget.hpp": '"tessera: a budget "\n  "must have a name"'}
         self.assert_passes(docs.main, good)
+        self.assert_passes(docs.main, {**good, "docs/files.md": "`concepts/budget.hpp`, `a.cpp`, `tests/NAME.cpp`\n"})
         for name, text, sentence in [
             ("README.md", code, "shows no marked region"),
             ("README.md", good["README.md"] + "[gone](docs/gone.md)\n", "docs/gone.md leads nowhere"),
             ("examples/ladder/a.cpp", "// [readme]\nint b;\n// [readme]\n", "the code differs"),
             ("examples/ladder/a.cpp", "int a;\n", "has no region"),
             ("examples/ladder/b.cpp", "// [more]\nint b;\n// [more]\n", "no page shows the region [more]"),
+            ("README.md", good["README.md"] + "`concepts/gone.hpp`\n", "there is no file concepts/gone.hpp"),
+            ("README.md", good["README.md"] + "`gone.cuh`\n", "there is no file gone.cuh"),
             ("docs/concepts.md", "tessera: a budget must\n", "lacks the sentence: tessera: a budget must have a name"),
         ]:
             self.assert_fails(docs.main, {**good, name: text}, sentence)
@@ -148,6 +152,13 @@ class Checks(unittest.TestCase):
             written = [line.split("\t")[:2] for line in pathlib.Path(logs, "steps.tsv").read_text().splitlines()]
         self.assertEqual(written, [["slow", "0"], ["hangs", "silent"], ["fails", "3"], ["late", "124"]], run.stdout)
         self.assertIn("failed 3", run.stdout)
+
+    def test_folders_and_files_have_a_size(self):
+        folder = {f"tests/core/{i}.cpp": "" for i in range(14)}
+        self.assert_passes(sizes.main, {**folder, "include/tessera/math/a.hpp": "\n" * 400})
+        self.assert_fails(sizes.main, {**folder, "tests/core/one_more.txt": ""}, "tests/core: 15 files; at most 14")
+        self.assert_fails(sizes.main, {"include/tessera/math/a.hpp": "\n" * 401}, "401 lines; at most 400")
+        self.assert_fails(sizes.main, {"include/tessera/cache.hpp": "\n" * 500}, "at most 437")
 
     def test_forbidden_text_is_found(self):
         self.assert_passes(forbidden_text.main, {"a.md": "frame/" + "work/ and ${root}/" + "work/ are fine\n"})
