@@ -142,9 +142,9 @@ class first_stage<Recipe, true> {
     return keeps_all(policies.first.budget, extent(layer, held.longest, tail(layer, id, policies)));
   }
   /// Bounds of what a step leaves in place, and by how much every head's room grows for certain.
-  held_bound bound_in_step(index_t layer, const held_bound& held, const planned<Recipe>& policies) const {
-    const index_t kept_tail = policies.first.scorer.protected_tail(policies.first.budget.tokens);
-    const kept_bound most = bound_kept(policies.first.budget, extent(layer, held.longest, kept_tail));
+  held_bound bound_in_step(index_t layer, const held_bound& held, const planned<Recipe>& policies, index_t own) const {
+    const kept_bound most =
+        bound_kept(policies.first.budget, extent(layer, held.longest, std::max(own, step_tail(policies))));
     return {std::min(most.longest, held.longest), std::min(most.total, held.total)};
   }
   static constexpr bool heads_are_even = keeps_heads_even<typename policy::budget_type>;
@@ -163,12 +163,12 @@ class first_stage<Recipe, true> {
                                                tail(layer, id, policies), layer, stream);
     return {chosen, bound(layer, id, store.bound(layer, id), policies)};
   }
-  /// What a layer of a batch keeps within a step; `next`: by sequence of the batch, the position of the next token.
+  /// What a layer of a batch keeps within a step; `next`: by sequence of the batch, the position of the next token. The
+  /// newest `own` tokens stay whatever their score.
   selection_view choose_in_step(index_t layer, const store_type& store, const view_type& view,
                                 const planned<Recipe>& policies, const logit_rule& rule, const index_t* next,
-                                cudaStream_t stream) const {
-    return choose_slots(policies, rule, store, view, {}, next,
-                        policies.first.scorer.protected_tail(policies.first.budget.tokens), layer, stream);
+                                index_t own, cudaStream_t stream) const {
+    return choose_slots(policies, rule, store, view, {}, next, std::max(own, step_tail(policies)), layer, stream);
   }
 
   /// The most sequences of one choice, and the most tokens that a head of it keeps.
@@ -202,6 +202,9 @@ class first_stage<Recipe, true> {
     }
   }
 
+  static index_t step_tail(const planned<Recipe>& policies) {
+    return policies.first.scorer.protected_tail(policies.first.budget.tokens);
+  }
   layer_extent extent(index_t layer, index_t longest, index_t kept_tail) const {
     return {layer, shape_.layers, shape_.kv_heads, kept_tail, longest};
   }
