@@ -82,7 +82,7 @@ class first_stage<Recipe, true> {
       : shape_(shape),
         sequences_(options.sequences),
         capacity_(options.tokens),
-        most_(most_kept(recipe, shape, options.tokens)),
+        most_(most_kept(recipe, shape, options)),
         batch_(in_steps ? options.sequences : 1),
         score_(batch_, shape.kv_heads, shape.q_heads, queries_at_once(recipe, options), options.tokens, device),
         choose_(recipe.retain.planned(recipe.retain.plan(options.tokens)), batch_, shape.kv_heads, options.tokens,
@@ -185,12 +185,13 @@ class first_stage<Recipe, true> {
     return std::max(observed_at_once, options.step_tokens);
   }
   /// The most tokens that one head keeps, whatever the scores; with a plan, known only for the prompt that it is made for.
-  static index_t most_kept(const Recipe& recipe, const model_shape& shape, index_t capacity) {
+  static index_t most_kept(const Recipe& recipe, const model_shape& shape, const cache_options& options) {
+    const index_t capacity = options.tokens;
     if constexpr (Recipe::retain_type::plans) {
       return capacity;
     } else {
       const auto& budget = recipe.retain.budget;
-      const index_t longest_tail = recipe.retain.scorer.protected_tail(budget.tokens);
+      const index_t longest_tail = std::max(options.step_tokens, recipe.retain.scorer.protected_tail(budget.tokens));
       index_t most = std::min(capacity, budget.tokens);
       for (index_t layer = 0; layer < shape.layers; ++layer) {
         // A turn of few queries has a short tail, which leaves some layers more.
