@@ -133,8 +133,8 @@ class conversations {
 
   /// What a step of `tokens` tokens does to these conversations. They must agree on what is due.
   batch plan_step(const Recipe& recipe, const std::vector<index_t>& ids, index_t tokens, index_t most) const {
-    require(tokens >= 1 && tokens <= most, "tokens of a decode step", tokens,
-            "1 to " + std::to_string(most), "prefill longer runs");
+    require(tokens >= 1 && tokens <= most, "tokens of a decode step", tokens, "1 to " + std::to_string(most),
+            "prefill longer runs");
     require(!ids.empty(), "sequences of the batch", 0, "at least 1", "pass the ids of a batch");
     batch step{ids, tokens};
     for (std::size_t b = 0; b < ids.size(); ++b) {

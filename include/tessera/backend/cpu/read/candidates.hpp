@@ -4,9 +4,9 @@
 #include <algorithm>
 #include <vector>
 
+#include "../../../core/growth.hpp"
 #include "../../../core/selection.hpp"
 #include "../../../core/views.hpp"
-#include "../store/columns.hpp"
 
 TESSERA_NAMESPACE_BEGIN
 namespace cpu {

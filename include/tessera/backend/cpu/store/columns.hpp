@@ -4,15 +4,12 @@
 #include <algorithm>
 #include <vector>
 
+#include "../../../core/growth.hpp"
 #include "../../../core/selection.hpp"
 #include "../../../core/types.hpp"
 
 TESSERA_NAMESPACE_BEGIN
 namespace cpu {
-
-/// How many tokens beyond `held` a run has room for when it moves: a step then copies few rows on average, far fewer
-/// than it reads. Both backends keep to it.
-inline index_t spare_room(index_t held) { return std::max<index_t>(16, held / 64); }
 
 /// One column a number by kv_head and slot, of one layer of one sequence. Heads lie one after another; lengths are the
 /// caller's. Positions are held only once something was dropped: until then slot and position coincide.
@@ -61,7 +58,7 @@ class columns {
     }
     offset_t used = 0;
     for (const index_t count : chosen.counts) used += count;
-    if (used * 4 < total() * 3) {
+    if (gives_back(used, total())) {
       reallocate(chosen.counts, lengths, &chosen);
     } else {
       for (std::size_t h = 0; h < lengths.size(); ++h) move_row(h, &chosen, chosen.counts[h], begins_[h], *this);
@@ -113,18 +110,6 @@ class columns {
   std::vector<index_t> positions_;
   std::vector<float> scores_;
 };
-
-/// The newest `window` slots of every head.
-inline selection newest(const std::vector<index_t>& lengths, index_t window) {
-  selection chosen;
-  chosen.reset(lengths);
-  for (std::size_t h = 0; h < lengths.size(); ++h) {
-    const index_t count = std::min(lengths[h], window);
-    for (index_t i = 0; i < count; ++i) chosen.row(index_t(h))[i] = lengths[h] - count + i;
-    chosen.counts[h] = count;
-  }
-  return chosen;
-}
 
 }  // namespace cpu
 TESSERA_NAMESPACE_END

@@ -4,6 +4,7 @@
 #include <algorithm>
 #include <vector>
 
+#include "../../../core/growth.hpp"
 #include "../../../layout/runs.hpp"
 #include "columns.hpp"
 #include "pack.hpp"
@@ -59,7 +60,7 @@ class placed_rows<Layout, runs> {
       used += chosen.counts[h];
       held += here.capacities[h];
     }
-    if (used * 4 < held * 3) {
+    if (gives_back(used, held)) {
       move(here, lengths, chosen.counts, chosen, workers);
     } else {
       pack(view(here, lengths), chosen.view(), view(here, lengths), workers);
