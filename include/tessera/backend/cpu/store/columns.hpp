@@ -46,12 +46,12 @@ class columns {
     }
   }
 
-  /// The chosen slots alone stay.
+  /// The chosen slots alone stay; everything is as before when memory runs out.
   void keep(const std::vector<index_t>& lengths, const selection& chosen) {
     if (!scattered_) {
       if (!with_scores_) reserve(lengths);
-      scattered_ = true;
       positions_.assign(std::size_t(total()), 0);
+      scattered_ = true;
       for (std::size_t h = 0; h < lengths.size(); ++h) {
         for (index_t i = 0; i < lengths[h]; ++i) positions_[std::size_t(begins_[h] + i)] = i;
       }

@@ -76,7 +76,8 @@ class kv_store {
     for (index_t& length : here.lengths) length += k.tokens;
   }
 
-  /// Keeps the chosen slots of every head and drops the rest. Returns whether anything was dropped.
+  /// Keeps the chosen slots of every head and drops the rest; the place is as before when memory runs out. Returns whether
+  /// anything was dropped.
   bool keep(index_t layer, index_t id, const selection& chosen, executor& workers) {
     place& here = at(layer, id);
     if (chosen.counts == here.lengths) return false;

@@ -2,6 +2,7 @@
 #pragma once
 
 #include <algorithm>
+#include <new>
 #include <vector>
 
 #include "../../../core/growth.hpp"
@@ -16,7 +17,7 @@ inline namespace TESSERA_HOST_ISA {
 /// Where a cache's rows lie; specialised by placement. A place is a (layer, sequence); lengths are the caller's.
 ///   view(place, lengths)                     its rows, as one sequence; valid until the place changes
 ///   make_room(place, lengths, tokens)        for `tokens` more in every head
-///   keep(place, lengths, chosen, workers)    the chosen slots alone stay
+///   keep(place, lengths, chosen, workers)    the chosen slots alone stay; needs no memory
 ///   clear(place), bytes(place)
 template <class Layout, class Placement = typename Layout::placement_type>
 class placed_rows {
@@ -61,10 +62,12 @@ class placed_rows<Layout, runs> {
       held += here.capacities[h];
     }
     if (gives_back(used, held)) {
-      move(here, lengths, chosen.counts, chosen, workers);
-    } else {
-      pack(view(here, lengths), chosen.view(), view(here, lengths), workers);
+      try {
+        return move(here, lengths, chosen.counts, chosen, workers);
+      } catch (const std::bad_alloc&) {  // no memory for a smaller run: the rows stay in the old one
+      }
     }
+    pack(view(here, lengths), chosen.view(), view(here, lengths), workers);
   }
 
   void clear(std::size_t place) { at(place) = run(heads_); }
