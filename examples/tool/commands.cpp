@@ -1,6 +1,7 @@
 #include "commands.hpp"
 
 #include "backend.hpp"
+#include "progress.hpp"
 #include "registry.hpp"
 #include "values.hpp"
 
@@ -13,13 +14,11 @@ const method_info& method_options::checked_method() const {
   return found;
 }
 
-std::vector<setting> method_options::parsed_settings() const {
-  std::vector<setting> all;
-  for (const std::string& text : settings) all.push_back(parse_setting(text));
-  return all;
-}
+std::vector<setting> method_options::parsed_settings() const { return parse_settings(settings); }
 
 std::optional<index_t> method_options::parsed_budget(const method_info& chosen) const {
+  tessera::require(chosen.has_budget || budget.empty(), "--budget", budget,
+                   "none: " + chosen.name + " keeps everything", "leave it out");
   if (!chosen.has_budget) return std::nullopt;
   if (!budget.empty()) return index_t(parse_count("--budget", budget, chosen.budgets.least, chosen.budgets.most));
   tessera::fail("--budget", "missing", chosen.budgets.text() + " tokens per KV head",

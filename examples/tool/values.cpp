@@ -4,6 +4,8 @@
 #include <charconv>
 #include <cmath>
 
+#include "engine/input_file.hpp"
+
 namespace tool {
 namespace {
 
@@ -13,7 +15,7 @@ bool parses_whole(std::string_view text, Number& value) {
   return problem == std::errc{} && end == text.data() + text.size();
 }
 
-std::string quoted(std::string_view text) { return "'" + std::string(text) + "'"; }
+std::string quoted(std::string_view text) { return "'" + engine::printable(text, 80) + "'"; }
 
 // Letters to insert, delete or replace on the way from one word to the other.
 std::size_t edit_distance(std::string_view a, std::string_view b) {
@@ -105,6 +107,17 @@ setting parse_setting(std::string_view text) {
   return {std::string(trimmed(text.substr(0, equals))), std::string(trimmed(text.substr(equals + 1)))};
 }
 
+std::vector<setting> parse_settings(const std::vector<std::string>& texts) {
+  std::vector<setting> all;
+  for (const std::string& text : texts) {
+    all.push_back(parse_setting(text));
+    const auto same = [&](const setting& other) { return other.name == all.back().name; };
+    tessera::require(std::count_if(all.begin(), all.end(), same) == 1, "--set", quoted(text), "every parameter once",
+                     "take out one of the two " + engine::printable(all.back().name, 80));
+  }
+  return all;
+}
+
 std::vector<std::string> parse_list(std::string_view name, std::string_view text) {
   std::vector<std::string> parts;
   for (std::size_t begin = 0; begin <= text.size();) {
@@ -113,7 +126,7 @@ std::vector<std::string> parse_list(std::string_view name, std::string_view text
     tessera::require(!part.empty(), name, quoted(text), "one or more entries, separated by commas",
                      "take out the empty entry");
     tessera::require(std::find(parts.begin(), parts.end(), part) == parts.end(), name, quoted(text), "every entry once",
-                     "take out the second " + part);
+                     "take out the second " + engine::printable(part, 80));
     parts.push_back(part);
     begin = end + 1;
   }

@@ -112,9 +112,7 @@ class cache {
 
   /// What the next step of 1 to 8 tokens does, for every layer's `decode`.
   batch prepare_step(const std::vector<index_t>& ids, index_t tokens) {
-    const batch step = conversations_.plan_step(recipe_, ids, tokens, most_step_tokens);
-    conversations_.begin_step(step);
-    return step;
+    return conversations_.begin_step(conversations_.plan_step(recipe_, ids, tokens, most_step_tokens));
   }
 
   /// One layer of a decode step for a batch of sequences: append, retrieve, attend, retain.
@@ -169,8 +167,7 @@ class cache {
     return store_.view(layer, id);
   }
 
-  /// Bytes that a sequence holds in all layers: rows, positions, scores, remembered queries; candidates, index and sums of
-  /// the second stage.
+  /// Bytes that a sequence holds in all layers: rows and columns, remembered queries, what the second stage keeps.
   offset_t bytes(index_t id) const {
     conversations_.at(id);
     offset_t total = 0;

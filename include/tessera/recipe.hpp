@@ -56,6 +56,12 @@ struct recipe {
     return Retain::plans ? first : retrieve.plan(first, prompt);
   }
 
+  /// The same, for bounds over prompts of all lengths: no error where one leaves no room.
+  stage_plan plan_unchecked(index_t prompt) const {
+    const stage_plan first = retain.plan_unchecked(prompt);
+    return Retain::plans ? first : retrieve.plan(first, prompt);
+  }
+
   /// How many of the last queries of a prompt chunk of `tokens` tokens the first stage's scorer has to see.
   index_t queries_needed(index_t tokens) const { return retain.queries_needed(tokens); }
   void require_queries(index_t given, index_t tokens) const {

@@ -67,17 +67,19 @@ struct choosing_stage {
 
   /// What the budget comes to in a conversation whose first prompt has `prompt` tokens.
   stage_plan plan(index_t prompt) const {
+    const stage_plan result = plan_unchecked(prompt);
     if constexpr (plans) {
-      const stage_plan result = budget.plan(prompt);
       const index_t window = std::min(scorer.protected_tail(std::max(0, result.retained)), prompt);
       require(result.retained >= window, "max_new", budget.max_new,
               "a number that leaves room for the window of " + std::to_string(window) + " tokens: with a prompt of " +
                   std::to_string(prompt) + " the first stage keeps " + std::to_string(result.retained),
               "raise the budget or max_new, or lower the window");
-      return result;
-    } else {
-      return {prompt, budget.tokens, prompt};
     }
+    return result;
+  }
+  stage_plan plan_unchecked(index_t prompt) const {
+    if constexpr (plans) return budget.plan(prompt);
+    return {prompt, budget.tokens, prompt};
   }
 
   /// How many of the last queries of a prompt chunk of `tokens` tokens the scorer has to see.
@@ -142,6 +144,7 @@ struct retain_all {
   static std::string observer() { return ""; }
   void check() const {}
   stage_plan plan(index_t prompt) const { return {prompt, prompt, prompt}; }
+  stage_plan plan_unchecked(index_t prompt) const { return plan(prompt); }
   retain_all planned(const stage_plan&) const { return {}; }
   template <class Self, class Visit>
   static void parameters(Self&, Visit&&) {}

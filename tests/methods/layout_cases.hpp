@@ -1,7 +1,7 @@
 // A method over another layout beside the same method over plain rows, through a conversation of several turns.
 #pragma once
 
-#include "cache_of.hpp"
+#include "entry_of.hpp"
 #include "conversation.hpp"
 
 namespace methods_test {

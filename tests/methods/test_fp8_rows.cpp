@@ -3,19 +3,8 @@
 
 #include <tessera/layout/fixed_pages.hpp>
 #include <tessera/layout/fp8_rows.hpp>
-#include <tessera/methods/ada_snapkv.hpp>
-#include <tessera/methods/exact_topk.hpp>
-#include <tessera/methods/full.hpp>
-#include <tessera/methods/h2o.hpp>
-#include <tessera/methods/hsa.hpp>
-#include <tessera/methods/pyramidkv.hpp>
-#include <tessera/methods/quest.hpp>
-#include <tessera/methods/rocketkv.hpp>
-#include <tessera/methods/rocketkv_mt.hpp>
-#include <tessera/methods/snapkv.hpp>
-#include <tessera/methods/sparq.hpp>
-#include <tessera/methods/streaming_llm.hpp>
 
+#include "every_method.hpp"
 #include "methods/layout_cases.hpp"
 #include "support/store_laws.hpp"
 
@@ -40,7 +29,8 @@ model_data decoded(const model_data& data) {
 }
 
 template <class Recipe>
-void as_over_decoded_rows(const std::string& method) {
+void as_over_decoded_rows() {
+  const std::string method = Recipe::name;
   CAPTURE(method);
   support::rng random(302);
   const model_data data(random, layout_shape, 200), held = decoded(data);
@@ -57,25 +47,11 @@ void as_over_decoded_rows(const std::string& method) {
 }  // namespace
 
 TEST_CASE("every method over fp8 rows in pages does as over the decoded values") {
-  as_over_decoded_rows<full<fp32, dim, dim, in_pages>>("full");
-  as_over_decoded_rows<streaming_llm<fp32, dim, dim, in_pages>>("streaming_llm");
-  as_over_decoded_rows<h2o<fp32, dim, dim, in_pages>>("h2o");
-  as_over_decoded_rows<snapkv<fp32, dim, dim, in_pages>>("snapkv");
-  as_over_decoded_rows<pyramidkv<fp32, dim, dim, in_pages>>("pyramidkv");
-  as_over_decoded_rows<ada_snapkv<fp32, dim, dim, in_pages>>("ada_snapkv");
-  as_over_decoded_rows<exact_topk<fp32, dim, dim, in_pages>>("exact_topk");
-  as_over_decoded_rows<hsa<fp32, dim, dim, in_pages>>("hsa");
-  as_over_decoded_rows<quest<fp32, dim, dim, in_pages>>("quest");
-  as_over_decoded_rows<sparq<fp32, dim, dim, in_pages>>("sparq");
-  as_over_decoded_rows<rocketkv<fp32, dim, dim, in_pages>>("rocketkv");
-  as_over_decoded_rows<rocketkv_mt<fp32, dim, dim, in_pages>>("rocketkv_mt");
+  for_every_method<fp32, dim, in_pages>([]<class Method>() { as_over_decoded_rows<Method>(); });
 }
 
 TEST_CASE("methods over fp8 rows in runs do as over the decoded values") {
-  as_over_decoded_rows<h2o<fp32, dim, dim, in_runs>>("h2o");
-  as_over_decoded_rows<snapkv<fp32, dim, dim, in_runs>>("snapkv");
-  as_over_decoded_rows<exact_topk<fp32, dim, dim, in_runs>>("exact_topk");
-  as_over_decoded_rows<sparq<fp32, dim, dim, in_runs>>("sparq");
-  as_over_decoded_rows<rocketkv<fp32, dim, dim, in_runs>>("rocketkv");
-  as_over_decoded_rows<rocketkv_mt<fp32, dim, dim, in_runs>>("rocketkv_mt");
+  as_over_decoded_rows<h2o<fp32, dim, dim, in_runs>>();
+  as_over_decoded_rows<rocketkv_mt<fp32, dim, dim, in_runs>>();
+  as_over_decoded_rows<sparq<fp32, dim, dim, in_runs>>();
 }

@@ -19,7 +19,7 @@ TESSERA_NAMESPACE_BEGIN
 /// base.
 struct pyramid {
   static constexpr const char* name = "pyramid";
-  static constexpr bool compares_heads = false, even_heads = true;
+  static constexpr bool compares_heads = false;
   static constexpr value_range<index_t> budgets = token_budgets;
   static constexpr index_t most_layers = 1 << 16;
 

@@ -41,7 +41,8 @@ concept host_budget = requires(const B b, const layer_scores& scores, index_t* c
 /// It may also say
 ///   fits(layer_extent) -> bool          whether all of a layer stays, whatever the scores; else: longest <= tokens
 ///   most(layer_extent) -> kept_bound    bounds of what it gives, on the host; else: all that is stored
-///   even_heads                          true: heads of equal length keep equally many; else: false
+///   even_heads                          true: heads of equal length keep equally many, exactly what `most` says; else:
+///                                       false
 template <class B>
 concept budget = (length_budget<B> || winners_budget<B> || host_budget<B>)&&requires(const B b, B& m) {
   { B::name } -> std::convertible_to<const char*>;
@@ -81,7 +82,7 @@ kept_bound bound_kept(const B& budget, const layer_extent& layer) {
   }
 }
 
-/// Whether heads of equal length keep equally many.
+/// Whether heads of equal length keep equally many, exactly as many as `bound_kept` says.
 template <class B>
 inline constexpr bool keeps_heads_even = [] {
   if constexpr (requires { B::even_heads; }) return bool(B::even_heads);

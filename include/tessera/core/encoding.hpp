@@ -60,6 +60,11 @@ struct encoding_of<T> {
 template <class E>
 using encoding_of = typename detail::encoding_of<std::remove_const_t<E>>::type;
 
+/// What a view is made with: the element type of a raw encoding, else the encoding.
+template <encoding E>
+using view_element =
+    std::conditional_t<std::is_same_v<E, raw_elements<typename E::element_type>>, typename E::element_type, E>;
+
 template <class E>
 concept raw_encoding = encoding<E> && std::same_as<typename E::element_type, typename E::stored_type>;
 

@@ -15,7 +15,7 @@ struct fixed_pages {
   static_assert(Page >= 1 && (Page & (Page - 1)) == 0, "tessera: a page holds a power of two of tokens");
   static constexpr const char* name = "fixed_pages";
   static constexpr index_t page = Page;
-  using table_type = block_table;
+  using table_type = csr_table;
 
   /// Pages that `tokens` tokens of all kv_heads of one layer take.
   static constexpr offset_t pages_for(offset_t tokens) { return (tokens + Page - 1) / Page; }

@@ -73,6 +73,7 @@ class conversations {
             "0 to " + std::to_string(shape_.layers - 1), "pass a layer of the model");
     return at(id).layers[std::size_t(layer_index)];
   }
+  bool is_open(index_t id) const { return all_[std::size_t(id)].open; }
   index_t size() const { return index_t(all_.size()); }
 
   void follow_budget(const Recipe& recipe) {
@@ -164,13 +165,14 @@ class conversations {
     }
     return step;
   }
-  void begin_step(const batch& step) {
+  batch begin_step(batch step) {
     for (const index_t id : step.ids) {
       conversation& c = find(id);
       c.step_tokens = step.tokens;
       c.now = step_clock(c);
       c.step_began = c.front().next_position;
     }
+    return step;
   }
 
   /// One layer of a step that `begin_step` began.

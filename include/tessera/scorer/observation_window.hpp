@@ -23,7 +23,7 @@ struct observation_window {
   static constexpr observes observed = observes::window;
   static constexpr bool comparable_across_heads = true;
   static constexpr index_t most_window = 1 << 15;  ///< these queries are remembered while a prompt comes in
-  static constexpr index_t most_pool = 1 << 12;    ///< averages cost as many additions a token
+  static constexpr index_t most_pool = 4095;       ///< averages cost as many additions a token
 
   index_t window = 32;
   index_t pool = 7;

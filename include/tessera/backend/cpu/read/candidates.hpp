@@ -4,7 +4,7 @@
 #include <algorithm>
 #include <vector>
 
-#include "../../../core/growth.hpp"
+#include "../../../core/room.hpp"
 #include "../../../core/selection.hpp"
 #include "../../../core/views.hpp"
 

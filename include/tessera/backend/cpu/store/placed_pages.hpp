@@ -17,7 +17,7 @@ template <class Layout, int Page>
 class placed_rows<Layout, fixed_pages<Page>> {
  public:
   using encoding_type = typename Layout::encoding_type;
-  using view_type = kv_view<encoding_type, Layout::k_dim, block_table, Layout::v_dim>;
+  using view_type = kv_view<view_element<encoding_type>, Layout::k_dim, csr_table, Layout::v_dim>;
 
   explicit placed_rows(index_t kv_heads) : heads_(kv_heads) {}
 
@@ -31,7 +31,7 @@ class placed_rows<Layout, fixed_pages<Page>> {
     view.kv_heads = heads_;
     view.lengths = lengths.data();
     view.length_strides = {0, 1};
-    view.table = {at(place).data(), Page, 0, 0};
+    view.table = {&first_page, at(place).data(), Page, 1};
     if constexpr (encoding_type::scaled) view.scales = {k_scales_.data(), v_scales_.data(), page_rows(), 1, heads_};
     return view;
   }
@@ -92,6 +92,8 @@ class placed_rows<Layout, fixed_pages<Page>> {
     for (index_t page = pages_ + added - 1; page >= pages_; --page) free_.push_back(page);
     pages_ += added;
   }
+
+  static constexpr index_t first_page = 0;  // where the table of the one sequence of a view begins
 
   using stored = typename encoding_type::stored_type;
   index_t heads_, pages_ = 0;

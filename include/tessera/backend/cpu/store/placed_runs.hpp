@@ -5,7 +5,7 @@
 #include <new>
 #include <vector>
 
-#include "../../../core/growth.hpp"
+#include "../../../core/room.hpp"
 #include "../../../layout/runs.hpp"
 #include "columns.hpp"
 #include "pack.hpp"
@@ -31,7 +31,7 @@ template <class Layout>
 class placed_rows<Layout, runs> {
  public:
   using encoding_type = typename Layout::encoding_type;
-  using view_type = kv_view<encoding_type, Layout::k_dim, ragged, Layout::v_dim>;
+  using view_type = kv_view<view_element<encoding_type>, Layout::k_dim, ragged, Layout::v_dim>;
 
   explicit placed_rows(index_t kv_heads) : heads_(kv_heads) {}
 

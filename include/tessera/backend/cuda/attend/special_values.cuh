@@ -91,6 +91,25 @@ __device__ void multiply_visible_values(const std::uint32_t (&weights)[RowTiles]
   }
 }
 
+/// The same for one row tile, on arrays in memory: code that hardly ever runs takes no room among what always does.
+template <class T, int Depth, int Columns, class Fragment>
+__device__ __noinline__ void multiply_visible_values_aside(const std::uint32_t (*weights)[4], const Fragment fragment,
+                                                           float (*out)[4]) {
+#pragma unroll 1
+  for (int pair = 0; pair < Columns / 2; ++pair) {
+    std::uint32_t own[1][Depth][4];
+    float two[1][2][4];
+#pragma unroll
+    for (int i = 0; i < Depth * 4; ++i) own[0][i / 4][i % 4] = weights[i / 4][i % 4];
+#pragma unroll
+    for (int i = 0; i < 8; ++i) two[0][i / 4][i % 4] = out[pair * 2 + i / 4][i % 4];
+    multiply_visible_values<T>(
+        own, [&](int k, int, std::uint32_t(&b)[4]) { fragment(k, pair, b); }, two);
+#pragma unroll
+    for (int i = 0; i < 8; ++i) out[pair * 2 + i / 4][i % 4] = two[0][i / 4][i % 4];
+  }
+}
+
 }  // namespace detail
 }  // namespace cuda
 TESSERA_NAMESPACE_END

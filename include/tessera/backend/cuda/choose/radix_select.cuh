@@ -114,7 +114,7 @@ struct row_select : row_compact<Storage, Span> {
             s.histogram[bin] = 0;
           } else {
 #pragma unroll
-            for (int of = 0; of < Span; ++of) mine[j] += team::load(s.histogram[bin], of);
+            for (int block = 0; block < Span; ++block) mine[j] += team::load(s.histogram[bin], block);
           }
         }
       }
@@ -193,23 +193,23 @@ struct row_select : row_compact<Storage, Span> {
       unsigned counts[Span];
       bool fits = true;
 #pragma unroll
-      for (int of = 0; of < Span; ++of) counts[of] = team::load(s.listed, of);
+      for (int block = 0; block < Span; ++block) counts[block] = team::load(s.listed, block);
 #pragma unroll
-      for (int of = 0; of < Span; ++of) fits &= counts[of] <= most_listed;
+      for (int block = 0; block < Span; ++block) fits &= counts[block] <= most_listed;
       if (!fits) return false;
       static_assert(most_listed <= threads, "tessera: a thread takes one key of every block");
       unsigned mine[Span];
 #pragma unroll
-      for (int of = 0; of < Span; ++of) {
-        mine[of] =
-            threadIdx.x < counts[of] ? team::load(s.list[threadIdx.x % most_listed], of) : 0u;  // 0 begins like no key
+      for (int block = 0; block < Span; ++block) {
+        mine[block] = threadIdx.x < counts[block] ? team::load(s.list[threadIdx.x % most_listed], block)
+                                                  : 0u;  // 0 begins like no key
       }
       using alone = row_select<Storage, 1>;
       for (int shift = known_shift == 21 ? 10 : 0;; shift = 0) {
         const int above_shift = shift ? 21 : 10;
 #pragma unroll
-        for (int of = 0; of < Span; ++of) {
-          count_digit(s, mine[of], prefix, above_shift, shift, shift ? 2047u : 1023u);
+        for (int block = 0; block < Span; ++block) {
+          count_digit(s, mine[block], prefix, above_shift, shift, shift ? 2047u : 1023u);
         }
         alone::find_digit(s, need);
         prefix = prefix << (shift ? 11 : 10) | s.digit;
@@ -222,8 +222,8 @@ struct row_select : row_compact<Storage, Span> {
         }
         if (left <= unsigned(storage::few)) {
 #pragma unroll
-          for (int of = 0; of < Span; ++of) {
-            if (mine[of] >> shift == prefix) s.slice[atomicAdd(&s.few_listed, 1u)] = mine[of];
+          for (int block = 0; block < Span; ++block) {
+            if (mine[block] >> shift == prefix) s.slice[atomicAdd(&s.few_listed, 1u)] = mine[block];
           }
           __syncthreads();
           rank_few(s, s.slice, left, need);

@@ -10,13 +10,6 @@
 
 TESSERA_NAMESPACE_BEGIN
 namespace cuda {
-/// Bounds of what `allot` gives to heads of which the longest holds `longest` tokens.
-template <class Budget>
-kept_bound bound_kept(const Budget& budget, index_t layer, index_t layers, index_t tail, index_t heads,
-                      index_t longest) {
-  return tessera::bound_kept(budget, {layer, layers, heads, tail, longest});
-}
-
 /// Chooses what every (sequence, kv_head) of a batch keeps: the device's cpu::choose_kept, with its results.
 ///
 /// No allocation, no synchronisation, no length on the host.

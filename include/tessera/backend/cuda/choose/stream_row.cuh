@@ -19,9 +19,9 @@ __device__ unsigned guess_lowest(Storage& s, const token_keys& keys, index_t can
   uint4 sample[each];
 #pragma unroll
   for (int i = 0; i < each; ++i) {
-    const index_t of = (i * stream_threads + index_t(threadIdx.x)) / run;
+    const index_t nth = (i * stream_threads + index_t(threadIdx.x)) / run;
     // Shifted, lest the runs beat with a period of the row.
-    const index_t begin = (of * apart + of * 5 % shifts * run) / run * run;
+    const index_t begin = (nth * apart + nth * 5 % shifts * run) / run * run;
     sample[i] = keys.quad((begin + index_t(threadIdx.x) % run) * 4);
   }
   const float between = sqrtf(float(room) * float(most));

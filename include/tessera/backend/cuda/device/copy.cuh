@@ -20,6 +20,10 @@ __device__ __forceinline__ void copy_async16(std::uint32_t to, const void* from,
 __device__ __forceinline__ void copy_async4(std::uint32_t to, const void* from) {
   asm volatile("cp.async.ca.shared.global [%0], [%1], 4;" ::"r"(to), "l"(from) : "memory");
 }
+/// Zeros when `valid` is false.
+__device__ __forceinline__ void copy_async4(std::uint32_t to, const void* from, bool valid) {
+  asm volatile("cp.async.ca.shared.global [%0], [%1], 4, %2;" ::"r"(to), "l"(from), "r"(valid ? 4 : 0) : "memory");
+}
 
 /// A policy for data that is read once: it is the first to leave the L2, so that what is read again stays.
 __device__ __forceinline__ std::uint64_t evict_first_policy() {
@@ -35,6 +39,12 @@ __device__ __forceinline__ void copy_async16(std::uint32_t to, const void* from,
 }
 /// Asks for the 128 bytes around `p` to come to the L2.
 __device__ __forceinline__ void prefetch_line(const void* p) { asm volatile("prefetch.global.L2 [%0];" ::"l"(p)); }
+/// Writes 16 bytes to shared memory, by an address that asynchronous copies take.
+__device__ __forceinline__ void store_shared16(std::uint32_t to, const uint4& value) {
+  asm volatile("st.shared.v4.b32 [%0], {%1, %2, %3, %4};" ::"r"(to), "r"(value.x), "r"(value.y), "r"(value.z),
+               "r"(value.w)
+               : "memory");
+}
 __device__ __forceinline__ void commit_copies() { asm volatile("cp.async.commit_group;" ::: "memory"); }
 template <int Pending>
 __device__ __forceinline__ void wait_copies() {

@@ -119,10 +119,10 @@ class attentive_score {
   /// Blocks that the machine holds at once; raises the kernel's shared memory limit.
   template <class Entry>
   static int resident(Entry entry, std::size_t shared, const device_info& device) {
-    cudaFuncAttributes of;
-    check(cudaFuncGetAttributes(&of, entry), "cudaFuncGetAttributes");
+    cudaFuncAttributes compiled;
+    check(cudaFuncGetAttributes(&compiled, entry), "cudaFuncGetAttributes");
     // All that there is: the limit belongs to the kernel, and another object may need more of it than this one.
-    const int most = device.shared_memory - int(of.sharedSizeBytes);
+    const int most = device.shared_memory - int(compiled.sharedSizeBytes);
     require(shared <= std::size_t(most), "shared memory of a block", shared, "at most " + std::to_string(most),
             "split the batch");
     check(cudaFuncSetAttribute(entry, cudaFuncAttributeMaxDynamicSharedMemorySize, most), "cudaFuncSetAttribute");

@@ -101,20 +101,43 @@ TESSERA_HD constexpr staged_rows score_rows_staged() {
   return {D / 8, true};
 }
 
-/// A warp copies `Tokens` keys from slot `first` on as score_rows_staged lays them; zeros beyond the end.
+/// Eight neighbouring stored elements, times their row's scale, as eight elements of T.
+template <class T, class Stored>
+__device__ uint4 decoded_chunk(const Stored* from, float scale) {
+  struct alignas(sizeof(Stored) == 1 ? 8 : 16) eight {
+    Stored element[8];
+  };
+  const eight stored = *reinterpret_cast<const eight*>(from);
+  std::uint32_t pair[4];
+#pragma unroll
+  for (int i = 0; i < 4; ++i) {
+    pair[i] = pack_pair<T>(float(stored.element[i * 2]) * scale, float(stored.element[i * 2 + 1]) * scale);
+  }
+  return make_uint4(pair[0], pair[1], pair[2], pair[3]);
+}
+
+/// A warp brings `Tokens` keys from slot `first` on as score_rows_staged lays them; zeros beyond the end. Raw rows are
+/// copied without waiting; encoded ones pass through registers and are there behind the warp's next barrier.
 template <int Tokens, class View>
 __device__ void stage_keys(const View& view, const scored_head& at, index_t first, std::uint32_t to, int lane) {
   using T = typename View::element_type;
+  using stored = typename View::encoding_type::stored_type;
   constexpr int chunks = View::k_dim / 8;
-  const index_t mine = first + lane % Tokens;
-  const auto row =
-      reinterpret_cast<unsigned long long>(view.key(at.sequence, at.head, mine < at.tokens ? mine : at.tokens - 1));
+  const index_t mine = min(first + lane % Tokens, at.tokens - 1);
+  const auto row = reinterpret_cast<unsigned long long>(view.key(at.sequence, at.head, mine));
+  [[maybe_unused]] const float scale = view.key_scale(at.sequence, at.head, mine);
 #pragma unroll
   for (int i = 0; i < Tokens * chunks / 32; ++i) {
     const int id = i * 32 + lane, token = id / chunks, chunk = id % chunks;
-    const T* from = reinterpret_cast<const T*>(__shfl_sync(~0u, row, token));
-    copy_async16(to + score_rows_staged<View::k_dim>().place(token, chunk), from + chunk * 8,
-                 first + token < at.tokens);
+    const stored* from = reinterpret_cast<const stored*>(__shfl_sync(~0u, row, token)) + chunk * 8;
+    const std::uint32_t place = to + score_rows_staged<View::k_dim>().place(token, chunk);
+    const bool valid = first + token < at.tokens;
+    if constexpr (View::is_raw) {
+      copy_async16(place, from, valid);
+    } else {
+      const float of_row = __shfl_sync(~0u, scale, token);
+      store_shared16(place, valid ? decoded_chunk<T>(from, of_row) : make_uint4(0, 0, 0, 0));
+    }
   }
 }
 

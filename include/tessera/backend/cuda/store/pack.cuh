@@ -62,7 +62,8 @@ struct pack_scratch {
 /// is waited for is already running, on any number of resident blocks.
 template <class From, class To, bool Aligned, bool InPlace>
 struct pack_kernel {
-  using T = typename From::element_type;
+  using T = typename From::encoding_type::stored_type;  // moved as it lies there
+  static constexpr bool scaled = From::encoding_type::scaled;
   static constexpr int D = From::k_dim, Dv = From::v_dim, per_chunk = 16 / int(sizeof(T));
   static constexpr int k_chunks = D / per_chunk, chunks = k_chunks + Dv / per_chunk;  // of 16 bytes, of one token
   static constexpr int most_tile = 2048 / chunks;
@@ -94,6 +95,11 @@ struct pack_kernel {
       for (int i = 0; i < 4; ++i) {
         if constexpr (sizeof(T) == 4) {
           word[i] = bits_as<std::uint32_t>(__ldcg(reinterpret_cast<const float*>(from) + i * stride));
+        } else if constexpr (sizeof(T) == 1) {
+          const auto* bytes = reinterpret_cast<const unsigned char*>(from);
+          word[i] = 0;
+#pragma unroll
+          for (int j = 0; j < 4; ++j) word[i] |= std::uint32_t(__ldcg(bytes + (i * 4 + j) * stride)) << (j * 8);
         } else {
           const auto* halves = reinterpret_cast<const unsigned short*>(from);
           word[i] = __ldcg(halves + i * 2 * stride) | std::uint32_t(__ldcg(halves + (i * 2 + 1) * stride)) << 16;
@@ -112,6 +118,11 @@ struct pack_kernel {
       for (int i = 0; i < 4; ++i) {
         if constexpr (sizeof(T) == 4) {
           reinterpret_cast<float*>(to)[i * stride] = bits_as<float>(word[i]);
+        } else if constexpr (sizeof(T) == 1) {
+#pragma unroll
+          for (int j = 0; j < 4; ++j) {
+            reinterpret_cast<unsigned char*>(to)[(i * 4 + j) * stride] = static_cast<unsigned char>(word[i] >> (j * 8));
+          }
         } else {
           auto* halves = reinterpret_cast<unsigned short*>(to);
           halves[i * 2 * stride] = static_cast<unsigned short>(word[i]);
@@ -149,7 +160,7 @@ struct pack_kernel {
       const index_t count = p.chosen.count(row), used = min(index_t(tile), count - first);
 
       index_t position = 0;
-      float score = 0;
+      float score = 0, k_scale = 1, v_scale = 1;
       if (thread < used) {
         const index_t slot = slots[first + thread];
         s.from_k[thread] = p.from.key(b, h, slot);
@@ -158,6 +169,7 @@ struct pack_kernel {
         s.to_v[thread] = p.to.value(b, h, first + thread);
         if (p.positions.data) position = p.from.position(b, h, slot);
         if (p.scores.data) score = p.from_scores.at(b, h, heads, slot);
+        if constexpr (scaled) k_scale = p.from.key_scale(b, h, slot), v_scale = p.from.value_scale(b, h, slot);
         // Sources ascend strictly: if the last one stays where it is, all before it do.
         if (InPlace && thread == used - 1) s.moves = slot != first + thread;
       }
@@ -218,6 +230,10 @@ struct pack_kernel {
       if (thread < used) {
         if (p.positions.data) p.positions.at(b, h, heads, first + thread) = position;
         if (p.scores.data) p.scores.at(b, h, heads, first + thread) = score;
+        if constexpr (scaled) {
+          const offset_t at = p.to.scales.index(p.to.table.locate(b, h, first + thread), h);
+          p.to.scales.k[at] = k_scale, p.to.scales.v[at] = v_scale;
+        }
       }
       __syncthreads();  // the addresses are free again
     }
@@ -240,7 +256,8 @@ __global__ void __launch_bounds__(pack_threads, 4)
 
 }  // namespace detail
 
-/// Copies the chosen slots of every (sequence, kv_head) to slots 0, 1, 2, ... of another view, or of the same one.
+/// Copies the chosen slots of every (sequence, kv_head) to slots 0, 1, 2, ... of another view, or of the same one: rows as
+/// they are stored, with their scales, positions and scores, behind any tables.
 ///
 /// In place (`InPlace`, `to` over the memory of `from`): safe in any order of blocks, because the selection ascends.
 /// Counts are read on the device; a captured launch can be replayed while they change. In-place runs that share a
@@ -248,9 +265,9 @@ __global__ void __launch_bounds__(pack_threads, 4)
 /// Cost     reads and writes each chosen row once, 16 bytes at a time where rows are 16-byte aligned with dim stride 1.
 template <class From, class To, bool InPlace = false>
 class pack {
-  static_assert(std::is_same_v<typename From::element_type, typename To::element_type> && From::k_dim == To::k_dim &&
+  static_assert(std::is_same_v<typename From::encoding_type, typename To::encoding_type> && From::k_dim == To::k_dim &&
                     From::v_dim == To::v_dim,
-                "tessera: pack copies rows between views of one element type and head dims");
+                "tessera: pack copies rows between views of one encoding and head dims");
 
  public:
   /// `capacity`: the most tokens that one (sequence, kv_head) may keep.
@@ -273,9 +290,10 @@ class pack {
   }
 
   void run(const pack_problem<From, To>& problem, void* workspace, cudaStream_t stream) const {
-    if (rows_ == 0) return;
-    require(problem.from.sequences * problem.from.kv_heads == rows_, "sequences * kv_heads",
-            problem.from.sequences * problem.from.kv_heads, std::to_string(rows_), "pass the shape of the constructor");
+    const index_t rows = problem.from.sequences * problem.from.kv_heads;
+    require(rows <= rows_, "sequences * kv_heads", rows, "at most " + std::to_string(rows_),
+            "construct pack for the largest batch");
+    if (rows == 0) return;
     auto* words = static_cast<unsigned*>(workspace);
     const detail::pack_scratch scratch =
         InPlace ? detail::pack_scratch{words, words + 1, words + 2, words + 4, tiles_} : detail::pack_scratch{};

@@ -44,6 +44,20 @@ struct decode_softmax {
     }
   }
 
+  /// Adds weights times values where a weight of 0 hides a value that is not finite.
+  template <class T, class Fragment>
+  __device__ void multiply_visible(const std::uint32_t (&weights)[Tokens / 16][4], const Fragment& fragment) {
+    std::uint32_t own[Tokens / 16][4];
+    float copy[Dv / 8][4];
+#pragma unroll
+    for (int i = 0; i < Tokens / 4; ++i) own[i / 4][i % 4] = weights[i / 4][i % 4];
+#pragma unroll
+    for (int i = 0; i < Dv / 2; ++i) copy[i / 4][i % 4] = out[i / 4][i % 4];
+    multiply_visible_values_aside<T, Tokens / 16, Dv / 8>(own, fragment, copy);
+#pragma unroll
+    for (int i = 0; i < Dv / 2; ++i) out[i / 4][i % 4] = copy[i / 4][i % 4];
+  }
+
   /// Adds the four lanes' shares of every row's sum.
   __device__ void close() {
 #pragma unroll
@@ -66,22 +80,39 @@ __device__ __forceinline__ void pack_weights(const float (&low)[4], const float 
 }
 
 /// The state of one warp, which reads tiles of elements as they are given.
-template <class View, class Config>
-struct decode_state : decode_softmax<View::v_dim, Config::tuning.tokens> {
+template <class View>
+struct decode_state : decode_softmax<View::v_dim, decode_config<View>::tokens> {
   using T = typename View::element_type;
-  static constexpr int D = View::k_dim, Dv = View::v_dim, tokens = Config::tuning.tokens;
+  static constexpr int D = View::k_dim, Dv = View::v_dim, tokens = decode_config<View>::tokens;
   static constexpr staged_rows k_rows{D / 8}, v_rows{Dv / 8};
   using base = decode_softmax<Dv, tokens>;
   using base::out, base::max, base::sum;
+
+  /// 16 query rows, the left side of products with keys.
+  struct queries {
+    std::uint32_t q[D / 16][4];
+
+    /// Row lane / 4 + 8 * half lies at `from`; null: zeros.
+    __device__ void load(int half, const T* from, int lane) {
+#pragma unroll
+      for (int step = 0; step < D / 16; ++step) {
+#pragma unroll
+        for (int upper = 0; upper < 2; ++upper) {
+          q[step][upper * 2 + half] =
+              from ? *reinterpret_cast<const std::uint32_t*>(from + step * 16 + upper * 8 + lane % 4 * 2) : 0u;
+        }
+      }
+    }
+  };
 
   /// Reads the tile of `tokens` tokens at `shared`. `logit_of(token, half, product)` gives the logit, in base 2, of
   /// query row lane / 4 + 8 * half; with `plain` that is product * scale2. `masked`: some row must not see some of
   /// them. All lanes call it together.
   template <class LogitOf>
-  __device__ void read(const std::uint32_t (&q)[D / 16][4], std::uint32_t shared, bool plain, bool masked, float scale2,
+  __device__ void read(const queries& asked, std::uint32_t shared, bool plain, bool masked, float scale2,
                        const LogitOf& logit_of, int lane) {
     float s[tokens / 8][4] = {};
-    multiply_keys(q, shared, s, lane);
+    multiply_keys(asked.q, shared, s, lane);
     if (plain) {
 #pragma unroll
       for (int n = 0; n < tokens / 8; ++n) {
@@ -97,13 +128,13 @@ struct decode_state : decode_softmax<View::v_dim, Config::tuning.tokens> {
     }
     base::weigh(s);
     const std::uint32_t values = shared + std::uint32_t(tokens * k_rows.bytes());
-    std::uint32_t weights[1][tokens / 16][4];
+    std::uint32_t weights[tokens / 16][4];
 #pragma unroll
-    for (int k = 0; k < tokens / 16; ++k) pack_weights<T>(s[k * 2], s[k * 2 + 1], weights[0][k]);
+    for (int k = 0; k < tokens / 16; ++k) pack_weights<T>(s[k * 2], s[k * 2 + 1], weights[k]);
     const int matrix = lane / 8, in_matrix = lane % 8;
     const std::uint32_t v_at = values + std::uint32_t((matrix % 2 * 8 + in_matrix) * v_rows.bytes());
     const std::uint32_t v_chunk = std::uint32_t(v_rows.swizzled() ? matrix / 2 ^ in_matrix : matrix / 2) * 16;
-    const auto fragment = [&](int k, int pair, std::uint32_t(&b)[4]) {
+    const auto fragment = [=](int k, int pair, std::uint32_t(&b)[4]) {
       load_matrices_transposed(b, v_at + std::uint32_t(k * 16 * v_rows.bytes()) +
                                       (v_rows.swizzled() ? v_chunk ^ std::uint32_t(pair * 32) : v_chunk + pair * 32));
     };
@@ -111,7 +142,7 @@ struct decode_state : decode_softmax<View::v_dim, Config::tuning.tokens> {
       return __cvta_shared_to_generic(values + staged_rows{Dv / 8}.place(token, i));
     };
     if (masked && !special_values<T>::template all_finite<tokens, Dv / 8>(chunk, lane)) {
-      multiply_visible_values<T>(weights, fragment, reinterpret_cast<float(&)[1][Dv / 8][4]>(out));
+      base::template multiply_visible<T>(weights, fragment);
       return;
     }
 #pragma unroll
@@ -120,8 +151,8 @@ struct decode_state : decode_softmax<View::v_dim, Config::tuning.tokens> {
       for (int pair = 0; pair < Dv / 16; ++pair) {
         std::uint32_t b[4];
         fragment(k, pair, b);
-        multiply<T>(out[pair * 2], weights[0][k], b[0], b[1]);
-        multiply<T>(out[pair * 2 + 1], weights[0][k], b[2], b[3]);
+        multiply<T>(out[pair * 2], weights[k], b[0], b[1]);
+        multiply<T>(out[pair * 2 + 1], weights[k], b[2], b[3]);
       }
     }
   }
