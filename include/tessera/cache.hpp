@@ -27,8 +27,7 @@ template <class Recipe>
 class cache {
  public:
   using layout = typename Recipe::layout_type;
-  static constexpr int k_dim = layout::k_dim;
-  static constexpr int v_dim = layout::v_dim;
+  static constexpr int k_dim = layout::k_dim, v_dim = layout::v_dim;
 
   cache(model_shape shape, Recipe recipe, std::shared_ptr<cpu::executor> workers)
       : shape_((shape.check(), std::move(shape))),
@@ -78,7 +77,7 @@ class cache {
   void prefill(index_t layer, index_t id, const rows_view<const E>& q, const rows_view<const E>& k,
                const rows_view<const E>& v) {
     conversations_.check_chunk(recipe_, layer, id, q, k, v);
-    slide(layer, id);
+    store_.slide(layer, id, roles_.window(layer), *workers_);
     const index_t first = conversations_.at(id, layer).next_position;
     store_.append(layer, id, k, v, first);
     conversations_.took_chunk(layer, id, k.tokens);
@@ -103,10 +102,9 @@ class cache {
     const planned<Recipe> fitted = conversations_.plan_prompt_end(recipe_, id);  // may throw: nothing has changed yet
     const bool due = recipe_.schedule.due(moment::prompt_end, conversations_.clock_of_prompt_end(id));
     for (index_t layer = 0; layer < shape_.layers; ++layer) {
-      slide(layer, id);
-      const bool moved = due && roles_.follows_recipe(layer) &&
-                         choose_anew(layer, id, fitted, conversations_.at(id, layer).next_position, 0);
-      if (roles_.follows_recipe(layer)) reading_.refresh(layer, id, store_, fitted, moved);
+      store_.slide(layer, id, roles_.window(layer), *workers_);
+      if (roles_.follows_recipe(layer))
+        choose_anew(layer, id, fitted, due, conversations_.at(id, layer).next_position, 0);
     }
     conversations_.end_prompt(id, fitted);
     first_.forget(id);
@@ -114,9 +112,7 @@ class cache {
 
   /// What the next step of 1 to 8 tokens does, for every layer's `decode`.
   batch prepare_step(const std::vector<index_t>& ids, index_t tokens) {
-    const batch step = conversations_.plan_step(recipe_, ids, tokens, most_step_tokens);
-    conversations_.begin_step(step);
-    return step;
+    return conversations_.begin_step(conversations_.plan_step(recipe_, ids, tokens, most_step_tokens));
   }
 
   /// One layer of a decode step for a batch of sequences: append, retrieve, attend, retain.
@@ -128,7 +124,7 @@ class cache {
     conversations_.check_step(layer, step, q, k, v, out);
     conversations_.check_order(layer, step);
     for (index_t b = 0; b < step.sequences(); ++b) {
-      step_one(layer, step, step.ids[std::size_t(b)], one(q, b), one(k, b), one(v, b), one(out, b), one(lse, b));
+      step_one(layer, step, step.ids[std::size_t(b)], q.one(b), k.one(b), v.one(b), out.one(b), lse.one(b));
     }
     conversations_.took_step(layer, step);
   }
@@ -142,9 +138,8 @@ class cache {
     return store_.lengths(layer, id)[std::size_t(head)];
   }
   std::vector<index_t> positions(index_t layer, index_t id, index_t head) const {
-    std::vector<index_t> result;
-    for (index_t i = 0; i < length(layer, id, head); ++i) result.push_back(store_.position(layer, id, head, i));
-    return result;
+    conversations_.at(id, layer);
+    return store_.positions(layer, id, head);
   }
 
   /// What the budget comes to in this conversation, since its first prompt ended.
@@ -158,7 +153,7 @@ class cache {
     return reading_.positions(layer, id, head, store_);
   }
 
-  /// Whether decode steps write down which positions they attend (see `attended`); off by default.
+  /// Whether decode steps write down which positions they attend; off by default.
   void trace_attended(bool on) { log_.trace(on); }
   /// Positions that the last traced decode step of a layer attended, by kv_head.
   const std::vector<std::vector<index_t>>& attended(index_t layer, index_t id) const {
@@ -172,8 +167,7 @@ class cache {
     return store_.view(layer, id);
   }
 
-  /// Bytes that a sequence holds in all layers: rows, positions, scores, remembered queries; candidates, index and sums of
-  /// the second stage.
+  /// Bytes that a sequence holds in all layers: rows and columns, remembered queries, what the second stage keeps.
   offset_t bytes(index_t id) const {
     conversations_.at(id);
     offset_t total = 0;
@@ -198,32 +192,15 @@ class cache {
  private:
   const planned<Recipe>& policies(index_t id) const { return conversations_.at(id).policies; }
 
-  template <class T>
-  static rows_view<T> one(rows_view<T> rows, index_t sequence) {
-    rows.data += rows.data ? sequence * rows.sequence_stride : 0;
-    rows.sequences = 1;
-    return rows;
-  }
-
-  /// Drops what a sliding layer has left behind, now and then.
-  void slide(index_t layer, index_t id) {
-    const index_t window = roles_.window(layer);
-    if (window == 0 || store_.longest(layer, id) <= window + spare_room(window)) return;
-    store_.keep(layer, id, cpu::newest(store_.lengths(layer, id), window), *workers_);
-  }
-
-  /// Keeps, or lets through, the budget's worth of what a layer stores. Returns whether what steps may read has moved.
+  /// Where `due`, keeps, or lets through, the budget's worth of what a layer stores; readers follow what has moved.
   /// `next`: the position of the next token; `tail`: so many of the newest tokens are kept in any case.
-  bool choose_anew(index_t layer, index_t id, const planned<Recipe>& fitted, index_t next, index_t tail) {
-    const selection* chosen = first_.choose(layer, id, store_, fitted, roles_.rule(layer), next, tail, *workers_);
-    if (!chosen) return false;
-    if constexpr (Recipe::retain_type::drops) return store_.keep(layer, id, *chosen, *workers_);
-    reading_.pass(layer, id, *chosen);
-    return true;
-  }
-  void evict(index_t layer, index_t id, index_t next, index_t tail) {
-    const bool moved = choose_anew(layer, id, policies(id), next, tail);
-    reading_.refresh(layer, id, store_, policies(id), moved);
+  void choose_anew(index_t layer, index_t id, const planned<Recipe>& fitted, bool due, index_t next, index_t tail) {
+    const selection* chosen =
+        due ? first_.choose(layer, id, store_, fitted, roles_.rule(layer), next, tail, *workers_) : nullptr;
+    bool moved = chosen != nullptr;
+    if (chosen && Recipe::retain_type::drops) moved = store_.keep(layer, id, *chosen, *workers_);
+    if (chosen && !Recipe::retain_type::drops) reading_.pass(layer, id, *chosen);
+    reading_.refresh(layer, id, store_, fitted, moved);
   }
 
   template <class E>
@@ -232,34 +209,28 @@ class cache {
     const index_t first = conversations_.at(id, layer).next_position;
     const logit_rule rule = roles_.rule(layer);
     const cpu::query_rows<E> queries{q, &first};
+    store_.slide(layer, id, roles_.window(layer), *workers_);  // before the step: its first token sees a whole window
     store_.append(layer, id, k, v, first);
     if (!roles_.follows_recipe(layer)) {
-      slide(layer, id);
-      return attend(layer, id, store_.view(layer, id), queries, rule, nullptr, 0, {out, lse});
+      return attend(layer, id, store_.view(layer, id), queries, nullptr, 0, {out, lse});
     }
     reading_.append(layer, id, store_, k.tokens);
-    if (step.evicts_first) evict(layer, id, first + k.tokens, k.tokens);
+    if (step.evicts_first) choose_anew(layer, id, policies(id), true, first + k.tokens, k.tokens);
     const auto view = reading_.view(layer, id, store_);
     offset_t bytes = 0;
     const selection_view* read = reading_.choose(layer, id, view, queries, rule, policies(id), bytes, *workers_);
-    for (index_t h = 0; h < shape_.kv_heads; ++h) {
-      bytes += reading_.side_bytes(layer, id, view.length(0, h), read ? read->count(h) : view.length(0, h));
-    }
-    attend(layer, id, view, queries, rule, read, bytes, {out, lse});
+    attend(layer, id, view, queries, read, bytes, {out, lse});
     reading_.complete(layer, id, view, q.tokens, out);
     log_.add_bytes(layer, id,
                    first_.observe_step(layer, id, store_, policies(id), rule, q, first + k.tokens, *workers_));
-    if (step.evicts_last) evict(layer, id, first + k.tokens, 0);
+    if (step.evicts_last) choose_anew(layer, id, policies(id), true, first + k.tokens, 0);
   }
 
   template <class View, class E>
-  void attend(index_t layer, index_t id, const View& view, const cpu::query_rows<E>& queries, const logit_rule& rule,
+  void attend(index_t layer, index_t id, const View& view, const cpu::query_rows<E>& queries,
               const selection_view* read, offset_t bytes, const cpu::attention_output& output) {
-    for (index_t h = 0; h < shape_.kv_heads; ++h) {
-      bytes += (read ? read->count(h) : view.length(0, h)) * layout::token_bytes();
-    }
-    cpu::decode_attention(view, queries, rule, read, output, *attending_, *workers_);
-    log_.note(layer, id, view, read, bytes);
+    cpu::decode_attention(view, queries, roles_.rule(layer), read, output, *attending_, *workers_);
+    log_.note(layer, id, view, read, layout::token_bytes(), bytes);
   }
 
   model_shape shape_;

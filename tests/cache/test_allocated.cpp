@@ -6,20 +6,25 @@
 #include <new>
 
 #include <tessera/cache.hpp>
+#include <tessera/layout/fixed_pages.hpp>
+#include <tessera/layout/fp8_rows.hpp>
 
 #include "every_method.hpp"
 #include "support/random.hpp"
+#include "support/subsets.hpp"
 
 using namespace tessera;
 
 namespace {
 
 std::atomic<offset_t> live{0};
+std::atomic<index_t> until_failure{-1};  // so many allocations succeed, one fails; -1: none fails
 constexpr std::size_t header = 16;  // the size stands before each block, which stays aligned
 
 }  // namespace
 
 [[gnu::noinline]] void* operator new(std::size_t size) {
+  if (until_failure >= 0 && until_failure-- == 0) throw std::bad_alloc();
   auto* block = static_cast<char*>(std::malloc(size + header));
   if (!block) throw std::bad_alloc();
   *reinterpret_cast<std::size_t*>(block) = size;
@@ -85,4 +90,79 @@ TEST_CASE("bytes() is what the allocator has handed out, index, candidates and s
   holds_what_it_says<h2o<fp32, 64>>();
   holds_what_it_says<quest<fp16, 80>>();
   holds_what_it_says<rocketkv<bf16, 128>>();
+}
+
+namespace {
+
+template <class Store>
+std::vector<float> contents(Store& store) {
+  std::vector<float> all;
+  for (index_t id = 0; id < 2; ++id) {
+    const auto view = store.view(0, id);
+    for (index_t h = 0; h < view.kv_heads; ++h) {
+      for (index_t s = 0; s < view.length(0, h); ++s) {
+        all.push_back(float(view.position(0, h, s)));
+        for (int d = 0; d < 64; ++d) {
+          all.push_back(float(view.key(0, h, s)[d]) * view.key_scale(0, h, s));
+          all.push_back(float(view.value(0, h, s)[d]) * view.value_scale(0, h, s));
+        }
+        auto& beside = store.beside(0, id);
+        all.push_back(beside.scores()[beside.begins()[std::size_t(h)] + s]);
+      }
+    }
+  }
+  return all;
+}
+
+/// Each allocation of an operation fails once: it throws, and the store holds what it held.
+template <class Store, class Operation>
+index_t fails_and_holds(Store& store, Operation&& operation) {
+  for (index_t failures = 0;; ++failures) {
+    const auto before = contents(store);
+    until_failure = failures;
+    bool failed = false;
+    try {
+      operation();
+    } catch (const std::bad_alloc&) {
+      failed = true;
+    }
+    const bool reached = until_failure < 0;  // an operation may live with a failure
+    until_failure = -1;
+    if (!failed && !reached) return failures;
+    if (!failed) return failures + 1;
+    REQUIRE(contents(store) == before);
+  }
+}
+
+template <class Layout>
+void stores_outlive_failures(std::uint64_t seed) {
+  support::rng random(seed);
+  cpu::executor workers(1);
+  cpu::kv_store<Layout> store(1, 2, true);
+  store.open(0);
+  store.open(1);
+  const auto rows = support::normals(random, 100 * 2 * 64);
+  index_t next = 0, failed = 0;
+  for (int round = 0; round < 12; ++round) {
+    const index_t id = random.between(0, 1), tokens = random.pick({1, 3, 60});
+    const auto view = nhd_rows<const float>(rows.data(), tokens, 2, 64);
+    const auto lengths = store.lengths(0, id);
+    failed += fails_and_holds(store, [&] { store.append(0, id, view, view, next); });
+    REQUIRE(store.lengths(0, id)[0] == lengths[0] + tokens);
+    next += tokens;
+    const auto chosen = support::random_subset(random, store.lengths(0, id), random.pick({0.3, 0.9}));
+    auto expected = store;
+    expected.keep(0, id, chosen, workers);
+    failed += fails_and_holds(store, [&] { store.keep(0, id, chosen, workers); });
+    REQUIRE(contents(store) == contents(expected));
+  }
+  CHECK(failed > 12);
+}
+
+}  // namespace
+
+TEST_CASE("a store holds what it held when any allocation of an append or a keep fails") {
+  stores_outlive_failures<dense<fp32, 64>>(331);
+  stores_outlive_failures<stored<fp8_rows<bf16, 64>, runs>>(332);
+  stores_outlive_failures<stored<dense_rows<bf16, 64>, fixed_pages<16>>>(333);
 }

@@ -11,3 +11,9 @@ TEST_CASE("pages are counted up") {
   CHECK(fixed_pages<16>::pages_for(17) == 2);
   CHECK(fixed_pages<1>::pages_for(17) == 17);
 }
+
+TEST_CASE("the bound of pages is what every layer takes when nothing is dropped") {
+  CHECK(fixed_pages<16>::upper_bound_pages(33, 4) == 12);
+  CHECK(fixed_pages<16>::upper_bound_pages(0, 4) == 0);
+  CHECK(fixed_pages<64>::upper_bound_pages(offset_t(1) << 33, 80) == 80 * (offset_t(1) << 27));
+}

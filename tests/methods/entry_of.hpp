@@ -155,10 +155,11 @@ class cache_of final : public any_cache {
   }
   void overwrite(index_t layer, index_t id, index_t head, const std::vector<index_t>& but, bool keys_too) override {
     const auto view = held_.view(layer, id);
+    using stored = std::remove_pointer_t<decltype(view.k)>;
     for (index_t slot = 0; slot < view.length(0, head); ++slot) {
       if (std::binary_search(but.begin(), but.end(), view.position(0, head, slot))) continue;
-      std::fill_n(view.value(0, head, slot), dim, 1e20f);
-      if (keys_too) std::fill_n(view.key(0, head, slot), dim, -1e20f);
+      std::fill_n(view.value(0, head, slot), dim, stored(1e20f));
+      if (keys_too) std::fill_n(view.key(0, head, slot), dim, stored(-1e20f));
     }
   }
   offset_t bytes(index_t id) const override { return held_.bytes(id); }

@@ -11,4 +11,8 @@ TESSERA_NAMESPACE_BEGIN
 /// reads, and what is free stays small beside what is held. Both backends keep to it.
 inline index_t spare_room(index_t held) { return std::max<index_t>(16, held / 64); }
 
+/// Whether memory for `capacity` tokens of which `used` stay is worth giving back: once a quarter of it is unused. What is
+/// spare after an eviction is then at most a third of what stays.
+inline bool gives_back(offset_t used, offset_t capacity) { return used * 4 < capacity * 3; }
+
 TESSERA_NAMESPACE_END

@@ -177,6 +177,13 @@ struct rows_view {
   TESSERA_HD T* row(index_t sequence, index_t token, index_t head) const {
     return data + sequence * sequence_stride + token * token_stride + head * head_stride;
   }
+  /// The rows of one sequence; null stays null.
+  TESSERA_HD rows_view one(index_t sequence) const {
+    rows_view result = *this;
+    if (data) result.data += sequence * sequence_stride;
+    result.sequences = 1;
+    return result;
+  }
 };
 
 /// A contiguous [sequences, tokens, heads, dim] tensor (NHD).

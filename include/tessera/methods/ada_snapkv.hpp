@@ -16,8 +16,7 @@ TESSERA_NAMESPACE_BEGIN
 /// Differs  scores are sums over the window and the group (the reference takes means: the same order); kept in
 ///          position order.
 template <element T, int D, int Dv = D, layout_of<T, D, Dv> Layout = dense<T, D, Dv>>
-struct ada_snapkv
-    : recipe<retain<observation_window, adaptive, top_tokens>, Layout, retrieve_all, dense_decode, once> {
+struct ada_snapkv : recipe<retain<observation_window, adaptive, top_tokens>, Layout, retrieve_all, dense_decode, once> {
   static constexpr const char* name = "ada_snapkv";
   static constexpr const char* paper = "Ada-KV, arXiv:2407.11550";
 };

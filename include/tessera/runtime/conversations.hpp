@@ -134,8 +134,8 @@ class conversations {
 
   /// What a step of `tokens` tokens does to these conversations. They must agree on what is due.
   batch plan_step(const Recipe& recipe, const std::vector<index_t>& ids, index_t tokens, index_t most) const {
-    require(tokens >= 1 && tokens <= most, "tokens of a decode step", tokens,
-            "1 to " + std::to_string(most), "prefill longer runs");
+    require(tokens >= 1 && tokens <= most, "tokens of a decode step", tokens, "1 to " + std::to_string(most),
+            "prefill longer runs");
     require(!ids.empty(), "sequences of the batch", 0, "at least 1", "pass the ids of a batch");
     batch step{ids, tokens};
     for (std::size_t b = 0; b < ids.size(); ++b) {
@@ -165,13 +165,14 @@ class conversations {
     }
     return step;
   }
-  void begin_step(const batch& step) {
+  batch begin_step(batch step) {
     for (const index_t id : step.ids) {
       conversation& c = find(id);
       c.step_tokens = step.tokens;
       c.now = step_clock(c);
       c.step_began = c.front().next_position;
     }
+    return step;
   }
 
   /// One layer of a step that `begin_step` began.

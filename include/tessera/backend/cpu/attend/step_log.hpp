@@ -21,9 +21,11 @@ class step_log {
   }
   void trace(bool on) { tracing_ = on; }
 
-  /// A step attended `read` of a view, null for all of it, at so many bytes.
+  /// A step attended `read` of a view, null for all of it, at `token_bytes` each; choosing it took `bytes`.
   template <class View>
-  void note(index_t layer, index_t id, const View& view, const selection_view* read, offset_t bytes) {
+  void note(index_t layer, index_t id, const View& view, const selection_view* read, offset_t token_bytes,
+            offset_t bytes) {
+    for (index_t h = 0; h < view.kv_heads; ++h) bytes += (read ? read->count(h) : view.length(0, h)) * token_bytes;
     at(layer, id).bytes = bytes;
     if (!tracing_) return;
     auto& attended = at(layer, id).attended;

@@ -4,9 +4,9 @@
 #include <algorithm>
 #include <vector>
 
+#include "../../../core/room.hpp"
 #include "../../../core/selection.hpp"
 #include "../../../core/views.hpp"
-#include "../store/columns.hpp"
 
 TESSERA_NAMESPACE_BEGIN
 namespace cpu {
@@ -18,14 +18,15 @@ class candidates {
   const index_t* row(index_t head) const { return slots_.data() + begins_[std::size_t(head)]; }
 
   void assign(const selection& passed) {
-    begins_.assign(1, 0);
-    std::vector<index_t> fresh;
+    std::vector<offset_t> begins{0};
+    std::vector<index_t> fresh, counts = passed.counts;
     for (index_t h = 0; h < passed.rows(); ++h) {
       fresh.insert(fresh.end(), passed.row(h), passed.row(h) + passed.counts[std::size_t(h)]);
-      begins_.push_back(offset_t(fresh.size()));
+      begins.push_back(offset_t(fresh.size()));
     }
-    counts_ = passed.counts;
     fresh.shrink_to_fit();
+    begins_ = std::move(begins);
+    counts_ = std::move(counts);
     slots_ = std::move(fresh);
   }
 

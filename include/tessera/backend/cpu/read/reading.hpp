@@ -87,21 +87,26 @@ class reading {
     reader_.append(index(layer, id), view(layer, id, stored), tokens);
   }
 
-  /// What a step attends, as slots of `view`: null for all of it. Adds the bytes that choosing reads to `bytes`.
+  /// What a step attends, as slots of `view`: null for all of it. `bytes` becomes what is read beside the tokens attended.
   template <class View, class Q>
   const selection_view* choose(index_t layer, index_t id, const View& all, const query_rows<Q>& queries,
                                const logit_rule& rule, const planned<Recipe>& policies, offset_t& bytes,
                                executor& workers) {
-    if constexpr (!retrieve_type::retrieves) {
-      return nullptr;
-    } else {
+    bytes = 0;
+    const selection_view* read = nullptr;
+    if constexpr (retrieve_type::retrieves) {
       std::vector<index_t> lengths;
       for (index_t h = 0; h < all.kv_heads; ++h) lengths.push_back(all.length(0, h));
       chosen_.memory.reset(lengths);
-      bytes += reader_.choose(index(layer, id), all, queries, rule, policies, *chosen_, workers);
+      bytes = reader_.choose(index(layer, id), all, queries, rule, policies, *chosen_, workers);
       chosen_view_ = chosen_.memory.view();
-      return &chosen_view_;
+      read = &chosen_view_;
     }
+    for (index_t h = 0; h < all.kv_heads; ++h) {
+      const index_t n = all.length(0, h);
+      bytes += side_bytes(layer, id, n, read ? read->count(h) : n);
+    }
+    return read;
   }
 
   /// Corrects the output of what `choose` chose last.
@@ -110,16 +115,17 @@ class reading {
     reader_.complete(index(layer, id), all, tokens, shape_.q_heads / shape_.kv_heads, out);
   }
 
-  /// Bytes of lists and sums that a step reads of one head, which has n slots and attends `count`.
-  offset_t side_bytes(index_t layer, index_t id, index_t n, index_t count) const {
-    return (filters ? reader_.list_bytes(index(layer, id), n, count) : 0) + reader_.side_bytes();
-  }
   /// Bytes that are allocated for lists, index and sums.
   offset_t bytes(index_t layer, index_t id) const {
     return (filters ? passed_[index(layer, id)].bytes() : 0) + reader_.bytes(index(layer, id));
   }
 
  private:
+  /// Bytes of lists and sums that a step reads of one head, which has n slots and attends `count`.
+  offset_t side_bytes(index_t layer, index_t id, index_t n, index_t count) const {
+    return (filters ? reader_.list_bytes(index(layer, id), n, count) : 0) + reader_.side_bytes();
+  }
+
   std::size_t index(index_t layer, index_t id) const {
     return std::size_t(id) * std::size_t(shape_.layers) + std::size_t(layer);
   }

@@ -46,19 +46,19 @@ class columns {
     }
   }
 
-  /// The chosen slots alone stay.
+  /// The chosen slots alone stay; everything is as before when memory runs out.
   void keep(const std::vector<index_t>& lengths, const selection& chosen) {
     if (!scattered_) {
       if (!with_scores_) reserve(lengths);
-      scattered_ = true;
       positions_.assign(std::size_t(total()), 0);
+      scattered_ = true;
       for (std::size_t h = 0; h < lengths.size(); ++h) {
         for (index_t i = 0; i < lengths[h]; ++i) positions_[std::size_t(begins_[h] + i)] = i;
       }
     }
     offset_t used = 0;
     for (const index_t count : chosen.counts) used += count;
-    if (used * 4 < total() * 3) {
+    if (gives_back(used, total())) {
       reallocate(chosen.counts, lengths, &chosen);
     } else {
       for (std::size_t h = 0; h < lengths.size(); ++h) move_row(h, &chosen, chosen.counts[h], begins_[h], *this);
@@ -110,18 +110,6 @@ class columns {
   std::vector<index_t> positions_;
   std::vector<float> scores_;
 };
-
-/// The newest `window` slots of every head.
-inline selection newest(const std::vector<index_t>& lengths, index_t window) {
-  selection chosen;
-  chosen.reset(lengths);
-  for (std::size_t h = 0; h < lengths.size(); ++h) {
-    const index_t count = std::min(lengths[h], window);
-    for (index_t i = 0; i < count; ++i) chosen.row(index_t(h))[i] = lengths[h] - count + i;
-    chosen.counts[h] = count;
-  }
-  return chosen;
-}
 
 }  // namespace cpu
 TESSERA_NAMESPACE_END

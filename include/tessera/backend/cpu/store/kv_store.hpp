@@ -34,6 +34,12 @@ class kv_store {
   index_t position(index_t layer, index_t id, index_t head, index_t slot) const {
     return at(layer, id).beside.position(head, slot);
   }
+  /// Of all slots of a head, ascending.
+  std::vector<index_t> positions(index_t layer, index_t id, index_t head) const {
+    std::vector<index_t> result;
+    for (index_t i = 0; i < lengths(layer, id)[std::size_t(head)]; ++i) result.push_back(position(layer, id, head, i));
+    return result;
+  }
   /// Scores that lie beside the tokens: head h from begins()[h] on.
   columns& beside(index_t layer, index_t id) { return at(layer, id).beside; }
 
@@ -70,7 +76,8 @@ class kv_store {
     for (index_t& length : here.lengths) length += k.tokens;
   }
 
-  /// Keeps the chosen slots of every head and drops the rest. Returns whether anything was dropped.
+  /// Keeps the chosen slots of every head and drops the rest; the place is as before when memory runs out. Returns whether
+  /// anything was dropped.
   bool keep(index_t layer, index_t id, const selection& chosen, executor& workers) {
     place& here = at(layer, id);
     if (chosen.counts == here.lengths) return false;
@@ -78,6 +85,20 @@ class kv_store {
     rows_.keep(index(layer, id), here.lengths, chosen, workers);
     here.lengths = chosen.counts;
     return true;
+  }
+
+  /// Drops all but the newest `window` tokens (0: nothing) once that frees more than there is spare room.
+  void slide(index_t layer, index_t id, index_t window, executor& workers) {
+    const std::vector<index_t>& lengths = at(layer, id).lengths;
+    if (window == 0 || longest(layer, id) <= window + spare_room(window)) return;
+    selection chosen;
+    chosen.reset(lengths);
+    for (std::size_t h = 0; h < lengths.size(); ++h) {
+      const index_t count = std::min(lengths[h], window);
+      for (index_t i = 0; i < count; ++i) chosen.row(index_t(h))[i] = lengths[h] - count + i;
+      chosen.counts[h] = count;
+    }
+    keep(layer, id, chosen, workers);
   }
 
   /// Bytes that are allocated for one place: rows, positions and scores.

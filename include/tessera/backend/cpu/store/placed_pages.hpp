@@ -73,15 +73,21 @@ class placed_rows<Layout, fixed_pages<Page>> {
       table.pop_back();
     }
   }
+  /// To exactly so many: resize alone would take twice as many.
+  template <class X>
+  static void enlarge(std::vector<X>& numbers, std::size_t count) {
+    numbers.reserve(count);
+    numbers.resize(count);
+  }
   void grow(index_t least) {
     const index_t added = std::max(least, pages_ / 8);
     const std::size_t rows = std::size_t(page_rows()) * std::size_t(pages_ + added);
     free_.reserve(free_.size() + std::size_t(pages_ + added));  // giving back must not fail
-    k_.resize(rows * Layout::k_dim);
-    v_.resize(rows * Layout::v_dim);
+    enlarge(k_, rows * Layout::k_dim);
+    enlarge(v_, rows * Layout::v_dim);
     if constexpr (encoding_type::scaled) {
-      k_scales_.resize(rows);
-      v_scales_.resize(rows);
+      enlarge(k_scales_, rows);
+      enlarge(v_scales_, rows);
     }
     for (index_t page = pages_ + added - 1; page >= pages_; --page) free_.push_back(page);
     pages_ += added;

@@ -2,8 +2,10 @@
 #pragma once
 
 #include <algorithm>
+#include <new>
 #include <vector>
 
+#include "../../../core/room.hpp"
 #include "../../../layout/runs.hpp"
 #include "columns.hpp"
 #include "pack.hpp"
@@ -15,7 +17,7 @@ inline namespace TESSERA_HOST_ISA {
 /// Where a cache's rows lie; specialised by placement. A place is a (layer, sequence); lengths are the caller's.
 ///   view(place, lengths)                     its rows, as one sequence; valid until the place changes
 ///   make_room(place, lengths, tokens)        for `tokens` more in every head
-///   keep(place, lengths, chosen, workers)    the chosen slots alone stay
+///   keep(place, lengths, chosen, workers)    the chosen slots alone stay; needs no memory
 ///   clear(place), bytes(place)
 template <class Layout, class Placement = typename Layout::placement_type>
 class placed_rows {
@@ -59,11 +61,13 @@ class placed_rows<Layout, runs> {
       used += chosen.counts[h];
       held += here.capacities[h];
     }
-    if (used * 4 < held * 3) {
-      move(here, lengths, chosen.counts, chosen, workers);
-    } else {
-      pack(view(here, lengths), chosen.view(), view(here, lengths), workers);
+    if (gives_back(used, held)) {
+      try {
+        return move(here, lengths, chosen.counts, chosen, workers);
+      } catch (const std::bad_alloc&) {  // no memory for a smaller run: the rows stay in the old one
+      }
     }
+    pack(view(here, lengths), chosen.view(), view(here, lengths), workers);
   }
 
   void clear(std::size_t place) { at(place) = run(heads_); }
