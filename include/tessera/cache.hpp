@@ -104,7 +104,8 @@ class cache {
     const bool due = recipe_.schedule.due(moment::prompt_end, conversations_.clock_of_prompt_end(id));
     for (index_t layer = 0; layer < shape_.layers; ++layer) {
       slide(layer, id);
-      const bool moved = due && roles_.follows_recipe(layer) && choose_anew(layer, id, fitted);
+      const bool moved = due && roles_.follows_recipe(layer) &&
+                         choose_anew(layer, id, fitted, conversations_.at(id, layer).next_position, 0);
       if (roles_.follows_recipe(layer)) reading_.refresh(layer, id, store_, fitted, moved);
     }
     conversations_.end_prompt(id, fitted);
@@ -212,16 +213,16 @@ class cache {
   }
 
   /// Keeps, or lets through, the budget's worth of what a layer stores. Returns whether what steps may read has moved.
-  bool choose_anew(index_t layer, index_t id, const planned<Recipe>& fitted) {
-    const selection* chosen = first_.choose(layer, id, store_, fitted, roles_.rule(layer),
-                                            conversations_.at(id, layer).next_position, *workers_);
+  /// `next`: the position of the next token; `tail`: so many of the newest tokens are kept in any case.
+  bool choose_anew(index_t layer, index_t id, const planned<Recipe>& fitted, index_t next, index_t tail) {
+    const selection* chosen = first_.choose(layer, id, store_, fitted, roles_.rule(layer), next, tail, *workers_);
     if (!chosen) return false;
     if constexpr (Recipe::retain_type::drops) return store_.keep(layer, id, *chosen, *workers_);
     reading_.pass(layer, id, *chosen);
     return true;
   }
-  void evict(index_t layer, index_t id) {
-    const bool moved = choose_anew(layer, id, policies(id));
+  void evict(index_t layer, index_t id, index_t next, index_t tail) {
+    const bool moved = choose_anew(layer, id, policies(id), next, tail);
     reading_.refresh(layer, id, store_, policies(id), moved);
   }
 
@@ -237,7 +238,7 @@ class cache {
       return attend(layer, id, store_.view(layer, id), queries, rule, nullptr, 0, {out, lse});
     }
     reading_.append(layer, id, store_, k.tokens);
-    if (step.evicts_first) evict(layer, id);
+    if (step.evicts_first) evict(layer, id, first + k.tokens, k.tokens);
     const auto view = reading_.view(layer, id, store_);
     offset_t bytes = 0;
     const selection_view* read = reading_.choose(layer, id, view, queries, rule, policies(id), bytes, *workers_);
@@ -248,7 +249,7 @@ class cache {
     reading_.complete(layer, id, view, q.tokens, out);
     log_.add_bytes(layer, id,
                    first_.observe_step(layer, id, store_, policies(id), rule, q, first + k.tokens, *workers_));
-    if (step.evicts_last) evict(layer, id);
+    if (step.evicts_last) evict(layer, id, first + k.tokens, 0);
   }
 
   template <class View, class E>

@@ -33,7 +33,13 @@ struct recipe {
     if (const index_t* tokens = retain.tokens()) return *tokens;
     return retrieve.tokens;
   }
-  void set_budget(index_t tokens) { (Retain::chooses ? *retain.tokens() : retrieve.tokens) = tokens; }
+  void set_budget(index_t tokens) {
+    if (index_t* own = retain.tokens()) {
+      *own = tokens;
+    } else if (Retrieve::retrieves) {
+      retrieve.tokens = tokens;
+    }
+  }
 
   /// Throws tessera::error when parameters make no sense, alone or together.
   void check() const {

@@ -35,6 +35,10 @@ concept layout = row_format<typename L::rows_type> && placement<typename L::plac
   { L::token_bytes() } -> std::same_as<offset_t>;
 };
 
+/// A layout whose rows hold K and V of these dims, handed over as `T`.
+template <class L, class T, int D, int Dv>
+concept layout_of = layout<L> && std::same_as<typename L::element_type, T> && L::k_dim == D && L::v_dim == Dv;
+
 template <class R>
 constexpr bool check_row_format() {
   static_assert(

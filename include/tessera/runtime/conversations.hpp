@@ -36,7 +36,8 @@ class conversations {
     bool open = false;
     turn_clock now{};
     index_t first_prompt = 0;  ///< tokens; 0 until it has ended
-    index_t step_tokens = 0;   ///< of the step that `prepare` began; 0: none yet
+    index_t step_tokens = 0;   ///< of the step that `begin_step` began; 0: none yet
+    index_t step_began = -1;   ///< where it began; -1: none yet in this turn
     planned<Recipe> policies;
     std::vector<layer> layers;
 
@@ -51,7 +52,7 @@ class conversations {
     const index_t id = index_t(free - all_.begin());
     require(most == 0 || id < most, "open sequences", id, "fewer before another is opened",
             "close one, or raise cache_options::sequences");
-    conversation fresh{true, {}, 0, 0, planned<Recipe>(recipe, 0), {}};
+    conversation fresh{true, {}, 0, 0, -1, planned<Recipe>(recipe, 0), {}};
     fresh.layers.resize(std::size_t(shape_.layers));
     if (free == all_.end()) {
       all_.push_back(std::move(fresh));
@@ -60,7 +61,7 @@ class conversations {
     }
     return id;
   }
-  void close(index_t id) { find(id) = conversation{false, {}, 0, 0, none_, {}}; }
+  void close(index_t id) { find(id) = conversation{false, {}, 0, 0, -1, none_, {}}; }
 
   const conversation& at(index_t id) const {
     require(id >= 0 && id < index_t(all_.size()) && all_[std::size_t(id)].open, "sequence", id,
@@ -125,6 +126,7 @@ class conversations {
     c.policies = policies;
     c.now = {c.now.turn + 1, 0};
     c.step_tokens = 0;
+    c.step_began = -1;
     for (layer& state : c.layers) state.turn_tokens = 0;
   }
 
@@ -153,7 +155,7 @@ class conversations {
                 "at least the tokens of the step, which are " + std::to_string(tokens),
                 "raise the budget: a step of several tokens reads them all");
       }
-      const turn_clock then{c.now.turn, c.now.steps + 1};
+      const turn_clock then = step_clock(c);
       const bool first = due(recipe, moment::step_begin, then), last = due(recipe, moment::step_end, then);
       require(b == 0 || (first == step.evicts_first && last == step.evicts_last), "sequence id in a batch", ids[b],
               "one whose schedule is due when that of the others is",
@@ -167,7 +169,8 @@ class conversations {
     for (const index_t id : step.ids) {
       conversation& c = find(id);
       c.step_tokens = step.tokens;
-      ++c.now.steps;
+      c.now = step_clock(c);
+      c.step_began = c.front().next_position;
     }
   }
 
@@ -200,7 +203,9 @@ class conversations {
     }
   }
   void took_step(index_t layer_index, const batch& step) {
-    for (const index_t id : step.ids) find(id).layers[std::size_t(layer_index)].next_position += step.tokens;
+    for (const index_t id : step.ids) {
+      find(id).layers[std::size_t(layer_index)].next_position += step.tokens;
+    }
   }
 
  private:
@@ -208,6 +213,10 @@ class conversations {
 
   conversation& find(index_t id) { return const_cast<conversation&>(std::as_const(*this).at(id)); }
   static index_t first_prompt(const conversation& c) { return c.first_prompt ? c.first_prompt : c.front().turn_tokens; }
+  /// The clock of the next step: one that was prepared at the same position and never taken does not count.
+  static turn_clock step_clock(const conversation& c) {
+    return {c.now.turn, c.now.steps + (c.step_began == c.front().next_position ? 0 : 1)};
+  }
   static bool due(const Recipe& recipe, moment now, const turn_clock& then) {
     return Recipe::schedule_type::fires_at(now) && recipe.schedule.due(now, then);
   }

@@ -53,34 +53,34 @@ class choosing {
     scores.layers = shape_.layers;
     scores.kv_heads = shape_.kv_heads;
     scores.tokens = stored.lengths(layer, id).data();
-    choose_kept(policy, scores, kept_, retaining_);
-    return &kept_;
+    choose_kept(policy, scores, *kept_, *retaining_);
+    return &*kept_;
   }
 
   /// Rows of scores for what a place holds, all 0, one head after another.
   layer_scores fresh_scores(const std::vector<index_t>& lengths, index_t tail) {
-    offsets_.clear();
+    offsets_.memory.clear();
     offset_t total = 0;
     for (const index_t length : lengths) {
-      offsets_.push_back(total);
+      offsets_.memory.push_back(total);
       total += length;
     }
-    raw_.assign(std::size_t(total), 0.0f);
+    raw_.memory.assign(std::size_t(total), 0.0f);
     layer_scores scores;
     scores.protected_tail = tail;
-    scores.scores = raw_.data();
-    scores.offsets = offsets_.data();
+    scores.scores = raw_.memory.data();
+    scores.offsets = offsets_.memory.data();
     return scores;
   }
 
   model_shape shape_;
-  std::vector<float> raw_;
-  std::vector<offset_t> offsets_;
+  scratch<std::vector<float>> raw_;
+  scratch<std::vector<offset_t>> offsets_;
   scratch<score_workspace<Recipe::layout_type::k_dim>> scoring_;
 
  private:
-  selection kept_;
-  retain_workspace retaining_;
+  scratch<selection> kept_;
+  scratch<retain_workspace> retaining_;
 };
 
 /// By position alone.
@@ -101,13 +101,14 @@ class first_stage<Recipe, observes::nothing, true> : public choosing<Recipe> {
 
   template <class Store>
   const selection* choose(index_t layer, index_t id, Store& stored, const planned<Recipe>& policies, const logit_rule&,
-                          index_t next, executor&) {
+                          index_t next, index_t tail, executor&) {
     const auto& policy = policies.first;
     const auto& lengths = stored.lengths(layer, id);
-    layer_scores scores = this->fresh_scores(lengths, policy.scorer.protected_tail(policy.budget.tokens));
+    layer_scores scores =
+        this->fresh_scores(lengths, std::max(tail, policy.scorer.protected_tail(policy.budget.tokens)));
     for (index_t h = 0; h < this->shape_.kv_heads; ++h) {
       for (index_t i = 0; i < lengths[std::size_t(h)]; ++i) {
-        this->raw_[std::size_t(this->offsets_[std::size_t(h)] + i)] =
+        this->raw_.memory[std::size_t(this->offsets_.memory[std::size_t(h)] + i)] =
             policy.scorer.score(stored.position(layer, id, h, i), next);
       }
     }
@@ -154,7 +155,7 @@ class first_stage<Recipe, observes::window, true> : public choosing<Recipe> {
 
   template <class Store>
   const selection* choose(index_t layer, index_t id, Store& stored, const planned<Recipe>& policies,
-                          const logit_rule& rule, index_t next, executor& workers) {
+                          const logit_rule& rule, index_t next, index_t, executor& workers) {
     const auto& policy = policies.first;
     const index_t q_heads = this->shape_.q_heads, rows = index_t(window(layer, id).size()) / (q_heads * k_dim);
     const index_t first = next - rows;
@@ -162,8 +163,8 @@ class first_stage<Recipe, observes::window, true> : public choosing<Recipe> {
     const layer_extent extent{layer, this->shape_.layers, this->shape_.kv_heads, rows, stored.longest(layer, id)};
     if (!keeps_all(policy.budget, extent)) {  // else everything is chosen, whatever its score
       const auto seen = nhd_rows<const float>(window(layer, id).data(), rows, q_heads, k_dim);
-      score_rows(stored.view(layer, id), query_rows<float>{seen, &first}, rule, policy.scorer, this->raw_.data(),
-                 this->offsets_.data(), *this->scoring_, workers);
+      score_rows(stored.view(layer, id), query_rows<float>{seen, &first}, rule, policy.scorer, this->raw_.memory.data(),
+                 this->offsets_.memory.data(), *this->scoring_, workers);
     }
     return this->choose_by(policy, scores, layer, id, stored);
   }
@@ -218,7 +219,7 @@ class first_stage<Recipe, observes::every_query, true> : public choosing<Recipe>
 
   template <class Store>
   const selection* choose(index_t layer, index_t id, Store& stored, const planned<Recipe>& policies, const logit_rule&,
-                          index_t, executor&) {
+                          index_t, index_t, executor&) {
     layer_scores scores;
     scores.protected_tail = policies.first.scorer.protected_tail(policies.first.budget.tokens);
     scores.scores = stored.beside(layer, id).scores();

@@ -97,9 +97,9 @@ class reading {
     } else {
       std::vector<index_t> lengths;
       for (index_t h = 0; h < all.kv_heads; ++h) lengths.push_back(all.length(0, h));
-      chosen_.reset(lengths);
-      bytes += reader_.choose(index(layer, id), all, queries, rule, policies, chosen_, workers);
-      chosen_view_ = chosen_.view();
+      chosen_.memory.reset(lengths);
+      bytes += reader_.choose(index(layer, id), all, queries, rule, policies, *chosen_, workers);
+      chosen_view_ = chosen_.memory.view();
       return &chosen_view_;
     }
   }
@@ -127,7 +127,7 @@ class reading {
   model_shape shape_;
   reader_type reader_;
   std::vector<candidates> passed_;
-  selection chosen_;
+  scratch<selection> chosen_;
   selection_view chosen_view_;
 };
 

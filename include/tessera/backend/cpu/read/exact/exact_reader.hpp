@@ -36,19 +36,20 @@ class exact_reader {
     using encoding = typename Recipe::layout_type::encoding_type;
     using stored = typename encoding::stored_type;
     const auto& policy = policies.read;
+    auto& [offsets, raw, finished_scores, pooled, scoring, top_k] = *workspace_;
     // A step of several tokens reads them all, so that each of them sees something.
     const index_t tail = queries.q.tokens > 1 ? queries.q.tokens : 0;
-    offsets_.assign(1, 0);
-    for (index_t h = 0; h < all.kv_heads; ++h) offsets_.push_back(offsets_.back() + all.length(0, h));
-    raw_.assign(std::size_t(offsets_.back()), 0.0f);
-    finished_.resize(raw_.size());
-    score_rows(all, queries, rule, policy.scorer, raw_.data(), offsets_.data(), *scoring_, workers);
+    offsets.assign(1, 0);
+    for (index_t h = 0; h < all.kv_heads; ++h) offsets.push_back(offsets.back() + all.length(0, h));
+    raw.assign(std::size_t(offsets.back()), 0.0f);
+    finished_scores.resize(raw.size());
+    score_rows(all, queries, rule, policy.scorer, raw.data(), offsets.data(), scoring, workers);
     offset_t bytes = 0;
     for (index_t h = 0; h < all.kv_heads; ++h) {
       const index_t n = all.length(0, h);
-      const offset_t row = offsets_[std::size_t(h)];
-      const float* scores = finished(policy.scorer, raw_.data() + row, n, finished_.data() + row, pooled_);
-      const index_t count = choose_slots(policy.selector, scores, n, tail, policy.tokens, chosen.row(h), top_k_);
+      const offset_t row = offsets[std::size_t(h)];
+      const float* scores = finished(policy.scorer, raw.data() + row, n, finished_scores.data() + row, pooled);
+      const index_t count = choose_slots(policy.selector, scores, n, tail, policy.tokens, chosen.row(h), top_k);
       chosen.counts[std::size_t(h)] = count;
       // The keys of what is then attended are the same bytes.
       bytes += (n - count) * (offset_t(k_dim) * offset_t(sizeof(stored)) + (encoding::scaled ? 4 : 0));
@@ -65,10 +66,13 @@ class exact_reader {
   offset_t bytes(std::size_t) const { return 0; }
 
  private:
-  std::vector<offset_t> offsets_;
-  std::vector<float> raw_, finished_, pooled_;
-  scratch<score_workspace<k_dim>> scoring_;
-  top_k_scratch top_k_;
+  struct workspace {
+    std::vector<offset_t> offsets;
+    std::vector<float> raw, finished, pooled;
+    score_workspace<k_dim> scoring;
+    top_k_scratch top_k;
+  };
+  scratch<workspace> workspace_;
 };
 
 }  // namespace TESSERA_HOST_ISA

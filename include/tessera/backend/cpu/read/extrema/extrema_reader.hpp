@@ -53,8 +53,8 @@ class extrema_reader {
     const index_t tail = queries.q.tokens > 1 ? queries.q.tokens : 0, rows = queries.q.tokens * queries.q.heads;
     offset_t total = 0;
     for (index_t h = 0; h < all.kv_heads; ++h) total += all.length(0, h);
-    mass_.assign(std::size_t(rows), 1.0f);
-    bytes_.assign(std::size_t(all.kv_heads), 0);
+    mass_.memory.assign(std::size_t(rows), 1.0f);
+    bytes_.memory.assign(std::size_t(all.kv_heads), 0);
     (*pages_).resize(std::max((*pages_).size(), std::size_t(workers.threads())));
     workers.for_each(
         all.kv_heads,
@@ -62,13 +62,13 @@ class extrema_reader {
           const page_choice choice = choose_by_pages(
               all, 0, h, here.index.view(), queries, rule, policy.scorer, policy.selector,
               std::max(tail, policy.scorer.protected_tail(policy.tokens)), policy.tokens, chosen.row(h),
-              averages ? mass_.data() + h * (rows / all.kv_heads) : nullptr, (*pages_)[std::size_t(worker)]);
+              averages ? mass_.memory.data() + h * (rows / all.kv_heads) : nullptr, (*pages_)[std::size_t(worker)]);
           chosen.counts[std::size_t(h)] = choice.count;
-          bytes_[std::size_t(h)] = choice.bytes_read;
+          bytes_.memory[std::size_t(h)] = choice.bytes_read;
         },
         double(total) / here.index.page() * policy.scorer.channels * rows / all.kv_heads);
     offset_t bytes = 0;
-    for (const offset_t b : bytes_) bytes += b;
+    for (const offset_t b : bytes_.memory) bytes += b;
     return bytes;
   }
 
@@ -90,7 +90,7 @@ class extrema_reader {
           }
         }
         for (index_t g = 0; g < group; ++g) {
-          const float part = mass_[std::size_t((offset_t(h) * tokens + t) * group + g)];
+          const float part = mass_.memory[std::size_t((offset_t(h) * tokens + t) * group + g)];
           if (part == 1) continue;
           float* row = out.row(0, t, h * group + g);
           for (int d = 0; d < v_dim; ++d) {
@@ -127,8 +127,8 @@ class extrema_reader {
 
   index_t heads_;
   std::vector<held> places_;
-  std::vector<float> mass_;  // [kv_heads, rows] of the last choice
-  std::vector<offset_t> bytes_;
+  scratch<std::vector<float>> mass_;  // [kv_heads, rows] of the last choice
+  scratch<std::vector<offset_t>> bytes_;
   scratch<std::vector<page_workspace<k_dim>>> pages_;
 };
 
