@@ -121,11 +121,7 @@ struct row_select : row_compact<Storage, Span> {
     }
 #pragma unroll
     for (int j = 0; j < each; ++j) sum += mine[j];
-    unsigned total = 0, before;
-    if constexpr (Span == 1)
-      before = s.scan.before(sum);
-    else
-      before = s.scan.before(sum, total);
+    unsigned before = s.scan.before(sum);
     if constexpr (Span == 1) {
 #pragma unroll
       for (int j = 0; j < each; ++j) {
@@ -139,6 +135,7 @@ struct row_select : row_compact<Storage, Span> {
     } else {
       static_assert(Span == 1 || each == 1, "tessera: a cluster's block has a thread for each of its bins");
       if (thread < share) s.slice[thread] = before + sum;
+      const unsigned total = s.scan.total();
       if (thread < Span) team::store(s.slice_total[team::rank()], thread, total);
       team::sync();
       for (int bin = thread; bin < radix_bins; bin += threads) s.histogram[bin] = 0;

@@ -77,15 +77,13 @@ struct block_scan {
   __device__ __forceinline__ T before(T value) {
     const T in_warp = scan_warp(value);
     const int lane = threadIdx.x % 32, warp = threadIdx.x / 32;
-    return in_warp - value + warp_sum(lane < warp ? warp_total[lane % warps] : T(0));
-  }
-  /// The same, and the sum of all threads.
-  __device__ __forceinline__ T before(T value, T& total) {
-    const T in_warp = scan_warp(value);
-    const int lane = threadIdx.x % 32, warp = threadIdx.x / 32;
     const T of_lane = lane < warps ? warp_total[lane] : T(0);
-    total = warp_sum(of_lane);
     return in_warp - value + warp_sum(lane < warp ? of_lane : T(0));
+  }
+  /// The sum of all threads, behind `before`.
+  __device__ __forceinline__ T total() const {
+    const int lane = threadIdx.x % 32;
+    return warp_sum(lane < warps ? warp_total[lane] : T(0));
   }
 
  private:

@@ -224,7 +224,8 @@ __global__ void __launch_bounds__(append_threads)
       alignas(16) stored elements[append_chunk];
 #pragma unroll
       for (int d = 0; d < append_chunk; ++d) {
-        elements[d] = static_cast<stored>(encoding::scaled ? chunk.value(d) / scale : chunk.value(d));
+        const float x = chunk.value(d);  // the device's quotient of a NaN would lose its sign
+        elements[d] = static_cast<stored>(encoding::scaled && x == x ? x / scale : x);
       }
       if (aligned_to && sizeof(stored) == 1) {
         *reinterpret_cast<uint2*>(to) = *reinterpret_cast<const uint2*>(elements);

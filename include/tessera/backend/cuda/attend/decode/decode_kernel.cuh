@@ -92,7 +92,7 @@ struct decode_kernel : decode_merge<View, Out> {
     if (token < min(last * tile, count)) prefetch_line(chosen + token);
   }
 
-  __device__ void run(const even_cut& cut, segment now, bool* flag, merge_shares& shares) const {
+  __device__ void run(const even_pieces& cut, segment now, bool* flag, merge_shares& shares) const {
     const index_t end = cut.begin(index_t(blockIdx.x) + 1);
     staging_type staging(shared_address(memory + warp * warp_bytes<View>(base::config::tuning)));
     const auto tokens_from = [&](index_t t) { return base::token_of(t); };
@@ -159,16 +159,17 @@ __global__ void __launch_bounds__(decode_kernel<View, Out>::threads, decode_kern
                  const __grid_constant__ decode_scratch scratch) {
   using kernel = decode_kernel<View, Out>;
   extern __shared__ __align__(128) unsigned char memory[];
-  __shared__ index_t ends[most_rows], warp_totals[kernel::warps];
+  __shared__ index_t ends[most_rows];
+  __shared__ block_scan<kernel::threads, index_t> scan;
   __shared__ bool flag;
   __shared__ typename kernel::merge_shares shares;
   kernel block(problem, scratch, memory, ends);
   typename kernel::segment first{};
-  block.touch_parameters(warp_totals);
+  block.touch_parameters(scan);
   wait_for_earlier();  // lengths, K, V, queries, and the workspace that the step before may still merge in
   let_later_begin();   // now or just before the merges: the same times
-  const even_cut cut = block.plan(first, warp_totals);
-  if (index_t(blockIdx.x) >= cut.count || cut.tiles == 0) {
+  const even_pieces cut = block.plan(first, scan);
+  if (index_t(blockIdx.x) >= cut.count || cut.units == 0) {
     __syncthreads();
     block.write_empty_rows();
     return;

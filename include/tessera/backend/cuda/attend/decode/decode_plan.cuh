@@ -52,13 +52,13 @@ struct decode_block {
 
   /// Brings the launch's parameters to the constant cache, a line of 64 bytes at a time, while earlier launches run:
   /// each would be waited for at its first use (0.3 us of a step; H200, CUDA 13.0). The sum only keeps the loads.
-  __device__ void touch_parameters(index_t* warp_totals) const {
+  __device__ void touch_parameters(block_scan<threads, index_t>& scan) const {
     std::uint32_t sum = *(reinterpret_cast<const std::uint32_t*>(&scratch + 1) - 1);
 #pragma unroll
     for (std::size_t i = 0; i < sizeof(p); i += 64) {
       sum += *reinterpret_cast<const std::uint32_t*>(reinterpret_cast<const unsigned char*>(&p) + i);
     }
-    if (lane == 31) *static_cast<volatile index_t*>(warp_totals + warp) = index_t(sum);
+    if (lane == 31) *static_cast<volatile index_t*>(scan.warp_total + warp) = index_t(sum);
   }
 
   __device__ static index_t count_of(const problem_type& p, index_t row) {
@@ -76,25 +76,25 @@ struct decode_block {
 
   /// The rows' ends in `ends`, and the cut of all of their tiles. `first` is this block's first segment if it has one.
   /// Up to 128 rows every warp scans for itself and waits for nobody; `ends` is there after the next barrier.
-  __device__ even_cut plan(segment& first, index_t* warp_totals) {
+  __device__ even_pieces plan(segment& first, block_scan<threads, index_t>& scan) {
     const index_t me = blockIdx.x;
     if (rows <= 32) return plan_in_warp<1>(first);
     if (rows <= 32 * rows_each) return plan_in_warp<rows_each>(first);
-    scan_rows<threads>(rows, ends, warp_totals, [&](index_t row) { return tiles_of(count_of(p, row)); });
-    const even_cut cut(ends[rows - 1], index_t(gridDim.x), rows, false);
-    if (me < cut.count && cut.tiles > 0) {
-      first = segment_at(find_row(ends, rows, cut.begin(me)), cut.begin(me), cut.begin(me + 1));
+    scan_units(rows, ends, scan, [&](index_t row) { return tiles_of(count_of(p, row)); });
+    const even_pieces cut = decode_pieces(ends[rows - 1], index_t(gridDim.x), rows, false);
+    if (me < cut.count && cut.units > 0) {
+      first = segment_at(row_of_unit_in_warp(ends, rows, cut.begin(me), lane), cut.begin(me), cut.begin(me + 1));
     }
     return cut;
   }
   template <int Each>
-  __device__ even_cut plan_in_warp(segment& first) {
+  __device__ even_pieces plan_in_warp(segment& first) {
     index_t count[Each], end[Each], sum = 0;
 #pragma unroll
     for (int i = 0; i < Each; ++i) count[i] = count_of(p, min(lane * Each + i, rows - 1));
 #pragma unroll
     for (int i = 0; i < Each; ++i) end[i] = sum += lane * Each + i < rows ? tiles_of(count[i]) : 0;
-    const index_t before = scan_warp(sum) - sum;
+    const index_t before = inclusive_sum(sum, lane) - sum;
 #pragma unroll
     for (int i = 0; i < Each; ++i) end[i] += before;
     index_t tiles = __shfl_sync(~0u, end[Each - 1], 31);
@@ -106,7 +106,7 @@ struct decode_block {
     }
     equal = __all_sync(~0u, equal);
     if (!equal && tiles >= index_t(gridDim.x) * 4) tiles = count_restarts(end);
-    const even_cut cut(tiles, index_t(gridDim.x), rows, equal);
+    const even_pieces cut = decode_pieces(tiles, index_t(gridDim.x), rows, equal);
     const index_t begin = cut.begin(index_t(blockIdx.x));
     index_t ended = 0;
 #pragma unroll
@@ -146,7 +146,7 @@ struct decode_block {
       begun[i] = sum += end[i] > before;
       before = end[i];
     }
-    const index_t earlier = scan_warp(sum) - sum;
+    const index_t earlier = inclusive_sum(sum, lane) - sum;
 #pragma unroll
     for (int i = 0; i < Each; ++i) end[i] += (earlier + begun[i]) * restart;
     return __shfl_sync(~0u, end[Each - 1], 31);

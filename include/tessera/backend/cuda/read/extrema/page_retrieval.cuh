@@ -6,6 +6,7 @@
 
 #include "../../../../core/selection.hpp"
 #include "../../attend/decode/decode_problem.cuh"
+#include "../../device/alignment.cuh"
 #include "../../device/tuning.cuh"
 #include "page_attention.cuh"
 
@@ -275,16 +276,15 @@ class choose_pages {
             p.q.tokens * (q_heads_ / kv_heads_),
             tiles_each_};
   }
-  static std::size_t whole(std::size_t bytes) { return (bytes + 255) / 256 * 256; }
   std::size_t partials_at() const {
-    return whole(std::size_t(rows_) * std::size_t(query_rows_) * std::size_t(stride_) * sizeof(float));
+    return padded(std::size_t(rows_) * std::size_t(query_rows_) * std::size_t(stride_) * sizeof(float));
   }
   std::size_t runs_at() const {
-    return partials_at() + whole(std::size_t(rows_) * std::size_t(query_rows_) *
-                                 std::size_t(stride_ / detail::tile_pages) * sizeof(float2));
+    return partials_at() + padded(std::size_t(rows_) * std::size_t(query_rows_) *
+                                  std::size_t(stride_ / detail::tile_pages) * sizeof(float2));
   }
   std::size_t keys_at() const {
-    return runs_at() + whole(std::size_t(rows_) * detail::most_step_tokens * sizeof(detail::slot_run));
+    return runs_at() + padded(std::size_t(rows_) * detail::most_step_tokens * sizeof(detail::slot_run));
   }
 
   void check_problem(const problem_type& p) const {
@@ -303,8 +303,8 @@ class choose_pages {
             "write each sequence's plan when its prompt ends");
     require(p.index.data != nullptr, "data of the page index", "null", "the extrema of every page",
             "build the index before a step reads it");
-    require(reinterpret_cast<std::uintptr_t>(p.index.data) % 16 == 0 && (p.index.rooms || p.index.room % 8 == 0),
-            "room of the index", p.index.room, "a multiple of 8 pages, rows that begin on 16 bytes",
+    require(on_16_bytes(p.index.data) && (p.index.rooms || p.index.room % 8 == 0), "room of the index", p.index.room,
+            "a multiple of 8 pages, rows that begin on 16 bytes",
             "round the room up; begins and rooms must be multiples of 8 too");
   }
 
