@@ -92,7 +92,7 @@ struct decode_kernel : decode_merge<View, Out> {
     if (token < min(last * tile, count)) prefetch_line(chosen + token);
   }
 
-  __device__ void run(const even_cut& cut, segment now, bool* flag, merge_shares& shares) const {
+  __device__ void run(const even_pieces& cut, segment now, bool* flag, merge_shares& shares) const {
     const index_t end = cut.begin(index_t(blockIdx.x) + 1);
     staging_type staging(shared_address(memory + warp * warp_bytes<View>(base::config::tuning)));
     const auto tokens_from = [&](index_t t) { return base::token_of(t); };
@@ -103,10 +103,9 @@ struct decode_kernel : decode_merge<View, Out> {
     queries_type asked;
 #pragma unroll 1
     while (true) {
-      if (!more && arrived_parts > 2 * parts_at_once) {  // a row much longer than the others
+      if (__builtin_expect(!more && arrived_parts > 2 * parts_at_once, 0)) {
         if (base::last_to_arrive(arrived_row, arrived_parts, flag)) {
-          base::template merge_parts<base::many_parts_at_once>(arrived_at, arrived_row, arrived_first, arrived_parts,
-                                                               shares);
+          base::merge_many_parts(*this, arrived_at, arrived_row, arrived_first, arrived_parts, shares);
         }
         return;
       }
@@ -159,16 +158,17 @@ __global__ void __launch_bounds__(decode_kernel<View, Out>::threads, decode_kern
                  const __grid_constant__ decode_scratch scratch) {
   using kernel = decode_kernel<View, Out>;
   extern __shared__ __align__(128) unsigned char memory[];
-  __shared__ index_t ends[most_rows], warp_totals[kernel::warps];
+  __shared__ index_t ends[most_rows];
+  __shared__ block_scan<kernel::threads, index_t> scan;
   __shared__ bool flag;
   __shared__ typename kernel::merge_shares shares;
   kernel block(problem, scratch, memory, ends);
   typename kernel::segment first{};
-  block.touch_parameters(warp_totals);
+  block.touch_parameters(scan.warp_total);
   wait_for_earlier();  // lengths, K, V, queries, and the workspace that the step before may still merge in
   let_later_begin();   // now or just before the merges: the same times
-  const even_cut cut = block.plan(first, warp_totals);
-  if (index_t(blockIdx.x) >= cut.count || cut.tiles == 0) {
+  const even_pieces cut = block.plan(first, scan);
+  if (index_t(blockIdx.x) >= cut.count || cut.units == 0) {
     __syncthreads();
     block.write_empty_rows();
     return;

@@ -1,6 +1,7 @@
 // The softmax of one warp of the decode kernel over the tiles that it reads.
 #pragma once
 
+#include "../../device/warp.cuh"
 #include "../special_values.cuh"
 #include "decode_tuning.cuh"
 
@@ -21,8 +22,7 @@ struct decode_softmax {
       float top = max[half];
 #pragma unroll
       for (int n = 0; n < Tokens / 8; ++n) top = fmaxf(top, fmaxf(s[n][half * 2], s[n][half * 2 + 1]));
-      top = fmaxf(top, __shfl_xor_sync(~0u, top, 1));
-      top = fmaxf(top, __shfl_xor_sync(~0u, top, 2));
+      top = lanes_max<4>(top);
       const float reference = top == -infinity ? 0.0f : top;
       const float shrink = power_of_two(max[half] - reference);  // 2^-inf = 0: nothing seen so far
       float more = 0;
@@ -61,10 +61,7 @@ struct decode_softmax {
   /// Adds the four lanes' shares of every row's sum.
   __device__ void close() {
 #pragma unroll
-    for (int half = 0; half < 2; ++half) {
-      sum[half] += __shfl_xor_sync(~0u, sum[half], 1);
-      sum[half] += __shfl_xor_sync(~0u, sum[half], 2);
-    }
+    for (int half = 0; half < 2; ++half) sum[half] = lanes_sum<4>(sum[half]);
   }
 };
 
@@ -141,7 +138,7 @@ struct decode_state : decode_softmax<View::v_dim, decode_config<View>::tokens> {
     const auto chunk = [&](int token, int i) {
       return __cvta_shared_to_generic(values + staged_rows{Dv / 8}.place(token, i));
     };
-    if (masked && !special_values<T>::template all_finite<tokens, Dv / 8>(chunk, lane)) {
+    if (__builtin_expect(masked, 0) && !special_values<T>::template all_finite<tokens, Dv / 8>(chunk, lane)) {
       base::template multiply_visible<T>(weights, fragment);
       return;
     }
