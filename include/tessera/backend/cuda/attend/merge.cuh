@@ -8,6 +8,7 @@
 #include "../../../core/attention_part.hpp"
 #include "../device/launch.cuh"
 #include "../device/mma.cuh"
+#include "../device/warp.cuh"
 
 TESSERA_NAMESPACE_BEGIN
 namespace cuda {
@@ -35,7 +36,6 @@ __device__ __forceinline__ void write_four(Out* to, const float4& x) {
 template <int Dim, class Out>
 __global__ void __launch_bounds__(128) merge_entry(const __grid_constant__ merge_problem<Out> p) {
   constexpr int at_once = 4, fours = (Dim / 4 + 31) / 32;
-  constexpr float log2e = 1.44269504088896341f;
   wait_for_earlier();
   let_later_begin();
   const int lane = int(threadIdx.x % 32);
@@ -47,13 +47,11 @@ __global__ void __launch_bounds__(128) merge_entry(const __grid_constant__ merge
   const float lse = lane < p.count ? *p.parts[lane].lse.row(sequence, token, q_head) : -infinity;
   const float sink = p.sink_logits ? p.sink_logits[q_head] : -infinity;
   float top = fmaxf(lse, sink);  // of the two that are not NaN
-  for (int step = 16; step > 0; step /= 2) top = fmaxf(top, __shfl_xor_sync(~0u, top, step));
+  top = lanes_max<32>(top);
   // Nothing seen, or nothing but NaN: weights against 0 are 0 or NaN, without inf - inf.
   const float reference = top == -infinity ? 0.0f : top;
   const float weight = exp2f((lse - reference) * log2e);
-  float sum = weight;
-  for (int step = 16; step > 0; step /= 2) sum += __shfl_xor_sync(~0u, sum, step);
-  sum += exp2f((sink - reference) * log2e);
+  const float sum = warp_sum(weight) + exp2f((sink - reference) * log2e);
   const float factor = sum == 0 ? 0.0f : 1 / sum;
 
   float4 x[fours] = {};

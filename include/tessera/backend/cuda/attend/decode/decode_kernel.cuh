@@ -103,10 +103,9 @@ struct decode_kernel : decode_merge<View, Out> {
     queries_type asked;
 #pragma unroll 1
     while (true) {
-      if (!more && arrived_parts > 2 * parts_at_once) {  // a row much longer than the others
+      if (__builtin_expect(!more && arrived_parts > 2 * parts_at_once, 0)) {
         if (base::last_to_arrive(arrived_row, arrived_parts, flag)) {
-          base::template merge_parts<base::many_parts_at_once>(arrived_at, arrived_row, arrived_first, arrived_parts,
-                                                               shares);
+          base::merge_many_parts(*this, arrived_at, arrived_row, arrived_first, arrived_parts, shares);
         }
         return;
       }
@@ -165,7 +164,7 @@ __global__ void __launch_bounds__(decode_kernel<View, Out>::threads, decode_kern
   __shared__ typename kernel::merge_shares shares;
   kernel block(problem, scratch, memory, ends);
   typename kernel::segment first{};
-  block.touch_parameters(scan);
+  block.touch_parameters(scan.warp_total);
   wait_for_earlier();  // lengths, K, V, queries, and the workspace that the step before may still merge in
   let_later_begin();   // now or just before the merges: the same times
   const even_pieces cut = block.plan(first, scan);

@@ -19,18 +19,18 @@ struct decode_scratch {
   index_t slots;      // most pieces + most rows
 };
 
-/// `tiles` tiles cut into pieces for at most `most` blocks; a block that straddles two rows pays for a merge more.
-__device__ inline even_pieces decode_pieces(index_t tiles, index_t most, index_t rows, bool equal) {
-  index_t count = min(most, max(tiles, 1));
+/// How many pieces, one a block, `tiles` tiles of so many rows are cut into. Pieces end where rows do when rows are equal
+/// and divide them; a block that straddles two rows pays for a merge more.
+__device__ inline index_t decode_pieces(index_t tiles, index_t most, index_t rows, bool equal) {
+  const index_t count = min(most, max(tiles, 1));
   // Short pieces of equal rows: as many as rows divide, if that idles few blocks, so that they need fewer merges. Long
   // pieces want every multiprocessor (B8 128K: 944 us on 132, 967 us on 128; H200, CUDA 13.0).
   const index_t spare = equal && rows <= count ? count - small_quotient(count, rows) * rows : count;
-  if (spare * 16 <= count && tiles < count * 128) count -= spare;
+  const index_t even = spare * 16 <= count && tiles < count * 128 ? count - spare : count;
   // A merge through global memory takes longer than a second tile, or than a third and a fourth where most
   // multiprocessors have a row (64 rows of 512 tokens: 10.0 us in halves, 9.0 whole; 8 rows: 6.4 us in quarters, 8.0
   // whole; 8 rows of 256: 6.3 in halves, 5.7 whole; H200, CUDA 13.0).
-  if (rows < count && (tiles <= rows * 2 || (tiles <= rows * 4 && rows * 3 > count))) count = rows;
-  return even_pieces(tiles, count);
+  return rows < even && (tiles <= rows * 2 || (tiles <= rows * 4 && rows * 3 > even)) ? rows : even;
 }
 
 }  // namespace detail

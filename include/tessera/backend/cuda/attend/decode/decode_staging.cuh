@@ -4,6 +4,7 @@
 #include <type_traits>
 
 #include "../../device/mma.cuh"
+#include "../decoded_rows.cuh"
 #include "decode_plan.cuh"
 
 TESSERA_NAMESPACE_BEGIN
@@ -20,6 +21,10 @@ inline constexpr bool paged_table = std::is_same_v<Table, block_table> || std::i
 
 /// A warp's ring of staged tiles: lanes copy 16 bytes at a time, zeros for tokens beyond the end.
 /// One bulk copy per row (cp.async.bulk, sm_90) lost: 2.8 TB/s where this reaches 4.4 (H200, CUDA 13.0, B8 128K).
+/// Lost too (B1 128K): asking the L2 for the pages ahead of the ring (147 us against 127), keys copied as soon as the tile's
+/// keys are read (0.5 % more). Pages of 16 cost 2 % against rows one after another, and their lookups none of it: behind
+/// the same table, rows one after another take 124.4 us against 124.2. The memory prefers long runs: shuffled pages of 64
+/// tokens cost as much as those of 16, pages of 256 cost 0.7 %.
 template <class View>
 struct decode_staging {
   using format = decode_format<View>;
@@ -42,10 +47,12 @@ struct decode_staging {
   offset_t scale_first = 0;                            // and its scale
   bool direct = true;                                  // strided, and no selection: nothing else is needed
   bool in_pages = false;                               // no selection, and every tile lies in one page
+  bool in_halves = false;                              // in_pages, and a tile has two of them
   // In pages, a lane has the page of one of 32 tiles, and of one of the 32 after those. Otherwise it knows one token of
   // every `span` tiles: where those of the next tiles and of the tiles after them lie, and the slots of the two groups
   // that follow.
-  static constexpr int span = 32 / tokens;
+  static constexpr int span = 32 / tokens, half = 16;
+  static constexpr bool can_halve = tokens == 2 * half && paged_table<decltype(View::table)>;
   using place_type = std::conditional_t<strided, index_t, slot_address>;
   place_type next{}, after{};
   index_t slots = 0, later_slots = 0;
@@ -92,6 +99,13 @@ struct decode_staging {
     }
   }
 
+  /// Of tile first + lane / 2, the page of one of its halves.
+  template <class TokenOf>
+  __device__ static index_t half_page_of(const View& view, const decode_row& at, index_t first, const TokenOf& token_of,
+                                         int lane) {
+    return page_of(view, at, token_of(first + lane / 2) + lane % 2 * half);
+  }
+
   /// Reads where the first tiles of [first, last) lie; before `begin`, and before any copy that need not wait for it.
   template <class TokenOf>
   __device__ void find(const View& view, const decode_row& at, index_t first, index_t last, const TokenOf& token_of,
@@ -107,7 +121,13 @@ struct decode_staging {
       if (direct) return;
     }
     if constexpr (paged_table<decltype(View::table)>) {
-      in_pages = !at.chosen && view.table.page % tokens == 0;
+      in_halves = can_halve && !at.chosen && view.table.page == half;
+      in_pages = in_halves || (!at.chosen && view.table.page % tokens == 0);
+      if (in_halves) {
+        slots = half_page_of(view, at, first, token_of, lane);
+        if (first + 16 < last) later_slots = half_page_of(view, at, first + 16, token_of, lane);
+        return;
+      }
       if (in_pages) {
         slots = page_of(view, at, token_of(first + lane));
         if (first + 32 < last) later_slots = page_of(view, at, token_of(first + 32 + lane));
@@ -138,7 +158,12 @@ struct decode_staging {
     if (tile < last) {
       const index_t i = tile - first_tile;
       copy(view, at, token_of(tile), i, lane);
-      if (in_pages) {
+      if (can_halve && in_halves) {
+        if (i % 16 == 15) {
+          slots = later_slots;
+          if (tile + 17 < last) later_slots = half_page_of(view, at, tile + 17, token_of, lane);
+        }
+      } else if (in_pages) {
         if (i % 32 == 31) {
           slots = later_slots;
           if (tile + 33 < last) later_slots = page_of(view, at, token_of(tile + 33 + lane));
@@ -166,6 +191,13 @@ struct decode_staging {
     const std::uint32_t to = stage(uses++), to_v = to + tokens * k_rows.bytes(),
                         to_scales = to_v + tokens * v_rows.bytes();
     if (first >= at.count) return;  // nor is it read
+    if constexpr (can_halve) {
+      if (in_halves) {
+        const index_t pages[2] = {__shfl_sync(~0u, slots, i % 16 * 2), __shfl_sync(~0u, slots, i % 16 * 2 + 1)};
+        copy_halves(view, at, pages, at.count - first, to, lane);
+        return;
+      }
+    }
     const row_strides &ks = view.k_strides, &vs = view.v_strides;
     stored_type *k, *v;
     offset_t scale = 0;
@@ -231,25 +263,43 @@ struct decode_staging {
       copy_strided<v_rows, false>(v, vs.token, v_scales, view.scales.token, valid, to_v, lane);
     }
   }
+  /// A tile that lies in two pages.
+  __device__ void copy_halves(const View& view, const decode_row& at, const index_t (&pages)[2], index_t valid,
+                              std::uint32_t to, int lane) const {
+    const std::uint32_t to_v = to + tokens * k_rows.bytes(), to_scales = to_v + tokens * v_rows.bytes();
+    const row_strides &ks = view.k_strides, &vs = view.v_strides;
+#pragma unroll
+    for (int h = 0; h < 2; ++h) {
+      const index_t here = valid - h * half;
+      stored_type* const k = view.k + pages[h] * ks.outer + at.head * ks.head;
+      stored_type* const v = view.v + pages[h] * vs.outer + at.head * vs.head;
+      const float *k_scales = nullptr, *v_scales = nullptr;
+      if constexpr (scaled) {
+        const offset_t scale = view.scales.index({pages[h], 0}, at.head);
+        k_scales = view.scales.k + scale, v_scales = view.scales.v + scale;
+      }
+      if constexpr (format::scaled) {
+        const int token = lane % half;
+        const float* const from = lane < half ? k_scales : v_scales;
+        copy_async4(to_scales + ((lane < half ? 0 : tokens) + h * half + token) * 4, from + token * view.scales.token,
+                    token < here);
+      }
+      copy_strided<k_rows, false, half>(k, ks.token, k_scales, view.scales.token, here, to + h * half * k_rows.bytes(),
+                                        lane);
+      copy_strided<v_rows, false, half>(v, vs.token, v_scales, view.scales.token, here,
+                                        to_v + h * half * v_rows.bytes(), lane);
+    }
+  }
   /// A chunk of a row on its way, or decoded at once; zeros where it is not valid.
   __device__ void copy_chunk(std::uint32_t to, stored_type* from, bool valid, float scale) const {
     if constexpr (format::decoded) {
-      std::uint32_t pairs[4] = {};
-      if (valid) {
-#pragma unroll
-        for (int i = 0; i < 4; ++i) {
-          pairs[i] = pack_pair<T>(float(from[i * 2]) * scale, float(from[i * 2 + 1]) * scale);
-        }
-      }
-      asm volatile("st.shared.v4.u32 [%0], {%1, %2, %3, %4};" ::"r"(to), "r"(pairs[0]), "r"(pairs[1]), "r"(pairs[2]),
-                   "r"(pairs[3])
-                   : "memory");
+      store_decoded<T>(to, from, valid, scale);
     } else {
       copy_async16(to, from, valid, policy);
     }
   }
   /// Rows `stride` apart; zeros from `valid` on, unless the tile is full.
-  template <staged_rows Rows, bool Full>
+  template <staged_rows Rows, bool Full, int Count = tokens>
   __device__ void copy_strided(stored_type* rows, offset_t stride, const float* scales, offset_t scale_stride,
                                index_t valid, std::uint32_t to, int lane) const {
     const auto copy_one = [&](int token, int chunk, stored_type* from) {
@@ -263,15 +313,16 @@ struct decode_staging {
       const int chunk = lane % Rows.chunks, mine = lane / Rows.chunks;
       stored_type* from = rows + mine * stride + chunk * chunk_elements;
 #pragma unroll
-      for (int i = 0; i < tokens / at_once; ++i) {
+      for (int i = 0; i < Count / at_once; ++i) {
         copy_one(i * at_once + mine, chunk, from);
         from += at_once * stride;
       }
     } else {
 #pragma unroll
-      for (int i = 0; i < tokens * Rows.chunks / 32; ++i) {
+      for (int i = 0; i < (Count * Rows.chunks + 31) / 32; ++i) {
         const int id = i * 32 + lane, token = id / Rows.chunks, chunk = id % Rows.chunks;
-        copy_one(token, chunk, rows + token * stride + chunk * chunk_elements);
+        if (Count * Rows.chunks % 32 == 0 || token < Count)
+          copy_one(token, chunk, rows + token * stride + chunk * chunk_elements);
       }
     }
   }

@@ -61,9 +61,7 @@ struct decode_softmax {
   /// Adds the four lanes' shares of every row's sum.
   __device__ void close() {
 #pragma unroll
-    for (int half = 0; half < 2; ++half) {
-      sum[half] = lanes_sum<4>(sum[half]);
-    }
+    for (int half = 0; half < 2; ++half) sum[half] = lanes_sum<4>(sum[half]);
   }
 };
 
@@ -140,7 +138,7 @@ struct decode_state : decode_softmax<View::v_dim, decode_config<View>::tokens> {
     const auto chunk = [&](int token, int i) {
       return __cvta_shared_to_generic(values + staged_rows{Dv / 8}.place(token, i));
     };
-    if (masked && !special_values<T>::template all_finite<tokens, Dv / 8>(chunk, lane)) {
+    if (__builtin_expect(masked, 0) && !special_values<T>::template all_finite<tokens, Dv / 8>(chunk, lane)) {
       base::template multiply_visible<T>(weights, fragment);
       return;
     }

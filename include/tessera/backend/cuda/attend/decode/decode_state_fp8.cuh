@@ -222,7 +222,7 @@ struct decode_state_fp8 : decode_softmax<View::v_dim, decode_config<View>::token
 
   __device__ void multiply_values(const std::uint32_t (&weights)[tokens / 16][4], std::uint32_t values, bool masked,
                                   int lane) {
-    if (masked && !all_finite(values, lane)) {
+    if (__builtin_expect(masked, 0) && !all_finite(values, lane)) {
       const auto fragment = [=](int k, int chunk, std::uint32_t(&b)[4]) {
         std::uint32_t both[2][4];
         load_values(both, values, k, chunk / 2, lane);

@@ -39,7 +39,8 @@ __global__ void __launch_bounds__(128)
 /// Causal attention of a prompt chunk over what is stored, the chunk itself included.
 ///
 /// Shapes   as prefill_problem; q_heads is a multiple of kv_heads. Rows of q, K and V are contiguous and begin at
-///          multiples of 16 bytes. Chunks of any length.
+///          multiples of 16 bytes; encoded rows of K and V, which are decoded on their way to shared memory, anywhere.
+///          Chunks of any length.
 /// Returns  output and natural log-sum-exp; a row that sees nothing gives 0 and -infinity, unless it has a sink logit.
 /// Errors   shapes, alignment and null pointers are checked before the launch.
 /// Cost     2 (k_dim + v_dim) flops for each query row and stored token of the tiles of 64 that its block sees; K and V
@@ -137,8 +138,14 @@ class prefill_attention {
             "pass device memory");
     require(p.view.k_strides.dim == 1 && p.view.v_strides.dim == 1, "stride of a row's elements",
             p.view.k_strides.dim != 1 ? p.view.k_strides.dim : p.view.v_strides.dim, "1", "transpose K and V back");
-    check_rows("keys", p.view.k, p.view.k_strides);
-    check_rows("values", p.view.v, p.view.v_strides);
+    if constexpr (View::encoding_type::scaled) {
+      require(p.view.scales.k && p.view.scales.v, "scales of K and V", "null", "device memory",
+              "point the view at the scales of its rows");
+    }
+    if constexpr (View::is_raw) {
+      check_rows("keys", p.view.k, p.view.k_strides);
+      check_rows("values", p.view.v, p.view.v_strides);
+    }
     check_rows("q", p.q.data, row_strides{p.q.sequence_stride, p.q.head_stride, p.q.token_stride, 1});
     check_aligned("out", p.out.data, 2 * sizeof(Out));
     const offset_t strides[] = {p.out.sequence_stride, p.out.token_stride, p.out.head_stride};

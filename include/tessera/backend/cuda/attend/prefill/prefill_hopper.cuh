@@ -1,6 +1,7 @@
 // The prefill attention kernel for Hopper: products of four warps at a time (wgmma), which only sm_90a has.
 #pragma once
 
+#include "../../device/barrier.cuh"
 #include "prefill_rows.cuh"
 
 TESSERA_NAMESPACE_BEGIN
@@ -60,26 +61,6 @@ __device__ __forceinline__ void settle(float (&d)[Columns][4]) {
   for (int i = 0; i < Columns * 4; ++i) asm volatile("" : "+f"(d[i / 4][i % 4])::"memory");
 }
 
-/// Barriers in shared memory that count arrivals, with a phase that flips at each full count.
-__device__ __forceinline__ void init_barrier(std::uint32_t barrier, int count) {
-  asm volatile("mbarrier.init.shared::cta.b64 [%0], %1;" ::"r"(barrier), "r"(count) : "memory");
-}
-__device__ __forceinline__ void arrive(std::uint32_t barrier) {
-  asm volatile("mbarrier.arrive.shared::cta.b64 _, [%0];" ::"r"(barrier) : "memory");
-}
-/// Arrives once the copies that this thread has asked for are there.
-__device__ __forceinline__ void arrive_after_copies(std::uint32_t barrier) {
-  asm volatile("cp.async.mbarrier.arrive.noinc.shared::cta.b64 [%0];" ::"r"(barrier) : "memory");
-}
-__device__ __forceinline__ void wait_phase(std::uint32_t barrier, std::uint32_t phase) {
-  asm volatile(
-      "{\n.reg .pred done;\n"
-      "again:\nmbarrier.try_wait.parity.shared::cta.b64 done, [%0], %1;\n"
-      "@!done bra again;\n}\n" ::"r"(barrier),
-      "r"(phase)
-      : "memory");
-}
-
 /// Two groups of four warps, 64 query rows each. Queries stay in registers; K and V stream through a ring of three
 /// tiles in rows of 128 bytes, their chunks exchanged as the product's descriptors want it. The groups meet at no
 /// barrier of the block, so that one's exponentials can run beside the other's products.
@@ -135,7 +116,10 @@ struct prefill_hopper_kernel : prefill_rows<View, Out, 8, 1, 128> {
     const index_t tiles = last_tile - first_tile;
     const auto fetch = [&](index_t t) {
       stage(p, at, (first_tile + t) * tile, ring(t), warp, lane);
-      arrive_after_copies(filled(t));
+      if constexpr (View::is_raw)
+        arrive_after_copies(filled(t));
+      else
+        arrive(filled(t));  // decoded rows were stored, not copied
     };
     for (index_t t = 0; t < min(tiles, stages - 1); ++t) fetch(t);
     wait_copies<0>();

@@ -4,7 +4,11 @@
 #include "../../../../core/logit_rule.hpp"
 #include "../../../../core/views.hpp"
 #include "../../../../math/softmax_state.hpp"
+#include "../../device/logit.cuh"
 #include "../../device/mma.cuh"
+#include "../../device/search.cuh"
+#include "../../device/warp.cuh"
+#include "../decoded_rows.cuh"
 #include "../special_values.cuh"
 
 TESSERA_NAMESPACE_BEGIN
@@ -32,21 +36,6 @@ struct prefill_parts {
   float2* state = nullptr;  // reference (base 2) and sum
 };
 
-/// First slot of [0, count) from which on `after` holds, `count` if there is none. A whole warp calls it.
-template <class After>
-__device__ index_t first_slot(index_t count, const After& after) {
-  const int lane = threadIdx.x % 32;
-  index_t low = 0, high = count;
-  while (low < high) {
-    const index_t step = ceil_div(high - low, 32), mine = low + lane * step;
-    const int before = __popc(__ballot_sync(~0u, mine < high && !after(mine)));
-    if (before == 0) break;
-    low += (before - 1) * step + 1;
-    high = min(high, low + step - 1);
-  }
-  return low;
-}
-
 /// A block of Warps * RowTiles * 16 query rows against tiles of Tile tokens. A warp's logits, weights and outputs lie
 /// in the fragments of 16-row matrix products, RowTiles of them.
 template <class View, class Out, int Warps, int RowTiles, int Tile>
@@ -55,7 +44,6 @@ struct prefill_rows {
   using problem_type = prefill_problem<View, Out>;
   static constexpr int D = View::k_dim, Dv = View::v_dim, warps = Warps, row_tiles = RowTiles, tile = Tile;
   static constexpr int threads = warps * 32, warp_rows = row_tiles * 16, block_rows = warps * warp_rows;
-  static constexpr float log2e = 1.44269504088896341f, ln2 = 0.693147180559945309f;
 
   /// One (sequence, kv_head); query row r is token r / group, head r % group of the group.
   struct place {
@@ -75,7 +63,8 @@ struct prefill_rows {
   /// First slot whose key is newer than `position`: positions ascend.
   __device__ static index_t first_newer(const problem_type& p, const place& at, index_t position) {
     if (!p.view.positions) return position < 0 ? 0 : min(position, at.stored - 1) + 1;
-    return first_slot(at.stored, [&](index_t slot) { return p.view.position(at.sequence, at.head, slot) > position; });
+    return first_where_in_warp(at.stored, int(threadIdx.x % 32),
+                               [&](index_t slot) { return p.view.position(at.sequence, at.head, slot) > position; });
   }
   /// Slots that some (`oldest` the oldest, `newest` the newest query) or, with the two exchanged, all queries see.
   __device__ static slot_range seen(const problem_type& p, const place& at, index_t oldest, index_t newest) {
@@ -83,14 +72,9 @@ struct prefill_rows {
             first_newer(p, at, newest)};
   }
 
-  __device__ static float exp2_approx(float x) {
-    float y;
-    asm("ex2.approx.ftz.f32 %0, %1;" : "=f"(y) : "f"(x));
-    return y;
-  }
   /// logit_rule::cap to an absolute error of about 1e-7 soft caps, at a tenth of the library's cost.
   __device__ static float capped(float scaled, float soft_cap) {
-    return soft_cap - __fdividef(2 * soft_cap, exp2_approx(scaled * (2 * log2e / soft_cap)) + 1);
+    return soft_cap - __fdividef(2 * soft_cap, power_of_two(scaled * (2 * log2e / soft_cap)) + 1);
   }
 
   /// A warp copies `Rows` rows of `Chunks` chunks of 16 bytes to `to(row, chunk)`, lane i knowing where row i lies;
@@ -106,6 +90,19 @@ struct prefill_rows {
       if (copies % 32 == 0 || id < copies) copy_async16(to(r, chunk), from + chunk * 8, valid);
     }
   }
+  /// The same for encoded rows, which are decoded at once.
+  template <int Rows, int Chunks, class Stored, class To>
+  __device__ static void decode_rows(const Stored* row, float scale, bool row_valid, int lane, const To& to) {
+#pragma unroll 2
+    for (int id = lane; id < (Rows * Chunks + 31) / 32 * 32; id += 32) {
+      const int r = id / Chunks % Rows, chunk = id % Chunks;
+      const auto from = __shfl_sync(~0u, reinterpret_cast<unsigned long long>(row), r);
+      const float of_row = __shfl_sync(~0u, scale, r);
+      const bool valid = __shfl_sync(~0u, int(row_valid), r);
+      if (id >= Rows * Chunks) continue;
+      store_decoded<T>(to(r, chunk), reinterpret_cast<const Stored*>(from) + chunk * 8, valid, of_row);
+    }
+  }
   /// Copies a warp's share of the tile that begins at slot `first`; rows are numbered within the tile.
   template <class ToKey, class ToValue>
   __device__ static void copy_tile(const problem_type& p, const place& at, index_t first, int warp, int lane,
@@ -114,10 +111,17 @@ struct prefill_rows {
     const index_t mine = first + warp * share + lane % share;
     const bool valid = mine < at.stored;
     const index_t slot = valid ? mine : 0;
-    const T* k = p.view.key(at.sequence, at.head, slot);
-    const T* v = p.view.value(at.sequence, at.head, slot);
-    copy_rows<share, D / 8>(k, valid, lane, [&](int r, int chunk) { return to_key(warp * share + r, chunk); });
-    copy_rows<share, Dv / 8>(v, valid, lane, [&](int r, int chunk) { return to_value(warp * share + r, chunk); });
+    const auto* k = p.view.key(at.sequence, at.head, slot);
+    const auto* v = p.view.value(at.sequence, at.head, slot);
+    const auto key_at = [&](int r, int chunk) { return to_key(warp * share + r, chunk); };
+    const auto value_at = [&](int r, int chunk) { return to_value(warp * share + r, chunk); };
+    if constexpr (View::is_raw) {
+      copy_rows<share, D / 8>(k, valid, lane, key_at);
+      copy_rows<share, Dv / 8>(v, valid, lane, value_at);
+    } else {
+      decode_rows<share, D / 8>(k, p.view.key_scale(at.sequence, at.head, slot), valid, lane, key_at);
+      decode_rows<share, Dv / 8>(v, p.view.value_scale(at.sequence, at.head, slot), valid, lane, value_at);
+    }
   }
   /// Copies the query rows of a warp, which begin at `first_row`.
   template <class To>
@@ -216,8 +220,7 @@ struct prefill_rows {
       float top = -infinity;
 #pragma unroll
       for (int n = 0; n < tile / 8; ++n) top = fmaxf(top, fmaxf(s[r / 2][n][r % 2 * 2], s[r / 2][n][r % 2 * 2 + 1]));
-      top = fmaxf(top, __shfl_xor_sync(~0u, top, 1));
-      top = fmaxf(top, __shfl_xor_sync(~0u, top, 2));
+      top = lanes_max<4>(top);
       // Weights up to 2^8 do no harm, so that outputs are rescaled a few times in all, not once a tile. Each row
       // decides for itself: its bits do not depend on the rows beside it, nor on how a prompt is cut into chunks.
       top *= factor;
@@ -228,7 +231,7 @@ struct prefill_rows {
 #pragma unroll
       for (int r = 0; r < row_tiles * 2; ++r) {
         // Nothing seen so far: outputs are 0 and stay so.
-        const float shrink = next[r] == state.reference[r] ? 1.0f : exp2_approx(state.reference[r] - next[r]);
+        const float shrink = next[r] == state.reference[r] ? 1.0f : power_of_two(state.reference[r] - next[r]);
         state.reference[r] = next[r];
         state.sum[r] *= shrink;
 #pragma unroll
@@ -243,8 +246,8 @@ struct prefill_rows {
       const float reference = state.reference[r] == -infinity ? 0.0f : state.reference[r];
 #pragma unroll
       for (int n = 0; n < tile / 8; ++n) {
-        const float low = exp2_approx(fmaf(s[r / 2][n][r % 2 * 2], factor, -reference));
-        const float high = exp2_approx(fmaf(s[r / 2][n][r % 2 * 2 + 1], factor, -reference));
+        const float low = power_of_two(fmaf(s[r / 2][n][r % 2 * 2], factor, -reference));
+        const float high = power_of_two(fmaf(s[r / 2][n][r % 2 * 2 + 1], factor, -reference));
         state.sum[r] += low + high;
         w[r / 2][n / 2][n % 2 * 2 + r % 2] = pack_pair<T>(low, high);
       }
@@ -292,9 +295,7 @@ struct prefill_rows {
                                 int lane, const running& state) {
 #pragma unroll
     for (int r = 0; r < row_tiles * 2; ++r) {
-      float sum = state.sum[r];
-      sum += __shfl_xor_sync(~0u, sum, 1);
-      sum += __shfl_xor_sync(~0u, sum, 2);
+      const float sum = lanes_sum<4>(state.sum[r]);
       const index_t row = first_row + r * 8 + lane / 4;
       if (row >= at.query_rows) continue;
       if (parts.splits > 1) {
@@ -332,14 +333,14 @@ struct prefill_rows {
     const auto state_of = [&](index_t part) { return parts.state[slot + offset_t(part) * block_rows]; };
     float top = -infinity;
     for (index_t part = lane; part < parts.splits; part += 32) top = fmaxf(top, state_of(part).x);
-    for (int step = 16; step > 0; step /= 2) top = fmaxf(top, __shfl_xor_sync(~0u, top, step));
+    top = lanes_max<32>(top);
     constexpr int pairs = (Dv / 2 + 31) / 32;
     float2 out[pairs] = {};
     float sum = 0;
     for (index_t part = 0; part < parts.splits; ++part) {
       const float2 state = state_of(part);
       if (state.y == 0) continue;
-      const float weight = exp2_approx(state.x - (top == -infinity ? 0.0f : top));
+      const float weight = power_of_two(state.x - (top == -infinity ? 0.0f : top));
       sum += state.y * weight;
       const float* from = parts.out + (slot + offset_t(part) * block_rows) * Dv;
 #pragma unroll
