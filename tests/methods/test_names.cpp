@@ -107,12 +107,12 @@ class cache_of final : public any_cache {
   stage_plan plan(index_t id) const override { return held_.plan(id); }
   void trace_attended(bool on) override { held_.trace_attended(on); }
   std::vector<std::vector<index_t>> attended(index_t layer, index_t id) const override { return held_.attended(layer, id); }
-  void overwrite(index_t layer, index_t id, index_t head, const std::vector<index_t>& but, bool keys_too) override {
+  void overwrite(index_t layer, index_t id, index_t head, const std::vector<index_t>& but) override {
     const auto view = held_.view(layer, id);
     for (index_t slot = 0; slot < view.length(0, head); ++slot) {
       if (std::binary_search(but.begin(), but.end(), view.position(0, head, slot))) continue;
       std::fill_n(view.value(0, head, slot), dim, 1e20f);
-      if (keys_too) std::fill_n(view.key(0, head, slot), dim, -1e20f);
+      std::fill_n(view.key(0, head, slot), dim, -1e20f);
     }
   }
   offset_t bytes(index_t id) const override { return held_.bytes(id); }

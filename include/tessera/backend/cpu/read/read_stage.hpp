@@ -161,9 +161,8 @@ class read_stage {
   /// Bytes of the lists and sums themselves that a step reads, of one head that has n slots and attends `count`.
   offset_t side_bytes(index_t n, index_t count) const {
     offset_t bytes = averages ? offset_t(layout::v_dim) * offset_t(sizeof(double)) : 0;
-    // Scores of pages need no list: only what is attended is looked up in it.
-    const bool through_pages = Recipe::estimates && index_.page() > 1;
-    if (Recipe::filters) bytes += offset_t(through_pages ? count : n) * offset_t(sizeof(index_t));
+    // An estimate needs no list: only what is attended is looked up in it.
+    if (Recipe::filters) bytes += offset_t(Recipe::estimates ? count : n) * offset_t(sizeof(index_t));
     return bytes;
   }
 
