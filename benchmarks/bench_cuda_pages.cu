@@ -128,7 +128,8 @@ const int registered = [] {
     for (const index_t tokens : {256, 512, 1024, 2048, 4096}) cell(sequences, "128K", 131072, tokens);
     cell(sequences, "256K", 262144, 1024);
   }
-  for (const index_t tokens : {256, 1024}) cell(32, "128K", 131072, tokens);
+  for (const index_t tokens : {256, 1024}) cell(32, "128K", 131072, tokens);  // more rows than clusters
+  for (const index_t sequences : {12, 16}) cell(sequences, "128K", 131072, 1024);
   return 0;
 }();
 
