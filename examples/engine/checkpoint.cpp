@@ -5,6 +5,7 @@
 #include <tessera/core/error.hpp>
 
 #include "config.hpp"
+#include "input_file.hpp"
 
 namespace engine {
 namespace {
@@ -14,7 +15,7 @@ using nlohmann::json;
 // The distinct file names of an index. They come from a downloaded file, so none may lead out of its folder.
 std::set<std::string> shard_names(const std::filesystem::path& path) {
   constexpr std::string_view cure = "download the checkpoint again";
-  const std::string name = "file " + path.string();
+  const std::string name = "file " + printable(path.native());
   json index;
   try {
     index = json::parse(read_text_file(path));
@@ -27,8 +28,8 @@ std::set<std::string> shard_names(const std::filesystem::path& path) {
   for (const auto& [tensor, file] : index["weight_map"].items()) {
     const std::string shard = file.is_string() ? file.get<std::string>() : "";
     const bool plain = !shard.empty() && shard.find_first_of("/\\") == std::string::npos;
-    tessera::require(plain, name + ": the file of \"" + tensor.substr(0, 120) + "\"",
-                     file.is_string() ? shard.substr(0, 120) : file.type_name(), "a file name without a folder", cure);
+    tessera::require(plain, name + ": the file of \"" + printable(tensor) + "\"",
+                     file.is_string() ? printable(shard) : file.type_name(), "a file name without a folder", cure);
     shards.insert(shard);
   }
   return shards;
@@ -39,18 +40,17 @@ std::set<std::string> shard_names(const std::filesystem::path& path) {
 checkpoint checkpoint::open(const std::filesystem::path& directory) {
   checkpoint opened;
   const auto single = directory / "model.safetensors", index = directory / "model.safetensors.index.json";
-  std::error_code ignored;
-  if (std::filesystem::exists(single, ignored)) {
+  if (there(single)) {
     opened.files_.push_back(safetensors_file::open(single));
     return opened;
   }
-  tessera::require(std::filesystem::exists(index, ignored), "folder " + directory.string(), "without weights",
+  tessera::require(there(index), "folder " + printable(directory.native()), "without weights",
                    "model.safetensors or model.safetensors.index.json in it", "pass the folder of a checkpoint");
   for (const auto& shard : shard_names(index)) {
     safetensors_file file = safetensors_file::open(directory / shard);
     for (const auto& [name, tensor] : file.tensors())
-      tessera::require(!opened.contains(name), "tensor \"" + name + "\"", "in two shards", "one shard a tensor",
-                       "download the checkpoint again");
+      tessera::require(!opened.contains(name), "tensor \"" + printable(name) + "\"", "in two shards",
+                       "one shard a tensor", "download the checkpoint again");
     opened.files_.push_back(std::move(file));
   }
   return opened;

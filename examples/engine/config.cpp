@@ -1,12 +1,12 @@
 #include "config.hpp"
 
 #include <cmath>
-#include <fstream>
-#include <iterator>
 #include <nlohmann/json.hpp>
 #include <string>
 #include <tessera/core/error.hpp>
 #include <tessera/core/types.hpp>
+
+#include "input_file.hpp"
 
 namespace engine {
 namespace {
@@ -177,18 +177,8 @@ llama_config load_config(const std::filesystem::path& path) {
   try {
     return parse_config(text);
   } catch (const tessera::error& problem) {
-    throw tessera::error("file " + path.string() + ": " + problem.what());
+    throw tessera::error("file " + printable(path.native()) + ": " + problem.what());
   }
-}
-
-std::string read_text_file(const std::filesystem::path& path) {
-  std::error_code ignored;
-  const bool regular = std::filesystem::is_regular_file(path, ignored);
-  std::ifstream stream(path, std::ios::binary);
-  if (!regular || !stream) fail("file " + path.string(), "not readable", "a regular file", "check the path");
-  std::string text{std::istreambuf_iterator<char>(stream), {}};
-  tessera::require(!stream.bad(), "file " + path.string(), "cut short", "a readable file", "check the disk");
-  return text;
 }
 
 }  // namespace engine

@@ -50,7 +50,4 @@ llama_config parse_config(std::string_view text);
 /// Reads a file. Errors: not readable, or anything that `parse_config` rejects; the message carries the path.
 llama_config load_config(const std::filesystem::path& path);
 
-/// A whole file as bytes in a string. Errors: not a readable regular file.
-std::string read_text_file(const std::filesystem::path& path);
-
 }  // namespace engine

@@ -1,9 +1,6 @@
 #include "safetensors.hpp"
 
-#include <fcntl.h>
 #include <sys/mman.h>
-#include <sys/stat.h>
-#include <unistd.h>
 
 #include <algorithm>
 #include <bit>
@@ -11,11 +8,14 @@
 #include <cmath>
 #include <cstring>
 #include <nlohmann/json.hpp>
-#include <set>
 #include <system_error>
 #include <tessera/core/error.hpp>
 #include <tessera/core/types.hpp>
+#include <unordered_set>
 #include <utility>
+
+#include "input_file.hpp"
+#include "output_file.hpp"
 
 namespace engine {
 namespace {
@@ -49,28 +49,48 @@ std::string shape_text(std::span<const std::int64_t> shape) {
   return text + "]";
 }
 
-// Names come from the file: they may be as long as the header, so messages carry the beginning only.
-std::string shortened(std::string_view name) {
-  constexpr std::size_t shown = 120;
-  return name.size() <= shown ? std::string(name) : std::string(name.substr(0, shown)) + "...";
-}
+// Names come from the file: they may be as long as the header and hold anything.
+std::string shortened(std::string_view name) { return printable(name); }
 
 std::string tensor_field(std::string_view name, std::string_view field) {
   return "safetensors: tensor \"" + shortened(name) + "\": " + std::string(field);
 }
 
-// Parses the header, rejecting a repeated name: the JSON library would silently keep the last one.
-json parse_header(std::string_view text) {
-  std::set<std::string> names;
-  const auto watch = [&names](int depth, json::parse_event_t event, json& value) {
-    if (event == json::parse_event_t::key && depth == 1 && !names.insert(value.get<std::string>()).second)
-      fail("safetensors: a tensor name", "\"" + shortened(value.get<std::string>()) + "\" twice", "unique names",
-           std::string(cure_file));
+// Watches for a repeated name, of which the JSON library would silently keep the last. A pass of its own: the library's
+// parser with a callback takes time quadratic in the names.
+class name_watch final : public nlohmann::json_sax<json> {
+ public:
+  bool null() override { return true; }
+  bool boolean(bool) override { return true; }
+  bool number_integer(number_integer_t) override { return true; }
+  bool number_unsigned(number_unsigned_t) override { return true; }
+  bool number_float(number_float_t, const string_t&) override { return true; }
+  bool string(string_t&) override { return true; }
+  bool binary(binary_t&) override { return true; }
+  bool start_object(std::size_t) override { return ++depth_ > 0; }
+  bool end_object() override { return --depth_ >= 0; }
+  bool start_array(std::size_t) override { return ++depth_ > 0; }
+  bool end_array() override { return --depth_ >= 0; }
+  bool key(string_t& name) override {
+    if (depth_ == 1 && !names_.insert(name).second)
+      fail("safetensors: a tensor name", "\"" + shortened(name) + "\" twice", "unique names", std::string(cure_file));
     return true;
-  };
+  }
+  bool parse_error(std::size_t, const std::string&, const nlohmann::detail::exception&) override {
+    return false;  // told by the parse that follows
+  }
+
+ private:
+  int depth_ = 0;
+  std::unordered_set<std::string> names_;
+};
+
+json parse_header(std::string_view text) {
+  name_watch watch;
+  json::sax_parse(text.begin(), text.end(), &watch);
   json header;
   try {
-    header = json::parse(text.begin(), text.end(), watch);
+    header = json::parse(text.begin(), text.end());
   } catch (const json::exception& problem) {
     fail("safetensors: header", shortened(problem.what()), "a JSON object", cure_file);
   }
@@ -172,54 +192,6 @@ void convert(std::span<const std::byte> bytes, std::vector<Wanted>& values) {
   }
 }
 
-std::string system_text() { return std::generic_category().message(errno); }
-
-class file_descriptor {
- public:
-  explicit file_descriptor(int value) : value_(value) {}
-  file_descriptor(const file_descriptor&) = delete;
-  file_descriptor& operator=(const file_descriptor&) = delete;
-  ~file_descriptor() {
-    if (value_ >= 0) ::close(value_);
-  }
-  int get() const { return value_; }
-  // Closes at once and tells whether that worked: a full disk may show here only.
-  bool close() { return ::close(std::exchange(value_, -1)) == 0; }
-
- private:
-  int value_;
-};
-
-// Removes the temporary file unless it was renamed away.
-class temporary_file {
- public:
-  explicit temporary_file(std::string path) : path_(std::move(path)) {}
-  temporary_file(const temporary_file&) = delete;
-  temporary_file& operator=(const temporary_file&) = delete;
-  ~temporary_file() {
-    if (!path_.empty()) ::unlink(path_.c_str());
-  }
-  void rename_to(const std::filesystem::path& target) {
-    std::filesystem::rename(path_, target);
-    path_.clear();
-  }
-
- private:
-  std::string path_;
-};
-
-bool write_all(int descriptor, const void* data, std::size_t size) {
-  const char* next = static_cast<const char*>(data);
-  while (size > 0) {
-    const ssize_t written = ::write(descriptor, next, size);
-    if (written < 0 && errno == EINTR) continue;
-    if (written <= 0) return false;
-    next += written;
-    size -= std::size_t(written);
-  }
-  return true;
-}
-
 }  // namespace
 
 std::string_view dtype_name(dtype type) { return row_of(type).name; }
@@ -255,26 +227,22 @@ safetensors_file safetensors_file::parse(std::span<const std::byte> bytes) {
 }
 
 safetensors_file safetensors_file::open(const std::filesystem::path& path) {
-  const std::string name = "file " + path.string();
-  // Non-blocking, or opening a pipe that nobody writes to would wait for ever.
-  file_descriptor descriptor(::open(path.c_str(), O_RDONLY | O_CLOEXEC | O_NONBLOCK));
-  if (descriptor.get() < 0) fail(name, system_text(), "a readable safetensors file", "check the path");
-  struct stat status {};
-  if (::fstat(descriptor.get(), &status) != 0 || !S_ISREG(status.st_mode))
-    fail(name, "no regular file", "a readable safetensors file", "check the path");
-  const auto size = std::size_t(status.st_size);
-  if (size == 0) fail(name, "empty", "a safetensors file", "write or download it again");
+  const input_file file(path, "a safetensors file");
+  const std::size_t size = file.size();
+  if (size == 0) fail(file.name(), "empty", "a safetensors file", "write or download it again");
 
-  void* address = ::mmap(nullptr, size, PROT_READ, MAP_PRIVATE, descriptor.get(), 0);
-  if (address == MAP_FAILED) fail(name, system_text(), "a file that can be mapped", "copy it to a local disk");
+  void* address = ::mmap(nullptr, size, PROT_READ, MAP_PRIVATE, file.descriptor(), 0);
+  if (address == MAP_FAILED)
+    fail(file.name(), "not mapped (" + std::generic_category().message(errno) + ")", "a file that can be mapped",
+         "copy it to a local disk, or raise the limit of memory");
   const std::shared_ptr<const std::byte> mapping(static_cast<const std::byte*>(address),
                                                  [address, size](const std::byte*) { ::munmap(address, size); });
   try {
-    safetensors_file file = parse({mapping.get(), size});
-    file.mapping_ = mapping;
-    return file;
+    safetensors_file opened = parse({mapping.get(), size});
+    opened.mapping_ = mapping;
+    return opened;
   } catch (const tessera::error& problem) {
-    throw tessera::error(name + ": " + problem.what());
+    throw tessera::error(file.name() + ": " + problem.what());
   }
 }
 
@@ -402,29 +370,10 @@ void safetensors_writer::write(const std::filesystem::path& path) const {
   text.resize((text.size() + 7) / 8 * 8, ' ');
   const std::uint64_t header_size = text.size();
 
-  const std::string name = "file " + path.string();
-  std::string pattern = path.string() + ".XXXXXX";
-  file_descriptor descriptor(::mkostemp(pattern.data(), O_CLOEXEC));
-  if (descriptor.get() < 0)
-    fail(name, "not writable (" + system_text() + ")", "a path in an existing, writable folder", "choose another path");
-  temporary_file temporary(pattern);
-
-  bool written = write_all(descriptor.get(), &header_size, sizeof header_size) &&
-                 write_all(descriptor.get(), text.data(), text.size());
-  for (const auto* item : order)
-    written = written && write_all(descriptor.get(), item->second.bytes.data(), item->second.bytes.size());
-  // mkostemp makes files that only their owner may read; give this one what an ordinary new file gets.
-  const mode_t mask = ::umask(0);
-  ::umask(mask);
-  written = written && ::fchmod(descriptor.get(), 0666 & ~mask) == 0 && ::fsync(descriptor.get()) == 0;
-  written = written && descriptor.close();
-  if (!written) fail(name, "not written (" + system_text() + ")", "room for the file", "free some space");
-  try {
-    temporary.rename_to(path);
-  } catch (const std::filesystem::filesystem_error& problem) {
-    fail(name, "not replaceable (" + problem.code().message() + ")", "a new path or a regular file",
-         "choose another path");
-  }
+  std::vector<std::span<const std::byte>> parts{std::as_bytes(std::span(&header_size, 1)),
+                                                std::as_bytes(std::span(text))};
+  for (const auto* item : order) parts.emplace_back(item->second.bytes);
+  write_file(path, parts);
 }
 
 }  // namespace engine

@@ -80,8 +80,7 @@ class safetensors_writer {
   /// Sets one entry of the file's string metadata, replacing an earlier one of that key.
   void set_metadata(std::string key, std::string value) { metadata_[std::move(key)] = std::move(value); }
 
-  /// Writes to a temporary file beside `path` and renames it, so that `path` holds the old content or the new one,
-  /// never a part. Errors: the folder is missing or not writable, the disk is full, or a name is no UTF-8.
+  /// Writes as `write_file` does: a file as a whole or not at all. Errors: as there; a name is no UTF-8.
   void write(const std::filesystem::path& path) const;
 
  private:

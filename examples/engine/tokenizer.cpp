@@ -5,6 +5,8 @@
 #include <tessera/core/error.hpp>
 #include <utility>
 
+#include "input_file.hpp"
+
 namespace engine {
 namespace {
 
@@ -30,7 +32,8 @@ tokenizer tokenizer::load(const std::filesystem::path& path) {
   auto processor = std::make_unique<sentencepiece::SentencePieceProcessor>();
   const auto status = processor->LoadFromSerializedProto(bytes);
   if (!status.ok())
-    tessera::fail("file " + path.string(), status.ToString(), "a SentencePiece model", "pass a tokenizer.model");
+    tessera::fail("file " + printable(path.native()), status.ToString(), "a SentencePiece model",
+                  "pass a tokenizer.model");
   return tokenizer(std::move(processor));
 }
 

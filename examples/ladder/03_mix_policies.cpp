@@ -36,7 +36,7 @@ int main() {
 
   // Parameters can be set as members, or by name, as a command line does.
   const auto set = [&]<class T>(std::string_view wanted, T value) {
-    two_stages::parameters(policy, [&]<class P>(std::string_view name, P& parameter, const char* about) {
+    two_stages::parameters(policy, [&]<class P>(std::string_view name, P& parameter, const auto& /*allowed*/, const char* about) {
       if (name != wanted) return;
       std::printf("%s: %s\n", name.data(), about);
       if constexpr (std::is_same_v<T, P>) parameter = value;
@@ -57,7 +57,7 @@ int main() {
 
   kv.trace_attended(true);
   std::vector<float> out(q_heads * dim);
-  kv.decode(0, {id}, model.queries(prompt, 1), model.keys(prompt, 1), model.values(prompt, 1),
+  kv.decode(0, kv.prepare_step({id}, 1), model.queries(prompt, 1), model.keys(prompt, 1), model.values(prompt, 1),
             nhd_rows(out.data(), 1, q_heads, dim));
   check(kv.attended(0, id)[0].size() == 64 && kv.attended(0, id)[1].size() == 64, "each head's step reads 64 tokens");
 

@@ -20,7 +20,7 @@ using namespace tessera;
 ///
 /// Below 1, a token that many queries look at a little wins over one that a single query stares at.
 /// Shapes   scores [kv_heads, tokens].   Unit: token.
-/// Errors   window outside [1, budget], power <= 0: tessera::error.
+/// Errors   window or power out of range, window above the budget: tessera::error.
 /// Cost     two passes over K with window * group rows.
 struct tempered_attention {
   static constexpr const char* name = "tempered_attention";
@@ -35,18 +35,18 @@ struct tempered_attention {
 
   index_t protected_tail(index_t) const { return window; }
 
-  void finish(const float* in, index_t n, float* out, std::vector<float>&) const { std::copy_n(in, n, out); }
-
   void check(index_t budget) const {
-    require(window >= 1 && window <= budget, "window", window, "1 to the budget, which is " + std::to_string(budget),
+    check_parameters(*this);
+    require(window <= budget, "window", window, "at most the budget, which is " + std::to_string(budget),
             "lower the window or raise the budget");
-    require(power > 0, "power", power, "above 0", "pass 1 for plain probabilities");
   }
 
   template <class Self, class Visit>
   static void parameters(Self& self, Visit&& visit) {
-    visit("window", self.window, "last prompt queries that are observed; their tokens are always kept");
-    visit("power", self.power, "exponent of each probability; below 1 favours tokens that many queries see");
+    visit("window", self.window, value_range{1, 1024},
+          "last prompt queries that are observed; their tokens are always kept");
+    visit("power", self.power, value_range{0.01f, 100.0f},
+          "exponent of each probability; below 1 favours tokens that many queries see");
   }
 };
 

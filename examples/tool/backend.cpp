@@ -49,9 +49,10 @@ class cpu_runner final : public runner {
     return model_.prefill(prompt, cache, options);
   }
   std::vector<float> prefill_all(std::span<const engine::token_t> prompt,
-                                 const std::vector<std::unique_ptr<method_cache>>& caches) override {
+                                 const std::vector<std::unique_ptr<method_cache>>& caches,
+                                 const engine::prefill_options& options) override {
     cpu_fan_out all(caches, model_.config());
-    return model_.prefill(prompt, all);
+    return model_.prefill(prompt, all, options);
   }
   std::vector<engine::token_t> extend(std::span<const float> logits, method_cache& cache,
                                       const engine::generate_options& options) override {

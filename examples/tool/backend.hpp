@@ -40,7 +40,8 @@ class runner {
   /// One prompt for several empty caches at once: the first computes the attention, which is the same for all while
   /// nothing has been dropped; the others only observe. Ends no cache's prefill.
   virtual std::vector<float> prefill_all(std::span<const engine::token_t> prompt,
-                                         const std::vector<std::unique_ptr<method_cache>>& caches) = 0;
+                                         const std::vector<std::unique_ptr<method_cache>>& caches,
+                                         const engine::prefill_options& options = {}) = 0;
 
   virtual std::vector<engine::token_t> extend(std::span<const float> logits, method_cache& cache,
                                               const engine::generate_options& options = {}) = 0;

@@ -3,6 +3,9 @@
 
 #include "commands.hpp"
 #include "compress.hpp"
+#include "engine/input_file.hpp"
+#include "engine/output_file.hpp"
+#include "progress.hpp"
 #include "report.hpp"
 
 namespace tool {
@@ -10,13 +13,23 @@ void compress_file(const compress_file_options& given) {
   compress_options chosen;
   const method_info& method = given.method.checked_method();
   chosen.method = method.name;
-  chosen.budget = given.method.parsed_budget(method);
+  if (!method.has_budget && !given.method.budget.empty()) {
+    note("--budget has no effect: " + method.name + " keeps everything");
+  } else {
+    chosen.budget = given.method.parsed_budget(method);
+  }
   chosen.settings = given.method.parsed_settings();
   chosen.where = require_backend(given.method.backend);
   chosen.workers = make_workers(given.threads);
-  require_writable(given.out);
-  const compressed result = compress(engine::safetensors_file::open(given.in), chosen);
+  engine::require_writable(given.out);
+  const compressed result = [&] {
+    progress_line progress(method.name + " over " + engine::printable(given.in));
+    return compress(engine::safetensors_file::open(given.in), chosen);
+  }();
   result.file.write(given.out);
+  for (const std::string& unused : result.unused) {
+    note("tensor " + engine::printable(unused) + " is not used by " + method.name);
+  }
   std::printf("%s kept %.1f of %d tokens per KV head, %s of %s", method.name.c_str(),
               double(result.kept) / result.kv_heads, result.tokens, bytes_text(double(result.bytes_held)).c_str(),
               bytes_text(double(result.bytes_full)).c_str());
@@ -24,7 +37,7 @@ void compress_file(const compress_file_options& given) {
     std::printf("; %d decode steps read %s each", result.reads.steps,
                 bytes_text(double(result.reads.bytes) / result.reads.steps).c_str());
   }
-  std::printf(". Wrote %s\n", given.out.c_str());
+  std::printf(". Wrote %s\n", engine::printable(given.out).c_str());
 }
 
 }  // namespace tool

@@ -2,10 +2,14 @@
 #include <algorithm>
 #include <chrono>
 #include <cstdio>
+#include <limits>
+#include <optional>
 
 #include "backend.hpp"
 #include "commands.hpp"
 #include "document.hpp"
+#include "engine/input_file.hpp"
+#include "engine/output_file.hpp"
 #include "engine/tokenizer.hpp"
 #include "evaluate.hpp"
 #include "progress.hpp"
@@ -18,16 +22,23 @@ namespace tool {
 namespace {
 
 /// Gives each setting to the methods that have such a parameter. Errors: none of them has it.
+/// METHOD.NAME=VALUE is for one method and goes before NAME=VALUE.
 void apply_settings(const std::vector<std::string>& texts, std::vector<variant>& variants) {
-  for (const std::string& text : texts) {
-    const setting given = parse_setting(text);
+  auto all = parse_settings(texts);
+  std::ranges::stable_partition(all, [](const setting& one) { return one.name.find('.') != std::string::npos; });
+  for (const setting& given : all) {
+    const std::size_t dot = given.name.find('.');
+    const std::string method = dot == std::string::npos ? "" : given.name.substr(0, dot);
+    const setting wanted{dot == std::string::npos ? given.name : given.name.substr(dot + 1), given.value};
     bool known = false;
     for (variant& row : variants) {
-      if (!has_parameter(*row.method, given.name)) continue;
-      row.settings.push_back(given);
+      if ((!method.empty() && row.method->name != method) || !has_parameter(*row.method, wanted.name)) continue;
       known = true;
+      const auto same = [&](const setting& other) { return other.name == wanted.name; };
+      if (std::ranges::none_of(row.settings, same)) row.settings.push_back(wanted);
     }
-    tessera::require(known, "parameter", given.name, "a parameter of one of the methods",
+    tessera::require(known, "parameter", "'" + engine::printable(given.name) + "'",
+                     "a parameter of one of the methods, or METHOD.NAME for one of them",
                      "`tessera list` shows the parameters of every method");
   }
 }
@@ -38,6 +49,8 @@ std::vector<variant> parse_variants(const eval_options& given) {
   if (!given.budgets.empty()) {
     for (const std::string& text : parse_list("--budgets", given.budgets)) {
       budgets.push_back(index_t(parse_count("--budgets", text, 1)));
+      tessera::require(std::ranges::count(budgets, budgets.back()) == 1, "--budgets", text, "every budget once",
+                       "take out the second " + std::to_string(budgets.back()));
     }
   }
   std::vector<variant> variants;
@@ -50,26 +63,35 @@ std::vector<variant> parse_variants(const eval_options& given) {
       if (method.has_budget) variants.push_back({&method, budget, {}});
     }
   }
+  const bool used = std::ranges::any_of(variants, [](const variant& row) { return row.budget.has_value(); });
+  tessera::require(used || budgets.empty(), "--budgets", given.budgets, "none: no method here has a budget",
+                   "leave it out");
   apply_settings(given.settings, variants);
   return variants;
 }
 
 std::vector<conversation> make_conversations(const eval_options& given, const engine::llama_config& config,
                                              const engine::tokenizer& tokenizer) {
+  progress_line progress("making documents");
   document_plan plan;
   plan.context = parse_count("--context", given.context, 1);
   plan.room = config.max_position_embeddings;
-  plan.count = std::size_t(parse_count("--count", given.count, 1));
-  plan.seed = std::uint64_t(parse_count("--seed", given.seed, 0));
+  plan.count = std::size_t(parse_count("--count", given.count, 1, 1'000'000));
+  plan.seed = std::uint64_t(parse_count("--seed", given.seed, 0, std::numeric_limits<std::int64_t>::max()));
   tessera::require(plan.context <= plan.room, "--context", plan.context,
                    "at most the model's context, which is " + std::to_string(plan.room), "lower it");
   const task_book book = task_book::load(given.tasks);
   const std::string text = engine::read_text_file(given.text);
   const document_maker maker(text, tokenizer, book);
+  const auto families =
+      given.families.empty() ? book.families_of(given.suite) : parse_list("--families", given.families);
   std::vector<conversation> all;
-  for (const std::string& family :
-       given.families.empty() ? book.families_of(given.suite) : parse_list("--families", given.families)) {
-    for (std::size_t i = 0; i < plan.count; ++i) all.push_back(maker.make(family, i, plan));
+  const std::size_t wanted = families.size() * plan.count;
+  for (const std::string& family : families) {
+    for (std::size_t i = 0; i < plan.count; ++i) {
+      progress.update(std::int64_t(all.size()), std::int64_t(wanted));
+      all.push_back(maker.make(family, i, plan));
+    }
   }
   return all;
 }
@@ -81,32 +103,53 @@ void evaluate(const eval_options& given) {
   const auto variants = parse_variants(given);
   const element_type element = parse_element(given.dtype);
   const auto workers = make_workers(given.threads);
-  if (!given.json.empty()) require_writable(given.json);
+  if (!given.json.empty()) engine::require_writable(given.json);
   const std::filesystem::path folder = given.model;
   const engine::llama_config config = engine::load_config(folder / "config.json");
   const auto tokenizer = engine::tokenizer::load(folder / "tokenizer.model");
   const auto conversations =
       given.questions.empty() ? make_conversations(given, config, tokenizer) : load_questions(given.questions);
-  const auto model = load_model(folder, where, *workers);
+  const auto model = [&] {
+    progress_line progress("loading the model");
+    return load_model(folder, where, *workers);
+  }();
   evaluation evaluation(*model, tokenizer, variants, element, workers);
 
   std::vector<std::vector<planned_turn>> plans;
-  for (std::size_t i = 0; i < conversations.size(); ++i) {
-    plans.push_back(evaluation.plan(conversations[i], "question " + std::to_string(i + 1)));
-  }
-  const auto start = std::chrono::steady_clock::now();
   {
-    progress_line progress("documents");
-    for (std::size_t i = 0; i < plans.size(); ++i) {
-      progress.update(std::int64_t(i), std::int64_t(plans.size()));
-      evaluation.run(conversations[i].family, plans[i]);
+    progress_line progress("cutting documents into tokens");
+    for (std::size_t i = 0; i < conversations.size(); ++i) {
+      progress.update(std::int64_t(i), std::int64_t(conversations.size()));
+      plans.push_back(evaluation.plan(conversations[i], "question " + std::to_string(i + 1)));
     }
   }
+  const gentle_end gentle;
+  const auto start = std::chrono::steady_clock::now();
+  std::size_t finished = 0;
+  std::optional<interrupted> stopped;
+  try {
+    progress_line progress("documents");
+    evaluation.call_often([] { throw_if_interrupted(); });
+    for (; finished < plans.size(); ++finished) {
+      progress.update(std::int64_t(finished), std::int64_t(plans.size()));
+      evaluation.run(conversations[finished].family, plans[finished]);
+    }
+  } catch (const interrupted& signal) {
+    stopped = signal;
+  }
   const double seconds = std::chrono::duration<double>(std::chrono::steady_clock::now() - start).count();
-  if (!given.json.empty()) write_atomically(given.json, json_text(variants, evaluation.cells()));
-  std::printf("%s\n%zu documents in %s. Families: percent of right answers.\n%s",
-              table_text(variants, evaluation.cells()).c_str(), plans.size(), duration_text(seconds).c_str(),
-              limits_text(variants, evaluation.cells()).c_str());
+  if (finished > 0) {
+    if (!given.json.empty()) engine::write_file(given.json, json_text(variants, evaluation.cells()));
+    std::printf("%s\n%zu documents in %s. Families: percent of right answers.\n%s",
+                table_text(variants, evaluation.cells()).c_str(), finished, duration_text(seconds).c_str(),
+                limits_text(variants, evaluation.cells()).c_str());
+  }
+  if (stopped) {
+    std::fflush(stdout);
+    std::fprintf(stderr, "tessera: interrupted after %zu of %zu documents; %s\n", finished, plans.size(),
+                 finished > 0 ? "the result counts these alone" : "there is no result");
+    throw *stopped;
+  }
 }
 
 }  // namespace tool

@@ -17,9 +17,12 @@ void print_text() {
     for (const policy_info& policy : method.policies) {
       std::printf("    %-18s %s\n", policy.axis.c_str(), policy.name.c_str());
     }
-    if (method.has_budget) std::printf("    --budget N         tokens per KV head\n");
+    if (method.has_budget) {
+      std::printf("    --budget N           %s tokens per KV head\n", method.budgets.text().c_str());
+    }
     for (const parameter_info& parameter : method.parameters) {
-      std::printf("    --set %-12s %s\n", (parameter.name + "=" + parameter.value).c_str(), parameter.about.c_str());
+      std::printf("    --set %-14s %s (%s)\n", (parameter.name + "=" + parameter.value).c_str(),
+                  parameter.about.c_str(), parameter.allowed.c_str());
     }
   }
 }
@@ -34,8 +37,10 @@ void print_json() {
     for (const policy_info& policy : method.policies) item["policies"][policy.axis] = policy.name;
     item["parameters"] = nlohmann::ordered_json::array();
     for (const parameter_info& parameter : method.parameters) {
-      item["parameters"].push_back(
-          {{"name", parameter.name}, {"default", parameter.value}, {"about", parameter.about}});
+      item["parameters"].push_back({{"name", parameter.name},
+                                    {"default", parameter.value},
+                                    {"allowed", parameter.allowed},
+                                    {"about", parameter.about}});
     }
     all["methods"].push_back(std::move(item));
   }

@@ -5,6 +5,7 @@
 
 #include "backend.hpp"
 #include "commands.hpp"
+#include "engine/input_file.hpp"
 #include "engine/tokenizer.hpp"
 #include "progress.hpp"
 #include "registry.hpp"
@@ -47,7 +48,9 @@ outcome answer(const run_options& given, const method_info& method) {
   const element_type element = parse_element(given.dtype);
   const auto max_new = std::int32_t(parse_count("--max-new", given.max_new, 1));
   const std::string prompt = engine::read_text_file(given.prompt);
-  tessera::require(!trimmed(prompt).empty(), "prompt file " + given.prompt, "empty", "text", "write a prompt into it");
+  tessera::require(!trimmed(prompt).empty(),
+                   given.prompt == "-" ? "standard input" : "prompt file " + engine::printable(given.prompt), "empty",
+                   "text", "write a prompt into it");
   const auto workers = make_workers(given.threads);
   const std::filesystem::path folder = given.model;
   const engine::llama_config config = engine::load_config(folder / "config.json");
@@ -69,7 +72,10 @@ outcome answer(const run_options& given, const method_info& method) {
                                  settings,
                                  workers,
                                  index_t(std::int64_t(tokens.size()) + most_new)});
-  const auto model = load_model(folder, where, *workers);
+  const auto model = [&] {
+    progress_line progress("loading the model");
+    return load_model(folder, where, *workers);
+  }();
 
   outcome result;
   result.parameters = method.configured(settings);
@@ -111,6 +117,10 @@ void print_text(const outcome& result, const method_info& method) {
               method.name.c_str(), result.prompt_tokens, result.kept, bytes_text(result.bytes_held).c_str(),
               bytes_text(result.bytes_full).c_str(), 100 * result.bytes_held / result.bytes_full,
               bytes_text(result.bytes_read_per_step).c_str());
+  if (result.bytes_held > result.bytes_full) {
+    std::printf(
+        "held above 100 %%: room for the answer, positions and bookkeeping, which a short prompt does not pay for\n");
+  }
   std::printf("prompt read in %s, %zu tokens written in %s\n", duration_text(result.prefill_seconds).c_str(),
               result.new_tokens, duration_text(result.decode_seconds).c_str());
 }

@@ -1,6 +1,7 @@
 #include "commands.hpp"
 
 #include "backend.hpp"
+#include "progress.hpp"
 #include "registry.hpp"
 #include "values.hpp"
 
@@ -13,21 +14,24 @@ const method_info& method_options::checked_method() const {
   return found;
 }
 
-std::vector<setting> method_options::parsed_settings() const {
-  std::vector<setting> all;
-  for (const std::string& text : settings) all.push_back(parse_setting(text));
-  return all;
-}
+std::vector<setting> method_options::parsed_settings() const { return parse_settings(settings); }
 
 std::optional<index_t> method_options::parsed_budget(const method_info& chosen) const {
-  if (!budget.empty()) return index_t(parse_count("--budget", budget, 1));
-  tessera::require(!chosen.has_budget, "--budget", "missing", "tokens per KV head, at least 1",
-                   "add --budget N for " + chosen.name);
-  return std::nullopt;
+  tessera::require(chosen.has_budget || budget.empty(), "--budget", budget,
+                   "none: " + chosen.name + " keeps everything", "leave it out");
+  if (!chosen.has_budget) return std::nullopt;
+  if (!budget.empty()) return index_t(parse_count("--budget", budget, chosen.budgets.least, chosen.budgets.most));
+  tessera::fail("--budget", "missing", chosen.budgets.text() + " tokens per KV head",
+                "add --budget N for " + chosen.name);
 }
 
 std::shared_ptr<tessera::cpu::executor> make_workers(const std::string& threads) {
-  return std::make_shared<tessera::cpu::executor>(int(parse_count("--threads", threads, 0, 1024)));
+  auto workers = std::make_shared<tessera::cpu::executor>(int(parse_count("--threads", threads, 0, 1024)));
+  if (workers->refused() > 0) {
+    note("the system gives " + std::to_string(workers->threads()) + " of " +
+         std::to_string(workers->threads() + workers->refused()) + " threads; working with these");
+  }
+  return workers;
 }
 
 }  // namespace tool

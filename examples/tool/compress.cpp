@@ -129,6 +129,18 @@ void prefill(const layer_tensors& layer, const std::string& method, method_cache
   cache.end_prefill();
 }
 
+// What lies in the file beside what this method reads.
+std::vector<std::string> unused_tensors(const safetensors_file& in, const method_cache& cache,
+                                        const layer_tensors& layer) {
+  std::vector<std::string> all;
+  for (const auto& [name, tensor] : in.tensors()) {
+    const bool known = name == "k" || name == "v" || name == "q_decode" || name == "k_decode" || name == "v_decode" ||
+                       (name == "q" && cache.queries_needed(layer.tokens) > 0);
+    if (!known) all.push_back(name);
+  }
+  return all;
+}
+
 struct index_lists {
   std::vector<std::int64_t> indptr{0};
   std::vector<index_t> indices;
@@ -185,6 +197,7 @@ compressed compress(const safetensors_file& in, const compress_options& options)
   index_lists kept;
   for (index_t head = 0; head < layer.kv_heads; ++head) kept.add(cache->positions(0, head));
   kept.write(result.file, "keep");
+  result.unused = unused_tensors(in, *cache, layer);
   result.kv_heads = layer.kv_heads;
   result.tokens = layer.tokens;
   result.kept = kept.indptr.back();

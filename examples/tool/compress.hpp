@@ -28,6 +28,7 @@ struct compressed {
   std::int64_t kept = 0;  ///< tokens kept, summed over kv_heads
   offset_t bytes_full = 0, bytes_held = 0;
   read_count reads;
+  std::vector<std::string> unused;  ///< tensors of the input that the method makes no use of
 };
 
 /// Compresses the prompt's cache, then runs the decode steps.

@@ -71,9 +71,25 @@ std::vector<planned_turn> evaluation::plan(const conversation& conversation, con
 }
 
 void evaluation::run(const std::string& family, const std::vector<planned_turn>& turns) {
+  const std::vector<cell> before = cells_;
+  try {
+    ask_all(family, turns);
+  } catch (...) {
+    cells_ = before;
+    throw;
+  }
+}
+
+engine::prefill_options evaluation::ticking() const {
+  engine::prefill_options options;
+  options.progress = [this](std::int64_t, std::int64_t) { tick_(); };
+  return options;
+}
+
+void evaluation::ask_all(const std::string& family, const std::vector<planned_turn>& turns) {
   std::vector<std::unique_ptr<method_cache>> shared;
   for (const std::size_t first : first_of_method_) shared.push_back(empty_cache(variants_[first], turns));
-  const std::vector<float> logits = model_.prefill_all(turns[0].prompt, shared);
+  const std::vector<float> logits = model_.prefill_all(turns[0].prompt, shared, ticking());
   for (std::size_t i = 0; i < variants_.size(); ++i) {
     const auto cache = shared[cache_of_variant_[i]]->clone();
     if (variants_[i].budget) cache->set_budget(*variants_[i].budget);
@@ -89,7 +105,7 @@ void evaluation::answer(std::size_t variant, const std::string& family, const st
   for (std::size_t i = 0; i < turns.size(); ++i) {
     if (i > 0) {
       pending.insert(pending.end(), turns[i].prompt.begin(), turns[i].prompt.end());
-      logits = model_.prefill(pending, cache);
+      logits = model_.prefill(pending, cache, ticking());
     }
     cell& sums = cell_of(variant, family, int(i) + 1);
     sums.bytes_held += double(cache.bytes());
@@ -101,7 +117,8 @@ void evaluation::answer(std::size_t variant, const std::string& family, const st
     sums.least_limit = sums.questions == 0 ? limit : std::min(sums.least_limit, limit);
     sums.most_limit = std::max(sums.most_limit, limit);
     sums.questions += 1;
-    sums.right += answers(tokenizer_.decode(generated), turns[i].answer);
+    sums.answers.push_back(tokenizer_.decode(generated));
+    sums.right += answers(sums.answers.back(), turns[i].answer);
     pending.clear();
     if (!generated.empty() && !ends(generated, turns[i].answer)) pending.push_back(generated.back());
   }
@@ -111,7 +128,10 @@ std::vector<token_t> evaluation::generate(const planned_turn& turn, const std::v
                                           method_cache& cache) const {
   engine::generate_options options;
   options.max_new = turn.max_new;
-  options.stop = [&](std::span<const token_t> tokens) { return ends({tokens.begin(), tokens.end()}, turn.answer); };
+  options.stop = [&](std::span<const token_t> tokens) {
+    tick_();
+    return ends({tokens.begin(), tokens.end()}, turn.answer);
+  };
   return model_.extend(logits, cache, options);
 }
 

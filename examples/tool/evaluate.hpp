@@ -33,6 +33,7 @@ struct cell {
   double bytes_held = 0, bytes_full = 0;  ///< right after the turn's prefill
   double bytes_read = 0;                  ///< of all decode steps of the answers
   std::int64_t steps = 0;
+  std::vector<std::string> answers;  ///< what the model wrote, question by question
 
   double mean_held() const { return questions ? bytes_held / double(questions) : 0; }
   double mean_full() const { return questions ? bytes_full / double(questions) : 0; }
@@ -63,7 +64,11 @@ class evaluation {
   /// Asks every variant the questions of one conversation. The first prompt passes through the model once for all;
   /// later turns run by themselves, because what a method has dropped changes what the model says.
   /// A method with the parameter `max_new` gets `longest_answer(turns)` unless the variant's settings have their own.
+  /// What `tick` throws (see `call_often`) leaves the cells as they were before the conversation.
   void run(const std::string& family, const std::vector<planned_turn>& turns);
+
+  /// Called after every chunk of a prompt and every token of an answer.
+  void call_often(std::function<void()> tick) { tick_ = std::move(tick); }
 
   const std::vector<variant>& variants() const { return variants_; }
 
@@ -71,6 +76,8 @@ class evaluation {
   const std::vector<cell>& cells() const { return cells_; }
 
  private:
+  void ask_all(const std::string& family, const std::vector<planned_turn>& turns);
+  engine::prefill_options ticking() const;
   void answer(std::size_t variant, const std::string& family, const std::vector<planned_turn>& turns,
               std::vector<float> logits, method_cache& cache);
   std::unique_ptr<method_cache> empty_cache(const variant& variant, const std::vector<planned_turn>& turns) const;
@@ -86,6 +93,7 @@ class evaluation {
   std::vector<std::size_t> first_of_method_;   // the first variant of each run of one method: those share a cache
   std::vector<std::size_t> cache_of_variant_;  // index into first_of_method_
   std::vector<cell> cells_;
+  std::function<void()> tick_ = [] {};
 };
 
 }  // namespace tool

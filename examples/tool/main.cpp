@@ -1,19 +1,43 @@
 // tessera: what KV-cache compressors do to a model's answers, from the command line.
+#include <fcntl.h>
+#include <unistd.h>
+
 #include <CLI/CLI.hpp>
+#include <algorithm>
+#include <atomic>
+#include <cerrno>
+#include <csignal>
 #include <cstdio>
+#include <cstdlib>
+#include <cstring>
+#include <iostream>
 #include <memory>
 #include <new>
+#include <stdexcept>
 #include <tessera/core/error.hpp>
 
 #include "commands.hpp"
+#include "engine/input_file.hpp"
+#include "progress.hpp"
+#include "report.hpp"
 #include "tasks.hpp"
+#include "values.hpp"
+
+#define TESSERA_TEXT_OF(number) #number
+#define TESSERA_VERSION_AS(major, minor, patch) \
+  TESSERA_TEXT_OF(major) "." TESSERA_TEXT_OF(minor) "." TESSERA_TEXT_OF(patch)
+#define TESSERA_VERSION_TEXT TESSERA_VERSION_AS(TESSERA_VERSION_MAJOR, TESSERA_VERSION_MINOR, TESSERA_VERSION_PATCH)
 
 namespace {
 
-// Adds an option whose text the command itself parses, so that every error reads alike.
-CLI::Option* add_text(CLI::App& command, const std::string& name, std::string& to, const std::string& about) {
-  CLI::Option* option = command.add_option(name, to, about);
+// Adds an option whose text the command itself parses, so that every error reads alike. `kind` says in the help what it
+// is, a number with its range.
+CLI::Option* add_text(CLI::App& command, const std::string& name, const std::string& kind, std::string& to,
+                      const std::string& about) {
+  CLI::Option* option = command.add_option(name, to, about)->type_name(kind);
   if (!to.empty()) option->capture_default_str();
+  option->check([](const std::string& text) { return text.empty() ? "empty; expected a value" : std::string(); }, "",
+                "");
   return option;
 }
 
@@ -22,19 +46,20 @@ void add_settings(CLI::App& command, std::vector<std::string>& to, const std::st
 }
 
 void add_method(CLI::App& command, tool::method_options& to) {
-  add_text(command, "--method", to.method, "how to compress; `tessera list` shows all methods")->required();
-  add_text(command, "--budget", to.budget, "tokens per KV head that may be kept, or read by one step");
-  add_text(command, "--backend", to.backend, "where to compute: cpu or cuda");
+  add_text(command, "--method", "NAME", to.method, "how to compress; `tessera list` shows all methods")->required();
+  add_text(command, "--budget", "NUMBER", to.budget,
+           "tokens per KV head that may be kept, or read by one step; `tessera list` shows each method's range");
+  add_text(command, "--backend", "cpu|cuda", to.backend, "where to compute: cpu or cuda");
   add_settings(command, to.settings, "a parameter of the method; may be given several times");
 }
 
 void add_model(CLI::App& command, std::string& model, std::string& dtype) {
-  add_text(command, "--model", model, "folder with config.json, safetensors and tokenizer.model")->required();
-  add_text(command, "--dtype", dtype, "what the cache stores: fp32 (CPU only), fp16 or bf16");
+  add_text(command, "--model", "FOLDER", model, "folder with config.json, safetensors and tokenizer.model")->required();
+  add_text(command, "--dtype", "fp32|fp16|bf16", dtype, "what the cache stores: fp32 (CPU only), fp16 or bf16");
 }
 
 void add_threads(CLI::App& command, std::string& threads) {
-  add_text(command, "--threads", threads, "worker threads; 0 takes every core");
+  add_text(command, "--threads", "0..1024", threads, "worker threads; 0 takes every core");
 }
 
 // A line for each suite.
@@ -61,9 +86,9 @@ void add_run(CLI::App& app) {
       "Lets a model read a prompt and continue it with a compressed cache, always by the likeliest token,\n"
       "and says what the cache held and read.");
   add_model(*command, given->model, given->dtype);
-  add_text(*command, "--prompt", given->prompt, "text file with the prompt")->required();
+  add_text(*command, "--prompt", "FILE", given->prompt, "text file with the prompt; - is standard input")->required();
   add_method(*command, given->method);
-  add_text(*command, "--max-new", given->max_new,
+  add_text(*command, "--max-new", "1..16777216", given->max_new,
            "tokens to write at most; also the method's max_new, where it has one and --set gives no other");
   command->add_flag("--one-line", given->one_line, "stop at the end of the first line");
   add_threads(*command, given->threads);
@@ -82,20 +107,25 @@ void add_eval(CLI::App& app) {
       "Asks a model questions about long documents under many methods and budgets, and counts the right answers.\n"
       "Makes its own documents and questions, the same for every method, or takes yours.");
   add_model(*command, given->model, given->dtype);
-  add_text(*command, "--methods", given->methods, "methods, separated by commas")->required();
-  add_text(*command, "--budgets", given->budgets, "tokens per KV head, separated by commas");
-  add_settings(*command, given->settings, "a parameter, for every method that has it; may be given several times");
-  add_text(*command, "--context", given->context, "tokens of a document");
-  CLI::Option* suite = add_text(*command, "--suite", given->suite, "group of task families, listed below");
-  add_text(*command, "--families", given->families, "task families, separated by commas, in place of a suite")
-      ->excludes(suite);
-  add_text(*command, "--count", given->count, "documents of each family");
-  add_text(*command, "--seed", given->seed, "another seed makes other documents");
-  add_text(*command, "--questions", given->questions, "your own questions instead, JSON Lines")->excludes(suite);
-  add_text(*command, "--json", given->json, "also write the result as JSON to this file");
-  add_text(*command, "--text", given->text, "text that documents are cut from");
-  add_text(*command, "--tasks", given->tasks, "word lists, templates and families");
-  add_text(*command, "--backend", given->backend, "where to compute: cpu or cuda");
+  add_text(*command, "--methods", "NAME,...", given->methods, "methods, separated by commas")->required();
+  add_text(*command, "--budgets", "NUMBER,...", given->budgets,
+           "tokens per KV head, separated by commas; `tessera list` shows each method's range");
+  add_settings(*command, given->settings,
+               "a parameter, for every method that has it, or METHOD.NAME=VALUE for one; may be given several times");
+  CLI::Option* context = add_text(*command, "--context", "1..16777216", given->context, "tokens of a document");
+  CLI::Option* suite = add_text(*command, "--suite", "NAME", given->suite, "group of task families, listed below");
+  CLI::Option* families = add_text(*command, "--families", "NAME,...", given->families,
+                                   "task families, separated by commas, in place of a suite")
+                              ->excludes(suite);
+  CLI::Option* count = add_text(*command, "--count", "1..1000000", given->count, "documents of each family");
+  CLI::Option* seed = add_text(*command, "--seed", "0..2^63-1", given->seed, "another seed makes other documents");
+  CLI::Option* text = add_text(*command, "--text", "FILE", given->text, "text that documents are cut from");
+  CLI::Option* tasks = add_text(*command, "--tasks", "FILE", given->tasks, "word lists, templates and families");
+  CLI::Option* questions = add_text(*command, "--questions", "FILE", given->questions,
+                                    "your own questions instead, JSON Lines; - is standard input");
+  for (CLI::Option* unused : {suite, families, context, count, seed, text, tasks}) questions->excludes(unused);
+  add_text(*command, "--json", "FILE", given->json, "also write the result as JSON to this file");
+  add_text(*command, "--backend", "cpu|cuda", given->backend, "where to compute: cpu or cuda");
   add_threads(*command, given->threads);
   command->footer(
       "Suites:\n" + suite_lines() +
@@ -116,9 +146,10 @@ void add_compress(CLI::App& app) {
       "Compresses one layer's keys and values that you dumped from any engine, runs its decode steps,\n"
       "and writes what was kept, what each step read and what came out.");
   add_method(*command, given->method);
-  add_text(*command, "--in", given->in, "safetensors file with k, v, q and perhaps q_decode, k_decode, v_decode")
+  add_text(*command, "--in", "FILE", given->in,
+           "safetensors file with k, v, q and perhaps q_decode, k_decode, v_decode")
       ->required();
-  add_text(*command, "--out", given->out, "safetensors file to write")->required();
+  add_text(*command, "--out", "FILE", given->out, "safetensors file to write")->required();
   add_threads(*command, given->threads);
   command->footer(
       "Input: k, v [kv_heads, tokens, head_dim] in F32, F16 or BF16, keys after RoPE; q [n_q, q_heads, head_dim], the\n"
@@ -131,33 +162,114 @@ void add_compress(CLI::App& app) {
   command->callback([given] { tool::compress_file(*given); });
 }
 
-}  // namespace
+constexpr int bad_input = 2;
 
-int main(int count, char** arguments) {
-  constexpr int bad_input = 2;
+// What is opened later must not take the number of a standard stream that is closed: what is printed would land in it.
+void hold_standard_streams() {
+  for (const int stream : {STDIN_FILENO, STDOUT_FILENO, STDERR_FILENO}) {
+    if (::fcntl(stream, F_GETFD) < 0) [[maybe_unused]]
+      const int taken = ::open("/", O_RDONLY);  // neither reads nor writes
+  }
+}
+
+// Returns 0, or the error that kept what was printed from getting out.
+int flush_output() {
+  std::cout.flush();
+  if (std::fflush(stdout) == 0 && !std::ferror(stdout)) return 0;
+  // The first failure may be long ago: one more attempt says why.
+  std::clearerr(stdout);
+  errno = 0;
+  std::fputc('\n', stdout);
+  std::fflush(stdout);
+  return errno != 0 ? errno : EIO;
+}
+
+// One sentence on stderr, whatever the message holds.
+int refuse(std::string_view message) {
+  std::string text(message);
+  std::ranges::replace(text, '\n', ' ');
+  std::fprintf(stderr, "tessera: %s\n", engine::printable(text, 2000).c_str());
+  return bad_input;
+}
+
+// The size of the last allocation that failed.
+std::atomic<std::size_t> refused_bytes = 0;
+
+std::string memory_text() {
+  const std::string work = tool::progress_line::newest();
+  std::string text = "not enough memory" + (work.empty() ? "" : " while " + work);
+  if (refused_bytes > 0) text += ": " + tool::bytes_text(double(refused_bytes)) + " more were refused";
+  return text +
+         "; expected room for the weights, the prompt and a cache for each method; "
+         "shorten the prompt, name fewer methods, or raise the limit";
+}
+
+// Errors: the first argument is no command and no option.
+void require_command(const CLI::App& app, int count, char** arguments) {
+  std::vector<std::string> names;
+  for (const CLI::App* command : app.get_subcommands([](const CLI::App*) { return true; })) {
+    names.push_back(command->get_name());
+  }
+  tessera::require(count > 1, "command", "missing", "one of " + tool::joined(names), "see tessera --help");
+  if (arguments[1][0] != '-') tool::require_one_of("command", arguments[1], names);
+}
+
+int run(int count, char** arguments) {
   CLI::App app{
       "Runs a language model, or one layer's tensors, with a compressed KV cache.\n"
       "Start with `tessera list`; every command explains itself with --help.",
       "tessera"};
   app.require_subcommand(1);
+  app.set_version_flag("--version", "tessera " TESSERA_VERSION_TEXT, "print the version");
   add_list(app);
   add_run(app);
   add_eval(app);
   add_compress(app);
   try {
+    require_command(app, count, arguments);
     app.parse(count, arguments);
     return 0;
   } catch (const CLI::Success& help) {
     return app.exit(help);
   } catch (const CLI::ParseError& problem) {
-    std::fprintf(stderr, "tessera: %s; see tessera --help, or --help behind a command\n", problem.what());
+    return refuse(std::string(problem.what()) + "; see tessera --help, or --help behind a command");
+  } catch (const tool::interrupted& end) {
+    return 128 + end.signal;
   } catch (const tessera::error& problem) {
-    std::fprintf(stderr, "tessera: %s\n", problem.what());
+    return refuse(problem.what());
   } catch (const std::bad_alloc&) {
-    std::fprintf(stderr, "tessera: not enough memory; shorten the prompt or name fewer methods\n");
+    return refuse(memory_text());
+  } catch (const std::length_error&) {
+    return refuse(memory_text());
   } catch (const std::exception& problem) {
-    std::fprintf(stderr, "tessera: internal error: %s\n", problem.what());
+    refuse(std::string("internal error: ") + problem.what());
     return 1;
   }
-  return bad_input;
+}
+
+}  // namespace
+
+#if !defined(__SANITIZE_ADDRESS__) && !defined(__SANITIZE_THREAD__) && !defined(__has_feature)
+// As the library's own, and it remembers how much could not be had.
+[[gnu::noinline]] void* operator new(std::size_t size) {
+  if (void* memory = std::malloc(size > 0 ? size : 1)) return memory;
+  refused_bytes = size;
+  throw std::bad_alloc();
+}
+[[gnu::noinline]] void operator delete(void* memory) noexcept { std::free(memory); }
+[[gnu::noinline]] void operator delete(void* memory, std::size_t) noexcept { std::free(memory); }
+#endif
+
+int main(int count, char** arguments) {
+  hold_standard_streams();
+  std::signal(SIGPIPE, SIG_IGN);  // a reader that goes is an error of writing, not the end
+  std::signal(SIGXFSZ, SIG_IGN);  // so is a limit on the size of files
+  tool::end_on_signals();
+  const int code = run(count, arguments);
+  if (const int problem = flush_output(); problem != 0 && code == 0) {
+    std::fprintf(stderr, "tessera: standard output is not writable (%s); expected a place to print to; redirect it\n",
+                 std::strerror(problem));
+    return bad_input;
+  }
+  return code;
 }

@@ -7,6 +7,7 @@
 #include <string_view>
 #include <tessera/backend/cpu/kernel/executor.hpp>
 #include <tessera/core/model_shape.hpp>
+#include <tessera/core/parameters.hpp>
 #include <tessera/core/views.hpp>
 #include <utility>
 #include <vector>
@@ -88,7 +89,7 @@ struct cache_request {
 inline constexpr int head_dims[] = {64, 80, 96, 128, 192, 256};
 
 struct parameter_info {
-  std::string name, value, about;
+  std::string name, value, allowed, about;
 };
 
 struct policy_info {
@@ -99,6 +100,7 @@ struct policy_info {
 struct method_info {
   std::string name, paper;
   bool has_budget = false;
+  tessera::value_range<index_t> budgets;  ///< what the budget may be
   std::vector<policy_info> policies;
   std::vector<parameter_info> parameters;  ///< with the paper's defaults
 

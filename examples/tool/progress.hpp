@@ -1,14 +1,21 @@
-// A line on stderr that says how far a long command is.
+// What a running command tells a person on stderr, and how a person ends it.
 #pragma once
 
 #include <chrono>
+#include <condition_variable>
 #include <cstdint>
+#include <mutex>
 #include <string>
+#include <thread>
 
 namespace tool {
 
-/// Shows "what: done of total, elapsed, remaining" once something takes more than two seconds. On a terminal the line
-/// is rewritten in place and removed at the end; elsewhere a new line is written now and then.
+/// "tessera: note: TEXT" on stderr: what is worth knowing and stops nothing.
+void note(const std::string& text);
+
+/// Shows "what: done of total, elapsed, remaining" once something takes more than two seconds, whether or not `update` is
+/// called. On a terminal a bar is rewritten in place and removed at the end; elsewhere a new line is written now and
+/// then. A thread of its own paints; where the system gives none, one line says at once what is being done.
 class progress_line {
  public:
   explicit progress_line(std::string what);
@@ -18,16 +25,44 @@ class progress_line {
 
   void update(std::int64_t done, std::int64_t total);
 
+  /// What the newest line was made for, kept when it goes: for messages.
+  static const std::string& newest();
+
  private:
   using clock = std::chrono::steady_clock;
 
+  void paint_now_and_then();
+  std::string text() const;  // with the mutex held
+
   std::string what_;
   bool on_terminal_;
-  bool shown_ = false;
-  clock::time_point start_, last_;
+  clock::time_point start_;
+  std::mutex mutex_;
+  std::condition_variable end_;
+  bool ending_ = false, shown_ = false;
+  std::int64_t done_ = 0, total_ = 0;
+  std::thread painter_;
 };
 
 /// "4.2 s", "3 min 05 s"
 std::string duration_text(double seconds);
+
+/// Thrown where a command can stop and still say what it has.
+struct interrupted {
+  int signal;
+};
+
+/// From now on SIGINT, SIGTERM and SIGHUP end the program with 128 + signal and leave no temporary file.
+void end_on_signals();
+
+/// While one lives, the first signal only makes `throw_if_interrupted` throw; a second one ends the program.
+class gentle_end {
+ public:
+  gentle_end();
+  gentle_end(const gentle_end&) = delete;
+  gentle_end& operator=(const gentle_end&) = delete;
+  ~gentle_end();
+};
+void throw_if_interrupted();
 
 }  // namespace tool

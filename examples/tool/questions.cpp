@@ -4,7 +4,7 @@
 #include <nlohmann/json.hpp>
 #include <tessera/core/error.hpp>
 
-#include "engine/config.hpp"
+#include "engine/input_file.hpp"
 #include "values.hpp"
 
 namespace tool {
@@ -66,7 +66,8 @@ std::vector<conversation> parse_questions(std::string_view text, std::string_vie
 }
 
 std::vector<conversation> load_questions(const std::filesystem::path& path) {
-  return parse_questions(engine::read_text_file(path), path.string());
+  return parse_questions(engine::read_text_file(path),
+                         path == "-" ? "standard input" : engine::printable(path.native()));
 }
 
 bool answers(std::string_view generated, std::string_view answer) {

@@ -12,8 +12,8 @@ namespace tool {
 template <class Recipe>
 std::vector<parameter_info> parameters_of(const Recipe& recipe) {
   std::vector<parameter_info> all;
-  Recipe::parameters(recipe, [&](const char* name, const auto& value, const char* about) {
-    all.push_back({name, value_text(value), about});
+  Recipe::parameters(recipe, [&](const char* name, const auto& value, const auto& allowed, const char* about) {
+    all.push_back({name, value_text(value), allowed.text(), about});
   });
   return all;
 }
@@ -24,9 +24,10 @@ Recipe configured_recipe(const std::vector<setting>& settings) {
   Recipe recipe;
   for (const setting& given : settings) {
     bool known = false;
-    Recipe::parameters(recipe, [&](const char* name, auto& value, const char*) {
+    Recipe::parameters(recipe, [&](const char* name, auto& value, const auto& allowed, const char* about) {
       if (given.name != name) return;
-      parse_value(given.name, given.value, value);
+      parse_value(given.name, given.value, allowed.text(), value);
+      allowed.check(name, value, std::string("it means: ") + about);
       known = true;
     });
     if (!known) fail_unknown_parameter(given.name, Recipe::name, parameters_of(Recipe{}));

@@ -1,4 +1,5 @@
-// The methods that this build of the tool knows. The list itself stands in CMakeLists.txt.
+// The methods that this build of the tool knows. CMake makes the list from the headers in
+// include/tessera/methods.
 #pragma once
 
 #include <string_view>

@@ -1,10 +1,7 @@
 #include "report.hpp"
 
-#include <unistd.h>
-
 #include <algorithm>
 #include <cstdio>
-#include <fstream>
 #include <nlohmann/json.hpp>
 #include <tessera/core/error.hpp>
 
@@ -143,9 +140,11 @@ std::string json_text(const std::vector<variant>& variants, const std::vector<ce
     item["bytes_held"] = cell.mean_held();
     item["bytes_full"] = cell.mean_full();
     item["bytes_read_per_step"] = cell.mean_read();
+    item["answers"] = cell.answers;
     list.push_back(std::move(item));
   }
-  return list.dump(1) + "\n";
+  // A generated text may end inside a character.
+  return list.dump(1, ' ', false, nlohmann::ordered_json::error_handler_t::replace) + "\n";
 }
 
 std::string limits_text(const std::vector<variant>& variants, const std::vector<cell>& cells) {
@@ -173,41 +172,6 @@ std::string bytes_text(double bytes) {
   char text[32];
   std::snprintf(text, sizeof text, bytes < 10 ? "%.2f %s" : bytes < 100 ? "%.1f %s" : "%.0f %s", bytes, unit);
   return text;
-}
-
-namespace {
-
-std::filesystem::path temporary_beside(const std::filesystem::path& path) {
-  return path.string() + ".tmp" + std::to_string(::getpid());
-}
-
-void remove_quietly(const std::filesystem::path& path) {
-  std::error_code ignored;
-  std::filesystem::remove(path, ignored);
-}
-
-}  // namespace
-
-void require_writable(const std::filesystem::path& path) {
-  const std::filesystem::path trial = temporary_beside(path);
-  const bool opened = !std::filesystem::is_directory(path) && std::ofstream(trial).is_open();
-  remove_quietly(trial);
-  tessera::require(opened, "output file " + path.string(), "not writable", "a file in a folder that exists",
-                   "make the folder, or pass another path");
-}
-
-void write_atomically(const std::filesystem::path& path, const std::string& content) {
-  const std::filesystem::path temporary = temporary_beside(path);
-  std::ofstream file(temporary, std::ios::binary);
-  file.write(content.data(), std::streamsize(content.size()));
-  file.close();
-  std::error_code problem;
-  if (file) std::filesystem::rename(temporary, path, problem);
-  if (!file || problem) {
-    remove_quietly(temporary);
-    tessera::fail("output file " + path.string(), file ? problem.message() : "not written", "a writable path",
-                  "check the folder's rights and the free space");
-  }
 }
 
 }  // namespace tool

@@ -1,7 +1,6 @@
 // What came out of an evaluation: a table for people, JSON for programs.
 #pragma once
 
-#include <filesystem>
 #include <string>
 #include <vector>
 
@@ -14,7 +13,7 @@ namespace tool {
 std::string table_text(const std::vector<variant>& variants, const std::vector<cell>& cells);
 
 /// A JSON array with one object a cell: method, budget (null where the method has none), parameters, family, turn,
-/// questions, right, bytes_held, bytes_full, bytes_read_per_step. Where the tool chose `max_new`, it is the longest of the
+/// questions, right, bytes_held, bytes_full, bytes_read_per_step, answers (what the model wrote). Where the tool chose `max_new`, it is the longest of the
 /// cell's answer limits.
 std::string json_text(const std::vector<variant>& variants, const std::vector<cell>& cells);
 
@@ -23,11 +22,5 @@ std::string limits_text(const std::vector<variant>& variants, const std::vector<
 
 /// "1.5 MiB"
 std::string bytes_text(double bytes);
-
-/// Throws tessera::error unless a file can be written there; leaves nothing behind.
-void require_writable(const std::filesystem::path& path);
-
-/// Writes a temporary file beside `path` and renames it: there is the old file or the whole new one, never a part.
-void write_atomically(const std::filesystem::path& path, const std::string& content);
 
 }  // namespace tool

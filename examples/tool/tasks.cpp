@@ -5,7 +5,7 @@
 #include <nlohmann/json.hpp>
 #include <tessera/core/error.hpp>
 
-#include "engine/config.hpp"
+#include "engine/input_file.hpp"
 #include "values.hpp"
 
 namespace tool {
@@ -33,13 +33,24 @@ std::string joined_by(const strings& parts, const std::string& separator) {
   return all;
 }
 
+// A number of the file: how many of something a document has.
+std::size_t counted(const nlohmann::json& value, const char* key) {
+  constexpr std::size_t most = 1000;
+  const bool fits = value.is_number_unsigned() && value.get<std::size_t>() >= 1 && value.get<std::size_t>() <= most;
+  if (!fits) {
+    tessera::fail(key, value.is_number() ? value.dump() : std::string(value.type_name()),
+                  "a whole number from 1 to " + std::to_string(most), "start from examples/data/tasks.json");
+  }
+  return value.get<std::size_t>();
+}
+
 // `count` different results of `draw`.
 template <class Draw>
 strings distinct(std::size_t count, const Draw& draw) {
   strings values;
   for (std::size_t tries = 0; values.size() < count; ++tries) {
-    tessera::require(tries < 1000 * (count + 1), "different values in the tasks file", values.size(),
-                     "at least " + std::to_string(count), "lengthen its word list");
+    tessera::require(tries < std::min<std::size_t>(1000 * (count + 1), 100'000), "different values in the tasks file",
+                     values.size(), "at least " + std::to_string(count), "lengthen its word list");
     const std::string value = draw();
     if (std::find(values.begin(), values.end(), value) == values.end()) values.push_back(value);
   }
@@ -77,7 +88,7 @@ struct task_book::spec {
 
   std::string text(const char* key) const { return all.at(key).get<std::string>(); }
   std::size_t number(std::string_view family, const char* key) const {
-    return all.at("families").at(std::string(family)).at(key).get<std::size_t>();
+    return counted(all.at("families").at(std::string(family)).at(key), key);
   }
   std::string needle(const code& hidden) const {
     return filled(text("needle"), {{"name", hidden.name}, {"value", hidden.value}});
@@ -86,7 +97,7 @@ struct task_book::spec {
 
   // Codes are words, not digits: the first one is what the prompt's last token has to find.
   strings draw_values(random_source& random, std::size_t count) const {
-    const std::size_t parts = all.at("value_words").get<std::size_t>();
+    const std::size_t parts = counted(all.at("value_words"), "value_words");
     return distinct(count, [&] { return joined_by(random.sample(words, parts), " "); });
   }
 
@@ -123,10 +134,13 @@ task_book task_book::load(const std::filesystem::path& path) {
       random_source trial(0);
       book.turns_of_family_.push_back(book.make(family, trial).turns.size());  // reads every entry it needs
     }
+    (void)book.question_line("");  // what documents need beside their families
     return book;
+  } catch (const tessera::error& problem) {
+    throw tessera::error("tasks file " + engine::printable(path.native()) + ": " + problem.what());
   } catch (const nlohmann::json::exception& problem) {
-    tessera::fail("tasks file " + path.string(), problem.what(), "word lists, templates and families as in tasks.json",
-                  "start from examples/data/tasks.json");
+    tessera::fail("tasks file " + engine::printable(path.native()), problem.what(),
+                  "word lists, templates and families as in tasks.json", "start from examples/data/tasks.json");
   }
 }
 
@@ -225,8 +239,13 @@ task task_book::chains(random_source& random) const {
 
 // Words that occur often among words that do not; the most frequent ones, most frequent first.
 task task_book::signals(random_source& random) const {
-  const auto frequencies =
-      spec_->all.at("families").at("frequent_words").at("frequencies").get<std::vector<std::size_t>>();
+  const auto frequencies = [&] {
+    std::vector<std::size_t> all;
+    for (const auto& one : spec_->all.at("families").at("frequent_words").at("frequencies")) {
+      all.push_back(counted(one, "frequencies"));
+    }
+    return all;
+  }();
   const std::size_t others = spec_->number("frequent_words", "others");
   const std::size_t most = spec_->number("frequent_words", "others_max");
   const strings words = random.sample(spec_->words, frequencies.size() + others);

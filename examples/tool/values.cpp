@@ -4,6 +4,8 @@
 #include <charconv>
 #include <cmath>
 
+#include "engine/input_file.hpp"
+
 namespace tool {
 namespace {
 
@@ -13,7 +15,7 @@ bool parses_whole(std::string_view text, Number& value) {
   return problem == std::errc{} && end == text.data() + text.size();
 }
 
-std::string quoted(std::string_view text) { return "'" + std::string(text) + "'"; }
+std::string quoted(std::string_view text) { return "'" + engine::printable(text, 80) + "'"; }
 
 // Letters to insert, delete or replace on the way from one word to the other.
 std::size_t edit_distance(std::string_view a, std::string_view b) {
@@ -36,42 +38,41 @@ std::size_t edit_distance(std::string_view a, std::string_view b) {
 std::int64_t parse_count(std::string_view name, std::string_view text, std::int64_t least, std::int64_t most) {
   std::int64_t value = 0;
   const bool is_number = parses_whole(text, value);
-  const std::string allowed =
-      "a whole number, at least " + std::to_string(least) +
-      (most < std::numeric_limits<index_t>::max() ? " and at most " + std::to_string(most) : "");
+  const std::string allowed = "a whole number from " + std::to_string(least) + " to " + std::to_string(most);
   tessera::require(is_number && value >= least && value <= most, name, quoted(text), allowed,
                    "see --help for what it counts");
   return value;
 }
 
-void parse_value(std::string_view name, std::string_view text, index_t& value) {
-  tessera::require(parses_whole(text, value), name, quoted(text), "a whole number of at most 9 digits",
+void parse_value(std::string_view name, std::string_view text, std::string_view allowed, index_t& value) {
+  tessera::require(parses_whole(text, value), name, quoted(text), "a whole number, " + std::string(allowed),
                    "pass it as " + std::string(name) + "=NUMBER");
 }
 
-void parse_value(std::string_view name, std::string_view text, float& value) {
-  tessera::require(parses_whole(text, value) && std::isfinite(value), name, quoted(text), "a number",
+void parse_value(std::string_view name, std::string_view text, std::string_view allowed, float& value) {
+  tessera::require(parses_whole(text, value) && std::isfinite(value), name, quoted(text),
+                   "a number, " + std::string(allowed),
                    "pass it as " + std::string(name) + "=NUMBER, with a point for decimals");
 }
 
-void parse_value(std::string_view name, std::string_view text, tessera::pooling& value) {
+void parse_value(std::string_view name, std::string_view text, std::string_view, tessera::pooling& value) {
   require_one_of(name, text, {"max", "average"});
   value = text == "max" ? tessera::pooling::max : tessera::pooling::average;
 }
 
-void parse_value(std::string_view name, std::string_view text, tessera::selection_unit& value) {
+void parse_value(std::string_view name, std::string_view text, std::string_view, tessera::selection_unit& value) {
   require_one_of(name, text, {"token", "page"});
   value = text == "token" ? tessera::selection_unit::token : tessera::selection_unit::page;
 }
 
-void parse_value(std::string_view name, std::string_view text, tessera::split_factor& value) {
+void parse_value(std::string_view name, std::string_view text, std::string_view allowed, tessera::split_factor& value) {
   if (text == "adaptive") {
     value = {};
     return;
   }
   double factor = 0;
-  tessera::require(parses_whole(text, factor) && std::isfinite(factor), name, quoted(text),
-                   "adaptive, or a number from 0 to 1", "pass adaptive for the published formula");
+  tessera::require(parses_whole(text, factor) && std::isfinite(factor), name, quoted(text), allowed,
+                   "pass adaptive for the published formula");
   value = tessera::split_factor(factor);
 }
 
@@ -106,6 +107,17 @@ setting parse_setting(std::string_view text) {
   return {std::string(trimmed(text.substr(0, equals))), std::string(trimmed(text.substr(equals + 1)))};
 }
 
+std::vector<setting> parse_settings(const std::vector<std::string>& texts) {
+  std::vector<setting> all;
+  for (const std::string& text : texts) {
+    all.push_back(parse_setting(text));
+    const auto same = [&](const setting& other) { return other.name == all.back().name; };
+    tessera::require(std::count_if(all.begin(), all.end(), same) == 1, "--set", quoted(text), "every parameter once",
+                     "take out one of the two " + engine::printable(all.back().name, 80));
+  }
+  return all;
+}
+
 std::vector<std::string> parse_list(std::string_view name, std::string_view text) {
   std::vector<std::string> parts;
   for (std::size_t begin = 0; begin <= text.size();) {
@@ -114,7 +126,7 @@ std::vector<std::string> parse_list(std::string_view name, std::string_view text
     tessera::require(!part.empty(), name, quoted(text), "one or more entries, separated by commas",
                      "take out the empty entry");
     tessera::require(std::find(parts.begin(), parts.end(), part) == parts.end(), name, quoted(text), "every entry once",
-                     "take out the second " + part);
+                     "take out the second " + engine::printable(part, 80));
     parts.push_back(part);
     begin = end + 1;
   }

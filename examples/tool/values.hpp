@@ -2,11 +2,11 @@
 #pragma once
 
 #include <cstdint>
-#include <limits>
 #include <string>
 #include <string_view>
 #include <tessera/budget/two_stage.hpp>
 #include <tessera/core/error.hpp>
+#include <tessera/core/parameters.hpp>
 #include <tessera/core/types.hpp>
 #include <tessera/core/units.hpp>
 #include <tessera/math/pool.hpp>
@@ -18,14 +18,16 @@ namespace tool {
 
 /// A whole number in [least, most]. Errors: anything else, naming what was given.
 std::int64_t parse_count(std::string_view name, std::string_view text, std::int64_t least,
-                         std::int64_t most = std::numeric_limits<index_t>::max());
+                         std::int64_t most = tessera::most_tokens);
 
-/// Parses a parameter of any type that policies use. Errors: text of another type.
-void parse_value(std::string_view name, std::string_view text, index_t& value);
-void parse_value(std::string_view name, std::string_view text, float& value);
-void parse_value(std::string_view name, std::string_view text, tessera::pooling& value);
-void parse_value(std::string_view name, std::string_view text, tessera::selection_unit& value);
-void parse_value(std::string_view name, std::string_view text, tessera::split_factor& value);
+/// Parses a parameter of any type that policies use; `allowed` says in words what it may be.
+/// Errors: text of another type, or a number that the type does not hold.
+void parse_value(std::string_view name, std::string_view text, std::string_view allowed, index_t& value);
+void parse_value(std::string_view name, std::string_view text, std::string_view allowed, float& value);
+void parse_value(std::string_view name, std::string_view text, std::string_view allowed, tessera::pooling& value);
+void parse_value(std::string_view name, std::string_view text, std::string_view allowed,
+                 tessera::selection_unit& value);
+void parse_value(std::string_view name, std::string_view text, std::string_view allowed, tessera::split_factor& value);
 
 std::string value_text(index_t value);
 std::string value_text(float value);
@@ -38,6 +40,9 @@ element_type parse_element(std::string_view text);
 
 /// "name=value". Errors: no equals sign, or nothing before it.
 setting parse_setting(std::string_view text);
+
+/// Several of them. Errors: as `parse_setting`; the same name twice.
+std::vector<setting> parse_settings(const std::vector<std::string>& texts);
 
 /// The parts between commas, without white space around them. Errors: no part, an empty one, or one given twice.
 std::vector<std::string> parse_list(std::string_view name, std::string_view text);

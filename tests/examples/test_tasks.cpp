@@ -4,7 +4,7 @@
 #include <tessera/core/error.hpp>
 
 #include "catch.hpp"
-#include "engine/config.hpp"
+#include "engine/input_file.hpp"
 #include "tiny_model.hpp"
 #include "tool/document.hpp"
 #include "tool/tasks.hpp"

@@ -199,14 +199,3 @@ TEST_CASE("the table has a row a variant and a column a family or turn") {
   CHECK(json[5]["bytes_full"] == 100);
   CHECK(json[5]["bytes_read_per_step"] == 1024);
 }
-
-TEST_CASE("output files appear whole or not at all") {
-  const engine_tests::temporary_folder folder;
-  tool::require_writable(folder / "new.json");
-  CHECK_FALSE(std::filesystem::exists(folder / "new.json"));
-  tool::write_atomically(folder / "new.json", "text");
-  CHECK(std::filesystem::file_size(folder / "new.json") == 4);
-  CHECK(std::distance(std::filesystem::directory_iterator(folder.path()), {}) == 1);
-  CHECK_THROWS_WITH(tool::require_writable(folder / "absent/new.json"), contains("new.json"));
-  CHECK_THROWS_AS(tool::require_writable(folder.path()), tessera::error);
-}

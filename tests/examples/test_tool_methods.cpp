@@ -98,11 +98,11 @@ TEST_CASE("units and splits are words or numbers") {
   CHECK_THROWS_WITH(find_method("rocketkv").configured({{"unit", "pages"}}), contains("one of token, page"));
   for (const char* text : {"adaptve", "", "nan", "0.5x"}) {
     CHECK_THROWS_WITH(find_method("rocketkv").configured({{"split", text}}),
-                      contains("adaptive, or a number from 0 to 1"));
+                      contains("adaptive, or 0 to 1"));
   }
   CHECK_THROWS_WITH(find_method("rocketkv").make(small_request(64, {{"split", "1.5"}})), contains("split is 1.5"));
   CHECK_THROWS_WITH(find_method("rocketkv").make(small_request(64, {{"split", "-1"}})), contains("split is -1"));
-  CHECK_THROWS_WITH(find_method("rocketkv").make(small_request(15)), contains("budget is 15; expected at least 16"));
+  CHECK_THROWS_WITH(find_method("rocketkv").make(small_request(15)), contains("budget is 15; expected 16 to"));
 }
 
 TEST_CASE("an answer limit becomes max_new where a method has it and the user has not set it") {
@@ -144,7 +144,7 @@ TEST_CASE("wrong settings are refused with what is allowed") {
 
 TEST_CASE("misspelt methods are refused with a suggestion, and absent backends by name") {
   CHECK_THROWS_WITH(find_method("snapvk"), contains("did you mean snapkv?") && contains("exact_topk"));
-  CHECK_THROWS_WITH(find_method("zzzzzzzzzzzz"), contains("one of full"));
+  CHECK_THROWS_WITH(find_method("zzzzzzzzzzzz"), contains("one of ada_snapkv"));
   if (tool::backends().size() == 1) {
     CHECK_THROWS_WITH(tool::require_backend("cuda"), contains("this build has no CUDA backend"));
     CHECK_THROWS_WITH(tool::require_backend("tpu"), contains("expected cpu"));

@@ -74,11 +74,19 @@ struct traits {
   share budget = share::uniform;
   second reads = second::none;
   bool blocks = false, each_step = false, filters = false, plans = false;
+  bool before_step = false;  // makes room before a step reads
   bool pages = false;  // reads whole pages, whatever `unit` says
 
   bool estimates() const { return reads != second::none && reads != second::exact; }
 };
 const traits& traits_of(const std::string& method);
+
+/// A number that a method is run with, its budget among them, and what it may be.
+struct number {
+  std::string name;
+  double least, most, step;  // the next number that is refused lies a step beyond
+};
+std::vector<number> numbers_of(const std::string& method);
 
 /// The published methods and the mixtures that make_cache knows.
 const std::vector<std::string>& published_methods();

@@ -63,7 +63,7 @@ Recipe configured(const settings& chosen) {
   Recipe recipe;
   recipe.set_budget(chosen.budget);
   recipe.attention.rule = chosen.rule;
-  Recipe::parameters(recipe, [&](const char* name, auto& value, const char*) {
+  Recipe::parameters(recipe, [&](const char* name, auto& value, const auto&, const char*) {
     using value_type = std::remove_reference_t<decltype(value)>;
     const auto found = chosen.values.find(name);
     if (found == chosen.values.end()) return;
@@ -74,7 +74,7 @@ Recipe configured(const settings& chosen) {
     }
     if constexpr (std::is_same_v<value_type, float>) value = float(chosen.value(name, double(value)));
   });
-  if constexpr (Recipe::chooses && Recipe::retrieves && !Recipe::plans) recipe.retrieve.tokens = chosen.count("read_tokens", chosen.budget);
+  if constexpr (Recipe::retain_type::chooses && Recipe::retrieve_type::retrieves && !Recipe::retain_type::plans) recipe.retrieve.tokens = chosen.count("read_tokens", chosen.budget);
   return recipe;
 }
 
@@ -94,7 +94,9 @@ class cache_of final : public any_cache {
   void end_prefill(index_t id) override { held_.end_prefill(id); }
   void decode(index_t layer, const std::vector<index_t>& ids, const rows& q, const rows& k, const rows& v,
               const results& out, const results& lse) override {
-    held_.decode(layer, ids, q, k, v, out, lse);
+    batch& step = steps_[ids];
+    if (layer == 0 || step.tokens != q.tokens) step = held_.prepare_step(ids, q.tokens);
+    held_.decode(layer, step, q, k, v, out, lse);
   }
   void set_budget(index_t tokens) override { held_.set_budget(tokens); }
   index_t next_position(index_t id) const override { return held_.next_position(id); }
@@ -121,17 +123,34 @@ class cache_of final : public any_cache {
 
  private:
   cache<Recipe> held_;
+  std::map<std::vector<index_t>, batch> steps_;  // of each batch of ids, the last one
 };
+
+template <class Recipe>
+std::vector<number> numbers() {
+  std::vector<number> all;
+  if (Recipe::retain_type::chooses || Recipe::retrieve_type::retrieves) all.push_back({"budget", double(Recipe::budgets.least), double(Recipe::budgets.most), 1});
+  Recipe recipe;
+  Recipe::parameters(recipe, [&](const char* name, auto& value, const auto& allowed, const char*) {
+    using value_type = std::remove_reference_t<decltype(value)>;
+    if constexpr (std::is_same_v<value_type, split_factor>) all.push_back({name, allowed.fixed.least, allowed.fixed.most, 1e-6});
+    if constexpr (std::is_arithmetic_v<value_type>) {
+      all.push_back({name, double(allowed.least), double(allowed.most), std::is_same_v<value_type, float> ? 1e-6 : 1});
+    }
+  });
+  return all;
+}
 
 struct entry {
   const char* name;
   traits made_of;
+  std::vector<number> (*numbers)();
   std::unique_ptr<any_cache> (*make)(const settings&, const model_shape&, std::shared_ptr<cpu::executor>);
 };
 
 template <class Recipe>
 entry entry_of(const char* name, const traits& made_of) {
-  return {name, made_of,
+  return {name, made_of, &numbers<Recipe>,
           [](const settings& chosen, const model_shape& shape, std::shared_ptr<cpu::executor> workers) {
             return std::unique_ptr<any_cache>(
                 new cache_of<Recipe>(cache<Recipe>(shape, configured<Recipe>(chosen), std::move(workers))));
@@ -149,7 +168,7 @@ const std::vector<entry>& entries() {
       entry_of<pyramidkv<fp32, dim>>("pyramidkv", {.scorer = first::window, .budget = share::pyramid}),
       entry_of<ada_snapkv<fp32, dim>>("ada_snapkv", {.scorer = first::window, .budget = share::adaptive}),
       entry_of<h2o<fp32, dim>>("h2o", {.scorer = first::accumulated, .each_step = true}),
-      entry_of<streaming_llm<fp32, dim>>("streaming_llm", {.scorer = first::position, .each_step = true}),
+      entry_of<streaming_llm<fp32, dim>>("streaming_llm", {.scorer = first::position, .before_step = true}),
       entry_of<exact_topk<fp32, dim>>("exact_topk", {.reads = second::exact}),
       entry_of<hsa<fp32, dim>>("hsa", {.reads = second::hsa}),
       entry_of<quest<fp32, dim>>("quest", {.reads = second::quest, .pages = true}),
@@ -201,6 +220,13 @@ const traits& traits_of(const std::string& method) {
   throw std::out_of_range(method);
 }
 
+std::vector<number> numbers_of(const std::string& method) {
+  for (const entry& known : entries()) {
+    if (known.name == method) return known.numbers();
+  }
+  throw std::out_of_range(method);
+}
+
 const std::vector<std::string>& all_methods() {
   static const std::vector<std::string> names = [] {
     std::vector<std::string> result;
@@ -223,7 +249,8 @@ template <class Recipe>
 std::vector<std::string> parameter_names() {
   Recipe recipe;
   std::vector<std::string> names;
-  Recipe::parameters(recipe, [&](const char* name, auto&, const char* about) {
+  Recipe::parameters(recipe, [&](const char* name, auto&, const auto& allowed, const char* about) {
+    CHECK_FALSE(allowed.text().empty());
     CHECK(std::string(about).size() > 5);
     names.emplace_back(name);
   });
@@ -242,34 +269,34 @@ using names = std::vector<std::string>;
 }  // namespace
 
 TEST_CASE("every method lists its parameters by unique names") {
-  CHECK(parameter_names<full<fp32, 64>>().empty());
-  CHECK(parameter_names<snapkv<fp32, 64>>() == names{"window", "pool", "pool_kind"});
-  CHECK(parameter_names<pyramidkv<fp32, 64>>() == names{"window", "pool", "pool_kind", "beta", "layer", "layers"});
-  CHECK(parameter_names<ada_snapkv<fp32, 64>>() == names{"window", "pool", "pool_kind", "floor"});
-  CHECK(parameter_names<h2o<fp32, 64>>() == names{"recent"});
-  CHECK(parameter_names<streaming_llm<fp32, 64>>() == names{"sinks"});
-  CHECK(parameter_names<exact_topk<fp32, 64>>().empty());
-  CHECK(parameter_names<hsa<fp32, 64>>() == names{"max_new", "page", "channels", "unit"});
-  CHECK(parameter_names<quest<fp32, 64>>() == names{"max_new", "page"});
-  CHECK(parameter_names<sparq<fp32, 64>>() == names{"max_new", "channels", "recent"});
+  CHECK(parameter_names<full<fp32, 64>>() == names{"dense_layers"});
+  CHECK(parameter_names<snapkv<fp32, 64>>() == names{"window", "pool", "pool_kind", "dense_layers"});
+  CHECK(parameter_names<pyramidkv<fp32, 64>>() == names{"window", "pool", "pool_kind", "beta", "layer", "layers", "dense_layers"});
+  CHECK(parameter_names<ada_snapkv<fp32, 64>>() == names{"window", "pool", "pool_kind", "floor", "dense_layers"});
+  CHECK(parameter_names<h2o<fp32, 64>>() == names{"recent", "dense_layers"});
+  CHECK(parameter_names<streaming_llm<fp32, 64>>() == names{"sinks", "dense_layers"});
+  CHECK(parameter_names<exact_topk<fp32, 64>>() == names{"dense_layers"});
+  CHECK(parameter_names<hsa<fp32, 64>>() == names{"max_new", "page", "channels", "unit", "dense_layers"});
+  CHECK(parameter_names<quest<fp32, 64>>() == names{"max_new", "page", "dense_layers"});
+  CHECK(parameter_names<sparq<fp32, 64>>() == names{"max_new", "channels", "recent", "dense_layers"});
   CHECK(parameter_names<rocketkv<fp32, 64>>() ==
-        names{"window", "pool", "pool_kind", "max_new", "split", "page", "channels", "unit"});
+        names{"window", "pool", "pool_kind", "max_new", "split", "page", "channels", "unit", "dense_layers"});
   CHECK(parameter_names<rocketkv_mt<fp32, 64>>() == parameter_names<rocketkv<fp32, 64>>());
   CHECK(parameter_names<methods_test::snapkv_quest>() ==
-        names{"window", "pool", "pool_kind", "read_tokens", "max_new", "page"});
-  CHECK(parameter_names<methods_test::two_stages>() == names{"window", "pool", "pool_kind", "floor", "block", "read_tokens"});
+        names{"window", "pool", "pool_kind", "read_tokens", "max_new", "page", "dense_layers"});
+  CHECK(parameter_names<methods_test::two_stages>() == names{"window", "pool", "pool_kind", "floor", "block", "read_tokens", "dense_layers"});
 }
 
 TEST_CASE("every method lists its policies in the order of the pipeline") {
-  CHECK(policy_names<full<fp32, 64>>() == names{"dense", "dense_decode", "once"});
+  CHECK(policy_names<full<fp32, 64>>() == names{"dense_rows", "runs", "dense_decode", "once"});
   CHECK(policy_names<snapkv<fp32, 64>>() ==
-        names{"observation_window", "uniform", "top_tokens", "dense", "dense_decode", "once"});
-  CHECK(policy_names<exact_topk<fp32, 64>>() == names{"exact_score", "top_tokens", "dense", "gathered_decode", "once"});
+        names{"observation_window", "uniform", "top_tokens", "dense_rows", "runs", "dense_decode", "once"});
+  CHECK(policy_names<exact_topk<fp32, 64>>() == names{"exact_score", "top_tokens", "dense_rows", "runs", "gathered_decode", "once"});
   CHECK(policy_names<rocketkv<fp32, 64>>() == names{"observation_window", "two_stage", "top_tokens", "hybrid_min_max",
-                                                    "tokens_or_pages", "dense", "gathered_decode", "once"});
+                                                    "tokens_or_pages", "dense_rows", "runs", "gathered_decode", "once"});
   CHECK(policy_names<rocketkv_mt<fp32, 64>>() == policy_names<rocketkv<fp32, 64>>());
   CHECK(policy_names<h2o<fp32, 64>>() ==
-        names{"accumulated_attention", "uniform", "top_tokens", "dense", "dense_decode", "each_step"});
+        names{"accumulated_attention", "uniform", "top_tokens", "dense_rows", "runs", "dense_decode", "each_step"});
 }
 
 TEST_CASE("published defaults are the papers'") {

@@ -48,7 +48,7 @@ TEST_CASE("top_blocks ranks a block of nothing but NaN last, and counts NaN as 0
 
 TEST_CASE("top_blocks of one token are top_tokens, and a block below 1 is refused") {
   CHECK(chosen({1, 5, 5, 2}, 0, 2, 1) == std::vector<index_t>{1, 2});
-  CHECK_THROWS_WITH(top_blocks{.block = 0}.check(), contains("block is 0; expected at least 1 token"));
+  CHECK_THROWS_WITH(top_blocks{.block = 0}.check(), contains("block is 0; expected 1 to 16777216"));
 }
 
 TEST_CASE("top_blocks obeys the laws of selectors") {

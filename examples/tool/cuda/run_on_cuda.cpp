@@ -64,11 +64,12 @@ class cuda_runner final : public runner {
     return model_.prefill(prompt, device_cache(cache), wider);
   }
   std::vector<float> prefill_all(std::span<const engine::token_t> prompt,
-                                 const std::vector<std::unique_ptr<method_cache>>& caches) override {
+                                 const std::vector<std::unique_ptr<method_cache>>& caches,
+                                 const engine::prefill_options& options) override {
     cuda_fan_out all(caches);
-    engine::prefill_options options;
-    options.chunk = chunk;
-    return model_.prefill(prompt, all, options);
+    engine::prefill_options wider = options;
+    wider.chunk = chunk;
+    return model_.prefill(prompt, all, wider);
   }
   std::vector<engine::token_t> extend(std::span<const float> logits, method_cache& cache,
                                       const engine::generate_options& options) override {

@@ -1,8 +1,11 @@
 // PyramidKV's budget: many tokens in the first layers, few in the last.
 #pragma once
 
+#include <limits>
+
 #include "../concepts/budget.hpp"
 #include "../core/error.hpp"
+#include "../core/parameters.hpp"
 
 TESSERA_NAMESPACE_BEGIN
 
@@ -11,12 +14,14 @@ TESSERA_NAMESPACE_BEGIN
 ///
 /// With base = tokens - tail: the last layer gets about base / beta, the first 2 * base - base / beta, each plus the
 /// tail. A prompt shorter than 2 * base falls back to the same count in every layer.
-/// Errors   tokens < 1, beta < 1: tessera::error.
+/// Errors   a parameter out of range; layer without layers: tessera::error.
 /// Paper    PyramidKV, arXiv:2406.02069; integer arithmetic and branches of its reference code. One layer alone gets
 /// base.
 struct pyramid {
   static constexpr const char* name = "pyramid";
   static constexpr bool compares_heads = false;
+  static constexpr value_range<index_t> budgets = token_budgets;
+  static constexpr index_t most_layers = 1 << 16;
 
   index_t tokens = 1024;
   index_t beta = 20;
@@ -37,10 +42,9 @@ struct pyramid {
     return result;
   }
 
-  /// What a head that stores `stored` tokens keeps in layer `of_layer` of `of_layers`.
-  TESSERA_HD index_t share(index_t stored, index_t tail, index_t of_layer, index_t of_layers) const {
-    const index_t base = tokens > tail ? tokens - tail : 0;
-    const index_t depth = layers > 0 ? layers : of_layers, at = layer >= 0 ? layer : of_layer;
+  TESSERA_HD index_t share(const head_extent& head) const {
+    const index_t stored = head.stored, tail = head.protected_tail, base = tokens > tail ? tokens - tail : 0;
+    const index_t depth = layers > 0 ? layers : head.layers, at = layer >= 0 ? layer : head.layer;
     index_t kept = base;
     if (depth > 1 && stored >= 2 * base) {
       const line over_layers = plan(depth, base, stored > tail ? stored - tail : 0);
@@ -49,16 +53,19 @@ struct pyramid {
     return tail + kept < stored ? tail + kept : stored;
   }
 
-  void allot(const layer_scores& scores, index_t* counts) const {
-    for (index_t h = 0; h < scores.kv_heads; ++h) {
-      counts[h] = share(scores.tokens[h], scores.protected_tail, scores.layer, scores.layers);
-    }
+  kept_bound most(const layer_extent& of) const {
+    const index_t tail = of.protected_tail, base = std::max(0, tokens - tail);
+    const index_t depth = layers > 0 ? layers : of.layers, at = layer >= 0 ? layer : of.layer;
+    // The steepest line, or a flatter one through the base; steps are rounded down, so late layers get a little more.
+    const line steepest = plan(depth, base, std::numeric_limits<index_t>::max());
+    const index_t kept = std::max(base, steepest.most - at * steepest.step) + depth;
+    const index_t longest = std::min(of.longest, std::max(tokens, tail + kept));
+    return {longest, offset_t(of.kv_heads) * longest};
   }
 
   void check() const {
-    require(tokens >= 1, "budget", tokens, "at least 1 token per kv_head", "pass how many tokens each head may keep");
-    require(beta >= 1, "beta", beta, "at least 1",
-            "pass how many times fewer tokens the last layer gets; 20 as published");
+    budgets.check("budget", tokens, "pass how many tokens each head may keep");
+    check_parameters(*this);
     require((layer < 0 && layers < 0) || (layers >= 1 && layer >= 0 && layer < layers), "layer",
             std::to_string(layer) + " of " + std::to_string(layers) + " layers",
             "both unset (-1), or 0 <= layer < layers", "pass layer and layers together, or neither");
@@ -66,9 +73,12 @@ struct pyramid {
 
   template <class Self, class Visit>
   static void parameters(Self& self, Visit&& visit) {
-    visit("beta", self.beta, "the last layer keeps about 1 / beta of the average outside the window");
-    visit("layer", self.layer, "which layer this is, where it is compressed alone; -1 for the cache's own");
-    visit("layers", self.layers, "how many layers the model has, given with layer; -1 for the cache's own");
+    visit("beta", self.beta, value_range{1, most_tokens},
+          "the last layer keeps about 1 / beta of the average outside the window");
+    visit("layer", self.layer, value_range{-1, most_layers - 1},
+          "which layer this is, where it is compressed alone; -1 for the cache's own");
+    visit("layers", self.layers, value_range{-1, most_layers},
+          "how many layers the model has, given with layer; -1 for the cache's own");
   }
 };
 

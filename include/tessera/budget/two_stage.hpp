@@ -7,6 +7,7 @@
 
 #include "../concepts/budget.hpp"
 #include "../core/error.hpp"
+#include "../core/parameters.hpp"
 
 TESSERA_NAMESPACE_BEGIN
 
@@ -23,6 +24,15 @@ struct split_factor {
   bool operator==(const split_factor&) const = default;
 };
 
+/// What a split may be.
+struct split_factors {
+  static constexpr value_range<double> fixed{0, 1};
+  std::string text() const { return "adaptive, or " + fixed.text(); }
+  void check(const char* name, split_factor split, const std::string& cure) const {
+    require(split.adaptive || fixed.holds(split.fixed), name, split.fixed, text(), cure);
+  }
+};
+
 /// Splits a token budget t over both stages: what a step reads to estimate scores and to attend is worth t tokens.
 ///
 /// With S = prompt + max_new and c = max(1, S / t), the first stage compresses by c^r and the second by the rest:
@@ -31,13 +41,14 @@ struct split_factor {
 /// estimate, which may read 1 / ratio of the keys, ratio = max(1, capacity / t).
 /// The plan is made when a conversation's first prompt ends and stays. A later turn keeps at least the t / 2 tokens that a
 /// step attends, so that a conversation that begins with a short prompt is not held to its length.
-/// Errors   tokens < 16, max_new < 0, a split outside [0, 1]: tessera::error. Room for the window is checked by the
+/// Errors   a parameter out of range: tessera::error. Room for the window is checked by the
 ///          recipe, when the prompt's length is known.
 /// Paper    RocketKV, arXiv:2502.14051, Sec. 3.6; rounding and the floor of 2 max_new from its accuracy code.
 template <class Inner>
 struct two_stage {
   static constexpr const char* name = "two_stage";
   static constexpr bool compares_heads = Inner::compares_heads;
+  static constexpr value_range<index_t> budgets = estimating_budgets;
 
   index_t tokens = 1024;  ///< t
   index_t max_new = 128;
@@ -69,15 +80,12 @@ struct two_stage {
   void allot(const layer_scores& scores, index_t* counts) const {
     Inner unplanned = inner;
     unplanned.tokens = tokens;
-    unplanned.allot(scores, counts);
+    allot_counts(unplanned, scores, counts);
   }
 
   void check() const {
-    require(tokens >= 16, "budget", tokens, "at least 16 tokens per kv_head",
-            "raise it: the token budget pays for estimating scores and for attending");
-    require(max_new >= 0, "max_new", max_new, "0 or more tokens", "pass how many tokens a turn decodes");
-    require(split.adaptive || (split.fixed >= 0 && split.fixed <= 1), "split", split.fixed, "adaptive, or 0 to 1",
-            "pass adaptive; 0 leaves all compression to the second stage, 1 to the first");
+    budgets.check("budget", tokens, "the token budget pays for estimating scores and for attending");
+    check_parameters(*this);
     Inner checked = inner;
     checked.tokens = tokens;
     checked.check();
@@ -85,8 +93,9 @@ struct two_stage {
 
   template <class Self, class Visit>
   static void parameters(Self& self, Visit&& visit) {
-    visit("max_new", self.max_new, "tokens that a turn decodes: they count into the sequence's length");
-    visit("split", self.split, "share of the compression that the first stage does: adaptive, or 0 to 1");
+    visit("max_new", self.max_new, value_range{0, most_tokens},
+          "tokens that a turn decodes: they count into the sequence's length");
+    visit("split", self.split, split_factors{}, "share of the compression that the first stage does");
     Inner::parameters(self.inner, visit);
   }
 };

@@ -1,19 +1,71 @@
-// Run-time parameters of policies: each policy shows them to a visitor by name.
+// Run-time parameters of policies: each policy shows them to a visitor by name, with the values that they may have.
 #pragma once
 
+#include <sstream>
+#include <string>
+
 #include "config.hpp"
+#include "error.hpp"
+#include "types.hpp"
 
 TESSERA_NAMESPACE_BEGIN
 
+/// The numbers that a parameter may be, both ends included. Whatever checks, explains or tries a parameter asks here.
+template <class T>
+struct value_range {
+  T least, most;
+
+  constexpr bool holds(T value) const { return value >= least && value <= most; }  // never for NaN
+
+  std::string text() const {
+    std::ostringstream both;
+    both << least << " to " << most;
+    return both.str();
+  }
+
+  void check(const char* name, T value, const std::string& cure) const {
+    require(holds(value), name, value, text(), cure);
+  }
+};
+
+template <class T>
+value_range(T, T) -> value_range<T>;  // for clang 16
+
+/// A parameter that is a word of an enumeration: each of its values is allowed.
+struct one_word_of {
+  const char* words;  ///< "max or average"
+
+  std::string text() const { return words; }
+  template <class T>
+  void check(const char*, const T&, const std::string&) const {}
+};
+
+/// No count of tokens is larger: then its sum with a sequence's length fits index_t, and its product with one offset_t.
+inline constexpr index_t most_tokens = 1 << 24;
+
+/// What a token budget per kv_head may be; the second where it pays for an estimate of the keys too.
+inline constexpr value_range<index_t> token_budgets{1, most_tokens};
+inline constexpr value_range<index_t> estimating_budgets{16, most_tokens};
+
 /// A visitor that looks at nothing: what the concepts try `parameters` with.
 struct ignore_parameters {
-  template <class T>
-  void operator()(const char*, T&, const char*) const {}
+  template <class T, class Allowed>
+  void operator()(const char*, T&, const Allowed&, const char*) const {}
 };
 
 /// A policy that shows every run-time parameter: `static void parameters(self, visit)` calls
-/// `visit(name, self.member, "what it means")` for each of them.
+/// `visit(name, self.member, value_range{least, most}, "what it means")` for each of them.
 template <class P>
-concept has_parameters = requires(P& policy) { P::parameters(policy, ignore_parameters{}); };
+concept has_parameters = requires(P& policy) {
+  P::parameters(policy, ignore_parameters{});
+};
+
+/// Throws tessera::error unless every parameter of a policy is one that it may be.
+template <has_parameters P>
+void check_parameters(const P& policy) {
+  P::parameters(policy, [](const char* name, const auto& value, const auto& allowed, const char* about) {
+    allowed.check(name, value, std::string("it means: ") + about);
+  });
+}
 
 TESSERA_NAMESPACE_END

@@ -3,6 +3,7 @@
 
 #include "../concepts/scorer.hpp"
 #include "../core/error.hpp"
+#include "../core/parameters.hpp"
 #include "../math/exp.hpp"
 
 TESSERA_NAMESPACE_BEGIN
@@ -27,18 +28,16 @@ struct accumulated_attention {
 
   index_t protected_tail(index_t budget) const { return recent < 0 ? budget / 2 : recent; }
 
-  void finish(const float* in, index_t n, float* out, std::vector<float>&) const {
-    for (index_t i = 0; i < n; ++i) out[i] = in[i];
-  }
-
   void check(index_t budget) const {
-    require(recent >= -1 && recent <= budget, "recent", recent, "0 to the budget, which is " + std::to_string(budget),
+    check_parameters(*this);
+    require(recent <= budget, "recent", recent, "at most the budget, which is " + std::to_string(budget),
             "pass -1 for half of the budget");
   }
 
   template <class Self, class Visit>
   static void parameters(Self& self, Visit&& visit) {
-    visit("recent", self.recent, "newest tokens that are always kept; -1 for half of the budget");
+    visit("recent", self.recent, value_range{-1, most_tokens},
+          "newest tokens that are always kept; -1 for half of the budget");
   }
 };
 

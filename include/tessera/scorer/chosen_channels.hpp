@@ -6,6 +6,7 @@
 
 #include "../concepts/scorer.hpp"
 #include "../core/error.hpp"
+#include "../core/parameters.hpp"
 #include "../math/coverage.hpp"
 
 TESSERA_NAMESPACE_BEGIN
@@ -50,15 +51,17 @@ struct chosen_channels {
   index_t protected_tail(index_t read) const { return recent < 0 ? read / 4 : recent; }
 
   void check(index_t read) const {
-    require(channels >= 0, "channels", channels, "0 or more channels", "pass 0 to let the budget decide");
-    require(recent >= -1 && recent <= read, "recent", recent,
-            "0 to what a step attends, which is " + std::to_string(read), "pass -1 for a quarter of it");
+    check_parameters(*this);
+    require(recent <= read, "recent", recent, "at most what a step attends, which is " + std::to_string(read),
+            "pass -1 for a quarter of it");
   }
 
   template <class Self, class Visit>
   static void parameters(Self& self, Visit&& visit) {
-    visit("channels", self.channels, "channels of a key that a score reads; 0: by the budget");
-    visit("recent", self.recent, "newest tokens that are always read; -1 for a quarter of what a step attends");
+    visit("channels", self.channels, value_range{0, largest_head_dim},
+          "channels of a key that a score reads; 0: by the budget");
+    visit("recent", self.recent, value_range{-1, most_tokens},
+          "newest tokens that are always read; -1 for a quarter of what a step attends");
   }
 };
 

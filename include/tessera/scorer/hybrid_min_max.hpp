@@ -7,6 +7,7 @@
 
 #include "../concepts/scorer.hpp"
 #include "../core/error.hpp"
+#include "../core/parameters.hpp"
 #include "../math/coverage.hpp"
 
 TESSERA_NAMESPACE_BEGIN
@@ -20,7 +21,7 @@ TESSERA_NAMESPACE_BEGIN
 /// Left to the budget (0), with c the ratio: page = ceil(sqrt(c)), or 1 where that exceeds c; channels = D * page / c,
 /// rounded down. Then the pages' bytes are 1 / (2 c) of the keys' and values'.
 /// Shapes   scores [kv_heads, tokens].   Unit: token; the slots of a page tie.
-/// Errors   page or channels below 0, channels above k_dim: tessera::error.
+/// Errors   page or channels out of range, channels above k_dim: tessera::error.
 /// Cost     one value per page and chosen channel is read; 2 * k_dim values per page are held. Nothing is held for page 1.
 /// Paper    RocketKV, arXiv:2502.14051, Sec. 3.4 and Algorithm 1, rounding of its accuracy code. Differs: a sum of 0
 ///          takes the smaller values, as that code does and Algorithm 1 does not; fp32 softmax; no padding of the last
@@ -39,7 +40,7 @@ struct hybrid_min_max {
     hybrid_min_max result = *this;
     if (page == 0) {
       const double side = std::ceil(std::sqrt(ratio));
-      result.page = side > ratio ? 1 : index_t(std::min(side, 1e9));
+      result.page = side > ratio ? 1 : index_t(std::min(side, double(most_tokens)));
     }
     if (channels == 0) {
       result.channels = index_t(std::clamp(double(k_dim) * double(result.page) / ratio, 1.0, double(k_dim)));
@@ -56,15 +57,14 @@ struct hybrid_min_max {
 
   index_t protected_tail(index_t) const { return 0; }
 
-  void check(index_t) const {
-    require(page >= 0, "page", page, "0 or more tokens", "pass 0 to let the budget decide");
-    require(channels >= 0, "channels", channels, "0 or more channels", "pass 0 to let the budget decide");
-  }
+  void check(index_t) const { check_parameters(*this); }
 
   template <class Self, class Visit>
   static void parameters(Self& self, Visit&& visit) {
-    visit("page", self.page, "consecutive stored tokens that are scored together; 0: by the budget");
-    visit("channels", self.channels, "channels of a key that a score reads; 0: by the budget");
+    visit("page", self.page, value_range{0, most_tokens},
+          "consecutive stored tokens that are scored together; 0: by the budget");
+    visit("channels", self.channels, value_range{0, largest_head_dim},
+          "channels of a key that a score reads; 0: by the budget");
   }
 };
 

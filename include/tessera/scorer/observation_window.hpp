@@ -3,8 +3,8 @@
 
 #include "../concepts/scorer.hpp"
 #include "../core/error.hpp"
+#include "../core/parameters.hpp"
 #include "../math/exp.hpp"
-#include "../math/pool.hpp"
 
 TESSERA_NAMESPACE_BEGIN
 
@@ -14,7 +14,7 @@ TESSERA_NAMESPACE_BEGIN
 /// query heads of the group, then pooled. The window's own tokens are always kept. A turn with fewer prompt tokens than
 /// `window` observes the rows that there are.
 /// Shapes   scores [kv_heads, tokens].   Unit: token.
-/// Errors   window < 1, window above the budget, an even or non-positive pool: tessera::error.
+/// Errors   window or pool out of range, window above the budget, an even pool: tessera::error.
 /// Cost     two passes over K with window * group rows (one when the engine hands over the rows' log-sum-exp).
 /// Paper    SnapKV, arXiv:2404.14469. Differs: per kv_head (sum over the group) instead of per query head, fp32
 ///          softmax, tokens kept in position order; RocketKV and Ada-KV do the same.
@@ -22,6 +22,8 @@ struct observation_window {
   static constexpr const char* name = "observation_window";
   static constexpr observes observed = observes::window;
   static constexpr bool comparable_across_heads = true;
+  static constexpr index_t most_window = 1 << 15;  ///< these queries are remembered while a prompt comes in
+  static constexpr index_t most_pool = 4095;       ///< averages cost as many additions a token
 
   index_t window = 32;
   index_t pool = 7;
@@ -31,26 +33,21 @@ struct observation_window {
 
   index_t protected_tail(index_t) const { return window; }
 
-  void finish(const float* in, index_t n, float* out, std::vector<float>& scratch) const {
-    if (pool_kind == pooling::max) {
-      max_pool(in, n, pool, out, scratch);
-    } else {
-      average_pool(in, n, pool, out);
-    }
-  }
+  pooling_window pooled() const { return {pool, pool_kind}; }
 
   void check(index_t budget) const {
-    require(window >= 1, "window", window, "at least 1", "pass how many of the last prompt queries to observe");
+    check_parameters(*this);
     require(window <= budget, "window", window, "at most the budget, which is " + std::to_string(budget),
             "lower the window or raise the budget: the window's own tokens are always kept");
-    require(pool >= 1 && pool % 2 == 1, "pool", pool, "an odd number, at least 1", "pass 1 for no pooling");
+    require(pool % 2 == 1, "pool", pool, "an odd number", "pass 1 for no pooling");
   }
 
   template <class Self, class Visit>
   static void parameters(Self& self, Visit&& visit) {
-    visit("window", self.window, "last prompt queries that are observed; their tokens are always kept");
-    visit("pool", self.pool, "kernel of the pooling over tokens, odd; 1 for none");
-    visit("pool_kind", self.pool_kind, "max or average");
+    visit("window", self.window, value_range{1, most_window},
+          "last prompt queries that are observed; their tokens are always kept");
+    visit("pool", self.pool, value_range{1, most_pool}, "kernel of the pooling over tokens, odd; 1 for none");
+    visit("pool_kind", self.pool_kind, one_word_of{"max or average"}, "how scores are pooled");
   }
 };
 

@@ -6,6 +6,7 @@
 
 #include "../concepts/scorer.hpp"
 #include "../core/error.hpp"
+#include "../core/parameters.hpp"
 
 TESSERA_NAMESPACE_BEGIN
 
@@ -13,7 +14,7 @@ TESSERA_NAMESPACE_BEGIN
 /// group: an upper bound of each head's dot products with the page's keys.
 ///
 /// Shapes   scores [kv_heads, tokens].   Unit: token; the slots of a page tie.
-/// Errors   page below 0: tessera::error.
+/// Errors   page out of range: tessera::error.
 /// Cost     of each page one value per channel, two where the group's signs differ; 2 * k_dim values per page are held.
 /// Paper    Quest, arXiv:2406.10774, Sec. 3.3 (page 16, no division by sqrt(k_dim), as its code). Differs: one choice per
 ///          kv_head by the sum over the group, as RocketKV's comparison has it (arXiv:2502.14051, App. A.3); neither the
@@ -29,7 +30,7 @@ struct page_min_max {
   index_t channels = 0;  ///< always all, once fitted
 
   page_min_max fitted(double ratio, int k_dim) const {
-    return {page > 0 ? page : index_t(std::clamp(std::ceil(ratio), 1.0, 1e9)), k_dim};
+    return {page > 0 ? page : index_t(std::clamp(std::ceil(ratio), 1.0, double(most_tokens))), k_dim};
   }
 
   TESSERA_HD bool takes_upper(float own, float) const { return own > 0; }
@@ -37,13 +38,12 @@ struct page_min_max {
 
   index_t protected_tail(index_t) const { return 0; }
 
-  void check(index_t) const {
-    require(page >= 0, "page", page, "0 or more tokens", "pass 16 as published, or 0 to let the budget decide");
-  }
+  void check(index_t) const { check_parameters(*this); }
 
   template <class Self, class Visit>
   static void parameters(Self& self, Visit&& visit) {
-    visit("page", self.page, "consecutive stored tokens that are scored together; 0: by the budget");
+    visit("page", self.page, value_range{0, most_tokens},
+          "consecutive stored tokens that are scored together; 0: by the budget");
   }
 };
 

@@ -3,6 +3,7 @@
 
 #include "../concepts/scorer.hpp"
 #include "../core/error.hpp"
+#include "../core/parameters.hpp"
 
 TESSERA_NAMESPACE_BEGIN
 
@@ -25,19 +26,15 @@ struct position {
 
   index_t protected_tail(index_t) const { return 0; }
 
-  void finish(const float* in, index_t n, float* out, std::vector<float>&) const {
-    for (index_t i = 0; i < n; ++i) out[i] = in[i];
-  }
-
   void check(index_t budget) const {
-    require(sinks >= 0 && sinks < budget, "sinks", sinks,
-            "0 to one less than the budget, which is " + std::to_string(budget),
+    check_parameters(*this);
+    require(sinks < budget, "sinks", sinks, "at most one less than the budget, which is " + std::to_string(budget),
             "lower the sinks or raise the budget: recent tokens need room too");
   }
 
   template <class Self, class Visit>
   static void parameters(Self& self, Visit&& visit) {
-    visit("sinks", self.sinks, "first tokens that are always kept");
+    visit("sinks", self.sinks, value_range{0, most_tokens}, "first tokens that are always kept");
   }
 };
 

@@ -1,6 +1,7 @@
 // The best tokens or the best whole pages, as a run-time parameter says.
 #pragma once
 
+#include "../core/parameters.hpp"
 #include "top_pages.hpp"
 #include "top_tokens.hpp"
 
@@ -28,7 +29,7 @@ struct tokens_or_pages {
 
   template <class Self, class Visit>
   static void parameters(Self& self, Visit&& visit) {
-    visit("unit", self.choice, "what a step chooses: token, or whole page");
+    visit("unit", self.choice, one_word_of{"token or page"}, "what a step chooses: single tokens, or whole pages");
   }
 };
 

@@ -2,7 +2,7 @@
 #pragma once
 
 #include "../concepts/selector.hpp"
-#include "../core/error.hpp"
+#include "../core/parameters.hpp"
 
 TESSERA_NAMESPACE_BEGIN
 
@@ -30,7 +30,8 @@ struct top_blocks {
     for (index_t b = 0; b < blocks; ++b) {
       float sum = 0;
       bool any = false;
-      for (index_t i = b * block; i < std::min(candidates, (b + 1) * block); ++i) {
+      const index_t first = b * block, length = std::min(block, candidates - first);
+      for (index_t i = first; i < first + length; ++i) {
         const bool counts = scores[i] > -infinity;  // false for NaN
         sum += counts ? scores[i] : 0;
         any |= counts;
@@ -61,11 +62,13 @@ struct top_blocks {
     return count;
   }
 
-  void check() const { require(block >= 1, "block", block, "at least 1 token", "pass 1 to choose single tokens"); }
+  index_t unit_slots() const { return block; }
+
+  void check() const { check_parameters(*this); }
 
   template <class Self, class Visit>
   static void parameters(Self& self, Visit&& visit) {
-    visit("block", self.block, "consecutive tokens that are chosen together");
+    visit("block", self.block, value_range{1, most_tokens}, "consecutive tokens that are chosen together");
   }
 };
 

@@ -28,7 +28,8 @@ struct top_pages {
     auto& ids = scratch.ids;
     best.assign(std::size_t(pages - forced), -infinity);
     for (index_t p = 0; p < pages - forced; ++p) {
-      for (index_t slot = p * page; slot < std::min(n, p * page + page); ++slot) {
+      const index_t first = p * page;
+      for (index_t slot = first; slot < first + std::min(page, n - first); ++slot) {
         if (scores[slot] > best[std::size_t(p)]) best[std::size_t(p)] = scores[slot];
       }
     }
@@ -38,7 +39,7 @@ struct top_pages {
     index_t count = 0;
     for (index_t i = 0; i < taken; ++i) {
       const index_t first = ids[std::size_t(i)] * page;
-      for (index_t slot = first; slot < std::min(n, first + page); ++slot) out[count++] = slot;
+      for (index_t slot = first; slot < first + std::min(page, n - first); ++slot) out[count++] = slot;
     }
     return count;
   }

@@ -4,15 +4,21 @@
 Usage: command_line.py TOOL TOKENIZER
 """
 import json
+import os
 import pathlib
 import random
+import re
+import resource
 import shutil
+import signal
 import struct
 import subprocess
 import sys
 import tempfile
+import threading
+import time
 
-TOOL, TOKENIZER = sys.argv[1:3]
+TOOL, TOKENIZER = (str(pathlib.Path(name).resolve()) for name in sys.argv[1:3])
 random.seed(1)
 
 
@@ -73,27 +79,42 @@ class Checks:
     def __init__(self, folder):
         self.folder, self.count, self.failures = folder, 0, 0
 
-    def run(self, arguments):
+    def run(self, arguments, **how):
+        """`how` goes to subprocess.run: input, stdout, preexec_fn and the like."""
         self.count += 1
-        return subprocess.run([TOOL, *arguments.split()], cwd=self.folder, capture_output=True, text=True, timeout=300,
-                              check=False)
+        how.setdefault("stdout", subprocess.PIPE)
+        words = arguments if isinstance(arguments, list) else arguments.split()
+        return subprocess.run([TOOL, *words], cwd=self.folder, stderr=subprocess.PIPE, text=True, timeout=300,
+                              check=False, **how)
 
     def complain(self, arguments, result, why):
         self.failures += 1
         print(f"FAILED tessera {arguments}\n  {why}\n  exit {result.returncode}\n  stdout: {result.stdout}"
               f"\n  stderr: {result.stderr}")
 
-    def works(self, arguments, *expected):
-        result = self.run(arguments)
+    def works(self, arguments, *expected, **how):
+        result = self.run(arguments, **how)
         missing = [text for text in expected if text not in result.stdout]
         if result.returncode != 0 or missing:
             self.complain(arguments, result, f"expected exit 0 and {missing} on stdout")
         return result.stdout
 
-    def refuses(self, arguments, *expected):
+    def notes(self, arguments, *expected, **how):
+        """Works, and says each text in a note on stderr."""
+        result = self.run(arguments, **how)
+        missing = [text for text in expected if text not in result.stderr]
+        if result.returncode != 0 or missing or "tessera: note: " not in result.stderr:
+            self.complain(arguments, result, f"expected exit 0 and a note with {missing}")
+
+    def require(self, holds, arguments, why):
+        if not holds:
+            self.failures += 1
+            print(f"FAILED tessera {arguments}\n  {why}")
+
+    def refuses(self, arguments, *expected, **how):
         """Exit code 2, one line on stderr that holds every text, nothing written."""
         before = sorted(self.folder.rglob("*"))
-        result = self.run(arguments)
+        result = self.run(arguments, **how)
         missing = [text for text in expected if text not in result.stderr]
         one_line = result.stderr.count("\n") == 1 and result.stderr.startswith("tessera: ")
         if result.returncode != 2 or missing or not one_line or result.stdout:
@@ -110,8 +131,11 @@ def check_help(checks):
     listed = json.loads(checks.works("list --json"))
     assert listed["backends"] in (["cpu"], ["cpu", "cuda"]) and len(listed["methods"]) >= 7, listed
     checks.has_cuda = "cuda" in listed["backends"]
-    checks.refuses("", "subcommand")
-    checks.refuses("lists")
+    checks.refuses("", "command is missing", "list, run, eval, compress")
+    checks.refuses("lists", "command is 'lists'", "did you mean list?")
+    checks.refuses(["\x1b[2J"], "command is '\\x1b[2J'")
+    checks.refuses(["x" * 5000], "x...'")
+    checks.works("--version", "tessera ")
     checks.refuses("list --nonsense", "--nonsense")
 
 
@@ -142,8 +166,10 @@ def check_compress(checks):
         checks.refuses(f"{base} --budget {budget}", "--budget", budget, "whole number")
     checks.refuses(base, "--budget is missing")
     checks.refuses(f"{base} --budget 16", "window is 32", "budget")
-    checks.refuses(f"{base} --budget 40 --set window=0", "window is 0")
+    checks.refuses(f"{base} --budget 40 --set window=0", "window is 0", "1 to 32768")
     checks.refuses(f"{base} --budget 40 --set window=41", "window is 41")
+    checks.refuses(f"{base} --budget 40 --set window=8 --set window=9", "every parameter once")
+    checks.refuses("compress --in layer --out kept --method pyramidkv --budget 40 --set layer=-2", "layer is -2")
     checks.refuses(f"{base} --budget 40 --set window=x", "'x'")
     checks.refuses(f"{base} --budget 40 --set window", "name=value")
     checks.refuses(f"{base} --budget 40 --set winow=8", "did you mean window?")
@@ -153,11 +179,15 @@ def check_compress(checks):
     checks.refuses(f"{base} --budget 40 --threads -1", "--threads")
     checks.refuses("compress --in layer --out kept --method snapvk --budget 40", "did you mean snapkv?")
     checks.refuses("compress --in absent --out kept --method full", "absent")
-    checks.refuses("compress --in . --out kept --method full")
+    checks.refuses("compress --in . --out kept --method full", "a folder")
     checks.refuses("compress --in layer --out absent/kept --method full", "absent/kept")
     checks.refuses("compress --in layer --method full", "--out")
     checks.refuses("compress --in layer --out kept --method h2o --budget 20", "n_q", "60")
     checks.works("compress --in layer --out kept --method full", "60.0 of 60")
+    checks.notes("compress --in layer --out kept --method full --budget 40", "--budget has no effect")
+    (folder / "more").write_bytes(safetensors({**layer(), "boundaries": ("U8", [60], bytes(60)), "w": floats(2)}))
+    checks.notes("compress --in more --out kept --method snapkv --budget 40", "tensor boundaries is not used", "tensor w ")
+    checks.notes("compress --in layer --out kept --method streaming_llm --budget 40", "tensor q is not used by streaming_llm")
     (folder / "kept").unlink()
 
     whole = safetensors(layer())
@@ -198,6 +228,12 @@ def check_run(checks):
     checks.refuses(f"{base} --method full --dtype int8", "'int8'")
     checks.refuses("run --model model --prompt prompt --method full --max-new 0", "--max-new")
     checks.refuses(f"{base} --method snapkv", "--budget is missing")
+    checks.refuses(f"{base} --method full --budget 40", "--budget", "full keeps everything")
+    prompt = (folder / "prompt").read_text()
+    from_file = json.loads(checks.works(f"{base} --method full --json"))
+    from_stdin = json.loads(checks.works("run --model model --prompt - --max-new 5 --method full --json", input=prompt))
+    checks.require(from_file["text"] == from_stdin["text"], base, "standard input gives another answer than the file")
+    checks.refuses("run --model model --prompt - --method full", "standard input", "empty", input="")
 
 
 def check_eval(checks):
@@ -214,7 +250,8 @@ def check_eval(checks):
     report = json.loads((folder / "report").read_text())
     assert len(report) == 5 * 3, report
     assert set(report[0]) == {"method", "budget", "parameters", "family", "turn", "questions", "right", "bytes_held",
-                              "bytes_full", "bytes_read_per_step"}, report[0]
+                              "bytes_full", "bytes_read_per_step", "answers"}, report[0]
+    assert all(len(cell["answers"]) == cell["questions"] for cell in report), report
     made = f"{base} --context 300 --count 2 --families single,single_middle --json report --threads"
     tables = []
     for threads in (1, 2):
@@ -246,11 +283,177 @@ def check_eval(checks):
     checks.refuses("eval --model model --methods full, --budgets 40", "--methods")
     checks.refuses("eval --model model --methods snapkv", "--budgets is missing")
     checks.refuses("eval --model model --methods snapkv --budgets 40,0", "--budgets is '0'")
+    checks.refuses("eval --model model --methods snapkv --budgets 64,064", "every budget once")
+    checks.refuses("eval --model model --methods full --budgets 64", "--budgets", "no method here has a budget")
+    checks.refuses(["eval", "--model", "model", "--methods", "full", "--families", ""], "--families", "empty")
+    checks.refuses(["eval", "--model", "model", "--methods", "full", "--json", ""], "--json", "empty")
+    for unused in ("--families single", "--count 3", "--context 200", "--seed 2", "--text prompt", "--tasks prompt"):
+        checks.refuses(f"{base} --questions questions {unused}", "--questions", unused.split()[0])
+    tasks = json.loads((pathlib.Path(TOKENIZER).parents[1] / "data" / "tasks.json").read_text())
+    for name, change in (("question", None), ("families", 3), ("value_words", -1), ("value_words", 10**9), ("nouns", [])):
+        (folder / "tasks").write_text(json.dumps({key: change if key == name else value for key, value in tasks.items()
+                                                  if key != name or change is not None}))
+        checks.refuses(f"{base} --context 300 --tasks tasks", "tasks")
+    tasks["families"]["frequent_words"]["others_max"] = 0
+    (folder / "tasks").write_text(json.dumps(tasks))
+    checks.refuses(f"{base} --context 300 --tasks tasks", "others_max is 0")
+    both = "eval --model model --methods snapkv,ada_snapkv --budgets 64 --questions questions --json report"
+    checks.works(f"{both} --set pool=5 --set ada_snapkv.pool=9 --set snapkv.window=16")
+    report = {cell["method"]: cell["parameters"] for cell in json.loads((folder / "report").read_text())}
+    checks.require(report["snapkv"]["pool"] == 5 and report["ada_snapkv"]["pool"] == 9 and
+                   report["snapkv"]["window"] == 16 and report["ada_snapkv"]["window"] == 32, both, report)
+    (folder / "report").unlink()
+    checks.refuses(f"{both} --set h2o.pool=9", "'h2o.pool'")
     checks.refuses(f"{base} --context 4096", "512")
     checks.refuses(f"{base} --context 100 --families long_answer", "long_answer")
     checks.refuses(f"{base} --context 300 --families singel", "did you mean single?")
     checks.refuses(f"{base} --context 300 --set sinks=2", "sinks")
     check_cuda(checks, f"{base} --context 300 --backend cuda")
+
+
+def check_ranges(checks):
+    """Every number of every method at the ends of its range, and beyond."""
+    (checks.folder / "all").write_bytes(safetensors(layer(n_q=60)))
+    for method in json.loads(checks.works("list --json"))["methods"]:
+        budget = "--budget 40" if method["has_budget"] else ""
+        for parameter in method["parameters"]:
+            ends = re.search(r"(-?\d+) to (\d+)$", parameter["allowed"])
+            if not ends:
+                continue
+            least, most = (int(end) for end in ends.groups())
+            command = f"compress --in all --out kept --threads 1 --method {method['name']} {budget} --set {parameter['name']}="
+            for value in (least, least + 1, most - 1, most):
+                result = checks.run(f"{command}{value}")
+                fine = result.returncode == 0 or (result.returncode == 2 and result.stderr.count("\n") == 1)
+                if not fine or "internal" in result.stderr:
+                    checks.complain(f"{command}{value}", result, "expected a result or a sentence")
+                (checks.folder / "kept").unlink(missing_ok=True)
+            for value in (least - 1, most + 1, 2147483548, 2147483647, -2147483648, 10**12):
+                checks.refuses(f"{command}{value}", parameter["name"])
+
+
+def check_outputs(checks):
+    """Where a result may go: devices, FIFOs, links, names and rights."""
+    folder = checks.folder
+    base = "compress --in layer --method full --out"
+    (folder / "wanted").unlink(missing_ok=True)
+    checks.works(f"{base} wanted")
+    wanted = (folder / "wanted").read_bytes()
+    (folder / "link").symlink_to("target")
+    for _ in range(2):  # to a missing target, then to an existing one
+        checks.works(f"{base} link")
+        checks.require((folder / "link").is_symlink() and (folder / "target").read_bytes() == wanted, base, "link lost")
+    os.mkfifo(folder / "fifo")
+    read = []
+    reader = threading.Thread(target=lambda: read.append((folder / "fifo").read_bytes()))
+    reader.start()
+    checks.works(f"{base} fifo")
+    reader.join(20)
+    checks.require(read == [wanted] and (folder / "fifo").is_fifo(), base, "FIFO")
+    checks.works(f"{base} /dev/null")
+    checks.require(pathlib.Path("/dev/null").is_char_device(), base, "/dev/null is no device any more")
+    checks.refuses(f"{base} /dev/full", "/dev/full", "No space left")
+    (folder / "closed").write_text("precious")
+    (folder / "closed").chmod(0o444)
+    checks.refuses(f"{base} closed", "closed", "permission")
+    checks.require((folder / "closed").read_text() == "precious", base, "a read-only file was overwritten")
+    (folder / "target").chmod(0o640)
+    checks.works(f"{base} target")
+    checks.require((folder / "target").stat().st_mode & 0o777 == 0o640, base, "rights changed")
+    longest = "n" * 255
+    checks.works(f"{base} {longest}")
+    checks.refuses(f"{base} {longest}n", "too long")
+    checks.refuses(f"{base} {'d/' * 2500}x", "too long")
+    checks.refuses(f"{base} layer/x", "layer/x")
+    checks.refuses(f"{base} .", "a folder")
+    for name in ("wanted", "link", "target", "fifo", "closed", longest):
+        (folder / name).unlink()
+    checks.refuses(f"{base} limited", "limited", preexec_fn=lambda: resource.setrlimit(resource.RLIMIT_FSIZE, (100, 100)))
+
+
+def check_inputs(checks):
+    """What an input may be: told apart, and never a wait."""
+    folder = checks.folder
+    os.mkfifo(folder / "fifo")
+    (folder / "alone").mkdir()
+    compress, run = "compress --out kept --method full --in", "run --method full --model"
+    evaluate = "eval --model model --methods full --questions"
+    for command in (f"{compress}", f"{run} model --prompt", f"{evaluate}"):
+        checks.refuses(f"{command} fifo", "fifo is a FIFO")
+        checks.refuses(f"{command} alone", "alone is a folder")
+        checks.refuses(f"{command} absent", "absent is missing")
+        checks.refuses(f"{command} /dev/zero", "/dev/zero is a device")
+        checks.refuses(f"{command} {'d/' * 2500}x", "too long")
+    for name in ("config.json", "tokenizer.model", "model.safetensors"):
+        shutil.copytree(folder / "model", folder / "copy")
+        (folder / "copy" / name).unlink()
+        os.mkfifo(folder / "copy" / name)
+        checks.refuses(f"{run} copy --prompt prompt", name, "a FIFO")
+        shutil.rmtree(folder / "copy")
+    checks.refuses(f"{run} model --prompt /proc/self/mem", "/proc/self/mem")
+    if os.getuid() == 0:
+        (folder / "alone").chmod(0o600)
+        (folder / "alone" / "text").write_text("text")
+
+        def nobody():
+            os.setuid(65534)
+        folder.chmod(0o755)
+        probe = subprocess.run([TOOL, "--version"], preexec_fn=nobody, capture_output=True, check=False)
+        if probe.returncode == 0:
+            checks.refuses(f"{run} model --prompt alone/text", "no permission", preexec_fn=nobody)
+            checks.refuses(f"{run} alone --prompt prompt", "no permission", preexec_fn=nobody)
+            checks.refuses(f"{evaluate} alone/text", "no permission", preexec_fn=nobody)
+    (folder / "fifo").unlink()
+    shutil.rmtree(folder / "alone")
+
+
+def check_streams(checks):
+    """Standard output that cannot be written, and signals."""
+    for command in ("list", "list --json", "--help", "run --help", "--version",
+                    "run --model model --prompt prompt --max-new 3 --method full"):
+        with open("/dev/full", "w", encoding="utf-8") as full:
+            result = checks.run(command, stdout=full)
+        if result.returncode != 2 or "standard output is not writable (No space left" not in result.stderr:
+            checks.complain(f"{command} > /dev/full", result, "expected exit 2 and a sentence")
+        result = checks.run(command, preexec_fn=lambda: os.close(1))
+        if result.returncode != 2 or "standard output is not writable" not in result.stderr:
+            checks.complain(f"{command} >&-", result, "expected exit 2 and a sentence")
+
+
+def check_limits(checks):
+    """A container's limits: threads and memory."""
+    def little(mebibytes):
+        return lambda: resource.setrlimit(resource.RLIMIT_AS, (mebibytes << 20, mebibytes << 20))
+    run = "run --model model --prompt prompt --max-new 3 --method full"
+    checks.notes(f"{run} --threads 1024", "of 1024 threads; working with these", preexec_fn=little(1500))
+    for mebibytes in (24, 40, 60):
+        result = checks.run(f"{run} --threads 1", preexec_fn=little(mebibytes))
+        if result.returncode not in (0, 2, 127) or not (result.stdout or result.stderr):
+            checks.complain(run, result, f"with {mebibytes} MiB")
+
+
+def check_interruption(checks):
+    """A signal ends a command without leaving anything behind; an evaluation keeps what it has finished."""
+    folder = checks.folder
+    before = sorted(folder.rglob("*"))
+    command = "eval --model model --methods full,snapkv,h2o --budgets 40,64 --context 400 --families single --count 2000 --json report"
+    for number, code in ((signal.SIGTERM, 143), (signal.SIGINT, 130)):
+        with subprocess.Popen([TOOL, *command.split()], cwd=folder, stdout=subprocess.PIPE, stderr=subprocess.PIPE,
+                              text=True) as process:
+            for line in process.stderr:
+                if line.startswith("documents"):
+                    break
+            process.send_signal(number)
+            stdout, stderr = process.communicate(timeout=30)
+        checks.count += 1
+        told = re.search(r"interrupted after (\d+) of (\d+) documents", stderr)
+        checks.require(process.returncode == code and told, command, f"exit {process.returncode}: {stderr}")
+        if told and int(told[1]) > 0:
+            report = json.loads((folder / "report").read_text())
+            asked = sum(cell["questions"] for cell in report if cell["method"] == "full" and cell["turn"] == 1)
+            checks.require(asked == int(told[1]) and "snapkv" in stdout, command, f"{asked} questions, {told[0]}")
+        (folder / "report").unlink(missing_ok=True)
+    checks.require(sorted(folder.rglob("*")) == before, command, "left a file behind")
 
 
 def main():
@@ -260,6 +463,12 @@ def main():
         check_compress(checks)
         check_run(checks)
         check_eval(checks)
+        check_ranges(checks)
+        check_outputs(checks)
+        check_inputs(checks)
+        check_streams(checks)
+        check_limits(checks)
+        check_interruption(checks)
     print(f"{checks.count} commands, {checks.failures} failures")
     return 1 if checks.failures else 0
 

@@ -1,5 +1,9 @@
 #include "catch.hpp"
 
+#include <sys/resource.h>
+#include <sys/wait.h>
+#include <unistd.h>
+
 #include <atomic>
 #include <numeric>
 #include <stdexcept>
@@ -64,4 +68,41 @@ TEST_CASE("an executor can be used thousands of times and destroyed while idle")
     REQUIRE(std::accumulate(out.begin(), out.end(), index_t(0)) == 4656 * round);
   }
   for (index_t i = 0; i < support::scaled(50); ++i) cpu::executor idle(3);
+}
+
+namespace {
+
+/// In a child that may have only so many processes: an executor of 64 threads, put to work. Its exit code.
+int work_under_a_limit(rlim_t processes) {
+  const pid_t child = ::fork();
+  if (child == 0) {
+    ::alarm(20);  // a hang ends here
+    const rlimit limit{processes, processes};
+    // The limit is no limit for root.
+    if ((::getuid() == 0 && ::setuid(65534) != 0) || ::setrlimit(RLIMIT_NPROC, &limit) != 0) ::_exit(77);
+    std::atomic<index_t> sum{0};
+    int refused = 0, got = 0;
+    {
+      cpu::executor workers(64);
+      workers.for_each(40, [&](index_t item, int) { sum += item; });
+      refused = workers.refused();
+      got = workers.threads();
+    }
+    ::_exit(sum == 780 && got >= 1 && got + refused == 64 && refused > 0 ? 0 : 1);
+  }
+  int status = 0;
+  ::waitpid(child, &status, 0);
+  return WIFEXITED(status) ? WEXITSTATUS(status) : -WTERMSIG(status);
+}
+
+}  // namespace
+
+TEST_CASE("an executor that gets fewer threads than it asks for works with those, and says how many are missing") {
+  for (const rlim_t processes : {0, 1, 4}) {
+    CAPTURE(processes);
+    const int code = work_under_a_limit(processes);
+    if (code == 77) WARN("this user may not limit its processes");
+    CHECK((code == 0 || code == 77));
+  }
+  CHECK(cpu::executor(3).refused() == 0);
 }

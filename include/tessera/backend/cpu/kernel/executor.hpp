@@ -1,11 +1,13 @@
 // A small thread pool that the caller owns: no global state, no OpenMP.
 #pragma once
 
+#include <algorithm>
 #include <atomic>
 #include <condition_variable>
 #include <cstdint>
 #include <exception>
 #include <mutex>
+#include <system_error>
 #include <thread>
 #include <type_traits>
 #include <utility>
@@ -27,24 +29,28 @@ class executor {
   static constexpr double worth_waking = 1 << 20;
 
   /// `threads` workers, the calling thread among them; 0 takes every core of the machine.
+  /// Where the system gives fewer (a container's limit), it works with those: see `threads` and `refused`.
   explicit executor(int threads = 0) {
-    if (threads <= 0) threads = int(std::thread::hardware_concurrency());
-    for (int worker = 1; worker < threads; ++worker) helpers_.emplace_back([this, worker] { serve(worker); });
+    if (threads <= 0) threads = std::max(1, int(std::thread::hardware_concurrency()));
+    helpers_.reserve(std::size_t(threads) - 1);
+    try {
+      for (int worker = 1; worker < threads; ++worker) helpers_.emplace_back([this, worker] { serve(worker); });
+    } catch (const std::system_error&) {
+      refused_ = threads - this->threads();
+    } catch (...) {
+      stop();
+      throw;
+    }
   }
 
   executor(const executor&) = delete;
   executor& operator=(const executor&) = delete;
 
-  ~executor() {
-    {
-      std::lock_guard lock(mutex_);
-      stopping_ = true;
-    }
-    wake_.notify_all();
-    for (auto& helper : helpers_) helper.join();
-  }
+  ~executor() { stop(); }
 
   int threads() const noexcept { return int(helpers_.size()) + 1; }
+  /// Threads that were asked for and that the system did not give.
+  int refused() const noexcept { return refused_; }
 
   /// Calls `body(item, worker)` for every item in [0, count), worker in [0, threads()). Returns when all are done;
   /// rethrows the first exception that an item threw.
@@ -76,6 +82,16 @@ class executor {
   }
 
  private:
+  // A helper that is never joined would wait on members that are gone.
+  void stop() noexcept {
+    {
+      std::lock_guard lock(mutex_);
+      stopping_ = true;
+    }
+    wake_.notify_all();
+    for (auto& helper : helpers_) helper.join();
+  }
+
   void serve(int worker) {
     std::uint64_t seen = 0;
     for (;;) {
@@ -103,6 +119,7 @@ class executor {
   }
 
   std::vector<std::thread> helpers_;
+  int refused_ = 0;
   std::mutex mutex_;
   std::condition_variable wake_, done_;
   std::atomic<index_t> next_{0};

@@ -199,6 +199,7 @@ page_choice choose_by_pages(const View& view, index_t sequence, index_t head,
                             const Selector& selector, index_t tail, index_t read, index_t* out, float* mass,
                             page_workspace<View::k_dim>& memory) {
   constexpr int D = View::k_dim;
+  check_queries(view, queries);
   const index_t n = view.length(sequence, head), page = index.page, pages = ceil_div(n, page);
   const index_t group = queries.q.heads / view.kv_heads, rows = queries.q.tokens * group;
   if (mass) std::fill_n(mass, rows, 1.0f);

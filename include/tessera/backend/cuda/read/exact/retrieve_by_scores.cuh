@@ -6,7 +6,7 @@
 #include "../../../../core/model_shape.hpp"
 #include "../../../../core/stage_plan.hpp"
 #include "../../../../recipe.hpp"
-#include "../../choose/top_k.cuh"
+#include "../../choose/plain_select.cuh"
 #include "../../device/memory.cuh"
 #include "../../score/pool.cuh"
 #include "../../score/score.cuh"
@@ -37,7 +37,7 @@ class retrieve_by_scores {
         finish_(sequences, shape.kv_heads, capacity, device),
         select_(recipe.retrieve.selector, rows_, capacity, device, most_),
         raw_(std::size_t(rows_) * std::size_t(capacity)),
-        finished_(finish::pools ? raw_.size() : 0),
+        finished_(finish_.out_bytes() / sizeof(float)),
         indices_(std::size_t(rows_) * std::size_t(most_)),
         counts_(std::size_t(rows_)),
         scratch_(score_.workspace_bytes()) {}
@@ -63,19 +63,16 @@ class retrieve_by_scores {
     problem.row_stride = capacity_;
     score_.run(problem, scorer_, scratch_.data(), stream);
     select_problem select;
-    select.scores = raw_.data();
-    if constexpr (finish::pools) {
-      finish_.run({raw_.data(),
-                   nullptr,
-                   capacity_,
-                   view.sequences,
-                   view.kv_heads,
-                   view.lengths,
-                   {view.length_strides.sequence, view.length_strides.head}},
-                  scorer_, finished_.data(), stream);
-      select.scores = finished_.data();
-    }
-    select.score_stride = capacity_;
+    score_rows scores;
+    scores.scores = raw_.data();
+    scores.row_stride = capacity_;
+    scores.sequences = view.sequences;
+    scores.kv_heads = view.kv_heads;
+    scores.lengths = view.lengths;
+    scores.length_strides = {view.length_strides.sequence, view.length_strides.head};
+    scores = finish_.run(scores, scorer_, finished_.data(), stream);
+    select.scores = scores.scores;
+    select.score_stride = scores.row_stride;
     select.n = {view.lengths};
     // A plan's first member is what it reads: one of so many index_t is read for all rows of a sequence.
     select.keep = {&plans->read, 0, heads_, sizeof(read_plan) / sizeof(index_t)};
@@ -83,6 +80,7 @@ class retrieve_by_scores {
     select.out = indices_.data();
     select.out_stride = most_;
     select.counts = counts_.data();
+    select.rows = view.sequences * view.kv_heads;
     select_.run(select, nullptr, stream);
     return select.chosen();
   }

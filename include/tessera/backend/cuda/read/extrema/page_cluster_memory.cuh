@@ -33,7 +33,7 @@ struct block_group {
   static __device__ void expect(arrivals& at, index_t bytes) { at.expect(std::uint32_t(bytes)); }
   template <class V>
   static __device__ void send(V* mine, int of, const V& value, const arrivals& at) {
-    detail::send(mine, of, value, at);
+    cuda::send(mine, of, value, at);
   }
   static __device__ void store(index_t* mine, int of, index_t value) { store_cluster(mine, of, value); }
   /// Until all that was expected of the other blocks, and of this one where it sends to itself, is there.
