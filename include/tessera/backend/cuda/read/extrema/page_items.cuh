@@ -2,25 +2,12 @@
 #pragma once
 
 #include "../../../../core/units.hpp"
+#include "../../device/divide.cuh"
 #include "page_scores.cuh"
 
 TESSERA_NAMESPACE_BEGIN
 namespace cuda {
 namespace detail {
-/// floor(x / by) for 0 <= x < 2^31 and by >= 1, by a product: divisions were a tenth of a short choice.
-struct quick_divisor {
-  std::uint32_t factor = 1;  // ceil(2^(31 + log) / by), log = ceil(log2(by))
-  int shift = 0;
-  quick_divisor() = default;
-  explicit quick_divisor(index_t by) {
-    int log = 0;
-    while ((std::int64_t(1) << log) < by) ++log;
-    shift = 31 + log;
-    factor = std::uint32_t(((std::uint64_t(1) << shift) + std::uint64_t(by) - 1) / std::uint64_t(by));
-  }
-  __device__ index_t quotient(index_t x) const { return index_t((std::uint64_t(x) * factor) >> shift); }
-};
-
 /// What a choice needs beside the scratch.
 struct page_choice {
   const index_t* lengths;

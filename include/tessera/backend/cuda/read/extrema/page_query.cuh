@@ -3,33 +3,13 @@
 
 #include "../../../../concepts/scorer.hpp"
 #include "../../../../math/ordered.hpp"
+#include "../../device/warp.cuh"
 #include "page_problem.cuh"
 
 TESSERA_NAMESPACE_BEGIN
 namespace cuda {
 
 namespace detail {
-
-/// Sums of a warp, the same on every lane and in the same order every time.
-__device__ inline float warp_sum(float value) {
-#pragma unroll
-  for (int step = 16; step > 0; step /= 2) value += __shfl_xor_sync(~0u, value, step);
-  return value;
-}
-/// Two at once: neither waits for the other's shuffles.
-__device__ inline float2 warp_sum(float2 value) {
-#pragma unroll
-  for (int step = 16; step > 0; step /= 2) {
-    const float x = __shfl_xor_sync(~0u, value.x, step), y = __shfl_xor_sync(~0u, value.y, step);
-    value.x += x, value.y += y;
-  }
-  return value;
-}
-/// The largest of a warp, none of them NaN.
-__device__ inline float warp_max(float value) {
-  const int bits = __float_as_int(value), most = __reduce_max_sync(~0u, bits >= 0 ? bits : bits ^ 0x7fffffff);
-  return __int_as_float(most >= 0 ? most : most ^ 0x7fffffff);
-}
 
 template <int D>
 struct page_query_storage {

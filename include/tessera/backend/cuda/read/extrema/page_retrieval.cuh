@@ -6,6 +6,7 @@
 
 #include "../../../../core/selection.hpp"
 #include "../../attend/decode/decode_problem.cuh"
+#include "../../device/alignment.cuh"
 #include "../../device/tuning.cuh"
 #include "page_attention.cuh"
 
@@ -139,8 +140,8 @@ class choose_pages {
                          void* workspace, cudaStream_t stream) const {
     require(attends(), "attends()", "false", "true", "call run and decode_attention where attends() is false");
     check_problem(p);
-    detail::require_rows_of_16_bytes("K", p.view.k, p.view.k_strides);
-    detail::require_rows_of_16_bytes("V", p.view.v, p.view.v_strides);
+    require_rows_on_16_bytes("K", p.view.k, p.view.k_strides);
+    require_rows_on_16_bytes("V", p.view.v, p.view.v_strides);
     const index_t rows = p.view.sequences * kv_heads_;
     if (rows == 0 || p.q.tokens == 0) return;
     launch(attend_entry_, shape_of(p, attend_bytes_), stream, "launch of attend_pages", p, scorer_,
@@ -254,7 +255,7 @@ class choose_pages {
     choice.group = q_heads_ / kv_heads_;
     choice.tokens = p.q.tokens;
     choice.plans = p.plans;
-    choice.by_group = detail::quick_divisor(choice.group);
+    choice.by_group = quick_divisor(choice.group);
     choice.unit = unit_;
     choice.normalised = Scorer::normalised;
     choice.sink_logits = p.rule.sink_logits;
@@ -275,16 +276,15 @@ class choose_pages {
             p.q.tokens * (q_heads_ / kv_heads_),
             tiles_each_};
   }
-  static std::size_t whole(std::size_t bytes) { return (bytes + 255) / 256 * 256; }
   std::size_t partials_at() const {
-    return whole(std::size_t(rows_) * std::size_t(query_rows_) * std::size_t(stride_) * sizeof(float));
+    return padded(std::size_t(rows_) * std::size_t(query_rows_) * std::size_t(stride_) * sizeof(float));
   }
   std::size_t runs_at() const {
-    return partials_at() + whole(std::size_t(rows_) * std::size_t(query_rows_) *
-                                 std::size_t(stride_ / detail::tile_pages) * sizeof(float2));
+    return partials_at() + padded(std::size_t(rows_) * std::size_t(query_rows_) *
+                                  std::size_t(stride_ / detail::tile_pages) * sizeof(float2));
   }
   std::size_t keys_at() const {
-    return runs_at() + whole(std::size_t(rows_) * detail::most_step_tokens * sizeof(detail::slot_run));
+    return runs_at() + padded(std::size_t(rows_) * detail::most_step_tokens * sizeof(detail::slot_run));
   }
 
   void check_problem(const problem_type& p) const {
@@ -297,8 +297,7 @@ class choose_pages {
     require(p.out_stride >= most_chosen(), "out_stride", p.out_stride, "at least " + std::to_string(most_chosen()),
             "pass room for most_chosen() slots a row");
     require(p.unfolded >= 0, "unfolded", p.unfolded, "at least 0", "pass how many newest tokens the index lacks");
-    detail::require_rows_of_16_bytes("q", p.q.data,
-                                     row_strides{p.q.sequence_stride, p.q.head_stride, p.q.token_stride, 1});
+    require_rows_on_16_bytes("q", p.q);
     require(p.plans != nullptr, "plans of the sequences", "null", "one read_plan a sequence, on the device",
             "write each sequence's plan when its prompt ends");
     require(p.index.data != nullptr, "data of the page index", "null", "the extrema of every page",
