@@ -4,7 +4,7 @@
     benchmarks/cuda_record.py --logs FOLDER --out FOLDER
 
 FOLDER holds what there is of machine.json, steps.tsv (name, exit status, seconds), bench_cuda.json, peers.json,
-decode_step.json, decode_step_rocketkv.json and one NAME.log a step. What is missing is written down as not measured.
+tool.json, decode_step.json, decode_step_rocketkv.json and one NAME.log a step. What is missing is written down as not measured.
 """
 import argparse
 import json
@@ -216,6 +216,7 @@ def read_steps(logs):
     for line in read_text(f"{logs}/steps.tsv").splitlines():
         name, status, seconds = line.split("\t")
         meaning = {"0": "passed", "124": "failed: time limit", "137": "failed: killed at the time limit",
+                   "silent": "failed: it printed nothing for minutes",
                    "none": "not run"}.get(status, f"failed: exit status {status}")
         steps.append({"name": name, "result": meaning, "seconds": int(seconds)})
     return steps
@@ -277,6 +278,9 @@ def main():
         mine = [step for step in steps if step["name"].startswith(tool + ".")]
         if mine:
             tests[tool] = describe_sanitizer(given.logs, tool, mine)
+    tool = read_json(f"{given.logs}/tool.json")
+    if tool:
+        tests["`tessera eval` against the CPU"] = ("" if tool["passed"] else "FAILED: ") + tool["verdict"]
     figures = read_figures(given.logs)
     notes = []
     for part, title in (("decode_step", "Decode step of a whole model"),

@@ -2,22 +2,24 @@
 # Builds and runs the GPU tests, the sanitizers and the benchmarks on a machine with CUDA, from this repository alone
 # and without any registry, and writes a record: DATE-GPU.md and DATE-GPU.json.
 #
-#   benchmarks/gpu.sh [--only tests,benchmarks,sanitizers] [--prebuilt FOLDER] [--out FOLDER] [--limit SECONDS]
-#                     [--scale FRACTION] [--commit NAME]
+#   benchmarks/gpu.sh [--only tests,tool,benchmarks,sanitizers] [--prebuilt FOLDER] [--out FOLDER] [--limit SECONDS]
+#                     [--scale FRACTION] [--tool-scale FRACTION] [--commit NAME]
 #
-#   --only       what to run; all three unless given
-#   --prebuilt   a folder with test_gpu and bench_cuda, built elsewhere for this GPU; nothing is built
+#   --only       what to run; all four unless given
+#   --prebuilt   a folder with test_gpu, bench_cuda, tessera, ..., built elsewhere for this GPU, and the shared libraries
+#                that they need; nothing is built
 #   --out        where the record goes, and the logs as one archive; benchmarks/results unless given, logs in build/gpu
-#   --limit      seconds for everything, 540 unless given; what does not fit is recorded as failed
+#   --limit      seconds for everything, 3600 unless given; what does not fit is recorded as failed
 #   --scale      TESSERA_TEST_SCALE of the sanitizers, 0.05 unless given
+#   --tool-scale how many budgets and lengths of documents the tool is asked about, 1 unless given: all
 #   --commit     written into the record where git cannot tell
 #
-# A step that fails or runs out of time is recorded as failed and the next one runs; the record is written in any case.
+# A step that fails, or prints nothing for some minutes, is recorded as failed and the next one runs; the record is written in any case.
 # The exit status is 0 when every step passed; bars that are missed are only reported.
 set -uo pipefail
 cd "$(dirname "${BASH_SOURCE[0]}")/.." || exit 2
 
-only=tests,benchmarks,sanitizers prebuilt='' out='' limit=540 scale=0.05 commit='' no_examples=''
+only=tests,tool,benchmarks,sanitizers prebuilt='' tool_scale=1 out='' limit=3600 scale=0.05 commit='' no_examples=''
 while [ $# -gt 0 ]; do
   case $1 in
     --only) only=${2:?} ;;
@@ -25,6 +27,7 @@ while [ $# -gt 0 ]; do
     --out) out=${2:?} ;;
     --limit) limit=${2:?} ;;
     --scale) scale=${2:?} ;;
+    --tool-scale) tool_scale=${2:?} ;;
     --commit) commit=${2:?} ;;
     *) sed -n '2,/^set/{/^set/d;s/^# \{0,1\}//;p}' "${BASH_SOURCE[0]}"; exit 2 ;;
   esac
@@ -32,8 +35,8 @@ while [ $# -gt 0 ]; do
 done
 for part in ${only//,/ }; do
   case $part in
-    tests | benchmarks | sanitizers) ;;
-    *) echo "gpu.sh: --only is $part; expected tests, benchmarks or sanitizers" >&2; exit 2 ;;
+    tests | tool | benchmarks | sanitizers) ;;
+    *) echo "gpu.sh: --only is $part; expected tests, tool, benchmarks or sanitizers" >&2; exit 2 ;;
   esac
 done
 wanted() { [[ ,$only, == *,$1,* ]]; }
@@ -54,7 +57,7 @@ if [ -z "$prebuilt" ]; then
   need cmake "install CMake 3.25 or newer (apt-get install cmake)"
   # Catch2, Google Benchmark and Eigen are CMake's to find; it says which package brings a missing one.
 fi
-wanted sanitizers && need compute-sanitizer "it comes with the CUDA toolkit; or leave it out: --only tests,benchmarks"
+wanted sanitizers && need compute-sanitizer "it comes with the CUDA toolkit; or leave it out: --only tests,tool,benchmarks"
 [ "$missing" -eq 0 ] || exit 2
 gpu=$(nvidia-smi --query-gpu=name --format=csv,noheader 2>/dev/null | head -n 1)
 [ -n "$gpu" ] || { echo "gpu.sh: nvidia-smi finds no GPU on this machine; run this where there is one" >&2; exit 2; }
@@ -87,31 +90,7 @@ print(json.dumps({"gpu": of("GPU"), "driver": of("DRIVER"), "toolkit": of("TOOLK
 PYTHON
 
 # --- steps -------------------------------------------------------------------------------------------------------
-failed=0
-note() { printf '%s\t%s\t%s\n' "$1" "$2" "$3" >>"$logs/steps.tsv"; }
-
-# step NAME SECONDS COMMAND...: runs it within its own and the whole script's limit; what it prints goes to NAME.log.
-step() {
-  local name=$1 seconds=$2 left=$((limit - SECONDS)) begin=$SECONDS status
-  shift 2
-  [ "$left" -lt "$seconds" ] && seconds=$left
-  if [ "$seconds" -le 0 ]; then
-    echo "$name: not started, the limit of $limit s is used up"
-    note "$name" 124 0
-    return 124
-  fi
-  timeout --kill-after=5 "$seconds" "$@" >"$logs/$name.log" 2>&1
-  status=$?
-  note "$name" "$status" $((SECONDS - begin))
-  echo "$name: exit status $status after $((SECONDS - begin)) s;" \
-    "$(grep -v '^ *$' "$logs/$name.log" | tail -n 1 | cut -c 1-150)"
-  return "$status"
-}
-attempt() {
-  step "$@" && return
-  failed=$((failed + 1))
-  return 1
-}
+source benchmarks/steps.sh
 
 finish() {
   trap - EXIT INT TERM
@@ -133,65 +112,78 @@ if [ -z "$prebuilt" ]; then
   wanted benchmarks && targets+=(bench_cuda)
   configure=(cmake -S . -B "$build" "${generator[@]}" -DCMAKE_BUILD_TYPE=Release -DTESSERA_CUDA=ON
     -DCMAKE_CUDA_ARCHITECTURES="$architecture" -DCMAKE_CUDA_FLAGS=-lineinfo)
-  # The decode step of a whole model runs through the example engine, which needs more libraries than the rest.
+  # The tool and the decode step of a whole model need the example engine, and more libraries than the rest.
   no_examples='not asked for'
-  if wanted benchmarks; then
+  if wanted tool || wanted benchmarks; then
     if timeout 60 "${configure[@]}" -DTESSERA_BUILD_EXAMPLES=ON >"$logs/configure_examples.log" 2>&1; then
       no_examples=
-      targets+=(bench_decode_step)
+      wanted benchmarks && targets+=(bench_decode_step)
+      wanted tool && targets+=(tessera)
       wanted tests && targets+=(test_examples_cuda ladder_08_on_the_gpu)
     else
       no_examples=$(sed -n 's/.*tessera: \(.* is missing\).*/\1/p' "$logs/configure_examples.log" | head -n 1)
       no_examples=${no_examples:-CMake could not configure the examples}
     fi
   fi
-  if [ -n "$no_examples" ] && ! attempt configure 60 "${configure[@]}" -DTESSERA_BUILD_EXAMPLES=OFF; then
+  if [ -n "$no_examples" ] && ! attempt configure 120 "${configure[@]}" -DTESSERA_BUILD_EXAMPLES=OFF; then
     grep -h -A 3 'tessera: ' "$logs/configure.log" >&2 || tail -n 20 "$logs/configure.log" >&2
     exit 1
   fi
   # shellcheck disable=SC2086 # two words for Ninja
-  attempt build 300 cmake --build "$build" --parallel "$(nproc)" --target "${targets[@]}" -- $keep_going
-  grep -E 'error|FAILED' "$logs/build.log" | head -n 5
+  [ ${#targets[@]} -eq 0 ] || attempt build 900 cmake --build "$build" --parallel "$(nproc)" --target "${targets[@]}" -- $keep_going
+  grep -E 'error|FAILED' "$logs/build.log" 2>/dev/null | head -n 5
 fi
 # Shared libraries that came along with programs built elsewhere.
 [ -z "$prebuilt" ] || export LD_LIBRARY_PATH=$prebuilt${LD_LIBRARY_PATH:+:$LD_LIBRARY_PATH}
 
 if wanted tests; then
-  attempt tests 120 "$programs/test_gpu"
-  [ ! -x "$programs/test_examples_cuda" ] || attempt engine_tests 60 "$programs/test_examples_cuda"
-  [ ! -x "$programs/ladder_08_on_the_gpu" ] || attempt ladder 30 "$programs/ladder_08_on_the_gpu"
+  attempt tests 300 "$programs/test_gpu" -d yes
+  [ ! -x "$programs/test_examples_cuda" ] || attempt engine_tests 300 "$programs/test_examples_cuda" -d yes
+  [ ! -x "$programs/ladder_08_on_the_gpu" ] || attempt ladder 120 "$programs/ladder_08_on_the_gpu"
+fi
+if wanted tool; then
+  if [ -x "$programs/tessera" ]; then
+    attempt tool 300 python3 benchmarks/gpu_tool.py --tool "$programs/tessera" --scale "$tool_scale" --out "$logs/tool.json"
+  else
+    echo "tool: not asked, ${no_examples:-the program is not there}"
+    note "tool (${no_examples:-the program is not there})" none 0
+  fi
 fi
 if wanted benchmarks; then
-  attempt bench_cuda 120 "$programs/bench_cuda" --benchmark_out="$logs/bench_cuda.json" --benchmark_out_format=json
+  attempt bench_cuda 300 "$programs/bench_cuda" --benchmark_out="$logs/bench_cuda.json" --benchmark_out_format=json
   if grep -q '"error_occurred": true' "$logs/bench_cuda.json" 2>/dev/null; then
     echo "bench_cuda: some benchmarks failed, see the record"
     failed=$((failed + 1))
   fi
   if python3 -c 'import torch, sys; sys.exit(not torch.cuda.is_available())' 2>/dev/null; then
-    attempt peers 120 env PYTHONUNBUFFERED=1 python3 benchmarks/peers.py --out "$logs/peers.json"
+    attempt peers 300 env PYTHONUNBUFFERED=1 python3 benchmarks/peers.py --out "$logs/peers.json"
   else
     echo "peers: not measured, python3 has no PyTorch that sees the GPU"
     note "peers (no PyTorch that sees the GPU)" none 0
   fi
   if [ -x "$programs/bench_decode_step" ]; then
-    attempt decode_step 120 "$programs/bench_decode_step" --json "$logs/decode_step.json"
-    attempt decode_step_rocketkv 60 "$programs/bench_decode_step" --methods full,rocketkv --budget 1024 \
+    attempt decode_step 300 "$programs/bench_decode_step" --json "$logs/decode_step.json"
+    attempt decode_step_rocketkv 300 "$programs/bench_decode_step" --methods full,rocketkv --budget 1024 \
       --contexts 1024,32768,98304,131072 --json "$logs/decode_step_rocketkv.json"
   else
     echo "decode_step: not measured, ${no_examples:-the program is not there}"
     note "decode_step (${no_examples:-the program is not there})" none 0
   fi
 fi
+# The names of test_gpu's files; CMake makes one for each method.
+test_files() {
+  { find tests/backend/cuda -name "test_*.cu"; sed 's,.*/,test_cache_,' <(ls include/tessera/methods/*.hpp); } |
+    sed 's,.*/,,; s,[.][a-z]*$,,' | sort
+}
 if wanted sanitizers; then
   # One process for each tool and test file, as many at once as there are cores: each is bound by one core most of the
   # time. racecheck takes longest and goes first.
   export TESSERA_TEST_SCALE=$scale
   for tool in racecheck initcheck memcheck synccheck; do
-    for file in $(find tests/backend/cuda -name "test_*.cu" | sort); do
+    for file in $(test_files); do
       while [ "$(jobs -rp | wc -l)" -ge "$(nproc)" ]; do wait -n; done
-      file=$(basename "$file" .cu)
-      step "$tool.$file" 300 compute-sanitizer --tool "$tool" --error-exitcode 86 --print-limit 20 \
-        "$programs/test_gpu" --filenames-as-tags "[#$file]" &
+      step "$tool.$file" 600 compute-sanitizer --tool "$tool" --error-exitcode 86 --print-limit 20 \
+        "$programs/test_gpu" -d yes --filenames-as-tags "[#$file]" &
     done
   done
   wait

@@ -6,8 +6,9 @@
 Runs `tessera eval` on both backends over every method of `tessera list`, every budget, every family of tasks
 (conversations among them) and several lengths of documents, and over questions from a file. A method that refuses a
 budget on the CPU is left out at this budget, by name, and must be refused on the GPU in the same words. Passes when no
-evaluation fails and at most 1 % of the answers differ. Prints one line for each failure and a verdict at the end;
---out takes the figures as JSON. --scale lowers the number of lengths and budgets.
+evaluation fails and at most 1 % of the answers are right on one backend and wrong on the other. Texts that differ are
+counted too: once rounding has turned a near tie, a wrong answer goes on in other words. Prints progress, one line for
+each failure and a verdict at the end; --out takes the figures as JSON. --scale lowers the number of lengths and budgets.
 """
 import argparse
 import concurrent.futures
@@ -27,6 +28,7 @@ TEXT = ROOT / "examples" / "data" / "opticks.txt"
 BUDGETS = (48, 64, 128, 256, 512, 1024)
 CONTEXTS = (8192, 4096, 2048, 1024)  # the longest first: they decide when everything is done
 MOST_DIFFERENT = 0.01
+GPU_RUNS = 3
 METHODS_A_RUN = 4  # of the CPU: a longer run would outlast the others
 
 
@@ -98,6 +100,105 @@ def same_words(cpu, gpu):
     return cpu.splitlines()[-1:] == gpu.splitlines()[-1:]
 
 
+class Comparison:
+    """The same questions on both backends: answers by (context, method, budget, family, turn), and what failed."""
+
+    def __init__(self, tool, backend, methods, families, budgets, contexts):
+        self.tool, self.backend, self.methods, self.families = tool, backend, methods, families
+        self.budgets, self.contexts = budgets, contexts
+        self.short = ["--context", "512", "--families", families[0], "--count", "1"]
+        self.cpu, self.gpu, self.failures, self.refusals = {}, {}, [], {}
+        self.gpu_seconds = 0.0
+
+    def made(self, context, families):
+        return ["--context", str(context), "--families", ",".join(families), "--count", "1"]
+
+    def run(self, jobs):
+        with tempfile.TemporaryDirectory() as folder, concurrent.futures.ThreadPoolExecutor(jobs) as pool:
+            questions = str(pathlib.Path(folder) / "questions.jsonl")
+            write_questions(questions)
+            self.refusals = find_refusals(self.tool, pool, self.methods, self.budgets, self.short)
+            groups = grouped(self.methods, self.budgets, self.refusals)
+            # On the CPU every document and a few methods are a process; on the GPU everything of one length is.
+            waiting = [pool.submit(self.on_cpu, context, names[first:first + METHODS_A_RUN], taken, self.made(context, [family]))
+                       for context in self.contexts for family in self.families for names, taken in groups
+                       for first in range(0, len(names), METHODS_A_RUN)]
+            waiting += [pool.submit(self.on_cpu, "file", names, taken, ["--questions", questions])
+                        for names, taken in groups]
+            self.run_gpu(groups, questions)
+            for number, done in enumerate(concurrent.futures.as_completed(waiting), 1):
+                self.take(self.cpu, *done.result())
+                if number % 20 == 0:
+                    print(f"cpu: {number} of {len(waiting)} runs done", flush=True)
+
+    def run_gpu(self, groups, questions):
+        begin = time.monotonic()
+        with concurrent.futures.ThreadPoolExecutor(GPU_RUNS) as pool:
+            waiting = [pool.submit(self.on_gpu, "file", *group, ["--questions", questions]) for group in groups]
+            waiting += [pool.submit(self.on_gpu, context, *group, self.made(context, self.families))
+                        for context in self.contexts for group in groups]
+            for done in concurrent.futures.as_completed(waiting):
+                self.take(self.gpu, *done.result())
+                print(f"{self.backend}: {done.result()[0]} done after {time.monotonic() - begin:.0f} s", flush=True)
+        for (method, budget), words in self.refusals.items():
+            _, error = self.tool.evaluate(self.backend, [method], [budget], self.short)
+            if not error or not same_words(words, error):
+                self.failures.append(
+                    f"{self.backend}, {method} at {budget}: {error or 'answers'}; the CPU refuses: {words}")
+        self.gpu_seconds = time.monotonic() - begin
+
+    def take(self, answers, context, found, failed):
+        answers.update({(context, *key): value for key, value in found.items()})
+        self.failures += failed
+
+    def on_cpu(self, context, names, taken, asked):
+        answers, error = self.tool.evaluate("cpu", names, taken, asked)
+        return context, answers, [f"cpu, {context}, {','.join(names)}: {error}"] if error else []
+
+    def on_gpu(self, context, names, taken, asked):
+        answers, error = self.tool.evaluate(self.backend, names, taken, asked)
+        if not error:
+            return context, answers, []
+        failed = []
+        for name in names:  # who was it?
+            alone, error_alone = self.tool.evaluate(self.backend, [name], taken, asked)
+            answers.update(alone)
+            if error_alone:
+                failed.append(f"{self.backend}, {context}, {name}: {error_alone}")
+        return context, answers, failed or [f"{self.backend}, {context}, all methods together: {error}"]
+
+    def judge(self):
+        """The figures for the record."""
+        asked = different = other_texts = 0
+        worst, examples = {}, []
+        for key in sorted(set(self.cpu) & set(self.gpu), key=str):
+            (expected, right), (got, got_right) = self.cpu[key], self.gpu[key]
+            asked += len(expected)
+            other_texts += sum(one != other for one, other in itertools.zip_longest(expected, got))
+            count = abs(right - got_right)  # of one question: documents come one at a time
+            different += count
+            if count:
+                worst[key[1]] = worst.get(key[1], 0) + count
+                examples.append({"where": [*key], "cpu": expected, "gpu": got})
+        unmatched = len(set(self.cpu) ^ set(self.gpu))
+        if unmatched and not self.failures:
+            self.failures.append(f"{unmatched} answers were given by one backend only")
+        skipped = {}
+        for method, budget in self.refusals:
+            skipped.setdefault(method, []).append(budget)
+        left_out = ", ".join(f"{method} at {'/'.join(map(str, refused))}" for method, refused in skipped.items())
+        whole = max(asked, 1)
+        return {"asked": asked, "different": different, "other_texts": other_texts, "failures": self.failures,
+                "left_out": [{"method": m, "budget": b, "words": words} for (m, b), words in self.refusals.items()],
+                "different_by_method": worst, "examples": examples[:20], "methods": self.methods,
+                "families": self.families, "budgets": self.budgets, "contexts": self.contexts,
+                "gpu_seconds": self.gpu_seconds,
+                "passed": not self.failures and asked > 0 and different <= MOST_DIFFERENT * asked,
+                "verdict": f"{different} of {asked} answers are other than the CPU's ({100 * different / whole:.2f} %; of "
+                           f"the texts {100 * other_texts / whole:.1f} %); {len(self.failures)} evaluations failed; left "
+                           f"out: {left_out or 'none'}"}
+
+
 def main():
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--tool", required=True)
@@ -109,100 +210,25 @@ def main():
     given = parser.parse_args()
     begin = time.monotonic()
     tool = Tool(str(pathlib.Path(given.tool).resolve()), begin + given.limit)
-
     status, listed = tool.run("list", "--json")
     if status != 0:
         sys.exit(f"gpu_tool.py: {listed}")
-    methods = [method["name"] for method in json.loads(listed)["methods"]]
-    families = list(json.loads(TASKS.read_text(encoding="utf-8"))["families"])
-    budgets = BUDGETS[:max(1, round(len(BUDGETS) * given.scale))]
-    contexts = CONTEXTS[len(CONTEXTS) - max(1, round(len(CONTEXTS) * given.scale)):]
-
-    failures, cpu, gpu, gpu_seconds = [], {}, {}, 0.0
-    with tempfile.TemporaryDirectory() as folder, concurrent.futures.ThreadPoolExecutor(given.jobs) as pool:
-        questions = str(pathlib.Path(folder) / "questions.jsonl")
-        write_questions(questions)
-        short = ["--context", "512", "--families", families[0], "--count", "1"]
-        refusals = find_refusals(tool, pool, methods, budgets, short)
-        groups = grouped(methods, budgets, refusals)
-
-        # On the CPU every document and a few methods are a process; on the GPU everything of one length is.
-        def on_cpu(names, taken, context, asked):
-            answers, error = tool.evaluate("cpu", names, taken, asked)
-            return context, answers, error and f"cpu, {context}, {','.join(names)}: {error}"
-
-        waiting = []
-        for context in contexts:
-            for family in families:
-                for names, taken in groups:
-                    for first in range(0, len(names), METHODS_A_RUN):
-                        waiting.append(pool.submit(on_cpu, names[first:first + METHODS_A_RUN], taken, context,
-                                                   ["--context", str(context), "--families", family, "--count", "1"]))
-        for names, taken in groups:
-            waiting.append(pool.submit(on_cpu, names, taken, "file", ["--questions", questions]))
-
-        gpu_begin = time.monotonic()
-        for context in ("file", *contexts):
-            asked = (["--questions", questions] if context == "file" else
-                     ["--context", str(context), "--families", ",".join(families), "--count", "1"])
-            for names, taken in groups:
-                answers, error = tool.evaluate(given.backend, names, taken, asked)
-                for name in names if error and len(names) > 1 else ():  # who was it?
-                    alone, error_alone = tool.evaluate(given.backend, [name], taken, asked)
-                    answers.update(alone)
-                    if error_alone:
-                        failures.append(f"{given.backend}, {context}, {name}: {error_alone}")
-                    error = None
-                if error:
-                    failures.append(f"{given.backend}, {context}, {','.join(names)}: {error}")
-                gpu.update({(context, *key): value for key, value in answers.items()})
-        for (method, budget), words in refusals.items():
-            _, error = tool.evaluate(given.backend, [method], [budget], short)
-            if not error or not same_words(words, error):
-                failures.append(f"{given.backend}, {method} at {budget}: {error or 'answers'}; the CPU refuses: {words}")
-        gpu_seconds = time.monotonic() - gpu_begin
-        for done in concurrent.futures.as_completed(waiting):
-            context, answers, error = done.result()
-            if error:
-                failures.append(error)
-            cpu.update({(context, *key): value for key, value in answers.items()})
-
-    asked = different = other_verdict = 0
-    worst, examples = {}, []
-    for key in sorted(set(cpu) & set(gpu), key=str):
-        (expected, right), (got, got_right) = cpu[key], gpu[key]
-        asked += len(expected)
-        count = sum(one != other for one, other in itertools.zip_longest(expected, got))
-        different += count
-        other_verdict += abs(right - got_right)
-        if count:
-            worst[key[1]] = worst.get(key[1], 0) + count
-            examples.append({"where": [*key], "cpu": expected, "gpu": got})
-    unmatched = len(set(cpu) ^ set(gpu))
-    if unmatched and not failures:
-        failures.append(f"{unmatched} answers were given by one backend only")
-
-    for failure in failures:
+    comparison = Comparison(tool, given.backend, [method["name"] for method in json.loads(listed)["methods"]],
+                            list(json.loads(TASKS.read_text(encoding="utf-8"))["families"]),
+                            BUDGETS[:max(1, round(len(BUDGETS) * given.scale))],
+                            CONTEXTS[len(CONTEXTS) - max(1, round(len(CONTEXTS) * given.scale)):])
+    comparison.run(given.jobs)
+    figures = comparison.judge()
+    figures["seconds"] = time.monotonic() - begin
+    for failure in figures["failures"]:
         print(f"FAILED {failure}")
-    for example in examples[:5]:
+    for example in figures["examples"][:5]:
         print(f"differs {example['where']}: cpu {example['cpu']!r}, {given.backend} {example['gpu']!r}")
-    skipped = {}
-    for method, budget in refusals:
-        skipped.setdefault(method, []).append(budget)
-    left_out = ", ".join(f"{method} at {'/'.join(map(str, refused))}" for method, refused in skipped.items())
-    good = not failures and asked > 0 and different <= MOST_DIFFERENT * asked
-    seconds = time.monotonic() - begin
-    verdict = (f"{different} of {asked} answers differ from the CPU's ({100 * different / max(asked, 1):.2f} %), "
-               f"{other_verdict} of them in right or wrong; {len(failures)} evaluations failed; left out: {left_out or 'none'}")
     if given.out:
-        pathlib.Path(given.out).write_text(json.dumps({
-            "asked": asked, "different": different, "other_verdict": other_verdict, "failures": failures,
-            "left_out": [{"method": m, "budget": b, "words": words} for (m, b), words in refusals.items()],
-            "different_by_method": worst, "examples": examples[:20], "methods": methods, "families": families,
-            "budgets": budgets, "contexts": contexts, "seconds": seconds, "gpu_seconds": gpu_seconds,
-            "verdict": verdict, "passed": good}, indent=1) + "\n", encoding="utf-8")
-    print(f"{'passed' if good else 'FAILED'} in {seconds:.0f} s ({gpu_seconds:.0f} on the GPU): {verdict}")
-    return 0 if good else 1
+        pathlib.Path(given.out).write_text(json.dumps(figures, indent=1) + "\n", encoding="utf-8")
+    print(f"{'passed' if figures['passed'] else 'FAILED'} in {figures['seconds']:.0f} s "
+          f"({figures['gpu_seconds']:.0f} on the GPU): {figures['verdict']}")
+    return 0 if figures["passed"] else 1
 
 
 if __name__ == "__main__":

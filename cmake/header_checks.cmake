@@ -41,6 +41,18 @@ if(cuda_works)
 
   # The GPU tests: built wherever CUDA compiles, run where there is a GPU (ctest -L gpu), else each says that it is skipped.
   file(GLOB_RECURSE gpu_tests CONFIGURE_DEPENDS tests/test_*.cu)
+  include(cmake/methods.cmake)
+  foreach(method IN LISTS tessera_methods)
+    # Half of the methods store fp16, the others bf16: which ones does not matter.
+    string(LENGTH "${method}" letters)
+    math(EXPR odd "${letters} % 2")
+    set(element bf16)
+    if(odd)
+      set(element fp16)
+    endif()
+    configure_file(tests/backend/cuda/cache/method.cu.in "test_gpu/test_cache_${method}.cu" @ONLY)
+    list(APPEND gpu_tests "${PROJECT_BINARY_DIR}/test_gpu/test_cache_${method}.cu")
+  endforeach()
   add_executable(test_gpu ${gpu_tests})
   target_link_libraries(test_gpu PRIVATE tessera_testing)
   tessera_cuda_options(test_gpu)

@@ -8,9 +8,18 @@ endfunction()
 set(checks "${PROJECT_SOURCE_DIR}/cmake/checks")
 tessera_source_check(layers Python3::Interpreter "${checks}/layers.py" "${PROJECT_SOURCE_DIR}")
 tessera_source_check(policy_rows Python3::Interpreter "${checks}/policy_rows.py" "${PROJECT_SOURCE_DIR}")
+tessera_source_check(sizes Python3::Interpreter "${checks}/sizes.py" "${PROJECT_SOURCE_DIR}")
 tessera_source_check(docs Python3::Interpreter "${checks}/docs.py" "${PROJECT_SOURCE_DIR}")
 tessera_source_check(forbidden_text Python3::Interpreter "${checks}/forbidden_text.py" "${PROJECT_SOURCE_DIR}")
 tessera_source_check(checks_fail_when_they_should Python3::Interpreter "${checks}/self_test.py" "${CMAKE_CXX_COMPILER}")
+if(TARGET tessera)  # the tool is part of what a new method has to reach
+  set(with_cuda OFF)
+  if(tessera_cuda_engine)
+    set(with_cuda ON)
+  endif()
+  tessera_source_check(new_method Python3::Interpreter "${checks}/new_method.py" "${PROJECT_SOURCE_DIR}"
+                       "${CMAKE_COMMAND}" "${CMAKE_GENERATOR}" "${CMAKE_CXX_COMPILER}" "${with_cuda}")
+endif()
 
 # tests/compile_fail/*.cpp must not compile, and must say why; control_*.cpp there must compile.
 file(GLOB compile_fail_files CONFIGURE_DEPENDS tests/compile_fail/*.cpp)

@@ -3,6 +3,11 @@
 #
 #   tests/run.sh [-DOPTION=VALUE ...]      the options go to CMake
 #   PRESET=debug tests/run.sh              another preset of CMakePresets.json
+#
+# One method's tests, after a first build (every case is tagged with its method's name):
+#   cmake --build build/release --target test_methods && build/release/bin/test_methods '[snapkv]'
+#   cmake --build build/release --target test_gpu && build/release/bin/test_gpu '[snapkv]'      where there is a GPU
+# A new header in include/tessera/methods needs no more than that: CMake makes its tests.
 set -uo pipefail
 cd "$(dirname "${BASH_SOURCE[0]}")/.."
 source tests/packages.sh

@@ -1,11 +1,14 @@
 #!/usr/bin/env python3
 """Checks that the pages say what the sources say.
 
-Usage: docs.py REPOSITORY. Three rules, for README.md, CONTRIBUTING.md and docs/:
+Usage: docs.py REPOSITORY. Four rules, for README.md, CONTRIBUTING.md and docs/:
 - A code block below `<!-- FILE [marker] -->` is, word for word, what stands in FILE between two lines `// [marker]`;
   README.md has at least one. Marked regions must be shown on some page.
 - docs/concepts.md has every sentence that the static_asserts of concepts/ and recipe.hpp print.
 - Links to files of the repository lead somewhere.
+- A source file that is named in backticks exists: by its path from the repository, include/tessera or examples, or, where
+  only its name is given, somewhere. Not looked at: names with capitals or brackets (placeholders), docs/compile_times.md
+  (a record of one day), and the header that docs/add_a_policy.md has the reader write.
 """
 import html
 import pathlib
@@ -14,6 +17,9 @@ import sys
 
 SNIPPET = re.compile(r"^<!-- (\S+) \[(\w+)\] -->\n```\w*\n(.*?)^```$", flags=re.M | re.S)
 LITERALS = re.compile(r'"(tessera: (?:[^"\\]|\\.)*)"((?:\s*"(?:[^"\\]|\\.)*")*)')
+FILE = re.compile(r"`((?:[a-z0-9_.-]+/)*[a-z0-9_]+\.(?:hpp|cuh|cpp|cu|py|sh|cmake))`")
+TO_BE_WRITTEN = "tempered_attention"
+RECORDS = ("compile_times.md",)
 LINK = re.compile(r"\]\(([^)#\s]+)[^)]*\)")
 
 
@@ -64,11 +70,24 @@ def check_links(pages):
                 yield page, f"the link to {target} leads nowhere"
 
 
+def check_files(root, pages):
+    sources = [root / part for part in ("include", "examples", "tests", "benchmarks", "cmake")]
+    names = {path.name for folder in sources for path in folder.rglob("*.*")}
+    for page in pages:
+        text = re.sub(r"^```.*?^```$", "", page.read_text(encoding="utf-8"), flags=re.M | re.S)
+        for name in FILE.findall(text) if page.name not in RECORDS else ():
+            found = name in names if "/" not in name else any(
+                (start / name.removeprefix("../")).is_file()
+                for start in (root, root / "include", root / "include" / "tessera", root / "examples"))
+            if not found and TO_BE_WRITTEN not in name:
+                yield page, f"there is no file {name}"
+
+
 def main(repository):
     root = pathlib.Path(repository).resolve()
     pages = [path for path in (root / "README.md", root / "CONTRIBUTING.md") if path.is_file()]
     pages += sorted((root / "docs").rglob("*.md"))
-    problems = [*check_snippets(root, pages), *check_sentences(root), *check_links(pages)]
+    problems = [*check_snippets(root, pages), *check_sentences(root), *check_links(pages), *check_files(root, pages)]
     for path, text in problems:
         print(f"{path.relative_to(root)}: {text}")
     print(f"{len(pages)} pages, {len(problems)} problems")

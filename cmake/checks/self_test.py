@@ -6,6 +6,7 @@ Usage: self_test.py COMPILER
 import contextlib
 import io
 import pathlib
+import subprocess
 import sys
 import tempfile
 import unittest
@@ -15,7 +16,9 @@ import compile_fail
 import docs
 import forbidden_text
 import layers
+import new_method
 import policy_rows
+import sizes
 
 COMPILER = sys.argv.pop(1) if len(sys.argv) > 1 else "c++"
 PRAGMA = "#pragma once\n"
@@ -93,6 +96,28 @@ class Checks(unittest.TestCase):
         self.assert_fails(policy_rows.main, header, "scorer/key_norm.hpp")
         self.assert_fails(policy_rows.main, {**header, "docs/policies.md": "| a | see `key_norm` |\n"}, "no row")
 
+    def test_every_method_needs_rows_that_agree_with_it(self):
+        good = {"include/tessera/methods/quick.hpp": "// arXiv:2404.14469\nstruct quick : recipe<retain<position, "
+                                                     "two_stage<uniform>, top_tokens>, dense<T>> {};\n",
+                "docs/policies.md": "| `quick` | `position` | `two_stage<uniform>` | `top_tokens` |\n",
+                "README.md": "| `quick` | the newest | arXiv:2404.14469 |\n"}
+        self.assert_passes(policy_rows.main, good)
+        for name, text, sentence in [
+            ("docs/policies.md", "", "no row that begins with | `quick` |"),
+            ("docs/policies.md", "| `quick` | `position` | `two_stage<pyramid>` | `top_tokens` |\n", "does not name `uniform`"),
+            ("README.md", "`quick` is quick\n", "README.md has no row that begins with | `quick` |"),
+            ("README.md", "| `quick` | | arXiv:2406.14469 |\n", "gives `quick` the paper arXiv:2406.14469"),
+        ]:
+            self.assert_fails(policy_rows.main, {**good, name: text}, sentence)
+
+    def test_a_new_method_must_reach_every_list(self):
+        # A tree that takes no notice of its headers.
+        files = {f"{part}/kept.txt": "" for part in ("cmake", "tests", "examples", "benchmarks")}
+        files |= {"CMakeLists.txt": "cmake_minimum_required(VERSION 3.25)\nproject(deaf NONE)\n", "LICENSE": "",
+                  "include/tessera/methods/snapkv.hpp": "struct snapkv;\n"}
+        self.assert_fails(lambda folder: new_method.main(folder, "cmake", "Ninja", COMPILER, "OFF"), files,
+                          "registry_list.cpp was not made")
+
     def test_pages_must_say_what_the_sources_say(self):
         marker, code = "<!-- examples/ladder/a.cpp [readme] -->\n", "```cpp\nint a;\n```\n"
         good = {"README.md": marker + code + "[more](docs/concepts.md)\n",
@@ -100,15 +125,40 @@ class Checks(unittest.TestCase):
                 "examples/ladder/a.cpp": "// [readme]\nint a;\n// [readme]\n",
                 "include/tessera/concepts/budget.hpp": '"tessera: a budget "\n  "must have a name"'}
         self.assert_passes(docs.main, good)
+        self.assert_passes(docs.main, {**good, "docs/files.md": "`concepts/budget.hpp`, `a.cpp`, `tests/NAME.cpp`\n"})
         for name, text, sentence in [
             ("README.md", code, "shows no marked region"),
             ("README.md", good["README.md"] + "[gone](docs/gone.md)\n", "docs/gone.md leads nowhere"),
             ("examples/ladder/a.cpp", "// [readme]\nint b;\n// [readme]\n", "the code differs"),
             ("examples/ladder/a.cpp", "int a;\n", "has no region"),
             ("examples/ladder/b.cpp", "// [more]\nint b;\n// [more]\n", "no page shows the region [more]"),
+            ("README.md", good["README.md"] + "`concepts/gone.hpp`\n", "there is no file concepts/gone.hpp"),
+            ("README.md", good["README.md"] + "`gone.cuh`\n", "there is no file gone.cuh"),
             ("docs/concepts.md", "tessera: a budget must\n", "lacks the sentence: tessera: a budget must have a name"),
         ]:
             self.assert_fails(docs.main, {**good, name: text}, sentence)
+
+    def test_a_step_that_hangs_is_ended_and_a_slow_one_is_not(self):
+        steps = pathlib.Path(__file__).resolve().parents[2] / "benchmarks" / "steps.sh"
+        with tempfile.TemporaryDirectory() as logs:
+            script = f"limit=60 logs={logs}; source {steps}\n" + """
+                attempt slow 2 bash -c 'for i in 1 2 3 4 5 6; do echo $i; sleep 0.5; done'
+                attempt hangs 1 bash -c 'echo begun; exec sleep 60'
+                attempt fails 5 bash -c 'exit 3'
+                limit=0
+                attempt late 5 true
+                echo "failed $failed" """
+            run = subprocess.run(["bash", "-c", script], stdout=subprocess.PIPE, text=True, timeout=60, check=False)
+            written = [line.split("\t")[:2] for line in pathlib.Path(logs, "steps.tsv").read_text().splitlines()]
+        self.assertEqual(written, [["slow", "0"], ["hangs", "silent"], ["fails", "3"], ["late", "124"]], run.stdout)
+        self.assertIn("failed 3", run.stdout)
+
+    def test_folders_and_files_have_a_size(self):
+        folder = {f"tests/core/{i}.cpp": "" for i in range(14)}
+        self.assert_passes(sizes.main, {**folder, "include/tessera/math/a.hpp": "\n" * 400})
+        self.assert_fails(sizes.main, {**folder, "tests/core/one_more.txt": ""}, "tests/core: 15 files; at most 14")
+        self.assert_fails(sizes.main, {"include/tessera/math/a.hpp": "\n" * 401}, "401 lines; at most 400")
+        self.assert_fails(sizes.main, {"include/tessera/cache.hpp": "\n" * 500}, "at most 437")
 
     def test_forbidden_text_is_found(self):
         self.assert_passes(forbidden_text.main, {"a.md": "frame/" + "work/ and ${root}/" + "work/ are fine\n"})

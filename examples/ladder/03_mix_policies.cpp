@@ -17,12 +17,14 @@
 
 using namespace tessera;
 
+// [method]
 // Two decisions: what stays in memory after the prompt (SnapKV's scores, Ada-KV's budget, in blocks), and what each
 // step reads of it (the tokens with most attention). No paper has this mixture.
 struct two_stages : recipe<retain<observation_window, adaptive, top_blocks>, dense<bf16, 64>,
                            retrieve<exact_score, top_tokens>, gathered_decode, once> {
   static constexpr const char* name = "two_stages";
 };
+// [method]
 // retain<exact_score, ...> here would stop with "tessera: a retained set cannot be chosen by a scorer that only sees
 // one decode step; use it in retrieve".
 
@@ -36,11 +38,12 @@ int main() {
 
   // Parameters can be set as members, or by name, as a command line does.
   const auto set = [&]<class T>(std::string_view wanted, T value) {
-    two_stages::parameters(policy, [&]<class P>(std::string_view name, P& parameter, const auto& /*allowed*/, const char* about) {
-      if (name != wanted) return;
-      std::printf("%s: %s\n", name.data(), about);
-      if constexpr (std::is_same_v<T, P>) parameter = value;
-    });
+    two_stages::parameters(policy,
+                           [&]<class P>(std::string_view name, P& parameter, const auto& allowed, const char* about) {
+                             if (name != wanted) return;
+                             std::printf("%s, %s: %s\n", name.data(), allowed.text().c_str(), about);
+                             if constexpr (std::is_same_v<T, P>) parameter = value;
+                           });
   };
   set("block", index_t(8));
   set("floor", 0.5f);

@@ -32,13 +32,8 @@ using stored_view = typename tessera::cpu::kv_store<tessera::dense<T, D, D>>::vi
       tessera::index_t, tessera::index_t, const tessera::rows_view<const float>&,                                 \
       const tessera::rows_view<const float>&, tessera::index_t);
 
-#define TESSERA_TOOL_KERNELS_OF(storage, T) \
-  TESSERA_TOOL_KERNELS(storage, T, 64)      \
-  TESSERA_TOOL_KERNELS(storage, T, 80)      \
-  TESSERA_TOOL_KERNELS(storage, T, 96)      \
-  TESSERA_TOOL_KERNELS(storage, T, 128)     \
-  TESSERA_TOOL_KERNELS(storage, T, 192)     \
-  TESSERA_TOOL_KERNELS(storage, T, 256)
+// TESSERA_TOOL_KERNELS_OF(storage, T): those of every head dim that this build is for.
+#include "tool_kernels.hpp"
 
 TESSERA_TOOL_KERNELS_OF(extern, tessera::fp32)
 TESSERA_TOOL_KERNELS_OF(extern, tessera::fp16)

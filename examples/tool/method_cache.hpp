@@ -86,7 +86,7 @@ struct cache_request {
   index_t tokens = 0;  ///< most tokens that the conversation will have; CUDA allocates for them, the CPU as they come
 };
 
-inline constexpr int head_dims[] = {64, 80, 96, 128, 192, 256};
+inline constexpr int head_dims[] = {TESSERA_TOOL_HEAD_DIMS};  // what this build of the tool is for
 
 struct parameter_info {
   std::string name, value, allowed, about;

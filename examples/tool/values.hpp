@@ -10,6 +10,7 @@
 #include <tessera/core/types.hpp>
 #include <tessera/core/units.hpp>
 #include <tessera/math/pool.hpp>
+#include <utility>
 #include <vector>
 
 #include "method_cache.hpp"
@@ -66,21 +67,15 @@ void require_one_of(std::string_view name, std::string_view text, const std::vec
 template <class Use>
 auto with_layout(element_type element, int head_dim, Use&& use) {
   const auto with_dim = [&]<class T>() {
-    switch (head_dim) {
-      case 64:
-        return use.template operator()<T, 64>();
-      case 80:
-        return use.template operator()<T, 80>();
-      case 96:
-        return use.template operator()<T, 96>();
-      case 128:
-        return use.template operator()<T, 128>();
-      case 192:
-        return use.template operator()<T, 192>();
-      case 256:
-        return use.template operator()<T, 256>();
-    }
-    tessera::fail("head_dim", head_dim, "64, 80, 96, 128, 192 or 256", "pass a model or tensors of such heads");
+    return [&]<std::size_t... I>(std::index_sequence<I...>) {
+      decltype(use.template operator()<T, head_dims[0]>()) made{};
+      std::string allowed;
+      const bool known = ((head_dim == head_dims[I] && (made = use.template operator()<T, head_dims[I]>(), true)) || ...);
+      ((allowed += (I == 0 ? "" : ", ") + std::to_string(head_dims[I])), ...);
+      tessera::require(known, "head_dim", head_dim, "one of " + allowed,
+                       "pass a model or tensors of such heads, or build the tool for them (TESSERA_TOOL_HEAD_DIMS)");
+      return made;
+    }(std::make_index_sequence<std::size(head_dims)>{});
   };
   switch (element) {
     case element_type::fp32:

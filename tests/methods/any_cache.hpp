@@ -61,35 +61,54 @@ class any_cache {
   virtual offset_t full_bytes(index_t tokens) const = 0;
 };
 
-/// Throws as the cache does; knows the published methods and some mixtures.
-std::unique_ptr<any_cache> make_cache(const settings& chosen, const tessera::model_shape& shape,
-                                      std::shared_ptr<tessera::cpu::executor> workers);
-
-/// What a method is made of, for the reference: its own description, not the recipe's.
+/// What a method is made of, as far as the reference knows; `other`: a policy that it does not know.
 struct traits {
-  enum class first { none, window, accumulated, position };
-  enum class share { uniform, pyramid, adaptive };
-  enum class second { none, exact, hsa, quest, sparq };
+  enum class first { none, window, accumulated, position, other };
+  enum class share { uniform, pyramid, adaptive, other };
+  enum class second { none, exact, hsa, quest, sparq, other };
   first scorer = first::none;
   share budget = share::uniform;
   second reads = second::none;
   bool blocks = false, each_step = false, filters = false, plans = false;
-  bool before_step = false;  // makes room before a step reads
-  bool pages = false;  // reads whole pages, whatever `unit` says
+  bool before_step = false;       // makes room before a step reads
+  bool pages = false;             // reads whole pages, whatever `unit` says
+  bool estimate = false;          // a step reads an estimate of the keys, and the budget pays for it
+  index_t window = 32, pool = 7;  // the method's own defaults
 
-  bool estimates() const { return reads != second::none && reads != second::exact; }
+  bool has_reference() const { return scorer != first::other && budget != share::other && reads != second::other; }
+  /// Whether the budget is one for a step's estimate and its attention.
+  bool pays_for_estimates() const { return plans || (estimate && scorer == first::none); }
 };
-const traits& traits_of(const std::string& method);
 
 /// A number that a method is run with, its budget among them, and what it may be.
 struct number {
   std::string name;
   double least, most, step;  // the next number that is refused lies a step beyond
 };
+
+/// A method or mixture that tests can make by its name.
+struct entry {
+  std::string name;
+  traits made_of;
+  std::vector<number> (*numbers)();
+  std::unique_ptr<any_cache> (*make)(const settings&, const tessera::model_shape&,
+                                     std::shared_ptr<tessera::cpu::executor>);
+};
+
+/// Throws as the cache does.
+std::unique_ptr<any_cache> make_cache(const settings& chosen, const tessera::model_shape& shape,
+                                      std::shared_ptr<tessera::cpu::executor> workers);
+const traits& traits_of(const std::string& method);
 std::vector<number> numbers_of(const std::string& method);
 
-/// The published methods and the mixtures that make_cache knows.
-const std::vector<std::string>& published_methods();
-const std::vector<std::string>& all_methods();
+/// One for every header of include/tessera/methods: CMake makes the list (registry.cpp.in).
+std::vector<entry> published_entries();
+/// Those of mixtures.hpp.
+std::vector<entry> mixture_entries();
+
+std::vector<std::string> published_methods();
+std::vector<std::string> mixed_methods();
+/// Both.
+std::vector<std::string> all_methods();
 
 }  // namespace methods_test

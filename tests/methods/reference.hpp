@@ -1,71 +1,20 @@
 // What every method must do, simulated in double with token lists: no cache, no tiles, no running sums.
 #pragma once
 
-#include "any_cache.hpp"
-#include "support/oracle.hpp"
+#include "model_data.hpp"
 #include "support/page_oracle.hpp"
-#include "support/random.hpp"
 
 namespace methods_test {
-
-namespace oracle = support::oracle;
-using support::rng;
-
-/// The tokens of one sequence in all layers: q, k, v [layers, tokens, heads, dim].
-struct model_data {
-  tessera::model_shape shape;
-  index_t tokens = 0;
-  std::vector<float> q, k, v;
-
-  /// With `distinct` > 0 the keys are copies of few rows: many tokens then tie exactly.
-  model_data(rng& random, const tessera::model_shape& shape_, index_t tokens_, index_t distinct = 0)
-      : shape(shape_), tokens(tokens_) {
-    const index_t rows = shape.layers * tokens * shape.kv_heads;
-    q = support::normals(random, std::size_t(shape.layers * tokens * shape.q_heads * dim), 1.5f);
-    k = distinct > 0 ? support::repeated_rows(random, rows, dim, distinct) : support::normals(random, std::size_t(rows * dim));
-    v = support::normals(random, std::size_t(rows * dim));
-  }
-
-  index_t group() const { return shape.q_heads / shape.kv_heads; }
-  const float* query(index_t layer, index_t token, index_t head) const {
-    return q.data() + ((offset_t(layer) * tokens + token) * shape.q_heads + head) * dim;
-  }
-  const float* key(index_t layer, index_t token, index_t head) const {
-    return k.data() + ((offset_t(layer) * tokens + token) * shape.kv_heads + head) * dim;
-  }
-  const float* value(index_t layer, index_t token, index_t head) const {
-    return v.data() + ((offset_t(layer) * tokens + token) * shape.kv_heads + head) * dim;
-  }
-
-  any_cache::rows queries(index_t layer, index_t first, index_t count) const {
-    return tessera::nhd_rows(query(layer, first, 0), count, shape.q_heads, dim);
-  }
-  any_cache::rows keys(index_t layer, index_t first, index_t count) const {
-    return tessera::nhd_rows(key(layer, first, 0), count, shape.kv_heads, dim);
-  }
-  any_cache::rows values(index_t layer, index_t first, index_t count) const {
-    return tessera::nhd_rows(value(layer, first, 0), count, shape.kv_heads, dim);
-  }
-
-  oracle::attended attend(const tessera::logit_rule& rule, index_t layer, index_t token, index_t q_head,
-                          const std::vector<index_t>& positions) const {
-    std::vector<const float*> keys, values;
-    for (const index_t position : positions) {
-      keys.push_back(key(layer, position, q_head / group()));
-      values.push_back(value(layer, position, q_head / group()));
-    }
-    return oracle::attend(query(layer, token, q_head), token, keys, values, positions, dim, dim, rule, q_head);
-  }
-};
 
 /// What one head should keep or read.
 struct choice {
   std::vector<index_t> positions;
-  std::vector<double> scores;      // of every stored token, finished
-  std::vector<index_t> stored;     // their positions
-  bool ambiguous = false;          // two different scores too close for fp32 stand on both sides of the cut
-  double slack = 0;                // what fp32 scores may be off by, beside a part of them
-  std::vector<std::vector<double>> probabilities{};  // by row and stored token, where missing mass goes to the mean of V
+  std::vector<double> scores;   // of every stored token, finished
+  std::vector<index_t> stored;  // their positions
+  bool ambiguous = false;       // two different scores too close for fp32 stand on both sides of the cut
+  double slack = 0;             // what fp32 scores may be off by, beside a part of them
+  std::vector<std::vector<double>>
+      probabilities{};  // by row and stored token, where missing mass goes to the mean of V
 };
 
 /// How a budget is split over both stages, by the published formulas.
@@ -76,7 +25,9 @@ struct reference_plan {
 class reference_cache {
  public:
   reference_cache(const settings& chosen, const model_data& data)
-      : chosen_(chosen), made_of_(traits_of(chosen.method)), data_(data),
+      : chosen_(chosen),
+        made_of_(traits_of(chosen.method)),
+        data_(data),
         heads_(std::size_t(data.shape.layers * data.shape.kv_heads)) {}
 
   const reference_plan& plan() const { return plan_; }
@@ -144,8 +95,8 @@ class reference_cache {
     const auto& positions = at(layer, head).positions;
     if (!made_of_.filters) return positions;
     std::vector<index_t> passed;
-    std::set_intersection(positions.begin(), positions.end(), at(layer, head).passed.begin(), at(layer, head).passed.end(),
-                          std::back_inserter(passed));
+    std::set_intersection(positions.begin(), positions.end(), at(layer, head).passed.begin(),
+                          at(layer, head).passed.end(), std::back_inserter(passed));
     return passed;
   }
 
@@ -178,7 +129,6 @@ class reference_cache {
   };
 
   bool accumulates() const { return made_of_.scorer == traits::first::accumulated; }
-  bool is_mt() const { return chosen_.method == "rocketkv_mt"; }
   bool each_step() const { return made_of_.each_step; }
   bool chooses() const { return made_of_.scorer != traits::first::none; }
   bool by_blocks() const { return made_of_.blocks; }
@@ -192,8 +142,8 @@ class reference_cache {
     double capacity = length, budget = chosen_.budget;
     if (made_of_.plans) {
       const double c = std::max(1.0, length / budget);
-      const double r = chosen_.values.count("split") ? chosen_.value("split", 0)
-                                                     : std::min(0.2 + 0.06 * std::log2(c), 0.8);
+      const double r =
+          chosen_.values.count("split") ? chosen_.value("split", 0) : std::min(0.2 + 0.06 * std::log2(c), 0.8);
       capacity = std::max(std::floor(length / std::pow(c, r)), std::min(2 * max_new, length));
       result.retained = index_t(capacity - max_new);
     } else if (chooses()) {
@@ -201,7 +151,7 @@ class reference_cache {
       capacity = std::min<double>(prompt, chosen_.budget) + max_new;
       budget = chosen_.value("read_tokens", chosen_.budget);
     }
-    const bool halved = made_of_.plans || made_of_.estimates();
+    const bool halved = made_of_.plans || made_of_.estimate;
     result.read = index_t(halved ? std::floor(budget / 2) : budget);
     const double ratio = std::max(1.0, capacity / budget);
     index_t page = 1, channels = dim;
@@ -214,7 +164,8 @@ class reference_cache {
     if (made_of_.reads != traits::second::sparq && asked > 0) page = asked;
     if (made_of_.reads == traits::second::hsa) channels = std::min(dim, int(std::floor(dim * double(page) / ratio)));
     if (made_of_.reads == traits::second::sparq) channels = std::max(1, int(std::floor(dim / ratio)));
-    if (made_of_.reads != traits::second::quest && chosen_.count("channels", 0) > 0) channels = chosen_.count("channels", 0);
+    if (made_of_.reads != traits::second::quest && chosen_.count("channels", 0) > 0)
+      channels = chosen_.count("channels", 0);
     result.page = page;
     result.channels = channels;
     return result;
@@ -234,7 +185,8 @@ class reference_cache {
       }
     }
     for (const index_t position : stored) keys.push_back(data_.key(layer, position, head));
-    return oracle::score_pages({kind, plan_.page, plan_.channels}, queries, at, q_heads, keys, stored, dim, chosen_.rule);
+    return oracle::score_pages({kind, plan_.page, plan_.channels}, queries, at, q_heads, keys, stored, dim,
+                               chosen_.rule);
   }
 
   /// As `pick`, for what a step reads: the cut may be open between the worst slot taken and the best left.
@@ -279,7 +231,8 @@ class reference_cache {
   std::vector<double> window_scores(index_t layer, index_t head, index_t rows) const {
     return window_scores(layer, head, rows, at(layer, head).positions);
   }
-  std::vector<double> window_scores(index_t layer, index_t head, index_t rows, const std::vector<index_t>& positions) const {
+  std::vector<double> window_scores(index_t layer, index_t head, index_t rows,
+                                    const std::vector<index_t>& positions) const {
     std::vector<double> scores(positions.size(), 0.0);
     for (index_t row = next_ - rows; row < next_; ++row) {
       for (index_t g = 0; g < data_.group(); ++g) {
@@ -301,19 +254,22 @@ class reference_cache {
   }
 
   std::vector<double> finished(const std::vector<double>& scores) const {
-    const index_t pool = chosen_.count("pool", made_of_.plans && !by_blocks() && !adapts() ? 63 : 7);
+    const index_t pool = chosen_.count("pool", made_of_.pool);
     if (accumulates()) return scores;
     return chosen_.count("pool_kind", 0) == 0 ? oracle::max_pool(scores, pool) : oracle::average_pool(scores, pool);
   }
 
   /// fp32 and double rank two scores alike only if they differ by more than this.
-  static bool too_close(double a, double b) { return a != b && std::abs(a - b) <= 3e-5 * std::max(std::abs(a), std::abs(b)); }
+  static bool too_close(double a, double b) {
+    return a != b && std::abs(a - b) <= 3e-5 * std::max(std::abs(a), std::abs(b));
+  }
 
   /// Notes what was picked, and whether rounding could have picked otherwise.
   void pick(choice& result, const std::vector<index_t>& slots, index_t tail, index_t keep) const {
     result.positions.clear();
     for (const index_t slot : slots) result.positions.push_back(result.stored[std::size_t(slot)]);
-    const std::vector<double> candidates(result.scores.begin(), result.scores.end() - std::min(tail, index_t(result.scores.size())));
+    const std::vector<double> candidates(result.scores.begin(),
+                                         result.scores.end() - std::min(tail, index_t(result.scores.size())));
     if (by_blocks() && !candidates.empty() && result.scores.size() > slots.size()) {
       ambiguous_block(result, candidates, keep - tail);
     } else if (keep > tail && keep - tail < index_t(candidates.size())) {
@@ -372,7 +328,7 @@ class reference_cache {
       for (choice& head : result) keep_ends(head.positions, 0);
       return result;
     }
-    index_t tail = std::min(turn_, chosen_.count("window", is_mt() ? 128 : 32));
+    index_t tail = std::min(turn_, chosen_.count("window", made_of_.window));
     if (accumulates()) tail = chosen_.count("recent", -1) < 0 ? kept_budget() / 2 : chosen_.count("recent", -1);
     std::vector<std::vector<double>> candidates;
     for (index_t h = 0; h < kv_heads; ++h) {
@@ -405,7 +361,8 @@ class reference_cache {
     }
     for (std::size_t h = 0; h < counts.size(); ++h) {
       if (falls()) {
-        counts[h] = oracle::pyramid_count(layer, data_.shape.layers, kept_budget(), chosen_.count("beta", 20), tail, lengths[h]);
+        counts[h] = oracle::pyramid_count(layer, data_.shape.layers, kept_budget(), chosen_.count("beta", 20), tail,
+                                          lengths[h]);
       }
       if (!falls() && !adapts()) counts[h] = std::min(lengths[h], kept_budget());
       counts[h] = std::clamp(counts[h], std::min(tail, lengths[h]), lengths[h]);
@@ -424,9 +381,8 @@ class reference_cache {
 
   /// StreamingLLM by its own words: the sinks and the newest, `budget` in all; a step's own tokens come before the sinks.
   void keep_ends(std::vector<index_t>& positions, index_t own) const {
-    const auto first_recent = std::size_t(std::count_if(positions.begin(), positions.end(), [&](index_t position) {
-      return position < chosen_.count("sinks", 4);
-    }));
+    const auto first_recent = std::size_t(std::count_if(
+        positions.begin(), positions.end(), [&](index_t position) { return position < chosen_.count("sinks", 4); }));
     const std::size_t drop = positions.size() - std::min(positions.size(), std::size_t(std::max(own, kept_budget())));
     const std::size_t from = std::min(first_recent, positions.size() - drop - std::size_t(own));
     positions.erase(positions.begin() + offset_t(from), positions.begin() + offset_t(from + drop));

@@ -15,7 +15,9 @@ struct run {
   index_t id;
 
   explicit run(const settings& chosen)
-      : cache(make_cache(chosen, {3, 4, 2}, std::make_shared<tessera::cpu::executor>(1))), data(make_data()), id(cache->open()) {
+      : cache(make_cache(chosen, {3, 4, 2}, std::make_shared<tessera::cpu::executor>(1))),
+        data(make_data()),
+        id(cache->open()) {
     prefill(*cache, id, data, 0, 200);
   }
   offset_t end_prefill() {
@@ -178,7 +180,8 @@ TEST_CASE("the paper's costs are those of its Table 1, and bytes held and read c
   CHECK(counted.sparq().storage == 1.5);
   CHECK(printed.eviction().storage == 1.0 / 64);
   CHECK(printed.hsa().storage == 1.25);
-  for (const auto& cost : {printed.rocketkv(0.56), counted.rocketkv_mt(0.5), printed.quest(), counted.sparq(), printed.hsa()}) {
+  for (const auto& cost :
+       {printed.rocketkv(0.56), counted.rocketkv_mt(0.5), printed.quest(), counted.sparq(), printed.hsa()}) {
     CHECK(cost.traffic == 1.0 / 64);
   }
 
@@ -210,7 +213,8 @@ TEST_CASE("the paper's costs are those of its Table 1, and bytes held and read c
   // One head a group: Quest reads one side, as Table 1 has it.
   const tessera::model_shape single{1, 1, 1};
   const model_data alone(random, single, 4100);
-  const auto quest = make_cache({"quest", 256, {{"max_new", 0}, {"page", 0}}}, single, std::make_shared<tessera::cpu::executor>(1));
+  const auto quest =
+      make_cache({"quest", 256, {{"max_new", 0}, {"page", 0}}}, single, std::make_shared<tessera::cpu::executor>(1));
   const index_t id = quest->open();
   prefill(*quest, id, alone, 0, 4096);
   quest->end_prefill(id);

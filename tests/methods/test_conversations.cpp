@@ -1,8 +1,7 @@
-// Laws that hold for every method through the whole cache: full budget, batches, exact counts, NaN.
+// Whole conversations of single methods: exact counts, turns, plans, NaN. Laws of every method are in test_laws.cpp.
 #include "catch.hpp"
 
 #include <limits>
-#include <numeric>
 
 #include "methods/conversation.hpp"
 
@@ -11,12 +10,6 @@ using namespace methods_test;
 namespace {
 
 std::shared_ptr<tessera::cpu::executor> one_thread() { return std::make_shared<tessera::cpu::executor>(1); }
-
-std::vector<index_t> everything(index_t tokens) {
-  std::vector<index_t> all(static_cast<std::size_t>(tokens));
-  std::iota(all.begin(), all.end(), 0);
-  return all;
-}
 
 /// A prompt in all layers, ended.
 index_t with_prompt(any_cache& cache, const model_data& data, index_t tokens) {
@@ -27,125 +20,6 @@ index_t with_prompt(any_cache& cache, const model_data& data, index_t tokens) {
 }
 
 }  // namespace
-
-TEST_CASE("at full budget every method answers as dense attention does, over several turns") {
-  rng random(141);
-  const tessera::model_shape shape{2, 6, 2};
-  const model_data data(random, shape, 150);
-  for (const auto& method : all_methods()) {
-    for (const index_t budget : {150, 1000}) {
-      // Where the budget pays for an estimate too, a step attends half of it.
-      if (budget < 300 && (traits_of(method).plans || traits_of(method).estimates())) continue;
-      CAPTURE(method, budget);
-      const settings chosen{method, budget};
-      const auto cache = make_cache(chosen, shape, one_thread());
-      const index_t id = cache->open();
-      index_t next = 0;
-      for (const turn& now : {turn{100, {1, 1, 8}}, turn{1, {1}}, turn{30, {3, 5}}}) {
-        prefill(*cache, id, data, next, now.prompt);
-        next += now.prompt;
-        cache->end_prefill(id);
-        for (const index_t count : now.steps) {
-          const auto results = decode(*cache, id, data, next, count);
-          for (index_t layer = 0; layer < shape.layers; ++layer) {
-            for (index_t t = 0; t < count; ++t) {
-              for (index_t h = 0; h < shape.q_heads; ++h) {
-                const auto expected = data.attend({}, layer, next + t, h, everything(next + count));
-                const std::size_t row = std::size_t((layer * count + t) * shape.q_heads + h);
-                REQUIRE(support::row_error(results.data() + row * dim, expected.out) < 1e-5);
-              }
-            }
-          }
-          next += count;
-        }
-        for (index_t layer = 0; layer < shape.layers; ++layer) {
-          for (index_t head = 0; head < shape.kv_heads; ++head) {
-            REQUIRE(cache->positions(layer, id, head) == everything(next));
-          }
-        }
-      }
-      REQUIRE(next == 150);
-    }
-  }
-}
-
-TEST_CASE("prompt attention through a cache sees what is stored, also in a later turn after an eviction") {
-  rng random(142);
-  const tessera::model_shape shape{1, 4, 2};
-  const model_data data(random, shape, 120);
-  for (const auto& method : all_methods()) {
-    CAPTURE(method);
-    const settings chosen{method, 40};
-    const auto cache = make_cache(chosen, shape, one_thread());
-    const index_t id = with_prompt(*cache, data, 80);
-    prefill(*cache, id, data, 80, 15);
-    prefill(*cache, id, data, 95, 25);
-    std::vector<float> out(std::size_t(25 * 4 * dim)), lse(25 * 4);
-    cache->prefill_attention(0, id, data.queries(0, 95, 25), tessera::nhd_rows(out.data(), 25, 4, dim),
-                             tessera::nhd_rows(lse.data(), 25, 4, 1));
-    for (index_t t = 0; t < 25; ++t) {
-      for (index_t h = 0; h < 4; ++h) {
-        const auto expected = data.attend({}, 0, 95 + t, h, cache->positions(0, id, h / 2));
-        REQUIRE(support::row_error(out.data() + (t * 4 + h) * dim, expected.out) < 1e-5);
-        REQUIRE(support::number_error(lse[std::size_t(t * 4 + h)], expected.lse) < 1e-5);
-      }
-    }
-  }
-}
-
-TEST_CASE("a batch of sequences of different lengths gives the bits of one call for each") {
-  rng random(143);
-  const tessera::model_shape shape{2, 4, 2};
-  const std::vector<index_t> prompts{70, 1, 33, 150};
-  for (const auto& method : all_methods()) {
-    CAPTURE(method);
-    std::vector<model_data> data;
-    for (const index_t prompt : prompts) data.emplace_back(random, shape, prompt + 5);
-    const settings chosen{method, 34};
-    const auto batched = make_cache(chosen, shape, std::make_shared<tessera::cpu::executor>(2));
-    std::vector<index_t> ids;
-    for (std::size_t b = 0; b < prompts.size(); ++b) ids.push_back(with_prompt(*batched, data[b], prompts[b]));
-    const auto single = batched->clone();
-    std::swap(ids[0], ids[2]);  // ids need not ascend
-    std::swap(data[0], data[2]);
-    for (const index_t count : {1, 4}) {
-      for (index_t layer = 0; layer < shape.layers; ++layer) {
-        std::vector<float> q, k, v;
-        for (std::size_t b = 0; b < ids.size(); ++b) {
-          const index_t next = single->next_position(ids[b]) - (layer > 0 ? count : 0);
-          const auto take = [&](std::vector<float>& to, const float* from, index_t heads) {
-            to.insert(to.end(), from, from + count * heads * dim);
-          };
-          take(q, data[b].query(layer, next, 0), shape.q_heads);
-          take(k, data[b].key(layer, next, 0), shape.kv_heads);
-          take(v, data[b].value(layer, next, 0), shape.kv_heads);
-        }
-        const index_t batch = index_t(ids.size());
-        std::vector<float> out(q.size()), alone(q.size()), lse(q.size() / dim), lse_alone(lse);
-        const auto queries = tessera::nhd_rows<const float>(q.data(), count, shape.q_heads, dim, batch);
-        const auto keys = tessera::nhd_rows<const float>(k.data(), count, shape.kv_heads, dim, batch);
-        const auto values = tessera::nhd_rows<const float>(v.data(), count, shape.kv_heads, dim, batch);
-        batched->decode(layer, ids, queries, keys, values, tessera::nhd_rows(out.data(), count, shape.q_heads, dim, batch),
-                        tessera::nhd_rows(lse.data(), count, shape.q_heads, 1, batch));
-        for (index_t b = 0; b < batch; ++b) {
-          const auto part = [b](auto rows) {
-            rows.data += b * rows.sequence_stride;
-            rows.sequences = 1;
-            return rows;
-          };
-          single->decode(layer, {ids[std::size_t(b)]}, part(queries), part(keys), part(values),
-                         part(tessera::nhd_rows(alone.data(), count, shape.q_heads, dim, batch)),
-                         part(tessera::nhd_rows(lse_alone.data(), count, shape.q_heads, 1, batch)));
-        }
-        REQUIRE(support::same_bits(out, alone));
-        REQUIRE(support::same_bits(lse, lse_alone));
-        for (const index_t id : ids) {
-          for (index_t h = 0; h < 2; ++h) REQUIRE(batched->positions(layer, id, h) == single->positions(layer, id, h));
-        }
-      }
-    }
-  }
-}
 
 TEST_CASE("streaming_llm and h2o hold exactly their budget after every step, sinks and newest among it") {
   rng random(144);
@@ -227,7 +101,8 @@ TEST_CASE("queries of the observed rows are all that a scorer needs of a chunk")
     REQUIRE(sparse->open() == id);
     for (index_t first = 0; first < 90; first += 30) {
       const index_t needed = method == "snapkv" ? 8 : 0;
-      sparse->prefill(0, id, data.queries(0, first + 30 - needed, needed), data.keys(0, first, 30), data.values(0, first, 30));
+      sparse->prefill(0, id, data.queries(0, first + 30 - needed, needed), data.keys(0, first, 30),
+                      data.values(0, first, 30));
     }
     sparse->end_prefill(id);
     for (index_t h = 0; h < 2; ++h) REQUIRE(sparse->positions(0, id, h) == whole->positions(0, id, h));
@@ -291,40 +166,8 @@ TEST_CASE("rocketkv_mt finds in the second turn what rocketkv dropped in the fir
   }
 }
 
-TEST_CASE("candidates are stored slots, each once, and nothing else is attended") {
-  rng random(150);
-  const tessera::model_shape shape{2, 4, 2};
-  const model_data data(random, shape, 400);
-  for (const auto& method : all_methods()) {
-    if (!traits_of(method).filters) continue;
-    CAPTURE(method);
-    const auto cache = make_cache({method, 40, {{"max_new", 20}, {"window", 16}}}, shape, one_thread());
-    cache->trace_attended(true);
-    const index_t id = cache->open();
-    index_t next = 0;
-    for (const turn& now : {turn{120, {1, 1, 5}}, turn{3, {1, 8}}, turn{90, {1, 1, 1}}, turn{60, {2}}}) {
-      prefill(*cache, id, data, next, now.prompt);
-      next += now.prompt;
-      cache->end_prefill(id);
-      for (const index_t count : now.steps) {
-        decode(*cache, id, data, next, count);
-        next += count;
-        for (index_t layer = 0; layer < 2; ++layer) {
-          for (index_t head = 0; head < 2; ++head) {
-            const auto readable = cache->readable(layer, id, head);
-            REQUIRE(cache->positions(layer, id, head) == everything(next));
-            REQUIRE(std::adjacent_find(readable.begin(), readable.end(), std::greater_equal<>{}) == readable.end());
-            REQUIRE((readable.front() >= 0 && readable.back() == next - 1));
-            const auto attended = cache->attended(layer, id)[std::size_t(head)];
-            REQUIRE(std::includes(readable.begin(), readable.end(), attended.begin(), attended.end()));
-          }
-        }
-      }
-    }
-  }
-}
-
-TEST_CASE("the plan is the first prompt's, whatever comes later, and a new budget is planned for at the next turn's end") {
+TEST_CASE(
+    "the plan is the first prompt's, whatever comes later, and a new budget is planned for at the next turn's end") {
   rng random(151);
   const tessera::model_shape shape{1, 2, 1};
   const model_data data(random, shape, 600);
@@ -346,26 +189,6 @@ TEST_CASE("the plan is the first prompt's, whatever comes later, and a new budge
     CHECK(cache->plan(id).read == 64);
     CHECK(cache->plan(id).ratio < first.ratio);
     decode(*cache, id, data, 501, 1);
-  }
-}
-
-TEST_CASE("a conversation may begin with a decode step") {
-  rng random(152);
-  const tessera::model_shape shape{1, 4, 2};
-  const model_data data(random, shape, 60);
-  for (const auto& method : all_methods()) {
-    CAPTURE(method);
-    const auto cache = make_cache({method, 40, {{"window", 4}}}, shape, one_thread());
-    const index_t id = cache->open();
-    for (index_t t = 0; t < 10; ++t) {
-      const auto results = decode(*cache, id, data, t, 1);
-      for (index_t h = 0; h < 4; ++h) {
-        REQUIRE(support::row_error(results.data() + h * dim, data.attend({}, 0, t, h, everything(t + 1)).out) < 1e-5);
-      }
-    }
-    prefill(*cache, id, data, 10, 30);
-    cache->end_prefill(id);
-    decode(*cache, id, data, 40, 1);
   }
 }
 

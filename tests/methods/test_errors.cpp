@@ -1,109 +1,24 @@
 // Every documented error: what it says, and that it leaves the cache as it was.
 #include "catch.hpp"
 
-#include <functional>
-
-#include "methods/conversation.hpp"
+#include "methods/refusals.hpp"
 
 using namespace methods_test;
 using tessera::nhd_rows;
 
-namespace {
-
-std::shared_ptr<tessera::cpu::executor> one_thread() { return std::make_shared<tessera::cpu::executor>(1); }
-
-const tessera::model_shape shape{2, 4, 2};
-
-/// The message of the tessera::error that an action throws.
-std::string said(const std::function<void()>& action) {
-  try {
-    action();
-  } catch (const tessera::error& refusal) {
-    return refusal.what();
-  }
-  return "nothing was thrown";
-}
-
-std::string said_on_making(const settings& chosen, const tessera::model_shape& of = shape) {
-  return said([&] { make_cache(chosen, of, one_thread()); });
-}
-
-/// A cache in the middle of its work, to be refused something.
-struct working {
-  std::unique_ptr<any_cache> cache;
-  model_data data;
-  index_t id, next = 0;
-  bool in_prompt = false;
-
-  explicit working(const settings& chosen) : cache(make_cache(chosen, shape, one_thread())), data(make_data()), id(cache->open()) {}
-
-  void prompt(index_t tokens) {
-    prefill(*cache, id, data, next, tokens);
-    next += tokens;
-    in_prompt = true;
-  }
-  void end_prompt() {
-    cache->end_prefill(id);
-    in_prompt = false;
-  }
-
-  /// Refused with these words in the message, and everything is as before: what is stored, and what comes next.
-  void refuses(const std::string& words, const std::function<void(any_cache&)>& action) {
-    CAPTURE(words);
-    const auto untouched = cache->clone();
-    const auto bytes = cache->bytes(id);
-    const auto message = said([&] { action(*cache); });
-    CHECK_THAT(message, contains(words));
-    CHECK_THAT(message, contains("; expected "));
-    CHECK(cache->bytes(id) == bytes);
-    CHECK(cache->next_position(id) == untouched->next_position(id));
-    for (index_t layer = 0; layer < shape.layers; ++layer) {
-      for (index_t head = 0; head < shape.kv_heads; ++head) {
-        CHECK(cache->positions(layer, id, head) == untouched->positions(layer, id, head));
-      }
-    }
-    const auto continued = cache->clone();
-    CHECK(support::same_bits(go_on(*continued), go_on(*untouched)));
-  }
-
- private:
-  std::vector<float> go_on(any_cache& copy) const {
-    index_t at = next;
-    if (in_prompt) {
-      prefill(copy, id, data, at, 2);
-      copy.end_prefill(id);
-      at += 2;
-    }
-    return decode(copy, id, data, at, 1);
-  }
-
-  static model_data make_data() {
-    rng random(161);
-    return {random, shape, 120};
-  }
-};
-
-/// Somewhere to write that nobody looks at.
-struct sink {
-  std::vector<float> memory = std::vector<float>(100 * 4 * dim);
-  tessera::rows_view<float> rows(index_t tokens, index_t heads = 4, index_t sequences = 1) {
-    return nhd_rows(memory.data(), tokens, heads, dim, sequences);
-  }
-};
-
-}  // namespace
-
 TEST_CASE("a budget below one token is refused when a cache is made and when it is changed") {
   for (const auto& method : all_methods()) {
-    if (method == "full") continue;  // has no budget
     CAPTURE(method);
     const traits& made_of = traits_of(method);
-    const bool token_budget = made_of.plans || (made_of.estimates() && made_of.scorer == traits::first::none);
-    const std::string least = token_budget ? "budget is 0; expected 16 to 16777216; "
-                                           : "budget is 0; expected 1 to 16777216; ";
+    if (made_of.scorer == traits::first::none && made_of.reads == traits::second::none) continue;  // has no budget
+    const bool token_budget = made_of.pays_for_estimates();
+    const std::string least =
+        token_budget ? "budget is 0; expected 16 to 16777216; " : "budget is 0; expected 1 to 16777216; ";
     CHECK_THAT(said_on_making({method, 0, {{"window", 1}}}), contains(least));
-    CHECK_THAT(said_on_making({method, -3, {{"window", 1}}}), contains(token_budget ? "budget is -3; expected 16 to" : "budget is -3; expected 1 to"));
-    if (token_budget) CHECK_THAT(said_on_making({method, 15, {{"window", 1}}}), contains("budget is 15; expected 16 to 16777216"));
+    CHECK_THAT(said_on_making({method, -3, {{"window", 1}}}),
+               contains(token_budget ? "budget is -3; expected 16 to" : "budget is -3; expected 1 to"));
+    if (token_budget)
+      CHECK_THAT(said_on_making({method, 15, {{"window", 1}}}), contains("budget is 15; expected 16 to 16777216"));
     working now({method, 40, {{"window", 4}}});
     now.prompt(60);
     now.end_prompt();
@@ -115,19 +30,25 @@ TEST_CASE("a budget below one token is refused when a cache is made and when it 
 TEST_CASE("parameters that make no sense are refused by name, with what is allowed and the cure") {
   const std::string raise = "lower the window or raise the budget";
   for (const std::string method : {"snapkv", "pyramidkv", "ada_snapkv", "two_stages"}) {
-    CHECK_THAT(said_on_making({method, 40, {{"window", 0}}}), contains("window is 0; expected 1 to 32768; it means: last prompt queries"));
-    CHECK_THAT(said_on_making({method, 40, {{"window", 41}}}), contains("window is 41; expected at most the budget, which is 40; " + raise));
-    CHECK_THAT(said_on_making({method, 40, {{"window", 4}, {"pool", 6}}}), contains("pool is 6; expected an odd number; pass 1"));
+    CHECK_THAT(said_on_making({method, 40, {{"window", 0}}}),
+               contains("window is 0; expected 1 to 32768; it means: last prompt queries"));
+    CHECK_THAT(said_on_making({method, 40, {{"window", 41}}}),
+               contains("window is 41; expected at most the budget, which is 40; " + raise));
+    CHECK_THAT(said_on_making({method, 40, {{"window", 4}, {"pool", 6}}}),
+               contains("pool is 6; expected an odd number; pass 1"));
     CHECK_THAT(said_on_making({method, 40, {{"window", 4}, {"pool", 0}}}), contains("pool is 0"));
   }
-  CHECK_THAT(said_on_making({"streaming_llm", 4}), contains("sinks is 4; expected at most one less than the budget, which is 4"));
+  CHECK_THAT(said_on_making({"streaming_llm", 4}),
+             contains("sinks is 4; expected at most one less than the budget, which is 4"));
   CHECK_THAT(said_on_making({"streaming_llm", 4, {{"sinks", -1}}}), contains("sinks is -1"));
   for (const std::string method : {"ada_snapkv", "two_stages"}) {
-    CHECK_THAT(said_on_making({method, 40, {{"floor", 1.5}}}), contains("floor is 1.5; expected 0 to 1; it means: fraction"));
+    CHECK_THAT(said_on_making({method, 40, {{"floor", 1.5}}}),
+               contains("floor is 1.5; expected 0 to 1; it means: fraction"));
     CHECK_THAT(said_on_making({method, 40, {{"floor", -0.5}}}), contains("floor is -0.5"));
   }
   CHECK_THAT(said_on_making({"pyramidkv", 40, {{"beta", 0}}}), contains("beta is 0; expected 1 to 16777216"));
-  CHECK_THAT(said_on_making({"h2o", 40, {{"recent", 41}}}), contains("recent is 41; expected at most the budget, which is 40"));
+  CHECK_THAT(said_on_making({"h2o", 40, {{"recent", 41}}}),
+             contains("recent is 41; expected at most the budget, which is 40"));
   CHECK_THAT(said_on_making({"two_stages", 40, {{"block", 0}}}), contains("block is 0; expected 1 to 16777216"));
   CHECK_THAT(said_on_making({"two_stages", 40, {{"read_tokens", 0}}}), contains("read_tokens is 0"));
 }
@@ -136,7 +57,8 @@ TEST_CASE("a budget that no longer fits its window or sinks is refused") {
   working snapkv({"snapkv", 40});
   snapkv.prompt(60);
   snapkv.end_prompt();
-  snapkv.refuses("window is 32; expected at most the budget, which is 31", [](any_cache& cache) { cache.set_budget(31); });
+  snapkv.refuses("window is 32; expected at most the budget, which is 31",
+                 [](any_cache& cache) { cache.set_budget(31); });
   working streaming({"streaming_llm", 40});
   streaming.prompt(60);
   streaming.end_prompt();
@@ -146,7 +68,8 @@ TEST_CASE("a budget that no longer fits its window or sinks is refused") {
 TEST_CASE("a model without layers or heads, or whose heads do not divide, is refused") {
   CHECK_THAT(said_on_making({"full", 1}, {0, 4, 2}), contains("layers is 0; expected at least 1"));
   CHECK_THAT(said_on_making({"full", 1}, {2, 4, 0}), contains("kv_heads is 0; expected at least 1"));
-  CHECK_THAT(said_on_making({"full", 1}, {2, 5, 2}), contains("q_heads is 5; expected a multiple of kv_heads, which is 2"));
+  CHECK_THAT(said_on_making({"full", 1}, {2, 5, 2}),
+             contains("q_heads is 5; expected a multiple of kv_heads, which is 2"));
   CHECK_THAT(said_on_making({"full", 1}, {2, 0, 2}), contains("q_heads is 0"));
 }
 
@@ -159,11 +82,14 @@ TEST_CASE("a wrong layer or sequence is refused everywhere") {
   now.cache->close(closed);
   const auto& data = now.data;
   const auto prefill_in = [&](index_t layer, index_t id) {
-    return [&data, layer, id](any_cache& cache) { cache.prefill(layer, id, data.queries(0, 60, 2), data.keys(0, 60, 2), data.values(0, 60, 2)); };
+    return [&data, layer, id](any_cache& cache) {
+      cache.prefill(layer, id, data.queries(0, 60, 2), data.keys(0, 60, 2), data.values(0, 60, 2));
+    };
   };
   const auto decode_in = [&](index_t layer, index_t id) {
     return [&data, &nowhere, layer, id](any_cache& cache) {
-      cache.decode(layer, {id}, data.queries(0, 60, 1), data.keys(0, 60, 1), data.values(0, 60, 1), nowhere.rows(1), {});
+      cache.decode(layer, {id}, data.queries(0, 60, 1), data.keys(0, 60, 1), data.values(0, 60, 1), nowhere.rows(1),
+                   {});
     };
   };
   for (const index_t layer : {-1, 2}) {
@@ -172,7 +98,9 @@ TEST_CASE("a wrong layer or sequence is refused everywhere") {
     now.refuses(words, decode_in(layer, now.id));
     now.refuses(words, [&](any_cache& cache) { cache.positions(layer, now.id, 0); });
     now.refuses(words, [&](any_cache& cache) { cache.attended(layer, now.id); });
-    now.refuses(words, [&](any_cache& cache) { cache.prefill_attention(layer, now.id, data.queries(0, 59, 1), nowhere.rows(1), {}); });
+    now.refuses(words, [&](any_cache& cache) {
+      cache.prefill_attention(layer, now.id, data.queries(0, 59, 1), nowhere.rows(1), {});
+    });
   }
   for (const index_t id : {index_t(-1), closed, index_t(99)}) {
     const std::string words = "sequence is " + std::to_string(id) + "; expected an id that open() returned";
@@ -199,7 +127,8 @@ TEST_CASE("tensors of other heads, tokens or batches are refused") {
   other_v.heads = 3;
   three.tokens = 3;
   const index_t id = now.id;
-  const auto both = [&](const std::string& words, const any_cache::rows& q_, const any_cache::rows& k_, const any_cache::rows& v_) {
+  const auto both = [&](const std::string& words, const any_cache::rows& q_, const any_cache::rows& k_,
+                        const any_cache::rows& v_) {
     now.refuses(words, [=](any_cache& cache) { cache.prefill(0, id, q_, k_, v_); });
     now.refuses(words, [&](any_cache& cache) { cache.decode(0, {id}, q_, k_, v_, nowhere.rows(2), {}); });
   };
@@ -218,8 +147,9 @@ TEST_CASE("tensors of other heads, tokens or batches are refused") {
   auto twice_q = q, twice_k = k, twice_v = v;
   twice_q.sequences = twice_k.sequences = twice_v.sequences = 2;
   twice_q.sequence_stride = twice_k.sequence_stride = twice_v.sequence_stride = 0;
-  now.refuses("sequence id in a batch is 0; expected given once",
-              [&](any_cache& cache) { cache.decode(0, {id, id}, twice_q, twice_k, twice_v, nowhere.rows(2, 4, 2), {}); });
+  now.refuses("sequence id in a batch is 0; expected given once", [&](any_cache& cache) {
+    cache.decode(0, {id, id}, twice_q, twice_k, twice_v, nowhere.rows(2, 4, 2), {});
+  });
 }
 
 TEST_CASE("a decode step of none or of more than eight tokens is refused") {
@@ -228,10 +158,11 @@ TEST_CASE("a decode step of none or of more than eight tokens is refused") {
   now.prompt(60);
   now.end_prompt();
   for (const index_t count : {0, 9}) {
-    now.refuses("tokens of a decode step is " + std::to_string(count) + "; expected 1 to 8; prefill longer runs", [&](any_cache& cache) {
-      cache.decode(0, {now.id}, now.data.queries(0, 60, count), now.data.keys(0, 60, count), now.data.values(0, 60, count),
-                   nowhere.rows(count), {});
-    });
+    now.refuses("tokens of a decode step is " + std::to_string(count) + "; expected 1 to 8; prefill longer runs",
+                [&](any_cache& cache) {
+                  cache.decode(0, {now.id}, now.data.queries(0, 60, count), now.data.keys(0, 60, count),
+                               now.data.values(0, 60, count), nowhere.rows(count), {});
+                });
   }
 }
 
@@ -241,7 +172,8 @@ TEST_CASE("a retrieving step of more tokens than it may read is refused") {
   now.prompt(60);
   now.end_prompt();
   now.refuses("budget is 3; expected at least the tokens of the step, which are 4", [&](any_cache& cache) {
-    cache.decode(0, {now.id}, now.data.queries(0, 60, 4), now.data.keys(0, 60, 4), now.data.values(0, 60, 4), nowhere.rows(4), {});
+    cache.decode(0, {now.id}, now.data.queries(0, 60, 4), now.data.keys(0, 60, 4), now.data.values(0, 60, 4),
+                 nowhere.rows(4), {});
   });
 }
 
@@ -251,23 +183,26 @@ TEST_CASE("a turn's order is kept: no decoding inside a prompt, no end without a
     CAPTURE(method);
     working now({method, 40, {{"window", 8}}});
     const auto& data = now.data;
-    CHECK_THAT(said([&] { now.cache->end_prefill(now.id); }), contains("tokens of this turn is 0; expected at least 1"));
+    CHECK_THAT(said([&] { now.cache->end_prefill(now.id); }),
+               contains("tokens of this turn is 0; expected at least 1"));
     now.prompt(60);
     now.refuses("tokens since the prompt began is 60; expected 0; call end_prefill", [&](any_cache& cache) {
-      cache.decode(0, {now.id}, data.queries(0, 60, 1), data.keys(0, 60, 1), data.values(0, 60, 1), nowhere.rows(1), {});
+      cache.decode(0, {now.id}, data.queries(0, 60, 1), data.keys(0, 60, 1), data.values(0, 60, 1), nowhere.rows(1),
+                   {});
     });
     now.end_prompt();
     now.refuses("tokens of this turn is 0; expected at least 1", [&](any_cache& cache) { cache.end_prefill(now.id); });
-    now.refuses("queries of a prompt chunk is 1; expected 1 to the tokens of this turn, which are 0", [&](any_cache& cache) {
-      cache.prefill_attention(0, now.id, data.queries(0, 59, 1), nowhere.rows(1), {});
-    });
+    now.refuses(
+        "queries of a prompt chunk is 1; expected 1 to the tokens of this turn, which are 0",
+        [&](any_cache& cache) { cache.prefill_attention(0, now.id, data.queries(0, 59, 1), nowhere.rows(1), {}); });
 
     // Layer 1 lacks a chunk; once it has come, the prompt can end.
     const auto whole = now.cache->clone();
     prefill(*whole, now.id, data, 60, 5);
     whole->end_prefill(now.id);
     now.cache->prefill(0, now.id, data.queries(0, 60, 5), data.keys(0, 60, 5), data.values(0, 60, 5));
-    CHECK_THAT(said([&] { now.cache->end_prefill(now.id); }), contains("tokens of a layer is 60; expected those of layer 0, which are 65"));
+    CHECK_THAT(said([&] { now.cache->end_prefill(now.id); }),
+               contains("tokens of a layer is 60; expected those of layer 0, which are 65"));
     now.cache->prefill(1, now.id, data.queries(1, 60, 5), data.keys(1, 60, 5), data.values(1, 60, 5));
     now.cache->end_prefill(now.id);
     CHECK(support::same_bits(decode(*now.cache, now.id, data, 65, 1), decode(*whole, now.id, data, 65, 1)));
@@ -281,8 +216,8 @@ TEST_CASE("layers step in order: none is left out of a step and none goes ahead"
   now.end_prompt();
   const auto decode_layer = [&](index_t layer, index_t at) {
     return [&, layer, at](any_cache& cache) {
-      cache.decode(layer, {now.id}, now.data.queries(layer, at, 1), now.data.keys(layer, at, 1), now.data.values(layer, at, 1),
-                   nowhere.rows(1), {});
+      cache.decode(layer, {now.id}, now.data.queries(layer, at, 1), now.data.keys(layer, at, 1),
+                   now.data.values(layer, at, 1), nowhere.rows(1), {});
     };
   };
   now.refuses("tokens of a layer before the step is 60; expected 59", decode_layer(1, 60));
@@ -300,18 +235,23 @@ TEST_CASE("an empty chunk, and a chunk without the queries that the scorer obser
     const auto& data = now.data;
     now.prompt(50);
     const index_t id = now.id;
-    now.refuses("tokens of a prompt chunk is 0; expected at least 1; skip empty chunks",
-                [&](any_cache& cache) { cache.prefill(0, id, data.queries(0, 50, 0), data.keys(0, 50, 0), data.values(0, 50, 0)); });
-    now.refuses("queries of a prompt chunk is 11; expected ",
-                [&](any_cache& cache) { cache.prefill(0, id, data.queries(0, 50, 11), data.keys(0, 50, 10), data.values(0, 50, 10)); });
+    now.refuses("tokens of a prompt chunk is 0; expected at least 1; skip empty chunks", [&](any_cache& cache) {
+      cache.prefill(0, id, data.queries(0, 50, 0), data.keys(0, 50, 0), data.values(0, 50, 0));
+    });
+    now.refuses("queries of a prompt chunk is 11; expected ", [&](any_cache& cache) {
+      cache.prefill(0, id, data.queries(0, 50, 11), data.keys(0, 50, 10), data.values(0, 50, 10));
+    });
     const bool accumulates = traits_of(method).scorer == traits::first::accumulated;
-    if (traits_of(method).scorer == traits::first::none || traits_of(method).scorer == traits::first::position) continue;
+    if (!accumulates && traits_of(method).scorer != traits::first::window) continue;
     const index_t needed = accumulates ? 10 : 8;
     const std::string scorer = accumulates ? "accumulated_attention" : "observation_window";
-    now.refuses("queries of a prompt chunk is " + std::to_string(needed - 1) + "; expected " + std::to_string(needed) + " to 10 (" +
-                    scorer + " observes them)",
-                [&](any_cache& cache) { cache.prefill(0, id, data.queries(0, 51, needed - 1), data.keys(0, 50, 10), data.values(0, 50, 10)); });
-    now.refuses("queries of a prompt chunk is 0", [&](any_cache& cache) { cache.prefill(0, id, {}, data.keys(0, 50, 1), data.values(0, 50, 1)); });
+    now.refuses("queries of a prompt chunk is " + std::to_string(needed - 1) + "; expected " + std::to_string(needed) +
+                    " to 10 (" + scorer + " observes them)",
+                [&](any_cache& cache) {
+                  cache.prefill(0, id, data.queries(0, 51, needed - 1), data.keys(0, 50, 10), data.values(0, 50, 10));
+                });
+    now.refuses("queries of a prompt chunk is 0",
+                [&](any_cache& cache) { cache.prefill(0, id, {}, data.keys(0, 50, 1), data.values(0, 50, 1)); });
   }
 }
 
@@ -323,12 +263,15 @@ TEST_CASE("parameters of two stages that make no sense are refused by name") {
     CHECK_THAT(said_on_making({method, 64, {{"split", -1}}}), contains("split is -1; expected adaptive, or 0 to 1"));
     CHECK_THAT(said_on_making({method, 64, {{"window", 0}}}), contains("window is 0"));
     CHECK_THAT(said_on_making({method, 64, {{"page", -1}}}), contains("page is -1"));
-    CHECK_THAT(said_on_making({method, 64, {{"channels", 65}}}), contains("channels is 65; expected 0 to the head dim, which is 64"));
+    CHECK_THAT(said_on_making({method, 64, {{"channels", 65}}}),
+               contains("channels is 65; expected 0 to the head dim, which is 64"));
   }
   CHECK_THAT(said_on_making({"hsa", 64, {{"max_new", -1}}}), contains("max_new is -1"));
   CHECK_THAT(said_on_making({"quest", 64, {{"page", -1}}}), contains("page is -1"));
-  CHECK_THAT(said_on_making({"sparq", 64, {{"recent", 33}}}), contains("recent is 33; expected at most what a step attends, which is 32"));
-  CHECK_THAT(said_on_making({"snapkv_quest", 64, {{"read_tokens", 15}}}), contains("read_tokens is 15; expected 16 to"));
+  CHECK_THAT(said_on_making({"sparq", 64, {{"recent", 33}}}),
+             contains("recent is 33; expected at most what a step attends, which is 32"));
+  CHECK_THAT(said_on_making({"snapkv_quest", 64, {{"read_tokens", 15}}}),
+             contains("read_tokens is 15; expected 16 to"));
 }
 
 TEST_CASE("a max_new that leaves no room for the window is refused when the prompt ends, and the prompt goes on") {
@@ -338,8 +281,10 @@ TEST_CASE("a max_new that leaves no room for the window is refused when the prom
     const auto untouched = now.cache->clone();
     const auto bytes = now.cache->bytes(now.id);
     const auto message = said([&] { now.cache->end_prefill(now.id); });
-    CHECK_THAT(message, contains("max_new is 5; expected a number that leaves room for the window of 20 tokens: with a prompt of "
-                                 "60 the first stage keeps 11; "));
+    CHECK_THAT(
+        message,
+        contains("max_new is 5; expected a number that leaves room for the window of 20 tokens: with a prompt of "
+                 "60 the first stage keeps 11; "));
     CHECK(now.cache->bytes(now.id) == bytes);
     CHECK(now.cache->next_position(now.id) == 60);
     CHECK(now.cache->positions(1, now.id, 1) == untouched->positions(1, now.id, 1));
@@ -354,13 +299,15 @@ TEST_CASE("a max_new that leaves no room for the window is refused when the prom
 }
 
 TEST_CASE("a turn ended twice, or a step inside a prompt, is refused and changes nothing") {
-  for (const std::string method : {"hsa", "quest", "sparq", "rocketkv", "rocketkv_mt", "snapkv_quest", "h2o_turns_quest"}) {
+  for (const std::string method :
+       {"hsa", "quest", "sparq", "rocketkv", "rocketkv_mt", "snapkv_quest", "h2o_turns_quest"}) {
     CAPTURE(method);
     working now({method, 40, {{"window", 4}, {"max_new", 10}}});
     sink out;
     now.prompt(60);
     now.refuses("tokens since the prompt began is 60; expected 0", [&](any_cache& cache) {
-      cache.decode(0, {now.id}, now.data.queries(0, 60, 1), now.data.keys(0, 60, 1), now.data.values(0, 60, 1), out.rows(1), {});
+      cache.decode(0, {now.id}, now.data.queries(0, 60, 1), now.data.keys(0, 60, 1), now.data.values(0, 60, 1),
+                   out.rows(1), {});
     });
     now.end_prompt();
     now.refuses("tokens of this turn is 0; expected at least 1", [&](any_cache& cache) { cache.end_prefill(now.id); });

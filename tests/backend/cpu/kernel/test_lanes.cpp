@@ -23,7 +23,8 @@ void loads_what_is_stored() {
   for (int pattern = 0; pattern < (sizeof(Stored) == 1 ? 256 : 65536); pattern += Dim) {
     Stored stored[Dim];
     for (int d = 0; d < Dim; ++d) {
-      const auto bits = std::uint32_t(sizeof(Stored) == 4 ? random.between(0, 1 << 30) * 4 + d % 4 : pattern + d);
+      const auto bits =
+          sizeof(Stored) == 4 ? std::uint32_t(random.between(0, 1 << 30)) * 4u : std::uint32_t(pattern + d);
       std::memcpy(stored + d, &bits, sizeof(Stored));
     }
     float rows[Dim], natural[Dim];

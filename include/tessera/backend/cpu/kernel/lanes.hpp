@@ -123,7 +123,7 @@ TESSERA_INLINE lanes load(const fp16* p) {
 TESSERA_INLINE lanes fp8_lanes(words bits) {
   // The sign stays, four copies of it fall out of the mask, exponent and mantissa come to stand where fp32 has them.
   const words x = std::bit_cast<words>(std::bit_cast<integers>(bits) >> 4) & 0x87f00000u;
-  const words not_a_number = (x & 0x07f00000u) == 0x07f00000u ? words{} + 0x7fc00000u : words{};
+  const auto not_a_number = std::bit_cast<words>((x & 0x07f00000u) == 0x07f00000u);  // all bits set is one too
   return std::bit_cast<lanes>(std::bit_cast<words>(std::bit_cast<lanes>(x) * 0x1p120f) | not_a_number);
 }
 using quarter_words = std::uint8_t __attribute__((vector_size(lane_count)));

@@ -1,0 +1,142 @@
+// `tessera compress` on the GPU against itself on the CPU, over random files for every method of the tool.
+#include "catch.hpp"
+
+#ifdef TESSERA_TOOL_CUDA
+#include <algorithm>
+#include <cmath>
+#include <cstdio>
+#include <tessera/core/error.hpp>
+
+#include "../temporary_folder.hpp"
+#include "engine/cuda/kv_cache.hpp"
+#include "engine/cuda/model.hpp"
+#include "support/random.hpp"
+#include "tool/backend.hpp"
+#include "tool/compress.hpp"
+#include "tool/registry.hpp"
+
+using support::rng;
+using tessera::index_t;
+using tool::backend;
+
+namespace {
+
+constexpr index_t files_of_a_method = 200;
+
+bool no_device() {
+  try {
+    engine::cuda::require_device();
+    return false;
+  } catch (const tessera::error&) {
+    WARN("skipped: no CUDA device on this machine");
+    return true;
+  }
+}
+
+struct layer_shape {
+  index_t kv_heads, q_heads, tokens, steps, dim;
+};
+
+layer_shape write_random_layer(rng& random, const std::filesystem::path& path) {
+  const index_t kv_heads = random.between(1, 3);
+  const layer_shape shape{kv_heads, kv_heads * random.pick({1, 2, 3, 4, 8}), random.between(1, 300),
+                          random.between(0, 4), random.pick({64, 128})};
+  const auto type = random.chance(0.5) ? engine::dtype::bf16 : engine::dtype::f16;
+  engine::safetensors_writer writer;
+  const auto add = [&](const char* name, index_t first, index_t second, float deviation) {
+    const auto values = support::normals(random, std::size_t(first) * std::size_t(second * shape.dim), deviation);
+    writer.add_rounded(name, {first, second, shape.dim}, values, type);
+  };
+  add("k", kv_heads, shape.tokens, 1);
+  add("v", kv_heads, shape.tokens, 1);
+  add("q", shape.tokens, shape.q_heads, 1.5f);
+  if (shape.steps > 0) {
+    add("q_decode", shape.steps, shape.q_heads, 1.5f);
+    add("k_decode", shape.steps, kv_heads, 1);
+    add("v_decode", shape.steps, kv_heads, 1);
+  }
+  writer.write(path);
+  return shape;
+}
+
+/// What `compress` says of a file: its lists and outputs, or the sentence by which it refuses.
+struct outcome {
+  std::vector<std::int64_t> kept, attended, kept_of_head, attended_of_head;
+  std::vector<float> out;
+  std::string refusal;
+};
+
+outcome run(const tool::compress_options& options, const std::filesystem::path& in, const std::filesystem::path& out,
+            const layer_shape& shape) {
+  outcome result;
+  try {
+    tool::compress(engine::safetensors_file::open(in), options).file.write(out);
+  } catch (const tessera::error& problem) {
+    result.refusal = problem.what();
+    return result;
+  }
+  const auto file = engine::safetensors_file::open(out);
+  const auto list = [&](const char* name) { return file.to_int64(name, std::vector<std::int64_t>{engine::any_size}); };
+  result.kept = list("keep.indices");
+  result.attended = list("attend.indices");
+  result.kept_of_head = list("keep.indptr");
+  result.attended_of_head = list("attend.indptr");
+  result.out = file.to_fp32("out", std::vector<std::int64_t>{shape.steps, shape.q_heads, shape.dim});
+  return result;
+}
+
+double distance(const std::vector<float>& a, const std::vector<float>& b) {
+  double difference = 0, size = 0;
+  for (std::size_t i = 0; i < a.size(); ++i) {
+    if (std::isnan(a[i])) return 1e9;
+    difference += (double(a[i]) - b[i]) * (double(a[i]) - b[i]);
+    size += double(b[i]) * b[i];
+  }
+  return std::sqrt(difference / std::max(size, 1e-30));
+}
+
+}  // namespace
+
+TEST_CASE("compress on CUDA equals the CPU on random files, for every method") {
+  if (no_device()) return;
+  const engine_tests::temporary_folder folder;
+  for (const auto& method : tool::methods()) {
+    rng random(200);  // the same files for every method
+    index_t differ = 0, refused = 0;
+    const index_t files = support::scaled(files_of_a_method);
+    for (index_t i = 0; i < files; ++i) {
+      const layer_shape shape = write_random_layer(random, folder / "in");
+      tool::compress_options options;
+      options.method = method.name;
+      options.budget = random.between(16, 300);
+      options.workers = std::make_shared<tessera::cpu::executor>(1);
+      INFO(method.name << ", file " << i << ": " << shape.kv_heads << " kv_heads, " << shape.q_heads << " q_heads, "
+                       << shape.tokens << " tokens, " << shape.steps << " steps, dim " << shape.dim << ", budget "
+                       << *options.budget);
+      const outcome expected = run(options, folder / "in", folder / "out", shape);
+      options.where = backend::cuda;
+      const outcome got = run(options, folder / "in", folder / "out", shape);
+      REQUIRE(got.refusal == expected.refusal);
+      refused += !expected.refusal.empty();
+      // Sums in another order may turn a near tie: then the lists differ by what was chosen in its place.
+      if (got.kept != expected.kept || got.attended != expected.attended) {
+        ++differ;
+        continue;
+      }
+      REQUIRE(got.kept_of_head == expected.kept_of_head);
+      REQUIRE(got.attended_of_head == expected.attended_of_head);
+      REQUIRE(distance(got.out, expected.out) < 0.01);
+    }
+    std::printf("compress, %-13s: %d of %d files differ by a near tie, %d refused on both\n", method.name.c_str(),
+                differ, files, refused);
+    INFO(method.name);
+    CHECK(differ <= files / 100);
+    CHECK(refused < files / 2);
+  }
+}
+
+#else
+
+TEST_CASE("compress on CUDA is not part of this build") { SUCCEED(); }
+
+#endif
