@@ -10,7 +10,7 @@ namespace {
 
 using method = rocketkv<bf16, head_dim>;
 using view_type = kv_view<bf16, head_dim>;
-using scorer_type = decltype(std::declval<method>().step_scorer(stage_plan{}));
+using scorer_type = method::retrieve_type::scorer_type;
 
 /// `apart`: a step in two launches, the choice and decode attention over it.
 enum class part { choose, attend, step, apart };
@@ -20,7 +20,7 @@ prepared rocket_step(index_t sequences, index_t context, index_t tokens, part wa
   method recipe;
   recipe.set_budget(tokens);
   const stage_plan plan = recipe.plan(context);
-  const scorer_type scorer = recipe.step_scorer(plan);
+  const scorer_type scorer = recipe.retrieve.planned(plan, head_dim).scorer;
   const read_plan reading = read_plan::of(scorer, plan.read);
   const index_t stored = plan.capacity - recipe.retain.budget.max_new / 2;  // half way through the answer
   const index_t pages = (ceil_div(stored, scorer.page) + 15) / 16 * 16, rows = sequences * kv_heads;
@@ -128,7 +128,8 @@ const int registered = [] {
     for (const index_t tokens : {256, 512, 1024, 2048, 4096}) cell(sequences, "128K", 131072, tokens);
     cell(sequences, "256K", 262144, 1024);
   }
-  for (const index_t tokens : {256, 1024}) cell(32, "128K", 131072, tokens);
+  for (const index_t tokens : {256, 1024}) cell(32, "128K", 131072, tokens);  // more rows than clusters
+  for (const index_t sequences : {12, 16}) cell(sequences, "128K", 131072, 1024);
   return 0;
 }();
 

@@ -54,8 +54,8 @@ class any_cache {
   virtual tessera::stage_plan plan(index_t id) const = 0;
   virtual void trace_attended(bool on) = 0;
   virtual std::vector<std::vector<index_t>> attended(index_t layer, index_t id) const = 0;
-  /// Writes nonsense over the values (and keys) of all stored positions of a head but `but`.
-  virtual void overwrite(index_t layer, index_t id, index_t head, const std::vector<index_t>& but, bool keys_too) = 0;
+  /// Writes nonsense over the keys and values of all stored positions of a head but `but`.
+  virtual void overwrite(index_t layer, index_t id, index_t head, const std::vector<index_t>& but) = 0;
   virtual offset_t bytes(index_t id) const = 0;
   virtual offset_t bytes_read(index_t id) const = 0;
   virtual offset_t full_bytes(index_t tokens) const = 0;

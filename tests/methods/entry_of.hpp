@@ -153,7 +153,7 @@ class cache_of final : public any_cache {
   std::vector<std::vector<index_t>> attended(index_t layer, index_t id) const override {
     return held_.attended(layer, id);
   }
-  void overwrite(index_t layer, index_t id, index_t head, const std::vector<index_t>& but, bool keys_too) override {
+  void overwrite(index_t layer, index_t id, index_t head, const std::vector<index_t>& but) override {
     const auto view = held_.view(layer, id);
     using stored = std::remove_pointer_t<decltype(view.k)>;
     for (index_t slot = 0; slot < view.length(0, head); ++slot) {

@@ -28,7 +28,7 @@ struct table_one {
   normalized_cost eviction() const { return {1 / c, 1 / c}; }
   /// Pages of c tokens.
   normalized_cost quest() const { return {1 + 1 / c, 1 / c}; }
-  /// K once more, by channel. (This library stores K once: 1.)
+  /// K once more, by channel.
   normalized_cost sparq() const { return {convention == cost_convention::printed ? 2.0 : 1.5, 1 / c}; }
   /// A first stage by c^r, pages of c^((1 - r) / 2) tokens over what is left.
   normalized_cost rocketkv(double r) const { return {1 / std::pow(c, r) + extrema(r), 1 / c}; }

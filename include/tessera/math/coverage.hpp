@@ -13,7 +13,12 @@ TESSERA_NAMESPACE_BEGIN
 /// channels are chosen; 0 for a query with nothing on the chosen channels: its logits are 0 whatever the scale.
 /// Paper    SparQ, arXiv:2312.04985, Sec. 4 (the temperature of its step 1).
 TESSERA_HD inline float coverage_scale(float scale, float chosen, float whole) {
+#ifdef __CUDA_ARCH__  // two instructions in place of two divisions and a root
+  if (chosen == whole) return chosen > 0 ? scale : 0.0f;
+  return chosen > 0 ? scale * rsqrtf(__fdividef(chosen, whole)) : 0.0f;
+#else
   return chosen > 0 ? scale / std::sqrt(chosen / whole) : 0.0f;
+#endif
 }
 
 TESSERA_NAMESPACE_END

@@ -22,7 +22,7 @@ TESSERA_NAMESPACE_BEGIN
 /// rounded down. Then the pages' bytes are 1 / (2 c) of the keys' and values'.
 /// Shapes   scores [kv_heads, tokens].   Unit: token; the slots of a page tie.
 /// Errors   page or channels out of range, channels above k_dim: tessera::error.
-/// Cost     one value per page and chosen channel is read; 2 * k_dim values per page are held. Nothing is held for page 1.
+/// Cost     one value per page and chosen channel is read; 2 * k_dim values per page are held, k_dim for page 1.
 /// Paper    RocketKV, arXiv:2502.14051, Sec. 3.4 and Algorithm 1, rounding of its accuracy code. Differs: a sum of 0
 ///          takes the smaller values, as that code does and Algorithm 1 does not; fp32 softmax; no padding of the last
 ///          page; the newest page is not forced in.

@@ -25,6 +25,10 @@ template <class T, int D>
 void holds_the_extrema(const support::kv_tensor<T, D>& kv, const cpu::page_index<T, D>& index) {
   const auto view = index.view();
   for (index_t h = 0; h < kv.kv_heads; ++h) {
+    for (index_t slot = 0; view.page == 1 && slot < kv.length(0, h); ++slot) {  // the keys, whatever they are
+      for (int d = 0; d < D; ++d) REQUIRE(same(view.lower(h, d)[slot], kv.k[kv.row(0, h, slot) * D + std::size_t(d)]));
+    }
+    if (view.page == 1) continue;
     for (index_t slot = 0; slot < kv.length(0, h); slot += view.page) {
       for (int d = 0; d < D; ++d) {
         float low = infinity, high = -infinity;
@@ -62,7 +66,7 @@ void fill_in_runs(std::uint64_t seed) {
       }
       kv.remember();
     }
-    const index_t page = random.pick({2, 3, 5, 16, 17, 500});
+    const index_t page = random.pick({1, 2, 3, 5, 16, 17, 500});
     cpu::page_index<T, D> whole, grown;
     whole.reset(kv_heads, page);
     grown.reset(kv_heads, page);
@@ -80,7 +84,7 @@ void fill_in_runs(std::uint64_t seed) {
       for (int d = 0; d < D; ++d) {
         for (index_t p = 0; p < ceil_div(now[std::size_t(h)], page); ++p) {
           REQUIRE(same(whole.view().lower(h, d)[p], grown.view().lower(h, d)[p]));
-          REQUIRE(same(whole.view().upper(h, d)[p], grown.view().upper(h, d)[p]));
+          if (page > 1) REQUIRE(same(whole.view().upper(h, d)[p], grown.view().upper(h, d)[p]));
         }
       }
     }
@@ -95,13 +99,13 @@ TEST_CASE("an index filled token by token holds the bits of one built at once, w
   fill_in_runs<fp16, 64>(213);
 }
 
-TEST_CASE("an index of pages of one slot holds nothing, and others two values per page and channel") {
+TEST_CASE("an index of pages of one slot holds keys once more, and others two values per page and channel") {
   support::rng random(214);
   const support::kv_tensor<fp32, 64> kv(random, 1, 2, {100, 40});
   cpu::page_index<fp32, 64> index;
   index.reset(2, 1);
   index.extend(kv.view());
-  CHECK(index.bytes() == 0);
+  CHECK(index.bytes() == 64 * 4 * (112 + 48));  // 100 and 40 slots, one to spare, in sixteens
   index.reset(2, 4);
   index.extend(kv.view());
   // 25 and 10 pages, one to spare, in sixteens.

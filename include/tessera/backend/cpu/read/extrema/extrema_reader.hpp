@@ -101,10 +101,8 @@ class extrema_reader {
     }
   }
 
-  /// Scores of pages need no list: only what is attended is looked up in it.
-  offset_t list_bytes(std::size_t at, index_t n, index_t count) const {
-    return offset_t(places_[at].index.page() > 1 ? count : n) * offset_t(sizeof(index_t));
-  }
+  /// An estimate needs no list: only what is attended is looked up in it.
+  offset_t list_bytes(std::size_t, index_t, index_t count) const { return count * offset_t(sizeof(index_t)); }
   /// Bytes of sums that a step reads, of one head.
   offset_t side_bytes() const { return averages ? offset_t(v_dim) * offset_t(sizeof(double)) : 0; }
   offset_t bytes(std::size_t at) const {

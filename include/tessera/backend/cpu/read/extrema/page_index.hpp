@@ -16,7 +16,8 @@ inline namespace TESSERA_HOST_ISA {
 /// those of the decoded keys, each rounded to the element type `T`.
 ///
 /// Folding a key into its page costs O(D) whatever the page holds, and gives the same as building the page anew. Where rows
-/// are dropped, slots move into other pages: `reset` and build again. Pages of one slot need no index: nothing is held.
+/// are dropped, slots move into other pages: `reset` and build again. Pages of one slot hold their key once, by channel: the
+/// second copy of K that lets a scorer read few channels of every key.
 template <class T, int D>
 class page_index {
  public:
@@ -37,7 +38,6 @@ class page_index {
   /// Folds every slot of the view that has not been folded yet, head by head.
   template <class View>
   void extend(const View& view) {
-    if (page_ == 1) return;
     bool room = true;
     for (index_t h = 0; h < view.kv_heads; ++h) {
       room &= ceil_div(view.length(0, h), page_) <= rooms_[std::size_t(h)];
@@ -48,6 +48,10 @@ class page_index {
       for (index_t slot = filled_[std::size_t(h)]; slot < view.length(0, h); ++slot) {
         float key[D];
         load_key(view, 0, h, slot, key);
+        if (page_ == 1) {
+          for (int d = 0; d < D; ++d) pages.lower(h, d)[slot] = T(key[d]);
+          continue;
+        }
         const index_t p = slot / page_;
         const bool first = slot % page_ == 0;
         constexpr float none = std::numeric_limits<float>::quiet_NaN();
@@ -66,7 +70,7 @@ class page_index {
   /// Valid until the index changes.
   page_extrema_view<const T, D> view() const { return {data_.data(), page_, 0, begins_.data(), rooms_.data()}; }
 
-  /// Bytes that are allocated for extrema.
+  /// Bytes that are allocated for pages.
   offset_t bytes() const { return offset_t(data_.capacity() * sizeof(T)); }
 
  private:
@@ -82,14 +86,14 @@ class page_index {
       const index_t wanted = filled_[std::size_t(h)] == 0 ? pages : pages + pages / 64;  // grows while decoding
       fresh.begins_[std::size_t(h)] = total;
       fresh.rooms_[std::size_t(h)] = ceil_div(wanted + 1, room_step) * room_step;
-      total += 2 * D * offset_t(fresh.rooms_[std::size_t(h)]);
+      total += page_row_elements(page_, D, fresh.rooms_[std::size_t(h)]);
     }
     fresh.data_.assign(std::size_t(total), T(0.0f));
     for (index_t h = 0; h < view.kv_heads; ++h) {
       for (int d = 0; d < D; ++d) {
         const index_t used = ceil_div(filled_[std::size_t(h)], page_);
         std::copy_n(view_of(*this).lower(h, d), used, view_of(fresh).lower(h, d));
-        std::copy_n(view_of(*this).upper(h, d), used, view_of(fresh).upper(h, d));
+        if (page_ > 1) std::copy_n(view_of(*this).upper(h, d), used, view_of(fresh).upper(h, d));
       }
     }
     fresh.filled_ = filled_;

@@ -122,34 +122,25 @@ void add_channels(const float* q, const std::vector<index_t>& channels, const Co
 
 /// logits [rows, stride] of every page of a head, before scale and cap.
 template <class View, class Scorer, int D>
-void page_products(const View& view, index_t sequence, index_t head,
-                   const page_extrema_view<const typename View::element_type, D>& index, const Scorer& scorer,
-                   index_t pages, offset_t stride, page_workspace<D>& memory) {
+void page_products(offset_t row, const page_extrema_view<const typename View::element_type, D>& index,
+                   const Scorer& scorer, index_t pages, offset_t stride, page_workspace<D>& memory) {
   using T = typename View::element_type;
   const page_query<D>& query = memory.query;
   const std::size_t channels = query.channels.size();
-  const offset_t row = offset_t(sequence) * view.kv_heads + head;
+  const bool single = index.page == 1;  // one side
   memory.logits.assign(std::size_t(query.rows() * stride), 0.0f);
   memory.columns.assign(2 * channels * tile_tokens, 0.0f);
   float* lower = memory.columns.data();
-  float* upper = index.page == 1 ? lower : lower + channels * tile_tokens;
+  float* upper = single ? lower : lower + channels * tile_tokens;
   const auto load_page_column = [](const T* from, index_t count, float* to) {
     for (index_t p = 0; p < tile_tokens; ++p) to[p] = p < count ? float(from[p]) : 0.0f;
   };
   for (index_t begin = 0; begin < pages; begin += tile_tokens) {
     const index_t count = std::min<index_t>(tile_tokens, pages - begin);
-    for (std::size_t i = 0; i < channels && index.page > 1; ++i) {
+    for (std::size_t i = 0; i < channels; ++i) {
       const int c = query.channels[i];
-      if (query.lower[i]) load_page_column(index.lower(row, c) + begin, count, lower + i * tile_tokens);
-      if (query.upper[i]) load_page_column(index.upper(row, c) + begin, count, upper + i * tile_tokens);
-    }
-    for (index_t p = 0; p < count && index.page == 1; ++p) {
-      const auto* key = view.key(sequence, head, begin + p);
-      const float scale = view.key_scale(sequence, head, begin + p);
-      for (std::size_t i = 0; i < channels; ++i) {
-        const float stored = static_cast<float>(key[query.channels[i] * view.k_strides.dim]);
-        lower[i * tile_tokens + std::size_t(p)] = View::is_raw ? stored : stored * scale;
-      }
+      if (query.lower[i] || single) load_page_column(index.lower(row, c) + begin, count, lower + i * tile_tokens);
+      if (query.upper[i] && !single) load_page_column(index.upper(row, c) + begin, count, upper + i * tile_tokens);
     }
     for (index_t r = 0; r < query.rows(); ++r) {
       const auto column = [&](std::size_t i) {
@@ -193,7 +184,7 @@ bool weigh_pages(const Scorer&, const logit_rule& rule, float scale, float sink,
 /// What a paged choice of one (sequence, kv_head) came to.
 struct page_choice {
   index_t count = 0;        ///< slots chosen
-  offset_t bytes_read = 0;  ///< of the index or the keys, beyond the chosen slots' keys
+  offset_t bytes_read = 0;  ///< of the index
 };
 
 /// Chooses what a step reads of one (sequence, kv_head): scores, selection, and the mass that was chosen.
@@ -219,7 +210,7 @@ page_choice choose_by_pages(const View& view, index_t sequence, index_t head,
   page_query<D>& query = memory.query;
   query.read(queries, rule, scorer, sequence, head, group);
   const offset_t stride = ceil_div(pages, tile_tokens) * offset_t(tile_tokens);
-  detail::page_products(view, sequence, head, index, scorer, pages, stride, memory);
+  detail::page_products<View>(offset_t(sequence) * view.kv_heads + head, index, scorer, pages, stride, memory);
 
   // A slot that no row sees ranks behind all that some row sees.
   auto& scores = memory.scores;
@@ -258,16 +249,9 @@ page_choice choose_by_pages(const View& view, index_t sequence, index_t head,
     }
     mass[r] = std::min(held, 1.0f);
   }
-  if (page == 1) {
-    // Keys of chosen slots are read whole by the attention anyway.
-    const offset_t key_bytes = offset_t(query.channels.size()) * offset_t(sizeof(typename View::stored_type)) +
-                               (View::encoding_type::scaled ? offset_t(sizeof(float)) : 0);
-    result.bytes_read = (n - result.count) * key_bytes;
-  } else {
-    offset_t sides = 0;
-    for (std::size_t i = 0; i < query.channels.size(); ++i) sides += query.lower[i] + query.upper[i];
-    result.bytes_read = pages * sides * offset_t(sizeof(typename View::element_type));
-  }
+  offset_t columns = 0;
+  for (std::size_t i = 0; i < query.channels.size(); ++i) columns += page == 1 ? 1 : query.lower[i] + query.upper[i];
+  result.bytes_read = columns * pages * offset_t(sizeof(typename View::element_type));
   return result;
 }
 

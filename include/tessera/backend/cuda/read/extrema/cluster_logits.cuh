@@ -159,11 +159,11 @@ struct cluster_products {
     found.x = highest;
   }
 
-  /// All of the block's pages with the rows from `r` = from + l / 4 on; `coming` is the next unit to stage. Returns what a
-  /// lane has found in its pages.
-  __device__ float2 run(staged_unit coming, const logit_rule& rule, bool mine, float scale, const slot_run& run,
-                        index_t r, const page_scratch& to) const {
-    const index_t last_slot = min(run.end, at.n);
+  /// All of the block's pages with the rows from `from` on, a lane's row being `from` + l / 4; `coming` is the next unit to
+  /// stage. `scales` and `runs` are read behind the first barrier here. Returns what a lane has found in its pages.
+  __device__ float2 run(staged_unit coming, const logit_rule& rule, const page_choice& c, const float* scales,
+                        const slot_run* runs, index_t from, const page_scratch& to) const {
+    const index_t r = from + lane / 4;
     float2 found = make_float2(-infinity, 0);
     float acc[tile_width / 8][4] = {};
     float* const row_logits = to.logits_of(at.row, 0);
@@ -173,7 +173,7 @@ struct cluster_products {
       const index_t local = unit.page + warp * tile_width;
       const bool works = warp * tile_width < ring_pages && at.begin + local < at.end;
       wait_copies<stages - 1>();
-      __syncthreads();  // every thread's copies of this unit are there; so are the weights, before the first
+      __syncthreads();  // every thread's copies of this unit are there; before the first, so are weights, scales, runs
       if (works) multiply_unit(unit, acc);
       if (there(coming)) {
         __syncthreads();  // all have read the unit that the next one overwrites
@@ -182,7 +182,10 @@ struct cluster_products {
         commit_copies();
       }
       if (unit.step + unit_steps < steps || !works) continue;
-      if (mine) finish_tile(rule, scale, run, last_slot, r, to.stride, row_logits, local, acc, found);
+      if (r < at.rows) {
+        const slot_run run = runs[c.by_group.quotient(r)];
+        finish_tile(rule, scales[r], run, min(run.end, at.n), r, to.stride, row_logits, local, acc, found);
+      }
 #pragma unroll
       for (int j = 0; j < tile_width / 8; ++j) acc[j][0] = acc[j][1] = 0;
     }

@@ -134,8 +134,7 @@ struct cluster_columns {
 #pragma unroll 1
         for (int at = d / 4 * 4 + part; at < d; at += ranked_by) before += asked.weight[at] == weight;  // its own four
       }
-#pragma unroll
-      for (int step = 1; step < ranked_by; step *= 2) before += __shfl_xor_sync(~0u, before, step);
+      before = lanes_sum<ranked_by>(before);
       if (ranks) place = before;
     }
     chosen = ranks && place < channels;

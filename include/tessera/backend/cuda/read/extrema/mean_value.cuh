@@ -14,12 +14,12 @@ namespace cuda {
 /// A step's outputs and what was chosen for them; every pointer is a device pointer.
 template <class View, class Out = float>
 struct mean_value_problem {
-  View view;                    ///< lengths count the step's own tokens
-  double* sums = nullptr;       ///< [rows, v_dim]: of V over the slots before the step's; gets those of all slots
+  View view;                     ///< lengths count the step's own tokens
+  double* sums = nullptr;        ///< [rows, v_dim]: of V over the slots before the step's; gets those of all slots
   const index_t* ids = nullptr;  ///< [sequences], whose sums those of the view are; null: its own rows
-  const float* mass = nullptr;  ///< [rows, tokens * group], as choose_pages writes it; null: only the sums are wanted
-  rows_view<Out> out;           ///< [sequences, tokens, q_heads, v_dim]; gets mass * out + (1 - mass) * mean
-  index_t tokens = 0;           ///< of the step
+  const float* mass = nullptr;   ///< [rows, tokens * group], as choose_pages writes it; null: only the sums are wanted
+  rows_view<Out> out;            ///< [sequences, tokens, q_heads, v_dim]; gets mass * out + (1 - mass) * mean
+  index_t tokens = 0;            ///< of the step
 };
 
 namespace detail {
@@ -31,7 +31,8 @@ __device__ inline offset_t sums_row(const index_t* ids, index_t row, index_t hea
 
 template <class View>
 __device__ double finite_value(const View& view, index_t sequence, index_t head, index_t slot, int d) {
-  const float x = float(view.value(sequence, head, slot)[d * view.v_strides.dim]) * view.value_scale(sequence, head, slot);
+  const float x =
+      float(view.value(sequence, head, slot)[d * view.v_strides.dim]) * view.value_scale(sequence, head, slot);
   return is_finite(x) ? double(x) : 0.0;
 }
 
@@ -113,7 +114,8 @@ class mean_value {
     auto* partial = static_cast<double*>(workspace);
     detail::sum_values_entry<View><<<dim3(parts, unsigned(rows)), detail::sum_threads, 0, stream>>>(view, partial);
     check(cudaGetLastError(), "launch of sum_values");
-    detail::merge_sums_entry<View::v_dim><<<unsigned(rows), View::v_dim, 0, stream>>>(partial, parts, sums, ids, view.kv_heads);
+    detail::merge_sums_entry<View::v_dim>
+        <<<unsigned(rows), View::v_dim, 0, stream>>>(partial, parts, sums, ids, view.kv_heads);
     check(cudaGetLastError(), "launch of merge_sums");
   }
 

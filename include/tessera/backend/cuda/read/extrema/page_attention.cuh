@@ -11,6 +11,7 @@ namespace detail {
 
 /// Shared memory behind the choice's. Chosen slots go round the blocks in tiles of 16; a warp stages a tile at a time where
 /// the choice had its columns, and leaves what it made of it there.
+/// Four warps a tile where a block has few tiles lost: 0.5 us of 15.4 (H200, CUDA 13.0, B1 32K, 1,024 tokens).
 template <class View>
 struct cluster_attention {
   using T = typename View::element_type;
@@ -137,7 +138,6 @@ struct chosen_attention {
   using attention = cluster_attention<View>;
   using blocks_of = block_group<Alone>;
   static constexpr int D = View::k_dim, Dv = View::v_dim, tokens = attention::tokens;
-  static constexpr float log2e = 1.44269504088896341f;
 
   const page_problem<View>& p;
   const page_choice& c;
@@ -306,7 +306,7 @@ __global__ void __launch_bounds__(cluster_threads, 1)
   auto* const bytes = reinterpret_cast<unsigned char*>(page_memory);
   auto* const own = reinterpret_cast<index_t*>(bytes + attention::slots_at(layout.bytes));
   const bool known = c.unit == selection_unit::token;  // how many are chosen: then they are counted where they arrive
-  const cluster_choice<View, Scorer, Alone> choice{p, scorer, c, to, layout, s, asked};
+  const cluster_choice<View, Scorer, Alone, true> choice{p, scorer, c, to, layout, s, asked};
   index_t read = 0;
   const bool put = choice.run(bytes, read, [&](index_t place, index_t slot) {
     const index_t tile = place / tokens;

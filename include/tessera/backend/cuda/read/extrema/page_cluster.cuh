@@ -50,8 +50,8 @@ struct newest_slots {
 /// Chooses by all blocks of a group (a cluster, or a block alone). Each has a share of a row's pages and hands their keys
 /// to all others; all find the cut, and each calls put(place, slot) for what is chosen of its own. `run` returns false in
 /// all blocks where the first one has written the choice and nothing was put; `read` gets the tokens that the row's plan
-/// attends.
-template <class View, class Scorer, bool Alone>
+/// attends. `Few`: a row has at most `cluster_rows` queries, so nothing is kept for a second group of them.
+template <class View, class Scorer, bool Alone, bool Few = false>
 struct cluster_choice {
   using T = typename View::element_type;
   using blocks_of = block_group<Alone>;
@@ -81,10 +81,10 @@ struct cluster_choice {
     at.group = c.group, at.rows = c.tokens * at.group;
     if (thread < at.rows) asked.usable[thread] = true;
     cluster_columns<View, Scorer> columns(p, scorer, c, asked, thread, lane, warp);
-    columns.load(at);
     const read_plan plan = load_plan(p.plans + at.sequence);
-    const index_t position = p.first_position[at.sequence], room = p.index.pages_of_room(at.row);
     at.n = p.view.length(at.sequence, at.head), at.page = plan.page;
+    const index_t position = p.first_position[at.sequence], room = p.index.pages_of_room(at.row);
+    columns.load(at);
     const index_t last = p.view.positions && at.n > 0 ? p.view.position(at.sequence, at.head, at.n - 1) : at.n - 1;
     const page_bounds bounds(c, plan, at.n);
     const index_t share = (((bounds.pages + blocks - 1) >> blocks_of::log_blocks()) + 31) / 32 * 32;
@@ -107,10 +107,10 @@ struct cluster_choice {
       blocks_of::wait_for_start();
       return false;
     }
-    estimate(at, memory, columns, bounds.limit, (both ? 2 : 1) * columns.second / step_columns, position, last);
     const even_items even(c, plan, at.row, bounds);
+    estimate(at, memory, columns, bounds.limit, (both ? 2 : 1) * columns.second / step_columns, position, last);
     const bool uniform = s.uniform;
-    if (at.fits && uniform) make_keys(at, memory, bounds, even, share);
+    if (at.fits && uniform) make_keys(at, memory, bounds, even);
     if (!at.fits || !uniform || c.mass || bounds.whole() || bounds.room == 0) {
       blocks_of::arrive();  // logits in device memory are seen behind it
       blocks_of::wait();
@@ -146,14 +146,14 @@ struct cluster_choice {
                            index_t last) const {
     const cluster_products<View, Scorer> products(at, memory, p.index.lower(at.row, 0), layout, steps, lane, warp);
     const int parts_each = blocks * warps;
-    for (index_t from = 0; from < at.rows; from += cluster_rows) {
+    for (index_t from = 0; from < (Few ? 1 : at.rows); from += cluster_rows) {
       const index_t r = from + lane / 4;
       const bool mine = r < at.rows;
       if (from > 0) __syncthreads();  // the weights of the rows before are not read any more
       staged_unit coming;
 #pragma unroll 1
       for (int i = 0; i < stages; ++i) products.stage(coming);
-      // While they come: weights, scales and visible slots.
+      // While they come: weights, scales and visible slots. The products' first barrier lies before all who read these.
       columns.weigh(at, memory, from);
       if (from == 0) {
         columns.scale_rows(at, memory.q);
@@ -161,12 +161,11 @@ struct cluster_choice {
           const slot_run run = visible_run(p.view, at.sequence, at.head, p.rule, at.n, last, position + warp, lane);
           if (lane == 0) s.runs[warp] = run;
         }
-        __syncthreads();  // scales and runs are there
-        if (warp == warps - 1) find_cuts(s, c, p.plans[at.sequence], limit);
+        if (at.begin >= at.end) __syncthreads();  // no products: the same for what is done without them
       }
-      const float scale = mine ? asked.scale[r] : 0.0f;
-      const slot_run run = mine ? s.runs[c.by_group.quotient(r)] : slot_run{0, 0};
-      const float2 found = products.run(coming, p.rule, mine, scale, run, r, to);
+      const float2 found = products.run(coming, p.rule, c, asked.scale, s.runs, from, to);
+      // The last warp: it has pages to multiply only where shares are long.
+      if (from == 0 && warp == warps - 1) find_cuts(s, c, p.plans[at.sequence], limit);
       if (from == 0) blocks_of::wait_for_start();
       send_parts(memory, found, mine, r, parts_each);
     }
@@ -222,10 +221,11 @@ struct cluster_choice {
 
   /// Keys of the block's pages, where each is seen whole or not at all, go to all blocks, and so do their ranges.
   __device__ void make_keys(const cluster_share& at, const pointers& memory, const page_bounds& bounds,
-                            const even_items& even, index_t share) const {
+                            const even_items& even) const {
     unsigned low = ~0u, high = 0;
 #pragma unroll 1
-    for (index_t i = thread; i < at.end - at.begin; i += threads) {
+    for (index_t first = warp * 32; at.begin + first < at.end; first += threads) {
+      const index_t i = first + lane;
       float sum = 0;
       bool any = false;
 #pragma unroll 1
@@ -241,16 +241,15 @@ struct cluster_choice {
       }
       const unsigned key = ordered_bits(any ? sum : -infinity);
       if (at.begin + i < even.items) low = min(low, key), high = max(high, key);
-      memory.keys[at.begin + i] = key;
-    }
-    if constexpr (!Alone) {
-      __syncthreads();  // this block's keys are there
+      memory.keys[at.begin + i] = key;  // shares are whole tiles of 32: what is behind the last page is never read
+      if constexpr (!Alone) {
+        __syncwarp();  // the warp's keys are there: it sends them by fours
 #pragma unroll 1
-      for (int i = thread; i < int(share / 4) << blocks_of::log_blocks(); i += threads) {
-        const int of = i & (blocks - 1);
-        const index_t quad = i >> blocks_of::log_blocks();
-        if (of != rank && at.begin + quad * 4 < at.end) {
-          uint4* const mine = reinterpret_cast<uint4*>(memory.keys + at.begin) + quad;
+        for (int j = lane; j < 8 << blocks_of::log_blocks(); j += 32) {
+          const int of = j & (blocks - 1);
+          const index_t four = first + (j >> blocks_of::log_blocks()) * 4;
+          if (of == rank || at.begin + four >= at.end) continue;
+          uint4* const mine = reinterpret_cast<uint4*>(memory.keys + at.begin + four);
           blocks_of::send(mine, of, *mine, asked.keys);
         }
       }
@@ -261,7 +260,8 @@ struct cluster_choice {
     }
     low = __reduce_min_sync(~0u, low), high = __reduce_max_sync(~0u, high);
     if (lane < blocks) blocks_of::send(memory.ranges + rank * warps + warp, lane, make_uint2(low, high), asked.keys);
-    blocks_of::wait_for(asked.keys);  // keys of all pages and ranges of all warps are there
+    if constexpr (!Alone) __syncthreads();  // this block's keys are there
+    blocks_of::wait_for(asked.keys);        // and those of the others, and the ranges of all warps
   }
 
   /// The smallest and the largest key of all.

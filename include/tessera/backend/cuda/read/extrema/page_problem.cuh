@@ -5,6 +5,7 @@
 #include "../../../../core/page_extrema.hpp"
 #include "../../../../core/stage_plan.hpp"
 #include "../../../../core/views.hpp"
+#include "../../device/search.cuh"
 
 TESSERA_NAMESPACE_BEGIN
 namespace cuda {
@@ -43,16 +44,7 @@ __device__ slot_run visible_run(const View& view, index_t sequence, index_t head
   const auto first_above = [&](index_t position) -> index_t {
     if (!view.positions) return min(max(position + 1, 0), n);
     if (last <= position) return n;
-    index_t low = 0, high = n - 1;  // the answer lies in [low, high]
-    while (low < high) {
-      const index_t step = (high - low + 31) / 32, at = low + lane * step;
-      const unsigned above = __ballot_sync(~0u, at >= high || view.position(sequence, head, min(at, high)) > position);
-      // All before the first probe that is above are not; lane 31 may stop short of `high`.
-      const int first = above ? __ffs(int(above)) - 1 : 32;
-      if (first < 32) high = min(high, low + first * step);
-      if (first > 0) low = min(high, low + (first - 1) * step + 1);
-    }
-    return low;
+    return first_where_in_warp(n - 1, lane, [&](index_t i) { return view.position(sequence, head, i) > position; });
   };
   return {rule.sliding_window > 0 ? first_above(query - rule.sliding_window) : 0, first_above(query)};
 }

@@ -140,8 +140,8 @@ class choose_pages {
                          void* workspace, cudaStream_t stream) const {
     require(attends(), "attends()", "false", "true", "call run and decode_attention where attends() is false");
     check_problem(p);
-    detail::require_rows_of_16_bytes("K", p.view.k, p.view.k_strides);
-    detail::require_rows_of_16_bytes("V", p.view.v, p.view.v_strides);
+    require_rows_on_16_bytes("K", p.view.k, p.view.k_strides);
+    require_rows_on_16_bytes("V", p.view.v, p.view.v_strides);
     const index_t rows = p.view.sequences * kv_heads_;
     if (rows == 0 || p.q.tokens == 0) return;
     launch(attend_entry_, shape_of(p, attend_bytes_), stream, "launch of attend_pages", p, scorer_,
@@ -255,7 +255,7 @@ class choose_pages {
     choice.group = q_heads_ / kv_heads_;
     choice.tokens = p.q.tokens;
     choice.plans = p.plans;
-    choice.by_group = detail::quick_divisor(choice.group);
+    choice.by_group = quick_divisor(choice.group);
     choice.unit = unit_;
     choice.normalised = Scorer::normalised;
     choice.sink_logits = p.rule.sink_logits;
@@ -297,8 +297,7 @@ class choose_pages {
     require(p.out_stride >= most_chosen(), "out_stride", p.out_stride, "at least " + std::to_string(most_chosen()),
             "pass room for most_chosen() slots a row");
     require(p.unfolded >= 0, "unfolded", p.unfolded, "at least 0", "pass how many newest tokens the index lacks");
-    detail::require_rows_of_16_bytes("q", p.q.data,
-                                     row_strides{p.q.sequence_stride, p.q.head_stride, p.q.token_stride, 1});
+    require_rows_on_16_bytes("q", p.q);
     require(p.plans != nullptr, "plans of the sequences", "null", "one read_plan a sequence, on the device",
             "write each sequence's plan when its prompt ends");
     require(p.index.data != nullptr, "data of the page index", "null", "the extrema of every page",

@@ -1,7 +1,7 @@
 // Which slots a step reads, from pages' logits: exact selection by one thread block a row.
 #pragma once
 
-#include "../../choose/radix_select.cuh"
+#include "../../device/warp.cuh"
 #include "page_items.cuh"
 
 TESSERA_NAMESPACE_BEGIN
@@ -126,12 +126,7 @@ __device__ void write_chosen(page_choice_storage& s, const Items& of, const page
 #pragma unroll 1
   for (index_t i = first; i < min(first + each, to); ++i) count(keys[i], i, within);
   before = make_uint2(__reduce_add_sync(~0u, before.x), __reduce_add_sync(~0u, before.y));
-  uint2 up_to = within;
-#pragma unroll
-  for (int step = 1; step < 32; step *= 2) {  // neither sum waits for the other's shuffles
-    const unsigned x = __shfl_up_sync(~0u, up_to.x, step), y = __shfl_up_sync(~0u, up_to.y, step);
-    up_to.x += lane >= step ? x : 0u, up_to.y += lane >= step ? y : 0u;
-  }
+  const uint2 up_to = inclusive_sum(within, lane);
   if (lane == 31) s.before[warp] = before, s.within[warp] = up_to;
   __syncthreads();
   before = lane < warps ? s.before[lane] : make_uint2(0, 0);

@@ -72,6 +72,7 @@ class retrieve_by_pages {
   /// Bytes that a choice over `n` tokens reads beside the K and V of what is attended: one value per page and chosen
   /// channel, both extrema where query heads may differ in sign.
   static offset_t bytes_read(const read_plan& plan, offset_t n) {
+    if (n <= plan.read) return 0;  // everything is attended: nothing is estimated
     const offset_t pages = (n + plan.page - 1) / plan.page;
     return pages * plan.channels * (scorer::normalised || plan.page == 1 ? 1 : 2) * offset_t(sizeof(T));
   }
