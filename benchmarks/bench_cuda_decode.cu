@@ -1,4 +1,4 @@
-// Decode attention: dense, behind a block table, over a selection, and over uneven lengths.
+// Decode attention: dense, behind a block table, over a selection, over uneven lengths, and over fp8 rows.
 #include "cuda_bench.hpp"
 #include "tessera/backend/cuda/attend/decode/decode_attention.cuh"
 
@@ -14,28 +14,31 @@ struct decode_shape {
   index_t chosen = 0, run = 1;     ///< of every row, in runs; 0: everything
 };
 
-kv_view<const bf16, head_dim> view_of(contiguous, const bf16* k, const bf16* v, const decode_shape& s, const index_t*) {
-  kv_view<const bf16, head_dim> view;
-  view.k = k, view.v = v;
+/// Rows that lie one after another.
+template <class E>
+void place_rows(kv_view<const E, head_dim>& view, const decode_shape& s, const index_t*) {
   view.k_strides = {offset_t(kv_heads) * s.tokens * head_dim, offset_t(s.tokens) * head_dim, head_dim, 1};
-  view.v_strides = view.k_strides;
-  return view;
 }
-
 /// Pages of all heads in any order, as an engine's allocator leaves them.
-kv_view<const bf16, head_dim, block_table> view_of(block_table, const bf16* k, const bf16* v, const decode_shape& s,
-                                                   const index_t* blocks) {
-  kv_view<const bf16, head_dim, block_table> view;
-  view.k = k, view.v = v;
+template <class E>
+void place_rows(kv_view<const E, head_dim, block_table>& view, const decode_shape& s, const index_t* blocks) {
   view.k_strides = {offset_t(kv_heads) * page * head_dim, offset_t(page) * head_dim, head_dim, 1};
-  view.v_strides = view.k_strides;
   view.table = {blocks, page, s.tokens / page, 0};
-  return view;
 }
 
-template <class Table>
+__global__ void __launch_bounds__(256) fill_fp8_entry(fp8* to, std::size_t count) {
+  for (std::size_t i = blockIdx.x * std::size_t(256) + threadIdx.x; i < count; i += gridDim.x * std::size_t(256)) {
+    unsigned x = unsigned(i) * 2654435761u + unsigned(i >> 32) * 40503u;
+    x ^= x >> 16, x *= 0x85ebca6bu, x ^= x >> 13;
+    to[i].bits = std::uint8_t((x & 0x7fu) == 0x7fu ? x & 0xfeu : x);  // any number
+  }
+}
+
+template <class Table, class E = bf16>
 prepared decode(const decode_shape& s) {
-  using view_type = decltype(view_of(Table{}, nullptr, nullptr, s, nullptr));
+  using view_type = kv_view<const E, head_dim, Table>;
+  using stored_type = typename view_type::encoding_type::stored_type;
+  constexpr bool encoded = !view_type::is_raw;
   std::mt19937 random(17);
   const std::size_t rows = std::size_t(s.sequences) * kv_heads;
   const std::size_t elements = rows * std::size_t(s.tokens) * head_dim;
@@ -48,7 +51,7 @@ prepared decode(const decode_shape& s) {
   for (const index_t length : lengths) read += s.chosen ? s.chosen : length;
 
   prepared made;
-  made.bytes = read * head_dim * 2 * sizeof(bf16);
+  made.bytes = read * 2 * (head_dim * sizeof(stored_type) + (encoded ? sizeof(float) : 0));
   const int sets = input_sets(made.bytes);
   // A selection rotates by itself: other tokens of the same keys and values.
   const int kv_sets = s.chosen ? 1 : sets;
@@ -62,21 +65,38 @@ prepared decode(const decode_shape& s) {
     buffer<index_t> lengths, first, blocks, indices, counts;
     buffer<float> out, lse;
     buffer<unsigned char> workspace;
+    buffer<fp8> encoded;
+    buffer<float> scales;
   };
   const std::size_t q_rows = std::size_t(s.sequences) * q_heads;
   const auto keep =
       std::make_shared<memory>(lengths, std::vector<index_t>(std::size_t(s.sequences), s.tokens - 1), blocks, indices,
-                               std::vector<index_t>(rows, s.chosen), q_rows * head_dim, q_rows, op.workspace_bytes());
-  bf16* pool = random_rows(elements * 2 * std::size_t(kv_sets) + q_rows * head_dim);
-  const bf16* q = pool + elements * 2 * std::size_t(kv_sets);
+                               std::vector<index_t>(rows, s.chosen), q_rows * head_dim, q_rows, op.workspace_bytes(),
+                               encoded ? elements * 2 * std::size_t(kv_sets) : 0,
+                               std::vector<float>(encoded ? elements / head_dim : 0, 1.0f / 64));
+  const std::size_t pool_elements = elements * 2 * std::size_t(kv_sets);
+  const bf16* q = random_rows(pool_elements + q_rows * head_dim) + pool_elements;
+  const stored_type* pool;
+  if constexpr (encoded) {
+    fill_fp8_entry<<<2048, 256, 0, stream()>>>(keep->encoded.data(), pool_elements);
+    pool = keep->encoded.data();
+  } else {
+    pool = q - pool_elements;
+  }
   op.prepare(keep->workspace.data(), stream());
   cuda::check(cudaStreamSynchronize(stream()), "cudaStreamSynchronize");
 
   made.keep = keep;
   made.graph = std::make_unique<replay>(launches(made.bytes, sets), [&](int i) {
-    const bf16* k = pool + elements * 2 * std::size_t(i % kv_sets);
     cuda::decode_problem<view_type> problem;
-    problem.view = view_of(Table{}, k, k + elements, s, keep->blocks.data());
+    place_rows(problem.view, s, keep->blocks.data());
+    problem.view.v_strides = problem.view.k_strides;
+    problem.view.k = pool + elements * 2 * std::size_t(i % kv_sets), problem.view.v = problem.view.k + elements;
+    const row_strides& rows_at = problem.view.k_strides;
+    if (encoded) {
+      problem.view.scales = {keep->scales.data(), keep->scales.data(), rows_at.outer / head_dim,
+                             rows_at.head / head_dim, rows_at.token / head_dim};
+    }
     problem.view.sequences = s.sequences, problem.view.kv_heads = kv_heads;
     problem.view.lengths = keep->lengths.data(), problem.view.length_strides = {kv_heads, 1};
     problem.q = nhd_rows<const bf16>(q, 1, q_heads, head_dim, s.sequences);
@@ -102,6 +122,7 @@ const int registered = [] {
     const decode_shape shape{.sequences = s.sequences, .tokens = s.tokens};
     add(std::string("decode/") + s.name, [=] { return decode<contiguous>(shape); });
     add(std::string("decode_paged/") + s.name, [=] { return decode<block_table>(shape); });
+    add(std::string("decode_fp8/") + s.name, [=] { return decode<contiguous, fp8_elements<bf16>>(shape); });
   }
   for (const index_t sequences : {1, 16}) {
     for (const index_t run : {1, 16}) {
@@ -110,6 +131,10 @@ const int registered = [] {
           [=] { return decode<contiguous>({.sequences = sequences, .tokens = 131072, .chosen = 2048, .run = run}); });
     }
   }
+  add("decode_fp8_paged/B8/128K",
+      [] { return decode<block_table, fp8_elements<bf16>>({.sequences = 8, .tokens = 131072}); });
+  add("gathered_fp8/B16/singles",
+      [] { return decode<contiguous, fp8_elements<bf16>>({.sequences = 16, .tokens = 131072, .chosen = 2048}); });
   // Uneven lengths: drawn from 1/16 to 1 of 128K, one full head beside seven of 1/16, and the same totals spread evenly.
   std::vector<index_t> drawn, one_long(kv_heads, 131072 / 16);
   std::mt19937 random(6);

@@ -12,7 +12,8 @@ using method = rocketkv<bf16, head_dim>;
 using view_type = kv_view<bf16, head_dim>;
 using scorer_type = decltype(std::declval<method>().step_scorer(stage_plan{}));
 
-enum class part { choose, attend, step };
+/// `apart`: a step in two launches, the choice and decode attention over it.
+enum class part { choose, attend, step, apart };
 
 /// One layer of a batch whose prompts of `context` tokens were compressed under a budget of `tokens`.
 prepared rocket_step(index_t sequences, index_t context, index_t tokens, part wanted) {
@@ -20,24 +21,27 @@ prepared rocket_step(index_t sequences, index_t context, index_t tokens, part wa
   recipe.set_budget(tokens);
   const stage_plan plan = recipe.plan(context);
   const scorer_type scorer = recipe.step_scorer(plan);
+  const read_plan reading = read_plan::of(scorer, plan.read);
   const index_t stored = plan.capacity - recipe.retain.budget.max_new / 2;  // half way through the answer
   const index_t pages = (ceil_div(stored, scorer.page) + 15) / 16 * 16, rows = sequences * kv_heads;
   const std::size_t elements = std::size_t(rows) * std::size_t(stored) * head_dim;
-  const std::size_t index_elements = scorer.page > 1 ? std::size_t(rows) * 2 * head_dim * std::size_t(pages) : 8;
+  const std::size_t index_elements = std::size_t(rows) * 2 * head_dim * std::size_t(pages);
 
   prepared made;
-  const double index_read =
-      scorer.page > 1 ? double(pages) * scorer.channels * sizeof(bf16) : double(stored) * head_dim * sizeof(bf16);
+  const double index_read = double(pages) * scorer.channels * sizeof(bf16);
   const double attended = double(std::min(plan.read, stored)) * head_dim * 2 * sizeof(bf16);
   made.bytes = rows * ((wanted != part::attend ? index_read : 0) + (wanted != part::choose ? attended : 0));
   // What is stored rotates, not only what is read: the next step of another layer finds none of it in the L2.
   const int sets = input_sets(double(elements) * 2 * sizeof(bf16));
 
   const auto device = cuda::device_info::current();
-  cuda::choose_pages<view_type, scorer_type, float> choose(scorer, selection_unit::token, plan.read, sequences,
-                                                           kv_heads, q_heads, 1, stored, device);
+  cuda::read_bounds bounds{stored};
+  bounds.cover(reading, plan.capacity);
+  cuda::choose_pages<view_type, scorer_type, float> choose(scorer, selection_unit::token, bounds, sequences, kv_heads,
+                                                           q_heads, 1, device);
   cuda::decode_attention<view_type> attend(sequences, kv_heads, q_heads, 1, device);
   struct memory {
+    buffer<read_plan> plans;
     buffer<index_t> lengths, first, indices, counts;
     buffer<bf16> index;
     buffer<float> out;
@@ -45,9 +49,10 @@ prepared rocket_step(index_t sequences, index_t context, index_t tokens, part wa
   };
   const std::size_t q_rows = std::size_t(sequences) * q_heads, most = std::size_t(choose.most_chosen());
   const auto keep = std::make_shared<memory>(
-      std::vector<index_t>(std::size_t(rows), stored), std::vector<index_t>(std::size_t(sequences), stored - 1),
-      std::size_t(rows) * most * std::size_t(sets), std::size_t(rows) * std::size_t(sets),
-      index_elements * std::size_t(sets), q_rows * head_dim, choose.workspace_bytes(), attend.workspace_bytes());
+      std::vector<read_plan>(std::size_t(sequences), reading), std::vector<index_t>(std::size_t(rows), stored),
+      std::vector<index_t>(std::size_t(sequences), stored - 1), std::size_t(rows) * most * std::size_t(sets),
+      std::size_t(rows) * std::size_t(sets), index_elements * std::size_t(sets), q_rows * head_dim,
+      choose.workspace_bytes(), attend.workspace_bytes());
   bf16* pool = random_rows(elements * 2 * std::size_t(sets) + q_rows * head_dim);
   attend.prepare(keep->attending.data(), stream());
 
@@ -76,7 +81,8 @@ prepared rocket_step(index_t sequences, index_t context, index_t tokens, part wa
   const auto problem_of = [=](int set) {
     cuda::page_problem<view_type> problem;
     problem.view = view_of(set);
-    if (scorer.page > 1) problem.index = index_of(set);
+    problem.plans = keep->plans.data();
+    problem.index = index_of(set);
     problem.unfolded = 1;  // the step's own token joins its page
     problem.q = q;
     problem.first_position = keep->first.data();
@@ -91,7 +97,7 @@ prepared rocket_step(index_t sequences, index_t context, index_t tokens, part wa
     attend.run({view_of(set), q, keep->first.data(), {}, out, {}, chosen_of(set)}, keep->attending.data(), stream());
   };
   for (int set = 0; set < sets; ++set) {
-    if (scorer.page > 1) cuda::index_pages<view_type>{}.build(view_of(set), index_of(set), stored, stream());
+    cuda::index_pages<view_type>{}.build(view_of(set), index_of(set), keep->plans.data(), pages, stream());
     choose_now(set);
   }
   cuda::check(cudaStreamSynchronize(stream()), "cudaStreamSynchronize");
@@ -114,6 +120,7 @@ const int registered = [] {
     add(where + "choose", [=] { return rocket_step(sequences, context, tokens, part::choose); });
     add(where + "attend", [=] { return rocket_step(sequences, context, tokens, part::attend); });
     add(where + "step", [=] { return rocket_step(sequences, context, tokens, part::step); });
+    add(where + "apart", [=] { return rocket_step(sequences, context, tokens, part::apart); });
   };
   for (const index_t sequences : {1, 8}) {
     cell(sequences, "32K", 32768, 1024);
@@ -121,6 +128,7 @@ const int registered = [] {
     for (const index_t tokens : {256, 512, 1024, 2048, 4096}) cell(sequences, "128K", 131072, tokens);
     cell(sequences, "256K", 262144, 1024);
   }
+  for (const index_t tokens : {256, 1024}) cell(32, "128K", 131072, tokens);
   return 0;
 }();
 

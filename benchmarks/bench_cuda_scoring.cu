@@ -5,6 +5,8 @@
 #include "tessera/backend/cuda/choose/allot.cuh"
 #include "tessera/backend/cuda/score/pool.cuh"
 #include "tessera/backend/cuda/score/score.cuh"
+#include "tessera/budget/adaptive.hpp"
+#include "tessera/budget/uniform.hpp"
 #include "tessera/scorer/observation_window.hpp"
 
 namespace gpu_bench {

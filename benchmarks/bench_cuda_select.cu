@@ -1,6 +1,8 @@
 // Exact top-k over rows of fp32 scores.
 #include "cuda_bench.hpp"
 #include "tessera/backend/cuda/choose/top_k.cuh"
+#include "tessera/selector/top_blocks.hpp"
+#include "tessera/selector/top_tokens.hpp"
 
 namespace gpu_bench {
 namespace {

@@ -9,6 +9,7 @@ import sys
 
 # Which layers each layer may include, besides itself. The most specific name wins ("backend/cpu" before "backend").
 AXES = ["scorer", "budget", "selector", "layout", "attention", "schedule"]  # never include each other
+RECIPE = ["stages.hpp", "recipe_checks.hpp", "recipe.hpp", "planned.hpp"]
 BELOW_AXES = ["core", "math", "team", "concepts"]
 MAY_INCLUDE = {
     "core":         [],
@@ -16,13 +17,16 @@ MAY_INCLUDE = {
     "team":         ["core"],
     "concepts":     ["core", "math", "team"],
     **{axis: BELOW_AXES for axis in AXES},
-    "recipe.hpp":   BELOW_AXES + AXES,
+    "stages.hpp":   BELOW_AXES,
+    "recipe_checks.hpp": BELOW_AXES + ["stages.hpp"],
+    "recipe.hpp":   BELOW_AXES + ["stages.hpp", "recipe_checks.hpp"],
+    "planned.hpp":  BELOW_AXES + RECIPE,
     "methods":      ["core", "recipe.hpp"] + AXES,
-    "runtime":      BELOW_AXES,
-    "backend/cpu":  BELOW_AXES + AXES + ["recipe.hpp"],
-    "backend/cuda": BELOW_AXES + AXES + ["recipe.hpp", "runtime"],
-    "cache.hpp":    BELOW_AXES + AXES + ["recipe.hpp", "runtime", "backend/cpu", "backend/cuda"],
-    "tessera.hpp":  BELOW_AXES + AXES + ["recipe.hpp", "backend/cpu", "cache.hpp"],  # machinery only: no methods
+    "runtime":      BELOW_AXES + RECIPE,
+    "backend/cpu":  BELOW_AXES + AXES + RECIPE + ["runtime"],
+    "backend/cuda": BELOW_AXES + AXES + RECIPE + ["runtime"],
+    "cache.hpp":    BELOW_AXES + AXES + RECIPE + ["runtime", "backend/cpu"],
+    "tessera.hpp":  BELOW_AXES + AXES + RECIPE + ["backend/cpu", "cache.hpp"],  # machinery only: no methods
 }
 
 # Rooms of the backends: each may include itself and the ones before it.

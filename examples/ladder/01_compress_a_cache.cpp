@@ -34,9 +34,10 @@ int main() {
   for (index_t layer = 0; layer < layers; ++layer) {
     kv.prefill(layer, id, rows(q, prompt, q_heads), rows(k, prompt, kv_heads), rows(v, prompt, kv_heads));
   }
-  kv.end_prefill(id);                                 // chooses what stays, frees the rest
-  for (index_t layer = 0; layer < layers; ++layer) {  // one decode step: append, attend
-    kv.decode(layer, {id}, rows(q, 1, q_heads), rows(k, 1, kv_heads), rows(v, 1, kv_heads),
+  kv.end_prefill(id);                           // chooses what stays, frees the rest
+  const batch step = kv.prepare_step({id}, 1);  // one decode step: every layer appends and attends
+  for (index_t layer = 0; layer < layers; ++layer) {
+    kv.decode(layer, step, rows(q, 1, q_heads), rows(k, 1, kv_heads), rows(v, 1, kv_heads),
               nhd_rows(out.data(), 1, q_heads, dim));
   }
   const long long whole = kv.full_bytes(prompt + 1), held = kv.bytes(id), read = kv.bytes_read(id);

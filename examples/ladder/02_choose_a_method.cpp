@@ -40,8 +40,9 @@ outcome run(const ladder::tensors& model, index_t budget) {
   kv.end_prefill(id);
   std::vector<float> out(sizes::q_heads * sizes::dim);
   for (index_t t = sizes::prompt; t < sizes::prompt + sizes::steps; ++t) {
+    const batch step = kv.prepare_step({id}, 1);
     for (index_t layer = 0; layer < sizes::layers; ++layer) {
-      kv.decode(layer, {id}, model.queries(t, 1), model.keys(t, 1), model.values(t, 1),
+      kv.decode(layer, step, model.queries(t, 1), model.keys(t, 1), model.values(t, 1),
                 nhd_rows(out.data(), 1, sizes::q_heads, sizes::dim));
     }
   }

@@ -48,7 +48,7 @@ int main() {
 
   // The answer: tokens are appended and stay (schedule `once`), up to the next turn's end of prefill.
   for (index_t t = prompt; t < prompt + answer; ++t) {
-    kv.decode(0, {id}, model.queries(t, 1), model.keys(t, 1), model.values(t, 1),
+    kv.decode(0, kv.prepare_step({id}, 1), model.queries(t, 1), model.keys(t, 1), model.values(t, 1),
               nhd_rows(out.data() + offset_t(t) * q_heads * dim, 1, q_heads, dim));
   }
   check(kv.length(0, id, 0) == budget + answer, "decoded tokens are appended");

@@ -35,8 +35,6 @@ struct tempered_attention {
 
   index_t protected_tail(index_t) const { return window; }
 
-  void finish(const float* in, index_t n, float* out, std::vector<float>&) const { std::copy_n(in, n, out); }
-
   void check(index_t budget) const {
     check_parameters(*this);
     require(window <= budget, "window", window, "at most the budget, which is " + std::to_string(budget),

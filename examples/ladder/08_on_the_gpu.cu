@@ -40,11 +40,11 @@ void compress_and_replay(cuda::cache<method>& kv, index_t id, const tensors& x, 
   }
   kv.end_prefill(id, stream);  // chooses what stays, frees the rest
 
-  kv.prepare_step({id}, 1, stream);  // the host's part of a step: room for one more token
+  const batch one = kv.prepare_step({id}, 1, stream);  // the host's part of a step: room for one more token
   cuda::check(cudaStreamBeginCapture(stream, cudaStreamCaptureModeGlobal), "cudaStreamBeginCapture");
-  kv.begin_step({id}, 1, stream);  // the device's part: positions move on, every layer appends and attends
+  kv.begin_step(one, stream);  // the device's part: positions move on, every layer appends and attends
   for (index_t layer = 0; layer < layers; ++layer) {
-    kv.decode(layer, {id}, x.queries(1), x.keys(1), x.values(1), nhd_rows(x.out.data(), 1, q_heads, dim), {}, stream);
+    kv.decode(layer, one, x.queries(1), x.keys(1), x.values(1), nhd_rows(x.out.data(), 1, q_heads, dim), {}, stream);
   }
   cudaGraph_t graph;
   cudaGraphExec_t step;

@@ -38,7 +38,8 @@ class cache_of final : public method_cache {
     const index_t heads = cache_.shape().q_heads;
     const tessera::rows_view<float> lse_rows =
         lse ? tessera::nhd_rows(lse, q.tokens, heads, 1) : tessera::rows_view<float>{};
-    cache_.decode(layer, {sequence_}, q, k, v, outputs(out, q.tokens), lse_rows);
+    if (layer == 0) step_ = cache_.prepare_step({sequence_}, q.tokens);
+    cache_.decode(layer, step_, q, k, v, outputs(out, q.tokens), lse_rows);
     if (layer + 1 == cache_.shape().layers) {
       reads_.bytes += cache_.bytes_read(sequence_);
       ++reads_.steps;
@@ -75,6 +76,7 @@ class cache_of final : public method_cache {
   }
 
   cache_type cache_;
+  tessera::batch step_;
   index_t sequence_;
   read_count reads_;
 };
@@ -98,7 +100,7 @@ method_info describe() {
   method_info info;
   info.name = recipe::name;
   info.paper = recipe::paper;
-  info.has_budget = recipe::chooses || recipe::retrieves;
+  info.has_budget = recipe::retain_type::chooses || recipe::retrieve_type::retrieves;
   info.budgets = recipe::budgets;
   recipe::policies([&](const char* axis, const char* policy) { info.policies.push_back({axis, policy}); });
   info.parameters = parameters_of(recipe{});

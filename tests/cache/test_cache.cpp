@@ -45,7 +45,7 @@ void prompt(cache<small>& held, index_t id, const inputs& data, index_t first, i
 
 std::vector<float> step(cache<small>& held, index_t id, const inputs& data, index_t at) {
   std::vector<float> out(std::size_t(q_heads * 64));
-  held.decode(0, {id}, data.queries(at, 1), data.keys(at, 1), data.values(at, 1), nhd_rows(out.data(), 1, q_heads, 64));
+  held.decode(0, held.prepare_step({id}, 1), data.queries(at, 1), data.keys(at, 1), data.values(at, 1), nhd_rows(out.data(), 1, q_heads, 64));
   return out;
 }
 
@@ -144,7 +144,7 @@ TEST_CASE("16-bit tensors with K and V dims that differ go in as they are and ar
   held.prefill(0, id, data.queries(0, 60), data.keys(0, 60), data.values(0, 60));
   held.end_prefill(id);
   std::vector<float> out(std::size_t(q_heads * 128)), lse(q_heads);
-  held.decode(0, {id}, data.queries(60, 1), data.keys(60, 1), data.values(60, 1), nhd_rows(out.data(), 1, q_heads, 128),
+  held.decode(0, held.prepare_step({id}, 1), data.queries(60, 1), data.keys(60, 1), data.values(60, 1), nhd_rows(out.data(), 1, q_heads, 128),
               nhd_rows(lse.data(), 1, q_heads, 1));
   const std::vector<float> q(data.q.begin(), data.q.end()), k(data.k.begin(), data.k.end()), v(data.v.begin(), data.v.end());
   for (index_t h = 0; h < q_heads; ++h) {

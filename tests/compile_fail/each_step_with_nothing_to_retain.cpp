@@ -1,4 +1,4 @@
-// expect: tessera: a schedule that fires after steps has nothing to do when everything is retained
+// expect: tessera: a schedule that fires in steps has nothing to do when everything is retained
 #include <tessera/attention/dense_decode.hpp>
 #include <tessera/layout/dense.hpp>
 #include <tessera/recipe.hpp>

@@ -1,4 +1,4 @@
-// expect: tessera: a filter is chosen when a turn's prompt ends, not after steps; use once
+// expect: tessera: a filter is chosen when a turn's prompt ends, not in steps; use once
 #include <tessera/attention/dense_decode.hpp>
 #include <tessera/budget/uniform.hpp>
 #include <tessera/layout/dense.hpp>

@@ -24,7 +24,6 @@ struct scorer_parts : named {
   index_t window = 8;
   float weigh(float logit, float) const { return logit; }
   index_t protected_tail(index_t) const { return 0; }
-  void finish(const float*, index_t, float*, std::vector<float>&) const {}
   void check(index_t) const {}
 };
 static_assert(scorer<scorer_parts>);
@@ -47,8 +46,20 @@ struct scorer_with_wide_tail : scorer_parts {
 struct scorer_without_tail : scorer_parts {
   void protected_tail(index_t) = delete;
 };
-struct scorer_without_finish : scorer_parts {
+struct scorer_that_finishes_wrongly : scorer_parts {
   void finish() const {}
+};
+struct scorer_that_finishes_slots_in_double : scorer_parts {
+  double finish_at(const float* in, index_t, index_t i) const { return in[i]; }
+};
+struct scorer_that_pools_by_a_number : scorer_parts {
+  index_t pooled() const { return 7; }
+};
+struct scorer_that_finishes_on_the_host : scorer_parts {
+  void finish(const float*, index_t, float*, std::vector<float>&) const {}
+};
+struct scorer_that_finishes_anywhere : scorer_that_finishes_on_the_host {
+  float finish_at(const float* in, index_t, index_t i) const { return in[i]; }
 };
 struct scorer_without_check : scorer_parts {
   void check() const {}
@@ -62,14 +73,12 @@ struct scorer_of_a_constant_window : named {
   static constexpr index_t window = 8;
   float weigh(float logit, float) const { return logit; }
   index_t protected_tail(index_t) const { return 0; }
-  void finish(const float*, index_t, float*, std::vector<float>&) const {}
   void check(index_t) const {}
 };
 struct scorer_silent_about_heads : named {
   static constexpr observes observed = observes::step;
   float weigh(float logit, float) const { return logit; }
   index_t protected_tail(index_t) const { return 0; }
-  void finish(const float*, index_t, float*, std::vector<float>&) const {}
   void check(index_t) const {}
 };
 static_assert(scorer<scorer_by_position> && positional_scorer<scorer_by_position>);
@@ -79,7 +88,11 @@ static_assert(!scorer<scorer_of_nothing>);
 static_assert(!scorer<scorer_in_double>);
 static_assert(!scorer<scorer_with_wide_tail>);
 static_assert(!scorer<scorer_without_tail>);
-static_assert(!scorer<scorer_without_finish>);
+static_assert(!scorer<scorer_that_finishes_wrongly>);
+static_assert(!scorer<scorer_that_finishes_slots_in_double>);
+static_assert(!scorer<scorer_that_pools_by_a_number>);
+static_assert(device_scorer<scorer_parts> && device_scorer<scorer_that_finishes_anywhere>);
+static_assert(scorer<scorer_that_finishes_on_the_host> && !device_scorer<scorer_that_finishes_on_the_host>);
 static_assert(!scorer<scorer_without_check>);
 static_assert(!scorer<scorer_that_owns>);
 static_assert(!scorer<scorer_of_a_constant_window>);
@@ -149,40 +162,53 @@ static_assert(!budget<budget_in_floats>);
 static_assert(!budget<budget_without_allot>);
 static_assert(!budget<budget_without_check>);
 
-struct layout_parts : named {
-  using element_type = bf16;
+struct row_format_parts : named {
+  using encoding_type = raw_elements<bf16>;
   static constexpr int k_dim = 64, v_dim = 64;
-  template <class Unit>
-  static constexpr bool accepts = true;
-  static offset_t token_bytes() { return 256; }
 };
-static_assert(layout<layout_parts>);
+static_assert(row_format<row_format_parts>);
 
-struct nameless_layout : layout_parts {
+struct nameless_row_format : row_format_parts {
   int name;
 };
-struct layout_of_doubles : layout_parts {
-  using element_type = double;
+struct row_format_of_doubles : row_format_parts {
+  struct encoding_type {
+    using element_type = double;
+    using stored_type = double;
+    static constexpr bool scaled = false;
+  };
 };
-struct layout_without_units : named {
+struct row_format_without_encoding : named {
+  static constexpr int k_dim = 64, v_dim = 64;
+};
+struct row_format_without_scales : row_format_parts {
+  struct encoding_type : fp8_elements<bf16> {
+    static void scale_of();
+  };
+};
+struct row_format_without_dims : named {
+  using encoding_type = raw_elements<bf16>;
+};
+static_assert(!row_format<nameless_row_format>);
+static_assert(!row_format<row_format_of_doubles>);
+static_assert(!row_format<row_format_without_encoding>);
+static_assert(!row_format<row_format_without_scales>);
+static_assert(!row_format<row_format_without_dims>);
+
+struct placement_parts : named {
+  using table_type = ragged;
+};
+struct placement_without_table : named {};
+static_assert(placement<placement_parts>);
+static_assert(!placement<placement_without_table>);
+
+struct layout_of_labels : named {
   using element_type = bf16;
   static constexpr int k_dim = 64, v_dim = 64;
   static offset_t token_bytes() { return 256; }
 };
-struct layout_in_ints : layout_parts {
-  static int token_bytes() { return 256; }
-};
-struct layout_without_dims : named {
-  using element_type = bf16;
-  template <class Unit>
-  [[maybe_unused]] static constexpr bool accepts = true;
-  static offset_t token_bytes() { return 256; }
-};
-static_assert(!layout<nameless_layout>);
-static_assert(!layout<layout_of_doubles>);
-static_assert(!layout<layout_without_units>);
-static_assert(!layout<layout_in_ints>);
-static_assert(!layout<layout_without_dims>);
+static_assert(!layout<layout_of_labels>);
+static_assert(layout<stored<row_format_parts, placement_parts>>);
 
 struct attention_parts : named {
   static constexpr bool gathers = false;
@@ -209,25 +235,33 @@ static_assert(!attention<attention_silent_about_gathering>);
 static_assert(!attention<attention_with_constant_rule>);
 
 struct schedule_parts : named {
-  static constexpr bool after_steps = true;
-  bool due(moment) const { return true; }
+  static constexpr bool fires_at(moment) { return true; }
+  bool due(moment, const turn_clock&) const { return true; }
 };
 static_assert(schedule<schedule_parts>);
 
 struct nameless_schedule : schedule_parts {
   int name;
 };
-struct schedule_silent_about_steps : named {
-  bool due(moment) const { return true; }
+struct schedule_silent_about_moments : named {
+  bool due(moment, const turn_clock&) const { return true; }
+};
+struct schedule_that_fires_unforeseen : schedule_parts {
+  static bool fires_at(moment) { return true; }  // not known when compiling
 };
 struct schedule_that_answers_in_ints : schedule_parts {
-  int due(moment) const { return 1; }
+  int due(moment, const turn_clock&) const { return 1; }
+};
+struct schedule_without_clock : schedule_parts {
+  bool due(moment) const { return true; }
 };
 struct schedule_without_due : named {
-  static constexpr bool after_steps = true;
+  static constexpr bool fires_at(moment) { return true; }
 };
 static_assert(!schedule<nameless_schedule>);
-static_assert(!schedule<schedule_silent_about_steps>);
+static_assert(!schedule<schedule_silent_about_moments>);
+static_assert(!schedule<schedule_that_fires_unforeseen>);
+static_assert(!schedule<schedule_without_clock>);
 static_assert(!schedule<schedule_that_answers_in_ints>);
 static_assert(!schedule<schedule_without_due>);
 

@@ -4,7 +4,10 @@
 #include <cmath>
 #include <cstring>
 #include <limits>
+#include <random>
+#include <vector>
 
+#include <tessera/core/encoding.hpp>
 #include <tessera/core/error.hpp>
 #include <tessera/core/types.hpp>
 
@@ -51,7 +54,8 @@ unsigned wrong_patterns(int exponent_bits, int mantissa_bits) {
     const unsigned even = magnitude % 2 == 0 ? magnitude : magnitude + 1;
     wrong += T(float(middle)).bits != (sign | even);
     wrong += T(std::nextafterf(float(middle), 0.0f)).bits != (sign | magnitude);
-    wrong += T(std::nextafterf(float(middle), std::copysign(HUGE_VALF, float(middle)))).bits != (sign | (magnitude + 1));
+    wrong +=
+        T(std::nextafterf(float(middle), std::copysign(HUGE_VALF, float(middle)))).bits != (sign | (magnitude + 1));
   }
   return wrong;
 }
@@ -106,4 +110,63 @@ TEST_CASE("an error names the parameter, what was given, what is allowed and the
   REQUIRE_THROWS_AS(require(false, "window", -3, "at least 1", "raise it"), error);
   REQUIRE_THROWS_WITH(require(false, "window", -3, "at least 1", "raise it"),
                       "window is -3; expected at least 1; raise it");
+}
+
+TEST_CASE("fp8 is the nearest e4m3, ties to even") {
+  // The oracle: all values by their definition, the nearest one by distance in double.
+  std::vector<double> values;  // by bits 0 to 126
+  for (int bits = 0; bits < 127; ++bits) {
+    const int exponent = bits >> 3, mantissa = bits & 7;
+    values.push_back(exponent == 0 ? std::ldexp(mantissa, -9) : std::ldexp(8 + mantissa, exponent - 10));
+  }
+  const auto nearest = [&](double x) {
+    std::size_t best = 0;
+    for (std::size_t i = 1; i < values.size(); ++i) {
+      const double now = std::abs(values[i] - x), before = std::abs(values[best] - x);
+      if (now < before || (now == before && i % 2 == 0)) best = i;
+    }
+    return int(best);
+  };
+  std::mt19937 random(8);
+  for (int bits = 0; bits < 127; ++bits) {
+    tessera::fp8 stored;
+    stored.bits = std::uint8_t(bits);
+    REQUIRE(double(float(stored)) == values[std::size_t(bits)]);
+    REQUIRE(tessera::fp8(float(stored)).bits == bits);
+    REQUIRE(tessera::fp8(-float(stored)).bits == (bits | 0x80));
+    if (bits == 0) continue;
+    const float middle = float((values[std::size_t(bits)] + values[std::size_t(bits) - 1]) / 2);
+    for (const float x : {middle, std::nextafter(middle, 0.0f), std::nextafter(middle, 1e9f)}) {
+      REQUIRE(int(tessera::fp8(x).bits) == nearest(x));
+    }
+  }
+  for (int i = 0; i < 2000; ++i) {
+    const float x = std::ldexp(1.0f + float(random() % 8192) / 8192, int(random() % 22) - 13);
+    REQUIRE(int(tessera::fp8(x).bits) == nearest(x));
+  }
+  CHECK(tessera::fp8(463.9f).bits == 0x7e);
+  CHECK(tessera::fp8(1e30f).bits == 0x7e);
+  CHECK(tessera::fp8(tessera::infinity).bits == 0x7f);
+  CHECK(float(tessera::fp8(std::nanf(""))) != float(tessera::fp8(std::nanf(""))));
+}
+
+TEST_CASE("a row in fp8 is within a sixteenth of its elements, whatever its size") {
+  std::mt19937 random(9);
+  std::normal_distribution<float> normal;
+  for (const float size : {1e-20f, 1e-3f, 1.0f, 3e4f, 1e30f}) {
+    std::vector<float> row(64);
+    for (float& x : row) x = normal(random) * size;
+    std::vector<tessera::fp8> stored(row.size());
+    const float scale = tessera::encode_row<tessera::fp8_elements<float>>(row.data(), 64, stored.data(), 1);
+    float largest = 0;
+    for (const float x : row) largest = std::max(largest, std::abs(x));
+    for (std::size_t d = 0; d < row.size(); ++d) {
+      const float error = std::abs(float(stored[d]) * scale - row[d]);
+      REQUIRE(error <= std::max(std::abs(row[d]) / 16, largest * std::ldexp(1.0f, -10) / 448) * 1.0001f);
+    }
+  }
+  const float zeros[4] = {};
+  tessera::fp8 stored[4];
+  CHECK(tessera::encode_row<tessera::fp8_elements<float>>(zeros, 4, stored, 1) == 1.0f);
+  CHECK(float(stored[3]) == 0.0f);
 }

@@ -12,8 +12,3 @@ TEST_CASE("dense takes the bytes of K and V rows for every type and head dim") {
   CHECK(dense<bf16, 256>::token_bytes() == 1024);
   CHECK(dense<bf16, 192, 128>::token_bytes() == 640);
 }
-
-TEST_CASE("dense stores any unit of tokens") {
-  CHECK(dense<bf16, 128>::accepts<token_unit>);
-  CHECK(dense<bf16, 128>::accepts<block_unit>);
-}

@@ -70,6 +70,7 @@ struct traits {
   share budget = share::uniform;
   second reads = second::none;
   bool blocks = false, each_step = false, filters = false, plans = false;
+  bool before_step = false;       // makes room before a step reads
   bool pages = false;             // reads whole pages, whatever `unit` says
   bool estimate = false;          // a step reads an estimate of the keys, and the budget pays for it
   index_t window = 32, pool = 7;  // the method's own defaults

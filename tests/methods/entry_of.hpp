@@ -9,7 +9,9 @@
 #include <tessera/budget/two_stage.hpp>
 #include <tessera/budget/uniform.hpp>
 #include <tessera/recipe.hpp>
+#include <tessera/schedule/before_each_step.hpp>
 #include <tessera/schedule/each_step.hpp>
+#include <tessera/schedule/once.hpp>
 #include <tessera/scorer/accumulated_attention.hpp>
 #include <tessera/scorer/chosen_channels.hpp>
 #include <tessera/scorer/exact_score.hpp>
@@ -81,14 +83,17 @@ template <class Recipe>
 traits describe() {
   const Recipe recipe;
   traits found;
-  if constexpr (Recipe::chooses) describe_first(recipe.retain, found);
-  found.filters = Recipe::filters;
-  found.each_step = std::is_same_v<std::remove_cvref_t<decltype(recipe.schedule)>, tessera::each_step>;
-  if constexpr (Recipe::retrieves) {
+  if constexpr (Recipe::retain_type::chooses) describe_first(recipe.retain, found);
+  found.filters = Recipe::retain_type::chooses && !Recipe::retain_type::drops;
+  found.each_step = std::is_same_v<typename Recipe::schedule_type, tessera::each_step>;
+  found.before_step = std::is_same_v<typename Recipe::schedule_type, tessera::before_each_step>;
+  if (!found.each_step && !found.before_step && !std::is_same_v<typename Recipe::schedule_type, tessera::once>)
+    found.scorer = traits::first::other;
+  if constexpr (Recipe::retrieve_type::retrieves) {
     using selector = std::remove_cvref_t<decltype(recipe.retrieve.selector)>;
     found.reads = second_of<std::remove_cvref_t<decltype(recipe.retrieve.scorer)>>();
     found.pages = std::is_same_v<selector, tessera::top_pages>;
-    found.estimate = Recipe::estimates;
+    found.estimate = Recipe::retrieve_type::estimates;
     const bool known = found.pages || std::is_same_v<selector, tessera::top_tokens> ||
                        std::is_same_v<selector, tessera::tokens_or_pages>;
     if (!known) found.reads = traits::second::other;
@@ -112,7 +117,7 @@ Recipe configured(const settings& chosen) {
     }
     if constexpr (std::is_same_v<value_type, float>) value = float(chosen.value(name, double(value)));
   });
-  if constexpr (Recipe::chooses && Recipe::retrieves && !Recipe::plans)
+  if constexpr (Recipe::retain_type::chooses && Recipe::retrieve_type::retrieves && !Recipe::retain_type::plans)
     recipe.retrieve.tokens = chosen.count("read_tokens", chosen.budget);
   return recipe;
 }
@@ -133,7 +138,9 @@ class cache_of final : public any_cache {
   void end_prefill(index_t id) override { held_.end_prefill(id); }
   void decode(index_t layer, const std::vector<index_t>& ids, const rows& q, const rows& k, const rows& v,
               const results& out, const results& lse) override {
-    held_.decode(layer, ids, q, k, v, out, lse);
+    tessera::batch& step = steps_[ids];
+    if (layer == 0 || step.tokens != q.tokens) step = held_.prepare_step(ids, q.tokens);
+    held_.decode(layer, step, q, k, v, out, lse);
   }
   void set_budget(index_t tokens) override { held_.set_budget(tokens); }
   index_t next_position(index_t id) const override { return held_.next_position(id); }
@@ -162,12 +169,13 @@ class cache_of final : public any_cache {
 
  private:
   cache<Recipe> held_;
+  std::map<std::vector<index_t>, tessera::batch> steps_;  // of each batch of ids, the last one
 };
 
 template <class Recipe>
 std::vector<number> numbers() {
   std::vector<number> all;
-  if (Recipe::chooses || Recipe::retrieves)
+  if (Recipe::retain_type::chooses || Recipe::retrieve_type::retrieves)
     all.push_back({"budget", double(Recipe::budgets.least), double(Recipe::budgets.most), 1});
   Recipe recipe;
   Recipe::parameters(recipe, [&](const char* name, auto& value, const auto& allowed, const char*) {

@@ -49,7 +49,17 @@ class reference_cache {
     return result;
   }
 
-  void begin_step(index_t count) { append(count); }
+  void begin_step(index_t count) {
+    append(count);
+    if (!made_of_.before_step) return;
+    for (index_t layer = 0; layer < data_.shape.layers; ++layer) {
+      for (index_t head = 0; head < data_.shape.kv_heads; ++head) {
+        auto kept = stored(layer, head);
+        keep_ends(kept, count);
+        adopt(layer, head, kept);
+      }
+    }
+  }
 
   /// What a step of `count` tokens, the newest stored ones, reads of a head.
   choice read(index_t layer, index_t head, index_t count) const {
@@ -315,7 +325,7 @@ class reference_cache {
     }
     if (*std::max_element(lengths.begin(), lengths.end()) <= kept_budget()) return result;
     if (made_of_.scorer == traits::first::position) {
-      for (choice& head : result) keep_ends(head.positions);
+      for (choice& head : result) keep_ends(head.positions, 0);
       return result;
     }
     index_t tail = std::min(turn_, chosen_.count("window", made_of_.window));
@@ -369,12 +379,13 @@ class reference_cache {
     return std::any_of(all.begin(), all.end(), [&](double score) { return too_close(score, last); });
   }
 
-  /// StreamingLLM by its own words: the sinks and the newest, `budget` in all.
-  void keep_ends(std::vector<index_t>& positions) const {
+  /// StreamingLLM by its own words: the sinks and the newest, `budget` in all; a step's own tokens come before the sinks.
+  void keep_ends(std::vector<index_t>& positions, index_t own) const {
     const auto first_recent = std::size_t(std::count_if(
         positions.begin(), positions.end(), [&](index_t position) { return position < chosen_.count("sinks", 4); }));
-    const std::size_t drop = positions.size() - std::min(positions.size(), std::size_t(kept_budget()));
-    positions.erase(positions.begin() + offset_t(first_recent), positions.begin() + offset_t(first_recent + drop));
+    const std::size_t drop = positions.size() - std::min(positions.size(), std::size_t(std::max(own, kept_budget())));
+    const std::size_t from = std::min(first_recent, positions.size() - drop - std::size_t(own));
+    positions.erase(positions.begin() + offset_t(from), positions.begin() + offset_t(from + drop));
   }
 
   settings chosen_;

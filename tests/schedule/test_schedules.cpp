@@ -1,5 +1,6 @@
 #include "catch.hpp"
 
+#include <tessera/schedule/before_each_step.hpp>
 #include <tessera/schedule/each_step.hpp>
 #include <tessera/schedule/once.hpp>
 
@@ -7,19 +8,29 @@
 
 using namespace tessera;
 
-TEST_CASE("once fires when a prompt ends and never after a step") {
-  CHECK(once{}.due(moment::prefill_end));
-  CHECK(!once{}.due(moment::step_end));
-  CHECK(!once::after_steps);
+TEST_CASE("once fires when a prompt ends and never in a step") {
+  CHECK(once{}.due(moment::prompt_end, {1, 0}));
+  CHECK(!once{}.due(moment::step_begin, {1, 1}));
+  CHECK(!once{}.due(moment::step_end, {1, 1}));
+  CHECK(!fires_in_steps<once>);
 }
 
-TEST_CASE("each_step fires at every moment") {
-  CHECK(each_step{}.due(moment::prefill_end));
-  CHECK(each_step{}.due(moment::step_end));
-  CHECK(each_step::after_steps);
+TEST_CASE("each_step fires when a prompt ends and when a step ends") {
+  CHECK(each_step{}.due(moment::prompt_end, {2, 0}));
+  CHECK(!each_step{}.due(moment::step_begin, {2, 7}));
+  CHECK(each_step{}.due(moment::step_end, {2, 7}));
+  CHECK(fires_in_steps<each_step>);
 }
 
-TEST_CASE("once and each_step obey the laws of schedules") {
+TEST_CASE("before_each_step fires when a prompt ends and before a step reads") {
+  CHECK(before_each_step{}.due(moment::prompt_end, {1, 0}));
+  CHECK(before_each_step{}.due(moment::step_begin, {1, 3}));
+  CHECK(!before_each_step{}.due(moment::step_end, {1, 3}));
+  CHECK(fires_in_steps<before_each_step>);
+}
+
+TEST_CASE("once, each_step and before_each_step obey the laws of schedules") {
   support::obeys_the_laws_of_schedules(once{});
   support::obeys_the_laws_of_schedules(each_step{});
+  support::obeys_the_laws_of_schedules(before_each_step{});
 }

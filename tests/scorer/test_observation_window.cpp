@@ -1,5 +1,6 @@
 #include "catch.hpp"
 
+#include <tessera/backend/cpu/score/finish.hpp>
 #include <tessera/scorer/observation_window.hpp>
 
 #include "support/laws.hpp"
@@ -10,12 +11,13 @@ TEST_CASE("observation_window protects its own tokens and pools as it is told") 
   CHECK(observation_window{.window = 8}.protected_tail(1000) == 8);
   const std::vector<float> in{0, 3, 0, 0, 0};
   std::vector<float> out(5), scratch;
-  observation_window{.pool = 3}.finish(in.data(), 5, out.data(), scratch);
-  CHECK(out == std::vector<float>{3, 3, 3, 0, 0});
-  observation_window{.pool = 3, .pool_kind = pooling::average}.finish(in.data(), 5, out.data(), scratch);
-  CHECK(out == std::vector<float>{1, 1, 1, 0, 0});
-  observation_window{.pool = 1}.finish(in.data(), 5, out.data(), scratch);
-  CHECK(out == in);
+  const auto finished = [&](const observation_window& scorer) {
+    CHECK(cpu::finished(scorer, in.data(), 5, out.data(), scratch) == out.data());
+    return out;
+  };
+  CHECK(finished({.pool = 3}) == std::vector<float>{3, 3, 3, 0, 0});
+  CHECK(finished({.pool = 3, .pool_kind = pooling::average}) == std::vector<float>{1, 1, 1, 0, 0});
+  CHECK(finished({.pool = 1}) == in);
 }
 
 TEST_CASE("observation_window refuses an empty window, one above the budget and an even or empty pool") {

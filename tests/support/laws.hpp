@@ -6,6 +6,7 @@
 #include <limits>
 #include <vector>
 
+#include <tessera/backend/cpu/score/finish.hpp>
 #include <tessera/concepts/budget.hpp>
 #include <tessera/concepts/schedule.hpp>
 #include <tessera/concepts/scorer.hpp>
@@ -29,7 +30,7 @@ std::vector<index_t> chosen(const S& policy, const std::vector<float>& scores, i
   const index_t n = index_t(scores.size());
   std::vector<index_t> out(std::size_t(std::max(n, 1)) + 1, -7);
   top_k_scratch scratch;
-  const index_t count = policy.select(scores.data(), n, tail, keep, out.data(), scratch);
+  const index_t count = choose_slots(policy, scores.data(), n, tail, keep, out.data(), scratch);
   REQUIRE(out[std::size_t(count)] == -7);
   out.resize(std::size_t(count));
   return out;
@@ -104,7 +105,11 @@ void obeys_the_laws_of_budgets(B policy) {
 template <scorer S>
 void obeys_the_laws_of_scorers(const S& policy) {
   rng random(43);
-  std::vector<float> scratch;
+  const auto finish = [&](const std::vector<float>& in, std::vector<float>& out) {
+    std::vector<float> scratch;
+    const float* from = cpu::finished(policy, in.data(), index_t(in.size()), out.data(), scratch);
+    if (from == in.data()) out = in;
+  };
   CHECK(std::strlen(S::name) > 0);
   CHECK_NOTHROW(policy.check(64));
   for (const index_t budget : {1, 2, 31, 32, 33, 1000}) CHECK(policy.protected_tail(budget) >= 0);
@@ -113,8 +118,8 @@ void obeys_the_laws_of_scorers(const S& policy) {
     if (n > 2) in[std::size_t(n) / 2] = not_a_number;
     const auto before = in;
     std::vector<float> out(std::size_t(n), 77), again = out;
-    policy.finish(in.data(), n, out.data(), scratch);
-    policy.finish(in.data(), n, again.data(), scratch);
+    finish(in, out);
+    finish(in, again);
     for (std::size_t i = 0; i < out.size(); ++i) {
       // A NaN score ranks last and reaches no other token.
       const bool ranks_last = std::isnan(out[i]) || out[i] == -infinity;
@@ -126,7 +131,7 @@ void obeys_the_laws_of_scorers(const S& policy) {
   // A constant head stays constant where every neighbour exists.
   const std::vector<float> flat(64, 0.25f);
   std::vector<float> out(64);
-  policy.finish(flat.data(), 64, out.data(), scratch);
+  finish(flat, out);
   CHECK(out[32] == 0.25f);
   if constexpr (attentive_scorer<S>) {
     CHECK(policy.weigh(1.0f, 3.0f) > 0);
@@ -143,8 +148,19 @@ void obeys_the_laws_of_scorers(const S& policy) {
 
 template <schedule S>
 void obeys_the_laws_of_schedules(const S& policy) {
-  CHECK(policy.due(moment::prefill_end));
-  CHECK(policy.due(moment::step_end) == S::after_steps);
+  CHECK(std::strlen(S::name) > 0);
+  for (const moment now : {moment::prompt_end, moment::step_begin, moment::step_end}) {
+    bool fired = false;
+    for (index_t turn = 1; turn <= 4; ++turn) {
+      for (index_t steps = now == moment::prompt_end ? 0 : 1; steps <= (now == moment::prompt_end ? 0 : 200); ++steps) {
+        const bool due = policy.due(now, {turn, steps});
+        fired |= due;
+        // What is due is a matter of the moment and the clock alone.
+        REQUIRE(policy.due(now, {turn, steps}) == due);
+      }
+    }
+    CHECK(fired == S::fires_at(now));
+  }
 }
 
 }  // namespace support

@@ -4,7 +4,7 @@
 #include <limits>
 #include <vector>
 
-#include <tessera/core/layer_scores.hpp>
+#include <tessera/concepts/budget.hpp>
 
 namespace support {
 
@@ -39,7 +39,7 @@ struct owned_scores {
 template <class Budget>
 std::vector<tessera::index_t> counts(const Budget& budget, const tessera::layer_scores& scores) {
   std::vector<tessera::index_t> result(std::size_t(scores.kv_heads), -9);
-  budget.allot(scores, result.data());
+  tessera::allot_counts(budget, scores, result.data());
   return result;
 }
 

@@ -18,7 +18,6 @@ class cuda_cache_of final : public method_cache, public engine::cuda::kv_cache {
   using T = typename cache_type::T;
   using device_rows = tessera::rows_view<const T>;
   static constexpr index_t longest_step = 8;
-  static constexpr index_t room = 16;  // what is reserved counts as held; rows move again after so many tokens
 
  public:
   explicit cuda_cache_of(const cache_request& request)
@@ -55,15 +54,15 @@ class cuda_cache_of final : public method_cache, public engine::cuda::kv_cache {
     reads_ = {};
   }
 
-  void begin_step(int tokens, cudaStream_t stream) override { cache_.prepare_step({sequence_}, tokens, stream); }
-
-  void begin_step_on_device(int tokens, cudaStream_t stream) override {
-    cache_.begin_step({sequence_}, tokens, stream);
+  void begin_step(int tokens, cudaStream_t stream) override {
+    step_ = cache_.prepare_step({sequence_}, tokens, stream);
   }
+
+  void begin_step_on_device(int, cudaStream_t stream) override { cache_.begin_step(step_, stream); }
 
   void decode(int layer, const void* q, const void* k, const void* v, int tokens, float* out,
               cudaStream_t stream) override {
-    cache_.decode(layer, {sequence_}, queries(q, tokens), keys(k, tokens), keys(v, tokens), outputs(out, tokens), {},
+    cache_.decode(layer, step_, queries(q, tokens), keys(k, tokens), keys(v, tokens), outputs(out, tokens), {},
                   stream);
   }
 
@@ -72,7 +71,7 @@ class cuda_cache_of final : public method_cache, public engine::cuda::kv_cache {
     ++reads_.steps;
   }
 
-  const std::int32_t* step_position() const override { return cache_.step_positions() + sequence_; }
+  const std::int32_t* step_position() const override { return cache_.step_positions(); }
 
   // --- for the tool ------------------------------------------------------------------------------------------------
 
@@ -105,12 +104,12 @@ class cuda_cache_of final : public method_cache, public engine::cuda::kv_cache {
 
   void step(int layer, const input_rows& q, const input_rows& k, const input_rows& v, float* out, float* lse) override {
     if (layer == 0) {
-      cache_.prepare_step({sequence_}, q.tokens, nullptr);
-      cache_.begin_step({sequence_}, q.tokens, nullptr);
+      step_ = cache_.prepare_step({sequence_}, q.tokens, nullptr);
+      cache_.begin_step(step_, nullptr);
     }
     const uploaded queries(q, cache_type::k_dim), keys(k, cache_type::k_dim), values(v, cache_type::v_dim);
     result attended(q.tokens, q.heads);
-    cache_.decode(layer, {sequence_}, queries.view, keys.view, values.view, attended.out, attended.lse, nullptr);
+    cache_.decode(layer, step_, queries.view, keys.view, values.view, attended.out, attended.lse, nullptr);
     attended.download(out, lse);
     if (layer + 1 == cache_.shape().layers) end_step();
   }
@@ -179,10 +178,7 @@ class cuda_cache_of final : public method_cache, public engine::cuda::kv_cache {
   static tessera::cuda::cache_options options(const cache_request& request) {
     tessera::cuda::cache_options options;
     options.tokens = request.tokens;
-    options.room = room;
     options.step_tokens = longest_step;
-    // Rows move within the pool, one layer at a time: it takes room for one layer more.
-    options.rows = (offset_t(request.shape.layers) + 1) * request.shape.kv_heads * (offset_t(request.tokens) + room);
     return options;
   }
 
@@ -198,6 +194,7 @@ class cuda_cache_of final : public method_cache, public engine::cuda::kv_cache {
 
   index_t tokens_;
   cache_type cache_;
+  tessera::batch step_;
   index_t sequence_;
   read_count reads_;
 };

@@ -1,14 +1,10 @@
 // Ada-KV's budget: heads compete for the layer's tokens, with a floor for each.
 #pragma once
 
-#include <algorithm>
 #include <cmath>
-#include <functional>
-#include <vector>
 
 #include "../concepts/budget.hpp"
 #include "../core/parameters.hpp"
-#include "../math/ordered.hpp"
 
 TESSERA_NAMESPACE_BEGIN
 
@@ -30,7 +26,7 @@ struct adaptive {
   float floor = 0.2f;
 
   /// What a head keeps that won so many of the layer's places; before the limit of what it stores.
-  TESSERA_HD index_t share(index_t won, index_t base, index_t tail) const {
+  TESSERA_HD index_t share_won(index_t won, index_t base, index_t tail) const {
     // Double, so that int(0.2 * base) is what the decimal fraction says; 0.2f is a little above 0.2.
     const double fraction = ::round(double(floor) * 1e6) / 1e6;
     const double least = ::floor(fraction * double(base));
@@ -43,33 +39,10 @@ struct adaptive {
     return tail + index_t(::rint(count));
   }
 
-  void allot(const layer_scores& scores, index_t* counts) const {
-    const index_t heads = scores.kv_heads, tail = scores.protected_tail;
-    const index_t base = std::max(0, tokens - tail);
-    index_t longest = 0;
-    for (index_t h = 0; h < heads; ++h) longest = std::max(longest, scores.candidates(h));
-    if (base >= longest) {
-      for (index_t h = 0; h < heads; ++h) counts[h] = scores.tokens[h];
-      return;
-    }
-    struct candidate {
-      std::uint32_t score;
-      index_t head, slot;
-      bool operator<(const candidate& other) const {
-        if (score != other.score) return score > other.score;
-        return head != other.head ? head < other.head : slot < other.slot;
-      }
-    };
-    std::vector<candidate> all;
-    for (index_t h = 0; h < heads; ++h) {
-      const float* s = scores.head(h);
-      for (index_t i = 0; i < scores.candidates(h); ++i) all.push_back({ordered_bits(s[i]), h, i});
-    }
-    const std::size_t places = std::min(all.size(), std::size_t(heads) * std::size_t(base));
-    if (places < all.size()) std::nth_element(all.begin(), all.begin() + offset_t(places), all.end());
-    std::vector<index_t> won(std::size_t(heads), 0);
-    for (std::size_t i = 0; i < places; ++i) ++won[std::size_t(all[i].head)];
-    for (index_t h = 0; h < heads; ++h) counts[h] = std::min(scores.tokens[h], share(won[std::size_t(h)], base, tail));
+  kept_bound most(const layer_extent& layer) const {
+    // Rounding moves a head by less than one token.
+    const offset_t total = offset_t(layer.kv_heads) * (offset_t(std::max(tokens, layer.protected_tail)) + 1);
+    return {index_t(std::min<offset_t>(layer.longest, total)), total};
   }
 
   void check() const {

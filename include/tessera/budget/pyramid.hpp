@@ -1,6 +1,8 @@
 // PyramidKV's budget: many tokens in the first layers, few in the last.
 #pragma once
 
+#include <limits>
+
 #include "../concepts/budget.hpp"
 #include "../core/error.hpp"
 #include "../core/parameters.hpp"
@@ -40,10 +42,9 @@ struct pyramid {
     return result;
   }
 
-  /// What a head that stores `stored` tokens keeps in layer `of_layer` of `of_layers`.
-  TESSERA_HD index_t share(index_t stored, index_t tail, index_t of_layer, index_t of_layers) const {
-    const index_t base = tokens > tail ? tokens - tail : 0;
-    const index_t depth = layers > 0 ? layers : of_layers, at = layer >= 0 ? layer : of_layer;
+  TESSERA_HD index_t share(const head_extent& head) const {
+    const index_t stored = head.stored, tail = head.protected_tail, base = tokens > tail ? tokens - tail : 0;
+    const index_t depth = layers > 0 ? layers : head.layers, at = layer >= 0 ? layer : head.layer;
     index_t kept = base;
     if (depth > 1 && stored >= 2 * base) {
       const line over_layers = plan(depth, base, stored > tail ? stored - tail : 0);
@@ -52,10 +53,14 @@ struct pyramid {
     return tail + kept < stored ? tail + kept : stored;
   }
 
-  void allot(const layer_scores& scores, index_t* counts) const {
-    for (index_t h = 0; h < scores.kv_heads; ++h) {
-      counts[h] = share(scores.tokens[h], scores.protected_tail, scores.layer, scores.layers);
-    }
+  kept_bound most(const layer_extent& of) const {
+    const index_t tail = of.protected_tail, base = std::max(0, tokens - tail);
+    const index_t depth = layers > 0 ? layers : of.layers, at = layer >= 0 ? layer : of.layer;
+    // The steepest line, or a flatter one through the base; steps are rounded down, so late layers get a little more.
+    const line steepest = plan(depth, base, std::numeric_limits<index_t>::max());
+    const index_t kept = std::max(base, steepest.most - at * steepest.step) + depth;
+    const index_t longest = std::min(of.longest, std::max(tokens, tail + kept));
+    return {longest, offset_t(of.kv_heads) * longest};
   }
 
   void check() const {

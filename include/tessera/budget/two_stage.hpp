@@ -80,7 +80,7 @@ struct two_stage {
   void allot(const layer_scores& scores, index_t* counts) const {
     Inner unplanned = inner;
     unplanned.tokens = tokens;
-    unplanned.allot(scores, counts);
+    allot_counts(unplanned, scores, counts);
   }
 
   void check() const {

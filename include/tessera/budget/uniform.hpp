@@ -10,20 +10,17 @@ TESSERA_NAMESPACE_BEGIN
 /// Errors   tokens out of range: tessera::error.
 struct uniform {
   static constexpr const char* name = "uniform";
-  static constexpr bool compares_heads = false;
+  static constexpr bool compares_heads = false, even_heads = true;
   static constexpr value_range<index_t> budgets = token_budgets;
 
   index_t tokens = 1024;
 
-  /// What a head that stores `stored` tokens keeps: the same in every layer.
-  TESSERA_HD index_t share(index_t stored, index_t, index_t, index_t) const {
-    return tokens < stored ? tokens : stored;
-  }
+  /// The same in every layer.
+  TESSERA_HD index_t share(const head_extent& head) const { return tokens < head.stored ? tokens : head.stored; }
 
-  void allot(const layer_scores& scores, index_t* counts) const {
-    for (index_t h = 0; h < scores.kv_heads; ++h) {
-      counts[h] = share(scores.tokens[h], scores.protected_tail, scores.layer, scores.layers);
-    }
+  kept_bound most(const layer_extent& layer) const {
+    const index_t longest = std::min(layer.longest, std::max(tokens, layer.protected_tail));
+    return {longest, offset_t(layer.kv_heads) * longest};
   }
 
   void check() const { budgets.check("budget", tokens, "pass how many tokens each head may keep"); }

@@ -1,25 +1,53 @@
 // Budget: how many? Says how many tokens each kv_head keeps.
 #pragma once
 
+#include <algorithm>
 #include <concepts>
 
+#include "../core/layer_extent.hpp"
 #include "../core/layer_scores.hpp"
 #include "../core/stage_plan.hpp"
+#include "../math/winners.hpp"
 
 TESSERA_NAMESPACE_BEGIN
+
+/// A budget that goes by lengths alone.
+///   share(head_extent) -> index_t     what that head keeps; TESSERA_HD, for all backends
+template <class B>
+concept length_budget = requires(const B b, const head_extent& head) {
+  { b.share(head) } -> std::same_as<index_t>;
+};
+
+/// A budget for which heads compete: of all candidates of a layer the best kv_heads * base win, base = tokens - tail.
+///   share_won(won, base, tail) -> index_t     what a head keeps that won so many; TESSERA_HD, for all backends
+template <class B>
+concept winners_budget = requires(const B b, index_t n) {
+  { b.share_won(n, n, n) } -> std::same_as<index_t>;
+};
+
+/// A budget with a body of its own for the host.
+///   allot(scores, counts)     one count per head, in [min(protected tail, tokens), tokens of that head]
+template <class B>
+concept host_budget = requires(const B b, const layer_scores& scores, index_t* counts) {
+  b.allot(scores, counts);
+};
 
 /// A policy that allots a layer's tokens to its heads.
 ///   name                      its published name
 ///   compares_heads            whether it ranks scores of different heads against each other
 ///   tokens                    the budget: tokens per kv_head, the protected tail included
-///   allot(scores, counts)     one count per head, in [min(protected tail, tokens), tokens of that head]
+///   share, share_won or allot what a head keeps, see above; the backends hold it between the tail and what is stored
 ///   check()                   throws tessera::error on parameters that make no sense
+/// It may also say
+///   fits(layer_extent) -> bool          whether all of a layer stays, whatever the scores; else: longest <= tokens
+///   most(layer_extent) -> kept_bound    bounds of what it gives, on the host; else: all that is stored
+///   even_heads                          true: heads of equal length keep equally many, exactly what `most` says; else:
+///                                       false
 template <class B>
-concept budget = requires(const B b, B& m, const layer_scores& scores, index_t* counts) {
+concept budget = (length_budget<B> || winners_budget<B> || host_budget<B>)&&requires(const B b, B& m) {
   { B::name } -> std::convertible_to<const char*>;
   { B::compares_heads } -> std::convertible_to<bool>;
   { m.tokens } -> std::same_as<index_t&>;
-  b.allot(scores, counts);
   b.check();
 };
 
@@ -32,6 +60,60 @@ concept planning_budget = budget<B> && requires(const B b, index_t prompt, const
   { b.planned(plan) } -> budget;
 };
 
+/// Whether a budget keeps all of a layer, whatever the scores.
+template <class B>
+TESSERA_HD bool keeps_all(const B& budget, const layer_extent& layer) {
+  if constexpr (requires { budget.fits(layer); }) {
+    return budget.fits(layer);
+  } else {
+    return layer.longest <= budget.tokens;
+  }
+}
+
+/// Bounds of what a budget gives to the heads of a layer.
+template <class B>
+kept_bound bound_kept(const B& budget, const layer_extent& layer) {
+  const offset_t all = offset_t(layer.kv_heads) * layer.longest;
+  if constexpr (requires { budget.most(layer); }) {
+    const kept_bound most = budget.most(layer);
+    return {std::min(layer.longest, most.longest), std::min(all, most.total)};
+  } else {
+    return {layer.longest, all};
+  }
+}
+
+/// Whether heads of equal length keep equally many, exactly as many as `bound_kept` says.
+template <class B>
+inline constexpr bool keeps_heads_even = [] {
+  if constexpr (requires { B::even_heads; }) return bool(B::even_heads);
+  return false;
+}();
+
+/// What a budget gives to each head, on the host.
+template <class B>
+void allot_counts(const B& budget, const layer_scores& scores, index_t* counts) {
+  const index_t heads = scores.kv_heads, tail = scores.protected_tail;
+  if constexpr (host_budget<B>) {
+    budget.allot(scores, counts);
+  } else if constexpr (length_budget<B>) {
+    for (index_t h = 0; h < heads; ++h) {
+      counts[h] = budget.share({scores.layer, scores.layers, h, heads, tail, scores.tokens[h]});
+    }
+  } else {
+    const index_t base = std::max(0, budget.tokens - tail);
+    index_t longest = 0;
+    for (index_t h = 0; h < heads; ++h) longest = std::max(longest, scores.candidates(h));
+    if (base >= longest) {
+      std::copy_n(scores.tokens, heads, counts);
+      return;
+    }
+    count_winners(scores, offset_t(heads) * base, counts);
+    for (index_t h = 0; h < heads; ++h) {
+      counts[h] = std::min(scores.tokens[h], budget.share_won(counts[h], base, tail));
+    }
+  }
+}
+
 template <class B>
 constexpr bool check_budget() {
   static_assert(
@@ -43,8 +125,20 @@ constexpr bool check_budget() {
         { b.tokens } -> std::same_as<index_t&>;
       },
       "tessera: a budget must hold index_t tokens, the tokens per kv_head");
-  static_assert(budget<B>, "tessera: a budget needs allot(layer_scores, counts) and check()");
+  static_assert(length_budget<B> || winners_budget<B> || host_budget<B>,
+                "tessera: a budget needs index_t share(head_extent), index_t share_won(won, base, tail) or "
+                "allot(layer_scores, counts)");
+  static_assert(budget<B>, "tessera: a budget needs check()");
   return budget<B>;
+}
+
+/// Whether devices can run it.
+template <class B>
+constexpr bool check_device_budget() {
+  static_assert(length_budget<B> || winners_budget<B>,
+                "tessera: this budget runs on the host only; a device needs index_t share(head_extent) or "
+                "index_t share_won(won, base, tail), with TESSERA_HD");
+  return length_budget<B> || winners_budget<B>;
 }
 
 TESSERA_NAMESPACE_END

@@ -1,36 +1,74 @@
-// Layout: stored how? Names the element type and the head dims, and which units of selection it can hold.
+// Layout: stored how? Two choices: what one token takes (a row format), and where its rows lie (a placement).
 #pragma once
 
 #include <concepts>
 
+#include "../core/encoding.hpp"
 #include "../core/types.hpp"
-#include "../core/units.hpp"
 
 TESSERA_NAMESPACE_BEGIN
 
-/// A policy that stores kept tokens.
-///   name, element_type, k_dim, v_dim
-///   accepts<Unit>                whether selections of that unit can be stored
-///   token_bytes()                bytes of K and V that one token of one kv_head takes
+/// What one token of one kv_head takes.
+///   name
+///   encoding_type        how elements lie in memory (core/encoding.hpp)
+///   k_dim, v_dim         of a K and of a V row
+template <class R>
+concept row_format = encoding<typename R::encoding_type> && requires {
+  { R::name } -> std::convertible_to<const char*>;
+  { R::k_dim } -> std::convertible_to<int>;
+  { R::v_dim } -> std::convertible_to<int>;
+};
+
+/// Where the rows of a (layer, sequence, kv_head) lie. The table that finds them is all that kernels see; the memory
+/// behind it is the store's (backend/*/store).
+///   name
+///   table_type           what `kv_view` finds a slot by (core/views.hpp)
+template <class P>
+concept placement = requires {
+  { P::name } -> std::convertible_to<const char*>;
+  typename P::table_type;
+};
+
+/// A row format at a placement: `stored<Rows, Where>` (layout/stored.hpp).
 template <class L>
-concept layout = element<typename L::element_type> && requires {
-  { L::name } -> std::convertible_to<const char*>;
-  { L::k_dim } -> std::convertible_to<int>;
-  { L::v_dim } -> std::convertible_to<int>;
-  { L::template accepts<token_unit> } -> std::convertible_to<bool>;
+concept layout = row_format<typename L::rows_type> && placement<typename L::placement_type> && requires {
   { L::token_bytes() } -> std::same_as<offset_t>;
 };
+
+/// A layout whose rows hold K and V of these dims, handed over as `T`.
+template <class L, class T, int D, int Dv>
+concept layout_of = layout<L> && std::same_as<typename L::element_type, T> && L::k_dim == D && L::v_dim == Dv;
+
+template <class R>
+constexpr bool check_row_format() {
+  static_assert(
+      requires { R::name; }, "tessera: a row format must name itself: static constexpr const char* name");
+  static_assert(
+      requires { R::k_dim + R::v_dim; }, "tessera: a row format must give k_dim and v_dim");
+  static_assert(
+      requires { typename R::encoding_type; },
+      "tessera: a row format must say how its elements lie in memory: using encoding_type = ...");
+  static_assert(encoding<typename R::encoding_type>,
+                "tessera: an encoding needs element_type (fp32, fp16, bf16), a stored_type that is made from a float "
+                "and converts to one, scaled, and, where rows are scaled, static float scale_of(float largest)");
+  static_assert(supported_head_dim<R::k_dim> && supported_head_dim<R::v_dim>,
+                "tessera: a row format takes head dims 64, 80, 96, 128, 192 and 256");
+  static_assert(row_format<R>, "tessera: a row format's name, k_dim and v_dim must be static constants");
+  return row_format<R>;
+}
 
 template <class L>
 constexpr bool check_layout() {
   static_assert(
-      requires { typename L::element_type; }, "tessera: a layout must name its element_type");
-  static_assert(
-      requires { L::k_dim + L::v_dim; }, "tessera: a layout must give k_dim and v_dim");
-  static_assert(
-      requires { L::template accepts<token_unit>; },
-      "tessera: a layout must say which units it accepts: template <class Unit> static constexpr bool accepts");
-  static_assert(layout<L>, "tessera: a layout needs a name and static offset_t token_bytes()");
+      requires {
+        typename L::rows_type;
+        typename L::placement_type;
+      },
+      "tessera: a layout is a row format at a placement: stored<dense_rows<T, D>, runs>; labels alone store nothing");
+  static_assert(check_row_format<typename L::rows_type>());
+  static_assert(placement<typename L::placement_type>,
+                "tessera: a placement needs a name and a table_type that finds slots");
+  static_assert(layout<L>, "tessera: a layout needs static offset_t token_bytes(); take stored<row format, placement>");
   return layout<L>;
 }
 

@@ -1,7 +1,8 @@
-// Schedule: when again? Says at which moments the keep set is chosen anew.
+// Schedule: when again? Says at which moments the first stage chooses anew.
 #pragma once
 
 #include <concepts>
+#include <type_traits>
 
 #include "../core/types.hpp"
 
@@ -9,19 +10,26 @@ TESSERA_NAMESPACE_BEGIN
 
 /// The moments at which a cache asks its schedule.
 enum class moment {
-  prefill_end,  ///< a turn's prompt has passed through every layer
-  step_end      ///< a decode step has been attended
+  prompt_end,  ///< a turn's prompt has passed through every layer
+  step_begin,  ///< a decode step's tokens are stored, and nothing has been read for them yet
+  step_end     ///< a decode step has been attended
 };
 
-/// A policy that says when to retain.
+/// Where a conversation stands when its schedule is asked.
+struct turn_clock {
+  index_t turn = 0;   ///< prompts that have ended, the one that ends now included
+  index_t steps = 0;  ///< decode steps since the turn's prompt ended, the one that is asked about included
+};
+
+/// A policy that says when the first stage chooses.
 ///   name
-///   after_steps         whether it can fire at step_end at all (known when compiling)
-///   due(moment)         whether to retain now
+///   fires_at(moment)        static: whether it can fire at such a moment at all, known when compiling
+///   due(moment, clock)      whether to choose now; asked on the host before the moment comes
 template <class S>
-concept schedule = requires(const S s, moment now) {
+concept schedule = requires(const S s, moment now, const turn_clock& at) {
   { S::name } -> std::convertible_to<const char*>;
-  { S::after_steps } -> std::convertible_to<bool>;
-  { s.due(now) } -> std::same_as<bool>;
+  { std::bool_constant<S::fires_at(moment::step_end)>::value } -> std::convertible_to<bool>;
+  { s.due(now, at) } -> std::same_as<bool>;
 };
 
 template <class S>
@@ -29,9 +37,14 @@ constexpr bool check_schedule() {
   static_assert(
       requires { S::name; }, "tessera: a schedule must name itself: static constexpr const char* name");
   static_assert(
-      requires { S::after_steps; }, "tessera: a schedule must say whether it can fire after_steps");
-  static_assert(schedule<S>, "tessera: a schedule needs bool due(moment)");
+      requires { std::bool_constant<S::fires_at(moment::step_end)>::value; },
+      "tessera: a schedule must say when it can fire at all: static constexpr bool fires_at(moment)");
+  static_assert(schedule<S>, "tessera: a schedule needs bool due(moment, const turn_clock&)");
   return schedule<S>;
 }
+
+/// Whether a schedule can fire in decode steps.
+template <schedule S>
+inline constexpr bool fires_in_steps = S::fires_at(moment::step_begin) || S::fires_at(moment::step_end);
 
 TESSERA_NAMESPACE_END

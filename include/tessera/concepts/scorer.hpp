@@ -6,6 +6,7 @@
 #include <vector>
 
 #include "../core/types.hpp"
+#include "../math/pool.hpp"
 
 TESSERA_NAMESPACE_BEGIN
 
@@ -58,11 +59,27 @@ concept paged_scorer = S::observed == observes::step&& requires(const S s, float
   { s.row_scale(x, x, x) } -> std::same_as<float>;
 };
 
-/// A scorer whose scores take a last pass over a head (pooling).
+/// A scorer's last pass over the scores of a head's candidates. Without any of these, scores stay as they are.
+///   pooled() -> pooling_window            every score becomes the largest or the mean of its neighbours'
+///   finish_at(in, n, i) -> float          what score i becomes, from all scores of the head: TESSERA_HD
+///   finish(in, n, out, scratch)           the whole pass, on the host; out != in. Beside `finish_at`: the same, faster
+template <class S>
+concept pooling_scorer = requires(const S s) {
+  { s.pooled() } -> std::same_as<pooling_window>;
+};
+template <class S>
+concept slot_finishing_scorer = requires(const S s, const float* in, index_t n) {
+  { s.finish_at(in, n, n) } -> std::same_as<float>;
+};
 template <class S>
 concept finishing_scorer = requires(const S s, const float* in, float* out, index_t n, std::vector<float>& scratch) {
   s.finish(in, n, out, scratch);
 };
+/// Whether what is named as a last pass is one.
+template <class S>
+inline constexpr bool finishes_rightly = (pooling_scorer<S> || !requires { &S::pooled; }) &&
+                                         (slot_finishing_scorer<S> || !requires { &S::finish_at; }) &&
+                                         (finishing_scorer<S> || !requires { &S::finish; });
 
 /// A scorer that says how many of the prompt's last queries it observes.
 template <class S>
@@ -76,12 +93,12 @@ concept has_window = requires(S& s) {
 ///   comparable_across_heads              whether scores of two heads may be ranked against each other
 ///   window                               index_t, where it observes a window: how many of the last queries
 ///   protected_tail(budget)               newest tokens that are kept whatever their score
-///   finish(in, n, out, scratch)          last pass over a head's scores (pooling); out != in. Not for a paged scorer
+///   pooled, finish_at or finish          a last pass over a head's scores, see above. Not for a paged scorer
 ///   check(budget)                        throws tessera::error on parameters that make no sense
 template <class S>
 concept scorer = std::is_trivially_copyable_v<S> &&
-    (((positional_scorer<S> || attentive_scorer<S>)&&finishing_scorer<S>) ||
-     paged_scorer<S>)&&(S::observed != observes::window || has_window<S>)&&requires(const S s, index_t n) {
+                 (positional_scorer<S> || attentive_scorer<S> || paged_scorer<S>)&&finishes_rightly<S> &&
+                 (S::observed != observes::window || has_window<S>)&&requires(const S s, index_t n) {
   { S::name } -> std::convertible_to<const char*>;
   { S::comparable_across_heads } -> std::convertible_to<bool>;
   { s.protected_tail(n) } -> std::same_as<index_t>;
@@ -111,8 +128,23 @@ constexpr bool check_scorer() {
       "tessera: scorer::protected_tail(budget) must return index_t");
   static_assert(S::observed != observes::window || has_window<S>,
                 "tessera: a scorer that observes the window must hold index_t window, the queries it observes");
-  static_assert(scorer<S>, "tessera: a scorer needs finish(in, n, out, scratch) and check(budget)");
+  static_assert(finishes_rightly<S>,
+                "tessera: a scorer's last pass is pooling_window pooled(), float finish_at(in, n, i) or "
+                "finish(in, n, out, scratch)");
+  static_assert(scorer<S>, "tessera: a scorer needs check(budget)");
   return scorer<S>;
+}
+
+/// Whether devices can run it: all but a last pass that is the host's alone.
+template <class S>
+concept device_scorer = scorer<S> &&(pooling_scorer<S> || slot_finishing_scorer<S> || !finishing_scorer<S>);
+
+template <class S>
+constexpr bool check_device_scorer() {
+  static_assert(device_scorer<S>,
+                "tessera: this scorer's finish runs on the host only; a device needs float finish_at(in, n, i) with "
+                "TESSERA_HD, or pooling_window pooled()");
+  return device_scorer<S>;
 }
 
 TESSERA_NAMESPACE_END

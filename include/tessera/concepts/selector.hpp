@@ -10,20 +10,50 @@
 
 TESSERA_NAMESPACE_BEGIN
 
+/// A selector that takes the best units of so many consecutive slots as top_blocks takes blocks (of 1: as top_tokens takes
+/// tokens), so that backends may search for them their own way.
+///   unit_slots() -> index_t     at least 1; 1 where the unit is token_unit
+template <class S>
+concept best_units_selector = requires(const S s) {
+  { s.unit_slots() } -> std::same_as<index_t>;
+};
+
+/// A selector with one body for all backends; on a device one thread runs it for each head.
+///   choose(scores, n, tail, keep, out) -> index_t     as `select` below; TESSERA_HD
+template <class S>
+concept plain_selector = requires(const S s, const float* scores, index_t n, index_t* out) {
+  { s.choose(scores, n, n, n, out) } -> std::same_as<index_t>;
+};
+
+/// A selector with a body of its own for the host.
+template <class S>
+concept host_selector = requires(const S s, const float* scores, index_t n, index_t* out, top_k_scratch& scratch) {
+  { s.select(scores, n, n, n, out, scratch) } -> std::same_as<index_t>;
+};
+
 /// A policy that chooses slots of one head.
 ///   name, unit                                        its name; token_unit or block_unit
 ///   select(scores, n, tail, keep, out, scratch)       writes strictly ascending slots, returns how many: min(keep, n).
 ///       The newest `tail` of the n slots are always chosen (the newest `keep` of them when keep < tail).
-///       Deterministic: score descending, ties to the lower index, NaN last.
+///       Deterministic: score descending, ties to the lower index, NaN last. Or `choose`, see above.
 ///   check()                                           throws tessera::error on parameters that make no sense
 template <class S>
-concept selector = std::is_trivially_copyable_v<S> &&
-    requires(const S s, const float* scores, index_t n, index_t* out, top_k_scratch& scratch) {
+concept selector = std::is_trivially_copyable_v<S> &&(host_selector<S> || plain_selector<S>)&&requires(const S s) {
   typename S::unit;
   { S::name } -> std::convertible_to<const char*>;
-  { s.select(scores, n, n, n, out, scratch) } -> std::same_as<index_t>;
   s.check();
 };
+
+/// What a selector chooses, on the host.
+template <class S>
+index_t choose_slots(const S& selector, const float* scores, index_t n, index_t tail, index_t keep, index_t* out,
+                     top_k_scratch& scratch) {
+  if constexpr (host_selector<S>) {
+    return selector.select(scores, n, tail, keep, out, scratch);
+  } else {
+    return selector.choose(scores, n, tail, keep, out);
+  }
+}
 
 template <class S>
 constexpr bool check_selector() {
@@ -33,8 +63,18 @@ constexpr bool check_selector() {
   static_assert(
       requires { typename S::unit; }, "tessera: a selector must name its unit: token_unit or block_unit");
   static_assert(selector<S>,
-                "tessera: a selector needs index_t select(scores, n, tail, keep, out, scratch) and check()");
+                "tessera: a selector needs index_t select(scores, n, tail, keep, out, scratch) or "
+                "index_t choose(scores, n, tail, keep, out), and check()");
   return selector<S>;
+}
+
+/// Whether devices can run it.
+template <class S>
+constexpr bool check_device_selector() {
+  static_assert(best_units_selector<S> || plain_selector<S>,
+                "tessera: this selector runs on the host only; a device needs index_t unit_slots(), or "
+                "index_t choose(scores, n, tail, keep, out) with TESSERA_HD");
+  return best_units_selector<S> || plain_selector<S>;
 }
 
 TESSERA_NAMESPACE_END

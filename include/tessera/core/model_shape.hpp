@@ -2,28 +2,49 @@
 #pragma once
 
 #include <string>
+#include <vector>
 
 #include "error.hpp"
 #include "views.hpp"
 
 TESSERA_NAMESPACE_BEGIN
 
+/// Rows that say their head dim must have this one.
+template <class T>
+void require_dim(const rows_view<T>& rows, index_t dim, const char* name) {
+  require(rows.dim == 0 || rows.dim == dim, std::string("head dim of ") + name, rows.dim, std::to_string(dim),
+          "pass rows of the layout's head dims");
+}
+
 /// Layers and heads; head dims and element type are the layout's.
 struct model_shape {
   index_t layers = 0;
   index_t q_heads = 0;
   index_t kv_heads = 0;
+  index_t window = 0;           ///< tokens that a sliding layer attends, in positions
+  std::vector<bool> sliding{};  ///< [layers]: which layers slide (Gemma, gpt-oss); empty: none
+
+  bool slides(index_t layer) const { return !sliding.empty() && sliding[std::size_t(layer)]; }
 
   void check() const {
     require(layers >= 1, "layers", layers, "at least 1", "pass the model's number of layers");
     require(kv_heads >= 1, "kv_heads", kv_heads, "at least 1", "pass the model's number of KV heads");
     require(q_heads >= 1 && q_heads % kv_heads == 0, "q_heads", q_heads,
             "a multiple of kv_heads, which is " + std::to_string(kv_heads), "pass the model's head counts");
+    require(sliding.empty() || index_t(sliding.size()) == layers, "layers that may slide", sliding.size(),
+            "one for each layer, which are " + std::to_string(layers),
+            "say of every layer whether it slides, or of none");
+    require(sliding.empty() || window >= 1, "window", window, "at least 1 token",
+            "pass how many tokens the sliding layers attend");
   }
 
   /// Queries, keys and values of one call. Shapes: q [.., n_q, q_heads, k_dim], k, v [.., tokens, kv_heads, dim].
   template <class E>
-  void check_rows(const rows_view<const E>& q, const rows_view<const E>& k, const rows_view<const E>& v) const {
+  void check_rows(const rows_view<const E>& q, const rows_view<const E>& k, const rows_view<const E>& v, index_t k_dim,
+                  index_t v_dim) const {
+    if (q.tokens > 0) require_dim(q, k_dim, "q");
+    require_dim(k, k_dim, "k");
+    require_dim(v, v_dim, "v");
     require(q.heads == q_heads || q.tokens == 0, "heads of q", q.heads, std::to_string(q_heads),
             "pass [tokens, q_heads, head_dim]");
     require(k.heads == kv_heads && v.heads == kv_heads, "heads of k and v",
@@ -35,7 +56,9 @@ struct model_shape {
 
   /// Outputs of queries. Shapes: out as q with v_dim.
   template <class E, class Out>
-  void check_output(const rows_view<const E>& q, const rows_view<Out>& out) const {
+  void check_output(const rows_view<const E>& q, const rows_view<Out>& out, index_t k_dim, index_t v_dim) const {
+    require_dim(q, k_dim, "q");
+    require_dim(out, v_dim, "out");
     require(q.heads == q_heads, "heads of q", q.heads, std::to_string(q_heads), "pass [tokens, q_heads, head_dim]");
     const auto text = [](index_t sequences, index_t tokens, index_t heads) {
       return "[" + std::to_string(sequences) + ", " + std::to_string(tokens) + ", " + std::to_string(heads) + "]";

@@ -65,9 +65,37 @@ struct fp16 {
   }
 };
 
+/// e4m3 in storage: sign, 4 bits of exponent, 3 of mantissa; no infinity. Rounds to nearest even. What is finite and too
+/// large becomes 448, the largest; an infinity does not fit and becomes NaN.
+struct fp8 {
+  std::uint8_t bits;
+  fp8() = default;
+  TESSERA_HD explicit fp8(float value) {
+    const auto word = bits_as<std::uint32_t>(value);
+    const std::uint32_t sign = (word >> 24) & 0x80u, magnitude = word & 0x7fffffffu;
+    std::uint32_t small;
+    if (magnitude >= 0x7f800000u) {
+      small = 0x7fu;  // NaN
+    } else if (magnitude >= 0x43e80000u) {
+      small = 0x7eu;  // 464 and more would round beyond 448
+    } else if (magnitude < 0x3c800000u) {
+      // Subnormal: adding 2^14 puts the rounded mantissa into the low bits of the sum.
+      small = bits_as<std::uint32_t>(bits_as<float>(magnitude) + 16384.0f) - 0x46800000u;
+    } else {
+      small = (magnitude - 0x3c000000u + 0x7ffffu + ((magnitude >> 20) & 1u)) >> 20;
+    }
+    bits = std::uint8_t(sign | small);
+  }
+  TESSERA_HD operator float() const {
+    const std::uint32_t sign = std::uint32_t(bits & 0x80u) << 24, magnitude = bits & 0x7fu;
+    const std::uint32_t finite = bits_as<std::uint32_t>(bits_as<float>(magnitude << 20) * 0x1p120f);
+    return bits_as<float>(sign | (magnitude == 0x7fu ? 0x7fc00000u : finite));
+  }
+};
+
 using fp32 = float;
 
-/// What K and V may be stored as.
+/// What engines hand over, and what K and V may be stored as without an encoding (core/encoding.hpp).
 template <class T>
 concept element = std::same_as<T, fp32> || std::same_as<T, fp16> || std::same_as<T, bf16>;
 

@@ -4,6 +4,7 @@
 #include <type_traits>
 
 #include "config.hpp"
+#include "encoding.hpp"
 #include "types.hpp"
 
 TESSERA_NAMESPACE_BEGIN
@@ -23,6 +24,20 @@ struct row_strides {
 struct slot_address {
   offset_t outer;
   offset_t row;
+};
+
+/// The scales of encoded rows: row r of K has `k[r]`, of V `v[r]`, where r of (sequence, head, slot) is
+/// outer * `outer` + head * `head` + row * `token`, of the address that the view's table gives. Null: rows have none.
+template <class S>
+struct row_scales {
+  S* k = nullptr;
+  S* v = nullptr;
+  offset_t outer = 0;
+  offset_t head = 0;
+  offset_t token = 1;
+  TESSERA_HD offset_t index(const slot_address& at, index_t head_index) const {
+    return at.outer * outer + head_index * head + at.row * token;
+  }
 };
 
 /// No table: slot `s` of sequence `b` is row `s` of outer index `b`.
@@ -80,27 +95,34 @@ struct filtered {
 
 /// Stored keys and values of a batch, one layer.
 ///
+/// `E` is an element type, or an encoding (core/encoding.hpp) whose rows may have scales; const for what is only read.
 /// Shapes   K [sequences, kv_heads, slots, k_dim], V [.., v_dim] in any strides, behind any table.
 /// Lengths  `lengths[sequence * length_strides.sequence + head * length_strides.head]`; head stride 0 = one per
 ///          sequence.
 /// Positions  ascending logical positions by slot, null where slot and position coincide; strided alike, or, with
 ///            `position_begin`, the row of (sequence, head) begins at that offset (ragged storage).
-template <class T, int D, class Table = contiguous, int Dv = D>
-requires element<std::remove_const_t<T>>
+template <class E, int D, class Table = contiguous, int Dv = D>
+requires encoding<encoding_of<E>>
 struct kv_view {
   static_assert(supported_head_dim<D> && supported_head_dim<Dv>,
                 "tessera: kv_view takes head dims 64, 80, 96, 128, 192 and 256");
-  using element_type = std::remove_const_t<T>;
+  using encoding_type = encoding_of<E>;
+  using element_type = typename encoding_type::element_type;
+  static constexpr bool is_raw = raw_encoding<encoding_type>;
   static constexpr int k_dim = D;
   static constexpr int v_dim = Dv;
+  /// What `k` and `v` point to, and a row's scale.
+  using stored_type = std::conditional_t<std::is_const_v<E>, const typename encoding_type::stored_type,
+                                         typename encoding_type::stored_type>;
+  using scale_type = std::conditional_t<std::is_const_v<E>, const float, float>;
 
   struct batch_strides {
     offset_t sequence = 0;
     offset_t head = 0;
   };
 
-  T* k = nullptr;
-  T* v = nullptr;
+  stored_type* k = nullptr;
+  stored_type* v = nullptr;
   row_strides k_strides, v_strides;
   index_t sequences = 0;
   index_t kv_heads = 0;
@@ -110,17 +132,27 @@ struct kv_view {
   batch_strides position_strides{};
   const offset_t* position_begin = nullptr;
   Table table{};
+  row_scales<scale_type> scales{};
 
   TESSERA_HD index_t length(index_t sequence, index_t head) const {
     return lengths[sequence * length_strides.sequence + head * length_strides.head];
   }
-  TESSERA_HD T* key(index_t sequence, index_t head, index_t slot) const {
+  TESSERA_HD stored_type* key(index_t sequence, index_t head, index_t slot) const {
     const slot_address at = table.locate(sequence, head, slot);
     return k + at.outer * k_strides.outer + head * k_strides.head + at.row * k_strides.token;
   }
-  TESSERA_HD T* value(index_t sequence, index_t head, index_t slot) const {
+  TESSERA_HD stored_type* value(index_t sequence, index_t head, index_t slot) const {
     const slot_address at = table.locate(sequence, head, slot);
     return v + at.outer * v_strides.outer + head * v_strides.head + at.row * v_strides.token;
+  }
+  /// What the stored elements of a slot's key, or value, are multiplied by.
+  TESSERA_HD float key_scale(index_t sequence, index_t head, index_t slot) const {
+    if constexpr (!encoding_type::scaled) return 1;
+    return scales.k[scales.index(table.locate(sequence, head, slot), head)];
+  }
+  TESSERA_HD float value_scale(index_t sequence, index_t head, index_t slot) const {
+    if constexpr (!encoding_type::scaled) return 1;
+    return scales.v[scales.index(table.locate(sequence, head, slot), head)];
   }
   TESSERA_HD index_t position(index_t sequence, index_t head, index_t slot) const {
     if (!positions) return slot;
@@ -140,6 +172,7 @@ struct rows_view {
   index_t sequences = 1;
   index_t tokens = 0;
   index_t heads = 0;
+  index_t dim = 0;  ///< elements of a row; 0: not said; checked where it is (core/model_shape.hpp)
 
   TESSERA_HD T* row(index_t sequence, index_t token, index_t head) const {
     return data + sequence * sequence_stride + token * token_stride + head * head_stride;
@@ -150,14 +183,14 @@ struct rows_view {
 template <class T>
 TESSERA_HD rows_view<T> nhd_rows(T* data, index_t tokens, index_t heads, index_t dim, index_t sequences = 1) {
   const offset_t token = offset_t(heads) * dim;
-  return {data, tokens * token, token, dim, sequences, tokens, heads};
+  return {data, tokens * token, token, dim, sequences, tokens, heads, dim};
 }
 
 /// A contiguous [sequences, heads, tokens, dim] tensor (HND).
 template <class T>
 TESSERA_HD rows_view<T> hnd_rows(T* data, index_t tokens, index_t heads, index_t dim, index_t sequences = 1) {
   const offset_t head = offset_t(tokens) * dim;
-  return {data, heads * head, dim, head, sequences, tokens, heads};
+  return {data, heads * head, dim, head, sequences, tokens, heads, dim};
 }
 
 TESSERA_NAMESPACE_END

@@ -11,6 +11,12 @@ TESSERA_NAMESPACE_BEGIN
 
 enum class pooling { max, average };
 
+/// Pooling over `kernel` neighbours, an odd number; 1 for none.
+struct pooling_window {
+  index_t kernel = 1;
+  pooling kind = pooling::max;
+};
+
 /// out[i] = max of in[i - kernel/2 .. i + kernel/2], cut at the ends. A NaN counts as -infinity for
 /// its neighbours and stays last itself.
 /// Shapes   in, out [n], not the same memory; kernel odd.
@@ -51,6 +57,15 @@ inline void average_pool(const float* in, index_t n, index_t kernel, float* out)
     float sum = 0;
     for (index_t j = std::max(0, i - half); j <= std::min(n - 1, i + half); ++j) sum += in[j] - in[j] == 0 ? in[j] : 0;
     out[i] = sum / float(kernel);
+  }
+}
+
+inline void pool_scores(const pooling_window& window, const float* in, index_t n, float* out,
+                        std::vector<float>& scratch) {
+  if (window.kind == pooling::max) {
+    max_pool(in, n, window.kernel, out, scratch);
+  } else {
+    average_pool(in, n, window.kernel, out);
   }
 }
 

@@ -15,9 +15,9 @@ TESSERA_NAMESPACE_BEGIN
 /// Paper    Feng et al., Ada-KV: Optimizing KV Cache Eviction by Adaptive Budget Allocation, arXiv:2407.11550.
 /// Differs  scores are sums over the window and the group (the reference takes means: the same order); kept in
 ///          position order.
-template <element T, int D, int Dv = D>
+template <element T, int D, int Dv = D, layout_of<T, D, Dv> Layout = dense<T, D, Dv>>
 struct ada_snapkv
-    : recipe<retain<observation_window, adaptive, top_tokens>, dense<T, D, Dv>, retrieve_all, dense_decode, once> {
+    : recipe<retain<observation_window, adaptive, top_tokens>, Layout, retrieve_all, dense_decode, once> {
   static constexpr const char* name = "ada_snapkv";
   static constexpr const char* paper = "Ada-KV, arXiv:2407.11550";
 };

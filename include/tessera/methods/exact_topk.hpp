@@ -13,8 +13,8 @@ TESSERA_NAMESPACE_BEGIN
 /// The oracle of retrieval: `budget` tokens per kv_head and step, chosen by exact probabilities summed over the group.
 /// Paper    Exact-TopK of RocketKV, arXiv:2502.14051, Appendix A.3.
 /// Differs  one selection per kv_head; the paper's oracle selects for each query head.
-template <element T, int D, int Dv = D>
-struct exact_topk : recipe<retain_all, dense<T, D, Dv>, retrieve<exact_score, top_tokens>, gathered_decode, once> {
+template <element T, int D, int Dv = D, layout_of<T, D, Dv> Layout = dense<T, D, Dv>>
+struct exact_topk : recipe<retain_all, Layout, retrieve<exact_score, top_tokens>, gathered_decode, once> {
   static constexpr const char* name = "exact_topk";
   static constexpr const char* paper = "Exact-TopK, arXiv:2502.14051 App. A.3";
 };

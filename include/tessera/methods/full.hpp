@@ -9,8 +9,8 @@
 TESSERA_NAMESPACE_BEGIN
 
 /// Dense attention over the whole cache. Has no budget.
-template <element T, int D, int Dv = D>
-struct full : recipe<retain_all, dense<T, D, Dv>, retrieve_all, dense_decode, once> {
+template <element T, int D, int Dv = D, layout_of<T, D, Dv> Layout = dense<T, D, Dv>>
+struct full : recipe<retain_all, Layout, retrieve_all, dense_decode, once> {
   static constexpr const char* name = "full";
   static constexpr const char* paper = "the uncompressed cache";
 };

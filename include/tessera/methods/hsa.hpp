@@ -14,8 +14,8 @@ TESSERA_NAMESPACE_BEGIN
 /// over pages and chosen channels reads the worth of the other half. The same as `rocketkv` with `split` 0.
 /// Paper    Behnam et al., RocketKV, arXiv:2502.14051, Sec. 3.4, App. B.1.1.
 /// Differs  page and channels are planned when the first prompt ends, for its length and `max_new`, and stay.
-template <element T, int D, int Dv = D>
-struct hsa : recipe<retain_all, dense<T, D, Dv>, retrieve<hybrid_min_max, tokens_or_pages>, gathered_decode, once> {
+template <element T, int D, int Dv = D, layout_of<T, D, Dv> Layout = dense<T, D, Dv>>
+struct hsa : recipe<retain_all, Layout, retrieve<hybrid_min_max, tokens_or_pages>, gathered_decode, once> {
   static constexpr const char* name = "hsa";
   static constexpr const char* paper = "HSA of RocketKV, arXiv:2502.14051";
 };

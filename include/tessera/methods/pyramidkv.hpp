@@ -15,9 +15,9 @@ TESSERA_NAMESPACE_BEGIN
 /// Paper    Cai et al., PyramidKV: Dynamic KV Cache Compression based on Pyramidal Information Funneling,
 ///          arXiv:2406.02069.
 /// Differs  one keep set per kv_head; window 32 as for snapkv (its scripts use 8).
-template <element T, int D, int Dv = D>
+template <element T, int D, int Dv = D, layout_of<T, D, Dv> Layout = dense<T, D, Dv>>
 struct pyramidkv
-    : recipe<retain<observation_window, pyramid, top_tokens>, dense<T, D, Dv>, retrieve_all, dense_decode, once> {
+    : recipe<retain<observation_window, pyramid, top_tokens>, Layout, retrieve_all, dense_decode, once> {
   static constexpr const char* name = "pyramidkv";
   static constexpr const char* paper = "PyramidKV, arXiv:2406.02069";
 };

@@ -20,8 +20,8 @@ TESSERA_NAMESPACE_BEGIN
 ///          arXiv:2502.14051; rounding of its accuracy code.
 /// Differs  fp32 softmax in the window; the prompt's last token is part of the prompt and of the window (the reference
 ///          decodes it as the first sparse step); no layer is left out; later turns keep at least what a step attends.
-template <element T, int D, int Dv = D>
-struct rocketkv : recipe<retain<observation_window, two_stage<uniform>, top_tokens>, dense<T, D, Dv>,
+template <element T, int D, int Dv = D, layout_of<T, D, Dv> Layout = dense<T, D, Dv>>
+struct rocketkv : recipe<retain<observation_window, two_stage<uniform>, top_tokens>, Layout,
                          retrieve<hybrid_min_max, tokens_or_pages>, gathered_decode, once> {
   static constexpr const char* name = "rocketkv";
   static constexpr const char* paper = "RocketKV, arXiv:2502.14051";

@@ -18,8 +18,8 @@ TESSERA_NAMESPACE_BEGIN
 /// others: at the end of each turn's prompt over the whole history. What the turn decodes joins. K and V are never copied.
 /// Paper    Behnam et al., RocketKV, arXiv:2502.14051, Sec. 3.5; window 128 as on SCBench (App. A.3).
 /// Differs  as `rocketkv`; a list of slots stands for the reference's filtered copy of K and V.
-template <element T, int D, int Dv = D>
-struct rocketkv_mt : recipe<filter<observation_window, two_stage<uniform>, top_tokens>, dense<T, D, Dv>,
+template <element T, int D, int Dv = D, layout_of<T, D, Dv> Layout = dense<T, D, Dv>>
+struct rocketkv_mt : recipe<filter<observation_window, two_stage<uniform>, top_tokens>, Layout,
                             retrieve<hybrid_min_max, tokens_or_pages>, gathered_decode, once> {
   static constexpr const char* name = "rocketkv_mt";
   static constexpr const char* paper = "RocketKV-MT, arXiv:2502.14051";

@@ -15,9 +15,9 @@ TESSERA_NAMESPACE_BEGIN
 /// Paper    Li et al., SnapKV: LLM Knows What You are Looking for Before Generation, arXiv:2404.14469.
 /// Differs  one keep set per kv_head (sum over the group), kept in position order; window 32 and max-pool 7 as in its
 ///          LongBench configuration.
-template <element T, int D, int Dv = D>
+template <element T, int D, int Dv = D, layout_of<T, D, Dv> Layout = dense<T, D, Dv>>
 struct snapkv
-    : recipe<retain<observation_window, uniform, top_tokens>, dense<T, D, Dv>, retrieve_all, dense_decode, once> {
+    : recipe<retain<observation_window, uniform, top_tokens>, Layout, retrieve_all, dense_decode, once> {
   static constexpr const char* name = "snapkv";
   static constexpr const char* paper = "SnapKV, arXiv:2404.14469";
 };

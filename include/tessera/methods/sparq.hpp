@@ -15,8 +15,8 @@ TESSERA_NAMESPACE_BEGIN
 /// Paper    Ribar et al., SparQ Attention: Bandwidth-Efficient LLM Inference, arXiv:2312.04985.
 /// Differs  the budget covers estimate and attention, half and half, as in RocketKV's comparison (arXiv:2502.14051,
 ///          App. A.3); the paper's own setting is `channels=32` with 128 tokens attended. See `chosen_channels`.
-template <element T, int D, int Dv = D>
-struct sparq : recipe<retain_all, dense<T, D, Dv>, retrieve<chosen_channels, top_tokens>, gathered_decode, once> {
+template <element T, int D, int Dv = D, layout_of<T, D, Dv> Layout = dense<T, D, Dv>>
+struct sparq : recipe<retain_all, Layout, retrieve<chosen_channels, top_tokens>, gathered_decode, once> {
   static constexpr const char* name = "sparq";
   static constexpr const char* paper = "SparQ, arXiv:2312.04985";
 };

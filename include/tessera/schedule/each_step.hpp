@@ -1,15 +1,15 @@
-// Retain when a prompt ends and after every decode step.
+// Choose when a prompt ends and after every decode step.
 #pragma once
 
 #include "../concepts/schedule.hpp"
 
 TESSERA_NAMESPACE_BEGIN
 
-/// Fires at every moment: the cache never holds more than its budget once a step is over.
+/// The cache never holds more than its budget once a step is over. The step itself reads its own tokens on top.
 struct each_step {
   static constexpr const char* name = "each_step";
-  static constexpr bool after_steps = true;
-  bool due(moment) const { return true; }
+  static constexpr bool fires_at(moment at) { return at != moment::step_begin; }
+  bool due(moment now, const turn_clock&) const { return fires_at(now); }
 };
 
 static_assert(check_schedule<each_step>());

@@ -28,10 +28,6 @@ struct accumulated_attention {
 
   index_t protected_tail(index_t budget) const { return recent < 0 ? budget / 2 : recent; }
 
-  void finish(const float* in, index_t n, float* out, std::vector<float>&) const {
-    for (index_t i = 0; i < n; ++i) out[i] = in[i];
-  }
-
   void check(index_t budget) const {
     check_parameters(*this);
     require(recent <= budget, "recent", recent, "at most the budget, which is " + std::to_string(budget),

@@ -22,10 +22,6 @@ struct exact_score {
 
   index_t protected_tail(index_t) const { return 0; }
 
-  void finish(const float* in, index_t n, float* out, std::vector<float>&) const {
-    for (index_t i = 0; i < n; ++i) out[i] = in[i];
-  }
-
   void check(index_t) const {}
 
   template <class Self, class Visit>

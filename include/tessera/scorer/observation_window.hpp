@@ -5,7 +5,6 @@
 #include "../core/error.hpp"
 #include "../core/parameters.hpp"
 #include "../math/exp.hpp"
-#include "../math/pool.hpp"
 
 TESSERA_NAMESPACE_BEGIN
 
@@ -34,13 +33,7 @@ struct observation_window {
 
   index_t protected_tail(index_t) const { return window; }
 
-  void finish(const float* in, index_t n, float* out, std::vector<float>& scratch) const {
-    if (pool_kind == pooling::max) {
-      max_pool(in, n, pool, out, scratch);
-    } else {
-      average_pool(in, n, pool, out);
-    }
-  }
+  pooling_window pooled() const { return {pool, pool_kind}; }
 
   void check(index_t budget) const {
     check_parameters(*this);

@@ -26,10 +26,6 @@ struct position {
 
   index_t protected_tail(index_t) const { return 0; }
 
-  void finish(const float* in, index_t n, float* out, std::vector<float>&) const {
-    for (index_t i = 0; i < n; ++i) out[i] = in[i];
-  }
-
   void check(index_t budget) const {
     check_parameters(*this);
     require(sinks < budget, "sinks", sinks, "at most one less than the budget, which is " + std::to_string(budget),

@@ -62,6 +62,8 @@ struct top_blocks {
     return count;
   }
 
+  index_t unit_slots() const { return block; }
+
   void check() const { check_parameters(*this); }
 
   template <class Self, class Visit>

@@ -20,6 +20,8 @@ struct top_tokens {
     return count;
   }
 
+  index_t unit_slots() const { return 1; }
+
   void check() const {}
 
   template <class Self, class Visit>

@@ -6,7 +6,7 @@
 
 #include <tessera/backend/cpu/read/candidates.hpp>
 #include <tessera/backend/cpu/read/extrema/page_index.hpp>
-#include <tessera/backend/cpu/store/ragged_store.hpp>
+#include <tessera/backend/cpu/store/kv_store.hpp>
 #include <tessera/layout/dense.hpp>
 
 #include "support/kv_tensor.hpp"
@@ -116,11 +116,12 @@ TEST_CASE("candidates look like a smaller cache, and grow with the store") {
   for (index_t i = 0; i < support::scaled(100); ++i) {
     const index_t heads = random.between(1, 3), tokens = random.between(1, 90);
     const auto rows = support::normals(random, std::size_t((tokens + 40) * heads * 64));
-    cpu::ragged_store<storage> store(heads, false);
+    cpu::kv_store<storage> store(1, heads, false);
+    store.open(0);
     const auto at = [&](index_t first, index_t count) {
       return nhd_rows<const float>(rows.data() + first * heads * 64, count, heads, 64);
     };
-    store.append(at(0, tokens), at(0, tokens), 0);
+    store.append(0, 0, at(0, tokens), at(0, tokens), 0);
     selection passed;
     passed.reset(std::vector<index_t>(std::size_t(heads), tokens));
     std::vector<std::vector<index_t>> expected(static_cast<std::size_t>(heads));
@@ -135,13 +136,13 @@ TEST_CASE("candidates look like a smaller cache, and grow with the store") {
     chosen.assign(passed);
     for (index_t next = tokens; next < tokens + 40;) {
       const index_t count = std::min(random.between(1, 8), tokens + 40 - next);
-      store.append(at(next, count), at(next, count), next);
-      chosen.append(store.lengths(), count);
+      store.append(0, 0, at(next, count), at(next, count), next);
+      chosen.append(store.lengths(0, 0), count);
       for (auto& row : expected) {
         for (index_t t = 0; t < count; ++t) row.push_back(next + t);
       }
       next += count;
-      const auto all = store.view();
+      const auto all = store.view(0, 0);
       const auto view = chosen.view(all);
       for (index_t h = 0; h < heads; ++h) {
         const auto& want = expected[std::size_t(h)];

@@ -75,7 +75,7 @@ class conversation {
       host_.open();
       device_.open();
     }
-    if (opened == 3 && draw(0, 1)) {  // a hole: the batch is two launches
+    if (opened == 3 && draw(0, 1)) {  // a hole: ids do not follow one another
       host_.close(1);
       device_.close(1);
       ids_ = {0, 2};
@@ -93,7 +93,6 @@ class conversation {
     cuda::cache_options chosen;
     chosen.sequences = 3;
     chosen.tokens = 1024;
-    chosen.room = draw(0, 9);
     chosen.step_tokens = 8;
     return chosen;
   }
@@ -125,18 +124,19 @@ class conversation {
 
   void step() {
     const index_t batch = index_t(ids_.size()), n = draw(0, 2) ? 1 : draw(2, 8);
-    device_.prepare_step(ids_, n, nullptr);
-    device_.begin_step(ids_, n, nullptr);
+    const auto host_step = host_.prepare_step(ids_, n);
+    const auto device_step = device_.prepare_step(ids_, n, nullptr);
+    device_.begin_step(device_step, nullptr);
     for (index_t layer = 0; layer < shape_.layers && same_; ++layer) {
       const step_rows<T> x(batch, n, shape_, D);
       std::vector<float> out(std::size_t(batch * n * x.q_heads * D)), lse(std::size_t(batch * n * x.q_heads));
       buffer<float> dout(out.size()), dlse(lse.size());
       host_.trace_attended(true);
       device_.trace_attended(true);
-      host_.decode(layer, ids_, x.rows(x.q.data(), x.q_heads), x.rows(x.k.data(), x.kv_heads),
+      host_.decode(layer, host_step, x.rows(x.q.data(), x.q_heads), x.rows(x.k.data(), x.kv_heads),
                    x.rows(x.v.data(), x.kv_heads), nhd_rows(out.data(), n, x.q_heads, D, batch),
                    nhd_rows(lse.data(), n, x.q_heads, 1, batch));
-      device_.decode(layer, ids_, x.rows(x.dq.data, x.q_heads), x.rows(x.dk.data, x.kv_heads),
+      device_.decode(layer, device_step, x.rows(x.dq.data, x.q_heads), x.rows(x.dk.data, x.kv_heads),
                      x.rows(x.dv.data, x.kv_heads), nhd_rows(dout.data, n, x.q_heads, D, batch),
                      nhd_rows(dlse.data, n, x.q_heads, 1, batch), nullptr);
       for (const index_t id : ids_) {
@@ -152,7 +152,7 @@ class conversation {
     compare_stored();
     for (const index_t id : ids_) {
       if (!same_) continue;
-      if constexpr (Method::estimates) {
+      if constexpr (Method::retrieve_type::estimates) {
         // The device counts both extrema where heads may differ in sign, and whole keys for pages of one slot.
         REQUIRE(host_.bytes_read(id) <= device_.bytes_read(id));
       } else {
@@ -163,7 +163,7 @@ class conversation {
 
   void compare_stored() {
     for (const index_t id : ids_) {
-      if constexpr (Method::estimates) most_swapped_ = std::max(most_swapped_, page_of(id));
+      if constexpr (Method::retrieve_type::estimates) most_swapped_ = std::max(most_swapped_, page_of(id));
       REQUIRE(host_.next_position(id) == device_.next_position(id));
       for (index_t layer = 0; layer < shape_.layers; ++layer) {
         for (index_t h = 0; h < shape_.kv_heads; ++h) {
@@ -196,7 +196,7 @@ class conversation {
     REQUIRE(expected.read == got.read);
     REQUIRE(expected.retained == got.retained);
     REQUIRE(expected.ratio == got.ratio);
-    return method_.step_scorer(expected).page;
+    return method_.retrieve.planned(expected, D).scorer.page;
   }
 
   Method method_;
@@ -235,7 +235,6 @@ void replay_steps() {
   cuda::cache_options options;
   options.sequences = 2;
   options.tokens = 512;
-  options.room = 3;  // rows move between replays
   cuda::cache<Method> recorded(shape, method, options);
   for (const index_t id : ids) {
     recorded.open();
@@ -252,22 +251,21 @@ void replay_steps() {
   buffer<float> out(std::size_t(2 * shape.layers * shape.q_heads * D)), other(out.count);
   cudaStream_t stream;
   cuda::check(cudaStreamCreateWithFlags(&stream, cudaStreamNonBlocking), "cudaStreamCreate");
-  const auto layers = [&](cuda::cache<Method>& cache, float* to) {
-    cache.begin_step(ids, 1, stream);
+  const auto layers = [&](cuda::cache<Method>& cache, const batch& step, float* to) {
+    cache.begin_step(step, stream);
     for (index_t layer = 0; layer < shape.layers; ++layer) {
-      cache.decode(layer, ids, x.rows(x.dq.data, x.q_heads), x.rows(x.dk.data, x.kv_heads),
+      cache.decode(layer, step, x.rows(x.dq.data, x.q_heads), x.rows(x.dk.data, x.kv_heads),
                    x.rows(x.dv.data, x.kv_heads), nhd_rows(to + layer * 2 * shape.q_heads * D, 1, shape.q_heads, D, 2),
                    {}, stream);
     }
   };
-  recorded.prepare_step(ids, 1, stream);
-  graph step(stream, [&] { layers(recorded, out.data); });
-  const index_t steps = shrunk(20, 5);  // beyond the room of 3
+  const batch first = recorded.prepare_step(ids, 1, stream);
+  graph step(stream, [&] { layers(recorded, first, out.data); });
+  const index_t steps = shrunk(40, 5);  // rows have room for 16 and move between replays
   for (index_t i = 0; i < steps; ++i) {
     if (i > 0) recorded.prepare_step(ids, 1, stream);
     step.launch();
-    launched.prepare_step(ids, 1, stream);
-    layers(launched, other.data);
+    layers(launched, launched.prepare_step(ids, 1, stream), other.data);
     cuda::check(cudaStreamSynchronize(stream), "cudaStreamSynchronize");
     REQUIRE(same_bits(out.get(), other.get()));
     x.dq.set(normal<T>(x.q.size(), 1.5f));

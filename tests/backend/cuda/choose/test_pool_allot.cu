@@ -1,8 +1,11 @@
 // Pooling and budgets on the GPU: the bits and the counts of the CPU.
 #include "backend/cuda/device.hpp"
+#include "tessera/backend/cpu/score/finish.hpp"
 #include "tessera/backend/cuda/choose/allot.cuh"
 #include "tessera/backend/cuda/score/pool.cuh"
-#include "tessera/scorer/accumulated_attention.hpp"
+#include "tessera/budget/adaptive.hpp"
+#include "tessera/budget/pyramid.hpp"
+#include "tessera/budget/uniform.hpp"
 #include "tessera/scorer/observation_window.hpp"
 
 using namespace tessera;
@@ -54,7 +57,7 @@ void compare_finish(const rows_case& c, const Scorer& scorer) {
   int wrong = 0, touched = 0;
   for (int r = 0; r < c.sequences * c.heads; ++r) {
     const int n = std::max(0, c.lengths[r] - c.tails[r / c.heads]);
-    scorer.finish(c.scores.data() + std::size_t(r) * c.capacity, n, expected.data(), scratch);
+    cpu::finished(scorer, c.scores.data() + std::size_t(r) * c.capacity, n, expected.data(), scratch);
     for (int i = 0; i < n; ++i) wrong += !equal_values(expected[i], got[std::size_t(r) * c.capacity + i]);
     for (int i = n; i < c.capacity; ++i) {
       std::uint32_t word;
@@ -67,8 +70,11 @@ void compare_finish(const rows_case& c, const Scorer& scorer) {
 }
 
 template <class Budget>
-void compare_allot(const rows_case& c, const Budget& policy, int layer, int layers) {
-  CAPTURE(Budget::name, c.sequences, c.heads, c.capacity, policy.tokens);
+void compare_allot(const rows_case& c, const Budget& of_all, int layer, int layers, bool by_sequence = false) {
+  CAPTURE(Budget::name, c.sequences, c.heads, c.capacity, of_all.tokens, by_sequence);
+  std::vector<index_t> budgets;
+  for (int b = 0; b < c.sequences; ++b) budgets.push_back(by_sequence ? draw(1, c.capacity) : of_all.tokens);
+  const buffer<index_t> device_budgets(budgets);
   buffer<float> scores(c.scores);
   buffer<index_t> lengths(c.lengths), tails(c.tails), counts(c.lengths.size());
   const cuda::allot<Budget> op(c.sequences, c.heads, c.capacity, cuda::device_info::current());
@@ -77,7 +83,9 @@ void compare_allot(const rows_case& c, const Budget& policy, int layer, int laye
   std::vector<index_t> got, again;
   for (int round = 0; round < 2; ++round) {
     counts.fill(0xff);
-    op.run(c.device(scores, lengths, tails), policy, layer, layers, counts.data, memory.data, nullptr);
+    cuda::score_rows in = c.device(scores, lengths, tails);
+    if (by_sequence) in.budgets = device_budgets.data;
+    op.run(in, of_all, layer, layers, counts.data, memory.data, nullptr);
     cuda::check(cudaDeviceSynchronize(), "allot");
     (round ? again : got) = counts.get();
   }
@@ -85,6 +93,8 @@ void compare_allot(const rows_case& c, const Budget& policy, int layer, int laye
   for (int b = 0; b < c.sequences; ++b) {
     std::vector<index_t> tokens(c.lengths.begin() + b * c.heads, c.lengths.begin() + (b + 1) * c.heads),
         expected = tokens;
+    Budget policy = of_all;
+    policy.tokens = budgets[b];
     std::vector<offset_t> offsets;
     for (int h = 0; h < c.heads; ++h) offsets.push_back(offset_t(b * c.heads + h) * c.capacity);
     layer_scores of;
@@ -96,7 +106,7 @@ void compare_allot(const rows_case& c, const Budget& policy, int layer, int laye
     of.offsets = offsets.data();
     of.scores = c.scores.data();
     if (*std::max_element(tokens.begin(), tokens.end()) > policy.tokens) {
-      policy.allot(of, expected.data());
+      allot_counts(policy, of, expected.data());
       for (int h = 0; h < c.heads; ++h)
         expected[h] = std::clamp(expected[h], std::min(c.tails[b], tokens[h]), tokens[h]);
     }
@@ -115,7 +125,6 @@ TEST_CASE("GPU pooling has the CPU's bits", "[gpu]") {
       compare_finish(c, observation_window{32, kernel, pooling::max});
       compare_finish(c, observation_window{32, kernel, pooling::average});
     }
-    compare_finish(c, accumulated_attention{});
   }
 }
 
@@ -129,5 +138,8 @@ TEST_CASE("GPU budgets have the CPU's counts", "[gpu]") {
     compare_allot(c, pyramid{budget, draw(1, 20)}, draw(0, 7), 8);
     compare_allot(c, adaptive{budget, draw(0, 10) * 0.1f}, 0, 1);
     compare_allot(c, adaptive{std::max(1, budget / 8), 0.2f}, 0, 1);
+    compare_allot(c, uniform{budget}, 0, 1, true);
+    compare_allot(c, pyramid{budget, draw(1, 20)}, draw(0, 7), 8, true);
+    compare_allot(c, adaptive{budget, draw(0, 10) * 0.1f}, 0, 1, true);
   }
 }

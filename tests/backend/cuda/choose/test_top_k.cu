@@ -2,6 +2,8 @@
 #include "backend/cuda/device.hpp"
 #include "catch.hpp"
 #include "tessera/backend/cuda/choose/top_k.cuh"
+#include "tessera/selector/top_blocks.hpp"
+#include "tessera/selector/top_tokens.hpp"
 
 using namespace tessera;
 using namespace gpu_test;

@@ -101,8 +101,10 @@ class sample {
 
   std::size_t scratch_bytes() const { return index_bytes() + choose_->workspace_bytes() + 256; }
 
-  void prepare(const cuda::device_info& device) {
-    choose_.emplace(scorer_, unit_, read_, kv_.sequences, kv_.kv_heads, q_heads(), most_tokens_, capacity_, device);
+  void prepare(cuda::device_info device) {
+    if (alone_) device.multiprocessors = 1;
+    choose_.emplace(scorers_[0], unit_, bounds_, kv_.sequences, kv_.kv_heads, q_heads(), most_tokens_, device);
+    for (const read_plan& plan : plans_) choose_->require_covered(plan);
     stride_ = choose_->most_chosen() + spare_;
   }
 
@@ -111,7 +113,7 @@ class sample {
     for (auto& n : before) n = std::max(0, n - joined_);
     k_at_ = at.in.put(kv_.k), q_at_ = at.in.put(q_), positions_at_ = at.in.put(kv_.positions);
     before_at_ = at.in.put(before), lengths_at_ = at.in.put(kv_.lengths), first_at_ = at.in.put(first_);
-    sinks_at_ = at.in.put(sinks_);
+    sinks_at_ = at.in.put(sinks_), plans_at_ = at.in.put(plans_);
     out_at_ = at.out.put(std::vector<index_t>(std::size_t(rows() * stride_), untouched));
     counts_at_ = at.out.put(std::vector<index_t>(std::size_t(rows()), untouched));
     mass_at_ = at.out.put(std::vector<float>(std::size_t(rows() * query_rows()), -1.0f));
@@ -129,14 +131,16 @@ class sample {
       view.positions = at.in.device<const index_t>(positions_at_);
       view.position_strides = {offset_t(kv_.kv_heads) * kv_.slots, kv_.slots};
     }
-    const page_extrema_view<T, D> index{reinterpret_cast<T*>(scratch), scorer_.page, index_room(), nullptr, nullptr};
+    const page_extrema_view<T, D> index{reinterpret_cast<T*>(scratch), 1, index_room(), nullptr, nullptr};
+    const auto* plans = at.in.device<const read_plan>(plans_at_);
     const cuda::index_pages<view_type> pages;
     view.lengths = at.in.device<const index_t>(before_at_);
-    pages.build(view, index, kv_.slots, nullptr);
+    pages.build(view, index, plans, built_pages_, nullptr);
     view.lengths = at.in.device<const index_t>(lengths_at_);
-    if (fold_ && joined_ > 0) pages.fold(view, index, joined_, nullptr);
+    if (fold_ && joined_ > 0) pages.fold(view, index, plans, joined_, nullptr);
     cuda::page_problem<view_type> p;
     p.view = view;
+    p.plans = plans;
     p.index = index;
     p.unfolded = fold_ ? 0 : joined_;
     p.q = nhd_rows<const T>(at.in.device<const T>(q_at_), tokens_, q_heads(), D, kv_.sequences);
@@ -170,27 +174,44 @@ class sample {
   }
 
   std::string text() const {
-    std::string lengths;
+    std::string lengths, plans;
     for (const index_t n : kv_.lengths) lengths += " " + std::to_string(n);
+    for (const read_plan& plan : plans_) {
+      plans += "(page " + std::to_string(plan.page) + ", channels " + std::to_string(plan.channels) + ", read " +
+               std::to_string(plan.read) + ", tail " + std::to_string(tail(plan)) + ") ";
+    }
     return std::string(Scorer::name) + ", D " + std::to_string(D) + ", lengths" + lengths + ", kv_heads " +
            std::to_string(kv_.kv_heads) + ", group " + std::to_string(group_) + ", tokens " + std::to_string(tokens_) +
-           ", page " + std::to_string(scorer_.page) + ", channels " + std::to_string(scorer_.channels) + ", read " +
-           std::to_string(read_) + (unit_ == selection_unit::page ? " by page" : " by token") + ", tail " +
-           std::to_string(tail()) + ", window " + std::to_string(rule_.sliding_window) + (apart_ ? ", apart" : "") +
+           (unit_ == selection_unit::page ? ", by page, plans " : ", by token, plans ") + plans + "of usually " +
+           std::to_string(bounds_.usual_pages) + " pages, window " + std::to_string(rule_.sliding_window) +
+           (apart_   ? ", apart"
+            : alone_ ? ", a block alone"
+                     : "") +
            ", joined " + std::to_string(joined_) + (fold_ ? " by fold" : "");
   }
 
  private:
   static constexpr index_t untouched = 0x77777777;
 
-  explicit sample(support::rng random) : kv_(random_keys(random)), scorer_(random_scorer<Scorer, D>(random)) {
+  explicit sample(support::rng random) : kv_(random_keys(random)) {
     group_ = random.between(1, 8);
     tokens_ = random.pick({1, 1, 2, 3, 4});
     most_tokens_ = random.pick({tokens_, 8});
     unit_ = random.pick({selection_unit::token, selection_unit::page});
-    read_ = random.pick({random.between(1, kv_.slots), random.between(1, std::max(1, kv_.slots / 8)),
-                         random.between(1, std::max(1, kv_.slots / 2)), kv_.slots + random.between(0, 20)});
-    capacity_ = random.pick({kv_.slots, kv_.slots * 3 + 5});
+    // Every sequence has a plan of its own.
+    bounds_.capacity = random.pick({kv_.slots, kv_.slots * 3 + 5});
+    for (index_t s = 0; s < kv_.sequences; ++s) {
+      const index_t read =
+          random.pick({random.between(1, kv_.slots), random.between(1, std::max(1, kv_.slots / 8)),
+                       random.between(1, std::max(1, kv_.slots / 2)), kv_.slots + random.between(0, 20)});
+      scorers_.push_back(random_scorer<Scorer, D>(random));
+      plans_.push_back(read_plan::of(scorers_.back(), read));
+      bounds_.cover(plans_.back(), bounds_.capacity);
+    }
+    // Rows of more pages than usual are chosen through device memory.
+    bounds_.usual_pages = random.pick({bounds_.usual_pages, bounds_.usual_pages, 0, random.between(1, 40)});
+    built_pages_ = random.between(1, 64);
+    alone_ = random.chance(0.3);
     joined_ = random.pick({tokens_, 1, 0, 8});
     fold_ = random.chance(0.5);
     apart_ = random.chance(0.4);
@@ -221,7 +242,7 @@ class sample {
   }
 
   static support::kv_tensor<T, D, 1> random_keys(support::rng& random) {
-    const index_t sequences = random.pick({1, 1, 2}), kv_heads = random.between(1, 2);
+    const index_t sequences = random.pick({1, 2, 3}), kv_heads = random.between(1, 2);
     std::vector<index_t> lengths;
     for (index_t r = 0; r < sequences * kv_heads; ++r) {
       lengths.push_back(random.pick({r == 0 ? 1 : 0, 31, 32, 33, 64, 65, random.between(1, 40), random.between(1, 200),
@@ -233,10 +254,9 @@ class sample {
   index_t rows() const { return kv_.sequences * kv_.kv_heads; }
   index_t q_heads() const { return group_ * kv_.kv_heads; }
   index_t query_rows() const { return group_ * tokens_; }
-  index_t tail() const { return std::max(tokens_ > 1 ? tokens_ : 0, scorer_.protected_tail(read_)); }
-  index_t index_room() const { return (ceil_div(kv_.slots, scorer_.page) + 7) / 8 * 8; }
+  index_t tail(const read_plan& plan) const { return std::max(tokens_ > 1 ? tokens_ : 0, plan.tail); }
+  index_t index_room() const { return (ceil_div(kv_.slots, bounds_.page) + 7) / 8 * 8; }
   std::size_t index_bytes() const {
-    if (scorer_.page == 1) return 0;
     return (std::size_t(rows()) * 2 * D * std::size_t(index_room()) * sizeof(T) + 255) / 256 * 256;
   }
 
@@ -258,8 +278,9 @@ class sample {
     }
     logit_rule rule = rule_;
     rule.sink_logits = sinks_.empty() ? nullptr : sinks_.data();
-    return oracle::score_pages({kind_of(scorer_), scorer_.page, scorer_.channels}, queries, at, heads, keys, positions,
-                               D, rule);
+    const read_plan& plan = plans_[std::size_t(sequence)];
+    return oracle::score_pages({kind_of(scorers_[0]), plan.page, plan.channels}, queries, at, heads, keys, positions, D,
+                               rule);
   }
 
   void check_row(memory& at, index_t sequence, index_t head, finding& result) const {
@@ -277,16 +298,17 @@ class sample {
         return blame("no ascending slots");
     }
     ++result.rows;
-    if (n <= read_) {
+    const read_plan& plan = plans_[std::size_t(sequence)];
+    if (n <= plan.read) {
       if (count != n) blame("not everything");
       return;
     }
     ++result.chosen;
     const auto scores = expected(sequence, head);
     const bool by_page = unit_ == selection_unit::page;
-    const auto want = by_page ? oracle::top_pages(scores.scores, tail(), read_, scorer_.page)
-                              : oracle::top_tokens(scores.scores, tail(), read_);
-    const auto verdict = oracle::compare_choices(scores, want, got, by_page ? scorer_.page : 1);
+    const auto want = by_page ? oracle::top_pages(scores.scores, tail(plan), plan.read, plan.page)
+                              : oracle::top_tokens(scores.scores, tail(plan), plan.read);
+    const auto verdict = oracle::compare_choices(scores, want, got, by_page ? plan.page : 1);
     if (verdict == oracle::agreement::wrong) return blame("another choice");
     if (verdict == oracle::agreement::rounding && exact_) return blame("another choice of exact scores");
     result.open += verdict == oracle::agreement::rounding;
@@ -303,17 +325,20 @@ class sample {
   }
 
   support::kv_tensor<T, D, 1> kv_;
-  Scorer scorer_;
+  std::vector<Scorer> scorers_;  // by sequence
+  std::vector<read_plan> plans_;
+  cuda::read_bounds bounds_;
   selection_unit unit_;
-  index_t group_, tokens_, most_tokens_, read_, capacity_, joined_, spare_;
-  bool fold_, apart_, weighed_, exact_;
+  index_t group_, tokens_, most_tokens_, joined_, spare_, built_pages_;
+  bool fold_, apart_, alone_, weighed_, exact_;
   std::vector<T> q_;  // [sequences, tokens, q_heads, D]
   std::vector<index_t> first_;
   std::vector<float> sinks_;  // [q_heads], or empty
   logit_rule rule_{};
   std::optional<cuda::choose_pages<view_type, Scorer>> choose_;
   offset_t stride_ = 0;
-  std::size_t k_at_, q_at_, positions_at_, before_at_, lengths_at_, first_at_, sinks_at_, out_at_, counts_at_, mass_at_;
+  std::size_t k_at_, q_at_, positions_at_, before_at_, lengths_at_, first_at_, sinks_at_, plans_at_, out_at_,
+      counts_at_, mass_at_;
 };
 
 /// `shapes` random shapes, a launch each. Host work (making them, the oracle) is spread over the cores.

@@ -179,7 +179,7 @@ problem<T, D, listed> random_problem(support::rng& random, kind of, index_t long
   return made;
 }
 
-/// A problem's memory on the device, and an index with room to spare.
+/// A problem's memory on the device, each sequence's plan, and an index with room to spare.
 template <class Problem>
 struct on_device;
 template <class T, int D, bool listed>
@@ -192,11 +192,12 @@ struct on_device<problem<T, D, listed>> {
   buffer<float> sinks;
   std::vector<index_t> host_rooms;
   std::vector<offset_t> host_begins;
-  index_t page;
+  std::vector<read_plan> host_plans;  // by sequence
+  buffer<read_plan> plans;
   buffer<T> extrema{0};
   bool uneven;
 
-  on_device(const problem_type& of, index_t page_, bool uneven_)
+  on_device(const problem_type& of, std::vector<read_plan> plans_, bool uneven_)
       : made(of),
         k(of.kv.k),
         v(of.kv.v),
@@ -209,14 +210,18 @@ struct on_device<problem<T, D, listed>> {
         begins(of.begins),
         index_begins(std::size_t(of.rows())),
         sinks(of.sinks),
-        page(page_),
+        host_plans(std::move(plans_)),
+        plans(host_plans),
         uneven(uneven_) {
     offset_t total = 0;
-    const index_t room = (ceil_div(std::max(1, of.longest()), page) + 15) / 8 * 8;
-    for (const index_t n : of.lengths) {
-      host_rooms.push_back(uneven ? (ceil_div(n, page) + 7) / 8 * 8 : room);
+    index_t smallest = host_plans[0].page;
+    for (const read_plan& plan : host_plans) smallest = std::min(smallest, plan.page);
+    const index_t room = (ceil_div(std::max(1, of.longest()), smallest) + 15) / 8 * 8;
+    for (std::size_t row = 0; row < of.lengths.size(); ++row) {
+      const index_t page = plan_of(index_t(row)).page;
+      host_rooms.push_back(uneven ? (ceil_div(of.lengths[row], page) + 7) / 8 * 8 : room);
       host_begins.push_back(total);
-      total += 2 * D * offset_t(host_rooms.back());
+      total += page_row_elements(uneven ? page : 2, D, host_rooms.back());
     }
     rooms.set(host_rooms);
     index_begins.set(host_begins);
@@ -225,6 +230,7 @@ struct on_device<problem<T, D, listed>> {
     cuda::check(cudaMalloc(&extrema.data, std::max<std::size_t>(1, extrema.count) * sizeof(T)), "cudaMalloc");
     extrema.fill(0x33);
   }
+  const read_plan& plan_of(index_t row) const { return host_plans[std::size_t(row / made.kv.kv_heads)]; }
   typename problem_type::pointers at() const {
     return {k.data,
             v.data,
@@ -238,8 +244,8 @@ struct on_device<problem<T, D, listed>> {
   }
   auto view() const { return made.view(at()); }
   page_extrema_view<T, D> index() const {
-    if (uneven) return {extrema.data, page, 0, index_begins.data, rooms.data};
-    return {extrema.data, page, host_rooms[0], nullptr, nullptr};
+    if (uneven) return {extrema.data, 1, 0, index_begins.data, rooms.data};
+    return {extrema.data, 1, host_rooms[0], nullptr, nullptr};
   }
   logit_rule rule() const {
     logit_rule result = made.rule;
@@ -247,16 +253,24 @@ struct on_device<problem<T, D, listed>> {
     return result;
   }
 
-  /// The device's index against one that the CPU builds.
+  /// The device's index against one that the CPU builds; pages of one slot against their keys.
   void index_is_the_cpus() const {
-    if (page == 1) return;
     const auto got = extrema.get();
-    const page_extrema_view<const T, D> device{got.data(), page, 0, host_begins.data(), host_rooms.data()};
+    const page_extrema_view<const T, D> device{got.data(), 1, 0, host_begins.data(), host_rooms.data()};
     bool same = true;
     for (index_t s = 0; s < made.kv.sequences; ++s) {
+      const index_t page = host_plans[std::size_t(s)].page;
+      const auto view = made.view(made.host(), s, 1);
+      for (index_t h = 0; page == 1 && h < made.kv.kv_heads; ++h) {
+        for (index_t slot = 0; slot < view.length(0, h); ++slot) {
+          for (int d = 0; d < D; ++d)
+            same &= view.key(0, h, slot)[d].bits == device.lower(s * made.kv.kv_heads + h, d)[slot].bits;
+        }
+      }
+      if (page == 1) continue;
       cpu::page_index<T, D> index;
       index.reset(made.kv.kv_heads, page);
-      index.extend(made.view(made.host(), s, 1));
+      index.extend(view);
       for (index_t h = 0; h < made.kv.kv_heads; ++h) {
         const index_t row = s * made.kv.kv_heads + h, pages = ceil_div(made.lengths[std::size_t(row)], page);
         for (int d = 0; d < D; ++d) {
@@ -280,18 +294,20 @@ bool close(double a, double b, double slack) {
   return a != b && std::abs(a - b) <= 1e-4 * std::max(std::abs(a), std::abs(b)) + slack;
 }
 
-/// One choice of all rows on the device against the CPU's; where they differ, the oracle must find the scores of what
-/// changed places equal but for rounding.
+/// One choice of all rows on the device against the CPU's, each sequence with its own scorer and count; where they differ,
+/// the oracle must find the scores of what changed places equal but for rounding.
 template <class Problem, class Scorer, class T, int D>
-void agrees_with_the_cpu(const Problem& made, const Scorer& scorer, estimate of, selection_unit unit, index_t read,
-                         const std::vector<index_t>& got, offset_t stride, const std::vector<index_t>& counts,
-                         const std::vector<float>& mass, bool exact, tally& seen) {
-  const index_t tail = std::max(made.tokens > 1 ? made.tokens : 0, scorer.protected_tail(read));
+void agrees_with_the_cpu(const Problem& made, const std::vector<Scorer>& scorers, estimate of, selection_unit unit,
+                         const std::vector<index_t>& reads, const std::vector<index_t>& got, offset_t stride,
+                         const std::vector<index_t>& counts, const std::vector<float>& mass, bool exact, tally& seen) {
   const index_t query_rows = made.group * made.tokens;
   logit_rule rule = made.rule;
   rule.sink_logits = made.host().sinks;
   for (index_t s = 0; s < made.kv.sequences; ++s) {
     const auto view = made.view(made.host(), s, 1);
+    const Scorer& scorer = scorers[std::size_t(s)];
+    const index_t read = reads[std::size_t(s)];
+    const index_t tail = std::max(made.tokens > 1 ? made.tokens : 0, scorer.protected_tail(read));
     cpu::page_index<T, D> index;
     index.reset(made.kv.kv_heads, scorer.page);
     index.extend(view);
@@ -347,31 +363,49 @@ template <class Problem, class Scorer>
 struct trial;
 template <class T, int D, bool listed, class Scorer>
 struct trial<problem<T, D, listed>, Scorer> {
-  static void run(support::rng& random, const problem<T, D, listed>& made, const Scorer& scorer, estimate of,
+  /// `made_scorer()`: one for each sequence, fitted.
+  template <class MakeScorer>
+  static void run(support::rng& random, const problem<T, D, listed>& made, const MakeScorer& made_scorer, estimate of,
                   bool exact, tally& seen) {
     using view_type = typename problem<T, D, listed>::view_type;
-    const index_t longest = std::max(1, made.longest()), page = scorer.page;
+    const index_t longest = std::max(1, made.longest());
     const auto unit = random.pick({selection_unit::token, selection_unit::page});
-    const index_t read =
-        random.pick({random.between(1, longest), random.between(1, std::max(1, longest / 8)), longest});
-    on_device<problem<T, D, listed>> device(made, page, random.chance(0.3));
     // Capacity beyond what is there, and objects made for more than one step has.
-    const index_t capacity = random.pick({longest, longest, longest * 3 + 5, 300'000});
-    const index_t tokens = capacity < 300'000 ? random.pick({made.tokens, 8}) : made.tokens;
+    cuda::read_bounds bounds;
+    bounds.capacity = random.pick({longest, longest, longest * 3 + 5, 300'000});
+    std::vector<Scorer> scorers;
+    std::vector<index_t> reads;
+    std::vector<read_plan> plans;
+    const bool alike = random.chance(0.3);
+    for (index_t s = 0; s < made.kv.sequences; ++s) {
+      if (s == 0 || !alike) {
+        scorers.push_back(made_scorer());
+        reads.push_back(
+            random.pick({random.between(1, longest), random.between(1, std::max(1, longest / 8)), longest}));
+      } else {
+        scorers.push_back(scorers.back());
+        reads.push_back(reads.back());
+      }
+      plans.push_back(read_plan::of(scorers.back(), reads.back()));
+      bounds.cover(plans.back(), bounds.capacity);
+    }
+    bounds.usual_pages = random.pick({0, bounds.usual_pages, ceil_div(longest, bounds.page), random.between(1, 60)});
+    on_device<problem<T, D, listed>> device(made, plans, random.chance(0.3));
+    const index_t tokens = bounds.capacity < 300'000 ? random.pick({made.tokens, 8}) : made.tokens;
     auto info = cuda::device_info::current();
-    // Clusters of two blocks, four and as many as there can be, with few rows.
+    // A block alone, clusters of two blocks, four and as many as there can be, with few rows.
     info.multiprocessors = random.pick({info.multiprocessors, 1, 2 * made.rows(), 4 * made.rows()});
-    const cuda::choose_pages<view_type, Scorer, float> choose(scorer, unit, read, made.kv.sequences, made.kv.kv_heads,
-                                                              made.q_heads(), tokens, capacity, info);
+    const cuda::choose_pages<view_type, Scorer, float> choose(scorers[0], unit, bounds, made.kv.sequences,
+                                                              made.kv.kv_heads, made.q_heads(), tokens, info);
     const cuda::index_pages<view_type> pages;
     const index_t joined = random.pick({made.tokens, 1, 0, 8});
     auto before = made.lengths;
     for (auto& n : before) n = std::max(0, n - joined);
     device.lengths.set(before);
-    pages.build(device.view(), device.index(), longest, nullptr);
+    pages.build(device.view(), device.index(), device.plans.data, ceil_div(longest, bounds.page), nullptr);
     device.lengths.set(made.lengths);
     const bool fold = random.chance(0.5);
-    if (fold && joined > 0) pages.fold(device.view(), device.index(), joined, nullptr);
+    if (fold && joined > 0) pages.fold(device.view(), device.index(), device.plans.data, joined, nullptr);
 
     const offset_t stride = choose.most_chosen() + random.pick({0, 3});
     buffer<index_t> out(std::size_t(made.rows() * stride)), counts(std::size_t(made.rows()));
@@ -380,6 +414,7 @@ struct trial<problem<T, D, listed>, Scorer> {
     workspace.fill(0xff);
     cuda::page_problem<view_type> p;
     p.view = device.view();
+    p.plans = device.plans.data;
     p.index = device.index();
     p.unfolded = fold ? 0 : joined;
     p.q = made.queries(device.at());
@@ -409,7 +444,7 @@ struct trial<problem<T, D, listed>, Scorer> {
       first_out = out.get(), first_mass = mass.get();
     }
     device.index_is_the_cpus();
-    agrees_with_the_cpu<problem<T, D, listed>, Scorer, T, D>(made, scorer, of, unit, read, first_out, stride,
+    agrees_with_the_cpu<problem<T, D, listed>, Scorer, T, D>(made, scorers, of, unit, reads, first_out, stride,
                                                              counts.get(), weighed ? first_mass : std::vector<float>{},
                                                              exact, seen);
     if (choose.attends()) attends(choose, p, out, counts, workspace, first_out, info, seen);
@@ -471,7 +506,9 @@ void compare_hybrid(std::uint64_t seed, index_t cases, index_t longest) {
   for (index_t i = 0; i < support::scaled(cases); ++i) {
     const auto of = pick_kind(random);
     const auto made = random_problem<T, D, listed>(random, of, longest);
-    const hybrid_min_max scorer{random.pick({1, 2, 3, 3, 5, 16, 300}), random.pick({1, 7, 16, 31, 60, D})};
+    const auto scorer = [&] {
+      return hybrid_min_max{random.pick({1, 2, 3, 3, 5, 16, 300}), random.pick({1, 7, 16, 31, 60, D})};
+    };
     trial<problem<T, D, listed>, hybrid_min_max>::run(random, made, scorer, estimate::hsa, false, seen);
   }
   CHECK(seen.open <= 0.02 * seen.rows + 3);
@@ -487,9 +524,9 @@ void compare_quest(std::uint64_t seed, index_t cases, index_t longest) {
     const auto of = pick_kind(random);
     const auto made = random_problem<T, D, listed>(random, of, longest);
     // Sums of small integers are exact in any order: there every tie must be decided alike.
-    trial<problem<T, D, listed>, page_min_max>::run(random, made, page_min_max{random.pick({1, 2, 3, 16, 33}), D},
-                                                    estimate::quest, of == kind::integers && made.rule.soft_cap == 0,
-                                                    seen);
+    const auto scorer = [&] { return page_min_max{random.pick({1, 2, 3, 16, 33}), D}; };
+    trial<problem<T, D, listed>, page_min_max>::run(random, made, scorer, estimate::quest,
+                                                    of == kind::integers && made.rule.soft_cap == 0, seen);
   }
   CHECK(seen.open <= 0.02 * seen.rows + 3);
 }
@@ -500,8 +537,8 @@ void compare_sparq(std::uint64_t seed, index_t cases, index_t longest) {
   tally seen;
   for (index_t i = 0; i < support::scaled(cases); ++i) {
     const auto made = random_problem<T, D, listed>(random, pick_kind(random), longest);
-    trial<problem<T, D, listed>, chosen_channels>::run(
-        random, made, chosen_channels{random.pick({1, 8, 32, D}), random.pick({-1, 0})}, estimate::sparq, false, seen);
+    const auto scorer = [&] { return chosen_channels{random.pick({1, 8, 32, D}), random.pick({-1, 0})}; };
+    trial<problem<T, D, listed>, chosen_channels>::run(random, made, scorer, estimate::sparq, false, seen);
   }
   CHECK(seen.open <= 0.02 * seen.rows + 3);
 }
@@ -528,24 +565,33 @@ TEST_CASE("SparQ on the device reads what the CPU reads, and knows the mass of i
   compare_sparq<bf16, 64, false>(308, 8, gpu_test::scaled(9'000, 700));
 }
 
-TEST_CASE("a captured choice follows a cache that grows", "[gpu]") {
+TEST_CASE("a captured choice follows a cache that grows, and plans that change", "[gpu]") {
   if (gpu_missing()) return;
   support::rng random(309);
   auto made = random_problem<bf16, 64, false>(random, kind::normal, 300);
   while (made.tokens != 1 || made.longest() < 300) made = random_problem<bf16, 64, false>(random, kind::normal, 300);
   const auto full = made.lengths;
-  const hybrid_min_max scorer{3, 20};
+  std::vector<hybrid_min_max> scorers;
+  std::vector<index_t> reads;
+  const auto plans = [&] {
+    std::vector<read_plan> result;
+    for (std::size_t s = 0; s < scorers.size(); ++s) result.push_back(read_plan::of(scorers[s], reads[s]));
+    return result;
+  };
+  for (index_t s = 0; s < made.kv.sequences; ++s) scorers.push_back({3 - s % 3, 20}), reads.push_back(40 - s);
   using made_type = decltype(made);
   using view_type = made_type::view_type;
-  on_device<made_type> device(made, 3, false);
-  const cuda::choose_pages<view_type, hybrid_min_max> choose(scorer, selection_unit::token, 40, made.kv.sequences,
-                                                             made.kv.kv_heads, made.q_heads(), 1, 300,
+  on_device<made_type> device(made, plans(), false);
+  cuda::read_bounds bounds{300, 50, 1, 3, 0, 0};
+  const cuda::choose_pages<view_type, hybrid_min_max> choose(scorers[0], selection_unit::token, bounds,
+                                                             made.kv.sequences, made.kv.kv_heads, made.q_heads(), 1,
                                                              cuda::device_info::current());
   const offset_t stride = choose.most_chosen();
   buffer<index_t> out(std::size_t(made.rows() * stride)), counts(std::size_t(made.rows()));
   buffer<unsigned char> workspace(choose.workspace_bytes());
   cuda::page_problem<view_type> p;
   p.view = device.view();
+  p.plans = device.plans.data;
   p.index = device.index();
   p.unfolded = 1;
   p.q = made.queries(device.at());
@@ -563,13 +609,17 @@ TEST_CASE("a captured choice follows a cache that grows", "[gpu]") {
     for (index_t step = 1; step <= steps; ++step) {
       for (std::size_t r = 0; r < full.size(); ++r) made.lengths[r] = std::min(full[r], step);
       device.lengths.set(made.lengths);
+      if (step == steps / 2) {  // other counts and channels; other pages would need another index
+        for (std::size_t s = 0; s < scorers.size(); ++s) scorers[s].channels = 31 + int(s), reads[s] = 50 - int(s) * 9;
+        device.plans.set(plans());
+      }
       for (auto& at : made.first)
         at = made.kv.positions.empty() ? step - 1 : made.kv.positions[std::size_t(step - 1)] + 7;
       device.first.set(made.first);
       out.fill(0x77);
       captured.launch();
-      agrees_with_the_cpu<made_type, hybrid_min_max, bf16, 64>(made, scorer, estimate::hsa, selection_unit::token, 40,
-                                                               out.get(), stride, counts.get(), {}, false, seen);
+      agrees_with_the_cpu<made_type, hybrid_min_max, bf16, 64>(made, scorers, estimate::hsa, selection_unit::token,
+                                                               reads, out.get(), stride, counts.get(), {}, false, seen);
     }
     device.index_is_the_cpus();
     CHECK(seen.open <= 0.02 * seen.rows + 3);
@@ -586,7 +636,7 @@ TEST_CASE("outputs get the mean of V for the mass that they lack", "[gpu]") {
     if (*std::min_element(made.kv.lengths.begin(), made.kv.lengths.end()) < made.tokens) continue;
     if (random.chance(0.3)) made.kv.v[std::size_t(random.between(0, index_t(made.kv.v.size()) - 1))] = bf16(infinity);
     made.kv.remember();
-    on_device<decltype(made)> device(made, 1, false);
+    on_device<decltype(made)> device(made, std::vector<read_plan>(std::size_t(made.kv.sequences)), false);
     using view_type = decltype(made)::view_type;
     const index_t rows = made.rows(), query_rows = made.group * made.tokens;
     std::vector<float> mass, out = support::normals(random, std::size_t(rows * query_rows * 64));
@@ -639,26 +689,37 @@ TEST_CASE("paged retrieval refuses what it cannot do", "[gpu]") {
   if (gpu_missing()) return;
   using view_type = kv_view<const bf16, 64>;
   const auto device = cuda::device_info::current();
-  const auto make = [&](hybrid_min_max scorer, index_t read, index_t q_heads, index_t tokens) {
-    return cuda::choose_pages<view_type, hybrid_min_max>(scorer, selection_unit::token, read, 1, 2, q_heads, tokens,
-                                                         100, device);
+  const auto make = [&](index_t page, index_t read, index_t q_heads, index_t tokens) {
+    return cuda::choose_pages<view_type, hybrid_min_max>({}, selection_unit::token, {100, read, page, 3, 0, 0}, 1, 2,
+                                                         q_heads, tokens, device);
   };
-  REQUIRE_NOTHROW(make({3, 20}, 10, 8, 1));
-  REQUIRE_THROWS_WITH(make({0, 20}, 10, 8, 1), contains("fitted"));
-  REQUIRE_THROWS_WITH(make({3, 65}, 10, 8, 1), contains("channels is 65"));
-  REQUIRE_THROWS_WITH(make({3, 20}, 0, 8, 1), contains("read is 0"));
-  REQUIRE_THROWS_WITH(make({3, 20}, 10, 7, 1), contains("multiple of kv_heads"));
-  REQUIRE_THROWS_WITH(make({3, 20}, 10, 8, 9), contains("tokens is 9"));
-  const auto op = make({3, 20}, 10, 8, 1);
+  REQUIRE_NOTHROW(make(3, 10, 8, 1));
+  REQUIRE_THROWS_WITH(make(0, 10, 8, 1), contains("page is 0"));
+  REQUIRE_THROWS_WITH(make(4, 10, 8, 1), contains("page is 4"));
+  REQUIRE_THROWS_WITH(make(3, 0, 8, 1), contains("read is 0"));
+  REQUIRE_THROWS_WITH(make(3, 10, 7, 1), contains("multiple of kv_heads"));
+  REQUIRE_THROWS_WITH(make(3, 10, 8, 9), contains("tokens is 9"));
+  const auto op = make(2, 10, 8, 1);
+  REQUIRE_NOTHROW(op.require_covered(read_plan(10, 2, 64)));
+  REQUIRE_THROWS_WITH(op.require_covered(read_plan(11, 2, 64)), contains("read 11"));
+  REQUIRE_THROWS_WITH(op.require_covered(read_plan(10, 1, 64)), contains("page 1"));
+  REQUIRE_THROWS_WITH(op.require_covered(read_plan(10, 4, 64)), contains("page 4"));
+  REQUIRE_THROWS_WITH(op.require_covered(read_plan(10, 3, 64, 1)), contains("tail 1"));
   cuda::page_problem<view_type> p;
   p.view.sequences = 1, p.view.kv_heads = 2;
   p.q = nhd_rows<const bf16>(nullptr, 1, 8, 64);
   p.out_stride = 9;
   REQUIRE_THROWS_WITH(op.run(p, nullptr, nullptr), contains("out_stride is 9"));
   p.out_stride = 10;
-  REQUIRE_THROWS_WITH(op.run(p, nullptr, nullptr), contains("page of the index is 1"));
+  REQUIRE_THROWS_WITH(op.run(p, nullptr, nullptr), contains("plans of the sequences"));
+  const read_plan plan;
+  p.plans = &plan;
+  REQUIRE_THROWS_WITH(op.run(p, nullptr, nullptr), contains("data of the page index"));
   p.q.tokens = 2;
   REQUIRE_THROWS_WITH(op.run(p, nullptr, nullptr), contains("shape of a call"));
-  REQUIRE_THROWS_WITH((cuda::index_pages<view_type>{}.fold(p.view, {nullptr, 1, 0}, 0, nullptr)),
+  bf16 some{};
+  REQUIRE_THROWS_WITH((cuda::index_pages<view_type>{}.fold(p.view, {&some, 1, 0}, &plan, 0, nullptr)),
                       contains("newest is 0"));
+  REQUIRE_THROWS_WITH((cuda::index_pages<view_type>{}.fold(p.view, {&some, 1, 0}, nullptr, 1, nullptr)),
+                      contains("plans of the sequences"));
 }

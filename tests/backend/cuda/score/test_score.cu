@@ -18,7 +18,6 @@ struct bounded_logit {
   static constexpr bool comparable_across_heads = true;
   TESSERA_HD float weigh(float logit, float lse) const { return 1.0f / (1.0f + fast_exp(lse * 0.1f - logit)); }
   index_t protected_tail(index_t) const { return 0; }
-  void finish(const float*, index_t, float*, std::vector<float>&) const {}
   void check(index_t) const {}
 };
 

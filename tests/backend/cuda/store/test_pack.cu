@@ -23,19 +23,21 @@ bool same_bits(const std::vector<T>& a, const std::vector<T>& b) {
 }
 
 /// K and V of a batch on the host and on the device behind one sort of table, with position and score columns.
-template <class T, int D, class Table, int Dv>
+/// `E`: an element type, or an encoding whose rows have scales.
+template <class E, int D, class Table, int Dv>
 struct store {
-  using view_type = kv_view<T, D, Table, Dv>;
+  using view_type = kv_view<E, D, Table, Dv>;
+  using T = typename view_type::encoding_type::stored_type;
   index_t sequences, heads, capacity;  // capacity: slots of every (sequence, head)
   bool odd;                            // strides that forbid 16-byte accesses
   offset_t token_k, token_v;
   std::vector<T> k, v;
   std::vector<index_t> lengths, positions, table;
-  std::vector<float> scores;
+  std::vector<float> scores, k_scales, v_scales;
   std::vector<offset_t> begin;
   buffer<T> d_k, d_v;
   buffer<index_t> d_lengths, d_positions, d_table;
-  buffer<float> d_scores;
+  buffer<float> d_scores, d_k_scales, d_v_scales;
   buffer<offset_t> d_begin;
   static constexpr index_t page = 16;
 
@@ -51,12 +53,16 @@ struct store {
         lengths(std::size_t(s * h)),
         positions(cells()),
         scores(cells()),
+        k_scales(random_elements<float>(cells())),
+        v_scales(random_elements<float>(cells())),
         d_k(k),
         d_v(v),
         d_lengths(lengths.size()),
         d_positions(cells()),
         d_table(cells() / page),
         d_scores(cells()),
+        d_k_scales(cells()),
+        d_v_scales(cells()),
         d_begin(std::size_t(s * h)) {
     for (std::size_t i = 0; i < cells(); ++i) positions[i] = index_t(i * 3 % 100003), scores[i] = score(0, rng);
     for (index_t r = 0; r < s * h; ++r) begin.push_back(offset_t(r) * capacity);
@@ -68,7 +74,7 @@ struct store {
   std::size_t cells() const { return std::size_t(sequences) * std::size_t(heads) * std::size_t(capacity); }
   void up() {
     d_k.set(k), d_v.set(v), d_lengths.set(lengths), d_positions.set(positions), d_table.set(table),
-        d_scores.set(scores), d_begin.set(begin);
+        d_scores.set(scores), d_begin.set(begin), d_k_scales.set(k_scales), d_v_scales.set(v_scales);
   }
   view_type view(bool device) {
     view_type w;
@@ -79,15 +85,19 @@ struct store {
     w.length_strides = {heads, 1};
     w.positions = device ? d_positions.data : positions.data();
     w.position_begin = device ? d_begin.data : begin.data();
+    w.scales.k = device ? d_k_scales.data : k_scales.data();
+    w.scales.v = device ? d_v_scales.data : v_scales.data();
     if constexpr (std::is_same_v<Table, ragged>) {
       w.k_strides = {0, 0, token_k, 1}, w.v_strides = {0, 0, token_v, 1};
       w.table = {device ? d_begin.data : begin.data(), heads};
     } else if constexpr (std::is_same_v<Table, block_table>) {
       w.k_strides = {page * token_k, 0, token_k, 1}, w.v_strides = {page * token_v, 0, token_v, 1};
       w.table = {device ? d_table.data : table.data(), page, offset_t(heads) * capacity / page, capacity / page};
+      w.scales.outer = page;
     } else {
       w.k_strides = {heads * capacity * token_k, capacity * token_k, token_k, 1};
       w.v_strides = {heads * capacity * token_v, capacity * token_v, token_v, 1};
+      w.scales.outer = offset_t(heads) * capacity, w.scales.head = capacity;
     }
     return w;
   }
@@ -154,13 +164,15 @@ void compare_pack(index_t sequences, index_t heads, index_t capacity, int kind, 
                      << odd << " D " << D << " run " << run);
       REQUIRE(same_bits(to.d_k.get(), to.k));
       REQUIRE(same_bits(to.d_v.get(), to.v));
+      REQUIRE(same_bits(to.d_k_scales.get(), to.k_scales));
+      REQUIRE(same_bits(to.d_v_scales.get(), to.v_scales));
       REQUIRE(same_bits(to.d_positions.get(), to.positions));
       REQUIRE(same_bits(to.d_scores.get(), to.scores));
       REQUIRE(to.d_lengths.get() == counts);
     }
   };
   if (in_place)
-    check_all(cuda::pack<View, View, true>(sequences, heads, capacity, device));
+    check_all(cuda::pack<View, View, true>(sequences + odd, heads, capacity, device));  // or for a larger batch
   else
     check_all(cuda::pack<View, View, false>(sequences, heads, capacity, device));
   cudaStreamDestroy(stream);
@@ -195,7 +207,7 @@ void compare_append(index_t sequences, index_t heads, index_t tokens, bool odd, 
   buffer<E> d_k(k), d_v(v);
   auto device_view = to.view(true), host_view = to.view(false);
   if (per_sequence) device_view.length_strides.head = host_view.length_strides.head = 0;
-  const cuda::append<typename S::view_type, E> op(sequences, heads);
+  const cuda::append<typename S::view_type, E> op(sequences + odd, heads);  // or for a larger batch
   cudaStream_t stream;
   cuda::check(cudaStreamCreate(&stream), "cudaStreamCreate");
   const bool ragged_steps = odd;
@@ -220,8 +232,13 @@ void compare_append(index_t sequences, index_t heads, index_t tokens, bool odd, 
       for (index_t h = 0; h < heads; ++h) {  // one sequence at a time through the CPU's conversions
         const index_t length = one.length(b, h);
         for (index_t t = 0; t < added; ++t) {
-          for (int d = 0; d < D; ++d) one.key(b, h, length + t)[d] = T(float(from_k.row(0, t, h)[d]));
-          for (int d = 0; d < Dv; ++d) one.value(b, h, length + t)[d] = T(float(from_v.row(0, t, h)[d]));
+          using encoding = encoding_of<T>;
+          const float k_scale = encode_row<encoding>(from_k.row(0, t, h), D, one.key(b, h, length + t), 1);
+          const float v_scale = encode_row<encoding>(from_v.row(0, t, h), Dv, one.value(b, h, length + t), 1);
+          if constexpr (encoding::scaled) {
+            const offset_t row = one.scales.index(one.table.locate(b, h, length + t), h);
+            to.k_scales[std::size_t(row)] = k_scale, to.v_scales[std::size_t(row)] = v_scale;
+          }
           const auto at = std::size_t(to.begin[std::size_t(b * heads + h)] + length + t);
           to.positions[at] = first[std::size_t(b)] + t, to.scores[at] = 0;
         }
@@ -232,6 +249,8 @@ void compare_append(index_t sequences, index_t heads, index_t tokens, bool odd, 
                    << " step " << step);
     REQUIRE(same_bits(to.d_k.get(), to.k));
     REQUIRE(same_bits(to.d_v.get(), to.v));
+    REQUIRE(same_bits(to.d_k_scales.get(), to.k_scales));
+    REQUIRE(same_bits(to.d_v_scales.get(), to.v_scales));
     REQUIRE(same_bits(to.d_positions.get(), to.positions));
     REQUIRE(same_bits(to.d_scores.get(), to.scores));
     REQUIRE(to.d_lengths.get() == to.lengths);
@@ -269,4 +288,14 @@ TEST_CASE("the device appends what the CPU appends", "[gpu]") {
   compare_appends<float, fp16, 80, ragged, 96>();
   compare_appends<float, float, 64, contiguous>();
   compare_appends<fp16, bf16, 192, block_table, 128>();
+}
+
+TEST_CASE("the device keeps and appends encoded rows as the CPU does, their scales too", "[gpu]") {
+  if (gpu_missing()) return;
+  compare_packs<fp8_elements<bf16>, 128, contiguous>();
+  compare_packs<fp8_elements<fp16>, 80, ragged, 96>();
+  compare_packs<fp8_elements<bf16>, 64, block_table>();
+  compare_appends<fp8_elements<bf16>, bf16, 128, contiguous>();
+  compare_appends<fp8_elements<fp16>, float, 80, ragged, 96>();
+  compare_appends<fp8_elements<bf16>, fp16, 256, block_table, 64>();
 }

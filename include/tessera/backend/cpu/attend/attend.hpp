@@ -2,13 +2,12 @@
 #pragma once
 
 #include <algorithm>
-#include <cmath>
 #include <memory>
 #include <vector>
 
-#include "../../../math/softmax_state.hpp"
 #include "../kernel/executor.hpp"
 #include "../kernel/rows.hpp"
+#include "merge.hpp"
 
 TESSERA_NAMESPACE_BEGIN
 namespace cpu {
@@ -27,82 +26,153 @@ struct partial_rows {
   softmax_state* states;  // [rows]
 };
 
-/// Attends slots [first, last) of a source with `rows` query rows whose queries are in `memory.queries`.
+namespace detail {
+
+/// Makes weights of a tile's dot products, in place, and brings sums, maxima and outputs of the rows up to them.
+/// `positions` as apply_rule takes them. Returns whether every row sees every token.
+template <int Dv>
+bool weigh_tile(const logit_rule& rule, int rows, const index_t* query_positions, const index_t* positions, int tokens,
+                float* logits, partial_rows<Dv> result) {
+  bool all_visible = true;
+  for (int r = 0; r < rows; ++r) {
+    float* row = logits + r * tile_tokens;
+    all_visible &= apply_rule(rule, query_positions[r], positions, tokens, row);
+    softmax_state& state = result.states[r];
+    const float top = std::max(state.max, row_max(row));
+    // All masked so far, or nothing but NaN: exponents against 0 give 0 or NaN without inf - inf.
+    const float reference = top == -infinity ? 0.0f : top;
+    const float shrink = state.max == -infinity ? 0.0f : fast_exp(state.max - reference);
+    state.sum = state.sum * shrink + row_exp(row, reference);
+    state.max = top;
+    if (shrink != 1.0f) {
+      for (int d = 0; d < Dv; ++d) result.out[r * Dv + d] *= shrink;
+    }
+  }
+  return all_visible;
+}
+
+/// A tile's stored rows, and their scales where they have some. Surplus pointers repeat the last row.
+template <class View>
+struct stored_tile {
+  static constexpr int scale_count = View::encoding_type::scaled ? tile_tokens : 1;
+  const typename View::stored_type *keys[tile_tokens], *values[tile_tokens];
+  alignas(64) float key_scales[scale_count];
+  alignas(64) float value_scales[scale_count];
+
+  void find(const View& view, index_t sequence, index_t head, const slot_source& slots, index_t begin, index_t last) {
+    for (int t = 0; t < tile_tokens; ++t) {
+      const index_t slot = slots[std::min(begin + t, last - 1)];
+      keys[t] = view.key(sequence, head, slot);
+      values[t] = view.value(sequence, head, slot);
+      if constexpr (View::encoding_type::scaled) {
+        key_scales[t] = view.key_scale(sequence, head, slot);
+        value_scales[t] = view.value_scale(sequence, head, slot);
+      }
+    }
+  }
+};
+
+/// Attends slots [first, last) straight from the stored rows, whose elements are contiguous: for few rows, which read each
+/// of them about once. While a tile is worked on the next one is asked for.
+template <class View, class Memory>
+void attend_stored_rows(const View& view, index_t sequence, index_t head, const slot_source& slots, index_t first,
+                        index_t last, const logit_rule& rule, int rows, const index_t* query_positions, Memory& memory,
+                        partial_rows<View::v_dim> result) {
+  constexpr int D = View::k_dim, Dv = View::v_dim;
+  constexpr bool scaled = View::encoding_type::scaled;
+  using S = typename View::encoding_type::stored_type;
+  // Queries and outputs take the order in which stored rows are loaded; outputs get theirs back at the end.
+  float* queries = memory.transposed;
+  for (int r = 0; r < rows; ++r) {
+    for (int d = 0; d < D; ++d) queries[r * D + order_in_row<D, S>(d)] = memory.queries[r * D + d];
+  }
+  stored_tile<View> tiles[2];
+  if (first < last) tiles[0].find(view, sequence, head, slots, first, last);
+  for (index_t begin = first, turn = 0; begin < last; begin += tile_tokens, turn = 1 - turn) {
+    const int tokens = int(std::min<index_t>(tile_tokens, last - begin));
+    const index_t oldest = view.position(sequence, head, slots[begin]);
+    if (oldest > query_positions[rows - 1]) break;  // positions ascend: the rest is in the future
+    const stored_tile<View>& tile = tiles[turn];
+    stored_tile<View>& next = tiles[1 - turn];
+    next.find(view, sequence, head, slots, std::min(begin + tile_tokens, last - 1), last);
+    dots_few_rows<D, Dv>(queries, rows, tile.keys, tile.values, tokens, memory.logits);
+    if constexpr (scaled) scale_tokens(memory.logits, rows, tile.key_scales);
+    const bool plain = rule.visible(query_positions[0], view.position(sequence, head, slots[begin + tokens - 1])) &&
+                       rule.visible(query_positions[rows - 1], oldest);
+    for (int t = 0; !plain && t < tokens; ++t) memory.positions[t] = view.position(sequence, head, slots[begin + t]);
+    weigh_tile<Dv>(rule, rows, query_positions, plain ? nullptr : memory.positions, tokens, memory.logits, result);
+    bool finite = true;
+    if (!plain) {  // 0 * NaN is NaN: a token that a row must not see would reach its output
+      finite = all_finite<Dv>([&](int t) { return tile.values[t]; }, tokens);
+      if constexpr (scaled) {
+        for (int t = 0; t < tokens; ++t) finite &= tile.value_scales[t] - tile.value_scales[t] == 0;
+      }
+    }
+    if (finite) {
+      if constexpr (scaled) scale_tokens(memory.logits, rows, tile.value_scales);
+      add_values_few_rows<D, Dv>(memory.logits, rows, tile.values, next.keys, tokens, result.out);
+    } else {
+      float natural[Dv];
+      for (int t = 0; t < tokens; ++t) {
+        load_value(view, sequence, head, slots[begin + t], natural);
+        for (int d = 0; d < Dv; ++d) memory.values[t * Dv + order_in_row<Dv, S>(d)] = natural[d];
+      }
+      add_visible_values<Dv>(memory.logits, rows, memory.values, tokens, result.out);
+    }
+  }
+  for (int r = 0; r < rows; ++r) {
+    float natural[Dv];
+    for (int d = 0; d < Dv; ++d) natural[d] = result.out[r * Dv + order_in_row<Dv, S>(d)];
+    std::copy_n(natural, Dv, result.out + r * Dv);
+  }
+}
+
+/// Attends slots [first, last) of a tile of rows converted to fp32.
+template <class View, class Memory>
+void attend_converted_rows(const View& view, index_t sequence, index_t head, const slot_source& slots, index_t first,
+                           index_t last, const logit_rule& rule, int rows, const index_t* query_positions,
+                           Memory& memory, partial_rows<View::v_dim> result) {
+  constexpr int D = View::k_dim, Dv = View::v_dim;
+  for (index_t begin = first; begin < last; begin += tile_tokens) {
+    const int tokens = int(std::min<index_t>(tile_tokens, last - begin));
+    if (view.position(sequence, head, slots[begin]) > query_positions[rows - 1]) break;  // the rest is in the future
+    load_keys(view, sequence, head, slots, begin, tokens, memory);
+    for (int t = 0; t < tokens; ++t) load_value(view, sequence, head, slots[begin + t], memory.values + t * Dv);
+    transpose<D>(memory.keys, tokens, memory.transposed);
+    dots_many_rows<D>(memory.queries, rows, memory.transposed, memory.logits);
+    const bool all_visible =
+        weigh_tile<Dv>(rule, rows, query_positions, memory.positions, tokens, memory.logits, result);
+    // 0 * NaN is NaN: a token that a row must not see would reach its output.
+    if (all_visible || all_finite<Dv>([&](int t) { return memory.values + t * Dv; }, tokens)) {
+      multiply_add<Dv>(memory.logits, tile_tokens, memory.values, Dv, rows, tokens, result.out, Dv);
+    } else {
+      add_visible_values<Dv>(memory.logits, rows, memory.values, tokens, result.out);
+    }
+  }
+}
+
+}  // namespace detail
+
+/// Attends slots [first, last) of a source with `rows` query rows, whose queries are in `memory.queries` and whose
+/// positions ascend; `result` comes as zeros and states that have seen nothing.
 /// A tile's arithmetic for a row does not depend on the other rows, so chunking a prompt changes no bit
 /// (`few_rows` picks the kernel by the shape of the call, never by what is left over of it).
 template <class View, class Memory>
 void attend_range(const View& view, index_t sequence, index_t head, const slot_source& slots, index_t first,
                   index_t last, const logit_rule& rule, int rows, const index_t* query_positions, bool few_rows,
                   Memory& memory, partial_rows<View::v_dim> result) {
-  constexpr int D = View::k_dim, Dv = View::v_dim;
-  using T = typename View::element_type;
-  const index_t newest = *std::max_element(query_positions, query_positions + rows);
-  // Few rows read each stored element about once: straight from memory, if its rows are contiguous.
-  const bool direct = few_rows && view.k_strides.dim == 1 && view.v_strides.dim == 1;
-  for (index_t begin = first; begin < last; begin += tile_tokens) {
-    const int tokens = int(std::min<index_t>(tile_tokens, last - begin));
-    if (view.position(sequence, head, slots[begin]) > newest) break;  // positions ascend: the rest is in the future
-    const T *keys[tile_tokens], *values[tile_tokens], *next_keys[tile_tokens];
-    if (direct) {
-      for (int t = 0; t < tile_tokens; ++t) {
-        const index_t slot = slots[begin + std::min(t, tokens - 1)];
-        keys[t] = view.key(sequence, head, slot);
-        values[t] = view.value(sequence, head, slot);
-        memory.positions[t] = view.position(sequence, head, slot);
-        next_keys[t] = view.key(sequence, head, slots[std::min(begin + tile_tokens + t, last - 1)]);
-      }
-      dots_few_rows<D, Dv>(memory.queries, rows, keys, values, tokens, memory.logits);
-    } else {
-      load_keys(view, sequence, head, slots, begin, tokens, memory);
-      for (int t = 0; t < tokens; ++t) {
-        load_row<Dv>(view.value(sequence, head, slots[begin + t]), view.v_strides.dim, memory.values + t * Dv);
-      }
-      transpose<D>(memory.keys, tokens, memory.transposed);
-      dots_many_rows<D>(memory.queries, rows, memory.transposed, memory.logits);
-    }
-    bool all_visible = true;
-    for (int r = 0; r < rows; ++r) {
-      float* row = memory.logits + r * tile_tokens;
-      all_visible &= apply_rule(rule, query_positions[r], memory.positions, tokens, row);
-      softmax_state& state = result.states[r];
-      const float top = std::max(state.max, row_max(row));
-      // All masked so far, or nothing but NaN: exponents against 0 give 0 or NaN without inf - inf.
-      const float reference = top == -infinity ? 0.0f : top;
-      const float shrink = state.max == -infinity ? 0.0f : fast_exp(state.max - reference);
-      state.sum = state.sum * shrink + row_exp(row, reference);
-      state.max = top;
-      if (shrink != 1.0f) {
-        for (int d = 0; d < Dv; ++d) result.out[r * Dv + d] *= shrink;
-      }
-    }
-    const auto stored = [&](int t) { return values[t]; };
-    const auto converted = [&](int t) { return memory.values + t * Dv; };
-    if (!all_visible && !(direct ? all_finite<Dv>(stored, tokens) : all_finite<Dv>(converted, tokens))) {
-      // 0 * NaN is NaN: a token that a row must not see would reach its output.
-      direct ? add_visible_values<Dv>(memory.logits, rows, stored, tokens, result.out)
-             : add_visible_values<Dv>(memory.logits, rows, converted, tokens, result.out);
-    } else if (direct) {
-      add_values_few_rows<D, Dv>(memory.logits, rows, values, next_keys, tokens, result.out);
-    } else {
-      multiply_add<Dv>(memory.logits, tile_tokens, memory.values, Dv, rows, tokens, result.out, Dv);
-    }
-  }
+  const bool stored = few_rows && view.k_strides.dim == 1 && view.v_strides.dim == 1;
+  const auto attend = stored ? detail::attend_stored_rows<View, Memory> : detail::attend_converted_rows<View, Memory>;
+  attend(view, sequence, head, slots, first, last, rule, rows, query_positions, memory, result);
 }
 
-/// Divides by the softmax sum (sink logit included) and writes output and log-sum-exp of one row.
-template <int Dv>
-void finish_row(const logit_rule& rule, softmax_state state, const float* from, index_t q_head, float* out,
-                float* lse) {
-  float scale = 1;
-  if (rule.sink_logits && state.sum == state.sum) {  // NaN alone has no maximum: the sink must not hide it
-    const float before = state.max;
-    state.merge({rule.sink_logits[q_head], 1.0f});
-    scale = before == -infinity ? 0.0f : std::exp(before - state.max);
-  }
-  const bool seen = !(state.sum == 0);  // a NaN sum counts as seen: it must show
-  const float factor = seen ? scale / state.sum : 0.0f;
-  for (int d = 0; d < Dv; ++d) out[d] = from[d] * factor;
-  if (lse) *lse = state.sum != state.sum ? state.sum : state.log_sum_exp();
+/// Shapes of an attention call, before anything is written.
+template <class View, class Q>
+void check_attention(const View& view, const query_rows<Q>& queries, const attention_output& output) {
+  check_queries(view, queries);
+  require_dim(output.out, View::v_dim, "out");
+  detail::require_same_shape("out", output.out, queries.q);
+  if (output.lse.data) detail::require_same_shape("lse", output.lse, queries.q);
 }
 
 /// Causal attention of a prompt chunk over what is stored, the chunk itself included.
@@ -120,6 +190,7 @@ void prefill_attention(const View& view, const query_rows<Q>& queries, const log
     softmax_state states[tile_rows];
     index_t positions[tile_rows];
   };
+  check_attention(view, queries, output);
   const index_t group = queries.q.heads / view.kv_heads, rows = queries.q.tokens * group;
   const index_t blocks = ceil_div(rows, tile_rows);
   std::vector<std::unique_ptr<worker_memory>> memories(std::size_t(workers.threads()));
@@ -141,8 +212,9 @@ void prefill_attention(const View& view, const query_rows<Q>& queries, const log
                  partial_rows<Dv>{memory.out, memory.states});
     for (int r = 0; r < count; ++r) {
       const index_t token = (first + r) / group, q_head = head * group + (first + r) % group;
-      finish_row<Dv>(rule, memory.states[r], memory.out + r * Dv, q_head, output.out.row(sequence, token, q_head),
-                     output.lse.data ? output.lse.row(sequence, token, q_head) : nullptr);
+      detail::finish_row<Dv>(rule.sink_logits ? rule.sink_logits + q_head : nullptr, memory.states[r],
+                             memory.out + r * Dv, output.out.row(sequence, token, q_head),
+                             output.lse.data ? output.lse.row(sequence, token, q_head) : nullptr);
     }
   });
 }
@@ -167,6 +239,7 @@ void decode_attention(const View& view, const query_rows<Q>& queries, const logi
                       const selection_view* chosen, const attention_output& output, decode_workspace& workspace,
                       executor& workers) {
   constexpr int D = View::k_dim, Dv = View::v_dim;
+  check_attention(view, queries, output);
   const index_t group = queries.q.heads / view.kv_heads, rows = queries.q.tokens * group;
   const index_t heads = view.sequences * view.kv_heads;
   auto& first_part = workspace.first_part;
@@ -210,27 +283,32 @@ void decode_attention(const View& view, const query_rows<Q>& queries, const logi
     for (index_t r = 0; r < rows; ++r) {
       const auto at = [&](index_t part) { return std::size_t(part) * std::size_t(rows) + std::size_t(r); };
       const index_t begin = first_part[std::size_t(h)], end = first_part[std::size_t(h) + 1];
-      softmax_state total;
-      bool poisoned = false;  // a part of nothing but NaN has no maximum and would pass for an empty one
-      for (index_t part = begin; part < end; ++part) {
-        const softmax_state& state = workspace.states[at(part)];
-        poisoned |= state.sum != state.sum;
-        total.merge(state);
-      }
-      float merged[Dv] = {};
-      for (index_t part = begin; part < end; ++part) {
-        const softmax_state& state = workspace.states[at(part)];
-        if (state.empty()) continue;
-        const float weight = std::exp(state.max - total.max);
-        const float* out = workspace.out.data() + at(part) * Dv;
-        for (int d = 0; d < Dv; ++d) merged[d] += out[d] * weight;
-      }
-      if (poisoned) total.sum = std::numeric_limits<float>::quiet_NaN();
       const index_t token = r / group, q_head = head * group + r % group;
-      finish_row<Dv>(rule, total, merged, q_head, output.out.row(sequence, token, q_head),
-                     output.lse.data ? output.lse.row(sequence, token, q_head) : nullptr);
+      detail::merge_row<Dv>(
+          end - begin, [&](index_t i) { return workspace.states[at(begin + i)]; },
+          [&](index_t i) { return workspace.out.data() + at(begin + i) * Dv; },
+          rule.sink_logits ? rule.sink_logits + q_head : nullptr, output.out.row(sequence, token, q_head),
+          output.lse.data ? output.lse.row(sequence, token, q_head) : nullptr);
     }
   }
+}
+
+/// As the two above, over one part of what is stored: without sink logits, for `merge_parts` adds them.
+/// `output` is then an attention_part; its lse must be there.
+template <class View, class Q>
+void prefill_attention_part(const View& view, const query_rows<Q>& queries, logit_rule rule,
+                            const attention_output& output, executor& workers) {
+  detail::require_same_shape("lse of a part", output.lse, queries.q);
+  rule.sink_logits = nullptr;
+  prefill_attention(view, queries, rule, output, workers);
+}
+template <class View, class Q>
+void decode_attention_part(const View& view, const query_rows<Q>& queries, logit_rule rule,
+                           const selection_view* chosen, const attention_output& output, decode_workspace& workspace,
+                           executor& workers) {
+  detail::require_same_shape("lse of a part", output.lse, queries.q);
+  rule.sink_logits = nullptr;
+  decode_attention(view, queries, rule, chosen, output, workspace, workers);
 }
 
 }  // namespace TESSERA_HOST_ISA

@@ -7,6 +7,7 @@
 #include "../../../core/layer_scores.hpp"
 #include "../../../core/selection.hpp"
 #include "../../../recipe.hpp"
+#include "../score/finish.hpp"
 
 TESSERA_NAMESPACE_BEGIN
 namespace cpu {
@@ -18,25 +19,26 @@ struct retain_workspace {
   std::vector<index_t> counts;
 };
 
-/// Chooses what a layer of one sequence keeps: scorer.finish over each head's candidates, budget over the layer,
-/// selector in each head. A layer in which no head exceeds the budget keeps everything.
+/// Chooses what a layer of one sequence keeps: the scorer's last pass over each head's candidates, budget over the
+/// layer, selector in each head. A layer that the budget keeps all of is not looked at.
 /// Shapes   raw [kv_heads, tokens] as layer_scores says; `kept` gets one row per kv_head.
 template <class Scorer, class Budget, class Selector>
-void choose_kept(const retain<Scorer, Budget, Selector>& policy, const layer_scores& raw, selection& kept,
+void choose_kept(const choosing_stage<Scorer, Budget, Selector>& policy, const layer_scores& raw, selection& kept,
                  retain_workspace& workspace) {
   const index_t heads = raw.kv_heads;
   auto& counts = workspace.counts;
   counts.assign(raw.tokens, raw.tokens + heads);
-  const bool fits = *std::max_element(counts.begin(), counts.end()) <= policy.budget.tokens;
   layer_scores scores = raw;
-  if (!fits) {
+  const index_t longest = *std::max_element(counts.begin(), counts.end());
+  if (!keeps_all(policy.budget, {raw.layer, raw.layers, heads, raw.protected_tail, longest})) {
     workspace.finished.resize(std::size_t(raw.offsets[heads - 1] + raw.tokens[heads - 1]));
-    scores.scores = workspace.finished.data();
     for (index_t h = 0; h < heads; ++h) {
-      policy.scorer.finish(raw.head(h), raw.candidates(h), workspace.finished.data() + raw.offsets[h],
-                           workspace.pooled);
+      float* out = workspace.finished.data() + raw.offsets[h];
+      if (finished(policy.scorer, raw.head(h), raw.candidates(h), out, workspace.pooled) == out) {
+        scores.scores = workspace.finished.data();  // of every head alike
+      }
     }
-    policy.budget.allot(scores, counts.data());
+    allot_counts(policy.budget, scores, counts.data());
     for (index_t h = 0; h < heads; ++h) {
       counts[std::size_t(h)] =
           std::clamp(counts[std::size_t(h)], std::min(raw.protected_tail, raw.tokens[h]), raw.tokens[h]);
@@ -44,8 +46,8 @@ void choose_kept(const retain<Scorer, Budget, Selector>& policy, const layer_sco
   }
   kept.reset(counts);
   for (index_t h = 0; h < heads; ++h) {
-    kept.counts[std::size_t(h)] = policy.selector.select(scores.head(h), raw.tokens[h], raw.protected_tail,
-                                                         counts[std::size_t(h)], kept.row(h), workspace.top_k);
+    kept.counts[std::size_t(h)] = choose_slots(policy.selector, scores.head(h), raw.tokens[h], raw.protected_tail,
+                                               counts[std::size_t(h)], kept.row(h), workspace.top_k);
   }
 }
 

@@ -3,6 +3,7 @@
 
 #include <bit>
 #include <cstring>
+#include <type_traits>
 
 #include "../../../core/config.hpp"
 #include "../../../core/types.hpp"
@@ -71,6 +72,30 @@ TESSERA_INLINE float largest(lanes x) {
 }
 
 using words = std::uint32_t __attribute__((vector_size(lane_count * 4)));
+using integers = std::int32_t __attribute__((vector_size(lane_count * 4)));
+
+/// e^x in every lane, as fast_exp of math/exp.hpp: g++ 12 makes a loop over that one into vectors for AVX-512 only.
+TESSERA_INLINE lanes exp_lanes(lanes x) {
+  const lanes low = splat(-87.3365f), high = splat(88.7228f);
+  const lanes clamped = x < low ? low : (x > high ? high : x);
+  const lanes shifted = clamped * 1.44269504f + 12582912.0f;
+  const lanes n = shifted - 12582912.0f;
+  lanes r = clamped - n * 0.693359375f;
+  r = r + n * 2.12194440e-4f;
+  lanes p = r * 1.9875691500e-4f + 1.3981999507e-3f;
+  p = p * r + 8.3334519073e-3f;
+  p = p * r + 4.1665795894e-2f;
+  p = p * r + 1.6666665459e-1f;
+  p = p * r + 5.0000001201e-1f;
+  p = p * r * r + r + 1.0f;
+  const integers exponent = std::bit_cast<integers>(shifted) - 0x4b400000;
+  const integers half = exponent >> 1;
+  const lanes scale_a = std::bit_cast<lanes>((half + 127) << 23);
+  const lanes scale_b = std::bit_cast<lanes>((exponent - half + 127) << 23);
+  const lanes result = p * scale_a * scale_b;
+  return x < low ? lanes{} : (x > high ? splat(infinity) : result);
+}
+
 using half_words = std::uint16_t __attribute__((vector_size(lane_count * 2)));
 
 /// `lane_count` stored elements as fp32.
@@ -80,15 +105,92 @@ TESSERA_INLINE lanes load(const bf16* p) {
   const words wide = __builtin_convertvector(x, words) << 16;
   return std::bit_cast<lanes>(wide);
 }
-TESSERA_INLINE lanes load(const fp16* p) {
-  half_words x;
-  std::memcpy(&x, p, sizeof x);
-  const words bits = __builtin_convertvector(x, words);
+
+/// Bit patterns of fp16, one in every lane, as fp16::operator float converts them.
+TESSERA_INLINE lanes fp16_lanes(words bits) {
   const words sign = (bits & 0x8000u) << 16, magnitude = (bits & 0x7fffu) << 13;
-  // As fp16::operator float does it, lane by lane.
   const lanes finite = std::bit_cast<lanes>(magnitude) * 0x1p112f;
   const words result = sign | (magnitude >= 0x0f800000u ? magnitude | 0x7f800000u : std::bit_cast<words>(finite));
   return std::bit_cast<lanes>(result);
+}
+TESSERA_INLINE lanes load(const fp16* p) {
+  half_words x;
+  std::memcpy(&x, p, sizeof x);
+  return fp16_lanes(__builtin_convertvector(x, words));
+}
+
+/// Bit patterns of e4m3 in the highest byte of every lane, as fp8::operator float converts them. Below it may lie anything.
+TESSERA_INLINE lanes fp8_lanes(words bits) {
+  // The sign stays, four copies of it fall out of the mask, exponent and mantissa come to stand where fp32 has them.
+  const words x = std::bit_cast<words>(std::bit_cast<integers>(bits) >> 4) & 0x87f00000u;
+  const words not_a_number = (x & 0x07f00000u) == 0x07f00000u ? words{} + 0x7fc00000u : words{};
+  return std::bit_cast<lanes>(std::bit_cast<words>(std::bit_cast<lanes>(x) * 0x1p120f) | not_a_number);
+}
+using quarter_words = std::uint8_t __attribute__((vector_size(lane_count)));
+TESSERA_INLINE lanes load(const fp8* p) {
+  quarter_words x;
+  std::memcpy(&x, p, sizeof x);
+  return fp8_lanes(__builtin_convertvector(x, words) << 24);
+}
+/// Of any other encoding (core/encoding.hpp).
+template <class Stored>
+TESSERA_INLINE lanes load(const Stored* p) {
+  float x[lane_count];
+  for (int i = 0; i < lane_count; ++i) x[i] = static_cast<float>(p[i]);
+  return load(x);
+}
+
+/// Two vectors of the 2 * lane_count stored elements from p on, where `order_in_row` puts them.
+template <class Stored>
+TESSERA_INLINE void load_two(const Stored* p, lanes& first, lanes& second) {
+  first = load(p);
+  second = load(p + lane_count);
+}
+/// The even elements and the odd ones: three instructions, where the order of memory takes six.
+TESSERA_INLINE void load_two(const bf16* p, lanes& first, lanes& second) {
+  words x;
+  std::memcpy(&x, p, sizeof x);
+  first = std::bit_cast<lanes>(x << 16);
+  second = std::bit_cast<lanes>(x & 0xffff0000u);
+}
+TESSERA_INLINE void load_two(const fp16* p, lanes& first, lanes& second) {
+  words x;
+  std::memcpy(&x, p, sizeof x);
+  first = fp16_lanes(x & 0xffffu);
+  second = fp16_lanes(x >> 16);
+}
+/// A vector and itself again.
+template <class Half>
+TESSERA_INLINE auto twice(Half x) {
+  if constexpr (sizeof(Half) == 32) {
+    return __builtin_shufflevector(x, x, 0, 1, 2, 3, 4, 5, 6, 7, 0, 1, 2, 3, 4, 5, 6, 7);
+  } else if constexpr (sizeof(Half) == 16) {
+    return __builtin_shufflevector(x, x, 0, 1, 2, 3, 0, 1, 2, 3);
+  } else {
+    return __builtin_shufflevector(x, x, 0, 1, 0, 1);
+  }
+}
+/// Words of four elements stand twice in a vector, and each lane shifts another of them to the top.
+TESSERA_INLINE void load_two(const fp8* p, lanes& first, lanes& second) {
+  using few_words = std::uint32_t __attribute__((vector_size(lane_count * 2)));
+  few_words part;
+  std::memcpy(&part, p, sizeof part);
+  const words x = twice(part);
+  words shift;
+  for (int i = 0; i < lane_count; ++i) shift[i] = i < lane_count / 2 ? 24 : 16;
+  first = fp8_lanes(x << shift);
+  second = fp8_lanes(x << (shift - 16));
+}
+
+/// Where element d of a row of `Dim` stands when the row is loaded by `load_two`; what is left over, by `load`.
+template <int Dim, class Stored>
+constexpr int order_in_row(int d) {
+  constexpr int two = 2 * lane_count, half = lane_count / 2;
+  if (d >= Dim / two * two) return d;
+  const int first = d / two * two, i = d % two;
+  if (std::is_same_v<Stored, bf16> || std::is_same_v<Stored, fp16>) return first + i % 2 * lane_count + i / 2;
+  if (std::is_same_v<Stored, fp8>) return first + i % 4 * half + i / 4;
+  return d;
 }
 
 /// Asks for a row that will be read soon. Without it the step waits for memory between short bursts of arithmetic.
@@ -99,14 +201,20 @@ TESSERA_INLINE void prefetch_row(const T* row) {
   }
 }
 
-/// Converts a row of stored elements to fp32. `dim` is a multiple of 16.
-template <int Dim, class T>
-TESSERA_INLINE void load_row(const T* TESSERA_RESTRICT from, offset_t dim_stride, float* TESSERA_RESTRICT to) {
+/// Converts a row of stored elements to fp32. `Dim` is a multiple of 16.
+template <int Dim, class Stored>
+TESSERA_INLINE void load_row(const Stored* TESSERA_RESTRICT from, offset_t dim_stride, float* TESSERA_RESTRICT to) {
   if (dim_stride == 1) {
     for (int d = 0; d < Dim; d += lane_count) store(to + d, load(from + d));
   } else {
-    for (int d = 0; d < Dim; ++d) to[d] = float(from[d * dim_stride]);
+    for (int d = 0; d < Dim; ++d) to[d] = static_cast<float>(from[d * dim_stride]);
   }
+}
+
+/// to [Dim] *= scale.
+template <int Dim>
+TESSERA_INLINE void scale_row(float* to, float scale) {
+  for (int d = 0; d < Dim; d += lane_count) store(to + d, load(to + d) * splat(scale));
 }
 
 }  // namespace TESSERA_HOST_ISA

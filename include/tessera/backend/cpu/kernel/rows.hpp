@@ -1,8 +1,8 @@
 // What loops over rows share: query rows with their positions, the slots of a row, and how both are loaded.
 #pragma once
 
+#include "../../../core/model_shape.hpp"
 #include "../../../core/selection.hpp"
-#include "../../../core/views.hpp"
 #include "tile.hpp"
 
 TESSERA_NAMESPACE_BEGIN
@@ -16,6 +16,16 @@ struct query_rows {
   const index_t* first_position = nullptr;  ///< [sequences]
   index_t position(index_t sequence, index_t token) const { return first_position[sequence] + token; }
 };
+
+/// Queries that a view can answer: whole groups of heads, of its sequences and head dim.
+template <class View, class Q>
+void check_queries(const View& view, const query_rows<Q>& queries) {
+  require(view.kv_heads >= 1 && queries.q.heads % view.kv_heads == 0, "q_heads", queries.q.heads,
+          "a multiple of kv_heads, which is " + std::to_string(view.kv_heads), "pass [tokens, q_heads, head_dim]");
+  require(queries.q.sequences == view.sequences, "sequences of q", queries.q.sequences, std::to_string(view.sequences),
+          "pass the queries of every sequence of the view");
+  require_dim(queries.q, View::k_dim, "q");
+}
 
 /// Slots that a (sequence, kv_head) row reads: all of them, or those of a selection.
 struct slot_source {
@@ -43,13 +53,26 @@ void load_queries(const query_rows<Q>& queries, const logit_rule& rule, index_t 
   }
 }
 
+/// to [k_dim] = the key of a slot, decoded.
+template <class View>
+TESSERA_INLINE void load_key(const View& view, index_t sequence, index_t head, index_t slot, float* to) {
+  load_row<View::k_dim>(view.key(sequence, head, slot), view.k_strides.dim, to);
+  if constexpr (View::encoding_type::scaled) scale_row<View::k_dim>(to, view.key_scale(sequence, head, slot));
+}
+/// to [v_dim] = the value of a slot, decoded.
+template <class View>
+TESSERA_INLINE void load_value(const View& view, index_t sequence, index_t head, index_t slot, float* to) {
+  load_row<View::v_dim>(view.value(sequence, head, slot), view.v_strides.dim, to);
+  if constexpr (View::encoding_type::scaled) scale_row<View::v_dim>(to, view.value_scale(sequence, head, slot));
+}
+
 /// Loads a tile's keys and positions.
 template <class View, class Memory>
 void load_keys(const View& view, index_t sequence, index_t head, const slot_source& slots, index_t first, int tokens,
                Memory& memory) {
   for (int t = 0; t < tokens; ++t) {
     const index_t slot = slots[first + t];
-    load_row<View::k_dim>(view.key(sequence, head, slot), view.k_strides.dim, memory.keys + t * View::k_dim);
+    load_key(view, sequence, head, slot, memory.keys + t * View::k_dim);
     memory.positions[t] = view.position(sequence, head, slot);
   }
 }

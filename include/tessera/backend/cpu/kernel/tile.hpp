@@ -26,21 +26,35 @@ struct tile_memory {
   index_t positions[tile_tokens];
 };
 
-/// logits[r, t .. t + 4) = q[r] . keys[t .. t + 4) with lanes along D, for `Rows` rows.
-template <int D, int Rows, class T>
+/// logits[r, t .. t + Keys) = q[r] . keys[t .. t + Keys) with lanes along D, for `Rows` rows; Rows * Keys is a multiple
+/// of four. Queries stand in the order of stored rows.
+template <int D, int Rows, int Keys, class T>
 TESSERA_INLINE void dots_block(const float* q, const T* const* keys, float* logits) {
-  lanes acc[Rows][4] = {};
-  for (int d = 0; d < D; d += lane_count) {
-    lanes key[4];
-    for (int t = 0; t < 4; ++t) key[t] = load(keys[t] + d);
+  constexpr int two = 2 * lane_count;
+  lanes acc[Rows][Keys] = {};
+  const auto add = [&](int d, const auto& key) {
     for (int r = 0; r < Rows; ++r) {
       const lanes query = load(q + r * D + d);
-      for (int t = 0; t < 4; ++t) acc[r][t] += query * key[t];
+      for (int t = 0; t < Keys; ++t) acc[r][t] += query * key(t);
     }
+  };
+  for (int d = 0; d + two <= D; d += two) {
+    lanes first[Keys], second[Keys];
+    for (int t = 0; t < Keys; ++t) load_two(keys[t] + d, first[t], second[t]);
+    add(d, [&](int t) { return first[t]; });
+    add(d + lane_count, [&](int t) { return second[t]; });
   }
-  for (int r = 0; r < Rows; ++r) {
-    const lanes4 four = sums(acc[r][0], acc[r][1], acc[r][2], acc[r][3]);
-    std::memcpy(logits + r * tile_tokens, &four, sizeof four);
+  if constexpr (D % two > 0) {
+    lanes rest[Keys];
+    for (int t = 0; t < Keys; ++t) rest[t] = load(keys[t] + D - lane_count);
+    add(D - lane_count, [&](int t) { return rest[t]; });
+  }
+  for (int i = 0; i < Rows * Keys; i += 4) {
+    const auto at = [&](int j) -> lanes& { return acc[(i + j) / Keys][(i + j) % Keys]; };
+    const lanes4 four = sums(at(0), at(1), at(2), at(3));
+    for (int j = 0; j < 4; j += Keys) {
+      std::memcpy(logits + (i + j) / Keys * tile_tokens, reinterpret_cast<const char*>(&four) + j * 4, Keys * 4);
+    }
   }
 }
 
@@ -50,46 +64,86 @@ TESSERA_INLINE void dots_block(const float* q, const T* const* keys, float* logi
 template <int D, int Dv, class T>
 inline void dots_few_rows(const float* q, int rows, const T* const* keys, const T* const* values, int tokens,
                           float* logits) {
+  constexpr int at_once = lane_count == 16 ? 4 : 2;  // four rows by two keys and their halves fill 16 registers
   for (int t = 0; t < tokens; t += 4) {
     for (int i = 0; i < 4; ++i) prefetch_row<Dv>(values[t + i]);
     int r = 0;
-    for (; r + 4 <= rows; r += 4) dots_block<D, 4>(q + r * D, keys + t, logits + r * tile_tokens + t);
-    for (; r < rows; ++r) dots_block<D, 1>(q + r * D, keys + t, logits + r * tile_tokens + t);
+    for (; r + 4 <= rows; r += 4) {
+      for (int i = 0; i < 4; i += at_once) {
+        dots_block<D, 4, at_once>(q + r * D, keys + t + i, logits + r * tile_tokens + t + i);
+      }
+    }
+    for (; r < rows; ++r) dots_block<D, 1, 4>(q + r * D, keys + t, logits + r * tile_tokens + t);
+  }
+}
+
+/// rows [rows, tile_tokens] *= scales [tile_tokens]: logits, or weights, of encoded rows.
+inline void scale_tokens(float* rows, int count, const float* scales) {
+  for (int r = 0; r < count; ++r) {
+    for (int t = 0; t < tile_tokens; t += lane_count) {
+      store(rows + r * tile_tokens + t, load(rows + r * tile_tokens + t) * load(scales + t));
+    }
+  }
+}
+
+/// Rows that are to be asked for while others are worked on.
+template <class T>
+struct asked_rows {
+  const T* const* next;
+  const T* const* end;
+};
+
+/// out [Rows, Vectors of columns] += weights [Rows, tile_tokens] v, straight from the stored rows, of which `out` has the
+/// order. Asks for `most` more rows with every eight tokens.
+template <int D, int Dv, int Rows, int Vectors, class T>
+TESSERA_INLINE void add_values_block(const float* weights, const T* const* values, int tokens, int column, float* out,
+                                     asked_rows<T>& asked, int most) {
+  lanes acc[Rows][Vectors];
+  for (int r = 0; r < Rows; ++r) {
+    for (int v = 0; v < Vectors; ++v) acc[r][v] = load(out + r * Dv + column + v * lane_count);
+  }
+  const auto add = [&](int t) {
+    const T* row = values[t] + column;
+    lanes value[Vectors];
+    for (int v = 0; v + 2 <= Vectors; v += 2) load_two(row + v * lane_count, value[v], value[v + 1]);
+    if constexpr (Vectors % 2 == 1) value[Vectors - 1] = load(row + (Vectors - 1) * lane_count);
+    for (int r = 0; r < Rows; ++r) {
+      const lanes weight = splat(weights[r * tile_tokens + t]);
+      for (int v = 0; v < Vectors; ++v) acc[r][v] += weight * value[v];
+    }
+  };
+  int t = 0;
+  for (; t + 8 <= tokens; t += 8) {
+    for (int i = 0; i < most && asked.next < asked.end; ++i) prefetch_row<D>(*asked.next++);
+    [&]<int... i>(std::integer_sequence<int, i...>) { (add(t + i), ...); }(std::make_integer_sequence<int, 8>{});
+  }
+  for (; t < tokens; ++t) add(t);
+  for (int r = 0; r < Rows; ++r) {
+    for (int v = 0; v < Vectors; ++v) store(out + r * Dv + column + v * lane_count, acc[r][v]);
   }
 }
 
 /// out [rows, Dv] += weights [rows, tile_tokens] v, straight from the stored rows. The next tile's keys are asked for
-/// meanwhile.
+/// meanwhile, a few at a time: all at once they fill the queue of misses, and arithmetic waits.
 template <int D, int Dv, class T>
 inline void add_values_few_rows(const float* weights, int rows, const T* const* values, const T* const* next_keys,
                                 int tokens, float* out) {
-  const auto strip = [&]<int Rows, int Vectors>(std::integer_sequence<int, Rows, Vectors>, int r, int column) {
-    lanes acc[Rows][Vectors];
-    for (int i = 0; i < Rows; ++i) {
-      for (int v = 0; v < Vectors; ++v) acc[i][v] = load(out + (r + i) * Dv + column + v * lane_count);
-    }
-    const bool ask = r == 0 && column == 0;
-    for (int t = 0; t < tokens; ++t) {
-      if (ask) prefetch_row<D>(next_keys[t]);
-      lanes value[Vectors];
-      for (int v = 0; v < Vectors; ++v) value[v] = load(values[t] + column + v * lane_count);
-      for (int i = 0; i < Rows; ++i) {
-        const lanes weight = splat(weights[(r + i) * tile_tokens + t]);
-        for (int v = 0; v < Vectors; ++v) acc[i][v] += weight * value[v];
-      }
-    }
-    for (int i = 0; i < Rows; ++i) {
-      for (int v = 0; v < Vectors; ++v) store(out + (r + i) * Dv + column + v * lane_count, acc[i][v]);
-    }
-  };
   constexpr int wide = accumulators * lane_count, rest = Dv % wide / lane_count;
-  const auto columns = [&]<int Rows>(std::integral_constant<int, Rows>, int r) {
-    for (int c = 0; c + wide <= Dv; c += wide) strip(std::integer_sequence<int, Rows, accumulators>{}, r, c);
-    if constexpr (rest > 0) strip(std::integer_sequence<int, Rows, rest>{}, r, Dv - rest * lane_count);
+  constexpr int blocks = (Dv / wide + (rest > 0)) * tile_tokens / 8, most = (tile_tokens + blocks - 1) / blocks;
+  asked_rows<T> asked{next_keys, next_keys + tile_tokens};
+  const auto columns = [&]<int Rows>(std::integer_sequence<int, Rows>, int r) {
+    const float* row_weights = weights + r * tile_tokens;
+    float* to = out + r * Dv;
+    for (int c = 0; c + wide <= Dv; c += wide) {
+      add_values_block<D, Dv, Rows, accumulators>(row_weights, values, tokens, c, to, asked, most);
+    }
+    if constexpr (rest > 0) {
+      add_values_block<D, Dv, Rows, rest>(row_weights, values, tokens, Dv - rest * lane_count, to, asked, most);
+    }
   };
   int r = 0;
-  for (; r + 4 <= rows; r += 4) columns(std::integral_constant<int, 4>{}, r);
-  for (; r < rows; ++r) columns(std::integral_constant<int, 1>{}, r);
+  for (; r + 4 <= rows; r += 4) columns(std::integer_sequence<int, 4>{}, r);
+  for (; r < rows; ++r) columns(std::integer_sequence<int, 1>{}, r);
 }
 
 /// out[r, :] (+)= sum over k of a[r, k] * b[k, :] for `Rows` rows and `Vectors` vectors of columns.
@@ -157,15 +211,15 @@ inline void dots_many_rows(const float* q, int rows, const float* transposed, fl
 }
 
 /// Turns dot products of one row into logits: cap and masks. Queries are scaled already. Entries from `tokens` on
-/// become -infinity. Returns whether every token of the tile is visible.
+/// become -infinity. `positions` null: every token is known to be visible. Returns whether they are.
 inline bool apply_rule(const logit_rule& rule, index_t query_position, const index_t* positions, int tokens,
                        float* row) {
   if (rule.soft_cap > 0) {
     for (int t = 0; t < tokens; ++t) row[t] = rule.cap(row[t]);
   }
   // Positions ascend: if the newest key is visible to the causal mask and the oldest to the window, all are.
-  const bool all_visible =
-      tokens > 0 && rule.visible(query_position, positions[tokens - 1]) && rule.visible(query_position, positions[0]);
+  const bool all_visible = !positions || (tokens > 0 && rule.visible(query_position, positions[tokens - 1]) &&
+                                          rule.visible(query_position, positions[0]));
   if (!all_visible) {
     for (int t = 0; t < tokens; ++t) row[t] = rule.visible(query_position, positions[t]) ? row[t] : -infinity;
   }
@@ -184,14 +238,14 @@ inline bool all_finite(const Row& value, int tokens) {
 }
 
 /// As the kernels above, but a token of weight 0 adds nothing even where its value is not finite: for tiles in which a
-/// row must not see some of the tokens.
-template <int Dv, class Row>
-inline void add_visible_values(const float* weights, int rows, const Row& value, int tokens, float* out) {
+/// row must not see some of the tokens. Shapes   values [tokens, Dv].
+template <int Dv>
+inline void add_visible_values(const float* weights, int rows, const float* values, int tokens, float* out) {
   for (int r = 0; r < rows; ++r) {
     for (int t = 0; t < tokens; ++t) {
       const float weight = weights[r * tile_tokens + t];
       if (weight == 0) continue;
-      for (int d = 0; d < Dv; ++d) out[r * Dv + d] += weight * float(value(t)[d]);
+      for (int d = 0; d < Dv; ++d) out[r * Dv + d] += weight * values[t * Dv + d];
     }
   }
 }
@@ -206,9 +260,12 @@ TESSERA_INLINE float row_max(const float* row) {
 
 /// row[t] = exp(row[t] - top); returns their sum.
 TESSERA_INLINE float row_exp(float* row, float top) {
-  for (int t = 0; t < tile_tokens; ++t) row[t] = fast_exp(row[t] - top);
   lanes total = {};
-  for (int t = 0; t < tile_tokens; t += lane_count) total += load(row + t);
+  for (int t = 0; t < tile_tokens; t += lane_count) {
+    const lanes x = exp_lanes(load(row + t) - splat(top));
+    store(row + t, x);
+    total += x;
+  }
   return sum(total);
 }
 

@@ -6,6 +6,7 @@
 
 #include "../../../core/selection.hpp"
 #include "../../../core/views.hpp"
+#include "../store/columns.hpp"
 
 TESSERA_NAMESPACE_BEGIN
 namespace cpu {
@@ -48,12 +49,14 @@ class candidates {
     result.v = all.v;
     result.k_strides = all.k_strides;
     result.v_strides = all.v_strides;
+    result.scales = all.scales;
     result.sequences = 1;
     result.kv_heads = all.kv_heads;
     result.lengths = counts_.data();
     result.length_strides = {0, 1};
     result.positions = slots_.data();
     result.position_begin = begins_.data();
+    result.scales = all.scales;
     result.table = {all.table, slots_.data(), begins_.data(), all.kv_heads};
     return result;
   }
@@ -65,7 +68,7 @@ class candidates {
     std::vector<offset_t> begins{0};
     for (const index_t count : counts_) {
       const index_t length = count + tokens;
-      begins.push_back(begins.back() + length + std::max<index_t>(16, length / 64));
+      begins.push_back(begins.back() + length + spare_room(length));
     }
     std::vector<index_t> fresh(std::size_t(begins.back()), no_index);
     for (std::size_t h = 0; h < counts_.size(); ++h) {

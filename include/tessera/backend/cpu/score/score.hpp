@@ -61,6 +61,7 @@ void tile_logits(const View& view, index_t sequence, index_t head, index_t first
 template <class View, class Q>
 void row_log_sum_exp(const View& view, const query_rows<Q>& queries, const logit_rule& rule, float* lse,
                      score_workspace<View::k_dim>& workspace, executor& workers) {
+  check_queries(view, queries);
   const index_t group = queries.q.heads / view.kv_heads, rows = queries.q.tokens * group;
   const index_t blocks = ceil_div(rows, tile_rows);
   workspace.workers.resize(std::max(workspace.workers.size(), std::size_t(workers.threads())));
@@ -106,6 +107,7 @@ template <class View, class Q, attentive_scorer Scorer>
 void accumulate_scores(const View& view, const query_rows<Q>& queries, const logit_rule& rule, const Scorer& scorer,
                        const float* lse, float* scores, const offset_t* offsets,
                        score_workspace<View::k_dim>& workspace, executor& workers) {
+  check_queries(view, queries);
   const index_t group = queries.q.heads / view.kv_heads, rows = queries.q.tokens * group;
   index_t longest = 0;
   for (index_t b = 0; b < view.sequences; ++b) {

@@ -3,48 +3,54 @@
 
 #include <cstring>
 
+#include "../../../core/model_shape.hpp"
 #include "../../../core/selection.hpp"
-#include "../../../core/views.hpp"
 #include "../kernel/executor.hpp"
 
 TESSERA_NAMESPACE_BEGIN
 namespace cpu {
 inline namespace TESSERA_HOST_ISA {
 
-/// Writes new tokens behind the stored ones of every (sequence, kv_head), converting to the stored type.
+/// Writes new tokens behind the stored ones of every (sequence, kv_head), encoding them as the view stores rows.
 /// Shapes   k, v [sequences, tokens, kv_heads, dim]; the view's lengths are those before, and it has room for `tokens`
 /// more.
 template <class View, class E>
 void append(const View& view, const rows_view<const E>& k, const rows_view<const E>& v) {
-  using T = typename View::element_type;
+  using encoding = typename View::encoding_type;
+  require_dim(k, View::k_dim, "k");
+  require_dim(v, View::v_dim, "v");
   for (index_t b = 0; b < view.sequences; ++b) {
     for (index_t h = 0; h < view.kv_heads; ++h) {
       const index_t length = view.length(b, h);
       for (index_t t = 0; t < k.tokens; ++t) {
-        const E* key = k.row(b, t, h);
-        const E* value = v.row(b, t, h);
-        T* to_key = view.key(b, h, length + t);
-        T* to_value = view.value(b, h, length + t);
-        for (int d = 0; d < View::k_dim; ++d) to_key[d * view.k_strides.dim] = T(float(key[d]));
-        for (int d = 0; d < View::v_dim; ++d) to_value[d * view.v_strides.dim] = T(float(value[d]));
+        const index_t slot = length + t;
+        const float key_scale =
+            encode_row<encoding>(k.row(b, t, h), View::k_dim, view.key(b, h, slot), view.k_strides.dim);
+        const float value_scale =
+            encode_row<encoding>(v.row(b, t, h), View::v_dim, view.value(b, h, slot), view.v_strides.dim);
+        if constexpr (encoding::scaled) {
+          const offset_t at = view.scales.index(view.table.locate(b, h, slot), h);
+          view.scales.k[at] = key_scale;
+          view.scales.v[at] = value_scale;
+        }
       }
     }
   }
 }
 
-/// Copies the chosen slots of every (sequence, kv_head) to slots 0, 1, 2, ... of `to`.
+/// Copies the chosen slots of every (sequence, kv_head) to slots 0, 1, 2, ... of `to`: what is stored, with its scales.
 /// `to` may be `from`: indices ascend, so a row is read before anything is written over it.
 /// Cost     reads and writes each chosen row once. Rows of other sequences and heads are untouched.
 template <class From, class To>
 void pack(const From& from, const selection_view& chosen, const To& to, executor& workers) {
-  static_assert(std::is_same_v<typename From::element_type, typename To::element_type> && From::k_dim == To::k_dim &&
+  static_assert(std::is_same_v<typename From::encoding_type, typename To::encoding_type> && From::k_dim == To::k_dim &&
                     From::v_dim == To::v_dim,
-                "tessera: pack copies rows between views of one element type and head dims");
-  using T = typename To::element_type;
-  const auto copy_row = [](const T* source, offset_t source_stride, T* target, offset_t target_stride, int dim) {
+                "tessera: pack copies rows between views of one encoding and head dims");
+  using S = typename To::stored_type;
+  const auto copy_row = [](const S* source, offset_t source_stride, S* target, offset_t target_stride, int dim) {
     if (source == target) return;
     if (source_stride == 1 && target_stride == 1) {
-      std::memmove(target, source, std::size_t(dim) * sizeof(T));
+      std::memmove(target, source, std::size_t(dim) * sizeof(S));
     } else {
       for (int d = 0; d < dim; ++d) target[d * target_stride] = source[d * source_stride];
     }
@@ -55,6 +61,11 @@ void pack(const From& from, const selection_view& chosen, const To& to, executor
     for (index_t i = 0; i < chosen.count(row); ++i) {
       copy_row(from.key(b, h, slots[i]), from.k_strides.dim, to.key(b, h, i), to.k_strides.dim, To::k_dim);
       copy_row(from.value(b, h, slots[i]), from.v_strides.dim, to.value(b, h, i), to.v_strides.dim, To::v_dim);
+      if constexpr (To::encoding_type::scaled) {
+        const offset_t at = to.scales.index(to.table.locate(b, h, i), h);
+        to.scales.k[at] = from.key_scale(b, h, slots[i]);
+        to.scales.v[at] = from.value_scale(b, h, slots[i]);
+      }
     }
   });
 }

@@ -2,12 +2,11 @@
 #pragma once
 
 #include <algorithm>
-#include <type_traits>
 
-#include "../../../budget/adaptive.hpp"
-#include "../../../budget/pyramid.hpp"
-#include "../../../budget/uniform.hpp"
+#include "../../../concepts/budget.hpp"
+#include "../device/alignment.cuh"
 #include "../device/tuning.cuh"
+#include "../device/warp.cuh"
 #include "../score/score_rows.cuh"
 
 TESSERA_NAMESPACE_BEGIN
@@ -24,22 +23,37 @@ __device__ inline index_t kept_of(index_t share, index_t tail, index_t tokens) {
   return min(max(share, min(tail, tokens)), tokens);
 }
 
-__device__ inline bool all_fit(const score_rows& in, index_t sequence, index_t budget) {
-  index_t longest = 0;
-  for (index_t h = 0; h < in.kv_heads; ++h) longest = max(longest, in.tokens(sequence, h));
-  return longest <= budget;
+/// The budget of one sequence: the policy, with the sequence's own tokens where there are any.
+template <class Budget>
+__device__ Budget budget_of(Budget policy, const score_rows& in, index_t sequence) {
+  if (in.budgets) policy.tokens = in.budgets[sequence];
+  return policy;
+}
+
+/// Which layer of how many is asked about.
+struct layer_of {
+  index_t layer, layers;
+};
+
+template <class Budget>
+__device__ bool all_fit(const score_rows& in, index_t sequence, const Budget& policy, const layer_of& asked) {
+  return keeps_all(
+      policy, layer_extent{asked.layer, asked.layers, in.kv_heads, in.protected_tail(sequence), in.longest(sequence)});
 }
 
 /// One thread a row: shares that depend on lengths alone.
 template <class Budget>
-__global__ void __launch_bounds__(128) allot_by_length_entry(const __grid_constant__ score_rows in, Budget policy,
-                                                             index_t layer, index_t layers, index_t* counts) {
+__global__ void __launch_bounds__(128)
+    allot_by_length_entry(const __grid_constant__ score_rows in, Budget of_all, layer_of asked, index_t* counts) {
   const index_t row = index_t(blockIdx.x * 128 + threadIdx.x);
   if (row >= in.sequences * in.kv_heads) return;
-  const index_t sequence = row / in.kv_heads, tail = in.protected_tail(sequence);
-  const index_t tokens = in.tokens(sequence, row % in.kv_heads);
-  counts[row] =
-      all_fit(in, sequence, policy.tokens) ? tokens : kept_of(policy.share(tokens, tail, layer, layers), tail, tokens);
+  const index_t sequence = row / in.kv_heads, head = row % in.kv_heads, tail = in.protected_tail(sequence);
+  const index_t tokens = in.tokens(sequence, head);
+  const Budget policy = budget_of(of_all, in, sequence);
+  counts[row] = all_fit(in, sequence, policy, asked)
+                    ? tokens
+                    : kept_of(policy.share(head_extent{asked.layer, asked.layers, head, in.kv_heads, tail, tokens}),
+                              tail, tokens);
 }
 
 /// Progress of one sequence's selection over all of its heads.
@@ -59,12 +73,13 @@ struct allot_scratch {
 /// One level of the selection of the best kv_heads * base candidates of a sequence: every block counts its scores by
 /// the level's bits, and the block that arrives last finds which value of them the last place falls on. Histograms are
 /// kept by head, so the winners of each head are known when the last level is, without another pass.
-template <int Level>
+template <class Budget, int Level>
 __global__ void __launch_bounds__(allot_threads)
-    allot_by_score_entry(const __grid_constant__ score_rows in, adaptive policy, allot_scratch scratch,
+    allot_by_score_entry(const __grid_constant__ score_rows in, Budget of_all, layer_of asked, allot_scratch scratch,
                          index_t capacity, index_t* counts) {
   constexpr int shift = Level == 0 ? 21 : (Level == 1 ? 10 : 0), width = Level == 2 ? 1024 : 2048;
-  __shared__ unsigned bins[allot_bins], sums[allot_threads], chosen, left;
+  __shared__ unsigned bins[allot_bins], chosen, left;
+  __shared__ block_scan<allot_threads, unsigned> scan;
   __shared__ bool last;
   const index_t row = blockIdx.y, sequence = row / in.kv_heads, heads = in.kv_heads;
   const index_t rows = in.sequences * heads, first_row = sequence * heads;
@@ -98,6 +113,7 @@ __global__ void __launch_bounds__(allot_threads)
   if (!last) return;
   __threadfence();
 
+  const Budget policy = budget_of(of_all, in, sequence);
   const index_t tail = in.protected_tail(sequence), base = max(0, policy.tokens - tail);
   unsigned remaining;
   if (Level == 0) {
@@ -109,12 +125,12 @@ __global__ void __launch_bounds__(allot_threads)
       all += of_head;
     }
     const offset_t places = min(all, offset_t(heads) * base);
-    const bool fits = base >= longest || all_fit(in, sequence, policy.tokens);
+    const bool fits = base >= longest || all_fit(in, sequence, policy, asked);
     if (fits || places == 0 || places == all) {
       for (index_t h = threadIdx.x; h < heads; h += allot_threads) {
         const index_t tokens = in.tokens(sequence, h);
         const index_t won = places == 0 ? 0 : in.candidates(sequence, h);
-        counts[first_row + h] = fits ? tokens : kept_of(policy.share(won, base, tail), tail, tokens);
+        counts[first_row + h] = fits ? tokens : kept_of(policy.share_won(won, base, tail), tail, tokens);
       }
       if (threadIdx.x == 0) state.settled = 1;
       return;
@@ -134,15 +150,7 @@ __global__ void __launch_bounds__(allot_threads)
     for (index_t h = 0; h < heads; ++h) of_bin[j] += __ldcg(&all_bins[offset_t(first_row + h) * allot_bins + bin]);
     mine += of_bin[j];
   }
-  sums[threadIdx.x] = mine;
-  __syncthreads();
-  for (int step = 1; step < allot_threads; step *= 2) {
-    const unsigned add = int(threadIdx.x) >= step ? sums[threadIdx.x - step] : 0;
-    __syncthreads();
-    sums[threadIdx.x] += add;
-    __syncthreads();
-  }
-  unsigned above = sums[threadIdx.x] - mine;
+  unsigned above = scan.before(mine);
 #pragma unroll
   for (int j = 0; j < each; ++j) {
     if (above < remaining && remaining <= above + of_bin[j]) {
@@ -157,7 +165,7 @@ __global__ void __launch_bounds__(allot_threads)
     unsigned higher = 0;
     for (int bin = int(chosen) + 1 + lane; bin < width; bin += 32)
       higher += __ldcg(&all_bins[offset_t(first_row + h) * allot_bins + bin]);
-    for (int step = 16; step > 0; step /= 2) higher += __shfl_xor_sync(~0u, higher, step);
+    higher = warp_sum(higher);
     if (lane == 0) scratch.won[first_row + h] = higher + (Level > 0 ? scratch.won[first_row + h] : 0);
   }
   __syncthreads();
@@ -170,8 +178,8 @@ __global__ void __launch_bounds__(allot_threads)
         const unsigned equal = min(left, __ldcg(&all_bins[offset_t(first_row + h) * allot_bins + chosen]));
         left -= equal;
         const index_t tokens = in.tokens(sequence, h);
-        counts[first_row + h] =
-            kept_of(min(tokens, policy.share(index_t(scratch.won[first_row + h] + equal), base, tail)), tail, tokens);
+        counts[first_row + h] = kept_of(
+            min(tokens, policy.share_won(index_t(scratch.won[first_row + h] + equal), base, tail)), tail, tokens);
       }
     }
   }
@@ -183,13 +191,12 @@ __global__ void __launch_bounds__(allot_threads)
 /// protected tail, at most what is stored; all of a sequence in which no head exceeds the budget.
 ///
 /// Shapes   counts [sequences, kv_heads] on the device. Same counts as the host's policies, ties and rounding included.
-/// Cost     uniform, pyramid: one small launch. adaptive: three reads of the scores, four launches; integer atomics
-///          only.
+/// Cost     a length_budget: one small launch. A winners_budget: three reads of the scores, four launches; integer
+///          atomics only.
 template <class Budget>
 class allot {
-  static constexpr bool by_score = std::is_same_v<Budget, adaptive>;
-  static_assert(by_score || std::is_same_v<Budget, uniform> || std::is_same_v<Budget, pyramid>,
-                "tessera: this budget has no device body; add one to backend/cuda/allot.cuh");
+  static_assert(check_device_budget<Budget>());
+  static constexpr bool by_score = !length_budget<Budget>;
 
  public:
   allot(index_t sequences, index_t kv_heads, index_t capacity, const device_info& device)
@@ -205,22 +212,26 @@ class allot {
   void run(const score_rows& in, const Budget& policy, index_t layer, index_t layers, index_t* counts, void* workspace,
            cudaStream_t stream) const {
     policy.check();
+    const index_t rows = in.sequences * in.kv_heads;
+    require(rows <= rows_, "sequences * kv_heads", rows, "at most " + std::to_string(rows_),
+            "construct allot for the largest batch");
+    const detail::layer_of asked{layer, layers};
     if constexpr (!by_score) {
       detail::allot_by_length_entry<Budget>
-          <<<unsigned(ceil_div(rows_, 128)), 128, 0, stream>>>(in, policy, layer, layers, counts);
+          <<<unsigned(ceil_div(rows, 128)), 128, 0, stream>>>(in, policy, asked, counts);
     } else {
       auto* bytes = static_cast<unsigned char*>(workspace);
       const detail::allot_scratch scratch{reinterpret_cast<unsigned*>(bytes),
                                           reinterpret_cast<detail::allot_state*>(bytes + state_at()),
                                           reinterpret_cast<unsigned*>(bytes + won_at())};
       check(cudaMemsetAsync(workspace, 0, won_at(), stream), "cudaMemsetAsync");
-      const dim3 grid{unsigned(blocks_), unsigned(rows_)};
-      detail::allot_by_score_entry<0>
-          <<<grid, detail::allot_threads, 0, stream>>>(in, policy, scratch, capacity_, counts);
-      detail::allot_by_score_entry<1>
-          <<<grid, detail::allot_threads, 0, stream>>>(in, policy, scratch, capacity_, counts);
-      detail::allot_by_score_entry<2>
-          <<<grid, detail::allot_threads, 0, stream>>>(in, policy, scratch, capacity_, counts);
+      const dim3 grid{unsigned(blocks_), unsigned(rows)};
+      detail::allot_by_score_entry<Budget, 0>
+          <<<grid, detail::allot_threads, 0, stream>>>(in, policy, asked, scratch, capacity_, counts);
+      detail::allot_by_score_entry<Budget, 1>
+          <<<grid, detail::allot_threads, 0, stream>>>(in, policy, asked, scratch, capacity_, counts);
+      detail::allot_by_score_entry<Budget, 2>
+          <<<grid, detail::allot_threads, 0, stream>>>(in, policy, asked, scratch, capacity_, counts);
     }
     check(cudaGetLastError(), "launch of allot");
   }

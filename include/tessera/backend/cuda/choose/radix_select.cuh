@@ -3,7 +3,7 @@
 
 #include <algorithm>
 
-#include "row_keys.cuh"
+#include "ordered_compact.cuh"
 
 TESSERA_NAMESPACE_BEGIN
 namespace cuda {
@@ -23,30 +23,16 @@ struct select_storage {
   // Inclusive counts of this block's share of the bins, highest bin first; later the last few keys.
   unsigned slice[Blocks == 1 ? few : radix_bins / Blocks];
   unsigned slice_total[Blocks];
-  unsigned warp_total[warps], warp_above[warps], warp_equal[warps];
+  block_scan<Threads, unsigned> scan;
+  unsigned warp_above[warps], warp_equal[warps];
   unsigned team_above[Blocks], team_equal[Blocks];
   unsigned digit, above, in_digit;
   index_t trimmed, trimmed_at;
 };
 
-/// The key that separates: everything above it is chosen, and the first `ties` of the `equal` ones.
-struct cut {
-  unsigned key;
-  index_t ties, equal;
-};
-
-__device__ __forceinline__ unsigned inclusive_sum(unsigned value, int lane) {
-#pragma unroll
-  for (int step = 1; step < 32; step *= 2) {
-    const unsigned other = __shfl_up_sync(~0u, value, step);
-    if (lane >= step) value += other;
-  }
-  return value;
-}
-
 /// Radix selection over the parts of `Span` thread blocks, and the ordered compaction behind it.
 template <class Storage, int Span>
-struct row_select {
+struct row_select : row_compact<Storage, Span> {
   using storage = Storage;
   using team = block_team<Span>;
   static constexpr int threads = storage::threads, warps = storage::warps;
@@ -110,7 +96,7 @@ struct row_select {
   /// Finds the digit in which the `need`-th largest key lies, from the histograms of the whole team, which are cleared.
   __device__ static void find_digit(storage& s, unsigned need) {
     constexpr int share = radix_bins / Span, each = share > threads ? share / threads : 1;
-    const int thread = threadIdx.x, lane = thread % 32, warp = thread / 32;
+    const int thread = threadIdx.x, lane = thread % 32;
     team::sync();
     unsigned mine[each], sum = 0;
     if constexpr (Span == 1 && each == 4) {
@@ -128,18 +114,18 @@ struct row_select {
             s.histogram[bin] = 0;
           } else {
 #pragma unroll
-            for (int of = 0; of < Span; ++of) mine[j] += team::load(s.histogram[bin], of);
+            for (int block = 0; block < Span; ++block) mine[j] += team::load(s.histogram[bin], block);
           }
         }
       }
     }
 #pragma unroll
     for (int j = 0; j < each; ++j) sum += mine[j];
-    const unsigned in_warp = inclusive_sum(sum, lane);
-    if (lane == 31) s.warp_total[warp] = in_warp;
-    __syncthreads();
-    const unsigned of_lane = lane < warps ? s.warp_total[lane] : 0u;
-    unsigned before = in_warp - sum + __reduce_add_sync(~0u, lane < warp ? of_lane : 0u);
+    unsigned total = 0, before;
+    if constexpr (Span == 1)
+      before = s.scan.before(sum);
+    else
+      before = s.scan.before(sum, total);
     if constexpr (Span == 1) {
 #pragma unroll
       for (int j = 0; j < each; ++j) {
@@ -153,7 +139,6 @@ struct row_select {
     } else {
       static_assert(Span == 1 || each == 1, "tessera: a cluster's block has a thread for each of its bins");
       if (thread < share) s.slice[thread] = before + sum;
-      const unsigned total = __reduce_add_sync(~0u, of_lane);
       if (thread < Span) team::store(s.slice_total[team::rank()], thread, total);
       team::sync();
       for (int bin = thread; bin < radix_bins; bin += threads) s.histogram[bin] = 0;
@@ -175,18 +160,13 @@ struct row_select {
     __syncthreads();
   }
 
-  /// How many quads of a tile a thread takes, so that all warps have work: a warp's quads lie together.
-  __device__ static int rounds_for(index_t quads) {
-    return int(min(index_t(quads_each), (quads + threads - 1) / threads));
-  }
-
   /// Hands round the keys that begin with `prefix`, and finishes the search among them in every block by itself, which
   /// saves the barriers and counts of the remaining digits: `prefix` becomes the cut and `need` its ties. False, alike
   /// in every block, if some block has too many.
   template <bool Exact, class Keys>
   __device__ static bool finish_among_few(storage& s, const row_part<Keys>& part, unsigned& prefix, int known_shift,
                                           unsigned& need) {
-    const int lane = threadIdx.x % 32, rounds = rounds_for(part.quads());
+    const int lane = threadIdx.x % 32, rounds = rounds_for<threads>(part.quads());
     for (index_t tile = 0; tile < part.quads(); tile += threads * rounds) {
       const index_t first = tile + index_t(threadIdx.x) / 32 * (32 * rounds) + lane;
       unsigned mask = 0;
@@ -213,23 +193,23 @@ struct row_select {
       unsigned counts[Span];
       bool fits = true;
 #pragma unroll
-      for (int of = 0; of < Span; ++of) counts[of] = team::load(s.listed, of);
+      for (int block = 0; block < Span; ++block) counts[block] = team::load(s.listed, block);
 #pragma unroll
-      for (int of = 0; of < Span; ++of) fits &= counts[of] <= most_listed;
+      for (int block = 0; block < Span; ++block) fits &= counts[block] <= most_listed;
       if (!fits) return false;
       static_assert(most_listed <= threads, "tessera: a thread takes one key of every block");
       unsigned mine[Span];
 #pragma unroll
-      for (int of = 0; of < Span; ++of) {
-        mine[of] =
-            threadIdx.x < counts[of] ? team::load(s.list[threadIdx.x % most_listed], of) : 0u;  // 0 begins like no key
+      for (int block = 0; block < Span; ++block) {
+        mine[block] = threadIdx.x < counts[block] ? team::load(s.list[threadIdx.x % most_listed], block)
+                                                  : 0u;  // 0 begins like no key
       }
       using alone = row_select<Storage, 1>;
       for (int shift = known_shift == 21 ? 10 : 0;; shift = 0) {
         const int above_shift = shift ? 21 : 10;
 #pragma unroll
-        for (int of = 0; of < Span; ++of) {
-          count_digit(s, mine[of], prefix, above_shift, shift, shift ? 2047u : 1023u);
+        for (int block = 0; block < Span; ++block) {
+          count_digit(s, mine[block], prefix, above_shift, shift, shift ? 2047u : 1023u);
         }
         alone::find_digit(s, need);
         prefix = prefix << (shift ? 11 : 10) | s.digit;
@@ -242,8 +222,8 @@ struct row_select {
         }
         if (left <= unsigned(storage::few)) {
 #pragma unroll
-          for (int of = 0; of < Span; ++of) {
-            if (mine[of] >> shift == prefix) s.slice[atomicAdd(&s.few_listed, 1u)] = mine[of];
+          for (int block = 0; block < Span; ++block) {
+            if (mine[block] >> shift == prefix) s.slice[atomicAdd(&s.few_listed, 1u)] = mine[block];
           }
           __syncthreads();
           rank_few(s, s.slice, left, need);
@@ -304,139 +284,6 @@ struct row_select {
       }
     }
     return {prefix, index_t(need), index_t(equal)};
-  }
-
-  /// A bit for each of four keys that `holds`.
-  template <class Holds>
-  __device__ static unsigned four(const uint4& k, const Holds& holds) {
-    return unsigned(holds(k.x)) | unsigned(holds(k.y)) << 1 | unsigned(holds(k.z)) << 2 | unsigned(holds(k.w)) << 3;
-  }
-
-  /// Ranks of a thread's 4 * Rounds bits in the order quad round, lane, bit: a byte a round, before this lane and all.
-  template <int Rounds = quads_each>
-  struct round_counts {
-    static constexpr int halves = (Rounds + 3) / 4;
-    unsigned before[halves], total[halves];
-    __device__ round_counts(unsigned mask, int lane) {
-#pragma unroll
-      for (int half = 0; half < halves; ++half) {
-        unsigned counts = mask >> (half * 16) & 0xffffu;
-        counts -= counts >> 1 & 0x5555u;
-        counts = (counts & 0x3333u) + (counts >> 2 & 0x3333u);
-        counts = (counts & 0xfu) | (counts & 0xf0u) << 4 | (counts & 0xf00u) << 8 | (counts & 0xf000u) << 12;
-        const unsigned to_lane = inclusive_sum(counts, lane);  // a byte reaches 128 at most
-        before[half] = to_lane - counts;
-        total[half] = __shfl_sync(~0u, to_lane, 31);
-      }
-    }
-    __device__ unsigned before_in(int round) const { return before[round / 4] >> (round % 4 * 8) & 0xffu; }
-    __device__ unsigned total_in(int round) const { return total[round / 4] >> (round % 4 * 8) & 0xffu; }
-    __device__ unsigned all() const {
-      unsigned sum = 0;
-#pragma unroll
-      for (int round = 0; round < Rounds; ++round) sum += total_in(round);
-      return sum;
-    }
-  };
-
-  /// Counts of the warps before this one, and of the whole block.
-  struct warp_offsets {
-    unsigned above, equal, all_above, all_equal;
-  };
-  __device__ static warp_offsets offsets(storage& s, unsigned above, unsigned equal) {
-    const int lane = threadIdx.x % 32, warp = threadIdx.x / 32;
-    above = __reduce_add_sync(~0u, above);
-    equal = __reduce_add_sync(~0u, equal);
-    if (lane == 0) s.warp_above[warp] = above, s.warp_equal[warp] = equal;
-    __syncthreads();
-    const unsigned a = lane < warps ? s.warp_above[lane] : 0u, e = lane < warps ? s.warp_equal[lane] : 0u;
-    const unsigned before = lane < warp ? ~0u : 0u;
-    return {__reduce_add_sync(~0u, a & before), __reduce_add_sync(~0u, e & before), __reduce_add_sync(~0u, a),
-            __reduce_add_sync(~0u, e)};
-  }
-
-  /// Calls emit(rank among the chosen, index in the row, equal ones before it, equal) for every chosen key, indices
-  /// ascending with the rank.
-  template <class Keys, class Emit>
-  __device__ static void compact(storage& s, const row_part<Keys>& part, const cut& at, const Emit& emit) {
-    const int lane = threadIdx.x % 32, warp = threadIdx.x / 32;
-    const index_t quads = part.quads();
-    const int rounds = rounds_for(quads);
-    const index_t tile_quads = threads * rounds;
-    unsigned above_mask = 0, equal_mask = 0;
-    const auto first_of = [&](index_t tile) { return tile + warp * (32 * rounds) + lane; };
-    const auto compare = [&](index_t tile) {
-      above_mask = equal_mask = 0;
-      part.each_quad(first_of(tile), rounds, [&](int bit, const uint4& k) {
-        above_mask |= four(k, [&](unsigned key) { return key > at.key; }) << bit;
-        equal_mask |= four(k, [&](unsigned key) { return key == at.key; }) << bit;
-      });
-    };
-    unsigned above = 0, equal = 0;
-    for (index_t tile = 0; tile < quads; tile += tile_quads) {
-      compare(tile);
-      above += __popc(above_mask);
-      equal += __popc(equal_mask);
-    }
-    warp_offsets warp_at = offsets(s, above, equal);
-    unsigned team_above = 0, team_equal = 0;
-    if constexpr (Span > 1) {
-      // Pushed, not pulled: behind the barrier nobody needs this block's shared memory, so it may leave.
-      if (warp == 0 && lane < Span) {
-        team::store(s.team_above[team::rank()], lane, warp_at.all_above);
-        team::store(s.team_equal[team::rank()], lane, warp_at.all_equal);
-      }
-      team::sync();
-      const bool before = lane < team::rank();
-      team_above = __reduce_add_sync(~0u, before ? s.team_above[lane] : 0u);
-      team_equal = __reduce_add_sync(~0u, before ? s.team_equal[lane] : 0u);
-    }
-    for (index_t tile = 0; tile < quads; tile += tile_quads) {
-      if (quads > tile_quads) {  // the counts above are of all tiles, the masks of the last
-        __syncthreads();
-        compare(tile);
-        warp_at = offsets(s, __popc(above_mask), __popc(equal_mask));
-      }
-      unsigned equal_before = team_equal + warp_at.equal,
-               to = team_above + warp_at.above + min(equal_before, unsigned(at.ties));
-      team_above += warp_at.all_above;
-      team_equal += warp_at.all_equal;
-      unsigned chosen = above_mask, equal_rank = equal_before;
-      const bool ties = __any_sync(~0u, equal_mask != 0);
-      const round_counts<> equals(ties ? equal_mask : 0u, lane);
-      if (ties) {
-#pragma unroll
-        for (int round = 0; round < quads_each; ++round) {
-          if (round >= rounds) break;
-          unsigned rank = equal_rank + equals.before_in(round);
-#pragma unroll
-          for (int bit = round * 4; bit < round * 4 + 4; ++bit) {
-            if (equal_mask >> bit & 1u) chosen |= unsigned(rank++ < unsigned(at.ties)) << bit;
-          }
-          equal_rank += equals.total_in(round);
-        }
-      }
-      const round_counts<> ranks(chosen, lane);
-#pragma unroll
-      for (int round = 0; round < quads_each; ++round) {
-        if (round >= rounds) break;
-        const unsigned here = chosen >> (round * 4) & 15u, here_equal = equal_mask >> (round * 4) & 15u;
-        if (here) {
-          const index_t index = part.begin + (first_of(tile) + round * 32) * 4;
-#pragma unroll
-          for (int j = 0; j < 4; ++j) {
-            if (here >> j & 1u) {
-              const unsigned lower = (1u << j) - 1u;
-              emit(index_t(to + ranks.before_in(round) + __popc(here & lower)), index + j,
-                   index_t(equal_before + equals.before_in(round) + __popc(here_equal & lower)),
-                   bool(here_equal >> j & 1u));
-            }
-          }
-        }
-        to += ranks.total_in(round);
-        equal_before += equals.total_in(round);
-      }
-    }
   }
 };
 

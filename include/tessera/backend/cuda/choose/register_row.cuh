@@ -16,7 +16,6 @@ template <class Storage>
 __device__ void register_row(Storage& s, const token_keys& keys, index_t room, index_t* out) {
   using select = row_select<Storage, 1>;
   const index_t first = index_t(threadIdx.x) * register_keys;
-  const int lane = threadIdx.x % 32, warp = threadIdx.x / 32;
   uint4 mine[register_keys / 4];
   if (keys.aligned && first + register_keys <= keys.count) {
     float4 scores[register_keys / 4];
@@ -50,16 +49,12 @@ __device__ void register_row(Storage& s, const token_keys& keys, index_t room, i
   unsigned chosen = 0, equal = 0;
 #pragma unroll
   for (int i = 0; i < register_keys / 4; ++i) {
-    chosen |= select::four(mine[i], [&](unsigned key) { return key >= lowest; }) << (i * 4);
-    equal |= select::four(mine[i], [&](unsigned key) { return key == lowest; }) << (i * 4);
+    chosen |= four(mine[i], [&](unsigned key) { return key >= lowest; }) << (i * 4);
+    equal |= four(mine[i], [&](unsigned key) { return key == lowest; }) << (i * 4);
   }
   if (!ties) equal = 0;
   const unsigned counts = __popc(chosen ^ equal) | __popc(equal) << 16;  // 8,192 at most
-  const unsigned to_lane = inclusive_sum(counts, lane);
-  if (lane == 31) s.warp_above[warp] = to_lane;
-  __syncthreads();
-  const unsigned before =
-      to_lane - counts + __reduce_add_sync(~0u, lane < warp ? s.warp_above[lane % Storage::warps] : 0u);
+  const unsigned before = s.scan.before(counts);
   const unsigned equal_before = before >> 16;
   index_t to = index_t((before & 0xffffu) + (ties ? min(equal_before, need) : 0u));
   for (unsigned left = need > equal_before ? need - equal_before : 0u; equal; equal &= equal - 1) {

@@ -3,7 +3,9 @@
 
 #include "../../../core/types.hpp"
 #include "../../../math/ordered.hpp"
-#include "../device/check.cuh"
+#include "../device/alignment.cuh"
+#include "../device/cluster.cuh"
+#include "../device/warp.cuh"
 
 TESSERA_NAMESPACE_BEGIN
 namespace cuda {
@@ -14,50 +16,13 @@ inline constexpr int quads_each = 8;  // of one thread and tile: a bit for each 
 /// The score of an ordered key, but for NaN and -0.
 __device__ inline float score_of(unsigned key) { return bits_as<float>(key & 0x80000000u ? key & 0x7fffffffu : ~key); }
 
-/// Thread blocks of one row: barrier and shared memory of the others. One block needs nothing newer than sm_80.
-template <int Blocks>
-struct block_team {
-  __device__ static int rank() { return Blocks == 1 ? 0 : int(blockIdx.x) % Blocks; }
-  __device__ static void sync() {
-    if constexpr (Blocks == 1) {
-      __syncthreads();
-    } else {
-#if __CUDA_ARCH__ >= 900
-      asm volatile("barrier.cluster.arrive.release.aligned;\nbarrier.cluster.wait.acquire.aligned;" ::: "memory");
-#else
-      __trap();  // never launched there
-#endif
-    }
-  }
-  __device__ static std::uint32_t address(const void* mine, int of) {
-    std::uint32_t there = std::uint32_t(__cvta_generic_to_shared(mine));
-#if __CUDA_ARCH__ >= 900
-    asm("mapa.shared::cluster.u32 %0, %1, %2;" : "=r"(there) : "r"(there), "r"(of));
-#endif
-    return there;
-  }
-  __device__ static unsigned load(const unsigned& mine, int of) {
-    unsigned value = 0;
-#if __CUDA_ARCH__ >= 900
-    asm volatile("ld.shared::cluster.u32 %0, [%1];" : "=r"(value) : "r"(address(&mine, of)) : "memory");
-#endif
-    return value;
-  }
-  __device__ static void store(unsigned& mine, int of, unsigned value) {
-#if __CUDA_ARCH__ >= 900
-    asm volatile("st.shared::cluster.u32 [%0], %1;" ::"r"(address(&mine, of)), "r"(value) : "memory");
-#endif
-  }
-};
-
 /// Candidate tokens of one row as ordered keys, 0 (below every key) beyond the end.
 struct token_keys {
   static constexpr bool single = true;
   const float* row;
   index_t count;
   bool aligned;
-  __device__ token_keys(const float* row_, index_t count_)
-      : row(row_), count(count_), aligned(reinterpret_cast<std::uintptr_t>(row_) % 16 == 0) {}
+  __device__ token_keys(const float* row_, index_t count_) : row(row_), count(count_), aligned(on_16_bytes(row_)) {}
   __device__ unsigned key(index_t i) const { return i < count ? ordered_bits(row[i]) : 0u; }
   __device__ bool whole(index_t i) const { return aligned && i + 4 <= count; }
   __device__ uint4 quad(index_t i) const {
@@ -125,6 +90,45 @@ struct row_part {
         if (first + i * 32 < quads()) see(i * 4, quad(first + i * 32));
       }
     }
+  }
+};
+
+/// How many quads of a tile a thread takes, so that all warps have work: a warp's quads lie together.
+template <int Threads>
+__device__ int rounds_for(index_t quads) {
+  return int(min(index_t(quads_each), (quads + Threads - 1) / Threads));
+}
+
+/// A bit for each of four keys that `holds`.
+template <class Holds>
+__device__ inline unsigned four(const uint4& k, const Holds& holds) {
+  return unsigned(holds(k.x)) | unsigned(holds(k.y)) << 1 | unsigned(holds(k.z)) << 2 | unsigned(holds(k.w)) << 3;
+}
+
+/// Ranks of a thread's 4 * Rounds bits in the order quad round, lane, bit: a byte a round, before this lane and all.
+template <int Rounds = quads_each>
+struct round_counts {
+  static constexpr int halves = (Rounds + 3) / 4;
+  unsigned before[halves], total[halves];
+  __device__ round_counts(unsigned mask, int lane) {
+#pragma unroll
+    for (int half = 0; half < halves; ++half) {
+      unsigned counts = mask >> (half * 16) & 0xffffu;
+      counts -= counts >> 1 & 0x5555u;
+      counts = (counts & 0x3333u) + (counts >> 2 & 0x3333u);
+      counts = (counts & 0xfu) | (counts & 0xf0u) << 4 | (counts & 0xf00u) << 8 | (counts & 0xf000u) << 12;
+      const unsigned to_lane = inclusive_sum(counts, lane);  // a byte reaches 128 at most
+      before[half] = to_lane - counts;
+      total[half] = __shfl_sync(~0u, to_lane, 31);
+    }
+  }
+  __device__ unsigned before_in(int round) const { return before[round / 4] >> (round % 4 * 8) & 0xffu; }
+  __device__ unsigned total_in(int round) const { return total[round / 4] >> (round % 4 * 8) & 0xffu; }
+  __device__ unsigned all() const {
+    unsigned sum = 0;
+#pragma unroll
+    for (int round = 0; round < Rounds; ++round) sum += total_in(round);
+    return sum;
   }
 };
 

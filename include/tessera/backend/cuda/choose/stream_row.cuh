@@ -19,9 +19,9 @@ __device__ unsigned guess_lowest(Storage& s, const token_keys& keys, index_t can
   uint4 sample[each];
 #pragma unroll
   for (int i = 0; i < each; ++i) {
-    const index_t of = (i * stream_threads + index_t(threadIdx.x)) / run;
+    const index_t nth = (i * stream_threads + index_t(threadIdx.x)) / run;
     // Shifted, lest the runs beat with a period of the row.
-    const index_t begin = (of * apart + of * 5 % shifts * run) / run * run;
+    const index_t begin = (nth * apart + nth * 5 % shifts * run) / run * run;
     sample[i] = keys.quad((begin + index_t(threadIdx.x) % run) * 4);
   }
   const float between = sqrtf(float(room) * float(most));
@@ -43,7 +43,7 @@ __device__ index_t keep_from(Storage& s, const token_keys& keys, float bound, un
                              index_t most) {
   constexpr int rounds = 4, warps = stream_threads / 32;
   constexpr index_t tile_quads = stream_threads * rounds;
-  using counts = typename row_select<Storage, 1>::template round_counts<rounds>;
+  using counts = round_counts<rounds>;
   const int lane = threadIdx.x % 32, warp = threadIdx.x / 32;
   const index_t whole = keys.aligned ? keys.count / 4 : 0, quads = (keys.count + 3) / 4;
   const float4* from = reinterpret_cast<const float4*>(keys.row);
@@ -76,8 +76,8 @@ __device__ index_t keep_from(Storage& s, const token_keys& keys, float bound, un
     if (lane == 0) warp_counts[warp] = ranks.all();
     __syncthreads();
     const unsigned of_lane = lane < warps ? warp_counts[lane] : 0u;
-    const index_t before = index_t(__reduce_add_sync(~0u, lane < warp ? of_lane : 0u));
-    const index_t all = index_t(__reduce_add_sync(~0u, of_lane));
+    const index_t before = index_t(warp_sum(lane < warp ? of_lane : 0u));
+    const index_t all = index_t(warp_sum(of_lane));
     warp_counts =
         warp_counts == s.warp_above ? s.warp_equal : s.warp_above;  // in turn, so that one barrier a tile will do
     if (listed + all > most) return listed + all;

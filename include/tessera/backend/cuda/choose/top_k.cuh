@@ -3,44 +3,15 @@
 
 #include <algorithm>
 
-#include "../../../core/selection.hpp"
-#include "../../../selector/top_blocks.hpp"
-#include "../../../selector/top_tokens.hpp"
+#include "../../../concepts/selector.hpp"
+#include "../device/launch.cuh"
 #include "../device/tuning.cuh"
 #include "register_row.cuh"
+#include "select_problem.cuh"
 #include "stream_row.cuh"
 
 TESSERA_NAMESPACE_BEGIN
 namespace cuda {
-
-/// One number a row, on the device: `data[row / rows_per_entry]`, or `value` for every row where `data` is null.
-struct row_numbers {
-  const index_t* data = nullptr;
-  index_t value = 0;
-  index_t rows_per_entry = 1;
-  __device__ index_t of(index_t row) const {
-    return data ? data[rows_per_entry == 1 ? row : row / rows_per_entry] : value;
-  }
-};
-
-/// Rows of scores and where their chosen slots go; every pointer is a device pointer.
-/// Row r of scores begins at `score_offsets[r]`, or at r * score_stride without offsets; `out` alike.
-struct select_problem {
-  const float* scores = nullptr;
-  offset_t score_stride = 0;
-  const offset_t* score_offsets = nullptr;
-  row_numbers n;     ///< slots of a row
-  row_numbers keep;  ///< slots to choose, the tail included; above n chooses all
-  row_numbers tail;  ///< newest slots that are always chosen
-  index_t* out = nullptr;
-  offset_t out_stride = 0;
-  const offset_t* out_offsets = nullptr;
-  index_t* counts = nullptr;  ///< [rows], min(keep, n)
-  index_t pad_to = 0;         ///< fills out with -1 from a row's count up to here
-
-  /// What was chosen, for the consumers of a selection.
-  selection_view chosen() const { return {out, counts, out_offsets, out_stride}; }
-};
 
 /// How a row is searched.
 enum class row_search {
@@ -76,10 +47,9 @@ __device__ void select_row(const select_problem& p, index_t block, index_t resid
   using select = row_select<storage, Blocks>;
   const int rank = block_team<Blocks>::rank();
   const index_t row = index_t(blockIdx.x) / Blocks;
-  const index_t n = max(p.n.of(row), 0), keep = min(max(p.keep.of(row), 0), n),
-                tail = min(max(p.tail.of(row), 0), keep);
-  const float* scores = p.scores + (p.score_offsets ? p.score_offsets[row] : row * p.score_stride);
-  index_t* out = p.out + (p.out_offsets ? p.out_offsets[row] : row * p.out_stride);
+  const auto [n, keep, tail] = p.bounds_of(row);
+  const float* scores = p.score_row(row);
+  index_t* out = p.out_row(row);
   for (int bin = threadIdx.x; bin < radix_bins; bin += block_threads) s.histogram[bin] = 0;
   if (threadIdx.x == 0) s.trimmed = no_index, s.listed = s.few_listed = 0;
   __syncthreads();
@@ -188,7 +158,8 @@ inline select_tuning tune_select(index_t rows, index_t capacity, index_t block, 
   return {cluster, std::min<index_t>(most_share, (ceil_div(units, cluster) + 3) / 4 * 4)};
 }
 
-/// Runs a selector (top_tokens or top_blocks) over rows of scores, with the results of its CPU body.
+/// Runs a selector of the best tokens or blocks over rows of scores, with the results of its CPU body. Selectors with a body
+/// of their own: plain_select.cuh.
 ///
 /// n, keep and tail are read on the device, so a captured launch can be replayed while they grow; a row longer than
 /// `capacity` is still right, only slower.
@@ -197,9 +168,8 @@ inline select_tuning tune_select(index_t rows, index_t capacity, index_t block, 
 /// Errors   none on the device; any score is defined (NaN ranks last).   Workspace  none.
 template <class Selector>
 class select_slots {
-  static_assert(std::is_same_v<Selector, top_tokens> || std::is_same_v<Selector, top_blocks>,
-                "tessera: the device selects with top_tokens or top_blocks");
-  static constexpr bool single = std::is_same_v<Selector, top_tokens>;
+  static_assert(check_device_selector<Selector>());
+  static constexpr bool single = std::is_same_v<typename Selector::unit, token_unit>;
   using keys = std::conditional_t<single, detail::token_keys, detail::block_keys>;
 
  public:
@@ -229,22 +199,19 @@ class select_slots {
   const select_tuning& tuning() const { return tuning_; }
 
   void run(const select_problem& problem, void*, cudaStream_t stream) const {
-    if (rows_ == 0) return;
-    cudaLaunchAttribute attribute{};
-    attribute.id = cudaLaunchAttributeClusterDimension;
-    attribute.val.clusterDim = {unsigned(tuning_.cluster), 1, 1};
-    cudaLaunchConfig_t config{};
-    config.gridDim = dim3(unsigned(rows_ * tuning_.cluster));
+    const index_t rows = problem.rows > 0 ? problem.rows : rows_;
+    require(rows <= rows_, "rows", rows, "at most " + std::to_string(rows_),
+            "construct select_slots for the most rows");
+    if (rows == 0) return;
     static_assert(detail::stream_threads == detail::select_threads<8> &&
                   detail::register_threads == detail::stream_threads);
-    config.blockDim =
-        dim3(unsigned(tuning_.cluster == 1 && tuning_.search == row_search::resident ? detail::select_threads<1>
-                                                                                     : detail::select_threads<8>));
-    config.dynamicSmemBytes = std::size_t(shared_bytes());
-    config.stream = stream;
-    config.attrs = &attribute;
-    config.numAttrs = tuning_.cluster > 1 ? 1 : 0;
-    check(cudaLaunchKernelEx(&config, entry_, problem, block_, tuning_.resident), "cudaLaunchKernelEx(select)");
+    const bool alone = tuning_.cluster == 1 && tuning_.search == row_search::resident;
+    launch(entry_,
+           {.blocks = dim3(unsigned(rows * tuning_.cluster)),
+            .threads = dim3(unsigned(alone ? detail::select_threads<1> : detail::select_threads<8>)),
+            .shared_bytes = std::size_t(shared_bytes()),
+            .cluster = unsigned(tuning_.cluster)},
+           stream, "launch of select", problem, block_, tuning_.resident);
   }
 
  private:
@@ -253,7 +220,7 @@ class select_slots {
     if constexpr (single)
       return 1;
     else
-      return selector.block;
+      return selector.unit_slots();
   }
   int shared_bytes() const {  // a survivor has a slot beside its key
     return tuning_.search == row_search::registers

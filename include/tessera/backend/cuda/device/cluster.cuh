@@ -1,12 +1,10 @@
 // Thread blocks that see each other's shared memory (sm_90): their barrier, and writes into another one's.
 #pragma once
 
-#include "../../../core/types.hpp"
-#include "mma.cuh"
+#include "barrier.cuh"
 
 TESSERA_NAMESPACE_BEGIN
 namespace cuda {
-namespace detail {
 
 /// All threads of all blocks arrive, then wait: what was written before, also to device memory, is seen behind it.
 __device__ inline void cluster_arrive() {
@@ -25,19 +23,47 @@ __device__ inline void cluster_wait() {
   asm volatile("barrier.cluster.wait.acquire.aligned;" ::: "memory");
 #endif
 }
-/// Where block `of` of the cluster has what lies at `mine` in this one's shared memory.
-__device__ inline unsigned cluster_address(const void* mine, int of) {
+/// Where block `block` of the cluster has what lies at `mine` in this one's shared memory.
+__device__ inline unsigned cluster_address(const void* mine, int block) {
   unsigned address = 0;
 #if __CUDA_ARCH__ >= 900
-  asm("mapa.shared::cluster.u32 %0, %1, %2;" : "=r"(address) : "r"(shared_address(mine)), "r"(of));
+  asm("mapa.shared::cluster.u32 %0, %1, %2;" : "=r"(address) : "r"(shared_address(mine)), "r"(block));
 #endif
   return address;
 }
-__device__ inline void store_cluster(index_t* mine, int of, index_t value) {
+/// What other blocks hold or get: 4-byte words.
+__device__ inline unsigned load_cluster(const unsigned* mine, int block) {
+  unsigned value = 0;
 #if __CUDA_ARCH__ >= 900
-  asm volatile("st.shared::cluster.s32 [%0], %1;" ::"r"(cluster_address(mine, of)), "r"(value) : "memory");
+  asm volatile("ld.shared::cluster.u32 %0, [%1];" : "=r"(value) : "r"(cluster_address(mine, block)) : "memory");
+#endif
+  return value;
+}
+__device__ inline void store_cluster(unsigned* mine, int block, unsigned value) {
+#if __CUDA_ARCH__ >= 900
+  asm volatile("st.shared::cluster.u32 [%0], %1;" ::"r"(cluster_address(mine, block)), "r"(value) : "memory");
 #endif
 }
+__device__ inline void store_cluster(index_t* mine, int block, index_t value) {
+  store_cluster(reinterpret_cast<unsigned*>(mine), block, unsigned(value));
+}
+
+/// Thread blocks that work on one row: their barrier, and the shared memory of the others. One block alone needs nothing
+/// newer than sm_80; more than one are a cluster.
+template <int Blocks>
+struct block_team {
+  __device__ static int rank() { return Blocks == 1 ? 0 : int(blockIdx.x) % Blocks; }
+  __device__ static void sync() {
+    if constexpr (Blocks == 1) {
+      __syncthreads();
+    } else {
+      cluster_arrive();
+      cluster_wait();
+    }
+  }
+  __device__ static unsigned load(const unsigned& mine, int block) { return load_cluster(&mine, block); }
+  __device__ static void store(unsigned& mine, int block, unsigned value) { store_cluster(&mine, block, value); }
+};
 
 /// What other blocks send is counted, in bytes, where it arrives. This needs no barrier of the cluster, whose release
 /// waits until all earlier writes are seen by the whole device (MEMBAR.ALL.GPU, CUDA 13.0). Once per launch.
@@ -46,40 +72,22 @@ struct arrivals {
 
   /// By one thread, before the cluster's first barrier.
   __device__ void begin() {
-#if __CUDA_ARCH__ >= 900
-    asm volatile("mbarrier.init.shared::cta.b64 [%0], 1;" ::"r"(shared_address(&state)) : "memory");
-    asm volatile("fence.mbarrier_init.release.cluster;" ::: "memory");
-#endif
+    init_barrier(shared_address(&state), 1);
+    publish_barriers();
   }
   /// By one thread: all that will have arrived in this block, which may have begun to.
-  __device__ void expect(std::uint32_t bytes) {
-#if __CUDA_ARCH__ >= 900
-    asm volatile("mbarrier.arrive.expect_tx.shared::cta.b64 _, [%0], %1;" ::"r"(shared_address(&state)), "r"(bytes)
-                 : "memory");
-#endif
-  }
+  __device__ void expect(std::uint32_t bytes) { arrive_expecting(shared_address(&state), bytes); }
   /// Until it has; then it is seen.
-  __device__ void wait() const {
-#if __CUDA_ARCH__ >= 900
-    asm volatile(
-        "{\n\t"
-        ".reg .pred done;\n\t"
-        "again:\n\t"
-        "mbarrier.try_wait.parity.acquire.cluster.shared::cta.b64 done, [%0], 0;\n\t"
-        "@!done bra again;\n\t"
-        "}" ::"r"(shared_address(&state))
-        : "memory");
-#endif
-  }
+  __device__ void wait() const { wait_phase_of_cluster(shared_address(&state), 0); }
 };
-/// Writes to where block `of` has what lies at `mine` in this one, and counts there in its `at`. 4, 8 or 16 bytes.
+/// Writes to where block `block` has what lies at `mine` in this one, and counts there in its `counter`. 4, 8 or 16 bytes.
 template <class V>
-__device__ inline void send(V* mine, int of, const V& value, const arrivals& at) {
+__device__ inline void send(V* mine, int block, const V& value, const arrivals& counter) {
   static_assert(sizeof(V) == 4 || sizeof(V) == 8 || sizeof(V) == 16);
 #if __CUDA_ARCH__ >= 900
   unsigned word[sizeof(V) / 4];
   __builtin_memcpy(word, &value, sizeof(V));
-  const unsigned to = cluster_address(mine, of), counted = cluster_address(&at.state, of);
+  const unsigned to = cluster_address(mine, block), counted = cluster_address(&counter.state, block);
   if constexpr (sizeof(V) == 4) {
     asm volatile("st.async.shared::cluster.mbarrier::complete_tx::bytes.b32 [%0], %1, [%2];" ::"r"(to), "r"(word[0]),
                  "r"(counted)
@@ -96,6 +104,5 @@ __device__ inline void send(V* mine, int of, const V& value, const arrivals& at)
 #endif
 }
 
-}  // namespace detail
 }  // namespace cuda
 TESSERA_NAMESPACE_END

@@ -1,9 +1,10 @@
-// Pooling of scores over neighbouring tokens on the GPU.
+// A scorer's last pass over its scores on the GPU: pooling over neighbouring tokens, or a body of its own.
 #pragma once
 
 #include <algorithm>
 
-#include "../../../math/pool.hpp"
+#include "../../../concepts/scorer.hpp"
+#include "../device/alignment.cuh"
 #include "../device/tuning.cuh"
 #include "score_rows.cuh"
 
@@ -15,18 +16,24 @@ inline constexpr int pool_threads = 256;
 inline constexpr int pool_tile = 2048;
 inline constexpr int widest_pool = 255;
 
+struct finished_rows {
+  float* data;
+  index_t capacity;
+  __device__ float* row(index_t r) const { return data + offset_t(r) * capacity; }
+};
+
 /// Outputs of a tile and the neighbours on both sides are staged once. Maxima grow by doubling: a window of any odd
 /// width is two overlapping windows whose width is a power of two, so the cost is log2(kernel) and not kernel.
 /// Means are summed in slot order, as on the host: a running sum would make a score depend on every earlier one.
 template <pooling How>
 __global__ void __launch_bounds__(pool_threads)
-    pool_entry(const __grid_constant__ score_rows in, float* out, index_t capacity, index_t kernel) {
+    pool_entry(const __grid_constant__ score_rows in, const __grid_constant__ finished_rows out, index_t kernel) {
   constexpr int staged = pool_tile + widest_pool - 1, each = (staged + pool_threads - 1) / pool_threads;
   __shared__ float window[each * pool_threads];
   const index_t row = blockIdx.y, half = kernel / 2;
-  const index_t candidates = min(in.candidates(row / in.kv_heads, row % in.kv_heads), capacity);
+  const index_t candidates = min(in.candidates(row / in.kv_heads, row % in.kv_heads), out.capacity);
   const float* from = in.scores + in.begin(row);
-  float* to = out + in.begin(row);
+  float* to = out.row(row);
   constexpr bool maximum = How == pooling::max;
   for (index_t first = index_t(blockIdx.x) * pool_tile; first < candidates; first += index_t(gridDim.x) * pool_tile) {
     for (int i = threadIdx.x; i < pool_tile + kernel - 1; i += pool_threads) {
@@ -73,32 +80,32 @@ __global__ void __launch_bounds__(pool_threads)
   }
 }
 
-template <int Threads>
+template <class Scorer, int Threads>
 __global__ void __launch_bounds__(Threads)
-    copy_scores_entry(const __grid_constant__ score_rows in, float* out, index_t capacity) {
+    finish_entry(const __grid_constant__ score_rows in, const __grid_constant__ finished_rows out, Scorer scorer) {
   const index_t row = blockIdx.y;
-  const index_t candidates = min(in.candidates(row / in.kv_heads, row % in.kv_heads), capacity);
+  const index_t candidates = min(in.candidates(row / in.kv_heads, row % in.kv_heads), out.capacity);
   const float* from = in.scores + in.begin(row);
-  float* to = out + in.begin(row);
+  float* to = out.row(row);
   for (index_t i = index_t(blockIdx.x * Threads + threadIdx.x); i < candidates; i += index_t(gridDim.x) * Threads)
-    to[i] = from[i];
+    to[i] = scorer.finish_at(from, candidates, i);
 }
 
 }  // namespace detail
 
-/// A scorer's `finish` over the candidates of every row: pooling for scorers that pool, a copy for the others.
+/// A scorer's last pass over the candidates of every row; nothing at all for a scorer that has none.
 ///
 /// Same bits as max_pool and average_pool on the host; a NaN ranks last and touches no neighbour.
-/// Shapes   out has the rows of `in`, not the same memory; slots of the protected tail are not written.
+/// Shapes   out [rows, capacity], not the memory of `in`; slots of the protected tail are not written.
 /// Errors   an even kernel, or one outside 1 to 255: tessera::error before anything is launched.
 /// Cost     one launch, no workspace; scores are read and written once.
 template <class Scorer>
 class finish_scores {
+  static_assert(check_device_scorer<Scorer>());
+
  public:
-  static constexpr bool pools = requires(const Scorer s) {
-    s.pool;
-    s.pool_kind;
-  };
+  /// Whether there is anything to do; else nobody needs `out`.
+  static constexpr bool changes = pooling_scorer<Scorer> || slot_finishing_scorer<Scorer>;
 
   finish_scores(index_t sequences, index_t kv_heads, index_t capacity, const device_info& device)
       : rows_(sequences * kv_heads), capacity_(capacity) {
@@ -106,20 +113,34 @@ class finish_scores {
     blocks_ = std::max(1, std::min(ceil_div(capacity, detail::pool_tile), ceil_div(8 * device.multiprocessors, rows_)));
   }
 
-  std::size_t workspace_bytes() const { return 0; }
+  std::size_t out_bytes() const {
+    return changes ? array_bytes<float>(std::size_t(rows_) * std::size_t(capacity_)) : 0;
+  }
 
-  void run(const score_rows& in, const Scorer& scorer, float* out, cudaStream_t stream) const {
-    const dim3 grid{unsigned(blocks_), unsigned(rows_)};
-    if constexpr (pools) {
-      require(scorer.pool >= 1 && scorer.pool % 2 == 1 && scorer.pool <= detail::widest_pool, "pool", scorer.pool,
-              "an odd number, 1 to " + std::to_string(detail::widest_pool), "pass 1 for no pooling");
-      const auto entry =
-          scorer.pool_kind == pooling::max ? detail::pool_entry<pooling::max> : detail::pool_entry<pooling::average>;
-      entry<<<grid, detail::pool_threads, 0, stream>>>(in, out, capacity_, scorer.pool);
+  /// The finished scores: `in`, or its rows in `out`.
+  score_rows run(const score_rows& in, const Scorer& scorer, float* out, cudaStream_t stream) const {
+    if constexpr (!changes) {
+      return in;
     } else {
-      detail::copy_scores_entry<detail::pool_threads><<<grid, detail::pool_threads, 0, stream>>>(in, out, capacity_);
+      const dim3 grid{unsigned(blocks_), unsigned(in.sequences * in.kv_heads)};
+      const detail::finished_rows to{out, capacity_};
+      if constexpr (pooling_scorer<Scorer>) {
+        const pooling_window window = scorer.pooled();
+        require(window.kernel >= 1 && window.kernel % 2 == 1 && window.kernel <= detail::widest_pool, "pool",
+                window.kernel, "an odd number, 1 to " + std::to_string(detail::widest_pool), "pass 1 for no pooling");
+        const auto entry =
+            window.kind == pooling::max ? detail::pool_entry<pooling::max> : detail::pool_entry<pooling::average>;
+        entry<<<grid, detail::pool_threads, 0, stream>>>(in, to, window.kernel);
+      } else {
+        detail::finish_entry<Scorer, detail::pool_threads><<<grid, detail::pool_threads, 0, stream>>>(in, to, scorer);
+      }
+      check(cudaGetLastError(), "launch of finish_scores");
+      score_rows finished = in;
+      finished.scores = out;
+      finished.offsets = nullptr;
+      finished.row_stride = capacity_;
+      return finished;
     }
-    check(cudaGetLastError(), "launch of finish_scores");
   }
 
  private:

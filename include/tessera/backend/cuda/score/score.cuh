@@ -32,7 +32,7 @@ class attentive_score {
  public:
   attentive_score(index_t sequences, index_t kv_heads, index_t q_heads, index_t queries, index_t capacity,
                   const device_info& device)
-      : rows_(sequences * kv_heads), q_heads_(q_heads), queries_(queries), capacity_(capacity) {
+      : rows_(sequences * kv_heads), kv_heads_(kv_heads), q_heads_(q_heads), queries_(queries), capacity_(capacity) {
     require(sequences >= 1 && kv_heads >= 1, "sequences * kv_heads", rows_, "at least 1",
             "score a batch that has rows");
     require(q_heads >= 1 && q_heads % kv_heads == 0, "q_heads", q_heads, "a multiple of kv_heads",
@@ -48,7 +48,9 @@ class attentive_score {
     split_ = in_order ? 2048 : 256;
     with_lse_kernel([&](auto kernel) { take_lse(kernel, device); });
     const index_t chunks = ceil_div(query_rows_, sums::chunk_rows);
-    const auto fits = [&] { return sums::shared_bytes(shape_, rows_) <= std::size_t(device.shared_memory); };
+    const auto fits = [&] {
+      return sums::shared_bytes(shape_, rows_) + sums::fixed_bytes <= std::size_t(device.shared_memory);
+    };
     shape_.chunks = int(chunks * sums::chunk_rows <= 256 ? chunks : 2);
     shape_.stages = query_rows_ <= 64 ? 2 : 1;  // few rows: bound by memory
     if (!fits()) shape_.stages = 1;
@@ -64,32 +66,26 @@ class attentive_score {
   }
 
   void run(const score_problem<View>& p, const Scorer& scorer, void* workspace, cudaStream_t stream) const {
-    require(p.view.sequences * p.view.kv_heads == rows_ && p.q.heads == q_heads_ && p.q.tokens <= queries_,
+    require(p.view.sequences * kv_heads_ <= rows_ && p.view.kv_heads == kv_heads_ && p.q.heads == q_heads_ &&
+                p.q.tokens <= queries_,
             "shape of a call",
             std::to_string(p.view.sequences) + " sequences, " + std::to_string(p.q.heads) + " q_heads, " +
                 std::to_string(p.q.tokens) + " queries",
-            "what this object was made for", "make one object per shape");
-    require(p.view.k_strides.dim == 1, "stride of K along head_dim", p.view.k_strides.dim, "1",
-            "pass keys with contiguous rows");
+            "at most what this object was made for", "make one object for the largest batch");
     require(p.rule.scale >= 0, "scale", p.rule.scale, "at least 0", "pass 0 for 1 / sqrt(k_dim)");
-    const auto unaligned = [](const void* data, offset_t a, offset_t b, offset_t c) {
-      return (reinterpret_cast<std::uintptr_t>(data) | std::uintptr_t((a | b | c) * 2)) % 16 != 0;
-    };
-    require(!unaligned(p.view.k, p.view.k_strides.outer, p.view.k_strides.head, p.view.k_strides.token) &&
-                !unaligned(p.q.data, p.q.sequence_stride, p.q.token_stride, p.q.head_stride),
-            "alignment of K or q", "not 16 bytes", "rows that begin at multiples of 16 bytes",
-            "pad the strides to 8 elements");
+    require_rows_on_16_bytes("K", p.view.k, p.view.k_strides);
+    require_rows_on_16_bytes("q", p.q);
     auto* bytes = static_cast<unsigned char*>(workspace);
     float* lse = reinterpret_cast<float*>(bytes + lse_at());
     // A call with fewer queries than the workspace has room for lays its rows out by its own count.
-    const index_t query_rows = p.q.tokens * (q_heads_ / p.view.kv_heads);
+    const index_t query_rows = p.q.tokens * (q_heads_ / kv_heads_), rows = p.view.sequences * kv_heads_;
     if (query_rows > 0 && !p.lse.data) {
       const detail::lse_partials partials{reinterpret_cast<float2*>(bytes), query_rows, slots(), split_, capacity_};
       const dim3 grid(unsigned(ceil_div(query_rows, lse_rows_held_)), unsigned(lse_blocks_));
       lse_entry_<<<grid, 128, lse_shared_, stream>>>(p, partials);
       check(cudaGetLastError(), "launch of the log-sum-exp pass");
       detail::merge_lse_entry<View>
-          <<<unsigned((offset_t(rows_) * query_rows + 3) / 4), 128, 0, stream>>>(p, partials, lse);
+          <<<unsigned((offset_t(rows) * query_rows + 3) / 4), 128, 0, stream>>>(p, partials, lse);
       check(cudaGetLastError(), "launch of merge_lse");
     }
     detail::sum_shape shape = shape_;
@@ -123,25 +119,25 @@ class attentive_score {
   /// Blocks that the machine holds at once; raises the kernel's shared memory limit.
   template <class Entry>
   static int resident(Entry entry, std::size_t shared, const device_info& device) {
-    cudaFuncAttributes of;
-    check(cudaFuncGetAttributes(&of, entry), "cudaFuncGetAttributes");
+    cudaFuncAttributes compiled;
+    check(cudaFuncGetAttributes(&compiled, entry), "cudaFuncGetAttributes");
     // All that there is: the limit belongs to the kernel, and another object may need more of it than this one.
-    const int most = device.shared_memory - int(of.sharedSizeBytes);
+    const int most = device.shared_memory - int(compiled.sharedSizeBytes);
     require(shared <= std::size_t(most), "shared memory of a block", shared, "at most " + std::to_string(most),
             "split the batch");
     check(cudaFuncSetAttribute(entry, cudaFuncAttributeMaxDynamicSharedMemorySize, most), "cudaFuncSetAttribute");
     int blocks = 0;
     check(cudaOccupancyMaxActiveBlocksPerMultiprocessor(&blocks, entry, 128, shared),
           "cudaOccupancyMaxActiveBlocksPerMultiprocessor");
-    return std::max(1, blocks) * device.multiprocessors;
+    return std::min(most_pieces, std::max(1, blocks) * device.multiprocessors);
   }
 
   index_t slots() const { return ceil_div(capacity_, split_); }
   std::size_t lse_at() const {
-    return (std::size_t(rows_) * std::size_t(query_rows_) * std::size_t(slots()) * sizeof(float2) + 255) / 256 * 256;
+    return array_bytes<float2>(std::size_t(rows_) * std::size_t(query_rows_) * std::size_t(slots()));
   }
 
-  index_t rows_, q_heads_, queries_, capacity_, query_rows_ = 0, split_ = 256;
+  index_t rows_, kv_heads_, q_heads_, queries_, capacity_, query_rows_ = 0, split_ = 256;
   // What was configured is what is launched: nvcc gives every source file a kernel of its own.
   void (*lse_entry_)(score_problem<View>, detail::lse_partials) = nullptr;
   void (*sum_entry_)(score_problem<View>, Scorer, detail::sum_shape) = nullptr;

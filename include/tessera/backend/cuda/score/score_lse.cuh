@@ -1,6 +1,8 @@
 // Scoring, first pass: the log-sum-exp of every query row over the keys that it sees.
 #pragma once
 
+#include <cfloat>
+
 #include "../../../math/softmax_state.hpp"
 #include "score_problem.cuh"
 
@@ -31,7 +33,7 @@ struct lse_kernel {
   static constexpr int token_warps = warps / RowWarps, warp_tokens = tile / token_warps;
   static constexpr int rows_held = RowWarps * RowTiles * 16;
   static constexpr int pairs = warp_tokens >= 32 ? 2 : 1;  // of 16 tokens between two looks at the maximum
-  static constexpr int row_bytes = staged_row_bytes<D>, stage_bytes = tile * row_bytes;
+  static constexpr int row_bytes = score_rows_staged<D>().bytes(), stage_bytes = tile * row_bytes;
   static constexpr int ring_bytes = Stages * stage_bytes;
 
   /// Of query rows lane / 4 + {0, 8} of each row tile, over the tokens that this lane has seen.
@@ -55,7 +57,6 @@ struct lse_kernel {
   __device__ static void consume(const problem_type& p, const scored_head& at,
                                  const std::uint32_t (&q)[RowTiles][D / 16][4], index_t first_query,
                                  index_t first_token, std::uint32_t shared, int lane, running& state) {
-    constexpr float log2e = 1.44269504088896341f;
     const bool capped = p.rule.soft_cap > 0;
     const float scale = p.rule.scale_for(D), factor = Careful && capped ? log2e : scale * log2e;
     const int matrix = lane / 8, in_matrix = lane % 8;
@@ -68,7 +69,7 @@ struct lse_kernel {
         for (int pair = 0; pair < pairs; ++pair) {
           std::uint32_t b[4];
           const int token = run + pair * 16 + matrix / 2 * 8 + in_matrix;
-          load_matrices(b, shared + std::uint32_t(token * row_bytes + (step * 2 + matrix % 2) * 16));
+          load_matrices(b, shared + score_rows_staged<D>().place(token, step * 2 + matrix % 2));
 #pragma unroll
           for (int m = 0; m < RowTiles; ++m) {
             multiply<T>(s[m][pair * 2], q[m][step], b[0], b[1]);
@@ -103,13 +104,13 @@ struct lse_kernel {
         }
         // Always rescaled: a branch that skips it while the maximum stands gained nothing (H200, CUDA 13.0: 156 us both).
         top = fmaxf(state.max[r], top * factor);
-        state.sum[r] *= exp2_approx(state.max[r] - top);
+        state.sum[r] *= power_of_two(state.max[r] - top);
         state.max[r] = top;
         float sum[pairs * 2];
 #pragma unroll
         for (int n = 0; n < pairs * 2; ++n) {
-          sum[n] = exp2_approx(fmaf(s[r / 2][n][r % 2 * 2], factor, -state.max[r])) +
-                   exp2_approx(fmaf(s[r / 2][n][r % 2 * 2 + 1], factor, -state.max[r]));
+          sum[n] = power_of_two(fmaf(s[r / 2][n][r % 2 * 2], factor, -state.max[r])) +
+                   power_of_two(fmaf(s[r / 2][n][r % 2 * 2 + 1], factor, -state.max[r]));
         }
 #pragma unroll
         for (int n = 0; n < pairs * 2; n += 2) state.sum[r] += sum[n] + sum[n + 1];
@@ -119,7 +120,7 @@ struct lse_kernel {
 
   __device__ static void merge(float& max, float& sum, float other_max, float other_sum) {
     const float top = fmaxf(max, other_max);
-    sum = sum * exp2_approx(max - top) + other_sum * exp2_approx(other_max - top);
+    sum = sum * power_of_two(max - top) + other_sum * power_of_two(other_max - top);
     max = top;
   }
 
@@ -156,19 +157,20 @@ struct lse_kernel {
   __device__ static void run(const problem_type& p, const lse_partials& out) {
     extern __shared__ __align__(128) unsigned char memory[];
     __shared__ float2 meeting[warps][16];
+    __shared__ block_scan<threads, index_t> scan;
     const int warp = threadIdx.x / 32, lane = threadIdx.x % 32;
     const index_t first_of_block = index_t(blockIdx.x) * rows_held;
     const index_t first_query = first_of_block + (RowWarps > 1 ? warp * RowTiles * 16 : 0);
     const int first_of_warp = RowWarps > 1 ? 0 : warp * warp_tokens;  // token of the tile
     const index_t split_tiles = out.split / tile;
     const auto line = work_line::plan(
-        reinterpret_cast<index_t*>(memory + ring_bytes), p.view.sequences * p.view.kv_heads, blockIdx.y, gridDim.y,
-        [&](index_t row) {
+        reinterpret_cast<index_t*>(memory + ring_bytes), scan, p.view.sequences * p.view.kv_heads, index_t(blockIdx.y),
+        index_t(gridDim.y), [&](index_t row) {
           return ceil_div(min(p.view.length(row / p.view.kv_heads, row % p.view.kv_heads), out.capacity), out.split);
         });
     const std::uint32_t ring = shared_address(memory);
     index_t begin = line.begin;
-    for (index_t row = begin < line.end ? line.first_row() : 0; begin < line.end; ++row) {
+    for (index_t row = line.first_row; begin < line.end; ++row) {
       const index_t stop = min(line.end, line.ends[row]), row_begin = line.row_begin(row);
       if (stop <= begin) continue;
       const auto at = scored_head::at(p, row, out.capacity);
@@ -249,11 +251,11 @@ __global__ void __launch_bounds__(128)
   const float2* state = partials.at(row, query);
   float top = -FLT_MAX, sum = 0;
   for (index_t i = lane; i < used; i += 32) top = fmaxf(top, state[i].x);
-  for (int step = 16; step > 0; step /= 2) top = fmaxf(top, __shfl_xor_sync(~0u, top, step));
-  for (index_t i = lane; i < used; i += 32) sum += state[i].y * exp2_approx(state[i].x - top);
-  for (int step = 16; step > 0; step /= 2) sum += __shfl_xor_sync(~0u, sum, step);
+  top = warp_max(top);
+  for (index_t i = lane; i < used; i += 32) sum += state[i].y * power_of_two(state[i].x - top);
+  sum = warp_sum(sum);
   if (lane != 0) return;
-  softmax_state total{sum > 0 ? top * 0.693147180559945309f : -infinity, sum};
+  softmax_state total{sum > 0 ? top * ln2 : -infinity, sum};
   if (p.rule.sink_logits && query < at.query_rows) {
     total.merge({p.rule.sink_logits[at.head * at.group + query % at.group], 1.0f});
   }

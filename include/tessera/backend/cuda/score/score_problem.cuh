@@ -1,11 +1,11 @@
 // What scoring reads and writes, and the pieces that both of its passes share.
 #pragma once
 
-#include <cfloat>
-
 #include "../../../concepts/scorer.hpp"
 #include "../../../core/logit_rule.hpp"
 #include "../../../core/views.hpp"
+#include "../device/alignment.cuh"
+#include "../device/even_cut.cuh"
 #include "../device/mma.cuh"
 
 TESSERA_NAMESPACE_BEGIN
@@ -35,56 +35,21 @@ struct score_problem {
 
 namespace detail {
 
-/// Base-2 exponential in one instruction; subnormal results are 0.
-__device__ __forceinline__ float exp2_approx(float x) {
-  float y;
-  asm("ex2.approx.ftz.f32 %0, %1;" : "=f"(y) : "f"(x));
-  return y;
-}
-
-__device__ __forceinline__ void copy_async4(std::uint32_t to, const void* from) {
-  asm volatile("cp.async.ca.shared.global [%0], [%1], 4;" ::"r"(to), "l"(from) : "memory");
-}
-
 /// The (sequence, kv_head) rows of a batch laid end to end and cut into units; each block takes an even run of them.
 struct work_line {
   const index_t* ends;  // shared memory, [rows]: inclusive prefix sum of units
-  index_t rows, begin, end;
+  index_t first_row, begin, end;
 
   __device__ index_t row_begin(index_t row) const { return row ? ends[row - 1] : 0; }
-  __device__ index_t first_row() const {
-    index_t low = 0, high = rows - 1;
-    while (low < high) {
-      const index_t middle = (low + high) / 2;
-      if (ends[middle] > begin)
-        high = middle;
-      else
-        low = middle + 1;
-    }
-    return low;
-  }
 
-  /// Every block scans the lengths itself: they change from replay to replay and the host does not know them.
-  /// All threads call it; it ends with a barrier.
-  template <class Units>
-  __device__ static work_line plan(index_t* ends, index_t rows, index_t me, index_t blocks, const Units& units_of) {
-    const int lane = threadIdx.x % 32;
-    if (threadIdx.x < 32) {
-      index_t total = 0;
-      for (index_t base = 0; base < rows; base += 32) {
-        const index_t row = base + lane;
-        index_t units = row < rows ? units_of(row) : 0;
-        for (int step = 1; step < 32; step *= 2) {
-          const index_t other = __shfl_up_sync(~0u, units, step);
-          if (lane >= step) units += other;
-        }
-        if (row < rows) ends[row] = total + units;
-        total += __shfl_sync(~0u, units, 31);
-      }
-    }
-    __syncthreads();
-    const offset_t total = ends[rows - 1];
-    return {ends, rows, index_t(me * total / blocks), index_t((me + 1) * total / blocks)};
+  /// By all threads; it ends with a barrier. At most most_pieces blocks.
+  template <int Threads, class UnitsOf>
+  __device__ static work_line plan(index_t* ends, block_scan<Threads, index_t>& scan, index_t rows, index_t block,
+                                   index_t blocks, const UnitsOf& units_of) {
+    scan_units(rows, ends, scan, units_of);
+    const even_pieces pieces(ends[rows - 1], blocks);
+    const index_t begin = pieces.begin(block);
+    return {ends, row_of_unit(ends, rows, begin), begin, pieces.begin(block + 1)};
   }
 };
 
@@ -130,24 +95,49 @@ struct token_span {
   }
 };
 
-/// 16-byte chunks of a staged row of D 16-bit elements: odd, so that matrix loads do not collide.
+/// Keys and queries of D 16-bit elements, staged for matrix loads.
 template <int D>
-inline constexpr int staged_row_bytes = ((D / 8) | 1) * 16;
+TESSERA_HD constexpr staged_rows score_rows_staged() {
+  return {D / 8, true};
+}
 
-/// A warp copies `Tokens` keys from slot `first` on into rows of staged_row_bytes; zeros beyond the end.
+/// Eight neighbouring stored elements, times their row's scale, as eight elements of T.
+template <class T, class Stored>
+__device__ uint4 decoded_chunk(const Stored* from, float scale) {
+  struct alignas(sizeof(Stored) == 1 ? 8 : 16) eight {
+    Stored element[8];
+  };
+  const eight stored = *reinterpret_cast<const eight*>(from);
+  std::uint32_t pair[4];
+#pragma unroll
+  for (int i = 0; i < 4; ++i) {
+    pair[i] = pack_pair<T>(float(stored.element[i * 2]) * scale, float(stored.element[i * 2 + 1]) * scale);
+  }
+  return make_uint4(pair[0], pair[1], pair[2], pair[3]);
+}
+
+/// A warp brings `Tokens` keys from slot `first` on as score_rows_staged lays them; zeros beyond the end. Raw rows are
+/// copied without waiting; encoded ones pass through registers and are there behind the warp's next barrier.
 template <int Tokens, class View>
 __device__ void stage_keys(const View& view, const scored_head& at, index_t first, std::uint32_t to, int lane) {
   using T = typename View::element_type;
+  using stored = typename View::encoding_type::stored_type;
   constexpr int chunks = View::k_dim / 8;
-  const index_t mine = first + lane % Tokens;
-  const auto row =
-      reinterpret_cast<unsigned long long>(view.key(at.sequence, at.head, mine < at.tokens ? mine : at.tokens - 1));
+  const index_t mine = min(first + lane % Tokens, at.tokens - 1);
+  const auto row = reinterpret_cast<unsigned long long>(view.key(at.sequence, at.head, mine));
+  [[maybe_unused]] const float scale = view.key_scale(at.sequence, at.head, mine);
 #pragma unroll
   for (int i = 0; i < Tokens * chunks / 32; ++i) {
     const int id = i * 32 + lane, token = id / chunks, chunk = id % chunks;
-    const T* from = reinterpret_cast<const T*>(__shfl_sync(~0u, row, token));
-    copy_async16(to + std::uint32_t(token * staged_row_bytes<View::k_dim> + chunk * 16), from + chunk * 8,
-                 first + token < at.tokens);
+    const stored* from = reinterpret_cast<const stored*>(__shfl_sync(~0u, row, token)) + chunk * 8;
+    const std::uint32_t place = to + score_rows_staged<View::k_dim>().place(token, chunk);
+    const bool valid = first + token < at.tokens;
+    if constexpr (View::is_raw) {
+      copy_async16(place, from, valid);
+    } else {
+      const float of_row = __shfl_sync(~0u, scale, token);
+      store_shared16(place, valid ? decoded_chunk<T>(from, of_row) : make_uint4(0, 0, 0, 0));
+    }
   }
 }
 

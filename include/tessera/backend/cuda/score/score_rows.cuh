@@ -25,12 +25,22 @@ struct score_rows {
   batch_strides length_strides{};
   index_t tail = 0;
   const index_t* tails = nullptr;  ///< [sequences], in place of `tail` where turns differ; null: one for all
+  const index_t* budgets =
+      nullptr;  ///< [sequences], in place of the budget's tokens where plans differ; null: the same
 
   TESSERA_HD offset_t begin(index_t row) const { return offsets ? offsets[row] : row * row_stride; }
   TESSERA_HD index_t tokens(index_t sequence, index_t head) const {
     return lengths[sequence * length_strides.sequence + head * length_strides.head];
   }
   TESSERA_HD index_t protected_tail(index_t sequence) const { return tails ? tails[sequence] : tail; }
+  TESSERA_HD index_t longest(index_t sequence) const {
+    index_t most = 0;
+    for (index_t h = 0; h < kv_heads; ++h) {
+      const index_t stored = tokens(sequence, h);
+      most = stored > most ? stored : most;
+    }
+    return most;
+  }
   TESSERA_HD index_t candidates(index_t sequence, index_t head) const {
     const index_t stored = tokens(sequence, head), kept = protected_tail(sequence);
     return stored > kept ? stored - kept : 0;

@@ -26,11 +26,13 @@ struct sum_kernel {
   using problem_type = score_problem<View>;
   static constexpr int D = View::k_dim, warps = 4, threads = warps * 32;
   static constexpr int key_tiles = D <= 128 ? 2 : 1, warp_tokens = key_tiles * 16, tile = warps * warp_tokens;
-  static constexpr int chunk_rows = D <= 192 ? 64 : 32, row_bytes = staged_row_bytes<D>;
+  static constexpr int chunk_rows = D <= 192 ? 64 : 32, row_bytes = score_rows_staged<D>().bytes();
   static constexpr int chunk_bytes = chunk_rows * (row_bytes + 8);  // queries, then log-sum-exps, then positions
   static constexpr int key_bytes = warp_tokens * row_bytes;
   /// A sum that later calls go on with is made row by row, so that chunks of queries give the bits of one call.
   static constexpr bool in_order = Scorer::observed == observes::every_query;
+
+  static constexpr std::size_t fixed_bytes = 128;  // more than what the kernel names itself
 
   static std::size_t shared_bytes(const sum_shape& shape, index_t rows) {
     return std::size_t(shape.chunks) * chunk_bytes + std::size_t(shape.stages) * warps * key_bytes +
@@ -52,7 +54,7 @@ struct sum_kernel {
     for (int id = threadIdx.x; id < chunk_rows * pieces; id += threads) {
       const int r = id / pieces, piece = id % pieces;
       const bool valid = first + r < at.query_rows;
-      copy_async16(rows + std::uint32_t(r * row_bytes + piece * 16), at.query(p, valid ? first + r : 0) + piece * 8,
+      copy_async16(rows + score_rows_staged<D>().place(r, piece), at.query(p, valid ? first + r : 0) + piece * 8,
                    valid);
     }
     if (threadIdx.x < chunk_rows) {
@@ -93,7 +95,7 @@ struct sum_kernel {
       for (int step = 0; step < D / 16; ++step) {
         std::uint32_t b[4];
         const int r = group + matrix / 2 * 8 + in_matrix;
-        load_matrices(b, queries + std::uint32_t(r * row_bytes + (step * 2 + matrix % 2) * 16));
+        load_matrices(b, queries + score_rows_staged<D>().place(r, step * 2 + matrix % 2));
 #pragma unroll
         for (int m = 0; m < key_tiles; ++m) {
           multiply<T>(s[m][0], k[m][step], b[0], b[1]);
@@ -147,17 +149,18 @@ struct sum_kernel {
 
   __device__ static void run(const problem_type& p, const Scorer& scorer, const sum_shape& shape) {
     extern __shared__ __align__(128) unsigned char memory[];
+    __shared__ block_scan<threads, index_t> scan;
     const int warp = threadIdx.x / 32, lane = threadIdx.x % 32;
-    unsigned char* staged = memory + shape.chunks * chunk_bytes;
-    const std::uint32_t keys = shared_address(staged) + std::uint32_t(warp * shape.stages * key_bytes);
+    unsigned char* key_memory = memory + shape.chunks * chunk_bytes;
+    const std::uint32_t keys = shared_address(key_memory) + std::uint32_t(warp * shape.stages * key_bytes);
     const auto chunk_at = [&](index_t slot) { return chunk_view{memory + slot * chunk_bytes}; };
     const auto line = work_line::plan(
-        reinterpret_cast<index_t*>(staged + shape.stages * warps * key_bytes), p.view.sequences * p.view.kv_heads,
-        blockIdx.x, gridDim.x, [&](index_t row) {
+        reinterpret_cast<index_t*>(key_memory + shape.stages * warps * key_bytes), scan,
+        p.view.sequences * p.view.kv_heads, index_t(blockIdx.x), index_t(gridDim.x), [&](index_t row) {
           return ceil_div(min(p.view.length(row / p.view.kv_heads, row % p.view.kv_heads), shape.capacity), tile);
         });
     index_t begin = line.begin;
-    for (index_t row = begin < line.end ? line.first_row() : 0; begin < line.end; ++row) {
+    for (index_t row = line.first_row; begin < line.end; ++row) {
       const index_t stop = min(line.end, line.ends[row]), row_begin = line.row_begin(row);
       if (stop <= begin) continue;
       const auto at = scored_head::at(p, row, shape.capacity);
@@ -201,8 +204,7 @@ struct sum_kernel {
         for (int m = 0; m < key_tiles; ++m) {
 #pragma unroll
           for (int step = 0; step < D / 16; ++step) {
-            load_matrices(k[m][step],
-                          from + std::uint32_t((m * 16 + lane % 16) * row_bytes + (step * 2 + lane / 16) * 16));
+            load_matrices(k[m][step], from + score_rows_staged<D>().place(m * 16 + lane % 16, step * 2 + lane / 16));
           }
         }
         __syncwarp();

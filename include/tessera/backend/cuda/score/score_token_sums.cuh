@@ -1,8 +1,7 @@
 // How the weights of query rows become a token's score: free order where it is cheaper, row order where bits must last.
 #pragma once
 
-#include "../../../core/config.hpp"
-#include "../../../core/types.hpp"
+#include "../device/warp.cuh"
 
 TESSERA_NAMESPACE_BEGIN
 namespace cuda {
@@ -62,8 +61,7 @@ struct score_sums {
     } else {
 #pragma unroll
       for (int i = 0; i < tokens; ++i) {
-        sum[i] += __shfl_xor_sync(~0u, sum[i], 1);
-        sum[i] += __shfl_xor_sync(~0u, sum[i], 2);
+        sum[i] = lanes_sum<4>(sum[i]);
         const int token = i * 8 + lane / 4;
         if (lane % 4 == 0 && token < left) scores[token] = accumulate ? scores[token] + sum[i] : sum[i];
       }

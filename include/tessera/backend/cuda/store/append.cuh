@@ -3,6 +3,7 @@
 
 #include <algorithm>
 
+#include "../../../core/model_shape.hpp"
 #include "../../../core/views.hpp"
 #include "pack.cuh"
 
@@ -104,23 +105,52 @@ __device__ index_t tokens_of(const append_problem<View, E>& p, index_t sequence)
   return p.new_tokens ? min(max(p.new_tokens[sequence], 0), p.k.tokens) : p.k.tokens;
 }
 
-/// A block writes its share of one sequence (of one head where heads have their own lengths). Where one block has it
-/// all it advances the length itself; else advance_entry does, because other blocks still read it.
+/// What one column of blocks appends: a sequence, or one of its heads where heads have their own lengths.
+struct append_share {
+  index_t sequence, first_head, heads, tokens, length;
+
+  template <class View, class E>
+  __device__ explicit append_share(const append_problem<View, E>& p) {
+    const index_t groups = p.view.length_strides.head ? p.view.kv_heads : 1;
+    sequence = index_t(blockIdx.x) / groups, first_head = index_t(blockIdx.x) % groups;
+    heads = p.view.kv_heads / groups;
+    tokens = tokens_of(p, sequence);
+    length = p.view.length(sequence, first_head);
+  }
+  template <class View, class E>
+  __device__ void fill_columns(const append_problem<View, E>& p, index_t head, index_t token) const {
+    const index_t slot = length + token;
+    if (p.positions.data) {
+      p.positions.at(sequence, head, p.view.kv_heads, slot) =
+          (p.first_position ? p.first_position[sequence] : length) + token;
+    }
+    if (p.scores.data) p.scores.at(sequence, head, p.view.kv_heads, slot) = 0;
+  }
+  /// Where one block has it all it advances the length itself; else advance_entry does, because other blocks still read it.
+  template <class View, class E>
+  __device__ void advance(const append_problem<View, E>& p) const {
+    if (gridDim.y > 1 || !p.lengths) return;
+    __syncthreads();  // every thread has read the length before
+    if (threadIdx.x == 0) {
+      p.lengths[sequence * p.view.length_strides.sequence + first_head * p.view.length_strides.head] = length + tokens;
+    }
+  }
+};
+
+/// A block writes its share of raw rows, chunk by chunk.
 template <class View, class E>
 __global__ void __launch_bounds__(append_threads)
     append_entry(const __grid_constant__ append_problem<View, E> p, int aligned_from, int aligned_to) {
   constexpr int k_chunks = View::k_dim / append_chunk, chunks = k_chunks + View::v_dim / append_chunk;
-  const index_t groups_of_heads = p.view.length_strides.head ? p.view.kv_heads : 1;
-  const index_t heads = p.view.kv_heads / groups_of_heads;
-  const index_t b = index_t(blockIdx.x) / groups_of_heads, first_head = index_t(blockIdx.x) % groups_of_heads;
-  const index_t tokens = tokens_of(p, b), length = p.view.length(b, first_head);
-  const offset_t work = offset_t(tokens) * heads * chunks, step = offset_t(gridDim.y) * append_threads;
+  const append_share share(p);
+  const index_t b = share.sequence;
+  const offset_t work = offset_t(share.tokens) * share.heads * chunks, step = offset_t(gridDim.y) * append_threads;
   struct place {
     index_t part, token, head;
   };
   const auto find = [&](offset_t i) {
     const index_t row = index_t(i / chunks);
-    return place{index_t(i % chunks), row / heads, first_head + row % heads};
+    return place{index_t(i % chunks), row / share.heads, share.first_head + row % share.heads};
   };
   for (offset_t base = offset_t(blockIdx.y) * append_threads + threadIdx.x; base < work; base += step * in_flight) {
     raw_chunk<E> chunk[in_flight];
@@ -136,7 +166,7 @@ __global__ void __launch_bounds__(append_threads)
     for (int u = 0; u < in_flight; ++u) {
       if (base + u * step >= work) break;
       const place at = find(base + u * step);
-      const index_t slot = length + at.token;
+      const index_t slot = share.length + at.token;
       if (at.part < k_chunks) {
         const offset_t stride = p.view.k_strides.dim;
         store_chunk(p.view.key(b, at.head, slot) + at.part * append_chunk * stride, stride, aligned_to, chunk[u]);
@@ -145,21 +175,73 @@ __global__ void __launch_bounds__(append_threads)
         store_chunk(p.view.value(b, at.head, slot) + (at.part - k_chunks) * append_chunk * stride, stride, aligned_to,
                     chunk[u]);
       }
-      if (at.part == 0) {
-        if (p.positions.data) {
-          p.positions.at(b, at.head, p.view.kv_heads, slot) =
-              (p.first_position ? p.first_position[b] : length) + at.token;
+      if (at.part == 0) share.fill_columns(p, at.head, at.token);
+    }
+  }
+  share.advance(p);
+}
+
+/// The same for encoded rows: neighbouring lanes take a row together, because its scale depends on all of it. The bits of
+/// encode_row.
+template <class View, class E>
+__global__ void __launch_bounds__(append_threads)
+    append_encoded_entry(const __grid_constant__ append_problem<View, E> p, int aligned_from, int aligned_to) {
+  using encoding = typename View::encoding_type;
+  using stored = typename encoding::stored_type;
+  constexpr int most_chunks = (View::k_dim > View::v_dim ? View::k_dim : View::v_dim) / append_chunk;
+  constexpr int lanes = most_chunks <= 8 ? 8 : most_chunks <= 16 ? 16 : 32, rows_at_once = append_threads / lanes;
+  const append_share share(p);
+  const int lane = threadIdx.x % lanes;
+  const offset_t rows = offset_t(share.tokens) * share.heads * 2;  // of K and V in turn
+  for (offset_t first = offset_t(blockIdx.y) * rows_at_once; first < rows;
+       first += offset_t(gridDim.y) * rows_at_once) {
+    const offset_t i = min(first + threadIdx.x / lanes, rows - 1);  // all lanes meet below
+    const bool is_key = i % 2 == 0, mine = first + threadIdx.x / lanes < rows;
+    const index_t token = index_t(i / 2) / share.heads, head = share.first_head + index_t(i / 2) % share.heads;
+    const index_t slot = share.length + token;
+    const bool takes = lane < (is_key ? View::k_dim : View::v_dim) / append_chunk;
+    raw_chunk<E> chunk;
+    float scale = 1;
+    if (takes) {
+      chunk.load((is_key ? p.k : p.v).row(share.sequence, token, head) + lane * append_chunk, aligned_from);
+    }
+    if constexpr (encoding::scaled) {
+      float largest = 0;
+      if (takes) {
+#pragma unroll
+        for (int d = 0; d < append_chunk; ++d) {
+          const float size = fabsf(chunk.value(d));
+          if (size < infinity && size > largest) largest = size;
         }
-        if (p.scores.data) p.scores.at(b, at.head, p.view.kv_heads, slot) = 0;
+      }
+      scale = encoding::scale_of(lanes_max<lanes>(largest));
+    }
+    if (!mine) continue;
+    if (takes) {
+      const offset_t stride = is_key ? p.view.k_strides.dim : p.view.v_strides.dim;
+      stored* to = (is_key ? p.view.key(share.sequence, head, slot) : p.view.value(share.sequence, head, slot)) +
+                   lane * append_chunk * stride;
+      alignas(16) stored elements[append_chunk];
+#pragma unroll
+      for (int d = 0; d < append_chunk; ++d) {
+        elements[d] = static_cast<stored>(encoding::scaled ? chunk.value(d) / scale : chunk.value(d));
+      }
+      if (aligned_to && sizeof(stored) == 1) {
+        *reinterpret_cast<uint2*>(to) = *reinterpret_cast<const uint2*>(elements);
+      } else {
+#pragma unroll
+        for (int d = 0; d < append_chunk; ++d) to[d * stride] = elements[d];
       }
     }
-  }
-  if (gridDim.y == 1 && p.lengths) {
-    __syncthreads();  // every thread has read the length before
-    if (threadIdx.x == 0) {
-      p.lengths[b * p.view.length_strides.sequence + first_head * p.view.length_strides.head] = length + tokens;
+    if (lane == 0) {
+      if constexpr (encoding::scaled) {
+        const offset_t at = p.view.scales.index(p.view.table.locate(share.sequence, head, slot), head);
+        (is_key ? p.view.scales.k : p.view.scales.v)[at] = scale;
+      }
+      if (is_key) share.fill_columns(p, head, token);
     }
   }
+  share.advance(p);
 }
 
 template <class View, class E>
@@ -172,16 +254,9 @@ __global__ void __launch_bounds__(append_threads) advance_entry(const __grid_con
       p.view.length(b, h) + tokens_of(p, b);
 }
 
-template <class E>
-bool rows_are_aligned(const rows_view<const E>& rows) {
-  const auto whole = [](offset_t stride) { return stride * offset_t(sizeof(E)) % 16 == 0; };
-  return reinterpret_cast<std::uintptr_t>(rows.data) % 16 == 0 && whole(rows.sequence_stride) &&
-         whole(rows.token_stride) && whole(rows.head_stride);
-}
-
 }  // namespace detail
 
-/// Appends new K and V rows of every (sequence, kv_head) and advances the lengths on the device.
+/// Appends new K and V rows of every (sequence, kv_head), as the view stores rows, and advances the lengths on the device.
 ///
 /// Lengths are per (sequence, head), or per sequence with length_strides.head 0. One launch for a decode step's few
 /// tokens, a second tiny one for a prefill chunk.   Workspace  none.   Cost  reads and writes each new row once.
@@ -196,22 +271,30 @@ class append {
 
   void run(const append_problem<View, E>& problem, void*, cudaStream_t stream) const {
     const auto& p = problem;
-    require(p.view.sequences == sequences_ && p.view.kv_heads == kv_heads_, "kv_heads", p.view.kv_heads,
-            std::to_string(kv_heads_), "pass the shape of the constructor");
+    require(p.view.sequences <= sequences_ && p.view.kv_heads == kv_heads_, "kv_heads", p.view.kv_heads,
+            std::to_string(kv_heads_) + ", and at most " + std::to_string(sequences_) + " sequences",
+            "pass the shape of the constructor");
+    require_dim(p.k, View::k_dim, "k");
+    require_dim(p.v, View::v_dim, "v");
     require(p.k.tokens == p.v.tokens, "tokens of v", p.v.tokens, std::to_string(p.k.tokens), "append k and v together");
-    if (sequences_ == 0 || p.k.tokens == 0) return;
-    const index_t groups = sequences_ * (p.view.length_strides.head ? kv_heads_ : 1);
-    const offset_t work = offset_t(p.k.tokens) * (sequences_ * kv_heads_ / groups) * ((View::k_dim + View::v_dim) / 8);
+    if (p.view.sequences == 0 || p.k.tokens == 0) return;
+    const index_t groups = p.view.sequences * (p.view.length_strides.head ? kv_heads_ : 1);
+    const offset_t rows = offset_t(p.k.tokens) * (p.view.sequences * kv_heads_ / groups);
+    const offset_t work = rows * ((View::k_dim + View::v_dim) / detail::append_chunk);
     // Up to eight rounds of one block: shorter than a second launch.
     const offset_t blocks =
         work <= 8 * detail::append_threads
             ? 1
             : std::clamp<offset_t>(work / (4 * detail::append_threads), 2, std::max(2, 2048 / groups));
-    const bool from = detail::rows_are_aligned(p.k) && detail::rows_are_aligned(p.v);
-    const bool to =
-        detail::rows_are_aligned(p.view.k, p.view.k_strides) && detail::rows_are_aligned(p.view.v, p.view.v_strides);
-    detail::append_entry<View, E>
-        <<<dim3(unsigned(groups), unsigned(blocks)), detail::append_threads, 0, stream>>>(p, from, to);
+    const bool from = rows_on_16_bytes(p.k) && rows_on_16_bytes(p.v);
+    const bool to = rows_on_16_bytes(p.view.k, p.view.k_strides) && rows_on_16_bytes(p.view.v, p.view.v_strides);
+    const auto entry = [] {
+      if constexpr (View::is_raw)
+        return detail::append_entry<View, E>;
+      else
+        return detail::append_encoded_entry<View, E>;
+    }();
+    entry<<<dim3(unsigned(groups), unsigned(blocks)), detail::append_threads, 0, stream>>>(p, from, to);
     check(cudaGetLastError(), "append launch");
     if (blocks > 1 && p.lengths) {
       detail::advance_entry<View, E>

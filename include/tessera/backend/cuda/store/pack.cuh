@@ -5,6 +5,9 @@
 
 #include "../../../core/selection.hpp"
 #include "../../../core/views.hpp"
+#include "../device/alignment.cuh"
+#include "../device/barrier.cuh"
+#include "../device/even_cut.cuh"
 #include "../device/tuning.cuh"
 
 TESSERA_NAMESPACE_BEGIN
@@ -51,15 +54,6 @@ struct pack_scratch {
   offset_t tiles;
 };
 
-__device__ __forceinline__ unsigned load_acquire(const unsigned* from) {
-  unsigned value;
-  asm volatile("ld.acquire.gpu.u32 %0, [%1];" : "=r"(value) : "l"(from) : "memory");
-  return value;
-}
-__device__ __forceinline__ void store_release(unsigned* to, unsigned value) {
-  asm volatile("st.release.gpu.u32 [%0], %1;" ::"l"(to), "r"(value) : "memory");
-}
-
 /// Gathers tile by tile, a tile being consecutive targets of one (sequence, head).
 ///
 /// In place: sources ascend and never lie below their target, so what tile t overwrites is read by tiles up to t. Each
@@ -68,7 +62,8 @@ __device__ __forceinline__ void store_release(unsigned* to, unsigned value) {
 /// is waited for is already running, on any number of resident blocks.
 template <class From, class To, bool Aligned, bool InPlace>
 struct pack_kernel {
-  using T = typename From::element_type;
+  using T = typename From::encoding_type::stored_type;  // moved as it lies there
+  static constexpr bool scaled = From::encoding_type::scaled;
   static constexpr int D = From::k_dim, Dv = From::v_dim, per_chunk = 16 / int(sizeof(T));
   static constexpr int k_chunks = D / per_chunk, chunks = k_chunks + Dv / per_chunk;  // of 16 bytes, of one token
   static constexpr int most_tile = 2048 / chunks;
@@ -84,30 +79,11 @@ struct pack_kernel {
     const T *from_k[tile], *from_v[tile];
     T *to_k[tile], *to_v[tile];
     index_t ends[most_pack_rows];  // inclusive prefix sum of tiles by row
-    unsigned warp_sum[pack_threads / 32];
+    block_scan<pack_threads, index_t> scan;
     index_t tile_id, next_ticket;
     unsigned epoch;
     bool moves;
   };
-
-  __device__ static void scan_rows(const pack_problem<From, To>& p, shared& s, index_t rows) {
-    const int thread = threadIdx.x, lane = thread % 32, warp = thread / 32;
-    index_t base = 0;
-    for (index_t first = 0; first < rows; first += pack_threads) {
-      const index_t row = first + thread;
-      index_t tiles = row < rows ? (max(p.chosen.count(row), 0) + tile - 1) / tile : 0;
-      for (int step = 1; step < 32; step *= 2) {
-        const index_t other = __shfl_up_sync(~0u, tiles, step);
-        if (lane >= step) tiles += other;
-      }
-      if (lane == 31) s.warp_sum[warp] = unsigned(tiles);
-      __syncthreads();
-      for (int w = 0; w < warp; ++w) tiles += index_t(s.warp_sum[w]);
-      if (row < rows) s.ends[row] = base + tiles;
-      __syncthreads();
-      base = s.ends[min(first + pack_threads, rows) - 1];
-    }
-  }
 
   __device__ static uint4 load(const T* from, offset_t stride) {
     if constexpr (Aligned) {
@@ -119,6 +95,11 @@ struct pack_kernel {
       for (int i = 0; i < 4; ++i) {
         if constexpr (sizeof(T) == 4) {
           word[i] = bits_as<std::uint32_t>(__ldcg(reinterpret_cast<const float*>(from) + i * stride));
+        } else if constexpr (sizeof(T) == 1) {
+          const auto* bytes = reinterpret_cast<const unsigned char*>(from);
+          word[i] = 0;
+#pragma unroll
+          for (int j = 0; j < 4; ++j) word[i] |= std::uint32_t(__ldcg(bytes + (i * 4 + j) * stride)) << (j * 8);
         } else {
           const auto* halves = reinterpret_cast<const unsigned short*>(from);
           word[i] = __ldcg(halves + i * 2 * stride) | std::uint32_t(__ldcg(halves + (i * 2 + 1) * stride)) << 16;
@@ -137,6 +118,11 @@ struct pack_kernel {
       for (int i = 0; i < 4; ++i) {
         if constexpr (sizeof(T) == 4) {
           reinterpret_cast<float*>(to)[i * stride] = bits_as<float>(word[i]);
+        } else if constexpr (sizeof(T) == 1) {
+#pragma unroll
+          for (int j = 0; j < 4; ++j) {
+            reinterpret_cast<unsigned char*>(to)[(i * 4 + j) * stride] = static_cast<unsigned char>(word[i] >> (j * 8));
+          }
         } else {
           auto* halves = reinterpret_cast<unsigned short*>(to);
           halves[i * 2 * stride] = static_cast<unsigned short>(word[i]);
@@ -144,20 +130,6 @@ struct pack_kernel {
         }
       }
     }
-  }
-
-  /// The first of the ascending `slots [count]` that is not below `bound`, by one warp, 32 probes a round.
-  __device__ static index_t first_not_below(const index_t* slots, index_t count, index_t bound, int lane) {
-    index_t low = 0, size = count;  // the answer lies in [low, low + size]
-    while (size > 0) {
-      const index_t step = (size + 31) / 32, probe = low + min((lane + 1) * step, size) - 1;
-      const unsigned below = __ballot_sync(~0u, __ldg(slots + probe) < bound);
-      if (below == ~0u) return low + size;
-      const index_t skip = index_t(__popc(below)) * step;  // probes ascend, so `below` is a run of low bits
-      low += skip;
-      size = min(step - 1, size - skip);
-    }
-    return low;
   }
 
   __device__ static void run(const pack_problem<From, To>& p, const pack_scratch& scratch) {
@@ -174,27 +146,21 @@ struct pack_kernel {
       s.epoch = load_acquire(scratch.epoch) + 1;
       s.next_ticket = index_t(atomicAdd(scratch.ticket, 1u));
     }
-    scan_rows(p, s, rows);
+    scan_units(rows, s.ends, s.scan,
+               [&](index_t row) { return index_t(max(p.chosen.count(row), 0) + tile - 1) / tile; });
     const index_t total = s.ends[rows - 1];
     if (InPlace) TESSERA_ASSUME(total <= scratch.tiles);  // no row keeps more than the capacity
 
     for (index_t turn = blockIdx.x;; turn += index_t(gridDim.x)) {
       const index_t id = InPlace ? s.next_ticket : turn;
       if (id >= total) break;
-      index_t row = 0;
-      for (index_t size = rows; size > 1;) {  // the first row that ends behind this tile
-        const index_t half = size / 2;
-        if (s.ends[row + half - 1] <= id)
-          row += half, size -= half;
-        else
-          size = half;
-      }
+      const index_t row = row_of_unit(s.ends, rows, id);
       const index_t b = row / heads, h = row % heads, first = (id - (row ? s.ends[row - 1] : 0)) * tile;
       const index_t* slots = p.chosen.row(row);
       const index_t count = p.chosen.count(row), used = min(index_t(tile), count - first);
 
       index_t position = 0;
-      float score = 0;
+      float score = 0, k_scale = 1, v_scale = 1;
       if (thread < used) {
         const index_t slot = slots[first + thread];
         s.from_k[thread] = p.from.key(b, h, slot);
@@ -203,6 +169,7 @@ struct pack_kernel {
         s.to_v[thread] = p.to.value(b, h, first + thread);
         if (p.positions.data) position = p.from.position(b, h, slot);
         if (p.scores.data) score = p.from_scores.at(b, h, heads, slot);
+        if constexpr (scaled) k_scale = p.from.key_scale(b, h, slot), v_scale = p.from.value_scale(b, h, slot);
         // Sources ascend strictly: if the last one stays where it is, all before it do.
         if (InPlace && thread == used - 1) s.moves = slot != first + thread;
       }
@@ -228,7 +195,10 @@ struct pack_kernel {
         index_t earlier = 0;
         if (warp == 0) {
           if (lane == 0) s.next_ticket = index_t(atomicAdd(scratch.ticket, 1u));
-          if (moves) earlier = first_not_below(slots, first + used, first, lane) / tile;
+          if (moves) {
+            earlier =
+                first_where_in_warp(first + used, lane, [&](index_t i) { return __ldg(slots + i) >= first; }) / tile;
+          }
         }
         __threadfence();  // what this thread has read, it has read before the mark can be seen
         __syncthreads();
@@ -260,6 +230,10 @@ struct pack_kernel {
       if (thread < used) {
         if (p.positions.data) p.positions.at(b, h, heads, first + thread) = position;
         if (p.scores.data) p.scores.at(b, h, heads, first + thread) = score;
+        if constexpr (scaled) {
+          const offset_t at = p.to.scales.index(p.to.table.locate(b, h, first + thread), h);
+          p.to.scales.k[at] = k_scale, p.to.scales.v[at] = v_scale;
+        }
       }
       __syncthreads();  // the addresses are free again
     }
@@ -280,16 +254,10 @@ __global__ void __launch_bounds__(pack_threads, 4)
   pack_kernel<From, To, Aligned, InPlace>::run(problem, scratch);
 }
 
-template <class T>
-bool rows_are_aligned(const T* data, const row_strides& strides) {
-  const auto whole = [](offset_t stride) { return stride * offset_t(sizeof(T)) % 16 == 0; };
-  return reinterpret_cast<std::uintptr_t>(data) % 16 == 0 && strides.dim == 1 && whole(strides.outer) &&
-         whole(strides.head) && whole(strides.token);
-}
-
 }  // namespace detail
 
-/// Copies the chosen slots of every (sequence, kv_head) to slots 0, 1, 2, ... of another view, or of the same one.
+/// Copies the chosen slots of every (sequence, kv_head) to slots 0, 1, 2, ... of another view, or of the same one: rows as
+/// they are stored, with their scales, positions and scores, behind any tables.
 ///
 /// In place (`InPlace`, `to` over the memory of `from`): safe in any order of blocks, because the selection ascends.
 /// Counts are read on the device; a captured launch can be replayed while they change. In-place runs that share a
@@ -297,9 +265,9 @@ bool rows_are_aligned(const T* data, const row_strides& strides) {
 /// Cost     reads and writes each chosen row once, 16 bytes at a time where rows are 16-byte aligned with dim stride 1.
 template <class From, class To, bool InPlace = false>
 class pack {
-  static_assert(std::is_same_v<typename From::element_type, typename To::element_type> && From::k_dim == To::k_dim &&
+  static_assert(std::is_same_v<typename From::encoding_type, typename To::encoding_type> && From::k_dim == To::k_dim &&
                     From::v_dim == To::v_dim,
-                "tessera: pack copies rows between views of one element type and head dims");
+                "tessera: pack copies rows between views of one encoding and head dims");
 
  public:
   /// `capacity`: the most tokens that one (sequence, kv_head) may keep.
@@ -322,16 +290,17 @@ class pack {
   }
 
   void run(const pack_problem<From, To>& problem, void* workspace, cudaStream_t stream) const {
-    if (rows_ == 0) return;
-    require(problem.from.sequences * problem.from.kv_heads == rows_, "sequences * kv_heads",
-            problem.from.sequences * problem.from.kv_heads, std::to_string(rows_), "pass the shape of the constructor");
+    const index_t rows = problem.from.sequences * problem.from.kv_heads;
+    require(rows <= rows_, "sequences * kv_heads", rows, "at most " + std::to_string(rows_),
+            "construct pack for the largest batch");
+    if (rows == 0) return;
     auto* words = static_cast<unsigned*>(workspace);
     const detail::pack_scratch scratch =
         InPlace ? detail::pack_scratch{words, words + 1, words + 2, words + 4, tiles_} : detail::pack_scratch{};
-    const bool aligned = detail::rows_are_aligned(problem.from.k, problem.from.k_strides) &&
-                         detail::rows_are_aligned(problem.from.v, problem.from.v_strides) &&
-                         detail::rows_are_aligned(problem.to.k, problem.to.k_strides) &&
-                         detail::rows_are_aligned(problem.to.v, problem.to.v_strides);
+    const bool aligned = rows_on_16_bytes(problem.from.k, problem.from.k_strides) &&
+                         rows_on_16_bytes(problem.from.v, problem.from.v_strides) &&
+                         rows_on_16_bytes(problem.to.k, problem.to.k_strides) &&
+                         rows_on_16_bytes(problem.to.v, problem.to.v_strides);
     if (aligned) {
       detail::pack_entry<From, To, true, InPlace><<<blocks_, detail::pack_threads, 0, stream>>>(problem, scratch);
     } else {

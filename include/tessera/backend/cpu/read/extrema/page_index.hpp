@@ -6,13 +6,14 @@
 #include <vector>
 
 #include "../../../../core/page_extrema.hpp"
-#include "../../../../core/views.hpp"
+#include "../../kernel/rows.hpp"
 
 TESSERA_NAMESPACE_BEGIN
 namespace cpu {
 inline namespace TESSERA_HOST_ISA {
 
-/// Per-channel extrema of pages of consecutive slots, for every kv_head of one layer and one sequence.
+/// Per-channel extrema of pages of consecutive slots, for every kv_head of one layer and one sequence. Of encoded rows:
+/// those of the decoded keys, each rounded to the element type `T`.
 ///
 /// Folding a key into its page costs O(D) whatever the page holds, and gives the same as building the page anew. Where rows
 /// are dropped, slots move into other pages: `reset` and build again. Pages of one slot need no index: nothing is held.
@@ -45,12 +46,13 @@ class page_index {
     for (index_t h = 0; h < view.kv_heads; ++h) {
       const page_extrema_view<T, D> pages = target();
       for (index_t slot = filled_[std::size_t(h)]; slot < view.length(0, h); ++slot) {
-        const T* key = view.key(0, h, slot);
+        float key[D];
+        load_key(view, 0, h, slot, key);
         const index_t p = slot / page_;
         const bool first = slot % page_ == 0;
         constexpr float none = std::numeric_limits<float>::quiet_NaN();
         for (int d = 0; d < D; ++d) {
-          const float fresh = float(key[d * view.k_strides.dim]);
+          const float fresh = View::is_raw ? key[d] : float(T(key[d]));
           T& low = pages.lower(h, d)[p];
           T& high = pages.upper(h, d)[p];
           low = T(lower_with(first ? none : float(low), fresh));

@@ -91,9 +91,7 @@ struct visible_slots {
     };
     return {rule.sliding_window > 0 ? first_above(query - rule.sliding_window) : 0, first_above(query)};
   }
-  offset_t overlap(offset_t from, offset_t to) const {
-    return std::max<offset_t>(0, std::min<offset_t>(to, end) - std::max<offset_t>(from, begin));
-  }
+  index_t overlap(index_t from, index_t to) const { return std::max(0, std::min(to, end) - std::max(from, begin)); }
 };
 
 /// Scratch of `choose_by_pages`, one per worker.
@@ -146,9 +144,11 @@ void page_products(const View& view, index_t sequence, index_t head,
       if (query.upper[i]) load_page_column(index.upper(row, c) + begin, count, upper + i * tile_tokens);
     }
     for (index_t p = 0; p < count && index.page == 1; ++p) {
-      const T* key = view.key(sequence, head, begin + p);
+      const auto* key = view.key(sequence, head, begin + p);
+      const float scale = view.key_scale(sequence, head, begin + p);
       for (std::size_t i = 0; i < channels; ++i) {
-        lower[i * tile_tokens + std::size_t(p)] = float(key[query.channels[i] * view.k_strides.dim]);
+        const float stored = static_cast<float>(key[query.channels[i] * view.k_strides.dim]);
+        lower[i * tile_tokens + std::size_t(p)] = View::is_raw ? stored : stored * scale;
       }
     }
     for (index_t r = 0; r < query.rows(); ++r) {
@@ -166,11 +166,11 @@ void page_products(const View& view, index_t sequence, index_t head,
 /// nothing: its query is not finite, or it sees no page with a finite logit.
 template <class Scorer>
 bool weigh_pages(const Scorer&, const logit_rule& rule, float scale, float sink, const visible_slots& seen,
-                 offset_t page, index_t pages, float* row) {
+                 index_t page, index_t pages, float* row) {
   if (seen.begin >= seen.end) return false;
   float top = sink;
   bool any = false;
-  for (offset_t p = seen.begin / page; p < pages && p * page < seen.end; ++p) {
+  for (index_t p = seen.begin / page; p < pages && p * page < seen.end; ++p) {
     const float logit = Scorer::normalised ? rule.cap(scale * row[p]) : scale * row[p];
     row[p] = logit < infinity ? logit : std::numeric_limits<float>::quiet_NaN();
     any |= row[p] > -infinity;
@@ -179,11 +179,11 @@ bool weigh_pages(const Scorer&, const logit_rule& rule, float scale, float sink,
   if (!any) return false;
   if constexpr (Scorer::normalised) {
     float sum = sink > -infinity ? std::exp(sink - top) : 0.0f;
-    for (offset_t p = seen.begin / page; p < pages && p * page < seen.end; ++p) {
+    for (index_t p = seen.begin / page; p < pages && p * page < seen.end; ++p) {
       row[p] = fast_exp(row[p] - top);
       if (row[p] == row[p]) sum += float(seen.overlap(p * page, p * page + page)) * row[p];
     }
-    for (offset_t p = seen.begin / page; p < pages && p * page < seen.end; ++p) row[p] /= sum;
+    for (index_t p = seen.begin / page; p < pages && p * page < seen.end; ++p) row[p] /= sum;
   }
   return true;
 }
@@ -208,8 +208,8 @@ page_choice choose_by_pages(const View& view, index_t sequence, index_t head,
                             const Selector& selector, index_t tail, index_t read, index_t* out, float* mass,
                             page_workspace<View::k_dim>& memory) {
   constexpr int D = View::k_dim;
-  const index_t n = view.length(sequence, head), pages = ceil_div(n, index.page);
-  const offset_t page = index.page;  // its products with page ids pass 32 bits
+  check_queries(view, queries);
+  const index_t n = view.length(sequence, head), page = index.page, pages = ceil_div(n, page);
   const index_t group = queries.q.heads / view.kv_heads, rows = queries.q.tokens * group;
   if (mass) std::fill_n(mass, rows, 1.0f);
   if (n <= read) {
@@ -239,10 +239,9 @@ page_choice choose_by_pages(const View& view, index_t sequence, index_t head,
     speaks.push_back(query.usable[std::size_t(r)] &&
                      detail::weigh_pages(scorer, rule, query.scale[std::size_t(r)], sink, run, page, pages, weights));
     if (!speaks.back()) continue;
-    for (offset_t p = run.begin / page; p < pages && p * page < run.end; ++p) {
+    for (index_t p = run.begin / page; p < pages && p * page < run.end; ++p) {
       const float weight = weights[p];
-      const offset_t end = std::min<offset_t>(run.end, p * page + page);
-      for (offset_t slot = std::max<offset_t>(run.begin, p * page); slot < end; ++slot) {
+      for (index_t slot = std::max(run.begin, p * page); slot < std::min(run.end, p * page + page); ++slot) {
         scores[std::size_t(slot)] += weight;
       }
     }
@@ -259,12 +258,16 @@ page_choice choose_by_pages(const View& view, index_t sequence, index_t head,
     }
     mass[r] = std::min(held, 1.0f);
   }
-  offset_t values = 0;
-  for (std::size_t i = 0; i < query.channels.size(); ++i) {
+  if (page == 1) {
     // Keys of chosen slots are read whole by the attention anyway.
-    values += page == 1 ? n - result.count : offset_t(pages) * (query.lower[i] + query.upper[i]);
+    const offset_t key_bytes = offset_t(query.channels.size()) * offset_t(sizeof(typename View::stored_type)) +
+                               (View::encoding_type::scaled ? offset_t(sizeof(float)) : 0);
+    result.bytes_read = (n - result.count) * key_bytes;
+  } else {
+    offset_t sides = 0;
+    for (std::size_t i = 0; i < query.channels.size(); ++i) sides += query.lower[i] + query.upper[i];
+    result.bytes_read = pages * sides * offset_t(sizeof(typename View::element_type));
   }
-  result.bytes_read = values * offset_t(sizeof(typename View::element_type));
   return result;
 }
 

@@ -4,6 +4,7 @@
 #include <algorithm>
 #include <string>
 
+#include "../../device/alignment.cuh"
 #include "../../device/launch.cuh"
 #include "../../device/tuning.cuh"
 #include "decode_kernel.cuh"
@@ -17,11 +18,14 @@ namespace cuda {
 /// no length on the host, so a captured graph can be replayed while lengths grow. `sequences` and `tokens` are upper
 /// bounds: a problem may have fewer of both. From sm_90 on, a launch begins while the one before it on the stream ends,
 /// and waits for that one before it reads or writes anything.
+/// Rows of K and V may be encoded: e4m3 is read as it is and multiplied as fp16, which holds it exactly; any other
+/// encoding is decoded to the element type on its way to shared memory.
 /// Errors   tessera::error from `run` for more sequences or tokens than that, other head counts, and rows of q, K or V
 ///          that do not begin on 16 bytes or whose elements are not side by side.
 template <class View, class Out = float>
 class decode_attention {
-  static_assert(sizeof(typename View::element_type) == 2, "tessera: the tensor-core decode kernel takes fp16 and bf16");
+  static_assert(sizeof(typename View::element_type) == 2,
+                "tessera: the tensor-core decode kernel takes queries in fp16 and bf16");
   static_assert(element<Out>, "tessera: decode attention writes float, fp16 or bf16");
 
  public:
@@ -41,9 +45,9 @@ class decode_attention {
     entry_ = detail::decode_entry<View, Out>;
     cudaFuncAttributes compiled{};
     check(cudaFuncGetAttributes(&compiled, entry_), "cudaFuncGetAttributes");
-    const decode_tuning tuning = decode_tuning_for(View::k_dim, View::v_dim, compiled.ptxVersion);
+    const decode_tuning tuning = decode_tuning_for<View>(compiled.ptxVersion);
     threads_ = tuning.warps * 32;
-    shared_bytes_ = detail::decode_shared_bytes(tuning, View::k_dim, View::v_dim);
+    shared_bytes_ = detail::decode_shared_bytes<View>(tuning);
     const int needed = shared_bytes_ + int(compiled.sharedSizeBytes);
     require(needed <= device.shared_memory, "shared memory of a block", needed,
             "at most " + std::to_string(device.shared_memory), "compile for this device's compute capability");
@@ -78,9 +82,17 @@ class decode_attention {
            stream, "launch of decode attention", problem, scratch);
   }
 
+  /// As `run`, over one of several parts of what is stored: leaves sink logits to `merge_parts`, which needs the lse.
+  void run_part(problem_type problem, void* workspace, cudaStream_t stream) const {
+    static_assert(std::is_same_v<Out, float>, "tessera: a part of decode attention is written in fp32");
+    require(problem.lse.data != nullptr, "lse of a part", "null", "device memory", "merge_parts weighs parts by it");
+    problem.rule.sink_logits = nullptr;
+    run(problem, workspace, stream);
+  }
+
  private:
   std::size_t slots() const { return std::size_t(query_blocks_) * std::size_t(blocks_ + rows_); }
-  std::size_t out_at() const { return (std::size_t(query_blocks_ * rows_) * 4 + 255) / 256 * 256; }
+  std::size_t out_at() const { return array_bytes<unsigned>(std::size_t(query_blocks_ * rows_)); }
   std::size_t state_at() const { return out_at() + slots() * detail::rows_per_block * View::v_dim * 4; }
 
   void check_problem(const problem_type& p) const {
@@ -92,10 +104,18 @@ class decode_attention {
             "construct decode_attention with the view's head count");
     require(p.q.heads == q_heads_, "q_heads", p.q.heads, std::to_string(q_heads_),
             "construct decode_attention with the query's head count");
-    detail::require_rows_of_16_bytes("q", p.q.data,
-                                     row_strides{p.q.sequence_stride, p.q.head_stride, p.q.token_stride, 1});
-    detail::require_rows_of_16_bytes("K", p.view.k, p.view.k_strides);
-    detail::require_rows_of_16_bytes("V", p.view.v, p.view.v_strides);
+    require_rows_on_16_bytes("q", p.q);
+    if constexpr (View::encoding_type::scaled) {
+      require(p.view.scales.k && p.view.scales.v, "scales of K and V", "null", "device memory",
+              "point the view at the scales of its rows");
+    }
+    if constexpr (detail::decode_format<View>::decoded) {
+      require(p.view.k_strides.dim == 1 && p.view.v_strides.dim == 1, "dim strides of K and V", "not 1", "1",
+              "store the elements of a row side by side");
+    } else {
+      require_rows_on_16_bytes("K", p.view.k, p.view.k_strides);
+      require_rows_on_16_bytes("V", p.view.v, p.view.v_strides);
+    }
   }
 
   // What was configured is what is launched: nvcc gives every source file a kernel of its own.

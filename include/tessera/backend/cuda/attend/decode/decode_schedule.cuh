@@ -31,10 +31,11 @@ __device__ inline index_t small_quotient(index_t a, index_t b) {
 struct even_cut {
   index_t tiles, count, size, rest;
 
-  __device__ even_cut(index_t tiles_, index_t most, index_t rows) : tiles(tiles_), count(min(most, max(tiles_, 1))) {
-    // Short pieces: as many as rows divide, if that idles few blocks, so that equal rows need fewer merges. Long pieces
-    // want every multiprocessor (B8 128K: 944 us on 132, 967 us on 128; H200, CUDA 13.0).
-    const index_t spare = rows <= count ? count - small_quotient(count, rows) * rows : count;
+  __device__ even_cut(index_t tiles_, index_t most, index_t rows, bool equal)
+      : tiles(tiles_), count(min(most, max(tiles_, 1))) {
+    // Short pieces of equal rows: as many as rows divide, if that idles few blocks, so that they need fewer merges. Long
+    // pieces want every multiprocessor (B8 128K: 944 us on 132, 967 us on 128; H200, CUDA 13.0).
+    const index_t spare = equal && rows <= count ? count - small_quotient(count, rows) * rows : count;
     if (spare * 16 <= count && tiles < count * 128) count -= spare;
     // A merge through global memory takes longer than a second tile, or than a third and a fourth where most
     // multiprocessors have a row (64 rows of 512 tokens: 10.0 us in halves, 9.0 whole; 8 rows: 6.4 us in quarters, 8.0

@@ -1,8 +1,10 @@
-// The numbers that decode attention is tuned by, and the shared memory that they take.
+// The numbers that decode attention is tuned by, how it stages rows, and the shared memory that they take.
 #pragma once
 
-#include "../../../../core/config.hpp"
-#include "../../../../core/types.hpp"
+#include <type_traits>
+
+#include "../../../../core/views.hpp"
+#include "../../device/copy.cuh"
 
 TESSERA_NAMESPACE_BEGIN
 namespace cuda {
@@ -19,29 +21,36 @@ namespace detail {
 
 inline constexpr int rows_per_block = 16;  // query rows of a matrix product
 
-/// A staged row of `dim` 16-bit elements: where its 16-byte chunks lie, so that matrix loads of 8 rows do not collide.
-struct staged_rows {
-  int chunks;
-  TESSERA_HD constexpr bool swizzled() const { return chunks % 8 == 0; }  // else padded to an odd number of chunks
-  TESSERA_HD constexpr int bytes() const { return (swizzled() ? chunks : chunks | 1) * 16; }
-  TESSERA_HD constexpr std::uint32_t place(int token, int chunk) const {
-    return std::uint32_t(token * bytes() + (swizzled() ? chunk ^ (token % 8) : chunk) * 16);
-  }
+/// How a view's rows lie in shared memory: as they are stored, fp8 with its scales behind it; or, of any other encoding,
+/// decoded.
+template <class View>
+struct decode_format {
+  using encoding_type = typename View::encoding_type;
+  using stored_type = typename encoding_type::stored_type;
+  static constexpr bool is_fp8 = std::is_same_v<stored_type, fp8>, decoded = !View::is_raw && !is_fp8;
+  static constexpr bool scaled = is_fp8 && encoding_type::scaled;
+  static constexpr int element_bytes = is_fp8 ? 1 : 2;
+  static constexpr staged_rows k_rows{View::k_dim * element_bytes / 16}, v_rows{View::v_dim * element_bytes / 16};
+  static constexpr int row_bytes = (View::k_dim + View::v_dim) * element_bytes;  // K and V, without padding
+  static constexpr int token_bytes = k_rows.bytes() + v_rows.bytes() + (scaled ? 2 * int(sizeof(float)) : 0);
 };
 
-TESSERA_HD constexpr int stage_bytes(const decode_tuning& tuning, int k_dim, int v_dim) {
-  return tuning.tokens * (staged_rows{k_dim / 8}.bytes() + staged_rows{v_dim / 8}.bytes());
+template <class View>
+TESSERA_HD constexpr int stage_bytes(const decode_tuning& tuning) {
+  return tuning.tokens * decode_format<View>::token_bytes;
 }
 /// Floats of one partial output row in shared memory: 8 apart modulo the 32 banks.
 TESSERA_HD constexpr int merge_pitch(int v_dim) { return v_dim + 8; }
 /// One warp's ring, which its partial output takes over at the end.
-TESSERA_HD constexpr int warp_bytes(const decode_tuning& tuning, int k_dim, int v_dim) {
-  const int ring = tuning.stages * stage_bytes(tuning, k_dim, v_dim);
-  const int merge = rows_per_block * (merge_pitch(v_dim) * 4 + 8);
+template <class View>
+TESSERA_HD constexpr int warp_bytes(const decode_tuning& tuning) {
+  const int ring = tuning.stages * stage_bytes<View>(tuning);
+  const int merge = rows_per_block * (merge_pitch(View::v_dim) * 4 + 8);
   return ((ring > merge ? ring : merge) + 127) / 128 * 128;
 }
-TESSERA_HD constexpr int decode_shared_bytes(const decode_tuning& tuning, int k_dim, int v_dim) {
-  return tuning.warps * warp_bytes(tuning, k_dim, v_dim);
+template <class View>
+TESSERA_HD constexpr int decode_shared_bytes(const decode_tuning& tuning) {
+  return tuning.warps * warp_bytes<View>(tuning);
 }
 
 /// What the device code of this pass is compiled for; the host asks the loaded kernel (`cudaFuncAttributes::ptxVersion`).
@@ -54,20 +63,32 @@ inline constexpr int compiled_capability = 90;
 }  // namespace detail
 
 /// Tuned on sm_90 (H200, CUDA 13.0); the others follow from their shared memory and have not been timed.
-TESSERA_HD constexpr decode_tuning decode_tuning_for(int k_dim, int v_dim, int compute_capability) {
+template <class View>
+TESSERA_HD constexpr decode_tuning decode_tuning_for(int compute_capability) {
   // Bytes that rings may take on one multiprocessor; the rest is 4 KiB of row ends, as much of a merge's shares, and the
   // system's.
   const bool small = compute_capability == 86 || compute_capability == 89 || compute_capability >= 120;
   const int shared = (small ? 89 : compute_capability < 89 ? 152 : 212) * 1024;
   decode_tuning tuning;
-  tuning.tokens = k_dim + v_dim <= 128 ? 32 : 16;
+  tuning.tokens = detail::decode_format<View>::row_bytes <= 256 ? 32 : 16;
   for (tuning.warps = 8; tuning.warps > 1; tuning.warps /= 2) {
     for (tuning.stages = 4; tuning.stages > (tuning.warps == 8 ? 2 : 1); --tuning.stages) {
-      if (detail::decode_shared_bytes(tuning, k_dim, v_dim) <= shared) return tuning;
+      if (detail::decode_shared_bytes<View>(tuning) <= shared) return tuning;
     }
   }
   return tuning;
 }
 
+namespace detail {
+
+/// The tuning of the code that is being compiled.
+template <class View>
+struct decode_config {
+  static constexpr decode_tuning tuning = decode_tuning_for<View>(compiled_capability);
+  static constexpr int warps = tuning.warps, tokens = tuning.tokens, stages = tuning.stages;
+  static constexpr int threads = warps * 32, tile = warps * tokens;
+};
+
+}  // namespace detail
 }  // namespace cuda
 TESSERA_NAMESPACE_END

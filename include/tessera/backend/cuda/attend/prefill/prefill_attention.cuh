@@ -107,6 +107,14 @@ class prefill_attention {
     check(cudaGetLastError(), "launch of prefill attention's merge");
   }
 
+  /// As `run`, over one of several parts of what is stored: leaves sink logits to `merge_parts`, which needs the lse.
+  void run_part(prefill_problem<View, Out> problem, void* workspace, cudaStream_t stream) const {
+    static_assert(std::is_same_v<Out, float>, "tessera: a part of prefill attention is written in fp32");
+    require(problem.lse.data != nullptr, "lse of a part", "null", "device memory", "merge_parts weighs parts by it");
+    problem.rule.sink_logits = nullptr;
+    run(problem, workspace, stream);
+  }
+
  private:
   static constexpr index_t most_splits = 32;  // enough to fill a large device from eight blocks
 

@@ -5,6 +5,7 @@
 #include "../../../../core/views.hpp"
 #include "../../../../math/softmax_state.hpp"
 #include "../../device/mma.cuh"
+#include "../special_values.cuh"
 
 TESSERA_NAMESPACE_BEGIN
 namespace cuda {
@@ -250,73 +251,17 @@ struct prefill_rows {
     }
   }
 
-  enum value_kind { finite, plus_infinity, minus_infinity, nan };
-  static constexpr std::uint32_t infinite_bits = std::is_same_v<T, bf16> ? 0x7f80u : 0x7c00u;
-  static constexpr std::uint32_t one_bits = std::is_same_v<T, bf16> ? 0x3f80u : 0x3c00u;
-
-  /// Of two packed elements: those that are finite, or 1 where the element is of another kind; 0 elsewhere.
-  __device__ static std::uint32_t only(std::uint32_t two, int kind) {
-    std::uint32_t kept = 0;
-#pragma unroll
-    for (int shift = 0; shift < 32; shift += 16) {
-      const std::uint32_t x = two >> shift & 0xffffu, magnitude = x & 0x7fffu;
-      const int is = magnitude < infinite_bits   ? finite
-                     : magnitude > infinite_bits ? nan
-                     : x == magnitude            ? plus_infinity
-                                                 : minus_infinity;
-      if (is == kind) kept |= (kind == finite ? x : one_bits) << shift;
-    }
-    return kept;
-  }
-
-  /// As a product of weights and values, but a weight of 0 adds nothing even where the value is not finite.
-  /// `fragment(k, pair)` is the lane's address of tokens [16 k, 16 k + 16), dims [16 pair, 16 pair + 16). Rare, so slow
-  /// and small.
-  template <class Fragment>
-  __device__ static void multiply_visible_values(const weights& w, const Fragment& fragment, running& state) {
-#pragma unroll
-    for (int pair = 0; pair < Dv / 16; ++pair) {
-#pragma unroll 1
-      for (int kind = finite; kind <= nan; ++kind) {
-        float sum[row_tiles][2][4] = {};
-#pragma unroll
-        for (int k = 0; k < tile / 16; ++k) {
-          std::uint32_t b[4];
-          load_matrices_transposed(b, fragment(k, pair));
-#pragma unroll
-          for (int i = 0; i < 4; ++i) b[i] = only(b[i], kind);
-#pragma unroll
-          for (int m = 0; m < row_tiles; ++m) {
-            multiply<T>(sum[m][0], w[m][k], b[0], b[1]);
-            multiply<T>(sum[m][1], w[m][k], b[2], b[3]);
-          }
-        }
-        const float special = kind == plus_infinity ? infinity : kind == minus_infinity ? -infinity : NAN;
-#pragma unroll
-        for (int m = 0; m < row_tiles; ++m) {
-#pragma unroll
-          for (int i = 0; i < 8; ++i) {
-            const float x = sum[m][i / 4][i % 4];
-            // A NaN weight makes x NaN: it must show.
-            state.out[m][pair * 2 + i / 4][i % 4] += kind == finite || !(x > 0) ? x : special;
-          }
-        }
-      }
-    }
-  }
-
   /// Whether the tile's values are finite; `chunk(token, i)` points at 16 bytes of them.
   template <class Chunk>
   __device__ static bool all_finite(const Chunk& chunk, int lane) {
-    // What an infinite exponent lacks to reach the sign bit.
-    constexpr std::uint32_t lack = 0x8000u - infinite_bits, pair = lack << 16 | lack;
-    std::uint32_t found = 0;
-    for (int id = lane; id < tile * (Dv / 8); id += 32) {
-      const uint4 eight = *reinterpret_cast<const uint4*>(chunk(id / (Dv / 8), id % (Dv / 8)));
-      found |= ((eight.x & 0x7fff7fffu) + pair) | ((eight.y & 0x7fff7fffu) + pair) | ((eight.z & 0x7fff7fffu) + pair) |
-               ((eight.w & 0x7fff7fffu) + pair);
-    }
-    return __all_sync(~0u, (found & 0x80008000u) == 0);
+    return special_values<T>::template all_finite<tile, Dv / 8>(chunk, lane);
+  }
+  /// The product of weights and values where some of them are masked and not finite; `fragment(k, pair)` is the lane's
+  /// address of tokens [16 k, 16 k + 16), dims [16 pair, 16 pair + 16).
+  template <class Fragment>
+  __device__ static void multiply_visible_values(const weights& w, const Fragment& fragment, running& state) {
+    const auto load = [&](int k, int pair, std::uint32_t(&b)[4]) { load_matrices_transposed(b, fragment(k, pair)); };
+    detail::multiply_visible_values<T>(w, load, state.out);
   }
 
   struct row_result {

@@ -6,7 +6,7 @@
 #include "../../../../core/model_shape.hpp"
 #include "../../../../core/stage_plan.hpp"
 #include "../../../../recipe.hpp"
-#include "../../choose/top_k.cuh"
+#include "../../choose/plain_select.cuh"
 #include "../../device/memory.cuh"
 #include "../../score/pool.cuh"
 #include "../../score/score.cuh"
@@ -24,25 +24,36 @@ class retrieve_by_scores {
   using finish = finish_scores<scorer>;
 
  public:
-  retrieve_by_scores(const Recipe& recipe, const stage_plan& plan, const model_shape& shape, index_t sequences,
+  /// `most_read`: the most tokens that a step attends under any plan; `capacity`: the most that a row ever holds.
+  retrieve_by_scores(const Recipe& recipe, index_t most_read, const model_shape& shape, index_t sequences,
                      index_t tokens, index_t capacity, const device_info& device)
-      : scorer_(recipe.step_scorer(plan)),
+      : scorer_(recipe.retrieve.scorer),
         rule_(recipe.attention.rule),
         rows_(sequences * shape.kv_heads),
+        heads_(shape.kv_heads),
         capacity_(capacity),
-        most_(std::min(plan.read, capacity)),
+        most_(std::min(most_read, capacity)),
         score_(sequences, shape.kv_heads, shape.q_heads, tokens, capacity, device),
         finish_(sequences, shape.kv_heads, capacity, device),
-        select_(recipe.step_selector(plan), rows_, capacity, device, most_),
+        select_(recipe.retrieve.selector, rows_, capacity, device, most_),
         raw_(std::size_t(rows_) * std::size_t(capacity)),
-        finished_(finish::pools ? raw_.size() : 0),
+        finished_(finish_.out_bytes() / sizeof(float)),
         indices_(std::size_t(rows_) * std::size_t(most_)),
         counts_(std::size_t(rows_)),
         scratch_(score_.workspace_bytes()) {}
 
+  /// What a sequence's plan comes to on the device.
+  static read_plan plan_for(const Recipe&, const stage_plan& plan) { return read_plan(plan.read); }
+  /// Throws unless launches can take the plan.
+  void require_covered(const read_plan& plan) const {
+    require(plan.read <= most_ || most_ == capacity_, "tokens that a step reads", plan.read,
+            "at most " + std::to_string(most_), "make the operations for the most that any plan reads");
+  }
+
+  /// `plans`: of the view's sequences, on the device.
   template <class Index>
-  selection_view choose(const View& view, const Index&, const rows_view<const T>& q, const index_t* first_position,
-                        cudaStream_t stream) const {
+  selection_view choose(const View& view, const read_plan* plans, const Index&, const rows_view<const T>& q,
+                        const index_t* first_position, cudaStream_t stream) const {
     score_problem<View> problem;
     problem.view = view;
     problem.q = q;
@@ -52,37 +63,39 @@ class retrieve_by_scores {
     problem.row_stride = capacity_;
     score_.run(problem, scorer_, scratch_.data(), stream);
     select_problem select;
-    select.scores = raw_.data();
-    if constexpr (finish::pools) {
-      finish_.run({raw_.data(),
-                   nullptr,
-                   capacity_,
-                   view.sequences,
-                   view.kv_heads,
-                   view.lengths,
-                   {view.length_strides.sequence, view.length_strides.head}},
-                  scorer_, finished_.data(), stream);
-      select.scores = finished_.data();
-    }
-    select.score_stride = capacity_;
+    score_rows scores;
+    scores.scores = raw_.data();
+    scores.row_stride = capacity_;
+    scores.sequences = view.sequences;
+    scores.kv_heads = view.kv_heads;
+    scores.lengths = view.lengths;
+    scores.length_strides = {view.length_strides.sequence, view.length_strides.head};
+    scores = finish_.run(scores, scorer_, finished_.data(), stream);
+    select.scores = scores.scores;
+    select.score_stride = scores.row_stride;
     select.n = {view.lengths};
-    select.keep = {nullptr, most_};
+    // A plan's first member is what it reads: one of so many index_t is read for all rows of a sequence.
+    select.keep = {&plans->read, 0, heads_, sizeof(read_plan) / sizeof(index_t)};
     select.tail = {nullptr, q.tokens > 1 ? q.tokens : 0};
     select.out = indices_.data();
     select.out_stride = most_;
     select.counts = counts_.data();
+    select.rows = view.sequences * view.kv_heads;
     select_.run(select, nullptr, stream);
     return select.chosen();
   }
 
   /// Bytes that a choice over `n` tokens reads beside the K and V of what is attended.
-  offset_t bytes_read(offset_t n) const { return std::max<offset_t>(0, n - most_) * View::k_dim * offset_t(sizeof(T)); }
-  index_t most_read() const { return most_; }
+  static offset_t bytes_read(const read_plan& plan, offset_t n) {
+    return std::max<offset_t>(0, n - plan.read) * View::k_dim * offset_t(sizeof(T));
+  }
+  /// The most tokens that a plan attends.
+  static offset_t most_read(const read_plan& plan) { return plan.read; }
 
  private:
   scorer scorer_;
   logit_rule rule_;
-  index_t rows_, capacity_, most_;
+  index_t rows_, heads_, capacity_, most_;
   attentive_score<View, scorer> score_;
   finish finish_;
   select_slots<typename policy::selector_type> select_;

@@ -16,6 +16,7 @@ template <class View, class Out = float>
 struct mean_value_problem {
   View view;                    ///< lengths count the step's own tokens
   double* sums = nullptr;       ///< [rows, v_dim]: of V over the slots before the step's; gets those of all slots
+  const index_t* ids = nullptr;  ///< [sequences], whose sums those of the view are; null: its own rows
   const float* mass = nullptr;  ///< [rows, tokens * group], as choose_pages writes it; null: only the sums are wanted
   rows_view<Out> out;           ///< [sequences, tokens, q_heads, v_dim]; gets mass * out + (1 - mass) * mean
   index_t tokens = 0;           ///< of the step
@@ -23,9 +24,14 @@ struct mean_value_problem {
 
 namespace detail {
 
+/// The row of sums of a view's (sequence, head).
+__device__ inline offset_t sums_row(const index_t* ids, index_t row, index_t heads) {
+  return ids ? offset_t(ids[row / heads]) * heads + row % heads : row;
+}
+
 template <class View>
 __device__ double finite_value(const View& view, index_t sequence, index_t head, index_t slot, int d) {
-  const float x = float(view.value(sequence, head, slot)[d * view.v_strides.dim]);
+  const float x = float(view.value(sequence, head, slot)[d * view.v_strides.dim]) * view.value_scale(sequence, head, slot);
   return is_finite(x) ? double(x) : 0.0;
 }
 
@@ -54,10 +60,11 @@ __global__ void __launch_bounds__(sum_threads) sum_values_entry(const __grid_con
 }
 
 template <int D>
-__global__ void __launch_bounds__(D) merge_sums_entry(const double* partial, int parts, double* sums) {
+__global__ void __launch_bounds__(D)
+    merge_sums_entry(const double* partial, int parts, double* sums, const index_t* ids, index_t heads) {
   double sum = 0;
   for (int i = 0; i < parts; ++i) sum += partial[(offset_t(blockIdx.x) * parts + i) * D + threadIdx.x];
-  sums[offset_t(blockIdx.x) * D + threadIdx.x] = sum;
+  sums[sums_row(ids, index_t(blockIdx.x), heads) * D + threadIdx.x] = sum;
 }
 
 /// A row's sums take in the step's tokens one by one; the outputs of each see those up to it.
@@ -67,7 +74,7 @@ __global__ void __launch_bounds__(View::v_dim)
   const int d = int(threadIdx.x);
   const index_t row = index_t(blockIdx.x), sequence = row / p.view.kv_heads, head = row % p.view.kv_heads;
   const index_t n = p.view.length(sequence, head), group = p.out.heads / p.view.kv_heads;
-  double& kept = p.sums[offset_t(row) * View::v_dim + d];
+  double& kept = p.sums[sums_row(p.ids, row, p.view.kv_heads) * View::v_dim + d];
   double sum = kept;
   for (index_t t = 0; t < p.tokens; ++t) {
     const index_t slot = n - p.tokens + t;
@@ -99,14 +106,14 @@ class mean_value {
 
   std::size_t workspace_bytes() const { return std::size_t(rows_) * parts * View::v_dim * sizeof(double); }
 
-  /// Sums over everything that is stored, anew.
-  void build(const View& view, double* sums, void* workspace, cudaStream_t stream) const {
+  /// Sums over everything that is stored, anew. `ids`: as in the problem.
+  void build(const View& view, double* sums, void* workspace, cudaStream_t stream, const index_t* ids = nullptr) const {
     const index_t rows = checked_rows(view);
     if (rows == 0) return;
     auto* partial = static_cast<double*>(workspace);
     detail::sum_values_entry<View><<<dim3(parts, unsigned(rows)), detail::sum_threads, 0, stream>>>(view, partial);
     check(cudaGetLastError(), "launch of sum_values");
-    detail::merge_sums_entry<View::v_dim><<<unsigned(rows), View::v_dim, 0, stream>>>(partial, parts, sums);
+    detail::merge_sums_entry<View::v_dim><<<unsigned(rows), View::v_dim, 0, stream>>>(partial, parts, sums, ids, view.kv_heads);
     check(cudaGetLastError(), "launch of merge_sums");
   }
 

@@ -130,154 +130,198 @@ __device__ void copy_tile(const T* mine, index_t valid, std::uint32_t to, int la
   }
 }
 
-/// Chooses, then attends what was chosen: each block its tiles, then every block some rows' parts.
-template <class View, class Scorer, class Out>
-__global__ void __launch_bounds__(cluster_threads, 1)
-    attend_pages_entry(const __grid_constant__ page_problem<View> p, Scorer scorer,
-                       const __grid_constant__ page_choice c, const __grid_constant__ page_scratch to,
-                       const __grid_constant__ rows_view<Out> out, const __grid_constant__ rows_view<float> lse,
-                       std::uint32_t choice_bytes, index_t most_chosen) {
+/// Attends what a group of blocks has chosen of one row: each block its tiles, then every block some rows' parts.
+template <class View, class Out, bool Alone>
+struct chosen_attention {
   using T = typename View::element_type;
   using attention = cluster_attention<View>;
-  constexpr int D = View::k_dim, Dv = View::v_dim, tokens = attention::tokens;
-  constexpr float log2e = 1.44269504088896341f;
-  extern __shared__ uint4 page_memory[];
-  __shared__ page_choice_storage s;
-  __shared__ cluster_query<D> asked;
-  auto* bytes = reinterpret_cast<unsigned char*>(page_memory);
+  using blocks_of = block_group<Alone>;
+  static constexpr int D = View::k_dim, Dv = View::v_dim, tokens = attention::tokens;
+  static constexpr float log2e = 1.44269504088896341f;
+
+  const page_problem<View>& p;
+  const page_choice& c;
+  cluster_query<D>& asked;
+  float (&factors)[attention::most_rows][cluster_warps];
+  unsigned char* const bytes;
+  index_t* const own;        // slots of this block's tiles, one tile after the other
+  float* const part_out;     // [own rows, blocks, Dv]: what each block makes of them
+  float2* const part_state;  // [own rows, blocks]: maximum and sum
+  const index_t head = index_t(blockIdx.y), sequence = index_t(blockIdx.z), rows = c.tokens * c.group;
+  index_t* const chosen = c.out + (sequence * p.view.kv_heads + head) * c.out_stride;  // the row's choice
   const int thread = int(threadIdx.x), lane = thread % 32, warp = __shfl_sync(~0u, thread / 32, 0);
-  const int rank = int(blockIdx.x), blocks = int(gridDim.x), log_blocks = 31 - __clz(blocks);
-  const index_t head = index_t(blockIdx.y), sequence = index_t(blockIdx.z), row = sequence * p.view.kv_heads + head;
-  const index_t group = c.group, rows = c.tokens * group;
-  auto* const own = reinterpret_cast<index_t*>(bytes + attention::slots_at(choice_bytes));
-  index_t* const chosen = c.out + row * c.out_stride;
-  const bool known = c.unit == selection_unit::token;  // how many are chosen
-  const bool put = cluster_choose(p, scorer, c, to, s, asked, bytes, [&](index_t place, index_t slot) {
-    const index_t tile = place / tokens;
-    index_t* const at = own + (tile >> log_blocks) * tokens + place % tokens;
-    if (known)
-      send(at, tile & (blocks - 1), slot, asked.slots);
-    else
-      store_cluster(at, tile & (blocks - 1), slot);
-  });
-  const bool sent = put && known;
-  if (!sent) cluster_arrive();
-  const index_t position = p.first_position[sequence];
-  float* const outs = reinterpret_cast<float*>(bytes + warp * attention::warp_bytes);
-  const std::uint32_t ring = shared_address(outs);
-  std::uint32_t q[D / 16][2];
-  {
-    const index_t r = lane / 4 < rows ? lane / 4 : 0, token = c.by_group.quotient(r);  // other rows are not kept
+  const int rank = blocks_of::rank(), blocks = blocks_of::blocks(), log_blocks = blocks_of::log_blocks();
+
+  __device__ float* outs_of(int w) const { return reinterpret_cast<float*>(bytes + w * attention::warp_bytes); }
+
+  /// `put`: the blocks hold what was chosen; otherwise it lies in device memory only. `sent`: slots are counted where
+  /// they arrive, `read` in all.
+  __device__ void run(bool put, bool sent, index_t read, const rows_view<Out>& out, const rows_view<float>& lse) const {
+    if (!sent) blocks_of::arrive();
+    const index_t position = p.first_position[sequence];
+    std::uint32_t q[D / 16][2];
+    load_queries(q);
+    if (!sent) blocks_of::wait();  // the choice is there, also in device memory
+    const index_t count = sent ? read : c.counts[sequence * p.view.kv_heads + head];
+    const index_t tiles = ceil_div(count, index_t(tokens)), own_tiles = (tiles - rank + blocks - 1) >> log_blocks;
+    if (sent) {
+      const bool has_last = ((tiles - 1) & (blocks - 1)) == rank;
+      const index_t held = own_tiles * tokens - (has_last ? tiles * tokens - count : 0);
+      if (thread == 0) blocks_of::expect(asked.slots, held * index_t(sizeof(index_t)));
+      __syncthreads();  // no warp looks at keys any more where tiles are to lie; a block alone has its slots
+      if constexpr (!Alone) blocks_of::wait_for(asked.slots);
+    }
+    read_tiles(q, position, count, own_tiles, put);
+    const int active = int(min(own_tiles, index_t(cluster_warps)));
+    __syncthreads();  // all warps have left what they made of their tiles
+    send_parts(active);
+#pragma unroll 1
+    for (index_t i = thread; put && i < own_tiles * tokens; i += cluster_threads) {
+      const index_t place = ((i / tokens << log_blocks) + rank) * tokens + i % tokens;
+      if (place < count) chosen[place] = own[i];
+    }
+    const index_t own_rows = (rows - rank + blocks - 1) >> log_blocks;
+    if (own_rows <= 0) return;
+    if (thread == 0) blocks_of::expect(asked.outputs, own_rows * blocks * index_t(Dv * sizeof(float) + sizeof(float2)));
+    blocks_of::wait_for(asked.outputs);  // all blocks' parts of this block's rows are there
+    finish_rows(own_rows, out, lse);
+  }
+
+ private:
+  /// As the second operand of products: lane l has row l / 4; rows beyond the last are not kept.
+  __device__ void load_queries(std::uint32_t (&q)[D / 16][2]) const {
+    const index_t r = lane / 4 < rows ? lane / 4 : 0, token = c.by_group.quotient(r);
     const auto* const from = reinterpret_cast<const std::uint32_t*>(
-        p.q.row(sequence, token, head * group + r - token * group) + lane % 4 * 2);
+        p.q.row(sequence, token, head * c.group + r - token * c.group) + lane % 4 * 2);
 #pragma unroll
     for (int step = 0; step < D / 16; ++step) q[step][0] = from[step * 8], q[step][1] = from[step * 8 + 4];
   }
-  if (!sent) cluster_wait();
-  const index_t count = sent ? to.read : c.counts[row];
-  const index_t tiles = ceil_div(count, tokens), own_tiles = (tiles - rank + blocks - 1) >> log_blocks;
-  if (sent) {
-    const bool has_last = ((tiles - 1) & (blocks - 1)) == rank;
-    const index_t held = own_tiles * tokens - (has_last ? tiles * tokens - count : 0);
-    if (thread == 0) asked.slots.expect(std::uint32_t(held) * std::uint32_t(sizeof(index_t)));
-    __syncthreads();  // no warp looks at keys any more where tiles are to lie
-    asked.slots.wait();
-  }
-  cluster_state<View> state;
-  const float scale = p.rule.scale_for(D);
+
+  /// A warp's tiles of chosen tokens; leaves what it made of them.
+  __device__ void read_tiles(const std::uint32_t (&q)[D / 16][2], index_t position, index_t count, index_t own_tiles,
+                             bool put) const {
+    const std::uint32_t ring = shared_address(outs_of(warp));
+    cluster_state<View> state;
+    const float scale = p.rule.scale_for(D);
 #pragma unroll 1
-  for (index_t i = warp; i < own_tiles; i += cluster_warps) {
-    const index_t first = ((i << log_blocks) + rank) * tokens, valid = min(index_t(tokens), count - first);
-    const index_t at = min(index_t(lane % tokens), valid - 1), slot = put ? own[i * tokens + at] : chosen[first + at];
-    const T* const k = p.view.key(sequence, head, slot);
-    const T* const v = p.view.value(sequence, head, slot);
-    const index_t held = p.view.positions ? p.view.position(sequence, head, slot) : slot;
-    __syncwarp();
-    copy_tile<T, D / 8>(k, valid, ring, lane);
-    copy_tile<T, Dv / 8>(v, valid, ring + std::uint32_t(attention::k_bytes), lane);
-    commit_copies();
-    const index_t position_of[2] = {__shfl_sync(~0u, held, lane / 4), __shfl_sync(~0u, held, lane / 4 + 8)};
-    wait_copies<0>();
-    __syncwarp();
-    state.read(
-        q, ring,
-        [&](int high, int r, float product) {
-          const index_t query = position + c.by_group.quotient(lane % 4 * 2 + r);
-          const bool seen = lane / 4 + high * 8 < valid && p.rule.visible(query, position_of[high]);
-          return seen ? quick_cap(p.rule, product * scale) * log2e : -infinity;
-        },
-        lane);
-    __syncwarp();
-  }
-  const int active = int(min(own_tiles, index_t(cluster_warps)));
-  if (warp < active) state.store(outs, rows, lane);
-  const auto part_out = reinterpret_cast<float*>(bytes + attention::parts_at(choice_bytes, most_chosen, blocks));
-  const index_t each = attention::rows_each(rows, blocks);
-  const auto part_state = reinterpret_cast<float2*>(part_out + each * blocks * Dv);  // [rows_each, blocks]
-  __shared__ float factors[attention::most_rows][cluster_warps];
-  const auto outs_of = [&](int w) { return reinterpret_cast<const float*>(bytes + w * attention::warp_bytes); };
-  __syncthreads();
-  if (warp < rows) {  // a row's factors by a warp, one a lane
-    const float2 part =
-        lane < active ? reinterpret_cast<const float2*>(outs_of(lane) + attention::most_rows * attention::pitch)[warp]
-                      : make_float2(-infinity, 0);
-    const float top = warp_max(part.x), factor = top > -infinity ? power_of_two(part.x - top) : 0.0f;
-    const float sum = warp_sum(part.y * factor);
-    if (lane < cluster_warps) factors[warp][lane] = factor;
-    if (lane == 0) {
-      send(part_state + (warp >> log_blocks) * blocks + rank, warp & (blocks - 1), make_float2(top, sum),
-           asked.outputs);
+    for (index_t i = warp; i < own_tiles; i += cluster_warps) {
+      const index_t first = ((i << log_blocks) + rank) * tokens, valid = min(index_t(tokens), count - first);
+      const index_t at = min(index_t(lane % tokens), valid - 1), slot = put ? own[i * tokens + at] : chosen[first + at];
+      const T* const k = p.view.key(sequence, head, slot);
+      const T* const v = p.view.value(sequence, head, slot);
+      const index_t held = p.view.positions ? p.view.position(sequence, head, slot) : slot;
+      __syncwarp();
+      copy_tile<T, D / 8>(k, valid, ring, lane);
+      copy_tile<T, Dv / 8>(v, valid, ring + std::uint32_t(attention::k_bytes), lane);
+      commit_copies();
+      const index_t position_of[2] = {__shfl_sync(~0u, held, lane / 4), __shfl_sync(~0u, held, lane / 4 + 8)};
+      wait_copies<0>();
+      __syncwarp();
+      state.read(
+          q, ring,
+          [&](int high, int r, float product) {
+            const index_t query = position + c.by_group.quotient(lane % 4 * 2 + r);
+            const bool seen = lane / 4 + high * 8 < valid && p.rule.visible(query, position_of[high]);
+            return seen ? quick_cap(p.rule, product * scale) * log2e : -infinity;
+          },
+          lane);
+      __syncwarp();
     }
+    if (warp < own_tiles) state.store(outs_of(warp), rows, lane);
   }
-  __syncthreads();
+
+  /// Merges what the warps left of every row, and sends it to the block that finishes the row.
+  __device__ void send_parts(int active) const {
+    if (warp < rows) {  // a row's factors by a warp, one a lane
+      const float2 part =
+          lane < active ? reinterpret_cast<const float2*>(outs_of(lane) + attention::most_rows * attention::pitch)[warp]
+                        : make_float2(-infinity, 0);
+      const float top = warp_max(part.x), factor = top > -infinity ? power_of_two(part.x - top) : 0.0f;
+      const float sum = warp_sum(part.y * factor);
+      if (lane < cluster_warps) factors[warp][lane] = factor;
+      if (lane == 0) {
+        blocks_of::send(part_state + (warp >> log_blocks) * blocks + rank, warp & (blocks - 1), make_float2(top, sum),
+                        asked.outputs);
+      }
+    }
+    __syncthreads();  // the factors are there
 #pragma unroll 1
-  for (int i = thread * 4; i < rows * Dv; i += cluster_threads * 4) {
-    const int r = i / Dv, d = i % Dv;
-    float4 x = make_float4(0, 0, 0, 0);
+    for (int i = thread * 4; i < rows * Dv; i += cluster_threads * 4) {
+      const int r = i / Dv, d = i % Dv;
+      float4 x = make_float4(0, 0, 0, 0);
 #pragma unroll 4
-    for (int w = 0; w < active; ++w) {
-      const float4 part = *reinterpret_cast<const float4*>(outs_of(w) + r * attention::pitch + d);
-      const float factor = factors[r][w];
-      x.x += part.x * factor, x.y += part.y * factor, x.z += part.z * factor, x.w += part.w * factor;
+      for (int w = 0; w < active; ++w) {
+        const float4 part = *reinterpret_cast<const float4*>(outs_of(w) + r * attention::pitch + d);
+        const float factor = factors[r][w];
+        x.x += part.x * factor, x.y += part.y * factor, x.z += part.z * factor, x.w += part.w * factor;
+      }
+      blocks_of::send(reinterpret_cast<float4*>(part_out + ((r >> log_blocks) * blocks + rank) * Dv + d),
+                      r & (blocks - 1), x, asked.outputs);
     }
-    send(reinterpret_cast<float4*>(part_out + ((r >> log_blocks) * blocks + rank) * Dv + d), r & (blocks - 1), x,
-         asked.outputs);
   }
+
+  __device__ void finish_rows(index_t own_rows, const rows_view<Out>& out, const rows_view<float>& lse) const {
+    constexpr int most_parts = Alone ? 1 : most_cluster_blocks;
 #pragma unroll 1
-  for (index_t i = thread; put && i < own_tiles * tokens; i += cluster_threads) {
-    const index_t place = ((i / tokens << log_blocks) + rank) * tokens + i % tokens;
-    if (place < count) chosen[place] = own[i];
-  }
-  const index_t own_rows = (rows - rank + blocks - 1) >> log_blocks;
-  if (own_rows <= 0) return;
-  if (thread == 0) {
-    asked.outputs.expect(std::uint32_t(own_rows * blocks) * std::uint32_t(Dv * sizeof(float) + sizeof(float2)));
-  }
-  asked.outputs.wait();
-#pragma unroll 1
-  for (int i = thread; i < own_rows * Dv; i += cluster_threads) {
-    const int own_row = i / Dv, d = i % Dv;
-    const index_t r = (own_row << log_blocks) + rank;
-    float2 part[most_cluster_blocks];
-    float held[most_cluster_blocks], top = -infinity, sum = 0, x = 0;
+    for (int i = thread; i < own_rows * Dv; i += cluster_threads) {
+      const int own_row = i / Dv, d = i % Dv;
+      const index_t r = (own_row << log_blocks) + rank;
+      float2 part[most_parts];
+      float held[most_parts], top = -infinity, sum = 0, x = 0;
 #pragma unroll
-    for (int block = 0; block < most_cluster_blocks; ++block) {
-      const int place = own_row * blocks + block;
-      part[block] = block < blocks ? part_state[place] : make_float2(-infinity, 0);
-      held[block] = block < blocks ? part_out[place * Dv + d] : 0.0f;
-      top = fmaxf(top, part[block].x);
-    }
+      for (int block = 0; block < most_parts; ++block) {
+        const int place = own_row * blocks + block;
+        part[block] = block < blocks ? part_state[place] : make_float2(-infinity, 0);
+        held[block] = block < blocks ? part_out[place * Dv + d] : 0.0f;
+        top = fmaxf(top, part[block].x);
+      }
 #pragma unroll
-    for (int block = 0; block < most_cluster_blocks; ++block) {
-      const float factor = part[block].y != 0 ? power_of_two(part[block].x - top) : 0.0f;
-      x += held[block] * factor;
-      sum += part[block].y * factor;
+      for (int block = 0; block < most_parts; ++block) {
+        const float factor = part[block].y != 0 ? power_of_two(part[block].x - top) : 0.0f;
+        x += held[block] * factor;
+        sum += part[block].y * factor;
+      }
+      const index_t token = c.by_group.quotient(r), q_head = head * c.group + r - token * c.group;
+      const float weight =
+          output_weight(p.rule, q_head, top, sum, d == 0 && lse.data ? lse.row(sequence, token, q_head) : nullptr);
+      out.row(sequence, token, q_head)[d] = Out(x * weight);
     }
-    const index_t token = c.by_group.quotient(r), q_head = head * group + r - token * group;
-    const float weight =
-        output_weight(p.rule, q_head, top, sum, d == 0 && lse.data ? lse.row(sequence, token, q_head) : nullptr);
-    out.row(sequence, token, q_head)[d] = Out(x * weight);
   }
+};
+
+/// Chooses, then attends what was chosen, in one launch.
+template <class View, class Scorer, class Out, bool Alone>
+__global__ void __launch_bounds__(cluster_threads, 1)
+    attend_pages_entry(const __grid_constant__ page_problem<View> p, Scorer scorer,
+                       const __grid_constant__ page_choice c, const __grid_constant__ page_scratch to,
+                       const __grid_constant__ cluster_layout layout, const __grid_constant__ rows_view<Out> out,
+                       const __grid_constant__ rows_view<float> lse, index_t most_chosen) {
+  using attention = cluster_attention<View>;
+  using blocks_of = block_group<Alone>;
+  constexpr int tokens = attention::tokens;
+  extern __shared__ uint4 page_memory[];
+  __shared__ page_choice_storage s;
+  __shared__ cluster_query<View::k_dim> asked;
+  __shared__ float factors[attention::most_rows][cluster_warps];
+  auto* const bytes = reinterpret_cast<unsigned char*>(page_memory);
+  auto* const own = reinterpret_cast<index_t*>(bytes + attention::slots_at(layout.bytes));
+  const bool known = c.unit == selection_unit::token;  // how many are chosen: then they are counted where they arrive
+  const cluster_choice<View, Scorer, Alone> choice{p, scorer, c, to, layout, s, asked};
+  index_t read = 0;
+  const bool put = choice.run(bytes, read, [&](index_t place, index_t slot) {
+    const index_t tile = place / tokens;
+    index_t* const at = own + (tile >> blocks_of::log_blocks()) * tokens + place % tokens;
+    if (known)
+      blocks_of::send(at, tile & (blocks_of::blocks() - 1), slot, asked.slots);
+    else
+      blocks_of::store(at, tile & (blocks_of::blocks() - 1), slot);
+  });
+  const int blocks = blocks_of::blocks();
+  auto* const part_out = reinterpret_cast<float*>(bytes + attention::parts_at(layout.bytes, most_chosen, blocks));
+  auto* const part_state =
+      reinterpret_cast<float2*>(part_out + attention::rows_each(c.tokens * c.group, blocks) * blocks * View::v_dim);
+  const chosen_attention<View, Out, Alone> attend{p, c, asked, factors, bytes, own, part_out, part_state};
+  attend.run(put, put && known, read, out, lse);
 }
 
 }  // namespace detail

@@ -5,9 +5,8 @@
 #include <string>
 
 #include "../../../../core/error.hpp"
-#include "../../../../core/page_extrema.hpp"
-#include "../../../../core/views.hpp"
 #include "../../device/check.cuh"
+#include "page_problem.cuh"
 
 TESSERA_NAMESPACE_BEGIN
 namespace cuda {
@@ -16,85 +15,96 @@ namespace detail {
 inline constexpr float not_a_number = std::numeric_limits<float>::quiet_NaN();
 
 /// Folds slots [from, n) of one (sequence, kv_head) into those of their pages that lie in [first_page, end_page), one
-/// thread a channel: its slots in order, so that the bits are the CPU's.
+/// thread a channel: its slots in order, so that the bits are the CPU's. A page of one slot is its key, whatever that is.
 template <class View, class T, int D>
 __device__ __noinline__ void fold_slots(const View& view, index_t sequence, index_t head,
-                                        const page_extrema_view<T, D>& index, index_t from, index_t n,
-                                        index_t first_page, index_t end_page, int channel) {
+                                        const page_extrema_view<T, D>& index, const read_plan& plan, index_t from,
+                                        index_t n, index_t first_page, index_t end_page, int channel) {
   const offset_t row = offset_t(sequence) * view.kv_heads + head;
   T* const low = index.lower(row, channel);
-  T* const high = index.upper(row, channel);
+  T* const high = plan.page == 1 ? low : index.upper(row, channel);
 #pragma unroll 1
   for (index_t slot = from; slot < n; ++slot) {
-    const index_t p = slot / index.page;
+    const index_t p = plan.page_of(slot);
     if (p < first_page || p >= end_page) continue;
-    const float fresh = float(view.key(sequence, head, slot)[channel * view.k_strides.dim]);
-    const bool first = slot == p * index.page;
-    low[p] = T(lower_with(first ? not_a_number : float(low[p]), fresh));
-    high[p] = T(upper_with(first ? not_a_number : float(high[p]), fresh));
+    const T fresh = view.key(sequence, head, slot)[channel * view.k_strides.dim];
+    if (plan.page == 1) {
+      low[p] = fresh;
+      continue;
+    }
+    const bool first = slot == p * plan.page;
+    low[p] = T(lower_with(first ? not_a_number : float(low[p]), float(fresh)));
+    high[p] = T(upper_with(first ? not_a_number : float(high[p]), float(fresh)));
   }
 }
 
 template <class View, int D>
 __global__ void __launch_bounds__(256)
     fold_entry(const __grid_constant__ View view, page_extrema_view<typename View::element_type, D> index,
-               index_t newest) {
+               const read_plan* plans, index_t newest) {
   const index_t sequence = index_t(blockIdx.x) / view.kv_heads, head = index_t(blockIdx.x) % view.kv_heads;
   const index_t n = view.length(sequence, head);
-  fold_slots(view, sequence, head, index, max(0, n - newest), n, 0, n, int(threadIdx.x));
+  fold_slots(view, sequence, head, index, plans[sequence], max(0, n - newest), n, 0, n, int(threadIdx.x));
 }
 
-inline constexpr int built_pages = 32;  // of a block
+inline constexpr int built_pages = 32;  // that a block makes at a time
 
-/// A block makes some pages of one (sequence, kv_head): a thread reads two channels of every slot of a page, the block
-/// turns the pages by channel in shared memory.
+/// A block makes every gridDim.x-th run of pages of one (sequence, kv_head): a thread reads two channels of every slot of
+/// a page, the block turns the pages by channel in shared memory.
 template <class View, int D, int Threads>
 __global__ void __launch_bounds__(Threads)
-    build_entry(const __grid_constant__ View view, page_extrema_view<typename View::element_type, D> index) {
+    build_entry(const __grid_constant__ View view, page_extrema_view<typename View::element_type, D> index,
+                const read_plan* plans) {
   using T = typename View::element_type;
   constexpr int lanes = Threads / (D / 2);
   __shared__ T tile[2][D][built_pages + 2];
   const index_t sequence = index_t(blockIdx.y) / view.kv_heads, head = index_t(blockIdx.y) % view.kv_heads;
-  const index_t n = view.length(sequence, head), pages = ceil_div(n, index.page);
-  const index_t first = index_t(blockIdx.x) * built_pages, count = min(built_pages, pages - first);
-  if (count <= 0) return;
-  const int channel = int(threadIdx.x) % (D / 2) * 2;
-  for (index_t p = index_t(threadIdx.x) / (D / 2); p < count; p += lanes) {
-    float low[2] = {not_a_number, not_a_number}, high[2] = {not_a_number, not_a_number};
-    const index_t begin = (first + p) * index.page, end = first + p + 1 == pages ? n : begin + index.page;
+  const read_plan plan = load_plan(plans + sequence);
+  const index_t n = view.length(sequence, head), pages = plan.pages_of(n);
+  const int channel = int(threadIdx.x) % (D / 2) * 2, sides = plan.page == 1 ? 1 : 2;
+  const offset_t row = blockIdx.y;
+  for (index_t first = index_t(blockIdx.x) * built_pages; first < pages; first += index_t(gridDim.x) * built_pages) {
+    const index_t count = min(built_pages, pages - first);
+    for (index_t p = index_t(threadIdx.x) / (D / 2); p < count; p += lanes) {
+      const index_t begin = (first + p) * plan.page, end = first + p + 1 == pages ? n : begin + plan.page;
+      if (plan.page == 1) {
+        const T* key = view.key(sequence, head, begin) + channel * view.k_strides.dim;
+        tile[0][channel][p] = key[0], tile[0][channel + 1][p] = key[view.k_strides.dim];
+        continue;
+      }
+      float low[2] = {not_a_number, not_a_number}, high[2] = {not_a_number, not_a_number};
 #pragma unroll 4
-    for (index_t slot = begin; slot < end; ++slot) {
-      const T* key = view.key(sequence, head, slot) + channel * view.k_strides.dim;
+      for (index_t slot = begin; slot < end; ++slot) {
+        const T* key = view.key(sequence, head, slot) + channel * view.k_strides.dim;
+#pragma unroll
+        for (int i = 0; i < 2; ++i) {
+          const float fresh = float(key[i * view.k_strides.dim]);
+          low[i] = lower_with(low[i], fresh);
+          high[i] = upper_with(high[i], fresh);
+        }
+      }
 #pragma unroll
       for (int i = 0; i < 2; ++i) {
-        const float fresh = float(key[i * view.k_strides.dim]);
-        low[i] = lower_with(low[i], fresh);
-        high[i] = upper_with(high[i], fresh);
+        tile[0][channel + i][p] = T(low[i]);
+        tile[1][channel + i][p] = T(high[i]);
       }
     }
-#pragma unroll
-    for (int i = 0; i < 2; ++i) {
-      tile[0][channel + i][p] = T(low[i]);
-      tile[1][channel + i][p] = T(high[i]);
+    __syncthreads();
+    for (int i = threadIdx.x; i < sides * D * built_pages; i += Threads) {
+      const int p = i % built_pages, d = i / built_pages % D, side = i / (D * built_pages);
+      if (p < count) (side == 0 ? index.lower(row, d) : index.upper(row, d))[first + p] = tile[side][d][p];
     }
-  }
-  __syncthreads();
-  const offset_t row = blockIdx.y;
-  for (int i = threadIdx.x; i < 2 * D * built_pages; i += Threads) {
-    const int p = i % built_pages, d = i / built_pages % D;
-    if (p < count)
-      (i < D * built_pages ? index.lower(row, d) : index.upper(row, d))[first + p] = tile[i / (D * built_pages)][d][p];
+    __syncthreads();  // before the next run of pages overwrites the tile
   }
 }
 
 }  // namespace detail
 
-/// Fills the index of a view's keys. The values are cpu::page_index's to the bit; pages of one slot have no index, and
-/// nothing is launched for them.
+/// Fills the index of a view's keys, by the plan of each sequence. The values are cpu::page_index's to the bit.
 ///
-/// Lengths are read on the device, so a captured launch can be replayed while they grow. A row's room must hold its
-/// pages.
-/// Errors   page or newest below 1.   Workspace  none.
+/// Lengths and plans are read on the device, so a captured launch can be replayed while they change. A row's room must
+/// hold its pages.
+/// Errors   newest below 1.   Workspace  none.
 /// Cost     build: one read of the keys and one write of the index; fold: O(newest * k_dim) a row.
 template <class View>
 class index_pages {
@@ -106,32 +116,35 @@ class index_pages {
 
   std::size_t workspace_bytes() const { return 0; }
 
-  /// Every page of every row, anew; `capacity` bounds the lengths.
-  void build(const View& view, const index_type& index, index_t capacity, cudaStream_t stream) const {
-    check_call(view, index);
+  /// Every page of every row, anew. `pages`: how many a row usually has at most; more are made too.
+  void build(const View& view, const index_type& index, const read_plan* plans, index_t pages,
+             cudaStream_t stream) const {
+    check_call(view, index, plans);
     const index_t rows = view.sequences * view.kv_heads;
-    if (index.page == 1 || rows == 0 || capacity <= 0) return;
+    if (rows == 0 || pages <= 0) return;
     constexpr int threads = 256 / (D / 2) * (D / 2);
-    const unsigned tiles = unsigned(ceil_div(ceil_div(capacity, index.page), detail::built_pages));
-    detail::build_entry<View, D, threads><<<dim3(tiles, unsigned(rows)), threads, 0, stream>>>(view, index);
+    const unsigned tiles = unsigned(ceil_div(pages, detail::built_pages));
+    detail::build_entry<View, D, threads><<<dim3(tiles, unsigned(rows)), threads, 0, stream>>>(view, index, plans);
     check(cudaGetLastError(), "launch of build_pages");
   }
 
   /// Takes in the newest slots of every row; the view's lengths count them.
-  void fold(const View& view, const index_type& index, index_t newest, cudaStream_t stream) const {
-    check_call(view, index);
+  void fold(const View& view, const index_type& index, const read_plan* plans, index_t newest,
+            cudaStream_t stream) const {
+    check_call(view, index, plans);
     require(newest >= 1, "newest", newest, "at least 1", "pass how many tokens were appended");
     const index_t rows = view.sequences * view.kv_heads;
-    if (index.page == 1 || rows == 0) return;
-    detail::fold_entry<View, D><<<unsigned(rows), D, 0, stream>>>(view, index, newest);
+    if (rows == 0) return;
+    detail::fold_entry<View, D><<<unsigned(rows), D, 0, stream>>>(view, index, plans, newest);
     check(cudaGetLastError(), "launch of fold_pages");
   }
 
  private:
-  static void check_call(const View& view, const index_type& index) {
-    require(index.page >= 1, "page", index.page, "at least 1", "pass the fitted scorer's page");
-    require(index.page == 1 || index.data, "data of the page index", "null", "memory for 2 * k_dim values a page",
-            "allocate the index before it is filled");
+  static void check_call(const View& view, const index_type& index, const read_plan* plans) {
+    require(plans != nullptr, "plans of the sequences", "null", "one read_plan a sequence, on the device",
+            "write each sequence's plan when its prompt ends");
+    require(index.data != nullptr, "data of the page index", "null", "memory for the extrema of every page",
+            "allocate the index before it is filled: page_row_elements a row");
     require(view.sequences * offset_t(view.kv_heads) <= 65535, "sequences * kv_heads",
             offset_t(view.sequences) * view.kv_heads, "at most 65535", "split the batch");
   }

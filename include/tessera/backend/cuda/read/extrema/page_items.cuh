@@ -25,10 +25,9 @@ struct quick_divisor {
 struct page_choice {
   const index_t* lengths;
   offset_t sequence_stride, head_stride;
+  const read_plan* plans;
   index_t kv_heads, group, tokens;
-  index_t page, tail;
-  index_t read_pages;  // that what is read would fill
-  quick_divisor by_page, by_group;
+  quick_divisor by_group;
   selection_unit unit;
   bool normalised;
   const float* sink_logits;
@@ -38,6 +37,9 @@ struct page_choice {
   float* mass;     // null: not wanted
   unsigned* keys;  // [rows, key_stride], where they do not fit into shared memory
   offset_t key_stride;
+
+  /// Newest slots that are read whatever they score: those that the plan says, and those of the step itself.
+  __device__ index_t tail(const read_plan& plan) const { return max(tokens > 1 ? tokens : 0, plan.tail); }
 
   __device__ index_t length(index_t row) const {
     return lengths[row / kv_heads * sequence_stride + row % kv_heads * head_stride];
@@ -81,17 +83,16 @@ struct page_bounds {
   index_t n, pages, forced, limit, room, wanted;  // `limit`: slots before the forced ones; `room`: units to choose
   index_t unit, missing;                          // slots of a unit, and those that the last page lacks
   bool tokens;
-  __device__ page_bounds(const page_choice& p, index_t read, index_t n_) : n(n_) {
-    const index_t full = p.by_page.quotient(n);
-    pages = full + (n > full * p.page);
+  __device__ page_bounds(const page_choice& p, const read_plan& plan, index_t n_) : n(n_) {
+    pages = plan.pages_of(n);
     tokens = p.unit == selection_unit::token;
-    const index_t tail = min(p.tail, tokens ? read : n);
-    forced = tokens || tail == 0 ? 0 : pages - p.by_page.quotient(n - tail);
-    limit = tokens ? n - tail : min(n, (pages - forced) * p.page);
-    wanted = min(max(forced, p.read_pages), pages);
-    room = tokens ? read - tail : wanted - forced;
-    unit = tokens ? 1 : p.page;
-    missing = pages * p.page - n;
+    const index_t tail = min(p.tail(plan), tokens ? plan.read : n);
+    forced = tokens || tail == 0 ? 0 : pages - plan.page_of(n - tail);
+    limit = tokens ? n - tail : min(n, (pages - forced) * plan.page);
+    wanted = min(max(forced, plan.pages_of(plan.read)), pages);
+    room = tokens ? plan.read - tail : wanted - forced;
+    unit = tokens ? 1 : plan.page;
+    missing = pages * plan.page - n;
   }
   __device__ bool whole() const { return !tokens && wanted == pages; }
   /// Slots that are chosen; where pages are forced, the others are full ones. `last`: the last item is among them.
@@ -106,6 +107,7 @@ struct page_items {
   page_rows& s;
   const page_choice& p;
   const page_scratch& from;
+  const read_plan& plan;  // in device memory
   index_t row;
   index_t limit;  // slots before the forced ones
   index_t items;
@@ -115,11 +117,11 @@ struct page_items {
 
   /// The first slot of an item.
   __device__ __noinline__ index_t begin(index_t item) const {
-    if (!tokens || s.cut_count == 0) return item * p.page;
+    if (!tokens || s.cut_count == 0) return item * plan.page;
     index_t before = 0;
     while (before < s.cut_count && s.cut_items[before] <= item) ++before;
     if (before > 0 && s.cut_items[before - 1] == item) return s.cuts[before - 1];
-    return (item - before) * p.page;
+    return (item - before) * plan.page;
   }
   __device__ index_t end(index_t item) const { return item + 1 == items ? limit : begin(item + 1); }
   __device__ unsigned weight(index_t item) const { return tokens ? unsigned(end(item) - begin(item)) : 1u; }
@@ -133,7 +135,7 @@ struct page_items {
       if (slot < s.runs[t].begin || slot >= s.runs[t].end) continue;
       any = true;
       for (index_t r = t * p.group; r < (t + 1) * p.group; ++r) {
-        const float logit = from.logits_of(row, r)[slot / p.page];
+        const float logit = from.logits_of(row, r)[plan.page_of(slot)];
         if (s.softmax[r].speaks) sum += weigh(logit, r);
       }
     }
@@ -143,7 +145,7 @@ struct page_items {
     const index_t first = begin(item);
     unsigned best = key_of_slot(first);
     for (index_t i = 0; !tokens && i < s.cut_count; ++i) {
-      if (s.cuts[i] / p.page == item) best = max(best, key_of_slot(s.cuts[i]));
+      if (plan.page_of(s.cuts[i]) == item) best = max(best, key_of_slot(s.cuts[i]));
     }
     return best;
   }
@@ -181,10 +183,8 @@ struct even_items {
   const page_choice& p;
   index_t row, limit, items, page, full, last;  // slots or pages that an item counts, and those of the last one
   bool tokens;
-  __device__ even_items(const page_choice& p_, index_t row_, const page_bounds& b)
-      : p(p_), row(row_), limit(b.limit), page(p_.page), tokens(b.tokens) {
-    items = p.by_page.quotient(limit);
-    items += limit > items * page;
+  __device__ even_items(const page_choice& p_, const read_plan& plan, index_t row_, const page_bounds& b)
+      : p(p_), row(row_), limit(b.limit), items(plan.pages_of(b.limit)), page(plan.page), tokens(b.tokens) {
     full = tokens ? page : 1, last = tokens ? limit - (items - 1) * page : 1;
   }
   __device__ index_t begin(index_t item) const { return item * page; }
@@ -228,7 +228,8 @@ __device__ inline void merge_tiles(page_rows& s, const page_choice& p, const pag
 }
 
 /// Finds whether all tokens of the step see all items or none, and otherwise where pages must be cut. By one warp.
-__device__ __noinline__ inline void find_cuts(page_rows& s, const page_choice& p, index_t limit) {
+__device__ __noinline__ inline void find_cuts(page_rows& s, const page_choice& p, const read_plan& plan,
+                                              index_t limit) {
   const int lane = int(threadIdx.x) % 32;
   bool alike = true, sees = false;
   if (lane < p.tokens) {
@@ -243,7 +244,7 @@ __device__ __noinline__ inline void find_cuts(page_rows& s, const page_choice& p
   index_t count = 0;
   for (index_t i = 0; !alike && i < 2 * p.tokens; ++i) {
     const index_t at = i % 2 ? s.runs[i / 2].end : s.runs[i / 2].begin;
-    if (at <= 0 || at >= limit || at % p.page == 0) continue;
+    if (at <= 0 || at >= limit || at == plan.page_of(at) * plan.page) continue;
     index_t to = count;
     while (to > 0 && s.cuts[to - 1] >= at) --to;
     if (to < count && s.cuts[to] == at) continue;
@@ -251,7 +252,7 @@ __device__ __noinline__ inline void find_cuts(page_rows& s, const page_choice& p
     s.cuts[to] = at;
     ++count;
   }
-  for (index_t i = 0; i < count; ++i) s.cut_items[i] = s.cuts[i] / p.page + 1 + i;
+  for (index_t i = 0; i < count; ++i) s.cut_items[i] = plan.page_of(s.cuts[i]) + 1 + i;
   s.cut_count = count;
 }
 
@@ -264,7 +265,7 @@ __device__ inline void sum_mass(page_choice_storage& s, const page_items& rows_o
   for (index_t first = 0; first < rows; first += 4) {
     float held[4] = {};
     for (index_t i = threadIdx.x; i < count; i += int(blockDim.x)) {
-      const index_t slot = out[i], of_page = slot / p.page;
+      const index_t slot = out[i], of_page = rows_of.plan.page_of(slot);
 #pragma unroll
       for (int u = 0; u < 4; ++u) {
         const index_t r = first + u;

@@ -2,61 +2,13 @@
 #pragma once
 
 #include "../../../../concepts/scorer.hpp"
-#include "../../../../core/logit_rule.hpp"
-#include "../../../../core/page_extrema.hpp"
-#include "../../../../core/views.hpp"
 #include "../../../../math/ordered.hpp"
-#include "../../device/check.cuh"
+#include "page_problem.cuh"
 
 TESSERA_NAMESPACE_BEGIN
 namespace cuda {
 
-/// What a step's choice reads and writes; every pointer is a device pointer, every length is read on the device.
-template <class View>
-struct page_problem {
-  using T = typename View::element_type;
-  View view;                                  ///< what steps may read; lengths count the step's own tokens
-  page_extrema_view<T, View::k_dim> index{};  ///< of the view; data null for pages of one slot
-  index_t unfolded = 0;                       ///< newest slots of every row that the index has yet to take in
-  rows_view<const T> q;                       ///< [sequences, tokens, q_heads, k_dim]
-  const index_t* first_position = nullptr;    ///< [sequences], position of the step's first token
-  logit_rule rule;
-  index_t* out = nullptr;  ///< [rows, out_stride], ascending slots of the view; row = sequence * kv_heads + head
-  offset_t out_stride = 0;
-  index_t* counts = nullptr;  ///< [rows]
-  float* mass = nullptr;  ///< [rows, tokens * group] or null: what the chosen slots hold of the estimated probabilities
-};
-
 namespace detail {
-
-inline constexpr int most_step_tokens = 8;
-inline constexpr int most_query_rows = 128;  // of a group: step tokens times query heads
-
-struct slot_run {
-  index_t begin, end;
-};
-
-/// Slots that a query at some position sees, by one warp: a run, for positions ascend. A probe of 32 slots at a time
-/// costs one trip to memory, and most runs end where the slots do: `last` is the position of slot n - 1.
-template <class View>
-__device__ slot_run visible_run(const View& view, index_t sequence, index_t head, const logit_rule& rule, index_t n,
-                                index_t last, index_t query, int lane) {
-  const auto first_above = [&](index_t position) -> index_t {
-    if (!view.positions) return min(max(position + 1, 0), n);
-    if (last <= position) return n;
-    index_t low = 0, high = n - 1;  // the answer lies in [low, high]
-    while (low < high) {
-      const index_t step = (high - low + 31) / 32, at = low + lane * step;
-      const unsigned above = __ballot_sync(~0u, at >= high || view.position(sequence, head, min(at, high)) > position);
-      // All before the first probe that is above are not; lane 31 may stop short of `high`.
-      const int first = above ? __ffs(int(above)) - 1 : 32;
-      if (first < 32) high = min(high, low + first * step);
-      if (first > 0) low = min(high, low + (first - 1) * step + 1);
-    }
-    return low;
-  };
-  return {rule.sliding_window > 0 ? first_above(query - rule.sliding_window) : 0, first_above(query)};
-}
 
 /// Sums of a warp, the same on every lane and in the same order every time.
 __device__ inline float warp_sum(float value) {
@@ -93,8 +45,8 @@ struct page_query_storage {
 /// are made in the order of the rows. Synchronises the block behind itself.
 template <int Threads, class View, class Scorer>
 __device__ void read_page_query(page_query_storage<View::k_dim>& s, typename View::element_type* q,
-                                const page_problem<View>& p, const Scorer& scorer, index_t sequence, index_t head,
-                                index_t n) {
+                                const page_problem<View>& p, const Scorer& scorer, index_t channels, index_t sequence,
+                                index_t head, index_t n) {
   constexpr int D = View::k_dim, chunks = D / 8, warps = Threads / 32;
   constexpr int parts = 2 * D <= Threads ? 2 : 1;  // threads that rank one channel
   const int thread = int(threadIdx.x), lane = thread % 32, warp = thread / 32;
@@ -135,7 +87,6 @@ __device__ void read_page_query(page_query_storage<View::k_dim>& s, typename Vie
     sum_rows(false);
     __syncthreads();
   }
-  const int channels = min(int(scorer.channels), D);
   if (channels == D) {
     for (int d = thread; d < D; d += Threads) s.place[d] = d;
   } else {

@@ -12,15 +12,42 @@
 TESSERA_NAMESPACE_BEGIN
 namespace cuda {
 
+/// Bounds of the plans that may meet in a launch. They size memory; what is done follows each sequence's own plan.
+struct read_bounds {
+  index_t capacity = 0;      ///< most tokens that a row ever holds
+  index_t read = 0;          ///< most tokens that a step attends
+  index_t page = 1;          ///< smallest page
+  index_t largest_page = 1;  ///< counts where whole pages are chosen, and for `most_chosen`
+  index_t tail = 0;          ///< longest tail
+  /// Pages that a row has when its plan is made, at most; 0: as many as `capacity` and `page` allow. Rows of that many
+  /// are chosen, and attended, in one launch if they fit. Rows that have grown beyond are still right, but slower.
+  index_t usual_pages = 0;
+
+  /// Widens the bounds by one more plan, of a conversation that plans to hold `tokens`.
+  void cover(const read_plan& plan, index_t tokens) {
+    const bool first = read == 0;
+    read = std::max(read, plan.read);
+    page = first ? plan.page : std::min(page, plan.page);
+    largest_page = first ? plan.page : std::max(largest_page, plan.page);
+    tail = std::max(tail, plan.tail);
+    usual_pages = std::max(usual_pages, plan.pages_of(std::min(tokens, capacity)));
+  }
+  bool covers(const read_plan& plan) const {
+    return plan.read <= read && plan.page >= page && plan.page <= largest_page && plan.tail <= tail;
+  }
+  index_t most_pages() const { return ceil_div(capacity, page); }
+};
+
 /// Chooses what a step reads, as cpu::choose_by_pages does with a tokens_or_pages selector.
 ///
-/// `workspace_bytes` once, then `run` any number of times: no allocation, no synchronisation, no length on the host,
-/// so a captured graph can be replayed while lengths grow. Repeated calls give the same bits. The CPU's choice but for
-/// scores that rounding cannot tell apart. A step of several tokens reads its own; the scorer's protected tail too.
-/// Shapes   as page_problem says; lengths at most `capacity`; a row of `out` holds `most_chosen()` slots.
+/// `workspace_bytes` once, then `run` any number of times: no allocation, no synchronisation, no length and no plan on the
+/// host, so a captured graph can be replayed while both change. Sequences of one launch may have any plans within the
+/// bounds. Repeated calls give the same bits. The CPU's choice but for scores that rounding cannot tell apart. A step of
+/// several tokens reads its own; a plan's tail too.
+/// Shapes   as page_problem says; lengths at most `bounds.capacity`; a row of `out` holds `most_chosen()` slots.
 /// Errors   shapes that the kernels cannot take: tessera::error before anything is launched.
-/// Cost     one launch where clusters are there and a share of the pages fits into shared memory, else two. One value per page and chosen channel is read (two where
-///          Quest's heads differ in sign); of pages of one slot whole keys, since their channels stand side by side.
+/// Cost     one launch where clusters are there and a share of the usual pages fits into shared memory, else two. One value
+///          per page and chosen channel is read, two where Quest's heads differ in sign.
 ///
 /// With an `Out`, `choose_and_attend` does a step's attention in the same launch where `attends()`.
 template <class View, paged_scorer Scorer, class Out = void>
@@ -34,81 +61,32 @@ class choose_pages {
  public:
   using problem_type = page_problem<View>;
 
-  /// `scorer` is fitted: its page and channels are at least 1. `read` tokens are chosen of a row. `tokens` is the most
-  /// that a step may have.
-  choose_pages(const Scorer& scorer, selection_unit unit, index_t read, index_t sequences, index_t kv_heads,
-               index_t q_heads, index_t tokens, index_t capacity, const device_info& device)
+  /// `tokens` is the most that a step may have. Of the scorer only what no plan says counts: how it takes sides and scales.
+  choose_pages(const Scorer& scorer, selection_unit unit, const read_bounds& bounds, index_t sequences,
+               index_t kv_heads, index_t q_heads, index_t tokens, const device_info& device)
       : scorer_(scorer),
         unit_(unit),
-        read_(read),
+        bounds_(bounds),
         rows_(sequences * kv_heads),
         kv_heads_(kv_heads),
         q_heads_(q_heads),
-        tokens_(tokens),
-        capacity_(capacity) {
-    require(scorer.page >= 1, "page", index_t(scorer.page), "at least 1", "pass the scorer that `fitted` returns");
-    require(scorer.channels >= 1 && scorer.channels <= D, "channels", index_t(scorer.channels),
-            "1 to the head dim, which is " + std::to_string(D), "pass the scorer that `fitted` returns");
-    require(read >= 1, "read", read, "at least 1", "pass how many tokens a step attends");
-    require(sequences >= 1 && kv_heads >= 1 && rows_ <= 65535, "sequences * kv_heads", rows_, "1 to 65535",
-            "split the batch");
-    require(q_heads >= 1 && q_heads % kv_heads == 0, "q_heads", q_heads, "a multiple of kv_heads",
-            "pass the model's head counts");
-    require(tokens >= 1 && tokens <= detail::most_step_tokens, "tokens", tokens,
-            "1 to " + std::to_string(detail::most_step_tokens), "split the step");
-    require(tokens * (q_heads / kv_heads) <= detail::most_query_rows, "tokens * query heads of a group",
-            tokens * (q_heads / kv_heads), "at most " + std::to_string(detail::most_query_rows), "split the step");
-    require(capacity >= 1, "capacity", capacity, "at least 1", "pass the most tokens that a row may hold");
+        tokens_(tokens) {
+    check_bounds(sequences);
     query_rows_ = tokens * (q_heads / kv_heads);
-    const index_t pages = ceil_div(capacity, scorer.page), tiles = ceil_div(pages, detail::tile_pages);
-    stride_ = tiles * detail::tile_pages;
+    const index_t usual = usual_pages(), tiles = ceil_div(usual, index_t(detail::tile_pages));
+    stride_ = ceil_div(bounds.most_pages(), index_t(detail::tile_pages)) * detail::tile_pages;
+    key_stride_ = (bounds.most_pages() + detail::page_rows::most_cuts + 3) / 4 * 4;
     // Few rows: a block a tile, to be done soon. Many: blocks that choose their channels once for several tiles.
-    tiles_each_ = scorer.page == 1 ? 1 : std::clamp(tiles * rows_ / (device.multiprocessors * 5), 1, 8);
-    shared_ =
-        scorer.page == 1 ? detail::key_shared<T, D>::bytes(query_rows_) : detail::page_shared<T, D>::bytes(query_rows_);
-    key_stride_ = (pages + detail::page_rows::most_cuts + 3) / 4 * 4;
-    const auto allow = [&](auto entry, std::size_t wanted) {  // the limit belongs to the kernel: always the device's
-      cudaFuncAttributes of{};
-      check(cudaFuncGetAttributes(&of, entry), "cudaFuncGetAttributes");
-      const int room = device.shared_memory - int(of.sharedSizeBytes);
-      check(cudaFuncSetAttribute(entry, cudaFuncAttributeMaxDynamicSharedMemorySize, room), "cudaFuncSetAttribute");
-      return wanted <= std::size_t(room);
-    };
-    logits_entry_ = scorer.page == 1 ? detail::key_logits_entry<View, Scorer> : detail::page_logits_entry<View, Scorer>;
-    require(allow(logits_entry_, shared_), "shared memory of a block", shared_,
+    tiles_each_ = std::clamp(tiles * rows_ / (device.multiprocessors * 5), 1, 8);
+    tile_blocks_ = ceil_div(tiles, tiles_each_);
+    logits_shared_ = detail::page_shared<T, D>::bytes(query_rows_);
+    logits_entry_ = detail::page_logits_entry<View, Scorer>;
+    require(allow(device, logits_entry_, logits_shared_), "shared memory of a block", logits_shared_,
             "at most " + std::to_string(device.shared_memory), "split the step");
-    if (scorer.page > 1 && device.compute_capability >= 90) {
-      // At least two: a block alone is no cluster, and the instruction that sends is illegal there (H200, CUDA 13.0).
-      for (blocks_ = detail::most_cluster_blocks; blocks_ > 2 && blocks_ * rows_ > device.multiprocessors;)
-        blocks_ /= 2;
-      const index_t share =
-          (ceil_div(pages, index_t(blocks_)) + detail::tile_width - 1) / detail::tile_width * detail::tile_width;
-      choice_bytes_ = detail::cluster_shared<T, D>::bytes(query_rows_, share, blocks_);
-      const auto take = [&](auto entry, std::size_t wanted) {
-        // Code that was compiled for an older device knows no clusters, also where it runs on a newer one.
-        if (!allow(entry, wanted) || !can_overlap(entry)) return false;
-        // What runs before and after takes all of it too: a multiprocessor need not change its split.
-        check(
-            cudaFuncSetAttribute(entry, cudaFuncAttributePreferredSharedMemoryCarveout, cudaSharedmemCarveoutMaxShared),
-            "cudaFuncSetAttribute");
-        return true;
-      };
-      const auto entry = detail::cluster_pages_entry<View, Scorer>;
-      if (take(entry, choice_bytes_)) cluster_entry_ = entry;
-      if constexpr (can_attend) {
-        using attention = detail::cluster_attention<View>;
-        attend_bytes_ = attention::bytes(choice_bytes_, most_chosen(), query_rows_, blocks_);
-        const auto both = detail::attend_pages_entry<View, Scorer, attended>;
-        // At most a tile a warp: with 2,048 tokens of 64 rows one launch takes 76.4 us, two 76.7 (H200, CUDA 13.0).
-        const index_t tiles = ceil_div(ceil_div(most_chosen(), attention::tokens), index_t(blocks_));
-        if (query_rows_ <= attention::most_rows && tiles <= detail::cluster_warps && take(both, attend_bytes_)) {
-          attend_entry_ = both;
-        }
-      }
-    }
+    if (device.compute_capability >= 90) take_clusters(device);
     select_entry_ = detail::choose_pages_entry<true>;
     select_shared_ = std::size_t(key_stride_) * 4;
-    resident_ = allow(select_entry_, select_shared_);
+    resident_ = allow(device, select_entry_, select_shared_);
     if (!resident_) {
       select_entry_ = detail::choose_pages_entry<false>;
       select_shared_ = 0;
@@ -116,17 +94,28 @@ class choose_pages {
   }
 
   std::size_t workspace_bytes() const {
-    return keys_at() + (resident_ ? 0 : std::size_t(rows_) * std::size_t(key_stride_) * 4);
+    const bool all_fit = resident_ && (!cluster_entry_ || usual_pages() == bounds_.most_pages());
+    return keys_at() + (all_fit ? 0 : std::size_t(rows_) * std::size_t(key_stride_) * 4);
   }
 
   /// The most slots that are chosen of a row.
   index_t most_chosen() const {
-    if (unit_ == selection_unit::token) return std::min(read_, capacity_);
-    const offset_t page = scorer_.page, forced = (std::max(tail_of(tokens_), 1) - 1) / page + 2;
-    return index_t(std::min<offset_t>(capacity_, std::max<offset_t>(forced, (read_ - 1) / page + 1) * page));
+    if (unit_ == selection_unit::token) return std::min(bounds_.read, bounds_.capacity);
+    // What is forced fills its pages and may begin within one; what is read fills whole pages.
+    const offset_t page = bounds_.largest_page, tail = std::max({tokens_, bounds_.tail, 1});
+    return index_t(std::min<offset_t>(bounds_.capacity, std::max<offset_t>(tail + 2 * page, bounds_.read + page - 1)));
   }
 
-  const Scorer& scorer() const { return scorer_; }
+  const read_bounds& bounds() const { return bounds_; }
+  /// Throws unless the plan lies within the bounds: before it is written where launches read it.
+  void require_covered(const read_plan& plan) const {
+    require(bounds_.covers(plan), "plan of a sequence",
+            "read " + std::to_string(plan.read) + ", page " + std::to_string(plan.page) + ", tail " +
+                std::to_string(plan.tail),
+            "read at most " + std::to_string(bounds_.read) + ", page " + std::to_string(bounds_.page) + " to " +
+                std::to_string(bounds_.largest_page) + ", tail at most " + std::to_string(bounds_.tail),
+            "make the operations for bounds that cover every plan");
+  }
 
   void run(const problem_type& p, void* workspace, cudaStream_t stream) const {
     if (!cluster_entry_) {
@@ -137,8 +126,8 @@ class choose_pages {
     check_problem(p);
     const index_t rows = p.view.sequences * kv_heads_;
     if (rows == 0 || p.q.tokens == 0) return;
-    launch(cluster_entry_, shape_of(p, choice_bytes_), stream, "launch of cluster_pages", p, scorer_,
-           choice(p, workspace), scratch(p, workspace));
+    launch(cluster_entry_, shape_of(p, layout_.bytes), stream, "launch of cluster_pages", p, scorer_,
+           choice(p, workspace), scratch(p, workspace), layout_);
   }
 
   /// Whether `choose_and_attend` can be called: few query rows, few tokens to attend, and a device with clusters.
@@ -155,7 +144,7 @@ class choose_pages {
     const index_t rows = p.view.sequences * kv_heads_;
     if (rows == 0 || p.q.tokens == 0) return;
     launch(attend_entry_, shape_of(p, attend_bytes_), stream, "launch of attend_pages", p, scorer_,
-           choice(p, workspace), scratch(p, workspace), out, lse, std::uint32_t(choice_bytes_), most_chosen());
+           choice(p, workspace), scratch(p, workspace), layout_, out, lse, most_chosen());
   }
 
   /// The first of two launches that do what `run` may do in one: logits of pages into the workspace.
@@ -163,10 +152,8 @@ class choose_pages {
     check_problem(p);
     const index_t rows = p.view.sequences * kv_heads_;
     if (rows == 0 || p.q.tokens == 0) return;
-    const unsigned tiles = unsigned(ceil_div(stride_ / detail::tile_pages, tiles_each_));
-    const int threads = scorer_.page == 1 ? detail::tile_pages : detail::page_threads;
-    logits_entry_<<<dim3(tiles, unsigned(rows)), unsigned(threads), shared_, stream>>>(p, scorer_,
-                                                                                       scratch(p, workspace));
+    logits_entry_<<<dim3(unsigned(tile_blocks_), unsigned(rows)), detail::page_threads, logits_shared_, stream>>>(
+        p, scorer_, scratch(p, workspace));
     check(cudaGetLastError(), "launch of page logits");
   }
 
@@ -181,11 +168,83 @@ class choose_pages {
   }
 
  private:
+  index_t usual_pages() const {
+    return bounds_.usual_pages > 0 ? std::min(bounds_.usual_pages, bounds_.most_pages()) : bounds_.most_pages();
+  }
+
+  void check_bounds(index_t sequences) const {
+    require(bounds_.read >= 1, "read", bounds_.read, "at least 1", "pass the most tokens that a step attends");
+    require(bounds_.page >= 1 && bounds_.largest_page >= bounds_.page, "page", bounds_.page,
+            "1 to the largest page, which is " + std::to_string(bounds_.largest_page),
+            "cover every plan that may come");
+    require(sequences >= 1 && kv_heads_ >= 1 && rows_ <= 65535, "sequences * kv_heads", rows_, "1 to 65535",
+            "split the batch");
+    require(q_heads_ >= 1 && q_heads_ % kv_heads_ == 0, "q_heads", q_heads_, "a multiple of kv_heads",
+            "pass the model's head counts");
+    require(tokens_ >= 1 && tokens_ <= detail::most_step_tokens, "tokens", tokens_,
+            "1 to " + std::to_string(detail::most_step_tokens), "split the step");
+    require(tokens_ * (q_heads_ / kv_heads_) <= detail::most_query_rows, "tokens * query heads of a group",
+            tokens_ * (q_heads_ / kv_heads_), "at most " + std::to_string(detail::most_query_rows), "split the step");
+    require(bounds_.capacity >= 1, "capacity", bounds_.capacity, "at least 1",
+            "pass the most tokens that a row may hold");
+  }
+
+  /// Lets a kernel take all of a block's shared memory: the limit belongs to the kernel. Whether `wanted` is there.
+  template <class Entry>
+  static bool allow(const device_info& device, Entry entry, std::size_t wanted) {
+    cudaFuncAttributes of{};
+    check(cudaFuncGetAttributes(&of, entry), "cudaFuncGetAttributes");
+    const int room = device.shared_memory - int(of.sharedSizeBytes);
+    check(cudaFuncSetAttribute(entry, cudaFuncAttributeMaxDynamicSharedMemorySize, room), "cudaFuncSetAttribute");
+    return wanted <= std::size_t(room);
+  }
+  template <class Entry>
+  static bool take(const device_info& device, Entry entry, std::size_t wanted) {
+    // Code that was compiled for an older device knows no clusters, also where it runs on a newer one.
+    if (!allow(device, entry, wanted) || !can_overlap(entry)) return false;
+    // What runs before and after takes all of it too: a multiprocessor need not change its split.
+    check(cudaFuncSetAttribute(entry, cudaFuncAttributePreferredSharedMemoryCarveout, cudaSharedmemCarveoutMaxShared),
+          "cudaFuncSetAttribute");
+    return true;
+  }
+
+  /// Finds how many blocks have a row: as many as there are multiprocessors for; two where the usual pages of a row do
+  /// not fit into the memory of a block alone.
+  void take_clusters(const device_info& device) {
+    for (blocks_ = detail::most_cluster_blocks; blocks_ > 1 && blocks_ * rows_ > device.multiprocessors;) blocks_ /= 2;
+    const int most_blocks = std::max(blocks_, 2);
+    for (; blocks_ <= most_blocks; blocks_ *= 2) {
+      for (const index_t ring : {detail::widest_ring, detail::usual_ring}) {
+        layout_ = detail::cluster_shared<T, D>::lay_out(query_rows_, usual_pages(), blocks_, ring);
+        // A ring that is wider than usual pays where it takes all of a share at once.
+        if (ring == detail::widest_ring && layout_.share > ring) continue;
+        if (blocks_ == 1 ? try_clusters<true>(device) : try_clusters<false>(device)) return;
+      }
+    }
+  }
+  template <bool Alone>
+  bool try_clusters(const device_info& device) {
+    const auto entry = detail::cluster_pages_entry<View, Scorer, Alone>;
+    if (!take(device, entry, layout_.bytes)) return false;
+    cluster_entry_ = entry;
+    if constexpr (can_attend) {
+      using attention = detail::cluster_attention<View>;
+      attend_bytes_ = attention::bytes(layout_.bytes, most_chosen(), query_rows_, blocks_);
+      const auto both = detail::attend_pages_entry<View, Scorer, attended, Alone>;
+      // At most a tile a warp: with 2,048 tokens of 64 rows one launch takes 76.4 us, two 76.7 (H200, CUDA 13.0).
+      const index_t tiles = ceil_div(ceil_div(most_chosen(), index_t(attention::tokens)), index_t(blocks_));
+      const index_t most_tiles = detail::cluster_warps * (Alone ? 4 : 1);
+      if (query_rows_ <= attention::most_rows && tiles <= most_tiles && take(device, both, attend_bytes_)) {
+        attend_entry_ = both;
+      }
+    }
+    return true;
+  }
+
   launch_shape shape_of(const problem_type& p, std::size_t bytes) const {
     return {dim3(unsigned(blocks_), unsigned(kv_heads_), unsigned(p.view.sequences)), dim3(detail::cluster_threads),
             bytes, unsigned(blocks_), true};
   }
-  index_t tail_of(index_t tokens) const { return std::max(tokens > 1 ? tokens : 0, scorer_.protected_tail(read_)); }
   detail::page_choice choice(const problem_type& p, void* workspace) const {
     detail::page_choice choice{};
     choice.lengths = p.view.lengths;
@@ -194,11 +253,8 @@ class choose_pages {
     choice.kv_heads = kv_heads_;
     choice.group = q_heads_ / kv_heads_;
     choice.tokens = p.q.tokens;
-    choice.page = scorer_.page;
-    choice.read_pages = read_ / scorer_.page + (read_ % scorer_.page > 0);
-    choice.by_page = detail::quick_divisor(scorer_.page);
+    choice.plans = p.plans;
     choice.by_group = detail::quick_divisor(choice.group);
-    choice.tail = tail_of(p.q.tokens);
     choice.unit = unit_;
     choice.normalised = Scorer::normalised;
     choice.sink_logits = p.rule.sink_logits;
@@ -217,8 +273,7 @@ class choose_pages {
             reinterpret_cast<detail::slot_run*>(bytes + runs_at()),
             stride_,
             p.q.tokens * (q_heads_ / kv_heads_),
-            tiles_each_,
-            read_};
+            tiles_each_};
   }
   static std::size_t whole(std::size_t bytes) { return (bytes + 255) / 256 * 256; }
   std::size_t partials_at() const {
@@ -244,33 +299,34 @@ class choose_pages {
     require(p.unfolded >= 0, "unfolded", p.unfolded, "at least 0", "pass how many newest tokens the index lacks");
     detail::require_rows_of_16_bytes("q", p.q.data,
                                      row_strides{p.q.sequence_stride, p.q.head_stride, p.q.token_stride, 1});
-    if (scorer_.page == 1) {
-      detail::require_rows_of_16_bytes("K", p.view.k, p.view.k_strides);
-      return;
-    }
-    require(p.index.data != nullptr && p.index.page == scorer_.page, "page of the index", p.index.page,
-            std::to_string(scorer_.page), "build the index for this scorer");
+    require(p.plans != nullptr, "plans of the sequences", "null", "one read_plan a sequence, on the device",
+            "write each sequence's plan when its prompt ends");
+    require(p.index.data != nullptr, "data of the page index", "null", "the extrema of every page",
+            "build the index before a step reads it");
     require(reinterpret_cast<std::uintptr_t>(p.index.data) % 16 == 0 && (p.index.rooms || p.index.room % 8 == 0),
             "room of the index", p.index.room, "a multiple of 8 pages, rows that begin on 16 bytes",
             "round the room up; begins and rooms must be multiples of 8 too");
   }
 
+  using cluster_entry = void (*)(page_problem<View>, Scorer, detail::page_choice, detail::page_scratch,
+                                 detail::cluster_layout);
+  using attend_entry = void (*)(page_problem<View>, Scorer, detail::page_choice, detail::page_scratch,
+                                detail::cluster_layout, rows_view<attended>, rows_view<float>, index_t);
+
   Scorer scorer_;
   selection_unit unit_;
-  index_t read_, rows_, kv_heads_, q_heads_, tokens_, capacity_;
-  index_t query_rows_ = 1, stride_ = 0, tiles_each_ = 1, key_stride_ = 0;
-  std::size_t shared_ = 0;
+  read_bounds bounds_;
+  index_t rows_, kv_heads_, q_heads_, tokens_;
+  index_t query_rows_ = 1, stride_ = 0, tiles_each_ = 1, tile_blocks_ = 1, key_stride_ = 0;
   bool resident_ = true;
-  std::size_t choice_bytes_ = 0, attend_bytes_ = 0;  // shared memory of a cluster's block
-  int blocks_ = 1;                                   // of a cluster
-  void (*cluster_entry_)(page_problem<View>, Scorer, detail::page_choice,
-                         detail::page_scratch) = nullptr;  // null: two launches
-  void (*attend_entry_)(page_problem<View>, Scorer, detail::page_choice, detail::page_scratch, rows_view<attended>,
-                        rows_view<float>, std::uint32_t, index_t) = nullptr;
+  detail::cluster_layout layout_;  // shared memory of a block that has a row, or a cluster's share of it
+  int blocks_ = 1;                 // of a row
+  std::size_t logits_shared_ = 0, attend_bytes_ = 0, select_shared_ = 0;
   // What was configured is what is launched: nvcc gives every source file a kernel of its own.
+  cluster_entry cluster_entry_ = nullptr;  // null: two launches
+  attend_entry attend_entry_ = nullptr;
   void (*logits_entry_)(page_problem<View>, Scorer, detail::page_scratch) = nullptr;
   void (*select_entry_)(detail::page_choice, detail::page_scratch) = nullptr;
-  std::size_t select_shared_ = 0;
 };
 
 }  // namespace cuda

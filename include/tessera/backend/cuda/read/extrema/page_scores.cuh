@@ -21,8 +21,7 @@ struct page_scratch {
   slot_run* runs;    // [rows, most_step_tokens]
   index_t stride;    // a multiple of tile_pages
   index_t query_rows;
-  index_t tiles_each;  // of a block
-  index_t read;        // rows of no more slots are read whole, without an estimate
+  index_t tiles_each;  // that a block makes at a time
 
   __device__ float* logits_of(index_t row, index_t r) const {
     return logits + (offset_t(row) * query_rows + r) * stride;
@@ -42,9 +41,10 @@ __device__ float page_logit(const logit_rule& rule, float scale, float product) 
 /// Four products of one row become logits; one warp does a tile.
 template <class Scorer>
 __device__ void finish_tile(float4 products, const logit_rule& rule, float scale, bool usable, const slot_run& run,
-                            index_t n, index_t page, index_t tile, index_t row, index_t r, const page_scratch& to) {
+                            index_t n, index_t page, index_t pages, index_t tile, index_t row, index_t r,
+                            const page_scratch& to) {
   const int lane = int(threadIdx.x) % 32;
-  const index_t pages = ceil_div(n, page), first = tile * tile_pages + lane * 4;
+  const index_t first = tile * tile_pages + lane * 4;
   float x[4] = {products.x, products.y, products.z, products.w};
   float top = -infinity;
   index_t seen[4];
@@ -94,23 +94,23 @@ __device__ void four_floats(uint2 raw, float* x) {
 }
 
 /// Where channel d of the chunk's rows is read, and what each row makes of it: first the side that some row takes, then
-/// the other, where rows differ (returns that; null otherwise).
+/// the other, where rows differ (returns that; null otherwise). Pages of one slot have one side: `single`.
 template <class T, int D, class Scorer, class Weights>
 __device__ bool lay_out_column(const page_query_storage<D>& s, const T* q, const page_extrema_view<T, D>& index,
-                               const Scorer& scorer, index_t row, index_t rows, index_t chunk, index_t held, int d,
-                               const T*& first_column, const T*& other_column, Weights& first_weights,
-                               Weights& other_weights) {
+                               const Scorer& scorer, bool single, index_t row, index_t rows, index_t chunk,
+                               index_t held, int d, const T*& first_column, const T*& other_column,
+                               Weights& first_weights, Weights& other_weights) {
   bool lower = false, upper = false;
   for (index_t r = 0; r < rows; ++r) {
-    const bool takes_upper = scorer.takes_upper(float(q[r * D + d]), s.total[d]);
+    const bool takes_upper = !single && scorer.takes_upper(float(q[r * D + d]), s.total[d]);
     lower |= s.usable[r] && !takes_upper;
     upper |= s.usable[r] && takes_upper;
   }
-  first_column = lower ? index.lower(row, d) : index.upper(row, d);
+  first_column = lower || single ? index.lower(row, d) : index.upper(row, d);
   other_column = lower && upper ? index.upper(row, d) : nullptr;
   for (index_t r = 0; r < index_t(sizeof(Weights) / sizeof(float)); ++r) {
     const float x = r < held && s.usable[chunk + r] ? float(q[(chunk + r) * D + d]) : 0.0f;
-    const bool first = scorer.takes_upper(x, s.total[d]) ? !lower : lower;
+    const bool first = !single && scorer.takes_upper(x, s.total[d]) ? !lower : lower;
     reinterpret_cast<float*>(&first_weights)[r] = first ? x : 0.0f;
     reinterpret_cast<float*>(&other_weights)[r] = first ? 0.0f : x;
   }
@@ -131,8 +131,42 @@ struct page_shared {
   }
 };
 
-/// Logits of pages from their extrema. A block has `tiles_each` tiles of one (sequence, kv_head); its warps share the
-/// columns of a tile, a lane has four pages.
+/// The columns' products with a chunk of rows: a lane has four pages from `at` on, a warp every eighth column.
+template <class T>
+__device__ void multiply_columns(const T* const* columns, const float4 (*weights)[chunk_rows / 4], int count,
+                                 bool there, index_t at, index_t held, int warp, float (&acc)[chunk_rows][4]) {
+  constexpr int in_flight = 8;
+  for (int base = warp; base < count; base += page_warps * in_flight) {
+    uint2 raw[in_flight];
+#pragma unroll
+    for (int u = 0; u < in_flight; ++u) {
+      const int e = base + u * page_warps;
+      const T* column = e < count ? columns[e] : nullptr;
+      raw[u] = column && there ? *reinterpret_cast<const uint2*>(column + at) : make_uint2(0, 0);
+    }
+#pragma unroll
+    for (int u = 0; u < in_flight; ++u) {
+      const int e = base + u * page_warps;
+      if (e >= count) break;
+      float x[4];
+      four_floats<T>(raw[u], x);
+      const auto add = [&](const float4& w, int r) {
+#pragma unroll
+        for (int j = 0; j < 4; ++j) {
+          acc[r][j] += w.x * x[j];
+          acc[r + 1][j] += w.y * x[j];
+          acc[r + 2][j] += w.z * x[j];
+          acc[r + 3][j] += w.w * x[j];
+        }
+      };
+      add(weights[e][0], 0);
+      if (held > 4) add(weights[e][1], 4);
+    }
+  }
+}
+
+/// Logits of pages from their extrema. A block has every gridDim.x-th run of `tiles_each` tiles of one (sequence,
+/// kv_head); its warps share the columns of a tile.
 template <class View, class Scorer>
 __global__ void __launch_bounds__(page_threads, 3)
     page_logits_entry(const __grid_constant__ page_problem<View> p, Scorer scorer,
@@ -145,23 +179,26 @@ __global__ void __launch_bounds__(page_threads, 3)
   auto* bytes = reinterpret_cast<unsigned char*>(page_memory);
   const int thread = int(threadIdx.x), lane = thread % 32, warp = thread / 32;
   const index_t row = index_t(blockIdx.y), sequence = row / p.view.kv_heads, head = row % p.view.kv_heads;
-  const index_t n = p.view.length(sequence, head), page = p.index.page, pages = ceil_div(n, page);
-  const index_t first_tile = index_t(blockIdx.x) * to.tiles_each;
-  const index_t first_page = first_tile * tile_pages, end_page = min(pages, first_page + to.tiles_each * tile_pages);
-  if (first_page >= pages) return;
-  if (p.unfolded > 0 && offset_t(end_page) * page > n - p.unfolded && thread < D) {
-    fold_slots(p.view, sequence, head, p.index, max(0, n - p.unfolded), n, first_page, end_page, thread);
+  const read_plan plan = load_plan(p.plans + sequence);
+  const index_t n = p.view.length(sequence, head), pages = plan.pages_of(n);
+  const index_t run_pages = to.tiles_each * tile_pages, next_run = index_t(gridDim.x) * run_pages;
+  const index_t first_run = index_t(blockIdx.x) * run_pages;
+  if (first_run >= pages) return;
+  for (index_t first = first_run; first < pages && p.unfolded > 0 && thread < D; first += next_run) {
+    const index_t end = min(pages, first + run_pages);
+    if (offset_t(end) * plan.page <= n - p.unfolded) continue;
+    fold_slots(p.view, sequence, head, p.index, p.plans[sequence], max(0, n - p.unfolded), n, first, end, thread);
   }
-  if (n <= to.read) return;
+  if (n <= plan.read) return;
 
   const index_t group = p.q.heads / p.view.kv_heads, rows = p.q.tokens * group;
   T* q = reinterpret_cast<T*>(bytes);
-  read_page_query<page_threads>(s, q, p, scorer, sequence, head, n);
+  const int channels = min(plan.channels, index_t(D));
+  read_page_query<page_threads>(s, q, p, scorer, channels, sequence, head, n);
   publish_runs<View>(s, p.q.tokens, row, to);
   const auto columns = reinterpret_cast<const T**>(bytes + shared::columns_at(rows));
   const auto weights = reinterpret_cast<float4(*)[chunk_rows / 4]>(bytes + shared::q_at(rows));
   const auto sums = reinterpret_cast<float4*>(bytes + shared::sums_at(rows));  // [warps, rows, tile_pages]
-  const int channels = min(int(scorer.channels), D);
   for (index_t chunk = 0; chunk < rows; chunk += chunk_rows) {
     const index_t held = min(index_t(chunk_rows), rows - chunk);
     // A channel's column is its first side that a row takes; the other, where rows differ, stands `channels` behind.
@@ -169,41 +206,14 @@ __global__ void __launch_bounds__(page_threads, 3)
     for (int d = thread; d < D; d += page_threads) {
       const int place = s.place[d];
       if (place >= channels) continue;
-      both |= lay_out_column(s, q, p.index, scorer, row, rows, chunk, held, d, columns[place],
+      both |= lay_out_column(s, q, p.index, scorer, plan.page == 1, row, rows, chunk, held, d, columns[place],
                              columns[channels + place], weights[place], weights[channels + place]);
     }
     const int count = __syncthreads_or(both) ? 2 * channels : channels;
-    for (index_t tile = first_tile; tile * tile_pages < end_page; ++tile) {
+    const auto make_tile = [&](index_t tile) {
       const index_t at = tile * tile_pages + lane * 4;
       float acc[chunk_rows][4] = {};
-      constexpr int in_flight = 8;
-      for (int base = warp; base < count; base += page_warps * in_flight) {
-        uint2 raw[in_flight];
-#pragma unroll
-        for (int u = 0; u < in_flight; ++u) {
-          const int e = base + u * page_warps;
-          const T* column = e < count ? columns[e] : nullptr;
-          raw[u] = column && at < pages ? *reinterpret_cast<const uint2*>(column + at) : make_uint2(0, 0);
-        }
-#pragma unroll
-        for (int u = 0; u < in_flight; ++u) {
-          const int e = base + u * page_warps;
-          if (e >= count) break;
-          float x[4];
-          four_floats<T>(raw[u], x);
-          const auto add = [&](const float4& w, int r) {
-#pragma unroll
-            for (int j = 0; j < 4; ++j) {
-              acc[r][j] += w.x * x[j];
-              acc[r + 1][j] += w.y * x[j];
-              acc[r + 2][j] += w.z * x[j];
-              acc[r + 3][j] += w.w * x[j];
-            }
-          };
-          add(weights[e][0], 0);
-          if (held > 4) add(weights[e][1], 4);
-        }
-      }
+      multiply_columns<T>(columns, weights, count, at < pages, at, held, warp, acc);
 #pragma unroll
       for (int r = 0; r < chunk_rows; ++r) {
         if (r < held) sums[(warp * held + r) * 32 + lane] = make_float4(acc[r][0], acc[r][1], acc[r][2], acc[r][3]);
@@ -216,106 +226,15 @@ __global__ void __launch_bounds__(page_threads, 3)
           const float4 more = sums[(w * held + r) * 32 + lane];
           sum.x += more.x, sum.y += more.y, sum.z += more.z, sum.w += more.w;
         }
-        finish_tile<Scorer>(sum, p.rule, s.scale[chunk + r], s.usable[chunk + r], s.runs[(chunk + r) / group], n, page,
-                            tile, row, chunk + r, to);
+        finish_tile<Scorer>(sum, p.rule, s.scale[chunk + r], s.usable[chunk + r], s.runs[(chunk + r) / group], n,
+                            plan.page, pages, tile, row, chunk + r, to);
       }
-      __syncthreads();
+      __syncthreads();  // before the next tile's sums, or the next chunk's columns, overwrite these
+    };
+    for (index_t first = first_run; first < pages; first += next_run) {
+      for (index_t tile = first / tile_pages; tile * tile_pages < min(pages, first + run_pages); ++tile)
+        make_tile(tile);
     }
-  }
-}
-
-/// The same for pages of one slot, from the keys themselves. A block has one tile: it brings the keys into shared
-/// memory by rows, then a thread multiplies its slot's. What is not chosen of a key is masked, for it may be anything.
-template <class T, int D>
-struct key_shared {
-  static constexpr int key_bytes = D * int(sizeof(T)) + 16;  // rows begin four banks apart
-  TESSERA_HD static constexpr std::size_t weights_at(index_t rows) { return std::size_t(rows) * D * sizeof(T); }
-  TESSERA_HD static constexpr std::size_t masks_at(index_t rows) {
-    return weights_at(rows) + D * chunk_rows * sizeof(float);
-  }
-  TESSERA_HD static constexpr std::size_t keys_at(index_t rows) { return masks_at(rows) + D * sizeof(T); }
-  TESSERA_HD static constexpr std::size_t sums_at(index_t rows) {
-    return keys_at(rows) + std::size_t(tile_pages) * key_bytes;
-  }
-  TESSERA_HD static constexpr std::size_t bytes(index_t rows) {
-    return sums_at(rows) + tile_pages * sizeof(float) * std::size_t(rows < chunk_rows ? rows : chunk_rows);
-  }
-};
-
-template <class View, class Scorer>
-__global__ void __launch_bounds__(tile_pages) key_logits_entry(const __grid_constant__ page_problem<View> p,
-                                                               Scorer scorer, const __grid_constant__ page_scratch to) {
-  using T = typename View::element_type;
-  constexpr int D = View::k_dim, chunks = D * int(sizeof(T)) / 16;
-  using shared = key_shared<T, D>;
-  extern __shared__ uint4 page_memory[];
-  __shared__ page_query_storage<D> s;
-  __shared__ const T* keys_of[tile_pages];
-  auto* bytes = reinterpret_cast<unsigned char*>(page_memory);
-  const int thread = int(threadIdx.x), lane = thread % 32, warp = thread / 32;
-  const index_t row = index_t(blockIdx.y), sequence = row / p.view.kv_heads, head = row % p.view.kv_heads;
-  const index_t n = p.view.length(sequence, head), tile = index_t(blockIdx.x), begin = tile * tile_pages;
-  if (begin >= n || n <= to.read) return;
-  const index_t group = p.q.heads / p.view.kv_heads, rows = p.q.tokens * group, slots = min(tile_pages, n - begin);
-  keys_of[thread] = thread < slots ? p.view.key(sequence, head, begin + thread) : nullptr;
-  T* q = reinterpret_cast<T*>(bytes);
-  unsigned char* keys = bytes + shared::keys_at(rows);
-  __syncthreads();
-  for (int i = thread; i < slots * chunks; i += tile_pages) {
-    const unsigned there = unsigned(__cvta_generic_to_shared(keys + i / chunks * shared::key_bytes + i % chunks * 16));
-    asm volatile("cp.async.cg.shared.global [%0], [%1], 16;" ::"r"(there), "l"(keys_of[i / chunks] + i % chunks * 8));
-  }
-  read_page_query<tile_pages>(s, q, p, scorer, sequence, head, n);
-  publish_runs<View>(s, p.q.tokens, row, to);
-  const auto weights = reinterpret_cast<float4(*)[chunk_rows / 4]>(bytes + shared::weights_at(rows));
-  const auto masks = reinterpret_cast<std::uint16_t*>(bytes + shared::masks_at(rows));
-  float* sums = reinterpret_cast<float*>(bytes + shared::sums_at(rows));  // [rows, tile_pages]
-  const int channels = min(int(scorer.channels), D);
-  for (int d = thread; d < D; d += tile_pages) masks[d] = s.place[d] < channels ? 0xffffu : 0u;
-  asm volatile("cp.async.wait_all;" ::: "memory");
-  for (index_t chunk = 0; chunk < rows; chunk += chunk_rows) {
-    const index_t held = min(index_t(chunk_rows), rows - chunk);
-    for (int i = thread; i < D * chunk_rows; i += tile_pages) {
-      const int r = i % chunk_rows, d = i / chunk_rows;
-      reinterpret_cast<float*>(weights[d])[r] = r < held && s.usable[chunk + r] ? float(q[(chunk + r) * D + d]) : 0.0f;
-    }
-    __syncthreads();
-    float acc[chunk_rows] = {};
-    if (thread < slots) {
-      const auto mine = reinterpret_cast<const uint4*>(keys + thread * shared::key_bytes);
-      const auto mask = reinterpret_cast<const uint4*>(masks);
-#pragma unroll 2
-      for (int c = 0; c < chunks; ++c) {
-        uint4 key = mine[c];
-        const uint4 m = mask[c];
-        if ((m.x | m.y | m.z | m.w) == 0) continue;
-        key.x &= m.x, key.y &= m.y, key.z &= m.z, key.w &= m.w;
-        float x[8];
-        four_floats<T>(make_uint2(key.x, key.y), x);
-        four_floats<T>(make_uint2(key.z, key.w), x + 4);
-#pragma unroll
-        for (int j = 0; j < 8; ++j) {
-          const auto add = [&](const float4& w, int r) {
-            acc[r] += w.x * x[j];
-            acc[r + 1] += w.y * x[j];
-            acc[r + 2] += w.z * x[j];
-            acc[r + 3] += w.w * x[j];
-          };
-          add(weights[c * 8 + j][0], 0);
-          if (held > 4) add(weights[c * 8 + j][1], 4);
-        }
-      }
-    }
-#pragma unroll
-    for (int r = 0; r < chunk_rows; ++r) {
-      if (r < held) sums[r * tile_pages + thread] = acc[r];
-    }
-    __syncthreads();
-    for (index_t r = warp; r < held; r += tile_pages / 32) {
-      finish_tile<Scorer>(reinterpret_cast<const float4*>(sums + r * tile_pages)[lane], p.rule, s.scale[chunk + r],
-                          s.usable[chunk + r], s.runs[(chunk + r) / group], n, 1, tile, row, chunk + r, to);
-    }
-    __syncthreads();
   }
 }
 

@@ -108,8 +108,8 @@ __device__ key_range find_cut(page_choice_storage& s, const Items& of, const uns
 /// Calls put(place, slot) for the chosen ones of items [from, to), places and slots ascending: every item with a key above the cut, and of those
 /// at it the first, `need` units of them. Who has the last item writes the row's count.
 template <class Items, class Put>
-__device__ void write_chosen(page_choice_storage& s, const Items& of, const page_bounds& b, const unsigned* keys,
-                             const key_range& cut, index_t from, index_t to, const Put& put) {
+__device__ void write_chosen(page_choice_storage& s, const Items& of, const page_bounds& b, index_t page,
+                             const unsigned* keys, const key_range& cut, index_t from, index_t to, const Put& put) {
   const int thread = int(threadIdx.x), lane = thread % 32, warp = __shfl_sync(~0u, thread / 32, 0),
             warps = int(blockDim.x) / 32;
   // An odd number of neighbours a thread: their loads fall into different banks.
@@ -138,13 +138,13 @@ __device__ void write_chosen(page_choice_storage& s, const Items& of, const page
   if (lane < warp) before.x += s.within[lane].x, before.y += s.within[lane].y;
   unsigned above = __reduce_add_sync(~0u, before.x) + up_to.x - within.x;
   unsigned equal = __reduce_add_sync(~0u, before.y) + up_to.y - within.y;
-  const bool together = of.p.page > 16;  // a warp writes an item
+  const bool together = page > 16;  // a warp writes an item
 #pragma unroll 1
   for (index_t j = 0; j < each; ++j) {
     const index_t i = first + j;
     const unsigned key = i < to ? keys[i] : 0u;
     index_t count = 0, slot = 0;
-    const index_t place = index_t(above + min(equal, cut.need)) * (of.tokens ? 1 : of.p.page);
+    const index_t place = index_t(above + min(equal, cut.need)) * (of.tokens ? 1 : b.unit);
     if (key >= cut.low && i < to) {
       const unsigned weight = of.weight(i);
       unsigned taken = weight;
@@ -222,10 +222,11 @@ __device__ __noinline__ inline void choose_row(page_choice_storage& s, const pag
     const int other = lane < threads / 32 ? lane : 0;
     low = __reduce_min_sync(~0u, s.warp_low[other]), high = __reduce_max_sync(~0u, s.warp_high[other]);
     const auto choose = [&](const auto& items) {
-      write_chosen(s, items, b, keys, find_cut(s, items, keys, low, high, unsigned(b.room)), 0, items.items, put);
+      write_chosen(s, items, b, of.plan.page, keys, find_cut(s, items, keys, low, high, unsigned(b.room)), 0,
+                   items.items, put);
     };
     if (s.uniform)
-      choose(even_items(p, of.row, b));
+      choose(even_items(p, of.plan, of.row, b));
     else
       choose(of);
   }
@@ -251,18 +252,26 @@ __global__ void __launch_bounds__(choose_threads, 1)
   __shared__ page_choice_storage s;
   const int thread = int(threadIdx.x);
   const index_t row = index_t(blockIdx.x), n = p.length(row);
-  if (n <= from.read) return choose_all(p, row, n);
+  const read_plan plan = load_plan(p.plans + row / p.kv_heads);
+  if (n <= plan.read) return choose_all(p, row, n);
   for (int bin = thread; bin < page_choice_storage::bins; bin += choose_threads) s.histogram[bin] = 0;
   if (thread < p.tokens) s.runs[thread] = from.runs[row * most_step_tokens + thread];
-  const page_bounds bounds(p, from.read, n);
+  const page_bounds bounds(p, plan, n);
   merge_tiles(s, p, from, row, ceil_div(bounds.pages, tile_pages));
   if (thread < 32) {
     __syncwarp();
-    find_cuts(s, p, bounds.limit);
+    find_cuts(s, p, p.plans[row / p.kv_heads], bounds.limit);
   }
   __syncthreads();
-  const page_items of{
-      s, p, from, row, bounds.limit, ceil_div(bounds.limit, p.page) + (bounds.tokens ? s.cut_count : 0), bounds.tokens};
+  const read_plan& held = p.plans[row / p.kv_heads];
+  const page_items of{s,
+                      p,
+                      from,
+                      held,
+                      row,
+                      bounds.limit,
+                      plan.pages_of(bounds.limit) + (bounds.tokens ? s.cut_count : 0),
+                      bounds.tokens};
   choose_row(s, of, bounds, Resident ? reinterpret_cast<unsigned*>(page_memory) : p.keys + row * p.key_stride, false);
 }
 

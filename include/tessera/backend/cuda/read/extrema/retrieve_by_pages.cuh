@@ -6,6 +6,7 @@
 #include "../../../../core/model_shape.hpp"
 #include "../../../../core/stage_plan.hpp"
 #include "../../../../recipe.hpp"
+#include "../../../../selector/top_tokens.hpp"
 #include "../../device/memory.cuh"
 #include "page_retrieval.cuh"
 
@@ -30,53 +31,63 @@ class retrieve_by_pages {
   }
 
  public:
-  retrieve_by_pages(const Recipe& recipe, const stage_plan& plan, const model_shape& shape, index_t sequences,
-                    index_t tokens, index_t capacity, const device_info& device)
-      : scorer_(recipe.step_scorer(plan)),
-        rule_(recipe.attention.rule),
-        choose_(scorer_, unit_of(recipe), plan.read, sequences, shape.kv_heads, shape.q_heads, tokens, capacity,
-                device),
+  /// `bounds` cover every plan that may come: see `plan_for`.
+  retrieve_by_pages(const Recipe& recipe, const read_bounds& bounds, const model_shape& shape, index_t sequences,
+                    index_t tokens, const device_info& device)
+      : rule_(recipe.attention.rule),
+        unit_(unit_of(recipe)),
+        choose_(recipe.retrieve.scorer, unit_, bounds, sequences, shape.kv_heads, shape.q_heads, tokens, device),
         indices_(std::size_t(sequences) * std::size_t(shape.kv_heads) * std::size_t(choose_.most_chosen())),
         counts_(std::size_t(sequences) * std::size_t(shape.kv_heads)),
         mass_(scorer::adds_mean_value ? std::size_t(sequences) * std::size_t(tokens) * std::size_t(shape.q_heads) : 0),
         scratch_(choose_.workspace_bytes()) {}
 
-  /// `index` lacks the newest tokens of the step: the choice takes them in.
+  /// What a sequence's plan comes to on the device.
+  static read_plan plan_for(const Recipe& recipe, const stage_plan& plan) {
+    return read_plan::of(recipe.retrieve.planned(plan, View::k_dim).scorer, plan.read);
+  }
+  /// Throws unless launches can take the plan.
+  void require_covered(const read_plan& plan) const { choose_.require_covered(plan); }
+
+  /// `plans`: of the view's sequences, on the device. `index` lacks the newest tokens of the step: the choice takes them in.
   template <class Index>
-  selection_view choose(const View& view, const Index& index, const rows_view<const T>& q,
+  selection_view choose(const View& view, const read_plan* plans, const Index& index, const rows_view<const T>& q,
                         const index_t* first_position, cudaStream_t stream) const {
-    choose_.run(problem_of(view, index, q, first_position), scratch_.data(), stream);
+    choose_.run(problem_of(view, plans, index, q, first_position), scratch_.data(), stream);
     return chosen();
   }
 
   /// Whether `choose_and_attend` does a step's attention in the launch that chooses.
   bool attends() const { return choose_.attends(); }
   template <class Index>
-  selection_view choose_and_attend(const View& view, const Index& index, const rows_view<const T>& q,
-                                   const index_t* first_position, const rows_view<Out>& out,
-                                   const rows_view<float>& lse, cudaStream_t stream) const {
+  selection_view choose_and_attend(const View& view, const read_plan* plans, const Index& index,
+                                   const rows_view<const T>& q, const index_t* first_position,
+                                   const rows_view<Out>& out, const rows_view<float>& lse, cudaStream_t stream) const {
     if constexpr (!scorer::adds_mean_value) {
-      choose_.choose_and_attend(problem_of(view, index, q, first_position), out, lse, scratch_.data(), stream);
+      choose_.choose_and_attend(problem_of(view, plans, index, q, first_position), out, lse, scratch_.data(), stream);
     }
     return chosen();
   }
 
   /// Bytes that a choice over `n` tokens reads beside the K and V of what is attended: one value per page and chosen
-  /// channel, both extrema where query heads may differ in sign; whole keys where pages have one slot.
-  offset_t bytes_read(offset_t n) const {
-    if (scorer_.page == 1) return n * View::k_dim * offset_t(sizeof(T));
-    const offset_t pages = (n + scorer_.page - 1) / scorer_.page;
-    return pages * scorer_.channels * (scorer::normalised ? 1 : 2) * offset_t(sizeof(T));
+  /// channel, both extrema where query heads may differ in sign.
+  static offset_t bytes_read(const read_plan& plan, offset_t n) {
+    const offset_t pages = (n + plan.page - 1) / plan.page;
+    return pages * plan.channels * (scorer::normalised || plan.page == 1 ? 1 : 2) * offset_t(sizeof(T));
   }
-  index_t most_read() const { return choose_.most_chosen(); }
+  /// The most tokens that a plan attends.
+  offset_t most_read(const read_plan& plan) const {
+    return unit_ == selection_unit::token ? plan.read : offset_t(ceil_div(plan.read, plan.page)) * plan.page;
+  }
   const float* mass() const { return mass_.data(); }
 
  private:
   template <class Index>
-  page_problem<View> problem_of(const View& view, const Index& index, const rows_view<const T>& q,
-                                const index_t* first_position) const {
+  page_problem<View> problem_of(const View& view, const read_plan* plans, const Index& index,
+                                const rows_view<const T>& q, const index_t* first_position) const {
     page_problem<View> problem;
     problem.view = view;
+    problem.plans = plans;
     problem.index = index;
     problem.unfolded = q.tokens;
     problem.q = q;
@@ -90,8 +101,8 @@ class retrieve_by_pages {
   }
   selection_view chosen() const { return {indices_.data(), counts_.data(), nullptr, choose_.most_chosen()}; }
 
-  scorer scorer_;
   logit_rule rule_;
+  selection_unit unit_;
   choose_pages<View, scorer, Out> choose_;
   device_buffer<index_t> indices_, counts_;
   device_buffer<float> mass_;

@@ -1,11 +1,10 @@
-// One warp's part of decode attention: staging tiles of K and V, and the softmax state that reads them.
+// How a warp of the decode kernel brings its tiles of K and V to shared memory.
 #pragma once
 
 #include <type_traits>
 
 #include "../../device/mma.cuh"
-#include "decode_problem.cuh"
-#include "decode_tuning.cuh"
+#include "decode_plan.cuh"
 
 TESSERA_NAMESPACE_BEGIN
 namespace cuda {
@@ -19,20 +18,18 @@ inline constexpr bool strided_table = std::is_same_v<Table, contiguous> || std::
 template <class Table>
 inline constexpr bool paged_table = std::is_same_v<Table, block_table> || std::is_same_v<Table, csr_table>;
 
-/// One (sequence, kv_head) row of K and V.
-struct decode_row {
-  index_t sequence, head, count;
-  const index_t* chosen;  // its selected slots, or null
-};
-
 /// A warp's ring of staged tiles: lanes copy 16 bytes at a time, zeros for tokens beyond the end.
 /// One bulk copy per row (cp.async.bulk, sm_90) lost: 2.8 TB/s where this reaches 4.4 (H200, CUDA 13.0, B8 128K).
-template <class View, class Config>
+template <class View>
 struct decode_staging {
+  using format = decode_format<View>;
   using T = typename View::element_type;
-  static constexpr decode_tuning tuning = Config::tuning;
-  static constexpr int tokens = tuning.tokens, stages = tuning.stages;
-  static constexpr staged_rows k_rows{View::k_dim / 8}, v_rows{View::v_dim / 8};
+  using stored_type = const typename format::stored_type;
+  using config = decode_config<View>;
+  static constexpr int tokens = config::tokens, stages = config::stages;
+  static constexpr int chunk_elements = 16 / format::element_bytes;
+  static constexpr staged_rows k_rows = format::k_rows, v_rows = format::v_rows;
+  static constexpr bool scaled = View::encoding_type::scaled;
   static constexpr bool strided = strided_table<decltype(View::table)>;
 
   std::uint32_t ring;                 // shared address
@@ -41,9 +38,10 @@ struct decode_staging {
   // A load that is issued behind copies comes back behind them, microseconds later: what says where tiles lie is read
   // far ahead of them.
   index_t first_tile = 0;
-  const T *k_first = nullptr, *v_first = nullptr;  // strided tables: the row's first slot
-  bool direct = true;                              // strided, and no selection: nothing else is needed
-  bool in_pages = false;                           // no selection, and every tile lies in one page
+  stored_type *k_first = nullptr, *v_first = nullptr;  // strided tables: the row's first slot
+  offset_t scale_first = 0;                            // and its scale
+  bool direct = true;                                  // strided, and no selection: nothing else is needed
+  bool in_pages = false;                               // no selection, and every tile lies in one page
   // In pages, a lane has the page of one of 32 tiles, and of one of the 32 after those. Otherwise it knows one token of
   // every `span` tiles: where those of the next tiles and of the tiles after them lie, and the slots of the two groups
   // that follow.
@@ -55,7 +53,7 @@ struct decode_staging {
   __device__ explicit decode_staging(std::uint32_t ring_) : ring(ring_) {}
 
   __device__ std::uint32_t stage(std::uint32_t use) const {
-    return ring + use % stages * std::uint32_t(stage_bytes(tuning, View::k_dim, View::v_dim));
+    return ring + use % stages * std::uint32_t(stage_bytes<View>(config::tuning));
   }
   __device__ static index_t slot_of(const decode_row& at, index_t token) {
     const index_t valid = token < at.count ? token : 0;
@@ -103,6 +101,9 @@ struct decode_staging {
     if constexpr (strided) {
       k_first = view.key(at.sequence, at.head, 0);
       v_first = view.value(at.sequence, at.head, 0);
+      if constexpr (scaled) {
+        scale_first = view.scales.index(view.table.locate(at.sequence, at.head, 0), at.head);
+      }
       if (direct) return;
     }
     if constexpr (paged_table<decltype(View::table)>) {
@@ -162,13 +163,16 @@ struct decode_staging {
  private:
   /// Copies the row's tile of tokens from `first` on, the i-th of this segment.
   __device__ void copy(const View& view, const decode_row& at, index_t first, index_t i, int lane) {
-    const std::uint32_t to = stage(uses++), to_v = to + tokens * k_rows.bytes();
+    const std::uint32_t to = stage(uses++), to_v = to + tokens * k_rows.bytes(),
+                        to_scales = to_v + tokens * v_rows.bytes();
     if (first >= at.count) return;  // nor is it read
     const row_strides &ks = view.k_strides, &vs = view.v_strides;
-    const T *k, *v;
+    stored_type *k, *v;
+    offset_t scale = 0;
     if (direct) {
       k = k_first + first * ks.token;
       v = v_first + first * vs.token;
+      if constexpr (scaled) scale = scale_first + first * view.scales.token;
     } else {
       offset_t outer = 0, row = 0;
       if (in_pages) {
@@ -184,176 +188,105 @@ struct decode_staging {
       if constexpr (strided) {
         k = k_first + next * ks.token;
         v = v_first + next * vs.token;
+        if constexpr (scaled) scale = scale_first + next * view.scales.token;
       } else {
         k = view.k + outer * ks.outer + at.head * ks.head + row * ks.token;
         v = view.v + outer * vs.outer + at.head * vs.head + row * vs.token;
+        if constexpr (scaled) scale = view.scales.index({outer, row}, at.head);
       }
       if (!in_pages) {
-        copy_found<k_rows>(k, i % span * tokens, at.count - first, to, lane);
-        copy_found<v_rows>(v, i % span * tokens, at.count - first, to_v, lane);
+        const int lane_of = i % span * tokens;
+        float k_scale = 1, v_scale = 1;
+        if constexpr (format::scaled) {
+          if (lane / tokens == i % span) {
+            const int token = lane % tokens;
+            const bool valid = token < at.count - first;
+            copy_async4(to_scales + token * 4, view.scales.k + scale, valid);
+            copy_async4(to_scales + (tokens + token) * 4, view.scales.v + scale, valid);
+          }
+        } else if constexpr (scaled) {
+          k_scale = view.scales.k[scale], v_scale = view.scales.v[scale];
+        }
+        copy_found<k_rows>(k, k_scale, lane_of, at.count - first, to, lane);
+        copy_found<v_rows>(v, v_scale, lane_of, at.count - first, to_v, lane);
         return;
       }
     }
-    if (first + tokens <= at.count) {
-      copy_strided<k_rows, true>(k, ks.token, tokens, to, lane);
-      copy_strided<v_rows, true>(v, vs.token, tokens, to_v, lane);
+    const index_t valid = min(index_t(tokens), at.count - first);
+    const float *k_scales = nullptr, *v_scales = nullptr;
+    if constexpr (scaled) k_scales = view.scales.k + scale, v_scales = view.scales.v + scale;
+    if constexpr (format::scaled) {
+#pragma unroll
+      for (int j = 0; j < tokens * 2 / 32; ++j) {
+        const int id = j * 32 + lane, token = id % tokens;
+        const float* from = id < tokens ? k_scales : v_scales;
+        copy_async4(to_scales + id * 4, from + token * view.scales.token, token < valid);
+      }
+    }
+    if (valid == tokens) {
+      copy_strided<k_rows, true>(k, ks.token, k_scales, view.scales.token, tokens, to, lane);
+      copy_strided<v_rows, true>(v, vs.token, v_scales, view.scales.token, tokens, to_v, lane);
     } else {
-      copy_strided<k_rows, false>(k, ks.token, at.count - first, to, lane);
-      copy_strided<v_rows, false>(v, vs.token, at.count - first, to_v, lane);
+      copy_strided<k_rows, false>(k, ks.token, k_scales, view.scales.token, valid, to, lane);
+      copy_strided<v_rows, false>(v, vs.token, v_scales, view.scales.token, valid, to_v, lane);
+    }
+  }
+  /// A chunk of a row on its way, or decoded at once; zeros where it is not valid.
+  __device__ void copy_chunk(std::uint32_t to, stored_type* from, bool valid, float scale) const {
+    if constexpr (format::decoded) {
+      std::uint32_t pairs[4] = {};
+      if (valid) {
+#pragma unroll
+        for (int i = 0; i < 4; ++i) {
+          pairs[i] = pack_pair<T>(float(from[i * 2]) * scale, float(from[i * 2 + 1]) * scale);
+        }
+      }
+      asm volatile("st.shared.v4.u32 [%0], {%1, %2, %3, %4};" ::"r"(to), "r"(pairs[0]), "r"(pairs[1]), "r"(pairs[2]),
+                   "r"(pairs[3])
+                   : "memory");
+    } else {
+      copy_async16(to, from, valid, policy);
     }
   }
   /// Rows `stride` apart; zeros from `valid` on, unless the tile is full.
   template <staged_rows Rows, bool Full>
-  __device__ void copy_strided(const T* rows, offset_t stride, index_t valid, std::uint32_t to, int lane) const {
+  __device__ void copy_strided(stored_type* rows, offset_t stride, const float* scales, offset_t scale_stride,
+                               index_t valid, std::uint32_t to, int lane) const {
+    const auto copy_one = [&](int token, int chunk, stored_type* from) {
+      const bool there = Full || token < valid;
+      float scale = 1;
+      if constexpr (format::decoded && scaled) scale = there ? scales[token * scale_stride] : 0.0f;
+      copy_chunk(to + Rows.place(token, chunk), from, there, scale);
+    };
     if constexpr (32 % Rows.chunks == 0) {
       constexpr int at_once = 32 / Rows.chunks;
       const int chunk = lane % Rows.chunks, mine = lane / Rows.chunks;
-      const T* from = rows + mine * stride + chunk * 8;
+      stored_type* from = rows + mine * stride + chunk * chunk_elements;
 #pragma unroll
       for (int i = 0; i < tokens / at_once; ++i) {
-        const int token = i * at_once + mine;
-        copy_async16(to + Rows.place(token, chunk), from, Full || token < valid, policy);
+        copy_one(i * at_once + mine, chunk, from);
         from += at_once * stride;
       }
     } else {
 #pragma unroll
       for (int i = 0; i < tokens * Rows.chunks / 32; ++i) {
         const int id = i * 32 + lane, token = id / Rows.chunks, chunk = id % Rows.chunks;
-        copy_async16(to + Rows.place(token, chunk), rows + token * stride + chunk * 8, Full || token < valid, policy);
+        copy_one(token, chunk, rows + token * stride + chunk * chunk_elements);
       }
     }
   }
-  __device__ static const T* row_of(const T* mine, int lane) {
-    return reinterpret_cast<const T*>(__shfl_sync(~0u, reinterpret_cast<unsigned long long>(mine), lane));
-  }
-  /// `mine` is the row of the tile's token lane - lane_of.
+  /// `mine` is the row of the tile's token lane - lane_of, `scale` its scale.
   template <staged_rows Rows>
-  __device__ void copy_found(const T* mine, int lane_of, index_t valid, std::uint32_t to, int lane) const {
+  __device__ void copy_found(stored_type* mine, float scale, int lane_of, index_t valid, std::uint32_t to,
+                             int lane) const {
 #pragma unroll
     for (int i = 0; i < tokens * Rows.chunks / 32; ++i) {
-      const int id = i * 32 + lane, token = id / Rows.chunks, chunk = id % Rows.chunks;
-      const T* row = row_of(mine, lane_of + token);
-      copy_async16(to + Rows.place(token, chunk), row + chunk * 8, token < valid, policy);
-    }
-  }
-};
-
-/// Running state of one warp: 16 query rows over the tokens that it has seen.
-template <class View, class Config>
-struct decode_state {
-  using T = typename View::element_type;
-  static constexpr int D = View::k_dim, Dv = View::v_dim, tokens = Config::tuning.tokens;
-  static constexpr staged_rows k_rows{D / 8}, v_rows{Dv / 8};
-
-  float out[Dv / 8][4] = {};
-  float max[2] = {-infinity, -infinity}, sum[2] = {};  // rows lane / 4 and lane / 4 + 8, base 2
-
-  /// Reads the tile of `tokens` tokens at `shared`. `logit_of(token, half, product)` gives the logit, in base 2, of
-  /// query row lane / 4 + 8 * half; with `plain` that is product * scale2. All lanes call it together.
-  template <class LogitOf>
-  __device__ void read(const std::uint32_t (&q)[D / 16][4], std::uint32_t shared, bool plain, float scale2,
-                       const LogitOf& logit_of, int lane) {
-    float s[tokens / 8][4] = {}, odd[tokens / 8][4] = {};  // two chains of products, half as long
-    const int matrix = lane / 8, in_matrix = lane % 8;
-    const std::uint32_t k_at = shared + std::uint32_t((matrix / 2 * 8 + in_matrix) * k_rows.bytes());
-    const std::uint32_t k_chunk = std::uint32_t(k_rows.swizzled() ? matrix % 2 ^ in_matrix : matrix % 2) * 16;
-#pragma unroll
-    for (int step = 0; step < D / 16; ++step) {
-#pragma unroll
-      for (int pair = 0; pair < tokens / 16; ++pair) {
-        std::uint32_t b[4];
-        load_matrices(b, k_at + std::uint32_t(pair * 16 * k_rows.bytes()) +
-                             (k_rows.swizzled() ? k_chunk ^ std::uint32_t(step * 32) : k_chunk + step * 32));
-        multiply<T>(step % 2 ? odd[pair * 2] : s[pair * 2], q[step], b[0], b[1]);
-        multiply<T>(step % 2 ? odd[pair * 2 + 1] : s[pair * 2 + 1], q[step], b[2], b[3]);
-      }
-    }
-#pragma unroll
-    for (int n = 0; n < tokens / 8; ++n) {
-#pragma unroll
-      for (int i = 0; i < 4; ++i) s[n][i] += odd[n][i];
-    }
-    if (plain) {
-#pragma unroll
-      for (int n = 0; n < tokens / 8; ++n) {
-#pragma unroll
-        for (int i = 0; i < 4; ++i) s[n][i] *= scale2;
-      }
-    } else {
-#pragma unroll
-      for (int n = 0; n < tokens / 8; ++n) {
-#pragma unroll
-        for (int i = 0; i < 4; ++i) s[n][i] = logit_of(n * 8 + lane % 4 * 2 + i % 2, i / 2, s[n][i]);
-      }
-    }
-#pragma unroll
-    for (int half = 0; half < 2; ++half) {
-      float top = max[half];
-#pragma unroll
-      for (int n = 0; n < tokens / 8; ++n) top = fmaxf(top, fmaxf(s[n][half * 2], s[n][half * 2 + 1]));
-      top = fmaxf(top, __shfl_xor_sync(~0u, top, 1));
-      top = fmaxf(top, __shfl_xor_sync(~0u, top, 2));
-      const float reference = top == -infinity ? 0.0f : top;
-      const float shrink = power_of_two(max[half] - reference);  // 2^-inf = 0: nothing seen so far
-      float more = 0;
-#pragma unroll
-      for (int n = 0; n < tokens / 8; ++n) {
-        s[n][half * 2] = power_of_two(s[n][half * 2] - reference);
-        s[n][half * 2 + 1] = power_of_two(s[n][half * 2 + 1] - reference);
-        more += s[n][half * 2] + s[n][half * 2 + 1];
-      }
-      sum[half] = sum[half] * shrink + more;
-      if (top != max[half]) {
-#pragma unroll
-        for (int n = 0; n < Dv / 8; ++n) {
-          out[n][half * 2] *= shrink;
-          out[n][half * 2 + 1] *= shrink;
-        }
-      }
-      max[half] = top;
-    }
-    const std::uint32_t v_at =
-        shared + std::uint32_t(tokens * k_rows.bytes() + (matrix % 2 * 8 + in_matrix) * v_rows.bytes());
-    const std::uint32_t v_chunk = std::uint32_t(v_rows.swizzled() ? matrix / 2 ^ in_matrix : matrix / 2) * 16;
-#pragma unroll
-    for (int k = 0; k < tokens / 16; ++k) {
-      std::uint32_t weights[4];
-#pragma unroll
-      for (int i = 0; i < 4; ++i) {
-        weights[i] = pack_pair<T>(s[k * 2 + i / 2][i % 2 * 2], s[k * 2 + i / 2][i % 2 * 2 + 1]);
-      }
-#pragma unroll
-      for (int pair = 0; pair < Dv / 16; ++pair) {
-        std::uint32_t b[4];
-        load_matrices_transposed(b, v_at + std::uint32_t(k * 16 * v_rows.bytes()) +
-                                        (v_rows.swizzled() ? v_chunk ^ std::uint32_t(pair * 32) : v_chunk + pair * 32));
-        multiply<T>(out[pair * 2], weights, b[0], b[1]);
-        multiply<T>(out[pair * 2 + 1], weights, b[2], b[3]);
-      }
-    }
-  }
-
-  /// Adds the four lanes' shares of every row's sum.
-  __device__ void close() {
-#pragma unroll
-    for (int half = 0; half < 2; ++half) {
-      sum[half] += __shfl_xor_sync(~0u, sum[half], 1);
-      sum[half] += __shfl_xor_sync(~0u, sum[half], 2);
-    }
-  }
-
-  /// Writes the first `used` rows to shared memory: outputs `merge_pitch` apart, then their states.
-  __device__ void store(float* outs, float2* states, int used, int lane) const {
-#pragma unroll
-    for (int half = 0; half < 2; ++half) {
-      const int r = lane / 4 + half * 8;
-      if (r >= used) continue;
-#pragma unroll
-      for (int n = 0; n < Dv / 8; ++n) {
-        *reinterpret_cast<float2*>(outs + r * merge_pitch(Dv) + n * 8 + lane % 4 * 2) =
-            make_float2(out[n][half * 2], out[n][half * 2 + 1]);
-      }
-      if (lane % 4 == 0) states[r] = make_float2(max[half], sum[half]);
+      const int id = i * 32 + lane, token = id / Rows.chunks, chunk = id % Rows.chunks, from = lane_of + token;
+      const auto row = __shfl_sync(~0u, reinterpret_cast<unsigned long long>(mine), from);
+      float of_token = 1;
+      if constexpr (format::decoded && scaled) of_token = __shfl_sync(~0u, scale, from);
+      copy_chunk(to + Rows.place(token, chunk), reinterpret_cast<stored_type*>(row) + chunk * chunk_elements,
+                 token < valid, of_token);
     }
   }
 };

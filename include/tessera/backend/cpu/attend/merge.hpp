@@ -1,0 +1,99 @@
+// The merge of partial attention results on the CPU, where sink logits enter once.
+#pragma once
+
+#include <cmath>
+#include <limits>
+#include <span>
+#include <string>
+
+#include "../../../core/attention_part.hpp"
+#include "../../../core/error.hpp"
+#include "../../../math/softmax_state.hpp"
+
+TESSERA_NAMESPACE_BEGIN
+namespace cpu {
+inline namespace TESSERA_HOST_ISA {
+namespace detail {
+
+/// Divides a row by its softmax sum, that of its sink logit included (null: no sink), and writes output and log-sum-exp.
+template <int Dv>
+void finish_row(const float* sink, softmax_state state, const float* from, float* out, float* lse) {
+  float scale = 1;
+  if (sink && state.sum == state.sum) {  // NaN alone has no maximum: the sink must not hide it
+    const float before = state.max;
+    state.merge({*sink, 1.0f});
+    scale = before == -infinity ? 0.0f : std::exp(before - state.max);
+  }
+  const bool seen = !(state.sum == 0);  // a NaN sum counts as seen: it must show
+  const float factor = seen ? scale / state.sum : 0.0f;
+  for (int d = 0; d < Dv; ++d) out[d] = from[d] * factor;
+  if (lse) *lse = state.sum != state.sum ? state.sum : state.log_sum_exp();
+}
+
+/// Merges `count` parts of one row, in order: part i has the softmax state `state(i)` and the row `row(i)`, which its
+/// state's sum divides. Rows of empty parts are not read.
+template <int Dv, class State, class Row>
+void merge_row(index_t count, const State& state, const Row& row, const float* sink, float* out, float* lse) {
+  softmax_state total;
+  bool poisoned = false;  // a part of nothing but NaN has no maximum and would pass for an empty one
+  for (index_t i = 0; i < count; ++i) {
+    poisoned |= state(i).sum != state(i).sum;
+    total.merge(state(i));
+  }
+  float merged[Dv] = {};
+  for (index_t i = 0; i < count; ++i) {
+    if (state(i).empty()) continue;
+    const float weight = std::exp(state(i).max - total.max);
+    const float* from = row(i);
+    for (int d = 0; d < Dv; ++d) merged[d] += from[d] * weight;
+  }
+  if (poisoned) total.sum = std::numeric_limits<float>::quiet_NaN();
+  finish_row<Dv>(sink, total, merged, out, lse);
+}
+
+template <class A, class B>
+void require_same_shape(std::string_view name, const rows_view<A>& rows, const rows_view<B>& out) {
+  const auto text = [](const auto& x) {
+    return "[" + std::to_string(x.sequences) + ", " + std::to_string(x.tokens) + ", " + std::to_string(x.heads) + "]";
+  };
+  require(rows.data && rows.sequences == out.sequences && rows.tokens == out.tokens && rows.heads == out.heads, name,
+          rows.data ? text(rows) : "null", text(out), "give all parts, with their lse, the shape of out");
+}
+
+}  // namespace detail
+
+/// Merges attention over parts of the stored tokens into attention over all of them.
+///
+/// Shapes   parts as attention_part, any number of them, rows of Dim; out [sequences, tokens, q_heads, Dim],
+///          lse [sequences, tokens, q_heads], or no data; sink_logits [q_heads], or null.
+/// Returns  the rows' softmax over all parts and the sink, by their log-sum-exps; sink logits add to the sums here and
+///          nowhere else. A row that no part sees gives 0 and -infinity, or the sink's logit; NaN in any part shows.
+///          Same input, same bits: parts are added in order. `out` and `lse` may be one of the parts.
+/// Errors   shapes that differ, no lse in a part: tessera::error, before anything is written.
+template <int Dim>
+void merge_parts(std::span<const attention_part> parts, const float* sink_logits, const rows_view<float>& out,
+                 const rows_view<float>& lse) {
+  if (lse.data) detail::require_same_shape("lse", lse, out);
+  for (const attention_part& part : parts) {
+    detail::require_same_shape("out of a part", part.out, out);
+    detail::require_same_shape("lse of a part", part.lse, out);
+  }
+  for (index_t b = 0; b < out.sequences; ++b) {
+    for (index_t t = 0; t < out.tokens; ++t) {
+      for (index_t h = 0; h < out.heads; ++h) {
+        const auto state = [&](index_t i) -> softmax_state {
+          const float part = *parts[std::size_t(i)].lse.row(b, t, h);
+          if (part != part) return {-infinity, part};
+          return {part, part == -infinity ? 0.0f : 1.0f};
+        };
+        detail::merge_row<Dim>(
+            index_t(parts.size()), state, [&](index_t i) { return parts[std::size_t(i)].out.row(b, t, h); },
+            sink_logits ? sink_logits + h : nullptr, out.row(b, t, h), lse.data ? lse.row(b, t, h) : nullptr);
+      }
+    }
+  }
+}
+
+}  // namespace TESSERA_HOST_ISA
+}  // namespace cpu
+TESSERA_NAMESPACE_END

@@ -1,0 +1,234 @@
+// The first stage on the CPU: what a recipe's scorer has observed of every layer and sequence, and what it chooses by it.
+#pragma once
+
+#include <algorithm>
+#include <vector>
+
+#include "../../../core/layer_scores.hpp"
+#include "../../../core/model_shape.hpp"
+#include "../../../planned.hpp"
+#include "../kernel/scratch.hpp"
+#include "../score/score.hpp"
+#include "../store/kv_store.hpp"
+#include "retain.hpp"
+
+TESSERA_NAMESPACE_BEGIN
+namespace cpu {
+inline namespace TESSERA_HOST_ISA {
+
+/// Nothing is chosen.
+template <class Recipe, observes Observed = Recipe::retain_type::observed, bool Chooses = Recipe::retain_type::chooses>
+class first_stage {
+ public:
+  static constexpr bool with_scores = false;
+  explicit first_stage(const model_shape&) {}
+  void forget(index_t) {}
+  template <class... Any>
+  void observe_prompt(const Any&...) {}
+  template <class... Any>
+  offset_t observe_step(const Any&...) {
+    return 0;
+  }
+  template <class... Any>
+  const selection* choose(const Any&...) {
+    return nullptr;
+  }
+  offset_t bytes(index_t, index_t) const { return 0; }
+};
+
+/// What the three kinds below share: raw scores in, a selection out.
+template <class Recipe>
+class choosing {
+ public:
+  explicit choosing(const model_shape& shape) : shape_(shape) {}
+
+ protected:
+  using store_type = kv_store<typename Recipe::layout_type>;
+
+  /// `scores`, its rows and the tail are set; lengths are the store's.
+  template <class Policy>
+  const selection* choose_by(const Policy& policy, layer_scores scores, index_t layer, index_t id,
+                             const store_type& stored) {
+    scores.layer = layer;
+    scores.layers = shape_.layers;
+    scores.kv_heads = shape_.kv_heads;
+    scores.tokens = stored.lengths(layer, id).data();
+    choose_kept(policy, scores, *kept_, *retaining_);
+    return &*kept_;
+  }
+
+  /// Rows of scores for what a place holds, all 0, one head after another.
+  layer_scores fresh_scores(const std::vector<index_t>& lengths, index_t tail) {
+    offsets_.memory.clear();
+    offset_t total = 0;
+    for (const index_t length : lengths) {
+      offsets_.memory.push_back(total);
+      total += length;
+    }
+    raw_.memory.assign(std::size_t(total), 0.0f);
+    layer_scores scores;
+    scores.protected_tail = tail;
+    scores.scores = raw_.memory.data();
+    scores.offsets = offsets_.memory.data();
+    return scores;
+  }
+
+  model_shape shape_;
+  scratch<std::vector<float>> raw_;
+  scratch<std::vector<offset_t>> offsets_;
+  scratch<score_workspace<Recipe::layout_type::k_dim>> scoring_;
+
+ private:
+  scratch<selection> kept_;
+  scratch<retain_workspace> retaining_;
+};
+
+/// By position alone.
+template <class Recipe>
+class first_stage<Recipe, observes::nothing, true> : public choosing<Recipe> {
+  using base = choosing<Recipe>;
+
+ public:
+  static constexpr bool with_scores = false;
+  using base::base;
+  void forget(index_t) {}
+  template <class... Any>
+  void observe_prompt(const Any&...) {}
+  template <class... Any>
+  offset_t observe_step(const Any&...) {
+    return 0;
+  }
+
+  template <class Store>
+  const selection* choose(index_t layer, index_t id, Store& stored, const planned<Recipe>& policies, const logit_rule&,
+                          index_t next, index_t tail, executor&) {
+    const auto& policy = policies.first;
+    const auto& lengths = stored.lengths(layer, id);
+    layer_scores scores =
+        this->fresh_scores(lengths, std::max(tail, policy.scorer.protected_tail(policy.budget.tokens)));
+    for (index_t h = 0; h < this->shape_.kv_heads; ++h) {
+      for (index_t i = 0; i < lengths[std::size_t(h)]; ++i) {
+        this->raw_.memory[std::size_t(this->offsets_.memory[std::size_t(h)] + i)] =
+            policy.scorer.score(stored.position(layer, id, h, i), next);
+      }
+    }
+    return this->choose_by(policy, scores, layer, id, stored);
+  }
+  offset_t bytes(index_t, index_t) const { return 0; }
+};
+
+/// By the last queries of a turn's prompt, which are remembered until it ends.
+template <class Recipe>
+class first_stage<Recipe, observes::window, true> : public choosing<Recipe> {
+  using base = choosing<Recipe>;
+  static constexpr int k_dim = Recipe::layout_type::k_dim;
+
+ public:
+  static constexpr bool with_scores = false;
+  using base::base;
+
+  void forget(index_t id) {
+    for (index_t layer = 0; layer < this->shape_.layers; ++layer) {
+      std::vector<float>().swap(window(layer, id));  // `= {}` would keep the memory
+    }
+  }
+
+  /// Queries of a chunk's last tokens.
+  template <class E, class Store>
+  void observe_prompt(index_t layer, index_t id, Store&, const planned<Recipe>& policies, const logit_rule&,
+                      const rows_view<const E>& q, index_t, executor&) {
+    std::vector<float>& rows = window(layer, id);
+    const index_t most = policies.first.scorer.window, row = q.heads * k_dim, fresh = std::min(q.tokens, most);
+    const index_t old = std::min(most - fresh, index_t(rows.size()) / std::max(1, row));
+    rows.erase(rows.begin(), rows.end() - offset_t(old) * row);
+    for (index_t t = q.tokens - fresh; t < q.tokens; ++t) {
+      for (index_t h = 0; h < q.heads; ++h) {
+        const E* from = q.row(0, t, h);
+        for (int d = 0; d < k_dim; ++d) rows.push_back(float(from[d]));
+      }
+    }
+  }
+  template <class... Any>
+  offset_t observe_step(const Any&...) {
+    return 0;
+  }
+
+  template <class Store>
+  const selection* choose(index_t layer, index_t id, Store& stored, const planned<Recipe>& policies,
+                          const logit_rule& rule, index_t next, index_t, executor& workers) {
+    const auto& policy = policies.first;
+    const index_t q_heads = this->shape_.q_heads, rows = index_t(window(layer, id).size()) / (q_heads * k_dim);
+    const index_t first = next - rows;
+    layer_scores scores = this->fresh_scores(stored.lengths(layer, id), rows);
+    const layer_extent extent{layer, this->shape_.layers, this->shape_.kv_heads, rows, stored.longest(layer, id)};
+    if (!keeps_all(policy.budget, extent)) {  // else everything is chosen, whatever its score
+      const auto seen = nhd_rows<const float>(window(layer, id).data(), rows, q_heads, k_dim);
+      score_rows(stored.view(layer, id), query_rows<float>{seen, &first}, rule, policy.scorer, this->raw_.memory.data(),
+                 this->offsets_.memory.data(), *this->scoring_, workers);
+    }
+    return this->choose_by(policy, scores, layer, id, stored);
+  }
+
+  offset_t bytes(index_t layer, index_t id) const {
+    const std::size_t at = index(layer, id);
+    return at < windows_.size() ? offset_t(windows_[at].capacity() * sizeof(float)) : 0;
+  }
+
+ private:
+  std::size_t index(index_t layer, index_t id) const {
+    return std::size_t(id) * std::size_t(this->shape_.layers) + std::size_t(layer);
+  }
+  std::vector<float>& window(index_t layer, index_t id) {
+    if (windows_.size() <= index(layer, id)) windows_.resize(index(layer, id) + 1);
+    return windows_[index(layer, id)];
+  }
+
+  std::vector<std::vector<float>> windows_;  // [rows, q_heads, k_dim] by place, the newest prompt queries of this turn
+};
+
+/// By every query so far; the scores lie beside the tokens.
+template <class Recipe>
+class first_stage<Recipe, observes::every_query, true> : public choosing<Recipe> {
+  using base = choosing<Recipe>;
+
+ public:
+  static constexpr bool with_scores = true;
+  using base::base;
+  void forget(index_t) {}
+
+  template <class E, class Store>
+  void observe_prompt(index_t layer, index_t id, Store& stored, const planned<Recipe>& policies, const logit_rule& rule,
+                      const rows_view<const E>& q, index_t next, executor& workers) {
+    if (q.tokens == 0) return;
+    const index_t first = next - q.tokens;
+    columns& beside = stored.beside(layer, id);
+    score_rows(stored.view(layer, id), query_rows<E>{q, &first}, rule, policies.first.scorer, beside.scores(),
+               beside.begins().data(), *this->scoring_, workers);
+  }
+
+  /// Queries of a decode step that has been attended. Returns the bytes of scores that were read.
+  template <class E, class Store>
+  offset_t observe_step(index_t layer, index_t id, Store& stored, const planned<Recipe>& policies,
+                        const logit_rule& rule, const rows_view<const E>& q, index_t next, executor& workers) {
+    if constexpr (!fires_in_steps<typename Recipe::schedule_type>) return 0;
+    observe_prompt(layer, id, stored, policies, rule, q, next, workers);
+    offset_t read = 0;
+    for (const index_t length : stored.lengths(layer, id)) read += length * offset_t(sizeof(float));
+    return read;
+  }
+
+  template <class Store>
+  const selection* choose(index_t layer, index_t id, Store& stored, const planned<Recipe>& policies, const logit_rule&,
+                          index_t, index_t, executor&) {
+    layer_scores scores;
+    scores.protected_tail = policies.first.scorer.protected_tail(policies.first.budget.tokens);
+    scores.scores = stored.beside(layer, id).scores();
+    scores.offsets = stored.beside(layer, id).begins().data();
+    return this->choose_by(policies.first, scores, layer, id, stored);
+  }
+  offset_t bytes(index_t, index_t) const { return 0; }
+};
+
+}  // namespace TESSERA_HOST_ISA
+}  // namespace cpu
+TESSERA_NAMESPACE_END

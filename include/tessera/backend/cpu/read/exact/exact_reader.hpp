@@ -1,0 +1,80 @@
+// Retrieval by exact scores on the CPU: every stored key is read, the best tokens are attended.
+#pragma once
+
+#include <vector>
+
+#include "../../../../core/model_shape.hpp"
+#include "../../../../planned.hpp"
+#include "../../kernel/scratch.hpp"
+#include "../../score/finish.hpp"
+#include "../../score/score.hpp"
+
+TESSERA_NAMESPACE_BEGIN
+namespace cpu {
+inline namespace TESSERA_HOST_ISA {
+
+/// What every reader of a second stage answers; this one keeps nothing beside the tokens.
+///   refresh(place, view, policies, moved)    a prompt has ended, or slots have moved
+///   append(place, view, tokens)              the newest tokens of the view are new
+///   choose(place, view, ...)                 fills `chosen`; returns the bytes read beyond what is then attended
+///   complete(place, view, ...)               corrects the output of what was attended; most have nothing to add
+template <class Recipe>
+class exact_reader {
+ public:
+  static constexpr int k_dim = Recipe::layout_type::k_dim;
+  explicit exact_reader(const model_shape&) {}
+
+  void clear(std::size_t) {}
+  template <class View>
+  void refresh(std::size_t, const View&, const planned<Recipe>&, bool) {}
+  template <class View>
+  void append(std::size_t, const View&, index_t) {}
+
+  template <class View, class Q>
+  offset_t choose(std::size_t, const View& all, const query_rows<Q>& queries, const logit_rule& rule,
+                  const planned<Recipe>& policies, selection& chosen, executor& workers) {
+    using encoding = typename Recipe::layout_type::encoding_type;
+    using stored = typename encoding::stored_type;
+    const auto& policy = policies.read;
+    auto& [offsets, raw, finished_scores, pooled, scoring, top_k] = *workspace_;
+    // A step of several tokens reads them all, so that each of them sees something.
+    const index_t tail = queries.q.tokens > 1 ? queries.q.tokens : 0;
+    offsets.assign(1, 0);
+    for (index_t h = 0; h < all.kv_heads; ++h) offsets.push_back(offsets.back() + all.length(0, h));
+    raw.assign(std::size_t(offsets.back()), 0.0f);
+    finished_scores.resize(raw.size());
+    score_rows(all, queries, rule, policy.scorer, raw.data(), offsets.data(), scoring, workers);
+    offset_t bytes = 0;
+    for (index_t h = 0; h < all.kv_heads; ++h) {
+      const index_t n = all.length(0, h);
+      const offset_t row = offsets[std::size_t(h)];
+      const float* scores = finished(policy.scorer, raw.data() + row, n, finished_scores.data() + row, pooled);
+      const index_t count = choose_slots(policy.selector, scores, n, tail, policy.tokens, chosen.row(h), top_k);
+      chosen.counts[std::size_t(h)] = count;
+      // The keys of what is then attended are the same bytes.
+      bytes += (n - count) * (offset_t(k_dim) * offset_t(sizeof(stored)) + (encoding::scaled ? 4 : 0));
+    }
+    return bytes;
+  }
+
+  template <class... Any>
+  void complete(const Any&...) {}
+
+  /// Bytes that a step reads of lists: whole candidate lists, since every candidate is scored.
+  offset_t list_bytes(std::size_t, index_t n, index_t) const { return n * offset_t(sizeof(index_t)); }
+  offset_t side_bytes() const { return 0; }
+  offset_t bytes(std::size_t) const { return 0; }
+
+ private:
+  struct workspace {
+    std::vector<offset_t> offsets;
+    std::vector<float> raw, finished, pooled;
+    score_workspace<k_dim> scoring;
+    top_k_scratch top_k;
+  };
+  scratch<workspace> workspace_;
+};
+
+}  // namespace TESSERA_HOST_ISA
+}  // namespace cpu
+TESSERA_NAMESPACE_END

@@ -1,0 +1,136 @@
+// What decode steps read on the CPU: of everything, or of a filter's candidates; all of it, or what a reader chooses.
+#pragma once
+
+#include <type_traits>
+#include <vector>
+
+#include "../store/kv_store.hpp"
+#include "candidates.hpp"
+#include "exact/exact_reader.hpp"
+#include "extrema/extrema_reader.hpp"
+
+TESSERA_NAMESPACE_BEGIN
+namespace cpu {
+inline namespace TESSERA_HOST_ISA {
+
+/// The reader of recipes that read everything.
+template <class Recipe>
+struct whole_reader {
+  explicit whole_reader(const model_shape&) {}
+  template <class... Any>
+  void clear(const Any&...) {}
+  template <class... Any>
+  void refresh(const Any&...) {}
+  template <class... Any>
+  void append(const Any&...) {}
+  template <class... Any>
+  void complete(const Any&...) {}
+  offset_t list_bytes(std::size_t, index_t n, index_t) const { return n * offset_t(sizeof(index_t)); }
+  offset_t side_bytes() const { return 0; }
+  offset_t bytes(std::size_t) const { return 0; }
+};
+
+/// Every (layer, sequence) of a cache: candidates where a filter chooses, and what the recipe's reader keeps.
+template <class Recipe>
+class reading {
+  using retrieve_type = typename Recipe::retrieve_type;
+  using store_type = kv_store<typename Recipe::layout_type>;
+  static constexpr bool filters = Recipe::retain_type::chooses && !Recipe::retain_type::drops;
+  using reader_type =
+      std::conditional_t<!retrieve_type::retrieves, whole_reader<Recipe>,
+                         std::conditional_t<retrieve_type::estimates, extrema_reader<Recipe>, exact_reader<Recipe>>>;
+
+ public:
+  explicit reading(const model_shape& shape) : shape_(shape), reader_(shape) {}
+
+  void open(index_t id) {
+    for (index_t layer = 0; layer < shape_.layers; ++layer) {
+      reader_.clear(index(layer, id));
+      if constexpr (filters) {
+        if (passed_.size() <= index(layer, id)) passed_.resize(index(layer, id) + 1);
+        selection none;
+        none.reset(std::vector<index_t>(std::size_t(shape_.kv_heads), 0));
+        passed_[index(layer, id)].assign(none);
+      }
+    }
+  }
+
+  /// What steps may read: the candidates, or everything. Valid until either changes.
+  auto view(index_t layer, index_t id, store_type& stored) const {
+    if constexpr (filters) {
+      return passed_[index(layer, id)].view(stored.view(layer, id));
+    } else {
+      return stored.view(layer, id);
+    }
+  }
+  /// Logical positions of what steps may read of one head.
+  std::vector<index_t> positions(index_t layer, index_t id, index_t head, const store_type& stored) const {
+    const candidates* passed = filters ? &passed_[index(layer, id)] : nullptr;
+    const index_t count = filters ? passed->count(head) : stored.lengths(layer, id)[std::size_t(head)];
+    std::vector<index_t> result;
+    for (index_t i = 0; i < count; ++i) {
+      result.push_back(stored.position(layer, id, head, filters ? passed->row(head)[i] : i));
+    }
+    return result;
+  }
+
+  /// The slots of each head that a filter has let through since the last prompt ended.
+  void pass(index_t layer, index_t id, const selection& passed) { passed_[index(layer, id)].assign(passed); }
+
+  void refresh(index_t layer, index_t id, store_type& stored, const planned<Recipe>& policies, bool moved) {
+    reader_.refresh(index(layer, id), view(layer, id, stored), policies, moved);
+  }
+
+  /// Takes in the newest `tokens` tokens of the store.
+  void append(index_t layer, index_t id, store_type& stored, index_t tokens) {
+    if constexpr (filters) passed_[index(layer, id)].append(stored.lengths(layer, id), tokens);
+    reader_.append(index(layer, id), view(layer, id, stored), tokens);
+  }
+
+  /// What a step attends, as slots of `view`: null for all of it. Adds the bytes that choosing reads to `bytes`.
+  template <class View, class Q>
+  const selection_view* choose(index_t layer, index_t id, const View& all, const query_rows<Q>& queries,
+                               const logit_rule& rule, const planned<Recipe>& policies, offset_t& bytes,
+                               executor& workers) {
+    if constexpr (!retrieve_type::retrieves) {
+      return nullptr;
+    } else {
+      std::vector<index_t> lengths;
+      for (index_t h = 0; h < all.kv_heads; ++h) lengths.push_back(all.length(0, h));
+      chosen_.memory.reset(lengths);
+      bytes += reader_.choose(index(layer, id), all, queries, rule, policies, *chosen_, workers);
+      chosen_view_ = chosen_.memory.view();
+      return &chosen_view_;
+    }
+  }
+
+  /// Corrects the output of what `choose` chose last.
+  template <class View>
+  void complete(index_t layer, index_t id, const View& all, index_t tokens, const rows_view<float>& out) {
+    reader_.complete(index(layer, id), all, tokens, shape_.q_heads / shape_.kv_heads, out);
+  }
+
+  /// Bytes of lists and sums that a step reads of one head, which has n slots and attends `count`.
+  offset_t side_bytes(index_t layer, index_t id, index_t n, index_t count) const {
+    return (filters ? reader_.list_bytes(index(layer, id), n, count) : 0) + reader_.side_bytes();
+  }
+  /// Bytes that are allocated for lists, index and sums.
+  offset_t bytes(index_t layer, index_t id) const {
+    return (filters ? passed_[index(layer, id)].bytes() : 0) + reader_.bytes(index(layer, id));
+  }
+
+ private:
+  std::size_t index(index_t layer, index_t id) const {
+    return std::size_t(id) * std::size_t(shape_.layers) + std::size_t(layer);
+  }
+
+  model_shape shape_;
+  reader_type reader_;
+  std::vector<candidates> passed_;
+  scratch<selection> chosen_;
+  selection_view chosen_view_;
+};
+
+}  // namespace TESSERA_HOST_ISA
+}  // namespace cpu
+TESSERA_NAMESPACE_END

@@ -1,0 +1,127 @@
+// Numbers that go with stored tokens: logical positions, and scores for scorers that accumulate.
+#pragma once
+
+#include <algorithm>
+#include <vector>
+
+#include "../../../core/room.hpp"
+#include "../../../core/selection.hpp"
+#include "../../../core/types.hpp"
+
+TESSERA_NAMESPACE_BEGIN
+namespace cpu {
+
+/// One column a number by kv_head and slot, of one layer of one sequence. Heads lie one after another; lengths are the
+/// caller's. Positions are held only once something was dropped: until then slot and position coincide.
+class columns {
+ public:
+  columns(index_t kv_heads, bool with_scores)
+      : with_scores_(with_scores), begins_(std::size_t(kv_heads), 0), capacities_(std::size_t(kv_heads), 0) {}
+
+  bool scattered() const { return scattered_; }
+  /// Where each head's row begins, in numbers.
+  const std::vector<offset_t>& begins() const { return begins_; }
+  const index_t* positions() const { return scattered_ ? positions_.data() : nullptr; }
+  float* scores() { return scores_.data(); }
+  index_t position(index_t head, index_t slot) const {
+    return !scattered_ ? slot : positions_[std::size_t(begins_[std::size_t(head)] + slot)];
+  }
+
+  /// `tokens` more behind `lengths`, at positions `first_position`, ...; their scores are 0.
+  void append(const std::vector<index_t>& lengths, index_t tokens, index_t first_position) {
+    if (!with_scores_ && !scattered_) return;  // no column is held
+    bool room = true;
+    for (std::size_t h = 0; h < lengths.size(); ++h) room &= lengths[h] + tokens <= capacities_[h];
+    if (!room) {
+      std::vector<index_t> wanted;
+      for (const index_t length : lengths) wanted.push_back(length + tokens + spare_room(length + tokens));
+      reallocate(wanted, lengths, nullptr);
+    }
+    for (std::size_t h = 0; h < lengths.size(); ++h) {
+      const std::size_t at = std::size_t(begins_[h] + lengths[h]);
+      for (index_t t = 0; t < tokens; ++t) {
+        if (scattered_) positions_[at + std::size_t(t)] = first_position + t;
+        if (with_scores_) scores_[at + std::size_t(t)] = 0;
+      }
+    }
+  }
+
+  /// The chosen slots alone stay.
+  void keep(const std::vector<index_t>& lengths, const selection& chosen) {
+    if (!scattered_) {
+      if (!with_scores_) reserve(lengths);
+      scattered_ = true;
+      positions_.assign(std::size_t(total()), 0);
+      for (std::size_t h = 0; h < lengths.size(); ++h) {
+        for (index_t i = 0; i < lengths[h]; ++i) positions_[std::size_t(begins_[h] + i)] = i;
+      }
+    }
+    offset_t used = 0;
+    for (const index_t count : chosen.counts) used += count;
+    if (used * 4 < total() * 3) {
+      reallocate(chosen.counts, lengths, &chosen);
+    } else {
+      for (std::size_t h = 0; h < lengths.size(); ++h) move_row(h, &chosen, chosen.counts[h], begins_[h], *this);
+    }
+  }
+
+  offset_t bytes() const {
+    return offset_t(positions_.capacity() * sizeof(index_t) + scores_.capacity() * sizeof(float));
+  }
+
+ private:
+  offset_t total() const { return begins_.empty() ? 0 : begins_.back() + capacities_.back(); }
+
+  /// Rows of such capacities, one after another.
+  void reserve(const std::vector<index_t>& capacities) {
+    offset_t at = 0;
+    for (std::size_t h = 0; h < capacities.size(); ++h) {
+      begins_[h] = at;
+      capacities_[h] = capacities[h];
+      at += capacities[h];
+    }
+  }
+
+  void move_row(std::size_t h, const selection* chosen, index_t count, offset_t to, columns& target) const {
+    for (index_t i = 0; i < count; ++i) {
+      const std::size_t from = std::size_t(begins_[h] + (chosen ? chosen->row(index_t(h))[i] : i));
+      if (scattered_) target.positions_[std::size_t(to + i)] = positions_[from];
+      if (with_scores_) target.scores_[std::size_t(to + i)] = scores_[from];
+    }
+  }
+
+  void reallocate(const std::vector<index_t>& capacities, const std::vector<index_t>& lengths,
+                  const selection* chosen) {
+    columns fresh(index_t(begins_.size()), with_scores_);
+    fresh.scattered_ = scattered_;
+    fresh.reserve(capacities);
+    if (scattered_) fresh.positions_.resize(std::size_t(fresh.total()));
+    if (with_scores_) fresh.scores_.resize(std::size_t(fresh.total()));
+    for (std::size_t h = 0; h < lengths.size(); ++h) {
+      move_row(h, chosen, chosen ? chosen->counts[h] : lengths[h], fresh.begins_[h], fresh);
+    }
+    *this = std::move(fresh);
+  }
+
+  bool with_scores_;
+  bool scattered_ = false;  // something was dropped: positions are no longer slots, even if nothing is left
+  std::vector<offset_t> begins_;
+  std::vector<index_t> capacities_;
+  std::vector<index_t> positions_;
+  std::vector<float> scores_;
+};
+
+/// The newest `window` slots of every head.
+inline selection newest(const std::vector<index_t>& lengths, index_t window) {
+  selection chosen;
+  chosen.reset(lengths);
+  for (std::size_t h = 0; h < lengths.size(); ++h) {
+    const index_t count = std::min(lengths[h], window);
+    for (index_t i = 0; i < count; ++i) chosen.row(index_t(h))[i] = lengths[h] - count + i;
+    chosen.counts[h] = count;
+  }
+  return chosen;
+}
+
+}  // namespace cpu
+TESSERA_NAMESPACE_END

@@ -1,0 +1,109 @@
+// The store of a cache on the CPU: K, V and columns of every layer and sequence, for those who have no memory of their own.
+#pragma once
+
+#include <algorithm>
+#include <utility>
+#include <vector>
+
+#include "../../../core/error.hpp"
+#include "columns.hpp"
+#include "placed_pages.hpp"
+#include "placed_runs.hpp"
+
+TESSERA_NAMESPACE_BEGIN
+namespace cpu {
+inline namespace TESSERA_HOST_ISA {
+
+/// Tokens of every (layer, sequence), heads of uneven length, slots in position order. The layout says what a token takes
+/// and where its rows lie; positions and scores are columns beside them.
+template <class Layout>
+class kv_store {
+ public:
+  using rows_type = placed_rows<Layout>;
+  using view_type = typename rows_type::view_type;
+
+  kv_store(index_t layers, index_t kv_heads, bool with_scores)
+      : layers_(layers), heads_(kv_heads), with_scores_(with_scores), rows_(kv_heads) {}
+
+  index_t kv_heads() const { return heads_; }
+  const std::vector<index_t>& lengths(index_t layer, index_t id) const { return at(layer, id).lengths; }
+  index_t longest(index_t layer, index_t id) const {
+    const auto& lengths = at(layer, id).lengths;
+    return *std::max_element(lengths.begin(), lengths.end());
+  }
+  index_t position(index_t layer, index_t id, index_t head, index_t slot) const {
+    return at(layer, id).beside.position(head, slot);
+  }
+  /// Scores that lie beside the tokens: head h from begins()[h] on.
+  columns& beside(index_t layer, index_t id) { return at(layer, id).beside; }
+
+  /// Makes an empty place of every layer.
+  void open(index_t id) {
+    const std::size_t wanted = (std::size_t(id) + 1) * std::size_t(layers_);
+    while (places_.size() < wanted) places_.emplace_back(heads_, with_scores_);
+    clear(id);
+  }
+  void clear(index_t id) {
+    for (index_t layer = 0; layer < layers_; ++layer) {
+      rows_.clear(index(layer, id));
+      at(layer, id) = place(heads_, with_scores_);
+    }
+  }
+
+  /// All heads of a place as one sequence. Valid until any place changes.
+  view_type view(index_t layer, index_t id) {
+    place& here = at(layer, id);
+    view_type view = rows_.view(index(layer, id), here.lengths);
+    view.positions = here.beside.positions();
+    view.position_begin = here.beside.begins().data();
+    return view;
+  }
+
+  /// Appends tokens at positions `first_position`, `first_position` + 1, ...; the place is as before when memory runs out.
+  template <class E>
+  void append(index_t layer, index_t id, const rows_view<const E>& k, const rows_view<const E>& v,
+              index_t first_position) {
+    place& here = at(layer, id);
+    rows_.make_room(index(layer, id), here.lengths, k.tokens);
+    here.beside.append(here.lengths, k.tokens, first_position);
+    cpu::append(rows_.view(index(layer, id), here.lengths), k, v);
+    for (index_t& length : here.lengths) length += k.tokens;
+  }
+
+  /// Keeps the chosen slots of every head and drops the rest. Returns whether anything was dropped.
+  bool keep(index_t layer, index_t id, const selection& chosen, executor& workers) {
+    place& here = at(layer, id);
+    if (chosen.counts == here.lengths) return false;
+    here.beside.keep(here.lengths, chosen);
+    rows_.keep(index(layer, id), here.lengths, chosen, workers);
+    here.lengths = chosen.counts;
+    return true;
+  }
+
+  /// Bytes that are allocated for one place: rows, positions and scores.
+  offset_t bytes(index_t layer, index_t id) const {
+    return rows_.bytes(index(layer, id)) + at(layer, id).beside.bytes();
+  }
+
+ private:
+  struct place {
+    place(index_t kv_heads, bool with_scores) : lengths(std::size_t(kv_heads), 0), beside(kv_heads, with_scores) {}
+    std::vector<index_t> lengths;
+    columns beside;
+  };
+
+  std::size_t index(index_t layer, index_t id) const {
+    return std::size_t(id) * std::size_t(layers_) + std::size_t(layer);
+  }
+  const place& at(index_t layer, index_t id) const { return places_[index(layer, id)]; }
+  place& at(index_t layer, index_t id) { return places_[index(layer, id)]; }
+
+  index_t layers_, heads_;
+  bool with_scores_;
+  rows_type rows_;
+  std::vector<place> places_;
+};
+
+}  // namespace TESSERA_HOST_ISA
+}  // namespace cpu
+TESSERA_NAMESPACE_END

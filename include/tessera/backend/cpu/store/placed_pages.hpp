@@ -1,0 +1,102 @@
+// Rows in fixed pages on the CPU, from one pool.
+#pragma once
+
+#include <algorithm>
+#include <vector>
+
+#include "../../../layout/fixed_pages.hpp"
+#include "placed_runs.hpp"
+
+TESSERA_NAMESPACE_BEGIN
+namespace cpu {
+inline namespace TESSERA_HOST_ISA {
+
+/// Pages of all places come from one pool that grows by an eighth; a page that is given back is taken again first.
+/// Bytes    of a place: its pages. The pool's own spare pages belong to none.
+template <class Layout, int Page>
+class placed_rows<Layout, fixed_pages<Page>> {
+ public:
+  using encoding_type = typename Layout::encoding_type;
+  using view_type = kv_view<view_element<encoding_type>, Layout::k_dim, csr_table, Layout::v_dim>;
+
+  explicit placed_rows(index_t kv_heads) : heads_(kv_heads) {}
+
+  view_type view(std::size_t place, const std::vector<index_t>& lengths) {
+    view_type view;
+    view.k = k_.data();
+    view.v = v_.data();
+    view.k_strides = {page_rows() * Layout::k_dim, Layout::k_dim, offset_t(heads_) * Layout::k_dim, 1};
+    view.v_strides = {page_rows() * Layout::v_dim, Layout::v_dim, offset_t(heads_) * Layout::v_dim, 1};
+    view.sequences = 1;
+    view.kv_heads = heads_;
+    view.lengths = lengths.data();
+    view.length_strides = {0, 1};
+    view.table = {&first_page, at(place).data(), Page, 1};
+    if constexpr (encoding_type::scaled) view.scales = {k_scales_.data(), v_scales_.data(), page_rows(), 1, heads_};
+    return view;
+  }
+
+  void make_room(std::size_t place, const std::vector<index_t>& lengths, index_t tokens) {
+    const offset_t longest = *std::max_element(lengths.begin(), lengths.end());
+    std::vector<index_t>& table = at(place);
+    const std::size_t wanted = std::size_t(fixed_pages<Page>::pages_for(longest + tokens));
+    if (wanted <= table.size()) return;
+    const std::size_t missing = wanted - table.size();
+    if (free_.size() < missing) grow(index_t(missing - free_.size()));
+    table.reserve(wanted);
+    for (std::size_t i = 0; i < missing; ++i) {
+      table.push_back(free_.back());
+      free_.pop_back();
+    }
+  }
+
+  void keep(std::size_t place, const std::vector<index_t>& lengths, const selection& chosen, executor& workers) {
+    pack(view(place, lengths), chosen.view(), view(place, lengths), workers);
+    const offset_t longest = *std::max_element(chosen.counts.begin(), chosen.counts.end());
+    release(at(place), std::size_t(fixed_pages<Page>::pages_for(longest)));
+  }
+
+  void clear(std::size_t place) { release(at(place), 0); }
+  offset_t bytes(std::size_t place) const {
+    return place < tables_.size() ? offset_t(tables_[place].size()) * page_rows() * Layout::token_bytes() : 0;
+  }
+
+ private:
+  offset_t page_rows() const { return offset_t(Page) * heads_; }
+  std::vector<index_t>& at(std::size_t place) {
+    if (tables_.size() <= place) tables_.resize(place + 1);
+    return tables_[place];
+  }
+  void release(std::vector<index_t>& table, std::size_t left) {
+    while (table.size() > left) {
+      free_.push_back(table.back());
+      table.pop_back();
+    }
+  }
+  void grow(index_t least) {
+    const index_t added = std::max(least, pages_ / 8);
+    const std::size_t rows = std::size_t(page_rows()) * std::size_t(pages_ + added);
+    free_.reserve(free_.size() + std::size_t(pages_ + added));  // giving back must not fail
+    k_.resize(rows * Layout::k_dim);
+    v_.resize(rows * Layout::v_dim);
+    if constexpr (encoding_type::scaled) {
+      k_scales_.resize(rows);
+      v_scales_.resize(rows);
+    }
+    for (index_t page = pages_ + added - 1; page >= pages_; --page) free_.push_back(page);
+    pages_ += added;
+  }
+
+  static constexpr index_t first_page = 0;  // where the table of the one sequence of a view begins
+
+  using stored = typename encoding_type::stored_type;
+  index_t heads_, pages_ = 0;
+  std::vector<stored> k_, v_;
+  std::vector<float> k_scales_, v_scales_;
+  std::vector<index_t> free_;
+  std::vector<std::vector<index_t>> tables_;  // by place
+};
+
+}  // namespace TESSERA_HOST_ISA
+}  // namespace cpu
+TESSERA_NAMESPACE_END

@@ -1,0 +1,202 @@
+// How parts of a row become its output: those of a block's warps, and those of several blocks.
+#pragma once
+
+#include "../../device/barrier.cuh"
+#include "../../device/mma.cuh"
+#include "../../device/warp.cuh"
+#include "decode_plan.cuh"
+
+TESSERA_NAMESPACE_BEGIN
+namespace cuda {
+namespace detail {
+
+template <class View, class Out>
+struct decode_merge : decode_block<View, Out> {
+  using base = decode_block<View, Out>;
+  using base::base;
+  using base::ends, base::first_query, base::group, base::lane, base::memory, base::p, base::query_rows, base::rows;
+  using base::scratch, base::threads, base::used, base::warp, base::warps;
+  using typename base::segment;
+  static constexpr int D = View::k_dim, Dv = View::v_dim;
+  /// Parts of a row that a warp reads at once when they are merged: one after the other, their latencies were most of a
+  /// short step. More registers than the loop over tiles leaves would spill, and what is spilled comes back behind the
+  /// copies: 17 at once cost 0.7 us of 14 (H200, CUDA 13.0).
+  static constexpr int parts_at_once = D + Dv <= 256 ? 8 : 6;
+  /// In a block that has nothing else to do any more.
+  static constexpr int many_parts_at_once = 24;
+  static_assert(many_parts_at_once <= 32, "tessera: a lane of a warp holds the state of one part");
+
+  /// The weight that turns a row's summed output into its output; the leader writes its log-sum-exp.
+  __device__ float finish(const decode_row& at, int r, float max2, float sum, bool leader) const {
+    const index_t token = small_quotient(first_query + r, group);
+    const index_t q_head = at.head * group + first_query + r - token * group;
+    return output_weight(p.rule, q_head, max2, sum,
+                         leader && p.lse.data ? p.lse.row(at.sequence, token, q_head) : nullptr);
+  }
+  __device__ void write(const decode_row& at, int r, int d, const float4& x, float weight) const {
+    const index_t token = small_quotient(first_query + r, group);
+    const index_t q_head = at.head * group + first_query + r - token * group;
+    Out* out = p.out.row(at.sequence, token, q_head) + d;
+    out[0] = Out(x.x * weight);
+    out[1] = Out(x.y * weight);
+    out[2] = Out(x.z * weight);
+    out[3] = Out(x.w * weight);
+  }
+  /// Calls `of(r, d)` for every row and every fourth output dim, spread over the block.
+  template <class F>
+  __device__ void for_each_four(const F& of) const {
+#pragma unroll 1
+    for (int i = threadIdx.x; i < used * (Dv / 4); i += threads) of(i / (Dv / 4), i % (Dv / 4) * 4);
+  }
+
+  /// Rows that hold nothing have no tile and so no block.
+  __device__ void write_empty_rows() const {
+    for (index_t row = blockIdx.x; row < rows; row += index_t(gridDim.x)) {
+      if (ends[row] != base::begin_of(row)) continue;
+      const decode_row at{row / p.view.kv_heads, row % p.view.kv_heads, 0, nullptr};
+      for_each_four([&](int r, int d) { write(at, r, d, float4{}, finish(at, r, -infinity, 0, d == 0)); });
+    }
+  }
+
+  __device__ float* outs_of(int w) const {
+    return reinterpret_cast<float*>(memory + w * warp_bytes<View>(base::config::tuning));
+  }
+  __device__ float2* states_of(int w) const {
+    return reinterpret_cast<float2*>(outs_of(w) + rows_per_block * merge_pitch(Dv));
+  }
+  __device__ offset_t slot_of(index_t piece, index_t row) const {
+    return (offset_t(blockIdx.y) * scratch.slots + piece + row) * rows_per_block;
+  }
+
+  /// The block's warps meet: the row's output if this part is all of it, else a part for `merge_parts`.
+  __device__ void merge_warps(const segment& of, bool whole) const {
+    for_each_four([&](int r, int d) {
+      float top = -infinity, sum = 0;
+#pragma unroll
+      for (int w = 0; w < warps; ++w) top = fmaxf(top, states_of(w)[r].x);
+      float4 x{};
+#pragma unroll
+      for (int w = 0; w < warps; ++w) {
+        const float2 part = states_of(w)[r];
+        const float factor = top == -infinity ? 1.0f : power_of_two(part.x - top);
+        const float4 y = *reinterpret_cast<const float4*>(outs_of(w) + r * merge_pitch(Dv) + d);
+        sum += part.y * factor;
+        x.x += y.x * factor;
+        x.y += y.y * factor;
+        x.z += y.z * factor;
+        x.w += y.w * factor;
+      }
+      if (whole) {
+        write(of.at, r, d, x, finish(of.at, r, top, sum, d == 0));
+      } else {
+        const offset_t place = slot_of(blockIdx.x, of.row) + r;
+        *reinterpret_cast<float4*>(scratch.out + place * Dv + d) = x;
+        if (d == 0) scratch.state[place] = make_float2(top, sum);
+      }
+    });
+  }
+
+  /// What the warps that share a row's merge hand to the first of them.
+  struct merge_shares {
+    float4 out[warps][32];
+    float2 state[warps];
+  };
+
+  /// The row's output from its parts, in the order of pieces: the same bits whoever does it. Warps that would idle take
+  /// a share of the parts.
+  template <int AtOnce>
+  __device__ void merge_parts(const decode_row& at, index_t row, index_t first_piece, index_t parts,
+                              merge_shares& shares) const {
+    const int items = used * groups, doubled = items <= warps / 4 ? 2 : items <= warps / 2 ? 1 : 0;
+    const int at_once = warps >> doubled, share = (warp << doubled) / warps;  // items, of which each has so many shares
+    const index_t each = (parts + (1 << doubled) - 1) >> doubled;
+#pragma unroll 1
+    for (int begin = 0; begin < items; begin += at_once) {
+      const int item = begin + (warp & (at_once - 1)), r = item / groups, d = (item % groups * 32 + lane) * 4;
+      const bool busy = item < items, mine = busy && d < Dv;
+      float top = -infinity, sum = 0;
+      float4 x{};
+      if (busy) {
+        const offset_t base = slot_of(first_piece, row) + r;
+        sum_parts<AtOnce>(base, mine ? d : 0, share * each, min(parts, (share + 1) * each), top, sum, x);
+      }
+      if (doubled > 0) {
+        shares.out[warp][lane] = x;
+        if (lane == 0) shares.state[warp] = make_float2(top, sum);
+        __syncthreads();
+        if (share == 0 && busy) {
+          for (int other = warp + at_once; other < warps; other += at_once) {
+            const float2 state = shares.state[other];
+            const float4 y = shares.out[other][lane];
+            const float higher = fmaxf(top, state.x), reference = higher == -infinity ? 0.0f : higher;
+            const float shrink = power_of_two(top - reference), factor = power_of_two(state.x - reference);
+            top = higher;
+            sum = sum * shrink + state.y * factor;
+            x.x = x.x * shrink + y.x * factor;
+            x.y = x.y * shrink + y.y * factor;
+            x.z = x.z * shrink + y.z * factor;
+            x.w = x.w * shrink + y.w * factor;
+          }
+        }
+      }
+      if (share == 0 && busy) {
+        const float weight = finish(at, r, top, sum, d == 0);
+        if (mine) write(at, r, d, x, weight);
+      }
+    }
+  }
+  /// Adds parts [begin, end) of the query row at `base` to a maximum, a sum and a lane's four outputs.
+  template <int AtOnce>
+  __device__ void sum_parts(offset_t base, int d, index_t begin, index_t end, float& top, float& sum, float4& x) const {
+    const float2* states = scratch.state + base + begin * rows_per_block;
+    const float* outs = scratch.out + (base + begin * rows_per_block) * Dv + d;
+#pragma unroll 1
+    for (; begin < end; begin += AtOnce) {
+      const index_t here = min(index_t(AtOnce), end - begin);
+      float4 y[AtOnce];
+#pragma unroll
+      for (int part = 0; part < AtOnce; ++part) {
+        if (part < here) y[part] = __ldcg(reinterpret_cast<const float4*>(outs + part * rows_per_block * Dv));
+      }
+      // A lane has the state of one part.
+      const float2 state = lane < here ? __ldcg(states + lane * rows_per_block) : make_float2(-infinity, 0);
+      const float higher = fmaxf(top, lanes_max<32>(state.x));
+      const float reference = higher == -infinity ? 0.0f : higher;
+      const float shrink = power_of_two(top - reference), factor = power_of_two(state.x - reference);
+      top = higher;
+      sum = sum * shrink + warp_sum(state.y * factor);
+      x.x *= shrink;
+      x.y *= shrink;
+      x.z *= shrink;
+      x.w *= shrink;
+#pragma unroll
+      for (int part = 0; part < AtOnce; ++part) {
+        const float weight = __shfl_sync(~0u, factor, part);
+        if (part < here) {
+          x.x += y[part].x * weight;
+          x.y += y[part].y * weight;
+          x.z += y[part].z * weight;
+          x.w += y[part].w * weight;
+        }
+      }
+      states += AtOnce * rows_per_block;
+      outs += AtOnce * rows_per_block * Dv;
+    }
+  }
+  static constexpr int groups = (Dv / 4 + 31) / 32;  // of 32 lanes, four output dims each
+
+  /// True in the block that is the last of a row's `parts` to arrive; it sees what the others wrote.
+  __device__ bool last_to_arrive(index_t row, index_t parts, bool* flag) const {
+    if (threadIdx.x == 0) {
+      unsigned* arrived = scratch.arrived + offset_t(blockIdx.y) * scratch.most_rows + row;
+      *flag = add_acquire_release(arrived, 1) == unsigned(parts - 1);
+      if (*flag) *arrived = 0;  // for the next step
+    }
+    __syncthreads();
+    return *flag;
+  }
+};
+
+}  // namespace detail
+}  // namespace cuda
+TESSERA_NAMESPACE_END

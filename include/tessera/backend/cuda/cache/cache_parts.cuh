@@ -1,0 +1,207 @@
+// The objects of a cache on the device, and what they answer when the host asks.
+#pragma once
+
+#include <algorithm>
+#include <utility>
+#include <vector>
+
+#include "../../../runtime/conversations.hpp"
+#include "../../../runtime/layer_roles.hpp"
+#include "attention.cuh"
+#include "cache_options.hpp"
+#include "first_stage.cuh"
+#include "newest.cuh"
+#include "reading.cuh"
+
+TESSERA_NAMESPACE_BEGIN
+namespace cuda {
+
+/// Store, first stage, reading, attention and conversations of one recipe: `cache` puts them in order.
+template <class Recipe, class Out>
+class cache_parts {
+ public:
+  using layout = typename Recipe::layout_type;
+  using T = typename layout::element_type;
+  static constexpr int k_dim = layout::k_dim, v_dim = layout::v_dim;
+  static_assert(sizeof(T) == 2, "tessera: the CUDA cache computes in fp16 and bf16; the CPU cache in fp32 too");
+
+  const model_shape& shape() const { return shape_; }
+  const Recipe& recipe() const { return recipe_; }
+
+  /// On the device, by sequence of the batch: the position of the first token of the step that `begin_step` began.
+  const index_t* step_positions() const { return first_position_.data(); }
+
+  /// The logical position of the next token: tokens seen so far.
+  index_t next_position(index_t id) const { return conversations_.at(id).front().next_position; }
+
+  /// A view of what a layer stores of one sequence, for engines with attention of their own.
+  auto view(index_t layer, index_t id) const {
+    conversations_.at(id, layer);
+    return store_.view(layer, id);
+  }
+
+  /// Logical positions that a layer stores for one kv_head, ascending. Synchronises.
+  std::vector<index_t> positions(index_t layer, index_t id, index_t head) const {
+    conversations_.at(id, layer);
+    return store_.downloaded_positions(layer, id)[std::size_t(head)];
+  }
+
+  /// What the budget comes to in this conversation, since its first prompt ended.
+  stage_plan plan(index_t id) const { return policies(id).plan; }
+
+  /// Logical positions that this turn's steps may read of one kv_head: what a filter let through and what was decoded
+  /// since; everything stored where there is no filter. Synchronises.
+  std::vector<index_t> readable(index_t layer, index_t id, index_t head) const {
+    conversations_.at(id, layer);
+    return downloaded_readable(layer, id)[std::size_t(head)];
+  }
+
+  /// Whether decode steps write down which positions they attend; off by default. A traced step synchronises and cannot
+  /// be recorded.
+  void trace_attended(bool on) {
+    tracing_ = on;
+    attended_.resize(std::size_t(shape_.layers) * std::size_t(options_.sequences));
+  }
+  /// Positions that the last traced decode step of a layer attended, by kv_head.
+  const std::vector<std::vector<index_t>>& attended(index_t layer, index_t id) const {
+    conversations_.at(id, layer);
+    return attended_[std::size_t(layer) * std::size_t(options_.sequences) + std::size_t(id)];
+  }
+
+  /// Bytes that a sequence holds in all layers: rows with their positions and scores, candidates and index, remembered
+  /// queries.
+  offset_t bytes(index_t id) const {
+    const planned<Recipe>& fitted = policies(id);
+    offset_t total = 0;
+    for (index_t layer = 0; layer < shape_.layers; ++layer) {
+      const held_bound held = reading_.lists().bound(layer, id, store_.bound(layer, id));
+      total += store_.bytes(layer, id) + reading_.lists().bytes(layer, id) + first_.bytes_of_place() +
+               reading_.reader().bytes(fitted, held.longest);
+    }
+    return total;
+  }
+  /// The most bytes of rows that were ever in use at one time, all sequences together.
+  offset_t most_bytes() const { return store_.most_bytes(); }
+
+  /// Distinct bytes of stored K, V and scores, of candidates and index, that the last decode step of a sequence touched,
+  /// all layers. Synchronises.
+  offset_t bytes_read(index_t id) const {
+    const auto& conversation = conversations_.at(id);
+    if (conversation.step_tokens == 0) return 0;  // no step yet
+    offset_t total = 0;
+    for (index_t layer = 0; layer < shape_.layers; ++layer) {
+      const bool follows = roles_.follows_recipe(layer);
+      for (const auto& readable : downloaded_readable(layer, id)) {
+        offset_t n = offset_t(readable.size()), attended = n;
+        if (follows) {
+          // What the eviction at the end of the step dropped has been read too.
+          if (evicts_last_) n = std::min<offset_t>(n + conversation.step_tokens, next_position(id));
+          attended = reading_.reader().attended(conversation.policies, n);
+          total +=
+              reading_.reader().bytes_read(conversation.policies, n) + (first_stage<Recipe>::with_scores ? n * 4 : 0);
+          if (filters) total += attended * offset_t(sizeof(index_t));
+        }
+        total += attended * layout::token_bytes();
+      }
+    }
+    return total;
+  }
+
+  /// Bytes of K and V of an uncompressed sequence of that many tokens.
+  offset_t full_bytes(index_t tokens) const {
+    return offset_t(shape_.layers) * shape_.kv_heads * tokens * layout::token_bytes();
+  }
+
+ protected:
+  static constexpr bool filters = Recipe::retain_type::chooses && !Recipe::retain_type::drops;
+  static constexpr bool evicts_last_ = Recipe::retain_type::drops && Recipe::schedule_type::fires_at(moment::step_end);
+  using store_type = kv_store<layout>;
+  using view_type = typename store_type::view_type;
+  using reading_type = reading<Recipe, Out>;
+  using read_view_type = typename reading_type::view_type;
+  using place_list = typename store_type::place_list;
+
+  cache_parts(model_shape shape, Recipe recipe, cache_options options)
+      : shape_((shape.check(), std::move(shape))),
+        recipe_((recipe.check(), std::move(recipe))),
+        options_((options.check(), options)),
+        device_(device_info::current()),
+        roles_(shape_, recipe_.dense_layers, recipe_.attention.rule),
+        conversations_(shape_, recipe_),
+        store_(shape_.layers, options_.sequences, shape_.kv_heads, options_.tokens, options_.rows,
+               Recipe::retain_type::drops || !shape_.sliding.empty(), first_stage<Recipe>::with_scores),
+        next_(std::size_t(options_.sequences)),
+        first_position_(next_.size()),
+        after_(next_.size()),
+        steps_(shape_.layers, options_.sequences),
+        first_(recipe_, shape_, options_, device_),
+        reading_(recipe_, shape_, options_, device_),
+        attention_(shape_, options_, device_),
+        newest_(shape_.kv_heads, shape_.sliding.empty() ? 0 : shape_.window) {
+    make_movers();
+  }
+
+  const planned<Recipe>& policies(index_t id) const { return conversations_.at(id).policies; }
+
+  place_list all_layers(const std::vector<index_t>& ids) const {
+    place_list places;
+    for (const index_t id : ids) {
+      for (index_t layer = 0; layer < shape_.layers; ++layer) places.push_back({layer, id});
+    }
+    return places;
+  }
+  void make_movers() {
+    store_.make_movers(first_.most_sequences(), std::max(first_.most_tokens_kept(), shape_.window), device_);
+  }
+  /// Sliding layers drop what they have left behind, now and then.
+  void slide(const place_list& places, cudaStream_t stream) {
+    for (const auto& [layer, id] : places) {
+      const index_t window = roles_.window(layer);
+      const held_bound held = store_.bound(layer, id);
+      if (window == 0 || held.longest <= window + spare_room(window)) continue;
+      const held_bound kept{window, std::min(held.total, offset_t(window) * shape_.kv_heads)};
+      store_.plan_keep({{layer, id}}, {kept});
+      store_.keep(layer, id, {newest_.of(store_.lengths(layer, id), stream), kept}, stream);
+    }
+  }
+
+  /// Positions that steps may read of a layer, by kv_head.
+  std::vector<std::vector<index_t>> downloaded_readable(index_t layer, index_t id) const {
+    if (!roles_.follows_recipe(layer)) return store_.downloaded_positions(layer, id);
+    return reading_.lists().downloaded_positions(layer, id, store_);
+  }
+  void trace(index_t layer, const batch& step, const selection_view& read) {
+    for (index_t b = 0; b < step.sequences(); ++b) {
+      const index_t id = step.ids[std::size_t(b)];
+      auto& attended = attended_[std::size_t(layer) * std::size_t(options_.sequences) + std::size_t(id)];
+      attended = downloaded_readable(layer, id);
+      for (index_t h = 0; read.indices && h < shape_.kv_heads; ++h) {
+        const offset_t row = offset_t(b) * shape_.kv_heads + h;
+        std::vector<index_t> chosen = downloaded(read.row(row), std::size_t(downloaded(read.counts + row, 1)[0]));
+        for (index_t& slot : chosen) slot = attended[std::size_t(h)][std::size_t(slot)];
+        attended[std::size_t(h)] = std::move(chosen);
+      }
+    }
+  }
+
+  model_shape shape_;
+  Recipe recipe_;
+  cache_options options_;
+  device_info device_;
+  layer_roles roles_;
+  conversations<Recipe> conversations_;
+  store_type store_;
+  device_buffer<index_t> next_;                    // by id: position of the next token
+  device_buffer<index_t> first_position_, after_;  // by sequence of the batch: of the step's first token, and behind it
+  device_buffer<index_t> chunk_position_{1};
+  step_table steps_;
+  first_stage<Recipe> first_;
+  reading_type reading_;
+  attention<view_type, read_view_type, Out> attention_;
+  newest_slots newest_;
+  bool tracing_ = false;
+  std::vector<std::vector<std::vector<index_t>>> attended_;  // by place
+};
+
+}  // namespace cuda
+TESSERA_NAMESPACE_END

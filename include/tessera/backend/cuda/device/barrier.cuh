@@ -1,0 +1,74 @@
+// Who waits for whom: barriers in shared memory that count arrivals, and flags in device memory.
+#pragma once
+
+#include "copy.cuh"
+
+TESSERA_NAMESPACE_BEGIN
+namespace cuda {
+
+/// A barrier in shared memory, named by its address there, counts threads and bytes that arrive; its phase flips at each
+/// full count. One thread initialises it, then the block synchronises (a cluster's blocks: `publish_barriers` first).
+__device__ __forceinline__ void init_barrier(std::uint32_t barrier, int count) {
+  asm volatile("mbarrier.init.shared::cta.b64 [%0], %1;" ::"r"(barrier), "r"(count) : "memory");
+}
+/// Barriers are seen as initialised by the cluster's next barrier.
+__device__ __forceinline__ void publish_barriers() {
+#if __CUDA_ARCH__ >= 900
+  asm volatile("fence.mbarrier_init.release.cluster;" ::: "memory");
+#endif
+}
+__device__ __forceinline__ void arrive(std::uint32_t barrier) {
+  asm volatile("mbarrier.arrive.shared::cta.b64 _, [%0];" ::"r"(barrier) : "memory");
+}
+/// Arrives once the copies that this thread has asked for are there.
+__device__ __forceinline__ void arrive_after_copies(std::uint32_t barrier) {
+  asm volatile("cp.async.mbarrier.arrive.noinc.shared::cta.b64 [%0];" ::"r"(barrier) : "memory");
+}
+/// Arrives, and lets the phase end only when so many bytes have arrived too.
+__device__ __forceinline__ void arrive_expecting(std::uint32_t barrier, std::uint32_t bytes) {
+#if __CUDA_ARCH__ >= 900
+  asm volatile("mbarrier.arrive.expect_tx.shared::cta.b64 _, [%0], %1;" ::"r"(barrier), "r"(bytes) : "memory");
+#endif
+}
+/// Waits until the phase of that parity has ended; what arrived in this block is seen.
+__device__ __forceinline__ void wait_phase(std::uint32_t barrier, std::uint32_t parity) {
+#if __CUDA_ARCH__ >= 900
+  asm volatile(
+      "{\n.reg .pred done;\n"
+      "again:\nmbarrier.try_wait.parity.shared::cta.b64 done, [%0], %1;\n"
+      "@!done bra again;\n}\n" ::"r"(barrier),
+      "r"(parity)
+      : "memory");
+#endif
+}
+/// The same, and what other blocks of the cluster sent is seen.
+__device__ __forceinline__ void wait_phase_of_cluster(std::uint32_t barrier, std::uint32_t parity) {
+#if __CUDA_ARCH__ >= 900
+  asm volatile(
+      "{\n.reg .pred done;\n"
+      "again:\nmbarrier.try_wait.parity.acquire.cluster.shared::cta.b64 done, [%0], %1;\n"
+      "@!done bra again;\n}\n" ::"r"(barrier),
+      "r"(parity)
+      : "memory");
+#endif
+}
+
+/// Flags and counters in device memory, between blocks. What ::cuda::atomic_ref does, without its header's 2.5 seconds of
+/// every compilation (decision 0011).
+__device__ __forceinline__ unsigned load_acquire(const unsigned* from) {
+  unsigned value;
+  asm volatile("ld.acquire.gpu.u32 %0, [%1];" : "=r"(value) : "l"(from) : "memory");
+  return value;
+}
+__device__ __forceinline__ void store_release(unsigned* to, unsigned value) {
+  asm volatile("st.release.gpu.u32 [%0], %1;" ::"l"(to), "r"(value) : "memory");
+}
+/// Adds and returns what was there: earlier writes of this thread are seen by who reads the sum, and the other way round.
+__device__ __forceinline__ unsigned add_acquire_release(unsigned* to, unsigned value) {
+  unsigned before;
+  asm volatile("atom.acq_rel.gpu.global.add.u32 %0, [%1], %2;" : "=r"(before) : "l"(to), "r"(value) : "memory");
+  return before;
+}
+
+}  // namespace cuda
+TESSERA_NAMESPACE_END

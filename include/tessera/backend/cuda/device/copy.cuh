@@ -1,0 +1,68 @@
+// Asynchronous copies from global to shared memory, and how rows lie there.
+#pragma once
+
+#include "../../../core/types.hpp"
+
+TESSERA_NAMESPACE_BEGIN
+namespace cuda {
+
+__device__ __forceinline__ std::uint32_t shared_address(const void* p) {
+  return std::uint32_t(__cvta_generic_to_shared(p));
+}
+
+/// Copies 16 bytes from global to shared memory without waiting, past L1; zeros when `valid` is false.
+__device__ __forceinline__ void copy_async16(std::uint32_t to, const void* from, bool valid) {
+  asm volatile("cp.async.cg.shared.global.L2::128B [%0], [%1], 16, %2;" ::"r"(to), "l"(from), "r"(valid ? 16 : 0)
+               : "memory");
+}
+
+/// Copies 4 bytes likewise, through L1.
+__device__ __forceinline__ void copy_async4(std::uint32_t to, const void* from) {
+  asm volatile("cp.async.ca.shared.global [%0], [%1], 4;" ::"r"(to), "l"(from) : "memory");
+}
+/// Zeros when `valid` is false.
+__device__ __forceinline__ void copy_async4(std::uint32_t to, const void* from, bool valid) {
+  asm volatile("cp.async.ca.shared.global [%0], [%1], 4, %2;" ::"r"(to), "l"(from), "r"(valid ? 4 : 0) : "memory");
+}
+
+/// A policy for data that is read once: it is the first to leave the L2, so that what is read again stays.
+__device__ __forceinline__ std::uint64_t evict_first_policy() {
+  std::uint64_t policy;
+  asm("createpolicy.fractional.L2::evict_first.b64 %0, 1.0;" : "=l"(policy));
+  return policy;
+}
+/// `copy_async16` under an L2 policy.
+__device__ __forceinline__ void copy_async16(std::uint32_t to, const void* from, bool valid, std::uint64_t policy) {
+  asm volatile("cp.async.cg.shared.global.L2::cache_hint [%0], [%1], 16, %2, %3;" ::"r"(to), "l"(from),
+               "r"(valid ? 16 : 0), "l"(policy)
+               : "memory");
+}
+/// Asks for the 128 bytes around `p` to come to the L2.
+__device__ __forceinline__ void prefetch_line(const void* p) { asm volatile("prefetch.global.L2 [%0];" ::"l"(p)); }
+/// Writes 16 bytes to shared memory, by an address that asynchronous copies take.
+__device__ __forceinline__ void store_shared16(std::uint32_t to, const uint4& value) {
+  asm volatile("st.shared.v4.b32 [%0], {%1, %2, %3, %4};" ::"r"(to), "r"(value.x), "r"(value.y), "r"(value.z),
+               "r"(value.w)
+               : "memory");
+}
+__device__ __forceinline__ void commit_copies() { asm volatile("cp.async.commit_group;" ::: "memory"); }
+template <int Pending>
+__device__ __forceinline__ void wait_copies() {
+  asm volatile("cp.async.wait_group %0;" ::"n"(Pending) : "memory");
+}
+
+/// Rows of 16-byte chunks in shared memory, laid out so that matrix loads of 8 rows do not collide: chunks are exchanged
+/// within 128 bytes where that is possible, else rows are padded to an odd number of chunks. Exchanged rows are shorter, padded ones cheaper to
+/// address.
+struct staged_rows {
+  int chunks;
+  bool padded = false;  ///< whatever their number
+  TESSERA_HD constexpr bool swizzled() const { return !padded && chunks % 8 == 0; }
+  TESSERA_HD constexpr int bytes() const { return (swizzled() ? chunks : chunks | 1) * 16; }
+  TESSERA_HD constexpr std::uint32_t place(int row, int chunk) const {
+    return std::uint32_t(row * bytes() + (swizzled() ? chunk ^ (row % 8) : chunk) * 16);
+  }
+};
+
+}  // namespace cuda
+TESSERA_NAMESPACE_END

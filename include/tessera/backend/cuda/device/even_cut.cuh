@@ -1,0 +1,61 @@
+// Rows of uneven length laid end to end, and cut into even pieces: one for each block.
+#pragma once
+
+#include "divide.cuh"
+#include "search.cuh"
+#include "warp.cuh"
+
+TESSERA_NAMESPACE_BEGIN
+namespace cuda {
+
+/// Inclusive prefix sums of `units_of(row)` into `ends [rows]` in shared memory, by all threads of a block. Every block
+/// does it for itself: lengths change from launch to launch of a graph and the host does not know them. Ends with a barrier.
+template <int Threads, class UnitsOf>
+__device__ void scan_units(index_t rows, index_t* ends, block_scan<Threads, index_t>& scan, const UnitsOf& units_of) {
+  const index_t each = (rows + Threads - 1) / Threads, first = min(index_t(threadIdx.x) * each, rows);
+  const index_t last = min(first + each, rows);
+  index_t sum = 0;
+#pragma unroll 4
+  for (index_t row = first; row < last; ++row) ends[row] = sum += units_of(row);
+  const index_t before = scan.before(sum);
+  for (index_t row = first; row < last; ++row) ends[row] += before;
+  __syncthreads();
+}
+
+/// The row that holds `unit`: the number of rows that end at or before it. By one thread.
+__device__ inline index_t row_of_unit(const index_t* ends, index_t rows, index_t unit) {
+  return first_where(rows, [&](index_t row) { return ends[row] > unit; });
+}
+/// By one warp, for up to 1,024 rows: two looks.
+__device__ inline index_t row_of_unit_in_warp(const index_t* ends, index_t rows, index_t unit, index_t lane) {
+  const index_t each = (rows + 31) / 32;
+  const bool group_before = (lane + 1) * each <= rows && ends[(lane + 1) * each - 1] <= unit;
+  const index_t first = index_t(__popc(__ballot_sync(~0u, group_before))) * each;
+  const bool before = lane < each && first + lane < rows && ends[first + lane] <= unit;
+  return first + index_t(__popc(__ballot_sync(~0u, before)));
+}
+
+inline constexpr index_t most_pieces = 1024;  // so that products of two piece numbers stay below 2^20
+
+/// `units` cut into `count` pieces: piece i begins at floor(i * units / count), so that pieces end where rows do when rows
+/// are equal and divide `count`.
+struct even_pieces {
+  index_t units, count, size, rest;
+
+  /// 1 <= count <= most_pieces
+  __device__ even_pieces(index_t units_, index_t count_)
+      : units(units_),
+        count(count_),
+        size(index_t(unsigned(units_) / unsigned(count_))),
+        rest(units_ - size * count_) {}
+  __device__ index_t begin(index_t piece) const { return piece * size + small_quotient(piece * rest, count); }
+  __device__ index_t piece_of(index_t unit) const {
+    index_t piece = min(count - 1, index_t(float(unit) * __fdividef(float(count), float(units))));
+    while (begin(piece) > unit) --piece;
+    while (begin(piece + 1) <= unit) ++piece;
+    return piece;
+  }
+};
+
+}  // namespace cuda
+TESSERA_NAMESPACE_END

@@ -1,0 +1,101 @@
+// Sums, maxima and prefix sums over the lanes of a warp and the threads of a block.
+#pragma once
+
+#include "../../../core/types.hpp"
+
+TESSERA_NAMESPACE_BEGIN
+namespace cuda {
+
+/// The sum of a warp, the same on every lane and in the same order every time.
+__device__ __forceinline__ float warp_sum(float value) {
+#pragma unroll
+  for (int step = 16; step > 0; step /= 2) value += __shfl_xor_sync(~0u, value, step);
+  return value;
+}
+/// Two at once: neither waits for the other's shuffles.
+__device__ __forceinline__ float2 warp_sum(float2 value) {
+#pragma unroll
+  for (int step = 16; step > 0; step /= 2) {
+    const float x = __shfl_xor_sync(~0u, value.x, step), y = __shfl_xor_sync(~0u, value.y, step);
+    value.x += x, value.y += y;
+  }
+  return value;
+}
+__device__ __forceinline__ unsigned warp_sum(unsigned value) { return __reduce_add_sync(~0u, value); }
+__device__ __forceinline__ index_t warp_sum(index_t value) { return __reduce_add_sync(~0u, value); }
+
+/// The largest of a warp, none of them NaN.
+__device__ __forceinline__ float warp_max(float value) {
+  const int bits = __float_as_int(value), most = __reduce_max_sync(~0u, bits >= 0 ? bits : bits ^ 0x7fffffff);
+  return __int_as_float(most >= 0 ? most : most ^ 0x7fffffff);
+}
+
+/// The sum of `Lanes` neighbouring lanes (2, 4, 8 or 16), on each of them.
+template <int Lanes, class T>
+__device__ __forceinline__ T lanes_sum(T value) {
+#pragma unroll
+  for (int step = 1; step < Lanes; step *= 2) value += __shfl_xor_sync(~0u, value, step);
+  return value;
+}
+/// The largest of `Lanes` neighbouring lanes, on each of them; a NaN loses.
+template <int Lanes>
+__device__ __forceinline__ float lanes_max(float value) {
+#pragma unroll
+  for (int step = 1; step < Lanes; step *= 2) value = fmaxf(value, __shfl_xor_sync(~0u, value, step));
+  return value;
+}
+
+/// The sum up to this lane, its own value included.
+template <class T>
+__device__ __forceinline__ T inclusive_sum(T value, int lane) {
+#pragma unroll
+  for (int step = 1; step < 32; step *= 2) {
+    const T other = __shfl_up_sync(~0u, value, step);
+    if (lane >= step) value += other;
+  }
+  return value;
+}
+/// Two at once: neither waits for the other's shuffles.
+__device__ __forceinline__ uint2 inclusive_sum(uint2 value, int lane) {
+#pragma unroll
+  for (int step = 1; step < 32; step *= 2) {
+    const unsigned x = __shfl_up_sync(~0u, value.x, step), y = __shfl_up_sync(~0u, value.y, step);
+    value.x += lane >= step ? x : 0u, value.y += lane >= step ? y : 0u;
+  }
+  return value;
+}
+
+/// Prefix sums over the threads of a block, for unsigned and index_t; lies in shared memory. All threads call; one barrier,
+/// and another is needed before the next call. cub::BlockScan does the same: decision 0011 says why it is not used.
+template <int Threads, class T>
+struct block_scan {
+  static constexpr int warps = Threads / 32;
+  static_assert(Threads % 32 == 0 && warps <= 32, "tessera: a block scans up to 32 whole warps");
+  T warp_total[warps];
+
+  /// The sum of the threads before this one.
+  __device__ __forceinline__ T before(T value) {
+    const T in_warp = scan_warp(value);
+    const int lane = threadIdx.x % 32, warp = threadIdx.x / 32;
+    return in_warp - value + warp_sum(lane < warp ? warp_total[lane % warps] : T(0));
+  }
+  /// The same, and the sum of all threads.
+  __device__ __forceinline__ T before(T value, T& total) {
+    const T in_warp = scan_warp(value);
+    const int lane = threadIdx.x % 32, warp = threadIdx.x / 32;
+    const T of_lane = lane < warps ? warp_total[lane] : T(0);
+    total = warp_sum(of_lane);
+    return in_warp - value + warp_sum(lane < warp ? of_lane : T(0));
+  }
+
+ private:
+  __device__ __forceinline__ T scan_warp(T value) {
+    const T in_warp = inclusive_sum(value, int(threadIdx.x) % 32);
+    if (threadIdx.x % 32 == 31) warp_total[threadIdx.x / 32] = in_warp;
+    __syncthreads();
+    return in_warp;
+  }
+};
+
+}  // namespace cuda
+TESSERA_NAMESPACE_END

@@ -1,0 +1,272 @@
+// The store of a cache on the device: K, V, lengths and columns of every layer and sequence.
+#pragma once
+
+#include <algorithm>
+#include <numeric>
+#include <optional>
+#include <string>
+#include <utility>
+#include <vector>
+
+#include "append.cuh"
+#include "pack.cuh"
+#include "placed_pages.cuh"
+#include "placed_runs.cuh"
+
+TESSERA_NAMESPACE_BEGIN
+namespace cuda {
+
+/// What a set of chosen slots comes to: the slots, and bounds that the host knows.
+struct kept_slots {
+  selection_view chosen;
+  held_bound bound;
+};
+
+/// Tokens of every (layer, sequence), heads of uneven length, slots in position order. The layout says what a token takes
+/// and where its rows lie; positions (where tokens are dropped) and scores (where they accumulate) are columns in runs.
+///
+/// The device holds lengths and places, the host bounds only. All calls of one store follow one another on one stream.
+/// Calls that need room plan it for every place first: when they throw, nothing has changed.
+template <class Layout>
+class kv_store {
+ public:
+  using T = typename Layout::element_type;
+  using rows_type = placed_rows<Layout>;
+  using view_type = typename rows_type::view_type;
+  using place_list = std::vector<std::pair<index_t, index_t>>;  // layer, id
+
+  kv_store(index_t layers, index_t sequences, index_t kv_heads, index_t tokens, offset_t rows, bool with_positions,
+           bool with_scores)
+      : layers_(layers),
+        sequences_(sequences),
+        heads_(kv_heads),
+        tokens_(tokens),
+        with_positions_(with_positions),
+        with_scores_(with_scores),
+        bounds_(std::size_t(layers) * std::size_t(sequences)),
+        rows_(layers, sequences, kv_heads, tokens,
+              rows > 0 ? rows : rows_type::rows_for(layers * sequences, kv_heads, tokens)),
+        columns_(layers * sequences, kv_heads,
+                 with_positions || with_scores ? run_pool::rows_for(layers * sequences, kv_heads, tokens) : 0,
+                 std::vector<index_t>(std::size_t(with_positions) + std::size_t(with_scores), 4),
+                 "rows of the columns"),
+        lengths_(layers, sequences, kv_heads),
+        begins_(layers, sequences, kv_heads) {}
+
+  index_t kv_heads() const { return heads_; }
+  const held_bound& bound(index_t layer, index_t id) const { return bounds_[place(layer, id)]; }
+  index_t* lengths(index_t layer, index_t id) const { return lengths_.of(layer, id); }
+
+  /// One sequence of a layer.
+  view_type view(index_t layer, index_t id) const {
+    return with_columns(rows_.view(layer, id), lengths_.of(layer, id), begins_.of(layer, id));
+  }
+  /// The batch that the step table gathered.
+  view_type batch_view(index_t layer, index_t batch) const {
+    return with_columns(rows_.batch_view(layer, batch), lengths_.batch(layer), begins_.batch(layer));
+  }
+  std::vector<detail::gathered_column> gathered() const {
+    return {lengths_.gathered(), begins_.gathered(), rows_.column()};
+  }
+  slot_column<index_t> positions(const view_type& view) const { return {positions(), 0, 0, view.position_begin}; }
+  slot_column<float> scores(const view_type& view) const { return {scores(), 0, 0, view.position_begin}; }
+  float* scores() const { return with_scores_ ? columns_.plane_data<float>(with_positions_) : nullptr; }
+
+  void require_fits(index_t layer, index_t id, index_t tokens) const {
+    const offset_t wanted = offset_t(bound(layer, id).longest) + tokens;
+    require(wanted <= tokens_, "tokens of a kv_head", wanted,
+            "at most cache_options::tokens, which is " + std::to_string(tokens_), "raise tokens, or lower the budget");
+  }
+
+  /// Plans room for `tokens` more in every head of these places; `commit_room` makes it, or `abandon` forgets it.
+  void plan_room(const place_list& places, index_t tokens) {
+    for (const auto& [layer, id] : places) require_fits(layer, id, tokens);
+    rows_.plan();
+    columns_.plan();
+    try {
+      for (const auto& [layer, id] : places) {
+        const std::size_t at = place(layer, id);
+        rows_.plan_room(at, bounds_[at], tokens);
+        if (columns_.holds_planes() && columns_.room(at) < tokens) plan_columns(at, bounds_[at], tokens);
+      }
+    } catch (...) {
+      abandon();
+      throw;
+    }
+  }
+  void abandon() {
+    rows_.abandon();
+    columns_.abandon();
+  }
+  void commit_room(const place_list& places, cudaStream_t stream) {
+    for (const auto& [layer, id] : places) {
+      const std::size_t at = place(layer, id);
+      rows_.commit_room(at, lengths(layer, id), bounds_[at], stream);
+      if (lay_out_columns(at, lengths(layer, id), stream)) {
+        columns_.move(begins(at), lengths(layer, id), bounds_[at].longest, stream);
+        columns_.adopt(begins(at), stream);
+      }
+    }
+  }
+  /// Notes that every head took `tokens` more.
+  void took(index_t layer, index_t id, index_t tokens) {
+    const std::size_t at = place(layer, id);
+    bounds_[at].longest += tokens;
+    bounds_[at].total += offset_t(heads_) * tokens;
+    rows_.took(at, tokens);
+    if (columns_.holds_planes()) columns_.took(at, tokens);
+  }
+
+  /// Appends rows behind a view's tokens; positions count from first_position[sequence]. The view's lengths advance.
+  void append_rows(const view_type& view, const rows_view<const T>& k, const rows_view<const T>& v,
+                   const index_t* first_position, cudaStream_t stream) const {
+    append_problem<view_type, T> problem;
+    problem.view = view;
+    problem.k = k;
+    problem.v = v;
+    problem.lengths = const_cast<index_t*>(view.lengths);
+    problem.first_position = first_position;
+    if (with_positions_) problem.positions = positions(view);
+    if (with_scores_) problem.scores = scores(view);
+    append<view_type, T>(view.sequences, heads_).run(problem, nullptr, stream);
+  }
+
+  /// Makes what moves rows: of one sequence, and in steps of `batch` sequences, at most `kept` tokens a head.
+  void make_movers(index_t batch, index_t kept, const device_info& device) {
+    movers_.emplace(movers{{1, heads_, kept, device}, {batch, heads_, kept, device}, {}});
+    movers_->scratch = device_buffer<unsigned char>(movers_->in_place.workspace_bytes());  // zeros, as it begins
+  }
+
+  /// Plans what the places keep: every (layer, id) with its bound, in the order of the `keep` calls that follow.
+  void plan_keep(const place_list& places, const std::vector<held_bound>& kept) {
+    rows_.plan();
+    columns_.plan();
+    try {
+      for (std::size_t i = 0; i < places.size(); ++i) {
+        const std::size_t at = place(places[i].first, places[i].second);
+        rows_.plan_keep(at, bounds_[at], kept[i]);
+        if (columns_.holds_planes()) plan_columns(at, kept[i], 0);
+      }
+    } catch (...) {
+      abandon();
+      throw;
+    }
+  }
+  /// Keeps the chosen slots of one sequence's layer and gives the rest back.
+  void keep(index_t layer, index_t id, const kept_slots& kept, cudaStream_t stream) {
+    const std::size_t at = place(layer, id);
+    const view_type from = view(layer, id);
+    pack_problem<view_type, view_type> problem{from, kept.chosen, from};
+    problem.lengths = lengths(layer, id);
+    if constexpr (rows_type::keeps_in_place) {
+      set_columns(problem, from.position_begin);
+      rows_.keep(at, problem, *movers_, kept.bound, stream);
+      if (lay_out_columns(at, lengths(layer, id), stream)) {
+        columns_.move(begins(at), lengths(layer, id), kept.bound.longest, stream);
+        columns_.adopt(begins(at), stream);
+      }
+    } else {
+      lay_out_columns(at, kept.chosen.counts, stream);
+      set_columns(problem, columns_.new_begins());
+      rows_.keep(at, problem, *movers_, kept.bound, stream);
+      if (columns_.holds_planes()) columns_.adopt(begins(at), stream);
+    }
+    bounds_[at] = kept.bound;
+  }
+  /// The same for a batch, where the rows lie: recordable. The view's lengths shrink; see `shrank`.
+  void keep_in_place(const view_type& batch, const selection_view& chosen, cudaStream_t stream) const {
+    pack_problem<view_type, view_type> problem{batch, chosen, batch};
+    set_columns(problem, batch.position_begin);
+    problem.lengths = const_cast<index_t*>(batch.lengths);
+    movers_->in_place.run(problem, movers_->scratch.data(), stream);
+  }
+  /// Notes on the host what `keep_in_place` dropped; `gained`: every head has room for so many more tokens.
+  void shrank(index_t layer, index_t id, const held_bound& kept, index_t gained) {
+    const std::size_t at = place(layer, id);
+    bounds_[at] = {std::min(bounds_[at].longest, kept.longest), std::min(bounds_[at].total, kept.total)};
+    rows_.shrank(at, gained, bounds_[at]);
+    if (columns_.holds_planes()) columns_.took(at, -gained);
+  }
+
+  /// Forgets a sequence and gives its rows back.
+  void clear(index_t id, cudaStream_t stream) {
+    for (index_t layer = 0; layer < layers_; ++layer) {
+      rows_.clear(place(layer, id));
+      if (columns_.holds_planes()) columns_.clear(place(layer, id));
+      bounds_[place(layer, id)] = {};
+      check(cudaMemsetAsync(lengths(layer, id), 0, std::size_t(heads_) * sizeof(index_t), stream), "cudaMemsetAsync");
+    }
+  }
+
+  /// Lengths of the batch that a step has changed go back to their ids; the host's part of a step advances the others.
+  const id_column<index_t>& length_column() const { return lengths_; }
+
+  /// Logical positions by kv_head, ascending. Synchronises.
+  std::vector<std::vector<index_t>> downloaded_positions(index_t layer, index_t id) const {
+    const auto held = downloaded(lengths(layer, id), std::size_t(heads_));
+    const auto first = downloaded(begins_.of(layer, id), std::size_t(heads_));
+    std::vector<std::vector<index_t>> all(held.size());
+    for (std::size_t h = 0; h < held.size(); ++h) {
+      if (with_positions_) {
+        all[h] = downloaded(positions() + first[h], std::size_t(held[h]));
+      } else {
+        all[h].resize(std::size_t(held[h]));
+        std::iota(all[h].begin(), all[h].end(), 0);
+      }
+    }
+    return all;
+  }
+
+  offset_t bytes(index_t layer, index_t id) const {
+    return rows_.bytes(place(layer, id)) + columns_.rows(place(layer, id)) * columns_.row_bytes();
+  }
+  offset_t most_bytes() const { return rows_.most_bytes() + columns_.most_rows() * columns_.row_bytes(); }
+
+ private:
+  struct movers {
+    pack<view_type, view_type> fresh;
+    pack<view_type, view_type, true> in_place;
+    device_buffer<unsigned char> scratch;
+  };
+
+  std::size_t place(index_t layer, index_t id) const {
+    return std::size_t(layer) * std::size_t(sequences_) + std::size_t(id);
+  }
+  offset_t* begins(std::size_t at) const { return begins_.of(index_t(at) / sequences_, index_t(at) % sequences_); }
+  index_t* positions() const { return with_positions_ ? columns_.plane_data<index_t>(0) : nullptr; }
+
+  view_type with_columns(view_type view, const index_t* lengths, const offset_t* begins) const {
+    view.lengths = lengths;
+    view.length_strides = {heads_, 1};
+    view.position_begin = begins;
+    view.positions = positions();
+    return view;
+  }
+  void plan_columns(std::size_t at, const held_bound& held, index_t tokens) {
+    const index_t room = tokens + room_behind(held.longest + tokens, tokens_);
+    columns_.plan_run(at, held.total + offset_t(heads_) * room, room);
+  }
+  bool lay_out_columns(std::size_t at, const index_t* counts, cudaStream_t stream) {
+    return columns_.holds_planes() && columns_.lay_out(
+                                          at, counts, [&](std::size_t p) { return begins(p); }, stream);
+  }
+  void set_columns(pack_problem<view_type, view_type>& problem, const offset_t* begins) const {
+    if (with_positions_) problem.positions = {positions(), 0, 0, begins};
+    if (with_scores_) {
+      problem.from_scores = {scores(), 0, 0, problem.from.position_begin};
+      problem.scores = {scores(), 0, 0, begins};
+    }
+  }
+
+  index_t layers_, sequences_, heads_, tokens_;
+  bool with_positions_, with_scores_;
+  std::vector<held_bound> bounds_;
+  rows_type rows_;
+  run_pool columns_;
+  id_column<index_t> lengths_;
+  id_column<offset_t> begins_;  // of the columns
+  std::optional<movers> movers_;
+};
+
+}  // namespace cuda
+TESSERA_NAMESPACE_END

@@ -1,0 +1,138 @@
+// Rows in runs on the device.
+#pragma once
+
+#include <algorithm>
+#include <vector>
+
+#include "../../../layout/runs.hpp"
+#include "pack.cuh"
+#include "run_pool.cuh"
+#include "step_table.cuh"
+
+TESSERA_NAMESPACE_BEGIN
+namespace cuda {
+
+/// What the host knows of a place: no head holds more than `longest`, all of them together no more than `total`.
+struct held_bound {
+  index_t longest = 0;
+  offset_t total = 0;
+};
+
+/// Where a cache's rows lie; specialised by placement. A place is layer * sequences + id. Changes are planned on the host
+/// first: `plan`, any number of `plan_room` and `plan_keep`, then `commit_*` for the same places in the same order; or
+/// `abandon`.
+///   view(layer, id), batch_view(layer)      rows without lengths and positions
+///   columns()                               what a step table has to gather
+///   plan_room(place, held, tokens), commit_room(place, lengths, held, stream)
+///   plan_keep(place, held, kept), keep(...)   the chosen slots alone stay
+///   took(place, tokens), clear(place), bytes(place)
+template <class Layout, class Placement = typename Layout::placement_type>
+class placed_rows {
+  static_assert(sizeof(Placement) == 0,
+                "tessera: the device's store does not know this placement; include the header that specialises "
+                "cuda::placed_rows for it");
+};
+
+namespace detail {
+
+/// Bytes of the planes of a row format: K, V and, where rows are scaled, one scale each.
+template <class Layout>
+std::vector<index_t> planes_of() {
+  using encoding = typename Layout::encoding_type;
+  std::vector<index_t> bytes{index_t(Layout::k_dim * sizeof(typename encoding::stored_type)),
+                             index_t(Layout::v_dim * sizeof(typename encoding::stored_type))};
+  if (encoding::scaled) bytes.insert(bytes.end(), 2, index_t(sizeof(float)));
+  return bytes;
+}
+
+}  // namespace detail
+
+/// One pool; a place's heads lie in one run, each with room behind it.
+template <class Layout>
+class placed_rows<Layout, runs> {
+ public:
+  using encoding_type = typename Layout::encoding_type;
+  using stored_type = typename encoding_type::stored_type;
+  using view_type = kv_view<view_element<encoding_type>, Layout::k_dim, ragged, Layout::v_dim>;
+
+  static constexpr bool keeps_in_place = false;
+  static offset_t rows_for(index_t places, index_t kv_heads, index_t tokens) {
+    return run_pool::rows_for(places, kv_heads, tokens);
+  }
+
+  /// No head of a place ever holds more than `tokens`.
+  placed_rows(index_t layers, index_t sequences, index_t kv_heads, index_t tokens, offset_t rows)
+      : sequences_(sequences),
+        heads_(kv_heads),
+        tokens_(tokens),
+        pool_(layers * sequences, kv_heads, rows, detail::planes_of<Layout>(), "rows of the cache"),
+        begins_(layers, sequences, kv_heads) {}
+
+  view_type view(index_t layer, index_t id) const { return view(begins_.of(layer, id), 1); }
+  view_type batch_view(index_t layer, index_t batch) const { return view(begins_.batch(layer), batch); }
+  detail::gathered_column column() const { return begins_.gathered(); }
+
+  void plan() { pool_.plan(); }
+  void abandon() { pool_.abandon(); }
+
+  /// Room for `tokens` more in every head.
+  void plan_room(std::size_t place, const held_bound& held, index_t tokens) {
+    if (pool_.room(place) >= tokens) return;
+    const index_t room = tokens + room_behind(held.longest + tokens, tokens_);
+    pool_.plan_run(place, held.total + offset_t(heads_) * room, room);
+  }
+  void commit_room(std::size_t place, const index_t* lengths, const held_bound& held, cudaStream_t stream) {
+    if (!pool_.lay_out(
+            place, lengths, [&](std::size_t p) { return begins(p); }, stream))
+      return;
+    pool_.move(begins(place), lengths, held.longest, stream);
+    pool_.adopt(begins(place), stream);
+  }
+  void took(std::size_t place, index_t tokens) { pool_.took(place, tokens); }
+
+  void plan_keep(std::size_t place, const held_bound&, const held_bound& kept) {
+    const index_t room = room_behind(kept.longest, tokens_);
+    pool_.plan_run(place, kept.total + offset_t(heads_) * room, room);
+  }
+  /// `problem` has what is chosen, its columns and lengths; rows move to the run that was planned.
+  template <class Mover, class Problem>
+  void keep(std::size_t place, Problem problem, const Mover& mover, const held_bound&, cudaStream_t stream) {
+    pool_.lay_out(
+        place, problem.chosen.counts, [&](std::size_t p) { return begins(p); }, stream);
+    problem.to.table.begin = pool_.new_begins();
+    mover.fresh.run(problem, nullptr, stream);
+    pool_.adopt(begins(place), stream);
+  }
+  /// After rows were dropped in place: every head has room for `gained` more.
+  void shrank(std::size_t place, index_t gained, const held_bound&) { pool_.took(place, -gained); }
+
+  void clear(std::size_t place) { pool_.clear(place); }
+  offset_t bytes(std::size_t place) const { return pool_.rows(place) * Layout::token_bytes(); }
+  offset_t most_bytes() const { return pool_.most_rows() * Layout::token_bytes(); }
+
+ private:
+  offset_t* begins(std::size_t place) const {
+    return begins_.of(index_t(place) / sequences_, index_t(place) % sequences_);
+  }
+  view_type view(const offset_t* begins, index_t batch) const {
+    view_type view;
+    view.k = pool_.template plane_data<stored_type>(0);
+    view.v = pool_.template plane_data<stored_type>(1);
+    view.k_strides = {0, 0, Layout::k_dim, 1};
+    view.v_strides = {0, 0, Layout::v_dim, 1};
+    view.sequences = batch;
+    view.kv_heads = heads_;
+    view.table = {begins, heads_};
+    if constexpr (encoding_type::scaled) {
+      view.scales = {pool_.template plane_data<float>(2), pool_.template plane_data<float>(3), 0, 0, 1};
+    }
+    return view;
+  }
+
+  index_t sequences_, heads_, tokens_;
+  run_pool pool_;
+  id_column<offset_t> begins_;
+};
+
+}  // namespace cuda
+TESSERA_NAMESPACE_END

@@ -1,0 +1,277 @@
+// Runs of rows that move together: a pool of planes on the device, handed out on the host.
+#pragma once
+
+#include <algorithm>
+#include <array>
+#include <string>
+#include <vector>
+
+#include "../../../core/room.hpp"
+#include "../../../core/selection.hpp"
+#include "../../../core/views.hpp"
+#include "../device/memory.cuh"
+
+TESSERA_NAMESPACE_BEGIN
+namespace cuda {
+
+/// One number or row of elements for every stored token: rows of `row_bytes`, a multiple of 4, side by side.
+struct plane {
+  std::byte* data = nullptr;
+  index_t row_bytes = 0;
+};
+
+/// Room for so many tokens beyond the `tokens` of a head that moves; no head ever holds more than `most`.
+inline index_t room_behind(index_t tokens, index_t most) { return std::clamp(most - tokens, 0, spare_room(tokens)); }
+
+namespace detail {
+
+inline constexpr int most_planes = 4;
+struct plane_list {
+  plane planes[most_planes];
+};
+
+/// New beginnings of one place's heads: one after another from `first`, each with its tokens and `room` more.
+template <int Threads>
+__global__ void __launch_bounds__(Threads)
+    lay_out_entry(const index_t* counts, index_t heads, index_t room, offset_t first, offset_t* begins) {
+  if (threadIdx.x != 0) return;
+  for (index_t h = 0; h < heads; ++h) {
+    begins[h] = first;
+    first += counts[h] + room;
+  }
+}
+
+template <int Threads>
+__global__ void __launch_bounds__(Threads) shift_begins_entry(offset_t* begins, index_t heads, offset_t down) {
+  if (index_t(threadIdx.x) < heads) begins[threadIdx.x] -= down;
+}
+
+/// Copies the rows of a place's heads to other beginnings, which nothing else uses: y a head, z a plane.
+template <int Threads>
+__global__ void __launch_bounds__(Threads)
+    move_rows_entry(const __grid_constant__ plane_list list, const index_t* lengths, const offset_t* from,
+                    const offset_t* to) {
+  const plane p = list.planes[blockIdx.z];
+  const index_t h = blockIdx.y;
+  const auto copy = [&](auto unit) {
+    using word = decltype(unit);
+    const offset_t each = p.row_bytes / offset_t(sizeof(word)), count = lengths[h] * each;
+    const word* source = reinterpret_cast<const word*>(p.data) + from[h] * each;
+    word* target = reinterpret_cast<word*>(p.data) + to[h] * each;
+    for (offset_t i = offset_t(blockIdx.x) * Threads + threadIdx.x; i < count; i += offset_t(gridDim.x) * Threads)
+      target[i] = source[i];
+  };
+  if (p.row_bytes % 16 == 0)
+    copy(uint4{});
+  else
+    copy(0u);
+}
+
+}  // namespace detail
+
+/// Rows of all places, one run a place, heads one behind the other; a place is a (layer, sequence).
+///
+/// The device holds where each head begins (`begins` below, kept by the caller), so that recorded launches follow rows that
+/// move. The host holds each run and for how many more tokens of every head it has room. Changes are planned on the host first, for all places that a call
+/// concerns, and then carried out on the stream in the same order: a plan that does not fit changes nothing. Where no free
+/// run is long enough but all together are, the pool closes its gaps: it can be used to the last row.
+class run_pool {
+ public:
+  run_pool(index_t places, index_t kv_heads, offset_t rows, const std::vector<index_t>& row_bytes, const char* what)
+      : heads_(kv_heads),
+        rows_(rows),
+        what_(what),
+        runs_(std::size_t(places)),
+        new_begins_(std::size_t(kv_heads)),
+        spare_(row_bytes.empty() || rows == 0 ? 0 : spare_bytes) {
+    for (const index_t bytes : row_bytes) {
+      row_bytes_.push_back(bytes);
+      memory_.emplace_back(std::size_t(rows) * std::size_t(bytes));
+    }
+  }
+
+  /// Rows that let every place hold `tokens` tokens a head, whatever the order of growing: what moves needs a free run
+  /// beside its old one.
+  static offset_t rows_for(index_t places, index_t kv_heads, index_t tokens) {
+    return (offset_t(places) + 1) * kv_heads * tokens;
+  }
+
+  template <class T>
+  T* plane_data(std::size_t which) const {
+    return which < memory_.size() ? reinterpret_cast<T*>(memory_[which].data()) : nullptr;
+  }
+  bool holds_planes() const { return !memory_.empty(); }
+  /// Where the run that is being filled begins, by head: see `lay_out`.
+  const offset_t* new_begins() const { return new_begins_.data(); }
+
+  /// Tokens that every head of a place can still take; rows that it holds.
+  index_t room(std::size_t place) const { return runs_[place].room; }
+  offset_t rows(std::size_t place) const { return runs_[place].rows; }
+  offset_t row_bytes() const {
+    offset_t total = 0;
+    for (const index_t bytes : row_bytes_) total += bytes;
+    return total;
+  }
+  offset_t most_rows() const { return most_used_; }
+
+  // --- planning, on the host -----------------------------------------------------------------------------------------
+
+  /// Begins a plan; `abandon` puts everything back as it was then.
+  void plan() {
+    before_ = runs_;
+    before_used_ = {used_, most_used_};
+    steps_.clear();
+    next_ = 0;
+  }
+  void abandon() {
+    runs_ = before_;
+    used_ = before_used_[0];
+    most_used_ = before_used_[1];
+    steps_.clear();
+    next_ = 0;
+  }
+
+  /// Plans a fresh run of `rows` rows for a place, with room for `room` tokens beyond what its heads then hold.
+  void plan_run(std::size_t place, offset_t rows, index_t room) {
+    if (rows_ == 0) return;
+    const offset_t first = find(rows);
+    steps_.push_back({place, runs_[place].first, first, rows, false});
+    used_ += rows - runs_[place].rows;
+    most_used_ = std::max(most_used_, used_);
+    runs_[place] = {first, rows, room};
+  }
+  /// Notes that every head took `tokens` more, or gained room.
+  void took(std::size_t place, index_t tokens) { runs_[place].room -= tokens; }
+  /// Gives a run back; not part of a plan.
+  void clear(std::size_t place) {
+    used_ -= runs_[place].rows;
+    runs_[place] = {};
+  }
+
+  // --- carrying out, on the stream -----------------------------------------------------------------------------------
+
+  /// Carries out what was planned before the place's fresh run, then lays it out for `counts` tokens by head.
+  /// begins_of(place): where its heads begin, on the device.
+  /// Returns whether there was a fresh run.
+  template <class Begins>
+  bool lay_out(std::size_t place, const index_t* counts, const Begins& begins_of, cudaStream_t stream) {
+    for (; next_ < steps_.size(); ++next_) {
+      const step& now = steps_[next_];
+      if (now.closes_gap) {
+        close_gap(now, begins_of(now.place), stream);
+      } else if (now.place == place) {
+        detail::lay_out_entry<32><<<1, 32, 0, stream>>>(counts, heads_, runs_[place].room, now.to, new_begins_.data());
+        check(cudaGetLastError(), "launch of lay_out");
+        ++next_;
+        return true;
+      } else {
+        return false;
+      }
+    }
+    return false;
+  }
+  /// Copies what the place's heads hold to the run that was laid out.
+  void move(const offset_t* begins, const index_t* lengths, index_t longest, cudaStream_t stream) const {
+    if (longest == 0 || memory_.empty()) return;
+    detail::plane_list list;
+    for (std::size_t i = 0; i < memory_.size(); ++i) list.planes[i] = {memory_[i].data(), row_bytes_[i]};
+    const unsigned blocks = unsigned(std::clamp<offset_t>(offset_t(longest) * row_bytes_[0] / 16384, 1, 1024));
+    detail::move_rows_entry<256><<<dim3(blocks, unsigned(heads_), unsigned(memory_.size())), 256, 0, stream>>>(
+        list, lengths, begins, new_begins_.data());
+    check(cudaGetLastError(), "launch of move_rows");
+  }
+  /// The run that was laid out is the place's own from now on.
+  void adopt(offset_t* begins, cudaStream_t stream) const {
+    check(cudaMemcpyAsync(begins, new_begins_.data(), new_begins_.bytes(), cudaMemcpyDeviceToDevice, stream),
+          "cudaMemcpyAsync");
+  }
+
+ private:
+  static constexpr std::size_t spare_bytes = 4 << 20;
+
+  struct run {
+    offset_t first = 0, rows = 0;
+    index_t room = 0;
+  };
+  struct step {
+    std::size_t place;
+    offset_t from, to, rows;
+    bool closes_gap;
+  };
+
+  /// Places by where their runs lie.
+  std::vector<std::size_t> in_order() const {
+    std::vector<std::size_t> order;
+    for (std::size_t place = 0; place < runs_.size(); ++place) {
+      if (runs_[place].rows > 0) order.push_back(place);
+    }
+    std::sort(order.begin(), order.end(), [&](auto a, auto b) { return runs_[a].first < runs_[b].first; });
+    return order;
+  }
+
+  /// First row of a free run, after closing gaps where that is needed. Errors: not so much is free.
+  offset_t find(offset_t rows) {
+    if (rows == 0) return 0;
+    offset_t end = 0;
+    const auto order = in_order();
+    for (const std::size_t place : order) {
+      if (runs_[place].first - end >= rows) return end;
+      end = runs_[place].first + runs_[place].rows;
+    }
+    if (rows_ - end >= rows) return end;
+    require(rows_ - used_ >= rows, what_, std::to_string(rows) + " more",
+            "at most what is free, which is " + std::to_string(rows_ - used_) + " of " + std::to_string(rows_),
+            "raise cache_options::rows, reserve a prompt's length before it comes, or close a sequence");
+    end = 0;
+    for (const std::size_t place : order) {
+      run& here = runs_[place];
+      if (here.first > end) {
+        steps_.push_back({place, here.first, end, here.rows, true});
+        here.first = end;
+      }
+      end += here.rows;
+    }
+    return end;
+  }
+
+  /// Moves a run down, over its own rows if need be.
+  void close_gap(const step& now, offset_t* begins, cudaStream_t stream) const {
+    const offset_t down = now.from - now.to;
+    const auto copy = [&](void* to, const void* from, offset_t bytes) {
+      check(cudaMemcpyAsync(to, from, std::size_t(bytes), cudaMemcpyDeviceToDevice, stream), "cudaMemcpyAsync");
+    };
+    for (std::size_t i = 0; i < memory_.size(); ++i) {
+      const offset_t bytes = row_bytes_[i], by_spare = offset_t(spare_bytes) / bytes;
+      const bool through_spare = down < by_spare;  // else what is copied at a time does not overlap
+      const offset_t piece = std::max(down, by_spare);
+      for (offset_t done = 0; done < now.rows; done += piece) {
+        const offset_t count = std::min(piece, now.rows - done) * bytes;
+        std::byte* to = memory_[i].data() + (now.to + done) * bytes;
+        const std::byte* from = memory_[i].data() + (now.from + done) * bytes;
+        if (through_spare) {
+          copy(spare_.data(), from, count);
+          copy(to, spare_.data(), count);
+        } else {
+          copy(to, from, count);
+        }
+      }
+    }
+    detail::shift_begins_entry<1024><<<1, 1024, 0, stream>>>(begins, heads_, down);
+    check(cudaGetLastError(), "launch of shift_begins");
+  }
+
+  index_t heads_;
+  offset_t rows_, used_ = 0, most_used_ = 0;
+  const char* what_;
+  std::vector<run> runs_, before_;
+  std::array<offset_t, 2> before_used_{};
+  std::vector<step> steps_;
+  std::size_t next_ = 0;
+  std::vector<index_t> row_bytes_;
+  std::vector<device_buffer<std::byte>> memory_;
+  device_buffer<offset_t> new_begins_;
+  device_buffer<std::byte> spare_;
+};
+
+}  // namespace cuda
+TESSERA_NAMESPACE_END

@@ -1,0 +1,141 @@
+// What a batch of sequences of any ids needs side by side: small arrays gathered once a step for every layer.
+#pragma once
+
+#include <algorithm>
+#include <vector>
+
+#include "../device/memory.cuh"
+
+TESSERA_NAMESPACE_BEGIN
+namespace cuda {
+namespace detail {
+
+inline constexpr int ids_at_a_time = 64, most_columns = 8;
+
+struct some_ids {
+  index_t ids[ids_at_a_time];
+};
+template <int Threads>
+__global__ void __launch_bounds__(Threads)
+    set_ids_entry(const __grid_constant__ some_ids given, index_t count, index_t* to) {
+  if (index_t(threadIdx.x) < count) to[threadIdx.x] = given.ids[threadIdx.x];
+}
+
+/// [layers, sequences, width] words by id, and the same for the batch.
+struct gathered_column {
+  const std::uint32_t* by_id;
+  std::uint32_t* in_batch;
+  index_t layers, width;
+};
+struct gathered_columns {
+  gathered_column columns[most_columns];
+};
+template <int Threads>
+__global__ void __launch_bounds__(Threads)
+    gather_entry(const __grid_constant__ gathered_columns list, const index_t* ids, index_t sequences, bool back) {
+  const gathered_column c = list.columns[blockIdx.z];
+  const index_t b = blockIdx.x, layer = blockIdx.y;
+  if (layer >= c.layers) return;
+  const offset_t own = (offset_t(layer) * sequences + ids[b]) * c.width;
+  const offset_t packed = (offset_t(layer) * sequences + b) * c.width;
+  for (index_t i = threadIdx.x; i < c.width; i += Threads) {
+    if (back)
+      const_cast<std::uint32_t*>(c.by_id)[own + i] = c.in_batch[packed + i];
+    else
+      c.in_batch[packed + i] = c.by_id[own + i];
+  }
+}
+
+/// Every sequence of the batch: numbers of all its layers and heads grow by what the step brings.
+template <int Threads>
+__global__ void __launch_bounds__(Threads)
+    advance_entry_of_ids(index_t* numbers, const index_t* ids, index_t sequences, index_t width, index_t tokens) {
+  index_t* own = numbers + (offset_t(blockIdx.y) * sequences + ids[blockIdx.x]) * width;
+  for (index_t i = threadIdx.x; i < width; i += Threads) own[i] += tokens;
+}
+
+}  // namespace detail
+
+/// A small array [layers, sequences, width] that is kept by id, and its copy for the batch, first sequence first.
+template <class T>
+class id_column {
+  static_assert(sizeof(T) % 4 == 0);
+
+ public:
+  id_column() = default;
+  id_column(index_t layers, index_t sequences, index_t width)
+      : layers_(layers),
+        sequences_(sequences),
+        width_(width),
+        by_id_(std::size_t(layers) * std::size_t(sequences) * std::size_t(width)),
+        in_batch_(by_id_.size()) {}
+
+  T* of(index_t layer, index_t id) const { return by_id_.data() + (offset_t(layer) * sequences_ + id) * width_; }
+  T* batch(index_t layer) const { return in_batch_.data() + offset_t(layer) * sequences_ * width_; }
+  index_t width() const { return width_; }
+  offset_t bytes() const { return offset_t(by_id_.bytes() + in_batch_.bytes()); }
+
+  detail::gathered_column gathered() const {
+    return {reinterpret_cast<const std::uint32_t*>(by_id_.data()), reinterpret_cast<std::uint32_t*>(in_batch_.data()),
+            layers_, index_t(width_ * index_t(sizeof(T) / 4))};
+  }
+
+ private:
+  index_t layers_ = 0, sequences_ = 0, width_ = 0;
+  device_buffer<T> by_id_, in_batch_;
+};
+
+/// The ids of the batch on the device. Only `set` needs the host: what else a step
+/// launches can be recorded, and replayed for other ids.
+class step_table {
+ public:
+  step_table(index_t layers, index_t sequences)
+      : layers_(layers), sequences_(sequences), ids_(std::size_t(sequences)) {}
+
+  const index_t* ids() const { return ids_.data(); }
+
+  void set(const std::vector<index_t>& ids, cudaStream_t stream) const {
+    for (std::size_t first = 0; first < ids.size(); first += detail::ids_at_a_time) {
+      detail::some_ids some{};
+      const std::size_t count = std::min(ids.size() - first, std::size_t(detail::ids_at_a_time));
+      std::copy_n(ids.begin() + offset_t(first), count, some.ids);
+      detail::set_ids_entry<detail::ids_at_a_time>
+          <<<1, detail::ids_at_a_time, 0, stream>>>(some, index_t(count), ids_.data() + first);
+      check(cudaGetLastError(), "launch of set_ids");
+    }
+  }
+  /// Copies the batch's entries of every column together.
+  void gather(index_t batch, const std::vector<detail::gathered_column>& columns, cudaStream_t stream) const {
+    if (columns.empty()) return;
+    detail::gathered_columns list{};
+    std::copy(columns.begin(), columns.end(), list.columns);
+    detail::gather_entry<64><<<dim3(unsigned(batch), unsigned(layers_), unsigned(columns.size())), 64, 0, stream>>>(
+        list, ids_.data(), sequences_, false);
+    check(cudaGetLastError(), "launch of gather");
+  }
+  /// Copies one layer's entries of one column back to their ids.
+  template <class T>
+  void scatter(const id_column<T>& column, index_t layer, index_t batch, cudaStream_t stream) const {
+    detail::gathered_columns one;
+    one.columns[0] = column.gathered();
+    const offset_t skip = offset_t(layer) * sequences_ * one.columns[0].width;
+    one.columns[0].by_id += skip;
+    one.columns[0].in_batch += skip;
+    detail::gather_entry<64><<<dim3(unsigned(batch), 1, 1), 64, 0, stream>>>(one, ids_.data(), sequences_, true);
+    check(cudaGetLastError(), "launch of scatter");
+  }
+  /// What is kept by id grows by `tokens` in every layer; the batch's copy does not.
+  void advance(const id_column<index_t>& column, index_t layers, index_t batch, index_t tokens,
+               cudaStream_t stream) const {
+    detail::advance_entry_of_ids<64><<<dim3(unsigned(batch), unsigned(layers)), 64, 0, stream>>>(
+        column.of(0, 0), ids_.data(), sequences_, column.width(), tokens);
+    check(cudaGetLastError(), "launch of advance");
+  }
+
+ private:
+  index_t layers_, sequences_;
+  device_buffer<index_t> ids_;
+};
+
+}  // namespace cuda
+TESSERA_NAMESPACE_END

@@ -1,0 +1,19 @@
+// What attention over one part of the stored tokens gives, so that several parts merge into the whole.
+#pragma once
+
+#include "views.hpp"
+
+TESSERA_NAMESPACE_BEGIN
+
+/// Attention of some query rows over one part of what is stored: `out` [sequences, tokens, q_heads, v_dim], each row
+/// divided by its softmax sum, and its natural log-sum-exp `lse` [sequences, tokens, q_heads].
+///
+/// Sink logits are not in it: they enter once, where parts merge. An lse of -infinity says that the part has nothing that
+/// the query sees; its row of `out` is then not read. An lse of NaN makes the whole row NaN. What a merge without sinks
+/// gives is a part again.
+struct attention_part {
+  rows_view<const float> out;
+  rows_view<const float> lse;
+};
+
+TESSERA_NAMESPACE_END

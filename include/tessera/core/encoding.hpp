@@ -1,0 +1,92 @@
+// How the elements of a K or V row lie in memory: as they are given, or encoded.
+#pragma once
+
+#include <concepts>
+#include <type_traits>
+
+#include "types.hpp"
+
+TESSERA_NAMESPACE_BEGIN
+
+/// Elements of a row in memory.
+///   element_type            what engines hand over and kernels compute with: fp32, fp16 or bf16
+///   stored_type             what lies in memory; made from a float, and converts to one
+///   scaled                  whether a row has a scale of its own: an element is float(stored) * scale
+///   scale_of(largest)       where scaled: the scale of a row whose largest finite magnitude this is; never 0
+template <class E>
+concept encoding = element<typename E::element_type> && std::is_trivially_copyable_v<typename E::stored_type> &&
+    requires(typename E::stored_type stored, float x) {
+  static_cast<float>(stored);
+  static_cast<typename E::stored_type>(x);
+  { E::scaled } -> std::convertible_to<bool>;
+} &&(!E::scaled || requires(float x) {
+  { E::scale_of(x) } -> std::same_as<float>;
+});
+
+/// Elements as they are given: scorers and indexes may take pointers to them.
+template <element T>
+struct raw_elements {
+  using element_type = T;
+  using stored_type = T;
+  static constexpr bool scaled = false;
+};
+
+/// e4m3 with one scale for each row: the largest element becomes 448. `T` is what is handed over and computed with.
+template <element T>
+struct fp8_elements {
+  using element_type = T;
+  using stored_type = fp8;
+  static constexpr bool scaled = true;
+  TESSERA_HD static float scale_of(float largest) {
+    const float scale = largest / 448.0f;
+    return scale > 1e-30f ? scale : 1.0f;  // a row of zeros; smaller than any element that matters
+  }
+};
+
+namespace detail {
+
+template <class E>
+struct encoding_of {
+  using type = E;
+};
+template <element T>
+struct encoding_of<T> {
+  using type = raw_elements<T>;
+};
+
+}  // namespace detail
+
+/// The encoding that a view's first argument stands for: itself, or `raw_elements` of an element type.
+template <class E>
+using encoding_of = typename detail::encoding_of<std::remove_const_t<E>>::type;
+
+/// What a view is made with: the element type of a raw encoding, else the encoding.
+template <encoding E>
+using view_element =
+    std::conditional_t<std::is_same_v<E, raw_elements<typename E::element_type>>, typename E::element_type, E>;
+
+template <class E>
+concept raw_encoding = encoding<E> && std::same_as<typename E::element_type, typename E::stored_type>;
+
+/// Encodes one row: element d of `from` goes to to[d * stride]. Returns the row's scale, 1 where rows have none.
+template <encoding E, class From>
+TESSERA_HD float encode_row(const From* from, int dim, typename E::stored_type* to, offset_t stride) {
+  float scale = 1;
+  if constexpr (E::scaled) {
+    float largest = 0;
+    for (int d = 0; d < dim; ++d) {
+      const float x = float(from[d]), size = x < 0 ? -x : x;
+      if (size < infinity && size > largest) largest = size;
+    }
+    scale = E::scale_of(largest);
+  }
+  using stored = typename E::stored_type;
+  for (int d = 0; d < dim; ++d) {
+    to[d * stride] = static_cast<stored>(E::scaled ? float(from[d]) / scale : float(from[d]));
+  }
+  return scale;
+}
+
+static_assert(encoding<raw_elements<fp32>> && encoding<fp8_elements<bf16>>);
+
+TESSERA_NAMESPACE_END

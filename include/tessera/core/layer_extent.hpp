@@ -1,0 +1,33 @@
+// What budgets know before there are scores, and what they answer then.
+#pragma once
+
+#include "types.hpp"
+
+TESSERA_NAMESPACE_BEGIN
+
+/// A layer of one sequence by its lengths.
+struct layer_extent {
+  index_t layer = 0;
+  index_t layers = 1;
+  index_t kv_heads = 1;
+  index_t protected_tail = 0;  ///< newest tokens of each head that are kept whatever their score
+  index_t longest = 0;         ///< tokens of the longest head
+};
+
+/// One kv_head of it.
+struct head_extent {
+  index_t layer = 0;
+  index_t layers = 1;
+  index_t head = 0;
+  index_t kv_heads = 1;
+  index_t protected_tail = 0;
+  index_t stored = 0;  ///< tokens of this head
+};
+
+/// What a layer can keep at most: of one head, and of all heads of a sequence.
+struct kept_bound {
+  index_t longest = 0;
+  offset_t total = 0;
+};
+
+TESSERA_NAMESPACE_END

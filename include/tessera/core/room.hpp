@@ -1,0 +1,14 @@
+// How much room stored tokens get behind them.
+#pragma once
+
+#include <algorithm>
+
+#include "types.hpp"
+
+TESSERA_NAMESPACE_BEGIN
+
+/// Tokens that fit behind `held` stored ones when they move: a step then copies few rows on average, far fewer than it
+/// reads, and what is free stays small beside what is held. Both backends keep to it.
+inline index_t spare_room(index_t held) { return std::max<index_t>(16, held / 64); }
+
+TESSERA_NAMESPACE_END

@@ -1,0 +1,27 @@
+// A layout: a row format at a placement.
+#pragma once
+
+#include "../concepts/layout.hpp"
+
+TESSERA_NAMESPACE_BEGIN
+
+/// Rows of one format at one placement: any pair composes.
+template <class Rows, class Where>
+struct stored {
+  static_assert(check_row_format<Rows>());
+  static_assert(placement<Where>, "tessera: a placement needs a name and a table_type that finds slots");
+  using rows_type = Rows;
+  using placement_type = Where;
+  using encoding_type = typename Rows::encoding_type;
+  using element_type = typename encoding_type::element_type;
+  static constexpr int k_dim = Rows::k_dim;
+  static constexpr int v_dim = Rows::v_dim;
+
+  /// Bytes of K and V of one token of one kv_head, scales included.
+  static constexpr offset_t token_bytes() {
+    return offset_t(k_dim + v_dim) * offset_t(sizeof(typename encoding_type::stored_type)) +
+           (encoding_type::scaled ? 2 * offset_t(sizeof(float)) : 0);
+  }
+};
+
+TESSERA_NAMESPACE_END

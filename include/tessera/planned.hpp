@@ -1,0 +1,41 @@
+// A recipe's policies as the budget has fitted them to one conversation.
+#pragma once
+
+#include <utility>
+
+#include "recipe.hpp"
+
+TESSERA_NAMESPACE_BEGIN
+
+/// Made when a conversation's first prompt ends, and before it for a prompt of none: whoever runs a policy takes it from
+/// here and asks no budget again.
+template <class Recipe>
+struct planned {
+  using retain_type = typename Recipe::retain_type;
+  using retrieve_type = typename Recipe::retrieve_type;
+
+  stage_plan plan;
+  decltype(std::declval<retain_type>().planned(stage_plan{})) first;
+  retrieve_type read;
+
+  planned(const Recipe& recipe, index_t prompt) : planned(recipe, recipe.plan(prompt)) {}
+
+  /// After a change of the recipe's budget: a first stage that plans alone, and a step's exact reads, follow at once; what
+  /// was planned for both stages or for an estimate stays as it was.
+  void follow(const Recipe& recipe) {
+    stage_plan changed = plan;
+    if (!retain_type::plans) {
+      changed.retained = recipe.retain.plan(plan.retained).retained;
+      if (!retrieve_type::estimates) changed.read = recipe.retrieve.plan(changed, changed.read).read;
+    }
+    *this = planned(recipe, changed);
+  }
+
+ private:
+  planned(const Recipe& recipe, const stage_plan& given)
+      : plan(given),
+        first(recipe.retain.planned(given)),
+        read(recipe.retrieve.planned(given, Recipe::layout_type::k_dim)) {}
+};
+
+TESSERA_NAMESPACE_END

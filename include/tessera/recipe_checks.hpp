@@ -1,0 +1,33 @@
+// Which stages, attention and schedule make sense together: one sentence for each that does not.
+#pragma once
+
+#include "concepts/attention.hpp"
+#include "concepts/layout.hpp"
+#include "concepts/schedule.hpp"
+#include "stages.hpp"
+
+TESSERA_NAMESPACE_BEGIN
+
+template <class Retain, class Layout, class Retrieve, class Attention, class Schedule>
+constexpr bool check_recipe() {
+  static_assert(check_layout<Layout>() && check_attention<Attention>() && check_schedule<Schedule>());
+  constexpr bool in_steps = fires_in_steps<Schedule>;
+  static_assert(Retrieve::retrieves == Attention::gathers,
+                "tessera: a recipe that retrieves needs an attention that gathers, and one that does not needs an "
+                "attention that reads everything");
+  static_assert(Retain::chooses || !in_steps,
+                "tessera: a schedule that fires in steps has nothing to do when everything is retained");
+  static_assert(Retain::drops || !Retain::chooses || !in_steps,
+                "tessera: a filter is chosen when a turn's prompt ends, not in steps; use once");
+  static_assert(!Retain::plans || Retrieve::retrieves,
+                "tessera: a budget over two stages needs a second stage; add retrieve, or take a budget of one stage");
+  static_assert(!Retain::plans || !in_steps,
+                "tessera: a budget over two stages is planned when a prompt ends, not in steps; use once");
+  static_assert(!in_steps || Retain::observed != observes::window,
+                "tessera: a scorer that observes the prompt's window learns nothing from decode steps; retain once");
+  static_assert(!Schedule::fires_at(moment::step_begin) || Retain::observed == observes::nothing,
+                "tessera: before a step reads, only positions can be scored; take a schedule that fires at its end");
+  return true;
+}
+
+TESSERA_NAMESPACE_END

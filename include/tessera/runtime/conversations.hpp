@@ -1,0 +1,229 @@
+// What the host knows of a cache's conversations: which are open, where they stand, what is due. Both caches share it.
+#pragma once
+
+#include <algorithm>
+#include <string>
+#include <utility>
+#include <vector>
+
+#include "../core/model_shape.hpp"
+#include "../planned.hpp"
+
+TESSERA_NAMESPACE_BEGIN
+
+/// What one decode step of a cache does, made by `prepare_step` and handed to every layer. An engine that records steps
+/// keys its graphs by the number of sequences, `tokens` and the actions.
+struct batch {
+  std::vector<index_t> ids;
+  index_t tokens = 0;
+  bool evicts_first = false;  ///< the first stage chooses before the step reads
+  bool evicts_last = false;   ///< the first stage chooses when the step has been attended
+
+  index_t sequences() const { return index_t(ids.size()); }
+};
+
+inline constexpr index_t most_step_tokens = 8;
+
+/// Counts turns, steps and positions, and checks that calls come in order. Nothing changes when a check throws.
+template <class Recipe>
+class conversations {
+ public:
+  struct layer {
+    index_t next_position = 0;
+    index_t turn_tokens = 0;  ///< prompt tokens since the turn began; 0 while decoding
+  };
+  struct conversation {
+    bool open = false;
+    turn_clock now{};
+    index_t first_prompt = 0;  ///< tokens; 0 until it has ended
+    index_t step_tokens = 0;   ///< of the step that `begin_step` began; 0: none yet
+    index_t step_began = -1;   ///< where it began; -1: none yet in this turn
+    planned<Recipe> policies;
+    std::vector<layer> layers;
+
+    const layer& front() const { return layers.front(); }
+  };
+
+  conversations(const model_shape& shape, const Recipe& recipe) : shape_(shape), none_(recipe, 0) {}
+
+  /// An empty conversation; ids of closed ones are used again. `most` 0: as many as are asked for.
+  index_t open(const Recipe& recipe, index_t most = 0) {
+    const auto free = std::find_if(all_.begin(), all_.end(), [](const conversation& c) { return !c.open; });
+    const index_t id = index_t(free - all_.begin());
+    require(most == 0 || id < most, "open sequences", id, "fewer before another is opened",
+            "close one, or raise cache_options::sequences");
+    conversation fresh{true, {}, 0, 0, -1, planned<Recipe>(recipe, 0), {}};
+    fresh.layers.resize(std::size_t(shape_.layers));
+    if (free == all_.end()) {
+      all_.push_back(std::move(fresh));
+    } else {
+      *free = std::move(fresh);
+    }
+    return id;
+  }
+  void close(index_t id) { find(id) = conversation{false, {}, 0, 0, -1, none_, {}}; }
+
+  const conversation& at(index_t id) const {
+    require(id >= 0 && id < index_t(all_.size()) && all_[std::size_t(id)].open, "sequence", id,
+            "an id that open() returned and close() has not taken back", "open a sequence first");
+    return all_[std::size_t(id)];
+  }
+  const layer& at(index_t id, index_t layer_index) const {
+    require(layer_index >= 0 && layer_index < shape_.layers, "layer", layer_index,
+            "0 to " + std::to_string(shape_.layers - 1), "pass a layer of the model");
+    return at(id).layers[std::size_t(layer_index)];
+  }
+  bool is_open(index_t id) const { return all_[std::size_t(id)].open; }
+  index_t size() const { return index_t(all_.size()); }
+
+  void follow_budget(const Recipe& recipe) {
+    none_.follow(recipe);
+    for (conversation& each : all_) each.policies.follow(recipe);
+  }
+
+  // --- prompts -------------------------------------------------------------------------------------------------------
+
+  template <class E>
+  void check_chunk(const Recipe& recipe, index_t layer_index, index_t id, const rows_view<const E>& q,
+                   const rows_view<const E>& k, const rows_view<const E>& v) const {
+    at(id, layer_index);
+    shape_.check_rows(q, k, v, k_dim, v_dim);
+    require(k.sequences == 1, "sequences of a prompt chunk", k.sequences, "1", "prefill one sequence at a time");
+    require(k.tokens >= 1, "tokens of a prompt chunk", k.tokens, "at least 1", "skip empty chunks");
+    recipe.require_queries(q.tokens, k.tokens);
+  }
+  void took_chunk(index_t layer_index, index_t id, index_t tokens) {
+    layer& state = find(id).layers[std::size_t(layer_index)];
+    state.next_position += tokens;
+    state.turn_tokens += tokens;
+  }
+  template <class E, class Out>
+  void check_prompt_attention(index_t layer_index, index_t id, const rows_view<const E>& q,
+                              const rows_view<Out>& out) const {
+    const layer& state = at(id, layer_index);
+    shape_.check_output(q, out, k_dim, v_dim);
+    require(q.tokens >= 1 && q.tokens <= state.turn_tokens, "queries of a prompt chunk", q.tokens,
+            "1 to the tokens of this turn, which are " + std::to_string(state.turn_tokens),
+            "call prefill for the chunk first");
+  }
+
+  /// The policies of a conversation whose prompt ends now. Throws unless every layer has had the same prompt, and any.
+  planned<Recipe> plan_prompt_end(const Recipe& recipe, index_t id) const {
+    const conversation& c = at(id);
+    for (const layer& state : c.layers) {
+      require(state.next_position == c.front().next_position, "tokens of a layer", state.next_position,
+              "those of layer 0, which are " + std::to_string(c.front().next_position),
+              "prefill every layer with every chunk before the prompt ends");
+    }
+    require(c.front().turn_tokens >= 1, "tokens of this turn", c.front().turn_tokens, "at least 1",
+            "prefill a prompt before ending it");
+    return planned<Recipe>(recipe, first_prompt(c));
+  }
+  turn_clock clock_of_prompt_end(index_t id) const { return {at(id).now.turn + 1, 0}; }
+  void end_prompt(index_t id, const planned<Recipe>& policies) {
+    conversation& c = find(id);
+    c.first_prompt = first_prompt(c);
+    c.policies = policies;
+    c.now = {c.now.turn + 1, 0};
+    c.step_tokens = 0;
+    c.step_began = -1;
+    for (layer& state : c.layers) state.turn_tokens = 0;
+  }
+
+  // --- steps ---------------------------------------------------------------------------------------------------------
+
+  /// What a step of `tokens` tokens does to these conversations. They must agree on what is due.
+  batch plan_step(const Recipe& recipe, const std::vector<index_t>& ids, index_t tokens, index_t most) const {
+    require(tokens >= 1 && tokens <= most, "tokens of a decode step", tokens,
+            "1 to " + std::to_string(most), "prefill longer runs");
+    require(!ids.empty(), "sequences of the batch", 0, "at least 1", "pass the ids of a batch");
+    batch step{ids, tokens};
+    for (std::size_t b = 0; b < ids.size(); ++b) {
+      const conversation& c = at(ids[b]);
+      require(c.front().turn_tokens == 0, "tokens since the prompt began", c.front().turn_tokens, "0",
+              "call end_prefill before the first decode step");
+      require(std::count(ids.begin(), ids.end(), ids[b]) == 1, "sequence id in a batch", ids[b], "given once",
+              "pass each sequence once a step");
+      for (const layer& state : c.layers) {
+        require(state.next_position == c.front().next_position, "tokens of a layer before the step",
+                state.next_position, std::to_string(c.front().next_position),
+                "decode every layer, in order, in every step");
+      }
+      if constexpr (Recipe::retrieve_type::retrieves && !Recipe::retrieve_type::estimates &&
+                    !Recipe::retain_type::plans) {
+        require(c.policies.plan.read >= tokens, "budget", c.policies.plan.read,
+                "at least the tokens of the step, which are " + std::to_string(tokens),
+                "raise the budget: a step of several tokens reads them all");
+      }
+      const turn_clock then = step_clock(c);
+      const bool first = due(recipe, moment::step_begin, then), last = due(recipe, moment::step_end, then);
+      require(b == 0 || (first == step.evicts_first && last == step.evicts_last), "sequence id in a batch", ids[b],
+              "one whose schedule is due when that of the others is",
+              "step the sequences in batches of those that are due and those that are not");
+      step.evicts_first = first;
+      step.evicts_last = last;
+    }
+    return step;
+  }
+  void begin_step(const batch& step) {
+    for (const index_t id : step.ids) {
+      conversation& c = find(id);
+      c.step_tokens = step.tokens;
+      c.now = step_clock(c);
+      c.step_began = c.front().next_position;
+    }
+  }
+
+  /// One layer of a step that `begin_step` began.
+  template <class E, class Out>
+  void check_step(index_t layer_index, const batch& step, const rows_view<const E>& q, const rows_view<const E>& k,
+                  const rows_view<const E>& v, const rows_view<Out>& out) const {
+    shape_.check_rows(q, k, v, k_dim, v_dim);
+    shape_.check_output(q, out, k_dim, v_dim);
+    require(q.sequences == k.sequences && k.sequences == v.sequences && q.sequences == step.sequences(),
+            "sequences of the batch", q.sequences, "as many as ids, which are " + std::to_string(step.sequences()),
+            "pass one row of tokens per id");
+    require(q.tokens == k.tokens, "queries of a decode step", q.tokens,
+            "as many as new keys, which are " + std::to_string(k.tokens), "pass q, k and v of the same tokens");
+    for (const index_t id : step.ids) {
+      at(id, layer_index);
+      require(at(id).step_tokens == q.tokens, "tokens of a decode step", q.tokens,
+              "those of prepare_step, which are " + std::to_string(at(id).step_tokens),
+              "call prepare_step before the layers of a step");
+    }
+  }
+  /// Layers step in order: one that is behind or ahead of the others would answer for other positions.
+  void check_order(index_t layer_index, const batch& step) const {
+    for (const index_t id : step.ids) {
+      const conversation& c = at(id);
+      const index_t expected = layer_index > 0 ? c.front().next_position - step.tokens : c.layers.back().next_position;
+      require(at(id, layer_index).next_position == expected, "tokens of a layer before the step",
+              at(id, layer_index).next_position, std::to_string(expected),
+              "decode every layer, in order, in every step");
+    }
+  }
+  void took_step(index_t layer_index, const batch& step) {
+    for (const index_t id : step.ids) {
+      find(id).layers[std::size_t(layer_index)].next_position += step.tokens;
+    }
+  }
+
+ private:
+  static constexpr int k_dim = Recipe::layout_type::k_dim, v_dim = Recipe::layout_type::v_dim;
+
+  conversation& find(index_t id) { return const_cast<conversation&>(std::as_const(*this).at(id)); }
+  static index_t first_prompt(const conversation& c) { return c.first_prompt ? c.first_prompt : c.front().turn_tokens; }
+  /// The clock of the next step: one that was prepared at the same position and never taken does not count.
+  static turn_clock step_clock(const conversation& c) {
+    return {c.now.turn, c.now.steps + (c.step_began == c.front().next_position ? 0 : 1)};
+  }
+  static bool due(const Recipe& recipe, moment now, const turn_clock& then) {
+    return Recipe::schedule_type::fires_at(now) && recipe.schedule.due(now, then);
+  }
+
+  model_shape shape_;
+  planned<Recipe> none_;
+  std::vector<conversation> all_;
+};
+
+TESSERA_NAMESPACE_END

@@ -1,0 +1,33 @@
+// What each layer of a cache does: the recipe's work, or none of it.
+#pragma once
+
+#include "../core/logit_rule.hpp"
+#include "../core/model_shape.hpp"
+
+TESSERA_NAMESPACE_BEGIN
+
+/// The first `dense_layers` layers keep and read everything. Layers that the model says slide keep and read their window
+/// only, whatever the recipe. All others follow the recipe.
+class layer_roles {
+ public:
+  layer_roles(const model_shape& shape, index_t dense_layers, const logit_rule& rule)
+      : shape_(shape), dense_layers_(dense_layers), rule_(rule) {}
+
+  bool slides(index_t layer) const { return shape_.slides(layer); }
+  bool follows_recipe(index_t layer) const { return layer >= dense_layers_ && !slides(layer); }
+  /// The newest tokens that a layer needs, 0: all of them.
+  index_t window(index_t layer) const { return slides(layer) ? shape_.window : 0; }
+
+  logit_rule rule(index_t layer) const {
+    logit_rule result = rule_;
+    if (slides(layer)) result.sliding_window = shape_.window;
+    return result;
+  }
+
+ private:
+  model_shape shape_;
+  index_t dense_layers_;
+  logit_rule rule_;
+};
+
+TESSERA_NAMESPACE_END

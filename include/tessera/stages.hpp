@@ -1,0 +1,249 @@
+// The two stages of a recipe. First: what stays stored, or what a turn may read. Second: what one decode step reads. A
+// stage that does nothing is a type with the same members, so that nobody asks whether there is one.
+#pragma once
+
+#include <algorithm>
+#include <limits>
+#include <string>
+#include <type_traits>
+
+#include "concepts/budget.hpp"
+#include "concepts/scorer.hpp"
+#include "concepts/selector.hpp"
+#include "core/error.hpp"
+#include "core/parameters.hpp"
+
+TESSERA_NAMESPACE_BEGIN
+
+namespace detail {
+
+template <class Scorer, class Budget, class Selector>
+constexpr bool check_first_stage() {
+  static_assert(check_scorer<Scorer>() && check_budget<Budget>() && check_selector<Selector>());
+  static_assert(has_parameters<Scorer> && has_parameters<Budget> && has_parameters<Selector>,
+                "tessera: a policy must show its run-time parameters: static void parameters(self, visit)");
+  static_assert(
+      Scorer::observed != observes::step,
+      "tessera: a retained set cannot be chosen by a scorer that only sees one decode step; use it in retrieve");
+  static_assert(!Budget::compares_heads || Scorer::comparable_across_heads,
+                "tessera: a budget that compares heads needs a scorer whose scores are comparable across heads");
+  static_assert(!std::is_same_v<typename Selector::unit, page_unit>,
+                "tessera: whole pages cannot meet a head's count exactly; choose them in retrieve");
+  return true;
+}
+
+}  // namespace detail
+
+/// What `retain` and `filter` share: a scorer ranks, a budget counts, a selector chooses.
+template <class Scorer, class Budget, class Selector>
+struct choosing_stage {
+  static_assert(detail::check_first_stage<Scorer, Budget, Selector>());
+  using scorer_type = Scorer;
+  using budget_type = Budget;
+  using selector_type = Selector;
+  static constexpr bool chooses = true;
+  /// What the scorer has to see.
+  static constexpr observes observed = Scorer::observed;
+  /// Whether one token budget is split over both stages.
+  static constexpr bool plans = planning_budget<Budget>;
+  static constexpr value_range<index_t> budgets = [] {
+    if constexpr (requires { Budget::budgets; }) return Budget::budgets;
+    return token_budgets;
+  }();
+
+  Scorer scorer{};
+  Budget budget{};
+  Selector selector{};
+
+  index_t* tokens() { return &budget.tokens; }
+  const index_t* tokens() const { return &budget.tokens; }
+
+  void check() const {
+    budget.check();
+    // What a plan leaves for this stage is known once the prompt is: see `plan`.
+    scorer.check(plans ? std::numeric_limits<index_t>::max() : budget.tokens);
+    selector.check();
+  }
+
+  /// What the budget comes to in a conversation whose first prompt has `prompt` tokens.
+  stage_plan plan(index_t prompt) const {
+    const stage_plan result = plan_unchecked(prompt);
+    if constexpr (plans) {
+      const index_t window = std::min(scorer.protected_tail(std::max(0, result.retained)), prompt);
+      require(result.retained >= window, "max_new", budget.max_new,
+              "a number that leaves room for the window of " + std::to_string(window) + " tokens: with a prompt of " +
+                  std::to_string(prompt) + " the first stage keeps " + std::to_string(result.retained),
+              "raise the budget or max_new, or lower the window");
+    }
+    return result;
+  }
+  stage_plan plan_unchecked(index_t prompt) const {
+    if constexpr (plans) return budget.plan(prompt);
+    return {prompt, budget.tokens, prompt};
+  }
+
+  /// How many of the last queries of a prompt chunk of `tokens` tokens the scorer has to see.
+  index_t queries_needed(index_t tokens) const {
+    if constexpr (observed == observes::every_query) return tokens;
+    if constexpr (observed == observes::window) return std::min(tokens, scorer.window);
+    return 0;
+  }
+  static std::string observer() { return std::string(" (") + Scorer::name + " observes them)"; }
+
+  /// The stage with a budget of one stage, as `plan` has it.
+  auto planned(const stage_plan& plan) const {
+    if constexpr (plans) {
+      return choosing_stage<Scorer, decltype(budget.planned(plan)), Selector>{scorer, budget.planned(plan), selector};
+    } else {
+      return *this;
+    }
+  }
+
+  template <class Self, class Visit>
+  static void parameters(Self& self, Visit&& visit) {
+    Scorer::parameters(self.scorer, visit);
+    Budget::parameters(self.budget, visit);
+    Selector::parameters(self.selector, visit);
+  }
+  template <class Visit>
+  static void policies(const char* scorer_axis, Visit&& visit) {
+    visit(scorer_axis, Scorer::name);
+    visit("budget", Budget::name);
+    visit("selector", Selector::name);
+  }
+};
+
+/// What stays in memory: when the schedule says so, everything that is not chosen is dropped.
+template <class Scorer, class Budget, class Selector>
+struct retain : choosing_stage<Scorer, Budget, Selector> {
+  static constexpr bool drops = true;
+  template <class Visit>
+  static void policies(Visit&& visit) {
+    choosing_stage<Scorer, Budget, Selector>::policies("scorer", visit);
+  }
+};
+
+/// What the steps of one turn may read: chosen as `retain` chooses, but everything stays stored, and the next turn chooses
+/// anew from all of it. Tokens that are decoded in the turn join what was let through.
+template <class Scorer, class Budget, class Selector>
+struct filter : choosing_stage<Scorer, Budget, Selector> {
+  static constexpr bool drops = false;
+  template <class Visit>
+  static void policies(Visit&& visit) {
+    choosing_stage<Scorer, Budget, Selector>::policies("filter scorer", visit);
+  }
+};
+
+/// Everything stays, and steps may read all of it.
+struct retain_all {
+  static constexpr bool chooses = false, drops = false, plans = false;
+  static constexpr observes observed = observes::nothing;
+  static constexpr value_range<index_t> budgets{0, 0};
+  index_t* tokens() const { return nullptr; }
+  index_t queries_needed(index_t) const { return 0; }
+  static std::string observer() { return ""; }
+  void check() const {}
+  stage_plan plan(index_t prompt) const { return {prompt, prompt, prompt}; }
+  stage_plan plan_unchecked(index_t prompt) const { return plan(prompt); }
+  retain_all planned(const stage_plan&) const { return {}; }
+  template <class Self, class Visit>
+  static void parameters(Self&, Visit&&) {}
+  template <class Visit>
+  static void policies(Visit&&) {}
+};
+
+/// What one decode step reads: a scorer ranks what is stored by the step's queries, a selector chooses `tokens` of it.
+template <class Scorer, class Selector>
+struct retrieve {
+  static_assert(check_scorer<Scorer>() && check_selector<Selector>());
+  static_assert(has_parameters<Scorer> && has_parameters<Selector>,
+                "tessera: a policy must show its run-time parameters: static void parameters(self, visit)");
+  static_assert(Scorer::observed == observes::step,
+                "tessera: retrieval needs a scorer that observes the decode step; this one ranks for retention");
+  static_assert(!std::is_same_v<typename Selector::unit, page_unit> || paged_scorer<Scorer>,
+                "tessera: whole pages need a scorer that scores pages; choose tokens or blocks");
+  using scorer_type = Scorer;
+  using selector_type = Selector;
+  static constexpr bool retrieves = true;
+  /// Whether `tokens` pay for an estimate of the keys, in pages, too: then a step attends half of them.
+  static constexpr bool estimates = paged_scorer<Scorer>;
+  static constexpr value_range<index_t> budgets = estimates ? estimating_budgets : token_budgets;
+  static constexpr value_range<index_t> answers{0, most_tokens};
+
+  Scorer scorer{};
+  Selector selector{};
+  index_t tokens = 1024;  ///< per kv_head and step
+  index_t max_new = 128;  ///< tokens that a turn decodes, for the length that an estimate is planned for
+
+  /// Errors   as `check_tokens`, and a scorer that does not fit what a step attends.
+  /// `planned`: the first stage's budget says how many, once the prompt is there.
+  void check(bool planned, index_t attended, const char* budget_name, int k_dim) const {
+    if (!planned) check_tokens(budget_name);
+    scorer.check(attended);
+    if constexpr (estimates) (void)scorer.fitted(1.0, k_dim);
+    selector.check();
+  }
+
+  /// Adds to a first stage's plan what a step reads of a head that holds what that stage keeps.
+  stage_plan plan(stage_plan first, index_t prompt) const {
+    const index_t held = std::min(prompt, first.retained);
+    first.capacity = index_t(std::min<offset_t>(offset_t(held) + max_new, std::numeric_limits<index_t>::max()));
+    first.read = attends();
+    first.ratio = estimates ? std::max(1.0, double(first.capacity) / double(tokens)) : 1.0;
+    return first;
+  }
+  index_t attends() const { return estimates ? tokens / 2 : tokens; }
+
+  /// The policies as `plan` has them: page and channels set, whole pages of the scorer's size.
+  retrieve planned(const stage_plan& plan, int k_dim) const {
+    retrieve result = *this;
+    if constexpr (estimates) result.scorer = scorer.fitted(plan.ratio, k_dim);
+    if constexpr (std::is_same_v<typename Selector::unit, page_unit>) result.selector.page = result.scorer.page;
+    result.tokens = plan.read;
+    return result;
+  }
+
+  /// `read_tokens` where a first stage has the name `budget`; nothing where that one's budget pays for both.
+  template <class Self, class Visit>
+  static void parameters(Self& self, bool after_first_stage, bool planned, Visit&& visit) {
+    if (after_first_stage && !planned)
+      visit("read_tokens", self.tokens, budgets, "tokens that a step reads of each kv_head");
+    if (estimates && !planned) {
+      visit("max_new", self.max_new, answers, "tokens that a turn decodes: they count into the sequence's length");
+    }
+    Scorer::parameters(self.scorer, visit);
+    Selector::parameters(self.selector, visit);
+  }
+  template <class Visit>
+  static void policies(Visit&& visit) {
+    visit("retrieve scorer", Scorer::name);
+    visit("retrieve selector", Selector::name);
+  }
+
+ private:
+  void check_tokens(const char* budget_name) const {
+    if constexpr (estimates) {
+      budgets.check(budget_name, tokens, "the token budget pays for estimating scores and for attending");
+      answers.check("max_new", max_new, "pass how many tokens a turn decodes");
+    } else {
+      budgets.check(budget_name, tokens, "pass how many tokens a step may read");
+    }
+  }
+};
+
+/// Every step reads everything that it may.
+struct retrieve_all {
+  static constexpr bool retrieves = false, estimates = false;
+  static constexpr value_range<index_t> budgets{0, 0};
+  index_t tokens = 0;  ///< none: nothing is chosen
+  index_t attends() const { return 0; }
+  void check(bool, index_t, const char*, int) const {}
+  stage_plan plan(const stage_plan& first, index_t) const { return first; }
+  retrieve_all planned(const stage_plan&, int) const { return {}; }
+  template <class Self, class Visit>
+  static void parameters(Self&, bool, bool, Visit&&) {}
+  template <class Visit>
+  static void policies(Visit&&) {}
+};
+
+TESSERA_NAMESPACE_END

@@ -1,0 +1,41 @@
+// The CUDA cache of recipes whose policies exist only in the tests, and of filters by position, against the CPU's.
+#include "cache_case.hpp"
+#include "support/open_policies.hpp"
+#include "tessera/attention/dense_decode.hpp"
+#include "tessera/attention/gathered_decode.hpp"
+#include "tessera/budget/uniform.hpp"
+#include "tessera/layout/dense.hpp"
+#include "tessera/schedule/each_step.hpp"
+#include "tessera/schedule/once.hpp"
+#include "tessera/scorer/exact_score.hpp"
+#include "tessera/scorer/position.hpp"
+#include "tessera/selector/top_tokens.hpp"
+
+using namespace tessera;
+using namespace gpu_test;
+using namespace support;
+
+namespace {
+
+template <class Retain, class Schedule = once>
+using dropping = recipe<Retain, dense<bf16, 64>, retrieve_all, dense_decode, Schedule>;
+
+}  // namespace
+
+TEST_CASE("a filter by position holds the CPU's conversations on the device", "[gpu][cache]") {
+  if (gpu_missing()) return;
+  hold_conversations<recipe<filter<position, uniform, top_tokens>, dense<bf16, 64>, retrieve<exact_score, top_tokens>,
+                            gathered_decode, once>>(20);
+}
+TEST_CASE("a last pass and a budget by head of a test hold the CPU's conversations on the device", "[gpu][cache]") {
+  if (gpu_missing()) return;
+  hold_conversations<dropping<retain<spread_window, every_other_head, top_tokens>>>(20);
+}
+TEST_CASE("a last pass over accumulated scores holds the CPU's conversations on the device", "[gpu][cache]") {
+  if (gpu_missing()) return;
+  hold_conversations<dropping<retain<spread_accumulated, uniform, top_tokens>, each_step>>(20);
+}
+TEST_CASE("a budget of winners and a selector of a test hold the CPU's conversations on the device", "[gpu][cache]") {
+  if (gpu_missing()) return;
+  hold_conversations<dropping<retain<spread_window, half_won, spaced>>>(20);
+}

@@ -1,0 +1,14 @@
+#include "catch.hpp"
+
+#include <tessera/layout/dense.hpp>
+#include <tessera/layout/fixed_pages.hpp>
+#include <tessera/layout/fp8_rows.hpp>
+
+using namespace tessera;
+
+TEST_CASE("fp8 rows take a byte an element and two scales, whatever the elements were") {
+  CHECK(stored<fp8_rows<bf16, 128>, runs>::token_bytes() == 264);
+  CHECK(stored<fp8_rows<fp32, 64>, runs>::token_bytes() == 136);
+  CHECK(stored<fp8_rows<fp16, 192, 128>, fixed_pages<16>>::token_bytes() == 328);
+  CHECK(double(stored<fp8_rows<bf16, 128>, runs>::token_bytes()) / dense<bf16, 128>::token_bytes() <= 0.52);
+}
