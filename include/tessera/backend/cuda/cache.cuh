@@ -144,7 +144,8 @@ class cache : public cache_parts<Recipe, Out> {
     for (const auto& [layer, id] : places) {
       store_.took(layer, id, tokens);
       reading_.lists().took(layer, id, tokens);
-      if ((step.evicts_first || step.evicts_last) && roles_.follows_recipe(layer)) note_eviction(layer, id);
+      if ((step.evicts_first || step.evicts_last) && roles_.follows_recipe(layer))
+        note_eviction(layer, id, step.evicts_last ? 0 : tokens);
     }
     conversations_.begin_step(step);
     for (index_t layer = 0; layer < shape_.layers; ++layer) conversations_.took_step(layer, step);
@@ -179,7 +180,7 @@ class cache : public cache_parts<Recipe, Out> {
       if (tracing_) trace(layer, step, {});
       return;
     }
-    if (step.evicts_first) evict(layer, step, all, stream);
+    if (step.evicts_first) evict(layer, step, all, step.tokens, stream);
     const auto view = reading_.take_in(layer, all, k.tokens, stream);
     selection_view chosen{};
     if (!reading_.reader().choose(layer, view, q, first, out, lse, chosen, stream)) {
@@ -189,7 +190,7 @@ class cache : public cache_parts<Recipe, Out> {
     if (tracing_) trace(layer, step, chosen);
     if constexpr (fires_in_steps<typename Recipe::schedule_type>) {
       first_.observe_step(store_, all, policies(step.ids.front()), rule, q, first, stream);
-      if (step.evicts_last) evict(layer, step, all, stream);
+      if (step.evicts_last) evict(layer, step, all, 0, stream);
     }
   }
 
@@ -246,24 +247,24 @@ class cache : public cache_parts<Recipe, Out> {
     filters ? reading_.lists().plan_pass(places, kept) : store_.plan_keep(places, kept);
   }
   void choose(index_t layer, index_t id, const planned<Recipe>& fitted, cudaStream_t stream) {
-    const kept_slots kept =
-        first_.choose(layer, id, store_, fitted, roles_.rule(layer), this->next_position(id), next_.data() + id, stream);
+    const kept_slots kept = first_.choose(layer, id, store_, fitted, roles_.rule(layer), this->next_position(id),
+                                          next_.data() + id, stream);
     filters ? reading_.lists().pass(layer, id, kept, stream) : store_.keep(layer, id, kept, stream);
   }
 
-  /// Drops, within a step, what the first stage does not choose.
-  void evict(index_t layer, const batch& step, const view_type& all, cudaStream_t stream) {
+  /// Drops, within a step, what the first stage does not choose; the newest `own` tokens stay.
+  void evict(index_t layer, const batch& step, const view_type& all, index_t own, cudaStream_t stream) {
     if constexpr (fires_in_steps<typename Recipe::schedule_type>) {
       const selection_view kept = first_.choose_in_step(layer, store_, all, policies(step.ids.front()),
-                                                        roles_.rule(layer), after_.data(), stream);
+                                                        roles_.rule(layer), after_.data(), own, stream);
       store_.keep_in_place(all, kept, stream);
       steps_.scatter(store_.length_column(), layer, step.sequences(), stream);
       reading_.rebuild(layer, steps_.ids(), all, stream);
     }
   }
-  void note_eviction(index_t layer, index_t id) {
+  void note_eviction(index_t layer, index_t id, index_t own) {
     if constexpr (fires_in_steps<typename Recipe::schedule_type>) {
-      const held_bound before = store_.bound(layer, id), after = first_.bound_in_step(layer, before, policies(id));
+      const held_bound before = store_.bound(layer, id), after = first_.bound_in_step(layer, before, policies(id), own);
       // Only where all heads are known to be equally long is the room that this makes known too.
       store_.shrank(layer, id, after, first_.heads_are_even ? before.longest - after.longest : 0);
     }

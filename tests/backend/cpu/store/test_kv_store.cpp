@@ -102,7 +102,7 @@ TEST_CASE("sequences share a pool of fixed pages, and pages that one gives back 
   const auto pages = [&](index_t id) {
     const auto view = place.store.view(0, id);
     const index_t count = ceil_div(place.next[std::size_t(id)], 16);
-    return std::set<index_t>(view.table.blocks, view.table.blocks + count);
+    return std::set<index_t>(view.table.indices, view.table.indices + count);
   };
   place.store.open(0);
   place.store.open(1);

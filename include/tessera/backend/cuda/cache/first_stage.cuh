@@ -82,7 +82,7 @@ class first_stage<Recipe, true> {
       : shape_(shape),
         sequences_(options.sequences),
         capacity_(options.tokens),
-        most_(most_kept(recipe, shape, options.tokens)),
+        most_(most_kept(recipe, shape, options)),
         batch_(in_steps ? options.sequences : 1),
         score_(batch_, shape.kv_heads, shape.q_heads, queries_at_once(recipe, options), options.tokens, device),
         choose_(recipe.retain.planned(recipe.retain.plan(options.tokens)), batch_, shape.kv_heads, options.tokens,
@@ -142,9 +142,9 @@ class first_stage<Recipe, true> {
     return keeps_all(policies.first.budget, extent(layer, held.longest, tail(layer, id, policies)));
   }
   /// Bounds of what a step leaves in place, and by how much every head's room grows for certain.
-  held_bound bound_in_step(index_t layer, const held_bound& held, const planned<Recipe>& policies) const {
-    const index_t kept_tail = policies.first.scorer.protected_tail(policies.first.budget.tokens);
-    const kept_bound most = bound_kept(policies.first.budget, extent(layer, held.longest, kept_tail));
+  held_bound bound_in_step(index_t layer, const held_bound& held, const planned<Recipe>& policies, index_t own) const {
+    const kept_bound most =
+        bound_kept(policies.first.budget, extent(layer, held.longest, std::max(own, step_tail(policies))));
     return {std::min(most.longest, held.longest), std::min(most.total, held.total)};
   }
   static constexpr bool heads_are_even = keeps_heads_even<typename policy::budget_type>;
@@ -163,12 +163,12 @@ class first_stage<Recipe, true> {
                                                tail(layer, id, policies), layer, stream);
     return {chosen, bound(layer, id, store.bound(layer, id), policies)};
   }
-  /// What a layer of a batch keeps within a step; `next`: by sequence of the batch, the position of the next token.
+  /// What a layer of a batch keeps within a step; `next`: by sequence of the batch, the position of the next token. The
+  /// newest `own` tokens stay whatever their score.
   selection_view choose_in_step(index_t layer, const store_type& store, const view_type& view,
                                 const planned<Recipe>& policies, const logit_rule& rule, const index_t* next,
-                                cudaStream_t stream) const {
-    return choose_slots(policies, rule, store, view, {}, next,
-                        policies.first.scorer.protected_tail(policies.first.budget.tokens), layer, stream);
+                                index_t own, cudaStream_t stream) const {
+    return choose_slots(policies, rule, store, view, {}, next, std::max(own, step_tail(policies)), layer, stream);
   }
 
   /// The most sequences of one choice, and the most tokens that a head of it keeps.
@@ -185,12 +185,13 @@ class first_stage<Recipe, true> {
     return std::max(observed_at_once, options.step_tokens);
   }
   /// The most tokens that one head keeps, whatever the scores; with a plan, known only for the prompt that it is made for.
-  static index_t most_kept(const Recipe& recipe, const model_shape& shape, index_t capacity) {
+  static index_t most_kept(const Recipe& recipe, const model_shape& shape, const cache_options& options) {
+    const index_t capacity = options.tokens;
     if constexpr (Recipe::retain_type::plans) {
       return capacity;
     } else {
       const auto& budget = recipe.retain.budget;
-      const index_t longest_tail = recipe.retain.scorer.protected_tail(budget.tokens);
+      const index_t longest_tail = std::max(options.step_tokens, recipe.retain.scorer.protected_tail(budget.tokens));
       index_t most = std::min(capacity, budget.tokens);
       for (index_t layer = 0; layer < shape.layers; ++layer) {
         // A turn of few queries has a short tail, which leaves some layers more.
@@ -202,6 +203,9 @@ class first_stage<Recipe, true> {
     }
   }
 
+  static index_t step_tail(const planned<Recipe>& policies) {
+    return policies.first.scorer.protected_tail(policies.first.budget.tokens);
+  }
   layer_extent extent(index_t layer, index_t longest, index_t kept_tail) const {
     return {layer, shape_.layers, shape_.kv_heads, kept_tail, longest};
   }
