@@ -12,7 +12,7 @@ SOURCES = (".hpp", ".cuh", ".cpp", ".cu", ".py", ".sh", ".cmake", ".in")
 # Many short files of one kind, each found by its name.
 COLLECTIONS = ("include/tessera/methods", "include/tessera/scorer", "include/tessera/core", "tests/compile_fail",
                "benchmarks/results")
-FILES_TODAY = {"examples/engine": 20, "examples/tool": 37, "tests/examples": 15, "tests/methods": 20}
+FILES_TODAY = {"examples/engine": 20, "examples/tool": 38, "tests/examples": 15, "tests/methods": 20}
 LINES_TODAY = {
     "include/tessera/backend/cuda/attend/decode/decode_kernel.cuh": 475,
     "include/tessera/backend/cuda/attend/prefill/prefill_rows.cuh": 420,
