@@ -7,12 +7,12 @@ foreach(file IN LISTS bench_files)
   target_link_libraries(${name} PRIVATE tessera::tessera benchmark::benchmark benchmark::benchmark_main)
 endforeach()
 
-# benchmarks/bench_cuda*.cu together are the program bench_cuda; benchmarks/gpu.sh runs it.
+# benchmarks/cuda/bench_cuda*.cu together are the program bench_cuda; benchmarks/gpu.sh runs it.
 include(cmake/cuda.cmake)
 if(cuda_works)
-  file(GLOB cuda_bench_files CONFIGURE_DEPENDS benchmarks/bench_cuda*.cu)
+  file(GLOB cuda_bench_files CONFIGURE_DEPENDS benchmarks/cuda/bench_cuda*.cu)
   add_executable(bench_cuda ${cuda_bench_files})
-  target_include_directories(bench_cuda PRIVATE benchmarks)
+  target_include_directories(bench_cuda PRIVATE benchmarks/cuda)
   target_link_libraries(bench_cuda PRIVATE tessera::tessera benchmark::benchmark)
   tessera_cuda_options(bench_cuda)
 endif()

@@ -27,7 +27,7 @@ foreach(part engine tool)
 endforeach()
 
 if(tessera_cuda_engine AND TESSERA_BUILD_BENCHMARKS)
-  add_executable(bench_decode_step benchmarks/bench_decode_step.cu)
+  add_executable(bench_decode_step benchmarks/cuda/bench_decode_step.cu)
   target_link_libraries(bench_decode_step PRIVATE tessera_tool)
   tessera_cuda_options(bench_decode_step)
 endif()

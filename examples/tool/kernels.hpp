@@ -33,7 +33,7 @@ using stored_view = typename tessera::cpu::kv_store<tessera::dense<T, D, D>>::vi
       const tessera::rows_view<const float>&, tessera::index_t);
 
 // TESSERA_TOOL_KERNELS_OF(storage, T): those of every head dim that this build is for.
-#include "tool_kernels.hpp"
+#include "tool_layouts.hpp"
 
 TESSERA_TOOL_KERNELS_OF(extern, tessera::fp32)
 TESSERA_TOOL_KERNELS_OF(extern, tessera::fp16)

@@ -13,6 +13,7 @@
 #include <vector>
 
 #include "engine/kv_cache.hpp"
+#include "tool_layouts.hpp"
 
 namespace engine::cuda {
 class kv_cache;

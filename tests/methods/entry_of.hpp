@@ -12,6 +12,7 @@
 #include <tessera/recipe.hpp>
 #include <tessera/schedule/before_each_step.hpp>
 #include <tessera/schedule/each_step.hpp>
+#include <tessera/schedule/once.hpp>
 #include <tessera/scorer/accumulated_attention.hpp>
 #include <tessera/scorer/chosen_channels.hpp>
 #include <tessera/scorer/exact_score.hpp>
@@ -87,6 +88,8 @@ traits describe() {
   found.filters = Recipe::retain_type::chooses && !Recipe::retain_type::drops;
   found.each_step = std::is_same_v<typename Recipe::schedule_type, tessera::each_step>;
   found.before_step = std::is_same_v<typename Recipe::schedule_type, tessera::before_each_step>;
+  if (!found.each_step && !found.before_step && !std::is_same_v<typename Recipe::schedule_type, tessera::once>)
+    found.scorer = traits::first::other;  // a schedule that the reference does not know
   if constexpr (Recipe::retrieve_type::retrieves) {
     using selector = std::remove_cvref_t<decltype(recipe.retrieve.selector)>;
     found.reads = second_of<std::remove_cvref_t<decltype(recipe.retrieve.scorer)>>();
@@ -159,7 +162,7 @@ class cache_of final : public any_cache {
     for (index_t slot = 0; slot < view.length(0, head); ++slot) {
       if (std::binary_search(but.begin(), but.end(), view.position(0, head, slot))) continue;
       std::fill_n(view.value(0, head, slot), dim, stored(1e20f));
-      if (keys_too) std::fill_n(view.key(0, head, slot), dim, stored(-1e20f));
+      std::fill_n(view.key(0, head, slot), dim, stored(-1e20f));
     }
   }
   offset_t bytes(index_t id) const override { return held_.bytes(id); }

@@ -139,8 +139,9 @@ TEST_CASE("tensors of other heads, tokens or batches are refused") {
   now.refuses("queries of a decode step is 2; expected as many as new keys, which are 3",
               [&](any_cache& cache) { cache.decode(0, {id}, q, three, three, nowhere.rows(2), {}); });
   const index_t other = now.cache->open();
-  now.refuses("sequences of the batch is 1; expected as many as ids, which are 2",
-              [&](any_cache& cache) { cache.decode(0, {id, other}, q, k, v, nowhere.rows(2), {}); });
+  now.refuses("sequences of the batch is 1; expected as many as ids, which are 2", [&](any_cache& cache) {
+    cache.decode(0, {id, other}, q, k, v, nowhere.rows(2), {});
+  });
   now.refuses("shape of out is", [&](any_cache& cache) { cache.decode(0, {id}, q, k, v, nowhere.rows(1), {}); });
   now.refuses("shape of out is", [&](any_cache& cache) { cache.decode(0, {id}, q, k, v, nowhere.rows(2, 3), {}); });
   now.refuses("shape of out is", [&](any_cache& cache) { cache.decode(0, {id}, q, k, v, {}, {}); });
@@ -222,7 +223,8 @@ TEST_CASE("layers step in order: none is left out of a step and none goes ahead"
   };
   now.refuses("tokens of a layer before the step is 60; expected 59", decode_layer(1, 60));
   decode_layer(0, 60)(*now.cache);
-  CHECK_THAT(said([&] { decode_layer(0, 61)(*now.cache); }), contains("tokens of a layer before the step is 60; expected 61; decode every layer"));
+  CHECK_THAT(said([&] { decode_layer(0, 61)(*now.cache); }),
+             contains("tokens of a layer before the step is 60; expected 61; decode every layer"));
   decode_layer(1, 60)(*now.cache);
   CHECK(now.cache->next_position(now.id) == 61);
   CHECK(now.cache->positions(1, now.id, 0).back() == 60);

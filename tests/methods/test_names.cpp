@@ -74,7 +74,7 @@ TEST_CASE("methods are described to the reference as their papers have it") {
   described("pyramidkv", first::window, share::pyramid, second::none);
   described("ada_snapkv", first::window, share::adaptive, second::none);
   CHECK(described("h2o", first::accumulated, share::uniform, second::none).each_step);
-  CHECK(described("streaming_llm", first::position, share::uniform, second::none).each_step);
+  CHECK(described("streaming_llm", first::position, share::uniform, second::none).before_step);
   described("exact_topk", first::none, share::uniform, second::exact);
   described("hsa", first::none, share::uniform, second::hsa);
   CHECK(described("quest", first::none, share::uniform, second::quest).pages);
@@ -87,7 +87,8 @@ TEST_CASE("methods are described to the reference as their papers have it") {
 TEST_CASE("every method lists its parameters by unique names") {
   CHECK(parameter_names<full<fp32, 64>>() == names{"dense_layers"});
   CHECK(parameter_names<snapkv<fp32, 64>>() == names{"window", "pool", "pool_kind", "dense_layers"});
-  CHECK(parameter_names<pyramidkv<fp32, 64>>() == names{"window", "pool", "pool_kind", "beta", "layer", "layers", "dense_layers"});
+  CHECK(parameter_names<pyramidkv<fp32, 64>>() ==
+        names{"window", "pool", "pool_kind", "beta", "layer", "layers", "dense_layers"});
   CHECK(parameter_names<ada_snapkv<fp32, 64>>() == names{"window", "pool", "pool_kind", "floor", "dense_layers"});
   CHECK(parameter_names<h2o<fp32, 64>>() == names{"recent", "dense_layers"});
   CHECK(parameter_names<streaming_llm<fp32, 64>>() == names{"sinks", "dense_layers"});
@@ -108,9 +109,11 @@ TEST_CASE("every method lists its policies in the order of the pipeline") {
   CHECK(policy_names<full<fp32, 64>>() == names{"dense_rows", "runs", "dense_decode", "once"});
   CHECK(policy_names<snapkv<fp32, 64>>() ==
         names{"observation_window", "uniform", "top_tokens", "dense_rows", "runs", "dense_decode", "once"});
-  CHECK(policy_names<exact_topk<fp32, 64>>() == names{"exact_score", "top_tokens", "dense_rows", "runs", "gathered_decode", "once"});
+  CHECK(policy_names<exact_topk<fp32, 64>>() ==
+        names{"exact_score", "top_tokens", "dense_rows", "runs", "gathered_decode", "once"});
   CHECK(policy_names<rocketkv<fp32, 64>>() == names{"observation_window", "two_stage", "top_tokens", "hybrid_min_max",
-                                                    "tokens_or_pages", "dense_rows", "runs", "gathered_decode", "once"});
+                                                    "tokens_or_pages", "dense_rows", "runs", "gathered_decode",
+                                                    "once"});
   CHECK(policy_names<rocketkv_mt<fp32, 64>>() == policy_names<rocketkv<fp32, 64>>());
   CHECK(policy_names<h2o<fp32, 64>>() ==
         names{"accumulated_attention", "uniform", "top_tokens", "dense_rows", "runs", "dense_decode", "each_step"});
