@@ -279,7 +279,7 @@ struct recipe {
     std::string observer;
     if constexpr (chooses) observer = std::string(" (") + Retain::scorer_type::name + " observes them)";
     require(given >= needed && given <= tokens, "queries of a prompt chunk", given,
-            std::to_string(needed) + " to " + std::to_string(tokens) + observer,
+            value_range{needed, tokens}.text() + observer,
             "pass the queries of the chunk's last tokens");
   }
 
