@@ -27,14 +27,17 @@ struct expected_sequence {
 class twins {
  public:
   twins(const std::string& method, support::rng& random)
-      : random_(random), shape_{random.between(1, 3), random.pick({2, 4}), random.pick({1, 2})}, budget_(random.pick({16, 24, 40})) {
+      : random_(random),
+        shape_{random.between(1, 3), random.pick({2, 4}), random.pick({1, 2})},
+        read_(random.pick({16, 24, 40})) {
     if (shape_.q_heads % shape_.kv_heads != 0) shape_.q_heads = shape_.kv_heads;
-    settings chosen{method, budget_};
+    settings chosen{method, read_};
     for (const number& one : numbers_of(method)) {
       has_budget_ = has_budget_ || one.name == "budget";
       if (one.name == "window") chosen.values["window"] = random.between(1, 4);
       if (one.name == "max_new") chosen.values["max_new"] = random.between(4, 12);
     }
+    has_two_ = traits_of(method).scorer != traits::first::none;
     exact_ = method.find("exact") != std::string::npos && !traits_of(method).plans;
     const auto workers = std::make_shared<tessera::cpu::executor>(1);
     cache_ = make_cache(chosen, shape_, workers);
@@ -96,8 +99,14 @@ class twins {
     return said.empty();
   }
 
-  index_t some_id() { return random_.chance(0.85) && !model_.empty() ? random_.between(0, index_t(model_.size()) - 1) : random_.between(-2, 9); }
-  index_t some_layer() { return random_.chance(0.9) ? random_.between(0, shape_.layers - 1) : random_.pick({-1, int(shape_.layers), 1 << 30}); }
+  index_t some_id() {
+    return random_.chance(0.85) && !model_.empty() ? random_.between(0, index_t(model_.size()) - 1)
+                                                   : random_.between(-2, 9);
+  }
+  index_t some_layer() {
+    return random_.chance(0.9) ? random_.between(0, shape_.layers - 1)
+                               : random_.pick({-1, int(shape_.layers), 1 << 30});
+  }
   expected_sequence* known(index_t id) {
     return id >= 0 && id < index_t(model_.size()) && model_[std::size_t(id)] ? &*model_[std::size_t(id)] : nullptr;
   }
@@ -125,13 +134,15 @@ class twins {
     expected_sequence* sequence = known(id);
     // Mostly those that have grown long, or that no order of calls can bring to an end any more.
     if (sequence && sequence->next[0] < 60 && random_.chance(0.8)) return;
-    if (apply("close", sequence != nullptr, [&](any_cache& cache) { cache.close(id); })) model_[std::size_t(id)].reset();
+    if (apply("close", sequence != nullptr, [&](any_cache& cache) { cache.close(id); }))
+      model_[std::size_t(id)].reset();
   }
 
   bool prefill(index_t layer, index_t id, index_t tokens, index_t queries, index_t kv_heads, index_t v_tokens) {
     expected_sequence* sequence = known(id);
     if (sequence && sequence->next[0] > 90) return false;
-    const bool shapes = kv_heads == shape_.kv_heads && tokens == v_tokens && tokens >= 1 && queries >= 0 && queries <= tokens;
+    const bool shapes =
+        kv_heads == shape_.kv_heads && tokens == v_tokens && tokens >= 1 && queries >= 0 && queries <= tokens;
     std::optional<bool> allowed = sequence && is_layer(layer) && shapes;
     if (*allowed && queries < tokens) allowed.reset();  // as the scorer needs
     const auto q = rows(queries, shape_.q_heads), k = rows(tokens, kv_heads), v = rows(v_tokens, kv_heads);
@@ -144,7 +155,8 @@ class twins {
   void prefill_somewhere() {
     const index_t tokens = random_.between(random_.chance(0.1) ? -1 : 1, 9);
     prefill(some_layer(), some_id(), tokens, random_.chance(0.7) ? tokens : random_.between(-1, 10),
-            random_.chance(0.95) ? shape_.kv_heads : random_.between(0, 3), random_.chance(0.95) ? tokens : random_.between(0, 9));
+            random_.chance(0.95) ? shape_.kv_heads : random_.between(0, 3),
+            random_.chance(0.95) ? tokens : random_.between(0, 9));
   }
 
   void prefill_everywhere() {
@@ -172,7 +184,8 @@ class twins {
     const index_t id = some_id();
     expected_sequence* sequence = known(id);
     bool even = sequence && sequence->turn[0] >= 1;
-    for (index_t layer = 0; even && layer < shape_.layers; ++layer) even = sequence->next[std::size_t(layer)] == sequence->next[0];
+    for (index_t layer = 0; even && layer < shape_.layers; ++layer)
+      even = sequence->next[std::size_t(layer)] == sequence->next[0];
     // A plan may have no room for the window.
     const std::optional<bool> allowed = even ? std::nullopt : std::optional<bool>(false);
     if (apply("end_prefill", allowed, [&](any_cache& cache) { cache.end_prefill(id); })) {
@@ -182,14 +195,15 @@ class twins {
 
   bool decode(index_t layer, const std::vector<index_t>& ids, index_t tokens, index_t sequences, index_t k_tokens) {
     const bool shapes = tokens >= 1 && tokens <= 8 && tokens == k_tokens && sequences == index_t(ids.size());
-    bool allowed = shapes && is_layer(layer) && (!exact_ || budget_ >= tokens);
+    bool allowed = shapes && is_layer(layer) && (!exact_ || read_ >= tokens);
     for (const index_t id : ids) {
       const expected_sequence* sequence = known(id);
       if (sequence && sequence->next[0] > 110) return false;
       allowed = allowed && sequence && std::count(ids.begin(), ids.end(), id) == 1;
       if (!allowed) break;
       const auto& next = sequence->next;
-      allowed = next[std::size_t(layer)] == (layer > 0 ? next[0] - tokens : next.back()) && sequence->turn[std::size_t(layer)] == 0;
+      allowed = next[std::size_t(layer)] == (layer > 0 ? next[0] - tokens : next.back()) &&
+                sequence->turn[std::size_t(layer)] == 0;
     }
     const auto q = rows(tokens, shape_.q_heads, sequences), k = rows(k_tokens, shape_.kv_heads, sequences),
                v = rows(k_tokens, shape_.kv_heads, sequences);
@@ -232,10 +246,11 @@ class twins {
   }
 
   void change() {
-    const index_t tokens = random_.chance(0.5) ? random_.between(16, 60) : random_.pick({0, -1, 3, 1 << 24, (1 << 24) + 1, 0x7fffffff});
+    const index_t tokens =
+        random_.chance(0.5) ? random_.between(16, 60) : random_.pick({0, -1, 3, 1 << 24, (1 << 24) + 1, 0x7fffffff});
     std::optional<bool> allowed;  // window, sinks and the like have a say
     if (has_budget_ && (tokens < 1 || tokens > 1 << 24)) allowed = false;
-    if (apply("set_budget", allowed, [&](any_cache& cache) { cache.set_budget(tokens); })) budget_ = tokens;
+    if (apply("set_budget", allowed, [&](any_cache& cache) { cache.set_budget(tokens); }) && !has_two_) read_ = tokens;
     if (random_.chance(0.2)) cache_ = cache_->clone();
   }
 
@@ -261,7 +276,8 @@ class twins {
 
   support::rng& random_;
   tessera::model_shape shape_;
-  index_t budget_;
+  index_t read_;          // what a step of exact retrieval may read
+  bool has_two_ = false;  // a budget of its own for what stays: `set_budget` leaves `read_` alone
   bool exact_ = false, has_budget_ = false;
   std::unique_ptr<any_cache> cache_, twin_;
   std::vector<std::optional<expected_sequence>> model_;

@@ -226,7 +226,7 @@ def check_compress_more(checks):
     def attended(method, turns):
         random.seed(7)
         with_turns(turns)
-        checks.works(f"compress --in turns --out kept --method {method} --budget 16 --set window=2 --set max_new=4 --set split=1")
+        checks.works(f"compress --in turns --out kept --method {method} --budget 16 --set window=2 --set max_new=4 --set split=1 --set pool=1")
         content = (folder / "kept").read_bytes()
         header = read_safetensors(folder / "kept")
         start = 8 + struct.unpack("<Q", content[:8])[0]
@@ -422,14 +422,17 @@ def check_eval(checks):
 def check_ranges(checks):
     """Every number of every method at the ends of its range, and beyond."""
     (checks.folder / "all").write_bytes(safetensors(layer(n_q=60)))
-    for method in json.loads(checks.works("list --json"))["methods"]:
+    has_device = checks.has_cuda and shutil.which("nvidia-smi") is not None
+    methods = json.loads(checks.works("list --json"))["methods"]
+    for method, backend in ((one, name) for one in methods for name in ["cpu"] + ["cuda"] * has_device):
         budget = "--budget 40" if method["has_budget"] else ""
         for parameter in method["parameters"]:
             ends = re.search(r"(-?\d+) to (\d+)$", parameter["allowed"])
             if not ends:
                 continue
             least, most = (int(end) for end in ends.groups())
-            command = f"compress --in all --out kept --threads 1 --method {method['name']} {budget} --set {parameter['name']}="
+            command = (f"compress --in all --out kept --threads 1 --backend {backend} --method {method['name']} {budget} "
+                       f"--set {parameter['name']}=")
             for value in (least, least + 1, most - 1, most):
                 result = checks.run(f"{command}{value}")
                 fine = result.returncode == 0 or (result.returncode == 2 and result.stderr.count("\n") == 1)
