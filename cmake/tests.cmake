@@ -52,6 +52,13 @@ if(TARGET test_methods)
   target_include_directories(tessera_testing PUBLIC "${PROJECT_BINARY_DIR}/test_methods")
 endif()
 
+if(TARGET tessera)  # a sample of what tests/hostile/run.sh does
+  add_test(NAME tool_hostile
+           COMMAND Python3::Interpreter "${PROJECT_SOURCE_DIR}/tests/hostile/hostile.py" "$<TARGET_FILE:tessera>"
+                   "${PROJECT_SOURCE_DIR}/examples" 200)
+  set_tests_properties(tool_hostile PROPERTIES LABELS cpu TIMEOUT 900)
+endif()
+
 foreach(program IN LISTS test_programs)
   if(program MATCHES "^test_examples")
     target_link_libraries(${program} PRIVATE tessera_engine)

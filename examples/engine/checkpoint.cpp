@@ -73,4 +73,45 @@ std::vector<float> checkpoint::weight(std::string_view name, std::initializer_li
   return values;
 }
 
+std::vector<std::int64_t> checkpoint::shape(std::string_view name) const {
+  const safetensors_file* file = file_of(name);
+  return file ? file->at(name).shape : std::vector<std::int64_t>{};
+}
+
+void require_agreement(const std::filesystem::path& directory, const llama_config& config, const checkpoint& weights) {
+  const std::string place = "file " + printable((directory / "config.json").native()) + ": ";
+  constexpr std::string_view cure = "take config.json and weights from one checkpoint";
+  const auto layer = [&](std::int32_t index) {
+    return weights.contains("model.layers." + std::to_string(index) + ".input_layernorm.weight");
+  };
+  std::int32_t layers = config.num_hidden_layers;
+  while (layer(layers)) ++layers;
+  tessera::require(layers == config.num_hidden_layers, place + "num_hidden_layers", config.num_hidden_layers,
+                   std::to_string(layers) + ", which the weights have", cure);
+
+  // Rows of another shape altogether are told by the weight's own name.
+  const auto keys = weights.shape("model.layers.0.self_attn.k_proj.weight");
+  if (keys.size() == 2 && keys[0] > 0 && keys[0] % config.head_dim == 0) {
+    const std::int64_t heads = keys[0] / config.head_dim;
+    const bool possible = heads <= config.num_attention_heads && config.num_attention_heads % heads == 0;
+    tessera::require(heads == config.num_key_value_heads || !possible, place + "num_key_value_heads",
+                     std::to_string(config.num_key_value_heads) + " (where it is missing: num_attention_heads)",
+                     std::to_string(heads) + ", which the weights have", cure);
+  }
+  const auto embedding = weights.shape("model.embed_tokens.weight");
+  if (embedding.size() == 2 && embedding[1] == config.hidden_size) {
+    tessera::require(embedding[0] == config.vocab_size, place + "vocab_size", config.vocab_size,
+                     std::to_string(embedding[0]) + ", which the weights have", cure);
+  }
+}
+
+void require_agreement(const std::filesystem::path& directory, const llama_config& config, std::int32_t tokens) {
+  require_agreement(directory, config, checkpoint::open(directory));
+  tessera::require(tokens == config.vocab_size,
+                   "file " + printable((directory / "tokenizer.model").native()) + ": its vocabulary",
+                   std::to_string(tokens) + " tokens",
+                   std::to_string(config.vocab_size) + ", which config.json and the weights have",
+                   "take the tokenizer that the model was trained with");
+}
+
 }  // namespace engine

@@ -8,6 +8,7 @@
 #include <string_view>
 #include <vector>
 
+#include "config.hpp"
 #include "safetensors.hpp"
 
 namespace engine {
@@ -22,6 +23,9 @@ class checkpoint {
 
   bool contains(std::string_view name) const;
 
+  /// A weight's shape; empty where there is none.
+  std::vector<std::int64_t> shape(std::string_view name) const;
+
   /// A weight as fp32. Errors: it is missing, has another shape or an integer dtype, or holds NaN or infinity.
   std::vector<float> weight(std::string_view name, std::initializer_list<std::int64_t> shape) const;
 
@@ -30,5 +34,12 @@ class checkpoint {
 
   std::vector<safetensors_file> files_;
 };
+
+/// Refuses a config.json that tells of another model than the weights beside it: fewer layers, other KV heads, another
+/// vocabulary. Errors: tessera::error that names config.json, what it says and what the weights have.
+void require_agreement(const std::filesystem::path& directory, const llama_config& config, const checkpoint& weights);
+
+/// As above, and refuses a tokenizer whose vocabulary is not the model's; `tokens` is how many it has.
+void require_agreement(const std::filesystem::path& directory, const llama_config& config, std::int32_t tokens);
 
 }  // namespace engine

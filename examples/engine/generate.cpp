@@ -7,6 +7,11 @@ namespace engine {
 
 token_t best_token(std::span<const float> logits) {
   tessera::require(!logits.empty(), "number of logits", 0, "at least 1", "pass the logits of one token");
+  const auto strange = std::find_if(logits.begin(), logits.end(), [](float logit) { return !(logit - logit == 0); });
+  if (strange != logits.end()) {
+    tessera::fail("logit of token id " + std::to_string(strange - logits.begin()), *strange, "a finite number",
+                  "the model's values overflow: check the weights");
+  }
   // max_element returns the first of equals.
   return token_t(std::max_element(logits.begin(), logits.end()) - logits.begin());
 }

@@ -48,7 +48,9 @@ llama::llama(llama_config config, const checkpoint& weights, tessera::cpu::execu
 
 llama llama::load(const std::filesystem::path& directory, tessera::cpu::executor& executor) {
   llama_config config = load_config(directory / "config.json");
-  return llama(std::move(config), checkpoint::open(directory), executor);
+  const checkpoint weights = checkpoint::open(directory);
+  require_agreement(directory, config, weights);
+  return llama(std::move(config), weights, executor);
 }
 
 void llama::workspace::resize(const llama_config& config, std::int32_t tokens) {
@@ -81,6 +83,18 @@ void llama::attend(const layer& weights, int index, std::int32_t tokens, const r
     cache.decode(index, q, k, v, tokens, work_.attended.data());
 }
 
+// Errors: an output of a layer's attention that is no number, because products of finite values overflowed.
+void llama::require_numbers(int index, std::int64_t first, std::int32_t tokens) const {
+  const std::int64_t width = config_.q_size();
+  for (std::int64_t i = 0; i < tokens * width; ++i) {
+    const float value = work_.attended[std::size_t(i)];
+    if (value - value == 0) continue;
+    tessera::fail("attention of layer " + std::to_string(index) + ", query head " +
+                      std::to_string(i % width / config_.head_dim) + ", token " + std::to_string(first + i / width),
+                  value, "a finite number", "products of queries, keys or values overflow: check the weights");
+  }
+}
+
 // The part of a layer behind its attention, where no token sees another. Updates `hidden` [rows, hidden] in place.
 void llama::finish_layer(const layer& weights, float* hidden, const float* attended, std::int32_t rows) {
   linear(*executor_, attended, rows, weights.attention_out, work_.projected.data());
@@ -96,7 +110,8 @@ void llama::finish_layer(const layer& weights, float* hidden, const float* atten
 // their rows; the others stop at the last layer's attention, which saves a sixth of a six-layer model's prefill.
 void llama::forward(std::span<const token_t> tokens, kv_cache& cache, phase now, std::int32_t wanted) {
   const auto count = std::int32_t(tokens.size());
-  const rope_table table = make_rope_table(frequencies_, cache.next_position(), count);
+  const std::int64_t position = cache.next_position();
+  const rope_table table = make_rope_table(frequencies_, position, count);
   work_.resize(config_, count);
   const std::int64_t width = config_.hidden_size;
   for (std::int64_t row = 0; row < count; ++row)
@@ -105,6 +120,7 @@ void llama::forward(std::span<const token_t> tokens, kv_cache& cache, phase now,
   for (std::int32_t index = 0; index < config_.num_hidden_layers; ++index) {
     const layer& weights = layers_[std::size_t(index)];
     attend(weights, index, count, table, cache, now);
+    require_numbers(index, position, count);
     const std::int32_t rows = index + 1 < config_.num_hidden_layers ? count : wanted;
     const std::int64_t first = count - rows;
     if (rows > 0)

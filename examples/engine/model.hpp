@@ -71,6 +71,7 @@ class llama {
   void attend(const layer& weights, int index, std::int32_t tokens, const rope_table& table, kv_cache& cache,
               phase now);
   void finish_layer(const layer& weights, float* hidden, const float* attended, std::int32_t rows);
+  void require_numbers(int index, std::int64_t first, std::int32_t tokens) const;
   std::vector<float> logits_of(std::int32_t tokens, std::int32_t wanted);
 
   llama_config config_;

@@ -251,8 +251,8 @@ const tensor_view& safetensors_file::at(std::string_view name) const {
   if (found == tensors_.end()) {
     std::string names;
     for (const auto& [other, tensor] : tensors_) names += (names.empty() ? "" : ", ") + other;
-    fail("safetensors: tensor \"" + shortened(name) + "\"", "missing", "one of: " + shortened(names),
-         "store it under that name");
+    fail("safetensors: tensor \"" + shortened(name) + "\"", "missing",
+         names.empty() ? "a file that has tensors" : "one of: " + shortened(names), "store it under that name");
   }
   return found->second;
 }

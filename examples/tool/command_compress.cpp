@@ -7,6 +7,7 @@
 #include "engine/output_file.hpp"
 #include "progress.hpp"
 #include "report.hpp"
+#include "values.hpp"
 
 namespace tool {
 void compress_file(const compress_file_options& given) {
@@ -27,8 +28,19 @@ void compress_file(const compress_file_options& given) {
     return compress(engine::safetensors_file::open(given.in), chosen);
   }();
   result.file.write(given.out);
-  for (const std::string& unused : result.unused) {
-    note("tensor " + engine::printable(unused) + " is not used by " + method.name);
+  if (!result.unused.empty()) {
+    constexpr std::size_t most = 5;
+    std::vector<std::string> names;
+    for (const std::string& name : result.unused) {
+      if (names.size() < most) names.push_back(engine::printable(name));
+    }
+    if (result.unused.size() > most) names.push_back(std::to_string(result.unused.size() - most) + " more");
+    note("not used by " + method.name + ": tensor " + joined(names));
+  }
+  for (const parameter_info& parameter : method.configured(chosen.settings)) {
+    if (parameter.name == "layers" && parameter.value == "-1") {
+      note("without --set layer and layers, " + method.name + " of one layer keeps the same number in each, as snapkv");
+    }
   }
   std::printf("%s kept %.1f of %d tokens per KV head, %s of %s", method.name.c_str(),
               double(result.kept) / result.kv_heads, result.tokens, bytes_text(double(result.bytes_held)).c_str(),

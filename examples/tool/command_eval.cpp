@@ -8,6 +8,7 @@
 #include "backend.hpp"
 #include "commands.hpp"
 #include "document.hpp"
+#include "engine/checkpoint.hpp"
 #include "engine/input_file.hpp"
 #include "engine/output_file.hpp"
 #include "engine/tokenizer.hpp"
@@ -107,6 +108,7 @@ void evaluate(const eval_options& given) {
   const std::filesystem::path folder = given.model;
   const engine::llama_config config = engine::load_config(folder / "config.json");
   const auto tokenizer = engine::tokenizer::load(folder / "tokenizer.model");
+  engine::require_agreement(folder, config, tokenizer.vocab_size());
   const auto conversations =
       given.questions.empty() ? make_conversations(given, config, tokenizer) : load_questions(given.questions);
   const auto model = [&] {

@@ -18,7 +18,8 @@ void print_text() {
       std::printf("    %-18s %s\n", policy.axis.c_str(), policy.name.c_str());
     }
     if (method.has_budget) {
-      std::printf("    --budget N           %s tokens per KV head\n", method.budgets.text().c_str());
+      std::printf("    --budget N           per KV head, %s (%s)\n", method.budget_counts.c_str(),
+                  method.budgets.text().c_str());
     }
     for (const parameter_info& parameter : method.parameters) {
       std::printf("    --set %-14s %s (%s)\n", (parameter.name + "=" + parameter.value).c_str(),
@@ -33,6 +34,9 @@ void print_json() {
   all["methods"] = nlohmann::ordered_json::array();
   for (const method_info& method : methods()) {
     nlohmann::ordered_json item{{"name", method.name}, {"paper", method.paper}, {"has_budget", method.has_budget}};
+    if (method.has_budget) {
+      item["budget"] = {{"allowed", method.budgets.text()}, {"counts", method.budget_counts}};
+    }
     item["policies"] = nlohmann::ordered_json::object();
     for (const policy_info& policy : method.policies) item["policies"][policy.axis] = policy.name;
     item["parameters"] = nlohmann::ordered_json::array();

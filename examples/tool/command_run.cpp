@@ -5,6 +5,7 @@
 
 #include "backend.hpp"
 #include "commands.hpp"
+#include "engine/checkpoint.hpp"
 #include "engine/input_file.hpp"
 #include "engine/tokenizer.hpp"
 #include "progress.hpp"
@@ -55,6 +56,7 @@ outcome answer(const run_options& given, const method_info& method) {
   const std::filesystem::path folder = given.model;
   const engine::llama_config config = engine::load_config(folder / "config.json");
   const auto tokenizer = engine::tokenizer::load(folder / "tokenizer.model");
+  engine::require_agreement(folder, config, tokenizer.vocab_size());
   std::vector<engine::token_t> tokens = tokenizer.encode(prompt);
   if (tokenizer.bos()) tokens.insert(tokens.begin(), *tokenizer.bos());
   const std::int64_t room = config.max_position_embeddings - std::int64_t(tokens.size());

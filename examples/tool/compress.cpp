@@ -1,5 +1,7 @@
 #include "compress.hpp"
 
+#include <algorithm>
+#include <cmath>
 #include <limits>
 
 #include "registry.hpp"
@@ -22,7 +24,9 @@ struct tensor {
 
 std::string shape_text(const std::vector<std::int64_t>& shape) {
   std::string text;
-  for (const std::int64_t size : shape) text += (text.empty() ? "[" : ", ") + std::to_string(size);
+  for (const std::int64_t size : shape) {
+    text += (text.empty() ? "[" : ", ") + (size == any_size ? "any" : std::to_string(size));
+  }
   return text.empty() ? "[]" : text + "]";
 }
 
@@ -39,7 +43,7 @@ tensor read(const safetensors_file& in, const std::string& name, const std::vect
   std::string allowed = axes;
   for (const std::int64_t size : sizes) {
     if (size != any_size) {
-      allowed = axes + ", here " + shape_text(sizes) + " (-1: any)";
+      allowed = axes + ", here " + shape_text(sizes);
       break;
     }
   }
@@ -115,18 +119,83 @@ layer_tensors read_layer(const safetensors_file& in) {
   return layer;
 }
 
-// Gives the prompt to the cache and ends it.
-void prefill(const layer_tensors& layer, const std::string& method, method_cache& cache) {
-  const index_t needed = cache.queries_needed(layer.tokens);
+// The turns of the prompt, each from its first row to the next one's. Errors: rows that do not ascend or that k has not.
+std::vector<std::pair<index_t, index_t>> read_turns(const safetensors_file& in, index_t tokens) {
+  std::vector<std::int64_t> first{0};
+  if (in.contains("turns")) {
+    const std::int64_t shape[] = {any_size};
+    const engine::dtype type = in.at("turns").type;
+    tessera::require(type == engine::dtype::i64, "type of tensor turns", engine::dtype_name(type), "I64",
+                     "dump the first row of each turn");
+    for (const std::int64_t row : in.to_int64("turns", shape)) {
+      if (row == 0 && first.size() == 1) continue;  // where the first turn begins anyway
+      tessera::require(row > first.back() && row < tokens, "a row of tensor turns", row,
+                       tessera::value_range<std::int64_t>{first.back() + 1, tokens - 1}.text() + " behind " +
+                           std::to_string(first.back()),
+                       "dump the first row of each turn, ascending");
+      first.push_back(row);
+    }
+  }
+  first.push_back(tokens);
+  std::vector<std::pair<index_t, index_t>> turns;
+  for (std::size_t i = 1; i < first.size(); ++i) turns.emplace_back(index_t(first[i - 1]), index_t(first[i]));
+  return turns;
+}
+
+// Errors: a product of a query and a key that float does not hold, which would rank the token as none.
+void require_products(const layer_tensors& layer) {
+  const auto largest = [](const tensor& of) {
+    float most = 0;
+    for (const float value : of.values) most = std::max(most, std::abs(value));
+    return double(most);
+  };
+  constexpr double most = std::numeric_limits<float>::max();
+  if (largest(*layer.q) * largest(layer.k) * layer.head_dim < most) return;
+  const input_rows q = layer.q->tokens_first(), k = layer.k.heads_first();
+  for (index_t row = 0; row < q.tokens; ++row) {
+    for (index_t head = 0; head < layer.q_heads; ++head) {
+      for (index_t token = 0; token < layer.tokens; ++token) {
+        const float *a = q.row(0, row, head), *b = k.row(0, token, head / (layer.q_heads / layer.kv_heads));
+        double sum = 0, absolute = 0;
+        for (index_t d = 0; d < layer.head_dim; ++d) {
+          sum += double(a[d]) * double(b[d]);
+          absolute += std::abs(double(a[d]) * double(b[d]));
+        }
+        if (absolute < most) continue;
+        tessera::fail("layer 0, query head " + std::to_string(head) + ", prompt query " + std::to_string(row) +
+                          ": the product with the key of token " + std::to_string(token),
+                      sum, "terms whose sum float holds, below 3.4e38", "scale queries and keys");
+      }
+    }
+  }
+}
+
+// Gives the prompt to the cache, turn by turn, and ends each.
+void prefill(const layer_tensors& layer, const std::vector<std::pair<index_t, index_t>>& turns,
+             const std::string& method, method_cache& cache) {
   const index_t given = layer.q ? layer.q->shape[0] : 0;
+  index_t needed = 0;
+  for (const auto& [begin, end] : turns) {
+    const index_t rows = cache.queries_needed(end - begin);
+    if (rows > 0) needed = std::max(needed, layer.tokens - (end - rows));
+  }
   tessera::require(
-      given >= needed && given <= layer.tokens, "n_q, the rows of tensor q", layer.q ? given : 0,
-      std::to_string(needed) + " to " + std::to_string(layer.tokens) + " for " + method,
+      given >= needed && given <= layer.tokens, "n_q, the rows of tensor q", given,
+      tessera::value_range{needed, layer.tokens}.text() + " for " + method,
       needed == layer.tokens ? "dump the queries of every prompt token" : "dump the queries of the last prompt tokens");
-  input_rows q = layer.q ? layer.q->tokens_first() : input_rows{};
-  q.heads = layer.q_heads;
-  cache.observe(0, q, layer.k.heads_first(), layer.v.heads_first());
-  cache.end_prefill();
+  if (needed > 0) require_products(layer);
+  const auto rows_of = [](input_rows rows, index_t begin, index_t end) {
+    rows.data += begin * rows.token_stride;
+    rows.tokens = end - begin;
+    return rows;
+  };
+  for (const auto& [begin, end] : turns) {
+    const index_t rows = cache.queries_needed(end - begin), skipped = layer.tokens - given;
+    input_rows q = rows > 0 ? rows_of(layer.q->tokens_first(), end - rows - skipped, end - skipped) : input_rows{};
+    q.heads = layer.q_heads;
+    cache.observe(0, q, rows_of(layer.k.heads_first(), begin, end), rows_of(layer.v.heads_first(), begin, end));
+    cache.end_prefill();
+  }
 }
 
 // What lies in the file beside what this method reads.
@@ -135,7 +204,7 @@ std::vector<std::string> unused_tensors(const safetensors_file& in, const method
   std::vector<std::string> all;
   for (const auto& [name, tensor] : in.tensors()) {
     const bool known = name == "k" || name == "v" || name == "q_decode" || name == "k_decode" || name == "v_decode" ||
-                       (name == "q" && cache.queries_needed(layer.tokens) > 0);
+                       name == "turns" || (name == "q" && cache.queries_needed(layer.tokens) > 0);
     if (!known) all.push_back(name);
   }
   return all;
@@ -171,6 +240,13 @@ void decode(const layer_tensors& layer, method_cache& cache, engine::safetensors
     cache.step(0, one(*layer.q_decode, step), one(*layer.k_decode, step), one(*layer.v_decode, step),
                out.data() + std::size_t(step) * row, lse.data() + std::size_t(step) * std::size_t(layer.q_heads));
     for (const auto& positions : cache.attended(0)) attended.add(positions);
+    for (std::size_t i = 0; i < row; ++i) {
+      const float value = out[std::size_t(step) * row + i];
+      if (value - value == 0) continue;
+      tessera::fail("layer 0, query head " + std::to_string(i / std::size_t(layer.head_dim)) + ", step " +
+                        std::to_string(step) + ": the attention",
+                    value, "a finite number", "products overflow float: scale queries, keys or values");
+    }
   }
   attended.write(file, "attend");
   file.add("out", {steps, layer.q_heads, layer.head_dim}, std::span<const float>(out));
@@ -181,7 +257,7 @@ void decode(const layer_tensors& layer, method_cache& cache, engine::safetensors
 
 compressed compress(const safetensors_file& in, const compress_options& options) {
   const method_info& method = find_method(options.method);
-  const auto parameters = method.configured(options.settings);
+  (void)method.configured(options.settings);  // before anything is read
   const layer_tensors layer = read_layer(in);
   const index_t steps = layer.q_decode ? layer.q_decode->shape[0] : 0;
   const auto cache = make_cache(method, options.where,
@@ -193,7 +269,8 @@ compressed compress(const safetensors_file& in, const compress_options& options)
                                  options.workers,
                                  layer.tokens + steps});
   compressed result;
-  prefill(layer, method.name, *cache);
+  const auto turns = read_turns(in, layer.tokens);
+  prefill(layer, turns, method.name, *cache);
   index_lists kept;
   for (index_t head = 0; head < layer.kv_heads; ++head) kept.add(cache->positions(0, head));
   kept.write(result.file, "keep");
@@ -208,6 +285,7 @@ compressed compress(const safetensors_file& in, const compress_options& options)
 
   result.file.set_metadata("method", method.name);
   if (method.has_budget && options.budget) result.file.set_metadata("budget", std::to_string(*options.budget));
+  const auto parameters = method.planned(options.settings, options.budget, turns[0].second, layer.head_dim);
   for (const parameter_info& parameter : parameters) result.file.set_metadata(parameter.name, parameter.value);
   result.file.set_metadata("bytes_full", std::to_string(result.bytes_full));
   result.file.set_metadata("bytes_held", std::to_string(result.bytes_held));

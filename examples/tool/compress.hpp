@@ -36,10 +36,11 @@ struct compressed {
 /// In     k, v [kv_heads, tokens, head_dim] F32, F16 or BF16, keys after RoPE; q [n_q, q_heads, head_dim], the queries
 /// of
 ///        the last n_q prompt tokens (a method that looks at none needs none); optional boundaries [tokens] U8;
+///        optional turns I64 [t], the first row of each turn, ascending;
 ///        optional q_decode, k_decode, v_decode [steps, q_heads or kv_heads, head_dim].
 /// Out    keep.indptr I64 [kv_heads + 1], keep.indices I32, attend.indptr I64 [steps * kv_heads + 1], attend.indices
 /// I32,
-///        out F32 [steps, q_heads, head_dim], lse F32 [steps, q_heads]; metadata: method, budget, every parameter,
+///        out F32 [steps, q_heads, head_dim], lse F32 [steps, q_heads]; metadata: method, budget, every parameter (as the first turn's plan has it),
 ///        bytes_full, bytes_held (after the prompt), bytes_read_per_step.
 /// Errors tessera::error on a missing tensor, a wrong shape or type, NaN or infinity, and whatever the method rejects.
 compressed compress(const engine::safetensors_file& in, const compress_options& options);

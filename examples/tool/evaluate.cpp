@@ -118,7 +118,8 @@ void evaluation::answer(std::size_t variant, const std::string& family, const st
     sums.most_limit = std::max(sums.most_limit, limit);
     sums.questions += 1;
     sums.answers.push_back(tokenizer_.decode(generated));
-    sums.right += answers(sums.answers.back(), turns[i].answer);
+    sums.verdicts.push_back(answers(sums.answers.back(), turns[i].answer));
+    sums.right += sums.verdicts.back();
     pending.clear();
     if (!generated.empty() && !ends(generated, turns[i].answer)) pending.push_back(generated.back());
   }

@@ -34,6 +34,7 @@ struct cell {
   double bytes_read = 0;                  ///< of all decode steps of the answers
   std::int64_t steps = 0;
   std::vector<std::string> answers;  ///< what the model wrote, question by question
+  std::vector<bool> verdicts;        ///< and whether it was right
 
   double mean_held() const { return questions ? bytes_held / double(questions) : 0; }
   double mean_full() const { return questions ? bytes_full / double(questions) : 0; }

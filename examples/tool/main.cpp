@@ -153,7 +153,8 @@ void add_compress(CLI::App& app) {
   add_threads(*command, given->threads);
   command->footer(
       "Input: k, v [kv_heads, tokens, head_dim] in F32, F16 or BF16, keys after RoPE; q [n_q, q_heads, head_dim], the\n"
-      "queries of the last n_q prompt tokens; optional boundaries [tokens] U8; optional q_decode [steps, q_heads,\n"
+      "queries of the last n_q prompt tokens; optional turns [t] I64, the first row of each turn; optional boundaries\n"
+      "[tokens] U8; optional q_decode [steps, q_heads,\n"
       "head_dim], k_decode, v_decode [steps, kv_heads, head_dim].\n"
       "Output: keep.indptr, keep.indices, attend.indptr, attend.indices, out, lse; sizes and parameters as "
       "metadata.\n\n"

@@ -102,11 +102,15 @@ struct method_info {
   std::string name, paper;
   bool has_budget = false;
   tessera::value_range<index_t> budgets;  ///< what the budget may be
+  std::string budget_counts;              ///< and what it counts
   std::vector<policy_info> policies;
   std::vector<parameter_info> parameters;  ///< with the paper's defaults
 
   /// The parameters with their values after `settings`. Errors: an unknown name, a value of the wrong type.
   std::vector<parameter_info> (*configured)(const std::vector<setting>& settings);
+  /// Those with what the budget comes to for a first prompt of `prompt` tokens in place of "by the budget".
+  std::vector<parameter_info> (*planned)(const std::vector<setting>& settings, std::optional<index_t> budget,
+                                         index_t prompt, int head_dim);
   /// A cache on the CPU; see `make_cache` for the other backend.
   /// Errors: as `configured`; parameters or shapes that make no sense.
   std::unique_ptr<method_cache> (*make)(const cache_request& request);

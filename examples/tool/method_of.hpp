@@ -83,7 +83,8 @@ class cache_of final : public method_cache {
 
 template <class Recipe>
 std::unique_ptr<method_cache> make_cpu_cache(const cache_request& request) {
-  return std::make_unique<cache_of<Recipe>>(request.shape, requested_recipe<Recipe>(request), request.workers);
+  return std::make_unique<cache_of<Recipe>>(request.shape, requested_recipe<Recipe>(request.settings, request.budget),
+                                            request.workers);
 }
 
 /// `Method::of<T, D>` is the recipe. No template parameter that is a template of constrained ones: clang 16 dies of it.
@@ -102,10 +103,14 @@ method_info describe() {
   info.paper = recipe::paper;
   info.has_budget = recipe::retain_type::chooses || recipe::retrieve_type::retrieves;
   info.budgets = recipe::budgets;
+  info.budget_counts = budget_counts<recipe>();
   recipe::policies([&](const char* axis, const char* policy) { info.policies.push_back({axis, policy}); });
   info.parameters = parameters_of(recipe{});
   info.configured = [](const std::vector<setting>& settings) {
     return parameters_of(configured_recipe<recipe>(settings));
+  };
+  info.planned = [](const std::vector<setting>& settings, std::optional<index_t> budget, index_t prompt, int dim) {
+    return parameters_of(planned_recipe(requested_recipe<recipe>(settings, budget), prompt, dim));
   };
   info.make = &make_method<Method>;
   return info;

@@ -35,12 +35,36 @@ Recipe configured_recipe(const std::vector<setting>& settings) {
   return recipe;
 }
 
-/// The recipe with the settings and the budget of a request.
+/// The recipe with settings and budget.
 template <class Recipe>
-Recipe requested_recipe(const cache_request& request) {
-  Recipe recipe = configured_recipe<Recipe>(request.settings);
-  if (request.budget) recipe.set_budget(*request.budget);
+Recipe requested_recipe(const std::vector<setting>& settings, std::optional<index_t> budget) {
+  Recipe recipe = configured_recipe<Recipe>(settings);
+  if (budget) recipe.set_budget(*budget);
   return recipe;
+}
+
+/// The recipe with what its plan for a first prompt sets: page, channels and split in place of "by the budget".
+template <class Recipe>
+Recipe planned_recipe(Recipe recipe, index_t prompt, int head_dim) {
+  if constexpr (Recipe::estimates) {
+    recipe.retrieve.scorer = recipe.retrieve.scorer.fitted(recipe.plan(prompt).ratio, head_dim);
+  }
+  if constexpr (Recipe::plans) {
+    auto& budget = recipe.retain.budget;
+    const double all = double(prompt) + double(budget.max_new);
+    budget.split = tessera::split_factor(budget.split.of(std::max(1.0, all / double(budget.tokens))));
+  }
+  return recipe;
+}
+
+/// What a recipe's budget counts, in words.
+template <class Recipe>
+const char* budget_counts() {
+  if (Recipe::plans)
+    return "tokens' worth of reading a step: half is attended, half pays for the estimate; splits both stages";
+  if (Recipe::chooses) return Recipe::filters ? "tokens that a turn may read" : "tokens that stay";
+  if (Recipe::estimates) return "tokens' worth of reading a step: half is attended, half pays for the estimate";
+  return Recipe::retrieves ? "tokens that a step reads" : "nothing";
 }
 
 }  // namespace tool

@@ -141,6 +141,7 @@ std::string json_text(const std::vector<variant>& variants, const std::vector<ce
     item["bytes_full"] = cell.mean_full();
     item["bytes_read_per_step"] = cell.mean_read();
     item["answers"] = cell.answers;
+    item["verdicts"] = cell.verdicts;
     list.push_back(std::move(item));
   }
   // A generated text may end inside a character.

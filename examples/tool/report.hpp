@@ -13,7 +13,7 @@ namespace tool {
 std::string table_text(const std::vector<variant>& variants, const std::vector<cell>& cells);
 
 /// A JSON array with one object a cell: method, budget (null where the method has none), parameters, family, turn,
-/// questions, right, bytes_held, bytes_full, bytes_read_per_step, answers (what the model wrote). Where the tool chose `max_new`, it is the longest of the
+/// questions, right, bytes_held, bytes_full, bytes_read_per_step, answers (what the model wrote), verdicts. Where the tool chose `max_new`, it is the longest of the
 /// cell's answer limits.
 std::string json_text(const std::vector<variant>& variants, const std::vector<cell>& cells);
 

@@ -172,6 +172,7 @@ void fail_unknown_parameter(std::string_view given, std::string_view method, con
 void require_one_of(std::string_view name, std::string_view text, const std::vector<std::string>& allowed) {
   if (std::find(allowed.begin(), allowed.end(), text) != allowed.end()) return;
   const std::string guess = nearest(text, allowed);
+  if (allowed.empty()) tessera::fail(name, quoted(text), "none: there is nothing to choose from", "leave it out");
   tessera::fail(name, quoted(text), (allowed.size() > 1 ? "one of " : "") + joined(allowed),
                 guess.empty() ? "pass one of these" : "did you mean " + guess + "?");
 }

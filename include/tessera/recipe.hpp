@@ -67,7 +67,7 @@ struct recipe {
   void require_queries(index_t given, index_t tokens) const {
     const index_t needed = queries_needed(tokens);
     require(given >= needed && given <= tokens, "queries of a prompt chunk", given,
-            std::to_string(needed) + " to " + std::to_string(tokens) + Retain::observer(),
+            value_range{needed, tokens}.text() + Retain::observer(),
             "pass the queries of the chunk's last tokens");
   }
 

@@ -329,6 +329,7 @@ llama::~llama() = default;
 
 llama llama::load(const std::filesystem::path& directory) {
   llama_config config = load_config(directory / "config.json");
+  require_agreement(directory, config, checkpoint::open(directory));
   checkpoint_weights weights(directory);
   return llama(std::make_unique<state>(std::move(config), weights));
 }

@@ -22,7 +22,7 @@ class cuda_cache_of final : public method_cache, public engine::cuda::kv_cache {
  public:
   explicit cuda_cache_of(const cache_request& request)
       : tokens_(request.tokens),
-        cache_(request.shape, requested_recipe<Recipe>(request), options(request)),
+        cache_(request.shape, requested_recipe<Recipe>(request.settings, request.budget), options(request)),
         sequence_(cache_.open()) {
     tessera::cuda::check(cudaDeviceSynchronize(), "cudaDeviceSynchronize");
   }

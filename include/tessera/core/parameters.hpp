@@ -19,7 +19,8 @@ struct value_range {
 
   std::string text() const {
     std::ostringstream both;
-    both << least << " to " << most;
+    both << least;
+    if (most != least) both << " to " << most;
     return both.str();
   }
 

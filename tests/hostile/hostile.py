@@ -1,0 +1,452 @@
+#!/usr/bin/env python3
+"""Runs the command-line tool with hostile arguments, files, streams, limits and signals.
+
+Usage: hostile.py TOOL EXAMPLES RUNS [SEED]
+
+Of every run:
+- it ends within 20 s, by itself: exit code 0 or 2, or 128 + the signal that it was sent;
+- it says why on standard error when the code is not 0;
+- no file is changed, made or removed but the one that it was told to write;
+- what it says is JSON is JSON.
+A run that breaks a rule is printed with its number: the same number and seed make it again.
+"""
+import json
+import multiprocessing
+import os
+import pathlib
+import random
+import resource
+import shutil
+import signal
+import stat
+import struct
+import subprocess
+import sys
+import tempfile
+import time
+
+LONGEST = 20  # seconds
+NASTY = ["", " ", "-", "--", "-1", "0", "00", "1e9", "nan", "inf", "0x10", "2147483647", "2147483648", "-2147483648",
+         "9" * 40, "1.5", "\x1b[31m", "\n", "\t", "\u00fc\u202e", "%s%n", "$(id)", "*", "..", "/", "a=b=c", "=", "=1", ",",
+         ",,", "1,1", "x" * 3000]
+PATHS = ["layer", "prompt", "questions", "absent", ".", "..", "/", "fifo", "link", "dangling", "loop", "closed", "empty",
+         "/dev/null", "/dev/zero", "/dev/full", "/dev/tty", "/proc/self/mem", "/proc/self/environ", "-", "layer/x",
+         "n" * 255, "n" * 256, "d/" * 2500 + "x", "\x1b[2J", "many", "random", "folder"]
+
+
+def tensor(dtype, *shape):
+    count = 1
+    for size in shape:
+        count *= size
+    if dtype == "F32":
+        return dtype, list(shape), struct.pack(f"<{count}f", *(random.gauss(0, 1) for _ in range(count)))
+    return dtype, list(shape), b"".join(struct.pack("<f", random.gauss(0, 1))[2:] for _ in range(count))
+
+
+def safetensors(tensors):
+    header, data = {}, b""
+    for name, (dtype, shape, content) in tensors.items():
+        header[name] = {"dtype": dtype, "shape": shape, "data_offsets": [len(data), len(data) + len(content)]}
+        data += content
+    text = json.dumps(header).encode()
+    return struct.pack("<Q", len(text)) + text + data
+
+
+def layer(dtype="BF16"):
+    return {"k": tensor(dtype, 2, 40, 64), "v": tensor(dtype, 2, 40, 64), "q": tensor(dtype, 40, 4, 64),
+            "q_decode": tensor(dtype, 2, 4, 64), "k_decode": tensor(dtype, 2, 2, 64),
+            "v_decode": tensor(dtype, 2, 2, 64), "turns": ("I64", [2], struct.pack("<2q", 0, 25))}
+
+
+def write_model(folder, examples):
+    folder.mkdir()
+    config = {"hidden_size": 16, "intermediate_size": 16, "num_hidden_layers": 1, "num_attention_heads": 2,
+              "num_key_value_heads": 1, "head_dim": 64, "vocab_size": 2048, "max_position_embeddings": 512,
+              "rms_norm_eps": 1e-5, "rope_theta": 10000.0, "tie_word_embeddings": True, "bos_token_id": 1,
+              "eos_token_id": 2}
+    (folder / "config.json").write_text(json.dumps(config))
+    shutil.copy(examples / "model" / "tokenizer.model", folder)
+    prefix = "model.layers.0."
+    shapes = {"model.embed_tokens.weight": (2048, 16), "model.norm.weight": (16,),
+              prefix + "input_layernorm.weight": (16,), prefix + "post_attention_layernorm.weight": (16,),
+              prefix + "self_attn.q_proj.weight": (128, 16), prefix + "self_attn.k_proj.weight": (64, 16),
+              prefix + "self_attn.v_proj.weight": (64, 16), prefix + "self_attn.o_proj.weight": (16, 128),
+              prefix + "mlp.gate_proj.weight": (16, 16), prefix + "mlp.up_proj.weight": (16, 16),
+              prefix + "mlp.down_proj.weight": (16, 16)}
+    (folder / "model.safetensors").write_bytes(
+        safetensors({name: tensor("BF16", *shape) for name, shape in shapes.items()}))
+
+
+def write_sandbox(folder, examples):
+    """Everything that a run may name."""
+    random.seed(5)
+    write_model(folder / "model", examples)
+    (folder / "layer").write_bytes(safetensors(layer()))
+    (folder / "prompt").write_text("The rays of light which differ in colour\n" * 4 + "Question: why?\nAnswer:")
+    (folder / "questions").write_text(json.dumps(
+        {"family": "mine", "turns": [{"prompt": "One two.\nAnswer:", "answer": "x"},
+                                     {"prompt": "\nAnswer:", "answer": "y"}]}) + "\n")
+    (folder / "text").write_text("\n".join((examples / "data" / "opticks.txt").read_text().split("\n")[:120]))
+    shutil.copy(examples / "data" / "tasks.json", folder / "tasks")
+    (folder / "empty").write_text("")
+    (folder / "random").write_bytes(random.randbytes(3000))
+    (folder / "many").write_bytes(safetensors({f"t{i}": ("U8", [0], b"") for i in range(3000)}))
+    (folder / "folder").mkdir()
+    (folder / "closed").write_text("precious")
+    (folder / "closed").chmod(0o444)
+    os.mkfifo(folder / "fifo")
+    (folder / "link").symlink_to("layer")
+    (folder / "dangling").symlink_to("target")
+    (folder / "loop").symlink_to("loop")
+
+
+def mutated(content):
+    """Bytes of a file with some damage."""
+    content = bytearray(content)
+    for _ in range(random.randint(1, 6)):
+        if not content:
+            break
+        at = random.randrange(min(len(content), random.choice([60, 1500, len(content)])))
+        kind = random.randrange(5)
+        if kind == 0:
+            content[at] = random.randrange(256)
+        elif kind == 1:
+            content[at] ^= 1 << random.randrange(8)
+        elif kind == 2:
+            del content[at:at + random.randint(1, 9)]
+        elif kind == 3:
+            content[at:at] = random.choice([b"0", b"9", b"-", b"\"", b"{", b"]", b"null", b"\xff", b"\0", b"1e99"])
+        else:
+            del content[at:]
+    return bytes(content)
+
+
+def mutated_json(content):
+    """A JSON text with one value replaced anywhere."""
+    whole = json.loads(content)
+    holder = whole
+    for _ in range(6):
+        keys = list(holder) if isinstance(holder, dict) else list(range(len(holder)))
+        if not keys:
+            return json.dumps(whole).encode()
+        key = random.choice(keys)
+        if not isinstance(holder[key], (dict, list)) or random.random() < 0.3:
+            break
+        holder = holder[key]
+    if random.random() < 0.25:
+        del holder[key]
+    else:
+        holder[key] = random.choice([None, -1, 0, 1, 3, 1e30, 2**31, 2**63, "", "x", [], {}, [[]], True, 0.5])
+    return json.dumps(whole).encode()
+
+
+class Run:
+    """One command, the files that it may change, and how it is started."""
+
+    memory_limits = True  # a sanitized program needs more than any limit
+
+    def __init__(self, folder, methods):
+        self.folder, self.methods = folder, methods
+        self.words, self.may_change, self.files = [], set(), {}
+        self.limits, self.signal, self.stdin, self.stdout, self.closed = [], None, b"", "pipe", None
+        self.json_on_stdout = False
+
+    def method_words(self, budget="--budget"):
+        method = random.choice(self.methods)
+        words = ["--method", method["name"]]
+        if method["has_budget"] == (random.random() < 0.95):
+            words += [budget, random.choice(["40", "16", "1", "64", "16777216", random.choice(NASTY)])]
+        for parameter in method["parameters"]:
+            if random.random() < 0.4:
+                words += ["--set", f"{parameter['name']}={self.value(parameter)}"]
+        if random.random() < 0.05:
+            words += ["--set", random.choice(NASTY)]
+        return words
+
+    @staticmethod
+    def value(parameter):
+        ends = parameter["allowed"].split(" to ")
+        if random.random() < 0.3:
+            return random.choice(NASTY)
+        if len(ends) != 2 or not all(end.strip("-").isdigit() for end in ends):
+            return random.choice([parameter["default"], "max", "average", "page", "token", "adaptive", "0", "1", "0.5", "2"])
+        least, most = int(ends[0]), int(ends[1])
+        return random.choice([least - 1, least, least + 1, 2, 5, 17, most - 1, most, most + 1, 2 * most, parameter["default"]])
+
+    def compress(self):
+        self.words = ["compress", *self.method_words(), "--in", "layer", "--out", "out", "--threads", "1"]
+        self.may_change = {"out"}
+
+    def run(self):
+        self.words = ["run", "--model", "model", "--prompt", "prompt", "--max-new", random.choice(["1", "3", "0", "600"]),
+                      *self.method_words(), "--threads", "1"]
+        if random.random() < 0.5:
+            self.words.append("--json")
+            self.json_on_stdout = True
+        if random.random() < 0.2:
+            self.words += ["--dtype", random.choice(["fp32", "fp16", "bf16", "int8"])]
+
+    def evaluate(self):
+        names = random.sample([method["name"] for method in self.methods], random.randint(1, 3))
+        self.words = ["eval", "--model", "model", "--methods", ",".join(names), "--budgets",
+                      random.choice(["40", "40,64", "16,17", "64,064", "1", "", "0"]), "--threads", "1"]
+        if random.random() < 0.5:
+            self.words += ["--questions", "questions"]
+        else:
+            self.words += ["--text", "text", "--tasks", "tasks", "--context", random.choice(["300", "450", "64", "1", "512"]),
+                           "--count", random.choice(["1", "2", "0"]), "--families",
+                           random.choice(["single", "conversation", "multi_key", "frequent_words", "variable_tracking", "none"])]
+        if random.random() < 0.6:
+            self.words += ["--json", "out"]
+            self.may_change = {"out"}
+        if random.random() < 0.3:
+            self.words += ["--set", f"{random.choice(names)}.{random.choice(['window', 'page', 'pool'])}=4"]
+
+    def any_command(self):
+        random.choice([self.compress, self.compress, self.run, self.evaluate])()
+
+    # --- what is hostile -------------------------------------------------------------------------------------------
+
+    def arguments(self):
+        """Words dropped, doubled, swapped and replaced."""
+        self.any_command()
+        for _ in range(random.randint(1, 3)):
+            at = random.randrange(len(self.words))
+            kind = random.randrange(5)
+            if kind == 0:
+                self.words[at] = random.choice(NASTY)
+            elif kind == 1:
+                del self.words[at]
+            elif kind == 2:
+                self.words.insert(at, random.choice(NASTY + ["--json", "--help", "--version", "--one-line", "--out", "list"]))
+            elif kind == 3:
+                other = random.randrange(len(self.words))
+                self.words[at], self.words[other] = self.words[other], self.words[at]
+            else:
+                self.words += self.words[at:at + 2]
+            if not self.words:
+                return
+        self.words = [word.replace("\0", "") for word in self.words]
+        self.json_on_stdout = False
+        self.may_change = set(self.words)  # anything may have become the output's name
+        self.limits.append((resource.RLIMIT_CPU, LONGEST))
+
+    def parameters(self):
+        random.choice([self.compress, self.compress, self.compress, self.run])()
+
+    def paths(self):
+        """An input or output that is no ordinary file."""
+        self.any_command()
+        options = [i for i, word in enumerate(self.words)
+                   if word in ("--in", "--out", "--prompt", "--questions", "--json", "--model", "--text", "--tasks")]
+        options = [i for i in options if i + 1 < len(self.words)]
+        if options:
+            at = random.choice(options)
+            if self.words[at] == "--json" and self.json_on_stdout:
+                return
+            path = random.choice(PATHS)
+            self.words[at + 1] = path
+            if self.words[at] in ("--out", "--json"):
+                self.may_change = {path, "target", "layer"} if path in ("link", "dangling") else {path}
+        self.stdin = random.choice([b"", b"text", b"\xff" * 100, (self.folder / "questions").read_bytes()])
+
+    def damage(self):
+        """Files with wrong bytes or wrong values."""
+        self.any_command()
+        candidates = {"compress": ["layer"], "run": ["model/config.json", "model/tokenizer.model", "model/model.safetensors",
+                                                     "prompt"],
+                      "eval": ["questions", "tasks", "text", "model/config.json"]}[self.words[0]]
+        name = random.choice(candidates)
+        content = (self.folder / name).read_bytes()
+        as_json = name in ("model/config.json", "tasks", "questions") and random.random() < 0.7
+        self.files[name] = mutated_json(content) if as_json else mutated(content)
+        if name == "layer" and random.random() < 0.5:
+            tensors = layer(random.choice(["BF16", "F32"]))
+            for victim in random.sample(sorted(tensors), 2):
+                dtype, shape, values = tensors[victim]
+                choice = random.randrange(4)
+                if choice == 0:
+                    del tensors[victim]
+                elif choice == 1:
+                    tensors[victim] = (dtype, list(reversed(shape)), values)
+                elif choice == 2:
+                    tensors[victim] = (random.choice(["U8", "I64", "F16", "F64"]), shape, values)
+                else:
+                    tensors[victim] = (dtype, shape, random.choice([b"\xff\xff", b"\x7f\x7f", b"\0\0"]) * (len(values) // 2))
+            self.files[name] = safetensors(tensors)
+
+    def streams(self):
+        """Standard streams that are closed or full."""
+        random.choice([self.any_command, self.listing])()
+        if random.random() < 0.5:
+            self.stdout = "full"
+        else:
+            self.closed = random.choice([(0,), (1,), (2,), (0, 1), (1, 2), (0, 1, 2)])
+
+    def listing(self):
+        self.words = random.choice([["list"], ["list", "--json"], ["--help"], ["--version"], ["run", "--help"]])
+        self.json_on_stdout = "--json" in self.words
+
+    def limited(self):
+        """What a container forbids."""
+        self.any_command()
+        self.words[self.words.index("--threads") + 1] = random.choice(["1", "2", "0", "64", "1024"])
+        kind = random.randrange(0 if self.memory_limits else 1, 4)
+        if kind == 0:
+            self.limits = [(resource.RLIMIT_AS, random.randint(80, 400) << 20)]
+        elif kind == 1:
+            self.limits = [(resource.RLIMIT_FSIZE, random.choice([0, 1, 100, 5000]))]
+        elif kind == 2:
+            self.limits = [(resource.RLIMIT_NOFILE, random.randint(4, 12))]
+        else:
+            self.limits = [(resource.RLIMIT_STACK, random.choice([256, 1024, 8192]) << 10)]
+
+    def signals(self):
+        self.any_command()
+        if self.words[0] == "eval" and "--count" in self.words:
+            self.words[self.words.index("--count") + 1] = "500"
+        self.signal = (random.choice([signal.SIGINT, signal.SIGTERM]), random.uniform(0, 0.3))
+
+
+AREAS = [Run.arguments, Run.arguments, Run.parameters, Run.parameters, Run.paths, Run.paths, Run.damage, Run.damage,
+         Run.streams, Run.limited, Run.signals]
+
+
+def snapshot(folder):
+    found = {}
+    for path in folder.rglob("*"):
+        status = path.lstat()
+        found[path.relative_to(folder).as_posix()] = (status.st_mode, status.st_size, status.st_mtime_ns, status.st_ino)
+    return found
+
+
+def start(run, tool):
+    def prepare():
+        for what, most in run.limits:
+            resource.setrlimit(what, (most, most))
+        for stream in run.closed or ():
+            os.close(stream)
+
+    stdout = subprocess.PIPE if run.stdout == "pipe" else open("/dev/full", "wb")
+    process = subprocess.Popen([tool, *run.words], cwd=run.folder, stdin=subprocess.PIPE, stdout=stdout,
+                               stderr=subprocess.PIPE, preexec_fn=prepare)
+    if run.signal:
+        time.sleep(run.signal[1])
+        process.send_signal(run.signal[0])
+    try:
+        out, err = process.communicate(run.stdin, timeout=LONGEST)
+    except subprocess.TimeoutExpired:
+        process.kill()
+        process.communicate()
+        return "hang", b"", b""
+    return process.returncode, out or b"", err or b""
+
+
+def problems(run, code, out, err, before, after):
+    """What rules a finished run broke."""
+    if code == "hang":
+        yield f"runs for more than {LONGEST} s"
+        return
+    allowed = {0, 2} | ({128 + run.signal[0], -run.signal[0]} if run.signal else set())
+    # A process that may not map its own libraries never reaches main.
+    if run.limits and b"error while loading shared libraries" in err:
+        allowed.add(127)
+    if code not in allowed:
+        yield f"exit code {code}"
+    silent = run.closed and 2 in run.closed
+    # A signal may come before the tool has asked to hear it.
+    if code != 0 and not err and not silent and not (run.signal and code == -run.signal[0]):
+        yield "says nothing on standard error"
+    if b"internal error" in err:
+        yield "an internal error"
+    if code == 0 and run.json_on_stdout and run.stdout == "pipe" and not (run.closed and 1 in run.closed):
+        try:
+            json.loads(out)
+        except ValueError:
+            yield "prints what is no JSON"
+    for name in before.keys() | after.keys():
+        if before.get(name) == after.get(name) or name in run.may_change or name == ".":
+            continue
+        if name not in before or name not in after or before[name][:3] != after[name][:3]:
+            yield f"changed {name}"
+    for device in ("/dev/null", "/dev/zero", "/dev/full"):
+        if not stat.S_ISCHR(os.stat(device).st_mode):
+            yield f"{device} is no device any more"
+    written = run.folder / "out"
+    if "--json" in run.words and code == 0 and "out" in run.may_change and written.is_file():
+        try:
+            json.loads(written.read_bytes())
+        except ValueError:
+            yield "wrote what is no JSON"
+
+
+def work(task):
+    tool, master, methods, seed, first, count = task
+    failures = []
+    with tempfile.TemporaryDirectory(prefix="tessera_hostile_") as name:
+        folder = pathlib.Path(name) / "sandbox"
+        copy_master(master, folder)
+        untouched = snapshot(folder)
+        for number in range(first, first + count):
+            random.seed(seed * 1_000_003 + number)
+            run = Run(folder, methods)
+            area = AREAS[number % len(AREAS)]
+            area(run)
+            for changed, content in run.files.items():
+                (folder / changed).write_bytes(content)
+            before = snapshot(folder)
+            code, out, err = start(run, tool)
+            broken = list(problems(run, code, out, err, before, snapshot(folder)))
+            if broken:
+                failures.append(f"run {number} ({area.__name__}): {'; '.join(broken)}\n  tessera "
+                                f"{' '.join(repr(word)[:200] for word in run.words)}\n  limits {run.limits} closed {run.closed}"
+                                f" signal {run.signal}\n  stderr {err[:500]!r}")
+            if run.files or run.may_change or broken:
+                if {name: kept[:3] for name, kept in snapshot(folder).items()} != \
+                        {name: kept[:3] for name, kept in untouched.items()}:
+                    shutil.rmtree(folder)
+                    copy_master(master, folder)
+                    untouched = snapshot(folder)
+    return failures
+
+
+def copy_master(master, folder):
+    """Links stay links, a FIFO is made anew."""
+    folder.mkdir()
+    for path in sorted(pathlib.Path(master).iterdir()):
+        target = folder / path.name
+        if path.is_symlink():
+            target.symlink_to(os.readlink(path))
+        elif path.is_dir():
+            shutil.copytree(path, target)
+        elif path.is_fifo():
+            os.mkfifo(target)
+        else:
+            shutil.copy2(path, target)
+
+
+def main():
+    tool, examples = str(pathlib.Path(sys.argv[1]).resolve()), pathlib.Path(sys.argv[2]).resolve()
+    runs, seed = int(sys.argv[3]), int(sys.argv[4]) if len(sys.argv) > 4 else 1
+    methods = json.loads(subprocess.run([tool, "list", "--json"], capture_output=True, check=True).stdout)["methods"]
+    Run.memory_limits = subprocess.run([tool, "--version"], capture_output=True, check=False, preexec_fn=lambda:
+                                       resource.setrlimit(resource.RLIMIT_AS, (400 << 20, 400 << 20))).returncode == 0
+    begin = time.time()
+    with tempfile.TemporaryDirectory(prefix="tessera_hostile_") as name:
+        master = pathlib.Path(name) / "master"
+        master.mkdir()
+        write_sandbox(master, examples)
+        share = min(100, max(1, runs // (2 * (os.cpu_count() or 1))))
+        tasks = [(tool, master, methods, seed, first, min(share, runs - first)) for first in range(0, runs, share)]
+        failures = []
+        with multiprocessing.get_context("fork").Pool(os.cpu_count() or 1) as pool:
+            for found in pool.imap_unordered(work, tasks):
+                failures += found
+                for failure in found:
+                    print(f"FAILED {failure}", flush=True)
+    print(f"{runs} runs, {len(failures)} failures, {time.time() - begin:.0f} s")
+    return 1 if failures else 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())
