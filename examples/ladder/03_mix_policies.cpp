@@ -60,7 +60,7 @@ int main() {
 
   kv.trace_attended(true);
   std::vector<float> out(q_heads * dim);
-  kv.decode(0, {id}, model.queries(prompt, 1), model.keys(prompt, 1), model.values(prompt, 1),
+  kv.decode(0, kv.prepare_step({id}, 1), model.queries(prompt, 1), model.keys(prompt, 1), model.values(prompt, 1),
             nhd_rows(out.data(), 1, q_heads, dim));
   check(kv.attended(0, id)[0].size() == 64 && kv.attended(0, id)[1].size() == 64, "each head's step reads 64 tokens");
 
