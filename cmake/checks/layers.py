@@ -10,12 +10,11 @@ import sys
 # Which layers each layer may include, besides itself. The most specific name wins ("backend/cpu" before "backend").
 AXES = ["scorer", "budget", "selector", "layout", "attention", "schedule"]  # never include each other
 RECIPE = ["stages.hpp", "recipe_checks.hpp", "recipe.hpp", "planned.hpp"]
-BELOW_AXES = ["core", "math", "team", "concepts"]
+BELOW_AXES = ["core", "math", "concepts"]
 MAY_INCLUDE = {
     "core":         [],
     "math":         ["core"],
-    "team":         ["core"],
-    "concepts":     ["core", "math", "team"],
+    "concepts":     ["core", "math"],
     **{axis: BELOW_AXES for axis in AXES},
     "stages.hpp":   BELOW_AXES,
     "recipe_checks.hpp": BELOW_AXES + ["stages.hpp"],
@@ -37,7 +36,7 @@ ROOMS = {
 
 # Headers from outside the standard C++ library (those have neither a dot nor a slash in their name).
 EXTERNAL = {
-    "immintrin.h":   ["math", "team", "attention", "layout", "backend/cpu"],
+    "immintrin.h":   ["math", "attention", "layout", "backend/cpu"],
     "Eigen/":        ["runtime"],
     "cub/":          ["backend/cuda"],
     "thrust/":       ["backend/cuda"],

@@ -47,7 +47,7 @@ class Checks(unittest.TestCase):
         self.assertIn(sentence, output)
 
     def layer_case(self, header, text):
-        good = {"core/a.hpp": "", "math/a.hpp": "", "team/a.hpp": "", "scorer/a.hpp": "", "budget/a.hpp": "",
+        good = {"core/a.hpp": "", "math/a.hpp": "", "scorer/a.hpp": "", "budget/a.hpp": "",
                 "methods/a.hpp": "", "recipe.hpp": "", "cache.hpp": "", header: text}
         return {f"include/tessera/{name}": PRAGMA + body for name, body in good.items()}
 
@@ -70,7 +70,7 @@ class Checks(unittest.TestCase):
     def test_layers_reject_each_broken_rule(self):
         for header, text, sentence in [
             ("core/b.hpp", '#include "../math/a.hpp"\n', "core includes math"),
-            ("math/b.hpp", '#include "../team/a.hpp"\n', "math includes team"),
+            ("math/b.hpp", '#include "../scorer/a.hpp"\n', "math includes scorer"),
             ("scorer/b.hpp", '#include "../budget/a.hpp"\n', "scorer includes budget"),
             ("scorer/b.hpp", "#include <tessera/recipe.hpp>\n", "scorer includes recipe.hpp"),
             ("methods/b.hpp", '#include "../cache.hpp"\n', "methods includes cache.hpp"),

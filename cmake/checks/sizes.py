@@ -12,18 +12,13 @@ SOURCES = (".hpp", ".cuh", ".cpp", ".cu", ".py", ".sh", ".cmake", ".in")
 # Many short files of one kind, each found by its name.
 COLLECTIONS = ("include/tessera/methods", "include/tessera/scorer", "include/tessera/core", "tests/compile_fail",
                "benchmarks/results")
-FILES_TODAY = {"examples/engine": 20, "examples/tool": 38, "tests/examples": 15, "tests/methods": 20}
+FILES_TODAY = {"examples/engine": 20, "examples/tool": 38, "tests/examples": 15, "tests/methods": 24}
 LINES_TODAY = {
-    "include/tessera/backend/cuda/attend/decode/decode_kernel.cuh": 475,
-    "include/tessera/backend/cuda/attend/prefill/prefill_rows.cuh": 420,
-    "include/tessera/backend/cuda/cache.cuh": 489,
-    "include/tessera/backend/cuda/choose/radix_select.cuh": 445,
-    "include/tessera/backend/cuda/read/extrema/page_cluster.cuh": 491,
-    "include/tessera/cache.hpp": 437,
     "tests/backend/cuda/read/test_page_oracle.cu": 418,
     "tests/backend/cuda/read/test_page_retrieval.cu": 725,
-    "tests/examples/cli/command_line.py": 477,
+    "tests/examples/cli/command_line.py": 593,
     "tests/examples/test_model.cpp": 432,
+    "tests/hostile/hostile.py": 452,
 }
 
 

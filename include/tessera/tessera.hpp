@@ -2,9 +2,7 @@
 #pragma once
 
 #include "cache.hpp"
-#include "concepts/team.hpp"
 #include "core/logit_rule.hpp"
 #include "core/selection.hpp"
 #include "core/views.hpp"
 #include "recipe.hpp"
-#include "team/serial.hpp"

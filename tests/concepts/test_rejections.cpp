@@ -7,7 +7,6 @@
 #include <tessera/concepts/schedule.hpp>
 #include <tessera/concepts/scorer.hpp>
 #include <tessera/concepts/selector.hpp>
-#include <tessera/concepts/team.hpp>
 #include <tessera/layout/dense.hpp>
 
 using namespace tessera;
@@ -264,51 +263,6 @@ static_assert(!schedule<schedule_that_fires_unforeseen>);
 static_assert(!schedule<schedule_without_clock>);
 static_assert(!schedule<schedule_that_answers_in_ints>);
 static_assert(!schedule<schedule_without_due>);
-
-struct team_parts {
-  static constexpr int size = 4;
-  int rank() const { return 0; }
-  float sum(float x) const { return x; }
-  index_t sum(index_t x) const { return x; }
-  float max(float x) const { return x; }
-  index_t scan(index_t) const { return 0; }
-  void sync() const {}
-};
-static_assert(team_type<team_parts>);
-
-struct team_of_none : team_parts {
-  static constexpr int size = 0;
-};
-struct team_without_rank : team_parts {
-  void rank() const {}
-};
-struct team_with_wide_sum : team_parts {
-  double sum(float x) const { return x; }
-  index_t sum(index_t x) const { return x; }
-};
-struct team_with_one_sum : team_parts {
-  float sum(float x) const { return x; }
-};
-struct team_without_max : team_parts {
-  void max(float) const {}
-};
-struct team_without_scan : team_parts {
-  void scan(index_t) const {}
-};
-struct team_without_sync : team_parts {
-  void sync(int) const {}
-};
-struct team_that_owns : team_parts {
-  std::vector<float> memory;
-};
-static_assert(!team_type<team_of_none>);
-static_assert(!team_type<team_without_rank>);
-static_assert(!team_type<team_with_wide_sum>);
-static_assert(!team_type<team_with_one_sum>);
-static_assert(!team_type<team_without_max>);
-static_assert(!team_type<team_without_scan>);
-static_assert(!team_type<team_without_sync>);
-static_assert(!team_type<team_that_owns>);
 
 template <class T>
 concept storable = element<T>;
