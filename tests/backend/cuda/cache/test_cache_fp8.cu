@@ -1,0 +1,18 @@
+// Caches of fp8 rows on the device, in runs and in pages, against the CPU's.
+#include "cache_case.hpp"
+#include "tessera/layout/fixed_pages.hpp"
+#include "tessera/layout/fp8_rows.hpp"
+#include "tessera/methods/full.hpp"
+#include "tessera/methods/streaming_llm.hpp"
+
+using namespace tessera;
+using namespace gpu_test;
+
+TEST_CASE("fp8 rows in runs hold the CPU's conversations on the device", "[gpu][cache]") {
+  if (gpu_missing()) return;
+  hold_conversations<streaming_llm<bf16, 64, 64, stored<fp8_rows<bf16, 64>, runs>>>(20);
+}
+TEST_CASE("fp8 rows in pages hold the CPU's conversations on the device", "[gpu][cache]") {
+  if (gpu_missing()) return;
+  hold_conversations<full<bf16, 64, 64, stored<fp8_rows<bf16, 64>, fixed_pages<16>>>>(20);
+}
