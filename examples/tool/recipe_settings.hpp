@@ -46,10 +46,10 @@ Recipe requested_recipe(const std::vector<setting>& settings, std::optional<inde
 /// The recipe with what its plan for a first prompt sets: page, channels and split in place of "by the budget".
 template <class Recipe>
 Recipe planned_recipe(Recipe recipe, index_t prompt, int head_dim) {
-  if constexpr (Recipe::estimates) {
+  if constexpr (Recipe::retrieve_type::estimates) {
     recipe.retrieve.scorer = recipe.retrieve.scorer.fitted(recipe.plan(prompt).ratio, head_dim);
   }
-  if constexpr (Recipe::plans) {
+  if constexpr (Recipe::retain_type::plans) {
     auto& budget = recipe.retain.budget;
     const double all = double(prompt) + double(budget.max_new);
     budget.split = tessera::split_factor(budget.split.of(std::max(1.0, all / double(budget.tokens))));
@@ -60,11 +60,13 @@ Recipe planned_recipe(Recipe recipe, index_t prompt, int head_dim) {
 /// What a recipe's budget counts, in words.
 template <class Recipe>
 const char* budget_counts() {
-  if (Recipe::plans)
+  if (Recipe::retain_type::plans)
     return "tokens' worth of reading a step: half is attended, half pays for the estimate; splits both stages";
-  if (Recipe::chooses) return Recipe::filters ? "tokens that a turn may read" : "tokens that stay";
-  if (Recipe::estimates) return "tokens' worth of reading a step: half is attended, half pays for the estimate";
-  return Recipe::retrieves ? "tokens that a step reads" : "nothing";
+  if (Recipe::retain_type::chooses)
+    return !Recipe::retain_type::drops ? "tokens that a turn may read" : "tokens that stay";
+  if (Recipe::retrieve_type::estimates)
+    return "tokens' worth of reading a step: half is attended, half pays for the estimate";
+  return Recipe::retrieve_type::retrieves ? "tokens that a step reads" : "nothing";
 }
 
 }  // namespace tool
