@@ -33,7 +33,8 @@ class full_cache : public engine::kv_cache {
   }
   void end_prefill() override { cache_.end_prefill(id_); }
   void decode(int layer, const float* q, const float* k, const float* v, int tokens, float* out) override {
-    cache_.decode(layer, {id_}, rows(q, tokens, heads_), rows(k, tokens, kv_heads_), rows(v, tokens, kv_heads_),
+    if (layer == 0) step_ = cache_.prepare_step({id_}, tokens);
+    cache_.decode(layer, step_, rows(q, tokens, heads_), rows(k, tokens, kv_heads_), rows(v, tokens, kv_heads_),
                   rows(out, tokens, heads_));
   }
   std::int64_t next_position() const override { return cache_.next_position(id_); }
@@ -48,6 +49,7 @@ class full_cache : public engine::kv_cache {
   int heads_, kv_heads_;
   tessera::cache<tessera::full<Element, head_dim>> cache_;
   tessera::index_t id_;
+  tessera::batch step_;
 };
 
 double relative_error(const std::vector<float>& got, const std::vector<float>& expected) {

@@ -119,7 +119,7 @@ void check_against_library(const round_trip& result, const items& all, Recipe re
   std::vector<float> out(steps * q_heads * dim), lse(steps * q_heads);
   tessera::offset_t read = 0;
   for (index_t step = 0; step < steps; ++step) {
-    cache.decode(0, {id}, rows("q_decode", step, 1, q_heads), rows("k_decode", step, 1, kv_heads),
+    cache.decode(0, cache.prepare_step({id}, 1), rows("q_decode", step, 1, q_heads), rows("k_decode", step, 1, kv_heads),
                  rows("v_decode", step, 1, kv_heads),
                  tessera::nhd_rows(out.data() + step * q_heads * dim, 1, q_heads, dim),
                  tessera::nhd_rows(lse.data() + step * q_heads, 1, q_heads, 1));

@@ -62,8 +62,7 @@ class cuda_cache_of final : public method_cache, public engine::cuda::kv_cache {
 
   void decode(int layer, const void* q, const void* k, const void* v, int tokens, float* out,
               cudaStream_t stream) override {
-    cache_.decode(layer, step_, queries(q, tokens), keys(k, tokens), keys(v, tokens), outputs(out, tokens), {},
-                  stream);
+    cache_.decode(layer, step_, queries(q, tokens), keys(k, tokens), keys(v, tokens), outputs(out, tokens), {}, stream);
   }
 
   void end_step() override {
@@ -178,6 +177,7 @@ class cuda_cache_of final : public method_cache, public engine::cuda::kv_cache {
   static tessera::cuda::cache_options options(const cache_request& request) {
     tessera::cuda::cache_options options;
     options.tokens = request.tokens;
+    options.index_tokens = request.index_tokens > 0 ? request.index_tokens : request.tokens;  // whatever the budget
     options.step_tokens = longest_step;
     return options;
   }

@@ -161,6 +161,10 @@ class extrema_reader {
     read_bounds bounds = bounds_of(recipe, options, bounds_);
     require(elements_of(bounds, tokens_) <= row_elements_, "page of the budget's plans", bounds.page,
             "at least " + std::to_string(bounds_.page), "make a new cache for this budget");
+    const index_t needed = std::min(options.tokens, most_planned(recipe, options));
+    require(needed <= tokens_, "tokens whose keys the budget's plans index", needed,
+            "at most cache_options::index_tokens, which is " + std::to_string(tokens_),
+            "raise index_tokens, or make a new cache for this budget");
     return {bounds, operation(recipe, bounds, shape, options.sequences, options.step_tokens, device)};
   }
   void adopt(fitted_operation&& fitted) {
@@ -255,11 +259,16 @@ class extrema_reader {
   static index_t index_tokens(const Recipe& recipe, const cache_options& options) {
     if (options.index_tokens > 0) return options.index_tokens;
     if (!Recipe::retain_type::drops) return options.tokens;
-    offset_t most = 0;
+    return index_t(std::min<offset_t>(options.tokens, 2 * offset_t(most_planned(recipe, options)) + 1024));
+  }
+  /// The most tokens that a plan keeps and decodes; all where nothing is dropped.
+  static index_t most_planned(const Recipe& recipe, const cache_options& options) {
+    if (!Recipe::retain_type::drops) return options.tokens;
+    index_t most = 0;
     for_each_plan(recipe, options, [&](const stage_plan& plan) {
-      most = std::max(most, 2 * offset_t(std::max({plan.capacity, plan.retained, plan.read})) + 1024);
+      most = std::max({most, plan.capacity, plan.retained, plan.read});
     });
-    return index_t(std::min<offset_t>(options.tokens, most));
+    return most;
   }
   /// Elements of one row of the index, whatever the page.
   static offset_t elements_of(const read_bounds& bounds, index_t tokens) {

@@ -108,6 +108,7 @@ __global__ void __launch_bounds__(Threads)
 /// Cost     build: one read of the keys and one write of the index; fold: O(newest * k_dim) a row.
 template <class View>
 class index_pages {
+  static_assert(View::is_raw, "tessera: paged retrieval on the device reads raw rows; take dense_rows");
   using T = typename View::element_type;
   static constexpr int D = View::k_dim;
 
