@@ -100,9 +100,9 @@ TEST_CASE("every method lists its parameters by unique names") {
         names{"window", "pool", "pool_kind", "max_new", "split", "page", "channels", "unit", "dense_layers"});
   CHECK(parameter_names<rocketkv_mt<fp32, 64>>() == parameter_names<rocketkv<fp32, 64>>());
   CHECK(parameter_names<methods_test::mixtures::snapkv_quest>() ==
-        names{"window", "pool", "pool_kind", "read_tokens", "max_new", "page"});
+        names{"window", "pool", "pool_kind", "read_tokens", "max_new", "page", "dense_layers"});
   CHECK(parameter_names<methods_test::mixtures::two_stages>() ==
-        names{"window", "pool", "pool_kind", "floor", "block", "read_tokens"});
+        names{"window", "pool", "pool_kind", "floor", "block", "read_tokens", "dense_layers"});
 }
 
 TEST_CASE("every method lists its policies in the order of the pipeline") {
