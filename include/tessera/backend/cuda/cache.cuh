@@ -20,8 +20,7 @@ namespace cuda {
 /// type, fp16 or bf16; `Out` is what attention is written as: fp32, fp16 or bf16. All pointers are device pointers.
 /// Errors   bad shapes, unknown sequences, steps out of order and pools without room throw tessera::error before anything
 ///          is launched: the cache is as it was.
-/// Memory   all of it is allocated when the cache is made (and anew by `set_budget`): rows * (bytes of a row), scratch of
-///          sequences * kv_heads * tokens scores where steps score, and what the operations need.
+/// Memory   rows, and scratch of sequences * kv_heads * tokens scores: allocated when made, anew by `set_budget`.
 /// Limits   what the host asks for (`positions`, `bytes_read`, tracing) synchronises the stream.
 template <class Recipe, class Out = float>
 class cache : public cache_parts<Recipe, Out> {
@@ -109,8 +108,7 @@ class cache : public cache_parts<Recipe, Out> {
     const planned<Recipe> fitted = conversations_.plan_prompt_end(recipe_, id);
     reading_.require_covered(fitted);
     const bool due = recipe_.schedule.due(moment::prompt_end, conversations_.clock_of_prompt_end(id));
-    const std::vector<index_t> choosing = due ? layers_that_choose(id, fitted) : std::vector<index_t>{};
-    plan_choice(id, choosing, fitted);  // the last that may throw
+    const std::vector<index_t> choosing = plan_choice(id, due, fitted);  // the last that may throw
     set_number(next_.data() + id, conversations_.at(id).front().next_position, stream);
     for (const index_t layer : choosing) choose(layer, id, fitted, stream);
     reading_.set_plan(id, fitted, stream);
@@ -195,31 +193,11 @@ class cache : public cache_parts<Recipe, Out> {
   }
 
  private:
-  using parts::after_;
-  using parts::all_layers;
-  using parts::attention_;
-  using parts::chunk_position_;
-  using parts::conversations_;
-  using parts::device_;
-  using parts::filters;
-  using parts::first_;
-  using parts::first_position_;
-  using parts::make_movers;
-  using parts::next_;
-  using parts::options_;
-  using parts::policies;
-  using parts::reading_;
-  using parts::recipe_;
-  using parts::roles_;
-  using parts::shape_;
-  using parts::slide;
-  using parts::steps_;
-  using parts::store_;
-  using parts::trace;
-  using parts::tracing_;
-  using typename parts::place_list;
-  using typename parts::read_view_type;
-  using typename parts::view_type;
+  using parts::after_, parts::all_layers, parts::attention_, parts::chunk_position_, parts::conversations_,
+      parts::device_, parts::filters, parts::first_, parts::first_position_, parts::make_movers, parts::next_,
+      parts::options_, parts::policies, parts::reading_, parts::recipe_, parts::roles_, parts::shape_, parts::slide,
+      parts::steps_, parts::store_, parts::trace, parts::tracing_;
+  using typename parts::place_list, typename parts::read_view_type, typename parts::view_type;
 
   /// Sliding layers drop what they have left behind first, now and then.
   void make_store_room(const place_list& places, index_t tokens, cudaStream_t stream) {
@@ -228,23 +206,20 @@ class cache : public cache_parts<Recipe, Out> {
     store_.commit_room(places, stream);
   }
 
-  /// Layers in which a conversation's prompt that ends makes the first stage choose.
-  std::vector<index_t> layers_that_choose(index_t id, const planned<Recipe>& fitted) const {
+  /// Plans what the layers of a conversation whose prompt ends keep, or let through; returns those that choose at all.
+  std::vector<index_t> plan_choice(index_t id, bool due, const planned<Recipe>& fitted) {
     std::vector<index_t> layers;
-    for (index_t layer = 0; layer < shape_.layers; ++layer) {
-      const bool all = !filters && first_.keeps_everything(layer, id, store_.bound(layer, id), fitted);
-      if (roles_.follows_recipe(layer) && !all) layers.push_back(layer);
-    }
-    return layers;
-  }
-  void plan_choice(index_t id, const std::vector<index_t>& layers, const planned<Recipe>& fitted) {
     place_list places;
     std::vector<held_bound> kept;
-    for (const index_t layer : layers) {
+    for (index_t layer = 0; due && layer < shape_.layers; ++layer) {
+      const held_bound held = store_.bound(layer, id);
+      if (!roles_.follows_recipe(layer) || (!filters && first_.keeps_everything(layer, id, held, fitted))) continue;
+      layers.push_back(layer);
       places.push_back({layer, id});
-      kept.push_back(first_.bound(layer, id, store_.bound(layer, id), fitted));
+      kept.push_back(first_.bound(layer, id, held, fitted));
     }
     filters ? reading_.lists().plan_pass(places, kept) : store_.plan_keep(places, kept);
+    return layers;
   }
   void choose(index_t layer, index_t id, const planned<Recipe>& fitted, cudaStream_t stream) {
     const kept_slots kept = first_.choose(layer, id, store_, fitted, roles_.rule(layer), this->next_position(id),
