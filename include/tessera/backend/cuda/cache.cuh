@@ -1,7 +1,6 @@
 // The whole cache of one model on the GPU: a recipe over layers and sequences, the device's tessera::cache.
 #pragma once
 
-#include <algorithm>
 #include <utility>
 #include <vector>
 
