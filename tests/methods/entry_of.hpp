@@ -127,7 +127,7 @@ template <class Recipe>
 class cache_of final : public any_cache {
  public:
   explicit cache_of(cache<Recipe> held) : held_(std::move(held)) {}
-  std::unique_ptr<any_cache> clone() const override { return std::make_unique<cache_of>(held_); }
+  std::unique_ptr<any_cache> clone() const override { return std::make_unique<cache_of>(*this); }
   index_t open() override { return held_.open(); }
   void close(index_t id) override { held_.close(id); }
   void prefill(index_t layer, index_t id, const rows& q, const rows& k, const rows& v) override {

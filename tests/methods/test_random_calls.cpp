@@ -204,16 +204,25 @@ class twins {
       const auto& next = sequence->next;
       allowed = next[std::size_t(layer)] == (layer > 0 ? next[0] - tokens : next.back()) &&
                 sequence->turn[std::size_t(layer)] == 0;
+      // A step begins with the first layer, when all layers stand at one place.
+      for (index_t other = 0; layer == 0 && other < shape_.layers; ++other) {
+        allowed = allowed && next[std::size_t(other)] == next[0] && sequence->turn[std::size_t(other)] == 0;
+      }
+      if (!allowed) break;
     }
+    std::optional<bool> expected = allowed;
+    // Later layers belong to the step that the first one began: of the same sequences.
+    if (allowed && layer > 0 && (ids != step_ids_ || tokens != step_tokens_)) expected.reset();
     const auto q = rows(tokens, shape_.q_heads, sequences), k = rows(k_tokens, shape_.kv_heads, sequences),
                v = rows(k_tokens, shape_.kv_heads, sequences);
     std::vector<float> first, second;
     bool own = true;
-    const bool done = apply("decode", allowed, [&](any_cache& cache) {
+    const bool done = apply("decode", expected, [&](any_cache& cache) {
       cache.decode(layer, ids, q, k, v, results(own ? first : second, tokens, sequences), {});
       own = false;
     });
     if (!done) return false;
+    if (layer == 0) step_ids_ = ids, step_tokens_ = tokens;
     REQUIRE(support::same_bits(first, second));
     for (const index_t id : ids) known(id)->next[std::size_t(layer)] += tokens;
     return true;
@@ -281,6 +290,8 @@ class twins {
   bool exact_ = false, has_budget_ = false;
   std::unique_ptr<any_cache> cache_, twin_;
   std::vector<std::optional<expected_sequence>> model_;
+  std::vector<index_t> step_ids_;  // of the step that the first layer began last
+  index_t step_tokens_ = 0;
   std::vector<float> memory_;
 };
 

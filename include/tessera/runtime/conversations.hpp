@@ -140,11 +140,11 @@ class conversations {
     batch step{ids, tokens};
     for (std::size_t b = 0; b < ids.size(); ++b) {
       const conversation& c = at(ids[b]);
-      require(c.front().turn_tokens == 0, "tokens since the prompt began", c.front().turn_tokens, "0",
-              "call end_prefill before the first decode step");
       require(std::count(ids.begin(), ids.end(), ids[b]) == 1, "sequence id in a batch", ids[b], "given once",
               "pass each sequence once a step");
       for (const layer& state : c.layers) {
+        require(state.turn_tokens == 0, "tokens since the prompt began", state.turn_tokens, "0",
+                "call end_prefill before the first decode step");
         require(state.next_position == c.front().next_position, "tokens of a layer before the step",
                 state.next_position, std::to_string(c.front().next_position),
                 "decode every layer, in order, in every step");
