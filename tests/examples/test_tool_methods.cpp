@@ -101,8 +101,7 @@ TEST_CASE("units and splits are words or numbers") {
   CHECK(value_of(find_method("rocketkv").configured({{"split", "adaptive"}}), "split") == "adaptive");
   CHECK_THROWS_WITH(find_method("rocketkv").configured({{"unit", "pages"}}), contains("one of token, page"));
   for (const char* text : {"adaptve", "", "nan", "0.5x"}) {
-    CHECK_THROWS_WITH(find_method("rocketkv").configured({{"split", text}}),
-                      contains("adaptive, or 0 to 1"));
+    CHECK_THROWS_WITH(find_method("rocketkv").configured({{"split", text}}), contains("adaptive, or 0 to 1"));
   }
   CHECK_THROWS_WITH(find_method("rocketkv").make(small_request(64, {{"split", "1.5"}})), contains("split is 1.5"));
   CHECK_THROWS_WITH(find_method("rocketkv").make(small_request(64, {{"split", "-1"}})), contains("split is -1"));
@@ -141,7 +140,7 @@ TEST_CASE("wrong settings are refused with what is allowed") {
   CHECK_THROWS_WITH(snapkv.configured({{"window", "99999999999"}}), contains("'99999999999'"));
   CHECK_THROWS_WITH(snapkv.configured({{"pool_kind", "min"}}), contains("max, average"));
   CHECK_THROWS_WITH(find_method("ada_snapkv").configured({{"floor", "nan"}}), contains("a number"));
-  CHECK_THROWS_WITH(find_method("full").configured({{"window", "8"}}), contains("full has no parameters"));
+  CHECK_THROWS_WITH(find_method("full").configured({{"window", "8"}}), contains("a parameter of full: dense_layers"));
   CHECK_THROWS_WITH(snapkv.make(small_request(16)), contains("window is 32"));
   CHECK_THROWS_WITH(snapkv.make(small_request(64, {{"window", "0"}})), contains("window is 0"));
 }
