@@ -35,16 +35,16 @@ void prompt(made& cache, int id, const rows& q, const rows& k, const rows& v) {
 }
 void step(made& cache, const std::vector<index_t>& ids, const rows& q, const rows& k, const rows& v,
           const rows_view<float>& out, const rows_view<float>& lse) {
-  cache.decode(0, ids, q, k, v, out, lse);
+  cache.decode(0, cache.prepare_step(ids, 1), q, k, v, out, lse);
 }
 """
 CUDA_STEP = METHOD.replace("HEADER", "tessera/backend/cuda/cache.cuh").replace("CACHE", "tessera::cuda::cache") + """
 using rows = rows_view<const bf16>;
 void step(made& cache, const std::vector<index_t>& ids, const rows& q, const rows& k, const rows& v,
           const rows_view<float>& out, const rows_view<float>& lse, cudaStream_t stream) {
-  cache.prepare_step(ids, 1, stream);
-  cache.begin_step(ids, 1, stream);
-  cache.decode(0, ids, q, k, v, out, lse, stream);
+  const auto step = cache.prepare_step(ids, 1, stream);
+  cache.begin_step(step, stream);
+  cache.decode(0, step, q, k, v, out, lse, stream);
 }
 """
 CUDA_WHOLE = CUDA_STEP + """
