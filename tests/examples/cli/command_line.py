@@ -539,7 +539,9 @@ def check_limits(checks):
     if checks.run("--version", preexec_fn=little(1500)).returncode != 0:
         return  # a sanitized program needs more than any limit
     checks.notes(f"{run} --threads 1024", "of 1024 threads; working with these", preexec_fn=little(1500))
-    for mebibytes in (24, 40, 60):
+    # below the least the kernel itself ends a program that does not fit; above it the answer is the program's own
+    least = next(size for size in range(8, 1500, 4) if checks.run("--version", preexec_fn=little(size)).returncode == 0)
+    for mebibytes in (least, least + 4, least + 12, least + 32):
         result = checks.run(f"{run} --threads 1", preexec_fn=little(mebibytes))
         if result.returncode not in (0, 2, 127) or not (result.stdout or result.stderr):
             checks.complain(run, result, f"with {mebibytes} MiB")
