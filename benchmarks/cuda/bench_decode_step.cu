@@ -23,8 +23,8 @@
 #include "engine/cuda/ops.hpp"
 #include "tessera/core/error.hpp"
 #include "tool/backend.hpp"
-#include "tool/registry.hpp"
-#include "tool/values.hpp"
+#include "tool/methods/registry.hpp"
+#include "tool/methods/values.hpp"
 
 namespace {
 

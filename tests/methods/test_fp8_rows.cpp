@@ -5,7 +5,7 @@
 #include <tessera/layout/fp8_rows.hpp>
 
 #include "every_method.hpp"
-#include "methods/layout_cases.hpp"
+#include "methods/support/layout_cases.hpp"
 #include "support/store_laws.hpp"
 
 using namespace tessera;

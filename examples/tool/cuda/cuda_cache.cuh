@@ -6,8 +6,8 @@
 #include <vector>
 
 #include "engine/cuda/kv_cache.hpp"
-#include "tool/method_cache.hpp"
-#include "tool/recipe_settings.hpp"
+#include "tool/methods/method_cache.hpp"
+#include "tool/methods/recipe_settings.hpp"
 
 namespace tool {
 

@@ -16,7 +16,7 @@
 #include "engine/model.hpp"
 #include "tool/backend.hpp"
 #include "tool/compress.hpp"
-#include "tool/registry.hpp"
+#include "tool/methods/registry.hpp"
 
 using engine::token_t;
 using tessera::index_t;
