@@ -139,13 +139,24 @@ def build_all(wanted, jobs=None):
 @functools.cache
 def operators():
     """torch.ops.tessera, built by torch's own builder for the torch that is installed."""
-    from torch.utils import cpp_extension
-    with_cuda = torch.cuda.is_available() and cpp_extension.CUDA_HOME is not None
+    compiler = os.environ.get("CXX", "g++")
+    with_cuda = torch.cuda.is_available()
     flags = ["-std=c++20", "-O2", *(["-DTESSERA_TORCH_CUDA"] if with_cuda else [])]
-    key = hashlib.sha256("\0".join([machine(os.environ.get("CXX", "g++")), torch.__version__, *flags]).encode())
-    folder = cache_folder() / f"operators_{key.hexdigest()[:24]}"
-    folder.mkdir(parents=True, exist_ok=True)
-    cpp_extension.load("tessera_torch_operators", [str(SOURCES / "operators.cpp")], extra_cflags=flags,
-                       extra_include_paths=[str(INCLUDE), str(SOURCES)], build_directory=str(folder),
-                       with_cuda=with_cuda, is_python_module=False)
+    key = hashlib.sha256("\0".join([machine(compiler), torch.__version__, *flags]).encode()).hexdigest()[:24]
+    name = "tessera_torch_operators"
+    folder = cache_folder() / f"operators_{key}"
+    if not (folder / "built").exists():
+        from torch.utils import cpp_extension
+        folder.mkdir(parents=True, exist_ok=True)
+        cpp_extension.load(name, [str(SOURCES / "operators.cpp")], extra_cflags=flags, build_directory=str(folder),
+                           extra_include_paths=[str(INCLUDE), str(SOURCES)], with_cuda=with_cuda, is_python_module=False)
+        (folder / "built").touch()
+    else:
+        torch.ops.load_library(str(folder / f"{name}.so"))
     return torch.ops.tessera
+
+
+def parameters(method):
+    """Of a method or a Policy: {name: (default, what is allowed, what it means)}, all as text."""
+    lines = operators().parameters(str(library(method, torch.float32, 64))).splitlines()
+    return {name: tuple(rest) for name, *rest in (line.split("\t") for line in lines)}

@@ -70,6 +70,7 @@ class TesseraCache(transformers.Cache):
         self._seen = 0         # columns of the batch, padding included: what transformers calls the cache's length
         self._next_layer = 0
         self._in_prompt = False
+        self._sinks = None     # [layers, q_heads], where the model has them
         self._like = None      # an empty tensor of the model's device and type, with the tokens of the call
 
     # --- what transformers asks -----------------------------------------------------------------------------------------
@@ -123,18 +124,20 @@ class TesseraCache(transformers.Cache):
         if torch.is_grad_enabled() and (q.requires_grad or k.requires_grad):
             raise ValueError("gradients are asked for; expected none: a cache is for inference; call under torch.no_grad()")
         if layer == 0:
-            self._begin(q, k, mask, scaling, softcap)
+            self._begin(q, k, mask, scaling, softcap, sinks)
         elif layer != self._next_layer:
             raise ValueError(f"layer is {layer}; expected {self._next_layer}; run every layer, in order, in every call")
         if (sliding_window is not None) != (layer in self.sliding_layers):
             raise ValueError(f"sliding window of layer {layer} is {sliding_window}; expected "
                              f"{self.window if layer in self.sliding_layers else None}; pass the cache this model's config")
-        if sinks is not None:
-            raise ValueError("sink logits")
+        if sinks is not None and self._seen == 0:
+            self._sinks[layer].copy_(sinks)
         self._next_layer = None  # until this layer is done: see _begin
         try:
             if self._in_prompt:
-                out = self._operators.prompt(self._handle, layer, q, k, v, *self._rows)
+                q, k, v = map(self._rows.forward, (q, k, v))
+                out = self._operators.prompt(self._handle, layer, q, k, v, self._rows.first, self._rows.last)
+                out = self._rows.back(out)
             else:
                 out = self._operators.step(self._handle, layer, q, k, v)
         except ValueError:
@@ -147,7 +150,7 @@ class TesseraCache(transformers.Cache):
             self._seen += q.shape[2]
         return out
 
-    def _begin(self, q, k, mask, scaling, softcap):
+    def _begin(self, q, k, mask, scaling, softcap, sinks):
         """Before a call's first layer: what the call is, a chunk of a prompt or a step."""
         if self._next_layer != 0:
             if self._seen > 0:
@@ -161,24 +164,26 @@ class TesseraCache(transformers.Cache):
         if self._seen + tokens > self._longest:
             raise ValueError(f"tokens of the conversation are {self._seen + tokens}; expected at most {self._longest}; "
                              "shorten the prompt or raise max_length")
-        first, last = runs_of(mask, batch, tokens)
+        rows = Rows(mask, batch, tokens)
         if self._handle is None:
-            self._open(q, k, scaling, softcap)
+            self._open(q, k, scaling, softcap, sinks)
         is_step = tokens == 1 and self._seen > 0 and not self._reading_prompt
-        if is_step and first != [0] * batch or last != [tokens] * batch and is_step:
+        if is_step and 0 in rows.last:
             raise ValueError("a step's token is masked; expected one token of every sequence; pad prompts, not answers")
         like = q.new_empty((0, 1, tokens))
         if is_step:
             self.end_prompt()
             self._operators.begin_step(self._handle, like)
-        self._in_prompt, self._rows = not is_step, (first, last)
+        self._in_prompt, self._rows = not is_step, rows
 
-    def _open(self, q, k, scaling, softcap):
+    def _open(self, q, k, scaling, softcap, sinks):
         batch, q_heads, _, dim = q.shape
+        if sinks is not None:
+            self._sinks = torch.zeros(self.layer_count, q_heads, device=q.device)
         path = build.library(self.method, q.dtype, dim, q.device.type)
         self._handle = self._operators.create(str(path), self.layer_count, q_heads, k.shape[1], self.sliding_layers,
                                               self.window, scaling or 0.0, softcap or 0.0, self.budget, self.settings,
-                                              batch, self._longest)
+                                              batch, self._longest, self._sinks)
         self._free = weakref.finalize(self, self._operators.destroy, self._handle.item())
         self._made_for = (q.dtype, q.device, batch)
         self._like = q.new_empty((0, 1, 1))
@@ -234,19 +239,32 @@ def sliding_of(config):
     return window or 0, [layer for layer, kind in enumerate(kinds) if kind == "sliding_attention"]
 
 
-def runs_of(mask, batch, tokens):
-    """Of each sequence, the first token of a call that is no padding, and the one behind the last."""
-    if mask is None:
-        return [0] * batch, [tokens] * batch
-    if mask.dim() != 2:
-        raise ValueError(f"attention mask has {mask.dim()} dimensions; expected 2, [batch, tokens]; "
-                         "pass padding alone: causality and windows are the cache's")
-    real = mask[:, -tokens:].bool()
-    count = real.sum(-1)
-    first = real.int().argmax(-1)
-    inside = torch.arange(tokens, device=real.device)
-    solid = ((inside >= first[:, None]) & (inside < (first + count)[:, None])) == real
-    if not bool(solid.all()):
-        raise ValueError("attention mask has padding between tokens of one call; expected it at one end; "
-                         "pad on the left or on the right")
-    return first.tolist(), (first + count).tolist()
+class Rows:
+    """Which tokens of a call are no padding: of each sequence a run [first, last), where need be after reordering."""
+
+    def __init__(self, mask, batch, tokens):
+        self.first, self.last, self.order = [0] * batch, [tokens] * batch, None
+        if mask is None:
+            return
+        if mask.dim() != 2:
+            raise ValueError(f"attention mask has {mask.dim()} dimensions; expected 2, [batch, tokens]; "
+                             "pass padding alone: causality and windows are the cache's")
+        real = mask[:, -tokens:].bool()
+        if bool(real.all()):
+            return
+        count, first = real.sum(-1), real.int().argmax(-1)
+        inside = torch.arange(tokens, device=real.device)
+        one_run = (inside >= first[:, None]) & (inside < (first + count)[:, None])
+        if not torch.equal(one_run, real):  # an answer's last token, padding, the next question
+            self.order = torch.argsort((~real).int(), dim=-1, stable=True)
+            first = torch.zeros_like(first)
+        self.first, self.last = first.tolist(), (first + count).tolist()
+
+    def forward(self, x):
+        """[batch, heads, tokens, dim] with padding behind the rest, where it is not at one end already."""
+        return x if self.order is None else x.gather(2, self.order[:, None, :, None].expand_as(x))
+
+    def back(self, out):
+        """[batch, tokens, heads, dim] as the tokens came."""
+        return out if self.order is None else torch.empty_like(out).scatter_(
+            1, self.order[:, :, None, None].expand_as(out), out)

@@ -29,6 +29,7 @@ struct conversations {
   std::vector<index_t> ids;
   std::vector<bool> in_prompt;
   tessera::model_shape shape;
+  c10::optional<Tensor> sinks;  // what shape.sink_logits points to
 };
 
 /// All caches of the process. One operator runs at a time: the caches share the threads of one executor.
@@ -129,12 +130,13 @@ Tensor output_for(const Tensor& q, bool zeros) {
 Tensor create(const std::string& library, std::int64_t layers, std::int64_t q_heads, std::int64_t kv_heads,
               at::IntArrayRef sliding, std::int64_t window, double scale, double soft_cap,
               c10::optional<std::int64_t> budget, const std::vector<std::string>& settings, std::int64_t sequences,
-              std::int64_t tokens) {
+              std::int64_t tokens, const c10::optional<Tensor>& sinks) {
   return guarded([&](registry& here) {
     cache_request request;
     request.shape = {index_t(layers), index_t(q_heads), index_t(kv_heads), index_t(window), {}};
     if (!sliding.empty()) request.shape.sliding.resize(std::size_t(layers));
     for (const std::int64_t layer : sliding) request.shape.sliding.at(std::size_t(layer)) = true;
+    if (sinks) request.shape.sink_logits = sinks->data_ptr<float>();
     request.rule.scale = float(scale);
     request.rule.soft_cap = float(soft_cap);
     if (budget) request.budget = index_t(*budget);
@@ -145,6 +147,7 @@ Tensor create(const std::string& library, std::int64_t layers, std::int64_t q_he
     request.tokens = index_t(tokens);
     conversations made;
     made.shape = request.shape;
+    made.sinks = sinks;
     made.cache.reset(symbol_of<decltype(&tessera_torch_make)>(library, "tessera_torch_make")(request));
     for (std::int64_t b = 0; b < sequences; ++b) made.ids.push_back(made.cache->open());
     made.in_prompt.assign(std::size_t(sequences), false);
@@ -268,7 +271,7 @@ std::vector<Tensor> positions(const Tensor& handle, std::int64_t layer) {
 TORCH_LIBRARY(tessera, m) {
   using namespace tessera_torch;
   m.def("create(str library, int layers, int q_heads, int kv_heads, int[] sliding, int window, float scale, "
-        "float soft_cap, int? budget, str[] settings, int sequences, int tokens) -> Tensor", &create);
+        "float soft_cap, int? budget, str[] settings, int sequences, int tokens, Tensor? sinks) -> Tensor", &create);
   m.def("destroy(int handle) -> ()", &destroy);
   m.def("parameters(str library) -> str", &parameters);
   m.def("prompt(Tensor(a!) cache, int layer, Tensor q, Tensor k, Tensor v, int[] first, int[] last) -> Tensor");
