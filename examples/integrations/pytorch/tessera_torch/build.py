@@ -19,6 +19,15 @@ SOURCES = HERE / "csrc"
 INCLUDE = HERE.parents[3] / "include"
 ELEMENTS = {torch.float32: "fp32", torch.bfloat16: "bf16", torch.float16: "fp16"}
 HEAD_DIMS = (64, 80, 96, 128, 192, 256)
+EXPORTS = """
+tessera_torch::any_cache* tessera_torch_make(const tessera_torch::cache_request& request) {
+  return new tessera_torch::%s_cache<recipe_type>(request);
+}
+const char* tessera_torch_parameters() {
+  static const std::string text = tessera_torch::parameters_text<recipe_type>();
+  return text.c_str();
+}
+"""
 POLICY_HEADERS = ("attention", "budget", "layout", "schedule", "scorer", "selector")
 
 
@@ -57,7 +66,7 @@ class Policy:
         text = re.sub(r"^\s*#include.*$", "", text, flags=re.M)
         return "\n".join([*lines, *own, "namespace tessera {", f'#line 1 "{self.name}"', text, '#line 1 "the recipe"',
                           f"template <element T, int D> using chosen_recipe = {self.recipe};", "}",
-                          f"TESSERA_TORCH_RECIPE(tessera::chosen_recipe<tessera::{element}, {dim}>)", ""])
+                          f"using recipe_type = tessera::chosen_recipe<tessera::{element}, {dim}>;", ""])
 
 
 def source_of(method, element, dim):
@@ -66,19 +75,22 @@ def source_of(method, element, dim):
     if method not in methods():
         raise ValueError(f"method is '{method}'; expected one of {', '.join(methods())}; or pass a Policy")
     return (f"#include <tessera/methods/{method}.hpp>\n"
-            f"TESSERA_TORCH_RECIPE(tessera::{method}<tessera::{element}, {dim}>)\n")
+            f"using recipe_type = tessera::{method}<tessera::{element}, {dim}>;\n")
 
 
 @functools.cache
-def machine(compiler):
-    """What a library depends on besides its own text: headers, compiler, processor."""
+def machine(compiler, skip):
+    """What a library depends on besides its own text: headers (but one file or folder), compiler, processor."""
     digest = hashlib.sha256(subprocess.run([compiler, "--version"], capture_output=True, check=True).stdout)
     for root in (INCLUDE / "tessera", SOURCES):
         for path in sorted(root.rglob("*.*")):
+            if skip in path.relative_to(root).as_posix():
+                continue
             digest.update(path.relative_to(root).as_posix().encode() + path.read_bytes())
     cpu = pathlib.Path("/proc/cpuinfo")
     if cpu.exists():  # -march=native means another thing on another processor
-        digest.update(next((line for line in cpu.read_text().splitlines() if line.startswith(("flags", "Features"))), "").encode())
+        lines = cpu.read_text().splitlines()
+        digest.update(next((line for line in lines if line.startswith(("flags", "Features"))), "").encode())
     return digest.hexdigest()
 
 
@@ -88,7 +100,7 @@ def command_of(device):
     major, minor = torch.cuda.get_device_capability()
     arch = f"{major}{minor}{'a' if major >= 9 else ''}"
     return [os.environ.get("NVCC", "nvcc"), "-std=c++20", "-O3", f"-arch=sm_{arch}", "--shared", "-Xcompiler", "-fPIC",
-            "-x", "cu"]
+            "-diag-suppress=177", "-x", "cu"]
 
 
 def library(method, dtype, dim, device="cpu"):
@@ -98,9 +110,12 @@ def library(method, dtype, dim, device="cpu"):
     if dim not in HEAD_DIMS:
         raise ValueError(f"head_dim is {dim}; expected one of {', '.join(map(str, HEAD_DIMS))}; "
                          "the library's kernels are made for these")
+    if device == "cuda" and dtype == torch.float32:
+        raise ValueError("dtype is torch.float32; expected torch.bfloat16 or torch.float16 on CUDA; cast the model")
     command = command_of(device)
-    text = f'#include "{device}_cache.{"hpp" if device == "cpu" else "cuh"}"\n' + source_of(method, ELEMENTS[dtype], dim)
-    key = hashlib.sha256("\0".join([machine(command[0]), *command, text]).encode()).hexdigest()[:24]
+    text = (f'#include "{device}_cache.{"hpp" if device == "cpu" else "cuh"}"\n' +
+            source_of(method, ELEMENTS[dtype], dim) + EXPORTS % device)
+    key = hashlib.sha256("\0".join([machine(command[0], "operators.cpp"), *command, text]).encode()).hexdigest()[:24]
     name = method if isinstance(method, str) else "policy"
     path = cache_folder() / f"{name}_{ELEMENTS[dtype]}_{dim}_{device}_{key}.so"
     if path.exists():
@@ -142,7 +157,7 @@ def operators():
     compiler = os.environ.get("CXX", "g++")
     with_cuda = torch.cuda.is_available()
     flags = ["-std=c++20", "-O2", *(["-DTESSERA_TORCH_CUDA"] if with_cuda else [])]
-    key = hashlib.sha256("\0".join([machine(compiler), torch.__version__, *flags]).encode()).hexdigest()[:24]
+    key = hashlib.sha256("\0".join([machine(compiler, "backend"), torch.__version__, *flags]).encode()).hexdigest()[:24]
     name = "tessera_torch_operators"
     folder = cache_folder() / f"operators_{key}"
     if not (folder / "built").exists():

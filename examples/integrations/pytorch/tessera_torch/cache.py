@@ -4,6 +4,7 @@ transformers hands new keys and values to `Cache.update` and what that returns t
 `update` stores nothing: it writes on the keys whose they are, and the attention function `tessera` does the whole layer in
 one operator: store, choose, attend.
 """
+import contextlib
 import weakref
 
 import torch
@@ -181,9 +182,10 @@ class TesseraCache(transformers.Cache):
         if sinks is not None:
             self._sinks = torch.zeros(self.layer_count, q_heads, device=q.device)
         path = build.library(self.method, q.dtype, dim, q.device.type)
-        self._handle = self._operators.create(str(path), self.layer_count, q_heads, k.shape[1], self.sliding_layers,
-                                              self.window, scaling or 0.0, softcap or 0.0, self.budget, self.settings,
-                                              batch, self._longest, self._sinks)
+        with torch.cuda.device(q.device) if q.is_cuda else contextlib.nullcontext():
+            self._handle = self._operators.create(
+                str(path), self.layer_count, q_heads, k.shape[1], self.sliding_layers, self.window, scaling or 0.0,
+                softcap or 0.0, self.budget, self.settings, batch, self._longest, self._sinks)
         self._free = weakref.finalize(self, self._operators.destroy, self._handle.item())
         self._made_for = (q.dtype, q.device, batch)
         self._like = q.new_empty((0, 1, 1))

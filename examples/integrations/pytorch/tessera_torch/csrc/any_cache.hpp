@@ -70,7 +70,7 @@ class any_cache {
 
 }  // namespace tessera_torch
 
-// What a recipe's library exports.
+// What a recipe's library exports; build.py writes the definitions.
 extern "C" {
 /// Errors: tessera::error, for parameters or shapes that make no sense.
 tessera_torch::any_cache* tessera_torch_make(const tessera_torch::cache_request& request);

@@ -50,14 +50,3 @@ class cpu_cache final : public any_cache {
 };
 
 }  // namespace tessera_torch
-
-/// The library of one recipe.
-#define TESSERA_TORCH_RECIPE(...)                                                                               \
-  extern "C" __attribute__((visibility("default"))) tessera_torch::any_cache* tessera_torch_make(               \
-      const tessera_torch::cache_request& request) {                                                            \
-    return new tessera_torch::cpu_cache<__VA_ARGS__>(request);                                                  \
-  }                                                                                                             \
-  extern "C" __attribute__((visibility("default"))) const char* tessera_torch_parameters() {                    \
-    static const std::string text = tessera_torch::parameters_text<__VA_ARGS__>();                              \
-    return text.c_str();                                                                                        \
-  }

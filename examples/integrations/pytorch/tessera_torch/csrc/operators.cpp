@@ -2,20 +2,20 @@
 //
 // A cache goes from call to call as a handle, a tensor of one number. Operators that change the cache say that they change
 // the handle, so that torch.compile keeps them in order and drops none.
+#include <ATen/DeviceGuard.h>
 #include <ATen/Parallel.h>
 #include <dlfcn.h>
 
+#include <torch/library.h>
+#include <torch/types.h>
 #include <map>
 #include <mutex>
 #include <new>
 #include <tessera/core/error.hpp>
-#include <torch/library.h>
-#include <torch/types.h>
 
 #include "any_cache.hpp"
 
 #ifdef TESSERA_TORCH_CUDA
-#include <c10/cuda/CUDAGuard.h>
 #include <c10/cuda/CUDAStream.h>
 #endif
 
@@ -78,7 +78,7 @@ Function symbol_of(const std::string& library, const char* name) {
 }
 
 tensor_rows rows_of(const Tensor& x) {  // [sequences, heads, tokens, dim]
-  return {x.data_ptr(),        x.stride(0),         x.stride(2),         x.stride(1),
+  return {x.data_ptr(),       x.stride(0),        x.stride(2),        x.stride(1),
           index_t(x.size(0)), index_t(x.size(2)), index_t(x.size(1)), index_t(x.size(3))};
 }
 
@@ -171,11 +171,13 @@ std::string parameters(const std::string& library) {
 Tensor prompt(const Tensor& handle, std::int64_t layer, const Tensor& q0, const Tensor& k0, const Tensor& v0,
               at::IntArrayRef first, at::IntArrayRef last) {
   const Tensor q = in_place(q0), k = in_place(k0), v = in_place(v0);
+  const at::OptionalDeviceGuard device(at::device_of(q));
   const Tensor out = output_for(q, true);
   guarded([&](registry& all) {
     conversations& here = all.find(handle);
     check_rows(here, q, k, v);
-    const tensor_rows q_rows = rows_of(q), k_rows = rows_of(k), v_rows = rows_of(v), out_rows = rows_of(out.transpose(1, 2));
+    const tensor_rows q_rows = rows_of(q), k_rows = rows_of(k), v_rows = rows_of(v),
+                      out_rows = rows_of(out.transpose(1, 2));
     for (std::size_t b = 0; b < here.ids.size(); ++b) {
       const auto begin = index_t(first[b]), end = index_t(last[b]);
       if (begin == end) continue;
@@ -191,6 +193,7 @@ Tensor prompt(const Tensor& handle, std::int64_t layer, const Tensor& q0, const 
 }
 
 void end_prompt(const Tensor& handle, const Tensor& like) {
+  const at::OptionalDeviceGuard device(at::device_of(like));
   guarded([&](registry& all) {
     conversations& here = all.find(handle);
     for (std::size_t b = 0; b < here.ids.size(); ++b) {
@@ -201,7 +204,9 @@ void end_prompt(const Tensor& handle, const Tensor& like) {
   });
 }
 
+/// `like`: an empty tensor of the model's device whose third size is the number of tokens.
 void begin_step(const Tensor& handle, const Tensor& like) {
+  const at::OptionalDeviceGuard device(at::device_of(like));
   guarded([&](registry& all) {
     conversations& here = all.find(handle);
     here.cache->begin_step(here.ids, index_t(like.size(2)), stream_of(like));
@@ -210,6 +215,7 @@ void begin_step(const Tensor& handle, const Tensor& like) {
 
 Tensor step(const Tensor& handle, std::int64_t layer, const Tensor& q0, const Tensor& k0, const Tensor& v0) {
   const Tensor q = in_place(q0), k = in_place(k0), v = in_place(v0);
+  const at::OptionalDeviceGuard device(at::device_of(q));
   const Tensor out = output_for(q, false);
   guarded([&](registry& all) {
     conversations& here = all.find(handle);
@@ -270,8 +276,10 @@ std::vector<Tensor> positions(const Tensor& handle, std::int64_t layer) {
 
 TORCH_LIBRARY(tessera, m) {
   using namespace tessera_torch;
-  m.def("create(str library, int layers, int q_heads, int kv_heads, int[] sliding, int window, float scale, "
-        "float soft_cap, int? budget, str[] settings, int sequences, int tokens, Tensor? sinks) -> Tensor", &create);
+  m.def(
+      "create(str library, int layers, int q_heads, int kv_heads, int[] sliding, int window, float scale, "
+      "float soft_cap, int? budget, str[] settings, int sequences, int tokens, Tensor? sinks) -> Tensor",
+      &create);
   m.def("destroy(int handle) -> ()", &destroy);
   m.def("parameters(str library) -> str", &parameters);
   m.def("prompt(Tensor(a!) cache, int layer, Tensor q, Tensor k, Tensor v, int[] first, int[] last) -> Tensor");

@@ -30,7 +30,9 @@ inline bool is_second(const setting& given, const char* first, const char* secon
   return given.value == second;
 }
 
-inline void assign(const setting& given, const std::string& allowed, index_t& to) { to = parsed<index_t>(given, allowed); }
+inline void assign(const setting& given, const std::string& allowed, index_t& to) {
+  to = parsed<index_t>(given, allowed);
+}
 inline void assign(const setting& given, const std::string& allowed, float& to) { to = parsed<float>(given, allowed); }
 inline void assign(const setting& given, const std::string&, pooling& to) {
   to = is_second(given, "max", "average") ? pooling::average : pooling::max;
