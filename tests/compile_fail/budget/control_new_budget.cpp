@@ -1,4 +1,4 @@
-// Compiles: the budget of docs/add_a_budget.md, for both backends.
+// Compiles: the budget of docs/how_to/add_a_budget.md, for both backends.
 #include <tessera/attention/dense_decode.hpp>
 #include <tessera/cache.hpp>
 #include <tessera/layout/dense.hpp>

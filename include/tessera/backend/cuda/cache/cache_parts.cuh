@@ -138,7 +138,7 @@ class cache_parts {
         reading_(recipe_, shape_, options_, device_),
         attention_(shape_, options_, device_),
         newest_(shape_.kv_heads, shape_.sliding.empty() ? 0 : shape_.window) {
-    make_movers();
+    store_.adopt(fit_movers(first_));
   }
 
   const planned<Recipe>& policies(index_t id) const { return conversations_.at(id).policies; }
@@ -150,8 +150,8 @@ class cache_parts {
     }
     return places;
   }
-  void make_movers() {
-    store_.make_movers(first_.most_sequences(), std::max(first_.most_tokens_kept(), shape_.window), device_);
+  auto fit_movers(const first_stage<Recipe>& first) const {
+    return store_.fit(first.most_sequences(), std::max(first.most_tokens_kept(), shape_.window), device_);
   }
   /// Sliding layers drop what they have left behind, now and then.
   void slide(const place_list& places, cudaStream_t stream) {

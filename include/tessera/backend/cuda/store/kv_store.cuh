@@ -34,6 +34,11 @@ class kv_store {
   using rows_type = placed_rows<Layout>;
   using view_type = typename rows_type::view_type;
   using place_list = std::vector<std::pair<index_t, index_t>>;  // layer, id
+  struct movers {
+    pack<view_type, view_type> fresh;
+    pack<view_type, view_type, true> in_place;
+    device_buffer<unsigned char> scratch;
+  };
 
   kv_store(index_t layers, index_t sequences, index_t kv_heads, index_t tokens, offset_t rows, bool with_positions,
            bool with_scores)
@@ -131,11 +136,14 @@ class kv_store {
     append<view_type, T>(view.sequences, heads_).run(problem, nullptr, stream);
   }
 
-  /// Makes what moves rows: of one sequence, and in steps of `batch` sequences, at most `kept` tokens a head.
-  void make_movers(index_t batch, index_t kept, const device_info& device) {
-    movers_.emplace(movers{{1, heads_, kept, device}, {batch, heads_, kept, device}, {}});
-    movers_->scratch = device_buffer<unsigned char>(movers_->in_place.workspace_bytes());  // zeros, as it begins
+  /// What moves rows: of one sequence, and in steps of `batch` sequences, at most `kept` tokens a head. `adopt` puts it in
+  /// place.
+  movers fit(index_t batch, index_t kept, const device_info& device) const {
+    movers fitted{{1, heads_, kept, device}, {batch, heads_, kept, device}, {}};
+    fitted.scratch = device_buffer<unsigned char>(fitted.in_place.workspace_bytes());  // zeros, as it begins
+    return fitted;
   }
+  void adopt(movers&& fitted) { movers_.emplace(std::move(fitted)); }
 
   /// Plans what the places keep: every (layer, id) with its bound, in the order of the `keep` calls that follow.
   void plan_keep(const place_list& places, const std::vector<held_bound>& kept) {
@@ -223,12 +231,6 @@ class kv_store {
   offset_t most_bytes() const { return rows_.most_bytes() + columns_.most_rows() * columns_.row_bytes(); }
 
  private:
-  struct movers {
-    pack<view_type, view_type> fresh;
-    pack<view_type, view_type, true> in_place;
-    device_buffer<unsigned char> scratch;
-  };
-
   std::size_t place(index_t layer, index_t id) const {
     return std::size_t(layer) * std::size_t(sequences_) + std::size_t(id);
   }
