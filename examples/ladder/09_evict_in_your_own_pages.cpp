@@ -1,0 +1,117 @@
+// Rung 9: eviction in pages that an engine owns. It has the pools, the block tables, lengths and positions. Tessera chooses
+// what stays, moves it down in the engine's pages, says which of them are empty, and attends what is left.
+// The region between the markers stands in docs/engines.md word for word; a check compares the two.
+#include <tessera/backend/cpu/attend/attend.hpp>
+#include <tessera/backend/cpu/choose/score_and_choose.hpp>
+#include <tessera/backend/cpu/store/free_pages.hpp>
+#include <tessera/backend/cpu/store/pack.hpp>
+#include <tessera/methods/ada_snapkv.hpp>
+
+#include "own_pages.hpp"
+
+using namespace own_pages;
+using view_type = kv_view<float, dim, block_table>;
+
+/// New tokens of all sequences, a prompt's or a step's: every head takes them behind what it holds.
+void append(const memory<float>& e, const model& x, const counts& added, const counts& next) {
+  const index_t most = *std::max_element(added.begin(), added.end());
+  for (index_t layer = 0; layer < layers; ++layer) {
+    const auto k = model::take<float>(x.layer[std::size_t(layer)].k, heads, next, added);
+    const auto v = model::take<float>(x.layer[std::size_t(layer)].v, heads, next, added);
+    append_problem<view_type, float> p;
+    p.view = e.view(layer);
+    p.k = nhd_rows(k.data(), most, heads, dim, sequences);
+    p.v = nhd_rows(v.data(), most, heads, dim, sequences);
+    p.new_tokens = added.data();
+    p.first_position = next.data();
+    p.lengths = e.layer_lengths(layer);  // they advance
+    p.positions = e.position_column(layer);
+    p.pool = {pages, max_blocks};  // with it the CPU checks the tables first
+    cpu::append(p);
+  }
+}
+
+// [evict]
+/// Keeps what the first stage of a method chooses by the newest `seen` queries of each sequence; `next` are the positions of
+/// the tokens to come. Empty pages go back to the engine's pool. Returns how many.
+template <class Policy>
+index_t evict(const memory<float>& e, block_tables& tables, const Policy& policy, const model& x, const counts& seen,
+              const counts& next, cpu::executor& workers) {
+  counts first = next;
+  for (index_t b = 0; b < sequences; ++b) first[std::size_t(b)] -= seen[std::size_t(b)];
+  selection kept;
+  cpu::choose_workspace<dim> scratch;
+  for (index_t layer = 0; layer < layers; ++layer) {
+    const auto q = model::take<float>(x.layer[std::size_t(layer)].q, q_heads, first, seen);
+    choose_problem<view_type, float> choose;
+    choose.view = e.view(layer);
+    choose.layer = layer;
+    choose.layers = layers;
+    choose.q = nhd_rows(q.data(), *std::max_element(seen.begin(), seen.end()), q_heads, dim, sequences);
+    choose.valid = seen.data();
+    choose.first_position = first.data();
+    cpu::score_and_choose(policy, choose, kept, scratch, workers);
+
+    pack_problem<view_type, view_type> move{choose.view, kept.view(), choose.view};  // in place
+    move.positions = e.position_column(layer);
+    move.lengths = e.layer_lengths(layer);
+    move.pool = {pages, max_blocks};
+    cpu::pack(move, workers);
+  }
+  free_pages_problem<block_table> give_back;
+  std::vector<index_t> freed(std::size_t(sequences * max_blocks)), freed_count(sequences);
+  give_back.table = e.view(0).table;
+  give_back.sequences = sequences;
+  give_back.kv_heads = heads;
+  give_back.layers = layers;  // a page is empty when it is in every layer
+  give_back.lengths = e.lengths;
+  give_back.length_strides = {rows, heads, 1};
+  give_back.held = tables.held.data();  // pages of each sequence, before and after
+  give_back.freed = freed.data();
+  give_back.freed_stride = max_blocks;
+  give_back.freed_count = freed_count.data();
+  cpu::free_pages(give_back);
+  return tables.take_back(freed, freed_count);
+}
+// [evict]
+
+/// One step over what is left; the largest difference from attention by definition.
+double decode(const memory<float>& e, const model& x, const counts& newest, cpu::executor& workers) {
+  double worst = 0;
+  cpu::decode_workspace scratch;
+  for (index_t layer = 0; layer < layers; ++layer) {
+    const auto q = model::take<float>(x.layer[std::size_t(layer)].q, q_heads, newest, counts(sequences, 1));
+    const cpu::query_rows<float> queries{nhd_rows(q.data(), 1, q_heads, dim, sequences), newest.data()};
+    std::vector<float> out(q.size());
+    cpu::decode_attention(e.view(layer), queries, logit_rule{}, nullptr,
+                          {nhd_rows(out.data(), 1, q_heads, dim, sequences), {}}, scratch, workers);
+    worst = std::max(worst, x.worst_error(out, layer, e, newest));
+  }
+  return worst;
+}
+
+int main() {
+  const model x;
+  block_tables tables;
+  std::vector<float> k(layers * pages * page * heads * dim), v(k.size());
+  std::vector<index_t> lengths(layers * rows), positions(lengths.size() * slots);
+  const memory<float> e{k.data(), v.data(), lengths.data(), positions.data(), tables.blocks.data()};
+  cpu::executor workers;
+  ladder::checks check;
+  ada_snapkv<float, dim> method;  // heads of a layer compete: they keep different numbers of tokens
+  method.set_budget(48);
+
+  counts next(sequences), added{250, 20, 129}, seen{32, 20, 32};  // the second prompt is shorter than the window
+  for (int turn = 0; turn < 2; ++turn) {                          // the second turn's prompts are 60, 1 and 7 tokens long
+    for (index_t b = 0; b < sequences; ++b) {
+      tables.reserve(b, *std::max_element(lengths.begin(), lengths.end()) + added[std::size_t(b)]);
+    }
+    append(e, x, added, next);
+    for (index_t b = 0; b < sequences; ++b) next[std::size_t(b)] += added[std::size_t(b)];
+    const index_t used = pages - index_t(tables.unused.size());
+    const index_t freed = evict(e, tables, method.retain, x, seen, next, workers);
+    std::printf("%d of %d pages freed\n", int(freed), int(used));
+    check(freed > 0, "an eviction gives whole pages back");
+  }
+  return check.exit_code();
+}
