@@ -3,7 +3,7 @@
 
 #include "support.hpp"
 
-#include <tessera/core/slot_column.hpp>
+#include <tessera/core/move_problem.hpp>
 
 namespace own_pages {
 
@@ -35,11 +35,36 @@ struct memory {
     view.table = {blocks, page, max_blocks};
     return view;
   }
+  /// Tokens of the longest head of a sequence; on the host.
+  index_t longest(index_t sequence) const {
+    index_t most = 0;
+    for (index_t i = 0; i < layers * heads; ++i) {
+      most = std::max(most, lengths[i / heads * rows + sequence * heads + i % heads]);
+    }
+    return most;
+  }
   index_t* layer_lengths(index_t layer) const { return lengths + layer * rows; }
   slot_column<index_t> position_column(index_t layer) const {
     return {positions + offset_t(layer) * rows * slots, heads * slots, slots};
   }
 };
+
+/// New tokens of one layer, k and v [sequences, most, heads, dim]: every head takes `added` of each sequence.
+template <class T>
+append_problem<kv_view<T, dim, block_table>, T> appending(const memory<T>& e, index_t layer, const T* k, const T* v,
+                                                          index_t most, const index_t* added,
+                                                          const index_t* first_position) {
+  append_problem<kv_view<T, dim, block_table>, T> p;
+  p.view = e.view(layer);
+  p.k = nhd_rows(k, most, heads, dim, sequences);
+  p.v = nhd_rows(v, most, heads, dim, sequences);
+  p.new_tokens = added;
+  p.first_position = first_position;
+  p.lengths = e.layer_lengths(layer);  // they advance
+  p.positions = e.position_column(layer);
+  p.pool = {pages, max_blocks};  // with it the CPU checks the tables first
+  return p;
+}
 
 /// Which page is whose, on the host.
 struct block_tables {
@@ -115,7 +140,7 @@ struct model {
       }
       for (int d = 0; d < dim; ++d) {
         const double difference = std::abs(expected[std::size_t(d)] / sum - out[std::size_t(r * dim + d)]);
-        worst = difference <= worst ? worst : difference;  // NaN counts as a difference
+        worst = std::isnan(difference) ? INFINITY : std::max(worst, difference);
       }
     }
     return worst;

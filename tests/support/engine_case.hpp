@@ -146,15 +146,12 @@ struct engine_pages {
     return s.slots() - longest;
   }
 
-  tessera::free_pages_problem<Table> freeing(const page_pointers<T>& p, index_t* held_, index_t* freed,
-                                             index_t* freed_count, index_t room) const {
-    tessera::free_pages_problem<Table> problem;
-    problem.table = view(0, p).table;
-    problem.sequences = s.sequences;
-    problem.kv_heads = s.heads;
+  tessera::free_pages_problem<view_type> freeing(const page_pointers<T>& p, index_t* held_, index_t* freed,
+                                                 index_t* freed_count, index_t room) const {
+    tessera::free_pages_problem<view_type> problem;
+    problem.view = view(0, p);
     problem.layers = s.layers;
-    problem.lengths = p.lengths;
-    problem.length_strides = {offset_t(s.sequences) * s.heads, s.heads, 1};
+    problem.layer_stride = offset_t(s.sequences) * s.heads;
     problem.room = room;
     problem.held = held_;
     problem.freed = freed;

@@ -15,22 +15,22 @@ namespace cpu {
 /// Shapes   as free_pages_problem says.
 /// Errors   a row that holds fewer pages than its tokens take, or more than a table has entries; an entry that is no page
 ///          of the pool: tessera::error, before anything is written.
-template <class Table>
-void free_pages(const free_pages_problem<Table>& p) {
-  const index_t tables = p.tables(), rows = p.sequences * tables, each = p.kv_heads / std::max(1, tables);
-  require(p.table.page >= 1, "slots of a page", p.table.page, "at least 1", "pass the page size of the pool");
-  const auto needed = [&](index_t row) {
-    index_t longest = 0;
-    for (index_t layer = 0; layer < p.layers; ++layer) {
-      for (index_t h = row % tables * each; h < (row % tables + 1) * each; ++h) {
-        longest = std::max(longest, p.lengths[layer * p.length_strides.layer +
-                                              row / tables * p.length_strides.sequence + h * p.length_strides.head]);
-      }
+template <class View>
+void free_pages(const free_pages_problem<View>& p) {
+  const auto& table = p.view.table;
+  const index_t tables = table.tables(p.view.kv_heads), rows = p.view.sequences * tables;
+  const index_t each = p.view.kv_heads / std::max(1, tables);  // heads of a row
+  require(table.page >= 1, "slots of a page", table.page, "at least 1", "pass the page size of the pool");
+  const auto longest = [&](index_t row) {
+    index_t most = 0;
+    for (index_t i = 0; i < p.layers * each; ++i) {
+      most = std::max(most, p.length(i / each, row / tables, row % tables * each + i % each));
     }
-    return longest;
+    return most;
   };
+  const auto pages_of = [&](index_t row) { return table.pages(row / tables, row % tables * each); };
   for (index_t row = 0; row < rows; ++row) {
-    const index_t held = p.held[row], tokens = needed(row), least = (tokens + p.table.page - 1) / p.table.page;
+    const index_t held = p.held[row], least = ceil_div(longest(row), table.page);
     const offset_t most =
         p.pool.max_blocks > 0 ? std::min<offset_t>(p.pool.max_blocks, p.freed_stride) : p.freed_stride;
     if (held < least || held > most) {
@@ -39,16 +39,15 @@ void free_pages(const free_pages_problem<Table>& p) {
            "pass how many pages each row held before the eviction");
     }
     for (index_t i = 0; p.pool.pages > 0 && i < held; ++i) {
-      const index_t id = p.table.pages(row / tables, row % tables * each)[i];
+      const index_t id = pages_of(row)[i];
       if (id >= 0 && id < p.pool.pages) continue;
       fail("entry " + std::to_string(i) + " of table row " + std::to_string(row), id,
            "a page of the pool, 0 to " + std::to_string(p.pool.pages - 1), "pass the tables as they were");
     }
   }
   for (index_t row = 0; row < rows; ++row) {
-    const index_t held = p.held[row], stay = std::min(held, p.pages_for(needed(row)));
-    const index_t* pages = p.table.pages(row / tables, row % tables * each);
-    std::copy(pages + stay, pages + held, p.freed + row * p.freed_stride);
+    const index_t held = p.held[row], stay = std::min(held, p.pages_for(longest(row)));
+    std::copy(pages_of(row) + stay, pages_of(row) + held, p.freed + row * p.freed_stride);
     p.freed_count[row] = held - stay;
     p.held[row] = stay;
   }

@@ -12,20 +12,18 @@ namespace cuda {
 namespace detail {
 
 /// A warp a table row.
-template <class Table>
-__global__ void __launch_bounds__(32) free_pages_entry(const __grid_constant__ free_pages_problem<Table> p) {
-  const index_t row = blockIdx.x, lane = threadIdx.x, tables = p.tables(), each = p.kv_heads / tables;
-  const index_t sequence = row / tables, first_head = row % tables * each;
+template <class View>
+__global__ void __launch_bounds__(32) free_pages_entry(const __grid_constant__ free_pages_problem<View> p) {
+  const index_t row = blockIdx.x, lane = threadIdx.x, tables = p.view.table.tables(p.view.kv_heads);
+  const index_t each = p.view.kv_heads / tables, sequence = row / tables, first_head = row % tables * each;
   index_t longest = 0;
   for (index_t i = lane; i < p.layers * each; i += 32) {
-    const index_t layer = i / each, head = first_head + i % each;
-    longest = max(longest, p.lengths[layer * p.length_strides.layer + sequence * p.length_strides.sequence +
-                                     head * p.length_strides.head]);
+    longest = max(longest, p.length(i / each, sequence, first_head + i % each));
   }
   longest = __reduce_max_sync(~0u, longest);
   const index_t held = p.held[row], stay = min(held, p.pages_for(longest)), freed = held - stay;
   __syncwarp();  // all lanes have read `held`
-  const index_t* pages = p.table.pages(sequence, first_head);
+  const index_t* pages = p.view.table.pages(sequence, first_head);
   for (index_t i = lane; i < freed; i += 32) p.freed[row * p.freed_stride + i] = pages[stay + i];
   if (lane == 0) {
     p.held[row] = stay;
@@ -40,18 +38,18 @@ __global__ void __launch_bounds__(32) free_pages_entry(const __grid_constant__ f
 /// Shapes   as free_pages_problem says.
 /// Errors   shapes that make no sense: tessera::error. Not seen by the host: `held` above what a row of `freed` takes.
 /// Cost     one launch, no workspace.
-template <class Table>
-void free_pages(const free_pages_problem<Table>& p, cudaStream_t stream) {
-  const index_t tables = p.tables();
-  require(p.table.page >= 1, "slots of a page", p.table.page, "at least 1", "pass the page size of the pool");
-  require(tables >= 1 && p.kv_heads % tables == 0, "tables of a sequence", tables, "1, or one for each kv_head",
+template <class View>
+void free_pages(const free_pages_problem<View>& p, cudaStream_t stream) {
+  const index_t page = p.view.table.page, tables = p.view.table.tables(p.view.kv_heads);
+  require(page >= 1, "slots of a page", page, "at least 1", "pass the page size of the pool");
+  require(tables >= 1 && p.view.kv_heads % tables == 0, "tables of a sequence", tables, "1, or one for each kv_head",
           "pass kv_heads as the tables have them");
   require(p.layers >= 1, "layers", p.layers, "at least 1", "pass how many layers share the tables");
   require(p.freed_stride >= p.pool.max_blocks, "freed_stride", p.freed_stride,
           "at least the entries of a table row, " + std::to_string(p.pool.max_blocks),
           "make room for all of a row's pages");
-  if (p.sequences <= 0) return;
-  detail::free_pages_entry<Table><<<unsigned(p.sequences * tables), 32, 0, stream>>>(p);
+  if (p.view.sequences <= 0) return;
+  detail::free_pages_entry<View><<<unsigned(p.view.sequences * tables), 32, 0, stream>>>(p);
   check(cudaGetLastError(), "launch of free_pages");
 }
 
