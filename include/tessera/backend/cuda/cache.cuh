@@ -209,9 +209,9 @@ class cache : public cache_parts<Recipe, Out> {
   std::vector<index_t> plan_choice(index_t id, bool due, const planned<Recipe>& fitted) {
     std::vector<index_t> layers;
     place_list places;
-    std::vector<held_bound> kept;
+    std::vector<token_bound> kept;
     for (index_t layer = 0; due && layer < shape_.layers; ++layer) {
-      const held_bound held = store_.bound(layer, id);
+      const token_bound held = store_.bound(layer, id);
       if (!roles_.follows_recipe(layer) || (!filters && first_.keeps_everything(layer, id, held, fitted))) continue;
       layers.push_back(layer);
       places.push_back({layer, id});
@@ -238,7 +238,8 @@ class cache : public cache_parts<Recipe, Out> {
   }
   void note_eviction(index_t layer, index_t id, index_t own) {
     if constexpr (fires_in_steps<typename Recipe::schedule_type>) {
-      const held_bound before = store_.bound(layer, id), after = first_.bound_in_step(layer, before, policies(id), own);
+      const token_bound before = store_.bound(layer, id),
+                        after = first_.bound_in_step(layer, before, policies(id), own);
       // Only where all heads are known to be equally long is the room that this makes known too.
       store_.shrank(layer, id, after, first_.heads_are_even ? before.longest - after.longest : 0);
     }

@@ -87,7 +87,7 @@ class reading {
 
   /// A prompt has ended: what the reader keeps of a layer of one sequence is made anew.
   void refresh(index_t layer, index_t id, const store_type& store, cudaStream_t stream) const {
-    const held_bound held = lists_.bound(layer, id, store.bound(layer, id));
+    const token_bound held = lists_.bound(layer, id, store.bound(layer, id));
     reader_.refresh(layer, id, lists_.view(layer, id, store.view(layer, id)), held.longest, stream);
   }
   /// Slots of a batch have moved in place.
