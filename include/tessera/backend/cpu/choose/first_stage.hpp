@@ -4,13 +4,11 @@
 #include <algorithm>
 #include <vector>
 
-#include "../../../core/layer_scores.hpp"
 #include "../../../core/model_shape.hpp"
 #include "../../../planned.hpp"
 #include "../kernel/scratch.hpp"
-#include "../score/score.hpp"
 #include "../store/kv_store.hpp"
-#include "retain.hpp"
+#include "score_and_choose.hpp"
 
 TESSERA_NAMESPACE_BEGIN
 namespace cpu {
@@ -36,7 +34,7 @@ class first_stage {
   offset_t bytes(index_t, index_t) const { return 0; }
 };
 
-/// What the three kinds below share: raw scores in, a selection out.
+/// What the three kinds below share: what a place stores and what was observed of it in, a selection out.
 template <class Recipe>
 class choosing {
  public:
@@ -44,43 +42,29 @@ class choosing {
 
  protected:
   using store_type = kv_store<typename Recipe::layout_type>;
+  using problem_type = choose_problem<typename store_type::view_type, float>;
 
-  /// `scores`, its rows and the tail are set; lengths are the store's.
+  problem_type problem(index_t layer, index_t id, store_type& stored, const logit_rule& rule,
+                       const index_t* first_position) {
+    problem_type result;
+    result.view = stored.view(layer, id);
+    result.layer = layer;
+    result.layers = shape_.layers;
+    result.first_position = first_position;
+    result.rule = rule;
+    return result;
+  }
   template <class Policy>
-  const selection* choose_by(const Policy& policy, layer_scores scores, index_t layer, index_t id,
-                             const store_type& stored) {
-    scores.layer = layer;
-    scores.layers = shape_.layers;
-    scores.kv_heads = shape_.kv_heads;
-    scores.tokens = stored.lengths(layer, id).data();
-    choose_kept(policy, scores, *kept_, *retaining_);
+  const selection* choose_by(const Policy& policy, const problem_type& problem, executor& workers) {
+    score_and_choose(policy, problem, *kept_, *choosing_, workers);
     return &*kept_;
   }
 
-  /// Rows of scores for what a place holds, all 0, one head after another.
-  layer_scores fresh_scores(const std::vector<index_t>& lengths, index_t tail) {
-    offsets_.memory.clear();
-    offset_t total = 0;
-    for (const index_t length : lengths) {
-      offsets_.memory.push_back(total);
-      total += length;
-    }
-    raw_.memory.assign(std::size_t(total), 0.0f);
-    layer_scores scores;
-    scores.protected_tail = tail;
-    scores.scores = raw_.memory.data();
-    scores.offsets = offsets_.memory.data();
-    return scores;
-  }
-
   model_shape shape_;
-  scratch<std::vector<float>> raw_;
-  scratch<std::vector<offset_t>> offsets_;
-  scratch<score_workspace<Recipe::layout_type::k_dim>> scoring_;
+  scratch<choose_workspace<Recipe::layout_type::k_dim>> choosing_;
 
  private:
   scratch<selection> kept_;
-  scratch<retain_workspace> retaining_;
 };
 
 /// By position alone.
@@ -100,19 +84,11 @@ class first_stage<Recipe, observes::nothing, true> : public choosing<Recipe> {
   }
 
   template <class Store>
-  const selection* choose(index_t layer, index_t id, Store& stored, const planned<Recipe>& policies, const logit_rule&,
-                          index_t next, index_t tail, executor&) {
-    const auto& policy = policies.first;
-    const auto& lengths = stored.lengths(layer, id);
-    layer_scores scores =
-        this->fresh_scores(lengths, std::max(tail, policy.scorer.protected_tail(policy.budget.tokens)));
-    for (index_t h = 0; h < this->shape_.kv_heads; ++h) {
-      for (index_t i = 0; i < lengths[std::size_t(h)]; ++i) {
-        this->raw_.memory[std::size_t(this->offsets_.memory[std::size_t(h)] + i)] =
-            policy.scorer.score(stored.position(layer, id, h, i), next);
-      }
-    }
-    return this->choose_by(policy, scores, layer, id, stored);
+  const selection* choose(index_t layer, index_t id, Store& stored, const planned<Recipe>& policies,
+                          const logit_rule& rule, index_t next, index_t tail, executor& workers) {
+    auto problem = this->problem(layer, id, stored, rule, &next);
+    problem.tail = tail;
+    return this->choose_by(policies.first, problem, workers);
   }
   offset_t bytes(index_t, index_t) const { return 0; }
 };
@@ -156,17 +132,11 @@ class first_stage<Recipe, observes::window, true> : public choosing<Recipe> {
   template <class Store>
   const selection* choose(index_t layer, index_t id, Store& stored, const planned<Recipe>& policies,
                           const logit_rule& rule, index_t next, index_t, executor& workers) {
-    const auto& policy = policies.first;
     const index_t q_heads = this->shape_.q_heads, rows = index_t(window(layer, id).size()) / (q_heads * k_dim);
     const index_t first = next - rows;
-    layer_scores scores = this->fresh_scores(stored.lengths(layer, id), rows);
-    const layer_extent extent{layer, this->shape_.layers, this->shape_.kv_heads, rows, stored.longest(layer, id)};
-    if (!keeps_all(policy.budget, extent)) {  // else everything is chosen, whatever its score
-      const auto seen = nhd_rows<const float>(window(layer, id).data(), rows, q_heads, k_dim);
-      score_rows(stored.view(layer, id), query_rows<float>{seen, &first}, rule, policy.scorer, this->raw_.memory.data(),
-                 this->offsets_.memory.data(), *this->scoring_, workers);
-    }
-    return this->choose_by(policy, scores, layer, id, stored);
+    auto problem = this->problem(layer, id, stored, rule, &first);
+    problem.q = nhd_rows<const float>(window(layer, id).data(), rows, q_heads, k_dim);
+    return this->choose_by(policies.first, problem, workers);
   }
 
   offset_t bytes(index_t layer, index_t id) const {
@@ -203,7 +173,7 @@ class first_stage<Recipe, observes::every_query, true> : public choosing<Recipe>
     const index_t first = next - q.tokens;
     columns& beside = stored.beside(layer, id);
     score_rows(stored.view(layer, id), query_rows<E>{q, &first}, rule, policies.first.scorer, beside.scores(),
-               beside.begins().data(), *this->scoring_, workers);
+               beside.begins().data(), this->choosing_.memory.scoring, workers);
   }
 
   /// Queries of a decode step that has been attended. Returns the bytes of scores that were read.
@@ -218,13 +188,12 @@ class first_stage<Recipe, observes::every_query, true> : public choosing<Recipe>
   }
 
   template <class Store>
-  const selection* choose(index_t layer, index_t id, Store& stored, const planned<Recipe>& policies, const logit_rule&,
-                          index_t, index_t, executor&) {
-    layer_scores scores;
-    scores.protected_tail = policies.first.scorer.protected_tail(policies.first.budget.tokens);
-    scores.scores = stored.beside(layer, id).scores();
-    scores.offsets = stored.beside(layer, id).begins().data();
-    return this->choose_by(policies.first, scores, layer, id, stored);
+  const selection* choose(index_t layer, index_t id, Store& stored, const planned<Recipe>& policies,
+                          const logit_rule& rule, index_t, index_t, executor& workers) {
+    columns& beside = stored.beside(layer, id);
+    auto problem = this->problem(layer, id, stored, rule, nullptr);
+    problem.scores = {beside.scores(), 0, 0, beside.begins().data()};
+    return this->choose_by(policies.first, problem, workers);
   }
   offset_t bytes(index_t, index_t) const { return 0; }
 };
