@@ -96,6 +96,14 @@ class TesseraCache(transformers.Cache):
             self._free()
         self._forget()
 
+    def __deepcopy__(self, memo):
+        """An independent copy: answer several questions about one prompt, or keep a state to go back to."""
+        twin = object.__new__(type(self))
+        twin.__dict__.update(self.__dict__)
+        if self._handle is not None:
+            twin._own(self._operators.clone(self._handle))
+        return twin
+
     def __len__(self):
         return self.layer_count
 
@@ -183,12 +191,15 @@ class TesseraCache(transformers.Cache):
             self._sinks = torch.zeros(self.layer_count, q_heads, device=q.device)
         path = build.library(self.method, q.dtype, dim, q.device.type)
         with torch.cuda.device(q.device) if q.is_cuda else contextlib.nullcontext():
-            self._handle = self._operators.create(
+            self._own(self._operators.create(
                 str(path), self.layer_count, q_heads, k.shape[1], self.sliding_layers, self.window, scaling or 0.0,
-                softcap or 0.0, self.budget, self.settings, batch, self._longest, self._sinks)
-        self._free = weakref.finalize(self, self._operators.destroy, self._handle.item())
+                softcap or 0.0, self.budget, self.settings, batch, self._longest, self._sinks))
         self._made_for = (q.dtype, q.device, batch)
         self._like = q.new_empty((0, 1, 1))
+
+    def _own(self, handle):
+        self._handle = handle
+        self._free = weakref.finalize(self, self._operators.destroy, handle.item())
 
     # --- what people ask ------------------------------------------------------------------------------------------------
 
