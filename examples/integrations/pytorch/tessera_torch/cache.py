@@ -62,7 +62,7 @@ class TesseraCache(transformers.Cache):
         self._operators = build.operators()
         if isinstance(method, str):
             build.source_of(method, "fp32", 64)  # an unknown method is known now
-        self._reading_prompt = False
+        self._reading_prompt = False  # see prompt()
         self._forget()
 
     def _forget(self):
@@ -72,7 +72,7 @@ class TesseraCache(transformers.Cache):
         self._next_layer = 0
         self._in_prompt = False
         self._sinks = None     # [layers, q_heads], where the model has them
-        self._like = None      # an empty tensor of the model's device and type, with the tokens of the call
+        self._like = None      # an empty tensor of the model's device
 
     # --- what transformers asks -----------------------------------------------------------------------------------------
 
@@ -208,6 +208,15 @@ class TesseraCache(transformers.Cache):
         if self._in_prompt:
             self._operators.end_prompt(self._handle, self._like)
             self._in_prompt = False
+
+    @contextlib.contextmanager
+    def prompt(self):
+        """Calls of the model within are chunks of one prompt, also those of a single token."""
+        self._reading_prompt = True
+        try:
+            yield
+        finally:
+            self._reading_prompt = False
 
     def set_budget(self, tokens):
         """Changes the budget; it counts from the next time the method chooses what stays or what is read."""

@@ -179,3 +179,18 @@ def test_a_copy_goes_its_own_way():
         model.generate(ids, past_key_values=cache, max_new_tokens=4, **GREEDY)
         want = model.generate(torch.cat([half, one], 1), past_key_values=cache, max_new_tokens=4, **GREEDY)
         assert torch.equal(answer, want)
+
+
+def test_chunks_of_any_size_keep_what_one_prompt_keeps():
+    model, ids = small_model(), tokens(100)
+    kept, logits = [], []
+    for sizes in ([100], [1, 60, 1, 1, 37], [99, 1]):
+        cache = TesseraCache(model.config, "ada_snapkv", 40)
+        with torch.no_grad(), cache.prompt():
+            for chunk in ids.split(sizes, 1):
+                last = model(chunk, past_key_values=cache).logits[:, -1]
+        cache.end_prompt()
+        kept.append([[head.tolist() for head in cache.kept_positions(layer)[0]] for layer in range(2)])
+        logits.append(last)
+    assert kept[0] == kept[1] == kept[2]
+    assert all(torch.allclose(logits[0], other, atol=1e-5) for other in logits[1:])
