@@ -21,8 +21,8 @@ if(TARGET tessera)  # the tool is part of what a new method has to reach
                        "${CMAKE_COMMAND}" "${CMAKE_GENERATOR}" "${CMAKE_CXX_COMPILER}" "${with_cuda}")
 endif()
 
-# tests/compile_fail/*.cpp must not compile, and must say why; control_*.cpp there must compile.
-file(GLOB compile_fail_files CONFIGURE_DEPENDS tests/compile_fail/*.cpp)
+# tests/compile_fail/AXIS/*.cpp must not compile, and must say why; control_*.cpp there must compile.
+file(GLOB compile_fail_files CONFIGURE_DEPENDS tests/compile_fail/*/*.cpp)
 foreach(file IN LISTS compile_fail_files)
   cmake_path(GET file STEM name)
   tessera_source_check(compile_fail_${name} Python3::Interpreter "${checks}/compile_fail.py" "${file}"

@@ -9,7 +9,7 @@
 #include <vector>
 
 #include "config.hpp"
-#include "safetensors.hpp"
+#include "engine/files/safetensors.hpp"
 
 namespace engine {
 

@@ -6,7 +6,7 @@
 #include <tessera/core/error.hpp>
 #include <tessera/core/types.hpp>
 
-#include "input_file.hpp"
+#include "engine/files/input_file.hpp"
 
 namespace engine {
 namespace {

@@ -5,7 +5,7 @@
 #include <tessera/core/error.hpp>
 #include <utility>
 
-#include "input_file.hpp"
+#include "engine/files/input_file.hpp"
 
 namespace engine {
 namespace {

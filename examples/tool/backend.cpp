@@ -4,7 +4,7 @@
 #include <utility>
 
 #include "engine/model.hpp"
-#include "values.hpp"
+#include "tool/methods/values.hpp"
 
 #ifdef TESSERA_TOOL_CUDA
 #include "cuda/make_cuda_cache.hpp"

@@ -9,7 +9,7 @@
 #include <vector>
 
 #include "engine/generate.hpp"
-#include "method_cache.hpp"
+#include "tool/methods/method_cache.hpp"
 
 namespace tool {
 

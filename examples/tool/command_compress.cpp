@@ -3,11 +3,11 @@
 
 #include "commands.hpp"
 #include "compress.hpp"
-#include "engine/input_file.hpp"
-#include "engine/output_file.hpp"
+#include "engine/files/input_file.hpp"
+#include "engine/files/output_file.hpp"
 #include "progress.hpp"
-#include "report.hpp"
-#include "values.hpp"
+#include "tool/eval/report.hpp"
+#include "tool/methods/values.hpp"
 
 namespace tool {
 void compress_file(const compress_file_options& given) {

@@ -7,17 +7,17 @@
 
 #include "backend.hpp"
 #include "commands.hpp"
-#include "document.hpp"
 #include "engine/checkpoint.hpp"
-#include "engine/input_file.hpp"
-#include "engine/output_file.hpp"
+#include "engine/files/input_file.hpp"
+#include "engine/files/output_file.hpp"
 #include "engine/tokenizer.hpp"
-#include "evaluate.hpp"
 #include "progress.hpp"
-#include "registry.hpp"
-#include "report.hpp"
-#include "tasks.hpp"
-#include "values.hpp"
+#include "tool/eval/document.hpp"
+#include "tool/eval/evaluate.hpp"
+#include "tool/eval/report.hpp"
+#include "tool/eval/tasks.hpp"
+#include "tool/methods/registry.hpp"
+#include "tool/methods/values.hpp"
 
 namespace tool {
 namespace {

@@ -4,8 +4,8 @@
 
 #include "backend.hpp"
 #include "commands.hpp"
-#include "registry.hpp"
-#include "values.hpp"
+#include "tool/methods/registry.hpp"
+#include "tool/methods/values.hpp"
 
 namespace tool {
 namespace {

@@ -6,12 +6,12 @@
 #include "backend.hpp"
 #include "commands.hpp"
 #include "engine/checkpoint.hpp"
-#include "engine/input_file.hpp"
+#include "engine/files/input_file.hpp"
 #include "engine/tokenizer.hpp"
 #include "progress.hpp"
-#include "registry.hpp"
-#include "report.hpp"
-#include "values.hpp"
+#include "tool/eval/report.hpp"
+#include "tool/methods/registry.hpp"
+#include "tool/methods/values.hpp"
 
 namespace tool {
 namespace {

@@ -2,8 +2,8 @@
 
 #include "backend.hpp"
 #include "progress.hpp"
-#include "registry.hpp"
-#include "values.hpp"
+#include "tool/methods/registry.hpp"
+#include "tool/methods/values.hpp"
 
 namespace tool {
 

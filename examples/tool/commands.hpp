@@ -5,7 +5,7 @@
 #include <string>
 #include <vector>
 
-#include "method_cache.hpp"
+#include "tool/methods/method_cache.hpp"
 
 namespace tool {
 

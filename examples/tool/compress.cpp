@@ -4,8 +4,8 @@
 #include <cmath>
 #include <limits>
 
-#include "registry.hpp"
-#include "values.hpp"
+#include "tool/methods/registry.hpp"
+#include "tool/methods/values.hpp"
 
 namespace tool {
 namespace {

@@ -8,8 +8,8 @@
 #include <vector>
 
 #include "backend.hpp"
-#include "engine/safetensors.hpp"
-#include "method_cache.hpp"
+#include "engine/files/safetensors.hpp"
+#include "tool/methods/method_cache.hpp"
 
 namespace tool {
 

@@ -17,11 +17,11 @@
 #include <tessera/core/error.hpp>
 
 #include "commands.hpp"
-#include "engine/input_file.hpp"
+#include "engine/files/input_file.hpp"
 #include "progress.hpp"
-#include "report.hpp"
-#include "tasks.hpp"
-#include "values.hpp"
+#include "tool/eval/report.hpp"
+#include "tool/eval/tasks.hpp"
+#include "tool/methods/values.hpp"
 
 #define TESSERA_TEXT_OF(number) #number
 #define TESSERA_VERSION_AS(major, minor, patch) \

@@ -7,7 +7,7 @@
 #include <cstdio>
 #include <system_error>
 
-#include "engine/output_file.hpp"
+#include "engine/files/output_file.hpp"
 
 namespace tool {
 namespace {

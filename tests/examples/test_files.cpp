@@ -6,8 +6,8 @@
 #include <tessera/core/error.hpp>
 
 #include "catch.hpp"
-#include "engine/input_file.hpp"
-#include "engine/output_file.hpp"
+#include "engine/files/input_file.hpp"
+#include "engine/files/output_file.hpp"
 #include "temporary_folder.hpp"
 
 using engine_tests::temporary_folder;

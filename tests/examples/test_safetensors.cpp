@@ -6,7 +6,7 @@
 #include <tessera/core/error.hpp>
 
 #include "catch.hpp"
-#include "engine/safetensors.hpp"
+#include "engine/files/safetensors.hpp"
 #include "temporary_folder.hpp"
 
 namespace {

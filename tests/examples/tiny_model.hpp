@@ -7,7 +7,7 @@
 #include <tessera/core/types.hpp>
 #include <vector>
 
-#include "engine/safetensors.hpp"
+#include "engine/files/safetensors.hpp"
 #include "temporary_folder.hpp"
 
 namespace tool_tests {

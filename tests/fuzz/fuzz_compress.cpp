@@ -5,9 +5,9 @@
 #include <span>
 #include <tessera/core/error.hpp>
 
-#include "engine/safetensors.hpp"
+#include "engine/files/safetensors.hpp"
 #include "tool/compress.hpp"
-#include "tool/registry.hpp"
+#include "tool/methods/registry.hpp"
 
 namespace {
 

@@ -4,7 +4,7 @@
 #include <span>
 #include <tessera/core/error.hpp>
 
-#include "engine/safetensors.hpp"
+#include "engine/files/safetensors.hpp"
 
 extern "C" int LLVMFuzzerTestOneInput(const std::uint8_t* data, std::size_t size) {
   try {

@@ -3,7 +3,7 @@
 
 #include <tessera/core/normalized_cost.hpp>
 
-#include "methods/conversation.hpp"
+#include "methods/support/conversation.hpp"
 
 using namespace methods_test;
 

@@ -3,7 +3,7 @@
 
 #include <limits>
 
-#include "methods/conversation.hpp"
+#include "methods/support/conversation.hpp"
 
 using namespace methods_test;
 

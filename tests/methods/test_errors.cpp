@@ -1,7 +1,7 @@
 // Every documented error: what it says, and that it leaves the cache as it was.
 #include "catch.hpp"
 
-#include "methods/refusals.hpp"
+#include "methods/support/refusals.hpp"
 
 using namespace methods_test;
 using tessera::nhd_rows;

@@ -4,7 +4,7 @@
 #include <tessera/layout/fixed_pages.hpp>
 
 #include "every_method.hpp"
-#include "methods/layout_cases.hpp"
+#include "methods/support/layout_cases.hpp"
 
 using namespace tessera;
 using namespace methods_test;
@@ -23,9 +23,8 @@ void as_over_runs() {
   const settings chosen = small_settings(method);
   const auto over_runs = make_cache(chosen, layout_shape, workers);
   cache_of<Recipe> over_pages(cache<Recipe>(layout_shape, configured<Recipe>(chosen), workers));
-  hold_the_same_conversation(over_pages, data, *over_runs, data, [](const auto& got, const auto& expected) {
-    REQUIRE(support::same_bits(got, expected));
-  });
+  hold_the_same_conversation(over_pages, data, *over_runs, data,
+                             [](const auto& got, const auto& expected) { REQUIRE(support::same_bits(got, expected)); });
   CHECK(over_pages.bytes_read(0) == over_runs->bytes_read(0));
 }
 

@@ -1,11 +1,11 @@
 // Laws that hold for every method through the whole cache: full budget, batches, prompts, candidates.
-#include "laws.hpp"
+#include "methods/laws/policies.hpp"
 
 #include "catch.hpp"
 
 #include <numeric>
 
-#include "methods/conversation.hpp"
+#include "methods/support/conversation.hpp"
 
 namespace methods_test {
 

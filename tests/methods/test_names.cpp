@@ -17,7 +17,7 @@
 #include <tessera/methods/sparq.hpp>
 #include <tessera/methods/streaming_llm.hpp>
 
-#include "methods/mixtures.hpp"
+#include "methods/support/mixtures.hpp"
 
 using namespace tessera;
 

@@ -4,7 +4,7 @@
 #include <cmath>
 #include <limits>
 
-#include "methods/conversation.hpp"
+#include "methods/support/conversation.hpp"
 
 using namespace methods_test;
 

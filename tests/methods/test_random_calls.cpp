@@ -4,7 +4,7 @@
 #include <cstdlib>
 #include <optional>
 
-#include "methods/conversation.hpp"
+#include "methods/support/conversation.hpp"
 
 using namespace methods_test;
 using tessera::nhd_rows;

@@ -4,7 +4,7 @@
 #include <memory>
 #include <string_view>
 
-#include "tool/method_cache.hpp"
+#include "tool/methods/method_cache.hpp"
 
 namespace tool {
 

@@ -13,7 +13,7 @@
 #include "support/random.hpp"
 #include "tool/backend.hpp"
 #include "tool/compress.hpp"
-#include "tool/registry.hpp"
+#include "tool/methods/registry.hpp"
 
 using support::rng;
 using tessera::index_t;

@@ -1,7 +1,6 @@
 // What decode steps read on the CPU: of everything, or of a filter's candidates; all of it, or what a reader chooses.
 #pragma once
 
-#include <type_traits>
 #include <vector>
 
 #include "../store/kv_store.hpp"
@@ -13,7 +12,7 @@ TESSERA_NAMESPACE_BEGIN
 namespace cpu {
 inline namespace TESSERA_HOST_ISA {
 
-/// The reader of recipes that read everything.
+/// Reads everything.
 template <class Recipe>
 struct whole_reader {
   explicit whole_reader(const model_shape&) {}
@@ -30,15 +29,18 @@ struct whole_reader {
   offset_t bytes(std::size_t) const { return 0; }
 };
 
+template <class Recipe>
+requires(!Recipe::retrieve_type::retrieves) struct reader_of<Recipe> {
+  using type = whole_reader<Recipe>;
+};
+
 /// Every (layer, sequence) of a cache: candidates where a filter chooses, and what the recipe's reader keeps.
 template <class Recipe>
 class reading {
   using retrieve_type = typename Recipe::retrieve_type;
   using store_type = kv_store<typename Recipe::layout_type>;
   static constexpr bool filters = Recipe::retain_type::chooses && !Recipe::retain_type::drops;
-  using reader_type =
-      std::conditional_t<!retrieve_type::retrieves, whole_reader<Recipe>,
-                         std::conditional_t<retrieve_type::estimates, extrema_reader<Recipe>, exact_reader<Recipe>>>;
+  using reader_type = typename reader_of<Recipe>::type;
 
  public:
   explicit reading(const model_shape& shape) : shape_(shape), reader_(shape) {}

@@ -29,7 +29,7 @@ class first_stage {
     return true;
   }
   template <class... Any>
-  held_bound bound(const Any&...) const {
+  token_bound bound(const Any&...) const {
     return {};
   }
   template <class... Any>
@@ -138,17 +138,18 @@ class first_stage<Recipe, true> {
   }
 
   /// Bounds of what a layer of one sequence keeps when its prompt ends.
-  held_bound bound(index_t layer, index_t id, const held_bound& held, const planned<Recipe>& policies) const {
-    const kept_bound most = bound_kept(policies.first.budget, extent(layer, held.longest, tail(layer, id, policies)));
+  token_bound bound(index_t layer, index_t id, const token_bound& held, const planned<Recipe>& policies) const {
+    const token_bound most = bound_kept(policies.first.budget, extent(layer, held.longest, tail(layer, id, policies)));
     return {std::min(most.longest, held.longest), std::min(most.total, held.total)};
   }
   /// Whether a layer keeps all that it holds, whatever the scores.
-  bool keeps_everything(index_t layer, index_t id, const held_bound& held, const planned<Recipe>& policies) const {
+  bool keeps_everything(index_t layer, index_t id, const token_bound& held, const planned<Recipe>& policies) const {
     return keeps_all(policies.first.budget, extent(layer, held.longest, tail(layer, id, policies)));
   }
   /// Bounds of what a step leaves in place, and by how much every head's room grows for certain.
-  held_bound bound_in_step(index_t layer, const held_bound& held, const planned<Recipe>& policies, index_t own) const {
-    const kept_bound most =
+  token_bound bound_in_step(index_t layer, const token_bound& held, const planned<Recipe>& policies,
+                            index_t own) const {
+    const token_bound most =
         bound_kept(policies.first.budget, extent(layer, held.longest, std::max(own, step_tail(policies))));
     return {std::min(most.longest, held.longest), std::min(most.total, held.total)};
   }

@@ -1,0 +1,165 @@
+#include "evaluate.hpp"
+
+#include <algorithm>
+#include <tessera/core/error.hpp>
+
+#include "tool/methods/registry.hpp"
+#include "tool/methods/values.hpp"
+
+namespace tool {
+
+using engine::token_t;
+
+index_t longest_answer(const std::vector<planned_turn>& turns) {
+  index_t longest = 1;
+  for (const planned_turn& turn : turns) longest = std::max<index_t>(longest, turn.max_new);
+  return longest;
+}
+
+evaluation::evaluation(runner& model, const engine::tokenizer& tokenizer, std::vector<variant> variants,
+                       element_type element, std::shared_ptr<tessera::cpu::executor> workers)
+    : model_(model), tokenizer_(tokenizer), variants_(std::move(variants)) {
+  const engine::llama_config& config = model.config();
+  request_ = {{config.num_hidden_layers, config.num_attention_heads, config.num_key_value_heads},
+              config.head_dim,
+              element,
+              {},
+              {},
+              std::move(workers),
+              0};
+  const method_info* newest = nullptr;
+  for (std::size_t i = 0; i < variants_.size(); ++i) {
+    const variant& variant = variants_[i];
+    cache_request check = request_;
+    check.budget = variant.budget;
+    check.settings = variant.settings;
+    variant.method->make(check);  // on the CPU, which takes no memory for it
+    if (variant.method != newest) first_of_method_.push_back(i);
+    newest = variant.method;
+    cache_of_variant_.push_back(first_of_method_.size() - 1);
+  }
+}
+
+std::unique_ptr<method_cache> evaluation::empty_cache(const variant& variant,
+                                                      const std::vector<planned_turn>& turns) const {
+  std::int64_t tokens = 0;
+  for (const planned_turn& turn : turns) tokens += std::int64_t(turn.prompt.size()) + turn.max_new;
+  cache_request request = request_;
+  request.budget = variant.budget;
+  request.settings = with_answer_limit(*variant.method, variant.settings, longest_answer(turns));
+  request.tokens = index_t(tokens);
+  return make_cache(*variant.method, model_.where(), request);
+}
+
+std::vector<planned_turn> evaluation::plan(const conversation& conversation, const std::string& place) const {
+  std::vector<planned_turn> turns;
+  std::int64_t tokens = 0;
+  for (const turn& turn : conversation.turns) {
+    planned_turn planned{tokenizer_.encode(turn.prompt), turn.answer, 0};
+    if (turns.empty() && tokenizer_.bos()) planned.prompt.insert(planned.prompt.begin(), *tokenizer_.bos());
+    planned.max_new = std::int32_t(tokenizer_.encode(" " + turn.answer + "\n").size());
+    tokens += std::int64_t(planned.prompt.size()) + planned.max_new;
+    turns.push_back(std::move(planned));
+  }
+  const std::int64_t most = model_.config().max_position_embeddings;
+  tessera::require(tokens <= most, place, std::to_string(tokens) + " tokens with its answers",
+                   "at most the model's context, which is " + std::to_string(most), "shorten its prompts");
+  // An answer may be cut into twice as many tokens, and have white space at its ends.
+  const std::int64_t room = (most - tokens) / std::int64_t(turns.size());
+  for (planned_turn& turn : turns) turn.max_new += std::int32_t(std::min<std::int64_t>(turn.max_new + 2, room));
+  return turns;
+}
+
+void evaluation::run(const std::string& family, const std::vector<planned_turn>& turns) {
+  const std::vector<cell> before = cells_;
+  try {
+    ask_all(family, turns);
+  } catch (...) {
+    cells_ = before;
+    throw;
+  }
+}
+
+engine::prefill_options evaluation::ticking() const {
+  engine::prefill_options options;
+  options.progress = [this](std::int64_t, std::int64_t) { tick_(); };
+  return options;
+}
+
+void evaluation::ask_all(const std::string& family, const std::vector<planned_turn>& turns) {
+  std::vector<std::unique_ptr<method_cache>> shared;
+  for (const std::size_t first : first_of_method_) shared.push_back(empty_cache(variants_[first], turns));
+  const std::vector<float> logits = model_.prefill_all(turns[0].prompt, shared, ticking());
+  for (std::size_t i = 0; i < variants_.size(); ++i) {
+    const auto cache = shared[cache_of_variant_[i]]->clone();
+    if (variants_[i].budget) cache->set_budget(*variants_[i].budget);
+    cache->end_prefill();
+    answer(i, family, turns, logits, *cache);
+  }
+}
+
+// All turns of one variant, from the logits and the cache after the first prompt.
+void evaluation::answer(std::size_t variant, const std::string& family, const std::vector<planned_turn>& turns,
+                        std::vector<float> logits, method_cache& cache) {
+  std::vector<token_t> pending;  // generated, not in the cache yet
+  for (std::size_t i = 0; i < turns.size(); ++i) {
+    if (i > 0) {
+      pending.insert(pending.end(), turns[i].prompt.begin(), turns[i].prompt.end());
+      logits = model_.prefill(pending, cache, ticking());
+    }
+    cell& sums = cell_of(variant, family, int(i) + 1);
+    sums.bytes_held += double(cache.bytes());
+    sums.bytes_full += double(cache.full_bytes(index_t(cache.next_position())));
+    const std::vector<token_t> generated = generate(turns[i], logits, cache);
+    sums.bytes_read += double(cache.reads().bytes);
+    sums.steps += cache.reads().steps;
+    const index_t limit = longest_answer(turns);
+    sums.least_limit = sums.questions == 0 ? limit : std::min(sums.least_limit, limit);
+    sums.most_limit = std::max(sums.most_limit, limit);
+    sums.questions += 1;
+    sums.answers.push_back(tokenizer_.decode(generated));
+    sums.verdicts.push_back(answers(sums.answers.back(), turns[i].answer));
+    sums.right += sums.verdicts.back();
+    pending.clear();
+    if (!generated.empty() && !ends(generated, turns[i].answer)) pending.push_back(generated.back());
+  }
+}
+
+std::vector<token_t> evaluation::generate(const planned_turn& turn, const std::vector<float>& logits,
+                                          method_cache& cache) const {
+  engine::generate_options options;
+  options.max_new = turn.max_new;
+  options.stop = [&](std::span<const token_t> tokens) {
+    tick_();
+    return ends({tokens.begin(), tokens.end()}, turn.answer);
+  };
+  return model_.extend(logits, cache, options);
+}
+
+// An answer ends with eos, or with a line break once it has as many lines as the expected one.
+bool evaluation::ends(const std::vector<token_t>& answer, const std::string& expected) const {
+  const auto& eos = model_.config().eos;
+  if (std::find(eos.begin(), eos.end(), answer.back()) != eos.end()) return true;
+  const auto breaks = tokenizer_.newline_tokens();
+  if (!std::binary_search(breaks.begin(), breaks.end(), answer.back())) return false;
+  const std::string text = tokenizer_.decode(answer);
+  const std::size_t start = std::min(text.find_first_not_of(" \t\r\n"), text.size());
+  const std::string_view wanted = trimmed(expected);
+  return std::count(text.begin() + std::ptrdiff_t(start), text.end(), '\n') >
+         std::count(wanted.begin(), wanted.end(), '\n');
+}
+
+cell& evaluation::cell_of(std::size_t variant, const std::string& family, int turn) {
+  const auto is_it = [&](const cell& cell) {
+    return cell.variant == variant && cell.family == family && cell.turn == turn;
+  };
+  const auto found = std::find_if(cells_.begin(), cells_.end(), is_it);
+  if (found != cells_.end()) return *found;
+  cell fresh;
+  fresh.variant = variant;
+  fresh.family = family;
+  fresh.turn = turn;
+  return cells_.emplace_back(fresh);
+}
+
+}  // namespace tool

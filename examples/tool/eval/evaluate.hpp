@@ -1,0 +1,100 @@
+// Asks a model the same questions under many methods and budgets and counts the right answers.
+#pragma once
+
+#include <cstdint>
+#include <functional>
+#include <memory>
+#include <optional>
+#include <string>
+#include <vector>
+
+#include "engine/tokenizer.hpp"
+#include "questions.hpp"
+#include "tool/backend.hpp"
+#include "tool/methods/method_cache.hpp"
+
+namespace tool {
+
+/// One row of the table: a method at a budget.
+struct variant {
+  const method_info* method;
+  std::optional<index_t> budget;  ///< none for a method that has none
+  std::vector<setting> settings;
+};
+
+/// Sums over the questions of one (variant, family, turn).
+struct cell {
+  std::size_t variant = 0;  ///< index
+  std::string family;
+  int turn = 1;
+  std::int64_t questions = 0, right = 0;
+  /// Answer limits of its conversations, the shortest and the longest: what `max_new` is where no setting says it.
+  index_t least_limit = 0, most_limit = 0;
+  double bytes_held = 0, bytes_full = 0;  ///< right after the turn's prefill
+  double bytes_read = 0;                  ///< of all decode steps of the answers
+  std::int64_t steps = 0;
+  std::vector<std::string> answers;  ///< what the model wrote, question by question
+  std::vector<bool> verdicts;        ///< and whether it was right
+
+  double mean_held() const { return questions ? bytes_held / double(questions) : 0; }
+  double mean_full() const { return questions ? bytes_full / double(questions) : 0; }
+  double mean_read() const { return steps ? bytes_read / double(steps) : 0; }
+};
+
+/// A conversation in tokens, with how much may be generated for each answer.
+struct planned_turn {
+  std::vector<engine::token_t> prompt;
+  std::string answer;
+  std::int32_t max_new = 0;
+};
+
+/// Most tokens that any turn may decode, at least 1: the `max_new` of a conversation, whose plan is made once.
+index_t longest_answer(const std::vector<planned_turn>& turns);
+
+/// Runs conversations and keeps the cells.
+class evaluation {
+ public:
+  /// Keeps references: model, tokenizer and the methods must outlive it.
+  /// Errors: a budget that a method rejects.
+  evaluation(runner& model, const engine::tokenizer& tokenizer, std::vector<variant> variants, element_type element,
+             std::shared_ptr<tessera::cpu::executor> workers);
+
+  /// Checks that a conversation fits into the model's context. Errors: it does not; the message begins with `place`.
+  std::vector<planned_turn> plan(const conversation& conversation, const std::string& place) const;
+
+  /// Asks every variant the questions of one conversation. The first prompt passes through the model once for all;
+  /// later turns run by themselves, because what a method has dropped changes what the model says.
+  /// A method with the parameter `max_new` gets `longest_answer(turns)` unless the variant's settings have their own.
+  /// What `tick` throws (see `call_often`) leaves the cells as they were before the conversation.
+  void run(const std::string& family, const std::vector<planned_turn>& turns);
+
+  /// Called after every chunk of a prompt and every token of an answer.
+  void call_often(std::function<void()> tick) { tick_ = std::move(tick); }
+
+  const std::vector<variant>& variants() const { return variants_; }
+
+  /// Cells by family in order of appearance, then turn, then variant.
+  const std::vector<cell>& cells() const { return cells_; }
+
+ private:
+  void ask_all(const std::string& family, const std::vector<planned_turn>& turns);
+  engine::prefill_options ticking() const;
+  void answer(std::size_t variant, const std::string& family, const std::vector<planned_turn>& turns,
+              std::vector<float> logits, method_cache& cache);
+  std::unique_ptr<method_cache> empty_cache(const variant& variant, const std::vector<planned_turn>& turns) const;
+  cell& cell_of(std::size_t variant, const std::string& family, int turn);
+  std::vector<engine::token_t> generate(const planned_turn& turn, const std::vector<float>& logits,
+                                        method_cache& cache) const;
+  bool ends(const std::vector<engine::token_t>& answer, const std::string& expected) const;
+
+  runner& model_;
+  const engine::tokenizer& tokenizer_;
+  std::vector<variant> variants_;
+  cache_request request_;
+  std::vector<std::size_t> first_of_method_;   // the first variant of each run of one method: those share a cache
+  std::vector<std::size_t> cache_of_variant_;  // index into first_of_method_
+  std::vector<cell> cells_;
+  std::function<void()> tick_ = [] {};
+};
+
+}  // namespace tool

@@ -1,0 +1,274 @@
+#include "tasks.hpp"
+
+#include <limits>
+#include <map>
+#include <nlohmann/json.hpp>
+#include <tessera/core/error.hpp>
+
+#include "engine/files/input_file.hpp"
+#include "tool/methods/values.hpp"
+
+namespace tool {
+namespace {
+
+using strings = std::vector<std::string>;
+
+struct code {
+  std::string name, value;
+};
+
+// A template with {name} and the like filled in.
+std::string filled(std::string text, std::initializer_list<std::pair<std::string_view, std::string_view>> values) {
+  for (const auto& [name, value] : values) {
+    const std::string slot = "{" + std::string(name) + "}";
+    const std::size_t at = text.find(slot);
+    if (at != std::string::npos) text.replace(at, slot.size(), value);
+  }
+  return text;
+}
+
+std::string joined_by(const strings& parts, const std::string& separator) {
+  std::string all;
+  for (const std::string& part : parts) all += (all.empty() ? "" : separator) + part;
+  return all;
+}
+
+// A number of the file: how many of something a document has.
+std::size_t counted(const nlohmann::json& value, const char* key) {
+  constexpr std::size_t most = 1000;
+  const bool fits = value.is_number_unsigned() && value.get<std::size_t>() >= 1 && value.get<std::size_t>() <= most;
+  if (!fits) {
+    tessera::fail(key, value.is_number() ? value.dump() : std::string(value.type_name()),
+                  "a whole number from 1 to " + std::to_string(most), "start from examples/data/tasks.json");
+  }
+  return value.get<std::size_t>();
+}
+
+// `count` different results of `draw`.
+template <class Draw>
+strings distinct(std::size_t count, const Draw& draw) {
+  strings values;
+  for (std::size_t tries = 0; values.size() < count; ++tries) {
+    tessera::require(tries < std::min<std::size_t>(1000 * (count + 1), 100'000), "different values in the tasks file",
+                     values.size(), "at least " + std::to_string(count), "lengthen its word list");
+    const std::string value = draw();
+    if (std::find(values.begin(), values.end(), value) == values.end()) values.push_back(value);
+  }
+  return values;
+}
+
+strings draw_numbers(random_source& random, std::size_t count) {
+  return distinct(count, [&] { return std::to_string(10000 + random.below(90000)); });
+}
+
+// Merges ordered lists at random; each keeps its order.
+strings interleaved(random_source& random, const std::vector<strings>& groups) {
+  std::vector<std::size_t> order, next(groups.size(), 0);
+  for (std::size_t group = 0; group < groups.size(); ++group) order.insert(order.end(), groups[group].size(), group);
+  random.shuffle(order);
+  strings all;
+  for (const std::size_t group : order) all.push_back(groups[group][next[group]++]);
+  return all;
+}
+
+}  // namespace
+
+const std::vector<suite>& suites() {
+  constexpr std::size_t any = std::numeric_limits<std::size_t>::max();
+  static const std::vector<suite> all{
+      {"all", "every family", 1, any},
+      {"singleturn", "one question a document", 1, 1},
+      {"multiturn", "at least three questions over one document, the answers stay in the conversation", 3, any}};
+  return all;
+}
+
+struct task_book::spec {
+  nlohmann::json all;
+  strings names, words;
+
+  std::string text(const char* key) const { return all.at(key).get<std::string>(); }
+  std::size_t number(std::string_view family, const char* key) const {
+    return counted(all.at("families").at(std::string(family)).at(key), key);
+  }
+  std::string needle(const code& hidden) const {
+    return filled(text("needle"), {{"name", hidden.name}, {"value", hidden.value}});
+  }
+  asked ask_one(const code& wanted) const { return {filled(text("ask_one"), {{"name", wanted.name}}), wanted.value}; }
+
+  // Codes are words, not digits: the first one is what the prompt's last token has to find.
+  strings draw_values(random_source& random, std::size_t count) const {
+    const std::size_t parts = counted(all.at("value_words"), "value_words");
+    return distinct(count, [&] { return joined_by(random.sample(words, parts), " "); });
+  }
+
+  std::vector<code> draw_codes(random_source& random, std::size_t count) const {
+    const strings drawn = random.sample(names, count), values = draw_values(random, count);
+    std::vector<code> codes;
+    for (std::size_t i = 0; i < count; ++i) codes.push_back({drawn[i], values[i]});
+    return codes;
+  }
+  strings needles(const std::vector<code>& codes) const {
+    strings sentences;
+    for (const code& hidden : codes) sentences.push_back(needle(hidden));
+    return sentences;
+  }
+};
+
+task_book task_book::load(const std::filesystem::path& path) {
+  const std::string text = engine::read_text_file(path);
+  try {
+    const auto ordered = nlohmann::ordered_json::parse(text);
+    auto read = std::make_shared<spec>();
+    read->all = nlohmann::json::parse(text);
+    read->words = read->all.at("words").get<strings>();
+    for (const auto& adjective : read->all.at("adjectives")) {
+      for (const auto& noun : read->all.at("nouns")) {
+        read->names.push_back(adjective.get<std::string>() + " " + noun.get<std::string>());
+      }
+    }
+    task_book book;
+    book.spec_ = std::move(read);
+    book.answer_cue_ = book.spec_->text("answer");
+    for (const auto& [family, about] : ordered.at("families").items()) {
+      book.families_.push_back(family);
+      random_source trial(0);
+      book.turns_of_family_.push_back(book.make(family, trial).turns.size());  // reads every entry it needs
+    }
+    (void)book.question_line("");  // what documents need beside their families
+    return book;
+  } catch (const tessera::error& problem) {
+    throw tessera::error("tasks file " + engine::printable(path.native()) + ": " + problem.what());
+  } catch (const nlohmann::json::exception& problem) {
+    tessera::fail("tasks file " + engine::printable(path.native()), problem.what(),
+                  "word lists, templates and families as in tasks.json", "start from examples/data/tasks.json");
+  }
+}
+
+std::string task_book::question_line(std::string_view question) const {
+  return filled(spec_->text("question"), {{"question", question}});
+}
+
+std::vector<std::string> task_book::families_of(std::string_view suite_name) const {
+  strings names, fitting;
+  for (const suite& known : suites()) names.push_back(known.name);
+  require_one_of("suite", suite_name, names);
+  for (const suite& known : suites()) {
+    if (known.name != suite_name) continue;
+    for (std::size_t i = 0; i < families_.size(); ++i) {
+      const std::size_t turns = turns_of_family_[i];
+      if (turns >= known.least_turns && turns <= known.most_turns) fitting.push_back(families_[i]);
+    }
+  }
+  tessera::require(!fitting.empty(), "families of suite " + std::string(suite_name), 0,
+                   "at least one in the tasks file",
+                   "raise the turns of a conversation in it, or choose another suite");
+  return fitting;
+}
+
+task task_book::make(std::string_view family, random_source& random) const {
+  require_one_of("family", family, families_);
+  if (family == "multi_value") return values(random);
+  if (family == "multi_query" || family == "long_answer") return several(random, family);
+  if (family == "variable_tracking") return chains(random);
+  if (family == "frequent_words") return signals(random);
+  if (family == "conversation") return turns(random);
+  return one_of(random, family);
+}
+
+// Needles, one of which is asked for.
+task task_book::one_of(random_source& random, std::string_view family) const {
+  const auto codes = spec_->draw_codes(random, spec_->number(family, "needles"));
+  const question_place place = family.ends_with("_first")    ? question_place::first
+                               : family.ends_with("_middle") ? question_place::middle
+                                                             : question_place::last;
+  return {spec_->needles(codes), {spec_->ask_one(codes[random.below(codes.size())])}, place};
+}
+
+// One name with several values among names with one.
+task task_book::values(random_source& random) const {
+  const std::size_t count = spec_->number("multi_value", "values"), others = spec_->number("multi_value", "needles");
+  const auto codes = spec_->draw_codes(random, count + others);
+  const std::string& name = codes[0].name;
+  strings listed;
+  std::vector<strings> groups(1);
+  for (std::size_t i = 0; i < codes.size(); ++i) {
+    if (i < count) {
+      listed.push_back(codes[i].value);
+      groups[0].push_back(spec_->needle({name, codes[i].value}));
+    } else {
+      groups.push_back({spec_->needle(codes[i])});
+    }
+  }
+  return {interleaved(random, groups),
+          {{filled(spec_->text("ask_values"), {{"name", name}}), joined_by(listed, spec_->text("separator"))}}};
+}
+
+// Several names in one question, answered in the order asked: values alone, or a list of names and values.
+task task_book::several(random_source& random, std::string_view family) const {
+  const bool as_list = family == "long_answer";
+  const auto codes = spec_->draw_codes(random, spec_->number(family, "needles"));
+  strings names, items;
+  for (const code& wanted : random.sample(codes, spec_->number(family, "asked"))) {
+    names.push_back(wanted.name);
+    items.push_back(as_list ? filled(spec_->text("list_item"), {{"name", wanted.name}, {"value", wanted.value}})
+                            : wanted.value);
+  }
+  const std::string question =
+      filled(spec_->text(as_list ? "ask_list" : "ask_names"), {{"names", joined_by(names, spec_->text("separator"))}});
+  return {spec_->needles(codes), {{question, joined_by(items, spec_->text(as_list ? "list_separator" : "separator"))}}};
+}
+
+// Chains of variables; which ones equal the first chain's value?
+task task_book::chains(random_source& random) const {
+  const std::size_t lengths[] = {spec_->number("variable_tracking", "chain"),
+                                 spec_->number("variable_tracking", "distractors")};
+  const strings words = random.sample(spec_->words, lengths[0] + lengths[1]);
+  const strings values = draw_numbers(random, 2);
+  std::vector<strings> groups(2);
+  for (std::size_t chain = 0, word = 0; chain < 2; ++chain) {
+    for (std::size_t i = 0; i < lengths[chain]; ++i, ++word) {
+      groups[chain].push_back(
+          i == 0 ? filled(spec_->text("assign_value"), {{"word", words[word]}, {"value", values[chain]}})
+                 : filled(spec_->text("assign_word"), {{"word", words[word]}, {"source", words[word - 1]}}));
+    }
+  }
+  const strings chain(words.begin(), words.begin() + std::ptrdiff_t(lengths[0]));
+  return {interleaved(random, groups),
+          {{filled(spec_->text("ask_variables"), {{"value", values[0]}}), joined_by(chain, spec_->text("separator"))}}};
+}
+
+// Words that occur often among words that do not; the most frequent ones, most frequent first.
+task task_book::signals(random_source& random) const {
+  const auto frequencies = [&] {
+    std::vector<std::size_t> all;
+    for (const auto& one : spec_->all.at("families").at("frequent_words").at("frequencies")) {
+      all.push_back(counted(one, "frequencies"));
+    }
+    return all;
+  }();
+  const std::size_t others = spec_->number("frequent_words", "others");
+  const std::size_t most = spec_->number("frequent_words", "others_max");
+  const strings words = random.sample(spec_->words, frequencies.size() + others);
+  strings sentences;
+  for (std::size_t i = 0; i < words.size(); ++i) {
+    const std::size_t times = i < frequencies.size() ? frequencies[i] : 1 + random.below(most);
+    sentences.insert(sentences.end(), times, filled(spec_->text("signal"), {{"word", words[i]}}));
+  }
+  random.shuffle(sentences);
+  const strings best(words.begin(), words.begin() + std::ptrdiff_t(frequencies.size()));
+  const auto count = spec_->all.at("counts").at(std::to_string(best.size())).get<std::string>();
+  return {std::move(sentences),
+          {{filled(spec_->text("ask_signals"), {{"count", count}}), joined_by(best, spec_->text("separator"))}}};
+}
+
+// Several turns, each asking for another needle.
+task task_book::turns(random_source& random) const {
+  const auto codes = spec_->draw_codes(random, spec_->number("conversation", "needles"));
+  task result{spec_->needles(codes), {}};
+  for (const code& wanted : random.sample(codes, spec_->number("conversation", "turns"))) {
+    result.turns.push_back(spec_->ask_one(wanted));
+  }
+  return result;
+}
+
+}  // namespace tool

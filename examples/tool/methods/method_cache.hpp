@@ -1,0 +1,121 @@
+// One method's cache behind an interface, so that commands can choose methods, element types and head dims at run time.
+#pragma once
+
+#include <memory>
+#include <optional>
+#include <string>
+#include <string_view>
+#include <tessera/backend/cpu/kernel/executor.hpp>
+#include <tessera/core/model_shape.hpp>
+#include <tessera/core/parameters.hpp>
+#include <tessera/core/views.hpp>
+#include <utility>
+#include <vector>
+
+#include "engine/kv_cache.hpp"
+#include "tool_layouts.hpp"
+
+namespace engine::cuda {
+class kv_cache;
+}
+
+namespace tool {
+
+using tessera::index_t;
+using tessera::offset_t;
+
+/// Rows that a cache reads, in any strides: [tokens, heads, head_dim].
+using input_rows = tessera::rows_view<const float>;
+
+enum class element_type { fp32, fp16, bf16 };
+
+/// What was read by the decode steps since the prompt ended.
+struct read_count {
+  offset_t bytes = 0;
+  index_t steps = 0;
+};
+
+/// The cache of one conversation under one method.
+class method_cache : public engine::kv_cache {
+ public:
+  /// Appends a chunk of the prompt and lets the method see its queries; computes no attention.
+  virtual void observe(int layer, const input_rows& q, const input_rows& k, const input_rows& v) = 0;
+
+  /// A decode step with its log-sum-exp. Shapes: out [tokens, q_heads, head_dim], lse [tokens, q_heads].
+  virtual void step(int layer, const input_rows& q, const input_rows& k, const input_rows& v, float* out,
+                    float* lse) = 0;
+
+  /// An independent copy.
+  virtual std::unique_ptr<method_cache> clone() const = 0;
+
+  /// Changes the budget; it counts from the next `end_prefill` or decode step. Nothing happens where there is none.
+  virtual void set_budget(index_t tokens) = 0;
+
+  /// How many of the last queries of a prompt of `tokens` tokens the method has to see.
+  virtual index_t queries_needed(index_t tokens) const = 0;
+
+  virtual offset_t bytes() const = 0;                     ///< bytes held, all layers
+  virtual offset_t full_bytes(index_t tokens) const = 0;  ///< bytes of an uncompressed cache of that many tokens
+  virtual read_count reads() const = 0;
+
+  /// Logical positions that a layer stores for one head, ascending.
+  virtual std::vector<index_t> positions(int layer, index_t head) const = 0;
+
+  /// From now on decode steps write down what they attend: see `attended`.
+  virtual void trace_attended() = 0;
+  /// Logical positions that the last step attended in a layer, by kv_head.
+  virtual const std::vector<std::vector<index_t>>& attended(int layer) const = 0;
+
+  /// The same cache for the engine on the device; null for a cache of the CPU.
+  virtual engine::cuda::kv_cache* on_device() { return nullptr; }
+};
+
+/// A value given for a parameter by name, as on the command line.
+struct setting {
+  std::string name;
+  std::string value;
+};
+
+/// What a cache is made from.
+struct cache_request {
+  tessera::model_shape shape;
+  int head_dim = 0;  ///< one of `head_dims`
+  element_type element = element_type::bf16;
+  std::optional<index_t> budget;  ///< tokens per kv_head; must be there where the method has a budget
+  std::vector<setting> settings;
+  std::shared_ptr<tessera::cpu::executor> workers;
+  index_t index_tokens = 0;  ///< most tokens whose keys an index holds at a time, on CUDA; 0: `tokens`
+  index_t tokens = 0;  ///< most tokens that the conversation will have; CUDA allocates for them, the CPU as they come
+  index_t conversations = 1;  ///< that decode together, on CUDA
+};
+
+inline constexpr int head_dims[] = {TESSERA_TOOL_HEAD_DIMS};  // what this build of the tool is for
+
+struct parameter_info {
+  std::string name, value, allowed, about;
+};
+
+struct policy_info {
+  std::string axis, name;
+};
+
+/// All that the tool knows of a method.
+struct method_info {
+  std::string name, paper;
+  bool has_budget = false;
+  tessera::value_range<index_t> budgets;  ///< what the budget may be
+  std::string budget_counts;              ///< and what it counts
+  std::vector<policy_info> policies;
+  std::vector<parameter_info> parameters;  ///< with the paper's defaults
+
+  /// The parameters with their values after `settings`. Errors: an unknown name, a value of the wrong type.
+  std::vector<parameter_info> (*configured)(const std::vector<setting>& settings);
+  /// Those with what the budget comes to for a first prompt of `prompt` tokens in place of "by the budget".
+  std::vector<parameter_info> (*planned)(const std::vector<setting>& settings, std::optional<index_t> budget,
+                                         index_t prompt, int head_dim);
+  /// A cache on the CPU; see `make_cache` for the other backend.
+  /// Errors: as `configured`; parameters or shapes that make no sense.
+  std::unique_ptr<method_cache> (*make)(const cache_request& request);
+};
+
+}  // namespace tool

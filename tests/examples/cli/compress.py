@@ -1,0 +1,130 @@
+"""What `tessera compress` reads, writes and refuses."""
+import random
+import resource
+import shutil
+import struct
+
+from checks import floats, layer, read_safetensors, safetensors
+
+
+def check_cuda(checks, arguments):
+    """Never a silent fallback: a build without CUDA and a machine without a device each say so."""
+    if not checks.has_cuda:
+        checks.refuses(arguments, "no CUDA backend")
+    elif shutil.which("nvidia-smi") is None:
+        checks.refuses(arguments, "number of CUDA devices is 0", "--backend cpu")
+
+
+def check_compress(checks):
+    folder = checks.folder
+    (folder / "layer").write_bytes(safetensors(layer()))
+    base = "compress --in layer --out kept"
+    checks.works(f"{base} --method snapkv --budget 40 --set window=16 --set pool=3", "40.0 of 60 tokens")
+    written = read_safetensors(folder / "kept")
+    metadata = written["__metadata__"]
+    assert metadata["method"] == "snapkv" and metadata["window"] == "16" and metadata["pool"] == "3", metadata
+    assert written["keep.indptr"]["dtype"] == "I64" and written["keep.indptr"]["shape"] == [3], written
+    assert written["keep.indices"]["dtype"] == "I32" and written["keep.indices"]["shape"] == [80], written
+    assert written["attend.indptr"]["shape"] == [7] and written["out"]["shape"] == [3, 4, 64], written
+    assert written["lse"]["shape"] == [3, 4] and written["lse"]["dtype"] == "F32", written
+    (folder / "kept").unlink()
+
+    base += " --method snapkv"
+    for budget in ("0", "-5", "1.5", "many", "99999999999"):
+        checks.refuses(f"{base} --budget {budget}", "--budget", budget, "whole number")
+    checks.refuses(base, "--budget is missing")
+    checks.refuses(f"{base} --budget 16", "window is 32", "budget")
+    checks.refuses(f"{base} --budget 40 --set window=0", "window is 0", "1 to 32768")
+    checks.refuses(f"{base} --budget 40 --set window=41", "window is 41")
+    checks.refuses(f"{base} --budget 40 --set window=8 --set window=9", "every parameter once")
+    checks.refuses("compress --in layer --out kept --method pyramidkv --budget 40 --set layer=-2", "layer is -2")
+    checks.refuses(f"{base} --budget 40 --set window=x", "'x'")
+    checks.refuses(f"{base} --budget 40 --set window", "name=value")
+    checks.refuses(f"{base} --budget 40 --set winow=8", "did you mean window?")
+    checks.refuses(f"{base} --budget 40 --set pool=4", "pool is 4")
+    check_cuda(checks, f"{base} --budget 40 --backend cuda")
+    checks.refuses(f"{base} --budget 40 --backend tpu", "tpu")
+    checks.refuses(f"{base} --budget 40 --threads -1", "--threads")
+    checks.refuses("compress --in layer --out kept --method snapvk --budget 40", "did you mean snapkv?")
+    checks.refuses("compress --in absent --out kept --method full", "absent")
+    checks.refuses("compress --in . --out kept --method full", "a folder")
+    checks.refuses("compress --in layer --out absent/kept --method full", "absent/kept")
+    checks.refuses("compress --in layer --method full", "--out")
+    checks.refuses("compress --in layer --out kept --method h2o --budget 20", "n_q", "60")
+    checks.works("compress --in layer --out kept --method full", "60.0 of 60")
+    checks.notes("compress --in layer --out kept --method full --budget 40", "--budget has no effect")
+    (folder / "more").write_bytes(safetensors({**layer(), "boundaries": ("U8", [60], bytes(60)), "w": floats(2)}))
+    checks.notes("compress --in more --out kept --method snapkv --budget 40", "not used by snapkv: tensor boundaries, w")
+    checks.notes("compress --in layer --out kept --method streaming_llm --budget 40", "not used by streaming_llm: tensor q")
+    (folder / "kept").unlink()
+
+    whole = safetensors(layer())
+    for cut in (0, 4, 8, 40, len(whole) - 1):
+        (folder / "cut").write_bytes(whole[:cut])
+        checks.refuses("compress --in cut --out kept --method full", "cut")
+    for name, change, expected in (
+            ("nan", {"k": ("F32", [2, 60, 64], b"\x00\x00\xc0\x7f" * 7680), "v": floats(2, 60, 64)}, "element 0"),
+            ("type", {"k": ("U8", [2, 60, 64], bytes(7680))}, "tensor"),
+            ("shape", {"v": floats(2, 59, 64, dtype="BF16")}, "shape of tensor v"),
+            ("heads", {"k": floats(2, 60, 64), "v": floats(2, 60, 64), "q": floats(40, 3, 64)}, "multiple of kv_heads"),
+            ("dim", {"k": floats(2, 60, 72), "v": floats(2, 60, 72), "q": floats(40, 4, 72)}, "72")):
+        tensors = {} if name in ("heads", "dim") else layer()
+        tensors.update(change)
+        (folder / name).write_bytes(safetensors(tensors))
+        checks.refuses(f"compress --in {name} --out kept --method full", expected)
+
+
+def check_compress_more(checks):
+    folder = checks.folder
+    for method, budget, expected in (("hsa", 16, {"page": "2", "channels": "32"}), ("quest", 16, {"page": "16"}),
+                                     ("rocketkv", 16, {"split": "adaptive"})):
+        checks.works(f"compress --in layer --out kept --method {method} --budget {budget} --set "
+                     + ("max_new=4" if method != "rocketkv" else "window=2"))
+        written = read_safetensors(folder / "kept")["__metadata__"]
+        for name, value in expected.items():
+            planned = written[name] == value if value != "adaptive" else 0 < float(written[name]) < 1
+            checks.require(planned, method, f"{name} is written as {written[name]}")
+        checks.require(written.get("page", "1") != "0" and written.get("channels", "1") != "0", method, written)
+    checks.notes("compress --in layer --out kept --method pyramidkv --budget 40", "as snapkv")
+
+    def with_turns(turns, dtype="I64", **more):
+        content = struct.pack(f"<{len(turns)}{'q' if dtype == 'I64' else 'i'}", *turns)
+        (folder / "turns").write_bytes(safetensors({**layer(n_q=60), "turns": (dtype, [len(turns)], content), **more}))
+
+    def attended(method, turns):
+        random.seed(7)
+        with_turns(turns)
+        checks.works(f"compress --in turns --out kept --method {method} --budget 16 --set window=2 --set max_new=4 --set split=1 --set pool=1")
+        content = (folder / "kept").read_bytes()
+        header = read_safetensors(folder / "kept")
+        start = 8 + struct.unpack("<Q", content[:8])[0]
+        begin, end = header["attend.indices"]["data_offsets"]
+        return content[start + begin:start + end]
+
+    checks.require(attended("rocketkv", []) == attended("rocketkv", [0]), "turns", "a leading 0 makes a difference")
+    checks.require(attended("rocketkv_mt", [30, 50]) != attended("rocketkv", [30, 50]), "turns", "no difference")
+    base = "compress --in turns --out kept --method full"
+    for turns in ([30, 30], [40, 20], [60], [-1], [5, 2**40]):
+        with_turns(turns)
+        (folder / "kept").unlink(missing_ok=True)
+        checks.refuses(base, "tensor turns")
+    with_turns([30], dtype="I32")
+    checks.refuses(base, "I64")
+
+    huge = layer(dtype="F32")
+    huge["q"] = ("F32", [40, 4, 64], struct.pack("<f", 1.9e19) * (40 * 4 * 64))
+    huge["k"] = ("F32", [2, 60, 64], struct.pack("<f", 1.9e19) * (2 * 60 * 64))
+    (folder / "huge").write_bytes(safetensors(huge))
+    checks.refuses("compress --in huge --out kept --method snapkv --budget 40", "layer 0, query head 0", "token 0")
+    huge["q_decode"] = ("F32", [3, 4, 64], struct.pack("<f", 1.9e19) * (3 * 4 * 64))
+    (folder / "huge").write_bytes(safetensors(huge))
+    checks.refuses("compress --in huge --out kept --method streaming_llm --budget 40", "layer 0, query head 0, step 0")
+
+    many = {f"tensor.with.a.long.name.{i}": ("U8", [0], b"") for i in range(300_000)}
+    (folder / "many").write_bytes(safetensors({**layer(), **many}))
+    before = resource.getrusage(resource.RUSAGE_CHILDREN).ru_utime
+    checks.notes("compress --in many --out kept --method full", "more")
+    seconds = resource.getrusage(resource.RUSAGE_CHILDREN).ru_utime - before
+    checks.require(seconds < 8, "compress --in many", f"took {seconds:.1f} s of a core")  # a quadratic reader: 25
+    (folder / "many").unlink()
+    (folder / "kept").unlink()

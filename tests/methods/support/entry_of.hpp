@@ -1,0 +1,203 @@
+// A recipe's cache behind the interface of `any_cache`, and what the reference must know of the recipe.
+#pragma once
+
+#include <algorithm>
+#include <map>
+#include <type_traits>
+
+#include <tessera/budget/adaptive.hpp>
+#include <tessera/budget/pyramid.hpp>
+#include <tessera/budget/two_stage.hpp>
+#include <tessera/budget/uniform.hpp>
+#include <tessera/recipe.hpp>
+#include <tessera/schedule/before_each_step.hpp>
+#include <tessera/schedule/each_step.hpp>
+#include <tessera/schedule/once.hpp>
+#include <tessera/scorer/accumulated_attention.hpp>
+#include <tessera/scorer/chosen_channels.hpp>
+#include <tessera/scorer/exact_score.hpp>
+#include <tessera/scorer/hybrid_min_max.hpp>
+#include <tessera/scorer/observation_window.hpp>
+#include <tessera/scorer/page_min_max.hpp>
+#include <tessera/scorer/position.hpp>
+#include <tessera/selector/tokens_or_pages.hpp>
+#include <tessera/selector/top_blocks.hpp>
+#include <tessera/selector/top_pages.hpp>
+#include <tessera/selector/top_tokens.hpp>
+
+#include "methods/support/any_cache.hpp"
+
+namespace methods_test {
+
+using tessera::cache;
+using tessera::model_shape;
+using tessera::split_factor;
+using tessera::stage_plan;
+namespace cpu = tessera::cpu;
+
+/// What a recipe's policies are to the reference; `other` is a policy that it has no reference for.
+template <class Scorer>
+constexpr traits::first first_of() {
+  if (std::is_same_v<Scorer, tessera::observation_window>) return traits::first::window;
+  if (std::is_same_v<Scorer, tessera::accumulated_attention>) return traits::first::accumulated;
+  if (std::is_same_v<Scorer, tessera::position>) return traits::first::position;
+  return traits::first::other;
+}
+
+template <class Budget>
+struct share_of {
+  static constexpr bool plans = tessera::planning_budget<Budget>;
+  static constexpr traits::share value = std::is_same_v<Budget, tessera::uniform>    ? traits::share::uniform
+                                         : std::is_same_v<Budget, tessera::pyramid>  ? traits::share::pyramid
+                                         : std::is_same_v<Budget, tessera::adaptive> ? traits::share::adaptive
+                                                                                     : traits::share::other;
+};
+template <class Inner>
+struct share_of<tessera::two_stage<Inner>> : share_of<Inner> {
+  static constexpr bool plans = true;
+};
+
+template <class Scorer>
+constexpr traits::second second_of() {
+  if (std::is_same_v<Scorer, tessera::exact_score>) return traits::second::exact;
+  if (std::is_same_v<Scorer, tessera::hybrid_min_max>) return traits::second::hsa;
+  if (std::is_same_v<Scorer, tessera::page_min_max>) return traits::second::quest;
+  if (std::is_same_v<Scorer, tessera::chosen_channels>) return traits::second::sparq;
+  return traits::second::other;
+}
+
+template <class Stage>
+void describe_first(const Stage& stage, traits& found) {
+  using scorer = std::remove_cvref_t<decltype(stage.scorer)>;
+  using budget = std::remove_cvref_t<decltype(stage.budget)>;
+  using selector = std::remove_cvref_t<decltype(stage.selector)>;
+  found.scorer = first_of<scorer>();
+  found.budget = share_of<budget>::value;
+  found.plans = share_of<budget>::plans;
+  found.blocks = std::is_same_v<selector, tessera::top_blocks>;
+  if constexpr (requires { stage.scorer.window; }) found.window = stage.scorer.window;
+  if constexpr (requires { stage.scorer.pool; }) found.pool = stage.scorer.pool;
+  if (!found.blocks && !std::is_same_v<selector, tessera::top_tokens>) found.scorer = traits::first::other;
+}
+
+template <class Recipe>
+traits describe() {
+  const Recipe recipe;
+  traits found;
+  if constexpr (Recipe::retain_type::chooses) describe_first(recipe.retain, found);
+  found.filters = Recipe::retain_type::chooses && !Recipe::retain_type::drops;
+  found.each_step = std::is_same_v<typename Recipe::schedule_type, tessera::each_step>;
+  found.before_step = std::is_same_v<typename Recipe::schedule_type, tessera::before_each_step>;
+  if (!found.each_step && !found.before_step && !std::is_same_v<typename Recipe::schedule_type, tessera::once>)
+    found.scorer = traits::first::other;  // a schedule that the reference does not know
+  if constexpr (Recipe::retrieve_type::retrieves) {
+    using selector = std::remove_cvref_t<decltype(recipe.retrieve.selector)>;
+    found.reads = second_of<std::remove_cvref_t<decltype(recipe.retrieve.scorer)>>();
+    found.pages = std::is_same_v<selector, tessera::top_pages>;
+    found.estimate = Recipe::retrieve_type::estimates;
+    const bool known = found.pages || std::is_same_v<selector, tessera::top_tokens> ||
+                       std::is_same_v<selector, tessera::tokens_or_pages>;
+    if (!known) found.reads = traits::second::other;
+  }
+  return found;
+}
+
+template <class Recipe>
+Recipe configured(const settings& chosen) {
+  Recipe recipe;
+  recipe.set_budget(chosen.budget);
+  recipe.attention.rule = chosen.rule;
+  Recipe::parameters(recipe, [&](const char* name, auto& value, const auto&, const char*) {
+    using value_type = std::remove_reference_t<decltype(value)>;
+    const auto found = chosen.values.find(name);
+    if (found == chosen.values.end()) return;
+    if constexpr (std::is_same_v<value_type, split_factor>) {
+      value = split_factor(found->second);
+    } else {
+      value = static_cast<value_type>(index_t(found->second));
+    }
+    if constexpr (std::is_same_v<value_type, float>) value = float(chosen.value(name, double(value)));
+  });
+  if constexpr (Recipe::retain_type::chooses && Recipe::retrieve_type::retrieves && !Recipe::retain_type::plans)
+    recipe.retrieve.tokens = chosen.count("read_tokens", chosen.budget);
+  return recipe;
+}
+
+template <class Recipe>
+class cache_of final : public any_cache {
+ public:
+  explicit cache_of(cache<Recipe> held) : held_(std::move(held)) {}
+  std::unique_ptr<any_cache> clone() const override { return std::make_unique<cache_of>(*this); }
+  index_t open() override { return held_.open(); }
+  void close(index_t id) override { held_.close(id); }
+  void prefill(index_t layer, index_t id, const rows& q, const rows& k, const rows& v) override {
+    held_.prefill(layer, id, q, k, v);
+  }
+  void prefill_attention(index_t layer, index_t id, const rows& q, const results& out, const results& lse) override {
+    held_.prefill_attention(layer, id, q, out, lse);
+  }
+  void end_prefill(index_t id) override { held_.end_prefill(id); }
+  void decode(index_t layer, const std::vector<index_t>& ids, const rows& q, const rows& k, const rows& v,
+              const results& out, const results& lse) override {
+    tessera::batch& step = steps_[ids];
+    if (layer == 0 || step.tokens != q.tokens) step = held_.prepare_step(ids, q.tokens);
+    held_.decode(layer, step, q, k, v, out, lse);
+  }
+  void set_budget(index_t tokens) override { held_.set_budget(tokens); }
+  index_t next_position(index_t id) const override { return held_.next_position(id); }
+  std::vector<index_t> positions(index_t layer, index_t id, index_t head) const override {
+    return held_.positions(layer, id, head);
+  }
+  std::vector<index_t> readable(index_t layer, index_t id, index_t head) const override {
+    return held_.readable(layer, id, head);
+  }
+  stage_plan plan(index_t id) const override { return held_.plan(id); }
+  void trace_attended(bool on) override { held_.trace_attended(on); }
+  std::vector<std::vector<index_t>> attended(index_t layer, index_t id) const override {
+    return held_.attended(layer, id);
+  }
+  void overwrite(index_t layer, index_t id, index_t head, const std::vector<index_t>& but) override {
+    const auto view = held_.view(layer, id);
+    using stored = std::remove_pointer_t<decltype(view.k)>;
+    for (index_t slot = 0; slot < view.length(0, head); ++slot) {
+      if (std::binary_search(but.begin(), but.end(), view.position(0, head, slot))) continue;
+      std::fill_n(view.value(0, head, slot), dim, stored(1e20f));
+      std::fill_n(view.key(0, head, slot), dim, stored(-1e20f));
+    }
+  }
+  offset_t bytes(index_t id) const override { return held_.bytes(id); }
+  offset_t bytes_read(index_t id) const override { return held_.bytes_read(id); }
+  offset_t full_bytes(index_t tokens) const override { return held_.full_bytes(tokens); }
+
+ private:
+  cache<Recipe> held_;
+  std::map<std::vector<index_t>, tessera::batch> steps_;  // of each batch of ids, the last one
+};
+
+template <class Recipe>
+std::vector<number> numbers() {
+  std::vector<number> all;
+  if (Recipe::retain_type::chooses || Recipe::retrieve_type::retrieves)
+    all.push_back({"budget", double(Recipe::budgets.least), double(Recipe::budgets.most), 1});
+  Recipe recipe;
+  Recipe::parameters(recipe, [&](const char* name, auto& value, const auto& allowed, const char*) {
+    using value_type = std::remove_reference_t<decltype(value)>;
+    if constexpr (std::is_same_v<value_type, split_factor>)
+      all.push_back({name, allowed.fixed.least, allowed.fixed.most, 1e-6});
+    if constexpr (std::is_arithmetic_v<value_type>) {
+      all.push_back({name, double(allowed.least), double(allowed.most), std::is_same_v<value_type, float> ? 1e-6 : 1});
+    }
+  });
+  return all;
+}
+
+template <class Recipe>
+entry entry_of(std::string name) {
+  return {std::move(name), describe<Recipe>(), &numbers<Recipe>,
+          [](const settings& chosen, const model_shape& shape, std::shared_ptr<cpu::executor> workers) {
+            return std::unique_ptr<any_cache>(
+                new cache_of<Recipe>(cache<Recipe>(shape, configured<Recipe>(chosen), std::move(workers))));
+          }};
+}
+
+}  // namespace methods_test

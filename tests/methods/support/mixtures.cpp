@@ -1,0 +1,24 @@
+// The mixtures by name.
+#include "methods/support/mixtures.hpp"
+
+namespace methods_test {
+
+std::vector<entry> mixture_entries() {
+  return {
+      entry_of<mixtures::two_stages>("two_stages"),
+      entry_of<mixtures::block_heavy_hitters>("block_heavy_hitters"),
+      entry_of<mixtures::snapkv_quest>("snapkv_quest"),
+      entry_of<mixtures::ada_hsa>("ada_hsa"),
+      entry_of<mixtures::pyramid_sparq>("pyramid_sparq"),
+      entry_of<mixtures::h2o_exact>("h2o_exact"),
+      entry_of<mixtures::h2o_hsa>("h2o_hsa"),
+      entry_of<mixtures::sinks_sparq>("sinks_sparq"),
+      entry_of<mixtures::rocket_exact>("rocket_exact"),
+      entry_of<mixtures::snapkv_turns>("snapkv_turns"),
+      entry_of<mixtures::snapkv_turns_exact>("snapkv_turns_exact"),
+      entry_of<mixtures::h2o_turns_quest>("h2o_turns_quest"),
+      entry_of<mixtures::ada_turns_sparq>("ada_turns_sparq"),
+  };
+}
+
+}  // namespace methods_test

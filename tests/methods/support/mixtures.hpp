@@ -1,0 +1,48 @@
+// Mixtures of policies that no paper has: any first stage with any second, by changing a type.
+#pragma once
+
+#include <tessera/attention/dense_decode.hpp>
+#include <tessera/attention/gathered_decode.hpp>
+#include <tessera/layout/dense.hpp>
+#include <tessera/schedule/once.hpp>
+
+#include "methods/support/entry_of.hpp"
+
+namespace methods_test::mixtures {
+
+using namespace tessera;
+
+using storage = dense<fp32, dim>;
+
+/// Two mixtures that no paper has: blocks under Ada-KV's budget with a second, exact choice at every step; and
+/// StreamingLLM's ranking by blocks.
+using two_stages = recipe<retain<observation_window, adaptive, top_blocks>, storage, retrieve<exact_score, top_tokens>,
+                          gathered_decode, once>;
+using block_heavy_hitters =
+    recipe<retain<accumulated_attention, pyramid, top_blocks>, storage, retrieve_all, dense_decode, each_step>;
+
+/// Any first stage with any second, by changing a type.
+using snapkv_quest = recipe<retain<observation_window, uniform, top_tokens>, storage, retrieve<page_min_max, top_pages>,
+                            gathered_decode, once>;
+using ada_hsa = recipe<retain<observation_window, two_stage<adaptive>, top_tokens>, storage,
+                       retrieve<hybrid_min_max, tokens_or_pages>, gathered_decode, once>;
+using pyramid_sparq = recipe<retain<observation_window, two_stage<pyramid>, top_blocks>, storage,
+                             retrieve<chosen_channels, top_tokens>, gathered_decode, once>;
+using h2o_exact = recipe<retain<accumulated_attention, uniform, top_tokens>, storage, retrieve<exact_score, top_tokens>,
+                         gathered_decode, each_step>;
+using h2o_hsa = recipe<retain<accumulated_attention, uniform, top_tokens>, storage,
+                       retrieve<hybrid_min_max, tokens_or_pages>, gathered_decode, each_step>;
+using sinks_sparq = recipe<retain<position, uniform, top_tokens>, storage, retrieve<chosen_channels, top_tokens>,
+                           gathered_decode, once>;
+using rocket_exact = recipe<retain<observation_window, two_stage<uniform>, top_tokens>, storage,
+                            retrieve<exact_score, top_tokens>, gathered_decode, once>;
+/// And filters: without a second stage, with an exact one, over accumulated scores, with Quest and SparQ inside.
+using snapkv_turns = recipe<filter<observation_window, uniform, top_tokens>, storage, retrieve_all, dense_decode, once>;
+using snapkv_turns_exact = recipe<filter<observation_window, uniform, top_tokens>, storage,
+                                  retrieve<exact_score, top_tokens>, gathered_decode, once>;
+using h2o_turns_quest = recipe<filter<accumulated_attention, two_stage<uniform>, top_tokens>, storage,
+                               retrieve<page_min_max, top_pages>, gathered_decode, once>;
+using ada_turns_sparq = recipe<filter<observation_window, two_stage<adaptive>, top_tokens>, storage,
+                               retrieve<chosen_channels, top_tokens>, gathered_decode, once>;
+
+}  // namespace methods_test::mixtures
