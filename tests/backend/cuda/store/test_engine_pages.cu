@@ -267,6 +267,7 @@ struct pair_of_engines {
   }
 
   void compare_virtual_blocks(index_t layer) {
+    if (D != Dv && !s.split && !s.own_tables) return;  // heads of K and of V are cut differently
     const index_t width = s.max_blocks + random.between(0, 2);
     std::vector<index_t> expected(std::size_t(s.sequences * s.heads * width));
     buffer<index_t> got(expected.size());
