@@ -17,6 +17,7 @@ NAME = "tessera"
 OWNER = "_tessera_owner"  # on the keys, from `update` to `attend`
 
 
+@torch.compiler.disable  # the rest of a model compiles; this decides in Python what the call is
 def attend(module, query, key, value, attention_mask, dropout=0.0, scaling=None, sliding_window=None, softcap=None,
            s_aux=None, **_):
     """The attention function of transformers' interface: [batch, heads, tokens, dim] -> [batch, tokens, heads, dim]."""

@@ -194,3 +194,14 @@ def test_chunks_of_any_size_keep_what_one_prompt_keeps():
         logits.append(last)
     assert kept[0] == kept[1] == kept[2]
     assert all(torch.allclose(logits[0], other, atol=1e-5) for other in logits[1:])
+
+
+def test_a_compiled_model_and_inference_mode():
+    model, ids = small_model(), tokens(50)
+    compiled, made = torch.compile(model.forward, backend="eager"), []
+    for forward, mode in ((model.forward, torch.no_grad), (compiled, torch.no_grad), (model.forward, torch.inference_mode)):
+        cache = TesseraCache(model.config, "snapkv", 20, window=8)
+        with mode():
+            made.append([forward(input_ids=part, past_key_values=cache).logits for part in (ids, ids[:, :1], ids[:, 1:2])])
+    for other in made[1:]:
+        assert all(torch.equal(x, y) for x, y in zip(made[0], other))
