@@ -16,7 +16,19 @@ TESSERA_NAMESPACE_BEGIN
 namespace cpu {
 inline namespace TESSERA_HOST_ISA {
 
-/// Nothing is chosen.
+/// What a first stage ranked in one place, by kv_head: the tokens that competed, and their scores as the selector saw them.
+/// Tokens that a scorer keeps in any case (its window) have none, nor has a layer that holds no more than the budget.
+struct ranked_tokens {
+  std::vector<std::vector<index_t>> positions;
+  std::vector<std::vector<float>> scores;
+};
+
+/// What every first stage answers; this one chooses nothing.
+///   forget(id)                               what was observed of an open id; needs no memory
+///   observe_prompt(...), observe_step(...)   take queries in; as before when memory runs out
+///   take_back(b, layer, id, store)           undoes `observe_step` of the b-th sequence of a batch; needs no memory
+///   choose(...)                              fills a selection of what stays, and what it ranked (null: not wanted);
+///                                            returns whether it chooses at all
 template <class Recipe, observes Observed = Recipe::retain_type::observed, bool Chooses = Recipe::retain_type::chooses>
 class first_stage {
  public:
@@ -30,8 +42,10 @@ class first_stage {
     return 0;
   }
   template <class... Any>
-  const selection* choose(const Any&...) {
-    return nullptr;
+  void take_back(const Any&...) {}
+  template <class... Any>
+  bool choose(const Any&...) {
+    return false;
   }
   offset_t bytes(index_t, index_t) const { return 0; }
 };
@@ -47,14 +61,23 @@ class choosing {
 
   /// `scores`, its rows and the tail are set; lengths are the store's.
   template <class Policy>
-  const selection* choose_by(const Policy& policy, layer_scores scores, index_t layer, index_t id,
-                             const store_type& stored) {
+  bool choose_by(const Policy& policy, layer_scores scores, index_t layer, index_t id, const store_type& stored,
+                 selection& kept, ranked_tokens* ranked) {
     scores.layer = layer;
     scores.layers = shape_.layers;
     scores.kv_heads = shape_.kv_heads;
     scores.tokens = stored.lengths(layer, id).data();
-    choose_kept(policy, scores, *kept_, *retaining_);
-    return &*kept_;
+    const layer_scores seen = choose_kept(policy, scores, kept, *retaining_);
+    if (!ranked) return true;
+    ranked->positions.assign(std::size_t(shape_.kv_heads), {});
+    ranked->scores.assign(std::size_t(shape_.kv_heads), {});
+    for (index_t h = 0; seen.scores && h < shape_.kv_heads; ++h) {
+      ranked->scores[std::size_t(h)].assign(seen.head(h), seen.head(h) + seen.candidates(h));
+      for (index_t i = 0; i < seen.candidates(h); ++i) {
+        ranked->positions[std::size_t(h)].push_back(stored.position(layer, id, h, i));
+      }
+    }
+    return true;
   }
 
   /// Rows of scores for what a place holds, all 0, one head after another.
@@ -79,7 +102,6 @@ class choosing {
   scratch<score_workspace<Recipe::layout_type::k_dim>> scoring_;
 
  private:
-  scratch<selection> kept_;
   scratch<retain_workspace> retaining_;
 };
 
@@ -98,10 +120,12 @@ class first_stage<Recipe, observes::nothing, true> : public choosing<Recipe> {
   offset_t observe_step(const Any&...) {
     return 0;
   }
+  template <class... Any>
+  void take_back(const Any&...) {}
 
   template <class Store>
-  const selection* choose(index_t layer, index_t id, Store& stored, const planned<Recipe>& policies, const logit_rule&,
-                          index_t next, index_t tail, executor&) {
+  bool choose(index_t layer, index_t id, Store& stored, const planned<Recipe>& policies, const logit_rule&,
+              index_t next, index_t tail, selection& kept, ranked_tokens* ranked, executor&) {
     const auto& policy = policies.first;
     const auto& lengths = stored.lengths(layer, id);
     layer_scores scores =
@@ -112,7 +136,7 @@ class first_stage<Recipe, observes::nothing, true> : public choosing<Recipe> {
             policy.scorer.score(stored.position(layer, id, h, i), next);
       }
     }
-    return this->choose_by(policy, scores, layer, id, stored);
+    return this->choose_by(policy, scores, layer, id, stored, kept, ranked);
   }
   offset_t bytes(index_t, index_t) const { return 0; }
 };
@@ -140,6 +164,7 @@ class first_stage<Recipe, observes::window, true> : public choosing<Recipe> {
     std::vector<float>& rows = window(layer, id);
     const index_t most = policies.first.scorer.window, row = q.heads * k_dim, fresh = std::min(q.tokens, most);
     const index_t old = std::min(most - fresh, index_t(rows.size()) / std::max(1, row));
+    rows.reserve(std::size_t(old + fresh) * std::size_t(row));  // the last that may fail
     rows.erase(rows.begin(), rows.end() - offset_t(old) * row);
     for (index_t t = q.tokens - fresh; t < q.tokens; ++t) {
       for (index_t h = 0; h < q.heads; ++h) {
@@ -152,10 +177,12 @@ class first_stage<Recipe, observes::window, true> : public choosing<Recipe> {
   offset_t observe_step(const Any&...) {
     return 0;
   }
+  template <class... Any>
+  void take_back(const Any&...) {}
 
   template <class Store>
-  const selection* choose(index_t layer, index_t id, Store& stored, const planned<Recipe>& policies,
-                          const logit_rule& rule, index_t next, index_t, executor& workers) {
+  bool choose(index_t layer, index_t id, Store& stored, const planned<Recipe>& policies, const logit_rule& rule,
+              index_t next, index_t, selection& kept, ranked_tokens* ranked, executor& workers) {
     const auto& policy = policies.first;
     const index_t q_heads = this->shape_.q_heads, rows = index_t(window(layer, id).size()) / (q_heads * k_dim);
     const index_t first = next - rows;
@@ -166,7 +193,7 @@ class first_stage<Recipe, observes::window, true> : public choosing<Recipe> {
       score_rows(stored.view(layer, id), query_rows<float>{seen, &first}, rule, policy.scorer, this->raw_.memory.data(),
                  this->offsets_.memory.data(), *this->scoring_, workers);
     }
-    return this->choose_by(policy, scores, layer, id, stored);
+    return this->choose_by(policy, scores, layer, id, stored, kept, ranked);
   }
 
   offset_t bytes(index_t layer, index_t id) const {
@@ -206,27 +233,39 @@ class first_stage<Recipe, observes::every_query, true> : public choosing<Recipe>
                beside.begins().data(), *this->scoring_, workers);
   }
 
-  /// Queries of a decode step that has been attended. Returns the bytes of scores that were read.
+  /// Queries of a decode step that has been attended, of the b-th sequence of the batch. Returns the bytes of scores that
+  /// were read.
   template <class E, class Store>
-  offset_t observe_step(index_t layer, index_t id, Store& stored, const planned<Recipe>& policies,
+  offset_t observe_step(index_t b, index_t layer, index_t id, Store& stored, const planned<Recipe>& policies,
                         const logit_rule& rule, const rows_view<const E>& q, index_t next, executor& workers) {
     if constexpr (!fires_in_steps<typename Recipe::schedule_type>) return 0;
+    auto& before = *before_;
+    if (before.size() <= std::size_t(b)) before.resize(std::size_t(b) + 1);
+    before[std::size_t(b)] = stored.beside(layer, id).all_scores();
     observe_prompt(layer, id, stored, policies, rule, q, next, workers);
     offset_t read = 0;
     for (const index_t length : stored.lengths(layer, id)) read += length * offset_t(sizeof(float));
     return read;
   }
+  template <class Store>
+  void take_back(index_t b, index_t layer, index_t id, Store& stored) {
+    if constexpr (fires_in_steps<typename Recipe::schedule_type>)
+      stored.beside(layer, id).set_scores((*before_)[std::size_t(b)]);
+  }
 
   template <class Store>
-  const selection* choose(index_t layer, index_t id, Store& stored, const planned<Recipe>& policies, const logit_rule&,
-                          index_t, index_t, executor&) {
+  bool choose(index_t layer, index_t id, Store& stored, const planned<Recipe>& policies, const logit_rule&, index_t,
+              index_t, selection& kept, ranked_tokens* ranked, executor&) {
     layer_scores scores;
     scores.protected_tail = policies.first.scorer.protected_tail(policies.first.budget.tokens);
     scores.scores = stored.beside(layer, id).scores();
     scores.offsets = stored.beside(layer, id).begins().data();
-    return this->choose_by(policies.first, scores, layer, id, stored);
+    return this->choose_by(policies.first, scores, layer, id, stored, kept, ranked);
   }
   offset_t bytes(index_t, index_t) const { return 0; }
+
+ private:
+  scratch<std::vector<std::vector<float>>> before_;  // by sequence of a batch: scores before the step
 };
 
 }  // namespace TESSERA_HOST_ISA

@@ -14,6 +14,9 @@ namespace cpu {
 inline namespace TESSERA_HOST_ISA {
 
 /// What every reader of a second stage answers; this one keeps nothing beside the tokens.
+///   open(place)                              may fail; the others before `refresh` may not
+///   clear(place)                             gives the place's memory back
+///   forget(place)                            a step or a prompt's end came to nothing: build anew from the next view
 ///   refresh(place, view, policies, moved)    a prompt has ended, or slots have moved
 ///   append(place, view, tokens)              the newest tokens of the view are new
 ///   choose(place, view, ...)                 fills `chosen`; returns the bytes read beyond what is then attended
@@ -24,7 +27,9 @@ class exact_reader {
   static constexpr int k_dim = Recipe::layout_type::k_dim;
   explicit exact_reader(const model_shape&) {}
 
+  void open(std::size_t) {}
   void clear(std::size_t) {}
+  void forget(std::size_t) {}
   template <class View>
   void refresh(std::size_t, const View&, const planned<Recipe>&, bool) {}
   template <class View>
