@@ -50,7 +50,12 @@ class page_mean_reader {
  public:
   explicit page_mean_reader(const model_shape& shape) : heads_(std::size_t(shape.kv_heads)) {}
 
-  void clear(std::size_t at) { place(at).assign(heads_, {}); }
+  void open(std::size_t at) {
+    if (places_.size() <= at) places_.resize(at + 1);
+    clear(at);
+  }
+  void clear(std::size_t at) { places_[at] = std::vector<head>(heads_); }
+  void forget(std::size_t at) { clear(at); }
 
   template <class View>
   void refresh(std::size_t at, const View& view, const planned<Recipe>& policies, bool moved) {
@@ -61,7 +66,7 @@ class page_mean_reader {
   template <class View>
   void append(std::size_t at, const View& view, index_t) {
     for (index_t h = 0; h < view.kv_heads; ++h) {
-      auto& [sums, slots] = place(at)[std::size_t(h)];
+      auto& [sums, slots] = places_[at][std::size_t(h)];
       sums.resize(std::size_t(ceil_div(view.length(0, h), page_)) * k_dim);
       for (; slots < view.length(0, h); ++slots) {
         const auto* key = view.key(0, h, slots);
@@ -79,7 +84,7 @@ class page_mean_reader {
     offset_t bytes = 0;
     for (index_t h = 0; h < all.kv_heads; ++h) {
       const index_t n = all.length(0, h);
-      const auto& sums = place(at)[std::size_t(h)].sums;
+      const auto& sums = places_[at][std::size_t(h)].sums;
       std::vector<float> scores(std::size_t(n), -infinity);
       for (index_t row = 0; row < tokens * group; ++row) {
         const Q* q = queries.q.row(0, row / group, h * group + row % group);
@@ -109,10 +114,6 @@ class page_mean_reader {
   }
 
  private:
-  std::vector<head>& place(std::size_t at) {
-    if (places_.size() <= at) places_.resize(at + 1, std::vector<head>(heads_));
-    return places_[at];
-  }
   std::size_t heads_;
   index_t page_ = 1;
   std::vector<std::vector<head>> places_;
