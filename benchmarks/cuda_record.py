@@ -4,7 +4,7 @@
     benchmarks/cuda_record.py --logs FOLDER --out FOLDER
 
 FOLDER holds what there is of machine.json, steps.tsv (name, exit status, seconds), bench_cuda.json, peers.json,
-tool.json, decode_step.json, decode_step_rocketkv.json and one NAME.log a step. What is missing is written down as not measured.
+tool.json, decode_step.json, decode_step_rocketkv.json, decode_step_batch.json and one NAME.log a step. What is missing is written down as not measured.
 """
 import argparse
 import json
@@ -91,6 +91,12 @@ def judge_model(steps, add, ratio):
         ratio(ours, short), 1.08, "at most 1.08", "x")
     add("RocketKV", "end of a prompt of 128K tokens, 32 layers", of("rocketkv_1024", 131072, "end_of_prompt_ms"), 20,
         "at most 20 ms", "ms")
+    for context, most in ((131072, 5.15), (32768, 5.05)):
+        add("second storey 4", f"whole model, time between tokens at {context // 1024}K", of("rocketkv_1024", context, "real_time"),
+            most, f"at most {most} ms", "ms")
+    full, ours = (of(method, "131072/B4", "real_time") for method in ("full", "rocketkv_1024"))
+    add("second storey 4", f"whole model, batch 4, 128K, faster than `full`{beside(full, ours, 'ms', 1)}", ratio(full, ours), 3.3,
+        f"at least 3.3 ({PAPER})", "x", below=False)
     for context in (98304, 131072):
         what = f"whole model, {context // 1024}K"
         full, ours = (of(method, context, "real_time") for method in ("full", "rocketkv_1024"))
@@ -284,14 +290,16 @@ def main():
     figures = read_figures(given.logs)
     notes = []
     for part, title in (("decode_step", "Decode step of a whole model"),
-                        ("decode_step_rocketkv", "The same with RocketKV, t = 1,024")):
+                        ("decode_step_rocketkv", "The same with RocketKV, t = 1,024"),
+                        ("decode_step_batch", "The same of four conversations at once")):
         text = read_text(f"{given.logs}/{part}.log").strip()
         if text:
             notes += ["", f"## {title}", "", "```", text, "```"]
-    model, rocketkv = (read_json(f"{given.logs}/{name}.json") or {} for name in ("decode_step", "decode_step_rocketkv"))
+    model, rocketkv, batch = (read_json(f"{given.logs}/{name}.json") or {}
+                              for name in ("decode_step", "decode_step_rocketkv", "decode_step_batch"))
     record = {"machine": machine, "steps": steps, "tests": tests,
-              "bars": judge(figures, model_steps(rocketkv)) if figures or rocketkv else [], "figures": figures,
-              "decode_step": model, "decode_step_rocketkv": rocketkv, "notes": notes}
+              "bars": judge(figures, {**model_steps(rocketkv), **model_steps(batch)}) if figures or rocketkv else [], "figures": figures,
+              "decode_step": model, "decode_step_rocketkv": rocketkv, "decode_step_batch": batch, "notes": notes}
 
     gpu = re.sub("[^a-z0-9]+", "-", machine.get("gpu", "gpu").lower().replace("nvidia ", "")).strip("-")
     name = f"{given.out}/{machine.get('date', 'undated')}-{gpu}"

@@ -1,7 +1,7 @@
 // A whole decode step of a model of Llama-3.1-8B's shape with random weights: time between tokens and device memory by
-// context and method, through the example engine and the tool's caches. One conversation, bf16.
+// context and method, through the example engine and the tool's caches. One conversation, or several at once; bf16.
 //
-//   bench_decode_step [--methods full,snapkv] [--budget 2048] [--contexts 32768,131072] [--steps 50] [--json FILE]
+//   bench_decode_step [--methods full,snapkv] [--budget 2048] [--contexts 32768,131072] [--steps 50] [--batch 1] [--json FILE]
 //
 // The prompt's keys and values are random numbers that are put into the cache without running the model over them; then
 // every step runs the whole model: one graph launch a token, timed from the host's call to the next token on the host.
@@ -53,7 +53,7 @@ struct options {
   std::vector<std::string> methods{"full", "snapkv", "exact_topk"};
   std::vector<index_t> contexts{1024, 32768, 65536, 131072, 262144, 524288, 1048576};
   index_t budget = 2048;
-  int steps = 50, layers = 32;
+  int steps = 50, layers = 32, batch = 1;
   std::string json;
 };
 
@@ -75,10 +75,12 @@ options parse(int count, char** arguments) {
       given.steps = int(tool::parse_count(name, value, 3, 100000));
     } else if (name == "--layers") {
       given.layers = int(tool::parse_count(name, value, fewer_layers, 32));
+    } else if (name == "--batch") {
+      given.batch = int(tool::parse_count(name, value, 1, 8));
     } else if (name == "--json") {
       given.json = value;
     } else {
-      tessera::fail("option", name, "--methods, --contexts, --budget, --steps, --layers or --json",
+      tessera::fail("option", name, "--methods, --contexts, --budget, --steps, --layers, --batch or --json",
                     "see this file's head");
     }
   }
@@ -108,6 +110,8 @@ class uncounted final : public engine::cuda::kv_cache {
   explicit uncounted(engine::cuda::kv_cache& cache) : cache_(cache) {}
 
   engine::cuda::element type() const override { return cache_.type(); }
+  int conversations() const override { return cache_.conversations(); }
+  void select(int conversation) override { cache_.select(conversation); }
   void reserve(std::int64_t tokens, cudaStream_t stream) override { cache_.reserve(tokens, stream); }
   void prefill(int layer, const void* q, const void* k, const void* v, int tokens, float* out,
                cudaStream_t stream) override {
@@ -158,6 +162,7 @@ measured measure(engine::cuda::llama& model, const tool::method_info& method, in
   request.head_dim = config.head_dim;
   request.element = tool::element_type::bf16;
   if (method.has_budget) request.budget = given.budget;
+  request.conversations = given.batch;
   request.tokens = context + index_t(given.steps) + 10;
   // What RocketKV keeps of these contexts is far less than the context: its index need not be made for all of it.
   if (method.name == "rocketkv") request.index_tokens = std::min<index_t>(request.tokens, 16384);
@@ -166,25 +171,28 @@ measured measure(engine::cuda::llama& model, const tool::method_info& method, in
   engine::cuda::kv_cache& on_device = *cache->on_device();
   measured result;
   double most = used_bytes();
-  fill_prompt(on_device, config, context, model.stream());
-  const double start = now_ms();
-  on_device.end_prefill(model.stream());
-  check(cudaStreamSynchronize(model.stream()), "ending the prompt");
-  result.prefill_end_ms = now_ms() - start;
+  for (int conversation = 0; conversation < given.batch; ++conversation) {
+    on_device.select(conversation);
+    fill_prompt(on_device, config, context, model.stream());
+    const double start = now_ms();
+    on_device.end_prefill(model.stream());
+    check(cudaStreamSynchronize(model.stream()), "ending the prompt");
+    result.prefill_end_ms += now_ms() - start;
+  }
   most = std::max(most, used_bytes());
   result.cache_bytes = double(cache->bytes());
-  result.full_bytes = double(cache->full_bytes(context));
+  result.full_bytes = double(cache->full_bytes(context)) * given.batch;
 
   std::vector<double> times;
-  engine::token_t token = 1;
+  std::vector<engine::token_t> tokens(std::size_t(given.batch), 1);
   uncounted timed(on_device);
   for (int step = 0; step < given.steps + 5; ++step) {  // the first ones load kernels and record the graph
     const double begin = now_ms();
-    token = model.next(token, timed);
+    tokens = model.next(tokens, timed);
     times.push_back(now_ms() - begin);
   }
   most = std::max(most, used_bytes());
-  model.next(token, on_device);
+  model.next(tokens, on_device);
   times.erase(times.begin(), times.begin() + 5);
   std::sort(times.begin(), times.end());
   result.median_ms = times[times.size() / 2];
@@ -211,10 +219,11 @@ measured extrapolated(const measured& few, const measured& fewer, int layers) {
 }
 
 /// Whether weights and an uncompressed cache of so many tokens fit, with a margin for what the method needs.
-bool fits(int layers, index_t context) {
+bool fits(int layers, index_t context, int batch) {
   std::size_t free = 0, total = 0;
   check(cudaMemGetInfo(&free, &total), "cudaMemGetInfo");
-  const double weights = 2.2e9 + layers * 436.3e6, cache = (layers + 1.0) * context * (8.0 * (2 * 128 * 2 + 8)) * 1.02;
+  const double weights = 2.2e9 + layers * 436.3e6,
+               cache = (layers + 1.0) * context * batch * (8.0 * (2 * 128 * 2 + 8)) * 1.02;
   return weights + cache + 6e9 < double(total);
 }
 
@@ -257,7 +266,8 @@ void run(const options& given) {
       {"device", text_of(device)},
       {"driver", driver},
       {"runtime", runtime},
-      {"model", "Llama-3.1-8B shapes, random bf16 weights, batch 1, " + std::to_string(given.layers) + " layers"},
+      {"model", "Llama-3.1-8B shapes, random bf16 weights, batch " + std::to_string(given.batch) + ", " +
+                    std::to_string(given.layers) + " layers"},
       {"time", "median over " + std::to_string(given.steps) + " steps, host to host, one graph launch each"}};
   all["benchmarks"] = nlohmann::ordered_json::array();
   std::printf("%-28s %10s %10s %10s %9s %9s %9s\n", "method/context", "ms/token", "fastest", "slowest", "peak GiB",
@@ -276,7 +286,8 @@ void run(const options& given) {
     if (!given.json.empty()) std::ofstream(given.json) << all.dump(1) << "\n";
   };
   const auto name_of = [&](const tool::method_info& method, index_t context) {
-    return method.name + (method.has_budget ? "_" + std::to_string(given.budget) : "") + "/" + std::to_string(context);
+    return method.name + (method.has_budget ? "_" + std::to_string(given.budget) : "") + "/" + std::to_string(context) +
+           (given.batch > 1 ? "/B" + std::to_string(given.batch) : "");
   };
   const auto attempt = [&](const std::string& name, const auto& body) {
     try {
@@ -293,7 +304,7 @@ void run(const options& given) {
     for (const index_t context : given.contexts) {
       for (const std::string& name : given.methods) {
         const tool::method_info& method = tool::find_method(name);
-        if (!fits(given.layers, context)) {
+        if (!fits(given.layers, context, given.batch)) {
           later.push_back({&method, context});
           continue;
         }

@@ -8,7 +8,7 @@ Usage: docs.py REPOSITORY. Four rules, for README.md, CONTRIBUTING.md and docs/:
 - Links to files of the repository lead somewhere.
 - A source file that is named in backticks exists: by its path from the repository, include/tessera or examples, or, where
   only its name is given, somewhere. Not looked at: names with capitals or brackets (placeholders), docs/compile_times.md
-  (a record of one day), and the header that docs/add_a_policy.md has the reader write.
+  (a record of one day), and the header that docs/how_to/add_a_scorer.md has the reader write.
 """
 import html
 import pathlib

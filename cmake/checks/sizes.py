@@ -1,15 +1,36 @@
 #!/usr/bin/env python3
-"""Checks that no folder has more files, and no file more lines, than a reader takes in.
+"""Checks that no folder has more files, and no file and no function more lines, than a reader takes in.
 
 Usage: sizes.py REPOSITORY.
 """
 import pathlib
+import re
 import sys
 
-MOST_FILES, MOST_LINES = 14, 400
+MOST_FILES, MOST_LINES, MOST_IN_FUNCTION = 14, 400, 120
 SOURCES = (".hpp", ".cuh", ".cpp", ".cu", ".py", ".sh", ".cmake", ".in")
 # Many short files of one kind, each found by its name.
 COLLECTIONS = ("include/tessera/methods", "include/tessera/scorer", "include/tessera/core")
+
+NO_FUNCTION = re.compile(r"(template\b.*>\s*)?(inline\s+)?(namespace|struct|class|enum|union|extern)\b|.*\bnamespace\b")
+
+
+def functions(text):
+    """(line, lines, first words) of every function body of formatted C++: what a line ending in { opens at its indentation."""
+    lines = text.split("\n")
+    indents = [len(line) - len(line.lstrip()) for line in lines]
+    for at, line in enumerate(lines):
+        if not line.endswith("{") or line.lstrip().startswith(("//", "}", "#")):
+            continue
+        first = at
+        while first > 0 and indents[first] > indents[at]:
+            first -= 1
+        head = " ".join(part.strip() for part in lines[first:at + 1])
+        if NO_FUNCTION.match(head) or re.search(r"\b(class|struct)\b", head.split("(")[0]):
+            continue
+        last = next((i for i in range(at + 1, len(lines)) if indents[i] <= indents[at] and lines[i].lstrip().startswith("}")),
+                    len(lines) - 1)
+        yield first + 1, last - first + 1, head[:60]
 
 
 def check(root):
@@ -25,6 +46,10 @@ def check(root):
             lines = path.read_text(encoding="utf-8").count("\n")
             if lines > MOST_LINES:
                 yield f"{name}: {lines} lines; at most {MOST_LINES}: split it by idea"
+            if path.suffix in (".hpp", ".cuh", ".cpp", ".cu"):
+                for at, length, head in functions(path.read_text(encoding="utf-8")):
+                    if length > MOST_IN_FUNCTION:
+                        yield f"{name}:{at}: {length} lines in one function ({head}); at most {MOST_IN_FUNCTION}"
     for folder, files in folders.items():
         if len(files) > MOST_FILES and folder not in COLLECTIONS:
             yield f"{folder}: {len(files)} files; at most {MOST_FILES}: give it rooms"

@@ -1,4 +1,4 @@
-// Rung 7: a scorer of your own, and a method made of it. docs/add_a_policy.md goes on from here.
+// Rung 7: a scorer of your own, and a method made of it. docs/how_to/add_a_scorer.md goes on from here.
 #include <memory>
 
 #include <tessera/attention/dense_decode.hpp>

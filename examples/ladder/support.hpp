@@ -48,7 +48,7 @@ inline float largest_difference(const std::vector<float>& a, const std::vector<f
   float largest = a.size() == b.size() ? 0.0f : INFINITY;
   for (std::size_t i = 0; i < std::min(a.size(), b.size()); ++i) {
     const float difference = std::abs(a[i] - b[i]);
-    largest = difference <= largest ? largest : difference;  // NaN counts as a difference
+    largest = std::isnan(difference) ? INFINITY : std::max(largest, difference);
   }
   return largest;
 }

@@ -4,7 +4,7 @@
 
 #include <tessera/budget/pyramid.hpp>
 
-#include "support/laws.hpp"
+#include "laws/policies.hpp"
 #include "support/oracle.hpp"
 #include "support/random.hpp"
 #include "support/scores.hpp"

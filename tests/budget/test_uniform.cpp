@@ -2,7 +2,7 @@
 
 #include <tessera/budget/uniform.hpp>
 
-#include "support/laws.hpp"
+#include "laws/policies.hpp"
 #include "support/scores.hpp"
 
 using namespace tessera;

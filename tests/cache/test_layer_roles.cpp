@@ -68,7 +68,8 @@ void layers_do_their_own(std::uint64_t seed) {
         held.prefill(layer, id, rows(q, layer, next, chunk, q_heads), rows(k, layer, next, chunk, kv_heads),
                      rows(v, layer, next, chunk, kv_heads));
         std::vector<float> out(std::size_t(chunk * q_heads * dim));
-        held.prefill_attention(layer, id, rows(q, layer, next, chunk, q_heads), nhd_rows(out.data(), chunk, q_heads, dim));
+        held.prefill_attention(layer, id, rows(q, layer, next, chunk, q_heads),
+                               nhd_rows(out.data(), chunk, q_heads, dim));
         if (layer != 2) check_rows(layer, next, chunk, out);
       }
       next += chunk;
@@ -110,8 +111,55 @@ TEST_CASE("a sliding layer holds a window's bytes, whatever the prompt's length"
   const index_t id = held.open();
   for (int chunk = 0; chunk < 10; ++chunk) {
     held.prefill(0, id, nhd_rows<const float>(rows.data(), 100, q_heads, dim),
-                 nhd_rows<const float>(rows.data(), 100, kv_heads, dim), nhd_rows<const float>(rows.data(), 100, kv_heads, dim));
+                 nhd_rows<const float>(rows.data(), 100, kv_heads, dim),
+                 nhd_rows<const float>(rows.data(), 100, kv_heads, dim));
   }
   held.end_prefill(id);
   CHECK(held.bytes(id) <= held.full_bytes(window) + kv_heads * window * 4);
+}
+
+TEST_CASE("each layer has the sink logits that the model's shape gives it, in prompts and in steps") {
+  constexpr index_t tokens = 20;
+  support::rng random(77);
+  const auto q = support::normals(random, std::size_t(tokens * q_heads * dim)),
+             k = support::normals(random, std::size_t(tokens * kv_heads * dim)),
+             v = support::normals(random, std::size_t(tokens * kv_heads * dim)),
+             sinks = support::normals(random, std::size_t(2 * q_heads));
+  const auto answers = [&](const float* sink_logits, index_t layer, std::vector<float>& lse) {
+    cache<snapkv<fp32, dim>> held({2, q_heads, kv_heads, 8, {false, true}, sink_logits}, {},
+                                  std::make_shared<cpu::executor>(1));
+    const auto rows = [](const std::vector<float>& from, index_t first, index_t count, index_t heads) {
+      return nhd_rows<const float>(from.data() + first * heads * dim, count, heads, dim);
+    };
+    const index_t id = held.open();
+    std::vector<float> out(std::size_t(tokens * q_heads * dim)), unused(out.size());
+    lse.resize(std::size_t(tokens * q_heads));
+    for (index_t l = 0; l < 2; ++l) {
+      held.prefill(l, id, rows(q, 0, tokens - 1, q_heads), rows(k, 0, tokens - 1, kv_heads),
+                   rows(v, 0, tokens - 1, kv_heads));
+    }
+    held.prefill_attention(layer, id, rows(q, 0, tokens - 1, q_heads), nhd_rows(out.data(), tokens - 1, q_heads, dim),
+                           nhd_rows(lse.data(), tokens - 1, q_heads, 1));
+    held.end_prefill(id);
+    const batch step = held.prepare_step({id}, 1);
+    for (index_t l = 0; l < 2; ++l) {
+      held.decode(l, step, rows(q, tokens - 1, 1, q_heads), rows(k, tokens - 1, 1, kv_heads),
+                  rows(v, tokens - 1, 1, kv_heads),
+                  nhd_rows((l == layer ? out : unused).data() + (tokens - 1) * q_heads * dim, 1, q_heads, dim),
+                  l == layer ? nhd_rows(lse.data() + (tokens - 1) * q_heads, 1, q_heads, 1) : rows_view<float>{});
+    }
+    return out;
+  };
+  for (const index_t layer : {0, 1}) {
+    std::vector<float> plain_lse, lse;
+    const auto plain = answers(nullptr, layer, plain_lse), got = answers(sinks.data(), layer, lse);
+    for (index_t row = 0; row < tokens * q_heads; ++row) {
+      const double sink = sinks[std::size_t(layer * q_heads + row % q_heads)];
+      const double share = 1 / (1 + std::exp(sink - plain_lse[std::size_t(row)]));  // what a sink leaves of a row
+      std::vector<double> want;
+      for (int d = 0; d < dim; ++d) want.push_back(plain[std::size_t(row * dim + d)] * share);
+      CAPTURE(layer, row);
+      REQUIRE(support::row_error(got.data() + row * dim, want) < 1e-5);
+    }
+  }
 }

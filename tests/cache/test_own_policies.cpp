@@ -1,4 +1,4 @@
-// A scorer, a budget, a selector, a schedule and a row format that exist in this file only, in the unchanged cache.
+// A scorer, a budget, a selector, a schedule and a row format that exist in the tests only, in the unchanged cache.
 #include "catch.hpp"
 
 #include <algorithm>
@@ -11,7 +11,8 @@
 #include <tessera/layout/stored.hpp>
 #include <tessera/math/exp.hpp>
 
-#include "support/encoded_rows.hpp"
+#include "support/open_layouts.hpp"
+#include "support/open_policies.hpp"
 #include "support/oracle.hpp"
 #include "support/random.hpp"
 #include "support/tolerance.hpp"
@@ -74,30 +75,14 @@ struct better_of_pairs {
   void check() const {}
 };
 
-/// When a prompt ends, and after every `steps` decode steps.
-struct every_few_steps {
-  static constexpr const char* name = "every_few_steps";
-  index_t steps = 4;
-  static constexpr bool fires_at(moment now) { return now != moment::step_begin; }
-  bool due(moment now, const turn_clock& at) const {
-    return now == moment::prompt_end || (now == moment::step_end && at.steps % steps == 0);
-  }
-};
-
-struct int8_rows {
-  static constexpr const char* name = "int8_rows";
-  using encoding_type = support::int8_elements<fp32>;
-  static constexpr int k_dim = dim, v_dim = dim;
-};
-
 struct selector_parameters : better_of_pairs {
   template <class Self, class Visit>
   static void parameters(Self&, Visit&&) {}
 };
 
 template <class Where>
-using own = recipe<retain<squared_attention, rising, selector_parameters>, stored<int8_rows, Where>, retrieve_all,
-                   dense_decode, every_few_steps>;
+using own = recipe<retain<squared_attention, rising, selector_parameters>, stored<support::int8_rows<fp32, dim>, Where>,
+                   retrieve_all, dense_decode, support::every_few_steps>;
 
 /// The same by its definitions, in double over token lists.
 struct simulation {
@@ -198,7 +183,8 @@ void agrees_with_the_simulation(std::uint64_t seed) {
   };
   for (const index_t prompt : {90, 17, 3}) {
     const index_t first = expected.next;
-    held.prefill(0, id, rows(q, first, prompt, q_heads), rows(k, first, prompt, kv_heads), rows(v, first, prompt, kv_heads));
+    held.prefill(0, id, rows(q, first, prompt, q_heads), rows(k, first, prompt, kv_heads),
+                 rows(v, first, prompt, kv_heads));
     held.end_prefill(id);
     expected.append(prompt);
     expected.observe(prompt);
@@ -244,7 +230,8 @@ TEST_CASE("a step that was prepared and not taken does not move a schedule's clo
     for (int again = 0; again < 3; ++again) held.prepare_step({id}, 1);
     const batch now = held.prepare_step({id}, 1);
     CHECK(now.evicts_last == (step % 4 == 0));
-    held.decode(0, now, nhd_rows<const float>(q.data(), 1, q_heads, dim), nhd_rows<const float>(k.data(), 1, kv_heads, dim),
-                nhd_rows<const float>(k.data(), 1, kv_heads, dim), nhd_rows(out.data(), 1, q_heads, dim));
+    held.decode(0, now, nhd_rows<const float>(q.data(), 1, q_heads, dim),
+                nhd_rows<const float>(k.data(), 1, kv_heads, dim), nhd_rows<const float>(k.data(), 1, kv_heads, dim),
+                nhd_rows(out.data(), 1, q_heads, dim));
   }
 }

@@ -1,8 +1,15 @@
 #include "catch.hpp"
 
+#include <tessera/layout/dense.hpp>
 #include <tessera/layout/fixed_pages.hpp>
 
+#include "laws/layouts.hpp"
+
 using namespace tessera;
+
+TEST_CASE("rows in fixed pages obey the laws of layouts") {
+  support::obeys_the_laws_of_layouts<stored<dense_rows<fp16, 80, 64>, fixed_pages<16>>>(211);
+}
 
 TEST_CASE("pages are counted up") {
   CHECK(fixed_pages<16>::pages_for(0) == 0);

@@ -4,7 +4,14 @@
 #include <tessera/layout/fixed_pages.hpp>
 #include <tessera/layout/fp8_rows.hpp>
 
+#include "laws/layouts.hpp"
+
 using namespace tessera;
+
+TEST_CASE("fp8 rows obey the laws of layouts, in runs and in pages") {
+  support::obeys_the_laws_of_layouts<stored<fp8_rows<fp32, 64>, runs>>(221);
+  support::obeys_the_laws_of_layouts<stored<fp8_rows<bf16, 80, 64>, fixed_pages<1>>>(222);
+}
 
 TEST_CASE("fp8 rows take a byte an element and two scales, whatever the elements were") {
   CHECK(stored<fp8_rows<bf16, 128>, runs>::token_bytes() == 264);

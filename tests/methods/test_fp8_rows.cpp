@@ -5,8 +5,8 @@
 #include <tessera/layout/fp8_rows.hpp>
 
 #include "every_method.hpp"
+#include "laws/stores.hpp"
 #include "methods/support/layout_cases.hpp"
-#include "support/store_laws.hpp"
 
 using namespace tessera;
 using namespace methods_test;

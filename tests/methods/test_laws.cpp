@@ -1,5 +1,5 @@
 // Laws that hold for every method through the whole cache: full budget, batches, prompts, candidates.
-#include "methods/support/laws.hpp"
+#include "methods/laws/policies.hpp"
 
 #include "catch.hpp"
 

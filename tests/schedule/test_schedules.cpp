@@ -4,7 +4,7 @@
 #include <tessera/schedule/each_step.hpp>
 #include <tessera/schedule/once.hpp>
 
-#include "support/laws.hpp"
+#include "laws/policies.hpp"
 
 using namespace tessera;
 

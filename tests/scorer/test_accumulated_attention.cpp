@@ -2,7 +2,7 @@
 
 #include <tessera/scorer/accumulated_attention.hpp>
 
-#include "support/laws.hpp"
+#include "laws/policies.hpp"
 
 using namespace tessera;
 
@@ -14,7 +14,8 @@ TEST_CASE("accumulated_attention protects half of the budget, or as many recent 
 }
 
 TEST_CASE("accumulated_attention refuses more recent tokens than the budget") {
-  CHECK_THROWS_WITH(accumulated_attention{.recent = 34}.check(33), contains("recent is 34; expected at most the budget, which is 33"));
+  CHECK_THROWS_WITH(accumulated_attention{.recent = 34}.check(33),
+                    contains("recent is 34; expected at most the budget, which is 33"));
   CHECK_THROWS_AS(accumulated_attention{.recent = -2}.check(33), error);
   CHECK_NOTHROW(accumulated_attention{.recent = 33}.check(33));
 }

@@ -2,7 +2,7 @@
 
 #include <tessera/scorer/exact_score.hpp>
 
-#include "support/laws.hpp"
+#include "laws/policies.hpp"
 
 using namespace tessera;
 

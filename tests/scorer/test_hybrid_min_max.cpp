@@ -2,11 +2,13 @@
 
 #include <tessera/scorer/hybrid_min_max.hpp>
 
-#include "support/paged_laws.hpp"
+#include "laws/paged_scorers.hpp"
 
 using namespace tessera;
 
-TEST_CASE("hybrid_min_max obeys the laws of paged scorers") { support::obeys_the_laws_of_paged_scorers(hybrid_min_max{}); }
+TEST_CASE("hybrid_min_max obeys the laws of paged scorers") {
+  support::obeys_the_laws_of_paged_scorers(hybrid_min_max{});
+}
 
 TEST_CASE("page and channels follow from the ratio as in the published code") {
   struct row {
@@ -41,5 +43,6 @@ TEST_CASE("the sign is the group's and the scale makes up for the channels left 
 TEST_CASE("hybrid_min_max refuses channels that a key has not") {
   CHECK_THROWS_WITH((hybrid_min_max{-1, 0}).check(64), contains("page is -1; expected 0 to 16777216; it means"));
   CHECK_THROWS_WITH((hybrid_min_max{0, -1}).check(64), contains("channels is -1; expected 0 to 256"));
-  CHECK_THROWS_WITH((hybrid_min_max{0, 65}).fitted(1, 64), contains("channels is 65; expected 0 to the head dim, which is 64"));
+  CHECK_THROWS_WITH((hybrid_min_max{0, 65}).fitted(1, 64),
+                    contains("channels is 65; expected 0 to the head dim, which is 64"));
 }

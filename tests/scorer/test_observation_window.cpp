@@ -3,7 +3,7 @@
 #include <tessera/backend/cpu/score/finish.hpp>
 #include <tessera/scorer/observation_window.hpp>
 
-#include "support/laws.hpp"
+#include "laws/policies.hpp"
 
 using namespace tessera;
 
@@ -21,10 +21,13 @@ TEST_CASE("observation_window protects its own tokens and pools as it is told") 
 }
 
 TEST_CASE("observation_window refuses an empty window, one above the budget and an even or empty pool") {
-  CHECK_THROWS_WITH((observation_window{.window = 0}.check(100)), contains("window is 0; expected 1 to 32768; it means: last prompt queries"));
-  CHECK_THROWS_WITH((observation_window{.window = 65}.check(64)), contains("window is 65; expected at most the budget, which is 64"));
+  CHECK_THROWS_WITH((observation_window{.window = 0}.check(100)),
+                    contains("window is 0; expected 1 to 32768; it means: last prompt queries"));
+  CHECK_THROWS_WITH((observation_window{.window = 65}.check(64)),
+                    contains("window is 65; expected at most the budget, which is 64"));
   CHECK_NOTHROW((observation_window{.window = 64}.check(64)));
-  for (const index_t pool : {-1, 0, 2, 8}) CHECK_THROWS_WITH((observation_window{.pool = pool}.check(64)), contains("pool is"));
+  for (const index_t pool : {-1, 0, 2, 8})
+    CHECK_THROWS_WITH((observation_window{.pool = pool}.check(64)), contains("pool is"));
 }
 
 TEST_CASE("observation_window obeys the laws of scorers") {

@@ -2,7 +2,7 @@
 
 #include <tessera/scorer/page_min_max.hpp>
 
-#include "support/paged_laws.hpp"
+#include "laws/paged_scorers.hpp"
 
 using namespace tessera;
 

@@ -2,7 +2,7 @@
 
 #include <tessera/scorer/position.hpp>
 
-#include "support/laws.hpp"
+#include "laws/policies.hpp"
 
 using namespace tessera;
 
@@ -16,7 +16,8 @@ TEST_CASE("position ranks sinks above all and newer tokens above older ones") {
 }
 
 TEST_CASE("position refuses sinks that leave no room for recent tokens") {
-  CHECK_THROWS_WITH(position{.sinks = 4}.check(4), contains("sinks is 4; expected at most one less than the budget, which is 4"));
+  CHECK_THROWS_WITH(position{.sinks = 4}.check(4),
+                    contains("sinks is 4; expected at most one less than the budget, which is 4"));
   CHECK_THROWS_AS(position{.sinks = -1}.check(4), error);
   CHECK_NOTHROW(position{.sinks = 3}.check(4));
 }

@@ -2,7 +2,7 @@
 
 #include <tessera/selector/tokens_or_pages.hpp>
 
-#include "support/laws.hpp"
+#include "laws/policies.hpp"
 
 using namespace tessera;
 

@@ -2,7 +2,7 @@
 
 #include <tessera/selector/top_blocks.hpp>
 
-#include "support/laws.hpp"
+#include "laws/policies.hpp"
 #include "support/oracle.hpp"
 #include "support/random.hpp"
 

@@ -2,7 +2,7 @@
 
 #include <tessera/selector/top_pages.hpp>
 
-#include "support/laws.hpp"
+#include "laws/policies.hpp"
 #include "support/page_oracle.hpp"
 
 using namespace tessera;
@@ -32,7 +32,8 @@ TEST_CASE("pages are those of the oracle, for any scores") {
   for (index_t i = 0; i < support::scaled(10'000); ++i) {
     const index_t n = random.pick({0, 1, 31, 32, 33, random.between(0, 90)}), page = random.pick({1, 2, 3, 16, 40});
     auto scores = support::tied_scores(random, n, random.pick({1, 3, 30}));
-    for (auto& score : scores) score = random.chance(0.1) ? random.pick({support::not_a_number, -infinity, infinity}) : score;
+    for (auto& score : scores)
+      score = random.chance(0.1) ? random.pick({support::not_a_number, -infinity, infinity}) : score;
     const index_t keep = random.between(-1, n + 2), tail = random.between(0, n);
     CAPTURE(n, page, keep, tail);
     REQUIRE(chosen(top_pages{page}, scores, tail, keep) == support::oracle::top_pages(scores, tail, keep, page));

@@ -6,32 +6,10 @@
 
 #include <tessera/core/views.hpp>
 
+#include "open_layouts.hpp"
 #include "random.hpp"
 
 namespace support {
-
-/// An encoding that exists in tests only: 8-bit integers with a scale.
-template <tessera::element T>
-struct int8_elements {
-  struct stored_type {
-    std::int8_t value;
-    stored_type() = default;
-    explicit stored_type(float x)
-        : value(std::isnan(x) ? 0 : std::int8_t(std::lround(std::fmin(std::fmax(x, -127.0f), 127.0f)))) {}
-    operator float() const { return float(value); }
-  };
-  using element_type = T;
-  static constexpr bool scaled = true;
-  static float scale_of(float largest) { return largest > 0 ? largest / 127 : 1; }
-};
-
-/// One that stores fp16 without a scale, whatever is handed over.
-template <tessera::element T>
-struct half_elements {
-  using element_type = T;
-  using stored_type = tessera::fp16;
-  static constexpr bool scaled = false;
-};
 
 /// Rows of random values as `E` stores them behind a table, and plain fp32 rows of exactly what they decode to.
 template <class E, int D, int Dv, class Table>

@@ -2,6 +2,7 @@
 #pragma once
 
 #include <tessera/concepts/budget.hpp>
+#include <tessera/concepts/schedule.hpp>
 #include <tessera/concepts/scorer.hpp>
 #include <tessera/concepts/selector.hpp>
 #include <tessera/core/error.hpp>
@@ -55,7 +56,7 @@ struct every_other_head {
   TESSERA_HD index_t share(const head_extent& head) const {
     return head.head % 2 == 0 || head.stored < tokens ? head.stored : tokens;
   }
-  kept_bound most(const layer_extent& layer) const {
+  token_bound most(const layer_extent& layer) const {
     const offset_t whole = (layer.kv_heads + 1) / 2, bound = std::max(tokens, layer.protected_tail);
     return {layer.longest, whole * layer.longest + (layer.kv_heads - whole) * bound};
   }
@@ -108,5 +109,16 @@ struct pairs {
   static void parameters(Self&, Visit&&) {}
 };
 static_assert(check_device_selector<pairs>());
+
+/// When a prompt ends, and after every `steps` decode steps.
+struct every_few_steps {
+  static constexpr const char* name = "every_few_steps";
+  index_t steps = 4;
+  static constexpr bool fires_at(moment now) { return now != moment::step_begin; }
+  bool due(moment now, const turn_clock& at) const {
+    return now == moment::prompt_end || (now == moment::step_end && at.steps % steps == 0);
+  }
+};
+static_assert(check_schedule<every_few_steps>());
 
 }  // namespace support

@@ -182,7 +182,8 @@ std::vector<index_t> adaptive_counts(const std::vector<std::vector<Score>>& cand
   if (fits) return tokens;
   std::vector<std::int64_t> won(std::size_t(heads), 0);
   const auto order = preference(all);
-  for (std::size_t i = 0; i < order.size() && i < std::size_t(heads * base); ++i) ++won[std::size_t(owner[std::size_t(order[i])])];
+  for (std::size_t i = 0; i < order.size() && i < std::size_t(heads * base); ++i)
+    ++won[std::size_t(owner[std::size_t(order[i])])];
   std::vector<index_t> counts;
   for (index_t h = 0; h < heads; ++h) {
     const std::int64_t least = std::int64_t(floor_thousandths) * base / 1000;

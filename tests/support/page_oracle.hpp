@@ -97,7 +97,8 @@ inline page_scores score_pages(const page_rules& rules, const std::vector<const 
         size += std::abs(double(queries[r][d]) * one);
       }
       double logit = dot * scale;
-      if (rule.soft_cap > 0 && rules.kind != estimate::quest) logit = double(rule.soft_cap) * std::tanh(logit / double(rule.soft_cap));
+      if (rule.soft_cap > 0 && rules.kind != estimate::quest)
+        logit = double(rule.soft_cap) * std::tanh(logit / double(rule.soft_cap));
       logits.push_back(logit < infinite ? logit : std::nan(""));
       if (rules.kind == estimate::quest && std::isfinite(size)) result.slack = std::max(result.slack, 1e-6 * size);
     }
@@ -170,7 +171,8 @@ std::vector<index_t> top_pages(const std::vector<Score>& scores, index_t tail, i
     best.back() = std::max(best.back(), ranked(double(scores[std::size_t(slot)])));
     if (slot >= n - tail) chosen.back() = true;
   }
-  index_t room = index_t(std::ceil(double(keep) / double(page))) - index_t(std::count(chosen.begin(), chosen.end(), true));
+  index_t room =
+      index_t(std::ceil(double(keep) / double(page))) - index_t(std::count(chosen.begin(), chosen.end(), true));
   for (const index_t p : preference(best)) {
     if (room > 0 && !chosen[std::size_t(p)]) {
       chosen[std::size_t(p)] = true;

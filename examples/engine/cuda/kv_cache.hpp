@@ -45,9 +45,9 @@ class captured_steps {
   std::vector<step> steps_;
 };
 
-/// The cache of one conversation, all layers. Keys and queries come after RoPE.
+/// The cache of one conversation, or of several that decode together, all layers. Keys and queries come after RoPE.
 /// Shapes   q, out [tokens, q_heads, head_dim]; k, v [tokens, kv_heads, head_dim]; contiguous, on the device; q, k and
-///          v of `type`, out fp32.
+///          v of `type`, out fp32. In steps the rows of one conversation lie behind those of the one before.
 /// Streams  everything is ordered by the stream that it is given.
 /// Errors   implementations throw tessera::error and leave the cache unchanged.
 class kv_cache {
@@ -55,6 +55,11 @@ class kv_cache {
   virtual ~kv_cache() = default;
 
   virtual element type() const = 0;
+
+  /// Conversations that a step goes on with, each by as many tokens.
+  virtual int conversations() const { return 1; }
+  /// Whose prompts and positions are meant from now on; the first one's at the beginning.
+  virtual void select(int) {}
 
   /// Makes room for so many more tokens in every layer; before a prompt, so that nothing moves while it comes.
   virtual void reserve(std::int64_t tokens, stream_t stream) = 0;
@@ -69,7 +74,7 @@ class kv_cache {
   /// Ends a turn's prefill, after its last chunk has passed through every layer. A cache may drop tokens here.
   virtual void end_prefill(stream_t stream) = 0;
 
-  /// What the host has to do before a decode step of 1 to 8 tokens. Never captured.
+  /// What the host has to do before a decode step of 1 to 8 tokens of each conversation. Never captured.
   virtual void begin_step(int tokens, stream_t stream) = 0;
   /// What the device has to do before the first layer of a step. Captured with the step.
   virtual void begin_step_on_device(int tokens, stream_t stream) = 0;
@@ -79,7 +84,7 @@ class kv_cache {
   /// After the stream has done a whole step.
   virtual void end_step() {}
 
-  /// On the device: the logical position of a step's first token, from `begin_step_on_device` on.
+  /// On the device, by conversation: the logical position of a step's first token, from `begin_step_on_device` on.
   virtual const std::int32_t* step_position() const = 0;
 
   /// The logical position of the next token: tokens seen so far, whatever has been dropped.

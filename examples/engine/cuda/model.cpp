@@ -184,13 +184,18 @@ class llama::state {
   }
 
   std::vector<float> decode(std::span<const token_t> tokens, kv_cache& cache) {
+    tessera::require(cache.conversations() == 1, "conversations", cache.conversations(), "1",
+                     "call next, which takes a token of each");
     run_step(tokens, cache);
     return logits(std::int32_t(tokens.size()));
   }
 
-  token_t next(token_t token, kv_cache& cache) {
-    run_step({&token, 1}, cache);
-    return best_out_.data()[0];
+  std::vector<token_t> next(std::span<const token_t> tokens, kv_cache& cache) {
+    tessera::require(int(tokens.size()) == cache.conversations() && tokens.size() <= longest_step, "tokens",
+                     tokens.size(), "one for each of at most " + std::to_string(longest_step) + " conversations",
+                     "make a cache of as many conversations");
+    run_step(tokens, cache);
+    return {best_out_.data(), best_out_.data() + tokens.size()};
   }
 
   llama_config config;
@@ -254,12 +259,13 @@ class llama::state {
 
   // A whole step, from the tokens in pinned memory to the best ones in pinned memory.
   void launch_step(std::int32_t count, kv_cache& cache) {
+    const std::int32_t each = count / cache.conversations();
     check(cudaMemcpyAsync(step_.tokens.data(), tokens_in_.data(), std::size_t(count) * sizeof(token_t),
                           cudaMemcpyHostToDevice, stream),
           "cudaMemcpyAsync");
-    cache.begin_step_on_device(count, stream);
-    forward(step_, count, {0, cache.step_position()}, count, cache.type(), [&](int index) {
-      cache.decode(index, step_.q.data(), step_.k.data(), step_.v.data(), count, step_.attended.data(), stream);
+    cache.begin_step_on_device(each, stream);
+    forward(step_, count, {0, cache.step_position(), each}, count, cache.type(), [&](int index) {
+      cache.decode(index, step_.q.data(), step_.k.data(), step_.v.data(), each, step_.attended.data(), stream);
     });
     project(step_, count, count);
     best_tokens(logits_.data(), count, config.vocab_size, best_.data(), stream);
@@ -287,10 +293,13 @@ class llama::state {
   }
 
   void run_step(std::span<const token_t> tokens, kv_cache& cache) {
-    require_step(config, tokens, cache.next_position());
-    const auto count = std::int32_t(tokens.size());
+    const auto count = std::int32_t(tokens.size()), each = count / cache.conversations();
+    for (int i = 0; i < cache.conversations(); ++i) {
+      cache.select(i);
+      require_step(config, tokens.subspan(std::size_t(i * each), std::size_t(each)), cache.next_position());
+    }
     std::copy(tokens.begin(), tokens.end(), tokens_in_.data());
-    cache.begin_step(count, stream);
+    cache.begin_step(each, stream);
     captured_steps::step& step = cache.steps().of(number_, count);
     // The first step is launched directly: it loads the kernels and lets cuBLAS choose, which cannot be captured.
     if (step.runs++ == 0) {
@@ -351,7 +360,10 @@ std::vector<float> llama::decode(std::span<const token_t> tokens, kv_cache& cach
   return state_->decode(tokens, cache);
 }
 
-token_t llama::next(token_t token, kv_cache& cache) { return state_->next(token, cache); }
+token_t llama::next(token_t token, kv_cache& cache) { return state_->next({&token, 1}, cache)[0]; }
+std::vector<token_t> llama::next(std::span<const token_t> tokens, kv_cache& cache) {
+  return state_->next(tokens, cache);
+}
 
 std::vector<token_t> llama::generate(std::span<const token_t> prompt, kv_cache& cache,
                                      const generate_options& options) {

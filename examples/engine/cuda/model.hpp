@@ -52,6 +52,8 @@ class llama {
   /// Appends one token and returns the best one after it. The second such step over a cache is captured in a graph,
   /// later ones replay it.
   token_t next(token_t token, kv_cache& cache);
+  /// The same for conversations that decode together, at most 8: a token of each.
+  std::vector<token_t> next(std::span<const token_t> tokens, kv_cache& cache);
 
   /// Prefills `prompt` and answers greedily; see engine::llama::generate.
   std::vector<token_t> generate(std::span<const token_t> prompt, kv_cache& cache, const generate_options& options = {});

@@ -128,7 +128,6 @@ __global__ void __launch_bounds__(threads)
                            T* q, T* k, T* v) {
   const int half = heads.half, all_heads = heads.q + 2 * heads.kv;
   const std::int64_t pairs = std::int64_t(tokens) * all_heads * half;
-  const std::int64_t first = position.on_device ? *position.on_device : position.first;
   for (std::int64_t i = std::int64_t(blockIdx.x) * threads + threadIdx.x; i < pairs;
        i += std::int64_t(gridDim.x) * threads) {
     const int at = int(i % half), head = int(i / half % all_heads);
@@ -136,8 +135,11 @@ __global__ void __launch_bounds__(threads)
     const float* in = qkv + (token * all_heads + head) * 2 * half;
     float low = in[at], high = in[at + half];
     if (head < heads.q + heads.kv) {
+      const std::int64_t logical = position.on_device
+                                       ? position.on_device[token / position.each] + token % position.each
+                                       : position.first + token;
       float sine, cosine;
-      sincosf(float(first + token) * speeds[at], &sine, &cosine);
+      sincosf(float(logical) * speeds[at], &sine, &cosine);
       const float turned = low * cosine - high * sine;
       high = high * cosine + low * sine;
       low = turned;

@@ -53,10 +53,12 @@ void rms_norm(const float* x, std::int32_t rows, std::int32_t width, const float
 /// y = silu(gate) * up. Shapes: gate_up [rows, 2 * width], gate in the first half of a row; y [rows, width].
 void swiglu(const float* gate_up, std::int32_t rows, std::int32_t width, bf16* y, cudaStream_t stream);
 
-/// Where a run of tokens begins: at `first`, or at what `on_device` points to, for steps that are replayed.
+/// Where a run of tokens begins: at `first`, or, for steps that are replayed, at what `on_device` has for each run of `each`
+/// tokens.
 struct run_position {
   std::int64_t first = 0;
   const std::int32_t* on_device = nullptr;
+  std::int32_t each = 1;
 };
 
 /// Cuts fused projections into queries, keys and values of `type`, and rotates queries and keys; see the CPU's

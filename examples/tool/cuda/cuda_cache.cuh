@@ -11,7 +11,7 @@
 
 namespace tool {
 
-/// tessera::cuda::cache with one sequence. Rows that come from the host are copied to the device, and outputs back.
+/// tessera::cuda::cache of a conversation, or of several that decode together. Rows that come from the host are copied to the device, and outputs back.
 template <class Recipe>
 class cuda_cache_of final : public method_cache, public engine::cuda::kv_cache {
   using cache_type = tessera::cuda::cache<Recipe, float>;
@@ -23,7 +23,9 @@ class cuda_cache_of final : public method_cache, public engine::cuda::kv_cache {
   explicit cuda_cache_of(const cache_request& request)
       : tokens_(request.tokens),
         cache_(request.shape, requested_recipe<Recipe>(request.settings, request.budget), options(request)),
-        sequence_(cache_.open()) {
+        ids_(std::size_t(request.conversations)) {
+    for (index_t& id : ids_) id = cache_.open();
+    select(0);
     tessera::cuda::check(cudaDeviceSynchronize(), "cudaDeviceSynchronize");
   }
 
@@ -32,6 +34,9 @@ class cuda_cache_of final : public method_cache, public engine::cuda::kv_cache {
   engine::cuda::element type() const override {
     return std::is_same_v<T, tessera::bf16> ? engine::cuda::element::bf16 : engine::cuda::element::fp16;
   }
+
+  int conversations() const override { return int(ids_.size()); }
+  void select(int conversation) override { sequence_ = ids_[std::size_t(conversation)]; }
 
   void reserve(std::int64_t tokens, cudaStream_t stream) override {
     // The first prompt takes the rows of the whole conversation: what nothing drops never moves.
@@ -54,19 +59,19 @@ class cuda_cache_of final : public method_cache, public engine::cuda::kv_cache {
     reads_ = {};
   }
 
-  void begin_step(int tokens, cudaStream_t stream) override {
-    step_ = cache_.prepare_step({sequence_}, tokens, stream);
-  }
+  void begin_step(int tokens, cudaStream_t stream) override { step_ = cache_.prepare_step(ids_, tokens, stream); }
 
   void begin_step_on_device(int, cudaStream_t stream) override { cache_.begin_step(step_, stream); }
 
   void decode(int layer, const void* q, const void* k, const void* v, int tokens, float* out,
               cudaStream_t stream) override {
-    cache_.decode(layer, step_, queries(q, tokens), keys(k, tokens), keys(v, tokens), outputs(out, tokens), {}, stream);
+    const auto batch = index_t(ids_.size());
+    cache_.decode(layer, step_, queries(q, tokens, batch), keys(k, tokens, batch), keys(v, tokens, batch),
+                  outputs(out, tokens, batch), {}, stream);
   }
 
   void end_step() override {
-    reads_.bytes += cache_.bytes_read(sequence_);
+    for (const index_t id : ids_) reads_.bytes += cache_.bytes_read(id);
     ++reads_.steps;
   }
 
@@ -103,7 +108,7 @@ class cuda_cache_of final : public method_cache, public engine::cuda::kv_cache {
 
   void step(int layer, const input_rows& q, const input_rows& k, const input_rows& v, float* out, float* lse) override {
     if (layer == 0) {
-      step_ = cache_.prepare_step({sequence_}, q.tokens, nullptr);
+      step_ = cache_.prepare_step(ids_, q.tokens, nullptr);
       cache_.begin_step(step_, nullptr);
     }
     const uploaded queries(q, cache_type::k_dim), keys(k, cache_type::k_dim), values(v, cache_type::v_dim);
@@ -120,7 +125,11 @@ class cuda_cache_of final : public method_cache, public engine::cuda::kv_cache {
     steps().clear();
   }
   index_t queries_needed(index_t tokens) const override { return cache_.recipe().queries_needed(tokens); }
-  offset_t bytes() const override { return cache_.bytes(sequence_); }
+  offset_t bytes() const override {
+    offset_t total = 0;
+    for (const index_t id : ids_) total += cache_.bytes(id);
+    return total;
+  }
   offset_t full_bytes(index_t tokens) const override { return cache_.full_bytes(tokens); }
   read_count reads() const override { return reads_; }
   std::vector<index_t> positions(int layer, index_t head) const override {
@@ -176,26 +185,28 @@ class cuda_cache_of final : public method_cache, public engine::cuda::kv_cache {
 
   static tessera::cuda::cache_options options(const cache_request& request) {
     tessera::cuda::cache_options options;
+    options.sequences = request.conversations;
     options.tokens = request.tokens;
     options.index_tokens = request.index_tokens > 0 ? request.index_tokens : request.tokens;  // whatever the budget
     options.step_tokens = longest_step;
     return options;
   }
 
-  device_rows queries(const void* data, int tokens) const {
-    return tessera::nhd_rows(static_cast<const T*>(data), tokens, cache_.shape().q_heads, cache_type::k_dim);
+  device_rows queries(const void* data, int tokens, index_t batch = 1) const {
+    return tessera::nhd_rows(static_cast<const T*>(data), tokens, cache_.shape().q_heads, cache_type::k_dim, batch);
   }
-  device_rows keys(const void* data, int tokens) const {
-    return tessera::nhd_rows(static_cast<const T*>(data), tokens, cache_.shape().kv_heads, cache_type::k_dim);
+  device_rows keys(const void* data, int tokens, index_t batch = 1) const {
+    return tessera::nhd_rows(static_cast<const T*>(data), tokens, cache_.shape().kv_heads, cache_type::k_dim, batch);
   }
-  tessera::rows_view<float> outputs(float* data, int tokens) const {
-    return tessera::nhd_rows(data, tokens, cache_.shape().q_heads, cache_type::v_dim);
+  tessera::rows_view<float> outputs(float* data, int tokens, index_t batch = 1) const {
+    return tessera::nhd_rows(data, tokens, cache_.shape().q_heads, cache_type::v_dim, batch);
   }
 
   index_t tokens_;
   cache_type cache_;
   tessera::batch step_;
-  index_t sequence_;
+  std::vector<index_t> ids_;
+  index_t sequence_ = 0;  // the selected one
   read_count reads_;
 };
 

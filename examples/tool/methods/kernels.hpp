@@ -2,13 +2,15 @@
 #pragma once
 
 #include <tessera/cache.hpp>
-#include <tessera/layout/dense.hpp>
+
+// tool_layout, and TESSERA_TOOL_KERNELS_OF(storage, T): the kernels of every head dim that this build is for.
+#include "tool_layouts.hpp"
 
 namespace tool {
 
 /// What a cache stores for one layer, as the kernels see it.
 template <class T, int D>
-using stored_view = typename tessera::cpu::kv_store<tessera::dense<T, D, D>>::view_type;
+using stored_view = typename tessera::cpu::kv_store<tool_layout<T, D>>::view_type;
 
 }  // namespace tool
 
@@ -27,13 +29,10 @@ using stored_view = typename tessera::cpu::kv_store<tessera::dense<T, D, D>>::vi
   storage template void tessera::cpu::detail::tile_logits(                                                        \
       const tool::stored_view<T, D>&, tessera::index_t, tessera::index_t, tessera::index_t, int,                  \
       const tessera::logit_rule&, int, const tessera::index_t*, tessera::cpu::tile_memory<D, 64>&);               \
-  storage template class tessera::cpu::kv_store<tessera::dense<T, D, D>>;                                         \
-  storage template void tessera::cpu::kv_store<tessera::dense<T, D, D>>::append(                                  \
+  storage template class tessera::cpu::kv_store<tool::tool_layout<T, D>>;                                         \
+  storage template void tessera::cpu::kv_store<tool::tool_layout<T, D>>::append(                                  \
       tessera::index_t, tessera::index_t, const tessera::rows_view<const float>&,                                 \
       const tessera::rows_view<const float>&, tessera::index_t);
-
-// TESSERA_TOOL_KERNELS_OF(storage, T): those of every head dim that this build is for.
-#include "tool_layouts.hpp"
 
 TESSERA_TOOL_KERNELS_OF(extern, tessera::fp32)
 TESSERA_TOOL_KERNELS_OF(extern, tessera::fp16)

@@ -53,7 +53,7 @@ struct pyramid {
     return tail + kept < stored ? tail + kept : stored;
   }
 
-  kept_bound most(const layer_extent& of) const {
+  token_bound most(const layer_extent& of) const {
     const index_t tail = of.protected_tail, base = std::max(0, tokens - tail);
     const index_t depth = layers > 0 ? layers : of.layers, at = layer >= 0 ? layer : of.layer;
     // The steepest line, or a flatter one through the base; steps are rounded down, so late layers get a little more.

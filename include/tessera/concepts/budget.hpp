@@ -40,7 +40,7 @@ concept host_budget = requires(const B b, const layer_scores& scores, index_t* c
 ///   check()                   throws tessera::error on parameters that make no sense
 /// It may also say
 ///   fits(layer_extent) -> bool          whether all of a layer stays, whatever the scores; else: longest <= tokens
-///   most(layer_extent) -> kept_bound    bounds of what it gives, on the host; else: all that is stored
+///   most(layer_extent) -> token_bound    bounds of what it gives, on the host; else: all that is stored
 ///   even_heads                          true: heads of equal length keep equally many, exactly what `most` says; else:
 ///                                       false
 template <class B>
@@ -72,10 +72,10 @@ TESSERA_HD bool keeps_all(const B& budget, const layer_extent& layer) {
 
 /// Bounds of what a budget gives to the heads of a layer.
 template <class B>
-kept_bound bound_kept(const B& budget, const layer_extent& layer) {
+token_bound bound_kept(const B& budget, const layer_extent& layer) {
   const offset_t all = offset_t(layer.kv_heads) * layer.longest;
   if constexpr (requires { budget.most(layer); }) {
-    const kept_bound most = budget.most(layer);
+    const token_bound most = budget.most(layer);
     return {std::min(layer.longest, most.longest), std::min(all, most.total)};
   } else {
     return {layer.longest, all};

@@ -24,8 +24,8 @@ struct head_extent {
   index_t stored = 0;  ///< tokens of this head
 };
 
-/// What a layer can keep at most: of one head, and of all heads of a sequence.
-struct kept_bound {
+/// At most so many tokens of a layer of one sequence: of one kv_head, and of all.
+struct token_bound {
   index_t longest = 0;
   offset_t total = 0;
 };

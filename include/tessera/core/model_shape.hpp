@@ -23,6 +23,8 @@ struct model_shape {
   index_t kv_heads = 0;
   index_t window = 0;           ///< tokens that a sliding layer attends, in positions
   std::vector<bool> sliding{};  ///< [layers]: which layers slide (Gemma, gpt-oss); empty: none
+  /// [layers, q_heads] where the cache computes, the caller's (gpt-oss); null: the recipe's rule has them, or none.
+  const float* sink_logits = nullptr;
 
   bool slides(index_t layer) const { return !sliding.empty() && sliding[std::size_t(layer)]; }
 

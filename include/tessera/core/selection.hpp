@@ -37,6 +37,14 @@ struct selection {
     indices.assign(std::size_t(offsets.back()), no_index);
   }
 
+  /// The rows of another one behind those that are here.
+  void append(const selection& more) {
+    const offset_t before = offsets.back();
+    for (std::size_t r = 1; r < more.offsets.size(); ++r) offsets.push_back(before + more.offsets[r]);
+    counts.insert(counts.end(), more.counts.begin(), more.counts.end());
+    indices.insert(indices.end(), more.indices.begin(), more.indices.end());
+  }
+
   index_t* row(index_t r) { return indices.data() + offsets[std::size_t(r)]; }
   const index_t* row(index_t r) const { return indices.data() + offsets[std::size_t(r)]; }
 

@@ -1,6 +1,7 @@
 // Non-owning views of keys, values, queries and outputs, over any engine's memory.
 #pragma once
 
+#include <concepts>
 #include <type_traits>
 
 #include "config.hpp"
@@ -64,6 +65,11 @@ struct block_table {
   TESSERA_HD slot_address locate(index_t sequence, index_t head, index_t slot) const {
     return {blocks[sequence * sequence_stride + head * head_stride + slot / page], slot % page};
   }
+  /// The pages behind the slots of a (sequence, kv_head), in order; tables of a sequence.
+  TESSERA_HD const index_t* pages(index_t sequence, index_t head) const {
+    return blocks + sequence * sequence_stride + head * head_stride;
+  }
+  TESSERA_HD index_t tables(index_t kv_heads) const { return head_stride != 0 ? kv_heads : 1; }
 };
 
 /// A CSR page table, as in FlashInfer: the pages of row r are `indices[indptr[r] .. indptr[r + 1])`.
@@ -74,10 +80,25 @@ struct csr_table {
   index_t page = 16;
   index_t tables_per_sequence = 1;
   TESSERA_HD slot_address locate(index_t sequence, index_t head, index_t slot) const {
-    const offset_t row = offset_t(sequence) * tables_per_sequence + (tables_per_sequence > 1 ? head : 0);
-    return {indices[indptr[row] + slot / page], slot % page};
+    return {indices[indptr[row(sequence, head)] + slot / page], slot % page};
   }
+  TESSERA_HD offset_t row(index_t sequence, index_t head) const {
+    return offset_t(sequence) * tables_per_sequence + (tables_per_sequence > 1 ? head : 0);
+  }
+  TESSERA_HD const index_t* pages(index_t sequence, index_t head) const {
+    return indices + indptr[row(sequence, head)];
+  }
+  TESSERA_HD index_t tables(index_t) const { return tables_per_sequence; }
 };
+
+/// A table of pages, one a sequence or one a (sequence, kv_head).
+template <class T>
+concept page_table = requires(const T table, index_t i) {
+  { table.page } -> std::convertible_to<index_t>;
+  { table.pages(i, i) } -> std::same_as<const index_t*>;
+  { table.tables(i) } -> std::same_as<index_t>;
+};
+static_assert(page_table<block_table> && page_table<csr_table>);
 
 /// Some of the slots behind another table: slot `s` of (sequence, head) is that table's slot
 /// `slots[begin[sequence * kv_heads + head] + s]`. A view over candidates looks like a smaller cache to every operation;

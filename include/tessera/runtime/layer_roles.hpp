@@ -21,6 +21,7 @@ class layer_roles {
   logit_rule rule(index_t layer) const {
     logit_rule result = rule_;
     if (slides(layer)) result.sliding_window = shape_.window;
+    if (shape_.sink_logits) result.sink_logits = shape_.sink_logits + offset_t(layer) * shape_.q_heads;
     return result;
   }
 

@@ -1,4 +1,4 @@
-// Compiles: the budget of docs/add_a_budget.md, for both backends.
+// Compiles: the budget of docs/how_to/add_a_budget.md, for both backends.
 #include <tessera/attention/dense_decode.hpp>
 #include <tessera/cache.hpp>
 #include <tessera/layout/dense.hpp>
@@ -29,7 +29,7 @@ struct wide_start {
   }
 
   /// Bounds for memory and scratch: without this, all that is stored.
-  kept_bound most(const layer_extent& layer) const {
+  token_bound most(const layer_extent& layer) const {
     const index_t kept = std::max((layer.layer < wide ? 2 : 1) * tokens, layer.protected_tail);
     const index_t longest = std::min(layer.longest, kept);
     return {longest, offset_t(layer.kv_heads) * longest};

@@ -1,4 +1,4 @@
-// Compiles: the schedule of docs/add_a_schedule.md.
+// Compiles: the schedule of docs/how_to/add_a_schedule.md.
 #include <tessera/attention/dense_decode.hpp>
 #include <tessera/budget/uniform.hpp>
 #include <tessera/cache.hpp>

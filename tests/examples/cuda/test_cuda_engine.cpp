@@ -128,6 +128,43 @@ TEST_CASE("replayed steps give the bits of steps that were launched one by one")
   }
 }
 
+TEST_CASE("conversations that decode together keep what each keeps alone") {
+  if (no_device()) return;
+  const tool_tests::tiny_model folder;
+  auto model = engine::cuda::llama::load(folder.path());
+  for (const std::string method : {"full", "rocketkv", "streaming_llm"}) {
+    INFO(method);
+    auto request = tiny_request(method == "full" ? std::optional<index_t>() : 64, 400);
+    request.conversations = 3;
+    const auto together = tool::make_cache(tool::find_method(method), backend::cuda, request);
+    engine::cuda::kv_cache& all = *together->on_device();
+    std::vector<std::unique_ptr<tool::method_cache>> alone;
+    std::vector<token_t> tokens;
+    for (int i = 0; i < 3; ++i) {
+      const auto prompt = random_tokens(std::size_t(100 + 40 * i));
+      all.select(i);
+      const auto logits = model.prefill(prompt, all);
+      alone.push_back(tiny_cache(method, backend::cuda, request.budget));
+      CHECK(model.prefill(prompt, *alone.back()->on_device()) == logits);
+      tokens.push_back(token_t(i + 7));
+    }
+    for (int step = 0; step < 20; ++step) {
+      // The same tokens go on in both, whatever was answered: products of three rows round otherwise than those of one.
+      const auto answers = model.next(tokens, all);
+      REQUIRE(answers.size() == 3);
+      for (int i = 0; i < 3; ++i) model.next(tokens[std::size_t(i)], *alone[std::size_t(i)]->on_device());
+      for (token_t& token : tokens) token = (token * 31 + 5) % 2048;
+    }
+    for (int i = 0; i < 3; ++i) {
+      all.select(i);
+      CHECK(all.next_position() == alone[std::size_t(i)]->next_position());
+      CHECK(together->positions(0, 1) == alone[std::size_t(i)]->positions(0, 1));
+    }
+    CHECK_THROWS_WITH(model.next({tokens.data(), 2}, all), contains("one for each of at most 8 conversations"));
+    CHECK_THROWS_WITH(model.decode({tokens.data(), 1}, all), contains("conversations is 3"));
+  }
+}
+
 TEST_CASE("steps of several tokens and of one may alternate") {
   if (no_device()) return;
   const tool_tests::tiny_model folder;

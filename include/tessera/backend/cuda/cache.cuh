@@ -19,15 +19,14 @@ namespace cuda {
 /// type, fp16 or bf16; `Out` is what attention is written as: fp32, fp16 or bf16. All pointers are device pointers.
 /// Errors   bad shapes, unknown sequences, steps out of order and pools without room throw tessera::error before anything
 ///          is launched: the cache is as it was.
-/// Memory   rows, and scratch of sequences * kv_heads * tokens scores: allocated when made, anew by `set_budget`.
-/// Limits   what the host asks for (`positions`, `bytes_read`, tracing) synchronises the stream.
+/// Memory   rows, and scratch of sequences * kv_heads * tokens scores: allocated when made, anew by `set_budget`, by
+///          `allocate_from`. Limits: what the host asks for (`positions`, `bytes_read`, tracing) synchronises the stream.
 template <class Recipe, class Out = float>
 class cache : public cache_parts<Recipe, Out> {
   using parts = cache_parts<Recipe, Out>;
 
  public:
   using typename parts::T;
-
   cache(model_shape shape, Recipe recipe, cache_options options)
       : parts(std::move(shape), std::move(recipe), options) {}
 
@@ -39,11 +38,12 @@ class cache : public cache_parts<Recipe, Out> {
     changed.check();
     auto first = first_stage<Recipe>(changed, shape_, options_, device_);
     auto reader = reading_.reader().fit(changed, shape_, options_, device_);
+    auto movers = parts::fit_movers(first);
     check(cudaDeviceSynchronize(), "cudaDeviceSynchronize");
     recipe_ = changed;
     first_.adopt(std::move(first));
     reading_.reader().adopt(std::move(reader));
-    make_movers();
+    store_.adopt(std::move(movers));
     conversations_.follow_budget(recipe_);
     for (index_t id = 0; id < conversations_.size(); ++id) {
       if (conversations_.is_open(id)) reading_.set_plan(id, conversations_.at(id).policies, stream);
@@ -193,9 +193,9 @@ class cache : public cache_parts<Recipe, Out> {
 
  private:
   using parts::after_, parts::all_layers, parts::attention_, parts::chunk_position_, parts::conversations_,
-      parts::device_, parts::filters, parts::first_, parts::first_position_, parts::make_movers, parts::next_,
-      parts::options_, parts::policies, parts::reading_, parts::recipe_, parts::roles_, parts::shape_, parts::slide,
-      parts::steps_, parts::store_, parts::trace, parts::tracing_;
+      parts::device_, parts::filters, parts::first_, parts::first_position_, parts::next_, parts::options_,
+      parts::policies, parts::reading_, parts::recipe_, parts::roles_, parts::shape_, parts::slide, parts::steps_,
+      parts::store_, parts::trace, parts::tracing_;
   using typename parts::place_list, typename parts::read_view_type, typename parts::view_type;
 
   /// Sliding layers drop what they have left behind first, now and then.
@@ -209,9 +209,9 @@ class cache : public cache_parts<Recipe, Out> {
   std::vector<index_t> plan_choice(index_t id, bool due, const planned<Recipe>& fitted) {
     std::vector<index_t> layers;
     place_list places;
-    std::vector<held_bound> kept;
+    std::vector<token_bound> kept;
     for (index_t layer = 0; due && layer < shape_.layers; ++layer) {
-      const held_bound held = store_.bound(layer, id);
+      const token_bound held = store_.bound(layer, id);
       if (!roles_.follows_recipe(layer) || (!filters && first_.keeps_everything(layer, id, held, fitted))) continue;
       layers.push_back(layer);
       places.push_back({layer, id});
@@ -238,7 +238,8 @@ class cache : public cache_parts<Recipe, Out> {
   }
   void note_eviction(index_t layer, index_t id, index_t own) {
     if constexpr (fires_in_steps<typename Recipe::schedule_type>) {
-      const held_bound before = store_.bound(layer, id), after = first_.bound_in_step(layer, before, policies(id), own);
+      const token_bound before = store_.bound(layer, id),
+                        after = first_.bound_in_step(layer, before, policies(id), own);
       // Only where all heads are known to be equally long is the room that this makes known too.
       store_.shrank(layer, id, after, first_.heads_are_even ? before.longest - after.longest : 0);
     }

@@ -51,7 +51,7 @@ TEST_CASE("a budget's bounds hold what it gives") {
       retain<accumulated_attention, decltype(budget), top_tokens> policy;
       policy.budget = budget;
       offset_t total = 0;
-      const kept_bound bound = bound_kept(budget, {1, 4, c.heads, tail, longest});
+      const token_bound bound = bound_kept(budget, {1, 4, c.heads, tail, longest});
       for (const auto& row : on_host(c, policy, false)) {
         REQUIRE(index_t(row.size()) <= bound.longest);
         const bool even = *std::min_element(c.lengths.begin(), c.lengths.end()) == longest;

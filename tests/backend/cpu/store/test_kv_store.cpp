@@ -8,18 +8,12 @@
 #include <tessera/layout/fixed_pages.hpp>
 #include <tessera/layout/fp8_rows.hpp>
 
-#include "support/encoded_rows.hpp"
-#include "support/store_laws.hpp"
+#include "laws/layouts.hpp"
+#include "support/open_layouts.hpp"
 
 using namespace tessera;
 
 namespace {
-
-struct int8_rows {
-  static constexpr const char* name = "int8_rows";
-  using encoding_type = support::int8_elements<fp32>;
-  static constexpr int k_dim = 64, v_dim = 80;
-};
 
 /// Appends and keeps rows of ones in one place of two kv_heads.
 template <class Layout>
@@ -45,13 +39,8 @@ struct one_place {
 
 }  // namespace
 
-TEST_CASE("stores of every row format at every placement obey the laws of stores") {
-  support::obeys_the_laws_of_stores<dense<fp32, 64>>(113);
-  support::obeys_the_laws_of_stores<dense<bf16, 64, 80>>(114);
-  support::obeys_the_laws_of_stores<stored<dense_rows<fp16, 80, 64>, fixed_pages<16>>>(115);
-  support::obeys_the_laws_of_stores<stored<fp8_rows<fp32, 64>, runs>>(116);
-  support::obeys_the_laws_of_stores<stored<fp8_rows<bf16, 80, 64>, fixed_pages<1>>>(117);
-  support::obeys_the_laws_of_stores<stored<int8_rows, fixed_pages<8>>>(118);
+TEST_CASE("a layout of a test's own obeys the laws of layouts") {
+  support::obeys_the_laws_of_layouts<stored<support::int8_rows<fp32, 64, 80>, fixed_pages<8>>>(118);
 }
 
 TEST_CASE("runs grow by a 64th, at least 16 tokens, and give back what a quarter of is unused") {
@@ -132,4 +121,42 @@ TEST_CASE("appended rows are rounded to the stored type") {
   store.append(0, 0, nhd_rows<const float>(k.data(), 1, 1, 64), nhd_rows<const float>(v.data(), 1, 1, 80), 0);
   CHECK(store.view(0, 0).key(0, 0, 0)[63].bits == bf16(1.00390625f).bits);
   CHECK(store.view(0, 0).value(0, 0, 0)[79].bits == bf16(-3.14159f).bits);
+}
+
+TEST_CASE(
+    "pages that a sequence takes stay below the bound that is known before its prompt, and meet it when nothing is "
+    "dropped") {
+  using layout = stored<dense_rows<fp32, 64>, fixed_pages<16>>;
+  constexpr index_t layers = 3, kv_heads = 2;
+  const offset_t page_bytes = 16 * kv_heads * layout::token_bytes();
+  support::rng random(119);
+  cpu::executor workers(1);
+  for (index_t i = 0; i < support::scaled(100); ++i) {
+    cpu::kv_store<layout> store(layers, kv_heads, false);
+    store.open(0);
+    index_t tokens = 0;
+    bool dropped = false;
+    for (int operation = 0; operation < 8; ++operation) {
+      const index_t more = random.pick({1, 15, 16, 17, 60});
+      const auto rows = support::normals(random, std::size_t(more * kv_heads * 64));
+      const auto view = nhd_rows(rows.data(), more, kv_heads, 64);
+      for (index_t layer = 0; layer < layers; ++layer) store.append(layer, 0, view, view, tokens);
+      tokens += more;
+      offset_t pages = 0;
+      for (index_t layer = 0; layer < layers; ++layer) {
+        const auto longest = *std::max_element(store.lengths(layer, 0).begin(), store.lengths(layer, 0).end());
+        const offset_t bytes = store.bytes(layer, 0);
+        pages += fixed_pages<16>::pages_for(longest);
+        REQUIRE(bytes >= fixed_pages<16>::pages_for(longest) * page_bytes);
+        REQUIRE((dropped || bytes / page_bytes == fixed_pages<16>::pages_for(longest)));
+      }
+      const offset_t bound = fixed_pages<16>::upper_bound_pages(tokens, layers);
+      REQUIRE(pages <= bound);
+      REQUIRE((dropped || pages == bound));
+      if (random.chance(0.4)) {
+        const index_t layer = random.between(0, layers - 1);
+        dropped |= store.keep(layer, 0, support::random_subset(random, store.lengths(layer, 0), 0.5), workers);
+      }
+    }
+  }
 }

@@ -1,43 +1,13 @@
-// GPU decode attention over encoded rows: fp8, and encodings that exist in this file only.
+// GPU decode attention over encoded rows: fp8, and encodings that exist in the tests only.
 #include "backend/cuda/attend/decode_case.hpp"
+#include "support/open_layouts.hpp"
 
 using namespace tessera;
 using namespace gpu_test;
 using namespace decode_test;
-
-namespace {
-
-/// An encoding that exists in this test only: 8-bit integers with a scale.
-template <class T>
-struct int8_elements {
-  struct stored_type {
-    std::int8_t value;
-    stored_type() = default;
-    TESSERA_HD explicit stored_type(float x) : value(std::int8_t(x < 0 ? x - 0.5f : x + 0.5f)) {}
-    TESSERA_HD operator float() const { return float(value); }
-  };
-  using element_type = T;
-  static constexpr bool scaled = true;
-  TESSERA_HD static float scale_of(float largest) { return largest > 0 ? largest / 127 : 1; }
-};
-
-/// And one without: fp16 is stored, whatever is handed over.
-template <class T>
-struct half_elements {
-  using element_type = T;
-  using stored_type = fp16;
-  static constexpr bool scaled = false;
-};
-
-/// e4m3 without scales.
-template <class T>
-struct plain_fp8_elements {
-  using element_type = T;
-  using stored_type = fp8;
-  static constexpr bool scaled = false;
-};
-
-}  // namespace
+using support::half_elements;
+using support::int8_elements;
+using support::plain_fp8_elements;
 
 TEST_CASE("GPU decode attention reads fp8 rows, and computes with them as exactly as with fp16") {
   if (gpu_missing()) return;

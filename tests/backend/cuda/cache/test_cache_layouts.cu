@@ -1,5 +1,5 @@
 // Layouts, layer roles and long runs of the CUDA cache: pages, dense and sliding layers, memory that does not grow.
-#include "cache_case.hpp"
+#include "memory_case.hpp"
 #include "tessera/layout/dense.hpp"
 #include "tessera/layout/fixed_pages.hpp"
 #include "tessera/methods/full.hpp"
@@ -165,6 +165,13 @@ TEST_CASE("a pool without room refuses, and the cache goes on as before", "[gpu]
   if (gpu_missing()) return;
   refuse_and_go_on<full<bf16, 64>>();
   refuse_and_go_on<with_layout<full<bf16, 64>, paged>>();
+}
+
+TEST_CASE("every allocation of a cache fails once, and the conversation goes on as if it had not", "[gpu][cache]") {
+  if (gpu_missing()) return;
+  faulty_conversation<snapkv<bf16, 64>>::fails_everywhere_once();
+  faulty_conversation<rocketkv<bf16, 64>>::fails_everywhere_once();
+  faulty_conversation<with_layout<snapkv<bf16, 64>, paged>>::fails_everywhere_once();
 }
 
 TEST_CASE("dense and sliding layers beside compressed ones hold what they should on the device", "[gpu][cache]") {

@@ -1,10 +1,12 @@
 // The CUDA cache of recipes whose policies exist only in the tests, and of filters by position, against the CPU's.
 #include "cache_case.hpp"
+#include "support/open_layouts.hpp"
 #include "support/open_policies.hpp"
 #include "tessera/attention/dense_decode.hpp"
 #include "tessera/attention/gathered_decode.hpp"
 #include "tessera/budget/uniform.hpp"
 #include "tessera/layout/dense.hpp"
+#include "tessera/layout/fixed_pages.hpp"
 #include "tessera/schedule/each_step.hpp"
 #include "tessera/schedule/once.hpp"
 #include "tessera/scorer/exact_score.hpp"
@@ -38,4 +40,10 @@ TEST_CASE("a last pass over accumulated scores holds the CPU's conversations on 
 TEST_CASE("a budget of winners and a selector of a test hold the CPU's conversations on the device", "[gpu][cache]") {
   if (gpu_missing()) return;
   hold_conversations<dropping<retain<spread_window, half_won, spaced>>>(20);
+}
+TEST_CASE("a schedule and a row format of a test hold the CPU's conversations on the device", "[gpu][cache]") {
+  if (gpu_missing()) return;
+  hold_conversations<recipe<retain<spread_accumulated, every_other_head, top_tokens>,
+                            stored<int8_rows<bf16, 64>, fixed_pages<8>>, retrieve_all, dense_decode, every_few_steps>>(
+      20);
 }

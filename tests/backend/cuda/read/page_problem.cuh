@@ -15,14 +15,13 @@
 #include "tessera/scorer/chosen_channels.hpp"
 #include "tessera/scorer/hybrid_min_max.hpp"
 #include "tessera/scorer/page_min_max.hpp"
+#include "tessera/selector/tokens_or_pages.hpp"
 
 namespace gpu_test {
 
 using namespace tessera;
 using support::oracle::estimate;
 namespace oracle = support::oracle;
-
-namespace {
 
 /// Keys, values and queries of a few sequences; `listed`: only candidates of what is stored may be read.
 template <class T, int D, bool listed>

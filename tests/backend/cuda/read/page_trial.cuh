@@ -10,7 +10,7 @@ struct tally {
   index_t attended = 0;        // launches that also attended
 };
 
-bool close(double a, double b, double slack) {
+inline bool close(double a, double b, double slack) {
   return a != b && std::abs(a - b) <= 1e-4 * std::max(std::abs(a), std::abs(b)) + slack;
 }
 
@@ -159,7 +159,7 @@ struct trial<problem<T, D, listed>, Scorer> {
       cuda::check(cudaDeviceSynchronize(), "choose_pages");
       if (round == 1) {
         REQUIRE(out.get() == first_out);
-        REQUIRE(gpu_test::same_bits(mass.get(), first_mass));
+        REQUIRE(same_bits(mass.get(), first_mass));
       }
       first_out = out.get(), first_mass = mass.get();
     }
@@ -200,7 +200,7 @@ struct trial<problem<T, D, listed>, Scorer> {
       choose.choose_and_attend(p, rows_of(got), lse_of(got_lse), workspace.data, nullptr);
       cuda::check(cudaDeviceSynchronize(), "choose_and_attend");
       REQUIRE(out.get() == first_out);
-      if (round == 1) REQUIRE(gpu_test::same_bits(got.get(), first_got));
+      if (round == 1) REQUIRE(same_bits(got.get(), first_got));
       first_got = got.get();
     }
     const auto compare = [&](const std::vector<float>& a, const std::vector<float>& b, float slack) {

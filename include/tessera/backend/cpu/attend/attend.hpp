@@ -170,6 +170,7 @@ void attend_range(const View& view, index_t sequence, index_t head, const slot_s
 template <class View, class Q>
 void check_attention(const View& view, const query_rows<Q>& queries, const attention_output& output) {
   check_queries(view, queries);
+  require(!queries.valid, "valid of queries", "given", "null", "attend all tokens of the call");
   require_dim(output.out, View::v_dim, "out");
   detail::require_same_shape("out", output.out, queries.q);
   if (output.lse.data) detail::require_same_shape("lse", output.lse, queries.q);

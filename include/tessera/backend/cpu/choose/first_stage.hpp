@@ -4,13 +4,11 @@
 #include <algorithm>
 #include <vector>
 
-#include "../../../core/layer_scores.hpp"
 #include "../../../core/model_shape.hpp"
 #include "../../../planned.hpp"
 #include "../kernel/scratch.hpp"
-#include "../score/score.hpp"
 #include "../store/kv_store.hpp"
-#include "retain.hpp"
+#include "score_and_choose.hpp"
 
 TESSERA_NAMESPACE_BEGIN
 namespace cpu {
@@ -50,7 +48,7 @@ class first_stage {
   offset_t bytes(index_t, index_t) const { return 0; }
 };
 
-/// What the three kinds below share: raw scores in, a selection out.
+/// What the three kinds below share: what a place stores and what was observed of it in, a selection out.
 template <class Recipe>
 class choosing {
  public:
@@ -58,51 +56,36 @@ class choosing {
 
  protected:
   using store_type = kv_store<typename Recipe::layout_type>;
+  using problem_type = choose_problem<typename store_type::view_type, float>;
 
-  /// `scores`, its rows and the tail are set; lengths are the store's.
+  problem_type problem(index_t layer, index_t id, store_type& stored, const logit_rule& rule,
+                       const index_t* first_position) {
+    problem_type result;
+    result.view = stored.view(layer, id);
+    result.layer = layer;
+    result.layers = shape_.layers;
+    result.first_position = first_position;
+    result.rule = rule;
+    return result;
+  }
   template <class Policy>
-  bool choose_by(const Policy& policy, layer_scores scores, index_t layer, index_t id, const store_type& stored,
-                 selection& kept, ranked_tokens* ranked) {
-    scores.layer = layer;
-    scores.layers = shape_.layers;
-    scores.kv_heads = shape_.kv_heads;
-    scores.tokens = stored.lengths(layer, id).data();
-    const layer_scores seen = choose_kept(policy, scores, kept, *retaining_);
+  bool choose_by(const Policy& policy, const problem_type& problem, selection& kept, ranked_tokens* ranked,
+                 executor& workers) {
+    const layer_scores seen = score_and_choose(policy, problem, kept, *choosing_, workers);
     if (!ranked) return true;
     ranked->positions.assign(std::size_t(shape_.kv_heads), {});
     ranked->scores.assign(std::size_t(shape_.kv_heads), {});
     for (index_t h = 0; seen.scores && h < shape_.kv_heads; ++h) {
       ranked->scores[std::size_t(h)].assign(seen.head(h), seen.head(h) + seen.candidates(h));
       for (index_t i = 0; i < seen.candidates(h); ++i) {
-        ranked->positions[std::size_t(h)].push_back(stored.position(layer, id, h, i));
+        ranked->positions[std::size_t(h)].push_back(problem.view.position(0, h, i));
       }
     }
     return true;
   }
 
-  /// Rows of scores for what a place holds, all 0, one head after another.
-  layer_scores fresh_scores(const std::vector<index_t>& lengths, index_t tail) {
-    offsets_.memory.clear();
-    offset_t total = 0;
-    for (const index_t length : lengths) {
-      offsets_.memory.push_back(total);
-      total += length;
-    }
-    raw_.memory.assign(std::size_t(total), 0.0f);
-    layer_scores scores;
-    scores.protected_tail = tail;
-    scores.scores = raw_.memory.data();
-    scores.offsets = offsets_.memory.data();
-    return scores;
-  }
-
   model_shape shape_;
-  scratch<std::vector<float>> raw_;
-  scratch<std::vector<offset_t>> offsets_;
-  scratch<score_workspace<Recipe::layout_type::k_dim>> scoring_;
-
- private:
-  scratch<retain_workspace> retaining_;
+  scratch<choose_workspace<Recipe::layout_type::k_dim>> choosing_;
 };
 
 /// By position alone.
@@ -124,19 +107,11 @@ class first_stage<Recipe, observes::nothing, true> : public choosing<Recipe> {
   void take_back(const Any&...) {}
 
   template <class Store>
-  bool choose(index_t layer, index_t id, Store& stored, const planned<Recipe>& policies, const logit_rule&,
-              index_t next, index_t tail, selection& kept, ranked_tokens* ranked, executor&) {
-    const auto& policy = policies.first;
-    const auto& lengths = stored.lengths(layer, id);
-    layer_scores scores =
-        this->fresh_scores(lengths, std::max(tail, policy.scorer.protected_tail(policy.budget.tokens)));
-    for (index_t h = 0; h < this->shape_.kv_heads; ++h) {
-      for (index_t i = 0; i < lengths[std::size_t(h)]; ++i) {
-        this->raw_.memory[std::size_t(this->offsets_.memory[std::size_t(h)] + i)] =
-            policy.scorer.score(stored.position(layer, id, h, i), next);
-      }
-    }
-    return this->choose_by(policy, scores, layer, id, stored, kept, ranked);
+  bool choose(index_t layer, index_t id, Store& stored, const planned<Recipe>& policies, const logit_rule& rule,
+              index_t next, index_t tail, selection& kept, ranked_tokens* ranked, executor& workers) {
+    auto problem = this->problem(layer, id, stored, rule, &next);
+    problem.tail = tail;
+    return this->choose_by(policies.first, problem, kept, ranked, workers);
   }
   offset_t bytes(index_t, index_t) const { return 0; }
 };
@@ -183,17 +158,11 @@ class first_stage<Recipe, observes::window, true> : public choosing<Recipe> {
   template <class Store>
   bool choose(index_t layer, index_t id, Store& stored, const planned<Recipe>& policies, const logit_rule& rule,
               index_t next, index_t, selection& kept, ranked_tokens* ranked, executor& workers) {
-    const auto& policy = policies.first;
     const index_t q_heads = this->shape_.q_heads, rows = index_t(window(layer, id).size()) / (q_heads * k_dim);
     const index_t first = next - rows;
-    layer_scores scores = this->fresh_scores(stored.lengths(layer, id), rows);
-    const layer_extent extent{layer, this->shape_.layers, this->shape_.kv_heads, rows, stored.longest(layer, id)};
-    if (!keeps_all(policy.budget, extent)) {  // else everything is chosen, whatever its score
-      const auto seen = nhd_rows<const float>(window(layer, id).data(), rows, q_heads, k_dim);
-      score_rows(stored.view(layer, id), query_rows<float>{seen, &first}, rule, policy.scorer, this->raw_.memory.data(),
-                 this->offsets_.memory.data(), *this->scoring_, workers);
-    }
-    return this->choose_by(policy, scores, layer, id, stored, kept, ranked);
+    auto problem = this->problem(layer, id, stored, rule, &first);
+    problem.q = nhd_rows<const float>(window(layer, id).data(), rows, q_heads, k_dim);
+    return this->choose_by(policies.first, problem, kept, ranked, workers);
   }
 
   offset_t bytes(index_t layer, index_t id) const {
@@ -230,7 +199,7 @@ class first_stage<Recipe, observes::every_query, true> : public choosing<Recipe>
     const index_t first = next - q.tokens;
     columns& beside = stored.beside(layer, id);
     score_rows(stored.view(layer, id), query_rows<E>{q, &first}, rule, policies.first.scorer, beside.scores(),
-               beside.begins().data(), *this->scoring_, workers);
+               beside.begins().data(), this->choosing_.memory.scoring, workers);
   }
 
   /// Queries of a decode step that has been attended, of the b-th sequence of the batch. Returns the bytes of scores that
@@ -254,13 +223,12 @@ class first_stage<Recipe, observes::every_query, true> : public choosing<Recipe>
   }
 
   template <class Store>
-  bool choose(index_t layer, index_t id, Store& stored, const planned<Recipe>& policies, const logit_rule&, index_t,
-              index_t, selection& kept, ranked_tokens* ranked, executor&) {
-    layer_scores scores;
-    scores.protected_tail = policies.first.scorer.protected_tail(policies.first.budget.tokens);
-    scores.scores = stored.beside(layer, id).scores();
-    scores.offsets = stored.beside(layer, id).begins().data();
-    return this->choose_by(policies.first, scores, layer, id, stored, kept, ranked);
+  bool choose(index_t layer, index_t id, Store& stored, const planned<Recipe>& policies, const logit_rule& rule,
+              index_t, index_t, selection& kept, ranked_tokens* ranked, executor& workers) {
+    columns& beside = stored.beside(layer, id);
+    auto problem = this->problem(layer, id, stored, rule, nullptr);
+    problem.scores = {beside.scores(), 0, 0, beside.begins().data()};
+    return this->choose_by(policies.first, problem, kept, ranked, workers);
   }
   offset_t bytes(index_t, index_t) const { return 0; }
 

@@ -35,7 +35,9 @@ layer_scores choose_kept(const choosing_stage<Scorer, Budget, Selector>& policy,
   const index_t longest = *std::max_element(counts.begin(), counts.end());
   const bool whole = keeps_all(policy.budget, {raw.layer, raw.layers, heads, raw.protected_tail, longest});
   if (!whole) {
-    workspace.finished.resize(std::size_t(raw.offsets[heads - 1] + raw.tokens[heads - 1]));
+    offset_t end = 0;
+    for (index_t h = 0; h < heads; ++h) end = std::max(end, raw.offsets[h] + raw.tokens[h]);
+    workspace.finished.resize(std::size_t(end));
     for (index_t h = 0; h < heads; ++h) {
       float* out = workspace.finished.data() + raw.offsets[h];
       if (finished(policy.scorer, raw.head(h), raw.candidates(h), out, workspace.pooled) == out) {

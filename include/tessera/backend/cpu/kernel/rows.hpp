@@ -14,6 +14,8 @@ template <class Q>
 struct query_rows {
   rows_view<const Q> q;
   const index_t* first_position = nullptr;  ///< [sequences]
+  const index_t* valid = nullptr;  ///< [sequences], how many tokens count, the first ones; null: all. Scoring only
+  index_t tokens_of(index_t sequence) const { return valid ? valid[sequence] : q.tokens; }
   index_t position(index_t sequence, index_t token) const { return first_position[sequence] + token; }
 };
 

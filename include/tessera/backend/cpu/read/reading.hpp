@@ -1,7 +1,6 @@
 // What decode steps read on the CPU: of everything, or of a filter's candidates; all of it, or what a reader chooses.
 #pragma once
 
-#include <type_traits>
 #include <utility>
 #include <vector>
 
@@ -14,7 +13,7 @@ TESSERA_NAMESPACE_BEGIN
 namespace cpu {
 inline namespace TESSERA_HOST_ISA {
 
-/// The reader of recipes that read everything.
+/// Reads everything.
 template <class Recipe>
 struct whole_reader {
   explicit whole_reader(const model_shape&) {}
@@ -35,15 +34,18 @@ struct whole_reader {
   offset_t bytes(std::size_t) const { return 0; }
 };
 
+template <class Recipe>
+requires(!Recipe::retrieve_type::retrieves) struct reader_of<Recipe> {
+  using type = whole_reader<Recipe>;
+};
+
 /// Every (layer, sequence) of a cache: candidates where a filter chooses, and what the recipe's reader keeps.
 template <class Recipe>
 class reading {
   using retrieve_type = typename Recipe::retrieve_type;
   using store_type = kv_store<typename Recipe::layout_type>;
   static constexpr bool filters = Recipe::retain_type::chooses && !Recipe::retain_type::drops;
-  using reader_type =
-      std::conditional_t<!retrieve_type::retrieves, whole_reader<Recipe>,
-                         std::conditional_t<retrieve_type::estimates, extrema_reader<Recipe>, exact_reader<Recipe>>>;
+  using reader_type = typename reader_of<Recipe>::type;
 
  public:
   explicit reading(const model_shape& shape)
@@ -103,7 +105,7 @@ class reading {
       if (chosen) fresh_[std::size_t(layer)].assign(*chosen);
       const candidates& passed = chosen ? fresh_[std::size_t(layer)] : passed_[at];
       reader_.refresh(at, passed.view(stored.view(layer, id)), policies, chosen != nullptr);
-    } else if constexpr (retrieve_type::estimates) {
+    } else if constexpr (retrieve_type::retrieves) {
       const bool moves = chosen && chosen->counts != stored.lengths(layer, id);
       if (moves) return reader_.refresh(at, view_of(layer, id, stored, *chosen), policies, true);
       reader_.refresh(at, view(layer, id, stored), policies, false);

@@ -56,7 +56,8 @@ void tile_logits(const View& view, index_t sequence, index_t head, index_t first
 }  // namespace detail
 
 /// Log-sum-exp of every query row over all keys that it sees.
-/// Shapes   lse [sequences, kv_heads, tokens * group], row = token * group + query head of the group.
+/// Shapes   lse [sequences, kv_heads, tokens * group], row = token * group + query head of the group; rows of tokens that
+///          do not count are not written.
 template <class View, class Q>
 void row_log_sum_exp(const View& view, const query_rows<Q>& queries, const logit_rule& rule, float* lse,
                      score_workspace<View::k_dim>& workspace, executor& workers) {
@@ -68,8 +69,9 @@ void row_log_sum_exp(const View& view, const query_rows<Q>& queries, const logit
     auto& memory = workspace.of(worker);
     const index_t block = blocks - 1 - item % blocks, head = item / blocks % view.kv_heads;
     const index_t sequence = item / blocks / view.kv_heads;
-    const index_t first = block * tile_rows;
-    const int count = int(std::min<index_t>(tile_rows, rows - first));
+    const index_t first = block * tile_rows, end = queries.tokens_of(sequence) * group;
+    if (first >= end) return;
+    const int count = int(std::min<index_t>(tile_rows, end - first));
     load_queries<View::k_dim>(queries, rule, sequence, head, group, first, count, memory.tile.queries);
     for (int r = 0; r < count; ++r) memory.positions[r] = queries.position(sequence, (first + r) / group);
     softmax_state states[tile_rows];
@@ -119,8 +121,9 @@ void accumulate_scores(const View& view, const query_rows<Q>& queries, const log
     const index_t split = item % splits, head = item / splits % view.kv_heads;
     const index_t sequence = item / splits / view.kv_heads, row = sequence * view.kv_heads + head;
     const index_t end = std::min(view.length(sequence, head), (split + 1) * score_split);
-    for (index_t first = 0; first < rows; first += tile_rows) {
-      const int count = int(std::min<index_t>(tile_rows, rows - first));
+    const index_t counted = queries.tokens_of(sequence) * group;
+    for (index_t first = 0; first < counted; first += tile_rows) {
+      const int count = int(std::min<index_t>(tile_rows, counted - first));
       load_queries<View::k_dim>(queries, rule, sequence, head, group, first, count, memory.tile.queries);
       for (int r = 0; r < count; ++r) memory.positions[r] = queries.position(sequence, (first + r) / group);
       for (index_t begin = split * score_split; begin < end; begin += tile_tokens) {
@@ -140,13 +143,25 @@ void accumulate_scores(const View& view, const query_rows<Q>& queries, const log
   });
 }
 
-/// Both passes: adds the scores of `queries` to `scores`, which are as before when memory runs out.
+/// Both passes: adds the scores of `queries` to `scores`, which are as before when memory runs out. `given`: the rows'
+/// log-sum-exp [sequences, tokens, q_heads] where the engine has it, which saves the first pass.
 template <class View, class Q, attentive_scorer Scorer>
 void score_rows(const View& view, const query_rows<Q>& queries, const logit_rule& rule, const Scorer& scorer,
-                float* scores, const offset_t* offsets, score_workspace<View::k_dim>& workspace, executor& workers) {
+                float* scores, const offset_t* offsets, score_workspace<View::k_dim>& workspace, executor& workers,
+                const rows_view<const float>& given = {}) {
   check_queries(view, queries);
   workspace.lse.resize(std::size_t(queries.q.sequences) * std::size_t(queries.q.tokens) * std::size_t(queries.q.heads));
-  row_log_sum_exp(view, queries, rule, workspace.lse.data(), workspace, workers);
+  if (given.data) {
+    const index_t group = queries.q.heads / view.kv_heads, rows = queries.q.tokens * group;
+    for (index_t row = 0; row < view.sequences * view.kv_heads; ++row) {
+      const index_t b = row / view.kv_heads, h = row % view.kv_heads;
+      for (index_t r = 0; r < queries.tokens_of(b) * group; ++r) {
+        workspace.lse[std::size_t(offset_t(row) * rows + r)] = *given.row(b, r / group, h * group + r % group);
+      }
+    }
+  } else {
+    row_log_sum_exp(view, queries, rule, workspace.lse.data(), workspace, workers);
+  }
   accumulate_scores(view, queries, rule, scorer, workspace.lse.data(), scores, offsets, workspace, workers);
 }
 

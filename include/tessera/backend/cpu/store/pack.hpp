@@ -5,64 +5,97 @@
 #include <string>
 
 #include "../../../core/model_shape.hpp"
-#include "../../../core/selection.hpp"
+#include "../../../core/move_problem.hpp"
 #include "../kernel/executor.hpp"
+#include "page_checks.hpp"
 
 TESSERA_NAMESPACE_BEGIN
 namespace cpu {
 inline namespace TESSERA_HOST_ISA {
 
-/// Writes new tokens behind the stored ones of every (sequence, kv_head), encoding them as the view stores rows.
-/// Shapes   k, v [sequences, tokens, kv_heads, dim]; the view's lengths are those before, and it has room for `tokens`
-/// more.
-/// Errors   rows of other sequences, tokens, heads or head dims: tessera::error, before anything is written.
+/// Writes new tokens behind the stored ones of every (sequence, kv_head), encoding them as the view stores rows, fills the
+/// columns and advances the lengths: what cuda::append does.
+/// Errors   shapes that differ, more new tokens than `k` has, slots that the tables do not reach: tessera::error, before
+///          anything is written.
 template <class View, class E>
-void append(const View& view, const rows_view<const E>& k, const rows_view<const E>& v) {
+void append(const append_problem<View, E>& p) {
   using encoding = typename View::encoding_type;
-  require_dim(k, View::k_dim, "k");
-  require_dim(v, View::v_dim, "v");
-  for (const index_t sequences : {k.sequences, v.sequences}) {
-    require(sequences == view.sequences, "sequences of k and v", sequences, std::to_string(view.sequences),
-            "pass the rows of every sequence of the view");
-  }
-  for (const index_t heads : {k.heads, v.heads}) {
+  const View& view = p.view;
+  require_dim(p.k, View::k_dim, "k");
+  require_dim(p.v, View::v_dim, "v");
+  require(p.k.tokens == p.v.tokens && p.k.tokens >= 0, "tokens of v", p.v.tokens, std::to_string(p.k.tokens),
+          "append k and v together");
+  require(p.k.sequences == view.sequences && p.v.sequences == view.sequences, "sequences of k and v",
+          std::to_string(p.k.sequences) + " and " + std::to_string(p.v.sequences), std::to_string(view.sequences),
+          "append to every sequence of the view; new_tokens may be 0");
+  for (const index_t heads : {p.k.heads, p.v.heads}) {
     require(heads == view.kv_heads, "heads of k and v", heads, std::to_string(view.kv_heads),
             "pass [sequences, tokens, kv_heads, head_dim]");
   }
-  require(k.tokens == v.tokens && k.tokens >= 0, "tokens of v", v.tokens,
-          "those of k, which are " + std::to_string(k.tokens), "pass k and v of the same tokens");
+  const auto added = [&](index_t b) { return p.new_tokens ? p.new_tokens[b] : p.k.tokens; };
+  for (index_t b = 0; b < view.sequences; ++b) {
+    require(added(b) >= 0 && added(b) <= p.k.tokens, "new tokens of sequence " + std::to_string(b), added(b),
+            "0 to " + std::to_string(p.k.tokens), "pass k and v of all of them");
+  }
+  require_pages(view, p.pool, [&](index_t b, index_t h) { return view.length(b, h) + added(b); });
   for (index_t b = 0; b < view.sequences; ++b) {
     for (index_t h = 0; h < view.kv_heads; ++h) {
       const index_t length = view.length(b, h);
-      for (index_t t = 0; t < k.tokens; ++t) {
+      for (index_t t = 0; t < added(b); ++t) {
         const index_t slot = length + t;
         const float key_scale =
-            encode_row<encoding>(k.row(b, t, h), View::k_dim, view.key(b, h, slot), view.k_strides.dim);
+            encode_row<encoding>(p.k.row(b, t, h), View::k_dim, view.key(b, h, slot), view.k_strides.dim);
         const float value_scale =
-            encode_row<encoding>(v.row(b, t, h), View::v_dim, view.value(b, h, slot), view.v_strides.dim);
+            encode_row<encoding>(p.v.row(b, t, h), View::v_dim, view.value(b, h, slot), view.v_strides.dim);
         if constexpr (encoding::scaled) {
           const offset_t at = view.scales.index(view.table.locate(b, h, slot), h);
           view.scales.k[at] = key_scale;
           view.scales.v[at] = value_scale;
         }
+        if (p.positions.data) {
+          p.positions.at(b, h, view.kv_heads, slot) = (p.first_position ? p.first_position[b] : length) + t;
+        }
+        if (p.scores.data) p.scores.at(b, h, view.kv_heads, slot) = 0;
       }
+    }
+  }
+  if (!p.lengths) return;
+  const index_t own = view.length_strides.head != 0 ? view.kv_heads : 1;  // lengths of a sequence
+  for (index_t b = 0; b < view.sequences; ++b) {
+    for (index_t h = 0; h < own; ++h) {
+      p.lengths[b * view.length_strides.sequence + h * view.length_strides.head] = view.length(b, h) + added(b);
     }
   }
 }
 
-/// Copies the chosen slots of every (sequence, kv_head) to slots 0, 1, 2, ... of `to`: what is stored, with its scales.
-/// `to` may be `from`: indices ascend, so a row is read before anything is written over it.
-/// Errors   views of other sequences or heads: tessera::error, before anything is written.
+/// The rows alone.
+/// Shapes   k, v [sequences, tokens, kv_heads, dim]; the view's lengths are those before, and it has room for `tokens`
+/// more.
+template <class View, class E>
+void append(const View& view, const rows_view<const E>& k, const rows_view<const E>& v) {
+  append(append_problem<View, E>{view, k, v});
+}
+
+/// Copies the chosen slots of every (sequence, kv_head) to slots 0, 1, 2, ... of another view, or of the same one, with
+/// their scales, positions and scores: what cuda::pack does.
+/// In place indices ascend, so a row is read before anything is written over it.
+/// Errors   a selection that does not ascend within what is stored; where `pool` says how many pages there are, tables with
+///          other entries, and moves into a page that stands in another table too: tessera::error, before anything moves.
 /// Cost     reads and writes each chosen row once. Rows of other sequences and heads are untouched.
 template <class From, class To>
-void pack(const From& from, const selection_view& chosen, const To& to, executor& workers) {
+void pack(const pack_problem<From, To>& p, executor& workers) {
   static_assert(std::is_same_v<typename From::encoding_type, typename To::encoding_type> && From::k_dim == To::k_dim &&
                     From::v_dim == To::v_dim,
                 "tessera: pack copies rows between views of one encoding and head dims");
   using S = typename To::stored_type;
-  require(to.sequences == from.sequences && to.kv_heads == from.kv_heads, "sequences and kv_heads to pack into",
-          std::to_string(to.sequences) + " and " + std::to_string(to.kv_heads),
-          std::to_string(from.sequences) + " and " + std::to_string(from.kv_heads), "pass views of one batch");
+  require(p.to.sequences == p.from.sequences && p.to.kv_heads == p.from.kv_heads, "sequences and kv_heads to pack into",
+          std::to_string(p.to.sequences) + " and " + std::to_string(p.to.kv_heads),
+          std::to_string(p.from.sequences) + " and " + std::to_string(p.from.kv_heads), "pass views of one batch");
+  require_selection(p.from, p.chosen);
+  require_pages(p.from, p.pool);
+  require_pages(p.to, p.pool, [&](index_t b, index_t h) { return p.chosen.count(offset_t(b) * p.to.kv_heads + h); });
+  require_own_pages(p.from, p.chosen, p.to, p.pool);
+  if (p.lengths && p.to.length_strides.head == 0) require_even_counts(p.to, p.chosen);
   const auto copy_row = [](const S* source, offset_t source_stride, S* target, offset_t target_stride, int dim) {
     if (source == target) return;
     if (source_stride == 1 && target_stride == 1) {
@@ -71,19 +104,34 @@ void pack(const From& from, const selection_view& chosen, const To& to, executor
       for (int d = 0; d < dim; ++d) target[d * target_stride] = source[d * source_stride];
     }
   };
+  const From& from = p.from;
+  const To& to = p.to;
   workers.for_each(from.sequences * from.kv_heads, [&](index_t row, int) {
     const index_t b = row / from.kv_heads, h = row % from.kv_heads;
-    const index_t* slots = chosen.row(row);
-    for (index_t i = 0; i < chosen.count(row); ++i) {
-      copy_row(from.key(b, h, slots[i]), from.k_strides.dim, to.key(b, h, i), to.k_strides.dim, To::k_dim);
-      copy_row(from.value(b, h, slots[i]), from.v_strides.dim, to.value(b, h, i), to.v_strides.dim, To::v_dim);
+    const index_t* slots = p.chosen.row(row);
+    for (index_t i = 0; i < p.chosen.count(row); ++i) {
+      const index_t slot = slots[i];
+      copy_row(from.key(b, h, slot), from.k_strides.dim, to.key(b, h, i), to.k_strides.dim, To::k_dim);
+      copy_row(from.value(b, h, slot), from.v_strides.dim, to.value(b, h, i), to.v_strides.dim, To::v_dim);
       if constexpr (To::encoding_type::scaled) {
         const offset_t at = to.scales.index(to.table.locate(b, h, i), h);
-        to.scales.k[at] = from.key_scale(b, h, slots[i]);
-        to.scales.v[at] = from.value_scale(b, h, slots[i]);
+        to.scales.k[at] = from.key_scale(b, h, slot);
+        to.scales.v[at] = from.value_scale(b, h, slot);
       }
+      if (p.positions.data) p.positions.at(b, h, to.kv_heads, i) = from.position(b, h, slot);
+      if (p.scores.data) p.scores.at(b, h, to.kv_heads, i) = p.from_scores.at(b, h, from.kv_heads, slot);
     }
   });
+  for (index_t row = 0; p.lengths && row < to.sequences * to.kv_heads; ++row) {
+    p.lengths[row / to.kv_heads * to.length_strides.sequence + row % to.kv_heads * to.length_strides.head] =
+        p.chosen.count(row);
+  }
+}
+
+/// The rows alone.
+template <class From, class To>
+void pack(const From& from, const selection_view& chosen, const To& to, executor& workers) {
+  pack(pack_problem<From, To>{from, chosen, to}, workers);
 }
 
 }  // namespace TESSERA_HOST_ISA

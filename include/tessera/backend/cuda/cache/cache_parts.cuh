@@ -74,7 +74,7 @@ class cache_parts {
     const planned<Recipe>& fitted = policies(id);
     offset_t total = 0;
     for (index_t layer = 0; layer < shape_.layers; ++layer) {
-      const held_bound held = reading_.lists().bound(layer, id, store_.bound(layer, id));
+      const token_bound held = reading_.lists().bound(layer, id, store_.bound(layer, id));
       total += store_.bytes(layer, id) + reading_.lists().bytes(layer, id) + first_.bytes_of_place() +
                reading_.reader().bytes(fitted, held.longest);
     }
@@ -138,7 +138,7 @@ class cache_parts {
         reading_(recipe_, shape_, options_, device_),
         attention_(shape_, options_, device_),
         newest_(shape_.kv_heads, shape_.sliding.empty() ? 0 : shape_.window) {
-    make_movers();
+    store_.adopt(fit_movers(first_));
   }
 
   const planned<Recipe>& policies(index_t id) const { return conversations_.at(id).policies; }
@@ -150,16 +150,16 @@ class cache_parts {
     }
     return places;
   }
-  void make_movers() {
-    store_.make_movers(first_.most_sequences(), std::max(first_.most_tokens_kept(), shape_.window), device_);
+  auto fit_movers(const first_stage<Recipe>& first) const {
+    return store_.fit(first.most_sequences(), std::max(first.most_tokens_kept(), shape_.window), device_);
   }
   /// Sliding layers drop what they have left behind, now and then.
   void slide(const place_list& places, cudaStream_t stream) {
     for (const auto& [layer, id] : places) {
       const index_t window = roles_.window(layer);
-      const held_bound held = store_.bound(layer, id);
+      const token_bound held = store_.bound(layer, id);
       if (window == 0 || held.longest <= window + spare_room(window)) continue;
-      const held_bound kept{window, std::min(held.total, offset_t(window) * shape_.kv_heads)};
+      const token_bound kept{window, std::min(held.total, offset_t(window) * shape_.kv_heads)};
       store_.plan_keep({{layer, id}}, {kept});
       store_.keep(layer, id, {newest_.of(store_.lengths(layer, id), stream), kept}, stream);
     }

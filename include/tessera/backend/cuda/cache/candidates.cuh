@@ -41,11 +41,11 @@ class no_candidates {
   using place_list = std::vector<std::pair<index_t, index_t>>;
   no_candidates(index_t, index_t, index_t, index_t) {}
   std::vector<detail::gathered_column> gathered() const { return {}; }
-  held_bound bound(index_t, index_t, const held_bound& stored) const { return stored; }
+  token_bound bound(index_t, index_t, const token_bound& stored) const { return stored; }
   View view(index_t, index_t, const View& all) const { return all; }
   View batch_view(index_t, const View& all) const { return all; }
   void join(index_t, const View&, index_t, cudaStream_t) const {}
-  void plan_pass(const place_list&, const std::vector<held_bound>&) {}
+  void plan_pass(const place_list&, const std::vector<token_bound>&) {}
   void pass(index_t, index_t, const kept_slots&, cudaStream_t) {}
   void plan_room(const place_list&, index_t) {}
   void abandon() {}
@@ -80,7 +80,7 @@ class candidates {
         begins_(layers, sequences, kv_heads) {}
 
   std::vector<detail::gathered_column> gathered() const { return {counts_.gathered(), begins_.gathered()}; }
-  const held_bound& bound(index_t layer, index_t id, const held_bound&) const { return bounds_[place(layer, id)]; }
+  const token_bound& bound(index_t layer, index_t id, const token_bound&) const { return bounds_[place(layer, id)]; }
 
   view_type view(index_t layer, index_t id, const View& all) const {
     return view(all, counts_.of(layer, id), begins_.of(layer, id));
@@ -90,7 +90,7 @@ class candidates {
   }
 
   /// Plans lists of at most these bounds, for `pass` calls in the same order.
-  void plan_pass(const place_list& places, const std::vector<held_bound>& passed) {
+  void plan_pass(const place_list& places, const std::vector<token_bound>& passed) {
     pool_.plan();
     try {
       for (std::size_t i = 0; i < places.size(); ++i) {
@@ -204,7 +204,7 @@ class candidates {
   }
 
   index_t layers_, sequences_, heads_, tokens_;
-  std::vector<held_bound> bounds_;
+  std::vector<token_bound> bounds_;
   run_pool pool_;
   id_column<index_t> counts_;
   id_column<offset_t> begins_;

@@ -6,10 +6,8 @@
 
 #include "../../../core/model_shape.hpp"
 #include "../../../planned.hpp"
-#include "../choose/retain.cuh"
+#include "../choose/score_and_choose.cuh"
 #include "../score/query_window.cuh"
-#include "../score/score.cuh"
-#include "../score/score_positions.cuh"
 #include "../store/kv_store.cuh"
 #include "cache_options.hpp"
 #include "numbers.cuh"
@@ -31,7 +29,7 @@ class first_stage {
     return true;
   }
   template <class... Any>
-  held_bound bound(const Any&...) const {
+  token_bound bound(const Any&...) const {
     return {};
   }
   template <class... Any>
@@ -61,19 +59,19 @@ class first_stage<Recipe, true> {
   static constexpr bool in_steps = fires_in_steps<typename Recipe::schedule_type>;
   static constexpr index_t observed_at_once = 512;  // queries of one accumulating call: bounds its workspace
 
-  struct no_score {
-    no_score(index_t, index_t, index_t, index_t, index_t, const device_info&) {}
+  struct no_observer {
+    no_observer(index_t, index_t, index_t, index_t, index_t, const device_info&) {}
     std::size_t workspace_bytes() const { return 0; }
   };
-  template <class S, bool Attentive>
-  struct score_of {
-    using type = no_score;
+  template <class S, bool EveryQuery>
+  struct observer_of {
+    using type = no_observer;
   };
   template <class S>
-  struct score_of<S, true> {
+  struct observer_of<S, true> {
     using type = attentive_score<view_type, S>;
   };
-  using score_type = typename score_of<scorer, observed != observes::nothing>::type;
+  using observer_type = typename observer_of<scorer, observed == observes::every_query>::type;
 
  public:
   static constexpr bool with_scores = observed == observes::every_query;
@@ -81,14 +79,13 @@ class first_stage<Recipe, true> {
   first_stage(const Recipe& recipe, const model_shape& shape, const cache_options& options, const device_info& device)
       : shape_(shape),
         sequences_(options.sequences),
-        capacity_(options.tokens),
         most_(most_kept(recipe, shape, options)),
         batch_(in_steps ? options.sequences : 1),
-        score_(batch_, shape.kv_heads, shape.q_heads, queries_at_once(recipe, options), options.tokens, device),
-        choose_(recipe.retain.planned(recipe.retain.plan(options.tokens)), batch_, shape.kv_heads, options.tokens,
-                most_, device),
-        raw_(with_scores ? 0 : std::size_t(batch_) * std::size_t(shape.kv_heads) * std::size_t(options.tokens)),
-        score_scratch_(score_.workspace_bytes()),
+        observe_(batch_, shape.kv_heads, shape.q_heads, queries_at_once(recipe, options), options.tokens, device),
+        choose_(recipe.retain.planned(recipe.retain.plan(options.tokens)),
+                {batch_, shape.kv_heads, shape.q_heads, queries_at_once(recipe, options), options.tokens, most_},
+                device),
+        observe_scratch_(observe_.workspace_bytes()),
         choose_scratch_(choose_.workspace_bytes()) {
     if constexpr (observed == observes::window) {
       window_ =
@@ -121,7 +118,15 @@ class first_stage<Recipe, true> {
                     const logit_rule& rule, const rows_view<const T>& q, const index_t* first_position,
                     cudaStream_t stream) const {
     if constexpr (observed == observes::every_query) {
-      score(policies.first, rule, view, q, first_position, store.scores(), view.position_begin, 0, true, stream);
+      score_problem<view_type> problem;
+      problem.view = view;
+      problem.q = q;
+      problem.first_position = first_position;
+      problem.rule = rule;
+      problem.scores = store.scores();
+      problem.offsets = view.position_begin;
+      problem.accumulate = true;
+      observe_.run(problem, policies.first.scorer, observe_scratch_.data(), stream);
     }
   }
 
@@ -133,17 +138,18 @@ class first_stage<Recipe, true> {
   }
 
   /// Bounds of what a layer of one sequence keeps when its prompt ends.
-  held_bound bound(index_t layer, index_t id, const held_bound& held, const planned<Recipe>& policies) const {
-    const kept_bound most = bound_kept(policies.first.budget, extent(layer, held.longest, tail(layer, id, policies)));
+  token_bound bound(index_t layer, index_t id, const token_bound& held, const planned<Recipe>& policies) const {
+    const token_bound most = bound_kept(policies.first.budget, extent(layer, held.longest, tail(layer, id, policies)));
     return {std::min(most.longest, held.longest), std::min(most.total, held.total)};
   }
   /// Whether a layer keeps all that it holds, whatever the scores.
-  bool keeps_everything(index_t layer, index_t id, const held_bound& held, const planned<Recipe>& policies) const {
+  bool keeps_everything(index_t layer, index_t id, const token_bound& held, const planned<Recipe>& policies) const {
     return keeps_all(policies.first.budget, extent(layer, held.longest, tail(layer, id, policies)));
   }
   /// Bounds of what a step leaves in place, and by how much every head's room grows for certain.
-  held_bound bound_in_step(index_t layer, const held_bound& held, const planned<Recipe>& policies, index_t own) const {
-    const kept_bound most =
+  token_bound bound_in_step(index_t layer, const token_bound& held, const planned<Recipe>& policies,
+                            index_t own) const {
+    const token_bound most =
         bound_kept(policies.first.budget, extent(layer, held.longest, std::max(own, step_tail(policies))));
     return {std::min(most.longest, held.longest), std::min(most.total, held.total)};
   }
@@ -159,8 +165,8 @@ class first_stage<Recipe, true> {
       window = window_.queries(layer * sequences_ + id);
       position = set_number(position_.data(), next - window.tokens, stream);
     }
-    const selection_view chosen = choose_slots(policies, rule, store, store.view(layer, id), window, position,
-                                               tail(layer, id, policies), layer, stream);
+    const selection_view chosen =
+        choose_slots(policies, rule, store, store.view(layer, id), window, position, 0, layer, stream);
     return {chosen, bound(layer, id, store.bound(layer, id), policies)};
   }
   /// What a layer of a batch keeps within a step; `next`: by sequence of the batch, the position of the next token. The
@@ -168,7 +174,7 @@ class first_stage<Recipe, true> {
   selection_view choose_in_step(index_t layer, const store_type& store, const view_type& view,
                                 const planned<Recipe>& policies, const logit_rule& rule, const index_t* next,
                                 index_t own, cudaStream_t stream) const {
-    return choose_slots(policies, rule, store, view, {}, next, std::max(own, step_tail(policies)), layer, stream);
+    return choose_slots(policies, rule, store, view, {}, next, own, layer, stream);
   }
 
   /// The most sequences of one choice, and the most tokens that a head of it keeps.
@@ -190,16 +196,9 @@ class first_stage<Recipe, true> {
     if constexpr (Recipe::retain_type::plans) {
       return capacity;
     } else {
-      const auto& budget = recipe.retain.budget;
-      const index_t longest_tail = std::max(options.step_tokens, recipe.retain.scorer.protected_tail(budget.tokens));
-      index_t most = std::min(capacity, budget.tokens);
-      for (index_t layer = 0; layer < shape.layers; ++layer) {
-        // A turn of few queries has a short tail, which leaves some layers more.
-        for (const index_t tail : {0, longest_tail}) {
-          most = std::max(most, bound_kept(budget, {layer, shape.layers, shape.kv_heads, tail, capacity}).longest);
-        }
-      }
-      return most;
+      return tessera::cuda::most_kept(
+          recipe.retain, shape.layers, shape.kv_heads, capacity,
+          std::max(options.step_tokens, recipe.retain.scorer.protected_tail(recipe.retain.budget.tokens)));
     }
   }
 
@@ -214,51 +213,27 @@ class first_stage<Recipe, true> {
     return policies.first.scorer.protected_tail(policies.first.budget.tokens);
   }
 
+  /// The newest `own` tokens stay whatever their score, or more where the scorer says so.
   selection_view choose_slots(const planned<Recipe>& policies, const logit_rule& rule, const store_type& store,
-                              const view_type& view, const rows_view<const T>& q, const index_t* position,
-                              index_t kept_tail, index_t layer, cudaStream_t stream) const {
-    score_rows in;
-    in.sequences = view.sequences;
-    in.kv_heads = view.kv_heads;
-    in.lengths = view.lengths;
-    in.length_strides = {view.length_strides.sequence, view.length_strides.head};
-    in.tail = kept_tail;
-    if constexpr (with_scores) {
-      in.scores = store.scores();
-      in.offsets = view.position_begin;
-    } else {
-      in.scores = raw_.data();
-      in.row_stride = capacity_;
-      if constexpr (observed == observes::nothing) {
-        score_positions(view, position, policies.first.scorer, raw_.data(), capacity_, stream);
-      } else {
-        score(policies.first, rule, view, q, position, raw_.data(), nullptr, capacity_, false, stream);
-      }
-    }
-    return choose_.run(policies.first, in, layer, shape_.layers, choose_scratch_.data(), stream);
-  }
-
-  void score(const policy& policies, const logit_rule& rule, const view_type& view, const rows_view<const T>& q,
-             const index_t* first_position, float* scores, const offset_t* begins, offset_t stride, bool accumulate,
-             cudaStream_t stream) const {
-    score_problem<view_type> problem;
+                              const view_type& view, const rows_view<const T>& q, const index_t* position, index_t own,
+                              index_t layer, cudaStream_t stream) const {
+    choose_problem<view_type, T> problem;
     problem.view = view;
+    problem.layer = layer;
+    problem.layers = shape_.layers;
     problem.q = q;
-    problem.first_position = first_position;
+    problem.first_position = position;
     problem.rule = rule;
-    problem.scores = scores;
-    problem.offsets = begins;
-    problem.row_stride = stride;
-    problem.accumulate = accumulate;
-    score_.run(problem, policies.scorer, score_scratch_.data(), stream);
+    if constexpr (with_scores) problem.scores = {store.scores(), 0, 0, view.position_begin};
+    problem.tail = own;
+    return choose_.run(policies.first, problem, choose_scratch_.data(), stream);
   }
 
   model_shape shape_;
-  index_t sequences_, capacity_, most_, batch_;
-  score_type score_;
-  choose_kept<policy> choose_;
-  device_buffer<float> raw_;
-  device_buffer<unsigned char> score_scratch_, choose_scratch_;
+  index_t sequences_, most_, batch_;
+  observer_type observe_;
+  score_and_choose<view_type, policy> choose_;
+  device_buffer<unsigned char> observe_scratch_, choose_scratch_;
   query_window<T> window_;
   device_buffer<index_t> position_{1};
 };

@@ -14,25 +14,70 @@
 TESSERA_NAMESPACE_BEGIN
 namespace cuda {
 
+/// Where device memory comes from. `allocate` answers null when it has none, and memory that begins on 256 bytes else.
+struct memory_source {
+  void* (*allocate)(void* context, std::size_t bytes);
+  void (*release)(void* context, void* data, std::size_t bytes);
+  void* context = nullptr;
+};
+
+namespace detail {
+
+inline void* allocate_by_cuda(void*, std::size_t bytes) {
+  void* data = nullptr;
+  const cudaError_t status = cudaMalloc(&data, bytes);
+  if (status == cudaErrorMemoryAllocation) {
+    cudaGetLastError();  // the next call must not find this one's error
+    return nullptr;
+  }
+  check(status, "cudaMalloc");
+  return data;
+}
+inline void release_by_cuda(void*, void* data, std::size_t) { cudaFree(data); }
+
+inline memory_source& memory_source_of_thread() {
+  thread_local memory_source source{allocate_by_cuda, release_by_cuda};
+  return source;
+}
+
+}  // namespace detail
+
+/// While it lives, device memory that this thread's calls need comes from `source`, as an engine's allocator: make a cache, or
+/// set its budget, inside of one. What came from a source goes back to it, so it must outlive the caches.
+class allocate_from {
+ public:
+  explicit allocate_from(const memory_source& source)
+      : before_(std::exchange(detail::memory_source_of_thread(), source)) {}
+  allocate_from(const allocate_from&) = delete;
+  allocate_from& operator=(const allocate_from&) = delete;
+  ~allocate_from() { detail::memory_source_of_thread() = before_; }
+
+ private:
+  memory_source before_;
+};
+
 /// Device memory with one owner; a copy copies the contents. Errors: not enough memory, with what was asked and free.
 template <class T>
 class device_buffer {
  public:
   device_buffer() = default;
-  explicit device_buffer(std::size_t count) : count_(count) {
+  explicit device_buffer(std::size_t count) : count_(count), source_(detail::memory_source_of_thread()) {
     if (count == 0) return;
-    const cudaError_t status = cudaMalloc(&data_, count * sizeof(T));
-    if (status == cudaErrorMemoryAllocation) {
-      cudaGetLastError();  // the next call must not find this one's error
+    data_ = static_cast<T*>(source_.allocate(source_.context, bytes()));
+    if (!data_) {
       std::size_t free = 0, total = 0;
       check(cudaMemGetInfo(&free, &total), "cudaMemGetInfo");
-      fail("device memory", std::to_string((count * sizeof(T) >> 20) + 1) + " MiB more",
+      fail("device memory", std::to_string((bytes() >> 20) + 1) + " MiB more",
            "the " + std::to_string(free >> 20) + " MiB that are free of " + std::to_string(total >> 20),
            "lower tokens, sequences or rows of the cache, or free memory on the device");
     }
-    check(status, "cudaMalloc");
-    check(cudaMemset(data_, 0, count * sizeof(T)), "cudaMemset");
-    check(cudaStreamSynchronize(nullptr), "cudaStreamSynchronize");  // streams of the caller's need not wait for it
+    try {
+      check(cudaMemset(data_, 0, bytes()), "cudaMemset");
+      check(cudaStreamSynchronize(nullptr), "cudaStreamSynchronize");  // streams of the caller's need not wait for it
+    } catch (...) {
+      source_.release(source_.context, data_, bytes());
+      throw;
+    }
   }
   device_buffer(const device_buffer& other) : device_buffer(other.count_) {
     check(cudaDeviceSynchronize(), "cudaDeviceSynchronize");  // whatever stream fills the other
@@ -40,13 +85,16 @@ class device_buffer {
     check(cudaDeviceSynchronize(), "cudaDeviceSynchronize");
   }
   device_buffer(device_buffer&& other) noexcept
-      : data_(std::exchange(other.data_, nullptr)), count_(std::exchange(other.count_, 0)) {}
+      : data_(std::exchange(other.data_, nullptr)), count_(std::exchange(other.count_, 0)), source_(other.source_) {}
   device_buffer& operator=(device_buffer other) noexcept {
     std::swap(data_, other.data_);
     std::swap(count_, other.count_);
+    std::swap(source_, other.source_);
     return *this;
   }
-  ~device_buffer() { cudaFree(data_); }
+  ~device_buffer() {
+    if (data_) source_.release(source_.context, data_, bytes());
+  }
 
   T* data() const { return data_; }
   std::size_t size() const { return count_; }
@@ -55,6 +103,7 @@ class device_buffer {
  private:
   T* data_ = nullptr;
   std::size_t count_ = 0;
+  memory_source source_ = detail::memory_source_of_thread();
 };
 
 /// Scratch that is made when it is first needed; a copy of its owner makes its own.

@@ -10,17 +10,7 @@
 TESSERA_NAMESPACE_BEGIN
 namespace cuda {
 
-/// What to append; every pointer is a device pointer. Row t of `k` and `v` goes to slot length(sequence, head) + t.
-template <class View, class E>
-struct append_problem {
-  View view;                   ///< with room for the new tokens; its lengths are those before
-  rows_view<const E> k, v;     ///< [sequences, tokens, kv_heads, dim], dim stride 1
-  index_t* lengths = nullptr;  ///< the memory of view.lengths, or another of its strides; gets the lengths after
-  const index_t* new_tokens = nullptr;      ///< [sequences], at most k.tokens; null: all of them
-  const index_t* first_position = nullptr;  ///< [sequences]; null: positions go on from the length before
-  slot_column<index_t> positions{};
-  slot_column<float> scores{};  ///< of new tokens: 0
-};
+using tessera::append_problem;  // core/move_problem.hpp: the same on both backends
 
 namespace detail {
 

@@ -19,7 +19,7 @@ namespace cuda {
 /// What a set of chosen slots comes to: the slots, and bounds that the host knows.
 struct kept_slots {
   selection_view chosen;
-  held_bound bound;
+  token_bound bound;
 };
 
 /// Tokens of every (layer, sequence), heads of uneven length, slots in position order. The layout says what a token takes
@@ -34,6 +34,11 @@ class kv_store {
   using rows_type = placed_rows<Layout>;
   using view_type = typename rows_type::view_type;
   using place_list = std::vector<std::pair<index_t, index_t>>;  // layer, id
+  struct movers {
+    pack<view_type, view_type> fresh;
+    pack<view_type, view_type, true> in_place;
+    device_buffer<unsigned char> scratch;
+  };
 
   kv_store(index_t layers, index_t sequences, index_t kv_heads, index_t tokens, offset_t rows, bool with_positions,
            bool with_scores)
@@ -54,7 +59,7 @@ class kv_store {
         begins_(layers, sequences, kv_heads) {}
 
   index_t kv_heads() const { return heads_; }
-  const held_bound& bound(index_t layer, index_t id) const { return bounds_[place(layer, id)]; }
+  const token_bound& bound(index_t layer, index_t id) const { return bounds_[place(layer, id)]; }
   index_t* lengths(index_t layer, index_t id) const { return lengths_.of(layer, id); }
 
   /// One sequence of a layer.
@@ -131,14 +136,17 @@ class kv_store {
     append<view_type, T>(view.sequences, heads_).run(problem, nullptr, stream);
   }
 
-  /// Makes what moves rows: of one sequence, and in steps of `batch` sequences, at most `kept` tokens a head.
-  void make_movers(index_t batch, index_t kept, const device_info& device) {
-    movers_.emplace(movers{{1, heads_, kept, device}, {batch, heads_, kept, device}, {}});
-    movers_->scratch = device_buffer<unsigned char>(movers_->in_place.workspace_bytes());  // zeros, as it begins
+  /// What moves rows: of one sequence, and in steps of `batch` sequences, at most `kept` tokens a head. `adopt` puts it in
+  /// place.
+  movers fit(index_t batch, index_t kept, const device_info& device) const {
+    movers fitted{{1, heads_, kept, device}, {batch, heads_, kept, device}, {}};
+    fitted.scratch = device_buffer<unsigned char>(fitted.in_place.workspace_bytes());  // zeros, as it begins
+    return fitted;
   }
+  void adopt(movers&& fitted) { movers_.emplace(std::move(fitted)); }
 
   /// Plans what the places keep: every (layer, id) with its bound, in the order of the `keep` calls that follow.
-  void plan_keep(const place_list& places, const std::vector<held_bound>& kept) {
+  void plan_keep(const place_list& places, const std::vector<token_bound>& kept) {
     rows_.plan();
     columns_.plan();
     try {
@@ -181,7 +189,7 @@ class kv_store {
     movers_->in_place.run(problem, movers_->scratch.data(), stream);
   }
   /// Notes on the host what `keep_in_place` dropped; `gained`: every head has room for so many more tokens.
-  void shrank(index_t layer, index_t id, const held_bound& kept, index_t gained) {
+  void shrank(index_t layer, index_t id, const token_bound& kept, index_t gained) {
     const std::size_t at = place(layer, id);
     bounds_[at] = {std::min(bounds_[at].longest, kept.longest), std::min(bounds_[at].total, kept.total)};
     rows_.shrank(at, gained, bounds_[at]);
@@ -223,12 +231,6 @@ class kv_store {
   offset_t most_bytes() const { return rows_.most_bytes() + columns_.most_rows() * columns_.row_bytes(); }
 
  private:
-  struct movers {
-    pack<view_type, view_type> fresh;
-    pack<view_type, view_type, true> in_place;
-    device_buffer<unsigned char> scratch;
-  };
-
   std::size_t place(index_t layer, index_t id) const {
     return std::size_t(layer) * std::size_t(sequences_) + std::size_t(id);
   }
@@ -242,7 +244,7 @@ class kv_store {
     view.positions = positions();
     return view;
   }
-  void plan_columns(std::size_t at, const held_bound& held, index_t tokens) {
+  void plan_columns(std::size_t at, const token_bound& held, index_t tokens) {
     const index_t room = tokens + room_behind(held.longest + tokens, tokens_);
     columns_.plan_run(at, held.total + offset_t(heads_) * room, room);
   }
@@ -260,7 +262,7 @@ class kv_store {
 
   index_t layers_, sequences_, heads_, tokens_;
   bool with_positions_, with_scores_;
-  std::vector<held_bound> bounds_;
+  std::vector<token_bound> bounds_;
   rows_type rows_;
   run_pool columns_;
   id_column<index_t> lengths_;

@@ -3,8 +3,7 @@
 
 #include <algorithm>
 
-#include "../../../core/selection.hpp"
-#include "../../../core/views.hpp"
+#include "../../../core/move_problem.hpp"
 #include "../device/alignment.cuh"
 #include "../device/barrier.cuh"
 #include "../device/even_cut.cuh"
@@ -13,32 +12,8 @@
 TESSERA_NAMESPACE_BEGIN
 namespace cuda {
 
-/// One number per stored slot beside K and V (positions, scores), by (sequence, head, slot). Data null: not there.
-/// With `begin`, the row of (sequence, head) begins at begin[sequence * kv_heads + head], as in ragged storage.
-template <class T>
-struct slot_column {
-  T* data = nullptr;
-  offset_t sequence_stride = 0;
-  offset_t head_stride = 0;
-  const offset_t* begin = nullptr;
-  TESSERA_HD T& at(index_t sequence, index_t head, index_t kv_heads, index_t slot) const {
-    return data[(begin ? begin[offset_t(sequence) * kv_heads + head]
-                       : sequence * sequence_stride + head * head_stride) +
-                slot];
-  }
-};
-
-/// What to keep and where it goes; every pointer is a device pointer.
-template <class From, class To>
-struct pack_problem {
-  From from;
-  selection_view chosen;  ///< row = sequence * kv_heads + head; its counts are the new lengths
-  To to;
-  slot_column<index_t> positions{};  ///< of `to`; filled with from.position(slot)
-  slot_column<const float> from_scores{};
-  slot_column<float> scores{};
-  index_t* lengths = nullptr;  ///< strided as to.length_strides; gets the counts
-};
+using tessera::pack_problem;  // core/move_problem.hpp: the same on both backends
+using tessera::slot_column;
 
 namespace detail {
 
@@ -293,6 +268,8 @@ class pack {
     const index_t rows = problem.from.sequences * problem.from.kv_heads;
     require(rows <= rows_, "sequences * kv_heads", rows, "at most " + std::to_string(rows_),
             "construct pack for the largest batch");
+    require(!InPlace || (problem.from.k == problem.to.k && problem.from.v == problem.to.v), "memory of to", "another",
+            "that of from", "leave InPlace false for fresh memory");
     if (rows == 0) return;
     auto* words = static_cast<unsigned*>(workspace);
     const detail::pack_scratch scratch =

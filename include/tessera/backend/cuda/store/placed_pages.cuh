@@ -66,7 +66,7 @@ class placed_rows<Layout, fixed_pages<Page>> {
   void plan() { planned_ = 0; }
   void abandon() { planned_ = 0; }
 
-  void plan_room(std::size_t place, const held_bound& held, index_t tokens) {
+  void plan_room(std::size_t place, const token_bound& held, index_t tokens) {
     const offset_t more = missing(place, offset_t(held.longest) + tokens);
     require(planned_ + more <= offset_t(free_.size()), "pages of the cache", std::to_string(more) + " more",
             "at most what is free, which is " + std::to_string(offset_t(free_.size()) - planned_) + " of " +
@@ -75,7 +75,7 @@ class placed_rows<Layout, fixed_pages<Page>> {
     planned_ += more;
     tokens_planned_ = tokens;
   }
-  void commit_room(std::size_t place, const index_t*, const held_bound& held, cudaStream_t stream) {
+  void commit_room(std::size_t place, const index_t*, const token_bound& held, cudaStream_t stream) {
     std::vector<index_t>& table = held_[place];
     offset_t more = missing(place, offset_t(held.longest) + tokens_planned_);
     for (; more > 0;) {
@@ -95,15 +95,15 @@ class placed_rows<Layout, fixed_pages<Page>> {
   }
   void took(std::size_t, index_t) {}
 
-  void plan_keep(std::size_t, const held_bound&, const held_bound&) {}
+  void plan_keep(std::size_t, const token_bound&, const token_bound&) {}
   /// Rows move down in their own pages; what lies behind `kept` goes back to the pool.
   template <class Mover, class Problem>
-  void keep(std::size_t place, const Problem& problem, const Mover& mover, const held_bound& kept,
+  void keep(std::size_t place, const Problem& problem, const Mover& mover, const token_bound& kept,
             cudaStream_t stream) {
     mover.in_place.run(problem, mover.scratch.data(), stream);
     release(held_[place], std::size_t(fixed_pages<Page>::pages_for(kept.longest)));
   }
-  void shrank(std::size_t place, index_t, const held_bound& kept) {
+  void shrank(std::size_t place, index_t, const token_bound& kept) {
     release(held_[place], std::size_t(fixed_pages<Page>::pages_for(kept.longest)));
   }
 

@@ -4,6 +4,7 @@
 #include <algorithm>
 #include <vector>
 
+#include "../../../core/layer_extent.hpp"
 #include "../../../layout/runs.hpp"
 #include "pack.cuh"
 #include "run_pool.cuh"
@@ -11,12 +12,6 @@
 
 TESSERA_NAMESPACE_BEGIN
 namespace cuda {
-
-/// What the host knows of a place: no head holds more than `longest`, all of them together no more than `total`.
-struct held_bound {
-  index_t longest = 0;
-  offset_t total = 0;
-};
 
 /// Where a cache's rows lie; specialised by placement. A place is layer * sequences + id. Changes are planned on the host
 /// first: `plan`, any number of `plan_room` and `plan_keep`, then `commit_*` for the same places in the same order; or
@@ -76,12 +71,12 @@ class placed_rows<Layout, runs> {
   void abandon() { pool_.abandon(); }
 
   /// Room for `tokens` more in every head.
-  void plan_room(std::size_t place, const held_bound& held, index_t tokens) {
+  void plan_room(std::size_t place, const token_bound& held, index_t tokens) {
     if (pool_.room(place) >= tokens) return;
     const index_t room = tokens + room_behind(held.longest + tokens, tokens_);
     pool_.plan_run(place, held.total + offset_t(heads_) * room, room);
   }
-  void commit_room(std::size_t place, const index_t* lengths, const held_bound& held, cudaStream_t stream) {
+  void commit_room(std::size_t place, const index_t* lengths, const token_bound& held, cudaStream_t stream) {
     if (!pool_.lay_out(
             place, lengths, [&](std::size_t p) { return begins(p); }, stream))
       return;
@@ -90,13 +85,13 @@ class placed_rows<Layout, runs> {
   }
   void took(std::size_t place, index_t tokens) { pool_.took(place, tokens); }
 
-  void plan_keep(std::size_t place, const held_bound&, const held_bound& kept) {
+  void plan_keep(std::size_t place, const token_bound&, const token_bound& kept) {
     const index_t room = room_behind(kept.longest, tokens_);
     pool_.plan_run(place, kept.total + offset_t(heads_) * room, room);
   }
   /// `problem` has what is chosen, its columns and lengths; rows move to the run that was planned.
   template <class Mover, class Problem>
-  void keep(std::size_t place, Problem problem, const Mover& mover, const held_bound&, cudaStream_t stream) {
+  void keep(std::size_t place, Problem problem, const Mover& mover, const token_bound&, cudaStream_t stream) {
     pool_.lay_out(
         place, problem.chosen.counts, [&](std::size_t p) { return begins(p); }, stream);
     problem.to.table.begin = pool_.new_begins();
@@ -104,7 +99,7 @@ class placed_rows<Layout, runs> {
     pool_.adopt(begins(place), stream);
   }
   /// After rows were dropped in place: every head has room for `gained` more.
-  void shrank(std::size_t place, index_t gained, const held_bound&) { pool_.took(place, -gained); }
+  void shrank(std::size_t place, index_t gained, const token_bound&) { pool_.took(place, -gained); }
 
   void clear(std::size_t place) { pool_.clear(place); }
   offset_t bytes(std::size_t place) const { return pool_.rows(place) * Layout::token_bytes(); }

@@ -8,19 +8,13 @@
 #include "../../kernel/scratch.hpp"
 #include "../../score/finish.hpp"
 #include "../../score/score.hpp"
+#include "../reader.hpp"
 
 TESSERA_NAMESPACE_BEGIN
 namespace cpu {
 inline namespace TESSERA_HOST_ISA {
 
-/// What every reader of a second stage answers; this one keeps nothing beside the tokens.
-///   open(place)                              may fail; the others before `refresh` may not
-///   clear(place)                             gives the place's memory back
-///   forget(place)                            a step or a prompt's end came to nothing: build anew from the next view
-///   refresh(place, view, policies, moved)    a prompt has ended, or slots have moved
-///   append(place, view, tokens)              the newest tokens of the view are new
-///   choose(place, view, ...)                 fills `chosen`; returns the bytes read beyond what is then attended
-///   complete(place, view, ...)               corrects the output of what was attended; most have nothing to add
+/// Scores every key; keeps nothing beside the tokens.
 template <class Recipe>
 class exact_reader {
  public:

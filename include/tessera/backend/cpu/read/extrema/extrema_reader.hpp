@@ -7,6 +7,7 @@
 #include "../../../../core/model_shape.hpp"
 #include "../../../../planned.hpp"
 #include "../../kernel/scratch.hpp"
+#include "../reader.hpp"
 #include "page_index.hpp"
 #include "page_scores.hpp"
 
@@ -14,8 +15,7 @@ TESSERA_NAMESPACE_BEGIN
 namespace cpu {
 inline namespace TESSERA_HOST_ISA {
 
-/// Holds an index of every place's keys and, for a scorer that adds the mean value, the sum of its values. Answers what
-/// `exact_reader` says.
+/// Holds an index of every place's keys and, for a scorer that adds the mean value, the sum of its values.
 template <class Recipe>
 class extrema_reader {
  public:
@@ -135,6 +135,11 @@ class extrema_reader {
   scratch<std::vector<float>> mass_;  // [kv_heads, rows] of the last choice
   scratch<std::vector<offset_t>> bytes_;
   scratch<std::vector<page_workspace<k_dim>>> pages_;
+};
+
+template <class Recipe>
+requires(Recipe::retrieve_type::estimates) struct reader_of<Recipe> {
+  using type = extrema_reader<Recipe>;
 };
 
 }  // namespace TESSERA_HOST_ISA

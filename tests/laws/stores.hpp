@@ -7,7 +7,7 @@
 
 #include <tessera/backend/cpu/store/kv_store.hpp>
 
-#include "subsets.hpp"
+#include "support/subsets.hpp"
 
 namespace support {
 
@@ -56,10 +56,12 @@ void holds(Store& store, index_t layer, index_t id, const std::vector<expected_h
       REQUIRE(view.position(0, h, s) == head.positions[at]);
       bool same = true;
       for (int d = 0; d < Layout::k_dim; ++d) {
-        same &= float(view.key(0, h, s)[d * view.k_strides.dim]) * view.key_scale(0, h, s) == head.keys[at][std::size_t(d)];
+        same &=
+            float(view.key(0, h, s)[d * view.k_strides.dim]) * view.key_scale(0, h, s) == head.keys[at][std::size_t(d)];
       }
       for (int d = 0; d < Layout::v_dim; ++d) {
-        same &= float(view.value(0, h, s)[d * view.v_strides.dim]) * view.value_scale(0, h, s) == head.values[at][std::size_t(d)];
+        same &= float(view.value(0, h, s)[d * view.v_strides.dim]) * view.value_scale(0, h, s) ==
+                head.values[at][std::size_t(d)];
       }
       REQUIRE(same);
       if (with_scores) {
@@ -94,7 +96,8 @@ void obeys_the_laws_of_stores(std::uint64_t seed) {
       auto& place = places[at];
       if (random.chance(0.6)) {
         const index_t tokens = random.pick({1, 1, 3, 40});
-        const auto k = normals(random, std::size_t(tokens * kv_heads * k_dim)), v = normals(random, std::size_t(tokens * kv_heads * v_dim));
+        const auto k = normals(random, std::size_t(tokens * kv_heads * k_dim)),
+                   v = normals(random, std::size_t(tokens * kv_heads * v_dim));
         store.append(layer, id, nhd_rows<const float>(k.data(), tokens, kv_heads, k_dim),
                      nhd_rows<const float>(v.data(), tokens, kv_heads, v_dim), next[at]);
         for (index_t t = 0; t < tokens; ++t) {
@@ -102,8 +105,10 @@ void obeys_the_laws_of_stores(std::uint64_t seed) {
             expected_head& head = place[std::size_t(h)];
             head.positions.push_back(next[at] + t);
             head.scores.push_back(0);
-            head.keys.push_back(decoded_row<typename Layout::encoding_type>(k.data() + (t * kv_heads + h) * k_dim, k_dim));
-            head.values.push_back(decoded_row<typename Layout::encoding_type>(v.data() + (t * kv_heads + h) * v_dim, v_dim));
+            head.keys.push_back(
+                decoded_row<typename Layout::encoding_type>(k.data() + (t * kv_heads + h) * k_dim, k_dim));
+            head.values.push_back(
+                decoded_row<typename Layout::encoding_type>(v.data() + (t * kv_heads + h) * v_dim, v_dim));
           }
         }
         next[at] += tokens;

@@ -1,0 +1,177 @@
+"""Compiles what is needed when it is first needed, and keeps it on disk by its content.
+
+Two kinds of libraries: the operators (csrc/operators.cpp), built once by torch's own builder, and one small library for
+each recipe, element type and head dim, which knows nothing of PyTorch and takes a compiler about six seconds.
+"""
+import concurrent.futures
+import functools
+import hashlib
+import os
+import pathlib
+import re
+import subprocess
+import tempfile
+
+import torch
+
+HERE = pathlib.Path(__file__).resolve().parent
+SOURCES = HERE / "csrc"
+INCLUDE = HERE.parents[3] / "include"
+ELEMENTS = {torch.float32: "fp32", torch.bfloat16: "bf16", torch.float16: "fp16"}
+HEAD_DIMS = (64, 80, 96, 128, 192, 256)
+EXPORTS = """
+tessera_torch::any_cache* tessera_torch_make(const tessera_torch::cache_request& request) {
+  return new tessera_torch::%s_cache<recipe_type>(request);
+}
+const char* tessera_torch_parameters() {
+  static const std::string text = tessera_torch::parameters_text<recipe_type>();
+  return text.c_str();
+}
+"""
+POLICY_HEADERS = ("attention", "budget", "layout", "schedule", "scorer", "selector")
+
+
+def cache_folder():
+    """Where libraries lie: $TESSERA_TORCH_CACHE, or a folder of the user's cache."""
+    root = os.environ.get("TESSERA_TORCH_CACHE") or pathlib.Path.home() / ".cache" / "tessera_torch"
+    return pathlib.Path(root)
+
+
+def methods():
+    """The published methods: every header of include/tessera/methods is one."""
+    return sorted(path.stem for path in (INCLUDE / "tessera" / "methods").glob("*.hpp"))
+
+
+class Policy:
+    """A policy of one's own and the recipe that uses it.
+
+    header: C++ text, or the path of a header; it stands behind all of the library's policies, in namespace tessera.
+    recipe: the recipe as a C++ type over T, the element type, and D, the head dim, for example
+            "recipe<retain<my_scorer, uniform, top_tokens>, dense<T, D>, retrieve_all, dense_decode, once>".
+    """
+
+    def __init__(self, header, recipe):
+        is_path = isinstance(header, os.PathLike) or "\n" not in header and header.endswith((".hpp", ".cuh", ".h"))
+        self.text = pathlib.Path(header).read_text(encoding="utf-8") if is_path else header
+        self.name = str(header) if is_path else "the policy"
+        self.recipe = recipe
+
+    def source(self, element, dim):
+        headers = sorted(path.relative_to(INCLUDE).as_posix() for folder in POLICY_HEADERS
+                         for path in (INCLUDE / "tessera" / folder).glob("*.hpp"))
+        lines = [f"#include <{name}>" for name in headers]
+        text = re.sub(r"^\s*#pragma once\s*$", "", self.text, flags=re.M)
+        # The preprocessor must see a header's own includes outside of the namespace.
+        own = re.findall(r"^\s*#include.*$", text, flags=re.M)
+        text = re.sub(r"^\s*#include.*$", "", text, flags=re.M)
+        return "\n".join([*lines, *own, "namespace tessera {", f'#line 1 "{self.name}"', text, '#line 1 "the recipe"',
+                          f"template <element T, int D> using chosen_recipe = {self.recipe};", "}",
+                          f"using recipe_type = tessera::chosen_recipe<tessera::{element}, {dim}>;", ""])
+
+
+def source_of(method, element, dim):
+    if isinstance(method, Policy):
+        return method.source(element, dim)
+    if method not in methods():
+        raise ValueError(f"method is '{method}'; expected one of {', '.join(methods())}; or pass a Policy")
+    return (f"#include <tessera/methods/{method}.hpp>\n"
+            f"using recipe_type = tessera::{method}<tessera::{element}, {dim}>;\n")
+
+
+@functools.cache
+def machine(compiler, skip):
+    """What a library depends on besides its own text: headers (but one file or folder), compiler, processor."""
+    digest = hashlib.sha256(subprocess.run([compiler, "--version"], capture_output=True, check=True).stdout)
+    for root in (INCLUDE / "tessera", SOURCES):
+        for path in sorted(root.rglob("*.*")):
+            if skip in path.relative_to(root).as_posix():
+                continue
+            digest.update(path.relative_to(root).as_posix().encode() + path.read_bytes())
+    cpu = pathlib.Path("/proc/cpuinfo")
+    if cpu.exists():  # -march=native means another thing on another processor
+        lines = cpu.read_text().splitlines()
+        digest.update(next((line for line in lines if line.startswith(("flags", "Features"))), "").encode())
+    return digest.hexdigest()
+
+
+def command_of(device):
+    if device == "cpu":
+        return [os.environ.get("CXX", "g++"), "-std=c++20", "-O3", "-march=native", "-shared", "-fPIC", "-x", "c++"]
+    major, minor = torch.cuda.get_device_capability()
+    arch = f"{major}{minor}{'a' if major >= 9 else ''}"
+    return [os.environ.get("NVCC", "nvcc"), "-std=c++20", "-O3", f"-arch=sm_{arch}", "--shared", "-Xcompiler", "-fPIC",
+            "-diag-suppress=177", "-x", "cu"]
+
+
+def library(method, dtype, dim, device="cpu"):
+    """The path of a recipe's library, compiled unless it is there. Errors: ValueError with the compiler's one sentence."""
+    if dtype not in ELEMENTS:
+        raise ValueError(f"dtype is {dtype}; expected {', '.join(map(str, ELEMENTS))}; cast the model")
+    if dim not in HEAD_DIMS:
+        raise ValueError(f"head_dim is {dim}; expected one of {', '.join(map(str, HEAD_DIMS))}; "
+                         "the library's kernels are made for these")
+    if device == "cuda" and dtype == torch.float32:
+        raise ValueError("dtype is torch.float32; expected torch.bfloat16 or torch.float16 on CUDA; cast the model")
+    command = command_of(device)
+    text = (f'#include "{device}_cache.{"hpp" if device == "cpu" else "cuh"}"\n' +
+            source_of(method, ELEMENTS[dtype], dim) + EXPORTS % device)
+    key = hashlib.sha256("\0".join([machine(command[0], "operators.cpp"), *command, text]).encode()).hexdigest()[:24]
+    name = method if isinstance(method, str) else "policy"
+    path = cache_folder() / f"{name}_{ELEMENTS[dtype]}_{dim}_{device}_{key}.so"
+    if path.exists():
+        return path
+    path.parent.mkdir(parents=True, exist_ok=True)
+    with tempfile.TemporaryDirectory(dir=path.parent) as folder:
+        source = pathlib.Path(folder) / "recipe.cpp"
+        source.write_text(text, encoding="utf-8")
+        made = pathlib.Path(folder) / "recipe.so"
+        result = subprocess.run([*command, f"-I{SOURCES}", f"-I{INCLUDE}", str(source), "-o", str(made)],
+                                capture_output=True, text=True, check=False)
+        if result.returncode != 0:
+            raise ValueError(sentence(result.stderr))
+        os.replace(made, path)  # whoever builds the same at the same time writes the same
+    return path
+
+
+def sentence(output):
+    """The one sentence of a compiler's output: what a static_assert of the library says, else the first error."""
+    said = re.search(r"(?:static assertion failed|static assertion failed with)[^\n]*?(tessera: [^\n]*)", output)
+    if said:
+        return said.group(1).strip().rstrip('"')
+    first = re.search(r"^(?:([^\n:]+):(\d+):(?:\d+:)? )?(?:fatal )?error: ([^\n]*)", output, flags=re.M)
+    if not first:
+        return output.strip().splitlines()[-1] if output.strip() else "the compiler failed and said nothing"
+    place = f"{pathlib.Path(first.group(1)).name}, line {first.group(2)}: " if first.group(1) else ""
+    return place + first.group(3)
+
+
+def build_all(wanted, jobs=None):
+    """Compiles libraries side by side; wanted: (method, dtype, dim)."""
+    with concurrent.futures.ThreadPoolExecutor(jobs or os.cpu_count()) as pool:
+        return list(pool.map(lambda one: library(*one), wanted))
+
+
+@functools.cache
+def operators():
+    """torch.ops.tessera, built by torch's own builder for the torch that is installed."""
+    compiler = os.environ.get("CXX", "g++")
+    with_cuda = torch.cuda.is_available()
+    flags = ["-std=c++20", "-O2", *(["-DTESSERA_TORCH_CUDA"] if with_cuda else [])]
+    key = hashlib.sha256("\0".join([machine(compiler, "backend"), torch.__version__, *flags]).encode()).hexdigest()[:24]
+    name = "tessera_torch_operators"
+    folder = cache_folder() / f"operators_{key}"
+    if not (folder / "built").exists():
+        from torch.utils import cpp_extension
+        folder.mkdir(parents=True, exist_ok=True)
+        cpp_extension.load(name, [str(SOURCES / "operators.cpp")], extra_cflags=flags, build_directory=str(folder),
+                           extra_include_paths=[str(INCLUDE), str(SOURCES)], with_cuda=with_cuda, is_python_module=False)
+        (folder / "built").touch()
+    else:
+        torch.ops.load_library(str(folder / f"{name}.so"))
+    return torch.ops.tessera
+
+
+def parameters(method):
+    """Of a method or a Policy: {name: (default, what is allowed, what it means)}, all as text."""
+    lines = operators().parameters(str(library(method, torch.float32, 64))).splitlines()
+    return {name: tuple(rest) for name, *rest in (line.split("\t") for line in lines)}

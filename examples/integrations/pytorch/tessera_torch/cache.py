@@ -1,0 +1,272 @@
+"""TesseraCache: what goes into generate(past_key_values=...), and the attention function that reads it.
+
+transformers hands new keys and values to `Cache.update` and what that returns to the model's attention function. Here
+`update` stores nothing: it writes on the keys whose they are, and the attention function `tessera` does the whole layer in
+one operator: store, choose, attend.
+"""
+import contextlib
+import weakref
+
+import torch
+import transformers
+from transformers import AttentionInterface, AttentionMaskInterface
+
+from . import build
+
+NAME = "tessera"
+OWNER = "_tessera_owner"  # on the keys, from `update` to `attend`
+
+
+def attend(module, query, key, value, attention_mask, dropout=0.0, scaling=None, sliding_window=None, softcap=None,
+           s_aux=None, **_):
+    """The attention function of transformers' interface: [batch, heads, tokens, dim] -> [batch, tokens, heads, dim]."""
+    owner = getattr(key, OWNER, None)
+    if owner is None:
+        raise ValueError("past_key_values is none of Tessera's; expected a TesseraCache; "
+                         "pass past_key_values=TesseraCache(model.config, ...), or load the model with another attention")
+    cache, layer = owner
+    return cache.attend(layer, query, key, value, attention_mask, scaling, softcap, sliding_window, s_aux), None
+
+
+def padding_of(batch_size, cache_position=None, kv_length=None, kv_offset=0, mask_function=None, attention_mask=None, **_):
+    """The mask function of transformers' interface: padding alone, [batch, tokens]; the cache masks by positions."""
+    return attention_mask
+
+
+AttentionInterface.register(NAME, attend)
+AttentionMaskInterface.register(NAME, padding_of)
+
+
+class TesseraCache(transformers.Cache):
+    """The cache of a batch of conversations under one method, for a model whose attention is "tessera".
+
+    config:      the model's, model.config
+    method:      a name of tessera_torch.methods(), or a Policy
+    budget:      what the method keeps, or reads in a step, of each kv_head; None: the method's default
+    max_length:  most tokens of a conversation; CUDA takes memory for them, the CPU as they come (None: the model's)
+    parameters:  the method's own, by the names that tessera_torch.parameters(method) shows
+    """
+
+    def __init__(self, config, method="full", budget=None, max_length=None, **parameters):
+        super().__init__(layers=[])
+        text = config.get_text_config(decoder=True)
+        if text._attn_implementation != NAME:
+            raise ValueError(f"attention of the model is '{text._attn_implementation}'; expected '{NAME}'; load the model "
+                             f"with attn_implementation='{NAME}' or call model.set_attn_implementation('{NAME}')")
+        self.method, self.budget = method, budget
+        self.settings = [word for name, value in parameters.items() for word in (name, str(value))]
+        self.layer_count = text.num_hidden_layers
+        self.window, self.sliding_layers = sliding_of(text)
+        self.max_length = max_length
+        self._longest = max_length or text.max_position_embeddings
+        self._operators = build.operators()
+        if isinstance(method, str):
+            build.source_of(method, "fp32", 64)  # an unknown method is known now
+        self._reading_prompt = False
+        self._forget()
+
+    def _forget(self):
+        self._handle = None    # of the operators; made when the first layer shows shapes and types
+        self._free = None
+        self._seen = 0         # columns of the batch, padding included: what transformers calls the cache's length
+        self._next_layer = 0
+        self._in_prompt = False
+        self._sinks = None     # [layers, q_heads], where the model has them
+        self._like = None      # an empty tensor of the model's device and type, with the tokens of the call
+
+    # --- what transformers asks -----------------------------------------------------------------------------------------
+
+    def update(self, key_states, value_states, layer_idx, cache_kwargs=None):
+        setattr(key_states, OWNER, (self, layer_idx))
+        return key_states, value_states
+
+    def get_seq_length(self, layer_idx=0):
+        return self._seen
+
+    def get_mask_sizes(self, cache_position, layer_idx=0):
+        tokens = cache_position if isinstance(cache_position, int) else cache_position.shape[0]
+        return self._seen + tokens, 0
+
+    def get_max_cache_shape(self, layer_idx=0):
+        return -1
+
+    def reset(self):
+        """Empties the cache and frees its memory."""
+        if self._free is not None:
+            self._free()
+        self._forget()
+
+    def __len__(self):
+        return self.layer_count
+
+    def __repr__(self):
+        name = self.method if isinstance(self.method, str) else "a policy of one's own"
+        return f"TesseraCache({name}, budget={self.budget}, {self._seen} tokens)"
+
+    def _refuse(self, what):
+        raise NotImplementedError(f"{what} is not possible with a TesseraCache: what a method has dropped for one "
+                                  "sequence cannot be given to another or brought back; sample, or decode greedily")
+
+    def reorder_cache(self, beam_idx):
+        self._refuse("beam search")
+
+    def crop(self, max_length):
+        self._refuse("taking tokens back (assisted generation)")
+
+    def batch_repeat_interleave(self, repeats):
+        self._refuse("copying sequences within a batch")
+
+    def batch_select_indices(self, indices):
+        self._refuse("choosing sequences of a batch")
+
+    # --- one layer of a call --------------------------------------------------------------------------------------------
+
+    def attend(self, layer, q, k, v, mask, scaling, softcap, sliding_window, sinks):
+        if torch.is_grad_enabled() and (q.requires_grad or k.requires_grad):
+            raise ValueError("gradients are asked for; expected none: a cache is for inference; call under torch.no_grad()")
+        if layer == 0:
+            self._begin(q, k, mask, scaling, softcap, sinks)
+        elif layer != self._next_layer:
+            raise ValueError(f"layer is {layer}; expected {self._next_layer}; run every layer, in order, in every call")
+        if (sliding_window is not None) != (layer in self.sliding_layers):
+            raise ValueError(f"sliding window of layer {layer} is {sliding_window}; expected "
+                             f"{self.window if layer in self.sliding_layers else None}; pass the cache this model's config")
+        if sinks is not None and self._seen == 0:
+            self._sinks[layer].copy_(sinks)
+        self._next_layer = None  # until this layer is done: see _begin
+        try:
+            if self._in_prompt:
+                q, k, v = map(self._rows.forward, (q, k, v))
+                out = self._operators.prompt(self._handle, layer, q, k, v, self._rows.first, self._rows.last)
+                out = self._rows.back(out)
+            else:
+                out = self._operators.step(self._handle, layer, q, k, v)
+        except ValueError:
+            if layer == 0:
+                self._next_layer = 0  # the library checks before it changes anything
+            raise
+        self._next_layer = layer + 1
+        if layer + 1 == self.layer_count:
+            self._next_layer = 0
+            self._seen += q.shape[2]
+        return out
+
+    def _begin(self, q, k, mask, scaling, softcap, sinks):
+        """Before a call's first layer: what the call is, a chunk of a prompt or a step."""
+        if self._next_layer != 0:
+            if self._seen > 0:
+                raise ValueError("the cache is half way through a call that failed; expected the end of that call; "
+                                 "call reset() and give it the conversation again")
+            self.reset()
+        batch, _, tokens, dim = q.shape
+        if self._handle is not None and (q.dtype, q.device, batch) != self._made_for:
+            raise ValueError(f"dtype, device and batch are {q.dtype}, {q.device}, {batch}; expected those that the cache "
+                             f"was made for, {self._made_for}; make a cache for each")
+        if self._seen + tokens > self._longest:
+            raise ValueError(f"tokens of the conversation are {self._seen + tokens}; expected at most {self._longest}; "
+                             "shorten the prompt or raise max_length")
+        rows = Rows(mask, batch, tokens)
+        if self._handle is None:
+            self._open(q, k, scaling, softcap, sinks)
+        is_step = tokens == 1 and self._seen > 0 and not self._reading_prompt
+        if is_step and 0 in rows.last:
+            raise ValueError("a step's token is masked; expected one token of every sequence; pad prompts, not answers")
+        like = q.new_empty((0, 1, tokens))
+        if is_step:
+            self.end_prompt()
+            self._operators.begin_step(self._handle, like)
+        self._in_prompt, self._rows = not is_step, rows
+
+    def _open(self, q, k, scaling, softcap, sinks):
+        batch, q_heads, _, dim = q.shape
+        if sinks is not None:
+            self._sinks = torch.zeros(self.layer_count, q_heads, device=q.device)
+        path = build.library(self.method, q.dtype, dim, q.device.type)
+        with torch.cuda.device(q.device) if q.is_cuda else contextlib.nullcontext():
+            self._handle = self._operators.create(
+                str(path), self.layer_count, q_heads, k.shape[1], self.sliding_layers, self.window, scaling or 0.0,
+                softcap or 0.0, self.budget, self.settings, batch, self._longest, self._sinks)
+        self._free = weakref.finalize(self, self._operators.destroy, self._handle.item())
+        self._made_for = (q.dtype, q.device, batch)
+        self._like = q.new_empty((0, 1, 1))
+
+    # --- what people ask ------------------------------------------------------------------------------------------------
+
+    def end_prompt(self):
+        """Ends a turn's prompt now, so that its figures can be seen; the first step does it otherwise."""
+        if self._in_prompt:
+            self._operators.end_prompt(self._handle, self._like)
+            self._in_prompt = False
+
+    def set_budget(self, tokens):
+        """Changes the budget; it counts from the next time the method chooses what stays or what is read."""
+        self.budget = tokens
+        if self._handle is not None:
+            self._operators.set_budget(self._handle, tokens)
+
+    def _figure(self, column):
+        return 0 if self._handle is None else int(self._operators.figures(self._handle)[:, column].sum())
+
+    def bytes(self):
+        """Bytes that are held for all sequences and layers, slack included."""
+        return self._figure(0)
+
+    def bytes_read(self):
+        """Distinct bytes that the last step read of what is stored, over all sequences and layers."""
+        return self._figure(1)
+
+    def full_bytes(self):
+        """Bytes that keys and values would take if nothing were dropped."""
+        return self._figure(2)
+
+    def kept_positions(self, layer):
+        """[sequence][kv_head]: the positions that a layer stores, ascending; a sequence's first token is 0."""
+        if self._handle is None:
+            return []
+        rows = self._operators.positions(self._handle, layer)
+        heads = len(rows) // self._made_for[2]
+        return [rows[begin:begin + heads] for begin in range(0, len(rows), heads)]
+
+
+def sliding_of(config):
+    """The window of sliding layers, and which layers slide."""
+    window = getattr(config, "sliding_window", None)
+    kinds = getattr(config, "layer_types", None)
+    if kinds is None:  # Mistral of transformers 4: all of them or none
+        return (window, list(range(config.num_hidden_layers))) if window else (0, [])
+    strange = set(kinds) - {"full_attention", "sliding_attention"}
+    if strange:
+        raise ValueError(f"layer type is {sorted(strange)[0]}; expected full_attention or sliding_attention; "
+                         "the library expresses no other")
+    return window or 0, [layer for layer, kind in enumerate(kinds) if kind == "sliding_attention"]
+
+
+class Rows:
+    """Which tokens of a call are no padding: of each sequence a run [first, last), where need be after reordering."""
+
+    def __init__(self, mask, batch, tokens):
+        self.first, self.last, self.order = [0] * batch, [tokens] * batch, None
+        if mask is None:
+            return
+        if mask.dim() != 2:
+            raise ValueError(f"attention mask has {mask.dim()} dimensions; expected 2, [batch, tokens]; "
+                             "pass padding alone: causality and windows are the cache's")
+        real = mask[:, -tokens:].bool()
+        if bool(real.all()):
+            return
+        count, first = real.sum(-1), real.int().argmax(-1)
+        inside = torch.arange(tokens, device=real.device)
+        one_run = (inside >= first[:, None]) & (inside < (first + count)[:, None])
+        if not torch.equal(one_run, real):  # an answer's last token, padding, the next question
+            self.order = torch.argsort((~real).int(), dim=-1, stable=True)
+            first = torch.zeros_like(first)
+        self.first, self.last = first.tolist(), (first + count).tolist()
+
+    def forward(self, x):
+        """[batch, heads, tokens, dim] with padding behind the rest, where it is not at one end already."""
+        return x if self.order is None else x.gather(2, self.order[:, None, :, None].expand_as(x))
+
+    def back(self, out):
+        """[batch, tokens, heads, dim] as the tokens came."""
+        return out if self.order is None else torch.empty_like(out).scatter_(
+            1, self.order[:, :, None, None].expand_as(out), out)

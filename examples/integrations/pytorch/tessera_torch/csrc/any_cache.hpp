@@ -1,0 +1,79 @@
+// One recipe's cache behind an interface. The operators (operators.cpp) know no recipe and the recipes' libraries (one a
+// recipe, element type and head dim) know no PyTorch, so each side compiles alone and in seconds.
+#pragma once
+
+#include <memory>
+#include <optional>
+#include <string>
+#include <tessera/backend/cpu/kernel/executor.hpp>
+#include <tessera/core/logit_rule.hpp>
+#include <tessera/core/model_shape.hpp>
+#include <vector>
+
+namespace tessera_torch {
+
+using tessera::index_t;
+using tessera::offset_t;
+
+/// Rows of a tensor [sequences, heads, tokens, dim] where they lie: strides in elements, that of dim is 1. Null: none.
+struct tensor_rows {
+  void* data = nullptr;
+  offset_t sequence_stride = 0, token_stride = 0, head_stride = 0;
+  index_t sequences = 0, tokens = 0, heads = 0, dim = 0;
+
+  template <class T>
+  tessera::rows_view<T> as() const {
+    return {static_cast<T*>(data), sequence_stride, token_stride, head_stride, sequences, tokens, heads, dim};
+  }
+};
+
+struct setting {
+  std::string name, value;
+};
+
+/// What a cache is made from.
+struct cache_request {
+  tessera::model_shape shape;
+  tessera::logit_rule rule;
+  std::optional<index_t> budget;
+  std::vector<setting> settings;
+  std::shared_ptr<tessera::cpu::executor> workers;
+  index_t sequences = 1;
+  index_t tokens = 0;  ///< longest conversation; CUDA allocates for it, the CPU as tokens come
+};
+
+/// The cache of a batch of conversations. `stream` is a cudaStream_t, null on the CPU.
+/// Errors   tessera::error, before anything is changed.
+class any_cache {
+ public:
+  virtual ~any_cache() = default;
+
+  virtual index_t open() = 0;
+  virtual void close(index_t id) = 0;
+
+  /// One sequence's chunk: stored, shown to the scorer, attended. Rows have one sequence.
+  virtual void prompt(index_t layer, index_t id, const tensor_rows& q, const tensor_rows& k, const tensor_rows& v,
+                      const tensor_rows& out, void* stream) = 0;
+  virtual void end_prompt(index_t id, void* stream) = 0;
+
+  virtual void begin_step(const std::vector<index_t>& ids, index_t tokens, void* stream) = 0;
+  virtual void step(index_t layer, const tensor_rows& q, const tensor_rows& k, const tensor_rows& v,
+                    const tensor_rows& out, void* stream) = 0;
+
+  virtual void set_budget(index_t tokens, void* stream) = 0;
+  virtual offset_t bytes(index_t id) const = 0;
+  virtual offset_t bytes_read(index_t id) const = 0;
+  virtual offset_t full_bytes(index_t tokens) const = 0;
+  virtual index_t next_position(index_t id) const = 0;
+  virtual std::vector<index_t> positions(index_t layer, index_t id, index_t head) const = 0;
+};
+
+}  // namespace tessera_torch
+
+// What a recipe's library exports; build.py writes the definitions.
+extern "C" {
+/// Errors: tessera::error, for parameters or shapes that make no sense.
+tessera_torch::any_cache* tessera_torch_make(const tessera_torch::cache_request& request);
+/// One line a parameter: name, default, what is allowed, what it means, with tabs between.
+const char* tessera_torch_parameters();
+}

@@ -1,0 +1,52 @@
+// A recipe's cache on the CPU as an any_cache.
+#pragma once
+
+#include <tessera/cache.hpp>
+
+#include "recipe_settings.hpp"
+
+namespace tessera_torch {
+
+/// Reads rows of the layout's element type where they lie; outputs are fp32.
+template <class Recipe>
+class cpu_cache final : public any_cache {
+  using cache_type = tessera::cache<Recipe>;
+  using T = typename Recipe::layout_type::element_type;
+
+ public:
+  explicit cpu_cache(const cache_request& request)
+      : cache_(request.shape, requested<Recipe>(request), request.workers) {}
+
+  index_t open() override { return cache_.open(); }
+  void close(index_t id) override { cache_.close(id); }
+
+  void prompt(index_t layer, index_t id, const tensor_rows& q, const tensor_rows& k, const tensor_rows& v,
+              const tensor_rows& out, void*) override {
+    cache_.prefill(layer, id, q.as<const T>(), k.as<const T>(), v.as<const T>());
+    cache_.prefill_attention(layer, id, q.as<const T>(), out.as<float>());
+  }
+  void end_prompt(index_t id, void*) override { cache_.end_prefill(id); }
+
+  void begin_step(const std::vector<index_t>& ids, index_t tokens, void*) override {
+    step_ = cache_.prepare_step(ids, tokens);
+  }
+  void step(index_t layer, const tensor_rows& q, const tensor_rows& k, const tensor_rows& v, const tensor_rows& out,
+            void*) override {
+    cache_.decode(layer, step_, q.as<const T>(), k.as<const T>(), v.as<const T>(), out.as<float>());
+  }
+
+  void set_budget(index_t tokens, void*) override { cache_.set_budget(tokens); }
+  offset_t bytes(index_t id) const override { return cache_.bytes(id); }
+  offset_t bytes_read(index_t id) const override { return cache_.bytes_read(id); }
+  offset_t full_bytes(index_t tokens) const override { return cache_.full_bytes(tokens); }
+  index_t next_position(index_t id) const override { return cache_.next_position(id); }
+  std::vector<index_t> positions(index_t layer, index_t id, index_t head) const override {
+    return cache_.positions(layer, id, head);
+  }
+
+ private:
+  cache_type cache_;
+  tessera::batch step_;
+};
+
+}  // namespace tessera_torch

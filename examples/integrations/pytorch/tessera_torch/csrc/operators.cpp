@@ -1,0 +1,318 @@
+// The operators torch.ops.tessera: caches of conversations, made by recipe libraries (any_cache.hpp) that are loaded by path.
+//
+// A cache goes from call to call as a handle, a tensor of one number. Operators that change the cache say that they change
+// the handle, so that torch.compile keeps them in order and drops none.
+#include <ATen/DeviceGuard.h>
+#include <ATen/Parallel.h>
+#include <dlfcn.h>
+
+#include <torch/library.h>
+#include <torch/types.h>
+#include <map>
+#include <mutex>
+#include <new>
+#include <tessera/core/error.hpp>
+
+#include "any_cache.hpp"
+
+#ifdef TESSERA_TORCH_CUDA
+#include <c10/cuda/CUDAStream.h>
+#endif
+
+namespace tessera_torch {
+namespace {
+
+using at::Tensor;
+
+struct conversations {
+  std::unique_ptr<any_cache> cache;
+  std::vector<index_t> ids;
+  std::vector<bool> in_prompt;
+  tessera::model_shape shape;
+  c10::optional<Tensor> sinks;  // what shape.sink_logits points to
+};
+
+/// All caches of the process. One operator runs at a time: the caches share the threads of one executor.
+struct registry {
+  std::mutex lock;
+  std::map<std::int64_t, conversations> all;
+  std::int64_t next = 1;
+  std::shared_ptr<tessera::cpu::executor> workers;
+
+  static registry& get() {
+    static registry* one = new registry;  // never destroyed: Python may free caches while the process ends
+    return *one;
+  }
+  conversations& find(const Tensor& handle) {
+    const auto found = all.find(handle.item<std::int64_t>());
+    tessera::require(found != all.end(), "cache", handle.item<std::int64_t>(), "the handle of an open cache",
+                     "make a new one");
+    return found->second;
+  }
+};
+
+/// Runs `body(registry)` alone. What the library throws reaches Python as ValueError with the library's sentence, memory
+/// that ran out as torch.OutOfMemoryError.
+template <class Body>
+auto guarded(Body&& body) {
+  registry& here = registry::get();
+  std::lock_guard held(here.lock);
+  try {
+    return body(here);
+  } catch (const tessera::error& problem) {
+    TORCH_CHECK_VALUE(false, problem.what());
+  } catch (const std::bad_alloc&) {
+    TORCH_CHECK_WITH(OutOfMemoryError, false, "memory for the cache is used up; free some, and reset the cache");
+  }
+}
+
+template <class Function>
+Function symbol_of(const std::string& library, const char* name) {
+  void* loaded = dlopen(library.c_str(), RTLD_NOW | RTLD_LOCAL);
+  tessera::require(loaded != nullptr, "library", loaded ? "" : dlerror(), "one that the loader takes",
+                   "delete it: it is built again");
+  void* found = dlsym(loaded, name);
+  tessera::require(found != nullptr, "library " + library, "without " + std::string(name), "a recipe's library",
+                   "make it with TESSERA_TORCH_RECIPE");
+  return reinterpret_cast<Function>(found);
+}
+
+tensor_rows rows_of(const Tensor& x) {  // [sequences, heads, tokens, dim]
+  return {x.data_ptr(),       x.stride(0),        x.stride(2),        x.stride(1),
+          index_t(x.size(0)), index_t(x.size(2)), index_t(x.size(1)), index_t(x.size(3))};
+}
+
+/// Tokens [first, last) of one sequence.
+tensor_rows part_of(const tensor_rows& all, std::size_t element_bytes, index_t sequence, index_t first, index_t last) {
+  tensor_rows part = all;
+  const offset_t begin = sequence * all.sequence_stride + first * all.token_stride;
+  part.data = static_cast<char*>(all.data) + begin * offset_t(element_bytes);
+  part.sequences = 1;
+  part.tokens = last - first;
+  return part;
+}
+
+/// Rows may have any strides but that of their elements: other tensors are copied.
+Tensor in_place(const Tensor& x) { return x.stride(3) == 1 || x.size(3) == 1 ? x : x.contiguous(); }
+
+void check_rows(const conversations& here, const Tensor& q, const Tensor& k, const Tensor& v) {
+  const auto is_4d = [](const Tensor& x) { return x.dim() == 4; };
+  tessera::require(is_4d(q) && is_4d(k) && is_4d(v), "shape of q, k or v", q.sizes(), "[sequences, heads, tokens, dim]",
+                   "pass what transformers' attention functions take");
+  tessera::require(q.scalar_type() == k.scalar_type() && k.scalar_type() == v.scalar_type(), "dtype of k and v",
+                   k.scalar_type(), c10::toString(q.scalar_type()), "pass q, k and v of one dtype");
+  for (const Tensor& x : {q, k, v}) {
+    tessera::require(x.size(0) == std::int64_t(here.ids.size()), "sequences of the batch", x.size(0),
+                     "those that the cache was made for, which are " + std::to_string(here.ids.size()),
+                     "make a cache for this batch");
+  }
+  here.shape.check_rows(rows_of(q).as<const float>(), rows_of(k).as<const float>(), rows_of(v).as<const float>(),
+                        index_t(q.size(3)), index_t(q.size(3)));
+}
+
+void* stream_of(const Tensor& q) {
+#ifdef TESSERA_TORCH_CUDA
+  if (q.is_cuda()) return c10::cuda::getCurrentCUDAStream(q.get_device()).stream();
+#endif
+  (void)q;
+  return nullptr;
+}
+
+/// [sequences, tokens, q_heads, dim], as transformers wants it. The CPU's caches write fp32, CUDA's the model's type.
+Tensor output_for(const Tensor& q, bool zeros) {
+  const auto options = q.is_cuda() ? q.options() : q.options().dtype(at::kFloat);
+  const std::vector<std::int64_t> shape{q.size(0), q.size(2), q.size(1), q.size(3)};
+  return zeros ? at::zeros(shape, options) : at::empty(shape, options);
+}
+
+// --- operators ---------------------------------------------------------------------------------------------------------
+
+Tensor create(const std::string& library, std::int64_t layers, std::int64_t q_heads, std::int64_t kv_heads,
+              at::IntArrayRef sliding, std::int64_t window, double scale, double soft_cap,
+              c10::optional<std::int64_t> budget, const std::vector<std::string>& settings, std::int64_t sequences,
+              std::int64_t tokens, const c10::optional<Tensor>& sinks) {
+  return guarded([&](registry& here) {
+    cache_request request;
+    request.shape = {index_t(layers), index_t(q_heads), index_t(kv_heads), index_t(window), {}};
+    if (!sliding.empty()) request.shape.sliding.resize(std::size_t(layers));
+    for (const std::int64_t layer : sliding) request.shape.sliding.at(std::size_t(layer)) = true;
+    if (sinks) request.shape.sink_logits = sinks->data_ptr<float>();
+    request.rule.scale = float(scale);
+    request.rule.soft_cap = float(soft_cap);
+    if (budget) request.budget = index_t(*budget);
+    for (std::size_t i = 0; i + 1 < settings.size(); i += 2) request.settings.push_back({settings[i], settings[i + 1]});
+    if (!here.workers) here.workers = std::make_shared<tessera::cpu::executor>(at::get_num_threads());
+    request.workers = here.workers;
+    request.sequences = index_t(sequences);
+    request.tokens = index_t(tokens);
+    conversations made;
+    made.shape = request.shape;
+    made.sinks = sinks;
+    made.cache.reset(symbol_of<decltype(&tessera_torch_make)>(library, "tessera_torch_make")(request));
+    for (std::int64_t b = 0; b < sequences; ++b) made.ids.push_back(made.cache->open());
+    made.in_prompt.assign(std::size_t(sequences), false);
+    const std::int64_t number = here.next++;
+    here.all.emplace(number, std::move(made));
+    return at::full({1}, number, at::kLong);
+  });
+}
+
+void destroy(std::int64_t number) {
+  guarded([&](registry& here) { here.all.erase(number); });
+}
+
+std::string parameters(const std::string& library) {
+  return guarded([&](registry&) {
+    return std::string(symbol_of<decltype(&tessera_torch_parameters)>(library, "tessera_torch_parameters")());
+  });
+}
+
+/// A chunk of prompts. Of sequence b, tokens [first[b], last[b]) are its own and the others padding, whose rows are 0.
+Tensor prompt(const Tensor& handle, std::int64_t layer, const Tensor& q0, const Tensor& k0, const Tensor& v0,
+              at::IntArrayRef first, at::IntArrayRef last) {
+  const Tensor q = in_place(q0), k = in_place(k0), v = in_place(v0);
+  const at::OptionalDeviceGuard device(at::device_of(q));
+  const Tensor out = output_for(q, true);
+  guarded([&](registry& all) {
+    conversations& here = all.find(handle);
+    check_rows(here, q, k, v);
+    const tensor_rows q_rows = rows_of(q), k_rows = rows_of(k), v_rows = rows_of(v),
+                      out_rows = rows_of(out.transpose(1, 2));
+    for (std::size_t b = 0; b < here.ids.size(); ++b) {
+      const auto begin = index_t(first[b]), end = index_t(last[b]);
+      if (begin == end) continue;
+      const auto part = [&](const tensor_rows& rows, const Tensor& x) {
+        return part_of(rows, x.element_size(), index_t(b), begin, end);
+      };
+      here.cache->prompt(index_t(layer), here.ids[b], part(q_rows, q), part(k_rows, k), part(v_rows, v),
+                         part(out_rows, out), stream_of(q));
+      here.in_prompt[b] = true;
+    }
+  });
+  return out.to(q.scalar_type());
+}
+
+void end_prompt(const Tensor& handle, const Tensor& like) {
+  const at::OptionalDeviceGuard device(at::device_of(like));
+  guarded([&](registry& all) {
+    conversations& here = all.find(handle);
+    for (std::size_t b = 0; b < here.ids.size(); ++b) {
+      if (!here.in_prompt[b]) continue;
+      here.cache->end_prompt(here.ids[b], stream_of(like));
+      here.in_prompt[b] = false;
+    }
+  });
+}
+
+/// `like`: an empty tensor of the model's device whose third size is the number of tokens.
+void begin_step(const Tensor& handle, const Tensor& like) {
+  const at::OptionalDeviceGuard device(at::device_of(like));
+  guarded([&](registry& all) {
+    conversations& here = all.find(handle);
+    here.cache->begin_step(here.ids, index_t(like.size(2)), stream_of(like));
+  });
+}
+
+Tensor step(const Tensor& handle, std::int64_t layer, const Tensor& q0, const Tensor& k0, const Tensor& v0) {
+  const Tensor q = in_place(q0), k = in_place(k0), v = in_place(v0);
+  const at::OptionalDeviceGuard device(at::device_of(q));
+  const Tensor out = output_for(q, false);
+  guarded([&](registry& all) {
+    conversations& here = all.find(handle);
+    check_rows(here, q, k, v);
+    here.cache->step(index_t(layer), rows_of(q), rows_of(k), rows_of(v), rows_of(out.transpose(1, 2)), stream_of(q));
+  });
+  return out.to(q.scalar_type());
+}
+
+// Shapes alone, for torch.compile.
+Tensor prompt_shape(const Tensor&, std::int64_t, const Tensor& q, const Tensor&, const Tensor&, at::IntArrayRef,
+                    at::IntArrayRef) {
+  return at::empty_symint({q.sym_size(0), q.sym_size(2), q.sym_size(1), q.sym_size(3)}, q.options());
+}
+Tensor step_shape(const Tensor&, std::int64_t, const Tensor& q, const Tensor&, const Tensor&) {
+  return at::empty_symint({q.sym_size(0), q.sym_size(2), q.sym_size(1), q.sym_size(3)}, q.options());
+}
+
+// --- what a cache answers ------------------------------------------------------------------------------------------------
+
+void set_budget(const Tensor& handle, std::int64_t tokens) {
+  guarded([&](registry& all) { all.find(handle).cache->set_budget(index_t(tokens), nullptr); });
+}
+
+/// [sequences, 4]: bytes held, bytes read by the last step, bytes of an uncompressed cache, the next position.
+Tensor figures(const Tensor& handle) {
+  return guarded([&](registry& all) {
+    const conversations& here = all.find(handle);
+    const Tensor result = at::empty({std::int64_t(here.ids.size()), 4}, at::kLong);
+    auto* to = result.data_ptr<std::int64_t>();
+    for (const index_t id : here.ids) {
+      *to++ = here.cache->bytes(id);
+      *to++ = here.cache->bytes_read(id);
+      *to++ = here.cache->full_bytes(here.cache->next_position(id));
+      *to++ = here.cache->next_position(id);
+    }
+    return result;
+  });
+}
+
+/// Logical positions that a layer stores, by sequence and kv_head.
+std::vector<Tensor> positions(const Tensor& handle, std::int64_t layer) {
+  return guarded([&](registry& all) {
+    const conversations& here = all.find(handle);
+    std::vector<Tensor> result;
+    for (const index_t id : here.ids) {
+      for (index_t head = 0; head < here.shape.kv_heads; ++head) {
+        const auto kept = here.cache->positions(index_t(layer), id, head);
+        result.push_back(at::tensor(at::ArrayRef<index_t>(kept), at::kInt));
+      }
+    }
+    return result;
+  });
+}
+
+}  // namespace
+}  // namespace tessera_torch
+
+TORCH_LIBRARY(tessera, m) {
+  using namespace tessera_torch;
+  m.def(
+      "create(str library, int layers, int q_heads, int kv_heads, int[] sliding, int window, float scale, "
+      "float soft_cap, int? budget, str[] settings, int sequences, int tokens, Tensor? sinks) -> Tensor",
+      &create);
+  m.def("destroy(int handle) -> ()", &destroy);
+  m.def("parameters(str library) -> str", &parameters);
+  m.def("prompt(Tensor(a!) cache, int layer, Tensor q, Tensor k, Tensor v, int[] first, int[] last) -> Tensor");
+  m.def("end_prompt(Tensor(a!) cache, Tensor like) -> ()");
+  m.def("begin_step(Tensor(a!) cache, Tensor like) -> ()");
+  m.def("step(Tensor(a!) cache, int layer, Tensor q, Tensor k, Tensor v) -> Tensor");
+  m.def("set_budget(Tensor(a!) cache, int tokens) -> ()");
+  m.def("figures(Tensor cache) -> Tensor");
+  m.def("positions(Tensor cache, int layer) -> Tensor[]");
+}
+
+namespace {
+void implement(torch::Library& m) {
+  using namespace tessera_torch;
+  m.impl("prompt", &prompt);
+  m.impl("end_prompt", &end_prompt);
+  m.impl("begin_step", &begin_step);
+  m.impl("step", &step);
+}
+}  // namespace
+
+TORCH_LIBRARY_IMPL(tessera, CPU, m) {
+  implement(m);
+  m.impl("set_budget", &tessera_torch::set_budget);
+  m.impl("figures", &tessera_torch::figures);
+  m.impl("positions", &tessera_torch::positions);
+}
+#ifdef TESSERA_TORCH_CUDA
+TORCH_LIBRARY_IMPL(tessera, CUDA, m) { implement(m); }
+#endif
+TORCH_LIBRARY_IMPL(tessera, Meta, m) {
+  m.impl("prompt", &tessera_torch::prompt_shape);
+  m.impl("step", &tessera_torch::step_shape);
+  m.impl("end_prompt", [](const at::Tensor&, const at::Tensor&) {});
+  m.impl("begin_step", [](const at::Tensor&, const at::Tensor&) {});
+}

@@ -1,0 +1,164 @@
+"""What goes wrong says so in a sentence and harms nothing; memory comes back."""
+import gc
+import pathlib
+import subprocess
+import sys
+import textwrap
+
+import pytest
+import torch
+import transformers
+from conftest import HERE, padded
+from tessera_torch import TesseraCache
+
+GREEDY = dict(do_sample=False, pad_token_id=0, eos_token_id=None)
+
+
+def small_model():
+    torch.manual_seed(2)
+    config = transformers.LlamaConfig(hidden_size=64, intermediate_size=64, num_hidden_layers=2, num_attention_heads=2,
+                                      num_key_value_heads=1, head_dim=64, vocab_size=128, max_position_embeddings=4096)
+    return transformers.AutoModelForCausalLM.from_config(config, attn_implementation="tessera").eval()
+
+
+def tokens(count, batch=1):
+    return torch.randint(3, 128, (batch, count))
+
+
+def resident():
+    gc.collect()
+    return int(pathlib.Path("/proc/self/statm").read_text().split()[1]) * 4096
+
+
+@pytest.mark.parametrize("again", [False, True], ids=["new caches", "one cache, reset"])
+def test_memory_returns_after_many_calls(again):
+    model, cache = small_model(), None
+
+    def call(i):
+        nonlocal cache
+        if not again or cache is None:
+            cache = TesseraCache(model.config, ("snapkv", "rocketkv_mt", "h2o")[i % 3], 32, **({"window": 8} if i % 3 < 2 else {}))
+        inputs = padded([[3 + (i + t) % 100 for t in range(length)] for length in (300, 80 + i % 50)])
+        model.generate(**inputs, past_key_values=cache, max_new_tokens=3, **GREEDY)
+        if again:
+            cache.reset()
+
+    for i in range(100):
+        call(i)
+    before = resident()
+    for i in range(300 if again else 1000):
+        call(i)
+    assert resident() - before < 1 << 20
+
+
+def test_a_call_of_another_type_or_batch_is_refused_and_changes_nothing():
+    model, ids = small_model(), tokens(60)
+    want = model.generate(ids, past_key_values=TesseraCache(model.config, "snapkv", 32), max_new_tokens=8, **GREEDY)
+    cache = TesseraCache(model.config, "snapkv", 32)
+    half = model.generate(ids, past_key_values=cache, max_new_tokens=4, **GREEDY)
+    with torch.no_grad():
+        with pytest.raises(ValueError, match="torch.bfloat16.* expected .*torch.float32"):
+            model.to(torch.bfloat16)(half[:, -1:], past_key_values=cache)
+        with pytest.raises(ValueError, match="make a cache for each"):
+            model.to(torch.float32)(tokens(1, 2), past_key_values=cache)
+    got = model.generate(half, past_key_values=cache, max_new_tokens=4, **GREEDY)
+    # bf16 has rounded the weights on the way: the model that goes on is not quite the one that began.
+    assert got.shape == want.shape and cache.get_seq_length() == 67
+
+
+def test_too_long_is_refused_and_the_cache_goes_on():
+    model, ids = small_model(), tokens(60)
+    want = model.generate(ids, past_key_values=TesseraCache(model.config), max_new_tokens=8, **GREEDY)
+    cache = TesseraCache(model.config, max_length=68)
+    half = model.generate(ids, past_key_values=cache, max_new_tokens=4, **GREEDY)
+    with torch.no_grad(), pytest.raises(ValueError, match="tokens of the conversation are 73; expected at most 68"):
+        model(tokens(10), past_key_values=cache)
+    assert torch.equal(model.generate(half, past_key_values=cache, max_new_tokens=4, **GREEDY), want)
+
+
+def test_an_exception_within_a_model_leaves_model_and_cache_usable():
+    model, ids = small_model(), tokens(60)
+    want = model.generate(ids, past_key_values=TesseraCache(model.config), max_new_tokens=8, **GREEDY)
+
+    def fail(*_):
+        raise KeyboardInterrupt
+
+    cache = TesseraCache(model.config)
+    hook = model.model.layers[1].register_forward_pre_hook(fail)
+    with pytest.raises(KeyboardInterrupt):
+        model.generate(ids, past_key_values=cache, max_new_tokens=4, **GREEDY)
+    hook.remove()
+    half = model.generate(ids, past_key_values=cache, max_new_tokens=4, **GREEDY)  # nothing was there: begins anew
+    hook = model.model.layers[1].register_forward_pre_hook(fail)
+    with pytest.raises(KeyboardInterrupt):
+        model.generate(half, past_key_values=cache, max_new_tokens=4, **GREEDY)
+    hook.remove()
+    with pytest.raises(ValueError, match="half way through a call that failed; .*; call reset()"):
+        model.generate(half, past_key_values=cache, max_new_tokens=4, **GREEDY)
+    cache.reset()
+    assert cache.bytes() == 0
+    assert torch.equal(model.generate(half, past_key_values=cache, max_new_tokens=4, **GREEDY), want)
+
+
+def test_memory_that_runs_out_is_torch_s_error_and_leaves_the_cache_usable():
+    """In a process of its own, whose address space ends before the rows fit."""
+    program = textwrap.dedent("""
+        import resource, torch, transformers
+        from tessera_torch import TesseraCache
+        config = transformers.LlamaConfig(num_hidden_layers=1, head_dim=256, max_position_embeddings=1 << 20)
+        config._attn_implementation = "tessera"
+        cache = TesseraCache(config)
+        row = torch.ones(1, 1, 1, 256)
+        rows = lambda count: [row.expand(1, 16, count, 256)] * 3  # no memory of their own
+        attend = lambda count: cache.attend(0, *rows(count), None, None, None, None, None)
+        attend(8)
+        cache.reset()
+        used = int(open("/proc/self/statm").read().split()[0]) * 4096
+        resource.setrlimit(resource.RLIMIT_AS, (used + (500 << 20),) * 2)
+        with torch.no_grad():
+            try:
+                attend(20000)  # output 328 MB, keys and values 655 MB
+            except torch.OutOfMemoryError as problem:
+                print(problem)
+            assert attend(100).shape == (1, 100, 16, 256) and cache.bytes() < 5 << 20
+            print("goes on")
+    """)
+    result = subprocess.run([sys.executable, "-c", program], cwd=HERE.parent, capture_output=True, text=True, check=False)
+    assert result.stdout.splitlines() == ["memory for the cache is used up; free some, and reset the cache", "goes on"], (
+        result.stdout + result.stderr)
+
+
+def test_what_cannot_be_is_refused_by_a_sentence():
+    model, ids = small_model(), tokens(60)
+    with pytest.raises(NotImplementedError, match="beam search is not possible with a TesseraCache: .*"):
+        model.generate(ids, past_key_values=TesseraCache(model.config), num_beams=2, max_new_tokens=4, pad_token_id=0)
+    with pytest.raises(ValueError, match="past_key_values is none of Tessera's"):
+        model.generate(ids, max_new_tokens=4, **GREEDY)
+    with pytest.raises(ValueError, match="method is 'snapvk'; expected one of .*snapkv"):
+        TesseraCache(model.config, "snapvk")
+    with pytest.raises(ValueError, match="parameter is 'windows'; expected window, pool, "):
+        model.generate(ids, past_key_values=TesseraCache(model.config, "snapkv", 32, windows=8), max_new_tokens=4)
+    with pytest.raises(ValueError, match="window is 32; expected at most the budget, which is 16"):
+        model.generate(ids, past_key_values=TesseraCache(model.config, "snapkv", 16), max_new_tokens=4)
+    with pytest.raises(ValueError, match="gradients are asked for"):
+        model(ids, past_key_values=TesseraCache(model.config))
+    with pytest.raises(ValueError, match="attention of the model is 'sdpa'; expected 'tessera'"):
+        TesseraCache(transformers.AutoModelForCausalLM.from_config(transformers.LlamaConfig(
+            hidden_size=64, intermediate_size=64, num_hidden_layers=1, num_attention_heads=1)).config)
+    with torch.no_grad(), pytest.raises(ValueError, match="head_dim is 32; expected one of 64, 80"):
+        config = transformers.LlamaConfig(hidden_size=64, num_hidden_layers=1, num_attention_heads=2, vocab_size=128)
+        other = transformers.AutoModelForCausalLM.from_config(config, attn_implementation="tessera")
+        other(ids, past_key_values=TesseraCache(other.config))
+
+
+def test_a_budget_may_change_between_turns():
+    model, cache = small_model(), None
+    cache = TesseraCache(model.config, "snapkv", 60, window=8)
+    model.generate(tokens(100), past_key_values=cache, max_new_tokens=2, **GREEDY)
+    assert [len(head) for head in cache.kept_positions(0)[0]] == [61]
+    cache.set_budget(20)
+    with torch.no_grad():
+        model(tokens(10), past_key_values=cache)
+    cache.end_prompt()
+    assert [len(head) for head in cache.kept_positions(0)[0]] == [20]
+    assert 0 < cache.bytes() < 0.25 * cache.full_bytes()

@@ -1,0 +1,57 @@
+// Pages that an eviction leaves empty, on the CPU.
+#pragma once
+
+#include <algorithm>
+#include <string>
+
+#include "../../../core/error.hpp"
+#include "../../../core/page_pool.hpp"
+
+TESSERA_NAMESPACE_BEGIN
+namespace cpu {
+
+/// Finds the pages that no head of a table row needs any more: what cuda::free_pages does. Pages go from the end of a row;
+/// its table itself is left as it is, for the engine says who owns a page.
+/// Shapes   as free_pages_problem says.
+/// Errors   a row that holds fewer pages than its tokens take, or more than a table has entries; an entry that is no page
+///          of the pool: tessera::error, before anything is written.
+template <class View>
+void free_pages(const free_pages_problem<View>& p) {
+  const auto& table = p.view.table;
+  const index_t tables = table.tables(p.view.kv_heads), rows = p.view.sequences * tables;
+  const index_t each = p.view.kv_heads / std::max(1, tables);  // heads of a row
+  require(table.page >= 1, "slots of a page", table.page, "at least 1", "pass the page size of the pool");
+  const auto longest = [&](index_t row) {
+    index_t most = 0;
+    for (index_t i = 0; i < p.layers * each; ++i) {
+      most = std::max(most, p.length(i / each, row / tables, row % tables * each + i % each));
+    }
+    return most;
+  };
+  const auto pages_of = [&](index_t row) { return table.pages(row / tables, row % tables * each); };
+  for (index_t row = 0; row < rows; ++row) {
+    const index_t held = p.held[row], least = ceil_div(longest(row), table.page);
+    const offset_t most =
+        p.pool.max_blocks > 0 ? std::min<offset_t>(p.pool.max_blocks, p.freed_stride) : p.freed_stride;
+    if (held < least || held > most) {
+      fail("pages that row " + std::to_string(row) + " of the tables holds", held,
+           std::to_string(least) + " to " + std::to_string(most),
+           "pass how many pages each row held before the eviction");
+    }
+    for (index_t i = 0; p.pool.pages > 0 && i < held; ++i) {
+      const index_t id = pages_of(row)[i];
+      if (id >= 0 && id < p.pool.pages) continue;
+      fail("entry " + std::to_string(i) + " of table row " + std::to_string(row), id,
+           "a page of the pool, 0 to " + std::to_string(p.pool.pages - 1), "pass the tables as they were");
+    }
+  }
+  for (index_t row = 0; row < rows; ++row) {
+    const index_t held = p.held[row], stay = std::min(held, p.pages_for(longest(row)));
+    std::copy(pages_of(row) + stay, pages_of(row) + held, p.freed + row * p.freed_stride);
+    p.freed_count[row] = held - stay;
+    p.held[row] = stay;
+  }
+}
+
+}  // namespace cpu
+TESSERA_NAMESPACE_END

@@ -1,0 +1,134 @@
+// What the host can check of tables, lengths and selections before anything is moved.
+#pragma once
+
+#include <algorithm>
+#include <string>
+#include <vector>
+
+#include "../../../core/error.hpp"
+#include "../../../core/page_pool.hpp"
+#include "../../../core/selection.hpp"
+
+TESSERA_NAMESPACE_BEGIN
+namespace cpu {
+namespace detail {
+
+inline std::string row_name(index_t sequence, index_t head) {
+  return "sequence " + std::to_string(sequence) + ", kv_head " + std::to_string(head);
+}
+
+/// Calls `visit(sequence, head, tokens)` for every table row: the first head that it stands for, the longest one's tokens.
+template <class View, class Tokens, class Visit>
+void for_each_table(const View& view, const Tokens& tokens_of, const Visit& visit) {
+  const index_t tables = view.table.tables(view.kv_heads), each = view.kv_heads / tables;
+  for (index_t b = 0; b < view.sequences; ++b) {
+    for (index_t first = 0; first < view.kv_heads; first += each) {
+      index_t longest = 0;
+      for (index_t h = first; h < first + each; ++h) longest = std::max(longest, tokens_of(b, h));
+      visit(b, first, longest);
+    }
+  }
+}
+
+}  // namespace detail
+
+/// Errors   a selection that does not ascend strictly within the slots of its row: tessera::error.
+/// Cost     one look at every chosen slot.
+template <class View>
+void require_selection(const View& view, const selection_view& chosen) {
+  for (index_t row = 0; row < view.sequences * view.kv_heads; ++row) {
+    const index_t b = row / view.kv_heads, h = row % view.kv_heads, length = view.length(b, h);
+    const index_t count = chosen.count(row);
+    if (count < 0 || count > length) {
+      fail("count of chosen slots (" + detail::row_name(b, h) + ")", count, "0 to " + std::to_string(length),
+           "choose among the slots that are stored");
+    }
+    const index_t* slots = chosen.row(row);
+    for (index_t i = 0; i < count; ++i) {
+      if (slots[i] >= 0 && slots[i] < length && (i == 0 || slots[i] > slots[i - 1])) continue;
+      fail("chosen slot " + std::to_string(i) + " (" + detail::row_name(b, h) + ")", slots[i],
+           i == 0 || slots[i - 1] < 0 ? "0 to " + std::to_string(length - 1)
+                                      : "more than the one before it, which is " + std::to_string(slots[i - 1]) +
+                                            ", and below " + std::to_string(length),
+           "pass slots in ascending order, each once");
+    }
+  }
+}
+
+/// Errors   heads of one sequence that keep different numbers of slots: tessera::error.
+template <class View>
+void require_even_counts(const View& view, const selection_view& chosen) {
+  for (index_t row = 0; row < view.sequences * view.kv_heads; ++row) {
+    const index_t b = row / view.kv_heads, first = chosen.count(offset_t(b) * view.kv_heads);
+    if (chosen.count(row) == first) continue;
+    fail("count of chosen slots (" + detail::row_name(b, row % view.kv_heads) + ")", chosen.count(row),
+         std::to_string(first) + ", as in the other heads of the sequence", "give every head a length of its own");
+  }
+}
+
+/// The tables of a batch hold the first `tokens_of(sequence, head)` slots of every head.
+/// Errors   more slots than a row of a dense table has room for, entries that are no page of the pool: tessera::error.
+/// Cost     one look at every table entry in use.
+template <class View, class Tokens>
+void require_pages(const View& view, const page_pool& pool, const Tokens& tokens_of) {
+  if constexpr (page_table<decltype(view.table)>) {
+    const index_t page = view.table.page;
+    if (page < 1) fail("slots of a page", page, "at least 1", "pass the page size of the pool");
+    detail::for_each_table(view, tokens_of, [&](index_t b, index_t h, offset_t tokens) {
+      if (pool.max_blocks > 0 && tokens > offset_t(pool.max_blocks) * page) {
+        fail("tokens of " + detail::row_name(b, h), tokens,
+             "at most " + std::to_string(offset_t(pool.max_blocks) * page) + ", which is all that its table reaches",
+             "give it a longer table, or evict first");
+      }
+      const index_t* pages = view.table.pages(b, h);
+      for (index_t i = 0; pool.pages > 0 && i < index_t((tokens + page - 1) / page); ++i) {
+        if (pages[i] >= 0 && pages[i] < pool.pages) continue;
+        fail("entry " + std::to_string(i) + " of the table of " + detail::row_name(b, h), pages[i],
+             "a page of the pool, 0 to " + std::to_string(pool.pages - 1),
+             "take a page from the pool before slots use it");
+      }
+    });
+  }
+}
+
+/// The same for what a view stores, every head as long as the view says.
+template <class View>
+void require_pages(const View& view, const page_pool& pool) {
+  require_pages(view, pool, [&](index_t b, index_t h) { return view.length(b, h); });
+}
+
+/// No page in which packing moves a row stands in another table of the batch, or twice in one.
+/// Errors   such a page: tessera::error.   Cost  one count for every page of the pool.
+template <class From, class To>
+void require_own_pages(const From& from, const selection_view& chosen, const To& to, const page_pool& pool) {
+  if constexpr (page_table<decltype(from.table)> && page_table<decltype(to.table)>) {
+    if (pool.pages == 0 || from.k != to.k || from.sequences == 0) return;
+    const bool in_place = from.table.pages(0, 0) == to.table.pages(0, 0);
+    const index_t page = to.table.page;
+    std::vector<index_t> uses(std::size_t(pool.pages), 0);
+    const auto count_pages = [&](const auto& view, const auto& tokens_of) {
+      detail::for_each_table(view, tokens_of, [&](index_t b, index_t h, index_t tokens) {
+        for (index_t i = 0; i < (tokens + view.table.page - 1) / view.table.page; ++i) {
+          ++uses[std::size_t(view.table.pages(b, h)[i])];
+        }
+      });
+    };
+    const auto kept = [&](index_t b, index_t h) { return chosen.count(offset_t(b) * to.kv_heads + h); };
+    count_pages(from, [&](index_t b, index_t h) { return from.length(b, h); });
+    if (!in_place) count_pages(to, kept);
+    for (index_t row = 0; row < to.sequences * to.kv_heads; ++row) {
+      const index_t b = row / to.kv_heads, h = row % to.kv_heads, count = chosen.count(row);
+      index_t first = 0;  // the first row that moves: chosen slots ascend, so all behind it do
+      while (in_place && first < count && chosen.row(row)[first] == first) ++first;
+      for (index_t i = first / page; first < count && i <= (count - 1) / page; ++i) {
+        const index_t id = to.table.pages(b, h)[i];
+        if (uses[std::size_t(id)] == 1) continue;
+        fail("page " + std::to_string(id) + ", into which rows of " + detail::row_name(b, h) + " move, in tables",
+             std::to_string(uses[std::size_t(id)]) + " times", "once", "pack what sequences share into fresh pages");
+      }
+    }
+  }
+}
+
+}  // namespace cpu
+TESSERA_NAMESPACE_END

@@ -1,0 +1,71 @@
+// Retrieval by exact scores on the device.
+#pragma once
+
+#include <algorithm>
+#include <utility>
+#include <vector>
+
+#include "../read/exact/retrieve_by_scores.cuh"
+#include "numbers.cuh"
+#include "reader.cuh"
+
+TESSERA_NAMESPACE_BEGIN
+namespace cuda {
+
+/// Recipes that score every stored key.
+template <class Recipe, class View, class Out>
+class exact_reader {
+  using T = typename View::element_type;
+  using operation = retrieve_by_scores<Recipe, View>;
+
+ public:
+  exact_reader(const Recipe& recipe, const model_shape& shape, const cache_options& options, const device_info& device)
+      : choose_(fit(recipe, shape, options, device)), plans_(1, options.sequences, 1) {}
+
+  /// What another budget needs; `adopt` puts it in place.
+  operation fit(const Recipe& recipe, const model_shape& shape, const cache_options& options,
+                const device_info& device) const {
+    return operation(recipe, most_read(recipe, options), shape, options.sequences, options.step_tokens, options.tokens,
+                     device);
+  }
+  void adopt(operation&& fitted) { choose_ = std::move(fitted); }
+
+  void require_covered(const planned<Recipe>& policies) const { choose_.require_covered(plan(policies)); }
+  std::vector<detail::gathered_column> gathered() const { return {plans_.gathered()}; }
+  void set_plan(index_t id, const planned<Recipe>& policies, cudaStream_t stream) {
+    set_number(plans_.of(0, id), plan(policies), stream);
+  }
+  template <class... Any>
+  void refresh(const Any&...) const {}
+  template <class... Any>
+  void rebuild(const Any&...) const {}
+  bool choose(index_t, const View& view, const rows_view<const T>& q, const index_t* first, const rows_view<Out>&,
+              const rows_view<float>&, selection_view& chosen, cudaStream_t stream) const {
+    chosen = choose_.choose(view, plans_.batch(0), nullptr, q, first, stream);
+    return false;
+  }
+  template <class... Any>
+  void complete(const Any&...) const {}
+  offset_t bytes(const planned<Recipe>&, index_t) const { return 0; }
+  void require_fits(offset_t) const {}
+  static offset_t attended(const planned<Recipe>& policies, offset_t n) {
+    return std::min(n, operation::most_read(plan(policies)));
+  }
+  static offset_t bytes_read(const planned<Recipe>& policies, offset_t n) {
+    return operation::bytes_read(plan(policies), n);
+  }
+
+ private:
+  static read_plan plan(const planned<Recipe>& policies) { return read_plan(policies.plan.read); }
+  static index_t most_read(const Recipe& recipe, const cache_options& options) {
+    index_t most = 1;
+    for_each_plan(recipe, options, [&](const stage_plan& plan) { most = std::max(most, plan.read); });
+    return most;
+  }
+
+  operation choose_;
+  id_column<read_plan> plans_;
+};
+
+}  // namespace cuda
+TESSERA_NAMESPACE_END

@@ -1,0 +1,205 @@
+// Retrieval by an estimate of the keys on the device: pages of extrema.
+#pragma once
+
+#include <algorithm>
+#include <utility>
+#include <vector>
+
+#include "../../../core/page_extrema.hpp"
+#include "../read/extrema/mean_value.cuh"
+#include "../read/extrema/page_index.cuh"
+#include "../read/extrema/retrieve_by_pages.cuh"
+#include "numbers.cuh"
+#include "reader.cuh"
+
+TESSERA_NAMESPACE_BEGIN
+namespace cuda {
+
+/// Recipes that read an estimate of the keys, in pages: every place has an index of its own, made for any plan.
+/// Bytes    of an index 2 * k_dim elements a page, k_dim where pages have one slot.
+template <class Recipe, class View, class Out>
+class extrema_reader {
+  using T = typename View::element_type;
+  using operation = retrieve_by_pages<Recipe, View, Out>;
+  using index_type = page_extrema_view<T, View::k_dim>;
+  static constexpr int k_dim = View::k_dim, v_dim = View::v_dim;
+  static constexpr bool averages = Recipe::retrieve_type::scorer_type::adds_mean_value;
+  static constexpr index_t room_step = 16;  // pages: vector loads stay inside a row
+
+ public:
+  extrema_reader(const Recipe& recipe, const model_shape& shape, const cache_options& options,
+                 const device_info& device)
+      : shape_(shape),
+        sequences_(options.sequences),
+        tokens_(index_tokens(recipe, options)),
+        bounds_(bounds_of(recipe, options, {options.tokens})),
+        row_elements_(elements_of(bounds_, tokens_)),
+        choose_(recipe, bounds_, shape, options.sequences, options.step_tokens, device),
+        data_(std::size_t(shape.layers) * std::size_t(options.sequences) * std::size_t(shape.kv_heads) *
+              std::size_t(row_elements_)),
+        plans_(1, options.sequences, 1),
+        begins_(shape.layers, options.sequences, shape.kv_heads),
+        rooms_(1, options.sequences, shape.kv_heads),
+        sums_(averages
+                  ? std::size_t(shape.layers) * std::size_t(options.sequences) * std::size_t(shape.kv_heads) * v_dim
+                  : 0),
+        sums_scratch_(averages ? mean_value<View>(options.sequences * shape.kv_heads).workspace_bytes() : 0) {
+    std::vector<offset_t> begins(std::size_t(shape.layers) * std::size_t(options.sequences) *
+                                 std::size_t(shape.kv_heads));
+    for (std::size_t row = 0; row < begins.size(); ++row) begins[row] = offset_t(row) * row_elements_;
+    check(cudaMemcpy(begins_.of(0, 0), begins.data(), begins.size() * sizeof(offset_t), cudaMemcpyHostToDevice),
+          "cudaMemcpy");
+  }
+
+  /// What another budget needs beside the old one; `adopt` puts it in place.
+  /// Errors   pages that are smaller than the index was made for.
+  struct fitted_operation {
+    read_bounds bounds;
+    operation choose;
+  };
+  fitted_operation fit(const Recipe& recipe, const model_shape& shape, const cache_options& options,
+                       const device_info& device) const {
+    read_bounds bounds = bounds_of(recipe, options, bounds_);
+    require(elements_of(bounds, tokens_) <= row_elements_, "page of the budget's plans", bounds.page,
+            "at least " + std::to_string(bounds_.page), "make a new cache for this budget");
+    const index_t needed = std::min(options.tokens, most_planned(recipe, options));
+    require(needed <= tokens_, "tokens whose keys the budget's plans index", needed,
+            "at most cache_options::index_tokens, which is " + std::to_string(tokens_),
+            "raise index_tokens, or make a new cache for this budget");
+    return {bounds, operation(recipe, bounds, shape, options.sequences, options.step_tokens, device)};
+  }
+  void adopt(fitted_operation&& fitted) {
+    bounds_ = fitted.bounds;
+    choose_ = std::move(fitted.choose);
+  }
+
+  void require_covered(const planned<Recipe>& policies) const { choose_.require_covered(plan(policies)); }
+  /// Errors   more tokens than the index was made for.
+  void require_fits(offset_t tokens) const {
+    require(tokens <= tokens_, "tokens whose keys are indexed", tokens,
+            "at most cache_options::index_tokens, which is " + std::to_string(tokens_), "raise index_tokens");
+  }
+  std::vector<detail::gathered_column> gathered() const {
+    return {plans_.gathered(), begins_.gathered(), rooms_.gathered()};
+  }
+  void set_plan(index_t id, const planned<Recipe>& policies, cudaStream_t stream) {
+    const read_plan fitted = plan(policies);
+    set_number(plans_.of(0, id), fitted, stream);
+    const index_t room = index_t(row_elements_ / page_row_elements(fitted.page, k_dim, 1) / room_step * room_step);
+    for (index_t h = 0; h < shape_.kv_heads; ++h) set_number(rooms_.of(0, id) + h, room, stream);
+  }
+
+  /// The index of one sequence's layer anew. `longest`: no head holds more.
+  void refresh(index_t layer, index_t id, const View& view, index_t longest, cudaStream_t stream) const {
+    const index_type index{data_.data(), 1, 0, begins_.of(layer, id), rooms_.of(0, id)};
+    index_pages<View>{}.build(view, index, plans_.of(0, id), ceil_div(longest, bounds_.page), stream);
+    if constexpr (averages) {
+      mean_value<View>(shape_.kv_heads).build(view, sums(layer, id), sums_scratch_.data(), stream);
+    }
+  }
+  /// After slots have moved in place: that of a batch.
+  void rebuild(index_t layer, const index_t* ids, const View& view, cudaStream_t stream) const {
+    index_pages<View>{}.build(view, batch_index(layer), plans_.batch(0), bounds_.most_pages(), stream);
+    if constexpr (averages) {
+      mean_value<View>(view.sequences * shape_.kv_heads).build(view, sums(layer, 0), sums_scratch_.data(), stream, ids);
+    }
+  }
+
+  bool choose(index_t layer, const View& view, const rows_view<const T>& q, const index_t* first,
+              const rows_view<Out>& out, const rows_view<float>& lse, selection_view& chosen,
+              cudaStream_t stream) const {
+    if (choose_.attends()) {
+      chosen = choose_.choose_and_attend(view, plans_.batch(0), batch_index(layer), q, first, out, lse, stream);
+      return true;
+    }
+    chosen = choose_.choose(view, plans_.batch(0), batch_index(layer), q, first, stream);
+    return false;
+  }
+
+  /// Gives what the attended tokens of a step lack of each row's mass to the mean of V.
+  void complete(index_t layer, const index_t* ids, const View& view, const rows_view<Out>& out,
+                cudaStream_t stream) const {
+    if constexpr (averages) {
+      mean_value_problem<View, Out> problem;
+      problem.view = view;
+      problem.sums = sums(layer, 0);
+      problem.ids = ids;
+      problem.mass = choose_.mass();
+      problem.out = out;
+      problem.tokens = out.tokens;
+      mean_value<View, Out>(view.sequences * shape_.kv_heads).run(problem, nullptr, stream);
+    }
+  }
+
+  /// Of the index of heads that hold so many tokens, and of the sums of one place.
+  offset_t bytes(const planned<Recipe>& policies, index_t longest) const {
+    const read_plan fitted = plan(policies);
+    const index_t pages = ceil_div(fitted.pages_of(longest), room_step) * room_step;
+    return shape_.kv_heads * (page_row_elements(fitted.page, k_dim, pages) * offset_t(sizeof(T)) +
+                              (averages ? v_dim * offset_t(sizeof(double)) : 0));
+  }
+  offset_t attended(const planned<Recipe>& policies, offset_t n) const {
+    return std::min(n, choose_.most_read(plan(policies)));
+  }
+  offset_t bytes_read(const planned<Recipe>& policies, offset_t n) const {
+    return operation::bytes_read(plan(policies), n) + (averages ? v_dim * offset_t(sizeof(double)) : 0);
+  }
+
+ private:
+  static read_plan plan(const planned<Recipe>& policies) {
+    return read_plan::of(policies.read.scorer, policies.plan.read);
+  }
+  static read_bounds bounds_of(const Recipe& recipe, const cache_options& options, read_bounds bounds) {
+    for_each_plan(recipe, options, [&](const stage_plan& given) {
+      const auto fitted = recipe.retrieve.planned(given, k_dim);
+      bounds.cover(read_plan::of(fitted.scorer, given.read), std::min(options.tokens, given.capacity + 16));
+    });
+    return bounds;
+  }
+  /// Where tokens are dropped, what plans keep and as much again: an answer that is longer needs `index_tokens`.
+  static index_t index_tokens(const Recipe& recipe, const cache_options& options) {
+    if (options.index_tokens > 0) return options.index_tokens;
+    if (!Recipe::retain_type::drops) return options.tokens;
+    return index_t(std::min<offset_t>(options.tokens, 2 * offset_t(most_planned(recipe, options)) + 1024));
+  }
+  /// The most tokens that a plan keeps and decodes; all where nothing is dropped.
+  static index_t most_planned(const Recipe& recipe, const cache_options& options) {
+    if (!Recipe::retain_type::drops) return options.tokens;
+    index_t most = 0;
+    for_each_plan(recipe, options, [&](const stage_plan& plan) {
+      most = std::max({most, plan.capacity, plan.retained, plan.read});
+    });
+    return most;
+  }
+  /// Elements of one row of the index, whatever the page.
+  static offset_t elements_of(const read_bounds& bounds, index_t tokens) {
+    const auto rounded = [](index_t pages) { return ceil_div(pages, room_step) * room_step; };
+    const index_t two_sided = std::max<index_t>(2, bounds.page);
+    const offset_t two = page_row_elements(two_sided, k_dim, rounded(ceil_div(tokens, two_sided)));
+    return bounds.page == 1 ? std::max(two, page_row_elements(1, k_dim, rounded(tokens))) : two;
+  }
+  index_type batch_index(index_t layer) const { return {data_.data(), 1, 0, begins_.batch(layer), rooms_.batch(0)}; }
+  double* sums(index_t layer, index_t id) const {
+    return sums_.data() + (offset_t(layer) * sequences_ + id) * shape_.kv_heads * v_dim;
+  }
+
+  model_shape shape_;
+  index_t sequences_, tokens_;
+  read_bounds bounds_;
+  offset_t row_elements_;
+  operation choose_;
+  device_buffer<T> data_;
+  id_column<read_plan> plans_;
+  id_column<offset_t> begins_;  // never change: every place has room for any plan
+  id_column<index_t> rooms_;    // in pages, by the plan
+  device_buffer<double> sums_;  // of V by id, for a scorer that adds the mean value
+  device_buffer<unsigned char> sums_scratch_;
+};
+
+template <class Recipe, class View, class Out>
+requires(Recipe::retrieve_type::estimates) struct reader_of<Recipe, View, Out> {
+  using type = extrema_reader<Recipe, View, Out>;
+};
+
+}  // namespace cuda
+TESSERA_NAMESPACE_END

@@ -1,0 +1,167 @@
+// What a batch keeps of one layer, on the device: scores by the policy's scorer, counts by its budget, slots by its selector.
+#pragma once
+
+#include <algorithm>
+#include <string>
+
+#include "../../../core/choose_problem.hpp"
+#include "../score/score.cuh"
+#include "../score/score_positions.cuh"
+#include "retain.cuh"
+
+TESSERA_NAMESPACE_BEGIN
+namespace cuda {
+
+/// Bounds of what comes: workspaces are made for them.
+struct choose_limits {
+  index_t sequences = 1, kv_heads = 1, q_heads = 1;
+  index_t queries = 1;   ///< of one call, where the scorer observes a window
+  index_t capacity = 1;  ///< tokens that a (sequence, kv_head) stores
+  index_t kept = 0;      ///< tokens that it keeps (`most_kept`); 0: the capacity
+};
+
+/// The most tokens that one kv_head keeps of `capacity`, in any of `layers`, whatever the scores; `longest_tail`: the most
+/// newest tokens that stay whatever their score.
+template <class Policy>
+index_t most_kept(const Policy& policy, index_t layers, index_t kv_heads, index_t capacity, index_t longest_tail) {
+  index_t most = std::min(capacity, policy.budget.tokens);
+  for (index_t layer = 0; layer < layers; ++layer) {
+    // A turn of few queries has a short tail, which leaves some layers more.
+    for (const index_t tail : {0, longest_tail}) {
+      most = std::max(most, bound_kept(policy.budget, {layer, layers, kv_heads, tail, capacity}).longest);
+    }
+  }
+  return most;
+}
+
+/// Chooses what every (sequence, kv_head) of a batch keeps of one layer: the device's cpu::score_and_choose, and what the
+/// caches' first stages call. Made from a policy and from limits; a later policy may have another budget within them.
+///
+/// No allocation, no synchronisation, no length on the host: a recorded run can be replayed while lengths change.
+/// Returns  row r = sequence * kv_heads + head, from r * limits.kept on, in the workspace: valid until its next run.
+/// Errors   what the scorer needs is not there, more than the limits allow: tessera::error before anything is launched.
+/// Cost     scorers of a window: attentive_score. Then pooling, budget and selection: choose_kept.
+template <class View, class Policy>
+class score_and_choose {
+  using T = typename View::element_type;
+  using scorer = typename Policy::scorer_type;
+  static constexpr observes observed = scorer::observed;
+
+  struct no_score {
+    no_score(index_t, index_t, index_t, index_t, index_t, const device_info&) {}
+    std::size_t workspace_bytes() const { return 0; }
+  };
+  template <class S, bool ByQueries>
+  struct score_of {
+    using type = no_score;
+  };
+  template <class S>
+  struct score_of<S, true> {
+    using type = attentive_score<View, S>;
+  };
+  using score_type = typename score_of<scorer, observed == observes::window>::type;
+
+ public:
+  using problem_type = choose_problem<View, T>;
+
+  score_and_choose(const Policy& policy, const choose_limits& limits, const device_info& device)
+      : limits_(limits),
+        kept_(limits.kept > 0 ? std::min(limits.kept, limits.capacity) : limits.capacity),
+        score_(limits.sequences, limits.kv_heads, limits.q_heads, limits.queries, limits.capacity, device),
+        choose_(policy, limits.sequences, limits.kv_heads, limits.capacity, kept_, device) {}
+
+  std::size_t workspace_bytes() const { return choose_at() + choose_.workspace_bytes(); }
+
+  selection_view run(const Policy& policy, const problem_type& p, void* workspace, cudaStream_t stream) const {
+    check_problem(policy, p);
+    auto* bytes = static_cast<unsigned char*>(workspace);
+    score_rows in;
+    in.sequences = p.view.sequences;
+    in.kv_heads = p.view.kv_heads;
+    in.lengths = p.view.lengths;
+    in.length_strides = {p.view.length_strides.sequence, p.view.length_strides.head};
+    in.tail = tail_of(policy, p);
+    in.tails = p.tails ? p.tails : (observed == observes::window ? p.valid : nullptr);
+    in.budgets = p.budgets;
+    if constexpr (observed == observes::every_query) {
+      in.scores = p.scores.data;
+      in.offsets = p.scores.begin;
+      in.row_stride = p.view.kv_heads > 1 ? p.scores.head_stride : p.scores.sequence_stride;
+    } else {
+      auto* raw = reinterpret_cast<float*>(bytes);
+      in.scores = raw;
+      in.row_stride = limits_.capacity;
+      if constexpr (observed == observes::nothing) {
+        score_positions(p.view, p.first_position, policy.scorer, raw, limits_.capacity, stream);
+      } else {
+        score_problem<View> problem;
+        problem.view = p.view;
+        problem.q = p.q;
+        problem.first_position = p.first_position;
+        problem.valid = p.valid;
+        problem.rule = p.rule;
+        problem.lse = p.lse;
+        problem.scores = raw;
+        problem.row_stride = limits_.capacity;
+        score_.run(problem, policy.scorer, bytes + score_at(), stream);
+      }
+    }
+    return choose_.run(policy, in, p.layer, p.layers, bytes + choose_at(), stream);
+  }
+
+ private:
+  static index_t tail_of(const Policy& policy, const problem_type& p) {
+    if (observed == observes::window) return std::max(p.tail, p.q.tokens);
+    return std::max(p.tail, policy.scorer.protected_tail(policy.budget.tokens));
+  }
+
+  void check_problem(const Policy& policy, const problem_type& p) const {
+    require(p.view.sequences >= 1 && p.view.sequences <= limits_.sequences && p.view.kv_heads == limits_.kv_heads,
+            "sequences and kv_heads", std::to_string(p.view.sequences) + " and " + std::to_string(p.view.kv_heads),
+            "1 to " + std::to_string(limits_.sequences) + " and " + std::to_string(limits_.kv_heads),
+            "construct score_and_choose for the largest batch");
+    require(p.layers >= 1 && p.layer >= 0 && p.layer < p.layers, "layer", p.layer, "0 to layers - 1",
+            "pass which layer of how many is asked about");
+    if constexpr (observed == observes::every_query) {
+      require(p.scores.data != nullptr, "scores", "null", "one for every stored slot",
+              "accumulate them beside the tokens");
+      require(
+          p.scores.begin || p.view.kv_heads == 1 || p.scores.sequence_stride == p.scores.head_stride * p.view.kv_heads,
+          "sequence stride of the scores", p.scores.sequence_stride,
+          "kv_heads rows, " + std::to_string(p.scores.head_stride * p.view.kv_heads),
+          "keep them as [sequences, kv_heads, slots], or pass where each row begins");
+    } else {
+      require(p.first_position != nullptr, "first_position", "null", "a position for each sequence",
+              "say where the queries, or the next tokens, are");
+    }
+    if constexpr (observed == observes::window) {
+      require(!p.valid || p.tails || p.tail == 0, "tail", p.tail, "0 where valid is given", "pass tails by sequence");
+    } else {
+      // What the scorer protects of each sequence's own budget, the host cannot know.
+      require(!p.budgets || p.tails || policy.scorer.protected_tail(1) == policy.scorer.protected_tail(1 << 20),
+              "tails", "null", "newest tokens by sequence, where budgets are given",
+              "pass what the scorer protects of each budget");
+    }
+    if (!p.budgets && !p.tails) {
+      const layer_extent extent{p.layer, p.layers, p.view.kv_heads, tail_of(policy, p), limits_.capacity};
+      const index_t most =
+          std::max(bound_kept(policy.budget, extent).longest, std::min(extent.protected_tail, extent.longest));
+      require(most <= kept_, "tokens that a kv_head may keep", most, "at most " + std::to_string(kept_),
+              "raise choose_limits::kept: see most_kept");
+    }
+  }
+
+  std::size_t score_at() const {
+    const auto scores = std::size_t(limits_.sequences) * std::size_t(limits_.kv_heads) * std::size_t(limits_.capacity);
+    return observed == observes::every_query ? 0 : array_bytes<float>(scores);
+  }
+  std::size_t choose_at() const { return score_at() + padded(score_.workspace_bytes()); }
+
+  choose_limits limits_;
+  index_t kept_;
+  score_type score_;
+  choose_kept<Policy> choose_;
+};
+
+}  // namespace cuda
+TESSERA_NAMESPACE_END

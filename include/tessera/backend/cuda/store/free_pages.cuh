@@ -1,0 +1,57 @@
+// Pages that an eviction leaves empty, on the device.
+#pragma once
+
+#include <string>
+
+#include "../../../core/error.hpp"
+#include "../../../core/page_pool.hpp"
+#include "../device/check.cuh"
+
+TESSERA_NAMESPACE_BEGIN
+namespace cuda {
+namespace detail {
+
+/// A warp a table row.
+template <class View>
+__global__ void __launch_bounds__(32) free_pages_entry(const __grid_constant__ free_pages_problem<View> p) {
+  const index_t row = blockIdx.x, lane = threadIdx.x, tables = p.view.table.tables(p.view.kv_heads);
+  const index_t each = p.view.kv_heads / tables, sequence = row / tables, first_head = row % tables * each;
+  index_t longest = 0;
+  for (index_t i = lane; i < p.layers * each; i += 32) {
+    longest = max(longest, p.length(i / each, sequence, first_head + i % each));
+  }
+  longest = __reduce_max_sync(~0u, longest);
+  const index_t held = p.held[row], stay = min(held, p.pages_for(longest)), freed = held - stay;
+  __syncwarp();  // all lanes have read `held`
+  const index_t* pages = p.view.table.pages(sequence, first_head);
+  for (index_t i = lane; i < freed; i += 32) p.freed[row * p.freed_stride + i] = pages[stay + i];
+  if (lane == 0) {
+    p.held[row] = stay;
+    p.freed_count[row] = freed;
+  }
+}
+
+}  // namespace detail
+
+/// Finds the pages that no head of a table row needs any more: the device's cpu::free_pages. Pages go from the end of a
+/// row; its table itself is left as it is, for the engine says who owns a page.
+/// Shapes   as free_pages_problem says.
+/// Errors   shapes that make no sense: tessera::error. Not seen by the host: `held` above what a row of `freed` takes.
+/// Cost     one launch, no workspace.
+template <class View>
+void free_pages(const free_pages_problem<View>& p, cudaStream_t stream) {
+  const index_t page = p.view.table.page, tables = p.view.table.tables(p.view.kv_heads);
+  require(page >= 1, "slots of a page", page, "at least 1", "pass the page size of the pool");
+  require(tables >= 1 && p.view.kv_heads % tables == 0, "tables of a sequence", tables, "1, or one for each kv_head",
+          "pass kv_heads as the tables have them");
+  require(p.layers >= 1, "layers", p.layers, "at least 1", "pass how many layers share the tables");
+  require(p.freed_stride >= p.pool.max_blocks, "freed_stride", p.freed_stride,
+          "at least the entries of a table row, " + std::to_string(p.pool.max_blocks),
+          "make room for all of a row's pages");
+  if (p.view.sequences <= 0) return;
+  detail::free_pages_entry<View><<<unsigned(p.view.sequences * tables), 32, 0, stream>>>(p);
+  check(cudaGetLastError(), "launch of free_pages");
+}
+
+}  // namespace cuda
+TESSERA_NAMESPACE_END

@@ -1,0 +1,40 @@
+// What appending and packing read and write, on both backends.
+#pragma once
+
+#include "page_pool.hpp"
+#include "selection.hpp"
+#include "slot_column.hpp"
+
+TESSERA_NAMESPACE_BEGIN
+
+/// What to append; on the device every pointer is a device pointer. Row t of `k` and `v` goes to slot
+/// length(sequence, head) + t.
+template <class View, class E>
+struct append_problem {
+  View view;                   ///< with room for the new tokens; its lengths are those before
+  rows_view<const E> k, v;     ///< [sequences, tokens, kv_heads, dim]; on the device dim stride 1
+  index_t* lengths = nullptr;  ///< the memory of view.lengths, or another of its strides; gets the lengths after
+  const index_t* new_tokens = nullptr;      ///< [sequences], at most k.tokens; null: all of them
+  const index_t* first_position = nullptr;  ///< [sequences]; null: positions go on from the length before
+  slot_column<index_t> positions{};
+  slot_column<float> scores{};  ///< of new tokens: 0
+  page_pool pool{};             ///< for the CPU's checks
+};
+
+/// What to keep and where it goes; on the device every pointer is a device pointer.
+///
+/// In place, `to` is `from`. That is safe because the selection ascends; a page in which a row moves must then stand in
+/// one table only: pack what sequences share into fresh pages.
+template <class From, class To>
+struct pack_problem {
+  From from;
+  selection_view chosen;  ///< row = sequence * kv_heads + head; its counts are the new lengths
+  To to;
+  slot_column<index_t> positions{};  ///< of `to`; filled with from.position(slot)
+  slot_column<const float> from_scores{};
+  slot_column<float> scores{};
+  index_t* lengths = nullptr;  ///< strided as to.length_strides; gets the counts
+  page_pool pool{};            ///< of both views, for the CPU's checks
+};
+
+TESSERA_NAMESPACE_END

@@ -1,0 +1,66 @@
+// What the host refuses of an engine's calls to the device, and rows by id.
+#include "backend/cuda/device.hpp"
+#include "tessera/backend/cuda/choose/score_and_choose.cuh"
+#include "tessera/backend/cuda/store/free_pages.cuh"
+#include "tessera/backend/cuda/store/gather_rows.cuh"
+#include "tessera/backend/cuda/store/pack.cuh"
+#include "tessera/budget/uniform.hpp"
+#include "tessera/scorer/accumulated_attention.hpp"
+#include "tessera/selector/top_tokens.hpp"
+
+using namespace tessera;
+using namespace gpu_test;
+
+TEST_CASE("rows by id are gathered on the device and go back", "[gpu]") {
+  if (gpu_missing()) return;
+  for (const index_t width : {1, 3, 64, 200}) {
+    std::vector<index_t> by_id(std::size_t(width) * 9);
+    std::iota(by_id.begin(), by_id.end(), 0);
+    const std::vector<index_t> ids{7, 0, 3, 8, 2};
+    buffer<index_t> d_by_id(by_id), d_ids(ids), rows(ids.size() * std::size_t(width));
+    cuda::gather_rows(d_by_id.data, d_ids.data, index_t(ids.size()), width, rows.data, nullptr);
+    auto got = rows.get();
+    for (std::size_t i = 0; i < got.size(); ++i) {
+      REQUIRE(got[i] == ids[i / std::size_t(width)] * width + index_t(i % std::size_t(width)));
+      got[i] = by_id[std::size_t(got[i])] = -1 - got[i];
+    }
+    rows.set(got);
+    cuda::scatter_rows(rows.data, d_ids.data, index_t(ids.size()), width, d_by_id.data, nullptr);
+    REQUIRE(d_by_id.get() == by_id);
+  }
+}
+
+TEST_CASE("what the host can know of an engine's call is refused on the device", "[gpu]") {
+  if (gpu_missing()) return;
+  const auto device = cuda::device_info::current();
+  using view = kv_view<bf16, 64, block_table>;
+  retain<accumulated_attention, uniform, top_tokens> policy;
+  policy.budget.tokens = 40;
+  const cuda::score_and_choose<view, decltype(policy)> small(policy, {2, 2, 4, 1, 100, 32}, device);
+  choose_problem<view, bf16> p;
+  p.view.sequences = 3, p.view.kv_heads = 2;
+  CHECK_THROWS_WITH(small.run(policy, p, nullptr, nullptr), contains("sequences and kv_heads is 3 and 2"));
+  p.view.sequences = 2;
+  CHECK_THROWS_WITH(small.run(policy, p, nullptr, nullptr), contains("scores is null"));
+  const float one = 0;
+  p.scores = {&one, 300, 100, nullptr};
+  CHECK_THROWS_WITH(small.run(policy, p, nullptr, nullptr), contains("sequence stride of the scores is 300"));
+  p.scores.sequence_stride = 200;
+  CHECK_THROWS_WITH(small.run(policy, p, nullptr, nullptr),
+                    contains("tokens that a kv_head may keep is 40; expected at most 32"));
+  const index_t number = 1;
+  p.budgets = &number;
+  CHECK_THROWS_WITH(small.run(policy, p, nullptr, nullptr), contains("tails is null"));
+
+  free_pages_problem<view> f;
+  f.view.kv_heads = 2;
+  f.view.table = {nullptr, 0, 0, 0};
+  CHECK_THROWS_WITH(cuda::free_pages(f, nullptr), contains("slots of a page is 0"));
+  f.view.table.page = 16, f.pool.max_blocks = 9, f.freed_stride = 8;
+  CHECK_THROWS_WITH(cuda::free_pages(f, nullptr), contains("freed_stride is 8"));
+  const cuda::pack<view, view, true> in_place(1, 1, 10, device);
+  pack_problem<view, view> k{};
+  bf16 row{};
+  k.from.k = &row;
+  CHECK_THROWS_WITH(in_place.run(k, nullptr, nullptr), contains("memory of to is another"));
+}
