@@ -50,12 +50,9 @@ class page_mean_reader {
  public:
   explicit page_mean_reader(const model_shape& shape) : heads_(std::size_t(shape.kv_heads)) {}
 
-  void open(std::size_t at) {
-    if (places_.size() <= at) places_.resize(at + 1);
-    clear(at);
-  }
-  void clear(std::size_t at) { places_[at] = std::vector<head>(heads_); }
-  void forget(std::size_t at) { clear(at); }
+  void open(std::size_t at) { place(at).assign(heads_, {}); }
+  void clear(std::size_t at) { open(at); }   // of as many heads as before: needs no memory
+  void forget(std::size_t at) { open(at); }  // what stands here no longer fits the views
 
   template <class View>
   void refresh(std::size_t at, const View& view, const planned<Recipe>& policies, bool moved) {
@@ -66,7 +63,7 @@ class page_mean_reader {
   template <class View>
   void append(std::size_t at, const View& view, index_t) {
     for (index_t h = 0; h < view.kv_heads; ++h) {
-      auto& [sums, slots] = places_[at][std::size_t(h)];
+      auto& [sums, slots] = place(at)[std::size_t(h)];
       sums.resize(std::size_t(ceil_div(view.length(0, h), page_)) * k_dim);
       for (; slots < view.length(0, h); ++slots) {
         const auto* key = view.key(0, h, slots);
@@ -84,7 +81,7 @@ class page_mean_reader {
     offset_t bytes = 0;
     for (index_t h = 0; h < all.kv_heads; ++h) {
       const index_t n = all.length(0, h);
-      const auto& sums = places_[at][std::size_t(h)].sums;
+      const auto& sums = place(at)[std::size_t(h)].sums;
       std::vector<float> scores(std::size_t(n), -infinity);
       for (index_t row = 0; row < tokens * group; ++row) {
         const Q* q = queries.q.row(0, row / group, h * group + row % group);
@@ -114,6 +111,10 @@ class page_mean_reader {
   }
 
  private:
+  std::vector<head>& place(std::size_t at) {
+    if (places_.size() <= at) places_.resize(at + 1, std::vector<head>(heads_));
+    return places_[at];
+  }
   std::size_t heads_;
   index_t page_ = 1;
   std::vector<std::vector<head>> places_;

@@ -97,9 +97,11 @@ class conversations {
                    const rows_view<const E>& k, const rows_view<const E>& v) const {
     at(id, layer_index);
     shape_.check_rows(q, k, v, k_dim, v_dim);
-    for (const index_t sequences : {k.sequences, v.sequences, q.tokens > 0 ? q.sequences : 1}) {
-      require(sequences == 1, "sequences of a prompt chunk", sequences, "1", "prefill one sequence at a time");
-    }
+    require(k.sequences == 1 && v.sequences == 1 && (q.tokens <= 0 || q.sequences == 1), "sequences of a prompt chunk",
+            k.sequences != 1   ? k.sequences
+            : v.sequences != 1 ? v.sequences
+                               : q.sequences,
+            "1", "prefill one sequence at a time");
     require(k.tokens >= 1, "tokens of a prompt chunk", k.tokens, "at least 1", "skip empty chunks");
     recipe.require_queries(q.tokens, k.tokens);
   }

@@ -69,8 +69,8 @@ class choosing {
     return result;
   }
   template <class Policy>
-  bool choose_by(const Policy& policy, const problem_type& problem, index_t layer, index_t id, const store_type& stored,
-                 selection& kept, ranked_tokens* ranked, executor& workers) {
+  bool choose_by(const Policy& policy, const problem_type& problem, selection& kept, ranked_tokens* ranked,
+                 executor& workers) {
     const layer_scores seen = score_and_choose(policy, problem, kept, *choosing_, workers);
     if (!ranked) return true;
     ranked->positions.assign(std::size_t(shape_.kv_heads), {});
@@ -78,7 +78,7 @@ class choosing {
     for (index_t h = 0; seen.scores && h < shape_.kv_heads; ++h) {
       ranked->scores[std::size_t(h)].assign(seen.head(h), seen.head(h) + seen.candidates(h));
       for (index_t i = 0; i < seen.candidates(h); ++i) {
-        ranked->positions[std::size_t(h)].push_back(stored.position(layer, id, h, i));
+        ranked->positions[std::size_t(h)].push_back(problem.view.position(0, h, i));
       }
     }
     return true;
@@ -111,7 +111,7 @@ class first_stage<Recipe, observes::nothing, true> : public choosing<Recipe> {
               index_t next, index_t tail, selection& kept, ranked_tokens* ranked, executor& workers) {
     auto problem = this->problem(layer, id, stored, rule, &next);
     problem.tail = tail;
-    return this->choose_by(policies.first, problem, layer, id, stored, kept, ranked, workers);
+    return this->choose_by(policies.first, problem, kept, ranked, workers);
   }
   offset_t bytes(index_t, index_t) const { return 0; }
 };
@@ -162,7 +162,7 @@ class first_stage<Recipe, observes::window, true> : public choosing<Recipe> {
     const index_t first = next - rows;
     auto problem = this->problem(layer, id, stored, rule, &first);
     problem.q = nhd_rows<const float>(window(layer, id).data(), rows, q_heads, k_dim);
-    return this->choose_by(policies.first, problem, layer, id, stored, kept, ranked, workers);
+    return this->choose_by(policies.first, problem, kept, ranked, workers);
   }
 
   offset_t bytes(index_t layer, index_t id) const {
@@ -228,7 +228,7 @@ class first_stage<Recipe, observes::every_query, true> : public choosing<Recipe>
     columns& beside = stored.beside(layer, id);
     auto problem = this->problem(layer, id, stored, rule, nullptr);
     problem.scores = {beside.scores(), 0, 0, beside.begins().data()};
-    return this->choose_by(policies.first, problem, layer, id, stored, kept, ranked, workers);
+    return this->choose_by(policies.first, problem, kept, ranked, workers);
   }
   offset_t bytes(index_t, index_t) const { return 0; }
 

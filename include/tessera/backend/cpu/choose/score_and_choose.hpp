@@ -80,7 +80,8 @@ void lay_out(const Policy& policy, const choose_problem<View, E>& p, choose_work
 /// Chooses what every (sequence, kv_head) of a batch keeps of one layer: what cuda::score_and_choose does, and what the
 /// caches' first stages call. `policy` is the first stage of a recipe as its budget has been planned (`planned`).
 /// Shapes   as choose_problem says; row sequence * kv_heads + head of `kept` has that head's slots.
-/// Returns  the scores of the last sequence as choose_kept says.
+/// Returns  the last sequence's scores as budget and selector saw them, valid until the workspace changes; none of one that
+///          was not looked at.
 /// Errors   what the scorer needs is not there; queries or tables that do not fit the view: tessera::error.
 /// Cost     a scorer of a window reads K twice (once where the engine hands over the log-sum-exps); the others read no key.
 ///          Sequences that the budget keeps whole are not scored.

@@ -105,7 +105,7 @@ class reading {
       if (chosen) fresh_[std::size_t(layer)].assign(*chosen);
       const candidates& passed = chosen ? fresh_[std::size_t(layer)] : passed_[at];
       reader_.refresh(at, passed.view(stored.view(layer, id)), policies, chosen != nullptr);
-    } else if constexpr (retrieve_type::estimates) {
+    } else if constexpr (retrieve_type::retrieves) {
       const bool moves = chosen && chosen->counts != stored.lengths(layer, id);
       if (moves) return reader_.refresh(at, view_of(layer, id, stored, *chosen), policies, true);
       reader_.refresh(at, view(layer, id, stored), policies, false);

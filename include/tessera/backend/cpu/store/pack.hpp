@@ -25,13 +25,12 @@ void append(const append_problem<View, E>& p) {
   require_dim(p.v, View::v_dim, "v");
   require(p.k.tokens == p.v.tokens && p.k.tokens >= 0, "tokens of v", p.v.tokens, std::to_string(p.k.tokens),
           "append k and v together");
-  for (const index_t heads : {p.k.heads, p.v.heads}) {
-    require(heads == view.kv_heads, "heads of k and v", heads, std::to_string(view.kv_heads),
-            "pass [sequences, tokens, kv_heads, head_dim]");
-  }
   require(p.k.sequences == view.sequences && p.v.sequences == view.sequences, "sequences of k and v",
           std::to_string(p.k.sequences) + " and " + std::to_string(p.v.sequences), std::to_string(view.sequences),
           "append to every sequence of the view; new_tokens may be 0");
+  require(p.k.heads == view.kv_heads && p.v.heads == view.kv_heads, "heads of k and v",
+          std::to_string(p.k.heads) + " and " + std::to_string(p.v.heads), std::to_string(view.kv_heads),
+          "pass [sequences, tokens, kv_heads, head_dim]");
   const auto added = [&](index_t b) { return p.new_tokens ? p.new_tokens[b] : p.k.tokens; };
   for (index_t b = 0; b < view.sequences; ++b) {
     require(added(b) >= 0 && added(b) <= p.k.tokens, "new tokens of sequence " + std::to_string(b), added(b),
