@@ -79,14 +79,14 @@ def source_of(method, element, dim):
 
 
 @functools.cache
-def machine(compiler, skip):
-    """What a library depends on besides its own text: headers (but one file or folder), compiler, processor."""
+def machine(compiler, *unused):
+    """What a library depends on besides its own text: headers (but those under unused names), compiler, processor."""
     digest = hashlib.sha256(subprocess.run([compiler, "--version"], capture_output=True, check=True).stdout)
     for root in (INCLUDE / "tessera", SOURCES):
         for path in sorted(root.rglob("*.*")):
-            if skip in path.relative_to(root).as_posix():
-                continue
-            digest.update(path.relative_to(root).as_posix().encode() + path.read_bytes())
+            name = path.relative_to(root).as_posix()
+            if not name.startswith(unused):
+                digest.update(name.encode() + path.read_bytes())
     cpu = pathlib.Path("/proc/cpuinfo")
     if cpu.exists():  # -march=native means another thing on another processor
         lines = cpu.read_text().splitlines()
@@ -115,7 +115,9 @@ def library(method, dtype, dim, device="cpu"):
     command = command_of(device)
     text = (f'#include "{device}_cache.{"hpp" if device == "cpu" else "cuh"}"\n' +
             source_of(method, ELEMENTS[dtype], dim) + EXPORTS % device)
-    key = hashlib.sha256("\0".join([machine(command[0], "operators.cpp"), *command, text]).encode()).hexdigest()[:24]
+    unused = ("operators.cpp",) if device == "cuda" else ("operators.cpp", "backend/cuda")
+    depends = machine(command[0], *unused)
+    key = hashlib.sha256("\0".join([depends, *command, text]).encode()).hexdigest()[:24]
     name = method if isinstance(method, str) else "policy"
     path = cache_folder() / f"{name}_{ELEMENTS[dtype]}_{dim}_{device}_{key}.so"
     if path.exists():
@@ -135,7 +137,7 @@ def library(method, dtype, dim, device="cpu"):
 
 def sentence(output):
     """The one sentence of a compiler's output: what a static_assert of the library says, else the first error."""
-    said = re.search(r"(?:static assertion failed|static assertion failed with)[^\n]*?(tessera: [^\n]*)", output)
+    said = re.search(r"static assertion failed[^\n]*?(tessera: [^\n]*)", output)
     if said:
         return said.group(1).strip().rstrip('"')
     first = re.search(r"^(?:([^\n:]+):(\d+):(?:\d+:)? )?(?:fatal )?error: ([^\n]*)", output, flags=re.M)
@@ -157,7 +159,7 @@ def operators():
     compiler = os.environ.get("CXX", "g++")
     with_cuda = torch.cuda.is_available()
     flags = ["-std=c++20", "-O2", *(["-DTESSERA_TORCH_CUDA"] if with_cuda else [])]
-    key = hashlib.sha256("\0".join([machine(compiler, "backend"), torch.__version__, *flags]).encode()).hexdigest()[:24]
+    key = hashlib.sha256("\0".join([machine(compiler, "backend/cuda", "methods"), torch.__version__, *flags]).encode()).hexdigest()[:24]
     name = "tessera_torch_operators"
     folder = cache_folder() / f"operators_{key}"
     if not (folder / "built").exists():

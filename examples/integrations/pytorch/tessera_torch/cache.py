@@ -62,7 +62,7 @@ class TesseraCache(transformers.Cache):
         self._operators = build.operators()
         if isinstance(method, str):
             build.source_of(method, "fp32", 64)  # an unknown method is known now
-        self._reading_prompt = False
+        self._reading_prompt = False  # see prompt()
         self._forget()
 
     def _forget(self):
@@ -72,7 +72,7 @@ class TesseraCache(transformers.Cache):
         self._next_layer = 0
         self._in_prompt = False
         self._sinks = None     # [layers, q_heads], where the model has them
-        self._like = None      # an empty tensor of the model's device and type, with the tokens of the call
+        self._like = None      # an empty tensor of the model's device
 
     # --- what transformers asks -----------------------------------------------------------------------------------------
 
@@ -95,6 +95,14 @@ class TesseraCache(transformers.Cache):
         if self._free is not None:
             self._free()
         self._forget()
+
+    def __deepcopy__(self, memo):
+        """An independent copy: answer several questions about one prompt, or keep a state to go back to."""
+        twin = object.__new__(type(self))
+        twin.__dict__.update(self.__dict__)
+        if self._handle is not None:
+            twin._own(self._operators.clone(self._handle))
+        return twin
 
     def __len__(self):
         return self.layer_count
@@ -183,12 +191,15 @@ class TesseraCache(transformers.Cache):
             self._sinks = torch.zeros(self.layer_count, q_heads, device=q.device)
         path = build.library(self.method, q.dtype, dim, q.device.type)
         with torch.cuda.device(q.device) if q.is_cuda else contextlib.nullcontext():
-            self._handle = self._operators.create(
+            self._own(self._operators.create(
                 str(path), self.layer_count, q_heads, k.shape[1], self.sliding_layers, self.window, scaling or 0.0,
-                softcap or 0.0, self.budget, self.settings, batch, self._longest, self._sinks)
-        self._free = weakref.finalize(self, self._operators.destroy, self._handle.item())
+                softcap or 0.0, self.budget, self.settings, batch, self._longest, self._sinks))
         self._made_for = (q.dtype, q.device, batch)
         self._like = q.new_empty((0, 1, 1))
+
+    def _own(self, handle):
+        self._handle = handle
+        self._free = weakref.finalize(self, self._operators.destroy, handle.item())
 
     # --- what people ask ------------------------------------------------------------------------------------------------
 
@@ -197,6 +208,15 @@ class TesseraCache(transformers.Cache):
         if self._in_prompt:
             self._operators.end_prompt(self._handle, self._like)
             self._in_prompt = False
+
+    @contextlib.contextmanager
+    def prompt(self):
+        """Calls of the model within are chunks of one prompt, also those of a single token."""
+        self._reading_prompt = True
+        try:
+            yield
+        finally:
+            self._reading_prompt = False
 
     def set_budget(self, tokens):
         """Changes the budget; it counts from the next time the method chooses what stays or what is read."""

@@ -5,6 +5,9 @@ import transformers
 from conftest import padded
 from tessera_torch import TesseraCache
 
+PLACES = [("cpu", torch.float32), ("cpu", torch.bfloat16)]
+if torch.cuda.is_available():
+    PLACES.append(("cuda", torch.bfloat16))  # the library's CUDA caches are of 16 bits
 SIZES = dict(hidden_size=128, intermediate_size=160, num_hidden_layers=4, num_attention_heads=4, num_key_value_heads=2,
              vocab_size=320, max_position_embeddings=512, pad_token_id=0, bos_token_id=1, eos_token_id=2)
 WINDOW = 24  # shorter than the prompts, so that it matters
@@ -47,26 +50,27 @@ def models_of(name, dtype):
 
 def logits_of(model, inputs, cache, steps):
     """Of the prompt's real tokens, and of each step. Steps take tokens that do not depend on the model."""
+    inputs = {name: value.to(model.device) for name, value in inputs.items()}
     with torch.no_grad():
         result = model(**inputs, past_key_values=cache)
         logits = [result.logits[inputs["attention_mask"].bool()]]
         mask = inputs["attention_mask"]
         for token in steps:
-            mask = torch.cat([mask, torch.ones(mask.shape[0], 1, dtype=torch.long)], 1)
+            mask = torch.cat([mask, torch.ones_like(mask[:, :1])], 1)
             position = mask.sum(1, keepdim=True) - 1
-            result = model(input_ids=token, attention_mask=mask, position_ids=position, past_key_values=cache)
+            result = model(input_ids=token.to(model.device), attention_mask=mask, position_ids=position, past_key_values=cache)
             logits.append(result.logits[:, -1])
-    return torch.cat([one.float() for one in logits])
+    return torch.cat([one.float().cpu() for one in logits])
 
 
 def relative(got, want):
     return ((got - want).norm() / want.norm()).item()
 
 
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("device, dtype", PLACES, ids=str)
 @pytest.mark.parametrize("name", ARCHITECTURES)
-def test_logits_are_those_of_eager_attention(name, dtype):
-    eager, ours = models_of(name, dtype)
+def test_logits_are_those_of_eager_attention(name, device, dtype):
+    eager, ours = (model.to(device) for model in models_of(name, dtype))
     torch.manual_seed(5)
     rows = [torch.randint(3, 320, (length,)).tolist() for length in (100, 61, 17)]
     inputs = padded(rows)
@@ -76,7 +80,7 @@ def test_logits_are_those_of_eager_attention(name, dtype):
     want = logits_of(eager.to(dtype), inputs, transformers.DynamicCache(config=eager.config), steps)
     got = logits_of(ours, inputs, TesseraCache(ours.config), steps)
     error, own = relative(got, want), relative(want, truth)
-    print(f"{name} {dtype}: from eager {error:.1e}, from fp32 {relative(got, truth):.1e}, eager itself {own:.1e}, "
+    print(f"{name} {device} {dtype}: from eager {error:.1e}, from fp32 {relative(got, truth):.1e}, eager itself {own:.1e}, "
           f"worst token {((got - want).norm(dim=-1) / want.norm(dim=-1)).max():.1e}")
     assert error < (1e-4 if dtype == torch.float32 else 2e-2)
     assert relative(got, truth) < 1.1 * own + 1e-5  # no further from fp32 than eager's own rounding

@@ -97,7 +97,8 @@ def test_unequal_heads_free_memory(model, prompts):
 
 
 def test_methods_and_parameters_are_the_library_s():
-    tool = json.loads(subprocess.run([os.environ["TESSERA"], "list", "--json"], check=True, capture_output=True).stdout)["methods"]
+    listed = subprocess.run([os.environ["TESSERA"], "list", "--json"], check=True, capture_output=True).stdout
+    tool = json.loads(listed)["methods"]
     assert [one["name"] for one in tool] == methods()
     build.build_all([(method, torch.float32, 64) for method in methods()])
     for one in tool:

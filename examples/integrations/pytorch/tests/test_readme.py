@@ -16,6 +16,7 @@ def test_the_snippet_runs_and_answers():
 
 
 def test_the_script_draws(tmp_path):
-    subprocess.run([sys.executable, HERE.parent / "show.py", "--method", "snapkv", "--budget", "48", "--set", "window=16",
-                    "--prompt-tokens", "200", "--new-tokens", "12", "--out", tmp_path], check=True, stdout=subprocess.DEVNULL)
+    flags = "--method snapkv --budget 48 --set window=16 --prompt-tokens 200 --new-tokens 12".split()
+    subprocess.run([sys.executable, HERE.parent / "show.py", *flags, "--out", tmp_path], check=True,
+                   stdout=subprocess.DEVNULL)
     assert sorted(path.name for path in tmp_path.iterdir()) == ["kept.png", "memory.png", "speed.png"]

@@ -1,4 +1,5 @@
 """What goes wrong says so in a sentence and harms nothing; memory comes back."""
+import copy
 import gc
 import pathlib
 import subprocess
@@ -37,7 +38,8 @@ def test_memory_returns_after_many_calls(again):
     def call(i):
         nonlocal cache
         if not again or cache is None:
-            cache = TesseraCache(model.config, ("snapkv", "rocketkv_mt", "h2o")[i % 3], 32, **({"window": 8} if i % 3 < 2 else {}))
+            method = ("snapkv", "rocketkv_mt", "h2o")[i % 3]
+            cache = TesseraCache(model.config, method, 32, **({} if method == "h2o" else {"window": 8}))
         inputs = padded([[3 + (i + t) % 100 for t in range(length)] for length in (300, 80 + i % 50)])
         model.generate(**inputs, past_key_values=cache, max_new_tokens=3, **GREEDY)
         if again:
@@ -162,3 +164,33 @@ def test_a_budget_may_change_between_turns():
     cache.end_prompt()
     assert [len(head) for head in cache.kept_positions(0)[0]] == [20]
     assert 0 < cache.bytes() < 0.25 * cache.full_bytes()
+
+
+def test_a_copy_goes_its_own_way():
+    """One prompt, two questions; and a state to go back to when a call has failed half way."""
+    model, ids = small_model(), tokens(60)
+    cache = TesseraCache(model.config, "snapkv", 32, window=8)
+    half = model.generate(ids, past_key_values=cache, max_new_tokens=4, **GREEDY)
+    twin, questions = copy.deepcopy(cache), [tokens(9), tokens(9)]
+    got = [model.generate(torch.cat([half, one], 1), past_key_values=which, max_new_tokens=4, **GREEDY)
+           for one, which in zip(questions, (cache, twin))]
+    for one, answer in zip(questions, got):
+        cache = TesseraCache(model.config, "snapkv", 32, window=8)
+        model.generate(ids, past_key_values=cache, max_new_tokens=4, **GREEDY)
+        want = model.generate(torch.cat([half, one], 1), past_key_values=cache, max_new_tokens=4, **GREEDY)
+        assert torch.equal(answer, want)
+
+
+def test_chunks_of_any_size_keep_what_one_prompt_keeps():
+    model, ids = small_model(), tokens(100)
+    kept, logits = [], []
+    for sizes in ([100], [1, 60, 1, 1, 37], [99, 1]):
+        cache = TesseraCache(model.config, "ada_snapkv", 40)
+        with torch.no_grad(), cache.prompt():
+            for chunk in ids.split(sizes, 1):
+                last = model(chunk, past_key_values=cache).logits[:, -1]
+        cache.end_prompt()
+        kept.append([[head.tolist() for head in cache.kept_positions(layer)[0]] for layer in range(2)])
+        logits.append(last)
+    assert kept[0] == kept[1] == kept[2]
+    assert all(torch.allclose(logits[0], other, atol=1e-5) for other in logits[1:])

@@ -48,6 +48,7 @@ class any_cache {
  public:
   virtual ~any_cache() = default;
 
+  virtual std::unique_ptr<any_cache> clone() const = 0;  ///< an independent copy
   virtual index_t open() = 0;
   virtual void close(index_t id) = 0;
 

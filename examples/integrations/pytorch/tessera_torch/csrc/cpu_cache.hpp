@@ -17,6 +17,7 @@ class cpu_cache final : public any_cache {
   explicit cpu_cache(const cache_request& request)
       : cache_(request.shape, requested<Recipe>(request), request.workers) {}
 
+  std::unique_ptr<any_cache> clone() const override { return std::make_unique<cpu_cache>(*this); }
   index_t open() override { return cache_.open(); }
   void close(index_t id) override { cache_.close(id); }
 

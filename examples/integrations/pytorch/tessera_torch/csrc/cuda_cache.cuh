@@ -19,6 +19,7 @@ class cuda_cache final : public any_cache {
   explicit cuda_cache(const cache_request& request)
       : cache_(request.shape, requested<Recipe>(request), options_of(request)) {}
 
+  std::unique_ptr<any_cache> clone() const override { return std::make_unique<cuda_cache>(*this); }
   index_t open() override { return cache_.open(); }
   void close(index_t id) override { cache_.close(id); }
 

@@ -43,6 +43,10 @@ struct registry {
     static registry* one = new registry;  // never destroyed: Python may free caches while the process ends
     return *one;
   }
+  Tensor add(conversations made) {
+    all.emplace(next, std::move(made));
+    return at::full({1}, next++, at::kLong);
+  }
   conversations& find(const Tensor& handle) {
     const auto found = all.find(handle.item<std::int64_t>());
     tessera::require(found != all.end(), "cache", handle.item<std::int64_t>(), "the handle of an open cache",
@@ -151,9 +155,14 @@ Tensor create(const std::string& library, std::int64_t layers, std::int64_t q_he
     made.cache.reset(symbol_of<decltype(&tessera_torch_make)>(library, "tessera_torch_make")(request));
     for (std::int64_t b = 0; b < sequences; ++b) made.ids.push_back(made.cache->open());
     made.in_prompt.assign(std::size_t(sequences), false);
-    const std::int64_t number = here.next++;
-    here.all.emplace(number, std::move(made));
-    return at::full({1}, number, at::kLong);
+    return here.add(std::move(made));
+  });
+}
+
+Tensor clone(const Tensor& handle) {
+  return guarded([&](registry& here) {
+    const conversations& from = here.find(handle);
+    return here.add({from.cache->clone(), from.ids, from.in_prompt, from.shape, from.sinks});
   });
 }
 
@@ -280,6 +289,7 @@ TORCH_LIBRARY(tessera, m) {
       "create(str library, int layers, int q_heads, int kv_heads, int[] sliding, int window, float scale, "
       "float soft_cap, int? budget, str[] settings, int sequences, int tokens, Tensor? sinks) -> Tensor",
       &create);
+  m.def("clone(Tensor cache) -> Tensor");
   m.def("destroy(int handle) -> ()", &destroy);
   m.def("parameters(str library) -> str", &parameters);
   m.def("prompt(Tensor(a!) cache, int layer, Tensor q, Tensor k, Tensor v, int[] first, int[] last) -> Tensor");
@@ -303,6 +313,7 @@ void implement(torch::Library& m) {
 
 TORCH_LIBRARY_IMPL(tessera, CPU, m) {
   implement(m);
+  m.impl("clone", &tessera_torch::clone);
   m.impl("set_budget", &tessera_torch::set_budget);
   m.impl("figures", &tessera_torch::figures);
   m.impl("positions", &tessera_torch::positions);
