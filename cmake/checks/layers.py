@@ -30,7 +30,7 @@ MAY_INCLUDE = {
 
 # Rooms of the backends: each may include itself and the ones before it.
 ROOMS = {
-    "backend/cpu": ["kernel", "store", "score", "choose", "attend", "read"],
+    "backend/cpu": ["kernel", "store", "score", "choose", "attend", "read", "cache"],
     "backend/cuda": ["device", "store", "score", "choose", "attend", "read", "cache", "cache.cuh"],
 }
 

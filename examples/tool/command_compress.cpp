@@ -21,6 +21,7 @@ void compress_file(const compress_file_options& given) {
   }
   chosen.settings = given.method.parsed_settings();
   chosen.where = require_backend(given.method.backend);
+  chosen.scores = given.scores;
   chosen.workers = make_workers(given.threads);
   engine::require_writable(given.out);
   const compressed result = [&] {
@@ -36,6 +37,9 @@ void compress_file(const compress_file_options& given) {
     }
     if (result.unused.size() > most) names.push_back(std::to_string(result.unused.size() - most) + " more");
     note("not used by " + method.name + ": tensor " + joined(names));
+  }
+  if (chosen.scores && result.ranked == 0) {
+    note("--scores wrote none: the budget covers every token, so that nothing was ranked");
   }
   for (const parameter_info& parameter : method.configured(chosen.settings)) {
     if (parameter.name == "layers" && parameter.value == "-1") {

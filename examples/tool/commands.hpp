@@ -39,6 +39,7 @@ struct eval_options {
 
 struct compress_file_options {
   method_options method;
+  bool scores = false;
   std::string in, out, threads = "0";
 };
 

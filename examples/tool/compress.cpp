@@ -223,6 +223,24 @@ struct index_lists {
   }
 };
 
+// Returns how many tokens have a score.
+std::int64_t write_scores(const ranked_tokens& ranked, index_t kv_heads, engine::safetensors_writer& file) {
+  std::vector<std::int64_t> indptr{0};
+  std::vector<index_t> positions;
+  std::vector<float> values;
+  for (std::size_t head = 0; head < std::size_t(kv_heads); ++head) {
+    if (head < ranked.scores.size()) {
+      positions.insert(positions.end(), ranked.positions[head].begin(), ranked.positions[head].end());
+      values.insert(values.end(), ranked.scores[head].begin(), ranked.scores[head].end());
+    }
+    indptr.push_back(std::int64_t(values.size()));
+  }
+  file.add("scores.indptr", {std::int64_t(indptr.size())}, std::span<const std::int64_t>(indptr));
+  file.add("scores.positions", {std::int64_t(positions.size())}, std::span<const std::int32_t>(positions));
+  file.add("scores.values", {std::int64_t(values.size())}, std::span<const float>(values));
+  return indptr.back();
+}
+
 // Runs the decode steps one by one and writes down what they read and what came out.
 void decode(const layer_tensors& layer, method_cache& cache, engine::safetensors_writer& file) {
   const index_t steps = layer.q_decode ? layer.q_decode->shape[0] : 0;
@@ -258,6 +276,12 @@ void decode(const layer_tensors& layer, method_cache& cache, engine::safetensors
 compressed compress(const safetensors_file& in, const compress_options& options) {
   const method_info& method = find_method(options.method);
   (void)method.configured(options.settings);  // before anything is read
+  if (options.scores) {
+    tessera::require(method.ranks, "--scores", "asked of " + method.name, "a method that ranks the prompt's tokens",
+                     "leave it out: " + method.name + " gives no token of the prompt a score");
+    tessera::require(options.where == backend::cpu, "--scores", "asked of the backend cuda", "the backend cpu",
+                     "leave out one of them");
+  }
   const layer_tensors layer = read_layer(in);
   const index_t steps = layer.q_decode ? layer.q_decode->shape[0] : 0;
   const auto cache = make_cache(method, options.where,
@@ -268,12 +292,14 @@ compressed compress(const safetensors_file& in, const compress_options& options)
                                  options.settings,
                                  options.workers,
                                  layer.tokens + steps});
+  if (options.scores) (void)cache->trace_ranked();
   compressed result;
   const auto turns = read_turns(in, layer.tokens);
   prefill(layer, turns, method.name, *cache);
   index_lists kept;
   for (index_t head = 0; head < layer.kv_heads; ++head) kept.add(cache->positions(0, head));
   kept.write(result.file, "keep");
+  if (options.scores) result.ranked = write_scores(cache->ranked(0), layer.kv_heads, result.file);
   result.unused = unused_tensors(in, *cache, layer);
   result.kv_heads = layer.kv_heads;
   result.tokens = layer.tokens;

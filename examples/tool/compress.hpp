@@ -19,13 +19,15 @@ struct compress_options {
   std::vector<setting> settings;
   std::shared_ptr<tessera::cpu::executor> workers;
   backend where = backend::cpu;
+  bool scores = false;  ///< write what the method ranked when the last prompt ended
 };
 
 /// What a method made of a layer.
 struct compressed {
   engine::safetensors_writer file;  ///< the output, ready to be written
   index_t kv_heads = 0, tokens = 0;
-  std::int64_t kept = 0;  ///< tokens kept, summed over kv_heads
+  std::int64_t kept = 0;    ///< tokens kept, summed over kv_heads
+  std::int64_t ranked = 0;  ///< tokens whose scores are written
   offset_t bytes_full = 0, bytes_held = 0;
   read_count reads;
   std::vector<std::string> unused;  ///< tensors of the input that the method makes no use of
@@ -41,8 +43,11 @@ struct compressed {
 /// Out    keep.indptr I64 [kv_heads + 1], keep.indices I32, attend.indptr I64 [steps * kv_heads + 1], attend.indices
 /// I32,
 ///        out F32 [steps, q_heads, head_dim], lse F32 [steps, q_heads]; metadata: method, budget, every parameter (as the first turn's plan has it),
-///        bytes_full, bytes_held (after the prompt), bytes_read_per_step.
-/// Errors tessera::error on a missing tensor, a wrong shape or type, NaN or infinity, and whatever the method rejects.
+///        bytes_full, bytes_held (after the prompt), bytes_read_per_step. On request scores.indptr I64 [kv_heads + 1],
+///        scores.positions I32 and scores.values F32: the tokens that competed when the last turn's prompt ended, with the
+///        scores that the selector saw. Tokens that stay in any case (a window) are not among them; none are where the
+///        budget covers everything.
+/// Errors tessera::error where scores are asked of a method or a backend that has none; on a missing tensor, a wrong shape or type, NaN or infinity, and whatever the method rejects.
 compressed compress(const engine::safetensors_file& in, const compress_options& options);
 
 }  // namespace tool

@@ -5,13 +5,8 @@
 #include <memory>
 #include <vector>
 
-#include "backend/cpu/attend/attend.hpp"
-#include "backend/cpu/attend/step_log.hpp"
-#include "backend/cpu/choose/first_stage.hpp"
-#include "backend/cpu/read/reading.hpp"
-#include "backend/cpu/store/kv_store.hpp"
+#include "backend/cpu/cache/layers.hpp"
 #include "runtime/conversations.hpp"
-#include "runtime/layer_roles.hpp"
 
 TESSERA_NAMESPACE_BEGIN
 inline namespace TESSERA_HOST_ISA {
@@ -21,7 +16,8 @@ inline namespace TESSERA_HOST_ISA {
 /// A turn is: `prefill` a chunk in every layer, and its attention if the engine has none of its own, chunk after chunk;
 /// `end_prefill` once; then for each step `prepare_step`, and `decode` in every layer. The next turn begins with the next
 /// `prefill`. Keys and queries come after RoPE; positions are counted here and survive every eviction.
-/// Errors   bad shapes, unknown sequences and steps out of order throw tessera::error before anything is changed.
+/// Errors   bad shapes, unknown sequences and steps out of order throw tessera::error before anything is changed. Where
+///          memory runs out, std::bad_alloc: the cache then answers as if it had not been called, and `close` never fails.
 /// Threads  one thread calls a cache at a time; the work is spread over the executor. Copies are independent.
 template <class Recipe>
 class cache {
@@ -32,13 +28,8 @@ class cache {
   cache(model_shape shape, Recipe recipe, std::shared_ptr<cpu::executor> workers)
       : shape_((shape.check(), std::move(shape))),
         recipe_((recipe.check(), std::move(recipe))),
-        workers_(std::move(workers)),
-        roles_(shape_, recipe_.dense_layers, recipe_.attention.rule),
         conversations_(shape_, recipe_),
-        store_(shape_.layers, shape_.kv_heads, cpu::first_stage<Recipe>::with_scores),
-        first_(shape_),
-        reading_(shape_),
-        log_(shape_.layers) {}
+        layers_(shape_, recipe_, std::move(workers)) {}
 
   const model_shape& shape() const { return shape_; }
   const Recipe& recipe() const { return recipe_; }
@@ -55,19 +46,13 @@ class cache {
 
   /// Opens an empty sequence and returns its id; ids of closed sequences are used again.
   index_t open() {
-    const index_t id = conversations_.open(recipe_);
-    store_.open(id);
-    first_.forget(id);
-    reading_.open(id);
-    log_.open(id);
-    return id;
+    layers_.open(conversations_.next_id());
+    return conversations_.open(recipe_);
   }
 
   void close(index_t id) {
     conversations_.close(id);
-    store_.clear(id);
-    first_.forget(id);
-    reading_.open(id);
+    layers_.close(id);
   }
 
   /// Appends a chunk of the prompt to one layer and lets the scorer observe its queries.
@@ -77,12 +62,8 @@ class cache {
   void prefill(index_t layer, index_t id, const rows_view<const E>& q, const rows_view<const E>& k,
                const rows_view<const E>& v) {
     conversations_.check_chunk(recipe_, layer, id, q, k, v);
-    store_.slide(layer, id, roles_.window(layer), *workers_);
-    const index_t first = conversations_.at(id, layer).next_position;
-    store_.append(layer, id, k, v, first);
+    layers_.prefill(layer, id, conversations_.at(id).policies, conversations_.at(id, layer).next_position, q, k, v);
     conversations_.took_chunk(layer, id, k.tokens);
-    if (!roles_.follows_recipe(layer)) return;
-    first_.observe_prompt(layer, id, store_, policies(id), roles_.rule(layer), q, first + k.tokens, *workers_);
   }
 
   /// Causal attention of the newest q.tokens tokens of a layer over everything that it stores.
@@ -90,24 +71,17 @@ class cache {
   template <class E>
   void prefill_attention(index_t layer, index_t id, const rows_view<const E>& q, const rows_view<float>& out,
                          const rows_view<float>& lse = {}) {
-    conversations_.check_prompt_attention(layer, id, q, out);
-    const index_t first = conversations_.at(id, layer).next_position - q.tokens;
-    cpu::prefill_attention(store_.view(layer, id), cpu::query_rows<E>{q, &first}, roles_.rule(layer),
-                           cpu::attention_output{out, lse}, *workers_);
+    conversations_.check_prompt_attention(layer, id, q, out, lse);
+    layers_.prompt_attention(layer, id, conversations_.at(id, layer).next_position - q.tokens, q, {out, lse});
   }
 
   /// Ends a turn's prompt: where the schedule says so, every layer chooses anew what it keeps and frees the rest, or what
   /// a filter lets through. The first turn's end also plans what the budget comes to: see `plan`.
   void end_prefill(index_t id) {
-    const planned<Recipe> fitted = conversations_.plan_prompt_end(recipe_, id);  // may throw: nothing has changed yet
+    const planned<Recipe> fitted = conversations_.plan_prompt_end(recipe_, id);
     const bool due = recipe_.schedule.due(moment::prompt_end, conversations_.clock_of_prompt_end(id));
-    for (index_t layer = 0; layer < shape_.layers; ++layer) {
-      store_.slide(layer, id, roles_.window(layer), *workers_);
-      if (roles_.follows_recipe(layer))
-        choose_anew(layer, id, fitted, due, conversations_.at(id, layer).next_position, 0);
-    }
+    layers_.end_prefill(id, fitted, due, conversations_.at(id).front().next_position);
     conversations_.end_prompt(id, fitted);
-    first_.forget(id);
   }
 
   /// What the next step of 1 to 8 tokens does, for every layer's `decode`.
@@ -121,11 +95,9 @@ class cache {
   template <class E>
   void decode(index_t layer, const batch& step, const rows_view<const E>& q, const rows_view<const E>& k,
               const rows_view<const E>& v, const rows_view<float>& out, const rows_view<float>& lse = {}) {
-    conversations_.check_step(layer, step, q, k, v, out);
+    conversations_.check_step(layer, step, q, k, v, out, lse);
     conversations_.check_order(layer, step);
-    for (index_t b = 0; b < step.sequences(); ++b) {
-      step_one(layer, step, step.ids[std::size_t(b)], q.one(b), k.one(b), v.one(b), out.one(b), lse.one(b));
-    }
+    layers_.step(layer, step, conversations_, q, k, v, {out, lse});
     conversations_.took_step(layer, step);
   }
 
@@ -134,54 +106,57 @@ class cache {
 
   /// Tokens that a layer stores for one kv_head, and their logical positions, ascending.
   index_t length(index_t layer, index_t id, index_t head) const {
-    conversations_.at(id, layer);
-    return store_.lengths(layer, id)[std::size_t(head)];
+    conversations_.check_head(layer, id, head);
+    return layers_.store().lengths(layer, id)[std::size_t(head)];
   }
   std::vector<index_t> positions(index_t layer, index_t id, index_t head) const {
-    conversations_.at(id, layer);
-    return store_.positions(layer, id, head);
+    conversations_.check_head(layer, id, head);
+    return layers_.store().positions(layer, id, head);
   }
 
   /// What the budget comes to in this conversation, since its first prompt ended.
-  stage_plan plan(index_t id) const { return policies(id).plan; }
+  stage_plan plan(index_t id) const { return conversations_.at(id).policies.plan; }
 
   /// Logical positions that this turn's steps may read of one kv_head: what a filter let through and what was decoded
   /// since; everything stored where there is no filter.
   std::vector<index_t> readable(index_t layer, index_t id, index_t head) const {
-    if (!roles_.follows_recipe(layer)) return positions(layer, id, head);
-    conversations_.at(id, layer);
-    return reading_.positions(layer, id, head, store_);
+    conversations_.check_head(layer, id, head);
+    return layers_.readable(layer, id, head);
   }
 
   /// Whether decode steps write down which positions they attend; off by default.
-  void trace_attended(bool on) { log_.trace(on); }
+  void trace_attended(bool on) { layers_.log().trace(on); }
   /// Positions that the last traced decode step of a layer attended, by kv_head.
   const std::vector<std::vector<index_t>>& attended(index_t layer, index_t id) const {
     conversations_.at(id, layer);
-    return log_.attended(layer, id);
+    return layers_.log().attended(layer, id);
+  }
+
+  /// Whether the first stage writes down what it ranked; off by default.
+  void trace_ranked(bool on) { layers_.trace_ranks(on); }
+  /// Tokens that competed in the last traced choice of a layer, and their scores, by kv_head; nothing where none was due.
+  const cpu::ranked_tokens& ranked(index_t layer, index_t id) const {
+    conversations_.at(id, layer);
+    return layers_.ranked(layer, id);
   }
 
   /// A view of what a layer stores, for engines with attention of their own. Valid until the cache changes.
   auto view(index_t layer, index_t id) {
     conversations_.at(id, layer);
-    return store_.view(layer, id);
+    return layers_.store().view(layer, id);
   }
 
   /// Bytes that a sequence holds in all layers: rows and columns, remembered queries, what the second stage keeps.
   offset_t bytes(index_t id) const {
     conversations_.at(id);
-    offset_t total = 0;
-    for (index_t layer = 0; layer < shape_.layers; ++layer) {
-      total += store_.bytes(layer, id) + first_.bytes(layer, id) + reading_.bytes(layer, id);
-    }
-    return total;
+    return layers_.bytes(id);
   }
 
   /// Distinct bytes of stored K, V and scores, of candidates, index and sums, that the last decode step of a sequence
   /// touched, summed over layers. What a step writes is not counted.
   offset_t bytes_read(index_t id) const {
     conversations_.at(id);
-    return log_.bytes(id);
+    return layers_.log().bytes(id);
   }
 
   /// Bytes of K and V of an uncompressed sequence of that many tokens.
@@ -190,59 +165,10 @@ class cache {
   }
 
  private:
-  const planned<Recipe>& policies(index_t id) const { return conversations_.at(id).policies; }
-
-  /// Where `due`, keeps, or lets through, the budget's worth of what a layer stores; readers follow what has moved.
-  /// `next`: the position of the next token; `tail`: so many of the newest tokens are kept in any case.
-  void choose_anew(index_t layer, index_t id, const planned<Recipe>& fitted, bool due, index_t next, index_t tail) {
-    const selection* chosen =
-        due ? first_.choose(layer, id, store_, fitted, roles_.rule(layer), next, tail, *workers_) : nullptr;
-    bool moved = chosen != nullptr;
-    if (chosen && Recipe::retain_type::drops) moved = store_.keep(layer, id, *chosen, *workers_);
-    if (chosen && !Recipe::retain_type::drops) reading_.pass(layer, id, *chosen);
-    reading_.refresh(layer, id, store_, fitted, moved);
-  }
-
-  template <class E>
-  void step_one(index_t layer, const batch& step, index_t id, const rows_view<const E>& q, const rows_view<const E>& k,
-                const rows_view<const E>& v, const rows_view<float>& out, const rows_view<float>& lse) {
-    const index_t first = conversations_.at(id, layer).next_position;
-    const logit_rule rule = roles_.rule(layer);
-    const cpu::query_rows<E> queries{q, &first};
-    store_.slide(layer, id, roles_.window(layer), *workers_);  // before the step: its first token sees a whole window
-    store_.append(layer, id, k, v, first);
-    if (!roles_.follows_recipe(layer)) {
-      return attend(layer, id, store_.view(layer, id), queries, nullptr, 0, {out, lse});
-    }
-    reading_.append(layer, id, store_, k.tokens);
-    if (step.evicts_first) choose_anew(layer, id, policies(id), true, first + k.tokens, k.tokens);
-    const auto view = reading_.view(layer, id, store_);
-    offset_t bytes = 0;
-    const selection_view* read = reading_.choose(layer, id, view, queries, rule, policies(id), bytes, *workers_);
-    attend(layer, id, view, queries, read, bytes, {out, lse});
-    reading_.complete(layer, id, view, q.tokens, out);
-    log_.add_bytes(layer, id,
-                   first_.observe_step(layer, id, store_, policies(id), rule, q, first + k.tokens, *workers_));
-    if (step.evicts_last) choose_anew(layer, id, policies(id), true, first + k.tokens, 0);
-  }
-
-  template <class View, class E>
-  void attend(index_t layer, index_t id, const View& view, const cpu::query_rows<E>& queries,
-              const selection_view* read, offset_t bytes, const cpu::attention_output& output) {
-    cpu::decode_attention(view, queries, roles_.rule(layer), read, output, *attending_, *workers_);
-    log_.note(layer, id, view, read, layout::token_bytes(), bytes);
-  }
-
   model_shape shape_;
   Recipe recipe_;
-  std::shared_ptr<cpu::executor> workers_;
-  layer_roles roles_;
   conversations<Recipe> conversations_;
-  cpu::kv_store<layout> store_;
-  cpu::first_stage<Recipe> first_;
-  cpu::reading<Recipe> reading_;
-  cpu::step_log log_;
-  cpu::scratch<cpu::decode_workspace> attending_;
+  cpu::layers<Recipe> layers_;
 };
 
 }  // namespace TESSERA_HOST_ISA

@@ -171,3 +171,42 @@ TEST_CASE("a sequence may begin with a decode step") {
   }
   CHECK(held.next_position(id) == 1);
 }
+
+TEST_CASE("the length of a kv_head that the model does not have is refused") {
+  const inputs data(181);
+  auto held = with_budget(20);
+  const index_t id = held.open();
+  prompt(held, id, data, 0, 60);
+  CHECK(held.length(0, id, kv_heads - 1) == 20);
+  for (const index_t head : {index_t(-1), kv_heads, index_t(1) << 30}) {
+    CHECK_THROWS_WITH(held.length(0, id, head), contains("kv_head is " + std::to_string(head) + "; expected 0 to 1"));
+  }
+}
+
+TEST_CASE("a traced choice says what competed, with its scores, and the best of it stays") {
+  const inputs data(182);
+  auto held = with_budget(20);
+  held.trace_ranked(true);
+  const index_t id = held.open();
+  prompt(held, id, data, 0, 60);
+  for (index_t head = 0; head < kv_heads; ++head) {
+    const auto& positions = held.ranked(0, id).positions[std::size_t(head)];
+    const auto& scores = held.ranked(0, id).scores[std::size_t(head)];
+    REQUIRE(positions.size() == 52);  // all but the window of 8
+    REQUIRE(scores.size() == 52);
+    const auto kept = held.positions(0, id, head);
+    float worst_kept = infinity, best_dropped = -infinity;
+    for (std::size_t i = 0; i < scores.size(); ++i) {
+      CHECK(positions[i] == index_t(i));
+      const bool stays = std::binary_search(kept.begin(), kept.end(), positions[i]);
+      (stays ? worst_kept : best_dropped) = stays ? std::min(worst_kept, scores[i]) : std::max(best_dropped, scores[i]);
+    }
+    CHECK(worst_kept >= best_dropped);
+    CHECK(worst_kept > 0);
+  }
+  auto roomy = with_budget(64);
+  roomy.trace_ranked(true);
+  REQUIRE(roomy.open() == id);
+  prompt(roomy, id, data, 0, 60);
+  CHECK(roomy.ranked(0, id).scores[0].empty());  // everything stays: nothing was ranked
+}

@@ -50,7 +50,9 @@ class page_mean_reader {
  public:
   explicit page_mean_reader(const model_shape& shape) : heads_(std::size_t(shape.kv_heads)) {}
 
-  void clear(std::size_t at) { place(at).assign(heads_, {}); }
+  void open(std::size_t at) { place(at).assign(heads_, {}); }
+  void clear(std::size_t at) { open(at); }   // of as many heads as before: needs no memory
+  void forget(std::size_t at) { open(at); }  // what stands here no longer fits the views
 
   template <class View>
   void refresh(std::size_t at, const View& view, const planned<Recipe>& policies, bool moved) {

@@ -27,12 +27,13 @@ std::int64_t tokens_in(const engine::safetensors_file& file) {
 extern "C" int LLVMFuzzerTestOneInput(const std::uint8_t* data, std::size_t size) {
   if (size < 2 || size > most_bytes) return 0;
   static const auto workers = std::make_shared<tessera::cpu::executor>(1);
-  // The first two bytes choose the method and its budget, the rest is the file.
+  // The first two bytes choose the method, whether its scores are written, and its budget; the rest is the file.
   const auto& method = tool::methods()[data[0] % tool::methods().size()];
   tool::compress_options options;
   options.method = method.name;
   options.budget = tessera::index_t(data[1]);
   options.workers = workers;
+  options.scores = method.ranks && data[0] / tool::methods().size() % 2 == 1;
   for (const auto& parameter : method.parameters) {
     if (parameter.name == "window") options.settings.push_back({"window", std::to_string(data[1] / 4)});
   }

@@ -70,6 +70,8 @@ class Run:
 
     def compress(self):
         self.words = ["compress", *self.method_words(), "--in", "layer", "--out", "out", "--threads", "1"]
+        if random.random() < 0.3:
+            self.words.append("--scores")
         self.may_change = {"out"}
 
     def run(self):

@@ -153,6 +153,55 @@ TEST_CASE("tensors of other heads, tokens or batches are refused") {
   });
 }
 
+TEST_CASE("a kv_head that the model does not have is refused") {
+  for (const std::string method : {"full", "snapkv", "snapkv_turns", "quest"}) {
+    working now({method, 40, {{"window", 8}}});
+    now.prompt(60);
+    now.end_prompt();
+    for (const index_t head : {-1, 2, 1 << 30}) {
+      const std::string words = "kv_head is " + std::to_string(head) + "; expected 0 to 1; pass a kv_head of the model";
+      now.refuses(words, [&](any_cache& cache) { cache.positions(1, now.id, head); });
+      now.refuses(words, [&](any_cache& cache) { cache.readable(1, now.id, head); });
+    }
+  }
+}
+
+TEST_CASE("log-sum-exps of another shape, rows without memory and chunks of two sequences are refused") {
+  sink nowhere;
+  for (const std::string method : {"full", "h2o"}) {
+    working now({method, 40});
+    now.prompt(60);
+    const index_t id = now.id;
+    const auto q = now.data.queries(0, 60, 2), k = now.data.keys(0, 60, 2), v = now.data.values(0, 60, 2);
+    auto none = k, two_k = k, two_v = v, two_q = q;
+    none.data = nullptr;
+    for (auto* rows : {&two_k, &two_v, &two_q}) {
+      rows->sequences = 2;
+      rows->sequence_stride = 0;
+    }
+    const auto chunk_of_two = "sequences of a prompt chunk is 2; expected 1";
+    now.refuses(chunk_of_two, [&](any_cache& cache) { cache.prefill(0, id, q, two_k, two_v); });
+    now.refuses(chunk_of_two, [&](any_cache& cache) { cache.prefill(0, id, q, k, two_v); });
+    now.refuses(chunk_of_two, [&](any_cache& cache) { cache.prefill(0, id, two_q, k, v); });
+    now.refuses(chunk_of_two,
+                [&](any_cache& cache) { cache.prefill_attention(0, id, two_q, nowhere.rows(2, 4, 2), {}); });
+    now.refuses("memory of q, k and v is null", [&](any_cache& cache) { cache.prefill(0, id, q, none, v); });
+    for (const auto& [tokens, heads] : {std::pair{1, 4}, {2, 3}, {3, 4}}) {
+      const auto lse = nowhere.rows(tokens, heads);
+      const std::string words = "shape of lse is [1, " + std::to_string(tokens) + ", " + std::to_string(heads) +
+                                "]; expected that of q, [1, 2, 4]";
+      now.refuses(words, [&](any_cache& cache) {
+        cache.prefill_attention(0, id, now.data.queries(0, 58, 2), nowhere.rows(2), lse);
+      });
+    }
+    now.end_prompt();
+    now.refuses("shape of lse is [1, 1, 4]",
+                [&](any_cache& cache) { cache.decode(0, {id}, q, k, v, nowhere.rows(2), nowhere.rows(1)); });
+    now.refuses("memory of q, k and v is null",
+                [&](any_cache& cache) { cache.decode(0, {id}, q, k, none, nowhere.rows(2), {}); });
+  }
+}
+
 TEST_CASE("a decode step of none or of more than eight tokens is refused") {
   sink nowhere;
   working now({"h2o", 40});

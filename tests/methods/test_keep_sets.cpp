@@ -1,7 +1,7 @@
 // Random shapes through every method: keep sets, attend sets and outputs against the reference, chunks against one shot.
 #include "catch.hpp"
 
-#include "methods/laws/policies.hpp"
+#include "methods/support/laws.hpp"
 #include "methods/support/conversation.hpp"
 
 namespace methods_test {

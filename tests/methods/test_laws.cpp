@@ -1,5 +1,5 @@
 // Laws that hold for every method through the whole cache: full budget, batches, prompts, candidates.
-#include "methods/laws/policies.hpp"
+#include "methods/support/laws.hpp"
 
 #include "catch.hpp"
 

@@ -111,6 +111,22 @@ class twins {
     return id >= 0 && id < index_t(model_.size()) && model_[std::size_t(id)] ? &*model_[std::size_t(id)] : nullptr;
   }
   bool is_layer(index_t layer) const { return layer >= 0 && layer < shape_.layers; }
+  index_t some_head() {
+    return random_.chance(0.9) ? random_.between(0, shape_.kv_heads - 1)
+                               : random_.pick({-1, int(shape_.kv_heads), 1 << 30});
+  }
+  bool is_head(index_t head) const { return head >= 0 && head < shape_.kv_heads; }
+  // Log-sum-exps that are wanted, or not, or of a shape that a call must refuse; `right` says which.
+  any_cache::results some_lse(index_t tokens, index_t sequences, bool& right) {
+    right = true;
+    if (random_.chance(0.5)) return {};
+    any_cache::results rows = nhd_rows(lse_.data(), tokens, shape_.q_heads, 1, sequences);
+    if (random_.chance(0.1)) {
+      (random_.chance(0.5) ? rows.tokens : random_.chance(0.5) ? rows.heads : rows.sequences) += random_.pick({-1, 1});
+      right = false;
+    }
+    return rows;
+  }
   any_cache::rows rows(index_t tokens, index_t heads, index_t sequences = 1) {
     return nhd_rows<const float>(memory_.data() + random_.between(0, 40), tokens, heads, dim, sequences);
   }
@@ -145,7 +161,11 @@ class twins {
         kv_heads == shape_.kv_heads && tokens == v_tokens && tokens >= 1 && queries >= 0 && queries <= tokens;
     std::optional<bool> allowed = sequence && is_layer(layer) && shapes;
     if (*allowed && queries < tokens) allowed.reset();  // as the scorer needs
-    const auto q = rows(queries, shape_.q_heads), k = rows(tokens, kv_heads), v = rows(v_tokens, kv_heads);
+    auto q = rows(queries, shape_.q_heads), k = rows(tokens, kv_heads), v = rows(v_tokens, kv_heads);
+    if (random_.chance(0.02)) {
+      (random_.chance(0.5) ? k : v).sequences = random_.pick({0, 2, -1});
+      allowed = false;
+    }
     if (!apply("prefill", allowed, [&](any_cache& cache) { cache.prefill(layer, id, q, k, v); })) return false;
     sequence->next[std::size_t(layer)] += tokens;
     sequence->turn[std::size_t(layer)] += tokens;
@@ -169,12 +189,15 @@ class twins {
   void attend_prompt() {
     const index_t id = some_id(), layer = some_layer(), tokens = random_.between(0, 12);
     const expected_sequence* sequence = known(id);
-    const bool allowed = sequence && is_layer(layer) && tokens >= 1 && tokens <= sequence->turn[std::size_t(layer)];
+    bool right;
+    const auto lse = some_lse(tokens, 1, right);
+    const bool allowed =
+        sequence && is_layer(layer) && tokens >= 1 && tokens <= sequence->turn[std::size_t(layer)] && right;
     std::vector<float> first, second;
     const auto q = rows(tokens, shape_.q_heads);
     bool own = true;
     apply("prefill_attention", allowed, [&](any_cache& cache) {
-      cache.prefill_attention(layer, id, q, results(own ? first : second, tokens), {});
+      cache.prefill_attention(layer, id, q, results(own ? first : second, tokens), lse);
       own = false;
     });
     if (allowed) REQUIRE(support::same_bits(first, second));
@@ -195,7 +218,9 @@ class twins {
 
   bool decode(index_t layer, const std::vector<index_t>& ids, index_t tokens, index_t sequences, index_t k_tokens) {
     const bool shapes = tokens >= 1 && tokens <= 8 && tokens == k_tokens && sequences == index_t(ids.size());
-    bool allowed = shapes && is_layer(layer) && (!exact_ || read_ >= tokens);
+    bool right;
+    const auto lse = some_lse(tokens, sequences, right);
+    bool allowed = shapes && right && is_layer(layer) && (!exact_ || read_ >= tokens);
     for (const index_t id : ids) {
       const expected_sequence* sequence = known(id);
       if (sequence && sequence->next[0] > 110) return false;
@@ -218,7 +243,7 @@ class twins {
     std::vector<float> first, second;
     bool own = true;
     const bool done = apply("decode", expected, [&](any_cache& cache) {
-      cache.decode(layer, ids, q, k, v, results(own ? first : second, tokens, sequences), {});
+      cache.decode(layer, ids, q, k, v, results(own ? first : second, tokens, sequences), lse);
       own = false;
     });
     if (!done) return false;
@@ -264,12 +289,14 @@ class twins {
   }
 
   void look() {
-    const index_t id = some_id(), layer = some_layer();
+    const index_t id = some_id(), layer = some_layer(), one = some_head();
     const expected_sequence* sequence = known(id);
     std::vector<index_t> seen[2];
     offset_t bytes[2] = {};
     int side = 0;
-    apply("look", sequence != nullptr && is_layer(layer), [&](any_cache& cache) {
+    apply("look", sequence != nullptr && is_layer(layer) && is_head(one), [&](any_cache& cache) {
+      cache.positions(layer, id, one);
+      cache.readable(layer, id, one);
       for (index_t head = 0; head < shape_.kv_heads; ++head) {
         for (const auto& part : {cache.positions(layer, id, head), cache.readable(layer, id, head)}) {
           seen[side].insert(seen[side].end(), part.begin(), part.end());
@@ -293,6 +320,7 @@ class twins {
   std::vector<index_t> step_ids_;  // of the step that the first layer began last
   index_t step_tokens_ = 0;
   std::vector<float> memory_;
+  std::vector<float> lse_ = std::vector<float>(4 * 12 * 8);
 };
 
 }  // namespace

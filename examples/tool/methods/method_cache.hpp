@@ -35,6 +35,12 @@ struct read_count {
   index_t steps = 0;
 };
 
+/// What a method ranked in a layer when a prompt ended, by kv_head: the tokens that competed and their scores.
+struct ranked_tokens {
+  std::vector<std::vector<index_t>> positions;
+  std::vector<std::vector<float>> scores;
+};
+
 /// The cache of one conversation under one method.
 class method_cache : public engine::kv_cache {
  public:
@@ -65,6 +71,10 @@ class method_cache : public engine::kv_cache {
   virtual void trace_attended() = 0;
   /// Logical positions that the last step attended in a layer, by kv_head.
   virtual const std::vector<std::vector<index_t>>& attended(int layer) const = 0;
+
+  /// From now on the end of a prompt writes down what was ranked: see `ranked`. False where this cache cannot.
+  virtual bool trace_ranked() { return false; }
+  virtual ranked_tokens ranked(int) const { return {}; }
 
   /// The same cache for the engine on the device; null for a cache of the CPU.
   virtual engine::cuda::kv_cache* on_device() { return nullptr; }
@@ -103,6 +113,7 @@ struct policy_info {
 struct method_info {
   std::string name, paper;
   bool has_budget = false;
+  bool ranks = false;                     ///< gives tokens scores when a prompt ends
   tessera::value_range<index_t> budgets;  ///< what the budget may be
   std::string budget_counts;              ///< and what it counts
   std::vector<policy_info> policies;

@@ -61,6 +61,14 @@ class cache_of final : public method_cache {
   const std::vector<std::vector<index_t>>& attended(int layer) const override {
     return cache_.attended(layer, sequence_);
   }
+  bool trace_ranked() override {
+    cache_.trace_ranked(true);
+    return true;
+  }
+  ranked_tokens ranked(int layer) const override {
+    const auto& seen = cache_.ranked(layer, sequence_);
+    return {seen.positions, seen.scores};
+  }
 
  private:
   using cache_type = tessera::cache<Recipe>;
@@ -102,6 +110,7 @@ method_info describe() {
   info.name = recipe::name;
   info.paper = recipe::paper;
   info.has_budget = recipe::retain_type::chooses || recipe::retrieve_type::retrieves;
+  info.ranks = recipe::retain_type::chooses;
   info.budgets = recipe::budgets;
   info.budget_counts = budget_counts<recipe>();
   recipe::policies([&](const char* axis, const char* policy) { info.policies.push_back({axis, policy}); });

@@ -52,13 +52,16 @@ struct model_shape {
     require(k.heads == kv_heads && v.heads == kv_heads, "heads of k and v",
             std::to_string(k.heads) + " and " + std::to_string(v.heads), std::to_string(kv_heads),
             "pass [tokens, kv_heads, head_dim]");
+    require(k.data && v.data && (q.data || q.tokens <= 0), "memory of q, k and v", "null", "memory behind each",
+            "pass the rows themselves");
     require(k.tokens == v.tokens, "tokens of v", v.tokens, "those of k, which are " + std::to_string(k.tokens),
             "pass k and v of the same tokens");
   }
 
-  /// Outputs of queries. Shapes: out as q with v_dim.
+  /// Outputs of queries. Shapes: out as q with v_dim, lse [sequences, tokens, q_heads], or no data.
   template <class E, class Out>
-  void check_output(const rows_view<const E>& q, const rows_view<Out>& out, index_t k_dim, index_t v_dim) const {
+  void check_output(const rows_view<const E>& q, const rows_view<Out>& out, const rows_view<float>& lse, index_t k_dim,
+                    index_t v_dim) const {
     require_dim(q, k_dim, "q");
     require_dim(out, v_dim, "out");
     require(q.heads == q_heads, "heads of q", q.heads, std::to_string(q_heads), "pass [tokens, q_heads, head_dim]");
@@ -69,6 +72,9 @@ struct model_shape {
             text(out.sequences, out.tokens, out.heads),
             "that of q, " + text(q.sequences, q.tokens, q.heads) + ", with memory behind it",
             "give every query row its output");
+    require(!lse.data || (lse.heads == q.heads && lse.tokens == q.tokens && lse.sequences == q.sequences),
+            "shape of lse", text(lse.sequences, lse.tokens, lse.heads),
+            "that of q, " + text(q.sequences, q.tokens, q.heads), "give every query row its log-sum-exp, or none");
   }
 };
 

@@ -46,18 +46,22 @@ class conversations {
 
   conversations(const model_shape& shape, const Recipe& recipe) : shape_(shape), none_(recipe, 0) {}
 
+  /// The id that `open` opens next: the first of those that have been closed, or a new one.
+  index_t next_id() const {
+    return index_t(std::find_if(all_.begin(), all_.end(), [](const conversation& c) { return !c.open; }) -
+                   all_.begin());
+  }
   /// An empty conversation; ids of closed ones are used again. `most` 0: as many as are asked for.
   index_t open(const Recipe& recipe, index_t most = 0) {
-    const auto free = std::find_if(all_.begin(), all_.end(), [](const conversation& c) { return !c.open; });
-    const index_t id = index_t(free - all_.begin());
+    const index_t id = next_id();
     require(most == 0 || id < most, "open sequences", id, "fewer before another is opened",
             "close one, or raise cache_options::sequences");
     conversation fresh{true, {}, 0, 0, -1, planned<Recipe>(recipe, 0), {}};
     fresh.layers.resize(std::size_t(shape_.layers));
-    if (free == all_.end()) {
+    if (id == size()) {
       all_.push_back(std::move(fresh));
     } else {
-      *free = std::move(fresh);
+      all_[std::size_t(id)] = std::move(fresh);
     }
     return id;
   }
@@ -72,6 +76,11 @@ class conversations {
     require(layer_index >= 0 && layer_index < shape_.layers, "layer", layer_index,
             "0 to " + std::to_string(shape_.layers - 1), "pass a layer of the model");
     return at(id).layers[std::size_t(layer_index)];
+  }
+  void check_head(index_t layer_index, index_t id, index_t head) const {
+    at(id, layer_index);
+    require(head >= 0 && head < shape_.kv_heads, "kv_head", head, "0 to " + std::to_string(shape_.kv_heads - 1),
+            "pass a kv_head of the model");
   }
   bool is_open(index_t id) const { return all_[std::size_t(id)].open; }
   index_t size() const { return index_t(all_.size()); }
@@ -88,7 +97,11 @@ class conversations {
                    const rows_view<const E>& k, const rows_view<const E>& v) const {
     at(id, layer_index);
     shape_.check_rows(q, k, v, k_dim, v_dim);
-    require(k.sequences == 1, "sequences of a prompt chunk", k.sequences, "1", "prefill one sequence at a time");
+    require(k.sequences == 1 && v.sequences == 1 && (q.tokens <= 0 || q.sequences == 1), "sequences of a prompt chunk",
+            k.sequences != 1   ? k.sequences
+            : v.sequences != 1 ? v.sequences
+                               : q.sequences,
+            "1", "prefill one sequence at a time");
     require(k.tokens >= 1, "tokens of a prompt chunk", k.tokens, "at least 1", "skip empty chunks");
     recipe.require_queries(q.tokens, k.tokens);
   }
@@ -98,10 +111,12 @@ class conversations {
     state.turn_tokens += tokens;
   }
   template <class E, class Out>
-  void check_prompt_attention(index_t layer_index, index_t id, const rows_view<const E>& q,
-                              const rows_view<Out>& out) const {
+  void check_prompt_attention(index_t layer_index, index_t id, const rows_view<const E>& q, const rows_view<Out>& out,
+                              const rows_view<float>& lse) const {
     const layer& state = at(id, layer_index);
-    shape_.check_output(q, out, k_dim, v_dim);
+    shape_.check_output(q, out, lse, k_dim, v_dim);
+    require(q.data && q.sequences == 1, "sequences of a prompt chunk", q.sequences, "1, with memory behind it",
+            "pass the queries of one sequence at a time");
     require(q.tokens >= 1 && q.tokens <= state.turn_tokens, "queries of a prompt chunk", q.tokens,
             "1 to the tokens of this turn, which are " + std::to_string(state.turn_tokens),
             "call prefill for the chunk first");
@@ -178,9 +193,9 @@ class conversations {
   /// One layer of a step that `begin_step` began.
   template <class E, class Out>
   void check_step(index_t layer_index, const batch& step, const rows_view<const E>& q, const rows_view<const E>& k,
-                  const rows_view<const E>& v, const rows_view<Out>& out) const {
+                  const rows_view<const E>& v, const rows_view<Out>& out, const rows_view<float>& lse) const {
     shape_.check_rows(q, k, v, k_dim, v_dim);
-    shape_.check_output(q, out, k_dim, v_dim);
+    shape_.check_output(q, out, lse, k_dim, v_dim);
     require(q.sequences == k.sequences && k.sequences == v.sequences && q.sequences == step.sequences(),
             "sequences of the batch", q.sequences, "as many as ids, which are " + std::to_string(step.sequences()),
             "pass one row of tokens per id");

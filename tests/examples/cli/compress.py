@@ -56,6 +56,7 @@ def check_compress(checks):
     (folder / "more").write_bytes(safetensors({**layer(), "boundaries": ("U8", [60], bytes(60)), "w": floats(2)}))
     checks.notes("compress --in more --out kept --method snapkv --budget 40", "not used by snapkv: tensor boundaries, w")
     checks.notes("compress --in layer --out kept --method streaming_llm --budget 40", "not used by streaming_llm: tensor q")
+    check_scores(checks)
     (folder / "kept").unlink()
 
     whole = safetensors(layer())
@@ -72,6 +73,44 @@ def check_compress(checks):
         tensors.update(change)
         (folder / name).write_bytes(safetensors(tensors))
         checks.refuses(f"compress --in {name} --out kept --method full", expected)
+
+
+def tensor(folder, name):
+    """The numbers of one tensor of the file that was written."""
+    content = (folder / "kept").read_bytes()
+    header = read_safetensors(folder / "kept")
+    start = 8 + struct.unpack("<Q", content[:8])[0]
+    begin, end = header[name]["data_offsets"]
+    letter, size = {"I64": ("q", 8), "I32": ("i", 4), "F32": ("f", 4)}[header[name]["dtype"]]
+    return struct.unpack(f"<{(end - begin) // size}{letter}", content[start + begin:start + end])
+
+
+def check_scores(checks):
+    """What was kept is what scored best, by the scores that are written."""
+    folder = checks.folder
+    base = "compress --in layer --out kept --scores"
+    for method, more, window in (("snapkv", "--set window=16", 16), ("ada_snapkv", "--set window=16", 16), ("h2o", "", 20),
+                                 ("streaming_llm", "", 0), ("rocketkv", "--set window=4 --set max_new=4", 4)):
+        (folder / "layer").write_bytes(safetensors(layer(n_q=60)))
+        checks.works(f"{base} --method {method} --budget 40 {more}")
+        indptr, positions, values = (tensor(folder, f"scores.{part}") for part in ("indptr", "positions", "values"))
+        keep_at, kept = tensor(folder, "keep.indptr"), tensor(folder, "keep.indices")
+        checks.require(indptr == (0, 60 - window, 2 * (60 - window)), method, f"scores.indptr is {indptr}")
+        for head in range(2):
+            stays = set(kept[keep_at[head]:keep_at[head + 1]])
+            scored = dict(zip(positions[indptr[head]:indptr[head + 1]], values[indptr[head]:indptr[head + 1]]))
+            checks.require(list(scored) == list(range(60 - window)), method, f"scored are {list(scored)}")
+            worst = min(score for token, score in scored.items() if token in stays)
+            best = max(score for token, score in scored.items() if token not in stays)
+            checks.require(worst >= best, method, f"kept {worst}, dropped {best}")
+    (folder / "kept").unlink()
+    for method in ("full", "quest", "exact_topk"):
+        budget = "" if method == "full" else "--budget 16"
+        checks.refuses(f"{base} --method {method} {budget}", "--scores", "gives no token of the prompt a score")
+    checks.notes(f"{base} --method snapkv --budget 60", "nothing was ranked")
+    checks.require(tensor(folder, "scores.indptr") == (0, 0, 0), "snapkv", "scores where nothing was ranked")
+    checks.works("compress --in layer --out kept --method snapkv --budget 40")
+    checks.require("scores.values" not in read_safetensors(folder / "kept"), "snapkv", "scores that nobody asked for")
 
 
 def check_compress_more(checks):

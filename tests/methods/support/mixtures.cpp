@@ -13,6 +13,8 @@ std::vector<entry> mixture_entries() {
       entry_of<mixtures::h2o_exact>("h2o_exact"),
       entry_of<mixtures::h2o_hsa>("h2o_hsa"),
       entry_of<mixtures::sinks_sparq>("sinks_sparq"),
+      entry_of<mixtures::recent_exact>("recent_exact"),
+      entry_of<mixtures::recent_sparq>("recent_sparq"),
       entry_of<mixtures::rocket_exact>("rocket_exact"),
       entry_of<mixtures::snapkv_turns>("snapkv_turns"),
       entry_of<mixtures::snapkv_turns_exact>("snapkv_turns_exact"),

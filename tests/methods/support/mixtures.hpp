@@ -4,6 +4,7 @@
 #include <tessera/attention/dense_decode.hpp>
 #include <tessera/attention/gathered_decode.hpp>
 #include <tessera/layout/dense.hpp>
+#include <tessera/schedule/before_each_step.hpp>
 #include <tessera/schedule/once.hpp>
 
 #include "methods/support/entry_of.hpp"
@@ -34,6 +35,11 @@ using h2o_hsa = recipe<retain<accumulated_attention, uniform, top_tokens>, stora
                        retrieve<hybrid_min_max, tokens_or_pages>, gathered_decode, each_step>;
 using sinks_sparq = recipe<retain<position, uniform, top_tokens>, storage, retrieve<chosen_channels, top_tokens>,
                            gathered_decode, once>;
+/// Room is made before a step reads, and what it reads of the rest is chosen.
+using recent_exact = recipe<retain<position, uniform, top_tokens>, storage, retrieve<exact_score, top_tokens>,
+                            gathered_decode, before_each_step>;
+using recent_sparq = recipe<retain<position, uniform, top_tokens>, storage, retrieve<chosen_channels, top_tokens>,
+                            gathered_decode, before_each_step>;
 using rocket_exact = recipe<retain<observation_window, two_stage<uniform>, top_tokens>, storage,
                             retrieve<exact_score, top_tokens>, gathered_decode, once>;
 /// And filters: without a second stage, with an exact one, over accumulated scores, with Quest and SparQ inside.

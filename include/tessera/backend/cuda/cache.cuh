@@ -94,7 +94,7 @@ class cache : public cache_parts<Recipe, Out> {
   ///          wanted).
   void prefill_attention(index_t layer, index_t id, const rows_view<const T>& q, const rows_view<Out>& out,
                          const rows_view<float>& lse, cudaStream_t stream) {
-    conversations_.check_prompt_attention(layer, id, q, out);
+    conversations_.check_prompt_attention(layer, id, q, out, lse);
     const index_t first = conversations_.at(id, layer).next_position - q.tokens;
     attention_.prompt(
         {store_.view(layer, id), q, set_number(chunk_position_.data(), first, stream), roles_.rule(layer), out, lse},
@@ -167,7 +167,7 @@ class cache : public cache_parts<Recipe, Out> {
   void decode(index_t layer, const batch& step, const rows_view<const T>& q, const rows_view<const T>& k,
               const rows_view<const T>& v, const rows_view<Out>& out, const rows_view<float>& lse,
               cudaStream_t stream) {
-    conversations_.check_step(layer, step, q, k, v, out);
+    conversations_.check_step(layer, step, q, k, v, out, lse);
     const index_t* first = first_position_.data();
     const logit_rule rule = roles_.rule(layer);
     const view_type all = store_.batch_view(layer, step.sequences());

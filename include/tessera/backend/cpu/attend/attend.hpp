@@ -194,11 +194,11 @@ void prefill_attention(const View& view, const query_rows<Q>& queries, const log
   check_attention(view, queries, output);
   const index_t group = queries.q.heads / view.kv_heads, rows = queries.q.tokens * group;
   const index_t blocks = ceil_div(rows, tile_rows);
-  std::vector<std::unique_ptr<worker_memory>> memories(std::size_t(workers.threads()));
-  workers.for_each(view.sequences * view.kv_heads * blocks, [&](index_t item, int worker) {
-    auto& owned = memories[std::size_t(worker)];
-    if (!owned) owned = std::make_unique<worker_memory>();
-    worker_memory& memory = *owned;
+  const index_t items = view.sequences * view.kv_heads * blocks;
+  std::vector<std::unique_ptr<worker_memory>> memories;  // all of it before anything is written
+  while (index_t(memories.size()) < workers.threads()) memories.push_back(std::make_unique<worker_memory>());
+  workers.for_each(items, [&](index_t item, int worker) {
+    worker_memory& memory = *memories[std::size_t(worker)];
     // The last blocks see most keys: start with them, so that no worker is left with a long one at the end.
     const index_t block = blocks - 1 - item % blocks, head = item / blocks % view.kv_heads;
     const index_t sequence = item / blocks / view.kv_heads;
@@ -252,10 +252,9 @@ void decode_attention(const View& view, const query_rows<Q>& queries, const logi
     first_part.push_back(first_part.back() + std::max(1, ceil_div(count, decode_split)));
   }
   const index_t parts = first_part.back();
-  if (workspace.states.size() < std::size_t(parts) * std::size_t(rows)) {
-    workspace.states.resize(std::size_t(parts) * std::size_t(rows));
-    workspace.out.resize(std::size_t(parts) * std::size_t(rows) * Dv);
-  }
+  const std::size_t needed = std::size_t(parts) * std::size_t(rows);
+  if (workspace.states.size() < needed) workspace.states.resize(needed);
+  if (workspace.out.size() < needed * Dv) workspace.out.resize(needed * Dv);
   workers.for_each(
       parts,
       [&](index_t part, int) {

@@ -1,6 +1,7 @@
 // The merge of partial attention results on the CPU, where sink logits enter once.
 #pragma once
 
+#include <algorithm>
 #include <cmath>
 #include <limits>
 #include <span>
@@ -8,6 +9,7 @@
 
 #include "../../../core/attention_part.hpp"
 #include "../../../core/error.hpp"
+#include "../../../core/model_shape.hpp"
 #include "../../../math/softmax_state.hpp"
 
 TESSERA_NAMESPACE_BEGIN
@@ -60,6 +62,16 @@ void require_same_shape(std::string_view name, const rows_view<A>& rows, const r
           rows.data ? text(rows) : "null", text(out), "give all parts, with their lse, the shape of out");
 }
 
+/// Errors   no memory, a negative count, another head dim: tessera::error.
+template <int Dim, class T>
+void require_rows(const char* name, const rows_view<T>& rows) {
+  require(rows.data != nullptr, name, "null", "memory for the rows", "pass the rows themselves");
+  require(rows.sequences >= 0 && rows.tokens >= 0 && rows.heads >= 0, std::string("counts of ") + name,
+          std::min(rows.sequences, std::min(rows.tokens, rows.heads)), "0 or more",
+          "pass [sequences, tokens, heads, dim]");
+  require_dim(rows, Dim, name);
+}
+
 }  // namespace detail
 
 /// Merges attention over parts of the stored tokens into attention over all of them.
@@ -73,8 +85,10 @@ void require_same_shape(std::string_view name, const rows_view<A>& rows, const r
 template <int Dim>
 void merge_parts(std::span<const attention_part> parts, const float* sink_logits, const rows_view<float>& out,
                  const rows_view<float>& lse) {
+  detail::require_rows<Dim>("out", out);
   if (lse.data) detail::require_same_shape("lse", lse, out);
   for (const attention_part& part : parts) {
+    detail::require_rows<Dim>("out of a part", part.out);
     detail::require_same_shape("out of a part", part.out, out);
     detail::require_same_shape("lse of a part", part.lse, out);
   }

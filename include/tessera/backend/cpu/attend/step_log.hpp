@@ -21,14 +21,18 @@ class step_log {
   }
   void trace(bool on) { tracing_ = on; }
 
-  /// A step attended `read` of a view, null for all of it, at `token_bytes` each; choosing it took `bytes`.
+  /// Room for the notes of a batch of so many sequences.
+  void begin(index_t sequences) {
+    if (fresh_.size() < std::size_t(sequences)) fresh_.resize(std::size_t(sequences));
+  }
+  /// A step of sequence `b` of the batch attended `read` of a view, null for all of it, at `token_bytes` each; choosing it
+  /// took `bytes`. It counts from `commit` on.
   template <class View>
-  void note(index_t layer, index_t id, const View& view, const selection_view* read, offset_t token_bytes,
-            offset_t bytes) {
+  void note(index_t b, const View& view, const selection_view* read, offset_t token_bytes, offset_t bytes) {
     for (index_t h = 0; h < view.kv_heads; ++h) bytes += (read ? read->count(h) : view.length(0, h)) * token_bytes;
-    at(layer, id).bytes = bytes;
+    fresh_[std::size_t(b)].bytes = bytes;
     if (!tracing_) return;
-    auto& attended = at(layer, id).attended;
+    auto& attended = fresh_[std::size_t(b)].attended;
     attended.assign(std::size_t(view.kv_heads), {});
     for (index_t h = 0; h < view.kv_heads; ++h) {
       const index_t count = read ? read->count(h) : view.length(0, h);
@@ -37,7 +41,11 @@ class step_log {
       }
     }
   }
-  void add_bytes(index_t layer, index_t id, offset_t bytes) { at(layer, id).bytes += bytes; }
+  void add_bytes(index_t b, offset_t bytes) { fresh_[std::size_t(b)].bytes += bytes; }
+  void commit(index_t b, index_t layer, index_t id) {
+    at(layer, id).bytes = fresh_[std::size_t(b)].bytes;
+    if (tracing_) at(layer, id).attended.swap(fresh_[std::size_t(b)].attended);
+  }
 
   /// Positions by kv_head.
   const std::vector<std::vector<index_t>>& attended(index_t layer, index_t id) const {
@@ -63,6 +71,7 @@ class step_log {
   index_t layers_;
   bool tracing_ = false;
   std::vector<entry> entries_;
+  std::vector<entry> fresh_;  // by sequence of a batch, until the step is done
 };
 
 }  // namespace cpu

@@ -14,7 +14,19 @@ TESSERA_NAMESPACE_BEGIN
 namespace cpu {
 inline namespace TESSERA_HOST_ISA {
 
-/// Nothing is chosen.
+/// What a first stage ranked in one place, by kv_head: the tokens that competed, and their scores as the selector saw them.
+/// Tokens that a scorer keeps in any case (its window) have none, nor has a layer that holds no more than the budget.
+struct ranked_tokens {
+  std::vector<std::vector<index_t>> positions;
+  std::vector<std::vector<float>> scores;
+};
+
+/// What every first stage answers; this one chooses nothing.
+///   forget(id)                               what was observed of an open id; needs no memory
+///   observe_prompt(...), observe_step(...)   take queries in; as before when memory runs out
+///   take_back(b, layer, id, store)           undoes `observe_step` of the b-th sequence of a batch; needs no memory
+///   choose(...)                              fills a selection of what stays, and what it ranked (null: not wanted);
+///                                            returns whether it chooses at all
 template <class Recipe, observes Observed = Recipe::retain_type::observed, bool Chooses = Recipe::retain_type::chooses>
 class first_stage {
  public:
@@ -28,8 +40,10 @@ class first_stage {
     return 0;
   }
   template <class... Any>
-  const selection* choose(const Any&...) {
-    return nullptr;
+  void take_back(const Any&...) {}
+  template <class... Any>
+  bool choose(const Any&...) {
+    return false;
   }
   offset_t bytes(index_t, index_t) const { return 0; }
 };
@@ -55,16 +69,23 @@ class choosing {
     return result;
   }
   template <class Policy>
-  const selection* choose_by(const Policy& policy, const problem_type& problem, executor& workers) {
-    score_and_choose(policy, problem, *kept_, *choosing_, workers);
-    return &*kept_;
+  bool choose_by(const Policy& policy, const problem_type& problem, selection& kept, ranked_tokens* ranked,
+                 executor& workers) {
+    const layer_scores seen = score_and_choose(policy, problem, kept, *choosing_, workers);
+    if (!ranked) return true;
+    ranked->positions.assign(std::size_t(shape_.kv_heads), {});
+    ranked->scores.assign(std::size_t(shape_.kv_heads), {});
+    for (index_t h = 0; seen.scores && h < shape_.kv_heads; ++h) {
+      ranked->scores[std::size_t(h)].assign(seen.head(h), seen.head(h) + seen.candidates(h));
+      for (index_t i = 0; i < seen.candidates(h); ++i) {
+        ranked->positions[std::size_t(h)].push_back(problem.view.position(0, h, i));
+      }
+    }
+    return true;
   }
 
   model_shape shape_;
   scratch<choose_workspace<Recipe::layout_type::k_dim>> choosing_;
-
- private:
-  scratch<selection> kept_;
 };
 
 /// By position alone.
@@ -82,13 +103,15 @@ class first_stage<Recipe, observes::nothing, true> : public choosing<Recipe> {
   offset_t observe_step(const Any&...) {
     return 0;
   }
+  template <class... Any>
+  void take_back(const Any&...) {}
 
   template <class Store>
-  const selection* choose(index_t layer, index_t id, Store& stored, const planned<Recipe>& policies,
-                          const logit_rule& rule, index_t next, index_t tail, executor& workers) {
+  bool choose(index_t layer, index_t id, Store& stored, const planned<Recipe>& policies, const logit_rule& rule,
+              index_t next, index_t tail, selection& kept, ranked_tokens* ranked, executor& workers) {
     auto problem = this->problem(layer, id, stored, rule, &next);
     problem.tail = tail;
-    return this->choose_by(policies.first, problem, workers);
+    return this->choose_by(policies.first, problem, kept, ranked, workers);
   }
   offset_t bytes(index_t, index_t) const { return 0; }
 };
@@ -116,6 +139,7 @@ class first_stage<Recipe, observes::window, true> : public choosing<Recipe> {
     std::vector<float>& rows = window(layer, id);
     const index_t most = policies.first.scorer.window, row = q.heads * k_dim, fresh = std::min(q.tokens, most);
     const index_t old = std::min(most - fresh, index_t(rows.size()) / std::max(1, row));
+    rows.reserve(std::size_t(old + fresh) * std::size_t(row));  // the last that may fail
     rows.erase(rows.begin(), rows.end() - offset_t(old) * row);
     for (index_t t = q.tokens - fresh; t < q.tokens; ++t) {
       for (index_t h = 0; h < q.heads; ++h) {
@@ -128,15 +152,17 @@ class first_stage<Recipe, observes::window, true> : public choosing<Recipe> {
   offset_t observe_step(const Any&...) {
     return 0;
   }
+  template <class... Any>
+  void take_back(const Any&...) {}
 
   template <class Store>
-  const selection* choose(index_t layer, index_t id, Store& stored, const planned<Recipe>& policies,
-                          const logit_rule& rule, index_t next, index_t, executor& workers) {
+  bool choose(index_t layer, index_t id, Store& stored, const planned<Recipe>& policies, const logit_rule& rule,
+              index_t next, index_t, selection& kept, ranked_tokens* ranked, executor& workers) {
     const index_t q_heads = this->shape_.q_heads, rows = index_t(window(layer, id).size()) / (q_heads * k_dim);
     const index_t first = next - rows;
     auto problem = this->problem(layer, id, stored, rule, &first);
     problem.q = nhd_rows<const float>(window(layer, id).data(), rows, q_heads, k_dim);
-    return this->choose_by(policies.first, problem, workers);
+    return this->choose_by(policies.first, problem, kept, ranked, workers);
   }
 
   offset_t bytes(index_t layer, index_t id) const {
@@ -176,26 +202,38 @@ class first_stage<Recipe, observes::every_query, true> : public choosing<Recipe>
                beside.begins().data(), this->choosing_.memory.scoring, workers);
   }
 
-  /// Queries of a decode step that has been attended. Returns the bytes of scores that were read.
+  /// Queries of a decode step that has been attended, of the b-th sequence of the batch. Returns the bytes of scores that
+  /// were read.
   template <class E, class Store>
-  offset_t observe_step(index_t layer, index_t id, Store& stored, const planned<Recipe>& policies,
+  offset_t observe_step(index_t b, index_t layer, index_t id, Store& stored, const planned<Recipe>& policies,
                         const logit_rule& rule, const rows_view<const E>& q, index_t next, executor& workers) {
     if constexpr (!fires_in_steps<typename Recipe::schedule_type>) return 0;
+    auto& before = *before_;
+    if (before.size() <= std::size_t(b)) before.resize(std::size_t(b) + 1);
+    before[std::size_t(b)] = stored.beside(layer, id).all_scores();
     observe_prompt(layer, id, stored, policies, rule, q, next, workers);
     offset_t read = 0;
     for (const index_t length : stored.lengths(layer, id)) read += length * offset_t(sizeof(float));
     return read;
   }
+  template <class Store>
+  void take_back(index_t b, index_t layer, index_t id, Store& stored) {
+    if constexpr (fires_in_steps<typename Recipe::schedule_type>)
+      stored.beside(layer, id).set_scores((*before_)[std::size_t(b)]);
+  }
 
   template <class Store>
-  const selection* choose(index_t layer, index_t id, Store& stored, const planned<Recipe>& policies,
-                          const logit_rule& rule, index_t, index_t, executor& workers) {
+  bool choose(index_t layer, index_t id, Store& stored, const planned<Recipe>& policies, const logit_rule& rule,
+              index_t, index_t, selection& kept, ranked_tokens* ranked, executor& workers) {
     columns& beside = stored.beside(layer, id);
     auto problem = this->problem(layer, id, stored, rule, nullptr);
     problem.scores = {beside.scores(), 0, 0, beside.begins().data()};
-    return this->choose_by(policies.first, problem, workers);
+    return this->choose_by(policies.first, problem, kept, ranked, workers);
   }
   offset_t bytes(index_t, index_t) const { return 0; }
+
+ private:
+  scratch<std::vector<std::vector<float>>> before_;  // by sequence of a batch: scores before the step
 };
 
 }  // namespace TESSERA_HOST_ISA

@@ -80,12 +80,14 @@ void lay_out(const Policy& policy, const choose_problem<View, E>& p, choose_work
 /// Chooses what every (sequence, kv_head) of a batch keeps of one layer: what cuda::score_and_choose does, and what the
 /// caches' first stages call. `policy` is the first stage of a recipe as its budget has been planned (`planned`).
 /// Shapes   as choose_problem says; row sequence * kv_heads + head of `kept` has that head's slots.
+/// Returns  the last sequence's scores as budget and selector saw them, valid until the workspace changes; none of one that
+///          was not looked at.
 /// Errors   what the scorer needs is not there; queries or tables that do not fit the view: tessera::error.
 /// Cost     a scorer of a window reads K twice (once where the engine hands over the log-sum-exps); the others read no key.
 ///          Sequences that the budget keeps whole are not scored.
 template <class Policy, class View, class E>
-void score_and_choose(const Policy& policy, const choose_problem<View, E>& p, selection& kept,
-                      choose_workspace<View::k_dim>& workspace, executor& workers) {
+layer_scores score_and_choose(const Policy& policy, const choose_problem<View, E>& p, selection& kept,
+                              choose_workspace<View::k_dim>& workspace, executor& workers) {
   constexpr observes observed = Policy::observed;
   constexpr bool by_queries = observed == observes::window, by_position = observed == observes::nothing;
   detail::check_choose(p, by_queries, by_position, observed == observes::every_query);
@@ -125,6 +127,7 @@ void score_and_choose(const Policy& policy, const choose_problem<View, E>& p, se
     }
   }
   if (view.sequences != 1) kept.reset({});
+  layer_scores seen;
   for (index_t b = 0; b < view.sequences; ++b) {
     const float* rows = workspace.raw.data();
     const auto begin_of = [&](index_t h) -> const float* {
@@ -143,9 +146,10 @@ void score_and_choose(const Policy& policy, const choose_problem<View, E>& p, se
     scores.tokens = workspace.lengths.data() + b * heads;
     scores.offsets = workspace.begins.data();
     scores.scores = first;
-    choose_kept(own_policy(b), scores, view.sequences == 1 ? kept : workspace.one, workspace.retaining);
+    seen = choose_kept(own_policy(b), scores, view.sequences == 1 ? kept : workspace.one, workspace.retaining);
     if (view.sequences != 1) kept.append(workspace.one);
   }
+  return seen;
 }
 
 }  // namespace TESSERA_HOST_ISA

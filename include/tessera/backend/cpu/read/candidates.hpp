@@ -29,6 +29,29 @@ class candidates {
     counts_ = std::move(counts);
     slots_ = std::move(fresh);
   }
+  /// The chosen slots of a view, and their positions where those differ.
+  template <class View>
+  void assign(const selection& chosen, const View& all) {
+    assign(chosen);
+    positions_.clear();
+    if (!all.positions) return;
+    for (index_t h = 0; h < chosen.rows(); ++h) {
+      for (index_t i = 0; i < count(h); ++i) positions_.push_back(all.position(0, h, row(h)[i]));
+    }
+  }
+
+  /// No slots of any head; gives the memory back.
+  void clear() {
+    std::fill(begins_.begin(), begins_.end(), 0);
+    std::fill(counts_.begin(), counts_.end(), 0);
+    std::vector<index_t>().swap(slots_);
+  }
+  /// Takes back slots that heads of such lengths do not have.
+  void take_back(const std::vector<index_t>& lengths) {
+    for (std::size_t h = 0; h < counts_.size(); ++h) {
+      while (counts_[h] > 0 && slots_[std::size_t(begins_[h] + counts_[h] - 1)] >= lengths[h]) --counts_[h];
+    }
+  }
 
   /// Adds the newest `tokens` slots of heads that hold `lengths`.
   void append(const std::vector<index_t>& lengths, index_t tokens) {
@@ -42,7 +65,7 @@ class candidates {
     }
   }
 
-  /// A view of the candidates alone over a view of everything, of which slots are positions. Valid until either changes.
+  /// A view of the candidates alone over the view of everything. Valid until either changes.
   template <class T, int D, class Table, int Dv>
   kv_view<T, D, filtered<Table>, Dv> view(const kv_view<T, D, Table, Dv>& all) const {
     kv_view<T, D, filtered<Table>, Dv> result;
@@ -55,7 +78,7 @@ class candidates {
     result.kv_heads = all.kv_heads;
     result.lengths = counts_.data();
     result.length_strides = {0, 1};
-    result.positions = slots_.data();
+    result.positions = all.positions ? positions_.data() : slots_.data();
     result.position_begin = begins_.data();
     result.scales = all.scales;
     result.table = {all.table, slots_.data(), begins_.data(), all.kv_heads};
@@ -82,6 +105,7 @@ class candidates {
   std::vector<offset_t> begins_{0};  // by head, and the end
   std::vector<index_t> counts_;
   std::vector<index_t> slots_;
+  std::vector<index_t> positions_;  // of slots that are none
 };
 
 }  // namespace cpu

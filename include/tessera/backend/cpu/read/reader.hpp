@@ -16,7 +16,11 @@ class exact_reader;
 /// of the index; without that, exact scores of every key are read.
 ///
 /// A reader is made with the model_shape. A place is a (layer, sequence); views are what the step may read of it.
-///   clear(place)                             a sequence is opened: nothing is stored yet
+///   open(place)                              a sequence is opened: nothing is stored yet. Like `refresh`, `append` and
+///                                            `choose` it may run out of memory; the others need none
+///   clear(place)                             the sequence is closed: gives the place's memory back
+///   forget(place)                            a step or a prompt's end came to nothing: what was built of the last views is
+///                                            wrong, and the next `refresh` or `append` builds anew
 ///   refresh(place, view, policies, moved)    a prompt has ended, or slots have moved
 ///   append(place, view, tokens)              the newest tokens of the view are new
 ///   choose(place, view, queries, rule, policies, chosen, workers) -> offset_t

@@ -1,6 +1,7 @@
 // What decode steps read on the CPU: of everything, or of a filter's candidates; all of it, or what a reader chooses.
 #pragma once
 
+#include <utility>
 #include <vector>
 
 #include "../store/kv_store.hpp"
@@ -17,7 +18,11 @@ template <class Recipe>
 struct whole_reader {
   explicit whole_reader(const model_shape&) {}
   template <class... Any>
+  void open(const Any&...) {}
+  template <class... Any>
   void clear(const Any&...) {}
+  template <class... Any>
+  void forget(const Any&...) {}
   template <class... Any>
   void refresh(const Any&...) {}
   template <class... Any>
@@ -43,17 +48,26 @@ class reading {
   using reader_type = typename reader_of<Recipe>::type;
 
  public:
-  explicit reading(const model_shape& shape) : shape_(shape), reader_(shape) {}
+  explicit reading(const model_shape& shape)
+      : shape_(shape), reader_(shape), fresh_(filters ? std::size_t(shape.layers) : 0) {}
 
+  /// Makes an empty place of every layer.
   void open(index_t id) {
     for (index_t layer = 0; layer < shape_.layers; ++layer) {
-      reader_.clear(index(layer, id));
+      reader_.open(index(layer, id));
       if constexpr (filters) {
         if (passed_.size() <= index(layer, id)) passed_.resize(index(layer, id) + 1);
         selection none;
         none.reset(std::vector<index_t>(std::size_t(shape_.kv_heads), 0));
         passed_[index(layer, id)].assign(none);
       }
+    }
+  }
+  /// Gives the memory of an open id's places back. Needs none.
+  void close(index_t id) {
+    for (index_t layer = 0; layer < shape_.layers; ++layer) {
+      reader_.clear(index(layer, id));
+      if constexpr (filters) passed_[index(layer, id)].clear();
     }
   }
 
@@ -76,11 +90,33 @@ class reading {
     return result;
   }
 
-  /// The slots of each head that a filter has let through since the last prompt ended.
-  void pass(index_t layer, index_t id, const selection& passed) { passed_[index(layer, id)].assign(passed); }
+  /// What a place will store when all but the chosen slots have been dropped. Valid until the next choice.
+  auto view_of(index_t layer, index_t id, store_type& stored, const selection& chosen) {
+    const auto all = stored.view(layer, id);
+    (*kept_).assign(chosen, all);
+    return (*kept_).view(all);
+  }
 
-  void refresh(index_t layer, index_t id, store_type& stored, const planned<Recipe>& policies, bool moved) {
-    reader_.refresh(index(layer, id), view(layer, id, stored), policies, moved);
+  /// Makes everything ready for what a first stage has chosen (null: nothing), before it is dropped, or let through by
+  /// `pass`. Until then nobody sees a difference; if it comes to nothing, `take_back` follows.
+  void follow(index_t layer, index_t id, store_type& stored, const planned<Recipe>& policies, const selection* chosen) {
+    const std::size_t at = index(layer, id);
+    if constexpr (filters) {
+      if (chosen) fresh_[std::size_t(layer)].assign(*chosen);
+      const candidates& passed = chosen ? fresh_[std::size_t(layer)] : passed_[at];
+      reader_.refresh(at, passed.view(stored.view(layer, id)), policies, chosen != nullptr);
+    } else if constexpr (retrieve_type::retrieves) {
+      const bool moves = chosen && chosen->counts != stored.lengths(layer, id);
+      if (moves) return reader_.refresh(at, view_of(layer, id, stored, *chosen), policies, true);
+      reader_.refresh(at, view(layer, id, stored), policies, false);
+    }
+  }
+  /// From now on steps read what a filter has let through in `follow`. Needs no memory.
+  void pass(index_t layer, index_t id) { passed_[index(layer, id)] = std::move(fresh_[std::size_t(layer)]); }
+  /// After a step, or a prompt's end, that came to nothing: candidates that the store does not hold go. Needs no memory.
+  void take_back(index_t layer, index_t id, const store_type& stored) {
+    reader_.forget(index(layer, id));
+    if constexpr (filters) passed_[index(layer, id)].take_back(stored.lengths(layer, id));
   }
 
   /// Takes in the newest `tokens` tokens of the store.
@@ -135,6 +171,8 @@ class reading {
   model_shape shape_;
   reader_type reader_;
   std::vector<candidates> passed_;
+  std::vector<candidates> fresh_;  // by layer, of the prompt that ends
+  scratch<candidates> kept_;
   scratch<selection> chosen_;
   selection_view chosen_view_;
 };

@@ -27,12 +27,11 @@ struct score_workspace {
   std::vector<std::unique_ptr<worker_memory>> workers;
   std::vector<float> lse;
 
-  worker_memory& of(int worker, int threads) {
-    if (workers.size() < std::size_t(threads)) workers.resize(std::size_t(threads));
-    auto& owned = workers[std::size_t(worker)];
-    if (!owned) owned = std::make_unique<worker_memory>();
-    return *owned;
+  /// All that scoring allocates, before anything is written.
+  void prepare(int threads) {
+    while (workers.size() < std::size_t(threads)) workers.push_back(std::make_unique<worker_memory>());
   }
+  worker_memory& of(int worker) { return *workers[std::size_t(worker)]; }
 };
 
 namespace detail {
@@ -65,9 +64,9 @@ void row_log_sum_exp(const View& view, const query_rows<Q>& queries, const logit
   check_queries(view, queries);
   const index_t group = queries.q.heads / view.kv_heads, rows = queries.q.tokens * group;
   const index_t blocks = ceil_div(rows, tile_rows);
-  workspace.workers.resize(std::max(workspace.workers.size(), std::size_t(workers.threads())));
+  workspace.prepare(workers.threads());
   workers.for_each(view.sequences * view.kv_heads * blocks, [&](index_t item, int worker) {
-    auto& memory = workspace.of(worker, workers.threads());
+    auto& memory = workspace.of(worker);
     const index_t block = blocks - 1 - item % blocks, head = item / blocks % view.kv_heads;
     const index_t sequence = item / blocks / view.kv_heads;
     const index_t first = block * tile_rows, end = queries.tokens_of(sequence) * group;
@@ -116,9 +115,9 @@ void accumulate_scores(const View& view, const query_rows<Q>& queries, const log
     for (index_t h = 0; h < view.kv_heads; ++h) longest = std::max(longest, view.length(b, h));
   }
   const index_t splits = ceil_div(longest, score_split);
-  workspace.workers.resize(std::max(workspace.workers.size(), std::size_t(workers.threads())));
+  workspace.prepare(workers.threads());
   workers.for_each(view.sequences * view.kv_heads * splits, [&](index_t item, int worker) {
-    auto& memory = workspace.of(worker, workers.threads());
+    auto& memory = workspace.of(worker);
     const index_t split = item % splits, head = item / splits % view.kv_heads;
     const index_t sequence = item / splits / view.kv_heads, row = sequence * view.kv_heads + head;
     const index_t end = std::min(view.length(sequence, head), (split + 1) * score_split);
@@ -144,12 +143,13 @@ void accumulate_scores(const View& view, const query_rows<Q>& queries, const log
   });
 }
 
-/// Both passes: adds the scores of `queries` to `scores`. `given`: the rows' log-sum-exp [sequences, tokens, q_heads] where
-/// the engine has it, which saves the first pass.
+/// Both passes: adds the scores of `queries` to `scores`, which are as before when memory runs out. `given`: the rows'
+/// log-sum-exp [sequences, tokens, q_heads] where the engine has it, which saves the first pass.
 template <class View, class Q, attentive_scorer Scorer>
 void score_rows(const View& view, const query_rows<Q>& queries, const logit_rule& rule, const Scorer& scorer,
                 float* scores, const offset_t* offsets, score_workspace<View::k_dim>& workspace, executor& workers,
                 const rows_view<const float>& given = {}) {
+  check_queries(view, queries);
   workspace.lse.resize(std::size_t(queries.q.sequences) * std::size_t(queries.q.tokens) * std::size_t(queries.q.heads));
   if (given.data) {
     const index_t group = queries.q.heads / view.kv_heads, rows = queries.q.tokens * group;

@@ -2,6 +2,7 @@
 #pragma once
 
 #include <algorithm>
+#include <new>
 #include <vector>
 
 #include "../../../core/room.hpp"
@@ -23,6 +24,8 @@ class columns {
   const std::vector<offset_t>& begins() const { return begins_; }
   const index_t* positions() const { return scattered_ ? positions_.data() : nullptr; }
   float* scores() { return scores_.data(); }
+  const std::vector<float>& all_scores() const { return scores_; }
+  void set_scores(const std::vector<float>& scores) { std::copy(scores.begin(), scores.end(), scores_.begin()); }
   index_t position(index_t head, index_t slot) const {
     return !scattered_ ? slot : positions_[std::size_t(begins_[std::size_t(head)] + slot)];
   }
@@ -46,8 +49,17 @@ class columns {
     }
   }
 
+  /// Takes the memory that `keep` needs, so that `keep` cannot fail.
+  void prepare_to_keep(const std::vector<index_t>& lengths) {
+    if (scattered_) return;
+    offset_t held = 0;
+    for (const index_t length : lengths) held += length;
+    positions_.reserve(std::size_t(std::max(held, total())));
+  }
+
   /// The chosen slots alone stay; everything is as before when memory runs out.
   void keep(const std::vector<index_t>& lengths, const selection& chosen) {
+    prepare_to_keep(lengths);
     if (!scattered_) {
       if (!with_scores_) reserve(lengths);
       positions_.assign(std::size_t(total()), 0);
@@ -59,10 +71,21 @@ class columns {
     offset_t used = 0;
     for (const index_t count : chosen.counts) used += count;
     if (gives_back(used, total())) {
-      reallocate(chosen.counts, lengths, &chosen);
-    } else {
-      for (std::size_t h = 0; h < lengths.size(); ++h) move_row(h, &chosen, chosen.counts[h], begins_[h], *this);
+      try {
+        return reallocate(chosen.counts, lengths, &chosen);
+      } catch (const std::bad_alloc&) {  // no memory for smaller rows: they stay in the old ones
+      }
     }
+    for (std::size_t h = 0; h < lengths.size(); ++h) move_row(h, &chosen, chosen.counts[h], begins_[h], *this);
+  }
+
+  /// Forgets everything and gives the memory back.
+  void clear() {
+    scattered_ = false;
+    std::fill(begins_.begin(), begins_.end(), 0);
+    std::fill(capacities_.begin(), capacities_.end(), 0);
+    std::vector<index_t>().swap(positions_);
+    std::vector<float>().swap(scores_);
   }
 
   offset_t bytes() const {

@@ -47,12 +47,15 @@ class kv_store {
   void open(index_t id) {
     const std::size_t wanted = (std::size_t(id) + 1) * std::size_t(layers_);
     while (places_.size() < wanted) places_.emplace_back(heads_, with_scores_);
+    for (index_t layer = 0; layer < layers_; ++layer) rows_.open(index(layer, id));
     clear(id);
   }
+  /// Empties the places of an id that was open. Needs no memory.
   void clear(index_t id) {
     for (index_t layer = 0; layer < layers_; ++layer) {
       rows_.clear(index(layer, id));
-      at(layer, id) = place(heads_, with_scores_);
+      std::fill(at(layer, id).lengths.begin(), at(layer, id).lengths.end(), 0);
+      at(layer, id).beside.clear();
     }
   }
 
@@ -76,6 +79,18 @@ class kv_store {
     for (index_t& length : here.lengths) length += k.tokens;
   }
 
+  /// Takes back what was appended at `first_position` and after it. Needs no memory.
+  void take_back(index_t layer, index_t id, index_t first_position) {
+    place& here = at(layer, id);
+    for (index_t h = 0; h < heads_; ++h) {
+      index_t& length = here.lengths[std::size_t(h)];
+      while (length > 0 && here.beside.position(h, length - 1) >= first_position) --length;
+    }
+  }
+
+  /// Takes the memory that the next `keep` needs: that one then cannot fail.
+  void prepare_to_keep(index_t layer, index_t id) { at(layer, id).beside.prepare_to_keep(at(layer, id).lengths); }
+
   /// Keeps the chosen slots of every head and drops the rest; the place is as before when memory runs out. Returns whether
   /// anything was dropped.
   bool keep(index_t layer, index_t id, const selection& chosen, executor& workers) {
@@ -83,22 +98,22 @@ class kv_store {
     if (chosen.counts == here.lengths) return false;
     here.beside.keep(here.lengths, chosen);
     rows_.keep(index(layer, id), here.lengths, chosen, workers);
-    here.lengths = chosen.counts;
+    std::copy(chosen.counts.begin(), chosen.counts.end(), here.lengths.begin());
     return true;
   }
 
-  /// Drops all but the newest `window` tokens (0: nothing) once that frees more than there is spare room.
-  void slide(index_t layer, index_t id, index_t window, executor& workers) {
+  /// Chooses the newest `window` tokens (0: all) and the `fresh` ones behind them, once that frees more than there is spare
+  /// room. Returns whether it does.
+  bool choose_newest(index_t layer, index_t id, index_t window, index_t fresh, selection& chosen) const {
     const std::vector<index_t>& lengths = at(layer, id).lengths;
-    if (window == 0 || longest(layer, id) <= window + spare_room(window)) return;
-    selection chosen;
+    if (window == 0 || longest(layer, id) - fresh <= window + spare_room(window)) return false;
     chosen.reset(lengths);
     for (std::size_t h = 0; h < lengths.size(); ++h) {
-      const index_t count = std::min(lengths[h], window);
+      const index_t count = std::min(lengths[h], window + fresh);
       for (index_t i = 0; i < count; ++i) chosen.row(index_t(h))[i] = lengths[h] - count + i;
       chosen.counts[h] = count;
     }
-    keep(layer, id, chosen, workers);
+    return true;
   }
 
   /// Bytes that are allocated for one place: rows, positions and scores.

@@ -2,6 +2,7 @@
 #pragma once
 
 #include <cstring>
+#include <string>
 
 #include "../../../core/model_shape.hpp"
 #include "../../../core/move_problem.hpp"
@@ -22,10 +23,14 @@ void append(const append_problem<View, E>& p) {
   const View& view = p.view;
   require_dim(p.k, View::k_dim, "k");
   require_dim(p.v, View::v_dim, "v");
-  require(p.k.tokens == p.v.tokens, "tokens of v", p.v.tokens, std::to_string(p.k.tokens), "append k and v together");
+  require(p.k.tokens == p.v.tokens && p.k.tokens >= 0, "tokens of v", p.v.tokens, std::to_string(p.k.tokens),
+          "append k and v together");
   require(p.k.sequences == view.sequences && p.v.sequences == view.sequences, "sequences of k and v",
           std::to_string(p.k.sequences) + " and " + std::to_string(p.v.sequences), std::to_string(view.sequences),
           "append to every sequence of the view; new_tokens may be 0");
+  require(p.k.heads == view.kv_heads && p.v.heads == view.kv_heads, "heads of k and v",
+          std::to_string(p.k.heads) + " and " + std::to_string(p.v.heads), std::to_string(view.kv_heads),
+          "pass [sequences, tokens, kv_heads, head_dim]");
   const auto added = [&](index_t b) { return p.new_tokens ? p.new_tokens[b] : p.k.tokens; };
   for (index_t b = 0; b < view.sequences; ++b) {
     require(added(b) >= 0 && added(b) <= p.k.tokens, "new tokens of sequence " + std::to_string(b), added(b),
@@ -82,6 +87,9 @@ void pack(const pack_problem<From, To>& p, executor& workers) {
                     From::v_dim == To::v_dim,
                 "tessera: pack copies rows between views of one encoding and head dims");
   using S = typename To::stored_type;
+  require(p.to.sequences == p.from.sequences && p.to.kv_heads == p.from.kv_heads, "sequences and kv_heads to pack into",
+          std::to_string(p.to.sequences) + " and " + std::to_string(p.to.kv_heads),
+          std::to_string(p.from.sequences) + " and " + std::to_string(p.from.kv_heads), "pass views of one batch");
   require_selection(p.from, p.chosen);
   require_pages(p.from, p.pool);
   require_pages(p.to, p.pool, [&](index_t b, index_t h) { return p.chosen.count(offset_t(b) * p.to.kv_heads + h); });

@@ -56,7 +56,8 @@ class placed_rows<Layout, fixed_pages<Page>> {
     release(at(place), std::size_t(fixed_pages<Page>::pages_for(longest)));
   }
 
-  void clear(std::size_t place) { release(at(place), 0); }
+  void open(std::size_t place) { release(at(place), 0); }
+  void clear(std::size_t place) { release(tables_[place], 0); }
   offset_t bytes(std::size_t place) const {
     return place < tables_.size() ? offset_t(tables_[place].size()) * page_rows() * Layout::token_bytes() : 0;
   }

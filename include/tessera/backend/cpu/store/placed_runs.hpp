@@ -18,7 +18,8 @@ inline namespace TESSERA_HOST_ISA {
 ///   view(place, lengths)                     its rows, as one sequence; valid until the place changes
 ///   make_room(place, lengths, tokens)        for `tokens` more in every head
 ///   keep(place, lengths, chosen, workers)    the chosen slots alone stay; needs no memory
-///   clear(place), bytes(place)
+///   open(place), clear(place)                an empty place; gives its memory back, and needs none
+///   bytes(place)
 template <class Layout, class Placement = typename Layout::placement_type>
 class placed_rows {
   static_assert(sizeof(Placement) == 0,
@@ -70,7 +71,8 @@ class placed_rows<Layout, runs> {
     pack(view(here, lengths), chosen.view(), view(here, lengths), workers);
   }
 
-  void clear(std::size_t place) { at(place) = run(heads_); }
+  void open(std::size_t place) { at(place).clear(); }
+  void clear(std::size_t place) { runs_[place].clear(); }
   offset_t bytes(std::size_t place) const {
     if (place >= runs_.size()) return 0;
     const run& here = runs_[place];
@@ -86,6 +88,15 @@ class placed_rows<Layout, runs> {
     std::vector<float> k_scales, v_scales;
     std::vector<offset_t> begins;  // by head, in tokens
     std::vector<index_t> capacities;
+
+    void clear() {
+      std::vector<stored>().swap(k);
+      std::vector<stored>().swap(v);
+      std::vector<float>().swap(k_scales);
+      std::vector<float>().swap(v_scales);
+      std::fill(begins.begin(), begins.end(), 0);
+      std::fill(capacities.begin(), capacities.end(), 0);
+    }
   };
 
   run& at(std::size_t place) {

@@ -42,7 +42,7 @@ class cache_parts {
 
   /// Logical positions that a layer stores for one kv_head, ascending. Synchronises.
   std::vector<index_t> positions(index_t layer, index_t id, index_t head) const {
-    conversations_.at(id, layer);
+    conversations_.check_head(layer, id, head);
     return store_.downloaded_positions(layer, id)[std::size_t(head)];
   }
 
@@ -52,7 +52,7 @@ class cache_parts {
   /// Logical positions that this turn's steps may read of one kv_head: what a filter let through and what was decoded
   /// since; everything stored where there is no filter. Synchronises.
   std::vector<index_t> readable(index_t layer, index_t id, index_t head) const {
-    conversations_.at(id, layer);
+    conversations_.check_head(layer, id, head);
     return downloaded_readable(layer, id)[std::size_t(head)];
   }
 

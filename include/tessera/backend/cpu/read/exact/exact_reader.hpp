@@ -21,7 +21,9 @@ class exact_reader {
   static constexpr int k_dim = Recipe::layout_type::k_dim;
   explicit exact_reader(const model_shape&) {}
 
+  void open(std::size_t) {}
   void clear(std::size_t) {}
+  void forget(std::size_t) {}
   template <class View>
   void refresh(std::size_t, const View&, const planned<Recipe>&, bool) {}
   template <class View>

@@ -26,18 +26,28 @@ class extrema_reader {
 
   explicit extrema_reader(const model_shape& shape) : heads_(shape.kv_heads) {}
 
-  void clear(std::size_t at) { place(at) = held(heads_); }
+  void open(std::size_t at) {
+    while (places_.size() <= at) places_.emplace_back(heads_);
+    clear(at);
+  }
+  void clear(std::size_t at) {
+    forget(at);
+    place(at).index.reset(heads_, 1);
+  }
+  void forget(std::size_t at) {
+    held& here = place(at);
+    std::fill(here.sums.begin(), here.sums.end(), 0.0);
+    std::fill(here.summed.begin(), here.summed.end(), 0);
+    here.index.reset(heads_, here.index.page());
+  }
 
   /// `moved`: slots are no longer what they were, everything is built anew.
   template <class View>
   void refresh(std::size_t at, const View& view, const planned<Recipe>& policies, bool moved) {
     held& here = place(at);
     const index_t page = policies.read.scorer.page;
-    if (moved) {
-      std::fill(here.sums.begin(), here.sums.end(), 0.0);
-      std::fill(here.summed.begin(), here.summed.end(), 0);
-    }
-    if (moved || page != here.index.page()) here.index.reset(heads_, page);
+    if (moved) forget(at);
+    if (page != here.index.page()) here.index.reset(heads_, page);
     here.index.extend(view);
   }
   template <class View>
@@ -106,7 +116,7 @@ class extrema_reader {
   /// Bytes of sums that a step reads, of one head.
   offset_t side_bytes() const { return averages ? offset_t(v_dim) * offset_t(sizeof(double)) : 0; }
   offset_t bytes(std::size_t at) const {
-    return at < places_.size() ? places_[at].index.bytes() + offset_t(places_[at].sums.capacity() * sizeof(double)) : 0;
+    return places_[at].index.bytes() + offset_t(places_[at].sums.capacity() * sizeof(double));
   }
 
  private:
@@ -118,10 +128,7 @@ class extrema_reader {
     std::vector<double> sums;     // [kv_heads, v_dim]: of the first `summed` slots of each head's view
     std::vector<index_t> summed;  // by head
   };
-  held& place(std::size_t at) {
-    while (places_.size() <= at) places_.emplace_back(heads_);
-    return places_[at];
-  }
+  held& place(std::size_t at) { return places_[at]; }
 
   index_t heads_;
   std::vector<held> places_;

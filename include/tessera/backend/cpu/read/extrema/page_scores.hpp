@@ -2,6 +2,7 @@
 #pragma once
 
 #include <algorithm>
+#include <string>
 #include <vector>
 
 #include "../../../../concepts/scorer.hpp"
@@ -200,6 +201,15 @@ page_choice choose_by_pages(const View& view, index_t sequence, index_t head,
                             page_workspace<View::k_dim>& memory) {
   constexpr int D = View::k_dim;
   check_queries(view, queries);
+  if (sequence < 0 || sequence >= view.sequences || head < 0 || head >= view.kv_heads) {
+    fail("sequence and kv_head", std::to_string(sequence) + " and " + std::to_string(head), "those of the view",
+         "choose for a row of the view");
+  }
+  if (index.page < 1 || tail < 0 || read < 0) {
+    fail("page, tail and read",
+         std::to_string(index.page) + ", " + std::to_string(tail) + " and " + std::to_string(read),
+         "at least 1, 0 and 0", "pass what the plan says");
+  }
   const index_t n = view.length(sequence, head), page = index.page, pages = ceil_div(n, page);
   const index_t group = queries.q.heads / view.kv_heads, rows = queries.q.tokens * group;
   if (mass) std::fill_n(mass, rows, 1.0f);

@@ -1,0 +1,238 @@
+// What a cache's layers hold on the CPU, and what a turn does to them: store, first stage, reading and attention in order.
+#pragma once
+
+#include <algorithm>
+#include <memory>
+#include <utility>
+#include <vector>
+
+#include "../../../runtime/conversations.hpp"
+#include "../../../runtime/layer_roles.hpp"
+#include "../attend/attend.hpp"
+#include "../attend/step_log.hpp"
+#include "../choose/first_stage.hpp"
+#include "../read/reading.hpp"
+#include "../store/kv_store.hpp"
+
+TESSERA_NAMESPACE_BEGIN
+namespace cpu {
+inline namespace TESSERA_HOST_ISA {
+
+/// Every verb does all of its work or none: what may run out of memory comes first, then what others can see; what was
+/// added on the way is taken back. Arguments have been checked.
+template <class Recipe>
+class layers {
+ public:
+  using layout = typename Recipe::layout_type;
+
+  layers(const model_shape& shape, const Recipe& recipe, std::shared_ptr<executor> workers)
+      : workers_(std::move(workers)),
+        count_(shape.layers),
+        roles_(shape, recipe.dense_layers, recipe.attention.rule),
+        store_(shape.layers, shape.kv_heads, first_stage<Recipe>::with_scores),
+        first_(shape),
+        reading_(shape),
+        log_(shape.layers) {}
+
+  void open(index_t id) {
+    if (ranked_.size() <= place(count_, id)) ranked_.resize(place(count_, id) + 1);
+    for (index_t layer = 0; layer < count_; ++layer) ranked_[place(layer, id)] = {};
+    store_.open(id);
+    first_.forget(id);
+    reading_.open(id);
+    log_.open(id);
+  }
+  /// Needs no memory.
+  void close(index_t id) {
+    store_.clear(id);
+    first_.forget(id);
+    reading_.close(id);
+  }
+
+  /// Appends a chunk of a prompt at position `first`; its queries are observed.
+  template <class E>
+  void prefill(index_t layer, index_t id, const planned<Recipe>& policies, index_t first, const rows_view<const E>& q,
+               const rows_view<const E>& k, const rows_view<const E>& v) {
+    choice& slid = begin(1).front();
+    try {
+      store_.append(layer, id, k, v, first);
+      if (roles_.follows_recipe(layer)) {
+        first_.observe_prompt(layer, id, store_, policies, roles_.rule(layer), q, first + k.tokens, *workers_);
+      } else {
+        slide(layer, id, k.tokens, slid);
+      }
+    } catch (...) {
+      store_.take_back(layer, id, first);
+      throw;
+    }
+    commit(layer, id, slid);
+  }
+
+  template <class E>
+  void prompt_attention(index_t layer, index_t id, index_t first, const rows_view<const E>& q,
+                        const attention_output& output) {
+    prefill_attention(store_.view(layer, id), query_rows<E>{q, &first}, roles_.rule(layer), output, *workers_);
+  }
+
+  /// A prompt has ended before position `next`: where `due`, each layer keeps the budget's worth, or lets it through.
+  void end_prefill(index_t id, const planned<Recipe>& policies, bool due, index_t next) {
+    std::vector<choice>& choices = begin(count_);
+    try {
+      for (index_t layer = 0; layer < count_; ++layer) {
+        choice& made = choices[std::size_t(layer)];
+        roles_.follows_recipe(layer) ? choose(layer, id, policies, due, next, 0, made) : slide(layer, id, 0, made);
+      }
+    } catch (...) {
+      for (index_t layer = 0; layer < count_; ++layer) reading_.take_back(layer, id, store_);
+      throw;
+    }
+    for (index_t layer = 0; layer < count_; ++layer) commit(layer, id, choices[std::size_t(layer)]);
+    first_.forget(id);
+  }
+
+  /// One layer of a decode step for every sequence of the batch: append, retrieve, attend, retain.
+  template <class E>
+  void step(index_t layer, const batch& step, const conversations<Recipe>& known, const rows_view<const E>& q,
+            const rows_view<const E>& k, const rows_view<const E>& v, const attention_output& output) {
+    std::vector<choice>& choices = begin(step.sequences());
+    log_.begin(step.sequences());
+    const auto first = [&](index_t b) {
+      return known.at(step.ids[std::size_t(b)]).layers[std::size_t(layer)].next_position;
+    };
+    try {
+      for (index_t b = 0; b < step.sequences(); ++b) {
+        const index_t id = step.ids[std::size_t(b)];
+        step_one(layer, step, b, known.at(id).policies, first(b), q.one(b), k.one(b), v.one(b),
+                 {output.out.one(b), output.lse.one(b)}, choices[std::size_t(b)]);
+      }
+    } catch (...) {
+      for (index_t b = 0; b < step.sequences(); ++b) {
+        const index_t id = step.ids[std::size_t(b)];
+        if (choices[std::size_t(b)].observed) first_.take_back(b, layer, id, store_);
+        store_.take_back(layer, id, first(b));
+        reading_.take_back(layer, id, store_);
+      }
+      throw;
+    }
+    for (index_t b = 0; b < step.sequences(); ++b) {
+      commit(layer, step.ids[std::size_t(b)], choices[std::size_t(b)]);
+      log_.commit(b, layer, step.ids[std::size_t(b)]);
+    }
+  }
+
+  std::vector<index_t> readable(index_t layer, index_t id, index_t head) const {
+    if (!roles_.follows_recipe(layer)) return store_.positions(layer, id, head);
+    return reading_.positions(layer, id, head, store_);
+  }
+  void trace_ranks(bool on) { tracing_ranks_ = on; }
+  /// Of the last choice that was traced.
+  const ranked_tokens& ranked(index_t layer, index_t id) const { return ranked_[place(layer, id)]; }
+  /// Bytes that are allocated for a sequence.
+  offset_t bytes(index_t id) const {
+    offset_t total = 0;
+    for (index_t layer = 0; layer < count_; ++layer) {
+      total += store_.bytes(layer, id) + first_.bytes(layer, id) + reading_.bytes(layer, id);
+    }
+    return total;
+  }
+
+  kv_store<layout>& store() { return store_; }
+  const kv_store<layout>& store() const { return store_; }
+  step_log& log() { return log_; }
+  const step_log& log() const { return log_; }
+
+ private:
+  /// What a layer keeps, or lets through, of one sequence, until it is carried out.
+  struct choice {
+    bool made = false, observed = false;
+    selection kept;
+    ranked_tokens ranked;
+  };
+
+  std::vector<choice>& begin(index_t count) {
+    std::vector<choice>& all = *choices_;
+    if (all.size() < std::size_t(count)) all.resize(std::size_t(count));
+    for (choice& one : all) one.made = one.observed = false;
+    return all;
+  }
+
+  /// Of a layer that slides: all but its window, and the `fresh` newest, go.
+  void slide(index_t layer, index_t id, index_t fresh, choice& to) {
+    to.made = store_.choose_newest(layer, id, roles_.window(layer), fresh, to.kept);
+    if (to.made) store_.prepare_to_keep(layer, id);
+  }
+  /// Of a layer that follows the recipe. `next`: the position of the next token; `tail`: so many of the newest tokens stay
+  /// in any case.
+  void choose(index_t layer, index_t id, const planned<Recipe>& policies, bool due, index_t next, index_t tail,
+              choice& to) {
+    to.made = due && first_.choose(layer, id, store_, policies, roles_.rule(layer), next, tail, to.kept,
+                                   tracing_ranks_ ? &to.ranked : nullptr, *workers_);
+    if (to.made && Recipe::retain_type::drops) store_.prepare_to_keep(layer, id);
+    reading_.follow(layer, id, store_, policies, to.made ? &to.kept : nullptr);
+  }
+  /// Carries a choice out. Needs no memory.
+  void commit(index_t layer, index_t id, choice& made) {
+    if (!made.made) return;
+    if (tracing_ranks_ && roles_.follows_recipe(layer)) std::swap(ranked_[place(layer, id)], made.ranked);
+    const bool filters = Recipe::retain_type::chooses && !Recipe::retain_type::drops && roles_.follows_recipe(layer);
+    filters ? reading_.pass(layer, id) : void(store_.keep(layer, id, made.kept, *workers_));
+  }
+
+  template <class E>
+  void step_one(index_t layer, const batch& step, index_t b, const planned<Recipe>& policies, index_t first,
+                const rows_view<const E>& q, const rows_view<const E>& k, const rows_view<const E>& v,
+                const attention_output& output, choice& made) {
+    const index_t id = step.ids[std::size_t(b)], next = first + k.tokens;
+    const logit_rule rule = roles_.rule(layer);
+    const query_rows<E> queries{q, &first};
+    store_.append(layer, id, k, v, first);
+    if (!roles_.follows_recipe(layer)) {
+      attend(b, store_.view(layer, id), queries, rule, nullptr, 0, output);
+      return slide(layer, id, k.tokens, made);
+    }
+    reading_.append(layer, id, store_, k.tokens);
+    const auto read = [&](const auto& view) {
+      offset_t bytes = 0;
+      const selection_view* chosen = reading_.choose(layer, id, view, queries, rule, policies, bytes, *workers_);
+      attend(b, view, queries, rule, chosen, bytes, output);
+      reading_.complete(layer, id, view, q.tokens, output.out);
+    };
+    if constexpr (Recipe::schedule_type::fires_at(moment::step_begin)) {
+      if (step.evicts_first) {  // the step reads what will stay; the rest goes when the whole batch has succeeded
+        choose(layer, id, policies, true, next, k.tokens, made);
+        return read(reading_.view_of(layer, id, store_, made.kept));
+      }
+    }
+    read(reading_.view(layer, id, store_));
+    log_.add_bytes(b, first_.observe_step(b, layer, id, store_, policies, rule, q, next, *workers_));
+    made.observed = true;
+    if (step.evicts_last) choose(layer, id, policies, true, next, 0, made);
+  }
+
+  template <class View, class E>
+  void attend(index_t b, const View& view, const query_rows<E>& queries, const logit_rule& rule,
+              const selection_view* chosen, offset_t bytes, const attention_output& output) {
+    decode_attention(view, queries, rule, chosen, output, *attending_, *workers_);
+    log_.note(b, view, chosen, layout::token_bytes(), bytes);
+  }
+
+  std::size_t place(index_t layer, index_t id) const {
+    return std::size_t(id) * std::size_t(count_) + std::size_t(layer);
+  }
+
+  std::shared_ptr<executor> workers_;
+  index_t count_;
+  layer_roles roles_;
+  kv_store<layout> store_;
+  first_stage<Recipe> first_;
+  reading<Recipe> reading_;
+  step_log log_;
+  bool tracing_ranks_ = false;
+  std::vector<ranked_tokens> ranked_;
+  scratch<decode_workspace> attending_;
+  scratch<std::vector<choice>> choices_;
+};
+
+}  // namespace TESSERA_HOST_ISA
+}  // namespace cpu
+TESSERA_NAMESPACE_END
