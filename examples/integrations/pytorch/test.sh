@@ -20,7 +20,7 @@ if [ ! -e "$venv/bin/activate" ]; then
 fi
 source "$venv/bin/activate"
 echo "Installing ..."
-pip install --quiet 'torch>=2.6' "${TRANSFORMERS:-transformers==4.57.*}" pytest sentencepiece protobuf ninja matplotlib
+pip install --quiet 'torch>=2.6' "${TRANSFORMERS:-transformers==4.57.*}" pytest pytest-xdist sentencepiece protobuf ninja matplotlib
 
 echo "Building the tool, whose answers the caches must give ..."
 (cd "$root" && cmake --preset release -B "$tool" -DTESSERA_BUILD_TESTS=OFF -DTESSERA_BUILD_BENCHMARKS=OFF \
@@ -36,5 +36,5 @@ from tessera_torch import build, methods
 build.operators()
 build.build_all([(method, torch.float32, 64) for method in methods()])
 PYTHON
-python -m pytest -q -p no:cacheprovider tests "$@"
+python -m pytest -q -p no:cacheprovider -n 2 --dist loadfile tests "$@"  # most tests keep one core busy
 echo "Took $SECONDS s."
