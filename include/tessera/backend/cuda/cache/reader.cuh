@@ -4,6 +4,7 @@
 #include <algorithm>
 
 #include "../../../planned.hpp"
+#include "../store/step_table.cuh"
 #include "cache_options.hpp"
 
 TESSERA_NAMESPACE_BEGIN
