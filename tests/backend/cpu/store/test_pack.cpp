@@ -63,6 +63,7 @@ TEST_CASE("pack gathers from strided rows, a transposed V among them") {
   to.k = k.data();
   to.v = v.data();
   to.k_strides = to.v_strides = {0, 0, 64, 1};
+  to.sequences = to.kv_heads = 1;
   const std::vector<index_t> slots{1, 4, 8}, counts{3};
   cpu::executor workers(1);
   cpu::pack(from, selection_view{slots.data(), counts.data(), nullptr, 3}, to, workers);

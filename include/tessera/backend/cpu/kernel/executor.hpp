@@ -29,13 +29,16 @@ class executor {
   static constexpr double worth_waking = 1 << 20;
 
   /// `threads` workers, the calling thread among them; 0 takes every core of the machine.
-  /// Where the system gives fewer (a container's limit), it works with those: see `threads` and `refused`.
+  /// Where the system gives fewer (a container's limit), it works with those, or, where they are more than cores, with half
+  /// of them: the memory of the others' stacks may be what is short. See `threads` and `refused`.
   explicit executor(int threads = 0) {
     if (threads <= 0) threads = std::max(1, int(std::thread::hardware_concurrency()));
     helpers_.reserve(std::size_t(threads) - 1);
     try {
       for (int worker = 1; worker < threads; ++worker) helpers_.emplace_back([this, worker] { serve(worker); });
     } catch (const std::system_error&) {
+      const std::size_t cores = std::max(1u, std::thread::hardware_concurrency());
+      keep_helpers(std::max(helpers_.size() / 2, std::min(helpers_.size(), cores - 1)));
       refused_ = threads - this->threads();
     } catch (...) {
       stop();
@@ -82,6 +85,15 @@ class executor {
   }
 
  private:
+  void keep_helpers(std::size_t count) noexcept {
+    {
+      std::lock_guard lock(mutex_);
+      most_helpers_ = count;
+    }
+    wake_.notify_all();
+    for (; helpers_.size() > count; helpers_.pop_back()) helpers_.back().join();
+  }
+
   // A helper that is never joined would wait on members that are gone.
   void stop() noexcept {
     {
@@ -97,8 +109,9 @@ class executor {
     for (;;) {
       {
         std::unique_lock lock(mutex_);
-        wake_.wait(lock, [&] { return stopping_ || round_ != seen; });
-        if (stopping_) return;
+        const auto leaves = [&] { return stopping_ || std::size_t(worker) > most_helpers_; };
+        wake_.wait(lock, [&] { return leaves() || round_ != seen; });
+        if (leaves()) return;
         seen = round_;
       }
       work(worker);
@@ -127,6 +140,7 @@ class executor {
   int busy_ = 0;
   std::uint64_t round_ = 0;
   bool stopping_ = false;
+  std::size_t most_helpers_ = ~std::size_t(0);  // those with higher numbers leave
   void (*call_)(void*, index_t, int) = nullptr;
   void* object_ = nullptr;
   std::exception_ptr failure_;
