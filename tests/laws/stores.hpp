@@ -7,28 +7,10 @@
 
 #include <tessera/backend/cpu/store/kv_store.hpp>
 
+#include "support/plain_head.hpp"
 #include "support/subsets.hpp"
 
 namespace support {
-
-/// What a kv_head should hold, slot by slot: a position, a score, and rows as they decode.
-struct expected_head {
-  std::vector<index_t> positions;
-  std::vector<float> scores;
-  std::vector<std::vector<float>> keys, values;
-
-  void keep(const index_t* slots, index_t count) {
-    expected_head kept;
-    for (index_t i = 0; i < count; ++i) {
-      const auto from = std::size_t(slots[i]);
-      kept.positions.push_back(positions[from]);
-      kept.scores.push_back(scores[from]);
-      kept.keys.push_back(keys[from]);
-      kept.values.push_back(values[from]);
-    }
-    *this = kept;
-  }
-};
 
 /// What a row becomes when it is stored.
 template <class Encoding>
@@ -41,12 +23,12 @@ std::vector<float> decoded_row(const float* row, int dim) {
 }
 
 template <class Store, class Layout>
-void holds(Store& store, index_t layer, index_t id, const std::vector<expected_head>& expected, bool with_scores) {
+void holds(Store& store, index_t layer, index_t id, const std::vector<plain_head>& expected, bool with_scores) {
   const auto view = store.view(layer, id);
   tessera::offset_t least = 0;
   REQUIRE(view.kv_heads == index_t(expected.size()));
   for (index_t h = 0; h < view.kv_heads; ++h) {
-    const expected_head& head = expected[std::size_t(h)];
+    const plain_head& head = expected[std::size_t(h)];
     REQUIRE(store.lengths(layer, id)[std::size_t(h)] == index_t(head.positions.size()));
     REQUIRE(view.length(0, h) == index_t(head.positions.size()));
     least += index_t(head.positions.size()) * Layout::token_bytes();
@@ -86,8 +68,8 @@ void obeys_the_laws_of_stores(std::uint64_t seed) {
     const index_t kv_heads = random.between(1, 4);
     const bool with_scores = random.chance(0.5);
     tessera::cpu::kv_store<Layout> store(layers, kv_heads, with_scores);
-    const std::vector<expected_head> nothing(static_cast<std::size_t>(kv_heads));
-    std::vector<std::vector<expected_head>> places(layers * sequences, nothing);
+    const std::vector<plain_head> nothing(static_cast<std::size_t>(kv_heads));
+    std::vector<std::vector<plain_head>> places(layers * sequences, nothing);
     std::vector<index_t> next(layers * sequences, 0);
     for (index_t id = 0; id < sequences; ++id) store.open(id);
     for (int operation = 0; operation < 30; ++operation) {
@@ -102,7 +84,7 @@ void obeys_the_laws_of_stores(std::uint64_t seed) {
                      nhd_rows<const float>(v.data(), tokens, kv_heads, v_dim), next[at]);
         for (index_t t = 0; t < tokens; ++t) {
           for (index_t h = 0; h < kv_heads; ++h) {
-            expected_head& head = place[std::size_t(h)];
+            plain_head& head = place[std::size_t(h)];
             head.positions.push_back(next[at] + t);
             head.scores.push_back(0);
             head.keys.push_back(

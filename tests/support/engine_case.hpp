@@ -8,7 +8,7 @@
 #include <tessera/core/choose_problem.hpp>
 #include <tessera/core/move_problem.hpp>
 
-#include "oracle.hpp"
+#include "plain_head.hpp"
 #include "random.hpp"
 
 namespace support {
@@ -209,30 +209,6 @@ struct engine_pages {
       }
     }
     return clean;
-  }
-};
-
-/// What one kv_head should hold, in the plainest form.
-struct plain_head {
-  std::vector<index_t> positions;
-  std::vector<float> scores;
-  std::vector<std::vector<float>> keys, values;
-
-  void keep(const index_t* slots, index_t count) {
-    plain_head kept;
-    for (index_t i = 0; i < count; ++i) {
-      const auto from = std::size_t(slots[i]);
-      kept.positions.push_back(positions[from]);
-      kept.scores.push_back(scores[from]);
-      kept.keys.push_back(keys[from]);
-      kept.values.push_back(values[from]);
-    }
-    *this = kept;
-  }
-  oracle::attended attend(const float* query, index_t position, int k_dim, int v_dim) const {
-    std::vector<const float*> k, v;
-    for (std::size_t i = 0; i < keys.size(); ++i) k.push_back(keys[i].data()), v.push_back(values[i].data());
-    return oracle::attend(query, position, k, v, positions, k_dim, v_dim);
   }
 };
 

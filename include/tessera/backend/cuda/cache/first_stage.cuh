@@ -59,19 +59,7 @@ class first_stage<Recipe, true> {
   static constexpr bool in_steps = fires_in_steps<typename Recipe::schedule_type>;
   static constexpr index_t observed_at_once = 512;  // queries of one accumulating call: bounds its workspace
 
-  struct no_observer {
-    no_observer(index_t, index_t, index_t, index_t, index_t, const device_info&) {}
-    std::size_t workspace_bytes() const { return 0; }
-  };
-  template <class S, bool EveryQuery>
-  struct observer_of {
-    using type = no_observer;
-  };
-  template <class S>
-  struct observer_of<S, true> {
-    using type = attentive_score<view_type, S>;
-  };
-  using observer_type = typename observer_of<scorer, observed == observes::every_query>::type;
+  using observer_type = attentive_score_where<view_type, scorer, observed == observes::every_query>;
 
  public:
   static constexpr bool with_scores = observed == observes::every_query;

@@ -47,19 +47,7 @@ class score_and_choose {
   using scorer = typename Policy::scorer_type;
   static constexpr observes observed = scorer::observed;
 
-  struct no_score {
-    no_score(index_t, index_t, index_t, index_t, index_t, const device_info&) {}
-    std::size_t workspace_bytes() const { return 0; }
-  };
-  template <class S, bool ByQueries>
-  struct score_of {
-    using type = no_score;
-  };
-  template <class S>
-  struct score_of<S, true> {
-    using type = attentive_score<View, S>;
-  };
-  using score_type = typename score_of<scorer, observed == observes::window>::type;
+  using score_type = attentive_score_where<View, scorer, observed == observes::window>;
 
  public:
   using problem_type = choose_problem<View, T>;

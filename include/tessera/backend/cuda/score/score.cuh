@@ -147,5 +147,27 @@ class attentive_score {
   detail::sum_shape shape_{};
 };
 
+namespace detail {
+
+/// In place of an attentive_score where none is needed.
+struct no_score {
+  no_score(index_t, index_t, index_t, index_t, index_t, const device_info&) {}
+  std::size_t workspace_bytes() const { return 0; }
+};
+template <class View, class Scorer, bool Needed>
+struct score_where {
+  using type = no_score;
+};
+template <class View, class Scorer>
+struct score_where<View, Scorer, true> {
+  using type = attentive_score<View, Scorer>;
+};
+
+}  // namespace detail
+
+/// attentive_score where it is needed: other scorers have no `weigh` to make one of.
+template <class View, class Scorer, bool Needed>
+using attentive_score_where = typename detail::score_where<View, Scorer, Needed>::type;
+
 }  // namespace cuda
 TESSERA_NAMESPACE_END
