@@ -16,7 +16,14 @@
 #include "any_cache.hpp"
 
 #ifdef TESSERA_TORCH_CUDA
-#include <c10/cuda/CUDAStream.h>
+#include "torch_memory.hpp"
+#else
+namespace tessera_torch {
+struct torch_memory {
+  device_memory source() { return {}; }
+  bool ran_out() { return false; }
+};
+}  // namespace tessera_torch
 #endif
 
 namespace tessera_torch {
@@ -25,11 +32,33 @@ namespace {
 using at::Tensor;
 
 struct conversations {
+  std::unique_ptr<torch_memory> memory;  // null on the CPU; outlives the cache
+  c10::optional<at::Device> device;
   std::unique_ptr<any_cache> cache;
   std::vector<index_t> ids;
   std::vector<bool> in_prompt;
+  int actions = 0;
+  bool prepared = false;
   tessera::model_shape shape;
   c10::optional<Tensor> sinks;  // what shape.sink_logits points to
+
+  conversations(c10::optional<at::Device> where, tessera::model_shape model, c10::optional<Tensor> sink_logits)
+      : device(where), shape(std::move(model)), sinks(std::move(sink_logits)) {
+    if (device && device->is_cuda()) memory = std::make_unique<torch_memory>();
+  }
+  device_memory source() { return memory ? memory->source() : device_memory{}; }
+
+  /// The stream that is current, which uses the cache's memory from now on. Null on the CPU.
+  void* stream() {
+#ifdef TESSERA_TORCH_CUDA
+    if (memory) {
+      const auto current = c10::cuda::getCurrentCUDAStream(device->index());
+      memory->used_by(current);
+      return current.stream();
+    }
+#endif
+    return nullptr;
+  }
 };
 
 /// All caches of the process. One operator runs at a time: the caches share the threads of one executor.
@@ -38,6 +67,7 @@ struct registry {
   std::map<std::int64_t, conversations> all;
   std::int64_t next = 1;
   std::shared_ptr<tessera::cpu::executor> workers;
+  bool ran_out = false;  // whether the operator that runs was refused memory on a device
 
   static registry& get() {
     static registry* one = new registry;  // never destroyed: Python may free caches while the process ends
@@ -61,12 +91,26 @@ template <class Body>
 auto guarded(Body&& body) {
   registry& here = registry::get();
   std::lock_guard held(here.lock);
+  here.ran_out = false;
   try {
     return body(here);
   } catch (const tessera::error& problem) {
+    TORCH_CHECK_WITH(OutOfMemoryError, !here.ran_out, problem.what());
     TORCH_CHECK_VALUE(false, problem.what());
   } catch (const std::bad_alloc&) {
     TORCH_CHECK_WITH(OutOfMemoryError, false, "memory for the cache is used up; free some, and reset the cache");
+  }
+}
+
+/// Runs `body()`, which may take memory for this cache, on its device.
+template <class Body>
+auto taking_memory(registry& all, conversations& here, Body&& body) {
+  const at::OptionalDeviceGuard device(here.device);
+  try {
+    return body();
+  } catch (...) {
+    all.ran_out = here.memory && here.memory->ran_out();
+    throw;
   }
 }
 
@@ -114,14 +158,6 @@ void check_rows(const conversations& here, const Tensor& q, const Tensor& k, con
                         index_t(q.size(3)), index_t(q.size(3)));
 }
 
-void* stream_of(const Tensor& q) {
-#ifdef TESSERA_TORCH_CUDA
-  if (q.is_cuda()) return c10::cuda::getCurrentCUDAStream(q.get_device()).stream();
-#endif
-  (void)q;
-  return nullptr;
-}
-
 /// [sequences, tokens, q_heads, dim], as transformers wants it. The CPU's caches write fp32, CUDA's the model's type.
 Tensor output_for(const Tensor& q, bool zeros) {
   const auto options = q.is_cuda() ? q.options() : q.options().dtype(at::kFloat);
@@ -134,8 +170,8 @@ Tensor output_for(const Tensor& q, bool zeros) {
 Tensor create(const std::string& library, std::int64_t layers, std::int64_t q_heads, std::int64_t kv_heads,
               at::IntArrayRef sliding, std::int64_t window, double scale, double soft_cap,
               c10::optional<std::int64_t> budget, const std::vector<std::string>& settings, std::int64_t sequences,
-              std::int64_t tokens, const c10::optional<Tensor>& sinks) {
-  return guarded([&](registry& here) {
+              std::int64_t tokens, const c10::optional<Tensor>& sinks, c10::optional<at::Device> device) {
+  return guarded([&](registry& all) {
     cache_request request;
     request.shape = {index_t(layers), index_t(q_heads), index_t(kv_heads), index_t(window), {}};
     if (!sliding.empty()) request.shape.sliding.resize(std::size_t(layers));
@@ -145,24 +181,29 @@ Tensor create(const std::string& library, std::int64_t layers, std::int64_t q_he
     request.rule.soft_cap = float(soft_cap);
     if (budget) request.budget = index_t(*budget);
     for (std::size_t i = 0; i + 1 < settings.size(); i += 2) request.settings.push_back({settings[i], settings[i + 1]});
-    if (!here.workers) here.workers = std::make_shared<tessera::cpu::executor>(at::get_num_threads());
-    request.workers = here.workers;
+    if (!all.workers) all.workers = std::make_shared<tessera::cpu::executor>(at::get_num_threads());
+    request.workers = all.workers;
     request.sequences = index_t(sequences);
     request.tokens = index_t(tokens);
-    conversations made;
-    made.shape = request.shape;
-    made.sinks = sinks;
-    made.cache.reset(symbol_of<decltype(&tessera_torch_make)>(library, "tessera_torch_make")(request));
-    for (std::int64_t b = 0; b < sequences; ++b) made.ids.push_back(made.cache->open());
+    conversations made(device, request.shape, sinks);
+    request.memory = made.source();
+    taking_memory(all, made, [&] {
+      made.cache.reset(symbol_of<decltype(&tessera_torch_make)>(library, "tessera_torch_make")(request));
+      for (std::int64_t b = 0; b < sequences; ++b) made.ids.push_back(made.cache->open(made.stream()));
+    });
     made.in_prompt.assign(std::size_t(sequences), false);
-    return here.add(std::move(made));
+    return all.add(std::move(made));
   });
 }
 
 Tensor clone(const Tensor& handle) {
-  return guarded([&](registry& here) {
-    const conversations& from = here.find(handle);
-    return here.add({from.cache->clone(), from.ids, from.in_prompt, from.shape, from.sinks});
+  return guarded([&](registry& all) {
+    const conversations& from = all.find(handle);
+    conversations twin(from.device, from.shape, from.sinks);
+    taking_memory(all, twin, [&] { twin.cache = from.cache->clone(twin.source()); });
+    twin.ids = from.ids;
+    twin.in_prompt = from.in_prompt;
+    return all.add(std::move(twin));
   });
 }
 
@@ -173,6 +214,15 @@ void destroy(std::int64_t number) {
 std::string parameters(const std::string& library) {
   return guarded([&](registry&) {
     return std::string(symbol_of<decltype(&tessera_torch_parameters)>(library, "tessera_torch_parameters")());
+  });
+}
+
+/// Room for so many more tokens of every sequence.
+void reserve(const Tensor& handle, std::int64_t tokens) {
+  guarded([&](registry& all) {
+    conversations& here = all.find(handle);
+    const at::OptionalDeviceGuard device(here.device);
+    for (const index_t id : here.ids) here.cache->reserve(id, index_t(tokens), here.stream());
   });
 }
 
@@ -194,7 +244,7 @@ Tensor prompt(const Tensor& handle, std::int64_t layer, const Tensor& q0, const 
         return part_of(rows, x.element_size(), index_t(b), begin, end);
       };
       here.cache->prompt(index_t(layer), here.ids[b], part(q_rows, q), part(k_rows, k), part(v_rows, v),
-                         part(out_rows, out), stream_of(q));
+                         part(out_rows, out), here.stream());
       here.in_prompt[b] = true;
     }
   });
@@ -207,18 +257,36 @@ void end_prompt(const Tensor& handle, const Tensor& like) {
     conversations& here = all.find(handle);
     for (std::size_t b = 0; b < here.ids.size(); ++b) {
       if (!here.in_prompt[b]) continue;
-      here.cache->end_prompt(here.ids[b], stream_of(like));
+      here.cache->end_prompt(here.ids[b], here.stream());
       here.in_prompt[b] = false;
     }
   });
 }
 
+/// The host's part of a step: before every step, also before a captured one is replayed; never captured itself.
 /// `like`: an empty tensor of the model's device whose third size is the number of tokens.
+void prepare_step(const Tensor& handle, const Tensor& like) {
+  const at::OptionalDeviceGuard device(at::device_of(like));
+  guarded([&](registry& all) {
+    conversations& here = all.find(handle);
+    here.actions = here.cache->prepare_step(here.ids, index_t(like.size(2)), here.stream());
+    here.prepared = true;
+  });
+}
+
+/// What the step that was prepared does besides storing and reading: a captured step serves steps of the same number.
+std::int64_t actions(const Tensor& handle) {
+  return guarded([&](registry& all) { return std::int64_t(all.find(handle).actions); });
+}
+
+/// The device's part, before the first layer's `step`.
 void begin_step(const Tensor& handle, const Tensor& like) {
   const at::OptionalDeviceGuard device(at::device_of(like));
   guarded([&](registry& all) {
     conversations& here = all.find(handle);
-    here.cache->begin_step(here.ids, index_t(like.size(2)), stream_of(like));
+    tessera::require(here.prepared, "the step", "not prepared", "one that is", "call prepare_step before begin_step");
+    here.cache->begin_step(here.stream());
+    here.prepared = false;
   });
 }
 
@@ -229,7 +297,7 @@ Tensor step(const Tensor& handle, std::int64_t layer, const Tensor& q0, const Te
   guarded([&](registry& all) {
     conversations& here = all.find(handle);
     check_rows(here, q, k, v);
-    here.cache->step(index_t(layer), rows_of(q), rows_of(k), rows_of(v), rows_of(out.transpose(1, 2)), stream_of(q));
+    here.cache->step(index_t(layer), rows_of(q), rows_of(k), rows_of(v), rows_of(out.transpose(1, 2)), here.stream());
   });
   return out.to(q.scalar_type());
 }
@@ -246,13 +314,17 @@ Tensor step_shape(const Tensor&, std::int64_t, const Tensor& q, const Tensor&, c
 // --- what a cache answers ------------------------------------------------------------------------------------------------
 
 void set_budget(const Tensor& handle, std::int64_t tokens) {
-  guarded([&](registry& all) { all.find(handle).cache->set_budget(index_t(tokens), nullptr); });
+  guarded([&](registry& all) {
+    conversations& here = all.find(handle);
+    taking_memory(all, here, [&] { here.cache->set_budget(index_t(tokens), here.stream()); });
+  });
 }
 
 /// [sequences, 4]: bytes held, bytes read by the last step, bytes of an uncompressed cache, the next position.
 Tensor figures(const Tensor& handle) {
   return guarded([&](registry& all) {
     const conversations& here = all.find(handle);
+    const at::OptionalDeviceGuard device(here.device);
     const Tensor result = at::empty({std::int64_t(here.ids.size()), 4}, at::kLong);
     auto* to = result.data_ptr<std::int64_t>();
     for (const index_t id : here.ids) {
@@ -269,6 +341,7 @@ Tensor figures(const Tensor& handle) {
 std::vector<Tensor> positions(const Tensor& handle, std::int64_t layer) {
   return guarded([&](registry& all) {
     const conversations& here = all.find(handle);
+    const at::OptionalDeviceGuard device(here.device);
     std::vector<Tensor> result;
     for (const index_t id : here.ids) {
       for (index_t head = 0; head < here.shape.kv_heads; ++head) {
@@ -287,13 +360,17 @@ TORCH_LIBRARY(tessera, m) {
   using namespace tessera_torch;
   m.def(
       "create(str library, int layers, int q_heads, int kv_heads, int[] sliding, int window, float scale, "
-      "float soft_cap, int? budget, str[] settings, int sequences, int tokens, Tensor? sinks) -> Tensor",
+      "float soft_cap, int? budget, str[] settings, int sequences, int tokens, Tensor? sinks, "
+      "Device? device=None) -> Tensor",
       &create);
   m.def("clone(Tensor cache) -> Tensor");
   m.def("destroy(int handle) -> ()", &destroy);
   m.def("parameters(str library) -> str", &parameters);
   m.def("prompt(Tensor(a!) cache, int layer, Tensor q, Tensor k, Tensor v, int[] first, int[] last) -> Tensor");
   m.def("end_prompt(Tensor(a!) cache, Tensor like) -> ()");
+  m.def("reserve(Tensor(a!) cache, int tokens) -> ()");
+  m.def("prepare_step(Tensor(a!) cache, Tensor like) -> ()");
+  m.def("actions(Tensor cache) -> int");
   m.def("begin_step(Tensor(a!) cache, Tensor like) -> ()");
   m.def("step(Tensor(a!) cache, int layer, Tensor q, Tensor k, Tensor v) -> Tensor");
   m.def("set_budget(Tensor(a!) cache, int tokens) -> ()");
@@ -306,6 +383,7 @@ void implement(torch::Library& m) {
   using namespace tessera_torch;
   m.impl("prompt", &prompt);
   m.impl("end_prompt", &end_prompt);
+  m.impl("prepare_step", &prepare_step);
   m.impl("begin_step", &begin_step);
   m.impl("step", &step);
 }
@@ -314,6 +392,8 @@ void implement(torch::Library& m) {
 TORCH_LIBRARY_IMPL(tessera, CPU, m) {
   implement(m);
   m.impl("clone", &tessera_torch::clone);
+  m.impl("reserve", &tessera_torch::reserve);
+  m.impl("actions", &tessera_torch::actions);
   m.impl("set_budget", &tessera_torch::set_budget);
   m.impl("figures", &tessera_torch::figures);
   m.impl("positions", &tessera_torch::positions);
@@ -325,5 +405,6 @@ TORCH_LIBRARY_IMPL(tessera, Meta, m) {
   m.impl("prompt", &tessera_torch::prompt_shape);
   m.impl("step", &tessera_torch::step_shape);
   m.impl("end_prompt", [](const at::Tensor&, const at::Tensor&) {});
+  m.impl("prepare_step", [](const at::Tensor&, const at::Tensor&) {});
   m.impl("begin_step", [](const at::Tensor&, const at::Tensor&) {});
 }
