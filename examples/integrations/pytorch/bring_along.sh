@@ -14,8 +14,8 @@ if [ "${1:?a folder}" = --unpack ]; then
 fi
 wheels=(
   'transformers==4.57.*' 'tokenizers==0.22.*' 'huggingface_hub==0.36.*' safetensors regex packaging pyyaml tqdm requests
-  urllib3 idna certifi charset-normalizer filelock fsspec sentencepiece protobuf pytest iniconfig pluggy pygments
-  kvpress==0.5.5 datasets dill multiprocess xxhash 'cachetools<6' fire termcolor
+  urllib3 idna certifi charset-normalizer filelock fsspec sentencepiece protobuf pytest pytest-xdist execnet pytest-timeout iniconfig pluggy pygments
+  kvpress==0.5.5 'datasets==4.4.*' dill multiprocess xxhash 'cachetools<6' fire termcolor httpx httpcore anyio h11
 )
 mkdir -p "$1"
 # Every need is named above: pip would bring PyTorch too.
