@@ -76,6 +76,7 @@ class TesseraCache(transformers.Cache):
         self._sinks = None     # [layers, q_heads], where the model has them
         self._like = None      # an empty tensor of the model's device
         self._prepared = False  # the host's part of the next step is done: see CapturedStep
+        self._room = None       # tokens that memory is there for; None: max_length
         self.memory_of = None   # another object whenever what a captured step would read has moved
 
     # --- what transformers asks -----------------------------------------------------------------------------------------
@@ -178,6 +179,7 @@ class TesseraCache(transformers.Cache):
         rows = Rows(mask, batch, tokens)
         if self._handle is None:
             self._open(q, k, scaling, softcap, sinks)
+        self._make_room(tokens)
         is_step = tokens == 1 and self._seen > 0 and not self._reading_prompt
         if is_step and 0 in rows.last:
             raise ValueError("a step's token is masked; expected one token of every sequence; pad prompts, not answers")
@@ -197,6 +199,13 @@ class TesseraCache(transformers.Cache):
         if self._seen + tokens > self._longest:
             raise ValueError(f"tokens of the conversation are {self._seen + tokens}; expected at most {self._longest}; "
                              "shorten the prompt or raise max_length")
+
+    def _make_room(self, tokens):
+        """After fit_memory: takes more where it was made for less, for a while at once."""
+        if self._room is not None and not self._prepared:
+            if tokens > self._room:
+                self.fit_memory(min(max(tokens, 256), self._longest - self._seen))
+            self._room -= tokens
 
     def _open(self, q, k, scaling, softcap, sinks):
         batch, q_heads, _, dim = q.shape
@@ -225,6 +234,7 @@ class TesseraCache(transformers.Cache):
             raise ValueError(f"shape of a step's tokens is {tuple(tokens.shape)}; expected {(self._made_for[2], 1)}; "
                              "make a cache for each batch")
         self._check_length(1)
+        self._make_room(1)
         self.end_prompt()
         self._operators.prepare_step(self._handle, self._like)
         self._prepared = True
@@ -265,6 +275,15 @@ class TesseraCache(transformers.Cache):
         if self._handle is not None:
             self._operators.set_budget(self._handle, tokens)
             self.memory_of = object()
+
+    def fit_memory(self, tokens=256):
+        """Gives PyTorch back, on a GPU, what the cache has beyond what it stores and `tokens` more of each sequence.
+
+        Call it when a prompt has ended: the method's choice then becomes free memory. Later calls take more as they need.
+        """
+        if self._handle is not None:
+            self._operators.fit_memory(self._handle, tokens)
+            self._room, self.memory_of = tokens, object()
 
     def _figure(self, column):
         return 0 if self._handle is None else int(self._operators.figures(self._handle)[:, column].sum())

@@ -11,15 +11,14 @@ from tessera_torch import CapturedStep, TesseraCache, build, methods
 
 pytestmark = pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA device")
 GREEDY = dict(do_sample=False, pad_token_id=0, eos_token_id=None)
-BUDGET, NEW = 64, 16
+BUDGET, NEW = 64, 16  # tokens
 LONGEST = 2048
 
 
 def options_of(method):
     """What test prompts of up to 500 tokens and short answers need of a method."""
     options = {} if method == "full" else {"budget": BUDGET}
-    if "max_new" in build.parameters(method):
-        options["max_new"] = NEW
+    options.update({name: 16 for name in ("max_new", "window") if name in build.parameters(method)})
     return options
 
 
@@ -170,6 +169,41 @@ def test_pytorch_s_figures_show_the_cache():
     cache.reset()
     gc.collect()
     assert torch.cuda.memory_allocated() == allocated
+
+
+@pytest.mark.parametrize("captured", [False, True], ids=["called", "captured"])
+@pytest.mark.parametrize("method", ["snapkv", "ada_snapkv", "rocketkv", "h2o"])
+def test_what_is_dropped_becomes_free_memory(method, captured):
+    """And changes no answer, also where later calls need more than was left."""
+    model, ids, longest = small_model(), tokens(5000, 2), 1 << 17
+    options = {} if method == "h2o" else {"window": 16}
+
+    def call(fits):
+        gc.collect()
+        before, made, held = torch.cuda.memory_allocated(), [], []
+        cache = TesseraCache(model.config, method, 256, longest, **options)
+        one = CapturedStep(model, cache)
+        with torch.no_grad():
+            for turn in range(2):
+                for chunk in ids.split(1250 - 250 * turn, 1)[:4 - 2 * turn]:
+                    made.append(model(chunk, past_key_values=cache).logits[:, -1].clone())
+                cache.end_prompt()
+                if fits:
+                    cache.fit_memory(20)
+                    held.append(torch.cuda.memory_allocated() - before - sum(x.nbytes for x in made))
+                for i in range(30):
+                    token = ids[:, i:i + 1]
+                    logits = one.step(token) if captured else model(token, past_key_values=cache).logits
+                    made.append(logits[:, -1].clone())
+        return made, held, cache.bytes()
+
+    (want, _, want_bytes), (got, held, got_bytes) = call(False), call(True)
+    assert all(torch.equal(a, b) for a, b in zip(want, got, strict=True))
+    assert want_bytes == got_bytes
+    if method.endswith("snapkv"):  # others have scores or an index beside the rows, of fixed size
+        whole = 2 * 2 * longest * 256  # layers, sequences, tokens, bytes of a row
+        print(f"{method}: {held} bytes held, {got_bytes} in use, {whole} whole")
+        assert max(held) < whole / 3
 
 
 def test_memory_returns_after_many_calls():

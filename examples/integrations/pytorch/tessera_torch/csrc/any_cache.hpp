@@ -74,6 +74,8 @@ class any_cache {
                     const tensor_rows& out, void* stream) = 0;
 
   virtual void set_budget(index_t tokens, void* stream) = 0;
+  /// Memory for what is stored and `tokens` more; gives the rest back. The CPU does so by itself.
+  virtual void fit_memory(index_t tokens, void* stream) = 0;
   virtual offset_t bytes(index_t id) const = 0;
   virtual offset_t bytes_read(index_t id) const = 0;
   virtual offset_t full_bytes(index_t tokens) const = 0;

@@ -39,6 +39,7 @@ class cpu_cache final : public any_cache {
   }
 
   void set_budget(index_t tokens, void*) override { cache_.set_budget(tokens); }
+  void fit_memory(index_t, void*) override {}
   offset_t bytes(index_t id) const override { return cache_.bytes(id); }
   offset_t bytes_read(index_t id) const override { return cache_.bytes_read(id); }
   offset_t full_bytes(index_t tokens) const override { return cache_.full_bytes(tokens); }

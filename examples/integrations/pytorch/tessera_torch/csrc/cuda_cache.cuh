@@ -51,6 +51,10 @@ class cuda_cache final : public any_cache {
     const allocate_from here(memory_);
     cache_.set_budget(tokens, at(stream));
   }
+  void fit_memory(index_t tokens, void* stream) override {
+    const allocate_from here(memory_);
+    cache_.fit_memory(tokens, at(stream));
+  }
   offset_t bytes(index_t id) const override { return cache_.bytes(id); }
   offset_t bytes_read(index_t id) const override { return cache_.bytes_read(id); }
   offset_t full_bytes(index_t tokens) const override { return cache_.full_bytes(tokens); }

@@ -320,6 +320,14 @@ void set_budget(const Tensor& handle, std::int64_t tokens) {
   });
 }
 
+/// Memory for what is stored and so many more tokens of every sequence. Captured steps must be captured anew.
+void fit_memory(const Tensor& handle, std::int64_t tokens) {
+  guarded([&](registry& all) {
+    conversations& here = all.find(handle);
+    taking_memory(all, here, [&] { here.cache->fit_memory(index_t(tokens), here.stream()); });
+  });
+}
+
 /// [sequences, 4]: bytes held, bytes read by the last step, bytes of an uncompressed cache, the next position.
 Tensor figures(const Tensor& handle) {
   return guarded([&](registry& all) {
@@ -374,6 +382,7 @@ TORCH_LIBRARY(tessera, m) {
   m.def("begin_step(Tensor(a!) cache, Tensor like) -> ()");
   m.def("step(Tensor(a!) cache, int layer, Tensor q, Tensor k, Tensor v) -> Tensor");
   m.def("set_budget(Tensor(a!) cache, int tokens) -> ()");
+  m.def("fit_memory(Tensor(a!) cache, int tokens) -> ()");
   m.def("figures(Tensor cache) -> Tensor");
   m.def("positions(Tensor cache, int layer) -> Tensor[]");
 }
@@ -395,6 +404,7 @@ TORCH_LIBRARY_IMPL(tessera, CPU, m) {
   m.impl("reserve", &tessera_torch::reserve);
   m.impl("actions", &tessera_torch::actions);
   m.impl("set_budget", &tessera_torch::set_budget);
+  m.impl("fit_memory", &tessera_torch::fit_memory);
   m.impl("figures", &tessera_torch::figures);
   m.impl("positions", &tessera_torch::positions);
 }
