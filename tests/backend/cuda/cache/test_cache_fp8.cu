@@ -3,6 +3,8 @@
 #include "tessera/layout/fixed_pages.hpp"
 #include "tessera/layout/fp8_rows.hpp"
 #include "tessera/methods/full.hpp"
+#include "tessera/methods/rocketkv.hpp"
+#include "tessera/methods/sparq.hpp"
 #include "tessera/methods/streaming_llm.hpp"
 
 using namespace tessera;
@@ -15,4 +17,9 @@ TEST_CASE("fp8 rows in runs hold the CPU's conversations on the device", "[gpu][
 TEST_CASE("fp8 rows in pages hold the CPU's conversations on the device", "[gpu][cache]") {
   if (gpu_missing()) return;
   hold_conversations<full<bf16, 64, 64, stored<fp8_rows<bf16, 64>, fixed_pages<16>>>>(20);
+}
+TEST_CASE("paged retrieval over fp8 rows holds the CPU's conversations on the device", "[gpu][cache]") {
+  if (gpu_missing()) return;
+  hold_conversations<rocketkv<bf16, 64, 64, stored<fp8_rows<bf16, 64>, fixed_pages<16>>>>(20);
+  hold_conversations<sparq<fp16, 64, 64, stored<fp8_rows<fp16, 64>, runs>>>(20);
 }
