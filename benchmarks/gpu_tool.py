@@ -53,7 +53,8 @@ class Tool:
         with tempfile.TemporaryDirectory() as folder:
             report = pathlib.Path(folder) / "report.json"
             status, said = self.run(
-                "eval", "--model", str(MODEL), "--backend", backend, "--threads", "1", ",".join(methods), "--budgets", ",".join(map(str, budgets)), "--json", str(report), *asked)
+                "eval", "--model", str(MODEL), "--backend", backend, "--threads", "1", "--methods", ",".join(methods),
+                "--budgets", ",".join(map(str, budgets)), "--json", str(report), *asked)
             if status != 0:
                 return {}, said or f"exit status {status}"
             cells = json.loads(report.read_text(encoding="utf-8"))
