@@ -227,6 +227,42 @@ void hold_conversations(int count) {
   CHECK(seen.swapped <= 2 + seen.selections / 100);
 }
 
+/// Steps before any prompt give the bits of a new cache, whoever had the id before.
+template <class Method>
+void reopen_and_step() {
+  using T = typename Method::layout_type::element_type;
+  constexpr int D = Method::layout_type::k_dim;
+  const model_shape shape{2, 4, 2};
+  Method method;
+  method.set_budget(64);
+  cuda::cache_options options;
+  options.tokens = 200;
+  cuda::cache<Method> used(shape, method, options), fresh(shape, method, options);
+  const step_rows<T> prompt(1, 90, shape, D);
+  REQUIRE(used.open() == 0);
+  for (index_t layer = 0; layer < shape.layers; ++layer) {
+    used.prefill(layer, 0, prompt.rows(prompt.dq.data, 4), prompt.rows(prompt.dk.data, 2),
+                 prompt.rows(prompt.dv.data, 2), nullptr);
+  }
+  used.end_prefill(0, nullptr);
+  used.close(0);
+  REQUIRE(used.open() == 0);
+  REQUIRE(fresh.open() == 0);
+  buffer<float> out(std::size_t(shape.q_heads * D)), expected(out.count);
+  for (index_t i = 0; i < shrunk(100, 70); ++i) {
+    const step_rows<T> x(1, 1, shape, D);
+    for (auto [kv, to] : {std::pair{&used, &out}, std::pair{&fresh, &expected}}) {
+      const batch step = kv->prepare_step({0}, 1, nullptr);
+      kv->begin_step(step, nullptr);
+      for (index_t layer = 0; layer < shape.layers; ++layer) {
+        kv->decode(layer, step, x.rows(x.dq.data, 4), x.rows(x.dk.data, 2), x.rows(x.dv.data, 2),
+                   nhd_rows(to->data, 1, shape.q_heads, D), {}, nullptr);
+      }
+    }
+    REQUIRE(same_bits(out.get(), expected.get()));
+  }
+}
+
 /// A whole step recorded once and replayed while lengths grow gives the bits of the same steps launched one by one.
 template <class Method>
 void replay_steps() {

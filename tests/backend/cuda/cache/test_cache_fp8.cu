@@ -1,10 +1,8 @@
 // Caches of fp8 rows on the device, in runs and in pages, against the CPU's.
-#include "cache_case.hpp"
+#include "calls_case.hpp"
 #include "tessera/layout/fixed_pages.hpp"
 #include "tessera/layout/fp8_rows.hpp"
 #include "tessera/methods/full.hpp"
-#include "tessera/methods/rocketkv.hpp"
-#include "tessera/methods/sparq.hpp"
 #include "tessera/methods/streaming_llm.hpp"
 
 using namespace tessera;
@@ -18,8 +16,11 @@ TEST_CASE("fp8 rows in pages hold the CPU's conversations on the device", "[gpu]
   if (gpu_missing()) return;
   hold_conversations<full<bf16, 64, 64, stored<fp8_rows<bf16, 64>, fixed_pages<16>>>>(20);
 }
-TEST_CASE("paged retrieval over fp8 rows holds the CPU's conversations on the device", "[gpu][cache]") {
+TEST_CASE("random calls of fp8 rows in pages do what the contract says on the device", "[gpu][cache][calls]") {
   if (gpu_missing()) return;
-  hold_conversations<rocketkv<bf16, 64, 64, stored<fp8_rows<bf16, 64>, fixed_pages<16>>>>(20);
-  hold_conversations<sparq<fp16, 64, 64, stored<fp8_rows<fp16, 64>, runs>>>(20);
+  call_at_random<full<bf16, 64, 64, stored<fp8_rows<bf16, 64>, fixed_pages<16>>>>();
+}
+TEST_CASE("random calls of fp8 rows in runs do what the contract says on the device", "[gpu][cache][calls]") {
+  if (gpu_missing()) return;
+  call_at_random<streaming_llm<bf16, 64, 64, stored<fp8_rows<bf16, 64>, runs>>>();
 }

@@ -1,4 +1,5 @@
 // The CUDA cache whose rows lie in pages.
+#include "calls_case.hpp"
 #include "memory_case.hpp"
 #include "serving_case.hpp"
 #include "tessera/layout/dense_rows.hpp"
@@ -29,6 +30,14 @@ TEST_CASE("rocketkv in pages holds the CPU's conversations on the device", "[gpu
 TEST_CASE("a recorded step in pages follows its growing cache", "[gpu][cache]") {
   if (gpu_missing()) return;
   replay_steps<paged_full>();
+}
+TEST_CASE("random calls of snapkv in pages do what the contract says on the device", "[gpu][cache][calls]") {
+  if (gpu_missing()) return;
+  call_at_random<paged_snapkv>();
+}
+TEST_CASE("random calls of rocketkv in pages do what the contract says on the device", "[gpu][cache][calls]") {
+  if (gpu_missing()) return;
+  call_at_random<paged_rocketkv>();
 }
 TEST_CASE("a cache in pages serves conversations of all lengths in the memory that it began with", "[gpu][cache]") {
   if (gpu_missing()) return;

@@ -20,6 +20,56 @@ TEST_CASE("a pool without room refuses, and the cache goes on as before", "[gpu]
   refuse_and_go_on<full<bf16, 64>>();
 }
 
+TEST_CASE("a step begins once, its layers come in order, and nobody steps in between", "[gpu][cache]") {
+  if (gpu_missing()) return;
+  using method = full<bf16, 64>;
+  const model_shape shape{2, 4, 2};
+  cuda::cache_options options;
+  options.sequences = 3;
+  options.tokens = 100;
+  cuda::cache<method> kv(shape, method(), options);
+  const step_rows<bf16> prompt(1, 20, shape, 64), fresh(2, 1, shape, 64);
+  const auto prefill = [&](index_t layer, index_t id) {
+    kv.prefill(layer, id, prompt.rows(prompt.dq.data, 4), prompt.rows(prompt.dk.data, 2),
+               prompt.rows(prompt.dv.data, 2), nullptr);
+  };
+  for (index_t id = 0; id < 3; ++id) {
+    REQUIRE(kv.open() == id);
+    CHECK(kv.attended(1, id).empty());  // nothing was traced
+    for (index_t layer = 0; layer < 2; ++layer) prefill(layer, id);
+    kv.end_prefill(id, nullptr);
+  }
+  buffer<float> out(2 * 4 * 64);
+  const auto decode = [&](index_t layer, const batch& step, index_t skip = 0) {
+    auto q = fresh.rows(fresh.dq.data, 4);
+    q.data += skip;
+    q.sequences = step.sequences();
+    auto k = fresh.rows(fresh.dk.data, 2), v = fresh.rows(fresh.dv.data, 2);
+    k.sequences = v.sequences = step.sequences();
+    kv.decode(layer, step, q, k, v, nhd_rows(out.data, 1, 4, 64, step.sequences()), {}, nullptr);
+  };
+  CHECK_THROWS_WITH(kv.begin_step({}, nullptr), contains("what prepare_step returned last"));
+  const batch first = kv.prepare_step({0}, 1, nullptr), both = kv.prepare_step({1, 2}, 1, nullptr);
+  CHECK_THROWS_WITH(kv.begin_step(first, nullptr), contains("what prepare_step returned last"));
+  CHECK_THROWS_WITH(decode(0, first), contains("what prepare_step returned last"));
+  CHECK_THROWS_WITH(decode(0, both), contains("calls of begin_step for a step is 0"));
+  kv.begin_step(both, nullptr);
+  CHECK_THROWS_WITH(kv.begin_step(both, nullptr), contains("calls of begin_step for a step is 2"));
+  CHECK_THROWS_WITH(decode(0, both, 1), contains("address of q"));
+  decode(0, both);
+  CHECK_THROWS_WITH(decode(0, both), contains("layer of a step is 0"));
+  CHECK_THROWS_WITH(prefill(1, 2), contains("sequence in the middle of a step is 2"));
+  CHECK_THROWS_WITH(kv.reserve(1, 9, nullptr), contains("sequence in the middle of a step is 1"));
+  CHECK_THROWS_WITH(kv.prepare_step({2}, 1, nullptr), contains("sequence in the middle of a step is 2"));
+  decode(1, both);
+  kv.begin_step(kv.prepare_step({1, 2}, 1, nullptr), nullptr);
+  kv.close(2);
+  CHECK_THROWS_WITH(decode(0, both), contains("sequence is 2"));
+  REQUIRE(kv.open() == 2);  // in the closed one's place
+  CHECK_THROWS_AS(decode(0, both), error);
+  CHECK(kv.positions(1, 2, 0).empty());
+}
+
 TEST_CASE("every allocation of a cache fails once, and the conversation goes on as if it had not", "[gpu][cache]") {
   if (gpu_missing()) return;
   faulty_conversation<snapkv<bf16, 64>>::fails_everywhere_once();

@@ -12,6 +12,7 @@
 #include "first_stage.cuh"
 #include "newest.cuh"
 #include "reading.cuh"
+#include "step_order.cuh"
 
 TESSERA_NAMESPACE_BEGIN
 namespace cuda {
@@ -58,10 +59,7 @@ class cache_parts {
 
   /// Whether decode steps write down which positions they attend; off by default. A traced step synchronises and cannot
   /// be recorded.
-  void trace_attended(bool on) {
-    tracing_ = on;
-    attended_.resize(std::size_t(shape_.layers) * std::size_t(options_.sequences));
-  }
+  void trace_attended(bool on) { tracing_ = on; }
   /// Positions that the last traced decode step of a layer attended, by kv_head.
   const std::vector<std::vector<index_t>>& attended(index_t layer, index_t id) const {
     conversations_.at(id, layer);
@@ -137,7 +135,9 @@ class cache_parts {
         first_(recipe_, shape_, options_, device_),
         reading_(recipe_, shape_, options_, device_),
         attention_(shape_, options_, device_),
-        newest_(shape_.kv_heads, shape_.sliding.empty() ? 0 : shape_.window) {
+        order_(shape_.layers),
+        newest_(shape_.kv_heads, shape_.sliding.empty() ? 0 : shape_.window),
+        attended_(std::size_t(shape_.layers) * std::size_t(options_.sequences)) {
     store_.adopt(fit_movers(first_));
   }
 
@@ -198,6 +198,7 @@ class cache_parts {
   first_stage<Recipe> first_;
   reading_type reading_;
   attention<view_type, read_view_type, Out> attention_;
+  step_order order_;
   newest_slots newest_;
   bool tracing_ = false;
   std::vector<std::vector<std::vector<index_t>>> attended_;  // by place

@@ -5,6 +5,7 @@
 #include <limits>
 #include <string>
 
+#include "../../../../core/model_shape.hpp"
 #include "../../device/tuning.cuh"
 #include "prefill_hopper.cuh"
 #include "prefill_kernel.cuh"
@@ -132,6 +133,8 @@ class prefill_attention {
             "give out the shape of q");
     require(!p.lse.data || same_shape(p.lse, p.q), "lse [sequences, tokens, q_heads]", shape_of(p.lse), shape_of(p.q),
             "give lse the shape of q, or no data");
+    require_dim(p.q, View::k_dim, "q");
+    require_dim(p.out, View::v_dim, "out");
     if (p.q.tokens == 0) return 0;
     require(p.view.k && p.view.v && p.view.lengths, "view", "null", "keys, values and lengths", "pass device memory");
     require(p.q.data && p.out.data && p.first_position, "problem", "null", "q, out and first_position",
