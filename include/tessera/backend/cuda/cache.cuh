@@ -207,33 +207,11 @@ class cache : public cache_parts<Recipe, Out> {
 
  private:
   using parts::after_, parts::all_layers, parts::attention_, parts::chunk_position_, parts::conversations_,
-      parts::device_, parts::order_, parts::filters, parts::first_, parts::first_position_, parts::next_,
-      parts::options_, parts::policies, parts::reading_, parts::recipe_, parts::roles_, parts::shape_, parts::slide,
-      parts::steps_, parts::store_, parts::trace, parts::tracing_;
-  using typename parts::place_list, typename parts::read_view_type, typename parts::view_type;
+      parts::device_, parts::filters, parts::first_, parts::first_position_, parts::make_store_room, parts::next_,
+      parts::options_, parts::order_, parts::plan_choice, parts::policies, parts::reading_, parts::recipe_,
+      parts::roles_, parts::shape_, parts::slide, parts::steps_, parts::store_, parts::trace, parts::tracing_;
+  using typename parts::read_view_type, typename parts::view_type;
 
-  /// Sliding layers drop what they have left behind first, now and then.
-  void make_store_room(const place_list& places, index_t tokens, cudaStream_t stream) {
-    slide(places, stream);
-    store_.plan_room(places, tokens);
-    store_.commit_room(places, stream);
-  }
-
-  /// Plans what the layers of a conversation whose prompt ends keep, or let through; returns those that choose at all.
-  std::vector<index_t> plan_choice(index_t id, bool due, const planned<Recipe>& fitted) {
-    std::vector<index_t> layers;
-    place_list places;
-    std::vector<token_bound> kept;
-    for (index_t layer = 0; due && layer < shape_.layers; ++layer) {
-      const token_bound held = store_.bound(layer, id);
-      if (!roles_.follows_recipe(layer) || (!filters && first_.keeps_everything(layer, id, held, fitted))) continue;
-      layers.push_back(layer);
-      places.push_back({layer, id});
-      kept.push_back(first_.bound(layer, id, held, fitted));
-    }
-    filters ? reading_.lists().plan_pass(places, kept) : store_.plan_keep(places, kept);
-    return layers;
-  }
   void choose(index_t layer, index_t id, const planned<Recipe>& fitted, cudaStream_t stream) {
     const kept_slots kept = first_.choose(layer, id, store_, fitted, roles_.rule(layer), this->next_position(id),
                                           next_.data() + id, stream);

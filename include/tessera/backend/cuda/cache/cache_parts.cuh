@@ -165,6 +165,28 @@ class cache_parts {
     }
   }
 
+  /// Sliding layers drop what they have left behind first, now and then.
+  void make_store_room(const place_list& places, index_t tokens, cudaStream_t stream) {
+    slide(places, stream);
+    store_.plan_room(places, tokens);
+    store_.commit_room(places, stream);
+  }
+
+  /// Plans what the layers of a conversation whose prompt ends keep, or let through; returns those that choose at all.
+  std::vector<index_t> plan_choice(index_t id, bool due, const planned<Recipe>& fitted) {
+    std::vector<index_t> layers;
+    place_list places;
+    std::vector<token_bound> kept;
+    for (index_t layer = 0; due && layer < shape_.layers; ++layer) {
+      const token_bound held = store_.bound(layer, id);
+      if (!roles_.follows_recipe(layer) || (!filters && first_.keeps_everything(layer, id, held, fitted))) continue;
+      layers.push_back(layer);
+      places.push_back({layer, id});
+      kept.push_back(first_.bound(layer, id, held, fitted));
+    }
+    filters ? reading_.lists().plan_pass(places, kept) : store_.plan_keep(places, kept);
+    return layers;
+  }
   /// Positions that steps may read of a layer, by kv_head.
   std::vector<std::vector<index_t>> downloaded_readable(index_t layer, index_t id) const {
     if (!roles_.follows_recipe(layer)) return store_.downloaded_positions(layer, id);
