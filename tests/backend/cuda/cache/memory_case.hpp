@@ -100,7 +100,7 @@ class faulty_conversation {
       if (fits) {
         const std::size_t before = memory.bytes();
         attempt([&] { kv.fit_memory(3, nullptr); });
-        REQUIRE(memory.bytes() < before);
+        REQUIRE((turn == 0 ? memory.bytes() < before : memory.bytes() <= before));
       }
       if (turn == 1) attempt([&] { kv.set_budget(80); });
       for (int step = 0; step < 3; ++step) {
