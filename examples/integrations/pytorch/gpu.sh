@@ -4,27 +4,28 @@
 #
 #   gpu.sh --wheels FOLDER --out FOLDER --limit SECONDS [--only tests|benchmark] [BENCHMARK FLAG ...]
 set -euo pipefail
-cd "$(dirname "${BASH_SOURCE[0]}")"
-here=$PWD only=
+only=
 while [ $# -gt 0 ]; do
   case $1 in
-    --wheels) wheels=$2; shift 2 ;;
-    --out) out=$2; shift 2 ;;
+    --wheels) wheels=$(realpath "$2"); shift 2 ;;
+    --out) mkdir -p "$2"; out=$(realpath "$2"); shift 2 ;;
     --limit) limit=$2; shift 2 ;;
     --only) only=$2; shift 2 ;;
     *) break ;;
   esac
 done
-mkdir -p "${out:?pass --out FOLDER}"
-exec > >(tee "$out/gpu.log") 2>&1
+cd "$(dirname "${BASH_SOURCE[0]}")"
+here=$PWD
+: "${wheels:?pass --wheels FOLDER}" "${limit:?pass --limit SECONDS}"
+exec > >(tee "${out:?pass --out FOLDER}/gpu.log") 2>&1
 work=$(mktemp -d)
 trap 'rm -rf "$work"' EXIT
-: "${limit:?pass --limit SECONDS}"
-left() { echo $((limit - SECONDS)); }
+left() { echo $((limit > SECONDS ? limit - SECONDS : 1)); }
 
-"$here/bring_along.sh" --unpack "${wheels:?pass --wheels FOLDER}" "$work/site"
+"$here/bring_along.sh" --unpack "$wheels" "$work/site"
 export PYTHONPATH=$work/site:$here PYTHONUNBUFFERED=1 TESSERA_TORCH_CACHE=${TESSERA_TORCH_CACHE:-$work/built}
-export OMP_WAIT_POLICY=passive TOKENIZERS_PARALLELISM=false HF_HUB_OFFLINE=1
+export OMP_WAIT_POLICY=passive TOKENIZERS_PARALLELISM=false HF_HUB_OFFLINE=1 USE_TF=0 USE_FLAX=0
+export PATH=$PATH:/usr/local/cuda/bin
 nvidia-smi --query-gpu=name,driver_version,clocks.sm,temperature.gpu --format=csv,noheader || true
 nvcc --version | tail -n 2
 
