@@ -138,7 +138,7 @@ template <class Layout>
 void stores_outlive_failures(std::uint64_t seed) {
   support::rng random(seed);
   cpu::executor workers(1);
-  cpu::kv_store<Layout> store(1, 2, true);
+  cpu::kv_store<Layout> store(1, 2, {.scores = true});
   store.open(0);
   store.open(1);
   const auto rows = support::normals(random, 100 * 2 * 64);

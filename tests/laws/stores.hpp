@@ -67,7 +67,7 @@ void obeys_the_laws_of_stores(std::uint64_t seed) {
   for (index_t i = 0; i < scaled(40); ++i) {
     const index_t kv_heads = random.between(1, 4);
     const bool with_scores = random.chance(0.5);
-    tessera::cpu::kv_store<Layout> store(layers, kv_heads, with_scores);
+    tessera::cpu::kv_store<Layout> store(layers, kv_heads, {.scores = with_scores});
     const std::vector<plain_head> nothing(static_cast<std::size_t>(kv_heads));
     std::vector<std::vector<plain_head>> places(layers * sequences, nothing);
     std::vector<index_t> next(layers * sequences, 0);

@@ -29,7 +29,7 @@ class layers {
       : workers_(std::move(workers)),
         count_(shape.layers),
         roles_(shape, recipe.dense_layers, recipe.attention.rule),
-        store_(shape.layers, shape.kv_heads, first_stage<Recipe>::with_scores),
+        store_(shape.layers, shape.kv_heads, {first_stage<Recipe>::with_scores, Recipe::needs_segments}),
         first_(shape),
         reading_(shape),
         log_(shape.layers) {}
@@ -52,10 +52,10 @@ class layers {
   /// Appends a chunk of a prompt at position `first`; its queries are observed.
   template <class E>
   void prefill(index_t layer, index_t id, const planned<Recipe>& policies, index_t first, const rows_view<const E>& q,
-               const rows_view<const E>& k, const rows_view<const E>& v) {
+               const rows_view<const E>& k, const rows_view<const E>& v, const segment_marks& marks) {
     choice& slid = begin(1).front();
     try {
-      store_.append(layer, id, k, v, first);
+      store_.append(layer, id, k, v, first, marks);
       if (roles_.follows_recipe(layer)) {
         first_.observe_prompt(layer, id, store_, policies, roles_.rule(layer), q, first + k.tokens, *workers_);
       } else {
@@ -102,8 +102,8 @@ class layers {
     try {
       for (index_t b = 0; b < step.sequences(); ++b) {
         const index_t id = step.ids[std::size_t(b)];
-        step_one(layer, step, b, known.at(id).policies, first(b), q.one(b), k.one(b), v.one(b),
-                 {output.out.one(b), output.lse.one(b)}, choices[std::size_t(b)]);
+        step_one(layer, step, b, known.at(id).policies, first(b), known.step_marks(layer, id), q.one(b), k.one(b),
+                 v.one(b), {output.out.one(b), output.lse.one(b)}, choices[std::size_t(b)]);
       }
     } catch (...) {
       for (index_t b = 0; b < step.sequences(); ++b) {
@@ -180,12 +180,12 @@ class layers {
 
   template <class E>
   void step_one(index_t layer, const batch& step, index_t b, const planned<Recipe>& policies, index_t first,
-                const rows_view<const E>& q, const rows_view<const E>& k, const rows_view<const E>& v,
-                const attention_output& output, choice& made) {
+                const segment_marks& marks, const rows_view<const E>& q, const rows_view<const E>& k,
+                const rows_view<const E>& v, const attention_output& output, choice& made) {
     const index_t id = step.ids[std::size_t(b)], next = first + k.tokens;
     const logit_rule rule = roles_.rule(layer);
     const query_rows<E> queries{q, &first};
-    store_.append(layer, id, k, v, first);
+    store_.append(layer, id, k, v, first, marks);
     if (!roles_.follows_recipe(layer)) {
       attend(b, store_.view(layer, id), queries, rule, nullptr, 0, output);
       return slide(layer, id, k.tokens, made);

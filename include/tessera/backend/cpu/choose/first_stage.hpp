@@ -19,6 +19,8 @@ inline namespace TESSERA_HOST_ISA {
 struct ranked_tokens {
   std::vector<std::vector<index_t>> positions;
   std::vector<std::vector<float>> scores;
+  std::vector<std::vector<index_t>>
+      blocks;  ///< in what blocks each segment was taken, by a selector that sees them; 0: not
 };
 
 /// What every first stage answers; this one chooses nothing.
@@ -66,6 +68,11 @@ class choosing {
     result.layers = shape_.layers;
     result.first_position = first_position;
     result.rule = rule;
+    result.q.heads = shape_.q_heads;
+    if constexpr (Recipe::needs_segments) {
+      const columns& beside = stored.beside(layer, id);
+      result.segments = {beside.segments(), 0, 0, beside.begins().data()};
+    }
     return result;
   }
   template <class Policy>
@@ -75,6 +82,7 @@ class choosing {
     if (!ranked) return true;
     ranked->positions.assign(std::size_t(shape_.kv_heads), {});
     ranked->scores.assign(std::size_t(shape_.kv_heads), {});
+    ranked->blocks = choosing_.memory.retaining.blocks;
     for (index_t h = 0; seen.scores && h < shape_.kv_heads; ++h) {
       ranked->scores[std::size_t(h)].assign(seen.head(h), seen.head(h) + seen.candidates(h));
       for (index_t i = 0; i < seen.candidates(h); ++i) {
@@ -196,9 +204,14 @@ class first_stage<Recipe, observes::every_query, true> : public choosing<Recipe>
   void observe_prompt(index_t layer, index_t id, Store& stored, const planned<Recipe>& policies, const logit_rule& rule,
                       const rows_view<const E>& q, index_t next, executor& workers) {
     if (q.tokens == 0) return;
-    const index_t first = next - q.tokens;
     columns& beside = stored.beside(layer, id);
-    score_rows(stored.view(layer, id), query_rows<E>{q, &first}, rule, policies.first.scorer, beside.scores(),
+    rows_view<const E> asked = q;
+    if constexpr (joins_rows_by<typename Recipe::retain_type::scorer_type> == row_join::newest) {
+      asked.data = q.row(0, q.tokens - 1, 0);
+      asked.tokens = 1;
+    }
+    const index_t first = next - asked.tokens;
+    score_rows(stored.view(layer, id), query_rows<E>{asked, &first}, rule, policies.first.scorer, beside.scores(),
                beside.begins().data(), this->choosing_.memory.scoring, workers);
   }
 
