@@ -18,7 +18,7 @@ namespace {
 /// Appends and keeps rows of ones in one place of two kv_heads.
 template <class Layout>
 struct one_place {
-  cpu::kv_store<Layout> store{1, 2, false};
+  cpu::kv_store<Layout> store{1, 2, {}};
   std::vector<float> rows = std::vector<float>(4000 * 2 * 64, 1.0f);
   std::vector<index_t> next = std::vector<index_t>(4, 0);
   cpu::executor workers{1};
