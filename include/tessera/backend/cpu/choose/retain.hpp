@@ -9,6 +9,7 @@
 #include "../../../core/slot_column.hpp"
 #include "../../../recipe.hpp"
 #include "../score/finish.hpp"
+#include "segments.hpp"
 
 TESSERA_NAMESPACE_BEGIN
 namespace cpu {
@@ -22,59 +23,6 @@ struct retain_workspace {
   std::vector<std::vector<index_t>>
       blocks;  // by row of scores: how each segment of its candidates was taken, 0: not at all
 };
-
-namespace detail {
-
-/// Calls `visit(first, length)` for every run of equal segments among `n` slots.
-template <class Visit>
-void for_each_segment(const index_t* segments, index_t n, const Visit& visit) {
-  for (index_t first = 0; first < n;) {
-    index_t end = first + 1;
-    while (end < n && segments[end] == segments[first]) ++end;
-    visit(first, end - first);
-    first = end;
-  }
-}
-
-/// The last pass of a scorer that sees segments, in place.
-template <segment_scorer Scorer>
-void rescore_segments(const Scorer& scorer, const index_t* segments, index_t n, float* scores) {
-  float most = 0;
-  for_each_segment(segments, n, [&](index_t first, index_t length) {
-    most = std::max(most, scorer.describe_segment(scores + first, length).importance);
-  });
-  for_each_segment(segments, n, [&](index_t first, index_t length) {
-    const segment_statistics own = scorer.describe_segment(scores + first, length);
-    for (index_t i = first; i < first + length; ++i) scores[i] = scorer.rescored(scores[i], own, most);
-  });
-}
-
-/// What a selector that sees segments chooses: the best tokens say how many each segment gets, the selector which.
-template <segment_selector Selector>
-index_t choose_in_segments(const Selector& selector, const float* scores, const index_t* segments, index_t n,
-                           index_t tail, index_t keep, index_t* out, retain_workspace& workspace,
-                           std::vector<index_t>& blocks) {
-  keep = std::clamp(keep, 0, n);
-  tail = std::clamp(tail, 0, keep);
-  const index_t candidates = n - tail;
-  auto& best = workspace.best;
-  best.resize(std::size_t(keep - tail));
-  top_k(scores, candidates, keep - tail, best.data(), workspace.top_k);
-  index_t count = 0;
-  std::size_t next = 0;  // of the best
-  blocks.clear();
-  for_each_segment(segments, candidates, [&](index_t first, index_t length) {
-    index_t won = 0;
-    while (next < best.size() && best[next] < first + length) ++next, ++won;
-    blocks.push_back(won == 0 ? 0 : selector.choose_in_segment(scores + first, length, won, out + count));
-    for (index_t i = 0; i < won; ++i) out[count + i] += first;
-    count += won;
-  });
-  for (index_t slot = candidates; slot < n; ++slot) out[count++] = slot;
-  return count;
-}
-
-}  // namespace detail
 
 /// Chooses what a layer of one sequence keeps: the scorer's last passes over each head's candidates, budget over the
 /// layer, selector in each head. A layer that the budget keeps all of is not looked at.
@@ -102,7 +50,7 @@ layer_scores choose_kept(const choosing_stage<Scorer, Budget, Selector, Scope>& 
       const float* finished_scores = finished(policy.scorer, raw.head(h), raw.candidates(h), out, workspace.pooled);
       if constexpr (segment_scorer<Scorer>) {
         if (finished_scores != out) std::copy_n(finished_scores, raw.candidates(h), out);
-        detail::rescore_segments(policy.scorer, segments.row(0, h, heads), raw.candidates(h), out);
+        rescore_segments(policy.scorer, segments.row(0, h, heads), raw.candidates(h), out);
         finished_scores = out;
       }
       if (finished_scores == out) scores.scores = workspace.finished.data();  // of every head alike
@@ -119,8 +67,8 @@ layer_scores choose_kept(const choosing_stage<Scorer, Budget, Selector, Scope>& 
     const index_t n = raw.tokens[h], tail = raw.protected_tail, keep = counts[std::size_t(h)];
     index_t& count = kept.counts[std::size_t(h)];
     if constexpr (segment_selector<Selector>) {
-      count = detail::choose_in_segments(policy.selector, scores.head(h), segments.row(0, h, heads), n, tail, keep,
-                                         kept.row(h), workspace, workspace.blocks[std::size_t(h)]);
+      count = choose_in_segments(policy.selector, scores.head(h), segments.row(0, h, heads), n, tail, keep, kept.row(h),
+                                 workspace.top_k, workspace.best, workspace.blocks[std::size_t(h)]);
     } else {
       count = choose_slots(policy.selector, scores.head(h), n, tail, keep, kept.row(h), workspace.top_k);
     }
