@@ -50,6 +50,8 @@ struct choosing_stage {
   static constexpr bool chooses = true;
   /// Whether a prompt must come with the boundaries of its segments, and stored tokens keep which one they belong to.
   static constexpr bool needs_segments = segment_scorer<Scorer> || segment_selector<Selector>;
+  /// Whether layers may keep what another one has chosen.
+  static constexpr bool reuses = reusing_scope<Scope>;
   /// What the scorer has to see.
   static constexpr observes observed = Scorer::observed;
   /// Whether one token budget is split over both stages.
@@ -72,6 +74,7 @@ struct choosing_stage {
     // What a plan leaves for this stage is known once the prompt is: see `plan`.
     scorer.check(plans ? std::numeric_limits<index_t>::max() : budget.tokens);
     selector.check();
+    if constexpr (reusing_scope<Scope>) scope.check();
   }
 
   /// What the budget comes to in a conversation whose first prompt has `prompt` tokens.
@@ -116,6 +119,7 @@ struct choosing_stage {
     Scorer::parameters(self.scorer, visit);
     Budget::parameters(self.budget, visit);
     Selector::parameters(self.selector, visit);
+    if constexpr (reusing_scope<Scope>) Scope::parameters(self.scope, visit);
   }
   template <class Visit>
   static void policies(const char* scorer_axis, Visit&& visit) {
@@ -149,7 +153,7 @@ struct filter : choosing_stage<Scorer, Budget, Selector, Scope> {
 
 /// Everything stays, and steps may read all of it.
 struct retain_all {
-  static constexpr bool chooses = false, drops = false, plans = false, needs_segments = false;
+  static constexpr bool chooses = false, drops = false, plans = false, needs_segments = false, reuses = false;
   static constexpr observes observed = observes::nothing;
   static constexpr value_range<index_t> budgets{0, 0};
   index_t* tokens() const { return nullptr; }
@@ -171,8 +175,8 @@ template <class Stage>
 inline constexpr bool runs_on_devices = [] {
   if constexpr (Stage::chooses) {
     using scorer = typename Stage::scorer_type;
-    return !Stage::needs_segments && !contents_scorer<scorer> && !joining_scope<typename Stage::scope_type> &&
-           joins_rows_by<scorer> == row_join::sum;
+    return !Stage::needs_segments && !contents_scorer<scorer> && !lagged_scorer<scorer> &&
+           !joining_scope<typename Stage::scope_type> && joins_rows_by<scorer> == row_join::sum;
   }
   return true;
 }();

@@ -6,6 +6,7 @@
 
 #include <tessera/scorer/key_difference.hpp>
 #include <tessera/scorer/key_norm.hpp>
+#include <tessera/scorer/lag_relative.hpp>
 #include <tessera/scorer/newest_attention.hpp>
 #include <tessera/scorer/random_score.hpp>
 
@@ -29,6 +30,7 @@ TEST_CASE("scorers by contents, chance and the newest query keep the laws of sco
   support::obeys_the_laws_of_scorers(key_difference{});
   support::obeys_the_laws_of_scorers(random_score{});
   support::obeys_the_laws_of_scorers(newest_attention{});
+  support::obeys_the_laws_of_scorers(lag_relative{});
 }
 
 TEST_CASE("key_norm is minus the norm: the shortest key is kept first") {
@@ -45,6 +47,23 @@ TEST_CASE("key_difference is minus the cosine: 1 away from the mean, -1 along it
   CHECK(scored(scorer, {1, 1}, {1, 0}) == Approx(-std::sqrt(0.5)));
   const float sums[] = {25, 0, 0};
   CHECK(scorer.anchor_scale(sums) == 0.2f);
+}
+
+TEST_CASE("lag_relative spreads a row on the scale of the next partition") {
+  const lag_relative scorer;
+  // Elements 0.5 and 1.5 of ranges [0, 1] and [0, 2] are 0.5 and 0.75: deviation 0.125 * sqrt(2).
+  float sums[2] = {};
+  scorer.measure(0.5f, 0, 1, sums);
+  scorer.measure(1.5f, 0, 2, sums);
+  CHECK(scorer.spread(sums, 2) == Approx(0.125 * std::sqrt(2.0)));
+  float flat[2] = {};
+  scorer.measure(7, 3, 3, flat);  // a channel that does not vary
+  scorer.measure(7, infinity, -infinity, flat);
+  CHECK(scorer.spread(flat, 2) == 0);
+  CHECK(scorer.outside(3, 100) == infinity);
+  CHECK(scorer.outside(50, 100) < scorer.outside(51, 100));
+  CHECK_THROWS_WITH(scorer.check(4), contains("sinks is 4; expected at most one less than the budget"));
+  CHECK_THROWS_WITH((lag_relative{.lag = 1}.check(40)), contains("lag is 1; expected 2 to"));
 }
 
 TEST_CASE("random_score is even, different for every seed, and alike for one") {

@@ -20,6 +20,16 @@ concept joining_scope = requires(const S s, float score, index_t heads) {
   { s.joined(score, heads) } -> std::same_as<float>;
 };
 
+/// A joining scope in which layers keep what another one has chosen, where a cache chooses at a prompt's end.
+///   chooser(place) -> index_t        of the layers that follow the recipe, counted from 0: whose set the place-th keeps; at
+///                                    most `place`
+///   check(), parameters(self, visit) as every policy has them
+template <class S>
+concept reusing_scope = joining_scope<S> && requires(const S s, index_t place) {
+  { s.chooser(place) } -> std::same_as<index_t>;
+  s.check();
+};
+
 /// A policy that says which heads choose together.
 ///   name, and `join` and `joined` where the heads of a layer do; without them every kv_head chooses for itself
 template <class S>

@@ -57,6 +57,28 @@ concept anchored_scorer = contents_scorer<S> && requires(const S s, const float*
   { s.anchor_scale(sums) } -> std::same_as<float>;
 };
 
+/// Scores keys and values beside those of the tokens behind them. A head's slots from `sinks` on are cut into partitions of
+/// `lag`; each row of a partition is measured against the next partition, so its last full one and what follows have no
+/// score of this kind. Scores of a partition are ranked: the largest softmax of its spreads, keys' and values' averaged,
+/// has the highest rank; ties to the lower slot.
+///   sinks, lag                         index_t members; lag at least 2
+///   measures                           static constexpr int, at most 4
+///   measure(x, low, high, sums)        adds what a channel's element says, between the smallest and the largest finite element
+///                                      that the next partition has in it (infinity and -infinity: it has none). TESSERA_HD
+///   spread(sums, channels) -> float    of a row. TESSERA_HD
+///   ranked(rank) -> float              the score of the slot that so many of its partition rank behind. TESSERA_HD
+///   outside(slot, stored) -> float     of a slot that is in no partition with a next one, `stored` slots in all. TESSERA_HD
+template <class S>
+concept lagged_scorer = S::observed == observes::nothing&& requires(const S s, float x, float* sums, index_t n) {
+  { s.sinks } -> std::convertible_to<index_t>;
+  { s.lag } -> std::convertible_to<index_t>;
+  { std::integral_constant<int, S::measures>::value } -> std::convertible_to<int>;
+  s.measure(x, x, x, sums);
+  { s.spread(static_cast<const float*>(sums), n) } -> std::same_as<float>;
+  { s.ranked(n) } -> std::same_as<float>;
+  { s.outside(n, n) } -> std::same_as<float>;
+};
+
 /// Scores by what queries make of a key. The backends compute logits; a scorer says what one query row adds to a token.
 ///   weigh(logit, lse) -> float   lse: the log-sum-exp of the row over all keys that it sees
 /// A token's score is the sum of `weigh` over the observed rows and the query heads of its group, then `finish`.
@@ -159,8 +181,8 @@ concept has_window = requires(S& s) {
 ///   pooled, finish_at or finish          a last pass over a head's scores, see above. Not for a paged scorer
 ///   check(budget)                        throws tessera::error on parameters that make no sense
 template <class S>
-concept scorer = std::is_trivially_copyable_v<S> &&(positional_scorer<S> || contents_scorer<S> || attentive_scorer<S> ||
-                                                    paged_scorer<S>)&&finishes_rightly<S> &&
+concept scorer = std::is_trivially_copyable_v<S> &&(positional_scorer<S> || contents_scorer<S> || lagged_scorer<S> ||
+                                                    attentive_scorer<S> || paged_scorer<S>)&&finishes_rightly<S> &&
                  (S::observed != observes::window || has_window<S>)&&rows_join_rightly<S>&& requires(const S s,
                                                                                                      index_t n) {
   { S::name } -> std::convertible_to<const char*>;
@@ -181,10 +203,12 @@ constexpr bool check_scorer() {
       requires { S::comparable_across_heads; },
       "tessera: a scorer must say whether its scores are comparable_across_heads");
   static_assert(
-      positional_scorer<S> || contents_scorer<S> || attentive_scorer<S> || paged_scorer<S>,
+      positional_scorer<S> || contents_scorer<S> || lagged_scorer<S> || attentive_scorer<S> || paged_scorer<S>,
       "tessera: a scorer that observes nothing needs float score(position, next_position), or, to score what is "
       "stored, "
-      "reads, measures, measure(x, anchor, sums) and float score(sums); any other needs "
+      "reads, measures, measure(x, anchor, sums) and float score(sums), or, beside the tokens behind it, sinks, lag, "
+      "measures, "
+      "measure(x, low, high, sums), spread(sums, channels), ranked(rank) and outside(slot, stored); any other needs "
       "float weigh(logit, lse), or, to read pages in a step, page, channels, fitted(ratio, k_dim), normalised, "
       "adds_mean_value, takes_upper(own, total) and row_scale(scale, chosen, whole)");
   static_assert(

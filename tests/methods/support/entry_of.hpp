@@ -190,7 +190,8 @@ std::vector<number> numbers() {
     if constexpr (std::is_same_v<value_type, split_factor>)
       all.push_back({name, allowed.fixed.least, allowed.fixed.most, 1e-6});
     if constexpr (std::is_arithmetic_v<value_type>) {
-      all.push_back({name, double(allowed.least), double(allowed.most), std::is_same_v<value_type, float> ? 1e-6 : 1});
+      all.push_back({name, double(allowed.least), double(allowed.most),
+                     std::is_same_v<value_type, float> ? 1e-6 * std::max(1.0, double(allowed.most)) : 1});
     }
   });
   return all;

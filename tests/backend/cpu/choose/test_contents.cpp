@@ -9,6 +9,7 @@
 #include <tessera/cache.hpp>
 #include <tessera/methods/keydiff.hpp>
 #include <tessera/methods/knorm.hpp>
+#include <tessera/methods/lagkv.hpp>
 #include <tessera/methods/tova.hpp>
 
 #include "support/oracle.hpp"
@@ -122,6 +123,105 @@ TEST_CASE("knorm keeps the keys of smallest norm") { compare<knorm<fp32, dim>::r
 
 TEST_CASE("keydiff keeps the keys that point away from their mean") {
   compare<keydiff<fp32, dim>::retain_type>(5502, minus_cosines);
+}
+
+namespace {
+
+/// LagKV's scores of one head, and which slots' ranks hang on rounding.
+struct lagged {
+  std::vector<double> scores;
+  bool open = false;
+};
+
+lagged lag_scores(const layer& of, index_t head, index_t sinks, index_t lag) {
+  lagged result;
+  for (index_t t = 0; t < of.tokens; ++t) {
+    result.scores.push_back(t < sinks ? oracle::infinite : 1 + double(t - sinks) / of.tokens);
+  }
+  const index_t partitions = std::max(0, of.tokens - sinks) / lag;
+  for (index_t p = 0; p + 1 < partitions; ++p) {
+    const index_t first = sinks + p * lag;
+    std::vector<double> sum(std::size_t(lag), 0.0);
+    for (const auto* rows : {&of.k, &of.v}) {
+      const auto row = [&](index_t t) { return rows->data() + (offset_t(head) * of.tokens + t) * dim; };
+      std::vector<double> spreads;
+      for (index_t t = first; t < first + lag; ++t) {
+        std::vector<double> scaled;
+        for (int d = 0; d < dim; ++d) {
+          std::vector<double> next;
+          for (index_t n = first + lag; n < first + 2 * lag; ++n) next.push_back(double(row(n)[d]));
+          const double low = *std::min_element(next.begin(), next.end()),
+                       high = *std::max_element(next.begin(), next.end());
+          scaled.push_back(high > low ? (double(row(t)[d]) - low) / (high - low) : 0);
+        }
+        double mean = 0, squares = 0;
+        for (const double x : scaled) mean += x / dim;
+        for (const double x : scaled) squares += (x - mean) * (x - mean);
+        spreads.push_back(std::sqrt(squares / (dim - 1)));
+      }
+      double total = 0;
+      const double top = *std::max_element(spreads.begin(), spreads.end());
+      for (const double x : spreads) total += std::exp(x - top);
+      for (std::size_t i = 0; i < spreads.size(); ++i) sum[i] += std::exp(spreads[i] - top) / total / 2;
+    }
+    const auto order = oracle::preference(sum);
+    for (std::size_t i = 0; i < order.size(); ++i) {
+      result.scores[std::size_t(first + order[i])] = double(lag - 1 - index_t(i)) / lag;
+      if (i > 0)
+        result.open |= sum[std::size_t(order[i - 1])] - sum[std::size_t(order[i])] < 1e-5 * sum[std::size_t(order[i])];
+    }
+  }
+  return result;
+}
+
+}  // namespace
+
+TEST_CASE("lagkv keeps sinks, the newest, and what spreads most beside the tokens behind it") {
+  rng random(5505);
+  cpu::executor workers(2);
+  cpu::choose_workspace<dim> workspace;
+  selection kept;
+  index_t open = 0, compared = 0;
+  for (index_t i = 0; i < scaled(1'000); ++i) {
+    const layer of(random);
+    lagkv<fp32, dim>::retain_type policy;
+    policy.scorer.sinks = random.between(0, 4);
+    policy.scorer.lag = random.between(2, 12);
+    policy.budget.tokens = random.between(policy.scorer.sinks + 1, of.tokens + 5);
+    cpu::score_and_choose(policy, of.problem(of.tokens), kept, workspace, workers);
+    const index_t keep = std::min(policy.budget.tokens, of.tokens);
+    for (index_t h = 0; h < of.kv_heads; ++h) {
+      CAPTURE(i, h, of.tokens, keep, policy.scorer.lag, policy.scorer.sinks);
+      const std::vector<index_t> got(kept.row(h), kept.row(h) + kept.counts[std::size_t(h)]);
+      const auto expected = lag_scores(of, h, policy.scorer.sinks, policy.scorer.lag);
+      ++compared;
+      open += expected.open && keep < of.tokens;
+      REQUIRE(index_t(got.size()) == keep);
+      if (!expected.open || keep == of.tokens) REQUIRE(got == oracle::top_k(expected.scores, keep));
+    }
+  }
+  INFO(compared << " compared, " << open << " open to rounding");
+  CHECK(double(open) < 0.05 * double(compared) + 5);
+}
+
+TEST_CASE("a row that is not finite takes no other token's rank in lagkv") {
+  rng random(5506);
+  cpu::executor workers(1);
+  cpu::choose_workspace<dim> workspace;
+  selection kept;
+  for (int i = 0; i < 100; ++i) {
+    layer of(random);
+    lagkv<fp32, dim>::retain_type policy;
+    policy.scorer.sinks = 0;
+    policy.scorer.lag = 4;
+    if (of.tokens < 12) continue;
+    policy.budget.tokens = of.tokens - 1;
+    const index_t bad = random.between(0, 3);
+    (random.chance(0.5) ? of.k : of.v)[std::size_t(bad * dim + 3)] = random.pick({std::nanf(""), infinity, -infinity});
+    const auto seen = cpu::score_and_choose(policy, of.problem(of.tokens), kept, workspace, workers);
+    for (index_t t = 0; t < of.tokens; ++t) REQUIRE((t == bad || std::isfinite(seen.head(0)[t])));
+    for (index_t s = 0; s < kept.counts[0]; ++s) REQUIRE(kept.row(0)[s] != bad);
+  }
 }
 
 TEST_CASE("a key that is not finite goes first and moves no other key's score") {

@@ -56,10 +56,10 @@ class layers {
     choice& slid = begin(1).front();
     try {
       store_.append(layer, id, k, v, first, marks);
-      if (roles_.follows_recipe(layer)) {
-        first_.observe_prompt(layer, id, store_, policies, roles_.rule(layer), q, first + k.tokens, *workers_);
-      } else {
+      if (!roles_.follows_recipe(layer)) {
         slide(layer, id, k.tokens, slid);
+      } else if (first_.chooser(layer, policies, roles_) == layer) {
+        first_.observe_prompt(layer, id, store_, policies, roles_.rule(layer), q, first + k.tokens, *workers_);
       }
     } catch (...) {
       store_.take_back(layer, id, first);
@@ -80,7 +80,13 @@ class layers {
     try {
       for (index_t layer = 0; layer < count_; ++layer) {
         choice& made = choices[std::size_t(layer)];
-        roles_.follows_recipe(layer) ? choose(layer, id, policies, due, next, 0, made) : slide(layer, id, 0, made);
+        if (!roles_.follows_recipe(layer)) {
+          slide(layer, id, 0, made);
+        } else if (const index_t from = first_.chooser(layer, policies, roles_); from != layer) {
+          take_over(layer, id, policies, choices[std::size_t(from)], made);
+        } else {
+          choose(layer, id, policies, due, next, 0, made);
+        }
       }
     } catch (...) {
       for (index_t layer = 0; layer < count_; ++layer) reading_.take_back(layer, id, store_);
@@ -167,8 +173,18 @@ class layers {
               choice& to) {
     to.made = due && first_.choose(layer, id, store_, policies, roles_.rule(layer), next, tail, to.kept,
                                    tracing_ranks_ ? &to.ranked : nullptr, *workers_);
-    if (to.made && Recipe::retain_type::drops) store_.prepare_to_keep(layer, id);
-    reading_.follow(layer, id, store_, policies, to.made ? &to.kept : nullptr);
+    prepare(layer, id, policies, to);
+  }
+  /// What another layer has chosen among as many tokens.
+  void take_over(index_t layer, index_t id, const planned<Recipe>& policies, const choice& from, choice& to) {
+    to.made = from.made;
+    if (to.made) to.kept = from.kept;
+    if (to.made && tracing_ranks_) to.ranked = from.ranked;
+    prepare(layer, id, policies, to);
+  }
+  void prepare(index_t layer, index_t id, const planned<Recipe>& policies, const choice& made) {
+    if (made.made && Recipe::retain_type::drops) store_.prepare_to_keep(layer, id);
+    reading_.follow(layer, id, store_, policies, made.made ? &made.kept : nullptr);
   }
   /// Carries a choice out. Needs no memory.
   void commit(index_t layer, index_t id, choice& made) {

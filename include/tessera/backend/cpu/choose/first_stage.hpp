@@ -6,6 +6,7 @@
 
 #include "../../../core/model_shape.hpp"
 #include "../../../planned.hpp"
+#include "../../../runtime/layer_roles.hpp"
 #include "../kernel/scratch.hpp"
 #include "../store/kv_store.hpp"
 #include "score_and_choose.hpp"
@@ -27,6 +28,7 @@ struct ranked_tokens {
 ///   forget(id)                               what was observed of an open id; needs no memory
 ///   observe_prompt(...), observe_step(...)   take queries in; as before when memory runs out
 ///   take_back(b, layer, id, store)           undoes `observe_step` of the b-th sequence of a batch; needs no memory
+///   chooser(layer, policies, roles)          the layer whose choice this one takes: its own, or an earlier one
 ///   choose(...)                              fills a selection of what stays, and what it ranked (null: not wanted);
 ///                                            returns whether it chooses at all
 template <class Recipe, observes Observed = Recipe::retain_type::observed, bool Chooses = Recipe::retain_type::chooses>
@@ -43,6 +45,7 @@ class first_stage {
   }
   template <class... Any>
   void take_back(const Any&...) {}
+  index_t chooser(index_t layer, const planned<Recipe>&, const layer_roles&) const { return layer; }
   template <class... Any>
   bool choose(const Any&...) {
     return false;
@@ -55,6 +58,18 @@ template <class Recipe>
 class choosing {
  public:
   explicit choosing(const model_shape& shape) : shape_(shape) {}
+
+  index_t chooser(index_t layer, [[maybe_unused]] const planned<Recipe>& policies,
+                  [[maybe_unused]] const layer_roles& roles) const {
+    if constexpr (Recipe::retain_type::reuses) {
+      index_t place = 0;
+      for (index_t before = 0; before < layer; ++before) place += roles.follows_recipe(before);
+      for (index_t back = place - policies.first.scope.chooser(place); back > 0; back -= roles.follows_recipe(layer)) {
+        --layer;
+      }
+    }
+    return layer;
+  }
 
  protected:
   using store_type = kv_store<typename Recipe::layout_type>;

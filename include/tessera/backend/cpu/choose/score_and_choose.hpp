@@ -26,7 +26,7 @@ struct choose_workspace {
   std::vector<index_t> lengths;   // by head
   std::vector<index_t> tails;     // by sequence
   std::vector<index_t> observed;  // by sequence, queries that are scored
-  std::vector<float> joined;      // one row for all heads of a layer
+  std::vector<float> joined;      // one row for all heads of a layer; what workers need before
   selection one;
 };
 
@@ -107,6 +107,15 @@ void score_what_is_stored(const Policy& policy, const choose_problem<View, E>& p
             policy.scorer.score(p.view.position(row / heads, row % heads, i), p.first_position[row / heads]);
       }
     }
+  }
+  if constexpr (lagged_scorer<scorer>) {
+    const std::size_t each = 2 * std::size_t(policy.scorer.lag);
+    workspace.joined.resize(each * std::size_t(workers.threads()));
+    workers.for_each(p.view.sequences * heads, [&](index_t row, int worker) {
+      if (whole(row / heads)) return;
+      score_lagged(p.view, row / heads, row % heads, policy.scorer, scores(row),
+                   workspace.joined.data() + each * std::size_t(worker));
+    });
   }
   if constexpr (contents_scorer<scorer>) {
     workers.for_each(p.view.sequences * heads, [&](index_t row, int) {

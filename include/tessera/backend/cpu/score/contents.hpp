@@ -2,9 +2,12 @@
 #pragma once
 
 #include <algorithm>
-#include <vector>
+#include <cmath>
+#include <limits>
+#include <type_traits>
 
 #include "../../../concepts/scorer.hpp"
+#include "../../../math/ordered.hpp"
 #include "../kernel/executor.hpp"
 #include "../kernel/rows.hpp"
 
@@ -57,6 +60,58 @@ void score_contents(const View& view, index_t sequence, index_t head, const Scor
     load(slot);
     detail::measure_row(scorer, row, anchored_scorer<Scorer> ? anchor : nullptr, dim, sums);
     out[slot] = scorer.score(sums);
+  }
+}
+
+/// The scores of all slots of one (sequence, kv_head) beside the tokens behind them; see lagged_scorer. What is not finite in
+/// the next partition says nothing; a row that has no finite spread of its own ranks last and takes no other's rank.
+/// Shapes   out [length]; scratch [2 * lag].   Cost  two reads of K and of V.
+template <class View, lagged_scorer Scorer>
+void score_lagged(const View& view, index_t sequence, index_t head, const Scorer& scorer, float* out, float* scratch) {
+  const index_t stored = view.length(sequence, head), lag = scorer.lag;
+  const index_t partitions = std::max(0, stored - scorer.sinks) / lag;
+  for (index_t slot = 0; slot < stored; ++slot) out[slot] = scorer.outside(slot, stored);
+  float *spreads = scratch, *scores = scratch + lag;
+  const auto add_softmax = [&]<int Dim>(std::integral_constant<int, Dim>, index_t first, const auto& load) {
+    alignas(64) float row[Dim];
+    float low[Dim], high[Dim], sums[Scorer::measures];
+    std::fill_n(low, Dim, infinity);
+    std::fill_n(high, Dim, -infinity);
+    for (index_t i = 0; i < lag; ++i) {
+      load(first + lag + i, row);
+      for (int d = 0; d < Dim; ++d) {
+        if (row[d] - row[d] != 0) continue;
+        low[d] = std::min(low[d], row[d]);
+        high[d] = std::max(high[d], row[d]);
+      }
+    }
+    float top = -infinity, total = 0;
+    for (index_t i = 0; i < lag; ++i) {
+      load(first + i, row);
+      std::fill_n(sums, Scorer::measures, 0.0f);
+      for (int d = 0; d < Dim; ++d) scorer.measure(row[d], low[d], high[d], sums);
+      spreads[i] = scorer.spread(sums, Dim);
+      if (spreads[i] < infinity) top = std::max(top, spreads[i]);
+    }
+    for (index_t i = 0; i < lag; ++i) {
+      spreads[i] = spreads[i] < infinity ? std::exp(spreads[i] - top) : std::numeric_limits<float>::quiet_NaN();
+      total += spreads[i] == spreads[i] ? spreads[i] : 0.0f;
+    }
+    for (index_t i = 0; i < lag; ++i) scores[i] += spreads[i] / total / 2;
+  };
+  for (index_t p = 0; p + 1 < partitions; ++p) {
+    const index_t first = scorer.sinks + p * lag;
+    std::fill_n(scores, lag, 0.0f);
+    add_softmax(std::integral_constant<int, View::k_dim>{}, first,
+                [&](index_t slot, float* to) { load_key(view, sequence, head, slot, to); });
+    add_softmax(std::integral_constant<int, View::v_dim>{}, first,
+                [&](index_t slot, float* to) { load_value(view, sequence, head, slot, to); });
+    for (index_t i = 0; i < lag; ++i) {
+      const float own = scores[i];
+      index_t behind = 0;
+      for (index_t j = 0; j < lag; ++j) behind += rank_key(scores[j], j) < rank_key(own, i);
+      out[first + i] = own == own ? scorer.ranked(behind) : own;
+    }
   }
 }
 
