@@ -31,6 +31,8 @@ constexpr bool check_first_stage() {
                 "tessera: a budget that compares heads needs a scorer whose scores are comparable across heads");
   static_assert(!std::is_same_v<typename Selector::unit, page_unit>,
                 "tessera: whole pages cannot meet a head's count exactly; choose them in retrieve");
+  static_assert(!joining_scope<Scope> || !weighted_scorer<Scorer>,
+                "tessera: weights are those of a kv_head's own values; take the scope per_head");
   static_assert(!joining_scope<Scope> || !Budget::compares_heads,
                 "tessera: a budget that compares heads has nothing to compare where all heads of a layer keep the same "
                 "slots; take a budget that goes by lengths, or the scope per_head");
@@ -175,7 +177,7 @@ template <class Stage>
 inline constexpr bool runs_on_devices = [] {
   if constexpr (Stage::chooses) {
     using scorer = typename Stage::scorer_type;
-    return !Stage::needs_segments && !contents_scorer<scorer> && !lagged_scorer<scorer> &&
+    return !Stage::needs_segments && !contents_scorer<scorer> && !lagged_scorer<scorer> && !weighted_scorer<scorer> &&
            !joining_scope<typename Stage::scope_type> && joins_rows_by<scorer> == row_join::sum;
   }
   return true;

@@ -7,9 +7,9 @@
 #include <tessera/core/error.hpp>
 #include <tessera/selector/adaptive_blocks.hpp>
 
+#include "selector/segment_oracle.hpp"
 #include "support/random.hpp"
 #include "support/scores.hpp"
-#include "support/segment_oracle.hpp"
 
 using namespace tessera;
 using support::rng;

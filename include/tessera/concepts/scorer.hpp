@@ -135,6 +135,22 @@ inline constexpr bool finishes_rightly = (pooling_scorer<S> || !requires { &S::p
                                          (slot_finishing_scorer<S> || !requires { &S::finish_at; }) &&
                                          (finishing_scorer<S> || !requires { &S::finish; });
 
+/// A scorer whose finished scores are multiplied by what another one finds in a token's value, after the budget has counted.
+///   weight                             a member: a contents_scorer of values. Where the engine gives the output projection,
+///                                      the mean over the group of its scores of the projected values
+///   weighted(score, weight) -> float   what is selected by. TESSERA_HD
+///   taken_first(keep) -> index_t       of the `keep` slots of a head, tail included, so many are taken by the scores alone.
+///                                      TESSERA_HD
+template <class S>
+concept weighted_scorer = requires(const S s, float x, index_t n) {
+  requires contents_scorer<std::remove_cvref_t<decltype(s.weight)>>;
+  requires !anchored_scorer<std::remove_cvref_t<decltype(s.weight)>>;
+  requires stored_rows(std::remove_cvref_t<decltype(s.weight)>::reads)
+  == stored_rows::values;
+  { s.weighted(x, x) } -> std::same_as<float>;
+  { s.taken_first(n) } -> std::same_as<index_t>;
+};
+
 /// What a scorer may know of a segment of the text, from its finished scores.
 struct segment_statistics {
   float importance = 0;

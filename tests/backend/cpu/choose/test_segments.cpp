@@ -7,8 +7,8 @@
 #include <tessera/backend/cpu/choose/score_and_choose.hpp>
 #include <tessera/methods/sablock.hpp>
 
+#include "selector/segment_oracle.hpp"
 #include "support/random.hpp"
-#include "support/segment_oracle.hpp"
 
 using namespace tessera;
 using support::rng;

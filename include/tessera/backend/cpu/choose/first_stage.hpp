@@ -84,6 +84,11 @@ class choosing {
     result.first_position = first_position;
     result.rule = rule;
     result.q.heads = shape_.q_heads;
+    if (shape_.output_projection) {
+      constexpr int v_dim = Recipe::layout_type::v_dim;
+      result.projection = shape_.output_projection + offset_t(layer) * shape_.q_heads * v_dim * shape_.hidden;
+      result.hidden = shape_.hidden;
+    }
     if constexpr (Recipe::needs_segments) {
       const columns& beside = stored.beside(layer, id);
       result.segments = {beside.segments(), 0, 0, beside.begins().data()};

@@ -26,7 +26,9 @@ struct choose_workspace {
   std::vector<index_t> lengths;   // by head
   std::vector<index_t> tails;     // by sequence
   std::vector<index_t> observed;  // by sequence, queries that are scored
-  std::vector<float> joined;      // one row for all heads of a layer; what workers need before
+  std::vector<float> joined;      // one row for all heads of a layer
+  std::vector<float> weights;     // as raw
+  std::vector<float> rows;        // by worker, of what is projected or lagged
   selection one;
 };
 
@@ -110,16 +112,42 @@ void score_what_is_stored(const Policy& policy, const choose_problem<View, E>& p
   }
   if constexpr (lagged_scorer<scorer>) {
     const std::size_t each = 2 * std::size_t(policy.scorer.lag);
-    workspace.joined.resize(each * std::size_t(workers.threads()));
+    workspace.rows.resize(each * std::size_t(workers.threads()));
     workers.for_each(p.view.sequences * heads, [&](index_t row, int worker) {
       if (whole(row / heads)) return;
       score_lagged(p.view, row / heads, row % heads, policy.scorer, scores(row),
-                   workspace.joined.data() + each * std::size_t(worker));
+                   workspace.rows.data() + each * std::size_t(worker));
     });
   }
   if constexpr (contents_scorer<scorer>) {
     workers.for_each(p.view.sequences * heads, [&](index_t row, int) {
       if (!whole(row / heads)) score_contents(p.view, row / heads, row % heads, policy.scorer, scores(row));
+    });
+  }
+}
+
+/// What the scorer weighs values by, as far as there is anything to choose.
+template <class Policy, class View, class E, class Whole>
+void weigh_values(const Policy& policy, const choose_problem<View, E>& p, choose_workspace<View::k_dim>& workspace,
+                  const Whole& whole, executor& workers) {
+  if constexpr (weighted_scorer<typename Policy::scorer_type>) {
+    const index_t heads = p.view.kv_heads, group = p.q.heads / heads;
+    require(!p.projection || (p.hidden >= 1 && group >= 1), "hidden and query heads of the output projection",
+            std::to_string(p.hidden) + " and " + std::to_string(p.q.heads), "at least 1, and a multiple of kv_heads",
+            "pass [q_heads, v_dim, hidden]");
+    workspace.weights.resize(
+        workspace.lengths.empty() ? 0 : std::size_t(workspace.offsets.back() + workspace.lengths.back()));
+    workspace.rows.resize(std::size_t(p.hidden) * std::size_t(workers.threads()));
+    workers.for_each(p.view.sequences * heads, [&](index_t row, int worker) {
+      if (whole(row / heads)) return;
+      float* weights = workspace.weights.data() + workspace.offsets[std::size_t(row)];
+      if (p.projection) {
+        score_projected(p.view, row / heads, row % heads, policy.scorer.weight,
+                        p.projection + offset_t(row % heads) * group * View::v_dim * p.hidden, p.hidden, group,
+                        workspace.rows.data() + offset_t(p.hidden) * worker, weights);
+      } else {
+        score_contents(p.view, row / heads, row % heads, policy.scorer.weight, weights);
+      }
     });
   }
 }
@@ -149,11 +177,11 @@ void join_heads(const Scope& scope, const layer_scores& scores, index_t summed, 
 
 /// Chooses for one sequence, by the policy's scope.
 template <class Policy>
-layer_scores choose_in_scope(const Policy& policy, const layer_scores& scores, index_t summed,
-                             const slot_column<const index_t>& segments, selection& kept, retain_workspace& memory,
-                             std::vector<float>& joined, std::vector<offset_t>& begins) {
+layer_scores choose_in_scope(const Policy& policy, const layer_scores& scores, index_t summed, const slot_facts& beside,
+                             selection& kept, retain_workspace& memory, std::vector<float>& joined,
+                             std::vector<offset_t>& begins) {
   if constexpr (!joining_scope<typename Policy::scope_type>) {
-    return choose_kept(policy, scores, kept, memory, segments);
+    return choose_kept(policy, scores, kept, memory, beside);
   } else {
     join_heads(policy.scope, scores, summed, joined);
     std::fill(begins.begin(), begins.end(), 0);  // every head has the joined row now
@@ -162,7 +190,7 @@ layer_scores choose_in_scope(const Policy& policy, const layer_scores& scores, i
     all.scores = joined.data();
     layer_scores layer = all;
     layer.kv_heads = 1;
-    all.scores = choose_kept(policy, layer, kept, memory, segments).scores;
+    all.scores = choose_kept(policy, layer, kept, memory, beside).scores;
     const std::size_t own = kept.indices.size(), heads = std::size_t(scores.kv_heads);
     kept.counts.resize(heads, kept.counts[0]);
     kept.indices.resize(own * heads);
@@ -211,6 +239,7 @@ layer_scores score_and_choose(const Policy& policy, const choose_problem<View, E
                       workspace.tails[std::size_t(b)], *std::max_element(lengths, lengths + heads)});
   };
   detail::score_what_is_stored(policy, p, workspace, whole, workers);
+  detail::weigh_values(policy, p, workspace, whole, workers);
   if constexpr (observed == observes::window) {
     bool any = false;
     for (index_t b = 0; b < view.sequences; ++b) {
@@ -243,11 +272,14 @@ layer_scores score_and_choose(const Policy& policy, const choose_problem<View, E
     scores.tokens = workspace.lengths.data() + b * heads;
     scores.offsets = workspace.begins.data();
     scores.scores = first;
-    slot_column<const index_t> segments = p.segments;
-    if (segments.data) segments = {p.segments.row(b, 0, heads), 0, p.segments.head_stride, nullptr};
-    if (segments.data && p.segments.begin) segments = {p.segments.data, 0, 0, p.segments.begin + offset_t(b) * heads};
+    slot_facts beside{p.segments, {workspace.weights.data(), 0, 0, workspace.offsets.data() + b * heads}};
+    if (p.segments.begin) {
+      beside.segments.begin += offset_t(b) * heads;
+    } else if (p.segments.data) {
+      beside.segments.data = p.segments.row(b, 0, heads);
+    }
     const index_t summed = observed != observes::nothing && p.q.heads > 0 ? p.q.heads : heads;
-    seen = detail::choose_in_scope(own_policy(b), scores, summed, segments, view.sequences == 1 ? kept : workspace.one,
+    seen = detail::choose_in_scope(own_policy(b), scores, summed, beside, view.sequences == 1 ? kept : workspace.one,
                                    workspace.retaining, workspace.joined, workspace.begins);
     if (view.sequences != 1) kept.append(workspace.one);
   }

@@ -63,6 +63,28 @@ void score_contents(const View& view, index_t sequence, index_t head, const Scor
   }
 }
 
+/// The same of values that an output projection has passed: the mean over the group's query heads.
+/// Shapes   projection [group, v_dim, hidden]; row [hidden]; out [length].   Cost  v_dim * hidden * group products a token.
+template <class View, contents_scorer Scorer>
+void score_projected(const View& view, index_t sequence, index_t head, const Scorer& scorer, const float* projection,
+                     index_t hidden, index_t group, float* row, float* out) {
+  alignas(64) float value[View::v_dim];
+  float sums[Scorer::measures];
+  for (index_t slot = 0; slot < view.length(sequence, head); ++slot) {
+    load_value(view, sequence, head, slot, value);
+    out[slot] = 0;
+    for (index_t g = 0; g < group; ++g) {
+      std::fill_n(row, hidden, 0.0f);
+      for (int d = 0; d < View::v_dim; ++d) {
+        const float* weights = projection + (offset_t(g) * View::v_dim + d) * hidden;
+        for (index_t c = 0; c < hidden; ++c) row[c] += value[d] * weights[c];
+      }
+      detail::measure_row(scorer, row, nullptr, hidden, sums);
+      out[slot] += scorer.score(sums) / float(group);
+    }
+  }
+}
+
 /// The scores of all slots of one (sequence, kv_head) beside the tokens behind them; see lagged_scorer. What is not finite in
 /// the next partition says nothing; a row that has no finite spread of its own ranks last and takes no other's rank.
 /// Shapes   out [length]; scratch [2 * lag].   Cost  two reads of K and of V.
