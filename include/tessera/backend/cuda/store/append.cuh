@@ -268,6 +268,7 @@ class append {
     require_dim(p.k, View::k_dim, "k");
     require_dim(p.v, View::v_dim, "v");
     require(p.k.tokens == p.v.tokens, "tokens of v", p.v.tokens, std::to_string(p.k.tokens), "append k and v together");
+    require(!p.segments.data, "segments", "given", "none: the device does not number them yet", "append on the CPU");
     if (p.view.sequences == 0 || p.k.tokens == 0) return;
     const index_t groups = p.view.sequences * (p.view.length_strides.head ? kv_heads_ : 1);
     const offset_t rows = offset_t(p.k.tokens) * (p.view.sequences * kv_heads_ / groups);

@@ -268,6 +268,7 @@ class pack {
     const index_t rows = problem.from.sequences * problem.from.kv_heads;
     require(rows <= rows_, "sequences * kv_heads", rows, "at most " + std::to_string(rows_),
             "construct pack for the largest batch");
+    require(!problem.segments.data, "segments", "given", "none: the device does not move them yet", "pack on the CPU");
     require(!InPlace || (problem.from.k == problem.to.k && problem.from.v == problem.to.v), "memory of to", "another",
             "that of from", "leave InPlace false for fresh memory");
     if (rows == 0) return;
