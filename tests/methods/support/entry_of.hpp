@@ -78,6 +78,7 @@ void describe_first(const Stage& stage, traits& found) {
   if constexpr (requires { stage.scorer.window; }) found.window = stage.scorer.window;
   if constexpr (requires { stage.scorer.pool; }) found.pool = stage.scorer.pool;
   if (!found.blocks && !std::is_same_v<selector, tessera::top_tokens>) found.scorer = traits::first::other;
+  if (tessera::joining_scope<std::remove_cvref_t<decltype(stage.scope)>>) found.scorer = traits::first::other;
 }
 
 template <class Recipe>
