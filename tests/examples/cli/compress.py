@@ -89,11 +89,11 @@ def tensor(folder, name):
 def check_segments(checks):
     """SABlock needs boundaries, keeps one set for all heads and says in what blocks."""
     folder = checks.folder
-    (folder / "layer").write_bytes(safetensors(layer()))
-    base = "compress --in layer --out kept --method sablock --budget 24"
+    (folder / "marked").write_bytes(safetensors(layer()))
+    base = "compress --in marked --out kept --method sablock --budget 24"
     checks.refuses(base, "tensor boundaries is missing", "sablock")
     flags = bytes(1 if token % 10 == 9 else 0 for token in range(60))
-    (folder / "layer").write_bytes(safetensors({**layer(), "boundaries": ("U8", [60], flags)}))
+    (folder / "marked").write_bytes(safetensors({**layer(), "boundaries": ("U8", [60], flags)}))
     checks.works(base, "24.0 of 60 tokens")
     indptr, kept = tensor(folder, "keep.indptr"), tensor(folder, "keep.indices")
     checks.require(indptr == (0, 24, 48) and kept[:24] == kept[24:], "sablock", f"keep is {indptr}, {kept}")
@@ -105,11 +105,11 @@ def check_segments(checks):
     checks.works(f"{base} --set largest=1", "24.0 of 60 tokens")
     checks.require(set(tensor(folder, "segments.block_size")) <= {0, 1}, "sablock", "blocks of more than one")
     checks.works(f"{base} --set form=balance --set coverage=0.5 --set alpha=0.1 --set lambda=0.9 --set strength=2")
-    checks.refuses(f"{base} --set form=sum", "form", "product or balance")
+    checks.refuses(f"{base} --set form=sum", "form", "product, balance")
     checks.refuses(f"{base} --set coverage=1.5", "coverage is 1.5", "0 to 1")
-    (folder / "layer").write_bytes(safetensors({**layer(), "boundaries": ("U8", [60], bytes([2]) * 60)}))
+    (folder / "marked").write_bytes(safetensors({**layer(), "boundaries": ("U8", [60], bytes([2]) * 60)}))
     checks.refuses(base, "boundaries[0] is 2", "0 or 1")
-    (folder / "layer").write_bytes(safetensors({**layer(), "boundaries": ("U8", [59], bytes(59))}))
+    (folder / "marked").write_bytes(safetensors({**layer(), "boundaries": ("U8", [59], bytes(59))}))
     checks.refuses(base, "boundaries")
 
 
