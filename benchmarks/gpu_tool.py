@@ -25,6 +25,7 @@ ROOT = pathlib.Path(__file__).resolve().parent.parent
 MODEL = ROOT / "examples" / "model"
 TASKS = ROOT / "examples" / "data" / "tasks.json"
 TEXT = ROOT / "examples" / "data" / "opticks.txt"
+BOOK = ["--tasks", str(TASKS), "--text", str(TEXT)]  # what documents are made from
 BUDGETS = (48, 64, 128, 256, 512, 1024)
 CONTEXTS = (8192, 4096, 2048, 1024)  # the longest first: they decide when everything is done
 MOST_DIFFERENT = 0.01
@@ -52,8 +53,8 @@ class Tool:
         with tempfile.TemporaryDirectory() as folder:
             report = pathlib.Path(folder) / "report.json"
             status, said = self.run(
-                "eval", "--model", str(MODEL), "--tasks", str(TASKS), "--text", str(TEXT), "--backend", backend, "--threads",
-                "1", "--methods", ",".join(methods), "--budgets", ",".join(map(str, budgets)), "--json", str(report), *asked)
+                "eval", "--model", str(MODEL), "--backend", backend, "--threads", "1", "--methods", ",".join(methods),
+                "--budgets", ",".join(map(str, budgets)), "--json", str(report), *asked)
             if status != 0:
                 return {}, said or f"exit status {status}"
             cells = json.loads(report.read_text(encoding="utf-8"))
@@ -106,12 +107,12 @@ class Comparison:
     def __init__(self, tool, backend, methods, families, budgets, contexts):
         self.tool, self.backend, self.methods, self.families = tool, backend, methods, families
         self.budgets, self.contexts = budgets, contexts
-        self.short = ["--context", "512", "--families", families[0], "--count", "1"]
+        self.short = [*BOOK, "--context", "512", "--families", families[0], "--count", "1"]
         self.cpu, self.gpu, self.failures, self.refusals = {}, {}, [], {}
         self.gpu_seconds = 0.0
 
     def made(self, context, families):
-        return ["--context", str(context), "--families", ",".join(families), "--count", "1"]
+        return [*BOOK, "--context", str(context), "--families", ",".join(families), "--count", "1"]
 
     def run(self, jobs):
         with tempfile.TemporaryDirectory() as folder, concurrent.futures.ThreadPoolExecutor(jobs) as pool:
@@ -213,7 +214,8 @@ def main():
     status, listed = tool.run("list", "--json")
     if status != 0:
         sys.exit(f"gpu_tool.py: {listed}")
-    comparison = Comparison(tool, given.backend, [method["name"] for method in json.loads(listed)["methods"] if given.backend in method["backends"]],
+    methods = [method["name"] for method in json.loads(listed)["methods"] if given.backend in method["backends"]]
+    comparison = Comparison(tool, given.backend, methods,
                             list(json.loads(TASKS.read_text(encoding="utf-8"))["families"]),
                             BUDGETS[:max(1, round(len(BUDGETS) * given.scale))],
                             CONTEXTS[len(CONTEXTS) - max(1, round(len(CONTEXTS) * given.scale)):])

@@ -93,6 +93,27 @@ def decode_flashinfer(tokens):
                  launches(size, sets))
 
 
+def decode_paged_flashinfer(sequences, tokens):
+    """Over pages as bench_cuda has them: [pages, kv_heads, 16, dim], in any order."""
+    import flashinfer
+    page, pages = 16, sequences * tokens // 16
+    size = sequences * KV_HEADS * tokens * HEAD_DIM * 4
+    sets = input_sets(size)
+    k, v = ([random(pages, KV_HEADS, page, HEAD_DIM) for _ in range(sets)] for _ in range(2))
+    q = random(sequences, Q_HEADS, HEAD_DIM)
+    out = torch.empty_like(q)
+    ends = torch.arange(sequences + 1, dtype=torch.int32, device="cuda") * (tokens // page)
+    table = torch.randperm(pages, device="cuda").to(torch.int32)
+    last = torch.full((sequences,), page, dtype=torch.int32, device="cuda")
+    wrapper = flashinfer.BatchDecodeWithPagedKVCacheWrapper(
+        torch.empty(256 << 20, dtype=torch.uint8, device="cuda"), "HND", use_cuda_graph=True, use_tensor_cores=True,
+        paged_kv_indptr_buffer=ends.clone(), paged_kv_indices_buffer=table.clone(),
+        paged_kv_last_page_len_buffer=last.clone())
+    wrapper.plan(ends, table, last, Q_HEADS, KV_HEADS, HEAD_DIM, page, q_data_type=torch.bfloat16,
+                 kv_data_type=torch.bfloat16)
+    return timed(lambda i: wrapper.run(q, (k[i % sets], v[i % sets]), out=out), launches(size, sets))
+
+
 def prefill(backend, tokens):
     q = random(1, Q_HEADS, tokens, HEAD_DIM)
     k, v = (random(1, KV_HEADS, tokens, HEAD_DIM) for _ in range(2))
@@ -129,6 +150,9 @@ def main():
                     work.append((f"decode/{name}", peer, lambda b=backend, s=sequences, t=tokens: decode(b, s, t)))
                 if flashinfer_version and sequences == 1:
                     work.append((f"decode/{name}", "flashinfer", lambda t=tokens: decode_flashinfer(t)))
+                if flashinfer_version:
+                    work.append((f"decode_paged/{name}", "flashinfer",
+                                 lambda s=sequences, t=tokens: decode_paged_flashinfer(s, t)))
         elif kind == "prefill":
             for name, tokens in PREFILL:
                 for peer, backend in BACKENDS:

@@ -71,6 +71,46 @@ prepared plain_read(std::size_t bytes) {
   return made;
 }
 
+constexpr std::size_t piece = 4096 / sizeof(uint4);  // a page of 16 tokens of one head
+
+/// As read_entry, pieces of 4 KiB in the order that `order` says.
+__global__ void __launch_bounds__(read_threads)
+    read_pieces_entry(const uint4* from, std::size_t count, const index_t* order, unsigned* never) {
+  unsigned sum = 0;
+  const std::size_t step = gridDim.x * std::size_t(read_threads);
+  for (std::size_t i = blockIdx.x * std::size_t(read_threads) + threadIdx.x; i < count; i += step * read_each) {
+    uint4 value[read_each];
+#pragma unroll
+    for (int j = 0; j < read_each; ++j) {
+      const std::size_t at = i + j * step;
+      value[j] = at < count ? __ldcs(from + std::size_t(order[at / piece]) * piece + at % piece) : uint4{};
+    }
+#pragma unroll
+    for (int j = 0; j < read_each; ++j) sum += value[j].x ^ value[j].y ^ value[j].z ^ value[j].w;
+  }
+  if (sum == 12345 && never) *never = sum;
+}
+
+/// What the order of pages costs whoever reads them: the same loads behind the same table, shuffled or not.
+prepared read_pieces(std::size_t bytes, bool shuffled) {
+  const int sets = input_sets(double(bytes));
+  const bf16* rows = random_rows(bytes / 2 * std::size_t(sets));
+  const int blocks = cuda::device_info::current().multiprocessors * 4;
+  std::vector<index_t> order(bytes / 4096);
+  for (std::size_t i = 0; i < order.size(); ++i) order[i] = index_t(i);
+  std::mt19937 random(3);
+  if (shuffled) std::shuffle(order.begin(), order.end(), random);
+  const auto table = std::make_shared<buffer<index_t>>(order);
+  prepared made;
+  made.bytes = double(bytes);
+  made.keep = table;
+  made.graph = std::make_unique<replay>(launches(made.bytes, sets), [&](int i) {
+    const auto* from = reinterpret_cast<const uint4*>(rows + std::size_t(i % sets) * (bytes / 2));
+    read_pieces_entry<<<blocks, read_threads, 0, stream()>>>(from, bytes / 16, table->data(), nullptr);
+  });
+  return made;
+}
+
 __global__ void __launch_bounds__(read_threads) copy_entry(const uint4* from, uint4* to, std::size_t count) {
   const std::size_t step = gridDim.x * std::size_t(read_threads);
   for (std::size_t i = blockIdx.x * std::size_t(read_threads) + threadIdx.x; i < count; i += step * read_each) {
@@ -121,6 +161,8 @@ const int registered = [] {
   add("read/128MiB", [] { return plain_read(std::size_t(128) << 20); });
   add("read/256MiB", [] { return plain_read(std::size_t(256) << 20); });
   add("read/4GiB", [] { return plain_read(std::size_t(4) << 30); });
+  add("read_pieces/in_order/4GiB", [] { return read_pieces(std::size_t(4) << 30, false); });
+  add("read_pieces/shuffled/4GiB", [] { return read_pieces(std::size_t(4) << 30, true); });
   add("copy/128MiB", [] { return device_copy(std::size_t(128) << 20, true); });
   add("copy/4GiB", [] { return device_copy(std::size_t(4) << 30, true); });
   add("memcpy/128MiB", [] { return device_copy(std::size_t(128) << 20, false); });

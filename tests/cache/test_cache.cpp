@@ -172,6 +172,25 @@ TEST_CASE("a sequence may begin with a decode step") {
   CHECK(held.next_position(id) == 1);
 }
 
+TEST_CASE("a step of no tokens, and one that a prompt has overtaken, are refused, and nothing changes") {
+  const inputs data(180);
+  auto held = with_budget(20);
+  const index_t id = held.open();
+  const batch early = held.prepare_step({id}, 1);
+  prompt(held, id, data, 0, 60);
+  std::vector<float> out(std::size_t(q_heads * 64));
+  const auto decode = [&](const batch& now, index_t tokens) {
+    held.decode(0, now, data.queries(60, tokens), data.keys(60, tokens), data.values(60, tokens),
+                nhd_rows(out.data(), tokens, q_heads, 64));
+  };
+  CHECK_THROWS_WITH(decode(early, 0), contains("tokens of a decode step is 0"));
+  const batch late = held.prepare_step({id}, 1);
+  held.prefill(0, id, data.queries(60, 1), data.keys(60, 1), data.values(60, 1));
+  CHECK_THROWS_WITH(decode(late, 1), contains("tokens since the prompt began is 1; expected 0"));
+  CHECK(held.next_position(id) == 61);
+  CHECK(held.length(0, id, 0) == 21);
+}
+
 TEST_CASE("the length of a kv_head that the model does not have is refused") {
   const inputs data(181);
   auto held = with_budget(20);

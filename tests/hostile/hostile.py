@@ -24,7 +24,8 @@ import sys
 import tempfile
 import time
 
-from sandbox import layer, mutated, mutated_json, safetensors, write_sandbox
+from sandbox import layer, mutated, mutated_json, write_sandbox
+from small_files import safetensors
 
 LONGEST = 20  # seconds
 NASTY = ["", " ", "-", "--", "-1", "0", "00", "1e9", "nan", "inf", "0x10", "2147483647", "2147483648", "-2147483648",

@@ -1,58 +1,26 @@
 """What a hostile run finds in its folder: small files of every kind the tool reads, and ways to damage them."""
 import json
 import os
+import pathlib
 import random
 import shutil
 import struct
+import sys
 
-
-def tensor(dtype, *shape):
-    count = 1
-    for size in shape:
-        count *= size
-    if dtype == "F32":
-        return dtype, list(shape), struct.pack(f"<{count}f", *(random.gauss(0, 1) for _ in range(count)))
-    return dtype, list(shape), b"".join(struct.pack("<f", random.gauss(0, 1))[2:] for _ in range(count))
-
-
-def safetensors(tensors):
-    header, data = {}, b""
-    for name, (dtype, shape, content) in tensors.items():
-        header[name] = {"dtype": dtype, "shape": shape, "data_offsets": [len(data), len(data) + len(content)]}
-        data += content
-    text = json.dumps(header).encode()
-    return struct.pack("<Q", len(text)) + text + data
+sys.path.append(str(pathlib.Path(__file__).resolve().parents[1] / "support" / "python"))
+from small_files import floats, safetensors, write_model  # noqa: E402
 
 
 def layer(dtype="BF16"):
-    return {"k": tensor(dtype, 2, 40, 64), "v": tensor(dtype, 2, 40, 64), "q": tensor(dtype, 40, 4, 64),
-            "q_decode": tensor(dtype, 2, 4, 64), "k_decode": tensor(dtype, 2, 2, 64),
-            "v_decode": tensor(dtype, 2, 2, 64), "turns": ("I64", [2], struct.pack("<2q", 0, 25))}
-
-
-def write_model(folder, examples):
-    folder.mkdir()
-    config = {"hidden_size": 16, "intermediate_size": 16, "num_hidden_layers": 1, "num_attention_heads": 2,
-              "num_key_value_heads": 1, "head_dim": 64, "vocab_size": 2048, "max_position_embeddings": 512,
-              "rms_norm_eps": 1e-5, "rope_theta": 10000.0, "tie_word_embeddings": True, "bos_token_id": 1,
-              "eos_token_id": 2}
-    (folder / "config.json").write_text(json.dumps(config))
-    shutil.copy(examples / "model" / "tokenizer.model", folder)
-    prefix = "model.layers.0."
-    shapes = {"model.embed_tokens.weight": (2048, 16), "model.norm.weight": (16,),
-              prefix + "input_layernorm.weight": (16,), prefix + "post_attention_layernorm.weight": (16,),
-              prefix + "self_attn.q_proj.weight": (128, 16), prefix + "self_attn.k_proj.weight": (64, 16),
-              prefix + "self_attn.v_proj.weight": (64, 16), prefix + "self_attn.o_proj.weight": (16, 128),
-              prefix + "mlp.gate_proj.weight": (16, 16), prefix + "mlp.up_proj.weight": (16, 16),
-              prefix + "mlp.down_proj.weight": (16, 16)}
-    (folder / "model.safetensors").write_bytes(
-        safetensors({name: tensor("BF16", *shape) for name, shape in shapes.items()}))
+    return {"k": floats(2, 40, 64, dtype=dtype), "v": floats(2, 40, 64, dtype=dtype), "q": floats(40, 4, 64, dtype=dtype),
+            "q_decode": floats(2, 4, 64, dtype=dtype), "k_decode": floats(2, 2, 64, dtype=dtype),
+            "v_decode": floats(2, 2, 64, dtype=dtype), "turns": ("I64", [2], struct.pack("<2q", 0, 25))}
 
 
 def write_sandbox(folder, examples):
     """Everything that a run may name."""
     random.seed(5)
-    write_model(folder / "model", examples)
+    write_model(folder / "model", examples / "model" / "tokenizer.model")
     (folder / "layer").write_bytes(safetensors(layer()))
     (folder / "prompt").write_text("The rays of light which differ in colour\n" * 4 + "Question: why?\nAnswer:")
     (folder / "questions").write_text(json.dumps(

@@ -96,9 +96,9 @@ struct cache_request {
   std::optional<index_t> budget;  ///< tokens per kv_head; must be there where the method has a budget
   std::vector<setting> settings;
   std::shared_ptr<tessera::cpu::executor> workers;
-  index_t index_tokens = 0;  ///< most tokens whose keys an index holds at a time, on CUDA; 0: `tokens`
   index_t tokens = 0;  ///< most tokens that the conversation will have; CUDA allocates for them, the CPU as they come
   index_t conversations = 1;  ///< that decode together, on CUDA
+  index_t index_tokens = 0;   ///< most tokens whose keys an index holds at a time, on CUDA; 0: `tokens`
 };
 
 inline constexpr int head_dims[] = {TESSERA_TOOL_HEAD_DIMS};  // what this build of the tool is for

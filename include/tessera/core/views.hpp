@@ -175,6 +175,15 @@ struct kv_view {
     if constexpr (!encoding_type::scaled) return 1;
     return scales.v[scales.index(table.locate(sequence, head, slot), head)];
   }
+  /// One element of a slot's key, decoded and rounded to the element type.
+  TESSERA_HD element_type key_element(index_t sequence, index_t head, index_t slot, int channel) const {
+    const auto stored = key(sequence, head, slot)[channel * k_strides.dim];
+    if constexpr (is_raw) {
+      return stored;
+    } else {
+      return element_type(float(stored) * key_scale(sequence, head, slot));
+    }
+  }
   TESSERA_HD index_t position(index_t sequence, index_t head, index_t slot) const {
     if (!positions) return slot;
     const offset_t row = position_begin ? position_begin[offset_t(sequence) * kv_heads + head]

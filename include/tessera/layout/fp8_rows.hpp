@@ -10,7 +10,6 @@ TESSERA_NAMESPACE_BEGIN
 ///
 /// An element is off by at most a 16th of itself, or by a 2^-10th of the row's largest over 448 where that is more. An
 /// infinity is stored as NaN: no scale holds it.
-/// Limits   on the device prompts are attended at head dims 64 and 128, and paged retrieval does not read these rows yet.
 /// Bytes    k_dim + v_dim + 8 per token and kv_head: 0.516 of bf16 at 128.
 /// Paper    FP8 Formats for Deep Learning, arXiv:2209.05433 (e4m3).
 template <element T, int D, int Dv = D>

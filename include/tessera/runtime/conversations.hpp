@@ -214,9 +214,10 @@ class conversations {
     require(q.tokens == k.tokens, "queries of a decode step", q.tokens,
             "as many as new keys, which are " + std::to_string(k.tokens), "pass q, k and v of the same tokens");
     for (const index_t id : step.ids) {
-      at(id, layer_index);
-      require(at(id).step_tokens == q.tokens, "tokens of a decode step", q.tokens,
-              "those of prepare_step, which are " + std::to_string(at(id).step_tokens),
+      require(at(id, layer_index).turn_tokens == 0, "tokens since the prompt began", at(id, layer_index).turn_tokens,
+              "0", "finish a step before the next prompt begins");
+      require(q.tokens >= 1 && q.tokens == step.tokens && q.tokens == at(id).step_tokens, "tokens of a decode step",
+              q.tokens, "those of prepare_step, which are " + std::to_string(at(id).step_tokens),
               "call prepare_step before the layers of a step");
     }
   }

@@ -16,7 +16,8 @@ import time
 
 import compress
 import system
-from checks import TOKENIZER, TOOL, Checks, layer, read_safetensors, safetensors, write_model
+from checks import TOKENIZER, TOOL, Checks, layer, read_safetensors
+from small_files import safetensors, write_model
 
 
 def check_help(checks):
@@ -89,7 +90,7 @@ def check_signs_of_life(checks):
 
 def check_run(checks):
     folder = checks.folder
-    write_model(folder / "model")
+    write_model(folder / "model", TOKENIZER)
     (folder / "prompt").write_text("The rays of light which differ in colour\n" * 8 + "Question: why?\nAnswer:")
     (folder / "blank").write_text(" \n")
     (folder / "long").write_text("one two three four five six seven\n" * 200)

@@ -4,7 +4,8 @@ import resource
 import shutil
 import struct
 
-from checks import floats, layer, read_safetensors, safetensors
+from checks import floats, layer, read_safetensors
+from small_files import safetensors
 
 
 def check_cuda(checks, arguments):

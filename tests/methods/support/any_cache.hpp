@@ -7,9 +7,10 @@
 #include <vector>
 
 #include <tessera/backend/cpu/kernel/executor.hpp>
-#include <tessera/cache.hpp>
 #include <tessera/core/logit_rule.hpp>
 #include <tessera/core/views.hpp>
+
+#include "support/calls/called_cache.hpp"
 
 namespace methods_test {
 
@@ -33,31 +34,16 @@ struct settings {
   index_t count(const std::string& name, index_t otherwise) const { return index_t(value(name, otherwise)); }
 };
 
-class any_cache {
+class any_cache : public support::called_cache {
  public:
-  using rows = tessera::rows_view<const float>;
-  using results = tessera::rows_view<float>;
-
-  virtual ~any_cache() = default;
+  std::unique_ptr<support::called_cache> copy() const final { return clone(); }
   virtual std::unique_ptr<any_cache> clone() const = 0;
-  virtual index_t open() = 0;
-  virtual void close(index_t id) = 0;
-  virtual void prefill(index_t layer, index_t id, const rows& q, const rows& k, const rows& v) = 0;
-  virtual void prefill_attention(index_t layer, index_t id, const rows& q, const results& out, const results& lse) = 0;
-  virtual void end_prefill(index_t id) = 0;
+  using called_cache::decode;
+  /// A layer of these sequences' step, which layer 0 prepares.
   virtual void decode(index_t layer, const std::vector<index_t>& ids, const rows& q, const rows& k, const rows& v,
                       const results& out, const results& lse) = 0;
-  virtual void set_budget(index_t tokens) = 0;
-  virtual index_t next_position(index_t id) const = 0;
-  virtual std::vector<index_t> positions(index_t layer, index_t id, index_t head) const = 0;
-  virtual std::vector<index_t> readable(index_t layer, index_t id, index_t head) const = 0;
-  virtual tessera::stage_plan plan(index_t id) const = 0;
-  virtual void trace_attended(bool on) = 0;
-  virtual std::vector<std::vector<index_t>> attended(index_t layer, index_t id) const = 0;
   /// Writes nonsense over the keys and values of all stored positions of a head but `but`.
   virtual void overwrite(index_t layer, index_t id, index_t head, const std::vector<index_t>& but) = 0;
-  virtual offset_t bytes(index_t id) const = 0;
-  virtual offset_t bytes_read(index_t id) const = 0;
   virtual offset_t full_bytes(index_t tokens) const = 0;
 };
 

@@ -125,42 +125,21 @@ Recipe configured(const settings& chosen) {
 }
 
 template <class Recipe>
-class cache_of final : public any_cache {
+class cache_of final : public support::cpu_calls<Recipe, any_cache> {
+  using calls = support::cpu_calls<Recipe, any_cache>;
+  using calls::held_;
+
  public:
-  explicit cache_of(cache<Recipe> held) : held_(std::move(held)) {}
+  using calls::calls;
+  using calls::decode;
+  using typename calls::results;
+  using typename calls::rows;
   std::unique_ptr<any_cache> clone() const override { return std::make_unique<cache_of>(*this); }
-  index_t open() override { return held_.open(); }
-  void close(index_t id) override { held_.close(id); }
-  /// Where segments end is read off the keys: alike in any chunks.
-  void prefill(index_t layer, index_t id, const rows& q, const rows& k, const rows& v) override {
-    std::vector<std::uint8_t> boundaries;
-    for (index_t t = 0; Recipe::needs_segments && k.data && t < k.tokens; ++t) {
-      boundaries.push_back(k.row(0, t, 0)[0] > 0.8f);
-    }
-    held_.prefill(layer, id, q, k, v, boundaries);
-  }
-  void prefill_attention(index_t layer, index_t id, const rows& q, const results& out, const results& lse) override {
-    held_.prefill_attention(layer, id, q, out, lse);
-  }
-  void end_prefill(index_t id) override { held_.end_prefill(id); }
   void decode(index_t layer, const std::vector<index_t>& ids, const rows& q, const rows& k, const rows& v,
               const results& out, const results& lse) override {
     tessera::batch& step = steps_[ids];
     if (layer == 0 || step.tokens != q.tokens) step = held_.prepare_step(ids, q.tokens);
     held_.decode(layer, step, q, k, v, out, lse);
-  }
-  void set_budget(index_t tokens) override { held_.set_budget(tokens); }
-  index_t next_position(index_t id) const override { return held_.next_position(id); }
-  std::vector<index_t> positions(index_t layer, index_t id, index_t head) const override {
-    return held_.positions(layer, id, head);
-  }
-  std::vector<index_t> readable(index_t layer, index_t id, index_t head) const override {
-    return held_.readable(layer, id, head);
-  }
-  stage_plan plan(index_t id) const override { return held_.plan(id); }
-  void trace_attended(bool on) override { held_.trace_attended(on); }
-  std::vector<std::vector<index_t>> attended(index_t layer, index_t id) const override {
-    return held_.attended(layer, id);
   }
   void overwrite(index_t layer, index_t id, index_t head, const std::vector<index_t>& but) override {
     const auto view = held_.view(layer, id);
@@ -171,12 +150,9 @@ class cache_of final : public any_cache {
       std::fill_n(view.key(0, head, slot), dim, stored(-1e20f));
     }
   }
-  offset_t bytes(index_t id) const override { return held_.bytes(id); }
-  offset_t bytes_read(index_t id) const override { return held_.bytes_read(id); }
   offset_t full_bytes(index_t tokens) const override { return held_.full_bytes(tokens); }
 
  private:
-  cache<Recipe> held_;
   std::map<std::vector<index_t>, tessera::batch> steps_;  // of each batch of ids, the last one
 };
 

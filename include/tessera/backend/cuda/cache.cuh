@@ -44,6 +44,7 @@ class cache : public cache_parts<Recipe, Out> {
     first_.adopt(std::move(first));
     reading_.reader().adopt(std::move(reader));
     store_.adopt(std::move(movers));
+    order_.disturbed();
     conversations_.follow_budget(recipe_);
     for (index_t id = 0; id < conversations_.size(); ++id) {
       if (conversations_.is_open(id)) reading_.set_plan(id, conversations_.at(id).policies, stream);
@@ -62,16 +63,20 @@ class cache : public cache_parts<Recipe, Out> {
 
   void close(index_t id, cudaStream_t stream = nullptr) {
     conversations_.close(id);
+    order_.closed(id);
     store_.clear(id, stream);
     reading_.lists().clear(id, stream);
+    reading_.reader().clear(id, stream);
     first_.forget(id);
   }
 
   /// Makes room for so many more tokens in every layer, so that a prompt's rows do not move while it comes.
   void reserve(index_t id, index_t tokens, cudaStream_t stream) {
     conversations_.at(id);
+    order_.require_finished(id);
     require(tokens >= 0, "tokens to reserve", tokens, "0 or more", "pass the prompt's length");
     make_store_room(all_layers({id}), tokens, stream);
+    order_.disturbed(id);
   }
 
   /// Appends a chunk of the prompt to one layer and lets the scorer observe its queries.
@@ -80,12 +85,15 @@ class cache : public cache_parts<Recipe, Out> {
   void prefill(index_t layer, index_t id, const rows_view<const T>& q, const rows_view<const T>& k,
                const rows_view<const T>& v, cudaStream_t stream) {
     conversations_.check_chunk(recipe_, layer, id, q, k, v);
+    order_.require_finished(id);
+    const bool follows = roles_.follows_recipe(layer);
+    if (first_stage<Recipe>::with_scores && follows && q.tokens > 0) require_rows_on_16_bytes("q", q);
     make_store_room({{layer, id}}, k.tokens, stream);
     const index_t first = conversations_.at(id, layer).next_position;
     store_.append_rows(store_.view(layer, id), k, v, set_number(chunk_position_.data(), first, stream), stream);
     store_.took(layer, id, k.tokens);
     conversations_.took_chunk(layer, id, k.tokens);
-    if (!roles_.follows_recipe(layer)) return;
+    if (!follows) return;
     first_.observe_prompt(layer, id, store_, policies(id), roles_.rule(layer), q, first + k.tokens, stream);
   }
 
@@ -123,6 +131,7 @@ class cache : public cache_parts<Recipe, Out> {
   /// before a replayed one; never recorded itself. What it returns is every layer's `decode`'s.
   batch prepare_step(const std::vector<index_t>& ids, index_t tokens, cudaStream_t stream) {
     const batch step = conversations_.plan_step(recipe_, ids, tokens, options_.step_tokens);
+    for (const index_t id : ids) order_.require_finished(id);
     const auto places = all_layers(ids);
     slide(places, stream);
     for (const auto& [layer, id] : places) {
@@ -146,11 +155,13 @@ class cache : public cache_parts<Recipe, Out> {
     }
     conversations_.begin_step(step);
     for (index_t layer = 0; layer < shape_.layers; ++layer) conversations_.took_step(layer, step);
+    order_.prepared(step);
     return step;
   }
 
   /// The device's part of a step, first of all: what the batch needs is gathered, positions and lengths move on.
-  void begin_step(const batch& step, cudaStream_t stream) const {
+  void begin_step(const batch& step, cudaStream_t stream) {
+    order_.begin(step, stream);
     auto columns = store_.gathered();
     for (const auto& column : reading_.gathered()) columns.push_back(column);
     steps_.gather(step.sequences(), columns, stream);
@@ -168,6 +179,9 @@ class cache : public cache_parts<Recipe, Out> {
               const rows_view<const T>& v, const rows_view<Out>& out, const rows_view<float>& lse,
               cudaStream_t stream) {
     conversations_.check_step(layer, step, q, k, v, out, lse);
+    order_.require_layer(layer, step, stream);
+    require_rows_on_16_bytes("q", q);  // before the rows are appended: attention would refuse it behind them
+    order_.took(layer, stream);
     const index_t* first = first_position_.data();
     const logit_rule rule = roles_.rule(layer);
     const view_type all = store_.batch_view(layer, step.sequences());
@@ -193,33 +207,11 @@ class cache : public cache_parts<Recipe, Out> {
 
  private:
   using parts::after_, parts::all_layers, parts::attention_, parts::chunk_position_, parts::conversations_,
-      parts::device_, parts::filters, parts::first_, parts::first_position_, parts::next_, parts::options_,
-      parts::policies, parts::reading_, parts::recipe_, parts::roles_, parts::shape_, parts::slide, parts::steps_,
-      parts::store_, parts::trace, parts::tracing_;
-  using typename parts::place_list, typename parts::read_view_type, typename parts::view_type;
+      parts::device_, parts::filters, parts::first_, parts::first_position_, parts::make_store_room, parts::next_,
+      parts::options_, parts::order_, parts::plan_choice, parts::policies, parts::reading_, parts::recipe_,
+      parts::roles_, parts::shape_, parts::slide, parts::steps_, parts::store_, parts::trace, parts::tracing_;
+  using typename parts::read_view_type, typename parts::view_type;
 
-  /// Sliding layers drop what they have left behind first, now and then.
-  void make_store_room(const place_list& places, index_t tokens, cudaStream_t stream) {
-    slide(places, stream);
-    store_.plan_room(places, tokens);
-    store_.commit_room(places, stream);
-  }
-
-  /// Plans what the layers of a conversation whose prompt ends keep, or let through; returns those that choose at all.
-  std::vector<index_t> plan_choice(index_t id, bool due, const planned<Recipe>& fitted) {
-    std::vector<index_t> layers;
-    place_list places;
-    std::vector<token_bound> kept;
-    for (index_t layer = 0; due && layer < shape_.layers; ++layer) {
-      const token_bound held = store_.bound(layer, id);
-      if (!roles_.follows_recipe(layer) || (!filters && first_.keeps_everything(layer, id, held, fitted))) continue;
-      layers.push_back(layer);
-      places.push_back({layer, id});
-      kept.push_back(first_.bound(layer, id, held, fitted));
-    }
-    filters ? reading_.lists().plan_pass(places, kept) : store_.plan_keep(places, kept);
-    return layers;
-  }
   void choose(index_t layer, index_t id, const planned<Recipe>& fitted, cudaStream_t stream) {
     const kept_slots kept = first_.choose(layer, id, store_, fitted, roles_.rule(layer), this->next_position(id),
                                           next_.data() + id, stream);

@@ -200,6 +200,15 @@ TEST_CASE("GPU decode attention refuses what it was not made for, before a launc
   CHECK(refused([](auto& p) { p.q.heads = 8; }));
   CHECK(refused([](auto& p) { p.view.kv_heads = 1; }));
   CHECK(refused([](auto& p) { p.q.data += 1; }));
+  CHECK(refused([](auto& p) { p.view.sequences = -1; }));
+  CHECK(refused([](auto& p) { p.q.tokens = -1; }));
+  CHECK(refused([](auto& p) { p.q.sequences = 1; }));
+  CHECK(refused([](auto& p) { p.q.dim = 128; }));
+  CHECK(refused([](auto& p) { p.q.data = nullptr; }));
+  CHECK(refused([](auto& p) { p.out.data = nullptr; }));
+  CHECK(refused([](auto& p) { p.out.tokens = 1; }));
+  CHECK(refused([](auto& p) { p.lse.heads = 2; }));
+  CHECK(refused([](auto& p) { p.first_position = nullptr; }));
   CHECK(refused([](auto& p) { p.view.k += 4; }));
   CHECK(refused([](auto& p) { p.view.v_strides.token = 66; }));
   CHECK(refused([](auto& p) { p.view.k_strides.head += 1; }));

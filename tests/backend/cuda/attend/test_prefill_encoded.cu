@@ -8,10 +8,15 @@ using namespace decode_test;
 
 namespace {
 
-/// The error of a chunk over encoded rows, in one part and split.
+/// The error of a chunk over encoded rows, in one part and split. Scales are powers of two, so that the elements that
+/// tensor cores read are those that the CPU decodes, to the bit.
 template <class Case>
 double error_of_chunk(const shape& s) {
   Case one(s);
+  for (auto* scales : {&one.k_scales, &one.v_scales}) {
+    for (float& scale : *scales) scale = std::exp2(std::round(std::log2(scale)));
+  }
+  one.d_k_scales.set(one.k_scales), one.d_v_scales.set(one.v_scales);
   one.set_lengths(std::vector<index_t>(std::size_t(one.rows), one.capacity));
   const cuda::prefill_attention<typename Case::view_type> op(s.sequences, s.heads, one.q_heads,
                                                              cuda::device_info::current());
@@ -35,9 +40,10 @@ TEST_CASE("GPU prefill attention reads encoded rows") {
     for (const float cap : {0.0f, 15.0f}) {
       const shape s{.heads = 2, .tokens = tokens, .capacity = 400, .soft_cap = cap, .sinks = cap > 0};
       INFO("tokens " << tokens << " cap " << cap);
-      // Decoded to 16 bits before they are multiplied.
-      CHECK(error_of_chunk<decode_case<fp8_elements<bf16>, 128>>(s) < 1.2e-2);
-      CHECK(error_of_chunk<decode_case<fp8_elements<fp16>, 64, block_table>>(s) < 2e-3);
+      CHECK(error_of_chunk<decode_case<fp8_elements<bf16>, 128>>(s) < 5e-3);
+      CHECK(error_of_chunk<decode_case<fp8_elements<fp16>, 64, block_table>>(s) < 1e-3);
+      CHECK(error_of_chunk<decode_case<fp8_elements<bf16>, 80>>(s) < 5e-3);
+      CHECK(error_of_chunk<decode_case<fp8_elements<fp16>, 256>>(s) < 1e-3);
     }
   }
 }

@@ -62,6 +62,7 @@ class faulty_conversation {
         try {
           return call();
         } catch (const error& problem) {
+          INFO(problem.what());
           REQUIRE(tries == 0);
           REQUIRE(std::string(problem.what()).find("device memory") != std::string::npos);
           ++failures;

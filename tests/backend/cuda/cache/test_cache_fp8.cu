@@ -1,5 +1,5 @@
 // Caches of fp8 rows on the device, in runs and in pages, against the CPU's.
-#include "cache_case.hpp"
+#include "calls_case.hpp"
 #include "tessera/layout/fixed_pages.hpp"
 #include "tessera/layout/fp8_rows.hpp"
 #include "tessera/methods/full.hpp"
@@ -15,4 +15,12 @@ TEST_CASE("fp8 rows in runs hold the CPU's conversations on the device", "[gpu][
 TEST_CASE("fp8 rows in pages hold the CPU's conversations on the device", "[gpu][cache]") {
   if (gpu_missing()) return;
   hold_conversations<full<bf16, 64, 64, stored<fp8_rows<bf16, 64>, fixed_pages<16>>>>(20);
+}
+TEST_CASE("random calls of fp8 rows in pages do what the contract says on the device", "[gpu][cache][calls]") {
+  if (gpu_missing()) return;
+  call_at_random<full<bf16, 64, 64, stored<fp8_rows<bf16, 64>, fixed_pages<16>>>>();
+}
+TEST_CASE("random calls of fp8 rows in runs do what the contract says on the device", "[gpu][cache][calls]") {
+  if (gpu_missing()) return;
+  call_at_random<streaming_llm<bf16, 64, 64, stored<fp8_rows<bf16, 64>, runs>>>();
 }

@@ -119,6 +119,7 @@ void compare_pack(index_t sequences, index_t heads, index_t capacity, int kind, 
   S from(sequences, heads, capacity, odd), fresh(sequences, heads, capacity, odd);
   S& to = in_place ? from : fresh;
   const index_t rows = sequences * heads;
+  from.lengths.assign(std::size_t(rows), capacity);  // the CPU refuses slots that are not stored
   std::vector<index_t> indices(std::size_t(rows) * std::size_t(capacity), -1), counts;
   const auto choose = [&] {
     counts.clear();

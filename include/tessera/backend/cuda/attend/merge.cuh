@@ -6,6 +6,7 @@
 #include <string>
 
 #include "../../../core/attention_part.hpp"
+#include "../../../core/model_shape.hpp"
 #include "../device/launch.cuh"
 #include "../device/mma.cuh"
 #include "../device/warp.cuh"
@@ -127,6 +128,9 @@ void merge_parts(std::span<const attention_part> parts, const float* sink_logits
   static_assert(Dim % 4 == 0, "tessera: merge_parts takes rows of a multiple of 4 elements");
   static_assert(element<Out>, "tessera: merge_parts writes float, fp16 or bf16");
   using detail::most_parts;
+  require_dim(out, Dim, "out");
+  require(out.sequences >= 0 && out.tokens >= 0 && out.heads >= 0, "out [sequences, tokens, q_heads]",
+          detail::shape_of(out), "at least 0 each", "pass the shape of the attended rows");
   const offset_t rows = offset_t(out.sequences) * out.tokens * out.heads;
   if (rows == 0) return;
   detail::require_rows_of_four("out", out);

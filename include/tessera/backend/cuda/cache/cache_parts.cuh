@@ -12,6 +12,7 @@
 #include "first_stage.cuh"
 #include "newest.cuh"
 #include "reading.cuh"
+#include "step_order.cuh"
 
 TESSERA_NAMESPACE_BEGIN
 namespace cuda {
@@ -58,10 +59,7 @@ class cache_parts {
 
   /// Whether decode steps write down which positions they attend; off by default. A traced step synchronises and cannot
   /// be recorded.
-  void trace_attended(bool on) {
-    tracing_ = on;
-    attended_.resize(std::size_t(shape_.layers) * std::size_t(options_.sequences));
-  }
+  void trace_attended(bool on) { tracing_ = on; }
   /// Positions that the last traced decode step of a layer attended, by kv_head.
   const std::vector<std::vector<index_t>>& attended(index_t layer, index_t id) const {
     conversations_.at(id, layer);
@@ -137,7 +135,9 @@ class cache_parts {
         first_(recipe_, shape_, options_, device_),
         reading_(recipe_, shape_, options_, device_),
         attention_(shape_, options_, device_),
-        newest_(shape_.kv_heads, shape_.sliding.empty() ? 0 : shape_.window) {
+        order_(shape_.layers),
+        newest_(shape_.kv_heads, shape_.sliding.empty() ? 0 : shape_.window),
+        attended_(std::size_t(shape_.layers) * std::size_t(options_.sequences)) {
     store_.adopt(fit_movers(first_));
   }
 
@@ -165,6 +165,28 @@ class cache_parts {
     }
   }
 
+  /// Sliding layers drop what they have left behind first, now and then.
+  void make_store_room(const place_list& places, index_t tokens, cudaStream_t stream) {
+    slide(places, stream);
+    store_.plan_room(places, tokens);
+    store_.commit_room(places, stream);
+  }
+
+  /// Plans what the layers of a conversation whose prompt ends keep, or let through; returns those that choose at all.
+  std::vector<index_t> plan_choice(index_t id, bool due, const planned<Recipe>& fitted) {
+    std::vector<index_t> layers;
+    place_list places;
+    std::vector<token_bound> kept;
+    for (index_t layer = 0; due && layer < shape_.layers; ++layer) {
+      const token_bound held = store_.bound(layer, id);
+      if (!roles_.follows_recipe(layer) || (!filters && first_.keeps_everything(layer, id, held, fitted))) continue;
+      layers.push_back(layer);
+      places.push_back({layer, id});
+      kept.push_back(first_.bound(layer, id, held, fitted));
+    }
+    filters ? reading_.lists().plan_pass(places, kept) : store_.plan_keep(places, kept);
+    return layers;
+  }
   /// Positions that steps may read of a layer, by kv_head.
   std::vector<std::vector<index_t>> downloaded_readable(index_t layer, index_t id) const {
     if (!roles_.follows_recipe(layer)) return store_.downloaded_positions(layer, id);
@@ -198,6 +220,7 @@ class cache_parts {
   first_stage<Recipe> first_;
   reading_type reading_;
   attention<view_type, read_view_type, Out> attention_;
+  step_order order_;
   newest_slots newest_;
   bool tracing_ = false;
   std::vector<std::vector<std::vector<index_t>>> attended_;  // by place

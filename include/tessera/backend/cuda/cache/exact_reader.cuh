@@ -35,6 +35,7 @@ class exact_reader {
   void set_plan(index_t id, const planned<Recipe>& policies, cudaStream_t stream) {
     set_number(plans_.of(0, id), plan(policies), stream);
   }
+  void clear(index_t, cudaStream_t) {}
   template <class... Any>
   void refresh(const Any&...) const {}
   template <class... Any>

@@ -89,6 +89,14 @@ class extrema_reader {
     for (index_t h = 0; h < shape_.kv_heads; ++h) set_number(rooms_.of(0, id) + h, room, stream);
   }
 
+  /// Whoever gets the id next begins without sums, also where steps come before any prompt.
+  void clear(index_t id, cudaStream_t stream) {
+    for (index_t layer = 0; averages && layer < shape_.layers; ++layer) {
+      check(cudaMemsetAsync(sums(layer, id), 0, std::size_t(shape_.kv_heads) * v_dim * sizeof(double), stream),
+            "cudaMemsetAsync");
+    }
+  }
+
   /// The index of one sequence's layer anew. `longest`: no head holds more.
   void refresh(index_t layer, index_t id, const View& view, index_t longest, cudaStream_t stream) const {
     const index_type index{data_.data(), 1, 0, begins_.of(layer, id), rooms_.of(0, id)};

@@ -24,6 +24,7 @@ class whole_reader {
   std::vector<detail::gathered_column> gathered() const { return {}; }
   template <class... Any>
   void set_plan(const Any&...) {}
+  void clear(index_t, cudaStream_t) {}
   template <class... Any>
   void refresh(const Any&...) const {}
   template <class... Any>

@@ -66,8 +66,9 @@ class attentive_score {
   }
 
   void run(const score_problem<View>& p, const Scorer& scorer, void* workspace, cudaStream_t stream) const {
-    require(p.view.sequences * kv_heads_ <= rows_ && p.view.kv_heads == kv_heads_ && p.q.heads == q_heads_ &&
-                p.q.tokens <= queries_,
+    require(p.view.sequences >= 0 && p.view.sequences * kv_heads_ <= rows_ && p.view.kv_heads == kv_heads_ &&
+                p.q.heads == q_heads_ && p.q.tokens >= 0 && p.q.tokens <= queries_ &&
+                (p.q.tokens == 0 || p.q.sequences == p.view.sequences),
             "shape of a call",
             std::to_string(p.view.sequences) + " sequences, " + std::to_string(p.q.heads) + " q_heads, " +
                 std::to_string(p.q.tokens) + " queries",

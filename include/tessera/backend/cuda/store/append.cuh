@@ -262,14 +262,20 @@ class append {
 
   void run(const append_problem<View, E>& problem, void*, cudaStream_t stream) const {
     const auto& p = problem;
-    require(p.view.sequences <= sequences_ && p.view.kv_heads == kv_heads_, "kv_heads", p.view.kv_heads,
-            std::to_string(kv_heads_) + ", and at most " + std::to_string(sequences_) + " sequences",
+    require(p.view.sequences >= 0 && p.view.sequences <= sequences_ && p.view.kv_heads == kv_heads_, "kv_heads",
+            p.view.kv_heads, std::to_string(kv_heads_) + ", and at most " + std::to_string(sequences_) + " sequences",
             "pass the shape of the constructor");
     require_dim(p.k, View::k_dim, "k");
     require_dim(p.v, View::v_dim, "v");
     require(p.k.tokens == p.v.tokens, "tokens of v", p.v.tokens, std::to_string(p.k.tokens), "append k and v together");
     require(!p.segments.data, "segments", "given", "none: the device does not number them yet", "append on the CPU");
+    require(p.k.tokens >= 0, "tokens", p.k.tokens, "at least 0", "pass how many tokens come");
     if (p.view.sequences == 0 || p.k.tokens == 0) return;
+    const auto fits = [&](const auto& rows) { return rows.sequences == p.view.sequences && rows.heads == kv_heads_; };
+    require(fits(p.k) && fits(p.v), "sequences and heads of k and v", "another shape", "those of the view",
+            "pass new rows of every sequence and kv_head");
+    require(p.k.data && p.v.data && p.view.k && p.view.v && p.view.lengths, "memory of the problem", "null",
+            "rows of k and v, and a view with lengths", "pass device memory");
     const index_t groups = p.view.sequences * (p.view.length_strides.head ? kv_heads_ : 1);
     const offset_t rows = offset_t(p.k.tokens) * (p.view.sequences * kv_heads_ / groups);
     const offset_t work = rows * ((View::k_dim + View::v_dim) / detail::append_chunk);

@@ -266,7 +266,10 @@ class pack {
 
   void run(const pack_problem<From, To>& problem, void* workspace, cudaStream_t stream) const {
     const index_t rows = problem.from.sequences * problem.from.kv_heads;
-    require(rows <= rows_, "sequences * kv_heads", rows, "at most " + std::to_string(rows_),
+    require(problem.to.sequences == problem.from.sequences && problem.to.kv_heads == problem.from.kv_heads,
+            "sequences * kv_heads of to", offset_t(problem.to.sequences) * problem.to.kv_heads,
+            "the shape of from, " + std::to_string(rows), "pack between views of one shape");
+    require(rows >= 0 && rows <= rows_, "sequences * kv_heads", rows, "at most " + std::to_string(rows_),
             "construct pack for the largest batch");
     require(!problem.segments.data, "segments", "given", "none: the device does not move them yet", "pack on the CPU");
     require(!InPlace || (problem.from.k == problem.to.k && problem.from.v == problem.to.v), "memory of to", "another",

@@ -4,6 +4,7 @@
 #include <algorithm>
 #include <string>
 
+#include "../../../../core/model_shape.hpp"
 #include "../../device/alignment.cuh"
 #include "../../device/launch.cuh"
 #include "../../device/tuning.cuh"
@@ -96,15 +97,16 @@ class decode_attention {
   std::size_t state_at() const { return out_at() + slots() * detail::rows_per_block * View::v_dim * 4; }
 
   void check_problem(const problem_type& p) const {
-    require(p.view.sequences <= sequences_, "sequences", p.view.sequences, "at most " + std::to_string(sequences_),
-            "construct decode_attention for the largest batch");
-    require(p.q.tokens <= tokens_, "tokens", p.q.tokens, "at most " + std::to_string(tokens_),
+    require(p.view.sequences >= 0 && p.view.sequences <= sequences_, "sequences", p.view.sequences,
+            "at most " + std::to_string(sequences_), "construct decode_attention for the largest batch");
+    require(p.q.tokens >= 0 && p.q.tokens <= tokens_, "tokens", p.q.tokens, "at most " + std::to_string(tokens_),
             "construct decode_attention for the most tokens of a step");
     require(p.view.kv_heads == kv_heads_, "kv_heads", p.view.kv_heads, std::to_string(kv_heads_),
             "construct decode_attention with the view's head count");
     require(p.q.heads == q_heads_, "q_heads", p.q.heads, std::to_string(q_heads_),
             "construct decode_attention with the query's head count");
     require_rows_on_16_bytes("q", p.q);
+    if (p.view.sequences > 0) check_rows(p);
     if constexpr (View::encoding_type::scaled) {
       require(p.view.scales.k && p.view.scales.v, "scales of K and V", "null", "device memory",
               "point the view at the scales of its rows");
@@ -116,6 +118,21 @@ class decode_attention {
       require_rows_on_16_bytes("K", p.view.k, p.view.k_strides);
       require_rows_on_16_bytes("V", p.view.v, p.view.v_strides);
     }
+  }
+
+  static void check_rows(const problem_type& p) {
+    require_dim(p.q, View::k_dim, "q");
+    require_dim(p.out, View::v_dim, "out");
+    require(p.q.sequences == p.view.sequences, "sequences of q", p.q.sequences, "those of the view",
+            "pass queries for every sequence of the view");
+    const auto as_q = [&p](const auto& rows) {
+      return rows.sequences == p.q.sequences && rows.tokens == p.q.tokens && rows.heads == p.q.heads;
+    };
+    require(as_q(p.out) && (!p.lse.data || as_q(p.lse)), "shape of out and lse", "another", "that of q",
+            "give every query row its output, and its log-sum-exp or none");
+    if (p.q.tokens == 0) return;
+    require(p.view.k && p.view.v && p.view.lengths && p.q.data && p.out.data && p.first_position,
+            "memory of the problem", "null", "keys, values, lengths, q, out and first_position", "pass device memory");
   }
 
   // What was configured is what is launched: nvcc gives every source file a kernel of its own.

@@ -5,6 +5,7 @@
 #include <limits>
 #include <string>
 
+#include "../../../../core/model_shape.hpp"
 #include "../../device/tuning.cuh"
 #include "prefill_hopper.cuh"
 #include "prefill_kernel.cuh"
@@ -53,9 +54,6 @@ template <class View, class Out = float>
 class prefill_attention {
   using T = typename View::element_type;
   using kernel = detail::prefill_kernel<View, Out>;
-  // 80 gave wrong rows where tiles are neither masked nor capped (H200, 2026-11-21); the cause is not known yet.
-  static_assert(View::is_raw || ((View::k_dim == 64 || View::k_dim == 128) && View::v_dim == View::k_dim),
-                "tessera: prefill attention on the device reads encoded rows of head dims 64 and 128");
   static_assert(std::is_same_v<T, fp16> || std::is_same_v<T, bf16>,
                 "tessera: the tensor-core prefill kernel takes fp16 and bf16");
   static_assert(element<Out>, "tessera: prefill attention writes fp32, fp16 or bf16");
@@ -135,6 +133,8 @@ class prefill_attention {
             "give out the shape of q");
     require(!p.lse.data || same_shape(p.lse, p.q), "lse [sequences, tokens, q_heads]", shape_of(p.lse), shape_of(p.q),
             "give lse the shape of q, or no data");
+    require_dim(p.q, View::k_dim, "q");
+    require_dim(p.out, View::v_dim, "out");
     if (p.q.tokens == 0) return 0;
     require(p.view.k && p.view.v && p.view.lengths, "view", "null", "keys, values and lengths", "pass device memory");
     require(p.q.data && p.out.data && p.first_position, "problem", "null", "q, out and first_position",

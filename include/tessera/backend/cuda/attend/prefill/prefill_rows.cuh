@@ -93,14 +93,16 @@ struct prefill_rows {
   /// The same for encoded rows, which are decoded at once.
   template <int Rows, int Chunks, class Stored, class To>
   __device__ static void decode_rows(const Stored* row, float scale, bool row_valid, int lane, const To& to) {
+    constexpr int copies = Rows * Chunks;
 #pragma unroll 2
-    for (int id = lane; id < (Rows * Chunks + 31) / 32 * 32; id += 32) {
-      const int r = id / Chunks % Rows, chunk = id % Chunks;
+    for (int i = 0; i < (copies + 31) / 32; ++i) {
+      const int id = i * 32 + lane, r = id / Chunks % Rows, chunk = id % Chunks;
       const auto from = __shfl_sync(~0u, reinterpret_cast<unsigned long long>(row), r);
       const float of_row = __shfl_sync(~0u, scale, r);
       const bool valid = __shfl_sync(~0u, int(row_valid), r);
-      if (id >= Rows * Chunks) continue;
-      store_decoded<T>(to(r, chunk), reinterpret_cast<const Stored*>(from) + chunk * 8, valid, of_row);
+      if (copies % 32 == 0 || id < copies) {
+        store_decoded<T>(to(r, chunk), reinterpret_cast<const Stored*>(from) + chunk * 8, valid, of_row);
+      }
     }
   }
   /// Copies a warp's share of the tile that begins at slot `first`; rows are numbered within the tile.

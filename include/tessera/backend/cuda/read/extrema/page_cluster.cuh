@@ -28,7 +28,7 @@ struct newest_slots {
               channel >= 0),
         page(plan.page_of(max(at.n - 1, 0))) {
     if (!folds || p.unfolded != 1) return;
-    fresh = p.view.key(at.sequence, at.head, at.n - 1)[channel * p.view.k_strides.dim];
+    fresh = p.view.key_element(at.sequence, at.head, at.n - 1, channel);
     if (plan.page == 1) return;
     low = p.index.lower(at.row, channel)[page], high = p.index.upper(at.row, channel)[page];
   }

@@ -27,7 +27,7 @@ __device__ __noinline__ void fold_slots(const View& view, index_t sequence, inde
   for (index_t slot = from; slot < n; ++slot) {
     const index_t p = plan.page_of(slot);
     if (p < first_page || p >= end_page) continue;
-    const T fresh = view.key(sequence, head, slot)[channel * view.k_strides.dim];
+    const T fresh = view.key_element(sequence, head, slot, channel);
     if (plan.page == 1) {
       low[p] = fresh;
       continue;
@@ -68,17 +68,16 @@ __global__ void __launch_bounds__(Threads)
     for (index_t p = index_t(threadIdx.x) / (D / 2); p < count; p += lanes) {
       const index_t begin = (first + p) * plan.page, end = first + p + 1 == pages ? n : begin + plan.page;
       if (plan.page == 1) {
-        const T* key = view.key(sequence, head, begin) + channel * view.k_strides.dim;
-        tile[0][channel][p] = key[0], tile[0][channel + 1][p] = key[view.k_strides.dim];
+        tile[0][channel][p] = view.key_element(sequence, head, begin, channel);
+        tile[0][channel + 1][p] = view.key_element(sequence, head, begin, channel + 1);
         continue;
       }
       float low[2] = {not_a_number, not_a_number}, high[2] = {not_a_number, not_a_number};
 #pragma unroll 4
       for (index_t slot = begin; slot < end; ++slot) {
-        const T* key = view.key(sequence, head, slot) + channel * view.k_strides.dim;
 #pragma unroll
         for (int i = 0; i < 2; ++i) {
-          const float fresh = float(key[i * view.k_strides.dim]);
+          const float fresh = float(view.key_element(sequence, head, slot, channel + i));
           low[i] = lower_with(low[i], fresh);
           high[i] = upper_with(high[i], fresh);
         }
@@ -100,7 +99,8 @@ __global__ void __launch_bounds__(Threads)
 
 }  // namespace detail
 
-/// Fills the index of a view's keys, by the plan of each sequence. The values are cpu::page_index's to the bit.
+/// Fills the index of a view's keys, by the plan of each sequence. The values are cpu::page_index's to the bit; of encoded
+/// rows those of the decoded keys, each rounded to the element type.
 ///
 /// Lengths and plans are read on the device, so a captured launch can be replayed while they change. A row's room must
 /// hold its pages.
@@ -108,7 +108,6 @@ __global__ void __launch_bounds__(Threads)
 /// Cost     build: one read of the keys and one write of the index; fold: O(newest * k_dim) a row.
 template <class View>
 class index_pages {
-  static_assert(View::is_raw, "tessera: paged retrieval on the device reads raw rows; take dense_rows");
   using T = typename View::element_type;
   static constexpr int D = View::k_dim;
 

@@ -56,7 +56,8 @@ class choose_pages {
   using T = typename View::element_type;
   static constexpr int D = View::k_dim;
   using attended = std::conditional_t<std::is_void_v<Out>, float, Out>;
-  static constexpr bool can_attend = !std::is_void_v<Out> && D + View::v_dim <= 256 && !Scorer::adds_mean_value;
+  static constexpr bool can_attend =
+      !std::is_void_v<Out> && View::is_raw && D + View::v_dim <= 256 && !Scorer::adds_mean_value;
   static_assert(sizeof(T) == 2, "tessera: the page kernels take fp16 and bf16");
 
  public:
@@ -131,7 +132,7 @@ class choose_pages {
            choice(p, workspace), scratch(p, workspace), layout_);
   }
 
-  /// Whether `choose_and_attend` can be called: few query rows, few tokens to attend, and a device with clusters.
+  /// Whether `choose_and_attend` can be called: raw rows, few query rows, few tokens to attend, and a device with clusters.
   bool attends() const { return attend_entry_ != nullptr; }
 
   /// `run`, and the step's attention over what it chose, as decode_attention does it: out [sequences, tokens, q_heads,

@@ -1,23 +1,15 @@
-// Layouts, layer roles and long runs of the CUDA cache: pages, dense and sliding layers, memory that does not grow.
-#include "memory_case.hpp"
-#include "tessera/layout/dense.hpp"
-#include "tessera/layout/fixed_pages.hpp"
-#include "tessera/methods/full.hpp"
-#include "tessera/methods/rocketkv.hpp"
-#include "tessera/methods/snapkv.hpp"
+// Conversations that share one CUDA cache: they come and go, run out of room, and leave its memory as it was.
+#pragma once
 
-using namespace tessera;
-using namespace gpu_test;
+#include <utility>
+#include <vector>
 
-namespace {
+#include "cache_case.hpp"
 
-template <class Method, class Layout>
-using with_layout = recipe<typename Method::retain_type, Layout, typename Method::retrieve_type,
-                           typename Method::attention_type, typename Method::schedule_type>;
-using paged = stored<dense_rows<bf16, 64>, fixed_pages<16>>;
+namespace gpu_test {
 
 /// Device memory in use, in bytes.
-std::size_t used() {
+inline std::size_t used() {
   std::size_t free = 0, total = 0;
   cuda::check(cudaMemGetInfo(&free, &total), "cudaMemGetInfo");
   return total - free;
@@ -89,31 +81,6 @@ void serve(index_t conversations, index_t open) {
   if (support::scaled(1000) == 1000) CHECK(used() <= settled);  // small runs share the device with others
 }
 
-}  // namespace
-
-TEST_CASE("snapkv in pages holds the CPU's conversations on the device", "[gpu][cache]") {
-  if (gpu_missing()) return;
-  hold_conversations<with_layout<snapkv<bf16, 64>, paged>>(30);
-}
-TEST_CASE("rocketkv in pages holds the CPU's conversations on the device", "[gpu][cache]") {
-  if (gpu_missing()) return;
-  hold_conversations<with_layout<rocketkv<bf16, 64>, paged>>(30);
-}
-TEST_CASE("a recorded step in pages follows its growing cache", "[gpu][cache]") {
-  if (gpu_missing()) return;
-  replay_steps<with_layout<full<bf16, 64>, paged>>();
-}
-
-TEST_CASE("a cache serves conversations of all lengths in the memory that it began with", "[gpu][cache]") {
-  if (gpu_missing()) return;
-  serve<snapkv<bf16, 64>>(support::scaled(2500), 64);
-  serve<rocketkv<bf16, 64>>(support::scaled(2500), 64);
-  serve<with_layout<snapkv<bf16, 64>, paged>>(support::scaled(2500), 64);
-  serve<full<bf16, 64>>(support::scaled(2500), 64);
-}
-
-namespace {
-
 /// Two conversations in a pool that holds one and a half: what does not fit is refused, and nothing has changed.
 template <class Method>
 void refuse_and_go_on() {
@@ -159,61 +126,4 @@ void refuse_and_go_on() {
   prefill(cache, second, 200);  // what was given back can be taken
 }
 
-}  // namespace
-
-TEST_CASE("a pool without room refuses, and the cache goes on as before", "[gpu][cache]") {
-  if (gpu_missing()) return;
-  refuse_and_go_on<full<bf16, 64>>();
-  refuse_and_go_on<with_layout<full<bf16, 64>, paged>>();
-}
-
-TEST_CASE("every allocation of a cache fails once, and the conversation goes on as if it had not", "[gpu][cache]") {
-  if (gpu_missing()) return;
-  faulty_conversation<snapkv<bf16, 64>>::fails_everywhere_once();
-  faulty_conversation<rocketkv<bf16, 64>>::fails_everywhere_once();
-  faulty_conversation<with_layout<snapkv<bf16, 64>, paged>>::fails_everywhere_once();
-}
-
-TEST_CASE("dense and sliding layers beside compressed ones hold what they should on the device", "[gpu][cache]") {
-  if (gpu_missing()) return;
-  using method = rocketkv<bf16, 64>;
-  const model_shape shape{3, 4, 2, 40, {false, false, true}};
-  method recipe;
-  recipe.set_budget(64);
-  recipe.retain.budget.max_new = 32;
-  recipe.retain.scorer.window = 8;
-  recipe.dense_layers = 1;
-  cuda::cache_options options;
-  options.tokens = 600;
-  cuda::cache<method> device(shape, recipe, options);
-  cache<method> host(shape, recipe, std::make_shared<cpu::executor>(1));
-  const index_t id = device.open();
-  host.open();
-  for (index_t layer = 0; layer < 3; ++layer) {
-    const step_rows<bf16> x(1, 300, shape, 64);
-    host.prefill(layer, id, x.rows(x.q.data(), 4), x.rows(x.k.data(), 2), x.rows(x.v.data(), 2));
-    device.prefill(layer, id, x.rows(x.dq.data, 4), x.rows(x.dk.data, 2), x.rows(x.dv.data, 2), nullptr);
-  }
-  host.end_prefill(id);
-  device.end_prefill(id, nullptr);
-  for (index_t i = 0; i < 60; ++i) {
-    const batch on_host = host.prepare_step({id}, 1), on_device = device.prepare_step({id}, 1, nullptr);
-    device.begin_step(on_device, nullptr);
-    for (index_t layer = 0; layer < 3; ++layer) {
-      const step_rows<bf16> x(1, 1, shape, 64);
-      std::vector<float> out(4 * 64);
-      buffer<float> dout(out.size());
-      host.decode(layer, on_host, x.rows(x.q.data(), 4), x.rows(x.k.data(), 2), x.rows(x.v.data(), 2),
-                  nhd_rows(out.data(), 1, 4, 64));
-      device.decode(layer, on_device, x.rows(x.dq.data, 4), x.rows(x.dk.data, 2), x.rows(x.dv.data, 2),
-                    nhd_rows(dout.data, 1, 4, 64), {}, nullptr);
-      if (layer != 1) REQUIRE(relative_error(dout.get(), out) < 8e-3);  // of layer 1, sets may differ at a cut
-    }
-    REQUIRE(device.positions(0, id, 1) == host.positions(0, id, 1));
-    REQUIRE(device.positions(0, id, 1).size() == std::size_t(301 + i));
-    const auto kept = device.positions(2, id, 0);
-    REQUIRE(kept.size() >= 40);
-    REQUIRE(kept.size() <= 40 + 17);
-    REQUIRE(kept.back() == 300 + i);
-  }
-}
+}  // namespace gpu_test

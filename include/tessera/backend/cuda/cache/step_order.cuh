@@ -1,0 +1,87 @@
+// Which step of a cache is under way, as far as the host sees.
+#pragma once
+
+#include <algorithm>
+#include <string>
+#include <vector>
+
+#include "../../../runtime/conversations.hpp"
+#include "../device/check.cuh"
+
+TESSERA_NAMESPACE_BEGIN
+namespace cuda {
+
+/// Checks that `begin_step` and `decode` are called for the step that `prepare_step` made last: begun once, then its layers
+/// in ascending order. What a graph replays the host does not see: a call that is recorded must be of that step, no more.
+class step_order {
+ public:
+  explicit step_order(index_t layers) : layers_(layers) {}
+
+  /// Errors   some layers of the sequence's step have been decoded and others not: their rows are missing.
+  void require_finished(index_t id) const {
+    require(!contains(unfinished_, id) && !(is_between_layers() && contains(now_.ids, id)),
+            "sequence in the middle of a step", id, "one whose step has been decoded in every layer",
+            "decode the layers that are missing, or close the sequence");
+  }
+  void prepared(const batch& step) {
+    if (is_between_layers()) unfinished_.insert(unfinished_.end(), now_.ids.begin(), now_.ids.end());
+    now_ = step;
+    has_begun_ = is_stale_ = false;
+    next_layer_ = 0;
+  }
+
+  void begin(const batch& step, cudaStream_t stream) {
+    require_prepared(step);
+    if (is_recorded(stream)) return;
+    require(!has_begun_, "calls of begin_step for a step", 2, "1", "call prepare_step before every step");
+    has_begun_ = true;
+  }
+  void require_layer(index_t layer, const batch& step, cudaStream_t stream) const {
+    require_prepared(step);
+    if (is_recorded(stream)) return;
+    require(has_begun_, "calls of begin_step for a step", 0, "1", "call begin_step before the layers of a step");
+    require(layer >= next_layer_, "layer of a step", layer, "one behind those that the step has been through",
+            "decode every layer, in order, in every step");
+  }
+  void took(index_t layer, cudaStream_t stream) {
+    if (!is_recorded(stream)) next_layer_ = layer + 1;
+  }
+
+  /// A step that has begun cannot go on: rows, or plans, are not where it found them.
+  void disturbed() { is_stale_ = is_stale_ || has_begun_; }
+  void disturbed(index_t id) {
+    if (contains(now_.ids, id)) disturbed();
+  }
+  void closed(index_t id) {
+    is_stale_ = is_stale_ || contains(now_.ids, id);
+    std::erase(now_.ids, id);
+    std::erase(unfinished_, id);
+  }
+
+ private:
+  static bool contains(const std::vector<index_t>& ids, index_t id) {
+    return std::find(ids.begin(), ids.end(), id) != ids.end();
+  }
+  static bool is_recorded(cudaStream_t stream) {
+    cudaStreamCaptureStatus status = cudaStreamCaptureStatusNone;
+    check(cudaStreamIsCapturing(stream, &status), "cudaStreamIsCapturing");
+    return status != cudaStreamCaptureStatusNone;
+  }
+  bool is_between_layers() const { return next_layer_ > 0 && next_layer_ < layers_; }
+  void require_prepared(const batch& step) const {
+    require(!is_stale_ && !step.ids.empty() && step.ids == now_.ids && step.tokens == now_.tokens &&
+                step.evicts_first == now_.evicts_first && step.evicts_last == now_.evicts_last,
+            "step", std::to_string(step.sequences()) + " sequences of " + std::to_string(step.tokens) + " tokens",
+            "what prepare_step returned last, and nothing changed since",
+            "call prepare_step, begin_step and the layers in this order");
+  }
+
+  index_t layers_;
+  batch now_;
+  bool has_begun_ = false, is_stale_ = false;
+  index_t next_layer_ = 0;           // of the step that has begun
+  std::vector<index_t> unfinished_;  // of steps that another one has followed
+};
+
+}  // namespace cuda
+TESSERA_NAMESPACE_END

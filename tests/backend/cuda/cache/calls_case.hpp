@@ -1,0 +1,146 @@
+// The device's cache behind the interface of random calls.
+#pragma once
+
+#include <functional>
+
+#include "cache_case.hpp"
+#include "support/calls/call_arguments.hpp"
+
+namespace gpu_test {
+
+/// Rows come from `call_arguments::inputs`, which lie on the device too; what a call writes is brought back.
+template <class Method>
+class device_calls final : public support::called_cache {
+  using T = typename Method::layout_type::element_type;
+  struct memory {
+    buffer<T> inputs;
+    buffer<float> out{1 << 14}, lse{1 << 10};
+    memory() : inputs(rounded(support::call_arguments::inputs(true))) {}
+    static std::vector<T> rounded(const std::vector<float>& values) {
+      std::vector<T> all;
+      for (const float value : values) all.push_back(T(value));
+      return all;
+    }
+  };
+
+ public:
+  device_calls(const model_shape& shape, const Method& method, const cuda::cache_options& options)
+      : held_(shape, method, options), memory_(std::make_shared<memory>()) {}
+  std::unique_ptr<called_cache> copy() const override { return std::make_unique<device_calls>(*this); }
+  index_t open() override { return held_.open(); }
+  void close(index_t id) override { held_.close(id); }
+  void reserve(index_t id, index_t tokens) override { held_.reserve(id, tokens, nullptr); }
+  void prefill(index_t layer, index_t id, const rows& q, const rows& k, const rows& v) override {
+    held_.prefill(layer, id, there(q), there(k), there(v), nullptr);
+  }
+  void prefill_attention(index_t layer, index_t id, const rows& q, const results& out, const results& lse) override {
+    held_.prefill_attention(layer, id, there(q), there(out, memory_->out), there(lse, memory_->lse), nullptr);
+    bring_back(out, memory_->out);
+    bring_back(lse, memory_->lse);
+  }
+  void end_prefill(index_t id) override { held_.end_prefill(id, nullptr); }
+  batch prepare_step(const std::vector<index_t>& ids, index_t tokens) override {
+    return held_.prepare_step(ids, tokens, nullptr);
+  }
+  void begin_step(const batch& step) override { held_.begin_step(step, nullptr); }
+  void decode(index_t layer, const batch& step, const rows& q, const rows& k, const rows& v, const results& out,
+              const results& lse) override {
+    held_.decode(layer, step, there(q), there(k), there(v), there(out, memory_->out), there(lse, memory_->lse),
+                 nullptr);
+    bring_back(out, memory_->out);
+    bring_back(lse, memory_->lse);
+  }
+  void set_budget(index_t tokens) override { held_.set_budget(tokens); }
+  index_t next_position(index_t id) const override { return held_.next_position(id); }
+  std::vector<index_t> positions(index_t layer, index_t id, index_t head) const override {
+    return held_.positions(layer, id, head);
+  }
+  std::vector<index_t> readable(index_t layer, index_t id, index_t head) const override {
+    return held_.readable(layer, id, head);
+  }
+  stage_plan plan(index_t id) const override { return held_.plan(id); }
+  void trace_attended(bool on) override { held_.trace_attended(on); }
+  std::vector<std::vector<index_t>> attended(index_t layer, index_t id) const override {
+    return held_.attended(layer, id);
+  }
+  offset_t bytes(index_t id) const override { return held_.bytes(id); }
+  offset_t bytes_read(index_t id) const override { return held_.bytes_read(id); }
+
+ private:
+  template <class To, class From>
+  static rows_view<To> with_data(const rows_view<From>& rows, To* data) {
+    return {data,           rows.sequence_stride, rows.token_stride, rows.head_stride,
+            rows.sequences, rows.tokens,          rows.heads,        rows.dim};
+  }
+  rows_view<const T> there(const rows& given) const {
+    const float* first = support::call_arguments::inputs(true).data();
+    return with_data<const T>(given, given.data ? memory_->inputs.data + (given.data - first) : nullptr);
+  }
+  /// Not a number until it is written.
+  static results there(const results& wanted, buffer<float>& to) {
+    if (wanted.data) to.fill(0xff);
+    return with_data<float>(wanted, wanted.data ? to.data : nullptr);
+  }
+  static void bring_back(const results& wanted, const buffer<float>& from) {
+    if (!wanted.data) return;
+    const std::size_t count = std::size_t(wanted.sequences * wanted.tokens * wanted.heads * wanted.dim);
+    REQUIRE(count <= from.count);
+    cuda::check(cudaMemcpy(wanted.data, from.data, count * sizeof(float), cudaMemcpyDeviceToHost), "cudaMemcpy");
+  }
+
+  cuda::cache<Method> held_;
+  std::shared_ptr<memory> memory_;  // copies share it: one is called at a time
+};
+
+/// What a method is run with.
+struct called_numbers {
+  model_shape shape;
+  index_t budget, window, max_new;
+};
+/// A method on both backends. Makers throw as the caches do.
+struct called_on_both {
+  support::called_method known;
+  std::function<std::unique_ptr<support::called_cache>(const called_numbers&, const cuda::cache_options&)> on_device;
+  std::function<std::unique_ptr<support::called_cache>(const called_numbers&)> on_host;
+};
+
+/// Random calls of the device's cache, and where they are valid of the CPU's too: test_random_calls.cu.
+void make_random_calls(const called_on_both& method);
+
+template <class Method>
+requires runs_on_devices<typename Method::retain_type>
+void call_at_random() {
+  using retain_type = typename Method::retain_type;
+  using retrieve_type = typename Method::retrieve_type;
+  called_on_both method;
+  method.known.has_budget = retain_type::chooses || retrieve_type::retrieves;
+  method.known.has_two = retain_type::chooses;
+  method.known.accumulates = cuda::first_stage<Method>::with_scores;
+  if constexpr (retrieve_type::retrieves) method.known.exact = !retrieve_type::estimates && !retain_type::plans;
+  const auto configured = [](const called_numbers& numbers) {
+    Method made;
+    made.set_budget(numbers.budget);
+    Method::parameters(made, [&](const std::string& name, auto& value, const auto&, const char*) {
+      if constexpr (std::is_same_v<std::remove_reference_t<decltype(value)>, index_t>) {
+        if (name == "window") value = numbers.window;
+        if (name == "max_new") value = numbers.max_new;
+      }
+    });
+    return made;
+  };
+  method.on_device = [=](const called_numbers& numbers, const cuda::cache_options& options) {
+    return std::unique_ptr<support::called_cache>(
+        std::make_unique<device_calls<Method>>(numbers.shape, configured(numbers), options));
+  };
+  method.on_host = [=](const called_numbers& numbers) {
+    cache<Method> held(numbers.shape, configured(numbers), std::make_shared<cpu::executor>(1));
+    return std::unique_ptr<support::called_cache>(std::make_unique<support::plain_cpu_calls<Method>>(std::move(held)));
+  };
+  make_random_calls(method);
+}
+
+/// Of a method that the CUDA backend does not run yet, there is nothing to call.
+template <class Method>
+void call_at_random() {}
+
+}  // namespace gpu_test

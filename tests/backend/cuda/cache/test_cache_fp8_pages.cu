@@ -1,0 +1,15 @@
+// Paged retrieval over fp8 rows on the device, against the CPU's.
+#include "cache_case.hpp"
+#include "tessera/layout/fixed_pages.hpp"
+#include "tessera/layout/fp8_rows.hpp"
+#include "tessera/methods/rocketkv.hpp"
+#include "tessera/methods/sparq.hpp"
+
+using namespace tessera;
+using namespace gpu_test;
+
+TEST_CASE("paged retrieval over fp8 rows holds the CPU's conversations on the device", "[gpu][cache]") {
+  if (gpu_missing()) return;
+  hold_conversations<rocketkv<bf16, 64, 64, stored<fp8_rows<bf16, 64>, fixed_pages<16>>>>(20);
+  hold_conversations<sparq<fp16, 64, 64, stored<fp8_rows<fp16, 64>, runs>>>(20);
+}

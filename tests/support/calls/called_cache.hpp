@@ -1,0 +1,116 @@
+// A cache of any recipe and backend behind one interface, and the CPU's behind it.
+#pragma once
+
+#include <algorithm>
+#include <memory>
+#include <utility>
+#include <vector>
+
+#include <tessera/cache.hpp>
+
+namespace support {
+
+using tessera::index_t;
+using tessera::offset_t;
+
+/// What an engine calls. Rows are of host memory; a backend that computes elsewhere brings them there and back.
+class called_cache {
+ public:
+  using rows = tessera::rows_view<const float>;
+  using results = tessera::rows_view<float>;
+
+  virtual ~called_cache() = default;
+  virtual std::unique_ptr<called_cache> copy() const = 0;
+  virtual index_t open() = 0;
+  virtual void close(index_t id) = 0;
+  virtual void reserve(index_t id, index_t tokens) = 0;
+  virtual void prefill(index_t layer, index_t id, const rows& q, const rows& k, const rows& v) = 0;
+  virtual void prefill_attention(index_t layer, index_t id, const rows& q, const results& out, const results& lse) = 0;
+  virtual void end_prefill(index_t id) = 0;
+  virtual tessera::batch prepare_step(const std::vector<index_t>& ids, index_t tokens) = 0;
+  virtual void begin_step(const tessera::batch& step) = 0;
+  virtual void decode(index_t layer, const tessera::batch& step, const rows& q, const rows& k, const rows& v,
+                      const results& out, const results& lse) = 0;
+  virtual void set_budget(index_t tokens) = 0;
+  virtual index_t next_position(index_t id) const = 0;
+  virtual std::vector<index_t> positions(index_t layer, index_t id, index_t head) const = 0;
+  virtual std::vector<index_t> readable(index_t layer, index_t id, index_t head) const = 0;
+  virtual tessera::stage_plan plan(index_t id) const = 0;
+  virtual void trace_attended(bool on) = 0;
+  virtual std::vector<std::vector<index_t>> attended(index_t layer, index_t id) const = 0;
+  virtual offset_t bytes(index_t id) const = 0;
+  virtual offset_t bytes_read(index_t id) const = 0;
+  /// How many tokens may be others where scores of two choices differ by rounding only: pages and pooled scores have
+  /// several of one score, and where two channels of a query are equal to rounding, all estimates are others.
+  virtual index_t chosen_together(index_t) const { return 1; }
+};
+
+/// The CPU's cache; `Interface` is called_cache, or what adds to it.
+template <class Recipe, class Interface = called_cache>
+class cpu_calls : public Interface {
+ public:
+  using typename Interface::results;
+  using typename Interface::rows;
+
+  explicit cpu_calls(tessera::cache<Recipe> held) : held_(std::move(held)) {}
+  index_t open() override { return held_.open(); }
+  void close(index_t id) override { held_.close(id); }
+  void reserve(index_t, index_t) override {}
+  /// Where segments end is read off the signs of keys: alike in any chunks and any encoding.
+  void prefill(index_t layer, index_t id, const rows& q, const rows& k, const rows& v) override {
+    std::vector<std::uint8_t> boundaries;
+    for (index_t t = 0; Recipe::needs_segments && k.data && t < k.tokens; ++t) {
+      boundaries.push_back(k.row(0, t, 0)[0] > 0 && k.row(0, t, 0)[1] > 0);
+    }
+    held_.prefill(layer, id, q, k, v, boundaries);
+  }
+  void prefill_attention(index_t layer, index_t id, const rows& q, const results& out, const results& lse) override {
+    held_.prefill_attention(layer, id, q, out, lse);
+  }
+  void end_prefill(index_t id) override { held_.end_prefill(id); }
+  tessera::batch prepare_step(const std::vector<index_t>& ids, index_t tokens) override {
+    return held_.prepare_step(ids, tokens);
+  }
+  void begin_step(const tessera::batch&) override {}
+  void decode(index_t layer, const tessera::batch& step, const rows& q, const rows& k, const rows& v,
+              const results& out, const results& lse) override {
+    held_.decode(layer, step, q, k, v, out, lse);
+  }
+  void set_budget(index_t tokens) override { held_.set_budget(tokens); }
+  index_t next_position(index_t id) const override { return held_.next_position(id); }
+  std::vector<index_t> positions(index_t layer, index_t id, index_t head) const override {
+    return held_.positions(layer, id, head);
+  }
+  std::vector<index_t> readable(index_t layer, index_t id, index_t head) const override {
+    return held_.readable(layer, id, head);
+  }
+  tessera::stage_plan plan(index_t id) const override { return held_.plan(id); }
+  void trace_attended(bool on) override { held_.trace_attended(on); }
+  std::vector<std::vector<index_t>> attended(index_t layer, index_t id) const override {
+    return held_.attended(layer, id);
+  }
+  offset_t bytes(index_t id) const override { return held_.bytes(id); }
+  offset_t bytes_read(index_t id) const override { return held_.bytes_read(id); }
+  index_t chosen_together(index_t id) const override {
+    index_t most = 1;
+    const Recipe& recipe = held_.recipe();
+    if constexpr (Recipe::retrieve_type::estimates)
+      most = std::max(most, recipe.retrieve.planned(held_.plan(id), Recipe::layout_type::k_dim).scorer.page);
+    if constexpr (requires { recipe.retrieve.scorer.channels; }) most = std::max(most, held_.next_position(id));
+    if constexpr (requires { recipe.retain.scorer.pool; }) most = std::max<index_t>(most, recipe.retain.scorer.pool);
+    return most;
+  }
+
+ protected:
+  tessera::cache<Recipe> held_;
+};
+
+/// The CPU's cache and nothing else.
+template <class Recipe>
+class plain_cpu_calls final : public cpu_calls<Recipe> {
+ public:
+  using cpu_calls<Recipe>::cpu_calls;
+  std::unique_ptr<called_cache> copy() const override { return std::make_unique<plain_cpu_calls>(*this); }
+};
+
+}  // namespace support
