@@ -210,3 +210,59 @@ TEST_CASE("segments that are not there and heads of uneven length are refused") 
   of.lengths.back() -= 1;
   CHECK_THROWS_WITH(cpu::score_and_choose(policy, p, kept, workspace, workers), contains("tokens of kv_head"));
 }
+
+TEST_CASE("a batch of texts keeps what each keeps alone, with segments in strides or in runs") {
+  rng random(5204);
+  cpu::executor workers(2);
+  cpu::choose_workspace<dim> workspace;
+  constexpr index_t sequences = 3, kv_heads = 2, group = 2, room = 60, window = 8;
+  for (index_t i = 0; i < scaled(200); ++i) {
+    const auto q = support::normals(random, std::size_t(sequences * window * kv_heads * group * dim), 1.5f),
+               k = support::normals(random, std::size_t(sequences * kv_heads * room * dim));
+    std::vector<index_t> lengths, first, strided(sequences * kv_heads * room, -1), runs;
+    std::vector<offset_t> begins;
+    for (index_t b = 0; b < sequences; ++b) {
+      const index_t length = random.between(window, room);
+      const double often = random.pick({0.0, 0.2, 1.0});
+      first.push_back(length - window);
+      std::vector<index_t> ids;
+      segment_cursor text;
+      for (index_t t = 0; t < length; ++t) ids.push_back(text.take(random.chance(often)));
+      for (index_t h = 0; h < kv_heads; ++h) {
+        lengths.push_back(length);
+        std::copy(ids.begin(), ids.end(), strided.begin() + (b * kv_heads + h) * room);
+        begins.push_back(offset_t(runs.size()));
+        runs.insert(runs.end(), ids.begin(), ids.end());
+      }
+    }
+    choose_problem<kv_view<const float, dim>, float> all;
+    all.view.k = all.view.v = k.data();
+    all.view.k_strides = all.view.v_strides = {kv_heads * room * dim, room * dim, dim, 1};
+    all.view.sequences = sequences;
+    all.view.kv_heads = kv_heads;
+    all.view.lengths = lengths.data();
+    all.view.length_strides = {kv_heads, 1};
+    all.q = nhd_rows(q.data(), window, kv_heads * group, dim, sequences);
+    all.first_position = first.data();
+    all.segments = {strided.data(), kv_heads * room, room, nullptr};
+    policy_type policy = sablock<fp32, dim>{}.retain;
+    policy.budget.tokens = random.between(window, room);
+    selection together, in_runs, alone;
+    cpu::score_and_choose(policy, all, together, workspace, workers);
+    all.segments = {runs.data(), 0, 0, begins.data()};
+    cpu::score_and_choose(policy, all, in_runs, workspace, workers);
+    REQUIRE(in_runs.counts == together.counts);
+    REQUIRE(in_runs.indices == together.indices);
+    for (index_t b = 0; b < sequences; ++b) {
+      auto one = all;
+      one.view.sequences = 1;
+      one.view.k = one.view.v = k.data() + b * kv_heads * room * dim;
+      one.view.lengths = lengths.data() + b * kv_heads;
+      one.q = all.q.one(b);
+      one.first_position = first.data() + b;
+      one.segments = {strided.data() + b * kv_heads * room, 0, room, nullptr};
+      cpu::score_and_choose(policy, one, alone, workspace, workers);
+      for (index_t h = 0; h < kv_heads; ++h) REQUIRE(slots_of(together, b * kv_heads + h) == slots_of(alone, h));
+    }
+  }
+}
