@@ -12,8 +12,8 @@ TESSERA_NAMESPACE_BEGIN
 /// A scope in which all heads of a layer keep the same slots. Their scores become one row before the scorer's last pass;
 /// budget and selector then see one head.
 ///   join(joined, score) -> float     joined: of the heads before; the first head's score stands alone. TESSERA_HD
-///   joined(total, heads) -> float    heads: query heads that the total adds up, or kv_heads where no query was asked.
-///                                    TESSERA_HD
+///   joined(total, heads) -> float    heads: query heads that the total adds up, or kv_heads where no query was asked or a
+///                                    group's rows are not summed. TESSERA_HD
 template <class S>
 concept joining_scope = requires(const S s, float score, index_t heads) {
   { s.join(score, score) } -> std::same_as<float>;

@@ -278,7 +278,9 @@ layer_scores score_and_choose(const Policy& policy, const choose_problem<View, E
     } else if (p.segments.data) {
       beside.segments.data = p.segments.row(b, 0, heads);
     }
-    const index_t summed = observed != observes::nothing && p.q.heads > 0 ? p.q.heads : heads;
+    constexpr row_join rows_by = joins_rows_by<typename Policy::scorer_type>;
+    constexpr bool adds_up = observed != observes::nothing && (rows_by == row_join::sum || rows_by == row_join::newest);
+    const index_t summed = adds_up && p.q.heads > 0 ? p.q.heads : heads;
     seen = detail::choose_in_scope(own_policy(b), scores, summed, beside, view.sequences == 1 ? kept : workspace.one,
                                    workspace.retaining, workspace.joined, workspace.begins);
     if (view.sequences != 1) kept.append(workspace.one);
