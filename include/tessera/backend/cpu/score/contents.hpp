@@ -17,11 +17,20 @@ inline namespace TESSERA_HOST_ISA {
 
 namespace detail {
 
-/// What one row's channels add up to. `row` [dim] has been loaded; anchor [dim], or null.
+/// What one row's channels add up to, in 16 lanes side by side so that the loop vectorises. anchor [dim], or null.
 template <contents_scorer Scorer>
 void measure_row(const Scorer& scorer, const float* row, const float* anchor, int dim, float* sums) {
-  std::fill_n(sums, Scorer::measures, 0.0f);
-  for (int d = 0; d < dim; ++d) scorer.measure(row[d], anchor ? anchor[d] : 0.0f, sums);
+  constexpr int lanes = 16, measures = Scorer::measures;
+  float parts[lanes][measures] = {};
+  const int whole = dim / lanes * lanes;
+  for (int d = 0; d < whole; d += lanes) {
+    for (int l = 0; l < lanes; ++l) scorer.measure(row[d + l], anchor ? anchor[d + l] : 0.0f, parts[l]);
+  }
+  for (int d = whole; d < dim; ++d) scorer.measure(row[d], anchor ? anchor[d] : 0.0f, parts[d - whole]);
+  for (int m = 0; m < measures; ++m) {
+    sums[m] = 0;
+    for (int l = 0; l < lanes; ++l) sums[m] += parts[l][m];
+  }
 }
 
 }  // namespace detail
