@@ -215,8 +215,9 @@ template <class Recipe>
 std::unique_ptr<method_cache> make_if_it_runs(const cache_request& request) {
   if constexpr (tessera::runs_on_devices<typename Recipe::retain_type>) {
     return std::make_unique<cuda_cache_of<Recipe>>(request);
+  } else {
+    return nullptr;
   }
-  return nullptr;
 }
 
 }  // namespace tool
