@@ -159,8 +159,10 @@ void add_compress(CLI::App& app) {
       "head_dim], k_decode, v_decode [steps, kv_heads, head_dim].\n"
       "Output: keep.indptr, keep.indices, attend.indptr, attend.indices, out, lse; sizes and parameters as metadata;\n"
       "with --scores also scores.indptr, scores.positions, scores.values: the tokens that competed when the last\n"
-      "prompt ended (a window that stays in any case does not), with the scores that the method chose by. sablock also\n"
-      "writes segments.block_size: by segment of the tokens before the window, in blocks of what size it was kept, 0: not.\n\n"
+      "prompt ended (a window that stays in any case does not), with the scores that the method chose by. sablock "
+      "also\n"
+      "writes segments.block_size: by segment of the tokens before the window, in blocks of what size it was kept, 0: "
+      "not.\n\n"
       "Example:\n  tessera compress --method snapkv --budget 256 --set window=16 --in layer7.safetensors "
       "--out kept.safetensors");
   command->callback([given] { tool::compress_file(*given); });
