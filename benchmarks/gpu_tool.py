@@ -214,7 +214,8 @@ def main():
     status, listed = tool.run("list", "--json")
     if status != 0:
         sys.exit(f"gpu_tool.py: {listed}")
-    comparison = Comparison(tool, given.backend, [method["name"] for method in json.loads(listed)["methods"]],
+    methods = [method["name"] for method in json.loads(listed)["methods"] if given.backend in method["backends"]]
+    comparison = Comparison(tool, given.backend, methods,
                             list(json.loads(TASKS.read_text(encoding="utf-8"))["families"]),
                             BUDGETS[:max(1, round(len(BUDGETS) * given.scale))],
                             CONTEXTS[len(CONTEXTS) - max(1, round(len(CONTEXTS) * given.scale)):])

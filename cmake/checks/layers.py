@@ -8,7 +8,7 @@ import re
 import sys
 
 # Which layers each layer may include, besides itself. The most specific name wins ("backend/cpu" before "backend").
-AXES = ["scorer", "budget", "selector", "layout", "attention", "schedule"]  # never include each other
+AXES = ["scorer", "budget", "selector", "scope", "layout", "attention", "schedule"]  # never include each other
 RECIPE = ["stages.hpp", "recipe_checks.hpp", "recipe.hpp", "planned.hpp"]
 BELOW_AXES = ["core", "math", "concepts"]
 MAY_INCLUDE = {
@@ -16,7 +16,7 @@ MAY_INCLUDE = {
     "math":         ["core"],
     "concepts":     ["core", "math"],
     **{axis: BELOW_AXES for axis in AXES},
-    "stages.hpp":   BELOW_AXES,
+    "stages.hpp":   BELOW_AXES + ["scope"],  # the scope of a stage that names none
     "recipe_checks.hpp": BELOW_AXES + ["stages.hpp"],
     "recipe.hpp":   BELOW_AXES + ["stages.hpp", "recipe_checks.hpp"],
     "planned.hpp":  BELOW_AXES + RECIPE,

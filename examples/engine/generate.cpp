@@ -32,6 +32,10 @@ void require_prompt(const llama_config& config, std::span<const token_t> prompt,
                     std::int64_t seen) {
   tessera::require(!prompt.empty(), "prompt length", 0, "at least 1 token", "begin the prompt with bos");
   tessera::require(options.chunk >= 1, "chunk", options.chunk, "at least 1 token", "leave it at its default");
+  tessera::require(options.boundaries.empty() || options.boundaries.size() == prompt.size(), "boundaries",
+                   options.boundaries.size(),
+                   "one flag for each token of the prompt, which are " + std::to_string(prompt.size()),
+                   "pass tokenizer::boundaries of the prompt");
   require_room(config, prompt, 0, seen);
 }
 

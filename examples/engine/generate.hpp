@@ -13,6 +13,8 @@ namespace engine {
 
 struct prefill_options {
   std::int32_t chunk = 512;  ///< tokens that pass through the layers together; bounds the working memory
+  std::span<const std::uint8_t>
+      boundaries{};  ///< one flag for each token of the prompt, as tokenizer::boundaries; or none
   /// Called after each chunk, tokens done and tokens in all. What it throws ends the prefill and reaches the caller.
   std::function<void(std::int64_t done, std::int64_t total)> progress;
 };
@@ -32,7 +34,7 @@ token_t best_token(std::span<const float> logits);
 /// Errors: a token outside the vocabulary; `tokens` and `more` after them do not fit behind the `seen` ones.
 void require_room(const llama_config& config, std::span<const token_t> tokens, std::int64_t more, std::int64_t seen);
 
-/// Errors: no token, a chunk below 1, or as `require_room`.
+/// Errors: no token, a chunk below 1, flags for another number of tokens, or as `require_room`.
 void require_prompt(const llama_config& config, std::span<const token_t> prompt, const prefill_options& options,
                     std::int64_t seen);
 

@@ -3,6 +3,7 @@
 #pragma once
 
 #include <cstdint>
+#include <span>
 
 namespace engine {
 
@@ -12,6 +13,10 @@ namespace engine {
 class kv_cache {
  public:
   virtual ~kv_cache() = default;
+
+  /// Before a chunk of a prompt passes through the layers: one flag for each of its tokens, 1 where a segment of the text
+  /// ends, or none where the caller does not know. Valid until the next chunk. Most caches do not care.
+  virtual void begin_chunk(std::span<const std::uint8_t> boundaries) { (void)boundaries; }
 
   /// Appends a chunk of the prompt to `layer` and writes its causal attention to `out`.
   virtual void prefill(int layer, const float* q, const float* k, const float* v, int tokens, float* out) = 0;

@@ -145,6 +145,8 @@ std::vector<float> llama::prefill(std::span<const token_t> prompt, kv_cache& cac
   while (done < prompt.size()) {
     count = std::int32_t(std::min(prompt.size() - done, std::size_t(options.chunk)));
     const auto chunk = prompt.subspan(done, std::size_t(count));
+    cache.begin_chunk(options.boundaries.empty() ? options.boundaries
+                                                 : options.boundaries.subspan(done, std::size_t(count)));
     done += chunk.size();
     forward(chunk, cache, phase::prefill, done == prompt.size() ? 1 : 0);
     if (options.progress) options.progress(std::int64_t(done), std::int64_t(prompt.size()));

@@ -12,6 +12,29 @@ namespace {
 
 std::optional<token_t> if_defined(int id) { return id < 0 ? std::nullopt : std::optional<token_t>(id); }
 
+constexpr std::string_view delimiters[] = {".",      ",",      ";",      ":",      "!",      "?",      "\n",    "\r",
+                                           "\u3002", "\uff0c", "\uff1b", "\uff1a", "\uff01", "\uff1f", "\u3001"};
+
+// The bytes of a delimiter at the end of a text, 0 where there is none.
+std::size_t delimiter_at_end(std::string_view text) {
+  for (const std::string_view each : delimiters) {
+    if (text.ends_with(each)) return each.size();
+  }
+  return 0;
+}
+
+std::string_view without_spaces_at_end(std::string_view text) {
+  while (text.ends_with(' ') || text.ends_with('\t')) text.remove_suffix(1);
+  return text;
+}
+
+bool is_nothing_but_delimiters(std::string_view text) {
+  text = without_spaces_at_end(text);
+  while (const std::size_t bytes = delimiter_at_end(text))
+    text = without_spaces_at_end(text.substr(0, text.size() - bytes));
+  return text.empty();
+}
+
 }  // namespace
 
 tokenizer::tokenizer(std::unique_ptr<sentencepiece::SentencePieceProcessor> processor)
@@ -19,6 +42,8 @@ tokenizer::tokenizer(std::unique_ptr<sentencepiece::SentencePieceProcessor> proc
   for (token_t id = 0; id < vocab_size(); ++id) {
     const std::string text = decode({&id, 1});
     if (text.find('\n') != std::string::npos) newline_tokens_.push_back(id);
+    ends_segment_.push_back(delimiter_at_end(without_spaces_at_end(text)) > 0);
+    delimiter_.push_back(ends_segment_.back() && is_nothing_but_delimiters(text));
   }
 }
 
@@ -53,6 +78,16 @@ std::string tokenizer::decode(std::span<const token_t> tokens) const {
   if (!status.ok())
     tessera::fail("tokens", status.ToString(), "tokens that SentencePiece can decode", "check the tokenizer");
   return text;
+}
+
+std::vector<std::uint8_t> tokenizer::boundaries(std::span<const token_t> tokens) const {
+  (void)decode(tokens);  // every id is one
+  std::vector<std::uint8_t> flags;
+  for (std::size_t t = 0; t < tokens.size(); ++t) {
+    const bool goes_on = t + 1 < tokens.size() && delimiter_[std::size_t(tokens[t + 1])];
+    flags.push_back(ends_segment_[std::size_t(tokens[t])] && !goes_on);
+  }
+  return flags;
 }
 
 std::optional<token_t> tokenizer::bos() const { return if_defined(processor_->bos_id()); }

@@ -1,6 +1,7 @@
 // Text to tokens and back, over a SentencePiece model. The library's own header stays in the .cpp.
 #pragma once
 
+#include <cstdint>
 #include <filesystem>
 #include <memory>
 #include <optional>
@@ -41,11 +42,18 @@ class tokenizer {
   /// Every token whose text contains a line break, ascending: what ends a one-line answer.
   std::span<const token_t> newline_tokens() const { return newline_tokens_; }
 
+  /// One flag a token: 1 where a segment of the text ends. That is a token whose text, without spaces behind it, ends in
+  /// . , ; : ! ? or one of their CJK forms, or that ends in a line break; of several in a row that hold nothing else, the
+  /// last one. Errors: as `decode`.
+  std::vector<std::uint8_t> boundaries(std::span<const token_t> tokens) const;
+
  private:
   explicit tokenizer(std::unique_ptr<sentencepiece::SentencePieceProcessor> processor);
 
   std::unique_ptr<sentencepiece::SentencePieceProcessor> processor_;
   std::vector<token_t> newline_tokens_;
+  std::vector<bool> ends_segment_;  // by token id: its text ends in a delimiter
+  std::vector<bool> delimiter_;     // and holds nothing else
 };
 
 }  // namespace engine

@@ -20,6 +20,9 @@ class cpu_fan_out final : public engine::kv_cache {
   cpu_fan_out(const std::vector<std::unique_ptr<method_cache>>& caches, const engine::llama_config& config)
       : caches_(caches), config_(config) {}
 
+  void begin_chunk(std::span<const std::uint8_t> boundaries) override {
+    for (const auto& cache : caches_) cache->begin_chunk(boundaries);
+  }
   void prefill(int layer, const float* q, const float* k, const float* v, int tokens, float* out) override {
     caches_[0]->prefill(layer, q, k, v, tokens, out);
     const input_rows queries = tessera::nhd_rows(q, tokens, config_.num_attention_heads, config_.head_dim);
@@ -93,7 +96,11 @@ backend require_backend(std::string_view name) {
 std::unique_ptr<method_cache> make_cache(const method_info& method, [[maybe_unused]] backend where,
                                          const cache_request& request) {
 #ifdef TESSERA_TOOL_CUDA
-  if (where == backend::cuda) return make_cuda_cache(method.name, request);
+  if (where == backend::cuda) {
+    tessera::require(method.on_cuda, "method", method.name, "one that the CUDA backend runs",
+                     "use --backend cpu; `tessera list` says which methods run on the CPU only");
+    return make_cuda_cache(method.name, request);
+  }
 #endif
   return method.make(request);
 }

@@ -13,7 +13,7 @@ namespace {
 void print_text() {
   std::printf("Backends in this build: %s\n", joined(backends()).c_str());
   for (const method_info& method : methods()) {
-    std::printf("\n%s  (%s)\n", method.name.c_str(), method.paper.c_str());
+    std::printf("\n%s  (%s)%s\n", method.name.c_str(), method.paper.c_str(), method.on_cuda ? "" : "  on the CPU only");
     for (const policy_info& policy : method.policies) {
       std::printf("    %-18s %s\n", policy.axis.c_str(), policy.name.c_str());
     }
@@ -34,6 +34,8 @@ void print_json() {
   all["methods"] = nlohmann::ordered_json::array();
   for (const method_info& method : methods()) {
     nlohmann::ordered_json item{{"name", method.name}, {"paper", method.paper}, {"has_budget", method.has_budget}};
+    item["backends"] = method.on_cuda ? nlohmann::ordered_json{"cpu", "cuda"} : nlohmann::ordered_json{"cpu"};
+    item["needs_boundaries"] = method.needs_segments;
     if (method.has_budget) {
       item["budget"] = {{"allowed", method.budgets.text()}, {"counts", method.budget_counts}};
     }

@@ -88,6 +88,8 @@ outcome answer(const run_options& given, const method_info& method) {
     progress_line progress("reading the prompt");
     engine::prefill_options prefill;
     prefill.progress = [&](std::int64_t done, std::int64_t total) { progress.update(done, total); };
+    const std::vector<std::uint8_t> boundaries = tokenizer.boundaries(tokens);
+    prefill.boundaries = boundaries;
     logits = model->prefill(tokens, *cache, prefill);
   }
   result.prefill_seconds = prefill_watch.seconds();

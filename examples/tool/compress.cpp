@@ -59,6 +59,7 @@ struct layer_tensors {
   element_type element;
   tensor k, v;
   std::optional<tensor> q, q_decode, k_decode, v_decode;
+  std::vector<std::uint8_t> boundaries;
   index_t kv_heads = 0, tokens = 0, head_dim = 0, q_heads = 0;
 };
 
@@ -76,8 +77,9 @@ element_type element_of(const engine::tensor_view& tensor) {
   tessera::fail("type of tensor k", engine::dtype_name(tensor.type), "F32, F16 or BF16", "dump it in one of these");
 }
 
-void check_boundaries(const safetensors_file& in, index_t tokens) {
-  if (!in.contains("boundaries")) return;
+// The flags of all tokens; none where the file has none.
+std::vector<std::uint8_t> read_boundaries(const safetensors_file& in, index_t tokens) {
+  if (!in.contains("boundaries")) return {};
   const std::int64_t shape[] = {tokens};
   const engine::dtype type = in.at("boundaries").type;
   tessera::require(type == engine::dtype::u8, "type of tensor boundaries", engine::dtype_name(type), "U8",
@@ -87,6 +89,7 @@ void check_boundaries(const safetensors_file& in, index_t tokens) {
     tessera::require(flags[i] <= 1, "boundaries[" + std::to_string(i) + "]", flags[i], "0 or 1",
                      "write 1 where a segment ends");
   }
+  return {flags.begin(), flags.end()};
 }
 
 layer_tensors read_layer(const safetensors_file& in) {
@@ -101,7 +104,7 @@ layer_tensors read_layer(const safetensors_file& in) {
   tessera::require(in.at("v").type == in.at("k").type, "type of tensor v", engine::dtype_name(in.at("v").type),
                    "that of k, which is " + std::string(engine::dtype_name(in.at("k").type)),
                    "dump keys and values in one type");
-  check_boundaries(in, layer.tokens);
+  layer.boundaries = read_boundaries(in, layer.tokens);
 
   if (in.contains("q")) layer.q = read(in, "q", {any_size, any_size, dim}, "[n_q, q_heads, head_dim]");
   const bool decodes = in.contains("q_decode") || in.contains("k_decode") || in.contains("v_decode");
@@ -193,6 +196,9 @@ void prefill(const layer_tensors& layer, const std::vector<std::pair<index_t, in
     const index_t rows = cache.queries_needed(end - begin), skipped = layer.tokens - given;
     input_rows q = rows > 0 ? rows_of(layer.q->tokens_first(), end - rows - skipped, end - skipped) : input_rows{};
     q.heads = layer.q_heads;
+    if (!layer.boundaries.empty()) {
+      cache.begin_chunk(std::span(layer.boundaries).subspan(std::size_t(begin), std::size_t(end - begin)));
+    }
     cache.observe(0, q, rows_of(layer.k.heads_first(), begin, end), rows_of(layer.v.heads_first(), begin, end));
     cache.end_prefill();
   }
@@ -200,11 +206,12 @@ void prefill(const layer_tensors& layer, const std::vector<std::pair<index_t, in
 
 // What lies in the file beside what this method reads.
 std::vector<std::string> unused_tensors(const safetensors_file& in, const method_cache& cache,
-                                        const layer_tensors& layer) {
+                                        const layer_tensors& layer, const method_info& method) {
   std::vector<std::string> all;
   for (const auto& [name, tensor] : in.tensors()) {
     const bool known = name == "k" || name == "v" || name == "q_decode" || name == "k_decode" || name == "v_decode" ||
-                       name == "turns" || (name == "q" && cache.queries_needed(layer.tokens) > 0);
+                       name == "turns" || (name == "boundaries" && method.needs_segments) ||
+                       (name == "q" && cache.queries_needed(layer.tokens) > 0);
     if (!known) all.push_back(name);
   }
   return all;
@@ -283,6 +290,8 @@ compressed compress(const safetensors_file& in, const compress_options& options)
                      "leave out one of them");
   }
   const layer_tensors layer = read_layer(in);
+  tessera::require(!method.needs_segments || in.contains("boundaries"), "tensor boundaries", "missing",
+                   "[tokens] U8, 1 where a segment of the text ends, for " + method.name, "add it to the file");
   const index_t steps = layer.q_decode ? layer.q_decode->shape[0] : 0;
   const auto cache = make_cache(method, options.where,
                                 {{1, layer.q_heads, layer.kv_heads},
@@ -292,7 +301,8 @@ compressed compress(const safetensors_file& in, const compress_options& options)
                                  options.settings,
                                  options.workers,
                                  layer.tokens + steps});
-  if (options.scores) (void)cache->trace_ranked();
+  const bool blocks = method.keeps_blocks_of_segments && options.where == backend::cpu;
+  if (options.scores || blocks) (void)cache->trace_ranked();
   compressed result;
   const auto turns = read_turns(in, layer.tokens);
   prefill(layer, turns, method.name, *cache);
@@ -300,7 +310,12 @@ compressed compress(const safetensors_file& in, const compress_options& options)
   for (index_t head = 0; head < layer.kv_heads; ++head) kept.add(cache->positions(0, head));
   kept.write(result.file, "keep");
   if (options.scores) result.ranked = write_scores(cache->ranked(0), layer.kv_heads, result.file);
-  result.unused = unused_tensors(in, *cache, layer);
+  if (blocks) {
+    const ranked_tokens ranked = cache->ranked(0);  // one set for all heads, or that of the first one
+    const std::vector<index_t> sizes = ranked.blocks.empty() ? std::vector<index_t>{} : ranked.blocks.front();
+    result.file.add("segments.block_size", {std::int64_t(sizes.size())}, std::span<const std::int32_t>(sizes));
+  }
+  result.unused = unused_tensors(in, *cache, layer, method);
   result.kv_heads = layer.kv_heads;
   result.tokens = layer.tokens;
   result.kept = kept.indptr.back();

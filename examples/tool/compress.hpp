@@ -37,7 +37,7 @@ struct compressed {
 ///
 /// In     k, v [kv_heads, tokens, head_dim] F32, F16 or BF16, keys after RoPE; q [n_q, q_heads, head_dim], the queries
 /// of
-///        the last n_q prompt tokens (a method that looks at none needs none); optional boundaries [tokens] U8;
+///        the last n_q prompt tokens (a method that looks at none needs none); optional boundaries [tokens] U8, 1 where a segment ends (a method that sees segments needs them);
 ///        optional turns I64 [t], the first row of each turn, ascending;
 ///        optional q_decode, k_decode, v_decode [steps, q_heads or kv_heads, head_dim].
 /// Out    keep.indptr I64 [kv_heads + 1], keep.indices I32, attend.indptr I64 [steps * kv_heads + 1], attend.indices
@@ -46,7 +46,8 @@ struct compressed {
 ///        bytes_full, bytes_held (after the prompt), bytes_read_per_step. On request scores.indptr I64 [kv_heads + 1],
 ///        scores.positions I32 and scores.values F32: the tokens that competed when the last turn's prompt ended, with the
 ///        scores that the selector saw. Tokens that stay in any case (a window) are not among them; none are where the
-///        budget covers everything.
+///        budget covers everything. Of a method that keeps blocks of segments segments.block_size I32, one entry a segment of
+///        the tokens before the last turn's window: the size of its blocks, 0 where it was dropped.
 /// Errors tessera::error where scores are asked of a method or a backend that has none; on a missing tensor, a wrong shape or type, NaN or infinity, and whatever the method rejects.
 compressed compress(const engine::safetensors_file& in, const compress_options& options);
 

@@ -155,11 +155,14 @@ void add_compress(CLI::App& app) {
   command->footer(
       "Input: k, v [kv_heads, tokens, head_dim] in F32, F16 or BF16, keys after RoPE; q [n_q, q_heads, head_dim], the\n"
       "queries of the last n_q prompt tokens; optional turns [t] I64, the first row of each turn; optional boundaries\n"
-      "[tokens] U8; optional q_decode [steps, q_heads,\n"
+      "[tokens] U8, 1 where a segment of the text ends (sablock needs them); optional q_decode [steps, q_heads,\n"
       "head_dim], k_decode, v_decode [steps, kv_heads, head_dim].\n"
       "Output: keep.indptr, keep.indices, attend.indptr, attend.indices, out, lse; sizes and parameters as metadata;\n"
       "with --scores also scores.indptr, scores.positions, scores.values: the tokens that competed when the last\n"
-      "prompt ended (a window that stays in any case does not), with the scores that the method chose by.\n\n"
+      "prompt ended (a window that stays in any case does not), with the scores that the method chose by. sablock "
+      "also\n"
+      "writes segments.block_size: by segment of the tokens before the window, in blocks of what size it was kept, 0: "
+      "not.\n\n"
       "Example:\n  tessera compress --method snapkv --budget 256 --set window=16 --in layer7.safetensors "
       "--out kept.safetensors");
   command->callback([given] { tool::compress_file(*given); });

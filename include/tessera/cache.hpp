@@ -2,7 +2,9 @@
 // own.
 #pragma once
 
+#include <cstdint>
 #include <memory>
+#include <span>
 #include <vector>
 
 #include "backend/cpu/cache/layers.hpp"
@@ -57,13 +59,16 @@ class cache {
 
   /// Appends a chunk of the prompt to one layer and lets the scorer observe its queries.
   /// Shapes   k, v [tokens, kv_heads, dim]; q [n_q, q_heads, k_dim], the queries of the chunk's last n_q tokens: all of
-  ///          them, or fewer where the scorer needs fewer (its window, or none).
+  ///          them, or fewer where the scorer needs fewer (its window, or none). boundaries [tokens], for a recipe that
+  ///          `needs_segments`: 1 for a token after which a segment of the text ends, else 0; the same in every layer.
   template <class E>
   void prefill(index_t layer, index_t id, const rows_view<const E>& q, const rows_view<const E>& k,
-               const rows_view<const E>& v) {
+               const rows_view<const E>& v, std::span<const std::uint8_t> boundaries = {}) {
     conversations_.check_chunk(recipe_, layer, id, q, k, v);
-    layers_.prefill(layer, id, conversations_.at(id).policies, conversations_.at(id, layer).next_position, q, k, v);
-    conversations_.took_chunk(layer, id, k.tokens);
+    const segment_marks marks = conversations_.check_boundaries(layer, id, boundaries, k.tokens);
+    layers_.prefill(layer, id, conversations_.at(id).policies, conversations_.at(id, layer).next_position, q, k, v,
+                    marks);
+    conversations_.took_chunk(layer, id, k.tokens, marks);
   }
 
   /// Causal attention of the newest q.tokens tokens of a layer over everything that it stores.

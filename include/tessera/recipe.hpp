@@ -62,13 +62,15 @@ struct recipe {
     return Retain::plans ? first : retrieve.plan(first, prompt);
   }
 
+  /// Whether a prompt must come with the boundaries of its segments.
+  static constexpr bool needs_segments = Retain::needs_segments;
+
   /// How many of the last queries of a prompt chunk of `tokens` tokens the first stage's scorer has to see.
   index_t queries_needed(index_t tokens) const { return retain.queries_needed(tokens); }
   void require_queries(index_t given, index_t tokens) const {
     const index_t needed = queries_needed(tokens);
     require(given >= needed && given <= tokens, "queries of a prompt chunk", given,
-            value_range{needed, tokens}.text() + Retain::observer(),
-            "pass the queries of the chunk's last tokens");
+            value_range{needed, tokens}.text() + Retain::observer(), "pass the queries of the chunk's last tokens");
   }
 
   /// Calls `visit(name, reference, allowed, about)` for every run-time parameter of every policy; a name that

@@ -23,6 +23,8 @@ constexpr bool check_recipe() {
                 "tessera: a budget over two stages needs a second stage; add retrieve, or take a budget of one stage");
   static_assert(!Retain::plans || !in_steps,
                 "tessera: a budget over two stages is planned when a prompt ends, not in steps; use once");
+  static_assert(!in_steps || !Retain::reuses,
+                "tessera: layers that keep another one's choice choose when a prompt ends, not in steps; use once");
   static_assert(!in_steps || Retain::observed != observes::window,
                 "tessera: a scorer that observes the prompt's window learns nothing from decode steps; retain once");
   static_assert(!Schedule::fires_at(moment::step_begin) || !Schedule::fires_at(moment::step_end),

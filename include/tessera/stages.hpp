@@ -8,18 +8,20 @@
 #include <type_traits>
 
 #include "concepts/budget.hpp"
+#include "concepts/scope.hpp"
 #include "concepts/scorer.hpp"
 #include "concepts/selector.hpp"
 #include "core/error.hpp"
 #include "core/parameters.hpp"
+#include "scope/per_head.hpp"
 
 TESSERA_NAMESPACE_BEGIN
 
 namespace detail {
 
-template <class Scorer, class Budget, class Selector>
+template <class Scorer, class Budget, class Selector, class Scope>
 constexpr bool check_first_stage() {
-  static_assert(check_scorer<Scorer>() && check_budget<Budget>() && check_selector<Selector>());
+  static_assert(check_scorer<Scorer>() && check_budget<Budget>() && check_selector<Selector>() && check_scope<Scope>());
   static_assert(has_parameters<Scorer> && has_parameters<Budget> && has_parameters<Selector>,
                 "tessera: a policy must show its run-time parameters: static void parameters(self, visit)");
   static_assert(
@@ -29,19 +31,29 @@ constexpr bool check_first_stage() {
                 "tessera: a budget that compares heads needs a scorer whose scores are comparable across heads");
   static_assert(!std::is_same_v<typename Selector::unit, page_unit>,
                 "tessera: whole pages cannot meet a head's count exactly; choose them in retrieve");
+  static_assert(!joining_scope<Scope> || !weighted_scorer<Scorer>,
+                "tessera: weights are those of a kv_head's own values; take the scope per_head");
+  static_assert(!joining_scope<Scope> || !Budget::compares_heads,
+                "tessera: a budget that compares heads has nothing to compare where all heads of a layer keep the same "
+                "slots; take a budget that goes by lengths, or the scope per_head");
   return true;
 }
 
 }  // namespace detail
 
-/// What `retain` and `filter` share: a scorer ranks, a budget counts, a selector chooses.
-template <class Scorer, class Budget, class Selector>
+/// What `retain` and `filter` share: a scorer ranks, a budget counts, a selector chooses; a scope says for whom.
+template <class Scorer, class Budget, class Selector, class Scope = per_head>
 struct choosing_stage {
-  static_assert(detail::check_first_stage<Scorer, Budget, Selector>());
+  static_assert(detail::check_first_stage<Scorer, Budget, Selector, Scope>());
   using scorer_type = Scorer;
   using budget_type = Budget;
   using selector_type = Selector;
+  using scope_type = Scope;
   static constexpr bool chooses = true;
+  /// Whether a prompt must come with the boundaries of its segments, and stored tokens keep which one they belong to.
+  static constexpr bool needs_segments = segment_scorer<Scorer> || segment_selector<Selector>;
+  /// Whether layers may keep what another one has chosen.
+  static constexpr bool reuses = reusing_scope<Scope>;
   /// What the scorer has to see.
   static constexpr observes observed = Scorer::observed;
   /// Whether one token budget is split over both stages.
@@ -54,6 +66,7 @@ struct choosing_stage {
   Scorer scorer{};
   Budget budget{};
   Selector selector{};
+  Scope scope{};
 
   index_t* tokens() { return &budget.tokens; }
   const index_t* tokens() const { return &budget.tokens; }
@@ -63,6 +76,7 @@ struct choosing_stage {
     // What a plan leaves for this stage is known once the prompt is: see `plan`.
     scorer.check(plans ? std::numeric_limits<index_t>::max() : budget.tokens);
     selector.check();
+    if constexpr (reusing_scope<Scope>) scope.check();
   }
 
   /// What the budget comes to in a conversation whose first prompt has `prompt` tokens.
@@ -84,6 +98,8 @@ struct choosing_stage {
 
   /// How many of the last queries of a prompt chunk of `tokens` tokens the scorer has to see.
   index_t queries_needed(index_t tokens) const {
+    if constexpr (observed == observes::every_query && joins_rows_by<Scorer> == row_join::newest)
+      return std::min(tokens, 1);
     if constexpr (observed == observes::every_query) return tokens;
     if constexpr (observed == observes::window) return std::min(tokens, scorer.window);
     return 0;
@@ -93,7 +109,8 @@ struct choosing_stage {
   /// The stage with a budget of one stage, as `plan` has it.
   auto planned(const stage_plan& plan) const {
     if constexpr (plans) {
-      return choosing_stage<Scorer, decltype(budget.planned(plan)), Selector>{scorer, budget.planned(plan), selector};
+      return choosing_stage<Scorer, decltype(budget.planned(plan)), Selector, Scope>{scorer, budget.planned(plan),
+                                                                                     selector};
     } else {
       return *this;
     }
@@ -104,39 +121,41 @@ struct choosing_stage {
     Scorer::parameters(self.scorer, visit);
     Budget::parameters(self.budget, visit);
     Selector::parameters(self.selector, visit);
+    if constexpr (reusing_scope<Scope>) Scope::parameters(self.scope, visit);
   }
   template <class Visit>
   static void policies(const char* scorer_axis, Visit&& visit) {
     visit(scorer_axis, Scorer::name);
     visit("budget", Budget::name);
     visit("selector", Selector::name);
+    if constexpr (joining_scope<Scope>) visit("scope", Scope::name);
   }
 };
 
 /// What stays in memory: when the schedule says so, everything that is not chosen is dropped.
-template <class Scorer, class Budget, class Selector>
-struct retain : choosing_stage<Scorer, Budget, Selector> {
+template <class Scorer, class Budget, class Selector, class Scope = per_head>
+struct retain : choosing_stage<Scorer, Budget, Selector, Scope> {
   static constexpr bool drops = true;
   template <class Visit>
   static void policies(Visit&& visit) {
-    choosing_stage<Scorer, Budget, Selector>::policies("scorer", visit);
+    choosing_stage<Scorer, Budget, Selector, Scope>::policies("scorer", visit);
   }
 };
 
 /// What the steps of one turn may read: chosen as `retain` chooses, but everything stays stored, and the next turn chooses
 /// anew from all of it. Tokens that are decoded in the turn join what was let through.
-template <class Scorer, class Budget, class Selector>
-struct filter : choosing_stage<Scorer, Budget, Selector> {
+template <class Scorer, class Budget, class Selector, class Scope = per_head>
+struct filter : choosing_stage<Scorer, Budget, Selector, Scope> {
   static constexpr bool drops = false;
   template <class Visit>
   static void policies(Visit&& visit) {
-    choosing_stage<Scorer, Budget, Selector>::policies("filter scorer", visit);
+    choosing_stage<Scorer, Budget, Selector, Scope>::policies("filter scorer", visit);
   }
 };
 
 /// Everything stays, and steps may read all of it.
 struct retain_all {
-  static constexpr bool chooses = false, drops = false, plans = false;
+  static constexpr bool chooses = false, drops = false, plans = false, needs_segments = false, reuses = false;
   static constexpr observes observed = observes::nothing;
   static constexpr value_range<index_t> budgets{0, 0};
   index_t* tokens() const { return nullptr; }
@@ -151,6 +170,27 @@ struct retain_all {
   template <class Visit>
   static void policies(Visit&&) {}
 };
+
+/// Whether the CUDA backend runs a first stage: not yet what sees segments or contents, joins rows other than by their sum or
+/// chooses for a whole layer.
+template <class Stage>
+inline constexpr bool runs_on_devices = [] {
+  if constexpr (Stage::chooses) {
+    using scorer = typename Stage::scorer_type;
+    return !Stage::needs_segments && !contents_scorer<scorer> && !lagged_scorer<scorer> && !weighted_scorer<scorer> &&
+           !joining_scope<typename Stage::scope_type> && joins_rows_by<scorer> == row_join::sum;
+  }
+  return true;
+}();
+
+template <class Stage>
+constexpr bool check_runs_on_devices() {
+  static_assert(
+      runs_on_devices<Stage>,
+      "tessera: the CUDA backend does not run this first stage yet: it sees segments or contents, joins rows other "
+      "than by their sum, or chooses for a whole layer; take the CPU's cache");
+  return true;
+}
 
 /// What one decode step reads: a scorer ranks what is stored by the step's queries, a selector chooses `tokens` of it.
 template <class Scorer, class Selector>

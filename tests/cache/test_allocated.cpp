@@ -19,7 +19,7 @@ namespace {
 
 std::atomic<offset_t> live{0};
 std::atomic<index_t> until_failure{-1};  // so many allocations succeed, one fails; -1: none fails
-constexpr std::size_t header = 16;  // the size stands before each block, which stays aligned
+constexpr std::size_t header = 16;       // the size stands before each block, which stays aligned
 
 }  // namespace
 
@@ -67,7 +67,7 @@ void holds_what_it_says() {
   };
   for (index_t layer = 0; layer < 3; ++layer) {
     now.prefill(layer, id, nhd_rows<const float>(q.data(), 900, 4, dim), nhd_rows<const float>(k.data(), 900, 2, dim),
-                nhd_rows<const float>(k.data(), 900, 2, dim));
+                nhd_rows<const float>(k.data(), 900, 2, dim), std::vector<std::uint8_t>(900, 0));
   }
   measured();
   now.end_prefill(id);
@@ -138,7 +138,7 @@ template <class Layout>
 void stores_outlive_failures(std::uint64_t seed) {
   support::rng random(seed);
   cpu::executor workers(1);
-  cpu::kv_store<Layout> store(1, 2, true);
+  cpu::kv_store<Layout> store(1, 2, {.scores = true});
   store.open(0);
   store.open(1);
   const auto rows = support::normals(random, 100 * 2 * 64);

@@ -97,12 +97,76 @@ static_assert(!scorer<scorer_that_owns>);
 static_assert(!scorer<scorer_of_a_constant_window>);
 static_assert(!scorer<scorer_silent_about_heads>);
 
+// Scorers of what is stored, of segments and of weights.
+struct scorer_of_contents : scorer_of_nothing {
+  static constexpr stored_rows reads = stored_rows::values;
+  static constexpr int measures = 2;
+  void measure(float x, float, float* sums) const { sums[0] += x; }
+  float score(const float* sums) const { return sums[0]; }
+};
+struct scorer_of_contents_in_double : scorer_of_contents {
+  double score(const float* sums) const { return double(sums[0]); }
+};
+struct scorer_of_an_anchor : scorer_of_contents {
+  float anchor_scale(const float*) const { return 1; }
+};
+struct scorer_of_contents_by_window : scorer_of_contents {
+  static constexpr observes observed = observes::window;
+};
+static_assert(scorer<scorer_of_contents> && contents_scorer<scorer_of_contents>);
+static_assert(!positional_scorer<scorer_of_contents> && !anchored_scorer<scorer_of_contents>);
+static_assert(anchored_scorer<scorer_of_an_anchor>);
+static_assert(!scorer<scorer_of_contents_in_double>);
+static_assert(!contents_scorer<scorer_of_contents_by_window> && attentive_scorer<scorer_of_contents_by_window>);
+
+struct scorer_of_segments : scorer_parts {
+  segment_statistics describe_segment(const float*, index_t) const { return {}; }
+  float rescored(float score, const segment_statistics&, float) const { return score; }
+};
+struct scorer_that_describes_in_numbers : scorer_of_segments {
+  float describe_segment(const float*, index_t) const { return 0; }
+};
+static_assert(scorer<scorer_of_segments> && segment_scorer<scorer_of_segments>);
+static_assert(!segment_scorer<scorer_parts> && !segment_scorer<scorer_that_describes_in_numbers>);
+
+struct scorer_with_weights : scorer_parts {
+  scorer_of_contents weight{};
+  float weighted(float score, float own) const { return score * own; }
+  index_t taken_first(index_t keep) const { return keep / 2; }
+};
+struct scorer_with_anchored_weights : scorer_parts {
+  scorer_of_an_anchor weight{};
+  float weighted(float score, float own) const { return score * own; }
+  index_t taken_first(index_t keep) const { return keep / 2; }
+};
+static_assert(weighted_scorer<scorer_with_weights> && !weighted_scorer<scorer_with_anchored_weights>);
+
+struct scorer_of_the_mean : scorer_parts {
+  static constexpr row_join rows = row_join::mean;
+};
+struct scorer_of_the_newest_in_a_window : scorer_parts {
+  static constexpr row_join rows = row_join::newest;
+};
+static_assert(scorer<scorer_of_the_mean> && joins_rows_by<scorer_of_the_mean> == row_join::mean);
+static_assert(joins_rows_by<scorer_parts> == row_join::sum && !scorer<scorer_of_the_newest_in_a_window>);
+
 struct selector_parts : named {
   using unit = token_unit;
   index_t select(const float*, index_t, index_t, index_t, index_t*, top_k_scratch&) const { return 0; }
   void check() const {}
 };
 static_assert(selector<selector_parts>);
+
+struct selector_of_segments : named {
+  using unit = block_unit;
+  index_t choose_in_segment(const float*, index_t, index_t, index_t*) const { return 1; }
+  void check() const {}
+};
+struct selector_of_segments_that_does_not_answer : selector_of_segments {
+  void choose_in_segment(const float*, index_t, index_t, index_t*) const {}
+};
+static_assert(selector<selector_of_segments> && segment_selector<selector_of_segments>);
+static_assert(!selector<selector_of_segments_that_does_not_answer> && !segment_selector<selector_parts>);
 
 struct nameless_selector : selector_parts {
   int name;
@@ -272,6 +336,4 @@ static_assert(supported_head_dim<192> && !supported_head_dim<100> && !supported_
 
 }  // namespace
 
-TEST_CASE("a type that misses one clause of a concept does not satisfy it") {
-  SUCCEED("checked while compiling");
-}
+TEST_CASE("a type that misses one clause of a concept does not satisfy it") { SUCCEED("checked while compiling"); }

@@ -36,6 +36,38 @@ TEST_CASE("a prompt in chunks gives what one chunk gives") {
   }
 }
 
+TEST_CASE("a prompt's boundaries reach the cache chunk by chunk, before the layers") {
+  struct marked_cache : naive_cache {
+    using naive_cache::naive_cache;
+    void begin_chunk(std::span<const std::uint8_t> boundaries) override {
+      flags.insert(flags.end(), boundaries.begin(), boundaries.end());
+      lengths.push_back(boundaries.size());
+    }
+    void prefill(int layer, const float* q, const float* k, const float* v, int tokens, float* out) override {
+      CHECK((lengths.back() == 0 || lengths.back() == std::size_t(tokens)));
+      naive_cache::prefill(layer, q, k, v, tokens, out);
+    }
+    std::vector<std::uint8_t> flags;
+    std::vector<std::size_t> lengths;
+  };
+  tiny made;
+  const auto tokens = some_tokens(50);
+  std::vector<std::uint8_t> flags;
+  for (std::size_t t = 0; t < tokens.size(); ++t) flags.push_back(t % 7 == 3);
+  for (const int chunk : {1, 9, 50}) {
+    marked_cache with(made.model.config()), without(made.model.config());
+    engine::prefill_options options;
+    options.chunk = chunk;
+    CHECK_NOTHROW(made.model.prefill(tokens, without, options));
+    CHECK(without.flags.empty());
+    options.boundaries = flags;
+    CHECK_NOTHROW(made.model.prefill(tokens, with, options));
+    CHECK(with.flags == flags);
+    options.boundaries = std::span(flags).first(49);
+    CHECK_THROWS_WITH(made.model.prefill(tokens, with, options), contains("boundaries is 49; expected one flag"));
+  }
+}
+
 TEST_CASE("decoding gives the logits of prefilling, for every step length") {
   tiny made;
   const auto tokens = some_tokens(30);

@@ -1,8 +1,10 @@
 #include <algorithm>
 #include <filesystem>
 #include <optional>
+#include <span>
 #include <string>
 #include <tessera/core/error.hpp>
+#include <vector>
 
 #include "catch.hpp"
 #include "engine/tokenizer.hpp"
@@ -51,6 +53,27 @@ TEST_CASE("the shipped tokenizer knows which tokens end a line") {
     const bool listed = std::binary_search(ends.begin(), ends.end(), token);
     CHECK(listed == (tokenizer->decode({&token, 1}).find('\n') != std::string::npos));
   }
+}
+
+TEST_CASE("segments end behind punctuation and line breaks, several in a row behind the last") {
+  const auto tokenizer = shipped();
+  if (!tokenizer) return;
+  const auto ends = [&](const std::string& text) {
+    const auto tokens = tokenizer->encode(text);
+    const auto flags = tokenizer->boundaries(tokens);
+    REQUIRE(flags.size() == tokens.size());
+    std::vector<std::string> found;
+    for (std::size_t t = 0; t < flags.size(); ++t) {
+      if (flags[t]) found.push_back(tokenizer->decode(std::span(tokens).first(t + 1)));
+    }
+    return found;
+  };
+  CHECK(ends("One, two: three!\nFour five") == std::vector<std::string>{"One,", "One, two:", "One, two: three!\n"});
+  CHECK(ends("Really?!... yes; no") == std::vector<std::string>{"Really?!...", "Really?!... yes;"});
+  CHECK(ends("no punctuation at all").empty());
+  CHECK(ends("").empty());
+  const engine::token_t outside = tokenizer->vocab_size();
+  CHECK_THROWS_WITH(tokenizer->boundaries({&outside, 1}), contains("token id"));
 }
 
 TEST_CASE("the shipped tokenizer refuses ids outside its vocabulary") {

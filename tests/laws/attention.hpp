@@ -28,7 +28,7 @@ struct attention_case {
       : kv_heads(random.between(1, 3)),
         group(random.pick({1, 2, 3, 4, 8})),
         tokens(random.pick({1, 1, 2, 5, 8})),
-        store(1, kv_heads, false) {
+        store(1, kv_heads, {}) {
     store.open(0);
     for (int round = 0; round < 2; ++round) {
       append(random, random.pick({tokens, 40, 200}));

@@ -139,8 +139,29 @@ void obeys_the_laws_of_scorers(const S& policy) {
     CHECK(policy.weigh(-infinity, 3.0f) == 0);
     CHECK(policy.weigh(3.0f, 3.0f) == 1);
     CHECK(std::isnan(policy.weigh(not_a_number, 3.0f)));
-  } else {
+  } else if constexpr (positional_scorer<S>) {
     for (index_t at = 0; at < 1'000; ++at) REQUIRE(!std::isnan(policy.score(at, 1'000)));
+  } else if constexpr (lagged_scorer<S>) {
+    // Ranks rise, below everything outside; what is outside is a number, sinks above all.
+    for (index_t rank = 1; rank < policy.lag; ++rank) REQUIRE(policy.ranked(rank) > policy.ranked(rank - 1));
+    for (index_t slot = 0; slot < 1'000; ++slot) REQUIRE(policy.outside(slot, 1'000) > policy.ranked(policy.lag - 1));
+    float sums[4] = {};
+    policy.measure(not_a_number, 0.0f, 1.0f, sums);
+    CHECK(std::isnan(policy.spread(sums, 64)));
+  } else {
+    // Of any row whose elements are finite, a number; in any order of its channels, but for rounding.
+    static_assert(contents_scorer<S> && S::measures >= 1 && S::measures <= 4);
+    for (int i = 0; i < 100; ++i) {
+      const auto row = normals(random, 64), anchor = normals(random, 64);
+      float sums[4] = {}, back[4] = {};
+      for (std::size_t d = 0; d < 64; ++d) policy.measure(row[d], anchor[d], sums);
+      for (std::size_t d = 64; d-- > 0;) policy.measure(row[d], anchor[d], back);
+      REQUIRE(std::isfinite(policy.score(sums)));
+      REQUIRE(policy.score(back) == Approx(policy.score(sums)).epsilon(1e-4).margin(1e-5));
+    }
+    float sums[4] = {};
+    policy.measure(not_a_number, 1.0f, sums);
+    CHECK(std::isnan(policy.score(sums)));
   }
 }
 

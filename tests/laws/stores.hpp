@@ -23,7 +23,8 @@ std::vector<float> decoded_row(const float* row, int dim) {
 }
 
 template <class Store, class Layout>
-void holds(Store& store, index_t layer, index_t id, const std::vector<plain_head>& expected, bool with_scores) {
+void holds(Store& store, index_t layer, index_t id, const std::vector<plain_head>& expected,
+           const tessera::cpu::column_set& with) {
   const auto view = store.view(layer, id);
   tessera::offset_t least = 0;
   REQUIRE(view.kv_heads == index_t(expected.size()));
@@ -46,16 +47,15 @@ void holds(Store& store, index_t layer, index_t id, const std::vector<plain_head
                 head.values[at][std::size_t(d)];
       }
       REQUIRE(same);
-      if (with_scores) {
-        auto& beside = store.beside(layer, id);
-        REQUIRE(beside.scores()[beside.begins()[std::size_t(h)] + s] == head.scores[at]);
-      }
+      auto& beside = store.beside(layer, id);
+      if (with.scores) REQUIRE(beside.scores()[beside.begins()[std::size_t(h)] + s] == head.scores[at]);
+      if (with.segments) REQUIRE(beside.segments()[beside.begins()[std::size_t(h)] + s] == head.segments[at]);
     }
   }
   REQUIRE(store.bytes(layer, id) >= least);
 }
 
-/// Rows, positions and scores stay together through appends and keeps of several layers and sequences, whatever happens
+/// Rows, positions, scores and segments stay together through appends and keeps of several layers and sequences, whatever happens
 /// to the others; a cleared place is empty and holds no bytes.
 template <class Layout>
 void obeys_the_laws_of_stores(std::uint64_t seed) {
@@ -66,11 +66,12 @@ void obeys_the_laws_of_stores(std::uint64_t seed) {
   tessera::cpu::executor workers(2);
   for (index_t i = 0; i < scaled(40); ++i) {
     const index_t kv_heads = random.between(1, 4);
-    const bool with_scores = random.chance(0.5);
-    tessera::cpu::kv_store<Layout> store(layers, kv_heads, with_scores);
+    const tessera::cpu::column_set with{random.chance(0.5), random.chance(0.5)};
+    tessera::cpu::kv_store<Layout> store(layers, kv_heads, with);
     const std::vector<plain_head> nothing(static_cast<std::size_t>(kv_heads));
     std::vector<std::vector<plain_head>> places(layers * sequences, nothing);
     std::vector<index_t> next(layers * sequences, 0);
+    std::vector<tessera::segment_cursor> texts(layers * sequences);
     for (index_t id = 0; id < sequences; ++id) store.open(id);
     for (int operation = 0; operation < 30; ++operation) {
       const index_t layer = random.between(0, layers - 1), id = random.between(0, sequences - 1);
@@ -80,13 +81,17 @@ void obeys_the_laws_of_stores(std::uint64_t seed) {
         const index_t tokens = random.pick({1, 1, 3, 40});
         const auto k = normals(random, std::size_t(tokens * kv_heads * k_dim)),
                    v = normals(random, std::size_t(tokens * kv_heads * v_dim));
+        std::vector<std::uint8_t> flags;
+        for (index_t t = 0; t < tokens; ++t) flags.push_back(random.chance(0.2));
         store.append(layer, id, nhd_rows<const float>(k.data(), tokens, kv_heads, k_dim),
-                     nhd_rows<const float>(v.data(), tokens, kv_heads, v_dim), next[at]);
+                     nhd_rows<const float>(v.data(), tokens, kv_heads, v_dim), next[at], {texts[at], flags.data()});
         for (index_t t = 0; t < tokens; ++t) {
+          const index_t segment = texts[at].take(flags[std::size_t(t)] == 1);
           for (index_t h = 0; h < kv_heads; ++h) {
             plain_head& head = place[std::size_t(h)];
             head.positions.push_back(next[at] + t);
             head.scores.push_back(0);
+            head.segments.push_back(segment);
             head.keys.push_back(
                 decoded_row<typename Layout::encoding_type>(k.data() + (t * kv_heads + h) * k_dim, k_dim));
             head.values.push_back(
@@ -94,7 +99,7 @@ void obeys_the_laws_of_stores(std::uint64_t seed) {
           }
         }
         next[at] += tokens;
-        for (index_t h = 0; h < kv_heads && with_scores; ++h) {
+        for (index_t h = 0; h < kv_heads && with.scores; ++h) {
           auto& beside = store.beside(layer, id);
           for (index_t s = 0; s < store.lengths(layer, id)[std::size_t(h)]; ++s) {
             place[std::size_t(h)].scores[std::size_t(s)] += float(s + operation);
@@ -112,12 +117,13 @@ void obeys_the_laws_of_stores(std::uint64_t seed) {
         for (index_t l = 0; l < layers; ++l) {
           places[std::size_t(id * layers + l)] = nothing;
           next[std::size_t(id * layers + l)] = 0;
+          texts[std::size_t(id * layers + l)] = {};
           REQUIRE(store.bytes(l, id) == 0);
         }
       }
       for (index_t s = 0; s < sequences; ++s) {
         for (index_t l = 0; l < layers; ++l) {
-          holds<decltype(store), Layout>(store, l, s, places[std::size_t(s * layers + l)], with_scores);
+          holds<decltype(store), Layout>(store, l, s, places[std::size_t(s * layers + l)], with);
         }
       }
     }

@@ -9,10 +9,11 @@ namespace support {
 
 using tessera::index_t;
 
-/// What a kv_head should hold, slot by slot: a position, a score, and rows as they decode.
+/// What a kv_head should hold, slot by slot: a position, a score, a segment, and rows as they decode.
 struct plain_head {
   std::vector<index_t> positions;
   std::vector<float> scores;
+  std::vector<index_t> segments{};  ///< where they are held
   std::vector<std::vector<float>> keys, values;
 
   void keep(const index_t* slots, index_t count) {
@@ -21,6 +22,7 @@ struct plain_head {
       const auto from = std::size_t(slots[i]);
       kept.positions.push_back(positions[from]);
       kept.scores.push_back(scores[from]);
+      if (from < segments.size()) kept.segments.push_back(segments[from]);
       kept.keys.push_back(keys[from]);
       kept.values.push_back(values[from]);
     }

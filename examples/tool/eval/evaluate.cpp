@@ -89,7 +89,10 @@ engine::prefill_options evaluation::ticking() const {
 void evaluation::ask_all(const std::string& family, const std::vector<planned_turn>& turns) {
   std::vector<std::unique_ptr<method_cache>> shared;
   for (const std::size_t first : first_of_method_) shared.push_back(empty_cache(variants_[first], turns));
-  const std::vector<float> logits = model_.prefill_all(turns[0].prompt, shared, ticking());
+  const std::vector<std::uint8_t> boundaries = tokenizer_.boundaries(turns[0].prompt);
+  engine::prefill_options options = ticking();
+  options.boundaries = boundaries;
+  const std::vector<float> logits = model_.prefill_all(turns[0].prompt, shared, options);
   for (std::size_t i = 0; i < variants_.size(); ++i) {
     const auto cache = shared[cache_of_variant_[i]]->clone();
     if (variants_[i].budget) cache->set_budget(*variants_[i].budget);
@@ -105,7 +108,10 @@ void evaluation::answer(std::size_t variant, const std::string& family, const st
   for (std::size_t i = 0; i < turns.size(); ++i) {
     if (i > 0) {
       pending.insert(pending.end(), turns[i].prompt.begin(), turns[i].prompt.end());
-      logits = model_.prefill(pending, cache, ticking());
+      const std::vector<std::uint8_t> boundaries = tokenizer_.boundaries(pending);
+      engine::prefill_options options = ticking();
+      options.boundaries = boundaries;
+      logits = model_.prefill(pending, cache, options);
     }
     cell& sums = cell_of(variant, family, int(i) + 1);
     sums.bytes_held += double(cache.bytes());

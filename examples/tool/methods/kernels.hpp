@@ -32,7 +32,7 @@ using stored_view = typename tessera::cpu::kv_store<tool_layout<T, D>>::view_typ
   storage template class tessera::cpu::kv_store<tool::tool_layout<T, D>>;                                         \
   storage template void tessera::cpu::kv_store<tool::tool_layout<T, D>>::append(                                  \
       tessera::index_t, tessera::index_t, const tessera::rows_view<const float>&,                                 \
-      const tessera::rows_view<const float>&, tessera::index_t);
+      const tessera::rows_view<const float>&, tessera::index_t, const tessera::segment_marks&);
 
 TESSERA_TOOL_KERNELS_OF(extern, tessera::fp32)
 TESSERA_TOOL_KERNELS_OF(extern, tessera::fp16)

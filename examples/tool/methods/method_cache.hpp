@@ -39,6 +39,8 @@ struct read_count {
 struct ranked_tokens {
   std::vector<std::vector<index_t>> positions;
   std::vector<std::vector<float>> scores;
+  std::vector<std::vector<index_t>>
+      blocks;  ///< of a method that keeps blocks of segments: their size by segment, 0: dropped
 };
 
 /// The cache of one conversation under one method.
@@ -114,6 +116,9 @@ struct method_info {
   std::string name, paper;
   bool has_budget = false;
   bool ranks = false;                     ///< gives tokens scores when a prompt ends
+  bool needs_segments = false;            ///< a prompt must come with the boundaries of its segments
+  bool keeps_blocks_of_segments = false;  ///< `ranked_tokens::blocks` says of what size
+  bool on_cuda = true;                    ///< the CUDA backend runs it
   tessera::value_range<index_t> budgets;  ///< what the budget may be
   std::string budget_counts;              ///< and what it counts
   std::vector<policy_info> policies;

@@ -21,12 +21,14 @@ class cache_of final : public method_cache {
     cache_.prefill_attention(layer, sequence_, queries(q, tokens), outputs(out, tokens));
   }
 
+  void begin_chunk(std::span<const std::uint8_t> boundaries) override { boundaries_ = boundaries; }
   void observe(int layer, const input_rows& q, const input_rows& k, const input_rows& v) override {
-    cache_.prefill(layer, sequence_, q, k, v);
+    cache_.prefill(layer, sequence_, q, k, v, boundaries_);
   }
 
   void end_prefill() override {
     cache_.end_prefill(sequence_);
+    boundaries_ = {};
     reads_ = {};
   }
 
@@ -67,7 +69,7 @@ class cache_of final : public method_cache {
   }
   ranked_tokens ranked(int layer) const override {
     const auto& seen = cache_.ranked(layer, sequence_);
-    return {seen.positions, seen.scores};
+    return {seen.positions, seen.scores, seen.blocks};
   }
 
  private:
@@ -86,6 +88,7 @@ class cache_of final : public method_cache {
   cache_type cache_;
   tessera::batch step_;
   index_t sequence_;
+  std::span<const std::uint8_t> boundaries_{};  // of the chunk that passes through the layers
   read_count reads_;
 };
 
@@ -111,6 +114,11 @@ method_info describe() {
   info.paper = recipe::paper;
   info.has_budget = recipe::retain_type::chooses || recipe::retrieve_type::retrieves;
   info.ranks = recipe::retain_type::chooses;
+  info.needs_segments = recipe::needs_segments;
+  if constexpr (recipe::retain_type::chooses) {
+    info.keeps_blocks_of_segments = tessera::segment_selector<typename recipe::retain_type::selector_type>;
+  }
+  info.on_cuda = tessera::runs_on_devices<typename recipe::retain_type>;
   info.budgets = recipe::budgets;
   info.budget_counts = budget_counts<recipe>();
   recipe::policies([&](const char* axis, const char* policy) { info.policies.push_back({axis, policy}); });

@@ -65,6 +65,11 @@ void parse_value(std::string_view name, std::string_view text, std::string_view,
   value = text == "token" ? tessera::selection_unit::token : tessera::selection_unit::page;
 }
 
+void parse_value(std::string_view name, std::string_view text, std::string_view, tessera::segment_form& value) {
+  require_one_of(name, text, {"product", "balance"});
+  value = text == "product" ? tessera::segment_form::product : tessera::segment_form::balance;
+}
+
 void parse_value(std::string_view name, std::string_view text, std::string_view allowed, tessera::split_factor& value) {
   if (text == "adaptive") {
     value = {};
@@ -85,6 +90,10 @@ std::string value_text(float value) {
 
 std::string value_text(tessera::selection_unit value) {
   return value == tessera::selection_unit::token ? "token" : "page";
+}
+
+std::string value_text(tessera::segment_form value) {
+  return value == tessera::segment_form::product ? "product" : "balance";
 }
 
 std::string value_text(tessera::split_factor value) {

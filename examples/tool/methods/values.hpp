@@ -10,6 +10,7 @@
 #include <tessera/core/types.hpp>
 #include <tessera/core/units.hpp>
 #include <tessera/math/pool.hpp>
+#include <tessera/scorer/by_segment.hpp>
 #include <utility>
 #include <vector>
 
@@ -28,12 +29,14 @@ void parse_value(std::string_view name, std::string_view text, std::string_view 
 void parse_value(std::string_view name, std::string_view text, std::string_view allowed, tessera::pooling& value);
 void parse_value(std::string_view name, std::string_view text, std::string_view allowed,
                  tessera::selection_unit& value);
+void parse_value(std::string_view name, std::string_view text, std::string_view allowed, tessera::segment_form& value);
 void parse_value(std::string_view name, std::string_view text, std::string_view allowed, tessera::split_factor& value);
 
 std::string value_text(index_t value);
 std::string value_text(float value);
 std::string value_text(tessera::pooling value);
 std::string value_text(tessera::selection_unit value);
+std::string value_text(tessera::segment_form value);
 std::string value_text(tessera::split_factor value);
 
 /// fp32, fp16 or bf16. Errors: any other word.

@@ -18,11 +18,65 @@ enum class observes {
   step          ///< the queries of one decode step: a retrieval scorer
 };
 
+/// How what several query rows say of a token becomes its score. A scorer of queries names one as `rows`; else: sum.
+enum class row_join {
+  sum,
+  mean,     ///< the sum divided by the rows; of a window
+  maximum,  ///< of weights that are never below 0
+  newest    ///< what the newest query alone says, of every query that has come; its rows are summed over the group
+};
+
+/// Which stored rows a scorer by contents reads.
+enum class stored_rows { keys, values };
+
 /// Scores by position alone.
 ///   score(position of the token, position of the next token) -> float
 template <class S>
 concept positional_scorer = S::observed == observes::nothing&& requires(const S s, index_t at) {
   { s.score(at, at) } -> std::same_as<float>;
+};
+
+/// Scores by what is stored of a token. Backends run over the channels of its row; sums are over channels, in any order.
+///   reads                          one of `stored_rows`
+///   measures                       static constexpr int: numbers that a row's channels add up to, at most 4
+///   measure(x, anchor, sums)       adds what a channel's element says to sums [measures]; anchor: see below, 0 without one.
+///                                  TESSERA_HD
+///   score(sums) -> float           of the row. TESSERA_HD
+template <class S>
+concept contents_scorer = S::observed == observes::nothing&& requires(const S s, float x, float* sums) {
+  { S::reads } -> std::convertible_to<stored_rows>;
+  { std::integral_constant<int, S::measures>::value } -> std::convertible_to<int>;
+  s.measure(x, x, sums);
+  { s.score(static_cast<const float*>(sums)) } -> std::same_as<float>;
+};
+
+/// One that compares each row with the mean of all rows that the head stores, each scaled before it is added.
+///   anchor_scale(sums) -> float    of a row, from its measures with anchor 0. TESSERA_HD
+template <class S>
+concept anchored_scorer = contents_scorer<S> && requires(const S s, const float* sums) {
+  { s.anchor_scale(sums) } -> std::same_as<float>;
+};
+
+/// Scores keys and values beside those of the tokens behind them. A head's slots from `sinks` on are cut into partitions of
+/// `lag`; each row of a partition is measured against the next partition, so its last full one and what follows have no
+/// score of this kind. Scores of a partition are ranked: the largest softmax of its spreads, keys' and values' averaged,
+/// has the highest rank; ties to the lower slot.
+///   sinks, lag                         index_t members; lag at least 2
+///   measures                           static constexpr int, at most 4
+///   measure(x, low, high, sums)        adds what a channel's element says, between the smallest and the largest finite element
+///                                      that the next partition has in it (infinity and -infinity: it has none). TESSERA_HD
+///   spread(sums, channels) -> float    of a row. TESSERA_HD
+///   ranked(rank) -> float              the score of the slot that so many of its partition rank behind. TESSERA_HD
+///   outside(slot, stored) -> float     of a slot that is in no partition with a next one, `stored` slots in all. TESSERA_HD
+template <class S>
+concept lagged_scorer = S::observed == observes::nothing&& requires(const S s, float x, float* sums, index_t n) {
+  { s.sinks } -> std::convertible_to<index_t>;
+  { s.lag } -> std::convertible_to<index_t>;
+  { std::integral_constant<int, S::measures>::value } -> std::convertible_to<int>;
+  s.measure(x, x, x, sums);
+  { s.spread(static_cast<const float*>(sums), n) } -> std::same_as<float>;
+  { s.ranked(n) } -> std::same_as<float>;
+  { s.outside(n, n) } -> std::same_as<float>;
 };
 
 /// Scores by what queries make of a key. The backends compute logits; a scorer says what one query row adds to a token.
@@ -81,6 +135,52 @@ inline constexpr bool finishes_rightly = (pooling_scorer<S> || !requires { &S::p
                                          (slot_finishing_scorer<S> || !requires { &S::finish_at; }) &&
                                          (finishing_scorer<S> || !requires { &S::finish; });
 
+/// A scorer whose finished scores are multiplied by what another one finds in a token's value, after the budget has counted.
+///   weight                             a member: a contents_scorer of values. Where the engine gives the output projection,
+///                                      the mean over the group of its scores of the projected values
+///   weighted(score, weight) -> float   what is selected by. TESSERA_HD
+///   taken_first(keep) -> index_t       of the `keep` slots of a head, tail included, so many are taken by the scores alone.
+///                                      TESSERA_HD
+template <class S>
+concept weighted_scorer = requires(const S s, float x, index_t n) {
+  requires contents_scorer<std::remove_cvref_t<decltype(s.weight)>>;
+  requires !anchored_scorer<std::remove_cvref_t<decltype(s.weight)>>;
+  requires stored_rows(std::remove_cvref_t<decltype(s.weight)>::reads)
+  == stored_rows::values;
+  { s.weighted(x, x) } -> std::same_as<float>;
+  { s.taken_first(n) } -> std::same_as<index_t>;
+};
+
+/// What a scorer may know of a segment of the text, from its finished scores.
+struct segment_statistics {
+  float importance = 0;
+  float diversity = 0;
+};
+
+/// A scorer whose last pass, after those above, sees the segments of the text among a head's candidates.
+///   describe_segment(scores, n) -> segment_statistics     of one segment; scores that are not finite say nothing. TESSERA_HD
+///   rescored(score, own, most) -> float                   own: its segment's statistics; most: the largest importance of
+///                                                         all segments. TESSERA_HD
+template <class S>
+concept segment_scorer = requires(const S s, const float* scores, index_t n, float x, const segment_statistics& own) {
+  { s.describe_segment(scores, n) } -> std::same_as<segment_statistics>;
+  { s.rescored(x, own, x) } -> std::same_as<float>;
+};
+
+/// How a scorer's rows become one score.
+template <class S>
+inline constexpr row_join joins_rows_by = [] {
+  if constexpr (requires { S::rows; }) return row_join(S::rows);
+  return row_join::sum;
+}();
+
+/// How many rows saw a token is not counted, so a mean needs a window; a window of one query is its newest.
+template <class S>
+inline constexpr bool rows_join_rightly = (joins_rows_by<S> != row_join::mean || S::observed == observes::window) &&
+                                          (joins_rows_by<S> != row_join::newest ||
+                                           S::observed == observes::every_query) &&
+                                          (joins_rows_by<S> == row_join::sum || S::observed != observes::step);
+
 /// A scorer that says how many of the prompt's last queries it observes.
 template <class S>
 concept has_window = requires(S& s) {
@@ -90,15 +190,17 @@ concept has_window = requires(S& s) {
 /// A policy that turns what it observed into scores.
 ///   name                                 its published name, or the quantity
 ///   observed                             one of `observes`
+///   rows                                 one of `row_join`, where it is not the sum
 ///   comparable_across_heads              whether scores of two heads may be ranked against each other
 ///   window                               index_t, where it observes a window: how many of the last queries
 ///   protected_tail(budget)               newest tokens that are kept whatever their score
 ///   pooled, finish_at or finish          a last pass over a head's scores, see above. Not for a paged scorer
 ///   check(budget)                        throws tessera::error on parameters that make no sense
 template <class S>
-concept scorer = std::is_trivially_copyable_v<S> &&
-                 (positional_scorer<S> || attentive_scorer<S> || paged_scorer<S>)&&finishes_rightly<S> &&
-                 (S::observed != observes::window || has_window<S>)&&requires(const S s, index_t n) {
+concept scorer = std::is_trivially_copyable_v<S> &&(positional_scorer<S> || contents_scorer<S> || lagged_scorer<S> ||
+                                                    attentive_scorer<S> || paged_scorer<S>)&&finishes_rightly<S> &&
+                 (S::observed != observes::window || has_window<S>)&&rows_join_rightly<S>&& requires(const S s,
+                                                                                                     index_t n) {
   { S::name } -> std::convertible_to<const char*>;
   { S::comparable_across_heads } -> std::convertible_to<bool>;
   { s.protected_tail(n) } -> std::same_as<index_t>;
@@ -117,8 +219,12 @@ constexpr bool check_scorer() {
       requires { S::comparable_across_heads; },
       "tessera: a scorer must say whether its scores are comparable_across_heads");
   static_assert(
-      positional_scorer<S> || attentive_scorer<S> || paged_scorer<S>,
-      "tessera: a scorer that observes nothing needs float score(position, next_position); any other needs "
+      positional_scorer<S> || contents_scorer<S> || lagged_scorer<S> || attentive_scorer<S> || paged_scorer<S>,
+      "tessera: a scorer that observes nothing needs float score(position, next_position), or, to score what is "
+      "stored, "
+      "reads, measures, measure(x, anchor, sums) and float score(sums), or, beside the tokens behind it, sinks, lag, "
+      "measures, "
+      "measure(x, low, high, sums), spread(sums, channels), ranked(rank) and outside(slot, stored); any other needs "
       "float weigh(logit, lse), or, to read pages in a step, page, channels, fitted(ratio, k_dim), normalised, "
       "adds_mean_value, takes_upper(own, total) and row_scale(scale, chosen, whole)");
   static_assert(
@@ -128,6 +234,10 @@ constexpr bool check_scorer() {
       "tessera: scorer::protected_tail(budget) must return index_t");
   static_assert(S::observed != observes::window || has_window<S>,
                 "tessera: a scorer that observes the window must hold index_t window, the queries it observes");
+  static_assert(
+      rows_join_rightly<S>,
+      "tessera: a mean over query rows needs a window, and the newest query alone a scorer that observes every "
+      "query; else rows are summed, or the maximum of them is taken");
   static_assert(finishes_rightly<S>,
                 "tessera: a scorer's last pass is pooling_window pooled(), float finish_at(in, n, i) or "
                 "finish(in, n, out, scratch)");

@@ -25,6 +25,17 @@ concept plain_selector = requires(const S s, const float* scores, index_t n, ind
   { s.choose(scores, n, n, n, out) } -> std::same_as<index_t>;
 };
 
+/// A selector that sees which slots are one segment of the text. The best `keep` of the candidates say how many slots each
+/// segment gets (as top_tokens takes them); the selector says which, segment by segment.
+///   choose_in_segment(scores, n, keep, out) -> index_t
+///       scores [n] of the segment's candidates in slot order, 1 <= keep <= n <= most_segment_tokens: writes exactly `keep`
+///       strictly ascending places in [0, n); returns the size of the blocks that it took. TESSERA_HD, for all backends;
+///       needs no memory of the caller.
+template <class S>
+concept segment_selector = requires(const S s, const float* scores, index_t n, index_t* out) {
+  { s.choose_in_segment(scores, n, n, out) } -> std::same_as<index_t>;
+};
+
 /// A selector with a body of its own for the host.
 template <class S>
 concept host_selector = requires(const S s, const float* scores, index_t n, index_t* out, top_k_scratch& scratch) {
@@ -36,15 +47,17 @@ concept host_selector = requires(const S s, const float* scores, index_t n, inde
 ///   select(scores, n, tail, keep, out, scratch)       writes strictly ascending slots, returns how many: min(keep, n).
 ///       The newest `tail` of the n slots are always chosen (the newest `keep` of them when keep < tail).
 ///       Deterministic: score descending, ties to the lower index, NaN last. Or `choose`, see above.
+///   choose_in_segment                                 in place of `select`, where it sees segments: see above
 ///   check()                                           throws tessera::error on parameters that make no sense
 template <class S>
-concept selector = std::is_trivially_copyable_v<S> &&(host_selector<S> || plain_selector<S>)&&requires(const S s) {
+concept selector = std::is_trivially_copyable_v<S> &&
+    (host_selector<S> || plain_selector<S> || segment_selector<S>)&&requires(const S s) {
   typename S::unit;
   { S::name } -> std::convertible_to<const char*>;
   s.check();
 };
 
-/// What a selector chooses, on the host.
+/// What a selector that sees no segments chooses, on the host.
 template <class S>
 index_t choose_slots(const S& selector, const float* scores, index_t n, index_t tail, index_t keep, index_t* out,
                      top_k_scratch& scratch) {
@@ -63,8 +76,9 @@ constexpr bool check_selector() {
   static_assert(
       requires { typename S::unit; }, "tessera: a selector must name its unit: token_unit or block_unit");
   static_assert(selector<S>,
-                "tessera: a selector needs index_t select(scores, n, tail, keep, out, scratch) or "
-                "index_t choose(scores, n, tail, keep, out), and check()");
+                "tessera: a selector needs index_t select(scores, n, tail, keep, out, scratch), "
+                "index_t choose(scores, n, tail, keep, out) or, to see segments, "
+                "index_t choose_in_segment(scores, n, keep, out), and check()");
   return selector<S>;
 }
 

@@ -9,23 +9,29 @@ TESSERA_NAMESPACE_BEGIN
 
 /// What a batch stores of one layer, and what its scorer has observed; on the device every pointer is a device pointer.
 ///
-/// A scorer of a window needs `q` and `first_position`, one of positions `first_position`, one of every query `scores`.
+/// A scorer of a window needs `q` and `first_position`, one of positions `first_position`, one of every query `scores`. What
+/// sees segments needs `segments`. A scorer by contents reads what the view stores.
 /// `tails` and `budgets`, where sequences differ, stand in place of what the policy says.
 template <class View, class E = typename View::element_type>
 struct choose_problem {
-  View view;          ///< values are not read
+  View view;          ///< values are read by scorers of values alone
   index_t layer = 0;  ///< of `layers`: for budgets that differ over them
   index_t layers = 1;
-  rows_view<const E> q{};                   ///< [sequences, n_q, q_heads, k_dim], the last queries of each prompt
+  rows_view<const E> q{};                   ///< [sequences, n_q, q_heads, k_dim], the last queries of each prompt; with
+                                            ///< accumulated scores its heads say how many a mean over heads divides by
   const index_t* valid = nullptr;           ///< [sequences], how many of the n_q count, the first ones; null: all
   const index_t* first_position = nullptr;  ///< [sequences], of the first query; without queries, of the next token
   rows_view<const float> lse{};             ///< [sequences, n_q, q_heads] from the engine; data null: computed here
   logit_rule rule{};
-  slot_column<const float> scores{};  ///< what has accumulated
-  index_t tail = 0;                   ///< newest tokens that stay whatever their score; or more, if the scorer says so
-  const index_t* tails = nullptr;     ///< [sequences], in place of it and of the scorer's
-  const index_t* budgets = nullptr;   ///< [sequences], in place of the budget's tokens
-  page_pool pool{};                   ///< for the CPU's checks
+  const float* projection =
+      nullptr;  ///< [q_heads, v_dim, hidden] of this layer, where values are weighed by it; or null
+  index_t hidden = 0;
+  slot_column<const float> scores{};      ///< what has accumulated
+  slot_column<const index_t> segments{};  ///< which segment of the text each slot belongs to, ascending
+  index_t tail = 0;                  ///< newest tokens that stay whatever their score; or more, if the scorer says so
+  const index_t* tails = nullptr;    ///< [sequences], in place of it and of the scorer's
+  const index_t* budgets = nullptr;  ///< [sequences], in place of the budget's tokens
+  page_pool pool{};                  ///< for the CPU's checks
 };
 
 TESSERA_NAMESPACE_END

@@ -25,6 +25,10 @@ struct model_shape {
   std::vector<bool> sliding{};  ///< [layers]: which layers slide (Gemma, gpt-oss); empty: none
   /// [layers, q_heads] where the cache computes, the caller's (gpt-oss); null: the recipe's rule has them, or none.
   const float* sink_logits = nullptr;
+  /// [layers, q_heads, v_dim, hidden] where the cache computes, the caller's: what a value becomes behind attention. For scorers
+  /// that weigh values by it; null: they weigh values as they are.
+  const float* output_projection = nullptr;
+  index_t hidden = 0;  ///< of output_projection
 
   bool slides(index_t layer) const { return !sliding.empty() && sliding[std::size_t(layer)]; }
 
@@ -38,6 +42,8 @@ struct model_shape {
             "say of every layer whether it slides, or of none");
     require(sliding.empty() || window >= 1, "window", window, "at least 1 token",
             "pass how many tokens the sliding layers attend");
+    require(!output_projection || hidden >= 1, "hidden", hidden, "at least 1, with an output projection",
+            "pass how many elements a projected value has");
   }
 
   /// Queries, keys and values of one call. Shapes: q [.., n_q, q_heads, k_dim], k, v [.., tokens, kv_heads, dim].

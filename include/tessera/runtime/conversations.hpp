@@ -7,6 +7,7 @@
 #include <vector>
 
 #include "../core/model_shape.hpp"
+#include "../core/segment_cursor.hpp"
 #include "../planned.hpp"
 
 TESSERA_NAMESPACE_BEGIN
@@ -31,6 +32,7 @@ class conversations {
   struct layer {
     index_t next_position = 0;
     index_t turn_tokens = 0;  ///< prompt tokens since the turn began; 0 while decoding
+    segment_cursor text{};    ///< where its segments stand, if the recipe needs them
   };
   struct conversation {
     bool open = false;
@@ -105,10 +107,20 @@ class conversations {
     require(k.tokens >= 1, "tokens of a prompt chunk", k.tokens, "at least 1", "skip empty chunks");
     recipe.require_queries(q.tokens, k.tokens);
   }
-  void took_chunk(index_t layer_index, index_t id, index_t tokens) {
+  /// Of a chunk's new tokens; `boundaries` are looked at where the recipe needs them.
+  segment_marks check_boundaries(index_t layer_index, index_t id, std::span<const std::uint8_t> boundaries,
+                                 index_t tokens) const {
+    if constexpr (!Recipe::needs_segments) return {};
+    require_boundaries(boundaries, tokens);
+    return {at(id, layer_index).text, boundaries.data()};
+  }
+  /// What is known of a decode step's tokens: no segment ends, but for its length.
+  segment_marks step_marks(index_t layer_index, index_t id) const { return {at(id, layer_index).text, nullptr}; }
+  void took_chunk(index_t layer_index, index_t id, index_t tokens, const segment_marks& marks = {}) {
     layer& state = find(id).layers[std::size_t(layer_index)];
     state.next_position += tokens;
     state.turn_tokens += tokens;
+    if constexpr (Recipe::needs_segments) state.text.take(marks.boundaries, tokens);
   }
   template <class E, class Out>
   void check_prompt_attention(index_t layer_index, index_t id, const rows_view<const E>& q, const rows_view<Out>& out,
@@ -221,7 +233,9 @@ class conversations {
   }
   void took_step(index_t layer_index, const batch& step) {
     for (const index_t id : step.ids) {
-      find(id).layers[std::size_t(layer_index)].next_position += step.tokens;
+      layer& state = find(id).layers[std::size_t(layer_index)];
+      state.next_position += step.tokens;
+      if constexpr (Recipe::needs_segments) state.text.take(nullptr, step.tokens);
     }
   }
 

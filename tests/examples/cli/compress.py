@@ -58,6 +58,7 @@ def check_compress(checks):
     checks.notes("compress --in more --out kept --method snapkv --budget 40", "not used by snapkv: tensor boundaries, w")
     checks.notes("compress --in layer --out kept --method streaming_llm --budget 40", "not used by streaming_llm: tensor q")
     check_scores(checks)
+    check_segments(checks)
     (folder / "kept").unlink()
 
     whole = safetensors(layer())
@@ -84,6 +85,33 @@ def tensor(folder, name):
     begin, end = header[name]["data_offsets"]
     letter, size = {"I64": ("q", 8), "I32": ("i", 4), "F32": ("f", 4)}[header[name]["dtype"]]
     return struct.unpack(f"<{(end - begin) // size}{letter}", content[start + begin:start + end])
+
+
+def check_segments(checks):
+    """SABlock needs boundaries, keeps one set for all heads and says in what blocks."""
+    folder = checks.folder
+    (folder / "marked").write_bytes(safetensors(layer()))
+    base = "compress --in marked --out kept --method sablock --budget 24"
+    checks.refuses(base, "tensor boundaries is missing", "sablock")
+    flags = bytes(1 if token % 10 == 9 else 0 for token in range(60))
+    (folder / "marked").write_bytes(safetensors({**layer(), "boundaries": ("U8", [60], flags)}))
+    checks.works(base, "24.0 of 60 tokens")
+    indptr, kept = tensor(folder, "keep.indptr"), tensor(folder, "keep.indices")
+    checks.require(indptr == (0, 24, 48) and kept[:24] == kept[24:], "sablock", f"keep is {indptr}, {kept}")
+    checks.require(kept[16:24] == tuple(range(52, 60)), "sablock", f"the window is {kept[16:24]}")
+    sizes = tensor(folder, "segments.block_size")  # 52 tokens before the window: five segments and two tokens of the sixth
+    counts = [sum(1 for token in kept[:16] if token // 10 == segment) for segment in range(6)]
+    checks.require(len(sizes) == 6 and all((size == 0) == (count == 0) and size <= max(count, 0)
+                                           for size, count in zip(sizes, counts)), "sablock", f"{sizes}, {counts}")
+    checks.works(f"{base} --set largest=1", "24.0 of 60 tokens")
+    checks.require(set(tensor(folder, "segments.block_size")) <= {0, 1}, "sablock", "blocks of more than one")
+    checks.works(f"{base} --set form=balance --set coverage=0.5 --set alpha=0.1 --set lambda=0.9 --set strength=2")
+    checks.refuses(f"{base} --set form=sum", "form", "product, balance")
+    checks.refuses(f"{base} --set coverage=1.5", "coverage is 1.5", "0 to 1")
+    (folder / "marked").write_bytes(safetensors({**layer(), "boundaries": ("U8", [60], bytes([2]) * 60)}))
+    checks.refuses(base, "boundaries[0] is 2", "0 or 1")
+    (folder / "marked").write_bytes(safetensors({**layer(), "boundaries": ("U8", [59], bytes(59))}))
+    checks.refuses(base, "boundaries")
 
 
 def check_scores(checks):

@@ -9,7 +9,8 @@ import signal
 import subprocess
 import threading
 
-from checks import TOOL, layer, safetensors
+from checks import TOOL, layer
+from small_files import safetensors
 
 
 def check_outputs(checks):

@@ -78,6 +78,7 @@ void describe_first(const Stage& stage, traits& found) {
   if constexpr (requires { stage.scorer.window; }) found.window = stage.scorer.window;
   if constexpr (requires { stage.scorer.pool; }) found.pool = stage.scorer.pool;
   if (!found.blocks && !std::is_same_v<selector, tessera::top_tokens>) found.scorer = traits::first::other;
+  if (tessera::joining_scope<std::remove_cvref_t<decltype(stage.scope)>>) found.scorer = traits::first::other;
 }
 
 template <class Recipe>
@@ -166,7 +167,8 @@ std::vector<number> numbers() {
     if constexpr (std::is_same_v<value_type, split_factor>)
       all.push_back({name, allowed.fixed.least, allowed.fixed.most, 1e-6});
     if constexpr (std::is_arithmetic_v<value_type>) {
-      all.push_back({name, double(allowed.least), double(allowed.most), std::is_same_v<value_type, float> ? 1e-6 : 1});
+      all.push_back({name, double(allowed.least), double(allowed.most),
+                     std::is_same_v<value_type, float> ? 1e-6 * std::max(1.0, double(allowed.most)) : 1});
     }
   });
   return all;

@@ -56,8 +56,13 @@ class cpu_calls : public Interface {
   index_t open() override { return held_.open(); }
   void close(index_t id) override { held_.close(id); }
   void reserve(index_t, index_t) override {}
+  /// Where segments end is read off the signs of keys: alike in any chunks and any encoding.
   void prefill(index_t layer, index_t id, const rows& q, const rows& k, const rows& v) override {
-    held_.prefill(layer, id, q, k, v);
+    std::vector<std::uint8_t> boundaries;
+    for (index_t t = 0; Recipe::needs_segments && k.data && t < k.tokens; ++t) {
+      boundaries.push_back(k.row(0, t, 0)[0] > 0 && k.row(0, t, 0)[1] > 0);
+    }
+    held_.prefill(layer, id, q, k, v, boundaries);
   }
   void prefill_attention(index_t layer, index_t id, const rows& q, const results& out, const results& lse) override {
     held_.prefill_attention(layer, id, q, out, lse);

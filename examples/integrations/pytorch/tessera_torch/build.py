@@ -28,7 +28,7 @@ const char* tessera_torch_parameters() {
   return text.c_str();
 }
 """
-POLICY_HEADERS = ("attention", "budget", "layout", "schedule", "scorer", "selector")
+POLICY_HEADERS = ("attention", "budget", "layout", "schedule", "scope", "scorer", "selector")
 
 
 def cache_folder():

@@ -6,8 +6,8 @@ import statistics
 import pytest
 import torch
 import transformers
-from conftest import MODEL, padded
-from tessera_torch import CapturedStep, TesseraCache, build, methods
+from conftest import MODEL, ON_GPU, padded
+from tessera_torch import CapturedStep, TesseraCache, build
 
 pytestmark = pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA device")
 GREEDY = dict(do_sample=False, pad_token_id=0, eos_token_id=None)
@@ -78,7 +78,7 @@ def compare(method, rows, ours, reference, exact):
     return result
 
 
-@pytest.mark.parametrize("method", methods())
+@pytest.mark.parametrize("method", ON_GPU)
 def test_answers_are_those_of_the_cpu(model, on_cpu, prompts, method):
     """As near to the CPU in fp32 as the CPU in bf16 is: by about 2e-2 with `full`, and more where a rounding chooses."""
     compared = compare(method, prompts[1:48:4], model, *on_cpu)
@@ -93,7 +93,7 @@ def test_answers_are_those_of_the_cpu(model, on_cpu, prompts, method):
 
 
 @pytest.mark.parametrize("padded_batch", [False, True], ids=["one", "padded batch"])
-@pytest.mark.parametrize("method", methods())
+@pytest.mark.parametrize("method", ON_GPU)
 def test_a_captured_step_is_the_step(model, prompts, method, padded_batch):
     """Bit for bit, over two turns and a change of the budget."""
     rows = prompts[3:6] if padded_batch else [max(prompts, key=len)]
@@ -297,6 +297,12 @@ def test_errors_within_a_call_leave_the_cache_usable():
     assert torch.equal(model.generate(half, past_key_values=cache, max_new_tokens=4, **GREEDY), want)
     with pytest.raises(ValueError, match="dtype is torch.float32; expected torch.bfloat16 or torch.float16 on CUDA"):
         small_model(torch.float32).generate(ids, past_key_values=TesseraCache(model.config), max_new_tokens=2, **GREEDY)
+
+
+def test_a_method_that_does_not_run_here_says_so():
+    model = small_model()
+    with pytest.raises(ValueError, match="tessera: the CUDA backend does not run this first stage yet"):
+        model.generate(tokens(60), past_key_values=TesseraCache(model.config, "keydiff", 32, 512), **GREEDY)
 
 
 def test_no_cache_is_made_while_a_graph_is_captured():

@@ -120,7 +120,7 @@ TEST_CASE("candidates look like a smaller cache, and grow with the store") {
   for (index_t i = 0; i < support::scaled(100); ++i) {
     const index_t heads = random.between(1, 3), tokens = random.between(1, 90);
     const auto rows = support::normals(random, std::size_t((tokens + 40) * heads * 64));
-    cpu::kv_store<storage> store(1, heads, false);
+    cpu::kv_store<storage> store(1, heads, {});
     store.open(0);
     const auto at = [&](index_t first, index_t count) {
       return nhd_rows<const float>(rows.data() + first * heads * 64, count, heads, 64);

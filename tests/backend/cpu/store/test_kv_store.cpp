@@ -18,7 +18,7 @@ namespace {
 /// Appends and keeps rows of ones in one place of two kv_heads.
 template <class Layout>
 struct one_place {
-  cpu::kv_store<Layout> store{1, 2, false};
+  cpu::kv_store<Layout> store{1, 2, {}};
   std::vector<float> rows = std::vector<float>(4000 * 2 * 64, 1.0f);
   std::vector<index_t> next = std::vector<index_t>(4, 0);
   cpu::executor workers{1};
@@ -115,7 +115,7 @@ TEST_CASE("sequences share a pool of fixed pages, and pages that one gives back 
 }
 
 TEST_CASE("appended rows are rounded to the stored type") {
-  cpu::kv_store<dense<bf16, 64, 80>> store(1, 1, false);
+  cpu::kv_store<dense<bf16, 64, 80>> store(1, 1, {});
   store.open(0);
   const std::vector<float> k(64, 1.00390625f), v(80, -3.14159f);
   store.append(0, 0, nhd_rows<const float>(k.data(), 1, 1, 64), nhd_rows<const float>(v.data(), 1, 1, 80), 0);
@@ -132,7 +132,7 @@ TEST_CASE(
   support::rng random(119);
   cpu::executor workers(1);
   for (index_t i = 0; i < support::scaled(100); ++i) {
-    cpu::kv_store<layout> store(layers, kv_heads, false);
+    cpu::kv_store<layout> store(layers, kv_heads, {});
     store.open(0);
     index_t tokens = 0;
     bool dropped = false;

@@ -74,3 +74,70 @@ TEST_CASE("pack gathers from strided rows, a transposed V among them") {
     }
   }
 }
+
+TEST_CASE("segments are numbered as tokens are appended, and move with them") {
+  support::rng random(113);
+  constexpr index_t sequences = 2, kv_heads = 2, room = 40;
+  constexpr int dim = 64;
+  std::vector<float> k(sequences * kv_heads * room * dim), v(k.size());
+  std::vector<index_t> lengths(sequences * kv_heads, 0), segments(sequences * kv_heads * room, -1);
+  std::vector<segment_cursor> texts(sequences);
+  kv_view<float, dim> view;
+  view.k = k.data();
+  view.v = v.data();
+  view.k_strides = view.v_strides = {kv_heads * room * dim, room * dim, dim, 1};
+  view.sequences = sequences;
+  view.kv_heads = kv_heads;
+  view.lengths = lengths.data();
+  view.length_strides = {kv_heads, 1};
+  const slot_column<index_t> column{segments.data(), kv_heads * room, room, nullptr};
+  std::vector<std::vector<index_t>> expected(sequences);
+  std::vector<segment_cursor> own(sequences);
+  for (const index_t tokens : {9, 1, 14}) {
+    const auto rows = support::normals(random, std::size_t(sequences * tokens * kv_heads * dim));
+    std::vector<std::uint8_t> flags;
+    for (index_t t = 0; t < sequences * tokens; ++t) flags.push_back(random.chance(0.3));
+    const std::vector<index_t> added{tokens, tokens / 2};  // of the second text fewer
+    append_problem<kv_view<float, dim>, float> p;
+    p.view = view;
+    p.k = p.v = nhd_rows(rows.data(), tokens, kv_heads, dim, sequences);
+    p.lengths = lengths.data();
+    p.new_tokens = added.data();
+    p.segments = column;
+    const auto before = lengths;
+    CHECK_THROWS_WITH(cpu::append(p), contains("boundaries and texts is null"));
+    p.boundaries = flags.data();
+    p.texts = texts.data();
+    flags[0] = 3;
+    CHECK_THROWS_WITH(cpu::append(p), contains("boundaries[0] is 3; expected 0 or 1"));
+    REQUIRE(lengths == before);
+    flags[0] = 1;
+    cpu::append(p);
+    for (index_t b = 0; b < sequences; ++b) {
+      for (index_t t = 0; t < added[std::size_t(b)]; ++t) {
+        expected[std::size_t(b)].push_back(own[std::size_t(b)].take(flags[std::size_t(b * tokens + t)] == 1));
+      }
+    }
+  }
+  const auto held = [&](index_t b, index_t h) {
+    const index_t* row = column.row(b, h, kv_heads);
+    return std::vector<index_t>(row, row + lengths[std::size_t(b * kv_heads + h)]);
+  };
+  for (index_t b = 0; b < sequences; ++b) {
+    for (index_t h = 0; h < kv_heads; ++h) REQUIRE(held(b, h) == expected[std::size_t(b)]);
+  }
+  const auto chosen = support::random_subset(random, lengths, 0.5);
+  cpu::executor workers(1);
+  pack_problem<kv_view<float, dim>, kv_view<float, dim>> move{view, chosen.view(), view};
+  move.from_segments = {segments.data(), kv_heads * room, room, nullptr};
+  move.segments = column;
+  move.lengths = lengths.data();
+  cpu::pack(move, workers);
+  for (index_t row = 0; row < chosen.rows(); ++row) {
+    std::vector<index_t> kept;
+    for (index_t i = 0; i < chosen.counts[std::size_t(row)]; ++i) {
+      kept.push_back(expected[std::size_t(row / kv_heads)][std::size_t(chosen.row(row)[i])]);
+    }
+    REQUIRE(held(row / kv_heads, row % kv_heads) == kept);
+  }
+}

@@ -6,12 +6,13 @@
 #include <tessera/budget/two_stage.hpp>
 #include <tessera/core/units.hpp>
 #include <tessera/math/pool.hpp>
+#include <tessera/scorer/by_segment.hpp>
 
 #include "any_cache.hpp"
 
 namespace tessera_torch {
 
-using tessera::pooling, tessera::selection_unit, tessera::split_factor;
+using tessera::pooling, tessera::segment_form, tessera::selection_unit, tessera::split_factor;
 
 template <class Number>
 Number parsed(const setting& given, const std::string& allowed) {
@@ -40,12 +41,16 @@ inline void assign(const setting& given, const std::string&, pooling& to) {
 inline void assign(const setting& given, const std::string&, selection_unit& to) {
   to = is_second(given, "token", "page") ? selection_unit::page : selection_unit::token;
 }
+inline void assign(const setting& given, const std::string&, segment_form& to) {
+  to = is_second(given, "product", "balance") ? segment_form::balance : segment_form::product;
+}
 inline void assign(const setting& given, const std::string& allowed, split_factor& to) {
   to = given.value == "adaptive" ? split_factor() : split_factor(parsed<double>(given, allowed));
 }
 
 inline std::string text_of(pooling value) { return value == pooling::max ? "max" : "average"; }
 inline std::string text_of(selection_unit value) { return value == selection_unit::token ? "token" : "page"; }
+inline std::string text_of(segment_form value) { return value == segment_form::product ? "product" : "balance"; }
 inline std::string text_of(split_factor value) { return value.adaptive ? "adaptive" : std::to_string(value.fixed); }
 template <class Number>
 std::string text_of(Number value) {

@@ -29,7 +29,7 @@ class layers {
       : workers_(std::move(workers)),
         count_(shape.layers),
         roles_(shape, recipe.dense_layers, recipe.attention.rule),
-        store_(shape.layers, shape.kv_heads, first_stage<Recipe>::with_scores),
+        store_(shape.layers, shape.kv_heads, {first_stage<Recipe>::with_scores, Recipe::needs_segments}),
         first_(shape),
         reading_(shape),
         log_(shape.layers) {}
@@ -52,14 +52,14 @@ class layers {
   /// Appends a chunk of a prompt at position `first`; its queries are observed.
   template <class E>
   void prefill(index_t layer, index_t id, const planned<Recipe>& policies, index_t first, const rows_view<const E>& q,
-               const rows_view<const E>& k, const rows_view<const E>& v) {
+               const rows_view<const E>& k, const rows_view<const E>& v, const segment_marks& marks) {
     choice& slid = begin(1).front();
     try {
-      store_.append(layer, id, k, v, first);
-      if (roles_.follows_recipe(layer)) {
-        first_.observe_prompt(layer, id, store_, policies, roles_.rule(layer), q, first + k.tokens, *workers_);
-      } else {
+      store_.append(layer, id, k, v, first, marks);
+      if (!roles_.follows_recipe(layer)) {
         slide(layer, id, k.tokens, slid);
+      } else if (first_.chooser(layer, policies, roles_) == layer) {
+        first_.observe_prompt(layer, id, store_, policies, roles_.rule(layer), q, first + k.tokens, *workers_);
       }
     } catch (...) {
       store_.take_back(layer, id, first);
@@ -80,7 +80,13 @@ class layers {
     try {
       for (index_t layer = 0; layer < count_; ++layer) {
         choice& made = choices[std::size_t(layer)];
-        roles_.follows_recipe(layer) ? choose(layer, id, policies, due, next, 0, made) : slide(layer, id, 0, made);
+        if (!roles_.follows_recipe(layer)) {
+          slide(layer, id, 0, made);
+        } else if (const index_t from = first_.chooser(layer, policies, roles_); from != layer) {
+          take_over(layer, id, policies, choices[std::size_t(from)], made);
+        } else {
+          choose(layer, id, policies, due, next, 0, made);
+        }
       }
     } catch (...) {
       for (index_t layer = 0; layer < count_; ++layer) reading_.take_back(layer, id, store_);
@@ -102,8 +108,8 @@ class layers {
     try {
       for (index_t b = 0; b < step.sequences(); ++b) {
         const index_t id = step.ids[std::size_t(b)];
-        step_one(layer, step, b, known.at(id).policies, first(b), q.one(b), k.one(b), v.one(b),
-                 {output.out.one(b), output.lse.one(b)}, choices[std::size_t(b)]);
+        step_one(layer, step, b, known.at(id).policies, first(b), known.step_marks(layer, id), q.one(b), k.one(b),
+                 v.one(b), {output.out.one(b), output.lse.one(b)}, choices[std::size_t(b)]);
       }
     } catch (...) {
       for (index_t b = 0; b < step.sequences(); ++b) {
@@ -167,8 +173,18 @@ class layers {
               choice& to) {
     to.made = due && first_.choose(layer, id, store_, policies, roles_.rule(layer), next, tail, to.kept,
                                    tracing_ranks_ ? &to.ranked : nullptr, *workers_);
-    if (to.made && Recipe::retain_type::drops) store_.prepare_to_keep(layer, id);
-    reading_.follow(layer, id, store_, policies, to.made ? &to.kept : nullptr);
+    prepare(layer, id, policies, to);
+  }
+  /// What another layer has chosen among as many tokens.
+  void take_over(index_t layer, index_t id, const planned<Recipe>& policies, const choice& from, choice& to) {
+    to.made = from.made;
+    if (to.made) to.kept = from.kept;
+    if (to.made && tracing_ranks_) to.ranked = from.ranked;
+    prepare(layer, id, policies, to);
+  }
+  void prepare(index_t layer, index_t id, const planned<Recipe>& policies, const choice& made) {
+    if (made.made && Recipe::retain_type::drops) store_.prepare_to_keep(layer, id);
+    reading_.follow(layer, id, store_, policies, made.made ? &made.kept : nullptr);
   }
   /// Carries a choice out. Needs no memory.
   void commit(index_t layer, index_t id, choice& made) {
@@ -180,12 +196,12 @@ class layers {
 
   template <class E>
   void step_one(index_t layer, const batch& step, index_t b, const planned<Recipe>& policies, index_t first,
-                const rows_view<const E>& q, const rows_view<const E>& k, const rows_view<const E>& v,
-                const attention_output& output, choice& made) {
+                const segment_marks& marks, const rows_view<const E>& q, const rows_view<const E>& k,
+                const rows_view<const E>& v, const attention_output& output, choice& made) {
     const index_t id = step.ids[std::size_t(b)], next = first + k.tokens;
     const logit_rule rule = roles_.rule(layer);
     const query_rows<E> queries{q, &first};
-    store_.append(layer, id, k, v, first);
+    store_.append(layer, id, k, v, first, marks);
     if (!roles_.follows_recipe(layer)) {
       attend(b, store_.view(layer, id), queries, rule, nullptr, 0, output);
       return slide(layer, id, k.tokens, made);

@@ -6,6 +6,7 @@
 
 #include "../../../core/model_shape.hpp"
 #include "../../../planned.hpp"
+#include "../../../runtime/layer_roles.hpp"
 #include "../kernel/scratch.hpp"
 #include "../store/kv_store.hpp"
 #include "score_and_choose.hpp"
@@ -19,12 +20,15 @@ inline namespace TESSERA_HOST_ISA {
 struct ranked_tokens {
   std::vector<std::vector<index_t>> positions;
   std::vector<std::vector<float>> scores;
+  std::vector<std::vector<index_t>>
+      blocks;  ///< in what blocks each segment was taken, by a selector that sees them; 0: not
 };
 
 /// What every first stage answers; this one chooses nothing.
 ///   forget(id)                               what was observed of an open id; needs no memory
 ///   observe_prompt(...), observe_step(...)   take queries in; as before when memory runs out
 ///   take_back(b, layer, id, store)           undoes `observe_step` of the b-th sequence of a batch; needs no memory
+///   chooser(layer, policies, roles)          the layer whose choice this one takes: its own, or an earlier one
 ///   choose(...)                              fills a selection of what stays, and what it ranked (null: not wanted);
 ///                                            returns whether it chooses at all
 template <class Recipe, observes Observed = Recipe::retain_type::observed, bool Chooses = Recipe::retain_type::chooses>
@@ -41,6 +45,7 @@ class first_stage {
   }
   template <class... Any>
   void take_back(const Any&...) {}
+  index_t chooser(index_t layer, const planned<Recipe>&, const layer_roles&) const { return layer; }
   template <class... Any>
   bool choose(const Any&...) {
     return false;
@@ -54,6 +59,18 @@ class choosing {
  public:
   explicit choosing(const model_shape& shape) : shape_(shape) {}
 
+  index_t chooser(index_t layer, [[maybe_unused]] const planned<Recipe>& policies,
+                  [[maybe_unused]] const layer_roles& roles) const {
+    if constexpr (Recipe::retain_type::reuses) {
+      index_t place = 0;
+      for (index_t before = 0; before < layer; ++before) place += roles.follows_recipe(before);
+      for (index_t back = place - policies.first.scope.chooser(place); back > 0; back -= roles.follows_recipe(layer)) {
+        --layer;
+      }
+    }
+    return layer;
+  }
+
  protected:
   using store_type = kv_store<typename Recipe::layout_type>;
   using problem_type = choose_problem<typename store_type::view_type, float>;
@@ -66,6 +83,16 @@ class choosing {
     result.layers = shape_.layers;
     result.first_position = first_position;
     result.rule = rule;
+    result.q.heads = shape_.q_heads;
+    if (shape_.output_projection) {
+      constexpr int v_dim = Recipe::layout_type::v_dim;
+      result.projection = shape_.output_projection + offset_t(layer) * shape_.q_heads * v_dim * shape_.hidden;
+      result.hidden = shape_.hidden;
+    }
+    if constexpr (Recipe::needs_segments) {
+      const columns& beside = stored.beside(layer, id);
+      result.segments = {beside.segments(), 0, 0, beside.begins().data()};
+    }
     return result;
   }
   template <class Policy>
@@ -75,6 +102,7 @@ class choosing {
     if (!ranked) return true;
     ranked->positions.assign(std::size_t(shape_.kv_heads), {});
     ranked->scores.assign(std::size_t(shape_.kv_heads), {});
+    ranked->blocks = choosing_.memory.retaining.blocks;
     for (index_t h = 0; seen.scores && h < shape_.kv_heads; ++h) {
       ranked->scores[std::size_t(h)].assign(seen.head(h), seen.head(h) + seen.candidates(h));
       for (index_t i = 0; i < seen.candidates(h); ++i) {
@@ -196,9 +224,14 @@ class first_stage<Recipe, observes::every_query, true> : public choosing<Recipe>
   void observe_prompt(index_t layer, index_t id, Store& stored, const planned<Recipe>& policies, const logit_rule& rule,
                       const rows_view<const E>& q, index_t next, executor& workers) {
     if (q.tokens == 0) return;
-    const index_t first = next - q.tokens;
     columns& beside = stored.beside(layer, id);
-    score_rows(stored.view(layer, id), query_rows<E>{q, &first}, rule, policies.first.scorer, beside.scores(),
+    rows_view<const E> asked = q;
+    if constexpr (joins_rows_by<typename Recipe::retain_type::scorer_type> == row_join::newest) {
+      asked.data = q.row(0, q.tokens - 1, 0);
+      asked.tokens = 1;
+    }
+    const index_t first = next - asked.tokens;
+    score_rows(stored.view(layer, id), query_rows<E>{asked, &first}, rule, policies.first.scorer, beside.scores(),
                beside.begins().data(), this->choosing_.memory.scoring, workers);
   }
 

@@ -6,8 +6,10 @@
 
 #include "../../../core/layer_scores.hpp"
 #include "../../../core/selection.hpp"
+#include "../../../core/slot_column.hpp"
 #include "../../../recipe.hpp"
 #include "../score/finish.hpp"
+#include "segments.hpp"
 
 TESSERA_NAMESPACE_BEGIN
 namespace cpu {
@@ -17,16 +19,36 @@ struct retain_workspace {
   top_k_scratch top_k;
   std::vector<float> finished, pooled;
   std::vector<index_t> counts;
+  std::vector<index_t> best;                 // of one head, before its segments or its weights choose
+  std::vector<std::vector<index_t>> blocks;  // by head: the blocks of each segment of its candidates, 0: dropped
 };
 
-/// Chooses what a layer of one sequence keeps: the scorer's last pass over each head's candidates, budget over the
+/// What scorers and selectors may see of a layer's slots beside their scores, of the one sequence 0.
+struct slot_facts {
+  slot_column<const index_t> segments{};
+  slot_column<const float> weights{};
+};
+
+/// The scores that a head is selected by once it is known how many it keeps: weighted, but for those that are taken first.
+/// Shapes   scores, weights, out [n]; out may be scores.
+template <weighted_scorer Scorer>
+void weigh_scores(const Scorer& scorer, const float* scores, const float* weights, index_t n, index_t first, float* out,
+                  top_k_scratch& scratch, std::vector<index_t>& best) {
+  best.resize(std::size_t(std::clamp(first, 0, n)));
+  top_k(scores, n, index_t(best.size()), best.data(), scratch);
+  for (index_t i = 0; i < n; ++i) out[i] = scorer.weighted(scores[i], weights[i]);
+  for (const index_t slot : best) out[slot] = infinity;
+}
+
+/// Chooses what a layer of one sequence keeps: the scorer's last passes over each head's candidates, budget over the
 /// layer, selector in each head. A layer that the budget keeps all of is not looked at.
-/// Shapes   raw [kv_heads, tokens] as layer_scores says, at least one head; `kept` gets one row per kv_head.
+/// Shapes   raw [kv_heads, tokens] as layer_scores says, at least one head; `beside` for what sees segments or weighs;
+///          `kept` gets one row per kv_head.
 /// Returns  the scores as budget and selector saw them, valid until the workspace or `raw` changes; none of a layer that
 ///          was not looked at.
-template <class Scorer, class Budget, class Selector>
-layer_scores choose_kept(const choosing_stage<Scorer, Budget, Selector>& policy, const layer_scores& raw,
-                         selection& kept, retain_workspace& workspace) {
+template <class Scorer, class Budget, class Selector, class Scope>
+layer_scores choose_kept(const choosing_stage<Scorer, Budget, Selector, Scope>& policy, const layer_scores& raw,
+                         selection& kept, retain_workspace& workspace, const slot_facts& beside = {}) {
   const index_t heads = raw.kv_heads;
   require(heads >= 1, "kv_heads of the scores", heads, "at least 1", "pass the scores of every kv_head");
   auto& counts = workspace.counts;
@@ -40,20 +62,39 @@ layer_scores choose_kept(const choosing_stage<Scorer, Budget, Selector>& policy,
     workspace.finished.resize(std::size_t(end));
     for (index_t h = 0; h < heads; ++h) {
       float* out = workspace.finished.data() + raw.offsets[h];
-      if (finished(policy.scorer, raw.head(h), raw.candidates(h), out, workspace.pooled) == out) {
-        scores.scores = workspace.finished.data();  // of every head alike
+      const float* finished_scores = finished(policy.scorer, raw.head(h), raw.candidates(h), out, workspace.pooled);
+      if constexpr (segment_scorer<Scorer>) {
+        if (finished_scores != out) std::copy_n(finished_scores, raw.candidates(h), out);
+        rescore_segments(policy.scorer, beside.segments.row(0, h, heads), raw.candidates(h), out);
+        finished_scores = out;
       }
+      if (finished_scores == out) scores.scores = workspace.finished.data();  // of every head alike
     }
     allot_counts(policy.budget, scores, counts.data());
     for (index_t h = 0; h < heads; ++h) {
       counts[std::size_t(h)] =
           std::clamp(counts[std::size_t(h)], std::min(raw.protected_tail, raw.tokens[h]), raw.tokens[h]);
     }
+    if constexpr (weighted_scorer<Scorer>) {
+      for (index_t h = 0; h < heads; ++h) {
+        const index_t first = policy.scorer.taken_first(counts[std::size_t(h)]) - raw.protected_tail;
+        weigh_scores(policy.scorer, scores.head(h), beside.weights.row(0, h, heads), raw.candidates(h), first,
+                     workspace.finished.data() + raw.offsets[h], workspace.top_k, workspace.best);
+      }
+      scores.scores = workspace.finished.data();
+    }
   }
   kept.reset(counts);
+  workspace.blocks.resize(std::size_t(heads));
   for (index_t h = 0; h < heads; ++h) {
-    kept.counts[std::size_t(h)] = choose_slots(policy.selector, scores.head(h), raw.tokens[h], raw.protected_tail,
-                                               counts[std::size_t(h)], kept.row(h), workspace.top_k);
+    const index_t n = raw.tokens[h], tail = raw.protected_tail, keep = counts[std::size_t(h)];
+    index_t& count = kept.counts[std::size_t(h)];
+    if constexpr (segment_selector<Selector>) {
+      count = choose_in_segments(policy.selector, scores.head(h), beside.segments.row(0, h, heads), n, tail, keep,
+                                 kept.row(h), workspace.top_k, workspace.best, workspace.blocks[std::size_t(h)]);
+    } else {
+      count = choose_slots(policy.selector, scores.head(h), n, tail, keep, kept.row(h), workspace.top_k);
+    }
   }
   if (whole) scores.scores = nullptr;
   return scores;

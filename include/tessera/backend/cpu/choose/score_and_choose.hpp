@@ -6,6 +6,7 @@
 #include <vector>
 
 #include "../../../core/choose_problem.hpp"
+#include "../score/contents.hpp"
 #include "../score/score.hpp"
 #include "../store/page_checks.hpp"
 #include "retain.hpp"
@@ -25,13 +26,20 @@ struct choose_workspace {
   std::vector<index_t> lengths;   // by head
   std::vector<index_t> tails;     // by sequence
   std::vector<index_t> observed;  // by sequence, queries that are scored
+  std::vector<float> joined;      // one row for all heads of a layer
+  std::vector<float> weights;     // as raw
+  std::vector<float> rows;        // by worker, of what is projected or lagged
   selection one;
 };
 
 namespace detail {
 
-template <class View, class E>
-void check_choose(const choose_problem<View, E>& p, bool by_queries, bool by_position, bool by_scores) {
+template <class Policy, class View, class E>
+void check_choose(const choose_problem<View, E>& p) {
+  constexpr bool by_queries = Policy::observed == observes::window,
+                 by_scores = Policy::observed == observes::every_query;
+  constexpr bool by_position = positional_scorer<typename Policy::scorer_type>, by_segments = Policy::needs_segments;
+  constexpr bool for_layers = joining_scope<typename Policy::scope_type>;
   require(p.layers >= 1 && p.layer >= 0 && p.layer < p.layers, "layer", p.layer, "0 to layers - 1",
           "pass which layer of how many is asked about");
   require(p.view.kv_heads >= 1, "kv_heads", p.view.kv_heads, "at least 1", "pass the model's head counts");
@@ -45,6 +53,17 @@ void check_choose(const choose_problem<View, E>& p, bool by_queries, bool by_pos
   for (index_t b = 0; by_queries && p.valid && b < p.view.sequences; ++b) {
     require(p.valid[b] >= 0 && p.valid[b] <= p.q.tokens, "valid queries", p.valid[b],
             "0 to " + std::to_string(p.q.tokens), "pass how many of q count for each sequence");
+  }
+  for (index_t row = 0; by_segments && !p.segments.data && row < p.view.sequences * p.view.kv_heads; ++row) {
+    require(p.view.length(row / p.view.kv_heads, row % p.view.kv_heads) == 0, "segments", "null",
+            "which segment of the text every stored slot belongs to", "keep them beside the tokens: cpu::append");
+  }
+  for (index_t b = 0; for_layers && b < p.view.sequences; ++b) {
+    for (index_t h = 1; h < p.view.kv_heads; ++h) {
+      require(p.view.length(b, h) == p.view.length(b, 0), "tokens of kv_head " + std::to_string(h), p.view.length(b, h),
+              "those of kv_head 0, which are " + std::to_string(p.view.length(b, 0)),
+              "heads that keep the same slots have the same length");
+    }
   }
   if (by_queries && p.lse.data) {
     require(p.lse.sequences == p.q.sequences && p.lse.tokens == p.q.tokens && p.lse.heads == p.q.heads, "rows of lse",
@@ -75,6 +94,115 @@ void lay_out(const Policy& policy, const choose_problem<View, E>& p, choose_work
   }
 }
 
+/// The scores that the policy's scorer gives without queries: by position, or by what is stored of sequences that are not
+/// `whole`.
+template <class Policy, class View, class E, class Whole>
+void score_what_is_stored(const Policy& policy, const choose_problem<View, E>& p,
+                          choose_workspace<View::k_dim>& workspace, const Whole& whole, executor& workers) {
+  using scorer = typename Policy::scorer_type;
+  const index_t heads = p.view.kv_heads;
+  const auto scores = [&](index_t row) { return workspace.raw.data() + workspace.offsets[std::size_t(row)]; };
+  if constexpr (positional_scorer<scorer>) {
+    for (index_t row = 0; row < p.view.sequences * heads; ++row) {
+      for (index_t i = 0; i < workspace.lengths[std::size_t(row)]; ++i) {
+        scores(row)[i] =
+            policy.scorer.score(p.view.position(row / heads, row % heads, i), p.first_position[row / heads]);
+      }
+    }
+  }
+  if constexpr (lagged_scorer<scorer>) {
+    const std::size_t each = 2 * std::size_t(policy.scorer.lag);
+    workspace.rows.resize(each * std::size_t(workers.threads()));
+    workers.for_each(p.view.sequences * heads, [&](index_t row, int worker) {
+      if (whole(row / heads)) return;
+      score_lagged(p.view, row / heads, row % heads, policy.scorer, scores(row),
+                   workspace.rows.data() + each * std::size_t(worker));
+    });
+  }
+  if constexpr (contents_scorer<scorer>) {
+    workers.for_each(p.view.sequences * heads, [&](index_t row, int) {
+      if (!whole(row / heads)) score_contents(p.view, row / heads, row % heads, policy.scorer, scores(row));
+    });
+  }
+}
+
+/// What the scorer weighs values by, as far as there is anything to choose.
+template <class Policy, class View, class E, class Whole>
+void weigh_values(const Policy& policy, const choose_problem<View, E>& p, choose_workspace<View::k_dim>& workspace,
+                  const Whole& whole, executor& workers) {
+  if constexpr (weighted_scorer<typename Policy::scorer_type>) {
+    const index_t heads = p.view.kv_heads, group = p.q.heads / heads;
+    require(!p.projection || (p.hidden >= 1 && group >= 1), "hidden and query heads of the output projection",
+            std::to_string(p.hidden) + " and " + std::to_string(p.q.heads), "at least 1, and a multiple of kv_heads",
+            "pass [q_heads, v_dim, hidden]");
+    workspace.weights.resize(
+        workspace.lengths.empty() ? 0 : std::size_t(workspace.offsets.back() + workspace.lengths.back()));
+    workspace.rows.resize(std::size_t(p.hidden) * std::size_t(workers.threads()));
+    workers.for_each(p.view.sequences * heads, [&](index_t row, int worker) {
+      if (whole(row / heads)) return;
+      float* weights = workspace.weights.data() + workspace.offsets[std::size_t(row)];
+      if (p.projection) {
+        score_projected(p.view, row / heads, row % heads, policy.scorer.weight,
+                        p.projection + offset_t(row % heads) * group * View::v_dim * p.hidden, p.hidden, group,
+                        workspace.rows.data() + offset_t(p.hidden) * worker, weights);
+      } else {
+        score_contents(p.view, row / heads, row % heads, policy.scorer.weight, weights);
+      }
+    });
+  }
+}
+
+/// Sums over a window's query rows become their mean, where the scorer asks for it.
+template <class Scorer, class View, class E>
+void divide_by_rows(const Scorer&, const choose_problem<View, E>& p, choose_workspace<View::k_dim>& workspace) {
+  if constexpr (joins_rows_by<Scorer> == row_join::mean) {
+    for (std::size_t row = 0; row < workspace.lengths.size(); ++row) {
+      const index_t heads = p.view.kv_heads, tokens = workspace.observed[row / std::size_t(heads)];
+      float* scores = workspace.raw.data() + workspace.offsets[row];
+      for (index_t i = 0; tokens > 0 && i < workspace.lengths[row]; ++i)
+        scores[i] /= float(tokens * (p.q.heads / heads));
+    }
+  }
+}
+
+/// One row of scores for all heads of a layer, in place of theirs.
+template <joining_scope Scope>
+void join_heads(const Scope& scope, const layer_scores& scores, index_t summed, std::vector<float>& joined) {
+  joined.assign(scores.head(0), scores.head(0) + scores.tokens[0]);
+  for (index_t h = 1; h < scores.kv_heads; ++h) {
+    for (std::size_t i = 0; i < joined.size(); ++i) joined[i] = scope.join(joined[i], scores.head(h)[i]);
+  }
+  for (float& score : joined) score = scope.joined(score, summed);
+}
+
+/// Chooses for one sequence, by the policy's scope.
+template <class Policy>
+layer_scores choose_in_scope(const Policy& policy, const layer_scores& scores, index_t summed, const slot_facts& beside,
+                             selection& kept, retain_workspace& memory, std::vector<float>& joined,
+                             std::vector<offset_t>& begins) {
+  if constexpr (!joining_scope<typename Policy::scope_type>) {
+    return choose_kept(policy, scores, kept, memory, beside);
+  } else {
+    join_heads(policy.scope, scores, summed, joined);
+    std::fill(begins.begin(), begins.end(), 0);  // every head has the joined row now
+    layer_scores all = scores;
+    all.offsets = begins.data();
+    all.scores = joined.data();
+    layer_scores layer = all;
+    layer.kv_heads = 1;
+    all.scores = choose_kept(policy, layer, kept, memory, beside).scores;
+    const std::size_t own = kept.indices.size(), heads = std::size_t(scores.kv_heads);
+    kept.counts.resize(heads, kept.counts[0]);
+    kept.indices.resize(own * heads);
+    memory.blocks.resize(heads, std::vector<index_t>(memory.blocks[0]));
+    for (std::size_t h = 1; h < heads; ++h) {
+      kept.offsets.push_back(offset_t(own * (h + 1)));
+      std::copy_n(kept.indices.begin(), own, kept.indices.begin() + offset_t(own * h));
+    }
+    return all;
+  }
+}
+
 }  // namespace detail
 
 /// Chooses what every (sequence, kv_head) of a batch keeps of one layer: what cuda::score_and_choose does, and what the
@@ -83,14 +211,14 @@ void lay_out(const Policy& policy, const choose_problem<View, E>& p, choose_work
 /// Returns  the last sequence's scores as budget and selector saw them, valid until the workspace changes; none of one that
 ///          was not looked at.
 /// Errors   what the scorer needs is not there; queries or tables that do not fit the view: tessera::error.
-/// Cost     a scorer of a window reads K twice (once where the engine hands over the log-sum-exps); the others read no key.
-///          Sequences that the budget keeps whole are not scored.
+/// Cost     a scorer of a window reads K twice (once where the engine hands over the log-sum-exps); those of positions and of
+///          accumulated scores read no key; those by contents read what they look at once, or twice where they compare it
+///          with its mean. Sequences that the budget keeps whole are not scored.
 template <class Policy, class View, class E>
 layer_scores score_and_choose(const Policy& policy, const choose_problem<View, E>& p, selection& kept,
                               choose_workspace<View::k_dim>& workspace, executor& workers) {
   constexpr observes observed = Policy::observed;
-  constexpr bool by_queries = observed == observes::window, by_position = observed == observes::nothing;
-  detail::check_choose(p, by_queries, by_position, observed == observes::every_query);
+  detail::check_choose<Policy>(p);
   detail::lay_out(policy, p, workspace);
   const View& view = p.view;
   const index_t heads = view.kv_heads;
@@ -103,27 +231,25 @@ layer_scores score_and_choose(const Policy& policy, const choose_problem<View, E
     workspace.raw.assign(
         workspace.lengths.empty() ? 0 : std::size_t(workspace.offsets.back() + workspace.lengths.back()), 0.0f);
   }
-  if constexpr (by_position) {
-    for (index_t row = 0; row < view.sequences * heads; ++row) {
-      float* scores = workspace.raw.data() + workspace.offsets[std::size_t(row)];
-      for (index_t i = 0; i < workspace.lengths[std::size_t(row)]; ++i) {
-        scores[i] = policy.scorer.score(view.position(row / heads, row % heads, i), p.first_position[row / heads]);
-      }
-    }
-  }
-  if constexpr (by_queries) {
+  // What the budget keeps whole is kept whatever its score.
+  const auto whole = [&](index_t b) {
+    const index_t* lengths = workspace.lengths.data() + b * heads;
+    return keeps_all(own_policy(b).budget,
+                     {p.layer, p.layers, joining_scope<typename Policy::scope_type> ? 1 : heads,
+                      workspace.tails[std::size_t(b)], *std::max_element(lengths, lengths + heads)});
+  };
+  detail::score_what_is_stored(policy, p, workspace, whole, workers);
+  detail::weigh_values(policy, p, workspace, whole, workers);
+  if constexpr (observed == observes::window) {
     bool any = false;
     for (index_t b = 0; b < view.sequences; ++b) {
-      const index_t* lengths = workspace.lengths.data() + b * heads;
-      const layer_extent extent{p.layer, p.layers, heads, workspace.tails[std::size_t(b)],
-                                *std::max_element(lengths, lengths + heads)};
-      // What the budget keeps whole is kept whatever its score.
-      if (keeps_all(own_policy(b).budget, extent)) workspace.observed[std::size_t(b)] = 0;
+      if (whole(b)) workspace.observed[std::size_t(b)] = 0;
       any |= workspace.observed[std::size_t(b)] > 0;
     }
     if (any) {
       score_rows(view, query_rows<E>{p.q, p.first_position, workspace.observed.data()}, p.rule, policy.scorer,
                  workspace.raw.data(), workspace.offsets.data(), workspace.scoring, workers, p.lse);
+      detail::divide_by_rows(policy.scorer, p, workspace);
     }
   }
   if (view.sequences != 1) kept.reset({});
@@ -146,7 +272,17 @@ layer_scores score_and_choose(const Policy& policy, const choose_problem<View, E
     scores.tokens = workspace.lengths.data() + b * heads;
     scores.offsets = workspace.begins.data();
     scores.scores = first;
-    seen = choose_kept(own_policy(b), scores, view.sequences == 1 ? kept : workspace.one, workspace.retaining);
+    slot_facts beside{p.segments, {workspace.weights.data(), 0, 0, workspace.offsets.data() + b * heads}};
+    if (p.segments.begin) {
+      beside.segments.begin += offset_t(b) * heads;
+    } else if (p.segments.data) {
+      beside.segments.data = p.segments.row(b, 0, heads);
+    }
+    constexpr row_join rows_by = joins_rows_by<typename Policy::scorer_type>;
+    constexpr bool adds_up = observed != observes::nothing && (rows_by == row_join::sum || rows_by == row_join::newest);
+    const index_t summed = adds_up && p.q.heads > 0 ? p.q.heads : heads;
+    seen = detail::choose_in_scope(own_policy(b), scores, summed, beside, view.sequences == 1 ? kept : workspace.one,
+                                   workspace.retaining, workspace.joined, workspace.begins);
     if (view.sequences != 1) kept.append(workspace.one);
   }
   return seen;

@@ -100,7 +100,8 @@ void row_log_sum_exp(const View& view, const query_rows<Q>& queries, const logit
   });
 }
 
-/// Adds to every token's score what the query rows make of it: the sum over rows of scorer.weigh(logit, lse).
+/// Adds to every token's score what the query rows make of it: the sum over rows of scorer.weigh(logit, lse), the
+/// largest of them, or, in place of what was there, the sum over the newest token's rows.
 ///
 /// Shapes   scores: head h of sequence b begins at scores + offsets[b * kv_heads + h]; lse as row_log_sum_exp gives it.
 /// Rows are added one at a time in order, so feeding them in chunks gives the same bits as all at once.
@@ -122,7 +123,13 @@ void accumulate_scores(const View& view, const query_rows<Q>& queries, const log
     const index_t sequence = item / splits / view.kv_heads, row = sequence * view.kv_heads + head;
     const index_t end = std::min(view.length(sequence, head), (split + 1) * score_split);
     const index_t counted = queries.tokens_of(sequence) * group;
-    for (index_t first = 0; first < counted; first += tile_rows) {
+    index_t oldest = 0;
+    if (joins_rows_by<Scorer> == row_join::newest && counted > 0) {
+      oldest = counted - group;
+      if (split * score_split < end)
+        std::fill(scores + offsets[row] + split * score_split, scores + offsets[row] + end, 0.0f);
+    }
+    for (index_t first = oldest; first < counted; first += tile_rows) {
       const int count = int(std::min<index_t>(tile_rows, counted - first));
       load_queries<View::k_dim>(queries, rule, sequence, head, group, first, count, memory.tile.queries);
       for (int r = 0; r < count; ++r) memory.positions[r] = queries.position(sequence, (first + r) / group);
@@ -136,7 +143,13 @@ void accumulate_scores(const View& view, const query_rows<Q>& queries, const log
           if (row_lse == -infinity) continue;  // a row that sees nothing says nothing
           float* logits = memory.tile.logits + r * tile_tokens;
           for (int t = 0; t < tile_tokens; ++t) logits[t] = scorer.weigh(logits[t], row_lse);
-          for (int t = 0; t < width; ++t) out[t] += logits[t];
+          for (int t = 0; t < width; ++t) {
+            if constexpr (joins_rows_by<Scorer> == row_join::maximum) {
+              out[t] = logits[t] <= out[t] ? out[t] : logits[t];  // NaN stays: it ranks its token last
+            } else {
+              out[t] += logits[t];
+            }
+          }
         }
       }
     }

@@ -1,4 +1,4 @@
-// Numbers that go with stored tokens: logical positions, and scores for scorers that accumulate.
+// Numbers that go with stored tokens: logical positions, and what a recipe asks for: accumulated scores, segments.
 #pragma once
 
 #include <algorithm>
@@ -6,24 +6,33 @@
 #include <vector>
 
 #include "../../../core/room.hpp"
+#include "../../../core/segment_cursor.hpp"
 #include "../../../core/selection.hpp"
 #include "../../../core/types.hpp"
 
 TESSERA_NAMESPACE_BEGIN
 namespace cpu {
 
+/// The columns that a recipe asks for.
+struct column_set {
+  bool scores = false;    ///< of scorers that accumulate
+  bool segments = false;  ///< which segment of the text a token belongs to
+  bool any() const { return scores || segments; }
+};
+
 /// One column a number by kv_head and slot, of one layer of one sequence. Heads lie one after another; lengths are the
 /// caller's. Positions are held only once something was dropped: until then slot and position coincide.
 class columns {
  public:
-  columns(index_t kv_heads, bool with_scores)
-      : with_scores_(with_scores), begins_(std::size_t(kv_heads), 0), capacities_(std::size_t(kv_heads), 0) {}
+  columns(index_t kv_heads, const column_set& with)
+      : with_(with), begins_(std::size_t(kv_heads), 0), capacities_(std::size_t(kv_heads), 0) {}
 
   bool scattered() const { return scattered_; }
   /// Where each head's row begins, in numbers.
   const std::vector<offset_t>& begins() const { return begins_; }
   const index_t* positions() const { return scattered_ ? positions_.data() : nullptr; }
   float* scores() { return scores_.data(); }
+  const index_t* segments() const { return segments_.data(); }
   const std::vector<float>& all_scores() const { return scores_; }
   void set_scores(const std::vector<float>& scores) { std::copy(scores.begin(), scores.end(), scores_.begin()); }
   index_t position(index_t head, index_t slot) const {
@@ -31,8 +40,9 @@ class columns {
   }
 
   /// `tokens` more behind `lengths`, at positions `first_position`, ...; their scores are 0.
-  void append(const std::vector<index_t>& lengths, index_t tokens, index_t first_position) {
-    if (!with_scores_ && !scattered_) return;  // no column is held
+  void append(const std::vector<index_t>& lengths, index_t tokens, index_t first_position,
+              const segment_marks& marks = {}) {
+    if (!with_.any() && !scattered_) return;  // no column is held
     bool room = true;
     for (std::size_t h = 0; h < lengths.size(); ++h) room &= lengths[h] + tokens <= capacities_[h];
     if (!room) {
@@ -42,9 +52,13 @@ class columns {
     }
     for (std::size_t h = 0; h < lengths.size(); ++h) {
       const std::size_t at = std::size_t(begins_[h] + lengths[h]);
+      segment_cursor text = marks.before;
       for (index_t t = 0; t < tokens; ++t) {
         if (scattered_) positions_[at + std::size_t(t)] = first_position + t;
-        if (with_scores_) scores_[at + std::size_t(t)] = 0;
+        if (with_.scores) scores_[at + std::size_t(t)] = 0;
+        if (with_.segments) {
+          segments_[at + std::size_t(t)] = text.take(marks.boundaries && marks.boundaries[t] != 0);
+        }
       }
     }
   }
@@ -61,7 +75,7 @@ class columns {
   void keep(const std::vector<index_t>& lengths, const selection& chosen) {
     prepare_to_keep(lengths);
     if (!scattered_) {
-      if (!with_scores_) reserve(lengths);
+      if (!with_.any()) reserve(lengths);
       positions_.assign(std::size_t(total()), 0);
       scattered_ = true;
       for (std::size_t h = 0; h < lengths.size(); ++h) {
@@ -86,10 +100,12 @@ class columns {
     std::fill(capacities_.begin(), capacities_.end(), 0);
     std::vector<index_t>().swap(positions_);
     std::vector<float>().swap(scores_);
+    std::vector<index_t>().swap(segments_);
   }
 
   offset_t bytes() const {
-    return offset_t(positions_.capacity() * sizeof(index_t) + scores_.capacity() * sizeof(float));
+    return offset_t((positions_.capacity() + segments_.capacity()) * sizeof(index_t) +
+                    scores_.capacity() * sizeof(float));
   }
 
  private:
@@ -109,29 +125,32 @@ class columns {
     for (index_t i = 0; i < count; ++i) {
       const std::size_t from = std::size_t(begins_[h] + (chosen ? chosen->row(index_t(h))[i] : i));
       if (scattered_) target.positions_[std::size_t(to + i)] = positions_[from];
-      if (with_scores_) target.scores_[std::size_t(to + i)] = scores_[from];
+      if (with_.scores) target.scores_[std::size_t(to + i)] = scores_[from];
+      if (with_.segments) target.segments_[std::size_t(to + i)] = segments_[from];
     }
   }
 
   void reallocate(const std::vector<index_t>& capacities, const std::vector<index_t>& lengths,
                   const selection* chosen) {
-    columns fresh(index_t(begins_.size()), with_scores_);
+    columns fresh(index_t(begins_.size()), with_);
     fresh.scattered_ = scattered_;
     fresh.reserve(capacities);
     if (scattered_) fresh.positions_.resize(std::size_t(fresh.total()));
-    if (with_scores_) fresh.scores_.resize(std::size_t(fresh.total()));
+    if (with_.scores) fresh.scores_.resize(std::size_t(fresh.total()));
+    if (with_.segments) fresh.segments_.resize(std::size_t(fresh.total()));
     for (std::size_t h = 0; h < lengths.size(); ++h) {
       move_row(h, chosen, chosen ? chosen->counts[h] : lengths[h], fresh.begins_[h], fresh);
     }
     *this = std::move(fresh);
   }
 
-  bool with_scores_;
+  column_set with_;
   bool scattered_ = false;  // something was dropped: positions are no longer slots, even if nothing is left
   std::vector<offset_t> begins_;
   std::vector<index_t> capacities_;
   std::vector<index_t> positions_;
   std::vector<float> scores_;
+  std::vector<index_t> segments_;
 };
 
 }  // namespace cpu

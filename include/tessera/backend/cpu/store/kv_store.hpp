@@ -15,15 +15,15 @@ namespace cpu {
 inline namespace TESSERA_HOST_ISA {
 
 /// Tokens of every (layer, sequence), heads of uneven length, slots in position order. The layout says what a token takes
-/// and where its rows lie; positions and scores are columns beside them.
+/// and where its rows lie; positions and what a recipe asks for are columns beside them.
 template <class Layout>
 class kv_store {
  public:
   using rows_type = placed_rows<Layout>;
   using view_type = typename rows_type::view_type;
 
-  kv_store(index_t layers, index_t kv_heads, bool with_scores)
-      : layers_(layers), heads_(kv_heads), with_scores_(with_scores), rows_(kv_heads) {}
+  kv_store(index_t layers, index_t kv_heads, const column_set& with)
+      : layers_(layers), heads_(kv_heads), with_(with), rows_(kv_heads) {}
 
   index_t kv_heads() const { return heads_; }
   const std::vector<index_t>& lengths(index_t layer, index_t id) const { return at(layer, id).lengths; }
@@ -40,13 +40,13 @@ class kv_store {
     for (index_t i = 0; i < lengths(layer, id)[std::size_t(head)]; ++i) result.push_back(position(layer, id, head, i));
     return result;
   }
-  /// Scores that lie beside the tokens: head h from begins()[h] on.
+  /// Columns that lie beside the tokens: head h from begins()[h] on.
   columns& beside(index_t layer, index_t id) { return at(layer, id).beside; }
 
   /// Makes an empty place of every layer.
   void open(index_t id) {
     const std::size_t wanted = (std::size_t(id) + 1) * std::size_t(layers_);
-    while (places_.size() < wanted) places_.emplace_back(heads_, with_scores_);
+    while (places_.size() < wanted) places_.emplace_back(heads_, with_);
     for (index_t layer = 0; layer < layers_; ++layer) rows_.open(index(layer, id));
     clear(id);
   }
@@ -71,10 +71,10 @@ class kv_store {
   /// Appends tokens at positions `first_position`, `first_position` + 1, ...; the place is as before when memory runs out.
   template <class E>
   void append(index_t layer, index_t id, const rows_view<const E>& k, const rows_view<const E>& v,
-              index_t first_position) {
+              index_t first_position, const segment_marks& marks = {}) {
     place& here = at(layer, id);
     rows_.make_room(index(layer, id), here.lengths, k.tokens);
-    here.beside.append(here.lengths, k.tokens, first_position);
+    here.beside.append(here.lengths, k.tokens, first_position, marks);
     cpu::append(rows_.view(index(layer, id), here.lengths), k, v);
     for (index_t& length : here.lengths) length += k.tokens;
   }
@@ -116,14 +116,14 @@ class kv_store {
     return true;
   }
 
-  /// Bytes that are allocated for one place: rows, positions and scores.
+  /// Bytes that are allocated for one place: rows and columns.
   offset_t bytes(index_t layer, index_t id) const {
     return rows_.bytes(index(layer, id)) + at(layer, id).beside.bytes();
   }
 
  private:
   struct place {
-    place(index_t kv_heads, bool with_scores) : lengths(std::size_t(kv_heads), 0), beside(kv_heads, with_scores) {}
+    place(index_t kv_heads, const column_set& with) : lengths(std::size_t(kv_heads), 0), beside(kv_heads, with) {}
     std::vector<index_t> lengths;
     columns beside;
   };
@@ -135,7 +135,7 @@ class kv_store {
   place& at(index_t layer, index_t id) { return places_[index(layer, id)]; }
 
   index_t layers_, heads_;
-  bool with_scores_;
+  column_set with_;
   rows_type rows_;
   std::vector<place> places_;
 };

@@ -37,9 +37,17 @@ void append(const append_problem<View, E>& p) {
             "0 to " + std::to_string(p.k.tokens), "pass k and v of all of them");
   }
   require_pages(view, p.pool, [&](index_t b, index_t h) { return view.length(b, h) + added(b); });
+  if (p.segments.data) {
+    require(p.boundaries && p.texts, "boundaries and texts", "null",
+            "flags for the new tokens, and a cursor a sequence",
+            "say after which tokens a segment ends, and where each text stands");
+    for (index_t b = 0; b < view.sequences; ++b)
+      require_boundaries({p.boundaries + offset_t(b) * p.k.tokens, std::size_t(added(b))}, added(b));
+  }
   for (index_t b = 0; b < view.sequences; ++b) {
     for (index_t h = 0; h < view.kv_heads; ++h) {
       const index_t length = view.length(b, h);
+      segment_cursor text = p.segments.data ? p.texts[b] : segment_cursor{};
       for (index_t t = 0; t < added(b); ++t) {
         const index_t slot = length + t;
         const float key_scale =
@@ -55,8 +63,12 @@ void append(const append_problem<View, E>& p) {
           p.positions.at(b, h, view.kv_heads, slot) = (p.first_position ? p.first_position[b] : length) + t;
         }
         if (p.scores.data) p.scores.at(b, h, view.kv_heads, slot) = 0;
+        if (p.segments.data) {
+          p.segments.at(b, h, view.kv_heads, slot) = text.take(p.boundaries[offset_t(b) * p.k.tokens + t] != 0);
+        }
       }
     }
+    if (p.segments.data) p.texts[b].take(p.boundaries + offset_t(b) * p.k.tokens, added(b));
   }
   if (!p.lengths) return;
   const index_t own = view.length_strides.head != 0 ? view.kv_heads : 1;  // lengths of a sequence
@@ -76,7 +88,7 @@ void append(const View& view, const rows_view<const E>& k, const rows_view<const
 }
 
 /// Copies the chosen slots of every (sequence, kv_head) to slots 0, 1, 2, ... of another view, or of the same one, with
-/// their scales, positions and scores: what cuda::pack does.
+/// their scales, positions, scores and segments: what cuda::pack does.
 /// In place indices ascend, so a row is read before anything is written over it.
 /// Errors   a selection that does not ascend within what is stored; where `pool` says how many pages there are, tables with
 ///          other entries, and moves into a page that stands in another table too: tessera::error, before anything moves.
@@ -119,6 +131,7 @@ void pack(const pack_problem<From, To>& p, executor& workers) {
       }
       if (p.positions.data) p.positions.at(b, h, to.kv_heads, i) = from.position(b, h, slot);
       if (p.scores.data) p.scores.at(b, h, to.kv_heads, i) = p.from_scores.at(b, h, from.kv_heads, slot);
+      if (p.segments.data) p.segments.at(b, h, to.kv_heads, i) = p.from_segments.at(b, h, from.kv_heads, slot);
     }
   });
   for (index_t row = 0; p.lengths && row < to.sequences * to.kv_heads; ++row) {

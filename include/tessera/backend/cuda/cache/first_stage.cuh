@@ -56,6 +56,7 @@ class first_stage<Recipe, true> {
   using policy = decltype(std::declval<planned<Recipe>>().first);
   using scorer = typename policy::scorer_type;
   static constexpr observes observed = scorer::observed;
+  static_assert(check_runs_on_devices<policy>());
   static constexpr bool in_steps = fires_in_steps<typename Recipe::schedule_type>;
   static constexpr index_t observed_at_once = 512;  // queries of one accumulating call: bounds its workspace
 

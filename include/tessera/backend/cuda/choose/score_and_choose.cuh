@@ -46,6 +46,7 @@ class score_and_choose {
   using T = typename View::element_type;
   using scorer = typename Policy::scorer_type;
   static constexpr observes observed = scorer::observed;
+  static_assert(check_runs_on_devices<Policy>());
 
   using score_type = attentive_score_where<View, scorer, observed == observes::window>;
 

@@ -268,6 +268,7 @@ class append {
     require_dim(p.k, View::k_dim, "k");
     require_dim(p.v, View::v_dim, "v");
     require(p.k.tokens == p.v.tokens, "tokens of v", p.v.tokens, std::to_string(p.k.tokens), "append k and v together");
+    require(!p.segments.data, "segments", "given", "none: the device does not number them yet", "append on the CPU");
     require(p.k.tokens >= 0, "tokens", p.k.tokens, "at least 0", "pass how many tokens come");
     if (p.view.sequences == 0 || p.k.tokens == 0) return;
     const auto fits = [&](const auto& rows) { return rows.sequences == p.view.sequences && rows.heads == kv_heads_; };

@@ -271,6 +271,7 @@ class pack {
             "the shape of from, " + std::to_string(rows), "pack between views of one shape");
     require(rows >= 0 && rows <= rows_, "sequences * kv_heads", rows, "at most " + std::to_string(rows_),
             "construct pack for the largest batch");
+    require(!problem.segments.data, "segments", "given", "none: the device does not move them yet", "pack on the CPU");
     require(!InPlace || (problem.from.k == problem.to.k && problem.from.v == problem.to.v), "memory of to", "another",
             "that of from", "leave InPlace false for fresh memory");
     if (rows == 0) return;

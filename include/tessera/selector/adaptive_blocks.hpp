@@ -1,0 +1,115 @@
+// SABlock's selector: in each segment the largest blocks that keep enough of its score.
+#pragma once
+
+#include "../concepts/selector.hpp"
+#include "../core/parameters.hpp"
+#include "../core/segment_cursor.hpp"
+#include "../math/ordered.hpp"
+
+TESSERA_NAMESPACE_BEGIN
+
+/// Gives each segment as many slots as it has among the best tokens of the head, and takes them in blocks.
+///
+/// Blocks of `size` slots count from the segment's first slot; the last one may be short. A block's score is the sum of its
+/// tokens' (what is not finite counts as 0, a block of nothing else ranks last). Blocks are taken best first until they hold the segment's count; the last one
+/// taken gives up its worst tokens, so that the count is met exactly. The size is the largest of `largest`, `largest` - 2,
+/// ... that is at most the segment and its count, and whose tokens hold `coverage` of the score that as many single tokens
+/// could; 1 (the best tokens) always does. An even `largest` is one of the sizes, and odd ones follow.
+/// Unit     block. Sums of scores are in double.   Ties   to the lower block, inside a block to the lower slot; NaN last.
+/// Errors   coverage or largest out of range: tessera::error.
+/// Cost     O(n) for the counts; for a segment of n tokens O(n^2) comparisons, n <= 256.
+/// Paper    SABlock, arXiv:2510.22556, Sec. III-D (Alg. 2, Eqs. 10 to 13). The candidate sizes are those of its Table I.
+struct adaptive_blocks {
+  static constexpr const char* name = "adaptive_blocks";
+  using unit = block_unit;
+
+  float coverage = 0.9f;
+  index_t largest = 9;
+
+  /// See concepts/selector.hpp: `keep` places of one segment into `out`, ascending; returns the size of the blocks.
+  TESSERA_HD index_t choose_in_segment(const float* scores, index_t n, index_t keep, index_t* out) const {
+    if (keep >= n) {
+      for (index_t i = 0; i < n; ++i) out[i] = i;
+      const index_t most = most_size(n, keep);
+      return most;
+    }
+    const double wanted = double(coverage) * best_tokens(scores, n, keep, out);
+    for (index_t size = most_size(n, keep); size > 1; size = next_size(size)) {
+      if (best_blocks(scores, n, keep, size, out) >= wanted) return size;
+    }
+    best_tokens(scores, n, keep, out);
+    return 1;
+  }
+
+  void check() const { check_parameters(*this); }
+
+  template <class Self, class Visit>
+  static void parameters(Self& self, Visit&& visit) {
+    visit("coverage", self.coverage, value_range{0.0f, 1.0f},
+          "part of a segment's score that blocks must keep of what single tokens would");
+    visit("largest", self.largest, value_range{1, most_segment_tokens}, "largest blocks, in tokens");
+  }
+
+ private:
+  TESSERA_HD index_t next_size(index_t size) const { return size % 2 == 0 ? size - 1 : size - 2; }
+  TESSERA_HD index_t most_size(index_t n, index_t keep) const {
+    const index_t room = keep < n ? keep : n;
+    index_t size = largest;
+    while (size > room && size > 1) size = next_size(size);
+    return size;
+  }
+  TESSERA_HD static double finite(float score) { return score - score == 0 ? double(score) : 0.0; }
+
+  /// The `keep` best tokens, ascending; returns their sum.
+  TESSERA_HD static double best_tokens(const float* scores, index_t n, index_t keep, index_t* out) {
+    double sum = 0;
+    index_t count = 0;
+    for (index_t i = 0; i < n; ++i) {
+      const std::uint64_t own = rank_key(scores[i], i);
+      index_t before = 0;
+      for (index_t j = 0; j < n; ++j) before += rank_key(scores[j], j) > own;
+      if (before >= keep) continue;
+      sum += finite(scores[i]);
+      out[count++] = i;
+    }
+    return sum;
+  }
+
+  TESSERA_HD static double block_sum(const float* scores, index_t n, index_t size, index_t block) {
+    const index_t end = (block + 1) * size < n ? (block + 1) * size : n;
+    double sum = 0;
+    bool any = false;
+    for (index_t i = block * size; i < end; ++i) {
+      sum += finite(scores[i]);
+      any |= scores[i] - scores[i] == 0;
+    }
+    return any ? sum : -double(infinity);
+  }
+
+  /// The best blocks of `size`, the last one cut to its best tokens; returns the sum of what was taken.
+  TESSERA_HD static double best_blocks(const float* scores, index_t n, index_t keep, index_t size, index_t* out) {
+    double sums[most_segment_tokens / 2];  // blocks of two or more
+    const index_t blocks = ceil_div(n, size), last = n - (blocks - 1) * size;
+    for (index_t b = 0; b < blocks; ++b) sums[b] = block_sum(scores, n, size, b);
+    // How many tokens the blocks before a block hold, in order of rank: it is taken whole, in part or not at all.
+    double sum = 0;
+    index_t count = 0;
+    for (index_t b = 0; b < blocks; ++b) {
+      index_t before = 0;
+      for (index_t a = 0; a < blocks; ++a) {
+        if (sums[a] > sums[b] || (sums[a] == sums[b] && a < b)) before += a + 1 == blocks ? last : size;
+      }
+      const index_t length = b + 1 == blocks ? last : size, room = keep - before;
+      if (room <= 0) continue;
+      const index_t taken = room < length ? room : length;
+      sum += best_tokens(scores + b * size, length, taken, out + count);
+      for (index_t i = 0; i < taken; ++i) out[count + i] += b * size;
+      count += taken;
+    }
+    return sum;
+  }
+};
+
+static_assert(check_selector<adaptive_blocks>() && segment_selector<adaptive_blocks>);
+
+TESSERA_NAMESPACE_END
