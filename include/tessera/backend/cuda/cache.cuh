@@ -79,15 +79,6 @@ class cache : public cache_parts<Recipe, Out> {
     order_.disturbed(id);
   }
 
-  /// Gives back memory that the stored rows do not need, or takes more: for what is stored and `tokens` more of every
-  /// sequence, in place of cache_options::rows. Rows in pages stay. Steps that a graph recorded must be recorded anew.
-  /// Allocates the new memory before the old is given back; synchronises. Errors: not enough of it; nothing has changed.
-  void fit_memory(index_t tokens, cudaStream_t stream) {
-    require(tokens >= 0, "tokens to make room for", tokens, "0 or more", "pass the longest answer");
-    store_.resize(tokens, stream);
-    order_.disturbed();
-  }
-
   /// Appends a chunk of the prompt to one layer and lets the scorer observe its queries.
   /// Shapes   k, v [1, tokens, kv_heads, dim]; q [1, n_q, q_heads, k_dim], the queries of the chunk's last n_q tokens:
   ///          all of them, or fewer where the scorer needs fewer (its window, or none).
