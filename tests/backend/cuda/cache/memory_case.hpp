@@ -128,7 +128,7 @@ class faulty_conversation {
   static void fails_everywhere_once(bool fits = false) {
     std::deque<step_rows<T>> inputs;
     for (int turn = 0; turn < 2; ++turn) {
-      for (index_t i = 0; i < 4; ++i) inputs.emplace_back(1, 90 + 3 * i, model_shape{2, 4, 2}, D);
+      for (index_t i = 0; i < 4; ++i) inputs.emplace_back(1, 90 + 3 * (i / 2), model_shape{2, 4, 2}, D);
       for (index_t i = 0; i < 6; ++i) inputs.emplace_back(2, 1, model_shape{2, 4, 2}, D);
     }
     counted_memory plain, whole;
