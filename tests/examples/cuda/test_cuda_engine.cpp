@@ -114,6 +114,7 @@ TEST_CASE("replayed steps give the bits of steps that were launched one by one")
   auto model = engine::cuda::llama::load(folder.path());
   const auto prompt = random_tokens(200);
   for (const auto& method : tool::methods()) {
+    if (!method.on_cuda) continue;
     INFO(method.name);
     auto launched = tiny_cache(method.name, backend::cuda, 64);
     model.prefill(prompt, *launched->on_device());
@@ -205,6 +206,7 @@ TEST_CASE("compress on CUDA keeps and reads what it does on the CPU") {
   writer.write(folder / "layer");
   const auto in = engine::safetensors_file::open(folder / "layer");
   for (const auto& method : tool::methods()) {
+    if (!method.on_cuda) continue;
     INFO(method.name);
     tool::compress_options options;
     options.method = method.name;
