@@ -1,4 +1,4 @@
-// expect: tessera: a scorer that observes nothing needs float score(position, next_position); any other needs float weigh(logit, lse)
+// expect: tessera: a scorer that observes nothing needs float score(position, next_position), or, to score what is stored,
 #include <tessera/concepts/scorer.hpp>
 
 struct weightless {
