@@ -156,7 +156,7 @@ TEST_CASE("sablock keeps of random layers what its formulas in double keep") {
     const std::vector<index_t> segments(of.segments.begin(), of.segments.begin() + candidates);
     const auto expected = oracle::choose_segments(oracle::raised_scores(raw, segments, chosen), segments, room, chosen);
     bool hangs_on_rounding = false;
-    for (int seed = 1; seed <= 4; ++seed) {
+    for (int seed = 1; seed <= 12; ++seed) {  // a near tie escapes one of them half of the time
       const auto other =
           oracle::choose_segments(oracle::raised_scores(raw, segments, chosen, seed), segments, room, chosen);
       hangs_on_rounding |= other.slots != expected.slots || other.sizes != expected.sizes;
