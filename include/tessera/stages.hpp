@@ -110,7 +110,7 @@ struct choosing_stage {
   auto planned(const stage_plan& plan) const {
     if constexpr (plans) {
       return choosing_stage<Scorer, decltype(budget.planned(plan)), Selector, Scope>{scorer, budget.planned(plan),
-                                                                                     selector};
+                                                                                     selector, scope};
     } else {
       return *this;
     }

@@ -4,8 +4,14 @@
 #include <cmath>
 #include <limits>
 
+#include <tessera/budget/two_stage.hpp>
+#include <tessera/budget/uniform.hpp>
 #include <tessera/scope/per_head.hpp>
 #include <tessera/scope/per_layer.hpp>
+#include <tessera/scope/per_layers.hpp>
+#include <tessera/scorer/observation_window.hpp>
+#include <tessera/selector/top_tokens.hpp>
+#include <tessera/stages.hpp>
 
 using namespace tessera;
 
@@ -28,4 +34,10 @@ TEST_CASE("a score that is no number ranks its token last in sum and mean, and s
   CHECK(per_layer<over_heads::maximum>{}.join(nan, 1.0f) == 1);
   CHECK(per_layer<over_heads::maximum>{}.join(1.0f, nan) == 1);
   CHECK(std::isnan(per_layer<over_heads::maximum>{}.join(nan, nan)));
+}
+
+TEST_CASE("a budget that plans over two stages leaves the scope as it is") {
+  retain<observation_window, two_stage<uniform>, top_tokens, per_layers<over_heads::sum>> stage;
+  stage.scope.reuse = 3;
+  CHECK(stage.planned({.capacity = 100, .retained = 90, .read = 20, .ratio = 2}).scope.reuse == 3);
 }

@@ -23,15 +23,14 @@ struct choose_problem {
   const index_t* first_position = nullptr;  ///< [sequences], of the first query; without queries, of the next token
   rows_view<const float> lse{};             ///< [sequences, n_q, q_heads] from the engine; data null: computed here
   logit_rule rule{};
-  const float* projection =
-      nullptr;  ///< [q_heads, v_dim, hidden] of this layer, where values are weighed by it; or null
-  index_t hidden = 0;
-  slot_column<const float> scores{};      ///< what has accumulated
+  slot_column<const float> scores{};  ///< what has accumulated
+  index_t tail = 0;                   ///< newest tokens that stay whatever their score; or more, if the scorer says so
+  const index_t* tails = nullptr;     ///< [sequences], in place of it and of the scorer's
+  const index_t* budgets = nullptr;   ///< [sequences], in place of the budget's tokens
+  page_pool pool{};                   ///< for the CPU's checks
   slot_column<const index_t> segments{};  ///< which segment of the text each slot belongs to, ascending
-  index_t tail = 0;                  ///< newest tokens that stay whatever their score; or more, if the scorer says so
-  const index_t* tails = nullptr;    ///< [sequences], in place of it and of the scorer's
-  const index_t* budgets = nullptr;  ///< [sequences], in place of the budget's tokens
-  page_pool pool{};                  ///< for the CPU's checks
+  const float* projection = nullptr;      ///< [q_heads, v_dim, hidden] of this layer, to weigh values by; null: none
+  index_t hidden = 0;                     ///< of the projection
 };
 
 TESSERA_NAMESPACE_END

@@ -19,10 +19,10 @@ struct append_problem {
   const index_t* first_position = nullptr;  ///< [sequences]; null: positions go on from the length before
   slot_column<index_t> positions{};
   slot_column<float> scores{};               ///< of new tokens: 0
+  page_pool pool{};                          ///< for the CPU's checks
   slot_column<index_t> segments{};           ///< of new tokens: by `boundaries`, which must be there
   const std::uint8_t* boundaries = nullptr;  ///< [sequences, k.tokens], 1 after which a segment ends, else 0
   segment_cursor* texts = nullptr;           ///< [sequences], where each text stands; moved on
-  page_pool pool{};                          ///< for the CPU's checks
 };
 
 /// What to keep and where it goes; on the device every pointer is a device pointer.
@@ -37,10 +37,10 @@ struct pack_problem {
   slot_column<index_t> positions{};  ///< of `to`; filled with from.position(slot)
   slot_column<const float> from_scores{};
   slot_column<float> scores{};
-  slot_column<const index_t> from_segments{};
-  slot_column<index_t> segments{};
   index_t* lengths = nullptr;  ///< strided as to.length_strides; gets the counts
   page_pool pool{};            ///< of both views, for the CPU's checks
+  slot_column<const index_t> from_segments{};
+  slot_column<index_t> segments{};
 };
 
 TESSERA_NAMESPACE_END

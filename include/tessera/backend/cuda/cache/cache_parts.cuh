@@ -91,7 +91,7 @@ class cache_parts {
   offset_t most_bytes() const { return store_.most_bytes(); }
 
   /// Distinct bytes of stored K, V and scores, of candidates and index, that the last decode step of a sequence touched,
-  /// all layers. Synchronises.
+  /// all layers. Synchronises. Limits: counts right where the schedule evicts in every step, or in none.
   offset_t bytes_read(index_t id) const {
     const auto& conversation = conversations_.at(id);
     if (conversation.step_tokens == 0) return 0;  // no step yet
