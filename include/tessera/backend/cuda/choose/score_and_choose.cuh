@@ -5,9 +5,11 @@
 #include <string>
 
 #include "../../../core/choose_problem.hpp"
+#include "../score/divide_rows.cuh"
+#include "../score/score.cuh"
+#include "../score/stored_scores.cuh"
 #include "join_heads.cuh"
 #include "retain.cuh"
-#include "score_what_is_stored.cuh"
 
 TESSERA_NAMESPACE_BEGIN
 namespace cuda {

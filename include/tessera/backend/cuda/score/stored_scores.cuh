@@ -1,11 +1,9 @@
 // The scores that a policy's scorer gives without queries, on the GPU: by position, by contents, beside the tokens behind.
 #pragma once
 
-#include "../score/contents.cuh"
-#include "../score/divide_rows.cuh"
-#include "../score/lagged.cuh"
-#include "../score/score.cuh"
-#include "../score/score_positions.cuh"
+#include "contents.cuh"
+#include "lagged.cuh"
+#include "score_positions.cuh"
 
 TESSERA_NAMESPACE_BEGIN
 namespace cuda {
