@@ -115,7 +115,7 @@ def library(method, dtype, dim, device="cpu"):
     command = command_of(device)
     text = (f'#include "{device}_cache.{"hpp" if device == "cpu" else "cuh"}"\n' +
             source_of(method, ELEMENTS[dtype], dim) + EXPORTS % device)
-    unused = ("operators.cpp",) if device == "cuda" else ("operators.cpp", "backend/cuda")
+    unused = ("operators.cpp", "registry.hpp", "torch_memory.hpp", *([] if device == "cuda" else ["backend/cuda"]))
     depends = machine(command[0], *unused)
     key = hashlib.sha256("\0".join([depends, *command, text]).encode()).hexdigest()[:24]
     name = method if isinstance(method, str) else "policy"

@@ -64,6 +64,7 @@ class TesseraCache(transformers.Cache):
         if isinstance(method, str):
             build.source_of(method, "fp32", 64)  # an unknown method is known now
         self._reading_prompt = False  # see prompt()
+        self._coming = 0              # tokens of a prompt that prompt() announced
         self._forget()
 
     def _forget(self):
@@ -74,6 +75,9 @@ class TesseraCache(transformers.Cache):
         self._in_prompt = False
         self._sinks = None     # [layers, q_heads], where the model has them
         self._like = None      # an empty tensor of the model's device
+        self._prepared = False  # the host's part of the next step is done: see CapturedStep
+        self._room = None       # tokens that memory is there for; None: max_length
+        self.memory_of = None   # another object whenever what a captured step would read has moved
 
     # --- what transformers asks -----------------------------------------------------------------------------------------
 
@@ -171,20 +175,37 @@ class TesseraCache(transformers.Cache):
         if self._handle is not None and (q.dtype, q.device, batch) != self._made_for:
             raise ValueError(f"dtype, device and batch are {q.dtype}, {q.device}, {batch}; expected those that the cache "
                              f"was made for, {self._made_for}; make a cache for each")
-        if self._seen + tokens > self._longest:
-            raise ValueError(f"tokens of the conversation are {self._seen + tokens}; expected at most {self._longest}; "
-                             "shorten the prompt or raise max_length")
+        self._check_length(tokens)
         rows = Rows(mask, batch, tokens)
         if self._handle is None:
             self._open(q, k, scaling, softcap, sinks)
+        self._make_room(tokens)
         is_step = tokens == 1 and self._seen > 0 and not self._reading_prompt
         if is_step and 0 in rows.last:
             raise ValueError("a step's token is masked; expected one token of every sequence; pad prompts, not answers")
         like = q.new_empty((0, 1, tokens))
         if is_step:
             self.end_prompt()
+            if not self._prepared:
+                self._operators.prepare_step(self._handle, like)
+            self._prepared = False
             self._operators.begin_step(self._handle, like)
+        elif self._coming:
+            self._operators.reserve(self._handle, self._coming)
+            self._coming = 0
         self._in_prompt, self._rows = not is_step, rows
+
+    def _check_length(self, tokens):
+        if self._seen + tokens > self._longest:
+            raise ValueError(f"tokens of the conversation are {self._seen + tokens}; expected at most {self._longest}; "
+                             "shorten the prompt or raise max_length")
+
+    def _make_room(self, tokens):
+        """After fit_memory: takes more where it was made for less, for a while at once."""
+        if self._room is not None and not self._prepared:
+            if tokens > self._room:
+                self.fit_memory(min(max(tokens, 256), self._longest - self._seen))
+            self._room -= tokens
 
     def _open(self, q, k, scaling, softcap, sinks):
         batch, q_heads, _, dim = q.shape
@@ -194,13 +215,39 @@ class TesseraCache(transformers.Cache):
         with torch.cuda.device(q.device) if q.is_cuda else contextlib.nullcontext():
             self._own(self._operators.create(
                 str(path), self.layer_count, q_heads, k.shape[1], self.sliding_layers, self.window, scaling or 0.0,
-                softcap or 0.0, self.budget, self.settings, batch, self._longest, self._sinks))
+                softcap or 0.0, self.budget, self.settings, batch, self._longest, self._sinks, q.device))
         self._made_for = (q.dtype, q.device, batch)
         self._like = q.new_empty((0, 1, 1))
 
     def _own(self, handle):
-        self._handle = handle
+        self._handle, self.memory_of = handle, object()
         self._free = weakref.finalize(self, self._operators.destroy, handle.item())
+
+    # --- a step in two parts: see CapturedStep --------------------------------------------------------------------------
+
+    def prepare_step(self, tokens):
+        """The host's part of a step of tokens [batch, 1]; the model's next call is its other part. Returns what it does."""
+        if self._next_layer != 0 or self._seen == 0:
+            raise ValueError(f"the cache is {'empty' if self._next_layer == 0 else 'half way through a call that failed'}; "
+                             "expected a prompt in it; call the model with one before a step")
+        if tokens.shape != (self._made_for[2], 1):
+            raise ValueError(f"shape of a step's tokens is {tuple(tokens.shape)}; expected {(self._made_for[2], 1)}; "
+                             "make a cache for each batch")
+        self._check_length(1)
+        self._make_room(1)
+        self.end_prompt()
+        self._operators.prepare_step(self._handle, self._like)
+        self._prepared = True
+        return self._operators.actions(self._handle)
+
+    def took_captured_step(self):
+        """A replayed graph is the other part."""
+        self._prepared = False
+        self._seen += 1
+
+    def fail_step(self):
+        """The other part has failed."""
+        self._next_layer = None
 
     # --- what people ask ------------------------------------------------------------------------------------------------
 
@@ -211,19 +258,32 @@ class TesseraCache(transformers.Cache):
             self._in_prompt = False
 
     @contextlib.contextmanager
-    def prompt(self):
-        """Calls of the model within are chunks of one prompt, also those of a single token."""
-        self._reading_prompt = True
+    def prompt(self, tokens=0):
+        """Calls of the model within are chunks of one prompt, also those of a single token.
+
+        tokens: how many will come, if that is known: CUDA then makes room for them once.
+        """
+        self._reading_prompt, self._coming = True, tokens
         try:
             yield
         finally:
-            self._reading_prompt = False
+            self._reading_prompt, self._coming = False, 0
 
     def set_budget(self, tokens):
         """Changes the budget; it counts from the next time the method chooses what stays or what is read."""
         self.budget = tokens
         if self._handle is not None:
             self._operators.set_budget(self._handle, tokens)
+            self.memory_of = object()
+
+    def fit_memory(self, tokens=256):
+        """Gives PyTorch back, on a GPU, what the cache has beyond what it stores and `tokens` more of each sequence.
+
+        Call it when a prompt has ended: the method's choice then becomes free memory. Later calls take more as they need.
+        """
+        if self._handle is not None:
+            self._operators.fit_memory(self._handle, tokens)
+            self._room, self.memory_of = tokens, object()
 
     def _figure(self, column):
         return 0 if self._handle is None else int(self._operators.figures(self._handle)[:, column].sum())

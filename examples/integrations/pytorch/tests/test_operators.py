@@ -24,13 +24,18 @@ def rows(seed, count, batch=2):
     return [torch.randn(batch, heads, count, DIM, generator=random) for heads in (Q_HEADS, KV_HEADS, KV_HEADS)]
 
 
+def begin_step(ops, cache):
+    ops.prepare_step(cache, torch.empty(0, 1, 1))
+    ops.begin_step(cache, torch.empty(0, 1, 1))
+
+
 def conversation(ops, change=lambda x: x, method="snapkv", budget=24):
     """All outputs of a prompt and three steps, of rows that `change` lays out anew."""
     cache = new(ops, method, budget, window=8)
     made = [ops.prompt(cache, layer, *map(change, rows(layer, 50)), [0, 10], [50, 50]) for layer in range(LAYERS)]
     ops.end_prompt(cache, torch.empty(0, 1, 1))
     for step in range(3):
-        ops.begin_step(cache, torch.empty(0, 1, 1))
+        begin_step(ops, cache)
         made += [ops.step(cache, layer, *map(change, rows(9 + 2 * step + layer, 1))) for layer in range(LAYERS)]
     ops.destroy(cache.item())
     return made
@@ -71,7 +76,7 @@ def test_compiled_in_one_graph(ops):
     """No break, and nothing dropped or out of order: layers see each other through the cache alone."""
 
     def step(cache, q, k, v):
-        ops.begin_step(cache, q.new_empty(0, 1, 1))
+        begin_step(ops, cache)
         first = ops.step(cache, 0, q * 2, k, v)
         return ops.step(cache, 1, q + first.transpose(1, 2), k * 3, v).sin()
 
@@ -95,6 +100,8 @@ def test_errors_are_the_library_s_sentences(ops):
         ops.prompt(cache, 0, *rows(0, 5, 1), [0], [5])
     with pytest.raises(ValueError, match="call end_prefill before the first decode step"):
         ops.prompt(cache, 0, *rows(0, 5), [0, 0], [5, 5])
+        ops.prepare_step(cache, torch.empty(0, 1, 1))
+    with pytest.raises(ValueError, match="^the step is not prepared; expected one that is; call prepare_step"):
         ops.begin_step(cache, torch.empty(0, 1, 1))
     ops.destroy(cache.item())
     with pytest.raises(ValueError, match="expected the handle of an open cache"):

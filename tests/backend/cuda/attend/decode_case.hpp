@@ -43,6 +43,8 @@ struct decode_case {
   using stored_type = typename encoding_type::stored_type;
   using problem_type = cuda::decode_problem<view_type, Out>;
   static constexpr bool paged = std::is_same_v<Table, block_table>;
+  // e4m3 is multiplied exactly, any other encoding is rounded to 16 bits first.
+  static constexpr float lse_margin = view_type::is_raw || std::is_same_v<stored_type, fp8> ? 0.01f : 0.05f;
 
   shape s;
   index_t rows, q_heads, capacity;
@@ -187,7 +189,7 @@ struct decode_case {
     }
     for (std::size_t i = 0; i < got_lse.size(); ++i) {
       const float value = got_lse[i], other = expected_lse[i];
-      const bool same = std::isfinite(other) ? std::abs(value - other) < 0.01f
+      const bool same = std::isfinite(other) ? std::abs(value - other) < lse_margin
                                              : (std::isnan(other) ? std::isnan(value) : value == other);
       if (!same) return 1e9;
     }

@@ -16,6 +16,11 @@ struct counted_memory {
   std::map<void*, std::size_t> live;
   long taken = 0, fails_at = -1;
 
+  std::size_t bytes() const {
+    std::size_t total = 0;
+    for (const auto& [data, size] : live) total += size;
+    return total;
+  }
   cuda::memory_source source() {
     return {
         [](void* self, std::size_t bytes) { return static_cast<counted_memory*>(self)->take(bytes); },
@@ -46,8 +51,10 @@ class faulty_conversation {
   using T = typename Method::layout_type::element_type;
 
  public:
-  /// The outputs of all calls in order; `failures` counts errors. The same `inputs`, the same calls.
-  static std::vector<float> hold(counted_memory& memory, const std::deque<step_rows<T>>& inputs, long& failures) {
+  /// The outputs of all calls in order; `failures` counts errors. The same `inputs`, the same calls. fits: the cache's
+  /// memory follows what is stored.
+  static std::vector<float> hold(counted_memory& memory, const std::deque<step_rows<T>>& inputs, long& failures,
+                                 bool fits) {
     const model_shape shape{2, 4, 2};
     const cuda::allocate_from here(memory.source());
     Method method;
@@ -75,6 +82,7 @@ class faulty_conversation {
     for (index_t id = 0; id < 2; ++id) REQUIRE(kv.open() == id);
     std::size_t next = 0;
     for (int turn = 0; turn < 2; ++turn) {
+      if (fits && turn == 1) attempt([&] { kv.fit_memory(100, nullptr); });
       for (index_t id = 0; id < 2; ++id) {
         for (index_t layer = 0; layer < shape.layers; ++layer) {
           const auto& x = inputs[next++];
@@ -88,6 +96,11 @@ class faulty_conversation {
           for (const float value : out.get()) all.push_back(value);
         }
         attempt([&] { kv.end_prefill(id, nullptr); });
+      }
+      if (fits) {
+        const std::size_t before = memory.bytes();
+        attempt([&] { kv.fit_memory(3, nullptr); });
+        REQUIRE((turn == 0 ? memory.bytes() < before : memory.bytes() <= before));
       }
       if (turn == 1) attempt([&] { kv.set_budget(80); });
       for (int step = 0; step < 3; ++step) {
@@ -112,15 +125,16 @@ class faulty_conversation {
     return all;
   }
 
-  static void fails_everywhere_once() {
+  static void fails_everywhere_once(bool fits = false) {
     std::deque<step_rows<T>> inputs;
     for (int turn = 0; turn < 2; ++turn) {
-      for (index_t i = 0; i < 4; ++i) inputs.emplace_back(1, 90 + 3 * i, model_shape{2, 4, 2}, D);
+      for (index_t i = 0; i < 4; ++i) inputs.emplace_back(1, 90 + 3 * (i / 2), model_shape{2, 4, 2}, D);
       for (index_t i = 0; i < 6; ++i) inputs.emplace_back(2, 1, model_shape{2, 4, 2}, D);
     }
-    counted_memory whole;
+    counted_memory plain, whole;
     long failures = 0;
-    const auto expected = hold(whole, inputs, failures);
+    const auto expected = hold(plain, inputs, failures, false);
+    REQUIRE(same_bits(hold(whole, inputs, failures, fits), expected));
     REQUIRE(failures == 0);
     REQUIRE(whole.live.empty());
     const long step = support::scaled(1000) == 1000 ? 1 : 7;
@@ -128,7 +142,7 @@ class faulty_conversation {
       counted_memory memory;
       memory.fails_at = at;
       failures = 0;
-      const auto got = hold(memory, inputs, failures);
+      const auto got = hold(memory, inputs, failures, fits);
       INFO("allocation " << at << " of " << whole.taken);
       REQUIRE(failures == 1);
       REQUIRE(same_bits(got, expected));

@@ -76,6 +76,12 @@ TEST_CASE("every allocation of a cache fails once, and the conversation goes on 
   faulty_conversation<rocketkv<bf16, 64>>::fails_everywhere_once();
 }
 
+TEST_CASE("memory that follows what is stored changes no answer, and may fail once too", "[gpu][cache]") {
+  if (gpu_missing()) return;
+  faulty_conversation<snapkv<bf16, 64>>::fails_everywhere_once(true);
+  faulty_conversation<rocketkv<bf16, 64>>::fails_everywhere_once(true);
+}
+
 TEST_CASE("dense and sliding layers beside compressed ones hold what they should on the device", "[gpu][cache]") {
   if (gpu_missing()) return;
   using method = rocketkv<bf16, 64>;

@@ -139,12 +139,11 @@ void compare_pack(index_t sequences, index_t heads, index_t capacity, int kind, 
   const auto check_all = [&](auto op) {
     buffer<unsigned char> workspace(op.workspace_bytes());
     op.prepare(workspace.data, stream);
-    cuda::pack_problem<View, View> problem{from.view(true),
-                                           {d_indices.data, d_counts.data, nullptr, capacity},
-                                           to.view(true),
-                                           {to.d_positions.data, 0, 0, to.d_begin.data},
-                                           {from.d_scores.data, 0, 0, from.d_begin.data},
-                                           {to.d_scores.data, 0, 0, to.d_begin.data}};
+    cuda::pack_problem<View, View> problem{
+        from.view(true), {d_indices.data, d_counts.data, nullptr, capacity}, to.view(true)};
+    problem.positions = {to.d_positions.data, 0, 0, to.d_begin.data};
+    problem.from_scores = {from.d_scores.data, 0, 0, from.d_begin.data};
+    problem.scores = {to.d_scores.data, 0, 0, to.d_begin.data};
     problem.lengths = to.d_lengths.data;
     graph captured(stream, [&] { op.run(problem, workspace.data, stream); });
     cpu::executor here(1);

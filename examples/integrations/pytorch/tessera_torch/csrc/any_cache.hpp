@@ -31,6 +31,13 @@ struct setting {
   std::string name, value;
 };
 
+/// Where a cache on a GPU takes memory from: what tessera::cuda::allocate_from is given. Null functions: the library's own.
+struct device_memory {
+  void* (*take)(void* context, std::size_t bytes) = nullptr;
+  void (*give_back)(void* context, void* data, std::size_t bytes) = nullptr;
+  void* context = nullptr;
+};
+
 /// What a cache is made from.
 struct cache_request {
   tessera::model_shape shape;
@@ -39,7 +46,8 @@ struct cache_request {
   std::vector<setting> settings;
   std::shared_ptr<tessera::cpu::executor> workers;
   index_t sequences = 1;
-  index_t tokens = 0;  ///< longest conversation; CUDA allocates for it, the CPU as tokens come
+  index_t tokens = 0;    ///< longest conversation; CUDA allocates for it, the CPU as tokens come
+  device_memory memory;  ///< CUDA alone
 };
 
 /// The cache of a batch of conversations. `stream` is a cudaStream_t, null on the CPU.
@@ -48,20 +56,26 @@ class any_cache {
  public:
   virtual ~any_cache() = default;
 
-  virtual std::unique_ptr<any_cache> clone() const = 0;  ///< an independent copy
-  virtual index_t open() = 0;
-  virtual void close(index_t id) = 0;
+  virtual std::unique_ptr<any_cache> clone(const device_memory& memory) const = 0;  ///< an independent copy
+  virtual index_t open(void* stream) = 0;
 
+  /// Makes room in every layer, so that a prompt in chunks does not move what it has stored.
+  virtual void reserve(index_t id, index_t tokens, void* stream) = 0;
   /// One sequence's chunk: stored, shown to the scorer, attended. Rows have one sequence.
   virtual void prompt(index_t layer, index_t id, const tensor_rows& q, const tensor_rows& k, const tensor_rows& v,
                       const tensor_rows& out, void* stream) = 0;
   virtual void end_prompt(index_t id, void* stream) = 0;
 
-  virtual void begin_step(const std::vector<index_t>& ids, index_t tokens, void* stream) = 0;
+  /// A step is: `prepare_step`, the host's part; `begin_step` and every layer's `step`, which a CUDA graph may capture. A
+  /// graph is replayed after `prepare_step` has answered the same number as when it was captured: what is done in a step.
+  virtual int prepare_step(const std::vector<index_t>& ids, index_t tokens, void* stream) = 0;
+  virtual void begin_step(void* stream) = 0;
   virtual void step(index_t layer, const tensor_rows& q, const tensor_rows& k, const tensor_rows& v,
                     const tensor_rows& out, void* stream) = 0;
 
   virtual void set_budget(index_t tokens, void* stream) = 0;
+  /// Memory for what is stored and `tokens` more; gives the rest back. The CPU does so by itself.
+  virtual void fit_memory(index_t tokens, void* stream) = 0;
   virtual offset_t bytes(index_t id) const = 0;
   virtual offset_t bytes_read(index_t id) const = 0;
   virtual offset_t full_bytes(index_t tokens) const = 0;

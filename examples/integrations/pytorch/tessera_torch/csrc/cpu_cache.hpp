@@ -17,10 +17,10 @@ class cpu_cache final : public any_cache {
   explicit cpu_cache(const cache_request& request)
       : cache_(request.shape, requested<Recipe>(request), request.workers) {}
 
-  std::unique_ptr<any_cache> clone() const override { return std::make_unique<cpu_cache>(*this); }
-  index_t open() override { return cache_.open(); }
-  void close(index_t id) override { cache_.close(id); }
+  std::unique_ptr<any_cache> clone(const device_memory&) const override { return std::make_unique<cpu_cache>(*this); }
+  index_t open(void*) override { return cache_.open(); }
 
+  void reserve(index_t, index_t, void*) override {}
   void prompt(index_t layer, index_t id, const tensor_rows& q, const tensor_rows& k, const tensor_rows& v,
               const tensor_rows& out, void*) override {
     cache_.prefill(layer, id, q.as<const T>(), k.as<const T>(), v.as<const T>());
@@ -28,15 +28,18 @@ class cpu_cache final : public any_cache {
   }
   void end_prompt(index_t id, void*) override { cache_.end_prefill(id); }
 
-  void begin_step(const std::vector<index_t>& ids, index_t tokens, void*) override {
+  int prepare_step(const std::vector<index_t>& ids, index_t tokens, void*) override {
     step_ = cache_.prepare_step(ids, tokens);
+    return 0;
   }
+  void begin_step(void*) override {}
   void step(index_t layer, const tensor_rows& q, const tensor_rows& k, const tensor_rows& v, const tensor_rows& out,
             void*) override {
     cache_.decode(layer, step_, q.as<const T>(), k.as<const T>(), v.as<const T>(), out.as<float>());
   }
 
   void set_budget(index_t tokens, void*) override { cache_.set_budget(tokens); }
+  void fit_memory(index_t, void*) override {}
   offset_t bytes(index_t id) const override { return cache_.bytes(id); }
   offset_t bytes_read(index_t id) const override { return cache_.bytes_read(id); }
   offset_t full_bytes(index_t tokens) const override { return cache_.full_bytes(tokens); }

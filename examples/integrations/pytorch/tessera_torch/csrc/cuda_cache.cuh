@@ -8,21 +8,27 @@
 
 namespace tessera_torch {
 
-/// Reads rows of the layout's element type where they lie and writes outputs of it. Memory is the library's own: it
-/// allocates for `sequences` and `tokens` when it is made, and PyTorch's figures do not show it.
+/// Reads rows of the layout's element type where they lie and writes outputs of it. Memory is the request's: taken for
+/// `sequences` and `tokens` when the cache is made, and anew by `set_budget`.
 template <class Recipe>
 class cuda_cache final : public any_cache {
   using cache_type = tessera::cuda::cache<Recipe, typename Recipe::layout_type::element_type>;
   using T = typename cache_type::T;
+  using allocate_from = tessera::cuda::allocate_from;
 
  public:
   explicit cuda_cache(const cache_request& request)
-      : cache_(request.shape, requested<Recipe>(request), options_of(request)) {}
+      : memory_(source_of(request.memory)), cache_(made_of(request, memory_)) {}
 
-  std::unique_ptr<any_cache> clone() const override { return std::make_unique<cuda_cache>(*this); }
-  index_t open() override { return cache_.open(); }
-  void close(index_t id) override { cache_.close(id); }
+  std::unique_ptr<any_cache> clone(const device_memory& memory) const override {
+    const allocate_from here(source_of(memory));
+    auto twin = std::make_unique<cuda_cache>(*this);
+    twin->memory_ = source_of(memory);
+    return twin;
+  }
+  index_t open(void* stream) override { return cache_.open(at(stream)); }
 
+  void reserve(index_t id, index_t tokens, void* stream) override { cache_.reserve(id, tokens, at(stream)); }
   void prompt(index_t layer, index_t id, const tensor_rows& q, const tensor_rows& k, const tensor_rows& v,
               const tensor_rows& out, void* stream) override {
     if (layer == 0) cache_.reserve(id, k.tokens, at(stream));
@@ -31,16 +37,24 @@ class cuda_cache final : public any_cache {
   }
   void end_prompt(index_t id, void* stream) override { cache_.end_prefill(id, at(stream)); }
 
-  void begin_step(const std::vector<index_t>& ids, index_t tokens, void* stream) override {
+  int prepare_step(const std::vector<index_t>& ids, index_t tokens, void* stream) override {
     step_ = cache_.prepare_step(ids, tokens, at(stream));
-    cache_.begin_step(step_, at(stream));
+    return int(step_.evicts_first) + 2 * int(step_.evicts_last);
   }
+  void begin_step(void* stream) override { cache_.begin_step(step_, at(stream)); }
   void step(index_t layer, const tensor_rows& q, const tensor_rows& k, const tensor_rows& v, const tensor_rows& out,
             void* stream) override {
     cache_.decode(layer, step_, q.as<const T>(), k.as<const T>(), v.as<const T>(), out.as<T>(), {}, at(stream));
   }
 
-  void set_budget(index_t tokens, void* stream) override { cache_.set_budget(tokens, at(stream)); }
+  void set_budget(index_t tokens, void* stream) override {
+    const allocate_from here(memory_);
+    cache_.set_budget(tokens, at(stream));
+  }
+  void fit_memory(index_t tokens, void* stream) override {
+    const allocate_from here(memory_);
+    cache_.fit_memory(tokens, at(stream));
+  }
   offset_t bytes(index_t id) const override { return cache_.bytes(id); }
   offset_t bytes_read(index_t id) const override { return cache_.bytes_read(id); }
   offset_t full_bytes(index_t tokens) const override { return cache_.full_bytes(tokens); }
@@ -50,14 +64,22 @@ class cuda_cache final : public any_cache {
   }
 
  private:
+  using memory_source = tessera::cuda::memory_source;
+
   static cudaStream_t at(void* stream) { return static_cast<cudaStream_t>(stream); }
-  static tessera::cuda::cache_options options_of(const cache_request& request) {
+  static memory_source source_of(const device_memory& memory) {
+    if (!memory.take) return {tessera::cuda::detail::allocate_by_cuda, tessera::cuda::detail::release_by_cuda};
+    return {memory.take, memory.give_back, memory.context};
+  }
+  static cache_type made_of(const cache_request& request, const memory_source& memory) {
+    const allocate_from here(memory);
     tessera::cuda::cache_options options;
     options.sequences = request.sequences;
     options.tokens = request.tokens;
-    return options;
+    return cache_type(request.shape, requested<Recipe>(request), options);
   }
 
+  memory_source memory_;
   cache_type cache_;
   tessera::batch step_;
 };

@@ -4,82 +4,15 @@
 // the handle, so that torch.compile keeps them in order and drops none.
 #include <ATen/DeviceGuard.h>
 #include <ATen/Parallel.h>
-#include <dlfcn.h>
-
 #include <torch/library.h>
 #include <torch/types.h>
-#include <map>
-#include <mutex>
-#include <new>
+
 #include <tessera/core/error.hpp>
 
-#include "any_cache.hpp"
-
-#ifdef TESSERA_TORCH_CUDA
-#include <c10/cuda/CUDAStream.h>
-#endif
+#include "registry.hpp"
 
 namespace tessera_torch {
 namespace {
-
-using at::Tensor;
-
-struct conversations {
-  std::unique_ptr<any_cache> cache;
-  std::vector<index_t> ids;
-  std::vector<bool> in_prompt;
-  tessera::model_shape shape;
-  c10::optional<Tensor> sinks;  // what shape.sink_logits points to
-};
-
-/// All caches of the process. One operator runs at a time: the caches share the threads of one executor.
-struct registry {
-  std::mutex lock;
-  std::map<std::int64_t, conversations> all;
-  std::int64_t next = 1;
-  std::shared_ptr<tessera::cpu::executor> workers;
-
-  static registry& get() {
-    static registry* one = new registry;  // never destroyed: Python may free caches while the process ends
-    return *one;
-  }
-  Tensor add(conversations made) {
-    all.emplace(next, std::move(made));
-    return at::full({1}, next++, at::kLong);
-  }
-  conversations& find(const Tensor& handle) {
-    const auto found = all.find(handle.item<std::int64_t>());
-    tessera::require(found != all.end(), "cache", handle.item<std::int64_t>(), "the handle of an open cache",
-                     "make a new one");
-    return found->second;
-  }
-};
-
-/// Runs `body(registry)` alone. What the library throws reaches Python as ValueError with the library's sentence, memory
-/// that ran out as torch.OutOfMemoryError.
-template <class Body>
-auto guarded(Body&& body) {
-  registry& here = registry::get();
-  std::lock_guard held(here.lock);
-  try {
-    return body(here);
-  } catch (const tessera::error& problem) {
-    TORCH_CHECK_VALUE(false, problem.what());
-  } catch (const std::bad_alloc&) {
-    TORCH_CHECK_WITH(OutOfMemoryError, false, "memory for the cache is used up; free some, and reset the cache");
-  }
-}
-
-template <class Function>
-Function symbol_of(const std::string& library, const char* name) {
-  void* loaded = dlopen(library.c_str(), RTLD_NOW | RTLD_LOCAL);
-  tessera::require(loaded != nullptr, "library", loaded ? "" : dlerror(), "one that the loader takes",
-                   "delete it: it is built again");
-  void* found = dlsym(loaded, name);
-  tessera::require(found != nullptr, "library " + library, "without " + std::string(name), "a recipe's library",
-                   "make it with TESSERA_TORCH_RECIPE");
-  return reinterpret_cast<Function>(found);
-}
 
 tensor_rows rows_of(const Tensor& x) {  // [sequences, heads, tokens, dim]
   return {x.data_ptr(),       x.stride(0),        x.stride(2),        x.stride(1),
@@ -114,14 +47,6 @@ void check_rows(const conversations& here, const Tensor& q, const Tensor& k, con
                         index_t(q.size(3)), index_t(q.size(3)));
 }
 
-void* stream_of(const Tensor& q) {
-#ifdef TESSERA_TORCH_CUDA
-  if (q.is_cuda()) return c10::cuda::getCurrentCUDAStream(q.get_device()).stream();
-#endif
-  (void)q;
-  return nullptr;
-}
-
 /// [sequences, tokens, q_heads, dim], as transformers wants it. The CPU's caches write fp32, CUDA's the model's type.
 Tensor output_for(const Tensor& q, bool zeros) {
   const auto options = q.is_cuda() ? q.options() : q.options().dtype(at::kFloat);
@@ -134,8 +59,8 @@ Tensor output_for(const Tensor& q, bool zeros) {
 Tensor create(const std::string& library, std::int64_t layers, std::int64_t q_heads, std::int64_t kv_heads,
               at::IntArrayRef sliding, std::int64_t window, double scale, double soft_cap,
               c10::optional<std::int64_t> budget, const std::vector<std::string>& settings, std::int64_t sequences,
-              std::int64_t tokens, const c10::optional<Tensor>& sinks) {
-  return guarded([&](registry& here) {
+              std::int64_t tokens, const c10::optional<Tensor>& sinks, c10::optional<at::Device> device) {
+  return guarded([&](registry& all) {
     cache_request request;
     request.shape = {index_t(layers), index_t(q_heads), index_t(kv_heads), index_t(window), {}};
     if (!sliding.empty()) request.shape.sliding.resize(std::size_t(layers));
@@ -145,24 +70,29 @@ Tensor create(const std::string& library, std::int64_t layers, std::int64_t q_he
     request.rule.soft_cap = float(soft_cap);
     if (budget) request.budget = index_t(*budget);
     for (std::size_t i = 0; i + 1 < settings.size(); i += 2) request.settings.push_back({settings[i], settings[i + 1]});
-    if (!here.workers) here.workers = std::make_shared<tessera::cpu::executor>(at::get_num_threads());
-    request.workers = here.workers;
+    if (!all.workers) all.workers = std::make_shared<tessera::cpu::executor>(at::get_num_threads());
+    request.workers = all.workers;
     request.sequences = index_t(sequences);
     request.tokens = index_t(tokens);
-    conversations made;
-    made.shape = request.shape;
-    made.sinks = sinks;
-    made.cache.reset(symbol_of<decltype(&tessera_torch_make)>(library, "tessera_torch_make")(request));
-    for (std::int64_t b = 0; b < sequences; ++b) made.ids.push_back(made.cache->open());
+    conversations made(device, request.shape, sinks);
+    request.memory = made.source();
+    taking_memory(all, made, [&] {
+      made.cache.reset(symbol_of<decltype(&tessera_torch_make)>(library, "tessera_torch_make")(request));
+      for (std::int64_t b = 0; b < sequences; ++b) made.ids.push_back(made.cache->open(made.stream()));
+    });
     made.in_prompt.assign(std::size_t(sequences), false);
-    return here.add(std::move(made));
+    return all.add(std::move(made));
   });
 }
 
 Tensor clone(const Tensor& handle) {
-  return guarded([&](registry& here) {
-    const conversations& from = here.find(handle);
-    return here.add({from.cache->clone(), from.ids, from.in_prompt, from.shape, from.sinks});
+  return guarded([&](registry& all) {
+    const conversations& from = all.find(handle);
+    conversations twin(from.device, from.shape, from.sinks);
+    taking_memory(all, twin, [&] { twin.cache = from.cache->clone(twin.source()); });
+    twin.ids = from.ids;
+    twin.in_prompt = from.in_prompt;
+    return all.add(std::move(twin));
   });
 }
 
@@ -173,6 +103,15 @@ void destroy(std::int64_t number) {
 std::string parameters(const std::string& library) {
   return guarded([&](registry&) {
     return std::string(symbol_of<decltype(&tessera_torch_parameters)>(library, "tessera_torch_parameters")());
+  });
+}
+
+/// Room for so many more tokens of every sequence.
+void reserve(const Tensor& handle, std::int64_t tokens) {
+  guarded([&](registry& all) {
+    conversations& here = all.find(handle);
+    const at::OptionalDeviceGuard device(here.device);
+    for (const index_t id : here.ids) here.cache->reserve(id, index_t(tokens), here.stream());
   });
 }
 
@@ -194,7 +133,7 @@ Tensor prompt(const Tensor& handle, std::int64_t layer, const Tensor& q0, const 
         return part_of(rows, x.element_size(), index_t(b), begin, end);
       };
       here.cache->prompt(index_t(layer), here.ids[b], part(q_rows, q), part(k_rows, k), part(v_rows, v),
-                         part(out_rows, out), stream_of(q));
+                         part(out_rows, out), here.stream());
       here.in_prompt[b] = true;
     }
   });
@@ -207,18 +146,36 @@ void end_prompt(const Tensor& handle, const Tensor& like) {
     conversations& here = all.find(handle);
     for (std::size_t b = 0; b < here.ids.size(); ++b) {
       if (!here.in_prompt[b]) continue;
-      here.cache->end_prompt(here.ids[b], stream_of(like));
+      here.cache->end_prompt(here.ids[b], here.stream());
       here.in_prompt[b] = false;
     }
   });
 }
 
+/// The host's part of a step: before every step, also before a captured one is replayed; never captured itself.
 /// `like`: an empty tensor of the model's device whose third size is the number of tokens.
+void prepare_step(const Tensor& handle, const Tensor& like) {
+  const at::OptionalDeviceGuard device(at::device_of(like));
+  guarded([&](registry& all) {
+    conversations& here = all.find(handle);
+    here.actions = here.cache->prepare_step(here.ids, index_t(like.size(2)), here.stream());
+    here.prepared = true;
+  });
+}
+
+/// What the step that was prepared does besides storing and reading: a captured step serves steps of the same number.
+std::int64_t actions(const Tensor& handle) {
+  return guarded([&](registry& all) { return std::int64_t(all.find(handle).actions); });
+}
+
+/// The device's part, before the first layer's `step`.
 void begin_step(const Tensor& handle, const Tensor& like) {
   const at::OptionalDeviceGuard device(at::device_of(like));
   guarded([&](registry& all) {
     conversations& here = all.find(handle);
-    here.cache->begin_step(here.ids, index_t(like.size(2)), stream_of(like));
+    tessera::require(here.prepared, "the step", "not prepared", "one that is", "call prepare_step before begin_step");
+    here.cache->begin_step(here.stream());
+    here.prepared = false;
   });
 }
 
@@ -229,7 +186,7 @@ Tensor step(const Tensor& handle, std::int64_t layer, const Tensor& q0, const Te
   guarded([&](registry& all) {
     conversations& here = all.find(handle);
     check_rows(here, q, k, v);
-    here.cache->step(index_t(layer), rows_of(q), rows_of(k), rows_of(v), rows_of(out.transpose(1, 2)), stream_of(q));
+    here.cache->step(index_t(layer), rows_of(q), rows_of(k), rows_of(v), rows_of(out.transpose(1, 2)), here.stream());
   });
   return out.to(q.scalar_type());
 }
@@ -246,13 +203,25 @@ Tensor step_shape(const Tensor&, std::int64_t, const Tensor& q, const Tensor&, c
 // --- what a cache answers ------------------------------------------------------------------------------------------------
 
 void set_budget(const Tensor& handle, std::int64_t tokens) {
-  guarded([&](registry& all) { all.find(handle).cache->set_budget(index_t(tokens), nullptr); });
+  guarded([&](registry& all) {
+    conversations& here = all.find(handle);
+    taking_memory(all, here, [&] { here.cache->set_budget(index_t(tokens), here.stream()); });
+  });
+}
+
+/// Memory for what is stored and so many more tokens of every sequence. Captured steps must be captured anew.
+void fit_memory(const Tensor& handle, std::int64_t tokens) {
+  guarded([&](registry& all) {
+    conversations& here = all.find(handle);
+    taking_memory(all, here, [&] { here.cache->fit_memory(index_t(tokens), here.stream()); });
+  });
 }
 
 /// [sequences, 4]: bytes held, bytes read by the last step, bytes of an uncompressed cache, the next position.
 Tensor figures(const Tensor& handle) {
   return guarded([&](registry& all) {
     const conversations& here = all.find(handle);
+    const at::OptionalDeviceGuard device(here.device);
     const Tensor result = at::empty({std::int64_t(here.ids.size()), 4}, at::kLong);
     auto* to = result.data_ptr<std::int64_t>();
     for (const index_t id : here.ids) {
@@ -269,6 +238,7 @@ Tensor figures(const Tensor& handle) {
 std::vector<Tensor> positions(const Tensor& handle, std::int64_t layer) {
   return guarded([&](registry& all) {
     const conversations& here = all.find(handle);
+    const at::OptionalDeviceGuard device(here.device);
     std::vector<Tensor> result;
     for (const index_t id : here.ids) {
       for (index_t head = 0; head < here.shape.kv_heads; ++head) {
@@ -287,16 +257,21 @@ TORCH_LIBRARY(tessera, m) {
   using namespace tessera_torch;
   m.def(
       "create(str library, int layers, int q_heads, int kv_heads, int[] sliding, int window, float scale, "
-      "float soft_cap, int? budget, str[] settings, int sequences, int tokens, Tensor? sinks) -> Tensor",
+      "float soft_cap, int? budget, str[] settings, int sequences, int tokens, Tensor? sinks, "
+      "Device? device=None) -> Tensor",
       &create);
   m.def("clone(Tensor cache) -> Tensor");
   m.def("destroy(int handle) -> ()", &destroy);
   m.def("parameters(str library) -> str", &parameters);
   m.def("prompt(Tensor(a!) cache, int layer, Tensor q, Tensor k, Tensor v, int[] first, int[] last) -> Tensor");
   m.def("end_prompt(Tensor(a!) cache, Tensor like) -> ()");
+  m.def("reserve(Tensor(a!) cache, int tokens) -> ()");
+  m.def("prepare_step(Tensor(a!) cache, Tensor like) -> ()");
+  m.def("actions(Tensor cache) -> int");
   m.def("begin_step(Tensor(a!) cache, Tensor like) -> ()");
   m.def("step(Tensor(a!) cache, int layer, Tensor q, Tensor k, Tensor v) -> Tensor");
   m.def("set_budget(Tensor(a!) cache, int tokens) -> ()");
+  m.def("fit_memory(Tensor(a!) cache, int tokens) -> ()");
   m.def("figures(Tensor cache) -> Tensor");
   m.def("positions(Tensor cache, int layer) -> Tensor[]");
 }
@@ -306,6 +281,7 @@ void implement(torch::Library& m) {
   using namespace tessera_torch;
   m.impl("prompt", &prompt);
   m.impl("end_prompt", &end_prompt);
+  m.impl("prepare_step", &prepare_step);
   m.impl("begin_step", &begin_step);
   m.impl("step", &step);
 }
@@ -314,7 +290,10 @@ void implement(torch::Library& m) {
 TORCH_LIBRARY_IMPL(tessera, CPU, m) {
   implement(m);
   m.impl("clone", &tessera_torch::clone);
+  m.impl("reserve", &tessera_torch::reserve);
+  m.impl("actions", &tessera_torch::actions);
   m.impl("set_budget", &tessera_torch::set_budget);
+  m.impl("fit_memory", &tessera_torch::fit_memory);
   m.impl("figures", &tessera_torch::figures);
   m.impl("positions", &tessera_torch::positions);
 }
@@ -325,5 +304,6 @@ TORCH_LIBRARY_IMPL(tessera, Meta, m) {
   m.impl("prompt", &tessera_torch::prompt_shape);
   m.impl("step", &tessera_torch::step_shape);
   m.impl("end_prompt", [](const at::Tensor&, const at::Tensor&) {});
+  m.impl("prepare_step", [](const at::Tensor&, const at::Tensor&) {});
   m.impl("begin_step", [](const at::Tensor&, const at::Tensor&) {});
 }

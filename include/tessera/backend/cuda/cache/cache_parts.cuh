@@ -58,6 +58,15 @@ class cache_parts {
     return downloaded_readable(layer, id)[std::size_t(head)];
   }
 
+  /// Gives back memory that the stored rows do not need, or takes more: for what is stored and `tokens` more of every
+  /// sequence, in place of cache_options::rows. Rows in pages stay. Steps that a graph recorded must be recorded anew.
+  /// Allocates the new memory before the old is given back; synchronises. Errors: not enough of it; nothing has changed.
+  void fit_memory(index_t tokens, cudaStream_t stream) {
+    require(tokens >= 0, "tokens to make room for", tokens, "0 or more", "pass the longest answer");
+    store_.resize(tokens, stream);
+    order_.disturbed();
+  }
+
   /// Whether decode steps write down which positions they attend; off by default. A traced step synchronises and cannot
   /// be recorded.
   void trace_attended(bool on) { tracing_ = on; }

@@ -126,6 +126,20 @@ class kv_store {
       }
     }
   }
+  /// Takes memory anew, for what is stored and `tokens` more in every head, and gives the old back; rows in pages stay.
+  /// Errors: not enough memory; nothing has changed then.
+  void resize(index_t tokens, cudaStream_t stream) {
+    if constexpr (requires(rows_type & stored) { stored.pool(); }) {
+      run_pool& rows = rows_.pool();
+      const offset_t count = rows.rows_to_take(bounds_, tokens, tokens_),
+                     columns = columns_.rows_to_take(bounds_, tokens, tokens_);
+      auto planes = rows.planes_for(count), column_planes = columns_.planes_for(columns);
+      rows.move_to(
+          std::move(planes), count, [&](std::size_t p) { return rows_.begins(p); }, stream);
+      columns_.move_to(
+          std::move(column_planes), columns, [&](std::size_t p) { return begins(p); }, stream);
+    }
+  }
   /// Notes that every head took `tokens` more.
   void took(index_t layer, index_t id, index_t tokens) {
     const std::size_t at = place(layer, id);

@@ -67,6 +67,12 @@ class placed_rows<Layout, runs> {
   view_type batch_view(index_t layer, index_t batch) const { return view(begins_.batch(layer), batch); }
   detail::gathered_column column() const { return begins_.gathered(); }
 
+  /// What a store needs to give the pool another size; other placements need not have them.
+  run_pool& pool() { return pool_; }
+  offset_t* begins(std::size_t place) const {
+    return begins_.of(index_t(place) / sequences_, index_t(place) % sequences_);
+  }
+
   void plan() { pool_.plan(); }
   void abandon() { pool_.abandon(); }
 
@@ -106,9 +112,6 @@ class placed_rows<Layout, runs> {
   offset_t most_bytes() const { return pool_.most_rows() * Layout::token_bytes(); }
 
  private:
-  offset_t* begins(std::size_t place) const {
-    return begins_.of(index_t(place) / sequences_, index_t(place) % sequences_);
-  }
   view_type view(const offset_t* begins, index_t batch) const {
     view_type view;
     view.k = pool_.template plane_data<stored_type>(0);

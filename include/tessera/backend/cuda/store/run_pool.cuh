@@ -4,8 +4,10 @@
 #include <algorithm>
 #include <array>
 #include <string>
+#include <utility>
 #include <vector>
 
+#include "../../../core/layer_extent.hpp"
 #include "../../../core/room.hpp"
 #include "../../../core/selection.hpp"
 #include "../../../core/views.hpp"
@@ -113,6 +115,50 @@ class run_pool {
     return total;
   }
   offset_t most_rows() const { return most_used_; }
+
+  // --- another size ---------------------------------------------------------------------------------------------------
+
+  /// Rows with which every place can take `tokens` tokens more in each head, whatever the order. held: what places hold.
+  offset_t rows_to_take(const std::vector<token_bound>& held, index_t tokens, index_t most) const {
+    offset_t total = 0, largest = 1;
+    for (std::size_t place = 0; place < runs_.size(); ++place) {
+      const index_t longest = held[place].longest + tokens;
+      const offset_t rows = room(place) >= tokens
+                                ? runs_[place].rows
+                                : held[place].total + offset_t(heads_) * (tokens + room_behind(longest, most));
+      total += rows;
+      largest = std::max(largest, rows);
+    }
+    return total + largest;
+  }
+  /// Memory for `move_to`. Errors: there is not enough.
+  std::vector<device_buffer<std::byte>> planes_for(offset_t rows) const {
+    std::vector<device_buffer<std::byte>> planes;
+    for (const index_t bytes : row_bytes_) planes.emplace_back(std::size_t(rows) * std::size_t(bytes));
+    return planes;
+  }
+  /// Moves all runs to the planes that `planes_for(rows)` made. Launches that were recorded read memory that is no more.
+  template <class Begins>
+  void move_to(std::vector<device_buffer<std::byte>> planes, offset_t rows, const Begins& begins_of,
+               cudaStream_t stream) {
+    if (planes.empty()) return;
+    offset_t end = 0;
+    for (const std::size_t place : in_order()) {
+      run& here = runs_[place];
+      for (std::size_t i = 0; i < planes.size(); ++i) {
+        const offset_t bytes = row_bytes_[i];
+        check(cudaMemcpyAsync(planes[i].data() + end * bytes, memory_[i].data() + here.first * bytes,
+                              std::size_t(here.rows * bytes), cudaMemcpyDeviceToDevice, stream),
+              "cudaMemcpyAsync");
+      }
+      shift_begins(begins_of(place), here.first - end, stream);
+      here.first = end;
+      end += here.rows;
+    }
+    check(cudaStreamSynchronize(stream), "cudaStreamSynchronize");  // the old planes are given back now
+    memory_ = std::move(planes);
+    rows_ = rows;
+  }
 
   // --- planning, on the host -----------------------------------------------------------------------------------------
 
@@ -256,6 +302,9 @@ class run_pool {
         }
       }
     }
+    shift_begins(begins, down, stream);
+  }
+  void shift_begins(offset_t* begins, offset_t down, cudaStream_t stream) const {
     detail::shift_begins_entry<1024><<<1, 1024, 0, stream>>>(begins, heads_, down);
     check(cudaGetLastError(), "launch of shift_begins");
   }
