@@ -80,6 +80,8 @@ class first_stage<Recipe, true> {
                 device),
         observe_scratch_(observe_.workspace_bytes()),
         choose_scratch_(choose_.workspace_bytes()) {
+    require(!weighted_scorer<scorer> || !shape.output_projection, "output_projection", "given",
+            "null: the device weighs values as they are", "leave it out, or take the CPU's cache");
     if constexpr (observed == observes::window) {
       window_ =
           query_window<T>(shape.layers * options.sequences, recipe.retain.scorer.window, shape.q_heads, layout::k_dim);
