@@ -5,6 +5,7 @@
 
 #include "../../../concepts/scorer.hpp"
 #include "../../../core/segment_cursor.hpp"
+#include "../../../core/slot_column.hpp"
 #include "../../../selector/top_tokens.hpp"
 #include "../score/pool.cuh"
 #include "top_k.cuh"

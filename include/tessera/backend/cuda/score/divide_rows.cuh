@@ -3,6 +3,7 @@
 
 #include <algorithm>
 
+#include "../device/check.cuh"
 #include "score_problem.cuh"
 
 TESSERA_NAMESPACE_BEGIN
