@@ -169,6 +169,8 @@ class llama::state {
                             cudaMemcpyHostToDevice, stream),
             "cudaMemcpyAsync");
       const run_position position{cache.next_position(), nullptr};
+      cache.begin_chunk(options.boundaries.empty() ? options.boundaries
+                                                   : options.boundaries.subspan(done, std::size_t(count)));
       done += std::size_t(count);
       forward(chunk_, count, position, done == prompt.size() ? 1 : 0, cache.type(), [&](int index) {
         cache.prefill(index, chunk_.q.data(), chunk_.k.data(), chunk_.v.data(), count, chunk_.attended.data(), stream);

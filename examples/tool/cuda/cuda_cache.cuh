@@ -2,6 +2,7 @@
 #pragma once
 
 #include <memory>
+#include <span>
 #include <tessera/backend/cuda/cache.cuh>
 #include <vector>
 
@@ -51,11 +52,14 @@ class cuda_cache_of final : public method_cache, public engine::cuda::kv_cache {
   }
 
   void observe(int layer, const void* q, const void* k, const void* v, int tokens, cudaStream_t stream) override {
-    cache_.prefill(layer, sequence_, queries(q, tokens), keys(k, tokens), keys(v, tokens), stream);
+    cache_.prefill(layer, sequence_, queries(q, tokens), keys(k, tokens), keys(v, tokens), stream, boundaries_);
   }
+
+  void begin_chunk(std::span<const std::uint8_t> boundaries) override { boundaries_ = boundaries; }
 
   void end_prefill(cudaStream_t stream) override {
     cache_.end_prefill(sequence_, stream);
+    boundaries_ = {};
     reads_ = {};
   }
 
@@ -93,7 +97,7 @@ class cuda_cache_of final : public method_cache, public engine::cuda::kv_cache {
   void observe(int layer, const input_rows& q, const input_rows& k, const input_rows& v) override {
     if (layer == 0) reserve(k.tokens, nullptr);
     const uploaded queries(q, cache_type::k_dim), keys(k, cache_type::k_dim), values(v, cache_type::v_dim);
-    cache_.prefill(layer, sequence_, queries.view, keys.view, values.view, nullptr);
+    cache_.prefill(layer, sequence_, queries.view, keys.view, values.view, nullptr, boundaries_);
     tessera::cuda::check(cudaStreamSynchronize(nullptr), "cudaStreamSynchronize");  // before the rows go
   }
 
@@ -206,7 +210,8 @@ class cuda_cache_of final : public method_cache, public engine::cuda::kv_cache {
   cache_type cache_;
   tessera::batch step_;
   std::vector<index_t> ids_;
-  index_t sequence_ = 0;  // the selected one
+  std::span<const std::uint8_t> boundaries_{};  // of the chunk that passes through the layers
+  index_t sequence_ = 0;                        // the selected one
   read_count reads_;
 };
 

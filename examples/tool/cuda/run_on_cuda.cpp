@@ -27,6 +27,9 @@ class cuda_fan_out final : public engine::cuda::kv_cache {
   void reserve(std::int64_t tokens, engine::cuda::stream_t stream) override {
     for (auto* cache : caches_) cache->reserve(tokens, stream);
   }
+  void begin_chunk(std::span<const std::uint8_t> boundaries) override {
+    for (auto* cache : caches_) cache->begin_chunk(boundaries);
+  }
   void prefill(int layer, const void* q, const void* k, const void* v, int tokens, float* out,
                engine::cuda::stream_t stream) override {
     caches_[0]->prefill(layer, q, k, v, tokens, out, stream);

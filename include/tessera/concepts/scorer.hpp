@@ -161,6 +161,7 @@ struct segment_statistics {
 ///   describe_segment(scores, n) -> segment_statistics     of one segment; scores that are not finite say nothing. TESSERA_HD
 ///   rescored(score, own, most) -> float                   own: its segment's statistics; most: the largest importance of
 ///                                                         all segments. TESSERA_HD
+/// Beside it, for devices: describe_segment(team, scores, n), the same by a team of lanes (core/one_lane.hpp).
 template <class S>
 concept segment_scorer = requires(const S s, const float* scores, index_t n, float x, const segment_statistics& own) {
   { s.describe_segment(scores, n) } -> std::same_as<segment_statistics>;

@@ -30,7 +30,8 @@ concept plain_selector = requires(const S s, const float* scores, index_t n, ind
 ///   choose_in_segment(scores, n, keep, out) -> index_t
 ///       scores [n] of the segment's candidates in slot order, 1 <= keep <= n <= most_segment_tokens: writes exactly `keep`
 ///       strictly ascending places in [0, n); returns the size of the blocks that it took. TESSERA_HD, for all backends;
-///       needs no memory of the caller.
+///       needs no memory of the caller. Beside it, for devices: choose_in_segment(team, scores, n, keep, out, sums), the
+///       same by a team of lanes (core/one_lane.hpp); sums [most_segment_tokens / 2], of double, is theirs to use.
 template <class S>
 concept segment_selector = requires(const S s, const float* scores, index_t n, index_t* out) {
   { s.choose_in_segment(scores, n, n, out) } -> std::same_as<index_t>;

@@ -5,6 +5,7 @@
 
 #include "../concepts/scorer.hpp"
 #include "../core/error.hpp"
+#include "../core/one_lane.hpp"
 #include "../core/parameters.hpp"
 
 TESSERA_NAMESPACE_BEGIN
@@ -37,12 +38,18 @@ struct by_segment : S {
   segment_form form = segment_form::product;
 
   TESSERA_HD segment_statistics describe_segment(const float* scores, index_t n) const {
+    return describe_segment(one_lane{}, scores, n);
+  }
+  template <class Team>
+  TESSERA_HD segment_statistics describe_segment(const Team& team, const float* scores, index_t n) const {
     double sum = 0, entropy = 0;
-    for (index_t i = 0; i < n; ++i) sum += finite(scores[i]);
-    for (index_t i = 0; i < n; ++i) {
+    for (index_t i = team.rank(); i < n; i += Team::size) sum += finite(scores[i]);
+    sum = team.sum(sum);
+    for (index_t i = team.rank(); i < n; i += Team::size) {
       const double p = finite(scores[i]) / (sum + smallest);
       if (p > 0) entropy -= p * std::log(p + smallest);
     }
+    entropy = team.sum(entropy);
     return {n > 0 ? float(sum / n) : 0.0f, n > 1 && sum > 0 ? float(entropy / std::log(double(n))) : 0.0f};
   }
 

@@ -2,6 +2,7 @@
 #pragma once
 
 #include "../concepts/selector.hpp"
+#include "../core/one_lane.hpp"
 #include "../core/parameters.hpp"
 #include "../core/segment_cursor.hpp"
 #include "../math/ordered.hpp"
@@ -28,16 +29,26 @@ struct adaptive_blocks {
 
   /// See concepts/selector.hpp: `keep` places of one segment into `out`, ascending; returns the size of the blocks.
   TESSERA_HD index_t choose_in_segment(const float* scores, index_t n, index_t keep, index_t* out) const {
+    double sums[most_segment_tokens / 2];
+    return choose_in_segment(one_lane{}, scores, n, keep, out, sums);
+  }
+  /// The same by a team, whose `scores`, `out` and `sums` all lanes see. Sums are added in slot order by every lane, so that
+  /// no team chooses otherwise.   Shapes   sums [most_segment_tokens / 2].
+  template <class Team>
+  TESSERA_HD index_t choose_in_segment(const Team& team, const float* scores, index_t n, index_t keep, index_t* out,
+                                       double* sums) const {
     if (keep >= n) {
-      for (index_t i = 0; i < n; ++i) out[i] = i;
-      const index_t most = most_size(n, keep);
-      return most;
+      for (index_t i = team.rank(); i < n; i += Team::size) out[i] = i;
+      team.sync();
+      return most_size(n, keep);
     }
-    const double wanted = double(coverage) * best_tokens(scores, n, keep, out);
+    best_tokens(team, scores, n, keep, out);
+    const double wanted = double(coverage) * sum_of(scores, out, keep, n);
     for (index_t size = most_size(n, keep); size > 1; size = next_size(size)) {
-      if (best_blocks(scores, n, keep, size, out) >= wanted) return size;
+      best_blocks(team, scores, n, keep, size, out, sums);
+      if (sum_of(scores, out, keep, size) >= wanted) return size;
     }
-    best_tokens(scores, n, keep, out);
+    best_tokens(team, scores, n, keep, out);
     return 1;
   }
 
@@ -60,19 +71,40 @@ struct adaptive_blocks {
   }
   TESSERA_HD static double finite(float score) { return score - score == 0 ? double(score) : 0.0; }
 
-  /// The `keep` best tokens, ascending; returns their sum.
-  TESSERA_HD static double best_tokens(const float* scores, index_t n, index_t keep, index_t* out) {
-    double sum = 0;
+  /// The `keep` best tokens, ascending.
+  template <class Team>
+  TESSERA_HD static void best_tokens(const Team& team, const float* scores, index_t n, index_t keep, index_t* out) {
+    team.sync();  // whatever stood in `out` has been read
     index_t count = 0;
-    for (index_t i = 0; i < n; ++i) {
-      const std::uint64_t own = rank_key(scores[i], i);
-      index_t before = 0;
-      for (index_t j = 0; j < n; ++j) before += rank_key(scores[j], j) > own;
-      if (before >= keep) continue;
-      sum += finite(scores[i]);
-      out[count++] = i;
+    for (index_t first = 0; first < n; first += Team::size) {
+      const index_t i = first + team.rank();
+      index_t taken = 0;
+      if (i < n) {
+        const std::uint64_t own = rank_key(scores[i], i);
+        index_t before = 0;
+        for (index_t j = 0; j < n; ++j) before += rank_key(scores[j], j) > own;
+        taken = before < keep;
+      }
+      const index_t at = count + team.before(taken);
+      if (taken) out[at] = i;
+      count += team.sum(taken);
     }
-    return sum;
+    team.sync();
+  }
+
+  /// The sum over chosen places: of each block in slot order, then of the blocks.
+  TESSERA_HD static double sum_of(const float* scores, const index_t* places, index_t count, index_t size) {
+    double sum = 0, own = 0;
+    index_t end = 0;  // of the block
+    for (index_t c = 0; c < count; ++c) {
+      if (places[c] >= end) {
+        sum += own;
+        own = 0;
+        end = (places[c] / size + 1) * size;
+      }
+      own += finite(scores[places[c]]);
+    }
+    return sum + own;
   }
 
   TESSERA_HD static double block_sum(const float* scores, index_t n, index_t size, index_t block) {
@@ -86,27 +118,42 @@ struct adaptive_blocks {
     return any ? sum : -double(infinity);
   }
 
-  /// The best blocks of `size`, the last one cut to its best tokens; returns the sum of what was taken.
-  TESSERA_HD static double best_blocks(const float* scores, index_t n, index_t keep, index_t size, index_t* out) {
-    double sums[most_segment_tokens / 2];  // blocks of two or more
+  /// The best blocks of `size`, two or more, the last one cut to its best tokens.
+  template <class Team>
+  TESSERA_HD static void best_blocks(const Team& team, const float* scores, index_t n, index_t keep, index_t size,
+                                     index_t* out, double* sums) {
+    team.sync();
     const index_t blocks = ceil_div(n, size), last = n - (blocks - 1) * size;
-    for (index_t b = 0; b < blocks; ++b) sums[b] = block_sum(scores, n, size, b);
+    for (index_t b = team.rank(); b < blocks; b += Team::size) sums[b] = block_sum(scores, n, size, b);
+    team.sync();
     // How many tokens the blocks before a block hold, in order of rank: it is taken whole, in part or not at all.
-    double sum = 0;
-    index_t count = 0;
-    for (index_t b = 0; b < blocks; ++b) {
-      index_t before = 0;
-      for (index_t a = 0; a < blocks; ++a) {
-        if (sums[a] > sums[b] || (sums[a] == sums[b] && a < b)) before += a + 1 == blocks ? last : size;
+    index_t count = 0, cut = 0, cut_at = 0, cut_to = 0;  // one block at most is taken in part; cut: its number and 1
+    for (index_t first = 0; first < blocks; first += Team::size) {
+      const index_t b = first + team.rank(), length = b + 1 == blocks ? last : size;
+      index_t taken = 0;
+      if (b < blocks) {
+        index_t before = 0;
+        for (index_t a = 0; a < blocks; ++a) {
+          if (sums[a] > sums[b] || (sums[a] == sums[b] && a < b)) before += a + 1 == blocks ? last : size;
+        }
+        const index_t room = keep - before;
+        taken = room <= 0 ? 0 : room < length ? room : length;
       }
-      const index_t length = b + 1 == blocks ? last : size, room = keep - before;
-      if (room <= 0) continue;
-      const index_t taken = room < length ? room : length;
-      sum += best_tokens(scores + b * size, length, taken, out + count);
-      for (index_t i = 0; i < taken; ++i) out[count + i] += b * size;
-      count += taken;
+      const index_t at = count + team.before(taken);
+      const bool whole = taken == length;
+      for (index_t i = 0; whole && i < taken; ++i) out[at + i] = b * size + i;
+      const bool in_part = taken > 0 && !whole;
+      cut += team.sum(in_part ? b + 1 : index_t(0));
+      cut_at += team.sum(in_part ? at : index_t(0));
+      cut_to += team.sum(in_part ? taken : index_t(0));
+      count += team.sum(taken);
     }
-    return sum;
+    if (cut > 0) {
+      const index_t begin = (cut - 1) * size, length = cut == blocks ? last : size;
+      best_tokens(team, scores + begin, length, cut_to, out + cut_at);
+      for (index_t i = team.rank(); i < cut_to; i += Team::size) out[cut_at + i] += begin;
+    }
+    team.sync();
   }
 };
 

@@ -45,6 +45,16 @@ class called_cache {
   virtual index_t chosen_together(index_t) const { return 1; }
 };
 
+/// Where segments end, for a recipe that wants to know: read off the signs of keys, alike in any chunks and any encoding.
+template <class Recipe, class Rows>
+std::vector<std::uint8_t> called_boundaries(const Rows& k) {
+  std::vector<std::uint8_t> boundaries;
+  for (index_t t = 0; Recipe::needs_segments && k.data && t < k.tokens; ++t) {
+    boundaries.push_back(k.row(0, t, 0)[0] > 0 && k.row(0, t, 0)[1] > 0);
+  }
+  return boundaries;
+}
+
 /// The CPU's cache; `Interface` is called_cache, or what adds to it.
 template <class Recipe, class Interface = called_cache>
 class cpu_calls : public Interface {
@@ -56,13 +66,8 @@ class cpu_calls : public Interface {
   index_t open() override { return held_.open(); }
   void close(index_t id) override { held_.close(id); }
   void reserve(index_t, index_t) override {}
-  /// Where segments end is read off the signs of keys: alike in any chunks and any encoding.
   void prefill(index_t layer, index_t id, const rows& q, const rows& k, const rows& v) override {
-    std::vector<std::uint8_t> boundaries;
-    for (index_t t = 0; Recipe::needs_segments && k.data && t < k.tokens; ++t) {
-      boundaries.push_back(k.row(0, t, 0)[0] > 0 && k.row(0, t, 0)[1] > 0);
-    }
-    held_.prefill(layer, id, q, k, v, boundaries);
+    held_.prefill(layer, id, q, k, v, called_boundaries<Recipe>(k));
   }
   void prefill_attention(index_t layer, index_t id, const rows& q, const results& out, const results& lse) override {
     held_.prefill_attention(layer, id, q, out, lse);
@@ -97,6 +102,9 @@ class cpu_calls : public Interface {
     if constexpr (Recipe::retrieve_type::estimates)
       most = std::max(most, recipe.retrieve.planned(held_.plan(id), Recipe::layout_type::k_dim).scorer.page);
     if constexpr (requires { recipe.retrieve.scorer.channels; }) most = std::max(most, held_.next_position(id));
+    if constexpr (requires { recipe.retain.selector.unit_slots(); })
+      most = std::max<index_t>(most, recipe.retain.selector.unit_slots());
+    if constexpr (Recipe::needs_segments) most = std::max(most, 2 * tessera::most_segment_tokens);
     if constexpr (requires { recipe.retain.scorer.pool; }) most = std::max<index_t>(most, recipe.retain.scorer.pool);
     return most;
   }

@@ -1,6 +1,7 @@
 // The whole cache of one model on the GPU: a recipe over layers and sequences, the device's tessera::cache.
 #pragma once
 
+#include <span>
 #include <utility>
 #include <vector>
 
@@ -81,19 +82,22 @@ class cache : public cache_parts<Recipe, Out> {
 
   /// Appends a chunk of the prompt to one layer and lets the scorer observe its queries.
   /// Shapes   k, v [1, tokens, kv_heads, dim]; q [1, n_q, q_heads, k_dim], the queries of the chunk's last n_q tokens:
-  ///          all of them, or fewer where the scorer needs fewer (its window, or none).
+  ///          all of them, or fewer where the scorer needs fewer (its window, or none). boundaries [tokens], on the
+  ///          host, for a recipe that `needs_segments`: 1 for a token after which a segment of the text ends, else 0.
   void prefill(index_t layer, index_t id, const rows_view<const T>& q, const rows_view<const T>& k,
-               const rows_view<const T>& v, cudaStream_t stream) {
+               const rows_view<const T>& v, cudaStream_t stream, std::span<const std::uint8_t> boundaries = {}) {
     conversations_.check_chunk(recipe_, layer, id, q, k, v);
+    const segment_marks marks = conversations_.check_boundaries(layer, id, boundaries, k.tokens);
     order_.require_finished(id);
     const bool follows = roles_.follows_recipe(layer);
     if (first_stage<Recipe>::with_scores && follows && q.tokens > 0) require_rows_on_16_bytes("q", q);
     make_store_room({{layer, id}}, k.tokens, stream);
     const index_t first = conversations_.at(id, layer).next_position;
-    store_.append_rows(store_.view(layer, id), k, v, set_number(chunk_position_.data(), first, stream), stream);
+    store_.append_rows(store_.view(layer, id), k, v, set_number(chunk_position_.data(), first, stream),
+                       marks_.of_chunk(marks, k.tokens, stream), stream);
     store_.took(layer, id, k.tokens);
-    conversations_.took_chunk(layer, id, k.tokens);
-    if (!follows) return;
+    conversations_.took_chunk(layer, id, k.tokens, marks);
+    if (!follows || first_.chooser(layer, policies(id), roles_) != layer) return;
     first_.observe_prompt(layer, id, store_, policies(id), roles_.rule(layer), q, first + k.tokens, stream);
   }
 
@@ -117,7 +121,15 @@ class cache : public cache_parts<Recipe, Out> {
     const bool due = recipe_.schedule.due(moment::prompt_end, conversations_.clock_of_prompt_end(id));
     const std::vector<index_t> choosing = plan_choice(id, due, fitted);  // the last that may throw
     set_number(next_.data() + id, conversations_.at(id).front().next_position, stream);
-    for (const index_t layer : choosing) choose(layer, id, fitted, stream);
+    kept_slots kept;
+    for (const index_t layer : choosing) {
+      // Layers that take over what another keeps come behind it, and nobody chooses between: it is still there.
+      if (first_.chooser(layer, fitted, roles_) == layer) {
+        kept = first_.choose(layer, id, store_, fitted, roles_.rule(layer), this->next_position(id), next_.data() + id,
+                             stream);
+      }
+      filters ? reading_.lists().pass(layer, id, kept, stream) : store_.keep(layer, id, kept, stream);
+    }
     reading_.set_plan(id, fitted, stream);
     for (index_t layer = 0; layer < shape_.layers; ++layer) {
       if (roles_.follows_recipe(layer)) reading_.refresh(layer, id, store_, stream);
@@ -153,6 +165,11 @@ class cache : public cache_parts<Recipe, Out> {
       if ((step.evicts_first || step.evicts_last) && roles_.follows_recipe(layer))
         note_eviction(layer, id, step.evicts_last ? 0 : tokens);
     }
+    if constexpr (Recipe::needs_segments) {
+      std::vector<segment_cursor> texts;
+      for (const index_t id : ids) texts.push_back(conversations_.step_marks(0, id).before);
+      marks_.set(texts, stream);
+    }
     conversations_.begin_step(step);
     for (index_t layer = 0; layer < shape_.layers; ++layer) conversations_.took_step(layer, step);
     order_.prepared(step);
@@ -185,7 +202,7 @@ class cache : public cache_parts<Recipe, Out> {
     const index_t* first = first_position_.data();
     const logit_rule rule = roles_.rule(layer);
     const view_type all = store_.batch_view(layer, step.sequences());
-    store_.append_rows(all, k, v, first, stream);
+    store_.append_rows(all, k, v, first, marks_.of_step(layer), stream);
     if (!roles_.follows_recipe(layer)) {
       attention_.step(decode_problem<view_type, Out>{all, q, first, rule, out, lse, {}}, stream);
       if (tracing_) trace(layer, step, {});
@@ -207,16 +224,11 @@ class cache : public cache_parts<Recipe, Out> {
 
  private:
   using parts::after_, parts::all_layers, parts::attention_, parts::chunk_position_, parts::conversations_,
-      parts::device_, parts::filters, parts::first_, parts::first_position_, parts::make_store_room, parts::next_,
-      parts::options_, parts::order_, parts::plan_choice, parts::policies, parts::reading_, parts::recipe_,
-      parts::roles_, parts::shape_, parts::slide, parts::steps_, parts::store_, parts::trace, parts::tracing_;
+      parts::device_, parts::filters, parts::first_, parts::first_position_, parts::make_store_room, parts::marks_,
+      parts::next_, parts::options_, parts::order_, parts::plan_choice, parts::policies, parts::reading_,
+      parts::recipe_, parts::roles_, parts::shape_, parts::slide, parts::steps_, parts::store_, parts::trace,
+      parts::tracing_;
   using typename parts::read_view_type, typename parts::view_type;
-
-  void choose(index_t layer, index_t id, const planned<Recipe>& fitted, cudaStream_t stream) {
-    const kept_slots kept = first_.choose(layer, id, store_, fitted, roles_.rule(layer), this->next_position(id),
-                                          next_.data() + id, stream);
-    filters ? reading_.lists().pass(layer, id, kept, stream) : store_.keep(layer, id, kept, stream);
-  }
 
   /// Drops, within a step, what the first stage does not choose; the newest `own` tokens stay.
   void evict(index_t layer, const batch& step, const view_type& all, index_t own, cudaStream_t stream) {

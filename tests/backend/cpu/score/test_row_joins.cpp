@@ -1,6 +1,7 @@
 // How query rows become one score: sum, mean or maximum of a window's, and heads joined after them, against double.
 #include "catch.hpp"
 
+#include <cmath>
 #include <vector>
 
 #include <tessera/backend/cpu/choose/score_and_choose.hpp>
@@ -103,6 +104,28 @@ TEST_CASE("rows of a window join by sum, mean or maximum, and heads of a layer a
       same(scored<total, per_layer<over_heads::mean>>(of, h), expected(of, 0, q_heads, add), q_heads);
       same(scored<mean, per_layer<over_heads::mean>>(of, h), expected(of, 0, q_heads, add), window * q_heads);
       same(scored<largest, per_layer<over_heads::maximum>>(of, h), expected(of, 0, q_heads, most), 1);
+    }
+  }
+}
+
+TEST_CASE("a logit that is no number ranks its token last, whatever rows come behind it") {
+  support::rng random(5802);
+  for (int i = 0; i < 10; ++i) {
+    data of(random);
+    const std::size_t odd = 7;
+    for (index_t h = 0; h < kv_heads; ++h) of.k[(std::size_t(h) * tokens + odd) * dim] = infinity;
+    for (index_t row = 0; row < window * q_heads; ++row) {
+      float& x = of.q[std::size_t(row * dim)];
+      x = row < q_heads ? 1.0f + std::abs(x) : -1.0f - std::abs(x);  // +infinity first, -infinity in later rows
+    }
+    for (index_t h = 0; h < kv_heads; ++h) {
+      for (const auto& scores : {scored<joined_window<row_join::sum>, per_head>(of, h),
+                                 scored<joined_window<row_join::maximum>, per_head>(of, h)}) {
+        for (std::size_t t = 0; t < scores.size(); ++t) {
+          CAPTURE(i, h, t, scores[t]);
+          REQUIRE((t == odd ? !(scores[t] > -infinity) : scores[t] >= 0));
+        }
+      }
     }
   }
 }

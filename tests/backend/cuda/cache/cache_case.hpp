@@ -42,6 +42,14 @@ struct step_rows {
   }
 };
 
+/// Where the segments of so many new tokens end, for a method that wants to know.
+template <class Method>
+std::vector<std::uint8_t> random_boundaries(index_t tokens) {
+  std::vector<std::uint8_t> ends;
+  for (index_t t = 0; Method::needs_segments && t < tokens; ++t) ends.push_back(draw(0, 11) == 0);
+  return ends;
+}
+
 inline double relative_error(const std::vector<float>& got, const std::vector<float>& expected) {
   double difference = 0, size = 0;
   for (std::size_t i = 0; i < got.size(); ++i) {
@@ -107,12 +115,13 @@ class conversation {
     for (index_t done = 0; done < total;) {
       const index_t n = std::min(total - done, draw(1, 130));
       done += n;
+      const auto boundaries = random_boundaries<Method>(n);
       for (index_t layer = 0; layer < shape_.layers; ++layer) {
         const step_rows<T> x(1, n, shape_, D);
         host_.prefill(layer, id, x.rows(x.q.data(), x.q_heads), x.rows(x.k.data(), x.kv_heads),
-                      x.rows(x.v.data(), x.kv_heads));
+                      x.rows(x.v.data(), x.kv_heads), boundaries);
         device_.prefill(layer, id, x.rows(x.dq.data, x.q_heads), x.rows(x.dk.data, x.kv_heads),
-                        x.rows(x.dv.data, x.kv_heads), nullptr);
+                        x.rows(x.dv.data, x.kv_heads), nullptr, boundaries);
         std::vector<float> out(std::size_t(n * x.q_heads * D));
         buffer<float> dout(out.size());
         host_.prefill_attention(layer, id, x.rows(x.q.data(), x.q_heads), nhd_rows(out.data(), n, x.q_heads, D));
@@ -166,6 +175,7 @@ class conversation {
   }
 
   void compare_stored() {
+    most_swapped_ = std::max(most_swapped_, chosen_together());
     for (const index_t id : ids_) {
       if constexpr (Method::retrieve_type::estimates) most_swapped_ = std::max(most_swapped_, page_of(id));
       REQUIRE(host_.next_position(id) == device_.next_position(id));
@@ -204,6 +214,16 @@ class conversation {
   }
 
   Method method_;
+  /// Two segments of which one token more and one less is chosen may take other blocks; other units are swapped whole.
+  index_t chosen_together() const {
+    if constexpr (requires { typename Method::retain_type::selector_type; }) {
+      using selector = typename Method::retain_type::selector_type;
+      if constexpr (segment_selector<selector>) return 2 * most_segment_tokens;
+      if constexpr (best_units_selector<selector>) return method_.retain.selector.unit_slots();
+    }
+    return 1;
+  }
+
   index_t most_swapped_ = 1;
   disagreement& seen_;
   model_shape shape_;
@@ -241,10 +261,11 @@ void reopen_and_step() {
   options.tokens = 200;
   cuda::cache<Method> used(shape, method, options), fresh(shape, method, options);
   const step_rows<T> prompt(1, 90, shape, D);
+  const auto boundaries = random_boundaries<Method>(90);
   REQUIRE(used.open() == 0);
   for (index_t layer = 0; layer < shape.layers; ++layer) {
     used.prefill(layer, 0, prompt.rows(prompt.dq.data, 4), prompt.rows(prompt.dk.data, 2),
-                 prompt.rows(prompt.dv.data, 2), nullptr);
+                 prompt.rows(prompt.dv.data, 2), nullptr, boundaries);
   }
   used.end_prefill(0, nullptr);
   used.close(0);
@@ -281,10 +302,11 @@ void replay_steps() {
   cuda::cache<Method> recorded(shape, method, options);
   for (const index_t id : ids) {
     recorded.open();
+    const auto boundaries = random_boundaries<Method>(90 + 7 * id);
     for (index_t layer = 0; layer < shape.layers; ++layer) {
       const step_rows<T> x(1, 90 + 7 * id, shape, D);
       recorded.prefill(layer, id, x.rows(x.dq.data, x.q_heads), x.rows(x.dk.data, x.kv_heads),
-                       x.rows(x.dv.data, x.kv_heads), nullptr);
+                       x.rows(x.dv.data, x.kv_heads), nullptr, boundaries);
     }
     recorded.end_prefill(id, nullptr);
   }

@@ -31,7 +31,7 @@ class device_calls final : public support::called_cache {
   void close(index_t id) override { held_.close(id); }
   void reserve(index_t id, index_t tokens) override { held_.reserve(id, tokens, nullptr); }
   void prefill(index_t layer, index_t id, const rows& q, const rows& k, const rows& v) override {
-    held_.prefill(layer, id, there(q), there(k), there(v), nullptr);
+    held_.prefill(layer, id, there(q), there(k), there(v), nullptr, support::called_boundaries<Method>(k));
   }
   void prefill_attention(index_t layer, index_t id, const rows& q, const results& out, const results& lse) override {
     held_.prefill_attention(layer, id, there(q), there(out, memory_->out), there(lse, memory_->lse), nullptr);

@@ -21,6 +21,12 @@ struct bounded_logit {
   void check(index_t) const {}
 };
 
+/// The largest weight of a window's rows, and of every row so far.
+template <class S>
+struct loudest : S {
+  static constexpr row_join rows = row_join::maximum;
+};
+
 struct shape {
   int sequences, heads, group, queries, capacity;
   float soft_cap = 0;
@@ -118,6 +124,9 @@ void compare(const shape& s, bool accumulate = false, bool engine_lse = false) {
 
   // Host, one sequence at a time since the number of valid queries differs.
   std::vector<float> expected(std::size_t(rows) * s.capacity), before = normal<float>(expected.size());
+  if (joins_rows_by<Scorer> == row_join::maximum) {
+    for (float& x : before) x = std::abs(x) * 0.1f;  // as weights are: never below 0
+  }
   if (accumulate) expected = before;
   std::vector<float> all_lse(std::size_t(s.sequences) * s.queries * q_heads, 0.0f);
   cpu::executor workers(2);
@@ -348,4 +357,17 @@ TEST_CASE("GPU scoring refuses what it cannot take before anything is launched",
   const auto info = cuda::device_info::current();
   REQUIRE_THROWS_WITH(op(1, 3, 8, 32, 100, info), contains("q_heads"));
   REQUIRE_THROWS_WITH(op(1, 2, 8, 0, 100, info), contains("queries"));
+}
+
+TEST_CASE("the device takes the largest weight where the CPU does, and a NaN stays", "[gpu]") {
+  if (gpu_missing()) return;
+  for (const int i : scaled(cases(16), 4)) {
+    shape s{draw(1, 3), draw(1, 3), draw(1, 8), draw(1, 34), draw(1, scaled(900, 200))};
+    s.odd_values = i % 4 == 3;
+    s.some_valid = i % 4 == 2;
+    s.spread = i % 4 == 1;
+    compare<bf16, 128, contiguous, loudest<observation_window>>(s);
+    compare<fp16, 256, contiguous, loudest<accumulated_attention>>(s, i % 2);
+    compare<bf16, 64, ragged, loudest<accumulated_attention>>(s, i % 2);
+  }
 }

@@ -145,7 +145,8 @@ void accumulate_scores(const View& view, const query_rows<Q>& queries, const log
           for (int t = 0; t < tile_tokens; ++t) logits[t] = scorer.weigh(logits[t], row_lse);
           for (int t = 0; t < width; ++t) {
             if constexpr (joins_rows_by<Scorer> == row_join::maximum) {
-              out[t] = logits[t] <= out[t] ? out[t] : logits[t];  // NaN stays: it ranks its token last
+              // NaN stays, whatever comes behind it: it ranks its token last.
+              out[t] = logits[t] <= out[t] || out[t] != out[t] ? out[t] : logits[t];
             } else {
               out[t] += logits[t];
             }

@@ -13,6 +13,7 @@
 #include "newest.cuh"
 #include "reading.cuh"
 #include "step_order.cuh"
+#include "text_marks.cuh"
 
 TESSERA_NAMESPACE_BEGIN
 namespace cuda {
@@ -136,11 +137,13 @@ class cache_parts {
         roles_(shape_, recipe_.dense_layers, recipe_.attention.rule),
         conversations_(shape_, recipe_),
         store_(shape_.layers, options_.sequences, shape_.kv_heads, options_.tokens, options_.rows,
-               Recipe::retain_type::drops || !shape_.sliding.empty(), first_stage<Recipe>::with_scores),
+               {Recipe::retain_type::drops || !shape_.sliding.empty(), first_stage<Recipe>::with_scores,
+                Recipe::needs_segments}),
         next_(std::size_t(options_.sequences)),
         first_position_(next_.size()),
         after_(next_.size()),
         steps_(shape_.layers, options_.sequences),
+        marks_(shape_.layers, options_.sequences, options_.tokens, options_.step_tokens),
         first_(recipe_, shape_, options_, device_),
         reading_(recipe_, shape_, options_, device_),
         attention_(shape_, options_, device_),
@@ -188,10 +191,12 @@ class cache_parts {
     std::vector<token_bound> kept;
     for (index_t layer = 0; due && layer < shape_.layers; ++layer) {
       const token_bound held = store_.bound(layer, id);
-      if (!roles_.follows_recipe(layer) || (!filters && first_.keeps_everything(layer, id, held, fitted))) continue;
+      if (!roles_.follows_recipe(layer)) continue;
+      const index_t chooser = first_.chooser(layer, fitted, roles_);
+      if (!filters && first_.keeps_everything(chooser, id, held, fitted)) continue;
       layers.push_back(layer);
       places.push_back({layer, id});
-      kept.push_back(first_.bound(layer, id, held, fitted));
+      kept.push_back(first_.bound(chooser, id, held, fitted));
     }
     filters ? reading_.lists().plan_pass(places, kept) : store_.plan_keep(places, kept);
     return layers;
@@ -226,6 +231,7 @@ class cache_parts {
   device_buffer<index_t> first_position_, after_;  // by sequence of the batch: of the step's first token, and behind it
   device_buffer<index_t> chunk_position_{1};
   step_table steps_;
+  text_marks<Recipe::needs_segments> marks_;
   first_stage<Recipe> first_;
   reading_type reading_;
   attention<view_type, read_view_type, Out> attention_;

@@ -6,6 +6,7 @@
 
 #include "../../../core/model_shape.hpp"
 #include "../../../planned.hpp"
+#include "../../../runtime/layer_roles.hpp"
 #include "../choose/score_and_choose.cuh"
 #include "../score/query_window.cuh"
 #include "../store/kv_store.cuh"
@@ -41,6 +42,7 @@ class first_stage {
   void observe_prompt(const Any&...) {}
   template <class... Any>
   void observe_step(const Any&...) const {}
+  index_t chooser(index_t layer, const planned<Recipe>&, const layer_roles&) const { return layer; }
   offset_t bytes_of_place() const { return 0; }
 };
 
@@ -57,6 +59,8 @@ class first_stage<Recipe, true> {
   using scorer = typename policy::scorer_type;
   static constexpr observes observed = scorer::observed;
   static_assert(check_runs_on_devices<policy>());
+  static constexpr bool joins = joining_scope<typename policy::scope_type>;
+  static constexpr bool newest = joins_rows_by<scorer> == row_join::newest;
   static constexpr bool in_steps = fires_in_steps<typename Recipe::schedule_type>;
   static constexpr index_t observed_at_once = 512;  // queries of one accumulating call: bounds its workspace
 
@@ -76,6 +80,8 @@ class first_stage<Recipe, true> {
                 device),
         observe_scratch_(observe_.workspace_bytes()),
         choose_scratch_(choose_.workspace_bytes()) {
+    require(!weighted_scorer<scorer> || !shape.output_projection, "output_projection", "given",
+            "null: the device weighs values as they are", "leave it out, or take the CPU's cache");
     if constexpr (observed == observes::window) {
       window_ =
           query_window<T>(shape.layers * options.sequences, recipe.retain.scorer.window, shape.q_heads, layout::k_dim);
@@ -93,12 +99,13 @@ class first_stage<Recipe, true> {
                       const logit_rule& rule, const rows_view<const T>& q, index_t next, cudaStream_t stream) {
     if constexpr (observed == observes::window) window_.remember(layer * sequences_ + id, q, stream);
     if constexpr (observed == observes::every_query) {
-      for (index_t done = 0; done < q.tokens; done += observed_at_once) {
+      const index_t asked = policies.first.queries_needed(q.tokens);
+      for (index_t done = q.tokens - asked; done < q.tokens; done += observed_at_once) {
         rows_view<const T> some = q;
         some.data += done * q.token_stride;
         some.tokens = std::min(observed_at_once, q.tokens - done);
-        observe_step(store, store.view(layer, id), policies, rule, some,
-                     set_number(position_.data(), next - q.tokens + done, stream), stream);
+        observe(store, store.view(layer, id), policies, rule, some,
+                set_number(position_.data(), next - q.tokens + done, stream), stream);
       }
     }
   }
@@ -107,16 +114,27 @@ class first_stage<Recipe, true> {
                     const logit_rule& rule, const rows_view<const T>& q, const index_t* first_position,
                     cudaStream_t stream) const {
     if constexpr (observed == observes::every_query) {
-      score_problem<view_type> problem;
-      problem.view = view;
-      problem.q = q;
-      problem.first_position = first_position;
-      problem.rule = rule;
-      problem.scores = store.scores();
-      problem.offsets = view.position_begin;
-      problem.accumulate = true;
-      observe_.run(problem, policies.first.scorer, observe_scratch_.data(), stream);
+      rows_view<const T> asked = q;
+      if (newest && q.tokens > 1) {
+        asked.data += (q.tokens - 1) * q.token_stride;
+        asked.tokens = 1;
+        first_position = add_number(position_.data(), first_position, q.tokens - 1, q.sequences, stream);
+      }
+      observe(store, view, policies, rule, asked, first_position, stream);
     }
+  }
+
+  /// The layer whose choice this one takes when a prompt ends: its own, or an earlier one's.
+  index_t chooser(index_t layer, [[maybe_unused]] const planned<Recipe>& policies,
+                  [[maybe_unused]] const layer_roles& roles) const {
+    if constexpr (Recipe::retain_type::reuses) {
+      index_t place = 0;
+      for (index_t before = 0; before < layer; ++before) place += roles.follows_recipe(before);
+      for (index_t back = place - policies.first.scope.chooser(place); back > 0; back -= roles.follows_recipe(layer)) {
+        --layer;
+      }
+    }
+    return layer;
   }
 
   /// Forgets a turn's queries.
@@ -128,7 +146,7 @@ class first_stage<Recipe, true> {
 
   /// Bounds of what a layer of one sequence keeps when its prompt ends.
   token_bound bound(index_t layer, index_t id, const token_bound& held, const planned<Recipe>& policies) const {
-    const token_bound most = bound_kept(policies.first.budget, extent(layer, held.longest, tail(layer, id, policies)));
+    const token_bound most = most_of(policies, extent(layer, held.longest, tail(layer, id, policies)));
     return {std::min(most.longest, held.longest), std::min(most.total, held.total)};
   }
   /// Whether a layer keeps all that it holds, whatever the scores.
@@ -138,8 +156,7 @@ class first_stage<Recipe, true> {
   /// Bounds of what a step leaves in place, and by how much every head's room grows for certain.
   token_bound bound_in_step(index_t layer, const token_bound& held, const planned<Recipe>& policies,
                             index_t own) const {
-    const token_bound most =
-        bound_kept(policies.first.budget, extent(layer, held.longest, std::max(own, step_tail(policies))));
+    const token_bound most = most_of(policies, extent(layer, held.longest, std::max(own, step_tail(policies))));
     return {std::min(most.longest, held.longest), std::min(most.total, held.total)};
   }
   static constexpr bool heads_are_even = keeps_heads_even<typename policy::budget_type>;
@@ -186,7 +203,7 @@ class first_stage<Recipe, true> {
       return capacity;
     } else {
       return tessera::cuda::most_kept(
-          recipe.retain, shape.layers, shape.kv_heads, capacity,
+          recipe.retain, shape.layers, joins ? 1 : shape.kv_heads, capacity,
           std::max(options.step_tokens, recipe.retain.scorer.protected_tail(recipe.retain.budget.tokens)));
     }
   }
@@ -195,11 +212,30 @@ class first_stage<Recipe, true> {
     return policies.first.scorer.protected_tail(policies.first.budget.tokens);
   }
   layer_extent extent(index_t layer, index_t longest, index_t kept_tail) const {
-    return {layer, shape_.layers, shape_.kv_heads, kept_tail, longest};
+    return {layer, shape_.layers, joins ? 1 : shape_.kv_heads, kept_tail, longest};
+  }
+  /// Where heads choose together, the budget sees one of them.
+  token_bound most_of(const planned<Recipe>& policies, const layer_extent& layer) const {
+    token_bound most = bound_kept(policies.first.budget, layer);
+    if (joins) most.total *= shape_.kv_heads;
+    return most;
   }
   index_t tail(index_t layer, index_t id, const planned<Recipe>& policies) const {
     if constexpr (observed == observes::window) return window_.queries(layer * sequences_ + id).tokens;
     return policies.first.scorer.protected_tail(policies.first.budget.tokens);
+  }
+
+  void observe(const store_type& store, const view_type& view, const planned<Recipe>& policies, const logit_rule& rule,
+               const rows_view<const T>& q, const index_t* first_position, cudaStream_t stream) const {
+    score_problem<view_type> problem;
+    problem.view = view;
+    problem.q = q;
+    problem.first_position = first_position;
+    problem.rule = rule;
+    problem.scores = store.scores();
+    problem.offsets = view.position_begin;
+    problem.accumulate = !newest;
+    observe_.run(problem, policies.first.scorer, observe_scratch_.data(), stream);
   }
 
   /// The newest `own` tokens stay whatever their score, or more where the scorer says so.
@@ -211,9 +247,11 @@ class first_stage<Recipe, true> {
     problem.layer = layer;
     problem.layers = shape_.layers;
     problem.q = q;
+    problem.q.heads = shape_.q_heads;
     problem.first_position = position;
     problem.rule = rule;
     if constexpr (with_scores) problem.scores = {store.scores(), 0, 0, view.position_begin};
+    if constexpr (Recipe::needs_segments) problem.segments = store.segments(view);
     problem.tail = own;
     return choose_.run(policies.first, problem, choose_scratch_.data(), stream);
   }
@@ -224,7 +262,7 @@ class first_stage<Recipe, true> {
   score_and_choose<view_type, policy> choose_;
   device_buffer<unsigned char> observe_scratch_, choose_scratch_;
   query_window<T> window_;
-  device_buffer<index_t> position_{1};
+  device_buffer<index_t> position_{std::size_t(batch_)};
 };
 
 }  // namespace cuda

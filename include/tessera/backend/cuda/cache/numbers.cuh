@@ -13,6 +13,13 @@ __global__ void __launch_bounds__(Threads) set_number_entry(T* to, const __grid_
   if (threadIdx.x == 0) *to = value;
 }
 
+template <int Threads>
+__global__ void __launch_bounds__(Threads)
+    add_number_entry(index_t* to, const index_t* from, index_t more, index_t count) {
+  const index_t i = index_t(blockIdx.x * Threads + threadIdx.x);
+  if (i < count) to[i] = from[i] + more;
+}
+
 /// Of every sequence of a batch: where its step begins, and where the next one will.
 template <int Threads>
 __global__ void __launch_bounds__(Threads) advance_positions_entry(index_t* next, const index_t* ids, index_t* first,
@@ -30,6 +37,13 @@ template <class T>
 const T* set_number(T* to, const T& value, cudaStream_t stream) {
   detail::set_number_entry<T, 32><<<1, 32, 0, stream>>>(to, value);
   check(cudaGetLastError(), "launch of set_number");
+  return to;
+}
+
+/// to [count] = from [count] + more.
+inline const index_t* add_number(index_t* to, const index_t* from, index_t more, index_t count, cudaStream_t stream) {
+  detail::add_number_entry<128><<<unsigned((count + 127) / 128), 128, 0, stream>>>(to, from, more, count);
+  check(cudaGetLastError(), "launch of add_number");
   return to;
 }
 

@@ -5,8 +5,10 @@
 #include <string>
 
 #include "../../../core/choose_problem.hpp"
+#include "../score/divide_rows.cuh"
 #include "../score/score.cuh"
-#include "../score/score_positions.cuh"
+#include "../score/stored_scores.cuh"
+#include "join_heads.cuh"
 #include "retain.cuh"
 
 TESSERA_NAMESPACE_BEGIN
@@ -39,16 +41,22 @@ index_t most_kept(const Policy& policy, index_t layers, index_t kv_heads, index_
 ///
 /// No allocation, no synchronisation, no length on the host: a recorded run can be replayed while lengths change.
 /// Returns  row r = sequence * kv_heads + head, from r * limits.kept on, in the workspace: valid until its next run.
-/// Errors   what the scorer needs is not there, more than the limits allow: tessera::error before anything is launched.
-/// Cost     scorers of a window: attentive_score. Then pooling, budget and selection: choose_kept.
+/// Errors   what the scorer needs is not there, more than the limits allow: tessera::error before anything is launched. Not
+///          seen by the host: heads of different lengths where they keep the same slots.
+/// Cost     scorers of a window: attentive_score; those by contents: score_contents, score_lagged. Then pooling, budget and
+///          selection: choose_kept, of one row a sequence where its heads choose together.
 template <class View, class Policy>
 class score_and_choose {
   using T = typename View::element_type;
   using scorer = typename Policy::scorer_type;
+  using scope = typename Policy::scope_type;
   static constexpr observes observed = scorer::observed;
+  static constexpr bool joins = joining_scope<scope>;
   static_assert(check_runs_on_devices<Policy>());
 
   using score_type = attentive_score_where<View, scorer, observed == observes::window>;
+  using stored_type = typename detail::stored_score<View, scorer>::type;
+  using weight_type = typename detail::weight_score<View, scorer>::type;
 
  public:
   using problem_type = choose_problem<View, T>;
@@ -57,7 +65,9 @@ class score_and_choose {
       : limits_(limits),
         kept_(limits.kept > 0 ? std::min(limits.kept, limits.capacity) : limits.capacity),
         score_(limits.sequences, limits.kv_heads, limits.q_heads, limits.queries, limits.capacity, device),
-        choose_(policy, limits.sequences, limits.kv_heads, limits.capacity, kept_, device) {}
+        stored_(limits.sequences * limits.kv_heads, limits.capacity),
+        weight_(limits.sequences * limits.kv_heads, limits.capacity),
+        choose_(policy, limits.sequences, joins ? 1 : limits.kv_heads, limits.capacity, kept_, device) {}
 
   std::size_t workspace_bytes() const { return choose_at() + choose_.workspace_bytes(); }
 
@@ -81,7 +91,7 @@ class score_and_choose {
       in.scores = raw;
       in.row_stride = limits_.capacity;
       if constexpr (observed == observes::nothing) {
-        score_positions(p.view, p.first_position, policy.scorer, raw, limits_.capacity, stream);
+        stored_.run(p.view, p.first_position, policy.scorer, raw, limits_.capacity, bytes + score_at(), stream);
       } else {
         score_problem<View> problem;
         problem.view = p.view;
@@ -93,9 +103,29 @@ class score_and_choose {
         problem.scores = raw;
         problem.row_stride = limits_.capacity;
         score_.run(problem, policy.scorer, bytes + score_at(), stream);
+        if constexpr (joins_rows_by<scorer> == row_join::mean) divide_rows(problem, limits_.capacity, stream);
       }
     }
-    return choose_.run(policy, in, p.layer, p.layers, bytes + choose_at(), stream);
+    slot_facts beside;
+    beside.segments = {p.segments, p.view.kv_heads, joins ? 1 : p.view.kv_heads};
+    if constexpr (weighted_scorer<scorer>) {
+      auto* weights = reinterpret_cast<float*>(bytes + weights_at());
+      weight_.run(p.view, p.first_position, policy.scorer.weight, weights, limits_.capacity, nullptr, stream);
+      beside.weights = weights;
+      beside.weight_stride = limits_.capacity;
+    }
+    if constexpr (!joins) {
+      return choose_.run(policy, in, p.layer, p.layers, bytes + choose_at(), stream, beside);
+    } else {
+      constexpr row_join by = joins_rows_by<scorer>;
+      constexpr bool adds_up = observed != observes::nothing && (by == row_join::sum || by == row_join::newest);
+      const index_t summed = adds_up && p.q.heads > 0 ? p.q.heads : p.view.kv_heads;
+      const score_rows joined =
+          join_heads(in, policy.scope, summed, limits_.capacity, reinterpret_cast<float*>(bytes + joined_at()), stream);
+      const selection_view one = choose_.run(policy, joined, p.layer, p.layers, bytes + choose_at(), stream, beside);
+      return give_to_heads(one, p.view.sequences, p.view.kv_heads, reinterpret_cast<index_t*>(bytes + slots_at()),
+                           kept_, reinterpret_cast<index_t*>(bytes + counts_at()), stream);
+    }
   }
 
  private:
@@ -119,10 +149,14 @@ class score_and_choose {
           "sequence stride of the scores", p.scores.sequence_stride,
           "kv_heads rows, " + std::to_string(p.scores.head_stride * p.view.kv_heads),
           "keep them as [sequences, kv_heads, slots], or pass where each row begins");
-    } else {
+    } else if constexpr (observed == observes::window || positional_scorer<scorer>) {
       require(p.first_position != nullptr, "first_position", "null", "a position for each sequence",
               "say where the queries, or the next tokens, are");
     }
+    require(!Policy::needs_segments || p.segments.data, "segments", "null",
+            "which segment of the text every stored slot belongs to", "keep them beside the tokens: cuda::append");
+    require(!weighted_scorer<scorer> || !p.projection, "projection", "given",
+            "null: the device weighs values as they are", "leave it out, or choose on the CPU");
     if constexpr (observed == observes::window) {
       require(!p.valid || p.tails || p.tail == 0, "tail", p.tail, "0 where valid is given", "pass tails by sequence");
     } else {
@@ -132,7 +166,7 @@ class score_and_choose {
               "pass what the scorer protects of each budget");
     }
     if (!p.budgets && !p.tails) {
-      const layer_extent extent{p.layer, p.layers, p.view.kv_heads, tail_of(policy, p), limits_.capacity};
+      const layer_extent extent{p.layer, p.layers, joins ? 1 : p.view.kv_heads, tail_of(policy, p), limits_.capacity};
       const index_t most =
           std::max(bound_kept(policy.budget, extent).longest, std::min(extent.protected_tail, extent.longest));
       require(most <= kept_, "tokens that a kv_head may keep", most, "at most " + std::to_string(kept_),
@@ -140,15 +174,29 @@ class score_and_choose {
     }
   }
 
-  std::size_t score_at() const {
-    const auto scores = std::size_t(limits_.sequences) * std::size_t(limits_.kv_heads) * std::size_t(limits_.capacity);
-    return observed == observes::every_query ? 0 : array_bytes<float>(scores);
+  // The workspace: raw scores; weights; one row and its slots for all heads; what scoring needs; what choosing needs.
+  std::size_t rows() const { return std::size_t(limits_.sequences) * std::size_t(limits_.kv_heads); }
+  std::size_t weights_at() const {
+    return observed == observes::every_query ? 0 : array_bytes<float>(rows() * std::size_t(limits_.capacity));
   }
-  std::size_t choose_at() const { return score_at() + padded(score_.workspace_bytes()); }
+  std::size_t joined_at() const {
+    return weights_at() + (weighted_scorer<scorer> ? array_bytes<float>(rows() * std::size_t(limits_.capacity)) : 0);
+  }
+  std::size_t slots_at() const {
+    return joined_at() +
+           (joins ? array_bytes<float>(std::size_t(limits_.sequences) * std::size_t(limits_.capacity)) : 0);
+  }
+  std::size_t counts_at() const { return slots_at() + (joins ? array_bytes<index_t>(rows() * std::size_t(kept_)) : 0); }
+  std::size_t score_at() const { return counts_at() + (joins ? array_bytes<index_t>(rows()) : 0); }
+  std::size_t choose_at() const {
+    return score_at() + padded(std::max(score_.workspace_bytes(), stored_.workspace_bytes()));
+  }
 
   choose_limits limits_;
   index_t kept_;
   score_type score_;
+  stored_type stored_;
+  weight_type weight_;
   choose_kept<Policy> choose_;
 };
 

@@ -65,6 +65,39 @@ __device__ __forceinline__ uint2 inclusive_sum(uint2 value, int lane) {
   return value;
 }
 
+/// The lanes of a warp as a team that runs one body together: see core/one_lane.hpp. Host bodies are there because HD
+/// templates name them; nobody calls them.
+struct warp_team {
+  static constexpr int size = 32;
+  TESSERA_HD int rank() const {
+#ifdef __CUDA_ARCH__
+    return int(threadIdx.x) % 32;
+#else
+    return 0;
+#endif
+  }
+  template <class T>
+  TESSERA_HD T sum(T x) const {
+#ifdef __CUDA_ARCH__
+#pragma unroll
+    for (int step = 16; step > 0; step /= 2) x += __shfl_xor_sync(~0u, x, step);
+#endif
+    return x;
+  }
+  TESSERA_HD index_t before(index_t x) const {
+#ifdef __CUDA_ARCH__
+    return inclusive_sum(x, rank()) - x;
+#else
+    return x;
+#endif
+  }
+  TESSERA_HD void sync() const {
+#ifdef __CUDA_ARCH__
+    __syncwarp();
+#endif
+  }
+};
+
 /// Prefix sums over the threads of a block, for unsigned and index_t; lies in shared memory. All threads call; one barrier,
 /// and another is needed before the next call. cub::BlockScan does the same: decision 0011 says why it is not used.
 template <int Threads, class T>

@@ -11,7 +11,8 @@
 TESSERA_NAMESPACE_BEGIN
 namespace cuda {
 
-/// Scores every stored token by the sum of scorer.weigh(logit, lse) over the query rows and the heads of their group.
+/// Scores every stored token by the sum of scorer.weigh(logit, lse) over the query rows and the heads of their group, or by
+/// the largest of them; a mean over rows is the caller's division, and the newest query alone the caller's to pass.
 ///
 /// `workspace_bytes` once, then `run` any number of times: no allocation, no synchronisation, no length on the host, so a
 /// captured graph can be replayed while lengths grow. Equal to cpu::row_log_sum_exp and cpu::accumulate_scores to

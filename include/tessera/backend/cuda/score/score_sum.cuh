@@ -70,7 +70,7 @@ struct sum_kernel {
     }
   }
 
-  using token_sums = score_sums<key_tiles, in_order>;
+  using token_sums = score_sums<key_tiles, in_order, joins_rows_by<Scorer> == row_join::maximum>;
 
   /// What a chunk's rows make of a warp's tokens.
   __device__ static void consume(const problem_type& p, const Scorer& scorer, const scored_head& at,

@@ -1,6 +1,7 @@
 // How the weights of query rows become a token's score: free order where it is cheaper, row order where bits must last.
 #pragma once
 
+#include "../../../concepts/scorer.hpp"
 #include "../device/warp.cuh"
 
 TESSERA_NAMESPACE_BEGIN
@@ -11,11 +12,22 @@ namespace detail {
 ///
 /// Weights come as a 16x8x16 product leaves them: lane l holds tokens l / 4 + {0, 8} of each key tile against rows
 /// 2 * (l % 4) + {0, 1} of each 8. In order, one lane adds all rows of a token one by one, and what later calls add
-/// continues the same chain; else each lane keeps parts of its tokens and the four lanes meet at the end.
-template <int KeyTiles, bool InOrder>
+/// continues the same chain; else each lane keeps parts of its tokens and the four lanes meet at the end. `Maximum`: the
+/// largest weight in place of their sum; a NaN stays.
+template <int KeyTiles, bool InOrder, bool Maximum = false>
 struct score_sums {
   static constexpr int tokens = KeyTiles * 2;  // of a lane
   float sum[InOrder ? 1 : tokens];
+
+  __device__ static float join(float a, float b) {
+    if constexpr (Maximum) {
+      float most;
+      asm("max.NaN.f32 %0, %1, %2;" : "=f"(most) : "f"(a), "f"(b));
+      return most;
+    } else {
+      return a + b;
+    }
+  }
 
   /// The token that a lane adds in order: with one key tile, two lanes keep the same.
   __device__ static int own(int lane) { return lane % (KeyTiles == 2 ? 4 : 2) * 8 + lane / 4; }
@@ -33,7 +45,7 @@ struct score_sums {
 #pragma unroll
       for (int i = 0; i < tokens; ++i) {
         const int k = i / 2, h = i % 2 * 2;
-        sum[i] += (w[k][0][h] + w[k][0][h + 1]) + (w[k][1][h] + w[k][1][h + 1]);
+        sum[i] = join(sum[i], join(join(w[k][0][h], w[k][0][h + 1]), join(w[k][1][h], w[k][1][h + 1])));
       }
     } else if constexpr (KeyTiles == 2) {
 #pragma unroll
@@ -61,9 +73,14 @@ struct score_sums {
     } else {
 #pragma unroll
       for (int i = 0; i < tokens; ++i) {
-        sum[i] = lanes_sum<4>(sum[i]);
+        if constexpr (Maximum) {
+#pragma unroll
+          for (int step = 1; step < 4; step *= 2) sum[i] = join(sum[i], __shfl_xor_sync(~0u, sum[i], step));
+        } else {
+          sum[i] = lanes_sum<4>(sum[i]);
+        }
         const int token = i * 8 + lane / 4;
-        if (lane % 4 == 0 && token < left) scores[token] = accumulate ? scores[token] + sum[i] : sum[i];
+        if (lane % 4 == 0 && token < left) scores[token] = accumulate ? join(scores[token], sum[i]) : sum[i];
       }
     }
   }
@@ -87,7 +104,7 @@ struct score_sums {
   }
   __device__ static float add_rows(float total, const float (&x)[4][2]) {
 #pragma unroll
-    for (int i = 0; i < 4; ++i) total = total + x[i][0] + x[i][1];
+    for (int i = 0; i < 4; ++i) total = join(join(total, x[i][0]), x[i][1]);
     return total;
   }
 };

@@ -5,6 +5,7 @@
 
 #include "../../../core/model_shape.hpp"
 #include "../../../core/views.hpp"
+#include "number_segments.cuh"
 #include "pack.cuh"
 
 TESSERA_NAMESPACE_BEGIN
@@ -250,7 +251,7 @@ __global__ void __launch_bounds__(append_threads) advance_entry(const __grid_con
 /// Appends new K and V rows of every (sequence, kv_head), as the view stores rows, and advances the lengths on the device.
 ///
 /// Lengths are per (sequence, head), or per sequence with length_strides.head 0. One launch for a decode step's few
-/// tokens, a second tiny one for a prefill chunk.   Workspace  none.   Cost  reads and writes each new row once.
+/// tokens, a second tiny one for a prefill chunk, one more where segments are numbered.   Workspace  none.   Cost  reads and writes each new row once.
 template <class View, class E>
 class append {
  public:
@@ -268,7 +269,8 @@ class append {
     require_dim(p.k, View::k_dim, "k");
     require_dim(p.v, View::v_dim, "v");
     require(p.k.tokens == p.v.tokens, "tokens of v", p.v.tokens, std::to_string(p.k.tokens), "append k and v together");
-    require(!p.segments.data, "segments", "given", "none: the device does not number them yet", "append on the CPU");
+    require(!p.segments.data || (p.boundaries && p.texts), "boundaries and texts", "null",
+            "a flag for every new token, and where each text stands", "pass them with the segment column");
     require(p.k.tokens >= 0, "tokens", p.k.tokens, "at least 0", "pass how many tokens come");
     if (p.view.sequences == 0 || p.k.tokens == 0) return;
     const auto fits = [&](const auto& rows) { return rows.sequences == p.view.sequences && rows.heads == kv_heads_; };
@@ -276,6 +278,7 @@ class append {
             "pass new rows of every sequence and kv_head");
     require(p.k.data && p.v.data && p.view.k && p.view.v && p.view.lengths, "memory of the problem", "null",
             "rows of k and v, and a view with lengths", "pass device memory");
+    if (p.segments.data) number_segments(p, stream);
     const index_t groups = p.view.sequences * (p.view.length_strides.head ? kv_heads_ : 1);
     const offset_t rows = offset_t(p.k.tokens) * (p.view.sequences * kv_heads_ / groups);
     const offset_t work = rows * ((View::k_dim + View::v_dim) / detail::append_chunk);

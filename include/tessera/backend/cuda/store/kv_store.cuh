@@ -22,8 +22,23 @@ struct kept_slots {
   token_bound bound;
 };
 
+/// The columns that a recipe asks for.
+struct column_set {
+  bool positions = false;  ///< where tokens are dropped
+  bool scores = false;     ///< of scorers that accumulate
+  bool segments = false;   ///< which segment of the text a token belongs to
+  std::size_t count() const { return std::size_t(positions) + std::size_t(scores) + std::size_t(segments); }
+};
+
+/// What new tokens say about their segments, on the device; nothing where a store holds none.
+struct new_segments {
+  const std::uint8_t* boundaries = nullptr;  ///< [sequences, tokens]
+  segment_cursor* texts = nullptr;           ///< [sequences]
+};
+
 /// Tokens of every (layer, sequence), heads of uneven length, slots in position order. The layout says what a token takes
-/// and where its rows lie; positions (where tokens are dropped) and scores (where they accumulate) are columns in runs.
+/// and where its rows lie; positions (where tokens are dropped), scores (where they accumulate) and segments (where a
+/// recipe sees them) are columns in runs.
 ///
 /// The device holds lengths and places, the host bounds only. All calls of one store follow one another on one stream.
 /// Calls that need room plan it for every place first: when they throw, nothing has changed.
@@ -40,21 +55,18 @@ class kv_store {
     device_buffer<unsigned char> scratch;
   };
 
-  kv_store(index_t layers, index_t sequences, index_t kv_heads, index_t tokens, offset_t rows, bool with_positions,
-           bool with_scores)
+  kv_store(index_t layers, index_t sequences, index_t kv_heads, index_t tokens, offset_t rows, const column_set& with)
       : layers_(layers),
         sequences_(sequences),
         heads_(kv_heads),
         tokens_(tokens),
-        with_positions_(with_positions),
-        with_scores_(with_scores),
+        with_(with),
         bounds_(std::size_t(layers) * std::size_t(sequences)),
         rows_(layers, sequences, kv_heads, tokens,
               rows > 0 ? rows : rows_type::rows_for(layers * sequences, kv_heads, tokens)),
         columns_(layers * sequences, kv_heads,
-                 with_positions || with_scores ? run_pool::rows_for(layers * sequences, kv_heads, tokens) : 0,
-                 std::vector<index_t>(std::size_t(with_positions) + std::size_t(with_scores), 4),
-                 "rows of the columns"),
+                 with.count() > 0 ? run_pool::rows_for(layers * sequences, kv_heads, tokens) : 0,
+                 std::vector<index_t>(with.count(), 4), "rows of the columns"),
         lengths_(layers, sequences, kv_heads),
         begins_(layers, sequences, kv_heads) {}
 
@@ -75,7 +87,8 @@ class kv_store {
   }
   slot_column<index_t> positions(const view_type& view) const { return {positions(), 0, 0, view.position_begin}; }
   slot_column<float> scores(const view_type& view) const { return {scores(), 0, 0, view.position_begin}; }
-  float* scores() const { return with_scores_ ? columns_.plane_data<float>(with_positions_) : nullptr; }
+  float* scores() const { return with_.scores ? columns_.plane_data<float>(with_.positions) : nullptr; }
+  slot_column<const index_t> segments(const view_type& view) const { return {segments(), 0, 0, view.position_begin}; }
 
   void require_fits(index_t layer, index_t id, index_t tokens) const {
     const offset_t wanted = offset_t(bound(layer, id).longest) + tokens;
@@ -136,17 +149,23 @@ class kv_store {
     if (columns_.holds_planes()) columns_.took(at, tokens);
   }
 
-  /// Appends rows behind a view's tokens; positions count from first_position[sequence]. The view's lengths advance.
+  /// Appends rows behind a view's tokens; positions count from first_position[sequence]. The view's lengths advance, and
+  /// so do the texts where the store holds segments.
   void append_rows(const view_type& view, const rows_view<const T>& k, const rows_view<const T>& v,
-                   const index_t* first_position, cudaStream_t stream) const {
+                   const index_t* first_position, const new_segments& text, cudaStream_t stream) const {
     append_problem<view_type, T> problem;
     problem.view = view;
     problem.k = k;
     problem.v = v;
     problem.lengths = const_cast<index_t*>(view.lengths);
     problem.first_position = first_position;
-    if (with_positions_) problem.positions = positions(view);
-    if (with_scores_) problem.scores = scores(view);
+    if (with_.positions) problem.positions = positions(view);
+    if (with_.scores) problem.scores = scores(view);
+    if (with_.segments) {
+      problem.segments = {segments(), 0, 0, view.position_begin};
+      problem.boundaries = text.boundaries;
+      problem.texts = text.texts;
+    }
     append<view_type, T>(view.sequences, heads_).run(problem, nullptr, stream);
   }
 
@@ -229,7 +248,7 @@ class kv_store {
     const auto first = downloaded(begins_.of(layer, id), std::size_t(heads_));
     std::vector<std::vector<index_t>> all(held.size());
     for (std::size_t h = 0; h < held.size(); ++h) {
-      if (with_positions_) {
+      if (with_.positions) {
         all[h] = downloaded(positions() + first[h], std::size_t(held[h]));
       } else {
         all[h].resize(std::size_t(held[h]));
@@ -249,7 +268,10 @@ class kv_store {
     return std::size_t(layer) * std::size_t(sequences_) + std::size_t(id);
   }
   offset_t* begins(std::size_t at) const { return begins_.of(index_t(at) / sequences_, index_t(at) % sequences_); }
-  index_t* positions() const { return with_positions_ ? columns_.plane_data<index_t>(0) : nullptr; }
+  index_t* positions() const { return with_.positions ? columns_.plane_data<index_t>(0) : nullptr; }
+  index_t* segments() const {
+    return with_.segments ? columns_.plane_data<index_t>(std::size_t(with_.positions) + with_.scores) : nullptr;
+  }
 
   view_type with_columns(view_type view, const index_t* lengths, const offset_t* begins) const {
     view.lengths = lengths;
@@ -267,15 +289,19 @@ class kv_store {
                                           at, counts, [&](std::size_t p) { return begins(p); }, stream);
   }
   void set_columns(pack_problem<view_type, view_type>& problem, const offset_t* begins) const {
-    if (with_positions_) problem.positions = {positions(), 0, 0, begins};
-    if (with_scores_) {
+    if (with_.positions) problem.positions = {positions(), 0, 0, begins};
+    if (with_.segments) {
+      problem.from_segments = {segments(), 0, 0, problem.from.position_begin};
+      problem.segments = {segments(), 0, 0, begins};
+    }
+    if (with_.scores) {
       problem.from_scores = {scores(), 0, 0, problem.from.position_begin};
       problem.scores = {scores(), 0, 0, begins};
     }
   }
 
   index_t layers_, sequences_, heads_, tokens_;
-  bool with_positions_, with_scores_;
+  column_set with_;
   std::vector<token_bound> bounds_;
   rows_type rows_;
   run_pool columns_;

@@ -134,7 +134,7 @@ struct pack_kernel {
       const index_t* slots = p.chosen.row(row);
       const index_t count = p.chosen.count(row), used = min(index_t(tile), count - first);
 
-      index_t position = 0;
+      index_t position = 0, segment = 0;
       float score = 0, k_scale = 1, v_scale = 1;
       if (thread < used) {
         const index_t slot = slots[first + thread];
@@ -144,6 +144,7 @@ struct pack_kernel {
         s.to_v[thread] = p.to.value(b, h, first + thread);
         if (p.positions.data) position = p.from.position(b, h, slot);
         if (p.scores.data) score = p.from_scores.at(b, h, heads, slot);
+        if (p.segments.data) segment = p.from_segments.at(b, h, heads, slot);
         if constexpr (scaled) k_scale = p.from.key_scale(b, h, slot), v_scale = p.from.value_scale(b, h, slot);
         // Sources ascend strictly: if the last one stays where it is, all before it do.
         if (InPlace && thread == used - 1) s.moves = slot != first + thread;
@@ -205,6 +206,7 @@ struct pack_kernel {
       if (thread < used) {
         if (p.positions.data) p.positions.at(b, h, heads, first + thread) = position;
         if (p.scores.data) p.scores.at(b, h, heads, first + thread) = score;
+        if (p.segments.data) p.segments.at(b, h, heads, first + thread) = segment;
         if constexpr (scaled) {
           const offset_t at = p.to.scales.index(p.to.table.locate(b, h, first + thread), h);
           p.to.scales.k[at] = k_scale, p.to.scales.v[at] = v_scale;
@@ -232,7 +234,7 @@ __global__ void __launch_bounds__(pack_threads, 4)
 }  // namespace detail
 
 /// Copies the chosen slots of every (sequence, kv_head) to slots 0, 1, 2, ... of another view, or of the same one: rows as
-/// they are stored, with their scales, positions and scores, behind any tables.
+/// they are stored, with their scales, positions, scores and segments, behind any tables.
 ///
 /// In place (`InPlace`, `to` over the memory of `from`): safe in any order of blocks, because the selection ascends.
 /// Counts are read on the device; a captured launch can be replayed while they change. In-place runs that share a
@@ -271,7 +273,6 @@ class pack {
             "the shape of from, " + std::to_string(rows), "pack between views of one shape");
     require(rows >= 0 && rows <= rows_, "sequences * kv_heads", rows, "at most " + std::to_string(rows_),
             "construct pack for the largest batch");
-    require(!problem.segments.data, "segments", "given", "none: the device does not move them yet", "pack on the CPU");
     require(!InPlace || (problem.from.k == problem.to.k && problem.from.v == problem.to.v), "memory of to", "another",
             "that of from", "leave InPlace false for fresh memory");
     if (rows == 0) return;

@@ -1,0 +1,64 @@
+// What a cache's new tokens say about the segments of their texts, on the device.
+#pragma once
+
+#include <algorithm>
+#include <vector>
+
+#include "../store/kv_store.cuh"
+#include "numbers.cuh"
+
+TESSERA_NAMESPACE_BEGIN
+namespace cuda {
+
+/// A recipe that sees no segments: nothing is held, nothing is said.
+template <bool Needed>
+class text_marks {
+ public:
+  text_marks(index_t, index_t, index_t, index_t) {}
+  new_segments of_chunk(const segment_marks&, index_t, cudaStream_t) const { return {}; }
+  void set(const std::vector<segment_cursor>&, cudaStream_t) const {}
+  new_segments of_step(index_t) const { return {}; }
+};
+
+/// Flags of a prompt chunk and where texts stand, copied from the host that counts them.
+template <>
+class text_marks<true> {
+ public:
+  text_marks(index_t layers, index_t sequences, index_t tokens, index_t step_tokens)
+      : layers_(layers),
+        sequences_(sequences),
+        flags_(std::size_t(tokens)),
+        no_flags_(std::size_t(sequences) * std::size_t(step_tokens)),
+        texts_(std::size_t(layers) * std::size_t(sequences)) {}
+
+  /// The flags may be freed when this returns.
+  new_segments of_chunk(const segment_marks& marks, index_t tokens, cudaStream_t stream) const {
+    check(cudaMemcpyAsync(flags_.data(), marks.boundaries, std::size_t(tokens), cudaMemcpyHostToDevice, stream),
+          "cudaMemcpyAsync");
+    set_number(text_.data(), marks.before, stream);
+    return {flags_.data(), text_.data()};
+  }
+
+  /// Before a step, on the host: where the texts of its sequences stand, the same in every layer.
+  void set(const std::vector<segment_cursor>& texts, cudaStream_t stream) const {
+    constexpr std::size_t most = detail::texts_at_a_time;
+    for (std::size_t first = 0; first < texts.size(); first += most) {
+      detail::some_texts some{};
+      const std::size_t count = std::min(texts.size() - first, most);
+      std::copy_n(texts.begin() + offset_t(first), count, some.texts);
+      detail::set_texts_entry<int(most)>
+          <<<unsigned(layers_), unsigned(most), 0, stream>>>(some, index_t(count), sequences_, texts_.data() + first);
+      check(cudaGetLastError(), "launch of set_texts");
+    }
+  }
+  /// A layer of that step; no segment ends, but for its length. Recordable.
+  new_segments of_step(index_t layer) const { return {no_flags_.data(), texts_.data() + offset_t(layer) * sequences_}; }
+
+ private:
+  index_t layers_, sequences_;
+  device_buffer<std::uint8_t> flags_, no_flags_;
+  device_buffer<segment_cursor> texts_, text_{1};
+};
+
+}  // namespace cuda
+TESSERA_NAMESPACE_END
