@@ -171,31 +171,27 @@ struct retain_all {
   static void policies(Visit&&) {}
 };
 
-/// Whether the CUDA backend runs a first stage. What each line holds back has bodies there that have not run on a GPU yet:
-/// the line goes once their tests have.
+/// A policy whose body runs on the host alone says so: `static constexpr bool host_only = true;`.
+template <class Policy>
+concept host_only_policy = requires {
+  requires Policy::host_only;
+};
+
+/// Whether the CUDA backend runs a first stage.
 template <class Stage>
 inline constexpr bool runs_on_devices = [] {
   if constexpr (Stage::chooses) {
-    using scorer = typename Stage::scorer_type;
-    if constexpr (joining_scope<typename Stage::scope_type>) return false;
-    if constexpr (Stage::needs_segments) return false;
-    if constexpr (contents_scorer<scorer> && !anchored_scorer<scorer>) return false;
-    if constexpr (anchored_scorer<scorer>) return false;
-    if constexpr (lagged_scorer<scorer>) return false;
-    if constexpr (weighted_scorer<scorer>) return false;
-    if constexpr (joins_rows_by<scorer> == row_join::mean) return false;
-    if constexpr (joins_rows_by<scorer> == row_join::maximum) return false;
-    if constexpr (joins_rows_by<scorer> == row_join::newest) return false;
+    return !host_only_policy<typename Stage::scorer_type> && !host_only_policy<typename Stage::budget_type> &&
+           !host_only_policy<typename Stage::selector_type> && !host_only_policy<typename Stage::scope_type>;
   }
   return true;
 }();
 
 template <class Stage>
 constexpr bool check_runs_on_devices() {
-  static_assert(
-      runs_on_devices<Stage>,
-      "tessera: the CUDA backend does not run this first stage yet: it sees segments or contents, joins rows other "
-      "than by their sum, or chooses for a whole layer; take the CPU's cache");
+  static_assert(runs_on_devices<Stage>,
+                "tessera: the CUDA backend does not run this first stage: one of its policies says host_only; take the "
+                "CPU's cache");
   return true;
 }
 

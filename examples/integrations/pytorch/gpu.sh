@@ -33,16 +33,15 @@ echo "--- building ($SECONDS s)"
 ONLY=$only python3 - <<'PYTHON'
 import os, sys, threading, torch, transformers
 sys.path.insert(0, "tests")
-from conftest import ON_GPU
 from tessera_torch import build
 print("Python", sys.version.split()[0], "torch", torch.__version__, "transformers", transformers.__version__)
 wanted = []
 if os.environ["ONLY"] != "tests":
     wanted += [(name, torch.bfloat16, 128, "cuda") for name in ("rocketkv", "ada_snapkv", "snapkv", "full")]
 if os.environ["ONLY"] != "benchmark":
-    wanted += [(name, torch.bfloat16, 64, "cuda") for name in reversed(ON_GPU)]
+    wanted += [(name, torch.bfloat16, 64, "cuda") for name in reversed(tessera_torch.methods())]
     wanted += [("full", torch.bfloat16, dim, "cuda") for dim in (256, 96, 128)]
-    wanted += [(name, dtype, 64) for name in ON_GPU for dtype in (torch.bfloat16, torch.float32)]
+    wanted += [(name, dtype, 64) for name in tessera_torch.methods() for dtype in (torch.bfloat16, torch.float32)]
 recipes = threading.Thread(target=build.build_all, args=(list(dict.fromkeys(wanted)),))
 recipes.start()
 build.operators()

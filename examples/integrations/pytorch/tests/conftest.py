@@ -17,9 +17,6 @@ transformers.logging.set_verbosity_error()
 
 import tessera_torch  # noqa: E402, F401  registers the attention "tessera"
 
-# What the CUDA backend does not run yet: see runs_on_devices in stages.hpp.
-ON_CPU_ONLY = ("chunkkv", "criticalkv", "keydiff", "knorm", "lagkv", "sablock", "tova")
-ON_GPU = [name for name in tessera_torch.methods() if name not in ON_CPU_ONLY]
 TASKS = json.loads((ROOT / "examples" / "data" / "tasks.json").read_text())
 LINES = (ROOT / "examples" / "data" / "opticks.txt").read_text().split("\n")
 

@@ -6,7 +6,7 @@ import statistics
 import pytest
 import torch
 import transformers
-from conftest import MODEL, ON_GPU, padded
+from conftest import MODEL, padded
 from tessera_torch import CapturedStep, TesseraCache, build
 
 pytestmark = pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA device")
@@ -78,7 +78,7 @@ def compare(method, rows, ours, reference, exact):
     return result
 
 
-@pytest.mark.parametrize("method", ON_GPU)
+@pytest.mark.parametrize("method", tessera_torch.methods())
 def test_answers_are_those_of_the_cpu(model, on_cpu, prompts, method):
     """As near to the CPU in fp32 as the CPU in bf16 is: by about 2e-2 with `full`, and more where a rounding chooses."""
     compared = compare(method, prompts[1:48:4], model, *on_cpu)
@@ -93,7 +93,7 @@ def test_answers_are_those_of_the_cpu(model, on_cpu, prompts, method):
 
 
 @pytest.mark.parametrize("padded_batch", [False, True], ids=["one", "padded batch"])
-@pytest.mark.parametrize("method", ON_GPU)
+@pytest.mark.parametrize("method", tessera_torch.methods())
 def test_a_captured_step_is_the_step(model, prompts, method, padded_batch):
     """Bit for bit, over two turns and a change of the budget."""
     rows = prompts[3:6] if padded_batch else [max(prompts, key=len)]

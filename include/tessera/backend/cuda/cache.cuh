@@ -185,7 +185,7 @@ class cache : public cache_parts<Recipe, Out> {
     detail::advance_positions_entry<128><<<unsigned(ceil_div(step.sequences(), 128)), 128, 0, stream>>>(
         next_.data(), steps_.ids(), first_position_.data(), after_.data(), step.sequences(), step.tokens);
     check(cudaGetLastError(), "launch of advance_positions");
-    steps_.advance(store_.length_column(), shape_.layers, step.sequences(), step.tokens, stream);
+    steps_.advance(store_.length_column(), shape_.layers, step.sequences(), step.tokens, stream, stepped_.data());
     reading_.lists().advance(steps_, shape_.layers, step.sequences(), step.tokens, stream);
   }
 
@@ -226,8 +226,8 @@ class cache : public cache_parts<Recipe, Out> {
   using parts::after_, parts::all_layers, parts::attention_, parts::chunk_position_, parts::conversations_,
       parts::device_, parts::filters, parts::first_, parts::first_position_, parts::make_store_room, parts::marks_,
       parts::next_, parts::options_, parts::order_, parts::plan_choice, parts::policies, parts::reading_,
-      parts::recipe_, parts::roles_, parts::shape_, parts::slide, parts::steps_, parts::store_, parts::trace,
-      parts::tracing_;
+      parts::recipe_, parts::roles_, parts::shape_, parts::slide, parts::stepped_, parts::steps_, parts::store_,
+      parts::trace, parts::tracing_;
   using typename parts::read_view_type, typename parts::view_type;
 
   /// Drops, within a step, what the first stage does not choose; the newest `own` tokens stay.

@@ -92,18 +92,20 @@ class cache_parts {
   offset_t most_bytes() const { return store_.most_bytes(); }
 
   /// Distinct bytes of stored K, V and scores, of candidates and index, that the last decode step of a sequence touched,
-  /// all layers. Synchronises. Limits: counts right where the schedule evicts in every step, or in none.
+  /// all layers. Synchronises.
   offset_t bytes_read(index_t id) const {
     const auto& conversation = conversations_.at(id);
     if (conversation.step_tokens == 0) return 0;  // no step yet
     offset_t total = 0;
     for (index_t layer = 0; layer < shape_.layers; ++layer) {
       const bool follows = roles_.follows_recipe(layer);
-      for (const auto& readable : downloaded_readable(layer, id)) {
-        offset_t n = offset_t(readable.size()), attended = n;
+      std::vector<index_t> lengths;
+      for (const auto& readable : downloaded_readable(layer, id)) lengths.push_back(index_t(readable.size()));
+      // What the eviction at the end of the step dropped has been read too.
+      if (evicts_last_ && follows) lengths = downloaded(stepped_of(layer, id), lengths.size());
+      for (const offset_t n : lengths) {
+        offset_t attended = n;
         if (follows) {
-          // What the eviction at the end of the step dropped has been read too.
-          if (evicts_last_) n = std::min<offset_t>(n + conversation.step_tokens, next_position(id));
           attended = reading_.reader().attended(conversation.policies, n);
           total +=
               reading_.reader().bytes_read(conversation.policies, n) + (first_stage<Recipe>::with_scores ? n * 4 : 0);
@@ -142,6 +144,7 @@ class cache_parts {
         next_(std::size_t(options_.sequences)),
         first_position_(next_.size()),
         after_(next_.size()),
+        stepped_(evicts_last_ ? std::size_t(shape_.layers) * std::size_t(options_.sequences * shape_.kv_heads) : 0),
         steps_(shape_.layers, options_.sequences),
         marks_(shape_.layers, options_.sequences, options_.tokens, options_.step_tokens),
         first_(recipe_, shape_, options_, device_),
@@ -153,6 +156,9 @@ class cache_parts {
     store_.adopt(fit_movers(first_));
   }
 
+  const index_t* stepped_of(index_t layer, index_t id) const {
+    return stepped_.data() + (offset_t(layer) * options_.sequences + id) * shape_.kv_heads;
+  }
   const planned<Recipe>& policies(index_t id) const { return conversations_.at(id).policies; }
 
   place_list all_layers(const std::vector<index_t>& ids) const {
@@ -230,6 +236,7 @@ class cache_parts {
   device_buffer<index_t> next_;                    // by id: position of the next token
   device_buffer<index_t> first_position_, after_;  // by sequence of the batch: of the step's first token, and behind it
   device_buffer<index_t> chunk_position_{1};
+  device_buffer<index_t> stepped_;  // by place and head: tokens stored while the last step ran
   step_table steps_;
   text_marks<Recipe::needs_segments> marks_;
   first_stage<Recipe> first_;

@@ -46,12 +46,17 @@ __global__ void __launch_bounds__(Threads)
   }
 }
 
-/// Every sequence of the batch: numbers of all its layers and heads grow by what the step brings.
+/// Every sequence of the batch: numbers of all its layers and heads grow by what the step brings. `noted`, by id like the
+/// numbers: what they have grown to, for whom later changes of the numbers come too early; null: nobody asks.
 template <int Threads>
-__global__ void __launch_bounds__(Threads)
-    advance_entry_of_ids(index_t* numbers, const index_t* ids, index_t sequences, index_t width, index_t tokens) {
-  index_t* own = numbers + (offset_t(blockIdx.y) * sequences + ids[blockIdx.x]) * width;
-  for (index_t i = threadIdx.x; i < width; i += Threads) own[i] += tokens;
+__global__ void __launch_bounds__(Threads) advance_entry_of_ids(index_t* numbers, const index_t* ids, index_t sequences,
+                                                                index_t width, index_t tokens, index_t* noted) {
+  const offset_t own = (offset_t(blockIdx.y) * sequences + ids[blockIdx.x]) * width;
+  for (index_t i = threadIdx.x; i < width; i += Threads) {
+    const index_t grown = numbers[own + i] + tokens;
+    numbers[own + i] = grown;
+    if (noted) noted[own + i] = grown;
+  }
 }
 
 }  // namespace detail
@@ -124,11 +129,11 @@ class step_table {
     detail::gather_entry<64><<<dim3(unsigned(batch), 1, 1), 64, 0, stream>>>(one, ids_.data(), sequences_, true);
     check(cudaGetLastError(), "launch of scatter");
   }
-  /// What is kept by id grows by `tokens` in every layer; the batch's copy does not.
-  void advance(const id_column<index_t>& column, index_t layers, index_t batch, index_t tokens,
-               cudaStream_t stream) const {
+  /// What is kept by id grows by `tokens` in every layer; the batch's copy does not. `noted`: see the kernel.
+  void advance(const id_column<index_t>& column, index_t layers, index_t batch, index_t tokens, cudaStream_t stream,
+               index_t* noted = nullptr) const {
     detail::advance_entry_of_ids<64><<<dim3(unsigned(batch), unsigned(layers)), 64, 0, stream>>>(
-        column.of(0, 0), ids_.data(), sequences_, column.width(), tokens);
+        column.of(0, 0), ids_.data(), sequences_, column.width(), tokens, noted);
     check(cudaGetLastError(), "launch of advance");
   }
 
