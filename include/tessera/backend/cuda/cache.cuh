@@ -225,9 +225,9 @@ class cache : public cache_parts<Recipe, Out> {
  private:
   using parts::after_, parts::all_layers, parts::attention_, parts::chunk_position_, parts::conversations_,
       parts::device_, parts::filters, parts::first_, parts::first_position_, parts::make_store_room, parts::marks_,
-      parts::next_, parts::options_, parts::order_, parts::plan_choice, parts::policies, parts::reading_,
-      parts::recipe_, parts::roles_, parts::shape_, parts::slide, parts::stepped_, parts::steps_, parts::store_,
-      parts::trace, parts::tracing_;
+      parts::note_eviction, parts::next_, parts::options_, parts::order_, parts::plan_choice, parts::policies,
+      parts::reading_, parts::recipe_, parts::roles_, parts::shape_, parts::slide, parts::stepped_, parts::steps_,
+      parts::store_, parts::trace, parts::tracing_;
   using typename parts::read_view_type, typename parts::view_type;
 
   /// Drops, within a step, what the first stage does not choose; the newest `own` tokens stay.
@@ -238,14 +238,6 @@ class cache : public cache_parts<Recipe, Out> {
       store_.keep_in_place(all, kept, stream);
       steps_.scatter(store_.length_column(), layer, step.sequences(), stream);
       reading_.rebuild(layer, steps_.ids(), all, stream);
-    }
-  }
-  void note_eviction(index_t layer, index_t id, index_t own) {
-    if constexpr (fires_in_steps<typename Recipe::schedule_type>) {
-      const token_bound before = store_.bound(layer, id),
-                        after = first_.bound_in_step(layer, before, policies(id), own);
-      // Only where all heads are known to be equally long is the room that this makes known too.
-      store_.shrank(layer, id, after, first_.heads_are_even ? before.longest - after.longest : 0);
     }
   }
 };

@@ -207,6 +207,15 @@ class cache_parts {
     filters ? reading_.lists().plan_pass(places, kept) : store_.plan_keep(places, kept);
     return layers;
   }
+  /// What a step's eviction will leave, on the host's books.
+  void note_eviction(index_t layer, index_t id, index_t own) {
+    if constexpr (fires_in_steps<typename Recipe::schedule_type>) {
+      const token_bound before = store_.bound(layer, id),
+                        after = first_.bound_in_step(layer, before, policies(id), own);
+      // Only where all heads are known to be equally long is the room that this makes known too.
+      store_.shrank(layer, id, after, first_.heads_are_even ? before.longest - after.longest : 0);
+    }
+  }
   /// Positions that steps may read of a layer, by kv_head.
   std::vector<std::vector<index_t>> downloaded_readable(index_t layer, index_t id) const {
     if (!roles_.follows_recipe(layer)) return store_.downloaded_positions(layer, id);
