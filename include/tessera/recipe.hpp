@@ -17,6 +17,7 @@ struct recipe {
   using layout_type = Layout;
   using attention_type = Attention;
   using schedule_type = Schedule;
+  static constexpr bool host_only = !runs_on_devices<Retain, Layout, Retrieve, Attention, Schedule>;
 
   Retain retain{};
   Retrieve retrieve{};

@@ -8,6 +8,7 @@
 #include <type_traits>
 
 #include "concepts/budget.hpp"
+#include "concepts/host_only.hpp"
 #include "concepts/scope.hpp"
 #include "concepts/scorer.hpp"
 #include "concepts/selector.hpp"
@@ -50,6 +51,7 @@ struct choosing_stage {
   using selector_type = Selector;
   using scope_type = Scope;
   static constexpr bool chooses = true;
+  static constexpr bool host_only = !runs_on_devices<Scorer, Budget, Selector, Scope>;
   /// Whether a prompt must come with the boundaries of its segments, and stored tokens keep which one they belong to.
   static constexpr bool needs_segments = segment_scorer<Scorer> || segment_selector<Selector>;
   /// Whether layers may keep what another one has chosen.
@@ -171,30 +173,6 @@ struct retain_all {
   static void policies(Visit&&) {}
 };
 
-/// A policy whose body runs on the host alone says so: `static constexpr bool host_only = true;`.
-template <class Policy>
-concept host_only_policy = requires {
-  requires Policy::host_only;
-};
-
-/// Whether the CUDA backend runs a first stage.
-template <class Stage>
-inline constexpr bool runs_on_devices = [] {
-  if constexpr (Stage::chooses) {
-    return !host_only_policy<typename Stage::scorer_type> && !host_only_policy<typename Stage::budget_type> &&
-           !host_only_policy<typename Stage::selector_type> && !host_only_policy<typename Stage::scope_type>;
-  }
-  return true;
-}();
-
-template <class Stage>
-constexpr bool check_runs_on_devices() {
-  static_assert(runs_on_devices<Stage>,
-                "tessera: the CUDA backend does not run this first stage: one of its policies says host_only; take the "
-                "CPU's cache");
-  return true;
-}
-
 /// What one decode step reads: a scorer ranks what is stored by the step's queries, a selector chooses `tokens` of it.
 template <class Scorer, class Selector>
 struct retrieve {
@@ -208,6 +186,7 @@ struct retrieve {
   using scorer_type = Scorer;
   using selector_type = Selector;
   static constexpr bool retrieves = true;
+  static constexpr bool host_only = !runs_on_devices<Scorer, Selector>;
   /// Whether `tokens` pay for an estimate of the keys, in pages, too: then a step attends half of them.
   static constexpr bool estimates = paged_scorer<Scorer>;
   static constexpr value_range<index_t> budgets = estimates ? estimating_budgets : token_budgets;

@@ -218,7 +218,7 @@ class cuda_cache_of final : public method_cache, public engine::cuda::kv_cache {
 /// Null for a recipe that the CUDA backend does not run: see tessera::runs_on_devices.
 template <class Recipe>
 std::unique_ptr<method_cache> make_if_it_runs(const cache_request& request) {
-  if constexpr (tessera::runs_on_devices<typename Recipe::retain_type>) {
+  if constexpr (tessera::runs_on_devices<Recipe>) {
     return std::make_unique<cuda_cache_of<Recipe>>(request);
   } else {
     return nullptr;

@@ -118,7 +118,7 @@ method_info describe() {
   if constexpr (recipe::retain_type::chooses) {
     info.keeps_blocks_of_segments = tessera::segment_selector<typename recipe::retain_type::selector_type>;
   }
-  info.on_cuda = tessera::runs_on_devices<typename recipe::retain_type>;
+  info.on_cuda = tessera::runs_on_devices<recipe>;
   info.budgets = recipe::budgets;
   info.budget_counts = budget_counts<recipe>();
   recipe::policies([&](const char* axis, const char* policy) { info.policies.push_back({axis, policy}); });

@@ -1,4 +1,4 @@
-// expect: tessera: the CUDA backend does not run this first stage
+// expect: tessera: the CUDA backend does not run this
 #include <tessera/methods/snapkv.hpp>
 
 /// A budget whose body runs on the host alone.

@@ -235,7 +235,7 @@ class conversation {
 };
 
 template <class Method>
-requires runs_on_devices<typename Method::retain_type>
+requires runs_on_devices<Method>
 void hold_conversations(int count) {
   disagreement seen;
   for (int i = 0; i < support::scaled(count); ++i) {
@@ -250,7 +250,7 @@ void hold_conversations(int count) {
 
 /// Steps before any prompt give the bits of a new cache, whoever had the id before.
 template <class Method>
-requires runs_on_devices<typename Method::retain_type>
+requires runs_on_devices<Method>
 void reopen_and_step() {
   using T = typename Method::layout_type::element_type;
   constexpr int D = Method::layout_type::k_dim;
@@ -288,7 +288,7 @@ void reopen_and_step() {
 
 /// A whole step recorded once and replayed while lengths grow gives the bits of the same steps launched one by one.
 template <class Method>
-requires runs_on_devices<typename Method::retain_type>
+requires runs_on_devices<Method>
 void replay_steps() {
   using T = typename Method::layout_type::element_type;
   constexpr int D = Method::layout_type::k_dim;

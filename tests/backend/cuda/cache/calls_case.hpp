@@ -108,7 +108,7 @@ struct called_on_both {
 void make_random_calls(const called_on_both& method);
 
 template <class Method>
-requires runs_on_devices<typename Method::retain_type>
+requires runs_on_devices<Method>
 void call_at_random() {
   using retain_type = typename Method::retain_type;
   using retrieve_type = typename Method::retrieve_type;

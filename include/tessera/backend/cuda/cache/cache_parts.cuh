@@ -25,6 +25,7 @@ class cache_parts {
   using layout = typename Recipe::layout_type;
   using T = typename layout::element_type;
   static constexpr int k_dim = layout::k_dim, v_dim = layout::v_dim;
+  static_assert(check_runs_on_devices<Recipe>());
   static_assert(sizeof(T) == 2, "tessera: the CUDA cache computes in fp16 and bf16; the CPU cache in fp32 too");
 
   const model_shape& shape() const { return shape_; }

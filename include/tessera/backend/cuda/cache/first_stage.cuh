@@ -58,7 +58,6 @@ class first_stage<Recipe, true> {
   using policy = decltype(std::declval<planned<Recipe>>().first);
   using scorer = typename policy::scorer_type;
   static constexpr observes observed = scorer::observed;
-  static_assert(check_runs_on_devices<policy>());
   static constexpr bool joins = joining_scope<typename policy::scope_type>;
   static constexpr bool newest = joins_rows_by<scorer> == row_join::newest;
   static constexpr bool in_steps = fires_in_steps<typename Recipe::schedule_type>;
