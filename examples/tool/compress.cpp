@@ -122,17 +122,21 @@ layer_tensors read_layer(const safetensors_file& in) {
   return layer;
 }
 
+// What the tensor with the turns is called: `turns`, or `turn` where there is no `turns`.
+const char* turns_name(const safetensors_file& in) { return in.contains("turns") ? "turns" : "turn"; }
+
 // The turns of the prompt, each from its first row to the next one's. Errors: rows that do not ascend or that k has not.
 std::vector<std::pair<index_t, index_t>> read_turns(const safetensors_file& in, index_t tokens) {
   std::vector<std::int64_t> first{0};
-  if (in.contains("turns")) {
+  const std::string name = turns_name(in);
+  if (in.contains(name)) {
     const std::int64_t shape[] = {any_size};
-    const engine::dtype type = in.at("turns").type;
-    tessera::require(type == engine::dtype::i64, "type of tensor turns", engine::dtype_name(type), "I64",
+    const engine::dtype type = in.at(name).type;
+    tessera::require(type == engine::dtype::i64, "type of tensor " + name, engine::dtype_name(type), "I64",
                      "dump the first row of each turn");
-    for (const std::int64_t row : in.to_int64("turns", shape)) {
+    for (const std::int64_t row : in.to_int64(name, shape)) {
       if (row == 0 && first.size() == 1) continue;  // where the first turn begins anyway
-      tessera::require(row > first.back() && row < tokens, "a row of tensor turns", row,
+      tessera::require(row > first.back() && row < tokens, "a row of tensor " + name, row,
                        tessera::value_range<std::int64_t>{first.back() + 1, tokens - 1}.text() + " behind " +
                            std::to_string(first.back()),
                        "dump the first row of each turn, ascending");
@@ -242,7 +246,7 @@ std::vector<std::string> unused_tensors(const safetensors_file& in, const method
   std::vector<std::string> all;
   for (const auto& [name, tensor] : in.tensors()) {
     const bool known = name == "k" || name == "v" || name == "q_decode" || name == "k_decode" || name == "v_decode" ||
-                       name == "turns" || (name == "boundaries" && method.needs_segments) ||
+                       name == turns_name(in) || (name == "boundaries" && method.needs_segments) ||
                        (name == "q" && (method.chooses_lines || cache.queries_needed(layer.tokens) > 0));
     if (!known) all.push_back(name);
   }

@@ -211,7 +211,7 @@ TEST_CASE("conversations that choose again in one batch each get their own choic
   recipe.schedule.every = 4;
   std::vector<talk<method>> alone;
   for (int b = 0; b < 3; ++b) alone.emplace_back(recipe, data[std::size_t(b)]);
-  tessera::cache<method> together(shape, recipe, one_thread());
+  tessera::cache<method> together(shape, recipe, std::make_shared<tessera::cpu::executor>(1));
   together.trace_attended(true);
   std::vector<index_t> ids;
   for (int b = 0; b < 3; ++b) {

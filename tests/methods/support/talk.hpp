@@ -12,8 +12,6 @@ namespace methods_test {
 
 using tessera::nhd_rows;
 
-inline std::shared_ptr<tessera::cpu::executor> one_thread() { return std::make_shared<tessera::cpu::executor>(1); }
-
 /// One sequence of a cache; prompts are attended too.
 template <class Recipe>
 struct talk {
@@ -21,7 +19,8 @@ struct talk {
   const model_data& data;
   index_t id, next = 0;
 
-  talk(const Recipe& recipe, const model_data& of) : cache(of.shape, recipe, one_thread()), data(of), id(cache.open()) {
+  talk(const Recipe& recipe, const model_data& of)
+      : cache(of.shape, recipe, std::make_shared<tessera::cpu::executor>(1)), data(of), id(cache.open()) {
     cache.trace_attended(true);
     cache.trace_lines(true);
   }
