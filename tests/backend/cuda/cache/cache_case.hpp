@@ -363,7 +363,7 @@ void replay_steps() {
 
 /// Of a method that the CUDA backend does not run yet, there is nothing to hold or to record.
 template <class Method>
-void hold_conversations(int) {}
+void hold_conversations(int, scales = scales::any) {}
 template <class Method>
 void reopen_and_step() {}
 template <class Method>
