@@ -26,12 +26,14 @@ left() { echo $((limit > SECONDS ? limit - SECONDS : 1)); }
 export PYTHONPATH=$work/site:$here PYTHONUNBUFFERED=1 TESSERA_TORCH_CACHE=${TESSERA_TORCH_CACHE:-$work/built}
 export OMP_WAIT_POLICY=passive TOKENIZERS_PARALLELISM=false HF_HUB_OFFLINE=1 USE_TF=0 USE_FLAX=0
 export PATH=$PATH:/usr/local/cuda/bin
+# A compiler that the machine names may link its own libstdc++ in: what it makes cannot be loaded beside torch's.
+unset CC CXX CUDAHOSTCXX
 nvidia-smi --query-gpu=name,driver_version,clocks.sm,temperature.gpu --format=csv,noheader || true
 nvcc --version | tail -n 2
 
 echo "--- building ($SECONDS s)"
 ONLY=$only python3 - <<'PYTHON'
-import os, sys, threading, torch, transformers
+import os, sys, threading, tessera_torch, torch, transformers
 sys.path.insert(0, "tests")
 from tessera_torch import build
 print("Python", sys.version.split()[0], "torch", torch.__version__, "transformers", transformers.__version__)

@@ -4,6 +4,7 @@ import gc
 import statistics
 
 import pytest
+import tessera_torch
 import torch
 import transformers
 from conftest import MODEL, padded
