@@ -23,6 +23,10 @@ using stored_view = typename tessera::cpu::kv_store<tool_layout<T, D>>::view_typ
       const tool::stored_view<T, D>&, const tessera::cpu::query_rows<float>&, const tessera::logit_rule&,         \
       const tessera::selection_view*, const tessera::cpu::attention_output&, tessera::cpu::decode_workspace&,     \
       tessera::cpu::executor&);                                                                                   \
+  storage template void tessera::cpu::detail::attend_converted_rows(                                              \
+      const tool::stored_view<T, D>&, tessera::index_t, tessera::index_t, const tessera::cpu::slot_source&,       \
+      tessera::index_t, tessera::index_t, const tessera::cpu::line_rule&, int, const tessera::index_t*,           \
+      tessera::cpu::tile_memory<D, D>&, tessera::cpu::partial_rows<D>);                                           \
   storage template void tessera::cpu::row_log_sum_exp(                                                            \
       const tool::stored_view<T, D>&, const tessera::cpu::query_rows<float>&, const tessera::logit_rule&, float*, \
       tessera::cpu::score_workspace<D>&, tessera::cpu::executor&);                                                \
