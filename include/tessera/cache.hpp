@@ -57,6 +57,13 @@ class cache {
     layers_.close(id);
   }
 
+  /// Says how many tokens the turn's prompt will have, before its first chunk: budgets that give shares of it then know
+  /// them, and a store with a pool of pages sets aside what the prompt takes at most, or throws. Need not be called.
+  void announce(index_t id, index_t tokens) {
+    const planned<Recipe> fitted = conversations_.plan_announced(recipe_, id, tokens);
+    conversations_.announce(id, tokens, fitted);
+  }
+
   /// Appends a chunk of the prompt to one layer and lets the scorer observe its queries.
   /// Shapes   k, v [tokens, kv_heads, dim]; q [n_q, q_heads, k_dim], the queries of the chunk's last n_q tokens: all of
   ///          them, or fewer where the scorer needs fewer (its window, or none). boundaries [tokens], for a recipe that
@@ -66,6 +73,10 @@ class cache {
                const rows_view<const E>& v, std::span<const std::uint8_t> boundaries = {}) {
     conversations_.check_chunk(recipe_, layer, id, q, k, v);
     const segment_marks marks = conversations_.check_boundaries(layer, id, boundaries, k.tokens);
+    if (conversations_.chunk_is_due(recipe_, id, layer, k.tokens)) {
+      layers_.end_chunk(layer, id, conversations_.at(id).policies, conversations_.reach(id, layer));
+      conversations_.judged_chunk(id, layer);
+    }
     layers_.prefill(layer, id, conversations_.at(id).policies, conversations_.at(id, layer).next_position, q, k, v,
                     marks);
     conversations_.took_chunk(layer, id, k.tokens, marks);
@@ -85,7 +96,7 @@ class cache {
   void end_prefill(index_t id) {
     const planned<Recipe> fitted = conversations_.plan_prompt_end(recipe_, id);
     const bool due = recipe_.schedule.due(moment::prompt_end, conversations_.clock_of_prompt_end(id));
-    layers_.end_prefill(id, fitted, due, conversations_.at(id).front().next_position);
+    layers_.end_prefill(id, fitted, due, conversations_.reach(id, 0));
     conversations_.end_prompt(id, fitted);
   }
 

@@ -25,6 +25,7 @@ struct recipe {
   Schedule schedule{};
   static constexpr value_range<index_t> layer_counts{0, 1 << 16};
   index_t dense_layers = 0;  ///< so many of the first layers keep and read everything
+  typename Layout::placement_type placement{};
 
   /// What the budget may be; nothing counts tokens where everything is retained and read.
   static constexpr value_range<index_t> budgets = Retain::chooses ? Retain::budgets : Retrieve::budgets;
@@ -48,6 +49,8 @@ struct recipe {
     retrieve.check(Retain::plans, Retain::plans ? budget() / 2 : retrieve.attends(),
                    Retain::chooses ? "read_tokens" : "budget", Layout::k_dim);
     layer_counts.check("dense_layers", dense_layers, "pass how many layers stay whole");
+    if constexpr (has_parameters<Schedule>) check_parameters(schedule);
+    if constexpr (has_parameters<decltype(placement)>) check_parameters(placement);
   }
 
   /// What the budget comes to in a conversation whose first prompt has `prompt` tokens.
@@ -81,6 +84,8 @@ struct recipe {
     Retain::parameters(self.retain, visit);
     Retrieve::parameters(self.retrieve, Retain::chooses, Retain::plans, visit);
     visit("dense_layers", self.dense_layers, layer_counts, "so many of the first layers keep and read everything");
+    if constexpr (has_parameters<Schedule>) Schedule::parameters(self.schedule, visit);
+    if constexpr (has_parameters<decltype(placement)>) Layout::placement_type::parameters(self.placement, visit);
   }
 
   /// Calls `visit(axis, policy name)` for every axis.

@@ -68,14 +68,26 @@ class layers {
     commit(layer, id, slid);
   }
 
+  /// Before more of a prompt is appended to a layer that chooses among what it has: it keeps its share of that.
+  void end_chunk(index_t layer, index_t id, const planned<Recipe>& policies, const prompt_reach& reach) {
+    if (!roles_.follows_recipe(layer)) return;
+    choice& made = begin(1).front();
+    made.made = first_.choose(layer, id, store_, policies, roles_.rule(layer), reach.end, 0, &reach, made.kept,
+                              tracing_ranks_ ? &made.ranked : nullptr, *workers_);
+    if (made.made) store_.prepare_to_keep(layer, id);
+    commit(layer, id, made);
+    first_.forget(layer, id);
+    reading_.take_back(layer, id, store_);  // its slots have moved; the prompt's end makes it anew
+  }
+
   template <class E>
   void prompt_attention(index_t layer, index_t id, index_t first, const rows_view<const E>& q,
                         const attention_output& output) {
     prefill_attention(store_.view(layer, id), query_rows<E>{q, &first}, roles_.rule(layer), output, *workers_);
   }
 
-  /// A prompt has ended before position `next`: where `due`, each layer keeps the budget's worth, or lets it through.
-  void end_prefill(index_t id, const planned<Recipe>& policies, bool due, index_t next) {
+  /// A prompt has ended: where `due`, each layer keeps the budget's worth, or lets it through.
+  void end_prefill(index_t id, const planned<Recipe>& policies, bool due, const prompt_reach& reach) {
     std::vector<choice>& choices = begin(count_);
     try {
       for (index_t layer = 0; layer < count_; ++layer) {
@@ -85,7 +97,7 @@ class layers {
         } else if (const index_t from = first_.chooser(layer, policies, roles_); from != layer) {
           take_over(layer, id, policies, choices[std::size_t(from)], made);
         } else {
-          choose(layer, id, policies, due, next, 0, made);
+          choose(layer, id, policies, due, reach.end, 0, &reach, made);
         }
       }
     } catch (...) {
@@ -168,10 +180,10 @@ class layers {
     if (to.made) store_.prepare_to_keep(layer, id);
   }
   /// Of a layer that follows the recipe. `next`: the position of the next token; `tail`: so many of the newest tokens stay
-  /// in any case.
+  /// in any case. `reach`: of a prompt.
   void choose(index_t layer, index_t id, const planned<Recipe>& policies, bool due, index_t next, index_t tail,
-              choice& to) {
-    to.made = due && first_.choose(layer, id, store_, policies, roles_.rule(layer), next, tail, to.kept,
+              const prompt_reach* reach, choice& to) {
+    to.made = due && first_.choose(layer, id, store_, policies, roles_.rule(layer), next, tail, reach, to.kept,
                                    tracing_ranks_ ? &to.ranked : nullptr, *workers_);
     prepare(layer, id, policies, to);
   }
@@ -215,14 +227,14 @@ class layers {
     };
     if constexpr (Recipe::schedule_type::fires_at(moment::step_begin)) {
       if (step.evicts_first) {  // the step reads what will stay; the rest goes when the whole batch has succeeded
-        choose(layer, id, policies, true, next, k.tokens, made);
+        choose(layer, id, policies, true, next, k.tokens, nullptr, made);
         return read(reading_.view_of(layer, id, store_, made.kept));
       }
     }
     read(reading_.view(layer, id, store_));
     log_.add_bytes(b, first_.observe_step(b, layer, id, store_, policies, rule, q, next, *workers_));
     made.observed = true;
-    if (step.evicts_last) choose(layer, id, policies, true, next, 0, made);
+    if (step.evicts_last) choose(layer, id, policies, true, next, 0, nullptr, made);
   }
 
   template <class View, class E>

@@ -25,18 +25,20 @@ struct ranked_tokens {
 };
 
 /// What every first stage answers; this one chooses nothing.
-///   forget(id)                               what was observed of an open id; needs no memory
+///   forget(id), forget(layer, id)            what was observed of an open id, of one layer of it; needs no memory
 ///   observe_prompt(...), observe_step(...)   take queries in; as before when memory runs out
 ///   take_back(b, layer, id, store)           undoes `observe_step` of the b-th sequence of a batch; needs no memory
 ///   chooser(layer, policies, roles)          the layer whose choice this one takes: its own, or an earlier one
 ///   choose(...)                              fills a selection of what stays, and what it ranked (null: not wanted);
-///                                            returns whether it chooses at all
+///                                            returns whether it chooses at all; `reach` says what has been settled
+///                                            before, for a recipe that settles
 template <class Recipe, observes Observed = Recipe::retain_type::observed, bool Chooses = Recipe::retain_type::chooses>
 class first_stage {
  public:
   static constexpr bool with_scores = false;
   explicit first_stage(const model_shape&) {}
   void forget(index_t) {}
+  void forget(index_t, index_t) {}
   template <class... Any>
   void observe_prompt(const Any&...) {}
   template <class... Any>
@@ -76,12 +78,13 @@ class choosing {
   using problem_type = choose_problem<typename store_type::view_type, float>;
 
   problem_type problem(index_t layer, index_t id, store_type& stored, const logit_rule& rule,
-                       const index_t* first_position) {
+                       const index_t* first_position, const prompt_reach* reach) {
     problem_type result;
     result.view = stored.view(layer, id);
     result.layer = layer;
     result.layers = shape_.layers;
     result.first_position = first_position;
+    if constexpr (Recipe::retain_type::settles) result.reach = reach;
     result.rule = rule;
     result.q.heads = shape_.q_heads;
     if (shape_.output_projection) {
@@ -125,6 +128,7 @@ class first_stage<Recipe, observes::nothing, true> : public choosing<Recipe> {
   static constexpr bool with_scores = false;
   using base::base;
   void forget(index_t) {}
+  void forget(index_t, index_t) {}
   template <class... Any>
   void observe_prompt(const Any&...) {}
   template <class... Any>
@@ -136,8 +140,9 @@ class first_stage<Recipe, observes::nothing, true> : public choosing<Recipe> {
 
   template <class Store>
   bool choose(index_t layer, index_t id, Store& stored, const planned<Recipe>& policies, const logit_rule& rule,
-              index_t next, index_t tail, selection& kept, ranked_tokens* ranked, executor& workers) {
-    auto problem = this->problem(layer, id, stored, rule, &next);
+              index_t next, index_t tail, const prompt_reach* reach, selection& kept, ranked_tokens* ranked,
+              executor& workers) {
+    auto problem = this->problem(layer, id, stored, rule, &next, reach);
     problem.tail = tail;
     return this->choose_by(policies.first, problem, kept, ranked, workers);
   }
@@ -159,6 +164,7 @@ class first_stage<Recipe, observes::window, true> : public choosing<Recipe> {
       std::vector<float>().swap(window(layer, id));  // `= {}` would keep the memory
     }
   }
+  void forget(index_t layer, index_t id) { window(layer, id).clear(); }
 
   /// Queries of a chunk's last tokens.
   template <class E, class Store>
@@ -185,10 +191,11 @@ class first_stage<Recipe, observes::window, true> : public choosing<Recipe> {
 
   template <class Store>
   bool choose(index_t layer, index_t id, Store& stored, const planned<Recipe>& policies, const logit_rule& rule,
-              index_t next, index_t, selection& kept, ranked_tokens* ranked, executor& workers) {
+              index_t next, index_t, const prompt_reach* reach, selection& kept, ranked_tokens* ranked,
+              executor& workers) {
     const index_t q_heads = this->shape_.q_heads, rows = index_t(window(layer, id).size()) / (q_heads * k_dim);
     const index_t first = next - rows;
-    auto problem = this->problem(layer, id, stored, rule, &first);
+    auto problem = this->problem(layer, id, stored, rule, &first, reach);
     problem.q = nhd_rows<const float>(window(layer, id).data(), rows, q_heads, k_dim);
     return this->choose_by(policies.first, problem, kept, ranked, workers);
   }
@@ -219,6 +226,7 @@ class first_stage<Recipe, observes::every_query, true> : public choosing<Recipe>
   static constexpr bool with_scores = true;
   using base::base;
   void forget(index_t) {}
+  void forget(index_t, index_t) {}
 
   template <class E, class Store>
   void observe_prompt(index_t layer, index_t id, Store& stored, const planned<Recipe>& policies, const logit_rule& rule,
@@ -257,9 +265,10 @@ class first_stage<Recipe, observes::every_query, true> : public choosing<Recipe>
 
   template <class Store>
   bool choose(index_t layer, index_t id, Store& stored, const planned<Recipe>& policies, const logit_rule& rule,
-              index_t, index_t, selection& kept, ranked_tokens* ranked, executor& workers) {
+              index_t, index_t, const prompt_reach* reach, selection& kept, ranked_tokens* ranked,
+              executor& workers) {
     columns& beside = stored.beside(layer, id);
-    auto problem = this->problem(layer, id, stored, rule, nullptr);
+    auto problem = this->problem(layer, id, stored, rule, nullptr, reach);
     problem.scores = {beside.scores(), 0, 0, beside.begins().data()};
     return this->choose_by(policies.first, problem, kept, ranked, workers);
   }
