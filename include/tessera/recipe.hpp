@@ -27,6 +27,16 @@ struct recipe {
   index_t dense_layers = 0;  ///< so many of the first layers keep and read everything
   typename Layout::placement_type placement{};
 
+  /// The placement, told which heads are expected to keep how much.
+  auto placed() const {
+    auto result = placement;
+    if constexpr (requires { result.shares = retain.budget.shares; }) {
+      result.shares = retain.budget.shares;
+      result.whole_layers = dense_layers;
+    }
+    return result;
+  }
+
   /// What the budget may be; nothing counts tokens where everything is retained and read.
   static constexpr value_range<index_t> budgets = Retain::chooses ? Retain::budgets : Retrieve::budgets;
 

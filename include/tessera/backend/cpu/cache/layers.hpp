@@ -8,6 +8,7 @@
 
 #include "../../../runtime/conversations.hpp"
 #include "../../../runtime/layer_roles.hpp"
+#include "../../../runtime/page_plan.hpp"
 #include "../attend/attend.hpp"
 #include "../attend/step_log.hpp"
 #include "../choose/first_stage.hpp"
@@ -29,7 +30,8 @@ class layers {
       : workers_(std::move(workers)),
         count_(shape.layers),
         roles_(shape, recipe.dense_layers, recipe.attention.rule),
-        store_(shape.layers, shape.kv_heads, {first_stage<Recipe>::with_scores, Recipe::needs_segments}),
+        store_(shape.layers, shape.kv_heads, {first_stage<Recipe>::with_scores, Recipe::needs_segments},
+               recipe.placed()),
         first_(shape),
         reading_(shape),
         log_(shape.layers) {}
@@ -48,6 +50,34 @@ class layers {
     first_.forget(id);
     reading_.close(id);
   }
+
+  /// Whether pages are shared by groups of heads.
+  static constexpr bool in_groups = requires(const typename kv_store<layout>::rows_type& rows) { rows.groups(); };
+
+  /// What a prompt of `tokens` tokens takes of the pool of pages; id -1: in a new conversation. Where a first stage drops all
+  /// that it drops when a prompt ends, `after` counts what is there before.
+  page_plan plan_pages(index_t id, const planned<Recipe>& policies, index_t tokens, index_t chunk) const
+      requires in_groups {
+    const head_groups& groups = store_.rows().groups();
+    std::vector<index_t> held(std::size_t(count_ * groups.kv_heads), 0);
+    for (index_t at = 0; id >= 0 && at < index_t(held.size()); ++at) {
+      held[std::size_t(at)] = store_.lengths(at / groups.kv_heads, id)[std::size_t(at % groups.kv_heads)];
+    }
+    coming_prompt prompt{tokens};
+    const auto share = [&](index_t layer, index_t head, index_t seen) {
+      if constexpr (Recipe::retain_type::settles)
+        return policies.first.budget.share({layer, count_, head, groups.kv_heads, 0, seen});
+      return seen;
+    };
+    if constexpr (Recipe::retain_type::settles) {
+      prompt.chunk = chunk;
+      prompt.window = policies.first.scorer.protected_tail(policies.first.budget.tokens);
+    }
+    return tessera::plan_pages(groups, store_.rows().page(), held, prompt, share,
+                               [&](index_t layer) { return !roles_.follows_recipe(layer); });
+  }
+  /// A sequence will get `tokens` more in every layer, 0: none for now. Throws where a pool of pages has no room for them.
+  void expect(index_t id, index_t tokens) { store_.expect(id, tokens); }
 
   /// Appends a chunk of a prompt at position `first`; its queries are observed.
   template <class E>
@@ -105,6 +135,7 @@ class layers {
       throw;
     }
     for (index_t layer = 0; layer < count_; ++layer) commit(layer, id, choices[std::size_t(layer)]);
+    store_.expect(id, 0);
     first_.forget(id);
   }
 
