@@ -38,9 +38,10 @@ constexpr bool check_first_stage() {
   static_assert(!joining_scope<Scope> || !Budget::compares_heads,
                 "tessera: a budget that compares heads has nothing to compare where all heads of a layer keep the same "
                 "slots; take a budget that goes by lengths, or the scope per_head");
-  static_assert(!joining_scope<Scope> || !share_budget<Budget>,
-                "tessera: a budget that gives each head a share of its own has nothing to give where all heads of a layer "
-                "keep the same slots; take a budget that goes by lengths, or the scope per_head");
+  static_assert(
+      !joining_scope<Scope> || !share_budget<Budget>,
+      "tessera: a budget that gives each head a share of its own has nothing to give where all heads of a layer "
+      "keep the same slots; take a budget that goes by lengths, or the scope per_head");
   return true;
 }
 

@@ -80,8 +80,9 @@ TEST_CASE("calibrated refuses shares that are none, and tables of other models")
   }
   const double table[] = {0.5, 0.5, 0.5, 0.5};
   const calibrated budget{.shares = {table, 2, 2}};
-  CHECK_THROWS_WITH(budget.check_model(2, 4), contains("kv_heads of the profile is 2; expected those of the model, which "
-                                                       "are 4; pass the profile of this model"));
+  CHECK_THROWS_WITH(budget.check_model(2, 4),
+                    contains("kv_heads of the profile is 2; expected those of the model, which "
+                             "are 4; pass the profile of this model"));
   CHECK_THROWS_WITH(budget.check_model(3, 2), contains("layers of the profile is 2; expected those of the model"));
 }
 

@@ -81,8 +81,8 @@ struct head_by_rule {
     for (const index_t at : stored) held.push_back(of.keys(layer, at, 1).row(0, 0, head));
     for (index_t row = next - rows; row < next; ++row) {
       for (index_t g = 0; g < group; ++g) {
-        const auto seen_by = oracle::attend(of.queries(layer, row, 1).row(0, 0, head * group + g), row, held, {}, stored,
-                                            dim, dim);
+        const auto seen_by =
+            oracle::attend(of.queries(layer, row, 1).row(0, 0, head * group + g), row, held, {}, stored, dim, dim);
         for (std::size_t s = 0; s < sums.size(); ++s) sums[s] += seen_by.probabilities[s];
       }
     }
@@ -151,8 +151,8 @@ TEST_CASE("tangram keeps in chunks and turns what its rule keeps") {
           piece += part;
         }
         for (std::size_t h = 0; h < heads.size(); ++h) {
-          open_to_rounding |= heads[h].judge(of, index_t(h) / kv_heads, index_t(h) % kv_heads, next + done, count, window,
-                                             recipe.retain.scorer.pool, shares[h]);
+          open_to_rounding |= heads[h].judge(of, index_t(h) / kv_heads, index_t(h) % kv_heads, next + done, count,
+                                             window, recipe.retain.scorer.pool, shares[h]);
         }
       }
       next += prompt;

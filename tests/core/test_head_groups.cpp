@@ -25,7 +25,8 @@ TEST_CASE("heads of a layer are grouped by their shares, the smaller first, equa
 TEST_CASE("every head has one group and one column, and no clustering wastes more than a wider one") {
   rng random(1231);
   for (index_t i = 0; i < support::scaled(500); ++i) {
-    const index_t layers = random.between(1, 6), heads = random.pick({1, 2, 4}), kv_heads = heads * random.between(1, 4);
+    const index_t layers = random.between(1, 6), heads = random.pick({1, 2, 4}),
+                  kv_heads = heads * random.between(1, 4);
     std::vector<double> shares;
     for (index_t h = 0; h < layers * kv_heads; ++h) shares.push_back(random.pick({0.25, 0.5, random.uniform()}));
     const auto slack = [&](clustering among) {
@@ -51,8 +52,9 @@ TEST_CASE("every head has one group and one column, and no clustering wastes mor
 }
 
 TEST_CASE("heads that do not divide are refused") {
-  CHECK_THROWS_WITH(group_heads(2, 4, 3, clustering::layer, {}),
-                    contains("heads is 3; expected a divisor of the 4 KV heads of a layer; pass how many KV heads share"));
+  CHECK_THROWS_WITH(
+      group_heads(2, 4, 3, clustering::layer, {}),
+      contains("heads is 3; expected a divisor of the 4 KV heads of a layer; pass how many KV heads share"));
   CHECK_THROWS_WITH(group_heads(2, 4, 3, clustering::model, {}), contains("a divisor of the 8 KV heads of the model"));
   CHECK_THROWS_WITH(group_heads(2, 4, 0, clustering::none, {}), contains("heads is 0"));
   CHECK_NOTHROW(group_heads(2, 4, 8, clustering::model, {}));

@@ -14,7 +14,8 @@ TEST_CASE("rows in ragged pages obey the laws of layouts") {
 TEST_CASE("a layer of few heads is one group where the number of heads is left as it is") {
   CHECK(ragged_pages{}.groups(2, 8).count() == 4);
   CHECK(ragged_pages{}.groups(2, 2).count() == 2);
-  CHECK_THROWS_WITH(ragged_pages{}.groups(2, 6), contains("heads is 4; expected a divisor of the 6 KV heads of a layer"));
+  CHECK_THROWS_WITH(ragged_pages{}.groups(2, 6),
+                    contains("heads is 4; expected a divisor of the 6 KV heads of a layer"));
   CHECK_THROWS_WITH((ragged_pages{.heads = 3}.groups(2, 2)), contains("heads is 3; expected a divisor of the 2"));
 }
 

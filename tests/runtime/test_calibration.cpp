@@ -83,7 +83,8 @@ TEST_CASE("renormalised budgets have the share on average, and none is above 1")
     const double total = std::accumulate(made.budget.begin(), made.budget.end(), 0.0);
     REQUIRE(total == Approx(made.share * double(made.budget.size())));
     for (std::size_t h = 0; h < before.size(); ++h) {
-      for (std::size_t g = 0; g < before.size(); ++g) REQUIRE((before[h] > before[g] || made.budget[h] <= made.budget[g] + 1e-12));
+      for (std::size_t g = 0; g < before.size(); ++g)
+        REQUIRE((before[h] > before[g] || made.budget[h] <= made.budget[g] + 1e-12));
     }
   }
 }

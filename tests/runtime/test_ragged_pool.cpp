@@ -12,7 +12,8 @@
 using namespace tessera;
 using support::rng;
 
-TEST_CASE("a million random reservations, growths, compressions, releases and closings lose no page and give none twice") {
+TEST_CASE(
+    "a million random reservations, growths, compressions, releases and closings lose no page and give none twice") {
   rng random(1230);
   constexpr index_t groups = 3, ids = 6, most = 64;
   for (const index_t bound : {most, 0}) {
@@ -39,8 +40,8 @@ TEST_CASE("a million random reservations, growths, compressions, releases and cl
       const index_t what = random.between(0, 9);
       if (what < 2) {  // set aside
         const index_t pages = random.between(0, 30);
-        const bool fits = bound == 0 || pages <= promised[std::size_t(id)] ||
-                          claimed(id, std::max(held(id), pages)) <= bound;
+        const bool fits =
+            bound == 0 || pages <= promised[std::size_t(id)] || claimed(id, std::max(held(id), pages)) <= bound;
         if (fits) {
           pool.reserve(id, pages);
           promised[std::size_t(id)] = pages;
@@ -101,8 +102,9 @@ TEST_CASE("what was set aside for one sequence is not given to another") {
   pool.reserve(0, 7);
   pool.take(1, 0, 3);
   CHECK_THROWS_WITH(pool.take(1, 0, 4), contains("pages of the pool is 10; expected at least 11; close a sequence"));
-  CHECK_THROWS_WITH(pool.reserve(1, 4), contains("pages of the pool is 10; expected at least 11, with 4 for this sequence; "
-                                                 "close a sequence, shorten the prompt, or give the pool more pages"));
+  CHECK_THROWS_WITH(pool.reserve(1, 4),
+                    contains("pages of the pool is 10; expected at least 11, with 4 for this sequence; "
+                             "close a sequence, shorten the prompt, or give the pool more pages"));
   CHECK(pool.held(1) == 3);
   pool.take(0, 0, 7);
   pool.reserve(0, 0);  // a prompt has ended with 5 pages

@@ -18,8 +18,8 @@ enum class moment {
 
 /// Where a conversation stands when its schedule is asked.
 struct turn_clock {
-  index_t turn = 0;   ///< prompts that have ended, the one that ends now included
-  index_t steps = 0;  ///< decode steps since the turn's prompt ended, the one that is asked about included
+  index_t turn = 0;     ///< prompts that have ended, the one that ends now included
+  index_t steps = 0;    ///< decode steps since the turn's prompt ended, the one that is asked about included
   index_t waiting = 0;  ///< prompt tokens that came since the first stage chose last, or since the turn began
   index_t coming = 0;   ///< prompt tokens that are about to be written
 };

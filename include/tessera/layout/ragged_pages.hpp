@@ -28,8 +28,8 @@ struct ragged_pages {
   index_t heads = usual_heads;
   index_t page = 16;
   clustering cluster = clustering::layer;
-  index_t most_pages = 0;  ///< of the pool; 0: as many as are asked for
-  share_table shares{};    ///< what heads are expected to keep; null: all alike
+  index_t most_pages = 0;    ///< of the pool; 0: as many as are asked for
+  share_table shares{};      ///< what heads are expected to keep; null: all alike
   index_t whole_layers = 0;  ///< so many of the first layers keep everything
 
   head_groups groups(index_t layers, index_t kv_heads) const {
@@ -44,7 +44,8 @@ struct ragged_pages {
   static void parameters(Self& self, Visit&& visit) {
     visit("heads", self.heads, value_range{1, 1 << 16}, "KV heads that share a table of pages");
     visit("page", self.page, value_range{1, 1 << 16}, "tokens of a page");
-    visit("cluster", self.cluster, one_word_of{"layer, model or none"}, "among which heads groups are formed by budget");
+    visit("cluster", self.cluster, one_word_of{"layer, model or none"},
+          "among which heads groups are formed by budget");
   }
 };
 

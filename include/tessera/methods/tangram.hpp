@@ -20,7 +20,8 @@ TESSERA_NAMESPACE_BEGIN
 /// Differs  scores go over all that is stored, not over the chunk alone; no sinks are forced; a head keeps the window even
 ///          where its share is smaller. Chunks matter: a prompt in one piece and in several keep different tokens.
 template <element T, int D, int Dv = D, layout_of<T, D, Dv> Layout = stored<dense_rows<T, D, Dv>, ragged_pages>>
-struct tangram : recipe<retain<observation_window, calibrated, top_tokens>, Layout, retrieve_all, dense_decode, each_chunk> {
+struct tangram
+    : recipe<retain<observation_window, calibrated, top_tokens>, Layout, retrieve_all, dense_decode, each_chunk> {
   static constexpr const char* name = "tangram";
   static constexpr const char* paper = "TANGRAM, arXiv:2606.06302";
 };

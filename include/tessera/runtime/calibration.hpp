@@ -58,8 +58,7 @@ class calibration {
     for (std::size_t h = 0; h < heads; ++h) {
       for (const auto& one : samples_) result.mean[h] += one[h] / double(samples_.size());
       for (const auto& one : samples_) result.deviation[h] += (one[h] - result.mean[h]) * (one[h] - result.mean[h]);
-      result.deviation[h] =
-          samples_.size() > 1 ? std::sqrt(result.deviation[h] / double(samples_.size() - 1)) : 0.0;
+      result.deviation[h] = samples_.size() > 1 ? std::sqrt(result.deviation[h] / double(samples_.size() - 1)) : 0.0;
       result.mean[h] = std::min(1.0, result.mean[h]);
     }
     result.set_alpha(alpha);

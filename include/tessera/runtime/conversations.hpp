@@ -148,8 +148,8 @@ class conversations {
   /// The policies of a conversation whose next prompt will have so many tokens.
   planned<Recipe> plan_announced(const Recipe& recipe, index_t id, index_t tokens) const {
     const conversation& c = at(id);
-    require(tokens >= 1 && tokens <= most_tokens, "tokens of the prompt", tokens,
-            value_range{1, most_tokens}.text(), "say how long the turn's prompt will be");
+    require(tokens >= 1 && tokens <= most_tokens, "tokens of the prompt", tokens, value_range{1, most_tokens}.text(),
+            "say how long the turn's prompt will be");
     for (const layer& state : c.layers) {
       require(state.turn_tokens == 0, "tokens of this turn", state.turn_tokens, "0",
               "announce a prompt before its first chunk");

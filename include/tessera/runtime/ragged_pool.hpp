@@ -21,7 +21,8 @@ class ragged_pool {
 
   /// A sequence without pages; one that is there stays as it is.
   void open(index_t id) {
-    while (index_t(sequences_.size()) <= id) sequences_.push_back({std::vector<std::vector<index_t>>(std::size_t(groups_)), 0, 0});
+    while (index_t(sequences_.size()) <= id)
+      sequences_.push_back({std::vector<std::vector<index_t>>(std::size_t(groups_)), 0, 0});
   }
   /// Gives back all that a sequence holds and was promised. Needs no memory.
   void close(index_t id) {

@@ -17,8 +17,7 @@ struct each_chunk {
   index_t chunk = 2048;
 
   bool due(moment now, const turn_clock& at) const {
-    return now == moment::prompt_end ||
-           (now == moment::chunk_end && at.waiting > 0 && at.waiting + at.coming > chunk);
+    return now == moment::prompt_end || (now == moment::chunk_end && at.waiting > 0 && at.waiting + at.coming > chunk);
   }
 
   template <class Self, class Visit>

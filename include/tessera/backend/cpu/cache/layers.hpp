@@ -56,8 +56,8 @@ class layers {
 
   /// What a prompt of `tokens` tokens takes of the pool of pages; id -1: in a new conversation. Where a first stage drops all
   /// that it drops when a prompt ends, `after` counts what is there before.
-  page_plan plan_pages(index_t id, const planned<Recipe>& policies, index_t tokens, index_t chunk) const
-      requires in_groups {
+  page_plan plan_pages(index_t id, const planned<Recipe>& policies, index_t tokens,
+                       index_t chunk) const requires in_groups {
     const head_groups& groups = store_.rows().groups();
     std::vector<index_t> held(std::size_t(count_ * groups.kv_heads), 0);
     for (index_t at = 0; id >= 0 && at < index_t(held.size()); ++at) {

@@ -265,8 +265,7 @@ class first_stage<Recipe, observes::every_query, true> : public choosing<Recipe>
 
   template <class Store>
   bool choose(index_t layer, index_t id, Store& stored, const planned<Recipe>& policies, const logit_rule& rule,
-              index_t, index_t, const prompt_reach* reach, selection& kept, ranked_tokens* ranked,
-              executor& workers) {
+              index_t, index_t, const prompt_reach* reach, selection& kept, ranked_tokens* ranked, executor& workers) {
     columns& beside = stored.beside(layer, id);
     auto problem = this->problem(layer, id, stored, rule, nullptr, reach);
     problem.scores = {beside.scores(), 0, 0, beside.begins().data()};

@@ -73,16 +73,16 @@ layer_scores choose_kept(const choosing_stage<Scorer, Budget, Selector, Scope>& 
     }
     allot_counts(policy.budget, scores, counts.data());
     for (index_t h = 0; h < heads; ++h) {
-      counts[std::size_t(h)] =
-          std::clamp(counts[std::size_t(h)], std::min(raw.settled_of(h) + raw.protected_tail, raw.tokens[h]), raw.tokens[h]);
+      counts[std::size_t(h)] = std::clamp(
+          counts[std::size_t(h)], std::min(raw.settled_of(h) + raw.protected_tail, raw.tokens[h]), raw.tokens[h]);
     }
     if constexpr (weighted_scorer<Scorer>) {
       for (index_t h = 0; h < heads; ++h) {
         const index_t stay = std::min(raw.settled_of(h), raw.candidates(h));
         const index_t first = policy.scorer.taken_first(counts[std::size_t(h)] - stay) - raw.protected_tail;
         weigh_scores(policy.scorer, scores.head(h) + stay, beside.weights.row(0, h, heads) + stay,
-                     raw.candidates(h) - stay, first, workspace.finished.data() + raw.offsets[h] + stay, workspace.top_k,
-                     workspace.best);
+                     raw.candidates(h) - stay, first, workspace.finished.data() + raw.offsets[h] + stay,
+                     workspace.top_k, workspace.best);
       }
       scores.scores = workspace.finished.data();
     }
