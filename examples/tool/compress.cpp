@@ -173,12 +173,26 @@ void require_products(const layer_tensors& layer) {
   }
 }
 
+// The turns, cut where the method compresses what has come.
+std::vector<std::pair<index_t, index_t>> chunks_of(const std::vector<std::pair<index_t, index_t>>& turns,
+                                                   const method_cache& cache) {
+  const index_t most = cache.judged_together();
+  if (most == 0) return turns;
+  std::vector<std::pair<index_t, index_t>> chunks;
+  for (const auto& [begin, end] : turns) {
+    for (index_t first = begin; first < end; first += std::min(most, end - first)) {
+      chunks.emplace_back(first, first + std::min(most, end - first));
+    }
+  }
+  return chunks;
+}
+
 // Gives the prompt to the cache, turn by turn, and ends each.
 void prefill(const layer_tensors& layer, const std::vector<std::pair<index_t, index_t>>& turns,
              const std::string& method, method_cache& cache) {
   const index_t given = layer.q ? layer.q->shape[0] : 0;
   index_t needed = 0;
-  for (const auto& [begin, end] : turns) {
+  for (const auto& [begin, end] : chunks_of(turns, cache)) {
     const index_t rows = cache.queries_needed(end - begin);
     if (rows > 0) needed = std::max(needed, layer.tokens - (end - rows));
   }
@@ -192,7 +206,9 @@ void prefill(const layer_tensors& layer, const std::vector<std::pair<index_t, in
     rows.tokens = end - begin;
     return rows;
   };
-  for (const auto& [begin, end] : turns) {
+  std::size_t turn = 0;
+  for (const auto& [begin, end] : chunks_of(turns, cache)) {
+    if (begin == turns[turn].first) cache.announce(turns[turn].second - begin);
     const index_t rows = cache.queries_needed(end - begin), skipped = layer.tokens - given;
     input_rows q = rows > 0 ? rows_of(layer.q->tokens_first(), end - rows - skipped, end - skipped) : input_rows{};
     q.heads = layer.q_heads;
@@ -200,7 +216,9 @@ void prefill(const layer_tensors& layer, const std::vector<std::pair<index_t, in
       cache.begin_chunk(std::span(layer.boundaries).subspan(std::size_t(begin), std::size_t(end - begin)));
     }
     cache.observe(0, q, rows_of(layer.k.heads_first(), begin, end), rows_of(layer.v.heads_first(), begin, end));
+    if (end < turns[turn].second) continue;
     cache.end_prefill();
+    ++turn;
   }
 }
 
@@ -309,6 +327,11 @@ compressed compress(const safetensors_file& in, const compress_options& options)
   index_lists kept;
   for (index_t head = 0; head < layer.kv_heads; ++head) kept.add(cache->positions(0, head));
   kept.write(result.file, "keep");
+  if (const auto pages = cache->pages()) {
+    const std::int64_t groups = std::int64_t(pages->used.size());
+    result.file.add("pages.used", {groups}, std::span<const std::int64_t>(pages->used));
+    result.file.add("pages.reserved", {groups}, std::span<const std::int64_t>(pages->reserved));
+  }
   if (options.scores) result.ranked = write_scores(cache->ranked(0), layer.kv_heads, result.file);
   if (blocks) {
     const ranked_tokens ranked = cache->ranked(0);  // one set for all heads, or that of the first one

@@ -5,6 +5,7 @@
 #include <vector>
 
 #include <tessera/cache.hpp>
+#include <tessera/layout/dense.hpp>
 #include <tessera/methods/tangram.hpp>
 #include <tessera/schedule/once.hpp>
 #include <tessera/scorer/accumulated_attention.hpp>

@@ -81,6 +81,13 @@ void parse_value(std::string_view name, std::string_view text, std::string_view 
   value = tessera::split_factor(factor);
 }
 
+void parse_value(std::string_view name, std::string_view text, std::string_view, tessera::clustering& value) {
+  require_one_of(name, text, {"layer", "model", "none"});
+  value = text == "layer"   ? tessera::clustering::layer
+          : text == "model" ? tessera::clustering::model
+                            : tessera::clustering::none;
+}
+
 std::string value_text(index_t value) { return std::to_string(value); }
 
 std::string value_text(float value) {
@@ -100,6 +107,10 @@ std::string value_text(tessera::split_factor value) {
   if (value.adaptive) return "adaptive";
   char text[32];
   return {text, std::to_chars(text, text + sizeof text, value.fixed).ptr};
+}
+
+std::string value_text(tessera::clustering value) {
+  return value == tessera::clustering::layer ? "layer" : value == tessera::clustering::model ? "model" : "none";
 }
 
 std::string value_text(tessera::pooling value) { return value == tessera::pooling::max ? "max" : "average"; }

@@ -6,6 +6,7 @@
 #include <string_view>
 #include <tessera/budget/two_stage.hpp>
 #include <tessera/core/error.hpp>
+#include <tessera/core/head_groups.hpp>
 #include <tessera/core/parameters.hpp>
 #include <tessera/core/types.hpp>
 #include <tessera/core/units.hpp>
@@ -31,6 +32,7 @@ void parse_value(std::string_view name, std::string_view text, std::string_view 
                  tessera::selection_unit& value);
 void parse_value(std::string_view name, std::string_view text, std::string_view allowed, tessera::segment_form& value);
 void parse_value(std::string_view name, std::string_view text, std::string_view allowed, tessera::split_factor& value);
+void parse_value(std::string_view name, std::string_view text, std::string_view allowed, tessera::clustering& value);
 
 std::string value_text(index_t value);
 std::string value_text(float value);
@@ -38,6 +40,7 @@ std::string value_text(tessera::pooling value);
 std::string value_text(tessera::selection_unit value);
 std::string value_text(tessera::segment_form value);
 std::string value_text(tessera::split_factor value);
+std::string value_text(tessera::clustering value);
 
 /// fp32, fp16 or bf16. Errors: any other word.
 element_type parse_element(std::string_view text);

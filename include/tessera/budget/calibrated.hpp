@@ -33,8 +33,8 @@ struct calibrated {
     }
     if (tokens >= prompt && prompt > 0) return seen;
     if (prompt == 0) return tokens < seen ? tokens : seen;
-    return index_t((offset_t(tokens) * seen + prompt - 1) /
-                   prompt);  // in whole numbers: exactly `tokens` of the prompt
+    // In whole numbers: of the prompt it is exactly `tokens`.
+    return index_t((offset_t(tokens) * seen + prompt - 1) / prompt);
   }
 
   TESSERA_HD index_t share(const head_extent& head) const {
