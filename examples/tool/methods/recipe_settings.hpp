@@ -5,7 +5,7 @@
 #include <vector>
 
 #include "method_cache.hpp"
-#include "profile_settings.hpp"
+#include "tool/profile/profile_settings.hpp"
 #include "values.hpp"
 
 namespace tool {

@@ -4,19 +4,19 @@
 #include <limits>
 #include <tessera/runtime/calibration.hpp>
 
-#include "backend.hpp"
-#include "commands.hpp"
 #include "engine/checkpoint.hpp"
 #include "engine/files/input_file.hpp"
 #include "engine/files/output_file.hpp"
 #include "engine/tokenizer.hpp"
-#include "progress.hpp"
+#include "tool/backend.hpp"
+#include "tool/commands.hpp"
 #include "tool/eval/document.hpp"
 #include "tool/eval/report.hpp"
 #include "tool/eval/tasks.hpp"
-#include "tool/methods/profile_file.hpp"
 #include "tool/methods/registry.hpp"
 #include "tool/methods/values.hpp"
+#include "tool/profile/profile_file.hpp"
+#include "tool/progress.hpp"
 
 namespace tool {
 namespace {

@@ -2,7 +2,7 @@
 
 #include <algorithm>
 
-#include "values.hpp"
+#include "tool/methods/values.hpp"
 
 namespace tool {
 

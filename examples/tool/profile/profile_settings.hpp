@@ -8,8 +8,8 @@
 #include <tessera/core/model_shape.hpp>
 #include <vector>
 
-#include "method_cache.hpp"
 #include "profile_file.hpp"
+#include "tool/methods/method_cache.hpp"
 
 namespace tool {
 
