@@ -143,11 +143,17 @@ struct choosing_stage {
       return choosing_stage<Scorer, std::remove_cvref_t<decltype(one)>, Selector, Scope>{scorer, one, selector, scope};
     };
     const auto fitted = [&](const auto& one) {
-      if constexpr (shares) return with(one.fitted(plan.prompt));
-      if constexpr (!shares) return with(one);
+      if constexpr (shares) {
+        return with(one.fitted(plan.prompt));
+      } else {
+        return with(one);
+      }
     };
-    if constexpr (plans) return fitted(budget.planned(plan));
-    if constexpr (!plans) return fitted(budget);
+    if constexpr (plans) {
+      return fitted(budget.planned(plan));
+    } else {
+      return fitted(budget);
+    }
   }
 
   template <class Self, class Visit>

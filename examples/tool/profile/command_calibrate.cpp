@@ -134,7 +134,7 @@ void calibrate(const calibrate_options& given) {
       const index_t budget =
           std::clamp(index_t(std::ceil(share * double(tokens))), method.budgets.least, tokens - 1);  // all must compete
       const auto cache =
-          make_cache(method, backend::cpu, {shape, config.head_dim, element_type::bf16, budget, own, workers, tokens});
+          make_cache(method, backend::cpu, {shape, config.head_dim, element_type::fp32, budget, own, workers, tokens});
       (void)cache->trace_ranked();
       const std::vector<std::uint8_t> boundaries = tokenizer.boundaries(prompt);
       engine::prefill_options options;

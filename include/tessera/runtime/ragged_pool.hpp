@@ -52,17 +52,10 @@ class ragged_pool {
     const offset_t claimed = claimed_ - claim(one) + std::max(held, one.reserved);
     require(most_ == 0 || claimed <= most_, "pages of the pool", most_, "at least " + std::to_string(claimed),
             "close a sequence, or give the pool more pages");
-    const index_t fresh = std::max(0, more - index_t(free_.size()));
+    const index_t fresh = std::max(0, more - idle_);
     table.reserve(std::size_t(pages));
-    free_.reserve(std::size_t(made_ + fresh));  // giving back must not fail
-    for (index_t i = 0; i < more; ++i) {
-      if (free_.empty()) {
-        table.push_back(made_++);
-      } else {
-        table.push_back(free_.back());
-        free_.pop_back();
-      }
-    }
+    idle_pages_.resize(std::size_t(made_ + fresh));
+    for (index_t i = 0; i < more; ++i) table.push_back(idle_ > 0 ? idle_pages_[std::size_t(--idle_)] : made_++);
     one.held = held;
     claimed_ = claimed;
   }
@@ -72,7 +65,7 @@ class ragged_pool {
     std::vector<index_t>& table = one.tables[std::size_t(group)];
     claimed_ -= claim(one);
     while (index_t(table.size()) > pages) {
-      free_.push_back(table.back());
+      idle_pages_[std::size_t(idle_++)] = table.back();
       table.pop_back();
       --one.held;
     }
@@ -88,7 +81,7 @@ class ragged_pool {
   /// Numbers of pages that have been given out so far: every page is below it.
   index_t made() const { return made_; }
   /// Pages that lie idle, to be given out before new ones are made.
-  index_t idle() const { return index_t(free_.size()); }
+  index_t idle() const { return idle_; }
   /// Pages that sequences hold or have been promised.
   offset_t claimed() const { return claimed_; }
 
@@ -100,9 +93,9 @@ class ragged_pool {
   static offset_t claim(const sequence& one) { return std::max(one.held, one.reserved); }
   sequence& at(index_t id) { return sequences_[std::size_t(id)]; }
 
-  index_t groups_, most_, made_ = 0;
+  index_t groups_, most_, made_ = 0, idle_ = 0;
   offset_t claimed_ = 0;
-  std::vector<index_t> free_;
+  std::vector<index_t> idle_pages_;  // room for all, so that giving back needs no memory, in a copy either
   std::vector<sequence> sequences_;
 };
 
