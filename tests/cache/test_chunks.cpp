@@ -219,6 +219,27 @@ TEST_CASE("while a prompt comes in, a head holds its share and one chunk at most
   for (index_t h = 0; h < 4; ++h) CHECK(kv.length(h / 2, id, h % 2) == index_t(std::ceil(table[h] * 384)));
 }
 
+TEST_CASE("what is ranked at a prompt's end are the tokens that competed then") {
+  rng random(1216);
+  const model_shape shape{1, 2, 1};
+  const text of(random, shape, 64);
+  const double table[] = {0.5};
+  tangram<fp32, dim> recipe;
+  recipe.retain.scorer.window = 4;
+  recipe.retain.budget.shares = {table, 1, 1};
+  recipe.schedule.chunk = 32;
+  cache<tangram<fp32, dim>> kv(shape, recipe, one_thread());
+  kv.trace_ranked(true);
+  const index_t id = kv.open();
+  of.prefill(kv, id, 0, 32);
+  of.prefill(kv, id, 32, 32);
+  kv.end_prefill(id);
+  const auto& ranked = kv.ranked(0, id);  // the first chunk's window, and the second without its own
+  REQUIRE(ranked.positions[0].size() == 4 + 28);
+  for (index_t i = 0; i < 32; ++i) CHECK(ranked.positions[0][std::size_t(i)] == 28 + i);
+  CHECK(ranked.scores[0].size() == 32);
+}
+
 TEST_CASE("a uniform share is known once a prompt is announced; without that a prompt is one chunk") {
   rng random(1213);
   const model_shape shape{1, 2, 1};

@@ -107,8 +107,9 @@ class choosing {
     ranked->scores.assign(std::size_t(shape_.kv_heads), {});
     ranked->blocks = choosing_.memory.retaining.blocks;
     for (index_t h = 0; seen.scores && h < shape_.kv_heads; ++h) {
-      ranked->scores[std::size_t(h)].assign(seen.head(h), seen.head(h) + seen.candidates(h));
-      for (index_t i = 0; i < seen.candidates(h); ++i) {
+      const index_t first = std::min(seen.settled_of(h), seen.candidates(h));  // what is settled did not compete
+      ranked->scores[std::size_t(h)].assign(seen.head(h) + first, seen.head(h) + seen.candidates(h));
+      for (index_t i = first; i < seen.candidates(h); ++i) {
         ranked->positions[std::size_t(h)].push_back(problem.view.position(0, h, i));
       }
     }
