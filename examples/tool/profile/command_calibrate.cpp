@@ -104,8 +104,8 @@ void calibrate(const calibrate_options& given) {
   const task_book book = task_book::load(given.tasks);
   const std::string text = engine::read_text_file(given.text);
   const document_maker maker(text, tokenizer, book);
-  const auto families =
-      given.families.empty() ? book.families_of(given.suite) : parse_list("--families", given.families);
+  auto families = given.families.empty() ? book.families_of(given.suite) : parse_list("--families", given.families);
+  if (families.size() > std::size_t(count)) families.resize(std::size_t(count));  // the first ones, a prompt each
   document_plan plan;
   plan.context = parse_count("--context", given.context, 1);
   plan.room = config.max_position_embeddings;
