@@ -74,7 +74,12 @@ std::vector<variant> parse_variants(const eval_options& given) {
       if (counted) variants.push_back({&method, budget, {}});
     }
   }
-  const bool used = std::ranges::any_of(variants, [](const variant& row) { return row.budget.has_value(); });
+  bool used = false;
+  for (const variant& row : variants) {
+    used |= row.method->has_budget;
+    if (row.method->has_budget && !row.budget && !budgets.empty())
+      note("--budgets do not count for " + row.method->name + ": its profile says what each head keeps");
+  }
   tessera::require(used || budgets.empty(), "--budgets", given.budgets, "none: no method here has a budget",
                    "leave it out");
   apply_settings(given.settings, variants);
