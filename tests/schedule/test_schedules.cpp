@@ -38,13 +38,13 @@ TEST_CASE("each_chunk fires before more than a chunk would wait, and when a prom
   for (const index_t piece : {16, 32, 64}) {  // pieces that end at the multiples of a chunk are judged there
     index_t waiting = 0;
     for (index_t first = 0; first < 640; first += piece) {
-      const bool due = each_chunk{64}.due(moment::chunk_end, {1, 0, waiting, piece});
+      const bool due = each_chunk{64}.due(moment::chunk_end, {.turn = 1, .waiting = waiting, .coming = piece});
       REQUIRE(due == (first > 0 && first % 64 == 0));
       waiting = (due ? 0 : waiting) + piece;
     }
   }
-  CHECK(!each_chunk{64}.due(moment::chunk_end, {1, 0, 0, 500}));  // a larger piece is a chunk of its own
-  CHECK(each_chunk{64}.due(moment::chunk_end, {1, 0, 500, 1}));
+  CHECK(!each_chunk{64}.due(moment::chunk_end, {.turn = 1, .coming = 500}));  // a larger piece is a chunk of its own
+  CHECK(each_chunk{64}.due(moment::chunk_end, {.turn = 1, .waiting = 500, .coming = 1}));
 }
 
 TEST_CASE("every schedule obeys the laws of schedules") {

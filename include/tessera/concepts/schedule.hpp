@@ -20,6 +20,8 @@ enum class moment {
 struct turn_clock {
   index_t turn = 0;     ///< prompts that have ended, the one that ends now included
   index_t steps = 0;    ///< decode steps since the turn's prompt ended, the one that is asked about included
+  index_t outputs = 0;  ///< tokens of these steps
+  index_t tokens = 0;   ///< of them, those of the step that is asked about
   index_t waiting = 0;  ///< prompt tokens that came since the first stage chose last, or since the turn began
   index_t coming = 0;   ///< prompt tokens that are about to be written
 };
@@ -28,6 +30,7 @@ struct turn_clock {
 ///   name
 ///   fires_at(moment)        static: whether it can fire at such a moment at all, known when compiling
 ///   due(moment, clock)      whether to choose now; asked on the host before the moment comes
+/// One with parameters has check() and parameters(self, visit) too.
 template <class S>
 concept schedule = requires(const S s, moment now, const turn_clock& at) {
   { S::name } -> std::convertible_to<const char*>;

@@ -44,7 +44,7 @@ struct ragged_pages {
   static void parameters(Self& self, Visit&& visit) {
     visit("heads", self.heads, value_range{1, 1 << 16}, "KV heads that share a table of pages");
     visit("page", self.page, value_range{1, 4096}, "tokens of a page");
-    visit("cluster", self.cluster, one_word_of{"layer, model or none"},
+    visit("cluster", self.cluster, one_word_of{"layer or model or none"},
           "among which heads groups are formed by budget");
   }
 };

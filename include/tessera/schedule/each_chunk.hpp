@@ -20,6 +20,8 @@ struct each_chunk {
     return now == moment::prompt_end || (now == moment::chunk_end && at.waiting > 0 && at.waiting + at.coming > chunk);
   }
 
+  void check() const { check_parameters(*this); }
+
   template <class Self, class Visit>
   static void parameters(Self& self, Visit&& visit) {
     visit("chunk", self.chunk, value_range{1, most_tokens}, "tokens of a prompt that are compressed together");
