@@ -177,20 +177,6 @@ void require_products(const layer_tensors& layer) {
   }
 }
 
-// The turns, cut where the method compresses what has come.
-std::vector<std::pair<index_t, index_t>> chunks_of(const std::vector<std::pair<index_t, index_t>>& turns,
-                                                   const method_cache& cache) {
-  const index_t most = cache.judged_together();
-  if (most == 0) return turns;
-  std::vector<std::pair<index_t, index_t>> chunks;
-  for (const auto& [begin, end] : turns) {
-    for (index_t first = begin; first < end; first += std::min(most, end - first)) {
-      chunks.emplace_back(first, first + std::min(most, end - first));
-    }
-  }
-  return chunks;
-}
-
 /// What the rows of the last turn's prompt attended, for a method that chooses lines.
 struct prompt_outputs {
   index_t first = 0;
@@ -380,9 +366,8 @@ compressed compress(const safetensors_file& in, const compress_options& options)
   for (index_t head = 0; head < layer.kv_heads; ++head) kept.add(cache->positions(0, head));
   kept.write(result.file, "keep");
   if (const auto pages = cache->pages()) {
-    const std::int64_t groups = std::int64_t(pages->used.size());
-    result.file.add("pages.used", {groups}, std::span<const std::int64_t>(pages->used));
-    result.file.add("pages.reserved", {groups}, std::span<const std::int64_t>(pages->reserved));
+    for (const auto& [name, counts] : {std::pair{"used", &pages->used}, {"reserved", &pages->reserved}})
+      result.file.add("pages." + std::string(name), {std::int64_t(counts->size())}, std::span(std::as_const(*counts)));
   }
   if (method.chooses_lines) write_lines(cache->lines(0), prompt, layer, result.file);
   if (options.scores) result.ranked = write_scores(cache->ranked(0), layer.kv_heads, result.file);

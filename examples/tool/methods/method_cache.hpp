@@ -1,6 +1,7 @@
 // One method's cache behind an interface, so that commands can choose methods, element types and head dims at run time.
 #pragma once
 
+#include <algorithm>
 #include <memory>
 #include <optional>
 #include <string>
@@ -106,6 +107,19 @@ class method_cache : public engine::kv_cache {
   /// The same cache for the engine on the device; null for a cache of the CPU.
   virtual engine::cuda::kv_cache* on_device() { return nullptr; }
 };
+
+/// Turns, each from its first token to the next one's, cut where a cache compresses what has come.
+inline std::vector<std::pair<index_t, index_t>> chunks_of(const std::vector<std::pair<index_t, index_t>>& turns,
+                                                          const method_cache& cache) {
+  const index_t most = cache.judged_together();
+  if (most == 0) return turns;
+  std::vector<std::pair<index_t, index_t>> chunks;
+  for (const auto& [begin, end] : turns) {
+    for (index_t first = begin; first < end; first = chunks.back().second)
+      chunks.emplace_back(first, first + std::min(most, end - first));
+  }
+  return chunks;
+}
 
 /// A value given for a parameter by name, as on the command line.
 struct setting {

@@ -34,10 +34,13 @@ class ragged_pool {
   void reserve(index_t id, index_t pages) {
     sequence& one = at(id);
     const offset_t claimed = claimed_ - claim(one) + std::max(one.held, pages);
-    require(most_ == 0 || pages <= one.reserved || claimed <= most_, "pages of the pool", most_,
-            "at least " + std::to_string(claimed) + ", with " + std::to_string(std::max(one.held, pages)) +
-                " for this sequence",
-            "close a sequence, shorten the prompt, or give the pool more pages");
+    const bool fits = most_ == 0 || pages <= one.reserved || claimed <= most_;
+    if (!fits) {  // in a branch: the message needs memory, and what is set back must not
+      fail("pages of the pool", most_,
+           "at least " + std::to_string(claimed) + ", with " + std::to_string(std::max(one.held, pages)) +
+               " for this sequence",
+           "close a sequence, shorten the prompt, or give the pool more pages");
+    }
     claimed_ = claimed;
     one.reserved = pages;
   }
@@ -50,8 +53,10 @@ class ragged_pool {
     if (more <= 0) return;
     const index_t held = one.held + more;
     const offset_t claimed = claimed_ - claim(one) + std::max(held, one.reserved);
-    require(most_ == 0 || claimed <= most_, "pages of the pool", most_, "at least " + std::to_string(claimed),
-            "close a sequence, or give the pool more pages");
+    if (most_ > 0 && claimed > most_) {
+      fail("pages of the pool", most_, "at least " + std::to_string(claimed),
+           "close a sequence, or give the pool more pages");
+    }
     const index_t fresh = std::max(0, more - idle_);
     table.reserve(std::size_t(pages));
     idle_pages_.resize(std::size_t(made_ + fresh));
