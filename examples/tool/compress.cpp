@@ -366,7 +366,7 @@ compressed compress(const safetensors_file& in, const compress_options& options)
   for (index_t head = 0; head < layer.kv_heads; ++head) kept.add(cache->positions(0, head));
   kept.write(result.file, "keep");
   if (const auto pages = cache->pages()) {
-    for (const auto& [name, counts] : {std::pair{"used", &pages->used}, {"reserved", &pages->reserved}})
+    for (const auto& [name, counts] : {std::pair{"used", &pages->used}, std::pair{"reserved", &pages->reserved}})
       result.file.add("pages." + std::string(name), {std::int64_t(counts->size())}, std::span(std::as_const(*counts)));
   }
   if (method.chooses_lines) write_lines(cache->lines(0), prompt, layer, result.file);
