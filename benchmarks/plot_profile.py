@@ -15,7 +15,7 @@ from matplotlib import pyplot
 def draw(profile, picture):
     stability = profile["stability"]
     families, layers = stability["families"], len(profile["mean"])
-    figure, (shares, ranks) = pyplot.subplots(1, 2, figsize=(11, 3.8), layout="constrained",
+    figure, (shares, ranks) = pyplot.subplots(1, 2, figsize=(11, 4.2), layout="constrained",
                                               gridspec_kw={"width_ratios": [1.9, 1]})
     heads = len(profile["mean"][0])
     at = range(layers * heads)
