@@ -57,6 +57,15 @@ class cache {
     layers_.close(id);
   }
 
+  /// Says how many tokens the turn's prompt will have, before its first chunk: budgets that give shares of it then know
+  /// them, and a store with a pool of pages sets aside what the prompt takes at most, or throws. Need not be called.
+  void announce(index_t id, index_t tokens) {
+    const planned<Recipe> fitted = conversations_.plan_announced(recipe_, id, tokens);
+    if constexpr (cpu::layers<Recipe>::in_groups)
+      layers_.store().rows().reserve(id, layers_.plan_pages(id, fitted, tokens, judged_together(fitted)).most);
+    conversations_.announce(id, tokens, fitted);
+  }
+
   /// Appends a chunk of the prompt to one layer and lets the scorer observe its queries.
   /// Shapes   k, v [tokens, kv_heads, dim]; q [n_q, q_heads, k_dim], the queries of the chunk's last n_q tokens: all of
   ///          them, or fewer where the scorer needs fewer (its window, or none). boundaries [tokens], for a recipe that
@@ -66,6 +75,11 @@ class cache {
                const rows_view<const E>& v, std::span<const std::uint8_t> boundaries = {}) {
     conversations_.check_chunk(recipe_, layer, id, q, k, v);
     const segment_marks marks = conversations_.check_boundaries(layer, id, boundaries, k.tokens);
+    if (conversations_.chunk_is_due(recipe_, id, layer, k.tokens)) {
+      layers_.end_chunk(layer, id, conversations_.at(id).policies, conversations_.reach(id, layer));
+      conversations_.judged_chunk(id, layer);
+    }
+    if (layer == 0 && conversations_.at(id).announced == 0) layers_.expect(id, k.tokens);  // for all layers, or none
     layers_.prefill(layer, id, conversations_.at(id).policies, conversations_.at(id, layer).next_position, q, k, v,
                     marks);
     conversations_.took_chunk(layer, id, k.tokens, marks);
@@ -86,13 +100,22 @@ class cache {
   void end_prefill(index_t id) {
     const planned<Recipe> fitted = conversations_.plan_prompt_end(recipe_, id);
     const bool due = recipe_.schedule.due(moment::prompt_end, conversations_.clock_of_prompt_end(id));
-    layers_.end_prefill(id, recipe_, fitted, due, conversations_.at(id).front().next_position);
+    layers_.end_prefill(id, recipe_, fitted, due, conversations_.reach(id, 0));
     conversations_.end_prompt(id, fitted);
   }
 
   /// What the next step of 1 to 8 tokens does, for every layer's `decode`.
   batch prepare_step(const std::vector<index_t>& ids, index_t tokens) {
-    return conversations_.begin_step(conversations_.plan_step(recipe_, ids, tokens, most_step_tokens));
+    const batch step = conversations_.plan_step(recipe_, ids, tokens, most_step_tokens);
+    for (std::size_t b = 0; b < ids.size(); ++b) {
+      try {
+        layers_.expect(ids[b], tokens);
+      } catch (...) {
+        while (b-- > 0) layers_.expect(ids[b], 0);
+        throw;
+      }
+    }
+    return conversations_.begin_step(step);
   }
 
   /// One layer of a decode step for a batch of sequences: append, retrieve, attend, retain.
@@ -166,6 +189,24 @@ class cache {
     return layers_.bytes(id);
   }
 
+  /// Of a store with ragged pages: what a prompt of so many tokens takes of the pool, its chunks ending at the multiples of
+  /// the schedule's; pages that each group of heads of a sequence holds; the most that a new conversation's prompt takes.
+  page_plan plan_pages(index_t id, index_t tokens) const requires cpu::layers<Recipe>::in_groups {
+    const planned<Recipe> fitted = conversations_.plan_announced(recipe_, id, tokens);
+    return layers_.plan_pages(id, fitted, tokens, judged_together(fitted));
+  }
+  std::vector<index_t> pages(index_t id) const requires cpu::layers<Recipe>::in_groups {
+    conversations_.at(id);
+    std::vector<index_t> held;
+    for (index_t group = 0; group < layers_.store().rows().groups().count(); ++group)
+      held.push_back(layers_.store().rows().held(id, group));
+    return held;
+  }
+  index_t upper_bound_pages(index_t tokens) const requires cpu::layers<Recipe>::in_groups {
+    const planned<Recipe> fitted(recipe_, tokens);
+    return layers_.plan_pages(-1, fitted, tokens, judged_together(fitted)).most;
+  }
+
   /// Distinct bytes of stored K, V and scores, of candidates, index and sums, that the last decode step of a sequence
   /// touched, summed over layers. What a step writes is not counted.
   offset_t bytes_read(index_t id) const {
@@ -179,6 +220,14 @@ class cache {
   }
 
  private:
+  /// Prompt tokens that are judged together; 0: all of a prompt.
+  index_t judged_together([[maybe_unused]] const planned<Recipe>& policies) const {
+    if constexpr (requires { recipe_.schedule.chunk; }) {
+      if (policies.first.budget.knows_shares()) return recipe_.schedule.chunk;
+    }
+    return 0;
+  }
+
   model_shape shape_;
   Recipe recipe_;
   conversations<Recipe> conversations_;

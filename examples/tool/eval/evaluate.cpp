@@ -35,6 +35,10 @@ evaluation::evaluation(runner& model, const engine::tokenizer& tokenizer, std::v
     check.budget = variant.budget;
     check.settings = variant.settings;
     variant.method->make(check);  // on the CPU, which takes no memory for it
+    if (variant.method->fuses_chunks) {
+      cache_of_variant_.push_back(own_prefill);
+      continue;
+    }
     if (variant.method != newest) first_of_method_.push_back(i);
     newest = variant.method;
     cache_of_variant_.push_back(first_of_method_.size() - 1);
@@ -95,6 +99,13 @@ void evaluation::ask_all(const std::string& family, const std::vector<planned_tu
   options.boundaries = boundaries;
   const auto logits = prefill_first(turns[0].prompt, shared, options);
   for (std::size_t i = 0; i < variants_.size(); ++i) {
+    if (cache_of_variant_[i] == own_prefill) {  // what it drops on the way changes what the model sees
+      const auto own = empty_cache(variants_[i], turns);
+      own->announce(index_t(turns[0].prompt.size()));
+      const std::vector<float> own_logits = model_.prefill(turns[0].prompt, *own, options);
+      answer(i, family, turns, own_logits, *own);
+      continue;
+    }
     const auto cache = shared[cache_of_variant_[i]]->clone();
     if (variants_[i].budget) cache->set_budget(*variants_[i].budget);
     cache->end_prefill();

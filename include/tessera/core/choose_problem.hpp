@@ -3,6 +3,7 @@
 
 #include "logit_rule.hpp"
 #include "page_pool.hpp"
+#include "prompt_reach.hpp"
 #include "slot_column.hpp"
 
 TESSERA_NAMESPACE_BEGIN
@@ -31,6 +32,7 @@ struct choose_problem {
   slot_column<const index_t> segments{};  ///< which segment of the text each slot belongs to, ascending
   const float* projection = nullptr;      ///< [q_heads, v_dim, hidden] of this layer, to weigh values by; null: none
   index_t hidden = 0;                     ///< of the projection
+  const prompt_reach* reach = nullptr;    ///< [sequences], what earlier choices have settled; null: everything competes
 };
 
 TESSERA_NAMESPACE_END

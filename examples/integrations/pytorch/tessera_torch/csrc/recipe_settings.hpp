@@ -4,6 +4,7 @@
 #include <charconv>
 #include <sstream>
 #include <tessera/budget/two_stage.hpp>
+#include <tessera/core/head_groups.hpp>
 #include <tessera/core/units.hpp>
 #include <tessera/math/pool.hpp>
 #include <tessera/scorer/by_segment.hpp>
@@ -12,7 +13,7 @@
 
 namespace tessera_torch {
 
-using tessera::pooling, tessera::segment_form, tessera::selection_unit, tessera::split_factor;
+using tessera::clustering, tessera::pooling, tessera::segment_form, tessera::selection_unit, tessera::split_factor;
 
 template <class Number>
 Number parsed(const setting& given, const std::string& allowed) {
@@ -48,6 +49,14 @@ inline void assign(const setting& given, const std::string& allowed, split_facto
   to = given.value == "adaptive" ? split_factor() : split_factor(parsed<double>(given, allowed));
 }
 
+inline void assign(const setting& given, const std::string&, clustering& to) {
+  to = given.value == "model" ? clustering::model
+                              : (is_second(given, "layer", "none") ? clustering::none : clustering::layer);
+}
+
+inline std::string text_of(clustering value) {
+  return value == clustering::layer ? "layer" : value == clustering::model ? "model" : "none";
+}
 inline std::string text_of(pooling value) { return value == pooling::max ? "max" : "average"; }
 inline std::string text_of(selection_unit value) { return value == selection_unit::token ? "token" : "page"; }
 inline std::string text_of(segment_form value) { return value == segment_form::product ? "product" : "balance"; }
