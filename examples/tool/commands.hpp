@@ -34,7 +34,7 @@ struct run_options {
 struct eval_options {
   std::string model, methods, budgets, questions, json, families, suite = "all", text, tasks;
   std::string backend = "cpu", dtype = "bf16", context = "4096", count = "40", seed = "1", threads = "0";
-  std::vector<std::string> settings;
+  std::vector<std::string> settings, varied;
 };
 
 struct compress_file_options {

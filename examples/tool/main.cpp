@@ -112,6 +112,13 @@ void add_eval(CLI::App& app) {
            "tokens per KV head, separated by commas; `tessera list` shows each method's range");
   add_settings(*command, given->settings,
                "a parameter, for every method that has it, or METHOD.NAME=VALUE for one; may be given several times");
+  command
+      ->add_option(
+          "--vary", given->varied,
+          "more rows with each of these values of a parameter, beside those without; NAME as for --set; may be "
+          "given several times, one parameter after the other")
+      ->type_name("NAME=VALUE,...")
+      ->allow_extra_args(false);
   CLI::Option* context = add_text(*command, "--context", "1..16777216", given->context, "tokens of a document");
   CLI::Option* suite = add_text(*command, "--suite", "NAME", given->suite, "group of task families, listed below");
   CLI::Option* families = add_text(*command, "--families", "NAME,...", given->families,

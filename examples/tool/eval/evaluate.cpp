@@ -27,15 +27,15 @@ evaluation::evaluation(runner& model, const engine::tokenizer& tokenizer, std::v
               {},
               std::move(workers),
               0};
-  const method_info* newest = nullptr;
   for (std::size_t i = 0; i < variants_.size(); ++i) {
     const variant& variant = variants_[i];
     cache_request check = request_;
     check.budget = variant.budget;
     check.settings = variant.settings;
     variant.method->make(check);  // on the CPU, which takes no memory for it
-    if (variant.method != newest) first_of_method_.push_back(i);
-    newest = variant.method;
+    const bool shares =
+        i > 0 && variant.method == variants_[i - 1].method && variant.differs == variants_[i - 1].differs;
+    if (!shares) first_of_method_.push_back(i);
     cache_of_variant_.push_back(first_of_method_.size() - 1);
   }
 }

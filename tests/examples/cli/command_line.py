@@ -3,6 +3,7 @@
 
 Usage: command_line.py TOOL TOKENIZER
 """
+import itertools
 import json
 import pathlib
 import random
@@ -179,6 +180,15 @@ def check_eval(checks):
     tasks["families"]["frequent_words"]["others_max"] = 0
     (folder / "tasks").write_text(json.dumps(tasks))
     checks.refuses(f"{base} --context 300 --tasks tasks", "others_max is 0")
+    varied = "eval --model model --methods full,snapkv,ada_snapkv --budgets 40,64 --questions questions --json report"
+    checks.works(varied + " --vary pool=1,5 --vary snapkv.window=8", "snapkv pool=5", "ada_snapkv pool=1", "snapkv window=8")
+    rows = [(cell["method"], cell["budget"], cell.get("differs", ""), cell["parameters"].get("pool"))
+            for cell in json.loads((checks.folder / "report").read_text()) if cell["turn"] == 1]
+    for method, budget in itertools.product(("snapkv", "ada_snapkv"), (40, 64)):
+        assert {row[2:] for row in rows if row[:2] == (method, budget)} >= {("", 7), ("pool=1", 1), ("pool=5", 5)}, rows
+    checks.refuses(varied + " --vary nonsense=1", "--vary is 'nonsense'", "a parameter of one of the methods")
+    checks.refuses(varied + " --vary pool=1,many", "pool is 'many'")
+    checks.refuses(varied + " --vary pool=1,1", "--vary pool")
     both = "eval --model model --methods snapkv,ada_snapkv --budgets 64 --questions questions --json report"
     checks.works(f"{both} --set pool=5 --set ada_snapkv.pool=9 --set snapkv.window=16")
     report = {cell["method"]: cell["parameters"] for cell in json.loads((folder / "report").read_text())}
