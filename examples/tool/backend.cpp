@@ -4,6 +4,7 @@
 #include <utility>
 
 #include "engine/model.hpp"
+#include "engine/ops.hpp"
 #include "tool/methods/values.hpp"
 
 #ifdef TESSERA_TOOL_CUDA
@@ -91,6 +92,12 @@ backend require_backend(std::string_view name) {
 #endif
   require_one_of("backend", name, backends());
   return backend::cpu;
+}
+
+tessera::model_shape shape_of(const engine::llama_config& config) {
+  tessera::model_shape shape{config.num_hidden_layers, config.num_attention_heads, config.num_key_value_heads};
+  shape.rope_frequencies = engine::rope_frequencies(config);
+  return shape;
 }
 
 std::unique_ptr<method_cache> make_cache(const method_info& method, [[maybe_unused]] backend where,

@@ -8,6 +8,7 @@
 #include <string_view>
 #include <vector>
 
+#include "engine/config.hpp"
 #include "engine/generate.hpp"
 #include "tool/methods/method_cache.hpp"
 
@@ -20,6 +21,9 @@ std::vector<std::string> backends();
 
 /// Errors: no backend of that name, one that is not compiled in, or a machine that cannot run it.
 backend require_backend(std::string_view name);
+
+/// What a cache must know of a model.
+tessera::model_shape shape_of(const engine::llama_config& config);
 
 /// An empty cache of a method. `request.tokens` must be there for CUDA.
 /// Errors: parameters or shapes that make no sense; on CUDA also an element type or head dim that is not compiled, and

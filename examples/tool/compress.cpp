@@ -278,6 +278,22 @@ void decode(const layer_tensors& layer, method_cache& cache, engine::safetensors
   file.add("lse", {steps, layer.q_heads}, std::span<const float>(lse));
 }
 
+// The shape of a model of this one layer.
+tessera::model_shape shape_of(const layer_tensors& layer, const method_info& method, const compress_options& options) {
+  tessera::model_shape shape{1, layer.q_heads, layer.kv_heads};
+  tessera::require(options.rope_theta.has_value() == method.needs_rope, "rope_theta",
+                   options.rope_theta ? "set for " + method.name : "missing",
+                   method.needs_rope ? "the base of the model's RoPE, for " + method.name
+                                     : "nothing: " + method.name + " does not turn queries",
+                   method.needs_rope ? "add --set rope_theta=NUMBER, as rope_theta in the model's config.json says"
+                                     : "leave it out");
+  const index_t pairs = layer.head_dim / 2;
+  for (index_t d = 0; options.rope_theta && d < pairs; ++d) {
+    shape.rope_frequencies.push_back(float(std::pow(double(*options.rope_theta), -double(d) / double(pairs))));
+  }
+  return shape;
+}
+
 }  // namespace
 
 compressed compress(const safetensors_file& in, const compress_options& options) {
@@ -294,13 +310,8 @@ compressed compress(const safetensors_file& in, const compress_options& options)
                    "[tokens] U8, 1 where a segment of the text ends, for " + method.name, "add it to the file");
   const index_t steps = layer.q_decode ? layer.q_decode->shape[0] : 0;
   const auto cache = make_cache(method, options.where,
-                                {{1, layer.q_heads, layer.kv_heads},
-                                 layer.head_dim,
-                                 layer.element,
-                                 options.budget,
-                                 options.settings,
-                                 options.workers,
-                                 layer.tokens + steps});
+                                {shape_of(layer, method, options), layer.head_dim, layer.element, options.budget,
+                                 options.settings, options.workers, layer.tokens + steps});
   const bool blocks = method.keeps_blocks_of_segments && options.where == backend::cpu;
   if (options.scores || blocks) (void)cache->trace_ranked();
   compressed result;

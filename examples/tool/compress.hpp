@@ -19,7 +19,8 @@ struct compress_options {
   std::vector<setting> settings;
   std::shared_ptr<tessera::cpu::executor> workers;
   backend where = backend::cpu;
-  bool scores = false;  ///< write what the method ranked when the last prompt ended
+  bool scores = false;                ///< write what the method ranked when the last prompt ended
+  std::optional<float> rope_theta{};  ///< base of the model's RoPE, for a method that turns queries back
 };
 
 /// What a method made of a layer.
@@ -48,7 +49,7 @@ struct compressed {
 ///        scores that the selector saw. Tokens that stay in any case (a window) are not among them; none are where the
 ///        budget covers everything. Of a method that keeps blocks of segments segments.block_size I32, one entry a segment of
 ///        the tokens before the last turn's window: the size of its blocks, 0 where it was dropped.
-/// Errors tessera::error where scores are asked of a method or a backend that has none; on a missing tensor, a wrong shape or type, NaN or infinity, and whatever the method rejects.
+/// Errors tessera::error where a method needs rope_theta and there is none; where scores are asked of a method or a backend that has none; on a missing tensor, a wrong shape or type, NaN or infinity, and whatever the method rejects.
 compressed compress(const engine::safetensors_file& in, const compress_options& options);
 
 }  // namespace tool

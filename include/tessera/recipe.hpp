@@ -66,6 +66,9 @@ struct recipe {
   /// Whether a prompt must come with the boundaries of its segments.
   static constexpr bool needs_segments = Retain::needs_segments;
 
+  /// Whether the model must say its rope_frequencies.
+  static constexpr bool needs_rope = Retain::needs_rope;
+
   /// How many of the last queries of a prompt chunk of `tokens` tokens the first stage's scorer has to see.
   index_t queries_needed(index_t tokens) const { return retain.queries_needed(tokens); }
   void require_queries(index_t given, index_t tokens) const {

@@ -34,6 +34,8 @@ constexpr bool check_first_stage() {
                 "tessera: whole pages cannot meet a head's count exactly; choose them in retrieve");
   static_assert(!joining_scope<Scope> || !weighted_scorer<Scorer>,
                 "tessera: weights are those of a kv_head's own values; take the scope per_head");
+  static_assert(!multiplied_scorer<Scorer> || Scorer::observed != observes::every_query,
+                "tessera: scores that accumulate beside the tokens cannot be multiplied; take weighted_by");
   static_assert(!joining_scope<Scope> || !Budget::compares_heads,
                 "tessera: a budget that compares heads has nothing to compare where all heads of a layer keep the same "
                 "slots; take a budget that goes by lengths, or the scope per_head");
@@ -58,6 +60,8 @@ struct choosing_stage {
   static constexpr bool reuses = reusing_scope<Scope>;
   /// What the scorer has to see.
   static constexpr observes observed = Scorer::observed;
+  /// Whether the scorer turns queries back: the model must say its rope_frequencies.
+  static constexpr bool needs_rope = statistical_scorer<Scorer>;
   /// Whether one token budget is split over both stages.
   static constexpr bool plans = planning_budget<Budget>;
   static constexpr value_range<index_t> budgets = [] {
@@ -102,7 +106,7 @@ struct choosing_stage {
   index_t queries_needed(index_t tokens) const {
     if constexpr (observed == observes::every_query && joins_rows_by<Scorer> == row_join::newest)
       return std::min(tokens, 1);
-    if constexpr (observed == observes::every_query) return tokens;
+    if constexpr (observed == observes::every_query || observed == observes::statistics) return tokens;
     if constexpr (observed == observes::window) return std::min(tokens, scorer.window);
     return 0;
   }
@@ -157,7 +161,8 @@ struct filter : choosing_stage<Scorer, Budget, Selector, Scope> {
 
 /// Everything stays, and steps may read all of it.
 struct retain_all {
-  static constexpr bool chooses = false, drops = false, plans = false, needs_segments = false, reuses = false;
+  static constexpr bool chooses = false, drops = false, plans = false, needs_segments = false, reuses = false,
+                        needs_rope = false;
   static constexpr observes observed = observes::nothing;
   static constexpr value_range<index_t> budgets{0, 0};
   index_t* tokens() const { return nullptr; }

@@ -20,7 +20,7 @@ evaluation::evaluation(runner& model, const engine::tokenizer& tokenizer, std::v
                        element_type element, std::shared_ptr<tessera::cpu::executor> workers)
     : model_(model), tokenizer_(tokenizer), variants_(std::move(variants)) {
   const engine::llama_config& config = model.config();
-  request_ = {{config.num_hidden_layers, config.num_attention_heads, config.num_key_value_heads},
+  request_ = {shape_of(config),
               config.head_dim,
               element,
               {},
