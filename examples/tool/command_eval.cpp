@@ -110,6 +110,8 @@ std::vector<variant> parse_variants(const eval_options& given) {
   return variants;
 }
 
+}  // namespace
+
 std::vector<conversation> make_conversations(const eval_options& given, const engine::llama_config& config,
                                              const engine::tokenizer& tokenizer) {
   progress_line progress("making documents");
@@ -135,8 +137,6 @@ std::vector<conversation> make_conversations(const eval_options& given, const en
   }
   return all;
 }
-
-}  // namespace
 
 void evaluate(const eval_options& given) {
   const backend where = require_backend(given.backend);

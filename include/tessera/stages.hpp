@@ -102,6 +102,11 @@ struct choosing_stage {
     return {prompt, budget.tokens, prompt};
   }
 
+  /// Throws tessera::error where a policy is one for a model of other counts.
+  void check_model(index_t layers, index_t kv_heads) const {
+    if constexpr (requires { budget.check_model(layers, kv_heads); }) budget.check_model(layers, kv_heads);
+  }
+
   /// How many of the last queries of a prompt chunk of `tokens` tokens the scorer has to see.
   index_t queries_needed(index_t tokens) const {
     if constexpr (observed == observes::every_query && joins_rows_by<Scorer> == row_join::newest)
@@ -169,6 +174,7 @@ struct retain_all {
   index_t queries_needed(index_t) const { return 0; }
   static std::string observer() { return ""; }
   void check() const {}
+  void check_model(index_t, index_t) const {}
   stage_plan plan(index_t prompt) const { return {prompt, prompt, prompt}; }
   stage_plan plan_unchecked(index_t prompt) const { return plan(prompt); }
   retain_all planned(const stage_plan&) const { return {}; }

@@ -115,6 +115,7 @@ method_info describe() {
   info.has_budget = recipe::retain_type::chooses || recipe::retrieve_type::retrieves;
   info.ranks = recipe::retain_type::chooses;
   info.needs_segments = recipe::needs_segments;
+  info.needs_profile = takes_gates<recipe>;
   info.needs_rope = recipe::needs_rope;
   if constexpr (recipe::retain_type::chooses) {
     info.keeps_blocks_of_segments = tessera::segment_selector<typename recipe::retain_type::selector_type>;

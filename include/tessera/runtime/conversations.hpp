@@ -46,7 +46,9 @@ class conversations {
     const layer& front() const { return layers.front(); }
   };
 
-  conversations(const model_shape& shape, const Recipe& recipe) : shape_(shape), none_(recipe, 0) {}
+  conversations(const model_shape& shape, const Recipe& recipe) : shape_(shape), none_(recipe, 0) {
+    recipe.retain.check_model(shape.layers, shape.kv_heads);
+  }
 
   /// The id that `open` opens next: the first of those that have been closed, or a new one.
   index_t next_id() const {
