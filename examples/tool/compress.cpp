@@ -58,7 +58,7 @@ tensor read(const safetensors_file& in, const std::string& name, const std::vect
 struct layer_tensors {
   element_type element;
   tensor k, v;
-  std::optional<tensor> q, q_decode, k_decode, v_decode;
+  std::optional<tensor> q, q_decode, k_decode, v_decode, projection;
   std::vector<std::uint8_t> boundaries;
   index_t kv_heads = 0, tokens = 0, head_dim = 0, q_heads = 0;
 };
@@ -119,6 +119,9 @@ layer_tensors read_layer(const safetensors_file& in) {
   tessera::require(layer.q_heads % layer.kv_heads == 0, "q_heads of tensor q", layer.q_heads,
                    "a multiple of kv_heads, which are " + std::to_string(layer.kv_heads),
                    "check that q is [n_q, q_heads, head_dim] and k [kv_heads, tokens, head_dim]");
+  if (in.contains("output_projection")) {
+    layer.projection = read(in, "output_projection", {layer.q_heads, dim, any_size}, "[q_heads, head_dim, hidden]");
+  }
   return layer;
 }
 
@@ -211,6 +214,7 @@ std::vector<std::string> unused_tensors(const safetensors_file& in, const method
   for (const auto& [name, tensor] : in.tensors()) {
     const bool known = name == "k" || name == "v" || name == "q_decode" || name == "k_decode" || name == "v_decode" ||
                        name == "turns" || (name == "boundaries" && method.needs_segments) ||
+                       (name == "output_projection" && method.takes_projection) ||
                        (name == "q" && cache.queries_needed(layer.tokens) > 0);
     if (!known) all.push_back(name);
   }
@@ -287,6 +291,10 @@ tessera::model_shape shape_of(const layer_tensors& layer, const method_info& met
                                      : "nothing: " + method.name + " does not turn queries",
                    method.needs_rope ? "add --set rope_theta=NUMBER, as rope_theta in the model's config.json says"
                                      : "leave it out");
+  if (layer.projection) {
+    shape.output_projection = layer.projection->values.data();
+    shape.hidden = layer.projection->shape[2];
+  }
   const index_t pairs = layer.head_dim / 2;
   for (index_t d = 0; options.rope_theta && d < pairs; ++d) {
     shape.rope_frequencies.push_back(float(std::pow(double(*options.rope_theta), -double(d) / double(pairs))));

@@ -39,6 +39,7 @@ struct compressed {
 /// In     k, v [kv_heads, tokens, head_dim] F32, F16 or BF16, keys after RoPE; q [n_q, q_heads, head_dim], the queries
 /// of
 ///        the last n_q prompt tokens (a method that looks at none needs none); optional boundaries [tokens] U8, 1 where a segment ends (a method that sees segments needs them);
+///        optional output_projection [q_heads, head_dim, hidden], what a value becomes behind attention (criticalkv);
 ///        optional turns I64 [t], the first row of each turn, ascending;
 ///        optional q_decode, k_decode, v_decode [steps, q_heads or kv_heads, head_dim].
 /// Out    keep.indptr I64 [kv_heads + 1], keep.indices I32, attend.indptr I64 [steps * kv_heads + 1], attend.indices

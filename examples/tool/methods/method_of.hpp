@@ -118,6 +118,7 @@ method_info describe() {
   info.needs_profile = takes_gates<recipe>;
   info.needs_rope = recipe::needs_rope;
   if constexpr (recipe::retain_type::chooses) {
+    info.takes_projection = tessera::weighted_scorer<typename recipe::retain_type::scorer_type>;
     info.keeps_blocks_of_segments = tessera::segment_selector<typename recipe::retain_type::selector_type>;
   }
   info.on_cuda = tessera::runs_on_devices<recipe>;

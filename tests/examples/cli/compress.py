@@ -60,6 +60,7 @@ def check_compress(checks):
     check_scores(checks)
     check_segments(checks)
     check_rope(checks)
+    check_projection(checks)
     (folder / "kept").unlink()
 
     whole = safetensors(layer())
@@ -131,6 +132,21 @@ def check_rope(checks):
         kept.append(tensor(checks.folder, "keep.indices"))
         checks.require(set(kept[-1][:4]) == {0, 1, 2, 3}, whole, f"the sinks are not kept: {kept[-1]}")
     checks.require(len(set(kept)) > 1, whole, "no setting makes a difference")
+
+
+def check_projection(checks):
+    """CriticalKV weighs values behind the output projection, where the file has one."""
+    base = "compress --out kept --method criticalkv --budget 34 --set first=0 --in "
+    one = layer()
+    (checks.folder / "with").write_bytes(safetensors(one))
+    checks.works(base + "with", "34.0 of 60 tokens")
+    alone = tensor(checks.folder, "keep.indices")
+    (checks.folder / "with").write_bytes(safetensors({**one, "output_projection": floats(4, 64, 3)}))
+    checks.works(base + "with", "34.0 of 60 tokens")
+    checks.require(tensor(checks.folder, "keep.indices") != alone, base, "the projection makes no difference")
+    checks.notes("compress --in with --out kept --method snapkv --budget 40", "not used by snapkv: tensor output_projection")
+    (checks.folder / "with").write_bytes(safetensors({**layer(), "output_projection": floats(2, 64, 3)}))
+    checks.refuses(base + "with", "shape of tensor output_projection", "[q_heads, head_dim, hidden]")
 
 
 def check_scores(checks):
