@@ -58,6 +58,10 @@ class cpu_runner final : public runner {
     cpu_fan_out all(caches, model_.config());
     return model_.prefill(prompt, all, options);
   }
+  void reread(std::span<const engine::token_t> prompt, method_cache& cache,
+              const engine::prefill_options& options) override {
+    model_.reread(prompt, cache, options);
+  }
   std::vector<engine::token_t> extend(std::span<const float> logits, method_cache& cache,
                                       const engine::generate_options& options) override {
     return model_.extend(logits, cache, options);
@@ -68,6 +72,16 @@ class cpu_runner final : public runner {
 };
 
 }  // namespace
+
+void runner::reread(std::span<const engine::token_t>, method_cache&, const engine::prefill_options&) {
+  tessera::fail("text to be read again", "a prompt on this backend", "one on the CPU", "use --backend cpu");
+}
+
+engine::repeat_options repeat_sentences(const engine::tokenizer& tokenizer) {
+  return {tokenizer.encode("\n\nRepeat the previous context exactly."),
+          tokenizer.encode("\n\nRepeat the part of the previous context exactly, starting with"),
+          tokenizer.encode("\n")};
+}
 
 std::vector<std::string> backends() {
 #ifdef TESSERA_TOOL_CUDA

@@ -313,6 +313,8 @@ compressed compress(const safetensors_file& in, const compress_options& options)
     tessera::require(options.where == backend::cpu, "--scores", "asked of the backend cuda", "the backend cpu",
                      "leave out one of them");
   }
+  tessera::require(!method.rereads, "method", method.name, "one that needs no engine",
+                   "use `tessera run` or `tessera eval`: the model must read the prompt once more");
   const layer_tensors layer = read_layer(in);
   tessera::require(!method.needs_segments || in.contains("boundaries"), "tensor boundaries", "missing",
                    "[tokens] U8, 1 where a segment of the text ends, for " + method.name, "add it to the file");

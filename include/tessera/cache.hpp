@@ -80,6 +80,18 @@ class cache {
     layers_.prompt_attention(layer, id, conversations_.at(id, layer).next_position - q.tokens, q, {out, lse});
   }
 
+  /// Passes tokens through one layer once more, for a scorer that wants it (KVzip): they stand behind the prompt, attend to
+  /// everything that is stored and to themselves, and are forgotten. What they look at among the `count` prompt tokens from
+  /// position `first` on becomes these tokens' scores. After the prompt's last chunk, before `end_prefill`, as often as wanted.
+  /// Shapes   q, k, v, out as those of `prefill` and `prefill_attention`, one query for each key.
+  template <class E>
+  void reread(index_t layer, index_t id, index_t first, index_t count, const rows_view<const E>& q,
+              const rows_view<const E>& k, const rows_view<const E>& v, const rows_view<float>& out) {
+    conversations_.check_rereading(layer, id, first, count, q, k, v, out);
+    const index_t next = conversations_.at(id, layer).next_position;
+    layers_.reread(layer, id, conversations_.at(id).policies, {first, first + count, next}, q, k, v, {out, {}});
+  }
+
   /// Ends a turn's prompt: where the schedule says so, every layer chooses anew what it keeps and frees the rest, or what
   /// a filter lets through. The first turn's end also plans what the budget comes to: see `plan`.
   void end_prefill(index_t id) {

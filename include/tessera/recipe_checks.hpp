@@ -26,6 +26,10 @@ constexpr bool check_recipe() {
   static_assert(!in_steps || !Retain::reuses,
                 "tessera: layers that keep another one's choice choose when a prompt ends, not in steps; use once");
   static_assert(
+      !in_steps || (!Retain::over_model && !Retain::rereads),
+      "tessera: one threshold over the model, and a text that is read again, belong to a prompt's end, not to steps; "
+      "use once");
+  static_assert(
       !in_steps || (Retain::observed != observes::window && Retain::observed != observes::statistics),
       "tessera: a scorer that observes the prompt's window, or its statistics, learns nothing from decode steps; "
       "retain once");

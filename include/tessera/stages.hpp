@@ -34,8 +34,14 @@ constexpr bool check_first_stage() {
                 "tessera: whole pages cannot meet a head's count exactly; choose them in retrieve");
   static_assert(!joining_scope<Scope> || !weighted_scorer<Scorer>,
                 "tessera: weights are those of a kv_head's own values; take the scope per_head");
-  static_assert(!multiplied_scorer<Scorer> || Scorer::observed != observes::every_query,
+  static_assert(!multiplied_scorer<Scorer> || !lies_beside_tokens(Scorer::observed),
                 "tessera: scores that accumulate beside the tokens cannot be multiplied; take weighted_by");
+  static_assert(
+      !model_scope<Scope> || (lies_beside_tokens(Scorer::observed) && Scorer::comparable_across_heads),
+      "tessera: one threshold over the model needs the scores of all layers at once, comparable across heads: a scorer "
+      "whose scores accumulate beside the tokens");
+  static_assert(!model_scope<Scope> || keeps_heads_even<Budget>,
+                "tessera: one threshold over the model allots what a budget gives to all heads alike; take uniform");
   static_assert(!joining_scope<Scope> || !Budget::compares_heads,
                 "tessera: a budget that compares heads has nothing to compare where all heads of a layer keep the same "
                 "slots; take a budget that goes by lengths, or the scope per_head");
@@ -58,6 +64,10 @@ struct choosing_stage {
   static constexpr bool needs_segments = segment_scorer<Scorer> || segment_selector<Selector>;
   /// Whether layers may keep what another one has chosen.
   static constexpr bool reuses = reusing_scope<Scope>;
+  /// Whether one threshold runs over all layers.
+  static constexpr bool over_model = model_scope<Scope>;
+  /// Whether an engine must pass a prompt through the model once more before it ends.
+  static constexpr bool rereads = Scorer::observed == observes::rereading;
   /// What the scorer has to see.
   static constexpr observes observed = Scorer::observed;
   /// Whether the scorer turns queries back: the model must say its rope_frequencies.
@@ -139,7 +149,7 @@ struct choosing_stage {
     visit(scorer_axis, Scorer::name);
     visit("budget", Budget::name);
     visit("selector", Selector::name);
-    if constexpr (joining_scope<Scope>) visit("scope", Scope::name);
+    if constexpr (joining_scope<Scope> || model_scope<Scope>) visit("scope", Scope::name);
   }
 };
 
@@ -167,7 +177,7 @@ struct filter : choosing_stage<Scorer, Budget, Selector, Scope> {
 /// Everything stays, and steps may read all of it.
 struct retain_all {
   static constexpr bool chooses = false, drops = false, plans = false, needs_segments = false, reuses = false,
-                        needs_rope = false;
+                        needs_rope = false, over_model = false, rereads = false;
   static constexpr observes observed = observes::nothing;
   static constexpr value_range<index_t> budgets{0, 0};
   index_t* tokens() const { return nullptr; }

@@ -20,13 +20,7 @@ evaluation::evaluation(runner& model, const engine::tokenizer& tokenizer, std::v
                        element_type element, std::shared_ptr<tessera::cpu::executor> workers)
     : model_(model), tokenizer_(tokenizer), variants_(std::move(variants)) {
   const engine::llama_config& config = model.config();
-  request_ = {shape_of(config),
-              config.head_dim,
-              element,
-              {},
-              {},
-              std::move(workers),
-              0};
+  request_ = {shape_of(config), config.head_dim, element, {}, {}, std::move(workers), 0};
   for (std::size_t i = 0; i < variants_.size(); ++i) {
     const variant& variant = variants_[i];
     cache_request check = request_;
@@ -83,6 +77,7 @@ void evaluation::run(const std::string& family, const std::vector<planned_turn>&
 engine::prefill_options evaluation::ticking() const {
   engine::prefill_options options;
   options.progress = [this](std::int64_t, std::int64_t) { tick_(); };
+  options.repeat = repeat_sentences(tokenizer_);
   return options;
 }
 
@@ -93,6 +88,9 @@ void evaluation::ask_all(const std::string& family, const std::vector<planned_tu
   engine::prefill_options options = ticking();
   options.boundaries = boundaries;
   const std::vector<float> logits = model_.prefill_all(turns[0].prompt, shared, options);
+  for (const auto& cache : shared) {
+    if (cache->rereads()) model_.reread(turns[0].prompt, *cache, options);
+  }
   for (std::size_t i = 0; i < variants_.size(); ++i) {
     const auto cache = shared[cache_of_variant_[i]]->clone();
     if (variants_[i].budget) cache->set_budget(*variants_[i].budget);

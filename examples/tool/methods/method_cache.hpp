@@ -119,6 +119,7 @@ struct method_info {
   bool needs_segments = false;            ///< a prompt must come with the boundaries of its segments
   bool keeps_blocks_of_segments = false;  ///< `ranked_tokens::blocks` says of what size
   bool on_cuda = true;                    ///< the CUDA backend runs it
+  bool rereads = false;                   ///< a prompt passes through the model once more before it ends
   bool takes_projection = false;          ///< weighs values behind the output projection, where there is one
   bool needs_profile = false;             ///< the setting `profile` must be there
   bool needs_rope = false;                ///< the shape must say how the model's RoPE turns

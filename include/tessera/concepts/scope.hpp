@@ -30,8 +30,14 @@ concept reusing_scope = joining_scope<S> && requires(const S s, index_t place) {
   s.check();
 };
 
+/// A scope in which one threshold runs over the heads of all layers.
+template <class S>
+concept model_scope = requires {
+  requires S::over_model;
+};
+
 /// A policy that says which heads choose together.
-///   name, and `join` and `joined` where the heads of a layer do; without them every kv_head chooses for itself
+///   name, and `over_model`, or `join` and `joined` where the heads of a layer do; without them every kv_head chooses for itself
 template <class S>
 concept scope = std::is_trivially_copyable_v<S> && requires {
   { S::name } -> std::convertible_to<const char*>;

@@ -15,9 +15,15 @@ enum class observes {
   nothing,      ///< positions only
   window,       ///< the last queries of a turn's prompt; scored once, when the prompt ends
   every_query,  ///< every query of the prompt and of decoding, accumulated as they come
-  statistics,   ///< what the queries of a turn's prompt are like: their mean and covariance
-  step          ///< the queries of one decode step: a retrieval scorer
+  rereading,  ///< queries of a text that passes through the model once more before a prompt ends, accumulated as they come
+  statistics,  ///< what the queries of a turn's prompt are like: their mean and covariance
+  step         ///< the queries of one decode step: a retrieval scorer
 };
+
+/// Whether scores accumulate beside the tokens, in a column of the store.
+constexpr bool lies_beside_tokens(observes observed) {
+  return observed == observes::every_query || observed == observes::rereading;
+}
 
 /// How what several query rows say of a token becomes its score. A scorer of queries names one as `rows`; else: sum.
 enum class row_join {

@@ -34,6 +34,7 @@ struct choose_problem {
   index_t hidden = 0;                     ///< of the projection
   /// [sequences], by a scorer of statistics; with it `first_position` is the next token's and q.heads the query heads.
   const query_statistics* statistics = nullptr;
+  const index_t* counts = nullptr;  ///< [kv_heads] of the one sequence: what each head keeps, in place of the budget's
   const float* rope_frequencies = nullptr;  ///< [k_dim / 2], for it
 };
 

@@ -61,6 +61,7 @@ def check_compress(checks):
     check_segments(checks)
     check_rope(checks)
     check_projection(checks)
+    check_engine(checks)
     (folder / "kept").unlink()
 
     whole = safetensors(layer())
@@ -147,6 +148,11 @@ def check_projection(checks):
     checks.notes("compress --in with --out kept --method snapkv --budget 40", "not used by snapkv: tensor output_projection")
     (checks.folder / "with").write_bytes(safetensors({**layer(), "output_projection": floats(2, 64, 3)}))
     checks.refuses(base + "with", "shape of tensor output_projection", "[q_heads, head_dim, hidden]")
+
+
+def check_engine(checks):
+    """KVzip lets the model read its prompt again, so it needs one."""
+    checks.refuses("compress --in layer --out kept --method kvzip --budget 24", "method is kvzip", "needs no engine", "tessera run")
 
 
 def check_scores(checks):

@@ -65,8 +65,8 @@ def ask(model, tokenizer, conversation, cache):
 def test_answers_are_those_of_the_tool(model, tokenizer, conversations, expected, method):
     listed = subprocess.run([os.environ["TESSERA"], "list", "--json"], check=True, capture_output=True).stdout
     needs = next(one for one in json.loads(listed)["methods"] if one["name"] == method)
-    if needs["needs_boundaries"] or needs["needs_profile"] or needs["needs_rope_theta"]:
-        pytest.skip("the cache has no boundaries, no profile and no RoPE to hand over")
+    if any(needs[f"needs_{what}"] for what in ("boundaries", "engine", "profile", "rope_theta")):
+        pytest.skip("the cache has no boundaries, no profile and no RoPE to hand over, and reads no prompt again")
     got = {}
     for conversation in conversations:
         options = {}

@@ -11,8 +11,10 @@
 #include "../attend/attend.hpp"
 #include "../attend/step_log.hpp"
 #include "../choose/first_stage.hpp"
+#include "../choose/model_counts.hpp"
 #include "../read/reading.hpp"
 #include "../store/kv_store.hpp"
+#include "rereading.hpp"
 
 TESSERA_NAMESPACE_BEGIN
 namespace cpu {
@@ -74,11 +76,33 @@ class layers {
     prefill_attention(store_.view(layer, id), query_rows<E>{q, &first}, roles_.rule(layer), output, *workers_);
   }
 
+  /// Tokens that pass through a layer once more, at position `part.own` and behind it: they attend to everything and to
+  /// themselves, are scored with, and leave nothing else behind.
+  template <class E>
+  void reread(index_t layer, index_t id, const planned<Recipe>& policies, const reread_part& part,
+              const rows_view<const E>& q, const rows_view<const E>& k, const rows_view<const E>& v,
+              const attention_output& output) {
+    try {
+      store_.append(layer, id, k, v, part.own);
+      prefill_attention(store_.view(layer, id), query_rows<E>{q, &part.own}, roles_.rule(layer), output, *workers_);
+      if (roles_.follows_recipe(layer))
+        rereading_.score(layer, id, store_, policies, roles_.rule(layer), q, part, *workers_);
+    } catch (...) {
+      store_.take_back(layer, id, part.own);
+      throw;
+    }
+    store_.take_back(layer, id, part.own);
+  }
+
   /// A prompt has ended before position `next`: where `due`, each layer keeps the budget's worth, or lets it through.
   void end_prefill(index_t id, const planned<Recipe>& policies, bool due, index_t next) {
     std::vector<choice>& choices = begin(count_);
     try {
+      if constexpr (Recipe::retain_type::over_model)
+        allot_over_model(policies.first, count_, id, store_, roles_, *model_counts_);
       for (index_t layer = 0; layer < count_; ++layer) {
+        if constexpr (Recipe::retain_type::over_model)
+          first_.give_counts((*model_counts_).data() + offset_t(layer) * store_.kv_heads());
         choice& made = choices[std::size_t(layer)];
         if (!roles_.follows_recipe(layer)) {
           slide(layer, id, 0, made);
@@ -92,6 +116,7 @@ class layers {
       for (index_t layer = 0; layer < count_; ++layer) reading_.take_back(layer, id, store_);
       throw;
     }
+    if constexpr (Recipe::retain_type::over_model) first_.give_counts(nullptr);
     for (index_t layer = 0; layer < count_; ++layer) commit(layer, id, choices[std::size_t(layer)]);
     first_.forget(id);
   }
@@ -241,12 +266,14 @@ class layers {
   layer_roles roles_;
   kv_store<layout> store_;
   first_stage<Recipe> first_;
+  rereading<Recipe> rereading_;
   reading<Recipe> reading_;
   step_log log_;
   bool tracing_ranks_ = false;
   std::vector<ranked_tokens> ranked_;
   scratch<decode_workspace> attending_;
   scratch<std::vector<choice>> choices_;
+  scratch<std::vector<index_t>> model_counts_;  // [layers, kv_heads], of a threshold over the model
 };
 
 }  // namespace TESSERA_HOST_ISA

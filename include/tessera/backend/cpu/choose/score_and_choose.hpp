@@ -38,8 +38,7 @@ namespace detail {
 
 template <class Policy, class View, class E>
 void check_choose(const choose_problem<View, E>& p) {
-  constexpr bool by_queries = Policy::observed == observes::window,
-                 by_scores = Policy::observed == observes::every_query;
+  constexpr bool by_queries = Policy::observed == observes::window, by_scores = lies_beside_tokens(Policy::observed);
   constexpr bool by_position = positional_scorer<typename Policy::scorer_type>, by_segments = Policy::needs_segments,
                  by_statistics = Policy::observed == observes::statistics;
   constexpr bool for_layers = joining_scope<typename Policy::scope_type>;
@@ -262,7 +261,7 @@ layer_scores score_and_choose(const Policy& policy, const choose_problem<View, E
     if (p.budgets) own.budget.tokens = p.budgets[b];
     return own;
   };
-  if constexpr (observed != observes::every_query) {
+  if constexpr (!lies_beside_tokens(observed)) {
     workspace.raw.assign(
         workspace.lengths.empty() ? 0 : std::size_t(workspace.offsets.back() + workspace.lengths.back()), 0.0f);
   }
@@ -293,7 +292,7 @@ layer_scores score_and_choose(const Policy& policy, const choose_problem<View, E
   for (index_t b = 0; b < view.sequences; ++b) {
     const float* rows = workspace.raw.data();
     const auto begin_of = [&](index_t h) -> const float* {
-      if constexpr (observed == observes::every_query) return p.scores.row(b, h, heads);
+      if constexpr (lies_beside_tokens(observed)) return p.scores.row(b, h, heads);
       return rows + workspace.offsets[std::size_t(b * heads + h)];
     };
     const float* first = begin_of(0);
@@ -308,7 +307,7 @@ layer_scores score_and_choose(const Policy& policy, const choose_problem<View, E
     scores.tokens = workspace.lengths.data() + b * heads;
     scores.offsets = workspace.begins.data();
     scores.scores = first;
-    slot_facts beside{p.segments, {workspace.weights.data(), 0, 0, workspace.offsets.data() + b * heads}};
+    slot_facts beside{p.segments, {workspace.weights.data(), 0, 0, workspace.offsets.data() + b * heads}, p.counts};
     if (p.segments.begin) {
       beside.segments.begin += offset_t(b) * heads;
     } else if (p.segments.data) {
