@@ -4,185 +4,42 @@
 #include <cmath>
 #include <limits>
 
+#include "tool/layer/tensors.hpp"
 #include "tool/methods/registry.hpp"
 #include "tool/methods/values.hpp"
 
 namespace tool {
 namespace {
 
-using engine::any_size;
 using engine::safetensors_file;
 
-/// A tensor of three axes as fp32.
-struct tensor {
-  std::vector<float> values;
-  index_t shape[3] = {};
-
-  input_rows tokens_first() const { return tessera::nhd_rows(values.data(), shape[0], shape[1], shape[2]); }
-  input_rows heads_first() const { return tessera::hnd_rows(values.data(), shape[1], shape[0], shape[2]); }
+/// What the rows of the last turn's prompt attended, for a method that chooses lines.
+struct prompt_outputs {
+  index_t first = 0;
+  std::vector<float> out, lse;
 };
 
-std::string shape_text(const std::vector<std::int64_t>& shape) {
-  std::string text;
-  for (const std::int64_t size : shape) {
-    text += (text.empty() ? "[" : ", ") + (size == any_size ? "any" : std::to_string(size));
-  }
-  return text.empty() ? "[]" : text + "]";
-}
-
-// Reads a tensor whose axes are given by name; a size of any_size leaves an axis open.
-tensor read(const safetensors_file& in, const std::string& name, const std::vector<std::int64_t>& sizes,
-            const std::string& axes) {
-  tessera::require(in.contains(name), "tensor " + name, "missing", axes, "add it to the file");
-  const std::vector<std::int64_t>& shape = in.at(name).shape;
-  bool fits = shape.size() == sizes.size();
-  for (std::size_t i = 0; fits && i < sizes.size(); ++i) {
-    fits = shape[i] >= 1 && shape[i] <= std::numeric_limits<index_t>::max() &&
-           (sizes[i] == any_size || shape[i] == sizes[i]);
-  }
-  std::string allowed = axes;
-  for (const std::int64_t size : sizes) {
-    if (size != any_size) {
-      allowed = axes + ", here " + shape_text(sizes);
-      break;
-    }
-  }
-  tessera::require(fits, "shape of tensor " + name, shape_text(shape), allowed, "dump it in that shape");
-  tensor result{in.to_fp32(name, sizes), {}};
-  engine::require_finite(name, result.values);
-  for (std::size_t i = 0; i < 3; ++i) result.shape[i] = index_t(shape[i]);
-  return result;
-}
-
-/// Everything in the input file, checked.
-struct layer_tensors {
-  element_type element;
-  tensor k, v;
-  std::optional<tensor> q, q_decode, k_decode, v_decode, projection;
-  std::vector<std::uint8_t> boundaries;
-  index_t kv_heads = 0, tokens = 0, head_dim = 0, q_heads = 0;
-};
-
-element_type element_of(const engine::tensor_view& tensor) {
-  switch (tensor.type) {
-    case engine::dtype::f32:
-      return element_type::fp32;
-    case engine::dtype::f16:
-      return element_type::fp16;
-    case engine::dtype::bf16:
-      return element_type::bf16;
-    default:
-      break;
-  }
-  tessera::fail("type of tensor k", engine::dtype_name(tensor.type), "F32, F16 or BF16", "dump it in one of these");
-}
-
-// The flags of all tokens; none where the file has none.
-std::vector<std::uint8_t> read_boundaries(const safetensors_file& in, index_t tokens) {
-  if (!in.contains("boundaries")) return {};
-  const std::int64_t shape[] = {tokens};
-  const engine::dtype type = in.at("boundaries").type;
-  tessera::require(type == engine::dtype::u8, "type of tensor boundaries", engine::dtype_name(type), "U8",
-                   "dump one byte a token");
-  const std::vector<std::int64_t> flags = in.to_int64("boundaries", shape);
-  for (std::size_t i = 0; i < flags.size(); ++i) {
-    tessera::require(flags[i] <= 1, "boundaries[" + std::to_string(i) + "]", flags[i], "0 or 1",
-                     "write 1 where a segment ends");
-  }
-  return {flags.begin(), flags.end()};
-}
-
-layer_tensors read_layer(const safetensors_file& in) {
-  layer_tensors layer;
-  layer.k = read(in, "k", {any_size, any_size, any_size}, "[kv_heads, tokens, head_dim]");
-  layer.element = element_of(in.at("k"));
-  layer.kv_heads = layer.k.shape[0];
-  layer.tokens = layer.k.shape[1];
-  layer.head_dim = layer.k.shape[2];
-  const std::int64_t heads = layer.kv_heads, dim = layer.head_dim;
-  layer.v = read(in, "v", {heads, layer.tokens, dim}, "[kv_heads, tokens, head_dim] as k");
-  tessera::require(in.at("v").type == in.at("k").type, "type of tensor v", engine::dtype_name(in.at("v").type),
-                   "that of k, which is " + std::string(engine::dtype_name(in.at("k").type)),
-                   "dump keys and values in one type");
-  layer.boundaries = read_boundaries(in, layer.tokens);
-
-  if (in.contains("q")) layer.q = read(in, "q", {any_size, any_size, dim}, "[n_q, q_heads, head_dim]");
-  const bool decodes = in.contains("q_decode") || in.contains("k_decode") || in.contains("v_decode");
-  if (decodes) {
-    const std::int64_t q_heads = layer.q ? layer.q->shape[1] : any_size;
-    layer.q_decode = read(in, "q_decode", {any_size, q_heads, dim}, "[steps, q_heads, head_dim]");
-    const std::int64_t steps = layer.q_decode->shape[0];
-    layer.k_decode = read(in, "k_decode", {steps, heads, dim}, "[steps, kv_heads, head_dim]");
-    layer.v_decode = read(in, "v_decode", {steps, heads, dim}, "[steps, kv_heads, head_dim]");
-  }
-  layer.q_heads = layer.q ? layer.q->shape[1] : layer.q_decode ? layer.q_decode->shape[1] : layer.kv_heads;
-  tessera::require(layer.q_heads % layer.kv_heads == 0, "q_heads of tensor q", layer.q_heads,
-                   "a multiple of kv_heads, which are " + std::to_string(layer.kv_heads),
-                   "check that q is [n_q, q_heads, head_dim] and k [kv_heads, tokens, head_dim]");
-  if (in.contains("output_projection")) {
-    layer.projection = read(in, "output_projection", {layer.q_heads, dim, any_size}, "[q_heads, head_dim, hidden]");
-  }
-  return layer;
-}
-
-// The turns of the prompt, each from its first row to the next one's. Errors: rows that do not ascend or that k has not.
-std::vector<std::pair<index_t, index_t>> read_turns(const safetensors_file& in, index_t tokens) {
-  std::vector<std::int64_t> first{0};
-  if (in.contains("turns")) {
-    const std::int64_t shape[] = {any_size};
-    const engine::dtype type = in.at("turns").type;
-    tessera::require(type == engine::dtype::i64, "type of tensor turns", engine::dtype_name(type), "I64",
-                     "dump the first row of each turn");
-    for (const std::int64_t row : in.to_int64("turns", shape)) {
-      if (row == 0 && first.size() == 1) continue;  // where the first turn begins anyway
-      tessera::require(row > first.back() && row < tokens, "a row of tensor turns", row,
-                       tessera::value_range<std::int64_t>{first.back() + 1, tokens - 1}.text() + " behind " +
-                           std::to_string(first.back()),
-                       "dump the first row of each turn, ascending");
-      first.push_back(row);
-    }
-  }
-  first.push_back(tokens);
-  std::vector<std::pair<index_t, index_t>> turns;
-  for (std::size_t i = 1; i < first.size(); ++i) turns.emplace_back(index_t(first[i - 1]), index_t(first[i]));
-  return turns;
-}
-
-// Errors: a product of a query and a key that float does not hold, which would rank the token as none.
-void require_products(const layer_tensors& layer) {
-  const auto largest = [](const tensor& of) {
-    float most = 0;
-    for (const float value : of.values) most = std::max(most, std::abs(value));
-    return double(most);
-  };
-  constexpr double most = std::numeric_limits<float>::max();
-  if (largest(*layer.q) * largest(layer.k) * layer.head_dim < most) return;
-  const input_rows q = layer.q->tokens_first(), k = layer.k.heads_first();
-  for (index_t row = 0; row < q.tokens; ++row) {
-    for (index_t head = 0; head < layer.q_heads; ++head) {
-      for (index_t token = 0; token < layer.tokens; ++token) {
-        const float *a = q.row(0, row, head), *b = k.row(0, token, head / (layer.q_heads / layer.kv_heads));
-        double sum = 0, absolute = 0;
-        for (index_t d = 0; d < layer.head_dim; ++d) {
-          sum += double(a[d]) * double(b[d]);
-          absolute += std::abs(double(a[d]) * double(b[d]));
-        }
-        if (absolute < most) continue;
-        tessera::fail("layer 0, query head " + std::to_string(head) + ", prompt query " + std::to_string(row) +
-                          ": the product with the key of token " + std::to_string(token),
-                      sum, "terms whose sum float holds, below 3.4e38", "scale queries and keys");
-      }
-    }
+// Errors: an output that is not finite. `row` says which one is looked at.
+void require_finite_row(const std::vector<float>& out, std::size_t begin, const layer_tensors& layer,
+                        const std::string& row) {
+  for (std::size_t i = 0; i < std::size_t(layer.q_heads * layer.head_dim); ++i) {
+    const float value = out[begin + i];
+    if (value - value == 0) continue;
+    tessera::fail(
+        "layer 0, query head " + std::to_string(i / std::size_t(layer.head_dim)) + ", " + row + ": the attention",
+        value, "a finite number", "products overflow float: scale queries, keys or values");
   }
 }
 
-// Gives the prompt to the cache, turn by turn, and ends each.
-void prefill(const layer_tensors& layer, const std::vector<std::pair<index_t, index_t>>& turns,
-             const std::string& method, method_cache& cache) {
+// Gives the prompt to the cache, turn by turn, and ends each. Where the method chooses lines, its prompts are attended.
+prompt_outputs prefill(const layer_tensors& layer, const std::vector<std::pair<index_t, index_t>>& turns,
+                       const method_info& info, method_cache& cache) {
+  const std::string& method = info.name;
   const index_t given = layer.q ? layer.q->shape[0] : 0;
+  const auto rows_needed = [&](index_t tokens) { return info.chooses_lines ? tokens : cache.queries_needed(tokens); };
   index_t needed = 0;
   for (const auto& [begin, end] : turns) {
-    const index_t rows = cache.queries_needed(end - begin);
+    const index_t rows = rows_needed(end - begin);
     if (rows > 0) needed = std::max(needed, layer.tokens - (end - rows));
   }
   tessera::require(
@@ -195,16 +52,28 @@ void prefill(const layer_tensors& layer, const std::vector<std::pair<index_t, in
     rows.tokens = end - begin;
     return rows;
   };
+  prompt_outputs last;
   for (const auto& [begin, end] : turns) {
-    const index_t rows = cache.queries_needed(end - begin), skipped = layer.tokens - given;
+    const index_t rows = rows_needed(end - begin), skipped = layer.tokens - given;
     input_rows q = rows > 0 ? rows_of(layer.q->tokens_first(), end - rows - skipped, end - skipped) : input_rows{};
     q.heads = layer.q_heads;
     if (!layer.boundaries.empty()) {
       cache.begin_chunk(std::span(layer.boundaries).subspan(std::size_t(begin), std::size_t(end - begin)));
     }
     cache.observe(0, q, rows_of(layer.k.heads_first(), begin, end), rows_of(layer.v.heads_first(), begin, end));
+    if (info.chooses_lines) {
+      const std::size_t row = std::size_t(layer.q_heads) * std::size_t(layer.head_dim);
+      last.first = begin;
+      last.out.resize(std::size_t(end - begin) * row);
+      last.lse.resize(std::size_t(end - begin) * std::size_t(layer.q_heads));
+      cache.attend_prompt(0, q, last.out.data(), last.lse.data());
+      for (index_t token = begin; token < end; ++token) {
+        require_finite_row(last.out, std::size_t(token - begin) * row, layer, "prompt token " + std::to_string(token));
+      }
+    }
     cache.end_prefill();
   }
+  return last;
 }
 
 // What lies in the file beside what this method reads.
@@ -213,9 +82,9 @@ std::vector<std::string> unused_tensors(const safetensors_file& in, const method
   std::vector<std::string> all;
   for (const auto& [name, tensor] : in.tensors()) {
     const bool known = name == "k" || name == "v" || name == "q_decode" || name == "k_decode" || name == "v_decode" ||
-                       name == "turns" || (name == "boundaries" && method.needs_segments) ||
+                       name == turns_name(in) || (name == "boundaries" && method.needs_segments) ||
                        (name == "output_projection" && method.takes_projection) ||
-                       (name == "q" && cache.queries_needed(layer.tokens) > 0);
+                       (name == "q" && (method.chooses_lines || cache.queries_needed(layer.tokens) > 0));
     if (!known) all.push_back(name);
   }
   return all;
@@ -233,6 +102,27 @@ struct index_lists {
     file.add(name + ".indices", {std::int64_t(indices.size())}, std::span<const std::int32_t>(indices));
   }
 };
+
+// The last turn's lines, by query head, and what its rows attended along them.
+void write_lines(const tessera::prompt_lines& lines, const prompt_outputs& prompt, const layer_tensors& layer,
+                 engine::safetensors_writer& file) {
+  index_lists vertical, slash;
+  for (index_t head = 0; head < layer.q_heads; ++head) {
+    const bool any = std::size_t(head) < lines.heads.size();
+    vertical.add(any ? lines.heads[std::size_t(head)].vertical : std::vector<index_t>{});
+    slash.add(any ? lines.heads[std::size_t(head)].slash : std::vector<index_t>{});
+  }
+  const std::int64_t rows = layer.tokens - prompt.first;
+  file.add("lines.rows", {std::int64_t(lines.rows.size())}, std::span<const std::int32_t>(lines.rows));
+  vertical.write(file, "lines.vertical");
+  slash.write(file, "lines.slash");
+  std::vector<index_t> dense;
+  for (index_t row = lines.heads.empty() ? prompt.first : lines.dense_from; row < layer.tokens; ++row)
+    dense.push_back(row);
+  if (!dense.empty()) file.add("lines.dense_rows", {std::int64_t(dense.size())}, std::span<const std::int32_t>(dense));
+  file.add("prefill_out", {rows, layer.q_heads, layer.head_dim}, std::span<const float>(prompt.out));
+  file.add("prefill_lse", {rows, layer.q_heads}, std::span<const float>(prompt.lse));
+}
 
 // Returns how many tokens have a score.
 std::int64_t write_scores(const ranked_tokens& ranked, index_t kv_heads, engine::safetensors_writer& file) {
@@ -269,13 +159,7 @@ void decode(const layer_tensors& layer, method_cache& cache, engine::safetensors
     cache.step(0, one(*layer.q_decode, step), one(*layer.k_decode, step), one(*layer.v_decode, step),
                out.data() + std::size_t(step) * row, lse.data() + std::size_t(step) * std::size_t(layer.q_heads));
     for (const auto& positions : cache.attended(0)) attended.add(positions);
-    for (std::size_t i = 0; i < row; ++i) {
-      const float value = out[std::size_t(step) * row + i];
-      if (value - value == 0) continue;
-      tessera::fail("layer 0, query head " + std::to_string(i / std::size_t(layer.head_dim)) + ", step " +
-                        std::to_string(step) + ": the attention",
-                    value, "a finite number", "products overflow float: scale queries, keys or values");
-    }
+    require_finite_row(out, std::size_t(step) * row, layer, "step " + std::to_string(step));
   }
   attended.write(file, "attend");
   file.add("out", {steps, layer.q_heads, layer.head_dim}, std::span<const float>(out));
@@ -326,10 +210,12 @@ compressed compress(const safetensors_file& in, const compress_options& options)
   if (options.scores || blocks) (void)cache->trace_ranked();
   compressed result;
   const auto turns = read_turns(in, layer.tokens);
-  prefill(layer, turns, method.name, *cache);
+  if (method.chooses_lines) (void)cache->trace_lines();
+  const prompt_outputs prompt = prefill(layer, turns, method, *cache);
   index_lists kept;
   for (index_t head = 0; head < layer.kv_heads; ++head) kept.add(cache->positions(0, head));
   kept.write(result.file, "keep");
+  if (method.chooses_lines) write_lines(cache->lines(0), prompt, layer, result.file);
   if (options.scores) result.ranked = write_scores(cache->ranked(0), layer.kv_heads, result.file);
   if (blocks) {
     const ranked_tokens ranked = cache->ranked(0);  // one set for all heads, or that of the first one

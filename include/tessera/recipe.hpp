@@ -3,21 +3,23 @@
 
 #include <string>
 
+#include "prefill/dense_prefill.hpp"
 #include "recipe_checks.hpp"
 #include "stages.hpp"
 
 TESSERA_NAMESPACE_BEGIN
 
 /// The policies of one cache. A published method derives from a recipe, adds its name and sets its paper's defaults.
-template <class Retain, class Layout, class Retrieve, class Attention, class Schedule>
+template <class Retain, class Layout, class Retrieve, class Attention, class Schedule, class Prefill = dense_prefill>
 struct recipe {
-  static_assert(check_recipe<Retain, Layout, Retrieve, Attention, Schedule>());
+  static_assert(check_recipe<Retain, Layout, Retrieve, Attention, Schedule, Prefill>());
   using retain_type = Retain;
   using retrieve_type = Retrieve;
   using layout_type = Layout;
   using attention_type = Attention;
   using schedule_type = Schedule;
-  static constexpr bool host_only = !runs_on_devices<Retain, Layout, Retrieve, Attention, Schedule>;
+  using prefill_type = Prefill;
+  static constexpr bool host_only = !runs_on_devices<Retain, Layout, Retrieve, Attention, Schedule, Prefill>;
 
   Retain retain{};
   Retrieve retrieve{};
@@ -25,6 +27,7 @@ struct recipe {
   Schedule schedule{};
   static constexpr value_range<index_t> layer_counts{0, 1 << 16};
   index_t dense_layers = 0;  ///< so many of the first layers keep and read everything
+  Prefill prefill{};
 
   /// What the budget may be; nothing counts tokens where everything is retained and read.
   static constexpr value_range<index_t> budgets = Retain::chooses ? Retain::budgets : Retrieve::budgets;
@@ -48,6 +51,8 @@ struct recipe {
     retrieve.check(Retain::plans, Retain::plans ? budget() / 2 : retrieve.attends(),
                    Retain::chooses ? "read_tokens" : "budget", Layout::k_dim);
     layer_counts.check("dense_layers", dense_layers, "pass how many layers stay whole");
+    if constexpr (requires { schedule.check(); }) schedule.check();
+    if constexpr (line_pattern<Prefill>) prefill.check();
   }
 
   /// What the budget comes to in a conversation whose first prompt has `prompt` tokens.
@@ -83,6 +88,8 @@ struct recipe {
   static void parameters(Self& self, Visit&& visit) {
     Retain::parameters(self.retain, visit);
     Retrieve::parameters(self.retrieve, Retain::chooses, Retain::plans, visit);
+    if constexpr (has_parameters<Schedule>) Schedule::parameters(self.schedule, visit);
+    if constexpr (line_pattern<Prefill>) Prefill::parameters(self.prefill, visit);
     visit("dense_layers", self.dense_layers, layer_counts, "so many of the first layers keep and read everything");
   }
 
@@ -95,6 +102,7 @@ struct recipe {
     visit("placement", Layout::placement_type::name);
     visit("attention", Attention::name);
     visit("schedule", Schedule::name);
+    if constexpr (line_pattern<Prefill>) visit("prefill", Prefill::name);
   }
 };
 

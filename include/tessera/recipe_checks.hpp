@@ -3,21 +3,23 @@
 
 #include "concepts/attention.hpp"
 #include "concepts/layout.hpp"
+#include "concepts/prefill.hpp"
 #include "concepts/schedule.hpp"
 #include "stages.hpp"
 
 TESSERA_NAMESPACE_BEGIN
 
-template <class Retain, class Layout, class Retrieve, class Attention, class Schedule>
+template <class Retain, class Layout, class Retrieve, class Attention, class Schedule, class Prefill>
 constexpr bool check_recipe() {
-  static_assert(check_layout<Layout>() && check_attention<Attention>() && check_schedule<Schedule>());
+  static_assert(check_layout<Layout>() && check_attention<Attention>() && check_schedule<Schedule>() &&
+                check_prefill<Prefill>());
   constexpr bool in_steps = fires_in_steps<Schedule>;
   static_assert(Retrieve::retrieves == Attention::gathers,
                 "tessera: a recipe that retrieves needs an attention that gathers, and one that does not needs an "
                 "attention that reads everything");
   static_assert(Retain::chooses || !in_steps,
                 "tessera: a schedule that fires in steps has nothing to do when everything is retained");
-  static_assert(Retain::drops || !Retain::chooses || !in_steps,
+  static_assert(Retain::drops || !Retain::chooses || !in_steps || Retain::follows,
                 "tessera: a filter is chosen when a turn's prompt ends, not in steps; use once");
   static_assert(!Retain::plans || Retrieve::retrieves,
                 "tessera: a budget over two stages needs a second stage; add retrieve, or take a budget of one stage");
@@ -30,13 +32,19 @@ constexpr bool check_recipe() {
       "tessera: one threshold over the model, and a text that is read again, belong to a prompt's end, not to steps; "
       "use once");
   static_assert(
-      !in_steps || (Retain::observed != observes::window && Retain::observed != observes::statistics),
+      !in_steps || (Retain::observed != observes::window && Retain::observed != observes::statistics) ||
+          Retain::follows,
       "tessera: a scorer that observes the prompt's window, or its statistics, learns nothing from decode steps; "
       "retain once");
   static_assert(!Schedule::fires_at(moment::step_begin) || !Schedule::fires_at(moment::step_end),
                 "tessera: a schedule fires before a step reads or at its end, not at both");
   static_assert(!Schedule::fires_at(moment::step_begin) || Retain::observed == observes::nothing,
                 "tessera: before a step reads, only positions can be scored; take a schedule that fires at its end");
+  static_assert(!Retain::splits || (!Retain::drops && !Retrieve::retrieves),
+                "tessera: lists of single query heads can only be read, from a filter without a second stage; take the "
+                "scope per_head");
+  static_assert(!lasting_pattern<Prefill> || (Retain::chooses && !Retain::drops),
+                "tessera: lines that join what decoding reads need a filter to join; take covering_lines");
   return true;
 }
 

@@ -32,7 +32,7 @@ constexpr bool check_first_stage() {
                 "tessera: a budget that compares heads needs a scorer whose scores are comparable across heads");
   static_assert(!std::is_same_v<typename Selector::unit, page_unit>,
                 "tessera: whole pages cannot meet a head's count exactly; choose them in retrieve");
-  static_assert(!joining_scope<Scope> || !weighted_scorer<Scorer>,
+  static_assert(!(joining_scope<Scope> || splitting_scope<Scope>) || !weighted_scorer<Scorer>,
                 "tessera: weights are those of a kv_head's own values; take the scope per_head");
   static_assert(!multiplied_scorer<Scorer> || !lies_beside_tokens(Scorer::observed),
                 "tessera: scores that accumulate beside the tokens cannot be multiplied; take weighted_by");
@@ -42,6 +42,9 @@ constexpr bool check_first_stage() {
       "whose scores accumulate beside the tokens");
   static_assert(!model_scope<Scope> || keeps_heads_even<Budget>,
                 "tessera: one threshold over the model allots what a budget gives to all heads alike; take uniform");
+  static_assert(!splitting_scope<Scope> || (Scorer::observed == observes::window && !Budget::compares_heads),
+                "tessera: query heads of a group choose apart by a window of queries, under a budget that compares no "
+                "heads; take the scope per_head");
   static_assert(!joining_scope<Scope> || !Budget::compares_heads,
                 "tessera: a budget that compares heads has nothing to compare where all heads of a layer keep the same "
                 "slots; take a budget that goes by lengths, or the scope per_head");
@@ -68,8 +71,12 @@ struct choosing_stage {
   static constexpr bool over_model = model_scope<Scope>;
   /// Whether an engine must pass a prompt through the model once more before it ends.
   static constexpr bool rereads = Scorer::observed == observes::rereading;
+  /// Whether the query heads of a group may choose apart.
+  static constexpr bool splits = splitting_scope<Scope>;
   /// What the scorer has to see.
   static constexpr observes observed = Scorer::observed;
+  /// Whether it sees the queries of decode steps too, as the newest of its window.
+  static constexpr bool follows = following_scorer<Scorer>;
   /// Whether the scorer turns queries back: the model must say its rope_frequencies.
   static constexpr bool needs_rope = statistical_scorer<Scorer>;
   /// Whether one token budget is split over both stages.
@@ -92,7 +99,7 @@ struct choosing_stage {
     // What a plan leaves for this stage is known once the prompt is: see `plan`.
     scorer.check(plans ? std::numeric_limits<index_t>::max() : budget.tokens);
     selector.check();
-    if constexpr (reusing_scope<Scope>) scope.check();
+    if constexpr (requires { scope.check(); }) scope.check();
   }
 
   /// What the budget comes to in a conversation whose first prompt has `prompt` tokens.
@@ -142,14 +149,14 @@ struct choosing_stage {
     Scorer::parameters(self.scorer, visit);
     Budget::parameters(self.budget, visit);
     Selector::parameters(self.selector, visit);
-    if constexpr (reusing_scope<Scope>) Scope::parameters(self.scope, visit);
+    if constexpr (has_parameters<Scope>) Scope::parameters(self.scope, visit);
   }
   template <class Visit>
   static void policies(const char* scorer_axis, Visit&& visit) {
     visit(scorer_axis, Scorer::name);
     visit("budget", Budget::name);
     visit("selector", Selector::name);
-    if constexpr (joining_scope<Scope> || model_scope<Scope>) visit("scope", Scope::name);
+    if constexpr (!std::is_same_v<Scope, per_head>) visit("scope", Scope::name);
   }
 };
 
@@ -177,7 +184,7 @@ struct filter : choosing_stage<Scorer, Budget, Selector, Scope> {
 /// Everything stays, and steps may read all of it.
 struct retain_all {
   static constexpr bool chooses = false, drops = false, plans = false, needs_segments = false, reuses = false,
-                        needs_rope = false, over_model = false, rereads = false;
+                        needs_rope = false, over_model = false, rereads = false, splits = false, follows = false;
   static constexpr observes observed = observes::nothing;
   static constexpr value_range<index_t> budgets{0, 0};
   index_t* tokens() const { return nullptr; }

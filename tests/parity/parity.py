@@ -156,7 +156,7 @@ def main():
     parser.add_argument("--budgets", default="160,400")
     parser.add_argument("--methods")
     given = parser.parse_args()
-    torch.manual_seed(1)
+    transformers.utils.logging.disable_progress_bar()
     text = (ROOT / "examples/data/opticks.txt").read_text()[20000:20000 + 8 * given.tokens]
     ids = encode(text, given.tokens)
     models = {kind: transformers.LlamaForCausalLM.from_pretrained(MODEL, dtype=torch.float32, attn_implementation=kind).eval()

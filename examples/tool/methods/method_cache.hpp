@@ -6,8 +6,10 @@
 #include <string>
 #include <string_view>
 #include <tessera/backend/cpu/kernel/executor.hpp>
+#include <tessera/core/error.hpp>
 #include <tessera/core/model_shape.hpp>
 #include <tessera/core/parameters.hpp>
+#include <tessera/core/prompt_lines.hpp>
 #include <tessera/core/views.hpp>
 #include <utility>
 #include <vector>
@@ -53,6 +55,12 @@ class method_cache : public engine::kv_cache {
   virtual void step(int layer, const input_rows& q, const input_rows& k, const input_rows& v, float* out,
                     float* lse) = 0;
 
+  /// The attention of a prompt chunk that was observed, with its log-sum-exp. Shapes: as `step`.
+  /// Errors: a cache on another backend than the CPU.
+  virtual void attend_prompt(int, const input_rows&, float*, float*) {
+    tessera::fail("attention of a prompt by itself", "asked of this cache", "a cache on the CPU", "use --backend cpu");
+  }
+
   /// An independent copy.
   virtual std::unique_ptr<method_cache> clone() const = 0;
 
@@ -77,6 +85,11 @@ class method_cache : public engine::kv_cache {
   /// From now on the end of a prompt writes down what was ranked: see `ranked`. False where this cache cannot.
   virtual bool trace_ranked() { return false; }
   virtual ranked_tokens ranked(int) const { return {}; }
+
+  /// From now on prompts write down which lines they attend: see `lines`. False where this cache cannot.
+  virtual bool trace_lines() { return false; }
+  /// Of the last chunk; no heads where all of its rows attend everything.
+  virtual tessera::prompt_lines lines(int) const { return {}; }
 
   /// The same cache for the engine on the device; null for a cache of the CPU.
   virtual engine::cuda::kv_cache* on_device() { return nullptr; }
@@ -123,6 +136,7 @@ struct method_info {
   bool takes_projection = false;          ///< weighs values behind the output projection, where there is one
   bool needs_profile = false;             ///< the setting `profile` must be there
   bool needs_rope = false;                ///< the shape must say how the model's RoPE turns
+  bool chooses_lines = false;             ///< a prompt's rows attend lines, chosen by all of its queries
   tessera::value_range<index_t> budgets;  ///< what the budget may be
   std::string budget_counts;              ///< and what it counts
   std::vector<policy_info> policies;

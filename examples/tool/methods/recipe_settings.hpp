@@ -24,7 +24,7 @@ std::vector<parameter_info> parameters_of(const Recipe& recipe) {
     all.push_back({"profile", gates_source(recipe.retain.budget.gates), "a file", "gates of the model's heads"});
   }
   Recipe::parameters(recipe, [&](const char* name, const auto& value, const auto& allowed, const char* about) {
-    all.push_back({name, value_text(value), allowed.text(), about});
+    all.push_back({name, value_text(value, allowed.text()), allowed.text(), about});
   });
   return all;
 }

@@ -55,21 +55,6 @@ void parse_value(std::string_view name, std::string_view text, std::string_view 
                    "pass it as " + std::string(name) + "=NUMBER, with a point for decimals");
 }
 
-void parse_value(std::string_view name, std::string_view text, std::string_view, tessera::pooling& value) {
-  require_one_of(name, text, {"max", "average"});
-  value = text == "max" ? tessera::pooling::max : tessera::pooling::average;
-}
-
-void parse_value(std::string_view name, std::string_view text, std::string_view, tessera::selection_unit& value) {
-  require_one_of(name, text, {"token", "page"});
-  value = text == "token" ? tessera::selection_unit::token : tessera::selection_unit::page;
-}
-
-void parse_value(std::string_view name, std::string_view text, std::string_view, tessera::segment_form& value) {
-  require_one_of(name, text, {"product", "balance"});
-  value = text == "product" ? tessera::segment_form::product : tessera::segment_form::balance;
-}
-
 void parse_value(std::string_view name, std::string_view text, std::string_view allowed, tessera::split_factor& value) {
   if (text == "adaptive") {
     value = {};
@@ -88,21 +73,21 @@ std::string value_text(float value) {
   return {text, std::to_chars(text, text + sizeof text, value).ptr};
 }
 
-std::string value_text(tessera::selection_unit value) {
-  return value == tessera::selection_unit::token ? "token" : "page";
-}
-
-std::string value_text(tessera::segment_form value) {
-  return value == tessera::segment_form::product ? "product" : "balance";
-}
-
 std::string value_text(tessera::split_factor value) {
   if (value.adaptive) return "adaptive";
   char text[32];
   return {text, std::to_chars(text, text + sizeof text, value.fixed).ptr};
 }
 
-std::string value_text(tessera::pooling value) { return value == tessera::pooling::max ? "max" : "average"; }
+std::vector<std::string> words_of(std::string_view allowed) {
+  std::vector<std::string> words;
+  for (std::size_t begin = 0; begin <= allowed.size();) {
+    const std::size_t end = std::min(allowed.find(" or ", begin), allowed.size());
+    words.emplace_back(allowed.substr(begin, end - begin));
+    begin = end + 4;
+  }
+  return words;
+}
 
 element_type parse_element(std::string_view text) {
   require_one_of("dtype", text, {"fp32", "fp16", "bf16"});

@@ -36,6 +36,16 @@ concept model_scope = requires {
   requires S::over_model;
 };
 
+/// A scope in which the query heads of a group may choose apart, each a list of its own over what their kv_head stores. Only for
+/// what is read: what is stored is their kv_head's.
+///   by_query_head() -> bool          whether they do
+///   check(), parameters(self, visit) as every policy has them
+template <class S>
+concept splitting_scope = requires(const S s) {
+  { s.by_query_head() } -> std::same_as<bool>;
+  s.check();
+};
+
 /// A policy that says which heads choose together.
 ///   name, and `over_model`, or `join` and `joined` where the heads of a layer do; without them every kv_head chooses for itself
 template <class S>

@@ -18,9 +18,13 @@ struct stored {
   static constexpr int v_dim = Rows::v_dim;
 
   /// Bytes of K and V of one token of one kv_head, scales included.
-  static constexpr offset_t token_bytes() {
-    return offset_t(k_dim + v_dim) * offset_t(sizeof(typename encoding_type::stored_type)) +
-           (encoding_type::scaled ? 2 * offset_t(sizeof(float)) : 0);
+  static constexpr offset_t token_bytes() { return row_bytes(k_dim) + row_bytes(v_dim); }
+  static constexpr offset_t key_bytes() { return row_bytes(k_dim); }
+
+ private:
+  static constexpr offset_t row_bytes(int dim) {
+    return offset_t(dim) * offset_t(sizeof(typename encoding_type::stored_type)) +
+           (encoding_type::scaled ? offset_t(sizeof(float)) : 0);
   }
 };
 

@@ -62,6 +62,7 @@ def check_compress(checks):
     check_rope(checks)
     check_projection(checks)
     check_engine(checks)
+    check_lines(checks)
     (folder / "kept").unlink()
 
     whole = safetensors(layer())
@@ -121,7 +122,7 @@ def check_rope(checks):
     """Expected Attention must know how the model's RoPE turns, and every query."""
     base = "compress --in layer --out kept --method expected_attention --budget 24"
     checks.refuses(base, "rope_theta is missing", "rope_theta=NUMBER")
-    checks.refuses(f"{base} --set rope_theta=1e4", "n_q, the rows of tensor q, is 40", "60 for expected_attention")
+    checks.refuses(f"{base} --set rope_theta=1e4", "n_q, the rows of tensor q is 40", "60 for expected_attention")
     checks.refuses(f"{base} --set rope_theta=0.5", "rope_theta is 0.5", "1 to 1e+12")
     checks.refuses(f"{base} --set rope_theta=fast", "rope_theta is 'fast'")
     checks.refuses("compress --in layer --out kept --method snapkv --budget 40 --set rope_theta=1e4", "rope_theta is set")
@@ -153,6 +154,27 @@ def check_projection(checks):
 def check_engine(checks):
     """KVzip lets the model read its prompt again, so it needs one."""
     checks.refuses("compress --in layer --out kept --method kvzip --budget 24", "method is kvzip", "needs no engine", "tessera run")
+
+
+def check_lines(checks):
+    """LoopServe needs all queries, writes its lines and outputs, and reads anew every few steps."""
+    folder = checks.folder
+    base = "compress --in layer --out kept --method loopserve --budget 20"
+    (folder / "layer").write_bytes(safetensors(layer()))
+    checks.refuses(base, "n_q, the rows of tensor q is 40", "60 for loopserve")
+    (folder / "layer").write_bytes(safetensors(layer(n_q=60)))
+    checks.works(f"{base} --set every=2 --set rows=7", "60.0 of 60 tokens")
+    written = read_safetensors(folder / "kept")
+    for name, kind, shape in (("lines.rows", "I32", [7]), ("lines.vertical.indptr", "I64", [5]), ("lines.slash.indptr", "I64", [5]),
+                              ("prefill_out", "F32", [60, 4, 64]), ("prefill_lse", "F32", [60, 4]), ("attend.indptr", "I64", [7])):
+        checks.require((written[name]["dtype"], written[name]["shape"]) == (kind, shape), "loopserve", f"{name}: {written[name]}")
+    checks.require(tensor(folder, "attend.indptr") == (0, 21, 42, 64, 86, 107, 128), "loopserve", tensor(folder, "attend.indptr"))
+    checks.works(f"{base} --set per=q_head")
+    checks.require(read_safetensors(folder / "kept")["attend.indptr"]["shape"] == [13], "loopserve", "not a list a query head")
+    checks.refuses(f"{base} --set alpha=0", "alpha is 0")
+    checks.refuses(f"{base} --set per=token", "per", "kv_head, q_head")
+    checks.refuses("compress --in layer --out kept --method loopserve --budget 15", "observed is 16", "budget")
+    (folder / "layer").write_bytes(safetensors(layer()))
 
 
 def check_scores(checks):

@@ -20,6 +20,10 @@ std::vector<entry> mixture_entries() {
       entry_of<mixtures::snapkv_turns_exact>("snapkv_turns_exact"),
       entry_of<mixtures::h2o_turns_quest>("h2o_turns_quest"),
       entry_of<mixtures::ada_turns_sparq>("ada_turns_sparq"),
+      entry_of<mixtures::newest_turns_quest>("newest_turns_quest"),
+      entry_of<mixtures::newest_kept>("newest_kept"),
+      entry_of<mixtures::lines_rocket_turns>("lines_rocket_turns"),
+      entry_of<mixtures::lines_h2o>("lines_h2o"),
   };
 }
 

@@ -16,16 +16,29 @@ struct disagreement {
   long selections = 0, swapped = 0;
 };
 
+/// Rows as they are, or such that an encoding's scale is a power of two: decoded to 16 bits they lose nothing then.
+enum class scales { any, even };
+
+template <class T>
+std::vector<T> random_rows(std::size_t elements, int dim, float deviation, scales kind) {
+  std::vector<T> rows = normal<T>(elements, deviation);
+  for (std::size_t i = 0; kind == scales::even && i < elements; ++i) {
+    const float x = float(rows[i]);
+    rows[i] = T(i % std::size_t(dim) == 0 ? std::copysign(1.75f, x) : std::clamp(x, -1.75f, 1.75f));
+  }
+  return rows;
+}
+
 template <class T>
 struct step_rows {
   std::vector<T> q, k, v;
   buffer<T> dq, dk, dv;
   index_t sequences, tokens, q_heads, kv_heads;
   int dim;
-  step_rows(index_t batch, index_t n, const model_shape& shape, int d)
+  step_rows(index_t batch, index_t n, const model_shape& shape, int d, scales kind = scales::any)
       : q(normal<T>(std::size_t(batch * n * shape.q_heads * d), 1.5f)),
-        k(normal<T>(std::size_t(batch * n * shape.kv_heads * d), 1.5f)),
-        v(normal<T>(std::size_t(batch * n * shape.kv_heads * d))),
+        k(random_rows<T>(std::size_t(batch * n * shape.kv_heads * d), d, 1.5f, kind)),
+        v(random_rows<T>(std::size_t(batch * n * shape.kv_heads * d), d, 1, kind)),
         dq(q),
         dk(k),
         dv(v),
@@ -73,9 +86,10 @@ class conversation {
       raw_encoding<encoding> || std::is_same_v<typename encoding::stored_type, fp8> ? 4e-3 : 2e-2;
 
  public:
-  conversation(const Method& method, disagreement& seen)
+  conversation(const Method& method, disagreement& seen, scales kind = scales::any)
       : method_(method),
         seen_(seen),
+        scales_(kind),
         shape_{draw(1, shrunk(3, 1)), 0, draw(1, shrunk(4, 2))},
         workers_(std::make_shared<cpu::executor>(1)),
         host_((shape_.q_heads = shape_.kv_heads * draw(1, shrunk(8, 4)), shape_), method, workers_),
@@ -117,7 +131,7 @@ class conversation {
       done += n;
       const auto boundaries = random_boundaries<Method>(n);
       for (index_t layer = 0; layer < shape_.layers; ++layer) {
-        const step_rows<T> x(1, n, shape_, D);
+        const step_rows<T> x(1, n, shape_, D, scales_);
         host_.prefill(layer, id, x.rows(x.q.data(), x.q_heads), x.rows(x.k.data(), x.kv_heads),
                       x.rows(x.v.data(), x.kv_heads), boundaries);
         device_.prefill(layer, id, x.rows(x.dq.data, x.q_heads), x.rows(x.dk.data, x.kv_heads),
@@ -141,7 +155,7 @@ class conversation {
     const auto device_step = device_.prepare_step(ids_, n, nullptr);
     device_.begin_step(device_step, nullptr);
     for (index_t layer = 0; layer < shape_.layers && same_; ++layer) {
-      const step_rows<T> x(batch, n, shape_, D);
+      const step_rows<T> x(batch, n, shape_, D, scales_);
       std::vector<float> out(std::size_t(batch * n * x.q_heads * D)), lse(std::size_t(batch * n * x.q_heads));
       buffer<float> dout(out.size()), dlse(lse.size());
       host_.trace_attended(true);
@@ -226,6 +240,7 @@ class conversation {
 
   index_t most_swapped_ = 1;
   disagreement& seen_;
+  scales scales_;
   model_shape shape_;
   std::shared_ptr<cpu::executor> workers_;
   cache<Method> host_;
@@ -236,13 +251,13 @@ class conversation {
 
 template <class Method>
 requires runs_on_devices<Method>
-void hold_conversations(int count) {
+void hold_conversations(int count, scales kind = scales::any) {
   disagreement seen;
   for (int i = 0; i < support::scaled(count); ++i) {
     Method method;
     method.set_budget(draw(40, 120));
     if constexpr (requires { method.retain.scorer.window; }) method.retain.scorer.window = draw(1, 32);
-    conversation<Method>(method, seen).hold();
+    conversation<Method>(method, seen, kind).hold();
   }
   INFO(seen.swapped << " of " << seen.selections << " selections differ by a token at the cut");
   CHECK(seen.swapped <= 2 + seen.selections / 100);
@@ -254,7 +269,7 @@ requires runs_on_devices<Method>
 void reopen_and_step() {
   using T = typename Method::layout_type::element_type;
   constexpr int D = Method::layout_type::k_dim;
-  const model_shape shape{2, 4, 2};
+  const model_shape shape{shrunk(2, 1), 4, 2};
   Method method;
   method.set_budget(64);
   cuda::cache_options options;
@@ -272,7 +287,7 @@ void reopen_and_step() {
   REQUIRE(used.open() == 0);
   REQUIRE(fresh.open() == 0);
   buffer<float> out(std::size_t(shape.q_heads * D)), expected(out.count);
-  for (index_t i = 0; i < shrunk(100, 70); ++i) {
+  for (index_t i = 0; i < shrunk(100, 20); ++i) {
     const step_rows<T> x(1, 1, shape, D);
     for (auto [kv, to] : {std::pair{&used, &out}, std::pair{&fresh, &expected}}) {
       const batch step = kv->prepare_step({0}, 1, nullptr);
@@ -348,7 +363,7 @@ void replay_steps() {
 
 /// Of a method that the CUDA backend does not run yet, there is nothing to hold or to record.
 template <class Method>
-void hold_conversations(int) {}
+void hold_conversations(int, scales = scales::any) {}
 template <class Method>
 void reopen_and_step() {}
 template <class Method>
