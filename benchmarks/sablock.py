@@ -5,8 +5,8 @@
     benchmarks/sablock.py show FOLDER PICTURE.svg
 
 `ask` runs `tessera eval` over eight needles with the question last (multi_key) and first (multi_key_first) and writes
-its reports to FOLDER: parts-N.json (SnapKV, SABlock, ablations, lambda, alpha, tau), fixed-N.json (blocks of fixed
-sizes over budgets) and map.json (one needle over depth and length). `show` prints Markdown tables and draws them.
+its reports to FOLDER: parts-N.json (SnapKV, SABlock, ablations, lambda, alpha, tau), small-N.json (both with a window of 8
+where budgets are short), fixed-N.json (blocks of fixed sizes over budgets) and map.json (one needle over depth and length). `show` prints Markdown tables and draws them.
 """
 import argparse
 import json
@@ -17,6 +17,7 @@ import tempfile
 
 ROOT = pathlib.Path(__file__).resolve().parent.parent
 GRID = "0.1,0.3,0.5,0.7,0.9"
+SMALL = "10,12,16,24,32"
 DEPTHS = (0, 25, 50, 75, 100)
 
 
@@ -36,8 +37,10 @@ def ask_documents(path, folder, context, count):
         tool(path, *base, "--methods", "full,snapkv,sablock", "--budgets", "48,96", "--vary", "sablock.lambda=0,0.1,0.3,0.7,0.9",
              "--vary", "sablock.alpha=0.1,0.3,0.7,0.9", "--vary", "sablock.coverage=0.1,0.3,0.5,0.7,1", "--vary",
              "sablock.largest=1", "--vary", "snapkv.window=8", "--json", folder / f"parts-{context}.json")
-        tool(path, *base, "--methods", "sablock", "--budgets", "16,24,32,48,64,96,128", "--set", "coverage=0", "--set",
-             "largest=1", "--vary", "largest=3,5,7,9,10", "--json", folder / f"fixed-{context}.json")
+        tool(path, *base, "--methods", "snapkv,sablock", "--budgets", SMALL, "--set", "window=8", "--vary", "sablock.lambda=0",
+             "--vary", "sablock.largest=1", "--json", folder / f"small-{context}.json")
+        tool(path, *base, "--methods", "sablock", "--budgets", f"{SMALL},48,96", "--set", "coverage=0", "--set", "largest=1",
+             "--vary", "largest=3,5,7,9,10", "--json", folder / f"fixed-{context}.json")
 
 
 def needle_questions(tool_path, count):
@@ -68,7 +71,7 @@ def needle_questions(tool_path, count):
 def ask(given):
     folder = pathlib.Path(given.folder)
     folder.mkdir(parents=True, exist_ok=True)
-    for context in given.contexts.split(","):
+    for context in filter(None, given.contexts.split(",")):
         ask_documents(given.tool, folder, context, given.count)
     if given.map_count:
         with tempfile.NamedTemporaryFile("w", suffix=".jsonl") as questions:
@@ -108,6 +111,15 @@ def show_parts(file):
             if (f"sablock {name}={value}", 48, families[0]) in shares}
 
 
+def show_small(file):
+    shares = load(file)
+    budgets = sorted({budget for _, budget, _ in shares})
+    print(f"{file.stem.rsplit('-')[-1]} tokens, window 8, question last / first:\n")
+    print_table(["", *budgets],
+                [[f"`{name}`", *(f"{shares[name, budget, 'multi_key']:.0f} / {shares[name, budget, 'multi_key_first']:.0f}"
+                                 for budget in budgets)] for name in dict.fromkeys(name for name, *_ in shares)])
+
+
 def show_fixed(file):
     shares = load(file)
     budgets = sorted({budget for _, budget, _ in shares})
@@ -127,6 +139,8 @@ def show(given):
     folder = pathlib.Path(given.folder)
     for file in sorted(folder.glob("parts-*.json")):
         show_parts(file)
+    for file in sorted(folder.glob("small-*.json")):
+        show_small(file)
     fixed = {file: show_fixed(file) for file in sorted(folder.glob("fixed-*.json"))}
     maps = load(folder / "map.json") if (folder / "map.json").is_file() else {}
     figure, axes = pyplot.subplots(1, len(fixed) + (2 if maps else 0), squeeze=False, layout="constrained",
