@@ -4,12 +4,18 @@
 #include <memory>
 #include <vector>
 
+#include <tessera/attention/gathered_decode.hpp>
+#include <tessera/budget/two_stage.hpp>
 #include <tessera/cache.hpp>
 #include <tessera/layout/dense.hpp>
 #include <tessera/methods/tangram.hpp>
 #include <tessera/schedule/once.hpp>
 #include <tessera/scorer/accumulated_attention.hpp>
+#include <tessera/scorer/hybrid_min_max.hpp>
 #include <tessera/scorer/key_norm.hpp>
+#include <tessera/scorer/page_min_max.hpp>
+#include <tessera/selector/tokens_or_pages.hpp>
+#include <tessera/selector/top_pages.hpp>
 
 #include "support/oracle.hpp"
 #include "support/random.hpp"
@@ -329,4 +335,57 @@ TEST_CASE("shares go with other scorers, in one piece and in chunks") {
   auto once_window = by_shares<observation_window, once>{};
   once_window.retain.scorer.window = 4;
   CHECK(counts_of(once_window) == expected);
+}
+
+TEST_CASE("a second stage reads of what the shares have left, chunk by chunk or at once") {
+  rng random(1217);
+  const model_shape shape{2, 4, 2};
+  const text of(random, shape, 200);
+  const double table[] = {0.5, 0.25, 0.25, 0.5};
+  const auto converse = [&](auto recipe) {
+    recipe.retain.scorer.window = 4;
+    if constexpr (requires { recipe.schedule.chunk; }) recipe.schedule.chunk = 20;
+    cache<decltype(recipe)> kv(shape, recipe, one_thread());
+    kv.trace_attended(true);
+    const index_t id = kv.open();
+    index_t next = 0, held[] = {0, 0, 0, 0};
+    for (const index_t prompt : {80, 40}) {
+      for (index_t done = 0; done < prompt; done += 20) of.prefill(kv, id, next + done, 20);
+      next += prompt;
+      kv.end_prefill(id);
+      for (index_t h = 0; h < 4; ++h) {
+        held[h] += index_t(table[h] * prompt);
+        REQUIRE(kv.length(h / 2, id, h % 2) == held[h]);
+      }
+      const auto out = of.step(kv, id, next);
+      for (index_t h = 0; h < 8; ++h) {  // attention in double over what the step says that it read, all of it stored
+        const index_t layer = h / 4, head = h % 4 / 2;
+        const auto attended = kv.attended(layer, id)[std::size_t(head)], stored = kv.positions(layer, id, head);
+        REQUIRE(std::includes(stored.begin(), stored.end(), attended.begin(), attended.end()));
+        REQUIRE(attended.size() < stored.size());
+        std::vector<const float*> rows;
+        for (const index_t at : attended) rows.push_back(of.keys(layer, at, 1).row(0, 0, head));
+        const auto expected =
+            oracle::attend(of.queries(layer, next, 1).row(0, 0, h % 4), next, rows, rows, attended, dim, dim);
+        for (std::size_t d = 0; d < dim; ++d)
+          REQUIRE(std::abs(double(out[std::size_t(h) * dim + d]) - expected.out[d]) < 1e-5);
+      }
+      ++next;
+      for (index_t& one : held) ++one;
+    }
+  };
+  recipe<retain<observation_window, two_stage<calibrated>, top_tokens>, dense<fp32, dim>,
+         retrieve<hybrid_min_max, tokens_or_pages>, gathered_decode, once>
+      planned_once;
+  planned_once.set_budget(16);
+  planned_once.retain.budget.max_new = 10;
+  planned_once.retain.budget.inner.shares = {table, 2, 2};
+  converse(planned_once);
+  recipe<retain<observation_window, calibrated, top_tokens>, dense<fp32, dim>, retrieve<page_min_max, top_pages>,
+         gathered_decode, each_chunk>
+      in_chunks;
+  in_chunks.retain.budget.shares = {table, 2, 2};
+  in_chunks.retrieve.tokens = 16;
+  in_chunks.retrieve.scorer.page = 4;
+  converse(in_chunks);
 }
