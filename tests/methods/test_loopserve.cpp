@@ -8,7 +8,7 @@
 #include <tessera/schedule/once.hpp>
 #include <tessera/scorer/observation_window.hpp>
 
-#include "methods/support/talk.hpp"
+#include "methods/talk.hpp"
 
 using namespace methods_test;
 using tessera::nhd_rows;

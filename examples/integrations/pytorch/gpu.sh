@@ -44,7 +44,14 @@ if os.environ["ONLY"] != "benchmark":
     wanted += [(name, torch.bfloat16, 64, "cuda") for name in reversed(tessera_torch.methods())]
     wanted += [("full", torch.bfloat16, dim, "cuda") for dim in (256, 96, 128)]
     wanted += [(name, dtype, 64) for name in tessera_torch.methods() for dtype in (torch.bfloat16, torch.float32)]
-recipes = threading.Thread(target=build.build_all, args=(list(dict.fromkeys(wanted)),))
+
+def build_recipes():
+    try:
+        build.build_all(list(dict.fromkeys(wanted)))
+    except ValueError as problem:  # all others are built; what runs on the host alone is skipped by the tests
+        print(problem)
+
+recipes = threading.Thread(target=build_recipes)
 recipes.start()
 build.operators()
 recipes.join()

@@ -6,7 +6,7 @@
 
 #include <tessera/cache.hpp>
 
-#include "conversation.hpp"
+#include "support/conversation.hpp"
 
 namespace methods_test {
 
