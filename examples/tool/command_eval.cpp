@@ -82,7 +82,16 @@ void add_varied(const std::vector<std::string>& texts, std::vector<variant>& var
   }
 }
 
-/// Every method at every budget; a method without a budget once.
+/// Whether the settings give a method a profile: its budgets then count.
+bool has_own_profile(const method_info& method, const std::vector<std::string>& settings) {
+  std::vector<setting> own = parse_settings(settings);
+  for (setting& one : own) {
+    if (one.name == method.name + ".profile") one.name = "profile";
+  }
+  return names_profile(method, own);
+}
+
+/// Every method at every budget; a method without a budget, or with a profile, once.
 std::vector<variant> parse_variants(const eval_options& given) {
   std::vector<index_t> budgets;
   if (!given.budgets.empty()) {
@@ -95,14 +104,20 @@ std::vector<variant> parse_variants(const eval_options& given) {
   std::vector<variant> variants;
   for (const std::string& name : parse_list("--methods", given.methods)) {
     const method_info& method = find_method(name);
-    if (!method.has_budget) variants.push_back({&method, {}, {}});
-    tessera::require(!method.has_budget || !budgets.empty(), "--budgets", "missing", "one or more numbers of tokens",
+    const bool counted = method.has_budget && !has_own_profile(method, given.settings);
+    if (!counted) variants.push_back({&method, {}, {}});
+    tessera::require(!counted || !budgets.empty(), "--budgets", "missing", "one or more numbers of tokens",
                      "add --budgets N,N for " + name);
     for (const index_t budget : budgets) {
-      if (method.has_budget) variants.push_back({&method, budget, {}});
+      if (counted) variants.push_back({&method, budget, {}});
     }
   }
-  const bool used = std::ranges::any_of(variants, [](const variant& row) { return row.budget.has_value(); });
+  bool used = false;
+  for (const variant& row : variants) {
+    used |= row.method->has_budget;
+    if (row.method->has_budget && !row.budget && !budgets.empty())
+      note("--budgets do not count for " + row.method->name + ": its profile says what each head keeps");
+  }
   tessera::require(used || budgets.empty(), "--budgets", given.budgets, "none: no method here has a budget",
                    "leave it out");
   add_varied(given.varied, variants);

@@ -85,6 +85,7 @@ outcome answer(const run_options& given, const method_info& method) {
     prefill.progress = [&](std::int64_t done, std::int64_t total) { progress.update(done, total); };
     const std::vector<std::uint8_t> boundaries = tokenizer.boundaries(tokens);
     prefill.boundaries = boundaries;
+    cache->announce(index_t(tokens.size()));
     prefill.repeat = repeat_sentences(tokenizer);
     logits = model->prefill(tokens, *cache, prefill);
   }

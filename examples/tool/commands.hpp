@@ -51,11 +51,19 @@ struct compress_file_options {
   std::string in, out, threads = "0";
 };
 
+struct calibrate_options {
+  std::string model, method = "snapkv", out, families, suite = "all", text, tasks;
+  std::string share = "0.3", samples = "50", alpha = "2", context = "4096", seed = "1", threads = "0";
+  bool renormalise = false;
+  std::vector<std::string> settings;
+};
+
 // Each prints its result on stdout. Errors: tessera::error, before any output file exists.
 void list_methods(const list_options& given);
 void run_prompt(const run_options& given);
 void evaluate(const eval_options& given);
 void compress_file(const compress_file_options& given);
+void calibrate(const calibrate_options& given);
 void find_heads(const heads_options& given);
 
 /// The tool's own documents, as the options have them. Errors: what they ask for cannot be made.

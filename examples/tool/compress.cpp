@@ -38,7 +38,7 @@ prompt_outputs prefill(const layer_tensors& layer, const std::vector<std::pair<i
   const index_t given = layer.q ? layer.q->shape[0] : 0;
   const auto rows_needed = [&](index_t tokens) { return info.chooses_lines ? tokens : cache.queries_needed(tokens); };
   index_t needed = 0;
-  for (const auto& [begin, end] : turns) {
+  for (const auto& [begin, end] : chunks_of(turns, cache)) {
     const index_t rows = rows_needed(end - begin);
     if (rows > 0) needed = std::max(needed, layer.tokens - (end - rows));
   }
@@ -53,7 +53,9 @@ prompt_outputs prefill(const layer_tensors& layer, const std::vector<std::pair<i
     return rows;
   };
   prompt_outputs last;
-  for (const auto& [begin, end] : turns) {
+  std::size_t turn = 0;
+  for (const auto& [begin, end] : chunks_of(turns, cache)) {
+    if (begin == turns[turn].first) cache.announce(turns[turn].second - begin);
     const index_t rows = rows_needed(end - begin), skipped = layer.tokens - given;
     input_rows q = rows > 0 ? rows_of(layer.q->tokens_first(), end - rows - skipped, end - skipped) : input_rows{};
     q.heads = layer.q_heads;
@@ -71,7 +73,9 @@ prompt_outputs prefill(const layer_tensors& layer, const std::vector<std::pair<i
         require_finite_row(last.out, std::size_t(token - begin) * row, layer, "prompt token " + std::to_string(token));
       }
     }
+    if (end < turns[turn].second) continue;
     cache.end_prefill();
+    ++turn;
   }
   return last;
 }
@@ -215,6 +219,10 @@ compressed compress(const safetensors_file& in, const compress_options& options)
   index_lists kept;
   for (index_t head = 0; head < layer.kv_heads; ++head) kept.add(cache->positions(0, head));
   kept.write(result.file, "keep");
+  if (const auto pages = cache->pages()) {
+    for (const auto& [name, counts] : {std::pair{"used", &pages->used}, std::pair{"reserved", &pages->reserved}})
+      result.file.add("pages." + std::string(name), {std::int64_t(counts->size())}, std::span(std::as_const(*counts)));
+  }
   if (method.chooses_lines) write_lines(cache->lines(0), prompt, layer, result.file);
   if (options.scores) result.ranked = write_scores(cache->ranked(0), layer.kv_heads, result.file);
   if (blocks) {

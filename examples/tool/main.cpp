@@ -151,6 +151,39 @@ void add_eval(CLI::App& app) {
   command->callback([given] { tool::evaluate(*given); });
 }
 
+void add_calibrate(CLI::App& app) {
+  auto given = std::make_shared<tool::calibrate_options>();
+  CLI::App* command = app.add_subcommand(
+      "calibrate",
+      "Measures over many prompts what each head keeps where a layer keeps its best tokens, whichever head\n"
+      "they belong to, and writes a profile by which tangram gives every head a share of its own.");
+  add_text(*command, "--model", "FOLDER", given->model, "folder with config.json, safetensors and tokenizer.model")
+      ->required();
+  add_text(*command, "--method", "NAME", given->method, "a method that ranks the prompt's tokens");
+  add_text(*command, "--share", "1e-6..1", given->share, "of its tokens that a layer keeps");
+  add_text(*command, "--samples", "1..1000000", given->samples, "prompts, from all families in turn");
+  add_text(*command, "--out", "FILE", given->out, "profile to write, JSON")->required();
+  add_text(*command, "--alpha", "0..1e6", given->alpha, "deviations above its mean that a head gets");
+  command->add_flag("--renormalise", given->renormalise, "scale the budgets so that they are --share on average");
+  add_settings(*command, given->settings, "a parameter of the method; may be given several times");
+  add_text(*command, "--context", "1..", given->context, "tokens of a prompt");
+  CLI::Option* suite = add_text(*command, "--suite", "NAME", given->suite, "which task families; see below");
+  add_text(*command, "--families", "NAME,..", given->families,
+           "task families, separated by commas, in place of a suite")
+      ->excludes(suite);
+  add_text(*command, "--seed", "0..2^63-1", given->seed, "another seed makes other prompts");
+  given->text = TESSERA_DATA_DIR "/opticks.txt";
+  given->tasks = TESSERA_DATA_DIR "/tasks.json";
+  add_text(*command, "--text", "FILE", given->text, "text that prompts are cut from");
+  add_text(*command, "--tasks", "FILE", given->tasks, "word lists, templates and families");
+  add_threads(*command, given->threads);
+  command->footer("Suites:\n" + suite_lines() +
+                  "\nbenchmarks/plot_profile.py draws a profile.\n\n"
+                  "Example:\n  tessera calibrate --model examples/model --method snapkv --share 0.3 --samples 50 "
+                  "--out profile.json");
+  command->callback([given] { tool::calibrate(*given); });
+}
+
 void add_compress(CLI::App& app) {
   auto given = std::make_shared<tool::compress_file_options>();
   CLI::App* command = app.add_subcommand(
@@ -266,6 +299,7 @@ int run(int count, char** arguments) {
   add_run(app);
   add_eval(app);
   add_compress(app);
+  add_calibrate(app);
   add_heads(app);
   try {
     require_command(app, count, arguments);

@@ -28,6 +28,7 @@ struct recipe {
   static constexpr value_range<index_t> layer_counts{0, 1 << 16};
   index_t dense_layers = 0;  ///< so many of the first layers keep and read everything
   Prefill prefill{};
+  typename Layout::placement_type placement{};
 
   /// What the budget may be; nothing counts tokens where everything is retained and read.
   static constexpr value_range<index_t> budgets = Retain::chooses ? Retain::budgets : Retrieve::budgets;
@@ -53,6 +54,7 @@ struct recipe {
     layer_counts.check("dense_layers", dense_layers, "pass how many layers stay whole");
     if constexpr (requires { schedule.check(); }) schedule.check();
     if constexpr (line_pattern<Prefill>) prefill.check();
+    if constexpr (has_parameters<decltype(placement)>) check_parameters(placement);
   }
 
   /// What the budget comes to in a conversation whose first prompt has `prompt` tokens.
@@ -91,6 +93,7 @@ struct recipe {
     if constexpr (has_parameters<Schedule>) Schedule::parameters(self.schedule, visit);
     if constexpr (line_pattern<Prefill>) Prefill::parameters(self.prefill, visit);
     visit("dense_layers", self.dense_layers, layer_counts, "so many of the first layers keep and read everything");
+    if constexpr (has_parameters<decltype(placement)>) Layout::placement_type::parameters(self.placement, visit);
   }
 
   /// Calls `visit(axis, policy name)` for every axis.

@@ -40,6 +40,14 @@ constexpr bool check_recipe() {
                 "tessera: a schedule fires before a step reads or at its end, not at both");
   static_assert(!Schedule::fires_at(moment::step_begin) || Retain::observed == observes::nothing,
                 "tessera: before a step reads, only positions can be scored; take a schedule that fires at its end");
+  static_assert(
+      !Schedule::fires_at(moment::chunk_end) || Retain::settles,
+      "tessera: a schedule that fires when a chunk ends needs a first stage that drops tokens by shares of what "
+      "is new; take the budget calibrated");
+  static_assert(!Retain::settles || !in_steps,
+                "tessera: a budget that gives shares of a prompt has none to give in steps; use once or each_chunk");
+  static_assert(!Schedule::fires_at(moment::chunk_end) || !Retain::plans,
+                "tessera: a budget over two stages is planned when a prompt ends, not while it comes in; use once");
   static_assert(!Retain::splits || (!Retain::drops && !Retrieve::retrieves),
                 "tessera: lists of single query heads can only be read, from a filter without a second stage; take the "
                 "scope per_head");

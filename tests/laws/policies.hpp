@@ -190,6 +190,14 @@ void obeys_the_laws_of_schedules(const S& policy) {
     }
     CHECK(fired == S::fires_at(now));
   }
+  bool at_a_chunk = false;
+  for (const index_t waiting : {0, 1, 1'000, 1'000'000}) {
+    const turn_clock at{.turn = 1, .waiting = waiting, .coming = 64};
+    const bool due = policy.due(moment::chunk_end, at);
+    at_a_chunk |= due;
+    REQUIRE((!due || waiting > 0));  // there is something to choose among
+  }
+  CHECK(at_a_chunk == S::fires_at(moment::chunk_end));
 }
 
 }  // namespace support

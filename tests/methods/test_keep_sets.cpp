@@ -1,8 +1,8 @@
 // Random shapes through every method: keep sets, attend sets and outputs against the reference, chunks against one shot.
 #include "catch.hpp"
 
-#include "methods/support/laws.hpp"
 #include "methods/support/conversation.hpp"
+#include "methods/support/laws.hpp"
 
 namespace methods_test {
 
@@ -39,6 +39,10 @@ settings random_settings(rng& random, const std::string& method) {
                                                           ? 0
                                                           : std::min(chosen.budget, attended));
     chosen.values["window"] = std::min({window, room > 0 ? room : 12, index_t(12)});
+  }
+  for (const number& one : numbers_of(method)) {
+    if (one.name == "observed") chosen.values["observed"] = std::min(window, index_t(12));
+    if (one.name == "every") chosen.values["every"] = random.pick({1, 2, 5, 16});
   }
   if (random.chance(0.2)) chosen.rule.soft_cap = 8;
   if (random.chance(0.2)) chosen.rule.sliding_window = random.between(1, 60);

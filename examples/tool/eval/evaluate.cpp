@@ -28,6 +28,10 @@ evaluation::evaluation(runner& model, const engine::tokenizer& tokenizer, std::v
     check.budget = variant.budget;
     check.settings = variant.settings;
     variant.method->make(check);  // on the CPU, which takes no memory for it
+    if (variant.method->fuses_chunks) {
+      cache_of_variant_.push_back(own_prefill);
+      continue;
+    }
     const bool shares =
         i > 0 && variant.method == variants_[i - 1].method && variant.differs == variants_[i - 1].differs;
     if (!shares) first_of_method_.push_back(i);
@@ -93,6 +97,13 @@ void evaluation::ask_all(const std::string& family, const std::vector<planned_tu
     if (cache->rereads()) model_.reread(turns[0].prompt, *cache, options);
   }
   for (std::size_t i = 0; i < variants_.size(); ++i) {
+    if (cache_of_variant_[i] == own_prefill) {  // what it drops on the way changes what the model sees
+      const auto own = empty_cache(variants_[i], turns);
+      own->announce(index_t(turns[0].prompt.size()));
+      const std::vector<float> own_logits = model_.prefill(turns[0].prompt, *own, options);
+      answer(i, family, turns, own_logits, *own);
+      continue;
+    }
     const auto cache = shared[cache_of_variant_[i]]->clone();
     if (variants_[i].budget) cache->set_budget(*variants_[i].budget);
     cache->end_prefill();

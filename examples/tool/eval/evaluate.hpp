@@ -95,9 +95,10 @@ class evaluation {
   const engine::tokenizer& tokenizer_;
   std::vector<variant> variants_;
   cache_request request_;
-  std::vector<std::size_t>
-      first_of_method_;  // the first variant of each run that differs in its budget alone: those share a cache
-  std::vector<std::size_t> cache_of_variant_;  // index into first_of_method_
+  // The first variant of each run that differs in its budget alone: those share a cache.
+  std::vector<std::size_t> first_of_method_;
+  static constexpr std::size_t own_prefill = std::size_t(-1);  // a variant that compresses a prompt while it comes in
+  std::vector<std::size_t> cache_of_variant_;                  // index into first_of_method_, or own_prefill
   std::vector<cell> cells_;
   std::function<void()> tick_ = [] {};
 };

@@ -7,6 +7,7 @@
 
 #include "method_cache.hpp"
 #include "tool/heads/gates.hpp"
+#include "tool/profile/profile_settings.hpp"
 #include "values.hpp"
 
 namespace tool {
@@ -29,10 +30,25 @@ std::vector<parameter_info> parameters_of(const Recipe& recipe) {
   return all;
 }
 
+/// Those, and what stands beside them, which `settings` say.
+template <class Recipe>
+std::vector<parameter_info> shown_parameters(const Recipe& recipe, [[maybe_unused]] std::vector<setting> settings,
+                                             [[maybe_unused]] bool read = false) {
+  std::vector<parameter_info> all = parameters_of(recipe);
+  if constexpr (takes_profile<Recipe>) {
+    const profile_settings chosen = profile_settings::taken_from(settings);
+    std::optional<tessera::profile> profile;
+    if (read && !chosen.file.empty()) profile = read_profile(chosen.file);
+    for (parameter_info& one : chosen.shown(profile ? &*profile : nullptr)) all.push_back(std::move(one));
+  }
+  return all;
+}
+
 /// The recipe with its defaults and the settings over them.
 template <class Recipe>
-Recipe configured_recipe(const std::vector<setting>& settings) {
+Recipe configured_recipe(std::vector<setting> settings) {
   Recipe recipe;
+  if constexpr (takes_profile<Recipe>) (void)profile_settings::taken_from(settings);
   for (const setting& given : settings) {
     bool known = false;
     Recipe::parameters(recipe, [&](const char* name, auto& value, const auto& allowed, const char* about) {
@@ -47,7 +63,7 @@ Recipe configured_recipe(const std::vector<setting>& settings) {
         known = true;
       }
     }
-    if (!known) fail_unknown_parameter(given.name, Recipe::name, parameters_of(Recipe{}));
+    if (!known) fail_unknown_parameter(given.name, Recipe::name, shown_parameters(Recipe{}, {}));
   }
   return recipe;
 }

@@ -3,6 +3,7 @@
 
 #include "logit_rule.hpp"
 #include "page_pool.hpp"
+#include "prompt_reach.hpp"
 #include "query_statistics.hpp"
 #include "slot_column.hpp"
 
@@ -32,6 +33,7 @@ struct choose_problem {
   slot_column<const index_t> segments{};  ///< which segment of the text each slot belongs to, ascending
   const float* projection = nullptr;      ///< [q_heads, v_dim, hidden] of this layer, to weigh values by; null: none
   index_t hidden = 0;                     ///< of the projection
+  const prompt_reach* reach = nullptr;    ///< [sequences], what earlier choices have settled; null: everything competes
   /// [sequences], by a scorer of statistics; with it `first_position` is the next token's and q.heads the query heads.
   const query_statistics* statistics = nullptr;
   const index_t* counts = nullptr;  ///< [kv_heads] of the one sequence: what each head keeps, in place of the budget's

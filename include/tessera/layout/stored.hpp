@@ -1,6 +1,7 @@
 // A layout: a row format at a placement.
 #pragma once
 
+#include "../concepts/host_only.hpp"
 #include "../concepts/layout.hpp"
 
 TESSERA_NAMESPACE_BEGIN
@@ -14,6 +15,7 @@ struct stored {
   using placement_type = Where;
   using encoding_type = typename Rows::encoding_type;
   using element_type = typename encoding_type::element_type;
+  static constexpr bool host_only = !runs_on_devices<Rows, Where>;
   static constexpr int k_dim = Rows::k_dim;
   static constexpr int v_dim = Rows::v_dim;
 

@@ -27,6 +27,8 @@ struct choose_workspace {
   std::vector<index_t> lengths;               // by head
   std::vector<index_t> tails;                 // by sequence
   std::vector<index_t> observed;              // by sequence, queries that are scored
+  std::vector<index_t> settled;               // by head, first slots that stay; none without a reach
+  std::vector<index_t> earlier;               // by head, those from before the turn
   std::vector<float> joined;                  // one row for all heads of a layer
   std::vector<float> weights;                 // as raw; or what scores are multiplied by
   std::vector<expected_workspace> expecting;  // by worker
@@ -78,6 +80,17 @@ void check_choose(const choose_problem<View, E>& p) {
   }
 }
 
+/// Slots of a head before a position.
+template <class View>
+index_t slots_before(const View& view, index_t sequence, index_t head, index_t position) {
+  index_t first = 0, last = view.length(sequence, head);
+  while (first < last) {
+    const index_t middle = first + (last - first) / 2;
+    view.position(sequence, head, middle) < position ? first = middle + 1 : last = middle;
+  }
+  return first;
+}
+
 /// Of every row: its length, where its scores begin, and of every sequence how many of its newest tokens stay.
 template <class View, class E, class Policy>
 void lay_out(const Policy& policy, const choose_problem<View, E>& p, choose_workspace<View::k_dim>& workspace) {
@@ -85,6 +98,8 @@ void lay_out(const Policy& policy, const choose_problem<View, E>& p, choose_work
   workspace.offsets.clear();
   workspace.tails.clear();
   workspace.observed.clear();
+  workspace.settled.clear();
+  workspace.earlier.clear();
   offset_t total = 0;
   for (index_t b = 0; b < p.view.sequences; ++b) {
     const index_t budget = p.budgets ? p.budgets[b] : policy.budget.tokens;
@@ -96,6 +111,9 @@ void lay_out(const Policy& policy, const choose_problem<View, E>& p, choose_work
       workspace.lengths.push_back(p.view.length(b, h));
       workspace.offsets.push_back(total);
       total += workspace.lengths.back();
+      if (!p.reach) continue;
+      workspace.settled.push_back(slots_before(p.view, b, h, p.reach[b].open));
+      workspace.earlier.push_back(slots_before(p.view, b, h, p.reach[b].begin));
     }
   }
 }
@@ -307,6 +325,11 @@ layer_scores score_and_choose(const Policy& policy, const choose_problem<View, E
     scores.tokens = workspace.lengths.data() + b * heads;
     scores.offsets = workspace.begins.data();
     scores.scores = first;
+    if (p.reach) {
+      scores.settled = workspace.settled.data() + b * heads;
+      scores.earlier = workspace.earlier.data() + b * heads;
+      scores.seen = p.reach[b].seen();
+    }
     slot_facts beside{p.segments, {workspace.weights.data(), 0, 0, workspace.offsets.data() + b * heads}, p.counts};
     if (p.segments.begin) {
       beside.segments.begin += offset_t(b) * heads;
