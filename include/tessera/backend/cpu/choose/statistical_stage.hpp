@@ -21,8 +21,9 @@ class first_stage<Recipe, observes::statistics, true> : public choosing<Recipe> 
   explicit first_stage(const model_shape& shape) : base(shape) { shape.check_rope(k_dim); }
 
   void forget(index_t id) {
-    for (index_t layer = 0; layer < this->shape_.layers; ++layer) sums(layer, id).clear();
+    for (index_t layer = 0; layer < this->shape_.layers; ++layer) forget(layer, id);
   }
+  void forget(index_t layer, index_t id) { sums(layer, id).clear(); }
   void end_turn(index_t id) { forget(id); }
   template <class E, class Store>
   void observe_prompt(index_t layer, index_t id, Store&, const planned<Recipe>& policies, const logit_rule&,
