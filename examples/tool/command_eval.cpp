@@ -44,6 +44,44 @@ void apply_settings(const std::vector<std::string>& texts, std::vector<variant>&
   }
 }
 
+/// Adds, behind the rows of each method that has the parameter, the same rows with each of its values.
+/// Errors: none of the methods has it; a value that it may not have.
+void add_varied(const std::vector<std::string>& texts, std::vector<variant>& variants) {
+  const std::vector<variant> base = variants;
+  for (const setting& given : parse_settings(texts)) {
+    const std::size_t dot = given.name.find('.');
+    const std::string method = dot == std::string::npos ? "" : given.name.substr(0, dot);
+    const std::string name = dot == std::string::npos ? given.name : given.name.substr(dot + 1);
+    const std::vector<std::string> values = parse_list("--vary " + given.name, given.value);
+    bool known = false;
+    for (std::size_t i = 0; i < base.size();) {
+      std::size_t end = i + 1;
+      while (end < base.size() && base[end].method == base[i].method) ++end;
+      if ((method.empty() || base[i].method->name == method) && has_parameter(*base[i].method, name)) {
+        known = true;
+        const auto end_of_method = std::find_if(variants.rbegin(), variants.rend(), [&](const variant& row) {
+                                     return row.method == base[i].method;
+                                   }).base();
+        std::vector<variant> more;
+        for (const std::string& value : values) {
+          for (std::size_t row = i; row < end; ++row) {
+            variant changed = base[row];
+            changed.settings.push_back({name, value});
+            changed.differs = name + "=" + value;
+            changed.method->configured(changed.settings);
+            more.push_back(std::move(changed));
+          }
+        }
+        variants.insert(end_of_method, more.begin(), more.end());
+      }
+      i = end;
+    }
+    tessera::require(known, "--vary", "'" + engine::printable(given.name) + "'",
+                     "a parameter of one of the methods, or METHOD.NAME for one of them",
+                     "`tessera list` shows the parameters of every method");
+  }
+}
+
 /// Whether the settings give a method a profile: its budgets then count.
 bool has_own_profile(const method_info& method, const std::vector<std::string>& settings) {
   std::vector<setting> own = parse_settings(settings);
@@ -82,9 +120,12 @@ std::vector<variant> parse_variants(const eval_options& given) {
   }
   tessera::require(used || budgets.empty(), "--budgets", given.budgets, "none: no method here has a budget",
                    "leave it out");
+  add_varied(given.varied, variants);
   apply_settings(given.settings, variants);
   return variants;
 }
+
+}  // namespace
 
 std::vector<conversation> make_conversations(const eval_options& given, const engine::llama_config& config,
                                              const engine::tokenizer& tokenizer) {
@@ -111,8 +152,6 @@ std::vector<conversation> make_conversations(const eval_options& given, const en
   }
   return all;
 }
-
-}  // namespace
 
 void evaluate(const eval_options& given) {
   const backend where = require_backend(given.backend);

@@ -7,8 +7,7 @@
 #include <span>
 #include <vector>
 
-#include "backend/cpu/cache/layers.hpp"
-#include "runtime/conversations.hpp"
+#include "backend/cpu/cache/cache_parts.hpp"
 
 TESSERA_NAMESPACE_BEGIN
 inline namespace TESSERA_HOST_ISA {
@@ -22,19 +21,15 @@ inline namespace TESSERA_HOST_ISA {
 ///          memory runs out, std::bad_alloc: the cache then answers as if it had not been called, and `close` never fails.
 /// Threads  one thread calls a cache at a time; the work is spread over the executor. Copies are independent.
 template <class Recipe>
-class cache {
+class cache : public cpu::cache_parts<Recipe> {
+  using parts = cpu::cache_parts<Recipe>;
+
  public:
   using layout = typename Recipe::layout_type;
   static constexpr int k_dim = layout::k_dim, v_dim = layout::v_dim;
 
   cache(model_shape shape, Recipe recipe, std::shared_ptr<cpu::executor> workers)
-      : shape_((shape.check(), std::move(shape))),
-        recipe_((recipe.check(), std::move(recipe))),
-        conversations_(shape_, recipe_),
-        layers_(shape_, recipe_, std::move(workers)) {}
-
-  const model_shape& shape() const { return shape_; }
-  const Recipe& recipe() const { return recipe_; }
+      : parts(std::move(shape), std::move(recipe), std::move(workers)) {}
 
   /// Changes the token budget; it counts from the next time the schedule retains, or the next step that retrieves by
   /// exact scores. Where the budget pays for an estimate, it counts from the end of the next turn's prompt.
@@ -95,6 +90,18 @@ class cache {
     layers_.prompt_attention(layer, id, recipe_, conversations_.at(id, layer).next_position - q.tokens, q, {out, lse});
   }
 
+  /// Passes tokens through one layer once more, for a scorer that wants it (KVzip): they stand behind the prompt, attend to
+  /// everything that is stored and to themselves, and are forgotten. What they look at among the `count` prompt tokens from
+  /// position `first` on becomes these tokens' scores. After the prompt's last chunk, before `end_prefill`, as often as wanted.
+  /// Shapes   q, k, v, out as those of `prefill` and `prefill_attention`, one query for each key.
+  template <class E>
+  void reread(index_t layer, index_t id, index_t first, index_t count, const rows_view<const E>& q,
+              const rows_view<const E>& k, const rows_view<const E>& v, const rows_view<float>& out) {
+    conversations_.check_rereading(layer, id, first, count, q, k, v, out);
+    const index_t next = conversations_.at(id, layer).next_position;
+    layers_.reread(layer, id, conversations_.at(id).policies, {first, first + count, next}, q, k, v, {out, {}});
+  }
+
   /// Ends a turn's prompt: where the schedule says so, every layer chooses anew what it keeps and frees the rest, or what
   /// a filter lets through. The first turn's end also plans what the budget comes to: see `plan`.
   void end_prefill(index_t id) {
@@ -130,108 +137,8 @@ class cache {
     conversations_.took_step(layer, step);
   }
 
-  /// The logical position of the next token: tokens seen so far in layer 0.
-  index_t next_position(index_t id) const { return conversations_.at(id).front().next_position; }
-
-  /// Tokens that a layer stores for one kv_head, and their logical positions, ascending.
-  index_t length(index_t layer, index_t id, index_t head) const {
-    conversations_.check_head(layer, id, head);
-    return layers_.store().lengths(layer, id)[std::size_t(head)];
-  }
-  std::vector<index_t> positions(index_t layer, index_t id, index_t head) const {
-    conversations_.check_head(layer, id, head);
-    return layers_.store().positions(layer, id, head);
-  }
-
-  /// What the budget comes to in this conversation, since its first prompt ended.
-  stage_plan plan(index_t id) const { return conversations_.at(id).policies.plan; }
-
-  /// Logical positions that this turn's steps may read of one kv_head: what a filter let through and what was decoded
-  /// since; everything stored where there is no filter.
-  std::vector<index_t> readable(index_t layer, index_t id, index_t head) const {
-    conversations_.check_head(layer, id, head);
-    return layers_.readable(layer, id, head);
-  }
-
-  /// Whether decode steps write down which positions they attend; off by default.
-  void trace_attended(bool on) { layers_.log().trace(on); }
-  /// Positions that the last traced decode step of a layer attended, by kv_head.
-  const std::vector<std::vector<index_t>>& attended(index_t layer, index_t id) const {
-    conversations_.at(id, layer);
-    return layers_.log().attended(layer, id);
-  }
-
-  /// Whether prompts write down which lines they attend; off by default.
-  void trace_lines(bool on) { layers_.trace_lines(on); }
-  /// Lines of the last traced prompt chunk of a layer; no heads where all of its rows attend everything.
-  const prompt_lines& lines(index_t layer, index_t id) const {
-    conversations_.at(id, layer);
-    return layers_.lines(layer, id);
-  }
-
-  /// Whether the first stage writes down what it ranked; off by default.
-  void trace_ranked(bool on) { layers_.trace_ranks(on); }
-  /// Tokens that competed in the last traced choice of a layer, and their scores, by kv_head; nothing where none was due.
-  const cpu::ranked_tokens& ranked(index_t layer, index_t id) const {
-    conversations_.at(id, layer);
-    return layers_.ranked(layer, id);
-  }
-
-  /// A view of what a layer stores, for engines with attention of their own. Valid until the cache changes.
-  auto view(index_t layer, index_t id) {
-    conversations_.at(id, layer);
-    return layers_.store().view(layer, id);
-  }
-
-  /// Bytes that a sequence holds in all layers: rows and columns, remembered queries, what the second stage keeps.
-  offset_t bytes(index_t id) const {
-    conversations_.at(id);
-    return layers_.bytes(id);
-  }
-
-  /// Of a store with ragged pages: what a prompt of so many tokens takes of the pool, its chunks ending at the multiples of
-  /// the schedule's; pages that each group of heads of a sequence holds; the most that a new conversation's prompt takes.
-  page_plan plan_pages(index_t id, index_t tokens) const requires cpu::layers<Recipe>::in_groups {
-    const planned<Recipe> fitted = conversations_.plan_announced(recipe_, id, tokens);
-    return layers_.plan_pages(id, fitted, tokens, judged_together(fitted));
-  }
-  std::vector<index_t> pages(index_t id) const requires cpu::layers<Recipe>::in_groups {
-    conversations_.at(id);
-    std::vector<index_t> held;
-    for (index_t group = 0; group < layers_.store().rows().groups().count(); ++group)
-      held.push_back(layers_.store().rows().held(id, group));
-    return held;
-  }
-  index_t upper_bound_pages(index_t tokens) const requires cpu::layers<Recipe>::in_groups {
-    const planned<Recipe> fitted(recipe_, tokens);
-    return layers_.plan_pages(-1, fitted, tokens, judged_together(fitted)).most;
-  }
-
-  /// Distinct bytes of stored K, V and scores, of candidates, index and sums, that the last decode step of a sequence
-  /// touched, summed over layers. What a step writes is not counted.
-  offset_t bytes_read(index_t id) const {
-    conversations_.at(id);
-    return layers_.log().bytes(id);
-  }
-
-  /// Bytes of K and V of an uncompressed sequence of that many tokens.
-  offset_t full_bytes(index_t tokens) const {
-    return offset_t(shape_.layers) * shape_.kv_heads * tokens * layout::token_bytes();
-  }
-
  private:
-  /// Prompt tokens that are judged together; 0: all of a prompt.
-  index_t judged_together([[maybe_unused]] const planned<Recipe>& policies) const {
-    if constexpr (requires { recipe_.schedule.chunk; }) {
-      if (policies.first.budget.knows_shares()) return recipe_.schedule.chunk;
-    }
-    return 0;
-  }
-
-  model_shape shape_;
-  Recipe recipe_;
-  conversations<Recipe> conversations_;
-  cpu::layers<Recipe> layers_;
+  using parts::conversations_, parts::judged_together, parts::layers_, parts::recipe_;
 };
 
 }  // namespace TESSERA_HOST_ISA

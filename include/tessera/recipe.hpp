@@ -30,16 +30,6 @@ struct recipe {
   Prefill prefill{};
   typename Layout::placement_type placement{};
 
-  /// The placement, told which heads are expected to keep how much.
-  auto placed() const {
-    auto result = placement;
-    if constexpr (requires { result.shares = retain.budget.shares; }) {
-      result.shares = retain.budget.shares;
-      result.whole_layers = dense_layers;
-    }
-    return result;
-  }
-
   /// What the budget may be; nothing counts tokens where everything is retained and read.
   static constexpr value_range<index_t> budgets = Retain::chooses ? Retain::budgets : Retrieve::budgets;
 
@@ -82,6 +72,9 @@ struct recipe {
 
   /// Whether a prompt must come with the boundaries of its segments.
   static constexpr bool needs_segments = Retain::needs_segments;
+
+  /// Whether the model must say its rope_frequencies.
+  static constexpr bool needs_rope = Retain::needs_rope;
 
   /// How many of the last queries of a prompt chunk of `tokens` tokens the first stage's scorer has to see.
   index_t queries_needed(index_t tokens) const { return retain.queries_needed(tokens); }

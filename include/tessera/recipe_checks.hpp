@@ -27,8 +27,15 @@ constexpr bool check_recipe() {
                 "tessera: a budget over two stages is planned when a prompt ends, not in steps; use once");
   static_assert(!in_steps || !Retain::reuses,
                 "tessera: layers that keep another one's choice choose when a prompt ends, not in steps; use once");
-  static_assert(!in_steps || Retain::observed != observes::window || Retain::follows,
-                "tessera: a scorer that observes the prompt's window learns nothing from decode steps; retain once");
+  static_assert(
+      !in_steps || (!Retain::over_model && !Retain::rereads),
+      "tessera: one threshold over the model, and a text that is read again, belong to a prompt's end, not to steps; "
+      "use once");
+  static_assert(
+      !in_steps || (Retain::observed != observes::window && Retain::observed != observes::statistics) ||
+          Retain::follows,
+      "tessera: a scorer that observes the prompt's window, or its statistics, learns nothing from decode steps; "
+      "retain once");
   static_assert(!Schedule::fires_at(moment::step_begin) || !Schedule::fires_at(moment::step_end),
                 "tessera: a schedule fires before a step reads or at its end, not at both");
   static_assert(!Schedule::fires_at(moment::step_begin) || Retain::observed == observes::nothing,

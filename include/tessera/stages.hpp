@@ -35,6 +35,14 @@ constexpr bool check_first_stage() {
                 "tessera: whole pages cannot meet a head's count exactly; choose them in retrieve");
   static_assert(!(joining_scope<Scope> || splitting_scope<Scope>) || !weighted_scorer<Scorer>,
                 "tessera: weights are those of a kv_head's own values; take the scope per_head");
+  static_assert(!multiplied_scorer<Scorer> || !lies_beside_tokens(Scorer::observed),
+                "tessera: scores that accumulate beside the tokens cannot be multiplied; take weighted_by");
+  static_assert(
+      !model_scope<Scope> || (lies_beside_tokens(Scorer::observed) && Scorer::comparable_across_heads),
+      "tessera: one threshold over the model needs the scores of all layers at once, comparable across heads: a scorer "
+      "whose scores accumulate beside the tokens");
+  static_assert(!model_scope<Scope> || keeps_heads_even<Budget>,
+                "tessera: one threshold over the model allots what a budget gives to all heads alike; take uniform");
   static_assert(!splitting_scope<Scope> || (Scorer::observed == observes::window && !Budget::compares_heads),
                 "tessera: query heads of a group choose apart by a window of queries, under a budget that compares no "
                 "heads; take the scope per_head");
@@ -77,12 +85,18 @@ struct choosing_stage {
   static constexpr bool shares = share_budget<typename detail::planned_budget<Budget>::type>;
   /// Whether layers may keep what another one has chosen.
   static constexpr bool reuses = reusing_scope<Scope>;
+  /// Whether one threshold runs over all layers.
+  static constexpr bool over_model = model_scope<Scope>;
+  /// Whether an engine must pass a prompt through the model once more before it ends.
+  static constexpr bool rereads = Scorer::observed == observes::rereading;
   /// Whether the query heads of a group may choose apart.
   static constexpr bool splits = splitting_scope<Scope>;
   /// What the scorer has to see.
   static constexpr observes observed = Scorer::observed;
   /// Whether it sees the queries of decode steps too, as the newest of its window.
   static constexpr bool follows = following_scorer<Scorer>;
+  /// Whether the scorer turns queries back: the model must say its rope_frequencies.
+  static constexpr bool needs_rope = statistical_scorer<Scorer>;
   /// Whether one token budget is split over both stages.
   static constexpr bool plans = planning_budget<Budget>;
   static constexpr value_range<index_t> budgets = [] {
@@ -138,7 +152,7 @@ struct choosing_stage {
   index_t queries_needed(index_t tokens) const {
     if constexpr (observed == observes::every_query && joins_rows_by<Scorer> == row_join::newest)
       return std::min(tokens, 1);
-    if constexpr (observed == observes::every_query) return tokens;
+    if constexpr (observed == observes::every_query || observed == observes::statistics) return tokens;
     if constexpr (observed == observes::window) return std::min(tokens, scorer.window);
     return 0;
   }
@@ -205,7 +219,8 @@ struct filter : choosing_stage<Scorer, Budget, Selector, Scope> {
 /// Everything stays, and steps may read all of it.
 struct retain_all {
   static constexpr bool chooses = false, drops = false, plans = false, needs_segments = false, reuses = false,
-                        splits = false, follows = false, settles = false;
+                        splits = false, follows = false, settles = false, needs_rope = false, over_model = false,
+                        rereads = false;
   static constexpr observes observed = observes::nothing;
   static constexpr value_range<index_t> budgets{0, 0};
   index_t* tokens() const { return nullptr; }

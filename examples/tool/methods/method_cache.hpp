@@ -160,6 +160,10 @@ struct method_info {
   bool on_cuda = true;                    ///< the CUDA backend runs it
   bool takes_profile = false;             ///< heads keep calibrated shares; with a profile there is no budget
   bool fuses_chunks = false;              ///< compresses a prompt while it comes in, so that no two share a prefill
+  bool rereads = false;                   ///< a prompt passes through the model once more before it ends
+  bool takes_projection = false;          ///< weighs values behind the output projection, where there is one
+  bool needs_profile = false;             ///< the setting `profile` must be there
+  bool needs_rope = false;                ///< the shape must say how the model's RoPE turns
   bool chooses_lines = false;             ///< a prompt's rows attend lines, chosen by all of its queries
   tessera::value_range<index_t> budgets;  ///< what the budget may be
   std::string budget_counts;              ///< and what it counts

@@ -50,6 +50,15 @@ class cache_of final : public method_cache {
     cache_.prefill(layer, sequence_, q, k, v, boundaries_);
   }
 
+  bool rereads() const override { return Recipe::retain_type::rereads; }
+  void reread(int layer, std::int64_t first, std::int64_t count, const float* q, const float* k, const float* v,
+              int tokens, float* out) override {
+    if constexpr (Recipe::retain_type::rereads) {
+      cache_.reread(layer, sequence_, index_t(first), index_t(count), queries(q, tokens), keys(k, tokens),
+                    keys(v, tokens), outputs(out, tokens));
+    }
+  }
+
   void end_prefill() override {
     cache_.end_prefill(sequence_);
     boundaries_ = {};
@@ -157,7 +166,11 @@ method_info describe() {
   info.has_budget = recipe::retain_type::chooses || recipe::retrieve_type::retrieves;
   info.ranks = recipe::retain_type::chooses;
   info.needs_segments = recipe::needs_segments;
+  info.needs_profile = takes_gates<recipe>;
+  info.rereads = recipe::retain_type::rereads;
+  info.needs_rope = recipe::needs_rope;
   if constexpr (recipe::retain_type::chooses) {
+    info.takes_projection = tessera::weighted_scorer<typename recipe::retain_type::scorer_type>;
     info.keeps_blocks_of_segments = tessera::segment_selector<typename recipe::retain_type::selector_type>;
   }
   info.chooses_lines = recipe::prefill_type::chooses_lines;

@@ -1,18 +1,29 @@
 // A recipe of the library and its parameters as text.
 #pragma once
 
+#include <concepts>
 #include <tessera/recipe.hpp>
 #include <vector>
 
 #include "method_cache.hpp"
+#include "tool/heads/gates.hpp"
 #include "tool/profile/profile_settings.hpp"
 #include "values.hpp"
 
 namespace tool {
 
+/// A recipe whose budget classes heads by a table that lies in a file.
+template <class Recipe>
+concept takes_gates = requires(Recipe recipe) {
+  { recipe.retain.budget.gates } -> std::same_as<tessera::share_table&>;
+};
+
 template <class Recipe>
 std::vector<parameter_info> parameters_of(const Recipe& recipe) {
   std::vector<parameter_info> all;
+  if constexpr (takes_gates<Recipe>) {
+    all.push_back({"profile", gates_source(recipe.retain.budget.gates), "a file", "gates of the model's heads"});
+  }
   Recipe::parameters(recipe, [&](const char* name, const auto& value, const auto& allowed, const char* about) {
     all.push_back({name, value_text(value, allowed.text()), allowed.text(), about});
   });
@@ -46,6 +57,12 @@ Recipe configured_recipe(std::vector<setting> settings) {
       allowed.check(name, value, std::string("it means: ") + about);
       known = true;
     });
+    if constexpr (takes_gates<Recipe>) {
+      if (given.name == "profile") {
+        recipe.retain.budget.gates = load_gates(given.value);
+        known = true;
+      }
+    }
     if (!known) fail_unknown_parameter(given.name, Recipe::name, shown_parameters(Recipe{}, {}));
   }
   return recipe;
@@ -56,6 +73,10 @@ template <class Recipe>
 Recipe requested_recipe(const std::vector<setting>& settings, std::optional<index_t> budget) {
   Recipe recipe = configured_recipe<Recipe>(settings);
   if (budget) recipe.set_budget(*budget);
+  if constexpr (takes_gates<Recipe>) {
+    tessera::require(recipe.retain.budget.gates.data, "profile", "missing", "a file of the gates of the model's heads",
+                     "make one with `tessera heads` and pass it: --set profile=FILE");
+  }
   return recipe;
 }
 

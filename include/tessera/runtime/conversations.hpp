@@ -189,6 +189,22 @@ class conversations {
     }
   }
 
+  template <class E, class Out>
+  void check_rereading(index_t layer_index, index_t id, index_t first, index_t count, const rows_view<const E>& q,
+                       const rows_view<const E>& k, const rows_view<const E>& v, const rows_view<Out>& out) const {
+    const layer& state = at(id, layer_index);
+    shape_.check_rows(q, k, v, k_dim, v_dim);
+    shape_.check_output(q, out, rows_view<float>{}, k_dim, v_dim);
+    require(q.sequences == 1 && k.sequences == 1 && v.sequences == 1 && k.tokens >= 1 && q.tokens == k.tokens,
+            "queries of a text that is read again", q.tokens, "one for each key, of one sequence, at least 1",
+            "pass q, k and v of the same tokens");
+    require(state.turn_tokens >= 1, "tokens of this turn", state.turn_tokens, "at least 1",
+            "read a prompt again before it ends");
+    require(first >= 0 && count >= 1 && offset_t(first) + count <= state.next_position, "tokens that are read again",
+            std::to_string(count) + " from " + std::to_string(first), "some of " + std::to_string(state.next_position),
+            "pass positions of the prompt");
+  }
+
   /// The policies of a conversation whose prompt ends now. Throws unless every layer has had the same prompt, and any.
   planned<Recipe> plan_prompt_end(const Recipe& recipe, index_t id) const {
     const conversation& c = at(id);

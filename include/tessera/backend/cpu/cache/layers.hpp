@@ -13,8 +13,11 @@
 #include "../attend/prompt_attention.hpp"
 #include "../attend/step_log.hpp"
 #include "../choose/first_stage.hpp"
+#include "../choose/model_counts.hpp"
+#include "../choose/statistical_stage.hpp"
 #include "../read/reading.hpp"
 #include "../store/kv_store.hpp"
+#include "rereading.hpp"
 
 TESSERA_NAMESPACE_BEGIN
 namespace cpu {
@@ -32,7 +35,7 @@ class layers {
         count_(shape.layers),
         roles_(shape, recipe.dense_layers, recipe.attention.rule),
         store_(shape.layers, shape.kv_heads, {first_stage<Recipe>::with_scores, Recipe::needs_segments},
-               recipe.placed()),
+               placement_of(recipe)),
         first_(shape),
         reading_(shape),
         prompts_(shape),
@@ -123,12 +126,34 @@ class layers {
     prompts_.attend(layer, id, recipe, view, queries, roles_.rule(layer), output, *workers_);
   }
 
+  /// Tokens that pass through a layer once more, at position `part.own` and behind it: they attend to everything and to
+  /// themselves, are scored with, and leave nothing else behind.
+  template <class E>
+  void reread(index_t layer, index_t id, const planned<Recipe>& policies, const reread_part& part,
+              const rows_view<const E>& q, const rows_view<const E>& k, const rows_view<const E>& v,
+              const attention_output& output) {
+    try {
+      store_.append(layer, id, k, v, part.own);
+      prefill_attention(store_.view(layer, id), query_rows<E>{q, &part.own}, roles_.rule(layer), output, *workers_);
+      if (roles_.follows_recipe(layer))
+        rereading_.score(layer, id, store_, policies, roles_.rule(layer), q, part, *workers_);
+    } catch (...) {
+      store_.take_back(layer, id, part.own);
+      throw;
+    }
+    store_.take_back(layer, id, part.own);
+  }
+
   /// A prompt has ended: where `due`, each layer keeps the budget's worth, or lets it through.
   void end_prefill(index_t id, const Recipe& recipe, const planned<Recipe>& policies, bool due,
                    const prompt_reach& reach) {
     std::vector<choice>& choices = begin(count_);
     try {
+      if constexpr (Recipe::retain_type::over_model)
+        allot_over_model(policies.first, count_, id, store_, roles_, *model_counts_);
       for (index_t layer = 0; layer < count_; ++layer) {
+        if constexpr (Recipe::retain_type::over_model)
+          first_.give_counts((*model_counts_).data() + offset_t(layer) * store_.kv_heads());
         choice& made = choices[std::size_t(layer)];
         if (!roles_.follows_recipe(layer)) {
           slide(layer, id, 0, made);
@@ -142,6 +167,7 @@ class layers {
       for (index_t layer = 0; layer < count_; ++layer) reading_.take_back(layer, id, store_);
       throw;
     }
+    if constexpr (Recipe::retain_type::over_model) first_.give_counts(nullptr);
     for (index_t layer = 0; layer < count_; ++layer) commit(layer, id, choices[std::size_t(layer)]);
     store_.expect(id, 0);
     first_.end_turn(id);
@@ -302,6 +328,7 @@ class layers {
   layer_roles roles_;
   kv_store<layout> store_;
   first_stage<Recipe> first_;
+  rereading<Recipe> rereading_;
   reading<Recipe> reading_;
   prompt_attending<Recipe> prompts_;
   step_log log_;
@@ -309,6 +336,7 @@ class layers {
   std::vector<ranked_tokens> ranked_;
   scratch<decode_workspace> attending_;
   scratch<std::vector<choice>> choices_;
+  scratch<std::vector<index_t>> model_counts_;  // [layers, kv_heads], of a threshold over the model
 };
 
 }  // namespace TESSERA_HOST_ISA

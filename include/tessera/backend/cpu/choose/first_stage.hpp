@@ -85,6 +85,9 @@ class choosing {
     return layer;
   }
 
+  /// [kv_heads]: what the next choice gives to each head, in place of the budget; null: the budget does.
+  void give_counts(const index_t* counts) { counts_ = counts; }
+
  protected:
   using store_type = kv_store<typename Recipe::layout_type>;
   using problem_type = choose_problem<typename store_type::view_type, float>;
@@ -99,6 +102,7 @@ class choosing {
     if constexpr (Recipe::retain_type::settles) result.reach = reach;
     result.rule = rule;
     result.q.heads = shape_.q_heads;
+    result.counts = counts_;
     if (shape_.output_projection) {
       constexpr int v_dim = Recipe::layout_type::v_dim;
       result.projection = shape_.output_projection + offset_t(layer) * shape_.q_heads * v_dim * shape_.hidden;
@@ -140,6 +144,7 @@ class choosing {
   }
 
   model_shape shape_;
+  const index_t* counts_ = nullptr;
   scratch<choose_workspace<Recipe::layout_type::k_dim>> choosing_;
 };
 
@@ -327,6 +332,21 @@ class first_stage<Recipe, observes::every_query, true> : public choosing<Recipe>
 
  private:
   scratch<std::vector<std::vector<float>>> before_;  // by sequence of a batch: scores before the step
+};
+
+/// By a text that is read again; the scores lie beside the tokens, and `rereading` (cache/rereading.hpp) makes them.
+template <class Recipe>
+class first_stage<Recipe, observes::rereading, true> : public first_stage<Recipe, observes::every_query, true> {
+ public:
+  using first_stage<Recipe, observes::every_query, true>::first_stage;
+  template <class... Any>
+  void observe_prompt(const Any&...) {}
+  template <class... Any>
+  offset_t observe_step(const Any&...) {
+    return 0;
+  }
+  template <class... Any>
+  void take_back(const Any&...) {}
 };
 
 }  // namespace TESSERA_HOST_ISA

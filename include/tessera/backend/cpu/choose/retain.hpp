@@ -27,6 +27,7 @@ struct retain_workspace {
 struct slot_facts {
   slot_column<const index_t> segments{};
   slot_column<const float> weights{};
+  const index_t* counts = nullptr;  ///< [kv_heads]: what each head keeps, in place of the budget's
 };
 
 /// The scores that a head is selected by once it is known how many it keeps: weighted, but for those that are taken first.
@@ -56,7 +57,8 @@ layer_scores choose_kept(const choosing_stage<Scorer, Budget, Selector, Scope>& 
   counts.assign(raw.tokens, raw.tokens + heads);
   layer_scores scores = raw;
   const index_t longest = *std::max_element(counts.begin(), counts.end());
-  const bool whole = keeps_all(policy.budget, {raw.layer, raw.layers, heads, raw.protected_tail, longest});
+  const bool whole =
+      !beside.counts && keeps_all(policy.budget, {raw.layer, raw.layers, heads, raw.protected_tail, longest});
   if (!whole) {
     offset_t end = 0;
     for (index_t h = 0; h < heads; ++h) end = std::max(end, raw.offsets[h] + raw.tokens[h]);
@@ -71,7 +73,8 @@ layer_scores choose_kept(const choosing_stage<Scorer, Budget, Selector, Scope>& 
       }
       if (finished_scores == out) scores.scores = workspace.finished.data();  // of every head alike
     }
-    allot_counts(policy.budget, scores, counts.data());
+    beside.counts ? void(std::copy_n(beside.counts, heads, counts.begin()))
+                  : allot_counts(policy.budget, scores, counts.data());
     for (index_t h = 0; h < heads; ++h) {
       counts[std::size_t(h)] = std::clamp(
           counts[std::size_t(h)], std::min(raw.settled_of(h) + raw.protected_tail, raw.tokens[h]), raw.tokens[h]);
