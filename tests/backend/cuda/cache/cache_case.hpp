@@ -361,12 +361,19 @@ void replay_steps() {
   cuda::check(cudaStreamDestroy(stream), "cudaStreamDestroy");
 }
 
-/// Of a method that the CUDA backend does not run yet, there is nothing to hold or to record.
+/// Of a method that runs on the host alone there is nothing to hold or to record, and the test says so.
+inline void say_host_only() { WARN("skipped: this method runs on the host alone"); }
 template <class Method>
-void hold_conversations(int, scales = scales::any) {}
+void hold_conversations(int, scales = scales::any) {
+  say_host_only();
+}
 template <class Method>
-void reopen_and_step() {}
+void reopen_and_step() {
+  say_host_only();
+}
 template <class Method>
-void replay_steps() {}
+void replay_steps() {
+  say_host_only();
+}
 
 }  // namespace gpu_test

@@ -139,8 +139,10 @@ void call_at_random() {
   make_random_calls(method);
 }
 
-/// Of a method that the CUDA backend does not run yet, there is nothing to call.
+/// Of a method that runs on the host alone there is nothing to call.
 template <class Method>
-void call_at_random() {}
+void call_at_random() {
+  say_host_only();
+}
 
 }  // namespace gpu_test

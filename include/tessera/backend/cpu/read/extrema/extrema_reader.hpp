@@ -2,6 +2,7 @@
 #pragma once
 
 #include <algorithm>
+#include <cmath>
 #include <vector>
 
 #include "../../../../core/model_shape.hpp"
@@ -104,7 +105,8 @@ class extrema_reader {
           if (part == 1) continue;
           float* row = out.row(0, t, h * group + g);
           for (int d = 0; d < v_dim; ++d) {
-            row[d] = part * row[d] + (1 - part) * float(sum[d] / double(before + t + 1));
+            const float mean = float(sum[d] / double(before + t + 1));
+            row[d] = std::fma(part, row[d], (1 - part) * mean);  // alike whatever a compiler would contract
           }
         }
       }
