@@ -236,7 +236,8 @@ def check_heads(checks):
 
 def check_ranges(checks):
     """Every number of every method at the ends of its range, and beyond."""
-    (checks.folder / "all").write_bytes(safetensors({**layer(n_q=60), "boundaries": ("U8", [60], bytes(59) + b"\1")}))
+    (checks.folder / "all").write_bytes(safetensors({**layer(n_q=60), "boundaries": ("U8", [60], bytes(59) + b"\1"),
+                                                      "boundaries_decode": ("U8", [3], bytes(3))}))
     has_device = checks.has_cuda and shutil.which("nvidia-smi") is not None
     methods = json.loads(checks.works("list --json"))["methods"]
     for method, backend in ((one, name) for one in methods for name in ["cpu"] + ["cuda"] * has_device
