@@ -145,7 +145,8 @@ struct choosing_stage {
 
   /// How many of the last queries of a prompt chunk of `tokens` tokens the scorer has to see.
   index_t queries_needed(index_t tokens) const {
-    if constexpr (observed == observes::every_query && joins_rows_by<Scorer> == row_join::newest)
+    if constexpr (observed == observes::every_query && joins_rows_by<Scorer> == row_join::newest &&
+                  !sampling_scorer<Scorer>)
       return std::min(tokens, 1);
     if constexpr (observed == observes::every_query || observed == observes::statistics) return tokens;
     if constexpr (observed == observes::window) return std::min(tokens, scorer.window);

@@ -236,6 +236,13 @@ concept following_scorer = has_window<S> && S::observed == observes::window&& re
   requires S::window_follows;
 };
 
+/// A scorer that observes, of every query, those at positions that it takes.
+///   takes(position) -> bool
+template <class S>
+concept sampling_scorer = S::observed == observes::every_query&& requires(const S s, index_t position) {
+  { s.takes(position) } -> std::same_as<bool>;
+};
+
 /// A policy that turns what it observed into scores.
 ///   name                                 its published name, or the quantity
 ///   observed                             one of `observes`
