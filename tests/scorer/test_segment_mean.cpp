@@ -88,7 +88,8 @@ expected_read read_by_definition(const text& of, const method& policies, index_t
   }
   expected_read result;
   result.whole = said <= scorer.whole;
-  if (result.whole || index_t(held.size()) <= policies.budget()) {
+  const index_t keep = std::max(policies.budget(), n > 1 ? n : 0);
+  if (result.whole || index_t(held.size()) <= keep) {
     result.positions = held;
     return result;
   }
@@ -109,7 +110,7 @@ expected_read read_by_definition(const text& of, const method& policies, index_t
   for (std::size_t i = 1; i < each.size(); ++i) result.close |= each[i] - each[i - 1] < 1e-4;
   std::fill_n(scores.begin(), std::min<std::size_t>(scores.size(), std::size_t(scorer.start)), HUGE_VAL);
   const index_t tail = std::max(scorer.recent, n > 1 ? n : 0);
-  for (const index_t slot : oracle::top_tokens(scores, std::min(tail, policies.budget()), policies.budget()))
+  for (const index_t slot : oracle::top_tokens(scores, std::min(tail, keep), keep))
     result.positions.push_back(held[std::size_t(slot)]);
   return result;
 }
@@ -124,9 +125,9 @@ TEST_CASE("a step reads the segments whose mean key matches the mean query of th
     const model_shape shape{random.between(1, 2), kv_heads * random.between(1, 3), kv_heads};
     const text of(random, shape, 420, random.pick({0.0, 0.05, 0.2, 1.0}));
     method policies;
-    policies.set_budget(random.between(8, 60));
+    policies.set_budget(random.between(3, 60));
     policies.retain.budget.factor = random.between(1, 5);
-    policies.retain.scorer.window = random.between(1, 8);
+    policies.retain.scorer.window = random.between(1, std::min(8, policies.budget()));
     policies.retrieve.scorer.start = random.pick({0, 1, 4, 20});
     policies.retrieve.scorer.recent = random.pick({0, 1, 6, 20});
     policies.retrieve.scorer.whole = random.pick({0, 1, 1, 3});

@@ -261,7 +261,8 @@ class conversations {
                 state.next_position, std::to_string(c.front().next_position),
                 "decode every layer, in order, in every step");
       }
-      if constexpr (Recipe::retrieve_type::retrieves && !Recipe::retrieve_type::estimates) {
+      if constexpr (Recipe::retrieve_type::retrieves && !Recipe::retrieve_type::estimates &&
+                    !Recipe::retain_type::plans) {
         require(c.policies.plan.read >= tokens, "budget", c.policies.plan.read,
                 "at least the tokens of the step, which are " + std::to_string(tokens),
                 "raise the budget: a step of several tokens reads them all");

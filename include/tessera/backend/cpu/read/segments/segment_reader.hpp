@@ -75,7 +75,9 @@ class segment_reader {
       if (!whole) bytes += offset_t(keys.sums.size() * sizeof(float));
       work += keys.slots + offset_t(keys.sums.size());
     }
-    const index_t tail = std::max(policy.scorer.protected_tail(policy.tokens), tokens > 1 ? tokens : 0);
+    // A step of several tokens reads them all, so that each of them sees something.
+    const index_t own = tokens > 1 ? tokens : 0, tail = std::max(policy.scorer.protected_tail(policy.tokens), own);
+    const index_t keep = std::max(policy.tokens, own);
     const float scale = rule.scale_for(k_dim) / float(here.now.tokens);
     workers.for_each(
         all.kv_heads,
@@ -84,8 +86,8 @@ class segment_reader {
           const index_t n = all.length(0, h);
           scores.assign(std::size_t(n), 0.0f);
           if (!whole) score(here.heads[std::size_t(h)], here.now.sums.data() + h * k_dim, scale, policy.scorer, scores);
-          chosen.counts[std::size_t(h)] = choose_slots(policy.selector, scores.data(), n, whole ? n : tail,
-                                                       whole ? n : policy.tokens, chosen.row(h), top_k);
+          chosen.counts[std::size_t(h)] =
+              choose_slots(policy.selector, scores.data(), n, whole ? n : tail, whole ? n : keep, chosen.row(h), top_k);
         },
         double(work));
     return bytes;
