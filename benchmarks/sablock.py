@@ -7,6 +7,7 @@
 `ask` runs `tessera eval` over eight needles with the question last (multi_key) and first (multi_key_first) and writes
 its reports to FOLDER: parts-N.json (SnapKV, SABlock, ablations, lambda, alpha, tau), small-N.json (both with a window of 8
 where budgets are short), fixed-N.json (blocks of fixed sizes over budgets) and map.json (one needle over depth and length). `show` prints Markdown tables and draws them.
+sablock_blocks.py beside it says of what sizes the blocks are, how many fixed ones would cross segments, and what ties decide.
 """
 import argparse
 import json

@@ -50,6 +50,9 @@ void require_answer(const llama_config& config, std::span<const float> logits, s
   tessera::require(options.max_new >= 0, "max_new", options.max_new, "at least 0", "pass a number of tokens");
   tessera::require(logits.size() == std::size_t(config.vocab_size), "number of logits", logits.size(),
                    std::to_string(config.vocab_size), "pass the logits of one token");
+  tessera::require(options.ends_segment.empty() || options.ends_segment.size() == std::size_t(config.vocab_size),
+                   "number of ends_segment", options.ends_segment.size(), std::to_string(config.vocab_size),
+                   "pass tokenizer::ends_segment");
   // The last new token is never decoded, so it takes no position.
   require_room(config, {}, std::max(options.max_new - 1, 0), seen);
 }

@@ -34,6 +34,8 @@ struct generate_options {
   /// Told the tokens so far, the newest last; true ends the answer. Empty: one of the config's eos tokens ends it.
   std::function<bool(std::span<const token_t>)> stop;
   prefill_options prefill;
+  /// One flag for each token id, as tokenizer::ends_segment, for caches that want to know where an answer's segments end; or none.
+  std::span<const std::uint8_t> ends_segment{};
 };
 
 inline constexpr std::int32_t longest_step = 8;  ///< tokens of a decode step
@@ -51,7 +53,7 @@ void require_prompt(const llama_config& config, std::span<const token_t> prompt,
 /// Errors: no token, more than `longest_step`, or as `require_room`.
 void require_step(const llama_config& config, std::span<const token_t> tokens, std::int64_t seen);
 
-/// Errors: max_new below 0 or beyond the model's context, or another number of logits than vocab_size.
+/// Errors: max_new below 0 or beyond the model's context, or another number of logits, or of flags, than vocab_size.
 void require_answer(const llama_config& config, std::span<const float> logits, std::int64_t seen,
                     const generate_options& options);
 

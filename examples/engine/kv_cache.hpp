@@ -14,8 +14,8 @@ class kv_cache {
  public:
   virtual ~kv_cache() = default;
 
-  /// Before a chunk of a prompt passes through the layers: one flag for each of its tokens, 1 where a segment of the text
-  /// ends, or none where the caller does not know. Valid until the next chunk. Most caches do not care.
+  /// Before a chunk of a prompt, or a decode step, passes through the layers: one flag for each of its tokens, 1 where a segment
+  /// of the text ends, or none where the caller does not know. Valid until it has passed. Most caches do not care.
   virtual void begin_chunk(std::span<const std::uint8_t> boundaries) { (void)boundaries; }
 
   /// Appends a chunk of the prompt to `layer` and writes its causal attention to `out`.

@@ -215,6 +215,7 @@ std::vector<token_t> llama::generate(std::span<const token_t> prompt, kv_cache& 
 
 std::vector<token_t> llama::extend(std::span<const float> logits, kv_cache& cache, const generate_options& options) {
   return answer_greedily(config_, logits, cache.next_position(), options, [&](token_t token) {
+    if (!options.ends_segment.empty()) cache.begin_chunk(options.ends_segment.subspan(std::size_t(token), 1));
     return best_token(decode({&token, 1}, cache));
   });
 }

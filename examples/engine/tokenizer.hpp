@@ -47,13 +47,16 @@ class tokenizer {
   /// last one. Errors: as `decode`.
   std::vector<std::uint8_t> boundaries(std::span<const token_t> tokens) const;
 
+  /// The same by token id, for tokens that come one by one: nobody knows yet whether another delimiter follows.
+  std::span<const std::uint8_t> ends_segment() const { return ends_segment_; }
+
  private:
   explicit tokenizer(std::unique_ptr<sentencepiece::SentencePieceProcessor> processor);
 
   std::unique_ptr<sentencepiece::SentencePieceProcessor> processor_;
   std::vector<token_t> newline_tokens_;
-  std::vector<bool> ends_segment_;  // by token id: its text ends in a delimiter
-  std::vector<bool> delimiter_;     // and holds nothing else
+  std::vector<std::uint8_t> ends_segment_;  // by token id: its text ends in a delimiter
+  std::vector<bool> delimiter_;             // and holds nothing else
 };
 
 }  // namespace engine

@@ -98,6 +98,7 @@ outcome answer(const run_options& given, const method_info& method) {
   progress_line progress("answering");
   engine::generate_options generate;
   generate.max_new = std::int32_t(most_new);
+  generate.ends_segment = tokenizer.ends_segment();
   const auto breaks = tokenizer.newline_tokens();
   generate.stop = [&](std::span<const engine::token_t> answer) {
     progress.update(std::int64_t(answer.size()), generate.max_new);

@@ -87,6 +87,7 @@ std::vector<std::string> unused_tensors(const safetensors_file& in, const method
   for (const auto& [name, tensor] : in.tensors()) {
     const bool known = name == "k" || name == "v" || name == "q_decode" || name == "k_decode" || name == "v_decode" ||
                        name == turns_name(in) || (name == "boundaries" && method.needs_segments) ||
+                       (name == "boundaries_decode" && method.needs_step_segments) ||
                        (name == "output_projection" && method.takes_projection) ||
                        (name == "q" && (method.chooses_lines || cache.queries_needed(layer.tokens) > 0));
     if (!known) all.push_back(name);
@@ -160,6 +161,8 @@ void decode(const layer_tensors& layer, method_cache& cache, engine::safetensors
   };
   cache.trace_attended();
   for (index_t step = 0; step < steps; ++step) {
+    if (!layer.step_boundaries.empty())
+      cache.begin_chunk(std::span(layer.step_boundaries).subspan(std::size_t(step), 1));
     cache.step(0, one(*layer.q_decode, step), one(*layer.k_decode, step), one(*layer.v_decode, step),
                out.data() + std::size_t(step) * row, lse.data() + std::size_t(step) * std::size_t(layer.q_heads));
     for (const auto& positions : cache.attended(0)) attended.add(positions);
@@ -207,6 +210,9 @@ compressed compress(const safetensors_file& in, const compress_options& options)
   tessera::require(!method.needs_segments || in.contains("boundaries"), "tensor boundaries", "missing",
                    "[tokens] U8, 1 where a segment of the text ends, for " + method.name, "add it to the file");
   const index_t steps = layer.q_decode ? layer.q_decode->shape[0] : 0;
+  tessera::require(!method.needs_step_segments || steps == 0 || in.contains("boundaries_decode"),
+                   "tensor boundaries_decode", "missing",
+                   "[steps] U8, 1 where a segment of the text ends, for " + method.name, "add it to the file");
   const auto cache = make_cache(method, options.where,
                                 {shape_of(layer, method, options), layer.head_dim, layer.element, options.budget,
                                  options.settings, options.workers, layer.tokens + steps});

@@ -41,7 +41,8 @@ struct compressed {
 ///        the last n_q prompt tokens (a method that looks at none needs none); optional boundaries [tokens] U8, 1 where a segment ends (a method that sees segments needs them);
 ///        optional output_projection [q_heads, head_dim, hidden], what a value becomes behind attention (criticalkv);
 ///        optional turns (or turn) I64 [t], the first row of each turn, ascending;
-///        optional q_decode, k_decode, v_decode [steps, q_heads or kv_heads, head_dim].
+///        optional q_decode, k_decode, v_decode [steps, q_heads or kv_heads, head_dim], and boundaries_decode [steps] U8 where a
+///        method's steps want them (sentencekv).
 /// Out    keep.indptr I64 [kv_heads + 1], keep.indices I32, attend.indptr I64 [steps * kv_heads + 1], attend.indices
 /// I32,
 ///        out F32 [steps, q_heads, head_dim], lse F32 [steps, q_heads]; metadata: method, budget, every parameter (as the first turn's plan has it),

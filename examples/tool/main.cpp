@@ -200,7 +200,9 @@ void add_compress(CLI::App& app) {
   command->footer(
       "Input: k, v [kv_heads, tokens, head_dim] in F32, F16 or BF16, keys after RoPE; q [n_q, q_heads, head_dim], the\n"
       "queries of the last n_q prompt tokens; optional turns [t] I64, the first row of each turn; optional boundaries\n"
-      "[tokens] U8, 1 where a segment of the text ends (sablock needs them); optional output_projection [q_heads,\n"
+      "[tokens] U8, 1 where a segment of the text ends (sablock and sentencekv need them; sentencekv "
+      "boundaries_decode\n"
+      "[steps] too); optional output_projection [q_heads,\n"
       "head_dim, hidden], what values become behind attention (criticalkv); optional q_decode [steps, q_heads,\n"
       "head_dim], k_decode, v_decode [steps, kv_heads, head_dim]. expected_attention needs --set rope_theta=NUMBER.\n"
       "Output: keep.indptr, keep.indices, attend.indptr, attend.indices, out, lse; sizes and parameters as metadata;\n"

@@ -49,7 +49,7 @@ struct recipe {
   /// Throws tessera::error when parameters make no sense, alone or together.
   void check() const {
     retain.check();
-    retrieve.check(Retain::plans, Retain::plans ? budget() / 2 : retrieve.attends(),
+    retrieve.check(Retain::plans, Retain::plans ? Retrieve::attended_of(budget()) : retrieve.attends(),
                    Retain::chooses ? "read_tokens" : "budget", Layout::k_dim);
     layer_counts.check("dense_layers", dense_layers, "pass how many layers stay whole");
     if constexpr (requires { schedule.check(); }) schedule.check();
@@ -70,8 +70,9 @@ struct recipe {
     return Retain::plans ? first : retrieve.plan(first, prompt);
   }
 
-  /// Whether a prompt must come with the boundaries of its segments.
-  static constexpr bool needs_segments = Retain::needs_segments;
+  /// Whether a prompt must come with the boundaries of its segments, and whether steps must too.
+  static constexpr bool needs_segments = Retain::needs_segments || Retrieve::needs_segments;
+  static constexpr bool needs_step_segments = Retrieve::needs_segments;
 
   /// Whether the model must say its rope_frequencies.
   static constexpr bool needs_rope = Retain::needs_rope;

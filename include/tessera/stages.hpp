@@ -125,13 +125,8 @@ struct choosing_stage {
   /// What the budget comes to in a conversation whose first prompt has `prompt` tokens.
   stage_plan plan(index_t prompt) const {
     const stage_plan result = plan_unchecked(prompt);
-    if constexpr (plans) {
-      const index_t window = std::min(scorer.protected_tail(std::max(0, result.retained)), prompt);
-      require(result.retained >= window, "max_new", budget.max_new,
-              "a number that leaves room for the window of " + std::to_string(window) + " tokens: with a prompt of " +
-                  std::to_string(prompt) + " the first stage keeps " + std::to_string(result.retained),
-              "raise the budget or max_new, or lower the window");
-    }
+    if constexpr (plans)
+      budget.require_room(result, std::min(scorer.protected_tail(std::max(0, result.retained)), prompt));
     return result;
   }
   stage_plan plan_unchecked(index_t prompt) const {
@@ -150,7 +145,8 @@ struct choosing_stage {
 
   /// How many of the last queries of a prompt chunk of `tokens` tokens the scorer has to see.
   index_t queries_needed(index_t tokens) const {
-    if constexpr (observed == observes::every_query && joins_rows_by<Scorer> == row_join::newest)
+    if constexpr (observed == observes::every_query && joins_rows_by<Scorer> == row_join::newest &&
+                  !sampling_scorer<Scorer>)
       return std::min(tokens, 1);
     if constexpr (observed == observes::every_query || observed == observes::statistics) return tokens;
     if constexpr (observed == observes::window) return std::min(tokens, scorer.window);
@@ -251,6 +247,8 @@ struct retrieve {
   using selector_type = Selector;
   static constexpr bool retrieves = true;
   static constexpr bool host_only = !runs_on_devices<Scorer, Selector>;
+  /// Whether steps must come with the boundaries of their segments, as prompts then must.
+  static constexpr bool needs_segments = segment_mean_scorer<Scorer>;
   /// Whether `tokens` pay for an estimate of the keys, in pages, too: then a step attends half of them.
   static constexpr bool estimates = paged_scorer<Scorer>;
   static constexpr value_range<index_t> budgets = estimates ? estimating_budgets : token_budgets;
@@ -278,7 +276,9 @@ struct retrieve {
     first.ratio = estimates ? std::max(1.0, double(first.capacity) / double(tokens)) : 1.0;
     return first;
   }
-  index_t attends() const { return estimates ? tokens / 2 : tokens; }
+  index_t attends() const { return attended_of(tokens); }
+  /// Of a budget that both stages share, too.
+  static index_t attended_of(index_t budget) { return estimates ? budget / 2 : budget; }
 
   /// The policies as `plan` has them: page and channels set, whole pages of the scorer's size.
   retrieve planned(const stage_plan& plan, int k_dim) const {
@@ -319,10 +319,11 @@ struct retrieve {
 
 /// Every step reads everything that it may.
 struct retrieve_all {
-  static constexpr bool retrieves = false, estimates = false;
+  static constexpr bool retrieves = false, estimates = false, needs_segments = false;
   static constexpr value_range<index_t> budgets{0, 0};
   index_t tokens = 0;  ///< none: nothing is chosen
   index_t attends() const { return 0; }
+  static index_t attended_of(index_t) { return 0; }
   void check(bool, index_t, const char*, int) const {}
   stage_plan plan(const stage_plan& first, index_t) const { return first; }
   retrieve_all planned(const stage_plan&, int) const { return {}; }

@@ -49,7 +49,7 @@ void holds_what_it_says() {
   const model_shape shape = support::called_shape<Recipe>({3, 4, 2});
   Recipe recipe;
   recipe.set_budget(64);
-  if constexpr (Recipe::retain_type::plans) recipe.retain.budget.max_new = 130;
+  if constexpr (requires { recipe.retain.budget.max_new; }) recipe.retain.budget.max_new = 130;
   cache<Recipe> now(shape, recipe, std::make_shared<cpu::executor>(1));
   const index_t id = now.open();
   const auto q = support::normals(random, std::size_t(1000 * 4 * dim)),
@@ -74,7 +74,7 @@ void holds_what_it_says() {
   now.end_prefill(id);
   measured();
   for (index_t t = 900; t < 930; ++t) {
-    const batch step = now.prepare_step({id}, 1);
+    const batch step = now.prepare_step({id}, 1, std::vector<std::uint8_t>{0});
     for (index_t layer = 0; layer < 3; ++layer) {
       now.decode(layer, step, nhd_rows<const float>(q.data() + t * 4 * dim, 1, 4, dim),
                  nhd_rows<const float>(k.data() + t * 2 * dim, 1, 2, dim),

@@ -68,6 +68,35 @@ TEST_CASE("a prompt's boundaries reach the cache chunk by chunk, before the laye
   }
 }
 
+TEST_CASE("where an answer's segments end reaches the cache token by token, before the layers") {
+  struct marked_cache : naive_cache {
+    using naive_cache::naive_cache;
+    void begin_chunk(std::span<const std::uint8_t> boundaries) override {
+      now.assign(boundaries.begin(), boundaries.end());
+    }
+    void decode(int layer, const float* q, const float* k, const float* v, int tokens, float* out) override {
+      REQUIRE(now.size() == std::size_t(tokens));
+      if (layer == 0) flags.insert(flags.end(), now.begin(), now.end());
+      naive_cache::decode(layer, q, k, v, tokens, out);
+    }
+    std::vector<std::uint8_t> now, flags;
+  };
+  tiny made;
+  std::vector<std::uint8_t> ends;
+  for (int token = 0; token < made.model.config().vocab_size; ++token) ends.push_back(token % 3 == 0);
+  engine::generate_options options;
+  options.max_new = 12;
+  options.stop = [](std::span<const engine::token_t>) { return false; };
+  options.ends_segment = ends;
+  marked_cache cache(made.model.config());
+  const auto answer = made.model.generate(some_tokens(20), cache, options);
+  REQUIRE(cache.flags.size() == answer.size() - 1);
+  for (std::size_t t = 0; t + 1 < answer.size(); ++t) CHECK(cache.flags[t] == (answer[t] % 3 == 0));
+  options.ends_segment = std::span(ends).first(ends.size() - 1);
+  marked_cache other(made.model.config());
+  CHECK_THROWS_WITH(made.model.generate(some_tokens(20), other, options), contains("number of ends_segment"));
+}
+
 TEST_CASE("a prompt is read again in parts, behind sentences, for a cache that asks for it") {
   struct rereading_cache : naive_cache {
     using naive_cache::naive_cache;

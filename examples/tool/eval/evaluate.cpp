@@ -171,6 +171,7 @@ std::vector<token_t> evaluation::generate(const planned_turn& turn, const std::v
                                           method_cache& cache) const {
   engine::generate_options options;
   options.max_new = turn.max_new;
+  options.ends_segment = tokenizer_.ends_segment();
   options.stop = [&](std::span<const token_t> tokens) {
     tick_();
     return ends({tokens.begin(), tokens.end()}, turn.answer);

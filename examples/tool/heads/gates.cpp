@@ -1,36 +1,15 @@
 #include "gates.hpp"
 
 #include <list>
-#include <nlohmann/json.hpp>
 #include <tessera/core/error.hpp>
-#include <tessera/core/parameters.hpp>
 
 #include "engine/files/input_file.hpp"
+#include "tool/profile/table_file.hpp"
 
 namespace tool {
 namespace {
 
-using nlohmann::ordered_json;
-using tessera::index_t;
-using tessera::require;
-
 constexpr const char* kind = "tessera head gates";
-constexpr std::int64_t newest_version = 1;
-constexpr const char* cure = "make it with `tessera heads`";
-
-std::string shown(const ordered_json& object, const char* key) {
-  return object.contains(key)
-             ? engine::printable(object[key].dump(-1, ' ', false, ordered_json::error_handler_t::replace), 40)
-             : "missing";
-}
-
-index_t read_count(const ordered_json& object, const char* key, index_t least, const std::string& file) {
-  const tessera::value_range<std::int64_t> allowed{least, tessera::most_tokens};
-  const bool whole = object.contains(key) && object[key].is_number_integer();
-  require(whole && allowed.holds(object[key].get<std::int64_t>()), std::string(key) + " of " + file, shown(object, key),
-          "a whole number, " + allowed.text(), cure);
-  return object[key].get<index_t>();
-}
 
 struct loaded {
   std::string source;
@@ -45,55 +24,32 @@ std::list<loaded>& all_loaded() {
 }  // namespace
 
 std::string gates_text(const head_gates& found) {
-  ordered_json file;
-  file["kind"] = kind;
-  file["version"] = newest_version;
-  file["model"] = found.model;
-  file["layers"] = found.layers;
-  file["kv_heads"] = found.kv_heads;
-  file["sinks"] = found.sinks;
-  file["recent"] = found.recent;
-  file["questions"] = found.questions;
-  file["gates"] = ordered_json::array();
-  for (index_t layer = 0; layer < found.layers; ++layer) {
-    const auto first = found.gates.begin() + layer * found.kv_heads;
-    file["gates"].push_back(std::vector<double>(first, first + found.kv_heads));
-  }
-  return file.dump(1, ' ', false, ordered_json::error_handler_t::replace) + "\n";
+  return table_text({{"kind", kind},
+                     {"version", 1},
+                     {"model", found.model},
+                     {"sinks", found.sinks},
+                     {"recent", found.recent},
+                     {"questions", found.questions},
+                     {"gates", rows_of(found.gates, found.kv_heads)}});
 }
 
 head_gates parse_gates(std::string_view text, std::string_view source) {
-  const std::string file = engine::printable(source);
-  const ordered_json object = ordered_json::parse(text, nullptr, false);
-  require(object.is_object(), file, "no JSON object", "a profile of head gates", cure);
-  require(object.contains("kind") && object["kind"] == kind, "kind of " + file, shown(object, "kind"),
-          "\"" + std::string(kind) + "\"", cure);
-  const index_t version = read_count(object, "version", 1, file);
-  require(version <= newest_version, "version of " + file, version,
-          "at most " + std::to_string(newest_version) + ", the newest that this build reads",
-          "take a newer build, or make the profile again with this one");
+  table_file file(text, source, "kind, version, model, sinks, recent, questions and gates", "tessera heads");
+  file.require_kind(kind);
+  file.require_version(1);
   head_gates found;
-  if (object.contains("model") && object["model"].is_string()) found.model = object["model"].get<std::string>();
-  found.layers = read_count(object, "layers", 1, file);
-  found.kv_heads = read_count(object, "kv_heads", 1, file);
-  found.sinks = read_count(object, "sinks", 0, file);
-  found.recent = read_count(object, "recent", 1, file);
-  found.questions = read_count(object, "questions", 1, file);
-  const auto& rows = object.contains("gates") ? object["gates"] : ordered_json();
-  require(rows.is_array() && rows.size() == std::size_t(found.layers), "gates of " + file,
-          rows.is_array() ? std::to_string(rows.size()) + " layers" : shown(object, "gates"),
-          "a list for each layer, which are " + std::to_string(found.layers), cure);
-  for (std::size_t layer = 0; layer < rows.size(); ++layer) {
-    const std::string row = "gates of layer " + std::to_string(layer) + " of " + file;
-    require(rows[layer].is_array() && rows[layer].size() == std::size_t(found.kv_heads), row,
-            rows[layer].is_array() ? std::to_string(rows[layer].size()) : "no list",
-            "one for each KV head, which are " + std::to_string(found.kv_heads), cure);
-    for (const auto& gate : rows[layer]) {
-      const bool holds = gate.is_number() && gate.get<double>() >= 0 && gate.get<double>() <= 1;
-      require(holds, row, engine::printable(gate.dump(-1, ' ', false, ordered_json::error_handler_t::replace), 40),
-              "numbers in [0, 1]", cure);
-      found.gates.push_back(gate.get<double>());
-    }
+  found.model = file.text("model");
+  found.sinks = file.count("sinks");
+  found.recent = file.count("recent");
+  found.questions = file.count("questions");
+  found.gates = file.table("gates");
+  found.layers = file.layers();
+  found.kv_heads = file.kv_heads();
+  for (std::size_t i = 0; i < found.gates.size(); ++i) {
+    tessera::require(found.gates[i] >= 0 && found.gates[i] <= 1,
+                     file.place("gates") + ", layer " + std::to_string(i / std::size_t(found.kv_heads)) + ", KV head " +
+                         std::to_string(i % std::size_t(found.kv_heads)),
+                     found.gates[i], "in [0, 1]", file.cure());
   }
   return found;
 }

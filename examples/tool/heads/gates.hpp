@@ -15,11 +15,11 @@ struct head_gates {
   std::vector<double> gates;  ///< [layers, kv_heads], in [0, 1]
 };
 
-/// The file's text: JSON with kind, version, the members above, and gates as a list for each layer.
+/// The file's text: JSON with kind, version, model, sinks, recent, questions, and gates as a list for each layer.
 std::string gates_text(const head_gates& found);
 
-/// Errors: no JSON object, another kind of file, a newer version, a shape that is not what layers and kv_heads say, a gate
-/// outside [0, 1]; the message names `source`.
+/// Errors: no JSON object, another kind of file, a newer version, layers of different numbers of heads, a gate outside [0, 1]; the
+/// message names `source`.
 head_gates parse_gates(std::string_view text, std::string_view source);
 
 /// The table of a file, for a policy; the memory stays for the rest of the process. Errors: as `parse_gates`, and of opening.

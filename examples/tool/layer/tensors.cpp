@@ -60,16 +60,16 @@ element_type element_of(const engine::tensor_view& tensor) {
   tessera::fail("type of tensor k", engine::dtype_name(tensor.type), "F32, F16 or BF16", "dump it in one of these");
 }
 
-// The flags of all tokens; none where the file has none.
-std::vector<std::uint8_t> read_boundaries(const safetensors_file& in, index_t tokens) {
-  if (!in.contains("boundaries")) return {};
+// One flag for each of `tokens` tokens; none where the file has none.
+std::vector<std::uint8_t> read_boundaries(const safetensors_file& in, const std::string& name, index_t tokens) {
+  if (!in.contains(name)) return {};
   const std::int64_t shape[] = {tokens};
-  const engine::dtype type = in.at("boundaries").type;
-  tessera::require(type == engine::dtype::u8, "type of tensor boundaries", engine::dtype_name(type), "U8",
+  const engine::dtype type = in.at(name).type;
+  tessera::require(type == engine::dtype::u8, "type of tensor " + name, engine::dtype_name(type), "U8",
                    "dump one byte a token");
-  const std::vector<std::int64_t> flags = in.to_int64("boundaries", shape);
+  const std::vector<std::int64_t> flags = in.to_int64(name, shape);
   for (std::size_t i = 0; i < flags.size(); ++i) {
-    tessera::require(flags[i] <= 1, "boundaries[" + std::to_string(i) + "]", flags[i], "0 or 1",
+    tessera::require(flags[i] <= 1, name + "[" + std::to_string(i) + "]", flags[i], "0 or 1",
                      "write 1 where a segment ends");
   }
   return {flags.begin(), flags.end()};
@@ -89,7 +89,7 @@ layer_tensors read_layer(const safetensors_file& in) {
   tessera::require(in.at("v").type == in.at("k").type, "type of tensor v", engine::dtype_name(in.at("v").type),
                    "that of k, which is " + std::string(engine::dtype_name(in.at("k").type)),
                    "dump keys and values in one type");
-  layer.boundaries = read_boundaries(in, layer.tokens);
+  layer.boundaries = read_boundaries(in, "boundaries", layer.tokens);
 
   if (in.contains("q")) layer.q = read(in, "q", {any_size, any_size, dim}, "[n_q, q_heads, head_dim]");
   const bool decodes = in.contains("q_decode") || in.contains("k_decode") || in.contains("v_decode");
@@ -99,6 +99,7 @@ layer_tensors read_layer(const safetensors_file& in) {
     const std::int64_t steps = layer.q_decode->shape[0];
     layer.k_decode = read(in, "k_decode", {steps, heads, dim}, "[steps, kv_heads, head_dim]");
     layer.v_decode = read(in, "v_decode", {steps, heads, dim}, "[steps, kv_heads, head_dim]");
+    layer.step_boundaries = read_boundaries(in, "boundaries_decode", layer.q_decode->shape[0]);
   }
   layer.q_heads = layer.q ? layer.q->shape[1] : layer.q_decode ? layer.q_decode->shape[1] : layer.kv_heads;
   tessera::require(layer.q_heads % layer.kv_heads == 0, "q_heads of tensor q", layer.q_heads,

@@ -25,7 +25,7 @@ struct layer_tensors {
   element_type element;
   tensor k, v;
   std::optional<tensor> q, q_decode, k_decode, v_decode, projection;
-  std::vector<std::uint8_t> boundaries;
+  std::vector<std::uint8_t> boundaries, step_boundaries;
   index_t kv_heads = 0, tokens = 0, head_dim = 0, q_heads = 0;
 };
 

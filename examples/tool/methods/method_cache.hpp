@@ -165,6 +165,7 @@ struct method_info {
   bool needs_profile = false;             ///< the setting `profile` must be there
   bool needs_rope = false;                ///< the shape must say how the model's RoPE turns
   bool chooses_lines = false;             ///< a prompt's rows attend lines, chosen by all of its queries
+  bool needs_step_segments = false;       ///< decode steps must come with the boundaries of their segments, too
   tessera::value_range<index_t> budgets;  ///< what the budget may be
   std::string budget_counts;              ///< and what it counts
   std::vector<policy_info> policies;

@@ -2,6 +2,8 @@
 // file of its own (method.cpp.in), so that compile time spreads over the cores.
 #pragma once
 
+#include <utility>
+
 #include "kernels.hpp"
 #include "method_cache.hpp"
 #include "recipe_settings.hpp"
@@ -78,7 +80,7 @@ class cache_of final : public method_cache {
     const index_t heads = cache_.shape().q_heads;
     const tessera::rows_view<float> lse_rows =
         lse ? tessera::nhd_rows(lse, q.tokens, heads, 1) : tessera::rows_view<float>{};
-    if (layer == 0) step_ = cache_.prepare_step({sequence_}, q.tokens);
+    if (layer == 0) step_ = cache_.prepare_step({sequence_}, q.tokens, std::exchange(boundaries_, {}));
     cache_.decode(layer, step_, q, k, v, outputs(out, q.tokens), lse_rows);
     if (layer + 1 == cache_.shape().layers) {
       reads_.bytes += cache_.bytes_read(sequence_);
@@ -134,7 +136,7 @@ class cache_of final : public method_cache {
   std::vector<index_t> reserved_;  // pages by group, for when the prompt has ended
   tessera::batch step_;
   index_t sequence_;
-  std::span<const std::uint8_t> boundaries_{};  // of the chunk that passes through the layers
+  std::span<const std::uint8_t> boundaries_{};  // of the chunk, or the step, that passes through the layers
   read_count reads_;
 };
 
@@ -166,6 +168,7 @@ method_info describe() {
   info.has_budget = recipe::retain_type::chooses || recipe::retrieve_type::retrieves;
   info.ranks = recipe::retain_type::chooses;
   info.needs_segments = recipe::needs_segments;
+  info.needs_step_segments = recipe::needs_step_segments;
   info.needs_profile = takes_gates<recipe>;
   info.rereads = recipe::retain_type::rereads;
   info.needs_rope = recipe::needs_rope;

@@ -86,7 +86,7 @@ Recipe planned_recipe(Recipe recipe, index_t prompt, int head_dim) {
   if constexpr (Recipe::retrieve_type::estimates) {
     recipe.retrieve.scorer = recipe.retrieve.scorer.fitted(recipe.plan(prompt).ratio, head_dim);
   }
-  if constexpr (Recipe::retain_type::plans) {
+  if constexpr (requires { recipe.retain.budget.split; }) {
     auto& budget = recipe.retain.budget;
     const double all = double(prompt) + double(budget.max_new);
     budget.split = tessera::split_factor(budget.split.of(std::max(1.0, all / double(budget.tokens))));
@@ -97,6 +97,8 @@ Recipe planned_recipe(Recipe recipe, index_t prompt, int head_dim) {
 /// What a recipe's budget counts, in words.
 template <class Recipe>
 const char* budget_counts() {
+  if (Recipe::retain_type::plans && !Recipe::retrieve_type::estimates)
+    return "tokens that a step reads; several times as many stay";
   if (Recipe::retain_type::plans)
     return "tokens' worth of reading a step: half is attended, half pays for the estimate; splits both stages";
   if (Recipe::retain_type::chooses)

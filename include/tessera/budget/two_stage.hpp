@@ -4,6 +4,7 @@
 #include <algorithm>
 #include <cmath>
 #include <limits>
+#include <string>
 
 #include "../concepts/budget.hpp"
 #include "../core/error.hpp"
@@ -68,6 +69,13 @@ struct two_stage {
     result.read = tokens / 2;
     result.ratio = std::max(1.0, capacity / budget);
     return result;
+  }
+
+  void require_room(const stage_plan& plan, index_t window) const {
+    require(plan.retained >= window, "max_new", max_new,
+            "a number that leaves room for the window of " + std::to_string(window) + " tokens: with a prompt of " +
+                std::to_string(plan.prompt) + " the first stage keeps " + std::to_string(plan.retained),
+            "raise the budget or max_new, or lower the window");
   }
 
   Inner planned(const stage_plan& plan) const {

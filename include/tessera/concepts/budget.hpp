@@ -54,10 +54,12 @@ concept budget = (length_budget<B> || winners_budget<B> || host_budget<B>)&&requ
 
 /// A budget that is split over both stages once the length of the first prompt is known.
 ///   plan(prompt) -> stage_plan     prompt: tokens of the conversation's first prompt
+///   require_room(plan, window)     throws tessera::error where the plan leaves no room for a first stage's window
 ///   planned(plan)                  the budget that allots the plan's `retained` tokens
 template <class B>
 concept planning_budget = budget<B> && requires(const B b, index_t prompt, const stage_plan& plan) {
   { b.plan(prompt) } -> std::same_as<stage_plan>;
+  b.require_room(plan, prompt);
   { b.planned(plan) } -> budget;
 };
 

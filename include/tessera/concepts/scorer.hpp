@@ -107,6 +107,17 @@ concept statistical_scorer = S::observed == observes::statistics&& requires(cons
   { s.expect(x, x) } -> std::same_as<float>;
 };
 
+/// A retrieval scorer that ranks segments of the text, all tokens of one alike: by the mean of the keys that are stored of it and the
+/// mean query of the segment that is being written. Backends keep both.
+///   start                        first stored slots that come before all others
+///   whole                        while the segment that is being written has no more tokens, a step reads everything
+///   weigh(logit, 0) -> float     of the two means' logit, summed over the group
+template <class S>
+concept segment_mean_scorer = S::observed == observes::step&& attentive_scorer<S>&& requires(const S s) {
+  { s.start } -> std::convertible_to<index_t>;
+  { s.whole } -> std::convertible_to<index_t>;
+};
+
 /// A retrieval scorer that reads an estimate in place of the keys: of runs of `page` consecutive stored slots the
 /// smallest and the largest value of each channel (core/page_extrema.hpp; of a page of one slot, its key), on `channels`
 /// of the channels. Backends compute, for row r of the step (a token's query head of the group), page p and the channels
@@ -223,6 +234,13 @@ concept has_window = requires(S& s) {
 template <class S>
 concept following_scorer = has_window<S> && S::observed == observes::window&& requires {
   requires S::window_follows;
+};
+
+/// A scorer that observes, of every query, those at positions that it takes.
+///   takes(position) -> bool
+template <class S>
+concept sampling_scorer = S::observed == observes::every_query&& requires(const S s, index_t position) {
+  { s.takes(position) } -> std::same_as<bool>;
 };
 
 /// A policy that turns what it observed into scores.

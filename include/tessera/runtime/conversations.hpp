@@ -18,8 +18,9 @@ TESSERA_NAMESPACE_BEGIN
 struct batch {
   std::vector<index_t> ids;
   index_t tokens = 0;
-  bool evicts_first = false;  ///< the first stage chooses before the step reads
-  bool evicts_last = false;   ///< the first stage chooses when the step has been attended
+  bool evicts_first = false;               ///< the first stage chooses before the step reads
+  bool evicts_last = false;                ///< the first stage chooses when the step has been attended
+  std::vector<std::uint8_t> boundaries{};  ///< [sequences, tokens], of a recipe that needs them in steps
 
   index_t sequences() const { return index_t(ids.size()); }
 };
@@ -126,8 +127,11 @@ class conversations {
     require_boundaries(boundaries, tokens);
     return {at(id, layer_index).text, boundaries.data()};
   }
-  /// What is known of a decode step's tokens: no segment ends, but for its length.
-  segment_marks step_marks(index_t layer_index, index_t id) const { return {at(id, layer_index).text, nullptr}; }
+  /// What is known of a step's tokens of its b-th sequence; for a recipe that needs no more, that no segment ends but for its length.
+  segment_marks step_marks(index_t layer_index, const batch& step, index_t b) const {
+    return {at(step.ids[std::size_t(b)], layer_index).text,
+            step.boundaries.empty() ? nullptr : step.boundaries.data() + offset_t(b) * step.tokens};
+  }
   void took_chunk(index_t layer_index, index_t id, index_t tokens, const segment_marks& marks = {}) {
     layer& state = find(id).layers[std::size_t(layer_index)];
     state.next_position += tokens;
@@ -234,12 +238,18 @@ class conversations {
 
   // --- steps ---------------------------------------------------------------------------------------------------------
 
-  /// What a step of `tokens` tokens does to these conversations. They must agree on what is due.
-  batch plan_step(const Recipe& recipe, const std::vector<index_t>& ids, index_t tokens, index_t most) const {
+  /// What a step of `tokens` tokens does to these conversations. They must agree on what is due. `boundaries` [ids, tokens] are
+  /// looked at where the recipe needs them in steps.
+  batch plan_step(const Recipe& recipe, const std::vector<index_t>& ids, index_t tokens, index_t most,
+                  std::span<const std::uint8_t> boundaries = {}) const {
     require(tokens >= 1 && tokens <= most, "tokens of a decode step", tokens, "1 to " + std::to_string(most),
             "prefill longer runs");
     require(!ids.empty(), "sequences of the batch", 0, "at least 1", "pass the ids of a batch");
     batch step{ids, tokens};
+    if constexpr (Recipe::needs_step_segments) {
+      require_boundaries(boundaries, step.sequences() * tokens);
+      step.boundaries.assign(boundaries.begin(), boundaries.end());
+    }
     for (std::size_t b = 0; b < ids.size(); ++b) {
       const conversation& c = at(ids[b]);
       require(std::count(ids.begin(), ids.end(), ids[b]) == 1, "sequence id in a batch", ids[b], "given once",
@@ -307,10 +317,10 @@ class conversations {
     }
   }
   void took_step(index_t layer_index, const batch& step) {
-    for (const index_t id : step.ids) {
-      layer& state = find(id).layers[std::size_t(layer_index)];
+    for (index_t b = 0; b < step.sequences(); ++b) {
+      layer& state = find(step.ids[std::size_t(b)]).layers[std::size_t(layer_index)];
+      if constexpr (Recipe::needs_segments) state.text.take(step_marks(layer_index, step, b).boundaries, step.tokens);
       state.next_position += step.tokens;
-      if constexpr (Recipe::needs_segments) state.text.take(nullptr, step.tokens);
     }
   }
 

@@ -221,22 +221,24 @@ def check_heads(checks):
     report = json.loads((folder / "report").read_text())
     checks.require(report[0]["parameters"]["profile"] == "gates", base, report[0])
     checks.works(f"{base} --set profile=gates --vary streaming=0,1", "duo_attention streaming=0")
-    for change, *expected in (({"version": 2}, "version of wrong is 2", "newer"), ({"version": "1"}, "version of wrong"),
-                              ({"kind": "another"}, "kind of wrong"), ({"layers": layers + 1}, "gates of wrong"),
-                              ({"gates": [[2.0] * heads] * layers}, "gates of layer 0", "[0, 1]"),
-                              ({"gates": [["x"] * heads] * layers}, "gates of layer 0"),
-                              ({"layers": layers + 1, "gates": [[0.5] * heads] * (layers + 1)}, "of the profile", "of the model")):
+    for change, *expected in (({"version": 2}, '"version" is 2', "newer"), ({"version": "1"}, '"version" is "1"'),
+                              ({"kind": "another"}, "\"kind\" is 'another'"), ({"sinks": -1}, '"sinks" is -1'),
+                              ({"gates": [[0.5] * heads] * (layers - 1) + [[0.5]]}, 'KV heads of profile wrong: "gates"'),
+                              ({"gates": [[2.0] * heads] * layers}, '"gates", layer 0, KV head 0 is 2', "[0, 1]"),
+                              ({"gates": [["x"] * heads] * layers}, '"gates", layer 0, KV head 0 is string'),
+                              ({"gates": [[0.5] * heads] * (layers + 1)}, "of the profile", "of the model")):
         (folder / "wrong").write_text(json.dumps({**found, **change}))
         checks.refuses(f"{base} --set profile=wrong", *expected)
     (folder / "wrong").write_text("gates")
-    checks.refuses(f"{base} --set profile=wrong", "wrong is no JSON object")
+    checks.refuses(f"{base} --set profile=wrong", "profile wrong is no JSON")
     checks.refuses(f"{base} --set profile=absent", "absent")
     checks.refuses("eval --model model --methods snapkv --budgets 40 --questions questions --set profile=gates", "profile")
 
 
 def check_ranges(checks):
     """Every number of every method at the ends of its range, and beyond."""
-    (checks.folder / "all").write_bytes(safetensors({**layer(n_q=60), "boundaries": ("U8", [60], bytes(59) + b"\1")}))
+    (checks.folder / "all").write_bytes(safetensors({**layer(n_q=60), "boundaries": ("U8", [60], bytes(59) + b"\1"),
+                                                      "boundaries_decode": ("U8", [3], bytes(3))}))
     has_device = checks.has_cuda and shutil.which("nvidia-smi") is not None
     methods = json.loads(checks.works("list --json"))["methods"]
     for method, backend in ((one, name) for one in methods for name in ["cpu"] + ["cuda"] * has_device

@@ -59,6 +59,7 @@ def check_compress(checks):
     checks.notes("compress --in layer --out kept --method streaming_llm --budget 40", "not used by streaming_llm: tensor q")
     check_scores(checks)
     check_segments(checks)
+    check_step_segments(checks)
     check_rope(checks)
     check_projection(checks)
     check_engine(checks)
@@ -116,6 +117,23 @@ def check_segments(checks):
     checks.refuses(base, "boundaries[0] is 2", "0 or 1")
     (folder / "marked").write_bytes(safetensors({**layer(), "boundaries": ("U8", [59], bytes(59))}))
     checks.refuses(base, "boundaries")
+
+
+def check_step_segments(checks):
+    """SentenceKV needs boundaries with its steps too, and reads everything when a segment of the answer begins."""
+    base = "compress --in spoken --out kept --method sentencekv --budget 16 --set factor=2 --set start=2 --set recent=4"
+    whole = {**layer(), "boundaries": ("U8", [60], bytes(1 if token % 10 == 9 else 0 for token in range(60)))}
+    (checks.folder / "spoken").write_bytes(safetensors(whole))
+    checks.refuses(base, "tensor boundaries_decode is missing", "sentencekv")
+    for flags, lengths in ((bytes(3), (33, 16, 16)), (bytes([1, 0, 0]), (33, 34, 16)), (bytes([0, 1, 1]), (33, 16, 35))):
+        (checks.folder / "spoken").write_bytes(safetensors({**whole, "boundaries_decode": ("U8", [3], flags)}))
+        checks.works(base, "32.0 of 60 tokens")
+        indptr = tensor(checks.folder, "attend.indptr")
+        read = tuple(indptr[2 * step + 1] - indptr[2 * step] for step in range(3))
+        checks.require(read == lengths, base, f"steps read {read}, expected {lengths}")
+    for flags, said in ((("U8", [3], bytes([0, 0, 2])), "boundaries_decode[2] is 2"), (("U8", [2], bytes(2)), "boundaries_decode")):
+        (checks.folder / "spoken").write_bytes(safetensors({**whole, "boundaries_decode": flags}))
+        checks.refuses(base, said)
 
 
 def check_rope(checks):

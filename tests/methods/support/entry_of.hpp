@@ -9,6 +9,7 @@
 #include <tessera/budget/pyramid.hpp>
 #include <tessera/budget/two_stage.hpp>
 #include <tessera/budget/uniform.hpp>
+#include <tessera/budget/wider_first.hpp>
 #include <tessera/recipe.hpp>
 #include <tessera/schedule/before_each_step.hpp>
 #include <tessera/schedule/each_step.hpp>
@@ -55,6 +56,13 @@ struct share_of {
 template <class Inner>
 struct share_of<tessera::two_stage<Inner>> : share_of<Inner> {
   static constexpr bool plans = true;
+};
+
+/// Of one whose budget is what a step attends.
+template <class Inner>
+struct share_of<tessera::wider_first<Inner>> {
+  static constexpr bool plans = false;
+  static constexpr traits::share value = traits::share::other;
 };
 
 template <class Scorer>
@@ -138,7 +146,7 @@ class cache_of final : public support::cpu_calls<Recipe, any_cache> {
   void decode(index_t layer, const std::vector<index_t>& ids, const rows& q, const rows& k, const rows& v,
               const results& out, const results& lse) override {
     tessera::batch& step = steps_[ids];
-    if (layer == 0 || step.tokens != q.tokens) step = held_.prepare_step(ids, q.tokens);
+    if (layer == 0 || step.tokens != q.tokens) step = calls::prepare_step(ids, q.tokens);
     held_.decode(layer, step, q, k, v, out, lse);
   }
   void overwrite(index_t layer, index_t id, index_t head, const std::vector<index_t>& but) override {

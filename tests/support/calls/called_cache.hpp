@@ -88,7 +88,12 @@ class cpu_calls : public Interface {
   }
   void end_prefill(index_t id) override { held_.end_prefill(id); }
   tessera::batch prepare_step(const std::vector<index_t>& ids, index_t tokens) override {
-    return held_.prepare_step(ids, tokens);
+    std::vector<std::uint8_t> boundaries;
+    for (std::size_t b = 0; Recipe::needs_step_segments && b < ids.size(); ++b) {
+      const index_t next = held_.next_position(ids[b]);
+      for (index_t t = 0; t < tokens; ++t) boundaries.push_back((next + t) % 5 == 2);
+    }
+    return held_.prepare_step(ids, tokens, boundaries);
   }
   void begin_step(const tessera::batch&) override {}
   void decode(index_t layer, const tessera::batch& step, const rows& q, const rows& k, const rows& v,

@@ -167,7 +167,7 @@ class cache : public cache_parts<Recipe, Out> {
     }
     if constexpr (Recipe::needs_segments) {
       std::vector<segment_cursor> texts;
-      for (const index_t id : ids) texts.push_back(conversations_.step_marks(0, id).before);
+      for (const index_t id : ids) texts.push_back(conversations_.at(id, 0).text);
       marks_.set(texts, stream);
     }
     conversations_.begin_step(step);

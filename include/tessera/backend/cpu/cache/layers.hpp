@@ -186,7 +186,7 @@ class layers {
     try {
       for (index_t b = 0; b < step.sequences(); ++b) {
         const index_t id = step.ids[std::size_t(b)];
-        step_one(layer, recipe, step, b, known.at(id).policies, first(b), known.step_marks(layer, id), q.one(b),
+        step_one(layer, recipe, step, b, known.at(id).policies, first(b), known.step_marks(layer, step, b), q.one(b),
                  k.one(b), v.one(b), {output.out.one(b), output.lse.one(b)}, choices[std::size_t(b)]);
       }
     } catch (...) {

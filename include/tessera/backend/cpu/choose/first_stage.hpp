@@ -288,15 +288,25 @@ class first_stage<Recipe, observes::every_query, true> : public choosing<Recipe>
   void observe_prompt(index_t layer, index_t id, Store& stored, const planned<Recipe>& policies, const logit_rule& rule,
                       const rows_view<const E>& q, index_t next, executor& workers) {
     if (q.tokens == 0) return;
+    using scorer_type = typename Recipe::retain_type::scorer_type;
     columns& beside = stored.beside(layer, id);
-    rows_view<const E> asked = q;
-    if constexpr (joins_rows_by<typename Recipe::retain_type::scorer_type> == row_join::newest) {
-      asked.data = q.row(0, q.tokens - 1, 0);
-      asked.tokens = 1;
+    const auto ask = [&](index_t begin, index_t end) {
+      rows_view<const E> asked = q;
+      asked.data = q.row(0, begin, 0);
+      asked.tokens = end - begin;
+      const index_t first = next - q.tokens + begin;
+      score_rows(stored.view(layer, id), query_rows<E>{asked, &first}, rule, policies.first.scorer, beside.scores(),
+                 beside.begins().data(), this->choosing_.memory.scoring, workers);
+    };
+    if constexpr (sampling_scorer<scorer_type>) {
+      const auto takes = [&](index_t t) { return policies.first.scorer.takes(next - q.tokens + t); };
+      for (index_t begin = 0, end; begin < q.tokens; begin = end) {
+        for (end = begin + 1; end < q.tokens && takes(end) == takes(begin);) ++end;
+        if (takes(begin)) ask(begin, end);
+      }
+    } else {
+      ask(joins_rows_by<scorer_type> == row_join::newest ? q.tokens - 1 : 0, q.tokens);
     }
-    const index_t first = next - asked.tokens;
-    score_rows(stored.view(layer, id), query_rows<E>{asked, &first}, rule, policies.first.scorer, beside.scores(),
-               beside.begins().data(), this->choosing_.memory.scoring, workers);
   }
 
   /// Queries of a decode step that has been attended, of the b-th sequence of the batch. Returns the bytes of scores that

@@ -8,6 +8,8 @@
 #include "candidates.hpp"
 #include "exact/exact_reader.hpp"
 #include "extrema/extrema_reader.hpp"
+#include "segments/segment_reader.hpp"
+#include "segments/segmented_view.hpp"
 
 TESSERA_NAMESPACE_BEGIN
 namespace cpu {
@@ -119,11 +121,15 @@ class reading {
       fresh.resize(chosen ? chosen->size() : 0);
       for (std::size_t m = 0; m < fresh.size(); ++m) fresh[m].assign((*chosen)[m]);
       const candidates& passed = chosen ? fresh[0] : passed_[at][0];
-      reader_.refresh(at, passed.view(stored.view(layer, id)), policies, chosen != nullptr);
+      reader_.refresh(at, shown(layer, id, stored, passed.view(stored.view(layer, id)), &passed), policies,
+                      chosen != nullptr);
     } else if constexpr (retrieve_type::retrieves) {
       const bool moves = chosen && chosen->front().counts != stored.lengths(layer, id);
-      if (moves) return reader_.refresh(at, view_of(layer, id, stored, chosen->front()), policies, true);
-      reader_.refresh(at, view(layer, id, stored), policies, false);
+      if (moves) {
+        const auto left = view_of(layer, id, stored, chosen->front());
+        return reader_.refresh(at, shown(layer, id, stored, left, &kept_.memory), policies, true);
+      }
+      reader_.refresh(at, shown(layer, id, stored, view(layer, id, stored), nullptr), policies, false);
     }
   }
   /// From now on steps read what a filter has let through in `follow`. Needs no memory.
@@ -141,7 +147,9 @@ class reading {
     if constexpr (filters) {
       for (candidates& list : passed_[index(layer, id)]) list.append(stored.lengths(layer, id), tokens);
     }
-    reader_.append(index(layer, id), view(layer, id, stored), tokens);
+    const candidates* list = nullptr;
+    if constexpr (filters) list = &passed_[index(layer, id)].front();
+    reader_.append(index(layer, id), shown(layer, id, stored, view(layer, id, stored), list), tokens);
   }
 
   /// What a step attends, as slots of `view`: null for all of it. `bytes` becomes what is read beside the tokens attended.
@@ -182,6 +190,19 @@ class reading {
   }
 
  private:
+  /// What a reader gets to see: of a recipe whose steps see segments, with those of the view's slots. `list`: which of the stored
+  /// slots they are; null: all.
+  template <class View>
+  auto shown([[maybe_unused]] index_t layer, [[maybe_unused]] index_t id, [[maybe_unused]] store_type& stored,
+             const View& view, [[maybe_unused]] const candidates* list) const {
+    if constexpr (Recipe::needs_step_segments) {
+      const columns& beside = stored.beside(layer, id);
+      return segmented_view<View>{view, {beside.segments(), 0, 0, beside.begins().data()}, list};
+    } else {
+      return view;
+    }
+  }
+
   /// Bytes of lists and sums that a step reads of one head, which has n slots and attends `count`.
   offset_t side_bytes(index_t layer, index_t id, index_t n, index_t count) const {
     return (filters ? reader_.list_bytes(index(layer, id), n, count) : 0) + reader_.side_bytes();

@@ -1,0 +1,201 @@
+// Retrieval by segments on the CPU: the mean key of every segment is read, the tokens of the best segments are attended.
+#pragma once
+
+#include <algorithm>
+#include <vector>
+
+#include "../../../../core/model_shape.hpp"
+#include "../../../../planned.hpp"
+#include "../../kernel/executor.hpp"
+#include "../../kernel/rows.hpp"
+#include "../../kernel/scratch.hpp"
+#include "../reader.hpp"
+
+TESSERA_NAMESPACE_BEGIN
+namespace cpu {
+inline namespace TESSERA_HOST_ISA {
+
+/// Holds, of every place, the sum of each segment's keys by kv_head, and of the answer's segment that is being written the sum of its
+/// queries. Its views are `segmented_view`s.
+template <class Recipe>
+class segment_reader {
+  static constexpr int k_dim = Recipe::layout_type::k_dim;
+
+ public:
+  explicit segment_reader(const model_shape& shape) : heads_(std::size_t(shape.kv_heads)) {}
+
+  void open(std::size_t at) {
+    while (places_.size() <= at) places_.push_back({std::vector<head_index>(heads_), {}, {}});
+    clear(at);
+  }
+  void clear(std::size_t at) {
+    forget(at);
+    places_[at].before.clear();
+    places_[at].now.clear();
+  }
+  /// What was said stays: a step that came to nothing is known by where the next one begins.
+  void forget(std::size_t at) {
+    for (head_index& keys : places_[at].heads) keys.clear();
+  }
+
+  template <class View>
+  void refresh(std::size_t at, const View& view, const planned<Recipe>&, bool moved) {
+    if (moved) forget(at);
+    append(at, view, 0);
+  }
+  template <class View>
+  void append(std::size_t at, const View& view, index_t) {
+    for (index_t h = 0; h < view.kv_heads; ++h) {
+      head_index& keys = places_[at].heads[std::size_t(h)];
+      for (; keys.slots < view.length(0, h); ++keys.slots) {
+        const index_t segment = view.segment(h, keys.slots);
+        if (keys.runs.empty() || keys.runs.back().segment != segment) {
+          keys.runs.push_back({segment, keys.slots});
+          keys.sums.resize(keys.runs.size() * k_dim, 0.0f);
+        }
+        float key[k_dim];
+        load_key(view, 0, h, keys.slots, key);
+        float* sum = keys.sums.data() + keys.sums.size() - k_dim;
+        for (int d = 0; d < k_dim; ++d) sum[d] += key[d];
+      }
+    }
+  }
+
+  template <class View, class Q>
+  offset_t choose(std::size_t at, const View& all, const query_rows<Q>& queries, const logit_rule& rule,
+                  const planned<Recipe>& policies, selection& chosen, executor& workers) {
+    place& here = places_[at];
+    const auto& policy = policies.read;
+    const index_t tokens = queries.q.tokens;
+    listen(here, queries, all.kv_heads);
+    (*workspaces_).resize(std::max((*workspaces_).size(), std::size_t(workers.threads())));
+    offset_t bytes = 0, work = 0;
+    const bool whole = here.now.tokens <= policy.scorer.whole;
+    for (const head_index& keys : here.heads) {
+      if (!whole) bytes += offset_t(keys.sums.size() * sizeof(float));
+      work += keys.slots + offset_t(keys.sums.size());
+    }
+    // A step of several tokens reads them all, so that each of them sees something.
+    const index_t own = tokens > 1 ? tokens : 0, tail = std::max(policy.scorer.protected_tail(policy.tokens), own);
+    const index_t keep = std::max(policy.tokens, own);
+    const float scale = rule.scale_for(k_dim) / float(here.now.tokens);
+    workers.for_each(
+        all.kv_heads,
+        [&](index_t h, int worker) {
+          auto& [scores, top_k] = (*workspaces_)[std::size_t(worker)];
+          const index_t n = all.length(0, h);
+          scores.assign(std::size_t(n), 0.0f);
+          if (!whole) score(here.heads[std::size_t(h)], here.now.sums.data() + h * k_dim, scale, policy.scorer, scores);
+          chosen.counts[std::size_t(h)] =
+              choose_slots(policy.selector, scores.data(), n, whole ? n : tail, whole ? n : keep, chosen.row(h), top_k);
+        },
+        double(work));
+    return bytes;
+  }
+
+  template <class... Any>
+  void complete(const Any&...) {}
+
+  /// Means need no list: only what is attended is looked up in it.
+  offset_t list_bytes(std::size_t, index_t, index_t count) const { return count * offset_t(sizeof(index_t)); }
+  offset_t side_bytes() const { return 0; }
+  offset_t bytes(std::size_t at) const {
+    const place& here = places_[at];
+    offset_t total = offset_t((here.before.sums.capacity() + here.now.sums.capacity()) * sizeof(float));
+    for (const head_index& keys : here.heads)
+      total += offset_t(keys.runs.capacity() * sizeof(run) + keys.sums.capacity() * sizeof(float));
+    return total;
+  }
+
+ private:
+  /// Consecutive slots of one segment, to the next run's first or the end.
+  struct run {
+    index_t segment, first;
+  };
+  struct head_index {
+    std::vector<run> runs;
+    std::vector<float> sums;  // [runs, k_dim], of the keys
+    index_t slots = 0;        // that are in them
+    void clear() {
+      std::vector<run>().swap(runs);
+      std::vector<float>().swap(sums);
+      slots = 0;
+    }
+  };
+  /// The segment that an answer is writing: its queries so far.
+  struct spoken {
+    index_t segment = -1, tokens = 0;
+    index_t end = -1;         // the position behind its last token; -1: none
+    std::vector<float> sums;  // [kv_heads, k_dim], over the query heads of each group
+    void clear() {
+      segment = end = -1;
+      tokens = 0;
+      std::vector<float>().swap(sums);
+    }
+  };
+  struct place {
+    std::vector<head_index> heads;
+    spoken before, now;  // up to the newest step, and with it
+  };
+
+  /// Takes a step's queries in. A step that came to nothing is replaced by the one that begins where it did; one that begins where
+  /// nothing ended, behind a prompt, begins a segment of its own.
+  template <class Q>
+  void listen(place& here, const query_rows<Q>& queries, index_t kv_heads) const {
+    const index_t tokens = queries.q.tokens, first = queries.position(0, 0), group = queries.q.heads / kv_heads;
+    if (here.now.end == first) {
+      std::swap(here.before, here.now);
+      here.now.end = -1;
+    }
+    const run& newest = here.heads.front().runs.back();
+    const index_t own =
+        std::min(tokens, here.heads.front().slots - newest.first);  // of the step, in the newest segment
+    const bool goes_on = here.before.end == first && here.before.segment == newest.segment;
+    spoken& now = here.now;
+    now.end = -1;
+    now.sums.assign(std::size_t(kv_heads) * k_dim, 0.0f);
+    if (goes_on) std::copy(here.before.sums.begin(), here.before.sums.end(), now.sums.begin());
+    for (index_t t = tokens - own; t < tokens; ++t) {
+      for (index_t head = 0; head < queries.q.heads; ++head) {
+        const Q* q = queries.q.row(0, t, head);
+        float* sum = now.sums.data() + head / group * k_dim;
+        for (int d = 0; d < k_dim; ++d) sum[d] += float(q[d]);
+      }
+    }
+    now.segment = newest.segment;
+    now.tokens = own + (goes_on ? here.before.tokens : 0);
+    now.end = first + tokens;
+  }
+
+  /// Every slot gets its segment's score.
+  template <class Scorer>
+  static void score(const head_index& keys, const float* query, float scale, const Scorer& scorer,
+                    std::vector<float>& scores) {
+    for (std::size_t r = 0; r < keys.runs.size(); ++r) {
+      const index_t first = keys.runs[r].first, end = r + 1 < keys.runs.size() ? keys.runs[r + 1].first : keys.slots;
+      float dot = 0;
+      for (int d = 0; d < k_dim; ++d) dot += query[d] * keys.sums[r * k_dim + std::size_t(d)];
+      const float own = scorer.weigh(scale * dot / float(end - first), 0);
+      std::fill(scores.begin() + first, scores.begin() + end, own);
+    }
+    std::fill_n(scores.begin(), std::min<std::size_t>(scores.size(), std::size_t(scorer.start)), infinity);
+  }
+
+  struct workspace {
+    std::vector<float> scores;
+    top_k_scratch top_k;
+  };
+
+  std::size_t heads_;
+  std::vector<place> places_;
+  scratch<std::vector<workspace>> workspaces_;
+};
+
+template <class Recipe>
+requires(Recipe::retrieve_type::needs_segments) struct reader_of<Recipe> {
+  using type = segment_reader<Recipe>;
+};
+
+}  // namespace TESSERA_HOST_ISA
+}  // namespace cpu
+TESSERA_NAMESPACE_END

@@ -1,0 +1,21 @@
+// A view whose slots say which segment of the text they belong to.
+#pragma once
+
+#include "../../../../core/slot_column.hpp"
+#include "../candidates.hpp"
+
+TESSERA_NAMESPACE_BEGIN
+namespace cpu {
+
+template <class View>
+struct segmented_view : View {
+  slot_column<const index_t> segments;  // of what is stored
+  const candidates* chosen = nullptr;   // which of the stored slots are the view's; null: they are the same
+
+  index_t segment(index_t head, index_t slot) const {
+    return segments.at(0, head, this->kv_heads, chosen ? chosen->row(head)[slot] : slot);
+  }
+};
+
+}  // namespace cpu
+TESSERA_NAMESPACE_END
