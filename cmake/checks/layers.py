@@ -8,7 +8,7 @@ import re
 import sys
 
 # Which layers each layer may include, besides itself. The most specific name wins ("backend/cpu" before "backend").
-AXES = ["scorer", "budget", "selector", "scope", "layout", "attention", "schedule"]  # never include each other
+AXES = ["scorer", "budget", "selector", "scope", "channels", "layout", "attention", "schedule"]  # never include each other
 RECIPE = ["stages.hpp", "recipe_checks.hpp", "recipe.hpp", "planned.hpp"]
 BELOW_AXES = ["core", "math", "concepts"]
 MAY_INCLUDE = {
