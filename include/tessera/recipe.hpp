@@ -25,6 +25,7 @@ struct recipe {
   Schedule schedule{};
   static constexpr value_range<index_t> layer_counts{0, 1 << 16};
   index_t dense_layers = 0;  ///< so many of the first layers keep and read everything
+  Layout layout{};
 
   /// What the budget may be; nothing counts tokens where everything is retained and read.
   static constexpr value_range<index_t> budgets = Retain::chooses ? Retain::budgets : Retrieve::budgets;
@@ -47,6 +48,7 @@ struct recipe {
     retain.check();
     retrieve.check(Retain::plans, Retain::plans ? budget() / 2 : retrieve.attends(),
                    Retain::chooses ? "read_tokens" : "budget", Layout::k_dim);
+    layout.check(retrieve.mean_block());
     layer_counts.check("dense_layers", dense_layers, "pass how many layers stay whole");
   }
 
@@ -66,8 +68,10 @@ struct recipe {
   /// Whether a prompt must come with the boundaries of its segments.
   static constexpr bool needs_segments = Retain::needs_segments;
 
-  /// How many of the last queries of a prompt chunk of `tokens` tokens the first stage's scorer has to see.
-  index_t queries_needed(index_t tokens) const { return retain.queries_needed(tokens); }
+  /// How many of the last queries of a prompt chunk of `tokens` tokens the first stage's scorer, or the layout, has to see.
+  index_t queries_needed(index_t tokens) const {
+    return std::max(retain.queries_needed(tokens), std::min(tokens, Layout::window));
+  }
   void require_queries(index_t given, index_t tokens) const {
     const index_t needed = queries_needed(tokens);
     require(given >= needed && given <= tokens, "queries of a prompt chunk", given,
@@ -80,6 +84,7 @@ struct recipe {
   static void parameters(Self& self, Visit&& visit) {
     Retain::parameters(self.retain, visit);
     Retrieve::parameters(self.retrieve, Retain::chooses, Retain::plans, visit);
+    Layout::parameters(self.layout, visit);
     visit("dense_layers", self.dense_layers, layer_counts, "so many of the first layers keep and read everything");
   }
 
@@ -88,8 +93,7 @@ struct recipe {
   static void policies(Visit&& visit) {
     Retain::policies(visit);
     Retrieve::policies(visit);
-    visit("rows", Layout::rows_type::name);
-    visit("placement", Layout::placement_type::name);
+    Layout::policies(visit);
     visit("attention", Attention::name);
     visit("schedule", Schedule::name);
   }

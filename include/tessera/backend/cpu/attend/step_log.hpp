@@ -25,11 +25,10 @@ class step_log {
   void begin(index_t sequences) {
     if (fresh_.size() < std::size_t(sequences)) fresh_.resize(std::size_t(sequences));
   }
-  /// A step of sequence `b` of the batch attended `read` of a view, null for all of it, at `token_bytes` each; choosing it
-  /// took `bytes`. It counts from `commit` on.
+  /// A step of sequence `b` of the batch attended `read` of a view, null for all of it; that and choosing it took `bytes`.
+  /// It counts from `commit` on.
   template <class View>
-  void note(index_t b, const View& view, const selection_view* read, offset_t token_bytes, offset_t bytes) {
-    for (index_t h = 0; h < view.kv_heads; ++h) bytes += (read ? read->count(h) : view.length(0, h)) * token_bytes;
+  void note(index_t b, const View& view, const selection_view* read, offset_t bytes) {
     fresh_[std::size_t(b)].bytes = bytes;
     if (!tracing_) return;
     auto& attended = fresh_[std::size_t(b)].attended;

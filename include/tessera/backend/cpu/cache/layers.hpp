@@ -8,11 +8,11 @@
 
 #include "../../../runtime/conversations.hpp"
 #include "../../../runtime/layer_roles.hpp"
-#include "../attend/attend.hpp"
+#include "../attend/attend_packed.hpp"
 #include "../attend/step_log.hpp"
 #include "../choose/first_stage.hpp"
 #include "../read/reading.hpp"
-#include "../store/kv_store.hpp"
+#include "../store/packed/packed_store.hpp"
 
 TESSERA_NAMESPACE_BEGIN
 namespace cpu {
@@ -29,7 +29,8 @@ class layers {
       : workers_(std::move(workers)),
         count_(shape.layers),
         roles_(shape, recipe.dense_layers, recipe.attention.rule),
-        store_(shape.layers, shape.kv_heads, {first_stage<Recipe>::with_scores, Recipe::needs_segments}),
+        store_(shape.layers, shape.kv_heads,
+               {first_stage<Recipe>::with_scores, Recipe::needs_segments, recipe.retrieve.mean_block()}, recipe.layout),
         first_(shape),
         reading_(shape),
         log_(shape.layers) {}
@@ -61,6 +62,7 @@ class layers {
       } else if (first_.chooser(layer, policies, roles_) == layer) {
         first_.observe_prompt(layer, id, store_, policies, roles_.rule(layer), q, first + k.tokens, *workers_);
       }
+      if (roles_.follows_recipe(layer)) store_.observe_prompt(layer, id, q, k.tokens);  // the last that may fail
     } catch (...) {
       store_.take_back(layer, id, first);
       throw;
@@ -84,12 +86,17 @@ class layers {
           slide(layer, id, 0, made);
         } else if (const index_t from = first_.chooser(layer, policies, roles_); from != layer) {
           take_over(layer, id, policies, choices[std::size_t(from)], made);
+          prepare_to_pack(layer, id, made, true);
         } else {
           choose(layer, id, policies, due, next, 0, made);
+          prepare_to_pack(layer, id, made, true);
         }
       }
     } catch (...) {
-      for (index_t layer = 0; layer < count_; ++layer) reading_.take_back(layer, id, store_);
+      for (index_t layer = 0; layer < count_; ++layer) {
+        store_.take_back(layer, id, next);
+        reading_.take_back(layer, id, store_);
+      }
       throw;
     }
     for (index_t layer = 0; layer < count_; ++layer) commit(layer, id, choices[std::size_t(layer)]);
@@ -186,9 +193,17 @@ class layers {
     if (made.made && Recipe::retain_type::drops) store_.prepare_to_keep(layer, id);
     reading_.follow(layer, id, store_, policies, made.made ? &made.kept : nullptr);
   }
+  /// What is due to be packed when a prompt, or a step, ends, of what stays.
+  void prepare_to_pack(index_t layer, index_t id, const choice& made, bool prompt_ends) {
+    const bool drops = made.made && Recipe::retain_type::drops;
+    store_.prepare_to_pack(layer, id, drops ? &made.kept : nullptr, prompt_ends, *workers_);
+  }
   /// Carries a choice out. Needs no memory.
   void commit(index_t layer, index_t id, choice& made) {
-    if (!made.made) return;
+    if (made.made) carry_out(layer, id, made);
+    store_.pack(layer, id, *workers_);
+  }
+  void carry_out(index_t layer, index_t id, choice& made) {
     if (tracing_ranks_ && roles_.follows_recipe(layer)) std::swap(ranked_[place(layer, id)], made.ranked);
     const bool filters = Recipe::retain_type::chooses && !Recipe::retain_type::drops && roles_.follows_recipe(layer);
     filters ? reading_.pass(layer, id) : void(store_.keep(layer, id, made.kept, *workers_));
@@ -216,20 +231,22 @@ class layers {
     if constexpr (Recipe::schedule_type::fires_at(moment::step_begin)) {
       if (step.evicts_first) {  // the step reads what will stay; the rest goes when the whole batch has succeeded
         choose(layer, id, policies, true, next, k.tokens, made);
-        return read(reading_.view_of(layer, id, store_, made.kept));
+        read(reading_.view_of(layer, id, store_, made.kept));
+        return prepare_to_pack(layer, id, made, false);
       }
     }
     read(reading_.view(layer, id, store_));
     log_.add_bytes(b, first_.observe_step(b, layer, id, store_, policies, rule, q, next, *workers_));
     made.observed = true;
     if (step.evicts_last) choose(layer, id, policies, true, next, 0, made);
+    prepare_to_pack(layer, id, made, false);
   }
 
   template <class View, class E>
   void attend(index_t b, const View& view, const query_rows<E>& queries, const logit_rule& rule,
               const selection_view* chosen, offset_t bytes, const attention_output& output) {
     decode_attention(view, queries, rule, chosen, output, *attending_, *workers_);
-    log_.note(b, view, chosen, layout::token_bytes(), bytes);
+    log_.note(b, view, chosen, bytes + store_.bytes_attended(view, chosen));
   }
 
   std::size_t place(index_t layer, index_t id) const {

@@ -8,6 +8,7 @@
 #include "candidates.hpp"
 #include "exact/exact_reader.hpp"
 #include "extrema/extrema_reader.hpp"
+#include "means/block_mean_reader.hpp"
 
 TESSERA_NAMESPACE_BEGIN
 namespace cpu {

@@ -14,15 +14,31 @@ TESSERA_NAMESPACE_BEGIN
 namespace cpu {
 inline namespace TESSERA_HOST_ISA {
 
+/// Chooses the newest `window` slots of every head (0: all) and the `fresh` ones behind them, once that frees more than there is
+/// spare room. Returns whether it does.
+inline bool choose_newest_slots(const std::vector<index_t>& lengths, index_t window, index_t fresh, selection& chosen) {
+  const index_t longest = *std::max_element(lengths.begin(), lengths.end());
+  if (window == 0 || longest - fresh <= window + spare_room(window)) return false;
+  chosen.reset(lengths);
+  for (std::size_t h = 0; h < lengths.size(); ++h) {
+    const index_t count = std::min(lengths[h], window + fresh);
+    for (index_t i = 0; i < count; ++i) chosen.row(index_t(h))[i] = lengths[h] - count + i;
+    chosen.counts[h] = count;
+  }
+  return true;
+}
+
 /// Tokens of every (layer, sequence), heads of uneven length, slots in position order. The layout says what a token takes
-/// and where its rows lie; positions and what a recipe asks for are columns beside them.
+/// and where its rows lie; positions and what a recipe asks for are columns beside them. Rows stay as they are appended: a
+/// layout whose rows change later has a store of its own (packed/packed_store.hpp), of which `observe_prompt`,
+/// `prepare_to_pack` and `pack` ask something.
 template <class Layout>
 class kv_store {
  public:
   using rows_type = placed_rows<Layout>;
   using view_type = typename rows_type::view_type;
 
-  kv_store(index_t layers, index_t kv_heads, const column_set& with)
+  kv_store(index_t layers, index_t kv_heads, const column_set& with, const Layout& = {})
       : layers_(layers), heads_(kv_heads), with_(with), rows_(kv_heads) {}
 
   index_t kv_heads() const { return heads_; }
@@ -102,18 +118,22 @@ class kv_store {
     return true;
   }
 
-  /// Chooses the newest `window` tokens (0: all) and the `fresh` ones behind them, once that frees more than there is spare
-  /// room. Returns whether it does.
+  /// As `choose_newest_slots`.
   bool choose_newest(index_t layer, index_t id, index_t window, index_t fresh, selection& chosen) const {
-    const std::vector<index_t>& lengths = at(layer, id).lengths;
-    if (window == 0 || longest(layer, id) - fresh <= window + spare_room(window)) return false;
-    chosen.reset(lengths);
-    for (std::size_t h = 0; h < lengths.size(); ++h) {
-      const index_t count = std::min(lengths[h], window + fresh);
-      for (index_t i = 0; i < count; ++i) chosen.row(index_t(h))[i] = lengths[h] - count + i;
-      chosen.counts[h] = count;
-    }
-    return true;
+    return choose_newest_slots(at(layer, id).lengths, window, fresh, chosen);
+  }
+
+  template <class E>
+  void observe_prompt(index_t, index_t, const rows_view<const E>&, index_t) {}
+  void prepare_to_pack(index_t, index_t, const selection*, bool, executor&) {}
+  void pack(index_t, index_t, executor&) {}
+
+  /// Bytes of K and V that attention over the chosen slots of a view reads; null: over all of them.
+  template <class View>
+  offset_t bytes_attended(const View& view, const selection_view* chosen) const {
+    offset_t slots = 0;
+    for (index_t h = 0; h < view.kv_heads; ++h) slots += chosen ? chosen->count(h) : view.length(0, h);
+    return slots * Layout::token_bytes();
   }
 
   /// Bytes that are allocated for one place: rows and columns.
