@@ -248,6 +248,17 @@ std::int64_t write_scores(const ranked_tokens& ranked, index_t kv_heads, engine:
   return indptr.back();
 }
 
+// What is left of the vectors, of a method that keeps every token and leaves elements of them out.
+void write_packed(method_cache& cache, const layer_tensors& layer, engine::safetensors_writer& file) {
+  const std::optional<stored_rows> rows = cache.unpacked(0);
+  if (!rows) return;
+  const std::int64_t values = std::int64_t(layer.kv_heads) * layer.tokens * layer.head_dim;
+  if (std::int64_t(rows->k.size()) != values) return;  // tokens were dropped: heads hold other ones
+  const std::vector<std::int64_t> shape{layer.kv_heads, layer.tokens, layer.head_dim};
+  file.add("packed.k", shape, std::span<const float>(rows->k));
+  file.add("packed.v", shape, std::span<const float>(rows->v));
+}
+
 // Runs the decode steps one by one and writes down what they read and what came out.
 void decode(const layer_tensors& layer, method_cache& cache, engine::safetensors_writer& file) {
   const index_t steps = layer.q_decode ? layer.q_decode->shape[0] : 0;
@@ -309,6 +320,7 @@ compressed compress(const safetensors_file& in, const compress_options& options)
   index_lists kept;
   for (index_t head = 0; head < layer.kv_heads; ++head) kept.add(cache->positions(0, head));
   kept.write(result.file, "keep");
+  write_packed(*cache, layer, result.file);
   if (options.scores) result.ranked = write_scores(cache->ranked(0), layer.kv_heads, result.file);
   if (blocks) {
     const ranked_tokens ranked = cache->ranked(0);  // one set for all heads, or that of the first one

@@ -48,6 +48,8 @@ struct compressed {
 ///        scores that the selector saw. Tokens that stay in any case (a window) are not among them; none are where the
 ///        budget covers everything. Of a method that keeps blocks of segments segments.block_size I32, one entry a segment of
 ///        the tokens before the last turn's window: the size of its blocks, 0 where it was dropped.
+///        Of a method that leaves elements of vectors out packed.k and packed.v F32 [kv_heads, tokens, head_dim]: after the prompt,
+///        the stored vectors unpacked and rotated back, newest ones that are whole among them.
 /// Errors tessera::error where scores are asked of a method or a backend that has none; on a missing tensor, a wrong shape or type, NaN or infinity, and whatever the method rejects.
 compressed compress(const engine::safetensors_file& in, const compress_options& options);
 

@@ -1,7 +1,9 @@
 // A recipe: one policy per axis, as a type. Combinations that make no sense do not compile (recipe_checks.hpp).
 #pragma once
 
+#include <algorithm>
 #include <string>
+#include <string_view>
 
 #include "recipe_checks.hpp"
 #include "stages.hpp"
@@ -84,7 +86,10 @@ struct recipe {
   static void parameters(Self& self, Visit&& visit) {
     Retain::parameters(self.retain, visit);
     Retrieve::parameters(self.retrieve, Retain::chooses, Retain::plans, visit);
-    Layout::parameters(self.layout, visit);
+    Layout::parameters(self.layout, [&](std::string_view name, auto& value, const auto& allowed, const char* about) {
+      // An estimate's channels are others than those that are stored.
+      visit(Retrieve::estimates && name == "channels" ? "packed_channels" : name.data(), value, allowed, about);
+    });
     visit("dense_layers", self.dense_layers, layer_counts, "so many of the first layers keep and read everything");
   }
 

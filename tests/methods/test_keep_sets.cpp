@@ -1,8 +1,8 @@
 // Random shapes through every method: keep sets, attend sets and outputs against the reference, chunks against one shot.
 #include "catch.hpp"
 
-#include "methods/support/laws.hpp"
 #include "methods/support/conversation.hpp"
+#include "methods/support/laws.hpp"
 
 namespace methods_test {
 
@@ -39,6 +39,12 @@ settings random_settings(rng& random, const std::string& method) {
                                                           ? 0
                                                           : std::min(chosen.budget, attended));
     chosen.values["window"] = std::min({window, room > 0 ? room : 12, index_t(12)});
+  }
+  if (made_of.whole_blocks) {
+    const index_t block = random.pick({1, 2, 4, 8, 16}), least = 2 * block;  // of a tail of 32
+    chosen.values["block"] = block;
+    chosen.values["read_tokens"] = std::max(least, chosen.count("read_tokens", 0));
+    chosen.budget = std::max(least, chosen.budget);
   }
   if (random.chance(0.2)) chosen.rule.soft_cap = 8;
   if (random.chance(0.2)) chosen.rule.sliding_window = random.between(1, 60);

@@ -81,6 +81,20 @@ void parse_value(std::string_view name, std::string_view text, std::string_view 
   value = tessera::split_factor(factor);
 }
 
+void parse_value(std::string_view name, std::string_view text, std::string_view, tessera::row_reduction& value) {
+  require_one_of(name, text, {"sum", "max"});
+  value = text == "sum" ? tessera::row_reduction::sum : tessera::row_reduction::max;
+}
+
+void parse_value(std::string_view name, std::string_view text, std::string_view, tessera::packed_element& value) {
+  using tessera::packed_element;
+  const std::vector<std::string> words{"same", "bf16", "fp16", "fp8", "int4"};
+  require_one_of(name, text, words);
+  constexpr packed_element elements[] = {packed_element::same, packed_element::bf16, packed_element::fp16,
+                                         packed_element::fp8, packed_element::int4};
+  value = elements[std::find(words.begin(), words.end(), text) - words.begin()];
+}
+
 std::string value_text(index_t value) { return std::to_string(value); }
 
 std::string value_text(float value) {
@@ -100,6 +114,24 @@ std::string value_text(tessera::split_factor value) {
   if (value.adaptive) return "adaptive";
   char text[32];
   return {text, std::to_chars(text, text + sizeof text, value.fixed).ptr};
+}
+
+std::string value_text(tessera::row_reduction value) { return value == tessera::row_reduction::sum ? "sum" : "max"; }
+
+std::string value_text(tessera::packed_element value) {
+  using tessera::packed_element;
+  switch (value) {
+    case packed_element::bf16:
+      return "bf16";
+    case packed_element::fp16:
+      return "fp16";
+    case packed_element::fp8:
+      return "fp8";
+    case packed_element::int4:
+      return "int4";
+    default:
+      return "same";
+  }
 }
 
 std::string value_text(tessera::pooling value) { return value == tessera::pooling::max ? "max" : "average"; }

@@ -6,10 +6,12 @@
 #include <string_view>
 #include <tessera/budget/two_stage.hpp>
 #include <tessera/core/error.hpp>
+#include <tessera/core/packed_row.hpp>
 #include <tessera/core/parameters.hpp>
 #include <tessera/core/types.hpp>
 #include <tessera/core/units.hpp>
 #include <tessera/math/pool.hpp>
+#include <tessera/scorer/block_mean.hpp>
 #include <tessera/scorer/by_segment.hpp>
 #include <utility>
 #include <vector>
@@ -31,6 +33,9 @@ void parse_value(std::string_view name, std::string_view text, std::string_view 
                  tessera::selection_unit& value);
 void parse_value(std::string_view name, std::string_view text, std::string_view allowed, tessera::segment_form& value);
 void parse_value(std::string_view name, std::string_view text, std::string_view allowed, tessera::split_factor& value);
+void parse_value(std::string_view name, std::string_view text, std::string_view allowed, tessera::row_reduction& value);
+void parse_value(std::string_view name, std::string_view text, std::string_view allowed,
+                 tessera::packed_element& value);
 
 std::string value_text(index_t value);
 std::string value_text(float value);
@@ -38,6 +43,8 @@ std::string value_text(tessera::pooling value);
 std::string value_text(tessera::selection_unit value);
 std::string value_text(tessera::segment_form value);
 std::string value_text(tessera::split_factor value);
+std::string value_text(tessera::row_reduction value);
+std::string value_text(tessera::packed_element value);
 
 /// fp32, fp16 or bf16. Errors: any other word.
 element_type parse_element(std::string_view text);

@@ -20,6 +20,11 @@ std::vector<entry> mixture_entries() {
       entry_of<mixtures::snapkv_turns_exact>("snapkv_turns_exact"),
       entry_of<mixtures::h2o_turns_quest>("h2o_turns_quest"),
       entry_of<mixtures::ada_turns_sparq>("ada_turns_sparq"),
+      entry_of<mixtures::packed_snapkv>("packed_snapkv"),
+      entry_of<mixtures::packed_rocketkv>("packed_rocketkv"),
+      entry_of<mixtures::think_snapkv>("think_snapkv"),
+      entry_of<mixtures::packed_h2o>("packed_h2o"),
+      entry_of<mixtures::snapkv_mosaickv>("snapkv_mosaickv"),
   };
 }
 
