@@ -33,12 +33,22 @@ struct bench {
   }
 };
 
+/// Whole vectors, of a method that leaves elements of them out.
+std::vector<tool::setting> all_elements(const tool::method_info& method) {
+  std::vector<tool::setting> settings;
+  for (const auto& policy : method.policies) {
+    if (policy.axis == "key channels") settings.push_back({"channels", "1"});
+    if (policy.name == "rotated") settings.push_back({"truncate", "0"});
+  }
+  return settings;
+}
+
 std::vector<variant> all_methods(std::vector<tessera::index_t> budgets) {
   std::vector<variant> variants;
   for (const auto& method : tool::methods()) {
-    if (!method.has_budget) variants.push_back({&method, {}, {}});
+    if (!method.has_budget) variants.push_back({&method, {}, all_elements(method)});
     for (const auto budget : budgets) {
-      if (method.has_budget) variants.push_back({&method, budget, {}});
+      if (method.has_budget) variants.push_back({&method, budget, all_elements(method)});
     }
   }
   return variants;

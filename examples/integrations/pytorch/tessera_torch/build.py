@@ -17,6 +17,7 @@ import torch
 HERE = pathlib.Path(__file__).resolve().parent
 SOURCES = HERE / "csrc"
 INCLUDE = HERE.parents[3] / "include"
+EIGEN = os.environ.get("EIGEN3_INCLUDE_DIR", "/usr/include/eigen3")  # for recipes that rotate rows
 ELEMENTS = {torch.float32: "fp32", torch.bfloat16: "bf16", torch.float16: "fp16"}
 HEAD_DIMS = (64, 80, 96, 128, 192, 256)
 EXPORTS = """
@@ -28,7 +29,7 @@ const char* tessera_torch_parameters() {
   return text.c_str();
 }
 """
-POLICY_HEADERS = ("attention", "budget", "layout", "schedule", "scope", "scorer", "selector")
+POLICY_HEADERS = ("attention", "budget", "channels", "layout", "schedule", "scope", "scorer", "selector")
 
 
 def cache_folder():
@@ -67,6 +68,14 @@ class Policy:
         return "\n".join([*lines, *own, "namespace tessera {", f'#line 1 "{self.name}"', text, '#line 1 "the recipe"',
                           f"template <element T, int D> using chosen_recipe = {self.recipe};", "}",
                           f"using recipe_type = tessera::chosen_recipe<tessera::{element}, {dim}>;", ""])
+
+
+def solver_of(source):
+    """What a recipe that rotates its rows needs besides: the solver, which includes Eigen (tessera::runtime in CMake)."""
+    if not re.search(r"\b(rotated|mosaic_rows|mosaickv)\b", source):
+        return ""
+    return ("#include <tessera/runtime/eigen.hpp>\n"
+            "template void tessera::find_eigenvectors<double>(const double*, tessera::index_t, double*, double*);\n")
 
 
 def source_of(method, element, dim):
@@ -113,8 +122,9 @@ def library(method, dtype, dim, device="cpu"):
     if device == "cuda" and dtype == torch.float32:
         raise ValueError("dtype is torch.float32; expected torch.bfloat16 or torch.float16 on CUDA; cast the model")
     command = command_of(device)
+    source = source_of(method, ELEMENTS[dtype], dim)
     text = (f'#include "{device}_cache.{"hpp" if device == "cpu" else "cuh"}"\n' +
-            source_of(method, ELEMENTS[dtype], dim) + EXPORTS % device)
+            (solver_of(source) if device == "cpu" else "") + source + EXPORTS % device)
     unused = ("operators.cpp", "registry.hpp", "torch_memory.hpp", *([] if device == "cuda" else ["backend/cuda"]))
     depends = machine(command[0], *unused)
     key = hashlib.sha256("\0".join([depends, *command, text]).encode()).hexdigest()[:24]
@@ -124,10 +134,10 @@ def library(method, dtype, dim, device="cpu"):
         return path
     path.parent.mkdir(parents=True, exist_ok=True)
     with tempfile.TemporaryDirectory(dir=path.parent) as folder:
-        source = pathlib.Path(folder) / "recipe.cpp"
-        source.write_text(text, encoding="utf-8")
+        written = pathlib.Path(folder) / "recipe.cpp"
+        written.write_text(text, encoding="utf-8")
         made = pathlib.Path(folder) / "recipe.so"
-        result = subprocess.run([*command, f"-I{SOURCES}", f"-I{INCLUDE}", str(source), "-o", str(made)],
+        result = subprocess.run([*command, f"-I{SOURCES}", f"-I{INCLUDE}", f"-I{EIGEN}", str(written), "-o", str(made)],
                                 capture_output=True, text=True, check=False)
         if result.returncode != 0:
             raise ValueError(sentence(result.stderr))

@@ -1,18 +1,23 @@
 // A recipe's parameters by name and as text.
 #pragma once
 
+#include <algorithm>
 #include <charconv>
+#include <iterator>
 #include <sstream>
 #include <tessera/budget/two_stage.hpp>
+#include <tessera/core/packed_row.hpp>
 #include <tessera/core/units.hpp>
 #include <tessera/math/pool.hpp>
+#include <tessera/scorer/block_mean.hpp>
 #include <tessera/scorer/by_segment.hpp>
 
 #include "any_cache.hpp"
 
 namespace tessera_torch {
 
-using tessera::pooling, tessera::segment_form, tessera::selection_unit, tessera::split_factor;
+using tessera::packed_element, tessera::pooling, tessera::row_reduction, tessera::segment_form, tessera::selection_unit,
+    tessera::split_factor;
 
 template <class Number>
 Number parsed(const setting& given, const std::string& allowed) {
@@ -44,6 +49,16 @@ inline void assign(const setting& given, const std::string&, selection_unit& to)
 inline void assign(const setting& given, const std::string&, segment_form& to) {
   to = is_second(given, "product", "balance") ? segment_form::balance : segment_form::product;
 }
+inline void assign(const setting& given, const std::string&, row_reduction& to) {
+  to = is_second(given, "sum", "max") ? row_reduction::max : row_reduction::sum;
+}
+constexpr const char* packed_elements[] = {"same", "bf16", "fp16", "fp8", "int4"};  // in the order of the values
+inline void assign(const setting& given, const std::string& allowed, packed_element& to) {
+  const auto* found = std::find(std::begin(packed_elements), std::end(packed_elements), given.value);
+  tessera::require(found != std::end(packed_elements), given.name, "'" + given.value + "'", allowed,
+                   "pass one of these");
+  to = packed_element(found - packed_elements);
+}
 inline void assign(const setting& given, const std::string& allowed, split_factor& to) {
   to = given.value == "adaptive" ? split_factor() : split_factor(parsed<double>(given, allowed));
 }
@@ -51,6 +66,8 @@ inline void assign(const setting& given, const std::string& allowed, split_facto
 inline std::string text_of(pooling value) { return value == pooling::max ? "max" : "average"; }
 inline std::string text_of(selection_unit value) { return value == selection_unit::token ? "token" : "page"; }
 inline std::string text_of(segment_form value) { return value == segment_form::product ? "product" : "balance"; }
+inline std::string text_of(row_reduction value) { return value == row_reduction::sum ? "sum" : "max"; }
+inline std::string text_of(packed_element value) { return packed_elements[int(value)]; }
 inline std::string text_of(split_factor value) { return value.adaptive ? "adaptive" : std::to_string(value.fixed); }
 template <class Number>
 std::string text_of(Number value) {
