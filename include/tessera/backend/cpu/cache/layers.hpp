@@ -57,12 +57,13 @@ class layers {
     choice& slid = begin(1).front();
     try {
       store_.append(layer, id, k, v, first, marks);
+      if (roles_.follows_recipe(layer)) store_.prepare_to_observe(layer, id, q);
       if (!roles_.follows_recipe(layer)) {
         slide(layer, id, k.tokens, slid);
       } else if (first_.chooser(layer, policies, roles_) == layer) {
         first_.observe_prompt(layer, id, store_, policies, roles_.rule(layer), q, first + k.tokens, *workers_);
       }
-      if (roles_.follows_recipe(layer)) store_.observe_prompt(layer, id, q, k.tokens);  // the last that may fail
+      if (roles_.follows_recipe(layer)) store_.observe_prompt(layer, id, q, k.tokens);
     } catch (...) {
       store_.take_back(layer, id, first);
       throw;

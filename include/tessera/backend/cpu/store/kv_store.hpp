@@ -124,6 +124,8 @@ class kv_store {
   }
 
   template <class E>
+  void prepare_to_observe(index_t, index_t, const rows_view<const E>&) {}
+  template <class E>
   void observe_prompt(index_t, index_t, const rows_view<const E>&, index_t) {}
   void prepare_to_pack(index_t, index_t, const selection*, bool, executor&) {}
   void pack(index_t, index_t, executor&) {}

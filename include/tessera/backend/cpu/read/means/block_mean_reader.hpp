@@ -20,12 +20,6 @@ inline namespace TESSERA_HOST_ISA {
 template <class Recipe>
 class block_mean_reader {
   using layout = typename Recipe::layout_type;
-  static_assert(packing_layout<layout>, "tessera: block means lie beside packed rows; store packed_rows");
-  static_assert(
-      Recipe::retain_type::drops || !Recipe::retain_type::chooses,
-      "tessera: block means are of everything that is stored, not of what a filter lets through; take retain");
-  static_assert(!Recipe::schedule_type::fires_at(moment::step_begin),
-                "tessera: block means are of what is stored; take a schedule that drops at a step's end");
   static constexpr int k_dim = layout::k_dim;
 
  public:

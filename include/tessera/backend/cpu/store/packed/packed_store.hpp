@@ -87,12 +87,16 @@ class kv_store<Layout> {
     for (index_t& length : here.lengths) length += k.tokens;
     for (index_t& length : here.whole) length += k.tokens;
   }
-  /// Takes in `tokens` tokens of a turn's prompt that have been appended, and the last queries, by which rows may be packed. As
-  /// before when memory runs out.
+  /// Takes in `tokens` tokens of a turn's prompt that have been appended, and the last queries, by which rows may be packed. What
+  /// that needs is taken before, by `prepare_to_observe`.
+  template <class E>
+  void prepare_to_observe(index_t layer, index_t id, const rows_view<const E>& q) {
+    if constexpr (Layout::window > 0) at(layer, id).asked.reserve(q, heads_, Layout::k_dim, Layout::window);
+  }
   template <class E>
   void observe_prompt(index_t layer, index_t id, const rows_view<const E>& q, index_t tokens) {
     place& here = at(layer, id);
-    if constexpr (Layout::window > 0) here.asked.template add<Layout::k_dim>(q, heads_, Layout::window);
+    if constexpr (Layout::window > 0) here.asked.add(q, heads_, Layout::k_dim, Layout::window);
     here.prompt_tokens += tokens;
   }
 
@@ -111,6 +115,7 @@ class kv_store<Layout> {
     place& here = at(layer, id);
     here.beside.prepare_to_keep(here.lengths);
     for (segment_pointer& segment : here.segments) make_own(segment);
+    here.kept_whole.reset(here.whole);
   }
 
   /// As the plain store's; `prepare_to_keep` comes first. Rows of a segment that stay move together; the mean of a block whose rows
@@ -119,8 +124,7 @@ class kv_store<Layout> {
     place& here = at(layer, id);
     if (chosen.counts == here.lengths) return false;
     prepare_to_keep(layer, id);
-    selection whole;
-    whole.reset(here.whole);
+    selection& whole = here.kept_whole;
     for (index_t h = 0; h < heads_; ++h) {
       const index_t* slots = chosen.row(h);
       const index_t count = chosen.counts[std::size_t(h)];
@@ -136,7 +140,7 @@ class kv_store<Layout> {
     }
     here.beside.keep(here.lengths, chosen);
     if (whole.counts != here.whole) whole_.keep(index(layer, id), here.whole, whole, workers);
-    here.whole = whole.counts;
+    std::copy(whole.counts.begin(), whole.counts.end(), here.whole.begin());
     std::copy(chosen.counts.begin(), chosen.counts.end(), here.lengths.begin());
     for (const segment_pointer& segment : here.segments) {
       if (here.pending.joins && segment == here.segments.back()) continue;  // its spare room is wanted
@@ -279,6 +283,7 @@ class kv_store<Layout> {
     window_squares asked;
     index_t prompt_tokens = 0;  // of the turn whose prompt goes on
     packing pending;
+    selection kept_whole;  // room for what `keep` keeps of the whole rows
   };
 
   /// Rows that are due, of those that stay, by kv_head: the oldest whole ones.
