@@ -88,6 +88,7 @@ traits describe() {
   const Recipe recipe;
   traits found;
   if constexpr (Recipe::retain_type::chooses) describe_first(recipe.retain, found);
+  found.rounds = tessera::packing_layout<typename Recipe::layout_type>;
   found.filters = Recipe::retain_type::chooses && !Recipe::retain_type::drops;
   found.each_step = std::is_same_v<typename Recipe::schedule_type, tessera::each_step>;
   found.before_step = std::is_same_v<typename Recipe::schedule_type, tessera::before_each_step>;
