@@ -8,7 +8,7 @@ import re
 import sys
 
 # Which layers each layer may include, besides itself. The most specific name wins ("backend/cpu" before "backend").
-AXES = ["scorer", "budget", "selector", "scope", "channels", "layout", "attention", "schedule"]  # never include each other
+AXES = ["scorer", "budget", "selector", "scope", "channels", "layout", "prefill", "attention", "schedule"]  # never include each other
 RECIPE = ["stages.hpp", "recipe_checks.hpp", "recipe.hpp", "planned.hpp"]
 BELOW_AXES = ["core", "math", "concepts"]
 MAY_INCLUDE = {
@@ -18,7 +18,7 @@ MAY_INCLUDE = {
     **{axis: BELOW_AXES for axis in AXES},
     "stages.hpp":   BELOW_AXES + ["scope"],  # the scope of a stage that names none
     "recipe_checks.hpp": BELOW_AXES + ["stages.hpp"],
-    "recipe.hpp":   BELOW_AXES + ["stages.hpp", "recipe_checks.hpp"],
+    "recipe.hpp":   BELOW_AXES + ["stages.hpp", "recipe_checks.hpp", "prefill"],  # of a recipe that names no prefill
     "planned.hpp":  BELOW_AXES + RECIPE,
     "methods":      ["core", "recipe.hpp"] + AXES,
     "runtime":      BELOW_AXES + RECIPE,

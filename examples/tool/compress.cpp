@@ -122,17 +122,21 @@ layer_tensors read_layer(const safetensors_file& in) {
   return layer;
 }
 
+// What the tensor with the turns is called: `turns`, or `turn` where there is no `turns`.
+const char* turns_name(const safetensors_file& in) { return in.contains("turns") ? "turns" : "turn"; }
+
 // The turns of the prompt, each from its first row to the next one's. Errors: rows that do not ascend or that k has not.
 std::vector<std::pair<index_t, index_t>> read_turns(const safetensors_file& in, index_t tokens) {
   std::vector<std::int64_t> first{0};
-  if (in.contains("turns")) {
+  const std::string name = turns_name(in);
+  if (in.contains(name)) {
     const std::int64_t shape[] = {any_size};
-    const engine::dtype type = in.at("turns").type;
-    tessera::require(type == engine::dtype::i64, "type of tensor turns", engine::dtype_name(type), "I64",
+    const engine::dtype type = in.at(name).type;
+    tessera::require(type == engine::dtype::i64, "type of tensor " + name, engine::dtype_name(type), "I64",
                      "dump the first row of each turn");
-    for (const std::int64_t row : in.to_int64("turns", shape)) {
+    for (const std::int64_t row : in.to_int64(name, shape)) {
       if (row == 0 && first.size() == 1) continue;  // where the first turn begins anyway
-      tessera::require(row > first.back() && row < tokens, "a row of tensor turns", row,
+      tessera::require(row > first.back() && row < tokens, "a row of tensor " + name, row,
                        tessera::value_range<std::int64_t>{first.back() + 1, tokens - 1}.text() + " behind " +
                            std::to_string(first.back()),
                        "dump the first row of each turn, ascending");
@@ -173,13 +177,33 @@ void require_products(const layer_tensors& layer) {
   }
 }
 
-// Gives the prompt to the cache, turn by turn, and ends each.
-void prefill(const layer_tensors& layer, const std::vector<std::pair<index_t, index_t>>& turns,
-             const std::string& method, method_cache& cache) {
+/// What the rows of the last turn's prompt attended, for a method that chooses lines.
+struct prompt_outputs {
+  index_t first = 0;
+  std::vector<float> out, lse;
+};
+
+// Errors: an output that is not finite. `row` says which one is looked at.
+void require_finite_row(const std::vector<float>& out, std::size_t begin, const layer_tensors& layer,
+                        const std::string& row) {
+  for (std::size_t i = 0; i < std::size_t(layer.q_heads * layer.head_dim); ++i) {
+    const float value = out[begin + i];
+    if (value - value == 0) continue;
+    tessera::fail(
+        "layer 0, query head " + std::to_string(i / std::size_t(layer.head_dim)) + ", " + row + ": the attention",
+        value, "a finite number", "products overflow float: scale queries, keys or values");
+  }
+}
+
+// Gives the prompt to the cache, turn by turn, and ends each. Where the method chooses lines, its prompts are attended.
+prompt_outputs prefill(const layer_tensors& layer, const std::vector<std::pair<index_t, index_t>>& turns,
+                       const method_info& info, method_cache& cache) {
+  const std::string& method = info.name;
   const index_t given = layer.q ? layer.q->shape[0] : 0;
+  const auto rows_needed = [&](index_t tokens) { return info.chooses_lines ? tokens : cache.queries_needed(tokens); };
   index_t needed = 0;
   for (const auto& [begin, end] : turns) {
-    const index_t rows = cache.queries_needed(end - begin);
+    const index_t rows = rows_needed(end - begin);
     if (rows > 0) needed = std::max(needed, layer.tokens - (end - rows));
   }
   tessera::require(
@@ -192,16 +216,28 @@ void prefill(const layer_tensors& layer, const std::vector<std::pair<index_t, in
     rows.tokens = end - begin;
     return rows;
   };
+  prompt_outputs last;
   for (const auto& [begin, end] : turns) {
-    const index_t rows = cache.queries_needed(end - begin), skipped = layer.tokens - given;
+    const index_t rows = rows_needed(end - begin), skipped = layer.tokens - given;
     input_rows q = rows > 0 ? rows_of(layer.q->tokens_first(), end - rows - skipped, end - skipped) : input_rows{};
     q.heads = layer.q_heads;
     if (!layer.boundaries.empty()) {
       cache.begin_chunk(std::span(layer.boundaries).subspan(std::size_t(begin), std::size_t(end - begin)));
     }
     cache.observe(0, q, rows_of(layer.k.heads_first(), begin, end), rows_of(layer.v.heads_first(), begin, end));
+    if (info.chooses_lines) {
+      const std::size_t row = std::size_t(layer.q_heads) * std::size_t(layer.head_dim);
+      last.first = begin;
+      last.out.resize(std::size_t(end - begin) * row);
+      last.lse.resize(std::size_t(end - begin) * std::size_t(layer.q_heads));
+      cache.attend_prompt(0, q, last.out.data(), last.lse.data());
+      for (index_t token = begin; token < end; ++token) {
+        require_finite_row(last.out, std::size_t(token - begin) * row, layer, "prompt token " + std::to_string(token));
+      }
+    }
     cache.end_prefill();
   }
+  return last;
 }
 
 // What lies in the file beside what this method reads.
@@ -210,8 +246,8 @@ std::vector<std::string> unused_tensors(const safetensors_file& in, const method
   std::vector<std::string> all;
   for (const auto& [name, tensor] : in.tensors()) {
     const bool known = name == "k" || name == "v" || name == "q_decode" || name == "k_decode" || name == "v_decode" ||
-                       name == "turns" || (name == "boundaries" && method.needs_segments) ||
-                       (name == "q" && cache.queries_needed(layer.tokens) > 0);
+                       name == turns_name(in) || (name == "boundaries" && method.needs_segments) ||
+                       (name == "q" && (method.chooses_lines || cache.queries_needed(layer.tokens) > 0));
     if (!known) all.push_back(name);
   }
   return all;
@@ -229,6 +265,27 @@ struct index_lists {
     file.add(name + ".indices", {std::int64_t(indices.size())}, std::span<const std::int32_t>(indices));
   }
 };
+
+// The last turn's lines, by query head, and what its rows attended along them.
+void write_lines(const tessera::prompt_lines& lines, const prompt_outputs& prompt, const layer_tensors& layer,
+                 engine::safetensors_writer& file) {
+  index_lists vertical, slash;
+  for (index_t head = 0; head < layer.q_heads; ++head) {
+    const bool any = std::size_t(head) < lines.heads.size();
+    vertical.add(any ? lines.heads[std::size_t(head)].vertical : std::vector<index_t>{});
+    slash.add(any ? lines.heads[std::size_t(head)].slash : std::vector<index_t>{});
+  }
+  const std::int64_t rows = layer.tokens - prompt.first;
+  file.add("lines.rows", {std::int64_t(lines.rows.size())}, std::span<const std::int32_t>(lines.rows));
+  vertical.write(file, "lines.vertical");
+  slash.write(file, "lines.slash");
+  std::vector<index_t> dense;
+  for (index_t row = lines.heads.empty() ? prompt.first : lines.dense_from; row < layer.tokens; ++row)
+    dense.push_back(row);
+  if (!dense.empty()) file.add("lines.dense_rows", {std::int64_t(dense.size())}, std::span<const std::int32_t>(dense));
+  file.add("prefill_out", {rows, layer.q_heads, layer.head_dim}, std::span<const float>(prompt.out));
+  file.add("prefill_lse", {rows, layer.q_heads}, std::span<const float>(prompt.lse));
+}
 
 // Returns how many tokens have a score.
 std::int64_t write_scores(const ranked_tokens& ranked, index_t kv_heads, engine::safetensors_writer& file) {
@@ -251,12 +308,9 @@ std::int64_t write_scores(const ranked_tokens& ranked, index_t kv_heads, engine:
 // What is left of the vectors, of a method that keeps every token and leaves elements of them out.
 void write_packed(method_cache& cache, const layer_tensors& layer, engine::safetensors_writer& file) {
   const std::optional<stored_rows> rows = cache.unpacked(0);
-  if (!rows) return;
-  const std::int64_t values = std::int64_t(layer.kv_heads) * layer.tokens * layer.head_dim;
-  if (std::int64_t(rows->k.size()) != values) return;  // tokens were dropped: heads hold other ones
-  const std::vector<std::int64_t> shape{layer.kv_heads, layer.tokens, layer.head_dim};
-  file.add("packed.k", shape, std::span<const float>(rows->k));
-  file.add("packed.v", shape, std::span<const float>(rows->v));
+  if (!rows || rows->k.size() != layer.k.values.size()) return;  // none, or heads hold other tokens
+  file.add("packed.k", {layer.kv_heads, layer.tokens, layer.head_dim}, std::span<const float>(rows->k));
+  file.add("packed.v", {layer.kv_heads, layer.tokens, layer.head_dim}, std::span<const float>(rows->v));
 }
 
 // Runs the decode steps one by one and writes down what they read and what came out.
@@ -276,13 +330,7 @@ void decode(const layer_tensors& layer, method_cache& cache, engine::safetensors
     cache.step(0, one(*layer.q_decode, step), one(*layer.k_decode, step), one(*layer.v_decode, step),
                out.data() + std::size_t(step) * row, lse.data() + std::size_t(step) * std::size_t(layer.q_heads));
     for (const auto& positions : cache.attended(0)) attended.add(positions);
-    for (std::size_t i = 0; i < row; ++i) {
-      const float value = out[std::size_t(step) * row + i];
-      if (value - value == 0) continue;
-      tessera::fail("layer 0, query head " + std::to_string(i / std::size_t(layer.head_dim)) + ", step " +
-                        std::to_string(step) + ": the attention",
-                    value, "a finite number", "products overflow float: scale queries, keys or values");
-    }
+    require_finite_row(out, std::size_t(step) * row, layer, "step " + std::to_string(step));
   }
   attended.write(file, "attend");
   file.add("out", {steps, layer.q_heads, layer.head_dim}, std::span<const float>(out));
@@ -316,11 +364,13 @@ compressed compress(const safetensors_file& in, const compress_options& options)
   if (options.scores || blocks) (void)cache->trace_ranked();
   compressed result;
   const auto turns = read_turns(in, layer.tokens);
-  prefill(layer, turns, method.name, *cache);
+  if (method.chooses_lines) (void)cache->trace_lines();
+  const prompt_outputs prompt = prefill(layer, turns, method, *cache);
   index_lists kept;
   for (index_t head = 0; head < layer.kv_heads; ++head) kept.add(cache->positions(0, head));
   kept.write(result.file, "keep");
   write_packed(*cache, layer, result.file);
+  if (method.chooses_lines) write_lines(cache->lines(0), prompt, layer, result.file);
   if (options.scores) result.ranked = write_scores(cache->ranked(0), layer.kv_heads, result.file);
   if (blocks) {
     const ranked_tokens ranked = cache->ranked(0);  // one set for all heads, or that of the first one

@@ -71,13 +71,14 @@ class cache {
     conversations_.took_chunk(layer, id, k.tokens, marks);
   }
 
-  /// Causal attention of the newest q.tokens tokens of a layer over everything that it stores.
+  /// Causal attention of the newest q.tokens tokens of a layer over everything that it stores or, where the recipe's prefill
+  /// policy chooses lines, over the lines that it chooses by these queries: then pass a whole chunk at once.
   /// Shapes   q [tokens, q_heads, k_dim], out [tokens, q_heads, v_dim], lse [tokens, q_heads] (data null: not wanted).
   template <class E>
   void prefill_attention(index_t layer, index_t id, const rows_view<const E>& q, const rows_view<float>& out,
                          const rows_view<float>& lse = {}) {
     conversations_.check_prompt_attention(layer, id, q, out, lse);
-    layers_.prompt_attention(layer, id, conversations_.at(id, layer).next_position - q.tokens, q, {out, lse});
+    layers_.prompt_attention(layer, id, recipe_, conversations_.at(id, layer).next_position - q.tokens, q, {out, lse});
   }
 
   /// Ends a turn's prompt: where the schedule says so, every layer chooses anew what it keeps and frees the rest, or what
@@ -85,7 +86,7 @@ class cache {
   void end_prefill(index_t id) {
     const planned<Recipe> fitted = conversations_.plan_prompt_end(recipe_, id);
     const bool due = recipe_.schedule.due(moment::prompt_end, conversations_.clock_of_prompt_end(id));
-    layers_.end_prefill(id, fitted, due, conversations_.at(id).front().next_position);
+    layers_.end_prefill(id, recipe_, fitted, due, conversations_.at(id).front().next_position);
     conversations_.end_prompt(id, fitted);
   }
 
@@ -102,7 +103,7 @@ class cache {
               const rows_view<const E>& v, const rows_view<float>& out, const rows_view<float>& lse = {}) {
     conversations_.check_step(layer, step, q, k, v, out, lse);
     conversations_.check_order(layer, step);
-    layers_.step(layer, step, conversations_, q, k, v, {out, lse});
+    layers_.step(layer, recipe_, step, conversations_, q, k, v, {out, lse});
     conversations_.took_step(layer, step);
   }
 
@@ -135,6 +136,14 @@ class cache {
   const std::vector<std::vector<index_t>>& attended(index_t layer, index_t id) const {
     conversations_.at(id, layer);
     return layers_.log().attended(layer, id);
+  }
+
+  /// Whether prompts write down which lines they attend; off by default.
+  void trace_lines(bool on) { layers_.trace_lines(on); }
+  /// Lines of the last traced prompt chunk of a layer; no heads where all of its rows attend everything.
+  const prompt_lines& lines(index_t layer, index_t id) const {
+    conversations_.at(id, layer);
+    return layers_.lines(layer, id);
   }
 
   /// Whether the first stage writes down what it ranked; off by default.

@@ -5,21 +5,23 @@
 #include <string>
 #include <string_view>
 
+#include "prefill/dense_prefill.hpp"
 #include "recipe_checks.hpp"
 #include "stages.hpp"
 
 TESSERA_NAMESPACE_BEGIN
 
 /// The policies of one cache. A published method derives from a recipe, adds its name and sets its paper's defaults.
-template <class Retain, class Layout, class Retrieve, class Attention, class Schedule>
+template <class Retain, class Layout, class Retrieve, class Attention, class Schedule, class Prefill = dense_prefill>
 struct recipe {
-  static_assert(check_recipe<Retain, Layout, Retrieve, Attention, Schedule>());
+  static_assert(check_recipe<Retain, Layout, Retrieve, Attention, Schedule, Prefill>());
   using retain_type = Retain;
   using retrieve_type = Retrieve;
   using layout_type = Layout;
   using attention_type = Attention;
   using schedule_type = Schedule;
-  static constexpr bool host_only = !runs_on_devices<Retain, Layout, Retrieve, Attention, Schedule>;
+  using prefill_type = Prefill;
+  static constexpr bool host_only = !runs_on_devices<Retain, Layout, Retrieve, Attention, Schedule, Prefill>;
 
   Retain retain{};
   Retrieve retrieve{};
@@ -28,6 +30,7 @@ struct recipe {
   static constexpr value_range<index_t> layer_counts{0, 1 << 16};
   index_t dense_layers = 0;  ///< so many of the first layers keep and read everything
   Layout layout{};
+  Prefill prefill{};
 
   /// What the budget may be; nothing counts tokens where everything is retained and read.
   static constexpr value_range<index_t> budgets = Retain::chooses ? Retain::budgets : Retrieve::budgets;
@@ -52,6 +55,8 @@ struct recipe {
                    Retain::chooses ? "read_tokens" : "budget", Layout::k_dim);
     layout.check(retrieve.mean_block());
     layer_counts.check("dense_layers", dense_layers, "pass how many layers stay whole");
+    if constexpr (requires { schedule.check(); }) schedule.check();
+    if constexpr (line_pattern<Prefill>) prefill.check();
   }
 
   /// What the budget comes to in a conversation whose first prompt has `prompt` tokens.
@@ -90,6 +95,8 @@ struct recipe {
       // An estimate's channels are others than those that are stored.
       visit(Retrieve::estimates && name == "channels" ? "packed_channels" : name.data(), value, allowed, about);
     });
+    if constexpr (has_parameters<Schedule>) Schedule::parameters(self.schedule, visit);
+    if constexpr (line_pattern<Prefill>) Prefill::parameters(self.prefill, visit);
     visit("dense_layers", self.dense_layers, layer_counts, "so many of the first layers keep and read everything");
   }
 
@@ -101,6 +108,7 @@ struct recipe {
     Layout::policies(visit);
     visit("attention", Attention::name);
     visit("schedule", Schedule::name);
+    if constexpr (line_pattern<Prefill>) visit("prefill", Prefill::name);
   }
 };
 

@@ -3,6 +3,7 @@
 
 #include "concepts/attention.hpp"
 #include "concepts/layout.hpp"
+#include "concepts/prefill.hpp"
 #include "concepts/schedule.hpp"
 #include "stages.hpp"
 
@@ -14,16 +15,17 @@ inline constexpr bool reads_block_means = requires {
   requires Retrieve::scorer_type::reads_means;
 };
 
-template <class Retain, class Layout, class Retrieve, class Attention, class Schedule>
+template <class Retain, class Layout, class Retrieve, class Attention, class Schedule, class Prefill>
 constexpr bool check_recipe() {
-  static_assert(check_layout<Layout>() && check_attention<Attention>() && check_schedule<Schedule>());
+  static_assert(check_layout<Layout>() && check_attention<Attention>() && check_schedule<Schedule>() &&
+                check_prefill<Prefill>());
   constexpr bool in_steps = fires_in_steps<Schedule>;
   static_assert(Retrieve::retrieves == Attention::gathers,
                 "tessera: a recipe that retrieves needs an attention that gathers, and one that does not needs an "
                 "attention that reads everything");
   static_assert(Retain::chooses || !in_steps,
                 "tessera: a schedule that fires in steps has nothing to do when everything is retained");
-  static_assert(Retain::drops || !Retain::chooses || !in_steps,
+  static_assert(Retain::drops || !Retain::chooses || !in_steps || Retain::follows,
                 "tessera: a filter is chosen when a turn's prompt ends, not in steps; use once");
   static_assert(!Retain::plans || Retrieve::retrieves,
                 "tessera: a budget over two stages needs a second stage; add retrieve, or take a budget of one stage");
@@ -31,7 +33,7 @@ constexpr bool check_recipe() {
                 "tessera: a budget over two stages is planned when a prompt ends, not in steps; use once");
   static_assert(!in_steps || !Retain::reuses,
                 "tessera: layers that keep another one's choice choose when a prompt ends, not in steps; use once");
-  static_assert(!in_steps || Retain::observed != observes::window,
+  static_assert(!in_steps || Retain::observed != observes::window || Retain::follows,
                 "tessera: a scorer that observes the prompt's window learns nothing from decode steps; retain once");
   static_assert(!Schedule::fires_at(moment::step_begin) || !Schedule::fires_at(moment::step_end),
                 "tessera: a schedule fires before a step reads or at its end, not at both");
@@ -45,6 +47,11 @@ constexpr bool check_recipe() {
       "tessera: block means are of everything that is stored, not of what a filter lets through; take retain");
   static_assert(!reads_block_means<Retrieve> || !Schedule::fires_at(moment::step_begin),
                 "tessera: block means are of what is stored when a step reads; take a schedule that drops at its end");
+  static_assert(!Retain::splits || (!Retain::drops && !Retrieve::retrieves),
+                "tessera: lists of single query heads can only be read, from a filter without a second stage; take the "
+                "scope per_head");
+  static_assert(!lasting_pattern<Prefill> || (Retain::chooses && !Retain::drops),
+                "tessera: lines that join what decoding reads need a filter to join; take covering_lines");
   return true;
 }
 

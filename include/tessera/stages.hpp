@@ -32,8 +32,11 @@ constexpr bool check_first_stage() {
                 "tessera: a budget that compares heads needs a scorer whose scores are comparable across heads");
   static_assert(!std::is_same_v<typename Selector::unit, page_unit>,
                 "tessera: whole pages cannot meet a head's count exactly; choose them in retrieve");
-  static_assert(!joining_scope<Scope> || !weighted_scorer<Scorer>,
+  static_assert(!(joining_scope<Scope> || splitting_scope<Scope>) || !weighted_scorer<Scorer>,
                 "tessera: weights are those of a kv_head's own values; take the scope per_head");
+  static_assert(!splitting_scope<Scope> || (Scorer::observed == observes::window && !Budget::compares_heads),
+                "tessera: query heads of a group choose apart by a window of queries, under a budget that compares no "
+                "heads; take the scope per_head");
   static_assert(!joining_scope<Scope> || !Budget::compares_heads,
                 "tessera: a budget that compares heads has nothing to compare where all heads of a layer keep the same "
                 "slots; take a budget that goes by lengths, or the scope per_head");
@@ -56,8 +59,12 @@ struct choosing_stage {
   static constexpr bool needs_segments = segment_scorer<Scorer> || segment_selector<Selector>;
   /// Whether layers may keep what another one has chosen.
   static constexpr bool reuses = reusing_scope<Scope>;
+  /// Whether the query heads of a group may choose apart.
+  static constexpr bool splits = splitting_scope<Scope>;
   /// What the scorer has to see.
   static constexpr observes observed = Scorer::observed;
+  /// Whether it sees the queries of decode steps too, as the newest of its window.
+  static constexpr bool follows = following_scorer<Scorer>;
   /// Whether one token budget is split over both stages.
   static constexpr bool plans = planning_budget<Budget>;
   static constexpr value_range<index_t> budgets = [] {
@@ -78,7 +85,7 @@ struct choosing_stage {
     // What a plan leaves for this stage is known once the prompt is: see `plan`.
     scorer.check(plans ? std::numeric_limits<index_t>::max() : budget.tokens);
     selector.check();
-    if constexpr (reusing_scope<Scope>) scope.check();
+    if constexpr (requires { scope.check(); }) scope.check();
   }
 
   /// What the budget comes to in a conversation whose first prompt has `prompt` tokens.
@@ -123,14 +130,14 @@ struct choosing_stage {
     Scorer::parameters(self.scorer, visit);
     Budget::parameters(self.budget, visit);
     Selector::parameters(self.selector, visit);
-    if constexpr (reusing_scope<Scope>) Scope::parameters(self.scope, visit);
+    if constexpr (has_parameters<Scope>) Scope::parameters(self.scope, visit);
   }
   template <class Visit>
   static void policies(const char* scorer_axis, Visit&& visit) {
     visit(scorer_axis, Scorer::name);
     visit("budget", Budget::name);
     visit("selector", Selector::name);
-    if constexpr (joining_scope<Scope>) visit("scope", Scope::name);
+    if constexpr (!std::is_same_v<Scope, per_head>) visit("scope", Scope::name);
   }
 };
 
@@ -157,7 +164,8 @@ struct filter : choosing_stage<Scorer, Budget, Selector, Scope> {
 
 /// Everything stays, and steps may read all of it.
 struct retain_all {
-  static constexpr bool chooses = false, drops = false, plans = false, needs_segments = false, reuses = false;
+  static constexpr bool chooses = false, drops = false, plans = false, needs_segments = false, reuses = false,
+                        splits = false, follows = false;
   static constexpr observes observed = observes::nothing;
   static constexpr value_range<index_t> budgets{0, 0};
   index_t* tokens() const { return nullptr; }

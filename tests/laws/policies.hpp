@@ -174,10 +174,11 @@ void obeys_the_laws_of_schedules(const S& policy) {
     bool fired = false;
     for (index_t turn = 1; turn <= 4; ++turn) {
       for (index_t steps = now == moment::prompt_end ? 0 : 1; steps <= (now == moment::prompt_end ? 0 : 200); ++steps) {
-        const bool due = policy.due(now, {turn, steps});
+        const turn_clock clock{turn, steps, steps, index_t(steps > 0)};  // each step has one token
+        const bool due = policy.due(now, clock);
         fired |= due;
         // What is due is a matter of the moment and the clock alone.
-        REQUIRE(policy.due(now, {turn, steps}) == due);
+        REQUIRE(policy.due(now, clock) == due);
       }
     }
     CHECK(fired == S::fires_at(now));

@@ -9,6 +9,8 @@
 #include <tessera/methods/full.hpp>
 #include <tessera/methods/h2o.hpp>
 #include <tessera/methods/hsa.hpp>
+#include <tessera/methods/loopserve.hpp>
+#include <tessera/methods/minference.hpp>
 #include <tessera/methods/pyramidkv.hpp>
 #include <tessera/methods/quest.hpp>
 #include <tessera/methods/rocketkv.hpp>
@@ -16,6 +18,7 @@
 #include <tessera/methods/snapkv.hpp>
 #include <tessera/methods/sparq.hpp>
 #include <tessera/methods/streaming_llm.hpp>
+#include <tessera/methods/tri_shape.hpp>
 
 #include "methods/support/mixtures.hpp"
 
@@ -99,6 +102,9 @@ TEST_CASE("every method lists its parameters by unique names") {
   CHECK(parameter_names<rocketkv<fp32, 64>>() ==
         names{"window", "pool", "pool_kind", "max_new", "split", "page", "channels", "unit", "dense_layers"});
   CHECK(parameter_names<rocketkv_mt<fp32, 64>>() == parameter_names<rocketkv<fp32, 64>>());
+  CHECK(parameter_names<loopserve<fp32, 64>>() ==
+        names{"observed", "per", "every", "alpha", "rows", "seed", "algorithm", "lines", "dense_layers"});
+  CHECK(parameter_names<tri_shape<fp32, 64>>() == names{"init", "local", "dense_rows", "dense_layers"});
   CHECK(parameter_names<methods_test::mixtures::snapkv_quest>() ==
         names{"window", "pool", "pool_kind", "read_tokens", "max_new", "page", "dense_layers"});
   CHECK(parameter_names<methods_test::mixtures::two_stages>() ==
@@ -109,6 +115,10 @@ TEST_CASE("every method lists its policies in the order of the pipeline") {
   CHECK(policy_names<full<fp32, 64>>() == names{"dense_rows", "runs", "dense_decode", "once"});
   CHECK(policy_names<snapkv<fp32, 64>>() ==
         names{"observation_window", "uniform", "top_tokens", "dense_rows", "runs", "dense_decode", "once"});
+  CHECK(policy_names<loopserve<fp32, 64>>() == names{"newest_queries", "uniform", "top_tokens", "per_head_or_query",
+                                                     "dense_rows", "runs", "dense_decode", "every_outputs",
+                                                     "lasting_lines"});
+  CHECK(policy_names<minference<fp32, 64>>() == names{"dense_rows", "runs", "dense_decode", "once", "vertical_slash"});
   CHECK(policy_names<exact_topk<fp32, 64>>() ==
         names{"exact_score", "top_tokens", "dense_rows", "runs", "gathered_decode", "once"});
   CHECK(policy_names<rocketkv<fp32, 64>>() == names{"observation_window", "two_stage", "top_tokens", "hybrid_min_max",
@@ -134,6 +144,12 @@ TEST_CASE("published defaults are the papers'") {
   CHECK(rocketkv_mt<fp32, 64>{}.retain.scorer.window == 128);
   CHECK(rocketkv_mt<fp32, 64>{}.retain.scorer.pool == 63);
   CHECK(quest<fp32, 64>{}.retrieve.scorer.page == 16);
+  const loopserve<fp32, 64> loop;
+  CHECK((loop.prefill.alpha == 0.955f && loop.prefill.rows == 48 && loop.schedule.every == 16));
+  CHECK((loop.retain.scorer.window == 16 && loop.budget() == 1024 && !loop.prefill.adds_to_reading()));
+  CHECK((minference<fp32, 64>{}.prefill.vertical == 1000 && minference<fp32, 64>{}.prefill.slash == 6096));
+  const tri_shape<fp32, 64> tri;
+  CHECK((tri.prefill.init == 128 && tri.prefill.local == 4096 && tri.prefill.dense_rows == 128));
 }
 
 TEST_CASE("a recipe's budget is what it retains, else what a step reads, else none") {

@@ -25,6 +25,8 @@ support::random_cache_calls calls_of(const std::string& method, support::rng& ra
   for (const number& one : numbers_of(method)) {
     known.has_budget = known.has_budget || one.name == "budget";
     if (one.name == "window") chosen.values["window"] = random.between(1, 4);
+    if (one.name == "observed") chosen.values["observed"] = random.between(1, 4);
+    if (one.name == "every") chosen.values["every"] = 1;  // or sequences of a batch may differ in what is due
     if (one.name == "max_new") chosen.values["max_new"] = random.between(4, 12);
   }
   known.has_two = traits_of(method).scorer != traits::first::none;

@@ -186,7 +186,9 @@ def line(result):
     if "failed" in result:
         return result["failed"]
     figures = [f"{name} {result[key] * scale:{form}}" for name, key, scale, form in COLUMNS if key in result]
-    return ", ".join(figures + [f"captured step: {result['captured_step']}"] * ("captured_step" in result))
+    if "captured_step" in result:
+        figures.append(f"captured step: {result['captured_step']}")
+    return ", ".join(figures)
 
 
 def table(results):

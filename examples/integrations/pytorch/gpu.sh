@@ -26,12 +26,14 @@ left() { echo $((limit > SECONDS ? limit - SECONDS : 1)); }
 export PYTHONPATH=$work/site:$here PYTHONUNBUFFERED=1 TESSERA_TORCH_CACHE=${TESSERA_TORCH_CACHE:-$work/built}
 export OMP_WAIT_POLICY=passive TOKENIZERS_PARALLELISM=false HF_HUB_OFFLINE=1 USE_TF=0 USE_FLAX=0
 export PATH=$PATH:/usr/local/cuda/bin
+# A compiler that the machine names may link its own libstdc++ in: what it makes cannot be loaded beside torch's.
+unset CC CXX CUDAHOSTCXX
 nvidia-smi --query-gpu=name,driver_version,clocks.sm,temperature.gpu --format=csv,noheader || true
 nvcc --version | tail -n 2
 
 echo "--- building ($SECONDS s)"
 ONLY=$only python3 - <<'PYTHON'
-import os, sys, threading, torch, transformers
+import os, sys, threading, tessera_torch, torch, transformers
 sys.path.insert(0, "tests")
 from tessera_torch import build
 print("Python", sys.version.split()[0], "torch", torch.__version__, "transformers", transformers.__version__)
@@ -42,7 +44,14 @@ if os.environ["ONLY"] != "benchmark":
     wanted += [(name, torch.bfloat16, 64, "cuda") for name in reversed(tessera_torch.methods())]
     wanted += [("full", torch.bfloat16, dim, "cuda") for dim in (256, 96, 128)]
     wanted += [(name, dtype, 64) for name in tessera_torch.methods() for dtype in (torch.bfloat16, torch.float32)]
-recipes = threading.Thread(target=build.build_all, args=(list(dict.fromkeys(wanted)),))
+
+def build_recipes():
+    try:
+        build.build_all(list(dict.fromkeys(wanted)))
+    except ValueError as problem:  # all others are built; what runs on the host alone is skipped by the tests
+        print(problem)
+
+recipes = threading.Thread(target=build_recipes)
 recipes.start()
 build.operators()
 recipes.join()

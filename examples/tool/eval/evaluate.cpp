@@ -1,6 +1,7 @@
 #include "evaluate.hpp"
 
 #include <algorithm>
+#include <optional>
 #include <tessera/core/error.hpp>
 
 #include "tool/methods/registry.hpp"
@@ -92,13 +93,39 @@ void evaluation::ask_all(const std::string& family, const std::vector<planned_tu
   const std::vector<std::uint8_t> boundaries = tokenizer_.boundaries(turns[0].prompt);
   engine::prefill_options options = ticking();
   options.boundaries = boundaries;
-  const std::vector<float> logits = model_.prefill_all(turns[0].prompt, shared, options);
+  const auto logits = prefill_first(turns[0].prompt, shared, options);
   for (std::size_t i = 0; i < variants_.size(); ++i) {
     const auto cache = shared[cache_of_variant_[i]]->clone();
     if (variants_[i].budget) cache->set_budget(*variants_[i].budget);
     cache->end_prefill();
-    answer(i, family, turns, logits, *cache);
+    answer(i, family, turns, logits[cache_of_variant_[i]], *cache);
   }
+}
+
+// Logits of a document's last token by cache. Methods whose prompts attend lines see other hidden states than dense ones: each
+// passes the document through the model alone, all others together.
+std::vector<std::vector<float>> evaluation::prefill_first(const std::vector<token_t>& prompt,
+                                                          std::vector<std::unique_ptr<method_cache>>& caches,
+                                                          const engine::prefill_options& options) const {
+  std::vector<std::vector<std::size_t>> passes;
+  std::optional<std::size_t> dense;
+  for (std::size_t i = 0; i < caches.size(); ++i) {
+    const bool alone = variants_[first_of_method_[i]].method->chooses_lines;
+    if (alone || !dense) passes.emplace_back();
+    if (!alone && !dense) dense = passes.size() - 1;
+    passes[alone ? passes.size() - 1 : *dense].push_back(i);
+  }
+  std::vector<std::vector<float>> logits(caches.size());
+  for (const auto& pass : passes) {
+    std::vector<std::unique_ptr<method_cache>> together;
+    for (const std::size_t i : pass) together.push_back(std::move(caches[i]));
+    const std::vector<float> last = model_.prefill_all(prompt, together, options);
+    for (std::size_t i = 0; i < pass.size(); ++i) {
+      caches[pass[i]] = std::move(together[i]);
+      logits[pass[i]] = last;
+    }
+  }
+  return logits;
 }
 
 // All turns of one variant, from the logits and the cache after the first prompt.

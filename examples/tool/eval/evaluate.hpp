@@ -78,6 +78,9 @@ class evaluation {
 
  private:
   void ask_all(const std::string& family, const std::vector<planned_turn>& turns);
+  std::vector<std::vector<float>> prefill_first(const std::vector<engine::token_t>& prompt,
+                                                std::vector<std::unique_ptr<method_cache>>& caches,
+                                                const engine::prefill_options& options) const;
   engine::prefill_options ticking() const;
   void answer(std::size_t variant, const std::string& family, const std::vector<planned_turn>& turns,
               std::vector<float> logits, method_cache& cache);

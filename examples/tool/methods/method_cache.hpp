@@ -6,8 +6,10 @@
 #include <string>
 #include <string_view>
 #include <tessera/backend/cpu/kernel/executor.hpp>
+#include <tessera/core/error.hpp>
 #include <tessera/core/model_shape.hpp>
 #include <tessera/core/parameters.hpp>
+#include <tessera/core/prompt_lines.hpp>
 #include <tessera/core/views.hpp>
 #include <utility>
 #include <vector>
@@ -58,6 +60,12 @@ class method_cache : public engine::kv_cache {
   virtual void step(int layer, const input_rows& q, const input_rows& k, const input_rows& v, float* out,
                     float* lse) = 0;
 
+  /// The attention of a prompt chunk that was observed, with its log-sum-exp. Shapes: as `step`.
+  /// Errors: a cache on another backend than the CPU.
+  virtual void attend_prompt(int, const input_rows&, float*, float*) {
+    tessera::fail("attention of a prompt by itself", "asked of this cache", "a cache on the CPU", "use --backend cpu");
+  }
+
   /// An independent copy.
   virtual std::unique_ptr<method_cache> clone() const = 0;
 
@@ -85,6 +93,11 @@ class method_cache : public engine::kv_cache {
 
   /// What is left of the vectors of a layer, of a method that leaves elements out; else nothing.
   virtual std::optional<stored_rows> unpacked(int) { return std::nullopt; }
+
+  /// From now on prompts write down which lines they attend: see `lines`. False where this cache cannot.
+  virtual bool trace_lines() { return false; }
+  /// Of the last chunk; no heads where all of its rows attend everything.
+  virtual tessera::prompt_lines lines(int) const { return {}; }
 
   /// The same cache for the engine on the device; null for a cache of the CPU.
   virtual engine::cuda::kv_cache* on_device() { return nullptr; }
@@ -127,6 +140,7 @@ struct method_info {
   bool needs_segments = false;            ///< a prompt must come with the boundaries of its segments
   bool keeps_blocks_of_segments = false;  ///< `ranked_tokens::blocks` says of what size
   bool on_cuda = true;                    ///< the CUDA backend runs it
+  bool chooses_lines = false;             ///< a prompt's rows attend lines, chosen by all of its queries
   tessera::value_range<index_t> budgets;  ///< what the budget may be
   std::string budget_counts;              ///< and what it counts
   std::vector<policy_info> policies;

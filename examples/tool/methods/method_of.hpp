@@ -32,6 +32,11 @@ class cache_of final : public method_cache {
     reads_ = {};
   }
 
+  void attend_prompt(int layer, const input_rows& q, float* out, float* lse) override {
+    cache_.prefill_attention(layer, sequence_, q, outputs(out, q.tokens),
+                             tessera::nhd_rows(lse, q.tokens, cache_.shape().q_heads, 1));
+  }
+
   void decode(int layer, const float* q, const float* k, const float* v, int tokens, float* out) override {
     step(layer, queries(q, tokens), keys(k, tokens), keys(v, tokens), out, nullptr);
   }
@@ -67,6 +72,11 @@ class cache_of final : public method_cache {
     cache_.trace_ranked(true);
     return true;
   }
+  bool trace_lines() override {
+    cache_.trace_lines(true);
+    return true;
+  }
+  tessera::prompt_lines lines(int layer) const override { return cache_.lines(layer, sequence_); }
   ranked_tokens ranked(int layer) const override {
     const auto& seen = cache_.ranked(layer, sequence_);
     return {seen.positions, seen.scores, seen.blocks};
@@ -135,6 +145,7 @@ method_info describe() {
   if constexpr (recipe::retain_type::chooses) {
     info.keeps_blocks_of_segments = tessera::segment_selector<typename recipe::retain_type::selector_type>;
   }
+  info.chooses_lines = recipe::prefill_type::chooses_lines;
   info.on_cuda = tessera::runs_on_devices<recipe>;
   info.budgets = recipe::budgets;
   info.budget_counts = budget_counts<recipe>();

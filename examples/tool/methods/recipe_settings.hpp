@@ -13,7 +13,7 @@ template <class Recipe>
 std::vector<parameter_info> parameters_of(const Recipe& recipe) {
   std::vector<parameter_info> all;
   Recipe::parameters(recipe, [&](const char* name, const auto& value, const auto& allowed, const char* about) {
-    all.push_back({name, value_text(value), allowed.text(), about});
+    all.push_back({name, value_text(value, allowed.text()), allowed.text(), about});
   });
   return all;
 }

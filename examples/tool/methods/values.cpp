@@ -55,21 +55,6 @@ void parse_value(std::string_view name, std::string_view text, std::string_view 
                    "pass it as " + std::string(name) + "=NUMBER, with a point for decimals");
 }
 
-void parse_value(std::string_view name, std::string_view text, std::string_view, tessera::pooling& value) {
-  require_one_of(name, text, {"max", "average"});
-  value = text == "max" ? tessera::pooling::max : tessera::pooling::average;
-}
-
-void parse_value(std::string_view name, std::string_view text, std::string_view, tessera::selection_unit& value) {
-  require_one_of(name, text, {"token", "page"});
-  value = text == "token" ? tessera::selection_unit::token : tessera::selection_unit::page;
-}
-
-void parse_value(std::string_view name, std::string_view text, std::string_view, tessera::segment_form& value) {
-  require_one_of(name, text, {"product", "balance"});
-  value = text == "product" ? tessera::segment_form::product : tessera::segment_form::balance;
-}
-
 void parse_value(std::string_view name, std::string_view text, std::string_view allowed, tessera::split_factor& value) {
   if (text == "adaptive") {
     value = {};
@@ -81,33 +66,11 @@ void parse_value(std::string_view name, std::string_view text, std::string_view 
   value = tessera::split_factor(factor);
 }
 
-void parse_value(std::string_view name, std::string_view text, std::string_view, tessera::row_reduction& value) {
-  require_one_of(name, text, {"sum", "max"});
-  value = text == "sum" ? tessera::row_reduction::sum : tessera::row_reduction::max;
-}
-
-void parse_value(std::string_view name, std::string_view text, std::string_view, tessera::packed_element& value) {
-  using tessera::packed_element;
-  const std::vector<std::string> words{"same", "bf16", "fp16", "fp8", "int4"};
-  require_one_of(name, text, words);
-  constexpr packed_element elements[] = {packed_element::same, packed_element::bf16, packed_element::fp16,
-                                         packed_element::fp8, packed_element::int4};
-  value = elements[std::find(words.begin(), words.end(), text) - words.begin()];
-}
-
 std::string value_text(index_t value) { return std::to_string(value); }
 
 std::string value_text(float value) {
   char text[32];
   return {text, std::to_chars(text, text + sizeof text, value).ptr};
-}
-
-std::string value_text(tessera::selection_unit value) {
-  return value == tessera::selection_unit::token ? "token" : "page";
-}
-
-std::string value_text(tessera::segment_form value) {
-  return value == tessera::segment_form::product ? "product" : "balance";
 }
 
 std::string value_text(tessera::split_factor value) {
@@ -116,25 +79,15 @@ std::string value_text(tessera::split_factor value) {
   return {text, std::to_chars(text, text + sizeof text, value.fixed).ptr};
 }
 
-std::string value_text(tessera::row_reduction value) { return value == tessera::row_reduction::sum ? "sum" : "max"; }
-
-std::string value_text(tessera::packed_element value) {
-  using tessera::packed_element;
-  switch (value) {
-    case packed_element::bf16:
-      return "bf16";
-    case packed_element::fp16:
-      return "fp16";
-    case packed_element::fp8:
-      return "fp8";
-    case packed_element::int4:
-      return "int4";
-    default:
-      return "same";
+std::vector<std::string> words_of(std::string_view allowed) {
+  std::vector<std::string> words;
+  for (std::size_t begin = 0; begin <= allowed.size();) {
+    const std::size_t end = std::min(allowed.find(" or ", begin), allowed.size());
+    words.emplace_back(allowed.substr(begin, end - begin));
+    begin = end + 4;
   }
+  return words;
 }
-
-std::string value_text(tessera::pooling value) { return value == tessera::pooling::max ? "max" : "average"; }
 
 element_type parse_element(std::string_view text) {
   require_one_of("dtype", text, {"fp32", "fp16", "bf16"});

@@ -1,18 +1,15 @@
 // Parameter values and names as text: parsing with errors that teach, and printing.
 #pragma once
 
+#include <algorithm>
 #include <cstdint>
 #include <string>
 #include <string_view>
 #include <tessera/budget/two_stage.hpp>
 #include <tessera/core/error.hpp>
-#include <tessera/core/packed_row.hpp>
 #include <tessera/core/parameters.hpp>
 #include <tessera/core/types.hpp>
-#include <tessera/core/units.hpp>
-#include <tessera/math/pool.hpp>
-#include <tessera/scorer/block_mean.hpp>
-#include <tessera/scorer/by_segment.hpp>
+#include <type_traits>
 #include <utility>
 #include <vector>
 
@@ -24,27 +21,39 @@ namespace tool {
 std::int64_t parse_count(std::string_view name, std::string_view text, std::int64_t least,
                          std::int64_t most = tessera::most_tokens);
 
+/// Throws tessera::error unless `text` is one of `allowed`; suggests the nearest.
+void require_one_of(std::string_view name, std::string_view text, const std::vector<std::string>& allowed);
+
 /// Parses a parameter of any type that policies use; `allowed` says in words what it may be.
 /// Errors: text of another type, or a number that the type does not hold.
 void parse_value(std::string_view name, std::string_view text, std::string_view allowed, index_t& value);
 void parse_value(std::string_view name, std::string_view text, std::string_view allowed, float& value);
-void parse_value(std::string_view name, std::string_view text, std::string_view allowed, tessera::pooling& value);
-void parse_value(std::string_view name, std::string_view text, std::string_view allowed,
-                 tessera::selection_unit& value);
-void parse_value(std::string_view name, std::string_view text, std::string_view allowed, tessera::segment_form& value);
 void parse_value(std::string_view name, std::string_view text, std::string_view allowed, tessera::split_factor& value);
-void parse_value(std::string_view name, std::string_view text, std::string_view allowed, tessera::row_reduction& value);
-void parse_value(std::string_view name, std::string_view text, std::string_view allowed,
-                 tessera::packed_element& value);
 
 std::string value_text(index_t value);
 std::string value_text(float value);
-std::string value_text(tessera::pooling value);
-std::string value_text(tessera::selection_unit value);
-std::string value_text(tessera::segment_form value);
 std::string value_text(tessera::split_factor value);
-std::string value_text(tessera::row_reduction value);
-std::string value_text(tessera::packed_element value);
+
+/// The words of a parameter that is an enumeration, in its order: of "max or average" two.
+std::vector<std::string> words_of(std::string_view allowed);
+
+template <class Word>
+requires std::is_enum_v<Word>
+void parse_value(std::string_view name, std::string_view text, std::string_view allowed, Word& value) {
+  const std::vector<std::string> words = words_of(allowed);
+  require_one_of(name, text, words);
+  value = Word(std::find(words.begin(), words.end(), text) - words.begin());
+}
+
+/// A value as `parse_value` takes it.
+template <class Value>
+std::string value_text(const Value& value, std::string_view allowed) {
+  if constexpr (std::is_enum_v<Value>) {
+    return words_of(allowed)[std::size_t(value)];
+  } else {
+    return value_text(value);
+  }
+}
 
 /// fp32, fp16 or bf16. Errors: any other word.
 element_type parse_element(std::string_view text);
@@ -69,9 +78,6 @@ std::string nearest(std::string_view text, const std::vector<std::string>& candi
 
 [[noreturn]] void fail_unknown_parameter(std::string_view given, std::string_view method,
                                          const std::vector<parameter_info>& known);
-
-/// Throws tessera::error unless `text` is one of `allowed`; suggests the nearest.
-void require_one_of(std::string_view name, std::string_view text, const std::vector<std::string>& allowed);
 
 /// Calls `use.template operator()<T, D>()` for a cache's element type and head dim. Errors: an unsupported head dim.
 template <class Use>

@@ -17,14 +17,17 @@ enum class moment {
 
 /// Where a conversation stands when its schedule is asked.
 struct turn_clock {
-  index_t turn = 0;   ///< prompts that have ended, the one that ends now included
-  index_t steps = 0;  ///< decode steps since the turn's prompt ended, the one that is asked about included
+  index_t turn = 0;     ///< prompts that have ended, the one that ends now included
+  index_t steps = 0;    ///< decode steps since the turn's prompt ended, the one that is asked about included
+  index_t outputs = 0;  ///< tokens of these steps
+  index_t tokens = 0;   ///< of them, those of the step that is asked about
 };
 
 /// A policy that says when the first stage chooses.
 ///   name
 ///   fires_at(moment)        static: whether it can fire at such a moment at all, known when compiling
 ///   due(moment, clock)      whether to choose now; asked on the host before the moment comes
+/// One with parameters has check() and parameters(self, visit) too.
 template <class S>
 concept schedule = requires(const S s, moment now, const turn_clock& at) {
   { S::name } -> std::convertible_to<const char*>;

@@ -30,6 +30,16 @@ concept reusing_scope = joining_scope<S> && requires(const S s, index_t place) {
   s.check();
 };
 
+/// A scope in which the query heads of a group may choose apart, each a list of its own over what their kv_head stores. Only for
+/// what is read: what is stored is their kv_head's.
+///   by_query_head() -> bool          whether they do
+///   check(), parameters(self, visit) as every policy has them
+template <class S>
+concept splitting_scope = requires(const S s) {
+  { s.by_query_head() } -> std::same_as<bool>;
+  s.check();
+};
+
 /// A policy that says which heads choose together.
 ///   name, and `join` and `joined` where the heads of a layer do; without them every kv_head chooses for itself
 template <class S>

@@ -188,6 +188,14 @@ concept has_window = requires(S& s) {
   { s.window } -> std::same_as<index_t&>;
 };
 
+/// A scorer whose window goes on from prompts into answers and from turn to turn: it observes the newest queries, whoever they
+/// are, and can score whenever a schedule asks.
+///   window_follows                       static: true
+template <class S>
+concept following_scorer = has_window<S> && S::observed == observes::window&& requires {
+  requires S::window_follows;
+};
+
 /// A policy that turns what it observed into scores.
 ///   name                                 its published name, or the quantity
 ///   observed                             one of `observes`

@@ -34,7 +34,7 @@ value_range(T, T) -> value_range<T>;  // for clang 16
 
 /// A parameter that is a word of an enumeration: each of its values is allowed.
 struct one_word_of {
-  const char* words;  ///< "max or average"
+  const char* words;  ///< of each value, in the enumeration's order: "max or average"
 
   std::string text() const { return words; }
   template <class T>

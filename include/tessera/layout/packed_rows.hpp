@@ -71,7 +71,7 @@ struct packed_rows {
     Basis::parameters(self.basis, visit);
     Tail::parameters(self.tail, visit);
     visit("segment", self.segment, segments, "tokens of a prompt that share a basis");
-    visit("element", self.element, one_word_of{"same, bf16, fp16, fp8 or int4"},
+    visit("element", self.element, one_word_of{"same or bf16 or fp16 or fp8 or int4"},
           "how packed elements are stored; same: as the cache's own type");
   }
   template <class Visit>

@@ -28,10 +28,8 @@ struct stored {
   Rows rows{};
 
   /// Bytes of K and V of one token of one kv_head before anything is left out, scales included.
-  static constexpr offset_t token_bytes() {
-    return offset_t(k_dim + v_dim) * offset_t(sizeof(typename encoding_type::stored_type)) +
-           (encoding_type::scaled ? 2 * offset_t(sizeof(float)) : 0);
-  }
+  static constexpr offset_t token_bytes() { return row_bytes(k_dim) + row_bytes(v_dim); }
+  static constexpr offset_t key_bytes() { return row_bytes(k_dim); }
 
   /// `block` of means that a second stage reads; 0: none.
   void check([[maybe_unused]] index_t block) const {
@@ -46,6 +44,12 @@ struct stored {
     visit("rows", Rows::name);
     if constexpr (requires { Rows::policies(visit); }) Rows::policies(visit);
     visit("placement", Where::name);
+  }
+
+ private:
+  static constexpr offset_t row_bytes(int dim) {
+    return offset_t(dim) * offset_t(sizeof(typename encoding_type::stored_type)) +
+           (encoding_type::scaled ? offset_t(sizeof(float)) : 0);
   }
 };
 

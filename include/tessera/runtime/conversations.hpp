@@ -42,6 +42,7 @@ class conversations {
     index_t step_began = -1;   ///< where it began; -1: none yet in this turn
     planned<Recipe> policies;
     std::vector<layer> layers;
+    index_t answer_began = 0;  ///< where the turn's decode steps begin
 
     const layer& front() const { return layers.front(); }
   };
@@ -154,6 +155,7 @@ class conversations {
     c.now = {c.now.turn + 1, 0};
     c.step_tokens = 0;
     c.step_began = -1;
+    c.answer_began = c.front().next_position;
     for (layer& state : c.layers) state.turn_tokens = 0;
   }
 
@@ -182,7 +184,7 @@ class conversations {
                 "at least the tokens of the step, which are " + std::to_string(tokens),
                 "raise the budget: a step of several tokens reads them all");
       }
-      const turn_clock then = step_clock(c);
+      const turn_clock then = step_clock(c, tokens);
       const bool first = due(recipe, moment::step_begin, then), last = due(recipe, moment::step_end, then);
       require(b == 0 || (first == step.evicts_first && last == step.evicts_last), "sequence id in a batch", ids[b],
               "one whose schedule is due when that of the others is",
@@ -196,7 +198,7 @@ class conversations {
     for (const index_t id : step.ids) {
       conversation& c = find(id);
       c.step_tokens = step.tokens;
-      c.now = step_clock(c);
+      c.now = step_clock(c, step.tokens);
       c.step_began = c.front().next_position;
     }
     return step;
@@ -245,8 +247,9 @@ class conversations {
   conversation& find(index_t id) { return const_cast<conversation&>(std::as_const(*this).at(id)); }
   static index_t first_prompt(const conversation& c) { return c.first_prompt ? c.first_prompt : c.front().turn_tokens; }
   /// The clock of the next step: one that was prepared at the same position and never taken does not count.
-  static turn_clock step_clock(const conversation& c) {
-    return {c.now.turn, c.now.steps + (c.step_began == c.front().next_position ? 0 : 1)};
+  static turn_clock step_clock(const conversation& c, index_t tokens) {
+    return {c.now.turn, c.now.steps + (c.step_began == c.front().next_position ? 0 : 1),
+            c.front().next_position - c.answer_began + tokens, tokens};
   }
   static bool due(const Recipe& recipe, moment now, const turn_clock& then) {
     return Recipe::schedule_type::fires_at(now) && recipe.schedule.due(now, then);

@@ -59,6 +59,7 @@ def check_compress(checks):
     checks.notes("compress --in layer --out kept --method streaming_llm --budget 40", "not used by streaming_llm: tensor q")
     check_scores(checks)
     check_segments(checks)
+    check_lines(checks)
     (folder / "kept").unlink()
 
     whole = safetensors(layer())
@@ -112,6 +113,27 @@ def check_segments(checks):
     checks.refuses(base, "boundaries[0] is 2", "0 or 1")
     (folder / "marked").write_bytes(safetensors({**layer(), "boundaries": ("U8", [59], bytes(59))}))
     checks.refuses(base, "boundaries")
+
+
+def check_lines(checks):
+    """LoopServe needs all queries, writes its lines and outputs, and reads anew every few steps."""
+    folder = checks.folder
+    base = "compress --in layer --out kept --method loopserve --budget 20"
+    (folder / "layer").write_bytes(safetensors(layer()))
+    checks.refuses(base, "n_q, the rows of tensor q is 40", "60 for loopserve")
+    (folder / "layer").write_bytes(safetensors(layer(n_q=60)))
+    checks.works(f"{base} --set every=2 --set rows=7", "60.0 of 60 tokens")
+    written = read_safetensors(folder / "kept")
+    for name, kind, shape in (("lines.rows", "I32", [7]), ("lines.vertical.indptr", "I64", [5]), ("lines.slash.indptr", "I64", [5]),
+                              ("prefill_out", "F32", [60, 4, 64]), ("prefill_lse", "F32", [60, 4]), ("attend.indptr", "I64", [7])):
+        checks.require((written[name]["dtype"], written[name]["shape"]) == (kind, shape), "loopserve", f"{name}: {written[name]}")
+    checks.require(tensor(folder, "attend.indptr") == (0, 21, 42, 64, 86, 107, 128), "loopserve", tensor(folder, "attend.indptr"))
+    checks.works(f"{base} --set per=q_head")
+    checks.require(read_safetensors(folder / "kept")["attend.indptr"]["shape"] == [13], "loopserve", "not a list a query head")
+    checks.refuses(f"{base} --set alpha=0", "alpha is 0")
+    checks.refuses(f"{base} --set per=token", "per", "kv_head, q_head")
+    checks.refuses("compress --in layer --out kept --method loopserve --budget 15", "observed is 16", "budget")
+    (folder / "layer").write_bytes(safetensors(layer()))
 
 
 def check_scores(checks):

@@ -4,6 +4,7 @@
 #ifdef TESSERA_TOOL_CUDA
 #include <algorithm>
 #include <cmath>
+#include <cstdint>
 #include <cstdio>
 #include <tessera/core/error.hpp>
 
@@ -55,6 +56,9 @@ layer_shape write_random_layer(rng& random, const std::filesystem::path& path) {
     add("k_decode", shape.steps, kv_heads, 1);
     add("v_decode", shape.steps, kv_heads, 1);
   }
+  std::vector<std::uint8_t> boundaries(static_cast<std::size_t>(shape.tokens));
+  for (auto& ends : boundaries) ends = random.chance(0.1);
+  writer.add("boundaries", {shape.tokens}, std::span<const std::uint8_t>(boundaries));
   writer.write(path);
   return shape;
 }

@@ -5,6 +5,7 @@
 #ifdef TESSERA_TOOL_CUDA
 #include <algorithm>
 #include <cmath>
+#include <cstdint>
 #include <cstdio>
 #include <filesystem>
 #include <random>
@@ -49,6 +50,13 @@ std::vector<token_t> random_tokens(std::size_t count) {
   std::vector<token_t> tokens(count);
   for (token_t& token : tokens) token = token_t(random() % 2048);
   return tokens;
+}
+
+/// Where segments of such a text end.
+std::vector<std::uint8_t> some_boundaries(std::size_t count) {
+  std::vector<std::uint8_t> ends(count);
+  for (std::size_t t = 0; t < count; ++t) ends[t] = t % 11 == 7;
+  return ends;
 }
 
 /// |a - b| / |b|
@@ -113,11 +121,14 @@ TEST_CASE("replayed steps give the bits of steps that were launched one by one")
   const tool_tests::tiny_model folder;
   auto model = engine::cuda::llama::load(folder.path());
   const auto prompt = random_tokens(200);
+  const std::vector<std::uint8_t> boundaries = some_boundaries(200);
+  engine::prefill_options options;
+  options.boundaries = boundaries;
   for (const auto& method : tool::methods()) {
     if (!method.on_cuda) continue;
     INFO(method.name);
     auto launched = tiny_cache(method.name, backend::cuda, 64);
-    model.prefill(prompt, *launched->on_device());
+    model.prefill(prompt, *launched->on_device(), options);
     const auto replayed = launched->clone();
     for (token_t token = 1; token < 40; ++token) {
       const auto bits = model.decode({&token, 1}, *replayed->on_device());
@@ -203,6 +214,8 @@ TEST_CASE("compress on CUDA keeps and reads what it does on the CPU") {
   add("q_decode", {5, 8, 128});
   add("k_decode", {5, 2, 128});
   add("v_decode", {5, 2, 128});
+  const std::vector<std::uint8_t> boundaries = some_boundaries(500);
+  writer.add("boundaries", {500}, std::span<const std::uint8_t>(boundaries));
   writer.write(folder / "layer");
   const auto in = engine::safetensors_file::open(folder / "layer");
   for (const auto& method : tool::methods()) {

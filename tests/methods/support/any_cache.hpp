@@ -8,6 +8,7 @@
 
 #include <tessera/backend/cpu/kernel/executor.hpp>
 #include <tessera/core/logit_rule.hpp>
+#include <tessera/core/prompt_lines.hpp>
 #include <tessera/core/views.hpp>
 
 #include "support/calls/called_cache.hpp"
@@ -45,6 +46,9 @@ class any_cache : public support::called_cache {
   /// Writes nonsense over the keys and values of all stored positions of a head but `but`.
   virtual void overwrite(index_t layer, index_t id, index_t head, const std::vector<index_t>& but) = 0;
   virtual offset_t full_bytes(index_t tokens) const = 0;
+  /// Lines of prompts are written down from now on; of the last chunk of a layer.
+  virtual void trace_lines() = 0;
+  virtual tessera::prompt_lines lines(index_t layer, index_t id) const = 0;
 };
 
 /// What a method is made of, as far as the reference knows; `other`: a policy that it does not know.

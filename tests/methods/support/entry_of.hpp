@@ -165,6 +165,8 @@ class cache_of final : public support::cpu_calls<Recipe, any_cache> {
     }
   }
   offset_t full_bytes(index_t tokens) const override { return held_.full_bytes(tokens); }
+  void trace_lines() override { held_.trace_lines(true); }
+  tessera::prompt_lines lines(index_t layer, index_t id) const override { return held_.lines(layer, id); }
 
  private:
   std::map<std::vector<index_t>, tessera::batch> steps_;  // of each batch of ids, the last one

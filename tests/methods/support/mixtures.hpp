@@ -9,8 +9,12 @@
 #include <tessera/methods/rocketkv.hpp>
 #include <tessera/methods/snapkv.hpp>
 #include <tessera/methods/think.hpp>
+#include <tessera/prefill/covering_lines.hpp>
+#include <tessera/prefill/vertical_slash.hpp>
 #include <tessera/schedule/before_each_step.hpp>
+#include <tessera/schedule/every_outputs.hpp>
 #include <tessera/schedule/once.hpp>
+#include <tessera/scorer/newest_queries.hpp>
 
 #include "methods/support/entry_of.hpp"
 
@@ -55,6 +59,16 @@ using h2o_turns_quest = recipe<filter<accumulated_attention, two_stage<uniform>,
                                retrieve<page_min_max, top_pages>, gathered_decode, once>;
 using ada_turns_sparq = recipe<filter<observation_window, two_stage<adaptive>, top_tokens>, storage,
                                retrieve<chosen_channels, top_tokens>, gathered_decode, once>;
+/// Choices that are made again while an answer grows: of a filter's lists with pages inside, and of what stays.
+using newest_turns_quest = recipe<filter<newest_queries, uniform, top_tokens>, storage,
+                                  retrieve<page_min_max, top_pages>, gathered_decode, every_outputs>;
+using newest_kept =
+    recipe<retain<newest_queries, uniform, top_blocks>, storage, retrieve_all, dense_decode, every_outputs>;
+/// Lines of prompts before other stages.
+using lines_rocket_turns = recipe<filter<observation_window, two_stage<uniform>, top_tokens>, storage,
+                                  retrieve<hybrid_min_max, tokens_or_pages>, gathered_decode, once, covering_lines>;
+using lines_h2o = recipe<retain<accumulated_attention, uniform, top_tokens>, storage, retrieve_all, dense_decode,
+                         each_step, vertical_slash>;
 
 /// Which tokens stay and which elements of them: any method over packed rows, wherever those lie.
 using packed_snapkv = snapkv<fp32, dim, dim, mosaic_rows<storage>>;

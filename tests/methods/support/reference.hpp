@@ -13,7 +13,8 @@ struct choice {
   std::vector<index_t> stored;  // their positions
   bool ambiguous = false;       // two different scores too close for fp32 stand on both sides of the cut
   double slack = 0;             // what fp32 scores may be off by, beside a part of them
-  std::vector<std::vector<double>> probabilities{};  // by row and stored token, where the mean of V fills up
+  std::vector<std::vector<double>>
+      probabilities{};  // by row and stored token, where missing mass goes to the mean of V
 };
 
 /// How a budget is split over both stages, by the published formulas.
@@ -205,7 +206,7 @@ class reference_cache {
     for (index_t slot = 0; slot < n; ++slot) {
       const double score = result.scores[std::size_t(slot)], edge = taken[std::size_t(slot)] ? best : worst;
       if (slot >= n - tail && taken[std::size_t(slot)]) continue;
-      result.ambiguous |= (made_of_.rounds || score != edge) && std::isfinite(score) && std::isfinite(edge) &&
+      result.ambiguous |= score != edge && std::isfinite(score) && std::isfinite(edge) &&
                           std::abs(score - edge) <= 1e-4 * std::max(std::abs(score), std::abs(edge)) + result.slack;
     }
   }
@@ -273,14 +274,12 @@ class reference_cache {
       ambiguous_block(result, candidates, keep - tail);
     } else if (keep > tail && keep - tail < index_t(candidates.size())) {
       const double last = candidates[std::size_t(oracle::preference(candidates)[std::size_t(keep - tail - 1)])];
-      for (std::size_t i = 0; i < candidates.size(); ++i) {
-        const bool equal = candidates[i] == last && !std::binary_search(slots.begin(), slots.end(), index_t(i));
-        result.ambiguous |= too_close(candidates[i], last) || (made_of_.rounds && equal);
-      }
+      for (const double score : candidates) result.ambiguous |= too_close(score, last);
     }
   }
 
-  /// Blocks compete with the last one taken, the tokens inside it with each other. Equal sums are safe only of equal scores.
+  /// Blocks compete with the last one taken, the tokens inside it with each other. Sums of the same scores in another
+  /// order may differ in the last bit, so equal sums are safe only where the scores are equal one by one.
   void ambiguous_block(choice& result, const std::vector<double>& candidates, index_t room) const {
     const index_t block = chosen_.count("block", 16);
     std::vector<double> sums;
@@ -394,7 +393,8 @@ class reference_cache {
   reference_plan plan_;  // read 0: not made yet
   const model_data& data_;
   std::vector<head_state> heads_;
-  index_t next_ = 0, turn_ = 0;
+  index_t next_ = 0;
+  index_t turn_ = 0;
 };
 
 }  // namespace methods_test

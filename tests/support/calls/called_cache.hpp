@@ -46,11 +46,14 @@ class called_cache {
 };
 
 /// Where segments end, for a recipe that wants to know: read off the signs of keys, alike in any chunks and any encoding.
+/// Behind a chunk that is refused for its size there are no keys to read.
 template <class Recipe, class Rows>
 std::vector<std::uint8_t> called_boundaries(const Rows& k) {
+  constexpr offset_t elements = 40000;  // that lie behind every `data` of call_arguments
   std::vector<std::uint8_t> boundaries;
   for (index_t t = 0; Recipe::needs_segments && k.data && t < k.tokens; ++t) {
-    boundaries.push_back(k.row(0, t, 0)[0] > 0 && k.row(0, t, 0)[1] > 0);
+    const bool is_there = t * k.token_stride >= 0 && t * k.token_stride < elements;
+    boundaries.push_back(is_there && k.row(0, t, 0)[0] > 0 && k.row(0, t, 0)[1] > 0);
   }
   return boundaries;
 }

@@ -269,7 +269,7 @@ requires runs_on_devices<Method>
 void reopen_and_step() {
   using T = typename Method::layout_type::element_type;
   constexpr int D = Method::layout_type::k_dim;
-  const model_shape shape{2, 4, 2};
+  const model_shape shape{shrunk(2, 1), 4, 2};
   Method method;
   method.set_budget(64);
   cuda::cache_options options;
@@ -287,7 +287,7 @@ void reopen_and_step() {
   REQUIRE(used.open() == 0);
   REQUIRE(fresh.open() == 0);
   buffer<float> out(std::size_t(shape.q_heads * D)), expected(out.count);
-  for (index_t i = 0; i < shrunk(100, 70); ++i) {
+  for (index_t i = 0; i < shrunk(100, 20); ++i) {
     const step_rows<T> x(1, 1, shape, D);
     for (auto [kv, to] : {std::pair{&used, &out}, std::pair{&fresh, &expected}}) {
       const batch step = kv->prepare_step({0}, 1, nullptr);
@@ -363,7 +363,7 @@ void replay_steps() {
 
 /// Of a method that the CUDA backend does not run yet, there is nothing to hold or to record.
 template <class Method>
-void hold_conversations(int) {}
+void hold_conversations(int, scales = scales::any) {}
 template <class Method>
 void reopen_and_step() {}
 template <class Method>

@@ -41,7 +41,7 @@ TEST_CASE("random calls of rocketkv in pages do what the contract says on the de
 }
 TEST_CASE("a cache in pages serves conversations of all lengths in the memory that it began with", "[gpu][cache]") {
   if (gpu_missing()) return;
-  serve<paged_snapkv>(support::scaled(2500), 64);
+  serve<paged_snapkv>(support::scaled(2500), shrunk(64, 4));
 }
 TEST_CASE("a pool without free pages refuses, and the cache goes on as before", "[gpu][cache]") {
   if (gpu_missing()) return;

@@ -10,9 +10,9 @@ using namespace gpu_test;
 
 TEST_CASE("a cache serves conversations of all lengths in the memory that it began with", "[gpu][cache]") {
   if (gpu_missing()) return;
-  serve<snapkv<bf16, 64>>(support::scaled(2500), 64);
-  serve<rocketkv<bf16, 64>>(support::scaled(2500), 64);
-  serve<full<bf16, 64>>(support::scaled(2500), 64);
+  serve<snapkv<bf16, 64>>(support::scaled(2500), shrunk(64, 4));
+  serve<rocketkv<bf16, 64>>(support::scaled(2500), shrunk(64, 4));
+  serve<full<bf16, 64>>(support::scaled(2500), shrunk(64, 4));
 }
 
 TEST_CASE("a pool without room refuses, and the cache goes on as before", "[gpu][cache]") {

@@ -29,9 +29,10 @@ struct partial_rows {
 namespace detail {
 
 /// Makes weights of a tile's dot products, in place, and brings sums, maxima and outputs of the rows up to them.
-/// `positions` as apply_rule takes them. Returns whether every row sees every token.
-template <int Dv>
-bool weigh_tile(const logit_rule& rule, int rows, const index_t* query_positions, const index_t* positions, int tokens,
+/// `positions` as apply_rule takes them. Returns whether every row sees every token. A rule of another type has an apply_rule
+/// of its own.
+template <int Dv, class Rule>
+bool weigh_tile(const Rule& rule, int rows, const index_t* query_positions, const index_t* positions, int tokens,
                 float* logits, partial_rows<Dv> result) {
   bool all_visible = true;
   for (int r = 0; r < rows; ++r) {
@@ -128,10 +129,10 @@ void attend_stored_rows(const View& view, index_t sequence, index_t head, const 
 }
 
 /// Attends slots [first, last) of a tile of rows converted to fp32.
-template <class View, class Memory>
+template <class View, class Memory, class Rule = logit_rule>
 void attend_converted_rows(const View& view, index_t sequence, index_t head, const slot_source& slots, index_t first,
-                           index_t last, const logit_rule& rule, int rows, const index_t* query_positions,
-                           Memory& memory, partial_rows<View::v_dim> result) {
+                           index_t last, const Rule& rule, int rows, const index_t* query_positions, Memory& memory,
+                           partial_rows<View::v_dim> result) {
   constexpr int D = View::k_dim, Dv = View::v_dim;
   for (index_t begin = first; begin < last; begin += tile_tokens) {
     const int tokens = int(std::min<index_t>(tile_tokens, last - begin));

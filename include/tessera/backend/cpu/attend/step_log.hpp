@@ -1,6 +1,7 @@
 // What the last decode step of every layer and sequence read: bytes, and on request the positions.
 #pragma once
 
+#include <algorithm>
 #include <vector>
 
 #include "../../../core/selection.hpp"
@@ -25,20 +26,42 @@ class step_log {
   void begin(index_t sequences) {
     if (fresh_.size() < std::size_t(sequences)) fresh_.resize(std::size_t(sequences));
   }
-  /// A step of sequence `b` of the batch attended `read` of a view, null for all of it; that and choosing it took `bytes`.
-  /// It counts from `commit` on.
+  /// A step of sequence `b` of the batch attended `read` of a view, null for all of it, at `token_bytes` each; choosing it
+  /// took `bytes`. It counts from `commit` on. Where query heads of a group read apart, each of `members` places in the group is
+  /// noted by itself, in order; a token that several read counts once.
   template <class View>
-  void note(index_t b, const View& view, const selection_view* read, offset_t bytes) {
-    fresh_[std::size_t(b)].bytes = bytes;
-    if (!tracing_) return;
-    auto& attended = fresh_[std::size_t(b)].attended;
-    attended.assign(std::size_t(view.kv_heads), {});
+  void note(index_t b, const View& view, const selection_view* read, offset_t token_bytes, offset_t bytes,
+            index_t member = 0, index_t members = 1) {
+    entry& fresh = fresh_[std::size_t(b)];
+    const auto count = [&](index_t h) { return read ? read->count(h) : view.length(0, h); };
+    if (member == 0) fresh.bytes = fresh.tokens = 0;
+    fresh.bytes += bytes;
+    for (index_t h = 0; members == 1 && h < view.kv_heads; ++h) fresh.tokens += count(h);
+    if (member == 0) fresh.bytes += fresh.tokens * token_bytes;
+    if (!tracing_ && members == 1) return;
+    if (member == 0) fresh.attended.assign(std::size_t(view.kv_heads * members), {});
     for (index_t h = 0; h < view.kv_heads; ++h) {
-      const index_t count = read ? read->count(h) : view.length(0, h);
-      for (index_t i = 0; i < count; ++i) {
-        attended[std::size_t(h)].push_back(view.position(0, h, read ? read->row(h)[i] : i));
-      }
+      auto& attended = fresh.attended[std::size_t(h * members + member)];
+      for (index_t i = 0; i < count(h); ++i) attended.push_back(view.position(0, h, read ? read->row(h)[i] : i));
     }
+    if (members == 1 || member + 1 < members) return;
+    std::vector<index_t> distinct;
+    for (index_t h = 0; h < view.kv_heads; ++h) {
+      distinct.clear();
+      for (index_t m = 0; m < members; ++m) {
+        const auto& one = fresh.attended[std::size_t(h * members + m)];
+        distinct.insert(distinct.end(), one.begin(), one.end());
+      }
+      std::sort(distinct.begin(), distinct.end());
+      fresh.tokens += std::unique(distinct.begin(), distinct.end()) - distinct.begin();
+    }
+    fresh.bytes += fresh.tokens * token_bytes;
+  }
+  /// The step read all keys that are stored, those too that it did not attend.
+  void note_keys(index_t b, const std::vector<index_t>& lengths, offset_t key_bytes) {
+    entry& fresh = fresh_[std::size_t(b)];
+    for (const index_t length : lengths) fresh.bytes += length * key_bytes;
+    fresh.bytes -= fresh.tokens * key_bytes;
   }
   void add_bytes(index_t b, offset_t bytes) { fresh_[std::size_t(b)].bytes += bytes; }
   void commit(index_t b, index_t layer, index_t id) {
@@ -46,7 +69,7 @@ class step_log {
     if (tracing_) at(layer, id).attended.swap(fresh_[std::size_t(b)].attended);
   }
 
-  /// Positions by kv_head.
+  /// Positions by kv_head, or by query head where those of a group read apart.
   const std::vector<std::vector<index_t>>& attended(index_t layer, index_t id) const {
     return entries_[index(layer, id)].attended;
   }
@@ -60,6 +83,7 @@ class step_log {
  private:
   struct entry {
     offset_t bytes = 0;
+    offset_t tokens = 0;  // attended, each of a kv_head once
     std::vector<std::vector<index_t>> attended;
   };
   std::size_t index(index_t layer, index_t id) const {

@@ -9,10 +9,11 @@
 #include "../../../runtime/conversations.hpp"
 #include "../../../runtime/layer_roles.hpp"
 #include "../attend/attend_packed.hpp"
+#include "../attend/prompt_attention.hpp"
 #include "../attend/step_log.hpp"
 #include "../choose/first_stage.hpp"
 #include "../read/reading.hpp"
-#include "../store/packed/packed_store.hpp"
+#include "../store/kv_store.hpp"
 
 TESSERA_NAMESPACE_BEGIN
 namespace cpu {
@@ -33,6 +34,7 @@ class layers {
                {first_stage<Recipe>::with_scores, Recipe::needs_segments, recipe.retrieve.mean_block()}, recipe.layout),
         first_(shape),
         reading_(shape),
+        prompts_(shape),
         log_(shape.layers) {}
 
   void open(index_t id) {
@@ -41,6 +43,7 @@ class layers {
     store_.open(id);
     first_.forget(id);
     reading_.open(id);
+    prompts_.open(id);
     log_.open(id);
   }
   /// Needs no memory.
@@ -48,6 +51,7 @@ class layers {
     store_.clear(id);
     first_.forget(id);
     reading_.close(id);
+    prompts_.close(id);
   }
 
   /// Appends a chunk of a prompt at position `first`; its queries are observed.
@@ -72,13 +76,16 @@ class layers {
   }
 
   template <class E>
-  void prompt_attention(index_t layer, index_t id, index_t first, const rows_view<const E>& q,
+  void prompt_attention(index_t layer, index_t id, const Recipe& recipe, index_t first, const rows_view<const E>& q,
                         const attention_output& output) {
-    prefill_attention(store_.view(layer, id), query_rows<E>{q, &first}, roles_.rule(layer), output, *workers_);
+    const auto view = store_.view(layer, id);
+    const query_rows<E> queries{q, &first};
+    if (!roles_.follows_recipe(layer)) return prefill_attention(view, queries, roles_.rule(layer), output, *workers_);
+    prompts_.attend(layer, id, recipe, view, queries, roles_.rule(layer), output, *workers_);
   }
 
   /// A prompt has ended before position `next`: where `due`, each layer keeps the budget's worth, or lets it through.
-  void end_prefill(index_t id, const planned<Recipe>& policies, bool due, index_t next) {
+  void end_prefill(index_t id, const Recipe& recipe, const planned<Recipe>& policies, bool due, index_t next) {
     std::vector<choice>& choices = begin(count_);
     try {
       for (index_t layer = 0; layer < count_; ++layer) {
@@ -87,11 +94,10 @@ class layers {
           slide(layer, id, 0, made);
         } else if (const index_t from = first_.chooser(layer, policies, roles_); from != layer) {
           take_over(layer, id, policies, choices[std::size_t(from)], made);
-          prepare_to_pack(layer, id, made, true);
         } else {
-          choose(layer, id, policies, due, next, 0, made);
-          prepare_to_pack(layer, id, made, true);
+          choose(layer, id, recipe, policies, due, next, 0, made);
         }
+        if (roles_.follows_recipe(layer)) prepare_to_pack(layer, id, made, true);
       }
     } catch (...) {
       for (index_t layer = 0; layer < count_; ++layer) {
@@ -101,13 +107,14 @@ class layers {
       throw;
     }
     for (index_t layer = 0; layer < count_; ++layer) commit(layer, id, choices[std::size_t(layer)]);
-    first_.forget(id);
+    first_.end_turn(id);
   }
 
   /// One layer of a decode step for every sequence of the batch: append, retrieve, attend, retain.
   template <class E>
-  void step(index_t layer, const batch& step, const conversations<Recipe>& known, const rows_view<const E>& q,
-            const rows_view<const E>& k, const rows_view<const E>& v, const attention_output& output) {
+  void step(index_t layer, const Recipe& recipe, const batch& step, const conversations<Recipe>& known,
+            const rows_view<const E>& q, const rows_view<const E>& k, const rows_view<const E>& v,
+            const attention_output& output) {
     std::vector<choice>& choices = begin(step.sequences());
     log_.begin(step.sequences());
     const auto first = [&](index_t b) {
@@ -116,8 +123,8 @@ class layers {
     try {
       for (index_t b = 0; b < step.sequences(); ++b) {
         const index_t id = step.ids[std::size_t(b)];
-        step_one(layer, step, b, known.at(id).policies, first(b), known.step_marks(layer, id), q.one(b), k.one(b),
-                 v.one(b), {output.out.one(b), output.lse.one(b)}, choices[std::size_t(b)]);
+        step_one(layer, recipe, step, b, known.at(id).policies, first(b), known.step_marks(layer, id), q.one(b),
+                 k.one(b), v.one(b), {output.out.one(b), output.lse.one(b)}, choices[std::size_t(b)]);
       }
     } catch (...) {
       for (index_t b = 0; b < step.sequences(); ++b) {
@@ -138,6 +145,8 @@ class layers {
     if (!roles_.follows_recipe(layer)) return store_.positions(layer, id, head);
     return reading_.positions(layer, id, head, store_);
   }
+  void trace_lines(bool on) { prompts_.trace(on); }
+  const prompt_lines& lines(index_t layer, index_t id) const { return prompts_.lines(layer, id); }
   void trace_ranks(bool on) { tracing_ranks_ = on; }
   /// Of the last choice that was traced.
   const ranked_tokens& ranked(index_t layer, index_t id) const { return ranked_[place(layer, id)]; }
@@ -145,7 +154,8 @@ class layers {
   offset_t bytes(index_t id) const {
     offset_t total = 0;
     for (index_t layer = 0; layer < count_; ++layer) {
-      total += store_.bytes(layer, id) + first_.bytes(layer, id) + reading_.bytes(layer, id);
+      total +=
+          store_.bytes(layer, id) + first_.bytes(layer, id) + reading_.bytes(layer, id) + prompts_.bytes(layer, id);
     }
     return total;
   }
@@ -159,8 +169,9 @@ class layers {
   /// What a layer keeps, or lets through, of one sequence, until it is carried out.
   struct choice {
     bool made = false, observed = false;
-    selection kept;
+    std::vector<selection> kept{1};  // one, or one for each place in a group whose query heads choose apart
     ranked_tokens ranked;
+    typename reading<Recipe>::lists passed;  // the same as a filter's lists
   };
 
   std::vector<choice>& begin(index_t count) {
@@ -172,15 +183,17 @@ class layers {
 
   /// Of a layer that slides: all but its window, and the `fresh` newest, go.
   void slide(index_t layer, index_t id, index_t fresh, choice& to) {
-    to.made = store_.choose_newest(layer, id, roles_.window(layer), fresh, to.kept);
+    to.kept.resize(1);
+    to.made = store_.choose_newest(layer, id, roles_.window(layer), fresh, to.kept[0]);
     if (to.made) store_.prepare_to_keep(layer, id);
   }
   /// Of a layer that follows the recipe. `next`: the position of the next token; `tail`: so many of the newest tokens stay
   /// in any case.
-  void choose(index_t layer, index_t id, const planned<Recipe>& policies, bool due, index_t next, index_t tail,
-              choice& to) {
+  void choose(index_t layer, index_t id, const Recipe& recipe, const planned<Recipe>& policies, bool due, index_t next,
+              index_t tail, choice& to) {
     to.made = due && first_.choose(layer, id, store_, policies, roles_.rule(layer), next, tail, to.kept,
                                    tracing_ranks_ ? &to.ranked : nullptr, *workers_);
+    if (to.made) prompts_.join(layer, id, recipe, to.kept);
     prepare(layer, id, policies, to);
   }
   /// What another layer has chosen among as many tokens.
@@ -190,14 +203,14 @@ class layers {
     if (to.made && tracing_ranks_) to.ranked = from.ranked;
     prepare(layer, id, policies, to);
   }
-  void prepare(index_t layer, index_t id, const planned<Recipe>& policies, const choice& made) {
+  void prepare(index_t layer, index_t id, const planned<Recipe>& policies, choice& made) {
     if (made.made && Recipe::retain_type::drops) store_.prepare_to_keep(layer, id);
-    reading_.follow(layer, id, store_, policies, made.made ? &made.kept : nullptr);
+    reading_.follow(layer, id, store_, policies, made.made ? &made.kept : nullptr, made.passed);
   }
   /// What is due to be packed when a prompt, or a step, ends, of what stays.
   void prepare_to_pack(index_t layer, index_t id, const choice& made, bool prompt_ends) {
     const bool drops = made.made && Recipe::retain_type::drops;
-    store_.prepare_to_pack(layer, id, drops ? &made.kept : nullptr, prompt_ends, *workers_);
+    store_.prepare_to_pack(layer, id, drops ? &made.kept[0] : nullptr, prompt_ends, *workers_);
   }
   /// Carries a choice out. Needs no memory.
   void commit(index_t layer, index_t id, choice& made) {
@@ -207,47 +220,52 @@ class layers {
   void carry_out(index_t layer, index_t id, choice& made) {
     if (tracing_ranks_ && roles_.follows_recipe(layer)) std::swap(ranked_[place(layer, id)], made.ranked);
     const bool filters = Recipe::retain_type::chooses && !Recipe::retain_type::drops && roles_.follows_recipe(layer);
-    filters ? reading_.pass(layer, id) : void(store_.keep(layer, id, made.kept, *workers_));
+    filters ? reading_.pass(layer, id, made.passed) : void(store_.keep(layer, id, made.kept[0], *workers_));
   }
 
   template <class E>
-  void step_one(index_t layer, const batch& step, index_t b, const planned<Recipe>& policies, index_t first,
-                const segment_marks& marks, const rows_view<const E>& q, const rows_view<const E>& k,
+  void step_one(index_t layer, const Recipe& recipe, const batch& step, index_t b, const planned<Recipe>& policies,
+                index_t first, const segment_marks& marks, const rows_view<const E>& q, const rows_view<const E>& k,
                 const rows_view<const E>& v, const attention_output& output, choice& made) {
     const index_t id = step.ids[std::size_t(b)], next = first + k.tokens;
     const logit_rule rule = roles_.rule(layer);
     const query_rows<E> queries{q, &first};
     store_.append(layer, id, k, v, first, marks);
     if (!roles_.follows_recipe(layer)) {
-      attend(b, store_.view(layer, id), queries, rule, nullptr, 0, output);
+      decode_attention(store_.view(layer, id), queries, rule, nullptr, output, *attending_, *workers_);
+      const auto all = store_.view(layer, id);
+      log_.note(b, all, nullptr, store_.token_bytes(), store_.uneven_bytes(all, nullptr));
       return slide(layer, id, k.tokens, made);
     }
     reading_.append(layer, id, store_, k.tokens);
-    const auto read = [&](const auto& view) {
+    const index_t members = reading_.members(layer, id);
+    const auto read = [&](const auto& view, const query_rows<E>& asked, const logit_rule& own_rule,
+                          const attention_output& to, index_t member = 0) {
       offset_t bytes = 0;
-      const selection_view* chosen = reading_.choose(layer, id, view, queries, rule, policies, bytes, *workers_);
-      attend(b, view, queries, rule, chosen, bytes, output);
-      reading_.complete(layer, id, view, q.tokens, output.out);
+      const selection_view* chosen = reading_.choose(layer, id, view, asked, own_rule, policies, bytes, *workers_);
+      decode_attention(view, asked, own_rule, chosen, to, *attending_, *workers_);
+      log_.note(b, view, chosen, store_.token_bytes(), bytes + store_.uneven_bytes(view, chosen), member, members);
+      reading_.complete(layer, id, view, q.tokens, to.out);
     };
     if constexpr (Recipe::schedule_type::fires_at(moment::step_begin)) {
       if (step.evicts_first) {  // the step reads what will stay; the rest goes when the whole batch has succeeded
-        choose(layer, id, policies, true, next, k.tokens, made);
-        read(reading_.view_of(layer, id, store_, made.kept));
+        choose(layer, id, recipe, policies, true, next, k.tokens, made);
+        read(reading_.view_of(layer, id, store_, made.kept[0]), queries, rule, output);
         return prepare_to_pack(layer, id, made, false);
       }
     }
-    read(reading_.view(layer, id, store_));
+    for (index_t m = 0; m < members; ++m) {
+      const group_member<E> own(q, rule, m, members);
+      read(reading_.view(layer, id, store_, m), {own.q, &first}, own.rule,
+           {every_head(output.out, m, members), every_head(output.lse, m, members)}, m);
+    }
     log_.add_bytes(b, first_.observe_step(b, layer, id, store_, policies, rule, q, next, *workers_));
     made.observed = true;
-    if (step.evicts_last) choose(layer, id, policies, true, next, 0, made);
+    if (step.evicts_last) {
+      choose(layer, id, recipe, policies, true, next, 0, made);
+      if constexpr (Recipe::retain_type::follows) log_.note_keys(b, store_.lengths(layer, id), layout::key_bytes());
+    }
     prepare_to_pack(layer, id, made, false);
-  }
-
-  template <class View, class E>
-  void attend(index_t b, const View& view, const query_rows<E>& queries, const logit_rule& rule,
-              const selection_view* chosen, offset_t bytes, const attention_output& output) {
-    decode_attention(view, queries, rule, chosen, output, *attending_, *workers_);
-    log_.note(b, view, chosen, bytes + store_.bytes_attended(view, chosen));
   }
 
   std::size_t place(index_t layer, index_t id) const {
@@ -260,6 +278,7 @@ class layers {
   kv_store<layout> store_;
   first_stage<Recipe> first_;
   reading<Recipe> reading_;
+  prompt_attending<Recipe> prompts_;
   step_log log_;
   bool tracing_ranks_ = false;
   std::vector<ranked_tokens> ranked_;

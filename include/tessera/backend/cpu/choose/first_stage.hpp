@@ -26,17 +26,20 @@ struct ranked_tokens {
 
 /// What every first stage answers; this one chooses nothing.
 ///   forget(id)                               what was observed of an open id; needs no memory
+///   end_turn(id)                             the same, but for what lasts from turn to turn
 ///   observe_prompt(...), observe_step(...)   take queries in; as before when memory runs out
 ///   take_back(b, layer, id, store)           undoes `observe_step` of the b-th sequence of a batch; needs no memory
 ///   chooser(layer, policies, roles)          the layer whose choice this one takes: its own, or an earlier one
 ///   choose(...)                              fills a selection of what stays, and what it ranked (null: not wanted);
-///                                            returns whether it chooses at all
+///                                            returns whether it chooses at all. `kept` gets one selection or, where query
+///                                            heads of a group choose apart, one for each place in the group
 template <class Recipe, observes Observed = Recipe::retain_type::observed, bool Chooses = Recipe::retain_type::chooses>
 class first_stage {
  public:
   static constexpr bool with_scores = false;
   explicit first_stage(const model_shape&) {}
   void forget(index_t) {}
+  void end_turn(index_t) {}
   template <class... Any>
   void observe_prompt(const Any&...) {}
   template <class... Any>
@@ -52,6 +55,15 @@ class first_stage {
   }
   offset_t bytes(index_t, index_t) const { return 0; }
 };
+
+/// Lists that the heads of a layer read by: one, or one for each place in the group where query heads choose apart.
+template <class Recipe, class Policy>
+index_t reading_members([[maybe_unused]] const Policy& policy, [[maybe_unused]] const model_shape& shape) {
+  if constexpr (Recipe::retain_type::splits) {
+    if (policy.scope.by_query_head()) return shape.q_heads / shape.kv_heads;
+  }
+  return 1;
+}
 
 /// What the three kinds below share: what a place stores and what was observed of it in, a selection out.
 template <class Recipe>
@@ -96,17 +108,28 @@ class choosing {
     return result;
   }
   template <class Policy>
-  bool choose_by(const Policy& policy, const problem_type& problem, selection& kept, ranked_tokens* ranked,
+  bool choose_by(const Policy& policy, const problem_type& problem, std::vector<selection>& kept, ranked_tokens* ranked,
                  executor& workers) {
-    const layer_scores seen = score_and_choose(policy, problem, kept, *choosing_, workers);
-    if (!ranked) return true;
-    ranked->positions.assign(std::size_t(shape_.kv_heads), {});
-    ranked->scores.assign(std::size_t(shape_.kv_heads), {});
-    ranked->blocks = choosing_.memory.retaining.blocks;
-    for (index_t h = 0; seen.scores && h < shape_.kv_heads; ++h) {
-      ranked->scores[std::size_t(h)].assign(seen.head(h), seen.head(h) + seen.candidates(h));
-      for (index_t i = 0; i < seen.candidates(h); ++i) {
-        ranked->positions[std::size_t(h)].push_back(problem.view.position(0, h, i));
+    const index_t members = reading_members<Recipe>(policy, shape_);
+    kept.resize(std::size_t(members));
+    if (ranked) {
+      ranked->positions.assign(std::size_t(shape_.kv_heads * members), {});
+      ranked->scores.assign(std::size_t(shape_.kv_heads * members), {});
+    }
+    for (index_t m = 0; m < members; ++m) {
+      const group_member<float> asked(problem.q, problem.rule, m, members);
+      problem_type own = problem;
+      own.q = asked.q;
+      own.rule = asked.rule;
+      const layer_scores seen = score_and_choose(policy, own, kept[std::size_t(m)], *choosing_, workers);
+      if (!ranked) continue;
+      ranked->blocks = choosing_.memory.retaining.blocks;
+      for (index_t h = 0; seen.scores && h < shape_.kv_heads; ++h) {
+        const std::size_t row = std::size_t(h * members + m);
+        ranked->scores[row].assign(seen.head(h), seen.head(h) + seen.candidates(h));
+        for (index_t i = 0; i < seen.candidates(h); ++i) {
+          ranked->positions[row].push_back(problem.view.position(0, h, i));
+        }
       }
     }
     return true;
@@ -125,6 +148,7 @@ class first_stage<Recipe, observes::nothing, true> : public choosing<Recipe> {
   static constexpr bool with_scores = false;
   using base::base;
   void forget(index_t) {}
+  void end_turn(index_t) {}
   template <class... Any>
   void observe_prompt(const Any&...) {}
   template <class... Any>
@@ -136,7 +160,7 @@ class first_stage<Recipe, observes::nothing, true> : public choosing<Recipe> {
 
   template <class Store>
   bool choose(index_t layer, index_t id, Store& stored, const planned<Recipe>& policies, const logit_rule& rule,
-              index_t next, index_t tail, selection& kept, ranked_tokens* ranked, executor& workers) {
+              index_t next, index_t tail, std::vector<selection>& kept, ranked_tokens* ranked, executor& workers) {
     auto problem = this->problem(layer, id, stored, rule, &next);
     problem.tail = tail;
     return this->choose_by(policies.first, problem, kept, ranked, workers);
@@ -144,11 +168,13 @@ class first_stage<Recipe, observes::nothing, true> : public choosing<Recipe> {
   offset_t bytes(index_t, index_t) const { return 0; }
 };
 
-/// By the last queries of a turn's prompt, which are remembered until it ends.
+/// By the last queries of a turn's prompt, which are remembered until it ends; or by the newest queries of all, which are
+/// remembered as long as the conversation.
 template <class Recipe>
 class first_stage<Recipe, observes::window, true> : public choosing<Recipe> {
   using base = choosing<Recipe>;
   static constexpr int k_dim = Recipe::layout_type::k_dim;
+  static constexpr bool follows = Recipe::retain_type::follows;
 
  public:
   static constexpr bool with_scores = false;
@@ -159,37 +185,45 @@ class first_stage<Recipe, observes::window, true> : public choosing<Recipe> {
       std::vector<float>().swap(window(layer, id));  // `= {}` would keep the memory
     }
   }
+  void end_turn(index_t id) {
+    if (!follows) forget(id);
+  }
 
   /// Queries of a chunk's last tokens.
   template <class E, class Store>
   void observe_prompt(index_t layer, index_t id, Store&, const planned<Recipe>& policies, const logit_rule&,
                       const rows_view<const E>& q, index_t, executor&) {
-    std::vector<float>& rows = window(layer, id);
-    const index_t most = policies.first.scorer.window, row = q.heads * k_dim, fresh = std::min(q.tokens, most);
-    const index_t old = std::min(most - fresh, index_t(rows.size()) / std::max(1, row));
-    rows.reserve(std::size_t(old + fresh) * std::size_t(row));  // the last that may fail
-    rows.erase(rows.begin(), rows.end() - offset_t(old) * row);
-    for (index_t t = q.tokens - fresh; t < q.tokens; ++t) {
-      for (index_t h = 0; h < q.heads; ++h) {
-        const E* from = q.row(0, t, h);
-        for (int d = 0; d < k_dim; ++d) rows.push_back(float(from[d]));
-      }
-    }
+    const index_t most = policies.first.scorer.window, fresh = std::min(q.tokens, most);
+    remember(window(layer, id), q, fresh, most - fresh);
   }
-  template <class... Any>
-  offset_t observe_step(const Any&...) {
+  /// Queries of a step. One that comes to nothing is forgotten again: until the next one its window lies before it.
+  template <class E, class Store>
+  offset_t observe_step(index_t b, index_t layer, index_t id, Store&, const planned<Recipe>& policies,
+                        const logit_rule&, const rows_view<const E>& q, index_t, executor&) {
+    if constexpr (follows) {
+      auto& added = *added_;
+      if (added.size() <= std::size_t(b)) added.resize(std::size_t(b) + 1);
+      remember(window(layer, id), q, q.tokens, policies.first.scorer.window);
+      added[std::size_t(b)] = q.tokens;
+    }
     return 0;
   }
-  template <class... Any>
-  void take_back(const Any&...) {}
+  template <class Store>
+  void take_back(index_t b, index_t layer, index_t id, Store&) {
+    if constexpr (follows) {
+      std::vector<float>& rows = window(layer, id);
+      rows.resize(rows.size() - std::size_t((*added_)[std::size_t(b)]) * std::size_t(this->shape_.q_heads * k_dim));
+    }
+  }
 
   template <class Store>
   bool choose(index_t layer, index_t id, Store& stored, const planned<Recipe>& policies, const logit_rule& rule,
-              index_t next, index_t, selection& kept, ranked_tokens* ranked, executor& workers) {
-    const index_t q_heads = this->shape_.q_heads, rows = index_t(window(layer, id).size()) / (q_heads * k_dim);
-    const index_t first = next - rows;
+              index_t next, index_t, std::vector<selection>& kept, ranked_tokens* ranked, executor& workers) {
+    const index_t q_heads = this->shape_.q_heads, row = q_heads * k_dim;
+    const std::vector<float>& held = window(layer, id);
+    const index_t rows = std::min(index_t(held.size()) / row, policies.first.scorer.window), first = next - rows;
     auto problem = this->problem(layer, id, stored, rule, &first);
-    problem.q = nhd_rows<const float>(window(layer, id).data(), rows, q_heads, k_dim);
+    problem.q = nhd_rows<const float>(held.data() + held.size() - std::size_t(rows * row), rows, q_heads, k_dim);
     return this->choose_by(policies.first, problem, kept, ranked, workers);
   }
 
@@ -207,7 +241,22 @@ class first_stage<Recipe, observes::window, true> : public choosing<Recipe> {
     return windows_[index(layer, id)];
   }
 
-  std::vector<std::vector<float>> windows_;  // [rows, q_heads, k_dim] by place, the newest prompt queries of this turn
+  /// Adds the newest `fresh` rows of q behind the newest `kept` of those that are here; the others go.
+  template <class E>
+  static void remember(std::vector<float>& rows, const rows_view<const E>& q, index_t fresh, index_t kept) {
+    const index_t row = q.heads * k_dim, old = std::min(kept, index_t(rows.size()) / std::max(1, row));
+    rows.reserve(std::size_t(old + fresh) * std::size_t(row));  // the last that may fail
+    rows.erase(rows.begin(), rows.end() - offset_t(old) * row);
+    for (index_t t = q.tokens - fresh; t < q.tokens; ++t) {
+      for (index_t h = 0; h < q.heads; ++h) {
+        const E* from = q.row(0, t, h);
+        for (int d = 0; d < k_dim; ++d) rows.push_back(float(from[d]));
+      }
+    }
+  }
+
+  std::vector<std::vector<float>> windows_;  // [rows, q_heads, k_dim] by place, the newest that are observed
+  scratch<std::vector<index_t>> added_;      // by sequence of a batch: rows of the step
 };
 
 /// By every query so far; the scores lie beside the tokens.
@@ -219,6 +268,7 @@ class first_stage<Recipe, observes::every_query, true> : public choosing<Recipe>
   static constexpr bool with_scores = true;
   using base::base;
   void forget(index_t) {}
+  void end_turn(index_t) {}
 
   template <class E, class Store>
   void observe_prompt(index_t layer, index_t id, Store& stored, const planned<Recipe>& policies, const logit_rule& rule,
@@ -257,7 +307,7 @@ class first_stage<Recipe, observes::every_query, true> : public choosing<Recipe>
 
   template <class Store>
   bool choose(index_t layer, index_t id, Store& stored, const planned<Recipe>& policies, const logit_rule& rule,
-              index_t, index_t, selection& kept, ranked_tokens* ranked, executor& workers) {
+              index_t, index_t, std::vector<selection>& kept, ranked_tokens* ranked, executor& workers) {
     columns& beside = stored.beside(layer, id);
     auto problem = this->problem(layer, id, stored, rule, nullptr);
     problem.scores = {beside.scores(), 0, 0, beside.begins().data()};

@@ -1,6 +1,8 @@
 // What loops over rows share: query rows with their positions, the slots of a row, and how both are loaded.
 #pragma once
 
+#include <vector>
+
 #include "../../../core/model_shape.hpp"
 #include "../../../core/selection.hpp"
 #include "tile.hpp"
@@ -19,6 +21,16 @@ struct query_rows {
   index_t position(index_t sequence, index_t token) const { return first_position[sequence] + token; }
 };
 
+/// Query heads m, m + step, ... of rows: with step the group's size, the m-th of every group, as a model has them whose groups
+/// are of one. Null stays null.
+template <class T>
+rows_view<T> every_head(rows_view<T> rows, index_t m, index_t step) {
+  if (rows.data) rows.data += m * rows.head_stride;
+  rows.head_stride *= step;
+  rows.heads /= step;
+  return rows;
+}
+
 /// Queries that a view can answer: whole groups of heads, of its sequences and head dim.
 template <class View, class Q>
 void check_queries(const View& view, const query_rows<Q>& queries) {
@@ -31,6 +43,23 @@ void check_queries(const View& view, const query_rows<Q>& queries) {
           "pass [sequences, tokens, q_heads, dim]");
   require_dim(queries.q, View::k_dim, "q");
 }
+
+/// The m-th query head of every group of `members`, and the rule as these heads have it.
+template <class Q>
+struct group_member {
+  rows_view<const Q> q;
+  logit_rule rule;
+  std::vector<float> sinks;
+
+  group_member(const rows_view<const Q>& all, const logit_rule& of_all, index_t m, index_t members)
+      : q(every_head(all, m, members)), rule(of_all) {
+    for (index_t h = 0; members > 1 && rule.sink_logits && h < q.heads; ++h) {
+      sinks.push_back(rule.sink_logits[h * members + m]);
+    }
+    if (!sinks.empty()) rule.sink_logits = sinks.data();
+  }
+  group_member(const group_member&) = delete;
+};
 
 /// Slots that a (sequence, kv_head) row reads: all of them, or those of a selection.
 struct slot_source {

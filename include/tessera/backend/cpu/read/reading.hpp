@@ -1,7 +1,7 @@
 // What decode steps read on the CPU: of everything, or of a filter's candidates; all of it, or what a reader chooses.
 #pragma once
 
-#include <utility>
+#include <algorithm>
 #include <vector>
 
 #include "../store/kv_store.hpp"
@@ -49,8 +49,11 @@ class reading {
   using reader_type = typename reader_of<Recipe>::type;
 
  public:
-  explicit reading(const model_shape& shape)
-      : shape_(shape), reader_(shape), fresh_(filters ? std::size_t(shape.layers) : 0) {}
+  /// A filter's lists for a layer of one sequence: one for each kv_head or, where query heads of a group choose apart, one such
+  /// set for each place in the group.
+  using lists = std::vector<candidates>;
+
+  explicit reading(const model_shape& shape) : shape_(shape), reader_(shape) {}
 
   /// Makes an empty place of every layer.
   void open(index_t id) {
@@ -60,7 +63,8 @@ class reading {
         if (passed_.size() <= index(layer, id)) passed_.resize(index(layer, id) + 1);
         selection none;
         none.reset(std::vector<index_t>(std::size_t(shape_.kv_heads), 0));
-        passed_[index(layer, id)].assign(none);
+        passed_[index(layer, id)] = lists(1);
+        passed_[index(layer, id)][0].assign(none);
       }
     }
   }
@@ -68,26 +72,35 @@ class reading {
   void close(index_t id) {
     for (index_t layer = 0; layer < shape_.layers; ++layer) {
       reader_.clear(index(layer, id));
-      if constexpr (filters) passed_[index(layer, id)].clear();
+      if constexpr (filters) {
+        for (candidates& list : passed_[index(layer, id)]) list.clear();
+      }
     }
   }
 
+  /// The sets of lists of a place: each is read by the query heads that have its place in their group, or by all.
+  index_t members(index_t layer, index_t id) const { return filters ? index_t(passed_[index(layer, id)].size()) : 1; }
   /// What steps may read: the candidates, or everything. Valid until either changes.
-  auto view(index_t layer, index_t id, store_type& stored) const {
+  auto view(index_t layer, index_t id, store_type& stored, index_t member = 0) const {
     if constexpr (filters) {
-      return passed_[index(layer, id)].view(stored.view(layer, id));
+      return passed_[index(layer, id)][std::size_t(member)].view(stored.view(layer, id));
     } else {
       return stored.view(layer, id);
     }
   }
-  /// Logical positions of what steps may read of one head.
+  /// Logical positions of what steps may read of one head, by any list.
   std::vector<index_t> positions(index_t layer, index_t id, index_t head, const store_type& stored) const {
-    const candidates* passed = filters ? &passed_[index(layer, id)] : nullptr;
-    const index_t count = filters ? passed->count(head) : stored.lengths(layer, id)[std::size_t(head)];
     std::vector<index_t> result;
-    for (index_t i = 0; i < count; ++i) {
-      result.push_back(stored.position(layer, id, head, filters ? passed->row(head)[i] : i));
+    if constexpr (!filters) {
+      for (index_t slot = 0; slot < stored.lengths(layer, id)[std::size_t(head)]; ++slot) result.push_back(slot);
+    } else {
+      for (const candidates& list : passed_[index(layer, id)]) {
+        result.insert(result.end(), list.row(head), list.row(head) + list.count(head));
+      }
+      std::sort(result.begin(), result.end());
+      result.erase(std::unique(result.begin(), result.end()), result.end());
     }
+    for (index_t& slot : result) slot = stored.position(layer, id, head, slot);
     return result;
   }
 
@@ -99,30 +112,36 @@ class reading {
   }
 
   /// Makes everything ready for what a first stage has chosen (null: nothing), before it is dropped, or let through by
-  /// `pass`. Until then nobody sees a difference; if it comes to nothing, `take_back` follows.
-  void follow(index_t layer, index_t id, store_type& stored, const planned<Recipe>& policies, const selection* chosen) {
+  /// `pass`. Until then nobody sees a difference; if it comes to nothing, `take_back` follows. `fresh`: the lists to pass.
+  void follow(index_t layer, index_t id, store_type& stored, const planned<Recipe>& policies,
+              const std::vector<selection>* chosen, [[maybe_unused]] lists& fresh) {
     const std::size_t at = index(layer, id);
     if constexpr (filters) {
-      if (chosen) fresh_[std::size_t(layer)].assign(*chosen);
-      const candidates& passed = chosen ? fresh_[std::size_t(layer)] : passed_[at];
+      fresh.resize(chosen ? chosen->size() : 0);
+      for (std::size_t m = 0; m < fresh.size(); ++m) fresh[m].assign((*chosen)[m]);
+      const candidates& passed = chosen ? fresh[0] : passed_[at][0];
       reader_.refresh(at, passed.view(stored.view(layer, id)), policies, chosen != nullptr);
     } else if constexpr (retrieve_type::retrieves) {
-      const bool moves = chosen && chosen->counts != stored.lengths(layer, id);
-      if (moves) return reader_.refresh(at, view_of(layer, id, stored, *chosen), policies, true);
+      const bool moves = chosen && chosen->front().counts != stored.lengths(layer, id);
+      if (moves) return reader_.refresh(at, view_of(layer, id, stored, chosen->front()), policies, true);
       reader_.refresh(at, view(layer, id, stored), policies, false);
     }
   }
   /// From now on steps read what a filter has let through in `follow`. Needs no memory.
-  void pass(index_t layer, index_t id) { passed_[index(layer, id)] = std::move(fresh_[std::size_t(layer)]); }
+  void pass(index_t layer, index_t id, lists& fresh) { passed_[index(layer, id)].swap(fresh); }
   /// After a step, or a prompt's end, that came to nothing: candidates that the store does not hold go. Needs no memory.
   void take_back(index_t layer, index_t id, const store_type& stored) {
     reader_.forget(index(layer, id));
-    if constexpr (filters) passed_[index(layer, id)].take_back(stored.lengths(layer, id));
+    if constexpr (filters) {
+      for (candidates& list : passed_[index(layer, id)]) list.take_back(stored.lengths(layer, id));
+    }
   }
 
   /// Takes in the newest `tokens` tokens of the store.
   void append(index_t layer, index_t id, store_type& stored, index_t tokens) {
-    if constexpr (filters) passed_[index(layer, id)].append(stored.lengths(layer, id), tokens);
+    if constexpr (filters) {
+      for (candidates& list : passed_[index(layer, id)]) list.append(stored.lengths(layer, id), tokens);
+    }
     reader_.append(index(layer, id), view(layer, id, stored), tokens);
   }
 
@@ -156,7 +175,11 @@ class reading {
 
   /// Bytes that are allocated for lists, index and sums.
   offset_t bytes(index_t layer, index_t id) const {
-    return (filters ? passed_[index(layer, id)].bytes() : 0) + reader_.bytes(index(layer, id));
+    offset_t bytes = reader_.bytes(index(layer, id));
+    if constexpr (filters) {
+      for (const candidates& list : passed_[index(layer, id)]) bytes += list.bytes();
+    }
+    return bytes;
   }
 
  private:
@@ -171,8 +194,7 @@ class reading {
 
   model_shape shape_;
   reader_type reader_;
-  std::vector<candidates> passed_;
-  std::vector<candidates> fresh_;  // by layer, of the prompt that ends
+  std::vector<lists> passed_;
   scratch<candidates> kept_;
   scratch<selection> chosen_;
   selection_view chosen_view_;

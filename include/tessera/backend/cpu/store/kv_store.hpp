@@ -130,12 +130,11 @@ class kv_store {
   void prepare_to_pack(index_t, index_t, const selection*, bool, executor&) {}
   void pack(index_t, index_t, executor&) {}
 
-  /// Bytes of K and V that attention over the chosen slots of a view reads; null: over all of them.
+  /// Bytes of K and V that attention reads of each token, and, where tokens differ, of the chosen slots of a view (null: all).
+  static constexpr offset_t token_bytes() { return Layout::token_bytes(); }
   template <class View>
-  offset_t bytes_attended(const View& view, const selection_view* chosen) const {
-    offset_t slots = 0;
-    for (index_t h = 0; h < view.kv_heads; ++h) slots += chosen ? chosen->count(h) : view.length(0, h);
-    return slots * Layout::token_bytes();
+  static constexpr offset_t uneven_bytes(const View&, const selection_view*) {
+    return 0;
   }
 
   /// Bytes that are allocated for one place: rows and columns.

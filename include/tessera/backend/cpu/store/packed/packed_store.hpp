@@ -226,8 +226,9 @@ class kv_store<Layout> {
     here.pending = {};
   }
 
-  /// Bytes of K and V that attention over the chosen slots of a view of this store reads (null: all of them), bases included.
-  offset_t bytes_attended(const view_type& view, const selection_view* chosen) const {
+  /// As the plain store's; bases are included.
+  static constexpr offset_t token_bytes() { return 0; }
+  offset_t uneven_bytes(const view_type& view, const selection_view* chosen) const {
     offset_t total = 0;
     for (index_t h = 0; h < heads_; ++h) {
       const slot_source slots = source_of(view, chosen, 0, h);

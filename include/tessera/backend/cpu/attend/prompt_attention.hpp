@@ -1,0 +1,150 @@
+// What a recipe's prompts attend on the CPU: everything, or the lines that its prefill policy chooses.
+#pragma once
+
+#include <algorithm>
+#include <iterator>
+#include <utility>
+#include <vector>
+
+#include "../../../core/selection.hpp"
+#include "../../../recipe.hpp"
+#include "../choose/lines.hpp"
+#include "../kernel/scratch.hpp"
+#include "line_attention.hpp"
+
+TESSERA_NAMESPACE_BEGIN
+namespace cpu {
+inline namespace TESSERA_HOST_ISA {
+
+/// What both kinds answer; this one attends everything.
+///   open(id), close(id)                      an empty sequence; its memory goes. `close` needs none
+///   attend(...)                              a chunk's rows; what is remembered of it changes only if all went well
+///   join(layer, id, kept)                    adds what prompts left to be read to a filter's lists
+///   lines(layer, id)                         of the last chunk that was traced
+template <class Recipe, bool ChoosesLines = Recipe::prefill_type::chooses_lines>
+class prompt_attending {
+ public:
+  explicit prompt_attending(const model_shape&) {}
+  void open(index_t) {}
+  void close(index_t) {}
+  void trace(bool) {}
+  template <class View, class E>
+  void attend(index_t, index_t, const Recipe&, const View& view, const query_rows<E>& queries, const logit_rule& rule,
+              const attention_output& output, executor& workers) {
+    prefill_attention(view, queries, rule, output, workers);
+  }
+  void join(index_t, index_t, const Recipe&, std::vector<selection>&) const {}
+  const prompt_lines& lines(index_t, index_t) const { return none_; }
+  offset_t bytes(index_t, index_t) const { return 0; }
+
+ private:
+  prompt_lines none_;
+};
+
+/// Along lines, chosen anew for every chunk.
+template <class Recipe>
+class prompt_attending<Recipe, true> {
+  using pattern_type = typename Recipe::prefill_type;
+
+ public:
+  explicit prompt_attending(const model_shape& shape) : shape_(shape) {}
+
+  void open(index_t id) {
+    if (places_.size() < place(shape_.layers, id)) places_.resize(place(shape_.layers, id));
+    for (index_t layer = 0; layer < shape_.layers; ++layer) places_[place(layer, id)] = {};
+  }
+  void close(index_t id) {
+    for (index_t layer = 0; layer < shape_.layers; ++layer) places_[place(layer, id)] = {};
+  }
+  void trace(bool on) { tracing_ = on; }
+
+  template <class View, class E>
+  void attend(index_t layer, index_t id, const Recipe& recipe, const View& view, const query_rows<E>& queries,
+              const logit_rule& rule, const attention_output& output, executor& workers) {
+    check_attention(view, queries, output);
+    auto& [lines, memory] = *choosing_;
+    choose_lines(recipe.prefill, view, queries, rule, lines, memory, workers);
+    remembered& own = places_[place(layer, id)];
+    std::vector<std::vector<index_t>> columns = joined_columns(recipe, own, lines);
+    prompt_lines traced = tracing_ ? lines : prompt_lines{};
+    line_attention(view, queries, rule, lines, output, workers);
+    own.columns = std::move(columns);
+    if (tracing_) own.lines = std::move(traced);
+  }
+
+  /// Adds the columns of all prompts to a filter's lists: of all query heads of a group, or of the one that reads the list.
+  void join([[maybe_unused]] index_t layer, [[maybe_unused]] index_t id, [[maybe_unused]] const Recipe& recipe,
+            [[maybe_unused]] std::vector<selection>& kept) const {
+    if constexpr (lasting_pattern<pattern_type>) {
+      const remembered& own = places_[place(layer, id)];
+      if (!recipe.prefill.adds_to_reading() || own.columns.empty()) return;
+      const index_t members = index_t(kept.size()), group = shape_.q_heads / shape_.kv_heads;
+      for (index_t m = 0; m < members; ++m) {
+        const selection before = kept[std::size_t(m)];
+        selection& lists = kept[std::size_t(m)];
+        lists = {};
+        for (index_t h = 0; h < shape_.kv_heads; ++h) {
+          std::vector<index_t> row(before.row(h), before.row(h) + before.counts[std::size_t(h)]);
+          for (index_t g = members == 1 ? 0 : m; g < (members == 1 ? group : m + 1); ++g) {
+            const std::vector<index_t>& columns = own.columns[std::size_t(h * group + g)];
+            row.insert(row.end(), columns.begin(), columns.end());  // a filter drops nothing: slots are positions
+          }
+          std::sort(row.begin(), row.end());
+          row.erase(std::unique(row.begin(), row.end()), row.end());
+          lists.indices.insert(lists.indices.end(), row.begin(), row.end());
+          lists.counts.push_back(index_t(row.size()));
+          lists.offsets.push_back(offset_t(lists.indices.size()));
+        }
+      }
+    }
+  }
+
+  const prompt_lines& lines(index_t layer, index_t id) const { return places_[place(layer, id)].lines; }
+  offset_t bytes(index_t layer, index_t id) const {
+    offset_t bytes = 0;
+    for (const auto& columns : places_[place(layer, id)].columns) {
+      bytes += offset_t(columns.capacity() * sizeof(index_t));
+    }
+    return bytes;
+  }
+
+ private:
+  struct remembered {
+    prompt_lines lines;                         // of the last chunk, when traced
+    std::vector<std::vector<index_t>> columns;  // by query head, of all prompts; none where nobody reads them
+  };
+  struct workspace {
+    prompt_lines lines;
+    line_workspace<Recipe::layout_type::k_dim> memory;
+  };
+
+  static std::vector<std::vector<index_t>> joined_columns([[maybe_unused]] const Recipe& recipe,
+                                                          [[maybe_unused]] const remembered& own,
+                                                          [[maybe_unused]] const prompt_lines& lines) {
+    if constexpr (lasting_pattern<pattern_type>) {
+      if (!recipe.prefill.adds_to_reading()) return {};
+      std::vector<std::vector<index_t>> columns = own.columns;
+      columns.resize(lines.heads.size());
+      for (std::size_t h = 0; h < columns.size(); ++h) {
+        std::vector<index_t> both;
+        std::set_union(columns[h].begin(), columns[h].end(), lines.heads[h].vertical.begin(),
+                       lines.heads[h].vertical.end(), std::back_inserter(both));
+        columns[h] = std::vector<index_t>(both);
+      }
+      return columns;
+    }
+    return {};
+  }
+  std::size_t place(index_t layer, index_t id) const {
+    return std::size_t(id) * std::size_t(shape_.layers) + std::size_t(layer);
+  }
+
+  model_shape shape_;
+  bool tracing_ = false;
+  std::vector<remembered> places_;
+  scratch<workspace> choosing_;
+};
+
+}  // namespace TESSERA_HOST_ISA
+}  // namespace cpu
+TESSERA_NAMESPACE_END

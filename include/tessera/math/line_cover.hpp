@@ -1,0 +1,171 @@
+// Choosing the lines of an attention matrix that carry a share of its weight, on a few sampled rows.
+#pragma once
+
+#include <algorithm>
+#include <cstdint>
+#include <vector>
+
+#include "../core/prompt_lines.hpp"
+#include "../core/sampled_attention.hpp"
+
+TESSERA_NAMESPACE_BEGIN
+
+/// A choice of lines as it grows, and the memory that it is made in, which the caller keeps from head to head.
+/// A line has a number: a slash its distance, a vertical `next` plus its slot. Lines without a stored key do not exist.
+class line_cover {
+ public:
+  /// Forgets all lines. Cost  one pass over the weights.
+  void begin(const sampled_attention& seen) {
+    seen_ = &seen;
+    chosen_.assign(std::size_t(lines()), 0);
+    weights_.assign(std::size_t(lines()), 0.0);
+    total_ = covered_ = 0;
+    for (index_t r = 0; r < index_t(seen.rows.size()); ++r) {
+      const float* row = seen.row(r);
+      for (index_t slot = 0; slot < seen.slots(); ++slot) {
+        const double weight = row[slot];
+        if (weight == 0) continue;
+        weights_[std::size_t(vertical(slot))] += weight;
+        weights_[std::size_t(seen.rows[std::size_t(r)] - seen.positions[std::size_t(slot)])] += weight;
+        total_ += weight;
+      }
+    }
+  }
+
+  index_t lines() const { return seen_->next + seen_->slots(); }
+  index_t vertical(index_t slot) const { return seen_->next + slot; }
+  bool is_slash(index_t line) const { return line < seen_->next; }
+  index_t length(index_t line) const {
+    return is_slash(line) ? seen_->slash_length(line) : seen_->vertical_length(line - seen_->next);
+  }
+  double weight(index_t line) const { return weights_[std::size_t(line)]; }
+  double total() const { return total_; }
+  bool has(index_t line) const { return chosen_[std::size_t(line)] != 0; }
+
+  /// Adds a line whatever its weight.
+  void add(index_t line) { chosen_[std::size_t(line)] = 1; }
+
+  /// The nearest `slashes` and the keys at the first `columns` positions, as far as there are any.
+  void add_forced(index_t slashes, index_t columns) {
+    for (index_t distance = 0; distance < std::min(slashes, seen_->next); ++distance) add_if_any(distance);
+    for (index_t slot = 0; slot < seen_->slots() && seen_->positions[std::size_t(slot)] < columns; ++slot) {
+      add(vertical(slot));
+    }
+  }
+  void add_if_any(index_t distance) {
+    if (length(distance) > 0) add(distance);
+  }
+
+  /// Adds lines until those that are here carry `share` of the weight: always the line that covers most of what is still
+  /// uncovered for its length; ties to the slash, then to the lower line. Exact on the sampled rows; writes over the weights.
+  /// Cost  a line's weight only falls as others are chosen, so it is summed again only when it comes first.
+  void cover(double share) {
+    struct candidate {
+      double per_entry;
+      index_t line;
+      bool operator<(const candidate& other) const {
+        return per_entry != other.per_entry ? per_entry < other.per_entry : line > other.line;
+      }
+    };
+    for (index_t line = 0; line < lines(); ++line) {
+      if (has(line)) covered_ += sum(line, true);
+    }
+    std::vector<candidate> heap;
+    for (index_t line = 0; line < lines(); ++line) {
+      if (!has(line) && weight(line) > 0) heap.push_back({weight(line) / length(line), line});
+    }
+    std::make_heap(heap.begin(), heap.end());
+    const double wanted = std::min(share, 1.0) * total_;
+    while (covered_ < wanted && !heap.empty()) {
+      std::pop_heap(heap.begin(), heap.end());
+      candidate best = heap.back();
+      best.per_entry = sum(best.line, false) / length(best.line);
+      heap.pop_back();
+      if (best.per_entry <= 0) continue;
+      if (!heap.empty() && best < heap.front()) {
+        heap.push_back(best);
+        std::push_heap(heap.begin(), heap.end());
+        continue;
+      }
+      covered_ += sum(best.line, true);
+      add(best.line);
+    }
+  }
+
+  /// The published greedy (LoopServe's Algorithm 5), with what it leaves open decided: both lists by total weight; the head
+  /// whose weight, less the largest entries of all chosen lines of the other kind, is larger for its length, less the count of
+  /// those lines (at least 1); a chosen line leaves its list; what is added to the sum is at least 0. The sum is a lower bound
+  /// of what is covered. Lines without weight are left out.
+  void cover_as_published(double share) {
+    std::vector<index_t> slashes, verticals;
+    for (index_t line = 0; line < lines(); ++line) {
+      if (weight(line) > 0) (is_slash(line) ? slashes : verticals).push_back(line);
+    }
+    const auto heavier = [&](index_t a, index_t b) { return weight(a) != weight(b) ? weight(a) > weight(b) : a < b; };
+    std::sort(slashes.begin(), slashes.end(), heavier);
+    std::sort(verticals.begin(), verticals.end(), heavier);
+    std::size_t s = 0, v = 0;
+    double largest_of_slashes = 0, largest_of_verticals = 0, sum_of_gains = 0;
+    const double wanted = std::min(share, 1.0) * total_;
+    while (sum_of_gains < wanted && (s < slashes.size() || v < verticals.size())) {
+      const double by_slash = s < slashes.size() ? weight(slashes[s]) - largest_of_verticals : 0;
+      const double by_vertical = v < verticals.size() ? weight(verticals[v]) - largest_of_slashes : 0;
+      bool takes_slash = v == verticals.size();
+      if (s < slashes.size() && v < verticals.size()) {
+        takes_slash = by_slash / std::max(1, length(slashes[s]) - index_t(v)) >=
+                      by_vertical / std::max(1, length(verticals[v]) - index_t(s));
+      }
+      sum_of_gains += std::max(0.0, takes_slash ? by_slash : by_vertical);
+      const index_t line = takes_slash ? slashes[s++] : verticals[v++];
+      (takes_slash ? largest_of_slashes : largest_of_verticals) += largest(line);
+      add(line);
+    }
+  }
+
+  /// Every stored key: whoever wants all of the weight wants rows that were not sampled to see everything too.
+  void add_everything() {
+    for (index_t slot = 0; slot < seen_->slots(); ++slot) add(vertical(slot));
+  }
+
+  void write(line_set& to) const {
+    to.vertical.clear();
+    to.slash.clear();
+    for (index_t distance = 0; distance < seen_->next; ++distance) {
+      if (has(distance)) to.slash.push_back(distance);
+    }
+    for (index_t slot = 0; slot < seen_->slots(); ++slot) {
+      if (has(vertical(slot))) to.vertical.push_back(seen_->positions[std::size_t(slot)]);
+    }
+  }
+
+ private:
+  /// Calls `see(weight)` for a line's entry of each sampled row.
+  template <class See>
+  void visit(index_t line, const See& see) const {
+    for (index_t r = 0; r < index_t(seen_->rows.size()); ++r) {
+      const index_t slot = is_slash(line) ? seen_->slot_on_slash(r, line) : line - seen_->next;
+      if (slot != no_index) see(seen_->row(r)[slot]);
+    }
+  }
+  /// What is not covered yet on a line; `takes`: it is from now on.
+  double sum(index_t line, bool takes) const {
+    double result = 0;
+    visit(line, [&](float& weight) {
+      result += weight;
+      if (takes) weight = 0;
+    });
+    return result;
+  }
+  double largest(index_t line) const {
+    float result = 0;
+    visit(line, [&](float weight) { result = std::max(result, weight); });
+    return result;
+  }
+
+  const sampled_attention* seen_ = nullptr;
+  double total_ = 0, covered_ = 0;
+  std::vector<std::uint8_t> chosen_;  // by line
+  std::vector<double> weights_;       // by line, before anything was covered
+};
+
+TESSERA_NAMESPACE_END

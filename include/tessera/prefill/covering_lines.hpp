@@ -1,0 +1,76 @@
+// LoopServe's prefill: the few vertical and slash lines that carry the attention of a few sampled rows.
+#pragma once
+
+#include "../concepts/prefill.hpp"
+
+TESSERA_NAMESPACE_BEGIN
+
+/// How lines are found: by what each still covers, exactly, or by the paper's Algorithm 5.
+enum class line_search { coverage, paper };
+
+/// Samples `rows` rows of each chunk and takes lines, the best for their length first, until they carry the share `alpha` of
+/// the sampled rows' attention. The nearest 64 slash lines and the first 4 columns are always taken; with alpha 1 everything is.
+///
+/// The rows follow from `seed` and the chunk's position: they are the same for all heads and layers. A chunk of no more rows
+/// is looked at whole. Rows of an earlier answer are stored already and no rows of the chunk.
+/// Errors   alpha outside (0, 1], no rows, a seed out of range: tessera::error.
+/// Cost     one pass over K for `rows` rows of each query head, and memory for their attention; then lines * log(lines).
+/// Paper    Li et al., LoopServe, arXiv:2507.13681, Sec. 5.1 and Algorithm 5. Differs: `coverage` counts what lines cover exactly
+///          where the paper has bounds, and starts from the forced lines, which the paper lacks (a row that was not sampled
+///          must see something); causal; a slash line is a distance in positions, so blocks may be rectangular.
+struct covering_lines {
+  static constexpr const char* name = "covering_lines";
+  static constexpr bool chooses_lines = true, host_only = true;
+  static constexpr index_t forced_slashes = 64, forced_columns = 4;
+  /// Weights are sums of floats: with this much more than `alpha` of them, they are `alpha` of the exact ones.
+  static constexpr double rounding = 2e-6;
+
+  float alpha = 0.955f;
+  index_t rows = 48;
+  index_t seed = 0;
+  line_search algorithm = line_search::coverage;
+
+  void sample(index_t first, index_t next, std::vector<index_t>& to) const {
+    std::uint64_t state = std::uint64_t(seed) << 32 ^ std::uint64_t(first);
+    index_t wanted = std::min(rows, next - first);
+    for (index_t at = first; at < next && wanted > 0; ++at) {  // each row with the chance that makes all sets equal
+      state += 0x9e3779b97f4a7c15u;
+      std::uint64_t word = (state ^ (state >> 30)) * 0xbf58476d1ce4e5b9u;
+      word = (word ^ (word >> 27)) * 0x94d049bb133111ebu;
+      word ^= word >> 31;
+      if (word % std::uint64_t(next - at) >= std::uint64_t(wanted)) continue;
+      to.push_back(at);
+      --wanted;
+    }
+  }
+
+  void choose(const sampled_attention& seen, line_cover& cover, line_set& lines) const {
+    cover.begin(seen);
+    if (alpha >= 1) {
+      cover.add_everything();
+      cover.add_if_any(0);
+    } else if (algorithm == line_search::paper) {
+      cover.cover_as_published(alpha + rounding);
+      cover.add_forced(forced_slashes, forced_columns);
+    } else {
+      cover.add_forced(forced_slashes, forced_columns);
+      cover.cover(alpha + rounding);
+    }
+    cover.write(lines);
+  }
+
+  void check() const { check_parameters(*this); }
+
+  template <class Self, class Visit>
+  static void parameters(Self& self, Visit&& visit) {
+    visit("alpha", self.alpha, value_range{1e-6f, 1.0f},
+          "share of the sampled attention that the lines carry; 1: dense");
+    visit("rows", self.rows, value_range{1, 1 << 12}, "rows of a prompt chunk that are sampled");
+    visit("seed", self.seed, value_range{0, most_tokens}, "another seed, other rows");
+    visit("algorithm", self.algorithm, one_word_of{"coverage or paper"}, "how lines are found");
+  }
+};
+
+static_assert(check_prefill<covering_lines>() && line_pattern<covering_lines>);
+
+TESSERA_NAMESPACE_END
