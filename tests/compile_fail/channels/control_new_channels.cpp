@@ -1,4 +1,4 @@
-// A channel selector of one's own, under any method's tokens.
+// The channel selector of docs/how_to/add_a_channel_selector.md.
 #include <tessera/layout/dense.hpp>
 #include <tessera/layout/full_tails.hpp>
 #include <tessera/layout/packed_rows.hpp>
@@ -7,6 +7,7 @@
 
 TESSERA_NAMESPACE_BEGIN
 
+// [channels]
 /// The first quarter of the channels: the strongest ones of a segment, once its rows are rotated.
 struct first_channels {
   static constexpr const char* name = "first_channels";
@@ -25,6 +26,7 @@ static_assert(check_channels<first_channels>());
 
 using thin_rows = stored<packed_rows<dense_rows<bf16, 64>, first_channels, first_channels, rotated, full_tails>, runs>;
 static_assert(check_layout<thin_rows>());
+// [channels]
 
 TESSERA_NAMESPACE_END
 

@@ -13,7 +13,7 @@
 #include "../attend/step_log.hpp"
 #include "../choose/first_stage.hpp"
 #include "../read/reading.hpp"
-#include "../store/kv_store.hpp"
+#include "../store/packed/packed_store.hpp"
 
 TESSERA_NAMESPACE_BEGIN
 namespace cpu {

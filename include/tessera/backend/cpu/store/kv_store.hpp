@@ -34,6 +34,10 @@ inline bool choose_newest_slots(const std::vector<index_t>& lengths, index_t win
 /// `prepare_to_pack` and `pack` ask something.
 template <class Layout>
 class kv_store {
+  static_assert(
+      !requires { requires Layout::rows_type::packs; },
+      "tessera: packed rows have a store of their own; include backend/cpu/store/packed/packed_store.hpp");
+
  public:
   using rows_type = placed_rows<Layout>;
   using view_type = typename rows_type::view_type;
