@@ -4,6 +4,7 @@
 #include <algorithm>
 #include <cmath>
 #include <string>
+#include <utility>
 #include <vector>
 
 #include "../core/error.hpp"
@@ -26,10 +27,9 @@ inline void find_rotation(const std::vector<double>& moment, index_t dim, index_
                           float* rotation) {
   for (index_t i = 0; i < dim * dim; ++i) {
     const double x = moment[std::size_t(i)];
-    require(
-        x - x == 0,
-        "the second moment of " + of + " at channels " + std::to_string(i / dim) + " and " + std::to_string(i % dim), x,
-        "a finite number", "keep NaN and infinity out of keys and values, or scale them");
+    if (x - x == 0) continue;
+    fail("the second moment of " + of + " at channels " + std::to_string(i / dim) + " and " + std::to_string(i % dim),
+         x, "a finite number", "keep NaN and infinity out of keys and values, or scale them");
   }
   std::vector<double> values(static_cast<std::size_t>(dim)), vectors(static_cast<std::size_t>(dim * dim));
   find_eigenvectors(moment.data(), dim, values.data(), vectors.data());

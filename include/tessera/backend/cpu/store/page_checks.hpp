@@ -11,6 +11,7 @@
 
 TESSERA_NAMESPACE_BEGIN
 namespace cpu {
+inline namespace TESSERA_HOST_ISA {
 namespace detail {
 
 inline std::string row_name(index_t sequence, index_t head) {
@@ -130,5 +131,6 @@ void require_own_pages(const From& from, const selection_view& chosen, const To&
   }
 }
 
+}  // namespace TESSERA_HOST_ISA
 }  // namespace cpu
 TESSERA_NAMESPACE_END
