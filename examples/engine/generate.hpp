@@ -11,12 +11,22 @@
 
 namespace engine {
 
+/// How a model is told to write a text once more, for caches that want it (KVzip): in parts, each behind a sentence.
+struct repeat_options {
+  std::vector<token_t> first{};   ///< before the first part
+  std::vector<token_t> next{};    ///< before another one's last words
+  std::vector<token_t> behind{};  ///< between these and the part
+  std::int32_t words = 8;         ///< tokens that end the part before
+  std::int32_t part = 2048;       ///< tokens of a part; bounds the working memory
+};
+
 struct prefill_options {
   std::int32_t chunk = 512;  ///< tokens that pass through the layers together; bounds the working memory
   std::span<const std::uint8_t>
       boundaries{};  ///< one flag for each token of the prompt, as tokenizer::boundaries; or none
   /// Called after each chunk, tokens done and tokens in all. What it throws ends the prefill and reaches the caller.
   std::function<void(std::int64_t done, std::int64_t total)> progress;
+  repeat_options repeat{};
 };
 
 struct generate_options {

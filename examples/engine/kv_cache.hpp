@@ -21,6 +21,16 @@ class kv_cache {
   /// Appends a chunk of the prompt to `layer` and writes its causal attention to `out`.
   virtual void prefill(int layer, const float* q, const float* k, const float* v, int tokens, float* out) = 0;
 
+  /// Whether a prompt must pass through the model once more before its prefill ends: see `reread`. Most caches do not care.
+  virtual bool rereads() const { return false; }
+
+  /// Tokens that repeat `count` prompt tokens from position `first` on. They stand behind the prompt, attend to all of it and to
+  /// themselves, and are forgotten; `out` gets their attention. Only asked where `rereads`.
+  virtual void reread(int layer, std::int64_t first, std::int64_t count, const float* q, const float* k, const float* v,
+                      int tokens, float* out) {
+    (void)layer, (void)first, (void)count, (void)q, (void)k, (void)v, (void)tokens, (void)out;
+  }
+
   /// Ends a turn's prefill, after its last chunk has passed through every layer. A cache may drop tokens here.
   virtual void end_prefill() = 0;
 

@@ -36,6 +36,11 @@ class llama {
   ///          max_position_embeddings.
   std::vector<float> prefill(std::span<const token_t> prompt, kv_cache& cache, const prefill_options& options = {});
 
+  /// Passes the prompt that `cache` holds last, and has not ended, through the model once more, part by part (see
+  /// `kv_cache::reread`). `prefill` does so where the cache asks for it.
+  /// Errors   as `prefill`; a part below 1; a part with its sentence does not fit behind the prompt.
+  void reread(std::span<const token_t> prompt, kv_cache& cache, const prefill_options& options = {});
+
   /// Appends 1 to 8 tokens, causal among themselves.
   /// Returns  the logits [tokens, vocab_size] after each of them.
   /// Errors   as `prefill`; more than 8 tokens.

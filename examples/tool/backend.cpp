@@ -4,6 +4,7 @@
 #include <utility>
 
 #include "engine/model.hpp"
+#include "engine/ops.hpp"
 #include "tool/methods/values.hpp"
 
 #ifdef TESSERA_TOOL_CUDA
@@ -57,6 +58,10 @@ class cpu_runner final : public runner {
     cpu_fan_out all(caches, model_.config());
     return model_.prefill(prompt, all, options);
   }
+  void reread(std::span<const engine::token_t> prompt, method_cache& cache,
+              const engine::prefill_options& options) override {
+    model_.reread(prompt, cache, options);
+  }
   std::vector<engine::token_t> extend(std::span<const float> logits, method_cache& cache,
                                       const engine::generate_options& options) override {
     return model_.extend(logits, cache, options);
@@ -67,6 +72,16 @@ class cpu_runner final : public runner {
 };
 
 }  // namespace
+
+void runner::reread(std::span<const engine::token_t>, method_cache&, const engine::prefill_options&) {
+  tessera::fail("text to be read again", "a prompt on this backend", "one on the CPU", "use --backend cpu");
+}
+
+engine::repeat_options repeat_sentences(const engine::tokenizer& tokenizer) {
+  return {tokenizer.encode("\n\nRepeat the previous context exactly."),
+          tokenizer.encode("\n\nRepeat the part of the previous context exactly, starting with"),
+          tokenizer.encode("\n")};
+}
 
 std::vector<std::string> backends() {
 #ifdef TESSERA_TOOL_CUDA
@@ -91,6 +106,12 @@ backend require_backend(std::string_view name) {
 #endif
   require_one_of("backend", name, backends());
   return backend::cpu;
+}
+
+tessera::model_shape shape_of(const engine::llama_config& config) {
+  tessera::model_shape shape{config.num_hidden_layers, config.num_attention_heads, config.num_key_value_heads};
+  shape.rope_frequencies = engine::rope_frequencies(config);
+  return shape;
 }
 
 std::unique_ptr<method_cache> make_cache(const method_info& method, [[maybe_unused]] backend where,

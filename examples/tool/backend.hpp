@@ -8,7 +8,9 @@
 #include <string_view>
 #include <vector>
 
+#include "engine/config.hpp"
 #include "engine/generate.hpp"
+#include "engine/tokenizer.hpp"
 #include "tool/methods/method_cache.hpp"
 
 namespace tool {
@@ -20,6 +22,12 @@ std::vector<std::string> backends();
 
 /// Errors: no backend of that name, one that is not compiled in, or a machine that cannot run it.
 backend require_backend(std::string_view name);
+
+/// What a cache must know of a model.
+tessera::model_shape shape_of(const engine::llama_config& config);
+
+/// What KVzip tells a model to make it write a text once more.
+engine::repeat_options repeat_sentences(const engine::tokenizer& tokenizer);
 
 /// An empty cache of a method. `request.tokens` must be there for CUDA.
 /// Errors: parameters or shapes that make no sense; on CUDA also an element type or head dim that is not compiled, and
@@ -42,6 +50,10 @@ class runner {
   virtual std::vector<float> prefill_all(std::span<const engine::token_t> prompt,
                                          const std::vector<std::unique_ptr<method_cache>>& caches,
                                          const engine::prefill_options& options = {}) = 0;
+
+  /// The prompt of a cache that `rereads` passes through the model once more. Errors: this backend does not.
+  virtual void reread(std::span<const engine::token_t> prompt, method_cache& cache,
+                      const engine::prefill_options& options);
 
   virtual std::vector<engine::token_t> extend(std::span<const float> logits, method_cache& cache,
                                               const engine::generate_options& options = {}) = 0;

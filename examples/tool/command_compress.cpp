@@ -1,5 +1,7 @@
 // tessera compress
+#include <algorithm>
 #include <cstdio>
+#include <optional>
 
 #include "commands.hpp"
 #include "compress.hpp"
@@ -7,20 +9,39 @@
 #include "engine/files/output_file.hpp"
 #include "progress.hpp"
 #include "tool/eval/report.hpp"
+#include "tool/methods/registry.hpp"
 #include "tool/methods/values.hpp"
 
 namespace tool {
+namespace {
+
+/// Takes rope_theta out of the settings: it is a fact of the model and no parameter of a method.
+std::optional<float> taken_rope_theta(std::vector<setting>& settings) {
+  const auto found = std::ranges::find(settings, "rope_theta", &setting::name);
+  if (found == settings.end()) return std::nullopt;
+  constexpr tessera::value_range allowed{1.0f, 1e12f};
+  float theta = 0;
+  parse_value("rope_theta", found->value, allowed.text(), theta);
+  allowed.check("rope_theta", theta, "pass rope_theta of the model's config.json");
+  settings.erase(found);
+  return theta;
+}
+
+}  // namespace
+
 void compress_file(const compress_file_options& given) {
   compress_options chosen;
-  const method_info& method = given.method.checked_method();
+  const method_info& method = find_method(given.method.method);
   chosen.method = method.name;
+  chosen.settings = given.method.parsed_settings();
+  chosen.rope_theta = taken_rope_theta(chosen.settings);
+  (void)method.configured(chosen.settings);
+  chosen.where = require_backend(given.method.backend);
   if (!method.has_budget && !given.method.budget.empty()) {
     note("--budget has no effect: " + method.name + " keeps everything");
   } else {
     chosen.budget = given.method.parsed_budget(method);
   }
-  chosen.settings = given.method.parsed_settings();
-  chosen.where = require_backend(given.method.backend);
   chosen.scores = given.scores;
   chosen.workers = make_workers(given.threads);
   engine::require_writable(given.out);

@@ -44,7 +44,54 @@ void apply_settings(const std::vector<std::string>& texts, std::vector<variant>&
   }
 }
 
-/// Every method at every budget; a method without a budget once.
+/// Adds, behind the rows of each method that has the parameter, the same rows with each of its values.
+/// Errors: none of the methods has it; a value that it may not have.
+void add_varied(const std::vector<std::string>& texts, std::vector<variant>& variants) {
+  const std::vector<variant> base = variants;
+  for (const setting& given : parse_settings(texts)) {
+    const std::size_t dot = given.name.find('.');
+    const std::string method = dot == std::string::npos ? "" : given.name.substr(0, dot);
+    const std::string name = dot == std::string::npos ? given.name : given.name.substr(dot + 1);
+    const std::vector<std::string> values = parse_list("--vary " + given.name, given.value);
+    bool known = false;
+    for (std::size_t i = 0; i < base.size();) {
+      std::size_t end = i + 1;
+      while (end < base.size() && base[end].method == base[i].method) ++end;
+      if ((method.empty() || base[i].method->name == method) && has_parameter(*base[i].method, name)) {
+        known = true;
+        const auto end_of_method = std::find_if(variants.rbegin(), variants.rend(), [&](const variant& row) {
+                                     return row.method == base[i].method;
+                                   }).base();
+        std::vector<variant> more;
+        for (const std::string& value : values) {
+          for (std::size_t row = i; row < end; ++row) {
+            variant changed = base[row];
+            changed.settings.push_back({name, value});
+            changed.differs = name + "=" + value;
+            changed.method->configured(changed.settings);
+            more.push_back(std::move(changed));
+          }
+        }
+        variants.insert(end_of_method, more.begin(), more.end());
+      }
+      i = end;
+    }
+    tessera::require(known, "--vary", "'" + engine::printable(given.name) + "'",
+                     "a parameter of one of the methods, or METHOD.NAME for one of them",
+                     "`tessera list` shows the parameters of every method");
+  }
+}
+
+/// Whether the settings give a method a profile: its budgets then count.
+bool has_own_profile(const method_info& method, const std::vector<std::string>& settings) {
+  std::vector<setting> own = parse_settings(settings);
+  for (setting& one : own) {
+    if (one.name == method.name + ".profile") one.name = "profile";
+  }
+  return names_profile(method, own);
+}
+
+/// Every method at every budget; a method without a budget, or with a profile, once.
 std::vector<variant> parse_variants(const eval_options& given) {
   std::vector<index_t> budgets;
   if (!given.budgets.empty()) {
@@ -57,19 +104,28 @@ std::vector<variant> parse_variants(const eval_options& given) {
   std::vector<variant> variants;
   for (const std::string& name : parse_list("--methods", given.methods)) {
     const method_info& method = find_method(name);
-    if (!method.has_budget) variants.push_back({&method, {}, {}});
-    tessera::require(!method.has_budget || !budgets.empty(), "--budgets", "missing", "one or more numbers of tokens",
+    const bool counted = method.has_budget && !has_own_profile(method, given.settings);
+    if (!counted) variants.push_back({&method, {}, {}});
+    tessera::require(!counted || !budgets.empty(), "--budgets", "missing", "one or more numbers of tokens",
                      "add --budgets N,N for " + name);
     for (const index_t budget : budgets) {
-      if (method.has_budget) variants.push_back({&method, budget, {}});
+      if (counted) variants.push_back({&method, budget, {}});
     }
   }
-  const bool used = std::ranges::any_of(variants, [](const variant& row) { return row.budget.has_value(); });
+  bool used = false;
+  for (const variant& row : variants) {
+    used |= row.method->has_budget;
+    if (row.method->has_budget && !row.budget && !budgets.empty())
+      note("--budgets do not count for " + row.method->name + ": its profile says what each head keeps");
+  }
   tessera::require(used || budgets.empty(), "--budgets", given.budgets, "none: no method here has a budget",
                    "leave it out");
+  add_varied(given.varied, variants);
   apply_settings(given.settings, variants);
   return variants;
 }
+
+}  // namespace
 
 std::vector<conversation> make_conversations(const eval_options& given, const engine::llama_config& config,
                                              const engine::tokenizer& tokenizer) {
@@ -96,8 +152,6 @@ std::vector<conversation> make_conversations(const eval_options& given, const en
   }
   return all;
 }
-
-}  // namespace
 
 void evaluate(const eval_options& given) {
   const backend where = require_backend(given.backend);

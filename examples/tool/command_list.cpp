@@ -36,6 +36,9 @@ void print_json() {
     nlohmann::ordered_json item{{"name", method.name}, {"paper", method.paper}, {"has_budget", method.has_budget}};
     item["backends"] = method.on_cuda ? nlohmann::ordered_json{"cpu", "cuda"} : nlohmann::ordered_json{"cpu"};
     item["needs_boundaries"] = method.needs_segments;
+    item["needs_engine"] = method.rereads;
+    item["needs_profile"] = method.needs_profile;
+    item["needs_rope_theta"] = method.needs_rope;
     if (method.has_budget) {
       item["budget"] = {{"allowed", method.budgets.text()}, {"counts", method.budget_counts}};
     }

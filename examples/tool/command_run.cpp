@@ -67,12 +67,7 @@ outcome answer(const run_options& given, const method_info& method) {
   const std::int64_t most_new = std::min<std::int64_t>(max_new, room + 1);  // the last one takes no position
   const auto settings = with_answer_limit(method, given.method.parsed_settings(), index_t(most_new));
   const auto cache = make_cache(method, where,
-                                {{config.num_hidden_layers, config.num_attention_heads, config.num_key_value_heads},
-                                 config.head_dim,
-                                 element,
-                                 budget,
-                                 settings,
-                                 workers,
+                                {shape_of(config), config.head_dim, element, budget, settings, workers,
                                  index_t(std::int64_t(tokens.size()) + most_new)});
   const auto model = [&] {
     progress_line progress("loading the model");
@@ -90,6 +85,8 @@ outcome answer(const run_options& given, const method_info& method) {
     prefill.progress = [&](std::int64_t done, std::int64_t total) { progress.update(done, total); };
     const std::vector<std::uint8_t> boundaries = tokenizer.boundaries(tokens);
     prefill.boundaries = boundaries;
+    cache->announce(index_t(tokens.size()));
+    prefill.repeat = repeat_sentences(tokenizer);
     logits = model->prefill(tokens, *cache, prefill);
   }
   result.prefill_seconds = prefill_watch.seconds();

@@ -20,6 +20,10 @@ std::optional<index_t> method_options::parsed_budget(const method_info& chosen) 
   tessera::require(chosen.has_budget || budget.empty(), "--budget", budget,
                    "none: " + chosen.name + " keeps everything", "leave it out");
   if (!chosen.has_budget) return std::nullopt;
+  if (names_profile(chosen, parsed_settings())) {
+    if (!budget.empty()) note("--budget has no effect: the profile says what each head of " + chosen.name + " keeps");
+    return std::nullopt;
+  }
   if (!budget.empty()) return index_t(parse_count("--budget", budget, chosen.budgets.least, chosen.budgets.most));
   tessera::fail("--budget", "missing", chosen.budgets.text() + " tokens per KV head",
                 "add --budget N for " + chosen.name);

@@ -5,6 +5,9 @@
 #include <string>
 #include <vector>
 
+#include "engine/config.hpp"
+#include "engine/tokenizer.hpp"
+#include "tool/eval/questions.hpp"
 #include "tool/methods/method_cache.hpp"
 
 namespace tool {
@@ -34,7 +37,12 @@ struct run_options {
 struct eval_options {
   std::string model, methods, budgets, questions, json, families, suite = "all", text, tasks;
   std::string backend = "cpu", dtype = "bf16", context = "4096", count = "40", seed = "1", threads = "0";
-  std::vector<std::string> settings;
+  std::vector<std::string> settings, varied;
+};
+
+struct heads_options {
+  eval_options documents;  ///< those that choose questions, and the model
+  std::string out, sinks = "4", recent = "256";
 };
 
 struct compress_file_options {
@@ -43,11 +51,24 @@ struct compress_file_options {
   std::string in, out, threads = "0";
 };
 
+struct calibrate_options {
+  std::string model, method = "snapkv", out, families, suite = "all", text, tasks;
+  std::string share = "0.3", samples = "50", alpha = "2", context = "4096", seed = "1", threads = "0";
+  bool renormalise = false;
+  std::vector<std::string> settings;
+};
+
 // Each prints its result on stdout. Errors: tessera::error, before any output file exists.
 void list_methods(const list_options& given);
 void run_prompt(const run_options& given);
 void evaluate(const eval_options& given);
 void compress_file(const compress_file_options& given);
+void calibrate(const calibrate_options& given);
+void find_heads(const heads_options& given);
+
+/// The tool's own documents, as the options have them. Errors: what they ask for cannot be made.
+std::vector<conversation> make_conversations(const eval_options& given, const engine::llama_config& config,
+                                             const engine::tokenizer& tokenizer);
 
 /// A thread pool of so many workers, 0 for every core. Errors: no whole number from 0 to 1024.
 std::shared_ptr<tessera::cpu::executor> make_workers(const std::string& threads);

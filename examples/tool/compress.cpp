@@ -4,178 +4,14 @@
 #include <cmath>
 #include <limits>
 
+#include "tool/layer/tensors.hpp"
 #include "tool/methods/registry.hpp"
 #include "tool/methods/values.hpp"
 
 namespace tool {
 namespace {
 
-using engine::any_size;
 using engine::safetensors_file;
-
-/// A tensor of three axes as fp32.
-struct tensor {
-  std::vector<float> values;
-  index_t shape[3] = {};
-
-  input_rows tokens_first() const { return tessera::nhd_rows(values.data(), shape[0], shape[1], shape[2]); }
-  input_rows heads_first() const { return tessera::hnd_rows(values.data(), shape[1], shape[0], shape[2]); }
-};
-
-std::string shape_text(const std::vector<std::int64_t>& shape) {
-  std::string text;
-  for (const std::int64_t size : shape) {
-    text += (text.empty() ? "[" : ", ") + (size == any_size ? "any" : std::to_string(size));
-  }
-  return text.empty() ? "[]" : text + "]";
-}
-
-// Reads a tensor whose axes are given by name; a size of any_size leaves an axis open.
-tensor read(const safetensors_file& in, const std::string& name, const std::vector<std::int64_t>& sizes,
-            const std::string& axes) {
-  tessera::require(in.contains(name), "tensor " + name, "missing", axes, "add it to the file");
-  const std::vector<std::int64_t>& shape = in.at(name).shape;
-  bool fits = shape.size() == sizes.size();
-  for (std::size_t i = 0; fits && i < sizes.size(); ++i) {
-    fits = shape[i] >= 1 && shape[i] <= std::numeric_limits<index_t>::max() &&
-           (sizes[i] == any_size || shape[i] == sizes[i]);
-  }
-  std::string allowed = axes;
-  for (const std::int64_t size : sizes) {
-    if (size != any_size) {
-      allowed = axes + ", here " + shape_text(sizes);
-      break;
-    }
-  }
-  tessera::require(fits, "shape of tensor " + name, shape_text(shape), allowed, "dump it in that shape");
-  tensor result{in.to_fp32(name, sizes), {}};
-  engine::require_finite(name, result.values);
-  for (std::size_t i = 0; i < 3; ++i) result.shape[i] = index_t(shape[i]);
-  return result;
-}
-
-/// Everything in the input file, checked.
-struct layer_tensors {
-  element_type element;
-  tensor k, v;
-  std::optional<tensor> q, q_decode, k_decode, v_decode;
-  std::vector<std::uint8_t> boundaries;
-  index_t kv_heads = 0, tokens = 0, head_dim = 0, q_heads = 0;
-};
-
-element_type element_of(const engine::tensor_view& tensor) {
-  switch (tensor.type) {
-    case engine::dtype::f32:
-      return element_type::fp32;
-    case engine::dtype::f16:
-      return element_type::fp16;
-    case engine::dtype::bf16:
-      return element_type::bf16;
-    default:
-      break;
-  }
-  tessera::fail("type of tensor k", engine::dtype_name(tensor.type), "F32, F16 or BF16", "dump it in one of these");
-}
-
-// The flags of all tokens; none where the file has none.
-std::vector<std::uint8_t> read_boundaries(const safetensors_file& in, index_t tokens) {
-  if (!in.contains("boundaries")) return {};
-  const std::int64_t shape[] = {tokens};
-  const engine::dtype type = in.at("boundaries").type;
-  tessera::require(type == engine::dtype::u8, "type of tensor boundaries", engine::dtype_name(type), "U8",
-                   "dump one byte a token");
-  const std::vector<std::int64_t> flags = in.to_int64("boundaries", shape);
-  for (std::size_t i = 0; i < flags.size(); ++i) {
-    tessera::require(flags[i] <= 1, "boundaries[" + std::to_string(i) + "]", flags[i], "0 or 1",
-                     "write 1 where a segment ends");
-  }
-  return {flags.begin(), flags.end()};
-}
-
-layer_tensors read_layer(const safetensors_file& in) {
-  layer_tensors layer;
-  layer.k = read(in, "k", {any_size, any_size, any_size}, "[kv_heads, tokens, head_dim]");
-  layer.element = element_of(in.at("k"));
-  layer.kv_heads = layer.k.shape[0];
-  layer.tokens = layer.k.shape[1];
-  layer.head_dim = layer.k.shape[2];
-  const std::int64_t heads = layer.kv_heads, dim = layer.head_dim;
-  layer.v = read(in, "v", {heads, layer.tokens, dim}, "[kv_heads, tokens, head_dim] as k");
-  tessera::require(in.at("v").type == in.at("k").type, "type of tensor v", engine::dtype_name(in.at("v").type),
-                   "that of k, which is " + std::string(engine::dtype_name(in.at("k").type)),
-                   "dump keys and values in one type");
-  layer.boundaries = read_boundaries(in, layer.tokens);
-
-  if (in.contains("q")) layer.q = read(in, "q", {any_size, any_size, dim}, "[n_q, q_heads, head_dim]");
-  const bool decodes = in.contains("q_decode") || in.contains("k_decode") || in.contains("v_decode");
-  if (decodes) {
-    const std::int64_t q_heads = layer.q ? layer.q->shape[1] : any_size;
-    layer.q_decode = read(in, "q_decode", {any_size, q_heads, dim}, "[steps, q_heads, head_dim]");
-    const std::int64_t steps = layer.q_decode->shape[0];
-    layer.k_decode = read(in, "k_decode", {steps, heads, dim}, "[steps, kv_heads, head_dim]");
-    layer.v_decode = read(in, "v_decode", {steps, heads, dim}, "[steps, kv_heads, head_dim]");
-  }
-  layer.q_heads = layer.q ? layer.q->shape[1] : layer.q_decode ? layer.q_decode->shape[1] : layer.kv_heads;
-  tessera::require(layer.q_heads % layer.kv_heads == 0, "q_heads of tensor q", layer.q_heads,
-                   "a multiple of kv_heads, which are " + std::to_string(layer.kv_heads),
-                   "check that q is [n_q, q_heads, head_dim] and k [kv_heads, tokens, head_dim]");
-  return layer;
-}
-
-// What the tensor with the turns is called: `turns`, or `turn` where there is no `turns`.
-const char* turns_name(const safetensors_file& in) { return in.contains("turns") ? "turns" : "turn"; }
-
-// The turns of the prompt, each from its first row to the next one's. Errors: rows that do not ascend or that k has not.
-std::vector<std::pair<index_t, index_t>> read_turns(const safetensors_file& in, index_t tokens) {
-  std::vector<std::int64_t> first{0};
-  const std::string name = turns_name(in);
-  if (in.contains(name)) {
-    const std::int64_t shape[] = {any_size};
-    const engine::dtype type = in.at(name).type;
-    tessera::require(type == engine::dtype::i64, "type of tensor " + name, engine::dtype_name(type), "I64",
-                     "dump the first row of each turn");
-    for (const std::int64_t row : in.to_int64(name, shape)) {
-      if (row == 0 && first.size() == 1) continue;  // where the first turn begins anyway
-      tessera::require(row > first.back() && row < tokens, "a row of tensor " + name, row,
-                       tessera::value_range<std::int64_t>{first.back() + 1, tokens - 1}.text() + " behind " +
-                           std::to_string(first.back()),
-                       "dump the first row of each turn, ascending");
-      first.push_back(row);
-    }
-  }
-  first.push_back(tokens);
-  std::vector<std::pair<index_t, index_t>> turns;
-  for (std::size_t i = 1; i < first.size(); ++i) turns.emplace_back(index_t(first[i - 1]), index_t(first[i]));
-  return turns;
-}
-
-// Errors: a product of a query and a key that float does not hold, which would rank the token as none.
-void require_products(const layer_tensors& layer) {
-  const auto largest = [](const tensor& of) {
-    float most = 0;
-    for (const float value : of.values) most = std::max(most, std::abs(value));
-    return double(most);
-  };
-  constexpr double most = std::numeric_limits<float>::max();
-  if (largest(*layer.q) * largest(layer.k) * layer.head_dim < most) return;
-  const input_rows q = layer.q->tokens_first(), k = layer.k.heads_first();
-  for (index_t row = 0; row < q.tokens; ++row) {
-    for (index_t head = 0; head < layer.q_heads; ++head) {
-      for (index_t token = 0; token < layer.tokens; ++token) {
-        const float *a = q.row(0, row, head), *b = k.row(0, token, head / (layer.q_heads / layer.kv_heads));
-        double sum = 0, absolute = 0;
-        for (index_t d = 0; d < layer.head_dim; ++d) {
-          sum += double(a[d]) * double(b[d]);
-          absolute += std::abs(double(a[d]) * double(b[d]));
-        }
-        if (absolute < most) continue;
-        tessera::fail("layer 0, query head " + std::to_string(head) + ", prompt query " + std::to_string(row) +
-                          ": the product with the key of token " + std::to_string(token),
-                      sum, "terms whose sum float holds, below 3.4e38", "scale queries and keys");
-      }
-    }
-  }
-}
 
 /// What the rows of the last turn's prompt attended, for a method that chooses lines.
 struct prompt_outputs {
@@ -202,7 +38,7 @@ prompt_outputs prefill(const layer_tensors& layer, const std::vector<std::pair<i
   const index_t given = layer.q ? layer.q->shape[0] : 0;
   const auto rows_needed = [&](index_t tokens) { return info.chooses_lines ? tokens : cache.queries_needed(tokens); };
   index_t needed = 0;
-  for (const auto& [begin, end] : turns) {
+  for (const auto& [begin, end] : chunks_of(turns, cache)) {
     const index_t rows = rows_needed(end - begin);
     if (rows > 0) needed = std::max(needed, layer.tokens - (end - rows));
   }
@@ -217,7 +53,9 @@ prompt_outputs prefill(const layer_tensors& layer, const std::vector<std::pair<i
     return rows;
   };
   prompt_outputs last;
-  for (const auto& [begin, end] : turns) {
+  std::size_t turn = 0;
+  for (const auto& [begin, end] : chunks_of(turns, cache)) {
+    if (begin == turns[turn].first) cache.announce(turns[turn].second - begin);
     const index_t rows = rows_needed(end - begin), skipped = layer.tokens - given;
     input_rows q = rows > 0 ? rows_of(layer.q->tokens_first(), end - rows - skipped, end - skipped) : input_rows{};
     q.heads = layer.q_heads;
@@ -235,7 +73,9 @@ prompt_outputs prefill(const layer_tensors& layer, const std::vector<std::pair<i
         require_finite_row(last.out, std::size_t(token - begin) * row, layer, "prompt token " + std::to_string(token));
       }
     }
+    if (end < turns[turn].second) continue;
     cache.end_prefill();
+    ++turn;
   }
   return last;
 }
@@ -247,6 +87,7 @@ std::vector<std::string> unused_tensors(const safetensors_file& in, const method
   for (const auto& [name, tensor] : in.tensors()) {
     const bool known = name == "k" || name == "v" || name == "q_decode" || name == "k_decode" || name == "v_decode" ||
                        name == turns_name(in) || (name == "boundaries" && method.needs_segments) ||
+                       (name == "output_projection" && method.takes_projection) ||
                        (name == "q" && (method.chooses_lines || cache.queries_needed(layer.tokens) > 0));
     if (!known) all.push_back(name);
   }
@@ -337,6 +178,26 @@ void decode(const layer_tensors& layer, method_cache& cache, engine::safetensors
   file.add("lse", {steps, layer.q_heads}, std::span<const float>(lse));
 }
 
+// The shape of a model of this one layer.
+tessera::model_shape shape_of(const layer_tensors& layer, const method_info& method, const compress_options& options) {
+  tessera::model_shape shape{1, layer.q_heads, layer.kv_heads};
+  tessera::require(options.rope_theta.has_value() == method.needs_rope, "rope_theta",
+                   options.rope_theta ? "set for " + method.name : "missing",
+                   method.needs_rope ? "the base of the model's RoPE, for " + method.name
+                                     : "nothing: " + method.name + " does not turn queries",
+                   method.needs_rope ? "add --set rope_theta=NUMBER, as rope_theta in the model's config.json says"
+                                     : "leave it out");
+  if (layer.projection) {
+    shape.output_projection = layer.projection->values.data();
+    shape.hidden = layer.projection->shape[2];
+  }
+  const index_t pairs = layer.head_dim / 2;
+  for (index_t d = 0; options.rope_theta && d < pairs; ++d) {
+    shape.rope_frequencies.push_back(float(std::pow(double(*options.rope_theta), -double(d) / double(pairs))));
+  }
+  return shape;
+}
+
 }  // namespace
 
 compressed compress(const safetensors_file& in, const compress_options& options) {
@@ -348,18 +209,15 @@ compressed compress(const safetensors_file& in, const compress_options& options)
     tessera::require(options.where == backend::cpu, "--scores", "asked of the backend cuda", "the backend cpu",
                      "leave out one of them");
   }
+  tessera::require(!method.rereads, "method", method.name, "one that needs no engine",
+                   "use `tessera run` or `tessera eval`: the model must read the prompt once more");
   const layer_tensors layer = read_layer(in);
   tessera::require(!method.needs_segments || in.contains("boundaries"), "tensor boundaries", "missing",
                    "[tokens] U8, 1 where a segment of the text ends, for " + method.name, "add it to the file");
   const index_t steps = layer.q_decode ? layer.q_decode->shape[0] : 0;
   const auto cache = make_cache(method, options.where,
-                                {{1, layer.q_heads, layer.kv_heads},
-                                 layer.head_dim,
-                                 layer.element,
-                                 options.budget,
-                                 options.settings,
-                                 options.workers,
-                                 layer.tokens + steps});
+                                {shape_of(layer, method, options), layer.head_dim, layer.element, options.budget,
+                                 options.settings, options.workers, layer.tokens + steps});
   const bool blocks = method.keeps_blocks_of_segments && options.where == backend::cpu;
   if (options.scores || blocks) (void)cache->trace_ranked();
   compressed result;
@@ -370,6 +228,10 @@ compressed compress(const safetensors_file& in, const compress_options& options)
   for (index_t head = 0; head < layer.kv_heads; ++head) kept.add(cache->positions(0, head));
   kept.write(result.file, "keep");
   write_packed(*cache, layer, result.file);
+  if (const auto pages = cache->pages()) {
+    for (const auto& [name, counts] : {std::pair{"used", &pages->used}, std::pair{"reserved", &pages->reserved}})
+      result.file.add("pages." + std::string(name), {std::int64_t(counts->size())}, std::span(std::as_const(*counts)));
+  }
   if (method.chooses_lines) write_lines(cache->lines(0), prompt, layer, result.file);
   if (options.scores) result.ranked = write_scores(cache->ranked(0), layer.kv_heads, result.file);
   if (blocks) {

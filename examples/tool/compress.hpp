@@ -19,7 +19,8 @@ struct compress_options {
   std::vector<setting> settings;
   std::shared_ptr<tessera::cpu::executor> workers;
   backend where = backend::cpu;
-  bool scores = false;  ///< write what the method ranked when the last prompt ended
+  bool scores = false;                ///< write what the method ranked when the last prompt ended
+  std::optional<float> rope_theta{};  ///< base of the model's RoPE, for a method that turns queries back
 };
 
 /// What a method made of a layer.
@@ -38,6 +39,7 @@ struct compressed {
 /// In     k, v [kv_heads, tokens, head_dim] F32, F16 or BF16, keys after RoPE; q [n_q, q_heads, head_dim], the queries
 /// of
 ///        the last n_q prompt tokens (a method that looks at none needs none); optional boundaries [tokens] U8, 1 where a segment ends (a method that sees segments needs them);
+///        optional output_projection [q_heads, head_dim, hidden], what a value becomes behind attention (criticalkv);
 ///        optional turns (or turn) I64 [t], the first row of each turn, ascending;
 ///        optional q_decode, k_decode, v_decode [steps, q_heads or kv_heads, head_dim].
 /// Out    keep.indptr I64 [kv_heads + 1], keep.indices I32, attend.indptr I64 [steps * kv_heads + 1], attend.indices
@@ -50,12 +52,13 @@ struct compressed {
 ///        the tokens before the last turn's window: the size of its blocks, 0 where it was dropped.
 ///        Of a method that leaves elements of vectors out packed.k and packed.v F32 [kv_heads, tokens, head_dim]: after the prompt,
 ///        the stored vectors unpacked and rotated back, newest ones that are whole among them.
+///        Of a method whose heads share pages pages.used and pages.reserved I64 [groups], when the last prompt has ended.
 ///        Of a method whose prompts attend lines, of the last turn: lines.rows I32, the rows by whose attention they were chosen;
 ///        lines.vertical.indptr I64 [q_heads + 1] and .indices I32, positions of keys; lines.slash.indptr and .indices, how far
 ///        keys lie behind the query; lines.dense_rows I32, rows that attend everything, if there are any; prefill_out F32
 ///        [rows of the turn, q_heads, head_dim], prefill_lse F32 [rows of the turn, q_heads]. It needs q of all tokens. Where
 ///        query heads of a group read apart, attend.* has steps * q_heads rows.
-/// Errors tessera::error where scores are asked of a method or a backend that has none; on a missing tensor, a wrong shape or type, NaN or infinity, and whatever the method rejects.
+/// Errors tessera::error where a method needs rope_theta and there is none; where scores are asked of a method or a backend that has none; on a missing tensor, a wrong shape or type, NaN or infinity, and whatever the method rejects.
 compressed compress(const engine::safetensors_file& in, const compress_options& options);
 
 }  // namespace tool

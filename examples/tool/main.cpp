@@ -98,10 +98,26 @@ void add_run(CLI::App& app) {
   command->callback([given] { tool::run_prompt(*given); });
 }
 
+// The options that choose what is asked.
+void add_documents(CLI::App& command, tool::eval_options& given) {
+  given.text = TESSERA_DATA_DIR "/opticks.txt";
+  given.tasks = TESSERA_DATA_DIR "/tasks.json";
+  CLI::Option* context = add_text(command, "--context", "1..16777216", given.context, "tokens of a document");
+  CLI::Option* suite = add_text(command, "--suite", "NAME", given.suite, "group of task families, listed below");
+  CLI::Option* families = add_text(command, "--families", "NAME,...", given.families,
+                                   "task families, separated by commas, in place of a suite")
+                              ->excludes(suite);
+  CLI::Option* count = add_text(command, "--count", "1..1000000", given.count, "documents of each family");
+  CLI::Option* seed = add_text(command, "--seed", "0..2^63-1", given.seed, "another seed makes other documents");
+  CLI::Option* text = add_text(command, "--text", "FILE", given.text, "text that documents are cut from");
+  CLI::Option* tasks = add_text(command, "--tasks", "FILE", given.tasks, "word lists, templates and families");
+  CLI::Option* questions = add_text(command, "--questions", "FILE", given.questions,
+                                    "your own questions instead, JSON Lines; - is standard input");
+  for (CLI::Option* unused : {suite, families, context, count, seed, text, tasks}) questions->excludes(unused);
+}
+
 void add_eval(CLI::App& app) {
   auto given = std::make_shared<tool::eval_options>();
-  given->text = TESSERA_DATA_DIR "/opticks.txt";
-  given->tasks = TESSERA_DATA_DIR "/tasks.json";
   CLI::App* command = app.add_subcommand(
       "eval",
       "Asks a model questions about long documents under many methods and budgets, and counts the right answers.\n"
@@ -112,18 +128,14 @@ void add_eval(CLI::App& app) {
            "tokens per KV head, separated by commas; `tessera list` shows each method's range");
   add_settings(*command, given->settings,
                "a parameter, for every method that has it, or METHOD.NAME=VALUE for one; may be given several times");
-  CLI::Option* context = add_text(*command, "--context", "1..16777216", given->context, "tokens of a document");
-  CLI::Option* suite = add_text(*command, "--suite", "NAME", given->suite, "group of task families, listed below");
-  CLI::Option* families = add_text(*command, "--families", "NAME,...", given->families,
-                                   "task families, separated by commas, in place of a suite")
-                              ->excludes(suite);
-  CLI::Option* count = add_text(*command, "--count", "1..1000000", given->count, "documents of each family");
-  CLI::Option* seed = add_text(*command, "--seed", "0..2^63-1", given->seed, "another seed makes other documents");
-  CLI::Option* text = add_text(*command, "--text", "FILE", given->text, "text that documents are cut from");
-  CLI::Option* tasks = add_text(*command, "--tasks", "FILE", given->tasks, "word lists, templates and families");
-  CLI::Option* questions = add_text(*command, "--questions", "FILE", given->questions,
-                                    "your own questions instead, JSON Lines; - is standard input");
-  for (CLI::Option* unused : {suite, families, context, count, seed, text, tasks}) questions->excludes(unused);
+  command
+      ->add_option(
+          "--vary", given->varied,
+          "more rows with each of these values of a parameter, beside those without; NAME as for --set; may be "
+          "given several times, one parameter after the other")
+      ->type_name("NAME=VALUE,...")
+      ->allow_extra_args(false);
+  add_documents(*command, *given);
   add_text(*command, "--json", "FILE", given->json, "also write the result as JSON to this file");
   add_text(*command, "--backend", "cpu|cuda", given->backend, "where to compute: cpu or cuda");
   add_threads(*command, given->threads);
@@ -137,6 +149,39 @@ void add_eval(CLI::App& app) {
       "Example:\n  tessera eval --model examples/model --methods full,snapkv,streaming_llm --budgets 128,256 "
       "--families single,conversation");
   command->callback([given] { tool::evaluate(*given); });
+}
+
+void add_calibrate(CLI::App& app) {
+  auto given = std::make_shared<tool::calibrate_options>();
+  CLI::App* command = app.add_subcommand(
+      "calibrate",
+      "Measures over many prompts what each head keeps where a layer keeps its best tokens, whichever head\n"
+      "they belong to, and writes a profile by which tangram gives every head a share of its own.");
+  add_text(*command, "--model", "FOLDER", given->model, "folder with config.json, safetensors and tokenizer.model")
+      ->required();
+  add_text(*command, "--method", "NAME", given->method, "a method that ranks the prompt's tokens");
+  add_text(*command, "--share", "1e-6..1", given->share, "of its tokens that a layer keeps");
+  add_text(*command, "--samples", "1..1000000", given->samples, "prompts, from all families in turn");
+  add_text(*command, "--out", "FILE", given->out, "profile to write, JSON")->required();
+  add_text(*command, "--alpha", "0..1e6", given->alpha, "deviations above its mean that a head gets");
+  command->add_flag("--renormalise", given->renormalise, "scale the budgets so that they are --share on average");
+  add_settings(*command, given->settings, "a parameter of the method; may be given several times");
+  add_text(*command, "--context", "1..", given->context, "tokens of a prompt");
+  CLI::Option* suite = add_text(*command, "--suite", "NAME", given->suite, "which task families; see below");
+  add_text(*command, "--families", "NAME,..", given->families,
+           "task families, separated by commas, in place of a suite")
+      ->excludes(suite);
+  add_text(*command, "--seed", "0..2^63-1", given->seed, "another seed makes other prompts");
+  given->text = TESSERA_DATA_DIR "/opticks.txt";
+  given->tasks = TESSERA_DATA_DIR "/tasks.json";
+  add_text(*command, "--text", "FILE", given->text, "text that prompts are cut from");
+  add_text(*command, "--tasks", "FILE", given->tasks, "word lists, templates and families");
+  add_threads(*command, given->threads);
+  command->footer("Suites:\n" + suite_lines() +
+                  "\nbenchmarks/plot_profile.py draws a profile.\n\n"
+                  "Example:\n  tessera calibrate --model examples/model --method snapkv --share 0.3 --samples 50 "
+                  "--out profile.json");
+  command->callback([given] { tool::calibrate(*given); });
 }
 
 void add_compress(CLI::App& app) {
@@ -155,8 +200,9 @@ void add_compress(CLI::App& app) {
   command->footer(
       "Input: k, v [kv_heads, tokens, head_dim] in F32, F16 or BF16, keys after RoPE; q [n_q, q_heads, head_dim], the\n"
       "queries of the last n_q prompt tokens; optional turns [t] I64, the first row of each turn; optional boundaries\n"
-      "[tokens] U8, 1 where a segment of the text ends (sablock needs them); optional q_decode [steps, q_heads,\n"
-      "head_dim], k_decode, v_decode [steps, kv_heads, head_dim].\n"
+      "[tokens] U8, 1 where a segment of the text ends (sablock needs them); optional output_projection [q_heads,\n"
+      "head_dim, hidden], what values become behind attention (criticalkv); optional q_decode [steps, q_heads,\n"
+      "head_dim], k_decode, v_decode [steps, kv_heads, head_dim]. expected_attention needs --set rope_theta=NUMBER.\n"
       "Output: keep.indptr, keep.indices, attend.indptr, attend.indices, out, lse; sizes and parameters as metadata;\n"
       "with --scores also scores.indptr, scores.positions, scores.values: the tokens that competed when the last\n"
       "prompt ended (a window that stays in any case does not), with the scores that the method chose by. sablock "
@@ -166,6 +212,28 @@ void add_compress(CLI::App& app) {
       "Example:\n  tessera compress --method snapkv --budget 256 --set window=16 --in layer7.safetensors "
       "--out kept.safetensors");
   command->callback([given] { tool::compress_file(*given); });
+}
+
+void add_heads(CLI::App& app) {
+  auto given = std::make_shared<tool::heads_options>();
+  CLI::App* command = app.add_subcommand(
+      "heads",
+      "Finds out which KV heads of a model look far back while it answers questions about long documents, and\n"
+      "writes a profile of them for duo_attention.");
+  command->add_option("--model", given->documents.model, "folder with config.json, safetensors and tokenizer.model")
+      ->type_name("FOLDER")
+      ->required();
+  add_documents(*command, given->documents);
+  add_text(*command, "--sinks", "0..16777216", given->sinks, "first tokens that a streaming head keeps");
+  add_text(*command, "--recent", "1..16777216", given->recent, "newest tokens that it keeps");
+  add_text(*command, "--out", "FILE", given->out, "profile to write")->required();
+  add_threads(*command, given->documents.threads);
+  command->footer(
+      "The number of a head is the part of its attention that lies behind the first and before the newest tokens, on\n"
+      "average over the rows that answer.\n\n"
+      "Example:\n  tessera heads --model examples/model --count 4 --out heads.json\n"
+      "  tessera eval --model examples/model --methods duo_attention --budgets 256 --set profile=heads.json");
+  command->callback([given] { tool::find_heads(*given); });
 }
 
 constexpr int bad_input = 2;
@@ -231,6 +299,8 @@ int run(int count, char** arguments) {
   add_run(app);
   add_eval(app);
   add_compress(app);
+  add_calibrate(app);
+  add_heads(app);
   try {
     require_command(app, count, arguments);
     app.parse(count, arguments);

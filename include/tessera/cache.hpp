@@ -7,8 +7,7 @@
 #include <span>
 #include <vector>
 
-#include "backend/cpu/cache/layers.hpp"
-#include "runtime/conversations.hpp"
+#include "backend/cpu/cache/cache_parts.hpp"
 
 TESSERA_NAMESPACE_BEGIN
 inline namespace TESSERA_HOST_ISA {
@@ -22,19 +21,15 @@ inline namespace TESSERA_HOST_ISA {
 ///          memory runs out, std::bad_alloc: the cache then answers as if it had not been called, and `close` never fails.
 /// Threads  one thread calls a cache at a time; the work is spread over the executor. Copies are independent.
 template <class Recipe>
-class cache {
+class cache : public cpu::cache_parts<Recipe> {
+  using parts = cpu::cache_parts<Recipe>;
+
  public:
   using layout = typename Recipe::layout_type;
   static constexpr int k_dim = layout::k_dim, v_dim = layout::v_dim;
 
   cache(model_shape shape, Recipe recipe, std::shared_ptr<cpu::executor> workers)
-      : shape_((shape.check(), std::move(shape))),
-        recipe_((recipe.check(), std::move(recipe))),
-        conversations_(shape_, recipe_),
-        layers_(shape_, recipe_, std::move(workers)) {}
-
-  const model_shape& shape() const { return shape_; }
-  const Recipe& recipe() const { return recipe_; }
+      : parts(std::move(shape), std::move(recipe), std::move(workers)) {}
 
   /// Changes the token budget; it counts from the next time the schedule retains, or the next step that retrieves by
   /// exact scores. Where the budget pays for an estimate, it counts from the end of the next turn's prompt.
@@ -57,6 +52,15 @@ class cache {
     layers_.close(id);
   }
 
+  /// Says how many tokens the turn's prompt will have, before its first chunk: budgets that give shares of it then know
+  /// them, and a store with a pool of pages sets aside what the prompt takes at most, or throws. Need not be called.
+  void announce(index_t id, index_t tokens) {
+    const planned<Recipe> fitted = conversations_.plan_announced(recipe_, id, tokens);
+    if constexpr (cpu::layers<Recipe>::in_groups)
+      layers_.store().rows().reserve(id, layers_.plan_pages(id, fitted, tokens, judged_together(fitted)).most);
+    conversations_.announce(id, tokens, fitted);
+  }
+
   /// Appends a chunk of the prompt to one layer and lets the scorer observe its queries.
   /// Shapes   k, v [tokens, kv_heads, dim]; q [n_q, q_heads, k_dim], the queries of the chunk's last n_q tokens: all of
   ///          them, or fewer where the scorer needs fewer (its window, or none). boundaries [tokens], for a recipe that
@@ -66,6 +70,11 @@ class cache {
                const rows_view<const E>& v, std::span<const std::uint8_t> boundaries = {}) {
     conversations_.check_chunk(recipe_, layer, id, q, k, v);
     const segment_marks marks = conversations_.check_boundaries(layer, id, boundaries, k.tokens);
+    if (conversations_.chunk_is_due(recipe_, id, layer, k.tokens)) {
+      layers_.end_chunk(layer, id, conversations_.at(id).policies, conversations_.reach(id, layer));
+      conversations_.judged_chunk(id, layer);
+    }
+    if (layer == 0 && conversations_.at(id).announced == 0) layers_.expect(id, k.tokens);  // for all layers, or none
     layers_.prefill(layer, id, conversations_.at(id).policies, conversations_.at(id, layer).next_position, q, k, v,
                     marks);
     conversations_.took_chunk(layer, id, k.tokens, marks);
@@ -81,18 +90,39 @@ class cache {
     layers_.prompt_attention(layer, id, recipe_, conversations_.at(id, layer).next_position - q.tokens, q, {out, lse});
   }
 
+  /// Passes tokens through one layer once more, for a scorer that wants it (KVzip): they stand behind the prompt, attend to
+  /// everything that is stored and to themselves, and are forgotten. What they look at among the `count` prompt tokens from
+  /// position `first` on becomes these tokens' scores. After the prompt's last chunk, before `end_prefill`, as often as wanted.
+  /// Shapes   q, k, v, out as those of `prefill` and `prefill_attention`, one query for each key.
+  template <class E>
+  void reread(index_t layer, index_t id, index_t first, index_t count, const rows_view<const E>& q,
+              const rows_view<const E>& k, const rows_view<const E>& v, const rows_view<float>& out) {
+    conversations_.check_rereading(layer, id, first, count, q, k, v, out);
+    const index_t next = conversations_.at(id, layer).next_position;
+    layers_.reread(layer, id, conversations_.at(id).policies, {first, first + count, next}, q, k, v, {out, {}});
+  }
+
   /// Ends a turn's prompt: where the schedule says so, every layer chooses anew what it keeps and frees the rest, or what
   /// a filter lets through. The first turn's end also plans what the budget comes to: see `plan`.
   void end_prefill(index_t id) {
     const planned<Recipe> fitted = conversations_.plan_prompt_end(recipe_, id);
     const bool due = recipe_.schedule.due(moment::prompt_end, conversations_.clock_of_prompt_end(id));
-    layers_.end_prefill(id, recipe_, fitted, due, conversations_.at(id).front().next_position);
+    layers_.end_prefill(id, recipe_, fitted, due, conversations_.reach(id, 0));
     conversations_.end_prompt(id, fitted);
   }
 
   /// What the next step of 1 to 8 tokens does, for every layer's `decode`.
   batch prepare_step(const std::vector<index_t>& ids, index_t tokens) {
-    return conversations_.begin_step(conversations_.plan_step(recipe_, ids, tokens, most_step_tokens));
+    const batch step = conversations_.plan_step(recipe_, ids, tokens, most_step_tokens);
+    for (std::size_t b = 0; b < ids.size(); ++b) {
+      try {
+        layers_.expect(ids[b], tokens);
+      } catch (...) {
+        while (b-- > 0) layers_.expect(ids[b], 0);
+        throw;
+      }
+    }
+    return conversations_.begin_step(step);
   }
 
   /// One layer of a decode step for a batch of sequences: append, retrieve, attend, retain.
@@ -107,82 +137,8 @@ class cache {
     conversations_.took_step(layer, step);
   }
 
-  /// The logical position of the next token: tokens seen so far in layer 0.
-  index_t next_position(index_t id) const { return conversations_.at(id).front().next_position; }
-
-  /// Tokens that a layer stores for one kv_head, and their logical positions, ascending.
-  index_t length(index_t layer, index_t id, index_t head) const {
-    conversations_.check_head(layer, id, head);
-    return layers_.store().lengths(layer, id)[std::size_t(head)];
-  }
-  std::vector<index_t> positions(index_t layer, index_t id, index_t head) const {
-    conversations_.check_head(layer, id, head);
-    return layers_.store().positions(layer, id, head);
-  }
-
-  /// What the budget comes to in this conversation, since its first prompt ended.
-  stage_plan plan(index_t id) const { return conversations_.at(id).policies.plan; }
-
-  /// Logical positions that this turn's steps may read of one kv_head: what a filter let through and what was decoded
-  /// since; everything stored where there is no filter.
-  std::vector<index_t> readable(index_t layer, index_t id, index_t head) const {
-    conversations_.check_head(layer, id, head);
-    return layers_.readable(layer, id, head);
-  }
-
-  /// Whether decode steps write down which positions they attend; off by default.
-  void trace_attended(bool on) { layers_.log().trace(on); }
-  /// Positions that the last traced decode step of a layer attended, by kv_head.
-  const std::vector<std::vector<index_t>>& attended(index_t layer, index_t id) const {
-    conversations_.at(id, layer);
-    return layers_.log().attended(layer, id);
-  }
-
-  /// Whether prompts write down which lines they attend; off by default.
-  void trace_lines(bool on) { layers_.trace_lines(on); }
-  /// Lines of the last traced prompt chunk of a layer; no heads where all of its rows attend everything.
-  const prompt_lines& lines(index_t layer, index_t id) const {
-    conversations_.at(id, layer);
-    return layers_.lines(layer, id);
-  }
-
-  /// Whether the first stage writes down what it ranked; off by default.
-  void trace_ranked(bool on) { layers_.trace_ranks(on); }
-  /// Tokens that competed in the last traced choice of a layer, and their scores, by kv_head; nothing where none was due.
-  const cpu::ranked_tokens& ranked(index_t layer, index_t id) const {
-    conversations_.at(id, layer);
-    return layers_.ranked(layer, id);
-  }
-
-  /// A view of what a layer stores, for engines with attention of their own. Valid until the cache changes.
-  auto view(index_t layer, index_t id) {
-    conversations_.at(id, layer);
-    return layers_.store().view(layer, id);
-  }
-
-  /// Bytes that a sequence holds in all layers: rows and columns, remembered queries, what the second stage keeps.
-  offset_t bytes(index_t id) const {
-    conversations_.at(id);
-    return layers_.bytes(id);
-  }
-
-  /// Distinct bytes of stored K, V and scores, of candidates, index and sums, that the last decode step of a sequence
-  /// touched, summed over layers. What a step writes is not counted.
-  offset_t bytes_read(index_t id) const {
-    conversations_.at(id);
-    return layers_.log().bytes(id);
-  }
-
-  /// Bytes of K and V of an uncompressed sequence of that many tokens.
-  offset_t full_bytes(index_t tokens) const {
-    return offset_t(shape_.layers) * shape_.kv_heads * tokens * layout::token_bytes();
-  }
-
  private:
-  model_shape shape_;
-  Recipe recipe_;
-  conversations<Recipe> conversations_;
-  cpu::layers<Recipe> layers_;
+  using parts::conversations_, parts::judged_together, parts::layers_, parts::recipe_;
 };
 
 }  // namespace TESSERA_HOST_ISA

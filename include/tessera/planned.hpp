@@ -7,6 +7,17 @@
 
 TESSERA_NAMESPACE_BEGIN
 
+/// A recipe's placement, told which heads are expected to keep how much.
+template <class Recipe>
+auto placement_of(const Recipe& recipe) {
+  auto result = recipe.placement;
+  if constexpr (requires { result.shares = recipe.retain.budget.shares; }) {
+    result.shares = recipe.retain.budget.shares;
+    result.whole_layers = recipe.dense_layers;
+  }
+  return result;
+}
+
 /// Made when a conversation's first prompt ends, and before it for a prompt of none: whoever runs a policy takes it from
 /// here and asks no budget again.
 template <class Recipe>

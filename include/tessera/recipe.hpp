@@ -31,6 +31,7 @@ struct recipe {
   index_t dense_layers = 0;  ///< so many of the first layers keep and read everything
   Layout layout{};
   Prefill prefill{};
+  typename Layout::placement_type placement{};
 
   /// What the budget may be; nothing counts tokens where everything is retained and read.
   static constexpr value_range<index_t> budgets = Retain::chooses ? Retain::budgets : Retrieve::budgets;
@@ -57,6 +58,7 @@ struct recipe {
     layer_counts.check("dense_layers", dense_layers, "pass how many layers stay whole");
     if constexpr (requires { schedule.check(); }) schedule.check();
     if constexpr (line_pattern<Prefill>) prefill.check();
+    if constexpr (has_parameters<decltype(placement)>) check_parameters(placement);
   }
 
   /// What the budget comes to in a conversation whose first prompt has `prompt` tokens.
@@ -75,6 +77,8 @@ struct recipe {
   /// Whether a prompt must come with the boundaries of its segments.
   static constexpr bool needs_segments = Retain::needs_segments;
 
+  static constexpr bool needs_rope = Retain::needs_rope;
+
   /// How many of the last queries of a prompt chunk of `tokens` tokens the first stage's scorer, or the layout, has to see.
   index_t queries_needed(index_t tokens) const {
     return std::max(retain.queries_needed(tokens), std::min(tokens, Layout::window));
@@ -92,12 +96,12 @@ struct recipe {
     Retain::parameters(self.retain, visit);
     Retrieve::parameters(self.retrieve, Retain::chooses, Retain::plans, visit);
     Layout::parameters(self.layout, [&](std::string_view name, auto& value, const auto& allowed, const char* about) {
-      // An estimate's channels are others than those that are stored.
       visit(Retrieve::estimates && name == "channels" ? "packed_channels" : name.data(), value, allowed, about);
     });
     if constexpr (has_parameters<Schedule>) Schedule::parameters(self.schedule, visit);
     if constexpr (line_pattern<Prefill>) Prefill::parameters(self.prefill, visit);
     visit("dense_layers", self.dense_layers, layer_counts, "so many of the first layers keep and read everything");
+    if constexpr (has_parameters<decltype(placement)>) Layout::placement_type::parameters(self.placement, visit);
   }
 
   /// Calls `visit(axis, policy name)` for every axis.

@@ -33,8 +33,15 @@ constexpr bool check_recipe() {
                 "tessera: a budget over two stages is planned when a prompt ends, not in steps; use once");
   static_assert(!in_steps || !Retain::reuses,
                 "tessera: layers that keep another one's choice choose when a prompt ends, not in steps; use once");
-  static_assert(!in_steps || Retain::observed != observes::window || Retain::follows,
-                "tessera: a scorer that observes the prompt's window learns nothing from decode steps; retain once");
+  static_assert(
+      !in_steps || (!Retain::over_model && !Retain::rereads),
+      "tessera: one threshold over the model, and a text that is read again, belong to a prompt's end, not to steps; "
+      "use once");
+  static_assert(
+      !in_steps || (Retain::observed != observes::window && Retain::observed != observes::statistics) ||
+          Retain::follows,
+      "tessera: a scorer that observes the prompt's window, or its statistics, learns nothing from decode steps; "
+      "retain once");
   static_assert(!Schedule::fires_at(moment::step_begin) || !Schedule::fires_at(moment::step_end),
                 "tessera: a schedule fires before a step reads or at its end, not at both");
   static_assert(!Schedule::fires_at(moment::step_begin) || Retain::observed == observes::nothing,
@@ -47,6 +54,14 @@ constexpr bool check_recipe() {
       "tessera: block means are of everything that is stored, not of what a filter lets through; take retain");
   static_assert(!reads_block_means<Retrieve> || !Schedule::fires_at(moment::step_begin),
                 "tessera: block means are of what is stored when a step reads; take a schedule that drops at its end");
+  static_assert(
+      !Schedule::fires_at(moment::chunk_end) || Retain::settles,
+      "tessera: a schedule that fires when a chunk ends needs a first stage that drops tokens by shares of what "
+      "is new; take the budget calibrated");
+  static_assert(!Retain::settles || !in_steps,
+                "tessera: a budget that gives shares of a prompt has none to give in steps; use once or each_chunk");
+  static_assert(!Schedule::fires_at(moment::chunk_end) || !Retain::plans,
+                "tessera: a budget over two stages is planned when a prompt ends, not while it comes in; use once");
   static_assert(!Retain::splits || (!Retain::drops && !Retrieve::retrieves),
                 "tessera: lists of single query heads can only be read, from a filter without a second stage; take the "
                 "scope per_head");

@@ -6,6 +6,7 @@
 #include <limits>
 #include <string>
 #include <type_traits>
+#include <utility>
 
 #include "concepts/budget.hpp"
 #include "concepts/host_only.hpp"
@@ -34,14 +35,36 @@ constexpr bool check_first_stage() {
                 "tessera: whole pages cannot meet a head's count exactly; choose them in retrieve");
   static_assert(!(joining_scope<Scope> || splitting_scope<Scope>) || !weighted_scorer<Scorer>,
                 "tessera: weights are those of a kv_head's own values; take the scope per_head");
+  static_assert(!multiplied_scorer<Scorer> || !lies_beside_tokens(Scorer::observed),
+                "tessera: scores that accumulate beside the tokens cannot be multiplied; take weighted_by");
+  static_assert(
+      !model_scope<Scope> || (lies_beside_tokens(Scorer::observed) && Scorer::comparable_across_heads),
+      "tessera: one threshold over the model needs the scores of all layers at once, comparable across heads: a scorer "
+      "whose scores accumulate beside the tokens");
+  static_assert(!model_scope<Scope> || keeps_heads_even<Budget>,
+                "tessera: one threshold over the model allots what a budget gives to all heads alike; take uniform");
   static_assert(!splitting_scope<Scope> || (Scorer::observed == observes::window && !Budget::compares_heads),
                 "tessera: query heads of a group choose apart by a window of queries, under a budget that compares no "
                 "heads; take the scope per_head");
   static_assert(!joining_scope<Scope> || !Budget::compares_heads,
                 "tessera: a budget that compares heads has nothing to compare where all heads of a layer keep the same "
                 "slots; take a budget that goes by lengths, or the scope per_head");
+  static_assert(
+      !joining_scope<Scope> || !share_budget<Budget>,
+      "tessera: a budget that gives each head a share of its own has nothing to give where all heads of a layer "
+      "keep the same slots; take a budget that goes by lengths, or the scope per_head");
   return true;
 }
+
+/// The budget that allots tokens once a plan has been made.
+template <class Budget>
+struct planned_budget {
+  using type = Budget;
+};
+template <planning_budget Budget>
+struct planned_budget<Budget> {
+  using type = decltype(std::declval<const Budget>().planned(stage_plan{}));
+};
 
 }  // namespace detail
 
@@ -54,17 +77,26 @@ struct choosing_stage {
   using selector_type = Selector;
   using scope_type = Scope;
   static constexpr bool chooses = true;
-  static constexpr bool host_only = !runs_on_devices<Scorer, Budget, Selector, Scope>;
+  static constexpr bool host_only =
+      !runs_on_devices<Scorer, Budget, typename detail::planned_budget<Budget>::type, Selector, Scope>;
   /// Whether a prompt must come with the boundaries of its segments, and stored tokens keep which one they belong to.
   static constexpr bool needs_segments = segment_scorer<Scorer> || segment_selector<Selector>;
+  /// Whether the budget gives shares of what is new.
+  static constexpr bool shares = share_budget<typename detail::planned_budget<Budget>::type>;
   /// Whether layers may keep what another one has chosen.
   static constexpr bool reuses = reusing_scope<Scope>;
+  /// Whether one threshold runs over all layers.
+  static constexpr bool over_model = model_scope<Scope>;
+  /// Whether an engine must pass a prompt through the model once more before it ends.
+  static constexpr bool rereads = Scorer::observed == observes::rereading;
   /// Whether the query heads of a group may choose apart.
   static constexpr bool splits = splitting_scope<Scope>;
   /// What the scorer has to see.
   static constexpr observes observed = Scorer::observed;
   /// Whether it sees the queries of decode steps too, as the newest of its window.
   static constexpr bool follows = following_scorer<Scorer>;
+  /// Whether the scorer turns queries back: the model must say its rope_frequencies.
+  static constexpr bool needs_rope = statistical_scorer<Scorer>;
   /// Whether one token budget is split over both stages.
   static constexpr bool plans = planning_budget<Budget>;
   static constexpr value_range<index_t> budgets = [] {
@@ -82,8 +114,10 @@ struct choosing_stage {
 
   void check() const {
     budget.check();
-    // What a plan leaves for this stage is known once the prompt is: see `plan`.
-    scorer.check(plans ? std::numeric_limits<index_t>::max() : budget.tokens);
+    // What a plan leaves for this stage, or a share comes to, is known once the prompt is.
+    bool counted = !plans;
+    if constexpr (share_budget<Budget>) counted = !budget.knows_shares();
+    scorer.check(counted ? budget.tokens : std::numeric_limits<index_t>::max());
     selector.check();
     if constexpr (requires { scope.check(); }) scope.check();
   }
@@ -101,15 +135,24 @@ struct choosing_stage {
     return result;
   }
   stage_plan plan_unchecked(index_t prompt) const {
-    if constexpr (plans) return budget.plan(prompt);
-    return {prompt, budget.tokens, prompt};
+    stage_plan result{prompt, budget.tokens, prompt};
+    if constexpr (plans) result = budget.plan(prompt);
+    result.prompt = prompt;
+    return result;
+  }
+
+  /// Throws tessera::error where a policy is one for a model of other counts.
+  void check_model(index_t layers, index_t kv_heads) const {
+    const auto fitted = planned({});
+    if constexpr (requires { fitted.budget.check_model(layers, kv_heads); })
+      fitted.budget.check_model(layers, kv_heads);
   }
 
   /// How many of the last queries of a prompt chunk of `tokens` tokens the scorer has to see.
   index_t queries_needed(index_t tokens) const {
     if constexpr (observed == observes::every_query && joins_rows_by<Scorer> == row_join::newest)
       return std::min(tokens, 1);
-    if constexpr (observed == observes::every_query) return tokens;
+    if constexpr (observed == observes::every_query || observed == observes::statistics) return tokens;
     if constexpr (observed == observes::window) return std::min(tokens, scorer.window);
     return 0;
   }
@@ -117,11 +160,20 @@ struct choosing_stage {
 
   /// The stage with a budget of one stage, as `plan` has it.
   auto planned(const stage_plan& plan) const {
+    const auto with = [&](const auto& one) {
+      return choosing_stage<Scorer, std::remove_cvref_t<decltype(one)>, Selector, Scope>{scorer, one, selector, scope};
+    };
+    const auto fitted = [&](const auto& one) {
+      if constexpr (shares) {
+        return with(one.fitted(plan.prompt));
+      } else {
+        return with(one);
+      }
+    };
     if constexpr (plans) {
-      return choosing_stage<Scorer, decltype(budget.planned(plan)), Selector, Scope>{scorer, budget.planned(plan),
-                                                                                     selector, scope};
+      return fitted(budget.planned(plan));
     } else {
-      return *this;
+      return fitted(budget);
     }
   }
 
@@ -145,6 +197,8 @@ struct choosing_stage {
 template <class Scorer, class Budget, class Selector, class Scope = per_head>
 struct retain : choosing_stage<Scorer, Budget, Selector, Scope> {
   static constexpr bool drops = true;
+  /// Whether what was chosen in a turn, and before it, stays when more of a prompt comes.
+  static constexpr bool settles = choosing_stage<Scorer, Budget, Selector, Scope>::shares;
   template <class Visit>
   static void policies(Visit&& visit) {
     choosing_stage<Scorer, Budget, Selector, Scope>::policies("scorer", visit);
@@ -155,7 +209,7 @@ struct retain : choosing_stage<Scorer, Budget, Selector, Scope> {
 /// anew from all of it. Tokens that are decoded in the turn join what was let through.
 template <class Scorer, class Budget, class Selector, class Scope = per_head>
 struct filter : choosing_stage<Scorer, Budget, Selector, Scope> {
-  static constexpr bool drops = false;
+  static constexpr bool drops = false, settles = false;
   template <class Visit>
   static void policies(Visit&& visit) {
     choosing_stage<Scorer, Budget, Selector, Scope>::policies("filter scorer", visit);
@@ -165,13 +219,15 @@ struct filter : choosing_stage<Scorer, Budget, Selector, Scope> {
 /// Everything stays, and steps may read all of it.
 struct retain_all {
   static constexpr bool chooses = false, drops = false, plans = false, needs_segments = false, reuses = false,
-                        splits = false, follows = false;
+                        splits = false, follows = false, settles = false, needs_rope = false, over_model = false,
+                        rereads = false;
   static constexpr observes observed = observes::nothing;
   static constexpr value_range<index_t> budgets{0, 0};
   index_t* tokens() const { return nullptr; }
   index_t queries_needed(index_t) const { return 0; }
   static std::string observer() { return ""; }
   void check() const {}
+  void check_model(index_t, index_t) const {}
   stage_plan plan(index_t prompt) const { return {prompt, prompt, prompt}; }
   stage_plan plan_unchecked(index_t prompt) const { return plan(prompt); }
   retain_all planned(const stage_plan&) const { return {}; }

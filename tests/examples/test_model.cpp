@@ -68,6 +68,67 @@ TEST_CASE("a prompt's boundaries reach the cache chunk by chunk, before the laye
   }
 }
 
+TEST_CASE("a prompt is read again in parts, behind sentences, for a cache that asks for it") {
+  struct rereading_cache : naive_cache {
+    using naive_cache::naive_cache;
+    bool rereads() const override { return asks; }
+    void reread(int layer, std::int64_t first, std::int64_t count, const float* q, const float* k, const float* v,
+                int tokens, float* out) override {
+      CHECK(turns == 0);
+      naive_cache copy = *this;
+      if (layer == 0) parts.push_back({first, count, {}});
+      auto& seen = parts.back().keys;
+      seen.insert(seen.end(), k, k + tokens * row);
+      copy.prefill(layer, q, k, v, tokens, out);
+    }
+    struct part {
+      std::int64_t first, count;
+      std::vector<float> keys;  // [layers, tokens, kv_heads, head_dim]
+    };
+    std::vector<part> parts;
+    std::int64_t row = 0;
+    bool asks = true;
+  };
+  tiny made;
+  const auto tokens = some_tokens(50);
+  engine::prefill_options options;
+  options.repeat = {{7, 8, 9}, {5, 6}, {4}, 3, 20};
+  rereading_cache cache(made.model.config()), silent(made.model.config());
+  cache.row = made.model.config().kv_size();
+  silent.asks = false;
+  const auto logits = made.model.prefill(tokens, cache, options);
+  CHECK(logits == made.model.prefill(tokens, silent, options));
+  CHECK(silent.parts.empty());
+  CHECK((cache.turns == 1 && cache.next_position() == 50));
+  REQUIRE(cache.parts.size() == 3);
+  for (std::size_t p = 0; p < 3; ++p) {
+    const std::size_t begin = 20 * p, end = std::min<std::size_t>(50, begin + 20);
+    CHECK(cache.parts[p].first == std::int64_t(begin));
+    CHECK(cache.parts[p].count == std::int64_t(end - begin));
+    auto text = tokens;  // the prompt, the sentence, the last words of the part before, and the part once more
+    const std::vector<engine::token_t> sentence =
+        p == 0 ? std::vector<engine::token_t>{7, 8, 9} : std::vector<engine::token_t>{5, 6};
+    text.insert(text.end(), sentence.begin(), sentence.end());
+    if (p > 0)
+      text.insert(text.end(), tokens.begin() + std::ptrdiff_t(begin) - 3, tokens.begin() + std::ptrdiff_t(begin));
+    text.push_back(4);
+    text.insert(text.end(), tokens.begin() + std::ptrdiff_t(begin), tokens.begin() + std::ptrdiff_t(end));
+    naive_cache plain(made.model.config());
+    made.model.prefill(text, plain);
+    std::vector<double> expected;
+    for (int layer = 0; layer < made.model.config().num_hidden_layers; ++layer) {
+      const auto& keys = plain.keys(layer);
+      expected.insert(expected.end(), keys.begin() + 50 * cache.row, keys.end());
+    }
+    REQUIRE(cache.parts[p].keys.size() == expected.size());
+    CHECK(relative_error(cache.parts[p].keys, expected) < 1e-5);
+  }
+  options.repeat.part = 0;
+  rereading_cache refused(made.model.config());
+  CHECK_THROWS_WITH(made.model.prefill(tokens, refused, options),
+                    contains("part and words of a re-reading is 0 and 3"));
+}
+
 TEST_CASE("decoding gives the logits of prefilling, for every step length") {
   tiny made;
   const auto tokens = some_tokens(30);

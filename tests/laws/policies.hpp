@@ -139,6 +139,13 @@ void obeys_the_laws_of_scorers(const S& policy) {
     CHECK(policy.weigh(-infinity, 3.0f) == 0);
     CHECK(policy.weigh(3.0f, 3.0f) == 1);
     CHECK(std::isnan(policy.weigh(not_a_number, 3.0f)));
+  } else if constexpr (statistical_scorer<S>) {
+    // More to expect of a larger mean, no less of a larger variance; of no number, none.
+    for (const float variance : {0.0f, 0.5f, 4.0f}) {
+      CHECK(policy.expect(2.0f, variance) > policy.expect(1.0f, variance));
+      CHECK(policy.expect(1.0f, variance + 1) >= policy.expect(1.0f, variance));
+      CHECK(std::isnan(policy.expect(not_a_number, variance)));
+    }
   } else if constexpr (positional_scorer<S>) {
     for (index_t at = 0; at < 1'000; ++at) REQUIRE(!std::isnan(policy.score(at, 1'000)));
   } else if constexpr (lagged_scorer<S>) {
@@ -183,6 +190,14 @@ void obeys_the_laws_of_schedules(const S& policy) {
     }
     CHECK(fired == S::fires_at(now));
   }
+  bool at_a_chunk = false;
+  for (const index_t waiting : {0, 1, 1'000, 1'000'000}) {
+    const turn_clock at{.turn = 1, .waiting = waiting, .coming = 64};
+    const bool due = policy.due(moment::chunk_end, at);
+    at_a_chunk |= due;
+    REQUIRE((!due || waiting > 0));  // there is something to choose among
+  }
+  CHECK(at_a_chunk == S::fires_at(moment::chunk_end));
 }
 
 }  // namespace support

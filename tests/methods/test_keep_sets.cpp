@@ -46,6 +46,10 @@ settings random_settings(rng& random, const std::string& method) {
     chosen.values["read_tokens"] = std::max(least, chosen.count("read_tokens", 0));
     chosen.budget = std::max(least, chosen.budget);
   }
+  for (const number& one : numbers_of(method)) {
+    if (one.name == "observed") chosen.values["observed"] = std::min(window, index_t(12));
+    if (one.name == "every") chosen.values["every"] = random.pick({1, 2, 5, 16});
+  }
   if (random.chance(0.2)) chosen.rule.soft_cap = 8;
   if (random.chance(0.2)) chosen.rule.sliding_window = random.between(1, 60);
   if (random.chance(0.1)) chosen.rule.scale = 0.05f;

@@ -1,6 +1,7 @@
 #include "catch.hpp"
 
 #include <tessera/schedule/before_each_step.hpp>
+#include <tessera/schedule/each_chunk.hpp>
 #include <tessera/schedule/each_step.hpp>
 #include <tessera/schedule/once.hpp>
 
@@ -29,7 +30,25 @@ TEST_CASE("before_each_step fires when a prompt ends and before a step reads") {
   CHECK(fires_in_steps<before_each_step>);
 }
 
-TEST_CASE("once, each_step and before_each_step obey the laws of schedules") {
+TEST_CASE("each_chunk fires before more than a chunk would wait, and when a prompt ends") {
+  CHECK(each_chunk{}.due(moment::prompt_end, {1, 0}));
+  CHECK(!each_chunk{}.due(moment::step_begin, {1, 1}));
+  CHECK(!each_chunk{}.due(moment::step_end, {1, 1}));
+  CHECK(!fires_in_steps<each_chunk>);
+  for (const index_t piece : {16, 32, 64}) {  // pieces that end at the multiples of a chunk are judged there
+    index_t waiting = 0;
+    for (index_t first = 0; first < 640; first += piece) {
+      const bool due = each_chunk{64}.due(moment::chunk_end, {.turn = 1, .waiting = waiting, .coming = piece});
+      REQUIRE(due == (first > 0 && first % 64 == 0));
+      waiting = (due ? 0 : waiting) + piece;
+    }
+  }
+  CHECK(!each_chunk{64}.due(moment::chunk_end, {.turn = 1, .coming = 500}));  // a larger piece is a chunk of its own
+  CHECK(each_chunk{64}.due(moment::chunk_end, {.turn = 1, .waiting = 500, .coming = 1}));
+}
+
+TEST_CASE("every schedule obeys the laws of schedules") {
+  support::obeys_the_laws_of_schedules(each_chunk{});
   support::obeys_the_laws_of_schedules(once{});
   support::obeys_the_laws_of_schedules(each_step{});
   support::obeys_the_laws_of_schedules(before_each_step{});

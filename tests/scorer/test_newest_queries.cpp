@@ -20,5 +20,6 @@ TEST_CASE("newest_queries follows a conversation into its answers, and keeps wha
 TEST_CASE("newest_queries refuses to observe none, or more than the budget") {
   CHECK_NOTHROW(newest_queries{}.check(16));
   CHECK_THROWS_WITH(newest_queries{}.check(15), contains("observed is 16; expected at most the budget, which is 15"));
+  CHECK_THROWS_WITH((newest_queries{.window = 1, .pool = 4}.check(15)), contains("pool is 4; expected an odd number"));
   CHECK_THROWS_WITH(newest_queries{.window = 0}.check(15), contains("observed is 0; expected 1"));
 }

@@ -114,7 +114,7 @@ static_assert(check_device_selector<pairs>());
 struct every_few_steps {
   static constexpr const char* name = "every_few_steps";
   index_t steps = 4;
-  static constexpr bool fires_at(moment now) { return now != moment::step_begin; }
+  static constexpr bool fires_at(moment now) { return now == moment::prompt_end || now == moment::step_end; }
   bool due(moment now, const turn_clock& at) const {
     return now == moment::prompt_end || (now == moment::step_end && at.steps % steps == 0);
   }

@@ -21,22 +21,20 @@ evaluation::evaluation(runner& model, const engine::tokenizer& tokenizer, std::v
                        element_type element, std::shared_ptr<tessera::cpu::executor> workers)
     : model_(model), tokenizer_(tokenizer), variants_(std::move(variants)) {
   const engine::llama_config& config = model.config();
-  request_ = {{config.num_hidden_layers, config.num_attention_heads, config.num_key_value_heads},
-              config.head_dim,
-              element,
-              {},
-              {},
-              std::move(workers),
-              0};
-  const method_info* newest = nullptr;
+  request_ = {shape_of(config), config.head_dim, element, {}, {}, std::move(workers), 0};
   for (std::size_t i = 0; i < variants_.size(); ++i) {
     const variant& variant = variants_[i];
     cache_request check = request_;
     check.budget = variant.budget;
     check.settings = variant.settings;
     variant.method->make(check);  // on the CPU, which takes no memory for it
-    if (variant.method != newest) first_of_method_.push_back(i);
-    newest = variant.method;
+    if (variant.method->fuses_chunks) {
+      cache_of_variant_.push_back(own_prefill);
+      continue;
+    }
+    const bool shares =
+        i > 0 && variant.method == variants_[i - 1].method && variant.differs == variants_[i - 1].differs;
+    if (!shares) first_of_method_.push_back(i);
     cache_of_variant_.push_back(first_of_method_.size() - 1);
   }
 }
@@ -84,6 +82,7 @@ void evaluation::run(const std::string& family, const std::vector<planned_turn>&
 engine::prefill_options evaluation::ticking() const {
   engine::prefill_options options;
   options.progress = [this](std::int64_t, std::int64_t) { tick_(); };
+  options.repeat = repeat_sentences(tokenizer_);
   return options;
 }
 
@@ -94,7 +93,17 @@ void evaluation::ask_all(const std::string& family, const std::vector<planned_tu
   engine::prefill_options options = ticking();
   options.boundaries = boundaries;
   const auto logits = prefill_first(turns[0].prompt, shared, options);
+  for (const auto& cache : shared) {
+    if (cache->rereads()) model_.reread(turns[0].prompt, *cache, options);
+  }
   for (std::size_t i = 0; i < variants_.size(); ++i) {
+    if (cache_of_variant_[i] == own_prefill) {  // what it drops on the way changes what the model sees
+      const auto own = empty_cache(variants_[i], turns);
+      own->announce(index_t(turns[0].prompt.size()));
+      const std::vector<float> own_logits = model_.prefill(turns[0].prompt, *own, options);
+      answer(i, family, turns, own_logits, *own);
+      continue;
+    }
     const auto cache = shared[cache_of_variant_[i]]->clone();
     if (variants_[i].budget) cache->set_budget(*variants_[i].budget);
     cache->end_prefill();

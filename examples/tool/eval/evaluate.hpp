@@ -20,6 +20,7 @@ struct variant {
   const method_info* method;
   std::optional<index_t> budget;  ///< none for a method that has none
   std::vector<setting> settings;
+  std::string differs{};  ///< in what it differs from the method's other rows, "name=value"; empty: in nothing
 };
 
 /// Sums over the questions of one (variant, family, turn).
@@ -94,8 +95,10 @@ class evaluation {
   const engine::tokenizer& tokenizer_;
   std::vector<variant> variants_;
   cache_request request_;
-  std::vector<std::size_t> first_of_method_;   // the first variant of each run of one method: those share a cache
-  std::vector<std::size_t> cache_of_variant_;  // index into first_of_method_
+  // The first variant of each run that differs in its budget alone: those share a cache.
+  std::vector<std::size_t> first_of_method_;
+  static constexpr std::size_t own_prefill = std::size_t(-1);  // a variant that compresses a prompt while it comes in
+  std::vector<std::size_t> cache_of_variant_;                  // index into first_of_method_, or own_prefill
   std::vector<cell> cells_;
   std::function<void()> tick_ = [] {};
 };

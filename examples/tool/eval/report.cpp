@@ -85,7 +85,7 @@ std::string padded(const std::string& text, std::size_t width, bool left) {
 std::string table_text(const std::vector<variant>& variants, const std::vector<cell>& cells) {
   std::vector<column_group> groups{{"", {{"method", {}}}}, {"", {{"budget", {}}}}};
   for (const variant& row : variants) {
-    groups[0].columns[0].rows.push_back(row.method->name);
+    groups[0].columns[0].rows.push_back(row.method->name + (row.differs.empty() ? "" : " " + row.differs));
     groups[1].columns[0].rows.push_back(row.budget ? std::to_string(*row.budget) : "-");
   }
   for (const auto& more : {family_groups(variants, cells), cost_groups(variants, cells)}) {
@@ -133,6 +133,7 @@ std::string json_text(const std::vector<variant>& variants, const std::vector<ce
       item["parameters"][parameter.name] = nlohmann::ordered_json::parse(parameter.value, nullptr, false);
       if (item["parameters"][parameter.name].is_discarded()) item["parameters"][parameter.name] = parameter.value;
     }
+    if (!variant.differs.empty()) item["differs"] = variant.differs;
     item["family"] = cell.family;
     item["turn"] = cell.turn;
     item["questions"] = cell.questions;

@@ -1,6 +1,7 @@
 // One method's cache behind an interface, so that commands can choose methods, element types and head dims at run time.
 #pragma once
 
+#include <algorithm>
 #include <memory>
 #include <optional>
 #include <string>
@@ -50,9 +51,21 @@ struct stored_rows {
   std::vector<float> k, v;
 };
 
+/// Pages of each group of heads, once a prompt has ended.
+struct page_counts {
+  std::vector<std::int64_t> used, reserved;
+};
+
 /// The cache of one conversation under one method.
 class method_cache : public engine::kv_cache {
  public:
+  /// Prompt tokens that are compressed together while a prompt comes in; 0: all of it when it ends.
+  virtual index_t judged_together() const { return 0; }
+  /// Says how many tokens the next prompt will have. A cache that compresses it while it comes in needs to know.
+  virtual void announce(index_t tokens) { (void)tokens; }
+  /// Of a cache whose heads share pages by groups.
+  virtual std::optional<page_counts> pages() const { return std::nullopt; }
+
   /// Appends a chunk of the prompt and lets the method see its queries; computes no attention.
   virtual void observe(int layer, const input_rows& q, const input_rows& k, const input_rows& v) = 0;
 
@@ -103,6 +116,19 @@ class method_cache : public engine::kv_cache {
   virtual engine::cuda::kv_cache* on_device() { return nullptr; }
 };
 
+/// Turns, each from its first token to the next one's, cut where a cache compresses what has come.
+inline std::vector<std::pair<index_t, index_t>> chunks_of(const std::vector<std::pair<index_t, index_t>>& turns,
+                                                          const method_cache& cache) {
+  const index_t most = cache.judged_together();
+  if (most == 0) return turns;
+  std::vector<std::pair<index_t, index_t>> chunks;
+  for (const auto& [begin, end] : turns) {
+    for (index_t first = begin; first < end; first = chunks.back().second)
+      chunks.emplace_back(first, first + std::min(most, end - first));
+  }
+  return chunks;
+}
+
 /// A value given for a parameter by name, as on the command line.
 struct setting {
   std::string name;
@@ -140,6 +166,12 @@ struct method_info {
   bool needs_segments = false;            ///< a prompt must come with the boundaries of its segments
   bool keeps_blocks_of_segments = false;  ///< `ranked_tokens::blocks` says of what size
   bool on_cuda = true;                    ///< the CUDA backend runs it
+  bool takes_profile = false;             ///< heads keep calibrated shares; with a profile there is no budget
+  bool fuses_chunks = false;              ///< compresses a prompt while it comes in, so that no two share a prefill
+  bool rereads = false;                   ///< a prompt passes through the model once more before it ends
+  bool takes_projection = false;          ///< weighs values behind the output projection, where there is one
+  bool needs_profile = false;             ///< the setting `profile` must be there
+  bool needs_rope = false;                ///< the shape must say how the model's RoPE turns
   bool chooses_lines = false;             ///< a prompt's rows attend lines, chosen by all of its queries
   tessera::value_range<index_t> budgets;  ///< what the budget may be
   std::string budget_counts;              ///< and what it counts

@@ -9,12 +9,36 @@
 
 namespace tool {
 
+/// A recipe that compresses a prompt while it comes in.
+template <class Recipe>
+inline constexpr bool fuses_chunks = Recipe::schedule_type::fires_at(tessera::moment::chunk_end);
+
 /// tessera::cache with one sequence.
 template <class Recipe>
 class cache_of final : public method_cache {
  public:
-  cache_of(const tessera::model_shape& shape, const Recipe& recipe, std::shared_ptr<tessera::cpu::executor> workers)
-      : cache_(shape, recipe, std::move(workers)), sequence_(cache_.open()) {}
+  /// `profile`: what the recipe's shares lie in.
+  cache_of(const tessera::model_shape& shape, const Recipe& recipe, std::shared_ptr<tessera::cpu::executor> workers,
+           std::shared_ptr<const tessera::profile> profile)
+      : profile_(std::move(profile)), cache_(shape, recipe, std::move(workers)), sequence_(cache_.open()) {}
+
+  index_t judged_together() const override {
+    if constexpr (fuses_chunks<Recipe>) return cache_.recipe().schedule.chunk;
+    return 0;
+  }
+  void announce(index_t tokens) override {
+    if constexpr (fuses_chunks<Recipe>) {
+      if constexpr (in_groups) reserved_ = cache_.plan_pages(sequence_, tokens).after;
+      cache_.announce(sequence_, tokens);
+    }
+  }
+  std::optional<page_counts> pages() const override {
+    if constexpr (in_groups) {
+      const auto used = cache_.pages(sequence_);
+      return page_counts{{used.begin(), used.end()}, {reserved_.begin(), reserved_.end()}};
+    }
+    return std::nullopt;
+  }
 
   void prefill(int layer, const float* q, const float* k, const float* v, int tokens, float* out) override {
     observe(layer, queries(q, tokens), keys(k, tokens), keys(v, tokens));
@@ -24,6 +48,15 @@ class cache_of final : public method_cache {
   void begin_chunk(std::span<const std::uint8_t> boundaries) override { boundaries_ = boundaries; }
   void observe(int layer, const input_rows& q, const input_rows& k, const input_rows& v) override {
     cache_.prefill(layer, sequence_, q, k, v, boundaries_);
+  }
+
+  bool rereads() const override { return Recipe::retain_type::rereads; }
+  void reread(int layer, std::int64_t first, std::int64_t count, const float* q, const float* k, const float* v,
+              int tokens, float* out) override {
+    if constexpr (Recipe::retain_type::rereads) {
+      cache_.reread(layer, sequence_, index_t(first), index_t(count), queries(q, tokens), keys(k, tokens),
+                    keys(v, tokens), outputs(out, tokens));
+    }
   }
 
   void end_prefill() override {
@@ -101,6 +134,7 @@ class cache_of final : public method_cache {
 
  private:
   using cache_type = tessera::cache<Recipe>;
+  static constexpr bool in_groups = tessera::cpu::layers<Recipe>::in_groups;
 
   input_rows queries(const float* data, int tokens) const {
     return tessera::nhd_rows(data, tokens, cache_.shape().q_heads, cache_type::k_dim);
@@ -112,7 +146,9 @@ class cache_of final : public method_cache {
     return tessera::nhd_rows(data, tokens, cache_.shape().q_heads, cache_type::v_dim);
   }
 
+  std::shared_ptr<const tessera::profile> profile_;
   cache_type cache_;
+  std::vector<index_t> reserved_;  // pages by group, for when the prompt has ended
   tessera::batch step_;
   index_t sequence_;
   std::span<const std::uint8_t> boundaries_{};  // of the chunk that passes through the layers
@@ -121,8 +157,13 @@ class cache_of final : public method_cache {
 
 template <class Recipe>
 std::unique_ptr<method_cache> make_cpu_cache(const cache_request& request) {
-  return std::make_unique<cache_of<Recipe>>(request.shape, requested_recipe<Recipe>(request.settings, request.budget),
-                                            request.workers);
+  Recipe recipe = requested_recipe<Recipe>(request.settings, request.budget);
+  std::shared_ptr<const tessera::profile> profile;
+  if constexpr (takes_profile<Recipe>) {
+    std::vector<setting> settings = request.settings;
+    profile = attach_profile(recipe, profile_settings::taken_from(settings), request.shape);
+  }
+  return std::make_unique<cache_of<Recipe>>(request.shape, recipe, request.workers, std::move(profile));
 }
 
 /// `Method::of<T, D>` is the recipe. No template parameter that is a template of constrained ones: clang 16 dies of it.
@@ -142,7 +183,11 @@ method_info describe() {
   info.has_budget = recipe::retain_type::chooses || recipe::retrieve_type::retrieves;
   info.ranks = recipe::retain_type::chooses;
   info.needs_segments = recipe::needs_segments;
+  info.needs_profile = takes_gates<recipe>;
+  info.rereads = recipe::retain_type::rereads;
+  info.needs_rope = recipe::needs_rope;
   if constexpr (recipe::retain_type::chooses) {
+    info.takes_projection = tessera::weighted_scorer<typename recipe::retain_type::scorer_type>;
     info.keeps_blocks_of_segments = tessera::segment_selector<typename recipe::retain_type::selector_type>;
   }
   info.chooses_lines = recipe::prefill_type::chooses_lines;
@@ -150,12 +195,14 @@ method_info describe() {
   info.budgets = recipe::budgets;
   info.budget_counts = budget_counts<recipe>();
   recipe::policies([&](const char* axis, const char* policy) { info.policies.push_back({axis, policy}); });
-  info.parameters = parameters_of(recipe{});
+  info.takes_profile = takes_profile<recipe>;
+  info.fuses_chunks = fuses_chunks<recipe>;
+  info.parameters = shown_parameters(recipe{}, {});
   info.configured = [](const std::vector<setting>& settings) {
-    return parameters_of(configured_recipe<recipe>(settings));
+    return shown_parameters(configured_recipe<recipe>(settings), settings);
   };
   info.planned = [](const std::vector<setting>& settings, std::optional<index_t> budget, index_t prompt, int dim) {
-    return parameters_of(planned_recipe(requested_recipe<recipe>(settings, budget), prompt, dim));
+    return shown_parameters(planned_recipe(requested_recipe<recipe>(settings, budget), prompt, dim), settings, true);
   };
   info.make = &make_method<Method>;
   return info;

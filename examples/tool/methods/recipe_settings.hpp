@@ -1,27 +1,54 @@
 // A recipe of the library and its parameters as text.
 #pragma once
 
+#include <concepts>
 #include <tessera/recipe.hpp>
 #include <vector>
 
 #include "method_cache.hpp"
+#include "tool/heads/gates.hpp"
+#include "tool/profile/profile_settings.hpp"
 #include "values.hpp"
 
 namespace tool {
 
+/// A recipe whose budget classes heads by a table that lies in a file.
+template <class Recipe>
+concept takes_gates = requires(Recipe recipe) {
+  { recipe.retain.budget.gates } -> std::same_as<tessera::share_table&>;
+};
+
 template <class Recipe>
 std::vector<parameter_info> parameters_of(const Recipe& recipe) {
   std::vector<parameter_info> all;
+  if constexpr (takes_gates<Recipe>) {
+    all.push_back({"profile", gates_source(recipe.retain.budget.gates), "a file", "gates of the model's heads"});
+  }
   Recipe::parameters(recipe, [&](const char* name, const auto& value, const auto& allowed, const char* about) {
     all.push_back({name, value_text(value, allowed.text()), allowed.text(), about});
   });
   return all;
 }
 
+/// Those, and what stands beside them, which `settings` say.
+template <class Recipe>
+std::vector<parameter_info> shown_parameters(const Recipe& recipe, [[maybe_unused]] std::vector<setting> settings,
+                                             [[maybe_unused]] bool read = false) {
+  std::vector<parameter_info> all = parameters_of(recipe);
+  if constexpr (takes_profile<Recipe>) {
+    const profile_settings chosen = profile_settings::taken_from(settings);
+    std::optional<tessera::profile> profile;
+    if (read && !chosen.file.empty()) profile = read_profile(chosen.file);
+    for (parameter_info& one : chosen.shown(profile ? &*profile : nullptr)) all.push_back(std::move(one));
+  }
+  return all;
+}
+
 /// The recipe with its defaults and the settings over them.
 template <class Recipe>
-Recipe configured_recipe(const std::vector<setting>& settings) {
+Recipe configured_recipe(std::vector<setting> settings) {
   Recipe recipe;
+  if constexpr (takes_profile<Recipe>) (void)profile_settings::taken_from(settings);
   for (const setting& given : settings) {
     bool known = false;
     Recipe::parameters(recipe, [&](const char* name, auto& value, const auto& allowed, const char* about) {
@@ -30,7 +57,13 @@ Recipe configured_recipe(const std::vector<setting>& settings) {
       allowed.check(name, value, std::string("it means: ") + about);
       known = true;
     });
-    if (!known) fail_unknown_parameter(given.name, Recipe::name, parameters_of(Recipe{}));
+    if constexpr (takes_gates<Recipe>) {
+      if (given.name == "profile") {
+        recipe.retain.budget.gates = load_gates(given.value);
+        known = true;
+      }
+    }
+    if (!known) fail_unknown_parameter(given.name, Recipe::name, shown_parameters(Recipe{}, {}));
   }
   return recipe;
 }
@@ -40,6 +73,10 @@ template <class Recipe>
 Recipe requested_recipe(const std::vector<setting>& settings, std::optional<index_t> budget) {
   Recipe recipe = configured_recipe<Recipe>(settings);
   if (budget) recipe.set_budget(*budget);
+  if constexpr (takes_gates<Recipe>) {
+    tessera::require(recipe.retain.budget.gates.data, "profile", "missing", "a file of the gates of the model's heads",
+                     "make one with `tessera heads` and pass it: --set profile=FILE");
+  }
   return recipe;
 }
 

@@ -79,16 +79,6 @@ std::string value_text(tessera::split_factor value) {
   return {text, std::to_chars(text, text + sizeof text, value.fixed).ptr};
 }
 
-std::vector<std::string> words_of(std::string_view allowed) {
-  std::vector<std::string> words;
-  for (std::size_t begin = 0; begin <= allowed.size();) {
-    const std::size_t end = std::min(allowed.find(" or ", begin), allowed.size());
-    words.emplace_back(allowed.substr(begin, end - begin));
-    begin = end + 4;
-  }
-  return words;
-}
-
 element_type parse_element(std::string_view text) {
   require_one_of("dtype", text, {"fp32", "fp16", "bf16"});
   return text == "fp32" ? element_type::fp32 : text == "fp16" ? element_type::fp16 : element_type::bf16;

@@ -34,13 +34,10 @@ std::string value_text(index_t value);
 std::string value_text(float value);
 std::string value_text(tessera::split_factor value);
 
-/// The words of a parameter that is an enumeration, in its order: of "max or average" two.
-std::vector<std::string> words_of(std::string_view allowed);
-
 template <class Word>
 requires std::is_enum_v<Word>
 void parse_value(std::string_view name, std::string_view text, std::string_view allowed, Word& value) {
-  const std::vector<std::string> words = words_of(allowed);
+  const std::vector<std::string> words = tessera::words_of(std::string(allowed));
   require_one_of(name, text, words);
   value = Word(std::find(words.begin(), words.end(), text) - words.begin());
 }
@@ -49,7 +46,7 @@ void parse_value(std::string_view name, std::string_view text, std::string_view 
 template <class Value>
 std::string value_text(const Value& value, std::string_view allowed) {
   if constexpr (std::is_enum_v<Value>) {
-    return words_of(allowed)[std::size_t(value)];
+    return tessera::words_of(std::string(allowed))[std::size_t(value)];
   } else {
     return value_text(value);
   }

@@ -41,6 +41,7 @@ concept host_budget = requires(const B b, const layer_scores& scores, index_t* c
 /// It may also say
 ///   fits(layer_extent) -> bool          whether all of a layer stays, whatever the scores; else: longest <= tokens
 ///   most(layer_extent) -> token_bound    bounds of what it gives, on the host; else: all that is stored
+///   check_model(layers, kv_heads)       throws tessera::error where it is one for another model
 ///   even_heads                          true: heads of equal length keep equally many, exactly what `most` says; else:
 ///                                       false
 template <class B>
@@ -58,6 +59,18 @@ template <class B>
 concept planning_budget = budget<B> && requires(const B b, index_t prompt, const stage_plan& plan) {
   { b.plan(prompt) } -> std::same_as<stage_plan>;
   { b.planned(plan) } -> budget;
+};
+
+/// A budget that gives each head a share of what is new: it counts what the head held when the turn began on top, and in a
+/// first stage that drops tokens what was chosen before stays (core/prompt_reach.hpp).
+///   fitted(prompt)      the same budget, once the length of the conversation's first prompt is known
+///   knows_shares()      whether it can say what a head keeps of a part of a prompt
+/// It may also say
+///   check_model(layers, kv_heads)   throws tessera::error where it is one for another model
+template <class B>
+concept share_budget = length_budget<B> && requires(const B b, index_t prompt) {
+  { b.fitted(prompt) } -> std::same_as<B>;
+  { b.knows_shares() } -> std::same_as<bool>;
 };
 
 /// Whether a budget keeps all of a layer, whatever the scores.
@@ -96,9 +109,7 @@ void allot_counts(const B& budget, const layer_scores& scores, index_t* counts) 
   if constexpr (host_budget<B>) {
     budget.allot(scores, counts);
   } else if constexpr (length_budget<B>) {
-    for (index_t h = 0; h < heads; ++h) {
-      counts[h] = budget.share({scores.layer, scores.layers, h, heads, tail, scores.tokens[h]});
-    }
+    for (index_t h = 0; h < heads; ++h) counts[h] = budget.share(scores.extent(h));
   } else {
     const index_t base = std::max(0, budget.tokens - tail);
     index_t longest = 0;

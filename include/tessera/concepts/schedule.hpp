@@ -12,7 +12,8 @@ TESSERA_NAMESPACE_BEGIN
 enum class moment {
   prompt_end,  ///< a turn's prompt has passed through every layer
   step_begin,  ///< a decode step's tokens are stored, and nothing has been read for them yet
-  step_end     ///< a decode step has been attended
+  step_end,    ///< a decode step has been attended
+  chunk_end    ///< more of a prompt is about to be written, and what was written before has been attended
 };
 
 /// Where a conversation stands when its schedule is asked.
@@ -21,6 +22,8 @@ struct turn_clock {
   index_t steps = 0;    ///< decode steps since the turn's prompt ended, the one that is asked about included
   index_t outputs = 0;  ///< tokens of these steps
   index_t tokens = 0;   ///< of them, those of the step that is asked about
+  index_t waiting = 0;  ///< prompt tokens that came since the first stage chose last, or since the turn began
+  index_t coming = 0;   ///< prompt tokens that are about to be written
 };
 
 /// A policy that says when the first stage chooses.

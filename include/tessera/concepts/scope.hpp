@@ -30,6 +30,12 @@ concept reusing_scope = joining_scope<S> && requires(const S s, index_t place) {
   s.check();
 };
 
+/// A scope in which one threshold runs over the heads of all layers.
+template <class S>
+concept model_scope = requires {
+  requires S::over_model;
+};
+
 /// A scope in which the query heads of a group may choose apart, each a list of its own over what their kv_head stores. Only for
 /// what is read: what is stored is their kv_head's.
 ///   by_query_head() -> bool          whether they do
@@ -41,7 +47,7 @@ concept splitting_scope = requires(const S s) {
 };
 
 /// A policy that says which heads choose together.
-///   name, and `join` and `joined` where the heads of a layer do; without them every kv_head chooses for itself
+///   name, and `over_model`, or `join` and `joined` where the heads of a layer do; without them every kv_head chooses for itself
 template <class S>
 concept scope = std::is_trivially_copyable_v<S> && requires {
   { S::name } -> std::convertible_to<const char*>;

@@ -15,8 +15,15 @@ enum class observes {
   nothing,      ///< positions only
   window,       ///< the last queries of a turn's prompt; scored once, when the prompt ends
   every_query,  ///< every query of the prompt and of decoding, accumulated as they come
-  step          ///< the queries of one decode step: a retrieval scorer
+  rereading,  ///< queries of a text that passes through the model once more before a prompt ends, accumulated as they come
+  statistics,  ///< what the queries of a turn's prompt are like: their mean and covariance
+  step         ///< the queries of one decode step: a retrieval scorer
 };
+
+/// Whether scores accumulate beside the tokens, in a column of the store.
+constexpr bool lies_beside_tokens(observes observed) {
+  return observed == observes::every_query || observed == observes::rereading;
+}
 
 /// How what several query rows say of a token becomes its score. A scorer of queries names one as `rows`; else: sum.
 enum class row_join {
@@ -87,6 +94,19 @@ concept attentive_scorer = S::observed != observes::nothing&& requires(const S s
   { s.weigh(x, x) } -> std::same_as<float>;
 };
 
+/// Scores by what queries are like, not by what each of them sees. Backends take mean and covariance of a prompt's queries from
+/// position `sinks` on, turned back to position 0, and turn them by the mean of RoPE's rotations over the next `future`
+/// positions; so a key's logits have a mean and a variance. A score is the softmax of `expect` over the stored tokens
+/// behind the sinks, averaged over the group; the sinks' is infinity.
+///   sinks, future                        index_t members; future at least 1
+///   expect(mean, variance) -> float      TESSERA_HD
+template <class S>
+concept statistical_scorer = S::observed == observes::statistics&& requires(const S s, float x) {
+  { s.sinks } -> std::convertible_to<index_t>;
+  { s.future } -> std::convertible_to<index_t>;
+  { s.expect(x, x) } -> std::same_as<float>;
+};
+
 /// A retrieval scorer that reads an estimate in place of the keys: of runs of `page` consecutive stored slots the
 /// smallest and the largest value of each channel (core/page_extrema.hpp; of a page of one slot, its key), on `channels`
 /// of the channels. Backends compute, for row r of the step (a token's query head of the group), page p and the channels
@@ -151,6 +171,15 @@ concept weighted_scorer = requires(const S s, float x, index_t n) {
   { s.taken_first(n) } -> std::same_as<index_t>;
 };
 
+/// A scorer whose scores are multiplied by what another one finds in a token's rows, before its last pass and the budget.
+///   factor                                 a member: a contents_scorer
+///   multiplied(score, factor) -> float     TESSERA_HD
+template <class S>
+concept multiplied_scorer = requires(const S s, float x) {
+  requires contents_scorer<std::remove_cvref_t<decltype(s.factor)>>;
+  { s.multiplied(x, x) } -> std::same_as<float>;
+};
+
 /// What a scorer may know of a segment of the text, from its finished scores.
 struct segment_statistics {
   float importance = 0;
@@ -206,8 +235,9 @@ concept following_scorer = has_window<S> && S::observed == observes::window&& re
 ///   pooled, finish_at or finish          a last pass over a head's scores, see above. Not for a paged scorer
 ///   check(budget)                        throws tessera::error on parameters that make no sense
 template <class S>
-concept scorer = std::is_trivially_copyable_v<S> &&(positional_scorer<S> || contents_scorer<S> || lagged_scorer<S> ||
-                                                    attentive_scorer<S> || paged_scorer<S>)&&finishes_rightly<S> &&
+concept scorer = std::is_trivially_copyable_v<S> &&
+                 (positional_scorer<S> || contents_scorer<S> || lagged_scorer<S> || attentive_scorer<S> ||
+                  statistical_scorer<S> || paged_scorer<S>)&&finishes_rightly<S> &&
                  (S::observed != observes::window || has_window<S>)&&rows_join_rightly<S>&& requires(const S s,
                                                                                                      index_t n) {
   { S::name } -> std::convertible_to<const char*>;
@@ -228,13 +258,15 @@ constexpr bool check_scorer() {
       requires { S::comparable_across_heads; },
       "tessera: a scorer must say whether its scores are comparable_across_heads");
   static_assert(
-      positional_scorer<S> || contents_scorer<S> || lagged_scorer<S> || attentive_scorer<S> || paged_scorer<S>,
+      positional_scorer<S> || contents_scorer<S> || lagged_scorer<S> || attentive_scorer<S> || statistical_scorer<S> ||
+          paged_scorer<S>,
       "tessera: a scorer that observes nothing needs float score(position, next_position), or, to score what is "
       "stored, "
       "reads, measures, measure(x, anchor, sums) and float score(sums), or, beside the tokens behind it, sinks, lag, "
       "measures, "
-      "measure(x, low, high, sums), spread(sums, channels), ranked(rank) and outside(slot, stored); any other needs "
-      "float weigh(logit, lse), or, to read pages in a step, page, channels, fitted(ratio, k_dim), normalised, "
+      "measure(x, low, high, sums), spread(sums, channels), ranked(rank) and outside(slot, stored); one of statistics "
+      "needs sinks, future and float expect(mean, variance); any other needs float weigh(logit, lse), or, to read "
+      "pages in a step, page, channels, fitted(ratio, k_dim), normalised, "
       "adds_mean_value, takes_upper(own, total) and row_scale(scale, chosen, whole)");
   static_assert(
       requires(const S s, index_t n) {

@@ -3,6 +3,8 @@
 
 #include "logit_rule.hpp"
 #include "page_pool.hpp"
+#include "prompt_reach.hpp"
+#include "query_statistics.hpp"
 #include "slot_column.hpp"
 
 TESSERA_NAMESPACE_BEGIN
@@ -10,7 +12,7 @@ TESSERA_NAMESPACE_BEGIN
 /// What a batch stores of one layer, and what its scorer has observed; on the device every pointer is a device pointer.
 ///
 /// A scorer of a window needs `q` and `first_position`, one of positions `first_position`, one of every query `scores`. What
-/// sees segments needs `segments`. A scorer by contents reads what the view stores.
+/// sees segments needs `segments`, what goes by statistics `statistics`. A scorer by contents reads what the view stores.
 /// `tails` and `budgets`, where sequences differ, stand in place of what the policy says.
 template <class View, class E = typename View::element_type>
 struct choose_problem {
@@ -31,6 +33,11 @@ struct choose_problem {
   slot_column<const index_t> segments{};  ///< which segment of the text each slot belongs to, ascending
   const float* projection = nullptr;      ///< [q_heads, v_dim, hidden] of this layer, to weigh values by; null: none
   index_t hidden = 0;                     ///< of the projection
+  const prompt_reach* reach = nullptr;    ///< [sequences], what earlier choices have settled; null: everything competes
+  /// [sequences], by a scorer of statistics; with it `first_position` is the next token's and q.heads the query heads.
+  const query_statistics* statistics = nullptr;
+  const index_t* counts = nullptr;  ///< [kv_heads] of the one sequence: what each head keeps, in place of the budget's
+  const float* rope_frequencies = nullptr;  ///< [k_dim / 2], for it
 };
 
 TESSERA_NAMESPACE_END

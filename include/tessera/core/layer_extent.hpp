@@ -21,7 +21,9 @@ struct head_extent {
   index_t head = 0;
   index_t kv_heads = 1;
   index_t protected_tail = 0;
-  index_t stored = 0;  ///< tokens of this head
+  index_t stored = 0;   ///< tokens of this head
+  index_t earlier = 0;  ///< of them, those that it held when the turn began
+  index_t dropped = 0;  ///< tokens of this turn's prompt that it has dropped already
 };
 
 /// At most so many tokens of a layer of one sequence: of one kv_head, and of all.

@@ -29,6 +29,9 @@ struct model_shape {
   /// that weigh values by it; null: they weigh values as they are.
   const float* output_projection = nullptr;
   index_t hidden = 0;  ///< of output_projection
+  /// [k_dim / 2], in radians per position: element d of a head turns with element d + k_dim / 2, by position times speed. For
+  /// scorers that turn queries back; empty: such a recipe is refused.
+  std::vector<float> rope_frequencies{};
 
   bool slides(index_t layer) const { return !sliding.empty() && sliding[std::size_t(layer)]; }
 
@@ -44,6 +47,16 @@ struct model_shape {
             "pass how many tokens the sliding layers attend");
     require(!output_projection || hidden >= 1, "hidden", hidden, "at least 1, with an output projection",
             "pass how many elements a projected value has");
+  }
+
+  /// Errors   no speed for each pair of elements, or one that is not finite: tessera::error.
+  void check_rope(index_t k_dim) const {
+    require(index_t(rope_frequencies.size()) == k_dim / 2, "rope_frequencies", rope_frequencies.size(),
+            std::to_string(k_dim / 2) + ", one for each pair of elements of a head",
+            "pass how fast the model's RoPE turns them, in radians per position");
+    for (const float speed : rope_frequencies) {
+      require(speed - speed == 0, "rope_frequencies", speed, "finite numbers", "pass radians per position");
+    }
   }
 
   /// Queries, keys and values of one call. Shapes: q [.., n_q, q_heads, k_dim], k, v [.., tokens, kv_heads, dim].

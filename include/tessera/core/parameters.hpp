@@ -3,6 +3,7 @@
 
 #include <sstream>
 #include <string>
+#include <vector>
 
 #include "config.hpp"
 #include "error.hpp"
@@ -31,6 +32,21 @@ struct value_range {
 
 template <class T>
 value_range(T, T) -> value_range<T>;  // for clang 16
+
+/// The words of `one_word_of`, in their order: of "max or average" two, of "off, low or high" three.
+inline std::vector<std::string> words_of(const std::string& text) {
+  std::vector<std::string> words{""};
+  for (std::size_t at = 0; at < text.size();) {
+    const bool comma = text.compare(at, 2, ", ") == 0, last = text.compare(at, 4, " or ") == 0;
+    if (comma || last) {
+      words.emplace_back();
+      at += comma ? 2 : 4;
+    } else {
+      words.back() += text[at++];
+    }
+  }
+  return words;
+}
 
 /// A parameter that is a word of an enumeration: each of its values is allowed.
 struct one_word_of {

@@ -12,7 +12,8 @@ struct stage_plan {
   index_t capacity = 0;  ///< tokens that a head holds (or lets through) at most, what is decoded in a turn included
   index_t retained = 0;  ///< tokens that the first stage keeps, or lets through, when a prompt ends
   index_t read = 0;      ///< tokens that a step attends: the second stage's k
-  double ratio = 1;  ///< capacity over the token budget, at least 1: how much less than all keys an estimate may read
+  double ratio = 1;    ///< capacity over the token budget, at least 1: how much less than all keys an estimate may read
+  index_t prompt = 0;  ///< tokens of the conversation's first prompt; 0: not known
 };
 
 /// What the second stage of one sequence needs on the device, where kernels read it as they read lengths: sequences of

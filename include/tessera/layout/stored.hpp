@@ -16,9 +16,9 @@ struct stored {
   using placement_type = Where;
   using encoding_type = typename Rows::encoding_type;
   using element_type = typename encoding_type::element_type;
+  static constexpr bool host_only = !runs_on_devices<Rows, Where>;
   static constexpr int k_dim = Rows::k_dim;
   static constexpr int v_dim = Rows::v_dim;
-  static constexpr bool host_only = !runs_on_devices<Rows, Where>;
   /// How many of a prompt's last queries its rows are packed by.
   static constexpr index_t window = [] {
     if constexpr (requires { Rows::window(); }) return Rows::window();

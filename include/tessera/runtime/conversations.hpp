@@ -7,6 +7,7 @@
 #include <vector>
 
 #include "../core/model_shape.hpp"
+#include "../core/prompt_reach.hpp"
 #include "../core/segment_cursor.hpp"
 #include "../planned.hpp"
 
@@ -33,6 +34,8 @@ class conversations {
     index_t next_position = 0;
     index_t turn_tokens = 0;  ///< prompt tokens since the turn began; 0 while decoding
     segment_cursor text{};    ///< where its segments stand, if the recipe needs them
+    index_t judged = 0;       ///< of the turn's prompt tokens, those among which a chunk's end has chosen
+    index_t again = 0;        ///< the newest of them, which the next choice judges again
   };
   struct conversation {
     bool open = false;
@@ -43,11 +46,14 @@ class conversations {
     planned<Recipe> policies;
     std::vector<layer> layers;
     index_t answer_began = 0;  ///< where the turn's decode steps begin
+    index_t announced = 0;     ///< tokens of the turn's prompt; 0: nobody has said
 
     const layer& front() const { return layers.front(); }
   };
 
-  conversations(const model_shape& shape, const Recipe& recipe) : shape_(shape), none_(recipe, 0) {}
+  conversations(const model_shape& shape, const Recipe& recipe) : shape_(shape), none_(recipe, 0) {
+    recipe.retain.check_model(shape.layers, shape.kv_heads);
+  }
 
   /// The id that `open` opens next: the first of those that have been closed, or a new one.
   index_t next_id() const {
@@ -107,6 +113,11 @@ class conversations {
             "1", "prefill one sequence at a time");
     require(k.tokens >= 1, "tokens of a prompt chunk", k.tokens, "at least 1", "skip empty chunks");
     recipe.require_queries(q.tokens, k.tokens);
+    const conversation& c = at(id);
+    const index_t after = at(id, layer_index).turn_tokens + k.tokens;
+    require(c.announced == 0 || after <= c.announced, "tokens of this turn", after,
+            "at most those that were announced, which are " + std::to_string(c.announced),
+            "announce the whole prompt before its first chunk");
   }
   /// Of a chunk's new tokens; `boundaries` are looked at where the recipe needs them.
   segment_marks check_boundaries(index_t layer_index, index_t id, std::span<const std::uint8_t> boundaries,
@@ -135,6 +146,65 @@ class conversations {
             "call prefill for the chunk first");
   }
 
+  /// The policies of a conversation whose next prompt will have so many tokens.
+  planned<Recipe> plan_announced(const Recipe& recipe, index_t id, index_t tokens) const {
+    const conversation& c = at(id);
+    require(tokens >= 1 && tokens <= most_tokens, "tokens of the prompt", tokens, value_range{1, most_tokens}.text(),
+            "say how long the turn's prompt will be");
+    for (const layer& state : c.layers) {
+      require(state.turn_tokens == 0, "tokens of this turn", state.turn_tokens, "0",
+              "announce a prompt before its first chunk");
+    }
+    return planned<Recipe>(recipe, c.first_prompt ? c.first_prompt : tokens);
+  }
+  void announce(index_t id, index_t tokens, const planned<Recipe>& policies) {
+    find(id).announced = tokens;
+    find(id).policies = policies;
+  }
+
+  /// What earlier choices have settled of a turn's prompt in a layer.
+  prompt_reach reach(index_t id, index_t layer_index) const {
+    const layer& state = at(id, layer_index);
+    const index_t begin = state.next_position - state.turn_tokens;
+    return {begin, begin + state.judged - state.again, state.next_position};
+  }
+  /// Whether a layer chooses among what has been written of a prompt before `tokens` more are.
+  bool chunk_is_due(const Recipe& recipe, index_t id, index_t layer_index, index_t tokens) const {
+    if constexpr (Recipe::schedule_type::fires_at(moment::chunk_end)) {
+      const layer& state = at(id, layer_index);
+      turn_clock now{at(id).now.turn + 1, 0};
+      now.waiting = state.turn_tokens - state.judged;
+      now.coming = tokens;
+      return at(id).policies.first.budget.knows_shares() && recipe.schedule.due(moment::chunk_end, now);
+    }
+    return false;
+  }
+  void judged_chunk(index_t id, index_t layer_index) {
+    conversation& c = find(id);
+    layer& state = c.layers[std::size_t(layer_index)];
+    if constexpr (Recipe::retain_type::settles) {
+      const auto& first = c.policies.first;
+      state.again = std::min(state.turn_tokens - state.judged, first.scorer.protected_tail(first.budget.tokens));
+      state.judged = state.turn_tokens;
+    }
+  }
+
+  template <class E, class Out>
+  void check_rereading(index_t layer_index, index_t id, index_t first, index_t count, const rows_view<const E>& q,
+                       const rows_view<const E>& k, const rows_view<const E>& v, const rows_view<Out>& out) const {
+    const layer& state = at(id, layer_index);
+    shape_.check_rows(q, k, v, k_dim, v_dim);
+    shape_.check_output(q, out, rows_view<float>{}, k_dim, v_dim);
+    require(q.sequences == 1 && k.sequences == 1 && v.sequences == 1 && k.tokens >= 1 && q.tokens == k.tokens,
+            "queries of a text that is read again", q.tokens, "one for each key, of one sequence, at least 1",
+            "pass q, k and v of the same tokens");
+    require(state.turn_tokens >= 1, "tokens of this turn", state.turn_tokens, "at least 1",
+            "read a prompt again before it ends");
+    require(first >= 0 && count >= 1 && offset_t(first) + count <= state.next_position, "tokens that are read again",
+            std::to_string(count) + " from " + std::to_string(first), "some of " + std::to_string(state.next_position),
+            "pass positions of the prompt");
+  }
+
   /// The policies of a conversation whose prompt ends now. Throws unless every layer has had the same prompt, and any.
   planned<Recipe> plan_prompt_end(const Recipe& recipe, index_t id) const {
     const conversation& c = at(id);
@@ -145,6 +215,8 @@ class conversations {
     }
     require(c.front().turn_tokens >= 1, "tokens of this turn", c.front().turn_tokens, "at least 1",
             "prefill a prompt before ending it");
+    require(c.announced == 0 || c.announced == c.front().turn_tokens, "tokens of this turn", c.front().turn_tokens,
+            "those that were announced, which are " + std::to_string(c.announced), "prefill the rest of the prompt");
     return planned<Recipe>(recipe, first_prompt(c));
   }
   turn_clock clock_of_prompt_end(index_t id) const { return {at(id).now.turn + 1, 0}; }
@@ -156,7 +228,8 @@ class conversations {
     c.step_tokens = 0;
     c.step_began = -1;
     c.answer_began = c.front().next_position;
-    for (layer& state : c.layers) state.turn_tokens = 0;
+    c.announced = 0;
+    for (layer& state : c.layers) state.turn_tokens = state.judged = state.again = 0;
   }
 
   // --- steps ---------------------------------------------------------------------------------------------------------

@@ -8,7 +8,7 @@ TESSERA_NAMESPACE_BEGIN
 /// A step makes room for its own tokens first: it never reads more than the budget.
 struct before_each_step {
   static constexpr const char* name = "before_each_step";
-  static constexpr bool fires_at(moment at) { return at != moment::step_end; }
+  static constexpr bool fires_at(moment at) { return at == moment::prompt_end || at == moment::step_begin; }
   bool due(moment now, const turn_clock&) const { return fires_at(now); }
 };
 

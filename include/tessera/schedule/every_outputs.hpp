@@ -14,7 +14,7 @@ struct every_outputs {
 
   index_t every = 16;
 
-  static constexpr bool fires_at(moment at) { return at != moment::step_begin; }
+  static constexpr bool fires_at(moment at) { return at == moment::prompt_end || at == moment::step_end; }
   bool due(moment now, const turn_clock& at) const {
     if (now != moment::step_end) return fires_at(now);
     return at.outputs / every > (at.outputs - at.tokens) / every;

@@ -1,4 +1,4 @@
-// expect: tessera: a scorer that observes the prompt's window learns nothing from decode steps; retain once
+// expect: tessera: a scorer that observes the prompt's window, or its statistics, learns nothing from decode steps; retain once
 #include <tessera/attention/dense_decode.hpp>
 #include <tessera/budget/uniform.hpp>
 #include <tessera/layout/dense.hpp>

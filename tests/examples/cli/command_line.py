@@ -3,6 +3,7 @@
 
 Usage: command_line.py TOOL TOKENIZER
 """
+import itertools
 import json
 import pathlib
 import random
@@ -22,13 +23,13 @@ from small_files import safetensors, write_model
 
 def check_help(checks):
     checks.works("--help", "list", "run", "eval", "compress")
-    for command in ("list", "run", "eval", "compress"):
+    for command in ("list", "run", "eval", "compress", "heads"):
         checks.works(f"{command} --help", "Example:", f"tessera {command}")
     checks.works("list", "snapkv", "arXiv:2404.14469", "window=32", "cpu")
     listed = json.loads(checks.works("list --json"))
     assert listed["backends"] in (["cpu"], ["cpu", "cuda"]) and len(listed["methods"]) >= 7, listed
     checks.has_cuda = "cuda" in listed["backends"]
-    checks.refuses("", "command is missing", "list, run, eval, compress")
+    checks.refuses("", "command is missing", "list, run, eval, compress, heads")
     checks.refuses("lists", "command is 'lists'", "did you mean list?")
     checks.refuses(["\x1b[2J"], "command is '\\x1b[2J'")
     checks.refuses(["x" * 5000], "x...'")
@@ -179,6 +180,15 @@ def check_eval(checks):
     tasks["families"]["frequent_words"]["others_max"] = 0
     (folder / "tasks").write_text(json.dumps(tasks))
     checks.refuses(f"{base} --context 300 --tasks tasks", "others_max is 0")
+    varied = "eval --model model --methods full,snapkv,ada_snapkv --budgets 40,64 --questions questions --json report"
+    checks.works(varied + " --vary pool=1,5 --vary snapkv.window=8", "snapkv pool=5", "ada_snapkv pool=1", "snapkv window=8")
+    rows = [(cell["method"], cell["budget"], cell.get("differs", ""), cell["parameters"].get("pool"))
+            for cell in json.loads((checks.folder / "report").read_text()) if cell["turn"] == 1]
+    for method, budget in itertools.product(("snapkv", "ada_snapkv"), (40, 64)):
+        assert {row[2:] for row in rows if row[:2] == (method, budget)} >= {("", 7), ("pool=1", 1), ("pool=5", 5)}, rows
+    checks.refuses(varied + " --vary nonsense=1", "--vary is 'nonsense'", "a parameter of one of the methods")
+    checks.refuses(varied + " --vary pool=1,many", "pool is 'many'")
+    checks.refuses(varied + " --vary pool=1,1", "--vary pool")
     both = "eval --model model --methods snapkv,ada_snapkv --budgets 64 --questions questions --json report"
     checks.works(f"{both} --set pool=5 --set ada_snapkv.pool=9 --set snapkv.window=16")
     report = {cell["method"]: cell["parameters"] for cell in json.loads((folder / "report").read_text())}
@@ -191,6 +201,37 @@ def check_eval(checks):
     checks.refuses(f"{base} --context 300 --families singel", "did you mean single?")
     checks.refuses(f"{base} --context 300 --set sinks=2", "sinks")
     compress.check_cuda(checks, f"{base} --context 300 --backend cuda")
+
+
+def check_heads(checks):
+    """The profile of a model's heads: found, read back, and refused when it is another model's or no profile."""
+    folder = checks.folder
+    base = "eval --model model --methods duo_attention --budgets 40 --questions questions"
+    checks.refuses(base, "profile is missing", "tessera heads")
+    find = "heads --model model --context 300 --count 1 --families single --out gates --recent 20"
+    checks.works(find, "over 1 questions", "layer 0", "Wrote gates")
+    found = json.loads((folder / "gates").read_text())
+    config = json.loads((folder / "model" / "config.json").read_text())
+    layers, heads = config["num_hidden_layers"], config["num_key_value_heads"]
+    checks.require(found["version"] == 1 and len(found["gates"]) == layers and found["sinks"] == 4 and
+                   all(len(row) == heads and all(0 <= gate <= 1 for gate in row) for row in found["gates"]), find, found)
+    checks.works(f"{find} --questions questions".replace("--context 300 --count 1 --families single ", ""))
+    checks.refuses(find.replace("--recent 20", "--recent 0"), "--recent is '0'")
+    checks.works(f"{base} --set profile=gates --json report")
+    report = json.loads((folder / "report").read_text())
+    checks.require(report[0]["parameters"]["profile"] == "gates", base, report[0])
+    checks.works(f"{base} --set profile=gates --vary streaming=0,1", "duo_attention streaming=0")
+    for change, *expected in (({"version": 2}, "version of wrong is 2", "newer"), ({"version": "1"}, "version of wrong"),
+                              ({"kind": "another"}, "kind of wrong"), ({"layers": layers + 1}, "gates of wrong"),
+                              ({"gates": [[2.0] * heads] * layers}, "gates of layer 0", "[0, 1]"),
+                              ({"gates": [["x"] * heads] * layers}, "gates of layer 0"),
+                              ({"layers": layers + 1, "gates": [[0.5] * heads] * (layers + 1)}, "of the profile", "of the model")):
+        (folder / "wrong").write_text(json.dumps({**found, **change}))
+        checks.refuses(f"{base} --set profile=wrong", *expected)
+    (folder / "wrong").write_text("gates")
+    checks.refuses(f"{base} --set profile=wrong", "wrong is no JSON object")
+    checks.refuses(f"{base} --set profile=absent", "absent")
+    checks.refuses("eval --model model --methods snapkv --budgets 40 --questions questions --set profile=gates", "profile")
 
 
 def check_ranges(checks):
@@ -226,6 +267,7 @@ def main():
         compress.check_compress_more(checks)
         check_run(checks)
         check_eval(checks)
+        check_heads(checks)
         check_model(checks)
         check_signs_of_life(checks)
         check_ranges(checks)

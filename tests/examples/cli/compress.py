@@ -59,6 +59,9 @@ def check_compress(checks):
     checks.notes("compress --in layer --out kept --method streaming_llm --budget 40", "not used by streaming_llm: tensor q")
     check_scores(checks)
     check_segments(checks)
+    check_rope(checks)
+    check_projection(checks)
+    check_engine(checks)
     check_lines(checks)
     (folder / "kept").unlink()
 
@@ -113,6 +116,44 @@ def check_segments(checks):
     checks.refuses(base, "boundaries[0] is 2", "0 or 1")
     (folder / "marked").write_bytes(safetensors({**layer(), "boundaries": ("U8", [59], bytes(59))}))
     checks.refuses(base, "boundaries")
+
+
+def check_rope(checks):
+    """Expected Attention must know how the model's RoPE turns, and every query."""
+    base = "compress --in layer --out kept --method expected_attention --budget 24"
+    checks.refuses(base, "rope_theta is missing", "rope_theta=NUMBER")
+    checks.refuses(f"{base} --set rope_theta=1e4", "n_q, the rows of tensor q is 40", "60 for expected_attention")
+    checks.refuses(f"{base} --set rope_theta=0.5", "rope_theta is 0.5", "1 to 1e+12")
+    checks.refuses(f"{base} --set rope_theta=fast", "rope_theta is 'fast'")
+    checks.refuses("compress --in layer --out kept --method snapkv --budget 40 --set rope_theta=1e4", "rope_theta is set")
+    (checks.folder / "all").write_bytes(safetensors(layer(n_q=60)))
+    whole = base.replace("layer", "all") + " --set rope_theta=1e4"
+    kept = []
+    for setting in ("", " --set floor=0", " --set covariance=0", " --set future=1"):
+        checks.works(whole + setting, "24.0 of 60 tokens")
+        kept.append(tensor(checks.folder, "keep.indices"))
+        checks.require(set(kept[-1][:4]) == {0, 1, 2, 3}, whole, f"the sinks are not kept: {kept[-1]}")
+    checks.require(len(set(kept)) > 1, whole, "no setting makes a difference")
+
+
+def check_projection(checks):
+    """CriticalKV weighs values behind the output projection, where the file has one."""
+    base = "compress --out kept --method criticalkv --budget 34 --set first=0 --in "
+    one = layer()
+    (checks.folder / "with").write_bytes(safetensors(one))
+    checks.works(base + "with", "34.0 of 60 tokens")
+    alone = tensor(checks.folder, "keep.indices")
+    (checks.folder / "with").write_bytes(safetensors({**one, "output_projection": floats(4, 64, 3)}))
+    checks.works(base + "with", "34.0 of 60 tokens")
+    checks.require(tensor(checks.folder, "keep.indices") != alone, base, "the projection makes no difference")
+    checks.notes("compress --in with --out kept --method snapkv --budget 40", "not used by snapkv: tensor output_projection")
+    (checks.folder / "with").write_bytes(safetensors({**layer(), "output_projection": floats(2, 64, 3)}))
+    checks.refuses(base + "with", "shape of tensor output_projection", "[q_heads, head_dim, hidden]")
+
+
+def check_engine(checks):
+    """KVzip lets the model read its prompt again, so it needs one."""
+    checks.refuses("compress --in layer --out kept --method kvzip --budget 24", "method is kvzip", "needs no engine", "tessera run")
 
 
 def check_lines(checks):

@@ -196,8 +196,8 @@ template <class Recipe>
 entry entry_of(std::string name) {
   return {std::move(name), describe<Recipe>(), &numbers<Recipe>,
           [](const settings& chosen, const model_shape& shape, std::shared_ptr<cpu::executor> workers) {
-            return std::unique_ptr<any_cache>(
-                new cache_of<Recipe>(cache<Recipe>(shape, configured<Recipe>(chosen), std::move(workers))));
+            return std::unique_ptr<any_cache>(new cache_of<Recipe>(
+                cache<Recipe>(support::called_shape<Recipe>(shape), configured<Recipe>(chosen), std::move(workers))));
           }};
 }
 

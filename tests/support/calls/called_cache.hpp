@@ -2,6 +2,7 @@
 #pragma once
 
 #include <algorithm>
+#include <cmath>
 #include <memory>
 #include <utility>
 #include <vector>
@@ -56,6 +57,16 @@ std::vector<std::uint8_t> called_boundaries(const Rows& k) {
     boundaries.push_back(is_there && k.row(0, t, 0)[0] > 0 && k.row(0, t, 0)[1] > 0);
   }
   return boundaries;
+}
+
+/// A model of that shape, whose RoPE is known where the recipe wants to know.
+template <class Recipe>
+tessera::model_shape called_shape(tessera::model_shape shape) {
+  constexpr int pairs = Recipe::layout_type::k_dim / 2;
+  for (int d = 0; Recipe::needs_rope && d < pairs; ++d) {
+    shape.rope_frequencies.push_back(float(std::pow(10'000.0, -double(d) / pairs)));
+  }
+  return shape;
 }
 
 /// The CPU's cache; `Interface` is called_cache, or what adds to it.

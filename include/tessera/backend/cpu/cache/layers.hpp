@@ -8,12 +8,16 @@
 
 #include "../../../runtime/conversations.hpp"
 #include "../../../runtime/layer_roles.hpp"
+#include "../../../runtime/page_plan.hpp"
 #include "../attend/attend_packed.hpp"
 #include "../attend/prompt_attention.hpp"
 #include "../attend/step_log.hpp"
 #include "../choose/first_stage.hpp"
+#include "../choose/model_counts.hpp"
+#include "../choose/statistical_stage.hpp"
 #include "../read/reading.hpp"
 #include "../store/packed/packed_store.hpp"
+#include "rereading.hpp"
 
 TESSERA_NAMESPACE_BEGIN
 namespace cpu {
@@ -31,7 +35,8 @@ class layers {
         count_(shape.layers),
         roles_(shape, recipe.dense_layers, recipe.attention.rule),
         store_(shape.layers, shape.kv_heads,
-               {first_stage<Recipe>::with_scores, Recipe::needs_segments, recipe.retrieve.mean_block()}, recipe.layout),
+               {first_stage<Recipe>::with_scores, Recipe::needs_segments, recipe.retrieve.mean_block()},
+               placement_of(recipe), recipe.layout),
         first_(shape),
         reading_(shape),
         prompts_(shape),
@@ -54,6 +59,34 @@ class layers {
     prompts_.close(id);
   }
 
+  /// Whether pages are shared by groups of heads.
+  static constexpr bool in_groups = requires(const typename kv_store<layout>::rows_type& rows) { rows.groups(); };
+
+  /// What a prompt of `tokens` tokens takes of the pool of pages; id -1: in a new conversation. Where a first stage drops all
+  /// that it drops when a prompt ends, `after` counts what is there before.
+  page_plan plan_pages(index_t id, const planned<Recipe>& policies, index_t tokens,
+                       index_t chunk) const requires in_groups {
+    const head_groups& groups = store_.rows().groups();
+    std::vector<index_t> held(std::size_t(count_ * groups.kv_heads), 0);
+    for (index_t at = 0; id >= 0 && at < index_t(held.size()); ++at) {
+      held[std::size_t(at)] = store_.lengths(at / groups.kv_heads, id)[std::size_t(at % groups.kv_heads)];
+    }
+    coming_prompt prompt{tokens};
+    const auto share = [&](index_t layer, index_t head, index_t seen) {
+      if constexpr (Recipe::retain_type::settles)
+        return policies.first.budget.share({layer, count_, head, groups.kv_heads, 0, seen});
+      return seen;
+    };
+    if constexpr (Recipe::retain_type::settles) {
+      prompt.chunk = chunk;
+      prompt.window = policies.first.scorer.protected_tail(policies.first.budget.tokens);
+    }
+    return tessera::plan_pages(groups, store_.rows().page(), held, prompt, share,
+                               [&](index_t layer) { return !roles_.follows_recipe(layer); });
+  }
+  /// A sequence will get `tokens` more in every layer, 0: none for now. Throws where a pool of pages has no room for them.
+  void expect(index_t id, index_t tokens) { store_.expect(id, tokens); }
+
   /// Appends a chunk of a prompt at position `first`; its queries are observed.
   template <class E>
   void prefill(index_t layer, index_t id, const planned<Recipe>& policies, index_t first, const rows_view<const E>& q,
@@ -75,6 +108,18 @@ class layers {
     commit(layer, id, slid);
   }
 
+  /// Before more of a prompt is appended to a layer that chooses among what it has: it keeps its share of that.
+  void end_chunk(index_t layer, index_t id, const planned<Recipe>& policies, const prompt_reach& reach) {
+    if (!roles_.follows_recipe(layer)) return;
+    choice& made = begin(1).front();
+    made.made = first_.choose(layer, id, store_, policies, roles_.rule(layer), reach.end, 0, &reach, made.kept,
+                              tracing_ranks_ ? &made.ranked : nullptr, *workers_);
+    if (made.made) store_.prepare_to_keep(layer, id);
+    commit(layer, id, made);
+    first_.forget(layer, id);
+    reading_.take_back(layer, id, store_);  // its slots have moved; the prompt's end makes it anew
+  }
+
   template <class E>
   void prompt_attention(index_t layer, index_t id, const Recipe& recipe, index_t first, const rows_view<const E>& q,
                         const attention_output& output) {
@@ -84,29 +129,54 @@ class layers {
     prompts_.attend(layer, id, recipe, view, queries, roles_.rule(layer), output, *workers_);
   }
 
-  /// A prompt has ended before position `next`: where `due`, each layer keeps the budget's worth, or lets it through.
-  void end_prefill(index_t id, const Recipe& recipe, const planned<Recipe>& policies, bool due, index_t next) {
+  /// Tokens that pass through a layer once more, at position `part.own` and behind it: they attend to everything and to
+  /// themselves, are scored with, and leave nothing else behind.
+  template <class E>
+  void reread(index_t layer, index_t id, const planned<Recipe>& policies, const reread_part& part,
+              const rows_view<const E>& q, const rows_view<const E>& k, const rows_view<const E>& v,
+              const attention_output& output) {
+    try {
+      store_.append(layer, id, k, v, part.own);
+      prefill_attention(store_.view(layer, id), query_rows<E>{q, &part.own}, roles_.rule(layer), output, *workers_);
+      if (roles_.follows_recipe(layer))
+        rereading_.score(layer, id, store_, policies, roles_.rule(layer), q, part, *workers_);
+    } catch (...) {
+      store_.take_back(layer, id, part.own);
+      throw;
+    }
+    store_.take_back(layer, id, part.own);
+  }
+
+  /// A prompt has ended: where `due`, each layer keeps the budget's worth, or lets it through.
+  void end_prefill(index_t id, const Recipe& recipe, const planned<Recipe>& policies, bool due,
+                   const prompt_reach& reach) {
     std::vector<choice>& choices = begin(count_);
     try {
+      if constexpr (Recipe::retain_type::over_model)
+        allot_over_model(policies.first, count_, id, store_, roles_, *model_counts_);
       for (index_t layer = 0; layer < count_; ++layer) {
+        if constexpr (Recipe::retain_type::over_model)
+          first_.give_counts((*model_counts_).data() + offset_t(layer) * store_.kv_heads());
         choice& made = choices[std::size_t(layer)];
         if (!roles_.follows_recipe(layer)) {
           slide(layer, id, 0, made);
         } else if (const index_t from = first_.chooser(layer, policies, roles_); from != layer) {
           take_over(layer, id, policies, choices[std::size_t(from)], made);
         } else {
-          choose(layer, id, recipe, policies, due, next, 0, made);
+          choose(layer, id, recipe, policies, due, reach.end, 0, &reach, made);
         }
         if (roles_.follows_recipe(layer)) prepare_to_pack(layer, id, made, true);
       }
     } catch (...) {
       for (index_t layer = 0; layer < count_; ++layer) {
-        store_.take_back(layer, id, next);
+        store_.take_back(layer, id, reach.end);
         reading_.take_back(layer, id, store_);
       }
       throw;
     }
+    if constexpr (Recipe::retain_type::over_model) first_.give_counts(nullptr);
     for (index_t layer = 0; layer < count_; ++layer) commit(layer, id, choices[std::size_t(layer)]);
+    store_.expect(id, 0);
     first_.end_turn(id);
   }
 
@@ -188,10 +258,10 @@ class layers {
     if (to.made) store_.prepare_to_keep(layer, id);
   }
   /// Of a layer that follows the recipe. `next`: the position of the next token; `tail`: so many of the newest tokens stay
-  /// in any case.
+  /// in any case. `reach`: of a prompt.
   void choose(index_t layer, index_t id, const Recipe& recipe, const planned<Recipe>& policies, bool due, index_t next,
-              index_t tail, choice& to) {
-    to.made = due && first_.choose(layer, id, store_, policies, roles_.rule(layer), next, tail, to.kept,
+              index_t tail, const prompt_reach* reach, choice& to) {
+    to.made = due && first_.choose(layer, id, store_, policies, roles_.rule(layer), next, tail, reach, to.kept,
                                    tracing_ranks_ ? &to.ranked : nullptr, *workers_);
     if (to.made) prompts_.join(layer, id, recipe, to.kept);
     prepare(layer, id, policies, to);
@@ -249,7 +319,7 @@ class layers {
     };
     if constexpr (Recipe::schedule_type::fires_at(moment::step_begin)) {
       if (step.evicts_first) {  // the step reads what will stay; the rest goes when the whole batch has succeeded
-        choose(layer, id, recipe, policies, true, next, k.tokens, made);
+        choose(layer, id, recipe, policies, true, next, k.tokens, nullptr, made);
         read(reading_.view_of(layer, id, store_, made.kept[0]), queries, rule, output);
         return prepare_to_pack(layer, id, made, false);
       }
@@ -262,7 +332,7 @@ class layers {
     log_.add_bytes(b, first_.observe_step(b, layer, id, store_, policies, rule, q, next, *workers_));
     made.observed = true;
     if (step.evicts_last) {
-      choose(layer, id, recipe, policies, true, next, 0, made);
+      choose(layer, id, recipe, policies, true, next, 0, nullptr, made);
       if constexpr (Recipe::retain_type::follows) log_.note_keys(b, store_.lengths(layer, id), layout::key_bytes());
     }
     prepare_to_pack(layer, id, made, false);
@@ -277,6 +347,7 @@ class layers {
   layer_roles roles_;
   kv_store<layout> store_;
   first_stage<Recipe> first_;
+  rereading<Recipe> rereading_;
   reading<Recipe> reading_;
   prompt_attending<Recipe> prompts_;
   step_log log_;
@@ -284,6 +355,7 @@ class layers {
   std::vector<ranked_tokens> ranked_;
   scratch<decode_workspace> attending_;
   scratch<std::vector<choice>> choices_;
+  scratch<std::vector<index_t>> model_counts_;  // [layers, kv_heads], of a threshold over the model
 };
 
 }  // namespace TESSERA_HOST_ISA

@@ -25,13 +25,14 @@ struct ranked_tokens {
 };
 
 /// What every first stage answers; this one chooses nothing.
-///   forget(id)                               what was observed of an open id; needs no memory
+///   forget(id), forget(layer, id)            what was observed of an open id, of one layer of it; needs no memory
 ///   end_turn(id)                             the same, but for what lasts from turn to turn
 ///   observe_prompt(...), observe_step(...)   take queries in; as before when memory runs out
 ///   take_back(b, layer, id, store)           undoes `observe_step` of the b-th sequence of a batch; needs no memory
 ///   chooser(layer, policies, roles)          the layer whose choice this one takes: its own, or an earlier one
 ///   choose(...)                              fills a selection of what stays, and what it ranked (null: not wanted);
-///                                            returns whether it chooses at all. `kept` gets one selection or, where query
+///                                            returns whether it chooses at all; `reach` says what has been settled
+///                                            before, for a recipe that settles. `kept` gets one selection or, where query
 ///                                            heads of a group choose apart, one for each place in the group
 template <class Recipe, observes Observed = Recipe::retain_type::observed, bool Chooses = Recipe::retain_type::chooses>
 class first_stage {
@@ -39,6 +40,7 @@ class first_stage {
   static constexpr bool with_scores = false;
   explicit first_stage(const model_shape&) {}
   void forget(index_t) {}
+  void forget(index_t, index_t) {}
   void end_turn(index_t) {}
   template <class... Any>
   void observe_prompt(const Any&...) {}
@@ -83,19 +85,24 @@ class choosing {
     return layer;
   }
 
+  /// [kv_heads]: what the next choice gives to each head, in place of the budget; null: the budget does.
+  void give_counts(const index_t* counts) { counts_ = counts; }
+
  protected:
   using store_type = kv_store<typename Recipe::layout_type>;
   using problem_type = choose_problem<typename store_type::view_type, float>;
 
   problem_type problem(index_t layer, index_t id, store_type& stored, const logit_rule& rule,
-                       const index_t* first_position) {
+                       const index_t* first_position, const prompt_reach* reach) {
     problem_type result;
     result.view = stored.view(layer, id);
     result.layer = layer;
     result.layers = shape_.layers;
     result.first_position = first_position;
+    if constexpr (Recipe::retain_type::settles) result.reach = reach;
     result.rule = rule;
     result.q.heads = shape_.q_heads;
+    result.counts = counts_;
     if (shape_.output_projection) {
       constexpr int v_dim = Recipe::layout_type::v_dim;
       result.projection = shape_.output_projection + offset_t(layer) * shape_.q_heads * v_dim * shape_.hidden;
@@ -126,8 +133,9 @@ class choosing {
       ranked->blocks = choosing_.memory.retaining.blocks;
       for (index_t h = 0; seen.scores && h < shape_.kv_heads; ++h) {
         const std::size_t row = std::size_t(h * members + m);
-        ranked->scores[row].assign(seen.head(h), seen.head(h) + seen.candidates(h));
-        for (index_t i = 0; i < seen.candidates(h); ++i) {
+        const index_t first = std::min(seen.settled_of(h), seen.candidates(h));  // what is settled did not compete
+        ranked->scores[row].assign(seen.head(h) + first, seen.head(h) + seen.candidates(h));
+        for (index_t i = first; i < seen.candidates(h); ++i) {
           ranked->positions[row].push_back(problem.view.position(0, h, i));
         }
       }
@@ -136,6 +144,7 @@ class choosing {
   }
 
   model_shape shape_;
+  const index_t* counts_ = nullptr;
   scratch<choose_workspace<Recipe::layout_type::k_dim>> choosing_;
 };
 
@@ -148,6 +157,7 @@ class first_stage<Recipe, observes::nothing, true> : public choosing<Recipe> {
   static constexpr bool with_scores = false;
   using base::base;
   void forget(index_t) {}
+  void forget(index_t, index_t) {}
   void end_turn(index_t) {}
   template <class... Any>
   void observe_prompt(const Any&...) {}
@@ -160,8 +170,9 @@ class first_stage<Recipe, observes::nothing, true> : public choosing<Recipe> {
 
   template <class Store>
   bool choose(index_t layer, index_t id, Store& stored, const planned<Recipe>& policies, const logit_rule& rule,
-              index_t next, index_t tail, std::vector<selection>& kept, ranked_tokens* ranked, executor& workers) {
-    auto problem = this->problem(layer, id, stored, rule, &next);
+              index_t next, index_t tail, const prompt_reach* reach, std::vector<selection>& kept,
+              ranked_tokens* ranked, executor& workers) {
+    auto problem = this->problem(layer, id, stored, rule, &next, reach);
     problem.tail = tail;
     return this->choose_by(policies.first, problem, kept, ranked, workers);
   }
@@ -185,6 +196,7 @@ class first_stage<Recipe, observes::window, true> : public choosing<Recipe> {
       std::vector<float>().swap(window(layer, id));  // `= {}` would keep the memory
     }
   }
+  void forget(index_t layer, index_t id) { window(layer, id).clear(); }
   void end_turn(index_t id) {
     if (!follows) forget(id);
   }
@@ -218,11 +230,12 @@ class first_stage<Recipe, observes::window, true> : public choosing<Recipe> {
 
   template <class Store>
   bool choose(index_t layer, index_t id, Store& stored, const planned<Recipe>& policies, const logit_rule& rule,
-              index_t next, index_t, std::vector<selection>& kept, ranked_tokens* ranked, executor& workers) {
+              index_t next, index_t, const prompt_reach* reach, std::vector<selection>& kept, ranked_tokens* ranked,
+              executor& workers) {
     const index_t q_heads = this->shape_.q_heads, row = q_heads * k_dim;
     const std::vector<float>& held = window(layer, id);
     const index_t rows = std::min(index_t(held.size()) / row, policies.first.scorer.window), first = next - rows;
-    auto problem = this->problem(layer, id, stored, rule, &first);
+    auto problem = this->problem(layer, id, stored, rule, &first, reach);
     problem.q = nhd_rows<const float>(held.data() + held.size() - std::size_t(rows * row), rows, q_heads, k_dim);
     return this->choose_by(policies.first, problem, kept, ranked, workers);
   }
@@ -268,6 +281,7 @@ class first_stage<Recipe, observes::every_query, true> : public choosing<Recipe>
   static constexpr bool with_scores = true;
   using base::base;
   void forget(index_t) {}
+  void forget(index_t, index_t) {}
   void end_turn(index_t) {}
 
   template <class E, class Store>
@@ -307,9 +321,10 @@ class first_stage<Recipe, observes::every_query, true> : public choosing<Recipe>
 
   template <class Store>
   bool choose(index_t layer, index_t id, Store& stored, const planned<Recipe>& policies, const logit_rule& rule,
-              index_t, index_t, std::vector<selection>& kept, ranked_tokens* ranked, executor& workers) {
+              index_t, index_t, const prompt_reach* reach, std::vector<selection>& kept, ranked_tokens* ranked,
+              executor& workers) {
     columns& beside = stored.beside(layer, id);
-    auto problem = this->problem(layer, id, stored, rule, nullptr);
+    auto problem = this->problem(layer, id, stored, rule, nullptr, reach);
     problem.scores = {beside.scores(), 0, 0, beside.begins().data()};
     return this->choose_by(policies.first, problem, kept, ranked, workers);
   }
@@ -317,6 +332,21 @@ class first_stage<Recipe, observes::every_query, true> : public choosing<Recipe>
 
  private:
   scratch<std::vector<std::vector<float>>> before_;  // by sequence of a batch: scores before the step
+};
+
+/// By a text that is read again; the scores lie beside the tokens, and `rereading` (cache/rereading.hpp) makes them.
+template <class Recipe>
+class first_stage<Recipe, observes::rereading, true> : public first_stage<Recipe, observes::every_query, true> {
+ public:
+  using first_stage<Recipe, observes::every_query, true>::first_stage;
+  template <class... Any>
+  void observe_prompt(const Any&...) {}
+  template <class... Any>
+  offset_t observe_step(const Any&...) {
+    return 0;
+  }
+  template <class... Any>
+  void take_back(const Any&...) {}
 };
 
 }  // namespace TESSERA_HOST_ISA

@@ -27,6 +27,7 @@ struct retain_workspace {
 struct slot_facts {
   slot_column<const index_t> segments{};
   slot_column<const float> weights{};
+  const index_t* counts = nullptr;  ///< [kv_heads]: what each head keeps, in place of the budget's
 };
 
 /// The scores that a head is selected by once it is known how many it keeps: weighted, but for those that are taken first.
@@ -42,6 +43,7 @@ void weigh_scores(const Scorer& scorer, const float* scores, const float* weight
 
 /// Chooses what a layer of one sequence keeps: the scorer's last passes over each head's candidates, budget over the
 /// layer, selector in each head. A layer that the budget keeps all of is not looked at.
+/// Settled slots stay; budgets count them, selectors see what lies behind them.
 /// Shapes   raw [kv_heads, tokens] as layer_scores says, at least one head; `beside` for what sees segments or weighs;
 ///          `kept` gets one row per kv_head.
 /// Returns  the scores as budget and selector saw them, valid until the workspace or `raw` changes; none of a layer that
@@ -55,7 +57,8 @@ layer_scores choose_kept(const choosing_stage<Scorer, Budget, Selector, Scope>& 
   counts.assign(raw.tokens, raw.tokens + heads);
   layer_scores scores = raw;
   const index_t longest = *std::max_element(counts.begin(), counts.end());
-  const bool whole = keeps_all(policy.budget, {raw.layer, raw.layers, heads, raw.protected_tail, longest});
+  const bool whole =
+      !beside.counts && keeps_all(policy.budget, {raw.layer, raw.layers, heads, raw.protected_tail, longest});
   if (!whole) {
     offset_t end = 0;
     for (index_t h = 0; h < heads; ++h) end = std::max(end, raw.offsets[h] + raw.tokens[h]);
@@ -70,16 +73,19 @@ layer_scores choose_kept(const choosing_stage<Scorer, Budget, Selector, Scope>& 
       }
       if (finished_scores == out) scores.scores = workspace.finished.data();  // of every head alike
     }
-    allot_counts(policy.budget, scores, counts.data());
+    beside.counts ? void(std::copy_n(beside.counts, heads, counts.begin()))
+                  : allot_counts(policy.budget, scores, counts.data());
     for (index_t h = 0; h < heads; ++h) {
-      counts[std::size_t(h)] =
-          std::clamp(counts[std::size_t(h)], std::min(raw.protected_tail, raw.tokens[h]), raw.tokens[h]);
+      counts[std::size_t(h)] = std::clamp(
+          counts[std::size_t(h)], std::min(raw.settled_of(h) + raw.protected_tail, raw.tokens[h]), raw.tokens[h]);
     }
     if constexpr (weighted_scorer<Scorer>) {
       for (index_t h = 0; h < heads; ++h) {
-        const index_t first = policy.scorer.taken_first(counts[std::size_t(h)]) - raw.protected_tail;
-        weigh_scores(policy.scorer, scores.head(h), beside.weights.row(0, h, heads), raw.candidates(h), first,
-                     workspace.finished.data() + raw.offsets[h], workspace.top_k, workspace.best);
+        const index_t stay = std::min(raw.settled_of(h), raw.candidates(h));
+        const index_t first = policy.scorer.taken_first(counts[std::size_t(h)] - stay) - raw.protected_tail;
+        weigh_scores(policy.scorer, scores.head(h) + stay, beside.weights.row(0, h, heads) + stay,
+                     raw.candidates(h) - stay, first, workspace.finished.data() + raw.offsets[h] + stay,
+                     workspace.top_k, workspace.best);
       }
       scores.scores = workspace.finished.data();
     }
@@ -87,14 +93,20 @@ layer_scores choose_kept(const choosing_stage<Scorer, Budget, Selector, Scope>& 
   kept.reset(counts);
   workspace.blocks.resize(std::size_t(heads));
   for (index_t h = 0; h < heads; ++h) {
-    const index_t n = raw.tokens[h], tail = raw.protected_tail, keep = counts[std::size_t(h)];
+    const index_t stay = raw.settled_of(h), n = raw.tokens[h] - stay, keep = counts[std::size_t(h)] - stay;
+    const index_t tail = std::min(raw.protected_tail, n);
+    const float* open = scores.head(h) + stay;
+    index_t* out = kept.row(h);
     index_t& count = kept.counts[std::size_t(h)];
+    for (index_t slot = 0; slot < stay; ++slot) *out++ = slot;
     if constexpr (segment_selector<Selector>) {
-      count = choose_in_segments(policy.selector, scores.head(h), beside.segments.row(0, h, heads), n, tail, keep,
-                                 kept.row(h), workspace.top_k, workspace.best, workspace.blocks[std::size_t(h)]);
+      count = choose_in_segments(policy.selector, open, beside.segments.row(0, h, heads) + stay, n, tail, keep, out,
+                                 workspace.top_k, workspace.best, workspace.blocks[std::size_t(h)]);
     } else {
-      count = choose_slots(policy.selector, scores.head(h), n, tail, keep, kept.row(h), workspace.top_k);
+      count = choose_slots(policy.selector, open, n, tail, keep, out, workspace.top_k);
     }
+    for (index_t i = 0; stay > 0 && i < count; ++i) out[i] += stay;
+    count += stay;
   }
   if (whole) scores.scores = nullptr;
   return scores;

@@ -7,6 +7,7 @@
 
 #include "../../../core/choose_problem.hpp"
 #include "../score/contents.hpp"
+#include "../score/expected.hpp"
 #include "../score/score.hpp"
 #include "../store/page_checks.hpp"
 #include "retain.hpp"
@@ -20,15 +21,18 @@ template <int D>
 struct choose_workspace {
   score_workspace<D> scoring;
   retain_workspace retaining;
-  std::vector<float> raw;         // scores, one head after another
-  std::vector<offset_t> offsets;  // where heads begin in it
-  std::vector<offset_t> begins;   // the same within one sequence
-  std::vector<index_t> lengths;   // by head
-  std::vector<index_t> tails;     // by sequence
-  std::vector<index_t> observed;  // by sequence, queries that are scored
-  std::vector<float> joined;      // one row for all heads of a layer
-  std::vector<float> weights;     // as raw
-  std::vector<float> rows;        // by worker, of what is projected or lagged
+  std::vector<float> raw;                     // scores, one head after another
+  std::vector<offset_t> offsets;              // where heads begin in it
+  std::vector<offset_t> begins;               // the same within one sequence
+  std::vector<index_t> lengths;               // by head
+  std::vector<index_t> tails;                 // by sequence
+  std::vector<index_t> observed;              // by sequence, queries that are scored
+  std::vector<index_t> settled;               // by head, first slots that stay; none without a reach
+  std::vector<index_t> earlier;               // by head, those from before the turn
+  std::vector<float> joined;                  // one row for all heads of a layer
+  std::vector<float> weights;                 // as raw; or what scores are multiplied by
+  std::vector<expected_workspace> expecting;  // by worker
+  std::vector<float> rows;                    // by worker, of what is projected or lagged
   selection one;
 };
 
@@ -36,15 +40,19 @@ namespace detail {
 
 template <class Policy, class View, class E>
 void check_choose(const choose_problem<View, E>& p) {
-  constexpr bool by_queries = Policy::observed == observes::window,
-                 by_scores = Policy::observed == observes::every_query;
-  constexpr bool by_position = positional_scorer<typename Policy::scorer_type>, by_segments = Policy::needs_segments;
+  constexpr bool by_queries = Policy::observed == observes::window, by_scores = lies_beside_tokens(Policy::observed);
+  constexpr bool by_position = positional_scorer<typename Policy::scorer_type>, by_segments = Policy::needs_segments,
+                 by_statistics = Policy::observed == observes::statistics;
   constexpr bool for_layers = joining_scope<typename Policy::scope_type>;
   require(p.layers >= 1 && p.layer >= 0 && p.layer < p.layers, "layer", p.layer, "0 to layers - 1",
           "pass which layer of how many is asked about");
   require(p.view.kv_heads >= 1, "kv_heads", p.view.kv_heads, "at least 1", "pass the model's head counts");
-  require(p.first_position || !(by_queries || by_position), "first_position", "null", "a position for each sequence",
-          "say where the queries, or the next tokens, are");
+  require(!by_statistics || (p.statistics && p.rope_frequencies), "statistics and rope_frequencies", "null",
+          "what the prompt's queries are like, and how RoPE turns them", "add them up: cpu::query_sums");
+  require(!by_statistics || (p.q.heads >= 1 && p.q.heads % p.view.kv_heads == 0), "query heads of the statistics",
+          p.q.heads, "a multiple of kv_heads, which is " + std::to_string(p.view.kv_heads), "set q.heads");
+  require(p.first_position || !(by_queries || by_position || by_statistics), "first_position", "null",
+          "a position for each sequence", "say where the queries, or the next tokens, are");
   require_pages(p.view, p.pool);
   for (index_t row = 0; by_scores && !p.scores.data && row < p.view.sequences * p.view.kv_heads; ++row) {
     require(p.view.length(row / p.view.kv_heads, row % p.view.kv_heads) == 0, "scores", "null",
@@ -72,6 +80,17 @@ void check_choose(const choose_problem<View, E>& p) {
   }
 }
 
+/// Slots of a head before a position.
+template <class View>
+index_t slots_before(const View& view, index_t sequence, index_t head, index_t position) {
+  index_t first = 0, last = view.length(sequence, head);
+  while (first < last) {
+    const index_t middle = first + (last - first) / 2;
+    view.position(sequence, head, middle) < position ? first = middle + 1 : last = middle;
+  }
+  return first;
+}
+
 /// Of every row: its length, where its scores begin, and of every sequence how many of its newest tokens stay.
 template <class View, class E, class Policy>
 void lay_out(const Policy& policy, const choose_problem<View, E>& p, choose_workspace<View::k_dim>& workspace) {
@@ -79,6 +98,8 @@ void lay_out(const Policy& policy, const choose_problem<View, E>& p, choose_work
   workspace.offsets.clear();
   workspace.tails.clear();
   workspace.observed.clear();
+  workspace.settled.clear();
+  workspace.earlier.clear();
   offset_t total = 0;
   for (index_t b = 0; b < p.view.sequences; ++b) {
     const index_t budget = p.budgets ? p.budgets[b] : policy.budget.tokens;
@@ -90,12 +111,15 @@ void lay_out(const Policy& policy, const choose_problem<View, E>& p, choose_work
       workspace.lengths.push_back(p.view.length(b, h));
       workspace.offsets.push_back(total);
       total += workspace.lengths.back();
+      if (!p.reach) continue;
+      workspace.settled.push_back(slots_before(p.view, b, h, p.reach[b].open));
+      workspace.earlier.push_back(slots_before(p.view, b, h, p.reach[b].begin));
     }
   }
 }
 
 /// The scores that the policy's scorer gives without queries: by position, or by what is stored of sequences that are not
-/// `whole`.
+/// `whole`, alone or beside what queries were like.
 template <class Policy, class View, class E, class Whole>
 void score_what_is_stored(const Policy& policy, const choose_problem<View, E>& p,
                           choose_workspace<View::k_dim>& workspace, const Whole& whole, executor& workers) {
@@ -122,6 +146,34 @@ void score_what_is_stored(const Policy& policy, const choose_problem<View, E>& p
   if constexpr (contents_scorer<scorer>) {
     workers.for_each(p.view.sequences * heads, [&](index_t row, int) {
       if (!whole(row / heads)) score_contents(p.view, row / heads, row % heads, policy.scorer, scores(row));
+    });
+  }
+  if constexpr (statistical_scorer<scorer>) {
+    workspace.expecting.resize(std::size_t(workers.threads()));
+    workers.for_each(p.view.sequences * heads, [&](index_t row, int worker) {
+      if (whole(row / heads)) return;
+      score_expected(p.view, row / heads, row % heads, policy.scorer, p.statistics[row / heads], p.q.heads / heads,
+                     p.rule, p.rope_frequencies, p.first_position[row / heads], scores(row),
+                     workspace.expecting[std::size_t(worker)]);
+    });
+  }
+}
+
+/// Scores become products, where the scorer has a factor.
+template <class Policy, class View, class E, class Whole>
+void multiply(const Policy& policy, const choose_problem<View, E>& p, choose_workspace<View::k_dim>& workspace,
+              const Whole& whole, executor& workers) {
+  if constexpr (multiplied_scorer<typename Policy::scorer_type>) {
+    const index_t heads = p.view.kv_heads;
+    workspace.weights.resize(workspace.raw.size());
+    workers.for_each(p.view.sequences * heads, [&](index_t row, int) {
+      if (whole(row / heads)) return;
+      const offset_t first = workspace.offsets[std::size_t(row)];
+      float *scores = workspace.raw.data() + first, *factors = workspace.weights.data() + first;
+      score_contents(p.view, row / heads, row % heads, policy.scorer.factor, factors);
+      for (index_t i = 0; i < workspace.lengths[std::size_t(row)]; ++i) {
+        scores[i] = policy.scorer.multiplied(scores[i], factors[i]);
+      }
     });
   }
 }
@@ -227,7 +279,7 @@ layer_scores score_and_choose(const Policy& policy, const choose_problem<View, E
     if (p.budgets) own.budget.tokens = p.budgets[b];
     return own;
   };
-  if constexpr (observed != observes::every_query) {
+  if constexpr (!lies_beside_tokens(observed)) {
     workspace.raw.assign(
         workspace.lengths.empty() ? 0 : std::size_t(workspace.offsets.back() + workspace.lengths.back()), 0.0f);
   }
@@ -253,11 +305,12 @@ layer_scores score_and_choose(const Policy& policy, const choose_problem<View, E
     }
   }
   if (view.sequences != 1) kept.reset({});
+  detail::multiply(policy, p, workspace, whole, workers);
   layer_scores seen;
   for (index_t b = 0; b < view.sequences; ++b) {
     const float* rows = workspace.raw.data();
     const auto begin_of = [&](index_t h) -> const float* {
-      if constexpr (observed == observes::every_query) return p.scores.row(b, h, heads);
+      if constexpr (lies_beside_tokens(observed)) return p.scores.row(b, h, heads);
       return rows + workspace.offsets[std::size_t(b * heads + h)];
     };
     const float* first = begin_of(0);
@@ -272,14 +325,20 @@ layer_scores score_and_choose(const Policy& policy, const choose_problem<View, E
     scores.tokens = workspace.lengths.data() + b * heads;
     scores.offsets = workspace.begins.data();
     scores.scores = first;
-    slot_facts beside{p.segments, {workspace.weights.data(), 0, 0, workspace.offsets.data() + b * heads}};
+    if (p.reach) {
+      scores.settled = workspace.settled.data() + b * heads;
+      scores.earlier = workspace.earlier.data() + b * heads;
+      scores.seen = p.reach[b].seen();
+    }
+    slot_facts beside{p.segments, {workspace.weights.data(), 0, 0, workspace.offsets.data() + b * heads}, p.counts};
     if (p.segments.begin) {
       beside.segments.begin += offset_t(b) * heads;
     } else if (p.segments.data) {
       beside.segments.data = p.segments.row(b, 0, heads);
     }
     constexpr row_join rows_by = joins_rows_by<typename Policy::scorer_type>;
-    constexpr bool adds_up = observed != observes::nothing && (rows_by == row_join::sum || rows_by == row_join::newest);
+    constexpr bool adds_up = observed != observes::nothing && observed != observes::statistics &&
+                             (rows_by == row_join::sum || rows_by == row_join::newest);
     const index_t summed = adds_up && p.q.heads > 0 ? p.q.heads : heads;
     seen = detail::choose_in_scope(own_policy(b), scores, summed, beside, view.sequences == 1 ? kept : workspace.one,
                                    workspace.retaining, workspace.joined, workspace.begins);

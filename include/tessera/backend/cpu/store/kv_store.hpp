@@ -8,6 +8,7 @@
 #include "../../../core/error.hpp"
 #include "columns.hpp"
 #include "placed_pages.hpp"
+#include "placed_ragged.hpp"
 #include "placed_runs.hpp"
 
 TESSERA_NAMESPACE_BEGIN
@@ -41,9 +42,11 @@ class kv_store {
  public:
   using rows_type = placed_rows<Layout>;
   using view_type = typename rows_type::view_type;
+  using placement_type = typename Layout::placement_type;
 
-  kv_store(index_t layers, index_t kv_heads, const column_set& with, const Layout& = {})
-      : layers_(layers), heads_(kv_heads), with_(with), rows_(kv_heads) {}
+  kv_store(index_t layers, index_t kv_heads, const column_set& with, const placement_type& where = {},
+           const Layout& = {})
+      : layers_(layers), heads_(kv_heads), with_(with), rows_(where, layers, kv_heads) {}
 
   index_t kv_heads() const { return heads_; }
   const std::vector<index_t>& lengths(index_t layer, index_t id) const { return at(layer, id).lengths; }
@@ -87,6 +90,11 @@ class kv_store {
     view.position_begin = here.beside.begins().data();
     return view;
   }
+
+  /// Every head of a sequence will get `tokens` more, 0: none for now; throws where a pool has no room for them.
+  void expect(index_t id, index_t tokens) { rows_.expect(id, tokens); }
+  rows_type& rows() { return rows_; }
+  const rows_type& rows() const { return rows_; }
 
   /// Appends tokens at positions `first_position`, `first_position` + 1, ...; the place is as before when memory runs out.
   template <class E>

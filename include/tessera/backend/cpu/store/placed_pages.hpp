@@ -19,7 +19,7 @@ class placed_rows<Layout, fixed_pages<Page>> {
   using encoding_type = typename Layout::encoding_type;
   using view_type = kv_view<view_element<encoding_type>, Layout::k_dim, csr_table, Layout::v_dim>;
 
-  explicit placed_rows(index_t kv_heads) : heads_(kv_heads) {}
+  placed_rows(const fixed_pages<Page>&, index_t, index_t kv_heads) : heads_(kv_heads) {}
 
   view_type view(std::size_t place, const std::vector<index_t>& lengths) {
     view_type view;
@@ -56,6 +56,7 @@ class placed_rows<Layout, fixed_pages<Page>> {
     release(at(place), std::size_t(fixed_pages<Page>::pages_for(longest)));
   }
 
+  void expect(index_t, index_t) {}
   void open(std::size_t place) { release(at(place), 0); }
   void clear(std::size_t place) { release(tables_[place], 0); }
   offset_t bytes(std::size_t place) const {

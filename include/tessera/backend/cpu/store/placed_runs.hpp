@@ -19,6 +19,8 @@ inline namespace TESSERA_HOST_ISA {
 ///   make_room(place, lengths, tokens)        for `tokens` more in every head
 ///   keep(place, lengths, chosen, workers)    the chosen slots alone stay; needs no memory
 ///   open(place), clear(place)                an empty place; gives its memory back, and needs none
+///   expect(id, tokens)                       every head of a sequence will get so many more, 0: none for now; throws where
+///                                            a pool has no room for them
 ///   bytes(place)
 template <class Layout, class Placement = typename Layout::placement_type>
 class placed_rows {
@@ -34,7 +36,7 @@ class placed_rows<Layout, runs> {
   using encoding_type = typename Layout::encoding_type;
   using view_type = kv_view<view_element<encoding_type>, Layout::k_dim, ragged, Layout::v_dim>;
 
-  explicit placed_rows(index_t kv_heads) : heads_(kv_heads) {}
+  placed_rows(const runs&, index_t, index_t kv_heads) : heads_(kv_heads) {}
 
   view_type view(std::size_t place, const std::vector<index_t>& lengths) { return view(at(place), lengths); }
 
@@ -71,6 +73,7 @@ class placed_rows<Layout, runs> {
     pack(view(here, lengths), chosen.view(), view(here, lengths), workers);
   }
 
+  void expect(index_t, index_t) {}
   void open(std::size_t place) { at(place).clear(); }
   void clear(std::size_t place) { runs_[place].clear(); }
   offset_t bytes(std::size_t place) const {

@@ -27,8 +27,11 @@ class kv_store<Layout> {
  public:
   using view_type = packed_view<Layout>;
 
-  kv_store(index_t layers, index_t kv_heads, const column_set& with, const Layout& layout = {})
-      : layers_(layers), heads_(kv_heads), with_(with), rows_(layout.rows), whole_(kv_heads) {}
+  using placement_type = typename Layout::placement_type;
+
+  kv_store(index_t layers, index_t kv_heads, const column_set& with, const placement_type& where = {},
+           const Layout& layout = {})
+      : layers_(layers), heads_(kv_heads), with_(with), rows_(layout.rows), whole_(where, layers, kv_heads) {}
 
   index_t kv_heads() const { return heads_; }
   const std::vector<index_t>& lengths(index_t layer, index_t id) const { return at(layer, id).lengths; }
@@ -76,6 +79,10 @@ class kv_store<Layout> {
     view.position_begin = here.beside.begins().data();
     return view;
   }
+
+  void expect(index_t id, index_t tokens) { whole_.expect(id, tokens); }
+  whole_rows& rows() { return whole_; }
+  const whole_rows& rows() const { return whole_; }
 
   template <class E>
   void append(index_t layer, index_t id, const rows_view<const E>& k, const rows_view<const E>& v,

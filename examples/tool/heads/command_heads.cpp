@@ -1,0 +1,51 @@
+// tessera heads
+#include <cstdio>
+
+#include "engine/checkpoint.hpp"
+#include "engine/files/input_file.hpp"
+#include "engine/files/output_file.hpp"
+#include "engine/tokenizer.hpp"
+#include "probe.hpp"
+#include "tool/commands.hpp"
+#include "tool/methods/values.hpp"
+#include "tool/progress.hpp"
+
+namespace tool {
+
+void find_heads(const heads_options& given) {
+  const auto sinks = index_t(parse_count("--sinks", given.sinks, 0));
+  const auto recent = index_t(parse_count("--recent", given.recent, 1));
+  const auto workers = make_workers(given.documents.threads);
+  engine::require_writable(given.out);
+  const std::filesystem::path folder = given.documents.model;
+  const engine::llama_config config = engine::load_config(folder / "config.json");
+  const auto tokenizer = engine::tokenizer::load(folder / "tokenizer.model");
+  engine::require_agreement(folder, config, tokenizer.vocab_size());
+  const auto conversations = given.documents.questions.empty() ? make_conversations(given.documents, config, tokenizer)
+                                                               : load_questions(given.documents.questions);
+  const auto model = load_model(folder, backend::cpu, *workers);
+  const evaluation plans(*model, tokenizer, {}, element_type::bf16, workers);
+  head_probe probe(*model, sinks, recent, workers);
+  const gentle_end gentle;
+  progress_line progress("documents");
+  for (std::size_t i = 0; i < conversations.size(); ++i) {
+    throw_if_interrupted();
+    progress.update(std::int64_t(i), std::int64_t(conversations.size()));
+    const auto turns = plans.plan(conversations[i], "question " + std::to_string(i + 1));
+    probe.add(turns[0].prompt, tokenizer.encode(" " + turns[0].answer + "\n"));
+  }
+  head_gates found = probe.found();
+  found.model = given.documents.model;
+  engine::write_file(given.out, gates_text(found));
+  std::printf("Mass beyond the first %d and the newest %d tokens, by KV head, over %d questions:\n", sinks, recent,
+              found.questions);
+  for (index_t layer = 0; layer < found.layers; ++layer) {
+    std::printf("layer %d ", layer);
+    for (index_t head = 0; head < found.kv_heads; ++head)
+      std::printf(" %.3f", found.gates[std::size_t(layer * found.kv_heads + head)]);
+    std::printf("\n");
+  }
+  std::printf("Wrote %s\n", engine::printable(given.out).c_str());
+}
+
+}  // namespace tool

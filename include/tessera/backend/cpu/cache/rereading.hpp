@@ -1,0 +1,80 @@
+// A text that passes through a model once more, on the CPU: what its queries give to the tokens of one part.
+#pragma once
+
+#include <algorithm>
+#include <vector>
+
+#include "../../../planned.hpp"
+#include "../kernel/scratch.hpp"
+#include "../read/candidates.hpp"
+#include "../score/score.hpp"
+#include "../store/kv_store.hpp"
+
+TESSERA_NAMESPACE_BEGIN
+namespace cpu {
+inline namespace TESSERA_HOST_ISA {
+
+/// Tokens [first, end) of what a place stores, by position, and where the re-reading's own tokens begin.
+struct reread_part {
+  index_t first = 0, end = 0;
+  index_t own = 0;
+};
+
+/// Nothing, for recipes that do not re-read.
+template <class Recipe, bool Rereads = Recipe::retain_type::rereads>
+class rereading {
+ public:
+  template <class... Any>
+  void score(const Any&...) {}
+};
+
+template <class Recipe>
+class rereading<Recipe, true> {
+  static constexpr int k_dim = Recipe::layout_type::k_dim;
+
+ public:
+  /// The scores of the part's tokens become what the queries give them, where that is more; as before when memory runs out.
+  template <class E, class Store>
+  void score(index_t layer, index_t id, Store& stored, const planned<Recipe>& policies, const logit_rule& rule,
+             const rows_view<const E>& q, const reread_part& part, executor& workers) {
+    auto& [chosen, seen, scores, scoring] = *workspace_;
+    const auto& scorer = policies.first.scorer;
+    const auto all = stored.view(layer, id);
+    columns& beside = stored.beside(layer, id);
+    const auto in_part = [&](index_t position) { return position >= part.first && position < part.end; };
+    chosen.reset(stored.lengths(layer, id));
+    for (index_t h = 0; h < chosen.rows(); ++h) {
+      index_t& count = chosen.counts[std::size_t(h)];
+      for (index_t slot = 0; slot < all.length(0, h); ++slot) {
+        const index_t position = all.position(0, h, slot);
+        if (position < scorer.sinks || in_part(position) || position >= part.own) chosen.row(h)[count++] = slot;
+      }
+    }
+    seen.assign(chosen, all);
+    scores.assign(chosen.indices.size(), 0.0f);
+    score_rows(seen.view(all), query_rows<E>{q, &part.own}, rule, scorer, scores.data(), chosen.offsets.data(), scoring,
+               workers);
+    for (index_t h = 0; h < chosen.rows(); ++h) {
+      for (index_t i = 0; i < chosen.counts[std::size_t(h)]; ++i) {
+        const index_t slot = chosen.row(h)[i];
+        if (!in_part(all.position(0, h, slot))) continue;
+        const float fresh = scores[std::size_t(chosen.offsets[std::size_t(h)] + i)];
+        float& score = beside.scores()[beside.begins()[std::size_t(h)] + slot];
+        if (!(score >= fresh)) score = fresh;
+      }
+    }
+  }
+
+ private:
+  struct workspace {
+    selection chosen;
+    candidates seen;
+    std::vector<float> scores;
+    score_workspace<k_dim> scoring;
+  };
+  scratch<workspace> workspace_;
+};
+
+}  // namespace TESSERA_HOST_ISA
+}  // namespace cpu
+TESSERA_NAMESPACE_END

@@ -1,0 +1,72 @@
+// Sums over a prompt's queries on the CPU, chunk by chunk: what mean and covariance are made of.
+#pragma once
+
+#include <algorithm>
+#include <cmath>
+#include <vector>
+
+#include "../../../core/query_statistics.hpp"
+#include "../../../core/views.hpp"
+#include "../kernel/executor.hpp"
+
+TESSERA_NAMESPACE_BEGIN
+namespace cpu {
+inline namespace TESSERA_HOST_ISA {
+
+/// Queries are added one at a time, in order and in double, so chunks of any size give the same bits.
+template <int D>
+class query_sums {
+ public:
+  /// Takes the memory of so many heads, once; nothing has been added then.
+  void prepare(index_t heads) {
+    if (!counts_.empty()) return;
+    std::vector<double> sums(std::size_t(heads) * D, 0.0), products(std::size_t(heads) * D * D, 0.0);
+    counts_.assign(std::size_t(heads), 0);  // the last that may fail
+    sums_.swap(sums);
+    products_.swap(products);
+  }
+  void clear() { *this = {}; }
+
+  /// Adds the queries of positions `first`, `first` + 1, ... that are at `least` or behind it. One that is not finite says
+  /// nothing. Element d of a query turns with element d + D / 2, by position * frequencies[d].
+  /// Shapes   q [tokens, heads, D] of one sequence, frequencies [D / 2]. Needs no memory.
+  template <class E>
+  void add(const rows_view<const E>& q, index_t first, index_t least, const float* frequencies, executor& workers) {
+    workers.for_each(q.heads, [&](index_t head, int) {
+      double* sums = sums_.data() + std::size_t(head) * D;
+      double* products = products_.data() + std::size_t(head) * D * D;
+      double query[D];
+      for (index_t t = std::max(0, least - first); t < q.tokens; ++t) {
+        const E* from = q.row(0, t, head);
+        bool finite = true;
+        for (int d = 0; d < D; ++d) finite &= std::isfinite(float(from[d]));
+        if (!finite) continue;
+        for (int d = 0; d < D / 2; ++d) {
+          const double angle = double(float(first + t) * frequencies[d]);
+          const double cosine = std::cos(angle), sine = std::sin(angle);
+          const double a = double(float(from[d])), b = double(float(from[d + D / 2]));
+          query[d] = a * cosine + b * sine;
+          query[d + D / 2] = b * cosine - a * sine;
+        }
+        ++counts_[std::size_t(head)];
+        for (int i = 0; i < D; ++i) {
+          sums[i] += query[i];
+          for (int j = 0; j <= i; ++j) products[i * D + j] += query[i] * query[j];
+        }
+      }
+    });
+  }
+
+  query_statistics view() const { return {counts_.data(), sums_.data(), products_.data()}; }
+  offset_t bytes() const {
+    return offset_t(counts_.capacity() * sizeof(offset_t) + (sums_.capacity() + products_.capacity()) * sizeof(double));
+  }
+
+ private:
+  std::vector<offset_t> counts_;
+  std::vector<double> sums_, products_;
+};
+
+}  // namespace TESSERA_HOST_ISA
+}  // namespace cpu
+TESSERA_NAMESPACE_END

@@ -1,0 +1,74 @@
+// DuoAttention's budget: heads that need the whole text keep it, the others a fixed number of tokens.
+#pragma once
+
+#include <cmath>
+#include <string>
+
+#include "../concepts/budget.hpp"
+#include "../core/error.hpp"
+#include "../core/parameters.hpp"
+#include "../core/share_table.hpp"
+
+TESSERA_NAMESPACE_BEGIN
+
+/// Gives a streaming head `tokens` tokens, and a retrieval head all that it holds. Of a model's kv_heads the round(`streaming` *
+/// heads) with the smallest gates stream; of equal gates those of the higher layer, then of the higher head.
+/// Without a table of gates every head streams.
+/// Errors   tokens or streaming out of range; a table of another model, or a gate that is no number: tessera::error.
+/// Cost     layers * kv_heads comparisons a head.
+/// Paper    DuoAttention, arXiv:2410.10819, Sec. 2.3. Differs: exactly that many heads stream; published, all whose gate lies
+///          below a quantile do.
+struct head_classes {
+  static constexpr const char* name = "head_classes";
+  static constexpr bool compares_heads = false;
+  static constexpr bool host_only = true;  // the table is host memory
+  static constexpr value_range<index_t> budgets = token_budgets;
+
+  index_t tokens = 1024;  ///< of a streaming head
+  float streaming = 0.5f;
+  share_table gates{};  ///< how much of what a head looks at lies beyond sinks and newest tokens, in [0, 1]
+
+  bool streams(index_t layer, index_t head) const {
+    if (!gates.data) return true;
+    const index_t all = gates.layers * gates.kv_heads, own = layer * gates.kv_heads + head;
+    index_t before = 0;  // heads that stream rather than this one
+    for (index_t other = 0; other < all; ++other) {
+      before += gates.data[other] < gates.data[own] || (gates.data[other] == gates.data[own] && other > own);
+    }
+    return before < index_t(std::lround(double(streaming) * double(all)));
+  }
+
+  index_t share(const head_extent& head) const {
+    return streams(head.layer, head.head) && tokens < head.stored ? tokens : head.stored;
+  }
+
+  void check() const {
+    budgets.check("budget", tokens, "pass how many tokens a streaming head keeps");
+    check_parameters(*this);
+    for (index_t l = 0; gates.data && l < gates.layers; ++l) {
+      for (index_t h = 0; h < gates.kv_heads; ++h) {
+        require(gates.at(l, h) >= 0 && gates.at(l, h) <= 1,
+                "gate of layer " + std::to_string(l) + ", kv_head " + std::to_string(h), gates.at(l, h), "in [0, 1]",
+                "find the gates again");
+      }
+    }
+  }
+
+  /// Whether the table is one of a model of these counts.
+  void check_model(index_t layers, index_t kv_heads) const {
+    if (!gates.data) return;
+    require(gates.layers == layers && gates.kv_heads == kv_heads, "layers and kv_heads of the profile",
+            std::to_string(gates.layers) + " and " + std::to_string(gates.kv_heads),
+            "those of the model, " + std::to_string(layers) + " and " + std::to_string(kv_heads),
+            "pass the profile of this model");
+  }
+
+  template <class Self, class Visit>
+  static void parameters(Self& self, Visit&& visit) {
+    visit("streaming", self.streaming, value_range{0.0f, 1.0f}, "part of the model's KV heads that stream");
+  }
+};
+
+static_assert(check_budget<head_classes>());
+
+TESSERA_NAMESPACE_END

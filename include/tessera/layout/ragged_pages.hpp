@@ -1,0 +1,54 @@
+// Pages that a few kv_heads of like length share, as TANGRAM keeps them.
+#pragma once
+
+#include <algorithm>
+#include <vector>
+
+#include "../concepts/layout.hpp"
+#include "../core/head_groups.hpp"
+#include "../core/parameters.hpp"
+#include "../core/share_table.hpp"
+#include "../core/views.hpp"
+
+TESSERA_NAMESPACE_BEGIN
+
+/// Groups of `heads` kv_heads have a table of pages each; a page [heads, page, dim] has a column for each head of its group,
+/// so that column c of page p is block p * heads + c of a pool of blocks [.., page, dim], and every (sequence, kv_head) has a
+/// table of blocks of its own: what any paged kernel reads as a sequence of one head. All layers and sequences share the pool.
+/// A group has pages for its longest head; the others leave slots empty.
+/// Errors   heads that do not divide the kv_heads of a layer (of the model, clustered over it): tessera::error. A layer of
+///          fewer than 4 heads is one group where `heads` is left at 4.
+/// Paper    TANGRAM, arXiv:2606.06302, Sec. 4.2.
+struct ragged_pages {
+  static constexpr const char* name = "ragged_pages";
+  static constexpr bool host_only = true;  // cuda::placed_rows has none yet
+  using table_type = csr_table;
+  static constexpr index_t usual_heads = 4;
+
+  index_t heads = usual_heads;
+  index_t page = 16;
+  clustering cluster = clustering::layer;
+  index_t most_pages = 0;    ///< of the pool; 0: as many as are asked for
+  share_table shares{};      ///< what heads are expected to keep; null: all alike
+  index_t whole_layers = 0;  ///< so many of the first layers keep everything
+
+  head_groups groups(index_t layers, index_t kv_heads) const {
+    std::vector<double> expected;
+    for (index_t i = 0; shares.data && i < layers * kv_heads; ++i) {
+      expected.push_back(i / kv_heads < whole_layers ? 1.0 : shares.at(i / kv_heads, i % kv_heads));
+    }
+    return group_heads(layers, kv_heads, heads == usual_heads ? std::min(heads, kv_heads) : heads, cluster, expected);
+  }
+
+  template <class Self, class Visit>
+  static void parameters(Self& self, Visit&& visit) {
+    visit("heads", self.heads, value_range{1, 1 << 16}, "KV heads that share a table of pages");
+    visit("page", self.page, value_range{1, 4096}, "tokens of a page");
+    visit("cluster", self.cluster, one_word_of{"layer or model or none"},
+          "among which heads groups are formed by budget");
+  }
+};
+
+static_assert(placement<ragged_pages>);
+
+TESSERA_NAMESPACE_END

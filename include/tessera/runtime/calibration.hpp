@@ -1,0 +1,98 @@
+// Calibrates a profile: what a choice over a whole layer leaves to each of its heads, over many prompts.
+#pragma once
+
+#include <algorithm>
+#include <cmath>
+#include <numeric>
+#include <vector>
+
+#include "../core/layer_scores.hpp"
+#include "../math/winners.hpp"
+#include "profile.hpp"
+
+TESSERA_NAMESPACE_BEGIN
+
+/// What each head of a layer keeps where the layer's best ceil(share * kv_heads * tokens) tokens are kept, whichever head they
+/// belong to; the protected tail of each head is among them, and a head keeps one token at least.
+/// Shapes   shares [kv_heads], as parts of a head's tokens.   Cost  O(n) over the layer's scores on average.
+inline std::vector<double> layer_wide_shares(const layer_scores& scores, double share) {
+  offset_t tokens = 0, tails = 0;
+  for (index_t h = 0; h < scores.kv_heads; ++h) {
+    tokens += scores.tokens[h];
+    tails += scores.tokens[h] - scores.candidates(h);
+  }
+  std::vector<index_t> won(std::size_t(scores.kv_heads));
+  count_winners(scores, std::max<offset_t>(0, offset_t(std::ceil(share * double(tokens))) - tails), won.data());
+  std::vector<double> result;
+  for (index_t h = 0; h < scores.kv_heads; ++h) {
+    const index_t kept = won[std::size_t(h)] + scores.tokens[h] - scores.candidates(h);
+    result.push_back(scores.tokens[h] > 0 ? double(std::max(1, kept)) / double(scores.tokens[h]) : 1.0);
+  }
+  return result;
+}
+
+/// Shares of all heads of a model, prompt by prompt.
+class calibration {
+ public:
+  calibration(index_t layers, index_t kv_heads) : layers_(layers), kv_heads_(kv_heads) {}
+
+  /// Shapes   shares [layers, kv_heads], those of one prompt.
+  void add(std::vector<double> shares) { samples_.push_back(std::move(shares)); }
+  index_t samples() const { return index_t(samples_.size()); }
+  const std::vector<double>& sample(index_t i) const { return samples_[std::size_t(i)]; }
+
+  /// Mean and deviation over the samples (of a sample: divided by one less than there are; of one alone 0), and the budget
+  /// min(1, mean + alpha * deviation).
+  /// Errors   no samples: tessera::error.
+  profile finish(double share, double alpha) const {
+    require(!samples_.empty(), "samples", 0, "at least 1", "add the shares of a prompt");
+    profile result;
+    result.share = share;
+    result.samples = samples();
+    result.layers = layers_;
+    result.kv_heads = kv_heads_;
+    const std::size_t heads = std::size_t(layers_) * std::size_t(kv_heads_);
+    result.mean.assign(heads, 0);
+    result.deviation.assign(heads, 0);
+    result.budget.assign(heads, 0);
+    for (std::size_t h = 0; h < heads; ++h) {
+      for (const auto& one : samples_) result.mean[h] += one[h] / double(samples_.size());
+      for (const auto& one : samples_) result.deviation[h] += (one[h] - result.mean[h]) * (one[h] - result.mean[h]);
+      result.deviation[h] = samples_.size() > 1 ? std::sqrt(result.deviation[h] / double(samples_.size() - 1)) : 0.0;
+      result.mean[h] = std::min(1.0, result.mean[h]);
+    }
+    result.set_alpha(alpha);
+    return result;
+  }
+
+ private:
+  index_t layers_, kv_heads_;
+  std::vector<std::vector<double>> samples_;
+};
+
+/// How alike two orders of the same heads are: the correlation of their ranks after Spearman, equal numbers sharing the mean of
+/// their ranks. 1: the same order; 0 where one of them has none.
+inline double rank_correlation(const std::vector<double>& a, const std::vector<double>& b) {
+  const auto ranks = [](const std::vector<double>& of) {
+    std::vector<std::size_t> order(of.size());
+    std::iota(order.begin(), order.end(), std::size_t(0));
+    std::sort(order.begin(), order.end(), [&](std::size_t x, std::size_t y) { return of[x] < of[y]; });
+    std::vector<double> result(of.size());
+    for (std::size_t first = 0, last = 0; first < order.size(); first = last) {
+      while (last < order.size() && of[order[last]] == of[order[first]]) ++last;
+      for (std::size_t i = first; i < last; ++i) result[order[i]] = double(first + last - 1) / 2;
+    }
+    return result;
+  };
+  const auto x = ranks(a), y = ranks(b);
+  const double middle = (double(x.size()) - 1) / 2;
+  double both = 0, of_x = 0, of_y = 0;
+  for (std::size_t i = 0; i < x.size(); ++i) {
+    both += (x[i] - middle) * (y[i] - middle);
+    of_x += (x[i] - middle) * (x[i] - middle);
+    of_y += (y[i] - middle) * (y[i] - middle);
+  }
+  return of_x > 0 && of_y > 0 ? both / std::sqrt(of_x * of_y) : 0.0;
+}
+
+TESSERA_NAMESPACE_END

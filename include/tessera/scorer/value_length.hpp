@@ -1,0 +1,33 @@
+// How long a value is: how far it can move what attention puts out.
+#pragma once
+
+#include <cmath>
+
+#include "../concepts/scorer.hpp"
+
+TESSERA_NAMESPACE_BEGIN
+
+/// Scores a token by the L2 norm of its value.
+/// Shapes   scores [kv_heads, tokens].   Unit: token. Nothing is kept whatever its score.
+/// Cost     one read of V when a prompt ends.
+/// Paper    Expected Attention, arXiv:2510.00636, as kvpress 0.5.5 has it.
+struct value_length {
+  static constexpr const char* name = "value_length";
+  static constexpr observes observed = observes::nothing;
+  static constexpr bool comparable_across_heads = true;
+  static constexpr stored_rows reads = stored_rows::values;
+  static constexpr int measures = 1;
+
+  TESSERA_HD void measure(float x, float, float* sums) const { sums[0] += x * x; }
+  TESSERA_HD float score(const float* sums) const { return std::sqrt(sums[0]); }
+
+  index_t protected_tail(index_t) const { return 0; }
+  void check(index_t) const {}
+
+  template <class Self, class Visit>
+  static void parameters(Self&, Visit&&) {}
+};
+
+static_assert(check_scorer<value_length>() && contents_scorer<value_length>);
+
+TESSERA_NAMESPACE_END

@@ -1,0 +1,212 @@
+// A cache whose heads share ragged pages: the bits of runs, pages that are known before the prompt, and a pool that is full.
+#include "catch.hpp"
+
+#include <memory>
+#include <set>
+#include <vector>
+
+#include <tessera/backend/cpu/store/virtual_blocks.hpp>
+#include <tessera/cache.hpp>
+#include <tessera/layout/dense.hpp>
+#include <tessera/methods/tangram.hpp>
+
+#include "support/random.hpp"
+
+using namespace tessera;
+using support::rng;
+
+namespace {
+
+constexpr int dim = 64;
+using over_runs = tangram<fp32, dim, dim, dense<fp32, dim>>;
+using over_pages = tangram<fp32, dim, dim, stored<dense_rows<fp32, dim>, ragged_pages>>;
+
+struct text {
+  model_shape shape;
+  index_t tokens;
+  std::vector<float> q, k;  // [layers, tokens, heads, dim]
+
+  text(rng& random, const model_shape& of, index_t count) : shape(of), tokens(count) {
+    q = support::normals(random, std::size_t(of.layers * count * of.q_heads * dim), 1.5f);
+    k = support::normals(random, std::size_t(of.layers * count * of.kv_heads * dim));
+  }
+  rows_view<const float> queries(index_t layer, index_t first, index_t count) const {
+    return nhd_rows(q.data() + offset_t(layer * tokens + first) * shape.q_heads * dim, count, shape.q_heads, dim);
+  }
+  rows_view<const float> keys(index_t layer, index_t first, index_t count) const {
+    return nhd_rows(k.data() + offset_t(layer * tokens + first) * shape.kv_heads * dim, count, shape.kv_heads, dim);
+  }
+  template <class Cache>
+  void prefill(Cache& kv, index_t layer, index_t id, index_t first, index_t count) const {
+    kv.prefill(layer, id, queries(layer, first, count), keys(layer, first, count), keys(layer, first, count));
+  }
+  template <class Cache>
+  void prefill(Cache& kv, index_t id, index_t first, index_t count) const {
+    for (index_t layer = 0; layer < shape.layers; ++layer) prefill(kv, layer, id, first, count);
+  }
+  template <class Cache>
+  std::vector<float> step(Cache& kv, index_t id, index_t next, index_t count) const {
+    const std::size_t rows = std::size_t(shape.layers * shape.q_heads * count);
+    std::vector<float> out(rows * (dim + 1));
+    const batch now = kv.prepare_step({id}, count);
+    for (index_t layer = 0; layer < shape.layers; ++layer) {
+      const offset_t at = offset_t(layer) * shape.q_heads * count;
+      kv.decode(layer, now, queries(layer, next, count), keys(layer, next, count), keys(layer, next, count),
+                nhd_rows(out.data() + at * dim, count, shape.q_heads, dim),
+                nhd_rows(out.data() + rows * dim + at, count, shape.q_heads, 1));
+    }
+    return out;
+  }
+};
+
+std::shared_ptr<cpu::executor> one_thread() { return std::make_shared<cpu::executor>(1); }
+
+std::vector<double> random_shares(rng& random, index_t count) {
+  std::vector<double> shares;
+  for (index_t i = 0; i < count; ++i) shares.push_back(random.chance(0.1) ? 1.0 : 0.02 + 0.5 * random.uniform());
+  return shares;
+}
+
+template <class Recipe>
+Recipe recipe_of(const std::vector<double>& shares, const model_shape& shape, index_t window, index_t chunk) {
+  Recipe recipe;
+  recipe.retain.scorer.window = window;
+  recipe.retain.budget.shares = {shares.data(), shape.layers, shape.kv_heads};
+  recipe.schedule.chunk = chunk;
+  return recipe;
+}
+
+index_t total(const std::vector<index_t>& pages) {
+  index_t sum = 0;
+  for (const index_t one : pages) sum += one;
+  return sum;
+}
+
+}  // namespace
+
+TEST_CASE("attention over ragged pages has the bits of attention over runs, and pages are as many as were foreseen") {
+  rng random(1250);
+  for (index_t i = 0; i < support::scaled(300); ++i) {
+    const index_t heads = random.pick({1, 2, 3, 4}), kv_heads = heads * random.between(1, 2);
+    const model_shape shape{random.between(1, 3), kv_heads * random.pick({1, 2}), kv_heads};
+    const auto shares = random_shares(random, shape.layers * kv_heads);
+    const index_t window = random.pick({1, 4, 8}), chunk = random.pick({8, 24, 1'000});
+    auto paged = recipe_of<over_pages>(shares, shape, window, chunk);
+    paged.placement.heads = heads;
+    paged.placement.page = random.pick({1, 4, 16});
+    paged.placement.cluster = random.pick({clustering::layer, clustering::model, clustering::none});
+    paged.dense_layers = random.chance(0.2) ? 1 : 0;
+    auto plain = recipe_of<over_runs>(shares, shape, window, chunk);
+    plain.dense_layers = paged.dense_layers;
+    CAPTURE(i, heads, kv_heads, shape.layers, window, chunk, paged.placement.page, paged.dense_layers);
+    const text of(random, shape, 300);
+    cache<over_pages> kv(shape, paged, one_thread());
+    cache<over_runs> other(shape, plain, one_thread());
+    for (index_t sequence = 0; sequence < 2; ++sequence) {
+      const index_t id = kv.open();
+      REQUIRE(other.open() == id);
+      index_t next = 0;
+      for (index_t turn = random.between(1, 3); turn > 0; --turn) {
+        const index_t prompt = random.between(1, 80);
+        const page_plan plan = kv.plan_pages(id, prompt);
+        if (next == 0) REQUIRE(kv.upper_bound_pages(prompt) == plan.most);
+        if (random.chance(0.5)) kv.announce(id, prompt);
+        index_t most = total(kv.pages(id));
+        for (index_t done = 0; done < prompt; done += chunk) {
+          const index_t count = std::min(chunk, prompt - done);
+          for (index_t layer = 0; layer < shape.layers; ++layer) {
+            of.prefill(kv, layer, id, next + done, count);
+            most = std::max(most, total(kv.pages(id)));
+          }
+          of.prefill(other, id, next + done, count);
+        }
+        REQUIRE(most == plan.most);
+        next += prompt;
+        kv.end_prefill(id);
+        other.end_prefill(id);
+        REQUIRE(kv.pages(id) == plan.after);
+        for (index_t count : {1, 3}) {
+          for (index_t layer = 0; layer < shape.layers; ++layer) {
+            for (index_t h = 0; h < kv_heads; ++h) REQUIRE(kv.positions(layer, id, h) == other.positions(layer, id, h));
+          }
+          REQUIRE(of.step(kv, id, next, count) == of.step(other, id, next, count));
+          REQUIRE(kv.bytes_read(id) == other.bytes_read(id));
+          next += count;
+        }
+      }
+    }
+  }
+}
+
+TEST_CASE("no block stands in two tables, and every (sequence, kv_head) reads as a sequence of one head") {
+  rng random(1251);
+  const model_shape shape{2, 4, 4};
+  const auto shares = random_shares(random, 8);
+  auto recipe = recipe_of<over_pages>(shares, shape, 4, 32);
+  recipe.placement.cluster = clustering::model;
+  const text of(random, shape, 200);
+  cache<over_pages> kv(shape, recipe, one_thread());
+  std::set<index_t> blocks;
+  for (index_t sequence = 0; sequence < 3; ++sequence) {
+    const index_t id = kv.open();
+    for (index_t first = 0; first < 96; first += 32) of.prefill(kv, id, first, 32);
+    kv.end_prefill(id);
+    of.step(kv, id, 96, 3);
+  }
+  for (index_t id = 0; id < 3; ++id) {
+    for (index_t layer = 0; layer < 2; ++layer) {
+      const auto view = kv.view(layer, id);
+      constexpr index_t most = 8;
+      std::vector<index_t> table(std::size_t(4 * most));
+      cpu::virtual_blocks(view, most, table.data());
+      const auto alone = one_head_view(view, table.data(), most);
+      for (index_t h = 0; h < 4; ++h) {
+        for (index_t b = 0; b < ceil_div(view.length(0, h), view.table.page); ++b) {
+          REQUIRE(table[std::size_t(h * most + b)] == view.table.pages(0, h)[b]);
+          REQUIRE(blocks.insert(view.table.pages(0, h)[b]).second);
+        }
+        for (index_t slot = 0; slot < view.length(0, h); ++slot) REQUIRE(alone.key(h, 0, slot) == view.key(0, h, slot));
+      }
+    }
+  }
+}
+
+TEST_CASE("a pool that is too small refuses a prompt or a step before anything has changed") {
+  rng random(1252);
+  const model_shape shape{2, 4, 4};
+  const std::vector<double> shares(8, 0.25);
+  auto recipe = recipe_of<over_pages>(shares, shape, 4, 32);
+  const text of(random, shape, 400);
+  const index_t prompt = 96;
+  {
+    cache<over_pages> unbounded(shape, recipe, one_thread());
+    recipe.placement.most_pages = 2 * unbounded.upper_bound_pages(prompt) - 1;
+  }
+  cache<over_pages> kv(shape, recipe, one_thread());
+  const index_t first = kv.open(), second = kv.open();
+  kv.announce(first, prompt);
+  CHECK_THROWS_WITH(kv.announce(second, prompt), contains("pages of the pool is") && contains("shorten the prompt"));
+  CHECK(kv.bytes(second) == 0);
+  for (index_t done = 0; done < prompt; done += 32) of.prefill(kv, first, done, 32);  // what was set aside is there
+  kv.end_prefill(first);
+  kv.announce(second, prompt);  // the first one needs less now
+  for (index_t done = 0; done < prompt; done += 32) of.prefill(kv, second, done, 32);
+  kv.end_prefill(second);
+  // Steps until the pool is full: the last one is refused, in all layers or none.
+  index_t next = prompt;
+  std::string refused;
+  while (refused.empty() && next < 390) {
+    const auto before = kv.pages(second);
+    try {
+      of.step(kv, second, next, 1);
+      ++next;
+    } catch (const error& problem) {
+      refused = problem.what();
+      CHECK(kv.pages(second) == before);
+    }
+  }
+  CHECK_THAT(refused, contains("pages of the pool is"));
+  CHECK(kv.next_position(second) == next);
+  kv.close(first);
+  CHECK_NOTHROW(of.step(kv, second, next, 1));  // on as before
+}
