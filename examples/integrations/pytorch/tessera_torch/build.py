@@ -29,7 +29,7 @@ const char* tessera_torch_parameters() {
   return text.c_str();
 }
 """
-POLICY_HEADERS = ("attention", "budget", "channels", "layout", "schedule", "scope", "scorer", "selector")
+NO_POLICIES = ("backend", "concepts", "core", "math", "methods", "runtime")
 
 
 def cache_folder():
@@ -58,8 +58,8 @@ class Policy:
         self.recipe = recipe
 
     def source(self, element, dim):
-        headers = sorted(path.relative_to(INCLUDE).as_posix() for folder in POLICY_HEADERS
-                         for path in (INCLUDE / "tessera" / folder).glob("*.hpp"))
+        headers = sorted(path.relative_to(INCLUDE).as_posix() for path in (INCLUDE / "tessera").glob("*/*.hpp")
+                         if path.parent.name not in NO_POLICIES)
         lines = [f"#include <{name}>" for name in headers]
         text = re.sub(r"^\s*#pragma once\s*$", "", self.text, flags=re.M)
         # The preprocessor must see a header's own includes outside of the namespace.
