@@ -35,11 +35,6 @@ if(TESSERA_BUILD_EXAMPLES OR TESSERA_BUILD_TESTS)
   if(NOT Eigen3_FOUND)
     tessera_missing("Eigen 3" "libeigen3-dev" "-DTESSERA_BUILD_EXAMPLES=OFF -DTESSERA_BUILD_TESTS=OFF")
   endif()
-  # What tessera::runtime compiles into each program, compiled once for ours.
-  add_library(tessera_eigenvectors STATIC cmake/eigenvectors.cpp)
-  target_link_libraries(tessera_eigenvectors PUBLIC tessera::tessera PRIVATE Eigen3::Eigen)
-  target_compile_options(tessera_eigenvectors PRIVATE  # g++ 12 warns in its own AVX-512 header, which Eigen inlines
-                         "$<$<CXX_COMPILER_ID:GNU>:-Wno-maybe-uninitialized;-Wno-uninitialized>")
 endif()
 
 if(TESSERA_BUILD_TESTS)

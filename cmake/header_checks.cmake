@@ -30,9 +30,7 @@ tessera_check_headers(headers_alone cpp ${all_headers})
 
 if(cuda_works)
   file(GLOB_RECURSE cuda_headers CONFIGURE_DEPENDS RELATIVE "${PROJECT_SOURCE_DIR}/include" include/tessera/*.cuh)
-  set(headers_as_cuda ${all_headers} ${cuda_headers})
-  list(FILTER headers_as_cuda EXCLUDE REGEX "runtime/eigen[.]hpp$")  # no CUDA source includes Eigen
-  tessera_check_headers(headers_alone_cuda cu ${headers_as_cuda})
+  tessera_check_headers(headers_alone_cuda cu ${all_headers} ${cuda_headers})
   tessera_cuda_options(headers_alone_cuda)
 
   # One cache for every architecture that the headers promise: compiled, never run.

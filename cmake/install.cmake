@@ -3,8 +3,7 @@ include(CMakePackageConfigHelpers)
 
 install(DIRECTORY "${PROJECT_SOURCE_DIR}/include/tessera" DESTINATION include
         FILES_MATCHING PATTERN "*.hpp" PATTERN "*.cuh")
-install(FILES "${PROJECT_SOURCE_DIR}/cmake/eigenvectors.cpp" DESTINATION share/tessera)
-install(TARGETS tessera_headers tessera_cuda tessera_runtime EXPORT tessera_targets)
+install(TARGETS tessera_headers tessera_cuda EXPORT tessera_targets)
 install(EXPORT tessera_targets NAMESPACE tessera:: FILE tessera-targets.cmake DESTINATION share/cmake/tessera)
 
 configure_package_config_file("${PROJECT_SOURCE_DIR}/cmake/tessera-config.cmake.in"

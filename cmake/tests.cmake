@@ -4,7 +4,7 @@
 add_library(tessera_testing STATIC tests/catch_main.cpp)
 target_include_directories(tessera_testing PUBLIC tests)
 target_compile_definitions(tessera_testing PUBLIC TESSERA_SOURCE_DIR="${PROJECT_SOURCE_DIR}")
-target_link_libraries(tessera_testing PUBLIC tessera::tessera tessera_eigenvectors Catch2::Catch2 Eigen3::Eigen)
+target_link_libraries(tessera_testing PUBLIC tessera::tessera Catch2::Catch2 Eigen3::Eigen)
 
 include(cmake/methods.cmake)
 file(GLOB_RECURSE test_files CONFIGURE_DEPENDS RELATIVE "${PROJECT_SOURCE_DIR}/tests" tests/test_*.cpp)

@@ -20,7 +20,7 @@ MAY_INCLUDE = {
     "recipe_checks.hpp": BELOW_AXES + ["stages.hpp"],
     "recipe.hpp":   BELOW_AXES + ["stages.hpp", "recipe_checks.hpp", "prefill"],  # of a recipe that names no prefill
     "planned.hpp":  BELOW_AXES + RECIPE,
-    "methods":      ["core", "recipe.hpp"] + AXES,
+    "methods":      ["core", "recipe.hpp", "runtime"] + AXES,  # of runtime: what rotates its rows needs Eigen
     "runtime":      BELOW_AXES + RECIPE,
     "backend/cpu":  BELOW_AXES + AXES + RECIPE + ["runtime"],
     "backend/cuda": BELOW_AXES + AXES + RECIPE + ["runtime"],

@@ -8,6 +8,7 @@
 #include "../layout/packed_rows.hpp"
 #include "../layout/rotated.hpp"
 #include "../recipe.hpp"
+#include "../runtime/eigen.hpp"
 #include "../schedule/once.hpp"
 #include "../scorer/block_mean.hpp"
 #include "../selector/whole_blocks.hpp"

@@ -1,9 +1,17 @@
-// The body of find_eigenvectors: Eigen's solver. The one header of the library that includes Eigen.
+// The body of find_eigenvectors: Eigen's solver. The one header of the library that includes Eigen, and what rotates includes it.
 #pragma once
 
-#include <Eigen/Eigenvalues>
-
 #include "rotation.hpp"
+
+#ifndef __CUDACC__  // nvcc takes 31 s and forty warnings for one solver (CUDA 13.0)
+
+#ifdef __GNUC__  // g++ 12 warns in its own AVX-512 header, which Eigen inlines
+#pragma GCC diagnostic push
+#pragma GCC diagnostic ignored "-Wmaybe-uninitialized"
+#pragma GCC diagnostic ignored "-Wuninitialized"
+#endif
+
+#include <Eigen/Eigenvalues>
 
 TESSERA_NAMESPACE_BEGIN
 
@@ -17,4 +25,15 @@ void find_eigenvectors(const Real* matrix, index_t dim, Real* values, Real* vect
   Eigen::Map<square>(vectors, dim, dim) = solver.eigenvectors();  // by columns: each eigenvector lies in one piece
 }
 
+TESSERA_NAMESPACE_END
+
+#ifdef __GNUC__
+#pragma GCC diagnostic pop
+#endif
+
+#endif
+
+TESSERA_NAMESPACE_BEGIN
+template <>
+inline constexpr bool eigenvectors_included<double> = true;
 TESSERA_NAMESPACE_END

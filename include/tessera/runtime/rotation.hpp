@@ -14,32 +14,39 @@ TESSERA_NAMESPACE_BEGIN
 
 /// Eigenvalues, ascending, and eigenvectors, one a row, of a symmetric matrix [dim, dim].
 ///
-/// Its body is in runtime/eigen.hpp, so that nobody compiles Eigen who only includes a cache. A program that rotates has one source
-/// file with that header and `template void tessera::find_eigenvectors<double>(const double*, index_t, double*, double*);`.
-/// The CMake target tessera::runtime is that file.
+/// Its body is in runtime/eigen.hpp, which methods that rotate include, so that nobody else compiles Eigen. nvcc does not see it: a CUDA
+/// source with a CPU cache that rotates is linked with a C++ source that has
+/// `template void tessera::find_eigenvectors<double>(const double*, tessera::index_t, double*, double*);`.
 template <class Real>
 void find_eigenvectors(const Real* matrix, index_t dim, Real* values, Real* vectors);
+
+/// Whether runtime/eigen.hpp is included.
+template <class Real>
+inline constexpr bool eigenvectors_included = false;
 
 /// rotation [channels, dim] = the eigenvectors of the second moment [dim, dim] with the largest eigenvalues, the largest first.
 /// Each is turned so that its largest component is positive (the first of several), for the same rows give the same rotation.
 /// Errors   a second moment with NaN or infinity: tessera::error.
-inline void find_rotation(const std::vector<double>& moment, index_t dim, index_t channels, const std::string& of,
-                          float* rotation) {
+template <class Real>
+void find_rotation(const std::vector<Real>& moment, index_t dim, index_t channels, const std::string& of,
+                   float* rotation) {
+  static_assert(eigenvectors_included<Real>,
+                "tessera: a recipe whose rows are rotated needs Eigen's solver; include tessera/runtime/eigen.hpp");
   for (index_t i = 0; i < dim * dim; ++i) {
-    const double x = moment[std::size_t(i)];
+    const Real x = moment[std::size_t(i)];
     if (x - x == 0) continue;
     fail("the second moment of " + of + " at channels " + std::to_string(i / dim) + " and " + std::to_string(i % dim),
          x, "a finite number", "keep NaN and infinity out of keys and values, or scale them");
   }
-  std::vector<double> values(static_cast<std::size_t>(dim)), vectors(static_cast<std::size_t>(dim * dim));
+  std::vector<Real> values(static_cast<std::size_t>(dim)), vectors(static_cast<std::size_t>(dim * dim));
   find_eigenvectors(moment.data(), dim, values.data(), vectors.data());
   for (index_t c = 0; c < channels; ++c) {
-    const double* from = vectors.data() + offset_t(dim - 1 - c) * dim;
+    const Real* from = vectors.data() + offset_t(dim - 1 - c) * dim;
     index_t top = 0;
     for (index_t d = 1; d < dim; ++d) {
       if (std::abs(from[d]) > std::abs(from[top])) top = d;
     }
-    const double sign = from[top] < 0 ? -1 : 1;
+    const Real sign = from[top] < 0 ? -1 : 1;
     for (index_t d = 0; d < dim; ++d) rotation[offset_t(c) * dim + d] = float(sign * from[d]);
   }
 }

@@ -70,14 +70,6 @@ class Policy:
                           f"using recipe_type = tessera::chosen_recipe<tessera::{element}, {dim}>;", ""])
 
 
-def solver_of(source):
-    """What a recipe that rotates its rows needs besides: the solver, which includes Eigen (tessera::runtime in CMake)."""
-    if not re.search(r"\b(rotated|mosaic_rows|mosaickv)\b", source):
-        return ""
-    return ("#include <tessera/runtime/eigen.hpp>\n"
-            "template void tessera::find_eigenvectors<double>(const double*, tessera::index_t, double*, double*);\n")
-
-
 def source_of(method, element, dim):
     if isinstance(method, Policy):
         return method.source(element, dim)
@@ -122,9 +114,8 @@ def library(method, dtype, dim, device="cpu"):
     if device == "cuda" and dtype == torch.float32:
         raise ValueError("dtype is torch.float32; expected torch.bfloat16 or torch.float16 on CUDA; cast the model")
     command = command_of(device)
-    source = source_of(method, ELEMENTS[dtype], dim)
     text = (f'#include "{device}_cache.{"hpp" if device == "cpu" else "cuh"}"\n' +
-            (solver_of(source) if device == "cpu" else "") + source + EXPORTS % device)
+            source_of(method, ELEMENTS[dtype], dim) + EXPORTS % device)
     unused = ("operators.cpp", "registry.hpp", "torch_memory.hpp", *([] if device == "cuda" else ["backend/cuda"]))
     depends = machine(command[0], *unused)
     key = hashlib.sha256("\0".join([depends, *command, text]).encode()).hexdigest()[:24]
@@ -134,10 +125,10 @@ def library(method, dtype, dim, device="cpu"):
         return path
     path.parent.mkdir(parents=True, exist_ok=True)
     with tempfile.TemporaryDirectory(dir=path.parent) as folder:
-        written = pathlib.Path(folder) / "recipe.cpp"
-        written.write_text(text, encoding="utf-8")
+        source = pathlib.Path(folder) / "recipe.cpp"
+        source.write_text(text, encoding="utf-8")
         made = pathlib.Path(folder) / "recipe.so"
-        result = subprocess.run([*command, f"-I{SOURCES}", f"-I{INCLUDE}", f"-I{EIGEN}", str(written), "-o", str(made)],
+        result = subprocess.run([*command, f"-I{SOURCES}", f"-I{INCLUDE}", f"-I{EIGEN}", str(source), "-o", str(made)],
                                 capture_output=True, text=True, check=False)
         if result.returncode != 0:
             raise ValueError(sentence(result.stderr))
