@@ -1,6 +1,6 @@
 #include "catch.hpp"
 
-#include <tessera/runtime/rotation.hpp>
+#include <tessera/runtime/eigen.hpp>
 
 #include "support/random.hpp"
 

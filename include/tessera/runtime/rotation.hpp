@@ -8,6 +8,7 @@
 #include <vector>
 
 #include "../core/error.hpp"
+#include "../core/packed_row.hpp"
 #include "../core/types.hpp"
 
 TESSERA_NAMESPACE_BEGIN
@@ -23,6 +24,22 @@ void find_eigenvectors(const Real* matrix, index_t dim, Real* values, Real* vect
 /// Whether runtime/eigen.hpp is included.
 template <class Real>
 inline constexpr bool eigenvectors_included = false;
+
+/// The sum of x x^T over rows, [dim, dim]: `load(i, to)` gives row i of `count` as fp32.
+template <class Load>
+std::vector<double> second_moment(index_t count, index_t dim, const Load& load) {
+  std::vector<double> moment(static_cast<std::size_t>(dim * dim), 0.0);
+  std::vector<float> row(static_cast<std::size_t>(dim));
+  for (index_t i = 0; i < count; ++i) {
+    load(i, row.data());
+    for (index_t a = 0; a < dim; ++a) {
+      double* to = moment.data() + offset_t(a) * dim;
+      const double x = row[std::size_t(a)];
+      for (index_t b = 0; b < dim; ++b) to[b] += x * double(row[std::size_t(b)]);
+    }
+  }
+  return moment;
+}
 
 /// rotation [channels, dim] = the eigenvectors of the second moment [dim, dim] with the largest eigenvalues, the largest first.
 /// Each is turned so that its largest component is positive (the first of several), for the same rows give the same rotation.
@@ -105,6 +122,27 @@ inline std::vector<index_t> group_channels(const std::vector<double>& together, 
   std::vector<index_t> order;
   for (const auto& one : groups) order.insert(order.end(), one.begin(), one.end());
   return order;
+}
+
+/// The order for `format.group` by what `channels` chooses of single channels in up to 1,024 of `count` rotated rows;
+/// row(i) is one of them, [format.channels].
+template <class Channels, class Row>
+std::vector<index_t> order_of_channels(const Channels& channels, const packed_format& format, index_t count,
+                                       const Row& row) {
+  constexpr index_t samples = 1024;
+  packed_format single = format;
+  single.group = 1;
+  const index_t n = format.channels, step = std::max(1, ceil_div(count, samples));
+  std::vector<double> together(std::size_t(n) * std::size_t(n), 0.0);
+  std::vector<std::uint8_t> bits(std::size_t(single.set_bytes()));
+  for (index_t i = 0; i < count; i += step) {
+    channels.choose(row(i), single, bits.data());
+    for (index_t a = 0; a < n; ++a) {
+      if (!has_bit(bits.data(), a)) continue;
+      for (index_t b = 0; b < n; ++b) together[std::size_t(offset_t(a) * n + b)] += has_bit(bits.data(), b);
+    }
+  }
+  return group_channels(together, n, format.group);
 }
 
 TESSERA_NAMESPACE_END

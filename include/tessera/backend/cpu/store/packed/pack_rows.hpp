@@ -17,7 +17,6 @@ using query_squares = std::vector<double>;
 namespace detail {
 
 constexpr int packed_at_once = 64;
-constexpr index_t order_samples = 1024;  ///< vectors that say which channels are chosen together
 
 /// Rows of one head, K or V, that become a segment: `load(i, to)` gives row i of `count` as fp32.
 template <int D, class Load>
@@ -28,17 +27,7 @@ class side_packer {
   /// The basis of the rows: [channels, D] into `basis`.
   template <class Channels>
   void find_basis(const Channels& channels, const packed_format& format, const std::string& of, float* basis) {
-    std::vector<double> moment(static_cast<std::size_t>(D * D), 0.0);
-    alignas(64) float row[D];
-    for (index_t i = 0; i < count_; ++i) {
-      load_(i, row);
-      for (int a = 0; a < D; ++a) {
-        double* to = moment.data() + a * D;
-        const double x = row[a];
-        for (int b = 0; b < D; ++b) to[b] += x * double(row[b]);
-      }
-    }
-    find_rotation(moment, D, format.channels, of, basis);
+    find_rotation(second_moment(count_, D, load_), D, format.channels, of, basis);
     if constexpr (vector_channels<Channels>) {
       if (format.group > 1) order_channels(channels, format, basis);
     }
@@ -58,23 +47,13 @@ class side_packer {
  private:
   template <class Channels>
   void order_channels(const Channels& channels, const packed_format& format, float* basis) {
-    packed_format single = format;
-    single.group = 1;
-    const index_t n = format.channels, step = std::max(1, ceil_div(count_, order_samples));
-    std::vector<double> together(std::size_t(n) * std::size_t(n), 0.0);
-    std::vector<std::uint8_t> bits(std::size_t(single.set_bytes()));
-    for (index_t i = 0; i < count_; i += step) {
+    const std::vector<index_t> order = order_of_channels(channels, format, count_, [&](index_t i) {
       load_(i, given_.data());
-      rotate_rows<D>(given_.data(), 1, basis, n, turned_.data(), held_.data());
-      channels.choose(held_.data(), single, bits.data());
-      for (index_t a = 0; a < n; ++a) {
-        if (!has_bit(bits.data(), a)) continue;
-        for (index_t b = 0; b < n; ++b) together[std::size_t(offset_t(a) * n + b)] += has_bit(bits.data(), b);
-      }
-    }
-    const std::vector<index_t> order = group_channels(together, n, format.group);
-    const std::vector<float> before(basis, basis + offset_t(n) * D);
-    for (index_t c = 0; c < n; ++c) {
+      rotate_rows<D>(given_.data(), 1, basis, format.channels, turned_.data(), held_.data());
+      return held_.data();
+    });
+    const std::vector<float> before(basis, basis + offset_t(format.channels) * D);
+    for (index_t c = 0; c < format.channels; ++c) {
       std::copy_n(before.data() + offset_t(order[std::size_t(c)]) * D, D, basis + offset_t(c) * D);
     }
   }
