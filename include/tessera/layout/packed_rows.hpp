@@ -8,6 +8,8 @@
 #include "../concepts/host_only.hpp"
 #include "../concepts/layout.hpp"
 #include "../core/parameters.hpp"
+#include "../core/segment_strategy.hpp"
+#include "one_strategy.hpp"
 
 TESSERA_NAMESPACE_BEGIN
 
@@ -20,7 +22,7 @@ TESSERA_NAMESPACE_BEGIN
 /// Errors   channels that leave no element, that are no multiple of the group or that exceed what truncation leaves; blocks
 ///          that do not divide the tail: tessera::error.
 /// Paper    MosaicKV, arXiv:2607.00760, Sec. 4.2, 5.1-5.3; ThinK, arXiv:2407.21018.
-template <class Whole, class KeyChannels, class ValueChannels, class Basis, class Tail>
+template <class Whole, class KeyChannels, class ValueChannels, class Basis, class Tail, class Strategy = one_strategy>
 struct packed_rows {
   static_assert(check_row_format<Whole>());
   static_assert(check_channels<KeyChannels>() && check_channels<ValueChannels>());
@@ -31,6 +33,7 @@ struct packed_rows {
   using key_channels = KeyChannels;
   using value_channels = ValueChannels;
   using basis_type = Basis;
+  using strategy_type = Strategy;
   using encoding_type = typename Whole::encoding_type;
   using element_type = typename encoding_type::element_type;
   static constexpr int k_dim = Whole::k_dim;
@@ -44,6 +47,7 @@ struct packed_rows {
   Tail tail{};
   index_t segment = 65536;
   packed_element element = packed_element::same;
+  Strategy strategy{};
 
   packed_format key_format() const { return format(key, k_dim); }
   packed_format value_format() const { return format(value, v_dim); }
@@ -57,11 +61,15 @@ struct packed_rows {
     value.check();
     basis.check();
     tail.check();
+    strategy.check();
     segments.check("segment", segment, "pass how many tokens of a prompt share a basis");
     check_format(key, k_dim, key_format());
     check_format(value, v_dim, value_format());
     require(block == 0 || tail.tail % block == 0, "block", block,
             "a divisor of the tail, which is " + std::to_string(tail.tail), "pack whole blocks");
+    if constexpr (Strategy::searches) {
+      if (strategy.searched()) check_search(block);
+    }
   }
 
   template <class Self, class Visit>
@@ -73,6 +81,7 @@ struct packed_rows {
     visit("segment", self.segment, segments, "tokens of a prompt that share a basis");
     visit("element", self.element, one_word_of{"same or bf16 or fp16 or fp8 or int4"},
           "how packed elements are stored; same: as the cache's own type");
+    Strategy::parameters(self.strategy, visit);
   }
   template <class Visit>
   static void policies(Visit&& visit) {
@@ -80,6 +89,7 @@ struct packed_rows {
     visit("value channels", ValueChannels::name);
     visit("basis", Basis::name);
     visit("tail", Tail::name);
+    visit("strategy", Strategy::name);
     visit("whole rows", Whole::name);
   }
 
@@ -95,6 +105,17 @@ struct packed_rows {
   packed_format format(const Channels& channels, int dim) const {
     return {resolved<element_type>(element), basis.channels(dim), channels.group_size(), channels.kept(dim),
             vector_channels<Channels>};
+  }
+  /// What a search may choose always fits.
+  void check_search(index_t block) const {
+    packed_rows widest = *this;
+    widest.key.channels = widest.value.channels = strategy_shares.back();
+    widest.key.group = widest.value.group = 1;
+    check_format(widest.key, k_dim, widest.key_format());
+    check_format(widest.value, v_dim, widest.value_format());
+    require(block == 0 || tail.tail % strategy_blocks.back() == 0, "tail", tail.tail,
+            "a multiple of the smallest block that is searched, which is " + std::to_string(strategy_blocks.back()),
+            "pack whole blocks");
   }
   template <class Channels>
   void check_format(const Channels& channels, int dim, const packed_format& made) const {
@@ -115,5 +136,7 @@ concept packing_rows = requires {
 };
 template <class Layout>
 concept packing_layout = packing_rows<typename Layout::rows_type>;
+template <class Layout>
+concept searching_layout = packing_layout<Layout> && Layout::rows_type::strategy_type::searches;
 
 TESSERA_NAMESPACE_END

@@ -6,22 +6,10 @@
 #include <string>
 #include <vector>
 
+#include "../core/segment_strategy.hpp"
 #include "rotation.hpp"
 
 TESSERA_NAMESPACE_BEGIN
-
-/// What all kv_heads of one layer's segment have in common.
-struct segment_strategy {
-  float channels = 0.25f;  ///< share of a vector's elements that stay
-  index_t group = 1;       ///< neighbouring channels that stay together
-  index_t block = 8;       ///< tokens of a mean key
-
-  bool operator==(const segment_strategy&) const = default;
-};
-
-/// The candidates: the smallest first where smaller is tried first.
-inline constexpr std::array<float, 3> strategy_shares{0.125f, 0.25f, 0.375f};
-inline constexpr std::array<index_t, 3> strategy_groups{4, 2, 1}, strategy_blocks{16, 8, 4};
 
 /// Measures what every candidate loses on the rows of a segment, head after head, K and V; then chooses.
 ///

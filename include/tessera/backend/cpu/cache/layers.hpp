@@ -86,6 +86,8 @@ class layers {
   }
   /// A sequence will get `tokens` more in every layer, 0: none for now. Throws where a pool of pages has no room for them.
   void expect(index_t id, index_t tokens) { store_.expect(id, tokens); }
+  /// Between two steps.
+  void settle(index_t id) { store_.settle(id); }
 
   /// Appends a chunk of a prompt at position `first`; its queries are observed.
   template <class E>

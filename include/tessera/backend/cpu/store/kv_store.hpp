@@ -141,6 +141,7 @@ class kv_store {
   void observe_prompt(index_t, index_t, const rows_view<const E>&, index_t) {}
   void prepare_to_pack(index_t, index_t, const selection*, bool, executor&) {}
   void pack(index_t, index_t, executor&) {}
+  void settle(index_t) {}
 
   /// Bytes of K and V that attention reads of each token, and, where tokens differ, of the chosen slots of a view (null: all).
   static constexpr offset_t token_bytes() { return Layout::token_bytes(); }

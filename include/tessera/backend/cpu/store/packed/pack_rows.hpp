@@ -33,14 +33,14 @@ class side_packer {
     }
   }
 
-  /// Calls take(i, row) for rows first, ... in the basis; row [D], 0 behind the channels.
+  /// Calls take(i, row, given) for rows first, ... in the basis; row [D], 0 behind the channels, given [D] as it was loaded.
   template <class Take>
   void for_each_rotated(const float* basis, const packed_format& format, const Take& take) {
     for (index_t first = 0; first < count_; first += packed_at_once) {
       const int rows = int(std::min<index_t>(packed_at_once, count_ - first));
       for (int r = 0; r < rows; ++r) load_(first + r, given_.data() + r * D);
       rotate_rows<D>(given_.data(), rows, basis, format.channels, turned_.data(), held_.data());
-      for (int r = 0; r < rows; ++r) take(first + r, held_.data() + r * D);
+      for (int r = 0; r < rows; ++r) take(first + r, held_.data() + r * D, given_.data() + r * D);
     }
   }
 
@@ -71,8 +71,8 @@ side_packer<D, Load> pack_side(index_t count, const Load& load) {
 
 }  // namespace detail
 
-/// Makes segments of the rows of a packing layout's view.
-template <packing_layout Layout>
+/// Makes segments of rows that `load_key` and `load_value` give: of the whole rows of a packing layout's view, for one.
+template <packing_layout Layout, class From = typename packed_view<Layout>::whole_view>
 class row_packer {
   using rows_type = typename Layout::rows_type;
   static constexpr int k_dim = Layout::k_dim, v_dim = Layout::v_dim;
@@ -81,11 +81,10 @@ class row_packer {
 
  public:
   using segment_type = packed_segment<typename Layout::placement_type>;
-  using whole_view = typename packed_view<Layout>::whole_view;
   /// Whole rows of every kv_head, ascending.
   using row_lists = std::vector<std::vector<index_t>>;
 
-  row_packer(const rows_type& rows, index_t block, const whole_view& from, index_t layer, executor& workers)
+  row_packer(const rows_type& rows, index_t block, const From& from, index_t layer, executor& workers)
       : rows_(rows),
         format_{rows.key_format(), rows.value_format(), block},
         from_(from),
@@ -164,7 +163,7 @@ class row_packer {
                          std::vector<std::uint8_t>& set) {
     std::vector<double> squares(static_cast<std::size_t>(D), 0.0);
     const float* own = basis.empty() ? nullptr : basis.data() + offset_t(head) * format.channels * D;
-    detail::pack_side<D>(count, load).for_each_rotated(own, format, [&](index_t, const float* row) {
+    detail::pack_side<D>(count, load).for_each_rotated(own, format, [&](index_t, const float* row, const float*) {
       for (index_t c = 0; c < format.channels; ++c) {
         squares[std::size_t(c)] += double(row[c]) * double(row[c]) / double(count);
       }
@@ -183,14 +182,16 @@ class row_packer {
       float sum[k_dim] = {};
       const auto keys = load_keys_of(lists, h);
       detail::pack_side<k_dim>(count, keys)
-          .for_each_rotated(to.k_basis(h, k_dim), to.format.k, [&](index_t i, const float* row) {
-            pack<k_values>(rows_.key, to.format.k, row, h, i, to.rows, to.basis->k_set);
+          .for_each_rotated(to.k_basis(h, k_dim), to.format.k, [&](index_t i, const float* row, const float* given) {
+            const std::uint8_t* bits = pack<k_values>(rows_.key, to.format.k, row, h, i, to.rows, to.basis->k_set);
+            note_loss(to.format.k, row, given, k_dim, bits, to.losses[std::size_t(h)]);
             if (to.format.block > 0) add_to_mean(rows_.key, to, h, i, count, row, sum);
           });
       const auto values = load_values_of(lists, h);
       detail::pack_side<v_dim>(count, values)
-          .for_each_rotated(to.v_basis(h, v_dim), to.format.v, [&](index_t i, const float* row) {
-            pack<v_values>(rows_.value, to.format.v, row, h, i, to.rows, to.basis->v_set);
+          .for_each_rotated(to.v_basis(h, v_dim), to.format.v, [&](index_t i, const float* row, const float* given) {
+            const std::uint8_t* bits = pack<v_values>(rows_.value, to.format.v, row, h, i, to.rows, to.basis->v_set);
+            note_loss(to.format.v, row, given, v_dim, bits, to.losses[std::size_t(h)]);
           });
     });
     to.lengths = counts;
@@ -208,25 +209,38 @@ class row_packer {
     std::fill_n(sum, k_dim, 0.0f);
   }
 
+  /// Returns the row's bits, where they lie now.
   template <packed_plane Values, class Channels, class Memory>
-  static void pack(const Channels& channels, const packed_format& format, const float* row, index_t head, index_t place,
-                   Memory& to, const std::vector<std::uint8_t>& set) {
+  static const std::uint8_t* pack(const Channels& channels, const packed_format& format, const float* row, index_t head,
+                                  index_t place, Memory& to, const std::vector<std::uint8_t>& set) {
     constexpr auto bits_plane = Values == k_values ? k_bits : v_bits;
     constexpr auto scale_plane = Values == k_values ? k_scales : v_scales;
     const std::uint8_t* bits = set.data() + offset_t(head) * format.set_bytes();
-    std::uint8_t own[largest_head_dim / 8];
     if constexpr (vector_channels<Channels>) {
+      auto* own = reinterpret_cast<std::uint8_t*>(to.at(bits_plane, head, place));
       channels.choose(row, format, own);
-      std::copy_n(reinterpret_cast<const std::byte*>(own), format.bit_bytes(), to.at(bits_plane, head, place));
       bits = own;
     }
     const float scale = pack_row(format, row, bits, to.at(Values, head, place));
     if (format.scaled()) tessera::detail::put<float>(to.at(scale_plane, head, place), 0, scale);
+    return bits;
+  }
+
+  /// Half of what a vector loses: a token's loss is the mean of K's and V's.
+  static void note_loss(const packed_format& format, const float* row, const float* given, int dim,
+                        const std::uint8_t* bits, double& loss) {
+    if constexpr (rows_type::strategy_type::searches) {
+      double all = 0, stays = 0;
+      for (int d = 0; d < dim; ++d) all += double(given[d]) * double(given[d]);
+      tessera::detail::for_each_kept(format, bits,
+                                     [&](index_t c, index_t) { stays += double(row[c]) * double(row[c]); });
+      loss += 0.5 * std::max(0.0, all - stays) / (all + 1e-12);
+    }
   }
 
   const rows_type& rows_;
   segment_format format_;
-  const whole_view& from_;
+  const From& from_;
   index_t layer_;
   executor& workers_;
 };

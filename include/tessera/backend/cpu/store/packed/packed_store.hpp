@@ -8,6 +8,7 @@
 
 #include "../kv_store.hpp"
 #include "pack_rows.hpp"
+#include "segment_searches.hpp"
 #include "window_squares.hpp"
 
 TESSERA_NAMESPACE_BEGIN
@@ -31,7 +32,12 @@ class kv_store<Layout> {
 
   kv_store(index_t layers, index_t kv_heads, const column_set& with, const placement_type& where = {},
            const Layout& layout = {})
-      : layers_(layers), heads_(kv_heads), with_(with), rows_(layout.rows), whole_(where, layers, kv_heads) {}
+      : layers_(layers),
+        heads_(kv_heads),
+        with_(with),
+        rows_(layout.rows),
+        whole_(where, layers, kv_heads),
+        searches_(layers, kv_heads, with.mean_block, layout.rows) {}
 
   index_t kv_heads() const { return heads_; }
   const std::vector<index_t>& lengths(index_t layer, index_t id) const { return at(layer, id).lengths; }
@@ -52,9 +58,11 @@ class kv_store<Layout> {
     const std::size_t wanted = (std::size_t(id) + 1) * std::size_t(layers_);
     while (places_.size() < wanted) places_.emplace_back(heads_, with_);
     for (index_t layer = 0; layer < layers_; ++layer) whole_.open(index(layer, id));
+    searches_.open(id);
     clear(id);
   }
   void clear(index_t id) {
+    searches_.clear(id);
     for (index_t layer = 0; layer < layers_; ++layer) {
       whole_.clear(index(layer, id));
       place& here = at(layer, id);
@@ -111,6 +119,7 @@ class kv_store<Layout> {
   void take_back(index_t layer, index_t id, index_t first_position) {
     place& here = at(layer, id);
     here.pending = {};
+    searches_.forget_prepared(index(layer, id));
     for (index_t h = 0; h < heads_; ++h) {
       index_t& length = here.lengths[std::size_t(h)];
       while (length > 0 && here.beside.position(h, length - 1) >= first_position) --length;
@@ -132,6 +141,7 @@ class kv_store<Layout> {
     if (chosen.counts == here.lengths) return false;
     prepare_to_keep(layer, id);
     selection& whole = here.kept_whole;
+    bool loses = false;  // rows of segments
     for (index_t h = 0; h < heads_; ++h) {
       const index_t* slots = chosen.row(h);
       const index_t count = chosen.counts[std::size_t(h)];
@@ -142,9 +152,11 @@ class kv_store<Layout> {
         keep_of_segment(*segment, h, slots + first, i - first, begin);
         begin += length;
       }
+      loses = loses || here.packed[std::size_t(h)] != i;
       here.packed[std::size_t(h)] = i;
       for (; i < count; ++i) whole.row(h)[whole.counts[std::size_t(h)]++] = slots[i] - begin;
     }
+    if (loses) searches_.lost_rows(index(layer, id), here.segments);
     here.beside.keep(here.lengths, chosen);
     if (whole.counts != here.whole) whole_.keep(index(layer, id), here.whole, whole, workers);
     std::copy(whole.counts.begin(), whole.counts.end(), here.whole.begin());
@@ -167,6 +179,7 @@ class kv_store<Layout> {
   void prepare_to_pack(index_t layer, index_t id, const selection* kept, bool prompt_ends, executor& workers) {
     place& here = at(layer, id);
     here.pending = {};
+    searches_.forget_prepared(index(layer, id));
     const row_lists due = due_rows(here, kept, prompt_ends);
     index_t longest = 0;
     for (const auto& list : due) longest = std::max(longest, index_t(list.size()));
@@ -178,9 +191,9 @@ class kv_store<Layout> {
     const row_packer<Layout> packer(rows_, with_.mean_block, from, layer, workers);
     packing made;
     made.prompt_ended = prompt_ends;
+    made.own = here.segments.empty() || (prompt_ends && here.prompt_tokens >= rows_type::own_segment_tokens);
     for (const auto& list : due) made.counts.push_back(index_t(list.size()));
-    const bool own = here.segments.empty() || (prompt_ends && here.prompt_tokens >= rows_type::own_segment_tokens);
-    if (own) {
+    if (made.own) {
       const query_squares queries = here.asked.means(heads_, Layout::k_dim);
       const index_t share = prompt_ends ? rows_.segment : longest;
       for (index_t first = 0; first < longest; first += share) {
@@ -192,8 +205,10 @@ class kv_store<Layout> {
         made.fresh.push_back(packer.in_own_basis(part, queries));
       }
     } else {
-      made.fresh.push_back(packer.as_in(*here.segments.back(), due));
-      made.joins = whole_blocks(*here.segments.back(), kept != nullptr);
+      searches_.prepare(index(layer, id), from, due);
+      made.fresh.push_back(packer.as_in(searches_.like(index(layer, id), here.segments), due));
+      made.joins =
+          searches_.joins(index(layer, id), here.segments) && whole_blocks(*here.segments.back(), kept != nullptr);
       if (made.joins) {
         segment_pointer& last = here.segments.back();
         make_own(last);
@@ -222,6 +237,7 @@ class kv_store<Layout> {
     } else {
       for (segment_pointer& segment : made.fresh) here.segments.push_back(std::move(segment));
     }
+    searches_.packed(index(layer, id), here.segments, made.own);
     for (index_t h = 0; h < heads_; ++h) {
       const index_t count = made.counts[std::size_t(h)];
       made.left.counts[std::size_t(h)] = here.whole[std::size_t(h)] - count;
@@ -232,6 +248,14 @@ class kv_store<Layout> {
     std::copy(made.left.counts.begin(), made.left.counts.end(), here.whole.begin());
     here.pending = {};
   }
+
+  /// Between two steps: what a search has made of a segment takes its place, and a segment that has to end does.
+  void settle(index_t id) {
+    searches_.settle(
+        id, [&](index_t layer) -> auto& { return at(layer, id).segments; });
+  }
+  segment_searches<Layout>& searches() { return searches_; }
+  const segment_searches<Layout>& searches() const { return searches_; }
 
   /// As the plain store's; bases are included.
   static constexpr offset_t token_bytes() { return 0; }
@@ -252,7 +276,8 @@ class kv_store<Layout> {
 
   offset_t bytes(index_t layer, index_t id) const {
     const place& here = at(layer, id);
-    offset_t total = whole_.bytes(index(layer, id)) + here.beside.bytes() + here.asked.bytes();
+    offset_t total =
+        whole_.bytes(index(layer, id)) + here.beside.bytes() + here.asked.bytes() + searches_.bytes(index(layer, id));
     const segment_basis* last = nullptr;  // segments that share a basis stand together
     for (const segment_pointer& segment : here.segments) {
       total += segment->bytes() + (segment->basis.get() != last ? segment->basis->bytes() : 0);
@@ -269,6 +294,7 @@ class kv_store<Layout> {
     selection left;               // room for the others
     bool joins = false;           // the last segment, instead of standing behind it
     bool prompt_ended = false;
+    bool own = false;  // in bases of their own
   };
   struct place {
     place(index_t kv_heads, const column_set& with)
@@ -332,6 +358,7 @@ class kv_store<Layout> {
       for (index_t block = 0; block < fresh.blocks(h); ++block) last.copy_mean(fresh, h, block, last.blocks(h) + block);
       for (index_t row = 0; row < fresh.lengths[std::size_t(h)]; ++row) last.copy_row(fresh, h, row, length + row);
       length += fresh.lengths[std::size_t(h)];
+      last.losses[std::size_t(h)] += fresh.losses[std::size_t(h)];
     }
   }
 
@@ -341,6 +368,7 @@ class kv_store<Layout> {
     index_t first = 0;  // row that moves
     while (first < count && slots[first] - begin == first) ++first;
     for (index_t i = first; i < count; ++i) segment.copy_row(segment, head, slots[i] - begin, i);
+    segment.losses[std::size_t(head)] *= double(count) / segment.lengths[std::size_t(head)];
     segment.lengths[std::size_t(head)] = count;
     if (segment.format.block > 0) row_packer<Layout>::mean_again(rows_, segment, head, first / segment.format.block);
   }
@@ -355,6 +383,7 @@ class kv_store<Layout> {
   column_set with_;
   rows_type rows_;
   whole_rows whole_;
+  segment_searches<Layout> searches_;
   std::vector<place> places_;
 };
 

@@ -65,12 +65,14 @@ struct packed_segment {
   segment_format format;
   std::shared_ptr<const segment_basis> basis;
   std::vector<index_t> lengths;  // rows by kv_head
+  std::vector<double> losses;    // by kv_head, summed over rows; 0 where no strategy is searched
   packed_memory<Placement> rows, means;
 
   packed_segment(const segment_format& made_by, std::shared_ptr<const segment_basis> in, index_t kv_heads)
       : format(made_by),
         basis(std::move(in)),
         lengths(std::size_t(kv_heads), 0),
+        losses(std::size_t(kv_heads), 0.0),
         rows(made_by.planes(), kv_heads),
         means(made_by.mean_planes(), kv_heads) {}
 
