@@ -70,14 +70,18 @@ TEST_CASE("mosaickv at full rates gives the vectors back; by default it has its 
 
   const compressed_layer usual("mosaickv", 48);
   const std::vector<std::pair<const char*, const char*>> defaults{
-      {"channels", "0.25"}, {"group", "1"},       {"block", "8"},    {"truncate", "0.25"},
-      {"tail", "32"},       {"segment", "65536"}, {"reduce", "sum"}, {"element", "same"}};
+      {"channels", "0.25"}, {"group", "1"},    {"block", "8"},      {"truncate", "0.25"}, {"tail", "32"},
+      {"segment", "65536"}, {"reduce", "sum"}, {"element", "same"}, {"strategy", "fixed"}};
   for (const auto& [name, value] : defaults) CHECK(usual.metadata(name) == value);
   // 128 tokens are packed; a step reads 48 of them, the first and the last block among them, and the tail.
   const auto attended = usual.whole("attend.indices");
   CHECK(usual.whole("attend.indptr")[1] == 48 + tokens - 128 + 1);
   CHECK(attended.front() == 0);
   CHECK(std::find(attended.begin(), attended.end(), 127) != attended.end());
+  // A search concerns decoded segments, of which there is none.
+  const compressed_layer searched("mosaickv", 48, {{"strategy", "searched"}, {"least_segment", "64"}});
+  CHECK(searched.metadata("strategy") == "searched");
+  CHECK(searched.packed("packed.k") == usual.packed("packed.k"));
   // The tail is as it was, and what is packed is shorter than it was.
   const auto packed = usual.packed("packed.k");
   double before = 0, after = 0;
@@ -132,6 +136,8 @@ TEST_CASE("methods over whole vectors write none of them, and senseless strategi
   CHECK_THROWS_WITH(refused({{"channels", "0.9"}})(), contains("what truncate leaves"));
   CHECK_THROWS_WITH(refused({{"element", "int8"}})(), contains("same, bf16, fp16, fp8, int4"));
   CHECK_THROWS_WITH(refused({{"reduce", "mean"}})(), contains("one of sum, max"));
+  CHECK_THROWS_WITH(refused({{"strategy", "best"}})(), contains("one of fixed, searched"));
+  CHECK_THROWS_WITH(refused({{"strategy", "searched"}, {"truncate", "0.7"}})(), contains("what truncate leaves"));
   CHECK_THROWS_WITH(refused({{"block", "5"}})(), contains("a divisor of the tail"));
   CHECK_THROWS_WITH(refused({}, 15)(), contains("at least two blocks"));
 }

@@ -103,10 +103,10 @@ class segment_searches {
 template <searching_layout Layout>
 class segment_searches<Layout> {
   using rows_type = typename Layout::rows_type;
-  using task = strategy_task<Layout>;
+  using search_type = strategy_task<Layout>;
 
  public:
-  using segments = std::vector<typename task::segment_pointer>;
+  using segments = std::vector<typename search_type::segment_pointer>;
 
   segment_searches(index_t layers, index_t kv_heads, index_t block, const rows_type& rows)
       : layers_(layers), heads_(kv_heads), block_(block), rows_(rows) {
@@ -210,7 +210,7 @@ class segment_searches<Layout> {
     std::shared_ptr<const rows_before> prepared;
   };
   struct session {
-    std::shared_ptr<task> task;
+    std::shared_ptr<search_type> task;
     strategy_report report;
   };
 
@@ -261,7 +261,7 @@ class segment_searches<Layout> {
   template <class SegmentsOf>
   void begin(index_t id, session& now, const SegmentsOf& segments_of) {
     try {
-      auto made = std::make_shared<task>(rows_, block_);
+      auto made = std::make_shared<search_type>(rows_, block_);
       for (index_t layer = 0; layer < layers_; ++layer) {
         const range& here = ranges_[at(layer, id)];
         if (here.rows > 0) made->parts.push_back({layer, {heads_, here.before}, nullptr});
@@ -283,7 +283,7 @@ class segment_searches<Layout> {
 
   template <class SegmentsOf>
   void take(index_t id, session& now, const SegmentsOf& segments_of) {
-    const std::shared_ptr<task> over = std::exchange(now.task, nullptr);
+    const std::shared_ptr<search_type> over = std::exchange(now.task, nullptr);
     const bool done = over->state() == task_state::done;
     ++(done ? now.report.searched : now.report.kept);
     if (!done) {
