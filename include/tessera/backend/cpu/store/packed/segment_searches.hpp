@@ -118,7 +118,8 @@ class segment_searches<Layout> {
   void use(std::shared_ptr<background> worker) { worker_ = std::move(worker); }
   strategy_report report(index_t id) const {
     strategy_report result = sessions_[std::size_t(id)].report;
-    result.searching = sessions_[std::size_t(id)].task != nullptr;
+    const auto& task = sessions_[std::size_t(id)].task;
+    result.searching = task && task->state() == task_state::waiting;
     return result;
   }
 
