@@ -8,7 +8,7 @@ import re
 import sys
 
 # Which layers each layer may include, besides itself. The most specific name wins ("backend/cpu" before "backend").
-AXES = ["scorer", "budget", "selector", "scope", "layout", "prefill", "attention", "schedule"]  # never include each other
+AXES = ["scorer", "budget", "selector", "scope", "channels", "layout", "prefill", "attention", "schedule"]  # never include each other
 RECIPE = ["stages.hpp", "recipe_checks.hpp", "recipe.hpp", "planned.hpp"]
 BELOW_AXES = ["core", "math", "concepts"]
 MAY_INCLUDE = {
@@ -20,7 +20,7 @@ MAY_INCLUDE = {
     "recipe_checks.hpp": BELOW_AXES + ["stages.hpp"],
     "recipe.hpp":   BELOW_AXES + ["stages.hpp", "recipe_checks.hpp", "prefill"],  # of a recipe that names no prefill
     "planned.hpp":  BELOW_AXES + RECIPE,
-    "methods":      ["core", "recipe.hpp"] + AXES,
+    "methods":      ["core", "recipe.hpp", "runtime"] + AXES,  # of runtime: what rotates its rows needs Eigen
     "runtime":      BELOW_AXES + RECIPE,
     "backend/cpu":  BELOW_AXES + AXES + RECIPE + ["runtime"],
     "backend/cuda": BELOW_AXES + AXES + RECIPE + ["runtime"],

@@ -9,7 +9,7 @@ import pathlib
 import re
 import sys
 
-FOLDERS = ["scorer", "budget", "selector", "scope", "layout", "prefill", "attention", "schedule", "methods"]
+FOLDERS = ["scorer", "budget", "selector", "scope", "channels", "layout", "prefill", "attention", "schedule", "methods"]
 
 
 STAGE = re.compile(r"\b(?:retain|filter|retrieve)<((?:[^<>]|<[^<>]*>)*)>")

@@ -147,6 +147,14 @@ std::int64_t write_scores(const ranked_tokens& ranked, index_t kv_heads, engine:
   return indptr.back();
 }
 
+// What is left of the vectors, of a method that keeps every token and leaves elements of them out.
+void write_packed(method_cache& cache, const layer_tensors& layer, engine::safetensors_writer& file) {
+  const std::optional<stored_rows> rows = cache.unpacked(0);
+  if (!rows || rows->k.size() != layer.k.values.size()) return;  // none, or heads hold other tokens
+  file.add("packed.k", {layer.kv_heads, layer.tokens, layer.head_dim}, std::span<const float>(rows->k));
+  file.add("packed.v", {layer.kv_heads, layer.tokens, layer.head_dim}, std::span<const float>(rows->v));
+}
+
 // Runs the decode steps one by one and writes down what they read and what came out.
 void decode(const layer_tensors& layer, method_cache& cache, engine::safetensors_writer& file) {
   const index_t steps = layer.q_decode ? layer.q_decode->shape[0] : 0;
@@ -225,6 +233,7 @@ compressed compress(const safetensors_file& in, const compress_options& options)
   index_lists kept;
   for (index_t head = 0; head < layer.kv_heads; ++head) kept.add(cache->positions(0, head));
   kept.write(result.file, "keep");
+  write_packed(*cache, layer, result.file);
   if (const auto pages = cache->pages()) {
     for (const auto& [name, counts] : {std::pair{"used", &pages->used}, std::pair{"reserved", &pages->reserved}})
       result.file.add("pages." + std::string(name), {std::int64_t(counts->size())}, std::span(std::as_const(*counts)));

@@ -51,6 +51,8 @@ struct compressed {
 ///        scores that the selector saw. Tokens that stay in any case (a window) are not among them; none are where the
 ///        budget covers everything. Of a method that keeps blocks of segments segments.block_size I32, one entry a segment of
 ///        the tokens before the last turn's window: the size of its blocks, 0 where it was dropped.
+///        Of a method that leaves elements of vectors out packed.k and packed.v F32 [kv_heads, tokens, head_dim]: after the prompt,
+///        the stored vectors unpacked and rotated back, newest ones that are whole among them.
 ///        Of a method whose heads share pages pages.used and pages.reserved I64 [groups], when the last prompt has ended.
 ///        Of a method whose prompts attend lines, of the last turn: lines.rows I32, the rows by whose attention they were chosen;
 ///        lines.vertical.indptr I64 [q_heads + 1] and .indices I32, positions of keys; lines.slash.indptr and .indices, how far

@@ -123,6 +123,7 @@ class cache : public cpu::cache_parts<Recipe> {
         throw;
       }
     }
+    for (const index_t id : ids) layers_.settle(id);
     return conversations_.begin_step(step);
   }
 

@@ -1,7 +1,9 @@
 // A recipe: one policy per axis, as a type. Combinations that make no sense do not compile (recipe_checks.hpp).
 #pragma once
 
+#include <algorithm>
 #include <string>
+#include <string_view>
 
 #include "prefill/dense_prefill.hpp"
 #include "recipe_checks.hpp"
@@ -27,6 +29,7 @@ struct recipe {
   Schedule schedule{};
   static constexpr value_range<index_t> layer_counts{0, 1 << 16};
   index_t dense_layers = 0;  ///< so many of the first layers keep and read everything
+  Layout layout{};
   Prefill prefill{};
   typename Layout::placement_type placement{};
 
@@ -51,6 +54,7 @@ struct recipe {
     retain.check();
     retrieve.check(Retain::plans, Retain::plans ? Retrieve::attended_of(budget()) : retrieve.attends(),
                    Retain::chooses ? "read_tokens" : "budget", Layout::k_dim);
+    layout.check(retrieve.mean_block());
     layer_counts.check("dense_layers", dense_layers, "pass how many layers stay whole");
     if constexpr (requires { schedule.check(); }) schedule.check();
     if constexpr (line_pattern<Prefill>) prefill.check();
@@ -74,11 +78,12 @@ struct recipe {
   static constexpr bool needs_segments = Retain::needs_segments || Retrieve::needs_segments;
   static constexpr bool needs_step_segments = Retrieve::needs_segments;
 
-  /// Whether the model must say its rope_frequencies.
   static constexpr bool needs_rope = Retain::needs_rope;
 
-  /// How many of the last queries of a prompt chunk of `tokens` tokens the first stage's scorer has to see.
-  index_t queries_needed(index_t tokens) const { return retain.queries_needed(tokens); }
+  /// How many of the last queries of a prompt chunk of `tokens` tokens the first stage's scorer, or the layout, has to see.
+  index_t queries_needed(index_t tokens) const {
+    return std::max(retain.queries_needed(tokens), std::min(tokens, Layout::window));
+  }
   void require_queries(index_t given, index_t tokens) const {
     const index_t needed = queries_needed(tokens);
     require(given >= needed && given <= tokens, "queries of a prompt chunk", given,
@@ -91,6 +96,9 @@ struct recipe {
   static void parameters(Self& self, Visit&& visit) {
     Retain::parameters(self.retain, visit);
     Retrieve::parameters(self.retrieve, Retain::chooses, Retain::plans, visit);
+    Layout::parameters(self.layout, [&](std::string_view name, auto& value, const auto& allowed, const char* about) {
+      visit(Retrieve::estimates && name == "channels" ? "packed_channels" : name.data(), value, allowed, about);
+    });
     if constexpr (has_parameters<Schedule>) Schedule::parameters(self.schedule, visit);
     if constexpr (line_pattern<Prefill>) Prefill::parameters(self.prefill, visit);
     visit("dense_layers", self.dense_layers, layer_counts, "so many of the first layers keep and read everything");
@@ -102,8 +110,7 @@ struct recipe {
   static void policies(Visit&& visit) {
     Retain::policies(visit);
     Retrieve::policies(visit);
-    visit("rows", Layout::rows_type::name);
-    visit("placement", Layout::placement_type::name);
+    Layout::policies(visit);
     visit("attention", Attention::name);
     visit("schedule", Schedule::name);
     if constexpr (line_pattern<Prefill>) visit("prefill", Prefill::name);

@@ -9,6 +9,12 @@
 
 TESSERA_NAMESPACE_BEGIN
 
+/// Whether a step's scorer reads the means of packed blocks.
+template <class Retrieve>
+inline constexpr bool reads_block_means = requires {
+  requires Retrieve::scorer_type::reads_means;
+};
+
 template <class Retain, class Layout, class Retrieve, class Attention, class Schedule, class Prefill>
 constexpr bool check_recipe() {
   static_assert(check_layout<Layout>() && check_attention<Attention>() && check_schedule<Schedule>() &&
@@ -40,6 +46,14 @@ constexpr bool check_recipe() {
                 "tessera: a schedule fires before a step reads or at its end, not at both");
   static_assert(!Schedule::fires_at(moment::step_begin) || Retain::observed == observes::nothing,
                 "tessera: before a step reads, only positions can be scored; take a schedule that fires at its end");
+  static_assert(
+      !reads_block_means<Retrieve> || requires { requires Layout::rows_type::packs; },
+      "tessera: block means lie beside packed rows; store packed_rows");
+  static_assert(
+      !reads_block_means<Retrieve> || !Retain::chooses || Retain::drops,
+      "tessera: block means are of everything that is stored, not of what a filter lets through; take retain");
+  static_assert(!reads_block_means<Retrieve> || !Schedule::fires_at(moment::step_begin),
+                "tessera: block means are of what is stored when a step reads; take a schedule that drops at its end");
   static_assert(
       !Schedule::fires_at(moment::chunk_end) || Retain::settles,
       "tessera: a schedule that fires when a chunk ends needs a first stage that drops tokens by shares of what "

@@ -266,6 +266,14 @@ struct retrieve {
     scorer.check(attended);
     if constexpr (estimates) (void)scorer.fitted(1.0, k_dim);
     selector.check();
+    if constexpr (requires { selector.check_budget(budget_name, tokens); }) {
+      if (!planned) selector.check_budget(budget_name, tokens);
+    }
+  }
+  /// Slots of a block whose mean key the scorer reads; 0: it reads no means.
+  index_t mean_block() const {
+    if constexpr (requires { requires Scorer::reads_means; }) return selector.block;
+    return 0;
   }
 
   /// Adds to a first stage's plan what a step reads of a head that holds what that stage keeps.
@@ -324,6 +332,7 @@ struct retrieve_all {
   index_t tokens = 0;  ///< none: nothing is chosen
   index_t attends() const { return 0; }
   static index_t attended_of(index_t) { return 0; }
+  index_t mean_block() const { return 0; }
   void check(bool, index_t, const char*, int) const {}
   stage_plan plan(const stage_plan& first, index_t) const { return first; }
   retrieve_all planned(const stage_plan&, int) const { return {}; }

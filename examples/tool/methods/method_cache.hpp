@@ -46,6 +46,11 @@ struct ranked_tokens {
       blocks;  ///< of a method that keeps blocks of segments: their size by segment, 0: dropped
 };
 
+/// K and V of a layer as they are stored, in the engine's basis: [kv_heads, tokens, head_dim].
+struct stored_rows {
+  std::vector<float> k, v;
+};
+
 /// Pages of each group of heads, once a prompt has ended.
 struct page_counts {
   std::vector<std::int64_t> used, reserved;
@@ -98,6 +103,9 @@ class method_cache : public engine::kv_cache {
   /// From now on the end of a prompt writes down what was ranked: see `ranked`. False where this cache cannot.
   virtual bool trace_ranked() { return false; }
   virtual ranked_tokens ranked(int) const { return {}; }
+
+  /// What is left of the vectors of a layer, of a method that leaves elements out; else nothing.
+  virtual std::optional<stored_rows> unpacked(int) { return std::nullopt; }
 
   /// From now on prompts write down which lines they attend: see `lines`. False where this cache cannot.
   virtual bool trace_lines() { return false; }

@@ -116,6 +116,23 @@ class cache_of final : public method_cache {
     const auto& seen = cache_.ranked(layer, sequence_);
     return {seen.positions, seen.scores, seen.blocks};
   }
+  std::optional<stored_rows> unpacked(int layer) override {
+    stored_rows rows;
+    if constexpr (tessera::packing_layout<typename Recipe::layout_type>) {
+      const auto view = cache_.view(layer, sequence_);
+      for (index_t head = 0; head < view.kv_heads; ++head) {
+        for (index_t slot = 0; slot < view.length(0, head); ++slot) {
+          float key[cache_type::k_dim], value[cache_type::v_dim];
+          load_key(view, 0, head, slot, key);
+          load_value(view, 0, head, slot, value);
+          rows.k.insert(rows.k.end(), key, key + cache_type::k_dim);
+          rows.v.insert(rows.v.end(), value, value + cache_type::v_dim);
+        }
+      }
+      return rows;
+    }
+    return std::nullopt;
+  }
 
  private:
   using cache_type = tessera::cache<Recipe>;

@@ -3,6 +3,7 @@
 
 #include "../concepts/host_only.hpp"
 #include "../concepts/layout.hpp"
+#include "../core/parameters.hpp"
 
 TESSERA_NAMESPACE_BEGIN
 
@@ -18,10 +19,32 @@ struct stored {
   static constexpr bool host_only = !runs_on_devices<Rows, Where>;
   static constexpr int k_dim = Rows::k_dim;
   static constexpr int v_dim = Rows::v_dim;
+  /// How many of a prompt's last queries its rows are packed by.
+  static constexpr index_t window = [] {
+    if constexpr (requires { Rows::window(); }) return Rows::window();
+    return index_t(0);
+  }();
 
-  /// Bytes of K and V of one token of one kv_head, scales included.
+  Rows rows{};
+
+  /// Bytes of K and V of one token of one kv_head before anything is left out, scales included.
   static constexpr offset_t token_bytes() { return row_bytes(k_dim) + row_bytes(v_dim); }
   static constexpr offset_t key_bytes() { return row_bytes(k_dim); }
+
+  /// `block` of means that a second stage reads; 0: none.
+  void check([[maybe_unused]] index_t block) const {
+    if constexpr (requires { rows.check(block); }) rows.check(block);
+  }
+  template <class Self, class Visit>
+  static void parameters(Self& self, Visit&& visit) {
+    if constexpr (has_parameters<Rows>) Rows::parameters(self.rows, visit);
+  }
+  template <class Visit>
+  static void policies(Visit&& visit) {
+    visit("rows", Rows::name);
+    if constexpr (requires { Rows::policies(visit); }) Rows::policies(visit);
+    visit("placement", Where::name);
+  }
 
  private:
   static constexpr offset_t row_bytes(int dim) {

@@ -34,11 +34,22 @@ struct bench {
   }
 };
 
+/// Whole vectors, of a method that leaves elements of them out.
+std::vector<tool::setting> all_elements(const tool::method_info& method) {
+  std::vector<tool::setting> settings;
+  for (const auto& policy : method.policies) {
+    if (policy.axis == "key channels") settings.push_back({"channels", "1"});
+    if (policy.name == "rotated") settings.push_back({"truncate", "0"});
+  }
+  return settings;
+}
+
 /// Where `dense`, prompts that choose lines by a share of the attention choose all of them.
 std::vector<variant> all_methods(std::vector<tessera::index_t> budgets, bool dense = false) {
   std::vector<variant> variants;
   for (const auto& method : tool::methods()) {
     std::vector<tool::setting> settings = tool_tests::needed_settings(method.name, 2, 2);
+    for (tool::setting& whole : all_elements(method)) settings.push_back(std::move(whole));
     for (const auto& parameter : method.parameters) {
       if (dense && method.chooses_lines && parameter.name == "alpha") settings.push_back({"alpha", "1"});
     }

@@ -62,6 +62,8 @@ struct traits {
   bool blocks = false, each_step = false, filters = false, plans = false;
   bool before_step = false;       // makes room before a step reads
   bool pages = false;             // reads whole pages, whatever `unit` says
+  bool rounds = false;            // rows are stored rounded: equal keys may get different scores
+  bool whole_blocks = false;      // a step reads the first and the last block, so at least two
   bool estimate = false;          // a step reads an estimate of the keys, and the budget pays for it
   index_t window = 32, pool = 7;  // the method's own defaults
 

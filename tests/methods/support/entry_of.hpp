@@ -3,6 +3,8 @@
 
 #include <algorithm>
 #include <map>
+#include <stdexcept>
+#include <string_view>
 #include <type_traits>
 
 #include <tessera/budget/adaptive.hpp>
@@ -25,6 +27,7 @@
 #include <tessera/selector/top_blocks.hpp>
 #include <tessera/selector/top_pages.hpp>
 #include <tessera/selector/top_tokens.hpp>
+#include <tessera/selector/whole_blocks.hpp>
 
 #include "methods/support/any_cache.hpp"
 
@@ -94,6 +97,7 @@ traits describe() {
   const Recipe recipe;
   traits found;
   if constexpr (Recipe::retain_type::chooses) describe_first(recipe.retain, found);
+  found.rounds = tessera::packing_layout<typename Recipe::layout_type>;
   found.filters = Recipe::retain_type::chooses && !Recipe::retain_type::drops;
   found.each_step = std::is_same_v<typename Recipe::schedule_type, tessera::each_step>;
   found.before_step = std::is_same_v<typename Recipe::schedule_type, tessera::before_each_step>;
@@ -103,6 +107,7 @@ traits describe() {
     using selector = std::remove_cvref_t<decltype(recipe.retrieve.selector)>;
     found.reads = second_of<std::remove_cvref_t<decltype(recipe.retrieve.scorer)>>();
     found.pages = std::is_same_v<selector, tessera::top_pages>;
+    found.whole_blocks = std::is_same_v<selector, tessera::whole_blocks>;
     found.estimate = Recipe::retrieve_type::estimates;
     const bool known = found.pages || std::is_same_v<selector, tessera::top_tokens> ||
                        std::is_same_v<selector, tessera::tokens_or_pages>;
@@ -114,6 +119,12 @@ traits describe() {
 template <class Recipe>
 Recipe configured(const settings& chosen) {
   Recipe recipe;
+  if constexpr (tessera::packing_layout<typename Recipe::layout_type>) {  // the reference knows whole vectors
+    auto& rows = recipe.layout.rows;
+    if constexpr (requires { rows.key.channels; }) rows.key.channels = 1;
+    if constexpr (requires { rows.value.channels; }) rows.value.channels = 1;
+    if constexpr (requires { rows.basis.truncate; }) rows.basis.truncate = 0;
+  }
   recipe.set_budget(chosen.budget);
   recipe.attention.rule = chosen.rule;
   Recipe::parameters(recipe, [&](const char* name, auto& value, const auto&, const char*) {
@@ -151,11 +162,15 @@ class cache_of final : public support::cpu_calls<Recipe, any_cache> {
   }
   void overwrite(index_t layer, index_t id, index_t head, const std::vector<index_t>& but) override {
     const auto view = held_.view(layer, id);
-    using stored = std::remove_pointer_t<decltype(view.k)>;
-    for (index_t slot = 0; slot < view.length(0, head); ++slot) {
-      if (std::binary_search(but.begin(), but.end(), view.position(0, head, slot))) continue;
-      std::fill_n(view.value(0, head, slot), dim, stored(1e20f));
-      std::fill_n(view.key(0, head, slot), dim, stored(-1e20f));
+    if constexpr (!requires { view.k; }) {
+      throw std::logic_error("rows that are not plain cannot be overwritten");
+    } else {
+      using stored = std::remove_pointer_t<decltype(view.k)>;
+      for (index_t slot = 0; slot < view.length(0, head); ++slot) {
+        if (std::binary_search(but.begin(), but.end(), view.position(0, head, slot))) continue;
+        std::fill_n(view.value(0, head, slot), dim, stored(1e20f));
+        std::fill_n(view.key(0, head, slot), dim, stored(-1e20f));
+      }
     }
   }
   offset_t full_bytes(index_t tokens) const override { return held_.full_bytes(tokens); }
@@ -174,6 +189,7 @@ std::vector<number> numbers() {
   Recipe recipe;
   Recipe::parameters(recipe, [&](const char* name, auto& value, const auto& allowed, const char*) {
     using value_type = std::remove_reference_t<decltype(value)>;
+    if (std::string_view(name) == "packed_channels") return;  // refused by the name that it has without an estimate
     if constexpr (std::is_same_v<value_type, split_factor>)
       all.push_back({name, allowed.fixed.least, allowed.fixed.most, 1e-6});
     if constexpr (std::is_arithmetic_v<value_type>) {

@@ -4,6 +4,11 @@
 #include <tessera/attention/dense_decode.hpp>
 #include <tessera/attention/gathered_decode.hpp>
 #include <tessera/layout/dense.hpp>
+#include <tessera/layout/fixed_pages.hpp>
+#include <tessera/methods/mosaickv.hpp>
+#include <tessera/methods/rocketkv.hpp>
+#include <tessera/methods/snapkv.hpp>
+#include <tessera/methods/think.hpp>
 #include <tessera/prefill/covering_lines.hpp>
 #include <tessera/prefill/vertical_slash.hpp>
 #include <tessera/schedule/before_each_step.hpp>
@@ -64,5 +69,15 @@ using lines_rocket_turns = recipe<filter<observation_window, two_stage<uniform>,
                                   retrieve<hybrid_min_max, tokens_or_pages>, gathered_decode, once, covering_lines>;
 using lines_h2o = recipe<retain<accumulated_attention, uniform, top_tokens>, storage, retrieve_all, dense_decode,
                          each_step, vertical_slash>;
+
+/// Which tokens stay and which elements of them: any method over packed rows, wherever those lie.
+using packed_snapkv = snapkv<fp32, dim, dim, mosaic_rows<storage>>;
+using packed_rocketkv = rocketkv<fp32, dim, dim, mosaic_rows<stored<dense_rows<fp32, dim>, fixed_pages<16>>>>;
+using think_snapkv = snapkv<fp32, dim, dim, think_rows<storage>>;
+/// Tokens leave segments in every step; and blocks of what a first stage has left.
+using packed_h2o = recipe<retain<accumulated_attention, uniform, top_tokens>, mosaic_rows<storage>, retrieve_all,
+                          dense_decode, each_step>;
+using snapkv_mosaickv = recipe<retain<observation_window, uniform, top_tokens>, mosaic_rows<storage>,
+                               retrieve<block_mean, whole_blocks>, gathered_decode, once>;
 
 }  // namespace methods_test::mixtures

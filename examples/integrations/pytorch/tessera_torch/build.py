@@ -17,6 +17,7 @@ import torch
 HERE = pathlib.Path(__file__).resolve().parent
 SOURCES = HERE / "csrc"
 INCLUDE = HERE.parents[3] / "include"
+EIGEN = os.environ.get("EIGEN3_INCLUDE_DIR", "/usr/include/eigen3")  # for recipes that rotate rows
 ELEMENTS = {torch.float32: "fp32", torch.bfloat16: "bf16", torch.float16: "fp16"}
 HEAD_DIMS = (64, 80, 96, 128, 192, 256)
 EXPORTS = """
@@ -127,7 +128,7 @@ def library(method, dtype, dim, device="cpu"):
         source = pathlib.Path(folder) / "recipe.cpp"
         source.write_text(text, encoding="utf-8")
         made = pathlib.Path(folder) / "recipe.so"
-        result = subprocess.run([*command, f"-I{SOURCES}", f"-I{INCLUDE}", str(source), "-o", str(made)],
+        result = subprocess.run([*command, f"-I{SOURCES}", f"-I{INCLUDE}", f"-I{EIGEN}", str(source), "-o", str(made)],
                                 capture_output=True, text=True, check=False)
         if result.returncode != 0:
             raise ValueError(sentence(result.stderr))

@@ -3,6 +3,7 @@
 
 #include <algorithm>
 #include <charconv>
+#include <iterator>
 #include <sstream>
 #include <tessera/budget/two_stage.hpp>
 #include <tessera/core/parameters.hpp>

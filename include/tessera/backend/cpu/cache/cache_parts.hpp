@@ -97,6 +97,19 @@ class cache_parts {
     return layers_.plan_pages(-1, fitted, tokens, judged_together(fitted)).most;
   }
 
+  /// Of rows whose segments' strategies are searched: what has come of it, and the thread that searches. `search_on` gives another one,
+  /// before the first step; copies of a cache share it. Where it was stopped, caches go on with the strategies that they have.
+  strategy_report strategies(index_t id) const requires searching_layout<layout> {
+    conversations_.at(id);
+    return layers_.store().searches().report(id);
+  }
+  const std::shared_ptr<background>& searcher() const requires searching_layout<layout> {
+    return layers_.store().searches().worker();
+  }
+  void search_on(std::shared_ptr<background> worker) requires searching_layout<layout> {
+    layers_.store().searches().use(std::move(worker));
+  }
+
   /// Distinct bytes of stored K, V and scores, of candidates, index and sums, that the last decode step of a sequence
   /// touched, summed over layers. What a step writes is not counted.
   offset_t bytes_read(index_t id) const {

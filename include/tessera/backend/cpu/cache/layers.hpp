@@ -9,14 +9,14 @@
 #include "../../../runtime/conversations.hpp"
 #include "../../../runtime/layer_roles.hpp"
 #include "../../../runtime/page_plan.hpp"
-#include "../attend/attend.hpp"
+#include "../attend/attend_packed.hpp"
 #include "../attend/prompt_attention.hpp"
 #include "../attend/step_log.hpp"
 #include "../choose/first_stage.hpp"
 #include "../choose/model_counts.hpp"
 #include "../choose/statistical_stage.hpp"
 #include "../read/reading.hpp"
-#include "../store/kv_store.hpp"
+#include "../store/packed/packed_store.hpp"
 #include "rereading.hpp"
 
 TESSERA_NAMESPACE_BEGIN
@@ -34,8 +34,9 @@ class layers {
       : workers_(std::move(workers)),
         count_(shape.layers),
         roles_(shape, recipe.dense_layers, recipe.attention.rule),
-        store_(shape.layers, shape.kv_heads, {first_stage<Recipe>::with_scores, Recipe::needs_segments},
-               placement_of(recipe)),
+        store_(shape.layers, shape.kv_heads,
+               {first_stage<Recipe>::with_scores, Recipe::needs_segments, recipe.retrieve.mean_block()},
+               placement_of(recipe), recipe.layout),
         first_(shape),
         reading_(shape),
         prompts_(shape),
@@ -85,6 +86,8 @@ class layers {
   }
   /// A sequence will get `tokens` more in every layer, 0: none for now. Throws where a pool of pages has no room for them.
   void expect(index_t id, index_t tokens) { store_.expect(id, tokens); }
+  /// Between two steps.
+  void settle(index_t id) { store_.settle(id); }
 
   /// Appends a chunk of a prompt at position `first`; its queries are observed.
   template <class E>
@@ -93,11 +96,13 @@ class layers {
     choice& slid = begin(1).front();
     try {
       store_.append(layer, id, k, v, first, marks);
+      if (roles_.follows_recipe(layer)) store_.prepare_to_observe(layer, id, q);
       if (!roles_.follows_recipe(layer)) {
         slide(layer, id, k.tokens, slid);
       } else if (first_.chooser(layer, policies, roles_) == layer) {
         first_.observe_prompt(layer, id, store_, policies, roles_.rule(layer), q, first + k.tokens, *workers_);
       }
+      if (roles_.follows_recipe(layer)) store_.observe_prompt(layer, id, q, k.tokens);
     } catch (...) {
       store_.take_back(layer, id, first);
       throw;
@@ -162,9 +167,13 @@ class layers {
         } else {
           choose(layer, id, recipe, policies, due, reach.end, 0, &reach, made);
         }
+        if (roles_.follows_recipe(layer)) prepare_to_pack(layer, id, made, true);
       }
     } catch (...) {
-      for (index_t layer = 0; layer < count_; ++layer) reading_.take_back(layer, id, store_);
+      for (index_t layer = 0; layer < count_; ++layer) {
+        store_.take_back(layer, id, reach.end);
+        reading_.take_back(layer, id, store_);
+      }
       throw;
     }
     if constexpr (Recipe::retain_type::over_model) first_.give_counts(nullptr);
@@ -270,9 +279,17 @@ class layers {
     if (made.made && Recipe::retain_type::drops) store_.prepare_to_keep(layer, id);
     reading_.follow(layer, id, store_, policies, made.made ? &made.kept : nullptr, made.passed);
   }
+  /// What is due to be packed when a prompt, or a step, ends, of what stays.
+  void prepare_to_pack(index_t layer, index_t id, const choice& made, bool prompt_ends) {
+    const bool drops = made.made && Recipe::retain_type::drops;
+    store_.prepare_to_pack(layer, id, drops ? &made.kept[0] : nullptr, prompt_ends, *workers_);
+  }
   /// Carries a choice out. Needs no memory.
   void commit(index_t layer, index_t id, choice& made) {
-    if (!made.made) return;
+    if (made.made) carry_out(layer, id, made);
+    store_.pack(layer, id, *workers_);
+  }
+  void carry_out(index_t layer, index_t id, choice& made) {
     if (tracing_ranks_ && roles_.follows_recipe(layer)) std::swap(ranked_[place(layer, id)], made.ranked);
     const bool filters = Recipe::retain_type::chooses && !Recipe::retain_type::drops && roles_.follows_recipe(layer);
     filters ? reading_.pass(layer, id, made.passed) : void(store_.keep(layer, id, made.kept[0], *workers_));
@@ -288,7 +305,8 @@ class layers {
     store_.append(layer, id, k, v, first, marks);
     if (!roles_.follows_recipe(layer)) {
       decode_attention(store_.view(layer, id), queries, rule, nullptr, output, *attending_, *workers_);
-      log_.note(b, store_.view(layer, id), nullptr, layout::token_bytes(), 0);
+      const auto all = store_.view(layer, id);
+      log_.note(b, all, nullptr, store_.token_bytes(), store_.uneven_bytes(all, nullptr));
       return slide(layer, id, k.tokens, made);
     }
     reading_.append(layer, id, store_, k.tokens);
@@ -298,13 +316,14 @@ class layers {
       offset_t bytes = 0;
       const selection_view* chosen = reading_.choose(layer, id, view, asked, own_rule, policies, bytes, *workers_);
       decode_attention(view, asked, own_rule, chosen, to, *attending_, *workers_);
-      log_.note(b, view, chosen, layout::token_bytes(), bytes, member, members);
+      log_.note(b, view, chosen, store_.token_bytes(), bytes + store_.uneven_bytes(view, chosen), member, members);
       reading_.complete(layer, id, view, q.tokens, to.out);
     };
     if constexpr (Recipe::schedule_type::fires_at(moment::step_begin)) {
       if (step.evicts_first) {  // the step reads what will stay; the rest goes when the whole batch has succeeded
         choose(layer, id, recipe, policies, true, next, k.tokens, nullptr, made);
-        return read(reading_.view_of(layer, id, store_, made.kept[0]), queries, rule, output);
+        read(reading_.view_of(layer, id, store_, made.kept[0]), queries, rule, output);
+        return prepare_to_pack(layer, id, made, false);
       }
     }
     for (index_t m = 0; m < members; ++m) {
@@ -314,9 +333,11 @@ class layers {
     }
     log_.add_bytes(b, first_.observe_step(b, layer, id, store_, policies, rule, q, next, *workers_));
     made.observed = true;
-    if (!step.evicts_last) return;
-    choose(layer, id, recipe, policies, true, next, 0, nullptr, made);
-    if constexpr (Recipe::retain_type::follows) log_.note_keys(b, store_.lengths(layer, id), layout::key_bytes());
+    if (step.evicts_last) {
+      choose(layer, id, recipe, policies, true, next, 0, nullptr, made);
+      if constexpr (Recipe::retain_type::follows) log_.note_keys(b, store_.lengths(layer, id), layout::key_bytes());
+    }
+    prepare_to_pack(layer, id, made, false);
   }
 
   std::size_t place(index_t layer, index_t id) const {

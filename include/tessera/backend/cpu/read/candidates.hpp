@@ -11,6 +11,27 @@
 TESSERA_NAMESPACE_BEGIN
 namespace cpu {
 
+/// A view of some slots of another one, of one sequence: `slots` of head h begin at begins[h], `counts[h]` of them.
+template <class T, int D, class Table, int Dv>
+kv_view<T, D, filtered<Table>, Dv> view_of_slots(const kv_view<T, D, Table, Dv>& all, const index_t* slots,
+                                                 const offset_t* begins, const index_t* counts,
+                                                 const index_t* positions) {
+  kv_view<T, D, filtered<Table>, Dv> result;
+  result.k = all.k;
+  result.v = all.v;
+  result.k_strides = all.k_strides;
+  result.v_strides = all.v_strides;
+  result.scales = all.scales;
+  result.sequences = 1;
+  result.kv_heads = all.kv_heads;
+  result.lengths = counts;
+  result.length_strides = {0, 1};
+  result.positions = positions;
+  result.position_begin = begins;
+  result.table = {all.table, slots, begins, all.kv_heads};
+  return result;
+}
+
 /// Ascending slot lists by kv_head, of one layer and one sequence, that grow at their ends. Of K and V nothing is copied.
 class candidates {
  public:
@@ -66,23 +87,10 @@ class candidates {
   }
 
   /// A view of the candidates alone over the view of everything. Valid until either changes.
-  template <class T, int D, class Table, int Dv>
-  kv_view<T, D, filtered<Table>, Dv> view(const kv_view<T, D, Table, Dv>& all) const {
-    kv_view<T, D, filtered<Table>, Dv> result;
-    result.k = all.k;
-    result.v = all.v;
-    result.k_strides = all.k_strides;
-    result.v_strides = all.v_strides;
-    result.scales = all.scales;
-    result.sequences = 1;
-    result.kv_heads = all.kv_heads;
-    result.lengths = counts_.data();
-    result.length_strides = {0, 1};
-    result.positions = all.positions ? positions_.data() : slots_.data();
-    result.position_begin = begins_.data();
-    result.scales = all.scales;
-    result.table = {all.table, slots_.data(), begins_.data(), all.kv_heads};
-    return result;
+  template <class View>
+  auto view(const View& all) const {
+    return view_of_slots(all, slots_.data(), begins_.data(), counts_.data(),
+                         all.positions ? positions_.data() : slots_.data());
   }
 
   offset_t bytes() const { return offset_t(slots_.capacity() * sizeof(index_t)); }

@@ -8,6 +8,7 @@
 #include "candidates.hpp"
 #include "exact/exact_reader.hpp"
 #include "extrema/extrema_reader.hpp"
+#include "means/block_mean_reader.hpp"
 #include "segments/segment_reader.hpp"
 #include "segments/segmented_view.hpp"
 

@@ -15,8 +15,9 @@ namespace cpu {
 
 /// The columns that a recipe asks for.
 struct column_set {
-  bool scores = false;    ///< of scorers that accumulate
-  bool segments = false;  ///< which segment of the text a token belongs to
+  bool scores = false;     ///< of scorers that accumulate
+  bool segments = false;   ///< which segment of the text a token belongs to
+  index_t mean_block = 0;  ///< slots of a block whose mean key a store of packed rows keeps; 0: none
   bool any() const { return scores || segments; }
 };
 

@@ -15,16 +15,37 @@ TESSERA_NAMESPACE_BEGIN
 namespace cpu {
 inline namespace TESSERA_HOST_ISA {
 
+/// Chooses the newest `window` slots of every head (0: all) and the `fresh` ones behind them, once that frees more than there is
+/// spare room. Returns whether it does.
+inline bool choose_newest_slots(const std::vector<index_t>& lengths, index_t window, index_t fresh, selection& chosen) {
+  const index_t longest = *std::max_element(lengths.begin(), lengths.end());
+  if (window == 0 || longest - fresh <= window + spare_room(window)) return false;
+  chosen.reset(lengths);
+  for (std::size_t h = 0; h < lengths.size(); ++h) {
+    const index_t count = std::min(lengths[h], window + fresh);
+    for (index_t i = 0; i < count; ++i) chosen.row(index_t(h))[i] = lengths[h] - count + i;
+    chosen.counts[h] = count;
+  }
+  return true;
+}
+
 /// Tokens of every (layer, sequence), heads of uneven length, slots in position order. The layout says what a token takes
-/// and where its rows lie; positions and what a recipe asks for are columns beside them.
+/// and where its rows lie; positions and what a recipe asks for are columns beside them. Rows stay as they are appended: a
+/// layout whose rows change later has a store of its own (packed/packed_store.hpp), of which `observe_prompt`,
+/// `prepare_to_pack` and `pack` ask something.
 template <class Layout>
 class kv_store {
+  static_assert(
+      !requires { requires Layout::rows_type::packs; },
+      "tessera: packed rows have a store of their own; include backend/cpu/store/packed/packed_store.hpp");
+
  public:
   using rows_type = placed_rows<Layout>;
   using view_type = typename rows_type::view_type;
   using placement_type = typename Layout::placement_type;
 
-  kv_store(index_t layers, index_t kv_heads, const column_set& with, const placement_type& where = {})
+  kv_store(index_t layers, index_t kv_heads, const column_set& with, const placement_type& where = {},
+           const Layout& = {})
       : layers_(layers), heads_(kv_heads), with_(with), rows_(where, layers, kv_heads) {}
 
   index_t kv_heads() const { return heads_; }
@@ -109,18 +130,24 @@ class kv_store {
     return true;
   }
 
-  /// Chooses the newest `window` tokens (0: all) and the `fresh` ones behind them, once that frees more than there is spare
-  /// room. Returns whether it does.
+  /// As `choose_newest_slots`.
   bool choose_newest(index_t layer, index_t id, index_t window, index_t fresh, selection& chosen) const {
-    const std::vector<index_t>& lengths = at(layer, id).lengths;
-    if (window == 0 || longest(layer, id) - fresh <= window + spare_room(window)) return false;
-    chosen.reset(lengths);
-    for (std::size_t h = 0; h < lengths.size(); ++h) {
-      const index_t count = std::min(lengths[h], window + fresh);
-      for (index_t i = 0; i < count; ++i) chosen.row(index_t(h))[i] = lengths[h] - count + i;
-      chosen.counts[h] = count;
-    }
-    return true;
+    return choose_newest_slots(at(layer, id).lengths, window, fresh, chosen);
+  }
+
+  template <class E>
+  void prepare_to_observe(index_t, index_t, const rows_view<const E>&) {}
+  template <class E>
+  void observe_prompt(index_t, index_t, const rows_view<const E>&, index_t) {}
+  void prepare_to_pack(index_t, index_t, const selection*, bool, executor&) {}
+  void pack(index_t, index_t, executor&) {}
+  void settle(index_t) {}
+
+  /// Bytes of K and V that attention reads of each token, and, where tokens differ, of the chosen slots of a view (null: all).
+  static constexpr offset_t token_bytes() { return Layout::token_bytes(); }
+  template <class View>
+  static constexpr offset_t uneven_bytes(const View&, const selection_view*) {
+    return 0;
   }
 
   /// Bytes that are allocated for one place: rows and columns.

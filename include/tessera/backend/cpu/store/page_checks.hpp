@@ -11,6 +11,7 @@
 
 TESSERA_NAMESPACE_BEGIN
 namespace cpu {
+inline namespace TESSERA_HOST_ISA {
 namespace detail {
 
 inline std::string row_name(index_t sequence, index_t head) {
@@ -71,7 +72,7 @@ void require_even_counts(const View& view, const selection_view& chosen) {
 /// Cost     one look at every table entry in use.
 template <class View, class Tokens>
 void require_pages(const View& view, const page_pool& pool, const Tokens& tokens_of) {
-  if constexpr (page_table<decltype(view.table)>) {
+  if constexpr (requires { requires page_table<decltype(view.table)>; }) {
     const index_t page = view.table.page;
     if (page < 1) fail("slots of a page", page, "at least 1", "pass the page size of the pool");
     detail::for_each_table(view, tokens_of, [&](index_t b, index_t h, offset_t tokens) {
@@ -130,5 +131,6 @@ void require_own_pages(const From& from, const selection_view& chosen, const To&
   }
 }
 
+}  // namespace TESSERA_HOST_ISA
 }  // namespace cpu
 TESSERA_NAMESPACE_END

@@ -93,12 +93,9 @@ class extrema_reader {
       double* sum = here.sums.data() + offset_t(h) * v_dim;
       for (index_t t = 0; t < tokens; ++t) {
         for (index_t& slot = here.summed[std::size_t(h)]; slot <= before + t; ++slot) {
-          const auto* value = all.value(0, h, slot);
-          const float scale = all.value_scale(0, h, slot);
-          for (int d = 0; d < v_dim; ++d) {
-            const float x = float(value[d * all.v_strides.dim]) * scale;
-            sum[d] += is_finite(x) ? double(x) : 0.0;
-          }
+          float value[v_dim];
+          load_value(all, 0, h, slot, value);
+          for (int d = 0; d < v_dim; ++d) sum[d] += is_finite(value[d]) ? double(value[d]) : 0.0;
         }
         for (index_t g = 0; g < group; ++g) {
           const float part = mass_.memory[std::size_t((offset_t(h) * tokens + t) * group + g)];

@@ -1,0 +1,141 @@
+// Memory of packed rows on the CPU, in runs or in pages.
+#pragma once
+
+#include <algorithm>
+#include <array>
+#include <cstddef>
+#include <new>
+#include <utility>
+#include <vector>
+
+#include "../../../../core/room.hpp"
+#include "../../../../layout/fixed_pages.hpp"
+#include "../../../../layout/runs.hpp"
+
+TESSERA_NAMESPACE_BEGIN
+namespace cpu {
+inline namespace TESSERA_HOST_ISA {
+
+/// Rows of several planes that move together: values, bits and scales of K and of V.
+enum packed_plane { k_values, v_values, k_bits, v_bits, k_scales, v_scales, packed_planes };
+using plane_bytes = std::array<index_t, packed_planes>;
+
+inline offset_t row_bytes(const plane_bytes& planes) {
+  offset_t total = 0;
+  for (const index_t bytes : planes) total += bytes;
+  return total;
+}
+
+/// Rows of every kv_head of one segment; specialised by placement. Lengths are the caller's; a copy is independent.
+///   packed_memory(planes, kv_heads)
+///   reserve(lengths, rows, more)    room for rows[h] rows of head h, of which the first lengths[h] are there, and, where rows have
+///                                   to move for it and `more` will come, for some to spare; as before when memory runs out
+///   at(plane, head, row)            the first byte of a row in a plane
+///   shrink(lengths)                 gives back what these do not need, once that is worth it and there is memory to do so
+///   bytes()                         what is allocated
+template <class Placement>
+class packed_memory {
+  static_assert(
+      sizeof(Placement) == 0,
+      "tessera: the CPU's store does not know this placement of packed rows; specialise cpu::packed_memory for it");
+};
+
+/// One allocation: plane after plane, in each of them head after head.
+template <>
+class packed_memory<runs> {
+ public:
+  packed_memory() = default;
+  packed_memory(const plane_bytes& planes, index_t kv_heads)
+      : planes_(planes), begins_(std::size_t(kv_heads), 0), capacities_(std::size_t(kv_heads), 0) {}
+
+  void reserve(const std::vector<index_t>& lengths, std::vector<index_t> rows, bool more) {
+    bool room = true;
+    for (std::size_t h = 0; h < rows.size(); ++h) room &= rows[h] <= capacities_[h];
+    if (room) return;
+    for (index_t& count : rows) count += more ? spare_room(count) : 0;
+    move(lengths, rows);
+  }
+  std::byte* at(packed_plane plane, index_t head, index_t row) {
+    return const_cast<std::byte*>(std::as_const(*this).at(plane, head, row));
+  }
+  const std::byte* at(packed_plane plane, index_t head, index_t row) const {
+    offset_t before = 0;
+    for (int p = 0; p < plane; ++p) before += planes_[std::size_t(p)];
+    return data_.data() + before * total_ + (begins_[std::size_t(head)] + row) * planes_[std::size_t(plane)];
+  }
+  void shrink(const std::vector<index_t>& lengths) {
+    offset_t used = 0;
+    for (const index_t length : lengths) used += length;
+    if (!gives_back(used, total_)) return;
+    try {
+      move(lengths, lengths);
+    } catch (const std::bad_alloc&) {  // no memory for a smaller piece: the rows stay in the old one
+    }
+  }
+  offset_t bytes() const { return offset_t(data_.capacity()); }
+
+ private:
+  void move(const std::vector<index_t>& lengths, const std::vector<index_t>& rows) {
+    packed_memory fresh(planes_, index_t(begins_.size()));
+    for (std::size_t h = 0; h < rows.size(); ++h) {
+      fresh.begins_[h] = fresh.total_;
+      fresh.capacities_[h] = rows[h];
+      fresh.total_ += rows[h];
+    }
+    fresh.data_.resize(std::size_t(fresh.total_ * row_bytes(planes_)));
+    for (int p = 0; p < packed_planes; ++p) {
+      for (std::size_t h = 0; h < rows.size(); ++h) {
+        const auto plane = packed_plane(p);
+        const std::size_t bytes = std::size_t(lengths[h]) * std::size_t(planes_[std::size_t(p)]);
+        if (bytes > 0) std::copy_n(at(plane, index_t(h), 0), bytes, fresh.at(plane, index_t(h), 0));
+      }
+    }
+    *this = std::move(fresh);
+  }
+
+  plane_bytes planes_{};
+  offset_t total_ = 0;  // rows of all heads that there is room for
+  std::vector<offset_t> begins_;
+  std::vector<index_t> capacities_;
+  std::vector<std::byte> data_;
+};
+
+/// Pages of `Page` rows of all kv_heads: rows that join move nothing.
+template <int Page>
+class packed_memory<fixed_pages<Page>> {
+ public:
+  packed_memory() = default;
+  packed_memory(const plane_bytes& planes, index_t kv_heads) : planes_(planes), heads_(kv_heads) {}
+
+  void reserve(const std::vector<index_t>&, const std::vector<index_t>& rows, bool) {
+    const std::size_t wanted = pages_of(rows);
+    pages_.reserve(wanted);
+    while (pages_.size() < wanted) pages_.emplace_back(std::size_t(Page * heads_ * row_bytes(planes_)));
+  }
+  std::byte* at(packed_plane plane, index_t head, index_t row) {
+    return const_cast<std::byte*>(std::as_const(*this).at(plane, head, row));
+  }
+  const std::byte* at(packed_plane plane, index_t head, index_t row) const {
+    offset_t before = 0;
+    for (int p = 0; p < plane; ++p) before += planes_[std::size_t(p)];
+    return pages_[std::size_t(row / Page)].data() + before * Page * heads_ +
+           (offset_t(head) * Page + row % Page) * planes_[std::size_t(plane)];
+  }
+  void shrink(const std::vector<index_t>& lengths) { pages_.resize(std::min(pages_.size(), pages_of(lengths))); }
+  offset_t bytes() const { return offset_t(pages_.size()) * Page * heads_ * row_bytes(planes_); }
+
+ private:
+  static std::size_t pages_of(const std::vector<index_t>& rows) {
+    index_t longest = 0;
+    for (const index_t count : rows) longest = std::max(longest, count);
+    return std::size_t(fixed_pages<Page>::pages_for(longest));
+  }
+
+  plane_bytes planes_{};
+  offset_t heads_ = 0;
+  std::vector<std::vector<std::byte>> pages_;
+};
+
+}  // namespace TESSERA_HOST_ISA
+}  // namespace cpu
+TESSERA_NAMESPACE_END

@@ -1,0 +1,392 @@
+// The store of a cache of packed rows on the CPU: segments, and behind them the rows that are not packed yet.
+#pragma once
+
+#include <algorithm>
+#include <memory>
+#include <utility>
+#include <vector>
+
+#include "../kv_store.hpp"
+#include "pack_rows.hpp"
+#include "segment_searches.hpp"
+#include "window_squares.hpp"
+
+TESSERA_NAMESPACE_BEGIN
+namespace cpu {
+inline namespace TESSERA_HOST_ISA {
+
+/// Answers as the plain store does. New tokens are whole rows; `prepare_to_pack` makes segments of what is due, `pack` puts them
+/// in place. Segments that another copy of the store holds too are never written to.
+template <packing_layout Layout>
+class kv_store<Layout> {
+  using rows_type = typename Layout::rows_type;
+  using whole_rows = placed_rows<whole_layout<Layout>>;
+  using segment_type = packed_segment<typename Layout::placement_type>;
+  using segment_pointer = std::shared_ptr<segment_type>;
+  using row_lists = typename row_packer<Layout>::row_lists;
+
+ public:
+  using view_type = packed_view<Layout>;
+
+  using placement_type = typename Layout::placement_type;
+
+  kv_store(index_t layers, index_t kv_heads, const column_set& with, const placement_type& where = {},
+           const Layout& layout = {})
+      : layers_(layers),
+        heads_(kv_heads),
+        with_(with),
+        rows_(layout.rows),
+        whole_(where, layers, kv_heads),
+        searches_(layers, kv_heads, with.mean_block, layout.rows) {}
+
+  index_t kv_heads() const { return heads_; }
+  const std::vector<index_t>& lengths(index_t layer, index_t id) const { return at(layer, id).lengths; }
+  index_t longest(index_t layer, index_t id) const {
+    return *std::max_element(lengths(layer, id).begin(), lengths(layer, id).end());
+  }
+  index_t position(index_t layer, index_t id, index_t head, index_t slot) const {
+    return at(layer, id).beside.position(head, slot);
+  }
+  std::vector<index_t> positions(index_t layer, index_t id, index_t head) const {
+    std::vector<index_t> result;
+    for (index_t i = 0; i < lengths(layer, id)[std::size_t(head)]; ++i) result.push_back(position(layer, id, head, i));
+    return result;
+  }
+  columns& beside(index_t layer, index_t id) { return at(layer, id).beside; }
+
+  void open(index_t id) {
+    const std::size_t wanted = (std::size_t(id) + 1) * std::size_t(layers_);
+    while (places_.size() < wanted) places_.emplace_back(heads_, with_);
+    for (index_t layer = 0; layer < layers_; ++layer) whole_.open(index(layer, id));
+    searches_.open(id);
+    clear(id);
+  }
+  void clear(index_t id) {
+    searches_.clear(id);
+    for (index_t layer = 0; layer < layers_; ++layer) {
+      whole_.clear(index(layer, id));
+      place& here = at(layer, id);
+      for (auto* counts : {&here.lengths, &here.packed, &here.whole}) std::fill(counts->begin(), counts->end(), 0);
+      here.beside.clear();
+      std::vector<segment_pointer>().swap(here.segments);
+      here.pending = {};
+      here.asked = {};
+      here.prompt_tokens = 0;
+    }
+  }
+
+  view_type view(index_t layer, index_t id) {
+    place& here = at(layer, id);
+    view_type view;
+    view.segments = &here.segments;
+    view.whole = whole_.view(index(layer, id), here.whole);
+    view.packed = here.packed.data();
+    view.kv_heads = heads_;
+    view.lengths = here.lengths.data();
+    view.positions = here.beside.positions();
+    view.position_begin = here.beside.begins().data();
+    return view;
+  }
+
+  void expect(index_t id, index_t tokens) { whole_.expect(id, tokens); }
+  whole_rows& rows() { return whole_; }
+  const whole_rows& rows() const { return whole_; }
+
+  template <class E>
+  void append(index_t layer, index_t id, const rows_view<const E>& k, const rows_view<const E>& v,
+              index_t first_position, const segment_marks& marks = {}) {
+    place& here = at(layer, id);
+    whole_.make_room(index(layer, id), here.whole, k.tokens);
+    here.beside.append(here.lengths, k.tokens, first_position, marks);
+    cpu::append(whole_.view(index(layer, id), here.whole), k, v);
+    for (index_t& length : here.lengths) length += k.tokens;
+    for (index_t& length : here.whole) length += k.tokens;
+  }
+  /// Takes in `tokens` tokens of a turn's prompt that have been appended, and the last queries, by which rows may be packed. What
+  /// that needs is taken before, by `prepare_to_observe`.
+  template <class E>
+  void prepare_to_observe(index_t layer, index_t id, const rows_view<const E>& q) {
+    if constexpr (Layout::window > 0) at(layer, id).asked.reserve(q, heads_, Layout::k_dim, Layout::window);
+  }
+  template <class E>
+  void observe_prompt(index_t layer, index_t id, const rows_view<const E>& q, index_t tokens) {
+    place& here = at(layer, id);
+    if constexpr (Layout::window > 0) here.asked.add(q, heads_, Layout::k_dim, Layout::window);
+    here.prompt_tokens += tokens;
+  }
+
+  /// Takes back what was appended at `first_position` and after it, none of which is packed, and what was prepared.
+  void take_back(index_t layer, index_t id, index_t first_position) {
+    place& here = at(layer, id);
+    here.pending = {};
+    searches_.forget_prepared(index(layer, id));
+    for (index_t h = 0; h < heads_; ++h) {
+      index_t& length = here.lengths[std::size_t(h)];
+      while (length > 0 && here.beside.position(h, length - 1) >= first_position) --length;
+      here.whole[std::size_t(h)] = length - here.packed[std::size_t(h)];
+    }
+  }
+
+  void prepare_to_keep(index_t layer, index_t id) {
+    place& here = at(layer, id);
+    here.beside.prepare_to_keep(here.lengths);
+    for (segment_pointer& segment : here.segments) make_own(segment);
+    here.kept_whole.reset(here.whole);
+  }
+
+  /// As the plain store's; `prepare_to_keep` comes first. Rows of a segment that stay move together; the mean of a block whose rows
+  /// are others now is that of what is left of them.
+  bool keep(index_t layer, index_t id, const selection& chosen, executor& workers) {
+    place& here = at(layer, id);
+    if (chosen.counts == here.lengths) return false;
+    prepare_to_keep(layer, id);
+    selection& whole = here.kept_whole;
+    bool loses = false;  // rows of segments
+    for (index_t h = 0; h < heads_; ++h) {
+      const index_t* slots = chosen.row(h);
+      const index_t count = chosen.counts[std::size_t(h)];
+      index_t i = 0, begin = 0;
+      for (const segment_pointer& segment : here.segments) {
+        const index_t length = segment->lengths[std::size_t(h)], first = i;
+        while (i < count && slots[i] < begin + length) ++i;
+        keep_of_segment(*segment, h, slots + first, i - first, begin);
+        begin += length;
+      }
+      loses = loses || here.packed[std::size_t(h)] != i;
+      here.packed[std::size_t(h)] = i;
+      for (; i < count; ++i) whole.row(h)[whole.counts[std::size_t(h)]++] = slots[i] - begin;
+    }
+    if (loses) searches_.lost_rows(index(layer, id), here.segments);
+    here.beside.keep(here.lengths, chosen);
+    if (whole.counts != here.whole) whole_.keep(index(layer, id), here.whole, whole, workers);
+    std::copy(whole.counts.begin(), whole.counts.end(), here.whole.begin());
+    std::copy(chosen.counts.begin(), chosen.counts.end(), here.lengths.begin());
+    for (const segment_pointer& segment : here.segments) {
+      if (here.pending.joins && segment == here.segments.back()) continue;  // its spare room is wanted
+      segment->rows.shrink(segment->lengths);
+      segment->means.shrink(segment->blocks_of(segment->lengths));
+    }
+    return true;
+  }
+
+  bool choose_newest(index_t layer, index_t id, index_t window, index_t fresh, selection& chosen) const {
+    return choose_newest_slots(at(layer, id).lengths, window, fresh, chosen);
+  }
+
+  /// Makes segments of what is due when a prompt, or a step, ends and `kept` (null: everything) stays. Nobody sees them before
+  /// `pack`, which needs no memory.
+  /// Errors   rows that have no basis: tessera::error.
+  void prepare_to_pack(index_t layer, index_t id, const selection* kept, bool prompt_ends, executor& workers) {
+    place& here = at(layer, id);
+    here.pending = {};
+    searches_.forget_prepared(index(layer, id));
+    const row_lists due = due_rows(here, kept, prompt_ends);
+    index_t longest = 0;
+    for (const auto& list : due) longest = std::max(longest, index_t(list.size()));
+    if (longest == 0) {
+      here.pending.prompt_ended = prompt_ends;
+      return;
+    }
+    const auto from = whole_.view(index(layer, id), here.whole);
+    const row_packer<Layout> packer(rows_, with_.mean_block, from, layer, workers);
+    packing made;
+    made.prompt_ended = prompt_ends;
+    made.own = here.segments.empty() || (prompt_ends && here.prompt_tokens >= rows_type::own_segment_tokens);
+    for (const auto& list : due) made.counts.push_back(index_t(list.size()));
+    if (made.own) {
+      const query_squares queries = here.asked.means(heads_, Layout::k_dim);
+      const index_t share = prompt_ends ? rows_.segment : longest;
+      for (index_t first = 0; first < longest; first += share) {
+        row_lists part;
+        for (const auto& list : due) {
+          const auto begin = list.begin() + std::min<offset_t>(first, offset_t(list.size()));
+          part.emplace_back(begin, list.begin() + std::min<offset_t>(offset_t(first) + share, offset_t(list.size())));
+        }
+        made.fresh.push_back(packer.in_own_basis(part, queries));
+      }
+    } else {
+      searches_.prepare(index(layer, id), from, due);
+      made.fresh.push_back(packer.as_in(searches_.like(index(layer, id), here.segments), due));
+      made.joins =
+          searches_.joins(index(layer, id), here.segments) && whole_blocks(*here.segments.back(), kept != nullptr);
+      if (made.joins) {
+        segment_pointer& last = here.segments.back();
+        make_own(last);
+        std::vector<index_t> wanted = last->lengths;
+        for (std::size_t h = 0; h < wanted.size(); ++h) wanted[h] += made.counts[h];
+        last->rows.reserve(last->lengths, wanted, true);
+        last->means.reserve(last->blocks_of(last->lengths), last->blocks_of(wanted), true);
+      }
+    }
+    here.segments.reserve(here.segments.size() + made.fresh.size());
+    made.left.reset(here.whole);
+    here.pending = std::move(made);
+  }
+
+  /// Carries out what was prepared, behind `keep`.
+  void pack(index_t layer, index_t id, executor& workers) {
+    place& here = at(layer, id);
+    packing& made = here.pending;
+    if (made.prompt_ended) {
+      here.prompt_tokens = 0;
+      here.asked = {};
+    }
+    if (made.fresh.empty()) return;
+    if (made.joins) {
+      join(*here.segments.back(), *made.fresh.front());
+    } else {
+      for (segment_pointer& segment : made.fresh) here.segments.push_back(std::move(segment));
+    }
+    searches_.packed(index(layer, id), here.segments, made.own);
+    for (index_t h = 0; h < heads_; ++h) {
+      const index_t count = made.counts[std::size_t(h)];
+      made.left.counts[std::size_t(h)] = here.whole[std::size_t(h)] - count;
+      for (index_t i = 0; i < made.left.counts[std::size_t(h)]; ++i) made.left.row(h)[i] = count + i;
+      here.packed[std::size_t(h)] += count;
+    }
+    whole_.keep(index(layer, id), here.whole, made.left, workers);
+    std::copy(made.left.counts.begin(), made.left.counts.end(), here.whole.begin());
+    here.pending = {};
+  }
+
+  /// Between two steps: what a search has made of a segment takes its place, and a segment that has to end does.
+  void settle(index_t id) {
+    searches_.settle(
+        id, [&](index_t layer) -> auto& { return at(layer, id).segments; });
+  }
+  segment_searches<Layout>& searches() { return searches_; }
+  const segment_searches<Layout>& searches() const { return searches_; }
+
+  /// As the plain store's; bases are included.
+  static constexpr offset_t token_bytes() { return 0; }
+  offset_t uneven_bytes(const view_type& view, const selection_view* chosen) const {
+    offset_t total = 0;
+    for (index_t h = 0; h < heads_; ++h) {
+      const slot_source slots = source_of(view, chosen, 0, h);
+      const segment_type* last = nullptr;
+      for (index_t i = 0; i < slots.count; ++i) {
+        const auto [segment, row] = find_row(view, h, slots[i]);
+        total += segment ? row_bytes(segment->format.planes()) : whole_layout<Layout>::token_bytes();
+        if (segment && segment != last) total += segment->basis->bytes() / heads_;
+        last = segment;
+      }
+    }
+    return total;
+  }
+
+  offset_t bytes(index_t layer, index_t id) const {
+    const place& here = at(layer, id);
+    offset_t total =
+        whole_.bytes(index(layer, id)) + here.beside.bytes() + here.asked.bytes() + searches_.bytes(index(layer, id));
+    const segment_basis* last = nullptr;  // segments that share a basis stand together
+    for (const segment_pointer& segment : here.segments) {
+      total += segment->bytes() + (segment->basis.get() != last ? segment->basis->bytes() : 0);
+      last = segment->basis.get();
+    }
+    return total;
+  }
+
+ private:
+  /// What becomes segments when it is put in place.
+  struct packing {
+    std::vector<segment_pointer> fresh;
+    std::vector<index_t> counts;  // whole rows of each head that they hold, the oldest
+    selection left;               // room for the others
+    bool joins = false;           // the last segment, instead of standing behind it
+    bool prompt_ended = false;
+    bool own = false;  // in bases of their own
+  };
+  struct place {
+    place(index_t kv_heads, const column_set& with)
+        : lengths(std::size_t(kv_heads), 0), packed(lengths), whole(lengths), beside(kv_heads, with) {}
+    place(const place& other)
+        : lengths(other.lengths),
+          packed(other.packed),
+          whole(other.whole),
+          beside(other.beside),
+          segments(other.segments),
+          asked(other.asked),
+          prompt_tokens(other.prompt_tokens) {}
+    place(place&&) noexcept = default;
+    place& operator=(place&&) noexcept = default;
+    place& operator=(const place& other) { return *this = place(other); }
+
+    std::vector<index_t> lengths, packed, whole;  // by kv_head; the first is the sum of the others
+    columns beside;
+    std::vector<segment_pointer> segments;
+    window_squares asked;
+    index_t prompt_tokens = 0;  // of the turn whose prompt goes on
+    packing pending;
+    selection kept_whole;  // room for what `keep` keeps of the whole rows
+  };
+
+  /// Rows that are due, of those that stay, by kv_head: the oldest whole ones.
+  row_lists due_rows(const place& here, const selection* kept, bool prompt_ends) const {
+    row_lists due(std::size_t(heads_), std::vector<index_t>{});
+    for (index_t h = 0; h < heads_; ++h) {
+      std::vector<index_t>& list = due[std::size_t(h)];
+      const index_t packed = here.packed[std::size_t(h)];
+      if (kept) {
+        for (index_t i = 0; i < kept->counts[std::size_t(h)]; ++i) {
+          if (kept->row(h)[i] >= packed) list.push_back(kept->row(h)[i] - packed);
+        }
+      } else {
+        for (index_t i = 0; i < here.whole[std::size_t(h)]; ++i) list.push_back(i);
+      }
+      const index_t whole = index_t(list.size());
+      list.resize(
+          std::size_t(prompt_ends ? rows_.tail.packed_after_prompt(whole) : rows_.tail.packed_after_step(whole)));
+    }
+    return due;
+  }
+
+  /// Whether rows may join a segment: behind whole blocks only. Of a segment that loses rows first nobody knows.
+  static bool whole_blocks(const segment_type& segment, bool loses_rows) {
+    if (segment.format.block <= 1) return true;
+    return !loses_rows && std::all_of(segment.lengths.begin(), segment.lengths.end(),
+                                      [&](index_t length) { return length % segment.format.block == 0; });
+  }
+
+  /// A segment that nobody else holds.
+  static void make_own(segment_pointer& segment) {
+    if (segment.use_count() > 1) segment = std::make_shared<segment_type>(*segment);
+  }
+
+  void join(segment_type& last, const segment_type& fresh) const {
+    for (index_t h = 0; h < heads_; ++h) {
+      index_t& length = last.lengths[std::size_t(h)];
+      for (index_t block = 0; block < fresh.blocks(h); ++block) last.copy_mean(fresh, h, block, last.blocks(h) + block);
+      for (index_t row = 0; row < fresh.lengths[std::size_t(h)]; ++row) last.copy_row(fresh, h, row, length + row);
+      length += fresh.lengths[std::size_t(h)];
+      last.losses[std::size_t(h)] += fresh.losses[std::size_t(h)];
+    }
+  }
+
+  /// Keeps these slots of a head of one segment, whose first row is slot `begin`.
+  void keep_of_segment(segment_type& segment, index_t head, const index_t* slots, index_t count, index_t begin) const {
+    if (count == segment.lengths[std::size_t(head)]) return;
+    index_t first = 0;  // row that moves
+    while (first < count && slots[first] - begin == first) ++first;
+    for (index_t i = first; i < count; ++i) segment.copy_row(segment, head, slots[i] - begin, i);
+    segment.losses[std::size_t(head)] *= double(count) / segment.lengths[std::size_t(head)];
+    segment.lengths[std::size_t(head)] = count;
+    if (segment.format.block > 0) row_packer<Layout>::mean_again(rows_, segment, head, first / segment.format.block);
+  }
+
+  std::size_t index(index_t layer, index_t id) const {
+    return std::size_t(id) * std::size_t(layers_) + std::size_t(layer);
+  }
+  const place& at(index_t layer, index_t id) const { return places_[index(layer, id)]; }
+  place& at(index_t layer, index_t id) { return places_[index(layer, id)]; }
+
+  index_t layers_, heads_;
+  column_set with_;
+  rows_type rows_;
+  whole_rows whole_;
+  segment_searches<Layout> searches_;
+  std::vector<place> places_;
+};
+
+}  // namespace TESSERA_HOST_ISA
+}  // namespace cpu
+TESSERA_NAMESPACE_END

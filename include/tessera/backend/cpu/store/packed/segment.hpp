@@ -1,0 +1,154 @@
+// A segment on the CPU: packed rows of all kv_heads in one basis, and the means of their blocks.
+#pragma once
+
+#include <memory>
+#include <vector>
+
+#include "../../../../core/packed_row.hpp"
+#include "../../kernel/tile.hpp"
+#include "packed_memory.hpp"
+
+TESSERA_NAMESPACE_BEGIN
+namespace cpu {
+inline namespace TESSERA_HOST_ISA {
+
+/// The basis of a segment's vectors, and the bits that all rows of a head share. Segments may share it.
+struct segment_basis {
+  std::vector<float> k, v;                 // [kv_heads, channels, dim]; empty: as the engine hands vectors over
+  std::vector<std::uint8_t> k_set, v_set;  // [kv_heads, set_bytes]; empty: every row has bits
+
+  offset_t bytes() const {
+    return offset_t((k.capacity() + v.capacity()) * sizeof(float) + k_set.capacity() + v_set.capacity());
+  }
+};
+
+/// to [rows, D] = from [rows, D] in a basis [channels, D] (null: the same); the rest of each row is 0. What a row becomes does not
+/// depend on the others. `turned` [D, D] is scratch.
+template <int D>
+void rotate_rows(const float* from, int rows, const float* basis, index_t channels, float* turned, float* to) {
+  std::fill_n(to, rows * D, 0.0f);
+  if (!basis) {
+    std::copy_n(from, rows * D, to);
+    return;
+  }
+  std::fill_n(turned, D * D, 0.0f);
+  for (index_t c = 0; c < channels; ++c) {
+    for (int d = 0; d < D; ++d) turned[d * D + c] = basis[offset_t(c) * D + d];
+  }
+  multiply_add<D>(from, D, turned, D, rows, D, to, D);
+}
+/// to [rows, D] = from [rows, D] back in the engine's basis.
+template <int D>
+void rotate_rows_back(const float* from, int rows, const float* basis, index_t channels, float* to) {
+  if (!basis) {
+    std::copy_n(from, rows * D, to);
+    return;
+  }
+  std::fill_n(to, rows * D, 0.0f);
+  multiply_add<D>(from, D, basis, D, rows, int(channels), to, D);
+}
+
+/// What a segment is made by: formats of its vectors, and the slots of a block whose mean key lies beside the rows (0: none).
+struct segment_format {
+  packed_format k, v;
+  index_t block = 0;
+
+  plane_bytes planes() const {
+    return {k.value_bytes(), v.value_bytes(), k.bit_bytes(), v.bit_bytes(), k.scale_bytes(), v.scale_bytes()};
+  }
+  plane_bytes mean_planes() const { return {k.value_bytes(), 0, k.bit_bytes(), 0, k.scale_bytes(), 0}; }
+  bool operator==(const segment_format&) const = default;
+};
+
+template <class Placement>
+struct packed_segment {
+  segment_format format;
+  std::shared_ptr<const segment_basis> basis;
+  std::vector<index_t> lengths;  // rows by kv_head
+  std::vector<double> losses;    // by kv_head, summed over rows; 0 where no strategy is searched
+  packed_memory<Placement> rows, means;
+
+  packed_segment(const segment_format& made_by, std::shared_ptr<const segment_basis> in, index_t kv_heads)
+      : format(made_by),
+        basis(std::move(in)),
+        lengths(std::size_t(kv_heads), 0),
+        losses(std::size_t(kv_heads), 0.0),
+        rows(made_by.planes(), kv_heads),
+        means(made_by.mean_planes(), kv_heads) {}
+
+  index_t blocks(index_t head) const { return blocks_of(lengths[std::size_t(head)]); }
+  index_t blocks_of(index_t count) const { return format.block > 0 ? ceil_div(count, format.block) : 0; }
+  std::vector<index_t> blocks_of(const std::vector<index_t>& counts) const {
+    std::vector<index_t> result;
+    for (const index_t count : counts) result.push_back(blocks_of(count));
+    return result;
+  }
+
+  const float* k_basis(index_t head, int dim) const {
+    return of_head(basis->k, head, offset_t(format.k.channels) * dim);
+  }
+  const float* v_basis(index_t head, int dim) const {
+    return of_head(basis->v, head, offset_t(format.v.channels) * dim);
+  }
+
+  /// Elements of a row, or of a block's mean key, in the segment's basis: to [channels].
+  void unpack_key(index_t head, index_t row, float* to) const { unpack(rows, format.k, k_values, head, row, to); }
+  void unpack_value(index_t head, index_t row, float* to) const { unpack(rows, format.v, v_values, head, row, to); }
+  void unpack_mean(index_t head, index_t block, float* to) const { unpack(means, format.k, k_values, head, block, to); }
+  /// q [channels] . the mean key of a block.
+  float mean_dot(index_t head, index_t block, const float* q) const {
+    return packed_dot(format.k, q, bits(means, format.k, k_values, head, block), means.at(k_values, head, block),
+                      scale(means, format.k, k_values, head, block));
+  }
+  /// Bits of a row that has its own.
+  const std::uint8_t* key_bits(index_t head, index_t row) const { return bits(rows, format.k, k_values, head, row); }
+  const std::uint8_t* value_bits(index_t head, index_t row) const { return bits(rows, format.v, v_values, head, row); }
+
+  /// Copies a row of another segment of this format and basis.
+  void copy_row(const packed_segment& from, index_t head, index_t row, index_t to) {
+    const plane_bytes bytes = format.planes();
+    for (int p = 0; p < packed_planes; ++p) {
+      const auto plane = packed_plane(p);
+      if (bytes[std::size_t(p)] == 0) continue;
+      const std::byte* source = from.rows.at(plane, head, row);
+      std::byte* target = rows.at(plane, head, to);
+      if (source != target) std::copy_n(source, bytes[std::size_t(p)], target);
+    }
+  }
+  void copy_mean(const packed_segment& from, index_t head, index_t block, index_t to) {
+    const plane_bytes bytes = format.mean_planes();
+    for (const packed_plane plane : {k_values, k_bits, k_scales}) {
+      if (bytes[std::size_t(plane)] == 0) continue;
+      std::copy_n(from.means.at(plane, head, block), bytes[std::size_t(plane)], means.at(plane, head, to));
+    }
+  }
+
+  offset_t bytes() const { return rows.bytes() + means.bytes(); }
+
+ private:
+  // The planes of V stand behind those of K.
+  static packed_plane bits_of(packed_plane values) { return values == k_values ? k_bits : v_bits; }
+  static packed_plane scales_of(packed_plane values) { return values == k_values ? k_scales : v_scales; }
+
+  static const float* of_head(const std::vector<float>& all, index_t head, offset_t each) {
+    return all.empty() ? nullptr : all.data() + head * each;
+  }
+  const std::uint8_t* bits(const packed_memory<Placement>& from, const packed_format& of, packed_plane values,
+                           index_t head, index_t row) const {
+    if (of.own_bits) return reinterpret_cast<const std::uint8_t*>(from.at(bits_of(values), head, row));
+    return (values == k_values ? basis->k_set : basis->v_set).data() + offset_t(head) * of.set_bytes();
+  }
+  static float scale(const packed_memory<Placement>& from, const packed_format& of, packed_plane values, index_t head,
+                     index_t row) {
+    return of.scaled() ? tessera::detail::get<float>(from.at(scales_of(values), head, row), 0) : 1.0f;
+  }
+  void unpack(const packed_memory<Placement>& from, const packed_format& of, packed_plane values, index_t head,
+              index_t row, float* to) const {
+    unpack_row(of, bits(from, of, values, head, row), from.at(values, head, row), scale(from, of, values, head, row),
+               to);
+  }
+};
+
+}  // namespace TESSERA_HOST_ISA
+}  // namespace cpu
+TESSERA_NAMESPACE_END

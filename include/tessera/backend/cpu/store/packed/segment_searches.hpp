@@ -1,0 +1,316 @@
+// Segments of decoded tokens whose strategy is searched on another thread, and put in place between two steps.
+#pragma once
+
+#include <algorithm>
+#include <memory>
+#include <new>
+#include <numeric>
+#include <string>
+#include <system_error>
+#include <utility>
+#include <vector>
+
+#include "../../../../runtime/background.hpp"
+#include "../../../../runtime/strategy.hpp"
+#include "pack_rows.hpp"
+#include "rows_before.hpp"
+
+TESSERA_NAMESPACE_BEGIN
+namespace cpu {
+inline namespace TESSERA_HOST_ISA {
+
+/// Searches a strategy for the rows of one segment in every layer, and packs them by it.
+template <packing_layout Layout>
+class strategy_task final : public background_task {
+  static constexpr int k_dim = Layout::k_dim, v_dim = Layout::v_dim;
+  using rows_type = typename Layout::rows_type;
+  using source = rows_of_segment<k_dim, v_dim>;
+
+ public:
+  using segment_pointer = std::shared_ptr<packed_segment<typename Layout::placement_type>>;
+  struct layer_part {
+    index_t layer;
+    source rows;
+    segment_pointer made;
+  };
+  std::vector<layer_part> parts;
+
+  /// `block`: slots of a mean key in other segments; 0: there are none.
+  strategy_task(const rows_type& rows, index_t block) : rows_(rows), block_(block) {}
+
+ protected:
+  void run(const std::atomic<bool>& stopping) override {
+    executor alone(1);  // the cache's own works for the cache
+    for (layer_part& part : parts) {
+      strategy_search<typename rows_type::key_channels> search(rows_.key);
+      for (index_t h = 0; h < part.rows.kv_heads; ++h) {
+        if (stopping) return;
+        const index_t count = part.rows.length(h);
+        const std::string of = " of layer " + std::to_string(part.layer) + ", kv_head " + std::to_string(h);
+        const auto keys = [&](index_t i, float* to) { load_key(part.rows, 0, h, i, to); };
+        const auto values = [&](index_t i, float* to) { load_value(part.rows, 0, h, i, to); };
+        search.add(count, k_dim, rows_.basis.channels(k_dim), "keys" + of, keys);
+        search.add(count, v_dim, rows_.basis.channels(v_dim), "values" + of, values);
+        search.add_blocks(count, k_dim, keys);
+      }
+      if (stopping) return;
+      part.made =
+          packed(part, search.best(rows_.strategy.channel_loss, rows_.strategy.block_spread, rows_.tail.tail), alone);
+    }
+  }
+
+ private:
+  segment_pointer packed(const layer_part& part, const segment_strategy& best, executor& alone) const {
+    rows_type rows = rows_;
+    rows.key.channels = rows.value.channels = best.channels;
+    rows.key.group = rows.value.group = best.group;
+    typename row_packer<Layout>::row_lists all(std::size_t(part.rows.kv_heads), std::vector<index_t>{});
+    for (index_t h = 0; h < part.rows.kv_heads; ++h) {
+      all[std::size_t(h)].resize(std::size_t(part.rows.length(h)));
+      std::iota(all[std::size_t(h)].begin(), all[std::size_t(h)].end(), 0);
+    }
+    const index_t block = block_ > 0 ? best.block : 0;
+    return row_packer<Layout, source>(rows, block, part.rows, part.layer, alone).in_own_basis(all, {});
+  }
+
+  rows_type rows_;
+  index_t block_;
+};
+
+/// What a store of packed rows knows of its segments' strategies: nothing, where all are packed alike.
+template <packing_layout Layout>
+class segment_searches {
+ public:
+  using segments = std::vector<std::shared_ptr<packed_segment<typename Layout::placement_type>>>;
+
+  segment_searches(index_t, index_t, index_t, const typename Layout::rows_type&) {}
+  void open(index_t) {}
+  void clear(index_t) {}
+  static const auto& like(std::size_t, const segments& all) { return *all.back(); }
+  static bool joins(std::size_t, const segments&) { return true; }
+  template <class From, class Lists>
+  void prepare(std::size_t, const From&, const Lists&) {}
+  void forget_prepared(std::size_t) {}
+  void packed(std::size_t, const segments&, bool) {}
+  void lost_rows(std::size_t, const segments&) {}
+  template <class SegmentsOf>
+  void settle(index_t, const SegmentsOf&) {}
+  offset_t bytes(std::size_t) const { return 0; }
+};
+
+/// Of each place: the segments that are settled, those behind them, which are packed by the last settled one's strategy, and their rows
+/// as they were. Of each sequence: the search that goes on, of the newest settled segments.
+template <searching_layout Layout>
+class segment_searches<Layout> {
+  using rows_type = typename Layout::rows_type;
+  using search_type = strategy_task<Layout>;
+
+ public:
+  using segments = std::vector<typename search_type::segment_pointer>;
+
+  segment_searches(index_t layers, index_t kv_heads, index_t block, const rows_type& rows)
+      : layers_(layers), heads_(kv_heads), block_(block), rows_(rows) {
+    if (on()) worker_ = std::make_shared<background>();
+  }
+
+  /// Whose thread searches. Copies of a cache share it.
+  const std::shared_ptr<background>& worker() const { return worker_; }
+  void use(std::shared_ptr<background> worker) { worker_ = std::move(worker); }
+  strategy_report report(index_t id) const {
+    strategy_report result = sessions_[std::size_t(id)].report;
+    const auto& task = sessions_[std::size_t(id)].task;
+    result.searching = task && task->state() == task_state::waiting;
+    return result;
+  }
+
+  void open(index_t id) {
+    if (sessions_.size() <= std::size_t(id)) sessions_.resize(std::size_t(id) + 1);
+    if (ranges_.size() < sessions_.size() * std::size_t(layers_))
+      ranges_.resize(sessions_.size() * std::size_t(layers_));
+  }
+  void clear(index_t id) {
+    sessions_[std::size_t(id)] = {};
+    for (index_t layer = 0; layer < layers_; ++layer) ranges_[at(layer, id)] = {};
+  }
+
+  /// Whose basis and format new rows take.
+  const auto& like(std::size_t place, const segments& all) const {
+    return *(on() ? all[ranges_[place].settled - 1] : all.back());
+  }
+  /// Whether they may join the last segment.
+  bool joins(std::size_t place, const segments& all) const {
+    if (!on()) return true;
+    const auto& own = like(place, all);
+    return all.size() > ranges_[place].settled && all.back()->basis == own.basis && all.back()->format == own.format;
+  }
+
+  /// Copies rows that are about to be packed, `lists` of each kv_head.
+  template <class From, class Lists>
+  void prepare(std::size_t place, const From& from, const Lists& lists) {
+    if (!on()) return;
+    constexpr int D = Layout::k_dim, Dv = Layout::v_dim;
+    range& here = ranges_[place];
+    auto copied = std::make_shared<rows_before>();
+    for (index_t h = 0; h < heads_; ++h) {
+      const auto& list = lists[std::size_t(h)];
+      copied->k.emplace_back(list.size() * D);
+      copied->v.emplace_back(list.size() * Dv);
+      for (std::size_t i = 0; i < list.size(); ++i) {
+        load_key(from, 0, h, list[i], copied->k.back().data() + i * D);
+        load_value(from, 0, h, list[i], copied->v.back().data() + i * Dv);
+      }
+    }
+    here.before.reserve(here.before.size() + 1);
+    here.prepared = std::move(copied);
+  }
+  void forget_prepared(std::size_t place) { ranges_[place].prepared = nullptr; }
+
+  /// Rows have become segments, `in_own_basis` or behind the others. Needs no memory.
+  void packed(std::size_t place, const segments& all, bool in_own_basis) {
+    range& here = ranges_[place];
+    if (in_own_basis || !here.prepared) return end(here, all);
+    index_t longest = 0;
+    for (const auto& rows : here.prepared->k) longest = std::max(longest, index_t(rows.size()) / Layout::k_dim);
+    here.rows += longest;
+    here.before.push_back(std::move(here.prepared));
+  }
+  /// Segments have lost rows: they stay as they are.
+  void lost_rows(std::size_t place, const segments& all) {
+    end(ranges_[place], all);
+    ranges_[place].last = ranges_[place].first;
+  }
+
+  /// Between two steps: what a search has made takes its place, and a segment that has to end does. Waits for nobody; where
+  /// memory runs out, all stays as it is for now. segments_of(layer): a sequence's.
+  template <class SegmentsOf>
+  void settle(index_t id, const SegmentsOf& segments_of) {
+    if (!on()) return;
+    session& now = sessions_[std::size_t(id)];
+    if (now.task && now.task->state() != task_state::waiting) take(id, now, segments_of);
+    const index_t rows = longest(id);
+    const bool full = rows >= rows_.segment;
+    if (rows < rows_.strategy.least_segment || (!full && !lost_enough(id, segments_of))) return;
+    if (!now.task) return begin(id, now, segments_of);
+    if (!full) return;  // it goes on until the search before it is over, or it is full
+    for (index_t layer = 0; layer < layers_; ++layer) end(ranges_[at(layer, id)], segments_of(layer));
+    ++now.report.kept;
+  }
+
+  offset_t bytes(std::size_t place) const {
+    offset_t total = 0;
+    for (const auto& rows : ranges_[place].before) total += rows->bytes();
+    return total;
+  }
+
+ private:
+  struct range {
+    std::size_t settled = 0;          // segments
+    std::size_t first = 0, last = 0;  // those whose place what a search makes takes; none: equal
+    index_t rows = 0;                 // behind the settled ones
+    std::vector<std::shared_ptr<const rows_before>> before;
+    std::shared_ptr<const rows_before> prepared;
+  };
+  struct session {
+    std::shared_ptr<search_type> task;
+    strategy_report report;
+  };
+
+  bool on() const { return rows_.strategy.searched(); }
+  std::size_t at(index_t layer, index_t id) const {
+    return std::size_t(id) * std::size_t(layers_) + std::size_t(layer);
+  }
+  static void end(range& here, const segments& all) {
+    here.settled = all.size();
+    here.rows = 0;
+    here.before.clear();
+    here.prepared = nullptr;
+  }
+  index_t longest(index_t id) const {
+    index_t result = 0;
+    for (index_t layer = 0; layer < layers_; ++layer) result = std::max(result, ranges_[at(layer, id)].rows);
+    return result;
+  }
+
+  /// Of all layers together: a sequence's segments end at one token.
+  template <class SegmentsOf>
+  bool lost_enough(index_t id, const SegmentsOf& segments_of) const {
+    double lost = 0, allowed = 0;
+    for (index_t layer = 0; layer < layers_; ++layer) {
+      const range& here = ranges_[at(layer, id)];
+      if (here.rows == 0) continue;
+      const segments& all = segments_of(layer);
+      for (std::size_t i = here.settled; i < all.size(); ++i) lost += total(all[i]->losses) / heads_;
+      const auto& own = *all[here.settled - 1];
+      const double rows = std::max(1.0, total(own.lengths)), mean = total(own.losses) / rows;
+      const auto& limits = rows_.strategy;
+      allowed += limits.segment_loss > 0 ? double(limits.segment_loss) : mean * limits.reference;
+    }
+    return lost > allowed;
+  }
+  template <class Number>
+  static double total(const std::vector<Number>& all) {
+    return std::accumulate(all.begin(), all.end(), 0.0);
+  }
+
+  static void say(strategy_report& report, const char* problem) noexcept {
+    try {
+      report.problem = problem;
+    } catch (const std::bad_alloc&) {  // the count alone says it
+    }
+  }
+
+  template <class SegmentsOf>
+  void begin(index_t id, session& now, const SegmentsOf& segments_of) {
+    try {
+      auto made = std::make_shared<search_type>(rows_, block_);
+      for (index_t layer = 0; layer < layers_; ++layer) {
+        const range& here = ranges_[at(layer, id)];
+        if (here.rows > 0) made->parts.push_back({layer, {heads_, here.before}, nullptr});
+      }
+      worker_->start(made);
+      now.task = std::move(made);
+    } catch (const std::bad_alloc&) {
+      return;  // another time
+    } catch (const std::system_error& none) {
+      return say(now.report, none.what());
+    }
+    for (index_t layer = 0; layer < layers_; ++layer) {
+      range& here = ranges_[at(layer, id)];
+      here.first = here.settled;
+      here.last = segments_of(layer).size();
+      end(here, segments_of(layer));
+    }
+  }
+
+  template <class SegmentsOf>
+  void take(index_t id, session& now, const SegmentsOf& segments_of) {
+    const std::shared_ptr<search_type> over = std::exchange(now.task, nullptr);
+    const bool done = over->state() == task_state::done;
+    ++(done ? now.report.searched : now.report.kept);
+    if (!done) {
+      const bool failed = over->state() == task_state::failed;
+      say(now.report, failed ? over->problem().c_str() : "the thread that searches strategies was stopped");
+    }
+    for (const auto& part : over->parts) {
+      range& here = ranges_[at(part.layer, id)];
+      const auto replaced = here.last - here.first;
+      here.last = here.first;
+      if (replaced == 0 || !done) continue;
+      segments& all = segments_of(part.layer);
+      const auto first = all.begin() + std::ptrdiff_t(here.first);
+      *first = part.made;
+      all.erase(first + 1, first + std::ptrdiff_t(replaced));
+      here.settled -= replaced - 1;
+    }
+  }
+
+  index_t layers_, heads_, block_;
+  rows_type rows_;
+  std::shared_ptr<background> worker_;
+  std::vector<range> ranges_;
+  std::vector<session> sessions_;
+};
+
+}  // namespace TESSERA_HOST_ISA
+}  // namespace cpu
+TESSERA_NAMESPACE_END

@@ -1,0 +1,66 @@
+// What a prompt's last queries say of channels: their squares, until the prompt ends.
+#pragma once
+
+#include <algorithm>
+#include <vector>
+
+#include "../../../../core/views.hpp"
+
+TESSERA_NAMESPACE_BEGIN
+namespace cpu {
+
+/// The sum over a group's query heads of q^2 by channel, of the newest tokens of a prompt, in any chunks.
+class window_squares {
+ public:
+  /// Takes the memory that `add` needs.
+  template <class E>
+  void reserve(const rows_view<const E>& q, index_t kv_heads, index_t dim, index_t most) {
+    const offset_t row = offset_t(kv_heads) * dim, fresh = std::clamp(q.tokens, 0, most);
+    rows_.reserve(std::size_t((old_rows(row, fresh, most) + fresh) * row));
+  }
+  /// Takes in the queries of a chunk's last tokens; `most` of all tokens so far are remembered.
+  template <class E>
+  void add(const rows_view<const E>& q, index_t kv_heads, index_t dim, index_t most) {
+    if (q.tokens <= 0) return;
+    const index_t group = q.heads / kv_heads, fresh = std::min(q.tokens, most);
+    const offset_t row = offset_t(kv_heads) * dim;
+    rows_.erase(rows_.begin(), rows_.end() - old_rows(row, fresh, most) * row);
+    heads_ = group;
+    for (index_t t = q.tokens - fresh; t < q.tokens; ++t) {
+      for (index_t h = 0; h < kv_heads; ++h) {
+        for (index_t d = 0; d < dim; ++d) {
+          float sum = 0;
+          for (index_t g = 0; g < group; ++g) {
+            const float x = float(q.row(0, t, h * group + g)[d]);
+            sum += x * x;
+          }
+          rows_.push_back(sum);
+        }
+      }
+    }
+  }
+
+  /// Their means over tokens and heads, [kv_heads, dim]; empty where no query has come.
+  std::vector<double> means(index_t kv_heads, index_t dim) const {
+    const std::size_t row = std::size_t(kv_heads) * std::size_t(dim);
+    if (rows_.empty()) return {};
+    std::vector<double> result(row, 0.0);
+    for (std::size_t i = 0; i < rows_.size(); ++i) result[i % row] += double(rows_[i]);
+    for (double& x : result) x /= double(rows_.size() / row) * double(heads_);
+    return result;
+  }
+
+  offset_t bytes() const { return offset_t(rows_.capacity() * sizeof(float)); }
+
+ private:
+  /// That stay when fresh ones come.
+  offset_t old_rows(offset_t row, offset_t fresh, offset_t most) const {
+    return std::min<offset_t>(most - fresh, offset_t(rows_.size()) / row);
+  }
+
+  std::vector<float> rows_;  // [tokens, kv_heads, dim]
+  index_t heads_ = 1;        // of a group
+};
+
+}  // namespace cpu
+TESSERA_NAMESPACE_END

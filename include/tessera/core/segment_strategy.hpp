@@ -1,0 +1,32 @@
+// How a segment is packed: what a search may choose, and what has come of searches.
+#pragma once
+
+#include <array>
+#include <string>
+
+#include "types.hpp"
+
+TESSERA_NAMESPACE_BEGIN
+
+/// What all kv_heads of one layer's segment have in common.
+struct segment_strategy {
+  float channels = 0.25f;  ///< share of a vector's elements that stay
+  index_t group = 1;       ///< neighbouring channels that stay together
+  index_t block = 8;       ///< tokens of a mean key
+
+  bool operator==(const segment_strategy&) const = default;
+};
+
+/// What a search may choose, in the order in which it prefers them.
+inline constexpr std::array<float, 3> strategy_shares{0.125f, 0.25f, 0.375f};
+inline constexpr std::array<index_t, 3> strategy_groups{4, 2, 1}, strategy_blocks{16, 8, 4};
+
+/// What has come of the segments of a sequence that have ended.
+struct strategy_report {
+  index_t searched = 0;    ///< packed by a strategy of their own now
+  index_t kept = 0;        ///< left as they were, by the strategy before them
+  bool searching = false;  ///< one of them is being worked on
+  std::string problem;     ///< why the last one was left; empty where none was, or where it went by the rules
+};
+
+TESSERA_NAMESPACE_END

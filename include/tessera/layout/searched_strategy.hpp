@@ -1,0 +1,47 @@
+// Segments of decoded tokens are packed by a strategy that is searched for each of them.
+#pragma once
+
+#include "../core/parameters.hpp"
+#include "../core/types.hpp"
+
+TESSERA_NAMESPACE_BEGIN
+
+/// Whether the segments of an answer are packed as the prompt is, or each as a search finds best.
+enum class strategy_choice { fixed, searched };
+
+/// Decoded tokens are packed by the last finished segment's strategy, tail by tail. Once that has lost as much of them as of
+/// `reference` tokens of its own segment (or `segment_loss`, if that is set), and at least `least_segment` tokens have come, or as many
+/// as a segment holds, their segment ends: a thread beside the cache searches its strategy and packs it again from the rows as they
+/// were, and between two steps it takes the place of what was there. See runtime/strategy.hpp for the search.
+///
+/// Bytes    of a segment that has not ended: its rows in fp32 besides.
+/// Paper    MosaicKV, arXiv:2607.00760, Sec. 5.4, 5.5. Differs: it gives no thresholds; second moments are summed when a segment ends,
+///          on the other thread, where the paper adds every token to them.
+struct searched_strategy {
+  static constexpr const char* name = "searched_strategy";
+  static constexpr bool searches = true;
+  static constexpr bool host_only = true;  // the CUDA body is not written yet: #11
+
+  strategy_choice strategy = strategy_choice::fixed;
+  float channel_loss = 0.1f, block_spread = 0.5f, segment_loss = 0;
+  index_t reference = 8192, least_segment = 4096;
+
+  bool searched() const { return strategy == strategy_choice::searched; }
+  void check() const { check_parameters(*this); }
+  template <class Self, class Visit>
+  static void parameters(Self& self, Visit&& visit) {
+    visit("strategy", self.strategy, one_word_of{"fixed or searched"},
+          "whether segments of decoded tokens are packed as all others or by a search for each");
+    visit("channel_loss", self.channel_loss, value_range{0.0f, 1.0f},
+          "share of a vector's energy that a searched strategy may leave out");
+    visit("block_spread", self.block_spread, value_range{0.0f, 1.0f},
+          "how far keys of a searched block may differ, of how far all do");
+    visit("segment_loss", self.segment_loss, value_range{0.0f, 16777216.0f},
+          "loss, summed over tokens, that ends a searched segment; 0: by `reference`");
+    visit("reference", self.reference, value_range{1, most_tokens},
+          "tokens of the segment before whose loss ends a searched segment");
+    visit("least_segment", self.least_segment, value_range{32, most_tokens}, "least tokens of a searched segment");
+  }
+};
+
+TESSERA_NAMESPACE_END

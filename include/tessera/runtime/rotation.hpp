@@ -1,0 +1,148 @@
+// The basis of a segment: the rotation that gathers energy, and the order of its channels. On the host; small matrices.
+#pragma once
+
+#include <algorithm>
+#include <cmath>
+#include <string>
+#include <utility>
+#include <vector>
+
+#include "../core/error.hpp"
+#include "../core/packed_row.hpp"
+#include "../core/types.hpp"
+
+TESSERA_NAMESPACE_BEGIN
+
+/// Eigenvalues, ascending, and eigenvectors, one a row, of a symmetric matrix [dim, dim].
+///
+/// Its body is in runtime/eigen.hpp, which methods that rotate include, so that nobody else compiles Eigen. nvcc does not see it: a CUDA
+/// source with a CPU cache that rotates is linked with a C++ source that has
+/// `template void tessera::find_eigenvectors<double>(const double*, tessera::index_t, double*, double*);`.
+template <class Real>
+void find_eigenvectors(const Real* matrix, index_t dim, Real* values, Real* vectors);
+
+/// Whether runtime/eigen.hpp is included.
+template <class Real>
+inline constexpr bool eigenvectors_included = false;
+
+/// The sum of x x^T over rows, [dim, dim]: `load(i, to)` gives row i of `count` as fp32.
+template <class Load>
+std::vector<double> second_moment(index_t count, index_t dim, const Load& load) {
+  std::vector<double> moment(static_cast<std::size_t>(dim * dim), 0.0);
+  std::vector<float> row(static_cast<std::size_t>(dim));
+  for (index_t i = 0; i < count; ++i) {
+    load(i, row.data());
+    for (index_t a = 0; a < dim; ++a) {
+      double* to = moment.data() + offset_t(a) * dim;
+      const double x = row[std::size_t(a)];
+      for (index_t b = 0; b < dim; ++b) to[b] += x * double(row[std::size_t(b)]);
+    }
+  }
+  return moment;
+}
+
+/// rotation [channels, dim] = the eigenvectors of the second moment [dim, dim] with the largest eigenvalues, the largest first.
+/// Each is turned so that its largest component is positive (the first of several), for the same rows give the same rotation.
+/// Errors   a second moment with NaN or infinity: tessera::error.
+template <class Real>
+void find_rotation(const std::vector<Real>& moment, index_t dim, index_t channels, const std::string& of,
+                   float* rotation) {
+  static_assert(eigenvectors_included<Real>,
+                "tessera: a recipe whose rows are rotated needs Eigen's solver; include tessera/runtime/eigen.hpp");
+  for (index_t i = 0; i < dim * dim; ++i) {
+    const Real x = moment[std::size_t(i)];
+    if (x - x == 0) continue;
+    fail("the second moment of " + of + " at channels " + std::to_string(i / dim) + " and " + std::to_string(i % dim),
+         x, "a finite number", "keep NaN and infinity out of keys and values, or scale them");
+  }
+  std::vector<Real> values(static_cast<std::size_t>(dim)), vectors(static_cast<std::size_t>(dim * dim));
+  find_eigenvectors(moment.data(), dim, values.data(), vectors.data());
+  for (index_t c = 0; c < channels; ++c) {
+    const Real* from = vectors.data() + offset_t(dim - 1 - c) * dim;
+    index_t top = 0;
+    for (index_t d = 1; d < dim; ++d) {
+      if (std::abs(from[d]) > std::abs(from[top])) top = d;
+    }
+    const Real sign = from[top] < 0 ? -1 : 1;
+    for (index_t d = 0; d < dim; ++d) rotation[offset_t(c) * dim + d] = float(sign * from[d]);
+  }
+}
+
+namespace detail {
+
+/// Pairs up `items`, those with the largest `likeness(a, b)` first, ties to the lower items. Their number is even.
+template <class Likeness>
+std::vector<std::pair<index_t, index_t>> greedy_pairs(index_t items, const Likeness& likeness) {
+  struct candidate {
+    double likeness;
+    index_t a, b;
+  };
+  std::vector<candidate> all;
+  for (index_t a = 0; a < items; ++a) {
+    for (index_t b = a + 1; b < items; ++b) all.push_back({likeness(a, b), a, b});
+  }
+  std::stable_sort(all.begin(), all.end(),
+                   [](const candidate& x, const candidate& y) { return x.likeness > y.likeness; });
+  std::vector<bool> taken(std::size_t(items), false);
+  std::vector<std::pair<index_t, index_t>> pairs;
+  for (const candidate& one : all) {
+    if (taken[std::size_t(one.a)] || taken[std::size_t(one.b)]) continue;
+    taken[std::size_t(one.a)] = taken[std::size_t(one.b)] = true;
+    pairs.emplace_back(one.a, one.b);
+  }
+  std::sort(pairs.begin(), pairs.end());  // by the stronger channel: the lower one
+  return pairs;
+}
+
+}  // namespace detail
+
+/// The order in which `channels` channels stand so that groups of 2 or 4 neighbours are often chosen together; of 1: as they are.
+/// together [channels, channels]: how many vectors have chosen both. Pairs are matched greedily, then pairs of pairs; groups stand
+/// in the order of their strongest channel, the lowest. `group` divides `channels`.
+inline std::vector<index_t> group_channels(const std::vector<double>& together, index_t channels, index_t group) {
+  std::vector<std::vector<index_t>> groups;
+  for (index_t c = 0; c < channels; ++c) groups.push_back({c});
+  while (index_t(groups.front().size()) < group) {
+    const auto pairs = detail::greedy_pairs(index_t(groups.size()), [&](index_t a, index_t b) {
+      double sum = 0;
+      for (const index_t x : groups[std::size_t(a)]) {
+        for (const index_t y : groups[std::size_t(b)]) sum += together[std::size_t(offset_t(x) * channels + y)];
+      }
+      return sum;
+    });
+    std::vector<std::vector<index_t>> joined;
+    for (const auto& [a, b] : pairs) {
+      joined.push_back(groups[std::size_t(a)]);
+      joined.back().insert(joined.back().end(), groups[std::size_t(b)].begin(), groups[std::size_t(b)].end());
+      std::sort(joined.back().begin(), joined.back().end());
+    }
+    groups = std::move(joined);
+  }
+  std::sort(groups.begin(), groups.end());
+  std::vector<index_t> order;
+  for (const auto& one : groups) order.insert(order.end(), one.begin(), one.end());
+  return order;
+}
+
+/// The order for `format.group` by what `channels` chooses of single channels in up to 1,024 of `count` rotated rows;
+/// row(i) is one of them, [format.channels].
+template <class Channels, class Row>
+std::vector<index_t> order_of_channels(const Channels& channels, const packed_format& format, index_t count,
+                                       const Row& row) {
+  constexpr index_t samples = 1024;
+  packed_format single = format;
+  single.group = 1;
+  const index_t n = format.channels, step = std::max(1, ceil_div(count, samples));
+  std::vector<double> together(std::size_t(n) * std::size_t(n), 0.0);
+  std::vector<std::uint8_t> bits(std::size_t(single.set_bytes()));
+  for (index_t i = 0; i < count; i += step) {
+    channels.choose(row(i), single, bits.data());
+    for (index_t a = 0; a < n; ++a) {
+      if (!has_bit(bits.data(), a)) continue;
+      for (index_t b = 0; b < n; ++b) together[std::size_t(offset_t(a) * n + b)] += has_bit(bits.data(), b);
+    }
+  }
+  return group_channels(together, n, format.group);
+}
+
+TESSERA_NAMESPACE_END

@@ -1,0 +1,249 @@
+// Caches of packed rows: what becomes a segment when, what it takes, and what bad input leaves behind.
+#include "catch.hpp"
+
+#include <numeric>
+
+#include <tessera/cache.hpp>
+#include <tessera/methods/mosaickv.hpp>
+#include <tessera/methods/snapkv.hpp>
+#include <tessera/methods/think.hpp>
+
+#include "backend/cpu/read/packed_oracle.hpp"
+#include "support/random.hpp"
+#include "support/tolerance.hpp"
+
+using namespace tessera;
+namespace exact = support::packed_oracle;
+
+namespace {
+
+constexpr index_t q_heads = 4, kv_heads = 2;
+
+/// One layer and one sequence, fed with random rows.
+template <class Recipe>
+struct conversation {
+  static constexpr int dim = Recipe::layout_type::k_dim;
+  support::rng random{405};
+  cache<Recipe> held;
+  index_t id;
+  std::vector<float> out, lse, q;
+
+  explicit conversation(const Recipe& recipe)
+      : held({1, q_heads, kv_heads}, recipe, std::make_shared<cpu::executor>(1)), id(held.open()) {
+    held.trace_attended(true);
+  }
+  void prompt(index_t tokens, float poison = 0) {
+    auto k = support::normals(random, std::size_t(tokens * kv_heads * dim)), v = support::normals(random, k.size());
+    q = support::normals(random, std::size_t(tokens * q_heads * dim));
+    k[k.size() / 2] += poison;
+    held.prefill(0, id, nhd_rows<const float>(q.data(), tokens, q_heads, dim),
+                 nhd_rows<const float>(k.data(), tokens, kv_heads, dim),
+                 nhd_rows<const float>(v.data(), tokens, kv_heads, dim));
+    held.end_prefill(id);
+  }
+  void step(index_t tokens) {
+    const auto k = support::normals(random, std::size_t(tokens * kv_heads * dim)),
+               v = support::normals(random, k.size());
+    q = support::normals(random, std::size_t(tokens * q_heads * dim));
+    out.assign(q.size(), 7.0f);
+    lse.assign(std::size_t(tokens * q_heads), 7.0f);
+    const batch now = held.prepare_step({id}, tokens);
+    held.decode(0, now, nhd_rows<const float>(q.data(), tokens, q_heads, dim),
+                nhd_rows<const float>(k.data(), tokens, kv_heads, dim),
+                nhd_rows<const float>(v.data(), tokens, kv_heads, dim), nhd_rows(out.data(), tokens, q_heads, dim),
+                nhd_rows(lse.data(), tokens, q_heads, 1));
+  }
+  /// Rows of each segment of head 0, and the whole ones behind them.
+  std::vector<index_t> parts() {
+    const auto view = held.view(0, id);
+    std::vector<index_t> result;
+    for (const auto& segment : *view.segments) result.push_back(segment->lengths[0]);
+    result.push_back(view.whole.length(0, 0));
+    return result;
+  }
+};
+
+using list = std::vector<index_t>;
+
+template <class Recipe>
+std::string refused(const Recipe& recipe) {
+  try {
+    cache<Recipe>({1, q_heads, kv_heads}, recipe, std::make_shared<cpu::executor>(1));
+  } catch (const error& refusal) {
+    return refusal.what();
+  }
+  return "nothing was thrown";
+}
+
+using mosaic = mosaickv<fp32, 64>;
+
+/// Bytes of an uncompressed cache of as many tokens over those that are allocated.
+double times_smaller(index_t group, packed_element element) {
+  mosaickv<bf16, 128> recipe;
+  recipe.layout.rows.key.group = recipe.layout.rows.value.group = group;
+  recipe.layout.rows.element = element;
+  cache<mosaickv<bf16, 128>> held({1, 1, 1}, recipe, std::make_shared<cpu::executor>(1));
+  const index_t id = held.open(), chunk = 4096, tokens = 65536;
+  support::rng random(406);
+  for (index_t first = 0; first < tokens; first += chunk) {
+    const auto rows = support::normals(random, std::size_t(chunk * 128));
+    const auto given = nhd_rows<const float>(rows.data(), chunk, 1, 128);
+    held.prefill(0, id, rows_view<const float>{nullptr, 0, 0, 0, 1, 0, 1, 128}, given, given);
+  }
+  held.end_prefill(id);
+  return double(held.full_bytes(tokens)) / double(held.bytes(id));
+}
+
+}  // namespace
+
+TEST_CASE("a first prompt becomes segments, what is left over stays whole, and decoded tokens join a tail at a time") {
+  conversation<mosaic> now{mosaic{}};
+  now.prompt(100);
+  CHECK(now.parts() == list{96, 4});
+  for (index_t i = 0; i < 27; ++i) now.step(1);
+  CHECK(now.parts() == list{96, 31});
+  now.step(8);
+  CHECK(now.parts() == list{128, 7});
+  now.prompt(30);  // a short turn goes through the tail
+  CHECK(now.parts() == list{160, 5});
+  now.prompt(4091);  // and so does one of fewer than 4,096 tokens, even if the tail makes it so many
+  CHECK(now.parts() == list{160 + 4096, 0});
+  now.prompt(4096);
+  CHECK(now.parts() == list{160 + 4096, 4096, 0});
+  now.step(1);
+  now.prompt(70);
+  CHECK(now.parts() == list{160 + 4096, 4096 + 64, 7});
+}
+
+TEST_CASE("a prompt of several segments, and conversations shorter than a tail") {
+  mosaic recipe;
+  recipe.layout.rows.segment = 64;
+  conversation<mosaic> several{recipe};
+  several.prompt(240);
+  CHECK(several.parts() == list{64, 64, 64, 32, 16});
+  const auto view = several.held.view(0, several.id);
+  CHECK((*view.segments)[0]->basis != (*view.segments)[1]->basis);
+
+  conversation<mosaic> small{mosaic{}};
+  small.prompt(31);
+  CHECK(small.parts() == list{31});
+  small.step(1);
+  CHECK(small.parts() == list{32, 0});
+  conversation<mosaic> unprompted{mosaic{}};
+  for (index_t i = 0; i < 33; ++i) unprompted.step(1);
+  CHECK(unprompted.parts() == list{32, 1});
+
+  conversation<think<fp32, 64>> thin{{}};
+  thin.prompt(100);
+  CHECK(thin.parts() == list{68, 32});
+  for (index_t i = 0; i < 31; ++i) thin.step(1);
+  CHECK(thin.parts() == list{68, 63});
+  thin.step(1);
+  CHECK(thin.parts() == list{100, 32});
+}
+
+TEST_CASE("steps answer as attention in double over what is unpacked and rotated back, turn after turn") {
+  mosaic recipe;
+  recipe.layout.rows.segment = 96;
+  recipe.layout.rows.key.group = recipe.layout.rows.value.group = 2;
+  recipe.set_budget(48);
+  conversation<mosaic> now{recipe};
+  index_t compared = 0;
+  for (const index_t prompt : {250, 20, 70}) {
+    now.prompt(prompt);
+    for (const index_t tokens : {1, 8, 3, 1}) {
+      auto before = now.held;
+      now.step(tokens);
+      const auto view = now.held.view(0, now.id), old = before.view(0, now.id);
+      const index_t n = now.held.next_position(now.id), packed = old.packed[0];
+      std::vector<index_t> positions(static_cast<std::size_t>(n));
+      std::iota(positions.begin(), positions.end(), 0);
+      for (index_t h = 0; h < kv_heads; ++h) {
+        const auto attended = now.held.attended(0, now.id)[std::size_t(h)];
+        std::vector<const float*> asked;
+        for (index_t row = 0; row < tokens * 2; ++row) {
+          asked.push_back(now.q.data() + ((row / 2) * q_heads + h * 2 + row % 2) * 64);
+        }
+        bool close = false;
+        auto expected = exact::chosen_blocks(exact::blocks_of(old, h, asked, true), 48, close);
+        for (index_t slot = packed; slot < n; ++slot) expected.push_back(slot);
+        if (!close) REQUIRE(attended == expected);
+        REQUIRE(index_t(attended.size()) == 48 + n - packed);
+        if (view.packed[h] != packed) continue;  // the step's end has packed some of what it read whole
+        const auto held = exact::tokens_of(view, h);
+        for (index_t row = 0; row < tokens * 2; ++row) {
+          const index_t token = row / 2, q_head = h * 2 + row % 2;
+          const auto answer =
+              exact::attend(asked[std::size_t(row)], n - tokens + token, held, attended, positions, {}, q_head);
+          REQUIRE(support::row_error(now.out.data() + (token * q_heads + q_head) * 64, answer.out) < 1e-5);
+          REQUIRE(support::number_error(now.lse[std::size_t(token * q_heads + q_head)], answer.lse) < 1e-5);
+          ++compared;
+        }
+      }
+    }
+  }
+  CHECK(compared > 80);
+}
+
+TEST_CASE("a copy of a cache goes its own way") {
+  conversation<mosaic> now{mosaic{}};
+  now.prompt(100);
+  auto copy = now;
+  const auto bytes = now.held.bytes(now.id);
+  for (index_t i = 0; i < 40; ++i) copy.step(1);
+  CHECK(copy.parts() == list{128, 12});
+  CHECK(now.parts() == list{96, 4});
+  CHECK(now.held.bytes(now.id) == bytes);
+  for (index_t i = 0; i < 40; ++i) now.step(1);
+  CHECK(support::same_bits(now.out, copy.out));
+  now.held.close(now.id);
+  copy.step(1);
+}
+
+TEST_CASE("packed rows are as much smaller as the paper has it, everything counted") {
+  CHECK(times_smaller(1, packed_element::same) >= 3.0);
+  CHECK(times_smaller(4, packed_element::same) >= 3.5);
+  CHECK(times_smaller(1, packed_element::int4) >= 7.0);
+}
+
+TEST_CASE("strategies that make no sense are refused by a sentence") {
+  const auto with = [](auto change) {
+    mosaic recipe;
+    change(recipe);
+    return refused(recipe);
+  };
+  const auto channels = [](float share) {
+    return [share](mosaic& r) { r.layout.rows.key.channels = r.layout.rows.value.channels = share; };
+  };
+  CHECK_THAT(with(channels(0.001f)), contains("channels is 0 elements; expected at least 1"));
+  CHECK_THAT(with(channels(0.9f)),
+             contains("channels is 58 elements; expected at most what truncate leaves, which is 48"));
+  CHECK_THAT(with([](mosaic& r) {
+               r.layout.rows.key.channels = r.layout.rows.value.channels = 0.27f;
+               r.layout.rows.key.group = r.layout.rows.value.group = 4;
+             }),
+             contains("channels is 17 elements; expected a multiple of the group, which is 4"));
+  CHECK_THAT(with([](mosaic& r) { r.layout.rows.key.group = 3; }), contains("group is 3; expected 1, 2 or 4"));
+  CHECK_THAT(with([](mosaic& r) { r.retrieve.selector.block = 12; }),
+             contains("block is 12; expected a divisor of the tail, which is 32"));
+  CHECK_THAT(with([](mosaic& r) { r.set_budget(15); }), contains("budget is 15; expected at least two blocks"));
+  CHECK_THAT(with([](mosaic& r) { r.layout.rows.basis.truncate = 1.5f; }), contains("truncate is 1.5"));
+  CHECK(with([](mosaic&) {}) == "nothing was thrown");
+}
+
+TEST_CASE("a second moment that is no number is refused, and the cache is as it was") {
+  conversation<mosaic> now{mosaic{}};
+  now.prompt(64);
+  const auto bytes = now.held.bytes(now.id);
+  CHECK(now.parts() == list{64, 0});
+  conversation<mosaic> poisoned{mosaic{}};
+  CHECK_THROWS_WITH(poisoned.prompt(64, std::numeric_limits<float>::quiet_NaN()),
+                    contains("the second moment of keys of layer 0, kv_head"));
+  CHECK(poisoned.parts() == list{64});
+  CHECK_THROWS_AS(poisoned.held.end_prefill(poisoned.id), error);
+  poisoned.held.close(poisoned.id);
+  poisoned.id = poisoned.held.open();
+  poisoned.prompt(64);
+  CHECK(poisoned.parts() == list{64, 0});
+  CHECK(poisoned.held.bytes(poisoned.id) == bytes);
+}

@@ -1,0 +1,315 @@
+// Strategies that are searched beside a cache: when segments end, what takes their place and when, and what a stopped thread leaves.
+#include "catch.hpp"
+
+#include <numeric>
+
+#include <tessera/cache.hpp>
+#include <tessera/methods/h2o.hpp>
+#include <tessera/methods/mosaickv.hpp>
+
+#include "backend/cpu/read/packed_oracle.hpp"
+#include "support/random.hpp"
+#include "support/tolerance.hpp"
+
+using namespace tessera;
+namespace exact = support::packed_oracle;
+
+namespace {
+
+constexpr index_t layers = 2, q_heads = 4, kv_heads = 2, dim = 64, drift = 300;
+using mosaic = mosaickv<fp32, dim>;
+
+/// Segments that end soon.
+mosaic searching() {
+  mosaic recipe;
+  recipe.set_budget(64);
+  auto& strategy = recipe.layout.rows.strategy;
+  strategy.strategy = strategy_choice::searched;
+  strategy.least_segment = 64;
+  strategy.reference = 128;
+  return recipe;
+}
+
+/// Rows of a token, the same in every conversation. From token `drift` on other channels are the strong ones.
+std::vector<float> rows_of(index_t token, index_t layer, index_t side, index_t heads) {
+  support::rng random(std::uint64_t(token) * 64 + std::uint64_t(layer * 4 + side));
+  std::vector<float> rows;
+  for (index_t h = 0; h < heads; ++h) {
+    for (index_t d = 0; d < dim; ++d) {
+      const index_t rank = token < drift ? d : (d * 13 + 31) % dim;
+      rows.push_back(random.normal() * float(std::exp(-0.12 * double(rank))));
+    }
+  }
+  return rows;
+}
+
+/// Does what it is told at once and says so when it is asked to.
+struct at_once final : background {
+  std::vector<std::shared_ptr<background_task>> held;
+  std::atomic<bool> stopping{false};
+  void start(std::shared_ptr<background_task> task) override {
+    task->perform(stopping);
+    held.push_back(std::move(task));
+  }
+  void publish() {
+    for (const auto& task : held) task->publish();
+    held.clear();
+  }
+};
+
+template <class Recipe = mosaic>
+struct conversation {
+  cache<Recipe> held;
+  index_t id, tokens = 0;
+  std::vector<float> out;
+
+  explicit conversation(const Recipe& recipe, index_t prompt = 128)
+      : held({layers, q_heads, kv_heads}, recipe, std::make_shared<cpu::executor>(1)), id(held.open()) {
+    for (index_t t = 0; t < prompt; ++t, ++tokens) {
+      for (index_t layer = 0; layer < layers; ++layer) {
+        const auto k = rows_of(tokens, layer, 0, kv_heads), v = rows_of(tokens, layer, 1, kv_heads),
+                   q = rows_of(tokens, layer, 2, q_heads);
+        held.prefill(layer, id, given(q, q_heads), given(k, kv_heads), given(v, kv_heads));
+      }
+    }
+    held.end_prefill(id);
+  }
+  static rows_view<const float> given(const std::vector<float>& rows, index_t heads) {
+    return nhd_rows<const float>(rows.data(), 1, heads, dim);
+  }
+  void step() {
+    const batch now = held.prepare_step({id}, 1);
+    out.assign(std::size_t(layers * q_heads * dim), 7.0f);
+    for (index_t layer = 0; layer < layers; ++layer) {
+      const auto k = rows_of(tokens, layer, 0, kv_heads), v = rows_of(tokens, layer, 1, kv_heads),
+                 q = rows_of(tokens, layer, 2, q_heads);
+      held.decode(layer, now, given(q, q_heads), given(k, kv_heads), given(v, kv_heads),
+                  nhd_rows(out.data() + layer * q_heads * dim, 1, q_heads, dim));
+    }
+    ++tokens;
+  }
+  /// Rows of the segments of a layer, and the whole ones behind them.
+  std::vector<index_t> parts(index_t layer) {
+    const auto view = held.view(layer, id);
+    std::vector<index_t> result;
+    for (const auto& segment : *view.segments) result.push_back(segment->lengths[0]);
+    result.push_back(view.whole.length(0, 0));
+    return result;
+  }
+  strategy_report report() const { return held.strategies(id); }
+};
+
+double worst_difference(const exact::numbers& a, const std::vector<float>& b, index_t head) {
+  double worst = 0;
+  for (std::size_t d = 0; d < a.size(); ++d)
+    worst = std::max(worst, std::abs(a[d] - double(b[std::size_t(head) * a.size() + d])));
+  return worst;
+}
+
+}  // namespace
+
+TEST_CASE("answers are those with the strategies computed at once and put in place before the same steps") {
+  const index_t steps = support::scaled(2000);
+  conversation<> threaded(searching());
+  std::vector<index_t> swaps;
+  std::vector<std::vector<float>> answers;
+  for (index_t i = 0; i < steps; ++i) {
+    const index_t before = threaded.report().searched;
+    // Now and then the caller has other things to do, until the thread is done: both orders of events are met.
+    for (int wait = 0; i % 97 == 96 && wait < 2000 && threaded.report().searching; ++wait)
+      std::this_thread::sleep_for(std::chrono::milliseconds(1));
+    threaded.step();
+    if (threaded.report().searched > before) swaps.push_back(i);
+    answers.push_back(threaded.out);
+  }
+  CHECK(swaps.size() >= std::size_t(steps / 1000));
+  CHECK(threaded.report().problem.empty());
+
+  conversation<> again(searching());
+  const auto worker = std::make_shared<at_once>();
+  again.held.search_on(worker);
+  for (index_t i = 0; i < steps; ++i) {
+    if (std::binary_search(swaps.begin(), swaps.end(), i)) worker->publish();
+    again.step();
+    REQUIRE(support::same_bits(again.out, answers[std::size_t(i)]));
+  }
+  CHECK(again.report().searched == threaded.report().searched);
+  for (index_t layer = 0; layer < layers; ++layer) CHECK(again.parts(layer) == threaded.parts(layer));
+}
+
+TEST_CASE(
+    "a segment ends when it has lost too much, and what takes its place is packed by the strategy that is best for "
+    "it") {
+  mosaic recipe = searching();
+  recipe.layout.rows.strategy.least_segment = 128;
+  conversation<> now(recipe);
+  const auto worker = std::make_shared<at_once>();
+  now.held.search_on(worker);
+  while (worker->held.empty()) {
+    now.step();
+    REQUIRE(now.tokens < 4000);
+  }
+  CHECK(now.report().searching);
+  const auto before = now.parts(0);
+  REQUIRE(before.size() >= 3);
+  CHECK(before[0] == 128);
+  const index_t ended = before[1];
+  CHECK(ended % 32 == 0);
+  CHECK(ended >= 128);
+  CHECK(ended <= 160);  // tokens like the prompt's lose at least what the prompt's lose, of which 128 are allowed
+  CHECK(now.parts(1)[1] == ended);
+  for (int i = 0; i < 70; ++i) now.step();  // the next tokens have the prompt's strategy, behind it
+  const auto waiting = now.parts(0);
+  CHECK(waiting[1] == ended);
+  CHECK(waiting.size() == 4);
+  const auto old = now.held.view(0, now.id);
+  CHECK((*old.segments)[1]->basis == (*old.segments)[0]->basis);
+  CHECK((*old.segments)[2]->format == (*old.segments)[0]->format);
+
+  worker->publish();
+  now.step();
+  CHECK(now.report().searched == 1);
+  CHECK_FALSE(now.report().searching);
+  for (index_t layer = 0; layer < layers; ++layer) {
+    const auto view = now.held.view(layer, now.id);
+    const auto& made = *(*view.segments)[1];
+    CHECK(made.lengths == std::vector<index_t>(kv_heads, ended));
+    strategy_search<top_groups> search(recipe.layout.rows.key);
+    for (index_t h = 0; h < kv_heads; ++h) {
+      for (const index_t side : {0, 1}) {
+        const auto load = [&](index_t i, float* to) {
+          std::copy_n(rows_of(128 + i, layer, side, kv_heads).data() + h * dim, dim, to);
+        };
+        search.add(ended, dim, 48, "rows", load);
+        if (side == 0) search.add_blocks(ended, dim, load);
+      }
+    }
+    const segment_strategy best = search.best(0.1f, 0.5f, 32);
+    CHECK(made.format.k.kept == index_t(best.channels * float(dim)));
+    CHECK(made.format.v.kept == made.format.k.kept);
+    CHECK(made.format.k.group == best.group);
+    CHECK(made.format.block == best.block);
+    // What is stored is nearer to what was given than before.
+    double error = 0, energy = 0;
+    for (index_t h = 0; h < kv_heads; ++h) {
+      const auto stored = exact::tokens_of(view, h);
+      REQUIRE(index_t(stored.size()) == now.tokens);
+      for (index_t t = 128; t < 128 + ended; ++t) {
+        const auto k = rows_of(t, layer, 0, kv_heads);
+        for (index_t d = 0; d < dim; ++d) {
+          const double x = double(k[std::size_t(h * dim + d)]);
+          error += std::pow(stored[std::size_t(t)].key[std::size_t(d)] - x, 2);
+          energy += x * x;
+        }
+      }
+      // The tail is as it was given.
+      const auto newest = rows_of(now.tokens - 1, layer, 0, kv_heads);
+      CHECK(worst_difference(stored.back().key, newest, h) < 1e-6);
+    }
+    CHECK(error / energy < 0.15);
+  }
+  // From now on tokens are packed by that strategy, in a segment of their own.
+  for (int i = 0; i < 40; ++i) now.step();
+  const auto view = now.held.view(0, now.id);
+  CHECK(view.segments->back()->format == (*view.segments)[1]->format);
+  CHECK(view.segments->back()->basis == (*view.segments)[1]->basis);
+}
+
+TEST_CASE(
+    "where the thread is stopped in the middle of a segment, the cache goes on with the old strategy and says so") {
+  conversation<> now(searching());
+  const auto worker = std::make_shared<at_once>();
+  worker->stopping = true;
+  now.held.search_on(worker);
+  while (worker->held.empty()) now.step();
+  worker->publish();
+  now.step();
+  CHECK(now.report().kept == 1);
+  CHECK(now.report().searched == 0);
+  CHECK_THAT(now.report().problem, contains("stopped"));
+
+  conversation<> other(searching());
+  other.held.searcher()->stop();
+  for (int i = 0; i < 1200; ++i) other.step();
+  CHECK(other.report().kept >= 2);
+  CHECK_THAT(other.report().problem, contains("stopped"));
+  const auto view = other.held.view(1, other.id);
+  for (const auto& segment : *view.segments) {
+    CHECK(segment->format == view.segments->front()->format);
+    CHECK(segment->basis == view.segments->front()->basis);
+  }
+}
+
+TEST_CASE("a search that never ends costs no more than a segment's rows") {
+  mosaic recipe = searching();
+  recipe.layout.rows.segment = 512;
+  conversation<> now(recipe);
+  recipe.layout.rows.strategy.strategy = strategy_choice::fixed;
+  conversation<> fixed(recipe);
+  const auto worker = std::make_shared<at_once>();
+  now.held.search_on(worker);
+  offset_t most = 0;
+  for (int i = 0; i < 1800; ++i) {
+    now.step();
+    fixed.step();
+    most = std::max(most, now.held.bytes(now.id) - fixed.held.bytes(fixed.id));
+  }
+  CHECK(worker->held.size() == 1);
+  CHECK(now.report().kept >= 3);
+  CHECK(most > layers * kv_heads * offset_t(2 * dim * 4) * 400);
+  CHECK(most <= layers * kv_heads * offset_t(2 * dim * 4) * (512 + 64));
+  worker->publish();
+  now.step();
+  CHECK(now.report().searched == 1);
+  for (index_t layer = 0; layer < layers; ++layer) {
+    const auto parts = now.parts(layer);
+    CHECK(std::accumulate(parts.begin(), parts.end(), 0) == now.tokens);
+  }
+}
+
+TEST_CASE("copies of a cache in the middle of a search, turns, closed sequences and dropped tokens") {
+  conversation<> now(searching());
+  const auto worker = std::make_shared<at_once>();
+  now.held.search_on(worker);
+  while (worker->held.empty()) now.step();
+  auto copy = now;
+  worker->publish();
+  for (int i = 0; i < 40; ++i) now.step();
+  for (int i = 0; i < 40; ++i) copy.step();
+  CHECK(support::same_bits(now.out, copy.out));
+  CHECK(copy.report().searched == 1);
+  copy.held.close(copy.id);
+  const index_t fresh = copy.held.open();
+  CHECK(fresh == copy.id);
+  CHECK(copy.report().searched == 0);
+  now.step();
+
+  // A first stage that drops packed tokens in every step: segments stay as they are.
+  using dropping = recipe<retain<accumulated_attention, uniform, top_tokens>, mosaic_rows<dense<fp32, dim>>,
+                          retrieve_all, dense_decode, each_step>;
+  dropping thin;
+  thin.set_budget(100);
+  thin.layout.rows.strategy = searching().layout.rows.strategy;
+  conversation<dropping> dropped(thin);
+  for (int i = 0; i < 400; ++i) dropped.step();
+  CHECK(dropped.report().searched == 0);
+  CHECK(dropped.held.length(0, dropped.id, 0) == 100);
+}
+
+TEST_CASE("searches that could find nothing that fits are refused") {
+  const auto refused = [](auto change) -> std::string {
+    mosaic recipe = searching();
+    change(recipe);
+    try {
+      cache<mosaic>({1, 2, 1}, recipe, std::make_shared<cpu::executor>(1));
+    } catch (const error& refusal) {
+      return refusal.what();
+    }
+    return "nothing was thrown";
+  };
+  CHECK_THAT(refused([](mosaic& r) { r.layout.rows.basis.truncate = 0.7f; }), contains("at most what truncate leaves"));
+  CHECK_THAT(refused([](mosaic& r) { r.layout.rows.tail.tail = 6, r.retrieve.selector.block = 3; }),
+             contains("tail is 6; expected a multiple of the smallest block that is searched"));
+  CHECK_THAT(refused([](mosaic& r) { r.layout.rows.strategy.channel_loss = 1.5f; }), contains("channel_loss is 1.5"));
+  CHECK(refused([](mosaic&) {}) == "nothing was thrown");
+}

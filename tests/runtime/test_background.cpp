@@ -1,0 +1,83 @@
+#include "catch.hpp"
+
+#include <functional>
+#include <stdexcept>
+#include <vector>
+
+#include <tessera/runtime/background.hpp>
+
+using namespace tessera;
+
+namespace {
+
+/// A task that is a function.
+struct task final : background_task {
+  explicit task(std::function<void(const std::atomic<bool>&)> body) : body_(std::move(body)) {}
+
+ private:
+  void run(const std::atomic<bool>& stopping) override { body_(stopping); }
+  std::function<void(const std::atomic<bool>&)> body_;
+};
+
+void wait_for(const background_task& one) {
+  while (one.state() == task_state::waiting) std::this_thread::yield();
+}
+
+}  // namespace
+
+TEST_CASE("tasks are done one after the other on a thread of their own, and one that throws says so") {
+  std::vector<int> done;  // written by one thread alone, read when the last task is over
+  std::vector<std::shared_ptr<task>> tasks;
+  std::thread::id thread;
+  background worker;
+  for (int i = 0; i < 50; ++i) {
+    tasks.push_back(std::make_shared<task>([&done, &thread, i](const std::atomic<bool>&) {
+      thread = std::this_thread::get_id();
+      if (i == 20) throw std::runtime_error("task 20 has no rows");
+      done.push_back(i);
+    }));
+    worker.start(tasks.back());
+  }
+  wait_for(*tasks.back());
+  REQUIRE(done.size() == 49);
+  CHECK(std::is_sorted(done.begin(), done.end()));
+  CHECK(thread != std::this_thread::get_id());
+  CHECK(tasks[19]->state() == task_state::done);
+  CHECK(tasks[20]->state() == task_state::failed);
+  CHECK(tasks[20]->problem() == "task 20 has no rows");
+}
+
+TEST_CASE("stopping ends the task that is being done, and those that wait are never begun") {
+  std::atomic<bool> begun{false};
+  bool other = false;
+  const auto endless = std::make_shared<task>([&](const std::atomic<bool>& stopping) {
+    begun = true;
+    while (!stopping) std::this_thread::yield();
+  });
+  const auto waiting = std::make_shared<task>([&](const std::atomic<bool>&) { other = true; });
+  background worker;
+  worker.start(endless);
+  worker.start(waiting);
+  while (!begun) std::this_thread::yield();
+  CHECK(endless->state() == task_state::waiting);
+  worker.stop();
+  CHECK(endless->state() == task_state::stopped);
+  CHECK(waiting->state() == task_state::stopped);
+  const auto late = std::make_shared<task>([&](const std::atomic<bool>&) { other = true; });
+  worker.start(late);
+  CHECK(late->state() == task_state::stopped);
+  worker.stop();
+  CHECK_FALSE(other);
+}
+
+TEST_CASE("nobody's task outlives its worker, and a worker without tasks has no thread to end") {
+  const background idle;
+  const auto endless = std::make_shared<task>([](const std::atomic<bool>& stopping) {
+    while (!stopping) std::this_thread::yield();
+  });
+  {
+    background worker;
+    worker.start(endless);
+  }
+  CHECK(endless->state() == task_state::stopped);
+}
