@@ -8,6 +8,7 @@
 #include "allot.cuh"
 #include "plain_select.cuh"
 #include "segments.cuh"
+#include "settled_slots.cuh"
 #include "weigh.cuh"
 
 TESSERA_NAMESPACE_BEGIN
@@ -50,8 +51,9 @@ struct selection_of<Selector> {
 ///
 /// No allocation, no synchronisation, no length on the host.
 /// Errors   shapes and parameters that make no sense: tessera::error before anything is launched.
+/// Settled slots stay: budgets count them, selectors see the slots behind them.
 /// Cost     one launch for pooling where the scorer pools, two where it sees segments, one to four for the budget, one for
-///          the selection and one more in segments; weights: see weigh_scores.
+///          the selection, one more in segments and one where slots are settled; weights: see weigh_scores.
 template <class Retain>
 class choose_kept {
   using scorer = typename Retain::scorer_type;
@@ -71,7 +73,7 @@ class choose_kept {
         capacity_(capacity),
         kept_(kept),
         finish_(sequences, kv_heads, capacity, device),
-        allot_(sequences, kv_heads, capacity, device),
+        allot_(sequences, kv_heads, capacity, device, policy.budget),
         weigh_(rows_, capacity, kept, device),
         select_(policy.selector, rows_, capacity, device, std::min(kept, policy.budget.tokens)) {}
 
@@ -110,6 +112,7 @@ class choose_kept {
     problem.n = {scores.lengths};
     problem.keep = {counts};
     problem.tail = {scores.tails, scores.tail, scores.kv_heads};
+    problem.skip = scores.settled;
     problem.out = reinterpret_cast<index_t*>(bytes + indices_at());
     problem.out_stride = kept_;
     problem.counts = counts + rows_;
@@ -121,7 +124,8 @@ class choose_kept {
     } else {
       select_.run(problem, nullptr, stream);
     }
-    return problem.chosen();
+    // What is settled stands before what was chosen behind it; the budget's counts have been read.
+    return scores.settled ? put_settled_first(problem, kept_, counts, stream) : problem.chosen();
   }
 
  private:
