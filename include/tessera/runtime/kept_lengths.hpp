@@ -30,7 +30,8 @@ kept_bound kept_by_lengths(const Budget& budget, const layer_extent& layer, std:
   for (index_t h = 0; h < kv_heads; ++h) {
     index_t& own = held[std::size_t(h)];
     if (!whole) {
-      head_extent head{layer.layer, layer.layers, layer.kv_heads > 1 ? h : 0, layer.kv_heads, layer.protected_tail, own};
+      head_extent head{layer.layer,    layer.layers,         layer.kv_heads > 1 ? h : 0,
+                       layer.kv_heads, layer.protected_tail, own};
       head.earlier = before.earlier[std::size_t(h)];
       head.dropped = seen - (own - head.earlier);
       const index_t least = std::min(before.settled[std::size_t(h)] + layer.protected_tail, own);

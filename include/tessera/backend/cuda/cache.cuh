@@ -235,10 +235,10 @@ class cache : public cache_parts<Recipe, Out> {
 
  private:
   using parts::after_, parts::all_layers, parts::attention_, parts::begin_chunk, parts::chunk_position_,
-      parts::conversations_, parts::device_, parts::evict, parts::filters, parts::first_, parts::first_position_, parts::make_store_room, parts::marks_,
-      parts::note_eviction, parts::next_, parts::options_, parts::order_, parts::plan_choice, parts::policies,
-      parts::reading_, parts::recipe_, parts::roles_, parts::shape_, parts::slide, parts::stepped_, parts::steps_,
-      parts::store_, parts::trace, parts::tracing_;
+      parts::conversations_, parts::device_, parts::evict, parts::filters, parts::first_, parts::first_position_,
+      parts::make_store_room, parts::marks_, parts::note_eviction, parts::next_, parts::options_, parts::order_,
+      parts::plan_choice, parts::policies, parts::reading_, parts::recipe_, parts::roles_, parts::shape_, parts::slide,
+      parts::stepped_, parts::steps_, parts::store_, parts::trace, parts::tracing_;
   using typename parts::read_view_type, typename parts::view_type;
 };
 

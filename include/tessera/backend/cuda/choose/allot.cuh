@@ -56,9 +56,8 @@ __global__ void __launch_bounds__(128)
     extent.earlier = in.earlier[row];
     extent.dropped = in.reach[sequence].seen() - (tokens - extent.earlier);
   }
-  counts[row] = all_fit(in, sequence, policy, asked)
-                    ? tokens
-                    : kept_of(policy.share(extent), in.settled_of(row) + tail, tokens);
+  counts[row] =
+      all_fit(in, sequence, policy, asked) ? tokens : kept_of(policy.share(extent), in.settled_of(row) + tail, tokens);
 }
 
 /// Progress of one sequence's selection over all of its heads.

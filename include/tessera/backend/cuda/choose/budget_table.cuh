@@ -28,8 +28,7 @@ template <tabled_budget Budget>
 class budget_table<Budget> {
  public:
   explicit budget_table(const Budget& budget)
-      : given_(budget.shares),
-        table_(given_.data ? std::size_t(given_.layers) * std::size_t(given_.kv_heads) : 0) {
+      : given_(budget.shares), table_(given_.data ? std::size_t(given_.layers) * std::size_t(given_.kv_heads) : 0) {
     if (!given_.data) return;
     check(cudaMemcpy(table_.data(), given_.data, table_.bytes(), cudaMemcpyHostToDevice), "cudaMemcpy");
     check(cudaStreamSynchronize(nullptr), "cudaStreamSynchronize");  // streams of the caller's do not wait for it

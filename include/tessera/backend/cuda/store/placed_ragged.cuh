@@ -85,8 +85,7 @@ class placed_rows<Layout, ragged_pages> {
 
   /// Errors   more pages than nobody holds or has been promised: tessera::error.
   void plan_room(std::size_t place, const held_tokens& held, index_t tokens) {
-    for (index_t h = 0; h < heads_; ++h)
-      want(id_of(place), group_of(place, h), ceil_div(held.of(h) + tokens, page_));
+    for (index_t h = 0; h < heads_; ++h) want(id_of(place), group_of(place, h), ceil_div(held.of(h) + tokens, page_));
     require(pool_.claimed() + more_ <= pages_, "pages of the pool", pages_,
             "at least " + std::to_string(pool_.claimed() + more_),
             "raise cache_options::rows or the placement's most_pages, or close a sequence");
@@ -207,9 +206,9 @@ class placed_rows<Layout, ragged_pages> {
       index_t longest = 0;
       for (index_t i = 0; i < groups_.heads; ++i) {
         const index_t member = groups_.row(group)[i], layer = member / heads_;
-        longest = std::max(longest, room_[(std::size_t(layer) * std::size_t(sequences_) + std::size_t(id)) *
-                                              std::size_t(heads_) +
-                                          std::size_t(member % heads_)]);
+        longest = std::max(
+            longest, room_[(std::size_t(layer) * std::size_t(sequences_) + std::size_t(id)) * std::size_t(heads_) +
+                           std::size_t(member % heads_)]);
       }
       pool_.release(id, group, ceil_div(longest, page_));
     }
