@@ -22,8 +22,7 @@ class cuda_cache_of final : public method_cache, public engine::cuda::kv_cache {
   static constexpr index_t longest_step = 8;
 
  public:
-  explicit cuda_cache_of(const cache_request& request)
-      : cuda_cache_of(request, recipe_with_profile<Recipe>(request)) {}
+  explicit cuda_cache_of(const cache_request& request) : cuda_cache_of(request, recipe_with_profile<Recipe>(request)) {}
   cuda_cache_of(const cache_request& request, const recipe_with_profile<Recipe>& wanted)
       : tokens_(request.tokens),
         profile_(wanted.profile),
