@@ -9,7 +9,7 @@
 
 #include "backend/cuda/device.hpp"
 #include "support/choose_case.hpp"
-#include "tessera/backend/cuda/choose/retain.cuh"
+#include "tessera/backend/cuda/choose/score_and_choose.cuh"
 
 using namespace tessera;
 using namespace gpu_test;

@@ -8,7 +8,6 @@
 #include "allot.cuh"
 #include "plain_select.cuh"
 #include "segments.cuh"
-#include "settled_slots.cuh"
 #include "weigh.cuh"
 
 TESSERA_NAMESPACE_BEGIN
@@ -22,6 +21,19 @@ struct slot_facts {
 };
 
 namespace detail {
+
+/// Chosen slots count from the first one that competes, and stand where they belong.
+template <int Threads>
+__global__ void __launch_bounds__(Threads)
+    put_settled_first_entry(const __grid_constant__ select_problem p, index_t* counts) {
+  const index_t row = blockIdx.y, stay = p.skipped(row), chosen = p.counts[row];
+  index_t* behind = p.out_row(row);
+  index_t* all = behind - stay;
+  const index_t first = index_t(blockIdx.x * Threads + threadIdx.x), step = index_t(gridDim.x) * Threads;
+  for (index_t i = first; i < stay; i += step) all[i] = i;
+  for (index_t i = first; i < chosen; i += step) behind[i] += stay;
+  if (first == 0) counts[row] = stay + chosen;
+}
 
 /// In place of weigh_scores where nothing is weighed.
 struct no_weights {
@@ -46,6 +58,17 @@ struct selection_of<Selector> {
 };
 
 }  // namespace detail
+
+/// Puts what a selection skipped before what it chose.
+/// Shapes   counts [rows], not those of the problem; `kept`: the most slots of a row.
+/// Returns  the selection of all that stays.   Cost  one launch.
+inline selection_view put_settled_first(const select_problem& problem, index_t kept, index_t* counts,
+                                        cudaStream_t stream) {
+  const dim3 grid{unsigned(std::clamp(ceil_div(kept, 1024), 1, 64)), unsigned(problem.rows)};
+  detail::put_settled_first_entry<256><<<grid, 256, 0, stream>>>(problem, counts);
+  check(cudaGetLastError(), "launch of put_settled_first");
+  return {problem.out, counts, problem.out_offsets, problem.out_stride};
+}
 
 /// Chooses what every (sequence, kv_head) of a batch keeps: the device's cpu::choose_kept, with its results.
 ///

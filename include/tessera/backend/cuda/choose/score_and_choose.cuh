@@ -7,10 +7,10 @@
 #include "../../../core/choose_problem.hpp"
 #include "../score/divide_rows.cuh"
 #include "../score/score.cuh"
+#include "../score/settled_slots.cuh"
 #include "../score/stored_scores.cuh"
 #include "join_heads.cuh"
 #include "retain.cuh"
-#include "settled_slots.cuh"
 
 TESSERA_NAMESPACE_BEGIN
 namespace cuda {

@@ -1,11 +1,8 @@
 // What earlier choices have settled of a turn's prompt, on the GPU: the first slots of every head.
 #pragma once
 
-#include <algorithm>
-
 #include "../../../core/prompt_reach.hpp"
 #include "../device/check.cuh"
-#include "select_problem.cuh"
 
 TESSERA_NAMESPACE_BEGIN
 namespace cuda {
@@ -46,19 +43,6 @@ __global__ void __launch_bounds__(settled_threads)
   }
 }
 
-/// Chosen slots count from the first one that competes, and stand where they belong.
-template <int Threads>
-__global__ void __launch_bounds__(Threads)
-    put_settled_first_entry(const __grid_constant__ select_problem p, index_t* counts) {
-  const index_t row = blockIdx.y, stay = p.skipped(row), chosen = p.counts[row];
-  index_t* behind = p.out_row(row);
-  index_t* all = behind - stay;
-  const index_t first = index_t(blockIdx.x * Threads + threadIdx.x), step = index_t(gridDim.x) * Threads;
-  for (index_t i = first; i < stay; i += step) all[i] = i;
-  for (index_t i = first; i < chosen; i += step) behind[i] += stay;
-  if (first == 0) counts[row] = stay + chosen;
-}
-
 }  // namespace detail
 
 /// How many first slots of every row earlier choices have settled, and how many of them lie before the turn: by position, as
@@ -71,17 +55,6 @@ void find_settled(const View& view, index_t heads, const prompt_reach* reach, in
   detail::find_settled_entry<View><<<unsigned(ceil_div(rows, rows_of_block)), detail::settled_threads, 0, stream>>>(
       view, heads, reach, settled, earlier);
   check(cudaGetLastError(), "launch of find_settled");
-}
-
-/// Puts what a selection skipped before what it chose.
-/// Shapes   counts [rows], not those of the problem; `kept`: the most slots of a row.
-/// Returns  the selection of all that stays.   Cost  one launch.
-inline selection_view put_settled_first(const select_problem& problem, index_t kept, index_t* counts,
-                                        cudaStream_t stream) {
-  const dim3 grid{unsigned(std::clamp(ceil_div(kept, 1024), 1, 64)), unsigned(problem.rows)};
-  detail::put_settled_first_entry<256><<<grid, 256, 0, stream>>>(problem, counts);
-  check(cudaGetLastError(), "launch of put_settled_first");
-  return {problem.out, counts, problem.out_offsets, problem.out_stride};
 }
 
 }  // namespace cuda
