@@ -245,7 +245,9 @@ class cache_parts {
       conversations_.judged_chunk(id, layer);
       first_.end_chunk(layer, id, store_, conversations_.at(id, layer).again);
     }
-    if (layer == 0 && conversations_.at(id).announced == 0) store_.expect(id, tokens);
+    if (layer > 0 || conversations_.at(id).announced > 0) return;
+    store_.require_fits(layer, id, tokens);
+    store_.expect(id, tokens);
   }
   void end_chunk(index_t layer, index_t id, cudaStream_t stream) {
     if constexpr (Recipe::schedule_type::fires_at(moment::chunk_end)) {
