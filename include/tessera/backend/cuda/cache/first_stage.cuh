@@ -31,7 +31,7 @@ class first_stage {
     return true;
   }
   template <class... Any>
-  token_bound bound(const Any&...) const {
+  kept_bound bound(const Any&...) const {
     return {};
   }
   template <class... Any>
