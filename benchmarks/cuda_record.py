@@ -13,6 +13,7 @@ import re
 
 SANITIZERS = ("memcheck", "racecheck", "initcheck", "synccheck")
 DECODE = ("B1/8K", "B1/32K", "B1/128K", "B1/256K", "B4/128K", "B8/128K", "B64/8K")
+RAGGED = (("calibrated", 1.05), ("log_normal", 1.05), ("one_long", 1.1))
 GATHERED = (("B16/singles", 0.55), ("B16/runs_of_16", 0.75))
 ROCKETKV = (("B1", "32K", 2.5), ("B1", "128K", 8), ("B8", "128K", 35))  # a step with t = 1,024 against dense
 PAPER = "RocketKV's paper, H100"  # arXiv:2502.14051, Fig. 7
@@ -175,6 +176,20 @@ def judge(figures, steps):
         add(6, f"uneven lengths, {draw}", value, 1.15, "at most 1.15 of the same total evened", "x")
         if draw == "one_long":
             add("second storey 3", f"uneven lengths, {draw}", value, 1.1, "at most 1.10 of the same total evened", "x")
+    for kind, limit in RAGGED:
+        for batch in ("B1", "B4", "B16", "B64"):
+            ours = time_of(figures, f"ragged/{kind}/{batch}")
+            value = ratio(ours, time_of(figures, f"ragged/{kind}/{batch}_evened"))
+            add("TANGRAM 2", f"ragged pages, {kind}, {batch}", value, limit, f"at most {limit:.2f} of the same total evened", "x")
+            for peer, time in sorted(figures.get(f"ragged/{kind}/{batch}", {}).get("peers", {}).items()):
+                beside = f" ({ours:.4g} us, {peer} {time['us']:.4g} us)" if ours and "us" in time else ""
+                add("TANGRAM 2", f"ragged pages, {kind}, {batch}, faster than {peer}{beside}", ratio(time.get("us"), ours),
+                    None, "the paper: 1.15 to 1.7", "x")
+    for tokens in ("32K", "128K"):
+        ours, given = (time_of(figures, f"chunks/{tokens}/{which}") for which in ("tangram", "given"))
+        beside = f" ({ours:.4g} us against {given:.4g})" if ours and given else ""
+        add("TANGRAM 4", f"a layer's attention of a prompt of {tokens} in chunks{beside}", ratio(ours, given), 1.03,
+            "at most 1.03 of the same with the newest tokens kept", "x")
     for batch, context, least in ROCKETKV:
         ours = time_of(figures, f"rocketkv/{batch}/{context}/t1024/step")
         peer = best_peer(figures, f"decode/{batch}/{context}")

@@ -1,7 +1,7 @@
 #!/usr/bin/env python3
 """Times what PyTorch has for the shapes of bench_cuda: attention (flash and cuDNN) and top-k, through CUDA graphs.
 
-    benchmarks/peers.py --out FILE [--only decode,prefill,top_k]
+    benchmarks/peers.py --out FILE [--only decode,prefill,ragged,top_k]
 
 Counted as bench_cuda counts: inputs rotated through at least 256 MiB, events around the replay of a graph behind a
 kernel that keeps the GPU busy until the graph is queued, the median of 11 times the mean of 3 replays. FlashInfer joins
@@ -13,6 +13,7 @@ import json
 import math
 import statistics
 import sys
+import time
 
 try:
     import torch
@@ -25,6 +26,9 @@ KV_HEADS, Q_HEADS, HEAD_DIM = 8, 32, 128
 SPIN_CYCLES = 100_000
 DECODE = [("B1/8K", 1, 8192), ("B1/32K", 1, 32768), ("B1/128K", 1, 131072), ("B1/256K", 1, 262144),
           ("B4/128K", 4, 131072), ("B8/128K", 8, 131072), ("B64/8K", 64, 8192)]
+RAGGED = {"calibrated": [0.05, 0.09, 0.13, 0.18, 0.24, 0.32, 0.42, 0.57],
+          "log_normal": [0.0361, 0.0689, 0.1026, 0.1429, 0.1957, 0.2727, 0.4060, 0.7754],
+          "one_long": [0.0625, 0.0625, 0.0625, 1.0, 0.0625, 0.0625, 0.0625, 0.0625]}
 PREFILL = [("4K", 4096), ("16K", 16384), ("64K", 65536)]
 TOP_K = [(32, 8192, 512), (256, 8192, 512), (32, 32768, 2048), (8, 131072, 2048), (64, 131072, 2048),
          (256, 131072, 2048), (8, 1048576, 2048)]
@@ -114,6 +118,49 @@ def decode_paged_flashinfer(sequences, tokens):
     return timed(lambda i: wrapper.run(q, (k[i % sets], v[i % sets]), out=out), launches(size, sets))
 
 
+def ragged_lengths(shares, sequences, tokens):
+    """As bench_cuda_ragged.cu has them: each sequence has the shares of its heads turned."""
+    return [int(shares[(row // KV_HEADS + row % KV_HEADS) % KV_HEADS] * tokens + 0.5)
+            for row in range(sequences * KV_HEADS)]
+
+
+def decode_ragged_flashinfer(lengths, planned):
+    """Every (sequence, kv_head) as a sequence of one head behind the flat table of ragged pages: pages of 16 tokens, in any
+    order. `planned`: with the plan that a step makes anew for each layer, whose time is the host's and the device's."""
+    import flashinfer
+    page, group, rows = 16, Q_HEADS // KV_HEADS, len(lengths)
+    held = [(length + page - 1) // page for length in lengths]
+    size = sum(lengths) * HEAD_DIM * 4
+    sets = input_sets(size)
+    k, v = ([random(sum(held), 1, page, HEAD_DIM) for _ in range(sets)] for _ in range(2))
+    q = random(rows, group, HEAD_DIM)
+    out = torch.empty_like(q)
+    ends = torch.tensor([0] + held, dtype=torch.int32).cumsum(0, dtype=torch.int32)
+    table = torch.randperm(sum(held), device="cuda").to(torch.int32)
+    last = torch.tensor([(length - 1) % page + 1 for length in lengths], dtype=torch.int32)
+    wrapper = flashinfer.BatchDecodeWithPagedKVCacheWrapper(
+        torch.empty(512 << 20, dtype=torch.uint8, device="cuda"), "HND", use_cuda_graph=True, use_tensor_cores=True,
+        paged_kv_indptr_buffer=ends.cuda(), paged_kv_indices_buffer=table.clone(),
+        paged_kv_last_page_len_buffer=last.cuda())
+
+    def plan():
+        wrapper.plan(ends, table, last, group, 1, HEAD_DIM, page, q_data_type=torch.bfloat16,
+                     kv_data_type=torch.bfloat16)
+
+    plan()
+    alone = timed(lambda i: wrapper.run(q, (k[i % sets], v[i % sets]), out=out), launches(size, sets))
+    if not planned:
+        return alone
+    times = []
+    for _ in range(20):
+        torch.cuda.synchronize()
+        begin = time.perf_counter()
+        plan()
+        torch.cuda.synchronize()
+        times.append((time.perf_counter() - begin) * 1e6)
+    return {key: value + statistics.median(times) for key, value in alone.items()}
+
+
 def prefill(backend, tokens):
     q = random(1, Q_HEADS, tokens, HEAD_DIM)
     k, v = (random(1, KV_HEADS, tokens, HEAD_DIM) for _ in range(2))
@@ -132,7 +179,7 @@ def top_k(rows, n, k):
 def main():
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--out", required=True)
-    parser.add_argument("--only", default="decode,top_k,prefill")
+    parser.add_argument("--only", default="decode,top_k,prefill,ragged")
     given = parser.parse_args()
     if not torch.cuda.is_available():
         sys.exit("peers.py needs a CUDA device, and PyTorch sees none")
@@ -153,6 +200,14 @@ def main():
                 if flashinfer_version:
                     work.append((f"decode_paged/{name}", "flashinfer",
                                  lambda s=sequences, t=tokens: decode_paged_flashinfer(s, t)))
+        elif kind == "ragged":
+            for shares_name, shares in RAGGED.items():
+                for sequences, tokens in ((1, 131072), (4, 131072), (16, 65536), (64, 32768)):
+                    lengths = ragged_lengths(shares, sequences, tokens)
+                    for peer, planned in (("flashinfer", False), ("flashinfer_planned", True)):
+                        if flashinfer_version:
+                            work.append((f"ragged/{shares_name}/B{sequences}", peer,
+                                         lambda a=(lengths, planned): decode_ragged_flashinfer(*a)))
         elif kind == "prefill":
             for name, tokens in PREFILL:
                 for peer, backend in BACKENDS:
@@ -161,7 +216,7 @@ def main():
             for rows, n, k in TOP_K:
                 work.append((f"top_k/{rows}x{n}/k{k}/normal", "torch.topk", lambda a=(rows, n, k): top_k(*a)))
         else:
-            sys.exit(f"--only is {kind}; expected decode, prefill or top_k")
+            sys.exit(f"--only is {kind}; expected decode, prefill, ragged or top_k")
 
     report = {"gpu": torch.cuda.get_device_name(), "torch": torch.__version__, "cudnn": torch.backends.cudnn.version(),
               "flashinfer": flashinfer_version, "figures": []}

@@ -57,7 +57,7 @@ class cache : public cpu::cache_parts<Recipe> {
   void announce(index_t id, index_t tokens) {
     const planned<Recipe> fitted = conversations_.plan_announced(recipe_, id, tokens);
     if constexpr (cpu::layers<Recipe>::in_groups)
-      layers_.store().rows().reserve(id, layers_.plan_pages(id, fitted, tokens, judged_together(fitted)).most);
+      layers_.store().rows().reserve(id, layers_.plan_pages(id, recipe_, fitted, tokens).most);
     conversations_.announce(id, tokens, fitted);
   }
 
@@ -140,7 +140,7 @@ class cache : public cpu::cache_parts<Recipe> {
   }
 
  private:
-  using parts::conversations_, parts::judged_together, parts::layers_, parts::recipe_;
+  using parts::conversations_, parts::layers_, parts::recipe_;
 };
 
 }  // namespace TESSERA_HOST_ISA

@@ -2,6 +2,7 @@
 #pragma once
 
 #include <memory>
+#include <optional>
 #include <span>
 #include <tessera/backend/cuda/cache.cuh>
 #include <vector>
@@ -21,9 +22,11 @@ class cuda_cache_of final : public method_cache, public engine::cuda::kv_cache {
   static constexpr index_t longest_step = 8;
 
  public:
-  explicit cuda_cache_of(const cache_request& request)
+  explicit cuda_cache_of(const cache_request& request) : cuda_cache_of(request, recipe_with_profile<Recipe>(request)) {}
+  cuda_cache_of(const cache_request& request, const recipe_with_profile<Recipe>& wanted)
       : tokens_(request.tokens),
-        cache_(request.shape, requested_recipe<Recipe>(request.settings, request.budget), options(request)),
+        profile_(wanted.profile),
+        cache_(request.shape, wanted.recipe, options(request)),
         ids_(std::size_t(request.conversations)) {
     for (index_t& id : ids_) id = cache_.open();
     select(0);
@@ -40,6 +43,7 @@ class cuda_cache_of final : public method_cache, public engine::cuda::kv_cache {
   void select(int conversation) override { sequence_ = ids_[std::size_t(conversation)]; }
 
   void reserve(std::int64_t tokens, cudaStream_t stream) override {
+    if (fuses_chunks<Recipe>) return;  // a prompt never lies there whole: its chunks make their own room
     // The first prompt takes the rows of the whole conversation: what nothing drops never moves.
     const index_t seen = cache_.next_position(sequence_);
     cache_.reserve(sequence_, seen == 0 ? tokens_ : index_t(tokens), stream);
@@ -82,6 +86,24 @@ class cuda_cache_of final : public method_cache, public engine::cuda::kv_cache {
   const std::int32_t* step_position() const override { return cache_.step_positions(); }
 
   // --- for the tool ------------------------------------------------------------------------------------------------
+
+  index_t judged_together() const override {
+    if constexpr (fuses_chunks<Recipe>) return cache_.recipe().schedule.chunk;
+    return 0;
+  }
+  void announce(index_t tokens) override {
+    if constexpr (fuses_chunks<Recipe>) {
+      if constexpr (in_groups) reserved_ = cache_.plan_pages(sequence_, tokens).after;
+      cache_.announce(sequence_, tokens);
+    }
+  }
+  std::optional<page_counts> pages() const override {
+    if constexpr (in_groups) {
+      const auto used = cache_.pages(sequence_);
+      return page_counts{{used.begin(), used.end()}, {reserved_.begin(), reserved_.end()}};
+    }
+    return std::nullopt;
+  }
 
   void prefill(int layer, const float* q, const float* k, const float* v, int tokens, float* out) override {
     const tessera::model_shape& shape = cache_.shape();
@@ -206,8 +228,12 @@ class cuda_cache_of final : public method_cache, public engine::cuda::kv_cache {
     return tessera::nhd_rows(data, tokens, cache_.shape().q_heads, cache_type::v_dim, batch);
   }
 
+  static constexpr bool in_groups = tessera::cuda::kv_store<typename Recipe::layout_type>::in_groups;
+
   index_t tokens_;
+  std::shared_ptr<const tessera::profile> profile_;
   cache_type cache_;
+  std::vector<index_t> reserved_;  // pages by group, for when the prompt has ended
   tessera::batch step_;
   std::vector<index_t> ids_;
   std::span<const std::uint8_t> boundaries_{};  // of the chunk that passes through the layers

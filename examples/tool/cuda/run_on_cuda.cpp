@@ -1,5 +1,6 @@
 #include "run_on_cuda.hpp"
 
+#include <algorithm>
 #include <tessera/core/error.hpp>
 #include <utility>
 
@@ -63,7 +64,7 @@ class cuda_runner final : public runner {
   std::vector<float> prefill(std::span<const engine::token_t> prompt, method_cache& cache,
                              const engine::prefill_options& options) override {
     engine::prefill_options wider = options;
-    wider.chunk = chunk;
+    wider.chunk = cache.judged_together() > 0 ? std::min(chunk, cache.judged_together()) : chunk;
     return model_.prefill(prompt, device_cache(cache), wider);
   }
   std::vector<float> prefill_all(std::span<const engine::token_t> prompt,

@@ -11,10 +11,6 @@
 
 namespace tool {
 
-/// A recipe that compresses a prompt while it comes in.
-template <class Recipe>
-inline constexpr bool fuses_chunks = Recipe::schedule_type::fires_at(tessera::moment::chunk_end);
-
 /// tessera::cache with one sequence.
 template <class Recipe>
 class cache_of final : public method_cache {
@@ -159,13 +155,8 @@ class cache_of final : public method_cache {
 
 template <class Recipe>
 std::unique_ptr<method_cache> make_cpu_cache(const cache_request& request) {
-  Recipe recipe = requested_recipe<Recipe>(request.settings, request.budget);
-  std::shared_ptr<const tessera::profile> profile;
-  if constexpr (takes_profile<Recipe>) {
-    std::vector<setting> settings = request.settings;
-    profile = attach_profile(recipe, profile_settings::taken_from(settings), request.shape);
-  }
-  return std::make_unique<cache_of<Recipe>>(request.shape, recipe, request.workers, std::move(profile));
+  const recipe_with_profile<Recipe> wanted(request);
+  return std::make_unique<cache_of<Recipe>>(request.shape, wanted.recipe, request.workers, wanted.profile);
 }
 
 /// `Method::of<T, D>` is the recipe. No template parameter that is a template of constrained ones: clang 16 dies of it.

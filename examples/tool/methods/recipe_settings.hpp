@@ -2,6 +2,7 @@
 #pragma once
 
 #include <concepts>
+#include <memory>
 #include <tessera/recipe.hpp>
 #include <vector>
 
@@ -79,6 +80,25 @@ Recipe requested_recipe(const std::vector<setting>& settings, std::optional<inde
   }
   return recipe;
 }
+
+/// The recipe of a request, and the profile that its shares lie in, which must outlive its caches.
+template <class Recipe>
+struct recipe_with_profile {
+  Recipe recipe;
+  std::shared_ptr<const tessera::profile> profile;
+
+  explicit recipe_with_profile(const cache_request& request)
+      : recipe(requested_recipe<Recipe>(request.settings, request.budget)) {
+    if constexpr (takes_profile<Recipe>) {
+      std::vector<setting> settings = request.settings;
+      profile = attach_profile(recipe, profile_settings::taken_from(settings), request.shape);
+    }
+  }
+};
+
+/// A recipe that compresses a prompt while it comes in.
+template <class Recipe>
+inline constexpr bool fuses_chunks = Recipe::schedule_type::fires_at(tessera::moment::chunk_end);
 
 /// The recipe with what its plan for a first prompt sets: page, channels and split in place of "by the budget".
 template <class Recipe>

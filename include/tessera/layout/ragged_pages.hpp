@@ -21,7 +21,6 @@ TESSERA_NAMESPACE_BEGIN
 /// Paper    TANGRAM, arXiv:2606.06302, Sec. 4.2.
 struct ragged_pages {
   static constexpr const char* name = "ragged_pages";
-  static constexpr bool host_only = true;  // cuda::placed_rows has none yet
   using table_type = csr_table;
   static constexpr index_t usual_heads = 4;
 

@@ -11,7 +11,6 @@ TESSERA_NAMESPACE_BEGIN
 /// chunk of its own. The last chunk is judged when the prompt ends.
 struct each_chunk {
   static constexpr const char* name = "each_chunk";
-  static constexpr bool host_only = true;  // a device cache has no end of a chunk yet
   static constexpr bool fires_at(moment at) { return at == moment::prompt_end || at == moment::chunk_end; }
 
   index_t chunk = 2048;

@@ -80,6 +80,15 @@ class cache : public cache_parts<Recipe, Out> {
     order_.disturbed(id);
   }
 
+  /// Says how many tokens the turn's prompt will have, before its first chunk: budgets that give shares of it then know
+  /// them, and a store with a pool of pages sets aside what the prompt takes at most, or throws. Need not be called.
+  void announce(index_t id, index_t tokens) {
+    const planned<Recipe> fitted = conversations_.plan_announced(recipe_, id, tokens);
+    if constexpr (kv_store<typename parts::layout>::in_groups)
+      store_.rows().reserve(id, parts::plan_pages(id, fitted, tokens).most);
+    conversations_.announce(id, tokens, fitted);
+  }
+
   /// Appends a chunk of the prompt to one layer and lets the scorer observe its queries.
   /// Shapes   k, v [1, tokens, kv_heads, dim]; q [1, n_q, q_heads, k_dim], the queries of the chunk's last n_q tokens:
   ///          all of them, or fewer where the scorer needs fewer (its window, or none). boundaries [tokens], on the
@@ -91,6 +100,7 @@ class cache : public cache_parts<Recipe, Out> {
     order_.require_finished(id);
     const bool follows = roles_.follows_recipe(layer);
     if (first_stage<Recipe>::with_scores && follows && q.tokens > 0) require_rows_on_16_bytes("q", q);
+    begin_chunk(layer, id, k.tokens, stream);
     make_store_room({{layer, id}}, k.tokens, stream);
     const index_t first = conversations_.at(id, layer).next_position;
     store_.append_rows(store_.view(layer, id), k, v, set_number(chunk_position_.data(), first, stream),
@@ -125,8 +135,8 @@ class cache : public cache_parts<Recipe, Out> {
     for (const index_t layer : choosing) {
       // Layers that take over what another keeps come behind it, and nobody chooses between: it is still there.
       if (first_.chooser(layer, fitted, roles_) == layer) {
-        kept = first_.choose(layer, id, store_, fitted, roles_.rule(layer), this->next_position(id), next_.data() + id,
-                             stream);
+        kept = first_.choose(layer, id, store_, fitted, roles_.rule(layer), conversations_.reach(id, layer),
+                             next_.data() + id, stream);
       }
       filters ? reading_.lists().pass(layer, id, kept, stream) : store_.keep(layer, id, kept, stream);
     }
@@ -135,6 +145,7 @@ class cache : public cache_parts<Recipe, Out> {
       if (roles_.follows_recipe(layer)) reading_.refresh(layer, id, store_, stream);
     }
     slide(all_layers({id}), stream);
+    store_.expect(id, 0);
     conversations_.end_prompt(id, fitted);
     first_.forget(id);
   }
@@ -223,23 +234,12 @@ class cache : public cache_parts<Recipe, Out> {
   }
 
  private:
-  using parts::after_, parts::all_layers, parts::attention_, parts::chunk_position_, parts::conversations_,
-      parts::device_, parts::filters, parts::first_, parts::first_position_, parts::make_store_room, parts::marks_,
-      parts::note_eviction, parts::next_, parts::options_, parts::order_, parts::plan_choice, parts::policies,
-      parts::reading_, parts::recipe_, parts::roles_, parts::shape_, parts::slide, parts::stepped_, parts::steps_,
-      parts::store_, parts::trace, parts::tracing_;
+  using parts::after_, parts::all_layers, parts::attention_, parts::begin_chunk, parts::chunk_position_,
+      parts::conversations_, parts::device_, parts::evict, parts::filters, parts::first_, parts::first_position_,
+      parts::make_store_room, parts::marks_, parts::note_eviction, parts::next_, parts::options_, parts::order_,
+      parts::plan_choice, parts::policies, parts::reading_, parts::recipe_, parts::roles_, parts::shape_, parts::slide,
+      parts::stepped_, parts::steps_, parts::store_, parts::trace, parts::tracing_;
   using typename parts::read_view_type, typename parts::view_type;
-
-  /// Drops, within a step, what the first stage does not choose; the newest `own` tokens stay.
-  void evict(index_t layer, const batch& step, const view_type& all, index_t own, cudaStream_t stream) {
-    if constexpr (fires_in_steps<typename Recipe::schedule_type>) {
-      const selection_view kept = first_.choose_in_step(layer, store_, all, policies(step.ids.front()),
-                                                        roles_.rule(layer), after_.data(), own, stream);
-      store_.keep_in_place(all, kept, stream);
-      steps_.scatter(store_.length_column(), layer, step.sequences(), stream);
-      reading_.rebuild(layer, steps_.ids(), all, stream);
-    }
-  }
 };
 
 }  // namespace cuda

@@ -86,14 +86,16 @@ class conversation {
       raw_encoding<encoding> || std::is_same_v<typename encoding::stored_type, fp8> ? 4e-3 : 2e-2;
 
  public:
-  conversation(const Method& method, disagreement& seen, scales kind = scales::any)
-      : method_(method),
+  /// `configure(method, shape)`: what of the method depends on the model.
+  template <class Configure>
+  conversation(const Method& method, disagreement& seen, scales kind, const Configure& configure)
+      : shape_(random_shape()),
+        method_(method),
         seen_(seen),
         scales_(kind),
-        shape_{draw(1, shrunk(3, 1)), 0, draw(1, shrunk(4, 2))},
         workers_(std::make_shared<cpu::executor>(1)),
-        host_((shape_.q_heads = shape_.kv_heads * draw(1, shrunk(8, 4)), shape_), method, workers_),
-        device_(shape_, method, options()) {}
+        host_((configure(method_, shape_), shape_), method_, workers_),
+        device_(shape_, method_, options()) {}
 
   void hold() {
     const index_t opened = draw(1, 3);
@@ -123,9 +125,18 @@ class conversation {
     return chosen;
   }
 
+  static model_shape random_shape() {
+    const index_t layers = draw(1, shrunk(3, 1)), kv_heads = draw(1, shrunk(4, 2));
+    return {layers, kv_heads * draw(1, shrunk(8, 4)), kv_heads};
+  }
+
   void prompt(index_t id) {
     const index_t total = draw(1, shrunk(220, 150));
     if (draw(0, 1)) device_.reserve(id, total, nullptr);
+    if (Method::retain_type::settles && draw(0, 1)) {
+      host_.announce(id, total);
+      device_.announce(id, total);
+    }
     for (index_t done = 0; done < total;) {
       const index_t n = std::min(total - done, draw(1, 130));
       done += n;
@@ -199,6 +210,9 @@ class conversation {
           compare(host_.positions(layer, id, h), device_.positions(layer, id, h));
         }
       }
+      if constexpr (cuda::kv_store<typename Method::layout_type>::in_groups) {
+        if (same_) REQUIRE(host_.pages(id) == device_.pages(id));
+      }
     }
   }
 
@@ -227,7 +241,6 @@ class conversation {
     return method_.retrieve.planned(expected, D).scorer.page;
   }
 
-  Method method_;
   /// Two segments of which one token more and one less is chosen may take other blocks; other units are swapped whole.
   index_t chosen_together() const {
     if constexpr (requires { typename Method::retain_type::selector_type; }) {
@@ -239,9 +252,10 @@ class conversation {
   }
 
   index_t most_swapped_ = 1;
+  model_shape shape_;
+  Method method_;
   disagreement& seen_;
   scales scales_;
-  model_shape shape_;
   std::shared_ptr<cpu::executor> workers_;
   cache<Method> host_;
   cuda::cache<Method> device_;
@@ -249,15 +263,20 @@ class conversation {
   bool same_ = true;
 };
 
-template <class Method>
+struct as_it_is {
+  template <class Method>
+  void operator()(Method&, const model_shape&) const {}
+};
+
+template <class Method, class Configure = as_it_is>
 requires runs_on_devices<Method>
-void hold_conversations(int count, scales kind = scales::any) {
+void hold_conversations(int count, scales kind = scales::any, const Configure& configure = {}) {
   disagreement seen;
   for (int i = 0; i < support::scaled(count); ++i) {
     Method method;
     method.set_budget(draw(40, 120));
     if constexpr (requires { method.retain.scorer.window; }) method.retain.scorer.window = draw(1, 32);
-    conversation<Method>(method, seen, kind).hold();
+    conversation<Method>(method, seen, kind, configure).hold();
   }
   INFO(seen.swapped << " of " << seen.selections << " selections differ by a token at the cut");
   CHECK(seen.swapped <= 2 + seen.selections / 100);
@@ -363,8 +382,8 @@ void replay_steps() {
 
 /// Of a method that runs on the host alone there is nothing to hold or to record, and the test says so.
 inline void say_host_only() { WARN("skipped: this method runs on the host alone"); }
-template <class Method>
-void hold_conversations(int, scales = scales::any) {
+template <class Method, class Configure = as_it_is>
+void hold_conversations(int, scales = scales::any, const Configure& = {}) {
   say_host_only();
 }
 template <class Method>

@@ -83,7 +83,7 @@ class cache_parts {
   /// the schedule's; pages that each group of heads of a sequence holds; the most that a new conversation's prompt takes.
   page_plan plan_pages(index_t id, index_t tokens) const requires layers<Recipe>::in_groups {
     const planned<Recipe> fitted = conversations_.plan_announced(recipe_, id, tokens);
-    return layers_.plan_pages(id, fitted, tokens, judged_together(fitted));
+    return layers_.plan_pages(id, recipe_, fitted, tokens);
   }
   std::vector<index_t> pages(index_t id) const requires layers<Recipe>::in_groups {
     conversations_.at(id);
@@ -94,7 +94,7 @@ class cache_parts {
   }
   index_t upper_bound_pages(index_t tokens) const requires layers<Recipe>::in_groups {
     const planned<Recipe> fitted(recipe_, tokens);
-    return layers_.plan_pages(-1, fitted, tokens, judged_together(fitted)).most;
+    return layers_.plan_pages(-1, recipe_, fitted, tokens).most;
   }
 
   /// Of rows whose segments' strategies are searched: what has come of it, and the thread that searches. `search_on` gives another one,
@@ -128,14 +128,6 @@ class cache_parts {
         recipe_((recipe.check(), std::move(recipe))),
         conversations_(shape_, recipe_),
         layers_(shape_, recipe_, std::move(workers)) {}
-
-  /// Prompt tokens that are judged together; 0: all of a prompt.
-  index_t judged_together([[maybe_unused]] const planned<Recipe>& policies) const {
-    if constexpr (requires { recipe_.schedule.chunk; }) {
-      if (policies.first.budget.knows_shares()) return recipe_.schedule.chunk;
-    }
-    return 0;
-  }
 
   model_shape shape_;
   Recipe recipe_;

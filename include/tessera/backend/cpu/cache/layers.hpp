@@ -8,7 +8,7 @@
 
 #include "../../../runtime/conversations.hpp"
 #include "../../../runtime/layer_roles.hpp"
-#include "../../../runtime/page_plan.hpp"
+#include "../../../runtime/prompt_pages.hpp"
 #include "../attend/attend_packed.hpp"
 #include "../attend/prompt_attention.hpp"
 #include "../attend/step_log.hpp"
@@ -64,25 +64,14 @@ class layers {
 
   /// What a prompt of `tokens` tokens takes of the pool of pages; id -1: in a new conversation. Where a first stage drops all
   /// that it drops when a prompt ends, `after` counts what is there before.
-  page_plan plan_pages(index_t id, const planned<Recipe>& policies, index_t tokens,
-                       index_t chunk) const requires in_groups {
+  page_plan plan_pages(index_t id, const Recipe& recipe, const planned<Recipe>& policies,
+                       index_t tokens) const requires in_groups {
     const head_groups& groups = store_.rows().groups();
     std::vector<index_t> held(std::size_t(count_ * groups.kv_heads), 0);
     for (index_t at = 0; id >= 0 && at < index_t(held.size()); ++at) {
       held[std::size_t(at)] = store_.lengths(at / groups.kv_heads, id)[std::size_t(at % groups.kv_heads)];
     }
-    coming_prompt prompt{tokens};
-    const auto share = [&](index_t layer, index_t head, index_t seen) {
-      if constexpr (Recipe::retain_type::settles)
-        return policies.first.budget.share({layer, count_, head, groups.kv_heads, 0, seen});
-      return seen;
-    };
-    if constexpr (Recipe::retain_type::settles) {
-      prompt.chunk = chunk;
-      prompt.window = policies.first.scorer.protected_tail(policies.first.budget.tokens);
-    }
-    return tessera::plan_pages(groups, store_.rows().page(), held, prompt, share,
-                               [&](index_t layer) { return !roles_.follows_recipe(layer); });
+    return plan_prompt_pages(groups, store_.rows().page(), held, recipe, policies, roles_, tokens);
   }
   /// A sequence will get `tokens` more in every layer, 0: none for now. Throws where a pool of pages has no room for them.
   void expect(index_t id, index_t tokens) { store_.expect(id, tokens); }

@@ -7,6 +7,7 @@
 
 #include "../../../runtime/conversations.hpp"
 #include "../../../runtime/layer_roles.hpp"
+#include "../../../runtime/prompt_pages.hpp"
 #include "attention.cuh"
 #include "cache_options.hpp"
 #include "first_stage.cuh"
@@ -41,6 +42,22 @@ class cache_parts {
   auto view(index_t layer, index_t id) const {
     conversations_.at(id, layer);
     return store_.view(layer, id);
+  }
+
+  /// Of a store with ragged pages: what a prompt of so many tokens takes of the pool, its chunks ending at the multiples of
+  /// the schedule's; pages that each group of heads of a sequence holds; the most that a new conversation's prompt takes.
+  page_plan plan_pages(index_t id, index_t tokens) const requires kv_store<layout>::in_groups {
+    return plan_pages(id, conversations_.plan_announced(recipe_, id, tokens), tokens);
+  }
+  std::vector<index_t> pages(index_t id) const requires kv_store<layout>::in_groups {
+    conversations_.at(id);
+    std::vector<index_t> held;
+    for (index_t group = 0; group < store_.rows().groups().count(); ++group)
+      held.push_back(store_.rows().held(id, group));
+    return held;
+  }
+  index_t upper_bound_pages(index_t tokens) const requires kv_store<layout>::in_groups {
+    return plan_pages(-1, planned<Recipe>(recipe_, tokens), tokens).most;
   }
 
   /// Logical positions that a layer stores for one kv_head, ascending. Synchronises.
@@ -141,7 +158,8 @@ class cache_parts {
         conversations_(shape_, recipe_),
         store_(shape_.layers, options_.sequences, shape_.kv_heads, options_.tokens, options_.rows,
                {Recipe::retain_type::drops || !shape_.sliding.empty(), first_stage<Recipe>::with_scores,
-                Recipe::needs_segments}),
+                Recipe::needs_segments},
+               placement_of(recipe_)),
         next_(std::size_t(options_.sequences)),
         first_position_(next_.size()),
         after_(next_.size()),
@@ -157,6 +175,16 @@ class cache_parts {
     store_.adopt(fit_movers(first_));
   }
 
+  /// id -1: a new conversation.
+  page_plan plan_pages(index_t id, const planned<Recipe>& fitted,
+                       index_t tokens) const requires kv_store<layout>::in_groups {
+    std::vector<index_t> held(std::size_t(shape_.layers * shape_.kv_heads), 0);
+    for (index_t layer = 0; id >= 0 && layer < shape_.layers; ++layer) {
+      const std::vector<index_t> own = store_.held_by_head(layer, id);
+      std::copy(own.begin(), own.end(), held.begin() + offset_t(layer) * shape_.kv_heads);
+    }
+    return plan_prompt_pages(store_.rows().groups(), store_.rows().page(), held, recipe_, fitted, roles_, tokens);
+  }
   const index_t* stepped_of(index_t layer, index_t id) const {
     return stepped_.data() + (offset_t(layer) * options_.sequences + id) * shape_.kv_heads;
   }
@@ -178,7 +206,7 @@ class cache_parts {
       const index_t window = roles_.window(layer);
       const token_bound held = store_.bound(layer, id);
       if (window == 0 || held.longest <= window + spare_room(window)) continue;
-      const token_bound kept{window, std::min(held.total, offset_t(window) * shape_.kv_heads)};
+      const kept_bound kept{{window, std::min(held.total, offset_t(window) * shape_.kv_heads)}, {}};
       store_.plan_keep({{layer, id}}, {kept});
       store_.keep(layer, id, {newest_.of(store_.lengths(layer, id), stream), kept}, stream);
     }
@@ -195,7 +223,7 @@ class cache_parts {
   std::vector<index_t> plan_choice(index_t id, bool due, const planned<Recipe>& fitted) {
     std::vector<index_t> layers;
     place_list places;
-    std::vector<token_bound> kept;
+    std::vector<kept_bound> kept;
     for (index_t layer = 0; due && layer < shape_.layers; ++layer) {
       const token_bound held = store_.bound(layer, id);
       if (!roles_.follows_recipe(layer)) continue;
@@ -203,10 +231,43 @@ class cache_parts {
       if (!filters && first_.keeps_everything(chooser, id, held, fitted)) continue;
       layers.push_back(layer);
       places.push_back({layer, id});
-      kept.push_back(first_.bound(chooser, id, held, fitted));
+      kept.push_back(first_.bound(chooser, id, store_, fitted, conversations_.reach(id, layer).seen()));
     }
     filters ? reading_.lists().plan_pass(places, kept) : store_.plan_keep(places, kept);
     return layers;
+  }
+  /// Before `tokens` more of a prompt are written to a layer: where a chunk ends the layer keeps its share of what it has,
+  /// and pages that layers share are set aside for all of them, or for none.
+  void begin_chunk(index_t layer, index_t id, index_t tokens, cudaStream_t stream) {
+    if (conversations_.at(id, layer).turn_tokens == 0) first_.begin_turn(layer, id, store_);
+    if (conversations_.chunk_is_due(recipe_, id, layer, tokens)) {
+      end_chunk(layer, id, stream);
+      conversations_.judged_chunk(id, layer);
+      first_.end_chunk(layer, id, store_, conversations_.at(id, layer).again);
+    }
+    if (layer > 0 || conversations_.at(id).announced > 0) return;
+    store_.require_fits(layer, id, tokens);
+    store_.expect(id, tokens);
+  }
+  void end_chunk(index_t layer, index_t id, cudaStream_t stream) {
+    if constexpr (Recipe::schedule_type::fires_at(moment::chunk_end)) {
+      const planned<Recipe>& fitted = policies(id);
+      if (!roles_.follows_recipe(layer) || first_.keeps_everything(layer, id, store_.bound(layer, id), fitted)) return;
+      const prompt_reach reach = conversations_.reach(id, layer);
+      store_.plan_keep({{layer, id}}, {first_.bound(layer, id, store_, fitted, reach.seen())});
+      const index_t* next = set_number(next_.data() + id, reach.end, stream);
+      store_.keep(layer, id, first_.choose(layer, id, store_, fitted, roles_.rule(layer), reach, next, stream), stream);
+    }
+  }
+  /// Drops, within a step, what the first stage does not choose; the newest `own` tokens stay.
+  void evict(index_t layer, const batch& step, const view_type& all, index_t own, cudaStream_t stream) {
+    if constexpr (fires_in_steps<typename Recipe::schedule_type>) {
+      const selection_view kept = first_.choose_in_step(layer, store_, all, policies(step.ids.front()),
+                                                        roles_.rule(layer), after_.data(), own, stream);
+      store_.keep_in_place(all, kept, stream);
+      steps_.scatter(store_.length_column(), layer, step.sequences(), stream);
+      reading_.rebuild(layer, steps_.ids(), all, stream);
+    }
   }
   /// What a step's eviction will leave, on the host's books.
   void note_eviction(index_t layer, index_t id, index_t own) {

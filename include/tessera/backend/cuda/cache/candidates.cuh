@@ -45,7 +45,7 @@ class no_candidates {
   View view(index_t, index_t, const View& all) const { return all; }
   View batch_view(index_t, const View& all) const { return all; }
   void join(index_t, const View&, index_t, cudaStream_t) const {}
-  void plan_pass(const place_list&, const std::vector<token_bound>&) {}
+  void plan_pass(const place_list&, const std::vector<kept_bound>&) {}
   void pass(index_t, index_t, const kept_slots&, cudaStream_t) {}
   void plan_room(const place_list&, index_t) {}
   void abandon() {}
@@ -90,7 +90,7 @@ class candidates {
   }
 
   /// Plans lists of at most these bounds, for `pass` calls in the same order.
-  void plan_pass(const place_list& places, const std::vector<token_bound>& passed) {
+  void plan_pass(const place_list& places, const std::vector<kept_bound>& passed) {
     pool_.plan();
     try {
       for (std::size_t i = 0; i < places.size(); ++i) {

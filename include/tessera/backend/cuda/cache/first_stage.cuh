@@ -6,6 +6,7 @@
 
 #include "../../../core/model_shape.hpp"
 #include "../../../planned.hpp"
+#include "../../../runtime/kept_lengths.hpp"
 #include "../../../runtime/layer_roles.hpp"
 #include "../choose/score_and_choose.cuh"
 #include "../score/query_window.cuh"
@@ -30,7 +31,7 @@ class first_stage {
     return true;
   }
   template <class... Any>
-  token_bound bound(const Any&...) const {
+  kept_bound bound(const Any&...) const {
     return {};
   }
   template <class... Any>
@@ -38,6 +39,10 @@ class first_stage {
     return {};
   }
   void forget(index_t) {}
+  template <class... Any>
+  void begin_turn(const Any&...) {}
+  template <class... Any>
+  void end_chunk(const Any&...) {}
   template <class... Any>
   void observe_prompt(const Any&...) {}
   template <class... Any>
@@ -61,6 +66,7 @@ class first_stage<Recipe, true> {
   static constexpr bool joins = joining_scope<typename policy::scope_type>;
   static constexpr bool newest = joins_rows_by<scorer> == row_join::newest;
   static constexpr bool in_steps = fires_in_steps<typename Recipe::schedule_type>;
+  static constexpr bool settles = Recipe::retain_type::settles;
   static constexpr index_t observed_at_once = 512;  // queries of one accumulating call: bounds its workspace
 
   using observer_type = attentive_score_where<view_type, scorer, observed == observes::every_query>;
@@ -78,7 +84,8 @@ class first_stage<Recipe, true> {
                 {batch_, shape.kv_heads, shape.q_heads, queries_at_once(recipe, options), options.tokens, most_},
                 device),
         observe_scratch_(observe_.workspace_bytes()),
-        choose_scratch_(choose_.workspace_bytes()) {
+        choose_scratch_(choose_.workspace_bytes()),
+        settled_(settles ? std::size_t(shape.layers) * std::size_t(options.sequences) : 0) {
     require(!weighted_scorer<scorer> || !shape.output_projection, "output_projection", "given",
             "null: the device weighs values as they are", "leave it out, or take the CPU's cache");
     if constexpr (observed == observes::window) {
@@ -90,6 +97,7 @@ class first_stage<Recipe, true> {
   /// Takes another budget's operations; what was remembered stays.
   void adopt(first_stage&& fitted) {
     if constexpr (observed == observes::window) std::swap(fitted.window_, window_);
+    std::swap(fitted.settled_, settled_);
     *this = std::move(fitted);
   }
 
@@ -143,10 +151,39 @@ class first_stage<Recipe, true> {
     }
   }
 
-  /// Bounds of what a layer of one sequence keeps when its prompt ends.
-  token_bound bound(index_t layer, index_t id, const token_bound& held, const planned<Recipe>& policies) const {
-    const token_bound most = most_of(policies, extent(layer, held.longest, tail(layer, id, policies)));
-    return {std::min(most.longest, held.longest), std::min(most.total, held.total)};
+  /// A turn's prompt begins: what a layer's heads hold now is from earlier.
+  void begin_turn([[maybe_unused]] index_t layer, [[maybe_unused]] index_t id,
+                  [[maybe_unused]] const store_type& store) {
+    if constexpr (settles) {
+      settled_heads& here = settled_[std::size_t(layer * sequences_ + id)];
+      here.earlier = here.settled = store.held_by_head(layer, id);
+    }
+  }
+  /// A layer has chosen among what it had of a prompt: what it holds is settled but for the newest `again` tokens.
+  void end_chunk([[maybe_unused]] index_t layer, [[maybe_unused]] index_t id, [[maybe_unused]] const store_type& store,
+                 [[maybe_unused]] index_t again) {
+    if constexpr (settles) {
+      settled_heads& here = settled_[std::size_t(layer * sequences_ + id)];
+      here.settled = store.held_by_head(layer, id);
+      for (index_t& tokens : here.settled) tokens -= again;
+    }
+    if constexpr (observed == observes::window) window_.forget(layer * sequences_ + id);
+  }
+
+  /// Bounds of what a layer of one sequence keeps when its prompt, or a chunk of it, ends; `held` is the store's, and
+  /// `seen` how much of the turn's prompt there has been. Where lengths decide, by head.
+  kept_bound bound(index_t layer, index_t id, const store_type& store, const planned<Recipe>& policies,
+                   [[maybe_unused]] index_t seen) const {
+    const token_bound& held = store.bound(layer, id);
+    const index_t newest = tail(layer, id, policies);
+    if constexpr (settles) {
+      const settled_heads& here = settled_[std::size_t(layer * sequences_ + id)];
+      return kept_by_lengths(policies.first.budget, extent(layer, held.longest, newest), store.held_by_head(layer, id),
+                             here, seen, shape_.kv_heads);
+    } else {
+      const token_bound most = most_of(policies, extent(layer, held.longest, newest));
+      return {{std::min(most.longest, held.longest), std::min(most.total, held.total)}, {}};
+    }
   }
   /// Whether a layer keeps all that it holds, whatever the scores.
   bool keeps_everything(index_t layer, index_t id, const token_bound& held, const planned<Recipe>& policies) const {
@@ -162,24 +199,27 @@ class first_stage<Recipe, true> {
 
   /// What a layer of one sequence keeps, or lets through, when its prompt ends at position `next`. The slots lie in this
   /// object's memory until the next call.
+  /// `reach`: what earlier choices have settled of the turn's prompt, for a recipe that settles.
   kept_slots choose(index_t layer, index_t id, const store_type& store, const planned<Recipe>& policies,
-                    const logit_rule& rule, index_t next, const index_t* device_next, cudaStream_t stream) {
+                    const logit_rule& rule, const prompt_reach& reach, const index_t* device_next,
+                    cudaStream_t stream) {
     const index_t* position = device_next;
     rows_view<const T> window;
     if constexpr (observed == observes::window) {
       window = window_.queries(layer * sequences_ + id);
-      position = set_number(position_.data(), next - window.tokens, stream);
+      position = set_number(position_.data(), reach.end - window.tokens, stream);
     }
-    const selection_view chosen =
-        choose_slots(policies, rule, store, store.view(layer, id), window, position, 0, layer, stream);
-    return {chosen, bound(layer, id, store.bound(layer, id), policies)};
+    if constexpr (settles) set_number(reach_.data(), reach, stream);
+    const selection_view chosen = choose_slots(policies, rule, store, store.view(layer, id), window, position,
+                                               settles ? reach_.data() : nullptr, 0, layer, stream);
+    return {chosen, bound(layer, id, store, policies, reach.seen())};
   }
   /// What a layer of a batch keeps within a step; `next`: by sequence of the batch, the position of the next token. The
   /// newest `own` tokens stay whatever their score.
   selection_view choose_in_step(index_t layer, const store_type& store, const view_type& view,
                                 const planned<Recipe>& policies, const logit_rule& rule, const index_t* next,
                                 index_t own, cudaStream_t stream) const {
-    return choose_slots(policies, rule, store, view, {}, next, own, layer, stream);
+    return choose_slots(policies, rule, store, view, {}, next, nullptr, own, layer, stream);
   }
 
   /// The most sequences of one choice, and the most tokens that a head of it keeps.
@@ -239,8 +279,8 @@ class first_stage<Recipe, true> {
 
   /// The newest `own` tokens stay whatever their score, or more where the scorer says so.
   selection_view choose_slots(const planned<Recipe>& policies, const logit_rule& rule, const store_type& store,
-                              const view_type& view, const rows_view<const T>& q, const index_t* position, index_t own,
-                              index_t layer, cudaStream_t stream) const {
+                              const view_type& view, const rows_view<const T>& q, const index_t* position,
+                              const prompt_reach* reach, index_t own, index_t layer, cudaStream_t stream) const {
     choose_problem<view_type, T> problem;
     problem.view = view;
     problem.layer = layer;
@@ -248,6 +288,7 @@ class first_stage<Recipe, true> {
     problem.q = q;
     problem.q.heads = shape_.q_heads;
     problem.first_position = position;
+    problem.reach = reach;
     problem.rule = rule;
     if constexpr (with_scores) problem.scores = {store.scores(), 0, 0, view.position_begin};
     if constexpr (Recipe::needs_segments) problem.segments = store.segments(view);
@@ -262,6 +303,8 @@ class first_stage<Recipe, true> {
   device_buffer<unsigned char> observe_scratch_, choose_scratch_;
   query_window<T> window_;
   device_buffer<index_t> position_{std::size_t(batch_)};
+  device_buffer<prompt_reach> reach_{1};
+  std::vector<settled_heads> settled_;  // by place, of a recipe that settles
 };
 
 }  // namespace cuda

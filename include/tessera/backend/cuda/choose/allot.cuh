@@ -2,9 +2,13 @@
 #pragma once
 
 #include <algorithm>
+#include <concepts>
 
 #include "../../../concepts/budget.hpp"
+#include "../../../core/error.hpp"
+#include "../../../core/share_table.hpp"
 #include "../device/alignment.cuh"
+#include "../device/memory.cuh"
 #include "../device/tuning.cuh"
 #include "../device/warp.cuh"
 #include "../score/score_rows.cuh"
@@ -50,10 +54,13 @@ __global__ void __launch_bounds__(128)
   const index_t sequence = row / in.kv_heads, head = row % in.kv_heads, tail = in.protected_tail(sequence);
   const index_t tokens = in.tokens(sequence, head);
   const Budget policy = budget_of(of_all, in, sequence);
-  counts[row] = all_fit(in, sequence, policy, asked)
-                    ? tokens
-                    : kept_of(policy.share(head_extent{asked.layer, asked.layers, head, in.kv_heads, tail, tokens}),
-                              tail, tokens);
+  head_extent extent{asked.layer, asked.layers, head, in.kv_heads, tail, tokens};
+  if (in.settled) {
+    extent.earlier = in.earlier[row];
+    extent.dropped = in.reach[sequence].seen() - (tokens - extent.earlier);
+  }
+  counts[row] =
+      all_fit(in, sequence, policy, asked) ? tokens : kept_of(policy.share(extent), in.settled_of(row) + tail, tokens);
 }
 
 /// Progress of one sequence's selection over all of its heads.
@@ -187,10 +194,50 @@ __global__ void __launch_bounds__(allot_threads)
 
 }  // namespace detail
 
+/// A budget whose numbers by layer and kv_head are the caller's memory.
+template <class B>
+concept tabled_budget = requires(B b) {
+  { b.shares } -> std::same_as<share_table&>;
+};
+
+/// A budget's table in device memory, copied once; nothing for a budget that has none.
+template <class Budget>
+class budget_table {
+ public:
+  explicit budget_table(const Budget&) {}
+  const Budget& on_device(const Budget& budget) const { return budget; }
+};
+
+template <tabled_budget Budget>
+class budget_table<Budget> {
+ public:
+  explicit budget_table(const Budget& budget)
+      : given_(budget.shares), table_(given_.data ? std::size_t(given_.layers) * std::size_t(given_.kv_heads) : 0) {
+    if (!given_.data) return;
+    check(cudaMemcpy(table_.data(), given_.data, table_.bytes(), cudaMemcpyHostToDevice), "cudaMemcpy");
+    check(cudaStreamSynchronize(nullptr), "cudaStreamSynchronize");  // streams of the caller's do not wait for it
+  }
+
+  /// The budget as kernels read it: its table is on the device.
+  Budget on_device(Budget budget) const {
+    require(budget.shares.data == given_.data && budget.shares.layers == given_.layers &&
+                budget.shares.kv_heads == given_.kv_heads,
+            "table of shares", "another", "the one that the operation was made with",
+            "make the cache, or the operation, with this table");
+    budget.shares.data = table_.data();
+    return budget;
+  }
+
+ private:
+  share_table given_;
+  device_buffer<double> table_;
+};
+
 /// How many tokens every (sequence, kv_head) keeps, as cpu::choose_kept counts them: the budget's share, at least the
 /// protected tail, at most what is stored; all of a sequence in which no head exceeds the budget.
 ///
 /// Shapes   counts [sequences, kv_heads] on the device. Same counts as the host's policies, ties and rounding included.
+/// Errors   a table that is not the one of the budget that this was made with: tessera::error.
 /// Cost     a length_budget: one small launch. A winners_budget: three reads of the scores, four launches; integer
 ///          atomics only.
 template <class Budget>
@@ -199,8 +246,9 @@ class allot {
   static constexpr bool by_score = !length_budget<Budget>;
 
  public:
-  allot(index_t sequences, index_t kv_heads, index_t capacity, const device_info& device)
-      : sequences_(sequences), rows_(sequences * kv_heads), capacity_(capacity) {
+  /// `budget`: whose table, if it has one, goes to the device.
+  allot(index_t sequences, index_t kv_heads, index_t capacity, const device_info& device, const Budget& budget = {})
+      : sequences_(sequences), rows_(sequences * kv_heads), capacity_(capacity), table_(budget) {
     require(rows_ >= 1 && rows_ <= 65535, "sequences * kv_heads", rows_, "1 to 65535", "split the batch");
     blocks_ =
         std::max(1, std::min(ceil_div(capacity, detail::allot_portion), ceil_div(2 * device.multiprocessors, rows_)));
@@ -209,9 +257,10 @@ class allot {
   std::size_t workspace_bytes() const { return by_score ? won_at() + std::size_t(rows_) * sizeof(unsigned) : 0; }
 
   /// `layer` of `layers`: for budgets that differ over the model's layers.
-  void run(const score_rows& in, const Budget& policy, index_t layer, index_t layers, index_t* counts, void* workspace,
+  void run(const score_rows& in, const Budget& given, index_t layer, index_t layers, index_t* counts, void* workspace,
            cudaStream_t stream) const {
-    policy.check();
+    given.check();
+    const Budget policy = table_.on_device(given);
     const index_t rows = in.sequences * in.kv_heads;
     require(rows <= rows_, "sequences * kv_heads", rows, "at most " + std::to_string(rows_),
             "construct allot for the largest batch");
@@ -243,6 +292,7 @@ class allot {
   std::size_t won_at() const { return state_at() + std::size_t(sequences_) * sizeof(detail::allot_state); }
 
   index_t sequences_, rows_, capacity_;
+  budget_table<Budget> table_;
   int blocks_ = 1;
 };
 

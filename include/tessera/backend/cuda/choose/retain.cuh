@@ -22,6 +22,19 @@ struct slot_facts {
 
 namespace detail {
 
+/// Chosen slots count from the first one that competes, and stand where they belong.
+template <int Threads>
+__global__ void __launch_bounds__(Threads)
+    put_settled_first_entry(const __grid_constant__ select_problem p, index_t* counts) {
+  const index_t row = blockIdx.y, stay = p.skipped(row), chosen = p.counts[row];
+  index_t* behind = p.out_row(row);
+  index_t* all = behind - stay;
+  const index_t first = index_t(blockIdx.x * Threads + threadIdx.x), step = index_t(gridDim.x) * Threads;
+  for (index_t i = first; i < stay; i += step) all[i] = i;
+  for (index_t i = first; i < chosen; i += step) behind[i] += stay;
+  if (first == 0) counts[row] = stay + chosen;
+}
+
 /// In place of weigh_scores where nothing is weighed.
 struct no_weights {
   no_weights(index_t, index_t, index_t, const device_info&) {}
@@ -46,12 +59,24 @@ struct selection_of<Selector> {
 
 }  // namespace detail
 
+/// Puts what a selection skipped before what it chose.
+/// Shapes   counts [rows], not those of the problem; `kept`: the most slots of a row.
+/// Returns  the selection of all that stays.   Cost  one launch.
+inline selection_view put_settled_first(const select_problem& problem, index_t kept, index_t* counts,
+                                        cudaStream_t stream) {
+  const dim3 grid{unsigned(std::clamp(ceil_div(kept, 1024), 1, 64)), unsigned(problem.rows)};
+  detail::put_settled_first_entry<256><<<grid, 256, 0, stream>>>(problem, counts);
+  check(cudaGetLastError(), "launch of put_settled_first");
+  return {problem.out, counts, problem.out_offsets, problem.out_stride};
+}
+
 /// Chooses what every (sequence, kv_head) of a batch keeps: the device's cpu::choose_kept, with its results.
 ///
 /// No allocation, no synchronisation, no length on the host.
 /// Errors   shapes and parameters that make no sense: tessera::error before anything is launched.
+/// Settled slots stay: budgets count them, selectors see the slots behind them.
 /// Cost     one launch for pooling where the scorer pools, two where it sees segments, one to four for the budget, one for
-///          the selection and one more in segments; weights: see weigh_scores.
+///          the selection, one more in segments and one where slots are settled; weights: see weigh_scores.
 template <class Retain>
 class choose_kept {
   using scorer = typename Retain::scorer_type;
@@ -71,7 +96,7 @@ class choose_kept {
         capacity_(capacity),
         kept_(kept),
         finish_(sequences, kv_heads, capacity, device),
-        allot_(sequences, kv_heads, capacity, device),
+        allot_(sequences, kv_heads, capacity, device, policy.budget),
         weigh_(rows_, capacity, kept, device),
         select_(policy.selector, rows_, capacity, device, std::min(kept, policy.budget.tokens)) {}
 
@@ -110,6 +135,7 @@ class choose_kept {
     problem.n = {scores.lengths};
     problem.keep = {counts};
     problem.tail = {scores.tails, scores.tail, scores.kv_heads};
+    problem.skip = scores.settled;
     problem.out = reinterpret_cast<index_t*>(bytes + indices_at());
     problem.out_stride = kept_;
     problem.counts = counts + rows_;
@@ -121,7 +147,8 @@ class choose_kept {
     } else {
       select_.run(problem, nullptr, stream);
     }
-    return problem.chosen();
+    // What is settled stands before what was chosen behind it; the budget's counts have been read.
+    return scores.settled ? put_settled_first(problem, kept_, counts, stream) : problem.chosen();
   }
 
  private:

@@ -7,6 +7,7 @@
 #include "../../../core/choose_problem.hpp"
 #include "../score/divide_rows.cuh"
 #include "../score/score.cuh"
+#include "../score/settled_slots.cuh"
 #include "../score/stored_scores.cuh"
 #include "join_heads.cuh"
 #include "retain.cuh"
@@ -82,6 +83,13 @@ class score_and_choose {
     in.tail = tail_of(policy, p);
     in.tails = p.tails ? p.tails : (observed == observes::window ? p.valid : nullptr);
     in.budgets = p.budgets;
+    if (p.reach) {
+      in.settled = reinterpret_cast<index_t*>(bytes + settled_at());
+      in.earlier = in.settled + rows();
+      in.reach = p.reach;
+      find_settled(p.view, joins ? 1 : p.view.kv_heads, p.reach, reinterpret_cast<index_t*>(bytes + settled_at()),
+                   reinterpret_cast<index_t*>(bytes + settled_at()) + rows(), stream);
+    }
     if constexpr (observed == observes::every_query) {
       in.scores = p.scores.data;
       in.offsets = p.scores.begin;
@@ -155,6 +163,8 @@ class score_and_choose {
     }
     require(!Policy::needs_segments || p.segments.data, "segments", "null",
             "which segment of the text every stored slot belongs to", "keep them beside the tokens: cuda::append");
+    require(!p.reach || length_budget<typename Policy::budget_type>, "reach", "given",
+            "null: heads compete for this budget with all that they hold", "take a budget by lengths, as calibrated");
     require(!weighted_scorer<scorer> || !p.projection, "projection", "given",
             "null: the device weighs values as they are", "leave it out, or choose on the CPU");
     if constexpr (observed == observes::window) {
@@ -174,7 +184,8 @@ class score_and_choose {
     }
   }
 
-  // The workspace: raw scores; weights; one row and its slots for all heads; what scoring needs; what choosing needs.
+  // The workspace: raw scores; weights; one row and its slots for all heads; what is settled; what scoring needs; what
+  // choosing needs.
   std::size_t rows() const { return std::size_t(limits_.sequences) * std::size_t(limits_.kv_heads); }
   std::size_t weights_at() const {
     return observed == observes::every_query ? 0 : array_bytes<float>(rows() * std::size_t(limits_.capacity));
@@ -187,7 +198,8 @@ class score_and_choose {
            (joins ? array_bytes<float>(std::size_t(limits_.sequences) * std::size_t(limits_.capacity)) : 0);
   }
   std::size_t counts_at() const { return slots_at() + (joins ? array_bytes<index_t>(rows() * std::size_t(kept_)) : 0); }
-  std::size_t score_at() const { return counts_at() + (joins ? array_bytes<index_t>(rows()) : 0); }
+  std::size_t settled_at() const { return counts_at() + (joins ? array_bytes<index_t>(rows()) : 0); }
+  std::size_t score_at() const { return settled_at() + array_bytes<index_t>(rows() * 2); }
   std::size_t choose_at() const {
     return score_at() + padded(std::max(score_.workspace_bytes(), stored_.workspace_bytes()));
   }

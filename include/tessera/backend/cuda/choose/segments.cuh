@@ -114,7 +114,7 @@ __global__ void __launch_bounds__(segment_threads)
   const auto [n, keep, tail] = p.bounds_of(row);
   const index_t candidates = n - tail, room = keep - tail;
   if (room == candidates) return;  // all of them
-  const index_t* segments = beside.row(row);
+  const index_t* segments = beside.row(row) + p.skipped(row);
   const float* scores = p.score_row(row);
   // Other warps write to what is read here: past the cache, and never what the compiler has read before.
   volatile index_t* best = p.out_row(row);

@@ -26,23 +26,29 @@ struct select_problem {
   row_numbers n;     ///< slots of a row
   row_numbers keep;  ///< slots to choose, the tail included; above n chooses all
   row_numbers tail;  ///< newest slots that are always chosen
+  const index_t* skip =
+      nullptr;  ///< [rows], first slots that `n` and `keep` count and that are left out: slots count from there; null: none
   index_t* out = nullptr;
   offset_t out_stride = 0;
   const offset_t* out_offsets = nullptr;
-  index_t* counts = nullptr;  ///< [rows], min(keep, n)
+  index_t* counts = nullptr;  ///< [rows], min(keep, n), without what is skipped
   index_t rows = 0;           ///< 0: as many as the operation was made for
   index_t pad_to = 0;         ///< fills out with -1 from a row's count up to here
 
   __device__ const float* score_row(index_t row) const {
-    return scores + (score_offsets ? score_offsets[row] : row * score_stride);
+    return scores + (score_offsets ? score_offsets[row] : row * score_stride) + skipped(row);
   }
-  __device__ index_t* out_row(index_t row) const { return out + (out_offsets ? out_offsets[row] : row * out_stride); }
+  __device__ index_t* out_row(index_t row) const {
+    return out + (out_offsets ? out_offsets[row] : row * out_stride) + skipped(row);
+  }
+  __device__ index_t skipped(index_t row) const { return skip ? skip[row] : 0; }
   /// How many slots of a row there are, how many are chosen, and how many of the newest are whatever their score.
   struct bounds {
     index_t n, keep, tail;
   };
   __device__ bounds bounds_of(index_t row) const {
-    const index_t stored = max(n.of(row), 0), kept = min(max(keep.of(row), 0), stored);
+    const index_t before = skipped(row), stored = max(n.of(row) - before, 0);
+    const index_t kept = min(max(keep.of(row) - before, 0), stored);
     return {stored, kept, min(max(tail.of(row), 0), kept)};
   }
 

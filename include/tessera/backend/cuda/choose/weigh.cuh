@@ -18,9 +18,9 @@ __global__ void __launch_bounds__(128) count_first_entry(const __grid_constant__
                                                          const index_t* kept, index_t* candidates, index_t* first) {
   const index_t row = index_t(blockIdx.x * 128 + threadIdx.x);
   if (row >= in.sequences * in.kv_heads) return;
-  const index_t b = row / in.kv_heads, n = in.candidates(b, row % in.kv_heads);
+  const index_t b = row / in.kv_heads, n = in.candidates(b, row % in.kv_heads), stay = min(in.settled_of(row), n);
   candidates[row] = n;
-  first[row] = min(max(scorer.taken_first(kept[row]) - in.protected_tail(b), 0), n);
+  first[row] = stay + min(max(scorer.taken_first(kept[row] - stay) - in.protected_tail(b), 0), n - stay);
 }
 
 template <class Scorer, int Threads>
@@ -38,10 +38,12 @@ __global__ void __launch_bounds__(Threads)
 /// What is taken first ranks before everything else.
 template <int Threads>
 __global__ void __launch_bounds__(Threads)
-    rank_first_entry(selection_view first, const __grid_constant__ finished_rows out) {
-  const index_t row = blockIdx.y, count = first.count(row);
+    rank_first_entry(const __grid_constant__ select_problem first, const __grid_constant__ finished_rows out) {
+  const index_t row = blockIdx.y, count = first.counts[row];
+  const index_t* slots = first.out_row(row);
+  float* scores = out.row(row) + first.skipped(row);
   for (index_t i = index_t(blockIdx.x * Threads + threadIdx.x); i < count; i += index_t(gridDim.x) * Threads)
-    out.row(row)[first.row(row)[i]] = infinity;
+    scores[slots[i]] = infinity;
 }
 
 }  // namespace detail
@@ -58,7 +60,7 @@ class weigh_scores {
     return array_bytes<index_t>(std::size_t(rows_) * 3) + array_bytes<index_t>(std::size_t(rows_) * std::size_t(kept_));
   }
 
-  /// counts: what each row keeps, tail included; weights [rows, weight_stride]; out [rows, capacity], or the rows of `in`.
+  /// counts: what each row keeps, tail and what is settled included; weights [rows, weight_stride]; out [rows, capacity], or the rows of `in`.
   void run(const score_rows& in, const Scorer& scorer, const index_t* counts, const float* weights,
            offset_t weight_stride, float* out, void* workspace, cudaStream_t stream) const {
     auto* numbers = static_cast<index_t*>(workspace);
@@ -72,6 +74,7 @@ class weigh_scores {
     problem.score_offsets = in.offsets;
     problem.n = {candidates};
     problem.keep = {first};
+    problem.skip = in.settled;
     problem.out = reinterpret_cast<index_t*>(static_cast<unsigned char*>(workspace) +
                                              array_bytes<index_t>(std::size_t(rows_) * 3));
     problem.out_stride = kept_;
@@ -81,7 +84,7 @@ class weigh_scores {
     const detail::finished_rows to{out, capacity_};
     const dim3 grid{unsigned(std::clamp(ceil_div(capacity_, 1024), 1, 256)), unsigned(rows)};
     detail::weigh_entry<Scorer, 256><<<grid, 256, 0, stream>>>(in, to, scorer, weights, weight_stride);
-    detail::rank_first_entry<256><<<dim3(8, unsigned(rows)), 256, 0, stream>>>(problem.chosen(), to);
+    detail::rank_first_entry<256><<<dim3(8, unsigned(rows)), 256, 0, stream>>>(problem, to);
     check(cudaGetLastError(), "launch of weigh_scores");
   }
 

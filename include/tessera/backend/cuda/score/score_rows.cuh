@@ -1,6 +1,7 @@
 // The scores of a batch on the device, as pooling, budgets and selectors read them.
 #pragma once
 
+#include "../../../core/prompt_reach.hpp"
 #include "../../../core/types.hpp"
 #include "../../../core/views.hpp"
 #include "../device/check.cuh"
@@ -27,6 +28,9 @@ struct score_rows {
   const index_t* tails = nullptr;  ///< [sequences], in place of `tail` where turns differ; null: one for all
   const index_t* budgets =
       nullptr;  ///< [sequences], in place of the budget's tokens where plans differ; null: the same
+  const index_t* settled = nullptr;     ///< [rows], first slots of each that stay and do not compete; null: none
+  const index_t* earlier = nullptr;     ///< [rows], of those the ones from before this turn; goes with `settled`
+  const prompt_reach* reach = nullptr;  ///< [sequences]; goes with `settled`
 
   TESSERA_HD offset_t begin(index_t row) const { return offsets ? offsets[row] : row * row_stride; }
   TESSERA_HD index_t tokens(index_t sequence, index_t head) const {
@@ -45,6 +49,7 @@ struct score_rows {
     const index_t stored = tokens(sequence, head), kept = protected_tail(sequence);
     return stored > kept ? stored - kept : 0;
   }
+  TESSERA_HD index_t settled_of(index_t row) const { return settled ? settled[row] : 0; }
 };
 
 }  // namespace cuda

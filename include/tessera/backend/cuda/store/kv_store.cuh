@@ -9,8 +9,10 @@
 #include <vector>
 
 #include "append.cuh"
+#include "held_tokens.cuh"
 #include "pack.cuh"
 #include "placed_pages.cuh"
+#include "placed_ragged.cuh"
 #include "placed_runs.cuh"
 
 TESSERA_NAMESPACE_BEGIN
@@ -19,7 +21,7 @@ namespace cuda {
 /// What a set of chosen slots comes to: the slots, and bounds that the host knows.
 struct kept_slots {
   selection_view chosen;
-  token_bound bound;
+  kept_bound bound;
 };
 
 /// The columns that a recipe asks for.
@@ -55,23 +57,29 @@ class kv_store {
     device_buffer<unsigned char> scratch;
   };
 
-  kv_store(index_t layers, index_t sequences, index_t kv_heads, index_t tokens, offset_t rows, const column_set& with)
+  kv_store(index_t layers, index_t sequences, index_t kv_heads, index_t tokens, offset_t rows, const column_set& with,
+           const typename Layout::placement_type& where = {})
       : layers_(layers),
         sequences_(sequences),
         heads_(kv_heads),
         tokens_(tokens),
         with_(with),
-        bounds_(std::size_t(layers) * std::size_t(sequences)),
-        rows_(layers, sequences, kv_heads, tokens,
-              rows > 0 ? rows : rows_type::rows_for(layers * sequences, kv_heads, tokens)),
+        held_(layers * sequences, kv_heads),
+        rows_(where, layers, sequences, kv_heads, tokens,
+              rows > 0 ? rows : rows_type::rows_for(where, layers * sequences, kv_heads, tokens)),
         columns_(layers * sequences, kv_heads,
                  with.count() > 0 ? run_pool::rows_for(layers * sequences, kv_heads, tokens) : 0,
                  std::vector<index_t>(with.count(), 4), "rows of the columns"),
         lengths_(layers, sequences, kv_heads),
         begins_(layers, sequences, kv_heads) {}
 
+  /// Whether pages of one pool are shared by groups of heads.
+  static constexpr bool in_groups = requires(const rows_type& rows) { rows.groups(); };
+
   index_t kv_heads() const { return heads_; }
-  const token_bound& bound(index_t layer, index_t id) const { return bounds_[place(layer, id)]; }
+  const token_bound& bound(index_t layer, index_t id) const { return held_.bound(place(layer, id)); }
+  /// What each kv_head holds at most: exactly that where lengths alone decide what is kept.
+  std::vector<index_t> held_by_head(index_t layer, index_t id) const { return held_.by_head(place(layer, id)); }
   index_t* lengths(index_t layer, index_t id) const { return lengths_.of(layer, id); }
 
   /// One sequence of a layer.
@@ -104,8 +112,8 @@ class kv_store {
     try {
       for (const auto& [layer, id] : places) {
         const std::size_t at = place(layer, id);
-        rows_.plan_room(at, bounds_[at], tokens);
-        if (columns_.holds_planes() && columns_.room(at) < tokens) plan_columns(at, bounds_[at], tokens);
+        rows_.plan_room(at, held_.of(at), tokens);
+        if (columns_.holds_planes() && columns_.room(at) < tokens) plan_columns(at, held_.bound(at), tokens);
       }
     } catch (...) {
       abandon();
@@ -119,20 +127,29 @@ class kv_store {
   void commit_room(const place_list& places, cudaStream_t stream) {
     for (const auto& [layer, id] : places) {
       const std::size_t at = place(layer, id);
-      rows_.commit_room(at, lengths(layer, id), bounds_[at], stream);
+      rows_.commit_room(at, lengths(layer, id), held_.of(at), stream);
       if (lay_out_columns(at, lengths(layer, id), stream)) {
-        columns_.move(begins(at), lengths(layer, id), bounds_[at].longest, stream);
+        columns_.move(begins(at), lengths(layer, id), held_.bound(at).longest, stream);
         columns_.adopt(begins(at), stream);
       }
     }
+    if constexpr (in_groups) rows_.finish(stream);
   }
+  /// Sets pages of a shared pool aside: those of `tokens` more in every head of every layer, or as many as are told.
+  void expect(index_t id, index_t tokens) {
+    if constexpr (in_groups) {
+      rows_.expect(id, tokens, [&](index_t layer) { return held_.of(place(layer, id)); });
+    }
+  }
+  const rows_type& rows() const { return rows_; }
+  rows_type& rows() { return rows_; }
   /// Takes memory anew, for what is stored and `tokens` more in every head, and gives the old back; rows in pages stay.
   /// Errors: not enough memory; nothing has changed then.
   void resize(index_t tokens, cudaStream_t stream) {
     if constexpr (requires(rows_type & stored) { stored.pool(); }) {
       run_pool& rows = rows_.pool();
-      const offset_t count = rows.rows_to_take(bounds_, tokens, tokens_),
-                     columns = columns_.rows_to_take(bounds_, tokens, tokens_);
+      const offset_t count = rows.rows_to_take(held_.bounds(), tokens, tokens_),
+                     columns = columns_.rows_to_take(held_.bounds(), tokens, tokens_);
       auto planes = rows.planes_for(count), column_planes = columns_.planes_for(columns);
       rows.move_to(
           std::move(planes), count, [&](std::size_t p) { return rows_.begins(p); }, stream);
@@ -143,8 +160,7 @@ class kv_store {
   /// Notes that every head took `tokens` more.
   void took(index_t layer, index_t id, index_t tokens) {
     const std::size_t at = place(layer, id);
-    bounds_[at].longest += tokens;
-    bounds_[at].total += offset_t(heads_) * tokens;
+    held_.took(at, tokens);
     rows_.took(at, tokens);
     if (columns_.holds_planes()) columns_.took(at, tokens);
   }
@@ -179,13 +195,13 @@ class kv_store {
   void adopt(movers&& fitted) { movers_.emplace(std::move(fitted)); }
 
   /// Plans what the places keep: every (layer, id) with its bound, in the order of the `keep` calls that follow.
-  void plan_keep(const place_list& places, const std::vector<token_bound>& kept) {
+  void plan_keep(const place_list& places, const std::vector<kept_bound>& kept) {
     rows_.plan();
     columns_.plan();
     try {
       for (std::size_t i = 0; i < places.size(); ++i) {
         const std::size_t at = place(places[i].first, places[i].second);
-        rows_.plan_keep(at, bounds_[at], kept[i]);
+        rows_.plan_keep(at, held_.bound(at), kept[i]);
         if (columns_.holds_planes()) plan_columns(at, kept[i], 0);
       }
     } catch (...) {
@@ -199,9 +215,10 @@ class kv_store {
     const view_type from = view(layer, id);
     pack_problem<view_type, view_type> problem{from, kept.chosen, from};
     problem.lengths = lengths(layer, id);
+    held_.keep(at, kept.bound);
     if constexpr (rows_type::keeps_in_place) {
       set_columns(problem, from.position_begin);
-      rows_.keep(at, problem, *movers_, kept.bound, stream);
+      rows_.keep(at, problem, *movers_, held_.of(at), stream);
       if (lay_out_columns(at, lengths(layer, id), stream)) {
         columns_.move(begins(at), lengths(layer, id), kept.bound.longest, stream);
         columns_.adopt(begins(at), stream);
@@ -209,10 +226,9 @@ class kv_store {
     } else {
       lay_out_columns(at, kept.chosen.counts, stream);
       set_columns(problem, columns_.new_begins());
-      rows_.keep(at, problem, *movers_, kept.bound, stream);
+      rows_.keep(at, problem, *movers_, held_.of(at), stream);
       if (columns_.holds_planes()) columns_.adopt(begins(at), stream);
     }
-    bounds_[at] = kept.bound;
   }
   /// The same for a batch, where the rows lie: recordable. The view's lengths shrink; see `shrank`.
   void keep_in_place(const view_type& batch, const selection_view& chosen, cudaStream_t stream) const {
@@ -224,8 +240,8 @@ class kv_store {
   /// Notes on the host what `keep_in_place` dropped; `gained`: every head has room for so many more tokens.
   void shrank(index_t layer, index_t id, const token_bound& kept, index_t gained) {
     const std::size_t at = place(layer, id);
-    bounds_[at] = {std::min(bounds_[at].longest, kept.longest), std::min(bounds_[at].total, kept.total)};
-    rows_.shrank(at, gained, bounds_[at]);
+    held_.shrank(at, kept);
+    rows_.shrank(at, gained, held_.of(at));
     if (columns_.holds_planes()) columns_.took(at, -gained);
   }
 
@@ -234,7 +250,7 @@ class kv_store {
     for (index_t layer = 0; layer < layers_; ++layer) {
       rows_.clear(place(layer, id));
       if (columns_.holds_planes()) columns_.clear(place(layer, id));
-      bounds_[place(layer, id)] = {};
+      held_.clear(place(layer, id));
       check(cudaMemsetAsync(lengths(layer, id), 0, std::size_t(heads_) * sizeof(index_t), stream), "cudaMemsetAsync");
     }
   }
@@ -302,7 +318,7 @@ class kv_store {
 
   index_t layers_, sequences_, heads_, tokens_;
   column_set with_;
-  std::vector<token_bound> bounds_;
+  held_tokens_of_places held_;
   rows_type rows_;
   run_pool columns_;
   id_column<index_t> lengths_;

@@ -34,12 +34,13 @@ class placed_rows<Layout, fixed_pages<Page>> {
   using view_type = kv_view<view_element<encoding_type>, Layout::k_dim, csr_table, Layout::v_dim>;
 
   static constexpr bool keeps_in_place = true;
-  static offset_t rows_for(index_t places, index_t kv_heads, index_t tokens) {
+  static offset_t rows_for(const fixed_pages<Page>&, index_t places, index_t kv_heads, index_t tokens) {
     return places * fixed_pages<Page>::pages_for(tokens) * Page * kv_heads;
   }
 
   /// `rows`: tokens of single kv_heads, as for every placement; a page holds Page * kv_heads of them.
-  placed_rows(index_t layers, index_t sequences, index_t kv_heads, index_t tokens, offset_t rows)
+  placed_rows(const fixed_pages<Page>&, index_t layers, index_t sequences, index_t kv_heads, index_t tokens,
+              offset_t rows)
       : sequences_(sequences),
         heads_(kv_heads),
         widest_(index_t(fixed_pages<Page>::pages_for(tokens))),

@@ -16,11 +16,13 @@ namespace cuda {
 /// Where a cache's rows lie; specialised by placement. A place is layer * sequences + id. Changes are planned on the host
 /// first: `plan`, any number of `plan_room` and `plan_keep`, then `commit_*` for the same places in the same order; or
 /// `abandon`.
+///   rows_for(placement, places, kv_heads, tokens), and made with (placement, layers, sequences, kv_heads, tokens, rows)
 ///   view(layer, id), batch_view(layer)      rows without lengths and positions
 ///   columns()                               what a step table has to gather
 ///   plan_room(place, held, tokens), commit_room(place, lengths, held, stream)
 ///   plan_keep(place, held, kept), keep(...)   the chosen slots alone stay
 ///   took(place, tokens), clear(place), bytes(place)
+/// `held` is a held_tokens: bounds of all heads, and of each.
 template <class Layout, class Placement = typename Layout::placement_type>
 class placed_rows {
   static_assert(sizeof(Placement) == 0,
@@ -51,12 +53,12 @@ class placed_rows<Layout, runs> {
   using view_type = kv_view<view_element<encoding_type>, Layout::k_dim, ragged, Layout::v_dim>;
 
   static constexpr bool keeps_in_place = false;
-  static offset_t rows_for(index_t places, index_t kv_heads, index_t tokens) {
+  static offset_t rows_for(const runs&, index_t places, index_t kv_heads, index_t tokens) {
     return run_pool::rows_for(places, kv_heads, tokens);
   }
 
   /// No head of a place ever holds more than `tokens`.
-  placed_rows(index_t layers, index_t sequences, index_t kv_heads, index_t tokens, offset_t rows)
+  placed_rows(const runs&, index_t layers, index_t sequences, index_t kv_heads, index_t tokens, offset_t rows)
       : sequences_(sequences),
         heads_(kv_heads),
         tokens_(tokens),

@@ -83,11 +83,27 @@ struct decode_block {
     if (rows <= 32) return plan_in_warp<1>(first);
     if (rows <= 32 * rows_each) return plan_in_warp<rows_each>(first);
     scan_units<threads>(rows, ends, scan, [&](index_t row) { return tiles_of(count_of(p, row)); });
-    const even_pieces cut(ends[rows - 1], decode_pieces(ends[rows - 1], index_t(gridDim.x), rows, false));
+    index_t tiles = ends[rows - 1];
+    if (tiles >= index_t(gridDim.x) * (restart_tiles + 2) && !rows_are_equal(tiles)) {
+      restart = restart_tiles;
+      scan_units<threads>(rows, ends, scan, [&](index_t row) {
+        const index_t own = tiles_of(count_of(p, row));
+        return own > 0 ? own + restart_tiles : 0;
+      });
+      tiles = ends[rows - 1];
+    }
+    const even_pieces cut(tiles, decode_pieces(tiles, index_t(gridDim.x), rows, false));
     if (me < cut.count && cut.units > 0) {
       first = segment_at(row_of_unit_in_warp(ends, rows, cut.begin(me), lane), cut.begin(me), cut.begin(me + 1));
     }
     return cut;
+  }
+  /// Whether all rows have as many tiles, by the whole block; a barrier.
+  __device__ bool rows_are_equal(index_t tiles) const {
+    bool equal = true;
+    for (index_t row = threadIdx.x; row < rows; row += threads)
+      equal &= offset_t(ends[row]) * rows == offset_t(tiles) * (row + 1);
+    return __syncthreads_and(equal);
   }
   template <int Each>
   __device__ even_pieces plan_in_warp(segment& first) {

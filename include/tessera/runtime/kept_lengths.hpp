@@ -1,0 +1,47 @@
+// How much every kv_head keeps where lengths alone decide: what the host of a device knows without asking it.
+#pragma once
+
+#include <algorithm>
+#include <utility>
+#include <vector>
+
+#include "../concepts/budget.hpp"
+
+TESSERA_NAMESPACE_BEGIN
+
+/// What the heads of a place have held since a turn's prompt began; see prompt_reach.
+struct settled_heads {
+  std::vector<index_t> earlier;  ///< tokens from before the turn
+  std::vector<index_t> settled;  ///< first tokens that do not compete
+};
+
+/// Bounds of what a layer keeps, and, where they are known, of every kv_head.
+struct kept_bound : token_bound {
+  std::vector<index_t> by_head;  ///< empty: not known
+};
+
+/// What a budget by lengths leaves each head of a layer: the counts of choose_kept on either backend.
+/// Shapes   held [kv_heads], tokens of each head.   `layer`: as the budget sees it, of one head where all choose together.
+template <length_budget Budget>
+kept_bound kept_by_lengths(const Budget& budget, const layer_extent& layer, std::vector<index_t> held,
+                           const settled_heads& before, index_t seen, index_t kv_heads) {
+  kept_bound kept;
+  const bool whole = keeps_all(budget, layer);
+  for (index_t h = 0; h < kv_heads; ++h) {
+    index_t& own = held[std::size_t(h)];
+    if (!whole) {
+      head_extent head{layer.layer,    layer.layers,         layer.kv_heads > 1 ? h : 0,
+                       layer.kv_heads, layer.protected_tail, own};
+      head.earlier = before.earlier[std::size_t(h)];
+      head.dropped = seen - (own - head.earlier);
+      const index_t least = std::min(before.settled[std::size_t(h)] + layer.protected_tail, own);
+      own = std::clamp(budget.share(head), least, own);
+    }
+    kept.longest = std::max(kept.longest, own);
+    kept.total += own;
+  }
+  kept.by_head = std::move(held);
+  return kept;
+}
+
+TESSERA_NAMESPACE_END

@@ -1,0 +1,34 @@
+// How many ragged pages a prompt takes by a recipe: the caches of both backends ask before it comes.
+#pragma once
+
+#include <vector>
+
+#include "../planned.hpp"
+#include "layer_roles.hpp"
+#include "page_plan.hpp"
+
+TESSERA_NAMESPACE_BEGIN
+
+/// What a prompt of `tokens` tokens takes of a pool of ragged pages, its chunks ending at the multiples of the schedule's.
+/// Where a first stage drops all that it drops when a prompt ends, `after` counts what is there before.
+/// Shapes   held [layers, kv_heads], tokens of each head before the prompt.
+template <class Recipe>
+page_plan plan_prompt_pages(const head_groups& groups, index_t page, const std::vector<index_t>& held,
+                            [[maybe_unused]] const Recipe& recipe, [[maybe_unused]] const planned<Recipe>& policies,
+                            const layer_roles& roles, index_t tokens) {
+  coming_prompt prompt{tokens};
+  if constexpr (Recipe::retain_type::settles) {
+    prompt.window = policies.first.scorer.protected_tail(policies.first.budget.tokens);
+    if constexpr (requires { recipe.schedule.chunk; }) {
+      if (policies.first.budget.knows_shares()) prompt.chunk = recipe.schedule.chunk;
+    }
+  }
+  const auto share = [&](index_t layer, index_t head, index_t seen) {
+    if constexpr (Recipe::retain_type::settles)
+      return policies.first.budget.share({layer, groups.layers, head, groups.kv_heads, 0, seen});
+    return seen;
+  };
+  return plan_pages(groups, page, held, prompt, share, [&](index_t layer) { return !roles.follows_recipe(layer); });
+}
+
+TESSERA_NAMESPACE_END
