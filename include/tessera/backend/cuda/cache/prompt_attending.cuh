@@ -2,7 +2,6 @@
 #pragma once
 
 #include <algorithm>
-#include <memory>
 #include <vector>
 
 #include "../../../recipe.hpp"
@@ -58,7 +57,7 @@ class prompt_attending<Recipe, View, Out, true> {
     if constexpr (requires { recipe.prefill.require_device(); }) recipe.prefill.require_device();
     recipe.prefill.sample(0, options.tokens, sampled_);  // the longest chunk has the most rows
     most_rows_ = index_t(sampled_.size());
-    tools_ = std::make_unique<tools>(shape_, options.tokens, most_rows_, device_);
+    tools_.make(shape_, options.tokens, most_rows_, device_);
   }
 
   template <class Attention>
@@ -66,15 +65,14 @@ class prompt_attending<Recipe, View, Out, true> {
               const Attention&, cudaStream_t stream) {
     if (problem.q.tokens == 0) return;
     const index_t next = first + problem.q.tokens;
-    if (next > tools_->choose.positions()) {
+    if (!tools_ || next > (*tools_).choose.positions()) {
       check(cudaDeviceSynchronize(), "cudaDeviceSynchronize");  // the old tables may still be read
-      auto larger = std::make_unique<tools>(shape_, std::max(next, 2 * tools_->choose.positions()), most_rows_, device_);
-      tools_ = std::move(larger);
+      tools_.make(shape_, tools_ ? std::max(next, 2 * (*tools_).choose.positions()) : next, most_rows_, device_);
     }
     sampled_.clear();
     recipe.prefill.sample(first, next, sampled_);
-    const line_tables tables = tools_->choose.run(recipe.prefill, {problem.view, problem.q, first, problem.rule},
-                                                  sampled_, tools_->scratch.data(), stream);
+    const line_tables tables = (*tools_).choose.run(recipe.prefill, {problem.view, problem.q, first, problem.rule},
+                                                  sampled_, (*tools_).scratch.data(), stream);
     attend_.run(problem, tables, scratch_.data(), stream);
     if (tracing_) lines_[place(layer, id)] = downloaded_lines(problem.view, tables, first, next);
   }
@@ -117,7 +115,7 @@ class prompt_attending<Recipe, View, Out, true> {
   device_info device_;
   line_attention<View, Out> attend_;
   device_buffer<unsigned char> scratch_;
-  std::unique_ptr<tools> tools_;
+  made_on_demand<tools> tools_;
   index_t most_rows_ = 0;
   std::vector<index_t> sampled_;
   bool tracing_ = false;
