@@ -91,6 +91,7 @@ struct line_trial {
   }
   index_t slot_at(index_t head, index_t position) const {
     const view_type view = stored.host();
+    if (!s.evicted) return position < view.length(0, head) ? position : no_index;
     for (index_t slot = 0; slot < view.length(0, head); ++slot) {
       if (view.position(0, head, slot) == position) return slot;
     }
