@@ -37,6 +37,8 @@ struct line_tiles {
   struct memory {
     alignas(16) std::uint32_t entries[Entries];
     block_scan<threads, index_t> scan;
+    // What is still to be listed, and of what the piece's list consists: registers are scarcer than time here.
+    index_t next_chunk, last_chunk, next_column, last_column, chunk_tiles, columns_at, columns;
   };
   static constexpr int memory_bytes = sizeof(memory);
   static constexpr std::uint32_t meets_half = 1,
@@ -60,7 +62,7 @@ struct line_tiles {
     at.stored = max(p.view.length(0, at.head), 0);
     window_ = p.rule.sliding_window;
     dense_from_ = p.first_position[0] + p.q.tokens - min(lines_.dense_rows, p.q.tokens);
-    slash_ = lines_.slash_of(q_head_), vertical_ = lines_.vertical_of(q_head_), columns_ = lines_.columns_of(q_head_);
+    slash_ = lines_.slash_of(q_head_), vertical_ = lines_.vertical_of(q_head_);
     const index_t oldest = Rows::position_of(p, at, first_row);
     const index_t newest = Rows::position_of(p, at, first_row + Rows::block_rows - 1);
     reads_all_ = newest >= dense_from_;
@@ -69,40 +71,53 @@ struct line_tiles {
       return begin + index_t(offset_t(max(end - begin, 0)) * of / parts.splits);
     };
     const index_t first_chunk = range.begin / chunk_slots, end_chunk = ceil_div(range.end, chunk_slots);
-    next_chunk_ = share(first_chunk, end_chunk, part), last_chunk_ = share(first_chunk, end_chunk, part + 1);
-    next_column_ = last_column_ = 0;
+    index_t first_column = 0, end_column = 0;
     if (!reads_all_) {
       const index_t columns = lines_.column_counts[q_head_];
+      const index_t* const slots = lines_.columns_of(q_head_);
       const auto column_from = [&](index_t slot) {
-        return first_where_in_warp(columns, int(threadIdx.x % 32), [&](index_t i) { return columns_[i] >= slot; });
+        return first_where_in_warp(columns, int(threadIdx.x % 32), [&](index_t i) { return slots[i] >= slot; });
       };
-      const index_t first_column = range.begin > 0 ? column_from(range.begin) : 0, end_column = column_from(range.end);
-      next_column_ = share(first_column, end_column, part), last_column_ = share(first_column, end_column, part + 1);
+      first_column = range.begin > 0 ? column_from(range.begin) : 0, end_column = column_from(range.end);
+    }
+    if (threadIdx.x == 0) {
+      list_.next_chunk = share(first_chunk, end_chunk, part);
+      list_.last_chunk = share(first_chunk, end_chunk, part + 1);
+      list_.next_column = share(first_column, end_column, part);
+      list_.last_column = share(first_column, end_column, part + 1);
     }
   }
 
-  __device__ bool has_more() const { return next_chunk_ < last_chunk_ || next_column_ < last_column_; }
+  __device__ bool has_more() const {
+    return list_.next_chunk < list_.last_chunk || list_.next_column < list_.last_column;
+  }
 
   __device__ index_t gather(const problem_type& p) {
-    index_t listed = 0;
-    for (; next_chunk_ < last_chunk_ && listed + threads <= Entries; next_chunk_ += threads) {
-      const index_t chunk = next_chunk_ + index_t(threadIdx.x);
-      const std::uint32_t flags = chunk < last_chunk_ ? flags_of(p, chunk) : 0;
+    __syncthreads();  // what is still to be listed is there
+    const index_t last_chunk = list_.last_chunk, next_column = list_.next_column;
+    index_t next_chunk = list_.next_chunk, listed = 0;
+    for (; next_chunk < last_chunk && listed + threads <= Entries; next_chunk += threads) {
+      const index_t chunk = next_chunk + index_t(threadIdx.x);
+      const std::uint32_t flags = chunk < last_chunk ? flags_of(p, chunk) : 0;
       const index_t before = list_.scan.before(flags != 0 ? 1 : 0);
       if (flags != 0) list_.entries[listed + before] = std::uint32_t(chunk) * 16 | flags;
       listed += list_.scan.total();
-      __syncthreads();  // before the scan is used again, and before others read what was listed
+      __syncthreads();  // before the scan is used again
     }
-    chunk_count_ = ceil_div(listed, tile_chunks);
-    columns_at_ = chunk_count_ * tile_chunks;
-    if (listed + index_t(threadIdx.x) < columns_at_) list_.entries[listed + threadIdx.x] = no_chunk;
-    column_count_ = next_chunk_ < last_chunk_ ? 0 : min(last_column_ - next_column_, Entries - columns_at_);
-    for (index_t i = index_t(threadIdx.x); i < column_count_; i += threads) {
-      list_.entries[columns_at_ + i] = std::uint32_t(columns_[next_column_ + i]);
+    const index_t tiles = ceil_div(listed, tile_chunks), columns_at = tiles * tile_chunks;
+    if (listed + index_t(threadIdx.x) < columns_at) list_.entries[listed + threadIdx.x] = no_chunk;
+    const index_t columns = next_chunk < last_chunk ? 0 : min(list_.last_column - next_column, Entries - columns_at);
+    const index_t* const slots = lines_.columns_of(q_head_) + next_column;
+    for (index_t i = index_t(threadIdx.x); i < columns; i += threads) {
+      list_.entries[columns_at + i] = std::uint32_t(slots[i]);
     }
-    next_column_ += column_count_;
+    __syncthreads();  // all know what was still to be listed
+    if (threadIdx.x == 0) {
+      list_.next_chunk = next_chunk, list_.next_column = next_column + columns;
+      list_.chunk_tiles = tiles, list_.columns_at = columns_at, list_.columns = columns;
+    }
     __syncthreads();  // the list is there
-    return chunk_count_ + ceil_div(column_count_, tile);
+    return tiles + ceil_div(columns, tile);
   }
 
   __device__ void ask(const problem_type& p, index_t row, index_t rows) {
@@ -119,7 +134,7 @@ struct line_tiles {
   }
 
   __device__ bool meets(const problem_type& p, index_t t) const {
-    if (t < chunk_count_) {
+    if (t < list_.chunk_tiles) {
       std::uint32_t any = 0;
 #pragma unroll
       for (int c = 0; c < tile_chunks; ++c) any |= list_.entries[t * tile_chunks + c];
@@ -128,7 +143,7 @@ struct line_tiles {
     return position_of(p, slot_of(t, 0)) <= newest_;
   }
   __device__ bool is_masked(const problem_type& p, index_t t) const {
-    if (t < chunk_count_) {
+    if (t < list_.chunk_tiles) {
       std::uint32_t all = ~0u;
 #pragma unroll
       for (int c = 0; c < tile_chunks; ++c) all &= list_.entries[t * tile_chunks + c];
@@ -142,7 +157,7 @@ struct line_tiles {
     index_t query[row_tiles * 2];
 #pragma unroll
     for (int r = 0; r < row_tiles * 2; ++r) query[r] = Rows::position_of(p, at, warp_row + r * 8 + lane / 4);
-    if (t >= chunk_count_) {
+    if (t >= list_.chunk_tiles) {
       mask_each(p, t, lane, query, s, [&](index_t position, index_t, index_t key) { return key <= position; });
     } else if (p.view.positions) {
       mask_each(p, t, lane, query, s,
@@ -169,11 +184,11 @@ struct line_tiles {
  private:
   /// The slot behind row `row` of a tile; `stored` or more: none.
   __device__ index_t slot_of(index_t t, index_t row) const {
-    if (t < chunk_count_) {
+    if (t < list_.chunk_tiles) {
       return index_t(list_.entries[t * tile_chunks + row / chunk_slots] / 16) * chunk_slots + row % chunk_slots;
     }
-    const index_t i = (t - chunk_count_) * tile + row;
-    return i < column_count_ ? index_t(list_.entries[columns_at_ + i]) : at.stored;
+    const index_t i = (t - list_.chunk_tiles) * tile + row;
+    return i < list_.columns ? index_t(list_.entries[list_.columns_at + i]) : at.stored;
   }
   __device__ index_t position_of(const problem_type& p, index_t slot) const {
     return p.view.position(0, at.head, slot);
@@ -263,10 +278,8 @@ struct line_tiles {
   const line_tables& lines_;
   memory& list_;
   const std::uint32_t *slash_, *vertical_;
-  const index_t* columns_;
-  index_t q_head_, window_, dense_from_, next_chunk_, last_chunk_, next_column_, last_column_;
-  index_t chunk_count_ = 0, columns_at_ = 0, column_count_ = 0;  // of the piece
-  index_t half_ = 0, oldest_ = 0, newest_ = 0;                   // who asks
+  index_t q_head_, window_, dense_from_;
+  index_t half_ = 0, oldest_ = 0, newest_ = 0;  // who asks
   bool reads_all_;
 };
 
