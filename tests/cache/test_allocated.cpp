@@ -10,6 +10,7 @@
 #include <tessera/layout/fp8_rows.hpp>
 
 #include "every_method.hpp"
+#include "support/calls/called_cache.hpp"
 #include "support/random.hpp"
 #include "support/subsets.hpp"
 
@@ -45,7 +46,7 @@ template <class Recipe>
 void holds_what_it_says() {
   constexpr int dim = Recipe::layout_type::k_dim;
   support::rng random(241);
-  const model_shape shape{3, 4, 2};
+  const model_shape shape = support::called_shape<Recipe>({3, 4, 2});
   Recipe recipe;
   recipe.set_budget(64);
   if constexpr (Recipe::retain_type::plans) recipe.retain.budget.max_new = 130;

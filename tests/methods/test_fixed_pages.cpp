@@ -5,6 +5,7 @@
 
 #include "every_method.hpp"
 #include "methods/support/layout_cases.hpp"
+#include "support/calls/called_cache.hpp"
 
 using namespace tessera;
 using namespace methods_test;
@@ -22,7 +23,8 @@ void as_over_runs() {
   const auto workers = std::make_shared<cpu::executor>(2);
   const settings chosen = small_settings(method);
   const auto over_runs = make_cache(chosen, layout_shape, workers);
-  cache_of<Recipe> over_pages(cache<Recipe>(layout_shape, configured<Recipe>(chosen), workers));
+  cache_of<Recipe> over_pages(
+      cache<Recipe>(support::called_shape<Recipe>(layout_shape), configured<Recipe>(chosen), workers));
   hold_the_same_conversation(over_pages, data, *over_runs, data,
                              [](const auto& got, const auto& expected) { REQUIRE(support::same_bits(got, expected)); });
   CHECK(over_pages.bytes_read(0) == over_runs->bytes_read(0));

@@ -21,7 +21,8 @@ bool has_parameter(const method_info& method, std::string_view name) {
 }
 
 bool names_profile(const method_info& method, const std::vector<setting>& given) {
-  return method.takes_profile && std::ranges::any_of(given, [](const setting& one) { return one.name == "profile"; });
+  return method.takes_profile &&
+         std::ranges::any_of(given, [](const setting& one) { return one.name == "profile" && one.value != "none"; });
 }
 
 std::vector<setting> with_answer_limit(const method_info& method, std::vector<setting> given, index_t longest_answer) {

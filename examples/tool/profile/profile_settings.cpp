@@ -16,8 +16,8 @@ profile_settings profile_settings::taken_from(std::vector<setting>& given) {
     use(value);
   };
   take("profile", [&](const std::string& value) {
-    tessera::require(!value.empty(), "profile", "empty", "a file that `tessera calibrate` wrote", "name it");
-    chosen.file = value;
+    tessera::require(!value.empty(), "profile", "empty", "none, or a file that `tessera calibrate` wrote", "name it");
+    if (value != "none") chosen.file = value;
   });
   take("alpha", [&](const std::string& value) {
     float alpha = 0;

@@ -29,7 +29,7 @@ def check_help(checks):
     listed = json.loads(checks.works("list --json"))
     assert listed["backends"] in (["cpu"], ["cpu", "cuda"]) and len(listed["methods"]) >= 7, listed
     checks.has_cuda = "cuda" in listed["backends"]
-    checks.refuses("", "command is missing", "list, run, eval, compress, heads")
+    checks.refuses("", "command is missing", "list, run, eval, compress, calibrate, heads")
     checks.refuses("lists", "command is 'lists'", "did you mean list?")
     checks.refuses(["\x1b[2J"], "command is '\\x1b[2J'")
     checks.refuses(["x" * 5000], "x...'")

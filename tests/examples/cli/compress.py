@@ -120,6 +120,7 @@ def check_segments(checks):
 
 def check_rope(checks):
     """Expected Attention must know how the model's RoPE turns, and every query."""
+    (checks.folder / "layer").write_bytes(safetensors(layer()))
     base = "compress --in layer --out kept --method expected_attention --budget 24"
     checks.refuses(base, "rope_theta is missing", "rope_theta=NUMBER")
     checks.refuses(f"{base} --set rope_theta=1e4", "n_q, the rows of tensor q is 40", "60 for expected_attention")

@@ -128,7 +128,10 @@ void check_against_library(const round_trip& result, const items& all, Recipe re
   }
   CHECK(result.whole("attend.indptr") == indptr);
   CHECK(result.whole("attend.indices") == indices);
-  CHECK(result.real("out") == out);
+  // The tool compiles what mixes an output apart from this test and with other optimisations: the last bit may differ.
+  const std::vector<float> written = result.real("out");
+  REQUIRE(written.size() == out.size());
+  for (std::size_t i = 0; i < out.size(); ++i) CHECK(written[i] == Approx(out[i]).margin(1e-6));
   CHECK(result.real("lse") == lse);
   CHECK(result.metadata("bytes_read_per_step") == std::to_string(read / steps));
 }

@@ -4,6 +4,7 @@
 
 #include "catch.hpp"
 #include "engine/tokenizer.hpp"
+#include "examples/gates_file.hpp"
 #include "examples/tiny_model.hpp"
 #include "tool/backend.hpp"
 #include "tool/eval/evaluate.hpp"
@@ -37,7 +38,7 @@ struct bench {
 std::vector<variant> all_methods(std::vector<tessera::index_t> budgets, bool dense = false) {
   std::vector<variant> variants;
   for (const auto& method : tool::methods()) {
-    std::vector<tool::setting> settings;
+    std::vector<tool::setting> settings = tool_tests::needed_settings(method.name, 2, 2);
     for (const auto& parameter : method.parameters) {
       if (dense && method.chooses_lines && parameter.name == "alpha") settings.push_back({"alpha", "1"});
     }

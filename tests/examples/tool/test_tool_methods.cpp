@@ -5,6 +5,7 @@
 #include <tessera/methods/snapkv.hpp>
 
 #include "catch.hpp"
+#include "examples/gates_file.hpp"
 #include "tool/backend.hpp"
 #include "tool/methods/method_cache.hpp"
 #include "tool/methods/registry.hpp"
@@ -61,7 +62,7 @@ TEST_CASE("every method makes a cache for every element type and head dim") {
   for (const auto& method : tool::methods()) {
     for (const int dim : tool::head_dims) {
       for (const auto element : {tool::element_type::fp32, tool::element_type::fp16, tool::element_type::bf16}) {
-        auto request = small_request(64);
+        auto request = small_request(64, tool_tests::needed_settings(method.name, 1, 2));
         request.head_dim = dim;
         request.element = element;
         const auto cache = method.make(request);
@@ -147,7 +148,7 @@ TEST_CASE("wrong settings are refused with what is allowed") {
 
 TEST_CASE("misspelt methods are refused with a suggestion, and absent backends by name") {
   CHECK_THROWS_WITH(find_method("snapvk"), contains("did you mean snapkv?") && contains("exact_topk"));
-  CHECK_THROWS_WITH(find_method("zzzzzzzzzzzz"), contains("one of ada_snapkv"));
+  CHECK_THROWS_WITH(find_method("zzzzzzzzzzzz"), contains("one of a_shape, ada_snapkv"));
   if (tool::backends().size() == 1) {
     CHECK_THROWS_WITH(tool::require_backend("cuda"), contains("this build has no CUDA backend"));
     CHECK_THROWS_WITH(tool::require_backend("tpu"), contains("expected cpu"));

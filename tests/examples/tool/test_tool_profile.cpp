@@ -149,6 +149,10 @@ TEST_CASE("without a profile every head keeps the budget, in one piece and in ch
   CHECK(counts(chunks) == longs{70, 70, 70, 70});
   CHECK(whole(chunks, "pages.used") == whole(chunks, "pages.reserved"));
   CHECK(counts(layer.compressed(1'000, {}, false)) == longs{400, 400, 400, 400});
+  CHECK(counts(layer.compressed(70, {{"profile", "none"}}, false)) == longs{70, 70, 70, 70});
+  CHECK(!tool::names_profile(tool::find_method("tangram"), {{"profile", "none"}}));
+  CHECK(tool::names_profile(tool::find_method("tangram"), {{"profile", "p.json"}}));
+  CHECK(!tool::names_profile(tool::find_method("snapkv"), {{"profile", "p.json"}}));
 }
 
 TEST_CASE("compress refuses profiles and groups that do not fit the layer") {

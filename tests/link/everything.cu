@@ -1,0 +1,3 @@
+// Every header of C++ as CUDA, twice in a row.
+#include "everything.hpp"
+#include "everything.hpp"
