@@ -228,8 +228,8 @@ class cache : public cache_parts<Recipe, Out> {
   using parts::after_, parts::all_layers, parts::attention_, parts::chunk_position_, parts::conversations_,
       parts::device_, parts::filters, parts::first_, parts::first_position_, parts::make_store_room, parts::marks_,
       parts::note_eviction, parts::next_, parts::options_, parts::order_, parts::plan_choice, parts::policies,
-      parts::prompts_, parts::reading_, parts::recipe_, parts::roles_, parts::shape_, parts::slide, parts::stepped_, parts::steps_,
-      parts::store_, parts::trace, parts::tracing_;
+      parts::prompts_, parts::reading_, parts::recipe_, parts::roles_, parts::shape_, parts::slide, parts::stepped_,
+      parts::steps_, parts::store_, parts::trace, parts::tracing_;
   using typename parts::read_view_type, typename parts::view_type;
 
   /// Drops, within a step, what the first stage does not choose; the newest `own` tokens stay.

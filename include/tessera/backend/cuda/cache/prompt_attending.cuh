@@ -72,7 +72,7 @@ class prompt_attending<Recipe, View, Out, true> {
     sampled_.clear();
     recipe.prefill.sample(first, next, sampled_);
     const line_tables tables = (*tools_).choose.run(recipe.prefill, {problem.view, problem.q, first, problem.rule},
-                                                  sampled_, (*tools_).scratch.data(), stream);
+                                                    sampled_, (*tools_).scratch.data(), stream);
     attend_.run(problem, tables, scratch_.data(), stream);
     if (tracing_) lines_[place(layer, id)] = downloaded_lines(problem.view, tables, first, next);
   }
