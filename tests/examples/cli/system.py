@@ -120,6 +120,7 @@ def check_limits(checks):
 def check_interruption(checks):
     """A signal ends a command without leaving anything behind; an evaluation keeps what it has finished."""
     folder = checks.folder
+    (folder / "report").unlink(missing_ok=True)  # another command's
     before = sorted(folder.rglob("*"))
     command = "eval --model model --methods full,snapkv,h2o --budgets 40,64 --context 400 --families single --count 2000 --json report"
     for number, code in ((signal.SIGTERM, 143), (signal.SIGINT, 130)):
@@ -140,4 +141,5 @@ def check_interruption(checks):
             asked = sum(cell["questions"] for cell in report if cell["method"] == "full" and cell["turn"] == 1)
             checks.require(asked == int(told[1]) and "snapkv" in stdout, command, f"{asked} questions, {told[0]}")
         (folder / "report").unlink(missing_ok=True)
-    checks.require(sorted(folder.rglob("*")) == before, command, "left a file behind")
+    left = sorted(set(folder.rglob("*")) ^ set(before))
+    checks.require(not left, command, f"left behind, or took away: {left}")

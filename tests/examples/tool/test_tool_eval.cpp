@@ -86,7 +86,10 @@ TEST_CASE("compressed caches hold less, budgets of one method share one observat
   std::string document;
   for (int i = 0; i < 40; ++i) document += "The rays which differ in colour differ also in degrees.\n";
   const tool::conversation asked{"long", {{document + "Question: which?\nAnswer:", "none"}}};
-  auto together = on.evaluation(all_methods({40, 80}));
+  // A prompt that is read again stands twice in the model's context: this one does not fit.
+  std::vector<variant> variants = all_methods({40, 80});
+  std::erase_if(variants, [](const variant& row) { return row.method->rereads; });
+  auto together = on.evaluation(variants);
   together.run("long", together.plan(asked, "question 1"));
   for (const cell& cell : together.cells()) {
     const auto& row = together.variants()[cell.variant];
@@ -99,7 +102,7 @@ TEST_CASE("compressed caches hold less, budgets of one method share one observat
     CHECK(alone.cells()[0].steps == cell.steps);
     const std::string& name = row.method->name;
     const bool keeps_all = !row.method->has_budget || name == "exact_topk" || name == "hsa" || name == "quest" ||
-                           name == "sparq" || name == "rocketkv_mt" || name == "loopserve" ||
+                           name == "sparq" || name == "rocketkv_mt" || name == "duo_attention" || name == "loopserve" ||
                            name == "loopserve_decode";
     // rocketkv keeps room for the answer, and an index of its pages.
     if (!keeps_all) CHECK(cell.bytes_held < (name == "rocketkv" ? 0.6 : 0.4) * cell.bytes_full);

@@ -65,6 +65,7 @@ TEST_CASE("every method makes a cache for every element type and head dim") {
         auto request = small_request(64, tool_tests::needed_settings(method.name, 1, 2));
         request.head_dim = dim;
         request.element = element;
+        request.shape.rope_frequencies.assign(std::size_t(dim) / 2, 1.0f);
         const auto cache = method.make(request);
         const int bytes = element == tool::element_type::fp32 ? 4 : 2;
         CHECK(cache->full_bytes(10) == 10 * 2 * 2 * dim * bytes);
