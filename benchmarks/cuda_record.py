@@ -17,6 +17,7 @@ RAGGED = (("calibrated", 1.05), ("log_normal", 1.05), ("one_long", 1.1))
 GATHERED = (("B16/singles", 0.55), ("B16/runs_of_16", 0.75))
 ROCKETKV = (("B1", "32K", 2.5), ("B1", "128K", 8), ("B8", "128K", 35))  # a step with t = 1,024 against dense
 PAPER = "RocketKV's paper, H100"  # arXiv:2502.14051, Fig. 7
+LINES = ((10, "32K", 3), (10, "64K", 4), (10, "128K", 5), (5, "128K", 8))  # per cent of the causal pairs
 TOP_K = (("32x8192/k512", 9), ("8x131072/k2048", 22), ("256x131072/k2048", 95))
 
 
@@ -113,6 +114,30 @@ def judge_model(steps, add, ratio):
                 None if share is None else 100 * (share - 1), None, f"{PAPER}: -32.6 % while decoding", "%")
 
 
+def judge_lines(figures, add, ratio):
+    """Bars of prompts along lines: the best peer's dense prefill over ours, the choice of lines included."""
+    for density, size, least in LINES:
+        name = f"lines/{density}/{size}"
+        ours, peer = time_of(figures, name), best_peer(figures, "prefill/" + size)
+        beside = f" ({ours / 1000:.4g} ms, {peer[1]} {peer[0] / 1000:.4g} ms)" if ours and peer else ""
+        add("LoopServe 2", f"prompt of {size}, {density} % on lines{beside}", ratio(peer[0], ours) if peer else None, least,
+            f"at least {least} times faster than the best peer's dense prefill", "x", below=False)
+    for size, most in (("32K", 25), ("128K", 10)):
+        share = ratio(time_of(figures, "lines/choice/" + size), time_of(figures, "lines/10/" + size))
+        add("LoopServe 2", f"prompt of {size}, the choice alone", None if share is None else 100 * share, most,
+            f"at most {most} % of the time along lines of 10 %", "%")
+    for size in ("32K", "64K", "128K"):
+        add("LoopServe 2", f"prompt of {size}, 100 % on lines",
+            ratio(time_of(figures, "lines/100/" + size), time_of(figures, "prefill/" + size)), 1.3, "at most 1.3 of our dense prefill", "x")
+        add("LoopServe 2", f"prompt of {size}, heads of 1 to 60 %",
+            ratio(time_of(figures, "lines/uneven/" + size), time_of(figures, "lines/evened/" + size)), 1.15,
+            "at most 1.15 of the same work evened", "x")
+    for size in ("16K", "64K"):
+        peer = best_peer(figures, "prefill/" + size)
+        add("LoopServe 2", f"dense prompt of {size}", ratio(time_of(figures, "prefill/" + size), peer[0]) if peer else None, 1.2,
+            "at most 1.2 of the best peer", "x")
+
+
 def judge(figures, steps):
     """[{bar, what, measured, limit, verdict}]: every bar that a time decides, and what is only set beside a paper's
     figure. `measured` and `limit` are text."""
@@ -199,6 +224,7 @@ def judge(figures, steps):
         if (batch, context) == ("B1", "32K"):
             add("second storey 3", f"step, t = 1,024, {batch} {context}", ratio(peer[0], ours) if peer else None, 2.65,
                 "at least 2.65 times faster than the best dense peer", "x", below=False)
+    judge_lines(figures, add, ratio)
     judge_model(steps, add, ratio)
     return rows
 

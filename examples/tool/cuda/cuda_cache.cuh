@@ -123,6 +123,13 @@ class cuda_cache_of final : public method_cache, public engine::cuda::kv_cache {
     tessera::cuda::check(cudaStreamSynchronize(nullptr), "cudaStreamSynchronize");  // before the rows go
   }
 
+  void attend_prompt(int layer, const input_rows& q, float* out, float* lse) override {
+    const uploaded queries(q, cache_type::k_dim);
+    result attended(q.tokens, q.heads);
+    cache_.prefill_attention(layer, sequence_, queries.view, attended.out, attended.lse, nullptr);
+    attended.download(out, lse);
+  }
+
   void end_prefill() override { end_prefill(nullptr); }
 
   void decode(int layer, const float* q, const float* k, const float* v, int tokens, float* out) override {
@@ -165,6 +172,11 @@ class cuda_cache_of final : public method_cache, public engine::cuda::kv_cache {
   const std::vector<std::vector<index_t>>& attended(int layer) const override {
     return cache_.attended(layer, sequence_);
   }
+  bool trace_lines() override {
+    cache_.trace_lines(true);
+    return true;
+  }
+  tessera::prompt_lines lines(int layer) const override { return cache_.lines(layer, sequence_); }
   engine::cuda::kv_cache* on_device() override { return this; }
 
  private:

@@ -2,6 +2,7 @@
 #pragma once
 
 #include <concepts>
+#include <type_traits>
 #include <vector>
 
 #include "../core/parameters.hpp"
@@ -50,6 +51,37 @@ template <class P>
 concept lasting_pattern = line_pattern<P> && requires(const P p) {
   { p.adds_to_reading() } -> std::same_as<bool>;
 };
+
+/// A line pattern that a device can run: it says of every line whether it is taken whatever its weight. It may be asked to
+/// take more by the sampled attention, as covering_pattern or counted_pattern.
+///   takes_slash(distance), takes_column(position) -> bool
+///   require_device()        optional: throws tessera::error for parameters that only the host runs
+template <class P>
+concept device_line_pattern = line_pattern<P> && std::is_trivially_copyable_v<P> && requires(const P p, index_t at) {
+  { p.takes_slash(at) } -> std::same_as<bool>;
+  { p.takes_column(at) } -> std::same_as<bool>;
+};
+/// One whose lines carry a share of the sampled weight: always the line that covers most for its length.
+///   covered_share() -> float     with what rounding may take; 0: nothing beside the lines that are always taken
+template <class P>
+concept covering_pattern = device_line_pattern<P> && requires(const P p) {
+  { p.covered_share() } -> std::same_as<float>;
+};
+/// One that takes so many lines of each kind, the heaviest; those that are always taken count.
+///   columns(), diagonals() -> index_t
+template <class P>
+concept counted_pattern = device_line_pattern<P> && requires(const P p) {
+  { p.columns() } -> std::same_as<index_t>;
+  { p.diagonals() } -> std::same_as<index_t>;
+};
+
+template <class P>
+constexpr bool check_device_prefill() {
+  static_assert(!P::chooses_lines || device_line_pattern<P>,
+                "tessera: a prefill policy that chooses lines runs on a device if it is trivially copyable and has "
+                "takes_slash(distance) and takes_column(position) for both sides, TESSERA_HD");
+  return !P::chooses_lines || device_line_pattern<P>;
+}
 
 template <class P>
 constexpr bool check_prefill() {

@@ -20,10 +20,12 @@ enum class line_search { coverage, paper };
 ///          must see something); causal; a slash line is a distance in positions, so blocks may be rectangular.
 struct covering_lines {
   static constexpr const char* name = "covering_lines";
-  static constexpr bool chooses_lines = true, host_only = true;
+  static constexpr bool chooses_lines = true;
   static constexpr index_t forced_slashes = 64, forced_columns = 4;
   /// Weights are sums of floats: with this much more than `alpha` of them, they are `alpha` of the exact ones.
   static constexpr double rounding = 2e-6;
+  /// Products of 16-bit elements are summed there with fewer digits than a float has.
+  static constexpr float rounding_on_devices = 1e-5f;
 
   float alpha = 0.955f;
   index_t rows = 48;
@@ -59,6 +61,14 @@ struct covering_lines {
     cover.write(lines);
   }
 
+  TESSERA_HD bool takes_slash(index_t distance) const { return alpha >= 1 ? distance == 0 : distance < forced_slashes; }
+  TESSERA_HD bool takes_column(index_t position) const { return alpha >= 1 || position < forced_columns; }
+  TESSERA_HD float covered_share() const { return alpha >= 1 ? 0.0f : alpha + rounding_on_devices; }
+  void require_device() const {
+    require(algorithm == line_search::coverage, "algorithm", "paper", "coverage on a device",
+            "take algorithm=coverage, or the CPU's cache");
+  }
+
   void check() const { check_parameters(*this); }
 
   template <class Self, class Visit>
@@ -71,6 +81,6 @@ struct covering_lines {
   }
 };
 
-static_assert(check_prefill<covering_lines>() && line_pattern<covering_lines>);
+static_assert(check_prefill<covering_lines>() && covering_pattern<covering_lines>);
 
 TESSERA_NAMESPACE_END

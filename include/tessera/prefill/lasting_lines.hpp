@@ -18,6 +18,11 @@ struct lasting_lines : covering_lines {
 
   bool adds_to_reading() const { return lines == read_lines::vertical; }
 
+  void require_device() const {
+    covering_lines::require_device();
+    require(!adds_to_reading(), "lines", "vertical", "off on a device", "take lines=off, or the CPU's cache");
+  }
+
   void check() const { check_parameters(*this); }
 
   template <class Self, class Visit>
@@ -27,6 +32,6 @@ struct lasting_lines : covering_lines {
   }
 };
 
-static_assert(check_prefill<lasting_lines>() && lasting_pattern<lasting_lines>);
+static_assert(check_prefill<lasting_lines>() && lasting_pattern<lasting_lines> && covering_pattern<lasting_lines>);
 
 TESSERA_NAMESPACE_END

@@ -12,7 +12,7 @@ TESSERA_NAMESPACE_BEGIN
 ///          (arXiv:2507.13681, Table 7). Differs: `local` counts positions, not stored tokens.
 struct sinks_and_band {
   static constexpr const char* name = "sinks_and_band";
-  static constexpr bool chooses_lines = true, host_only = true;
+  static constexpr bool chooses_lines = true;
 
   index_t init = 128;
   index_t local = 4096;
@@ -26,6 +26,9 @@ struct sinks_and_band {
     cover.write(lines);
   }
 
+  TESSERA_HD bool takes_slash(index_t distance) const { return distance < local; }
+  TESSERA_HD bool takes_column(index_t position) const { return position < init; }
+
   void check() const { check_parameters(*this); }
 
   template <class Self, class Visit>
@@ -37,6 +40,6 @@ struct sinks_and_band {
   }
 };
 
-static_assert(check_prefill<sinks_and_band>() && line_pattern<sinks_and_band>);
+static_assert(check_prefill<sinks_and_band>() && device_line_pattern<sinks_and_band>);
 
 TESSERA_NAMESPACE_END

@@ -15,7 +15,7 @@ TESSERA_NAMESPACE_BEGIN
 ///          its search gives each head a pair of its own.
 struct vertical_slash {
   static constexpr const char* name = "vertical_slash";
-  static constexpr bool chooses_lines = true, host_only = true;
+  static constexpr bool chooses_lines = true;
   static constexpr index_t observed_rows = 64, forced_columns = 30, forced_slashes = 100, least_vertical = 30,
                            least_slash = 50;
 
@@ -39,10 +39,15 @@ struct vertical_slash {
       distances.push_back(distance);
       diagonals.push_back(distance < forced_slashes ? infinity : float(cover.weight(distance)));
     }
-    for (const index_t slot : best(columns, std::max(vertical, least_vertical))) cover.add(cover.vertical(slot));
-    for (const index_t i : best(diagonals, std::max(slash, least_slash))) cover.add(distances[std::size_t(i)]);
+    for (const index_t slot : best(columns, this->columns())) cover.add(cover.vertical(slot));
+    for (const index_t i : best(diagonals, this->diagonals())) cover.add(distances[std::size_t(i)]);
     cover.write(lines);
   }
+
+  TESSERA_HD index_t columns() const { return vertical > least_vertical ? vertical : least_vertical; }
+  TESSERA_HD index_t diagonals() const { return slash > least_slash ? slash : least_slash; }
+  TESSERA_HD bool takes_slash(index_t distance) const { return distance < forced_slashes && distance < diagonals(); }
+  TESSERA_HD bool takes_column(index_t position) const { return position < forced_columns; }
 
   void check() const { check_parameters(*this); }
 
@@ -61,6 +66,6 @@ struct vertical_slash {
   }
 };
 
-static_assert(check_prefill<vertical_slash>() && line_pattern<vertical_slash>);
+static_assert(check_prefill<vertical_slash>() && counted_pattern<vertical_slash>);
 
 TESSERA_NAMESPACE_END

@@ -111,16 +111,18 @@ class cache : public cache_parts<Recipe, Out> {
     first_.observe_prompt(layer, id, store_, policies(id), roles_.rule(layer), q, first + k.tokens, stream);
   }
 
-  /// Causal attention of the newest q.tokens tokens of a layer over everything that it stores.
+  /// Causal attention of the newest q.tokens tokens of a layer over everything that it stores, or over the lines that the
+  /// recipe's prefill policy chooses by these queries: then of a whole chunk.
   /// Shapes   q [1, tokens, q_heads, k_dim], out [1, tokens, q_heads, v_dim], lse [1, tokens, q_heads] (data null: not
   ///          wanted).
   void prefill_attention(index_t layer, index_t id, const rows_view<const T>& q, const rows_view<Out>& out,
                          const rows_view<float>& lse, cudaStream_t stream) {
     conversations_.check_prompt_attention(layer, id, q, out, lse);
     const index_t first = conversations_.at(id, layer).next_position - q.tokens;
-    attention_.prompt(
-        {store_.view(layer, id), q, set_number(chunk_position_.data(), first, stream), roles_.rule(layer), out, lse},
-        stream);
+    const prefill_problem<view_type, Out> problem{
+        store_.view(layer, id), q, set_number(chunk_position_.data(), first, stream), roles_.rule(layer), out, lse};
+    if (!roles_.follows_recipe(layer)) return attention_.prompt(problem, stream);
+    prompts_.attend(layer, id, recipe_, problem, first, attention_, stream);
   }
 
   /// Ends a turn's prompt: where the schedule says so, every layer chooses anew what it keeps and frees the rest, or what
@@ -237,8 +239,8 @@ class cache : public cache_parts<Recipe, Out> {
   using parts::after_, parts::all_layers, parts::attention_, parts::begin_chunk, parts::chunk_position_,
       parts::conversations_, parts::device_, parts::evict, parts::filters, parts::first_, parts::first_position_,
       parts::make_store_room, parts::marks_, parts::note_eviction, parts::next_, parts::options_, parts::order_,
-      parts::plan_choice, parts::policies, parts::reading_, parts::recipe_, parts::roles_, parts::shape_, parts::slide,
-      parts::stepped_, parts::steps_, parts::store_, parts::trace, parts::tracing_;
+      parts::plan_choice, parts::policies, parts::prompts_, parts::reading_, parts::recipe_, parts::roles_,
+      parts::shape_, parts::slide, parts::stepped_, parts::steps_, parts::store_, parts::trace, parts::tracing_;
   using typename parts::read_view_type, typename parts::view_type;
 };
 

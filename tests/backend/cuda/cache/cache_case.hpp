@@ -150,14 +150,29 @@ class conversation {
         std::vector<float> out(std::size_t(n * x.q_heads * D));
         buffer<float> dout(out.size());
         host_.prefill_attention(layer, id, x.rows(x.q.data(), x.q_heads), nhd_rows(out.data(), n, x.q_heads, D));
+        device_.trace_lines(true);
         device_.prefill_attention(layer, id, x.rows(x.dq.data, x.q_heads), nhd_rows(dout.data, n, x.q_heads, D), {},
                                   nullptr);
+        if constexpr (Method::prefill_type::chooses_lines) attend_device_lines(layer, id, x, out);
         REQUIRE(relative_error(dout.get(), out) < 8e-3);
       }
     }
     host_.end_prefill(id);
     device_.end_prefill(id, nullptr);
     compare_stored();
+  }
+
+  /// What the CPU makes of the device's lines: weights that differ by rounding may choose others.
+  void attend_device_lines(index_t layer, index_t id, const step_rows<T>& x, std::vector<float>& out) {
+    const prompt_lines& lines = device_.lines(layer, id);
+    REQUIRE(lines.next - lines.first == x.tokens);
+    REQUIRE(lines.next == host_.next_position(id));  // of layer 0, which has the chunk
+    std::vector<float> lse(std::size_t(x.tokens * x.q_heads));
+    cpu::line_attention(host_.view(layer, id), cpu::query_rows<T>{x.rows(x.q.data(), x.q_heads), &lines.first},
+                        logit_rule{}, lines,
+                        cpu::attention_output{nhd_rows(out.data(), x.tokens, x.q_heads, D),
+                                              nhd_rows(lse.data(), x.tokens, x.q_heads, 1)},
+                        *workers_);
   }
 
   void step() {

@@ -12,6 +12,7 @@
 #include "cache_options.hpp"
 #include "first_stage.cuh"
 #include "newest.cuh"
+#include "prompt_attending.cuh"
 #include "reading.cuh"
 #include "step_order.cuh"
 #include "text_marks.cuh"
@@ -94,6 +95,14 @@ class cache_parts {
     return attended_[std::size_t(layer) * std::size_t(options_.sequences) + std::size_t(id)];
   }
 
+  /// Whether prompt attention writes down the lines that it chose; off by default. A traced call synchronises.
+  void trace_lines(bool on) { prompts_.trace(on); }
+  /// The lines of the last chunk of a layer that was attended and traced.
+  const prompt_lines& lines(index_t layer, index_t id) const {
+    conversations_.at(id, layer);
+    return prompts_.lines(layer, id);
+  }
+
   /// Bytes that a sequence holds in all layers: rows with their positions and scores, candidates and index, remembered
   /// queries.
   offset_t bytes(index_t id) const {
@@ -169,6 +178,7 @@ class cache_parts {
         first_(recipe_, shape_, options_, device_),
         reading_(recipe_, shape_, options_, device_),
         attention_(shape_, options_, device_),
+        prompts_(recipe_, shape_, options_, device_),
         order_(shape_.layers),
         newest_(shape_.kv_heads, shape_.sliding.empty() ? 0 : shape_.window),
         attended_(std::size_t(shape_.layers) * std::size_t(options_.sequences)) {
@@ -313,6 +323,7 @@ class cache_parts {
   first_stage<Recipe> first_;
   reading_type reading_;
   attention<view_type, read_view_type, Out> attention_;
+  prompt_attending<Recipe, view_type, Out> prompts_;
   step_order order_;
   newest_slots newest_;
   bool tracing_ = false;

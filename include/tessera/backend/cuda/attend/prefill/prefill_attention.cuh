@@ -2,11 +2,10 @@
 #pragma once
 
 #include <algorithm>
-#include <limits>
 #include <string>
 
-#include "../../../../core/model_shape.hpp"
 #include "../../device/tuning.cuh"
+#include "prefill_checks.cuh"
 #include "prefill_hopper.cuh"
 #include "prefill_kernel.cuh"
 
@@ -22,7 +21,8 @@ using prefill_kernel_of = std::conditional_t<Hopper, prefill_hopper_kernel<View,
 template <class View, class Out>
 __global__ void __launch_bounds__((prefill_kernel_of<View, Out>::threads), (prefill_kernel_of<View, Out>::resident))
     prefill_entry(const __grid_constant__ prefill_problem<View, Out> problem, prefill_parts parts) {
-  prefill_kernel_of<View, Out>::run(problem, parts);
+  using kernel = prefill_kernel_of<View, Out>;
+  kernel::template run<dense_tiles<typename kernel::base>>(problem, parts, {});
 }
 
 /// One warp per query row of every head; `blocks` query blocks of a head.
@@ -32,7 +32,13 @@ __global__ void __launch_bounds__(128)
   const index_t query_rows = p.q.tokens * (p.q.heads / p.view.kv_heads);
   const index_t item = index_t(blockIdx.x) * 4 + index_t(threadIdx.x) / 32;
   if (item >= query_rows * p.view.sequences * p.view.kv_heads) return;
-  prefill_kernel<View, Out>::merge(p, parts, blocks, item / query_rows, item % query_rows, int(threadIdx.x % 32));
+  const index_t heads = p.view.sequences * p.view.kv_heads, group = p.q.heads / p.view.kv_heads;
+  const index_t head_row = item / query_rows, row = item % query_rows, head = head_row % p.view.kv_heads;
+  constexpr index_t block_rows = prefill_kernel<View, Out>::block_rows;
+  // As dense_tiles numbers blocks: the last query rows of all heads first.
+  prefill_kernel<View, Out>::merge(p, parts, (blocks - 1 - row / block_rows) * heads + head_row, row % block_rows,
+                                   head_row / p.view.kv_heads, row / group, head * group + row % group,
+                                   int(threadIdx.x % 32));
 }
 
 }  // namespace detail
@@ -91,9 +97,10 @@ class prefill_attention {
 
   /// `workspace`, aligned to 16 bytes, is scratch; null: no splits. A chunk of no tokens launches nothing.
   void run(const prefill_problem<View, Out>& problem, void* workspace, cudaStream_t stream) const {
-    const index_t blocks = check_problem(problem);
+    const index_t blocks =
+        detail::check_prefill(problem, sequences_, kv_heads_, q_heads_, q_heads_ / kv_heads_, kernel::block_rows);
     if (blocks == 0) return;
-    check_aligned("workspace", workspace, 16);
+    detail::require_aligned("workspace", workspace, 16);
     detail::prefill_parts parts;
     if (workspace) {
       parts.splits = std::clamp(places_ / blocks, 1, most_splits);
@@ -119,71 +126,6 @@ class prefill_attention {
 
  private:
   static constexpr index_t most_splits = 32;  // enough to fill a large device from eight blocks
-
-  /// Throws unless everything fits together; returns how many blocks to launch.
-  index_t check_problem(const prefill_problem<View, Out>& p) const {
-    require(p.view.sequences == sequences_, "view.sequences", p.view.sequences, std::to_string(sequences_),
-            "pass the batch that the operation was made for");
-    require(p.view.kv_heads == kv_heads_, "view.kv_heads", p.view.kv_heads, std::to_string(kv_heads_),
-            "pass the model that the operation was made for");
-    require(p.q.sequences == sequences_ && p.q.heads == q_heads_ && p.q.tokens >= 0, "q [sequences, tokens, q_heads]",
-            shape_of(p.q), "[" + std::to_string(sequences_) + ", any, " + std::to_string(q_heads_) + "]",
-            "pass one row per sequence, token and query head");
-    require(same_shape(p.out, p.q), "out [sequences, tokens, q_heads]", shape_of(p.out), shape_of(p.q),
-            "give out the shape of q");
-    require(!p.lse.data || same_shape(p.lse, p.q), "lse [sequences, tokens, q_heads]", shape_of(p.lse), shape_of(p.q),
-            "give lse the shape of q, or no data");
-    require_dim(p.q, View::k_dim, "q");
-    require_dim(p.out, View::v_dim, "out");
-    if (p.q.tokens == 0) return 0;
-    require(p.view.k && p.view.v && p.view.lengths, "view", "null", "keys, values and lengths", "pass device memory");
-    require(p.q.data && p.out.data && p.first_position, "problem", "null", "q, out and first_position",
-            "pass device memory");
-    require(p.view.k_strides.dim == 1 && p.view.v_strides.dim == 1, "stride of a row's elements",
-            p.view.k_strides.dim != 1 ? p.view.k_strides.dim : p.view.v_strides.dim, "1", "transpose K and V back");
-    if constexpr (View::encoding_type::scaled) {
-      require(p.view.scales.k && p.view.scales.v, "scales of K and V", "null", "device memory",
-              "point the view at the scales of its rows");
-    }
-    if constexpr (View::is_raw) {
-      check_rows("keys", p.view.k, p.view.k_strides);
-      check_rows("values", p.view.v, p.view.v_strides);
-    }
-    check_rows("q", p.q.data, row_strides{p.q.sequence_stride, p.q.head_stride, p.q.token_stride, 1});
-    check_aligned("out", p.out.data, 2 * sizeof(Out));
-    const offset_t strides[] = {p.out.sequence_stride, p.out.token_stride, p.out.head_stride};
-    for (const offset_t stride : strides) {
-      require(stride % 2 == 0, "a stride of out", stride, "an even number", "pad the rows");
-    }
-    const offset_t rows = offset_t(p.q.tokens) * (q_heads_ / kv_heads_);
-    const offset_t blocks = (rows + kernel::block_rows - 1) / kernel::block_rows * (offset_t(sequences_) * kv_heads_);
-    constexpr offset_t most = std::numeric_limits<index_t>::max();
-    require(rows <= most - kernel::block_rows && blocks <= most, "query rows of the chunk",
-            rows * kv_heads_ * sequences_, "fewer than 2^31 for a head, in fewer than 2^31 blocks",
-            "pass a shorter chunk");
-    return index_t(blocks);
-  }
-
-  template <class A, class B>
-  static bool same_shape(const rows_view<A>& a, const rows_view<B>& b) {
-    return a.sequences == b.sequences && a.tokens == b.tokens && a.heads == b.heads;
-  }
-  template <class A>
-  static std::string shape_of(const rows_view<A>& a) {
-    return "[" + std::to_string(a.sequences) + ", " + std::to_string(a.tokens) + ", " + std::to_string(a.heads) + "]";
-  }
-  static void check_aligned(const char* what, const void* data, std::size_t bytes) {
-    require(reinterpret_cast<std::uintptr_t>(data) % bytes == 0, std::string("address of ") + what, data,
-            "a multiple of " + std::to_string(bytes) + " bytes", "align the memory");
-  }
-  static void check_rows(const char* what, const void* data, const row_strides& strides) {
-    check_aligned(what, data, 16);
-    const offset_t each[] = {strides.outer, strides.head, strides.token};
-    for (const offset_t stride : each) {
-      require(stride % 8 == 0, std::string("a stride of ") + what, stride, "a multiple of 8 elements (16 bytes)",
-              "pad the rows");
-    }
-  }
 
   // What was configured is what is launched: nvcc gives every source file a kernel of its own.
   void (*entry_)(prefill_problem<View, Out>, detail::prefill_parts) = nullptr;

@@ -2,7 +2,7 @@
 #pragma once
 
 #include "../../device/barrier.cuh"
-#include "prefill_rows.cuh"
+#include "dense_tiles.cuh"
 
 TESSERA_NAMESPACE_BEGIN
 namespace cuda {
@@ -72,7 +72,7 @@ struct prefill_hopper_kernel : prefill_rows<View, Out, 8, 1, 128> {
   using base = prefill_rows<View, Out, 8, 1, 128>;
   using base::block_rows, base::D, base::Dv, base::threads, base::tile, base::warp_rows, base::warps;
   using typename base::logits, typename base::place, typename base::problem_type, typename base::running;
-  using typename base::slot_range, typename base::T, typename base::weights;
+  using typename base::T, typename base::weights;
   static constexpr int resident = 1, stages = 3, group_rows = 64, half_bytes = tile * 128;  // of 64 elements a token
   static constexpr int k_bytes = D / 64 * half_bytes, v_bytes = Dv / 64 * half_bytes, stage_bytes = k_bytes + v_bytes;
   // The queries pass through the ring's last stage before it is first filled.
@@ -88,23 +88,31 @@ struct prefill_hopper_kernel : prefill_rows<View, Out, 8, 1, 128> {
     return std::uint64_t(address >> 4 & 0x3fffu) | 1ull << 16 | 64ull << 32 | 1ull << 62;
   }
 
-  __device__ static void stage(const problem_type& p, const place& at, index_t first, std::uint32_t to, int warp,
+  template <class Tiles>
+  __device__ static void stage(const problem_type& p, const Tiles& tiles, index_t t, std::uint32_t to, int warp,
                                int lane) {
-    base::copy_tile(
-        p, at, first, warp, lane, [&](int token, int chunk) { return to + swizzled(token, chunk); },
+    tiles.copy(
+        p, t, warp, lane, [&](int token, int chunk) { return to + swizzled(token, chunk); },
         [&](int token, int chunk) { return to + k_bytes + swizzled(token, chunk); });
   }
 
-  __device__ static void run(const problem_type& p, const prefill_parts& parts) {
+  template <class Tiles>
+  __device__ static void run(const problem_type& p, const prefill_parts& parts,
+                             const typename Tiles::argument& argument) {
     extern __shared__ __align__(1024) unsigned char wide_memory[];
     const int warp = threadIdx.x / 32, lane = threadIdx.x % 32;
-    const auto [at, first_row, first_tile, last_tile] = base::work::mine(p, parts);
-    const index_t warp_row = first_row + warp * warp_rows, group_row = first_row + warp / 4 * group_rows;
+    Tiles tiles(p, parts, argument, wide_memory + shared_bytes);
+    const place at = tiles.at;
+    const index_t warp_row = tiles.first_row + warp * warp_rows, group_row = tiles.first_row + warp / 4 * group_rows;
     const std::uint32_t shared = shared_address(wide_memory);
-    const auto ring = [&](index_t t) { return shared + std::uint32_t(t % stages * stage_bytes); };
-    const auto filled = [&](index_t t) { return shared + std::uint32_t(stages * stage_bytes + t % stages * 8); };
+    // Tiles are numbered through all pieces: `done` of them lie behind.
+    index_t done = 0;
+    const auto ring = [&](index_t t) { return shared + std::uint32_t((done + t) % stages * stage_bytes); };
+    const auto filled = [&](index_t t) {
+      return shared + std::uint32_t(stages * stage_bytes + (done + t) % stages * 8);
+    };
     const auto freed = [&](index_t t) { return filled(t) + stages * 8; };
-    const auto phase = [](index_t t) { return std::uint32_t(t / stages & 1); };
+    const auto phase = [&](index_t t) { return std::uint32_t((done + t) / stages & 1); };
     if (threadIdx.x == 0) {
       for (int i = 0; i < stages; ++i) init_barrier(filled(i), threads), init_barrier(freed(i), warps);
     }
@@ -112,16 +120,16 @@ struct prefill_hopper_kernel : prefill_rows<View, Out, 8, 1, 128> {
     base::copy_queries(p, at, warp_row, lane,
                        [&](int r, int chunk) { return queries + swizzled(warp * warp_rows + r, chunk); });
     commit_copies();
+    index_t count = tiles.gather(p);
     __syncthreads();  // the barriers are there
-    const index_t tiles = last_tile - first_tile;
     const auto fetch = [&](index_t t) {
-      stage(p, at, (first_tile + t) * tile, ring(t), warp, lane);
+      stage(p, tiles, t, ring(t), warp, lane);
       if constexpr (View::is_raw)
         arrive_after_copies(filled(t));
       else
         arrive(filled(t));  // decoded rows were stored, not copied
     };
-    for (index_t t = 0; t < min(tiles, stages - 1); ++t) fetch(t);
+    for (index_t t = 0; t < min(count, stages - 1); ++t) fetch(t);
     wait_copies<0>();
     __syncwarp();
     std::uint32_t q[D / 16][4];
@@ -130,76 +138,83 @@ struct prefill_hopper_kernel : prefill_rows<View, Out, 8, 1, 128> {
       load_matrices(q[step], queries + swizzled(warp * warp_rows + lane % 16, step * 2 + lane / 16));
     }
     __syncthreads();  // all have their queries: the last stage is free
-    const index_t oldest = base::position_of(p, at, group_row);
-    const index_t newest = base::position_of(p, at, group_row + group_rows - 1);
-    const slot_range by_any = base::seen(p, at, oldest, newest), by_all = base::seen(p, at, newest, oldest);
+    tiles.ask(p, group_row, group_rows);
     const typename base::logit_scale scale(p.rule);
     const bool idle = group_row >= at.query_rows;
     running state;
     base::clear(state);
 #pragma unroll 1
-    for (index_t t = 0; t < tiles; ++t) {
-      const index_t first = (first_tile + t) * tile;
-      wait_phase(filled(t), phase(t));
-      asm volatile("fence.proxy.async.shared::cta;" ::
-                       : "memory");  // copies were ordinary writes, products read as async
-      const std::uint32_t keys = ring(t), values = keys + k_bytes;
-      // The next tile but one goes where the one before this lay, once both groups have left that.
-      const auto fetch_next = [&] {
-        if (t + stages - 1 >= tiles) return;
-        if (t > 0) wait_phase(freed(t - 1), phase(t - 1));
-        fetch(t + stages - 1);
-      };
-      if (!idle && by_any.meets(first, first + tile)) {
-        logits s = {};
-        settle(s[0]);
-        begin_products();
-#pragma unroll
-        for (int part = 0; part < tile / 64; ++part) {
-#pragma unroll
-          for (int step = 0; step < D / 16; ++step) {
-            multiply_async<T, false>(
-                s[0] + part * 8, q[step],
-                descriptor(keys + std::uint32_t(step / 4 * half_bytes + part * 64 * 128 + step % 4 * 32)));
-          }
-        }
-        commit_products();
-        wait_products();
-        settle(s[0]);
-        scale.apply(s);
-        const bool masked = !by_all.covers(first, first + tile);
-        if (masked) base::mask(p, at, warp_row, first, lane, s);
-        weights w;
-        base::normalise(scale.factor, s, w, state);
-        // 0 * NaN is NaN: a token that a row must not see would reach its output.
-        const auto chunk = [&](int token, int i) { return wide_memory + (values - shared) + swizzled(token, i); };
-        if (masked && !base::all_finite(chunk, lane)) {
-          const auto fragment = [&](int k, int pair) {
-            return values + swizzled(k * 16 + lane / 8 % 2 * 8 + lane % 8, pair * 2 + lane / 16);
-          };
-          base::multiply_visible_values(w, fragment, state);
-          fetch_next();
-        } else {
-          settle(state.out[0]);
+    while (true) {
+#pragma unroll 1
+      for (index_t t = 0; t < count; ++t) {
+        wait_phase(filled(t), phase(t));
+        asm volatile("fence.proxy.async.shared::cta;" ::
+                         : "memory");  // copies were ordinary writes, products read as async
+        const std::uint32_t keys = ring(t), values = keys + k_bytes;
+        // The next tile but one goes where the one before this lay, once both groups have left that. The first tile of a
+        // piece has none before it: all have left the piece before.
+        const auto fetch_next = [&] {
+          if (t + stages - 1 >= count) return;
+          if (t > 0) wait_phase(freed(t - 1), phase(t - 1));
+          fetch(t + stages - 1);
+        };
+        if (!idle && tiles.meets(p, t)) {
+          logits s = {};
+          settle(s[0]);
           begin_products();
 #pragma unroll
-          for (int k = 0; k < tile / 16; ++k) {
+          for (int part = 0; part < tile / 64; ++part) {
 #pragma unroll
-            for (int part = 0; part < Dv / 64; ++part) {
-              multiply_async<T, true>(state.out[0] + part * 8, w[0][k],
-                                      descriptor(values + std::uint32_t(part * half_bytes + k * 16 * 128)));
+            for (int step = 0; step < D / 16; ++step) {
+              multiply_async<T, false>(
+                  s[0] + part * 8, q[step],
+                  descriptor(keys + std::uint32_t(step / 4 * half_bytes + part * 64 * 128 + step % 4 * 32)));
             }
           }
           commit_products();
-          fetch_next();
           wait_products();
-          settle(state.out[0]);
+          settle(s[0]);
+          scale.apply(s);
+          const bool masked = tiles.is_masked(p, t);
+          if (masked) tiles.mask(p, warp_row, t, lane, s);
+          weights w;
+          base::normalise(scale.factor, s, w, state);
+          // 0 * NaN is NaN: a token that a row must not see would reach its output.
+          const auto chunk = [&](int token, int i) { return wide_memory + (values - shared) + swizzled(token, i); };
+          if (masked && !base::all_finite(chunk, lane)) {
+            const auto fragment = [&](int k, int pair) {
+              return values + swizzled(k * 16 + lane / 8 % 2 * 8 + lane % 8, pair * 2 + lane / 16);
+            };
+            base::multiply_visible_values(w, fragment, state);
+            fetch_next();
+          } else {
+            settle(state.out[0]);
+            begin_products();
+#pragma unroll
+            for (int k = 0; k < tile / 16; ++k) {
+#pragma unroll
+              for (int part = 0; part < Dv / 64; ++part) {
+                multiply_async<T, true>(state.out[0] + part * 8, w[0][k],
+                                        descriptor(values + std::uint32_t(part * half_bytes + k * 16 * 128)));
+              }
+            }
+            commit_products();
+            fetch_next();
+            wait_products();
+            settle(state.out[0]);
+          }
+        } else {
+          fetch_next();
         }
-      } else {
-        fetch_next();
+        __syncwarp();
+        if (lane == 0) arrive(freed(t));
       }
-      __syncwarp();
-      if (lane == 0) arrive(freed(t));
+      if constexpr (Tiles::one_piece) break;
+      if (!tiles.has_more()) break;
+      __syncthreads();  // all have left the piece, its list and its tiles
+      done += count;
+      count = tiles.gather(p);
+      for (index_t t = 0; t < min(count, stages - 1); ++t) fetch(t);
     }
     if (!idle) base::finish(p, parts, at, warp_row, lane, state);
   }

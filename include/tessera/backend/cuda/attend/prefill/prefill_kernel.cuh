@@ -1,7 +1,7 @@
 // The prefill attention kernel for any device: 16x8x16 products of whole warps, two blocks to a multiprocessor.
 #pragma once
 
-#include "prefill_rows.cuh"
+#include "dense_tiles.cuh"
 
 TESSERA_NAMESPACE_BEGIN
 namespace cuda {
@@ -22,16 +22,17 @@ struct prefill_kernel : prefill_rows_of<View, Out> {
   using base = prefill_rows_of<View, Out>;
   using base::block_rows, base::D, base::Dv, base::row_tiles, base::tile, base::warp_rows, base::warps;
   using typename base::logits, typename base::place, typename base::problem_type, typename base::running;
-  using typename base::slot_range, typename base::T, typename base::weights;
+  using typename base::T, typename base::weights;
   static constexpr int resident = warps == 4 ? 2 : 1;  // blocks of a multiprocessor
   static constexpr int k_row = ((D / 8) | 1) * 16, v_row = ((Dv / 8) | 1) * 16;
   static constexpr int stage_bytes = tile * (k_row + v_row), q_bytes = block_rows * k_row;
   static constexpr int shared_bytes = q_bytes + 2 * stage_bytes;
 
-  __device__ static void stage(const problem_type& p, const place& at, index_t first, std::uint32_t to, int warp,
+  template <class Tiles>
+  __device__ static void stage(const problem_type& p, const Tiles& tiles, index_t t, std::uint32_t to, int warp,
                                int lane) {
-    base::copy_tile(
-        p, at, first, warp, lane, [&](int token, int chunk) { return to + std::uint32_t(token * k_row + chunk * 16); },
+    tiles.copy(
+        p, t, warp, lane, [&](int token, int chunk) { return to + std::uint32_t(token * k_row + chunk * 16); },
         [&](int token, int chunk) { return to + std::uint32_t(tile * k_row + token * v_row + chunk * 16); });
   }
 
@@ -79,49 +80,59 @@ struct prefill_kernel : prefill_rows_of<View, Out> {
     }
   }
 
-  __device__ static void run(const problem_type& p, const prefill_parts& parts) {
+  template <class Tiles>
+  __device__ static void run(const problem_type& p, const prefill_parts& parts,
+                             const typename Tiles::argument& argument) {
     extern __shared__ __align__(128) unsigned char memory[];
     const int warp = threadIdx.x / 32, lane = threadIdx.x % 32;
-    const auto [at, first_row, first_tile, last_tile] = base::work::mine(p, parts);
-    const index_t warp_row = first_row + warp * warp_rows;
+    Tiles tiles(p, parts, argument, memory + shared_bytes);
+    const place at = tiles.at;
+    const index_t warp_row = tiles.first_row + warp * warp_rows;
     const std::uint32_t shared = shared_address(memory), queries = shared + std::uint32_t(warp * warp_rows * k_row);
     const auto ring = [&](index_t t) { return shared + std::uint32_t(q_bytes + t % 2 * stage_bytes); };
-    if (first_tile < last_tile) stage(p, at, first_tile * tile, ring(first_tile), warp, lane);
+    index_t count = tiles.gather(p);
+    if (count > 0) stage(p, tiles, 0, ring(0), warp, lane);
     base::copy_queries(p, at, warp_row, lane,
                        [&](int r, int chunk) { return queries + std::uint32_t(r * k_row + chunk * 16); });
     commit_copies();
-    const index_t oldest = base::position_of(p, at, warp_row);
-    const index_t newest = base::position_of(p, at, warp_row + warp_rows - 1);
-    const slot_range by_any = base::seen(p, at, oldest, newest), by_all = base::seen(p, at, newest, oldest);
+    tiles.ask(p, warp_row, warp_rows);
     const typename base::logit_scale scale(p.rule);
     const bool idle = warp_row >= at.query_rows;
     running state;
     base::clear(state);
 #pragma unroll 1
-    for (index_t t = first_tile; t < last_tile; ++t) {
-      const index_t first = t * tile;
-      wait_copies<0>();
-      __syncthreads();  // the tile is there, and all warps have left the one before
-      if (t + 1 < last_tile) stage(p, at, first + tile, ring(t + 1), warp, lane);
-      commit_copies();
-      if (idle || !by_any.meets(first, first + tile)) continue;
-      const std::uint32_t keys = ring(t), values = keys + tile * k_row;
-      logits s = {};
-      multiply_keys(queries, keys, lane, s);
-      scale.apply(s);
-      const bool masked = !by_all.covers(first, first + tile);
-      if (masked) base::mask(p, at, warp_row, first, lane, s);
-      weights w;
-      base::normalise(scale.factor, s, w, state);
-      // 0 * NaN is NaN: a token that a row must not see would reach its output.
-      const auto chunk = [&](int token, int i) { return memory + (values - shared) + token * v_row + i * 16; };
-      if (masked && !base::all_finite(chunk, lane)) {
-        const std::uint32_t v_at = value_address(values, lane);
-        base::multiply_visible_values(
-            w, [&](int k, int pair) { return v_at + std::uint32_t(k * 16 * v_row + pair * 32); }, state);
-      } else {
-        multiply_values(w, values, lane, state);
+    while (true) {
+#pragma unroll 1
+      for (index_t t = 0; t < count; ++t) {
+        wait_copies<0>();
+        __syncthreads();  // the tile is there, and all warps have left the one before
+        if (t + 1 < count) stage(p, tiles, t + 1, ring(t + 1), warp, lane);
+        commit_copies();
+        if (idle || !tiles.meets(p, t)) continue;
+        const std::uint32_t keys = ring(t), values = keys + tile * k_row;
+        logits s = {};
+        multiply_keys(queries, keys, lane, s);
+        scale.apply(s);
+        const bool masked = tiles.is_masked(p, t);
+        if (masked) tiles.mask(p, warp_row, t, lane, s);
+        weights w;
+        base::normalise(scale.factor, s, w, state);
+        // 0 * NaN is NaN: a token that a row must not see would reach its output.
+        const auto chunk = [&](int token, int i) { return memory + (values - shared) + token * v_row + i * 16; };
+        if (masked && !base::all_finite(chunk, lane)) {
+          const std::uint32_t v_at = value_address(values, lane);
+          base::multiply_visible_values(
+              w, [&](int k, int pair) { return v_at + std::uint32_t(k * 16 * v_row + pair * 32); }, state);
+        } else {
+          multiply_values(w, values, lane, state);
+        }
       }
+      if constexpr (Tiles::one_piece) break;
+      if (!tiles.has_more()) break;
+      __syncthreads();  // all warps have left the piece, its list and both tiles
+      count = tiles.gather(p);
+      if (count > 0) stage(p, tiles, 0, ring(0), warp, lane);
+      commit_copies();
     }
     wait_copies<0>();
     if (!idle) base::finish(p, parts, at, warp_row, lane, state);

@@ -45,9 +45,9 @@ struct prefill_rows {
   static constexpr int D = View::k_dim, Dv = View::v_dim, warps = Warps, row_tiles = RowTiles, tile = Tile;
   static constexpr int threads = warps * 32, warp_rows = row_tiles * 16, block_rows = warps * warp_rows;
 
-  /// One (sequence, kv_head); query row r is token r / group, head r % group of the group.
+  /// Rows of query heads that read one (sequence, kv_head): row r is token r / group of query head q_head + r % group.
   struct place {
-    index_t sequence, head, group, stored, query_rows;
+    index_t sequence, head, q_head, group, stored, query_rows;
   };
 
   struct slot_range {
@@ -105,13 +105,13 @@ struct prefill_rows {
       }
     }
   }
-  /// Copies a warp's share of the tile that begins at slot `first`; rows are numbered within the tile.
+  /// Copies a warp's share of a tile, zeros where not valid; `mine` is the slot of the tile's row
+  /// `warp_share * warp + lane % warp_share`. Rows are numbered within the tile.
+  static constexpr int warp_share = tile / warps;
   template <class ToKey, class ToValue>
-  __device__ static void copy_tile(const problem_type& p, const place& at, index_t first, int warp, int lane,
+  __device__ static void copy_tile(const problem_type& p, const place& at, index_t mine, bool valid, int warp, int lane,
                                    const ToKey& to_key, const ToValue& to_value) {
-    constexpr int share = tile / warps;
-    const index_t mine = first + warp * share + lane % share;
-    const bool valid = mine < at.stored;
+    constexpr int share = warp_share;
     const index_t slot = valid ? mine : 0;
     const auto* k = p.view.key(at.sequence, at.head, slot);
     const auto* v = p.view.value(at.sequence, at.head, slot);
@@ -132,8 +132,7 @@ struct prefill_rows {
     const index_t mine = first_row + lane % warp_rows;
     const bool valid = mine < at.query_rows;
     const index_t row = valid ? mine : 0;
-    copy_rows<warp_rows, D / 8>(p.q.row(at.sequence, row / at.group, at.head * at.group + row % at.group), valid, lane,
-                                to);
+    copy_rows<warp_rows, D / 8>(p.q.row(at.sequence, row / at.group, at.q_head + row % at.group), valid, lane, to);
   }
 
   /// Of query rows lane / 4 + {0, 8} of each row tile: outputs, the exponents' reference (base 2), this lane's sum.
@@ -153,29 +152,6 @@ struct prefill_rows {
   }
   using weights = std::uint32_t[row_tiles][tile / 16][4];
 
-  /// What this block does: part `part` of the range that query rows [first_row, first_row + block_rows) see.
-  struct work {
-    place at;
-    index_t first_row, first_tile, last_tile;
-
-    __device__ static work mine(const problem_type& p, const prefill_parts& parts) {
-      const index_t heads = p.view.sequences * p.view.kv_heads, group = p.q.heads / p.view.kv_heads;
-      const index_t item = index_t(blockIdx.x) / parts.splits, part = index_t(blockIdx.x) % parts.splits;
-      const index_t blocks = index_t(gridDim.x) / parts.splits / heads, row = item % heads;
-      work found;
-      // The last query rows see most tokens: they go first, so that no long block is left for the end.
-      found.first_row = (blocks - 1 - item / heads) * block_rows;
-      found.at = {row / p.view.kv_heads, row % p.view.kv_heads, group, 0, p.q.tokens * group};
-      found.at.stored = max(p.view.length(found.at.sequence, found.at.head), 0);
-      const slot_range range = seen(p, found.at, position_of(p, found.at, found.first_row),
-                                    position_of(p, found.at, found.first_row + block_rows - 1));
-      const index_t begin = range.begin / tile, tiles = max(ceil_div(range.end, tile) - begin, 0);
-      found.first_tile = begin + index_t(offset_t(tiles) * part / parts.splits);
-      found.last_tile = begin + index_t(offset_t(tiles) * (part + 1) / parts.splits);
-      return found;
-    }
-  };
-
   /// Cap and scale, where they come before the maximum: capped logits, and those of a negative scale.
   struct logit_scale {
     float scale, soft_cap, factor;  // factor: what remains, in base 2
@@ -194,24 +170,6 @@ struct prefill_rows {
       }
     }
   };
-
-  __device__ static void mask(const problem_type& p, const place& at, index_t first_row, index_t first, int lane,
-                              logits& s) {
-    index_t query[row_tiles * 2];
-#pragma unroll
-    for (int r = 0; r < row_tiles * 2; ++r) query[r] = position_of(p, at, first_row + r * 8 + lane / 4);
-#pragma unroll
-    for (int i = 0; i < tile / 4; ++i) {
-      const index_t slot = first + i / 2 * 8 + lane % 4 * 2 + i % 2;
-      const bool stored = slot < at.stored;
-      const index_t key = stored ? p.view.position(at.sequence, at.head, slot) : 0;
-#pragma unroll
-      for (int r = 0; r < row_tiles * 2; ++r) {
-        float& x = s[r / 2][i / 2][r % 2 * 2 + i % 2];
-        x = stored && p.rule.visible(query[r], key) ? x : -infinity;
-      }
-    }
-  }
 
   /// Logits become weights relative to the reference, which follows the maximum.
   __device__ static void normalise(float factor, logits& s, weights& w, running& state) {
@@ -312,7 +270,7 @@ struct prefill_rows {
         }
         continue;
       }
-      const index_t token = row / at.group, q_head = at.head * at.group + row % at.group;
+      const index_t token = row / at.group, q_head = at.q_head + row % at.group;
       const row_result result = close(p, q_head, state.reference[r], sum);
       Out* out = p.out.row(at.sequence, token, q_head) + lane % 4 * 2;
 #pragma unroll
@@ -324,14 +282,10 @@ struct prefill_rows {
     }
   }
 
-  /// Merges the parts of a query row, in order; a warp does it.
-  __device__ static void merge(const problem_type& p, const prefill_parts& parts, index_t blocks, index_t head_row,
-                               index_t row, int lane) {
-    const index_t sequence = head_row / p.view.kv_heads, head = head_row % p.view.kv_heads;
-    const index_t group = p.q.heads / p.view.kv_heads, token = row / group, q_head = head * group + row % group;
-    // As blocks are numbered: the last query rows of all heads first.
-    const offset_t item = offset_t(blocks - 1 - row / block_rows) * (p.view.sequences * p.view.kv_heads) + head_row;
-    const offset_t slot = item * parts.splits * block_rows + row % block_rows;
+  /// Merges the parts of row `row` of work item `item`, in order; a warp does it.
+  __device__ static void merge(const problem_type& p, const prefill_parts& parts, index_t item, index_t row,
+                               index_t sequence, index_t token, index_t q_head, int lane) {
+    const offset_t slot = offset_t(item) * parts.splits * block_rows + row;
     const auto state_of = [&](index_t part) { return parts.state[slot + offset_t(part) * block_rows]; };
     float top = -infinity;
     for (index_t part = lane; part < parts.splits; part += 32) top = fmaxf(top, state_of(part).x);

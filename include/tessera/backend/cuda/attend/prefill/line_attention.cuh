@@ -1,0 +1,124 @@
+// Attention of a prompt chunk along lines on the GPU: what the host calls.
+#pragma once
+
+#include <algorithm>
+#include <string>
+
+#include "line_tiles.cuh"
+#include "prefill_attention.cuh"
+
+TESSERA_NAMESPACE_BEGIN
+namespace cuda {
+namespace detail {
+
+/// A kernel of prefill attention over line_tiles. The list takes what shared memory the blocks of a multiprocessor leave: a block
+/// of the Hopper kernel lists 256K slots at once.
+template <class Kernel, bool Hopper>
+struct line_kernel {
+  using tiles = line_tiles<typename Kernel::base, Hopper ? 8192 : 2048>;
+  static constexpr int threads = Kernel::threads, resident = Kernel::resident;
+  static constexpr int shared_bytes = Kernel::shared_bytes + tiles::memory_bytes;
+};
+template <class View, class Out, bool Hopper = compiled_for_hopper&& fits_hopper_prefill<View>>
+using line_kernel_of = line_kernel<prefill_kernel_of<View, Out, Hopper>, Hopper>;
+
+template <class View, class Out>
+__global__ void __launch_bounds__((line_kernel_of<View, Out>::threads), (line_kernel_of<View, Out>::resident))
+    line_attention_entry(const __grid_constant__ prefill_problem<View, Out> problem, prefill_parts parts,
+                         const __grid_constant__ line_tables lines) {
+  using kernel = prefill_kernel_of<View, Out>;
+  kernel::template run<typename line_kernel_of<View, Out>::tiles>(problem, parts, lines);
+}
+
+/// One warp per query row of every head; `blocks` query blocks of a head.
+template <class View, class Out>
+__global__ void __launch_bounds__(128)
+    merge_line_attention_entry(const __grid_constant__ prefill_problem<View, Out> p, prefill_parts parts,
+                               const index_t* order, index_t blocks) {
+  const index_t rows = p.q.tokens, warp = index_t(blockIdx.x) * 4 + index_t(threadIdx.x) / 32;
+  if (warp >= rows * p.q.heads) return;
+  const index_t place = warp / rows, row = warp % rows;
+  constexpr index_t block_rows = prefill_kernel<View, Out>::block_rows;
+  // As line_tiles numbers blocks: head after head, the last rows of each first.
+  prefill_kernel<View, Out>::merge(p, parts, place * blocks + blocks - 1 - row / block_rows, row % block_rows, 0, row,
+                                   order ? order[place] : place, int(threadIdx.x % 32));
+}
+
+}  // namespace detail
+
+/// Causal attention of one sequence's prompt chunk along the lines of each query head.
+///
+/// Shapes   as prefill_problem with one sequence: all rows of the chunk that the lines were chosen for.
+/// Returns  as prefill_attention; a row that no line gives a key gives 0 and -infinity, unless it has a sink logit.
+/// Errors   as prefill_attention; tables of another size or without memory: tessera::error.
+/// Cost     as prefill_attention for the chunks of 32 slots that slash lines of any of 128 neighbouring rows meet, and for each
+///          vertical line; besides, each of those blocks looks once at the bits of every chunk that it sees. No length on the host.
+/// Same input, same bits.
+template <class View, class Out = float>
+class line_attention {
+  using kernel = detail::prefill_kernel<View, Out>;
+
+ public:
+  line_attention(index_t kv_heads, index_t q_heads, const device_info& device)
+      : kv_heads_(kv_heads), q_heads_(q_heads) {
+    require(kv_heads > 0 && q_heads > 0 && q_heads % kv_heads == 0, "q_heads", q_heads, "a multiple of kv_heads",
+            "pass the model's head counts");
+    entry_ = detail::line_attention_entry<View, Out>;
+    cudaFuncAttributes compiled{};
+    check(cudaFuncGetAttributes(&compiled, entry_), "cudaFuncGetAttributes");
+    if constexpr (detail::fits_hopper_prefill<View>) {
+      using hopper = detail::line_kernel_of<View, Out, true>;
+      if (compiled.maxThreadsPerBlock == hopper::threads) {
+        threads_ = hopper::threads, shared_bytes_ = hopper::shared_bytes;
+      }
+    }
+    require(shared_bytes_ <= device.shared_memory, "shared memory of a block", shared_bytes_,
+            "at most " + std::to_string(device.shared_memory), "use a device with more of it, such as an H100 or H200");
+    check(cudaFuncSetAttribute(entry_, cudaFuncAttributeMaxDynamicSharedMemorySize, shared_bytes_),
+          "cudaFuncSetAttribute");
+    int resident = 0;
+    check(cudaOccupancyMaxActiveBlocksPerMultiprocessor(&resident, entry_, threads_, std::size_t(shared_bytes_)),
+          "cudaOccupancyMaxActiveBlocksPerMultiprocessor");
+    places_ = std::max(1, resident) * device.multiprocessors;
+  }
+
+  /// What splits need.
+  std::size_t workspace_bytes() const { return std::size_t(places_) * kernel::block_rows * (kernel::Dv + 2) * 4; }
+
+  /// `workspace`, aligned to 16 bytes, is scratch; null: no splits. A chunk of no tokens launches nothing.
+  void run(const prefill_problem<View, Out>& problem, const line_tables& lines, void* workspace,
+           cudaStream_t stream) const {
+    const index_t blocks = detail::check_prefill(problem, 1, kv_heads_, q_heads_, 1, kernel::block_rows);
+    if (blocks == 0) return;
+    require(lines.words > 0 && lines.dense_rows >= 0, "words of the lines", lines.words, "at least 1",
+            "make tables for every position up to the chunk's last");
+    require(lines.slash && lines.vertical && lines.columns && lines.column_counts, "lines", "null",
+            "slash, vertical, columns and column_counts", "pass device memory");
+    detail::require_aligned("workspace", workspace, 16);
+    detail::prefill_parts parts;
+    if (workspace) {
+      parts.splits = std::clamp(places_ / blocks, 1, most_splits);
+      parts.out = static_cast<float*>(workspace);
+      parts.state = reinterpret_cast<float2*>(parts.out + std::size_t(places_) * kernel::block_rows * kernel::Dv);
+    }
+    entry_<<<unsigned(blocks * parts.splits), unsigned(threads_), std::size_t(shared_bytes_), stream>>>(problem, parts,
+                                                                                                        lines);
+    check(cudaGetLastError(), "launch of attention along lines");
+    if (parts.splits == 1) return;
+    detail::merge_line_attention_entry<View, Out>
+        <<<unsigned(ceil_div(problem.q.tokens * q_heads_, 4)), 128, 0, stream>>>(problem, parts, lines.order,
+                                                                                 blocks / q_heads_);
+    check(cudaGetLastError(), "launch of the merge of attention along lines");
+  }
+
+ private:
+  static constexpr index_t most_splits = 32;
+
+  void (*entry_)(prefill_problem<View, Out>, detail::prefill_parts, line_tables) = nullptr;
+  index_t kv_heads_, q_heads_, places_ = 1;
+  int threads_ = detail::line_kernel_of<View, Out, false>::threads;
+  int shared_bytes_ = detail::line_kernel_of<View, Out, false>::shared_bytes;
+};
+
+}  // namespace cuda
+TESSERA_NAMESPACE_END

@@ -1,0 +1,288 @@
+// The tiles of attention along lines: what slash lines meet of what is stored, and the slots of vertical lines.
+#pragma once
+
+#include "../../choose/lines/line_tables.cuh"
+#include "dense_tiles.cuh"
+
+TESSERA_NAMESPACE_BEGIN
+namespace cuda {
+namespace detail {
+
+/// Bits [0, count) of a word; none for a negative count.
+__device__ __forceinline__ std::uint32_t low_bits(index_t count) {
+  return count >= 32 ? ~0u : count <= 0 ? 0u : (1u << count) - 1;
+}
+
+/// As dense_tiles, for rows of one query head that attend along its lines.
+///
+/// What is stored is looked at in chunks of 32 slots. A block lists those that a slash line of any of its rows meets, and packs
+/// four (or two) of them to a tile, neighbours or not; their masks leave out the vertical lines. The slots of vertical lines
+/// follow, packed to tiles of their own, which only causality masks. A block with rows that attend everything lists all chunks
+/// and masks by both kinds of lines, so that it needs no other tiles.
+/// The list lies in shared memory, `Entries` of it: a longer one comes in pieces.
+template <class Rows, int Entries>
+struct line_tiles {
+  using problem_type = typename Rows::problem_type;
+  using place = typename Rows::place;
+  using logits = typename Rows::logits;
+  static constexpr int tile = Rows::tile, row_tiles = Rows::row_tiles, threads = Rows::threads;
+  static constexpr int chunk_slots = 32, tile_chunks = tile / chunk_slots, half_rows = Rows::block_rows / 2;
+  static constexpr bool one_piece = false;
+  using argument = line_tables;
+
+  static_assert(tile % chunk_slots == 0 && Entries % tile == 0 && Entries > threads + tile,
+                "tessera: a list holds whole tiles and what a round of the block's threads adds");
+
+  /// A chunk is an entry `number * 16 + flags`; a slot of a vertical line is an entry by itself.
+  struct memory {
+    alignas(16) std::uint32_t entries[Entries];
+    block_scan<threads, index_t> scan;
+    // What is still to be listed, and of what the piece's list consists: registers are scarcer than time here.
+    index_t next_chunk, last_chunk, next_column, last_column, chunk_tiles, columns_at, columns;
+  };
+  static constexpr int memory_bytes = sizeof(memory);
+  static constexpr std::uint32_t meets_half = 1,
+                                 whole_for_half = 4;   // of the block's first 64 rows; twice that: the others
+  static constexpr std::uint32_t no_chunk = 1u << 29;  // begins behind every slot, meets nothing
+
+  place at;
+  index_t first_row;
+
+  __device__ line_tiles(const problem_type& p, const prefill_parts& parts, const line_tables& tables,
+                        unsigned char* block_memory)
+      : lines_(tables), list_(*reinterpret_cast<memory*>(block_memory)) {
+    const index_t group = p.q.heads / p.view.kv_heads;
+    const index_t item = index_t(blockIdx.x) / parts.splits, part = index_t(blockIdx.x) % parts.splits;
+    const index_t blocks = index_t(gridDim.x) / parts.splits / p.q.heads;
+    // Head after head, so that what runs at a time reads one head's K and V; their last rows, which see most, go first.
+    q_head_ = item / blocks;
+    if (lines_.order) q_head_ = lines_.order[q_head_];
+    first_row = (blocks - 1 - item % blocks) * Rows::block_rows;
+    at = {0, q_head_ / group, q_head_, 1, 0, p.q.tokens};
+    at.stored = max(p.view.length(0, at.head), 0);
+    window_ = p.rule.sliding_window;
+    dense_from_ = p.first_position[0] + p.q.tokens - min(lines_.dense_rows, p.q.tokens);
+    slash_ = lines_.slash_of(q_head_), vertical_ = lines_.vertical_of(q_head_);
+    const index_t oldest = Rows::position_of(p, at, first_row);
+    const index_t newest = Rows::position_of(p, at, first_row + Rows::block_rows - 1);
+    reads_all_ = newest >= dense_from_;
+    const auto range = Rows::seen(p, at, oldest, newest);
+    const auto share = [&](index_t begin, index_t end, index_t of) {
+      return begin + index_t(offset_t(max(end - begin, 0)) * of / parts.splits);
+    };
+    const index_t first_chunk = range.begin / chunk_slots, end_chunk = ceil_div(range.end, chunk_slots);
+    index_t first_column = 0, end_column = 0;
+    if (!reads_all_) {
+      const index_t columns = lines_.column_counts[q_head_];
+      const index_t* const slots = lines_.columns_of(q_head_);
+      const auto column_from = [&](index_t slot) {
+        return first_where_in_warp(columns, int(threadIdx.x % 32), [&](index_t i) { return slots[i] >= slot; });
+      };
+      first_column = range.begin > 0 ? column_from(range.begin) : 0, end_column = column_from(range.end);
+    }
+    if (threadIdx.x == 0) {
+      list_.next_chunk = share(first_chunk, end_chunk, part);
+      list_.last_chunk = share(first_chunk, end_chunk, part + 1);
+      list_.next_column = share(first_column, end_column, part);
+      list_.last_column = share(first_column, end_column, part + 1);
+    }
+  }
+
+  __device__ bool has_more() const {
+    return list_.next_chunk < list_.last_chunk || list_.next_column < list_.last_column;
+  }
+
+  __device__ index_t gather(const problem_type& p) {
+    __syncthreads();  // what is still to be listed is there
+    const index_t last_chunk = list_.last_chunk, next_column = list_.next_column;
+    index_t next_chunk = list_.next_chunk, listed = 0;
+    for (; next_chunk < last_chunk && listed + threads <= Entries; next_chunk += threads) {
+      const index_t chunk = next_chunk + index_t(threadIdx.x);
+      const std::uint32_t flags = chunk < last_chunk ? flags_of(p, chunk) : 0;
+      const index_t before = list_.scan.before(flags != 0 ? 1 : 0);
+      if (flags != 0) list_.entries[listed + before] = std::uint32_t(chunk) * 16 | flags;
+      listed += list_.scan.total();
+      __syncthreads();  // before the scan is used again
+    }
+    const index_t tiles = ceil_div(listed, tile_chunks), columns_at = tiles * tile_chunks;
+    if (listed + index_t(threadIdx.x) < columns_at) list_.entries[listed + threadIdx.x] = no_chunk;
+    const index_t columns = next_chunk < last_chunk ? 0 : min(list_.last_column - next_column, Entries - columns_at);
+    const index_t* const slots = lines_.columns_of(q_head_) + next_column;
+    for (index_t i = index_t(threadIdx.x); i < columns; i += threads) {
+      list_.entries[columns_at + i] = std::uint32_t(slots[i]);
+    }
+    __syncthreads();  // all know what was still to be listed
+    if (threadIdx.x == 0) {
+      list_.next_chunk = next_chunk, list_.next_column = next_column + columns;
+      list_.chunk_tiles = tiles, list_.columns_at = columns_at, list_.columns = columns;
+    }
+    __syncthreads();  // the list is there
+    return tiles + ceil_div(columns, tile);
+  }
+
+  __device__ void ask(const problem_type& p, index_t row, index_t rows) {
+    half_ = (row - first_row) / half_rows;
+    oldest_ = Rows::position_of(p, at, row), newest_ = Rows::position_of(p, at, row + rows - 1);
+  }
+
+  template <class ToKey, class ToValue>
+  __device__ void copy(const problem_type& p, index_t t, int warp, int lane, const ToKey& to_key,
+                       const ToValue& to_value) const {
+    const index_t row = warp * Rows::warp_share + lane % Rows::warp_share;
+    const index_t slot = slot_of(t, row);
+    Rows::copy_tile(p, at, slot, slot < at.stored, warp, lane, to_key, to_value);
+  }
+
+  __device__ bool meets(const problem_type& p, index_t t) const {
+    if (t < list_.chunk_tiles) {
+      std::uint32_t any = 0;
+#pragma unroll
+      for (int c = 0; c < tile_chunks; ++c) any |= list_.entries[t * tile_chunks + c];
+      return any & meets_half << half_;
+    }
+    return position_of(p, slot_of(t, 0)) <= newest_;
+  }
+  __device__ bool is_masked(const problem_type& p, index_t t) const {
+    if (t < list_.chunk_tiles) {
+      std::uint32_t all = ~0u;
+#pragma unroll
+      for (int c = 0; c < tile_chunks; ++c) all &= list_.entries[t * tile_chunks + c];
+      return !(all & whole_for_half << half_);
+    }
+    const index_t last = slot_of(t, tile - 1);
+    return window_ > 0 || last >= at.stored || position_of(p, last) > oldest_;
+  }
+
+  __device__ void mask(const problem_type& p, index_t warp_row, index_t t, int lane, logits& s) const {
+    index_t query[row_tiles * 2];
+#pragma unroll
+    for (int r = 0; r < row_tiles * 2; ++r) query[r] = Rows::position_of(p, at, warp_row + r * 8 + lane / 4);
+    if (t >= list_.chunk_tiles) {
+      mask_each(p, t, lane, query, s, [&](index_t position, index_t, index_t key) { return key <= position; });
+    } else if (p.view.positions) {
+      mask_each(p, t, lane, query, s,
+                [&](index_t position, index_t slot, index_t key) { return is_on_line(position, slot, key); });
+    } else {
+#pragma unroll
+      for (int c = 0; c < tile_chunks; ++c) {
+        const std::uint32_t entry = list_.entries[t * tile_chunks + c];
+        if (entry & whole_for_half << half_) continue;
+        const index_t chunk = index_t(entry / 16);
+#pragma unroll
+        for (int r = 0; r < row_tiles * 2; ++r) {
+          const std::uint32_t mine = visible_bits(query[r], chunk) >> (lane % 4 * 2);
+#pragma unroll
+          for (int i = 0; i < 8; ++i) {
+            float& x = s[r / 2][c * 4 + i / 2][r % 2 * 2 + i % 2];
+            x = mine >> (i / 2 * 8 + i % 2) & 1 ? x : -infinity;
+          }
+        }
+      }
+    }
+  }
+
+ private:
+  /// The slot behind row `row` of a tile; `stored` or more: none.
+  __device__ index_t slot_of(index_t t, index_t row) const {
+    if (t < list_.chunk_tiles) {
+      return index_t(list_.entries[t * tile_chunks + row / chunk_slots] / 16) * chunk_slots + row % chunk_slots;
+    }
+    const index_t i = (t - list_.chunk_tiles) * tile + row;
+    return i < list_.columns ? index_t(list_.entries[list_.columns_at + i]) : at.stored;
+  }
+  __device__ index_t position_of(const problem_type& p, index_t slot) const {
+    return p.view.position(0, at.head, slot);
+  }
+
+  /// Masks element by element: `sees(query position, slot, key position)`, and the sliding window.
+  template <class Sees>
+  __device__ void mask_each(const problem_type& p, index_t t, int lane, const index_t (&query)[row_tiles * 2],
+                            logits& s, const Sees& sees) const {
+#pragma unroll
+    for (int i = 0; i < tile / 4; ++i) {
+      const index_t slot = slot_of(t, i / 2 * 8 + lane % 4 * 2 + i % 2);
+      const bool stored = slot < at.stored;
+      const index_t key = stored ? position_of(p, slot) : 0;
+#pragma unroll
+      for (int r = 0; r < row_tiles * 2; ++r) {
+        float& x = s[r / 2][i / 2][r % 2 * 2 + i % 2];
+        x = stored && sees(query[r], slot, key) && p.rule.visible(query[r], key) ? x : -infinity;
+      }
+    }
+  }
+
+  __device__ bool is_on_line(index_t query, index_t slot, index_t key) const {
+    if (key > query) return false;
+    if (query >= dense_from_) return true;
+    const bool vertical = vertical_[slot / 32] >> slot % 32 & 1;
+    const index_t bit = lines_.positions() - 1 - (query - key);
+    const bool slash = slash_[bit / 32] >> bit % 32 & 1;
+    return reads_all_ ? slash || vertical : slash && !vertical;
+  }
+
+  /// Which slots of a chunk a row sees, where slots are positions.
+  __device__ std::uint32_t visible_bits(index_t query, index_t chunk) const {
+    const index_t first = chunk * chunk_slots;
+    std::uint32_t causal = low_bits(query - first + 1) & low_bits(at.stored - first);
+    if (window_ > 0) causal &= ~low_bits(query - first + 1 - window_);
+    if (causal == 0 || query >= dense_from_) return causal;
+    // Distances fall as slots rise, so the bits stand the other way round: neighbours lie side by side.
+    const index_t bit = lines_.positions() - 1 - query + first;
+    const std::uint32_t slash = __funnelshift_r(slash_[bit / 32], slash_[bit / 32 + 1], bit % 32);
+    const std::uint32_t vertical = vertical_[chunk];
+    return causal & (reads_all_ ? slash | vertical : slash & ~vertical);
+  }
+
+  /// What the block's rows have to do with a chunk; 0: nothing.
+  __device__ std::uint32_t flags_of(const problem_type& p, index_t chunk) const {
+    const index_t first = chunk * chunk_slots, last = min(first + chunk_slots, at.stored) - 1;
+    const index_t first_key = position_of(p, first), last_key = position_of(p, last);
+    const std::uint32_t vertical = vertical_[chunk];
+    std::uint32_t flags = 0;
+#pragma unroll
+    for (int half = 0; half < 2; ++half) {
+      const index_t row = first_row + half * half_rows;
+      if (row >= at.query_rows) continue;
+      const index_t oldest = Rows::position_of(p, at, row), newest = Rows::position_of(p, at, row + half_rows - 1);
+      if (first_key > newest || (window_ > 0 && last_key <= oldest - window_)) continue;
+      const bool all_visible =
+          last == first + chunk_slots - 1 && last_key <= oldest && (window_ <= 0 || newest - first_key < window_);
+      bool any = newest >= dense_from_, all = oldest >= dense_from_;
+      if (!all) {
+        const found on_slashes = distances(max(0, oldest - last_key), newest - first_key);
+        any = any || on_slashes.any || (reads_all_ && vertical != 0);
+        all = on_slashes.all && (reads_all_ || vertical == 0);
+      }
+      if (any) flags |= meets_half << half;
+      if (any && all && all_visible) flags |= whole_for_half << half;
+    }
+    return flags;
+  }
+
+  struct found {
+    bool any, all;
+  };
+  /// Whether any and all of the distances [nearest, farthest] are slash lines.
+  __device__ found distances(index_t nearest, index_t farthest) const {
+    const index_t begin = lines_.positions() - 1 - farthest, end = lines_.positions() - nearest;
+    found result{false, true};
+    for (index_t word = begin / 32; word * 32 < end && !(result.any && !result.all); ++word) {
+      const std::uint32_t asked = low_bits(end - word * 32) & ~low_bits(begin - word * 32);
+      const std::uint32_t set = slash_[word] & asked;
+      result.any = result.any || set != 0;
+      result.all = result.all && set == asked;
+    }
+    return result;
+  }
+
+  const line_tables& lines_;
+  memory& list_;
+  const std::uint32_t *slash_, *vertical_;
+  index_t q_head_, window_, dense_from_;
+  index_t half_ = 0, oldest_ = 0, newest_ = 0;  // who asks
+  bool reads_all_;
+};
+
+}  // namespace detail
+}  // namespace cuda
+TESSERA_NAMESPACE_END

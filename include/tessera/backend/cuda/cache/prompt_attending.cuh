@@ -1,0 +1,126 @@
+// What a recipe's prompts attend on the device: everything, or the lines that its prefill policy chooses.
+#pragma once
+
+#include <algorithm>
+#include <vector>
+
+#include "../../../recipe.hpp"
+#include "../attend/prefill/line_attention.cuh"
+#include "../choose/lines/choose_lines.cuh"
+#include "attention.cuh"
+
+TESSERA_NAMESPACE_BEGIN
+namespace cuda {
+
+/// What both kinds answer; this one attends everything.
+///   attend(layer, id, recipe, problem, first, attention, stream)   a chunk's rows, the first at position `first`
+///   trace(on), lines(layer, id)                                    the lines of the last chunk that was traced
+template <class Recipe, class View, class Out, bool ChoosesLines = Recipe::prefill_type::chooses_lines>
+class prompt_attending {
+ public:
+  prompt_attending(const Recipe&, const model_shape&, const cache_options&, const device_info&) {}
+  template <class Attention>
+  void attend(index_t, index_t, const Recipe&, const prefill_problem<View, Out>& problem, index_t,
+              const Attention& attention, cudaStream_t stream) {
+    attention.prompt(problem, stream);
+  }
+  void trace(bool) {}
+  const prompt_lines& lines(index_t, index_t) const { return none_; }
+
+ private:
+  prompt_lines none_;
+};
+
+/// Along lines, chosen anew for every chunk. One layer's tables serve all: calls follow each other on a stream.
+/// Memory   tables and scratch of choosing for `options.tokens` positions. A conversation that becomes longer than that, because
+///          it drops tokens, makes them anew, twice as large: that call allocates and waits for the device.
+template <class Recipe, class View, class Out>
+class prompt_attending<Recipe, View, Out, true> {
+  using pattern_type = typename Recipe::prefill_type;
+  static_assert(check_device_prefill<pattern_type>());
+
+  struct tools {
+    choose_lines<pattern_type, View> choose;
+    device_buffer<unsigned char> scratch;
+    tools(const model_shape& shape, index_t positions, index_t rows, const device_info& device)
+        : choose(shape.kv_heads, shape.q_heads, positions, rows, device), scratch(choose.workspace_bytes()) {}
+  };
+
+ public:
+  prompt_attending(const Recipe& recipe, const model_shape& shape, const cache_options& options,
+                   const device_info& device)
+      : shape_(shape),
+        device_(device),
+        attend_(shape.kv_heads, shape.q_heads, device),
+        scratch_(attend_.workspace_bytes()),
+        lines_(std::size_t(shape.layers) * std::size_t(options.sequences)) {
+    if constexpr (requires { recipe.prefill.require_device(); }) recipe.prefill.require_device();
+    recipe.prefill.sample(0, options.tokens, sampled_);  // the longest chunk has the most rows
+    most_rows_ = index_t(sampled_.size());
+    tools_.make(shape_, options.tokens, most_rows_, device_);
+  }
+
+  template <class Attention>
+  void attend(index_t layer, index_t id, const Recipe& recipe, const prefill_problem<View, Out>& problem, index_t first,
+              const Attention&, cudaStream_t stream) {
+    if (problem.q.tokens == 0) return;
+    const index_t next = first + problem.q.tokens;
+    if (!tools_ || next > (*tools_).choose.positions()) {
+      check(cudaDeviceSynchronize(), "cudaDeviceSynchronize");  // the old tables may still be read
+      tools_.make(shape_, tools_ ? std::max(next, 2 * (*tools_).choose.positions()) : next, most_rows_, device_);
+    }
+    sampled_.clear();
+    recipe.prefill.sample(first, next, sampled_);
+    const line_tables tables = (*tools_).choose.run(recipe.prefill, {problem.view, problem.q, first, problem.rule},
+                                                    sampled_, (*tools_).scratch.data(), stream);
+    attend_.run(problem, tables, scratch_.data(), stream);
+    if (tracing_) lines_[place(layer, id)] = downloaded_lines(problem.view, tables, first, next);
+  }
+
+  void trace(bool on) { tracing_ = on; }
+  const prompt_lines& lines(index_t layer, index_t id) const { return lines_[place(layer, id)]; }
+
+ private:
+  std::size_t place(index_t layer, index_t id) const {
+    return std::size_t(id) * std::size_t(shape_.layers) + std::size_t(layer);
+  }
+
+  /// Tables as the host has lines. Synchronises.
+  prompt_lines downloaded_lines(const View& view, const line_tables& tables, index_t first, index_t next) const {
+    prompt_lines result;
+    result.first = first, result.next = next, result.dense_from = next - tables.dense_rows;
+    result.rows = sampled_;
+    const auto counts = downloaded(tables.column_counts, std::size_t(shape_.q_heads));
+    for (index_t q_head = 0; q_head < shape_.q_heads; ++q_head) {
+      line_set set;
+      const auto slash = downloaded(tables.slash_of(q_head), std::size_t(tables.words));
+      for (index_t distance = 0; distance < next; ++distance) {
+        const index_t bit = tables.positions() - 1 - distance;
+        if (slash[std::size_t(bit / 32)] >> bit % 32 & 1) set.slash.push_back(distance);
+      }
+      set.vertical = downloaded(tables.columns_of(q_head), std::size_t(counts[std::size_t(q_head)]));
+      if (view.positions && !set.vertical.empty()) {
+        const index_t kv_head = q_head / (shape_.q_heads / shape_.kv_heads);
+        const offset_t row = view.position_begin ? downloaded(view.position_begin + kv_head, 1)[0]
+                                                 : kv_head * view.position_strides.head;
+        const auto positions = downloaded(view.positions + row, std::size_t(set.vertical.back()) + 1);
+        for (index_t& slot : set.vertical) slot = positions[std::size_t(slot)];
+      }
+      result.heads.push_back(std::move(set));
+    }
+    return result;
+  }
+
+  model_shape shape_;
+  device_info device_;
+  line_attention<View, Out> attend_;
+  device_buffer<unsigned char> scratch_;
+  made_on_demand<tools> tools_;
+  index_t most_rows_ = 0;
+  std::vector<index_t> sampled_;
+  bool tracing_ = false;
+  std::vector<prompt_lines> lines_;  // by place, of the last chunk that was traced
+};
+
+}  // namespace cuda
+TESSERA_NAMESPACE_END

@@ -1,0 +1,337 @@
+// Which lines the rows of a prompt chunk attend, on the GPU: what the host calls. Nothing comes back to the host.
+#pragma once
+
+#include <algorithm>
+#include <string>
+#include <utility>
+#include <vector>
+
+#include "../../../../concepts/prefill.hpp"
+#include "../../device/alignment.cuh"
+#include "../../device/launch.cuh"
+#include "../../device/memory.cuh"
+#include "../../device/tuning.cuh"
+#include "line_choice.cuh"
+#include "line_tables.cuh"
+
+TESSERA_NAMESPACE_BEGIN
+namespace cuda {
+namespace detail {
+
+/// Numbers of the host as a launch's argument.
+struct few_numbers {
+  static constexpr index_t most = 512;
+  index_t of[most];
+};
+template <int Threads>
+__global__ void __launch_bounds__(Threads)
+    set_numbers_entry(const __grid_constant__ few_numbers numbers, index_t count, index_t* to) {
+  for (index_t i = index_t(threadIdx.x); i < count; i += Threads) to[i] = numbers.of[i];
+}
+
+/// Which lines are taken whatever their weight, by query head.
+template <class Pattern, int Threads>
+__global__ void __launch_bounds__(Threads)
+    fixed_lines_entry(const __grid_constant__ Pattern pattern, const __grid_constant__ line_sample seen) {
+  const line_sample::head_lines lines = seen.head(index_t(blockIdx.y));
+  for (index_t i = index_t(blockIdx.x) * Threads + index_t(threadIdx.x); i < index_t(lines.stride);
+       i += index_t(gridDim.x) * Threads) {
+    lines.has_vertical[i] = i < lines.slots && pattern.takes_column(lines.position(i));
+    lines.has_slash[i] = i < lines.next && pattern.takes_slash(i) && lines.slash_length(i) > 0;
+  }
+}
+
+template <class Pattern, int Blocks, int Threads>
+__global__ void __launch_bounds__(Threads)
+    choose_lines_entry(const __grid_constant__ Pattern pattern, const __grid_constant__ line_sample seen,
+                       line_counters* counters, index_t* lists) {
+  const index_t head = index_t(blockIdx.x) / Blocks;
+  index_t* const own = lists + offset_t(head) * 6 * seen.stride;
+  const line_chooser<Blocks, Threads> chooser{
+      seen.head(head), counters[head], {own, own + 2 * offset_t(seen.stride), own + 4 * offset_t(seen.stride)}};
+  if constexpr (covering_pattern<Pattern>) {
+    if (pattern.covered_share() > 0) chooser.cover(pattern.covered_share());
+  }
+  if constexpr (counted_pattern<Pattern>) {
+    chooser.take_heaviest(false, pattern.columns());
+    chooser.take_heaviest(true, pattern.diagonals());
+  }
+}
+
+/// Flags of a query head become its tables; `entries`: how many entries its lines have.
+template <int Threads>
+__global__ void __launch_bounds__(Threads)
+    write_lines_entry(const __grid_constant__ line_sample seen, index_t words, std::uint32_t* slash,
+                      std::uint32_t* vertical, index_t* columns, index_t* counts, unsigned long long* entries) {
+  __shared__ block_scan<Threads, index_t> scan;
+  __shared__ unsigned long long total;
+  const index_t q_head = index_t(blockIdx.x);
+  const line_sample::head_lines lines = seen.head(q_head);
+  slash += offset_t(q_head) * (words + 1), vertical += offset_t(q_head) * words,
+      columns += offset_t(q_head) * words * 32;
+  if (threadIdx.x == 0) total = 0, slash[words] = 0;
+  unsigned long long mine = 0;
+  index_t listed = 0;
+  for (index_t first = 0; first < words; first += Threads) {
+    const index_t word = first + index_t(threadIdx.x);
+    std::uint32_t near = 0, down = 0;
+    for (index_t i = 0; word < words && i < 32; ++i) {
+      const index_t at = word * 32 + i;
+      if (lines.has_slash[at]) near |= 1u << i, mine += (unsigned long long)(lines.slash_length(at));
+      if (lines.has_vertical[at]) down |= 1u << i, mine += (unsigned long long)(lines.vertical_length(at));
+    }
+    index_t to = listed + scan.before(word < words ? index_t(__popc(down)) : 0);
+    if (word < words) {
+      slash[words - 1 - word] = __brev(near);  // distances fall as bits rise
+      vertical[word] = down;
+      for (std::uint32_t left = down; left != 0; left &= left - 1) columns[to++] = word * 32 + __ffs(int(left)) - 1;
+    }
+    listed += scan.total();
+    __syncthreads();  // before the scan is used again
+  }
+  __syncthreads();
+  atomicAdd(&total, mine);
+  __syncthreads();
+  if (threadIdx.x == 0) counts[q_head] = listed, entries[q_head] = total;
+}
+
+/// Query heads, those with most entries first.
+template <int Threads>
+__global__ void __launch_bounds__(Threads)
+    order_heads_entry(const unsigned long long* entries, index_t q_heads, index_t* order) {
+  for (index_t head = index_t(threadIdx.x); head < q_heads; head += Threads) {
+    const unsigned long long own = entries[head];
+    index_t before = 0;
+    for (index_t other = 0; other < q_heads; ++other) {
+      before += entries[other] > own || (entries[other] == own && other < head);
+    }
+    order[before] = head;
+  }
+}
+
+}  // namespace detail
+
+/// What choosing reads; every pointer is a device pointer.
+template <class View>
+struct choose_lines_problem {
+  using T = typename View::element_type;
+  View view;             ///< one sequence, the chunk itself included
+  rows_view<const T> q;  ///< [1, tokens, q_heads, k_dim]: all rows of the chunk
+  index_t first = 0;     ///< position of the chunk's first row
+  logit_rule rule;
+};
+
+/// Chooses the lines of a prompt chunk for every query head by a line pattern, and keeps them.
+///
+/// The attention of the sampled rows is computed for as many kv_heads at a time as the workspace holds; then a cluster of blocks
+/// chooses for each query head.
+/// Errors   shapes, alignment and null pointers are checked before the first launch; a chunk beyond `positions`.
+/// Cost     one pass over K for the sampled rows; their attention is written once, and read twice and where lines are looked at.
+/// Memory   for each query head and position: 16 bytes of tables, flags and lists in this object, and 4 * rows + 32 bytes of
+///          workspace for heads that are looked at together.
+/// Same input, same bits: sums are taken in whole numbers, and no choice hangs on the order of threads.
+/// Paper    the greedy is the host's (math/line_cover.hpp), in batches.
+template <device_line_pattern Pattern, class View>
+class choose_lines {
+  using T = typename View::element_type;
+  using logits = detail::line_logits<View>;
+  static constexpr bool asks_attention = covering_pattern<Pattern> || counted_pattern<Pattern>;
+  static constexpr int threads = 1024, most_cluster = 4;
+
+ public:
+  /// `positions`: no position and no slot reaches it. `most_rows`: of a sample. `bytes`: what the workspace may come to, unless
+  /// one kv_head needs more.
+  choose_lines(index_t kv_heads, index_t q_heads, index_t positions, index_t most_rows, const device_info& device,
+               std::size_t bytes = std::size_t(1) << 30)
+      : kv_heads_(kv_heads), q_heads_(q_heads), words_(std::max(1, ceil_div(positions, 32))), most_rows_(most_rows) {
+    require(kv_heads > 0 && q_heads > 0 && q_heads % kv_heads == 0, "q_heads", q_heads, "a multiple of kv_heads",
+            "pass the model's head counts");
+    require(positions >= 0 && positions < (1 << 29) && most_rows >= 0, "positions", positions, "0 to 2^29",
+            "pass how long a conversation becomes");
+    at_once_ =
+        index_t(std::clamp<std::size_t>(bytes / std::max<std::size_t>(1, bytes_of(1)), 1, std::size_t(kv_heads)));
+    const std::size_t heads = std::size_t(q_heads), all = std::size_t(words_) * 32;
+    slash_ = device_buffer<std::uint32_t>(heads * (std::size_t(words_) + 1));
+    vertical_ = device_buffer<std::uint32_t>(heads * std::size_t(words_));
+    columns_ = device_buffer<index_t>(heads * all);
+    numbers_ = device_buffer<index_t>(2 * heads);
+    entries_ = device_buffer<unsigned long long>(heads);
+    flags_ = device_buffer<std::uint8_t>(2 * heads * all);
+    rows_ = device_buffer<index_t>(std::size_t(std::max(1, most_rows)));
+    if constexpr (asks_attention) {
+      clusters_ = may_cluster(device);
+      check(cudaFuncSetAttribute(detail::line_logits_entry<View>, cudaFuncAttributeMaxDynamicSharedMemorySize,
+                                 logits::shared_bytes),
+            "cudaFuncSetAttribute");
+    }
+  }
+
+  index_t positions() const { return words_ * 32; }
+  std::size_t workspace_bytes() const { return bytes_of(at_once_); }
+  offset_t bytes() const {
+    return offset_t(slash_.bytes() + vertical_.bytes() + columns_.bytes() + numbers_.bytes() + entries_.bytes() +
+                    flags_.bytes() + rows_.bytes());
+  }
+
+  /// Enqueues the choice; the tables hold until the next call. `sampled`: positions of the rows that `pattern` samples, on the
+  /// host, ascending.
+  line_tables run(const Pattern& pattern, const choose_lines_problem<View>& problem,
+                  const std::vector<index_t>& sampled, void* workspace, cudaStream_t stream) const {
+    check_problem(pattern, problem, sampled, workspace);
+    detail::line_sample seen{};
+    unsigned char* memory = static_cast<unsigned char*>(workspace);
+    const auto take = [&](std::size_t bytes) { return std::exchange(memory, memory + padded(bytes)); };
+    const std::size_t all = std::size_t(positions()), heads = std::size_t(at_once_) * std::size_t(group());
+    seen.first = problem.first, seen.next = problem.first + problem.q.tokens;
+    seen.rows = rows_.data(), seen.row_count = index_t(sampled.size());
+    seen.group = group(), seen.stride = positions();
+    seen.lengths = problem.view.lengths, seen.length_stride = problem.view.length_strides.head;
+    seen.has_vertical = flags_.data(), seen.has_slash = flags_.data() + std::size_t(q_heads_) * all;
+    if (problem.view.positions) {
+      auto* positions = reinterpret_cast<index_t*>(take(std::size_t(kv_heads_) * all * sizeof(index_t)));
+      auto* before = reinterpret_cast<index_t*>(take(std::size_t(kv_heads_) * (all + 1) * sizeof(index_t)));
+      detail::line_positions_entry<View, 256><<<dim3(unsigned(blocks_of(256)), unsigned(kv_heads_)), 256, 0, stream>>>(
+          problem.view, seen.next, seen.stride, positions, before);
+      check(cudaGetLastError(), "launch of line_positions");
+      seen.positions = positions, seen.stored_before = before;
+    } else {
+      take(std::size_t(kv_heads_) * all * sizeof(index_t)), take(std::size_t(kv_heads_) * (all + 1) * sizeof(index_t));
+    }
+    detail::fixed_lines_entry<Pattern, 256>
+        <<<dim3(unsigned(blocks_of(256)), unsigned(q_heads_)), 256, 0, stream>>>(pattern, seen);
+    check(cudaGetLastError(), "launch of fixed_lines");
+    if constexpr (asks_attention) {
+      if (seen.row_count > 0 && looks(pattern)) {
+        set_rows(sampled, stream);
+        seen.weights = reinterpret_cast<float*>(take(heads * std::size_t(most_rows_) * all * sizeof(float)));
+        seen.verticals = reinterpret_cast<float*>(take(heads * all * sizeof(float)));
+        seen.slashes = reinterpret_cast<float*>(take(heads * all * sizeof(float)));
+        auto* states = reinterpret_cast<float2*>(take(heads * std::size_t(most_rows_) * sizeof(float2)));
+        auto* counters = reinterpret_cast<detail::line_counters*>(take(heads * sizeof(detail::line_counters)));
+        auto* lists = reinterpret_cast<index_t*>(take(heads * 6 * all * sizeof(index_t)));
+        for (index_t kv_head = 0; kv_head < kv_heads_; kv_head += at_once_) {
+          const index_t some = std::min(at_once_, kv_heads_ - kv_head) * group();
+          seen.first_head = kv_head * group();
+          look(problem, seen, kv_head, some, states, stream);
+          choose(pattern, seen, some, counters, lists, stream);
+        }
+      }
+    }
+    seen.first_head = 0;
+    detail::write_lines_entry<1024><<<unsigned(q_heads_), 1024, 0, stream>>>(
+        seen, words_, slash_.data(), vertical_.data(), columns_.data(), numbers_.data(), entries_.data());
+    check(cudaGetLastError(), "launch of write_lines");
+    detail::order_heads_entry<256>
+        <<<1, 256, 0, stream>>>(entries_.data(), q_heads_, numbers_.data() + std::size_t(q_heads_));
+    check(cudaGetLastError(), "launch of order_heads");
+    return {words_,
+            slash_.data(),
+            vertical_.data(),
+            columns_.data(),
+            numbers_.data(),
+            numbers_.data() + std::size_t(q_heads_),
+            std::min(problem.q.tokens, dense_rows_of(pattern))};
+  }
+
+ private:
+  index_t group() const { return q_heads_ / kv_heads_; }
+  static bool looks(const Pattern& pattern) {
+    if constexpr (covering_pattern<Pattern>) return pattern.covered_share() > 0;
+    return true;
+  }
+  index_t blocks_of(index_t threads_of_block) const {
+    return std::min(1024, ceil_div(positions() + 1, threads_of_block));
+  }
+
+  /// Of a slice of so many kv_heads, with the positions of all.
+  std::size_t bytes_of(index_t slice) const {
+    const std::size_t all = std::size_t(words_) * 32, heads = std::size_t(slice) * std::size_t(group());
+    const std::size_t tables =
+        array_bytes<index_t>(std::size_t(kv_heads_) * all) + array_bytes<index_t>(std::size_t(kv_heads_) * (all + 1));
+    if (!asks_attention) return tables;
+    return tables + array_bytes<float>(heads * std::size_t(most_rows_) * all) + 2 * array_bytes<float>(heads * all) +
+           array_bytes<float2>(heads * std::size_t(most_rows_)) + array_bytes<detail::line_counters>(heads) +
+           array_bytes<index_t>(heads * 6 * all);
+  }
+
+  static bool may_cluster(const device_info& device) {
+    return device.compute_capability >= 90 &&
+           can_overlap(detail::choose_lines_entry<Pattern, most_cluster, threads>);  // compiled for sm_90 or newer
+  }
+
+  void set_rows(const std::vector<index_t>& sampled, cudaStream_t stream) const {
+    for (std::size_t done = 0; done < sampled.size(); done += detail::few_numbers::most) {
+      detail::few_numbers some{};
+      const index_t count = index_t(std::min<std::size_t>(detail::few_numbers::most, sampled.size() - done));
+      std::copy_n(sampled.data() + done, count, some.of);
+      detail::set_numbers_entry<128><<<1, 128, 0, stream>>>(some, count, rows_.data() + done);
+      check(cudaGetLastError(), "launch of set_numbers");
+    }
+  }
+
+  /// The sampled rows' attention, and what every line carries of it.
+  void look(const choose_lines_problem<View>& problem, const detail::line_sample& seen, index_t kv_head, index_t heads,
+            float2* states, cudaStream_t stream) const {
+    const dim3 tiles(unsigned(ceil_div(positions(), logits::tile)), unsigned(heads / group()),
+                     unsigned(ceil_div(seen.row_count * group(), logits::tile)));
+    detail::line_logits_entry<View><<<tiles, logits::threads, logits::shared_bytes, stream>>>(
+        problem.view, problem.q, problem.rule, seen, kv_head);
+    check(cudaGetLastError(), "launch of line_logits");
+    detail::line_sums_entry<512>
+        <<<dim3(unsigned(seen.row_count), unsigned(heads)), 512, 0, stream>>>(seen, problem.rule.sink_logits, states);
+    check(cudaGetLastError(), "launch of line_sums");
+    const dim3 lines(unsigned(ceil_div(positions(), 256)), unsigned(heads));
+    detail::line_columns_entry<256><<<lines, 256, 0, stream>>>(seen, states);
+    check(cudaGetLastError(), "launch of line_columns");
+    detail::line_slashes_entry<256><<<lines, 256, 0, stream>>>(seen);
+    check(cudaGetLastError(), "launch of line_slashes");
+  }
+
+  void choose(const Pattern& pattern, const detail::line_sample& seen, index_t heads, detail::line_counters* counters,
+              index_t* lists, cudaStream_t stream) const {
+    const auto with = [&](auto entry, int blocks) {
+      launch_shape shape;
+      shape.blocks = dim3(unsigned(heads * blocks)), shape.threads = dim3(threads);
+      shape.cluster = unsigned(blocks);
+      launch(entry, shape, stream, "launch of choose_lines", pattern, seen, counters, lists);
+    };
+    if (clusters_)
+      with(detail::choose_lines_entry<Pattern, most_cluster, threads>, most_cluster);
+    else
+      with(detail::choose_lines_entry<Pattern, 1, threads>, 1);
+  }
+
+  void check_problem(const Pattern& pattern, const choose_lines_problem<View>& p, const std::vector<index_t>& sampled,
+                     const void* workspace) const {
+    if constexpr (requires { pattern.require_device(); }) pattern.require_device();
+    require(p.view.sequences == 1 && p.view.kv_heads == kv_heads_, "sequences, kv_heads of the view",
+            std::to_string(p.view.sequences) + ", " + std::to_string(p.view.kv_heads),
+            "1, " + std::to_string(kv_heads_), "choose lines one sequence at a time");
+    require(p.q.sequences == 1 && p.q.heads == q_heads_ && p.q.tokens >= 1, "rows of q", p.q.tokens,
+            "all rows of a chunk, of " + std::to_string(q_heads_) + " query heads",
+            "pass the queries of the whole chunk");
+    require(p.first >= 0 && p.first <= positions() - p.q.tokens, "position behind the chunk",
+            offset_t(p.first) + p.q.tokens, "at most " + std::to_string(positions()), "make the operation for more");
+    require(sampled.size() <= std::size_t(most_rows_), "sampled rows", sampled.size(),
+            "at most " + std::to_string(most_rows_), "make the operation for more");
+    for (std::size_t i = 0; i < sampled.size(); ++i) {
+      require(sampled[i] >= (i == 0 ? p.first : sampled[i - 1] + 1) && sampled[i] < p.first + p.q.tokens, "sampled row",
+              sampled[i], "ascending positions of the chunk", "sample rows of the chunk");
+    }
+    require(p.view.k && p.view.lengths && p.q.data && workspace, "problem", "null", "keys, lengths, q and a workspace",
+            "pass device memory");
+    require(p.view.k_strides.dim == 1, "stride of a row's elements", p.view.k_strides.dim, "1", "transpose K back");
+    if constexpr (View::is_raw) require_rows_on_16_bytes("keys", p.view.k, p.view.k_strides);
+    require_rows_on_16_bytes("q", p.q);
+  }
+
+  index_t kv_heads_, q_heads_, words_, most_rows_, at_once_ = 1;
+  bool clusters_ = false;
+  device_buffer<std::uint32_t> slash_, vertical_;
+  device_buffer<index_t> columns_, numbers_, rows_;  // numbers: counts of columns, then the order of heads
+  device_buffer<unsigned long long> entries_;
+  device_buffer<std::uint8_t> flags_;
+};
+
+}  // namespace cuda
+TESSERA_NAMESPACE_END

@@ -1,0 +1,293 @@
+// Which lines of a query head are chosen, on the device: the exact greedy in batches, and the heaviest of each kind.
+#pragma once
+
+#include "../../device/cluster.cuh"
+#include "line_sample.cuh"
+
+TESSERA_NAMESPACE_BEGIN
+namespace cuda {
+namespace detail {
+
+/// What the blocks of a head share, in device memory; all of it is written before it is read.
+struct line_counters {
+  unsigned long long covered, in_batch, bins[256];
+  unsigned most, listed[2], taken;
+};
+/// The lists of a head: lines that are looked at, now and next, and those of the batch that are taken.
+struct line_lists {
+  index_t *now, *next, *taken;
+};
+
+/// Sums are whole numbers of 2^-40, so that they do not depend on the order in which threads add; a sum of weights is at most the
+/// number of sampled rows, which are at most 2^12.
+__device__ __forceinline__ unsigned long long in_units(float weight) {
+  return (unsigned long long)(double(weight) * double(1ull << 40));
+}
+
+/// Chooses lines of one query head, by one block or by a cluster of them.
+///
+/// The greedy takes, one after another, the line that covers most of what is uncovered for its length. Whether a line comes before
+/// another matters only where they cross: a line that comes before every line that crosses it in something uncovered is one that
+/// the greedy takes as it stands. So all of those are taken at once, again and again, among the lines above a threshold that
+/// falls by half; those of the last batch are put in order and cut. This is the greedy's own set, up to rounding.
+/// A line has a number: a slash its distance, a vertical `stride` plus its slot.
+template <int Blocks, int Threads>
+struct line_chooser {
+  using team = block_team<Blocks>;
+  static constexpr index_t stride_of_threads = Blocks * Threads;
+
+  line_sample::head_lines lines;
+  line_counters& shared;
+  line_lists lists;
+
+  __device__ index_t rank() const { return team::rank() * Threads + index_t(threadIdx.x); }
+  __device__ bool leads() const { return rank() == 0; }
+  __device__ bool is_slash(index_t line) const { return line < lines.stride; }
+  __device__ bool has(index_t line) const {
+    return is_slash(line) ? lines.has_slash[line] : lines.has_vertical[line - lines.stride];
+  }
+  __device__ void set(index_t line, bool chosen) const {
+    (is_slash(line) ? lines.has_slash[line] : lines.has_vertical[line - lines.stride]) = chosen;
+  }
+  __device__ float& gain(index_t line) const {
+    return is_slash(line) ? lines.slashes[line] : lines.verticals[line - lines.stride];
+  }
+  __device__ float per_entry(index_t line) const {
+    const index_t length = is_slash(line) ? lines.slash_length(line) : lines.vertical_length(line - lines.stride);
+    return length > 0 ? gain(line) / float(length) : 0.0f;
+  }
+  /// Calls `visit(line)` for this thread's share of all lines.
+  template <class Visit>
+  __device__ void for_each_line(const Visit& visit) const {
+    for (index_t distance = rank(); distance < lines.next; distance += stride_of_threads) visit(distance);
+    for (index_t slot = rank(); slot < lines.slots; slot += stride_of_threads) visit(index_t(lines.stride) + slot);
+  }
+  /// Calls `visit(weight, crossing line)` for what is uncovered on a line that is not chosen.
+  template <class Visit>
+  __device__ void for_each_entry(index_t line, const Visit& visit) const {
+    const bool slash = is_slash(line);
+    for (index_t r = 0; r < lines.row_count; ++r) {
+      const index_t at = slash ? lines.rows[r] - line : lines.position(line - index_t(lines.stride));
+      const index_t distance = slash ? line : lines.rows[r] - at;
+      if (at < 0 || distance < 0) continue;
+      const index_t slot = slash ? lines.slot_at(at) : line - index_t(lines.stride);
+      if (slot == no_index || (slash ? lines.has_vertical[slot] : lines.has_slash[distance])) continue;
+      const float weight = lines.row(r)[slot];
+      if (weight > 0) visit(weight, slash ? index_t(lines.stride) + slot : distance);
+    }
+  }
+  __device__ float uncovered(index_t line) const {
+    float sum = 0;
+    for_each_entry(line, [&](float weight, index_t) { sum += weight; });
+    return sum;
+  }
+  /// The lanes that have something write it side by side behind what is there.
+  __device__ static void append(index_t* list, unsigned& count, index_t line, bool has_one) {
+    const unsigned with = __ballot_sync(~0u, has_one), lane = threadIdx.x % 32;
+    unsigned first = 0;
+    if (lane == 0 && with != 0) first = atomicAdd(&count, unsigned(__popc(with)));
+    first = __shfl_sync(~0u, first, 0);
+    if (has_one) list[first + unsigned(__popc(with & ((1u << lane) - 1)))] = line;
+  }
+  /// A warp's largest joins what the team has seen; not negative, so that their bits are in order.
+  __device__ static void join_most(unsigned& most, float value) {
+    const unsigned bits = __reduce_max_sync(~0u, __float_as_uint(fmaxf(value, 0.0f)));
+    if (threadIdx.x % 32 == 0 && bits != 0) atomicMax(&most, bits);
+  }
+  __device__ static void add_units(unsigned long long& sum, unsigned long long units) {
+#pragma unroll
+    for (int step = 16; step > 0; step /= 2) units += __shfl_xor_sync(~0u, units, step);
+    if (threadIdx.x % 32 == 0 && units != 0) atomicAdd(&sum, units);
+  }
+
+  /// Takes lines, beside those that are chosen already, until they carry `share` of the sample's weight.
+  __device__ void cover(float share) const {
+    const unsigned long long wanted = begin(share);
+    while (true) {
+      const unsigned long long covered = load(shared.covered);
+      const float most = __uint_as_float(load(shared.most));
+      if (covered >= wanted || most <= 0) return;
+      take_batch(most * 0.5f);
+      const unsigned long long more = load(shared.in_batch);
+      if (covered + more >= wanted) {
+        cut_batch(wanted - covered);
+        return;
+      }
+      team::sync();  // all have read the sums
+      if (leads()) shared.covered = covered + more;
+      team::sync();
+    }
+  }
+
+  /// Takes the `count` lines of a kind that weigh most, ties to the lower line. Lines that are chosen already come first.
+  __device__ void take_heaviest(bool slashes, index_t count) const {
+    const index_t begin = slashes ? 0 : index_t(lines.stride), size = slashes ? lines.next : lines.slots;
+    const auto is_line = [&](index_t i) { return !slashes || lines.slash_length(i) > 0; };
+    const auto key = [&](index_t i) { return key_of(has(begin + i) ? infinity : gain(begin + i), begin + i); };
+    const unsigned long long least = select(
+        size, (unsigned long long)(max(count, 0)), [&](index_t i) { return is_line(i) ? 1ull : 0ull; }, key);
+    for (index_t i = rank(); i < size; i += stride_of_threads) {
+      if (is_line(i) && key(i) >= least) set(begin + i, true);
+    }
+    team::sync();
+  }
+
+ private:
+  template <class T>
+  __device__ static T load(const T& value) {
+    return *static_cast<const volatile T*>(&value);
+  }
+  /// The greedy's order: larger first, then the lower line.
+  __device__ static unsigned long long key_of(float value, index_t line) {
+    return (unsigned long long)(__float_as_uint(fmaxf(value, 0.0f))) << 32 | ~unsigned(line);
+  }
+  __device__ bool comes_before(float a, index_t line, float b, index_t other) const {
+    return a > b || (a == b && line < other);
+  }
+
+  /// What is wanted; sets what forced lines cover, and the most that a line offers.
+  __device__ unsigned long long begin(float share) const {
+    if (leads()) shared.covered = shared.in_batch = 0, shared.most = 0;
+    team::sync();
+    unsigned long long total = 0, covered = 0;
+    float most = 0;
+    for (index_t slot = rank(); slot < lines.slots; slot += stride_of_threads) total += in_units(lines.verticals[slot]);
+    for_each_line([&](index_t line) {
+      // Slashes hold what they carry, verticals what the slashes leave of theirs.
+      if (has(line)) {
+        covered += in_units(is_slash(line) ? gain(line) : uncovered(line));
+      } else {
+        most = fmaxf(most, per_entry(line));
+      }
+    });
+    add_units(shared.in_batch, total);
+    add_units(shared.covered, covered);
+    join_most(shared.most, most);
+    team::sync();
+    const double all = double(load(shared.in_batch));
+    team::sync();
+    return (unsigned long long)(all * double(fminf(share, 1.0f)));
+  }
+
+  /// Takes all that the greedy takes of at least `threshold` an entry; `shared.most` is then the most of what is left.
+  __device__ void take_batch(float threshold) const {
+    if (leads()) shared.in_batch = 0, shared.most = 0, shared.taken = 0, shared.listed[0] = shared.listed[1] = 0;
+    team::sync();
+    list_all(threshold);
+    team::sync();
+    for (int turn = 0;; turn ^= 1) {
+      index_t* const list = turn == 0 ? lists.now : lists.next;
+      index_t* const rest = turn == 0 ? lists.next : lists.now;
+      const index_t count = index_t(load(shared.listed[turn]));
+      if (count == 0) return;
+      const index_t before = index_t(load(shared.taken));
+      team::sync();  // all have read the counts
+      if (leads()) shared.listed[turn ^ 1] = 0;
+      team::sync();
+      sort_out(list, count, threshold, rest, shared.listed[turn ^ 1]);
+      team::sync();  // until here nothing has been chosen that others take for uncovered
+      const index_t taken = index_t(load(shared.taken));
+      unsigned long long units = 0;
+      for (index_t i = before + rank(); i < taken; i += stride_of_threads) {
+        set(lists.taken[i], true);
+        units += in_units(gain(lists.taken[i]));
+      }
+      add_units(shared.in_batch, units);
+      team::sync();
+    }
+  }
+
+  /// Lists what may be worth `threshold` an entry, by what lines were worth when they were last looked at: gains only fall.
+  __device__ void list_all(float threshold) const {
+    float most = 0;
+    const index_t rounds = ceil_div(max(lines.next, lines.slots), stride_of_threads);
+    for (index_t round = 0; round < rounds; ++round) {  // whole warps, for their ballots
+      const index_t i = round * stride_of_threads + rank();
+#pragma unroll
+      for (int kind = 0; kind < 2; ++kind) {
+        const index_t line = kind == 0 ? i : index_t(lines.stride) + i;
+        const bool open = i < (kind == 0 ? lines.next : lines.slots) && !has(line);
+        const float worth = open ? per_entry(line) : 0.0f;
+        const bool listed = worth > 0 && worth >= threshold;
+        if (!listed) most = fmaxf(most, worth);
+        append(lists.now, shared.listed[0], line, listed);
+      }
+    }
+    join_most(shared.most, most);
+  }
+
+  /// Looks at what is listed anew: what comes before all that cross it is taken, what has fallen below the threshold waits for
+  /// another batch, the rest is listed again.
+  __device__ void sort_out(const index_t* list, index_t count, float threshold, index_t* rest,
+                           unsigned& rest_count) const {
+    float most = 0;
+    const index_t rounds = ceil_div(count, stride_of_threads);
+    for (index_t round = 0; round < rounds; ++round) {
+      const index_t i = round * stride_of_threads + rank();
+      const bool own = i < count;
+      const index_t line = own ? list[i] : 0;
+      bool first = false, again = false;
+      if (own) {
+        // Others see the old gain or the new one: both are at least what the line is worth, so none of them comes too early.
+        gain(line) = uncovered(line);
+        const float worth = per_entry(line);
+        again = worth > 0 && worth >= threshold;
+        if (again) {
+          first = true;
+          for_each_entry(
+              line, [&](float, index_t other) { first = first && comes_before(worth, line, per_entry(other), other); });
+        } else {
+          most = fmaxf(most, worth);
+        }
+      }
+      append(lists.taken, shared.taken, line, first);
+      append(rest, rest_count, line, again && !first);
+    }
+    join_most(shared.most, most);
+  }
+
+  /// Of the batch's lines only the greedy's first stay, until they add `wanted`.
+  __device__ void cut_batch(unsigned long long wanted) const {
+    const index_t taken = index_t(load(shared.taken));
+    const auto key = [&](index_t i) { return key_of(per_entry(lists.taken[i]), lists.taken[i]); };
+    const unsigned long long least = select(
+        taken, wanted, [&](index_t i) { return in_units(gain(lists.taken[i])); }, key);
+    for (index_t i = rank(); i < taken; i += stride_of_threads) {
+      if (key(i) < least) set(lists.taken[i], false);
+    }
+    team::sync();
+  }
+
+  /// The largest key such that the items from it on weigh `wanted` together; 0 where all of them do not. Keys differ.
+  template <class WeightOf, class KeyOf>
+  __device__ unsigned long long select(index_t count, unsigned long long wanted, const WeightOf& weight_of,
+                                       const KeyOf& key_of_item) const {
+    if (wanted == 0) return ~0ull;
+    unsigned long long prefix = 0;
+    for (int shift = 56; shift >= 0; shift -= 8) {
+      team::sync();  // all have read the bins
+      for (index_t bin = rank(); bin < 256; bin += stride_of_threads) shared.bins[bin] = 0;
+      team::sync();
+      for (index_t i = rank(); i < count; i += stride_of_threads) {
+        const unsigned long long key = key_of_item(i), weight = weight_of(i);
+        if (weight != 0 && (shift == 56 || key >> (shift + 8) == prefix >> (shift + 8))) {
+          atomicAdd(&shared.bins[key >> shift & 255], weight);
+        }
+      }
+      team::sync();
+      int bin = 255;
+      for (; bin >= 0; --bin) {
+        const unsigned long long here = load(shared.bins[bin]);
+        if (here >= wanted) break;
+        wanted -= here;
+      }
+      if (bin < 0) return 0;  // only in the first round
+      prefix |= (unsigned long long)(bin) << shift;
+    }
+    return prefix;
+  }
+};
+
+}  // namespace detail
+}  // namespace cuda
+TESSERA_NAMESPACE_END
