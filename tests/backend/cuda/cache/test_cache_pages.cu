@@ -2,6 +2,7 @@
 #include "calls_case.hpp"
 #include "memory_case.hpp"
 #include "serving_case.hpp"
+#include "steps_case.hpp"
 #include "tessera/layout/dense_rows.hpp"
 #include "tessera/layout/fixed_pages.hpp"
 #include "tessera/layout/stored.hpp"

@@ -4,6 +4,7 @@
 #include "calls_case.hpp"
 #include "memory_case.hpp"
 #include "serving_case.hpp"
+#include "steps_case.hpp"
 #include "tessera/backend/cuda/store/virtual_blocks.cuh"
 #include "tessera/layout/dense_rows.hpp"
 #include "tessera/layout/fp8_rows.hpp"
