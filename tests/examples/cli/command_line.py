@@ -277,25 +277,33 @@ def check_ranges(checks):
     """Every number of every method at the ends of its range, and beyond."""
     (checks.folder / "all").write_bytes(safetensors({**layer(n_q=60), "boundaries": ("U8", [60], bytes(59) + b"\1"),
                                                       "boundaries_decode": ("U8", [3], bytes(3))}))
+    (checks.folder / "all_gates").write_text(json.dumps(
+        {"kind": "tessera head gates", "version": 1, "model": "", "sinks": 4, "recent": 8, "questions": 1, "gates": [[0.2, 0.7]]}))
+    needed = {"expected_attention": "--set rope_theta=10000", "duo_attention": "--set profile=all_gates"}
     has_device = checks.has_cuda and shutil.which("nvidia-smi") is not None
     methods = json.loads(checks.works("list --json"))["methods"]
     for method, backend in ((one, name) for one in methods for name in ["cpu"] + ["cuda"] * has_device
                             if name in one["backends"]):
         budget = "--budget 40" if method["has_budget"] else ""
         for parameter in method["parameters"]:
-            ends = re.search(r"(-?\d+) to (\d+)$", parameter["allowed"])
+            ends = re.fullmatch(r"(-?[\d.e+-]+) to ([\d.e+-]+)", parameter["allowed"])
             if not ends:
                 continue
-            least, most = (int(end) for end in ends.groups())
             command = (f"compress --in all --out kept --threads 1 --backend {backend} --method {method['name']} {budget} "
-                       f"--set {parameter['name']}=")
-            for value in (least, least + 1, most - 1, most):
+                       f"{needed.get(method['name'], '')} --set {parameter['name']}=")
+            if all(re.fullmatch(r"-?\d+", end) for end in (*ends.groups(), parameter["default"])):
+                least, most = (int(end) for end in ends.groups())
+                inside, outside = (least, least + 1, most - 1, most), (least - 1, most + 1)
+            else:
+                least, most = (float(end) for end in ends.groups())
+                inside, outside = (least, (least + most) / 2, most), (-1e-30, most * 1.001, "1e39", "nan", "-inf")
+            for value in inside:
                 result = checks.run(f"{command}{value}")
                 fine = result.returncode == 0 or (result.returncode == 2 and result.stderr.count("\n") == 1)
                 if not fine or "internal" in result.stderr:
                     checks.complain(f"{command}{value}", result, "expected a result or a sentence")
                 (checks.folder / "kept").unlink(missing_ok=True)
-            for value in (least - 1, most + 1, 2147483548, 2147483647, -2147483648, 10**12):
+            for value in (*outside, 2147483548, 2147483647, -2147483648, 10**12):
                 checks.refuses(f"{command}{value}", parameter["name"])
 
 
