@@ -12,6 +12,7 @@ struct decode_shape {
   index_t tokens = 0;              ///< of the longest row
   std::vector<index_t> lengths{};  ///< [kv_heads], the same for every sequence; empty: all have `tokens`
   index_t chosen = 0, run = 1;     ///< of every row, in runs; 0: everything
+  cuda::decode_policy policy{};
 };
 
 /// Rows that lie one after another.
@@ -60,7 +61,7 @@ prepared decode(const decode_shape& s) {
     const auto row = random_subset(s.tokens, s.chosen, s.run, random);
     indices.insert(indices.end(), row.begin(), row.end());
   }
-  const cuda::decode_attention<view_type> op(s.sequences, kv_heads, q_heads, 1, cuda::device_info::current());
+  const cuda::decode_attention<view_type> op(s.sequences, kv_heads, q_heads, 1, cuda::device_info::current(), s.policy);
   struct memory {
     buffer<index_t> lengths, first, blocks, indices, counts;
     buffer<float> out, lse;
@@ -146,6 +147,9 @@ const int registered = [] {
     const std::vector<index_t> even(kv_heads, total / kv_heads);
     add("uneven/" + name, [=] { return decode<contiguous>({.tokens = 131072, .lengths = lengths}); });
     add("uneven/" + name + "_evened", [=] { return decode<contiguous>({.tokens = 131072, .lengths = even}); });
+    const cuda::decode_policy one_level{.in_one_level = 1 << 20};
+    add("uneven/" + name + "/one_level",
+        [=] { return decode<contiguous>({.tokens = 131072, .lengths = lengths, .policy = one_level}); });
   };
   uneven("drawn", drawn);
   uneven("one_long", one_long);

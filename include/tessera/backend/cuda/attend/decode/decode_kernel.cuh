@@ -103,7 +103,10 @@ struct decode_kernel : decode_merge<View, Out> {
     queries_type asked;
 #pragma unroll 1
     while (true) {
-      if (__builtin_expect(!more && arrived_parts > 2 * parts_at_once, 0)) {
+      if (__builtin_expect(arrived_parts > base::scratch.in_one_level, 0)) {
+        base::merge_bundles(*this, arrived_at, arrived_row, arrived_first, arrived_parts, flag, shares);
+        arrived_parts = 1;
+      } else if (__builtin_expect(!more && arrived_parts > 2 * parts_at_once, 0)) {
         if (base::last_to_arrive(arrived_row, arrived_parts, flag)) {
           base::merge_many_parts(*this, arrived_at, arrived_row, arrived_first, arrived_parts, shares);
         }
