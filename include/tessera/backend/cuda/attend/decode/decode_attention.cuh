@@ -28,7 +28,7 @@ struct decode_policy {
 /// encoding is decoded to the element type on its way to shared memory.
 /// Errors   tessera::error from `run` for more sequences or tokens than that, other head counts, and rows of q, K or V
 ///          that do not begin on 16 bytes or whose elements are not side by side.
-template <class View, class Out = float>
+template <class View, class Out = float, decode_split Split = decode_split::each_step>
 class decode_attention {
   static_assert(sizeof(typename View::element_type) == 2,
                 "tessera: the tensor-core decode kernel takes queries in fp16 and bf16");
@@ -56,7 +56,7 @@ class decode_attention {
             "at least " + std::to_string(detail::least_in_two_levels - 1), "merge so few parts in one level");
     query_blocks_ = ceil_div(tokens * (q_heads / kv_heads), detail::rows_per_block);
     // What this device's code was compiled for decides the block, not the device: older code runs on newer devices.
-    entry_ = detail::decode_entry<View, Out>;
+    entry_ = detail::decode_entry<View, Out, Split>;
     cudaFuncAttributes compiled{};
     check(cudaFuncGetAttributes(&compiled, entry_), "cudaFuncGetAttributes");
     const decode_tuning tuning = decode_tuning_for<View>(compiled.ptxVersion);
@@ -85,7 +85,8 @@ class decode_attention {
     check_problem(problem);
     if (problem.view.sequences == 0 || problem.q.tokens == 0) return;
     auto* bytes = static_cast<unsigned char*>(workspace);
-    const detail::decode_scratch scratch{reinterpret_cast<unsigned*>(bytes),
+    const detail::decode_scratch scratch{reinterpret_cast<const detail::split_piece*>(bytes + split_at()),
+                                         reinterpret_cast<unsigned*>(bytes),
                                          reinterpret_cast<float*>(bytes + out_at()),
                                          reinterpret_cast<float2*>(bytes + state_at()),
                                          rows_,
@@ -101,6 +102,18 @@ class decode_attention {
            stream, "launch of decode attention", problem, scratch);
   }
 
+  /// Splits the rows among the blocks by the lengths that the problem has now; one small launch. Later runs of this
+  /// workspace keep to it, whatever lengths are then: call it when a prompt has ended or a sequence has come or gone, and
+  /// nothing need be called while answers grow.
+  void split(const problem_type& problem, void* workspace, cudaStream_t stream) const
+      requires(Split == decode_split::ahead) {
+    check_problem(problem);
+    if (problem.view.sequences == 0 || problem.q.tokens == 0) return;
+    auto* const pieces = reinterpret_cast<detail::split_piece*>(static_cast<unsigned char*>(workspace) + split_at());
+    launch(detail::split_entry<View, Out>, {.blocks = dim3(1), .threads = dim3(32)}, stream,
+           "launch of the split of decode attention", problem, pieces, blocks_);
+  }
+
   /// As `run`, over one of several parts of what is stored: leaves sink logits to `merge_parts`, which needs the lse.
   void run_part(problem_type problem, void* workspace, cudaStream_t stream) const {
     static_assert(std::is_same_v<Out, float>, "tessera: a part of decode attention is written in fp32");
@@ -113,7 +126,10 @@ class decode_attention {
   index_t bundles() const { return blocks_ / detail::pieces_per_bundle + 1; }
   index_t slots_of_block() const { return blocks_ + rows_ + bundles(); }
   std::size_t slots() const { return std::size_t(query_blocks_) * std::size_t(slots_of_block()); }
-  std::size_t out_at() const { return array_bytes<unsigned>(std::size_t(query_blocks_ * (rows_ + bundles()))); }
+  std::size_t split_at() const { return array_bytes<unsigned>(std::size_t(query_blocks_ * (rows_ + bundles()))); }
+  std::size_t out_at() const {
+    return split_at() + (Split == decode_split::ahead ? array_bytes<detail::split_piece>(std::size_t(blocks_)) : 0);
+  }
   std::size_t state_at() const { return out_at() + slots() * detail::rows_per_block * View::v_dim * 4; }
 
   void check_problem(const problem_type& p) const {

@@ -49,12 +49,14 @@ struct decode_merge : decode_block<View, Out> {
     for (int i = threadIdx.x; i < used * (Dv / 4); i += threads) of(i / (Dv / 4), i % (Dv / 4) * 4);
   }
 
+  __device__ void write_empty_row(const decode_row& at) const {
+    for_each_four([&](int r, int d) { write(at, r, d, float4{}, finish(at, r, -infinity, 0, d == 0)); });
+  }
   /// Rows that hold nothing have no tile and so no block.
   __device__ void write_empty_rows() const {
     for (index_t row = blockIdx.x; row < rows; row += index_t(gridDim.x)) {
       if (ends[row] != base::begin_of(row)) continue;
-      const decode_row at{row / p.view.kv_heads, row % p.view.kv_heads, 0, nullptr};
-      for_each_four([&](int r, int d) { write(at, r, d, float4{}, finish(at, r, -infinity, 0, d == 0)); });
+      write_empty_row({row / p.view.kv_heads, row % p.view.kv_heads, 0, nullptr});
     }
   }
 
@@ -100,6 +102,8 @@ struct decode_merge : decode_block<View, Out> {
   struct merge_shares {
     float4 out[warps][32];
     float2 state[warps];
+    index_t late_row;  // of many parts, whose part of this block is done while the block goes on into the next row
+    row_parts late;
   };
 
   /// The row's output from its parts, in the order of pieces: the same bits whoever does it.
@@ -127,10 +131,12 @@ struct decode_merge : decode_block<View, Out> {
 
   /// Merges a row of many parts in two levels: the last block of a bundle of parts to arrive makes one part of them, and
   /// the last of those the row's output. One block that reads all parts of a long row waits for its own share of the L2's
-  /// bandwidth, 188 KB for 92 parts. Out of line: few rows are as long.
-  __device__ static __noinline__ void merge_bundles(const decode_merge block, const decode_row at, index_t row,
-                                                    index_t first_piece, index_t parts, bool* flag,
-                                                    merge_shares& shares) {
+  /// bandwidth, 188 KB for 92 parts. Out of line and last of all that a block does: a call
+  /// where a block goes on spilled 92 bytes in every step.
+  __device__ static __noinline__ void merge_bundles(const decode_merge block, index_t row, const row_parts of,
+                                                    bool* flag, merge_shares& shares) {
+    const index_t first_piece = of.first_piece, parts = of.count;
+    const decode_row at{row / block.p.view.kv_heads, row % block.p.view.kv_heads, 0, nullptr};
     const index_t bundles = (parts + parts_of_bundle - 1) / parts_of_bundle;
     const index_t mine = small_quotient((index_t(blockIdx.x) - first_piece + 1) * bundles - 1, parts);
     const index_t begin = small_quotient(mine * parts, bundles), end = small_quotient((mine + 1) * parts, bundles);
