@@ -167,6 +167,8 @@ if wanted benchmarks; then
       --contexts 1024,32768,98304,131072 --json "$logs/decode_step_rocketkv.json"
     attempt decode_step_batch 300 "$programs/bench_decode_step" --methods full,rocketkv --budget 1024 --batch 4 \
       --contexts 131072 --json "$logs/decode_step_batch.json"
+    attempt decode_step_prompts 300 "$programs/bench_decode_step" --methods full,tangram --budget 8192 \
+      --prompts 2048,32768 --json "$logs/decode_step_prompts.json"
   else
     echo "decode_step: not measured, ${no_examples:-the program is not there}"
     note "decode_step (${no_examples:-the program is not there})" none 0
