@@ -1,5 +1,7 @@
 // CUDA caches whose first stage chooses again while an answer grows, by the newest queries: against the CPU's, recorded, and by
 // turns and chunks of every length.
+#include <deque>
+
 #include "steps_case.hpp"
 #include "tessera/budget/adaptive.hpp"
 #include "tessera/methods/loopserve.hpp"
@@ -32,7 +34,7 @@ struct often {
 
 /// A prompt in chunks of at most `chunk` tokens, and its attention, in every layer; the prompt ends.
 template <class Method>
-void take_prompt(cuda::cache<Method>& cache, index_t id, const std::vector<step_rows<bf16>>& layers, index_t chunk) {
+void take_prompt(cuda::cache<Method>& cache, index_t id, const std::deque<step_rows<bf16>>& layers, index_t chunk) {
   constexpr int D = Method::layout_type::k_dim;
   const index_t total = layers[0].tokens;
   for (index_t done = 0; done < total; done += chunk) {
@@ -123,14 +125,13 @@ TEST_CASE("columns of all prompts join what loopserve's steps read", "[gpu][cach
     method.prefill.lines = read_lines::vertical;
     cuda::cache<whole> with(shape, method, options_of(2));
     for (index_t round = 0; round < 2; ++round) {  // the second conversation knows nothing of the first one's columns
-      for (index_t i = 0; i <= round; ++i) REQUIRE(with.open() == without.open());
-      const index_t id = round;
+      const index_t id = with.open();
+      REQUIRE(without.open() == id);
       const std::size_t lists = std::size_t(per == reading_head::kv_head ? shape.kv_heads : shape.q_heads);
       const std::size_t joining = std::size_t(shape.q_heads) / lists;
       std::vector<std::vector<index_t>> columns(lists);  // of the last layer
       for (const index_t prompt : {index_t(150), index_t(1), index_t(60)}) {
-        std::vector<step_rows<bf16>> rows;
-        rows.reserve(2);
+        std::deque<step_rows<bf16>> rows;
         for (index_t layer = 0; layer < shape.layers; ++layer) rows.emplace_back(1, prompt, shape, 64);
         for (auto* cache : {&with, &without}) {
           cache->trace_lines(true);
@@ -159,9 +160,7 @@ TEST_CASE("columns of all prompts join what loopserve's steps read", "[gpu][cach
         }
         REQUIRE(with.bytes_read(id) > without.bytes_read(id));
       }
-      for (auto* cache : {&with, &without}) {
-        for (index_t i = 0; i <= round; ++i) cache->close(i);
-      }
+      for (auto* cache : {&with, &without}) cache->close(id);
     }
   }
 }
@@ -179,8 +178,7 @@ TEST_CASE("what steps choose does not depend on how a dense prompt was cut", "[g
     caches.back().open();
   }
   for (const index_t prompt : {index_t(90), index_t(1), index_t(1), index_t(33)}) {
-    std::vector<step_rows<bf16>> rows;
-    rows.reserve(2);
+    std::deque<step_rows<bf16>> rows;
     for (index_t layer = 0; layer < shape.layers; ++layer) rows.emplace_back(1, prompt, shape, 64);
     for (std::size_t i = 0; i < chunks.size(); ++i) take_prompt(caches[i], 0, rows, chunks[i]);
     for (index_t i = 0; i < 7; ++i) {
@@ -205,7 +203,7 @@ TEST_CASE("a larger budget is read from the next choice on, in lists that have r
   method.schedule.every = 4;
   cuda::cache<decoding> cache(shape, method, options_of(1));
   cache.open();
-  std::vector<step_rows<bf16>> rows;
+  std::deque<step_rows<bf16>> rows;
   rows.emplace_back(1, 300, shape, 64);
   take_prompt(cache, 0, rows, 300);
   cache.set_budget(200);
