@@ -187,10 +187,7 @@ class first_stage<Recipe, observes::window, true> : public choosing<Recipe> {
       std::vector<float>().swap(window(layer, id));  // `= {}` would keep the memory
     }
   }
-  /// Of a chunk that has been judged. A window that follows the conversation goes on.
-  void forget(index_t layer, index_t id) {
-    if (!follows) window(layer, id).clear();
-  }
+  void forget(index_t layer, index_t id) { window(layer, id).clear(); }
   void end_turn(index_t id) {
     if (!follows) forget(id);
   }
