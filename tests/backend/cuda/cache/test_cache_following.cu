@@ -105,11 +105,11 @@ TEST_CASE("steps that choose again are recorded apart, and replayed to the bit",
       change(method);
     };
   };
-  REQUIRE(replay_steps<decoding>(with([](auto&) {})) == 2);
-  REQUIRE(replay_steps<decoding>(with([](auto& m) { m.retain.scope.per = reading_head::q_head; })) == 2);
-  REQUIRE(replay_steps<whole>(with([](auto& m) { m.prefill.lines = read_lines::vertical; })) == 2);
-  REQUIRE(replay_steps<dropping>(with([](auto&) {})) == 2);
-  REQUIRE(replay_steps<uneven>(with([](auto&) {})) == 2);
+  REQUIRE(replay_steps_of<decoding>(with([](auto&) {})) == 2);
+  REQUIRE(replay_steps_of<decoding>(with([](auto& m) { m.retain.scope.per = reading_head::q_head; })) == 2);
+  REQUIRE(replay_steps_of<whole>(with([](auto& m) { m.prefill.lines = read_lines::vertical; })) == 2);
+  REQUIRE(replay_steps_of<dropping>(with([](auto&) {})) == 2);
+  REQUIRE(replay_steps_of<uneven>(with([](auto&) {})) == 2);
 }
 
 TEST_CASE("columns of all prompts join what loopserve's steps read", "[gpu][cache][following]") {
