@@ -1,10 +1,10 @@
 #!/usr/bin/env python3
-"""Writes the record of a run of benchmarks/gpu.sh: DATE-GPU.md for people, DATE-GPU.json for benchmarks/plot_cuda.py.
+"""Writes the record of a run of benchmarks/gpu.sh: DATE-GPU.md for people, DATE-GPU.json for benchmarks/plots/plot_cuda.py.
 
     benchmarks/cuda_record.py --logs FOLDER --out FOLDER
 
 FOLDER holds what there is of machine.json, steps.tsv (name, exit status, seconds), bench_cuda.json, peers.json,
-tool.json, decode_step.json, decode_step_rocketkv.json, decode_step_batch.json and one NAME.log a step. What is missing is written down as not measured.
+tool.json, decode_step.json, decode_step_rocketkv.json, decode_step_batch.json, decode_step_prompts.json and one NAME.log a step. What is missing is written down as not measured.
 """
 import argparse
 import json
@@ -112,6 +112,20 @@ def judge_model(steps, add, ratio):
             share = ratio(value, peak)
             add("RocketKV", f"{what}, {name}, against `full`{beside(value, peak, 'GiB', 2**30)}",
                 None if share is None else 100 * (share - 1), None, f"{PAPER}: -32.6 % while decoding", "%")
+
+
+def judge_following(figures, add, ratio):
+    """Bars of LoopServe's steps: against the faster of our dense attention and the best peer's; a choice every 16 steps."""
+    for batch, least in (("B1", 5.5), ("B8", 9)):
+        step, choosing = (time_of(figures, f"loopserve/{batch}/128K/{kind}") for kind in ("step", "choosing"))
+        peer = best_peer(figures, f"decode/{batch}/128K")
+        dense = min((t for t in (time_of(figures, f"decode/{batch}/128K"), peer and peer[0]) if t), default=None)
+        amortised = (15 * step + choosing) / 16 if step and choosing else None
+        beside = f" ({amortised:.4g} us, dense {dense:.4g} us)" if amortised and dense else ""
+        add("LoopServe 5", f"a step and its share of choosing, B = 1,024, {batch} 128K{beside}", ratio(dense, amortised), least,
+            f"at least {least} times faster than dense", "x", below=False)
+        beside = f" ({choosing:.4g} us)" if choosing else ""
+        add("LoopServe 5", f"the step that chooses, {batch} 128K{beside}", ratio(choosing, dense), 3, "at most 3 dense steps", "x")
 
 
 def judge_lines(figures, add, ratio):
@@ -225,6 +239,7 @@ def judge(figures, steps):
             add("second storey 3", f"step, t = 1,024, {batch} {context}", ratio(peer[0], ours) if peer else None, 2.65,
                 "at least 2.65 times faster than the best dense peer", "x", below=False)
     judge_lines(figures, add, ratio)
+    judge_following(figures, add, ratio)
     judge_model(steps, add, ratio)
     return rows
 
@@ -345,15 +360,18 @@ def main():
     notes = []
     for part, title in (("decode_step", "Decode step of a whole model"),
                         ("decode_step_rocketkv", "The same with RocketKV, t = 1,024"),
-                        ("decode_step_batch", "The same of four conversations at once")):
+                        ("decode_step_batch", "The same of four conversations at once"),
+                        ("decode_step_prompts", "Whole prompts, not compressed and by TANGRAM's rule")):
         text = read_text(f"{given.logs}/{part}.log").strip()
         if text:
             notes += ["", f"## {title}", "", "```", text, "```"]
-    model, rocketkv, batch = (read_json(f"{given.logs}/{name}.json") or {}
-                              for name in ("decode_step", "decode_step_rocketkv", "decode_step_batch"))
+    model, rocketkv, batch, prompts = (
+        read_json(f"{given.logs}/{name}.json") or {}
+        for name in ("decode_step", "decode_step_rocketkv", "decode_step_batch", "decode_step_prompts"))
     record = {"machine": machine, "steps": steps, "tests": tests,
               "bars": judge(figures, {**model_steps(rocketkv), **model_steps(batch)}) if figures or rocketkv else [], "figures": figures,
-              "decode_step": model, "decode_step_rocketkv": rocketkv, "decode_step_batch": batch, "notes": notes}
+              "decode_step": model, "decode_step_rocketkv": rocketkv, "decode_step_batch": batch,
+              "decode_step_prompts": prompts, "notes": notes}
 
     gpu = re.sub("[^a-z0-9]+", "-", machine.get("gpu", "gpu").lower().replace("nvidia ", "")).strip("-")
     name = f"{given.out}/{machine.get('date', 'undated')}-{gpu}"
