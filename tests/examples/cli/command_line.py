@@ -228,7 +228,7 @@ def check_heads(checks):
     checks.works(f"{base} --set profile=gates --vary streaming=0,1", "duo_attention streaming=0")
     for change, *expected in (({"version": 2}, '"version" is 2', "newer"), ({"version": "1"}, '"version" is "1"'),
                               ({"kind": "another"}, "\"kind\" is 'another'"), ({"sinks": -1}, '"sinks" is -1'),
-                              ({"gates": [[0.5] * heads] * (layers - 1) + [[0.5]]}, 'KV heads of profile wrong: "gates"'),
+                              ({"gates": [[0.5] * heads, [0.5] * (heads + 1)]}, 'KV heads of profile wrong: "gates"'),
                               ({"gates": [[2.0] * heads] * layers}, '"gates", layer 0, KV head 0 is 2', "[0, 1]"),
                               ({"gates": [["x"] * heads] * layers}, '"gates", layer 0, KV head 0 is string'),
                               ({"gates": [[0.5] * heads] * (layers + 1)}, "of the profile", "of the model")):
@@ -246,7 +246,7 @@ def check_calibrate(checks):
     base = "calibrate --model model --context 300 --families single --samples 2 --out profile"
     checks.works(base, "snapkv over 2 prompts of 1 families", "Wrote profile")
     text = (folder / "profile").read_text()
-    for method in ("kvzip", "expected_attention", "loopserve", "tangram --set chunk=64", "sablock"):
+    for method in ("kvzip", "expected_attention", "loopserve", "tangram --set chunk=64", "sentencekv"):
         checks.works(f"{base.replace('300', '200')} --method {method}", "Wrote profile")
         (folder / "profile").unlink()
     checks.refuses(f"{base} --method loopserve --set per=q_head", "rankings of a layer is 2", "1")
