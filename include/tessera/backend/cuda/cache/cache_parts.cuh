@@ -141,8 +141,7 @@ class cache_parts {
         const offset_t n = lengths[h], attended = follows ? reading_.reader().attended(conversation.policies, n) : n;
         total += attended * layout::token_bytes();
         if (!follows) continue;
-        total +=
-            reading_.reader().bytes_read(conversation.policies, n) + (first_stage<Recipe>::with_scores ? n * 4 : 0);
+        total += reading_.reader().bytes_read(conversation.policies, n) + (observes_steps ? n * 4 : 0);
         if (filters) total += (lists.size() > lengths.size() ? entries[h] : attended) * offset_t(sizeof(index_t));
         const offset_t stored = filters ? store_.bound(layer, id).longest : n;
         if (Recipe::retain_type::follows && chose) total += (stored - attended) * layout::key_bytes();
@@ -158,6 +157,9 @@ class cache_parts {
 
  protected:
   static constexpr bool filters = Recipe::retain_type::chooses && !Recipe::retain_type::drops;
+  /// Whether steps add to the scores: they are read then.
+  static constexpr bool observes_steps =
+      first_stage<Recipe>::with_scores && fires_in_steps<typename Recipe::schedule_type>;
   static constexpr bool fires_last_ = Recipe::schedule_type::fires_at(moment::step_end);
   using store_type = kv_store<layout>;
   using view_type = typename store_type::view_type;
