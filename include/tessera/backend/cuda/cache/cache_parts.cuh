@@ -279,8 +279,7 @@ class cache_parts {
       store_.keep(layer, id, first_.choose(layer, id, store_, fitted, roles_.rule(layer), reach, next, stream), stream);
     }
   }
-  /// A layer of a conversation whose prompt ends keeps what the first stage chooses, or lets it through; `kept`: what the layer
-  /// before has chosen, for one that takes that over.
+  /// A layer keeps, or lets through, what is chosen when a prompt ends; `kept`: by the layer before, for one that takes it over.
   void choose(index_t layer, index_t id, const planned<Recipe>& fitted, kept_slots& kept, cudaStream_t stream) {
     for (index_t m = 0; m < first_.members().count(); ++m) {
       if (first_.chooser(layer, fitted, roles_) == layer) {
@@ -296,29 +295,27 @@ class cache_parts {
   /// Drops, within a step, what the first stage does not choose, or lets through what it does; the newest `own` tokens stay.
   void choose_in_step(index_t layer, const batch& step, const view_type& all, index_t own, cudaStream_t stream) {
     if constexpr (fires_in_steps<typename Recipe::schedule_type>) {
-      const index_t batch = step.sequences();
-      reading_.lists().note_read(layer, steps_, batch, stepped_of(layer, 0), stepped_of(shape_.layers + layer, 0),
-                                 stream);
+      reading_.lists().note_read(layer, steps_, step.sequences(), stepped_of(layer, 0),
+                                 stepped_of(shape_.layers + layer, 0), stream);
       for (index_t m = 0; m < first_.members().count(); ++m) {
         const selection_view kept = first_.choose_in_step(layer, steps_.ids(), store_, all, policies(step.ids.front()),
                                                           roles_.rule(layer), after_.data(), own, stream, m);
-        reading_.lists().pass_in_step(layer, m, steps_, batch, kept, first_.most_tokens_kept(), prompts_.columns(layer),
-                                      stream);
+        reading_.lists().pass_in_step(layer, m, steps_, step.sequences(), kept, first_.most_tokens_kept(),
+                                      prompts_.columns(layer), stream);
         if (filters) continue;
         store_.keep_in_place(all, kept, stream);
-        steps_.scatter(store_.length_column(), layer, batch, stream);
+        steps_.scatter(store_.length_column(), layer, step.sequences(), stream);
       }
       reading_.rebuild(layer, steps_.ids(), all, stream);
     }
   }
-  /// What a step that chooses leaves of a layer that will hold `before`, or lets through.
+  /// What a step that chooses leaves of a layer that will hold `before`, or lets through; then on the host's books.
   token_bound bound_in_step(index_t layer, index_t id, const token_bound& before, index_t own) const {
     if constexpr (fires_in_steps<typename Recipe::schedule_type>) {
       if (!prompts_.columns(layer).bits) return first_.bound_in_step(layer, before, policies(id), own);
     }
     return before;
   }
-  /// The same on the host's books.
   void note_choice(index_t layer, index_t id, index_t own) {
     if constexpr (fires_in_steps<typename Recipe::schedule_type>) {
       const token_bound before = store_.bound(layer, id), after = bound_in_step(layer, id, before, own);
@@ -334,7 +331,6 @@ class cache_parts {
       if (!filters || !step.evicts_last) break;
       token_bound held = store_.bound(layer, id);
       held.longest += step.tokens;
-      held.total += offset_t(shape_.kv_heads) * step.tokens;
       longest.push_back(roles_.follows_recipe(layer) ? bound_in_step(layer, id, held, 0).longest : 0);
     }
     reading_.lists().plan_room(places, step.tokens, longest);
