@@ -1,5 +1,5 @@
 #!/usr/bin/env python3
-"""Writes the record of a run of benchmarks/gpu.sh: DATE-GPU.md for people, DATE-GPU.json for benchmarks/plot_cuda.py.
+"""Writes the record of a run of benchmarks/gpu.sh: DATE-GPU.md for people, DATE-GPU.json for benchmarks/plots/plot_cuda.py.
 
     benchmarks/cuda_record.py --logs FOLDER --out FOLDER
 
@@ -114,6 +114,20 @@ def judge_model(steps, add, ratio):
                 None if share is None else 100 * (share - 1), None, f"{PAPER}: -32.6 % while decoding", "%")
 
 
+def judge_following(figures, add, ratio):
+    """Bars of LoopServe's steps: against the faster of our dense attention and the best peer's; a choice every 16 steps."""
+    for batch, least in (("B1", 5.5), ("B8", 9)):
+        step, choosing = (time_of(figures, f"loopserve/{batch}/128K/{kind}") for kind in ("step", "choosing"))
+        peer = best_peer(figures, f"decode/{batch}/128K")
+        dense = min((t for t in (time_of(figures, f"decode/{batch}/128K"), peer and peer[0]) if t), default=None)
+        amortised = (15 * step + choosing) / 16 if step and choosing else None
+        beside = f" ({amortised:.4g} us, dense {dense:.4g} us)" if amortised and dense else ""
+        add("LoopServe 5", f"a step and its share of choosing, B = 1,024, {batch} 128K{beside}", ratio(dense, amortised), least,
+            f"at least {least} times faster than dense", "x", below=False)
+        beside = f" ({choosing:.4g} us)" if choosing else ""
+        add("LoopServe 5", f"the step that chooses, {batch} 128K{beside}", ratio(choosing, dense), 3, "at most 3 dense steps", "x")
+
+
 def judge_lines(figures, add, ratio):
     """Bars of prompts along lines: the best peer's dense prefill over ours, the choice of lines included."""
     for density, size, least in LINES:
@@ -225,6 +239,7 @@ def judge(figures, steps):
             add("second storey 3", f"step, t = 1,024, {batch} {context}", ratio(peer[0], ours) if peer else None, 2.65,
                 "at least 2.65 times faster than the best dense peer", "x", below=False)
     judge_lines(figures, add, ratio)
+    judge_following(figures, add, ratio)
     judge_model(steps, add, ratio)
     return rows
 
