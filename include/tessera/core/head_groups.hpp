@@ -35,8 +35,8 @@ struct head_groups {
   index_t blocks_of_page(index_t one) const { return heads / size(one); }
   /// Pages in which a group's heads have room for so many tokens each.
   index_t pages_for(index_t one, index_t tokens, index_t page) const {
-    const index_t each = page * blocks_of_page(one);
-    return (tokens + each - 1) / each;
+    const offset_t each = offset_t(page) * blocks_of_page(one);
+    return index_t((tokens + each - 1) / each);
   }
   /// The number of a head's i-th block, in blocks of one column, when its group holds `pages`.
   index_t block(index_t head, index_t i, std::span<const index_t> pages) const {
