@@ -94,7 +94,7 @@ TEST_CASE("attention over ragged pages has the bits of attention over runs, and 
     auto paged = recipe_of<over_pages>(shares, shape, window, chunk);
     paged.placement.heads = heads;
     paged.placement.page = random.pick({1, 4, 16});
-    paged.placement.cluster = random.pick({clustering::layer, clustering::model, clustering::none});
+    paged.placement.cluster = random.pick({clustering::layer, clustering::model, clustering::none, clustering::fitted});
     paged.dense_layers = random.chance(0.2) ? 1 : 0;
     auto plain = recipe_of<over_runs>(shares, shape, window, chunk);
     plain.dense_layers = paged.dense_layers;

@@ -15,8 +15,9 @@ TESSERA_NAMESPACE_BEGIN
 /// Groups of `heads` kv_heads have a table of pages each; a page [heads, page, dim] has a column for each head of its group,
 /// so that column c of page p is block p * heads + c of a pool of blocks [.., page, dim], and every (sequence, kv_head) has a
 /// table of blocks of its own: what any paged kernel reads as a sequence of one head. All layers and sequences share the pool.
-/// A group has pages for its longest head; the others leave slots empty.
-/// Errors   heads that do not divide the kv_heads of a layer (of the model, clustered over it): tessera::error. A layer of
+/// A group has pages for its longest head; the others leave slots empty. Where groups are fitted, heads that stand far apart
+/// are in groups of fewer, each of which has several columns of a page.
+/// Errors   heads that do not divide the kv_heads of a layer (of the model, clustered or fitted over it): tessera::error. A layer of
 ///          fewer than 4 heads is one group where `heads` is left at 4.
 /// Paper    TANGRAM, arXiv:2606.06302, Sec. 4.2.
 struct ragged_pages {
@@ -43,7 +44,7 @@ struct ragged_pages {
   static void parameters(Self& self, Visit&& visit) {
     visit("heads", self.heads, value_range{1, 1 << 16}, "KV heads that share a table of pages");
     visit("page", self.page, value_range{1, 4096}, "tokens of a page");
-    visit("cluster", self.cluster, one_word_of{"layer or model or none"},
+    visit("cluster", self.cluster, one_word_of{"layer or model or none or fitted"},
           "among which heads groups are formed by budget");
   }
 };

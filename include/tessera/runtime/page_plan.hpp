@@ -37,10 +37,10 @@ page_plan plan_pages(const head_groups& groups, index_t page, const std::vector<
   offset_t pages = 0;
   const auto recount = [&](index_t group) {
     index_t longest = 0;
-    for (index_t i = 0; i < groups.heads; ++i) longest = std::max(longest, lengths[std::size_t(groups.row(group)[i])]);
+    for (const index_t head : groups.row(group)) longest = std::max(longest, lengths[std::size_t(head)]);
     index_t& own = plan.after[std::size_t(group)];
     pages -= own;
-    own = (longest + page - 1) / page;
+    own = groups.pages_for(group, longest, page);
     pages += own;
   };
   const auto recount_layer = [&](index_t layer) {

@@ -54,7 +54,7 @@ struct in_chunks {
       }
       method.placement.heads = divisors[std::size_t(draw(0, int(divisors.size()) - 1))];
       method.placement.page = 1 << draw(0, 5);
-      method.placement.cluster = clustering(draw(0, 2));
+      method.placement.cluster = clustering(draw(0, 3));
     }
   }
 };

@@ -76,7 +76,8 @@ class placed_rows<Layout, ragged_pages> {
   /// Pages that a sequence holds when each of its heads in every layer has `tokens` more.
   offset_t pages_with(index_t id, index_t tokens) const {
     offset_t pages = 0;
-    for (index_t group = 0; group < groups_.count(); ++group) pages += ceil_div(longest(id, group) + tokens, page_);
+    for (index_t group = 0; group < groups_.count(); ++group)
+      pages += groups_.pages_for(group, longest(id, group) + tokens, page_);
     return pages;
   }
 
@@ -96,9 +97,12 @@ class placed_rows<Layout, ragged_pages> {
   }
   offset_t bytes(std::size_t place) const {
     if (place >= tables_.size()) return 0;
-    offset_t pages = 0;
-    for (index_t h = 0; h < groups_.kv_heads; ++h) pages += offset_t(held(id_of(place), group_of(place, h)));
-    return pages * page_ * Layout::token_bytes();
+    offset_t blocks = 0;
+    for (index_t h = 0; h < groups_.kv_heads; ++h) {
+      const index_t group = group_of(place, h);
+      blocks += offset_t(held(id_of(place), group)) * groups_.blocks_of_page(group);
+    }
+    return blocks * page_ * Layout::token_bytes();
   }
 
   const head_groups& groups() const { return groups_; }
@@ -123,31 +127,33 @@ class placed_rows<Layout, ragged_pages> {
   /// Tokens of the longest head of a group.
   index_t longest(index_t id, index_t group) const {
     index_t most = 0;
-    for (index_t i = 0; i < groups_.heads; ++i) {
-      const index_t member = groups_.row(group)[i];
+    for (const index_t member : groups_.row(group)) {
       const std::size_t place = std::size_t(id) * std::size_t(groups_.layers) + std::size_t(member / groups_.kv_heads);
       most = std::max(most, tables_[place].tokens[std::size_t(member % groups_.kv_heads)]);
     }
     return most;
   }
 
+  /// Pages that a group's longest head needs.
+  index_t pages_of(index_t id, index_t group) const { return groups_.pages_for(group, longest(id, group), page_); }
+
   void take_pages(std::size_t place) {
     const index_t id = id_of(place);
     offset_t more = 0;
     for (index_t h = 0; h < groups_.kv_heads; ++h) {
       const index_t group = group_of(place, h);
-      if (h == first_member(place, group)) more += std::max(0, ceil_div(longest(id, group), page_) - held(id, group));
+      if (h == first_member(place, group)) more += std::max(0, pages_of(id, group) - held(id, group));
     }
     grow(index_t(pool_.made() + std::max<offset_t>(0, more - pool_.idle())));
     for (index_t h = 0; h < groups_.kv_heads; ++h) {
       const index_t group = group_of(place, h);
-      pool_.take(id, group, ceil_div(longest(id, group), page_));
+      pool_.take(id, group, pages_of(id, group));
     }
   }
   void give_back(std::size_t place) {
     for (index_t h = 0; h < groups_.kv_heads; ++h) {
       const index_t group = group_of(place, h);
-      pool_.release(id_of(place), group, ceil_div(longest(id_of(place), group), page_));
+      pool_.release(id_of(place), group, pages_of(id_of(place), group));
     }
   }
   /// The first kv_head of a place's layer that is in a group.
@@ -163,9 +169,8 @@ class placed_rows<Layout, ragged_pages> {
     for (index_t h = 0; h < groups_.kv_heads; ++h) {
       here.begins[std::size_t(h)] = index_t(here.blocks.size());
       const auto pages = pool_.pages(id_of(place), group_of(place, h));
-      const index_t column = groups_.column[std::size_t(head_of(place, h))];
       for (index_t i = 0; i < ceil_div(here.tokens[std::size_t(h)], page_); ++i) {
-        here.blocks.push_back(pages[std::size_t(i)] * groups_.heads + column);
+        here.blocks.push_back(groups_.block(head_of(place, h), i, pages));
       }
     }
     here.begins.back() = index_t(here.blocks.size());

@@ -85,7 +85,10 @@ class placed_rows<Layout, ragged_pages> {
 
   /// Errors   more pages than nobody holds or has been promised: tessera::error.
   void plan_room(std::size_t place, const held_tokens& held, index_t tokens) {
-    for (index_t h = 0; h < heads_; ++h) want(id_of(place), group_of(place, h), ceil_div(held.of(h) + tokens, page_));
+    for (index_t h = 0; h < heads_; ++h) {
+      const index_t group = group_of(place, h);
+      want(id_of(place), group, groups_.pages_for(group, held.of(h) + tokens, page_));
+    }
     require(pool_.claimed() + more_ <= pages_, "pages of the pool", pages_,
             "at least " + std::to_string(pool_.claimed() + more_),
             "raise cache_options::rows or the placement's most_pages, or close a sequence");
@@ -97,12 +100,11 @@ class placed_rows<Layout, ragged_pages> {
       const index_t tokens = held.of(h) + tokens_planned_, group = group_of(place, h);
       index_t& room = room_[place * std::size_t(heads_) + std::size_t(h)];
       if (tokens <= room) continue;
-      pool_.take(id, group, ceil_div(tokens, page_));
+      pool_.take(id, group, groups_.pages_for(group, tokens, page_));
       const auto pages = pool_.pages(id, group);
-      const index_t column = groups_.column[std::size_t(head_of(place, h))];
       const offset_t row = (offset_t(place) * heads_ + h) * widest_;
       for (index_t i = ceil_div(room, page_); i < ceil_div(tokens, page_); ++i) {
-        entries_.push_back({index_t(row + i), pages[std::size_t(i)] * groups_.heads + column});
+        entries_.push_back({index_t(row + i), groups_.block(head_of(place, h), i, pages)});
       }
       room = tokens;
     }
@@ -160,7 +162,8 @@ class placed_rows<Layout, ragged_pages> {
       }
     }
     offset_t pages = tokens > 0 ? pool_.reserved(id) : 0, with = 0;
-    for (const index_t most : longest) with += ceil_div(most, page_);
+    for (index_t group = 0; group < groups_.count(); ++group)
+      with += groups_.pages_for(group, longest[std::size_t(group)], page_);
     pool_.reserve(id, index_t(std::max(pages, with)));
   }
 
@@ -171,9 +174,12 @@ class placed_rows<Layout, ragged_pages> {
   const ragged_pool& pages() const { return pool_; }
 
   offset_t bytes(std::size_t place) const {
-    offset_t all = 0;
-    for (index_t h = 0; h < heads_; ++h) all += held(id_of(place), group_of(place, h));
-    return all * page_ * Layout::token_bytes();
+    offset_t blocks = 0;
+    for (index_t h = 0; h < heads_; ++h) {
+      const index_t group = group_of(place, h);
+      blocks += offset_t(held(id_of(place), group)) * groups_.blocks_of_page(group);
+    }
+    return blocks * page_ * Layout::token_bytes();
   }
   offset_t most_bytes() const { return most_used_ * page_rows() * Layout::token_bytes(); }
 
@@ -204,13 +210,13 @@ class placed_rows<Layout, ragged_pages> {
     for (index_t h = 0; h < heads_; ++h) {
       const index_t group = group_of(place, h);
       index_t longest = 0;
-      for (index_t i = 0; i < groups_.heads; ++i) {
-        const index_t member = groups_.row(group)[i], layer = member / heads_;
+      for (const index_t member : groups_.row(group)) {
+        const index_t layer = member / heads_;
         longest = std::max(
             longest, room_[(std::size_t(layer) * std::size_t(sequences_) + std::size_t(id)) * std::size_t(heads_) +
                            std::size_t(member % heads_)]);
       }
-      pool_.release(id, group, ceil_div(longest, page_));
+      pool_.release(id, group, groups_.pages_for(group, longest, page_));
     }
   }
 
