@@ -18,6 +18,7 @@ GATHERED = (("B16/singles", 0.55), ("B16/runs_of_16", 0.75))
 ROCKETKV = (("B1", "32K", 2.5), ("B1", "128K", 8), ("B8", "128K", 35))  # a step with t = 1,024 against dense
 PAPER = "RocketKV's paper, H100"  # arXiv:2502.14051, Fig. 7
 LINES = ((10, "32K", 3), (10, "64K", 4), (10, "128K", 5), (5, "128K", 8))  # per cent of the causal pairs
+CONTENTS = (("knorm", 1), ("keydiff", 2), ("criticalkv", 1), ("lagkv", 2))  # reads of K, or V, that the scorer must do
 TOP_K = (("32x8192/k512", 9), ("8x131072/k2048", 22), ("256x131072/k2048", 95))
 
 
@@ -112,6 +113,21 @@ def judge_model(steps, add, ratio):
             share = ratio(value, peak)
             add("RocketKV", f"{what}, {name}, against `full`{beside(value, peak, 'GiB', 2**30)}",
                 None if share is None else 100 * (share - 1), None, f"{PAPER}: -32.6 % while decoding", "%")
+
+
+def judge_choosing(figures, add, ratio):
+    """Bars of SABlock's choice and of scorers that read what is stored; one read is of K, 128K tokens of 8 kv_heads."""
+    ours, simple = (time_of(figures, "choose/128K/" + method) for method in ("sablock", "snapkv"))
+    beside = f" ({ours:.4g} us, {simple:.4g} us)" if ours and simple else ""
+    add("SABlock 3", f"choosing 1,024 of 128K tokens, a layer, `sablock` against `snapkv`{beside}", ratio(ours, simple), 1.25,
+        "at most 1.25", "x")
+    one_read = time_of(figures, "read/256MiB")
+    for method, reads in CONTENTS:
+        value = ratio(time_of(figures, "contents/128K/" + method), one_read)
+        add("SABlock 5", f"scoring 128K tokens by contents, `{method}`", value and value / reads, 1.3,
+            f"at most 1.3 of {reads} read{'s' if reads > 1 else ''}", "x")
+    add("SABlock 5", "scoring and choosing 128K tokens, `expected_attention` with covariance",
+        ratio(time_of(figures, "choose/128K/expected_attention"), one_read), 8, "at most 8 reads of K", "reads")
 
 
 def judge_lines(figures, add, ratio):
@@ -224,6 +240,7 @@ def judge(figures, steps):
         if (batch, context) == ("B1", "32K"):
             add("second storey 3", f"step, t = 1,024, {batch} {context}", ratio(peer[0], ours) if peer else None, 2.65,
                 "at least 2.65 times faster than the best dense peer", "x", below=False)
+    judge_choosing(figures, add, ratio)
     judge_lines(figures, add, ratio)
     judge_model(steps, add, ratio)
     return rows

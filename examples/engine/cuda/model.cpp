@@ -156,18 +156,13 @@ class llama::state {
   std::vector<float> prefill(std::span<const token_t> prompt, kv_cache& cache, const prefill_options& options) {
     require_prompt(config, prompt, options, cache.next_position());
     const auto longest = std::int32_t(std::min<std::size_t>(prompt.size(), std::size_t(options.chunk)));
-    if (chunk_.rows < longest) {
-      chunk_ = {};  // frees the old one first
-      chunk_ = workspace(config, longest);
-    }
+    make_room(longest);
     cache.reserve(std::int64_t(prompt.size()), stream);
     std::size_t done = 0;
     std::int32_t count = 0;
     while (done < prompt.size()) {
       count = std::int32_t(std::min(prompt.size() - done, std::size_t(longest)));
-      check(cudaMemcpyAsync(chunk_.tokens.data(), prompt.data() + done, std::size_t(count) * sizeof(token_t),
-                            cudaMemcpyHostToDevice, stream),
-            "cudaMemcpyAsync");
+      put_tokens(prompt.subspan(done, std::size_t(count)));
       const run_position position{cache.next_position(), nullptr};
       cache.begin_chunk(options.boundaries.empty() ? options.boundaries
                                                    : options.boundaries.subspan(done, std::size_t(count)));
@@ -180,9 +175,25 @@ class llama::state {
         options.progress(std::int64_t(done), std::int64_t(prompt.size()));
       }
     }
+    project(chunk_, count, 1);  // before the working memory is used again
+    if (cache.rereads()) reread(prompt, cache, options);
     cache.end_prefill(stream);
-    project(chunk_, count, 1);
     return logits(1);
+  }
+
+  void reread(std::span<const token_t> prompt, kv_cache& cache, const prefill_options& options) {
+    const std::int64_t end = cache.next_position(), total = std::int64_t(prompt.size());
+    for (const repeated_part& part : repeat_in_parts(config, prompt, options.repeat, end)) {
+      const auto count = std::int32_t(part.text.size());
+      make_room(count);
+      put_tokens(part.text);
+      forward(chunk_, count, {end, nullptr}, 0, cache.type(), [&](int index) {
+        cache.reread(index, part.first, part.count, chunk_.q.data(), chunk_.k.data(), chunk_.v.data(), count,
+                     chunk_.attended.data(), stream);
+      });
+      stream.wait();  // the text goes, and the next part may need more room
+      if (options.progress) options.progress(part.first + part.count - (end - total), total);
+    }
   }
 
   std::vector<float> decode(std::span<const token_t> tokens, kv_cache& cache) {
@@ -211,6 +222,17 @@ class llama::state {
     weight_matrix gate_up;                         // gate and up stacked: [2 * intermediate, hidden]
     weight_matrix down;                            // [hidden, intermediate]
   };
+
+  // Working memory for so many tokens of a prompt.
+  void make_room(std::int32_t tokens) {
+    if (chunk_.rows >= tokens) return;
+    chunk_ = {};  // frees the old one first
+    chunk_ = workspace(config, tokens);
+  }
+  void put_tokens(std::span<const token_t> tokens) {
+    check(cudaMemcpyAsync(chunk_.tokens.data(), tokens.data(), tokens.size_bytes(), cudaMemcpyHostToDevice, stream),
+          "cudaMemcpyAsync");
+  }
 
   // Passes tokens through every layer. Afterwards work.hidden holds the final states of the last `wanted` tokens, at
   // their rows; the others stop at the last layer's attention.
@@ -356,6 +378,10 @@ std::int64_t llama::weight_bytes() const { return state_->weight_bytes(); }
 
 std::vector<float> llama::prefill(std::span<const token_t> prompt, kv_cache& cache, const prefill_options& options) {
   return state_->prefill(prompt, cache, options);
+}
+
+void llama::reread(std::span<const token_t> prompt, kv_cache& cache, const prefill_options& options) {
+  state_->reread(prompt, cache, options);
 }
 
 std::vector<float> llama::decode(std::span<const token_t> tokens, kv_cache& cache) {

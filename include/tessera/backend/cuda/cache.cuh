@@ -99,7 +99,8 @@ class cache : public cache_parts<Recipe, Out> {
     const segment_marks marks = conversations_.check_boundaries(layer, id, boundaries, k.tokens);
     order_.require_finished(id);
     const bool follows = roles_.follows_recipe(layer);
-    if (first_stage<Recipe>::with_scores && follows && q.tokens > 0) require_rows_on_16_bytes("q", q);
+    if (Recipe::retain_type::observed == observes::every_query && follows && q.tokens > 0)
+      require_rows_on_16_bytes("q", q);
     begin_chunk(layer, id, k.tokens, stream);
     make_store_room({{layer, id}}, k.tokens, stream);
     const index_t first = conversations_.at(id, layer).next_position;
@@ -131,7 +132,7 @@ class cache : public cache_parts<Recipe, Out> {
     const planned<Recipe> fitted = conversations_.plan_prompt_end(recipe_, id);
     reading_.require_covered(fitted);
     const bool due = recipe_.schedule.due(moment::prompt_end, conversations_.clock_of_prompt_end(id));
-    const std::vector<index_t> choosing = plan_choice(id, due, fitted);  // the last that may throw
+    const std::vector<index_t> choosing = plan_choice(id, due, fitted, stream);  // the last that may throw
     set_number(next_.data() + id, conversations_.at(id).front().next_position, stream);
     kept_slots kept;
     for (const index_t layer : choosing) {

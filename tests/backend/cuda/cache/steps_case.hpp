@@ -14,7 +14,7 @@ requires runs_on_devices<Method>
 void reopen_and_step() {
   using T = typename Method::layout_type::element_type;
   constexpr int D = Method::layout_type::k_dim;
-  const model_shape shape{shrunk(2, 1), 4, 2};
+  const model_shape shape = support::called_shape<Method>({shrunk(2, 1), 4, 2});
   Method method;
   method.set_budget(64);
   cuda::cache_options options;
@@ -52,7 +52,7 @@ requires runs_on_devices<Method>
 void replay_steps() {
   using T = typename Method::layout_type::element_type;
   constexpr int D = Method::layout_type::k_dim;
-  const model_shape shape{shrunk(2, 1), 8, 2};
+  const model_shape shape = support::called_shape<Method>({shrunk(2, 1), 8, 2});
   const std::vector<index_t> ids{0, 1};
   Method method;
   method.set_budget(64);

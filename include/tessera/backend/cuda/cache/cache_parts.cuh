@@ -13,6 +13,7 @@
 #include "first_stage.cuh"
 #include "newest.cuh"
 #include "prompt_attending.cuh"
+#include "prompt_end/rereading.cuh"
 #include "reading.cuh"
 #include "step_order.cuh"
 #include "text_marks.cuh"
@@ -77,6 +78,27 @@ class cache_parts {
     return downloaded_readable(layer, id)[std::size_t(head)];
   }
 
+  /// Passes tokens through one layer once more, for a scorer that wants it (KVzip): see the CPU's cache.
+  /// Shapes   q, k, v, out as those of `prefill` and `prefill_attention`, one query for each key.
+  void reread(index_t layer, index_t id, index_t first, index_t count, const rows_view<const T>& q,
+              const rows_view<const T>& k, const rows_view<const T>& v, const rows_view<Out>& out,
+              cudaStream_t stream) requires(Recipe::retain_type::rereads) {
+    conversations_.check_rereading(layer, id, first, count, q, k, v, out);
+    order_.require_finished(id);
+    require_rows_on_16_bytes("q", q);
+    make_store_room({{layer, id}}, k.tokens, stream);
+    const index_t next = conversations_.at(id, layer).next_position;
+    const index_t* position = set_number(chunk_position_.data(), next, stream);
+    store_.append_rows(store_.view(layer, id), k, v, position, {}, stream);
+    store_.took(layer, id, k.tokens);
+    const logit_rule rule = roles_.rule(layer);
+    attention_.prompt(prefill_problem<view_type, Out>{store_.view(layer, id), q, position, rule, out, {}}, stream);
+    if (roles_.follows_recipe(layer))
+      rereading_.score(layer, id, store_, policies(id), rule, q, {first, first + count, next}, stream);
+    add_number(store_.lengths(layer, id), store_.lengths(layer, id), -k.tokens, shape_.kv_heads, stream);
+    store_.take_back(layer, id, k.tokens);
+  }
+
   /// Gives back memory that the stored rows do not need, or takes more: for what is stored and `tokens` more of every
   /// sequence, in place of cache_options::rows. Rows in pages stay. Steps that a graph recorded must be recorded anew.
   /// Allocates the new memory before the old is given back; synchronises. Errors: not enough of it; nothing has changed.
@@ -135,7 +157,7 @@ class cache_parts {
         if (follows) {
           attended = reading_.reader().attended(conversation.policies, n);
           total +=
-              reading_.reader().bytes_read(conversation.policies, n) + (first_stage<Recipe>::with_scores ? n * 4 : 0);
+              reading_.reader().bytes_read(conversation.policies, n) + (first_stage<Recipe>::reads_scores ? n * 4 : 0);
           if (filters) total += attended * offset_t(sizeof(index_t));
         }
         total += attended * layout::token_bytes();
@@ -179,6 +201,7 @@ class cache_parts {
         reading_(recipe_, shape_, options_, device_),
         attention_(shape_, options_, device_),
         prompts_(recipe_, shape_, options_, device_),
+        rereading_(shape_, options_, device_),
         order_(shape_.layers),
         newest_(shape_.kv_heads, shape_.sliding.empty() ? 0 : shape_.window),
         attended_(std::size_t(shape_.layers) * std::size_t(options_.sequences)) {
@@ -230,7 +253,8 @@ class cache_parts {
   }
 
   /// Plans what the layers of a conversation whose prompt ends keep, or let through; returns those that choose at all.
-  std::vector<index_t> plan_choice(index_t id, bool due, const planned<Recipe>& fitted) {
+  std::vector<index_t> plan_choice(index_t id, bool due, const planned<Recipe>& fitted, cudaStream_t stream) {
+    if (due) first_.count_over_model(id, store_, fitted, roles_, stream);
     std::vector<index_t> layers;
     place_list places;
     std::vector<kept_bound> kept;
@@ -324,6 +348,7 @@ class cache_parts {
   reading_type reading_;
   attention<view_type, read_view_type, Out> attention_;
   prompt_attending<Recipe, view_type, Out> prompts_;
+  rereading<Recipe> rereading_;
   step_order order_;
   newest_slots newest_;
   bool tracing_ = false;
