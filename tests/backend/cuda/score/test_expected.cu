@@ -84,8 +84,6 @@ void compare_sums() {
   }
 }
 
-/// The largest error that a score may have in proportion to itself: of logits of at most `most`, of which the fp32 sums over
-/// k_dim squared products are the larger part.
 template <class E, int D>
 void compare_scores() {
   using view_type = kv_view<E, D, contiguous>;
@@ -148,9 +146,9 @@ void compare_scores() {
       for (index_t s = 0; s < n; ++s) {
         const float own = got[std::size_t(r * n + s)], wanted = expected[std::size_t(s)];
         CAPTURE(D, i, r, s, n, group, scorer.sinks, scorer.future, scorer.covariance, own, wanted);
-        // Half of a variance of up to some 30 is known to 2^-16 of its terms; the exponential makes that a proportion.
+        // A logit of some units is known to about 2^-16 of the terms of its sums, and so is its exponential in proportion.
         REQUIRE(
-            (wanted != wanted ? own != own : wanted == own || std::fabs(own - wanted) <= 4e-3f * std::fabs(wanted)));
+            (wanted != wanted ? own != own : wanted == own || std::fabs(own - wanted) <= 2e-4f * std::fabs(wanted)));
       }
     }
   }
