@@ -4,7 +4,7 @@
     benchmarks/cuda_record.py --logs FOLDER --out FOLDER
 
 FOLDER holds what there is of machine.json, steps.tsv (name, exit status, seconds), bench_cuda.json, peers.json,
-tool.json, decode_step.json, decode_step_rocketkv.json, decode_step_batch.json and one NAME.log a step. What is missing is written down as not measured.
+tool.json, decode_step.json, decode_step_rocketkv.json, decode_step_batch.json, decode_step_prompts.json and one NAME.log a step. What is missing is written down as not measured.
 """
 import argparse
 import json
@@ -362,15 +362,18 @@ def main():
     notes = []
     for part, title in (("decode_step", "Decode step of a whole model"),
                         ("decode_step_rocketkv", "The same with RocketKV, t = 1,024"),
-                        ("decode_step_batch", "The same of four conversations at once")):
+                        ("decode_step_batch", "The same of four conversations at once"),
+                        ("decode_step_prompts", "Whole prompts, not compressed and by TANGRAM's rule")):
         text = read_text(f"{given.logs}/{part}.log").strip()
         if text:
             notes += ["", f"## {title}", "", "```", text, "```"]
-    model, rocketkv, batch = (read_json(f"{given.logs}/{name}.json") or {}
-                              for name in ("decode_step", "decode_step_rocketkv", "decode_step_batch"))
+    model, rocketkv, batch, prompts = (
+        read_json(f"{given.logs}/{name}.json") or {}
+        for name in ("decode_step", "decode_step_rocketkv", "decode_step_batch", "decode_step_prompts"))
     record = {"machine": machine, "steps": steps, "tests": tests,
               "bars": judge(figures, {**model_steps(rocketkv), **model_steps(batch)}) if figures or rocketkv else [], "figures": figures,
-              "decode_step": model, "decode_step_rocketkv": rocketkv, "decode_step_batch": batch, "notes": notes}
+              "decode_step": model, "decode_step_rocketkv": rocketkv, "decode_step_batch": batch,
+              "decode_step_prompts": prompts, "notes": notes}
 
     gpu = re.sub("[^a-z0-9]+", "-", machine.get("gpu", "gpu").lower().replace("nvidia ", "")).strip("-")
     name = f"{given.out}/{machine.get('date', 'undated')}-{gpu}"

@@ -32,7 +32,7 @@ void reopen_and_step() {
   REQUIRE(used.open() == 0);
   REQUIRE(fresh.open() == 0);
   buffer<float> out(std::size_t(shape.q_heads * D)), expected(out.count);
-  for (index_t i = 0; i < shrunk(100, 20); ++i) {
+  for (index_t i = 0; i < shrunk(100, 6); ++i) {
     const step_rows<T> x(1, 1, shape, D);
     for (auto [kv, to] : {std::pair{&used, &out}, std::pair{&fresh, &expected}}) {
       const batch step = kv->prepare_step({0}, 1, nullptr);

@@ -156,8 +156,7 @@ class cache_parts {
         offset_t attended = n;
         if (follows) {
           attended = reading_.reader().attended(conversation.policies, n);
-          total +=
-              reading_.reader().bytes_read(conversation.policies, n) + (first_stage<Recipe>::reads_scores ? n * 4 : 0);
+          total += reading_.reader().bytes_read(conversation.policies, n) + (observes_steps ? n * 4 : 0);
           if (filters) total += attended * offset_t(sizeof(index_t));
         }
         total += attended * layout::token_bytes();
@@ -173,6 +172,9 @@ class cache_parts {
 
  protected:
   static constexpr bool filters = Recipe::retain_type::chooses && !Recipe::retain_type::drops;
+  /// Whether steps add to the scores: they are read then.
+  static constexpr bool observes_steps =
+      first_stage<Recipe>::with_scores && fires_in_steps<typename Recipe::schedule_type>;
   static constexpr bool evicts_last_ = Recipe::retain_type::drops && Recipe::schedule_type::fires_at(moment::step_end);
   using store_type = kv_store<layout>;
   using view_type = typename store_type::view_type;

@@ -23,7 +23,7 @@ namespace cuda {
 template <class Recipe, bool Chooses = Recipe::retain_type::chooses>
 class first_stage {
  public:
-  static constexpr bool with_scores = false, reads_scores = false;
+  static constexpr bool with_scores = false;
   first_stage(const Recipe&, const model_shape&, const cache_options&, const device_info&) {}
   void adopt(first_stage&&) {}
   index_t most_sequences() const { return 1; }
@@ -78,8 +78,6 @@ class first_stage<Recipe, true> {
 
  public:
   static constexpr bool with_scores = lies_beside_tokens(observed);
-  /// Whether a step adds to the scores of what it reads.
-  static constexpr bool reads_scores = observed == observes::every_query && in_steps;
 
   first_stage(const Recipe& recipe, const model_shape& shape, const cache_options& options, const device_info& device)
       : shape_(shape),
