@@ -1,5 +1,5 @@
 #!/usr/bin/env python3
-"""Writes the record of a run of benchmarks/gpu.sh: DATE-GPU.md for people, DATE-GPU.json for benchmarks/plot_cuda.py.
+"""Writes the record of a run of benchmarks/gpu.sh: DATE-GPU.md for people, DATE-GPU.json for benchmarks/plots/plot_cuda.py.
 
     benchmarks/cuda_record.py --logs FOLDER --out FOLDER
 
@@ -11,14 +11,14 @@ import json
 import os
 import re
 
+from cuda_bars import best_peer, judge_choosing, judge_following, judge_lines, time_of
+
 SANITIZERS = ("memcheck", "racecheck", "initcheck", "synccheck")
 DECODE = ("B1/8K", "B1/32K", "B1/128K", "B1/256K", "B4/128K", "B8/128K", "B64/8K")
 RAGGED = (("calibrated", 1.05), ("log_normal", 1.05), ("one_long", 1.1))
 GATHERED = (("B16/singles", 0.55), ("B16/runs_of_16", 0.75))
 ROCKETKV = (("B1", "32K", 2.5), ("B1", "128K", 8), ("B8", "128K", 35))  # a step with t = 1,024 against dense
 PAPER = "RocketKV's paper, H100"  # arXiv:2502.14051, Fig. 7
-LINES = ((10, "32K", 3), (10, "64K", 4), (10, "128K", 5), (5, "128K", 8))  # per cent of the causal pairs
-CONTENTS = (("knorm", 1), ("keydiff", 2), ("criticalkv", 1), ("lagkv", 2))  # reads of K, or V, that the scorer must do
 TOP_K = (("32x8192/k512", 9), ("8x131072/k2048", 22), ("256x131072/k2048", 95))
 
 
@@ -54,16 +54,6 @@ def read_figures(logs):
         peers = figures.setdefault(peer["name"], {}).setdefault("peers", {})
         peers[peer["peer"]] = {key: peer[key] for key in ("us", "min", "max", "error") if key in peer}
     return figures
-
-
-def time_of(figures, name):
-    return figures.get(name, {}).get("us")
-
-
-def best_peer(figures, name):
-    """(microseconds, peer), or None."""
-    peers = figures.get(name, {}).get("peers", {})
-    return min(((p["us"], peer) for peer, p in peers.items() if "us" in p), default=None)
 
 
 def read_ceiling(figures):
@@ -113,45 +103,6 @@ def judge_model(steps, add, ratio):
             share = ratio(value, peak)
             add("RocketKV", f"{what}, {name}, against `full`{beside(value, peak, 'GiB', 2**30)}",
                 None if share is None else 100 * (share - 1), None, f"{PAPER}: -32.6 % while decoding", "%")
-
-
-def judge_choosing(figures, add, ratio):
-    """Bars of SABlock's choice and of scorers that read what is stored; one read is of K, 128K tokens of 8 kv_heads."""
-    ours, simple = (time_of(figures, "choose/128K/" + method) for method in ("sablock", "snapkv"))
-    beside = f" ({ours:.4g} us, {simple:.4g} us)" if ours and simple else ""
-    add("SABlock 3", f"choosing 1,024 of 128K tokens, a layer, `sablock` against `snapkv`{beside}", ratio(ours, simple), 1.25,
-        "at most 1.25", "x")
-    one_read = time_of(figures, "read/256MiB")
-    for method, reads in CONTENTS:
-        value = ratio(time_of(figures, "contents/128K/" + method), one_read)
-        add("SABlock 5", f"scoring 128K tokens by contents, `{method}`", value and value / reads, 1.3,
-            f"at most 1.3 of {reads} read{'s' if reads > 1 else ''}", "x")
-    add("SABlock 5", "scoring and choosing 128K tokens, `expected_attention` with covariance",
-        ratio(time_of(figures, "choose/128K/expected_attention"), one_read), 8, "at most 8 reads of K", "reads")
-
-
-def judge_lines(figures, add, ratio):
-    """Bars of prompts along lines: the best peer's dense prefill over ours, the choice of lines included."""
-    for density, size, least in LINES:
-        name = f"lines/{density}/{size}"
-        ours, peer = time_of(figures, name), best_peer(figures, "prefill/" + size)
-        beside = f" ({ours / 1000:.4g} ms, {peer[1]} {peer[0] / 1000:.4g} ms)" if ours and peer else ""
-        add("LoopServe 2", f"prompt of {size}, {density} % on lines{beside}", ratio(peer[0], ours) if peer else None, least,
-            f"at least {least} times faster than the best peer's dense prefill", "x", below=False)
-    for size, most in (("32K", 25), ("128K", 10)):
-        share = ratio(time_of(figures, "lines/choice/" + size), time_of(figures, "lines/10/" + size))
-        add("LoopServe 2", f"prompt of {size}, the choice alone", None if share is None else 100 * share, most,
-            f"at most {most} % of the time along lines of 10 %", "%")
-    for size in ("32K", "64K", "128K"):
-        add("LoopServe 2", f"prompt of {size}, 100 % on lines",
-            ratio(time_of(figures, "lines/100/" + size), time_of(figures, "prefill/" + size)), 1.3, "at most 1.3 of our dense prefill", "x")
-        add("LoopServe 2", f"prompt of {size}, heads of 1 to 60 %",
-            ratio(time_of(figures, "lines/uneven/" + size), time_of(figures, "lines/evened/" + size)), 1.15,
-            "at most 1.15 of the same work evened", "x")
-    for size in ("16K", "64K"):
-        peer = best_peer(figures, "prefill/" + size)
-        add("LoopServe 2", f"dense prompt of {size}", ratio(time_of(figures, "prefill/" + size), peer[0]) if peer else None, 1.2,
-            "at most 1.2 of the best peer", "x")
 
 
 def judge(figures, steps):
@@ -242,6 +193,7 @@ def judge(figures, steps):
                 "at least 2.65 times faster than the best dense peer", "x", below=False)
     judge_choosing(figures, add, ratio)
     judge_lines(figures, add, ratio)
+    judge_following(figures, add, ratio)
     judge_model(steps, add, ratio)
     return rows
 

@@ -131,6 +131,7 @@ class uncounted final : public engine::cuda::kv_cache {
   }
   void end_prefill(cudaStream_t stream) override { cache_.end_prefill(stream); }
   void begin_step(int tokens, cudaStream_t stream) override { cache_.begin_step(tokens, stream); }
+  int step_actions() const override { return cache_.step_actions(); }
   void begin_step_on_device(int tokens, cudaStream_t stream) override { cache_.begin_step_on_device(tokens, stream); }
   void decode(int layer, const void* q, const void* k, const void* v, int tokens, float* out,
               cudaStream_t stream) override {

@@ -58,6 +58,7 @@ class cache : public cache_parts<Recipe, Out> {
     const index_t id = conversations_.open(recipe_, options_.sequences);
     set_number(next_.data() + id, index_t(0), stream);
     first_.forget(id);
+    prompts_.open(id, stream);
     reading_.set_plan(id, conversations_.at(id).policies, stream);
     return id;
   }
@@ -114,8 +115,7 @@ class cache : public cache_parts<Recipe, Out> {
 
   /// Causal attention of the newest q.tokens tokens of a layer over everything that it stores, or over the lines that the
   /// recipe's prefill policy chooses by these queries: then of a whole chunk.
-  /// Shapes   q [1, tokens, q_heads, k_dim], out [1, tokens, q_heads, v_dim], lse [1, tokens, q_heads] (data null: not
-  ///          wanted).
+  /// Shapes   q [1, tokens, q_heads, k_dim], out [1, tokens, q_heads, v_dim], lse [1, tokens, q_heads], or no data.
   void prefill_attention(index_t layer, index_t id, const rows_view<const T>& q, const rows_view<Out>& out,
                          const rows_view<float>& lse, cudaStream_t stream) {
     conversations_.check_prompt_attention(layer, id, q, out, lse);
@@ -126,6 +126,17 @@ class cache : public cache_parts<Recipe, Out> {
     prompts_.attend(layer, id, recipe_, problem, first, attention_, stream);
   }
 
+  /// Passes tokens through one layer once more, for a scorer that wants it (KVzip): see the CPU's cache. Shapes as `prefill`'s.
+  void reread(index_t layer, index_t id, index_t first, index_t count, const rows_view<const T>& q,
+              const rows_view<const T>& k, const rows_view<const T>& v, const rows_view<Out>& out,
+              cudaStream_t stream) requires(Recipe::retain_type::rereads) {
+    conversations_.check_rereading(layer, id, first, count, q, k, v, out);
+    order_.require_finished(id);
+    make_store_room({{layer, id}}, k.tokens, stream);
+    const reread_part part{first, first + count, conversations_.at(id, layer).next_position};
+    rereading_.pass(layer, id, store_, policies(id), roles_, attention_, q, k, v, out, part, stream);
+  }
+
   /// Ends a turn's prompt: where the schedule says so, every layer chooses anew what it keeps and frees the rest, or what
   /// a filter lets through. The first turn's end also plans what the budget comes to: see `plan`.
   void end_prefill(index_t id, cudaStream_t stream) {
@@ -134,15 +145,9 @@ class cache : public cache_parts<Recipe, Out> {
     const bool due = recipe_.schedule.due(moment::prompt_end, conversations_.clock_of_prompt_end(id));
     const std::vector<index_t> choosing = plan_choice(id, due, fitted, stream);  // the last that may throw
     set_number(next_.data() + id, conversations_.at(id).front().next_position, stream);
-    kept_slots kept;
-    for (const index_t layer : choosing) {
-      // Layers that take over what another keeps come behind it, and nobody chooses between: it is still there.
-      if (first_.chooser(layer, fitted, roles_) == layer) {
-        kept = first_.choose(layer, id, store_, fitted, roles_.rule(layer), conversations_.reach(id, layer),
-                             next_.data() + id, stream);
-      }
-      filters ? reading_.lists().pass(layer, id, kept, stream) : store_.keep(layer, id, kept, stream);
-    }
+    kept_slots
+        kept;  // layers that take over what another keeps come behind it, and nobody chooses between: it is still there
+    for (const index_t layer : choosing) choose(layer, id, fitted, kept, stream);
     reading_.set_plan(id, fitted, stream);
     for (index_t layer = 0; layer < shape_.layers; ++layer) {
       if (roles_.follows_recipe(layer)) reading_.refresh(layer, id, store_, stream);
@@ -165,7 +170,7 @@ class cache : public cache_parts<Recipe, Out> {
     }
     store_.plan_room(places, tokens);
     try {
-      reading_.lists().plan_room(places, tokens);
+      parts::plan_lists(places, step);
     } catch (...) {
       store_.abandon();
       throw;
@@ -177,7 +182,7 @@ class cache : public cache_parts<Recipe, Out> {
       store_.took(layer, id, tokens);
       reading_.lists().took(layer, id, tokens);
       if ((step.evicts_first || step.evicts_last) && roles_.follows_recipe(layer))
-        note_eviction(layer, id, step.evicts_last ? 0 : tokens);
+        note_choice(layer, id, step.evicts_last ? 0 : tokens);
     }
     if constexpr (Recipe::needs_segments) {
       std::vector<segment_cursor> texts;
@@ -200,7 +205,7 @@ class cache : public cache_parts<Recipe, Out> {
         next_.data(), steps_.ids(), first_position_.data(), after_.data(), step.sequences(), step.tokens);
     check(cudaGetLastError(), "launch of advance_positions");
     steps_.advance(store_.length_column(), shape_.layers, step.sequences(), step.tokens, stream, stepped_.data());
-    reading_.lists().advance(steps_, shape_.layers, step.sequences(), step.tokens, stream);
+    reading_.lists().advance(steps_, step.sequences(), step.tokens, stream);
   }
 
   /// One layer of a decode step for a batch of sequences, of any ids: append, retrieve, attend, retain.
@@ -222,26 +227,21 @@ class cache : public cache_parts<Recipe, Out> {
       if (tracing_) trace(layer, step, {});
       return;
     }
-    if (step.evicts_first) evict(layer, step, all, step.tokens, stream);
-    const auto view = reading_.take_in(layer, all, k.tokens, stream);
+    if (step.evicts_first) choose_in_step(layer, step, all, step.tokens, stream);
     selection_view chosen{};
-    if (!reading_.reader().choose(layer, view, q, first, out, lse, chosen, stream)) {
-      attention_.step(decode_problem<read_view_type, Out>{view, q, first, rule, out, lse, chosen}, stream);
-    }
-    reading_.reader().complete(layer, steps_.ids(), view, out, stream);
+    parts::read(layer, all, q, out, lse, chosen, stream);
     if (tracing_) trace(layer, step, chosen);
-    if constexpr (fires_in_steps<typename Recipe::schedule_type>) {
-      first_.observe_step(store_, all, policies(step.ids.front()), rule, q, first, stream);
-      if (step.evicts_last) evict(layer, step, all, 0, stream);
-    }
+    first_.observe_step(layer, steps_.ids(), store_, all, policies(step.ids.front()), rule, q, first, stream);
+    if (step.evicts_last) choose_in_step(layer, step, all, 0, stream);
   }
 
  private:
-  using parts::after_, parts::all_layers, parts::attention_, parts::begin_chunk, parts::chunk_position_,
-      parts::conversations_, parts::device_, parts::evict, parts::filters, parts::first_, parts::first_position_,
-      parts::make_store_room, parts::marks_, parts::note_eviction, parts::next_, parts::options_, parts::order_,
-      parts::plan_choice, parts::policies, parts::prompts_, parts::reading_, parts::recipe_, parts::roles_,
-      parts::shape_, parts::slide, parts::stepped_, parts::steps_, parts::store_, parts::trace, parts::tracing_;
+  using parts::after_, parts::all_layers, parts::attention_, parts::begin_chunk, parts::chunk_position_, parts::choose,
+      parts::choose_in_step, parts::conversations_, parts::device_, parts::first_, parts::first_position_,
+      parts::make_store_room, parts::marks_, parts::note_choice, parts::next_, parts::options_, parts::order_,
+      parts::plan_choice, parts::policies, parts::prompts_, parts::reading_, parts::recipe_, parts::rereading_,
+      parts::roles_, parts::shape_, parts::slide, parts::stepped_, parts::steps_, parts::store_, parts::trace,
+      parts::tracing_;
   using typename parts::read_view_type, typename parts::view_type;
 };
 

@@ -1,7 +1,7 @@
 // The CUDA caches of methods that know more of the model than its shape: gates of its heads, its RoPE, a text read again.
 #include <deque>
 
-#include "../cache_case.hpp"
+#include "../cases/cache_case.hpp"
 #include "tessera/layout/dense_rows.hpp"
 #include "tessera/layout/fixed_pages.hpp"
 #include "tessera/layout/fp8_rows.hpp"

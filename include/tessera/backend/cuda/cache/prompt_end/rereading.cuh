@@ -5,9 +5,11 @@
 
 #include "../../../../core/model_shape.hpp"
 #include "../../../../planned.hpp"
+#include "../../../../runtime/layer_roles.hpp"
 #include "../../score/score.cuh"
 #include "../../score/settled_slots.cuh"
 #include "../../store/kv_store.cuh"
+#include "../attention.cuh"
 #include "../cache_options.hpp"
 #include "../numbers.cuh"
 
@@ -101,6 +103,25 @@ class rereading<Recipe, true> {
         scores_(slots_.size()),
         workspace_(score_.workspace_bytes()) {}
 
+  /// Appends the tokens of a re-reading to a layer that has room for them, attends, scores the part, and forgets them again.
+  /// Shapes   as those of cuda::cache::reread.   Errors   queries that do not begin on 16 bytes, before anything is launched.
+  template <class Attention, class Out>
+  void pass(index_t layer, index_t id, store_type& store, const planned<Recipe>& policies, const layer_roles& roles,
+            const Attention& attention, const rows_view<const T>& q, const rows_view<const T>& k,
+            const rows_view<const T>& v, const rows_view<Out>& out, const reread_part& part,
+            cudaStream_t stream) const {
+    require_rows_on_16_bytes("q", q);
+    const index_t* position = set_number(own_position_.data(), part.own, stream);
+    store.append_rows(store.view(layer, id), k, v, position, {}, stream);
+    store.took(layer, id, k.tokens);
+    const logit_rule rule = roles.rule(layer);
+    attention.prompt(prefill_problem<all_view, Out>{store.view(layer, id), q, position, rule, out, {}}, stream);
+    if (roles.follows_recipe(layer)) score(layer, id, store, policies, rule, q, part, stream);
+    add_number(store.lengths(layer, id), store.lengths(layer, id), -k.tokens, heads_, stream);
+    store.take_back(layer, id, k.tokens);
+  }
+
+ private:
   /// The scores of the part's tokens become what the queries give them, where that is more.
   void score(index_t layer, index_t id, const store_type& store, const planned<Recipe>& policies,
              const logit_rule& rule, const rows_view<const T>& q, const reread_part& part, cudaStream_t stream) const {
@@ -129,7 +150,6 @@ class rereading<Recipe, true> {
     check(cudaGetLastError(), "launch of keep_larger");
   }
 
- private:
   seen_view seen(const all_view& all) const {
     seen_view view;
     view.k = all.k;
@@ -153,7 +173,7 @@ class rereading<Recipe, true> {
   device_buffer<offset_t> begins_;
   device_buffer<float> scores_;
   device_buffer<unsigned char> workspace_;
-  device_buffer<index_t> position_{1};
+  device_buffer<index_t> position_{1}, own_position_{1};
 };
 
 }  // namespace cuda
