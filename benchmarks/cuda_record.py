@@ -11,13 +11,14 @@ import json
 import os
 import re
 
+from cuda_bars import best_peer, judge_choosing, judge_following, judge_lines, time_of
+
 SANITIZERS = ("memcheck", "racecheck", "initcheck", "synccheck")
 DECODE = ("B1/8K", "B1/32K", "B1/128K", "B1/256K", "B4/128K", "B8/128K", "B64/8K")
 RAGGED = (("calibrated", 1.05), ("log_normal", 1.05), ("one_long", 1.1))
 GATHERED = (("B16/singles", 0.55), ("B16/runs_of_16", 0.75))
 ROCKETKV = (("B1", "32K", 2.5), ("B1", "128K", 8), ("B8", "128K", 35))  # a step with t = 1,024 against dense
 PAPER = "RocketKV's paper, H100"  # arXiv:2502.14051, Fig. 7
-LINES = ((10, "32K", 3), (10, "64K", 4), (10, "128K", 5), (5, "128K", 8))  # per cent of the causal pairs
 TOP_K = (("32x8192/k512", 9), ("8x131072/k2048", 22), ("256x131072/k2048", 95))
 
 
@@ -53,16 +54,6 @@ def read_figures(logs):
         peers = figures.setdefault(peer["name"], {}).setdefault("peers", {})
         peers[peer["peer"]] = {key: peer[key] for key in ("us", "min", "max", "error") if key in peer}
     return figures
-
-
-def time_of(figures, name):
-    return figures.get(name, {}).get("us")
-
-
-def best_peer(figures, name):
-    """(microseconds, peer), or None."""
-    peers = figures.get(name, {}).get("peers", {})
-    return min(((p["us"], peer) for peer, p in peers.items() if "us" in p), default=None)
 
 
 def read_ceiling(figures):
@@ -112,44 +103,6 @@ def judge_model(steps, add, ratio):
             share = ratio(value, peak)
             add("RocketKV", f"{what}, {name}, against `full`{beside(value, peak, 'GiB', 2**30)}",
                 None if share is None else 100 * (share - 1), None, f"{PAPER}: -32.6 % while decoding", "%")
-
-
-def judge_following(figures, add, ratio):
-    """Bars of LoopServe's steps: against the faster of our dense attention and the best peer's; a choice every 16 steps."""
-    for batch, least in (("B1", 5.5), ("B8", 9)):
-        step, choosing = (time_of(figures, f"loopserve/{batch}/128K/{kind}") for kind in ("step", "choosing"))
-        peer = best_peer(figures, f"decode/{batch}/128K")
-        dense = min((t for t in (time_of(figures, f"decode/{batch}/128K"), peer and peer[0]) if t), default=None)
-        amortised = (15 * step + choosing) / 16 if step and choosing else None
-        beside = f" ({amortised:.4g} us, dense {dense:.4g} us)" if amortised and dense else ""
-        add("LoopServe 5", f"a step and its share of choosing, B = 1,024, {batch} 128K{beside}", ratio(dense, amortised), least,
-            f"at least {least} times faster than dense", "x", below=False)
-        beside = f" ({choosing:.4g} us)" if choosing else ""
-        add("LoopServe 5", f"the step that chooses, {batch} 128K{beside}", ratio(choosing, dense), 3, "at most 3 dense steps", "x")
-
-
-def judge_lines(figures, add, ratio):
-    """Bars of prompts along lines: the best peer's dense prefill over ours, the choice of lines included."""
-    for density, size, least in LINES:
-        name = f"lines/{density}/{size}"
-        ours, peer = time_of(figures, name), best_peer(figures, "prefill/" + size)
-        beside = f" ({ours / 1000:.4g} ms, {peer[1]} {peer[0] / 1000:.4g} ms)" if ours and peer else ""
-        add("LoopServe 2", f"prompt of {size}, {density} % on lines{beside}", ratio(peer[0], ours) if peer else None, least,
-            f"at least {least} times faster than the best peer's dense prefill", "x", below=False)
-    for size, most in (("32K", 25), ("128K", 10)):
-        share = ratio(time_of(figures, "lines/choice/" + size), time_of(figures, "lines/10/" + size))
-        add("LoopServe 2", f"prompt of {size}, the choice alone", None if share is None else 100 * share, most,
-            f"at most {most} % of the time along lines of 10 %", "%")
-    for size in ("32K", "64K", "128K"):
-        add("LoopServe 2", f"prompt of {size}, 100 % on lines",
-            ratio(time_of(figures, "lines/100/" + size), time_of(figures, "prefill/" + size)), 1.3, "at most 1.3 of our dense prefill", "x")
-        add("LoopServe 2", f"prompt of {size}, heads of 1 to 60 %",
-            ratio(time_of(figures, "lines/uneven/" + size), time_of(figures, "lines/evened/" + size)), 1.15,
-            "at most 1.15 of the same work evened", "x")
-    for size in ("16K", "64K"):
-        peer = best_peer(figures, "prefill/" + size)
-        add("LoopServe 2", f"dense prompt of {size}", ratio(time_of(figures, "prefill/" + size), peer[0]) if peer else None, 1.2,
-            "at most 1.2 of the best peer", "x")
 
 
 def judge(figures, steps):
@@ -238,6 +191,7 @@ def judge(figures, steps):
         if (batch, context) == ("B1", "32K"):
             add("second storey 3", f"step, t = 1,024, {batch} {context}", ratio(peer[0], ours) if peer else None, 2.65,
                 "at least 2.65 times faster than the best dense peer", "x", below=False)
+    judge_choosing(figures, add, ratio)
     judge_lines(figures, add, ratio)
     judge_following(figures, add, ratio)
     judge_model(steps, add, ratio)

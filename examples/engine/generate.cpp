@@ -45,6 +45,26 @@ void require_step(const llama_config& config, std::span<const token_t> tokens, s
   require_room(config, tokens, 0, seen);
 }
 
+std::vector<repeated_part> repeat_in_parts(const llama_config& config, std::span<const token_t> prompt,
+                                           const repeat_options& options, std::int64_t seen) {
+  tessera::require(options.part >= 1 && options.words >= 0, "part and words of a re-reading",
+                   std::to_string(options.part) + " and " + std::to_string(options.words), "at least 1 and 0",
+                   "leave them at their defaults");
+  const std::int64_t total = std::int64_t(prompt.size());
+  std::vector<repeated_part> parts;
+  for (std::int64_t done = 0; done < total; done += parts.back().count) {
+    const std::int64_t count = std::min<std::int64_t>(options.part, total - done);
+    std::vector<token_t> text = done == 0 ? options.first : options.next;
+    const auto part = prompt.begin() + done;
+    text.insert(text.end(), part - std::min<std::int64_t>(options.words, done), part);
+    text.insert(text.end(), options.behind.begin(), options.behind.end());
+    text.insert(text.end(), part, part + count);
+    require_room(config, text, 0, seen);
+    parts.push_back({seen - total + done, count, std::move(text)});
+  }
+  return parts;
+}
+
 void require_answer(const llama_config& config, std::span<const float> logits, std::int64_t seen,
                     const generate_options& options) {
   tessera::require(options.max_new >= 0, "max_new", options.max_new, "at least 0", "pass a number of tokens");

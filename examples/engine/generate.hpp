@@ -57,6 +57,15 @@ void require_step(const llama_config& config, std::span<const token_t> tokens, s
 void require_answer(const llama_config& config, std::span<const float> logits, std::int64_t seen,
                     const generate_options& options);
 
+/// A part of a prompt, and what a model writes when it is told to write that part once more.
+struct repeated_part {
+  std::int64_t first = 0, count = 0;  ///< positions of the part
+  std::vector<token_t> text;
+};
+/// Of a prompt whose last token is at `seen` - 1. Errors: no part, or as `require_room`.
+std::vector<repeated_part> repeat_in_parts(const llama_config& config, std::span<const token_t> prompt,
+                                           const repeat_options& options, std::int64_t seen);
+
 /// Answers greedily from the logits behind `seen` tokens; `next(token)` decodes a token and returns the best one after
 /// it. Returns the answer, a token that stopped it included; its last token has not been decoded.
 /// Errors: as `require_answer`.

@@ -160,11 +160,11 @@ std::vector<float> llama::prefill(std::span<const token_t> prompt, kv_cache& cac
 namespace {
 
 /// What a model writes down for a part of a prompt: a cache that hands over a re-reading in place of a chunk.
-class repeated_part final : public kv_cache {
+class rereading_cache final : public kv_cache {
  public:
-  repeated_part(kv_cache& held, std::int64_t first, std::int64_t count) : held_(held), first_(first), count_(count) {}
+  rereading_cache(kv_cache& held, const repeated_part& part) : held_(held), part_(part) {}
   void prefill(int layer, const float* q, const float* k, const float* v, int tokens, float* out) override {
-    held_.reread(layer, first_, count_, q, k, v, tokens, out);
+    held_.reread(layer, part_.first, part_.count, q, k, v, tokens, out);
   }
   void end_prefill() override {}
   void decode(int, const float*, const float*, const float*, int, float*) override {}
@@ -172,29 +172,17 @@ class repeated_part final : public kv_cache {
 
  private:
   kv_cache& held_;
-  std::int64_t first_, count_;
+  const repeated_part& part_;
 };
 
 }  // namespace
 
 void llama::reread(std::span<const token_t> prompt, kv_cache& cache, const prefill_options& options) {
-  const repeat_options& repeat = options.repeat;
-  tessera::require(repeat.part >= 1 && repeat.words >= 0, "part and words of a re-reading",
-                   std::to_string(repeat.part) + " and " + std::to_string(repeat.words), "at least 1 and 0",
-                   "leave them at their defaults");
   const std::int64_t end = cache.next_position(), total = std::int64_t(prompt.size());
-  for (std::int64_t done = 0; done < total;) {
-    const std::int64_t count = std::min<std::int64_t>(repeat.part, total - done);
-    std::vector<token_t> text = done == 0 ? repeat.first : repeat.next;
-    const auto part = prompt.begin() + done;
-    text.insert(text.end(), part - std::min<std::int64_t>(repeat.words, done), part);
-    text.insert(text.end(), repeat.behind.begin(), repeat.behind.end());
-    text.insert(text.end(), part, part + count);
-    require_room(config_, text, 0, end);
-    repeated_part again(cache, end - total + done, count);
-    forward(text, again, phase::prefill, 0);
-    done += count;
-    if (options.progress) options.progress(done, total);
+  for (const repeated_part& part : repeat_in_parts(config_, prompt, options.repeat, end)) {
+    rereading_cache again(cache, part);
+    forward(part.text, again, phase::prefill, 0);
+    if (options.progress) options.progress(part.first + part.count - (end - total), total);
   }
 }
 

@@ -73,10 +73,6 @@ class cpu_runner final : public runner {
 
 }  // namespace
 
-void runner::reread(std::span<const engine::token_t>, method_cache&, const engine::prefill_options&) {
-  tessera::fail("text to be read again", "a prompt on this backend", "one on the CPU", "use --backend cpu");
-}
-
 engine::repeat_options repeat_sentences(const engine::tokenizer& tokenizer) {
   return {tokenizer.encode("\n\nRepeat the previous context exactly."),
           tokenizer.encode("\n\nRepeat the part of the previous context exactly, starting with"),

@@ -51,9 +51,9 @@ class runner {
                                          const std::vector<std::unique_ptr<method_cache>>& caches,
                                          const engine::prefill_options& options = {}) = 0;
 
-  /// The prompt of a cache that `rereads` passes through the model once more. Errors: this backend does not.
+  /// The prompt of a cache that `rereads` passes through the model once more.
   virtual void reread(std::span<const engine::token_t> prompt, method_cache& cache,
-                      const engine::prefill_options& options);
+                      const engine::prefill_options& options) = 0;
 
   virtual std::vector<engine::token_t> extend(std::span<const float> logits, method_cache& cache,
                                               const engine::generate_options& options = {}) = 0;

@@ -160,7 +160,7 @@ struct choosing_stage {
       return choosing_stage<Scorer, std::remove_cvref_t<decltype(one)>, Selector, Scope>{scorer, one, selector, scope};
     };
     const auto fitted = [&](const auto& one) {
-      if constexpr (shares) {
+      if constexpr (requires { one.fitted(plan.prompt); }) {
         return with(one.fitted(plan.prompt));
       } else {
         return with(one);

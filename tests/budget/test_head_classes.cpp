@@ -21,7 +21,7 @@ namespace {
 
 constexpr int dim = 64;
 using method = duo_attention<fp32, dim>;
-static_assert(method::host_only);
+static_assert(runs_on_devices<method>);
 
 /// The heads that stream, by sorting all of them.
 std::vector<bool> sorted_classes(const std::vector<double>& gates, double streaming) {
@@ -62,6 +62,38 @@ TEST_CASE("a streaming head keeps the budget, a retrieval head everything") {
   for (const index_t n : {9, 9}) heads.emplace_back(std::size_t(n), 1.0f);
   const support::owned_scores scores(heads);
   CHECK(support::counts(classes, scores.view(0)) == std::vector<index_t>{9, 5});
+}
+
+TEST_CASE("what was fitted streams the same heads, and promises no more than it gives") {
+  rng random(1322);
+  for (index_t i = 0; i < scaled(500); ++i) {
+    const index_t layers = random.between(1, 4), kv_heads = random.between(1, 4);
+    std::vector<double> gates;
+    for (index_t h = 0; h < layers * kv_heads; ++h) gates.push_back(double(random.between(0, 3)) / 4);
+    const head_classes classes{.tokens = random.between(1, 12),
+                               .streaming = float(random.between(0, 10)) / 10,
+                               .gates = {gates.data(), layers, kv_heads}};
+    const head_classes fitted = classes.fitted(random.between(0, 99));
+    const auto expected = sorted_classes(gates, double(classes.streaming));
+    CAPTURE(i, layers, kv_heads, classes.tokens, classes.streaming);
+    for (index_t layer = 0; layer < layers; ++layer) {
+      const index_t longest = random.between(1, 20);
+      index_t all = 0, most = 0;
+      bool any = false;
+      for (index_t h = 0; h < kv_heads; ++h) {
+        REQUIRE(fitted.streams(layer, h) == bool(expected[std::size_t(layer * kv_heads + h)]));
+        REQUIRE(classes.streams(layer, h) == fitted.streams(layer, h));
+        const index_t own = fitted.share({layer, layers, h, kv_heads, 0, longest});
+        any |= own < longest;
+        all += own;
+        most = std::max(most, own);
+      }
+      const token_bound bound = fitted.most({layer, layers, kv_heads, 0, longest});
+      REQUIRE(bound.total == all);
+      REQUIRE(bound.longest == most);
+      REQUIRE(fitted.fits({layer, layers, kv_heads, 0, longest}) == !any);
+    }
+  }
 }
 
 TEST_CASE("head_classes obeys the laws of budgets") { support::obeys_the_laws_of_budgets(head_classes{}); }

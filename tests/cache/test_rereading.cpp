@@ -22,7 +22,7 @@ namespace {
 
 constexpr int dim = 64;
 using method = kvzip<fp32, dim>;
-static_assert(method::host_only && method::retain_type::rereads && method::retain_type::over_model);
+static_assert(runs_on_devices<method> && method::retain_type::rereads && method::retain_type::over_model);
 
 /// Tokens of one layer: q [tokens, q_heads, dim], k and v [tokens, kv_heads, dim].
 struct rows {

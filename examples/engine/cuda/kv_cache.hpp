@@ -75,6 +75,13 @@ class kv_cache {
   /// Appends a chunk of the prompt to `layer` and lets the method see its queries; computes no attention.
   virtual void observe(int layer, const void* q, const void* k, const void* v, int tokens, stream_t stream) = 0;
 
+  /// Whether a prompt must pass through the model once more before its prefill ends, and that: as engine::kv_cache has it.
+  virtual bool rereads() const { return false; }
+  virtual void reread(int layer, std::int64_t first, std::int64_t count, const void* q, const void* k, const void* v,
+                      int tokens, float* out, stream_t stream) {
+    (void)layer, (void)first, (void)count, (void)q, (void)k, (void)v, (void)tokens, (void)out, (void)stream;
+  }
+
   /// Ends a turn's prefill, after its last chunk has passed through every layer. A cache may drop tokens here.
   virtual void end_prefill(stream_t stream) = 0;
 

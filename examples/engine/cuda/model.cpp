@@ -2,81 +2,17 @@
 
 #include <algorithm>
 #include <atomic>
-#include <cmath>
 #include <string>
 #include <tessera/core/error.hpp>
 #include <utility>
 
 #include "device.hpp"
-#include "engine/checkpoint.hpp"
 #include "engine/ops.hpp"
 #include "ops.hpp"
+#include "weights.hpp"
 
 namespace engine::cuda {
 namespace {
-
-template <class T>
-device_array<T> uploaded(const std::vector<T>& values) {
-  device_array<T> array(values.size());
-  check(cudaMemcpy(array.data(), values.data(), array.bytes(), cudaMemcpyHostToDevice), "cudaMemcpy");
-  return array;
-}
-
-struct part {
-  std::string name;
-  std::int32_t outputs;
-};
-
-/// Where the weights of a new model come from.
-class weight_source {
- public:
-  virtual ~weight_source() = default;
-  /// Stacks weights that share their input, so that one product computes them all.
-  virtual weight_matrix stacked(std::initializer_list<part> parts, std::int32_t inputs) = 0;
-  virtual device_array<float> norm(const std::string& name, std::int32_t width) = 0;
-};
-
-class checkpoint_weights final : public weight_source {
- public:
-  explicit checkpoint_weights(const std::filesystem::path& directory) : weights_(checkpoint::open(directory)) {}
-
-  weight_matrix stacked(std::initializer_list<part> parts, std::int32_t inputs) override {
-    std::vector<bf16> all;
-    std::int32_t outputs = 0;
-    for (const part& part : parts) {
-      for (const float value : weights_.weight(part.name, {part.outputs, inputs})) all.push_back(bf16(value));
-      outputs += part.outputs;
-    }
-    return {outputs, inputs, uploaded(all)};
-  }
-  device_array<float> norm(const std::string& name, std::int32_t width) override {
-    return uploaded(weights_.weight(name, {width}));
-  }
-
- private:
-  checkpoint weights_;
-};
-
-class random_weights final : public weight_source {
- public:
-  explicit random_weights(std::uint64_t seed) : seed_(seed) {}
-
-  weight_matrix stacked(std::initializer_list<part> parts, std::int32_t inputs) override {
-    std::int32_t outputs = 0;
-    for (const part& part : parts) outputs += part.outputs;
-    weight_matrix matrix{outputs, inputs, device_array<bf16>(std::size_t(outputs) * std::size_t(inputs))};
-    // A product of inputs of size 1 keeps about that size.
-    fill_random(matrix.values.data(), element::bf16, std::int64_t(matrix.values.size()),
-                std::sqrt(3.0f / float(inputs)), seed_++, nullptr);
-    return matrix;
-  }
-  device_array<float> norm(const std::string&, std::int32_t width) override {
-    return uploaded(std::vector<float>(std::size_t(width), 1.0f));
-  }
-
- private:
-  std::uint64_t seed_;
-};
 
 /// Working memory for so many rows.
 struct workspace {
@@ -156,18 +92,13 @@ class llama::state {
   std::vector<float> prefill(std::span<const token_t> prompt, kv_cache& cache, const prefill_options& options) {
     require_prompt(config, prompt, options, cache.next_position());
     const auto longest = std::int32_t(std::min<std::size_t>(prompt.size(), std::size_t(options.chunk)));
-    if (chunk_.rows < longest) {
-      chunk_ = {};  // frees the old one first
-      chunk_ = workspace(config, longest);
-    }
+    make_room(longest);
     cache.reserve(std::int64_t(prompt.size()), stream);
     std::size_t done = 0;
     std::int32_t count = 0;
     while (done < prompt.size()) {
       count = std::int32_t(std::min(prompt.size() - done, std::size_t(longest)));
-      check(cudaMemcpyAsync(chunk_.tokens.data(), prompt.data() + done, std::size_t(count) * sizeof(token_t),
-                            cudaMemcpyHostToDevice, stream),
-            "cudaMemcpyAsync");
+      put_tokens(prompt.subspan(done, std::size_t(count)));
       const run_position position{cache.next_position(), nullptr};
       cache.begin_chunk(options.boundaries.empty() ? options.boundaries
                                                    : options.boundaries.subspan(done, std::size_t(count)));
@@ -180,9 +111,25 @@ class llama::state {
         options.progress(std::int64_t(done), std::int64_t(prompt.size()));
       }
     }
+    project(chunk_, count, 1);  // before the working memory is used again
+    if (cache.rereads()) reread(prompt, cache, options);
     cache.end_prefill(stream);
-    project(chunk_, count, 1);
     return logits(1);
+  }
+
+  void reread(std::span<const token_t> prompt, kv_cache& cache, const prefill_options& options) {
+    const std::int64_t end = cache.next_position(), total = std::int64_t(prompt.size());
+    for (const repeated_part& part : repeat_in_parts(config, prompt, options.repeat, end)) {
+      const auto count = std::int32_t(part.text.size());
+      make_room(count);
+      put_tokens(part.text);
+      forward(chunk_, count, {end, nullptr}, 0, cache.type(), [&](int index) {
+        cache.reread(index, part.first, part.count, chunk_.q.data(), chunk_.k.data(), chunk_.v.data(), count,
+                     chunk_.attended.data(), stream);
+      });
+      stream.wait();  // the text goes, and the next part may need more room
+      if (options.progress) options.progress(part.first + part.count - (end - total), total);
+    }
   }
 
   std::vector<float> decode(std::span<const token_t> tokens, kv_cache& cache) {
@@ -211,6 +158,17 @@ class llama::state {
     weight_matrix gate_up;                         // gate and up stacked: [2 * intermediate, hidden]
     weight_matrix down;                            // [hidden, intermediate]
   };
+
+  // Working memory for so many tokens of a prompt.
+  void make_room(std::int32_t tokens) {
+    if (chunk_.rows >= tokens) return;
+    chunk_ = {};  // frees the old one first
+    chunk_ = workspace(config, tokens);
+  }
+  void put_tokens(std::span<const token_t> tokens) {
+    check(cudaMemcpyAsync(chunk_.tokens.data(), tokens.data(), tokens.size_bytes(), cudaMemcpyHostToDevice, stream),
+          "cudaMemcpyAsync");
+  }
 
   // Passes tokens through every layer. Afterwards work.hidden holds the final states of the last `wanted` tokens, at
   // their rows; the others stop at the last layer's attention.
@@ -356,6 +314,10 @@ std::int64_t llama::weight_bytes() const { return state_->weight_bytes(); }
 
 std::vector<float> llama::prefill(std::span<const token_t> prompt, kv_cache& cache, const prefill_options& options) {
   return state_->prefill(prompt, cache, options);
+}
+
+void llama::reread(std::span<const token_t> prompt, kv_cache& cache, const prefill_options& options) {
+  state_->reread(prompt, cache, options);
 }
 
 std::vector<float> llama::decode(std::span<const token_t> tokens, kv_cache& cache) {

@@ -45,6 +45,9 @@ class llama {
   /// Returns  the logits [vocab_size] after the prompt's last token.
   std::vector<float> prefill(std::span<const token_t> prompt, kv_cache& cache, const prefill_options& options = {});
 
+  /// Passes a prompt through the model once more, as engine::llama::reread. `prefill` does so where the cache asks for it.
+  void reread(std::span<const token_t> prompt, kv_cache& cache, const prefill_options& options = {});
+
   /// Appends 1 to 8 tokens, causal among themselves.
   /// Returns  the logits [tokens, vocab_size] after each of them.
   std::vector<float> decode(std::span<const token_t> tokens, kv_cache& cache);

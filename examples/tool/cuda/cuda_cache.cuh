@@ -20,11 +20,12 @@ class cuda_cache_of final : public method_cache, public engine::cuda::kv_cache {
   using T = typename cache_type::T;
   using device_rows = tessera::rows_view<const T>;
   static constexpr index_t longest_step = 8;
+  static constexpr index_t longest_repeat = 2048 + 256;  // a part that is read again, and the sentence before it
 
  public:
   explicit cuda_cache_of(const cache_request& request) : cuda_cache_of(request, recipe_with_profile<Recipe>(request)) {}
   cuda_cache_of(const cache_request& request, const recipe_with_profile<Recipe>& wanted)
-      : tokens_(request.tokens),
+      : tokens_(options(request).tokens),
         profile_(wanted.profile),
         cache_(request.shape, wanted.recipe, options(request)),
         ids_(std::size_t(request.conversations)) {
@@ -60,6 +61,15 @@ class cuda_cache_of final : public method_cache, public engine::cuda::kv_cache {
   }
 
   void begin_chunk(std::span<const std::uint8_t> boundaries) override { boundaries_ = boundaries; }
+
+  bool rereads() const override { return Recipe::retain_type::rereads; }
+  void reread(int layer, std::int64_t first, std::int64_t count, const void* q, const void* k, const void* v,
+              int tokens, float* out, cudaStream_t stream) override {
+    if constexpr (Recipe::retain_type::rereads) {
+      cache_.reread(layer, sequence_, index_t(first), index_t(count), queries(q, tokens), keys(k, tokens),
+                    keys(v, tokens), outputs(out, tokens), stream);
+    }
+  }
 
   void end_prefill(cudaStream_t stream) override {
     cache_.end_prefill(sequence_, stream);
@@ -226,7 +236,7 @@ class cuda_cache_of final : public method_cache, public engine::cuda::kv_cache {
   static tessera::cuda::cache_options options(const cache_request& request) {
     tessera::cuda::cache_options options;
     options.sequences = request.conversations;
-    options.tokens = request.tokens;
+    options.tokens = request.tokens + (Recipe::retain_type::rereads ? longest_repeat : 0);
     options.index_tokens = request.index_tokens > 0 ? request.index_tokens : request.tokens;  // whatever the budget
     options.step_tokens = longest_step;
     return options;

@@ -75,6 +75,10 @@ class cuda_runner final : public runner {
     wider.chunk = chunk;
     return model_.prefill(prompt, all, wider);
   }
+  void reread(std::span<const engine::token_t> prompt, method_cache& cache,
+              const engine::prefill_options& options) override {
+    model_.reread(prompt, device_cache(cache), options);
+  }
   std::vector<engine::token_t> extend(std::span<const float> logits, method_cache& cache,
                                       const engine::generate_options& options) override {
     return model_.extend(logits, device_cache(cache), options);

@@ -54,6 +54,8 @@ struct calibrated {
     result.prompt = first_prompt;
     return result;
   }
+  /// The table, for a backend that keeps a copy of it in its own memory.
+  share_table& table() { return shares; }
   /// Whether it can say what a head keeps of a part of a prompt.
   bool knows_shares() const { return shares.data || prompt > 0; }
 

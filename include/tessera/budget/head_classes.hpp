@@ -1,6 +1,7 @@
 // DuoAttention's budget: heads that need the whole text keep it, the others a fixed number of tokens.
 #pragma once
 
+#include <algorithm>
 #include <cmath>
 #include <string>
 
@@ -15,32 +16,58 @@ TESSERA_NAMESPACE_BEGIN
 /// heads) with the smallest gates stream; of equal gates those of the higher layer, then of the higher head.
 /// Without a table of gates every head streams.
 /// Errors   tokens or streaming out of range; a table of another model, or a gate that is no number: tessera::error.
-/// Cost     layers * kv_heads comparisons a head.
+/// Cost     layers * kv_heads comparisons a head, or one once `fitted` has looked at all of them.
 /// Paper    DuoAttention, arXiv:2410.10819, Sec. 2.3. Differs: exactly that many heads stream; published, all whose gate lies
 ///          below a quantile do.
 struct head_classes {
   static constexpr const char* name = "head_classes";
   static constexpr bool compares_heads = false;
-  static constexpr bool host_only = true;  // the table is host memory
   static constexpr value_range<index_t> budgets = token_budgets;
 
   index_t tokens = 1024;  ///< of a streaming head
   float streaming = 0.5f;
   share_table gates{};  ///< how much of what a head looks at lies beyond sinks and newest tokens, in [0, 1]
+  index_t last = -1;    ///< the head, layer * kv_heads + head, that is the last to stream; -1: `fitted` has not looked
 
-  bool streams(index_t layer, index_t head) const {
+  TESSERA_HD bool streams(index_t layer, index_t head) const {
     if (!gates.data) return true;
-    const index_t all = gates.layers * gates.kv_heads, own = layer * gates.kv_heads + head;
-    index_t before = 0;  // heads that stream rather than this one
-    for (index_t other = 0; other < all; ++other) {
-      before += gates.data[other] < gates.data[own] || (gates.data[other] == gates.data[own] && other > own);
-    }
-    return before < index_t(std::lround(double(streaming) * double(all)));
+    const index_t own = layer * gates.kv_heads + head;
+    return last < 0 ? before(own) < streaming_heads() : streams_first(own, last) || own == last;
   }
 
-  index_t share(const head_extent& head) const {
+  TESSERA_HD index_t share(const head_extent& head) const {
     return streams(head.layer, head.head) && tokens < head.stored ? tokens : head.stored;
   }
+
+  TESSERA_HD bool fits(const layer_extent& asked) const {
+    bool any = false;
+    for (index_t h = 0; h < asked.kv_heads; ++h) any |= streams(asked.layer, h);
+    return !any || asked.longest <= tokens;
+  }
+
+  token_bound most(const layer_extent& asked) const {
+    token_bound most{0, 0};
+    for (index_t h = 0; h < asked.kv_heads; ++h) {
+      const index_t own =
+          streams(asked.layer, h) ? std::min(asked.longest, std::max(tokens, asked.protected_tail)) : asked.longest;
+      most.longest = std::max(most.longest, own);
+      most.total += own;
+    }
+    return most;
+  }
+
+  /// The same, once it is known which head is the last to stream.
+  head_classes fitted(index_t) const {
+    head_classes result = *this;
+    const index_t streaming_of_all = streaming_heads();
+    for (index_t head = 0; gates.data && head < gates.layers * gates.kv_heads; ++head) {
+      if (before(head) + 1 == streaming_of_all) result.last = head;
+    }
+    return result;
+  }
+
+  /// The table, for a backend that keeps a copy of it in its own memory.
+  share_table& table() { return gates; }
 
   void check() const {
     budgets.check("budget", tokens, "pass how many tokens a streaming head keeps");
@@ -66,6 +93,21 @@ struct head_classes {
   template <class Self, class Visit>
   static void parameters(Self& self, Visit&& visit) {
     visit("streaming", self.streaming, value_range{0.0f, 1.0f}, "part of the model's KV heads that stream");
+  }
+
+ private:
+  TESSERA_HD index_t streaming_heads() const {
+    return index_t(::lround(double(streaming) * double(gates.layers * gates.kv_heads)));
+  }
+  /// Whether head `a` streams rather than head `b`.
+  TESSERA_HD bool streams_first(index_t a, index_t b) const {
+    return gates.data[a] < gates.data[b] || (gates.data[a] == gates.data[b] && a > b);
+  }
+  /// Heads that stream rather than this one.
+  TESSERA_HD index_t before(index_t own) const {
+    index_t count = 0;
+    for (index_t other = 0; other < gates.layers * gates.kv_heads; ++other) count += streams_first(other, own);
+    return count;
   }
 };
 

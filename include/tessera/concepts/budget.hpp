@@ -42,6 +42,8 @@ concept host_budget = requires(const B b, const layer_scores& scores, index_t* c
 ///   fits(layer_extent) -> bool          whether all of a layer stays, whatever the scores; else: longest <= tokens
 ///   most(layer_extent) -> token_bound    bounds of what it gives, on the host; else: all that is stored
 ///   check_model(layers, kv_heads)       throws tessera::error where it is one for another model
+///   fitted(prompt) -> budget            the same, once the first prompt has so many tokens: made once for a conversation
+///   table() -> share_table&             numbers by layer and kv_head in the caller's memory: devices take a copy
 ///   even_heads                          true: heads of equal length keep equally many, exactly what `most` says; else:
 ///                                       false
 template <class B>

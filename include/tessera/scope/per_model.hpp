@@ -12,7 +12,6 @@ TESSERA_NAMESPACE_BEGIN
 struct per_model {
   static constexpr const char* name = "per_model";
   static constexpr bool over_model = true;
-  static constexpr bool host_only = true;
 };
 
 static_assert(check_scope<per_model>() && model_scope<per_model>);

@@ -23,7 +23,6 @@ struct expected_weight {
   static constexpr const char* name = "expected_weight";
   static constexpr observes observed = observes::statistics;
   static constexpr bool comparable_across_heads = true;
-  static constexpr bool host_only = true;
 
   index_t sinks = 4;
   index_t future = 512;

@@ -15,7 +15,6 @@ TESSERA_NAMESPACE_BEGIN
 template <scorer S, contents_scorer F>
 struct multiplied_by : S {
   static constexpr const char* name = "multiplied_by";
-  static constexpr bool host_only = true;
 
   F factor{};
   float epsilon = 0;

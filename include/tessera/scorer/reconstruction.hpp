@@ -21,7 +21,6 @@ struct reconstruction {
   static constexpr observes observed = observes::rereading;
   static constexpr row_join rows = row_join::maximum;
   static constexpr bool comparable_across_heads = true;
-  static constexpr bool host_only = true;
 
   index_t sinks = 4;
 

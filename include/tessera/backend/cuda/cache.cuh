@@ -100,7 +100,8 @@ class cache : public cache_parts<Recipe, Out> {
     const segment_marks marks = conversations_.check_boundaries(layer, id, boundaries, k.tokens);
     order_.require_finished(id);
     const bool follows = roles_.follows_recipe(layer);
-    if (first_stage<Recipe>::with_scores && follows && q.tokens > 0) require_rows_on_16_bytes("q", q);
+    if (Recipe::retain_type::observed == observes::every_query && follows && q.tokens > 0)
+      require_rows_on_16_bytes("q", q);
     begin_chunk(layer, id, k.tokens, stream);
     make_store_room({{layer, id}}, k.tokens, stream);
     const index_t first = conversations_.at(id, layer).next_position;
@@ -114,8 +115,7 @@ class cache : public cache_parts<Recipe, Out> {
 
   /// Causal attention of the newest q.tokens tokens of a layer over everything that it stores, or over the lines that the
   /// recipe's prefill policy chooses by these queries: then of a whole chunk.
-  /// Shapes   q [1, tokens, q_heads, k_dim], out [1, tokens, q_heads, v_dim], lse [1, tokens, q_heads] (data null: not
-  ///          wanted).
+  /// Shapes   q [1, tokens, q_heads, k_dim], out [1, tokens, q_heads, v_dim], lse [1, tokens, q_heads], or no data.
   void prefill_attention(index_t layer, index_t id, const rows_view<const T>& q, const rows_view<Out>& out,
                          const rows_view<float>& lse, cudaStream_t stream) {
     conversations_.check_prompt_attention(layer, id, q, out, lse);
@@ -126,13 +126,24 @@ class cache : public cache_parts<Recipe, Out> {
     prompts_.attend(layer, id, recipe_, problem, first, attention_, stream);
   }
 
+  /// Passes tokens through one layer once more, for a scorer that wants it (KVzip): see the CPU's cache. Shapes as `prefill`'s.
+  void reread(index_t layer, index_t id, index_t first, index_t count, const rows_view<const T>& q,
+              const rows_view<const T>& k, const rows_view<const T>& v, const rows_view<Out>& out,
+              cudaStream_t stream) requires(Recipe::retain_type::rereads) {
+    conversations_.check_rereading(layer, id, first, count, q, k, v, out);
+    order_.require_finished(id);
+    make_store_room({{layer, id}}, k.tokens, stream);
+    const reread_part part{first, first + count, conversations_.at(id, layer).next_position};
+    rereading_.pass(layer, id, store_, policies(id), roles_, attention_, q, k, v, out, part, stream);
+  }
+
   /// Ends a turn's prompt: where the schedule says so, every layer chooses anew what it keeps and frees the rest, or what
   /// a filter lets through. The first turn's end also plans what the budget comes to: see `plan`.
   void end_prefill(index_t id, cudaStream_t stream) {
     const planned<Recipe> fitted = conversations_.plan_prompt_end(recipe_, id);
     reading_.require_covered(fitted);
     const bool due = recipe_.schedule.due(moment::prompt_end, conversations_.clock_of_prompt_end(id));
-    const std::vector<index_t> choosing = plan_choice(id, due, fitted);  // the last that may throw
+    const std::vector<index_t> choosing = plan_choice(id, due, fitted, stream);  // the last that may throw
     set_number(next_.data() + id, conversations_.at(id).front().next_position, stream);
     kept_slots
         kept;  // layers that take over what another keeps come behind it, and nobody chooses between: it is still there
@@ -228,8 +239,9 @@ class cache : public cache_parts<Recipe, Out> {
   using parts::after_, parts::all_layers, parts::attention_, parts::begin_chunk, parts::chunk_position_, parts::choose,
       parts::choose_in_step, parts::conversations_, parts::device_, parts::first_, parts::first_position_,
       parts::make_store_room, parts::marks_, parts::note_choice, parts::next_, parts::options_, parts::order_,
-      parts::plan_choice, parts::policies, parts::prompts_, parts::reading_, parts::recipe_, parts::roles_,
-      parts::shape_, parts::slide, parts::stepped_, parts::steps_, parts::store_, parts::trace, parts::tracing_;
+      parts::plan_choice, parts::policies, parts::prompts_, parts::reading_, parts::recipe_, parts::rereading_,
+      parts::roles_, parts::shape_, parts::slide, parts::stepped_, parts::steps_, parts::store_, parts::trace,
+      parts::tracing_;
   using typename parts::read_view_type, typename parts::view_type;
 };
 

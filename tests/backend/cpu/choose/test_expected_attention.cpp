@@ -24,7 +24,7 @@ constexpr int dim = 64, half = dim / 2;
 using method = expected_attention<fp32, dim>;
 static_assert(statistical_scorer<method::retain_type::scorer_type> &&
               multiplied_scorer<method::retain_type::scorer_type>);
-static_assert(method::needs_rope && method::host_only && !runs_on_devices<method>);
+static_assert(method::needs_rope && runs_on_devices<method>);
 
 /// Queries after RoPE [tokens, q_heads, dim], keys and values [tokens, kv_heads, dim] of one prompt.
 struct text {

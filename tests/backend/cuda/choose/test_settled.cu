@@ -201,5 +201,5 @@ TEST_CASE("a table of shares that an operation was not made with is refused", "[
   op.run(in, budget, 0, 1, counts.data, nullptr, nullptr);
   REQUIRE(counts.get() == std::vector<index_t>{5, 3});
   budget.shares.data = other.data();
-  REQUIRE_THROWS_WITH(op.run(in, budget, 0, 1, counts.data, nullptr, nullptr), contains("table of shares"));
+  REQUIRE_THROWS_WITH(op.run(in, budget, 0, 1, counts.data, nullptr, nullptr), contains("table of the budget"));
 }

@@ -13,6 +13,7 @@
 #include "first_stage.cuh"
 #include "newest.cuh"
 #include "prompt_attending.cuh"
+#include "prompt_end/rereading.cuh"
 #include "reading.cuh"
 #include "step_order.cuh"
 #include "text_marks.cuh"
@@ -188,6 +189,7 @@ class cache_parts {
         reading_(recipe_, shape_, options_, device_),
         attention_(shape_, first_.members().q_heads(), options_, device_),
         prompts_(recipe_, shape_, options_, device_),
+        rereading_(shape_, options_, device_),
         order_(shape_.layers),
         newest_(shape_.kv_heads, shape_.sliding.empty() ? 0 : shape_.window),
         attended_(std::size_t(shape_.layers) * std::size_t(options_.sequences)) {
@@ -239,7 +241,8 @@ class cache_parts {
   }
 
   /// Plans what the layers of a conversation whose prompt ends keep, or let through; returns those that choose at all.
-  std::vector<index_t> plan_choice(index_t id, bool due, const planned<Recipe>& fitted) {
+  std::vector<index_t> plan_choice(index_t id, bool due, const planned<Recipe>& fitted, cudaStream_t stream) {
+    if (due) first_.count_over_model(id, store_, fitted, roles_, stream);
     std::vector<index_t> layers;
     place_list places;
     std::vector<kept_bound> kept;
@@ -389,6 +392,7 @@ class cache_parts {
   reading_type reading_;
   attention<view_type, read_view_type, Out> attention_;
   prompt_attending<Recipe, view_type, Out> prompts_;
+  rereading<Recipe> rereading_;
   step_order order_;
   newest_slots newest_;
   bool tracing_ = false;

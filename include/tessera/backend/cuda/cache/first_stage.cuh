@@ -10,11 +10,13 @@
 #include "../../../runtime/layer_roles.hpp"
 #include "../attend/group_members.cuh"
 #include "../choose/score_and_choose.cuh"
+#include "../score/expected/query_sums.cuh"
 #include "../score/queries/query_ring.cuh"
 #include "../score/queries/query_window.cuh"
 #include "../store/kv_store.cuh"
 #include "cache_options.hpp"
 #include "numbers.cuh"
+#include "prompt_end/model_counts.cuh"
 
 TESSERA_NAMESPACE_BEGIN
 namespace cuda {
@@ -28,6 +30,8 @@ class first_stage {
   void adopt(first_stage&&) {}
   index_t most_sequences() const { return 1; }
   index_t most_tokens_kept() const { return 1; }
+  template <class... Any>
+  void count_over_model(const Any&...) const {}
   template <class... Any>
   bool keeps_everything(const Any&...) const {
     return true;
@@ -73,13 +77,15 @@ class first_stage<Recipe, true> {
   static constexpr bool newest = joins_rows_by<scorer> == row_join::newest;
   static constexpr bool in_steps = fires_in_steps<typename Recipe::schedule_type>;
   static constexpr bool settles = Recipe::retain_type::settles, follows = Recipe::retain_type::follows;
+  static constexpr bool over_model = Recipe::retain_type::over_model;
   static constexpr index_t observed_at_once = 512;  // queries of one accumulating call: bounds its workspace
 
   using window_type = std::conditional_t<follows, query_ring<T>, query_window<T>>;
+  using sums_type = std::conditional_t<observed == observes::statistics, query_sums<T, layout::k_dim>, no_query_sums>;
   using observer_type = attentive_score_where<view_type, scorer, observed == observes::every_query>;
 
  public:
-  static constexpr bool with_scores = observed == observes::every_query;
+  static constexpr bool with_scores = lies_beside_tokens(observed);
 
   first_stage(const Recipe& recipe, const model_shape& shape, const cache_options& options, const device_info& device)
       : shape_(shape),
@@ -91,6 +97,7 @@ class first_stage<Recipe, true> {
         choose_(recipe.retain.planned(recipe.retain.plan(options.tokens)),
                 {batch_, shape.kv_heads, members_.q_heads(), queries_at_once(recipe, options), options.tokens, most_},
                 device),
+        counts_(shape, options, device),
         observe_scratch_(observe_.workspace_bytes()),
         choose_scratch_(choose_.workspace_bytes()),
         settled_(settles ? std::size_t(shape.layers) * std::size_t(options.sequences) : 0) {
@@ -103,11 +110,16 @@ class first_stage<Recipe, true> {
       window_ =
           window_type(shape.layers * options.sequences, recipe.retain.scorer.window, shape.q_heads, layout::k_dim);
     }
+    if constexpr (observed == observes::statistics) {
+      shape.check_rope(layout::k_dim);
+      sums_ = sums_type(shape.layers * options.sequences, shape.q_heads, shape.rope_frequencies);
+    }
   }
 
   /// Takes another budget's operations; what was remembered stays.
   void adopt(first_stage&& fitted) {
     if constexpr (observed == observes::window) std::swap(fitted.window_, window_);
+    if constexpr (observed == observes::statistics) std::swap(fitted.sums_, sums_);
     std::swap(fitted.settled_, settled_);
     *this = std::move(fitted);
   }
@@ -119,6 +131,8 @@ class first_stage<Recipe, true> {
       window_.remember(layer, id, nullptr, q, set_number(position_.data(), next - q.tokens, stream), stream);
     } else if constexpr (observed == observes::window) {
       window_.remember(layer * sequences_ + id, q, stream);
+    } else if constexpr (observed == observes::statistics) {
+      sums_.add(layer * sequences_ + id, q, next - q.tokens, policies.first.scorer.sinks, stream);
     }
     if constexpr (observed == observes::every_query) {
       const index_t asked = policies.first.queries_needed(q.tokens);
@@ -165,6 +179,9 @@ class first_stage<Recipe, true> {
     if constexpr (observed == observes::window && !follows) {
       for (index_t layer = 0; layer < shape_.layers; ++layer) window_.forget(layer * sequences_ + id);
     }
+    if constexpr (observed == observes::statistics) {
+      for (index_t layer = 0; layer < shape_.layers; ++layer) sums_.forget(layer * sequences_ + id);
+    }
   }
 
   /// A turn's prompt begins: what a layer's heads hold now is from earlier.
@@ -184,6 +201,7 @@ class first_stage<Recipe, true> {
       for (index_t& tokens : here.settled) tokens -= again;
     }
     if constexpr (observed == observes::window && !follows) window_.forget(layer * sequences_ + id);
+    if constexpr (observed == observes::statistics) sums_.forget(layer * sequences_ + id);
   }
 
   /// Bounds of what a layer of one sequence keeps when its prompt, or a chunk of it, ends; `held` is the store's, and
@@ -196,13 +214,22 @@ class first_stage<Recipe, true> {
       const settled_heads& here = settled_[std::size_t(layer * sequences_ + id)];
       return kept_by_lengths(policies.first.budget, extent(layer, held.longest, newest), store.held_by_head(layer, id),
                              here, seen, shape_.kv_heads);
+    } else if constexpr (over_model) {
+      return counts_.bound(layer);
     } else {
       const token_bound most = most_of(policies, extent(layer, held.longest, newest));
       return {{std::min(most.longest, held.longest), std::min(most.total, held.total)}, {}};
     }
   }
-  /// Whether a layer keeps all that it holds, whatever the scores.
+  /// A sequence's prompt ends: what each layer will keep of it, where one threshold runs over the model. Synchronises then.
+  void count_over_model(index_t id, const store_type& store, const planned<Recipe>& policies, const layer_roles& roles,
+                        cudaStream_t stream) {
+    counts_.allot(id, store, policies, roles, stream);
+  }
+
+  /// Whether a layer keeps all that it holds, whatever the scores; behind `count_over_model`, in a model with one threshold.
   bool keeps_everything(index_t layer, index_t id, const token_bound& held, const planned<Recipe>& policies) const {
+    if constexpr (over_model) return counts_.bound(layer).total == held.total;
     return keeps_all(policies.first.budget, extent(layer, held.longest, tail(layer, id, held.longest, policies)));
   }
   /// Bounds of what a step leaves in place, and by how much every head's room grows for certain.
@@ -227,6 +254,8 @@ class first_stage<Recipe, true> {
       asked.first_position = set_number(position_.data(), reach.end - asked.q.tokens, stream);
     }
     if constexpr (settles) set_number(reach_.data(), reach, stream);
+    if constexpr (observed == observes::statistics)
+      set_number(statistics_.data(), sums_.of(layer * sequences_ + id, stream), stream);
     const selection_view chosen = choose_slots(policies, rule, store, store.view(layer, id), asked,
                                                settles ? reach_.data() : nullptr, 0, layer, member, stream);
     return {chosen, bound(layer, id, store, policies, reach.seen())};
@@ -247,6 +276,7 @@ class first_stage<Recipe, true> {
   index_t most_tokens_kept() const { return most_; }
   offset_t bytes_of_place() const {
     if constexpr (observed == observes::window) return window_.bytes_per_place();
+    if constexpr (observed == observes::statistics) return sums_.bytes_per_place();
     return 0;
   }
 
@@ -258,7 +288,7 @@ class first_stage<Recipe, true> {
   /// The most tokens that one head keeps, whatever the scores; with a plan, known only for the prompt that it is made for.
   static index_t most_kept(const Recipe& recipe, const model_shape& shape, const cache_options& options) {
     const index_t capacity = options.tokens;
-    if constexpr (Recipe::retain_type::plans) {
+    if constexpr (Recipe::retain_type::plans || over_model) {
       return capacity;
     } else {
       return tessera::cuda::most_kept(
@@ -314,9 +344,14 @@ class first_stage<Recipe, true> {
     problem.first_position = asked.first_position;
     problem.reach = reach;
     problem.rule = members_.rule(rule, member, stream);
+    if constexpr (over_model) problem.counts = counts_.of(layer);
     if constexpr (with_scores) problem.scores = {store.scores(), 0, 0, view.position_begin};
     if constexpr (Recipe::needs_segments) problem.segments = store.segments(view);
     problem.tail = own;
+    if constexpr (observed == observes::statistics) {
+      problem.statistics = statistics_.data();
+      problem.rope_frequencies = sums_.frequencies();
+    }
     return choose_.run(policies.first, problem, choose_scratch_.data(), stream);
   }
 
@@ -325,8 +360,11 @@ class first_stage<Recipe, true> {
   index_t sequences_, most_, batch_;
   observer_type observe_;
   score_and_choose<view_type, policy> choose_;
+  model_counts<Recipe> counts_;
   device_buffer<unsigned char> observe_scratch_, choose_scratch_;
   window_type window_;
+  sums_type sums_;
+  device_buffer<query_statistics> statistics_{1};
   device_buffer<index_t> position_{std::size_t(batch_)};
   device_buffer<prompt_reach> reach_{1};
   std::vector<settled_heads> settled_;  // by place, of a recipe that settles

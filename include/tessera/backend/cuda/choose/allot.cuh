@@ -197,7 +197,7 @@ __global__ void __launch_bounds__(allot_threads)
 /// A budget whose numbers by layer and kv_head are the caller's memory.
 template <class B>
 concept tabled_budget = requires(B b) {
-  { b.shares } -> std::same_as<share_table&>;
+  { b.table() } -> std::same_as<share_table&>;
 };
 
 /// A budget's table in device memory, copied once; nothing for a budget that has none.
@@ -211,8 +211,8 @@ class budget_table {
 template <tabled_budget Budget>
 class budget_table<Budget> {
  public:
-  explicit budget_table(const Budget& budget)
-      : given_(budget.shares), table_(given_.data ? std::size_t(given_.layers) * std::size_t(given_.kv_heads) : 0) {
+  explicit budget_table(Budget budget)
+      : given_(budget.table()), table_(given_.data ? std::size_t(given_.layers) * std::size_t(given_.kv_heads) : 0) {
     if (!given_.data) return;
     check(cudaMemcpy(table_.data(), given_.data, table_.bytes(), cudaMemcpyHostToDevice), "cudaMemcpy");
     check(cudaStreamSynchronize(nullptr), "cudaStreamSynchronize");  // streams of the caller's do not wait for it
@@ -220,11 +220,11 @@ class budget_table<Budget> {
 
   /// The budget as kernels read it: its table is on the device.
   Budget on_device(Budget budget) const {
-    require(budget.shares.data == given_.data && budget.shares.layers == given_.layers &&
-                budget.shares.kv_heads == given_.kv_heads,
-            "table of shares", "another", "the one that the operation was made with",
+    share_table& table = budget.table();
+    require(table.data == given_.data && table.layers == given_.layers && table.kv_heads == given_.kv_heads,
+            "table of the budget", "another", "the one that the operation was made with",
             "make the cache, or the operation, with this table");
-    budget.shares.data = table_.data();
+    table.data = table_.data();
     return budget;
   }
 

@@ -16,7 +16,8 @@ namespace cuda {
 /// What scorers and selectors may see of a batch's slots beside their scores, on the device.
 struct slot_facts {
   segment_rows segments{};
-  const float* weights = nullptr;  ///< [rows, weight_stride]
+  const float* weights = nullptr;   ///< [rows, weight_stride]
+  const index_t* counts = nullptr;  ///< [rows], what each keeps, in place of the budget's
   offset_t weight_stride = 0;
 };
 
@@ -107,7 +108,7 @@ class choose_kept {
   /// Row r of the result begins at r * kept; it lies in the workspace. `in` may have fewer sequences than this object was
   /// made for; where their plans differ, `in.budgets` and `in.tails` say how, by sequence.
   selection_view run(const Retain& policy, const score_rows& in, index_t layer, index_t layers, void* workspace,
-                     cudaStream_t stream, [[maybe_unused]] const slot_facts& beside = {}) const {
+                     cudaStream_t stream, const slot_facts& beside = {}) const {
     auto* bytes = static_cast<unsigned char*>(workspace);
     auto* finished = reinterpret_cast<float*>(bytes + finished_at());
     score_rows scores = finish_.run(in, policy.scorer, finished, stream);
@@ -122,7 +123,13 @@ class choose_kept {
       changed();
     }
     auto* counts = reinterpret_cast<index_t*>(bytes + counts_at());
-    allot_.run(scores, policy.budget, layer, layers, counts, bytes, stream);
+    if (beside.counts) {
+      check(cudaMemcpyAsync(counts, beside.counts, std::size_t(scores.sequences * scores.kv_heads) * sizeof(index_t),
+                            cudaMemcpyDeviceToDevice, stream),
+            "cudaMemcpyAsync");
+    } else {
+      allot_.run(scores, policy.budget, layer, layers, counts, bytes, stream);
+    }
     if constexpr (weighted_scorer<scorer>) {
       weigh_.run(scores, policy.scorer, counts, beside.weights, beside.weight_stride, finished, bytes + weigh_at(),
                  stream);

@@ -6,6 +6,7 @@
 
 #include "../../../core/choose_problem.hpp"
 #include "../score/divide_rows.cuh"
+#include "../score/expected/score_expected.cuh"
 #include "../score/score.cuh"
 #include "../score/settled_slots.cuh"
 #include "../score/stored_scores.cuh"
@@ -44,7 +45,8 @@ index_t most_kept(const Policy& policy, index_t layers, index_t kv_heads, index_
 /// Returns  row r = sequence * kv_heads + head, from r * limits.kept on, in the workspace: valid until its next run.
 /// Errors   what the scorer needs is not there, more than the limits allow: tessera::error before anything is launched. Not
 ///          seen by the host: heads of different lengths where they keep the same slots.
-/// Cost     scorers of a window: attentive_score; those by contents: score_contents, score_lagged. Then pooling, budget and
+/// Cost     scorers of a window: attentive_score; those by contents: score_contents, score_lagged; of statistics:
+///          score_expected. Then pooling, budget and
 ///          selection: choose_kept, of one row a sequence where its heads choose together.
 template <class View, class Policy>
 class score_and_choose {
@@ -52,12 +54,14 @@ class score_and_choose {
   using scorer = typename Policy::scorer_type;
   using scope = typename Policy::scope_type;
   static constexpr observes observed = scorer::observed;
-  static constexpr bool joins = joining_scope<scope>;
+  static constexpr bool joins = joining_scope<scope>, beside_tokens = lies_beside_tokens(observed);
   static_assert(check_runs_on_devices<Policy>());
 
   using score_type = attentive_score_where<View, scorer, observed == observes::window>;
   using stored_type = typename detail::stored_score<View, scorer>::type;
   using weight_type = typename detail::weight_score<View, scorer>::type;
+  using factor_type = typename detail::factor_score<View, scorer>::type;
+  using expected_type = typename detail::expected_score<View, scorer>::type;
 
  public:
   using problem_type = choose_problem<View, T>;
@@ -67,7 +71,9 @@ class score_and_choose {
         kept_(limits.kept > 0 ? std::min(limits.kept, limits.capacity) : limits.capacity),
         score_(limits.sequences, limits.kv_heads, limits.q_heads, limits.queries, limits.capacity, device),
         stored_(limits.sequences * limits.kv_heads, limits.capacity),
+        expected_(limits.sequences, limits.kv_heads, limits.q_heads, limits.capacity, device),
         weight_(limits.sequences * limits.kv_heads, limits.capacity),
+        factor_(limits.sequences * limits.kv_heads, limits.capacity),
         choose_(policy, limits.sequences, joins ? 1 : limits.kv_heads, limits.capacity, kept_, device) {}
 
   std::size_t workspace_bytes() const { return choose_at() + choose_.workspace_bytes(); }
@@ -90,7 +96,7 @@ class score_and_choose {
       find_settled(p.view, joins ? 1 : p.view.kv_heads, p.reach, reinterpret_cast<index_t*>(bytes + settled_at()),
                    reinterpret_cast<index_t*>(bytes + settled_at()) + rows(), stream);
     }
-    if constexpr (observed == observes::every_query) {
+    if constexpr (beside_tokens) {
       in.scores = p.scores.data;
       in.offsets = p.scores.begin;
       in.row_stride = p.view.kv_heads > 1 ? p.scores.head_stride : p.scores.sequence_stride;
@@ -100,6 +106,9 @@ class score_and_choose {
       in.row_stride = limits_.capacity;
       if constexpr (observed == observes::nothing) {
         stored_.run(p.view, p.first_position, policy.scorer, raw, limits_.capacity, bytes + score_at(), stream);
+      } else if constexpr (observed == observes::statistics) {
+        expected_.run(p.view, policy.scorer, p.statistics, p.rope_frequencies, p.first_position, p.rule, raw,
+                      limits_.capacity, bytes + score_at(), stream);
       } else {
         score_problem<View> problem;
         problem.view = p.view;
@@ -114,7 +123,14 @@ class score_and_choose {
         if constexpr (joins_rows_by<scorer> == row_join::mean) divide_rows(problem, limits_.capacity, stream);
       }
     }
+    if constexpr (multiplied_scorer<scorer>) {
+      auto* factors = reinterpret_cast<float*>(bytes + factors_at());
+      factor_.run(p.view, p.first_position, policy.scorer.factor, factors, limits_.capacity, bytes + score_at(),
+                  stream);
+      multiply_scores(p.view, policy.scorer, factors, reinterpret_cast<float*>(bytes), limits_.capacity, stream);
+    }
     slot_facts beside;
+    beside.counts = p.counts;
     beside.segments = {p.segments, p.view.kv_heads, joins ? 1 : p.view.kv_heads};
     if constexpr (weighted_scorer<scorer>) {
       auto* weights = reinterpret_cast<float*>(bytes + weights_at());
@@ -126,7 +142,8 @@ class score_and_choose {
       return choose_.run(policy, in, p.layer, p.layers, bytes + choose_at(), stream, beside);
     } else {
       constexpr row_join by = joins_rows_by<scorer>;
-      constexpr bool adds_up = observed != observes::nothing && (by == row_join::sum || by == row_join::newest);
+      constexpr bool adds_up = observed != observes::nothing && observed != observes::statistics &&
+                               (by == row_join::sum || by == row_join::newest);
       const index_t summed = adds_up && p.q.heads > 0 ? p.q.heads : p.view.kv_heads;
       const score_rows joined =
           join_heads(in, policy.scope, summed, limits_.capacity, reinterpret_cast<float*>(bytes + joined_at()), stream);
@@ -149,7 +166,7 @@ class score_and_choose {
             "construct score_and_choose for the largest batch");
     require(p.layers >= 1 && p.layer >= 0 && p.layer < p.layers, "layer", p.layer, "0 to layers - 1",
             "pass which layer of how many is asked about");
-    if constexpr (observed == observes::every_query) {
+    if constexpr (beside_tokens) {
       require(p.scores.data != nullptr, "scores", "null", "one for every stored slot",
               "accumulate them beside the tokens");
       require(
@@ -157,9 +174,16 @@ class score_and_choose {
           "sequence stride of the scores", p.scores.sequence_stride,
           "kv_heads rows, " + std::to_string(p.scores.head_stride * p.view.kv_heads),
           "keep them as [sequences, kv_heads, slots], or pass where each row begins");
-    } else if constexpr (observed == observes::window || positional_scorer<scorer>) {
+    } else if constexpr (observed == observes::window || observed == observes::statistics ||
+                         positional_scorer<scorer>) {
       require(p.first_position != nullptr, "first_position", "null", "a position for each sequence",
               "say where the queries, or the next tokens, are");
+    }
+    if constexpr (observed == observes::statistics) {
+      require(p.statistics && p.rope_frequencies, "statistics and rope_frequencies", "null",
+              "what the prompt's queries are like, and how RoPE turns them", "add them up: cuda::query_sums");
+      require(p.q.heads == limits_.q_heads, "query heads of the statistics", p.q.heads, std::to_string(limits_.q_heads),
+              "set q.heads");
     }
     require(!Policy::needs_segments || p.segments.data, "segments", "null",
             "which segment of the text every stored slot belongs to", "keep them beside the tokens: cuda::append");
@@ -184,14 +208,17 @@ class score_and_choose {
     }
   }
 
-  // The workspace: raw scores; weights; one row and its slots for all heads; what is settled; what scoring needs; what
+  // The workspace: raw scores; weights; factors; one row and its slots for all heads; what is settled; what scoring needs; what
   // choosing needs.
   std::size_t rows() const { return std::size_t(limits_.sequences) * std::size_t(limits_.kv_heads); }
   std::size_t weights_at() const {
-    return observed == observes::every_query ? 0 : array_bytes<float>(rows() * std::size_t(limits_.capacity));
+    return beside_tokens ? 0 : array_bytes<float>(rows() * std::size_t(limits_.capacity));
+  }
+  std::size_t factors_at() const {
+    return weights_at() + (weighted_scorer<scorer> ? array_bytes<float>(rows() * std::size_t(limits_.capacity)) : 0);
   }
   std::size_t joined_at() const {
-    return weights_at() + (weighted_scorer<scorer> ? array_bytes<float>(rows() * std::size_t(limits_.capacity)) : 0);
+    return factors_at() + (multiplied_scorer<scorer> ? array_bytes<float>(rows() * std::size_t(limits_.capacity)) : 0);
   }
   std::size_t slots_at() const {
     return joined_at() +
@@ -201,14 +228,17 @@ class score_and_choose {
   std::size_t settled_at() const { return counts_at() + (joins ? array_bytes<index_t>(rows()) : 0); }
   std::size_t score_at() const { return settled_at() + array_bytes<index_t>(rows() * 2); }
   std::size_t choose_at() const {
-    return score_at() + padded(std::max(score_.workspace_bytes(), stored_.workspace_bytes()));
+    return score_at() + padded(std::max({score_.workspace_bytes(), stored_.workspace_bytes(),
+                                         expected_.workspace_bytes(), factor_.workspace_bytes()}));
   }
 
   choose_limits limits_;
   index_t kept_;
   score_type score_;
   stored_type stored_;
+  expected_type expected_;
   weight_type weight_;
+  factor_type factor_;
   choose_kept<Policy> choose_;
 };
 

@@ -60,6 +60,37 @@ struct weight_score<View, Scorer> {
   using type = typename stored_score<View, std::remove_cvref_t<decltype(std::declval<Scorer&>().weight)>>::type;
 };
 
+template <class View, class Scorer>
+struct factor_score {
+  using type = no_stored_score;
+};
+template <class View, multiplied_scorer Scorer>
+struct factor_score<View, Scorer> {
+  using type = typename stored_score<View, std::remove_cvref_t<decltype(std::declval<Scorer&>().factor)>>::type;
+};
+
+/// x a share of the slots, y a (sequence, kv_head).
+template <class View, class Scorer, int Threads>
+__global__ void __launch_bounds__(Threads) multiply_entry(const __grid_constant__ View view, Scorer scorer,
+                                                          const float* factors, float* scores, offset_t row_stride) {
+  const index_t row = index_t(blockIdx.y), tokens = view.length(row / view.kv_heads, row % view.kv_heads);
+  const float* own = factors + row * row_stride;
+  float* to = scores + row * row_stride;
+  for (index_t i = index_t(blockIdx.x * Threads + threadIdx.x); i < tokens; i += index_t(gridDim.x) * Threads)
+    to[i] = scorer.multiplied(to[i], own[i]);
+}
+
 }  // namespace detail
+
+/// Scores of all stored slots become products with what the scorer's factor has found in them.
+/// Shapes   factors, scores [sequences * kv_heads, row_stride], at most `row_stride` tokens a row.   Cost  one pass over both.
+template <class View, multiplied_scorer Scorer>
+void multiply_scores(const View& view, const Scorer& scorer, const float* factors, float* scores, index_t row_stride,
+                     cudaStream_t stream) {
+  const dim3 grid{unsigned(std::clamp(ceil_div(row_stride, 1024), 1, 128)), unsigned(view.sequences * view.kv_heads)};
+  detail::multiply_entry<View, Scorer, 256><<<grid, 256, 0, stream>>>(view, scorer, factors, scores, row_stride);
+  check(cudaGetLastError(), "launch of multiply_scores");
+}
+
 }  // namespace cuda
 TESSERA_NAMESPACE_END

@@ -165,6 +165,14 @@ class kv_store {
     if (columns_.holds_planes()) columns_.took(at, tokens);
   }
 
+  /// Forgets the `tokens` that every head took last; the lengths on the device are the caller's.
+  void take_back(index_t layer, index_t id, index_t tokens) {
+    const std::size_t at = place(layer, id);
+    held_.took(at, -tokens);
+    rows_.shrank(at, tokens, held_.of(at));
+    if (columns_.holds_planes()) columns_.took(at, -tokens);
+  }
+
   /// Appends rows behind a view's tokens; positions count from first_position[sequence]. The view's lengths advance, and
   /// so do the texts where the store holds segments.
   void append_rows(const view_type& view, const rows_view<const T>& k, const rows_view<const T>& v,

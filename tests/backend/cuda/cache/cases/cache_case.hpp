@@ -5,6 +5,7 @@
 #include <vector>
 
 #include "backend/cuda/device.hpp"
+#include "support/calls/called_cache.hpp"
 #include "support/random.hpp"
 #include "tessera/backend/cuda/cache.cuh"
 #include "tessera/cache.hpp"
@@ -127,7 +128,7 @@ class conversation {
 
   static model_shape random_shape() {
     const index_t layers = draw(1, shrunk(3, 1)), kv_heads = draw(1, shrunk(4, 2));
-    return {layers, kv_heads * draw(1, shrunk(8, 4)), kv_heads};
+    return support::called_shape<Method>({layers, kv_heads * draw(1, shrunk(8, 4)), kv_heads});
   }
 
   void prompt(index_t id) {
@@ -157,9 +158,32 @@ class conversation {
         REQUIRE(relative_error(dout.get(), out) < 8e-3);
       }
     }
+    reread(id, total);
     host_.end_prefill(id);
     device_.end_prefill(id, nullptr);
     compare_stored();
+  }
+
+  /// The prompt passes through the model once more, in parts, where the method wants it.
+  void reread([[maybe_unused]] index_t id, [[maybe_unused]] index_t total) {
+    if constexpr (Method::retain_type::rereads) {
+      const index_t end = host_.next_position(id);
+      for (index_t first = end - total, count; first < end; first += count) {
+        count = std::min(end - first, draw(1, 100));
+        const index_t n = count + draw(0, 20);
+        for (index_t layer = 0; layer < shape_.layers; ++layer) {
+          const step_rows<T> x(1, n, shape_, D, scales_);
+          std::vector<float> out(x.q.size());
+          buffer<float> dout(out.size());
+          host_.reread(layer, id, first, count, x.rows(x.q.data(), x.q_heads), x.rows(x.k.data(), x.kv_heads),
+                       x.rows(x.v.data(), x.kv_heads), nhd_rows(out.data(), n, x.q_heads, D));
+          device_.reread(layer, id, first, count, x.rows(x.dq.data, x.q_heads), x.rows(x.dk.data, x.kv_heads),
+                         x.rows(x.dv.data, x.kv_heads), nhd_rows(dout.data, n, x.q_heads, D), nullptr);
+          REQUIRE(relative_error(dout.get(), out) < 8e-3);
+        }
+      }
+      compare_stored();
+    }
   }
 
   /// What the CPU makes of the device's lines: weights that differ by rounding may choose others.

@@ -115,7 +115,7 @@ void call_at_random() {
   called_on_both method;
   method.known.has_budget = retain_type::chooses || retrieve_type::retrieves;
   method.known.has_two = retain_type::chooses;
-  method.known.accumulates = cuda::first_stage<Method>::with_scores;
+  method.known.accumulates = retain_type::observed == observes::every_query;
   if constexpr (retrieve_type::retrieves) method.known.exact = !retrieve_type::estimates && !retain_type::plans;
   const auto configured = [](const called_numbers& numbers) {
     Method made;
@@ -129,11 +129,12 @@ void call_at_random() {
     return made;
   };
   method.on_device = [=](const called_numbers& numbers, const cuda::cache_options& options) {
-    return std::unique_ptr<support::called_cache>(
-        std::make_unique<device_calls<Method>>(numbers.shape, configured(numbers), options));
+    return std::unique_ptr<support::called_cache>(std::make_unique<device_calls<Method>>(
+        support::called_shape<Method>(numbers.shape), configured(numbers), options));
   };
   method.on_host = [=](const called_numbers& numbers) {
-    cache<Method> held(numbers.shape, configured(numbers), std::make_shared<cpu::executor>(1));
+    cache<Method> held(support::called_shape<Method>(numbers.shape), configured(numbers),
+                       std::make_shared<cpu::executor>(1));
     return std::unique_ptr<support::called_cache>(std::make_unique<support::plain_cpu_calls<Method>>(std::move(held)));
   };
   make_random_calls(method);

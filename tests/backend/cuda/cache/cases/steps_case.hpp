@@ -16,7 +16,7 @@ requires runs_on_devices<Method>
 void reopen_and_step() {
   using T = typename Method::layout_type::element_type;
   constexpr int D = Method::layout_type::k_dim;
-  const model_shape shape{shrunk(2, 1), 4, 2};
+  const model_shape shape = support::called_shape<Method>({shrunk(2, 1), 4, 2});
   Method method;
   method.set_budget(64);
   cuda::cache_options options;
@@ -54,7 +54,7 @@ template <class Method, class Configure>
 std::size_t replay_steps_of(const Configure& configure) {
   using T = typename Method::layout_type::element_type;
   constexpr int D = Method::layout_type::k_dim;
-  const model_shape shape{shrunk(2, 1), 8, 2};
+  const model_shape shape = support::called_shape<Method>({shrunk(2, 1), 8, 2});
   std::vector<index_t> ids{0, 1};
   Method method;
   method.set_budget(64);

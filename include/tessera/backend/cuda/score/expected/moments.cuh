@@ -1,0 +1,124 @@
+// Mean and covariance of queries to come, on the GPU, laid out for products with keys.
+#pragma once
+
+#include "../../../../core/query_statistics.hpp"
+#include "../../device/check.cuh"
+#include "../../device/memory.cuh"
+
+TESSERA_NAMESPACE_BEGIN
+namespace cuda {
+namespace detail {
+
+inline constexpr int moments_threads = 256;
+
+/// What score_expected reads of one query head. k' Sigma k is the sum over i >= j of k[i] k[j] L[i, j], L being Sigma's lower
+/// triangle with everything off its diagonal doubled. Two elements of 16 bits hold 16 bits of mantissa and more.
+/// Shapes   mean [heads, D]; high, low [heads, D, D], row j has column j of L * 2^-shift; shift [heads].
+template <class T>
+struct moment_rows {
+  float* mean;
+  T* high;
+  T* low;
+  int* shift;
+};
+
+/// A block a pair of elements: the mean of RoPE's rotations over `future` positions from each sequence's next one on.
+/// Shapes   turns [sequences, pairs].
+template <int Threads>
+__global__ void __launch_bounds__(Threads)
+    mean_turns_entry(const float* frequencies, const index_t* next, index_t future, double2* turns) {
+  __shared__ double2 parts[Threads];
+  const int pair = blockIdx.x;
+  const index_t sequence = blockIdx.y;
+  double2 own{0, 0};
+  for (index_t p = index_t(threadIdx.x); p < future; p += Threads) {
+    double sine, cosine;
+    sincos(double(__fmul_rn(float(next[sequence] + p), frequencies[pair])), &sine, &cosine);
+    own.x += cosine, own.y += sine;
+  }
+  parts[threadIdx.x] = own;
+  __syncthreads();
+  for (int half = Threads / 2; half > 0; half /= 2) {
+    if (int(threadIdx.x) < half) {
+      parts[threadIdx.x].x += parts[threadIdx.x + half].x;
+      parts[threadIdx.x].y += parts[threadIdx.x + half].y;
+    }
+    __syncthreads();
+  }
+  if (threadIdx.x == 0) turns[offset_t(sequence) * gridDim.x + pair] = {parts[0].x / future, parts[0].y / future};
+}
+
+/// x a query head, y a sequence.
+template <class T, int D>
+__global__ void __launch_bounds__(moments_threads)
+    moments_entry(const query_statistics* statistics, const double2* turns, const __grid_constant__ moment_rows<T> to) {
+  constexpr int pairs = D / 2;
+  __shared__ float parts[moments_threads];
+  __shared__ int shared_shift;
+  const index_t heads = index_t(gridDim.x), head = index_t(blockIdx.x), row = index_t(blockIdx.y) * heads + head;
+  const query_statistics seen = statistics[blockIdx.y];
+  const double2* turn = turns + offset_t(blockIdx.y) * pairs;
+  const double count = double(max(seen.counts[head], offset_t(1)));
+  const double *sums = seen.sums + offset_t(head) * D, *products = seen.products + offset_t(head) * D * D;
+  const auto covariance = [&](int i, int j) {
+    return products[max(i, j) * D + min(i, j)] / count - (sums[i] / count) * (sums[j] / count);
+  };
+  for (int d = threadIdx.x; d < pairs; d += moments_threads) {
+    const double a = sums[d] / count, b = sums[d + pairs] / count;
+    to.mean[offset_t(row) * D + d] = float(a * turn[d].x - b * turn[d].y);
+    to.mean[offset_t(row) * D + d + pairs] = float(a * turn[d].y + b * turn[d].x);
+  }
+  /// Calls take(i, j, Sigma[i, j]) for every i and j, each by one thread.
+  const auto each = [&](const auto& take) {
+    for (int at = threadIdx.x; at < pairs * pairs; at += moments_threads) {
+      const int i = at / pairs, j = at % pairs;
+      const double2 u = turn[i], v = turn[j];
+      const double c00 = covariance(i, j), c01 = covariance(i, j + pairs);
+      const double c10 = covariance(i + pairs, j), c11 = covariance(i + pairs, j + pairs);
+      const double t00 = c00 * u.x - c10 * u.y, t10 = c00 * u.y + c10 * u.x;
+      const double t01 = c01 * u.x - c11 * u.y, t11 = c01 * u.y + c11 * u.x;
+      take(i, j, t00 * v.x - t01 * v.y);
+      take(i, j + pairs, t00 * v.y + t01 * v.x);
+      take(i + pairs, j, t10 * v.x - t11 * v.y);
+      take(i + pairs, j + pairs, t10 * v.y + t11 * v.x);
+    }
+  };
+  float most = 0;
+  each([&](int, int, double x) { most = fmaxf(most, fabsf(float(x))); });
+  parts[threadIdx.x] = most;
+  __syncthreads();
+  for (int half = moments_threads / 2; half > 0; half /= 2) {
+    if (int(threadIdx.x) < half) parts[threadIdx.x] = fmaxf(parts[threadIdx.x], parts[threadIdx.x + half]);
+    __syncthreads();
+  }
+  if (threadIdx.x == 0) {
+    shared_shift = parts[0] > 0 && parts[0] < infinity ? ilogbf(parts[0]) : 0;
+    to.shift[row] = shared_shift;
+  }
+  __syncthreads();
+  const int shift = shared_shift;
+  T *high = to.high + offset_t(row) * D * D, *low = to.low + offset_t(row) * D * D;
+  each([&](int i, int j, double x) {
+    const float scaled = i < j ? 0.0f : float(scalbn(i > j ? 2 * x : x, -shift));
+    const T upper = T(scaled);
+    high[j * D + i] = upper;
+    low[j * D + i] = T(scaled - float(upper));
+  });
+}
+
+}  // namespace detail
+
+/// Of the queries to come of every (sequence, query head), by what those of the prompt were like.
+/// Shapes   statistics [sequences], next [sequences], frequencies [D / 2], turns [sequences, D / 2].   Cost  two small launches.
+template <class T, int D>
+void make_moments(const query_statistics* statistics, const float* frequencies, const index_t* next, index_t future,
+                  index_t sequences, index_t q_heads, double2* turns, const detail::moment_rows<T>& to,
+                  cudaStream_t stream) {
+  detail::mean_turns_entry<128><<<dim3(D / 2, unsigned(sequences)), 128, 0, stream>>>(frequencies, next, future, turns);
+  detail::moments_entry<T, D>
+      <<<dim3(unsigned(q_heads), unsigned(sequences)), detail::moments_threads, 0, stream>>>(statistics, turns, to);
+  check(cudaGetLastError(), "launch of moments");
+}
+
+}  // namespace cuda
+TESSERA_NAMESPACE_END
