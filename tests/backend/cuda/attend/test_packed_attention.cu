@@ -113,7 +113,7 @@ struct packed_step {
         for (index_t row = 0; row < tokens * group; ++row) {
           const index_t at = first[std::size_t(b)] + row / group, q_head = h * group + row % group;
           const double sink = sinks.empty() ? -1e300 : double(sinks[std::size_t(q_head)]);
-          numbers logits, right(std::size_t(Dv), 0.0);
+          numbers logits, right(static_cast<std::size_t>(Dv), 0.0);
           double top = sink, total = 0, seen = 0;
           for (std::size_t i = 0; i < slots.size(); ++i) {
             double x = 0;
