@@ -18,6 +18,9 @@ GATHERED = (("B16/singles", 0.55), ("B16/runs_of_16", 0.75))
 ROCKETKV = (("B1", "32K", 2.5), ("B1", "128K", 8), ("B8", "128K", 35))  # a step with t = 1,024 against dense
 PAPER = "RocketKV's paper, H100"  # arXiv:2502.14051, Fig. 7
 LINES = ((10, "32K", 3), (10, "64K", 4), (10, "128K", 5), (5, "128K", 8))  # per cent of the causal pairs
+# One layer's step at a share of the tokens, elements and group: how many times faster than the best dense peer.
+MOSAICKV = (("B4/256K", "6.25/bf16", 13), ("B4/256K", "6.25/bf16_group4", 14), ("B4/256K", "6.25/fp8", 16), ("B4/256K", "12.5/bf16", 9),
+            ("B8/128K", "6.25/bf16", 13), ("B1/256K", "6.25/bf16", 7))
 TOP_K = (("32x8192/k512", 9), ("8x131072/k2048", 22), ("256x131072/k2048", 95))
 
 
@@ -112,6 +115,29 @@ def judge_model(steps, add, ratio):
             share = ratio(value, peak)
             add("RocketKV", f"{what}, {name}, against `full`{beside(value, peak, 'GiB', 2**30)}",
                 None if share is None else 100 * (share - 1), None, f"{PAPER}: -32.6 % while decoding", "%")
+
+
+def judge_mosaickv(figures, add, ratio):
+    """Bars 3 and 4 of MosaicKV: steps, by stages; a prompt's packing, of one layer times 32; a full tail."""
+    ceiling = read_ceiling(figures)
+    for shape, kind, least in MOSAICKV:
+        name = f"mosaickv/{shape}/{kind}"
+        ours, peer = time_of(figures, name + "/step"), best_peer(figures, "decode/" + shape)
+        beside = f" ({ours:.4g} us, {peer[1]} {peer[0]:.4g} us)" if ours and peer else ""
+        add("MosaicKV 3", f"step, {shape}, {kind.replace('/', ' % of tokens, ')}{beside}", ratio(peer[0], ours) if peer else None,
+            least, f"at least {least} times faster than the best dense peer; {PAPER}: 16", "x", below=False)
+        for stage in ("rotate", "choose", "attend"):
+            add("MosaicKV 3", f"{stage}, {shape}, {kind.replace('/', ' % of tokens, ')}", time_of(figures, f"{name}/{stage}"), None,
+                "a stage of it; choose begins with rotate", "us")
+        share = ratio(figures.get(name + "/step", {}).get("GB/s"), ceiling)
+        add("MosaicKV 3", f"step, {shape}, {kind.replace('/', ' % of tokens, ')}, share of the read ceiling",
+            None if share is None else 100 * share, None, "bytes that it must read over its time", "%")
+    stages = [time_of(figures, "mosaickv/encode/64K/" + stage) for stage in ("moments", "bases", "rows")]
+    for stage, time in zip(("moments", "bases", "rows"), stages):
+        add("MosaicKV 4", f"64K tokens of a layer, {stage}", time, None, "a stage of it", "us")
+    add("MosaicKV 4", "64K tokens, 32 layers one after another", None if None in stages else 32 * sum(stages) / 1000, 50,
+        f"at most 50 ms; {PAPER}: 1.0 s", "ms")
+    add("MosaicKV 4", "a full tail of a layer", time_of(figures, "mosaickv/encode/tail"), 15, f"at most 15 us; {PAPER}: 40.6", "us")
 
 
 def judge_lines(figures, add, ratio):
@@ -225,6 +251,7 @@ def judge(figures, steps):
             add("second storey 3", f"step, t = 1,024, {batch} {context}", ratio(peer[0], ours) if peer else None, 2.65,
                 "at least 2.65 times faster than the best dense peer", "x", below=False)
     judge_lines(figures, add, ratio)
+    judge_mosaickv(figures, add, ratio)
     judge_model(steps, add, ratio)
     return rows
 

@@ -109,22 +109,21 @@ prepared mosaic_step(index_t sequences, index_t context, index_t share, packed_e
   for (int i = 0; i < sets; ++i) keep->sets.push_back(std::make_unique<packed_memory>(sequences, context, format));
   const index_t most = keep->sets[0]->most;
   using step_type = cuda::decode_blocks<view_type, float>;
-  const auto step = std::make_shared<step_type>(block_mean{}, whole_blocks{block}, index_t(read), sequences, kv_heads,
-                                                q_heads, 1, context, most, format, format,
-                                                cuda::device_info::current());
+  const auto step =
+      std::make_shared<step_type>(block_mean{}, whole_blocks{block}, index_t(read), sequences, kv_heads, q_heads, 1,
+                                  context, most, format, format, cuda::device_info::current());
   const std::size_t tails = std::size_t(sequences) * kv_heads * tail * head_dim * 2;
   bf16* pool = random_rows(tails + std::size_t(sequences) * q_heads * head_dim);
   const auto problem_of = [=](int set) {
     const packed_memory& one = *keep->sets[std::size_t(set)];
-    return cuda::packed_problem<view_type, float>{
-        one.view(pool, sequences, tail),
-        nhd_rows<const bf16>(pool + tails, 1, q_heads, head_dim, sequences),
-        one.first.data(),
-        {},
-        nhd_rows(keep->out.data(), 1, q_heads, head_dim, sequences),
-        {},
-        {},
-        1};
+    return cuda::packed_problem<view_type, float>{one.view(pool, sequences, tail),
+                                                  nhd_rows<const bf16>(pool + tails, 1, q_heads, head_dim, sequences),
+                                                  one.first.data(),
+                                                  {},
+                                                  nhd_rows(keep->out.data(), 1, q_heads, head_dim, sequences),
+                                                  {},
+                                                  {},
+                                                  1};
   };
   std::vector<cuda::packed_problem<view_type, float>> chosen;
   std::vector<cuda::rotated_rows> rotated;
@@ -205,8 +204,8 @@ prepared encode(index_t tokens, encoding_part wanted) {
 const int registered = [] {
   const auto cell = [](index_t sequences, const char* name, index_t context, index_t share, packed_element element,
                        index_t group, const char* kind) {
-    const std::string where = "mosaickv/B" + std::to_string(sequences) + "/" + name + "/" +
-                              (share == 1 ? "6.25" : "12.5") + "/" + kind + "/";
+    const std::string where =
+        "mosaickv/B" + std::to_string(sequences) + "/" + name + "/" + (share == 1 ? "6.25" : "12.5") + "/" + kind + "/";
     const auto one = [=](const char* stage, part wanted) {
       add(where + stage, [=] { return mosaic_step(sequences, context, share, element, group, wanted); });
     };

@@ -81,10 +81,14 @@ struct packed_step {
       all.resize(all.size() + longest - list.size(), no_index);
     }
     buffer<index_t> d_lists(all), d_counts(counts);
-    cuda::packed_problem<view_type, Out> problem{batch.view(), queries(), d_first.data, rule,
+    cuda::packed_problem<view_type, Out> problem{batch.view(),
+                                                 queries(),
+                                                 d_first.data,
+                                                 rule,
                                                  nhd_rows(out.data, tokens, q_heads, Dv, sequences),
                                                  nhd_rows(lse.data, tokens, q_heads, 1, sequences),
-                                                 {}, unit};
+                                                 {},
+                                                 unit};
     if (!lists.empty()) problem.chosen = {d_lists.data, d_counts.data, nullptr, offset_t(longest)};
     cudaStream_t stream;
     cuda::check(cudaStreamCreate(&stream), "cudaStreamCreate");
@@ -102,14 +106,16 @@ struct packed_step {
     step.launch();
     if (got.size() > 0 && step.ready) CHECK(same_bits(got, out.get()));
     cudaStreamDestroy(stream);
-    const std::vector<float> sinks = rule.sink_logits ? cuda::downloaded(rule.sink_logits, std::size_t(q_heads))
-                                                      : std::vector<float>{};
+    const std::vector<float> sinks =
+        rule.sink_logits ? cuda::downloaded(rule.sink_logits, std::size_t(q_heads)) : std::vector<float>{};
     double worst = 0, worst_lse = 0;
     for (index_t b = 0; b < sequences; ++b) {
       for (index_t h = 0; h < heads; ++h) {
-        const std::vector<index_t> slots = slots_of(b, lists.empty() ? nullptr : &lists[std::size_t(b * heads + h)], unit);
+        const std::vector<index_t> slots =
+            slots_of(b, lists.empty() ? nullptr : &lists[std::size_t(b * heads + h)], unit);
         std::vector<numbers> keys, values;
-        for (const index_t slot : slots) keys.push_back(batch.key(b, h, slot)), values.push_back(batch.value(b, h, slot));
+        for (const index_t slot : slots)
+          keys.push_back(batch.key(b, h, slot)), values.push_back(batch.value(b, h, slot));
         for (index_t row = 0; row < tokens * group; ++row) {
           const index_t at = first[std::size_t(b)] + row / group, q_head = h * group + row % group;
           const double sink = sinks.empty() ? -1e300 : double(sinks[std::size_t(q_head)]);
@@ -293,21 +299,22 @@ TEST_CASE("packed attention takes other dims, elements, groups and shared bits")
   packed_step<fp16, 64> mixed(1, {{format_of(bf, 48, 1, 16), format_of(bf, 48, 1, 16), 8, 64}}, {1}, {7}, 1, 8);
   mixed.check_attention<float, bf16>({}, 1, 1.2e-2);
   // A rotation that leaves an odd number of channels; K longer than V.
-  packed_step<bf16, 128, 64> uneven(1, {{format_of(bf, 90, 1, 25), format_of(nibbles, 50, 2, 12), 8, 48}}, {1}, {4}, 1, 2);
+  packed_step<bf16, 128, 64> uneven(1, {{format_of(bf, 90, 1, 25), format_of(nibbles, 50, 2, 12), 8, 48}}, {1}, {4}, 1,
+                                    2);
   uneven.check_attention<float>({}, 1, 1.2e-2);
   packed_step<bf16, 256> large(1, {{format_of(bf, 192, 1, 64), format_of(bf, 192, 1, 64), 8, 40}}, {1}, {4}, 1, 2);
   large.check_attention<float>({}, 1, 1.2e-2);
   // ThinK: keys of one set of channels, values as they are, no basis.
-  packed_step<bf16, 96> think(2, {{format_of(bf, 96, 1, 58, false), format_of(bf, 96, 1, 96), 0, 70, false}}, {1}, {32}, 1,
-                              4);
+  packed_step<bf16, 96> think(2, {{format_of(bf, 96, 1, 58, false), format_of(bf, 96, 1, 96), 0, 70, false}}, {1}, {32},
+                              1, 4);
   think.check_attention<float>({}, 1, 1.2e-2);
 }
 
 TEST_CASE("packed attention with all channels is dense attention") {
   if (gpu_missing()) return;
   for (const index_t group : {1, 2, 4}) {
-    packed_step<bf16, 128> step(1, {{format_of(bf, 128, group, 128), format_of(bf, 128, group, 128), 8, 96}}, {1}, {8}, 1,
-                                4);
+    packed_step<bf16, 128> step(1, {{format_of(bf, 128, group, 128), format_of(bf, 128, group, 128), 8, 96}}, {1}, {8},
+                                1, 4);
     step.check_attention<float>({}, 1, 1.2e-2);
   }
 }

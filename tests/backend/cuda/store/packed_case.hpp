@@ -96,8 +96,8 @@ class downloaded_vectors {
   unpacked_row row(index_t head, index_t i) const {
     const packed_format& format = from_.format;
     const std::size_t at = std::size_t(from_.row(head, i)), words = std::size_t(cuda::bit_words(format));
-    const auto* bits = reinterpret_cast<const std::uint8_t*>(
-        bits_.data() + (format.own_bits ? at : std::size_t(head)) * words);
+    const auto* bits =
+        reinterpret_cast<const std::uint8_t*>(bits_.data() + (format.own_bits ? at : std::size_t(head)) * words);
     unpacked_row made;
     made.scale = scales_.empty() ? 1.0f : scales_[at];
     std::vector<float> row(std::size_t(format.channels));
@@ -238,8 +238,19 @@ class packed_batch {
   }
   std::unique_ptr<made_segment> make(const segment_plan& plan, const cuda::device_info& device) const {
     auto made = std::make_unique<made_segment>(
-        made_segment{cuda::segment_memory(plan.k, plan.v, plan.block, heads_, plan.rows + 5), {}, {}, {},
-                     plan.k.channels, plan.v.channels, {}, {}, {}, {}, {}, {}, {}});
+        made_segment{cuda::segment_memory(plan.k, plan.v, plan.block, heads_, plan.rows + 5),
+                     {},
+                     {},
+                     {},
+                     plan.k.channels,
+                     plan.v.channels,
+                     {},
+                     {},
+                     {},
+                     {},
+                     {},
+                     {},
+                     {}});
     const whole rows(1, heads_, {plan.rows});
     view_type view;
     view.whole = rows.view();
@@ -254,15 +265,15 @@ class packed_batch {
       buffer<unsigned char> k_work(find_k.workspace_bytes(heads_)), v_work(find_v.workspace_bytes(heads_));
       find_k.run(sums, offset_t(moments::each), heads_, plan.k.channels, made->d_k->data, bad.data, k_work.data,
                  nullptr);
-      find_v.run(sums + D * D, offset_t(moments::each), heads_, plan.v.channels, made->d_v->data, bad.data,
-                 v_work.data, nullptr);
+      find_v.run(sums + D * D, offset_t(moments::each), heads_, plan.v.channels, made->d_v->data, bad.data, v_work.data,
+                 nullptr);
       cuda::check(cudaDeviceSynchronize(), "bases");
       made->k_bases = made->d_k->get(), made->v_bases = made->d_v->get();
     }
     made->k_set = random_set(plan.k, heads_), made->v_set = random_set(plan.v, heads_);
-    made->on_device = made->memory.segment(made->d_k ? made->d_k->data : nullptr, made->d_v ? made->d_v->data : nullptr,
-                                           made->k_set ? made->k_set->data : nullptr,
-                                           made->v_set ? made->v_set->data : nullptr);
+    made->on_device =
+        made->memory.segment(made->d_k ? made->d_k->data : nullptr, made->d_v ? made->d_v->data : nullptr,
+                             made->k_set ? made->k_set->data : nullptr, made->v_set ? made->v_set->data : nullptr);
     buffer<cuda::device_segment> table(std::vector<cuda::device_segment>{made->on_device});
     buffer<index_t> one(std::vector<index_t>{1});
     view.segments = table.data, view.counts = one.data, view.most_segments = 1;

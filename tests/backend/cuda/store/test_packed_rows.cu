@@ -123,8 +123,8 @@ void check_row(const unpacked_row& row, const packed_format& format, const numbe
 
 template <class T, int D, int Dv = D>
 void check_packing(const segment_plan& plan) {
-  INFO("dims " << D << " " << Dv << " rows " << plan.rows << " block " << plan.block << " k " << name_of(plan.k) << " v "
-               << name_of(plan.v));
+  INFO("dims " << D << " " << Dv << " rows " << plan.rows << " block " << plan.block << " k " << name_of(plan.k)
+               << " v " << name_of(plan.v));
   const index_t heads = 2;
   const whole_rows<T, D, Dv> rows(1, heads, {plan.rows});
   using view_type = cuda::packed_view<typename whole_rows<T, D, Dv>::view_type>;
@@ -144,8 +144,7 @@ void check_packing(const segment_plan& plan) {
           matrices.push_back(float(sum));
         }
       }
-      (keys ? k_bases : v_bases) =
-          bases_of(matrices, heads, int(keys ? plan.k.channels : plan.v.channels), dim, bad);
+      (keys ? k_bases : v_bases) = bases_of(matrices, heads, int(keys ? plan.k.channels : plan.v.channels), dim, bad);
     }
   }
   buffer<float> d_k(k_bases), d_v(v_bases);

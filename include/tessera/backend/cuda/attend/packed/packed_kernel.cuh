@@ -21,10 +21,11 @@ struct packed_problem {
   rows_view<const T> q;           ///< [sequences, tokens, q_heads, k_dim]
   const index_t* first_position;  ///< [sequences], position of the step's first token
   logit_rule rule;
-  rows_view<Out> out;     ///< [sequences, tokens, q_heads, v_dim]
-  rows_view<float> lse;   ///< [sequences, tokens, q_heads]; data null: not wanted
-  selection_view chosen;  ///< of units, row = sequence * kv_heads + head; indices null: everything; whole rows are always read
-  index_t unit = 1;       ///< rows of a unit; every segment begins with a new one
+  rows_view<Out> out;    ///< [sequences, tokens, q_heads, v_dim]
+  rows_view<float> lse;  ///< [sequences, tokens, q_heads]; data null: not wanted
+  selection_view
+      chosen;  ///< of units, row = sequence * kv_heads + head; indices null: everything; whole rows are always read
+  index_t unit = 1;  ///< rows of a unit; every segment begins with a new one
 };
 
 namespace detail {
@@ -46,7 +47,7 @@ struct packed_memory {
   TESSERA_HD static constexpr staged_rows v_rows() { return {Dv / 8}; }
   static constexpr int q_bytes = staged_rows{D / 8}.bytes() * tile_tokens;
   static constexpr int tiles = (staged_rows{D / 8}.bytes() + staged_rows{Dv / 8}.bytes()) * tile_tokens;
-  static constexpr int warp_bytes = tiles > tile_tokens * Dv * 4 ? tiles : tile_tokens * Dv * 4;
+  static constexpr int warp_bytes = tiles > tile_tokens* Dv * 4 ? tiles : tile_tokens* Dv * 4;
   static constexpr int states = packed_warps * tile_tokens * 2 * 4;
   int begins, raw;  // bytes: of the tables, and of one stage of a warp's raw rows
 
@@ -109,9 +110,9 @@ class packed_part {
     fill_begins(p_.view, sequence_, head_, count, 1, row_begin_);
     const index_t packed = row_begin_[count], rows = p_.view.whole.length(sequence_, head_);
     if (rows <= 0) return;
-    const split_queries q = put_queries<T>([&](index_t row, int c) {
-      return float(p_.q.row(sequence_, row / group_, head_ * group_ + row % group_)[c]);
-    }, D, true);
+    const split_queries q = put_queries<T>(
+        [&](index_t row, int c) { return float(p_.q.row(sequence_, row / group_, head_ * group_ + row % group_)[c]); },
+        D, true);
     packed_state<T, D, Dv> state;
     const int warp = int(threadIdx.x) / 32, lane = int(threadIdx.x) % 32, half = lane / tile_tokens;
     unsigned char* keys = shared_ + shape_.of_warp(warp);
@@ -132,8 +133,9 @@ class packed_part {
       const index_t position = valid ? p_.view.position(sequence_, head_, packed + row) : never;
       wait_copies<0>();
       __syncwarp();
-      attend_tile(state, q, shared_address(keys), shared_address(values), D, Dv, position,
-                  [](int) { return 1.0f; }, [](int) { return 1.0f; });
+      attend_tile(
+          state, q, shared_address(keys), shared_address(values), D, Dv, position, [](int) { return 1.0f; },
+          [](int) { return 1.0f; });
       __syncwarp();
     }
     write(state, p_.view.most_segments, to_.parts - 1, Dv);
@@ -147,8 +149,8 @@ class packed_part {
     const packed_vectors keys = segment.k, values = segment.v;
     const int k_channels = int(whole_channels(keys.format.channels));
     const int v_channels = int(whole_channels(values.format.channels));
-    const split_queries q = put_queries<Tile>(
-        [&](index_t row, int c) { return rotated_.row(lane_row_, s, row)[c]; }, k_channels, false);
+    const split_queries q =
+        put_queries<Tile>([&](index_t row, int c) { return rotated_.row(lane_row_, s, row)[c]; }, k_channels, false);
     const int warp = int(threadIdx.x) / 32, lane = int(threadIdx.x) % 32;
     unsigned char* k_tile = shared_ + shape_.of_warp(warp);
     unsigned char* v_tile = k_tile + memory::k_rows().bytes() * tile_tokens;
@@ -175,17 +177,17 @@ class packed_part {
       const index_t next = row_of(tile + step + lane % tile_tokens);
       if (tile + step < tokens) copy(next, stage ^ 1);
       commit_copies();
-      const index_t position =
-          row >= 0 ? p_.view.position(sequence_, head_, row_begin_[s] + row) : never;
+      const index_t position = row >= 0 ? p_.view.position(sequence_, head_, row_begin_[s] + row) : never;
       wait_copies<1>();
       __syncwarp();
       const unsigned char *k_raw = raw + stage * shape_.raw, *v_raw = k_raw + k_raw_ * tile_tokens;
       spread_rows<Tile>(keys.format, k_raw, memory::k_rows(), k_tile);
       spread_rows<Tile>(values.format, v_raw, memory::v_rows(), v_tile);
       __syncwarp();
-      attend_tile(state, q, shared_address(k_tile), shared_address(v_tile), k_channels, v_channels, position,
-                  [&](int column) { return raw_scale(keys.format, k_raw, column); },
-                  [&](int column) { return raw_scale(values.format, v_raw, column); });
+      attend_tile(
+          state, q, shared_address(k_tile), shared_address(v_tile), k_channels, v_channels, position,
+          [&](int column) { return raw_scale(keys.format, k_raw, column); },
+          [&](int column) { return raw_scale(values.format, v_raw, column); });
       __syncwarp();
       row = next;
     }

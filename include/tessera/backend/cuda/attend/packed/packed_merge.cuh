@@ -16,21 +16,25 @@ __global__ void __launch_bounds__(merging_threads)
     merge_packed_entry(const __grid_constant__ packed_problem<View, Out> p, packed_parts parts) {
   constexpr int Dv = View::v_dim;
   extern __shared__ uint4 shared_memory[];
-  float* acc = reinterpret_cast<float*>(shared_memory);         // [16, Dv], in a segment's basis
-  float* halves = acc + tile_tokens * Dv;                       // [warps, 16, 32]
+  float* acc = reinterpret_cast<float*>(shared_memory);                   // [16, Dv], in a segment's basis
+  float* halves = acc + tile_tokens * Dv;                                 // [warps, 16, 32]
   float* factor = halves + merging_warps * tile_tokens * merged_columns;  // [16]
-  float* weights = factor + tile_tokens;                        // [parts, 16]
+  float* weights = factor + tile_tokens;                                  // [parts, 16]
   wait_for_earlier();
   let_later_begin();
-  const index_t heads = p.view.whole.kv_heads, lane_row = index_t(blockIdx.x), first = index_t(blockIdx.z) * tile_tokens;
+  const index_t heads = p.view.whole.kv_heads, lane_row = index_t(blockIdx.x),
+                first = index_t(blockIdx.z) * tile_tokens;
   const index_t sequence = lane_row / heads, head = lane_row % heads, group = p.q.heads / heads;
   const int count = int(min(index_t(tile_tokens), parts.rows - first));
-  const int warp = int(threadIdx.x) / 32, lane = int(threadIdx.x) % 32, column = int(blockIdx.y) * merged_columns + lane;
+  const int warp = int(threadIdx.x) / 32, lane = int(threadIdx.x) % 32,
+            column = int(blockIdx.y) * merged_columns + lane;
   const index_t* segments = parts.segment + offset_t(lane_row) * parts.parts;
   const offset_t begin = offset_t(lane_row) * parts.parts * parts.rows;
 
   for (int r = warp; r < count; r += merging_warps) {
-    const auto state_of = [&](index_t part) { return parts.states + (begin + offset_t(part) * parts.rows + first + r) * 2; };
+    const auto state_of = [&](index_t part) {
+      return parts.states + (begin + offset_t(part) * parts.rows + first + r) * 2;
+    };
     float top = -infinity, sum = 0;
     for (index_t i = lane; i < parts.parts; i += 32) {
       if (segments[i] != no_index) top = fmaxf(top, state_of(i)[0]);

@@ -21,8 +21,7 @@ struct raw_rows_shape {
 };
 
 /// Begins to copy rows `row` of a head, lane l that of tile row l % 16; a row below 0 becomes bits and a scale of 0. By one warp.
-__device__ __forceinline__ void copy_raw_rows(const packed_vectors& from, index_t head, index_t row,
-                                              std::uint32_t to) {
+__device__ __forceinline__ void copy_raw_rows(const packed_vectors& from, index_t head, index_t row, std::uint32_t to) {
   const int lane = int(threadIdx.x) % 32, half = lane / tile_tokens;
   const raw_rows_shape shape(from.format);
   const bool valid = row >= 0;
@@ -76,8 +75,7 @@ __device__ void spread_rows_of(const packed_format& format, const unsigned char*
         ++place;
       }
     }
-    *reinterpret_cast<uint4*>(to + staged.place(row, chunk)) =
-        make_uint4(packed[0], packed[1], packed[2], packed[3]);
+    *reinterpret_cast<uint4*>(to + staged.place(row, chunk)) = make_uint4(packed[0], packed[1], packed[2], packed[3]);
   }
 }
 

@@ -61,7 +61,8 @@ __global__ void __launch_bounds__(rotating_threads)
   const int lane = int(threadIdx.x) % 32;
   for (index_t c = index_t(threadIdx.x) / 32; c < D; c += rotating_threads / 32) {
     if (!basis || c >= channels) {
-      if (lane < count) to.row(lane_row, segment_index, first + lane)[c] = basis || c >= channels ? 0 : rows[lane * D + c];
+      if (lane < count)
+        to.row(lane_row, segment_index, first + lane)[c] = basis || c >= channels ? 0 : rows[lane * D + c];
       continue;
     }
     float direction[each];
@@ -96,8 +97,8 @@ class rotate_queries {
                               std::size_t(rows_ + 1) * View::k_dim);
   }
   /// `part_segment` [sequences * kv_heads, parts] is set to "none": attention fills it.
-  rotated_rows run(const View& view, const rows_view<const T>& q, void* workspace, index_t* part_segment,
-                   index_t parts, cudaStream_t stream) const {
+  rotated_rows run(const View& view, const rows_view<const T>& q, void* workspace, index_t* part_segment, index_t parts,
+                   cudaStream_t stream) const {
     const rotated_rows to{static_cast<float*>(workspace), most_segments_, q.tokens * (q.heads / view.whole.kv_heads),
                           View::k_dim};
     require(to.rows <= rows_ && view.whole.sequences <= sequences_, "rows of queries", to.rows,

@@ -13,7 +13,9 @@ inline constexpr float largest_score = 3.4e38f;
 
 /// Values of 16 bytes as fp32: bf16 and fp16 8 of them, fp8 16, int4 32.
 template <packed_element Element>
-inline constexpr int values_in_16_bytes = Element == packed_element::fp8 ? 16 : Element == packed_element::int4 ? 32 : 8;
+inline constexpr int values_in_16_bytes = Element == packed_element::fp8    ? 16
+                                          : Element == packed_element::int4 ? 32
+                                                                            : 8;
 
 template <packed_element Element>
 __device__ __forceinline__ float value_at(const std::uint32_t (&words)[4], int i) {

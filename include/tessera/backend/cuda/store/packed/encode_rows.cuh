@@ -91,8 +91,7 @@ __device__ inline void pack_in_warp(const packed_vectors& to, index_t head, inde
       chosen[j] = 0;
       if (j * 32 >= groups) continue;
       const std::uint32_t equal = __ballot_sync(~0u, keys[j] == least && j * 32 + lane < groups);
-      const bool stays = keys[j] > least ||
-                         (((equal >> lane) & 1u) && __popc(equal & ((1u << lane) - 1u)) < ties);
+      const bool stays = keys[j] > least || (((equal >> lane) & 1u) && __popc(equal & ((1u << lane) - 1u)) < ties);
       chosen[j] = __ballot_sync(~0u, stays);
       ties = max(0, ties - __popc(equal));
       if (lane == j) to.bits[to.row(head, i) * bit_words(format) + j] = chosen[j];
@@ -152,8 +151,8 @@ __device__ inline void pack_in_warp(const packed_vectors& to, index_t head, inde
 /// Rows of one head, K or V: 16 a warp. The rotation is multiplied in three parts of 16 bits, which together are its fp32: rows are exact as they
 /// are, so that only sums round.
 template <class View, int D, bool Keys>
-__device__ void encode_side(const encode_problem<View>& p, index_t sequence, index_t head, index_t chunk, index_t chunk_rows,
-                            unsigned char* shared) {
+__device__ void encode_side(const encode_problem<View>& p, index_t sequence, index_t head, index_t chunk,
+                            index_t chunk_rows, unsigned char* shared) {
   using T = typename View::element_type;
   using memory = encode_memory<D>;
   constexpr int threads = encoding_threads;
@@ -257,7 +256,8 @@ __global__ void __launch_bounds__(encoding_threads)
     encode_rows_entry(const __grid_constant__ encode_problem<View> p, index_t chunk_rows) {
   extern __shared__ uint4 shared_memory[];
   wait_for_earlier();
-  const index_t heads = p.view.whole.kv_heads, sequence = index_t(blockIdx.y) / heads, head = index_t(blockIdx.y) % heads;
+  const index_t heads = p.view.whole.kv_heads, sequence = index_t(blockIdx.y) / heads,
+                head = index_t(blockIdx.y) % heads;
   auto* shared = reinterpret_cast<unsigned char*>(shared_memory);
   if (blockIdx.z == 0)
     encode_side<View, View::k_dim, true>(p, sequence, head, index_t(blockIdx.x), chunk_rows, shared);
@@ -312,9 +312,8 @@ class encode_rows {
             .threads = dim3(detail::encoding_threads),
             .shared_bytes = shared_bytes()},
            stream, "launch of encode_rows", problem, chunk_rows_);
-    launch(detail::count_encoded_entry<View>,
-           {.blocks = dim3(unsigned(ceil_div(lanes, 128))), .threads = dim3(128)}, stream, "launch of count_encoded",
-           problem);
+    launch(detail::count_encoded_entry<View>, {.blocks = dim3(unsigned(ceil_div(lanes, 128))), .threads = dim3(128)},
+           stream, "launch of count_encoded", problem);
   }
 
  private:

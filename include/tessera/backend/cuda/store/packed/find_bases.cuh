@@ -84,11 +84,10 @@ __device__ inline void jacobi(float* a, float* v, int dim, int stride, float2* t
 /// One block makes one basis. matrices [count] every `step` floats; bases [count, channels, dim]; work [count, 2, dim, dim] where
 /// matrices do not fit in shared memory, else null.
 template <int Threads>
-__global__ void __launch_bounds__(Threads)
-    find_bases_entry(const float* matrices, offset_t step, int dim, int channels, float* bases, float* work,
-                     index_t* not_finite) {
+__global__ void __launch_bounds__(Threads) find_bases_entry(const float* matrices, offset_t step, int dim, int channels,
+                                                            float* bases, float* work, index_t* not_finite) {
   extern __shared__ uint4 shared_memory[];
-  float2* turns = reinterpret_cast<float2*>(shared_memory);  // [dim / 2]
+  float2* turns = reinterpret_cast<float2*>(shared_memory);   // [dim / 2]
   float* values = reinterpret_cast<float*>(turns + dim / 2);  // [dim]
   wait_for_earlier();
   const int thread = int(threadIdx.x), stride = work ? dim : dim + 1;  // odd: columns lie in other banks
@@ -143,10 +142,10 @@ class find_bases {
   find_bases(int dim, const device_info& device) : dim_(dim) {
     require(dim % 2 == 0 && dim >= 2 && dim <= largest_head_dim, "dim of the bases", dim, "an even number up to 256",
             "take a supported head dim");
-    in_shared_ = fixed_bytes() + 2 * std::size_t(dim) * (std::size_t(dim) + 1) * 4 + 1024 <=
-                 std::size_t(device.shared_memory);
-    check(cudaFuncSetAttribute(detail::find_bases_entry<detail::jacobi_threads>, cudaFuncAttributeMaxDynamicSharedMemorySize,
-                               device.shared_memory - 1024),
+    in_shared_ =
+        fixed_bytes() + 2 * std::size_t(dim) * (std::size_t(dim) + 1) * 4 + 1024 <= std::size_t(device.shared_memory);
+    check(cudaFuncSetAttribute(detail::find_bases_entry<detail::jacobi_threads>,
+                               cudaFuncAttributeMaxDynamicSharedMemorySize, device.shared_memory - 1024),
           "cudaFuncSetAttribute");
   }
 

@@ -59,7 +59,7 @@ struct packed_view {
   const index_t* counts = nullptr;           ///< [sequences], segments that there are
   index_t most_segments = 0;
   Whole whole{};
-  const index_t* positions = nullptr;       ///< by slot of everything; null where slot and position coincide
+  const index_t* positions = nullptr;        ///< by slot of everything; null where slot and position coincide
   const offset_t* position_begin = nullptr;  ///< [sequences, kv_heads]
 
   TESSERA_HD const device_segment& segment(index_t sequence, index_t i) const {
@@ -109,9 +109,7 @@ class segment_memory {
         v_(v, kv_heads, capacity),
         means_(k, kv_heads, block > 0 ? ceil_div(capacity, block) : 0) {}
 
-  device_segment segment() const {
-    return {k_.vectors(), v_.vectors(), means_.vectors(), block_, rows_.data()};
-  }
+  device_segment segment() const { return {k_.vectors(), v_.vectors(), means_.vectors(), block_, rows_.data()}; }
   /// The same with bases [kv_heads, channels, dim], or null, and, where rows have no bits of their own, sets [kv_heads, bit_words].
   device_segment segment(const float* k_basis, const float* v_basis, const std::uint32_t* k_set = nullptr,
                          const std::uint32_t* v_set = nullptr) const {

@@ -42,8 +42,8 @@ __device__ void sum_moment(const View& view, index_t sequence, index_t head, ind
 #pragma unroll 1
     for (int step = 0; step < moment_rows / 16; ++step) {
       std::uint32_t a[4], b[4];
-      load_matrices_transposed(a, address + staged.place(step * 16 + in_matrix + matrix / 2 * 8,
-                                                         tile * 2 + matrix % 2));
+      load_matrices_transposed(a,
+                               address + staged.place(step * 16 + in_matrix + matrix / 2 * 8, tile * 2 + matrix % 2));
 #pragma unroll
       for (int n = 0; n < D / 16; ++n) {
         load_matrices_transposed(b, address + staged.place(step * 16 + in_matrix + matrix % 2 * 8, n * 2 + matrix / 2));
