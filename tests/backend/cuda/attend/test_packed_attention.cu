@@ -1,8 +1,7 @@
 // Scores of blocks and attention over packed rows on the GPU: against double over the same packed rows.
 #include "backend/cuda/store/packed_case.hpp"
 #include "catch.hpp"
-#include "tessera/backend/cuda/attend/packed/packed_attention.cuh"
-#include "tessera/backend/cuda/read/means/block_scores.cuh"
+#include "tessera/backend/cuda/read/means/decode_blocks.cuh"
 
 using namespace tessera;
 using namespace gpu_test;
@@ -106,6 +105,14 @@ struct packed_step {
     step.launch();
     if (got.size() > 0 && step.ready) CHECK(same_bits(got, out.get()));
     cudaStreamDestroy(stream);
+    compare(got, got_lse, lists, unit, tolerance);
+  }
+
+  /// Outputs [sequences, tokens, q_heads, Dv] and log-sum-exps against attention in double over what is stored.
+  template <class Out>
+  void compare(const std::vector<Out>& got, const std::vector<float>& got_lse,
+               const std::vector<std::vector<index_t>>& lists, index_t unit, double tolerance) const {
+    const index_t heads = batch.heads(), q_heads = heads * group, sequences = batch.sequences();
     const std::vector<float> sinks =
         rule.sink_logits ? cuda::downloaded(rule.sink_logits, std::size_t(q_heads)) : std::vector<float>{};
     double worst = 0, worst_lse = 0;
@@ -184,6 +191,79 @@ struct packed_step {
       }
     }
     return lists;
+  }
+
+  /// The whole step: which blocks it chooses, and what it writes. Budgets are in tokens.
+  void check_decoding(index_t block, index_t budget) {
+    using view_type = typename packed_batch<T, D, Dv>::view_type;
+    const index_t heads = batch.heads(), q_heads = heads * group, sequences = batch.sequences();
+    const index_t most = batch.view().most_segments, wanted = ceil_div(budget, block);
+    index_t capacity = 0;
+    for (index_t s = 0; s < most; ++s) capacity += batch.plan(s).rows;
+    const cuda::decode_blocks<view_type, float> decode(block_mean{}, whole_blocks{block}, budget, sequences, heads,
+                                                       q_heads, tokens, capacity, most, batch.plan(0).k,
+                                                       batch.plan(0).v, cuda::device_info::current());
+    const std::size_t out_rows = std::size_t(sequences * tokens * q_heads);
+    buffer<unsigned char> work(decode.workspace_bytes());
+    buffer<float> out(out_rows * Dv), lse(out_rows);
+    work.fill(0xff), out.fill(0xff), lse.fill(0xff);
+    cuda::packed_problem<view_type, float> problem{batch.view(),
+                                                   queries(),
+                                                   d_first.data,
+                                                   rule,
+                                                   nhd_rows(out.data, tokens, q_heads, Dv, sequences),
+                                                   nhd_rows(lse.data, tokens, q_heads, 1, sequences),
+                                                   {},
+                                                   1};
+    cudaStream_t stream;
+    cuda::check(cudaStreamCreate(&stream), "cudaStreamCreate");
+    graph step(stream, [&] { decode.run(problem, work.data, stream); });
+    step.launch();
+    const auto got = out.get(), got_lse = lse.get();
+    decode.choose(problem, work.data, stream);
+    cuda::check(cudaStreamSynchronize(stream), "choosing");
+    cudaStreamDestroy(stream);
+    CHECK(problem.unit == block);
+    std::vector<std::vector<index_t>> lists;
+    for (index_t lane = 0; lane < sequences * heads; ++lane) {
+      index_t blocks = 0;
+      for (index_t s = 0; s < batch.segments(lane / heads); ++s) blocks += ceil_div(batch.plan(s).rows, block);
+      const index_t count = cuda::downloaded(problem.chosen.counts + lane, 1)[0];
+      CHECK(count == std::min(blocks, wanted));
+      lists.push_back(cuda::downloaded(problem.chosen.row(lane), std::size_t(count)));
+      CHECK(std::is_sorted(lists.back().begin(), lists.back().end()));
+      if (count == 0) continue;
+      CHECK(lists.back().front() == 0);
+      CHECK(lists.back().back() == blocks - 1);
+      check_best(lane, lists.back());
+    }
+    compare(got, got_lse, lists, block, 1.2e-2);
+  }
+  /// No block between the first and the last that was left scores better than one that was chosen.
+  void check_best(index_t lane, const std::vector<index_t>& chosen) const {
+    const index_t b = lane / batch.heads(), h = lane % batch.heads();
+    numbers scores;
+    double size = 0;
+    for (index_t s = 0; s < batch.segments(b); ++s) {
+      numbers sum(std::size_t(batch.plan(s).k.channels), 0.0);
+      for (index_t row = 0; row < tokens * group; ++row) {
+        const numbers one = turned(query(b, h, row), batch.k_basis(b, s, h), batch.plan(s).k.channels, D);
+        for (std::size_t c = 0; c < one.size(); ++c) sum[c] += one[c];
+      }
+      for (index_t block = 0; block < ceil_div(batch.plan(s).rows, batch.plan(s).block); ++block) {
+        const numbers mean = batch.mean(b, s, h, block).values;
+        scores.push_back(std::inner_product(sum.begin(), sum.end(), mean.begin(), 0.0));
+        size = std::max(size, std::abs(scores.back()));
+      }
+    }
+    double least = 1e300, most = -1e300;
+    for (index_t i = 1; i + 1 < index_t(scores.size()); ++i) {
+      if (std::binary_search(chosen.begin(), chosen.end(), i))
+        least = std::min(least, scores[std::size_t(i)]);
+      else
+        most = std::max(most, scores[std::size_t(i)]);
+    }
+    CHECK(most <= least + 1e-5 * size);
   }
 
   void check_scores(row_reduction reduce) {
@@ -317,4 +397,24 @@ TEST_CASE("packed attention with all channels is dense attention") {
                                 1, 4);
     step.check_attention<float>({}, 1, 1.2e-2);
   }
+}
+
+TEST_CASE("a decode step over packed rows reads the best blocks of all segments, the first and the last") {
+  if (gpu_missing()) return;
+  const packed_format format = format_of(bf, 96, 1, 32);
+  const std::vector<segment_plan> plans = {{format, format, 8, shrunk(2048, 128)}, {format, format, 8, 64}};
+  for (const index_t tokens : {1, 3}) {
+    packed_step<bf16, 128> step(2, plans, {2, 1, 0}, {8, 33, 5}, tokens, 4);
+    for (const index_t budget : {16, 61, shrunk(512, 96), 100000}) step.check_decoding(8, budget);
+  }
+}
+
+TEST_CASE("a decode step over packed rows refuses a budget under two blocks") {
+  if (gpu_missing()) return;
+  using view_type = packed_batch<bf16, 64>::view_type;
+  using decode = cuda::decode_blocks<view_type, float>;
+  const packed_format format = format_of(bf, 48, 1, 16);
+  CHECK_THROWS_WITH(
+      decode(block_mean{}, whole_blocks{8}, 15, 1, 1, 1, 1, 64, 1, format, format, cuda::device_info::current()),
+      contains("budget is 15; expected at least two blocks"));
 }

@@ -15,6 +15,12 @@ namespace detail {
 
 inline constexpr int jacobi_threads = 1024, jacobi_sweeps = 16;
 
+/// How one pair of rows and columns is turned.
+struct jacobi_turn {
+  float cosine, sine;
+  int p, q;
+};
+
 /// The pair that thread i of dim / 2 turns in a round, so that every index is in one pair and every pair has met after dim - 1 rounds.
 __device__ inline int2 pair_of_round(int i, int round, int dim) {
   const int around = dim - 1;
@@ -22,11 +28,30 @@ __device__ inline int2 pair_of_round(int i, int round, int dim) {
   return p < q ? make_int2(p, q) : make_int2(q, p);
 }
 
+/// The turn that makes element (p, q) 0, or none where it is below `least`.
+__device__ inline jacobi_turn turn_of(const float* a, int stride, int2 pq, float least) {
+  const float off = a[pq.x * stride + pq.y];
+  jacobi_turn turn{1, 0, pq.x, pq.y};
+  if (!(fabsf(off) > least)) return turn;
+  const float theta = (a[pq.y * stride + pq.y] - a[pq.x * stride + pq.x]) / (2 * off);
+  const float t = copysignf(1.0f, theta) / (fabsf(theta) + sqrtf(theta * theta + 1));
+  turn.cosine = rsqrtf(t * t + 1), turn.sine = t * turn.cosine;
+  // rsqrtf is good to 2 ulp; one step of Newton keeps what 1,000 turns multiply at length 1.
+  const float length = turn.cosine * turn.cosine + turn.sine * turn.sine, mend = 1.5f - 0.5f * length;
+  turn.cosine *= mend, turn.sine *= mend;
+  return turn;
+}
+
+__device__ __forceinline__ void turn_two(const jacobi_turn& turn, float& x, float& y) {
+  const float before = x;
+  x = turn.cosine * before - turn.sine * y, y = turn.sine * before + turn.cosine * y;
+}
+
 /// One block finds the eigenvectors of one symmetric matrix [dim, dim]. `a` and `v` [dim, stride] are its work, in shared memory or in
 /// global. Elements below 2e-8 of the trace are zero already: what is left of them is rounding.
-__device__ inline void jacobi(float* a, float* v, int dim, int stride, float2* turns) {
-  const int thread = int(threadIdx.x), pairs = dim / 2;
-  __shared__ float shared_trace;
+template <int Threads>
+__device__ void jacobi(float* a, float* v, int dim, int stride, jacobi_turn* turns, float& shared_trace) {
+  const int thread = int(threadIdx.x), lane = thread % 32, pairs = dim / 2;
   if (thread == 0) {
     float trace = 0;
     for (int i = 0; i < dim; ++i) trace += a[i * stride + i];
@@ -38,42 +63,23 @@ __device__ inline void jacobi(float* a, float* v, int dim, int stride, float2* t
     bool turned = false;
     for (int round = 0; round < dim - 1; ++round) {
       if (thread < pairs) {
-        const int2 pq = pair_of_round(thread, round, dim);
-        const float off = a[pq.x * stride + pq.y];
-        float2 turn{1, 0};
-        if (fabsf(off) > least) {
-          const float theta = (a[pq.y * stride + pq.y] - a[pq.x * stride + pq.x]) / (2 * off);
-          const float t = copysignf(1.0f, theta) / (fabsf(theta) + sqrtf(theta * theta + 1));
-          turn.x = rsqrtf(t * t + 1), turn.y = t * turn.x;
-          // rsqrtf is good to 2 ulp; one step of Newton keeps what 1,000 turns multiply at length 1.
-          const float length = turn.x * turn.x + turn.y * turn.y, mend = 1.5f - 0.5f * length;
-          turn.x *= mend, turn.y *= mend;
-          turned = true;
+        turns[thread] = turn_of(a, stride, pair_of_round(thread, round, dim), least);
+        turned = turned || turns[thread].sine != 0;
+      }
+      __syncthreads();
+      for (int pair = thread / 32; pair < pairs; pair += Threads / 32) {  // rows of both
+        const jacobi_turn turn = turns[pair];
+        if (turn.sine == 0) continue;
+        for (int k = lane; k < dim; k += 32) {
+          turn_two(turn, a[turn.p * stride + k], a[turn.q * stride + k]);
+          turn_two(turn, v[turn.p * stride + k], v[turn.q * stride + k]);
         }
-        turns[thread] = turn;
       }
       __syncthreads();
-      for (int i = thread; i < pairs * dim; i += jacobi_threads) {
-        const int pair = i / dim, k = i % dim;
-        const float2 turn = turns[pair];
-        if (turn.y == 0) continue;
-        const int2 pq = pair_of_round(pair, round, dim);
-        float &x = a[pq.x * stride + k], &y = a[pq.y * stride + k];
-        const float before = x;
-        x = turn.x * before - turn.y * y, y = turn.y * before + turn.x * y;
-        float &vx = v[pq.x * stride + k], &vy = v[pq.y * stride + k];
-        const float v_before = vx;
-        vx = turn.x * v_before - turn.y * vy, vy = turn.y * v_before + turn.x * vy;
-      }
-      __syncthreads();
-      for (int i = thread; i < pairs * dim; i += jacobi_threads) {
-        const int pair = i / dim, k = i % dim;
-        const float2 turn = turns[pair];
-        if (turn.y == 0) continue;
-        const int2 pq = pair_of_round(pair, round, dim);
-        float &x = a[k * stride + pq.x], &y = a[k * stride + pq.y];
-        const float before = x;
-        x = turn.x * before - turn.y * y, y = turn.y * before + turn.x * y;
+      for (int pair = thread / 32; pair < pairs; pair += Threads / 32) {  // columns
+        const jacobi_turn turn = turns[pair];
+        if (turn.sine == 0) continue;
+        for (int k = lane; k < dim; k += 32) turn_two(turn, a[k * stride + turn.p], a[k * stride + turn.q]);
       }
       __syncthreads();
     }
@@ -91,7 +97,7 @@ __global__ void __launch_bounds__(Threads) find_bases_entry(const float* matrice
   float* values = reinterpret_cast<float*>(turns + dim / 2);  // [dim]
   wait_for_earlier();
   const int thread = int(threadIdx.x), stride = work ? dim : dim + 1;  // odd: columns lie in other banks
-  float* a = work ? work + offset_t(blockIdx.x) * 2 * dim * dim : values + dim;
+  float* a = work ? work + offset_t(blockIdx.x) * 2 * dim * dim : values + dim + 1;
   float* v = a + dim * stride;
   const float* matrix = matrices + offset_t(blockIdx.x) * step;
   bool finite = true;
@@ -104,7 +110,7 @@ __global__ void __launch_bounds__(Threads) find_bases_entry(const float* matrice
   }
   finite = __syncthreads_and(finite);
   if (thread == 0) not_finite[blockIdx.x] = finite ? 0 : 1;
-  if (finite) jacobi(a, v, dim, stride, turns);
+  if (finite) jacobi<Threads>(a, v, dim, stride, turns, values[dim]);
   for (int i = thread; i < dim; i += Threads) values[i] = finite ? a[i * stride + i] : 0.0f;
   __syncthreads();
   // A warp a vector: its rank, then its sign, by which the first of the largest components is positive.
@@ -169,7 +175,9 @@ class find_bases {
   }
 
  private:
-  std::size_t fixed_bytes() const { return std::size_t(dim_ / 2) * 8 + std::size_t(dim_) * 4; }
+  std::size_t fixed_bytes() const {
+    return std::size_t(dim_ / 2) * sizeof(detail::jacobi_turn) + (std::size_t(dim_) + 1) * 4;
+  }
   int dim_;
   bool in_shared_;
 };
