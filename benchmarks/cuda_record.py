@@ -4,12 +4,14 @@
     benchmarks/cuda_record.py --logs FOLDER --out FOLDER
 
 FOLDER holds what there is of machine.json, steps.tsv (name, exit status, seconds), bench_cuda.json, peers.json,
-tool.json, decode_step.json, decode_step_rocketkv.json, decode_step_batch.json and one NAME.log a step. What is missing is written down as not measured.
+tool.json, decode_step.json, decode_step_rocketkv.json, decode_step_batch.json, decode_step_prompts.json and one NAME.log a step. What is missing is written down as not measured.
 """
 import argparse
 import json
 import os
 import re
+
+import mosaickv_bars
 
 SANITIZERS = ("memcheck", "racecheck", "initcheck", "synccheck")
 DECODE = ("B1/8K", "B1/32K", "B1/128K", "B1/256K", "B4/128K", "B8/128K", "B64/8K")
@@ -18,9 +20,6 @@ GATHERED = (("B16/singles", 0.55), ("B16/runs_of_16", 0.75))
 ROCKETKV = (("B1", "32K", 2.5), ("B1", "128K", 8), ("B8", "128K", 35))  # a step with t = 1,024 against dense
 PAPER = "RocketKV's paper, H100"  # arXiv:2502.14051, Fig. 7
 LINES = ((10, "32K", 3), (10, "64K", 4), (10, "128K", 5), (5, "128K", 8))  # per cent of the causal pairs
-# One layer's step at a share of the tokens, elements and group: how many times faster than the best dense peer.
-MOSAICKV = (("B4/256K", "6.25/bf16", 13), ("B4/256K", "6.25/bf16_group4", 14), ("B4/256K", "6.25/fp8", 16), ("B4/256K", "12.5/bf16", 9),
-            ("B8/128K", "6.25/bf16", 13), ("B1/256K", "6.25/bf16", 7))
 TOP_K = (("32x8192/k512", 9), ("8x131072/k2048", 22), ("256x131072/k2048", 95))
 
 
@@ -117,32 +116,18 @@ def judge_model(steps, add, ratio):
                 None if share is None else 100 * (share - 1), None, f"{PAPER}: -32.6 % while decoding", "%")
 
 
-def judge_mosaickv(figures, add, ratio):
-    """Bars 3 and 4 of MosaicKV: steps, by stages; a prompt's packing, of one layer times 32; a full tail."""
-    ceiling = read_ceiling(figures)
-    for shape, kind, least in MOSAICKV:
-        name = f"mosaickv/{shape}/{kind}"
-        ours, peer = time_of(figures, name + "/step"), best_peer(figures, "decode/" + shape)
-        beside = f" ({ours:.4g} us, {peer[1]} {peer[0]:.4g} us)" if ours and peer else ""
-        add("MosaicKV 3", f"step, {shape}, {kind.replace('/', ' % of tokens, ')}{beside}", ratio(peer[0], ours) if peer else None,
-            least, f"at least {least} times faster than the best dense peer; the paper, H800: up to 16", "x", below=False)
-        for stage in ("rotate", "choose", "attend"):
-            add("MosaicKV 3", f"{stage}, {shape}, {kind.replace('/', ' % of tokens, ')}", time_of(figures, f"{name}/{stage}"), None,
-                "a stage of it; choose begins with rotate", "us")
-        share = ratio(figures.get(name + "/step", {}).get("GB/s"), ceiling)
-        add("MosaicKV 3", f"step, {shape}, {kind.replace('/', ' % of tokens, ')}, share of the read ceiling",
-            None if share is None else 100 * share, None, "bytes that it must read over its time", "%")
-    stages = [time_of(figures, "mosaickv/encode/64K/" + stage) for stage in ("moments", "bases", "rows")]
-    for stage, time in zip(("moments", "bases", "rows"), stages):
-        add("MosaicKV 4", f"64K tokens of a layer, {stage}", time, None, "a stage of it", "us")
-    together = time_of(figures, "mosaickv/encode/64K/bases_of_32_layers")
-    add("MosaicKV 4", "64K tokens, bases of 32 layers at once", together, None, "512 matrices in one launch", "us")
-    add("MosaicKV 4", "64K tokens, 32 layers, their bases at once",
-        None if None in (stages[0], together, stages[2]) else (32 * (stages[0] + stages[2]) + together) / 1000, 50,
-        "at most 50 ms; the paper: 1.0 s", "ms")
-    add("MosaicKV 4", "64K tokens, 32 layers one after another", None if None in stages else 32 * sum(stages) / 1000, 50,
-        "at most 50 ms; the paper: 1.0 s", "ms")
-    add("MosaicKV 4", "a full tail of a layer", time_of(figures, "mosaickv/encode/tail"), 15, "at most 15 us; the paper: 40.6", "us")
+def judge_following(figures, add, ratio):
+    """Bars of LoopServe's steps: against the faster of our dense attention and the best peer's; a choice every 16 steps."""
+    for batch, least in (("B1", 5.5), ("B8", 9)):
+        step, choosing = (time_of(figures, f"loopserve/{batch}/128K/{kind}") for kind in ("step", "choosing"))
+        peer = best_peer(figures, f"decode/{batch}/128K")
+        dense = min((t for t in (time_of(figures, f"decode/{batch}/128K"), peer and peer[0]) if t), default=None)
+        amortised = (15 * step + choosing) / 16 if step and choosing else None
+        beside = f" ({amortised:.4g} us, dense {dense:.4g} us)" if amortised and dense else ""
+        add("LoopServe 5", f"a step and its share of choosing, B = 1,024, {batch} 128K{beside}", ratio(dense, amortised), least,
+            f"at least {least} times faster than dense", "x", below=False)
+        beside = f" ({choosing:.4g} us)" if choosing else ""
+        add("LoopServe 5", f"the step that chooses, {batch} 128K{beside}", ratio(choosing, dense), 3, "at most 3 dense steps", "x")
 
 
 def judge_lines(figures, add, ratio):
@@ -256,7 +241,8 @@ def judge(figures, steps):
             add("second storey 3", f"step, t = 1,024, {batch} {context}", ratio(peer[0], ours) if peer else None, 2.65,
                 "at least 2.65 times faster than the best dense peer", "x", below=False)
     judge_lines(figures, add, ratio)
-    judge_mosaickv(figures, add, ratio)
+    judge_following(figures, add, ratio)
+    mosaickv_bars.judge(figures, add, ratio, time_of, best_peer, read_ceiling(figures))
     judge_model(steps, add, ratio)
     return rows
 
@@ -377,15 +363,18 @@ def main():
     notes = []
     for part, title in (("decode_step", "Decode step of a whole model"),
                         ("decode_step_rocketkv", "The same with RocketKV, t = 1,024"),
-                        ("decode_step_batch", "The same of four conversations at once")):
+                        ("decode_step_batch", "The same of four conversations at once"),
+                        ("decode_step_prompts", "Whole prompts, not compressed and by TANGRAM's rule")):
         text = read_text(f"{given.logs}/{part}.log").strip()
         if text:
             notes += ["", f"## {title}", "", "```", text, "```"]
-    model, rocketkv, batch = (read_json(f"{given.logs}/{name}.json") or {}
-                              for name in ("decode_step", "decode_step_rocketkv", "decode_step_batch"))
+    model, rocketkv, batch, prompts = (
+        read_json(f"{given.logs}/{name}.json") or {}
+        for name in ("decode_step", "decode_step_rocketkv", "decode_step_batch", "decode_step_prompts"))
     record = {"machine": machine, "steps": steps, "tests": tests,
               "bars": judge(figures, {**model_steps(rocketkv), **model_steps(batch)}) if figures or rocketkv else [], "figures": figures,
-              "decode_step": model, "decode_step_rocketkv": rocketkv, "decode_step_batch": batch, "notes": notes}
+              "decode_step": model, "decode_step_rocketkv": rocketkv, "decode_step_batch": batch,
+              "decode_step_prompts": prompts, "notes": notes}
 
     gpu = re.sub("[^a-z0-9]+", "-", machine.get("gpu", "gpu").lower().replace("nvidia ", "")).strip("-")
     name = f"{given.out}/{machine.get('date', 'undated')}-{gpu}"

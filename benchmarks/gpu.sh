@@ -167,6 +167,8 @@ if wanted benchmarks; then
       --contexts 1024,32768,98304,131072 --json "$logs/decode_step_rocketkv.json"
     attempt decode_step_batch 300 "$programs/bench_decode_step" --methods full,rocketkv --budget 1024 --batch 4 \
       --contexts 131072 --json "$logs/decode_step_batch.json"
+    attempt decode_step_prompts 300 "$programs/bench_decode_step" --methods full,tangram --budget 8192 \
+      --prompts 2048,32768 --json "$logs/decode_step_prompts.json"
   else
     echo "decode_step: not measured, ${no_examples:-the program is not there}"
     note "decode_step (${no_examples:-the program is not there})" none 0
@@ -174,7 +176,7 @@ if wanted benchmarks; then
 fi
 # The names of test_gpu's files; CMake makes one for each method.
 test_files() {
-  { find tests/backend/cuda -name "test_*.cu"; sed 's,.*/,test_cache_,' <(ls include/tessera/methods/*.hpp); } |
+  { grep -rl --include="test_*.cu" TEST_CASE tests/backend/cuda; sed 's,.*/,test_cache_,' <(ls include/tessera/methods/*.hpp); } |
     sed 's,.*/,,; s,[.][a-z]*$,,' | sort
 }
 if wanted sanitizers; then
@@ -182,10 +184,12 @@ if wanted sanitizers; then
   # time. racecheck takes longest and goes first.
   export TESSERA_TEST_SCALE=$scale
   for tool in racecheck initcheck memcheck synccheck; do
+    # Long runs of kernels that have tests of their own show racecheck nothing new, and take it an hour.
+    some=$([ "$tool" = racecheck ] && echo '~[long]')
     for file in $(test_files); do
       while [ "$(jobs -rp | wc -l)" -ge "$(nproc)" ]; do wait -n; done
       step "$tool.$file" 600 compute-sanitizer --tool "$tool" --error-exitcode 86 --print-limit 20 \
-        "$programs/test_gpu" -d yes --filenames-as-tags "[#$file]" &
+        "$programs/test_gpu" -d yes --filenames-as-tags "[#$file]$some" &
     done
   done
   wait

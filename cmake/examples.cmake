@@ -32,6 +32,11 @@ if(tessera_cuda_engine AND TESSERA_BUILD_BENCHMARKS)
   tessera_cuda_options(bench_decode_step)
 endif()
 
+if(TARGET tessera_engine AND TESSERA_BUILD_BENCHMARKS)
+  add_executable(line_profile benchmarks/line_profile.cpp)
+  target_link_libraries(line_profile PRIVATE tessera_engine)
+endif()
+
 # Each rung is one file, one program and one test: it checks itself and exits with 0.
 file(GLOB rungs CONFIGURE_DEPENDS examples/ladder/*.cpp)
 if(cuda_works)

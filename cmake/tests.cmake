@@ -3,7 +3,6 @@
 
 add_library(tessera_testing STATIC tests/catch_main.cpp)
 target_include_directories(tessera_testing PUBLIC tests)
-target_compile_definitions(tessera_testing PUBLIC TESSERA_SOURCE_DIR="${PROJECT_SOURCE_DIR}")
 target_link_libraries(tessera_testing PUBLIC tessera::tessera Catch2::Catch2 Eigen3::Eigen)
 
 include(cmake/methods.cmake)
@@ -30,6 +29,10 @@ foreach(file IN LISTS test_files)
   endif()
   target_sources(${program} PRIVATE "${PROJECT_SOURCE_DIR}/tests/${file}")
 endforeach()
+
+# A unit alone knows where the sources lie: a compiler cache then serves the others in every clone.
+set_property(SOURCE tests/methods/test_names.cpp APPEND PROPERTY COMPILE_DEFINITIONS
+             TESSERA_SOURCE_DIR="${PROJECT_SOURCE_DIR}")
 
 # What every method must do: one source file a method, and the list of them.
 if(TARGET test_methods)
@@ -62,6 +65,7 @@ endif()
 
 foreach(program IN LISTS test_programs)
   if(program MATCHES "^test_examples")
+    target_compile_definitions(${program} PRIVATE TESSERA_SOURCE_DIR="${PROJECT_SOURCE_DIR}")
     target_link_libraries(${program} PRIVATE tessera_engine)
     if(TARGET tessera)  # tests of the tool call its parts and run it
       target_link_libraries(${program} PRIVATE tessera_tool)

@@ -12,6 +12,7 @@ struct decode_shape {
   index_t tokens = 0;              ///< of the longest row
   std::vector<index_t> lengths{};  ///< [kv_heads], the same for every sequence; empty: all have `tokens`
   index_t chosen = 0, run = 1;     ///< of every row, in runs; 0: everything
+  cuda::decode_policy policy{};
 };
 
 /// Rows that lie one after another.
@@ -34,7 +35,7 @@ __global__ void __launch_bounds__(256) fill_fp8_entry(fp8* to, std::size_t count
   }
 }
 
-template <class Table, class E = bf16>
+template <class Table, class E = bf16, cuda::decode_split Split = cuda::decode_split::each_step>
 prepared decode(const decode_shape& s) {
   using view_type = kv_view<const E, head_dim, Table>;
   using stored_type = typename view_type::encoding_type::stored_type;
@@ -60,7 +61,8 @@ prepared decode(const decode_shape& s) {
     const auto row = random_subset(s.tokens, s.chosen, s.run, random);
     indices.insert(indices.end(), row.begin(), row.end());
   }
-  const cuda::decode_attention<view_type> op(s.sequences, kv_heads, q_heads, 1, cuda::device_info::current());
+  const cuda::decode_attention<view_type, float, Split> op(s.sequences, kv_heads, q_heads, 1,
+                                                           cuda::device_info::current(), s.policy);
   struct memory {
     buffer<index_t> lengths, first, blocks, indices, counts;
     buffer<float> out, lse;
@@ -87,7 +89,7 @@ prepared decode(const decode_shape& s) {
   cuda::check(cudaStreamSynchronize(stream()), "cudaStreamSynchronize");
 
   made.keep = keep;
-  made.graph = std::make_unique<replay>(launches(made.bytes, sets), [&](int i) {
+  const auto problem_of = [&](int i) {
     cuda::decode_problem<view_type> problem;
     place_rows(problem.view, s, keep->blocks.data());
     problem.view.v_strides = problem.view.k_strides;
@@ -107,8 +109,11 @@ prepared decode(const decode_shape& s) {
       const index_t* chosen = keep->indices.data() + rows * std::size_t(s.chosen) * std::size_t(i % sets);
       problem.chosen = {chosen, keep->counts.data(), nullptr, s.chosen};
     }
-    op.run(problem, keep->workspace.data(), stream());
-  });
+    return problem;
+  };
+  if constexpr (Split == cuda::decode_split::ahead) op.split(problem_of(0), keep->workspace.data(), stream());
+  made.graph = std::make_unique<replay>(launches(made.bytes, sets),
+                                        [&](int i) { op.run(problem_of(i), keep->workspace.data(), stream()); });
   return made;
 }
 
@@ -146,6 +151,11 @@ const int registered = [] {
     const std::vector<index_t> even(kv_heads, total / kv_heads);
     add("uneven/" + name, [=] { return decode<contiguous>({.tokens = 131072, .lengths = lengths}); });
     add("uneven/" + name + "_evened", [=] { return decode<contiguous>({.tokens = 131072, .lengths = even}); });
+    const cuda::decode_policy one_level{.in_one_level = 1 << 20};
+    add("uneven/" + name + "/one_level",
+        [=] { return decode<contiguous>({.tokens = 131072, .lengths = lengths, .policy = one_level}); });
+    add("uneven/" + name + "/split_ahead",
+        [=] { return decode<contiguous, bf16, cuda::decode_split::ahead>({.tokens = 131072, .lengths = lengths}); });
   };
   uneven("drawn", drawn);
   uneven("one_long", one_long);

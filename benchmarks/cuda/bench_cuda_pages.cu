@@ -3,6 +3,7 @@
 #include "tessera/backend/cuda/attend/decode/decode_attention.cuh"
 #include "tessera/backend/cuda/read/extrema/page_index.cuh"
 #include "tessera/backend/cuda/read/extrema/page_retrieval.cuh"
+#include "tessera/backend/cuda/store/append.cuh"
 #include "tessera/methods/rocketkv.hpp"
 
 namespace gpu_bench {
@@ -12,8 +13,9 @@ using method = rocketkv<bf16, head_dim>;
 using view_type = kv_view<bf16, head_dim>;
 using scorer_type = method::retrieve_type::scorer_type;
 
-/// `apart`: a step in two launches, the choice and decode attention over it.
-enum class part { choose, attend, step, apart };
+/// `apart`: a step in two launches, the choice and decode attention over it. `appended`: a step, and the append of its token
+/// before it; `appended_plain`: one that lets no launch begin early.
+enum class part { choose, attend, step, apart, appended, appended_plain };
 
 /// One layer of a batch whose prompts of `context` tokens were compressed under a budget of `tokens`.
 prepared rocket_step(index_t sequences, index_t context, index_t tokens, part wanted) {
@@ -42,7 +44,7 @@ prepared rocket_step(index_t sequences, index_t context, index_t tokens, part wa
   cuda::decode_attention<view_type> attend(sequences, kv_heads, q_heads, 1, device);
   struct memory {
     buffer<read_plan> plans;
-    buffer<index_t> lengths, first, indices, counts;
+    buffer<index_t> lengths, before, first, indices, counts;
     buffer<bf16> index;
     buffer<float> out;
     buffer<unsigned char> choosing, attending;
@@ -50,9 +52,9 @@ prepared rocket_step(index_t sequences, index_t context, index_t tokens, part wa
   const std::size_t q_rows = std::size_t(sequences) * q_heads, most = std::size_t(choose.most_chosen());
   const auto keep = std::make_shared<memory>(
       std::vector<read_plan>(std::size_t(sequences), reading), std::vector<index_t>(std::size_t(rows), stored),
-      std::vector<index_t>(std::size_t(sequences), stored - 1), std::size_t(rows) * most * std::size_t(sets),
-      std::size_t(rows) * std::size_t(sets), index_elements * std::size_t(sets), q_rows * head_dim,
-      choose.workspace_bytes(), attend.workspace_bytes());
+      std::vector<index_t>(std::size_t(rows), stored - 1), std::vector<index_t>(std::size_t(sequences), stored - 1),
+      std::size_t(rows) * most * std::size_t(sets), std::size_t(rows) * std::size_t(sets),
+      index_elements * std::size_t(sets), q_rows * head_dim, choose.workspace_bytes(), attend.workspace_bytes());
   bf16* pool = random_rows(elements * 2 * std::size_t(sets) + q_rows * head_dim);
   attend.prepare(keep->attending.data(), stream());
 
@@ -103,7 +105,15 @@ prepared rocket_step(index_t sequences, index_t context, index_t tokens, part wa
   cuda::check(cudaStreamSynchronize(stream()), "cudaStreamSynchronize");
   made.keep = keep;
   made.graph = std::make_unique<replay>(launches(made.bytes, sets), [&](int i) {
-    if (wanted == part::step && choose.attends()) {
+    const bool appends = wanted == part::appended || wanted == part::appended_plain;
+    if (appends) {
+      cuda::append_problem<view_type, bf16> fresh;
+      fresh.view = view_of(i % sets);
+      fresh.view.lengths = keep->before.data();
+      fresh.k = fresh.v = nhd_rows<const bf16>(pool, 1, kv_heads, head_dim, sequences);
+      cuda::append<view_type, bf16>(sequences, kv_heads, wanted == part::appended).run(fresh, nullptr, stream());
+    }
+    if ((wanted == part::step || appends) && choose.attends()) {
       choose.choose_and_attend(problem_of(i % sets), out, {}, keep->choosing.data(), stream());
       return;
     }
@@ -121,6 +131,9 @@ const int registered = [] {
     add(where + "attend", [=] { return rocket_step(sequences, context, tokens, part::attend); });
     add(where + "step", [=] { return rocket_step(sequences, context, tokens, part::step); });
     add(where + "apart", [=] { return rocket_step(sequences, context, tokens, part::apart); });
+    if (tokens != 1024) return;
+    add(where + "appended", [=] { return rocket_step(sequences, context, tokens, part::appended); });
+    add(where + "appended_plain", [=] { return rocket_step(sequences, context, tokens, part::appended_plain); });
   };
   for (const index_t sequences : {1, 8}) {
     cell(sequences, "32K", 32768, 1024);

@@ -40,7 +40,10 @@ std::vector<index_t> evened(std::vector<index_t> lengths) {
   return lengths;
 }
 
-prepared decode_ragged(const std::vector<index_t>& lengths, index_t sequences) {
+/// `split_only`: times the split of the rows in place of a step.
+template <cuda::decode_split Split = cuda::decode_split::each_step>
+prepared decode_ragged(const std::vector<index_t>& lengths, index_t sequences, const cuda::decode_policy& policy = {},
+                       bool split_only = false) {
   using view_type = kv_view<const bf16, head_dim, csr_table>;
   std::vector<index_t> begins{0}, blocks;
   offset_t read = 0;
@@ -56,7 +59,8 @@ prepared decode_ragged(const std::vector<index_t>& lengths, index_t sequences) {
   prepared made;
   made.bytes = double(read) * 2 * head_dim * sizeof(bf16);
   const int sets = input_sets(made.bytes);
-  const cuda::decode_attention<view_type> op(sequences, kv_heads, q_heads, 1, cuda::device_info::current());
+  const cuda::decode_attention<view_type, float, Split> op(sequences, kv_heads, q_heads, 1,
+                                                           cuda::device_info::current(), policy);
   struct memory {
     buffer<index_t> lengths, first, begins, blocks;
     buffer<float> out, lse;
@@ -70,7 +74,7 @@ prepared decode_ragged(const std::vector<index_t>& lengths, index_t sequences) {
   op.prepare(keep->workspace.data(), stream());
   cuda::check(cudaStreamSynchronize(stream()), "cudaStreamSynchronize");
   made.keep = keep;
-  made.graph = std::make_unique<replay>(launches(made.bytes, sets), [&](int i) {
+  const auto problem_of = [&](int i) {
     cuda::decode_problem<view_type> problem;
     view_type& view = problem.view;
     view.k = pool + elements * 2 * std::size_t(i % sets), view.v = view.k + elements;
@@ -82,7 +86,15 @@ prepared decode_ragged(const std::vector<index_t>& lengths, index_t sequences) {
     problem.first_position = keep->first.data();
     problem.out = nhd_rows(keep->out.data(), 1, q_heads, head_dim, sequences);
     problem.lse = nhd_rows(keep->lse.data(), 1, q_heads, 1, sequences);
-    op.run(problem, keep->workspace.data(), stream());
+    return problem;
+  };
+  if constexpr (Split == cuda::decode_split::ahead) op.split(problem_of(0), keep->workspace.data(), stream());
+  if (split_only) made.bytes = 0;
+  made.graph = std::make_unique<replay>(split_only ? 32 : launches(made.bytes, sets), [&](int i) {
+    if constexpr (Split == cuda::decode_split::ahead) {
+      if (split_only) return op.split(problem_of(i), keep->workspace.data(), stream());
+    }
+    op.run(problem_of(i), keep->workspace.data(), stream());
   });
   return made;
 }
@@ -136,6 +148,11 @@ const int registered = [] {
       const index_t sequences = batch.first;
       add(name, [=] { return decode_ragged(lengths, sequences); });
       add(name + "_evened", [=] { return decode_ragged(evened(lengths), sequences); });
+      constexpr cuda::decode_split ahead = cuda::decode_split::ahead;
+      add(name + "/split_ahead", [=] { return decode_ragged<ahead>(lengths, sequences); });
+      add(name + "/split_ahead_evened", [=] { return decode_ragged<ahead>(evened(lengths), sequences); });
+      add(name + "/making_the_split", [=] { return decode_ragged<ahead>(lengths, sequences, {}, true); });
+      add(name + "/one_level", [=] { return decode_ragged(lengths, sequences, {.in_one_level = 1 << 20}); });
     }
   }
   // The same counts, but the newest tokens stay: nothing is scored but positions.

@@ -1,10 +1,12 @@
 // A whole decode step of a model of Llama-3.1-8B's shape with random weights: time between tokens and device memory by
 // context and method, through the example engine and the tool's caches. One conversation, or several at once; bf16.
 //
-//   bench_decode_step [--methods full,snapkv] [--budget 2048] [--contexts 32768,131072] [--steps 50] [--batch 1] [--json FILE]
+//   bench_decode_step [--methods full,snapkv] [--budget 2048] [--contexts 32768,131072] [--steps 50] [--batch 1]
+//                     [--prompts 2048,32768] [--json FILE]
 //
 // The prompt's keys and values are random numbers that are put into the cache without running the model over them; then
 // every step runs the whole model: one graph launch a token, timed from the host's call to the next token on the host.
+// With --prompts nothing is decoded: the model runs over prompts of such lengths, from the host's call to the logits.
 // Contexts whose cache would not fit beside the weights are measured with 8 and with 4 layers and continued to 32 by a
 // straight line; their entries say so.
 #include <cuda_runtime.h>
@@ -54,8 +56,15 @@ struct options {
   std::vector<index_t> contexts{1024, 32768, 65536, 131072, 262144, 524288, 1048576};
   index_t budget = 2048;
   int steps = 50, layers = 32, batch = 1;
+  std::vector<index_t> prompts;
   std::string json;
 };
+
+std::vector<index_t> parse_counts(const std::string& name, const std::string& value) {
+  std::vector<index_t> counts;
+  for (const auto& text : tool::parse_list(name, value)) counts.push_back(index_t(tool::parse_count(name, text, 1)));
+  return counts;
+}
 
 options parse(int count, char** arguments) {
   options given;
@@ -66,9 +75,9 @@ options parse(int count, char** arguments) {
     if (name == "--methods") {
       given.methods = tool::parse_list(name, value);
     } else if (name == "--contexts") {
-      given.contexts.clear();
-      for (const auto& text : tool::parse_list(name, value))
-        given.contexts.push_back(index_t(tool::parse_count(name, text, 1)));
+      given.contexts = parse_counts(name, value);
+    } else if (name == "--prompts") {
+      given.prompts = parse_counts(name, value);
     } else if (name == "--budget") {
       given.budget = index_t(tool::parse_count(name, value, 1));
     } else if (name == "--steps") {
@@ -80,7 +89,7 @@ options parse(int count, char** arguments) {
     } else if (name == "--json") {
       given.json = value;
     } else {
-      tessera::fail("option", name, "--methods, --contexts, --budget, --steps, --layers, --batch or --json",
+      tessera::fail("option", name, "--methods, --contexts, --prompts, --budget, --steps, --layers, --batch or --json",
                     "see this file's head");
     }
   }
@@ -122,6 +131,7 @@ class uncounted final : public engine::cuda::kv_cache {
   }
   void end_prefill(cudaStream_t stream) override { cache_.end_prefill(stream); }
   void begin_step(int tokens, cudaStream_t stream) override { cache_.begin_step(tokens, stream); }
+  int step_actions() const override { return cache_.step_actions(); }
   void begin_step_on_device(int tokens, cudaStream_t stream) override { cache_.begin_step_on_device(tokens, stream); }
   void decode(int layer, const void* q, const void* k, const void* v, int tokens, float* out,
               cudaStream_t stream) override {
@@ -155,8 +165,8 @@ void fill_prompt(engine::cuda::kv_cache& cache, const engine::llama_config& conf
   check(cudaStreamSynchronize(stream), "filling the cache");
 }
 
-measured measure(engine::cuda::llama& model, const tool::method_info& method, index_t context, const options& given) {
-  const engine::llama_config& config = model.config();
+tool::cache_request request_of(const engine::llama_config& config, const tool::method_info& method, index_t context,
+                               const options& given) {
   tool::cache_request request;
   request.shape = {config.num_hidden_layers, config.num_attention_heads, config.num_key_value_heads};
   request.head_dim = config.head_dim;
@@ -166,6 +176,26 @@ measured measure(engine::cuda::llama& model, const tool::method_info& method, in
   request.tokens = context + index_t(given.steps) + 10;
   // What RocketKV keeps of these contexts is far less than the context: its index need not be made for all of it.
   if (method.name == "rocketkv") request.index_tokens = std::min<index_t>(request.tokens, 16384);
+  return request;
+}
+
+/// The time of a whole prompt of random tokens, the second of two: the first one loads kernels.
+double prompt_ms(engine::cuda::llama& model, const tool::method_info& method, index_t tokens, const options& given) {
+  std::vector<engine::token_t> prompt;
+  for (index_t i = 0; i < tokens; ++i) prompt.push_back(engine::token_t(1 + std::int64_t(i) * 7919 % 100000));
+  double time = 0;
+  for (int run = 0; run < 2; ++run) {
+    const auto cache = tool::make_cache(method, tool::backend::cuda, request_of(model.config(), method, tokens, given));
+    const double begin = now_ms();
+    model.prefill(prompt, *cache->on_device());
+    time = now_ms() - begin;
+  }
+  return time;
+}
+
+measured measure(engine::cuda::llama& model, const tool::method_info& method, index_t context, const options& given) {
+  const engine::llama_config& config = model.config();
+  const tool::cache_request request = request_of(config, method, context, given);
   const double before = used_bytes();
   const auto cache = tool::make_cache(method, tool::backend::cuda, request);
   engine::cuda::kv_cache& on_device = *cache->on_device();
@@ -298,6 +328,20 @@ void run(const options& given) {
     }
   };
 
+  if (!given.prompts.empty()) {
+    auto model = engine::cuda::llama::random(llama_8b(given.layers), 1);
+    for (const index_t tokens : given.prompts) {
+      for (const std::string& method : given.methods) {
+        const std::string name = "prompt/" + method + "/" + std::to_string(tokens);
+        attempt(name, [&] {
+          measured found;
+          found.median_ms = prompt_ms(model, tool::find_method(method), tokens, given);
+          report(name, found, false);
+        });
+      }
+    }
+    return;
+  }
   std::vector<std::pair<const tool::method_info*, index_t>> later;
   {
     auto model = engine::cuda::llama::random(llama_8b(given.layers), 1);

@@ -69,6 +69,14 @@ void add_varied(const std::vector<std::string>& texts, std::vector<variant>& var
             changed.settings.push_back({name, value});
             changed.differs = name + "=" + value;
             changed.method->configured(changed.settings);
+            if (names_profile(*changed.method, changed.settings)) {
+              if (row > i) break;  // the same for every budget: the profile says what each head keeps
+              changed.budget.reset();
+            }
+            tessera::require(
+                changed.budget || !changed.method->has_budget || names_profile(*changed.method, changed.settings),
+                "--vary " + given.name, value, "profiles, where --set gives one",
+                "give them all to --vary, and --budgets");
             more.push_back(std::move(changed));
           }
         }

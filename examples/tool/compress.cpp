@@ -129,12 +129,25 @@ void write_lines(const tessera::prompt_lines& lines, const prompt_outputs& promp
   file.add("prefill_lse", {rows, layer.q_heads}, std::span<const float>(prompt.lse));
 }
 
-// Returns how many tokens have a score.
+// Errors: a score that is no number, by which tokens would be ranked last without a word.
+void require_scores(const ranked_tokens& ranked, index_t kv_heads) {
+  for (std::size_t row = 0; row < ranked.scores.size(); ++row) {
+    for (std::size_t i = 0; i < ranked.scores[row].size(); ++i) {
+      if (!std::isnan(ranked.scores[row][i])) continue;
+      const bool by_kv_head = ranked.scores.size() <= std::size_t(kv_heads);
+      tessera::fail("layer 0, " + std::string(by_kv_head ? "KV head " : "query head ") + std::to_string(row) +
+                        ", prompt token " + std::to_string(ranked.positions[row][i]) + ": the score",
+                    ranked.scores[row][i], "a number", "products overflow float: scale queries, keys or values");
+    }
+  }
+}
+
+// A row for each KV head, or for each query head where these choose apart. Returns how many tokens have a score.
 std::int64_t write_scores(const ranked_tokens& ranked, index_t kv_heads, engine::safetensors_writer& file) {
   std::vector<std::int64_t> indptr{0};
   std::vector<index_t> positions;
   std::vector<float> values;
-  for (std::size_t head = 0; head < std::size_t(kv_heads); ++head) {
+  for (std::size_t head = 0; head < std::max(std::size_t(kv_heads), ranked.scores.size()); ++head) {
     if (head < ranked.scores.size()) {
       positions.insert(positions.end(), ranked.positions[head].begin(), ranked.positions[head].end());
       values.insert(values.end(), ranked.scores[head].begin(), ranked.scores[head].end());
@@ -225,11 +238,12 @@ compressed compress(const safetensors_file& in, const compress_options& options)
                                 {shape_of(layer, method, options), layer.head_dim, layer.element, options.budget,
                                  options.settings, options.workers, layer.tokens + steps});
   const bool blocks = method.keeps_blocks_of_segments && options.where == backend::cpu;
-  if (options.scores || blocks) (void)cache->trace_ranked();
+  if (method.ranks) (void)cache->trace_ranked();
   compressed result;
   const auto turns = read_turns(in, layer.tokens);
   if (method.chooses_lines) (void)cache->trace_lines();
   const prompt_outputs prompt = prefill(layer, turns, method, *cache);
+  if (method.ranks) require_scores(cache->ranked(0), layer.kv_heads);
   index_lists kept;
   for (index_t head = 0; head < layer.kv_heads; ++head) kept.add(cache->positions(0, head));
   kept.write(result.file, "keep");

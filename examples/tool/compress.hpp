@@ -46,7 +46,8 @@ struct compressed {
 /// Out    keep.indptr I64 [kv_heads + 1], keep.indices I32, attend.indptr I64 [steps * kv_heads + 1], attend.indices
 /// I32,
 ///        out F32 [steps, q_heads, head_dim], lse F32 [steps, q_heads]; metadata: method, budget, every parameter (as the first turn's plan has it),
-///        bytes_full, bytes_held (after the prompt), bytes_read_per_step. On request scores.indptr I64 [kv_heads + 1],
+///        bytes_full, bytes_held (after the prompt), bytes_read_per_step. On request scores.indptr I64 [kv_heads + 1], or
+///        [q_heads + 1] where query heads choose apart,
 ///        scores.positions I32 and scores.values F32: the tokens that competed when the last turn's prompt ended, with the
 ///        scores that the selector saw. Tokens that stay in any case (a window) are not among them; none are where the
 ///        budget covers everything. Of a method that keeps blocks of segments segments.block_size I32, one entry a segment of

@@ -166,7 +166,7 @@ void add_calibrate(CLI::App& app) {
   add_text(*command, "--alpha", "0..1e6", given->alpha, "deviations above its mean that a head gets");
   command->add_flag("--renormalise", given->renormalise, "scale the budgets so that they are --share on average");
   add_settings(*command, given->settings, "a parameter of the method; may be given several times");
-  add_text(*command, "--context", "1..", given->context, "tokens of a prompt");
+  add_text(*command, "--context", "1..16777216", given->context, "tokens of a prompt");
   CLI::Option* suite = add_text(*command, "--suite", "NAME", given->suite, "which task families; see below");
   add_text(*command, "--families", "NAME,..", given->families,
            "task families, separated by commas, in place of a suite")
@@ -222,8 +222,8 @@ void add_heads(CLI::App& app) {
       "heads",
       "Finds out which KV heads of a model look far back while it answers questions about long documents, and\n"
       "writes a profile of them for duo_attention.");
-  command->add_option("--model", given->documents.model, "folder with config.json, safetensors and tokenizer.model")
-      ->type_name("FOLDER")
+  add_text(*command, "--model", "FOLDER", given->documents.model,
+           "folder with config.json, safetensors and tokenizer.model")
       ->required();
   add_documents(*command, given->documents);
   add_text(*command, "--sinks", "0..16777216", given->sinks, "first tokens that a streaming head keeps");

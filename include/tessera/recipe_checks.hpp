@@ -60,6 +60,10 @@ constexpr bool check_recipe() {
       "is new; take the budget calibrated");
   static_assert(!Retain::settles || !in_steps,
                 "tessera: a budget that gives shares of a prompt has none to give in steps; use once or each_chunk");
+  static_assert(
+      !Retain::settles || !Retain::follows,
+      "tessera: a budget that gives shares of what is new needs the queries of what is new; a window that follows "
+      "the conversation has older ones too; take observation_window");
   static_assert(!Schedule::fires_at(moment::chunk_end) || !Retain::plans,
                 "tessera: a budget over two stages is planned when a prompt ends, not while it comes in; use once");
   static_assert(!Retain::splits || (!Retain::drops && !Retrieve::retrieves),

@@ -233,6 +233,15 @@ struct retain_all {
   static void policies(Visit&&) {}
 };
 
+/// Lists that each kv_head's group of query heads reads by: one, or one for each place in the group where they choose apart.
+template <class Stage>
+index_t reading_members([[maybe_unused]] const Stage& first, [[maybe_unused]] index_t group) {
+  if constexpr (Stage::splits) {
+    if (first.scope.by_query_head()) return group;
+  }
+  return 1;
+}
+
 /// What one decode step reads: a scorer ranks what is stored by the step's queries, a selector chooses `tokens` of it.
 template <class Scorer, class Selector>
 struct retrieve {

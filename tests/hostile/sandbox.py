@@ -14,7 +14,23 @@ from small_files import floats, safetensors, write_model  # noqa: E402
 def layer(dtype="BF16"):
     return {"k": floats(2, 40, 64, dtype=dtype), "v": floats(2, 40, 64, dtype=dtype), "q": floats(40, 4, 64, dtype=dtype),
             "q_decode": floats(2, 4, 64, dtype=dtype), "k_decode": floats(2, 2, 64, dtype=dtype),
-            "v_decode": floats(2, 2, 64, dtype=dtype), "turns": ("I64", [2], struct.pack("<2q", 0, 25))}
+            "v_decode": floats(2, 2, 64, dtype=dtype), "turns": ("I64", [2], struct.pack("<2q", 0, 25)),
+            "boundaries": ("U8", [40], bytes(token % 9 == 8 for token in range(40))),
+            "boundaries_decode": ("U8", [2], b"\1\0"), "output_projection": floats(4, 64, 2, dtype=dtype)}
+
+
+def profile(layers, kv_heads):
+    """What `tessera calibrate` writes."""
+    def table(value):
+        return [[value] * kv_heads] * layers
+    return {"version": 1, "model": "model", "method": "snapkv", "share": 0.3, "samples": 4, "alpha": 2.0,
+            "mean": table(0.3), "deviation": table(0.05), "budget": table(0.4)}
+
+
+def gates(layers, kv_heads):
+    """What `tessera heads` writes."""
+    return {"kind": "tessera head gates", "version": 1, "model": "model", "sinks": 4, "recent": 64, "questions": 2,
+            "gates": [[0.25 + head / 2 for head in range(kv_heads)]] * layers}
 
 
 def write_sandbox(folder, examples):
@@ -28,6 +44,11 @@ def write_sandbox(folder, examples):
                                      {"prompt": "\nAnswer:", "answer": "y"}]}) + "\n")
     (folder / "text").write_text("\n".join((examples / "data" / "opticks.txt").read_text().split("\n")[:120]))
     shutil.copy(examples / "data" / "tasks.json", folder / "tasks")
+    for name, make in (("profile", profile), ("gates", gates)):
+        (folder / name).write_text(json.dumps(make(1, 2)))  # for the layer
+        (folder / f"model_{name}").write_text(json.dumps(make(1, 1)))
+    (folder / "deep").write_text("[" * 200_000)
+    (folder / "wide").write_text(json.dumps(profile(300, 300)))
     (folder / "empty").write_text("")
     (folder / "random").write_bytes(random.randbytes(3000))
     (folder / "many").write_bytes(safetensors({f"t{i}": ("U8", [0], b"") for i in range(3000)}))

@@ -28,7 +28,27 @@ support::random_cache_calls calls_of(const std::string& method, support::rng& ra
     if (one.name == "observed") chosen.values["observed"] = random.between(1, 4);
     if (one.name == "every") chosen.values["every"] = 1;  // or sequences of a batch may differ in what is due
     if (one.name == "max_new") chosen.values["max_new"] = random.between(4, 12);
+    if (one.name == "chunk") chosen.values["chunk"] = random.between(1, 20);
+    if (one.name == "page") chosen.values["page"] = random.between(1, 5);
+    if (one.name == "heads") chosen.values["heads"] = random.between(1, 3);
+    if (one.name == "segment") chosen.values["segment"] = random.between(1, 40);
+    if (one.name == "reference") chosen.values["reference"] = random.between(1, 64);
+    if (one.name == "least_segment") chosen.values["least_segment"] = random.between(32, 48);
+    if (one.name == "channels" && random.chance(0.5)) chosen.values["channels"] = 0.25;
+    if (one.name == "rows") chosen.values["rows"] = random.between(1, 12);
+    if (one.name == "dense_layers") chosen.values["dense_layers"] = random.pick({0, 0, 0, 1});
   }
+  for (const auto& [word, choices] : {std::pair{"strategy", 2},
+                                      {"cluster", 3},
+                                      {"per", 2},
+                                      {"lines", 2},
+                                      {"algorithm", 2},
+                                      {"element", 5},
+                                      {"reduce", 2}})
+    chosen.values[word] = random.between(0, choices - 1);
+  if (random.chance(0.7)) chosen.values["profile"] = random.between(0, 3);
+  known.segments = traits_of(method).segments;
+  known.step_segments = traits_of(method).step_segments;
   known.has_two = traits_of(method).scorer != traits::first::none;
   known.exact = method.find("exact") != std::string::npos && !traits_of(method).plans;
   const auto workers = std::make_shared<tessera::cpu::executor>(1);

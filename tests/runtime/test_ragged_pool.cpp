@@ -1,10 +1,13 @@
 #include "catch.hpp"
 
 #include <algorithm>
+#include <limits>
 #include <map>
 #include <set>
 #include <vector>
 
+#include <tessera/layout/ragged_pages.hpp>
+#include <tessera/runtime/page_plan.hpp>
 #include <tessera/runtime/ragged_pool.hpp>
 
 #include "support/random.hpp"
@@ -110,4 +113,19 @@ TEST_CASE("what was set aside for one sequence is not given to another") {
   pool.reserve(0, 0);  // a prompt has ended with 5 pages
   pool.release(0, 0, 5);
   CHECK_NOTHROW(pool.take(1, 0, 5));
+}
+
+TEST_CASE("a plan of more pages than 32 bits count asks for as many as they do, and a pool with a bound refuses it") {
+  constexpr index_t layers = 256, tokens = 1 << 24, all = std::numeric_limits<index_t>::max();
+  ragged_pages where;
+  where.heads = where.page = 1;
+  const auto groups = where.groups(layers, 1);
+  const page_plan plan = plan_pages(
+      groups, 1, std::vector<index_t>(layers, 0), {tokens, 0, 0}, [](index_t, index_t, index_t seen) { return seen; },
+      [](index_t) { return true; });
+  CHECK(plan.after == std::vector<index_t>(layers, tokens));
+  CHECK(plan.most == all);
+  ragged_pool pool(layers, 1000);
+  pool.open(0);
+  CHECK_THROWS_AS(pool.reserve(0, plan.most), error);
 }

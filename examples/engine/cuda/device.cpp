@@ -44,10 +44,10 @@ void* allocate(std::size_t bytes) {
                 "use a smaller model or a shorter prompt, or free memory on the device");
 }
 
-captured_steps::step& captured_steps::of(std::uint64_t model, int tokens) {
+captured_steps::step& captured_steps::of(std::uint64_t model, int tokens, int actions) {
   for (step& known : steps_)
-    if (known.model == model && known.tokens == tokens) return known;
-  return steps_.emplace_back(step{model, tokens});
+    if (known.model == model && known.tokens == tokens && known.actions == actions) return known;
+  return steps_.emplace_back(step{model, tokens, actions});
 }
 
 void captured_steps::clear() {

@@ -21,10 +21,10 @@ enum class element { bf16, fp16 };
 /// die with it; a copy of a cache begins with none.
 class captured_steps {
  public:
-  /// One graph for each model and number of tokens.
+  /// One graph for each model, number of tokens and what else a step does.
   struct step {
     std::uint64_t model;  ///< a number that no other model has: an address may be used again
-    int tokens;
+    int tokens, actions;
     int runs = 0;  ///< before it was captured
     CUgraphExec_st* graph = nullptr;
   };
@@ -37,7 +37,7 @@ class captured_steps {
   }
   ~captured_steps() { clear(); }
 
-  step& of(std::uint64_t model, int tokens);
+  step& of(std::uint64_t model, int tokens, int actions);
 
   /// Forgets all graphs: for a cache whose steps launch something else from now on.
   void clear();
@@ -80,6 +80,8 @@ class kv_cache {
 
   /// What the host has to do before a decode step of 1 to 8 tokens of each conversation. Never captured.
   virtual void begin_step(int tokens, stream_t stream) = 0;
+  /// Of the step that `begin_step` began: steps that launch different things differ in this number, and are captured apart.
+  virtual int step_actions() const { return 0; }
   /// What the device has to do before the first layer of a step. Captured with the step.
   virtual void begin_step_on_device(int tokens, stream_t stream) = 0;
   /// Appends a step's tokens to `layer` and writes their attention to `out`. Captured once, replayed as lengths grow.

@@ -302,7 +302,7 @@ class llama::state {
     }
     std::copy(tokens.begin(), tokens.end(), tokens_in_.data());
     cache.begin_step(each, stream);
-    captured_steps::step& step = cache.steps().of(number_, count);
+    captured_steps::step& step = cache.steps().of(number_, count, cache.step_actions());
     // The first step is launched directly: it loads the kernels and lets cuBLAS choose, which cannot be captured.
     if (step.runs++ == 0) {
       launch_step(count, cache);

@@ -1,5 +1,6 @@
 #include <algorithm>
 #include <tessera/core/types.hpp>
+#include <type_traits>
 
 #include "ops.hpp"
 
@@ -40,48 +41,58 @@ __device__ void load_eight(const float* x, std::int64_t chunk, float (&values)[8
   values[4] = high.x, values[5] = high.y, values[6] = high.z, values[7] = high.w;
 }
 
-// Two outputs a warp: each lane keeps 2 * unrolled loads of W in flight, and x, which stays in L1, is read for both.
-// In blocks of 128 threads this loop took 0.87 to 1.01 of cuBLAS's time on Llama-3.1-8B's five shapes; blocks of 256
-// were not measured alone. Tried on the whole step: a prefetch of the weights into L2 lost 10 %; SwiGLU inside the product
-// gained nothing; launching every kernel early (programmatic dependent launch), the append too, lost 1 %, and 9 % where
-// kernels let the next ones begin before they wait themselves (H200, CUDA 13.0).
-constexpr int rows_per_warp = 2;
+// Two outputs a warp, for each of a few rows of x: each lane keeps 2 * unrolled loads of W in flight, and x, which stays in
+// L1, is read for both.
+// In blocks of 128 threads this loop took 0.87 to 1.01 of cuBLAS's time on Llama-3.1-8B's five shapes, of one row; blocks
+// of 256 were not measured alone. Tried on the whole step: a prefetch of the weights into L2 lost 10 %; SwiGLU inside the
+// product gained nothing; launching every kernel early (programmatic dependent launch), the append too, lost 1 %, and 9 %
+// where kernels let the next ones begin before they wait themselves (H200, CUDA 13.0).
+constexpr int outputs_per_warp = 2;
 constexpr int unrolled = 4;
-template <class X>
+template <int Rows, class X>
 __global__ void __launch_bounds__(threads)
-    matrix_vector_entry(const X* __restrict__ x, const uint4* __restrict__ weight, int outputs, int chunks, bool add,
-                        float* __restrict__ y) {
+    matrix_vectors_entry(const X* __restrict__ x, const uint4* __restrict__ weight, int outputs, int chunks, bool add,
+                         float* __restrict__ y) {
   const int lane = int(threadIdx.x) % 32;
-  const int first = (int(blockIdx.x) * (threads / 32) + int(threadIdx.x) / 32) * rows_per_warp;
+  const int first = (int(blockIdx.x) * (threads / 32) + int(threadIdx.x) / 32) * outputs_per_warp;
   if (first >= outputs) return;
-  const uint4* rows[rows_per_warp];
-  for (int r = 0; r < rows_per_warp; ++r) rows[r] = weight + std::int64_t(min(first + r, outputs - 1)) * chunks;
-  float sums[rows_per_warp] = {};
+  const uint4* from[outputs_per_warp];
+  for (int r = 0; r < outputs_per_warp; ++r) from[r] = weight + std::int64_t(min(first + r, outputs - 1)) * chunks;
+  float sums[Rows][outputs_per_warp] = {};
   for (int i = lane; i < chunks; i += 32 * unrolled) {
-    uint4 w[rows_per_warp][unrolled];
+    uint4 w[outputs_per_warp][unrolled];
 #pragma unroll
     for (int u = 0; u < unrolled; ++u) {
 #pragma unroll
-      for (int r = 0; r < rows_per_warp; ++r)
-        w[r][u] = i + 32 * u < chunks ? __ldcs(rows[r] + i + 32 * u) : uint4{0, 0, 0, 0};
+      for (int r = 0; r < outputs_per_warp; ++r)
+        w[r][u] = i + 32 * u < chunks ? __ldcs(from[r] + i + 32 * u) : uint4{0, 0, 0, 0};
     }
 #pragma unroll
     for (int u = 0; u < unrolled; ++u) {
       if (i + 32 * u >= chunks) break;
-      float in[8];
-      load_eight(x, i + 32 * u, in);
+      float values[outputs_per_warp][8];
 #pragma unroll
-      for (int r = 0; r < rows_per_warp; ++r) {
-        float values[8];
-        unpack(w[r][u], values);
+      for (int r = 0; r < outputs_per_warp; ++r) unpack(w[r][u], values[r]);
 #pragma unroll
-        for (int j = 0; j < 8; ++j) sums[r] = fmaf(values[j], in[j], sums[r]);
+      for (int row = 0; row < Rows; ++row) {
+        float in[8];
+        load_eight(x, std::int64_t(row) * chunks + i + 32 * u, in);
+#pragma unroll
+        for (int r = 0; r < outputs_per_warp; ++r) {
+#pragma unroll
+          for (int j = 0; j < 8; ++j) sums[row][r] = fmaf(values[r][j], in[j], sums[row][r]);
+        }
       }
     }
   }
-  for (int r = 0; r < rows_per_warp; ++r) {
-    const float sum = lane_sum(sums[r]);
-    if (lane == 0 && first + r < outputs) y[first + r] = add ? y[first + r] + sum : sum;
+#pragma unroll
+  for (int row = 0; row < Rows; ++row) {
+#pragma unroll
+    for (int r = 0; r < outputs_per_warp; ++r) {
+      const float sum = lane_sum(sums[row][r]);
+      float* const to = y + std::int64_t(row) * outputs + first + r;
+      if (lane == 0 && first + r < outputs) *to = add ? *to + sum : sum;
+    }
   }
 }
 
@@ -91,21 +102,37 @@ __global__ void __launch_bounds__(threads)
   for (int i = int(threadIdx.x); i < width; i += threads) out[row * width + i] = float(embedding[token * width + i]);
 }
 
+// A row up to `held` elements a thread is read once, and its weights before the threads meet: a single row waits for memory
+// one time and not three.
 template <int Threads>
 __global__ void __launch_bounds__(Threads)
     rms_norm_entry(const float* x, int width, const float* weight, float eps, bf16* y) {
+  constexpr int held = 4;
   __shared__ float partial[Threads / 32];
   const float* in = x + std::int64_t(blockIdx.x) * width;
+  float own[held] = {}, weights[held] = {};
+#pragma unroll
+  for (int j = 0; j < held; ++j) {
+    const int i = int(threadIdx.x) + j * Threads;
+    if (i < width) own[j] = in[i], weights[j] = weight[i];
+  }
   float sum = 0;
-  for (int i = int(threadIdx.x); i < width; i += Threads) sum = fmaf(in[i], in[i], sum);
+#pragma unroll
+  for (int j = 0; j < held; ++j) sum = fmaf(own[j], own[j], sum);
+  for (int i = int(threadIdx.x) + held * Threads; i < width; i += Threads) sum = fmaf(in[i], in[i], sum);
   sum = lane_sum(sum);
   if (threadIdx.x % 32 == 0) partial[threadIdx.x / 32] = sum;
   __syncthreads();
   float total = 0;
   for (int w = 0; w < Threads / 32; ++w) total += partial[w];
   const float scale = 1.0f / sqrtf(total / float(width) + eps);
-  for (int i = int(threadIdx.x); i < width; i += Threads)
-    y[std::int64_t(blockIdx.x) * width + i] = bf16(in[i] * scale * weight[i]);
+  bf16* const out = y + std::int64_t(blockIdx.x) * width;
+#pragma unroll
+  for (int j = 0; j < held; ++j) {
+    const int i = int(threadIdx.x) + j * Threads;
+    if (i < width) out[i] = bf16(own[j] * scale * weights[j]);
+  }
+  for (int i = int(threadIdx.x) + held * Threads; i < width; i += Threads) out[i] = bf16(in[i] * scale * weight[i]);
 }
 
 __global__ void __launch_bounds__(threads) swiglu_entry(const float* gate_up, std::int64_t count, int width, bf16* y) {
@@ -205,17 +232,35 @@ __global__ void __launch_bounds__(threads)
 }  // namespace
 
 template <class X>
-bool matrix_vector(const X* x, const weight_matrix& weight, float* y, bool add, cudaStream_t stream) {
-  if (weight.inputs % 8 != 0) return false;
-  constexpr int outputs_per_block = threads / 32 * rows_per_warp;
+bool matrix_vectors(const X* x, std::int32_t rows, const weight_matrix& weight, float* y, bool add,
+                    cudaStream_t stream) {
+  if (weight.inputs % 8 != 0 || rows < 1 || rows > most_vector_rows) return false;
+  constexpr int outputs_per_block = threads / 32 * outputs_per_warp;
   const auto blocks = unsigned((weight.outputs + outputs_per_block - 1) / outputs_per_block);
-  matrix_vector_entry<<<blocks, threads, 0, stream>>>(x, reinterpret_cast<const uint4*>(weight.values.data()),
-                                                      weight.outputs, weight.inputs / 8, add, y);
-  check_launch("launch of the matrix-vector product");
+  const auto launch = [&]<int Rows>(std::integral_constant<int, Rows>) {
+    matrix_vectors_entry<Rows><<<blocks, threads, 0, stream>>>(x, reinterpret_cast<const uint4*>(weight.values.data()),
+                                                               weight.outputs, weight.inputs / 8, add, y);
+  };
+  static_assert(most_vector_rows == 4);
+  switch (rows) {
+    case 1:
+      launch(std::integral_constant<int, 1>{});
+      break;
+    case 2:
+      launch(std::integral_constant<int, 2>{});
+      break;
+    case 3:
+      launch(std::integral_constant<int, 3>{});
+      break;
+    default:
+      launch(std::integral_constant<int, 4>{});
+      break;
+  }
+  check_launch("launch of the matrix-vector products");
   return true;
 }
-template bool matrix_vector(const bf16*, const weight_matrix&, float*, bool, cudaStream_t);
-template bool matrix_vector(const float*, const weight_matrix&, float*, bool, cudaStream_t);
+template bool matrix_vectors(const bf16*, std::int32_t, const weight_matrix&, float*, bool, cudaStream_t);
+template bool matrix_vectors(const float*, std::int32_t, const weight_matrix&, float*, bool, cudaStream_t);
 
 void gather_rows(const token_t* tokens, std::int32_t rows, const weight_matrix& embedding, float* out,
                  cudaStream_t stream) {

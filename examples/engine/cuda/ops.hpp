@@ -16,7 +16,7 @@ struct weight_matrix {
   device_array<bf16> values;
 };
 
-/// Matrix products through cuBLAS, on one stream. They can be captured: the workspace is set once.
+/// Matrix products, of more than a few rows through cuBLAS, on one stream. They can be captured: the workspace is set once.
 class products {
  public:
   explicit products(cudaStream_t stream);
@@ -28,7 +28,7 @@ class products {
   /// y = x W^T, or y += x W^T, summed in fp32. Shapes: x [rows, W.inputs], y [rows, W.outputs].
   void linear(const bf16* x, std::int32_t rows, const weight_matrix& weight, float* y, write how = write::replace);
 
-  /// y += x W^T for an fp32 x; several rows are rounded to bf16 first, into `rounded` of the same shape.
+  /// y += x W^T for an fp32 x; what goes to cuBLAS is rounded to bf16 first, into `rounded` of the same shape.
   void linear(const float* x, std::int32_t rows, const weight_matrix& weight, float* y, bf16* rounded);
 
  private:
@@ -37,10 +37,14 @@ class products {
   device_array<std::byte> workspace_;
 };
 
-/// y = x W^T or y += x W^T for one row x, bf16 or fp32, at the speed of reading W. Returns false where the shape does
-/// not fit: W.inputs must be a multiple of 8.
+/// Rows that `matrix_vectors` takes; more are cuBLAS's.
+inline constexpr std::int32_t most_vector_rows = 4;
+
+/// y = x W^T or y += x W^T for up to `most_vector_rows` rows x, bf16 or fp32, at about the speed of reading W. Returns
+/// false where the shape does not fit: W.inputs must be a multiple of 8.
 template <class X>
-bool matrix_vector(const X* x, const weight_matrix& weight, float* y, bool add, cudaStream_t stream);
+bool matrix_vectors(const X* x, std::int32_t rows, const weight_matrix& weight, float* y, bool add,
+                    cudaStream_t stream);
 
 /// Rows of the embedding. Shapes: tokens [rows], embedding [vocab, width], out [rows, width].
 void gather_rows(const token_t* tokens, std::int32_t rows, const weight_matrix& embedding, float* out,

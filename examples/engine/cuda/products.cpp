@@ -17,7 +17,7 @@ products::products(cudaStream_t stream) : stream_(stream), workspace_(workspace_
 products::~products() { cublasDestroy(handle_); }
 
 void products::linear(const bf16* x, std::int32_t rows, const weight_matrix& weight, float* y, write how) {
-  if (rows == 1 && matrix_vector(x, weight, y, how == write::add, stream_)) return;
+  if (matrix_vectors(x, rows, weight, y, how == write::add, stream_)) return;
   const float alpha = 1, beta = how == write::add ? 1 : 0;
   // cuBLAS counts by columns: y^T = W x^T, where a row-major W is the transpose of a column-major one.
   check(cublasGemmEx(handle_, CUBLAS_OP_T, CUBLAS_OP_N, weight.outputs, rows, weight.inputs, &alpha,
@@ -27,7 +27,7 @@ void products::linear(const bf16* x, std::int32_t rows, const weight_matrix& wei
 }
 
 void products::linear(const float* x, std::int32_t rows, const weight_matrix& weight, float* y, bf16* rounded) {
-  if (rows == 1 && matrix_vector(x, weight, y, true, stream_)) return;
+  if (matrix_vectors(x, rows, weight, y, true, stream_)) return;
   round_to_bf16(x, std::int64_t(rows) * weight.inputs, rounded, stream_);
   linear(rounded, rows, weight, y, write::add);
 }

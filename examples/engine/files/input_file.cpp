@@ -96,7 +96,10 @@ bool there(const std::filesystem::path& path) {
 }
 
 std::string read_text_file(const std::filesystem::path& path) {
-  if (path == "-") return read_all(STDIN_FILENO, "standard input");
+  if (path == "-") {
+    static const std::string all = read_all(STDIN_FILENO, "standard input");  // a profile is read for every cache
+    return all;
+  }
   const input_file file(path, "text");
   return read_all(file.descriptor(), file.name());
 }

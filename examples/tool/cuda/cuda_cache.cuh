@@ -69,6 +69,8 @@ class cuda_cache_of final : public method_cache, public engine::cuda::kv_cache {
 
   void begin_step(int tokens, cudaStream_t stream) override { step_ = cache_.prepare_step(ids_, tokens, stream); }
 
+  int step_actions() const override { return step_.evicts_first + 2 * step_.evicts_last; }
+
   void begin_step_on_device(int, cudaStream_t stream) override { cache_.begin_step(step_, stream); }
 
   void decode(int layer, const void* q, const void* k, const void* v, int tokens, float* out,

@@ -23,16 +23,19 @@ void find_heads(const heads_options& given) {
   engine::require_agreement(folder, config, tokenizer.vocab_size());
   const auto conversations = given.documents.questions.empty() ? make_conversations(given.documents, config, tokenizer)
                                                                : load_questions(given.documents.questions);
-  const auto model = load_model(folder, backend::cpu, *workers);
+  const auto model = [&] {
+    progress_line progress("loading the model");
+    return load_model(folder, backend::cpu, *workers);
+  }();
   const evaluation plans(*model, tokenizer, {}, element_type::bf16, workers);
   head_probe probe(*model, sinks, recent, workers);
-  const gentle_end gentle;
-  progress_line progress("documents");
-  for (std::size_t i = 0; i < conversations.size(); ++i) {
-    throw_if_interrupted();
-    progress.update(std::int64_t(i), std::int64_t(conversations.size()));
-    const auto turns = plans.plan(conversations[i], "question " + std::to_string(i + 1));
-    probe.add(turns[0].prompt, tokenizer.encode(" " + turns[0].answer + "\n"));
+  {
+    progress_line progress("documents");
+    for (std::size_t i = 0; i < conversations.size(); ++i) {
+      progress.update(std::int64_t(i), std::int64_t(conversations.size()));
+      const auto turns = plans.plan(conversations[i], "question " + std::to_string(i + 1));
+      probe.add(turns[0].prompt, tokenizer.encode(" " + turns[0].answer + "\n"));
+    }
   }
   head_gates found = probe.found();
   found.model = given.documents.model;

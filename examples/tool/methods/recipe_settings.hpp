@@ -1,6 +1,7 @@
 // A recipe of the library and its parameters as text.
 #pragma once
 
+#include <algorithm>
 #include <concepts>
 #include <memory>
 #include <tessera/recipe.hpp>
@@ -26,6 +27,8 @@ std::vector<parameter_info> parameters_of(const Recipe& recipe) {
     all.push_back({"profile", gates_source(recipe.retain.budget.gates), "a file", "gates of the model's heads"});
   }
   Recipe::parameters(recipe, [&](const char* name, const auto& value, const auto& allowed, const char* about) {
+    const auto same = [&](const parameter_info& known) { return known.name == name; };
+    if (std::any_of(all.begin(), all.end(), same)) return;  // two policies that --set gives the same value
     all.push_back({name, value_text(value, allowed.text()), allowed.text(), about});
   });
   return all;

@@ -3,6 +3,7 @@
 #include <algorithm>
 #include <charconv>
 #include <cmath>
+#include <concepts>
 
 #include "engine/files/input_file.hpp"
 
@@ -49,10 +50,19 @@ void parse_value(std::string_view name, std::string_view text, std::string_view 
                    "pass it as " + std::string(name) + "=NUMBER");
 }
 
-void parse_value(std::string_view name, std::string_view text, std::string_view allowed, float& value) {
+template <std::floating_point Number>
+void parse_real(std::string_view name, std::string_view text, std::string_view allowed, Number& value) {
   tessera::require(parses_whole(text, value) && std::isfinite(value), name, quoted(text),
                    "a number, " + std::string(allowed),
                    "pass it as " + std::string(name) + "=NUMBER, with a point for decimals");
+}
+
+void parse_value(std::string_view name, std::string_view text, std::string_view allowed, float& value) {
+  parse_real(name, text, allowed, value);
+}
+
+void parse_value(std::string_view name, std::string_view text, std::string_view allowed, double& value) {
+  parse_real(name, text, allowed, value);
 }
 
 void parse_value(std::string_view name, std::string_view text, std::string_view allowed, tessera::split_factor& value) {

@@ -28,6 +28,7 @@ void require_one_of(std::string_view name, std::string_view text, const std::vec
 /// Errors: text of another type, or a number that the type does not hold.
 void parse_value(std::string_view name, std::string_view text, std::string_view allowed, index_t& value);
 void parse_value(std::string_view name, std::string_view text, std::string_view allowed, float& value);
+void parse_value(std::string_view name, std::string_view text, std::string_view allowed, double& value);
 void parse_value(std::string_view name, std::string_view text, std::string_view allowed, tessera::split_factor& value);
 
 std::string value_text(index_t value);

@@ -21,11 +21,11 @@
 namespace tool {
 namespace {
 
-double parse_real(const char* name, const std::string& text, tessera::value_range<float> allowed) {
-  float value = 0;
+double parse_real(const char* name, const std::string& text, tessera::value_range<double> allowed) {
+  double value = 0;
   parse_value(name, text, allowed.text(), value);
   allowed.check(name, value, std::string("pass another ") + name);
-  return std::stod(text);  // as it is written: 0.3 and no float near it
+  return value;
 }
 
 /// What each head keeps of one prompt where its layer keeps `share` of it, whichever heads that belongs to.
@@ -34,6 +34,9 @@ std::vector<double> shares_of(const method_cache& cache, const tessera::model_sh
   std::vector<double> all;
   for (index_t layer = 0; layer < shape.layers; ++layer) {
     const ranked_tokens ranked = cache.ranked(layer);
+    tessera::require(ranked.scores.size() == std::size_t(shape.kv_heads), "rankings of a layer", ranked.scores.size(),
+                     "one for each KV head, which are " + std::to_string(shape.kv_heads),
+                     "leave out what makes query heads choose apart");
     std::vector<float> values;
     std::vector<offset_t> offsets;
     const std::vector<index_t> lengths(std::size_t(shape.kv_heads), tokens);
@@ -92,8 +95,8 @@ void calibrate(const calibrate_options& given) {
                    "`tessera list` shows the methods; snapkv is one");
   const std::vector<setting> settings = parse_settings(given.settings);
   (void)method.configured(settings);
-  const double share = parse_real("--share", given.share, {1e-6f, 1.0f});
-  const double alpha = parse_real("--alpha", given.alpha, {0.0f, 1e6f});
+  const double share = parse_real("--share", given.share, {1e-6, 1.0});
+  const double alpha = parse_real("--alpha", given.alpha, tessera::profile::alphas);
   const auto count = index_t(parse_count("--samples", given.samples, 1, 1'000'000));
   const auto workers = make_workers(given.threads);
   engine::require_writable(given.out);
@@ -118,7 +121,7 @@ void calibrate(const calibrate_options& given) {
     return load_model(folder, backend::cpu, *workers);
   }();
 
-  const tessera::model_shape shape{config.num_hidden_layers, config.num_attention_heads, config.num_key_value_heads};
+  const tessera::model_shape shape = shape_of(config);
   tessera::calibration samples(shape.layers, shape.kv_heads);
   {
     progress_line progress("prompts");
@@ -139,6 +142,7 @@ void calibrate(const calibrate_options& given) {
       const std::vector<std::uint8_t> boundaries = tokenizer.boundaries(prompt);
       engine::prefill_options options;
       options.boundaries = boundaries;
+      options.repeat = repeat_sentences(tokenizer);
       (void)model->prefill(prompt, *cache, options);
       samples.add(shares_of(*cache, shape, tokens, share));
     }

@@ -20,10 +20,10 @@ profile_settings profile_settings::taken_from(std::vector<setting>& given) {
     if (value != "none") chosen.file = value;
   });
   take("alpha", [&](const std::string& value) {
-    float alpha = 0;
+    double alpha = 0;
     parse_value("alpha", value, tessera::profile::alphas.text(), alpha);
-    tessera::profile::alphas.check("alpha", double(alpha), "pass how many deviations above its mean a head keeps");
-    chosen.alpha = std::stod(value);
+    tessera::profile::alphas.check("alpha", alpha, "pass how many deviations above its mean a head keeps");
+    chosen.alpha = alpha;
   });
   take("layer", [&](const std::string& value) { chosen.layer = index_t(parse_count("layer", value, 0, 1 << 16)); });
   take("slack", [&](const std::string& value) {

@@ -216,6 +216,16 @@ struct rows_view {
   }
 };
 
+/// Query heads m, m + step, ... of rows: with step the group's size, the m-th of every group, as a model has them whose groups
+/// are of one. Null stays null.
+template <class T>
+rows_view<T> every_head(rows_view<T> rows, index_t m, index_t step) {
+  if (rows.data) rows.data += m * rows.head_stride;
+  rows.head_stride *= step;
+  rows.heads /= step;
+  return rows;
+}
+
 /// A contiguous [sequences, tokens, heads, dim] tensor (NHD).
 template <class T>
 TESSERA_HD rows_view<T> nhd_rows(T* data, index_t tokens, index_t heads, index_t dim, index_t sequences = 1) {

@@ -77,7 +77,7 @@ struct covering_lines {
           "share of the sampled attention that the lines carry; 1: dense");
     visit("rows", self.rows, value_range{1, 1 << 12}, "rows of a prompt chunk that are sampled");
     visit("seed", self.seed, value_range{0, most_tokens}, "another seed, other rows");
-    visit("algorithm", self.algorithm, one_word_of{"coverage or paper"}, "how lines are found");
+    visit("algorithm", self.algorithm, one_word_of{"coverage or paper"}, "how lines are found; paper on the CPU only");
   }
 };
 

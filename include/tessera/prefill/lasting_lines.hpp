@@ -18,11 +18,6 @@ struct lasting_lines : covering_lines {
 
   bool adds_to_reading() const { return lines == read_lines::vertical; }
 
-  void require_device() const {
-    covering_lines::require_device();
-    require(!adds_to_reading(), "lines", "vertical", "off on a device", "take lines=off, or the CPU's cache");
-  }
-
   void check() const { check_parameters(*this); }
 
   template <class Self, class Visit>

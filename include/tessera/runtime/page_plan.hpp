@@ -2,6 +2,7 @@
 #pragma once
 
 #include <algorithm>
+#include <limits>
 #include <vector>
 
 #include "../core/head_groups.hpp"
@@ -11,7 +12,8 @@ TESSERA_NAMESPACE_BEGIN
 /// What a prompt takes of a pool of ragged pages.
 struct page_plan {
   std::vector<index_t> after;  ///< pages of each group when the prompt has ended
-  index_t most = 0;            ///< of all groups together at any time while it comes in, what was held before included
+  index_t most =
+      0;  ///< of all groups together at any time while it comes in, what was held before included; no more than 2^31 - 1
 };
 
 /// A prompt that comes in.
@@ -43,7 +45,7 @@ page_plan plan_pages(const head_groups& groups, index_t page, const std::vector<
   };
   const auto recount_layer = [&](index_t layer) {
     for (index_t h = 0; h < groups.kv_heads; ++h) recount(groups.group[std::size_t(layer * groups.kv_heads + h)]);
-    plan.most = std::max(plan.most, index_t(pages));
+    plan.most = std::max(plan.most, index_t(std::min<offset_t>(pages, std::numeric_limits<index_t>::max())));
   };
   const auto judge = [&](index_t layer, index_t seen, index_t chunk) {
     for (index_t h = 0; h < groups.kv_heads && !whole(layer); ++h) {

@@ -13,7 +13,6 @@ enum class reading_head { kv_head, q_head };
 /// each list has the budget's tokens, and a group reads what any of its query heads does.
 struct per_head_or_query {
   static constexpr const char* name = "per_head_or_query";
-  static constexpr bool host_only = true;
 
   reading_head per = reading_head::kv_head;
 

@@ -22,7 +22,7 @@ TESSERA_NAMESPACE_BEGIN
 struct newest_queries {
   static constexpr const char* name = "newest_queries";
   static constexpr observes observed = observes::window;
-  static constexpr bool comparable_across_heads = true, window_follows = true, host_only = true;
+  static constexpr bool comparable_across_heads = true, window_follows = true;
 
   index_t window = 16;
   index_t pool = 1;

@@ -23,12 +23,16 @@ from small_files import safetensors, write_model
 
 def check_help(checks):
     checks.works("--help", "list", "run", "eval", "compress")
-    for command in ("list", "run", "eval", "compress", "heads"):
+    for command in ("list", "run", "eval", "compress", "calibrate", "heads"):
         checks.works(f"{command} --help", "Example:", f"tessera {command}")
+    checks.works("calibrate --help", "1..16777216")
     checks.works("list", "snapkv", "arXiv:2404.14469", "window=32", "cpu")
     listed = json.loads(checks.works("list --json"))
     assert listed["backends"] in (["cpu"], ["cpu", "cuda"]) and len(listed["methods"]) >= 7, listed
     checks.has_cuda = "cuda" in listed["backends"]
+    for method in listed["methods"]:
+        names = [parameter["name"] for parameter in method["parameters"]]
+        checks.require(len(set(names)) == len(names), "list --json", f"{method['name']} has parameters twice: {names}")
     checks.refuses("", "command is missing", "list, run, eval, compress, calibrate, heads")
     checks.refuses("lists", "command is 'lists'", "did you mean list?")
     checks.refuses(["\x1b[2J"], "command is '\\x1b[2J'")
@@ -217,6 +221,7 @@ def check_heads(checks):
                    all(len(row) == heads and all(0 <= gate <= 1 for gate in row) for row in found["gates"]), find, found)
     checks.works(f"{find} --questions questions".replace("--context 300 --count 1 --families single ", ""))
     checks.refuses(find.replace("--recent 20", "--recent 0"), "--recent is '0'")
+    checks.refuses(["heads", "--model", "", "--out", "gates"], "--model", "empty")
     checks.works(f"{base} --set profile=gates --json report")
     report = json.loads((folder / "report").read_text())
     checks.require(report[0]["parameters"]["profile"] == "gates", base, report[0])
@@ -235,29 +240,70 @@ def check_heads(checks):
     checks.refuses("eval --model model --methods snapkv --budgets 40 --questions questions --set profile=gates", "profile")
 
 
+def check_calibrate(checks):
+    """A profile of any method that ranks, and what becomes of it; wrong numbers are refused before the model has read anything."""
+    folder = checks.folder
+    base = "calibrate --model model --context 300 --families single --samples 2 --out profile"
+    checks.works(base, "snapkv over 2 prompts of 1 families", "Wrote profile")
+    text = (folder / "profile").read_text()
+    for method in ("kvzip", "expected_attention", "loopserve", "tangram --set chunk=64", "sablock"):
+        checks.works(f"{base.replace('300', '200')} --method {method}", "Wrote profile")
+        (folder / "profile").unlink()
+    checks.refuses(f"{base} --method loopserve --set per=q_head", "rankings of a layer is 2", "1")
+    for option, values in (("--share", ("0", "1.00000000001", "1e-7", "x")), ("--alpha", ("-1", "1000000.0000001", "inf"))):
+        for value in values:
+            start = time.time()
+            checks.refuses(f"{base} --samples 1000000 {option} {value}".replace("--samples 2 ", ""), option)
+            checks.require(time.time() - start < 5, f"{option} {value}", "was refused late")
+    (folder / "profile").write_text(text)
+    (folder / "again").write_text(text.replace('"alpha": 2', '"alpha": 3'))
+    ask = "eval --model model --methods tangram --questions questions --json report --set chunk=8 --set window=2 --set profile="
+    held = []
+    for name in ("profile", "-"):  # read once, though every question has a cache of its own
+        checks.works(f"{ask}{name}", input=text)
+        held.append([cell["bytes_held"] for cell in json.loads((folder / "report").read_text())])
+    checks.require(held[0] == held[1], ask, f"standard input and the file make other caches: {held}")
+    checks.refuses(f"{ask}profile --set alpha=1000000.0000001", "alpha is 1")
+    varied = "eval --model model --methods tangram --questions questions --json report --budgets 40,64 --set window=4"
+    checks.works(f"{varied} --vary profile=profile,again")
+    rows = [(cell["budget"], cell.get("differs", "")) for cell in json.loads((folder / "report").read_text())
+            if cell["turn"] == 1 and cell["family"] == "mine"]
+    checks.require(rows == [(40, ""), (64, ""), (None, "profile=profile"), (None, "profile=again")], varied, rows)
+    checks.refuses(f"{varied} --set profile=profile --vary profile=none".replace("--budgets 40,64 ", ""), "--vary profile is none")
+    (folder / "report").unlink()
+
+
 def check_ranges(checks):
     """Every number of every method at the ends of its range, and beyond."""
     (checks.folder / "all").write_bytes(safetensors({**layer(n_q=60), "boundaries": ("U8", [60], bytes(59) + b"\1"),
                                                       "boundaries_decode": ("U8", [3], bytes(3))}))
+    (checks.folder / "all_gates").write_text(json.dumps(
+        {"kind": "tessera head gates", "version": 1, "model": "", "sinks": 4, "recent": 8, "questions": 1, "gates": [[0.2, 0.7]]}))
+    needed = {"expected_attention": "--set rope_theta=10000", "duo_attention": "--set profile=all_gates"}
     has_device = checks.has_cuda and shutil.which("nvidia-smi") is not None
     methods = json.loads(checks.works("list --json"))["methods"]
     for method, backend in ((one, name) for one in methods for name in ["cpu"] + ["cuda"] * has_device
                             if name in one["backends"]):
         budget = "--budget 40" if method["has_budget"] else ""
         for parameter in method["parameters"]:
-            ends = re.search(r"(-?\d+) to (\d+)$", parameter["allowed"])
+            ends = re.fullmatch(r"(-?[\d.e+-]+) to ([\d.e+-]+)", parameter["allowed"])
             if not ends:
                 continue
-            least, most = (int(end) for end in ends.groups())
             command = (f"compress --in all --out kept --threads 1 --backend {backend} --method {method['name']} {budget} "
-                       f"--set {parameter['name']}=")
-            for value in (least, least + 1, most - 1, most):
+                       f"{needed.get(method['name'], '')} --set {parameter['name']}=")
+            if all(re.fullmatch(r"-?\d+", end) for end in (*ends.groups(), parameter["default"])):
+                least, most = (int(end) for end in ends.groups())
+                inside, outside = (least, least + 1, most - 1, most), (least - 1, most + 1)
+            else:
+                least, most = (float(end) for end in ends.groups())
+                inside, outside = (least, (least + most) / 2, most), (-1e-30, most * 1.001, "1e39", "nan", "-inf")
+            for value in inside:
                 result = checks.run(f"{command}{value}")
                 fine = result.returncode == 0 or (result.returncode == 2 and result.stderr.count("\n") == 1)
                 if not fine or "internal" in result.stderr:
                     checks.complain(f"{command}{value}", result, "expected a result or a sentence")
                 (checks.folder / "kept").unlink(missing_ok=True)
-            for value in (least - 1, most + 1, 2147483548, 2147483647, -2147483648, 10**12):
+            for value in (*outside, 2147483548, 2147483647, -2147483648, 10**12):
                 checks.refuses(f"{command}{value}", parameter["name"])
 
 
@@ -270,6 +316,7 @@ def main():
         check_run(checks)
         check_eval(checks)
         check_heads(checks)
+        check_calibrate(checks)
         check_model(checks)
         check_signs_of_life(checks)
         check_ranges(checks)

@@ -214,6 +214,12 @@ def check_scores(checks):
             worst = min(score for token, score in scored.items() if token in stays)
             best = max(score for token, score in scored.items() if token not in stays)
             checks.require(worst >= best, method, f"kept {worst}, dropped {best}")
+    # where query heads choose apart, each has scores of its own
+    (folder / "layer").write_bytes(safetensors(layer(n_q=60)))
+    checks.works(f"{base} --method loopserve --budget 20 --set per=q_head")
+    indptr = tensor(folder, "scores.indptr")
+    checks.require(len(indptr) == 5 and indptr[4] == len(tensor(folder, "scores.values")), "loopserve",
+                   f"scores.indptr is {indptr} of four query heads")
     (folder / "kept").unlink()
     for method in ("full", "quest", "exact_topk"):
         budget = "" if method == "full" else "--budget 16"
@@ -266,6 +272,10 @@ def check_compress_more(checks):
     huge["k"] = ("F32", [2, 60, 64], struct.pack("<f", 1.9e19) * (2 * 60 * 64))
     (folder / "huge").write_bytes(safetensors(huge))
     checks.refuses("compress --in huge --out kept --method snapkv --budget 40", "layer 0, query head 0", "token 0")
+    keys = {**layer(n_q=60, dtype="F32"), "k": ("F32", [2, 60, 64], struct.pack("<f", 1e30) * (2 * 60 * 64))}
+    (folder / "keys").write_bytes(safetensors(keys))
+    checks.refuses("compress --in keys --out kept --method expected_attention --budget 40 --set rope_theta=1e4",
+                   "layer 0, KV head 0, prompt token", "the score is nan")
     huge["q_decode"] = ("F32", [3, 4, 64], struct.pack("<f", 1.9e19) * (3 * 4 * 64))
     (folder / "huge").write_bytes(safetensors(huge))
     checks.refuses("compress --in huge --out kept --method streaming_llm --budget 40", "layer 0, query head 0, step 0")

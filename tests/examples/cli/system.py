@@ -141,5 +141,15 @@ def check_interruption(checks):
             asked = sum(cell["questions"] for cell in report if cell["method"] == "full" and cell["turn"] == 1)
             checks.require(asked == int(told[1]) and "snapkv" in stdout, command, f"{asked} questions, {told[0]}")
         (folder / "report").unlink(missing_ok=True)
+    for command in ("heads --model model --context 400 --families single --count 200000 --out found",
+                    "calibrate --model model --context 400 --families single --samples 200000 --out found"):
+        with subprocess.Popen([TOOL, *command.split()], cwd=folder, stdout=subprocess.PIPE,
+                              stderr=subprocess.PIPE, text=True) as process:
+            told = process.stderr.readline()  # a sign of life
+            process.send_signal(signal.SIGTERM)
+            _, stderr = process.communicate(timeout=30)
+        checks.count += 1
+        checks.require("so far" in told and process.returncode == 143 and "interrupted" in stderr, command,
+                       f"exit {process.returncode}: {stderr}")
     left = sorted(set(folder.rglob("*")) ^ set(before))
     checks.require(not left, command, f"left behind, or took away: {left}")

@@ -60,12 +60,13 @@ struct traits {
   share budget = share::uniform;
   second reads = second::none;
   bool blocks = false, each_step = false, filters = false, plans = false;
-  bool before_step = false;       // makes room before a step reads
-  bool pages = false;             // reads whole pages, whatever `unit` says
-  bool rounds = false;            // rows are stored rounded: equal keys may get different scores
-  bool whole_blocks = false;      // a step reads the first and the last block, so at least two
-  bool estimate = false;          // a step reads an estimate of the keys, and the budget pays for it
-  index_t window = 32, pool = 7;  // the method's own defaults
+  bool before_step = false;                      // makes room before a step reads
+  bool pages = false;                            // reads whole pages, whatever `unit` says
+  bool rounds = false;                           // rows are stored rounded: equal keys may get different scores
+  bool whole_blocks = false;                     // a step reads the first and the last block, so at least two
+  bool estimate = false;                         // a step reads an estimate of the keys, and the budget pays for it
+  bool segments = false, step_segments = false;  // which prompts, and steps, must come with
+  index_t window = 32, pool = 7;                 // the method's own defaults
 
   bool has_reference() const { return scorer != first::other && budget != share::other && reads != second::other; }
   /// Whether the budget is one for a step's estimate and its attention.

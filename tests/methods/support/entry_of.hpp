@@ -2,6 +2,7 @@
 #pragma once
 
 #include <algorithm>
+#include <atomic>
 #include <map>
 #include <stdexcept>
 #include <string_view>
@@ -13,6 +14,7 @@
 #include <tessera/budget/uniform.hpp>
 #include <tessera/budget/wider_first.hpp>
 #include <tessera/recipe.hpp>
+#include <tessera/runtime/background.hpp>
 #include <tessera/schedule/before_each_step.hpp>
 #include <tessera/schedule/each_step.hpp>
 #include <tessera/schedule/once.hpp>
@@ -97,6 +99,8 @@ traits describe() {
   const Recipe recipe;
   traits found;
   if constexpr (Recipe::retain_type::chooses) describe_first(recipe.retain, found);
+  found.segments = Recipe::needs_segments;
+  found.step_segments = Recipe::needs_step_segments;
   found.rounds = tessera::packing_layout<typename Recipe::layout_type>;
   found.filters = Recipe::retain_type::chooses && !Recipe::retain_type::drops;
   found.each_step = std::is_same_v<typename Recipe::schedule_type, tessera::each_step>;
@@ -141,6 +145,33 @@ Recipe configured(const settings& chosen) {
   if constexpr (Recipe::retain_type::chooses && Recipe::retrieve_type::retrieves && !Recipe::retain_type::plans)
     recipe.retrieve.tokens = chosen.count("read_tokens", chosen.budget);
   return recipe;
+}
+
+/// Searches on the calling thread: what is found is there before the next step, in every run.
+struct found_at_once final : tessera::background {
+  std::atomic<bool> stopping{false};
+  void start(std::shared_ptr<tessera::background_task> task) override {
+    task->perform(stopping);
+    task->publish();
+  }
+};
+
+/// A number for each head of a model, other ones for another `seed`; those lie somewhere for good.
+inline tessera::share_table table_of(const model_shape& shape, index_t seed) {
+  static std::map<std::vector<index_t>, std::vector<double>> all;
+  std::vector<double>& table = all[{shape.layers, shape.kv_heads, seed}];
+  for (index_t i = 0; table.size() < std::size_t(shape.layers * shape.kv_heads); ++i)
+    table.push_back(0.05 + double((i * 37 + seed * 11) % 20) / 20 * 0.95);
+  return {table.data(), shape.layers, shape.kv_heads};
+}
+
+/// By the value `profile`, where the recipe's heads have shares or classes of their own.
+template <class Recipe>
+void add_profile(Recipe& recipe, const settings& chosen, const model_shape& shape) {
+  const index_t seed = chosen.count("profile", -1);
+  if (seed < 0) return;
+  if constexpr (requires { recipe.retain.budget.shares; }) recipe.retain.budget.shares = table_of(shape, seed);
+  if constexpr (requires { recipe.retain.budget.gates; }) recipe.retain.budget.gates = table_of(shape, seed);
 }
 
 template <class Recipe>
@@ -204,8 +235,12 @@ template <class Recipe>
 entry entry_of(std::string name) {
   return {std::move(name), describe<Recipe>(), &numbers<Recipe>,
           [](const settings& chosen, const model_shape& shape, std::shared_ptr<cpu::executor> workers) {
-            return std::unique_ptr<any_cache>(new cache_of<Recipe>(
-                cache<Recipe>(support::called_shape<Recipe>(shape), configured<Recipe>(chosen), std::move(workers))));
+            auto recipe = configured<Recipe>(chosen);
+            add_profile(recipe, chosen, shape);
+            cache<Recipe> made(support::called_shape<Recipe>(shape), recipe, std::move(workers));
+            if constexpr (tessera::searching_layout<typename Recipe::layout_type>)
+              made.search_on(std::make_shared<found_at_once>());
+            return std::unique_ptr<any_cache>(new cache_of<Recipe>(std::move(made)));
           }};
 }
 

@@ -12,10 +12,12 @@ namespace support {
 /// What the calls must know of a method.
 struct called_method {
   bool has_budget = false;
-  bool has_two = false;      ///< a budget of its own for what stays: `set_budget` leaves what a step reads alone
-  bool exact = false;        ///< steps read by exact scores
-  bool accumulates = false;  ///< every query is scored when it comes
-  index_t read = 0;          ///< what a step of exact retrieval may read
+  bool has_two = false;        ///< a budget of its own for what stays: `set_budget` leaves what a step reads alone
+  bool exact = false;          ///< steps read by exact scores
+  bool accumulates = false;    ///< every query is scored when it comes
+  index_t read = 0;            ///< what a step of exact retrieval may read
+  bool segments = false;       ///< prompts come with the boundaries of segments
+  bool step_segments = false;  ///< and steps
 };
 
 /// What a backend adds to the contract.

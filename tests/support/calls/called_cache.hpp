@@ -20,6 +20,10 @@ class called_cache {
   using rows = tessera::rows_view<const float>;
   using results = tessera::rows_view<float>;
 
+  /// What is wrong with the boundaries of segments that the next calls pass, where the recipe looks at them.
+  enum class boundary_fault { none, one_less, one_more, no_flag };
+  boundary_fault fault = boundary_fault::none;
+
   virtual ~called_cache() = default;
   virtual std::unique_ptr<called_cache> copy() const = 0;
   virtual index_t open() = 0;
@@ -28,6 +32,8 @@ class called_cache {
   virtual void prefill(index_t layer, index_t id, const rows& q, const rows& k, const rows& v) = 0;
   virtual void prefill_attention(index_t layer, index_t id, const rows& q, const results& out, const results& lse) = 0;
   virtual void end_prefill(index_t id) = 0;
+  virtual void announce(index_t, index_t) {}
+  virtual void reread(index_t, index_t, index_t, index_t, const rows&, const rows&, const rows&, const results&) {}
   virtual tessera::batch prepare_step(const std::vector<index_t>& ids, index_t tokens) = 0;
   virtual void begin_step(const tessera::batch& step) = 0;
   virtual void decode(index_t layer, const tessera::batch& step, const rows& q, const rows& k, const rows& v,
@@ -59,6 +65,15 @@ std::vector<std::uint8_t> called_boundaries(const Rows& k) {
   return boundaries;
 }
 
+/// Those, with what is wrong with them.
+inline std::vector<std::uint8_t> with_fault(std::vector<std::uint8_t> boundaries, called_cache::boundary_fault fault) {
+  using kind = called_cache::boundary_fault;
+  if (fault == kind::one_more) boundaries.push_back(0);
+  if (!boundaries.empty() && fault == kind::one_less) boundaries.pop_back();
+  if (!boundaries.empty() && fault == kind::no_flag) boundaries.back() = 2;
+  return boundaries;
+}
+
 /// A model of that shape, whose RoPE is known where the recipe wants to know.
 template <class Recipe>
 tessera::model_shape called_shape(tessera::model_shape shape) {
@@ -81,19 +96,24 @@ class cpu_calls : public Interface {
   void close(index_t id) override { held_.close(id); }
   void reserve(index_t, index_t) override {}
   void prefill(index_t layer, index_t id, const rows& q, const rows& k, const rows& v) override {
-    held_.prefill(layer, id, q, k, v, called_boundaries<Recipe>(k));
+    held_.prefill(layer, id, q, k, v, with_fault(called_boundaries<Recipe>(k), this->fault));
   }
   void prefill_attention(index_t layer, index_t id, const rows& q, const results& out, const results& lse) override {
     held_.prefill_attention(layer, id, q, out, lse);
   }
   void end_prefill(index_t id) override { held_.end_prefill(id); }
+  void announce(index_t id, index_t tokens) override { held_.announce(id, tokens); }
+  void reread(index_t layer, index_t id, index_t first, index_t count, const rows& q, const rows& k, const rows& v,
+              const results& out) override {
+    held_.reread(layer, id, first, count, q, k, v, out);
+  }
   tessera::batch prepare_step(const std::vector<index_t>& ids, index_t tokens) override {
     std::vector<std::uint8_t> boundaries;
     for (std::size_t b = 0; Recipe::needs_step_segments && b < ids.size(); ++b) {
       const index_t next = held_.next_position(ids[b]);
       for (index_t t = 0; t < tokens; ++t) boundaries.push_back((next + t) % 5 == 2);
     }
-    return held_.prepare_step(ids, tokens, boundaries);
+    return held_.prepare_step(ids, tokens, with_fault(std::move(boundaries), this->fault));
   }
   void begin_step(const tessera::batch&) override {}
   void decode(index_t layer, const tessera::batch& step, const rows& q, const rows& k, const rows& v,

@@ -1,20 +1,20 @@
 // Calls of a cache in random order with random arguments, valid and not, against a model of what it promises.
 #pragma once
 
-#include "compared_caches.hpp"
+#include "prompt_calls.hpp"
 
 namespace support {
 
 /// Calls of caches that go on alike, and the model that tells which ones the contract allows.
-class random_cache_calls : public compared_caches {
+class random_cache_calls : public prompt_calls {
  public:
   random_cache_calls(rng& random, const tessera::model_shape& shape, const called_method& method,
                      const called_limits& limits, const making& make, std::unique_ptr<called_cache> reference = nullptr,
                      agreement* seen = nullptr)
-      : compared_caches(random, shape, limits, make, std::move(reference), seen), method_(method) {}
+      : prompt_calls(random, shape, method, limits, make, std::move(reference), seen) {}
 
   void call() {
-    switch (random_.between(0, 12)) {
+    switch (random_.between(0, limits_.on_device ? 12 : 15)) {
       case 0:
         return open();
       case 1:
@@ -36,144 +36,18 @@ class random_cache_calls : public compared_caches {
         return decode_somewhere();
       case 11:
         return reserve();
+      case 13:
+        return announced_prompt();
+      case 14:
+        return announce_somewhere();
+      case 15:
+        return read_again(some_id());
       default:
         return random_.chance(limits_.on_device ? 0.9 : 0.7) ? look() : change();
     }
   }
 
  private:
-  /// What the contract says of one sequence.
-  struct sequence {
-    std::vector<index_t> next, turn;  // by layer: tokens seen, and those of the prompt that has not ended
-    index_t step_tokens = 0;          // of the step that was prepared last
-    bool is_between_layers = false;   // of a step, on a device
-  };
-  /// And of the step that was prepared last.
-  struct step {
-    tessera::batch now;
-    bool has_begun = false;
-    bool is_stale = true;       // must not go on
-    bool is_disturbed = false;  // the budget has changed
-    index_t next_layer = 0;
-  };
-
-  index_t some_id() {
-    return random_.chance(0.85) && !model_.empty() ? random_.between(0, index_t(model_.size()) - 1)
-                                                   : random_.between(-2, 9);
-  }
-  sequence* known(index_t id) {
-    return id >= 0 && id < index_t(model_.size()) && model_[std::size_t(id)] ? &*model_[std::size_t(id)] : nullptr;
-  }
-  bool is_of_step(index_t id) const { return std::count(step_.now.ids.begin(), step_.now.ids.end(), id) > 0; }
-  /// Whether so many more tokens fit for certain; a method that drops some has room for more.
-  bool surely_fits(const sequence& held, index_t tokens) const {
-    const index_t most = *std::max_element(held.next.begin(), held.next.end());
-    return !limits_.is_tight && (limits_.tokens == 0 || offset_t(most) + tokens <= limits_.tokens);
-  }
-
-  // --- sequences and prompts -----------------------------------------------------------------------------------------
-
-  void open() {
-    if (model_.size() > 4 && random_.chance(0.7)) return;
-    const index_t free = index_t(std::find(model_.begin(), model_.end(), std::nullopt) - model_.begin());
-    if (!apply("open", limits_.sequences == 0 || free < limits_.sequences, [&](called_cache& cache) {
-          const index_t id = cache.open();  // a refusal must leave REQUIRE alone
-          REQUIRE(id == free);
-        }))
-      return;
-    if (std::size_t(free) == model_.size()) model_.emplace_back();
-    const auto layers = std::size_t(shape_.layers);
-    model_[std::size_t(free)] = sequence{std::vector<index_t>(layers, 0), std::vector<index_t>(layers, 0)};
-  }
-
-  void close() {
-    const index_t id = some_id();
-    sequence* held = known(id);
-    // Mostly those that have grown long, or that no order of calls can bring to an end any more.
-    if (held && held->next[0] < 60 && random_.chance(held->is_between_layers ? 0.2 : 0.8)) return;
-    if (!apply("close", held != nullptr, [&](called_cache& cache) { cache.close(id); })) return;
-    model_[std::size_t(id)].reset();
-    step_.is_stale = step_.is_stale || is_of_step(id);
-  }
-
-  void reserve() {
-    const index_t id = some_id(),
-                  tokens = random_.chance(0.8) ? random_.between(0, 40) : random_.pick({-1, 1 << 20, 0x7fffffff});
-    if (!limits_.on_device) return;
-    const sequence* held = known(id);
-    std::optional<bool> allowed = held && !held->is_between_layers && tokens >= 0 && tokens <= limits_.tokens;
-    if (*allowed && !surely_fits(*held, tokens)) allowed.reset();
-    if (apply("reserve", allowed, [&](called_cache& cache) { cache.reserve(id, tokens); }))
-      step_.is_stale = step_.is_stale || (step_.has_begun && is_of_step(id));
-  }
-
-  bool prefill(index_t layer, index_t id, index_t tokens, index_t queries, index_t kv_heads, index_t v_tokens) {
-    sequence* held = known(id);
-    if (held && held->next[0] > 90) return false;
-    const bool shapes =
-        kv_heads == shape_.kv_heads && tokens == v_tokens && tokens >= 1 && queries >= 0 && queries <= tokens;
-    std::optional<bool> allowed = held && is_layer(layer) && shapes && !held->is_between_layers;
-    if (*allowed && queries < tokens) allowed.reset();  // as the scorer needs
-    if (held && limits_.tokens > 0 && tokens > limits_.tokens) allowed = false;
-    auto q = rows(queries, shape_.q_heads), k = rows(tokens, kv_heads), v = rows(v_tokens, kv_heads);
-    if (random_.chance(0.05)) {
-      random_.chance(0.4) && queries > 0 ? spoil(q) : spoil(random_.chance(0.5) ? k : v);
-      // Fewer queries, or none, may be what the scorer needs.
-      if (queries > 0 && (q.tokens != queries)) q.tokens = tokens + 1;
-      allowed = false;
-    }
-    if (allowed.value_or(true) && method_.accumulates && queries > 0 && !is_aligned(q)) allowed = false;
-    if (allowed.value_or(false) && !surely_fits(*held, tokens)) allowed.reset();
-    if (!apply("prefill", allowed, [&](called_cache& cache) { cache.prefill(layer, id, q, k, v); })) return false;
-    held->next[std::size_t(layer)] += tokens;
-    held->turn[std::size_t(layer)] += tokens;
-    return true;
-  }
-
-  void prefill_somewhere() {
-    index_t tokens = random_.between(random_.chance(0.1) ? -1 : 1, 9);
-    if (limits_.on_device && random_.chance(0.03)) tokens = random_.pick({1 << 16, 1 << 30, 0x7fffffff});
-    prefill(some_layer(), some_id(), tokens, random_.chance(0.7) ? tokens : random_.between(-1, 10),
-            random_.chance(0.95) ? shape_.kv_heads : random_.between(0, 3),
-            random_.chance(0.95) ? tokens : random_.between(0, 9));
-  }
-
-  void prefill_everywhere() {
-    const index_t id = some_id(), tokens = random_.between(1, limits_.on_device && random_.chance(0.2) ? 60 : 12);
-    for (index_t layer = 0; layer < shape_.layers; ++layer) {
-      if (!prefill(layer, id, tokens, tokens, shape_.kv_heads, tokens)) return;
-    }
-  }
-
-  void attend_prompt() {
-    const index_t id = some_id(), layer = some_layer(), tokens = random_.between(0, 12);
-    const sequence* held = known(id);
-    auto q = rows(tokens, shape_.q_heads);
-    bool allowed = held && is_layer(layer) && tokens >= 1 && tokens <= held->turn[std::size_t(layer)] && is_aligned(q);
-    const auto wanted = some_output(tokens, 1, 0.1, allowed);
-    if (random_.chance(0.05)) spoil(q), allowed = false;
-    if (!apply("prefill_attention", allowed, [&](called_cache& cache) {
-          const auto [out, lse] = take(wanted);
-          cache.prefill_attention(layer, id, q, out, lse);
-        }))
-      return;
-    compare_outputs();
-  }
-
-  void end_prompt() {
-    const index_t id = some_id();
-    sequence* held = known(id);
-    bool even = held && held->turn[0] >= 1;
-    for (index_t layer = 0; even && layer < shape_.layers; ++layer)
-      even = held->next[std::size_t(layer)] == held->next[0];
-    // A plan may have no room for the window.
-    const std::optional<bool> allowed = even ? std::nullopt : std::optional<bool>(false);
-    if (!apply("end_prefill", allowed, [&](called_cache& cache) { cache.end_prefill(id); })) return;
-    std::fill(held->turn.begin(), held->turn.end(), 0);
-    held->step_tokens = 0;
-    compare_stored(id);
-  }
-
   // --- steps ---------------------------------------------------------------------------------------------------------
 
   std::vector<index_t> some_ids() {
@@ -197,9 +71,14 @@ class random_cache_calls : public compared_caches {
         allowed = held->turn[std::size_t(layer)] == 0 && held->next[std::size_t(layer)] == held->next[0];
       fits = fits && allowed && surely_fits(*held, tokens);
     }
+    const auto fault = some_fault(method_.step_segments);
+    allowed = allowed && fault == called_cache::boundary_fault::none;
     const std::optional<bool> expected = allowed && !fits ? std::nullopt : std::optional<bool>(allowed);
     tessera::batch made;
-    if (!apply("prepare_step", expected, [&](called_cache& cache) { made = cache.prepare_step(ids, tokens); }))
+    if (!apply("prepare_step", expected, [&](called_cache& cache) {
+          cache.fault = fault;
+          made = cache.prepare_step(ids, tokens);
+        }))
       return false;
     REQUIRE((made.ids == ids && made.tokens == tokens));
     earlier_.push_back(made);
@@ -379,9 +258,6 @@ class random_cache_calls : public compared_caches {
     if (!seen[1].empty()) REQUIRE(seen[0] == seen[1]);
   }
 
-  called_method method_;
-  std::vector<std::optional<sequence>> model_;
-  step step_;
   std::vector<tessera::batch> earlier_;  // steps that were prepared
 };
 

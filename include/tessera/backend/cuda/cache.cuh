@@ -58,6 +58,7 @@ class cache : public cache_parts<Recipe, Out> {
     const index_t id = conversations_.open(recipe_, options_.sequences);
     set_number(next_.data() + id, index_t(0), stream);
     first_.forget(id);
+    prompts_.open(id, stream);
     reading_.set_plan(id, conversations_.at(id).policies, stream);
     return id;
   }
@@ -133,15 +134,9 @@ class cache : public cache_parts<Recipe, Out> {
     const bool due = recipe_.schedule.due(moment::prompt_end, conversations_.clock_of_prompt_end(id));
     const std::vector<index_t> choosing = plan_choice(id, due, fitted);  // the last that may throw
     set_number(next_.data() + id, conversations_.at(id).front().next_position, stream);
-    kept_slots kept;
-    for (const index_t layer : choosing) {
-      // Layers that take over what another keeps come behind it, and nobody chooses between: it is still there.
-      if (first_.chooser(layer, fitted, roles_) == layer) {
-        kept = first_.choose(layer, id, store_, fitted, roles_.rule(layer), conversations_.reach(id, layer),
-                             next_.data() + id, stream);
-      }
-      filters ? reading_.lists().pass(layer, id, kept, stream) : store_.keep(layer, id, kept, stream);
-    }
+    kept_slots
+        kept;  // layers that take over what another keeps come behind it, and nobody chooses between: it is still there
+    for (const index_t layer : choosing) choose(layer, id, fitted, kept, stream);
     reading_.set_plan(id, fitted, stream);
     for (index_t layer = 0; layer < shape_.layers; ++layer) {
       if (roles_.follows_recipe(layer)) reading_.refresh(layer, id, store_, stream);
@@ -164,7 +159,7 @@ class cache : public cache_parts<Recipe, Out> {
     }
     store_.plan_room(places, tokens);
     try {
-      reading_.lists().plan_room(places, tokens);
+      parts::plan_lists(places, step);
     } catch (...) {
       store_.abandon();
       throw;
@@ -176,7 +171,7 @@ class cache : public cache_parts<Recipe, Out> {
       store_.took(layer, id, tokens);
       reading_.lists().took(layer, id, tokens);
       if ((step.evicts_first || step.evicts_last) && roles_.follows_recipe(layer))
-        note_eviction(layer, id, step.evicts_last ? 0 : tokens);
+        note_choice(layer, id, step.evicts_last ? 0 : tokens);
     }
     if constexpr (Recipe::needs_segments) {
       std::vector<segment_cursor> texts;
@@ -199,7 +194,7 @@ class cache : public cache_parts<Recipe, Out> {
         next_.data(), steps_.ids(), first_position_.data(), after_.data(), step.sequences(), step.tokens);
     check(cudaGetLastError(), "launch of advance_positions");
     steps_.advance(store_.length_column(), shape_.layers, step.sequences(), step.tokens, stream, stepped_.data());
-    reading_.lists().advance(steps_, shape_.layers, step.sequences(), step.tokens, stream);
+    reading_.lists().advance(steps_, step.sequences(), step.tokens, stream);
   }
 
   /// One layer of a decode step for a batch of sequences, of any ids: append, retrieve, attend, retain.
@@ -221,24 +216,18 @@ class cache : public cache_parts<Recipe, Out> {
       if (tracing_) trace(layer, step, {});
       return;
     }
-    if (step.evicts_first) evict(layer, step, all, step.tokens, stream);
-    const auto view = reading_.take_in(layer, all, k.tokens, stream);
+    if (step.evicts_first) choose_in_step(layer, step, all, step.tokens, stream);
     selection_view chosen{};
-    if (!reading_.reader().choose(layer, view, q, first, out, lse, chosen, stream)) {
-      attention_.step(decode_problem<read_view_type, Out>{view, q, first, rule, out, lse, chosen}, stream);
-    }
-    reading_.reader().complete(layer, steps_.ids(), view, out, stream);
+    parts::read(layer, all, q, out, lse, chosen, stream);
     if (tracing_) trace(layer, step, chosen);
-    if constexpr (fires_in_steps<typename Recipe::schedule_type>) {
-      first_.observe_step(store_, all, policies(step.ids.front()), rule, q, first, stream);
-      if (step.evicts_last) evict(layer, step, all, 0, stream);
-    }
+    first_.observe_step(layer, steps_.ids(), store_, all, policies(step.ids.front()), rule, q, first, stream);
+    if (step.evicts_last) choose_in_step(layer, step, all, 0, stream);
   }
 
  private:
-  using parts::after_, parts::all_layers, parts::attention_, parts::begin_chunk, parts::chunk_position_,
-      parts::conversations_, parts::device_, parts::evict, parts::filters, parts::first_, parts::first_position_,
-      parts::make_store_room, parts::marks_, parts::note_eviction, parts::next_, parts::options_, parts::order_,
+  using parts::after_, parts::all_layers, parts::attention_, parts::begin_chunk, parts::chunk_position_, parts::choose,
+      parts::choose_in_step, parts::conversations_, parts::device_, parts::first_, parts::first_position_,
+      parts::make_store_room, parts::marks_, parts::note_choice, parts::next_, parts::options_, parts::order_,
       parts::plan_choice, parts::policies, parts::prompts_, parts::reading_, parts::recipe_, parts::roles_,
       parts::shape_, parts::slide, parts::stepped_, parts::steps_, parts::store_, parts::trace, parts::tracing_;
   using typename parts::read_view_type, typename parts::view_type;

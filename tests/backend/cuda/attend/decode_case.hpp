@@ -18,6 +18,7 @@ struct shape {
   bool gather = false, sinks = false;
   index_t most_sequences = 0, most_tokens = 0;  // of the operation; 0: those of the problem
   int multiprocessors = 0;                      // that the operation believes in; 0: the device's
+  cuda::decode_policy policy{};
 };
 
 constexpr index_t page = 16;
@@ -152,11 +153,12 @@ struct decode_case {
     if (s.gather) p.chosen = {d_chosen.data, d_counts.data, nullptr, capacity};
     return p;
   }
-  cuda::decode_attention<view_type, Out> operation() const {
+  template <cuda::decode_split Split = cuda::decode_split::each_step>
+  cuda::decode_attention<view_type, Out, Split> operation() const {
     auto device = cuda::device_info::current();
     if (s.multiprocessors) device.multiprocessors = s.multiprocessors;
     return {s.most_sequences ? s.most_sequences : s.sequences, s.heads, q_heads,
-            s.most_tokens ? s.most_tokens : s.tokens, device};
+            s.most_tokens ? s.most_tokens : s.tokens,          device,  s.policy};
   }
   void poison() { out.fill(0xff), lse.fill(0xff); }
 

@@ -4,16 +4,9 @@
 #include <utility>
 #include <vector>
 
-#include "cache_case.hpp"
+#include "memory_case.hpp"
 
 namespace gpu_test {
-
-/// Device memory in use, in bytes.
-inline std::size_t used() {
-  std::size_t free = 0, total = 0;
-  cuda::check(cudaMemGetInfo(&free, &total), "cudaMemGetInfo");
-  return total - free;
-}
 
 /// Opens, prefills, decodes and closes conversations of random lengths, up to `open` at a time.
 template <class Method>
@@ -27,6 +20,8 @@ void serve(index_t conversations, index_t open) {
   options.sequences = open;
   options.tokens = 2000;
   options.step_tokens = 2;
+  counted_memory memory;
+  const cuda::allocate_from here(memory.source());
   cuda::cache<Method> cache(shape, method, options);
   std::vector<index_t> ids;
   buffer<float> out(std::size_t(open * 2 * shape.q_heads * D));
@@ -72,13 +67,13 @@ void serve(index_t conversations, index_t open) {
         cache.close(ids[which]);
         ids.erase(ids.begin() + offset_t(which));
         ++served;
-        if (served == std::min<index_t>(200, conversations / 2)) settled = used();
+        if (served == std::min<index_t>(200, conversations / 2)) settled = memory.bytes();
       }
     }
   }
   cuda::check(cudaDeviceSynchronize(), "cudaDeviceSynchronize");
   for (const float x : out.get()) REQUIRE(x == x);
-  if (support::scaled(1000) == 1000) CHECK(used() <= settled);  // small runs share the device with others
+  CHECK(memory.bytes() <= settled);
 }
 
 /// Two conversations in a pool that holds one and a half: what does not fit is refused, and nothing has changed.

@@ -1,6 +1,8 @@
 // Steps of a CUDA cache to the bit: of a cache whose ids had an owner before, and of a recorded step that is replayed.
 #pragma once
 
+#include <map>
+#include <memory>
 #include <string>
 #include <vector>
 
@@ -32,7 +34,7 @@ void reopen_and_step() {
   REQUIRE(used.open() == 0);
   REQUIRE(fresh.open() == 0);
   buffer<float> out(std::size_t(shape.q_heads * D)), expected(out.count);
-  for (index_t i = 0; i < shrunk(100, 20); ++i) {
+  for (index_t i = 0; i < shrunk(100, 6); ++i) {
     const step_rows<T> x(1, 1, shape, D);
     for (auto [kv, to] : {std::pair{&used, &out}, std::pair{&fresh, &expected}}) {
       const batch step = kv->prepare_step({0}, 1, nullptr);
@@ -46,16 +48,17 @@ void reopen_and_step() {
   }
 }
 
-/// A whole step recorded once and replayed while lengths grow gives the bits of the same steps launched one by one.
-template <class Method>
-requires runs_on_devices<Method>
-void replay_steps() {
+/// A whole step recorded once for each set of actions, and replayed while lengths grow and for ids in any order, gives the bits of the
+/// same steps launched one by one. `configure(method)`: its parameters. Returns how many kinds of steps there were.
+template <class Method, class Configure>
+std::size_t replay_steps_of(const Configure& configure) {
   using T = typename Method::layout_type::element_type;
   constexpr int D = Method::layout_type::k_dim;
   const model_shape shape{shrunk(2, 1), 8, 2};
-  const std::vector<index_t> ids{0, 1};
+  std::vector<index_t> ids{0, 1};
   Method method;
   method.set_budget(64);
+  configure(method);
   cuda::cache_options options;
   options.sequences = 2;
   options.tokens = 512;
@@ -67,6 +70,10 @@ void replay_steps() {
       const step_rows<T> x(1, 90 + 7 * id, shape, D);
       recorded.prefill(layer, id, x.rows(x.dq.data, x.q_heads), x.rows(x.dk.data, x.kv_heads),
                        x.rows(x.dv.data, x.kv_heads), nullptr, boundaries);
+      buffer<float> unread(x.q.size());
+      recorded.prefill_attention(layer, id, x.rows(x.dq.data, x.q_heads), nhd_rows(unread.data, x.tokens, x.q_heads, D),
+                                 {}, nullptr);
+      cuda::check(cudaDeviceSynchronize(), "cudaDeviceSynchronize");
     }
     recorded.end_prefill(id, nullptr);
   }
@@ -84,12 +91,14 @@ void replay_steps() {
                    {}, stream);
     }
   };
-  const batch first = recorded.prepare_step(ids, 1, stream);
-  graph step(stream, [&] { layers(recorded, first, out.data); });
+  std::map<std::pair<bool, bool>, std::unique_ptr<graph>> graphs;
   const index_t steps = shrunk(40, 5);  // rows have room for 16 and move between replays
   for (index_t i = 0; i < steps; ++i) {
-    if (i > 0) recorded.prepare_step(ids, 1, stream);
-    step.launch();
+    std::swap(ids[0], ids[1]);
+    const batch now = recorded.prepare_step(ids, 1, stream);
+    auto& step = graphs[{now.evicts_first, now.evicts_last}];
+    if (!step) step = std::make_unique<graph>(stream, [&] { layers(recorded, now, out.data); });
+    step->launch();
     layers(launched, launched.prepare_step(ids, 1, stream), other.data);
     cuda::check(cudaStreamSynchronize(stream), "cudaStreamSynchronize");
     REQUIRE(same_bits(out.get(), other.get()));
@@ -100,10 +109,14 @@ void replay_steps() {
     REQUIRE(recorded.next_position(id) == 90 + 7 * id + steps);
     for (index_t h = 0; h < shape.kv_heads; ++h) {
       REQUIRE(recorded.positions(shape.layers - 1, id, h) == launched.positions(shape.layers - 1, id, h));
+      REQUIRE(recorded.readable(shape.layers - 1, id, h) == launched.readable(shape.layers - 1, id, h));
       REQUIRE(recorded.positions(shape.layers - 1, id, h).back() == 89 + 7 * id + steps);
     }
   }
+  const std::size_t kinds = graphs.size();
+  graphs.clear();
   cuda::check(cudaStreamDestroy(stream), "cudaStreamDestroy");
+  return kinds;
 }
 
 template <class Method>
@@ -112,7 +125,11 @@ void reopen_and_step() {
 }
 template <class Method>
 void replay_steps() {
-  say_host_only();
+  if constexpr (runs_on_devices<Method>) {
+    replay_steps_of<Method>([](Method&) {});
+  } else {
+    say_host_only();
+  }
 }
 
 }  // namespace gpu_test

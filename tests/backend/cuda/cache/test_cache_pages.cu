@@ -40,15 +40,16 @@ TEST_CASE("random calls of rocketkv in pages do what the contract says on the de
   if (gpu_missing()) return;
   call_at_random<paged_rocketkv>();
 }
-TEST_CASE("a cache in pages serves conversations of all lengths in the memory that it began with", "[gpu][cache]") {
+TEST_CASE("a cache in pages serves conversations of all lengths in the memory that it began with",
+          "[gpu][cache][long]") {
   if (gpu_missing()) return;
   serve<paged_snapkv>(support::scaled(2500), shrunk(64, 4));
 }
-TEST_CASE("a pool without free pages refuses, and the cache goes on as before", "[gpu][cache]") {
+TEST_CASE("a pool without free pages refuses, and the cache goes on as before", "[gpu][cache][long]") {
   if (gpu_missing()) return;
   refuse_and_go_on<paged_full>();
 }
-TEST_CASE("every allocation of a cache in pages fails once, and the conversation goes on", "[gpu][cache]") {
+TEST_CASE("every allocation of a cache in pages fails once, and the conversation goes on", "[gpu][cache][long]") {
   if (gpu_missing()) return;
   faulty_conversation<paged_snapkv>::fails_everywhere_once();
 }

@@ -8,14 +8,14 @@
 using namespace tessera;
 using namespace gpu_test;
 
-TEST_CASE("a cache serves conversations of all lengths in the memory that it began with", "[gpu][cache]") {
+TEST_CASE("a cache serves conversations of all lengths in the memory that it began with", "[gpu][cache][long]") {
   if (gpu_missing()) return;
   serve<snapkv<bf16, 64>>(support::scaled(2500), shrunk(64, 4));
   serve<rocketkv<bf16, 64>>(support::scaled(2500), shrunk(64, 4));
   serve<full<bf16, 64>>(support::scaled(2500), shrunk(64, 4));
 }
 
-TEST_CASE("a pool without room refuses, and the cache goes on as before", "[gpu][cache]") {
+TEST_CASE("a pool without room refuses, and the cache goes on as before", "[gpu][cache][long]") {
   if (gpu_missing()) return;
   refuse_and_go_on<full<bf16, 64>>();
 }
@@ -70,19 +70,20 @@ TEST_CASE("a step begins once, its layers come in order, and nobody steps in bet
   CHECK(kv.positions(1, 2, 0).empty());
 }
 
-TEST_CASE("every allocation of a cache fails once, and the conversation goes on as if it had not", "[gpu][cache]") {
+TEST_CASE("every allocation of a cache fails once, and the conversation goes on as if it had not",
+          "[gpu][cache][long]") {
   if (gpu_missing()) return;
   faulty_conversation<snapkv<bf16, 64>>::fails_everywhere_once();
   faulty_conversation<rocketkv<bf16, 64>>::fails_everywhere_once();
 }
 
-TEST_CASE("memory that follows what is stored changes no answer, and may fail once too", "[gpu][cache]") {
+TEST_CASE("memory that follows what is stored changes no answer, and may fail once too", "[gpu][cache][long]") {
   if (gpu_missing()) return;
   faulty_conversation<snapkv<bf16, 64>>::fails_everywhere_once(true);
   faulty_conversation<rocketkv<bf16, 64>>::fails_everywhere_once(true);
 }
 
-TEST_CASE("dense and sliding layers beside compressed ones hold what they should on the device", "[gpu][cache]") {
+TEST_CASE("dense and sliding layers beside compressed ones hold what they should on the device", "[gpu][cache][long]") {
   if (gpu_missing()) return;
   using method = rocketkv<bf16, 64>;
   const model_shape shape{3, 4, 2, 40, {false, false, true}};

@@ -148,7 +148,7 @@ TEST_CASE("attention over ragged pages has the bits of attention over runs on th
       one.prompt(id, prompt);
       other.prompt(id, prompt);
     }
-    for (int s = 0; s < 20; ++s) {
+    for (int s = 0; s < shrunk(20, 4); ++s) {
       const auto rows = rows_of(shape, {draw(0, 3) ? 1 : 3}, 2);
       REQUIRE(same_bits(one.step({0, 1}, rows), other.step({0, 1}, rows)));
     }
@@ -263,12 +263,12 @@ TEST_CASE("a recorded step in ragged pages follows its growing cache", "[gpu][ca
   replay_steps<over_pages>();
 }
 TEST_CASE("a cache in ragged pages serves conversations of all lengths in the memory that it began with",
-          "[gpu][cache][tangram]") {
+          "[gpu][cache][tangram][long]") {
   if (gpu_missing()) return;
   serve<over_pages>(support::scaled(2500), shrunk(64, 4));
 }
 TEST_CASE("every allocation of a cache in ragged pages fails once, and the conversation goes on",
-          "[gpu][cache][tangram]") {
+          "[gpu][cache][tangram][long]") {
   if (gpu_missing()) return;
   faulty_conversation<over_pages>::fails_everywhere_once();
 }

@@ -1,4 +1,4 @@
-// Random calls of the device's caches: every method's test makes its own (method.cu.in, test_cache_*.cu).
+// Random calls of the device's caches: every method's test makes its own (method.cuh.in).
 #include "calls_case.hpp"
 #include "support/calls/random_cache_calls.hpp"
 

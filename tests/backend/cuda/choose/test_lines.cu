@@ -176,7 +176,7 @@ TEST_CASE("lines are the same every time, in any workspace, recorded or not", "[
   if (gpu_missing()) return;
   cudaStream_t stream{};
   cuda::check(cudaStreamCreate(&stream), "cudaStreamCreate");
-  shape s{1, 4, 2, shrunk(900, 200), shrunk(1500, 300)};
+  shape s{1, 4, 2, shrunk(900, 70), shrunk(1500, 100)};
   s.spread = 3;
   line_choice<bf16, 128, contiguous> of(s);
   const covering_lines policy{};

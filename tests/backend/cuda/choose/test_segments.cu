@@ -135,6 +135,7 @@ TEST_CASE("segments raise scores as on the CPU, to rounding", "[gpu]") {
     const buffer<index_t> lengths(c.lengths), tails(c.tails), segments(c.segments);
     const buffer<unsigned> most(std::size_t(c.sequences * c.heads));
     buffer<float> out(c.scores.size());
+    out.fill(0xff);
     const cuda::segment_rows beside{{segments.data, c.heads * c.capacity, c.capacity}, c.heads, c.heads};
     const auto in = c.rows(scores, lengths, tails);
     cuda::rescore_segments(in, beside, scorer, c.capacity, out.data, most.data, nullptr);

@@ -12,6 +12,13 @@
 namespace gpu_test {
 
 using numbers = std::vector<double>;
+constexpr auto as_bf16 = packed_element::bf16, as_fp16 = packed_element::fp16, as_fp8 = packed_element::fp8,
+               as_int4 = packed_element::int4;
+
+inline packed_format format_of(packed_element element, index_t channels, index_t group, index_t kept,
+                               bool own_bits = true) {
+  return {element, channels, group, kept, own_bits};
+}
 
 /// Random rows [count, dim] whose energy gathers in few directions, as keys' does: channel c of a mixed basis shrinks with c.
 template <class T>

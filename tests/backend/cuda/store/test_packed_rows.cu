@@ -7,9 +7,6 @@ using namespace gpu_test;
 
 namespace {
 
-constexpr auto bf = packed_element::bf16, half = packed_element::fp16, e4m3 = packed_element::fp8,
-               nibbles = packed_element::int4;
-
 /// [dim, dim] of eigenvectors' residuals: the largest |A v - l v| over the trace, the largest |v_i . v_j - (i == j)|, and whether
 /// eigenvalues fall and signs are as promised.
 struct basis_errors {
@@ -99,7 +96,7 @@ void check_row(const unpacked_row& row, const packed_format& format, const numbe
   index_t kept = 0;
   double least = 1e300, most = 0, size = 0;
   for (const double x : right) size = std::max(size, std::abs(x));
-  const double rounding = format.element == half ? 1.0 / 1024 : format.element == bf ? 1.0 / 128 : 1.0 / 8;
+  const double rounding = format.element == as_fp16 ? 1.0 / 1024 : format.element == as_bf16 ? 1.0 / 128 : 1.0 / 8;
   for (index_t g = 0; g < format.groups(); ++g) {
     double energy = 0;
     const bool stays = row.stays[std::size_t(g * format.group)];
@@ -107,9 +104,9 @@ void check_row(const unpacked_row& row, const packed_format& format, const numbe
       const double x = right[std::size_t(c)], got = row.values[std::size_t(c)];
       energy += x * x;
       kept += stays;
-      const double tolerance = format.element == nibbles ? 0.51 * double(row.scale)
-                               : format.element == e4m3  ? std::abs(x) / 15 + double(row.scale) / 512
-                                                         : std::abs(x) * rounding / 1.9 + 1e-6 * size;
+      const double tolerance = format.element == as_int4  ? 0.51 * double(row.scale)
+                               : format.element == as_fp8 ? std::abs(x) / 15 + double(row.scale) / 512
+                                                          : std::abs(x) * rounding / 1.9 + 1e-6 * size;
       if (stays ? !(std::abs(got - x) <= tolerance + 2e-6 * size) : got != 0) ++wrong;
     }
     if (stays)
@@ -210,10 +207,6 @@ void check_packing(const segment_plan& plan) {
   CHECK(differ == 0);
 }
 
-packed_format format_of(packed_element element, index_t channels, index_t group, index_t kept) {
-  return {element, channels, group, kept, true};
-}
-
 }  // namespace
 
 TEST_CASE("second moments of whole rows on the GPU are those of the host in double") {
@@ -279,14 +272,14 @@ TEST_CASE("a matrix with NaN or infinity is told apart, and its neighbours are w
 
 TEST_CASE("rows packed on the GPU hold the largest elements of their rotated vectors") {
   if (gpu_missing()) return;
-  check_packing<bf16, 128>({format_of(bf, 96, 1, 32), format_of(bf, 96, 1, 32), 8, shrunk(200, 72)});
-  check_packing<bf16, 128>({format_of(bf, 96, 2, 32), format_of(bf, 96, 4, 16), 4, 36});
-  check_packing<fp16, 64>({format_of(half, 48, 1, 16), format_of(half, 64, 1, 64), 16, 33});
-  check_packing<bf16, 128>({format_of(e4m3, 96, 1, 32), format_of(nibbles, 96, 1, 32), 8, 40});
-  check_packing<bf16, 96>({format_of(nibbles, 90, 1, 25), format_of(e4m3, 72, 4, 24), 0, 20});
-  check_packing<bf16, 256>({format_of(bf, 192, 1, 64), format_of(bf, 256, 1, 256), 8, 40});
-  check_packing<fp16, 128, 64>({format_of(half, 128, 1, 32), format_of(half, 48, 2, 16), 12, 1});
-  check_packing<bf16, 64>({format_of(bf, 64, 1, 38), format_of(bf, 64, 1, 64), 8, 100, false});
+  check_packing<bf16, 128>({format_of(as_bf16, 96, 1, 32), format_of(as_bf16, 96, 1, 32), 8, shrunk(200, 72)});
+  check_packing<bf16, 128>({format_of(as_bf16, 96, 2, 32), format_of(as_bf16, 96, 4, 16), 4, 36});
+  check_packing<fp16, 64>({format_of(as_fp16, 48, 1, 16), format_of(as_fp16, 64, 1, 64), 16, 33});
+  check_packing<bf16, 128>({format_of(as_fp8, 96, 1, 32), format_of(as_int4, 96, 1, 32), 8, 40});
+  check_packing<bf16, 96>({format_of(as_int4, 90, 1, 25), format_of(as_fp8, 72, 4, 24), 0, 20});
+  check_packing<bf16, 256>({format_of(as_bf16, 192, 1, 64), format_of(as_bf16, 256, 1, 256), 8, 40});
+  check_packing<fp16, 128, 64>({format_of(as_fp16, 128, 1, 32), format_of(as_fp16, 48, 2, 16), 12, 1});
+  check_packing<bf16, 64>({format_of(as_bf16, 64, 1, 38), format_of(as_bf16, 64, 1, 64), 8, 100, false});
 }
 
 TEST_CASE("packing refuses blocks that no thread block holds") {

@@ -61,7 +61,8 @@ std::vector<std::uint8_t> flags_of(int kind, index_t count) {
 
 void compare_numbers(int kind, index_t chunk, bool some) {
   batch_of_texts c(draw(1, 3), draw(1, 4), 40 + 4 * chunk);
-  const buffer<bf16> rows(std::size_t(c.sequences * chunk * c.heads) * 64);
+  buffer<bf16> rows(std::size_t(c.sequences * chunk * c.heads) * 64);
+  rows.fill(0);
   std::vector<segment_cursor> texts(std::size_t(c.sequences));
   for (auto& text : texts) text = {draw(0, 9), draw(0, most_segment_tokens - 1)};
   buffer<segment_cursor> d_texts(texts);

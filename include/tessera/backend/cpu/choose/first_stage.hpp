@@ -58,15 +58,6 @@ class first_stage {
   offset_t bytes(index_t, index_t) const { return 0; }
 };
 
-/// Lists that the heads of a layer read by: one, or one for each place in the group where query heads choose apart.
-template <class Recipe, class Policy>
-index_t reading_members([[maybe_unused]] const Policy& policy, [[maybe_unused]] const model_shape& shape) {
-  if constexpr (Recipe::retain_type::splits) {
-    if (policy.scope.by_query_head()) return shape.q_heads / shape.kv_heads;
-  }
-  return 1;
-}
-
 /// What the three kinds below share: what a place stores and what was observed of it in, a selection out.
 template <class Recipe>
 class choosing {
@@ -117,7 +108,7 @@ class choosing {
   template <class Policy>
   bool choose_by(const Policy& policy, const problem_type& problem, std::vector<selection>& kept, ranked_tokens* ranked,
                  executor& workers) {
-    const index_t members = reading_members<Recipe>(policy, shape_);
+    const index_t members = reading_members(policy, shape_.q_heads / shape_.kv_heads);
     kept.resize(std::size_t(members));
     if (ranked) {
       ranked->positions.assign(std::size_t(shape_.kv_heads * members), {});

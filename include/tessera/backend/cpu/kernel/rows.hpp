@@ -21,16 +21,6 @@ struct query_rows {
   index_t position(index_t sequence, index_t token) const { return first_position[sequence] + token; }
 };
 
-/// Query heads m, m + step, ... of rows: with step the group's size, the m-th of every group, as a model has them whose groups
-/// are of one. Null stays null.
-template <class T>
-rows_view<T> every_head(rows_view<T> rows, index_t m, index_t step) {
-  if (rows.data) rows.data += m * rows.head_stride;
-  rows.head_stride *= step;
-  rows.heads /= step;
-  return rows;
-}
-
 /// Queries that a view can answer: whole groups of heads, of its sequences and head dim.
 template <class View, class Q>
 void check_queries(const View& view, const query_rows<Q>& queries) {

@@ -2,6 +2,7 @@
 #pragma once
 
 #include <algorithm>
+#include <limits>
 #include <utility>
 #include <vector>
 
@@ -68,7 +69,7 @@ class placed_rows<Layout, ragged_pages> {
   void expect(index_t id, index_t tokens) {
     offset_t pages = tokens > 0 ? pool_.reserved(id) : 0;
     pages = std::max(pages, pages_with(id, tokens));
-    reserve(id, index_t(pages));
+    reserve(id, index_t(std::min<offset_t>(pages, std::numeric_limits<index_t>::max())));
   }
   void reserve(index_t id, index_t pages) { pool_.reserve(id, pages); }
 

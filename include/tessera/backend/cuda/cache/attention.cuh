@@ -20,21 +20,22 @@ class attention {
   struct step_operation {
     decode_attention<View, Out> run;
     device_buffer<unsigned char> scratch;  // zeros, which is what its counters begin with
-    step_operation(const model_shape& shape, const cache_options& options, const device_info& device)
-        : run(options.sequences, shape.kv_heads, shape.q_heads, options.step_tokens, device),
+    step_operation(const model_shape& shape, index_t q_heads, const cache_options& options, const device_info& device)
+        : run(options.sequences, shape.kv_heads, q_heads, options.step_tokens, device),
           scratch(run.workspace_bytes()) {}
   };
   static constexpr bool alike = std::is_same_v<AllView, ReadView>;
   struct none {
-    none(const model_shape&, const cache_options&, const device_info&) {}
+    none(const model_shape&, index_t, const cache_options&, const device_info&) {}
   };
 
  public:
-  attention(const model_shape& shape, const cache_options& options, const device_info& device)
+  /// `reading_heads`: query heads that read at once.
+  attention(const model_shape& shape, index_t reading_heads, const cache_options& options, const device_info& device)
       : prompt_(1, shape.kv_heads, shape.q_heads, device),
         prompt_scratch_(prompt_.workspace_bytes()),
-        read_(shape, options, device),
-        all_(shape, options, device) {}
+        read_(shape, reading_heads, options, device),
+        all_(shape, shape.q_heads, options, device) {}
 
   /// Causal attention of a prompt chunk.
   void prompt(const prefill_problem<AllView, Out>& problem, cudaStream_t stream) const {

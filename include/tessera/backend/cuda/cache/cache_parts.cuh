@@ -74,7 +74,7 @@ class cache_parts {
   /// since; everything stored where there is no filter. Synchronises.
   std::vector<index_t> readable(index_t layer, index_t id, index_t head) const {
     conversations_.check_head(layer, id, head);
-    return downloaded_readable(layer, id)[std::size_t(head)];
+    return joined_lists(downloaded_lists(layer, id), shape_.kv_heads)[std::size_t(head)];
   }
 
   /// Gives back memory that the stored rows do not need, or takes more: for what is stored and `tokens` more of every
@@ -89,7 +89,7 @@ class cache_parts {
   /// Whether decode steps write down which positions they attend; off by default. A traced step synchronises and cannot
   /// be recorded.
   void trace_attended(bool on) { tracing_ = on; }
-  /// Positions that the last traced decode step of a layer attended, by kv_head.
+  /// Positions that the last traced decode step of a layer attended, by kv_head, or by query head where those of a group read apart.
   const std::vector<std::vector<index_t>>& attended(index_t layer, index_t id) const {
     conversations_.at(id, layer);
     return attended_[std::size_t(layer) * std::size_t(options_.sequences) + std::size_t(id)];
@@ -111,7 +111,7 @@ class cache_parts {
     for (index_t layer = 0; layer < shape_.layers; ++layer) {
       const token_bound held = reading_.lists().bound(layer, id, store_.bound(layer, id));
       total += store_.bytes(layer, id) + reading_.lists().bytes(layer, id) + first_.bytes_of_place() +
-               reading_.reader().bytes(fitted, held.longest);
+               prompts_.bytes_of_place() + reading_.reader().bytes(fitted, held.longest);
     }
     return total;
   }
@@ -124,21 +124,27 @@ class cache_parts {
     const auto& conversation = conversations_.at(id);
     if (conversation.step_tokens == 0) return 0;  // no step yet
     offset_t total = 0;
+    const bool chose = fires_last_ && recipe_.schedule.due(moment::step_end, conversation.now);
     for (index_t layer = 0; layer < shape_.layers; ++layer) {
       const bool follows = roles_.follows_recipe(layer);
-      std::vector<index_t> lengths;
-      for (const auto& readable : downloaded_readable(layer, id)) lengths.push_back(index_t(readable.size()));
-      // What the eviction at the end of the step dropped has been read too.
-      if (evicts_last_ && follows) lengths = downloaded(stepped_of(layer, id), lengths.size());
-      for (const offset_t n : lengths) {
-        offset_t attended = n;
-        if (follows) {
-          attended = reading_.reader().attended(conversation.policies, n);
-          total +=
-              reading_.reader().bytes_read(conversation.policies, n) + (first_stage<Recipe>::with_scores ? n * 4 : 0);
-          if (filters) total += attended * offset_t(sizeof(index_t));
-        }
+      const auto lists = downloaded_lists(layer, id);
+      std::vector<index_t> lengths, entries(std::size_t(shape_.kv_heads));
+      for (const auto& list : joined_lists(lists, shape_.kv_heads)) lengths.push_back(index_t(list.size()));
+      for (std::size_t i = 0; i < lists.size(); ++i)
+        entries[i * entries.size() / lists.size()] += index_t(lists[i].size());
+      // What the choice at the end of the step dropped, or reads no more, has been read too.
+      if (follows && (filters ? chose : fires_last_)) {
+        lengths = downloaded(stepped_of(layer, id), lengths.size());
+        entries = downloaded(stepped_of(shape_.layers + layer, id), lengths.size());
+      }
+      for (std::size_t h = 0; h < lengths.size(); ++h) {
+        const offset_t n = lengths[h], attended = follows ? reading_.reader().attended(conversation.policies, n) : n;
         total += attended * layout::token_bytes();
+        if (!follows) continue;
+        total += reading_.reader().bytes_read(conversation.policies, n) + (observes_steps ? n * 4 : 0);
+        if (filters) total += (lists.size() > lengths.size() ? entries[h] : attended) * offset_t(sizeof(index_t));
+        const offset_t stored = filters ? store_.bound(layer, id).longest : n;
+        if (Recipe::retain_type::follows && chose) total += (stored - attended) * layout::key_bytes();
       }
     }
     return total;
@@ -151,7 +157,10 @@ class cache_parts {
 
  protected:
   static constexpr bool filters = Recipe::retain_type::chooses && !Recipe::retain_type::drops;
-  static constexpr bool evicts_last_ = Recipe::retain_type::drops && Recipe::schedule_type::fires_at(moment::step_end);
+  /// Whether steps add to the scores: they are read then.
+  static constexpr bool observes_steps =
+      first_stage<Recipe>::with_scores && fires_in_steps<typename Recipe::schedule_type>;
+  static constexpr bool fires_last_ = Recipe::schedule_type::fires_at(moment::step_end);
   using store_type = kv_store<layout>;
   using view_type = typename store_type::view_type;
   using reading_type = reading<Recipe, Out>;
@@ -172,12 +181,12 @@ class cache_parts {
         next_(std::size_t(options_.sequences)),
         first_position_(next_.size()),
         after_(next_.size()),
-        stepped_(evicts_last_ ? std::size_t(shape_.layers) * std::size_t(options_.sequences * shape_.kv_heads) : 0),
-        steps_(shape_.layers, options_.sequences),
+        stepped_(fires_last_ ? 2 * std::size_t(shape_.layers) * std::size_t(options_.sequences * shape_.kv_heads) : 0),
+        steps_(options_.sequences),
         marks_(shape_.layers, options_.sequences, options_.tokens, options_.step_tokens),
         first_(recipe_, shape_, options_, device_),
         reading_(recipe_, shape_, options_, device_),
-        attention_(shape_, options_, device_),
+        attention_(shape_, first_.members().q_heads(), options_, device_),
         prompts_(recipe_, shape_, options_, device_),
         order_(shape_.layers),
         newest_(shape_.kv_heads, shape_.sliding.empty() ? 0 : shape_.window),
@@ -195,7 +204,7 @@ class cache_parts {
     }
     return plan_prompt_pages(store_.rows().groups(), store_.rows().page(), held, recipe_, fitted, roles_, tokens);
   }
-  const index_t* stepped_of(index_t layer, index_t id) const {
+  index_t* stepped_of(index_t layer, index_t id) const {
     return stepped_.data() + (offset_t(layer) * options_.sequences + id) * shape_.kv_heads;
   }
   const planned<Recipe>& policies(index_t id) const { return conversations_.at(id).policies; }
@@ -242,6 +251,7 @@ class cache_parts {
       layers.push_back(layer);
       places.push_back({layer, id});
       kept.push_back(first_.bound(chooser, id, store_, fitted, conversations_.reach(id, layer).seen()));
+      if (prompts_.columns(layer).bits) kept.back() = {held, {}};  // how many columns join, only the device knows
     }
     filters ? reading_.lists().plan_pass(places, kept) : store_.plan_keep(places, kept);
     return layers;
@@ -269,35 +279,93 @@ class cache_parts {
       store_.keep(layer, id, first_.choose(layer, id, store_, fitted, roles_.rule(layer), reach, next, stream), stream);
     }
   }
-  /// Drops, within a step, what the first stage does not choose; the newest `own` tokens stay.
-  void evict(index_t layer, const batch& step, const view_type& all, index_t own, cudaStream_t stream) {
+  /// A layer of a conversation whose prompt ends keeps what the first stage chooses, or lets it through; `kept`: what the layer
+  /// before has chosen, for one that takes that over.
+  void choose(index_t layer, index_t id, const planned<Recipe>& fitted, kept_slots& kept, cudaStream_t stream) {
+    for (index_t m = 0; m < first_.members().count(); ++m) {
+      if (first_.chooser(layer, fitted, roles_) == layer) {
+        kept = first_.choose(layer, id, store_, fitted, roles_.rule(layer), conversations_.reach(id, layer),
+                             next_.data() + id, stream, m);
+      }
+      if (!filters) return store_.keep(layer, id, kept, stream);
+      const joined_columns columns = prompts_.columns(first_.chooser(layer, fitted, roles_));
+      if (columns.bits) kept.bound = {store_.bound(layer, id), {}};
+      reading_.lists().pass(layer, id, m, kept, columns, stream);
+    }
+  }
+  /// Drops, within a step, what the first stage does not choose, or lets through what it does; the newest `own` tokens stay.
+  void choose_in_step(index_t layer, const batch& step, const view_type& all, index_t own, cudaStream_t stream) {
     if constexpr (fires_in_steps<typename Recipe::schedule_type>) {
-      const selection_view kept = first_.choose_in_step(layer, store_, all, policies(step.ids.front()),
-                                                        roles_.rule(layer), after_.data(), own, stream);
-      store_.keep_in_place(all, kept, stream);
-      steps_.scatter(store_.length_column(), layer, step.sequences(), stream);
+      const index_t batch = step.sequences();
+      reading_.lists().note_read(layer, steps_, batch, stepped_of(layer, 0), stepped_of(shape_.layers + layer, 0),
+                                 stream);
+      for (index_t m = 0; m < first_.members().count(); ++m) {
+        const selection_view kept = first_.choose_in_step(layer, steps_.ids(), store_, all, policies(step.ids.front()),
+                                                          roles_.rule(layer), after_.data(), own, stream, m);
+        reading_.lists().pass_in_step(layer, m, steps_, batch, kept, first_.most_tokens_kept(), prompts_.columns(layer),
+                                      stream);
+        if (filters) continue;
+        store_.keep_in_place(all, kept, stream);
+        steps_.scatter(store_.length_column(), layer, batch, stream);
+      }
       reading_.rebuild(layer, steps_.ids(), all, stream);
     }
   }
-  /// What a step's eviction will leave, on the host's books.
-  void note_eviction(index_t layer, index_t id, index_t own) {
+  /// What a step that chooses leaves of a layer that will hold `before`, or lets through.
+  token_bound bound_in_step(index_t layer, index_t id, const token_bound& before, index_t own) const {
     if constexpr (fires_in_steps<typename Recipe::schedule_type>) {
-      const token_bound before = store_.bound(layer, id),
-                        after = first_.bound_in_step(layer, before, policies(id), own);
+      if (!prompts_.columns(layer).bits) return first_.bound_in_step(layer, before, policies(id), own);
+    }
+    return before;
+  }
+  /// The same on the host's books.
+  void note_choice(index_t layer, index_t id, index_t own) {
+    if constexpr (fires_in_steps<typename Recipe::schedule_type>) {
+      const token_bound before = store_.bound(layer, id), after = bound_in_step(layer, id, before, own);
+      if (filters) return reading_.lists().passed_in_step(layer, id, after);
       // Only where all heads are known to be equally long is the room that this makes known too.
       store_.shrank(layer, id, after, first_.heads_are_even ? before.longest - after.longest : 0);
     }
   }
-  /// Positions that steps may read of a layer, by kv_head.
-  std::vector<std::vector<index_t>> downloaded_readable(index_t layer, index_t id) const {
+  /// Room for the lists of a step, of every layer or of none.
+  void plan_lists(const place_list& places, const batch& step) {
+    std::vector<index_t> longest;
+    for (const auto& [layer, id] : places) {
+      if (!filters || !step.evicts_last) break;
+      token_bound held = store_.bound(layer, id);
+      held.longest += step.tokens;
+      held.total += offset_t(shape_.kv_heads) * step.tokens;
+      longest.push_back(roles_.follows_recipe(layer) ? bound_in_step(layer, id, held, 0).longest : 0);
+    }
+    reading_.lists().plan_room(places, step.tokens, longest);
+  }
+  /// What a step reads of a layer that follows the recipe, which holds its tokens already.
+  void read(index_t layer, const view_type& all, const rows_view<const T>& q, const rows_view<Out>& out,
+            const rows_view<float>& lse, selection_view& chosen, cudaStream_t stream) {
+    const index_t* first = first_position_.data();
+    const group_members& members = first_.members();
+    reading_.take_in(layer, all, q.tokens, stream);
+    for (index_t m = 0; m < members.count(); ++m) {
+      const auto view = reading_.batch_view(layer, all, m);
+      const logit_rule rule = members.rule(roles_.rule(layer), m, stream);
+      if (!reading_.reader().choose(layer, view, q, first, out, lse, chosen, stream)) {
+        attention_.step(decode_problem<read_view_type, Out>{view, members.of(q, m), first, rule, members.of(out, m),
+                                                            members.of(lse, m), chosen},
+                        stream);
+      }
+    }
+    reading_.reader().complete(layer, steps_.ids(), reading_.batch_view(layer, all), out, stream);
+  }
+  /// Positions that steps may read of a layer, by kv_head, or by query head where those of a group read apart.
+  std::vector<std::vector<index_t>> downloaded_lists(index_t layer, index_t id) const {
     if (!roles_.follows_recipe(layer)) return store_.downloaded_positions(layer, id);
-    return reading_.lists().downloaded_positions(layer, id, store_);
+    return reading_.lists().downloaded_lists(layer, id, store_);
   }
   void trace(index_t layer, const batch& step, const selection_view& read) {
     for (index_t b = 0; b < step.sequences(); ++b) {
       const index_t id = step.ids[std::size_t(b)];
       auto& attended = attended_[std::size_t(layer) * std::size_t(options_.sequences) + std::size_t(id)];
-      attended = downloaded_readable(layer, id);
+      attended = downloaded_lists(layer, id);
       for (index_t h = 0; read.indices && h < shape_.kv_heads; ++h) {
         const offset_t row = offset_t(b) * shape_.kv_heads + h;
         std::vector<index_t> chosen = downloaded(read.row(row), std::size_t(downloaded(read.counts + row, 1)[0]));
@@ -317,7 +385,8 @@ class cache_parts {
   device_buffer<index_t> next_;                    // by id: position of the next token
   device_buffer<index_t> first_position_, after_;  // by sequence of the batch: of the step's first token, and behind it
   device_buffer<index_t> chunk_position_{1};
-  device_buffer<index_t> stepped_;  // by place and head: tokens stored while the last step ran
+  device_buffer<index_t>
+      stepped_;  // by place and head: tokens that the last step could read; then entries of its lists
   step_table steps_;
   text_marks<Recipe::needs_segments> marks_;
   first_stage<Recipe> first_;

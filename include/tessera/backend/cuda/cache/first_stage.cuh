@@ -8,8 +8,10 @@
 #include "../../../planned.hpp"
 #include "../../../runtime/kept_lengths.hpp"
 #include "../../../runtime/layer_roles.hpp"
+#include "../attend/group_members.cuh"
 #include "../choose/score_and_choose.cuh"
-#include "../score/query_window.cuh"
+#include "../score/queries/query_ring.cuh"
+#include "../score/queries/query_window.cuh"
 #include "../store/kv_store.cuh"
 #include "cache_options.hpp"
 #include "numbers.cuh"
@@ -22,7 +24,7 @@ template <class Recipe, bool Chooses = Recipe::retain_type::chooses>
 class first_stage {
  public:
   static constexpr bool with_scores = false;
-  first_stage(const Recipe&, const model_shape&, const cache_options&, const device_info&) {}
+  first_stage(const Recipe&, const model_shape& shape, const cache_options&, const device_info&) : members_(1, shape) {}
   void adopt(first_stage&&) {}
   index_t most_sequences() const { return 1; }
   index_t most_tokens_kept() const { return 1; }
@@ -48,7 +50,11 @@ class first_stage {
   template <class... Any>
   void observe_step(const Any&...) const {}
   index_t chooser(index_t layer, const planned<Recipe>&, const layer_roles&) const { return layer; }
+  const group_members& members() const { return members_; }
   offset_t bytes_of_place() const { return 0; }
+
+ private:
+  group_members members_;
 };
 
 /// Remembers or accumulates what is scored, and chooses by it: of one sequence when its prompt ends, of a batch in steps.
@@ -66,9 +72,10 @@ class first_stage<Recipe, true> {
   static constexpr bool joins = joining_scope<typename policy::scope_type>;
   static constexpr bool newest = joins_rows_by<scorer> == row_join::newest;
   static constexpr bool in_steps = fires_in_steps<typename Recipe::schedule_type>;
-  static constexpr bool settles = Recipe::retain_type::settles;
+  static constexpr bool settles = Recipe::retain_type::settles, follows = Recipe::retain_type::follows;
   static constexpr index_t observed_at_once = 512;  // queries of one accumulating call: bounds its workspace
 
+  using window_type = std::conditional_t<follows, query_ring<T>, query_window<T>>;
   using observer_type = attentive_score_where<view_type, scorer, observed == observes::every_query>;
 
  public:
@@ -76,21 +83,25 @@ class first_stage<Recipe, true> {
 
   first_stage(const Recipe& recipe, const model_shape& shape, const cache_options& options, const device_info& device)
       : shape_(shape),
+        members_(reading_members(recipe.retain, shape.q_heads / shape.kv_heads), shape),
         sequences_(options.sequences),
         most_(most_kept(recipe, shape, options)),
         batch_(in_steps ? options.sequences : 1),
         observe_(batch_, shape.kv_heads, shape.q_heads, queries_at_once(recipe, options), options.tokens, device),
         choose_(recipe.retain.planned(recipe.retain.plan(options.tokens)),
-                {batch_, shape.kv_heads, shape.q_heads, queries_at_once(recipe, options), options.tokens, most_},
+                {batch_, shape.kv_heads, members_.q_heads(), queries_at_once(recipe, options), options.tokens, most_},
                 device),
         observe_scratch_(observe_.workspace_bytes()),
         choose_scratch_(choose_.workspace_bytes()),
         settled_(settles ? std::size_t(shape.layers) * std::size_t(options.sequences) : 0) {
     require(!weighted_scorer<scorer> || !shape.output_projection, "output_projection", "given",
             "null: the device weighs values as they are", "leave it out, or take the CPU's cache");
-    if constexpr (observed == observes::window) {
+    if constexpr (follows) {
+      window_ = window_type(shape.layers, options.sequences, batch_, recipe.retain.scorer.window, options.step_tokens,
+                            shape.q_heads, layout::k_dim);
+    } else if constexpr (observed == observes::window) {
       window_ =
-          query_window<T>(shape.layers * options.sequences, recipe.retain.scorer.window, shape.q_heads, layout::k_dim);
+          window_type(shape.layers * options.sequences, recipe.retain.scorer.window, shape.q_heads, layout::k_dim);
     }
   }
 
@@ -104,7 +115,11 @@ class first_stage<Recipe, true> {
   /// Queries of a chunk whose last one is at `next` - 1; the store holds the chunk's tokens already.
   void observe_prompt(index_t layer, index_t id, const store_type& store, const planned<Recipe>& policies,
                       const logit_rule& rule, const rows_view<const T>& q, index_t next, cudaStream_t stream) {
-    if constexpr (observed == observes::window) window_.remember(layer * sequences_ + id, q, stream);
+    if constexpr (follows) {
+      window_.remember(layer, id, nullptr, q, set_number(position_.data(), next - q.tokens, stream), stream);
+    } else if constexpr (observed == observes::window) {
+      window_.remember(layer * sequences_ + id, q, stream);
+    }
     if constexpr (observed == observes::every_query) {
       const index_t asked = policies.first.queries_needed(q.tokens);
       for (index_t done = q.tokens - asked; done < q.tokens; done += observed_at_once) {
@@ -116,11 +131,12 @@ class first_stage<Recipe, true> {
       }
     }
   }
-  /// Queries of a step that has been attended, for a batch.
-  void observe_step(const store_type& store, const view_type& view, const planned<Recipe>& policies,
-                    const logit_rule& rule, const rows_view<const T>& q, const index_t* first_position,
-                    cudaStream_t stream) const {
-    if constexpr (observed == observes::every_query) {
+  /// Queries of a step that has been attended, for a batch; `ids` and `first_position` lie on the device.
+  void observe_step(index_t layer, const index_t* ids, const store_type& store, const view_type& view,
+                    const planned<Recipe>& policies, const logit_rule& rule, const rows_view<const T>& q,
+                    const index_t* first_position, cudaStream_t stream) const {
+    if constexpr (follows) window_.remember(layer, 0, ids, q, first_position, stream);
+    if constexpr (observed == observes::every_query && in_steps) {
       rows_view<const T> asked = q;
       if (newest && q.tokens > 1) {
         asked.data += (q.tokens - 1) * q.token_stride;
@@ -144,9 +160,9 @@ class first_stage<Recipe, true> {
     return layer;
   }
 
-  /// Forgets a turn's queries.
+  /// Forgets a turn's queries, but for those of a window that follows the conversation.
   void forget(index_t id) {
-    if constexpr (observed == observes::window) {
+    if constexpr (observed == observes::window && !follows) {
       for (index_t layer = 0; layer < shape_.layers; ++layer) window_.forget(layer * sequences_ + id);
     }
   }
@@ -167,7 +183,7 @@ class first_stage<Recipe, true> {
       here.settled = store.held_by_head(layer, id);
       for (index_t& tokens : here.settled) tokens -= again;
     }
-    if constexpr (observed == observes::window) window_.forget(layer * sequences_ + id);
+    if constexpr (observed == observes::window && !follows) window_.forget(layer * sequences_ + id);
   }
 
   /// Bounds of what a layer of one sequence keeps when its prompt, or a chunk of it, ends; `held` is the store's, and
@@ -175,7 +191,7 @@ class first_stage<Recipe, true> {
   kept_bound bound(index_t layer, index_t id, const store_type& store, const planned<Recipe>& policies,
                    [[maybe_unused]] index_t seen) const {
     const token_bound& held = store.bound(layer, id);
-    const index_t newest = tail(layer, id, policies);
+    const index_t newest = tail(layer, id, held.longest, policies);
     if constexpr (settles) {
       const settled_heads& here = settled_[std::size_t(layer * sequences_ + id)];
       return kept_by_lengths(policies.first.budget, extent(layer, held.longest, newest), store.held_by_head(layer, id),
@@ -187,7 +203,7 @@ class first_stage<Recipe, true> {
   }
   /// Whether a layer keeps all that it holds, whatever the scores.
   bool keeps_everything(index_t layer, index_t id, const token_bound& held, const planned<Recipe>& policies) const {
-    return keeps_all(policies.first.budget, extent(layer, held.longest, tail(layer, id, policies)));
+    return keeps_all(policies.first.budget, extent(layer, held.longest, tail(layer, id, held.longest, policies)));
   }
   /// Bounds of what a step leaves in place, and by how much every head's room grows for certain.
   token_bound bound_in_step(index_t layer, const token_bound& held, const planned<Recipe>& policies,
@@ -197,30 +213,34 @@ class first_stage<Recipe, true> {
   }
   static constexpr bool heads_are_even = keeps_heads_even<typename policy::budget_type>;
 
-  /// What a layer of one sequence keeps, or lets through, when its prompt ends at position `next`. The slots lie in this
-  /// object's memory until the next call.
+  /// What a layer of one sequence keeps, or lets through, when its prompt ends at position `next`; for one place in the group
+  /// where query heads choose apart. The slots lie in this object's memory until the next call.
   /// `reach`: what earlier choices have settled of the turn's prompt, for a recipe that settles.
   kept_slots choose(index_t layer, index_t id, const store_type& store, const planned<Recipe>& policies,
-                    const logit_rule& rule, const prompt_reach& reach, const index_t* device_next,
-                    cudaStream_t stream) {
-    const index_t* position = device_next;
-    rows_view<const T> window;
-    if constexpr (observed == observes::window) {
-      window = window_.queries(layer * sequences_ + id);
-      position = set_number(position_.data(), reach.end - window.tokens, stream);
+                    const logit_rule& rule, const prompt_reach& reach, const index_t* device_next, cudaStream_t stream,
+                    index_t member = 0) {
+    newest_rows<T> asked{{}, nullptr, device_next};
+    if constexpr (follows) {
+      asked = window_.gather(layer, id, nullptr, 1, device_next, stream);
+    } else if constexpr (observed == observes::window) {
+      asked.q = window_.queries(layer * sequences_ + id);
+      asked.first_position = set_number(position_.data(), reach.end - asked.q.tokens, stream);
     }
     if constexpr (settles) set_number(reach_.data(), reach, stream);
-    const selection_view chosen = choose_slots(policies, rule, store, store.view(layer, id), window, position,
-                                               settles ? reach_.data() : nullptr, 0, layer, stream);
+    const selection_view chosen = choose_slots(policies, rule, store, store.view(layer, id), asked,
+                                               settles ? reach_.data() : nullptr, 0, layer, member, stream);
     return {chosen, bound(layer, id, store, policies, reach.seen())};
   }
-  /// What a layer of a batch keeps within a step; `next`: by sequence of the batch, the position of the next token. The
-  /// newest `own` tokens stay whatever their score.
-  selection_view choose_in_step(index_t layer, const store_type& store, const view_type& view,
+  /// What a layer of a batch keeps, or lets through, within a step; on the device by sequence of the batch: `ids`, and `next`, the
+  /// position of the next token. The newest `own` tokens stay whatever their score.
+  selection_view choose_in_step(index_t layer, const index_t* ids, const store_type& store, const view_type& view,
                                 const planned<Recipe>& policies, const logit_rule& rule, const index_t* next,
-                                index_t own, cudaStream_t stream) const {
-    return choose_slots(policies, rule, store, view, {}, next, nullptr, own, layer, stream);
+                                index_t own, cudaStream_t stream, index_t member = 0) const {
+    newest_rows<T> asked{{}, nullptr, next};
+    if constexpr (follows) asked = window_.gather(layer, 0, ids, view.sequences, next, stream);
+    return choose_slots(policies, rule, store, view, asked, nullptr, own, layer, member, stream);
   }
+  const group_members& members() const { return members_; }
 
   /// The most sequences of one choice, and the most tokens that a head of it keeps.
   index_t most_sequences() const { return batch_; }
@@ -259,8 +279,11 @@ class first_stage<Recipe, true> {
     if (joins) most.total *= shape_.kv_heads;
     return most;
   }
-  index_t tail(index_t layer, index_t id, const planned<Recipe>& policies) const {
-    if constexpr (observed == observes::window) return window_.queries(layer * sequences_ + id).tokens;
+  /// Of a layer that stores `held` tokens.
+  index_t tail([[maybe_unused]] index_t layer, [[maybe_unused]] index_t id, [[maybe_unused]] index_t held,
+               const planned<Recipe>& policies) const {
+    if constexpr (follows) return std::min(policies.first.scorer.window, held);
+    if constexpr (observed == observes::window && !follows) return window_.queries(layer * sequences_ + id).tokens;
     return policies.first.scorer.protected_tail(policies.first.budget.tokens);
   }
 
@@ -279,17 +302,18 @@ class first_stage<Recipe, true> {
 
   /// The newest `own` tokens stay whatever their score, or more where the scorer says so.
   selection_view choose_slots(const planned<Recipe>& policies, const logit_rule& rule, const store_type& store,
-                              const view_type& view, const rows_view<const T>& q, const index_t* position,
-                              const prompt_reach* reach, index_t own, index_t layer, cudaStream_t stream) const {
+                              const view_type& view, const newest_rows<T>& asked, const prompt_reach* reach,
+                              index_t own, index_t layer, index_t member, cudaStream_t stream) const {
     choose_problem<view_type, T> problem;
     problem.view = view;
     problem.layer = layer;
     problem.layers = shape_.layers;
-    problem.q = q;
-    problem.q.heads = shape_.q_heads;
-    problem.first_position = position;
+    problem.q = members_.of(asked.q, member);
+    problem.q.heads = members_.q_heads();
+    problem.valid = asked.valid;
+    problem.first_position = asked.first_position;
     problem.reach = reach;
-    problem.rule = rule;
+    problem.rule = members_.rule(rule, member, stream);
     if constexpr (with_scores) problem.scores = {store.scores(), 0, 0, view.position_begin};
     if constexpr (Recipe::needs_segments) problem.segments = store.segments(view);
     problem.tail = own;
@@ -297,11 +321,12 @@ class first_stage<Recipe, true> {
   }
 
   model_shape shape_;
+  group_members members_;
   index_t sequences_, most_, batch_;
   observer_type observe_;
   score_and_choose<view_type, policy> choose_;
   device_buffer<unsigned char> observe_scratch_, choose_scratch_;
-  query_window<T> window_;
+  window_type window_;
   device_buffer<index_t> position_{std::size_t(batch_)};
   device_buffer<prompt_reach> reach_{1};
   std::vector<settled_heads> settled_;  // by place, of a recipe that settles

@@ -7,18 +7,34 @@
 #include "../../../recipe.hpp"
 #include "../attend/prefill/line_attention.cuh"
 #include "../choose/lines/choose_lines.cuh"
+#include "../read/lists/pass_lists.cuh"
 #include "attention.cuh"
 
 TESSERA_NAMESPACE_BEGIN
 namespace cuda {
+namespace detail {
+
+/// Adds the bits of a chunk's columns to those of all prompts of the conversation: y a query head.
+template <int Threads>
+__global__ void __launch_bounds__(Threads) add_columns_entry(line_tables chunk, std::uint32_t* to, index_t words) {
+  const index_t word = index_t(blockIdx.x * Threads + threadIdx.x), q_head = blockIdx.y;
+  if (word < min(words, chunk.words)) to[offset_t(q_head) * words + word] |= chunk.vertical_of(q_head)[word];
+}
+
+}  // namespace detail
 
 /// What both kinds answer; this one attends everything.
+///   open(id, stream)                                               an empty sequence
 ///   attend(layer, id, recipe, problem, first, attention, stream)   a chunk's rows, the first at position `first`
+///   columns(layer)                                                 what prompts leave to be read
 ///   trace(on), lines(layer, id)                                    the lines of the last chunk that was traced
 template <class Recipe, class View, class Out, bool ChoosesLines = Recipe::prefill_type::chooses_lines>
 class prompt_attending {
  public:
   prompt_attending(const Recipe&, const model_shape&, const cache_options&, const device_info&) {}
+  void open(index_t, cudaStream_t) {}
+  joined_columns columns(index_t) const { return {}; }
+  offset_t bytes_of_place() const { return 0; }
   template <class Attention>
   void attend(index_t, index_t, const Recipe&, const prefill_problem<View, Out>& problem, index_t,
               const Attention& attention, cudaStream_t stream) {
@@ -32,7 +48,8 @@ class prompt_attending {
 };
 
 /// Along lines, chosen anew for every chunk. One layer's tables serve all: calls follow each other on a stream.
-/// Memory   tables and scratch of choosing for `options.tokens` positions. A conversation that becomes longer than that, because
+/// Memory   tables and scratch of choosing for `options.tokens` positions, and where decoding reads columns, a bit a token for every
+///          layer, sequence and query head. A conversation that becomes longer than that, because
 ///          it drops tokens, makes them anew, twice as large: that call allocates and waits for the device.
 template <class Recipe, class View, class Out>
 class prompt_attending<Recipe, View, Out, true> {
@@ -53,12 +70,25 @@ class prompt_attending<Recipe, View, Out, true> {
         device_(device),
         attend_(shape.kv_heads, shape.q_heads, device),
         scratch_(attend_.workspace_bytes()),
+        sequences_(options.sequences),
+        words_(adds_to_reading(recipe) ? ceil_div(options.tokens, 32) : 0),
+        columns_(std::size_t(shape.layers) * std::size_t(options.sequences) * std::size_t(shape.q_heads) *
+                 std::size_t(words_)),
         lines_(std::size_t(shape.layers) * std::size_t(options.sequences)) {
     if constexpr (requires { recipe.prefill.require_device(); }) recipe.prefill.require_device();
     recipe.prefill.sample(0, options.tokens, sampled_);  // the longest chunk has the most rows
     most_rows_ = index_t(sampled_.size());
     tools_.make(shape_, options.tokens, most_rows_, device_);
   }
+
+  void open(index_t id, cudaStream_t stream) {
+    for (index_t layer = 0; words_ > 0 && layer < shape_.layers; ++layer) {
+      check(cudaMemsetAsync(columns_of(layer, id), 0, std::size_t(shape_.q_heads) * std::size_t(words_) * 4, stream),
+            "cudaMemsetAsync");
+    }
+  }
+  joined_columns columns(index_t layer) const { return {words_ > 0 ? columns_of(layer, 0) : nullptr, words_}; }
+  offset_t bytes_of_place() const { return offset_t(shape_.q_heads) * words_ * 4; }
 
   template <class Attention>
   void attend(index_t layer, index_t id, const Recipe& recipe, const prefill_problem<View, Out>& problem, index_t first,
@@ -74,6 +104,11 @@ class prompt_attending<Recipe, View, Out, true> {
     const line_tables tables = (*tools_).choose.run(recipe.prefill, {problem.view, problem.q, first, problem.rule},
                                                     sampled_, (*tools_).scratch.data(), stream);
     attend_.run(problem, tables, scratch_.data(), stream);
+    if (words_ > 0) {
+      const dim3 grid{unsigned(ceil_div(words_, 128)), unsigned(shape_.q_heads)};
+      detail::add_columns_entry<128><<<grid, 128, 0, stream>>>(tables, columns_of(layer, id), words_);
+      check(cudaGetLastError(), "launch of add_columns");
+    }
     if (tracing_) lines_[place(layer, id)] = downloaded_lines(problem.view, tables, first, next);
   }
 
@@ -81,8 +116,15 @@ class prompt_attending<Recipe, View, Out, true> {
   const prompt_lines& lines(index_t layer, index_t id) const { return lines_[place(layer, id)]; }
 
  private:
+  static bool adds_to_reading([[maybe_unused]] const Recipe& recipe) {
+    if constexpr (lasting_pattern<pattern_type>) return recipe.prefill.adds_to_reading();
+    return false;
+  }
   std::size_t place(index_t layer, index_t id) const {
     return std::size_t(id) * std::size_t(shape_.layers) + std::size_t(layer);
+  }
+  std::uint32_t* columns_of(index_t layer, index_t id) const {
+    return columns_.data() + (offset_t(layer) * sequences_ + id) * shape_.q_heads * words_;
   }
 
   /// Tables as the host has lines. Synchronises.
@@ -118,6 +160,8 @@ class prompt_attending<Recipe, View, Out, true> {
   made_on_demand<tools> tools_;
   index_t most_rows_ = 0;
   std::vector<index_t> sampled_;
+  index_t sequences_, words_;             // words of a row of columns; 0: nobody reads them
+  device_buffer<std::uint32_t> columns_;  // [layers, sequences, q_heads, words], by place: those of all prompts
   bool tracing_ = false;
   std::vector<prompt_lines> lines_;  // by place, of the last chunk that was traced
 };

@@ -4,8 +4,8 @@
 #include <type_traits>
 #include <vector>
 
+#include "../read/lists/candidates.cuh"
 #include "../store/kv_store.cuh"
-#include "candidates.cuh"
 #include "exact_reader.cuh"
 #include "extrema_reader.cuh"
 
@@ -63,7 +63,8 @@ class reading {
   using place_list = typename store_type::place_list;
 
   reading(const Recipe& recipe, const model_shape& shape, const cache_options& options, const device_info& device)
-      : lists_(shape.layers, options.sequences, shape.kv_heads, options.tokens),
+      : lists_(shape, options.sequences, options.tokens, reading_members(recipe.retain, shape.q_heads / shape.kv_heads),
+               fires_in_steps<typename Recipe::schedule_type>),
         reader_(recipe, shape, options, device) {}
 
   lists_type& lists() { return lists_; }
@@ -96,10 +97,13 @@ class reading {
     reader_.rebuild(layer, ids, lists_.batch_view(layer, all), stream);
   }
 
-  /// What a batch's step may read of a layer, which holds its tokens already; they join the candidates.
-  view_type take_in(index_t layer, const all_view& all, index_t tokens, cudaStream_t stream) const {
+  /// A batch's step is about to read a layer, which holds its tokens already: they join the candidates.
+  void take_in(index_t layer, const all_view& all, index_t tokens, cudaStream_t stream) const {
     lists_.join(layer, all, tokens, stream);
-    return lists_.batch_view(layer, all);
+  }
+  /// What it may read; of one place in the group, where query heads read apart.
+  view_type batch_view(index_t layer, const all_view& all, index_t member = 0) const {
+    return lists_.batch_view(layer, all, member);
   }
 
  private:

@@ -5,6 +5,7 @@
 
 #include "../../../core/model_shape.hpp"
 #include "../../../core/views.hpp"
+#include "../device/launch.cuh"
 #include "number_segments.cuh"
 #include "pack.cuh"
 
@@ -128,11 +129,20 @@ struct append_share {
   }
 };
 
+/// What follows, attention most of the time, may be set up while rows are appended, and appending while what is before it
+/// ends.
+__device__ __forceinline__ void begin_append(bool overlaps) {
+  if (!overlaps) return;
+  wait_for_earlier();
+  let_later_begin();
+}
+
 /// A block writes its share of raw rows, chunk by chunk.
 template <class View, class E>
 __global__ void __launch_bounds__(append_threads)
-    append_entry(const __grid_constant__ append_problem<View, E> p, int aligned_from, int aligned_to) {
+    append_entry(const __grid_constant__ append_problem<View, E> p, bool aligned_from, bool aligned_to, bool overlaps) {
   constexpr int k_chunks = View::k_dim / append_chunk, chunks = k_chunks + View::v_dim / append_chunk;
+  begin_append(overlaps);
   const append_share share(p);
   const index_t b = share.sequence;
   const offset_t work = offset_t(share.tokens) * share.heads * chunks, step = offset_t(gridDim.y) * append_threads;
@@ -176,11 +186,13 @@ __global__ void __launch_bounds__(append_threads)
 /// encode_row.
 template <class View, class E>
 __global__ void __launch_bounds__(append_threads)
-    append_encoded_entry(const __grid_constant__ append_problem<View, E> p, int aligned_from, int aligned_to) {
+    append_encoded_entry(const __grid_constant__ append_problem<View, E> p, bool aligned_from, bool aligned_to,
+                         bool overlaps) {
   using encoding = typename View::encoding_type;
   using stored = typename encoding::stored_type;
   constexpr int most_chunks = (View::k_dim > View::v_dim ? View::k_dim : View::v_dim) / append_chunk;
   constexpr int lanes = most_chunks <= 8 ? 8 : most_chunks <= 16 ? 16 : 32, rows_at_once = append_threads / lanes;
+  begin_append(overlaps);
   const append_share share(p);
   const int lane = threadIdx.x % lanes;
   const offset_t rows = offset_t(share.tokens) * share.heads * 2;  // of K and V in turn
@@ -255,7 +267,9 @@ __global__ void __launch_bounds__(append_threads) advance_entry(const __grid_con
 template <class View, class E>
 class append {
  public:
-  append(index_t sequences, index_t kv_heads) : sequences_(sequences), kv_heads_(kv_heads) {
+  /// `overlaps`: from sm_90 on a launch begins while the one before it on the stream ends, and lets the next one begin.
+  append(index_t sequences, index_t kv_heads, bool overlaps = true)
+      : sequences_(sequences), kv_heads_(kv_heads), overlaps_(overlaps) {
     require(sequences >= 0 && kv_heads >= 1, "kv_heads", kv_heads, "1 or more", "pass the model's head count");
   }
 
@@ -295,8 +309,13 @@ class append {
       else
         return detail::append_encoded_entry<View, E>;
     }();
-    entry<<<dim3(unsigned(groups), unsigned(blocks)), detail::append_threads, 0, stream>>>(p, from, to);
-    check(cudaGetLastError(), "append launch");
+    static const bool can = can_overlap(entry);
+    const bool overlaps = can && overlaps_;
+    launch(entry,
+           {.blocks = dim3(unsigned(groups), unsigned(blocks)),
+            .threads = dim3(detail::append_threads),
+            .overlapping = overlaps},
+           stream, "append launch", p, from, to, overlaps);
     if (blocks > 1 && p.lengths) {
       detail::advance_entry<View, E>
           <<<unsigned(ceil_div(groups, detail::append_threads)), detail::append_threads, 0, stream>>>(p);
@@ -306,6 +325,7 @@ class append {
 
  private:
   index_t sequences_, kv_heads_;
+  bool overlaps_;
 };
 
 }  // namespace cuda

@@ -32,14 +32,15 @@ struct plane_list {
   plane planes[most_planes];
 };
 
-/// New beginnings of one place's heads: one after another from `first`, each with its tokens and `room` more.
+/// New beginnings of one place's heads: one after another from `first`, each with its tokens and `room` more; without counts, each
+/// with `room`.
 template <int Threads>
 __global__ void __launch_bounds__(Threads)
     lay_out_entry(const index_t* counts, index_t heads, index_t room, offset_t first, offset_t* begins) {
   if (threadIdx.x != 0) return;
   for (index_t h = 0; h < heads; ++h) {
     begins[h] = first;
-    first += counts[h] + room;
+    first += (counts ? counts[h] : 0) + room;
   }
 }
 
@@ -196,7 +197,7 @@ class run_pool {
 
   // --- carrying out, on the stream -----------------------------------------------------------------------------------
 
-  /// Carries out what was planned before the place's fresh run, then lays it out for `counts` tokens by head.
+  /// Carries out what was planned before the place's fresh run, then lays it out for `counts` tokens by head; null: evenly.
   /// begins_of(place): where its heads begin, on the device.
   /// Returns whether there was a fresh run.
   template <class Begins>
@@ -206,7 +207,8 @@ class run_pool {
       if (now.closes_gap) {
         close_gap(now, begins_of(now.place), stream);
       } else if (now.place == place) {
-        detail::lay_out_entry<32><<<1, 32, 0, stream>>>(counts, heads_, runs_[place].room, now.to, new_begins_.data());
+        const index_t room = counts ? runs_[place].room : index_t(runs_[place].rows / heads_);
+        detail::lay_out_entry<32><<<1, 32, 0, stream>>>(counts, heads_, room, now.to, new_begins_.data());
         check(cudaGetLastError(), "launch of lay_out");
         ++next_;
         return true;

@@ -94,8 +94,7 @@ class id_column {
 /// launches can be recorded, and replayed for other ids.
 class step_table {
  public:
-  step_table(index_t layers, index_t sequences)
-      : layers_(layers), sequences_(sequences), ids_(std::size_t(sequences)) {}
+  explicit step_table(index_t sequences) : sequences_(sequences), ids_(std::size_t(sequences)) {}
 
   const index_t* ids() const { return ids_.data(); }
 
@@ -114,7 +113,9 @@ class step_table {
     if (columns.empty()) return;
     detail::gathered_columns list{};
     std::copy(columns.begin(), columns.end(), list.columns);
-    detail::gather_entry<64><<<dim3(unsigned(batch), unsigned(layers_), unsigned(columns.size())), 64, 0, stream>>>(
+    index_t layers = 1;
+    for (const detail::gathered_column& column : columns) layers = std::max(layers, column.layers);
+    detail::gather_entry<64><<<dim3(unsigned(batch), unsigned(layers), unsigned(columns.size())), 64, 0, stream>>>(
         list, ids_.data(), sequences_, false);
     check(cudaGetLastError(), "launch of gather");
   }
@@ -138,7 +139,7 @@ class step_table {
   }
 
  private:
-  index_t layers_, sequences_;
+  index_t sequences_;
   device_buffer<index_t> ids_;
 };
 

@@ -13,6 +13,11 @@
 TESSERA_NAMESPACE_BEGIN
 namespace cuda {
 
+/// How a launch divides its work; the defaults are what measured best.
+struct decode_policy {
+  index_t in_one_level = 24;  ///< parts of a row that one block merges, 16 at least; more of them in two levels
+};
+
 /// Decode attention of 1 to 8 tokens a sequence over all stored tokens or a selection.
 ///
 /// `workspace_bytes` and `prepare` once, then `run` any number of times on one stream: no allocation, no synchronisation,
@@ -23,7 +28,7 @@ namespace cuda {
 /// encoding is decoded to the element type on its way to shared memory.
 /// Errors   tessera::error from `run` for more sequences or tokens than that, other head counts, and rows of q, K or V
 ///          that do not begin on 16 bytes or whose elements are not side by side.
-template <class View, class Out = float>
+template <class View, class Out = float, decode_split Split = decode_split::each_step>
 class decode_attention {
   static_assert(sizeof(typename View::element_type) == 2,
                 "tessera: the tensor-core decode kernel takes queries in fp16 and bf16");
@@ -32,8 +37,14 @@ class decode_attention {
  public:
   using problem_type = decode_problem<View, Out>;
 
-  decode_attention(index_t sequences, index_t kv_heads, index_t q_heads, index_t tokens, const device_info& device)
-      : sequences_(sequences), kv_heads_(kv_heads), q_heads_(q_heads), tokens_(tokens), rows_(sequences * kv_heads) {
+  decode_attention(index_t sequences, index_t kv_heads, index_t q_heads, index_t tokens, const device_info& device,
+                   const decode_policy& policy = {})
+      : sequences_(sequences),
+        kv_heads_(kv_heads),
+        q_heads_(q_heads),
+        tokens_(tokens),
+        rows_(sequences * kv_heads),
+        policy_(policy) {
     require(sequences > 0, "sequences", sequences, "at least 1", "pass the largest batch");
     require(tokens > 0, "tokens", tokens, "at least 1", "pass the most tokens of a step");
     require(kv_heads > 0, "kv_heads", kv_heads, "at least 1", "pass the model's head counts");
@@ -41,9 +52,11 @@ class decode_attention {
             "pass the model's head counts");
     require(rows_ <= detail::most_rows, "sequences * kv_heads", rows_, "at most " + std::to_string(detail::most_rows),
             "split the batch");
+    require(policy.in_one_level >= detail::least_in_two_levels - 1, "in_one_level", policy.in_one_level,
+            "at least " + std::to_string(detail::least_in_two_levels - 1), "merge so few parts in one level");
     query_blocks_ = ceil_div(tokens * (q_heads / kv_heads), detail::rows_per_block);
     // What this device's code was compiled for decides the block, not the device: older code runs on newer devices.
-    entry_ = detail::decode_entry<View, Out>;
+    entry_ = detail::decode_entry<View, Out, Split>;
     cudaFuncAttributes compiled{};
     check(cudaFuncGetAttributes(&compiled, entry_), "cudaFuncGetAttributes");
     const decode_tuning tuning = decode_tuning_for<View>(compiled.ptxVersion);
@@ -72,8 +85,14 @@ class decode_attention {
     check_problem(problem);
     if (problem.view.sequences == 0 || problem.q.tokens == 0) return;
     auto* bytes = static_cast<unsigned char*>(workspace);
-    const detail::decode_scratch scratch{reinterpret_cast<unsigned*>(bytes), reinterpret_cast<float*>(bytes + out_at()),
-                                         reinterpret_cast<float2*>(bytes + state_at()), rows_, blocks_ + rows_};
+    const detail::decode_scratch scratch{reinterpret_cast<const detail::split_piece*>(bytes + split_at()),
+                                         reinterpret_cast<unsigned*>(bytes),
+                                         reinterpret_cast<float*>(bytes + out_at()),
+                                         reinterpret_cast<float2*>(bytes + state_at()),
+                                         rows_,
+                                         bundles(),
+                                         slots_of_block(),
+                                         policy_.in_one_level};
     const index_t query_blocks = ceil_div(problem.q.tokens * (q_heads_ / kv_heads_), detail::rows_per_block);
     launch(entry_,
            {.blocks = dim3(unsigned(blocks_), unsigned(query_blocks)),
@@ -81,6 +100,18 @@ class decode_attention {
             .shared_bytes = std::size_t(shared_bytes_),
             .overlapping = overlapping_},
            stream, "launch of decode attention", problem, scratch);
+  }
+
+  /// Splits the rows among the blocks by the lengths that the problem has now; one small launch. Later runs of this
+  /// workspace keep to it, whatever lengths are then: call it when a prompt has ended or a sequence has come or gone, and
+  /// nothing need be called while answers grow.
+  void split(const problem_type& problem, void* workspace, cudaStream_t stream) const
+      requires(Split == decode_split::ahead) {
+    check_problem(problem);
+    if (problem.view.sequences == 0 || problem.q.tokens == 0) return;
+    auto* const pieces = reinterpret_cast<detail::split_piece*>(static_cast<unsigned char*>(workspace) + split_at());
+    launch(detail::split_entry<View, Out>, {.blocks = dim3(1), .threads = dim3(32)}, stream,
+           "launch of the split of decode attention", problem, pieces, blocks_);
   }
 
   /// As `run`, over one of several parts of what is stored: leaves sink logits to `merge_parts`, which needs the lse.
@@ -92,8 +123,13 @@ class decode_attention {
   }
 
  private:
-  std::size_t slots() const { return std::size_t(query_blocks_) * std::size_t(blocks_ + rows_); }
-  std::size_t out_at() const { return array_bytes<unsigned>(std::size_t(query_blocks_ * rows_)); }
+  index_t bundles() const { return blocks_ / detail::pieces_per_bundle + 1; }
+  index_t slots_of_block() const { return blocks_ + rows_ + bundles(); }
+  std::size_t slots() const { return std::size_t(query_blocks_) * std::size_t(slots_of_block()); }
+  std::size_t split_at() const { return array_bytes<unsigned>(std::size_t(query_blocks_ * (rows_ + bundles()))); }
+  std::size_t out_at() const {
+    return split_at() + (Split == decode_split::ahead ? array_bytes<detail::split_piece>(std::size_t(blocks_)) : 0);
+  }
   std::size_t state_at() const { return out_at() + slots() * detail::rows_per_block * View::v_dim * 4; }
 
   void check_problem(const problem_type& p) const {
@@ -138,6 +174,7 @@ class decode_attention {
   // What was configured is what is launched: nvcc gives every source file a kernel of its own.
   void (*entry_)(problem_type, detail::decode_scratch) = nullptr;
   index_t sequences_, kv_heads_, q_heads_, tokens_, rows_;
+  decode_policy policy_;
   index_t query_blocks_ = 1, blocks_ = 1;
   int threads_ = 0, shared_bytes_ = 0;
   bool overlapping_ = false;

@@ -3,6 +3,7 @@
 
 #include "../../device/launch.cuh"
 #include "decode_merge.cuh"
+#include "decode_split.cuh"
 #include "decode_staging.cuh"
 #include "decode_state.cuh"
 #include "decode_state_fp8.cuh"
@@ -92,22 +93,57 @@ struct decode_kernel : decode_merge<View, Out> {
     if (token < min(last * tile, count)) prefetch_line(chosen + token);
   }
 
-  __device__ void run(const even_pieces& cut, segment now, bool* flag, merge_shares& shares) const {
-    const index_t end = cut.begin(index_t(blockIdx.x) + 1);
+  /// Which pieces a row has, where every step cuts all rows' tiles evenly.
+  struct even_rows {
+    even_pieces cut;
+    static constexpr bool planned = false;
+    __device__ index_t end() const { return cut.begin(index_t(blockIdx.x) + 1); }
+    __device__ row_parts parts_of(const segment& of) const {
+      const index_t first = cut.piece_of(of.row_begin);
+      return {first, cut.piece_of(of.row_end - 1) - first + 1};
+    }
+  };
+  /// The same where a split may have been made ahead: `planned`, this block reads its part of one row.
+  struct split_rows {
+    even_rows even;
+    bool planned;
+    row_parts own;
+    index_t own_end;
+    __device__ index_t end() const { return planned ? own_end : even.end(); }
+    __device__ row_parts parts_of(const segment& of) const { return planned ? own : even.parts_of(of); }
+  };
+
+  /// Reads this block's piece, which begins with `now`.
+  template <class Cut>
+  __device__ void run(const Cut& cut, segment now, bool* flag, merge_shares& shares) const {
+    const index_t end = cut.end();
     staging_type staging(shared_address(memory + warp * warp_bytes<View>(base::config::tuning)));
     const auto tokens_from = [&](index_t t) { return base::token_of(t); };
+    if (threadIdx.x == 0) shares.late.count = 0;
     bool more = true, first = true;
-    index_t arrived_row = 0, arrived_first = 0, arrived_parts = 1;
+    index_t arrived_row = 0;
+    row_parts arrived{0, 1};
     decode_row arrived_at{};
     span_positions ends_at{};
     queries_type asked;
 #pragma unroll 1
     while (true) {
-      if (__builtin_expect(!more && arrived_parts > 2 * parts_at_once, 0)) {
-        if (base::last_to_arrive(arrived_row, arrived_parts, flag)) {
-          base::merge_many_parts(*this, arrived_at, arrived_row, arrived_first, arrived_parts, shares);
+      const bool long_row = arrived.count > base::scratch.in_one_level;
+      if (__builtin_expect(!more && (arrived.count > 2 * parts_at_once || shares.late.count > 0), 0)) {
+        if (shares.late.count > 0) {
+          base::merge_bundles(*this, shares.late_row, shares.late, flag, shares);
+          __syncthreads();
+        }
+        if (long_row) {
+          base::merge_bundles(*this, arrived_row, arrived, flag, shares);
+        } else if (arrived.count > 1 && base::last_to_arrive(arrived_row, arrived.count, flag)) {
+          base::merge_many_parts(*this, arrived_at, arrived_row, arrived.first_piece, arrived.count, shares);
         }
         return;
+      }
+      if (__builtin_expect(long_row, 0)) {
+        if (threadIdx.x == 0) shares.late_row = arrived_row, shares.late = arrived;
+        arrived.count = 1;
       }
       // A row's first tiles leave before the row before it is done with: its merge costs their latency or less. What is
       // small leaves before them: behind them it would wait until all of them are there.
@@ -118,8 +154,8 @@ struct decode_kernel : decode_merge<View, Out> {
         ends_at = positions_of(now);
         staging.begin(p.view, now.at, now.first_tile, now.last_tile, tokens_from, lane);
       }
-      if (arrived_parts > 1 && base::last_to_arrive(arrived_row, arrived_parts, flag)) {
-        base::template merge_parts<parts_at_once>(arrived_at, arrived_row, arrived_first, arrived_parts, shares);
+      if (arrived.count > 1 && base::last_to_arrive(arrived_row, arrived.count, flag)) {
+        base::template merge_parts<parts_at_once>(arrived_at, arrived_row, arrived.first_piece, arrived.count, shares);
       }
       if (!more) return;
       if (p.chosen.indices && now.row_end < end) {
@@ -129,16 +165,15 @@ struct decode_kernel : decode_merge<View, Out> {
       }
       arrived_row = now.row;
       arrived_at = now.at;
-      arrived_first = cut.piece_of(now.row_begin);
-      arrived_parts = cut.piece_of(now.row_end - 1) - arrived_first + 1;
+      arrived = cut.parts_of(now);
       {
         state_type state;
         read_tiles(now, ends_at, asked, staging, state);
         state.store(base::outs_of(warp), base::states_of(warp), used, lane);
       }
       __syncthreads();
-      base::merge_warps(now, arrived_parts == 1);
-      if (first) base::write_empty_rows();
+      base::merge_warps(now, arrived.count == 1);
+      if (first && !cut.planned) base::write_empty_rows();
       first = false;
       __syncthreads();
       const index_t begin = now.row_begin + now.last_tile;
@@ -152,7 +187,7 @@ struct decode_kernel : decode_merge<View, Out> {
   }
 };
 
-template <class View, class Out>
+template <class View, class Out, decode_split Split>
 __global__ void __launch_bounds__(decode_kernel<View, Out>::threads, decode_kernel<View, Out>::config::tuning.blocks)
     decode_entry(const __grid_constant__ decode_problem<View, Out> problem,
                  const __grid_constant__ decode_scratch scratch) {
@@ -167,13 +202,29 @@ __global__ void __launch_bounds__(decode_kernel<View, Out>::threads, decode_kern
   block.touch_parameters(scan.warp_total);
   wait_for_earlier();  // lengths, K, V, queries, and the workspace that the step before may still merge in
   let_later_begin();   // now or just before the merges: the same times
-  const even_pieces cut = block.plan(first, scan);
-  if (index_t(blockIdx.x) >= cut.count || cut.units == 0) {
-    __syncthreads();
-    block.write_empty_rows();
-    return;
+  if constexpr (Split == decode_split::ahead) {
+    row_parts own{};
+    const bool planned = block.find_split(first, own);
+    if (planned && (own.count == 0 || first.at.count == 0)) {
+      if (own.count > 0) block.write_empty_row(first.at);
+      return;
+    }
+    const even_pieces cut = planned ? even_pieces(1, 1) : block.plan(first, scan);
+    if (!planned && (index_t(blockIdx.x) >= cut.count || cut.units == 0)) {
+      __syncthreads();
+      block.write_empty_rows();
+      return;
+    }
+    block.run(typename kernel::split_rows{{cut}, planned, own, first.last_tile}, first, &flag, shares);
+  } else {
+    const even_pieces cut = block.plan(first, scan);
+    if (index_t(blockIdx.x) >= cut.count || cut.units == 0) {
+      __syncthreads();
+      block.write_empty_rows();
+      return;
+    }
+    block.run(typename kernel::even_rows{cut}, first, &flag, shares);
   }
-  block.run(cut, first, &flag, shares);
 }
 
 }  // namespace detail

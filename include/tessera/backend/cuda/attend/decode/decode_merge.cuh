@@ -49,12 +49,14 @@ struct decode_merge : decode_block<View, Out> {
     for (int i = threadIdx.x; i < used * (Dv / 4); i += threads) of(i / (Dv / 4), i % (Dv / 4) * 4);
   }
 
+  __device__ void write_empty_row(const decode_row& at) const {
+    for_each_four([&](int r, int d) { write(at, r, d, float4{}, finish(at, r, -infinity, 0, d == 0)); });
+  }
   /// Rows that hold nothing have no tile and so no block.
   __device__ void write_empty_rows() const {
     for (index_t row = blockIdx.x; row < rows; row += index_t(gridDim.x)) {
       if (ends[row] != base::begin_of(row)) continue;
-      const decode_row at{row / p.view.kv_heads, row % p.view.kv_heads, 0, nullptr};
-      for_each_four([&](int r, int d) { write(at, r, d, float4{}, finish(at, r, -infinity, 0, d == 0)); });
+      write_empty_row({row / p.view.kv_heads, row % p.view.kv_heads, 0, nullptr});
     }
   }
 
@@ -100,13 +102,76 @@ struct decode_merge : decode_block<View, Out> {
   struct merge_shares {
     float4 out[warps][32];
     float2 state[warps];
+    index_t late_row;  // of many parts, whose part of this block is done while the block goes on into the next row
+    row_parts late;
   };
 
-  /// The row's output from its parts, in the order of pieces: the same bits whoever does it. Warps that would idle take
-  /// a share of the parts.
+  /// The row's output from its parts, in the order of pieces: the same bits whoever does it.
   template <int AtOnce>
   __device__ void merge_parts(const decode_row& at, index_t row, index_t first_piece, index_t parts,
                               merge_shares& shares) const {
+    merge_slots<AtOnce>(slot_of(first_piece, row), parts, shares,
+                        [&](int r, int d, float top, float sum, const float4& x) {
+                          const float weight = finish(at, r, top, sum, d == 0);
+                          if (d < Dv) write(at, r, d, x, weight);
+                        });
+  }
+  /// The same for many parts, out of line: among the code of every step it cost 0.15 us of 8 (H200, CUDA 13.0).
+  __device__ static __noinline__ void merge_many_parts(const decode_merge block, const decode_row at, index_t row,
+                                                       index_t first_piece, index_t parts, merge_shares& shares) {
+    block.template merge_parts<many_parts_at_once>(at, row, first_piece, parts, shares);
+  }
+
+  /// Parts of a bundle at most. With more than `least_in_two_levels` parts none has fewer than `pieces_per_bundle`, and
+  /// bundles of rows that share a piece never meet: see `first_bundle_of`.
+  static constexpr index_t parts_of_bundle = 12;
+  /// The first bundle of a row that begins in this piece. A row of n parts has ceil(n / 12) bundles, at most
+  /// floor((n - 1) / 8) for n > 16; the next row begins in piece first_piece + n - 1 or later.
+  __device__ static index_t first_bundle_of(index_t first_piece) { return first_piece / pieces_per_bundle; }
+
+  /// Merges a row of many parts in two levels: the last block of a bundle of parts to arrive makes one part of them, and
+  /// the last of those the row's output. One block that reads all parts of a long row waits for its own share of the L2's
+  /// bandwidth, 188 KB for 92 parts. Out of line and last of all that a block does: a call
+  /// where a block goes on spilled 92 bytes in every step.
+  __device__ static __noinline__ void merge_bundles(const decode_merge block, index_t row, const row_parts of,
+                                                    bool* flag, merge_shares& shares) {
+    const index_t first_piece = of.first_piece, parts = of.count;
+    const decode_row at{row / block.p.view.kv_heads, row % block.p.view.kv_heads, 0, nullptr};
+    const index_t bundles = (parts + parts_of_bundle - 1) / parts_of_bundle;
+    const index_t mine = small_quotient((index_t(blockIdx.x) - first_piece + 1) * bundles - 1, parts);
+    const index_t begin = small_quotient(mine * parts, bundles), end = small_quotient((mine + 1) * parts, bundles);
+    const index_t first_bundle = first_bundle_of(first_piece);
+    const offset_t first_slot = block.slot_of_bundle(first_bundle);
+    offset_t from = block.slot_of(first_piece + begin, row);
+    index_t count = end - begin, counter = block.scratch.most_rows + first_bundle + mine;
+#pragma unroll 1
+    for (bool of_bundles = false;; of_bundles = true) {
+      if (!block.last_to_arrive(counter, count, flag)) return;
+      block.template merge_slots<parts_at_once>(
+          from, count, shares, [&](int r, int d, float top, float sum, const float4& x) {
+            if (of_bundles) {
+              const float weight = block.finish(at, r, top, sum, d == 0);
+              if (d < Dv) block.write(at, r, d, x, weight);
+            } else {
+              const offset_t place = first_slot + mine * rows_per_block + r;
+              if (d < Dv) *reinterpret_cast<float4*>(block.scratch.out + place * Dv + d) = x;
+              if (d == 0) block.scratch.state[place] = make_float2(top, sum);
+            }
+          });
+      __syncthreads();
+      if (of_bundles) return;
+      from = first_slot, count = bundles, counter = row;
+    }
+  }
+  __device__ offset_t slot_of_bundle(index_t bundle) const {
+    return (offset_t(blockIdx.y + 1) * scratch.slots - scratch.bundles + bundle) * rows_per_block;
+  }
+
+  /// Sums `parts` parts that lie one after the other from `first` on, and calls `take(r, d, maximum, sum, outputs)` with
+  /// every lane of a warp for every query row and output dims d to d + 3, some of them beyond the last one. Warps that
+  /// would idle take a share of the parts.
+  template <int AtOnce, class Take>
+  __device__ void merge_slots(offset_t first, index_t parts, merge_shares& shares, const Take& take) const {
     const int items = used * groups, doubled = items <= warps / 4 ? 2 : items <= warps / 2 ? 1 : 0;
     const int at_once = warps >> doubled, share = (warp << doubled) / warps;  // items, of which each has so many shares
     const index_t each = (parts + (1 << doubled) - 1) >> doubled;
@@ -117,8 +182,7 @@ struct decode_merge : decode_block<View, Out> {
       float top = -infinity, sum = 0;
       float4 x{};
       if (busy) {
-        const offset_t base = slot_of(first_piece, row) + r;
-        sum_parts<AtOnce>(base, mine ? d : 0, share * each, min(parts, (share + 1) * each), top, sum, x);
+        sum_parts<AtOnce>(first + r, mine ? d : 0, share * each, min(parts, (share + 1) * each), top, sum, x);
       }
       if (doubled > 0) {
         shares.out[warp][lane] = x;
@@ -139,16 +203,8 @@ struct decode_merge : decode_block<View, Out> {
           }
         }
       }
-      if (share == 0 && busy) {
-        const float weight = finish(at, r, top, sum, d == 0);
-        if (mine) write(at, r, d, x, weight);
-      }
+      if (share == 0 && busy) take(r, d, top, sum, x);
     }
-  }
-  /// The same for many parts, out of line: among the code of every step it cost 0.15 us of 8 (H200, CUDA 13.0).
-  __device__ static __noinline__ void merge_many_parts(const decode_merge block, const decode_row at, index_t row,
-                                                       index_t first_piece, index_t parts, merge_shares& shares) {
-    block.template merge_parts<many_parts_at_once>(at, row, first_piece, parts, shares);
   }
   /// Adds parts [begin, end) of the query row at `base` to a maximum, a sum and a lane's four outputs.
   template <int AtOnce>
@@ -190,10 +246,11 @@ struct decode_merge : decode_block<View, Out> {
   }
   static constexpr int groups = (Dv / 4 + 31) / 32;  // of 32 lanes, four output dims each
 
-  /// True in the block that is the last of a row's `parts` to arrive; it sees what the others wrote.
-  __device__ bool last_to_arrive(index_t row, index_t parts, bool* flag) const {
+  /// True in the block that is the last of `parts` to arrive at a row's or a bundle's counter; it sees what the others
+  /// wrote.
+  __device__ bool last_to_arrive(index_t counter, index_t parts, bool* flag) const {
     if (threadIdx.x == 0) {
-      unsigned* arrived = scratch.arrived + offset_t(blockIdx.y) * scratch.most_rows + row;
+      unsigned* arrived = scratch.arrived + offset_t(blockIdx.y) * (scratch.most_rows + scratch.bundles) + counter;
       *flag = add_acquire_release(arrived, 1) == unsigned(parts - 1);
       if (*flag) *arrived = 0;  // for the next step
     }

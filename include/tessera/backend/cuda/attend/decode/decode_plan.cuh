@@ -169,6 +169,26 @@ struct decode_block {
     for (int i = 0; i < Each; ++i) end[i] += (earlier + begun[i]) * restart;
     return __shfl_sync(~0u, end[Each - 1], 31);
   }
+  /// This block's part of a row where the split was made ahead; false: each step cuts for itself. No parts: nothing to
+  /// read. A row that has become shorter than its parts are many has fewer of them.
+  __device__ bool find_split(segment& only, row_parts& parts) const {
+    const int4 found = *reinterpret_cast<const int4*>(scratch.split + blockIdx.x);
+    const split_piece mine{found.x, found.y, found.z, found.w};
+    if (mine.kind == split_piece::cut_each_step) return false;
+    parts = {index_t(blockIdx.x) - mine.part, 0};
+    if (mine.kind == split_piece::nothing) return true;
+    const index_t sequence = small_quotient(mine.row, p.view.kv_heads), count = count_of(p, mine.row);
+    const index_t tiles = tiles_of(count), some = min(mine.parts, tiles);
+    only.row = mine.row;
+    only.at = {sequence, mine.row - sequence * p.view.kv_heads, count,
+               p.chosen.indices ? p.chosen.row(mine.row) : nullptr};
+    if (mine.part >= max(some, 1)) return true;
+    parts.count = max(some, 1);
+    const even_pieces cut(tiles, parts.count);
+    only.row_begin = 0, only.row_end = only.next_end = tiles;
+    only.first_tile = cut.begin(mine.part), only.last_tile = cut.begin(mine.part + 1);
+    return true;
+  }
   __device__ segment segment_at(index_t row, index_t begin, index_t end) const {
     const index_t row_begin = begin_of(row) + restart, row_end = ends[row];
     const index_t sequence = row / p.view.kv_heads, head = row % p.view.kv_heads;

@@ -114,7 +114,7 @@ struct prefill_hopper_kernel : prefill_rows<View, Out, 8, 1, 128> {
     const auto freed = [&](index_t t) { return filled(t) + stages * 8; };
     const auto phase = [&](index_t t) { return std::uint32_t((done + t) / stages & 1); };
     if (threadIdx.x == 0) {
-      for (int i = 0; i < stages; ++i) init_barrier(filled(i), threads), init_barrier(freed(i), warps);
+      for (int i = 0; i < stages; ++i) init_barrier(filled(i), threads), init_barrier(freed(i), threads);
     }
     const std::uint32_t queries = shared + (stages - 1) * stage_bytes;
     base::copy_queries(p, at, warp_row, lane,
@@ -207,7 +207,7 @@ struct prefill_hopper_kernel : prefill_rows<View, Out, 8, 1, 128> {
           fetch_next();
         }
         __syncwarp();
-        if (lane == 0) arrive(freed(t));
+        arrive(freed(t));  // every lane: racecheck takes one for its warp as no order
       }
       if constexpr (Tiles::one_piece) break;
       if (!tiles.has_more()) break;

@@ -93,8 +93,8 @@ template <int Threads>
 __global__ void __launch_bounds__(Threads) find_bases_entry(const float* matrices, offset_t step, int dim, int channels,
                                                             float* bases, float* work, index_t* not_finite) {
   extern __shared__ uint4 shared_memory[];
-  float2* turns = reinterpret_cast<float2*>(shared_memory);   // [dim / 2]
-  float* values = reinterpret_cast<float*>(turns + dim / 2);  // [dim]
+  auto* turns = reinterpret_cast<jacobi_turn*>(shared_memory);  // [dim / 2]
+  float* values = reinterpret_cast<float*>(turns + dim / 2);    // [dim], and the trace
   wait_for_earlier();
   const int thread = int(threadIdx.x), stride = work ? dim : dim + 1;  // odd: columns lie in other banks
   float* a = work ? work + offset_t(blockIdx.x) * 2 * dim * dim : values + dim + 1;

@@ -3,8 +3,8 @@
 
 #include <algorithm>
 
-#include "../../../core/views.hpp"
-#include "../device/memory.cuh"
+#include "../../../../core/views.hpp"
+#include "../../device/memory.cuh"
 
 TESSERA_NAMESPACE_BEGIN
 namespace cuda {

@@ -1,0 +1,300 @@
+// Which slots a turn's steps may read, on the device: what a filter let through, and what was decoded since.
+#pragma once
+
+#include <algorithm>
+#include <vector>
+
+#include "../../../../core/model_shape.hpp"
+#include "../../store/kv_store.cuh"
+#include "pass_lists.cuh"
+
+TESSERA_NAMESPACE_BEGIN
+namespace cuda {
+namespace detail {
+
+/// The newest `tokens` slots of every row join its candidates; `lengths` count them.
+template <int Threads>
+__global__ void __launch_bounds__(Threads) join_entry(const index_t* lengths, const offset_t* begins, index_t* slots,
+                                                      index_t* counts, index_t rows, index_t tokens) {
+  const index_t row = index_t(blockIdx.x * Threads + threadIdx.x);
+  if (row >= rows) return;
+  const index_t held = counts[row];
+  for (index_t t = 0; t < tokens; ++t) slots[begins[row] + held + t] = lengths[row] - tokens + t;
+  counts[row] = held + tokens;
+}
+
+}  // namespace detail
+
+/// Lists of one head after another, several of each: what is in any of them, by head.
+inline std::vector<std::vector<index_t>> joined_lists(std::vector<std::vector<index_t>> lists, index_t kv_heads) {
+  const std::size_t each = lists.size() / std::size_t(kv_heads);
+  if (each == 1) return lists;
+  std::vector<std::vector<index_t>> heads;
+  heads.resize(std::size_t(kv_heads));
+  for (std::size_t i = 0; i < lists.size(); ++i)
+    heads[i / each].insert(heads[i / each].end(), lists[i].begin(), lists[i].end());
+  for (std::vector<index_t>& any : heads) {
+    std::sort(any.begin(), any.end());
+    any.erase(std::unique(any.begin(), any.end()), any.end());
+  }
+  return heads;
+}
+
+/// Steps may read everything: the same verbs, and nothing to do.
+template <class View>
+class no_candidates {
+ public:
+  using view_type = View;
+  using place_list = std::vector<std::pair<index_t, index_t>>;
+  template <class... Any>
+  explicit no_candidates(const Any&...) {}
+  std::vector<detail::gathered_column> gathered() const { return {}; }
+  token_bound bound(index_t, index_t, const token_bound& stored) const { return stored; }
+  View view(index_t, index_t, const View& all) const { return all; }
+  View batch_view(index_t, const View& all, index_t = 0) const { return all; }
+  void join(index_t, const View&, index_t, cudaStream_t) const {}
+  void plan_pass(const place_list&, const std::vector<kept_bound>&) {}
+  template <class... Any>
+  void pass(const Any&...) {}
+  template <class... Any>
+  void pass_in_step(const Any&...) const {}
+  template <class... Any>
+  void note_read(const Any&...) const {}
+  void passed_in_step(index_t, index_t, const token_bound&) {}
+  void plan_room(const place_list&, index_t, const std::vector<index_t>&) {}
+  void abandon() {}
+  void commit_room(const place_list&, cudaStream_t) {}
+  void took(index_t, index_t, index_t) {}
+  void advance(const step_table&, index_t, index_t, cudaStream_t) const {}
+  void clear(index_t, cudaStream_t) {}
+  offset_t bytes(index_t, index_t) const { return 0; }
+  template <class Store>
+  std::vector<std::vector<index_t>> downloaded_lists(index_t layer, index_t id, const Store& store) const {
+    return store.downloaded_positions(layer, id);
+  }
+};
+
+/// Ascending slot lists by kv_head of every (layer, sequence), in runs of their own; where query heads choose apart, by place in the
+/// group too. Of K and V nothing is copied. Where lists are chosen again in steps, every head of a run has as much room as the
+/// longest, so that they can be written anew where they lie.
+template <class View>
+class candidates {
+ public:
+  using view_type =
+      kv_view<view_element<typename View::encoding_type>, View::k_dim, filtered<decltype(View::table)>, View::v_dim>;
+  using place_list = std::vector<std::pair<index_t, index_t>>;
+
+  /// `even`: lists are chosen again in steps.
+  candidates(const model_shape& shape, index_t sequences, index_t tokens, index_t members, bool even)
+      : layers_(shape.layers),
+        sequences_(sequences),
+        heads_(shape.kv_heads),
+        group_(shape.q_heads / shape.kv_heads),
+        tokens_(tokens),
+        members_(members),
+        even_(even),
+        bounds_(std::size_t(layers_) * std::size_t(sequences)),
+        pool_(layers_ * members * sequences, heads_, run_pool::rows_for(layers_ * members * sequences, heads_, tokens),
+              {4}, "candidates of the cache"),
+        counts_(layers_ * members, sequences, heads_),
+        begins_(layers_ * members, sequences, heads_) {}
+
+  std::vector<detail::gathered_column> gathered() const { return {counts_.gathered(), begins_.gathered()}; }
+  /// Of the longest of a place's lists.
+  const token_bound& bound(index_t layer, index_t id, const token_bound&) const { return bounds_[place(layer, id)]; }
+
+  view_type view(index_t layer, index_t id, const View& all) const {
+    return view(all, counts_.of(layer * members_, id), begins_.of(layer * members_, id));
+  }
+  view_type batch_view(index_t layer, const View& all, index_t member = 0) const {
+    const index_t lists = layer * members_ + member;
+    return view(all, counts_.batch(lists), begins_.batch(lists));
+  }
+
+  /// Plans lists of at most these bounds, for `pass` calls in the same order, of each place's members one after the other.
+  void plan_pass(const place_list& places, const std::vector<kept_bound>& passed) {
+    in_one_plan([&] {
+      for (std::size_t i = 0; i < places.size(); ++i) {
+        for (index_t m = 0; m < members_; ++m)
+          plan_run(lists_of(places[i].first, m, places[i].second), {passed[i].longest, passed[i].total}, 0);
+      }
+    });
+  }
+  /// The slots of each head that a filter has let through since the last prompt ended, and the columns that join them.
+  void pass(index_t layer, index_t id, index_t member, const kept_slots& passed, const joined_columns& columns,
+            cudaStream_t stream) {
+    const std::size_t at = lists_of(layer, member, id);
+    lay_out(at, passed.chosen.counts, stream);
+    pool_.adopt(begins(at), stream);
+    const index_t lists = layer * members_ + member;
+    joined_columns own = columns;
+    if (own.bits) own.bits += offset_t(id) * heads_ * group_ * own.words;
+    write(passed.chosen, rows_of(begins(at), counts_.of(lists, id), nullptr, member), heads_, passed.bound.longest, own,
+          stream);
+    bounds_[place(layer, id)] = passed.bound;
+  }
+  /// The same for a batch within a step, where the lists lie: recordable.
+  void pass_in_step(index_t layer, index_t member, const step_table& steps, index_t batch, const selection_view& chosen,
+                    index_t longest, const joined_columns& columns, cudaStream_t stream) const {
+    const index_t lists = layer * members_ + member;
+    write(chosen, rows_of(begins_.batch(lists), counts_.batch(lists), steps.ids(), member), batch * heads_, longest,
+          columns, stream);
+    steps.scatter(counts_, lists, batch, stream);
+  }
+  /// Notes for a batch what its lists have before they are chosen again, by id [ids, kv_heads]: slots, each once, and entries.
+  void note_read(index_t layer, const step_table& steps, index_t batch, index_t* distinct, index_t* entries,
+                 cudaStream_t stream) const {
+    const index_t lists = layer * members_;
+    detail::count_read_entry<256><<<unsigned(batch * heads_), 256, 0, stream>>>(
+        rows_of(begins_.batch(lists), counts_.batch(lists), steps.ids(), 0), members_, offset_t(sequences_) * heads_,
+        distinct, entries);
+    check(cudaGetLastError(), "launch of count_read");
+  }
+  /// Notes on the host what `pass_in_step` leaves.
+  void passed_in_step(index_t layer, index_t id, const token_bound& passed) {
+    for (index_t m = 0; m < members_; ++m)
+      pool_.took(lists_of(layer, m, id), passed.longest - bounds_[place(layer, id)].longest);
+    bounds_[place(layer, id)] = passed;
+  }
+
+  /// Room for `tokens` more, and where a step chooses again for what it chooses: longest[i] slots a head of places[i].
+  void plan_room(const place_list& places, index_t tokens, const std::vector<index_t>& longest) {
+    in_one_plan([&] {
+      for (std::size_t i = 0; i < places.size(); ++i) {
+        const auto& [layer, id] = places[i];
+        const token_bound& held = bounds_[place(layer, id)];
+        const index_t more = std::max(tokens, longest.empty() ? 0 : longest[i] - held.longest);
+        for (index_t m = 0; m < members_; ++m) {
+          if (pool_.room(lists_of(layer, m, id)) < more) plan_run(lists_of(layer, m, id), held, more);
+        }
+      }
+    });
+  }
+  void abandon() { pool_.abandon(); }
+  void commit_room(const place_list& places, cudaStream_t stream) {
+    for (const auto& [layer, id] : places) {
+      for (index_t m = 0; m < members_; ++m) {
+        const std::size_t at = lists_of(layer, m, id);
+        const index_t* counts = counts_.of(layer * members_ + m, id);
+        if (!lay_out(at, counts, stream)) continue;
+        pool_.move(begins(at), counts, bounds_[place(layer, id)].longest, stream);
+        pool_.adopt(begins(at), stream);
+      }
+    }
+  }
+  void took(index_t layer, index_t id, index_t tokens) {
+    token_bound& held = bounds_[place(layer, id)];
+    held.longest += tokens;
+    held.total += offset_t(heads_) * tokens;
+    for (index_t m = 0; m < members_; ++m) pool_.took(lists_of(layer, m, id), tokens);
+  }
+  /// The newest tokens of a batch, which `all` counts, join its candidates.
+  void join(index_t layer, const View& all, index_t tokens, cudaStream_t stream) const {
+    const index_t rows = all.sequences * heads_;
+    for (index_t lists = layer * members_; lists < (layer + 1) * members_; ++lists) {
+      detail::join_entry<128><<<unsigned(ceil_div(rows, 128)), 128, 0, stream>>>(
+          all.lengths, begins_.batch(lists), slots(), counts_.batch(lists), rows, tokens);
+      check(cudaGetLastError(), "launch of join");
+    }
+  }
+  void advance(const step_table& steps, index_t batch, index_t tokens, cudaStream_t stream) const {
+    steps.advance(counts_, layers_ * members_, batch, tokens, stream);
+  }
+
+  void clear(index_t id, cudaStream_t stream) {
+    for (index_t lists = 0; lists < layers_ * members_; ++lists) {
+      pool_.clear(std::size_t(lists) * std::size_t(sequences_) + std::size_t(id));
+      bounds_[place(lists / members_, id)] = {};
+      check(cudaMemsetAsync(counts_.of(lists, id), 0, std::size_t(heads_) * sizeof(index_t), stream),
+            "cudaMemsetAsync");
+    }
+  }
+  offset_t bytes(index_t layer, index_t id) const {
+    offset_t rows = 0;
+    for (index_t m = 0; m < members_; ++m) rows += pool_.rows(lists_of(layer, m, id));
+    return rows * pool_.row_bytes();
+  }
+
+  /// Row kv_head * members + place in the group; of a store that drops nothing, slots are positions. Synchronises.
+  template <class Store>
+  std::vector<std::vector<index_t>> downloaded_lists(index_t layer, index_t id, const Store&) const {
+    std::vector<std::vector<index_t>> all(std::size_t(heads_ * members_));
+    for (index_t m = 0; m < members_; ++m) {
+      const auto counts = downloaded(counts_.of(layer * members_ + m, id), std::size_t(heads_));
+      const auto first = downloaded(begins_.of(layer * members_ + m, id), std::size_t(heads_));
+      for (std::size_t h = 0; h < counts.size(); ++h) {
+        all[h * std::size_t(members_) + std::size_t(m)] = downloaded(slots() + first[h], std::size_t(counts[h]));
+      }
+    }
+    return all;
+  }
+
+ private:
+  std::size_t place(index_t layer, index_t id) const {
+    return std::size_t(layer) * std::size_t(sequences_) + std::size_t(id);
+  }
+  /// The run of one place in the group.
+  std::size_t lists_of(index_t layer, index_t member, index_t id) const { return place(layer * members_ + member, id); }
+  offset_t* begins(std::size_t at) const { return begins_.of(index_t(at) / sequences_, index_t(at) % sequences_); }
+  index_t* slots() const { return pool_.plane_data<index_t>(0); }
+
+  template <class Plan>
+  void in_one_plan(const Plan& plan) {
+    pool_.plan();
+    try {
+      plan();
+    } catch (...) {
+      pool_.abandon();
+      throw;
+    }
+  }
+  /// A run for lists of these bounds and `tokens` more in every head, with some room behind.
+  void plan_run(std::size_t at, const token_bound& held, index_t tokens) {
+    const index_t room = tokens + room_behind(held.longest + tokens, tokens_);
+    pool_.plan_run(at, (even_ ? offset_t(heads_) * held.longest : held.total) + offset_t(heads_) * room, room);
+  }
+  bool lay_out(std::size_t at, const index_t* counts, cudaStream_t stream) {
+    return pool_.lay_out(
+        at, even_ ? nullptr : counts, [&](std::size_t p) { return begins(p); }, stream);
+  }
+  detail::list_rows rows_of(const offset_t* begins, index_t* counts, const index_t* ids, index_t member) const {
+    const bool apart = members_ > 1;
+    return {begins, slots(), counts, heads_, ids, group_, apart ? member : 0, apart ? 1 : group_};
+  }
+  static void write(const selection_view& chosen, const detail::list_rows& to, index_t rows, index_t longest,
+                    const joined_columns& columns, cudaStream_t stream) {
+    if (columns.bits) {
+      detail::pass_joined_entry<512><<<unsigned(rows), 512, 0, stream>>>(chosen, to, columns);
+    } else {
+      const dim3 grid{unsigned(std::clamp(longest / 1024, 1, 64)), unsigned(rows)};
+      detail::pass_entry<256><<<grid, 256, 0, stream>>>(chosen, to);
+    }
+    check(cudaGetLastError(), "launch of pass");
+  }
+  view_type view(const View& all, const index_t* counts, const offset_t* begins) const {
+    view_type view;
+    view.k = all.k;
+    view.v = all.v;
+    view.k_strides = all.k_strides;
+    view.v_strides = all.v_strides;
+    view.scales = all.scales;
+    view.sequences = all.sequences;
+    view.kv_heads = all.kv_heads;
+    view.lengths = counts;
+    view.length_strides = {heads_, 1};
+    view.positions = slots();  // of a store that drops nothing, slots are positions
+    view.position_begin = begins;
+    view.table = {all.table, slots(), begins, heads_};
+    return view;
+  }
+
+  index_t layers_, sequences_, heads_, group_, tokens_, members_;
+  bool even_;
+  std::vector<token_bound> bounds_;
+  run_pool pool_;
+  id_column<index_t> counts_;
+  id_column<offset_t> begins_;
+};
+
+}  // namespace cuda
+TESSERA_NAMESPACE_END

@@ -1,0 +1,118 @@
+// The newest queries of every conversation, prompts' and answers', on the device: for scorers whose window follows it.
+#pragma once
+
+#include <algorithm>
+
+#include "../../../../core/views.hpp"
+#include "../../device/memory.cuh"
+
+TESSERA_NAMESPACE_BEGIN
+namespace cuda {
+
+/// A batch's newest queries, oldest first; all on the device.
+template <class T>
+struct newest_rows {
+  rows_view<const T> q;           ///< [sequences, window, q_heads, k_dim]
+  const index_t* valid;           ///< [sequences], how many of the window count, the first ones
+  const index_t* first_position;  ///< [sequences], of the first of them
+};
+
+namespace detail {
+
+/// Rows of one layer by id, [sequences, rows, heads, dim]: the query at position p lies in row p % rows.
+template <class T>
+struct query_rings {
+  T* data;
+  const index_t* ids;  // by sequence of the batch; null: the sequence itself
+  index_t rows, heads;
+  int dim;
+
+  __device__ T* row(index_t sequence, index_t position, index_t head) const {
+    const offset_t id = ids ? ids[sequence] : sequence;
+    return data + ((id * rows + position % rows) * heads + head) * dim;
+  }
+};
+
+/// x: a token from `skip` on, y: a query head, z: a sequence.
+template <class T, int Threads>
+__global__ void __launch_bounds__(Threads)
+    remember_newest_entry(rows_view<const T> q, index_t skip, const index_t* first, query_rings<T> to) {
+  const index_t token = skip + index_t(blockIdx.x), head = blockIdx.y, sequence = blockIdx.z;
+  const T* from = q.row(sequence, token, head);
+  T* row = to.row(sequence, first[sequence] + token, head);
+  for (int d = threadIdx.x; d < to.dim; d += Threads) row[d] = from[d];
+}
+
+/// x: a row of the window, y: a query head, z: a sequence, whose next token will be at `next`.
+template <class T, int Threads>
+__global__ void __launch_bounds__(Threads) gather_newest_entry(query_rings<T> from, const index_t* next, index_t window,
+                                                               T* to, index_t* valid, index_t* first) {
+  const index_t i = blockIdx.x, head = blockIdx.y, sequence = blockIdx.z;
+  const index_t end = next[sequence], count = min(window, end);
+  if (i == 0 && head == 0 && threadIdx.x == 0) {
+    valid[sequence] = count;
+    first[sequence] = end - count;
+  }
+  T* row = to + ((offset_t(sequence) * window + i) * from.heads + head) * from.dim;
+  const T* source = from.row(sequence, end - count + i, head);
+  for (int d = threadIdx.x; d < from.dim; d += Threads) row[d] = i < count ? source[d] : T(0);
+}
+
+}  // namespace detail
+
+/// Remembers the last `window` queries of every (layer, sequence) by their positions, so that neither the host nor a recorded step
+/// counts them: a conversation's window at position n is its last min(window, n) queries. A ring has room for the longest step
+/// beside the window: a step that comes to nothing has not lost the rows before it.
+/// Memory   (layers * sequences * (window + step) + batch * window) * q_heads * k_dim elements.
+template <class T>
+class query_ring {
+ public:
+  query_ring() = default;
+  query_ring(index_t layers, index_t sequences, index_t batch, index_t window, index_t step, index_t q_heads, int k_dim)
+      : sequences_(sequences),
+        window_(window),
+        ring_(window + step),
+        heads_(q_heads),
+        dim_(k_dim),
+        rows_(std::size_t(layers) * std::size_t(sequences) * std::size_t(ring_) * std::size_t(row())),
+        gathered_(std::size_t(batch) * std::size_t(window) * std::size_t(row())),
+        valid_(std::size_t(batch)),
+        first_(std::size_t(batch)) {}
+
+  /// The last queries of rows whose first one is at first[sequence]. `ids`: of the batch, on the device; null: `id` alone.
+  void remember(index_t layer, index_t id, const index_t* ids, const rows_view<const T>& q, const index_t* first,
+                cudaStream_t stream) const {
+    const index_t fresh = std::min(q.tokens, window_);
+    if (fresh == 0) return;
+    const dim3 grid{unsigned(fresh), unsigned(heads_), unsigned(q.sequences)};
+    detail::remember_newest_entry<T, 64><<<grid, 64, 0, stream>>>(q, q.tokens - fresh, first, rings(layer, id, ids));
+    check(cudaGetLastError(), "launch of remember_newest");
+  }
+
+  /// The windows of a batch whose sequences go on at next[sequence]. Valid until the next call.
+  newest_rows<T> gather(index_t layer, index_t id, const index_t* ids, index_t batch, const index_t* next,
+                        cudaStream_t stream) const {
+    const dim3 grid{unsigned(window_), unsigned(heads_), unsigned(batch)};
+    detail::gather_newest_entry<T, 64>
+        <<<grid, 64, 0, stream>>>(rings(layer, id, ids), next, window_, gathered_.data(), valid_.data(), first_.data());
+    check(cudaGetLastError(), "launch of gather_newest");
+    return {nhd_rows<const T>(gathered_.data(), window_, heads_, dim_, batch), valid_.data(), first_.data()};
+  }
+
+  offset_t bytes_per_place() const { return ring_ * row() * offset_t(sizeof(T)); }
+
+ private:
+  offset_t row() const { return offset_t(heads_) * dim_; }
+  detail::query_rings<T> rings(index_t layer, index_t id, const index_t* ids) const {
+    const offset_t place = offset_t(layer) * sequences_ + (ids ? 0 : id);
+    return {rows_.data() + place * ring_ * row(), ids, ring_, heads_, dim_};
+  }
+
+  index_t sequences_ = 0, window_ = 0, ring_ = 0, heads_ = 0;
+  int dim_ = 0;
+  device_buffer<T> rows_, gathered_;
+  device_buffer<index_t> valid_, first_;
+};
+
+}  // namespace cuda
+TESSERA_NAMESPACE_END
