@@ -1,5 +1,5 @@
 #!/usr/bin/env python3
-"""Writes the record of a run of benchmarks/gpu.sh: DATE-GPU.md for people, DATE-GPU.json for benchmarks/plot_cuda.py.
+"""Writes the record of a run of benchmarks/gpu.sh: DATE-GPU.md for people, DATE-GPU.json for benchmarks/plots/plot_cuda.py.
 
     benchmarks/cuda_record.py --logs FOLDER --out FOLDER
 

@@ -178,7 +178,7 @@ void add_calibrate(CLI::App& app) {
   add_text(*command, "--tasks", "FILE", given->tasks, "word lists, templates and families");
   add_threads(*command, given->threads);
   command->footer("Suites:\n" + suite_lines() +
-                  "\nbenchmarks/plot_profile.py draws a profile.\n\n"
+                  "\nbenchmarks/plots/plot_profile.py draws a profile.\n\n"
                   "Example:\n  tessera calibrate --model examples/model --method snapkv --share 0.3 --samples 50 "
                   "--out profile.json");
   command->callback([given] { tool::calibrate(*given); });

@@ -2,7 +2,7 @@
 // turns and chunks of every length.
 #include <deque>
 
-#include "steps_case.hpp"
+#include "cases/steps_case.hpp"
 #include "tessera/budget/adaptive.hpp"
 #include "tessera/methods/loopserve.hpp"
 #include "tessera/methods/loopserve_decode.hpp"

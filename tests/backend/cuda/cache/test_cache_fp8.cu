@@ -1,5 +1,5 @@
 // Caches of fp8 rows on the device, in runs and in pages, against the CPU's.
-#include "calls_case.hpp"
+#include "cases/calls_case.hpp"
 #include "tessera/layout/fixed_pages.hpp"
 #include "tessera/layout/fp8_rows.hpp"
 #include "tessera/methods/full.hpp"

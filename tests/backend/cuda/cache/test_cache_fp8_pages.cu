@@ -1,7 +1,7 @@
 // Scoring and retrieval over fp8 rows on the device, against the CPU's. An index of decoded keys has the same bits on both. A
 // window's scores have them where decoding loses nothing: the device rounds decoded keys to 16 bits before it multiplies them, and
 // max-pooling would turn a near tie into many other tokens.
-#include "cache_case.hpp"
+#include "cases/cache_case.hpp"
 #include "tessera/layout/fixed_pages.hpp"
 #include "tessera/layout/fp8_rows.hpp"
 #include "tessera/methods/quest.hpp"

@@ -1,5 +1,5 @@
 // The CUDA cache of mixtures that no paper has, one first stage before another second one, against the CPU's.
-#include "cache_case.hpp"
+#include "cases/cache_case.hpp"
 #include "tessera/attention/gathered_decode.hpp"
 #include "tessera/budget/adaptive.hpp"
 #include "tessera/budget/uniform.hpp"

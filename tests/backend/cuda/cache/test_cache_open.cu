@@ -1,5 +1,5 @@
 // The CUDA cache of recipes whose policies exist only in the tests, and of filters by position, against the CPU's.
-#include "cache_case.hpp"
+#include "cases/cache_case.hpp"
 #include "support/open_layouts.hpp"
 #include "support/open_policies.hpp"
 #include "tessera/attention/dense_decode.hpp"

@@ -1,8 +1,8 @@
 // The CUDA cache whose rows lie in pages.
-#include "calls_case.hpp"
-#include "memory_case.hpp"
-#include "serving_case.hpp"
-#include "steps_case.hpp"
+#include "cases/calls_case.hpp"
+#include "cases/memory_case.hpp"
+#include "cases/serving_case.hpp"
+#include "cases/steps_case.hpp"
 #include "tessera/layout/dense_rows.hpp"
 #include "tessera/layout/fixed_pages.hpp"
 #include "tessera/layout/stored.hpp"

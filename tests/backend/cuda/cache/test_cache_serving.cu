@@ -1,6 +1,6 @@
 // Long runs of the CUDA cache, and layers that differ: memory that does not grow, room and memory that run out.
-#include "memory_case.hpp"
-#include "serving_case.hpp"
+#include "cases/memory_case.hpp"
+#include "cases/serving_case.hpp"
 #include "tessera/methods/full.hpp"
 #include "tessera/methods/rocketkv.hpp"
 #include "tessera/methods/snapkv.hpp"

@@ -1,10 +1,10 @@
 // The CUDA cache of TANGRAM: shares by head, chunk by chunk, in runs and in ragged pages, against the CPU's.
 #include <deque>
 
-#include "calls_case.hpp"
-#include "memory_case.hpp"
-#include "serving_case.hpp"
-#include "steps_case.hpp"
+#include "cases/calls_case.hpp"
+#include "cases/memory_case.hpp"
+#include "cases/serving_case.hpp"
+#include "cases/steps_case.hpp"
 #include "tessera/backend/cuda/store/virtual_blocks.cuh"
 #include "tessera/layout/dense_rows.hpp"
 #include "tessera/layout/fp8_rows.hpp"

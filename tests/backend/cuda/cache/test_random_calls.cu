@@ -1,5 +1,5 @@
 // Random calls of the device's caches: every method's test makes its own (method.cuh.in).
-#include "calls_case.hpp"
+#include "cases/calls_case.hpp"
 #include "support/calls/random_cache_calls.hpp"
 
 using namespace tessera;

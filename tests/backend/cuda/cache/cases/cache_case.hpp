@@ -4,7 +4,7 @@
 #include <string>
 #include <vector>
 
-#include "../device.hpp"
+#include "backend/cuda/device.hpp"
 #include "support/random.hpp"
 #include "tessera/backend/cuda/cache.cuh"
 #include "tessera/cache.hpp"

@@ -1,7 +1,7 @@
 #!/usr/bin/env python3
 """Draws the record of benchmarks/gpu.sh: one picture a figure, bars beside peers and limits.
 
-    benchmarks/plot_cuda.py RECORD.json FOLDER
+    benchmarks/plots/plot_cuda.py RECORD.json FOLDER
 
 Writes FOLDER/cuda_NAME.png for decode, gathered, uneven, scoring, top_k, pack, prefill and rocketkv; a figure of which nothing
 was measured is left out.

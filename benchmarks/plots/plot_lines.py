@@ -1,7 +1,7 @@
 #!/usr/bin/env python3
 """Draws what line_profile found: which share of its lines carries a model's attention, and how far what matters stays the same.
 
-    benchmarks/plot_lines.py PROFILE.json PICTURE.svg
+    benchmarks/plots/plot_lines.py PROFILE.json PICTURE.svg
 """
 import argparse
 import json

@@ -1,7 +1,7 @@
 #!/usr/bin/env python3
 """Draws profiles of `tessera calibrate`: shares by layer and head, for each task family, and how alike heads rank.
 
-    benchmarks/plot_profile.py PROFILE.json PICTURE.svg
+    benchmarks/plots/plot_profile.py PROFILE.json PICTURE.svg
 """
 import argparse
 import json

@@ -2,9 +2,9 @@
 """Draws reports of `tessera eval --json`.
 
 Right answers by task family and turn, one row a method and budget, of reports over the same documents:
-    benchmarks/plot_eval.py REPORT.json... PICTURE.svg
+    benchmarks/plots/plot_eval.py REPORT.json... PICTURE.svg
 Right answers of one family over the budget, one panel a report, with 95 % intervals; and a published table beside them:
-    benchmarks/plot_eval.py --over-budgets FAMILY [--published TABLE.json] REPORT.json... PICTURE.svg
+    benchmarks/plots/plot_eval.py --over-budgets FAMILY [--published TABLE.json] REPORT.json... PICTURE.svg
 """
 import argparse
 import json
