@@ -11,6 +11,7 @@ import json
 import os
 import re
 
+import mosaickv_bars
 from cuda_bars import best_peer, judge_choosing, judge_following, judge_lines, time_of
 
 SANITIZERS = ("memcheck", "racecheck", "initcheck", "synccheck")
@@ -194,6 +195,7 @@ def judge(figures, steps):
     judge_choosing(figures, add, ratio)
     judge_lines(figures, add, ratio)
     judge_following(figures, add, ratio)
+    mosaickv_bars.judge(figures, add, ratio, time_of, best_peer, read_ceiling(figures))
     judge_model(steps, add, ratio)
     return rows
 

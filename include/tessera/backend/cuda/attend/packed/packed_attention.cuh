@@ -1,0 +1,108 @@
+// Decode attention over packed rows on the device.
+#pragma once
+
+#include <algorithm>
+#include <string>
+
+#include "../../device/tuning.cuh"
+#include "packed_merge.cuh"
+
+TESSERA_NAMESPACE_BEGIN
+namespace cuda {
+
+/// Attends chosen units of packed rows, each segment in its own basis, and all whole rows.
+///
+/// Rows are spread out in shared memory 16 at a time and multiplied by matrix instructions: queries as two numbers of 16 bits, weights
+/// as one. Packed elements of 16 bits are of the type that `Tile` names; fp8 and int4 become it exactly.
+/// Errors   before the launch: more rows, segments or sequences than it was made for, rows not on 16 bytes.
+/// Limits   whole rows are raw; a value that is NaN shows in rows of the step that may not see its token if others of 16 rows may.
+/// Cost     two launches besides `rotate_queries`; chosen rows are read once for 16 query rows, bases once a step. Recordable.
+template <class View, class Out, class Tile = typename View::element_type>
+class attend_packed {
+  using T = typename View::element_type;
+  static constexpr int D = View::k_dim, Dv = View::v_dim;
+  static_assert(View::whole_type::is_raw, "tessera: packed attention on the device takes raw whole rows");
+  static_assert(sizeof(T) == 2 && sizeof(Tile) == 2, "tessera: packed attention on the device takes fp16 and bf16");
+
+ public:
+  /// `k`, `v`: the formats with the longest rows that segments have.
+  attend_packed(index_t sequences, index_t kv_heads, index_t q_heads, index_t tokens, index_t most_segments,
+                const packed_format& k, const packed_format& v, const device_info& device)
+      : lanes_(sequences * kv_heads),
+        rows_(tokens * (q_heads / kv_heads)),
+        k_raw_(raw_bytes(k)),
+        v_raw_(raw_bytes(v)),
+        shape_(most_segments, k_raw_, v_raw_),
+        // Blocks of four warps; a few on every multiprocessor, so that one copies while another multiplies.
+        splits_(std::clamp<index_t>(4 * device.multiprocessors / std::max(1, lanes_), 1, 128)),
+        parts_(splits_ + most_segments + 1),
+        most_segments_(most_segments) {
+    require(shape_.bytes() <= device.shared_memory, "shared memory of packed attention", shape_.bytes(),
+            "at most " + std::to_string(device.shared_memory), "lower the number of segments");
+    check(cudaFuncSetAttribute(attend_entry(), cudaFuncAttributeMaxDynamicSharedMemorySize, shape_.bytes()),
+          "cudaFuncSetAttribute");
+    check(cudaFuncSetAttribute(merge_entry(), cudaFuncAttributeMaxDynamicSharedMemorySize, int(merge_bytes())),
+          "cudaFuncSetAttribute");
+  }
+
+  index_t parts() const { return parts_; }
+  std::size_t workspace_bytes() const {
+    return segment_bytes() + state_bytes() + array_bytes<float>(lines() * std::size_t(rows_) * Dv);
+  }
+  /// What `rotate_queries` sets to "none", at the workspace's beginning.
+  index_t* part_segments(void* workspace) const { return static_cast<index_t*>(workspace); }
+
+  void run(const packed_problem<View, Out>& problem, const rotated_rows& rotated, void* workspace,
+           cudaStream_t stream) const {
+    const index_t lanes = problem.view.whole.sequences * problem.view.whole.kv_heads;
+    if (lanes == 0 || problem.q.tokens == 0) return;
+    require(lanes <= lanes_ && rotated.rows <= rows_ && problem.view.most_segments == most_segments_,
+            "rows of packed attention", std::to_string(lanes) + " x " + std::to_string(rotated.rows),
+            "at most " + std::to_string(lanes_) + " x " + std::to_string(rows_) + " in a table of " +
+                std::to_string(most_segments_) + " segments",
+            "make the operation for the largest batch and step");
+    require(problem.unit >= 1, "unit", problem.unit, "1 or more", "pass the rows of a chosen block");
+    require_rows_on_16_bytes("whole keys", problem.view.whole.k, problem.view.whole.k_strides);
+    require_rows_on_16_bytes("whole values", problem.view.whole.v, problem.view.whole.v_strides);
+    auto* bytes = static_cast<unsigned char*>(workspace);
+    const detail::packed_parts to{reinterpret_cast<float*>(bytes + segment_bytes() + state_bytes()),
+                                  reinterpret_cast<float*>(bytes + segment_bytes()),
+                                  part_segments(workspace),
+                                  splits_,
+                                  parts_,
+                                  rotated.rows};
+    const unsigned tiles = unsigned(ceil_div(rotated.rows, detail::tile_tokens));
+    launch(attend_entry(),
+           {.blocks = dim3(unsigned(splits_ + 1), unsigned(lanes), tiles),
+            .threads = dim3(detail::packed_threads),
+            .shared_bytes = std::size_t(shape_.bytes())},
+           stream, "launch of attend_packed", problem, rotated, to, k_raw_, v_raw_);
+    launch(merge_entry(),
+           {.blocks = dim3(unsigned(lanes), unsigned(ceil_div(Dv, detail::merged_columns)), tiles),
+            .threads = dim3(detail::merging_threads),
+            .shared_bytes = merge_bytes()},
+           stream, "launch of merge_packed", problem, to);
+  }
+
+ private:
+  static auto attend_entry() { return detail::attend_packed_entry<View, Tile, Out>; }
+  static auto merge_entry() { return detail::merge_packed_entry<View, Out>; }
+  static int raw_bytes(const packed_format& format) { return detail::raw_rows_shape(format).stride; }
+  std::size_t merge_bytes() const {
+    using namespace detail;
+    return (std::size_t(tile_tokens) * Dv + std::size_t(merging_warps) * tile_tokens * merged_columns + tile_tokens +
+            std::size_t(parts_) * tile_tokens) *
+           sizeof(float);
+  }
+  std::size_t lines() const { return std::size_t(lanes_) * std::size_t(parts_); }
+  std::size_t segment_bytes() const { return array_bytes<index_t>(lines()); }
+  std::size_t state_bytes() const { return array_bytes<float>(lines() * std::size_t(rows_) * 2); }
+
+  index_t lanes_, rows_;
+  int k_raw_, v_raw_;
+  detail::packed_memory<D, Dv> shape_;
+  index_t splits_, parts_, most_segments_;
+};
+
+}  // namespace cuda
+TESSERA_NAMESPACE_END

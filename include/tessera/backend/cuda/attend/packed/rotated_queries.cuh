@@ -1,0 +1,124 @@
+// A step's queries in the basis of every segment, and their sum.
+#pragma once
+
+#include "../../device/launch.cuh"
+#include "../../store/packed/packed_view.cuh"
+
+TESSERA_NAMESPACE_BEGIN
+namespace cuda {
+
+/// Where they lie: [sequences, kv_heads, most_segments, rows + 1, dim], fp32, 0 behind the segment's channels. A row is a token and a
+/// query head of the group, token * group + head; the last one is the sum of the others.
+struct rotated_rows {
+  float* data = nullptr;
+  index_t most_segments = 0, rows = 0, dim = 0;
+
+  TESSERA_HD float* row(index_t lane, index_t segment, index_t i) const {
+    return data + ((offset_t(lane) * most_segments + segment) * (rows + 1) + i) * dim;
+  }
+};
+
+namespace detail {
+
+inline constexpr int rotating_threads = 256, rows_rotated_together = 16;
+
+/// A block rotates up to 16 rows of one (sequence, kv_head) into one segment's basis. The sums over a row's elements are those of a
+/// warp: of every 32nd element, then over lanes.
+template <class View>
+__global__ void __launch_bounds__(rotating_threads)
+    rotate_queries_entry(const __grid_constant__ View view, rows_view<const typename View::element_type> q,
+                         rotated_rows to, index_t* part_segment, index_t parts) {
+  constexpr int D = View::k_dim, each = (D + 31) / 32;
+  extern __shared__ uint4 shared_memory[];
+  float* rows = reinterpret_cast<float*>(shared_memory);  // [rows_rotated_together, D]
+  wait_for_earlier();
+  let_later_begin();
+  const index_t heads = view.whole.kv_heads, lane_row = index_t(blockIdx.y), segment_index = index_t(blockIdx.x);
+  const index_t sequence = lane_row / heads, head = lane_row % heads, group = q.heads / heads;
+  if (segment_index == 0 && blockIdx.z == 0) {
+    for (index_t i = index_t(threadIdx.x); i < parts; i += rotating_threads) {
+      part_segment[offset_t(lane_row) * parts + i] = no_index;
+    }
+  }
+  if (segment_index >= view.counts[sequence]) return;  // alike in all threads
+  const packed_vectors& keys = view.segment(sequence, segment_index).k;
+  const index_t first = index_t(blockIdx.z) * rows_rotated_together;
+  const int count = int(min(index_t(rows_rotated_together), to.rows + 1 - first));
+  for (int i = int(threadIdx.x); i < count * D; i += rotating_threads) {
+    const index_t row = first + i / D;
+    const int d = i % D;
+    float x = 0;
+    if (row < to.rows) {
+      x = float(q.row(sequence, row / group, head * group + row % group)[d]);
+    } else {
+      for (index_t r = 0; r < to.rows; ++r) x += float(q.row(sequence, r / group, head * group + r % group)[d]);
+    }
+    rows[i] = x;
+  }
+  __syncthreads();
+  const float* basis = keys.basis_of(head, D);
+  const index_t channels = keys.format.channels;
+  const int lane = int(threadIdx.x) % 32;
+  for (index_t c = index_t(threadIdx.x) / 32; c < D; c += rotating_threads / 32) {
+    if (!basis || c >= channels) {
+      if (lane < count)
+        to.row(lane_row, segment_index, first + lane)[c] = basis || c >= channels ? 0 : rows[lane * D + c];
+      continue;
+    }
+    float direction[each];
+#pragma unroll
+    for (int j = 0; j < each; ++j) direction[j] = j * 32 + lane < D ? basis[offset_t(c) * D + j * 32 + lane] : 0.0f;
+    for (int r = 0; r < count; ++r) {
+      float sum = 0;
+#pragma unroll
+      for (int j = 0; j < each; ++j) sum += j * 32 + lane < D ? direction[j] * rows[r * D + j * 32 + lane] : 0.0f;
+      sum = warp_sum(sum);
+      if (lane == 0) to.row(lane_row, segment_index, first + r)[c] = sum;
+    }
+  }
+}
+
+}  // namespace detail
+
+/// Rotates the queries of a step for whoever scores or attends packed rows.
+///
+/// Shapes   q [sequences, tokens, q_heads, k_dim]; the result as `rotated_rows`, in memory of `bytes`.
+/// Cost     one launch; a basis is read once for 16 rows. Recordable.
+template <class View>
+class rotate_queries {
+  using T = typename View::element_type;
+
+ public:
+  rotate_queries(index_t sequences, index_t kv_heads, index_t q_heads, index_t tokens, index_t most_segments)
+      : sequences_(sequences), heads_(kv_heads), most_segments_(most_segments), rows_(tokens * (q_heads / kv_heads)) {}
+
+  std::size_t workspace_bytes() const {
+    return array_bytes<float>(std::size_t(sequences_) * std::size_t(heads_) * std::size_t(most_segments_) *
+                              std::size_t(rows_ + 1) * View::k_dim);
+  }
+  /// `part_segment` [sequences * kv_heads, parts] is set to "none": attention fills it.
+  rotated_rows run(const View& view, const rows_view<const T>& q, void* workspace, index_t* part_segment, index_t parts,
+                   cudaStream_t stream) const {
+    const rotated_rows to{static_cast<float*>(workspace), most_segments_, q.tokens * (q.heads / view.whole.kv_heads),
+                          View::k_dim};
+    require(to.rows <= rows_ && view.whole.sequences <= sequences_, "rows of queries", to.rows,
+            "at most " + std::to_string(rows_), "make the operation for the longest step");
+    require(view.most_segments == most_segments_, "most_segments", view.most_segments, std::to_string(most_segments_),
+            "make the operation for the view's table");
+    const index_t lanes = view.whole.sequences * view.whole.kv_heads;
+    if (lanes == 0) return to;
+    launch(detail::rotate_queries_entry<View>,
+           {.blocks = dim3(unsigned(most_segments_ > 0 ? most_segments_ : 1), unsigned(lanes),
+                           unsigned(ceil_div(to.rows + 1, detail::rows_rotated_together))),
+            .threads = dim3(detail::rotating_threads),
+            .shared_bytes = std::size_t(detail::rows_rotated_together) * View::k_dim * sizeof(float)},
+           stream, "launch of rotate_queries", view, q, to, part_segment, parts);
+    return to;
+  }
+
+ private:
+  index_t sequences_, heads_, most_segments_, rows_;
+};
+
+}  // namespace cuda
+TESSERA_NAMESPACE_END

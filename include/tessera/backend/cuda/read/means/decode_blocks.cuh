@@ -1,0 +1,108 @@
+// A decode step over packed rows on the device: blocks are scored by their means, the best are chosen, and these are attended.
+#pragma once
+
+#include <algorithm>
+#include <string>
+
+#include "../../../../selector/top_tokens.hpp"
+#include "../../../../selector/whole_blocks.hpp"
+#include "../../attend/packed/packed_attention.cuh"
+#include "../../choose/top_k.cuh"
+#include "block_scores.cuh"
+
+TESSERA_NAMESPACE_BEGIN
+namespace cuda {
+
+/// Reads `tokens` packed rows of each kv_head, rounded up to whole blocks, the first and the last block of the sequence among them, and
+/// all whole rows; one choice over all segments of a (sequence, kv_head).
+///
+/// Every segment has blocks of the selector's size, and whole ones, but for the last: so the number of blocks that are read is known
+/// before. Of those that follow, `run` is all; `choose` and `attend` are its halves.
+/// Errors   before the launch: a budget under two blocks, more rows than it was made for.
+/// Cost     five launches (queries, scores, choice, attention, merge). Recordable: lengths are read on the device.
+template <class View, class Out, class Tile = typename View::element_type>
+class decode_blocks {
+  using T = typename View::element_type;
+
+ public:
+  /// `capacity`: the most packed rows of a (sequence, kv_head) that may come; `k`, `v`: the formats with the longest rows.
+  decode_blocks(const block_mean& scorer, const whole_blocks& selector, index_t tokens, index_t sequences,
+                index_t kv_heads, index_t q_heads, index_t step_tokens, index_t capacity, index_t most_segments,
+                const packed_format& k, const packed_format& v, const device_info& device)
+      : scorer_(scorer),
+        block_(checked_block(selector, tokens)),
+        lanes_(sequences * kv_heads),
+        // Segments begin with new blocks, so that each may have one that is not whole.
+        capacity_((ceil_div(capacity, block_) + most_segments + 3) / 4 * 4),
+        read_(std::min(ceil_div(tokens, block_), capacity_)),
+        rotate_(sequences, kv_heads, q_heads, step_tokens, most_segments),
+        score_(capacity_, most_segments),
+        select_(top_tokens{}, lanes_, capacity_, device, read_),
+        attend_(sequences, kv_heads, q_heads, step_tokens, most_segments, k, v, device) {}
+
+  std::size_t workspace_bytes() const { return place(5); }
+
+  void run(packed_problem<View, Out> problem, void* workspace, cudaStream_t stream) const {
+    const rotated_rows rotated = choose(problem, workspace, stream);
+    attend(problem, rotated, workspace, stream);
+  }
+  /// Sets the problem's `chosen` and `unit`; they lie in the workspace.
+  rotated_rows choose(packed_problem<View, Out>& problem, void* workspace, cudaStream_t stream) const {
+    const rotated_rows rotated = rotate(problem, workspace, stream);
+    auto* scores = at<float>(workspace, 2);
+    auto* units = at<index_t>(workspace, 4);
+    score_.run(problem.view, rotated, scorer_, scores, capacity_, units, stream);
+    select_problem select;
+    select.scores = scores, select.score_stride = capacity_;
+    select.n = {units};
+    select.keep = {nullptr, read_};
+    select.tail = {nullptr, 0};
+    select.out = at<index_t>(workspace, 3), select.out_stride = read_;
+    select.counts = units + lanes_;
+    select.rows = problem.view.whole.sequences * problem.view.whole.kv_heads;
+    select_.run(select, nullptr, stream);
+    problem.chosen = select.chosen();
+    problem.unit = block_;
+    return rotated;
+  }
+  rotated_rows rotate(const packed_problem<View, Out>& problem, void* workspace, cudaStream_t stream) const {
+    void* attending = at<unsigned char>(workspace, 0);
+    return rotate_.run(problem.view, problem.q, at<unsigned char>(workspace, 1), attend_.part_segments(attending),
+                       attend_.parts(), stream);
+  }
+  void attend(const packed_problem<View, Out>& problem, const rotated_rows& rotated, void* workspace,
+              cudaStream_t stream) const {
+    attend_.run(problem, rotated, at<unsigned char>(workspace, 0), stream);
+  }
+
+ private:
+  static index_t checked_block(const whole_blocks& selector, index_t tokens) {
+    selector.check();
+    selector.check_budget("budget", tokens);
+    return selector.block;
+  }
+  /// Where array i begins: attention's, rotated queries, scores, chosen blocks, their numbers.
+  std::size_t place(int i) const {
+    const std::size_t lanes = std::size_t(lanes_);
+    const std::size_t bytes[] = {attend_.workspace_bytes(), rotate_.workspace_bytes(),
+                                 array_bytes<float>(lanes * std::size_t(capacity_)),
+                                 array_bytes<index_t>(lanes * std::size_t(read_)), array_bytes<index_t>(2 * lanes)};
+    std::size_t begin = 0;
+    for (int j = 0; j < i; ++j) begin += padded(bytes[j]);
+    return begin;
+  }
+  template <class X>
+  X* at(void* workspace, int i) const {
+    return reinterpret_cast<X*>(static_cast<unsigned char*>(workspace) + place(i));
+  }
+
+  block_mean scorer_;
+  index_t block_, lanes_, capacity_, read_;
+  rotate_queries<View> rotate_;
+  score_blocks<View> score_;
+  select_slots<top_tokens> select_;
+  attend_packed<View, Out, Tile> attend_;
+};
+
+}  // namespace cuda
+TESSERA_NAMESPACE_END

@@ -1,0 +1,186 @@
+// Eigenvectors of second moments on the device, by Jacobi's rotations: the bases of segments.
+#pragma once
+
+#include <string>
+
+#include "../../../../math/ordered.hpp"
+#include "../../device/alignment.cuh"
+#include "../../device/launch.cuh"
+#include "../../device/tuning.cuh"
+#include "../../device/warp.cuh"
+
+TESSERA_NAMESPACE_BEGIN
+namespace cuda {
+namespace detail {
+
+inline constexpr int jacobi_threads = 1024, jacobi_sweeps = 16;
+
+/// How one pair of rows and columns is turned.
+struct jacobi_turn {
+  float cosine, sine;
+  int p, q;
+};
+
+/// The pair that thread i of dim / 2 turns in a round, so that every index is in one pair and every pair has met after dim - 1 rounds.
+__device__ inline int2 pair_of_round(int i, int round, int dim) {
+  const int around = dim - 1;
+  const int p = i == 0 ? dim - 1 : (round + i) % around, q = i == 0 ? round : (round - i + around) % around;
+  return p < q ? make_int2(p, q) : make_int2(q, p);
+}
+
+/// The turn that makes element (p, q) 0, or none where it is below `least`.
+__device__ inline jacobi_turn turn_of(const float* a, int stride, int2 pq, float least) {
+  const float off = a[pq.x * stride + pq.y];
+  jacobi_turn turn{1, 0, pq.x, pq.y};
+  if (!(fabsf(off) > least)) return turn;
+  const float theta = (a[pq.y * stride + pq.y] - a[pq.x * stride + pq.x]) / (2 * off);
+  const float t = copysignf(1.0f, theta) / (fabsf(theta) + sqrtf(theta * theta + 1));
+  turn.cosine = rsqrtf(t * t + 1), turn.sine = t * turn.cosine;
+  // rsqrtf is good to 2 ulp; one step of Newton keeps what 1,000 turns multiply at length 1.
+  const float length = turn.cosine * turn.cosine + turn.sine * turn.sine, mend = 1.5f - 0.5f * length;
+  turn.cosine *= mend, turn.sine *= mend;
+  return turn;
+}
+
+__device__ __forceinline__ void turn_two(const jacobi_turn& turn, float& x, float& y) {
+  const float before = x;
+  x = turn.cosine * before - turn.sine * y, y = turn.sine * before + turn.cosine * y;
+}
+
+/// One block finds the eigenvectors of one symmetric matrix [dim, dim]. `a` and `v` [dim, stride] are its work, in shared memory or in
+/// global. Elements below 2e-8 of the trace are zero already: what is left of them is rounding.
+template <int Threads>
+__device__ void jacobi(float* a, float* v, int dim, int stride, jacobi_turn* turns, float& shared_trace) {
+  const int thread = int(threadIdx.x), lane = thread % 32, pairs = dim / 2;
+  if (thread == 0) {
+    float trace = 0;
+    for (int i = 0; i < dim; ++i) trace += a[i * stride + i];
+    shared_trace = trace;
+  }
+  __syncthreads();
+  const float least = 2e-8f * shared_trace;
+  for (int sweep = 0; sweep < jacobi_sweeps; ++sweep) {
+    bool turned = false;
+    for (int round = 0; round < dim - 1; ++round) {
+      if (thread < pairs) {
+        turns[thread] = turn_of(a, stride, pair_of_round(thread, round, dim), least);
+        turned = turned || turns[thread].sine != 0;
+      }
+      __syncthreads();
+      for (int pair = thread / 32; pair < pairs; pair += Threads / 32) {  // rows of both
+        const jacobi_turn turn = turns[pair];
+        if (turn.sine == 0) continue;
+        for (int k = lane; k < dim; k += 32) {
+          turn_two(turn, a[turn.p * stride + k], a[turn.q * stride + k]);
+          turn_two(turn, v[turn.p * stride + k], v[turn.q * stride + k]);
+        }
+      }
+      __syncthreads();
+      for (int pair = thread / 32; pair < pairs; pair += Threads / 32) {  // columns
+        const jacobi_turn turn = turns[pair];
+        if (turn.sine == 0) continue;
+        for (int k = lane; k < dim; k += 32) turn_two(turn, a[k * stride + turn.p], a[k * stride + turn.q]);
+      }
+      __syncthreads();
+    }
+    if (!__syncthreads_or(turned)) break;
+  }
+}
+
+/// One block makes one basis. matrices [count] every `step` floats; bases [count, channels, dim]; work [count, 2, dim, dim] where
+/// matrices do not fit in shared memory, else null.
+template <int Threads>
+__global__ void __launch_bounds__(Threads) find_bases_entry(const float* matrices, offset_t step, int dim, int channels,
+                                                            float* bases, float* work, index_t* not_finite) {
+  extern __shared__ uint4 shared_memory[];
+  auto* turns = reinterpret_cast<jacobi_turn*>(shared_memory);  // [dim / 2]
+  float* values = reinterpret_cast<float*>(turns + dim / 2);    // [dim], and the trace
+  wait_for_earlier();
+  const int thread = int(threadIdx.x), stride = work ? dim : dim + 1;  // odd: columns lie in other banks
+  float* a = work ? work + offset_t(blockIdx.x) * 2 * dim * dim : values + dim + 1;
+  float* v = a + dim * stride;
+  const float* matrix = matrices + offset_t(blockIdx.x) * step;
+  bool finite = true;
+  for (int i = thread; i < dim * dim; i += Threads) {
+    const int row = i / dim, column = i % dim;
+    const float x = row <= column ? matrix[i] : matrix[column * dim + row];  // symmetric to the bit
+    finite = finite && x - x == 0;
+    a[row * stride + column] = x;
+    v[row * stride + column] = row == column ? 1.0f : 0.0f;
+  }
+  finite = __syncthreads_and(finite);
+  if (thread == 0) not_finite[blockIdx.x] = finite ? 0 : 1;
+  if (finite) jacobi<Threads>(a, v, dim, stride, turns, values[dim]);
+  for (int i = thread; i < dim; i += Threads) values[i] = finite ? a[i * stride + i] : 0.0f;
+  __syncthreads();
+  // A warp a vector: its rank, then its sign, by which the first of the largest components is positive.
+  const int lane = thread % 32;
+  for (int i = thread / 32; i < dim; i += Threads / 32) {
+    index_t larger = 0;
+    std::uint64_t top = 0;
+    for (int j = lane; j < dim; j += 32) {
+      larger += rank_key(values[j], j) > rank_key(values[i], i);
+      const std::uint64_t key = rank_key(fabsf(v[i * stride + j]), j);
+      top = key > top ? key : top;
+    }
+    larger = warp_sum(larger);
+    for (int step_of = 16; step_of > 0; step_of /= 2) {
+      const std::uint64_t other = __shfl_xor_sync(~0u, top, step_of);
+      top = other > top ? other : top;
+    }
+    if (larger >= channels) continue;
+    const float sign = v[i * stride + rank_index(top)] < 0 ? -1.0f : 1.0f;
+    float* to = bases + (offset_t(blockIdx.x) * channels + larger) * dim;
+    for (int j = lane; j < dim; j += 32) to[j] = sign * v[i * stride + j];
+  }
+}
+
+}  // namespace detail
+
+/// bases [count, channels, dim] = the eigenvectors of symmetric matrices [dim, dim] with the largest eigenvalues, the largest first, each
+/// turned so that the first of its largest components is positive; see layout/rotated.hpp.
+///
+/// Returns  not_finite [count]: 1 for a matrix with NaN or infinity, whose basis is then that of the engine's first channels.
+/// Cost     one thread block a matrix. Recordable; same input, same bits.
+/// cuSOLVER's cusolverDnXsyevBatched takes 3.5 ms for 512 matrices of 128 (H200, CUDA 13.0), but it is a library to link.
+class find_bases {
+ public:
+  find_bases(int dim, const device_info& device) : dim_(dim) {
+    require(dim % 2 == 0 && dim >= 2 && dim <= largest_head_dim, "dim of the bases", dim, "an even number up to 256",
+            "take a supported head dim");
+    in_shared_ =
+        fixed_bytes() + 2 * std::size_t(dim) * (std::size_t(dim) + 1) * 4 + 1024 <= std::size_t(device.shared_memory);
+    check(cudaFuncSetAttribute(detail::find_bases_entry<detail::jacobi_threads>,
+                               cudaFuncAttributeMaxDynamicSharedMemorySize, device.shared_memory - 1024),
+          "cudaFuncSetAttribute");
+  }
+
+  std::size_t workspace_bytes(index_t count) const {
+    return in_shared_ ? 0 : array_bytes<float>(std::size_t(count) * 2 * std::size_t(dim_) * std::size_t(dim_));
+  }
+
+  /// The first matrix of each lies `step` floats behind that of the one before.
+  void run(const float* matrices, offset_t step, index_t count, index_t channels, float* bases, index_t* not_finite,
+           void* workspace, cudaStream_t stream) const {
+    if (count == 0) return;
+    require(channels >= 1 && channels <= dim_, "channels", channels, "1 to " + std::to_string(dim_),
+            "pass how many of the channels stay");
+    const std::size_t matrix = std::size_t(dim_) * (std::size_t(dim_) + 1) * 4;
+    launch(detail::find_bases_entry<detail::jacobi_threads>,
+           {.blocks = dim3(unsigned(count)),
+            .threads = dim3(detail::jacobi_threads),
+            .shared_bytes = fixed_bytes() + (in_shared_ ? 2 * matrix : 0)},
+           stream, "launch of find_bases", matrices, step, dim_, int(channels), bases,
+           in_shared_ ? nullptr : static_cast<float*>(workspace), not_finite);
+  }
+
+ private:
+  std::size_t fixed_bytes() const {
+    return std::size_t(dim_ / 2) * sizeof(detail::jacobi_turn) + (std::size_t(dim_) + 1) * 4;
+  }
+  int dim_;
+  bool in_shared_;
+};
+
+}  // namespace cuda
+TESSERA_NAMESPACE_END
