@@ -247,12 +247,11 @@ class cache_parts {
     place_list places;
     std::vector<kept_bound> kept;
     for (index_t layer = 0; due && layer < shape_.layers; ++layer) {
-      const token_bound held = store_.bound(layer, id);
       if (!roles_.follows_recipe(layer)) continue;
+      const token_bound held = store_.bound(layer, id);
       const index_t chooser = first_.chooser(layer, fitted, roles_);
       if (!filters && first_.keeps_everything(chooser, id, held, fitted)) continue;
-      layers.push_back(layer);
-      places.push_back({layer, id});
+      layers.push_back(layer), places.push_back({layer, id});
       kept.push_back(first_.bound(chooser, id, store_, fitted, conversations_.reach(id, layer).seen()));
       if (prompts_.columns(layer).bits) kept.back() = {held, {}};  // how many columns join, only the device knows
     }
@@ -367,9 +366,9 @@ class cache_parts {
       attended = downloaded_lists(layer, id);
       for (index_t h = 0; read.indices && h < shape_.kv_heads; ++h) {
         const offset_t row = offset_t(b) * shape_.kv_heads + h;
-        std::vector<index_t> chosen = downloaded(read.row(row), std::size_t(downloaded(read.counts + row, 1)[0]));
-        for (index_t& slot : chosen) slot = attended[std::size_t(h)][std::size_t(slot)];
-        attended[std::size_t(h)] = std::move(chosen);
+        const auto all = std::exchange(attended[std::size_t(h)],
+                                       downloaded(read.row(row), std::size_t(downloaded(read.counts + row, 1)[0])));
+        for (index_t& slot : attended[std::size_t(h)]) slot = all[std::size_t(slot)];
       }
     }
   }
@@ -384,8 +383,7 @@ class cache_parts {
   device_buffer<index_t> next_;                    // by id: position of the next token
   device_buffer<index_t> first_position_, after_;  // by sequence of the batch: of the step's first token, and behind it
   device_buffer<index_t> chunk_position_{1};
-  device_buffer<index_t>
-      stepped_;  // by place and head: tokens that the last step could read; then entries of its lists
+  device_buffer<index_t> stepped_;  // by place and head: what the last step could read, then entries of its lists
   step_table steps_;
   text_marks<Recipe::needs_segments> marks_;
   first_stage<Recipe> first_;
