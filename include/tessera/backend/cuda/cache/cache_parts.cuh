@@ -118,7 +118,6 @@ class cache_parts {
   }
   /// The most bytes of rows that were ever in use at one time, all sequences together.
   offset_t most_bytes() const { return store_.most_bytes(); }
-
   /// Distinct bytes of stored K, V and scores, of candidates and index, that the last decode step of a sequence touched,
   /// all layers. Synchronises.
   offset_t bytes_read(index_t id) const {
