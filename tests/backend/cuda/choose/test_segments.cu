@@ -72,7 +72,7 @@ lists on_device(const segmented_case& c, const Policy& policy) {
   buffer<unsigned char> workspace(op.workspace_bytes());
   workspace.fill(0xff);
   const cuda::slot_facts beside{
-      {{segments.data, c.heads * c.capacity, c.capacity}, c.heads, c.heads}, weights.data, c.capacity};
+      {{segments.data, c.heads * c.capacity, c.capacity}, c.heads, c.heads}, weights.data, nullptr, c.capacity};
   return downloaded_lists(op.run(policy, c.rows(scores, lengths, tails), 1, 4, workspace.data, nullptr, beside),
                           c.sequences * c.heads);
 }
