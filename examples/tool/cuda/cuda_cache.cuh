@@ -128,6 +128,20 @@ class cuda_cache_of final : public method_cache, public engine::cuda::kv_cache {
     attended.download(out, nullptr);
   }
 
+  void reread(int layer, std::int64_t first, std::int64_t count, const float* q, const float* k, const float* v,
+              int tokens, float* out) override {
+    if constexpr (Recipe::retain_type::rereads) {
+      const tessera::model_shape& shape = cache_.shape();
+      const uploaded asked(tessera::nhd_rows(q, tokens, shape.q_heads, cache_type::k_dim), cache_type::k_dim),
+          again(tessera::nhd_rows(k, tokens, shape.kv_heads, cache_type::k_dim), cache_type::k_dim),
+          values(tessera::nhd_rows(v, tokens, shape.kv_heads, cache_type::v_dim), cache_type::v_dim);
+      result attended(tokens, shape.q_heads);
+      cache_.reread(layer, sequence_, index_t(first), index_t(count), asked.view, again.view, values.view, attended.out,
+                    nullptr);
+      attended.download(out, nullptr);
+    }
+  }
+
   void observe(int layer, const input_rows& q, const input_rows& k, const input_rows& v) override {
     if (layer == 0) reserve(k.tokens, nullptr);
     const uploaded queries(q, cache_type::k_dim), keys(k, cache_type::k_dim), values(v, cache_type::v_dim);

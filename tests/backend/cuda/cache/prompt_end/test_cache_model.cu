@@ -66,8 +66,9 @@ TEST_CASE("a table of gates is the one that the cache was made with", "[gpu][cac
   const std::vector<double> gates{0.5, 1};
   duo_attention<bf16, dim> method;
   method.retain.budget.gates = {gates.data(), 1, 2};
-  REQUIRE_NOTHROW((cuda::cache<duo_attention<bf16, dim>>({1, 4, 2}, method, {})));
-  REQUIRE_THROWS_WITH((cuda::cache<duo_attention<bf16, dim>>({2, 4, 2}, method, {})), contains("those of the model"));
+  REQUIRE_NOTHROW((cuda::cache<duo_attention<bf16, dim>>({1, 4, 2}, method, {.tokens = 100})));
+  REQUIRE_THROWS_WITH((cuda::cache<duo_attention<bf16, dim>>({2, 4, 2}, method, {.tokens = 100})),
+                      contains("those of the model"));
 }
 
 TEST_CASE("expected attention under budgets for which heads compete, and in fp8", "[gpu][cache][expected_attention]") {
@@ -78,7 +79,7 @@ TEST_CASE("expected attention under budgets for which heads compete, and in fp8"
 }
 TEST_CASE("a model that does not say its RoPE is refused on the device", "[gpu][cache][expected_attention]") {
   if (gpu_missing()) return;
-  REQUIRE_THROWS_WITH((cuda::cache<expected_attention<bf16, dim>>({1, 4, 2}, {}, {})),
+  REQUIRE_THROWS_WITH((cuda::cache<expected_attention<bf16, dim>>({1, 4, 2}, {}, {.tokens = 100})),
                       contains("rope_frequencies is 0; expected 32"));
 }
 

@@ -87,6 +87,36 @@ __device__ void jacobi(float* a, float* v, int dim, int stride, jacobi_turn* tur
   }
 }
 
+/// Rows of `v` that are nearly orthonormal, made so to rounding by one step of Newton and Schulz: v = (3 I - v v^T) v / 2. What a thousand
+/// turns leave, 4e-5 at 128 channels, is squared. `a` is work.
+template <int Threads>
+__device__ void make_orthonormal(float* a, float* v, int dim, int stride) {
+  for (int i = int(threadIdx.x); i < dim * dim; i += Threads) {
+    const int row = i / dim, column = i % dim;
+    float dot = 0;
+    for (int k = 0; k < dim; ++k) dot += v[row * stride + k] * v[column * stride + k];
+    a[row * stride + column] = (row == column ? 1.5f : 0.0f) - 0.5f * dot;
+  }
+  __syncthreads();
+  // A column of v at a time: it is read whole before it is written.
+  for (int column = int(threadIdx.x) / 32; column < dim; column += Threads / 32) {
+    const int lane = int(threadIdx.x) % 32;
+    float made[largest_head_dim / 32];
+#pragma unroll
+    for (int j = 0; j < largest_head_dim / 32; ++j) {
+      const int row = j * 32 + lane;
+      made[j] = 0;
+      for (int k = 0; row < dim && k < dim; ++k) made[j] += a[row * stride + k] * v[k * stride + column];
+    }
+    __syncwarp();
+#pragma unroll
+    for (int j = 0; j < largest_head_dim / 32; ++j) {
+      if (j * 32 + lane < dim) v[(j * 32 + lane) * stride + column] = made[j];
+    }
+  }
+  __syncthreads();
+}
+
 /// One block makes one basis. matrices [count] every `step` floats; bases [count, channels, dim]; work [count, 2, dim, dim] where
 /// matrices do not fit in shared memory, else null.
 template <int Threads>
@@ -113,6 +143,7 @@ __global__ void __launch_bounds__(Threads) find_bases_entry(const float* matrice
   if (finite) jacobi<Threads>(a, v, dim, stride, turns, values[dim]);
   for (int i = thread; i < dim; i += Threads) values[i] = finite ? a[i * stride + i] : 0.0f;
   __syncthreads();
+  if (finite) make_orthonormal<Threads>(a, v, dim, stride);
   // A warp a vector: its rank, then its sign, by which the first of the largest components is positive.
   const int lane = thread % 32;
   for (int i = thread / 32; i < dim; i += Threads / 32) {
