@@ -65,7 +65,10 @@ prepared choice() {
   if constexpr (by_queries) window = method.retain.scorer.window;
   const policy_type policy = method.retain.planned(method.retain.plan(tokens));
   const cuda::score_and_choose<view_type, policy_type> op(
-      policy, {1, kv_heads, q_heads, std::max(window, 1), tokens, 1025}, cuda::device_info::current());
+      policy,
+      {1, kv_heads, q_heads, std::max(window, 1), tokens,
+       std::max<index_t>(1025, cuda::most_kept(policy, 32, kv_heads, tokens, 1))},
+      cuda::device_info::current());
   struct memory {
     buffer<index_t> length, first, segments;
     buffer<query_statistics> statistics;

@@ -151,9 +151,9 @@ const int registered = [] {
     const std::vector<index_t> even(kv_heads, total / kv_heads);
     add("uneven/" + name, [=] { return decode<contiguous>({.tokens = 131072, .lengths = lengths}); });
     add("uneven/" + name + "_evened", [=] { return decode<contiguous>({.tokens = 131072, .lengths = even}); });
-    const cuda::decode_policy one_level{.in_one_level = 1 << 20};
-    add("uneven/" + name + "/one_level",
-        [=] { return decode<contiguous>({.tokens = 131072, .lengths = lengths, .policy = one_level}); });
+    const cuda::decode_policy two_levels{.in_one_level = 24};
+    add("uneven/" + name + "/two_levels",
+        [=] { return decode<contiguous>({.tokens = 131072, .lengths = lengths, .policy = two_levels}); });
     add("uneven/" + name + "/split_ahead",
         [=] { return decode<contiguous, bf16, cuda::decode_split::ahead>({.tokens = 131072, .lengths = lengths}); });
   };

@@ -152,7 +152,7 @@ const int registered = [] {
       add(name + "/split_ahead", [=] { return decode_ragged<ahead>(lengths, sequences); });
       add(name + "/split_ahead_evened", [=] { return decode_ragged<ahead>(evened(lengths), sequences); });
       add(name + "/making_the_split", [=] { return decode_ragged<ahead>(lengths, sequences, {}, true); });
-      add(name + "/one_level", [=] { return decode_ragged(lengths, sequences, {.in_one_level = 1 << 20}); });
+      add(name + "/two_levels", [=] { return decode_ragged(lengths, sequences, {.in_one_level = 24}); });
     }
   }
   // The same counts, but the newest tokens stay: nothing is scored but positions.

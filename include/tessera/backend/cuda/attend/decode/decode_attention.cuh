@@ -15,7 +15,9 @@ namespace cuda {
 
 /// How a launch divides its work; the defaults are what measured best.
 struct decode_policy {
-  index_t in_one_level = 24;  ///< parts of a row that one block merges, 16 at least; more of them in two levels
+  /// Parts of a row that one block merges, 16 at least; more of them in two levels. Two levels from 25 parts on lost: 33.3 us against 33.2
+  /// for one long head, 77.7 against 68.3 for drawn lengths (H200, CUDA 13.0).
+  index_t in_one_level = 1 << 20;
 };
 
 /// Decode attention of 1 to 8 tokens a sequence over all stored tokens or a selection.

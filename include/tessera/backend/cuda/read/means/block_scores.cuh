@@ -1,6 +1,8 @@
 // Scores of blocks by their packed mean keys on the device.
 #pragma once
 
+#include <cuda_fp16.h>
+
 #include "../../../../scorer/block_mean.hpp"
 #include "../../attend/packed/rotated_queries.cuh"
 
