@@ -110,7 +110,7 @@ TEST_CASE("think drops the channels with the smallest product of query and key e
         for (index_t g = 0; g < 2; ++g)
           queries += std::pow(double(thin.q[std::size_t((t * q_heads + head * 2 + g) * dim + d)]), 2);
       }
-      for (index_t t = 0; t < tokens; ++t)
+      for (index_t t = 0; t < tokens - 32; ++t)  // of those that are thinned
         keys += std::pow(double(thin.k[std::size_t((head * tokens + t) * dim + d)]), 2);
       energy.emplace_back(queries * keys, d);
     }
