@@ -24,10 +24,12 @@ endif()
 
 # tests/compile_fail/AXIS/*.cpp must not compile, and must say why; control_*.cpp there must compile.
 file(GLOB compile_fail_files CONFIGURE_DEPENDS tests/compile_fail/*/*.cpp)
+get_target_property(eigen_folder Eigen3::Eigen INTERFACE_INCLUDE_DIRECTORIES)
 foreach(file IN LISTS compile_fail_files)
   cmake_path(GET file STEM name)
   tessera_source_check(compile_fail_${name} Python3::Interpreter "${checks}/compile_fail.py" "${file}"
-                       "${CMAKE_CXX_COMPILER}" -std=c++20 "-I${PROJECT_SOURCE_DIR}/include")
+                       "${CMAKE_CXX_COMPILER}" -std=c++20 "-I${PROJECT_SOURCE_DIR}/include"
+                       -isystem "${eigen_folder}")
 endforeach()
 
 # Somebody else's project finds the installed library, and takes it in as a subdirectory.

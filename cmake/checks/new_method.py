@@ -20,7 +20,7 @@ MADE = {  # file in the build folder: what it must contain
 }
 MADE_WITH_CUDA = {
     "examples/tool/cuda_caches_bf16_64.cu": f"tessera::{NAME}<T, D, D, tool_layout<T, D>>",
-    f"test_gpu/test_cache_{NAME}.cu": f"hold_conversations<tessera::{NAME}<",
+    f"test_gpu/test_cache_{NAME}.cuh": f"hold_conversations<tessera::{NAME}<",
 }
 
 

@@ -29,4 +29,4 @@ recipe<retain<observation_window, two_stage<calibrated>, top_tokens>, dense<bf16
 recipe<filter<observation_window, calibrated, top_tokens>, dense<bf16, 128>, retrieve<hybrid_min_max, tokens_or_pages>,
        gathered_decode, once>
     as_a_filter;
-static_assert(!runs_on_devices<decltype(by_attention), decltype(in_two_stages)>);
+static_assert(runs_on_devices<decltype(by_attention), decltype(in_two_stages)>);
