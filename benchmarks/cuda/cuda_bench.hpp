@@ -68,8 +68,15 @@ class replay {
   template <class Launch>
   replay(int count, const Launch& launch) : count_(count) {
     cuda::check(cudaStreamBeginCapture(stream(), cudaStreamCaptureModeGlobal), "cudaStreamBeginCapture");
-    for (int i = 0; i < count; ++i) launch(i);
     cudaGraph_t captured{};
+    try {
+      for (int i = 0; i < count; ++i) launch(i);
+    } catch (...) {  // the stream goes on to the next benchmark
+      cudaStreamEndCapture(stream(), &captured);
+      cudaGraphDestroy(captured);
+      cudaGetLastError();
+      throw;
+    }
     cuda::check(cudaStreamEndCapture(stream(), &captured), "cudaStreamEndCapture");
     const cudaError_t made = cudaGraphInstantiate(&ready_, captured, 0);
     cudaGraphDestroy(captured);
