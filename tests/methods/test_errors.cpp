@@ -294,10 +294,11 @@ TEST_CASE("an empty chunk, and a chunk without the queries that the scorer obser
     });
     const bool accumulates = traits_of(method).scorer == traits::first::accumulated;
     if (!accumulates && traits_of(method).scorer != traits::first::window) continue;
-    const index_t needed = accumulates ? 10 : 8;
+    const bool every = accumulates || method.starts_with("think");  // ThinK's rows ask more queries than the chunk has
+    const index_t needed = every ? 10 : 8;
     const std::string scorer = accumulates ? "accumulated_attention" : "observation_window";
     now.refuses("queries of a prompt chunk is " + std::to_string(needed - 1) + "; expected " + std::to_string(needed) +
-                    (accumulates ? " (" : " to 10 (") + scorer + " observes them)",
+                    (every ? " (" : " to 10 (") + scorer + " observes them)",
                 [&](any_cache& cache) {
                   cache.prefill(0, id, data.queries(0, 51, needed - 1), data.keys(0, 50, 10), data.values(0, 50, 10));
                 });

@@ -23,6 +23,7 @@ settings random_settings(rng& random, const std::string& method) {
                    {"sinks", random.between(0, std::min<index_t>(chosen.budget - 1, 6))},
                    {"block", random.pick({1, 3, 8, 16})},
                    {"read_tokens", random.between(1, 30)}};
+  if (method == "sentencekv") chosen.values["recent"] = random.between(0, 8);
   if (method == "exact_topk" || token_budget) chosen.values.erase("read_tokens");
   if (made_of.estimate && !token_budget) chosen.values["read_tokens"] = random.between(16, 60);
   if (made_of.plans || made_of.estimate) {

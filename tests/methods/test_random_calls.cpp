@@ -30,7 +30,7 @@ support::random_cache_calls calls_of(const std::string& method, support::rng& ra
     if (one.name == "max_new") chosen.values["max_new"] = random.between(4, 12);
     if (one.name == "chunk") chosen.values["chunk"] = random.between(1, 20);
     if (one.name == "page") chosen.values["page"] = random.between(1, 5);
-    if (one.name == "heads") chosen.values["heads"] = random.between(1, 3);
+    if (one.name == "heads") chosen.values["heads"] = random.pick({1, shape.kv_heads});
     if (one.name == "segment") chosen.values["segment"] = random.between(1, 40);
     if (one.name == "reference") chosen.values["reference"] = random.between(1, 64);
     if (one.name == "least_segment") chosen.values["least_segment"] = random.between(32, 48);
