@@ -143,11 +143,13 @@ class cache : public cache_parts<Recipe, Out> {
     const planned<Recipe> fitted = conversations_.plan_prompt_end(recipe_, id);
     reading_.require_covered(fitted);
     const bool due = recipe_.schedule.due(moment::prompt_end, conversations_.clock_of_prompt_end(id));
-    const std::vector<index_t> choosing = plan_choice(id, due, fitted, stream);  // the last that may throw
+    const std::vector<index_t> choosing = plan_choice(id, due, fitted, stream);
+    store_.plan_packing(all_layers({id}), conversations_.at(id).front().turn_tokens, stream);  // the last that may throw
     set_number(next_.data() + id, conversations_.at(id).front().next_position, stream);
     kept_slots
         kept;  // layers that take over what another keeps come behind it, and nobody chooses between: it is still there
     for (const index_t layer : choosing) choose(layer, id, fitted, kept, stream);
+    store_.commit_packing(stream);
     reading_.set_plan(id, fitted, stream);
     for (index_t layer = 0; layer < shape_.layers; ++layer) {
       if (roles_.follows_recipe(layer)) reading_.refresh(layer, id, store_, stream);
@@ -165,6 +167,7 @@ class cache : public cache_parts<Recipe, Out> {
     for (const index_t id : ids) order_.require_finished(id);
     const auto places = all_layers(ids);
     slide(places, stream);
+    pack_steps(places, stream);
     for (const auto& [layer, id] : places) {
       if (roles_.follows_recipe(layer)) reading_.require_fits(layer, id, store_, tokens);
     }
@@ -239,7 +242,7 @@ class cache : public cache_parts<Recipe, Out> {
   using parts::after_, parts::all_layers, parts::attention_, parts::begin_chunk, parts::chunk_position_, parts::choose,
       parts::choose_in_step, parts::conversations_, parts::device_, parts::first_, parts::first_position_,
       parts::make_store_room, parts::marks_, parts::note_choice, parts::next_, parts::options_, parts::order_,
-      parts::plan_choice, parts::policies, parts::prompts_, parts::reading_, parts::recipe_, parts::rereading_,
+      parts::pack_steps, parts::plan_choice, parts::policies, parts::prompts_, parts::reading_, parts::recipe_, parts::rereading_,
       parts::roles_, parts::shape_, parts::slide, parts::stepped_, parts::steps_, parts::store_, parts::trace,
       parts::tracing_;
   using typename parts::read_view_type, typename parts::view_type;

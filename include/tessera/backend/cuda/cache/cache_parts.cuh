@@ -12,6 +12,8 @@
 #include "cache_options.hpp"
 #include "first_stage.cuh"
 #include "newest.cuh"
+#include "packed/block_reader.cuh"
+#include "packed/packed_steps.cuh"
 #include "prompt_attending.cuh"
 #include "prompt_end/rereading.cuh"
 #include "reading.cuh"
@@ -138,8 +140,9 @@ class cache_parts {
         entries = downloaded(stepped_of(shape_.layers + layer, id), lengths.size());
       }
       for (std::size_t h = 0; h < lengths.size(); ++h) {
-        const offset_t n = lengths[h], attended = follows ? reading_.reader().attended(conversation.policies, n) : n;
-        total += attended * layout::token_bytes();
+        const offset_t n = lengths[h], always = store_.always_read(layer, id);
+        const offset_t attended = follows ? reading_.reader().attended(conversation.policies, n, always) : n;
+        total += store_.step_bytes(layer, id, attended, n);
         if (!follows) continue;
         total += reading_.reader().bytes_read(conversation.policies, n) + (observes_steps ? n * 4 : 0);
         if (filters) total += (lists.size() > lengths.size() ? entries[h] : attended) * offset_t(sizeof(index_t));
@@ -176,8 +179,8 @@ class cache_parts {
         conversations_(shape_, recipe_),
         store_(shape_.layers, options_.sequences, shape_.kv_heads, options_.tokens, options_.rows,
                {Recipe::retain_type::drops || !shape_.sliding.empty(), first_stage<Recipe>::with_scores,
-                Recipe::needs_segments},
-               placement_of(recipe_)),
+                Recipe::needs_segments, recipe_.retrieve.mean_block()},
+               placement_of(recipe_), recipe_.layout, &roles_),
         next_(std::size_t(options_.sequences)),
         first_position_(next_.size()),
         after_(next_.size()),
@@ -186,7 +189,7 @@ class cache_parts {
         marks_(shape_.layers, options_.sequences, options_.tokens, options_.step_tokens),
         first_(recipe_, shape_, options_, device_),
         reading_(recipe_, shape_, options_, device_),
-        attention_(shape_, first_.members().q_heads(), options_, device_),
+        attention_(shape_, first_.members().q_heads(), options_, device_, recipe_),
         prompts_(recipe_, shape_, options_, device_),
         rereading_(shape_, options_, device_),
         order_(shape_.layers),
@@ -232,6 +235,12 @@ class cache_parts {
     }
   }
 
+  /// What steps have filled is packed, where a layout packs: before a step or a prompt goes on.
+  void pack_steps(const place_list& places, cudaStream_t stream) {
+    store_.plan_packing(places, 0, stream);
+    store_.commit_packing(stream);
+  }
+
   /// Sliding layers drop what they have left behind first, now and then.
   void make_store_room(const place_list& places, index_t tokens, cudaStream_t stream) {
     slide(places, stream);
@@ -260,7 +269,10 @@ class cache_parts {
   /// Before `tokens` more of a prompt are written to a layer: where a chunk ends the layer keeps its share of what it has,
   /// and pages that layers share are set aside for all of them, or for none.
   void begin_chunk(index_t layer, index_t id, index_t tokens, cudaStream_t stream) {
-    if (conversations_.at(id, layer).turn_tokens == 0) first_.begin_turn(layer, id, store_);
+    if (conversations_.at(id, layer).turn_tokens == 0) {
+      first_.begin_turn(layer, id, store_);
+      pack_steps({{layer, id}}, stream);
+    }
     if (conversations_.chunk_is_due(recipe_, id, layer, tokens)) {
       end_chunk(layer, id, stream);
       conversations_.judged_chunk(id, layer);
@@ -345,7 +357,7 @@ class cache_parts {
     for (index_t m = 0; m < members.count(); ++m) {
       const auto view = reading_.batch_view(layer, all, m);
       const logit_rule rule = members.rule(roles_.rule(layer), m, stream);
-      if (!reading_.reader().choose(layer, view, q, first, out, lse, chosen, stream)) {
+      if (!reading_.reader().choose(layer, view, q, first, rule, out, lse, chosen, stream)) {
         attention_.step(decode_problem<read_view_type, Out>{view, members.of(q, m), first, rule, members.of(out, m),
                                                             members.of(lse, m), chosen},
                         stream);
@@ -365,8 +377,9 @@ class cache_parts {
       attended = downloaded_lists(layer, id);
       for (index_t h = 0; read.indices && h < shape_.kv_heads; ++h) {
         const offset_t row = offset_t(b) * shape_.kv_heads + h;
+        auto list = downloaded(read.row(row), std::size_t(downloaded(read.counts + row, 1)[0]));
         const auto all = std::exchange(attended[std::size_t(h)],
-                                       downloaded(read.row(row), std::size_t(downloaded(read.counts + row, 1)[0])));
+                                       reading_.reader().slots(store_, layer, id, std::move(list)));
         for (index_t& slot : attended[std::size_t(h)]) slot = all[std::size_t(slot)];
       }
     }

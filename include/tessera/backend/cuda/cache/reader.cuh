@@ -2,6 +2,7 @@
 #pragma once
 
 #include <algorithm>
+#include <vector>
 
 #include "../../../planned.hpp"
 #include "../store/step_table.cuh"
@@ -20,6 +21,14 @@ void for_each_plan(const Recipe& recipe, const cache_options& options, const Vis
   visit(recipe.plan_unchecked(options.tokens));
 }
 
+/// Of readers that choose slots.
+struct slot_reader {
+  template <class Store>
+  static std::vector<index_t> slots(const Store&, index_t, index_t, std::vector<index_t> list) {
+    return list;
+  }
+};
+
 template <class Recipe, class View, class Out>
 class exact_reader;
 
@@ -33,10 +42,12 @@ class exact_reader;
 ///   set_plan(id, policies, stream)           a sequence's plan is new
 ///   refresh(layer, id, view, longest, stream)   a prompt has ended: what is kept of a layer is made anew
 ///   rebuild(layer, ids, view, stream)        slots of a batch have moved in place
-///   choose(layer, view, q, first, out, lse, chosen, stream) -> bool
+///   choose(layer, view, q, first, rule, out, lse, chosen, stream) -> bool
 ///                                            sets `chosen`; or attends too, and answers true
+///   slots(store, layer, id, list)            the slots that one list of `chosen` stands for
 ///   complete(layer, ids, view, out, stream)   corrects the step's output; most have nothing to add
-///   bytes(policies, tokens), attended(policies, n), bytes_read(policies, n)   of one head
+///   bytes(policies, tokens), attended(policies, n, newest), bytes_read(policies, n)   of one head, the newest of whose n tokens are
+///                                            read whatever is chosen
 template <class Recipe, class View, class Out>
 struct reader_of {
   using type = exact_reader<Recipe, View, Out>;

@@ -14,7 +14,7 @@ namespace cuda {
 
 /// Recipes that read everything that they may.
 template <class Recipe, class View, class Out>
-class whole_reader {
+class whole_reader : public slot_reader {
  public:
   whole_reader(const Recipe&, const model_shape&, const cache_options&, const device_info&) {}
   struct fitted_operation {};
@@ -38,7 +38,7 @@ class whole_reader {
   void complete(const Any&...) const {}
   offset_t bytes(const planned<Recipe>&, index_t) const { return 0; }
   void require_fits(offset_t) const {}
-  static offset_t attended(const planned<Recipe>&, offset_t n) { return n; }
+  static offset_t attended(const planned<Recipe>&, offset_t n, offset_t) { return n; }
   static offset_t bytes_read(const planned<Recipe>&, offset_t) { return 0; }
 };
 

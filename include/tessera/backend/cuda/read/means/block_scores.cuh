@@ -96,7 +96,7 @@ __global__ void __launch_bounds__(scoring_threads)
   wait_for_earlier();
   let_later_begin();
   const index_t heads = view.whole.kv_heads, lane_row = index_t(blockIdx.y);
-  const index_t sequence = lane_row / heads, head = lane_row % heads, count = view.counts[sequence];
+  const index_t sequence = lane_row / heads, head = lane_row % heads, count = view.count(sequence);
   fill_begins(view, sequence, head, count, 0, begins);
   const index_t total = begins[count];
   if (blockIdx.x == 0 && threadIdx.x == 0) units[lane_row] = total;

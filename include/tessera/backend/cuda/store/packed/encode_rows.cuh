@@ -157,7 +157,7 @@ __device__ void encode_side(const encode_problem<View>& p, index_t sequence, ind
   using memory = encode_memory<D>;
   constexpr int threads = encoding_threads;
   const device_segment& segment =
-      p.view.segment(sequence, p.segment != no_index ? p.segment : p.view.counts[sequence] - 1);
+      p.view.segment(sequence, p.segment != no_index ? p.segment : p.view.count(sequence) - 1);
   const packed_vectors to = Keys ? segment.k : segment.v;
   const index_t count = p.counts ? min(p.counts[sequence], p.count) : p.count;
   const index_t from = chunk * chunk_rows, rows = min(chunk_rows, count - from);
@@ -273,7 +273,7 @@ __global__ void __launch_bounds__(128) count_encoded_entry(const __grid_constant
   if (lane_row >= p.view.whole.sequences * heads) return;
   const index_t sequence = lane_row / heads;
   const device_segment& segment =
-      p.view.segment(sequence, p.segment != no_index ? p.segment : p.view.counts[sequence] - 1);
+      p.view.segment(sequence, p.segment != no_index ? p.segment : p.view.count(sequence) - 1);
   segment.rows[lane_row % heads] += p.counts ? min(p.counts[sequence], p.count) : p.count;
 }
 
