@@ -18,7 +18,6 @@ TESSERA_NAMESPACE_BEGIN
 struct head_channels {
   static constexpr const char* name = "head_channels";
   static constexpr index_t window = 32;
-  static constexpr bool host_only = true;  // the CUDA body is not written yet: #11
 
   float channels = 0.6f;
 

@@ -8,11 +8,9 @@
 #include "../../../runtime/conversations.hpp"
 #include "../../../runtime/layer_roles.hpp"
 #include "../../../runtime/prompt_pages.hpp"
-#include "attention.cuh"
 #include "cache_options.hpp"
 #include "first_stage.cuh"
 #include "newest.cuh"
-#include "packed/block_reader.cuh"
 #include "packed/packed_steps.cuh"
 #include "prompt_attending.cuh"
 #include "prompt_end/rereading.cuh"
@@ -109,12 +107,12 @@ class cache_parts {
   /// Bytes that a sequence holds in all layers: rows with their positions and scores, candidates and index, remembered
   /// queries.
   offset_t bytes(index_t id) const {
-    const planned<Recipe>& fitted = policies(id);
     offset_t total = 0;
     for (index_t layer = 0; layer < shape_.layers; ++layer) {
-      const token_bound held = reading_.lists().bound(layer, id, store_.bound(layer, id));
-      total += store_.bytes(layer, id) + reading_.lists().bytes(layer, id) + first_.bytes_of_place() +
-               prompts_.bytes_of_place() + reading_.reader().bytes(fitted, held.longest);
+      total +=
+          store_.bytes(layer, id) + reading_.lists().bytes(layer, id) + first_.bytes_of_place() +
+          prompts_.bytes_of_place() +
+          reading_.reader().bytes(policies(id), reading_.lists().bound(layer, id, store_.bound(layer, id)).longest);
     }
     return total;
   }
@@ -140,9 +138,9 @@ class cache_parts {
         entries = downloaded(stepped_of(shape_.layers + layer, id), lengths.size());
       }
       for (std::size_t h = 0; h < lengths.size(); ++h) {
-        const offset_t n = lengths[h], always = store_.always_read(layer, id);
-        const offset_t attended = follows ? reading_.reader().attended(conversation.policies, n, always) : n;
-        total += store_.step_bytes(layer, id, attended, n);
+        const offset_t n = lengths[h], newest = store_.always_read(layer, id),
+                       attended = follows ? reading_.reader().attended(conversation.policies, n, newest) : n;
+        total += store_.step_bytes(layer, id, attended);
         if (!follows) continue;
         total += reading_.reader().bytes_read(conversation.policies, n) + (observes_steps ? n * 4 : 0);
         if (filters) total += (lists.size() > lengths.size() ? entries[h] : attended) * offset_t(sizeof(index_t));
@@ -160,8 +158,7 @@ class cache_parts {
 
  protected:
   static constexpr bool filters = Recipe::retain_type::chooses && !Recipe::retain_type::drops;
-  /// Whether steps add to the scores: they are read then.
-  static constexpr bool observes_steps =
+  static constexpr bool observes_steps =  // add to the scores: they are read then
       first_stage<Recipe>::with_scores && fires_in_steps<typename Recipe::schedule_type>;
   static constexpr bool fires_last_ = Recipe::schedule_type::fires_at(moment::step_end);
   using store_type = kv_store<layout>;
@@ -235,12 +232,6 @@ class cache_parts {
     }
   }
 
-  /// What steps have filled is packed, where a layout packs: before a step or a prompt goes on.
-  void pack_steps(const place_list& places, cudaStream_t stream) {
-    store_.plan_packing(places, 0, stream);
-    store_.commit_packing(stream);
-  }
-
   /// Sliding layers drop what they have left behind first, now and then.
   void make_store_room(const place_list& places, index_t tokens, cudaStream_t stream) {
     slide(places, stream);
@@ -269,10 +260,7 @@ class cache_parts {
   /// Before `tokens` more of a prompt are written to a layer: where a chunk ends the layer keeps its share of what it has,
   /// and pages that layers share are set aside for all of them, or for none.
   void begin_chunk(index_t layer, index_t id, index_t tokens, cudaStream_t stream) {
-    if (conversations_.at(id, layer).turn_tokens == 0) {
-      first_.begin_turn(layer, id, store_);
-      pack_steps({{layer, id}}, stream);
-    }
+    if (conversations_.at(id, layer).turn_tokens == 0) first_.begin_turn(layer, id, store_);
     if (conversations_.chunk_is_due(recipe_, id, layer, tokens)) {
       end_chunk(layer, id, stream);
       conversations_.judged_chunk(id, layer);
@@ -377,9 +365,8 @@ class cache_parts {
       attended = downloaded_lists(layer, id);
       for (index_t h = 0; read.indices && h < shape_.kv_heads; ++h) {
         const offset_t row = offset_t(b) * shape_.kv_heads + h;
-        auto list = downloaded(read.row(row), std::size_t(downloaded(read.counts + row, 1)[0]));
-        const auto all = std::exchange(attended[std::size_t(h)],
-                                       reading_.reader().slots(store_, layer, id, std::move(list)));
+        const auto list = downloaded(read.row(row), std::size_t(downloaded(read.counts + row, 1)[0]));
+        const auto all = std::exchange(attended[std::size_t(h)], reading_.reader().slots(store_, layer, id, list));
         for (index_t& slot : attended[std::size_t(h)]) slot = all[std::size_t(slot)];
       }
     }

@@ -24,7 +24,7 @@ void for_each_plan(const Recipe& recipe, const cache_options& options, const Vis
 /// Of readers that choose slots.
 struct slot_reader {
   template <class Store>
-  static std::vector<index_t> slots(const Store&, index_t, index_t, std::vector<index_t> list) {
+  static const std::vector<index_t>& slots(const Store&, index_t, index_t, const std::vector<index_t>& list) {
     return list;
   }
 };

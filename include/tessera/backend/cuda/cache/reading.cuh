@@ -8,6 +8,7 @@
 #include "../store/kv_store.cuh"
 #include "exact_reader.cuh"
 #include "extrema_reader.cuh"
+#include "packed/block_reader.cuh"
 
 TESSERA_NAMESPACE_BEGIN
 namespace cuda {

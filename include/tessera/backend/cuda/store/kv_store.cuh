@@ -258,10 +258,11 @@ class kv_store {
   /// What rows have to become when a prompt or steps have ended: of a plain store nothing. See packed/packed_store.cuh.
   void plan_packing(const place_list&, index_t, cudaStream_t) {}
   void commit_packing(cudaStream_t) {}
+  void observe_prompt(index_t, index_t, const rows_view<const T>&, cudaStream_t) {}
   /// Newest tokens of a head that steps read whatever they choose.
   index_t always_read(index_t, index_t) const { return 0; }
-  /// Bytes of K and V of `attended` of a head's n tokens.
-  offset_t step_bytes(index_t, index_t, offset_t attended, offset_t) const { return attended * Layout::token_bytes(); }
+  /// Bytes of K and V that a step reads of a head of which it attends so many tokens.
+  offset_t step_bytes(index_t, index_t, offset_t attended) const { return attended * Layout::token_bytes(); }
 
   /// Forgets a sequence and gives its rows back.
   void clear(index_t id, cudaStream_t stream) {

@@ -24,7 +24,8 @@ class block_reader {
     decode_blocks<View, Out> run;
     device_buffer<unsigned char> scratch;
     index_t read;  // tokens, in whole blocks
-    operation(decode_blocks<View, Out> made, index_t tokens) : run(std::move(made)), scratch(run.workspace_bytes()), read(tokens) {}
+    operation(decode_blocks<View, Out> made, index_t tokens)
+        : run(std::move(made)), scratch(run.workspace_bytes()), read(tokens) {}
   };
 
   block_reader(const Recipe& recipe, const model_shape& shape, const cache_options& options, const device_info& device)
@@ -34,8 +35,8 @@ class block_reader {
                 const device_info& device) const {
     const auto& layout = recipe.layout;
     const auto& read = recipe.retrieve;
-    return {{read.scorer, read.selector, read.tokens, options.sequences, shape.kv_heads, shape.q_heads, options.step_tokens,
-             options.tokens, most_segments(layout, options.tokens), layout.rows.key_format(),
+    return {{read.scorer, read.selector, read.tokens, options.sequences, shape.kv_heads, shape.q_heads,
+             options.step_tokens, options.tokens, most_segments(layout, options.tokens), layout.rows.key_format(),
              layout.rows.value_format(), device},
             ceil_div(read.tokens, read.selector.block) * read.selector.block};
   }

@@ -128,9 +128,9 @@ __device__ void make_orthonormal(float* a, float* v, int dim, int stride) {
 /// One block makes one basis. matrices [count] every `step` floats; bases [channels, dim] each, where `places` says; work [count, 2, dim,
 /// dim] where matrices do not fit in shared memory, else null.
 template <int Threads>
-__global__ void __launch_bounds__(Threads) find_bases_entry(const float* matrices, offset_t step, int dim, int channels,
-                                                            float* bases, basis_places places, float* work,
-                                                            index_t* not_finite) {
+__global__ void __launch_bounds__(Threads)
+    find_bases_entry(const float* matrices, offset_t step, int dim, int channels, float* bases, basis_places places,
+                     float* work, index_t* not_finite) {
   extern __shared__ uint4 shared_memory[];
   auto* turns = reinterpret_cast<jacobi_turn*>(shared_memory);  // [dim / 2]
   float* values = reinterpret_cast<float*>(turns + dim / 2);    // [dim], and the trace
@@ -191,8 +191,8 @@ class basis_finder {
             "take a supported head dim");
     in_shared_ =
         fixed_bytes() + 2 * std::size_t(dim) * (std::size_t(dim) + 1) * 4 + 1024 <= std::size_t(device.shared_memory);
-    check(cudaFuncSetAttribute(detail::find_bases_entry<Threads>,
-                               cudaFuncAttributeMaxDynamicSharedMemorySize, device.shared_memory - 1024),
+    check(cudaFuncSetAttribute(detail::find_bases_entry<Threads>, cudaFuncAttributeMaxDynamicSharedMemorySize,
+                               device.shared_memory - 1024),
           "cudaFuncSetAttribute");
   }
 

@@ -39,8 +39,9 @@ namespace detail {
 
 /// A new segment, the place's last one: empty.
 template <int Threads>
-__global__ void __launch_bounds__(Threads) put_segment_entry(device_segment* to, const __grid_constant__ device_segment made,
-                                                             index_t kv_heads, index_t* count, index_t counted) {
+__global__ void __launch_bounds__(Threads)
+    put_segment_entry(device_segment* to, const __grid_constant__ device_segment made, index_t kv_heads, index_t* count,
+                      index_t counted) {
   if (threadIdx.x == 0) *to = made, *count = counted;
   for (index_t h = index_t(threadIdx.x); h < kv_heads; h += Threads) made.rows[h] = 0;
 }
@@ -218,10 +219,10 @@ class packed_places {
   segment_formats formats_;
   index_t layers_, sequences_, heads_, most_;
   planes k_, v_, means_;
-  device_buffer<device_segment> table_;  // [places, most_segments]
-  device_buffer<index_t> counts_;        // [places], segments
-  device_buffer<index_t> rows_;          // [places, most_segments, kv_heads]
-  id_column<index_t> order_;             // every id is its own place; the batch's copy says who is where
+  device_buffer<device_segment> table_;               // [places, most_segments]
+  device_buffer<index_t> counts_;                     // [places], segments
+  device_buffer<index_t> rows_;                       // [places, most_segments, kv_heads]
+  id_column<index_t> order_;                          // every id is its own place; the batch's copy says who is where
   std::vector<std::vector<segment_record>> records_;  // by place
 };
 

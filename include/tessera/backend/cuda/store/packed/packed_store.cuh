@@ -9,12 +9,18 @@
 #include <utility>
 #include <vector>
 
+#include "../../../../channels/all_channels.hpp"
+#include "../../../../channels/head_channels.hpp"
+#include "../../../../channels/top_groups.hpp"
+#include "../../../../layout/as_given.hpp"
 #include "../../../../layout/packed_rows.hpp"
+#include "../../../../layout/rotated.hpp"
 #include "../../../../layout/stored.hpp"
 #include "../../../../runtime/layer_roles.hpp"
 #include "../kv_store.cuh"
 #include "drop_oldest.cuh"
 #include "encode_rows.cuh"
+#include "head_sets.cuh"
 #include "segment_bases.cuh"
 
 TESSERA_NAMESPACE_BEGIN
@@ -31,7 +37,11 @@ index_t most_segments(const Layout& layout, index_t tokens) {
 }
 template <packing_layout Layout>
 segment_formats formats_of(const Layout& layout, index_t block) {
-  return {layout.rows.key_format(), layout.rows.value_format(),      Layout::k_dim, Layout::v_dim, block,
+  return {layout.rows.key_format(),
+          layout.rows.value_format(),
+          Layout::k_dim,
+          Layout::v_dim,
+          block,
           Layout::rows_type::basis_type::rotates};
 }
 
@@ -48,6 +58,15 @@ template <packing_layout Layout>
 class kv_store<Layout> {
   using rows_type = typename Layout::rows_type;
   using whole_store = kv_store<whole_layout<Layout>>;
+  template <class Channels>
+  static constexpr bool is_known = std::is_same_v<Channels, top_groups> || std::is_same_v<Channels, head_channels> ||
+                                   std::is_same_v<Channels, all_channels>;
+  static_assert(is_known<typename rows_type::key_channels> && is_known<typename rows_type::value_channels>,
+                "tessera: the device packs by top_groups, head_channels and all_channels; let another channel selector "
+                "say host_only");
+  static_assert(std::is_same_v<typename rows_type::basis_type, rotated> ||
+                    std::is_same_v<typename rows_type::basis_type, as_given>,
+                "tessera: the device knows the bases rotated and as_given; let another one say host_only");
 
  public:
   using T = typename Layout::element_type;
@@ -64,9 +83,10 @@ class kv_store<Layout> {
         with_(with),
         whole_(layers, sequences, kv_heads, tokens, rows, with, where),
         packing_(packing_layers(layers, *roles)),
-        packed_(formats_of(layout, with.mean_block), index_t(std::count_if(packing_.begin(), packing_.end(),
-                                                                           [](index_t at) { return at >= 0; })),
-                sequences, kv_heads, tokens, most_segments(layout, tokens)),
+        packed_(formats_of(layout, with.mean_block),
+                index_t(std::count_if(packing_.begin(), packing_.end(), [](index_t at) { return at >= 0; })), sequences,
+                kv_heads, tokens, most_segments(layout, tokens)),
+        sets_(packed_.formats(), layers, sequences, kv_heads, Layout::window),
         encode_(with.mean_block),
         left_slots_(std::size_t(kv_heads) * std::size_t(rows_.tail.tail)),
         left_counts_(std::size_t(kv_heads)) {
@@ -126,6 +146,11 @@ class kv_store<Layout> {
     whole_.append_rows(view.whole, k, v, first_position, text, stream);
   }
 
+  /// The last queries of a prompt chunk whose tokens have been appended.
+  void observe_prompt(index_t layer, index_t id, const rows_view<const T>& q, cudaStream_t stream) {
+    if (packs(layer)) sets_.observe(packing(layer), id, q, stream);
+  }
+
   /// What moves whole rows: those that sliding layers keep, and those that are left when a prompt has been packed.
   movers fit(index_t batch, index_t kept, const device_info& device) const {
     return whole_.fit(batch, std::max(kept, rows_.tail.tail), device);
@@ -163,7 +188,10 @@ class kv_store<Layout> {
         own.push_back({view(layer, id), layer, first, std::min(share, due - first)});
       }
     }
-    if (made.places.empty()) return;
+    if (made.prompt_ends) made.ended = places;
+    if (sets_.each() > 0 && !own.empty()) {
+      made.sets = std::make_shared<device_buffer<std::uint32_t>>(own.size() * sets_.each());
+    }
     if constexpr (rows_type::basis_type::rotates) {
       if (!own.empty()) {
         const auto fresh = std::make_shared<device_buffer<float>>(own.size() * std::size_t(bases_->each()));
@@ -171,7 +199,7 @@ class kv_store<Layout> {
         made.bases = fresh;
       }
     }
-    if (made.prompt_ends) whole_.plan_keep(made.places, made.left);
+    if (!made.places.empty() && made.prompt_ends) whole_.plan_keep(made.places, made.left);
     pending_ = std::move(made);
   }
   void commit_packing(cudaStream_t stream) {
@@ -181,11 +209,12 @@ class kv_store<Layout> {
       const auto [layer, id] = made.places[i];
       const index_t due = made.due[i], share = made.shares[i] > 0 ? made.shares[i] : due;
       for (index_t first = 0; first < due; first += share) {
-        if (made.shares[i] > 0) packed_.begin_segment(packing(layer), id, record(made, own++), stream);
-        encode_problem<view_type> problem{view(layer, id), first, std::min(share, due - first)};
+        const index_t count = std::min(share, due - first);
+        if (made.shares[i] > 0) begin_segment(made, own++, layer, id, first, count, stream);
+        encode_problem<view_type> problem{view(layer, id), first, count};
         problem.segment = index_t(packed_.segments(packing(layer), id).size()) - 1;
         encode_.run(problem, stream);
-        packed_.took(packing(layer), id, problem.count);
+        packed_.took(packing(layer), id, count);
       }
       if (made.prompt_ends) {
         whole_.keep(layer, id, {newest(layer, id, made.left[i].longest, stream), made.left[i]}, stream);
@@ -194,12 +223,17 @@ class kv_store<Layout> {
         whole_.shrank(layer, id, made.left[i], due);
       }
     }
+    for (const auto& [layer, id] : made.ended) {
+      if (packs(layer)) sets_.forget(packing(layer), id);
+    }
   }
 
   void clear(index_t id, cudaStream_t stream) {
     whole_.clear(id, stream);
     for (const index_t at : packing_) {
-      if (at >= 0) packed_.clear(at, id, stream);
+      if (at < 0) continue;
+      packed_.clear(at, id, stream);
+      sets_.forget(at, id);
     }
   }
 
@@ -233,41 +267,46 @@ class kv_store<Layout> {
     return whole_.bytes(layer, id) + (packs(layer) ? packed_.bytes(packing(layer), id) : 0);
   }
   offset_t most_bytes() const { return whole_.most_bytes() + packed_.bytes(); }
-  /// Of one head of which a step attends `attended` of n tokens. Where it chooses, means and the bases of keys are read for that; of
-  /// attended segments both bases, and the device says that of all.
-  offset_t step_bytes(index_t layer, index_t id, offset_t attended, offset_t n) const {
+  /// Of one head of which a step attends `attended` tokens: rows and, as if some of every segment were attended, bases; means and
+  /// the bases of keys besides where blocks are scored, which the device does whatever the budget.
+  offset_t step_bytes(index_t layer, index_t id, offset_t attended) const {
     const offset_t whole = std::min<offset_t>(attended, always_read(layer, id));
     offset_t total = whole * whole_layout<Layout>::token_bytes();
     if (!packs(layer) || attended == whole) return total;
     const offset_t segments = offset_t(packed_.segments(packing(layer), id).size());
     total += (attended - whole) * packed_.row_bytes() + segments * packed_.basis_bytes();
-    if (attended < n) total += packed_.blocks(packing(layer), id) * packed_.mean_bytes() + segments * packed_.k_basis_bytes();
+    if (with_.mean_block > 0)
+      total += packed_.blocks(packing(layer), id) * packed_.mean_bytes() + segments * packed_.k_basis_bytes();
     return total;
   }
 
  private:
   /// What becomes segments when `commit_packing` is called.
   struct packing_plan {
-    place_list places;
-    std::vector<kept_bound> left;  // of the whole rows, by place
+    place_list places, ended;          // with rows that are due; whose prompts end
+    std::vector<kept_bound> left;      // of the whole rows, by place
     std::vector<index_t> due, shares;  // rows; and those of a segment of their own, 0: they join the last one
     bool prompt_ends = false;
     segment_bases bases;  // of all segments that begin
+    std::shared_ptr<device_buffer<std::uint32_t>> sets;
   };
 
   static void require_packable(const Layout& layout, index_t block) {
     const rows_type& rows = layout.rows;
     if constexpr (rows_type::strategy_type::searches) {
-      require(!rows.strategy.searched(), "strategy", "searched", "fixed on the device", "take the CPU's cache to search");
+      require(!rows.strategy.searched(), "strategy", "searched", "fixed on the device",
+              "take the CPU's cache to search");
     }
     for (const packed_format& format : {rows.key_format(), rows.value_format()}) {
       require(format.element != (std::is_same_v<T, bf16> ? packed_element::fp16 : packed_element::bf16), "element",
-              "the other type of 16 bits", "same, fp8 or int4 on the device", "take a cache of that type, or the CPU's");
+              "the other type of 16 bits", "same, fp8 or int4 on the device",
+              "take a cache of that type, or the CPU's");
       require(format.group == 1, "group", format.group, "1 on the device", "take the CPU's cache for groups");
     }
     if (block == 0) return;
     require(rows.segment % block == 0, "segment", rows.segment,
-            "a multiple of the block on the device, which is " + std::to_string(block), "cut prompts into whole blocks");
+            "a multiple of the block on the device, which is " + std::to_string(block),
+            "cut prompts into whole blocks");
     for (index_t whole = 0; whole <= 2 * rows.tail.tail; ++whole) {
       require(rows.tail.packed_after_prompt(whole) % block == 0, "tail", rows.tail.tail, "one that packs whole blocks",
               "take full_tails where a step reads blocks");
@@ -281,21 +320,31 @@ class kv_store<Layout> {
   }
   index_t packing(index_t layer) const { return packing_[std::size_t(layer)]; }
   bool packs(index_t layer) const { return packing(layer) >= 0; }
-  index_t packed_rows_of(index_t layer, index_t id) const { return packs(layer) ? packed_.rows(packing(layer), id) : 0; }
+  index_t packed_rows_of(index_t layer, index_t id) const {
+    return packs(layer) ? packed_.rows(packing(layer), id) : 0;
+  }
 
-  segment_record record(const packing_plan& made, index_t own) const {
+  /// The `own`-th of the segments that begin: of `count` whole rows from `first` on.
+  void begin_segment(const packing_plan& made, index_t own, index_t layer, index_t id, index_t first, index_t count,
+                     cudaStream_t stream) {
     segment_record begun;
+    if (made.sets) {
+      std::uint32_t* sets = made.sets->data() + std::size_t(own) * sets_.each();
+      sets_.choose(view(layer, id), packing(layer), id, first, count, sets, stream);
+      begun.sets = made.sets;
+      begun.k_set = sets, begun.v_set = sets + sets_.k_words();
+    }
     if constexpr (rows_type::basis_type::rotates) {
       begun.bases = made.bases;
       begun.k_basis = made.bases->data() + own * bases_->each();
       begun.v_basis = begun.k_basis + heads_ * packed_.formats().k_basis();
     }
-    return begun;
+    packed_.begin_segment(packing(layer), id, std::move(begun), stream);
   }
   /// The newest `count` whole rows of one sequence.
   selection_view newest(index_t layer, index_t id, index_t count, cudaStream_t stream) const {
     detail::newest_rows_entry<128><<<unsigned(heads_), 128, 0, stream>>>(whole_.lengths(layer, id), count,
-                                                                        left_slots_.data(), left_counts_.data());
+                                                                         left_slots_.data(), left_counts_.data());
     check(cudaGetLastError(), "launch of newest_rows");
     return {left_slots_.data(), left_counts_.data(), nullptr, count};
   }
@@ -306,6 +355,7 @@ class kv_store<Layout> {
   whole_store whole_;
   std::vector<index_t> packing_;  // by layer: its number among those that pack, or none
   packed_places packed_;
+  head_sets<view_type> sets_;
   encode_rows<view_type> encode_;
   std::optional<find_segment_bases<view_type>> bases_;
   device_buffer<index_t> left_slots_, left_counts_;
