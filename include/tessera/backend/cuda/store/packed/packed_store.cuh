@@ -67,6 +67,8 @@ class kv_store<Layout> {
   static_assert(std::is_same_v<typename rows_type::basis_type, rotated> ||
                     std::is_same_v<typename rows_type::basis_type, as_given>,
                 "tessera: the device knows the bases rotated and as_given; let another one say host_only");
+  static_assert(!rows_type::basis_type::rotates || !std::is_same_v<typename rows_type::key_channels, head_channels>,
+                "tessera: the device chooses one set of channels for a head in the engine's basis; take as_given");
 
  public:
   using T = typename Layout::element_type;
@@ -301,7 +303,6 @@ class kv_store<Layout> {
       require(format.element != (std::is_same_v<T, bf16> ? packed_element::fp16 : packed_element::bf16), "element",
               "the other type of 16 bits", "same, fp8 or int4 on the device",
               "take a cache of that type, or the CPU's");
-      require(format.group == 1, "group", format.group, "1 on the device", "take the CPU's cache for groups");
     }
     if (block == 0) return;
     require(rows.segment % block == 0, "segment", rows.segment,
