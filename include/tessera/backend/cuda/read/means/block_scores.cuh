@@ -145,8 +145,9 @@ class score_blocks {
  public:
   /// `capacity`: the most blocks that a (sequence, kv_head) ever has.
   score_blocks(index_t capacity, index_t most_segments) : capacity_(capacity), most_segments_(most_segments) {
+    // What is allowed is the kernel's, not this object's: another one may need more.
     check(cudaFuncSetAttribute(detail::score_blocks_entry<View>, cudaFuncAttributeMaxDynamicSharedMemorySize,
-                               int(shared_bytes())),
+                               device_info::current().shared_memory),
           "cudaFuncSetAttribute");
   }
 

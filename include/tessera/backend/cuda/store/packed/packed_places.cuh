@@ -149,7 +149,11 @@ class packed_places {
   offset_t mean_bytes() const { return formats_.block > 0 ? bytes_of(formats_.k) : 0; }
   /// Of one head.
   offset_t k_basis_bytes() const { return formats_.k_basis() * offset_t(sizeof(float)); }
-  offset_t basis_bytes() const { return (formats_.k_basis() + formats_.v_basis()) * offset_t(sizeof(float)); }
+  /// And of the sets that its rows share.
+  offset_t basis_bytes() const {
+    return (formats_.k_basis() + formats_.v_basis()) * offset_t(sizeof(float)) + set_bytes(formats_.k) +
+           set_bytes(formats_.v);
+  }
 
  private:
   /// Rows of one kind: [lanes, capacity].
@@ -178,6 +182,7 @@ class packed_places {
               nullptr};
     }
   };
+  static offset_t set_bytes(const packed_format& format) { return format.own_bits ? 0 : bit_words(format) * 4; }
   static offset_t bytes_of(const packed_format& format) {
     return value_stride(format.value_bytes()) + (format.own_bits ? bit_words(format) * 4 : 0) + format.scale_bytes();
   }
