@@ -71,10 +71,12 @@ class block_reader {
   void complete(const Any&...) const {}
 
   offset_t bytes(const planned<Recipe>&, index_t) const { return 0; }
-  offset_t attended(const planned<Recipe>&, offset_t n, offset_t newest) const {
-    return newest + std::min<offset_t>(n - newest, step_.read);
+  offset_t attended(const planned<Recipe>&, offset_t n, const head_place& of) const {
+    return of.newest + std::min<offset_t>(n - of.newest, step_.read);
   }
-  static offset_t bytes_read(const planned<Recipe>&, offset_t) { return 0; }  // the store's: means lie in its segments
+  static offset_t bytes_read(const planned<Recipe>&, offset_t, const head_place&) {
+    return 0;
+  }  // the store's: means lie in its segments
 
  private:
   operation step_;
