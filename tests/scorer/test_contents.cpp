@@ -45,6 +45,7 @@ TEST_CASE("key_difference is minus the cosine: 1 away from the mean, -1 along it
   CHECK(scored(scorer, {0, 3}, {5, 0}) == 0);
   CHECK(scored(scorer, {0, 0}, {5, 0}) == 0);
   CHECK(scored(scorer, {1, 1}, {1, 0}) == Approx(-std::sqrt(0.5)));
+  CHECK(std::isnan(scored(scorer, {1e30f, 1}, {1e-30f, 0})));  // a norm that overflows: not 0, the middle of all scores
   const float sums[] = {25, 0, 0};
   CHECK(scorer.anchor_scale(sums) == 0.2f);
 }
