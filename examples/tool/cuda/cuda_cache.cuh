@@ -5,6 +5,8 @@
 #include <optional>
 #include <span>
 #include <tessera/backend/cuda/cache.cuh>
+#include <tessera/backend/cuda/store/packed/unpack_rows.cuh>
+#include <utility>
 #include <vector>
 
 #include "engine/cuda/kv_cache.hpp"
@@ -77,7 +79,9 @@ class cuda_cache_of final : public method_cache, public engine::cuda::kv_cache {
     reads_ = {};
   }
 
-  void begin_step(int tokens, cudaStream_t stream) override { step_ = cache_.prepare_step(ids_, tokens, stream); }
+  void begin_step(int tokens, cudaStream_t stream) override {
+    step_ = cache_.prepare_step(ids_, tokens, stream, std::exchange(boundaries_, {}));
+  }
 
   int step_actions() const override { return step_.evicts_first + 2 * step_.evicts_last; }
 
@@ -167,7 +171,7 @@ class cuda_cache_of final : public method_cache, public engine::cuda::kv_cache {
 
   void step(int layer, const input_rows& q, const input_rows& k, const input_rows& v, float* out, float* lse) override {
     if (layer == 0) {
-      step_ = cache_.prepare_step(ids_, q.tokens, nullptr);
+      begin_step(q.tokens, nullptr);
       cache_.begin_step(step_, nullptr);
     }
     const uploaded queries(q, cache_type::k_dim), keys(k, cache_type::k_dim), values(v, cache_type::v_dim);
@@ -203,6 +207,16 @@ class cuda_cache_of final : public method_cache, public engine::cuda::kv_cache {
     return true;
   }
   tessera::prompt_lines lines(int layer) const override { return cache_.lines(layer, sequence_); }
+  std::optional<stored_rows> unpacked([[maybe_unused]] int layer) override {
+    if constexpr (tessera::packing_layout<typename Recipe::layout_type>) {
+      const index_t slots = index_t(cache_.positions(layer, sequence_, 0).size());
+      const std::size_t rows = std::size_t(cache_.shape().kv_heads) * std::size_t(slots);
+      const tessera::cuda::device_buffer<float> k(rows * cache_type::k_dim), v(rows * cache_type::v_dim);
+      unpack_rows(cache_.view(layer, sequence_), slots, k.data(), v.data(), nullptr);
+      return stored_rows{tessera::cuda::downloaded(k.data(), k.size()), tessera::cuda::downloaded(v.data(), v.size())};
+    }
+    return std::nullopt;
+  }
   engine::cuda::kv_cache* on_device() override { return this; }
 
  private:
@@ -274,7 +288,7 @@ class cuda_cache_of final : public method_cache, public engine::cuda::kv_cache {
   std::vector<index_t> reserved_;  // pages by group, for when the prompt has ended
   tessera::batch step_;
   std::vector<index_t> ids_;
-  std::span<const std::uint8_t> boundaries_{};  // of the chunk that passes through the layers
+  std::span<const std::uint8_t> boundaries_{};  // of the chunk, or step, that passes through the layers
   index_t sequence_ = 0;                        // the selected one
   read_count reads_;
 };

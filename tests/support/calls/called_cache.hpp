@@ -4,6 +4,8 @@
 #include <algorithm>
 #include <cmath>
 #include <memory>
+#include <string>
+#include <type_traits>
 #include <utility>
 #include <vector>
 
@@ -57,10 +59,23 @@ class called_cache {
 template <class Recipe, class Rows>
 std::vector<std::uint8_t> called_boundaries(const Rows& k) {
   constexpr offset_t elements = 40000;  // that lie behind every `data` of call_arguments
+  std::vector<std::uint8_t> boundaries(Recipe::needs_segments && k.data ? std::size_t(std::max(k.tokens, 0)) : 0);
+  for (std::size_t t = 0; t < boundaries.size(); ++t) {
+    const offset_t at = offset_t(t) * k.token_stride;
+    if (at < 0 || at >= elements) break;  // of a chunk that will be refused
+    const float* key = k.data + at;
+    boundaries[t] = key[0] > 0 && key[1] > 0;
+  }
+  return boundaries;
+}
+
+/// And among a step's tokens, by their positions.
+template <class Recipe, class Cache>
+std::vector<std::uint8_t> called_step_boundaries(const Cache& held, const std::vector<index_t>& ids, index_t tokens) {
   std::vector<std::uint8_t> boundaries;
-  for (index_t t = 0; Recipe::needs_segments && k.data && t < k.tokens; ++t) {
-    const bool is_there = t * k.token_stride >= 0 && t * k.token_stride < elements;
-    boundaries.push_back(is_there && k.row(0, t, 0)[0] > 0 && k.row(0, t, 0)[1] > 0);
+  for (std::size_t b = 0; Recipe::needs_step_segments && b < ids.size(); ++b) {
+    const index_t next = held.next_position(ids[b]);
+    for (index_t t = 0; t < tokens; ++t) boundaries.push_back((next + t) % 5 == 2);
   }
   return boundaries;
 }
@@ -82,6 +97,20 @@ tessera::model_shape called_shape(tessera::model_shape shape) {
     shape.rope_frequencies.push_back(float(std::pow(10'000.0, -double(d) / pairs)));
   }
   return shape;
+}
+
+/// Backends find bases of their own, and of fewer rows than channels any: what is compared keeps every element of packed rows, which is
+/// then the same in all bases but for rounding.
+template <class Recipe>
+void keep_all_elements(Recipe& recipe) {
+  if constexpr (tessera::packing_layout<typename Recipe::layout_type>) {
+    Recipe::parameters(recipe, [](const std::string& name, auto& value, const auto&, const char*) {
+      if constexpr (std::is_same_v<std::remove_reference_t<decltype(value)>, float>) {
+        if (name == "channels") value = 1;
+        if (name == "truncate") value = 0;
+      }
+    });
+  }
 }
 
 /// The CPU's cache; `Interface` is called_cache, or what adds to it.
@@ -108,12 +137,7 @@ class cpu_calls : public Interface {
     held_.reread(layer, id, first, count, q, k, v, out);
   }
   tessera::batch prepare_step(const std::vector<index_t>& ids, index_t tokens) override {
-    std::vector<std::uint8_t> boundaries;
-    for (std::size_t b = 0; Recipe::needs_step_segments && b < ids.size(); ++b) {
-      const index_t next = held_.next_position(ids[b]);
-      for (index_t t = 0; t < tokens; ++t) boundaries.push_back((next + t) % 5 == 2);
-    }
-    return held_.prepare_step(ids, tokens, with_fault(std::move(boundaries), this->fault));
+    return held_.prepare_step(ids, tokens, with_fault(called_step_boundaries<Recipe>(held_, ids, tokens), this->fault));
   }
   void begin_step(const tessera::batch&) override {}
   void decode(index_t layer, const tessera::batch& step, const rows& q, const rows& k, const rows& v,
@@ -144,6 +168,7 @@ class cpu_calls : public Interface {
     if constexpr (requires { recipe.retain.selector.unit_slots(); })
       most = std::max<index_t>(most, recipe.retain.selector.unit_slots());
     if constexpr (Recipe::needs_segments) most = std::max(most, 2 * tessera::most_segment_tokens);
+    most = std::max(most, recipe.retrieve.mean_block());
     if constexpr (requires { recipe.retain.scorer.pool; }) most = std::max<index_t>(most, recipe.retain.scorer.pool);
     return most;
   }

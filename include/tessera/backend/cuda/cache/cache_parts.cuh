@@ -8,10 +8,10 @@
 #include "../../../runtime/conversations.hpp"
 #include "../../../runtime/layer_roles.hpp"
 #include "../../../runtime/prompt_pages.hpp"
-#include "attention.cuh"
 #include "cache_options.hpp"
 #include "first_stage.cuh"
 #include "newest.cuh"
+#include "packed/packed_steps.cuh"
 #include "prompt_attending.cuh"
 #include "prompt_end/rereading.cuh"
 #include "reading.cuh"
@@ -104,15 +104,13 @@ class cache_parts {
     return prompts_.lines(layer, id);
   }
 
-  /// Bytes that a sequence holds in all layers: rows with their positions and scores, candidates and index, remembered
-  /// queries.
+  /// Bytes that a sequence holds in all layers: rows, positions, scores, candidates, index and remembered queries.
   offset_t bytes(index_t id) const {
-    const planned<Recipe>& fitted = policies(id);
     offset_t total = 0;
     for (index_t layer = 0; layer < shape_.layers; ++layer) {
       const token_bound held = reading_.lists().bound(layer, id, store_.bound(layer, id));
       total += store_.bytes(layer, id) + reading_.lists().bytes(layer, id) + first_.bytes_of_place() +
-               prompts_.bytes_of_place() + reading_.reader().bytes(fitted, held.longest);
+               prompts_.bytes_of_place() + reading_.reader().bytes(policies(id), held.longest);
     }
     return total;
   }
@@ -138,10 +136,12 @@ class cache_parts {
         entries = downloaded(stepped_of(shape_.layers + layer, id), lengths.size());
       }
       for (std::size_t h = 0; h < lengths.size(); ++h) {
-        const offset_t n = lengths[h], attended = follows ? reading_.reader().attended(conversation.policies, n) : n;
-        total += attended * layout::token_bytes();
+        const head_place of{layer, id, index_t(h), store_.always_read(layer, id)};
+        const offset_t n = lengths[h],
+                       attended = follows ? reading_.reader().attended(conversation.policies, n, of) : n;
+        total += store_.step_bytes(layer, id, attended);
         if (!follows) continue;
-        total += reading_.reader().bytes_read(conversation.policies, n) + (observes_steps ? n * 4 : 0);
+        total += reading_.reader().bytes_read(conversation.policies, n, of) + (observes_steps ? n * 4 : 0);
         if (filters) total += (lists.size() > lengths.size() ? entries[h] : attended) * offset_t(sizeof(index_t));
         const offset_t stored = filters ? store_.bound(layer, id).longest : n;
         if (Recipe::retain_type::follows && chose) total += (stored - attended) * layout::key_bytes();
@@ -157,8 +157,7 @@ class cache_parts {
 
  protected:
   static constexpr bool filters = Recipe::retain_type::chooses && !Recipe::retain_type::drops;
-  /// Whether steps add to the scores: they are read then.
-  static constexpr bool observes_steps =
+  static constexpr bool observes_steps =  // add to the scores: they are read then
       first_stage<Recipe>::with_scores && fires_in_steps<typename Recipe::schedule_type>;
   static constexpr bool fires_last_ = Recipe::schedule_type::fires_at(moment::step_end);
   using store_type = kv_store<layout>;
@@ -176,8 +175,8 @@ class cache_parts {
         conversations_(shape_, recipe_),
         store_(shape_.layers, options_.sequences, shape_.kv_heads, options_.tokens, options_.rows,
                {Recipe::retain_type::drops || !shape_.sliding.empty(), first_stage<Recipe>::with_scores,
-                Recipe::needs_segments},
-               placement_of(recipe_)),
+                Recipe::needs_segments, recipe_.retrieve.mean_block()},
+               placement_of(recipe_), recipe_.layout, &roles_),
         next_(std::size_t(options_.sequences)),
         first_position_(next_.size()),
         after_(next_.size()),
@@ -186,7 +185,7 @@ class cache_parts {
         marks_(shape_.layers, options_.sequences, options_.tokens, options_.step_tokens),
         first_(recipe_, shape_, options_, device_),
         reading_(recipe_, shape_, options_, device_),
-        attention_(shape_, first_.members().q_heads(), options_, device_),
+        attention_(shape_, first_.members().q_heads(), options_, device_, recipe_),
         prompts_(recipe_, shape_, options_, device_),
         rereading_(shape_, options_, device_),
         order_(shape_.layers),
@@ -307,7 +306,7 @@ class cache_parts {
         store_.keep_in_place(all, kept, stream);
         steps_.scatter(store_.length_column(), layer, step.sequences(), stream);
       }
-      reading_.rebuild(layer, steps_.ids(), all, stream);
+      reading_.rebuild(layer, steps_.ids(), store_, all, stream);
     }
   }
   /// What a step that chooses leaves of a layer that will hold `before`, or lets through; then on the host's books.
@@ -339,15 +338,15 @@ class cache_parts {
   /// What a step reads of a layer that follows the recipe, which holds its tokens already.
   void read(index_t layer, const view_type& all, const rows_view<const T>& q, const rows_view<Out>& out,
             const rows_view<float>& lse, selection_view& chosen, cudaStream_t stream) {
-    const index_t* first = first_position_.data();
     const group_members& members = first_.members();
     reading_.take_in(layer, all, q.tokens, stream);
     for (index_t m = 0; m < members.count(); ++m) {
       const auto view = reading_.batch_view(layer, all, m);
       const logit_rule rule = members.rule(roles_.rule(layer), m, stream);
-      if (!reading_.reader().choose(layer, view, q, first, out, lse, chosen, stream)) {
-        attention_.step(decode_problem<read_view_type, Out>{view, members.of(q, m), first, rule, members.of(out, m),
-                                                            members.of(lse, m), chosen},
+      if (!reading_.reader().choose(layer, reading_.shown(store_, all, view), q, first_position_.data(), rule, out, lse,
+                                    chosen, stream)) {
+        attention_.step(decode_problem<read_view_type, Out>{view, members.of(q, m), first_position_.data(), rule,
+                                                            members.of(out, m), members.of(lse, m), chosen},
                         stream);
       }
     }
@@ -365,8 +364,8 @@ class cache_parts {
       attended = downloaded_lists(layer, id);
       for (index_t h = 0; read.indices && h < shape_.kv_heads; ++h) {
         const offset_t row = offset_t(b) * shape_.kv_heads + h;
-        const auto all = std::exchange(attended[std::size_t(h)],
-                                       downloaded(read.row(row), std::size_t(downloaded(read.counts + row, 1)[0])));
+        const auto list = downloaded(read.row(row), std::size_t(downloaded(read.counts + row, 1)[0]));
+        const auto all = std::exchange(attended[std::size_t(h)], reading_.reader().slots(store_, layer, id, list));
         for (index_t& slot : attended[std::size_t(h)]) slot = all[std::size_t(slot)];
       }
     }
