@@ -1,0 +1,271 @@
+#!/usr/bin/env python3
+"""Asks the example model what its methods are worth: one report of `tessera eval` a cell, as many cells at once as asked for.
+
+    benchmarks/experiments.py FOLDER --tool TESSERA [--ablations TESSERA] [--fp8 TESSERA] [--lines LINE_PROFILE]
+                              [--only sablock,loopserve,...] [--processes 16] [--seconds 540]
+
+Cells whose report lies in FOLDER are not asked again, so that a run which was stopped goes on. The most important cells of all experiments come first.
+--ablations is a tool built with -DTESSERA_MORE_METHODS=benchmarks/ablations, --fp8 one built with
+-DTESSERA_TOOL_LAYOUT='tessera::stored<tessera::fp8_rows<T, D>, tessera::runs>'; without them their cells are left out.
+benchmarks/plots/plot_experiments.py makes tables and pictures of FOLDER.
+"""
+import argparse
+import dataclasses
+import json
+import pathlib
+import random
+import subprocess
+import sys
+import time
+
+ROOT = pathlib.Path(__file__).resolve().parent.parent
+MODEL = ROOT / "examples/model"
+FAMILIES = ("single", "single_first", "single_middle", "multi_key", "multi_value", "multi_query", "variable_tracking",
+            "frequent_words", "long_answer", "conversation")
+WALKS = ("single_first", "single_middle", "single", "long_answer", "conversation", "conversation_9")
+SHARES = (0.7, 0.5, 0.3, 0.1, 0.05, 0.025)
+DEPTHS = (0, 25, 50, 75, 100)
+WHOLE = "16384"  # no prompt here is longer: one chunk
+
+
+@dataclasses.dataclass
+class Cell:
+    name: str
+    arguments: list
+    tool: str = "tool"
+    needs: tuple = ()  # files of other cells
+    later: bool = False
+
+
+def evaluation(name, families, context, count, methods, *more, seed=1, **others):
+    return Cell(name, ["eval", "--families", families, "--context", context, "--count", count, "--seed", seed,
+                       "--methods", methods, *more], **others)
+
+
+def vary(**values):
+    return [word for name, list_ in values.items() for word in ("--vary", f"{name.replace('__', '.')}={list_}")]
+
+
+def over_seeds(name, families, context, count, chunk, *more, **others):
+    """`count` documents of each family, `chunk` a cell: another seed makes others."""
+    for seed in range(1, count // chunk + 1):
+        for family in families:
+            yield evaluation(f"{name}-{context}-{family}-{seed}", family, context, chunk, *more, seed=seed, **others)
+
+
+def sablock():
+    keys = ("multi_key", "multi_key_first")
+    small = "10,12,16,24,32"
+    for context, chunk in ((4096, 10), (8192, 5)):
+        yield from over_seeds("sablock-parts", keys, context, 20, chunk, "full,snapkv,sablock", "--budgets", "48,96",
+                              *vary(sablock__lambda="0", sablock__largest="1", snapkv__window="8"))
+    yield from over_seeds("sablock-sweep", keys, 4096, 20, 10, "sablock", "--budgets", "48", *vary(
+        **{"lambda": "0,0.1,0.3,0.7,0.9", "alpha": "0.1,0.3,0.7,0.9", "coverage": "0.1,0.3,0.5,0.7,1"}))
+    fixed = ["--budgets", f"{small},48,96,256", "--set", "coverage=0", "--set", "largest=1", *vary(largest="3,5,7,9,10")]
+    short = ["--budgets", small, "--set", "window=8", *vary(sablock__lambda="0", sablock__largest="1")]
+    yield from over_seeds("sablock-fixed", keys, 4096, 20, 10, "sablock", *fixed)
+    yield from over_seeds("sablock-small", keys, 4096, 20, 10, "snapkv,sablock", *short)
+    for length in (1024, 2048, 4096, 8000):
+        yield Cell(f"sablock-map-{length}", ["eval", "--questions", f"needles-{length}.jsonl", "--methods",
+                                             "full,streaming_llm,h2o,snapkv,chunkkv,sablock", "--budgets", "48,96"])
+    yield from over_seeds("sablock-fixed", keys, 8192, 10, 5, "sablock", *fixed, later=True)
+    yield from over_seeds("sablock-small", keys, 8192, 10, 5, "snapkv,sablock", *short, later=True)
+
+
+def loopserve():
+    """B is a sixteenth of the context."""
+    yield from over_seeds("loopserve-decode", WALKS, 4096, 20, 10, "full,snapkv,ada_snapkv,loopserve_decode", "--budgets", "256",
+                          *vary(loopserve_decode__pool="7"))
+    shapes = [word for setting in ("a_shape.init=32", "a_shape.local=512", "tri_shape.init=32", "tri_shape.local=512",
+                                   "tri_shape.dense_rows=128", "minference.vertical=256", "minference.slash=768")
+              for word in ("--set", setting)]
+    yield from over_seeds("loopserve-lines", WALKS, 4096, 20, 5, "loopserve,loopserve_prefill,a_shape,tri_shape,minference",
+                          "--budgets", "256", *vary(loopserve__pool="7"), *shapes)
+    sweep = vary(every="1,4,32,64", observed="1,4,8,32,64", per="q_head")
+    for pool in (1, 7):
+        yield from over_seeds(f"loopserve-steps-pool{pool}", WALKS, 2048, 10, 10, "loopserve_decode", "--budgets", "128",
+                              "--set", f"pool={pool}", *sweep, later=True)
+        yield from over_seeds(f"loopserve-budgets-pool{pool}", WALKS, 2048, 10, 10, "full,loopserve_decode,snapkv", "--budgets",
+                              "32,64,128,256,512,1024", "--set", f"loopserve_decode.pool={pool}", later=True)
+    yield from over_seeds("loopserve-alpha", WALKS, 2048, 10, 5, "loopserve,loopserve_prefill", "--budgets", "128", "--set",
+                          "pool=7", *vary(alpha="0.9,0.98,0.985,0.99,0.995,0.999"), later=True)
+    yield Cell("lines-2048", [ROOT / "examples/model", ROOT / "examples/data/opticks.txt", 2048, 4], tool="lines")
+
+
+def mosaickv():
+    """A tenth of the tokens."""
+    yield from over_seeds("mosaickv-bar", FAMILIES, 4096, 20, 10, "full,mosaickv", "--budgets", "410")
+    ablations = "full,mosaickv,mosaickv_plain,mosaickv_rotated,mosaickv_unrotated"
+    yield from over_seeds("mosaickv-ablation", FAMILIES, 2048, 10, 10, ablations, "--budgets", "205",
+                          *vary(mosaickv__strategy="searched", mosaickv_rotated__channels="0.125,0.375,0.5,0.625,0.75",
+                                mosaickv_plain__channels="0.125,0.375,0.5,0.625,0.75"), tool="ablations")
+    yield from over_seeds("mosaickv-table", ("multi_key", "multi_value", "multi_query", "variable_tracking", "frequent_words"), 2048,
+                          10, 10, "mosaickv", "--budgets", "51,102,205,410,1024", *vary(channels="0.0625,0.125,0.1875,0.375,0.5,0.75"), later=True)
+    yield from over_seeds("mosaickv-bar", FAMILIES, 8192, 10, 5, "full,mosaickv", "--budgets", "819", later=True)
+    yield from over_seeds("mosaickv-rows", FAMILIES, 2048, 20, 20, "packed_snapkv,packed_rocketkv,think_snapkv",
+                          "--budgets", "64,256", tool="ablations")
+
+
+def profile_name(share, family="all"):
+    return f"profile-{family}-{share:g}"
+
+
+def tangram():
+    """Profiles are of other documents than those that are asked about; `even` gives every head the same share."""
+    for share in SHARES:
+        yield calibration(share)
+    for share in (0.1, 0.05):
+        for family in ("single", "frequent_words", "long_answer"):
+            yield calibration(share, family)
+    files = [f"{profile_name(share)}.json" for share in SHARES]
+    even = [f"even-{share:g}.json" for share in SHARES]
+    others = [f"{profile_name(share, family)}.json" for share in (0.1, 0.05) for family in ("single", "frequent_words", "long_answer")]
+    yield from over_seeds("tangram", FAMILIES, 2048, 20, 10, "full,tangram", "--budgets", "205", "--set", f"chunk={WHOLE}",
+                          *vary(profile=",".join(files + even + others)), needs=tuple(files + others))
+
+
+def calibration(share, family=None):
+    more = ["--families", family, "--samples", 20] if family else ["--samples", 50]
+    name = profile_name(share, family or "all")
+    return Cell(name, ["calibrate", "--share", share, "--context", 2048, "--seed", 7, "--renormalise", *more, "--out", f"{name}.json"])
+
+
+def rows():
+    """Methods that the table at 2,048 tokens has not, on its documents."""
+    for family in FAMILIES:
+        yield evaluation(f"rows-dense-{family}", family, 2048, 20, "sentencekv,mosaickv,think,tangram,loopserve_decode,expected_attention",
+                         "--budgets", "64,256", *vary(tangram__chunk=WHOLE, loopserve_decode__pool="7"))
+        yield evaluation(f"rows-lines-{family}", family, 2048, 20, "loopserve,loopserve_prefill,a_shape,tri_shape,minference", "--budgets",
+                         "64,256", *vary(loopserve__pool="7"), "--set", "a_shape.init=16", "--set", "a_shape.local=256",
+                         "--set", "tri_shape.init=16", "--set", "tri_shape.local=256", "--set", "minference.vertical=128",
+                         "--set", "minference.slash=384")
+    yield Cell("heads", ["heads", "--context", 2048, "--count", 2, "--out", "heads.json"])
+    for family in FAMILIES:
+        yield evaluation(f"rows-model-{family}", family, 2048, 20, "kvzip,duo_attention", "--budgets", "64,256", "--set",
+                         "duo_attention.profile=heads.json", needs=("heads.json",))
+
+
+FP8 = (("full,streaming_llm,random,knorm,keydiff,lagkv,h2o,tova,snapkv,pyramidkv,ada_snapkv,criticalkv,chunkkv,sablock",),
+       ("hsa,quest,sparq,rocketkv,rocketkv_mt,exact_topk,sentencekv,expected_attention,tangram,loopserve_decode", "--set",
+        f"chunk={WHOLE}"), ("mosaickv,think",), ("loopserve,loopserve_prefill",), ("kvzip",))
+
+
+def fp8():
+    for part, (methods, *more) in enumerate(FP8):
+        for family in FAMILIES:
+            yield evaluation(f"fp8-{part}-{family}", family, 2048, 20, methods, "--budgets", "64,256", *more, tool="fp8")
+
+
+EXPERIMENTS = {one.__name__: one for one in (sablock, loopserve, mosaickv, tangram, fp8, rows)}
+
+
+def needle_questions(tool, length, count):
+    """One needle at each depth of texts of a length; the length in tokens follows from the tool's own count."""
+    text = (ROOT / "examples/data/opticks.txt").read_text()
+    tasks = json.loads((ROOT / "examples/data/tasks.json").read_text())
+    probe = subprocess.run([tool, "run", "--model", MODEL, "--prompt", "-", "--method", "full", "--max-new", "1", "--json"],
+                           input=text[:8000], check=True, capture_output=True, text=True).stdout
+    per_token = 8000 / json.loads(probe)["prompt_tokens"]
+    chance = random.Random(length)
+    for depth in DEPTHS:
+        for _ in range(count):
+            size = int((length - 60) * per_token)
+            begin = text.index("\n", chance.randrange(len(text) - size - 2000)) + 1
+            lines = text[begin:begin + size].split("\n")
+            name = f"{chance.choice(tasks['adjectives'])} {chance.choice(tasks['nouns'])}"
+            value = " ".join(chance.sample(tasks["words"], tasks["value_words"]))
+            lines.insert(round(depth / 100 * len(lines)), tasks["needle"].format(name=name, value=value))
+            question = tasks["question"].format(question=tasks["ask_one"].format(name=name))
+            yield {"family": f"{length} tokens, depth {depth}",
+                   "turns": [{"prompt": "\n".join(lines) + "\n" + question + tasks["answer"], "answer": value}]}
+
+
+def prepare(folder, tool):
+    """What cells read beside the model: families of our own, questions of the needle map, profiles that give all heads the same."""
+    tasks = json.loads((ROOT / "examples/data/tasks.json").read_text())
+    tasks["families"]["multi_key_first"] = {"about": "eight needles; the question stands first", "needles": 8}
+    tasks["families"]["conversation_9"] = {"about": "twelve needles and nine turns", "needles": 12, "turns": 9}
+    (folder / "tasks.json").write_text(json.dumps(tasks))
+    config = json.loads((MODEL / "config.json").read_text())
+    layers, heads = config["num_hidden_layers"], config["num_key_value_heads"]
+    for share in SHARES:
+        same = [[share] * heads] * layers
+        (folder / f"even-{share:g}.json").write_text(json.dumps(
+            {"version": 1, "model": "model", "method": "snapkv", "share": share, "samples": 1, "alpha": 2, "mean": same,
+             "deviation": [[0.0] * heads] * layers, "budget": same}))
+    for length in (1024, 2048, 4096, 8000):
+        file = folder / f"needles-{length}.jsonl"
+        if not file.is_file():
+            file.write_text("".join(json.dumps(one) + "\n" for one in needle_questions(tool, length, 4)))
+
+
+def command_of(cell, tools, folder):
+    if cell.tool == "lines":
+        return [tools[cell.tool], *map(str, cell.arguments)]
+    command = [tools[cell.tool], cell.arguments[0], "--model", MODEL, *cell.arguments[1:], "--threads", 1]
+    if cell.arguments[0] == "eval":
+        command += ["--json", f"{cell.name}.part"]
+        if "--families" in cell.arguments:
+            command += ["--tasks", "tasks.json"]
+    if cell.arguments[0] != "eval" and "--text" not in cell.arguments:
+        command += ["--text", ROOT / "examples/data/opticks.txt", "--tasks", ROOT / "examples/data/tasks.json"]
+    elif "--families" in cell.arguments:
+        command += ["--text", ROOT / "examples/data/opticks.txt"]
+    return [str(word) for word in command]
+
+
+def finish(cell, process, folder, began):
+    name = folder / f"{cell.name}.json"
+    part = folder / f"{cell.name}.part"
+    if process.returncode == 0:
+        if cell.tool == "lines":
+            (folder / f"{cell.name}.out").rename(name)
+        elif part.is_file():
+            part.rename(name)
+    said = "" if process.returncode == 0 else (folder / f"{cell.name}.err").read_text()[-300:]
+    print(f"{time.time() - began:6.0f} s  {cell.name}: {process.returncode} {said}", flush=True)
+
+
+def work(cells, tools, folder, processes, seconds):
+    began, running = time.time(), {}
+    while True:
+        for process in [one for one in running if one.poll() is not None]:
+            finish(running.pop(process), process, folder, began)
+        if time.time() - began > seconds:
+            break
+        ready = [cell for cell in cells if all((folder / file).is_file() for file in cell.needs)]
+        while ready and len(running) < processes:
+            cell = ready.pop(0)
+            cells.remove(cell)
+            with open(folder / f"{cell.name}.out", "w") as out, open(folder / f"{cell.name}.err", "w") as err:
+                running[subprocess.Popen(command_of(cell, tools, folder), cwd=folder, stdout=out, stderr=err)] = cell
+        if not running:
+            break
+        time.sleep(0.2)
+    for process, cell in running.items():
+        process.kill()
+        print(f"stopped: {cell.name}")
+    print(f"{time.time() - began:.0f} s; {len(cells)} cells were not begun: {' '.join(cell.name for cell in cells[:20])}")
+
+
+def main():
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("folder", type=pathlib.Path)
+    for name in ("tool", "ablations", "fp8", "lines"):
+        parser.add_argument(f"--{name}", type=lambda path: str(pathlib.Path(path).resolve()), required=name == "tool")
+    parser.add_argument("--only", default=",".join(EXPERIMENTS))
+    parser.add_argument("--processes", type=int, default=1)
+    parser.add_argument("--seconds", type=float, default=1e9)
+    given = parser.parse_args()
+    folder = given.folder.resolve()
+    folder.mkdir(parents=True, exist_ok=True)
+    tools = {name: getattr(given, name) for name in ("tool", "ablations", "fp8", "lines") if getattr(given, name)}
+    prepare(folder, given.tool)
+    cells = [cell for name in given.only.split(",") for cell in EXPERIMENTS[name]() if cell.tool in tools]
+    cells = [cell for cell in cells if not (folder / f"{cell.name}.json").is_file() and not (folder / f"{cell.name}").is_file()]
+    cells.sort(key=lambda cell: cell.later)
+    work(cells, tools, folder, given.processes, given.seconds)
+
+
+if __name__ == "__main__":
+    sys.exit(main())
