@@ -22,9 +22,15 @@ ROOT = pathlib.Path(__file__).resolve().parent.parent
 MODEL = ROOT / "examples/model"
 FAMILIES = ("single", "single_first", "single_middle", "multi_key", "multi_value", "multi_query", "variable_tracking",
             "frequent_words", "long_answer", "conversation")
+HARD = ("multi_key", "multi_value", "multi_query", "variable_tracking", "frequent_words", "long_answer")  # what methods lose first
 WALKS = ("single_first", "single_middle", "single", "long_answer", "conversation", "conversation_9")
-SHARES = (0.7, 0.5, 0.3, 0.1, 0.05, 0.025)
+SHARES = (0.7, 0.5, 0.3, 0.1, 0.05)
+CROSSED, SOURCES = (0.1, 0.05), ("single", "frequent_words", "long_answer")  # shares and families of profiles that serve all families
+LENGTHS = (1024, 2048, 4096, 8000)
 DEPTHS = (0, 25, 50, 75, 100)
+SHAPES = [word for setting in ("a_shape.init=16", "a_shape.local=256", "tri_shape.init=16", "tri_shape.local=256",
+                               "tri_shape.dense_rows=64", "minference.vertical=128", "minference.slash=384")
+          for word in ("--set", setting)]  # for the 2,048 tokens here as published ones are for 32,768
 WHOLE = "16384"  # no prompt here is longer: one chunk
 
 
@@ -34,7 +40,7 @@ class Cell:
     arguments: list
     tool: str = "tool"
     needs: tuple = ()  # files of other cells
-    later: bool = False
+    rank: int = 0  # cells of a lower one come first
 
 
 def evaluation(name, families, context, count, methods, *more, seed=1, **others):
@@ -46,64 +52,58 @@ def vary(**values):
     return [word for name, list_ in values.items() for word in ("--vary", f"{name.replace('__', '.')}={list_}")]
 
 
-def over_seeds(name, families, context, count, chunk, *more, **others):
-    """`count` documents of each family, `chunk` a cell: another seed makes others."""
+def over_seeds(name, families, context, count, *more, chunk=5, rank=0, **others):
+    """`count` documents of each family, `chunk` a cell: another seed makes others, which come later."""
     for seed in range(1, count // chunk + 1):
         for family in families:
-            yield evaluation(f"{name}-{context}-{family}-{seed}", family, context, chunk, *more, seed=seed, **others)
+            yield evaluation(f"{name}-{context}-{family}-{seed}", family, context, chunk, *more, seed=seed,
+                             rank=rank + (seed > 1), **others)
 
 
 def sablock():
     keys = ("multi_key", "multi_key_first")
     small = "10,12,16,24,32"
-    for context, chunk in ((4096, 10), (8192, 5)):
-        yield from over_seeds("sablock-parts", keys, context, 20, chunk, "full,snapkv,sablock", "--budgets", "48,96",
+    for context in (4096, 8192):
+        yield from over_seeds("sablock-parts", keys, context, 20 if context == 4096 else 10, "full,snapkv,sablock", "--budgets", "48,96",
                               *vary(sablock__lambda="0", sablock__largest="1", snapkv__window="8"))
-    yield from over_seeds("sablock-sweep", keys, 4096, 20, 10, "sablock", "--budgets", "48", *vary(
-        **{"lambda": "0,0.1,0.3,0.7,0.9", "alpha": "0.1,0.3,0.7,0.9", "coverage": "0.1,0.3,0.5,0.7,1"}))
-    fixed = ["--budgets", f"{small},48,96,256", "--set", "coverage=0", "--set", "largest=1", *vary(largest="3,5,7,9,10")]
-    short = ["--budgets", small, "--set", "window=8", *vary(sablock__lambda="0", sablock__largest="1")]
-    yield from over_seeds("sablock-fixed", keys, 4096, 20, 10, "sablock", *fixed)
-    yield from over_seeds("sablock-small", keys, 4096, 20, 10, "snapkv,sablock", *short)
-    for length in (1024, 2048, 4096, 8000):
+    yield from over_seeds("sablock-sweep", keys, 4096, 10, "sablock", "--budgets", "48", *vary(
+        **{"lambda": "0,0.1,0.3,0.7,0.9", "alpha": "0.1,0.3,0.7,0.9", "coverage": "0.1,0.3,0.5,0.7,1"}), rank=1)
+    yield from over_seeds("sablock-fixed", keys, 4096, 10, "sablock", "--budgets", f"{small},48,96,256", "--set", "coverage=0", "--set",
+                          "largest=1", *vary(largest="3,5,7,9,10"), rank=1)
+    yield from over_seeds("sablock-small", keys, 4096, 10, "snapkv,sablock", "--budgets", small, "--set", "window=8",
+                          *vary(sablock__lambda="0", sablock__largest="1"), rank=1)
+    for length in LENGTHS:
         yield Cell(f"sablock-map-{length}", ["eval", "--questions", f"needles-{length}.jsonl", "--methods",
-                                             "full,streaming_llm,h2o,snapkv,chunkkv,sablock", "--budgets", "48,96"])
-    yield from over_seeds("sablock-fixed", keys, 8192, 10, 5, "sablock", *fixed, later=True)
-    yield from over_seeds("sablock-small", keys, 8192, 10, 5, "snapkv,sablock", *short, later=True)
+                                             "full,streaming_llm,h2o,snapkv,chunkkv,sablock", "--budgets", "48,96"], rank=1)
 
 
 def loopserve():
     """B is a sixteenth of the context."""
-    yield from over_seeds("loopserve-decode", WALKS, 4096, 20, 10, "full,snapkv,ada_snapkv,loopserve_decode", "--budgets", "256",
+    yield from over_seeds("loopserve-decode", WALKS, 2048, 10, "full,snapkv,ada_snapkv,loopserve_decode", "--budgets", "128",
                           *vary(loopserve_decode__pool="7"))
-    shapes = [word for setting in ("a_shape.init=32", "a_shape.local=512", "tri_shape.init=32", "tri_shape.local=512",
-                                   "tri_shape.dense_rows=128", "minference.vertical=256", "minference.slash=768")
-              for word in ("--set", setting)]
-    yield from over_seeds("loopserve-lines", WALKS, 4096, 20, 5, "loopserve,loopserve_prefill,a_shape,tri_shape,minference",
-                          "--budgets", "256", *vary(loopserve__pool="7"), *shapes)
-    sweep = vary(every="1,4,32,64", observed="1,4,8,32,64", per="q_head")
+    yield from over_seeds("loopserve-lines", WALKS, 2048, 10, "loopserve,loopserve_prefill,a_shape,tri_shape,minference",
+                          "--budgets", "128", *vary(loopserve__pool="7"), *SHAPES)
+    yield from over_seeds("loopserve-alpha", WALKS, 2048, 5, "loopserve,loopserve_prefill", "--budgets", "128", "--set",
+                          "pool=7", *vary(alpha="0.9,0.98,0.99,0.995"), rank=1)
+    yield Cell("lines-2048", [MODEL, ROOT / "examples/data/opticks.txt", 2048, 4], tool="lines", rank=1)
     for pool in (1, 7):
-        yield from over_seeds(f"loopserve-steps-pool{pool}", WALKS, 2048, 10, 10, "loopserve_decode", "--budgets", "128",
-                              "--set", f"pool={pool}", *sweep, later=True)
-        yield from over_seeds(f"loopserve-budgets-pool{pool}", WALKS, 2048, 10, 10, "full,loopserve_decode,snapkv", "--budgets",
-                              "32,64,128,256,512,1024", "--set", f"loopserve_decode.pool={pool}", later=True)
-    yield from over_seeds("loopserve-alpha", WALKS, 2048, 10, 5, "loopserve,loopserve_prefill", "--budgets", "128", "--set",
-                          "pool=7", *vary(alpha="0.9,0.98,0.985,0.99,0.995,0.999"), later=True)
-    yield Cell("lines-2048", [ROOT / "examples/model", ROOT / "examples/data/opticks.txt", 2048, 4], tool="lines")
+        yield from over_seeds(f"loopserve-steps-pool{pool}", WALKS, 2048, 5, "loopserve_decode", "--budgets", "128", "--set",
+                              f"pool={pool}", *vary(every="1,4,32", observed="1,4,8,32", per="q_head"), rank=1)
+        yield from over_seeds(f"loopserve-budgets-pool{pool}", WALKS, 2048, 5, "full,loopserve_decode,snapkv", "--budgets",
+                              "32,64,128,256,512,1024", "--set", f"loopserve_decode.pool={pool}", rank=2)
 
 
 def mosaickv():
     """A tenth of the tokens."""
-    yield from over_seeds("mosaickv-bar", FAMILIES, 4096, 20, 10, "full,mosaickv", "--budgets", "410")
-    ablations = "full,mosaickv,mosaickv_plain,mosaickv_rotated,mosaickv_unrotated"
-    yield from over_seeds("mosaickv-ablation", FAMILIES, 2048, 10, 10, ablations, "--budgets", "205",
-                          *vary(mosaickv__strategy="searched", mosaickv_rotated__channels="0.125,0.375,0.5,0.625,0.75",
-                                mosaickv_plain__channels="0.125,0.375,0.5,0.625,0.75"), tool="ablations")
-    yield from over_seeds("mosaickv-table", ("multi_key", "multi_value", "multi_query", "variable_tracking", "frequent_words"), 2048,
-                          10, 10, "mosaickv", "--budgets", "51,102,205,410,1024", *vary(channels="0.0625,0.125,0.1875,0.375,0.5,0.75"), later=True)
-    yield from over_seeds("mosaickv-bar", FAMILIES, 8192, 10, 5, "full,mosaickv", "--budgets", "819", later=True)
-    yield from over_seeds("mosaickv-rows", FAMILIES, 2048, 20, 20, "packed_snapkv,packed_rocketkv,think_snapkv",
-                          "--budgets", "64,256", tool="ablations")
+    yield from over_seeds("mosaickv-bar", FAMILIES, 4096, 10, "full,mosaickv", "--budgets", "410")
+    shares = "0.125,0.375,0.5,0.75"
+    yield from over_seeds("mosaickv-ablation", HARD, 2048, 5, "full,mosaickv,mosaickv_plain,mosaickv_rotated,mosaickv_unrotated", "--budgets",
+                          "205", *vary(mosaickv__strategy="searched", mosaickv_rotated__channels=shares,
+                                       mosaickv_plain__channels=shares), tool="ablations")
+    yield from over_seeds("mosaickv-table", HARD, 2048, 5, "mosaickv", "--budgets", "51,102,205,410", *vary(channels="0.125,0.5,0.75"), rank=2)
+    yield from over_seeds("mosaickv-bar", (*HARD, "conversation"), 8192, 5, "full,mosaickv", "--budgets", "819", rank=2)
+    yield from over_seeds("mosaickv-rows", FAMILIES, 2048, 10, "packed_snapkv,packed_rocketkv,think_snapkv",
+                          "--budgets", "64,256", tool="ablations", rank=3)
 
 
 def profile_name(share, family="all"):
@@ -114,35 +114,20 @@ def tangram():
     """Profiles are of other documents than those that are asked about; `even` gives every head the same share."""
     for share in SHARES:
         yield calibration(share)
-    for share in (0.1, 0.05):
-        for family in ("single", "frequent_words", "long_answer"):
+    for share in CROSSED:
+        for family in SOURCES:
             yield calibration(share, family)
     files = [f"{profile_name(share)}.json" for share in SHARES]
     even = [f"even-{share:g}.json" for share in SHARES]
-    others = [f"{profile_name(share, family)}.json" for share in (0.1, 0.05) for family in ("single", "frequent_words", "long_answer")]
-    yield from over_seeds("tangram", FAMILIES, 2048, 20, 10, "full,tangram", "--budgets", "205", "--set", f"chunk={WHOLE}",
+    others = [f"{profile_name(share, family)}.json" for share in CROSSED for family in SOURCES]
+    yield from over_seeds("tangram", FAMILIES, 2048, 10, "full,tangram", "--budgets", "205", "--set", f"chunk={WHOLE}",
                           *vary(profile=",".join(files + even + others)), needs=tuple(files + others))
 
 
 def calibration(share, family=None):
-    more = ["--families", family, "--samples", 20] if family else ["--samples", 50]
+    more = ["--families", family, "--samples", 10] if family else ["--samples", 30]
     name = profile_name(share, family or "all")
     return Cell(name, ["calibrate", "--share", share, "--context", 2048, "--seed", 7, "--renormalise", *more, "--out", f"{name}.json"])
-
-
-def rows():
-    """Methods that the table at 2,048 tokens has not, on its documents."""
-    for family in FAMILIES:
-        yield evaluation(f"rows-dense-{family}", family, 2048, 20, "sentencekv,mosaickv,think,tangram,loopserve_decode,expected_attention",
-                         "--budgets", "64,256", *vary(tangram__chunk=WHOLE, loopserve_decode__pool="7"))
-        yield evaluation(f"rows-lines-{family}", family, 2048, 20, "loopserve,loopserve_prefill,a_shape,tri_shape,minference", "--budgets",
-                         "64,256", *vary(loopserve__pool="7"), "--set", "a_shape.init=16", "--set", "a_shape.local=256",
-                         "--set", "tri_shape.init=16", "--set", "tri_shape.local=256", "--set", "minference.vertical=128",
-                         "--set", "minference.slash=384")
-    yield Cell("heads", ["heads", "--context", 2048, "--count", 2, "--out", "heads.json"])
-    for family in FAMILIES:
-        yield evaluation(f"rows-model-{family}", family, 2048, 20, "kvzip,duo_attention", "--budgets", "64,256", "--set",
-                         "duo_attention.profile=heads.json", needs=("heads.json",))
 
 
 FP8 = (("full,streaming_llm,random,knorm,keydiff,lagkv,h2o,tova,snapkv,pyramidkv,ada_snapkv,criticalkv,chunkkv,sablock",),
@@ -152,8 +137,18 @@ FP8 = (("full,streaming_llm,random,knorm,keydiff,lagkv,h2o,tova,snapkv,pyramidkv
 
 def fp8():
     for part, (methods, *more) in enumerate(FP8):
-        for family in FAMILIES:
-            yield evaluation(f"fp8-{part}-{family}", family, 2048, 20, methods, "--budgets", "64,256", *more, tool="fp8")
+        yield from over_seeds(f"fp8-{part}", FAMILIES, 2048, 5, methods, "--budgets", "64,256", *more, tool="fp8", rank=2 if part < 2 else 4)
+
+
+def rows():
+    """Methods that the table at 2,048 tokens has not."""
+    yield from over_seeds("rows-dense", FAMILIES, 2048, 20, "sentencekv,mosaickv,think,tangram,loopserve_decode,expected_attention",
+                          "--budgets", "64,256", *vary(tangram__chunk=WHOLE, loopserve_decode__pool="7"), rank=3)
+    yield Cell("heads", ["heads", "--context", 2048, "--count", 2, "--out", "heads.json"], rank=3)
+    yield from over_seeds("rows-model", FAMILIES, 2048, 20, "kvzip,duo_attention", "--budgets", "64,256", "--set",
+                          "duo_attention.profile=heads.json", needs=("heads.json",), rank=4)
+    yield from over_seeds("rows-lines", FAMILIES, 2048, 20, "loopserve,loopserve_prefill,a_shape,tri_shape,minference", "--budgets",
+                          "64,256", *vary(loopserve__pool="7"), *SHAPES, rank=4)
 
 
 EXPERIMENTS = {one.__name__: one for one in (sablock, loopserve, mosaickv, tangram, fp8, rows)}
@@ -193,10 +188,10 @@ def prepare(folder, tool):
         (folder / f"even-{share:g}.json").write_text(json.dumps(
             {"version": 1, "model": "model", "method": "snapkv", "share": share, "samples": 1, "alpha": 2, "mean": same,
              "deviation": [[0.0] * heads] * layers, "budget": same}))
-    for length in (1024, 2048, 4096, 8000):
+    for length in LENGTHS:
         file = folder / f"needles-{length}.jsonl"
         if not file.is_file():
-            file.write_text("".join(json.dumps(one) + "\n" for one in needle_questions(tool, length, 4)))
+            file.write_text("".join(json.dumps(one) + "\n" for one in needle_questions(tool, length, 2)))
 
 
 def command_of(cell, tools, folder):
@@ -263,7 +258,7 @@ def main():
     prepare(folder, given.tool)
     cells = [cell for name in given.only.split(",") for cell in EXPERIMENTS[name]() if cell.tool in tools]
     cells = [cell for cell in cells if not (folder / f"{cell.name}.json").is_file() and not (folder / f"{cell.name}").is_file()]
-    cells.sort(key=lambda cell: cell.later)
+    cells.sort(key=lambda cell: cell.rank)
     work(cells, tools, folder, given.processes, given.seconds)
 
 

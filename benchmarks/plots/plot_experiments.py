@@ -17,7 +17,6 @@ sys.path.insert(0, str(pathlib.Path(__file__).resolve().parent.parent))
 import experiments  # noqa: E402
 
 FAMILIES = sorted({*experiments.FAMILIES, *experiments.WALKS, "multi_key_first"}, key=len, reverse=True)
-CALIBRATED = ("all", "single", "frequent_words", "long_answer")
 
 
 def merge(folder, record):
@@ -169,7 +168,7 @@ def show_sablock(groups, pictures):
             curve(axes[0][1], points, label=name)
             print(f"{name}: " + ", ".join(f"{x:g} {shown(y)}" for x, y in sorted(points)) + "\n")
         finish(axes[0][1], "sensitivity, 4,096 tokens, budget 48", "value")
-    lengths = (1024, 2048, 4096, 8000)
+    lengths = experiments.LENGTHS
     for axis, method in zip((axes[0][2], *axes[1]), ("h2o", "snapkv", "chunkkv", "sablock")):
         heat(axis, [[maps.percent(method, "", 48, f"{length} tokens, depth {depth}") for length in lengths] for depth in experiments.DEPTHS],
              lengths, experiments.DEPTHS, f"one needle, {method}, budget 48", "tokens", "depth, %")
@@ -180,8 +179,8 @@ def show_sablock(groups, pictures):
 
 
 def show_loopserve(groups, pictures):
-    main = Group([cell for name in ("decode", "lines") for cell in getattr(groups.get(f"loopserve-{name}-4096"), "cells", [])])
-    print("LoopServe, 4,096 tokens, B = 256:\n")
+    main = Group([cell for name in ("decode", "lines") for cell in getattr(groups.get(f"loopserve-{name}-2048"), "cells", [])])
+    print("LoopServe, 2,048 tokens, B = 128:\n")
     print_families(main)
     steps = {pool: groups.get(f"loopserve-steps-pool{pool}-2048") for pool in (1, 7)}
     for pool, group in steps.items():
@@ -240,7 +239,7 @@ def show_mosaickv(groups, pictures, channels):
         rows = {(0.25 if not differs else value_of(differs)): (method, differs) for method, differs in table.rows}
         grid = [[table.mean(*rows[share], budget) for budget in table.budgets] for share in sorted(rows)]
         shares = [f"{100 * share:g}" for share in sorted(rows)]
-        heat(axes[0][0], grid, [f"{100 * budget / 2048:.1f}" for budget in table.budgets], shares, "right answers, %: five families, 2,048 tokens",
+        heat(axes[0][0], grid, [f"{100 * budget / 2048:.1f}" for budget in table.budgets], shares, "right answers, %: six families, 2,048 tokens",
              "% of the tokens", "% of the channels")
         print_table(["channels, % \\ tokens", *table.budgets], [[share, *map(shown, line)] for share, line in zip(shares, grid)])
     if channels:
@@ -261,7 +260,7 @@ def show_tangram(groups, pictures):
     held = lambda differs: "" if not group.of("tangram", differs, 205) else \
         f"{100 * sum(cell[7] for cell in group.of('tangram', differs, 205)) / len(group.of('tangram', differs, 205)):.1f} %"
     kinds = [("calibrated", "profile=profile-all-{:g}.json"), ("even", "profile=even-{:g}.json")]
-    others = [(f"calibrated on {name}", f"profile=profile-{name}-{{:g}}.json") for name in CALIBRATED[1:]]
+    others = [(f"calibrated on {name}", f"profile=profile-{name}-{{:g}}.json") for name in experiments.SOURCES]
     lines = []
     for share in experiments.SHARES:
         for name, form in (*kinds, *others):
