@@ -4,7 +4,7 @@
     benchmarks/cuda_record.py --logs FOLDER --out FOLDER
 
 FOLDER holds what there is of machine.json, steps.tsv (name, exit status, seconds), bench_cuda.json, peers.json,
-tool.json, decode_step.json, decode_step_rocketkv.json, decode_step_batch.json, decode_step_prompts.json and one NAME.log a step. What is missing is written down as not measured.
+tool.json, decode_step.json, decode_step_rocketkv.json, decode_step_batch.json, decode_step_prompts.json, decode_step_long_prompt.json and one NAME.log a step. What is missing is written down as not measured.
 """
 import argparse
 import json
@@ -70,6 +70,16 @@ def copy_ceiling(figures):
 def model_steps(record):
     """{"rocketkv_1024/131072": entry}, from what bench_decode_step wrote."""
     return {entry["name"]: entry for entry in (record or {}).get("benchmarks", [])}
+
+
+def judge_whole_prompt(steps, tokens, chosen, given, add, ratio):
+    """TANGRAM's bar on prompts. `chosen` and `given`: a layer's attention of such a prompt in chunks, in microseconds, its
+    tokens chosen or the newest ones kept: what lies between is what choosing adds to the whole prompt."""
+    whole = steps.get(f"prompt/tangram/{tokens}", {})
+    added = (chosen - given) / 1000 * whole["layers"] if chosen and given and whole else None
+    beside = f" ({added:.4g} ms of {whole['real_time']:.4g})" if added is not None else ""
+    add("TANGRAM 4", f"what choosing chunk by chunk adds to a whole prompt of {tokens // 1024}K, 32 layers{beside}",
+        None if added is None else 100 * ratio(added, whole["real_time"] - added), 3, "at most 3 %", "%")
 
 
 def judge_model(steps, add, ratio):
@@ -181,8 +191,9 @@ def judge(figures, steps):
     for tokens in ("32K", "128K"):
         ours, given = (time_of(figures, f"chunks/{tokens}/{which}") for which in ("tangram", "given"))
         beside = f" ({ours:.4g} us against {given:.4g})" if ours and given else ""
-        add("TANGRAM 4", f"a layer's attention of a prompt of {tokens} in chunks{beside}", ratio(ours, given), 1.03,
-            "at most 1.03 of the same with the newest tokens kept", "x")
+        add("TANGRAM 4", f"a layer's attention of a prompt of {tokens} in chunks{beside}", ratio(ours, given), None,
+            "of the same with the newest tokens kept", "x")
+        judge_whole_prompt(steps, int(tokens[:-1]) * 1024, ours, given, add, ratio)
     for batch, context, least in ROCKETKV:
         ours = time_of(figures, f"rocketkv/{batch}/{context}/t1024/step")
         peer = best_peer(figures, f"decode/{batch}/{context}")
@@ -317,17 +328,16 @@ def main():
     for part, title in (("decode_step", "Decode step of a whole model"),
                         ("decode_step_rocketkv", "The same with RocketKV, t = 1,024"),
                         ("decode_step_batch", "The same of four conversations at once"),
-                        ("decode_step_prompts", "Whole prompts, not compressed and by TANGRAM's rule")):
+                        ("decode_step_prompts", "Whole prompts, not compressed and by TANGRAM's rule"),
+                        ("decode_step_long_prompt", "A long prompt by TANGRAM's rule")):
         text = read_text(f"{given.logs}/{part}.log").strip()
         if text:
             notes += ["", f"## {title}", "", "```", text, "```"]
-    model, rocketkv, batch, prompts = (
-        read_json(f"{given.logs}/{name}.json") or {}
-        for name in ("decode_step", "decode_step_rocketkv", "decode_step_batch", "decode_step_prompts"))
+    model = {name: read_json(f"{given.logs}/{name}.json") or {}
+             for name in ("decode_step", "decode_step_rocketkv", "decode_step_batch", "decode_step_prompts", "decode_step_long_prompt")}
+    of_bars = {key: value for name, part in model.items() if name != "decode_step" for key, value in model_steps(part).items()}
     record = {"machine": machine, "steps": steps, "tests": tests,
-              "bars": judge(figures, {**model_steps(rocketkv), **model_steps(batch)}) if figures or rocketkv else [], "figures": figures,
-              "decode_step": model, "decode_step_rocketkv": rocketkv, "decode_step_batch": batch,
-              "decode_step_prompts": prompts, "notes": notes}
+              "bars": judge(figures, of_bars) if figures or of_bars else [], "figures": figures, **model, "notes": notes}
 
     gpu = re.sub("[^a-z0-9]+", "-", machine.get("gpu", "gpu").lower().replace("nvidia ", "")).strip("-")
     name = f"{given.out}/{machine.get('date', 'undated')}-{gpu}"

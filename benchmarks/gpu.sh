@@ -169,6 +169,8 @@ if wanted benchmarks; then
       --contexts 131072 --json "$logs/decode_step_batch.json"
     attempt decode_step_prompts 300 "$programs/bench_decode_step" --methods full,tangram --budget 8192 \
       --prompts 2048,32768 --json "$logs/decode_step_prompts.json"
+    attempt decode_step_long_prompt 300 "$programs/bench_decode_step" --methods tangram --budget 32768 \
+      --prompts 131072 --json "$logs/decode_step_long_prompt.json"
   else
     echo "decode_step: not measured, ${no_examples:-the program is not there}"
     note "decode_step (${no_examples:-the program is not there})" none 0

@@ -179,15 +179,18 @@ tool::cache_request request_of(const engine::llama_config& config, const tool::m
   return request;
 }
 
-/// The time of a whole prompt of random tokens, the second of two: the first one loads kernels.
+/// The time of a whole prompt of random tokens, the second of two: the first one loads kernels. In the tool's chunks.
 double prompt_ms(engine::cuda::llama& model, const tool::method_info& method, index_t tokens, const options& given) {
   std::vector<engine::token_t> prompt;
   for (index_t i = 0; i < tokens; ++i) prompt.push_back(engine::token_t(1 + std::int64_t(i) * 7919 % 100000));
+  engine::prefill_options in_chunks;
+  in_chunks.chunk = 2048;
   double time = 0;
   for (int run = 0; run < 2; ++run) {
     const auto cache = tool::make_cache(method, tool::backend::cuda, request_of(model.config(), method, tokens, given));
     const double begin = now_ms();
-    model.prefill(prompt, *cache->on_device());
+    cache->announce(tokens);
+    model.prefill(prompt, *cache->on_device(), in_chunks);
     time = now_ms() - begin;
   }
   return time;

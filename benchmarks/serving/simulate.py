@@ -244,6 +244,7 @@ def draw(mix, count, seed, per_second=0.0):
 def pictures(result, folder):
     import matplotlib
     matplotlib.use("Agg")
+    matplotlib.rcParams.update({"svg.fonttype": "none", "svg.hashsalt": "serving"})
     from matplotlib import pyplot
     folder.mkdir(parents=True, exist_ok=True)
     figure, axes = pyplot.subplots(1, 2, figsize=(11, 3.8), layout="constrained")
@@ -264,8 +265,12 @@ def pictures(result, folder):
         left.plot([row["heads"] for row in rows], [row["saturated"]["tokens_per_s"] for row in rows], "o-",
                   label=f"{share} kept")
     left.set_xscale("log", base=2)
+    groups = [row["heads"] for row in next(iter(result["heads"].values()))]
+    left.set_xticks(groups, groups)
+    left.set_ylim(bottom=0)
     left.set_xlabel("heads per group")
-    left.set_ylabel("tokens per second, decoding alone, memory full")
+    left.set_ylabel("tokens per second")
+    left.set_title("decoding alone, memory full", fontsize=9)
     left.legend(fontsize=7)
     for kind in SYSTEMS:
         rows = [(rate, row) for rate, rows in result["rates"].items() for row in rows if row["system"] == kind]

@@ -129,15 +129,16 @@ void write_lines(const tessera::prompt_lines& lines, const prompt_outputs& promp
   file.add("prefill_lse", {rows, layer.q_heads}, std::span<const float>(prompt.lse));
 }
 
-// Errors: a score that is no number, by which tokens would be ranked last without a word.
+// Errors: a score that is no number, or -infinity, by which tokens would be ranked last without a word. What stays in any case has
+// infinity.
 void require_scores(const ranked_tokens& ranked, index_t kv_heads) {
   for (std::size_t row = 0; row < ranked.scores.size(); ++row) {
     for (std::size_t i = 0; i < ranked.scores[row].size(); ++i) {
-      if (!std::isnan(ranked.scores[row][i])) continue;
+      if (ranked.scores[row][i] > -tessera::infinity) continue;
       const bool by_kv_head = ranked.scores.size() <= std::size_t(kv_heads);
       tessera::fail("layer 0, " + std::string(by_kv_head ? "KV head " : "query head ") + std::to_string(row) +
                         ", prompt token " + std::to_string(ranked.positions[row][i]) + ": the score",
-                    ranked.scores[row][i], "a number", "products overflow float: scale queries, keys or values");
+                    ranked.scores[row][i], "a finite number", "products overflow float: scale queries, keys or values");
     }
   }
 }

@@ -153,7 +153,7 @@ void obeys_the_laws_of_scorers(const S& policy) {
     for (index_t rank = 1; rank < policy.lag; ++rank) REQUIRE(policy.ranked(rank) > policy.ranked(rank - 1));
     for (index_t slot = 0; slot < 1'000; ++slot) REQUIRE(policy.outside(slot, 1'000) > policy.ranked(policy.lag - 1));
     float sums[4] = {};
-    policy.measure(not_a_number, 0.0f, 1.0f, sums);
+    policy.measure(not_a_number, policy.scale(0.0f, 1.0f), sums);
     CHECK(std::isnan(policy.spread(sums, 64)));
   } else {
     // Of any row whose elements are finite, a number; in any order of its channels, but for rounding.

@@ -191,10 +191,6 @@ TEST_CASE("every allocation of a conversation fails once, and the cache answers 
   const int stride = std::max(1, 20 / support::scaled(20));  // all of them, but for a quick look
   for (const auto& method : all_methods()) {
     CAPTURE(method);
-    // Known and open: where packed rows run out of memory as a prompt ends, what was attended last may be lost.
-    const bool packed =
-        method.find("mosaickv") != method.npos || method.find("think") != method.npos || method.starts_with("packed");
-    if (packed) continue;
     const auto spared = make_cache(chosen_for(method), shape, std::make_shared<tessera::cpu::executor>(1));
     spared->trace_attended(true);
     const auto battered = spared->clone();  // sees every failure, from the first call to the last

@@ -45,6 +45,7 @@ TEST_CASE("key_difference is minus the cosine: 1 away from the mean, -1 along it
   CHECK(scored(scorer, {0, 3}, {5, 0}) == 0);
   CHECK(scored(scorer, {0, 0}, {5, 0}) == 0);
   CHECK(scored(scorer, {1, 1}, {1, 0}) == Approx(-std::sqrt(0.5)));
+  CHECK(std::isnan(scored(scorer, {1e30f, 1}, {1e-30f, 0})));  // a norm that overflows: not 0, the middle of all scores
   const float sums[] = {25, 0, 0};
   CHECK(scorer.anchor_scale(sums) == 0.2f);
 }
@@ -53,12 +54,13 @@ TEST_CASE("lag_relative spreads a row on the scale of the next partition") {
   const lag_relative scorer;
   // Elements 0.5 and 1.5 of ranges [0, 1] and [0, 2] are 0.5 and 0.75: deviation 0.125 * sqrt(2).
   float sums[2] = {};
-  scorer.measure(0.5f, 0, 1, sums);
-  scorer.measure(1.5f, 0, 2, sums);
+  scorer.measure(0.5f, scorer.scale(0, 1), sums);
+  scorer.measure(1.5f, scorer.scale(0, 2), sums);
   CHECK(scorer.spread(sums, 2) == Approx(0.125 * std::sqrt(2.0)));
   float flat[2] = {};
-  scorer.measure(7, 3, 3, flat);  // a channel that does not vary
-  scorer.measure(7, infinity, -infinity, flat);
+  scorer.measure(7, scorer.scale(3, 3), flat);  // a channel that does not vary
+  scorer.measure(7, scorer.scale(infinity, -infinity), flat);
+  scorer.measure(7, scorer.scale(0, 1e-45f), flat);  // by less than has an inverse
   CHECK(scorer.spread(flat, 2) == 0);
   CHECK(scorer.outside(3, 100) == infinity);
   CHECK(scorer.outside(50, 100) < scorer.outside(51, 100));

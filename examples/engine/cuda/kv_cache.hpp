@@ -65,7 +65,7 @@ class kv_cache {
   /// Makes room for so many more tokens in every layer; before a prompt, so that nothing moves while it comes.
   virtual void reserve(std::int64_t tokens, stream_t stream) = 0;
 
-  /// Before a chunk of a prompt passes through the layers: where the segments of the text end, as engine::kv_cache has it.
+  /// Before a chunk of a prompt, or `begin_step`: where the segments of the text end, as engine::kv_cache has it.
   virtual void begin_chunk(std::span<const std::uint8_t> boundaries) { (void)boundaries; }
 
   /// Appends a chunk of the prompt to `layer` and writes its causal attention to `out`.

@@ -337,8 +337,10 @@ std::vector<token_t> llama::generate(std::span<const token_t> prompt, kv_cache& 
 }
 
 std::vector<token_t> llama::extend(std::span<const float> logits, kv_cache& cache, const generate_options& options) {
-  return answer_greedily(config(), logits, cache.next_position(), options,
-                         [&](token_t token) { return next(token, cache); });
+  return answer_greedily(config(), logits, cache.next_position(), options, [&](token_t token) {
+    if (!options.ends_segment.empty()) cache.begin_chunk(options.ends_segment.subspan(std::size_t(token), 1));
+    return next(token, cache);
+  });
 }
 
 }  // namespace engine::cuda

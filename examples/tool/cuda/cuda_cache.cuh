@@ -5,6 +5,7 @@
 #include <optional>
 #include <span>
 #include <tessera/backend/cuda/cache.cuh>
+#include <utility>
 #include <vector>
 
 #include "engine/cuda/kv_cache.hpp"
@@ -77,7 +78,9 @@ class cuda_cache_of final : public method_cache, public engine::cuda::kv_cache {
     reads_ = {};
   }
 
-  void begin_step(int tokens, cudaStream_t stream) override { step_ = cache_.prepare_step(ids_, tokens, stream); }
+  void begin_step(int tokens, cudaStream_t stream) override {
+    step_ = cache_.prepare_step(ids_, tokens, stream, std::exchange(boundaries_, {}));
+  }
 
   int step_actions() const override { return step_.evicts_first + 2 * step_.evicts_last; }
 
@@ -167,7 +170,7 @@ class cuda_cache_of final : public method_cache, public engine::cuda::kv_cache {
 
   void step(int layer, const input_rows& q, const input_rows& k, const input_rows& v, float* out, float* lse) override {
     if (layer == 0) {
-      step_ = cache_.prepare_step(ids_, q.tokens, nullptr);
+      begin_step(q.tokens, nullptr);
       cache_.begin_step(step_, nullptr);
     }
     const uploaded queries(q, cache_type::k_dim), keys(k, cache_type::k_dim), values(v, cache_type::v_dim);
@@ -274,7 +277,7 @@ class cuda_cache_of final : public method_cache, public engine::cuda::kv_cache {
   std::vector<index_t> reserved_;  // pages by group, for when the prompt has ended
   tessera::batch step_;
   std::vector<index_t> ids_;
-  std::span<const std::uint8_t> boundaries_{};  // of the chunk that passes through the layers
+  std::span<const std::uint8_t> boundaries_{};  // of the chunk, or step, that passes through the layers
   index_t sequence_ = 0;                        // the selected one
   read_count reads_;
 };

@@ -8,11 +8,13 @@ namespace tool {
 
 profile_settings profile_settings::taken_from(std::vector<setting>& given) {
   profile_settings chosen;
+  std::string of_profile;  // one that says something of a profile only
   const auto take = [&](const char* name, const auto& use) {
     const auto found = std::find_if(given.begin(), given.end(), [&](const setting& one) { return one.name == name; });
     if (found == given.end()) return;
     const std::string value = found->value;
     given.erase(found);
+    if (name != std::string_view("profile")) of_profile = name;
     use(value);
   };
   take("profile", [&](const std::string& value) {
@@ -30,6 +32,8 @@ profile_settings profile_settings::taken_from(std::vector<setting>& given) {
     require_one_of("slack", value, {"empty", "fill"});
     chosen.fills = value == "fill";
   });
+  tessera::require(of_profile.empty() || !chosen.file.empty(), of_profile, "set without a profile",
+                   "a profile beside it", "add --set profile=FILE, or leave it out");
   return chosen;
 }
 

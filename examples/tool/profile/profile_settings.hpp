@@ -27,7 +27,8 @@ struct profile_settings {
   tessera::index_t layer = 0;   ///< of the profile, where one layer is compressed alone
   bool fills = false;           ///< heads fill the pages that their group has anyway
 
-  /// Takes those settings out of `given`. Errors: a value that a setting may not have.
+  /// Takes those settings out of `given`. Errors: a value that a setting may not have; one that says
+  /// something of a profile, without a profile.
   static profile_settings taken_from(std::vector<setting>& given);
   /// As a method's other parameters are shown; alpha as `profile` has it where it is not set.
   std::vector<parameter_info> shown(const tessera::profile* profile = nullptr) const;

@@ -64,14 +64,20 @@ concept anchored_scorer = contents_scorer<S> && requires(const S s, const float*
   { s.anchor_scale(sums) } -> std::same_as<float>;
 };
 
+/// What the elements of a channel are put on: x * factor + shift.
+struct channel_scale {
+  float factor, shift;
+};
+
 /// Scores keys and values beside those of the tokens behind them. A head's slots from `sinks` on are cut into partitions of
 /// `lag`; each row of a partition is measured against the next partition, so its last full one and what follows have no
 /// score of this kind. Scores of a partition are ranked: the largest softmax of its spreads, keys' and values' averaged,
 /// has the highest rank; ties to the lower slot.
 ///   sinks, lag                         index_t members; lag at least 2
 ///   measures                           static constexpr int, at most 4
-///   measure(x, low, high, sums)        adds what a channel's element says, between the smallest and the largest finite element
-///                                      that the next partition has in it (infinity and -infinity: it has none). TESSERA_HD
+///   scale(low, high) -> channel_scale  of a channel: between the smallest and the largest finite element that the next partition
+///                                      has in it (infinity and -infinity: it has none). TESSERA_HD
+///   measure(x, scale, sums)            adds what an element says on its channel's scale. TESSERA_HD
 ///   spread(sums, channels) -> float    of a row. TESSERA_HD
 ///   ranked(rank) -> float              the score of the slot that so many of its partition rank behind. TESSERA_HD
 ///   outside(slot, stored) -> float     of a slot that is in no partition with a next one, `stored` slots in all. TESSERA_HD
@@ -80,7 +86,8 @@ concept lagged_scorer = S::observed == observes::nothing&& requires(const S s, f
   { s.sinks } -> std::convertible_to<index_t>;
   { s.lag } -> std::convertible_to<index_t>;
   { std::integral_constant<int, S::measures>::value } -> std::convertible_to<int>;
-  s.measure(x, x, x, sums);
+  { s.scale(x, x) } -> std::same_as<channel_scale>;
+  s.measure(x, channel_scale{}, sums);
   { s.spread(static_cast<const float*>(sums), n) } -> std::same_as<float>;
   { s.ranked(n) } -> std::same_as<float>;
   { s.outside(n, n) } -> std::same_as<float>;
@@ -282,7 +289,8 @@ constexpr bool check_scorer() {
       "stored, "
       "reads, measures, measure(x, anchor, sums) and float score(sums), or, beside the tokens behind it, sinks, lag, "
       "measures, "
-      "measure(x, low, high, sums), spread(sums, channels), ranked(rank) and outside(slot, stored); one of statistics "
+      "scale(low, high), measure(x, scale, sums), spread(sums, channels), ranked(rank) and outside(slot, stored); one "
+      "of statistics "
       "needs sinks, future and float expect(mean, variance); any other needs float weigh(logit, lse), or, to read "
       "pages in a step, page, channels, fitted(ratio, k_dim), normalised, "
       "adds_mean_value, takes_upper(own, total) and row_scale(scale, chosen, whole)");

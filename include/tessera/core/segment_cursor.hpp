@@ -48,8 +48,9 @@ inline void require_boundaries(std::span<const std::uint8_t> boundaries, index_t
           "one flag for each new token, which are " + std::to_string(tokens),
           "pass 1 for a token after which a segment of the text ends, else 0");
   for (std::size_t t = 0; t < boundaries.size(); ++t) {
-    require(boundaries[t] <= 1, "boundaries[" + std::to_string(t) + "]", int(boundaries[t]), "0 or 1",
-            "pass 1 for a token after which a segment of the text ends");
+    if (boundaries[t] > 1)  // words for the one that is wrong, not for each that is right
+      fail("boundaries[" + std::to_string(t) + "]", int(boundaries[t]), "0 or 1",
+           "pass 1 for a token after which a segment of the text ends");
   }
 }
 

@@ -30,8 +30,13 @@ struct lag_relative {
   index_t sinks = 4;
   index_t lag = 128;
 
-  TESSERA_HD void measure(float x, float low, float high, float* sums) const {
-    const float scaled = high > low ? (x - low) / (high - low) : x - x;  // NaN stays
+  /// Where a channel does not vary, or by less than has an inverse, every finite element scales to 0.
+  TESSERA_HD channel_scale scale(float low, float high) const {
+    const float factor = 1 / (high - low);
+    return high > low && factor < infinity ? channel_scale{factor, -low * factor} : channel_scale{};
+  }
+  TESSERA_HD void measure(float x, const channel_scale& of, float* sums) const {
+    const float scaled = x * of.factor + of.shift;  // not finite where x is not
     sums[0] += scaled;
     sums[1] += scaled * scaled;
   }

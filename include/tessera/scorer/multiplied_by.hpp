@@ -19,8 +19,11 @@ struct multiplied_by : S {
   F factor{};
   float epsilon = 0;
 
+  /// A product that overflows says nothing: NaN.
   TESSERA_HD float multiplied(float score, float own) const {
-    return score == infinity ? score : (score + epsilon) * own;
+    if (score == infinity) return score;
+    const float product = (score + epsilon) * own;
+    return product < infinity ? product : product - product;
   }
 
   void check(index_t budget) const {

@@ -19,7 +19,7 @@ TESSERA_NAMESPACE_BEGIN
 struct segment_mean {
   static constexpr const char* name = "segment_mean";
   static constexpr observes observed = observes::step;
-  static constexpr bool comparable_across_heads = false, host_only = true;
+  static constexpr bool comparable_across_heads = false;
 
   index_t start = 32;
   index_t recent = 32;

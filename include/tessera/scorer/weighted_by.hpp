@@ -23,7 +23,11 @@ struct weighted_by : S {
   float first = 0.5f;
   float epsilon = 1e-4f;
 
-  TESSERA_HD float weighted(float score, float own) const { return (score + epsilon) * own; }
+  /// A product that overflows says nothing: NaN.
+  TESSERA_HD float weighted(float score, float own) const {
+    const float product = (score + epsilon) * own;
+    return product < infinity ? product : product - product;
+  }
   TESSERA_HD index_t taken_first(index_t keep) const {
     const index_t part = index_t(double(first) * double(keep));
     return part < 1 && first > 0 && keep > 0 ? 1 : part;

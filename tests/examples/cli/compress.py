@@ -276,6 +276,14 @@ def check_compress_more(checks):
     (folder / "keys").write_bytes(safetensors(keys))
     checks.refuses("compress --in keys --out kept --method expected_attention --budget 40 --set rope_theta=1e4",
                    "layer 0, KV head 0, prompt token", "the score is nan")
+    for method, score in (("knorm", "-inf"), ("keydiff", "nan")):
+        checks.refuses(f"compress --in keys --out kept --method {method} --budget 40",
+                       "layer 0, KV head 0, prompt token 0", f"the score is {score}")
+    values = {**layer(n_q=60, dtype="F32"), "v": ("F32", [2, 60, 64], struct.pack("<f", 3e37) * (2 * 60 * 64))}
+    (folder / "values").write_bytes(safetensors(values))
+    for more in ("criticalkv --set window=8", "expected_attention --set rope_theta=1e4"):
+        checks.refuses(f"compress --in values --out kept --method {more} --budget 40",
+                       "layer 0, KV head 0, prompt token", "the score is nan")
     huge["q_decode"] = ("F32", [3, 4, 64], struct.pack("<f", 1.9e19) * (3 * 4 * 64))
     (folder / "huge").write_bytes(safetensors(huge))
     checks.refuses("compress --in huge --out kept --method streaming_llm --budget 40", "layer 0, query head 0, step 0")

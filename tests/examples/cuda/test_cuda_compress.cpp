@@ -39,7 +39,8 @@ struct layer_shape {
   index_t kv_heads, q_heads, tokens, steps, dim;
 };
 
-layer_shape write_random_layer(rng& random, const std::filesystem::path& path) {
+/// `step_segments`: with the boundaries of the steps' tokens.
+layer_shape write_random_layer(rng& random, const std::filesystem::path& path, bool step_segments) {
   const index_t kv_heads = random.between(1, 3);
   const layer_shape shape{kv_heads, kv_heads * random.pick({1, 2, 3, 4, 8}), random.between(1, 300),
                           random.between(0, 4), random.pick({64, 128})};
@@ -60,6 +61,10 @@ layer_shape write_random_layer(rng& random, const std::filesystem::path& path) {
   std::vector<std::uint8_t> boundaries(static_cast<std::size_t>(shape.tokens));
   for (auto& ends : boundaries) ends = random.chance(0.1);
   writer.add("boundaries", {shape.tokens}, std::span<const std::uint8_t>(boundaries));
+  std::vector<std::uint8_t> ends_of_steps;  // drawn from nothing: the files stay the same for every method
+  for (index_t step = 0; step < shape.steps; ++step) ends_of_steps.push_back(step % 2);
+  if (step_segments && shape.steps > 0)
+    writer.add("boundaries_decode", {shape.steps}, std::span<const std::uint8_t>(ends_of_steps));
   writer.write(path);
   return shape;
 }
@@ -111,7 +116,7 @@ TEST_CASE("compress on CUDA equals the CPU on random files, for every method") {
     index_t differ = 0, refused = 0;
     const index_t files = support::scaled(files_of_a_method);
     for (index_t i = 0; i < files; ++i) {
-      const layer_shape shape = write_random_layer(random, folder / "in");
+      const layer_shape shape = write_random_layer(random, folder / "in", method.needs_step_segments);
       tool::compress_options options;
       options.method = method.name;
       options.budget = random.between(16, 300);

@@ -137,8 +137,11 @@ TEST_CASE("replayed steps give the bits of steps that were launched one by one")
     model.prefill(prompt, *launched->on_device(), options);
     const auto replayed = launched->clone();
     for (token_t token = 1; token < 40; ++token) {
+      const std::vector<std::uint8_t> ends{std::uint8_t(token % 5 == 2)};
+      replayed->on_device()->begin_chunk(ends);
       const auto bits = model.decode({&token, 1}, *replayed->on_device());
       launched = launched->clone();  // a copy has no graph yet
+      launched->on_device()->begin_chunk(ends);
       CHECK(model.decode({&token, 1}, *launched->on_device()) == bits);
     }
     CHECK(replayed->reads().steps == 39);
@@ -254,6 +257,8 @@ TEST_CASE("compress on CUDA keeps and reads what it does on the CPU") {
   add("v_decode", {5, 2, 128});
   const std::vector<std::uint8_t> boundaries = some_boundaries(500);
   writer.add("boundaries", {500}, std::span<const std::uint8_t>(boundaries));
+  const std::vector<std::uint8_t> of_steps{0, 0, 1, 0, 0};
+  writer.add("boundaries_decode", {5}, std::span<const std::uint8_t>(of_steps));
   writer.write(folder / "layer");
   const auto in = engine::safetensors_file::open(folder / "layer");
   for (const auto& method : tool::methods()) {

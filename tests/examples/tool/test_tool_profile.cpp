@@ -150,6 +150,11 @@ TEST_CASE("without a profile every head keeps the budget, in one piece and in ch
   CHECK(whole(chunks, "pages.used") == whole(chunks, "pages.reserved"));
   CHECK(counts(layer.compressed(1'000, {}, false)) == longs{400, 400, 400, 400});
   CHECK(counts(layer.compressed(70, {{"profile", "none"}}, false)) == longs{70, 70, 70, 70});
+  for (const tool::setting& alone : {tool::setting{"alpha", "3"}, {"layer", "0"}, {"slack", "fill"}}) {
+    const std::string sentence = alone.name + " is set without a profile; expected a profile beside it";
+    CHECK_THROWS_WITH(layer.compressed(70, {alone}, false), contains(sentence));
+    CHECK_THROWS_WITH(layer.compressed(70, {alone, {"profile", "none"}}, false), contains(sentence));
+  }
   CHECK(!tool::names_profile(tool::find_method("tangram"), {{"profile", "none"}}));
   CHECK(tool::names_profile(tool::find_method("tangram"), {{"profile", "p.json"}}));
   CHECK(!tool::names_profile(tool::find_method("snapkv"), {{"profile", "p.json"}}));

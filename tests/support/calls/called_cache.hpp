@@ -57,10 +57,23 @@ class called_cache {
 template <class Recipe, class Rows>
 std::vector<std::uint8_t> called_boundaries(const Rows& k) {
   constexpr offset_t elements = 40000;  // that lie behind every `data` of call_arguments
+  std::vector<std::uint8_t> boundaries(Recipe::needs_segments && k.data ? std::size_t(std::max(k.tokens, 0)) : 0);
+  for (std::size_t t = 0; t < boundaries.size(); ++t) {
+    const offset_t at = offset_t(t) * k.token_stride;
+    if (at < 0 || at >= elements) break;  // of a chunk that will be refused
+    const float* key = k.data + at;
+    boundaries[t] = key[0] > 0 && key[1] > 0;
+  }
+  return boundaries;
+}
+
+/// And among a step's tokens, by their positions.
+template <class Recipe, class Cache>
+std::vector<std::uint8_t> called_step_boundaries(const Cache& held, const std::vector<index_t>& ids, index_t tokens) {
   std::vector<std::uint8_t> boundaries;
-  for (index_t t = 0; Recipe::needs_segments && k.data && t < k.tokens; ++t) {
-    const bool is_there = t * k.token_stride >= 0 && t * k.token_stride < elements;
-    boundaries.push_back(is_there && k.row(0, t, 0)[0] > 0 && k.row(0, t, 0)[1] > 0);
+  for (std::size_t b = 0; Recipe::needs_step_segments && b < ids.size(); ++b) {
+    const index_t next = held.next_position(ids[b]);
+    for (index_t t = 0; t < tokens; ++t) boundaries.push_back((next + t) % 5 == 2);
   }
   return boundaries;
 }
@@ -108,12 +121,7 @@ class cpu_calls : public Interface {
     held_.reread(layer, id, first, count, q, k, v, out);
   }
   tessera::batch prepare_step(const std::vector<index_t>& ids, index_t tokens) override {
-    std::vector<std::uint8_t> boundaries;
-    for (std::size_t b = 0; Recipe::needs_step_segments && b < ids.size(); ++b) {
-      const index_t next = held_.next_position(ids[b]);
-      for (index_t t = 0; t < tokens; ++t) boundaries.push_back((next + t) % 5 == 2);
-    }
-    return held_.prepare_step(ids, tokens, with_fault(std::move(boundaries), this->fault));
+    return held_.prepare_step(ids, tokens, with_fault(called_step_boundaries<Recipe>(held_, ids, tokens), this->fault));
   }
   void begin_step(const tessera::batch&) override {}
   void decode(index_t layer, const tessera::batch& step, const rows& q, const rows& k, const rows& v,

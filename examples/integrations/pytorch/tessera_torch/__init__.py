@@ -2,5 +2,6 @@
 from .build import Policy, methods, parameters
 from .cache import TesseraCache
 from .captured import CapturedStep
+from .pages import PagedLayer, PageOperations
 
-__all__ = ["CapturedStep", "Policy", "TesseraCache", "methods", "parameters"]
+__all__ = ["CapturedStep", "PagedLayer", "PageOperations", "Policy", "TesseraCache", "methods", "parameters"]

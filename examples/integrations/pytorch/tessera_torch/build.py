@@ -29,6 +29,12 @@ const char* tessera_torch_parameters() {
   return text.c_str();
 }
 """
+PAGE_EXPORTS = """
+tessera_torch::any_pages* tessera_torch_make_pages(const tessera_torch::cache_request& request) {
+  return new tessera_torch::%s_pages<recipe_type>(request);
+}
+"""
+OPERATORS = ("operators.cpp", "page_operators.cpp")
 NO_POLICIES = ("backend", "concepts", "core", "math", "methods", "runtime")
 
 
@@ -104,8 +110,11 @@ def command_of(device):
             "-diag-suppress=177", "-x", "cu"]
 
 
-def library(method, dtype, dim, device="cpu"):
-    """The path of a recipe's library, compiled unless it is there. Errors: ValueError with the compiler's one sentence."""
+def library(method, dtype, dim, device="cpu", kind="cache"):
+    """The path of a recipe's library, compiled unless it is there. Errors: ValueError with the compiler's one sentence.
+
+    kind: "cache", or "pages" for the operations over an engine's own pages.
+    """
     if dtype not in ELEMENTS:
         raise ValueError(f"dtype is {dtype}; expected {', '.join(map(str, ELEMENTS))}; cast the model")
     if dim not in HEAD_DIMS:
@@ -114,13 +123,13 @@ def library(method, dtype, dim, device="cpu"):
     if device == "cuda" and dtype == torch.float32:
         raise ValueError("dtype is torch.float32; expected torch.bfloat16 or torch.float16 on CUDA; cast the model")
     command = command_of(device)
-    text = (f'#include "{device}_cache.{"hpp" if device == "cpu" else "cuh"}"\n' +
-            source_of(method, ELEMENTS[dtype], dim) + EXPORTS % device)
-    unused = ("operators.cpp", "registry.hpp", "torch_memory.hpp", *([] if device == "cuda" else ["backend/cuda"]))
+    text = (f'#include "{device}_{kind}.{"hpp" if device == "cpu" else "cuh"}"\n' +
+            source_of(method, ELEMENTS[dtype], dim) + (EXPORTS if kind == "cache" else PAGE_EXPORTS) % device)
+    unused = (*OPERATORS, "registry.hpp", "torch_memory.hpp", *([] if device == "cuda" else ["backend/cuda"]))
     depends = machine(command[0], *unused)
     key = hashlib.sha256("\0".join([depends, *command, text]).encode()).hexdigest()[:24]
     name = method if isinstance(method, str) else "policy"
-    path = cache_folder() / f"{name}_{ELEMENTS[dtype]}_{dim}_{device}_{key}.so"
+    path = cache_folder() / f"{name}_{ELEMENTS[dtype]}_{dim}_{device}_{kind}_{key}.so"
     if path.exists():
         return path
     path.parent.mkdir(parents=True, exist_ok=True)
@@ -149,7 +158,7 @@ def sentence(output):
 
 
 def build_all(wanted, jobs=None):
-    """Compiles libraries side by side; wanted: (method, dtype, dim)."""
+    """Compiles libraries side by side; wanted: what `library` takes."""
     with concurrent.futures.ThreadPoolExecutor(jobs or os.cpu_count()) as pool:
         return list(pool.map(lambda one: library(*one), wanted))
 
@@ -166,7 +175,7 @@ def operators():
     if not (folder / "built").exists():
         from torch.utils import cpp_extension
         folder.mkdir(parents=True, exist_ok=True)
-        cpp_extension.load(name, [str(SOURCES / "operators.cpp")], extra_cflags=flags, build_directory=str(folder),
+        cpp_extension.load(name, [str(SOURCES / source) for source in OPERATORS], extra_cflags=flags, build_directory=str(folder),
                            extra_include_paths=[str(INCLUDE), str(SOURCES)], with_cuda=with_cuda, is_python_module=False)
         (folder / "built").touch()
     else:

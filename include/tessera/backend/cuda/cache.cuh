@@ -159,9 +159,11 @@ class cache : public cache_parts<Recipe, Out> {
   }
 
   /// The host's part of a decode step of 1 to `step_tokens` tokens: room for it in every layer. Before every step, also
-  /// before a replayed one; never recorded itself. What it returns is every layer's `decode`'s.
-  batch prepare_step(const std::vector<index_t>& ids, index_t tokens, cudaStream_t stream) {
-    const batch step = conversations_.plan_step(recipe_, ids, tokens, options_.step_tokens);
+  /// before a replayed one; never recorded itself. What it returns is every layer's `decode`'s. boundaries [ids, tokens], on
+  /// the host, for a recipe that `needs_step_segments`: 1 for a token after which a segment of the text ends, else 0.
+  batch prepare_step(const std::vector<index_t>& ids, index_t tokens, cudaStream_t stream,
+                     std::span<const std::uint8_t> boundaries = {}) {
+    const batch step = conversations_.plan_step(recipe_, ids, tokens, options_.step_tokens, boundaries);
     for (const index_t id : ids) order_.require_finished(id);
     const auto places = all_layers(ids);
     slide(places, stream);
@@ -187,7 +189,7 @@ class cache : public cache_parts<Recipe, Out> {
     if constexpr (Recipe::needs_segments) {
       std::vector<segment_cursor> texts;
       for (const index_t id : ids) texts.push_back(conversations_.at(id, 0).text);
-      marks_.set(texts, stream);
+      marks_.set(texts, step.boundaries, stream);
     }
     conversations_.begin_step(step);
     for (index_t layer = 0; layer < shape_.layers; ++layer) conversations_.took_step(layer, step);

@@ -148,6 +148,7 @@ TEST_CASE("expected_weight is the logarithm of the mean of exponentials of a Gau
   CHECK(expected_weight{}.expect(0.5f, 3.0f) == 2.0f);
   CHECK(expected_weight{.covariance = 0}.expect(0.5f, 3.0f) == 0.5f);
   CHECK(multiplied_by<expected_weight, value_length>{}.multiplied(infinity, 0) == infinity);
+  CHECK(std::isnan(multiplied_by<expected_weight, value_length>{}.multiplied(0.5f, infinity)));
   CHECK_THROWS_WITH(expected_weight{.future = 0}.check(9), contains("future is 0; expected 1 to 65536"));
 }
 

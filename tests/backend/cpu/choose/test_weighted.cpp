@@ -1,6 +1,7 @@
 // CriticalKV over random layers against double: half by attention, the rest by attention times what the value does.
 #include "catch.hpp"
 
+#include <cmath>
 #include <limits>
 #include <memory>
 #include <vector>
@@ -97,6 +98,13 @@ bool close(const std::vector<double>& scores, index_t keep) {
 }
 
 }  // namespace
+
+TEST_CASE("a value whose norm overflows ranks its token last, not before all others") {
+  const scorer_type scorer;
+  CHECK(std::isnan(scorer.weighted(0.5f, infinity)));
+  CHECK(std::isnan(scorer.weighted(2, std::numeric_limits<float>::max())));
+  CHECK(scorer.weighted(0.5f, 0) == 0);
+}
 
 TEST_CASE("criticalkv keeps half by attention and the rest by attention times the value's norm, projected or not") {
   rng random(5701);

@@ -179,8 +179,10 @@ void compare_joined() {
     for (index_t r = 0; r < c.sequences * c.heads; ++r)
       c.lengths[std::size_t(r)] = c.lengths[std::size_t(r / c.heads * c.heads)];
     const buffer<float> scores(c.scores);
-    const buffer<index_t> lengths(c.lengths), tails(c.tails), slots(c.scores.size()), counts(c.lengths.size());
-    buffer<float> out(std::size_t(c.sequences * c.capacity));
+    // Lists and rows are downloaded whole, so that what lies behind them must have been written.
+    const buffer<index_t> lengths(c.lengths), tails(c.tails), slots(std::vector<index_t>(c.scores.size())),
+        counts(c.lengths.size());
+    buffer<float> out(std::vector<float>(std::size_t(c.sequences * c.capacity)));
     const per_layer<Join> scope;
     const index_t summed = draw(1, 32);
     const auto joined = cuda::join_heads(c.rows(scores, lengths, tails), scope, summed, c.capacity, out.data, nullptr);

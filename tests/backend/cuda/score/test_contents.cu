@@ -141,23 +141,24 @@ void compare_all() {
 }
 
 /// Rows whose spreads are far apart, so that rounding cannot swap two ranks: half of the channels do not vary, the others have
-/// a number that no other row of a partition has. The smallest and the largest are never NaN: without them the next
-/// smaller ones would spread alike on both sides.
+/// a number that no other row of a partition has. The smallest and the largest are always finite: without them the
+/// next smaller ones would spread alike on both sides.
 template <class E, int D, int Dv>
 void compare_ranks() {
   for (const int i : scaled(cases(12), 3)) {
     lag_relative scorer;
     scorer.sinks = draw(0, 6);
-    scorer.lag = i % 4 == 0 ? 128 : draw(2, 100);
+    scorer.lag = i % 4 == 0 ? 128 : i % 4 == 1 ? draw(129, 300) : draw(2, 100);
     std::vector<int> order(std::size_t(scorer.lag));
     std::iota(order.begin(), order.end(), 1);
     std::shuffle(order.begin(), order.end(), gpu_test::rng());
     const auto element = [&](std::size_t row, int d) {
       const int own = order[row % order.size()];
-      if (i % 3 == 2 && row % 17 == 5 && own > 1 && own < scorer.lag) return float(NAN);
+      if (i % 3 == 2 && row % 17 == 5 && own > 1 && own < scorer.lag)
+        return row % 2 ? float(NAN) : row % 4 ? infinity : -infinity;
       return d % 2 ? float(own) : 0.0f;
     };
-    stored_rows_case<E, D, Dv> c(draw(1, 2), draw(1, 3), draw(1, 700), i % 2, element);
+    stored_rows_case<E, D, Dv> c(draw(1, 2), draw(1, 3), draw(1, i % 4 < 2 ? 2600 : 700), i % 2, element);
     const cuda::score_lagged<typename stored_rows_case<E, D, Dv>::view_type, lag_relative> op(c.sequences * c.heads,
                                                                                               c.capacity);
     std::vector<float> scratch(std::size_t(2 * scorer.lag));

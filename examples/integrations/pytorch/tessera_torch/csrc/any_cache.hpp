@@ -2,8 +2,10 @@
 // recipe, element type and head dim) know no PyTorch, so each side compiles alone and in seconds.
 #pragma once
 
+#include <cstdint>
 #include <memory>
 #include <optional>
+#include <span>
 #include <string>
 #include <tessera/backend/cpu/kernel/executor.hpp>
 #include <tessera/core/logit_rule.hpp>
@@ -38,12 +40,17 @@ struct device_memory {
   void* context = nullptr;
 };
 
+/// One flag a token: whether a segment of the text ends after it. On the host; empty: not said.
+using text_flags = std::span<const std::uint8_t>;
+
 /// What a cache is made from.
 struct cache_request {
   tessera::model_shape shape;
   tessera::logit_rule rule;
   std::optional<index_t> budget;
   std::vector<setting> settings;
+  std::shared_ptr<const std::vector<double>>
+      table;  ///< a number for each head of the model, for budgets by such; or null
   std::shared_ptr<tessera::cpu::executor> workers;
   index_t sequences = 1;
   index_t tokens = 0;    ///< longest conversation; CUDA allocates for it, the CPU as tokens come
@@ -61,14 +68,15 @@ class any_cache {
 
   /// Makes room in every layer, so that a prompt in chunks does not move what it has stored.
   virtual void reserve(index_t id, index_t tokens, void* stream) = 0;
-  /// One sequence's chunk: stored, shown to the scorer, attended. Rows have one sequence.
+  /// One sequence's chunk: stored, shown to the scorer, attended. Rows have one sequence. boundaries: after which tokens a
+  /// segment of the text ends, or none.
   virtual void prompt(index_t layer, index_t id, const tensor_rows& q, const tensor_rows& k, const tensor_rows& v,
-                      const tensor_rows& out, void* stream) = 0;
+                      const tensor_rows& out, text_flags boundaries, void* stream) = 0;
   virtual void end_prompt(index_t id, void* stream) = 0;
 
   /// A step is: `prepare_step`, the host's part; `begin_step` and every layer's `step`, which a CUDA graph may capture. A
   /// graph is replayed after `prepare_step` has answered the same number as when it was captured: what is done in a step.
-  virtual int prepare_step(const std::vector<index_t>& ids, index_t tokens, void* stream) = 0;
+  virtual int prepare_step(const std::vector<index_t>& ids, index_t tokens, text_flags boundaries, void* stream) = 0;
   virtual void begin_step(void* stream) = 0;
   virtual void step(index_t layer, const tensor_rows& q, const tensor_rows& k, const tensor_rows& v,
                     const tensor_rows& out, void* stream) = 0;

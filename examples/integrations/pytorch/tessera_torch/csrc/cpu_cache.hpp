@@ -15,21 +15,21 @@ class cpu_cache final : public any_cache {
 
  public:
   explicit cpu_cache(const cache_request& request)
-      : cache_(request.shape, requested<Recipe>(request), request.workers) {}
+      : table_(request.table), cache_(request.shape, requested<Recipe>(request), request.workers) {}
 
   std::unique_ptr<any_cache> clone(const device_memory&) const override { return std::make_unique<cpu_cache>(*this); }
   index_t open(void*) override { return cache_.open(); }
 
   void reserve(index_t, index_t, void*) override {}
   void prompt(index_t layer, index_t id, const tensor_rows& q, const tensor_rows& k, const tensor_rows& v,
-              const tensor_rows& out, void*) override {
-    cache_.prefill(layer, id, q.as<const T>(), k.as<const T>(), v.as<const T>());
+              const tensor_rows& out, text_flags boundaries, void*) override {
+    cache_.prefill(layer, id, q.as<const T>(), k.as<const T>(), v.as<const T>(), boundaries);
     cache_.prefill_attention(layer, id, q.as<const T>(), out.as<float>());
   }
   void end_prompt(index_t id, void*) override { cache_.end_prefill(id); }
 
-  int prepare_step(const std::vector<index_t>& ids, index_t tokens, void*) override {
-    step_ = cache_.prepare_step(ids, tokens);
+  int prepare_step(const std::vector<index_t>& ids, index_t tokens, text_flags boundaries, void*) override {
+    step_ = cache_.prepare_step(ids, tokens, boundaries);
     return 0;
   }
   void begin_step(void*) override {}
@@ -49,6 +49,7 @@ class cpu_cache final : public any_cache {
   }
 
  private:
+  std::shared_ptr<const std::vector<double>> table_;  // the recipe's budget may read it
   cache_type cache_;
   tessera::batch step_;
 };

@@ -18,7 +18,7 @@ class cuda_cache final : public any_cache {
 
  public:
   explicit cuda_cache(const cache_request& request)
-      : memory_(source_of(request.memory)), cache_(made_of(request, memory_)) {}
+      : table_(request.table), memory_(source_of(request.memory)), cache_(made_of(request, memory_)) {}
 
   std::unique_ptr<any_cache> clone(const device_memory& memory) const override {
     const allocate_from here(source_of(memory));
@@ -30,14 +30,14 @@ class cuda_cache final : public any_cache {
 
   void reserve(index_t id, index_t tokens, void* stream) override { cache_.reserve(id, tokens, at(stream)); }
   void prompt(index_t layer, index_t id, const tensor_rows& q, const tensor_rows& k, const tensor_rows& v,
-              const tensor_rows& out, void* stream) override {
+              const tensor_rows& out, text_flags boundaries, void* stream) override {
     if (layer == 0) cache_.reserve(id, k.tokens, at(stream));
-    cache_.prefill(layer, id, q.as<const T>(), k.as<const T>(), v.as<const T>(), at(stream));
+    cache_.prefill(layer, id, q.as<const T>(), k.as<const T>(), v.as<const T>(), at(stream), boundaries);
     cache_.prefill_attention(layer, id, q.as<const T>(), out.as<T>(), {}, at(stream));
   }
   void end_prompt(index_t id, void* stream) override { cache_.end_prefill(id, at(stream)); }
 
-  int prepare_step(const std::vector<index_t>& ids, index_t tokens, void* stream) override {
+  int prepare_step(const std::vector<index_t>& ids, index_t tokens, text_flags, void* stream) override {
     step_ = cache_.prepare_step(ids, tokens, at(stream));
     return int(step_.evicts_first) + 2 * int(step_.evicts_last);
   }
@@ -79,6 +79,7 @@ class cuda_cache final : public any_cache {
     return cache_type(request.shape, requested<Recipe>(request), options);
   }
 
+  std::shared_ptr<const std::vector<double>> table_;  // the recipe's budget may read it
   memory_source memory_;
   cache_type cache_;
   tessera::batch step_;

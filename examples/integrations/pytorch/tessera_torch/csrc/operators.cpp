@@ -3,7 +3,6 @@
 // A cache goes from call to call as a handle, a tensor of one number. Operators that change the cache say that they change
 // the handle, so that torch.compile keeps them in order and drops none.
 #include <ATen/DeviceGuard.h>
-#include <ATen/Parallel.h>
 #include <torch/library.h>
 #include <torch/types.h>
 
@@ -59,19 +58,13 @@ Tensor output_for(const Tensor& q, bool zeros) {
 Tensor create(const std::string& library, std::int64_t layers, std::int64_t q_heads, std::int64_t kv_heads,
               at::IntArrayRef sliding, std::int64_t window, double scale, double soft_cap,
               c10::optional<std::int64_t> budget, const std::vector<std::string>& settings, std::int64_t sequences,
-              std::int64_t tokens, const c10::optional<Tensor>& sinks, c10::optional<at::Device> device) {
+              std::int64_t tokens, const c10::optional<Tensor>& sinks, c10::optional<at::Device> device,
+              at::ArrayRef<double> rope_frequencies, at::ArrayRef<double> table) {
   return guarded([&](registry& all) {
-    cache_request request;
-    request.shape = {index_t(layers), index_t(q_heads), index_t(kv_heads), index_t(window), {}};
-    if (!sliding.empty()) request.shape.sliding.resize(std::size_t(layers));
-    for (const std::int64_t layer : sliding) request.shape.sliding.at(std::size_t(layer)) = true;
-    if (sinks) request.shape.sink_logits = sinks->data_ptr<float>();
-    request.rule.scale = float(scale);
-    request.rule.soft_cap = float(soft_cap);
-    if (budget) request.budget = index_t(*budget);
-    for (std::size_t i = 0; i + 1 < settings.size(); i += 2) request.settings.push_back({settings[i], settings[i + 1]});
-    if (!all.workers) all.workers = std::make_shared<tessera::cpu::executor>(at::get_num_threads());
-    request.workers = all.workers;
+    cache_request request =
+        request_of(layers, q_heads, kv_heads, sliding, window, scale, soft_cap, budget, settings, sinks, table);
+    request.shape.rope_frequencies.assign(rope_frequencies.begin(), rope_frequencies.end());
+    request.workers = all.executor();
     request.sequences = index_t(sequences);
     request.tokens = index_t(tokens);
     conversations made(device, request.shape, sinks);
@@ -115,15 +108,32 @@ void reserve(const Tensor& handle, std::int64_t tokens) {
   });
 }
 
+/// Flags [sequences, tokens] of a call, on the host: after which tokens a segment of the text ends. None: not said.
+Tensor flags_of(const c10::optional<Tensor>& boundaries, std::int64_t sequences, std::int64_t tokens) {
+  if (!boundaries) return {};
+  const at::IntArrayRef shape = boundaries->sizes();
+  tessera::require(shape.size() == 2 && shape[0] == sequences && shape[1] == tokens &&
+                       boundaries->scalar_type() == at::kByte && boundaries->is_cpu(),
+                   "boundaries", "of another shape, dtype or device", "[sequences, tokens] of torch.uint8 on the CPU",
+                   "pass 1 for a token after which a segment of the text ends, else 0");
+  return boundaries->contiguous();
+}
+text_flags row_of(const Tensor& flags, std::size_t sequence, index_t first, index_t last) {
+  if (!flags.defined()) return {};
+  const std::uint8_t* row = flags.data_ptr<std::uint8_t>() + offset_t(sequence) * flags.size(1);
+  return {row + first, row + last};
+}
+
 /// A chunk of prompts. Of sequence b, tokens [first[b], last[b]) are its own and the others padding, whose rows are 0.
 Tensor prompt(const Tensor& handle, std::int64_t layer, const Tensor& q0, const Tensor& k0, const Tensor& v0,
-              at::IntArrayRef first, at::IntArrayRef last) {
+              at::IntArrayRef first, at::IntArrayRef last, const c10::optional<Tensor>& boundaries) {
   const Tensor q = in_place(q0), k = in_place(k0), v = in_place(v0);
   const at::OptionalDeviceGuard device(at::device_of(q));
   const Tensor out = output_for(q, true);
   guarded([&](registry& all) {
     conversations& here = all.find(handle);
     check_rows(here, q, k, v);
+    const Tensor flags = flags_of(boundaries, q.size(0), q.size(2));
     const tensor_rows q_rows = rows_of(q), k_rows = rows_of(k), v_rows = rows_of(v),
                       out_rows = rows_of(out.transpose(1, 2));
     for (std::size_t b = 0; b < here.ids.size(); ++b) {
@@ -133,7 +143,7 @@ Tensor prompt(const Tensor& handle, std::int64_t layer, const Tensor& q0, const 
         return part_of(rows, x.element_size(), index_t(b), begin, end);
       };
       here.cache->prompt(index_t(layer), here.ids[b], part(q_rows, q), part(k_rows, k), part(v_rows, v),
-                         part(out_rows, out), here.stream());
+                         part(out_rows, out), row_of(flags, b, begin, end), here.stream());
       here.in_prompt[b] = true;
     }
   });
@@ -154,11 +164,14 @@ void end_prompt(const Tensor& handle, const Tensor& like) {
 
 /// The host's part of a step: before every step, also before a captured one is replayed; never captured itself.
 /// `like`: an empty tensor of the model's device whose third size is the number of tokens.
-void prepare_step(const Tensor& handle, const Tensor& like) {
+void prepare_step(const Tensor& handle, const Tensor& like, const c10::optional<Tensor>& boundaries) {
   const at::OptionalDeviceGuard device(at::device_of(like));
   guarded([&](registry& all) {
     conversations& here = all.find(handle);
-    here.actions = here.cache->prepare_step(here.ids, index_t(like.size(2)), here.stream());
+    const Tensor flags = flags_of(boundaries, std::int64_t(here.ids.size()), like.size(2));
+    const text_flags every =
+        flags.defined() ? text_flags(flags.data_ptr<std::uint8_t>(), std::size_t(flags.numel())) : text_flags();
+    here.actions = here.cache->prepare_step(here.ids, index_t(like.size(2)), every, here.stream());
     here.prepared = true;
   });
 }
@@ -193,7 +206,7 @@ Tensor step(const Tensor& handle, std::int64_t layer, const Tensor& q0, const Te
 
 // Shapes alone, for torch.compile.
 Tensor prompt_shape(const Tensor&, std::int64_t, const Tensor& q, const Tensor&, const Tensor&, at::IntArrayRef,
-                    at::IntArrayRef) {
+                    at::IntArrayRef, const c10::optional<Tensor>&) {
   return at::empty_symint({q.sym_size(0), q.sym_size(2), q.sym_size(1), q.sym_size(3)}, q.options());
 }
 Tensor step_shape(const Tensor&, std::int64_t, const Tensor& q, const Tensor&, const Tensor&) {
@@ -258,15 +271,17 @@ TORCH_LIBRARY(tessera, m) {
   m.def(
       "create(str library, int layers, int q_heads, int kv_heads, int[] sliding, int window, float scale, "
       "float soft_cap, int? budget, str[] settings, int sequences, int tokens, Tensor? sinks, "
-      "Device? device=None) -> Tensor",
+      "Device? device=None, float[] rope_frequencies=[], float[] table=[]) -> Tensor",
       &create);
   m.def("clone(Tensor cache) -> Tensor");
   m.def("destroy(int handle) -> ()", &destroy);
   m.def("parameters(str library) -> str", &parameters);
-  m.def("prompt(Tensor(a!) cache, int layer, Tensor q, Tensor k, Tensor v, int[] first, int[] last) -> Tensor");
+  m.def(
+      "prompt(Tensor(a!) cache, int layer, Tensor q, Tensor k, Tensor v, int[] first, int[] last, "
+      "Tensor? boundaries=None) -> Tensor");
   m.def("end_prompt(Tensor(a!) cache, Tensor like) -> ()");
   m.def("reserve(Tensor(a!) cache, int tokens) -> ()");
-  m.def("prepare_step(Tensor(a!) cache, Tensor like) -> ()");
+  m.def("prepare_step(Tensor(a!) cache, Tensor like, Tensor? boundaries=None) -> ()");
   m.def("actions(Tensor cache) -> int");
   m.def("begin_step(Tensor(a!) cache, Tensor like) -> ()");
   m.def("step(Tensor(a!) cache, int layer, Tensor q, Tensor k, Tensor v) -> Tensor");
@@ -304,6 +319,6 @@ TORCH_LIBRARY_IMPL(tessera, Meta, m) {
   m.impl("prompt", &tessera_torch::prompt_shape);
   m.impl("step", &tessera_torch::step_shape);
   m.impl("end_prompt", [](const at::Tensor&, const at::Tensor&) {});
-  m.impl("prepare_step", [](const at::Tensor&, const at::Tensor&) {});
+  m.impl("prepare_step", [](const at::Tensor&, const at::Tensor&, const c10::optional<at::Tensor>&) {});
   m.impl("begin_step", [](const at::Tensor&, const at::Tensor&) {});
 }

@@ -7,6 +7,7 @@
 #include <sstream>
 #include <tessera/budget/two_stage.hpp>
 #include <tessera/core/parameters.hpp>
+#include <tessera/core/share_table.hpp>
 #include <type_traits>
 
 #include "any_cache.hpp"
@@ -67,6 +68,22 @@ std::string parameters_text() {
   return all;
 }
 
+/// Gives the recipe's budget the table of a model's heads. Errors: one for a recipe that takes none.
+template <class Recipe>
+void give_table(Recipe& recipe, const cache_request& request) {
+  const tessera::share_table table{request.table->data(), request.shape.layers, request.shape.kv_heads};
+  const auto heads = std::size_t(table.layers) * std::size_t(table.kv_heads);
+  tessera::require(request.table->size() == heads, "numbers of the profile", request.table->size(),
+                   "one for each kv_head of the model, " + std::to_string(heads), "pass the profile of this model");
+  if constexpr (requires { recipe.retain.budget.gates; }) {
+    recipe.retain.budget.gates = table;
+  } else if constexpr (requires { recipe.retain.budget.shares; }) {
+    recipe.retain.budget.shares = table;
+  } else {
+    tessera::fail("profile", "given", "none: this method takes no table of the model's heads", "leave it out");
+  }
+}
+
 /// The recipe with what was asked for. Errors: an unknown parameter, a value that it may not have.
 template <class Recipe>
 Recipe requested(const cache_request& request) {
@@ -84,6 +101,7 @@ Recipe requested(const cache_request& request) {
     tessera::require(known, "parameter", "'" + given.name + "'", names, "pass one that this recipe has");
   }
   if (request.budget) recipe.set_budget(*request.budget);
+  if (request.table) give_table(recipe, request);
   recipe.attention.rule = request.rule;
   recipe.check();
   return recipe;

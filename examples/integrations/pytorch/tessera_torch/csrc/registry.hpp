@@ -2,6 +2,7 @@
 #pragma once
 
 #include <ATen/DeviceGuard.h>
+#include <ATen/Parallel.h>
 #include <dlfcn.h>
 #include <torch/types.h>
 
@@ -14,7 +15,7 @@
 #include <utility>
 #include <vector>
 
-#include "any_cache.hpp"
+#include "any_pages.hpp"
 
 #ifdef TESSERA_TORCH_CUDA
 #include "torch_memory.hpp"
@@ -61,10 +62,21 @@ struct conversations {
   }
 };
 
+/// A method's operations over pages of an engine.
+struct engine_pages {
+  std::unique_ptr<any_pages> pages;
+  index_t q_heads, kv_heads;
+  at::ScalarType dtype;
+  c10::optional<Tensor> sinks;  // what the shape's sink_logits point to
+
+  bool takes(at::ScalarType given) const { return given == dtype; }
+};
+
 /// All caches of the process. One operator runs at a time: the caches share the threads of one executor.
 struct registry {
   std::mutex lock;
   std::map<std::int64_t, conversations> all;
+  std::map<std::int64_t, engine_pages> pages;
   std::int64_t next = 1;
   std::shared_ptr<tessera::cpu::executor> workers;
   bool ran_out = false;  // whether the operator that runs was refused memory on a device
@@ -77,10 +89,24 @@ struct registry {
     all.emplace(next, std::move(made));
     return at::full({1}, next++, at::kLong);
   }
+  Tensor add(engine_pages made) {
+    pages.emplace(next, std::move(made));
+    return at::full({1}, next++, at::kLong);
+  }
+  std::shared_ptr<tessera::cpu::executor> executor() {
+    if (!workers) workers = std::make_shared<tessera::cpu::executor>(at::get_num_threads());
+    return workers;
+  }
   conversations& find(const Tensor& handle) {
     const auto found = all.find(handle.item<std::int64_t>());
     tessera::require(found != all.end(), "cache", handle.item<std::int64_t>(), "the handle of an open cache",
                      "make a new one");
+    return found->second;
+  }
+  engine_pages& find_pages(const Tensor& handle) {
+    const auto found = pages.find(handle.item<std::int64_t>());
+    tessera::require(found != pages.end(), "pages", handle.item<std::int64_t>(), "the handle of open ones",
+                     "make new ones");
     return found->second;
   }
 };
@@ -112,6 +138,32 @@ auto taking_memory(registry& all, conversations& here, Body&& body) {
     all.ran_out = here.memory && here.memory->ran_out();
     throw;
   }
+}
+
+/// What both kinds of libraries make theirs from; workers, sequences and tokens are to come.
+inline cache_request request_of(std::int64_t layers, std::int64_t q_heads, std::int64_t kv_heads,
+                                at::IntArrayRef sliding, std::int64_t window, double scale, double soft_cap,
+                                c10::optional<std::int64_t> budget, const std::vector<std::string>& settings,
+                                const c10::optional<Tensor>& sinks, at::ArrayRef<double> table) {
+  cache_request request;
+  request.shape = {index_t(layers), index_t(q_heads), index_t(kv_heads), index_t(window), {}};
+  if (!sliding.empty()) request.shape.sliding.resize(std::size_t(layers));
+  for (const std::int64_t layer : sliding) request.shape.sliding.at(std::size_t(layer)) = true;
+  if (sinks) request.shape.sink_logits = sinks->data_ptr<float>();
+  request.rule.scale = float(scale);
+  request.rule.soft_cap = float(soft_cap);
+  if (budget) request.budget = index_t(*budget);
+  for (std::size_t i = 0; i + 1 < settings.size(); i += 2) request.settings.push_back({settings[i], settings[i + 1]});
+  if (!table.empty()) request.table = std::make_shared<const std::vector<double>>(table.vec());
+  return request;
+}
+
+/// The stream that is current on a tensor's device. Null on the CPU.
+inline void* current_stream([[maybe_unused]] const Tensor& of) {
+#ifdef TESSERA_TORCH_CUDA
+  if (of.is_cuda()) return c10::cuda::getCurrentCUDAStream(of.device().index()).stream();
+#endif
+  return nullptr;
 }
 
 template <class Function>

@@ -116,11 +116,13 @@ void score_lagged(const View& view, index_t sequence, index_t head, const Scorer
         high[d] = std::max(high[d], row[d]);
       }
     }
+    channel_scale scales[Dim];
+    for (int d = 0; d < Dim; ++d) scales[d] = scorer.scale(low[d], high[d]);
     float top = -infinity, total = 0;
     for (index_t i = 0; i < lag; ++i) {
       load(first + i, row);
       std::fill_n(sums, Scorer::measures, 0.0f);
-      for (int d = 0; d < Dim; ++d) scorer.measure(row[d], low[d], high[d], sums);
+      for (int d = 0; d < Dim; ++d) scorer.measure(row[d], scales[d], sums);
       spreads[i] = scorer.spread(sums, Dim);
       if (spreads[i] < infinity) top = std::max(top, spreads[i]);
     }

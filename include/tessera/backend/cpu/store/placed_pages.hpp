@@ -42,11 +42,12 @@ class placed_rows<Layout, fixed_pages<Page>> {
     const std::size_t wanted = std::size_t(fixed_pages<Page>::pages_for(longest + tokens));
     if (wanted <= table.size()) return;
     const std::size_t missing = wanted - table.size();
-    if (free_.size() < missing) grow(index_t(missing - free_.size()));
+    if (std::size_t(free_pages_) < missing) grow(index_t(missing) - free_pages_);
     table.reserve(wanted);
     for (std::size_t i = 0; i < missing; ++i) {
-      table.push_back(free_.back());
-      free_.pop_back();
+      table.push_back(first_free_);
+      first_free_ = next_free_[std::size_t(first_free_)];
+      --free_pages_;
     }
   }
 
@@ -70,10 +71,12 @@ class placed_rows<Layout, fixed_pages<Page>> {
     return tables_[place];
   }
   void release(std::vector<index_t>& table, std::size_t left) {
-    while (table.size() > left) {
-      free_.push_back(table.back());
-      table.pop_back();
-    }
+    for (; table.size() > left; table.pop_back()) give_back(table.back());
+  }
+  void give_back(index_t page) {
+    next_free_[std::size_t(page)] = first_free_;
+    first_free_ = page;
+    ++free_pages_;
   }
   /// To exactly so many: resize alone would take twice as many.
   template <class X>
@@ -84,14 +87,14 @@ class placed_rows<Layout, fixed_pages<Page>> {
   void grow(index_t least) {
     const index_t added = std::max(least, pages_ / 8);
     const std::size_t rows = std::size_t(page_rows()) * std::size_t(pages_ + added);
-    free_.reserve(free_.size() + std::size_t(pages_ + added));  // giving back must not fail
+    enlarge(next_free_, std::size_t(pages_ + added));
     enlarge(k_, rows * Layout::k_dim);
     enlarge(v_, rows * Layout::v_dim);
     if constexpr (encoding_type::scaled) {
       enlarge(k_scales_, rows);
       enlarge(v_scales_, rows);
     }
-    for (index_t page = pages_ + added - 1; page >= pages_; --page) free_.push_back(page);
+    for (index_t page = pages_ + added - 1; page >= pages_; --page) give_back(page);
     pages_ += added;
   }
 
@@ -99,9 +102,11 @@ class placed_rows<Layout, fixed_pages<Page>> {
 
   using stored = typename encoding_type::stored_type;
   index_t heads_, pages_ = 0;
+  // A list through the free pages, as long as the pool: giving back needs no memory, in a copy of the pool neither.
+  std::vector<index_t> next_free_;
+  index_t first_free_ = no_index, free_pages_ = 0;
   std::vector<stored> k_, v_;
   std::vector<float> k_scales_, v_scales_;
-  std::vector<index_t> free_;
   std::vector<std::vector<index_t>> tables_;  // by place
 };
 

@@ -107,12 +107,11 @@ class cache_parts {
   /// Bytes that a sequence holds in all layers: rows with their positions and scores, candidates and index, remembered
   /// queries.
   offset_t bytes(index_t id) const {
-    const planned<Recipe>& fitted = policies(id);
     offset_t total = 0;
     for (index_t layer = 0; layer < shape_.layers; ++layer) {
       const token_bound held = reading_.lists().bound(layer, id, store_.bound(layer, id));
       total += store_.bytes(layer, id) + reading_.lists().bytes(layer, id) + first_.bytes_of_place() +
-               prompts_.bytes_of_place() + reading_.reader().bytes(fitted, held.longest);
+               prompts_.bytes_of_place() + reading_.reader().bytes(policies(id), held.longest);
     }
     return total;
   }
@@ -138,10 +137,12 @@ class cache_parts {
         entries = downloaded(stepped_of(shape_.layers + layer, id), lengths.size());
       }
       for (std::size_t h = 0; h < lengths.size(); ++h) {
-        const offset_t n = lengths[h], attended = follows ? reading_.reader().attended(conversation.policies, n) : n;
+        const head_place of{layer, id, index_t(h)};
+        const offset_t n = lengths[h],
+                       attended = follows ? reading_.reader().attended(conversation.policies, n, of) : n;
         total += attended * layout::token_bytes();
         if (!follows) continue;
-        total += reading_.reader().bytes_read(conversation.policies, n) + (observes_steps ? n * 4 : 0);
+        total += reading_.reader().bytes_read(conversation.policies, n, of) + (observes_steps ? n * 4 : 0);
         if (filters) total += (lists.size() > lengths.size() ? entries[h] : attended) * offset_t(sizeof(index_t));
         const offset_t stored = filters ? store_.bound(layer, id).longest : n;
         if (Recipe::retain_type::follows && chose) total += (stored - attended) * layout::key_bytes();
@@ -307,7 +308,7 @@ class cache_parts {
         store_.keep_in_place(all, kept, stream);
         steps_.scatter(store_.length_column(), layer, step.sequences(), stream);
       }
-      reading_.rebuild(layer, steps_.ids(), all, stream);
+      reading_.rebuild(layer, steps_.ids(), store_, all, stream);
     }
   }
   /// What a step that chooses leaves of a layer that will hold `before`, or lets through; then on the host's books.
@@ -339,15 +340,15 @@ class cache_parts {
   /// What a step reads of a layer that follows the recipe, which holds its tokens already.
   void read(index_t layer, const view_type& all, const rows_view<const T>& q, const rows_view<Out>& out,
             const rows_view<float>& lse, selection_view& chosen, cudaStream_t stream) {
-    const index_t* first = first_position_.data();
     const group_members& members = first_.members();
     reading_.take_in(layer, all, q.tokens, stream);
     for (index_t m = 0; m < members.count(); ++m) {
       const auto view = reading_.batch_view(layer, all, m);
-      const logit_rule rule = members.rule(roles_.rule(layer), m, stream);
-      if (!reading_.reader().choose(layer, view, q, first, out, lse, chosen, stream)) {
-        attention_.step(decode_problem<read_view_type, Out>{view, members.of(q, m), first, rule, members.of(out, m),
-                                                            members.of(lse, m), chosen},
+      if (!reading_.reader().choose(layer, reading_.shown(store_, all, view), q, first_position_.data(), out, lse,
+                                    chosen, stream)) {
+        attention_.step(decode_problem<read_view_type, Out>{view, members.of(q, m), first_position_.data(),
+                                                            members.rule(roles_.rule(layer), m, stream),
+                                                            members.of(out, m), members.of(lse, m), chosen},
                         stream);
       }
     }

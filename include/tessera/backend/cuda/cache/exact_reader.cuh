@@ -49,10 +49,10 @@ class exact_reader {
   void complete(const Any&...) const {}
   offset_t bytes(const planned<Recipe>&, index_t) const { return 0; }
   void require_fits(offset_t) const {}
-  static offset_t attended(const planned<Recipe>& policies, offset_t n) {
+  static offset_t attended(const planned<Recipe>& policies, offset_t n, const head_place&) {
     return std::min(n, operation::most_read(plan(policies)));
   }
-  static offset_t bytes_read(const planned<Recipe>& policies, offset_t n) {
+  static offset_t bytes_read(const planned<Recipe>& policies, offset_t n, const head_place&) {
     return operation::bytes_read(plan(policies), n);
   }
 

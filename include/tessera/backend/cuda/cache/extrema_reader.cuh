@@ -62,10 +62,7 @@ class extrema_reader {
     read_bounds bounds = bounds_of(recipe, options, bounds_);
     require(elements_of(bounds, tokens_) <= row_elements_, "page of the budget's plans", bounds.page,
             "at least " + std::to_string(bounds_.page), "make a new cache for this budget");
-    const index_t needed = std::min(options.tokens, most_planned(recipe, options));
-    require(needed <= tokens_, "tokens whose keys the budget's plans index", needed,
-            "at most cache_options::index_tokens, which is " + std::to_string(tokens_),
-            "raise index_tokens, or make a new cache for this budget");
+    require_indexed(recipe, options, tokens_);
     return {bounds, operation(recipe, bounds, shape, options.sequences, options.step_tokens, device)};
   }
   void adopt(fitted_operation&& fitted) {
@@ -75,10 +72,7 @@ class extrema_reader {
 
   void require_covered(const planned<Recipe>& policies) const { choose_.require_covered(plan(policies)); }
   /// Errors   more tokens than the index was made for.
-  void require_fits(offset_t tokens) const {
-    require(tokens <= tokens_, "tokens whose keys are indexed", tokens,
-            "at most cache_options::index_tokens, which is " + std::to_string(tokens_), "raise index_tokens");
-  }
+  void require_fits(offset_t tokens) const { require_index_fits(tokens, tokens_); }
   std::vector<detail::gathered_column> gathered() const {
     return {plans_.gathered(), begins_.gathered(), rooms_.gathered()};
   }
@@ -146,10 +140,10 @@ class extrema_reader {
     return shape_.kv_heads * (page_row_elements(fitted.page, k_dim, pages) * offset_t(sizeof(T)) +
                               (averages ? v_dim * offset_t(sizeof(double)) : 0));
   }
-  offset_t attended(const planned<Recipe>& policies, offset_t n) const {
+  offset_t attended(const planned<Recipe>& policies, offset_t n, const head_place&) const {
     return std::min(n, choose_.most_read(plan(policies)));
   }
-  offset_t bytes_read(const planned<Recipe>& policies, offset_t n) const {
+  offset_t bytes_read(const planned<Recipe>& policies, offset_t n, const head_place&) const {
     return operation::bytes_read(plan(policies), n) + (averages ? v_dim * offset_t(sizeof(double)) : 0);
   }
 
@@ -163,21 +157,6 @@ class extrema_reader {
       bounds.cover(read_plan::of(fitted.scorer, given.read), std::min(options.tokens, given.capacity + 16));
     });
     return bounds;
-  }
-  /// Where tokens are dropped, what plans keep and as much again: an answer that is longer needs `index_tokens`.
-  static index_t index_tokens(const Recipe& recipe, const cache_options& options) {
-    if (options.index_tokens > 0) return options.index_tokens;
-    if (!Recipe::retain_type::drops) return options.tokens;
-    return index_t(std::min<offset_t>(options.tokens, 2 * offset_t(most_planned(recipe, options)) + 1024));
-  }
-  /// The most tokens that a plan keeps and decodes; all where nothing is dropped.
-  static index_t most_planned(const Recipe& recipe, const cache_options& options) {
-    if (!Recipe::retain_type::drops) return options.tokens;
-    index_t most = 0;
-    for_each_plan(recipe, options, [&](const stage_plan& plan) {
-      most = std::max({most, plan.capacity, plan.retained, plan.read});
-    });
-    return most;
   }
   /// Elements of one row of the index, whatever the page.
   static offset_t elements_of(const read_bounds& bounds, index_t tokens) {

@@ -2,6 +2,7 @@
 #pragma once
 
 #include <algorithm>
+#include <string>
 
 #include "../../../planned.hpp"
 #include "../store/step_table.cuh"
@@ -20,6 +21,42 @@ void for_each_plan(const Recipe& recipe, const cache_options& options, const Vis
   visit(recipe.plan_unchecked(options.tokens));
 }
 
+/// The most tokens of a head that a plan keeps and decodes; all where nothing is dropped.
+template <class Recipe>
+index_t most_indexed(const Recipe& recipe, const cache_options& options) {
+  if (!Recipe::retain_type::drops) return options.tokens;
+  index_t most = 0;
+  for_each_plan(recipe, options, [&](const stage_plan& plan) {
+    most = std::max({most, plan.capacity, plan.retained, plan.read});
+  });
+  return most;
+}
+/// Tokens of a head that an index has room for. Where tokens are dropped, what plans keep and as much again: an answer that is
+/// longer needs `index_tokens`.
+template <class Recipe>
+index_t index_tokens(const Recipe& recipe, const cache_options& options) {
+  if (options.index_tokens > 0) return options.index_tokens;
+  if (!Recipe::retain_type::drops) return options.tokens;
+  return index_t(std::min<offset_t>(options.tokens, 2 * offset_t(most_indexed(recipe, options)) + 1024));
+}
+/// Errors   an index for `room` tokens of a head is too small for what the recipe's plans keep; for `tokens`.
+template <class Recipe>
+void require_indexed(const Recipe& recipe, const cache_options& options, index_t room) {
+  const index_t needed = std::min(options.tokens, most_indexed(recipe, options));
+  require(needed <= room, "tokens whose keys the budget's plans index", needed,
+          "at most cache_options::index_tokens, which is " + std::to_string(room),
+          "raise index_tokens, or make a new cache for this budget");
+}
+inline void require_index_fits(offset_t tokens, index_t room) {
+  require(tokens <= room, "tokens whose keys are indexed", tokens,
+          "at most cache_options::index_tokens, which is " + std::to_string(room), "raise index_tokens");
+}
+
+/// A kv_head of a layer of one sequence.
+struct head_place {
+  index_t layer, id, head;
+};
+
 template <class Recipe, class View, class Out>
 class exact_reader;
 
@@ -36,7 +73,8 @@ class exact_reader;
 ///   choose(layer, view, q, first, out, lse, chosen, stream) -> bool
 ///                                            sets `chosen`; or attends too, and answers true
 ///   complete(layer, ids, view, out, stream)   corrects the step's output; most have nothing to add
-///   bytes(policies, tokens), attended(policies, n), bytes_read(policies, n)   of one head
+///   bytes(policies, tokens)                  of the heads of a layer
+///   attended(policies, n, place), bytes_read(policies, n, place)   of one head; they may synchronise
 template <class Recipe, class View, class Out>
 struct reader_of {
   using type = exact_reader<Recipe, View, Out>;

@@ -5,9 +5,11 @@
 #include <vector>
 
 #include "../read/lists/candidates.cuh"
+#include "../read/segments/segmented_view.cuh"
 #include "../store/kv_store.cuh"
 #include "exact_reader.cuh"
 #include "extrema_reader.cuh"
+#include "segment_reader.cuh"
 
 TESSERA_NAMESPACE_BEGIN
 namespace cuda {
@@ -38,8 +40,8 @@ class whole_reader {
   void complete(const Any&...) const {}
   offset_t bytes(const planned<Recipe>&, index_t) const { return 0; }
   void require_fits(offset_t) const {}
-  static offset_t attended(const planned<Recipe>&, offset_t n) { return n; }
-  static offset_t bytes_read(const planned<Recipe>&, offset_t) { return 0; }
+  static offset_t attended(const planned<Recipe>&, offset_t n, const head_place&) { return n; }
+  static offset_t bytes_read(const planned<Recipe>&, offset_t, const head_place&) { return 0; }
 };
 
 template <class Recipe, class View, class Out>
@@ -59,7 +61,9 @@ class reading {
 
  public:
   using view_type = typename lists_type::view_type;
-  using reader_type = typename reader_of<Recipe, view_type, Out>::type;
+  /// What a reader gets to see: of a recipe whose steps see segments, with those of the view's slots.
+  using shown_type = std::conditional_t<Recipe::needs_step_segments, segmented_view<view_type>, view_type>;
+  using reader_type = typename reader_of<Recipe, shown_type, Out>::type;
   using place_list = typename store_type::place_list;
 
   reading(const Recipe& recipe, const model_shape& shape, const cache_options& options, const device_info& device)
@@ -90,11 +94,23 @@ class reading {
   /// A prompt has ended: what the reader keeps of a layer of one sequence is made anew.
   void refresh(index_t layer, index_t id, const store_type& store, cudaStream_t stream) const {
     const token_bound held = lists_.bound(layer, id, store.bound(layer, id));
-    reader_.refresh(layer, id, lists_.view(layer, id, store.view(layer, id)), held.longest, stream);
+    const all_view all = store.view(layer, id);
+    reader_.refresh(layer, id, shown(store, all, lists_.view(layer, id, all)), held.longest, stream);
   }
   /// Slots of a batch have moved in place.
-  void rebuild(index_t layer, const index_t* ids, const all_view& all, cudaStream_t stream) const {
-    reader_.rebuild(layer, ids, lists_.batch_view(layer, all), stream);
+  void rebuild(index_t layer, const index_t* ids, const store_type& store, const all_view& all,
+               cudaStream_t stream) const {
+    reader_.rebuild(layer, ids, shown(store, all, lists_.batch_view(layer, all)), stream);
+  }
+
+  /// `view`: of what `all`, the store's, has; as the reader sees it.
+  shown_type shown([[maybe_unused]] const store_type& store, [[maybe_unused]] const all_view& all,
+                   const view_type& view) const {
+    if constexpr (Recipe::needs_step_segments) {
+      return {view, store.segments(all)};
+    } else {
+      return view;
+    }
   }
 
   /// A batch's step is about to read a layer, which holds its tokens already: they join the candidates.

@@ -16,7 +16,7 @@ class text_marks {
  public:
   text_marks(index_t, index_t, index_t, index_t) {}
   new_segments of_chunk(const segment_marks&, index_t, cudaStream_t) const { return {}; }
-  void set(const std::vector<segment_cursor>&, cudaStream_t) const {}
+  void set(const std::vector<segment_cursor>&, const std::vector<std::uint8_t>&, cudaStream_t) const {}
   new_segments of_step(index_t) const { return {}; }
 };
 
@@ -28,7 +28,7 @@ class text_marks<true> {
       : layers_(layers),
         sequences_(sequences),
         flags_(std::size_t(tokens)),
-        no_flags_(std::size_t(sequences) * std::size_t(step_tokens)),
+        step_flags_(std::size_t(sequences) * std::size_t(step_tokens)),
         texts_(std::size_t(layers) * std::size_t(sequences)) {}
 
   /// The flags may be freed when this returns.
@@ -39,8 +39,13 @@ class text_marks<true> {
     return {flags_.data(), text_.data()};
   }
 
-  /// Before a step, on the host: where the texts of its sequences stand, the same in every layer.
-  void set(const std::vector<segment_cursor>& texts, cudaStream_t stream) const {
+  /// Before a step, on the host: where the texts of its sequences stand, the same in every layer, and its flags [sequences, tokens];
+  /// none of a recipe whose steps bring none.
+  void set(const std::vector<segment_cursor>& texts, const std::vector<std::uint8_t>& boundaries,
+           cudaStream_t stream) const {
+    if (!boundaries.empty())
+      check(cudaMemcpyAsync(step_flags_.data(), boundaries.data(), boundaries.size(), cudaMemcpyHostToDevice, stream),
+            "cudaMemcpyAsync");
     constexpr std::size_t most = detail::texts_at_a_time;
     for (std::size_t first = 0; first < texts.size(); first += most) {
       detail::some_texts some{};
@@ -51,12 +56,14 @@ class text_marks<true> {
       check(cudaGetLastError(), "launch of set_texts");
     }
   }
-  /// A layer of that step; no segment ends, but for its length. Recordable.
-  new_segments of_step(index_t layer) const { return {no_flags_.data(), texts_.data() + offset_t(layer) * sequences_}; }
+  /// A layer of that step; without flags no segment ends, but for its length. Recordable.
+  new_segments of_step(index_t layer) const {
+    return {step_flags_.data(), texts_.data() + offset_t(layer) * sequences_};
+  }
 
  private:
   index_t layers_, sequences_;
-  device_buffer<std::uint8_t> flags_, no_flags_;
+  device_buffer<std::uint8_t> flags_, step_flags_;
   device_buffer<segment_cursor> texts_, text_{1};
 };
 

@@ -45,6 +45,25 @@ __device__ __forceinline__ float lanes_max(float value) {
   return value;
 }
 
+/// `Count` sums over `Lanes` neighbouring lanes at once, both powers of two, Count <= Lanes: each lane gets that of
+/// values[rank % Count]. Lanes that no longer carry a value carry another: Count - 1 shuffles and log2(Lanes / Count) more.
+template <int Lanes, int Count>
+__device__ __forceinline__ float lanes_sums(float (&values)[Count], int rank) {
+  static_assert(Count <= Lanes && (Count & (Count - 1)) == 0, "tessera: lanes add up a power of two of values");
+#pragma unroll
+  for (int half = Count / 2; half > 0; half /= 2) {
+    const bool upper = rank & half;
+#pragma unroll
+    for (int i = 0; i < half; ++i) {
+      const float given = upper ? values[i] : values[i + half], kept = upper ? values[i + half] : values[i];
+      values[i] = kept + __shfl_xor_sync(~0u, given, half);
+    }
+  }
+#pragma unroll
+  for (int step = Count; step < Lanes; step *= 2) values[0] += __shfl_xor_sync(~0u, values[0], step);
+  return values[0];
+}
+
 /// The sum up to this lane, its own value included.
 template <class T>
 __device__ __forceinline__ T inclusive_sum(T value, int lane) {

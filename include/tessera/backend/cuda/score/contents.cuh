@@ -22,14 +22,7 @@ struct stored_chunks {
   static constexpr int dim = Keys ? View::k_dim : View::v_dim, chunks = dim / contents_chunk;
   static constexpr int lanes = chunks <= 8 ? 8 : chunks <= 16 ? 16 : 32, rows = contents_threads / lanes;
   static constexpr int at_once = sizeof(stored) == 4 ? 2 : 4;  // rows that a lane has in flight
-
-  /// The sum over the lanes of a row, on each of them.
-  template <class T>
-  __device__ static T row_sum(T x) {
-    x = lanes_sum < lanes < 16 ? lanes : 16 > (x);
-    if constexpr (lanes == 32) x += __shfl_xor_sync(~0u, x, 16);
-    return x;
-  }
+  static constexpr index_t tile = rows * at_once;              // neighbouring slots that a block has in flight
 
   /// What a lane holds of a slot's row before anything is done with it.
   struct raw {
@@ -67,34 +60,39 @@ struct stored_chunks {
     return View::encoding_type::scaled ? float(chunk.element[d]) * chunk.scale : float(chunk.element[d]);
   }
 
-  /// What the row's channels add up to, the same on all of its lanes. `anchor`: this lane's channels, or null.
+  /// What the channels of rows add up to: of row `lane % at_once`, which the lane is in charge of. `anchor`: this lane's channels,
+  /// or null.
   template <class Scorer>
-  __device__ static void measure(const Scorer& scorer, const raw& chunk, const float* anchor, int lane, float* sums) {
-#pragma unroll
-    for (int m = 0; m < Scorer::measures; ++m) sums[m] = 0;
+  __device__ static void measure(const Scorer& scorer, const raw (&chunk)[at_once], const float* anchor, int lane,
+                                 float (&sums)[Scorer::measures]) {
+    float parts[Scorer::measures][at_once] = {};
     if (lane < chunks) {
 #pragma unroll
-      for (int d = 0; d < contents_chunk; ++d) scorer.measure(value(chunk, d), anchor ? anchor[d] : 0.0f, sums);
+      for (int u = 0; u < at_once; ++u) {
+        float own[Scorer::measures] = {};
+#pragma unroll
+        for (int d = 0; d < contents_chunk; ++d) scorer.measure(value(chunk[u], d), anchor ? anchor[d] : 0.0f, own);
+#pragma unroll
+        for (int m = 0; m < Scorer::measures; ++m) parts[m][u] = own[m];
+      }
     }
 #pragma unroll
-    for (int m = 0; m < Scorer::measures; ++m) sums[m] = row_sum(sums[m]);
+    for (int m = 0; m < Scorer::measures; ++m) sums[m] = lanes_sums<lanes>(parts[m], lane);
   }
 
-  /// Calls see(slot, chunk, whether the slot is there) for a block's share of a row's slots; all lanes of a row meet in it.
-  template <class See>
-  __device__ static void each_row(const View& view, index_t b, index_t h, index_t length, bool aligned,
-                                  const See& see) {
+  /// Calls see(first, chunk) for a block's share of the tiles of a row of the batch; all lanes meet in it. chunk[u] is of slot
+  /// first + u, and zeros where that is not there. Tiles are `Backwards`, so that what was read last is read first.
+  template <bool Backwards, class See>
+  __device__ static void each_tile(const View& view, index_t b, index_t h, index_t length, bool aligned,
+                                   const See& see) {
     const int lane = threadIdx.x % lanes, group = threadIdx.x / lanes;
-    const index_t step = index_t(gridDim.x) * rows;
-    for (index_t first = index_t(blockIdx.x) * rows + group; first - group < length; first += step * at_once) {
+    const index_t tiles = ceil_div(length, tile);
+    for (index_t t = index_t(blockIdx.x); t < tiles; t += index_t(gridDim.x)) {
+      const index_t first = (Backwards ? tiles - 1 - t : t) * tile + group * at_once;
       raw chunk[at_once];
 #pragma unroll
-      for (int u = 0; u < at_once; ++u) {
-        const index_t slot = first + u * step;
-        fetch(view, b, h, slot, aligned, lane, slot < length, chunk[u]);
-      }
-#pragma unroll
-      for (int u = 0; u < at_once; ++u) see(first + u * step, chunk[u], first + u * step < length);
+      for (int u = 0; u < at_once; ++u) fetch(view, b, h, first + u, aligned, lane, first + u < length, chunk[u]);
+      see(first, chunk);
     }
   }
 };
@@ -115,22 +113,27 @@ __global__ void __launch_bounds__(contents_threads)
   __shared__ index_t counts[chunks::rows];
   const index_t row = blockIdx.y, b = row / view.kv_heads, h = row % view.kv_heads;
   const int lane = threadIdx.x % chunks::lanes, group = threadIdx.x / chunks::lanes;
+  const unsigned own_lanes = (~0u >> (32 - chunks::lanes)) << (threadIdx.x % 32 / chunks::lanes * chunks::lanes);
   double total[contents_chunk] = {};
   index_t counted = 0;
-  chunks::each_row(view, b, h, view.length(b, h), aligned, [&](index_t, const auto& chunk, bool there) {
-    int wrong = !there;
-#pragma unroll
-    for (int d = 0; d < contents_chunk; ++d) {
-      const float x = chunks::value(chunk, d);
-      wrong |= x - x != 0;
-    }
-    float sums[Scorer::measures];
+  const index_t length = view.length(b, h);
+  chunks::template each_tile<false>(view, b, h, length, aligned, [&](index_t first, const auto& chunk) {
+    float sums[Scorer::measures], few[contents_chunk] = {};
     chunks::measure(scorer, chunk, nullptr, lane, sums);
-    if (chunks::row_sum(wrong) != 0) return;  // alike on all lanes of the row, behind their last meeting
-    const float scale = scorer.anchor_scale(sums);
+    const float in_charge = scorer.anchor_scale(sums);
 #pragma unroll
-    for (int d = 0; d < contents_chunk; ++d) total[d] += double(chunks::value(chunk, d) * scale);
-    ++counted;
+    for (int u = 0; u < chunks::at_once; ++u) {
+      const float scale = __shfl_sync(~0u, in_charge, u, chunks::lanes);
+      float probe = 0;  // becomes NaN
+#pragma unroll
+      for (int d = 0; d < contents_chunk; ++d) probe += chunks::value(chunk[u], d) * 0.0f;
+      if ((__ballot_sync(~0u, probe != 0) & own_lanes) != 0 || first + u >= length) continue;
+#pragma unroll
+      for (int d = 0; d < contents_chunk; ++d) few[d] += chunks::value(chunk[u], d) * scale;
+      ++counted;
+    }
+#pragma unroll
+    for (int d = 0; d < contents_chunk; ++d) total[d] += double(few[d]);
   });
   if (lane < chunks::chunks) {
 #pragma unroll
@@ -151,37 +154,55 @@ __global__ void __launch_bounds__(contents_threads)
   }
 }
 
-/// A block a row: the mean of each channel, over the blocks in order.
-template <int Threads>
-__global__ void __launch_bounds__(Threads) mean_rows_entry(anchor_partials out, index_t blocks, int dim) {
+/// A block a row: the mean of each channel, in the same order every time.
+template <int Threads, int Dim>
+__global__ void __launch_bounds__(Threads) mean_rows_entry(anchor_partials out, index_t blocks) {
+  constexpr int shares = Threads / Dim;
+  __shared__ double parts[shares][Dim];
+  __shared__ index_t counted;
   const offset_t row = blockIdx.x;
-  offset_t counted = 0;
-  for (index_t i = 0; i < blocks; ++i) counted += out.counted[row * blocks + i];
-  for (int d = threadIdx.x; d < dim; d += Threads) {
+  const int d = threadIdx.x % Dim, share = threadIdx.x / Dim;
+  if (share < shares) {
     double sum = 0;
-    for (index_t i = 0; i < blocks; ++i) sum += out.sums[(row * blocks + i) * dim + d];
-    out.anchors[row * dim + d] = counted ? float(sum / double(counted)) : 0.0f;
+#pragma unroll 8
+    for (index_t i = share; i < blocks; i += shares) sum += out.sums[(row * blocks + i) * Dim + d];
+    parts[share][d] = sum;
   }
+  if (threadIdx.x < 32) {
+    index_t all = 0;
+    for (index_t i = index_t(threadIdx.x); i < blocks; i += 32) all += out.counted[row * blocks + i];
+    all = warp_sum(all);
+    if (threadIdx.x == 0) counted = all;
+  }
+  __syncthreads();
+  if (share > 0) return;
+  double sum = 0;
+#pragma unroll
+  for (int g = 0; g < shares; ++g) sum += parts[g][d];
+  out.anchors[row * Dim + d] = counted ? float(sum / double(counted)) : 0.0f;
 }
 
+/// The rows of an anchored scorer have been read before, the last of them last: they may still be near.
 template <class View, class Scorer, bool Keys>
 __global__ void __launch_bounds__(contents_threads)
     score_contents_entry(const __grid_constant__ View view, Scorer scorer, bool aligned, const float* anchors,
                          float* scores, offset_t row_stride) {
   using chunks = stored_chunks<View, Keys>;
-  const index_t row = blockIdx.y, b = row / view.kv_heads, h = row % view.kv_heads;
+  constexpr bool again = anchored_scorer<Scorer>;
+  const index_t row = again ? gridDim.y - 1 - blockIdx.y : blockIdx.y;
+  const index_t b = row / view.kv_heads, h = row % view.kv_heads, length = view.length(b, h);
   const int lane = threadIdx.x % chunks::lanes;
   float anchor[contents_chunk] = {};
-  if constexpr (anchored_scorer<Scorer>) {
+  if constexpr (again) {
 #pragma unroll
     for (int d = 0; d < contents_chunk; ++d) {
       if (lane < chunks::chunks) anchor[d] = anchors[offset_t(row) * chunks::dim + lane * contents_chunk + d];
     }
   }
-  chunks::each_row(view, b, h, view.length(b, h), aligned, [&](index_t slot, const auto& chunk, bool there) {
+  chunks::template each_tile<again>(view, b, h, length, aligned, [&](index_t first, const auto& chunk) {
     float sums[Scorer::measures];
-    chunks::measure(scorer, chunk, anchored_scorer<Scorer> ? anchor : nullptr, lane, sums);
-    if (there && lane == 0) scores[row * row_stride + slot] = scorer.score(sums);
+    chunks::measure(scorer, chunk, again ? anchor : nullptr, lane, sums);
+    if (lane < chunks::at_once && first + lane < length) scores[row * row_stride + first + lane] = scorer.score(sums);
   });
 }
 
@@ -201,7 +222,7 @@ class score_contents {
   /// `capacity`: the most tokens of a row.
   score_contents(index_t rows, index_t capacity) : rows_(rows) {
     require(rows >= 1 && rows <= 65535, "sequences * kv_heads", rows, "1 to 65535", "split the batch");
-    blocks_ = std::clamp(ceil_div(capacity, 4 * chunks::rows * chunks::at_once), 1, std::max(1, 2048 / rows));
+    blocks_ = std::clamp(ceil_div(capacity, 4 * chunks::tile), 1, std::max(1, 2048 / rows));
   }
 
   std::size_t workspace_bytes() const { return anchored ? anchors_at() + sizeof(float) * values() : 0; }
@@ -222,7 +243,7 @@ class score_contents {
                                              reinterpret_cast<index_t*>(bytes + counted_at()), anchors};
       detail::sum_rows_entry<View, Scorer, keys>
           <<<grid, detail::contents_threads, 0, stream>>>(view, scorer, aligned, partials);
-      detail::mean_rows_entry<128><<<unsigned(rows), 128, 0, stream>>>(partials, blocks_, chunks::dim);
+      detail::mean_rows_entry<1024, chunks::dim><<<unsigned(rows), 1024, 0, stream>>>(partials, blocks_);
     }
     detail::score_contents_entry<View, Scorer, keys>
         <<<grid, detail::contents_threads, 0, stream>>>(view, scorer, aligned, anchors, scores, row_stride);

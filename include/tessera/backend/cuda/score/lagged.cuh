@@ -1,14 +1,22 @@
-// Scores beside the tokens behind, on the GPU: a block measures one partition against the next one and ranks it.
+// Scores beside the tokens behind, on the GPU: a block measures partitions against the next ones and ranks them.
 #pragma once
 
-#include <algorithm>
+#include <cuda_bf16.h>
+#include <cuda_fp16.h>
 
-#include "../../../math/ordered.hpp"
+#include <algorithm>
+#include <type_traits>
+
+#include "../device/copy.cuh"
 #include "contents.cuh"
 
 TESSERA_NAMESPACE_BEGIN
 namespace cuda {
 namespace detail {
+
+/// Partitions that a block walks, beside the one behind them; those that it holds or waits for at a time.
+inline constexpr index_t lagged_run = 8, lagged_ahead = 2;
+inline constexpr int lagged_blocks = 3;
 
 template <class View, class Scorer>
 __global__ void __launch_bounds__(contents_threads)
@@ -19,112 +27,314 @@ __global__ void __launch_bounds__(contents_threads)
     scores[row * row_stride + i] = scorer.outside(i, stored);
 }
 
-/// A number over all threads of a block, on each of them; ends with a barrier, and needs one before.
-template <class Join>
-__device__ float over_block(float* meeting, float mine, const Join& join) {
-  const int lane = threadIdx.x % 32, warp = threadIdx.x / 32;
-  if (lane == 0) meeting[warp] = mine;
-  __syncthreads();
-  float all = meeting[0];
-  for (int w = 1; w < contents_threads / 32; ++w) all = join(all, meeting[w]);
-  __syncthreads();
-  return all;
-}
-
-/// Adds half of each slot's softmax of spreads over its partition to `scores`; spreads, scores [lag].
-template <bool Keys, class View, class Scorer>
-__device__ void add_spreads(const View& view, const Scorer& scorer, index_t b, index_t h, index_t first, bool aligned,
-                            float* memory, float* meeting, float* spreads, float* scores, bool begins) {
-  using chunks = stored_chunks<View, Keys>;
-  constexpr int rows = chunks::rows, dim = chunks::dim;
-  const int lane = threadIdx.x % chunks::lanes, group = threadIdx.x / chunks::lanes;
-  const index_t lag = scorer.lag;
-  float *lows = memory, *highs = memory + rows * dim;  // [rows, dim] each; the first rows hold the result
+/// The smallest and the largest finite element of a lane's channels, over the rows that it has seen.
+template <class Chunks>
+struct lane_extremes {
   float low[contents_chunk], high[contents_chunk];
+  __device__ lane_extremes() {
 #pragma unroll
-  for (int d = 0; d < contents_chunk; ++d) low[d] = infinity, high[d] = -infinity;
-  typename chunks::raw chunk;
-  for (index_t i = group; i < lag; i += rows) {
-    chunks::fetch(view, b, h, first + lag + i, aligned, lane, true, chunk);
+    for (int d = 0; d < contents_chunk; ++d) low[d] = infinity, high[d] = -infinity;
+  }
+  __device__ void see(const typename Chunks::raw& chunk) {
 #pragma unroll
     for (int d = 0; d < contents_chunk; ++d) {
-      const float x = chunks::value(chunk, d);
+      const float x = Chunks::value(chunk, d);
       if (x - x != 0) continue;
       low[d] = fminf(low[d], x), high[d] = fmaxf(high[d], x);
     }
   }
-  if (lane < chunks::chunks) {
+  /// Takes in what the other rows' lanes of a warp have seen.
+  __device__ void meet() {
 #pragma unroll
-    for (int d = 0; d < contents_chunk; ++d) {
-      lows[group * dim + lane * contents_chunk + d] = low[d];
-      highs[group * dim + lane * contents_chunk + d] = high[d];
-    }
-  }
-  __syncthreads();
-  for (int d = threadIdx.x; d < dim; d += contents_threads) {
-    for (int g = 1; g < rows; ++g) {
-      lows[d] = fminf(lows[d], lows[g * dim + d]);
-      highs[d] = fmaxf(highs[d], highs[g * dim + d]);
-    }
-  }
-  __syncthreads();
-  float top = -infinity;
-  for (index_t base = 0; base < lag; base += rows) {  // all lanes meet in it
-    const index_t i = base + group;
-    chunks::fetch(view, b, h, first + i, aligned, lane, i < lag, chunk);
-    float sums[Scorer::measures] = {};
-    if (lane < chunks::chunks) {
+    for (int step = Chunks::lanes; step < 32; step *= 2) {
 #pragma unroll
       for (int d = 0; d < contents_chunk; ++d) {
-        const int c = lane * contents_chunk + d;
-        scorer.measure(chunks::value(chunk, d), lows[c], highs[c], sums);
+        low[d] = fminf(low[d], __shfl_xor_sync(~0u, low[d], step));
+        high[d] = fmaxf(high[d], __shfl_xor_sync(~0u, high[d], step));
       }
     }
-#pragma unroll
-    for (int m = 0; m < Scorer::measures; ++m) sums[m] = chunks::row_sum(sums[m]);
-    if (i < lag && lane == 0) {
-      const float spread = scorer.spread(sums, dim);
-      spreads[i] = spread;
-      if (spread < infinity) top = fmaxf(top, spread);
+  }
+  __device__ float lowest(int d) const { return low[d]; }
+  __device__ float highest(int d) const { return high[d]; }
+};
+/// Elements of 16 bits stay in pairs: a quarter of the instructions.
+template <class Chunks>
+requires(sizeof(typename Chunks::stored) == 2) struct lane_extremes<Chunks> {
+  using pair = std::conditional_t<std::is_same_v<typename Chunks::stored, bf16>, __nv_bfloat162, __half2>;
+  pair low[contents_chunk / 2], high[contents_chunk / 2];
+  __device__ static pair both(float x) {
+    if constexpr (std::is_same_v<pair, __half2>) {
+      return __float2half2_rn(x);
+    } else {
+      return __float2bfloat162_rn(x);
     }
   }
-  top = over_block(meeting, warp_max(top), [](float x, float y) { return fmaxf(x, y); });
-  float total = 0;
-  for (index_t i = threadIdx.x; i < lag; i += contents_threads) {
-    const float spread = spreads[i], power = spread < infinity ? expf(spread - top) : nanf("");
+  __device__ lane_extremes() {
+#pragma unroll
+    for (int w = 0; w < contents_chunk / 2; ++w) low[w] = both(infinity), high[w] = both(-infinity);
+  }
+  __device__ void see(const typename Chunks::raw& chunk) {
+    const pair* pairs = reinterpret_cast<const pair*>(chunk.element);
+#pragma unroll
+    for (int w = 0; w < contents_chunk / 2; ++w) {
+      // Infinity becomes NaN, and of NaN and a number the number is taken.
+      const pair x = __hfma2(pairs[w], both(0), pairs[w]);
+      low[w] = __hmin2(low[w], x), high[w] = __hmax2(high[w], x);
+    }
+  }
+  __device__ void meet() {
+#pragma unroll
+    for (int step = Chunks::lanes; step < 32; step *= 2) {
+#pragma unroll
+      for (int w = 0; w < contents_chunk / 2; ++w) {
+        low[w] = __hmin2(low[w], __shfl_xor_sync(~0u, low[w], step));
+        high[w] = __hmax2(high[w], __shfl_xor_sync(~0u, high[w], step));
+      }
+    }
+  }
+  __device__ float lowest(int d) const { return d % 2 ? __high2float(low[d / 2]) : __low2float(low[d / 2]); }
+  __device__ float highest(int d) const { return d % 2 ? __high2float(high[d / 2]) : __low2float(high[d / 2]); }
+};
+
+/// Extremes of a partition by warp, and what its channels are put on.
+template <int Dim>
+struct partition_scales {
+  float lows[contents_threads / 32][Dim], highs[contents_threads / 32][Dim];
+  channel_scale scales[Dim];
+};
+
+/// Rows of partitions on their way to the block that measures them, `ahead` partitions at a time: each thread has places of its own
+/// in shared memory, for `at_once` rows, and nobody else reads them. The rows of longer partitions are read where they lie.
+template <class View, bool Keys>
+class partition_rows {
+ public:
+  using chunks = stored_chunks<View, Keys>;
+  using stored = typename chunks::stored;
+  using raw = typename chunks::raw;
+  static constexpr int rows = chunks::rows, at_once = sizeof(stored) == 4 ? 4 : 8, staged = rows * at_once;
+  struct place {
+    alignas(8 * sizeof(stored) < 16 ? 8 : 16) stored element[contents_chunk];
+  };
+  static constexpr int shared_bytes = lagged_ahead * at_once * contents_threads * int(sizeof(place));
+
+  __device__ partition_rows(const View& view, index_t b, index_t h, index_t first, index_t lag, bool aligned,
+                            void* shared)
+      : view_(view),
+        b_(b),
+        h_(h),
+        first_(first),
+        lag_(lag),
+        aligned_(aligned),
+        places_(static_cast<place*>(shared) + threadIdx.x) {}
+
+  /// Begins to bring a partition.
+  __device__ void bring(index_t partition) {
+#pragma unroll
+    for (int u = 0; u < at_once; ++u) {
+      if (u * rows + group() >= lag_ || lane() >= chunks::chunks) continue;
+      place& to = places_[(partition % lagged_ahead * at_once + u) * contents_threads];
+      if (!aligned_) {
+        raw chunk;
+        chunks::fetch(view_, b_, h_, slot(partition, u * rows), false, lane(), true, chunk);
+#pragma unroll
+        for (int d = 0; d < contents_chunk; ++d) to.element[d] = chunk.element[d];
+        continue;
+      }
+      const index_t from = slot(partition, u * rows);
+      const stored* row = (Keys ? view_.key(b_, h_, from) : view_.value(b_, h_, from)) + lane() * contents_chunk;
+      constexpr int step = sizeof(place) < 16 ? 4 : 16;
+#pragma unroll
+      for (int i = 0; i < int(sizeof(place)); i += step) {
+        const auto* source = reinterpret_cast<const unsigned char*>(row) + i;
+        const std::uint32_t target = shared_address(&to) + std::uint32_t(i);
+        step == 4 ? copy_async4(target, source) : copy_async16(target, source, true);
+      }
+    }
+    commit_copies();
+  }
+  /// Calls see(base, u, chunk) for the lane's rows base + u * rows + group of a partition that has arrived, at_once a time; some
+  /// may lie behind its end: what they hold is arbitrary. All lanes meet in it. end(base) follows them.
+  template <class See, class End>
+  __device__ void each(index_t partition, const See& see, const End& end) const {
+#pragma unroll
+    for (int u = 0; u < at_once; ++u) {
+      raw chunk;
+      const place& from = places_[(partition % lagged_ahead * at_once + u) * contents_threads];
+#pragma unroll
+      for (int d = 0; d < contents_chunk; ++d) chunk.element[d] = from.element[d];
+      chunk.scale = 1;
+      if constexpr (View::encoding_type::scaled) {
+        const index_t of = slot(partition, min(u * rows, lag_ - 1 - group()));
+        if (group() < lag_) chunk.scale = Keys ? view_.key_scale(b_, h_, of) : view_.value_scale(b_, h_, of);
+      }
+      see(index_t(0), u, chunk);
+    }
+    end(index_t(0));
+    for (index_t base = staged; base < lag_; base += staged) {
+      raw chunk[at_once];
+#pragma unroll
+      for (int u = 0; u < at_once; ++u)
+        chunks::fetch(view_, b_, h_, slot(partition, base + u * rows), aligned_, lane(),
+                      base + u * rows + group() < lag_, chunk[u]);
+#pragma unroll
+      for (int u = 0; u < at_once; ++u) see(base, u, chunk[u]);
+      end(base);
+    }
+  }
+  __device__ static int lane() { return int(threadIdx.x) % chunks::lanes; }
+  __device__ static int group() { return int(threadIdx.x) / chunks::lanes; }
+
+ private:
+  __device__ index_t slot(index_t partition, index_t row) const { return first_ + partition * lag_ + row + group(); }
+
+  const View& view_;
+  index_t b_, h_, first_, lag_;
+  bool aligned_;
+  place* places_;
+};
+
+/// Writes the spreads of `count` partitions from slot `first` on, which a next one follows, to spreads [count * lag].
+template <bool Keys, class View, class Scorer, class Memory>
+__device__ void measure_spreads(const View& view, const Scorer& scorer, index_t b, index_t h, index_t first,
+                                index_t count, bool aligned, Memory& memory, void* shared, float* spreads) {
+  using partitions = partition_rows<View, Keys>;
+  using chunks = typename partitions::chunks;
+  constexpr int rows = chunks::rows, dim = chunks::dim, at_once = partitions::at_once, measures = Scorer::measures;
+  const int lane = partitions::lane(), group = partitions::group(), warp = threadIdx.x / 32;
+  const index_t lag = scorer.lag;
+  partitions all(view, b, h, first, lag, aligned, shared);
+  all.bring(0);
+  all.bring(1);
+  for (index_t p = 0; p < count; ++p, spreads += lag) {
+    if (lagged_ahead > 2) {
+      p + 2 <= count ? all.bring(p + 2) : commit_copies();
+      wait_copies<1>();
+    } else {
+      wait_copies<0>();
+    }
+    lane_extremes<chunks> seen;
+    all.each(
+        p + 1,
+        [&](index_t base, int u, const auto& chunk) {
+          if (base + u * rows + group < lag) seen.see(chunk);
+        },
+        [](index_t) {});
+    seen.meet();
+    if (threadIdx.x % 32 < chunks::chunks) {
+#pragma unroll
+      for (int d = 0; d < contents_chunk; ++d) {
+        memory.lows[warp][lane * contents_chunk + d] = seen.lowest(d);
+        memory.highs[warp][lane * contents_chunk + d] = seen.highest(d);
+      }
+    }
+    __syncthreads();
+    for (int d = threadIdx.x; d < dim; d += contents_threads) {
+      float low = memory.lows[0][d], high = memory.highs[0][d];
+#pragma unroll
+      for (int w = 1; w < contents_threads / 32; ++w)
+        low = fminf(low, memory.lows[w][d]), high = fmaxf(high, memory.highs[w][d]);
+      memory.scales[d] = scorer.scale(low, high);
+    }
+    __syncthreads();  // extremes are written again behind it, scales behind the next one
+    channel_scale scales[contents_chunk];
+#pragma unroll
+    for (int d = 0; d < contents_chunk; ++d)
+      scales[d] = lane < chunks::chunks ? memory.scales[lane * contents_chunk + d] : channel_scale{};
+    float parts[measures][at_once];
+    all.each(
+        p,
+        [&](index_t, int u, const auto& chunk) {
+          float sums[measures] = {};
+#pragma unroll
+          for (int d = 0; d < contents_chunk; ++d) scorer.measure(chunks::value(chunk, d), scales[d], sums);
+#pragma unroll
+          for (int m = 0; m < measures; ++m) parts[m][u] = lane < chunks::chunks ? sums[m] : 0.0f;
+        },
+        [&](index_t base) {
+          float sums[measures];
+#pragma unroll
+          for (int m = 0; m < measures; ++m) sums[m] = lanes_sums<chunks::lanes>(parts[m], lane);
+          const index_t own = base + lane * rows + group;
+          if (lane < at_once && own < lag) spreads[own] = scorer.spread(sums, dim);
+        });
+    if (lagged_ahead == 2 && p + 2 <= count) all.bring(p + 2);
+  }
+}
+
+/// Half of each softmax of a partition's spreads, which take the spreads' place; a warp's work.
+__device__ inline void halve_softmax(float* spreads, index_t lag) {
+  const index_t lane = threadIdx.x % 32;
+  float top = -infinity, total = 0;
+  for (index_t i = lane; i < lag; i += 32) top = spreads[i] < infinity ? fmaxf(top, spreads[i]) : top;
+  top = warp_max(top);
+  for (index_t i = lane; i < lag; i += 32) {
+    const float power = spreads[i] < infinity ? expf(spreads[i] - top) : nanf("");
     spreads[i] = power;
     total += power == power ? power : 0.0f;
   }
-  total = over_block(meeting, warp_sum(total), [](float x, float y) { return x + y; });
-  for (index_t i = threadIdx.x; i < lag; i += contents_threads) {
-    scores[i] = (begins ? 0.0f : scores[i]) + spreads[i] / total / 2;
-  }
-  __syncthreads();
+  total = warp_sum(total);
+  for (index_t i = lane; i < lag; i += 32) spreads[i] = spreads[i] / total / 2;
 }
 
-/// x partitions, y a (sequence, kv_head). `scratch` [rows, 2, capacity].
+/// Writes what a partition's slots come to: how many rank behind each of them; a warp's work. `values` becomes what they rank by: sums
+/// are not negative, so their bits order as they do, and -1 stands for NaN.
+template <class Scorer>
+__device__ void rank_partition(const Scorer& scorer, const float* keys, float* values, float* out) {
+  constexpr int at_once = 4, absent = -2;
+  const index_t lane = threadIdx.x % 32, lag = scorer.lag;
+  int* ranked_by = reinterpret_cast<int*>(values);
+  for (index_t i = lane; i < lag; i += 32) {
+    const float sum = keys[i] + values[i];
+    ranked_by[i] = sum == sum ? __float_as_int(sum) : -1;
+  }
+  __syncwarp();
+  for (index_t first = 0; first < lag; first += 32 * at_once) {
+    int own[at_once], behind[at_once] = {}, limit[at_once];
+#pragma unroll
+    for (int k = 0; k < at_once; ++k) own[k] = first + k * 32 + lane < lag ? ranked_by[first + k * 32 + lane] : absent;
+    for (index_t others = 0; others < lag; others += 32) {
+#pragma unroll
+      for (int k = 0; k < at_once; ++k) limit[k] = own[k] + (others > first + k * 32);  // of equals the later is behind
+      const index_t there = min(32, lag - others);
+#pragma unroll 8
+      for (index_t j = 0; j < there; ++j) {
+        const int other = ranked_by[others + j];
+#pragma unroll
+        for (int k = 0; k < at_once; ++k) behind[k] += other < limit[k];
+      }
+    }
+#pragma unroll
+    for (int k = 0; k < at_once; ++k) {
+      behind[k] += __popc(__match_any_sync(~0u, own[k]) & (~1u << lane));  // equals among the warp's own
+      const index_t i = first + k * 32 + lane;
+      if (i < lag) out[i] = own[k] >= 0 ? scorer.ranked(behind[k]) : nanf("");
+    }
+  }
+}
+
+/// x runs of partitions, y a (sequence, kv_head). `scratch` [rows, 2, capacity].
 template <class View, class Scorer>
-__global__ void __launch_bounds__(contents_threads)
+__global__ void __launch_bounds__(contents_threads, lagged_blocks)
     score_lagged_entry(const __grid_constant__ View view, Scorer scorer, bool keys_aligned, bool values_aligned,
                        float* out, offset_t row_stride, float* scratch, index_t capacity) {
-  using keys = stored_chunks<View, true>;
-  using values = stored_chunks<View, false>;
-  constexpr int most =
-      keys::rows * keys::dim > values::rows * values::dim ? keys::rows * keys::dim : values::rows * values::dim;
-  __shared__ float memory[2 * most], meeting[contents_threads / 32];
+  __shared__ union {
+    partition_scales<View::k_dim> keys;
+    partition_scales<View::v_dim> values;
+  } memory;
+  extern __shared__ uint4 lagged_rows[];
   const index_t row = blockIdx.y, b = row / view.kv_heads, h = row % view.kv_heads, lag = scorer.lag;
   const index_t partitions = max(0, min(view.length(b, h), capacity) - scorer.sinks) / lag;
-  for (index_t p = blockIdx.x; p + 1 < partitions; p += index_t(gridDim.x)) {
-    const index_t first = scorer.sinks + p * lag;
-    float *spreads = scratch + offset_t(row) * 2 * capacity + first, *scores = spreads + capacity;
-    add_spreads<true>(view, scorer, b, h, first, keys_aligned, memory, meeting, spreads, scores, true);
-    add_spreads<false>(view, scorer, b, h, first, values_aligned, memory, meeting, spreads, scores, false);
-    for (index_t i = threadIdx.x; i < lag; i += contents_threads) {
-      const float own = scores[i];
-      const std::uint64_t key = rank_key(own, i);
-      index_t behind = 0;
-      for (index_t j = 0; j < lag; ++j) behind += rank_key(scores[j], j) < key;
-      out[row * row_stride + first + i] = own == own ? scorer.ranked(behind) : own;
+  for (index_t p = index_t(blockIdx.x) * lagged_run; p + 1 < partitions; p += index_t(gridDim.x) * lagged_run) {
+    const index_t count = min(lagged_run, partitions - 1 - p), first = scorer.sinks + p * lag;
+    float *of_keys = scratch + offset_t(row) * 2 * capacity + p * lag, *of_values = of_keys + capacity;
+    measure_spreads<true>(view, scorer, b, h, first, count, keys_aligned, memory.keys, lagged_rows, of_keys);
+    __syncthreads();
+    measure_spreads<false>(view, scorer, b, h, first, count, values_aligned, memory.values, lagged_rows, of_values);
+    __syncthreads();
+    for (index_t i = threadIdx.x / 32; i < count; i += contents_threads / 32) {
+      halve_softmax(of_keys + i * lag, lag);
+      halve_softmax(of_values + i * lag, lag);
+      rank_partition(scorer, of_keys + i * lag, of_values + i * lag, out + row * row_stride + first + i * lag);
     }
     __syncthreads();
   }
@@ -134,13 +344,16 @@ __global__ void __launch_bounds__(contents_threads)
 
 /// Writes the scores of all stored slots beside the tokens behind them: the device's cpu::score_lagged, to rounding of the
 /// spreads.
-/// Shapes   scores [rows, row_stride].   Workspace  two numbers a slot.   Cost  two reads of K and of V; lag comparisons a
-/// token.
+/// Shapes   scores [rows, row_stride].   Workspace  two numbers a slot.   Cost  one read of K and of V and of every eighth
+/// partition once more; lag comparisons a token.
 template <class View, lagged_scorer Scorer>
 class score_lagged {
  public:
   score_lagged(index_t rows, index_t capacity) : rows_(rows), capacity_(capacity) {
     require(rows >= 1 && rows <= 65535, "sequences * kv_heads", rows, "1 to 65535", "split the batch");
+    // The limit belongs to the kernel, not to this object: always the same.
+    check(cudaFuncSetAttribute(entry_, cudaFuncAttributeMaxDynamicSharedMemorySize, shared_bytes),
+          "cudaFuncSetAttribute");
   }
 
   std::size_t workspace_bytes() const { return std::size_t(rows_) * 2 * std::size_t(capacity_) * sizeof(float); }
@@ -157,15 +370,20 @@ class score_lagged {
     const dim3 all{unsigned(std::clamp(ceil_div(capacity_, 2048), 1, 64)), unsigned(rows)};
     detail::score_outside_entry<View, Scorer>
         <<<all, detail::contents_threads, 0, stream>>>(view, scorer, scores, row_stride);
-    const dim3 partitions{unsigned(std::clamp(capacity_ / scorer.lag, 1, 65535)), unsigned(rows)};
-    detail::score_lagged_entry<View, Scorer><<<partitions, detail::contents_threads, 0, stream>>>(
+    const index_t runs = ceil_div(capacity_ / scorer.lag, detail::lagged_run);
+    const dim3 partitions{unsigned(std::clamp(runs, 1, 65535)), unsigned(rows)};
+    entry_<<<partitions, detail::contents_threads, shared_bytes, stream>>>(
         view, scorer, rows_on_16_bytes(view.k, view.k_strides), rows_on_16_bytes(view.v, view.v_strides), scores,
         row_stride, static_cast<float*>(workspace), capacity_);
     check(cudaGetLastError(), "launch of score_lagged");
   }
 
  private:
+  static constexpr int shared_bytes = detail::partition_rows<View, true>::shared_bytes;
+
   index_t rows_, capacity_;
+  void (*entry_)(View, Scorer, bool, bool, float*, offset_t, float*,
+                 index_t) = detail::score_lagged_entry<View, Scorer>;
 };
 
 }  // namespace cuda

@@ -201,8 +201,9 @@ class conversation {
 
   void step() {
     const index_t batch = index_t(ids_.size()), n = draw(0, 2) ? 1 : draw(2, 8);
-    const auto host_step = host_.prepare_step(ids_, n);
-    const auto device_step = device_.prepare_step(ids_, n, nullptr);
+    const auto ends = random_boundaries<Method>(batch * n);
+    const auto host_step = host_.prepare_step(ids_, n, ends);
+    const auto device_step = device_.prepare_step(ids_, n, nullptr, ends);
     device_.begin_step(device_step, nullptr);
     for (index_t layer = 0; layer < shape_.layers && same_; ++layer) {
       const step_rows<T> x(batch, n, shape_, D, scales_);
@@ -286,6 +287,7 @@ class conversation {
     const index_t lists =
         reading_members(method_.retain, shape_.q_heads / shape_.kv_heads);  // each of them may swap one
     if (lists > 1) return lists;
+    if (Method::needs_step_segments) return 2 * most_segment_tokens;
     if constexpr (requires { typename Method::retain_type::selector_type; }) {
       using selector = typename Method::retain_type::selector_type;
       if constexpr (segment_selector<selector>) return 2 * most_segment_tokens;

@@ -31,7 +31,8 @@ class device_calls final : public support::called_cache {
   void close(index_t id) override { held_.close(id); }
   void reserve(index_t id, index_t tokens) override { held_.reserve(id, tokens, nullptr); }
   void prefill(index_t layer, index_t id, const rows& q, const rows& k, const rows& v) override {
-    held_.prefill(layer, id, there(q), there(k), there(v), nullptr, support::called_boundaries<Method>(k));
+    held_.prefill(layer, id, there(q), there(k), there(v), nullptr,
+                  support::with_fault(support::called_boundaries<Method>(k), fault));
   }
   void prefill_attention(index_t layer, index_t id, const rows& q, const results& out, const results& lse) override {
     held_.prefill_attention(layer, id, there(q), there(out, memory_->out), there(lse, memory_->lse), nullptr);
@@ -40,7 +41,8 @@ class device_calls final : public support::called_cache {
   }
   void end_prefill(index_t id) override { held_.end_prefill(id, nullptr); }
   batch prepare_step(const std::vector<index_t>& ids, index_t tokens) override {
-    return held_.prepare_step(ids, tokens, nullptr);
+    return held_.prepare_step(ids, tokens, nullptr,
+                              support::with_fault(support::called_step_boundaries<Method>(held_, ids, tokens), fault));
   }
   void begin_step(const batch& step) override { held_.begin_step(step, nullptr); }
   void decode(index_t layer, const batch& step, const rows& q, const rows& k, const rows& v, const results& out,
@@ -116,6 +118,8 @@ void call_at_random() {
   method.known.has_budget = retain_type::chooses || retrieve_type::retrieves;
   method.known.has_two = retain_type::chooses;
   method.known.accumulates = retain_type::observed == observes::every_query;
+  method.known.segments = Method::needs_segments;
+  method.known.step_segments = Method::needs_step_segments;
   if constexpr (retrieve_type::retrieves) method.known.exact = !retrieve_type::estimates && !retain_type::plans;
   const auto configured = [](const called_numbers& numbers) {
     Method made;

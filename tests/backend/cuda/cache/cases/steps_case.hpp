@@ -36,8 +36,9 @@ void reopen_and_step() {
   buffer<float> out(std::size_t(shape.q_heads * D)), expected(out.count);
   for (index_t i = 0; i < shrunk(100, 6); ++i) {
     const step_rows<T> x(1, 1, shape, D);
+    const auto ends = random_boundaries<Method>(1);
     for (auto [kv, to] : {std::pair{&used, &out}, std::pair{&fresh, &expected}}) {
-      const batch step = kv->prepare_step({0}, 1, nullptr);
+      const batch step = kv->prepare_step({0}, 1, nullptr, ends);
       kv->begin_step(step, nullptr);
       for (index_t layer = 0; layer < shape.layers; ++layer) {
         kv->decode(layer, step, x.rows(x.dq.data, 4), x.rows(x.dk.data, 2), x.rows(x.dv.data, 2),
@@ -95,11 +96,12 @@ std::size_t replay_steps_of(const Configure& configure) {
   const index_t steps = shrunk(40, 5);  // rows have room for 16 and move between replays
   for (index_t i = 0; i < steps; ++i) {
     std::swap(ids[0], ids[1]);
-    const batch now = recorded.prepare_step(ids, 1, stream);
+    const auto ends = random_boundaries<Method>(2);
+    const batch now = recorded.prepare_step(ids, 1, stream, ends);
     auto& step = graphs[{now.evicts_first, now.evicts_last}];
     if (!step) step = std::make_unique<graph>(stream, [&] { layers(recorded, now, out.data); });
     step->launch();
-    layers(launched, launched.prepare_step(ids, 1, stream), other.data);
+    layers(launched, launched.prepare_step(ids, 1, stream, ends), other.data);
     cuda::check(cudaStreamSynchronize(stream), "cudaStreamSynchronize");
     REQUIRE(same_bits(out.get(), other.get()));
     x.dq.set(normal<T>(x.q.size(), 1.5f));

@@ -3,6 +3,7 @@
 
 #include <algorithm>
 #include <memory>
+#include <optional>
 #include <utility>
 #include <vector>
 
@@ -69,7 +70,7 @@ class kv_store<Layout> {
       for (auto* counts : {&here.lengths, &here.packed, &here.whole}) std::fill(counts->begin(), counts->end(), 0);
       here.beside.clear();
       std::vector<segment_pointer>().swap(here.segments);
-      here.pending = {};
+      here.pending.reset();
       here.asked = {};
       here.prompt_tokens = 0;
     }
@@ -115,10 +116,11 @@ class kv_store<Layout> {
     here.prompt_tokens += tokens;
   }
 
-  /// Takes back what was appended at `first_position` and after it, none of which is packed, and what was prepared.
+  /// Takes back what was appended at `first_position` and after it, none of which is packed, and what was prepared. Needs no
+  /// memory.
   void take_back(index_t layer, index_t id, index_t first_position) {
     place& here = at(layer, id);
-    here.pending = {};
+    here.pending.reset();
     searches_.forget_prepared(index(layer, id));
     for (index_t h = 0; h < heads_; ++h) {
       index_t& length = here.lengths[std::size_t(h)];
@@ -162,9 +164,8 @@ class kv_store<Layout> {
     std::copy(whole.counts.begin(), whole.counts.end(), here.whole.begin());
     std::copy(chosen.counts.begin(), chosen.counts.end(), here.lengths.begin());
     for (const segment_pointer& segment : here.segments) {
-      if (here.pending.joins && segment == here.segments.back()) continue;  // its spare room is wanted
-      segment->rows.shrink(segment->lengths);
-      segment->means.shrink(segment->blocks_of(segment->lengths));
+      if (here.pending && here.pending->joins && segment == here.segments.back()) continue;  // its spare room is wanted
+      segment->shrink();
     }
     return true;
   }
@@ -178,13 +179,13 @@ class kv_store<Layout> {
   /// Errors   rows that have no basis: tessera::error.
   void prepare_to_pack(index_t layer, index_t id, const selection* kept, bool prompt_ends, executor& workers) {
     place& here = at(layer, id);
-    here.pending = {};
+    here.pending.reset();
     searches_.forget_prepared(index(layer, id));
     const row_lists due = due_rows(here, kept, prompt_ends);
     index_t longest = 0;
     for (const auto& list : due) longest = std::max(longest, index_t(list.size()));
     if (longest == 0) {
-      here.pending.prompt_ended = prompt_ends;
+      if (prompt_ends) here.pending.emplace().prompt_ended = true;
       return;
     }
     const auto from = whole_.view(index(layer, id), here.whole);
@@ -226,7 +227,8 @@ class kv_store<Layout> {
   /// Carries out what was prepared, behind `keep`.
   void pack(index_t layer, index_t id, executor& workers) {
     place& here = at(layer, id);
-    packing& made = here.pending;
+    if (!here.pending) return;
+    packing& made = *here.pending;
     if (made.prompt_ended) {
       here.prompt_tokens = 0;
       here.asked = {};
@@ -246,7 +248,7 @@ class kv_store<Layout> {
     }
     whole_.keep(index(layer, id), here.whole, made.left, workers);
     std::copy(made.left.counts.begin(), made.left.counts.end(), here.whole.begin());
-    here.pending = {};
+    here.pending.reset();
   }
 
   /// Between two steps: what a search has made of a segment takes its place, and a segment that has to end does.
@@ -316,7 +318,7 @@ class kv_store<Layout> {
     std::vector<segment_pointer> segments;
     window_squares asked;
     index_t prompt_tokens = 0;  // of the turn whose prompt goes on
-    packing pending;
+    std::optional<packing> pending;
     selection kept_whole;  // room for what `keep` keeps of the whole rows
   };
 

@@ -2,6 +2,7 @@
 #pragma once
 
 #include <memory>
+#include <new>
 #include <vector>
 
 #include "../../../../core/packed_row.hpp"
@@ -123,6 +124,14 @@ struct packed_segment {
     }
   }
 
+  /// Gives back what is not needed, where there is memory to do so.
+  void shrink() {
+    rows.shrink(lengths);
+    try {
+      means.shrink(blocks_of(lengths));
+    } catch (const std::bad_alloc&) {  // none for the counts: the means stay as they lie
+    }
+  }
   offset_t bytes() const { return rows.bytes() + means.bytes(); }
 
  private:

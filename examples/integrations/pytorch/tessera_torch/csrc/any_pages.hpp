@@ -1,0 +1,102 @@
+// One method's operations over pages that an engine owns, behind an interface: what any_cache.hpp is for whole caches.
+#pragma once
+
+#include <functional>
+#include <tessera/core/page_pool.hpp>
+#include <tessera/core/selection.hpp>
+#include <tessera/core/slot_column.hpp>
+#include <type_traits>
+
+#include "any_cache.hpp"
+
+namespace tessera_torch {
+
+/// One layer of an engine's pages; on a GPU every pointer is the device's.
+/// Shapes   k, v [pages, page, kv_heads, dim] in any strides but that of dim, which is 1; lengths [sequences, kv_heads];
+///          positions [sequences, kv_heads, capacity]; a table row for each sequence, or for each (sequence, kv_head), whose
+///          pages then have one head.
+struct paged_layer {
+  void *k = nullptr, *v = nullptr;
+  tessera::row_strides k_strides, v_strides;
+  index_t sequences = 0, kv_heads = 0;
+  index_t* lengths = nullptr;
+  tessera::slot_column<index_t> positions;
+  tessera::block_table table;
+  tessera::page_pool pool;
+
+  index_t capacity() const { return pool.max_blocks * table.page; }  ///< slots of a head
+
+  template <class View>
+  View as() const {
+    View view;
+    view.k = static_cast<typename View::stored_type*>(k);
+    view.v = static_cast<typename View::stored_type*>(v);
+    view.k_strides = k_strides;
+    view.v_strides = v_strides;
+    view.sequences = sequences;
+    view.kv_heads = kv_heads;
+    view.lengths = lengths;
+    view.length_strides = {kv_heads, 1};
+    view.positions = positions.data;
+    view.position_strides = {positions.sequence_stride, positions.head_stride};
+    view.table = table;
+    return view;
+  }
+};
+
+/// Slots of every (sequence, kv_head), ascending, at the front of its row.
+struct chosen_slots {
+  index_t* slots = nullptr;  ///< [sequences, kv_heads, capacity]; null: everything that is stored
+  index_t* counts = nullptr;
+  offset_t row_stride = 0;
+
+  tessera::selection_view view() const { return {slots, counts, nullptr, row_stride}; }
+};
+
+/// Which pages of a batch nobody needs, as tessera::free_pages_problem has it.
+struct page_return {
+  index_t layers = 1;
+  offset_t layer_stride = 0;  ///< of the lengths
+  index_t room = 0;
+  index_t *held = nullptr, *freed = nullptr, *freed_count = nullptr;
+};
+
+/// Memory of a GPU for one operation; null on the CPU.
+using scratch_memory = std::function<void*(std::size_t)>;
+
+/// `stream` is a cudaStream_t, null on the CPU. Rows are [sequences, tokens, heads, dim].
+/// Errors   tessera::error, before anything is changed.
+class any_pages {
+ public:
+  virtual ~any_pages() = default;
+
+  virtual int element_code() const = 0;  ///< see code_of
+  virtual index_t head_dim() const = 0;
+
+  /// New tokens behind what every head holds; lengths and positions move on. new_tokens [sequences], or null: all rows.
+  virtual void append(const paged_layer& to, const tensor_rows& k, const tensor_rows& v, const index_t* new_tokens,
+                      const index_t* first_position, void* stream) = 0;
+  /// What the method's first stage keeps of a layer by the newest queries of each sequence. valid [sequences], or null.
+  virtual void choose(const paged_layer& from, index_t layer, const tensor_rows& q, const index_t* valid,
+                      const index_t* first_position, const chosen_slots& to, const scratch_memory& scratch,
+                      void* stream) = 0;
+  /// Chosen rows, and their positions, move to slots 0, 1, 2, ... of their head; lengths become the counts.
+  virtual void pack(const paged_layer& in, const chosen_slots& chosen, const scratch_memory& scratch, void* stream) = 0;
+  virtual void free_pages(const paged_layer& of, const page_return& to, void* stream) = 0;
+  /// Attention of the newest q.tokens tokens. out [sequences, tokens, q_heads, dim] and lse [sequences, tokens, q_heads], fp32.
+  virtual void attend(const paged_layer& to, index_t layer, const tensor_rows& q, const index_t* first_position,
+                      const chosen_slots& chosen, const tensor_rows& out, const tensor_rows& lse,
+                      const scratch_memory& scratch, void* stream) = 0;
+};
+
+template <class T>
+constexpr int code_of() {
+  return std::is_same_v<T, float> ? 0 : std::is_same_v<T, tessera::bf16> ? 1 : 2;
+}
+
+}  // namespace tessera_torch
+
+extern "C" {
+/// Errors: tessera::error, for parameters or shapes that make no sense.
+tessera_torch::any_pages* tessera_torch_make_pages(const tessera_torch::cache_request& request);
+}

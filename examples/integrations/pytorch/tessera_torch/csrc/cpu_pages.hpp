@@ -1,0 +1,89 @@
+// A method's operations over an engine's pages on the CPU.
+#pragma once
+
+#include <algorithm>
+#include <tessera/backend/cpu/attend/attend.hpp>
+#include <tessera/backend/cpu/choose/score_and_choose.hpp>
+#include <tessera/backend/cpu/store/free_pages.hpp>
+#include <tessera/backend/cpu/store/pack.hpp>
+
+#include "method_pages.hpp"
+
+namespace tessera_torch {
+
+template <class Recipe>
+class cpu_pages final : public method_pages<Recipe> {
+  using base = method_pages<Recipe>;
+  using typename base::T, typename base::view_type;
+
+ public:
+  explicit cpu_pages(const cache_request& request) : base(request), workers_(request.workers) {}
+
+  void append(const paged_layer& to, const tensor_rows& k, const tensor_rows& v, const index_t* new_tokens,
+              const index_t* first_position, void*) override {
+    tessera::append_problem<view_type, T> p;
+    p.view = to.as<view_type>();
+    p.k = k.as<const T>();
+    p.v = v.as<const T>();
+    p.lengths = to.lengths;
+    p.new_tokens = new_tokens;
+    p.first_position = first_position;
+    p.positions = to.positions;
+    p.pool = to.pool;
+    tessera::cpu::append(p);
+  }
+
+  void choose(const paged_layer& from, index_t layer, const tensor_rows& q, const index_t* valid,
+              const index_t* first_position, const chosen_slots& to, const scratch_memory&, void*) override {
+    if constexpr (base::chooses) {
+      tessera::cpu::score_and_choose(base::first(), base::problem(from, layer, q, valid, first_position), kept_,
+                                     choosing_, *workers_);
+      for (index_t row = 0; row < from.sequences * from.kv_heads; ++row) {
+        to.counts[row] = kept_.counts[std::size_t(row)];
+        std::copy_n(kept_.row(row), to.counts[row], to.slots + row * to.row_stride);
+      }
+    } else {
+      base::refuse_to_choose();
+    }
+  }
+
+  void pack(const paged_layer& in, const chosen_slots& chosen, const scratch_memory&, void*) override {
+    const auto view = in.as<view_type>();
+    tessera::pack_problem<view_type, view_type> p{view, chosen.view(), view};
+    p.positions = in.positions;
+    p.lengths = in.lengths;
+    p.pool = in.pool;
+    tessera::cpu::pack(p, *workers_);
+  }
+
+  void free_pages(const paged_layer& of, const page_return& to, void*) override {
+    tessera::free_pages_problem<view_type> p;
+    p.view = of.as<view_type>();
+    p.layers = to.layers;
+    p.layer_stride = to.layer_stride;
+    p.room = to.room;
+    p.held = to.held;
+    p.freed = to.freed;
+    p.freed_stride = of.pool.max_blocks;
+    p.freed_count = to.freed_count;
+    p.pool = of.pool;
+    tessera::cpu::free_pages(p);
+  }
+
+  void attend(const paged_layer& to, index_t layer, const tensor_rows& q, const index_t* first_position,
+              const chosen_slots& chosen, const tensor_rows& out, const tensor_rows& lse, const scratch_memory&,
+              void*) override {
+    const tessera::selection_view slots = chosen.view();
+    tessera::cpu::decode_attention(to.as<view_type>(), tessera::cpu::query_rows<T>{q.as<const T>(), first_position},
+                                   base::rule(layer), chosen.slots ? &slots : nullptr,
+                                   {out.as<float>(), lse.as<float>()}, attending_, *workers_);
+  }
+
+ private:
+  std::shared_ptr<tessera::cpu::executor> workers_;
+  tessera::selection kept_;
+  tessera::cpu::choose_workspace<view_type::k_dim> choosing_;
+  tessera::cpu::decode_workspace attending_;
+};
+
+}  // namespace tessera_torch

@@ -1,0 +1,154 @@
+// A method's operations over an engine's pages on the GPU: the device's counterpart of cpu_pages.hpp.
+#pragma once
+
+#include <array>
+#include <optional>
+#include <tessera/backend/cuda/attend/decode/decode_attention.cuh>
+#include <tessera/backend/cuda/choose/score_and_choose.cuh>
+#include <tessera/backend/cuda/store/append.cuh>
+#include <tessera/backend/cuda/store/free_pages.cuh>
+#include <tessera/backend/cuda/store/pack.cuh>
+
+#include "method_pages.hpp"
+
+namespace tessera_torch {
+
+/// An operation of the library that is made for bounds, made again when others are asked for.
+template <class Operation>
+class made_for {
+ public:
+  template <class Make>
+  const Operation& operator()(const std::array<index_t, 5>& bounds, Make&& make) {
+    if (!made_ || bounds != bounds_) {
+      made_.emplace(make());
+      bounds_ = bounds;
+    }
+    return *made_;
+  }
+
+ private:
+  std::array<index_t, 5> bounds_{};
+  std::optional<Operation> made_;
+};
+
+/// Nothing is waited for; memory comes from `scratch` alone. Tables, lengths and slots are the device's: what is wrong in them
+/// the host does not see.
+template <class Recipe>
+class cuda_pages final : public method_pages<Recipe> {
+  using base = method_pages<Recipe>;
+  using typename base::T, typename base::view_type;
+  using first_stage = typename base::first_stage;
+
+ public:
+  explicit cuda_pages(const cache_request& request) : base(request), device_(tessera::cuda::device_info::current()) {
+    tessera::require(!request.table, "profile", "given", "none: the device reads no table of the host's",
+                     "choose on the CPU, or use the method's cache");
+  }
+
+  void append(const paged_layer& to, const tensor_rows& k, const tensor_rows& v, const index_t* new_tokens,
+              const index_t* first_position, void* stream) override {
+    tessera::append_problem<view_type, T> p;
+    p.view = to.as<view_type>();
+    p.k = k.as<const T>();
+    p.v = v.as<const T>();
+    p.lengths = to.lengths;
+    p.new_tokens = new_tokens;
+    p.first_position = first_position;
+    p.positions = to.positions;
+    tessera::cuda::append<view_type, T>(to.sequences, to.kv_heads).run(p, nullptr, at(stream));
+  }
+
+  void choose(const paged_layer& from, index_t layer, const tensor_rows& q, const index_t* valid,
+              const index_t* first_position, const chosen_slots& to, const scratch_memory& scratch,
+              void* stream) override {
+    if constexpr (base::chooses) {
+      const tessera::cuda::choose_limits limits{from.sequences, from.kv_heads, base::shape().q_heads,
+                                                std::max(1, q.tokens), from.capacity()};
+      const auto& operation =
+          choosing_({limits.sequences, limits.kv_heads, limits.q_heads, limits.queries, limits.capacity},
+                    [&] { return chooser(base::first(), limits, device_); });
+      const tessera::selection_view kept =
+          operation.run(base::first(), base::problem(from, layer, q, valid, first_position),
+                        scratch(operation.workspace_bytes()), at(stream));
+      const std::size_t rows = std::size_t(from.sequences) * std::size_t(from.kv_heads), slot = sizeof(index_t);
+      const std::size_t each = std::size_t(from.capacity()) * slot;
+      tessera::require(!kept.offsets && kept.row_stride >= from.capacity(), "row stride of what is kept",
+                       kept.row_stride, "the capacity", "make the operation for all that is stored");
+      tessera::cuda::check(
+          cudaMemcpy2DAsync(to.slots, std::size_t(to.row_stride) * slot, kept.indices,
+                            std::size_t(kept.row_stride) * slot, each, rows, cudaMemcpyDeviceToDevice, at(stream)),
+          "cudaMemcpy2DAsync");
+      tessera::cuda::check(cudaMemcpyAsync(to.counts, kept.counts, rows * slot, cudaMemcpyDeviceToDevice, at(stream)),
+                           "cudaMemcpyAsync");
+    } else {
+      base::refuse_to_choose();
+    }
+  }
+
+  void pack(const paged_layer& in, const chosen_slots& chosen, const scratch_memory& scratch, void* stream) override {
+    const auto& operation = packing_({in.sequences, in.kv_heads, in.capacity()},
+                                     [&] { return packer(in.sequences, in.kv_heads, in.capacity(), device_); });
+    const auto view = in.as<view_type>();
+    tessera::pack_problem<view_type, view_type> p{view, chosen.view(), view};
+    p.positions = in.positions;
+    p.lengths = in.lengths;
+    void* memory = scratch(operation.workspace_bytes());
+    operation.prepare(memory, at(stream));
+    operation.run(p, memory, at(stream));
+  }
+
+  void free_pages(const paged_layer& of, const page_return& to, void* stream) override {
+    tessera::free_pages_problem<view_type> p;
+    p.view = of.as<view_type>();
+    p.layers = to.layers;
+    p.layer_stride = to.layer_stride;
+    p.room = to.room;
+    p.held = to.held;
+    p.freed = to.freed;
+    p.freed_stride = of.pool.max_blocks;
+    p.freed_count = to.freed_count;
+    p.pool = of.pool;
+    tessera::cuda::free_pages(p, at(stream));
+  }
+
+  void attend(const paged_layer& to, index_t layer, const tensor_rows& q, const index_t* first_position,
+              const chosen_slots& chosen, const tensor_rows& out, const tensor_rows& lse, const scratch_memory& scratch,
+              void* stream) override {
+    const auto& operation = attending_({to.sequences, to.kv_heads, q.heads, q.tokens}, [&] {
+      return attention(to.sequences, to.kv_heads, q.heads, q.tokens, device_);
+    });
+    tessera::cuda::decode_problem<view_type> p{};
+    p.view = to.as<view_type>();
+    p.q = q.as<const T>();
+    p.first_position = first_position;
+    p.rule = base::rule(layer);
+    p.out = out.as<float>();
+    p.lse = lse.as<float>();
+    if (chosen.slots) p.chosen = chosen.view();
+    void* memory = scratch(operation.workspace_bytes());
+    operation.prepare(memory, at(stream));
+    operation.run(p, memory, at(stream));
+  }
+
+ private:
+  using attention = tessera::cuda::decode_attention<view_type>;
+  using packer = tessera::cuda::pack<view_type, view_type, true>;
+  template <bool Chooses, class Stage>
+  struct chooser_of {
+    using type = tessera::cuda::score_and_choose<view_type, Stage>;
+  };
+  template <class Stage>
+  struct chooser_of<false, Stage> {
+    using type = int;
+  };
+  using chooser = typename chooser_of<base::chooses, first_stage>::type;
+
+  static cudaStream_t at(void* stream) { return static_cast<cudaStream_t>(stream); }
+
+  tessera::cuda::device_info device_;
+  made_for<chooser> choosing_;
+  made_for<packer> packing_;
+  made_for<attention> attending_;
+};
+
+}  // namespace tessera_torch

@@ -1,0 +1,315 @@
+// The operators torch.ops.tessera over an engine's own pages: a method's first stage, and what follows from its choice.
+//
+// The engine's tensors go in as they are and are changed in place: pools k, v [pages, page, kv_heads, dim] in any strides
+// (of NHD and HND pools, views), tables [sequences, blocks] or [sequences, kv_heads, blocks], lengths [sequences, kv_heads] and
+// positions [sequences, kv_heads, at least blocks * page], int32. New rows and queries are [sequences, tokens, heads, dim].
+#include <ATen/DeviceGuard.h>
+#include <torch/library.h>
+
+#include <string>
+#include <tuple>
+
+#include "registry.hpp"
+
+namespace tessera_torch {
+namespace {
+
+using maybe_tensor = c10::optional<Tensor>;
+
+std::string text_of(at::IntArrayRef sizes) {
+  std::string text;
+  for (const std::int64_t size : sizes) text += (text.empty() ? "[" : ", ") + std::to_string(size);
+  return text.empty() ? "[]" : text + "]";
+}
+
+/// Numbers of the engine: int32, on the device of its pools, of a shape whose last size is next to each other.
+index_t* counts_in(const Tensor& x, const char* name, at::IntArrayRef sizes, c10::Device device) {
+  tessera::require(x.scalar_type() == at::kInt && x.device() == device, std::string("dtype and device of ") + name,
+                   std::string(c10::toString(x.scalar_type())) + ", " + x.device().str(), "Int, " + device.str(),
+                   "keep it beside the pools as torch.int32");
+  tessera::require(x.sizes() == sizes && x.is_contiguous(), std::string("shape of ") + name,
+                   text_of(x.sizes()) + (x.is_contiguous() ? "" : ", not contiguous"), text_of(sizes),
+                   "pass a contiguous tensor of one number for each");
+  return x.data_ptr<index_t>();
+}
+const index_t* counts_in(const maybe_tensor& x, const char* name, at::IntArrayRef sizes, c10::Device device) {
+  return x ? counts_in(*x, name, sizes, device) : nullptr;
+}
+
+/// Tables and lengths alone.
+paged_layer tables_of(const engine_pages& here, const Tensor& tables, const Tensor& lengths, std::int64_t page) {
+  paged_layer layer;
+  const bool own = tables.dim() == 3;
+  tessera::require(tables.dim() == 2 || (own && tables.size(1) == here.kv_heads), "shape of tables",
+                   text_of(tables.sizes()), "[sequences, blocks] or [sequences, kv_heads, blocks]",
+                   "pass a row of pages for each sequence, or for each of its kv_heads");
+  layer.sequences = index_t(tables.size(0));
+  layer.kv_heads = here.kv_heads;
+  layer.table.blocks = counts_in(tables, "tables", tables.sizes(), lengths.device());
+  layer.table.page = index_t(page);
+  layer.table.sequence_stride = tables.stride(0);
+  layer.table.head_stride = own ? tables.stride(1) : 0;
+  layer.pool.max_blocks = index_t(tables.size(-1));
+  return layer;
+}
+
+paged_layer layer_of(const engine_pages& here, const Tensor& k, const Tensor& v, const Tensor& tables,
+                     const Tensor& lengths, const Tensor& positions) {
+  tessera::require(k.dim() == 4 && v.sizes() == k.sizes() && k.stride(3) == 1 && v.stride(3) == 1, "shape of k and v",
+                   text_of(k.sizes()) + " and " + text_of(v.sizes()),
+                   "[pages, page, kv_heads, dim] both, the elements of a row side by side",
+                   "permute the pools to it: that copies nothing");
+  paged_layer layer = tables_of(here, tables, lengths, k.size(1));
+  const bool own = layer.table.head_stride != 0;
+  tessera::require(k.size(2) == (own ? 1 : here.kv_heads) && k.size(3) == here.pages->head_dim(),
+                   "kv_heads and dim of k", text_of(k.sizes().slice(2)),
+                   text_of({own ? 1 : here.kv_heads, here.pages->head_dim()}),
+                   own ? "pages of one kv_head have one" : "pass the pools of this model");
+  for (const Tensor& x : {k, v}) {
+    tessera::require(here.takes(x.scalar_type()), "dtype of k and v", c10::toString(x.scalar_type()),
+                     c10::toString(here.dtype), "pass what the operations were made for");
+  }
+  tessera::require(k.device() == v.device() && k.device() == lengths.device(), "device of k, v and lengths",
+                   k.device().str() + ", " + v.device().str() + ", " + lengths.device().str(), "one",
+                   "keep an engine's tensors together");
+  layer.k = k.data_ptr();
+  layer.v = v.data_ptr();
+  layer.k_strides = {k.stride(0), own ? 0 : k.stride(2), k.stride(1), 1};
+  layer.v_strides = {v.stride(0), own ? 0 : v.stride(2), v.stride(1), 1};
+  layer.pool.pages = index_t(k.size(0));
+  layer.lengths = counts_in(lengths, "lengths", {layer.sequences, layer.kv_heads}, k.device());
+  tessera::require(positions.dim() == 3 && positions.size(2) >= layer.capacity(), "shape of positions",
+                   text_of(positions.sizes()),
+                   "[sequences, kv_heads, at least " + std::to_string(layer.capacity()) + "]",
+                   "make room for a position of every slot");
+  layer.positions.data =
+      counts_in(positions, "positions", {layer.sequences, layer.kv_heads, positions.size(2)}, k.device());
+  layer.positions.sequence_stride = positions.stride(0);
+  layer.positions.head_stride = positions.stride(1);
+  return layer;
+}
+
+/// Rows [sequences, tokens, heads, dim] beside a layer.
+tensor_rows rows_beside(const engine_pages& here, const paged_layer& layer, const Tensor& x, const char* name,
+                        index_t heads) {
+  tessera::require(x.dim() == 4 && x.size(0) == layer.sequences && x.size(2) == heads &&
+                       x.size(3) == here.pages->head_dim() && x.stride(3) == 1,
+                   std::string("shape of ") + name, text_of(x.sizes()),
+                   text_of({layer.sequences, x.dim() == 4 ? x.size(1) : 1, heads, here.pages->head_dim()}),
+                   "pass [sequences, tokens, heads, dim], the elements of a row side by side");
+  tessera::require(here.takes(x.scalar_type()), std::string("dtype of ") + name, c10::toString(x.scalar_type()),
+                   c10::toString(here.dtype), "pass what the operations were made for");
+  return {x.data_ptr(),       x.stride(0),        x.stride(1),        x.stride(2),
+          index_t(x.size(0)), index_t(x.size(1)), index_t(x.size(2)), index_t(x.size(3))};
+}
+
+/// Memory of one operation, which PyTorch may give to later work of the stream once this is gone.
+struct scratch_tensors {
+  c10::Device device;
+  std::vector<Tensor> held;
+  scratch_memory source() {
+    return [this](std::size_t bytes) -> void* {
+      held.push_back(at::empty({std::int64_t(bytes)}, at::TensorOptions().dtype(at::kByte).device(device)));
+      return held.back().data_ptr();
+    };
+  }
+};
+
+chosen_slots chosen_in(const maybe_tensor& slots, const maybe_tensor& counts, const paged_layer& layer) {
+  tessera::require(slots.has_value() == counts.has_value(), "slots and counts", slots ? "slots alone" : "counts alone",
+                   "both or none", "pass what pages_choose has returned");
+  if (!slots) return {};
+  tessera::require(slots->dim() == 3, "shape of slots", text_of(slots->sizes()), "[sequences, kv_heads, capacity]",
+                   "pass what pages_choose has returned");
+  const std::int64_t each = slots->size(2);
+  const c10::Device device = slots->device();
+  return {counts_in(*slots, "slots", {layer.sequences, layer.kv_heads, each}, device),
+          counts_in(*counts, "counts", {layer.sequences, layer.kv_heads}, device), each};
+}
+
+// --- operators ---------------------------------------------------------------------------------------------------------
+
+Tensor open(const std::string& library, std::int64_t layers, std::int64_t q_heads, std::int64_t kv_heads,
+            at::IntArrayRef sliding, std::int64_t window, double scale, double soft_cap,
+            c10::optional<std::int64_t> budget, const std::vector<std::string>& settings, std::int64_t prompt,
+            const maybe_tensor& sinks, at::ArrayRef<double> table) {
+  return guarded([&](registry& all) {
+    cache_request request =
+        request_of(layers, q_heads, kv_heads, sliding, window, scale, soft_cap, budget, settings, sinks, table);
+    request.workers = all.executor();
+    request.tokens = index_t(prompt);
+    std::unique_ptr<any_pages> made(
+        symbol_of<decltype(&tessera_torch_make_pages)>(library, "tessera_torch_make_pages")(request));
+    constexpr at::ScalarType types[] = {at::kFloat, at::kBFloat16, at::kHalf};
+    const at::ScalarType dtype = types[made->element_code()];
+    return all.add(engine_pages{std::move(made), index_t(q_heads), index_t(kv_heads), dtype, sinks});
+  });
+}
+
+void close(std::int64_t number) {
+  guarded([&](registry& here) { here.pages.erase(number); });
+}
+
+void append(const Tensor& handle, const Tensor& k, const Tensor& v, const Tensor& tables, const Tensor& lengths,
+            const Tensor& positions, const Tensor& new_k, const Tensor& new_v, const Tensor& first_position,
+            const maybe_tensor& new_tokens) {
+  const at::OptionalDeviceGuard device(at::device_of(k));
+  guarded([&](registry& all) {
+    auto& here = all.find_pages(handle);
+    const paged_layer layer = layer_of(here, k, v, tables, lengths, positions);
+    here.pages->append(layer, rows_beside(here, layer, new_k, "new_k", here.kv_heads),
+                       rows_beside(here, layer, new_v, "new_v", here.kv_heads),
+                       counts_in(new_tokens, "new_tokens", {layer.sequences}, k.device()),
+                       counts_in(first_position, "first_position", {layer.sequences}, k.device()), current_stream(k));
+  });
+}
+
+/// Of each row of slots the first `counts` mean something.
+std::tuple<Tensor, Tensor> choose(const Tensor& handle, std::int64_t index, const Tensor& k, const Tensor& v,
+                                  const Tensor& tables, const Tensor& lengths, const Tensor& positions, const Tensor& q,
+                                  const Tensor& first_position, const maybe_tensor& valid) {
+  const at::OptionalDeviceGuard device(at::device_of(k));
+  return guarded([&](registry& all) {
+    auto& here = all.find_pages(handle);
+    const paged_layer layer = layer_of(here, k, v, tables, lengths, positions);
+    const Tensor slots = at::full({layer.sequences, layer.kv_heads, layer.capacity()}, -1, lengths.options());
+    const Tensor counts = at::zeros({layer.sequences, layer.kv_heads}, lengths.options());
+    scratch_tensors scratch{k.device(), {}};
+    here.pages->choose(layer, index_t(index), rows_beside(here, layer, q, "q", here.q_heads),
+                       counts_in(valid, "valid", {layer.sequences}, k.device()),
+                       counts_in(first_position, "first_position", {layer.sequences}, k.device()),
+                       chosen_in(slots, counts, layer), scratch.source(), current_stream(k));
+    return std::make_tuple(slots, counts);
+  });
+}
+
+void pack(const Tensor& handle, const Tensor& k, const Tensor& v, const Tensor& tables, const Tensor& lengths,
+          const Tensor& positions, const Tensor& slots, const Tensor& counts) {
+  const at::OptionalDeviceGuard device(at::device_of(k));
+  guarded([&](registry& all) {
+    auto& here = all.find_pages(handle);
+    const paged_layer layer = layer_of(here, k, v, tables, lengths, positions);
+    scratch_tensors scratch{k.device(), {}};
+    here.pages->pack(layer, chosen_in(slots, counts, layer), scratch.source(), current_stream(k));
+  });
+}
+
+/// Pages that no layer needs, of lengths [layers, sequences, kv_heads]: freed [table rows, blocks], freed_count [table rows].
+std::tuple<Tensor, Tensor> free_pages(const Tensor& handle, const Tensor& tables, const Tensor& lengths,
+                                      const Tensor& held, std::int64_t page, std::int64_t room) {
+  const at::OptionalDeviceGuard device(at::device_of(lengths));
+  return guarded([&](registry& all) {
+    auto& here = all.find_pages(handle);
+    paged_layer layer = tables_of(here, tables, lengths, page);
+    const std::int64_t rows = tables.numel() / std::max<std::int64_t>(1, tables.size(-1));
+    tessera::require(lengths.dim() == 3 && lengths.size(0) >= 1, "shape of lengths", text_of(lengths.sizes()),
+                     "[layers, sequences, kv_heads]", "pass the lengths of every layer that shares the tables");
+    layer.lengths = counts_in(lengths, "lengths", {lengths.size(0), layer.sequences, layer.kv_heads}, lengths.device());
+    const Tensor freed = at::full({rows, tables.size(-1)}, -1, lengths.options());
+    const Tensor freed_count = at::zeros({rows}, lengths.options());
+    here.pages->free_pages(
+        layer,
+        {index_t(lengths.size(0)), lengths.stride(0), index_t(room), counts_in(held, "held", {rows}, lengths.device()),
+         freed.data_ptr<index_t>(), freed_count.data_ptr<index_t>()},
+        current_stream(lengths));
+    return std::make_tuple(freed, freed_count);
+  });
+}
+
+/// out [sequences, tokens, q_heads, dim] of q's dtype, and the log-sum-exps [sequences, tokens, q_heads] in fp32.
+std::tuple<Tensor, Tensor> attend(const Tensor& handle, std::int64_t index, const Tensor& q, const Tensor& k,
+                                  const Tensor& v, const Tensor& tables, const Tensor& lengths, const Tensor& positions,
+                                  const Tensor& first_position, const maybe_tensor& slots, const maybe_tensor& counts) {
+  const at::OptionalDeviceGuard device(at::device_of(k));
+  return guarded([&](registry& all) {
+    auto& here = all.find_pages(handle);
+    const paged_layer layer = layer_of(here, k, v, tables, lengths, positions);
+    const tensor_rows queries = rows_beside(here, layer, q, "q", here.q_heads);
+    tessera::require(queries.tokens <= 8, "tokens of q", queries.tokens, "1 to 8",
+                     "a step has few; give prompts to the engine's own attention");
+    const Tensor out = at::empty(q.sizes(), q.options().dtype(at::kFloat));
+    const Tensor lse = at::empty(q.sizes().slice(0, 3), out.options());
+    scratch_tensors scratch{k.device(), {}};
+    const tensor_rows out_rows{out.data_ptr(),    out.stride(0),  out.stride(1), out.stride(2),
+                               queries.sequences, queries.tokens, queries.heads, queries.dim};
+    const tensor_rows lse_rows{lse.data_ptr(),    lse.stride(0),  lse.stride(1), lse.stride(2),
+                               queries.sequences, queries.tokens, queries.heads, 0};
+    here.pages->attend(layer, index_t(index), queries,
+                       counts_in(first_position, "first_position", {layer.sequences}, k.device()),
+                       chosen_in(slots, counts, layer), out_rows, lse_rows, scratch.source(), current_stream(k));
+    return std::make_tuple(out.to(q.scalar_type()), lse);
+  });
+}
+
+// Shapes alone, for torch.compile.
+std::tuple<Tensor, Tensor> choose_shape(const Tensor&, std::int64_t, const Tensor& k, const Tensor&,
+                                        const Tensor& tables, const Tensor& lengths, const Tensor&, const Tensor&,
+                                        const Tensor&, const maybe_tensor&) {
+  return {at::empty_symint({lengths.sym_size(0), lengths.sym_size(1), tables.sym_size(-1) * k.sym_size(1)},
+                           lengths.options()),
+          at::empty_like(lengths)};
+}
+std::tuple<Tensor, Tensor> free_shape(const Tensor&, const Tensor& tables, const Tensor& lengths, const Tensor&,
+                                      std::int64_t, std::int64_t) {
+  const c10::SymInt rows = tables.dim() == 3 ? tables.sym_size(0) * tables.sym_size(1) : tables.sym_size(0);
+  return {at::empty_symint({rows, tables.sym_size(-1)}, lengths.options()),
+          at::empty_symint({rows}, lengths.options())};
+}
+std::tuple<Tensor, Tensor> attend_shape(const Tensor&, std::int64_t, const Tensor& q, const Tensor&, const Tensor&,
+                                        const Tensor&, const Tensor&, const Tensor&, const Tensor&, const maybe_tensor&,
+                                        const maybe_tensor&) {
+  return {at::empty_symint(q.sym_sizes(), q.options()),
+          at::empty_symint(q.sym_sizes().slice(0, 3), q.options().dtype(at::kFloat))};
+}
+
+}  // namespace
+}  // namespace tessera_torch
+
+TORCH_LIBRARY_FRAGMENT(tessera, m) {
+  m.def(
+      "pages_open(str library, int layers, int q_heads, int kv_heads, int[] sliding, int window, float scale, "
+      "float soft_cap, int? budget, str[] settings, int prompt, Tensor? sinks=None, float[] table=[]) -> Tensor",
+      &tessera_torch::open);
+  m.def("pages_close(int handle) -> ()", &tessera_torch::close);
+  m.def(
+      "pages_append(Tensor pages, Tensor(a!) k, Tensor(b!) v, Tensor tables, Tensor(c!) lengths, Tensor(d!) positions, "
+      "Tensor new_k, Tensor new_v, Tensor first_position, Tensor? new_tokens=None) -> ()");
+  m.def(
+      "pages_choose(Tensor pages, int layer, Tensor k, Tensor v, Tensor tables, Tensor lengths, Tensor positions, "
+      "Tensor q, Tensor first_position, Tensor? valid=None) -> (Tensor slots, Tensor counts)");
+  m.def(
+      "pages_pack(Tensor pages, Tensor(a!) k, Tensor(b!) v, Tensor tables, Tensor(c!) lengths, Tensor(d!) positions, "
+      "Tensor slots, Tensor counts) -> ()");
+  m.def(
+      "pages_free(Tensor pages, Tensor tables, Tensor lengths, Tensor(a!) held, int page, int room=0) -> "
+      "(Tensor freed, Tensor freed_count)");
+  m.def(
+      "pages_attend(Tensor pages, int layer, Tensor q, Tensor k, Tensor v, Tensor tables, Tensor lengths, "
+      "Tensor positions, Tensor first_position, Tensor? slots=None, Tensor? counts=None) -> (Tensor out, Tensor lse)");
+}
+
+namespace {
+void implement_pages(torch::Library& m) {
+  m.impl("pages_append", &tessera_torch::append);
+  m.impl("pages_choose", &tessera_torch::choose);
+  m.impl("pages_pack", &tessera_torch::pack);
+  m.impl("pages_free", &tessera_torch::free_pages);
+  m.impl("pages_attend", &tessera_torch::attend);
+}
+}  // namespace
+
+TORCH_LIBRARY_IMPL(tessera, CPU, m) { implement_pages(m); }
+#ifdef TESSERA_TORCH_CUDA
+TORCH_LIBRARY_IMPL(tessera, CUDA, m) { implement_pages(m); }
+#endif
+TORCH_LIBRARY_IMPL(tessera, Meta, m) {
+  using at::Tensor;
+  using maybe = c10::optional<Tensor>;
+  m.impl("pages_choose", &tessera_torch::choose_shape);
+  m.impl("pages_free", &tessera_torch::free_shape);
+  m.impl("pages_attend", &tessera_torch::attend_shape);
+  m.impl("pages_append", [](const Tensor&, const Tensor&, const Tensor&, const Tensor&, const Tensor&, const Tensor&,
+                            const Tensor&, const Tensor&, const Tensor&, const maybe&) {});
+  m.impl("pages_pack", [](const Tensor&, const Tensor&, const Tensor&, const Tensor&, const Tensor&, const Tensor&,
+                          const Tensor&, const Tensor&) {});
+}

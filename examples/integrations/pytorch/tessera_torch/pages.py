@@ -1,0 +1,89 @@
+"""A method's first stage over pages that an engine owns: choose, pack, free, attend. No cache, and no transformers.
+
+The engine has the pools, tables, lengths and positions; everything here reads and changes these tensors where they lie, on
+the current stream, and allocates what it returns.
+"""
+import contextlib
+import typing
+import weakref
+
+import torch
+
+from . import build
+
+
+class PagedLayer(typing.NamedTuple):
+    """One layer of an engine's memory; numbers are torch.int32, everything on one device.
+
+    k, v:       [pages, page, kv_heads, dim] in any strides; HND pools as views: k.transpose(1, 2)
+    tables:     [sequences, blocks], or [sequences, kv_heads, blocks] over pages of one head (kv_heads of k is then 1)
+    lengths:    [sequences, kv_heads]: every head has a length of its own
+    positions:  [sequences, kv_heads, at least blocks * page], of the stored tokens
+
+    Contiguous memory [sequences, tokens, kv_heads, dim] is a pool of one page a sequence: tables = arange(sequences)[:, None].
+    """
+    k: torch.Tensor
+    v: torch.Tensor
+    tables: torch.Tensor
+    lengths: torch.Tensor
+    positions: torch.Tensor
+
+
+class PageOperations:
+    """The operations of one method for a model of these counts; of all batches, pools and tables.
+
+    method:         a name of tessera_torch.methods(), or a Policy
+    layers, q_heads, kv_heads, dim, dtype, device: the model's
+    budget:         what the method keeps of each kv_head; None: the method's default
+    prompt:         tokens of a prompt, for budgets that follow its length
+    sliding_window, sliding_layers, scale, softcap, sinks [layers, q_heads]: attention as the model has it
+    profile:        a number for each kv_head of the model, [layers][kv_heads], for a method whose budget takes such a table
+    parameters:     the method's own
+    """
+
+    def __init__(self, method, *, layers, q_heads, kv_heads, dim, dtype, device="cpu", budget=None, prompt=0,
+                 sliding_window=0, sliding_layers=(), scale=0.0, softcap=0.0, sinks=None, profile=None, **parameters):
+        device = torch.device(device)
+        self._operators = build.operators()
+        path = build.library(method, dtype, dim, device.type, "pages")
+        settings = [word for name, value in parameters.items() for word in (name, str(value))]
+        table = [float(number) for row in profile or [] for number in row]
+        with torch.cuda.device(device) if device.type == "cuda" else contextlib.nullcontext():
+            self._handle = self._operators.pages_open(
+                str(path), layers, q_heads, kv_heads, list(sliding_layers), sliding_window, scale, softcap, budget,
+                settings, prompt, sinks, table)
+        weakref.finalize(self, self._operators.pages_close, self._handle.item())
+
+    def append(self, layer, k, v, first_position, new_tokens=None):
+        """New rows [sequences, tokens, kv_heads, dim] behind what every head holds; lengths and positions move on.
+
+        layer: a PagedLayer, as in all that follows; new_tokens [sequences]: how many rows count, the first ones (None: all).
+        """
+        self._operators.pages_append(self._handle, *layer, k, v, first_position, new_tokens)
+
+    def choose(self, index, layer, q, first_position, valid=None):
+        """What the method keeps of layer `index` -> slots [sequences, kv_heads, capacity], counts [sequences, kv_heads].
+
+        q: the newest queries of each sequence, [sequences, tokens, q_heads, dim]; first_position: of the first of them;
+        valid [sequences]: how many of them count, the first ones (None: all). Of each row of slots the first counts do.
+        """
+        return self._operators.pages_choose(self._handle, index, *layer, q, first_position, valid)
+
+    def pack(self, layer, slots, counts):
+        """Chosen rows and their positions move to the front of their head, in place; lengths become the counts."""
+        self._operators.pages_pack(self._handle, *layer, slots, counts)
+
+    def free(self, tables, lengths, held, page, room=0):
+        """Pages that nobody needs once all layers have packed -> freed [table rows, blocks], freed_count [table rows].
+
+        lengths [layers, sequences, kv_heads], of all layers that share the tables; held [table rows]: pages of each row, which
+        become those that stay; room: tokens to come that shall have a page.
+        """
+        return self._operators.pages_free(self._handle, tables, lengths, held, page, room)
+
+    def attend(self, index, layer, q, first_position, slots=None, counts=None):
+        """A step's attention over everything stored, or over chosen slots -> out like q, log-sum-exps [sequences, tokens, q_heads].
+
+        q [sequences, 1 to 8 tokens, q_heads, dim], whose keys are stored already; first_position [sequences]: of its first.
+        """
+        return self._operators.pages_attend(self._handle, index, q, *layer, first_position, slots, counts)

@@ -1,0 +1,155 @@
+// Retrieval by segments of the text on the device: the mean key of every segment is read, the tokens of the best are attended.
+#pragma once
+
+#include <algorithm>
+#include <numeric>
+#include <vector>
+
+#include "../choose/plain_select.cuh"
+#include "../read/segments/segment_means.cuh"
+#include "numbers.cuh"
+#include "reader.cuh"
+
+TESSERA_NAMESPACE_BEGIN
+namespace cuda {
+
+/// Holds, of every place, the sum of each segment's keys by kv_head, and of the answer's segment that is being written the sum of its
+/// queries: the device's cpu::segment_reader. Its views are `segmented_view`s. The choice lies in this object's memory until
+/// the next call.
+/// Bytes    of an index k_dim fp32 a segment; room for as many segments as tokens, which cache_options::index_tokens bounds.
+template <class Recipe, class View, class Out>
+class segment_reader {
+  using T = typename View::element_type;
+  using policy = typename Recipe::retrieve_type;
+  static constexpr int k_dim = View::k_dim;
+
+ public:
+  segment_reader(const Recipe& recipe, const model_shape& shape, const cache_options& options,
+                 const device_info& device)
+      : heads_(shape.kv_heads),
+        sequences_(options.sequences),
+        layers_(shape.layers),
+        tokens_(index_tokens(recipe, options)),
+        scorer_(recipe.retrieve.scorer),
+        scale_(recipe.attention.rule.scale_for(k_dim)),
+        select_(recipe.retrieve.selector, options.sequences * shape.kv_heads, tokens_, device, recipe.retrieve.tokens),
+        firsts_(heads() * std::size_t(tokens_)),
+        sums_(firsts_.size() * k_dim),
+        held_(heads()),
+        asked_(heads() * k_dim),
+        said_(heads()),
+        scores_(std::size_t(sequences_ * heads_) * std::size_t(tokens_)),
+        indices_(scores_.size()),
+        counts_(std::size_t(sequences_ * heads_)),
+        keep_(counts_.size()),
+        tail_(counts_.size()),
+        plans_(1, options.sequences, 1),
+        ids_(1, options.sequences, 1) {
+    std::vector<index_t> ids(std::size_t(options.sequences), 0);
+    std::iota(ids.begin(), ids.end(), 0);
+    check(cudaMemcpy(ids_.of(0, 0), ids.data(), ids.size() * sizeof(index_t), cudaMemcpyHostToDevice), "cudaMemcpy");
+    check(cudaMemset(said_.data(), 0xff, said_.bytes()), "cudaMemset");
+    check(cudaStreamSynchronize(nullptr), "cudaStreamSynchronize");
+  }
+
+  /// What another budget needs; `adopt` puts it in place.   Errors   plans that keep more than the index was made for.
+  using operation = select_slots<typename policy::selector_type>;
+  operation fit(const Recipe& recipe, const model_shape& shape, const cache_options& options,
+                const device_info& device) const {
+    require_indexed(recipe, options, tokens_);
+    return operation(recipe.retrieve.selector, options.sequences * shape.kv_heads, tokens_, device,
+                     recipe.retrieve.tokens);
+  }
+  void adopt(operation&& fitted) { select_ = std::move(fitted); }
+
+  void require_covered(const planned<Recipe>&) const {}
+  void require_fits(offset_t tokens) const { require_index_fits(tokens, tokens_); }
+  std::vector<detail::gathered_column> gathered() const { return {plans_.gathered(), ids_.gathered()}; }
+  void set_plan(index_t id, const planned<Recipe>& policies, cudaStream_t stream) {
+    const index_t read = policies.plan.read;
+    set_number(plans_.of(0, id), segment_plan{read, scorer_.protected_tail(read)}, stream);
+  }
+  /// Whoever gets the id next begins with nothing.
+  void clear(index_t id, cudaStream_t stream) {
+    for (index_t layer = 0; layer < layers_; ++layer) {
+      const std::size_t first = (std::size_t(layer) * std::size_t(sequences_) + std::size_t(id)) * std::size_t(heads_);
+      check(cudaMemsetAsync(held_.data() + first, 0, std::size_t(heads_) * sizeof(segment_runs), stream),
+            "cudaMemsetAsync");
+      check(cudaMemsetAsync(said_.data() + first, 0xff, std::size_t(heads_) * sizeof(spoken_segment), stream),
+            "cudaMemsetAsync");
+    }
+  }
+
+  void refresh(index_t layer, index_t id, const View& view, index_t, cudaStream_t stream) const {
+    means_.build(view, index(layer, ids_.of(0, id)), stream);
+  }
+  void rebuild(index_t layer, const index_t* ids, const View& view, cudaStream_t stream) const {
+    means_.build(view, index(layer, ids), stream);
+  }
+
+  bool choose(index_t layer, const View& view, const rows_view<const T>& q, const index_t* first, const rows_view<Out>&,
+              const rows_view<float>&, selection_view& chosen, cudaStream_t stream) const {
+    means_.score(view, scorer_, scale_, q, first, plans_.batch(0), index(layer, ids_.batch(0)), scores_.data(), tokens_,
+                 {keep_.data(), tail_.data()}, stream);
+    select_problem select;
+    select.scores = scores_.data();
+    select.score_stride = tokens_;
+    select.n = {view.lengths};
+    select.keep = {keep_.data()};
+    select.tail = {tail_.data()};
+    select.out = indices_.data();
+    select.out_stride = tokens_;
+    select.counts = counts_.data();
+    select.rows = view.sequences * heads_;
+    select_.run(select, nullptr, stream);
+    chosen = select.chosen();
+    return false;
+  }
+  template <class... Any>
+  void complete(const Any&...) const {}
+
+  /// Of heads that hold so many tokens, were each a segment of its own: how many segments there are only the device knows.
+  offset_t bytes(const planned<Recipe>&, index_t longest) const {
+    const offset_t state = k_dim * offset_t(sizeof(float)) + offset_t(sizeof(segment_runs) + sizeof(spoken_segment));
+    return heads_ * (longest * offset_t(k_dim * sizeof(float) + sizeof(index_t)) + state);
+  }
+  /// Of the last step. Synchronises.
+  offset_t attended(const planned<Recipe>& policies, offset_t n, const head_place& of) const {
+    return runs_read(of) == 0 ? n : std::min<offset_t>(n, policies.plan.read);
+  }
+  offset_t bytes_read(const planned<Recipe>&, offset_t, const head_place& of) const {
+    return runs_read(of) * k_dim * offset_t(sizeof(float));
+  }
+
+ private:
+  std::size_t heads() const { return std::size_t(layers_) * std::size_t(sequences_) * std::size_t(heads_); }
+  offset_t runs_read(const head_place& of) const {
+    return downloaded(said_.data() + (offset_t(of.layer) * sequences_ + of.id) * heads_ + of.head, 1)[0].runs;
+  }
+  segment_index index(index_t layer, const index_t* ids) const {
+    return {firsts_.data(), sums_.data(), held_.data(), asked_.data(), said_.data(), layer * sequences_, ids, tokens_};
+  }
+
+  index_t heads_, sequences_, layers_, tokens_;
+  typename policy::scorer_type scorer_;
+  float scale_;
+  segment_means<View, typename policy::scorer_type> means_;
+  operation select_;
+  device_buffer<index_t> firsts_;  // the index, by place and head: see segment_index
+  device_buffer<float> sums_;
+  device_buffer<segment_runs> held_;
+  device_buffer<float> asked_;
+  device_buffer<spoken_segment> said_;
+  device_buffer<float> scores_;
+  device_buffer<index_t> indices_, counts_, keep_, tail_;  // by row of the batch
+  id_column<segment_plan> plans_;
+  id_column<index_t> ids_;  // each its own: so a batch knows its places
+};
+
+template <class Recipe, class View, class Out>
+requires(Recipe::retrieve_type::needs_segments) struct reader_of<Recipe, View, Out> {
+  using type = segment_reader<Recipe, View, Out>;
+};
+
+}  // namespace cuda
+TESSERA_NAMESPACE_END
