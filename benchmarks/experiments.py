@@ -4,7 +4,8 @@
     benchmarks/experiments.py FOLDER --tool TESSERA [--ablations TESSERA] [--fp8 TESSERA] [--lines LINE_PROFILE]
                               [--only sablock,loopserve,...] [--processes 16] [--seconds 540]
 
-Cells whose report lies in FOLDER are not asked again, so that a run which was stopped goes on. The most important cells of all experiments come first.
+Cells whose report lies in FOLDER are not asked again, so that a run which was stopped goes on. The most important cells come first, those of
+all experiments in turn.
 --ablations is a tool built with -DTESSERA_MORE_METHODS=benchmarks/ablations, --fp8 one built with
 -DTESSERA_TOOL_LAYOUT='tessera::stored<tessera::fp8_rows<T, D>, tessera::runs>'; without them their cells are left out.
 benchmarks/plots/plot_experiments.py makes tables and pictures of FOLDER.
@@ -256,9 +257,10 @@ def main():
     folder.mkdir(parents=True, exist_ok=True)
     tools = {name: getattr(given, name) for name in ("tool", "ablations", "fp8", "lines") if getattr(given, name)}
     prepare(folder, given.tool)
-    cells = [cell for name in given.only.split(",") for cell in EXPERIMENTS[name]() if cell.tool in tools]
-    cells = [cell for cell in cells if not (folder / f"{cell.name}.json").is_file() and not (folder / f"{cell.name}").is_file()]
-    cells.sort(key=lambda cell: cell.rank)
+    lists = [sorted((cell for cell in EXPERIMENTS[name]() if cell.tool in tools), key=lambda cell: cell.rank)
+             for name in given.only.split(",")]
+    order = sorted(((cell.rank, place, cell) for cells in lists for place, cell in enumerate(cells)), key=lambda one: one[:2])
+    cells = [cell for *_, cell in order if not (folder / f"{cell.name}.json").is_file()]
     work(cells, tools, folder, given.processes, given.seconds)
 
 

@@ -103,9 +103,13 @@ def documents(*groups):
     return f"{counts[0]} to {counts[-1]} documents a cell" if counts and counts[0] != counts[-1] else f"{counts[0]} documents a cell"
 
 
-def verdict(bar, misses):
-    """What a bar asks, and what misses it."""
-    print(f"**Bar: {bar}.** " + ("Holds here." if not misses else "Missed: " + "; ".join(misses) + ".") + "\n")
+def verdict(bar, judged):
+    """What a bar asks, and what misses it: of pairs (holds, what was measured)."""
+    judged = list(judged)
+    if not judged:
+        return
+    misses = [measured for holds, measured in judged if not holds]
+    print(f"**Bar: {bar}.** " + (f"Holds in {len(judged)} of {len(judged)} comparisons." if not misses else f"Missed in {len(misses)} of {len(judged)} comparisons: " + "; ".join(misses) + ".") + "\n")
 
 
 def picture(name, about):
@@ -141,7 +145,10 @@ def finish(axis, title, xlabel, log=False):
     axis.set(xlabel=xlabel, ylabel="right answers, %", ylim=(-4, 104))
     if log:
         axis.set_xscale("log", base=2)
-    axis.legend(fontsize=7)
+    if axis.lines:
+        axis.legend(fontsize=7)
+    else:
+        axis.text(0.5, 0.5, "not asked yet", transform=axis.transAxes, ha="center")
 
 
 def value_of(differs):

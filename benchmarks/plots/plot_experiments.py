@@ -25,7 +25,7 @@ def show_sablock(groups, pictures):
     if not parts:
         return
     print(f"## SABlock's parts\n\nEight keys, the question last / first; {documents(*parts)}.\n")
-    misses = []
+    judged = []
     for context in (4096, 8192):
         for kind, title in (("parts", "parts (`lambda=0`: without segment scoring; `largest=1`: without blocks)"),
                             ("small", "short budgets, a window of 8"), ("fixed", "blocks of a fixed size")):
@@ -37,9 +37,9 @@ def show_sablock(groups, pictures):
             print_table(["budget", *group.budgets], [[name(*row), *(
                 " / ".join(shown(group.percent(*row, budget, family)) for family in group.families) for budget in group.budgets)] for row in group.rows])
             if kind == "parts":
-                misses += [f"{shown(share)} % at {context:,} tokens, budget {budget}, `{family}`" for budget, least in ((48, 95), (96, 100))
-                           for family in group.families if (share := group.percent("sablock", "", budget, family)) is not None and share < least]
-    verdict("at least 95 % at a budget of 48, all at 96", misses)
+                judged += [(share >= least, f"{shown(share)} % at {context:,} tokens, budget {budget}, `{family}`") for budget, least in ((48, 95), (96, 100))
+                           for family in group.families if (share := group.percent("sablock", "", budget, family)) is not None]
+    verdict("at least 95 % at a budget of 48, all at 96", judged)
     sweep, fixed = groups.get("sablock-sweep-4096"), groups.get("sablock-fixed-4096")
     maps = Group([cell for name, group in groups.items() if name.startswith("sablock-map") for cell in group.cells])
     figure, axes = canvas(2, 3)
@@ -75,8 +75,8 @@ def show_loopserve(groups, pictures):
     full = {family: main.percent("full", "", None, family) for family in main.families}
     for name, differs in (("as published", ""), ("pool 7", "pool=7")):
         verdict(f"`loopserve` within 3 points of `full`, {name}", [
-            f"{shown(share)} of {shown(full[family])} in `{family}`" for family in main.families
-            if (share := main.percent("loopserve", differs, 128, family)) is not None and full[family] is not None and share < full[family] - 3])
+            (share >= full[family] - 3, f"{shown(share)} of {shown(full[family])} in `{family}`") for family in main.families
+            if (share := main.percent("loopserve", differs, 128, family)) is not None and full[family] is not None])
     steps = {pool: groups.get(f"loopserve-steps-pool{pool}-2048") for pool in (1, 7)}
     for pool, group in steps.items():
         if group:
@@ -117,14 +117,14 @@ def show_mosaickv(groups, pictures, channels):
     if not bars:
         return
     print("## MosaicKV: a quarter of the channels, a tenth of the tokens\n")
-    misses = []
+    judged = []
     for context, budget, group in bars:
         print(f"{context:,} tokens; {documents(group)}:\n")
         print_families(group)
-        misses += [f"{shown(share)} of {shown(whole)} in `{family}` at {context:,} tokens" for family in group.families
+        judged += [(share >= whole - 5, f"{shown(share)} of {shown(whole)} in `{family}` at {context:,} tokens") for family in group.families
                    if (share := group.percent("mosaickv", "", budget, family)) is not None
-                   and (whole := group.percent("full", "", None, family)) is not None and share < whole - 5]
-    verdict("every family within 5 points of `full`", misses)
+                   and (whole := group.percent("full", "", None, family)) is not None]
+    verdict("every family within 5 points of `full`", judged)
     ablation, table = groups.get("mosaickv-ablation-2048"), groups.get("mosaickv-table-2048")
     figure, axes = canvas(1, 4 if channels else 2, width=4)
     if ablation:
@@ -135,7 +135,7 @@ vector; `mosaickv_rotated`: the same channels for all vectors after rotation; `m
         order = [("mosaickv_plain", ""), ("mosaickv_rotated", ""), ("mosaickv", ""), ("mosaickv", "strategy=searched")]
         means = [ablation.mean(*row, 205) for row in order]
         verdict("plain, rotated, for each vector, searched: in this order (figure 9)",
-                [] if means == sorted(means) else ["means of the families " + ", ".join(f"{mean:.1f}" for mean in means)])
+                [(means == sorted(means), "means of the families " + ", ".join(f"{mean:.1f}" for mean in means))])
         for method in ("mosaickv_rotated", "mosaickv_plain"):
             points = [(100 * value_of(differs), ablation.mean(of, differs, 205)) for of, differs in ablation.rows
                       if of == method and "channels" in differs]
@@ -188,8 +188,8 @@ to every head.
              group.percent("tangram", kinds[1][1].format(share), 205, family)) for share in experiments.SHARES for family in group.families]
     kept = [one for one in kept if None not in one]
     verdict("calibrated at least as good as even in every family, but for noise (two answers of ten)",
-            [f"{shown(mine)} against {shown(even)} in `{family}` at {share:g}" for share, family, mine, even in kept if mine < even - 20])
-    verdict("better in at least one family", [] if any(mine > even + 20 for *_, mine, even in kept) else ["nowhere by more than noise"])
+            [(mine >= even - 20, f"{shown(mine)} against {shown(even)} in `{family}` at {share:g}") for share, family, mine, even in kept])
+    verdict("better in at least one family", [(any(mine > even + 20 for *_, mine, even in kept), "nowhere by more than noise")])
     figure, axes = canvas(1, 2, width=5)
     for name, form in (*kinds, *others):
         curve(axes[0][0], [(100 * share, group.mean("tangram", form.format(share), 205)) for share in experiments.SHARES], label=name)
