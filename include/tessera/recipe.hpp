@@ -21,7 +21,8 @@ struct recipe {
   using attention_type = Attention;
   using schedule_type = Schedule;
   using prefill_type = Prefill;
-  static constexpr bool host_only = !runs_on_devices<Retain, Layout, Retrieve, Attention, Schedule, Prefill>;
+  static constexpr bool host_only = !runs_on_devices<Retain, Layout, Retrieve, Attention, Schedule, Prefill> ||
+                                    !rows_fit_on_devices<Retain, Layout, Retrieve, Prefill>;
 
   Retain retain{};
   Retrieve retrieve{};

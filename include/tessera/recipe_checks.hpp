@@ -15,6 +15,13 @@ inline constexpr bool reads_block_means = requires {
   requires Retrieve::scorer_type::reads_means;
 };
 
+/// Whether the CUDA backend runs these stages over such rows: packed ones are not scored, nor dropped, there yet (#11).
+template <class Retain, class Layout, class Retrieve, class Prefill>
+inline constexpr bool rows_fit_on_devices = !requires {
+  requires Layout::rows_type::packs;
+}
+|| (!Retain::chooses && !line_pattern<Prefill> && (!Retrieve::retrieves || reads_block_means<Retrieve>));
+
 template <class Retain, class Layout, class Retrieve, class Attention, class Schedule, class Prefill>
 constexpr bool check_recipe() {
   static_assert(check_layout<Layout>() && check_attention<Attention>() && check_schedule<Schedule>() &&

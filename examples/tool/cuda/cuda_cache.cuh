@@ -5,6 +5,7 @@
 #include <optional>
 #include <span>
 #include <tessera/backend/cuda/cache.cuh>
+#include <tessera/backend/cuda/store/packed/unpack_rows.cuh>
 #include <utility>
 #include <vector>
 
@@ -206,6 +207,16 @@ class cuda_cache_of final : public method_cache, public engine::cuda::kv_cache {
     return true;
   }
   tessera::prompt_lines lines(int layer) const override { return cache_.lines(layer, sequence_); }
+  std::optional<stored_rows> unpacked([[maybe_unused]] int layer) override {
+    if constexpr (tessera::packing_layout<typename Recipe::layout_type>) {
+      const index_t slots = index_t(cache_.positions(layer, sequence_, 0).size());
+      const std::size_t rows = std::size_t(cache_.shape().kv_heads) * std::size_t(slots);
+      const tessera::cuda::device_buffer<float> k(rows * cache_type::k_dim), v(rows * cache_type::v_dim);
+      unpack_rows(cache_.view(layer, sequence_), slots, k.data(), v.data(), nullptr);
+      return stored_rows{tessera::cuda::downloaded(k.data(), k.size()), tessera::cuda::downloaded(v.data(), v.size())};
+    }
+    return std::nullopt;
+  }
   engine::cuda::kv_cache* on_device() override { return this; }
 
  private:

@@ -59,7 +59,7 @@ namespace detail {
 
 /// Calls visit(channel, place among the values) for every element that stays, ascending.
 template <class Visit>
-TESSERA_HD void for_each_kept(const packed_format& format, const std::uint8_t* bits, const Visit& visit) {
+void for_each_kept(const packed_format& format, const std::uint8_t* bits, const Visit& visit) {
   index_t place = 0;
   for (index_t g = 0; g < format.groups(); ++g) {
     if (!has_bit(bits, g)) continue;
@@ -98,8 +98,7 @@ TESSERA_HD inline float get_int4(const std::byte* values, index_t place) {
 /// Packs the elements of row [format.channels] whose bits are set. Returns the row's scale, 1 where rows have none. Elements are
 /// rounded to nearest; with a scale the largest finite one becomes 448 (fp8) or 7 (int4), and an infinity NaN (fp8) or the
 /// largest (int4).
-TESSERA_HD inline float pack_row(const packed_format& format, const float* row, const std::uint8_t* bits,
-                                 std::byte* values) {
+inline float pack_row(const packed_format& format, const float* row, const std::uint8_t* bits, std::byte* values) {
   float scale = 1;
   if (format.scaled()) {
     float largest = 0;
@@ -128,8 +127,8 @@ TESSERA_HD inline float pack_row(const packed_format& format, const float* row, 
 }
 
 /// to [format.channels] = the row, with 0 for what did not stay.
-TESSERA_HD inline void unpack_row(const packed_format& format, const std::uint8_t* bits, const std::byte* values,
-                                  float scale, float* to) {
+inline void unpack_row(const packed_format& format, const std::uint8_t* bits, const std::byte* values, float scale,
+                       float* to) {
   for (index_t c = 0; c < format.channels; ++c) to[c] = 0;
   detail::for_each_kept(format, bits, [&](index_t c, index_t place) {
     switch (format.element) {
@@ -153,8 +152,8 @@ TESSERA_HD inline void unpack_row(const packed_format& format, const std::uint8_
 }
 
 /// q . row, of the values alone: what unpacking and a dot product over all channels give, but for the order of the sum.
-TESSERA_HD inline float packed_dot(const packed_format& format, const float* q, const std::uint8_t* bits,
-                                   const std::byte* values, float scale) {
+inline float packed_dot(const packed_format& format, const float* q, const std::uint8_t* bits, const std::byte* values,
+                        float scale) {
   float sum = 0;
   const auto add = [&](auto read) {
     detail::for_each_kept(format, bits, [&](index_t c, index_t place) { sum += q[c] * read(values, place); });

@@ -28,7 +28,8 @@ struct packed_rows {
   static_assert(check_channels<KeyChannels>() && check_channels<ValueChannels>());
   static constexpr const char* name = "packed_rows";
   static constexpr bool packs = true;
-  static constexpr bool host_only = true;  // the CUDA body is not written yet: #11
+  static constexpr bool host_only = !raw_encoding<typename Whole::encoding_type> ||
+                                    !runs_on_devices<KeyChannels, ValueChannels, Basis, Tail, Strategy>;
   using whole_rows = Whole;
   using key_channels = KeyChannels;
   using value_channels = ValueChannels;

@@ -17,7 +17,6 @@ TESSERA_NAMESPACE_BEGIN
 struct rotated {
   static constexpr const char* name = "rotated";
   static constexpr bool rotates = true;
-  static constexpr bool host_only = true;  // the CUDA body is not written yet: #11
 
   float truncate = 0.25f;
 

@@ -20,7 +20,6 @@ enum class strategy_choice { fixed, searched };
 struct searched_strategy {
   static constexpr const char* name = "searched_strategy";
   static constexpr bool searches = true;
-  static constexpr bool host_only = true;  // the CUDA body is not written yet: #11
 
   strategy_choice strategy = strategy_choice::fixed;
   float channel_loss = 0.1f, block_spread = 0.5f, segment_loss = 0;

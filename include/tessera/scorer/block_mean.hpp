@@ -20,7 +20,6 @@ struct block_mean {
   static constexpr observes observed = observes::step;
   static constexpr bool comparable_across_heads = false;
   static constexpr bool reads_means = true;
-  static constexpr bool host_only = true;  // the CUDA body is not written yet: #11
 
   row_reduction reduce = row_reduction::sum;
 

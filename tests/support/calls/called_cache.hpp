@@ -4,6 +4,8 @@
 #include <algorithm>
 #include <cmath>
 #include <memory>
+#include <string>
+#include <type_traits>
 #include <utility>
 #include <vector>
 
@@ -97,6 +99,20 @@ tessera::model_shape called_shape(tessera::model_shape shape) {
   return shape;
 }
 
+/// Backends find bases of their own, and of fewer rows than channels any: what is compared keeps every element of packed rows, which is
+/// then the same in all bases but for rounding.
+template <class Recipe>
+void keep_all_elements(Recipe& recipe) {
+  if constexpr (tessera::packing_layout<typename Recipe::layout_type>) {
+    Recipe::parameters(recipe, [](const std::string& name, auto& value, const auto&, const char*) {
+      if constexpr (std::is_same_v<std::remove_reference_t<decltype(value)>, float>) {
+        if (name == "channels") value = 1;
+        if (name == "truncate") value = 0;
+      }
+    });
+  }
+}
+
 /// The CPU's cache; `Interface` is called_cache, or what adds to it.
 template <class Recipe, class Interface = called_cache>
 class cpu_calls : public Interface {
@@ -152,6 +168,7 @@ class cpu_calls : public Interface {
     if constexpr (requires { recipe.retain.selector.unit_slots(); })
       most = std::max<index_t>(most, recipe.retain.selector.unit_slots());
     if constexpr (Recipe::needs_segments) most = std::max(most, 2 * tessera::most_segment_tokens);
+    most = std::max(most, recipe.retrieve.mean_block());
     if constexpr (requires { recipe.retain.scorer.pool; }) most = std::max<index_t>(most, recipe.retain.scorer.pool);
     return most;
   }

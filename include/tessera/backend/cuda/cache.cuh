@@ -102,14 +102,19 @@ class cache : public cache_parts<Recipe, Out> {
     const bool follows = roles_.follows_recipe(layer);
     if (Recipe::retain_type::observed == observes::every_query && follows && q.tokens > 0)
       require_rows_on_16_bytes("q", q);
+    const bool begins = conversations_.at(id, layer).turn_tokens == 0;
+    store_.plan_packing(begins ? place_list{{layer, id}} : place_list{}, 0, stream);  // what steps have filled
     begin_chunk(layer, id, k.tokens, stream);
     make_store_room({{layer, id}}, k.tokens, stream);
+    store_.commit_packing(stream);
     const index_t first = conversations_.at(id, layer).next_position;
     store_.append_rows(store_.view(layer, id), k, v, set_number(chunk_position_.data(), first, stream),
                        marks_.of_chunk(marks, k.tokens, stream), stream);
     store_.took(layer, id, k.tokens);
     conversations_.took_chunk(layer, id, k.tokens, marks);
-    if (!follows || first_.chooser(layer, policies(id), roles_) != layer) return;
+    if (!follows) return;
+    store_.observe_prompt(layer, id, q, stream);
+    if (first_.chooser(layer, policies(id), roles_) != layer) return;
     first_.observe_prompt(layer, id, store_, policies(id), roles_.rule(layer), q, first + k.tokens, stream);
   }
 
@@ -143,11 +148,14 @@ class cache : public cache_parts<Recipe, Out> {
     const planned<Recipe> fitted = conversations_.plan_prompt_end(recipe_, id);
     reading_.require_covered(fitted);
     const bool due = recipe_.schedule.due(moment::prompt_end, conversations_.clock_of_prompt_end(id));
-    const std::vector<index_t> choosing = plan_choice(id, due, fitted, stream);  // the last that may throw
+    const std::vector<index_t> choosing = plan_choice(id, due, fitted, stream);
+    store_.plan_packing(all_layers({id}), conversations_.at(id).front().turn_tokens,
+                        stream);  // the last that may throw
     set_number(next_.data() + id, conversations_.at(id).front().next_position, stream);
     kept_slots
         kept;  // layers that take over what another keeps come behind it, and nobody chooses between: it is still there
     for (const index_t layer : choosing) choose(layer, id, fitted, kept, stream);
+    store_.commit_packing(stream);
     reading_.set_plan(id, fitted, stream);
     for (index_t layer = 0; layer < shape_.layers; ++layer) {
       if (roles_.follows_recipe(layer)) reading_.refresh(layer, id, store_, stream);
@@ -167,6 +175,7 @@ class cache : public cache_parts<Recipe, Out> {
     for (const index_t id : ids) order_.require_finished(id);
     const auto places = all_layers(ids);
     slide(places, stream);
+    store_.plan_packing(places, 0, stream);
     for (const auto& [layer, id] : places) {
       if (roles_.follows_recipe(layer)) reading_.require_fits(layer, id, store_, tokens);
     }
@@ -178,6 +187,7 @@ class cache : public cache_parts<Recipe, Out> {
       throw;
     }
     store_.commit_room(places, stream);
+    store_.commit_packing(stream);
     reading_.lists().commit_room(places, stream);
     steps_.set(ids, stream);
     for (const auto& [layer, id] : places) {
@@ -244,7 +254,7 @@ class cache : public cache_parts<Recipe, Out> {
       parts::plan_choice, parts::policies, parts::prompts_, parts::reading_, parts::recipe_, parts::rereading_,
       parts::roles_, parts::shape_, parts::slide, parts::stepped_, parts::steps_, parts::store_, parts::trace,
       parts::tracing_;
-  using typename parts::read_view_type, typename parts::view_type;
+  using typename parts::place_list, typename parts::read_view_type, typename parts::view_type;
 };
 
 }  // namespace cuda

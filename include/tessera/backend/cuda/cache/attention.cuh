@@ -31,7 +31,9 @@ class attention {
 
  public:
   /// `reading_heads`: query heads that read at once.
-  attention(const model_shape& shape, index_t reading_heads, const cache_options& options, const device_info& device)
+  template <class Recipe>
+  attention(const model_shape& shape, index_t reading_heads, const cache_options& options, const device_info& device,
+            const Recipe&)
       : prompt_(1, shape.kv_heads, shape.q_heads, device),
         prompt_scratch_(prompt_.workspace_bytes()),
         read_(shape, reading_heads, options, device),

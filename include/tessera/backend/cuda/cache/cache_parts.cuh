@@ -8,10 +8,10 @@
 #include "../../../runtime/conversations.hpp"
 #include "../../../runtime/layer_roles.hpp"
 #include "../../../runtime/prompt_pages.hpp"
-#include "attention.cuh"
 #include "cache_options.hpp"
 #include "first_stage.cuh"
 #include "newest.cuh"
+#include "packed/packed_steps.cuh"
 #include "prompt_attending.cuh"
 #include "prompt_end/rereading.cuh"
 #include "reading.cuh"
@@ -71,8 +71,7 @@ class cache_parts {
   /// What the budget comes to in this conversation, since its first prompt ended.
   stage_plan plan(index_t id) const { return policies(id).plan; }
 
-  /// Logical positions that this turn's steps may read of one kv_head: what a filter let through and what was decoded
-  /// since; everything stored where there is no filter. Synchronises.
+  /// Positions that this turn's steps may read of one kv_head: a filter's and those decoded since, or all. Synchronises.
   std::vector<index_t> readable(index_t layer, index_t id, index_t head) const {
     conversations_.check_head(layer, id, head);
     return joined_lists(downloaded_lists(layer, id), shape_.kv_heads)[std::size_t(head)];
@@ -104,8 +103,7 @@ class cache_parts {
     return prompts_.lines(layer, id);
   }
 
-  /// Bytes that a sequence holds in all layers: rows with their positions and scores, candidates and index, remembered
-  /// queries.
+  /// Bytes that a sequence holds in all layers: rows, positions, scores, candidates, index and remembered queries.
   offset_t bytes(index_t id) const {
     offset_t total = 0;
     for (index_t layer = 0; layer < shape_.layers; ++layer) {
@@ -137,10 +135,10 @@ class cache_parts {
         entries = downloaded(stepped_of(shape_.layers + layer, id), lengths.size());
       }
       for (std::size_t h = 0; h < lengths.size(); ++h) {
-        const head_place of{layer, id, index_t(h)};
+        const head_place of{layer, id, index_t(h), store_.always_read(layer, id)};
         const offset_t n = lengths[h],
                        attended = follows ? reading_.reader().attended(conversation.policies, n, of) : n;
-        total += attended * layout::token_bytes();
+        total += store_.step_bytes(layer, id, attended);
         if (!follows) continue;
         total += reading_.reader().bytes_read(conversation.policies, n, of) + (observes_steps ? n * 4 : 0);
         if (filters) total += (lists.size() > lengths.size() ? entries[h] : attended) * offset_t(sizeof(index_t));
@@ -158,8 +156,7 @@ class cache_parts {
 
  protected:
   static constexpr bool filters = Recipe::retain_type::chooses && !Recipe::retain_type::drops;
-  /// Whether steps add to the scores: they are read then.
-  static constexpr bool observes_steps =
+  static constexpr bool observes_steps =  // add to the scores: they are read then
       first_stage<Recipe>::with_scores && fires_in_steps<typename Recipe::schedule_type>;
   static constexpr bool fires_last_ = Recipe::schedule_type::fires_at(moment::step_end);
   using store_type = kv_store<layout>;
@@ -177,8 +174,8 @@ class cache_parts {
         conversations_(shape_, recipe_),
         store_(shape_.layers, options_.sequences, shape_.kv_heads, options_.tokens, options_.rows,
                {Recipe::retain_type::drops || !shape_.sliding.empty(), first_stage<Recipe>::with_scores,
-                Recipe::needs_segments},
-               placement_of(recipe_)),
+                Recipe::needs_segments, recipe_.retrieve.mean_block()},
+               placement_of(recipe_), recipe_.layout, &roles_),
         next_(std::size_t(options_.sequences)),
         first_position_(next_.size()),
         after_(next_.size()),
@@ -187,7 +184,7 @@ class cache_parts {
         marks_(shape_.layers, options_.sequences, options_.tokens, options_.step_tokens),
         first_(recipe_, shape_, options_, device_),
         reading_(recipe_, shape_, options_, device_),
-        attention_(shape_, first_.members().q_heads(), options_, device_),
+        attention_(shape_, first_.members().q_heads(), options_, device_, recipe_),
         prompts_(recipe_, shape_, options_, device_),
         rereading_(shape_, options_, device_),
         order_(shape_.layers),
@@ -344,10 +341,10 @@ class cache_parts {
     reading_.take_in(layer, all, q.tokens, stream);
     for (index_t m = 0; m < members.count(); ++m) {
       const auto view = reading_.batch_view(layer, all, m);
-      if (!reading_.reader().choose(layer, reading_.shown(store_, all, view), q, first_position_.data(), out, lse,
+      const logit_rule rule = members.rule(roles_.rule(layer), m, stream);
+      if (!reading_.reader().choose(layer, reading_.shown(store_, all, view), q, first_position_.data(), rule, out, lse,
                                     chosen, stream)) {
-        attention_.step(decode_problem<read_view_type, Out>{view, members.of(q, m), first_position_.data(),
-                                                            members.rule(roles_.rule(layer), m, stream),
+        attention_.step(decode_problem<read_view_type, Out>{view, members.of(q, m), first_position_.data(), rule,
                                                             members.of(out, m), members.of(lse, m), chosen},
                         stream);
       }
@@ -366,8 +363,8 @@ class cache_parts {
       attended = downloaded_lists(layer, id);
       for (index_t h = 0; read.indices && h < shape_.kv_heads; ++h) {
         const offset_t row = offset_t(b) * shape_.kv_heads + h;
-        const auto all = std::exchange(attended[std::size_t(h)],
-                                       downloaded(read.row(row), std::size_t(downloaded(read.counts + row, 1)[0])));
+        const auto list = downloaded(read.row(row), std::size_t(downloaded(read.counts + row, 1)[0]));
+        const auto all = std::exchange(attended[std::size_t(h)], reading_.reader().slots(store_, layer, id, list));
         for (index_t& slot : attended[std::size_t(h)]) slot = all[std::size_t(slot)];
       }
     }

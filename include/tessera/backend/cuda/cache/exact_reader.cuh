@@ -14,7 +14,7 @@ namespace cuda {
 
 /// Recipes that score every stored key.
 template <class Recipe, class View, class Out>
-class exact_reader {
+class exact_reader : public slot_reader {
   using T = typename View::element_type;
   using operation = retrieve_by_scores<Recipe, View>;
 
@@ -40,8 +40,8 @@ class exact_reader {
   void refresh(const Any&...) const {}
   template <class... Any>
   void rebuild(const Any&...) const {}
-  bool choose(index_t, const View& view, const rows_view<const T>& q, const index_t* first, const rows_view<Out>&,
-              const rows_view<float>&, selection_view& chosen, cudaStream_t stream) const {
+  bool choose(index_t, const View& view, const rows_view<const T>& q, const index_t* first, const logit_rule&,
+              const rows_view<Out>&, const rows_view<float>&, selection_view& chosen, cudaStream_t stream) const {
     chosen = choose_.choose(view, plans_.batch(0), nullptr, q, first, stream);
     return false;
   }

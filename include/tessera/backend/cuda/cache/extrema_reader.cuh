@@ -18,7 +18,7 @@ namespace cuda {
 /// Recipes that read an estimate of the keys, in pages: every place has an index of its own, made for any plan.
 /// Bytes    of an index 2 * k_dim elements a page, k_dim where pages have one slot.
 template <class Recipe, class View, class Out>
-class extrema_reader {
+class extrema_reader : public slot_reader {
   using T = typename View::element_type;
   using operation = retrieve_by_pages<Recipe, View, Out>;
   using index_type = page_extrema_view<T, View::k_dim>;
@@ -107,7 +107,7 @@ class extrema_reader {
     }
   }
 
-  bool choose(index_t layer, const View& view, const rows_view<const T>& q, const index_t* first,
+  bool choose(index_t layer, const View& view, const rows_view<const T>& q, const index_t* first, const logit_rule&,
               const rows_view<Out>& out, const rows_view<float>& lse, selection_view& chosen,
               cudaStream_t stream) const {
     if (choose_.attends()) {

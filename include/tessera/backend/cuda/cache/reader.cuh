@@ -3,6 +3,7 @@
 
 #include <algorithm>
 #include <string>
+#include <vector>
 
 #include "../../../planned.hpp"
 #include "../store/step_table.cuh"
@@ -20,6 +21,14 @@ void for_each_plan(const Recipe& recipe, const cache_options& options, const Vis
   }
   visit(recipe.plan_unchecked(options.tokens));
 }
+
+/// Of readers that choose slots.
+struct slot_reader {
+  template <class Store>
+  static const std::vector<index_t>& slots(const Store&, index_t, index_t, const std::vector<index_t>& list) {
+    return list;
+  }
+};
 
 /// The most tokens of a head that a plan keeps and decodes; all where nothing is dropped.
 template <class Recipe>
@@ -52,9 +61,10 @@ inline void require_index_fits(offset_t tokens, index_t room) {
           "at most cache_options::index_tokens, which is " + std::to_string(room), "raise index_tokens");
 }
 
-/// A kv_head of a layer of one sequence.
+/// A kv_head of a layer of one sequence, whose newest tokens are read whatever is chosen.
 struct head_place {
   index_t layer, id, head;
+  offset_t newest;
 };
 
 template <class Recipe, class View, class Out>
@@ -70,8 +80,9 @@ class exact_reader;
 ///   set_plan(id, policies, stream)           a sequence's plan is new
 ///   refresh(layer, id, view, longest, stream)   a prompt has ended: what is kept of a layer is made anew
 ///   rebuild(layer, ids, view, stream)        slots of a batch have moved in place
-///   choose(layer, view, q, first, out, lse, chosen, stream) -> bool
+///   choose(layer, view, q, first, rule, out, lse, chosen, stream) -> bool
 ///                                            sets `chosen`; or attends too, and answers true
+///   slots(store, layer, id, list)            the slots that one list of `chosen` stands for
 ///   complete(layer, ids, view, out, stream)   corrects the step's output; most have nothing to add
 ///   bytes(policies, tokens)                  of the heads of a layer
 ///   attended(policies, n, place), bytes_read(policies, n, place)   of one head; they may synchronise

@@ -9,6 +9,7 @@
 #include "../store/kv_store.cuh"
 #include "exact_reader.cuh"
 #include "extrema_reader.cuh"
+#include "packed/block_reader.cuh"
 #include "segment_reader.cuh"
 
 TESSERA_NAMESPACE_BEGIN
@@ -16,7 +17,7 @@ namespace cuda {
 
 /// Recipes that read everything that they may.
 template <class Recipe, class View, class Out>
-class whole_reader {
+class whole_reader : public slot_reader {
  public:
   whole_reader(const Recipe&, const model_shape&, const cache_options&, const device_info&) {}
   struct fitted_operation {};

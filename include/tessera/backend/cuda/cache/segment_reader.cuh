@@ -18,7 +18,7 @@ namespace cuda {
 /// the next call.
 /// Bytes    of an index k_dim fp32 a segment; room for as many segments as tokens, which cache_options::index_tokens bounds.
 template <class Recipe, class View, class Out>
-class segment_reader {
+class segment_reader : public slot_reader {
   using T = typename View::element_type;
   using policy = typename Recipe::retrieve_type;
   static constexpr int k_dim = View::k_dim;
@@ -87,8 +87,8 @@ class segment_reader {
     means_.build(view, index(layer, ids), stream);
   }
 
-  bool choose(index_t layer, const View& view, const rows_view<const T>& q, const index_t* first, const rows_view<Out>&,
-              const rows_view<float>&, selection_view& chosen, cudaStream_t stream) const {
+  bool choose(index_t layer, const View& view, const rows_view<const T>& q, const index_t* first, const logit_rule&,
+              const rows_view<Out>&, const rows_view<float>&, selection_view& chosen, cudaStream_t stream) const {
     means_.score(view, scorer_, scale_, q, first, plans_.batch(0), index(layer, ids_.batch(0)), scores_.data(), tokens_,
                  {keep_.data(), tail_.data()}, stream);
     select_problem select;

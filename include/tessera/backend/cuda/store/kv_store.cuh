@@ -8,6 +8,7 @@
 #include <utility>
 #include <vector>
 
+#include "../../../runtime/layer_roles.hpp"
 #include "append.cuh"
 #include "held_tokens.cuh"
 #include "pack.cuh"
@@ -29,6 +30,7 @@ struct column_set {
   bool positions = false;  ///< where tokens are dropped
   bool scores = false;     ///< of scorers that accumulate
   bool segments = false;   ///< which segment of the text a token belongs to
+  index_t mean_block = 0;  ///< packed rows whose mean key lies beside them; 0: none
   std::size_t count() const { return std::size_t(positions) + std::size_t(scores) + std::size_t(segments); }
 };
 
@@ -58,7 +60,7 @@ class kv_store {
   };
 
   kv_store(index_t layers, index_t sequences, index_t kv_heads, index_t tokens, offset_t rows, const column_set& with,
-           const typename Layout::placement_type& where = {})
+           const typename Layout::placement_type& where = {}, const Layout& = {}, const layer_roles* = nullptr)
       : layers_(layers),
         sequences_(sequences),
         heads_(kv_heads),
@@ -252,6 +254,15 @@ class kv_store {
     rows_.shrank(at, gained, held_.of(at));
     if (columns_.holds_planes()) columns_.took(at, -gained);
   }
+
+  /// What rows have to become when a prompt or steps have ended: of a plain store nothing. See packed/packed_store.cuh.
+  void plan_packing(const place_list&, index_t, cudaStream_t) {}
+  void commit_packing(cudaStream_t) {}
+  void observe_prompt(index_t, index_t, const rows_view<const T>&, cudaStream_t) {}
+  /// Newest tokens of a head that steps read whatever they choose.
+  index_t always_read(index_t, index_t) const { return 0; }
+  /// Bytes of K and V that a step reads of a head of which it attends so many tokens.
+  offset_t step_bytes(index_t, index_t, offset_t attended) const { return attended * Layout::token_bytes(); }
 
   /// Forgets a sequence and gives its rows back.
   void clear(index_t id, cudaStream_t stream) {

@@ -123,6 +123,7 @@ void call_at_random() {
   if constexpr (retrieve_type::retrieves) method.known.exact = !retrieve_type::estimates && !retain_type::plans;
   const auto configured = [](const called_numbers& numbers) {
     Method made;
+    support::keep_all_elements(made);
     made.set_budget(numbers.budget);
     Method::parameters(made, [&](const std::string& name, auto& value, const auto&, const char*) {
       if constexpr (std::is_same_v<std::remove_reference_t<decltype(value)>, index_t>) {

@@ -39,9 +39,10 @@ class attend_packed {
         most_segments_(most_segments) {
     require(shape_.bytes() <= device.shared_memory, "shared memory of packed attention", shape_.bytes(),
             "at most " + std::to_string(device.shared_memory), "lower the number of segments");
-    check(cudaFuncSetAttribute(attend_entry(), cudaFuncAttributeMaxDynamicSharedMemorySize, shape_.bytes()),
+    // What is allowed is the kernel's, not this object's: another one may need more.
+    check(cudaFuncSetAttribute(attend_entry(), cudaFuncAttributeMaxDynamicSharedMemorySize, device.shared_memory),
           "cudaFuncSetAttribute");
-    check(cudaFuncSetAttribute(merge_entry(), cudaFuncAttributeMaxDynamicSharedMemorySize, int(merge_bytes())),
+    check(cudaFuncSetAttribute(merge_entry(), cudaFuncAttributeMaxDynamicSharedMemorySize, device.shared_memory),
           "cudaFuncSetAttribute");
   }
 

@@ -85,7 +85,7 @@ class packed_part {
 
   /// Chosen units of one split, segment after segment.
   __device__ void attend_split(index_t split) {
-    const index_t count = p_.view.counts[sequence_];
+    const index_t count = p_.view.count(sequence_);
     fill_begins(p_.view, sequence_, head_, count, 1, row_begin_);
     fill_begins(p_.view, sequence_, head_, count, p_.unit, unit_begin_);
     const index_t* list = p_.chosen.indices ? p_.chosen.row(lane_row_) : nullptr;
@@ -106,7 +106,7 @@ class packed_part {
 
   /// The rows that are not packed.
   __device__ void attend_whole() {
-    const index_t count = p_.view.counts[sequence_];
+    const index_t count = p_.view.count(sequence_);
     fill_begins(p_.view, sequence_, head_, count, 1, row_begin_);
     const index_t packed = row_begin_[count], rows = p_.view.whole.length(sequence_, head_);
     if (rows <= 0) return;
@@ -130,7 +130,7 @@ class packed_part {
         copy_async16(shared_address(values + memory::v_rows().place(lane % tile_tokens, c)), v + c * 8, valid);
       }
       commit_copies();
-      const index_t position = valid ? p_.view.position(sequence_, head_, packed + row) : never;
+      const index_t position = valid ? p_.view.whole_position(sequence_, head_, packed, row) : never;
       wait_copies<0>();
       __syncwarp();
       attend_tile(

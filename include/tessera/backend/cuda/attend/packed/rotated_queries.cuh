@@ -40,7 +40,7 @@ __global__ void __launch_bounds__(rotating_threads)
       part_segment[offset_t(lane_row) * parts + i] = no_index;
     }
   }
-  if (segment_index >= view.counts[sequence]) return;  // alike in all threads
+  if (segment_index >= view.count(sequence)) return;  // alike in all threads
   const packed_vectors& keys = view.segment(sequence, segment_index).k;
   const index_t first = index_t(blockIdx.z) * rows_rotated_together;
   const int count = int(min(index_t(rows_rotated_together), to.rows + 1 - first));

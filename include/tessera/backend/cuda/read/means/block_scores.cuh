@@ -96,7 +96,7 @@ __global__ void __launch_bounds__(scoring_threads)
   wait_for_earlier();
   let_later_begin();
   const index_t heads = view.whole.kv_heads, lane_row = index_t(blockIdx.y);
-  const index_t sequence = lane_row / heads, head = lane_row % heads, count = view.counts[sequence];
+  const index_t sequence = lane_row / heads, head = lane_row % heads, count = view.count(sequence);
   fill_begins(view, sequence, head, count, 0, begins);
   const index_t total = begins[count];
   if (blockIdx.x == 0 && threadIdx.x == 0) units[lane_row] = total;
@@ -145,8 +145,9 @@ class score_blocks {
  public:
   /// `capacity`: the most blocks that a (sequence, kv_head) ever has.
   score_blocks(index_t capacity, index_t most_segments) : capacity_(capacity), most_segments_(most_segments) {
+    // What is allowed is the kernel's, not this object's: another one may need more.
     check(cudaFuncSetAttribute(detail::score_blocks_entry<View>, cudaFuncAttributeMaxDynamicSharedMemorySize,
-                               int(shared_bytes())),
+                               device_info::current().shared_memory),
           "cudaFuncSetAttribute");
   }
 

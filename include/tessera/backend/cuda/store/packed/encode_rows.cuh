@@ -8,7 +8,7 @@
 #include "../../device/launch.cuh"
 #include "../../device/mma.cuh"
 #include "../../device/tuning.cuh"
-#include "packed_view.cuh"
+#include "choose_groups.cuh"
 
 TESSERA_NAMESPACE_BEGIN
 namespace cuda {
@@ -53,48 +53,16 @@ __device__ __forceinline__ T part_of(float x, int part) {
 /// where rows share a set.
 __device__ inline void pack_in_warp(const packed_vectors& to, index_t head, index_t i, const float* row,
                                     unsigned char* codes) {
-  constexpr int most = largest_head_dim / 32;
+  constexpr int most = most_group_words;
   const packed_format& format = to.format;
   const int lane = int(threadIdx.x) % 32, group = int(format.group), groups = int(format.groups());
   const int wanted = int(format.kept) / group;
   std::uint32_t chosen[most];  // words of bits, alike in all lanes
   if (format.own_bits) {
-    std::uint32_t keys[most];
+    choose_groups(row, groups, group, wanted, chosen);
 #pragma unroll
     for (int j = 0; j < most; ++j) {
-      const int g = j * 32 + lane;
-      float energy = 0;
-      if (g < groups) {
-        for (int c = g * group; c < (g + 1) * group; ++c) energy = __fadd_rn(energy, __fmul_rn(row[c], row[c]));
-      }
-      keys[j] = g < groups ? ordered_bits(energy) : 0u;  // 0: below every key
-    }
-    // The wanted-th largest key, bit by bit; of those that equal it the lower groups stay.
-    std::uint32_t least = 0;
-    for (int bit = 31; bit >= 0; --bit) {
-      const std::uint32_t trial = least | (1u << bit);
-      int reaching = 0;
-#pragma unroll
-      for (int j = 0; j < most; ++j) {
-        if (j * 32 < groups) reaching += __popc(__ballot_sync(~0u, keys[j] >= trial));
-      }
-      if (reaching >= wanted) least = trial;
-    }
-    int above = 0;
-#pragma unroll
-    for (int j = 0; j < most; ++j) {
-      if (j * 32 < groups) above += __popc(__ballot_sync(~0u, keys[j] > least));
-    }
-    int ties = wanted - above;
-#pragma unroll
-    for (int j = 0; j < most; ++j) {
-      chosen[j] = 0;
-      if (j * 32 >= groups) continue;
-      const std::uint32_t equal = __ballot_sync(~0u, keys[j] == least && j * 32 + lane < groups);
-      const bool stays = keys[j] > least || (((equal >> lane) & 1u) && __popc(equal & ((1u << lane) - 1u)) < ties);
-      chosen[j] = __ballot_sync(~0u, stays);
-      ties = max(0, ties - __popc(equal));
-      if (lane == j) to.bits[to.row(head, i) * bit_words(format) + j] = chosen[j];
+      if (j * 32 < groups && lane == j) to.bits[to.row(head, i) * bit_words(format) + j] = chosen[j];
     }
   } else {
     const std::uint32_t* set = to.bits_of(head, i);
@@ -157,7 +125,7 @@ __device__ void encode_side(const encode_problem<View>& p, index_t sequence, ind
   using memory = encode_memory<D>;
   constexpr int threads = encoding_threads;
   const device_segment& segment =
-      p.view.segment(sequence, p.segment != no_index ? p.segment : p.view.counts[sequence] - 1);
+      p.view.segment(sequence, p.segment != no_index ? p.segment : p.view.count(sequence) - 1);
   const packed_vectors to = Keys ? segment.k : segment.v;
   const index_t count = p.counts ? min(p.counts[sequence], p.count) : p.count;
   const index_t from = chunk * chunk_rows, rows = min(chunk_rows, count - from);
@@ -273,7 +241,7 @@ __global__ void __launch_bounds__(128) count_encoded_entry(const __grid_constant
   if (lane_row >= p.view.whole.sequences * heads) return;
   const index_t sequence = lane_row / heads;
   const device_segment& segment =
-      p.view.segment(sequence, p.segment != no_index ? p.segment : p.view.counts[sequence] - 1);
+      p.view.segment(sequence, p.segment != no_index ? p.segment : p.view.count(sequence) - 1);
   segment.rows[lane_row % heads] += p.counts ? min(p.counts[sequence], p.count) : p.count;
 }
 

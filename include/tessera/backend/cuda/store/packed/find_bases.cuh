@@ -11,6 +11,14 @@
 
 TESSERA_NAMESPACE_BEGIN
 namespace cuda {
+
+/// Where bases are written: `run` of them side by side, the first of each run `step` floats behind that of the run before.
+struct basis_places {
+  index_t run = 1;
+  offset_t step = 0;
+  TESSERA_HD offset_t begin(index_t i, offset_t each) const { return i / run * step + i % run * each; }
+};
+
 namespace detail {
 
 inline constexpr int jacobi_threads = 1024, jacobi_sweeps = 16;
@@ -117,11 +125,12 @@ __device__ void make_orthonormal(float* a, float* v, int dim, int stride) {
   __syncthreads();
 }
 
-/// One block makes one basis. matrices [count] every `step` floats; bases [count, channels, dim]; work [count, 2, dim, dim] where
-/// matrices do not fit in shared memory, else null.
+/// One block makes one basis. matrices [count] every `step` floats; bases [channels, dim] each, where `places` says; work [count, 2, dim,
+/// dim] where matrices do not fit in shared memory, else null.
 template <int Threads>
-__global__ void __launch_bounds__(Threads) find_bases_entry(const float* matrices, offset_t step, int dim, int channels,
-                                                            float* bases, float* work, index_t* not_finite) {
+__global__ void __launch_bounds__(Threads)
+    find_bases_entry(const float* matrices, offset_t step, int dim, int channels, float* bases, basis_places places,
+                     float* work, index_t* not_finite) {
   extern __shared__ uint4 shared_memory[];
   auto* turns = reinterpret_cast<jacobi_turn*>(shared_memory);  // [dim / 2]
   float* values = reinterpret_cast<float*>(turns + dim / 2);    // [dim], and the trace
@@ -161,7 +170,7 @@ __global__ void __launch_bounds__(Threads) find_bases_entry(const float* matrice
     }
     if (larger >= channels) continue;
     const float sign = v[i * stride + rank_index(top)] < 0 ? -1.0f : 1.0f;
-    float* to = bases + (offset_t(blockIdx.x) * channels + larger) * dim;
+    float* to = bases + places.begin(index_t(blockIdx.x), offset_t(channels) * dim) + offset_t(larger) * dim;
     for (int j = lane; j < dim; j += 32) to[j] = sign * v[i * stride + j];
   }
 }
@@ -174,15 +183,16 @@ __global__ void __launch_bounds__(Threads) find_bases_entry(const float* matrice
 /// Returns  not_finite [count]: 1 for a matrix with NaN or infinity, whose basis is then that of the engine's first channels.
 /// Cost     one thread block a matrix. Recordable; same input, same bits.
 /// cuSOLVER's cusolverDnXsyevBatched takes 3.5 ms for 512 matrices of 128 (H200, CUDA 13.0), but it is a library to link.
-class find_bases {
+template <int Threads>
+class basis_finder {
  public:
-  find_bases(int dim, const device_info& device) : dim_(dim) {
+  basis_finder(int dim, const device_info& device) : dim_(dim) {
     require(dim % 2 == 0 && dim >= 2 && dim <= largest_head_dim, "dim of the bases", dim, "an even number up to 256",
             "take a supported head dim");
     in_shared_ =
         fixed_bytes() + 2 * std::size_t(dim) * (std::size_t(dim) + 1) * 4 + 1024 <= std::size_t(device.shared_memory);
-    check(cudaFuncSetAttribute(detail::find_bases_entry<detail::jacobi_threads>,
-                               cudaFuncAttributeMaxDynamicSharedMemorySize, device.shared_memory - 1024),
+    check(cudaFuncSetAttribute(detail::find_bases_entry<Threads>, cudaFuncAttributeMaxDynamicSharedMemorySize,
+                               device.shared_memory - 1024),
           "cudaFuncSetAttribute");
   }
 
@@ -190,18 +200,19 @@ class find_bases {
     return in_shared_ ? 0 : array_bytes<float>(std::size_t(count) * 2 * std::size_t(dim_) * std::size_t(dim_));
   }
 
-  /// The first matrix of each lies `step` floats behind that of the one before.
+  /// The first matrix of each lies `step` floats behind that of the one before. Bases are written side by side, or to `places`.
   void run(const float* matrices, offset_t step, index_t count, index_t channels, float* bases, index_t* not_finite,
-           void* workspace, cudaStream_t stream) const {
+           void* workspace, cudaStream_t stream, basis_places places = {}) const {
     if (count == 0) return;
+    if (places.step == 0) places = {count, 0};
     require(channels >= 1 && channels <= dim_, "channels", channels, "1 to " + std::to_string(dim_),
             "pass how many of the channels stay");
     const std::size_t matrix = std::size_t(dim_) * (std::size_t(dim_) + 1) * 4;
-    launch(detail::find_bases_entry<detail::jacobi_threads>,
+    launch(detail::find_bases_entry<Threads>,
            {.blocks = dim3(unsigned(count)),
-            .threads = dim3(detail::jacobi_threads),
+            .threads = dim3(Threads),
             .shared_bytes = fixed_bytes() + (in_shared_ ? 2 * matrix : 0)},
-           stream, "launch of find_bases", matrices, step, dim_, int(channels), bases,
+           stream, "launch of find_bases", matrices, step, dim_, int(channels), bases, places,
            in_shared_ ? nullptr : static_cast<float*>(workspace), not_finite);
   }
 
@@ -212,6 +223,8 @@ class find_bases {
   int dim_;
   bool in_shared_;
 };
+/// A template, so that a source that finds no bases compiles no kernel.
+using find_bases = basis_finder<detail::jacobi_threads>;
 
 }  // namespace cuda
 TESSERA_NAMESPACE_END

@@ -48,25 +48,33 @@ struct device_segment {
 };
 
 /// What a batch stores of one layer: slots go through a sequence's segments in order, then through its whole rows.
-/// `Whole` is the kv_view of the whole rows; its lengths count those alone, and it needs no positions.
+/// `Whole` is the kv_view of the whole rows; its lengths count those alone, and positions that it has are theirs.
 template <class Whole>
 struct packed_view {
   using element_type = typename Whole::element_type;
   using whole_type = Whole;
   static constexpr int k_dim = Whole::k_dim, v_dim = Whole::v_dim;
 
-  const device_segment* segments = nullptr;  ///< [sequences, most_segments]
-  const index_t* counts = nullptr;           ///< [sequences], segments that there are
+  const device_segment* segments = nullptr;  ///< [places, most_segments]
+  const index_t* counts = nullptr;           ///< [places], segments that there are
   index_t most_segments = 0;
+  const index_t* places = nullptr;  ///< [sequences]; null: a sequence's number is its place
+  index_t packed = 0;               ///< of one sequence: rows of a head in segments, as the host knows
   Whole whole{};
   const index_t* positions = nullptr;        ///< by slot of everything; null where slot and position coincide
   const offset_t* position_begin = nullptr;  ///< [sequences, kv_heads]
 
+  TESSERA_HD index_t place(index_t sequence) const { return places ? places[sequence] : sequence; }
+  TESSERA_HD index_t count(index_t sequence) const { return counts[place(sequence)]; }
   TESSERA_HD const device_segment& segment(index_t sequence, index_t i) const {
-    return segments[offset_t(sequence) * most_segments + i];
+    return segments[offset_t(place(sequence)) * most_segments + i];
   }
   TESSERA_HD index_t position(index_t sequence, index_t head, index_t slot) const {
     return positions ? positions[position_begin[offset_t(sequence) * whole.kv_heads + head] + slot] : slot;
+  }
+  /// Of whole row `row`, behind `before` packed ones.
+  TESSERA_HD index_t whole_position(index_t sequence, index_t head, index_t before, index_t row) const {
+    return whole.positions ? whole.position(sequence, head, row) : position(sequence, head, before + row);
   }
 };
 

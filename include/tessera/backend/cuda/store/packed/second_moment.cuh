@@ -11,7 +11,7 @@ TESSERA_NAMESPACE_BEGIN
 namespace cuda {
 namespace detail {
 
-inline constexpr int moment_warps = 8, moment_threads = moment_warps * 32, moment_rows = 64;
+inline constexpr int moment_warps = 8, moment_threads = moment_warps * 32, moment_tile_rows = 64;
 
 /// A block sums x x^T over one piece of the rows of one head, K or V, for up to 128 rows of the matrix: 16 a warp. Products of 16-bit
 /// numbers are exact; sums are fp32.
@@ -25,9 +25,9 @@ __device__ void sum_moment(const View& view, index_t sequence, index_t head, ind
   const bool works = tile < D / 16;
   const std::uint32_t address = shared_address(shared);
   float acc[D / 8][4] = {};
-  for (index_t begin = 0; begin < rows; begin += moment_rows) {
+  for (index_t begin = 0; begin < rows; begin += moment_tile_rows) {
     __syncthreads();
-    for (int i = int(threadIdx.x); i < moment_rows * (D / 8); i += moment_threads) {
+    for (int i = int(threadIdx.x); i < moment_tile_rows * (D / 8); i += moment_threads) {
       const int row = i / (D / 8), c = i % (D / 8);
       uint4 x{};
       if (begin + row < rows) {
@@ -40,7 +40,7 @@ __device__ void sum_moment(const View& view, index_t sequence, index_t head, ind
     __syncthreads();
     if (!works) continue;
 #pragma unroll 1
-    for (int step = 0; step < moment_rows / 16; ++step) {
+    for (int step = 0; step < moment_tile_rows / 16; ++step) {
       std::uint32_t a[4], b[4];
       load_matrices_transposed(a,
                                address + staged.place(step * 16 + in_matrix + matrix / 2 * 8, tile * 2 + matrix % 2));
@@ -123,7 +123,7 @@ class second_moments {
     launch(detail::second_moments_entry<View>,
            {.blocks = dim3(unsigned(pieces(count) * strips), unsigned(lanes), 2),
             .threads = dim3(detail::moment_threads),
-            .shared_bytes = std::size_t(staged_rows{largest / 8}.bytes()) * detail::moment_rows},
+            .shared_bytes = std::size_t(staged_rows{largest / 8}.bytes()) * detail::moment_tile_rows},
            stream, "launch of second_moments", view, first, count, piece_rows, strips, sums);
     const offset_t total = offset_t(lanes) * offset_t(each);
     launch(detail::add_pieces_entry<256>, {.blocks = dim3(unsigned((total + 255) / 256)), .threads = dim3(256)}, stream,

@@ -1,0 +1,92 @@
+// Retrieval by the means of packed blocks on the device.
+#pragma once
+
+#include <algorithm>
+#include <utility>
+#include <vector>
+
+#include "../../../../scorer/block_mean.hpp"
+#include "../../read/means/decode_blocks.cuh"
+#include "../../store/packed/packed_store.cuh"
+#include "../reader.cuh"
+
+TESSERA_NAMESPACE_BEGIN
+namespace cuda {
+
+/// Recipes that read the best blocks of packed rows and all that are not packed. The means lie in the segments; nothing is kept here.
+template <class Recipe, class View, class Out>
+class block_reader {
+  using T = typename View::element_type;
+  using store_type = kv_store<typename Recipe::layout_type>;
+
+ public:
+  struct operation {
+    decode_blocks<View, Out> run;
+    device_buffer<unsigned char> scratch;
+    index_t read;  // tokens, in whole blocks
+    operation(decode_blocks<View, Out> made, index_t tokens)
+        : run(std::move(made)), scratch(run.workspace_bytes()), read(tokens) {}
+  };
+
+  block_reader(const Recipe& recipe, const model_shape& shape, const cache_options& options, const device_info& device)
+      : step_(fit(recipe, shape, options, device)) {}
+
+  operation fit(const Recipe& recipe, const model_shape& shape, const cache_options& options,
+                const device_info& device) const {
+    const auto& layout = recipe.layout;
+    const auto& read = recipe.retrieve;
+    return {{read.scorer, read.selector, read.tokens, options.sequences, shape.kv_heads, shape.q_heads,
+             options.step_tokens, options.tokens, most_segments(layout, options.tokens), layout.rows.key_format(),
+             layout.rows.value_format(), device},
+            ceil_div(read.tokens, read.selector.block) * read.selector.block};
+  }
+  void adopt(operation&& fitted) { step_ = std::move(fitted); }
+
+  void require_covered(const planned<Recipe>&) const {}
+  void require_fits(offset_t) const {}
+  std::vector<detail::gathered_column> gathered() const { return {}; }
+  template <class... Any>
+  void set_plan(const Any&...) {}
+  void clear(index_t, cudaStream_t) {}
+  template <class... Any>
+  void refresh(const Any&...) const {}
+  template <class... Any>
+  void rebuild(const Any&...) const {}
+
+  /// `chosen`: blocks.
+  bool choose(index_t, const View& view, const rows_view<const T>& q, const index_t* first, const logit_rule& rule,
+              const rows_view<Out>& out, const rows_view<float>& lse, selection_view& chosen,
+              cudaStream_t stream) const {
+    packed_problem<View, Out> problem{view, q, first, rule, out, lse, {}, 1};
+    const rotated_rows rotated = step_.run.choose(problem, step_.scratch.data(), stream);
+    step_.run.attend(problem, rotated, step_.scratch.data(), stream);
+    chosen = problem.chosen;
+    return true;
+  }
+  static std::vector<index_t> slots(const store_type& store, index_t layer, index_t id,
+                                    const std::vector<index_t>& blocks) {
+    return store.slots_of_blocks(layer, id, blocks);
+  }
+  template <class... Any>
+  void complete(const Any&...) const {}
+
+  offset_t bytes(const planned<Recipe>&, index_t) const { return 0; }
+  offset_t attended(const planned<Recipe>&, offset_t n, const head_place& of) const {
+    return of.newest + std::min<offset_t>(n - of.newest, step_.read);
+  }
+  static offset_t bytes_read(const planned<Recipe>&, offset_t, const head_place&) {
+    return 0;
+  }  // the store's: means lie in its segments
+
+ private:
+  operation step_;
+};
+
+template <class Recipe, class View, class Out>
+requires std::same_as<typename Recipe::retrieve_type::scorer_type, block_mean>
+struct reader_of<Recipe, View, Out> {
+  using type = block_reader<Recipe, View, Out>;
+};
+
+}  // namespace cuda
+TESSERA_NAMESPACE_END

@@ -1,0 +1,70 @@
+// Packed rows as dense ones again: in the engine's basis, 0 for what was not kept of them in their segment's.
+#pragma once
+
+#include "../../device/check.cuh"
+#include "packed_view.cuh"
+
+TESSERA_NAMESPACE_BEGIN
+namespace cuda {
+namespace detail {
+
+/// The value at a place of a packed row, times its scale.
+__device__ inline float packed_value(const packed_vectors& from, index_t head, index_t i, index_t place) {
+  const std::byte* values = from.values_of(head, i);
+  const float scale = from.scales ? from.scales[from.row(head, i)] : 1.0f;
+  switch (from.format.element) {
+    case packed_element::fp16:
+      return tessera::detail::get<fp16>(values, place);
+    case packed_element::fp8:
+      return tessera::detail::get<fp8>(values, place) * scale;
+    case packed_element::int4:
+      return tessera::detail::get_int4(values, place) * scale;
+    default:
+      return tessera::detail::get<bf16>(values, place);
+  }
+}
+
+/// A block unpacks one slot, blockIdx.x, of one head of one sequence: to [kv_heads, slots, D].
+template <class View, int D, bool Keys>
+__global__ void __launch_bounds__(D) unpack_rows_entry(const __grid_constant__ View view, index_t slots, float* to) {
+  __shared__ float held[D];
+  const index_t head = index_t(blockIdx.y), count = view.most_segments > 0 ? view.count(0) : 0;
+  const int d = int(threadIdx.x);
+  index_t row = index_t(blockIdx.x), s = 0;
+  for (; s < count && row >= view.segment(0, s).rows[head]; ++s) row -= view.segment(0, s).rows[head];
+  float* own = to + (offset_t(head) * slots + blockIdx.x) * D;
+  if (s == count) {
+    own[d] = float((Keys ? view.whole.key(0, head, row) : view.whole.value(0, head, row))[d]);
+    return;
+  }
+  const device_segment& segment = view.segment(0, s);
+  const packed_vectors& from = Keys ? segment.k : segment.v;
+  const std::uint32_t* bits = from.bits_of(head, row);
+  const index_t group = from.format.group, g = d / group;
+  held[d] = 0;
+  if (d < from.format.channels && ((bits[g / 32] >> (g % 32)) & 1u)) {
+    index_t before = __popc(bits[g / 32] & ((1u << (g % 32)) - 1u));
+    for (index_t word = 0; word < g / 32; ++word) before += __popc(bits[word]);
+    held[d] = packed_value(from, head, row, before * group + d % group);
+  }
+  __syncthreads();
+  const float* basis = from.basis_of(head, D);
+  float sum = basis ? 0 : held[d];
+  for (index_t c = 0; basis && c < from.format.channels; ++c) sum += held[c] * basis[offset_t(c) * D + d];
+  own[d] = sum;
+}
+
+}  // namespace detail
+
+/// What one sequence's layer stores, unpacked: k [kv_heads, slots, k_dim], v likewise, fp32 on the device. Heads hold `slots` tokens each.
+template <class View>
+void unpack_rows(const View& view, index_t slots, float* k, float* v, cudaStream_t stream) {
+  if (slots == 0) return;
+  const dim3 grid{unsigned(slots), unsigned(view.whole.kv_heads)};
+  detail::unpack_rows_entry<View, View::k_dim, true><<<grid, View::k_dim, 0, stream>>>(view, slots, k);
+  detail::unpack_rows_entry<View, View::v_dim, false><<<grid, View::v_dim, 0, stream>>>(view, slots, v);
+  check(cudaGetLastError(), "launch of unpack_rows");
+}
+
+}  // namespace cuda
+TESSERA_NAMESPACE_END
