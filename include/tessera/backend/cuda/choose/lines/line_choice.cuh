@@ -11,7 +11,7 @@ namespace detail {
 /// What the blocks of a head share, in device memory; all of it is written before it is read.
 struct line_counters {
   unsigned long long covered, in_batch, bins[256];
-  unsigned most, listed[2], taken;
+  unsigned most, listed[3], taken;
 };
 /// The lists of a head: lines that are looked at, now and next, and those of the batch that are taken.
 struct line_lists {
@@ -52,8 +52,11 @@ struct line_chooser {
   __device__ float& gain(index_t line) const {
     return is_slash(line) ? lines.slashes[line] : lines.verticals[line - lines.stride];
   }
+  __device__ index_t length_of(index_t line) const {
+    return is_slash(line) ? lines.slash_length(line) : lines.vertical_length(line - index_t(lines.stride));
+  }
   __device__ float per_entry(index_t line) const {
-    const index_t length = is_slash(line) ? lines.slash_length(line) : lines.vertical_length(line - lines.stride);
+    const index_t length = length_of(line);
     return length > 0 ? gain(line) / float(length) : 0.0f;
   }
   /// Calls `visit(line)` for this thread's share of all lines.
@@ -62,24 +65,39 @@ struct line_chooser {
     for (index_t distance = rank(); distance < lines.next; distance += stride_of_threads) visit(distance);
     for (index_t slot = rank(); slot < lines.slots; slot += stride_of_threads) visit(index_t(lines.stride) + slot);
   }
-  /// Calls `visit(weight, crossing line)` for what is uncovered on a line that is not chosen.
-  template <class Visit>
-  __device__ void for_each_entry(index_t line, const Visit& visit) const {
+  struct entry {
+    float weight;
+    index_t crossing;
+  };
+  /// What is uncovered at sampled row r of a line that is not chosen, and which other line lies there. Nothing branches, so that the
+  /// loads for many rows are under way together: a choice waits for little else.
+  __device__ entry entry_of(index_t line, index_t r) const {
     const bool slash = is_slash(line);
-    for (index_t r = 0; r < lines.row_count; ++r) {
-      const index_t at = slash ? lines.rows[r] - line : lines.position(line - index_t(lines.stride));
-      const index_t distance = slash ? line : lines.rows[r] - at;
-      if (at < 0 || distance < 0) continue;
-      const index_t slot = slash ? lines.slot_at(at) : line - index_t(lines.stride);
-      if (slot == no_index || (slash ? lines.has_vertical[slot] : lines.has_slash[distance])) continue;
-      const float weight = lines.row(r)[slot];
-      if (weight > 0) visit(weight, slash ? index_t(lines.stride) + slot : distance);
-    }
+    const index_t own = slash ? line : line - index_t(lines.stride), row = lines.rows[r];
+    const index_t at = slash ? row - own : lines.position(own), slot = slash ? lines.slot_at(max(at, 0)) : own;
+    const bool there = at >= 0 && at <= row && slot != no_index;
+    const index_t crossing = !there ? 0 : slash ? index_t(lines.stride) + slot : row - at;
+    const float weight = lines.row(r)[there ? slot : 0];
+    const bool covered = has(crossing);
+    return {there & !covered & (weight > 0) ? weight : 0.0f, crossing};
   }
-  __device__ float uncovered(index_t line) const {
+  /// Of every `step`th sampled row from `r` on.
+  __device__ float uncovered(index_t line, index_t r = 0, index_t step = 1) const {
     float sum = 0;
-    for_each_entry(line, [&](float weight, index_t) { sum += weight; });
+#pragma unroll 6
+    for (; r < lines.row_count; r += step) sum += entry_of(line, r).weight;
     return sum;
+  }
+  /// Does a line that is worth `worth` an entry come before all that cross it there in something uncovered?
+  __device__ bool comes_first(index_t line, float worth, index_t r, index_t step) const {
+    bool first = true;
+#pragma unroll 6
+    for (; r < lines.row_count; r += step) {
+      const entry here = entry_of(line, r);
+      const bool before = comes_before(worth, line, per_entry(here.crossing), here.crossing);
+      first = first & (here.weight == 0 || before);
+    }
+    return first;
   }
   /// The lanes that have something write it side by side behind what is there.
   __device__ static void append(index_t* list, unsigned& count, index_t line, bool has_one) {
@@ -171,20 +189,20 @@ struct line_chooser {
 
   /// Takes all that the greedy takes of at least `threshold` an entry; `shared.most` is then the most of what is left.
   __device__ void take_batch(float threshold) const {
-    if (leads()) shared.in_batch = 0, shared.most = 0, shared.taken = 0, shared.listed[0] = shared.listed[1] = 0;
+    if (leads())
+      shared.in_batch = 0, shared.most = 0, shared.taken = 0,
+      shared.listed[0] = shared.listed[1] = shared.listed[2] = 0;
     team::sync();
     list_all(threshold);
     team::sync();
-    for (int turn = 0;; turn ^= 1) {
-      index_t* const list = turn == 0 ? lists.now : lists.next;
-      index_t* const rest = turn == 0 ? lists.next : lists.now;
+    index_t* list = lists.now;
+    index_t* rest = lists.next;
+    index_t before = 0;
+    for (int turn = 0;; turn = (turn + 1) % 3) {
       const index_t count = index_t(load(shared.listed[turn]));
       if (count == 0) return;
-      const index_t before = index_t(load(shared.taken));
-      team::sync();  // all have read the counts
-      if (leads()) shared.listed[turn ^ 1] = 0;
-      team::sync();
-      sort_out(list, count, threshold, rest, shared.listed[turn ^ 1]);
+      if (leads()) shared.listed[(turn + 2) % 3] = 0;  // all have read it a turn ago
+      sort_out(list, count, threshold, rest, shared.listed[(turn + 1) % 3]);
       team::sync();  // until here nothing has been chosen that others take for uncovered
       const index_t taken = index_t(load(shared.taken));
       unsigned long long units = 0;
@@ -193,6 +211,9 @@ struct line_chooser {
         units += in_units(gain(lists.taken[i]));
       }
       add_units(shared.in_batch, units);
+      before = taken;
+      index_t* const other = list;
+      list = rest, rest = other;
       team::sync();
     }
   }
@@ -201,16 +222,24 @@ struct line_chooser {
   __device__ void list_all(float threshold) const {
     float most = 0;
     const index_t rounds = ceil_div(max(lines.next, lines.slots), stride_of_threads);
-    for (index_t round = 0; round < rounds; ++round) {  // whole warps, for their ballots
-      const index_t i = round * stride_of_threads + rank();
+    constexpr int together = 4;                                   // rounds whose loads are under way together
+    for (index_t round = 0; round < rounds; round += together) {  // whole warps, for their ballots
+      float worth[together][2];
 #pragma unroll
-      for (int kind = 0; kind < 2; ++kind) {
-        const index_t line = kind == 0 ? i : index_t(lines.stride) + i;
-        const bool open = i < (kind == 0 ? lines.next : lines.slots) && !has(line);
-        const float worth = open ? per_entry(line) : 0.0f;
-        const bool listed = worth > 0 && worth >= threshold;
-        if (!listed) most = fmaxf(most, worth);
-        append(lists.now, shared.listed[0], line, listed);
+      for (int i = 0; i < together * 2; ++i) {
+        const index_t own = (round + i / 2) * stride_of_threads + rank();
+        const bool there = own < (i % 2 == 0 ? lines.next : lines.slots);
+        const index_t line = (there ? own : 0) + (i % 2 == 0 ? 0 : index_t(lines.stride));
+        const float value = per_entry(line);
+        worth[i / 2][i % 2] = there & !has(line) ? value : 0.0f;
+      }
+#pragma unroll
+      for (int i = 0; i < together * 2; ++i) {
+        const index_t own = (round + i / 2) * stride_of_threads + rank();
+        const float value = worth[i / 2][i % 2];
+        const bool listed = value > 0 && value >= threshold;
+        if (!listed) most = fmaxf(most, value);
+        append(lists.now, shared.listed[0], i % 2 == 0 ? own : index_t(lines.stride) + own, listed);
       }
     }
     join_most(shared.most, most);
@@ -220,28 +249,26 @@ struct line_chooser {
   /// another batch, the rest is listed again.
   __device__ void sort_out(const index_t* list, index_t count, float threshold, index_t* rest,
                            unsigned& rest_count) const {
+    // Lists are short and rows far apart in memory: neighbouring threads share a line.
+    constexpr index_t sharing = line_sharing, lines_at_once = stride_of_threads / sharing;
+    const index_t part = rank() % sharing;
     float most = 0;
-    const index_t rounds = ceil_div(count, stride_of_threads);
-    for (index_t round = 0; round < rounds; ++round) {
-      const index_t i = round * stride_of_threads + rank();
+    const index_t rounds = ceil_div(count, lines_at_once);
+    for (index_t round = 0; round < rounds; ++round) {  // whole warps, for their ballots
+      const index_t i = round * lines_at_once + rank() / sharing;
       const bool own = i < count;
-      const index_t line = own ? list[i] : 0;
-      bool first = false, again = false;
-      if (own) {
-        // Others see the old gain or the new one: both are at least what the line is worth, so none of them comes too early.
-        gain(line) = uncovered(line);
-        const float worth = per_entry(line);
-        again = worth > 0 && worth >= threshold;
-        if (again) {
-          first = true;
-          for_each_entry(
-              line, [&](float, index_t other) { first = first && comes_before(worth, line, per_entry(other), other); });
-        } else {
-          most = fmaxf(most, worth);
-        }
-      }
-      append(lists.taken, shared.taken, line, first);
-      append(rest, rest_count, line, again && !first);
+      const index_t line = list[own ? i : 0];
+      // Others see the old gain or the new one: both are at least what the line is worth, so none of them comes too early.
+      const float left = lanes_sum<sharing>(uncovered(line, part, sharing));
+      if (own && part == 0) gain(line) = left;
+      const index_t length = length_of(line);
+      const float worth = length > 0 ? left / float(length) : 0.0f;
+      const bool again = own && worth > 0 && worth >= threshold;
+      if (own && !again) most = fmaxf(most, worth);
+      const unsigned later = __ballot_sync(~0u, again && !comes_first(line, worth, part, sharing));
+      const bool first = again && (later >> (threadIdx.x % 32 / sharing * sharing) & ((1u << sharing) - 1)) == 0;
+      append(lists.taken, shared.taken, line, first && part == 0);
+      append(rest, rest_count, line, again && !first && part == 0);
     }
     join_most(shared.most, most);
   }

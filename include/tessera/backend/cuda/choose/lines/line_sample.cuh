@@ -148,11 +148,14 @@ struct line_logits {
       const index_t position = seen.rows[row % seen.row_count];
       float* to = seen.weights + (offset_t(blockIdx.y) * rows + row) * seen.stride;
 #pragma unroll
-      for (int i = 0; i < tile / 4; ++i) {
-        const index_t slot = first + i / 2 * 8 + lane % 4 * 2 + i % 2;
+      for (int i = 0; i < tile / 8; ++i) {
+        const index_t slot = first + i * 8 + lane % 4 * 2;
         if (slot >= stored) continue;
-        const float logit = quick_cap(rule, s[i / 2][half * 2 + i % 2] * scale);
-        to[slot] = rule.visible(position, view.position(0, kv_head, slot)) ? logit : -infinity;
+        const auto logit_of = [&](int j) {
+          if (slot + j >= stored || !rule.visible(position, view.position(0, kv_head, slot + j))) return -infinity;
+          return quick_cap(rule, s[i][half * 2 + j] * scale);
+        };
+        *reinterpret_cast<float2*>(to + slot) = make_float2(logit_of(0), logit_of(1));  // the stride is even
       }
     }
   }
@@ -215,6 +218,26 @@ __global__ void __launch_bounds__(Threads)
   states[offset_t(blockIdx.y) * seen.row_count + blockIdx.x] = make_float2(top, sum);
 }
 
+/// Sums over the sampled rows as so many threads take them that share a line: what is left of a line is then never more than what it
+/// began with, not by rounding either.
+inline constexpr index_t line_sharing = 8;
+template <class WeightOf>
+__device__ __forceinline__ float sum_of_rows(index_t rows, const WeightOf& weight_of) {
+  float part[line_sharing] = {};
+  for (index_t first = 0; first < rows; first += line_sharing) {
+#pragma unroll
+    for (index_t i = 0; i < line_sharing; ++i) {
+      if (first + i < rows) part[i] += weight_of(first + i);
+    }
+  }
+#pragma unroll
+  for (int step = 1; step < line_sharing; step *= 2) {
+#pragma unroll
+    for (int i = 0; i < line_sharing; i += 2 * step) part[i] += part[i + step];
+  }
+  return part[0];
+}
+
 /// Logits become weights, and a column's are summed, for each slot of a query head.
 template <int Threads>
 __global__ void __launch_bounds__(Threads)
@@ -223,16 +246,11 @@ __global__ void __launch_bounds__(Threads)
   const index_t slot = index_t(blockIdx.x) * Threads + index_t(threadIdx.x);
   if (slot >= lines.slots) return;
   const float2* own = states + offset_t(blockIdx.y) * seen.row_count;
-  float sum = 0;
-#pragma unroll 8
-  for (index_t r = 0; r < lines.row_count; ++r) {
+  lines.verticals[slot] = sum_of_rows(lines.row_count, [&](index_t r) {
     float& x = lines.row(r)[slot];
     const float2 state = own[r];
-    const float weight = x > -infinity && state.y > 0 ? exp2f((x - state.x) * log2e) * __fdividef(1.0f, state.y) : 0.0f;
-    x = weight;
-    sum += weight;
-  }
-  lines.verticals[slot] = sum;
+    return x = x > -infinity && state.y > 0 ? exp2f((x - state.x) * log2e) * __fdividef(1.0f, state.y) : 0.0f;
+  });
 }
 
 /// What a slash line carries, for each distance of a query head.
@@ -241,14 +259,11 @@ __global__ void __launch_bounds__(Threads) line_slashes_entry(const __grid_const
   const line_sample::head_lines lines = seen.head(index_t(blockIdx.y));
   const index_t distance = index_t(blockIdx.x) * Threads + index_t(threadIdx.x);
   if (distance >= lines.next) return;
-  float sum = 0;
-#pragma unroll 8
-  for (index_t r = 0; r < lines.row_count; ++r) {
+  lines.slashes[distance] = sum_of_rows(lines.row_count, [&](index_t r) {
     const index_t at = lines.rows[r] - distance;
     const index_t slot = at < 0 ? no_index : lines.slot_at(at);
-    if (slot != no_index) sum += lines.row(r)[slot];
-  }
-  lines.slashes[distance] = sum;
+    return slot == no_index ? 0.0f : lines.row(r)[slot];
+  });
 }
 
 }  // namespace detail
