@@ -43,6 +43,7 @@ if os.environ["ONLY"] != "tests":
 if os.environ["ONLY"] != "benchmark":
     wanted += [(name, torch.bfloat16, 64, "cuda") for name in reversed(tessera_torch.methods())]
     wanted += [("full", torch.bfloat16, dim, "cuda") for dim in (256, 96, 128)]
+    wanted += [(name, torch.bfloat16, 64, "cuda", "pages") for name in ("ada_snapkv", "snapkv")]
     wanted += [(name, dtype, 64) for name in tessera_torch.methods() for dtype in (torch.bfloat16, torch.float32)]
 
 def build_recipes():
@@ -61,7 +62,8 @@ PYTHON
 export PYTEST_DISABLE_PLUGIN_AUTOLOAD=1
 tests() { timeout -k 5 "$(left)" python3 -m pytest -q -p no:cacheprovider -p pytest_timeout --timeout 120 --tb short "$@" || true; }
 if [ "$only" != benchmark ]; then
-  echo "--- tests of memory, errors and captured steps ($SECONDS s)"
+  echo "--- tests of pages, memory, errors and captured steps ($SECONDS s)"
+  tests tests/test_pages.py -k cuda
   tests tests/test_cuda.py -k 'not answers' --durations 5
   echo "--- tests against the CPU and eager attention ($SECONDS s)"
   OMP_NUM_THREADS=2 tests -p xdist.plugin -n 8 -rP tests/test_cuda.py tests/test_architectures.py -k 'answers or cuda and logits'

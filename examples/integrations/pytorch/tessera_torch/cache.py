@@ -11,7 +11,7 @@ import torch
 import transformers
 from transformers import AttentionInterface, AttentionMaskInterface
 
-from . import build
+from . import build, model_facts
 
 NAME = "tessera"
 OWNER = "_tessera_owner"  # on the keys, from `update` to `attend`
@@ -45,10 +45,12 @@ class TesseraCache(transformers.Cache):
     method:      a name of tessera_torch.methods(), or a Policy
     budget:      what the method keeps, or reads in a step, of each kv_head; None: the method's default
     max_length:  most tokens of a conversation; CUDA takes memory for them, the CPU as they come (None: the model's)
+    profile:     what was found once for the heads of this model, for a method that goes by it: the file of `tessera calibrate`
+                 or `tessera heads`, or its numbers, [layers][kv_heads]
     parameters:  the method's own, by the names that tessera_torch.parameters(method) shows
     """
 
-    def __init__(self, config, method="full", budget=None, max_length=None, **parameters):
+    def __init__(self, config, method="full", budget=None, max_length=None, profile=None, **parameters):
         super().__init__(layers=[])
         text = config.get_text_config(decoder=True)
         if text._attn_implementation != NAME:
@@ -57,6 +59,8 @@ class TesseraCache(transformers.Cache):
         self.method, self.budget = method, budget
         self.settings = [word for name, value in parameters.items() for word in (name, str(value))]
         self.layer_count = text.num_hidden_layers
+        self._profile = model_facts.profile_table(profile)
+        self._text_config = text
         self.window, self.sliding_layers = sliding_of(text)
         self.max_length = max_length
         self._longest = max_length or text.max_position_embeddings
@@ -65,6 +69,8 @@ class TesseraCache(transformers.Cache):
             build.source_of(method, "fp32", 64)  # an unknown method is known now
         self._reading_prompt = False  # see prompt()
         self._coming = 0              # tokens of a prompt that prompt() announced
+        self._marks = None            # which tokens end a segment of the text: see read_text
+        self._tokens = None           # of the call that is coming, [batch, tokens]
         self._forget()
 
     def _forget(self):
@@ -150,7 +156,7 @@ class TesseraCache(transformers.Cache):
         try:
             if self._in_prompt:
                 q, k, v = map(self._rows.forward, (q, k, v))
-                out = self._operators.prompt(self._handle, layer, q, k, v, self._rows.first, self._rows.last)
+                out = self._operators.prompt(self._handle, layer, q, k, v, self._rows.first, self._rows.last, self._flags)
                 out = self._rows.back(out)
             else:
                 out = self._operators.step(self._handle, layer, q, k, v)
@@ -177,6 +183,7 @@ class TesseraCache(transformers.Cache):
                              f"was made for, {self._made_for}; make a cache for each")
         self._check_length(tokens)
         rows = Rows(mask, batch, tokens)
+        flags = self._take_flags(rows, (batch, tokens))
         if self._handle is None:
             self._open(q, k, scaling, softcap, sinks)
         self._make_room(tokens)
@@ -187,13 +194,21 @@ class TesseraCache(transformers.Cache):
         if is_step:
             self.end_prompt()
             if not self._prepared:
-                self._operators.prepare_step(self._handle, like)
+                self._operators.prepare_step(self._handle, like, flags)
             self._prepared = False
             self._operators.begin_step(self._handle, like)
         elif self._coming:
             self._operators.reserve(self._handle, self._coming)
             self._coming = 0
-        self._in_prompt, self._rows = not is_step, rows
+        self._in_prompt, self._rows, self._flags = not is_step, rows, flags
+
+    def _take_flags(self, rows, shape):
+        """After which tokens of the call a segment of the text ends, [batch, tokens]; None where the text is not known."""
+        tokens, self._tokens = self._tokens, None
+        if tokens is None or tuple(tokens.shape) != shape:
+            return None
+        tokens = tokens.cpu()
+        return self._marks(tokens if rows.order is None else tokens.gather(1, rows.order.cpu()))
 
     def _check_length(self, tokens):
         if self._seen + tokens > self._longest:
@@ -215,13 +230,36 @@ class TesseraCache(transformers.Cache):
         with torch.cuda.device(q.device) if q.is_cuda else contextlib.nullcontext():
             self._own(self._operators.create(
                 str(path), self.layer_count, q_heads, k.shape[1], self.sliding_layers, self.window, scaling or 0.0,
-                softcap or 0.0, self.budget, self.settings, batch, self._longest, self._sinks, q.device))
+                softcap or 0.0, self.budget, self.settings, batch, self._longest, self._sinks, q.device,
+                model_facts.rope_frequencies(self._text_config, dim), self._profile))
         self._made_for = (q.dtype, q.device, batch)
         self._like = q.new_empty((0, 1, 1))
 
     def _own(self, handle):
         self._handle, self.memory_of = handle, object()
         self._free = weakref.finalize(self, self._operators.destroy, handle.item())
+
+    # --- the text -------------------------------------------------------------------------------------------------------
+
+    def read_text(self, model, tokenizer):
+        """Lets a method that goes by sentences see them: from now on the cache looks at the input_ids of calls of this model.
+
+        A call's last token ends its segment if it is a delimiter, whatever comes in the next call.
+        """
+        if self._marks is None:
+            self._marks = model_facts.SegmentEnds(tokenizer)
+        owner = weakref.ref(self)
+
+        def look(_, arguments, named):
+            cache = owner()
+            if cache is None:
+                hook.remove()
+            elif named.get("past_key_values") is cache and not cache._prepared:
+                cache._tokens = named.get("input_ids", arguments[0] if arguments else None)
+
+        hook = model.register_forward_pre_hook(look, with_kwargs=True)
+        weakref.finalize(self, hook.remove)
+        return self
 
     # --- a step in two parts: see CapturedStep --------------------------------------------------------------------------
 

@@ -2,8 +2,10 @@
 
 TESSERA names the tool (test.sh builds it).
 """
+import functools
 import json
 import os
+import random
 import subprocess
 
 import pytest
@@ -15,16 +17,51 @@ from tessera_torch import TesseraCache, build, methods, parameters
 BUDGET = 64
 
 
+@functools.cache
+def listed():
+    """What the tool says of each method, by name."""
+    text = subprocess.run([os.environ["TESSERA"], "list", "--json"], check=True, capture_output=True).stdout
+    return {one["name"]: one for one in json.loads(text)["methods"]}
+
+
 @pytest.fixture(scope="session")
-def expected(conversations, tmp_path_factory):
-    """The tool's cells by (method, family, turn)."""
+def profiles(tmp_path_factory):
+    """Files for the heads of the shipped model, by method: made up, so that heads differ much."""
+    numbers = random.Random(3)
+    draw = lambda: [[round(numbers.uniform(0.05, 0.6), 3) for _ in range(4)] for _ in range(6)]
+    shares, spread = draw(), [[0.0] * 4 for _ in range(6)]
+    made = {"duo_attention": {"kind": "tessera head gates", "version": 1, "model": "shipped", "sinks": 4, "recent": 60,
+                              "questions": 1, "gates": draw()},
+            "tangram": {"version": 1, "model": "shipped", "method": "tangram", "share": 0.3, "samples": 1, "alpha": 2,
+                        "mean": shares, "deviation": spread, "budget": shares}}
+    folder = tmp_path_factory.mktemp("profiles")
+    for method, profile in made.items():
+        (folder / f"{method}.json").write_text(json.dumps(profile))
+    return {method: folder / f"{method}.json" for method in made}
+
+
+@pytest.fixture(scope="session")
+def expected(request, conversations, profiles, tmp_path_factory):
+    """The tool's cells by (method, family, turn), of the methods that are asked here."""
+    asked = {item.callspec.params["method"] for item in request.session.items if hasattr(item, "callspec")}
     folder = tmp_path_factory.mktemp("eval")
     questions = folder / "questions.jsonl"
     questions.write_text("".join(json.dumps(one) + "\n" for one in conversations))
-    subprocess.run([os.environ["TESSERA"], "eval", "--model", MODEL, "--questions", questions, "--dtype", "fp32",
-                    "--methods", ",".join(methods()), "--budgets", str(BUDGET), "--json", folder / "cells.json"],
-                   check=True, stdout=subprocess.DEVNULL)
-    return {(cell["method"], cell["family"], cell["turn"]): cell for cell in json.loads((folder / "cells.json").read_text())}
+    cells = {}
+
+    def ask_tool(names, *flags):
+        subprocess.run([os.environ["TESSERA"], "eval", "--model", MODEL, "--questions", questions, "--dtype", "fp32",
+                        "--methods", ",".join(names), "--budgets", str(BUDGET), "--json", folder / "cells.json", *flags],
+                       check=True, stdout=subprocess.DEVNULL)
+        for cell in json.loads((folder / "cells.json").read_text()):
+            cells[cell["method"], cell["family"], cell["turn"]] = cell
+
+    others = [name for name in methods() if name in asked - profiles.keys() and not listed()[name]["needs_engine"]]
+    if others:
+        ask_tool(others)
+    for method in asked & profiles.keys():
+        ask_tool([method], "--set", f"profile={profiles[method]}")
+    return cells
 
 
 def limit_of(tokenizer, answer):
@@ -62,17 +99,17 @@ def ask(model, tokenizer, conversation, cache):
 
 
 @pytest.mark.parametrize("method", methods())
-def test_answers_are_those_of_the_tool(model, tokenizer, conversations, expected, method):
-    listed = subprocess.run([os.environ["TESSERA"], "list", "--json"], check=True, capture_output=True).stdout
-    needs = next(one for one in json.loads(listed)["methods"] if one["name"] == method)
-    if any(needs[f"needs_{what}"] for what in ("boundaries", "engine", "profile", "rope_theta")):
-        pytest.skip("the cache has no boundaries, no profile and no RoPE to hand over, and reads no prompt again")
+def test_answers_are_those_of_the_tool(model, tokenizer, conversations, expected, profiles, method):
+    if listed()[method]["needs_engine"]:
+        pytest.skip("a cache of transformers reads no prompt again")
     got = {}
     for conversation in conversations:
         options = {}
         if "max_new" in parameters(method):
             options["max_new"] = max(limit_of(tokenizer, turn["answer"]) for turn in conversation["turns"])
-        cache = TesseraCache(model.config, method, None if method == "full" else BUDGET, **options)
+        cache = TesseraCache(model.config, method, None if method == "full" else BUDGET, profile=profiles.get(method), **options)
+        if listed()[method]["needs_boundaries"]:
+            cache.read_text(model, tokenizer)
         for turn, answer in enumerate(ask(model, tokenizer, conversation, cache), 1):
             got.setdefault((method, conversation["family"], turn), []).append(answer)
     right = 0
@@ -101,10 +138,10 @@ def test_unequal_heads_free_memory(model, prompts):
 
 
 def test_methods_and_parameters_are_the_library_s():
-    listed = subprocess.run([os.environ["TESSERA"], "list", "--json"], check=True, capture_output=True).stdout
-    tool = json.loads(listed)["methods"]
-    assert [one["name"] for one in tool] == methods()
+    tool = listed().values()
+    assert list(listed()) == methods()
     build.build_all([(method, torch.float32, 64) for method in methods()])
+    of_files = {"profile", "alpha", "layer", "slack"}  # what the tool does with a profile's file is no parameter of a recipe
     for one in tool:
-        assert {p["name"]: p["default"] for p in one["parameters"]} == {
-            name: value for name, (value, *_) in parameters(one["name"]).items()}
+        assert {p["name"]: p["default"] for p in one["parameters"] if p["name"] not in of_files} == {
+            name: value for name, (value, *_) in parameters(one["name"]).items()}, one["name"]

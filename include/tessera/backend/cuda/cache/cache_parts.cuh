@@ -104,8 +104,7 @@ class cache_parts {
     return prompts_.lines(layer, id);
   }
 
-  /// Bytes that a sequence holds in all layers: rows with their positions and scores, candidates and index, remembered
-  /// queries.
+  /// Bytes that a sequence holds in all layers: rows, positions, scores, candidates, index and remembered queries.
   offset_t bytes(index_t id) const {
     offset_t total = 0;
     for (index_t layer = 0; layer < shape_.layers; ++layer) {

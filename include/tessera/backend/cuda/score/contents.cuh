@@ -2,6 +2,7 @@
 #pragma once
 
 #include <algorithm>
+#include <type_traits>
 
 #include "../../../concepts/scorer.hpp"
 #include "../../../core/views.hpp"
@@ -16,11 +17,11 @@ namespace detail {
 inline constexpr int contents_threads = 256, contents_chunk = 8;
 
 /// Keys or values of a view as neighbouring lanes read them: eight channels each, a row together.
-template <class View, bool Keys>
+template <class View, bool Keys, int Threads = contents_threads>
 struct stored_chunks {
   using stored = typename View::encoding_type::stored_type;
   static constexpr int dim = Keys ? View::k_dim : View::v_dim, chunks = dim / contents_chunk;
-  static constexpr int lanes = chunks <= 8 ? 8 : chunks <= 16 ? 16 : 32, rows = contents_threads / lanes;
+  static constexpr int lanes = chunks <= 8 ? 8 : chunks <= 16 ? 16 : 32, rows = Threads / lanes;
   static constexpr int at_once = sizeof(stored) == 4 ? 2 : 4;  // rows that a lane has in flight
   static constexpr index_t tile = rows * at_once;              // neighbouring slots that a block has in flight
 
@@ -57,6 +58,10 @@ struct stored_chunks {
     }
   }
   __device__ static float value(const raw& chunk, int d) {
+    if constexpr (std::is_same_v<stored, bf16> && !View::encoding_type::scaled) {  // one instruction each
+      const unsigned pair = reinterpret_cast<const unsigned*>(chunk.element)[d / 2];
+      return __uint_as_float(d % 2 ? pair & 0xffff0000u : pair << 16);
+    }
     return View::encoding_type::scaled ? float(chunk.element[d]) * chunk.scale : float(chunk.element[d]);
   }
 

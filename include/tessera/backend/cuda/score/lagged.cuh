@@ -1,22 +1,13 @@
 // Scores beside the tokens behind, on the GPU: a block measures partitions against the next ones and ranks them.
 #pragma once
 
-#include <cuda_bf16.h>
-#include <cuda_fp16.h>
-
 #include <algorithm>
-#include <type_traits>
 
-#include "../device/copy.cuh"
-#include "contents.cuh"
+#include "partitions.cuh"
 
 TESSERA_NAMESPACE_BEGIN
 namespace cuda {
 namespace detail {
-
-/// Partitions that a block walks, beside the one behind them; those that it holds or waits for at a time.
-inline constexpr index_t lagged_run = 8, lagged_ahead = 2;
-inline constexpr int lagged_blocks = 3;
 
 template <class View, class Scorer>
 __global__ void __launch_bounds__(contents_threads)
@@ -27,172 +18,6 @@ __global__ void __launch_bounds__(contents_threads)
     scores[row * row_stride + i] = scorer.outside(i, stored);
 }
 
-/// The smallest and the largest finite element of a lane's channels, over the rows that it has seen.
-template <class Chunks>
-struct lane_extremes {
-  float low[contents_chunk], high[contents_chunk];
-  __device__ lane_extremes() {
-#pragma unroll
-    for (int d = 0; d < contents_chunk; ++d) low[d] = infinity, high[d] = -infinity;
-  }
-  __device__ void see(const typename Chunks::raw& chunk) {
-#pragma unroll
-    for (int d = 0; d < contents_chunk; ++d) {
-      const float x = Chunks::value(chunk, d);
-      if (x - x != 0) continue;
-      low[d] = fminf(low[d], x), high[d] = fmaxf(high[d], x);
-    }
-  }
-  /// Takes in what the other rows' lanes of a warp have seen.
-  __device__ void meet() {
-#pragma unroll
-    for (int step = Chunks::lanes; step < 32; step *= 2) {
-#pragma unroll
-      for (int d = 0; d < contents_chunk; ++d) {
-        low[d] = fminf(low[d], __shfl_xor_sync(~0u, low[d], step));
-        high[d] = fmaxf(high[d], __shfl_xor_sync(~0u, high[d], step));
-      }
-    }
-  }
-  __device__ float lowest(int d) const { return low[d]; }
-  __device__ float highest(int d) const { return high[d]; }
-};
-/// Elements of 16 bits stay in pairs: a quarter of the instructions.
-template <class Chunks>
-requires(sizeof(typename Chunks::stored) == 2) struct lane_extremes<Chunks> {
-  using pair = std::conditional_t<std::is_same_v<typename Chunks::stored, bf16>, __nv_bfloat162, __half2>;
-  pair low[contents_chunk / 2], high[contents_chunk / 2];
-  __device__ static pair both(float x) {
-    if constexpr (std::is_same_v<pair, __half2>) {
-      return __float2half2_rn(x);
-    } else {
-      return __float2bfloat162_rn(x);
-    }
-  }
-  __device__ lane_extremes() {
-#pragma unroll
-    for (int w = 0; w < contents_chunk / 2; ++w) low[w] = both(infinity), high[w] = both(-infinity);
-  }
-  __device__ void see(const typename Chunks::raw& chunk) {
-    const pair* pairs = reinterpret_cast<const pair*>(chunk.element);
-#pragma unroll
-    for (int w = 0; w < contents_chunk / 2; ++w) {
-      // Infinity becomes NaN, and of NaN and a number the number is taken.
-      const pair x = __hfma2(pairs[w], both(0), pairs[w]);
-      low[w] = __hmin2(low[w], x), high[w] = __hmax2(high[w], x);
-    }
-  }
-  __device__ void meet() {
-#pragma unroll
-    for (int step = Chunks::lanes; step < 32; step *= 2) {
-#pragma unroll
-      for (int w = 0; w < contents_chunk / 2; ++w) {
-        low[w] = __hmin2(low[w], __shfl_xor_sync(~0u, low[w], step));
-        high[w] = __hmax2(high[w], __shfl_xor_sync(~0u, high[w], step));
-      }
-    }
-  }
-  __device__ float lowest(int d) const { return d % 2 ? __high2float(low[d / 2]) : __low2float(low[d / 2]); }
-  __device__ float highest(int d) const { return d % 2 ? __high2float(high[d / 2]) : __low2float(high[d / 2]); }
-};
-
-/// Extremes of a partition by warp, and what its channels are put on.
-template <int Dim>
-struct partition_scales {
-  float lows[contents_threads / 32][Dim], highs[contents_threads / 32][Dim];
-  channel_scale scales[Dim];
-};
-
-/// Rows of partitions on their way to the block that measures them, `ahead` partitions at a time: each thread has places of its own
-/// in shared memory, for `at_once` rows, and nobody else reads them. The rows of longer partitions are read where they lie.
-template <class View, bool Keys>
-class partition_rows {
- public:
-  using chunks = stored_chunks<View, Keys>;
-  using stored = typename chunks::stored;
-  using raw = typename chunks::raw;
-  static constexpr int rows = chunks::rows, at_once = sizeof(stored) == 4 ? 4 : 8, staged = rows * at_once;
-  struct place {
-    alignas(8 * sizeof(stored) < 16 ? 8 : 16) stored element[contents_chunk];
-  };
-  static constexpr int shared_bytes = lagged_ahead * at_once * contents_threads * int(sizeof(place));
-
-  __device__ partition_rows(const View& view, index_t b, index_t h, index_t first, index_t lag, bool aligned,
-                            void* shared)
-      : view_(view),
-        b_(b),
-        h_(h),
-        first_(first),
-        lag_(lag),
-        aligned_(aligned),
-        places_(static_cast<place*>(shared) + threadIdx.x) {}
-
-  /// Begins to bring a partition.
-  __device__ void bring(index_t partition) {
-#pragma unroll
-    for (int u = 0; u < at_once; ++u) {
-      if (u * rows + group() >= lag_ || lane() >= chunks::chunks) continue;
-      place& to = places_[(partition % lagged_ahead * at_once + u) * contents_threads];
-      if (!aligned_) {
-        raw chunk;
-        chunks::fetch(view_, b_, h_, slot(partition, u * rows), false, lane(), true, chunk);
-#pragma unroll
-        for (int d = 0; d < contents_chunk; ++d) to.element[d] = chunk.element[d];
-        continue;
-      }
-      const index_t from = slot(partition, u * rows);
-      const stored* row = (Keys ? view_.key(b_, h_, from) : view_.value(b_, h_, from)) + lane() * contents_chunk;
-      constexpr int step = sizeof(place) < 16 ? 4 : 16;
-#pragma unroll
-      for (int i = 0; i < int(sizeof(place)); i += step) {
-        const auto* source = reinterpret_cast<const unsigned char*>(row) + i;
-        const std::uint32_t target = shared_address(&to) + std::uint32_t(i);
-        step == 4 ? copy_async4(target, source) : copy_async16(target, source, true);
-      }
-    }
-    commit_copies();
-  }
-  /// Calls see(base, u, chunk) for the lane's rows base + u * rows + group of a partition that has arrived, at_once a time; some
-  /// may lie behind its end: what they hold is arbitrary. All lanes meet in it. end(base) follows them.
-  template <class See, class End>
-  __device__ void each(index_t partition, const See& see, const End& end) const {
-#pragma unroll
-    for (int u = 0; u < at_once; ++u) {
-      raw chunk;
-      const place& from = places_[(partition % lagged_ahead * at_once + u) * contents_threads];
-#pragma unroll
-      for (int d = 0; d < contents_chunk; ++d) chunk.element[d] = from.element[d];
-      chunk.scale = 1;
-      if constexpr (View::encoding_type::scaled) {
-        const index_t of = slot(partition, min(u * rows, lag_ - 1 - group()));
-        if (group() < lag_) chunk.scale = Keys ? view_.key_scale(b_, h_, of) : view_.value_scale(b_, h_, of);
-      }
-      see(index_t(0), u, chunk);
-    }
-    end(index_t(0));
-    for (index_t base = staged; base < lag_; base += staged) {
-      raw chunk[at_once];
-#pragma unroll
-      for (int u = 0; u < at_once; ++u)
-        chunks::fetch(view_, b_, h_, slot(partition, base + u * rows), aligned_, lane(),
-                      base + u * rows + group() < lag_, chunk[u]);
-#pragma unroll
-      for (int u = 0; u < at_once; ++u) see(base, u, chunk[u]);
-      end(base);
-    }
-  }
-  __device__ static int lane() { return int(threadIdx.x) % chunks::lanes; }
-  __device__ static int group() { return int(threadIdx.x) / chunks::lanes; }
-
- private:
-  __device__ index_t slot(index_t partition, index_t row) const { return first_ + partition * lag_ + row + group(); }
-
-  const View& view_;
-  index_t b_, h_, first_, lag_;
-  bool aligned_;
-  place* places_;
-};
-
 /// Writes the spreads of `count` partitions from slot `first` on, which a next one follows, to spreads [count * lag].
 template <bool Keys, class View, class Scorer, class Memory>
 __device__ void measure_spreads(const View& view, const Scorer& scorer, index_t b, index_t h, index_t first,
@@ -200,7 +25,7 @@ __device__ void measure_spreads(const View& view, const Scorer& scorer, index_t 
   using partitions = partition_rows<View, Keys>;
   using chunks = typename partitions::chunks;
   constexpr int rows = chunks::rows, dim = chunks::dim, at_once = partitions::at_once, measures = Scorer::measures;
-  const int lane = partitions::lane(), group = partitions::group(), warp = threadIdx.x / 32;
+  const int lane = partitions::lane(), group = partitions::group();
   const index_t lag = scorer.lag;
   partitions all(view, b, h, first, lag, aligned, shared);
   all.bring(0);
@@ -213,33 +38,20 @@ __device__ void measure_spreads(const View& view, const Scorer& scorer, index_t 
       wait_copies<0>();
     }
     lane_extremes<chunks> seen;
+#pragma unroll
+    for (int w = 0; w < lane_extremes<chunks>::cells; ++w)
+      seen.low[w] = seen.both(infinity), seen.high[w] = seen.both(-infinity);
     all.each(
         p + 1,
         [&](index_t base, int u, const auto& chunk) {
           if (base + u * rows + group < lag) seen.see(chunk);
         },
         [](index_t) {});
-    seen.meet();
-    if (threadIdx.x % 32 < chunks::chunks) {
-#pragma unroll
-      for (int d = 0; d < contents_chunk; ++d) {
-        memory.lows[warp][lane * contents_chunk + d] = seen.lowest(d);
-        memory.highs[warp][lane * contents_chunk + d] = seen.highest(d);
-      }
-    }
-    __syncthreads();
-    for (int d = threadIdx.x; d < dim; d += contents_threads) {
-      float low = memory.lows[0][d], high = memory.highs[0][d];
-#pragma unroll
-      for (int w = 1; w < contents_threads / 32; ++w)
-        low = fminf(low, memory.lows[w][d]), high = fmaxf(high, memory.highs[w][d]);
-      memory.scales[d] = scorer.scale(low, high);
-    }
-    __syncthreads();  // extremes are written again behind it, scales behind the next one
+    memory.join(seen, scorer);
     channel_scale scales[contents_chunk];
 #pragma unroll
     for (int d = 0; d < contents_chunk; ++d)
-      scales[d] = lane < chunks::chunks ? memory.scales[lane * contents_chunk + d] : channel_scale{};
+      scales[d] = lane < chunks::chunks ? memory.scales[d][lane] : channel_scale{};
     float parts[measures][at_once];
     all.each(
         p,
@@ -314,24 +126,27 @@ __device__ void rank_partition(const Scorer& scorer, const float* keys, float* v
 
 /// x runs of partitions, y a (sequence, kv_head). `scratch` [rows, 2, capacity].
 template <class View, class Scorer>
-__global__ void __launch_bounds__(contents_threads, lagged_blocks)
+__global__ void __launch_bounds__(lagged_threads, lagged_blocks)
     score_lagged_entry(const __grid_constant__ View view, Scorer scorer, bool keys_aligned, bool values_aligned,
                        float* out, offset_t row_stride, float* scratch, index_t capacity) {
-  __shared__ union {
-    partition_scales<View::k_dim> keys;
-    partition_scales<View::v_dim> values;
-  } memory;
+  using of_keys_type = partition_scales<typename partition_rows<View, true>::chunks>;
+  using of_values_type = partition_scales<typename partition_rows<View, false>::chunks>;
+  constexpr std::size_t most =
+      sizeof(of_keys_type) > sizeof(of_values_type) ? sizeof(of_keys_type) : sizeof(of_values_type);
+  __shared__ alignas(16) unsigned char memory[most];
   extern __shared__ uint4 lagged_rows[];
   const index_t row = blockIdx.y, b = row / view.kv_heads, h = row % view.kv_heads, lag = scorer.lag;
   const index_t partitions = max(0, min(view.length(b, h), capacity) - scorer.sinks) / lag;
   for (index_t p = index_t(blockIdx.x) * lagged_run; p + 1 < partitions; p += index_t(gridDim.x) * lagged_run) {
     const index_t count = min(lagged_run, partitions - 1 - p), first = scorer.sinks + p * lag;
     float *of_keys = scratch + offset_t(row) * 2 * capacity + p * lag, *of_values = of_keys + capacity;
-    measure_spreads<true>(view, scorer, b, h, first, count, keys_aligned, memory.keys, lagged_rows, of_keys);
+    measure_spreads<true>(view, scorer, b, h, first, count, keys_aligned, *reinterpret_cast<of_keys_type*>(memory),
+                          lagged_rows, of_keys);
     __syncthreads();
-    measure_spreads<false>(view, scorer, b, h, first, count, values_aligned, memory.values, lagged_rows, of_values);
+    measure_spreads<false>(view, scorer, b, h, first, count, values_aligned, *reinterpret_cast<of_values_type*>(memory),
+                           lagged_rows, of_values);
     __syncthreads();
-    for (index_t i = threadIdx.x / 32; i < count; i += contents_threads / 32) {
+    for (index_t i = threadIdx.x / 32; i < count; i += lagged_threads / 32) {
       halve_softmax(of_keys + i * lag, lag);
       halve_softmax(of_values + i * lag, lag);
       rank_partition(scorer, of_keys + i * lag, of_values + i * lag, out + row * row_stride + first + i * lag);
@@ -372,7 +187,7 @@ class score_lagged {
         <<<all, detail::contents_threads, 0, stream>>>(view, scorer, scores, row_stride);
     const index_t runs = ceil_div(capacity_ / scorer.lag, detail::lagged_run);
     const dim3 partitions{unsigned(std::clamp(runs, 1, 65535)), unsigned(rows)};
-    entry_<<<partitions, detail::contents_threads, shared_bytes, stream>>>(
+    entry_<<<partitions, detail::lagged_threads, shared_bytes, stream>>>(
         view, scorer, rows_on_16_bytes(view.k, view.k_strides), rows_on_16_bytes(view.v, view.v_strides), scores,
         row_stride, static_cast<float*>(workspace), capacity_);
     check(cudaGetLastError(), "launch of score_lagged");

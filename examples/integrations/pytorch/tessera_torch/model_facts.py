@@ -1,0 +1,69 @@
+"""What methods must know of a model besides its shape: how RoPE turns, where sentences end, what was calibrated for its heads."""
+import json
+import os
+import pathlib
+
+import torch
+from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
+
+DELIMITERS = tuple(".,;:!?\n\r\u3002\uff0c\uff1b\uff1a\uff01\uff1f\u3001")
+STEADY = ("linear", "llama3", "yarn")  # kinds of RoPE whose speeds do not change with the length of the text
+
+
+def rope_frequencies(config, dim):
+    """Radians per position of each pair of elements, [dim / 2]; none where the library cannot express how the model turns.
+
+    config: of the model's text part. Layers that slide may turn otherwise: methods choose in the others.
+    """
+    rope = getattr(config, "rope_parameters", None) or getattr(config, "rope_scaling", None) or {}
+    by_layer = {} if "full_attention" not in rope else {"layer_type": "full_attention"}
+    rope = rope.get("full_attention", rope)
+    theta = rope.get("rope_theta", getattr(config, "rope_theta", None))
+    kind = rope.get("rope_type", rope.get("type", "default"))
+    part = rope.get("partial_rotary_factor", getattr(config, "partial_rotary_factor", None))
+    if theta is None or part not in (None, 1, 1.0):
+        return []
+    if kind == "default":
+        return [theta ** (-2 * i / dim) for i in range(dim // 2)]
+    if kind not in STEADY:
+        return []
+    speeds = ROPE_INIT_FUNCTIONS[kind](config, torch.device("cpu"), **by_layer)[0].tolist()
+    return speeds if len(speeds) == dim // 2 else []
+
+
+def profile_table(profile):
+    """The numbers of a profile, by layer and kv_head, in one list; none without a profile."""
+    if profile is None:
+        return []
+    if isinstance(profile, (str, os.PathLike)):
+        profile = json.loads(pathlib.Path(profile).read_text(encoding="utf-8"))
+    if isinstance(profile, dict):
+        names = [name for name in ("gates", "budget") if name in profile]
+        if not names:
+            raise ValueError(f"profile has {', '.join(profile) or 'nothing'}; expected gates or budget; "
+                             "make one with `tessera heads` or `tessera calibrate`")
+        profile = profile[names[0]]
+    return [float(number) for layer in profile for number in layer]
+
+
+class SegmentEnds:
+    """Which tokens of a text end a segment: those whose text ends with a delimiter that no other one follows."""
+
+    def __init__(self, tokenizer):
+        self._tokenizer, self._known = tokenizer, {}
+
+    def _kind(self, token):
+        """Whether its text ends with a delimiter, and whether it is nothing else."""
+        if token not in self._known:
+            text = self._tokenizer.decode([token]).rstrip(" \t")
+            ends = text.endswith(DELIMITERS)
+            self._known[token] = ends, ends and not text.strip(" \t" + "".join(DELIMITERS))
+        return self._known[token]
+
+    def __call__(self, tokens):
+        """tokens [batch, tokens] -> flags of torch.uint8, of the same shape."""
+        flags = torch.zeros(tokens.shape, dtype=torch.uint8)
+        for row, kinds in zip(flags, ([self._kind(token) for token in row] for row in tokens.tolist())):
+            for i, (ends, _) in enumerate(kinds):
+                row[i] = ends and not (i + 1 < len(kinds) and kinds[i + 1][1])
+        return flags
