@@ -195,6 +195,13 @@ TEST_CASE("a packed cache on the device holds the CPU's conversations: one segme
     hold_twins(with_segments<mosaickv<fp16, 128>>(256, 128), {2, 2 * group, 2}, 1e-2);
   }
   hold_twins(with_segments<mosaickv<bf16, 64>>(128, 96), {1, 8, 4}, 2e-2);
+  // Which channels are neighbours hangs on near ties of counts: with all of them kept it does not matter.
+  for (const index_t neighbours : {2, 4}) {
+    auto method = with_segments<mosaickv<fp16, 128>>(256, 64);
+    support::keep_all_elements(method);
+    method.layout.rows.key.group = method.layout.rows.value.group = neighbours;
+    hold_twins(method, {2, 8, 2}, 1e-2);
+  }
 }
 
 TEST_CASE("a cache of thinner keys on the device drops the CPU's channels", "[gpu][cache][packed]") {
@@ -255,7 +262,6 @@ TEST_CASE("a packed cache on the device refuses what it does not pack, and rows 
   CHECK_THAT(refused([](auto& rows) { rows.strategy.strategy = strategy_choice::searched; }),
              contains("strategy is searched; expected fixed on the device"));
   CHECK_THAT(refused([](auto& rows) { rows.element = packed_element::fp16; }), contains("element is the other type"));
-  CHECK_THAT(refused([](auto& rows) { rows.key.group = 2; }), contains("group is 2; expected 1 on the device"));
   CHECK_THAT(refused([](auto& rows) { rows.segment = 100; }),
              contains("segment is 100; expected a multiple of the block"));
 

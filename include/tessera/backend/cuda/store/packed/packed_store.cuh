@@ -303,7 +303,6 @@ class kv_store<Layout> {
       require(format.element != (std::is_same_v<T, bf16> ? packed_element::fp16 : packed_element::bf16), "element",
               "the other type of 16 bits", "same, fp8 or int4 on the device",
               "take a cache of that type, or the CPU's");
-      require(format.group == 1, "group", format.group, "1 on the device", "take the CPU's cache for groups");
     }
     if (block == 0) return;
     require(rows.segment % block == 0, "segment", rows.segment,

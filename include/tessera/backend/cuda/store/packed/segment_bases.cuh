@@ -6,7 +6,7 @@
 #include <vector>
 
 #include "find_bases.cuh"
-#include "packed_places.cuh"
+#include "group_order.cuh"
 #include "second_moment.cuh"
 
 TESSERA_NAMESPACE_BEGIN
@@ -37,6 +37,8 @@ class find_segment_bases {
         together_(std::min(together, most)),
         keys_(View::k_dim, device),
         values_(View::v_dim, device),
+        order_keys_(formats.k, kv_heads),
+        order_values_(formats.v, kv_heads),
         moments_(std::size_t(together_ - 1) * std::size_t(kv_heads) * moments::each * sizeof(float) +
                  moments::workspace_bytes(kv_heads, rows)),
         work_(std::max(keys_.workspace_bytes(together_ * kv_heads), values_.workspace_bytes(together_ * kv_heads))),
@@ -81,11 +83,19 @@ class find_segment_bases {
                std::to_string(some[std::size_t(lane / heads_)].layer) + ", kv_head " + std::to_string(lane % heads_),
            "NaN or infinity", "finite numbers", "keep NaN and infinity out of keys and values, or scale them");
     }
+    for (index_t i = 0; i < count; ++i) {
+      const auto& rows = some[std::size_t(i)];
+      float* own = bases + i * each();
+      order_keys_.run(rows.view, rows.first, rows.count, own, stream);
+      order_values_.run(rows.view, rows.first, rows.count, own + heads_ * formats_.k_basis(), stream);
+    }
   }
 
   segment_formats formats_;
   index_t heads_, together_;
   find_bases keys_, values_;
+  order_bases<View, true> order_keys_;
+  order_bases<View, false> order_values_;
   device_buffer<unsigned char> moments_, work_;
   device_buffer<index_t> not_finite_;
 };

@@ -1,0 +1,148 @@
+// The order of a basis' channels for groups of several: those that are often chosen together become neighbours.
+#pragma once
+
+#include <algorithm>
+#include <vector>
+
+#include "../../../../runtime/rotation.hpp"
+#include "../../device/tuning.cuh"
+#include "choose_groups.cuh"
+#include "packed_places.cuh"
+
+TESSERA_NAMESPACE_BEGIN
+namespace cuda {
+namespace detail {
+
+inline constexpr int ordering_warps = 8, ordering_threads = ordering_warps * 32, ordering_samples = 1024;
+
+/// Memory of a block: rows that its warps rotate, what each sampled row chooses, and the same by channel.
+template <int D>
+struct ordering_memory {
+  static constexpr int words = (D + 31) / 32, blocks = ordering_samples / 32;
+  float given[ordering_warps][D], turned[ordering_warps][D];
+  std::uint32_t rows[ordering_samples][words];
+  std::uint32_t channels[D][blocks];
+};
+
+/// counts [kv_heads, channels, channels] = in how many of up to 1,024 rows both channels are among the `kept` with most energy. blockIdx: the
+/// kv_head. A warp rotates and chooses a row at a time.
+template <class Whole, int D, bool Keys>
+__global__ void __launch_bounds__(ordering_threads)
+    count_pairs_entry(const __grid_constant__ Whole whole, index_t first, index_t count, packed_format format,
+                      const float* bases, std::uint16_t* counts) {
+  extern __shared__ uint4 shared_memory[];
+  auto& memory = *reinterpret_cast<ordering_memory<D>*>(shared_memory);
+  constexpr int words = ordering_memory<D>::words, blocks = ordering_memory<D>::blocks;
+  const index_t head = index_t(blockIdx.x), step = max(1, ceil_div(count, ordering_samples));
+  const int warp = int(threadIdx.x) / 32, lane = int(threadIdx.x) % 32, channels = int(format.channels);
+  const float* basis = bases + offset_t(head) * channels * D;
+  const int samples = int(ceil_div(count, step));
+  for (int sample = warp; sample < ordering_samples; sample += ordering_warps) {
+    std::uint32_t chosen[most_group_words] = {};
+    if (sample < samples) {
+      const index_t slot = first + sample * step;
+      const auto* row = Keys ? whole.key(0, head, slot) : whole.value(0, head, slot);
+      for (int d = lane; d < D; d += 32) memory.given[warp][d] = float(row[d]);
+      __syncwarp();
+      for (int c = lane; c < channels; c += 32) {
+        float sum = 0;
+        for (int d = 0; d < D; ++d) sum += basis[offset_t(c) * D + d] * memory.given[warp][d];
+        memory.turned[warp][c] = sum;
+      }
+      __syncwarp();
+      choose_groups(memory.turned[warp], channels, 1, int(format.kept), chosen);
+    }
+    if (lane < words) {
+      std::uint32_t own = 0;
+#pragma unroll
+      for (int j = 0; j < most_group_words; ++j) own = j == lane ? chosen[j] : own;
+      memory.rows[sample][lane] = own;
+    }
+    __syncwarp();
+  }
+  __syncthreads();
+  for (int block = warp; block < blocks; block += ordering_warps) {
+    for (int c = 0; c < channels; ++c) {
+      const std::uint32_t column = __ballot_sync(~0u, (memory.rows[block * 32 + lane][c / 32] >> (c % 32)) & 1u);
+      if (lane == 0) memory.channels[c][block] = column;
+    }
+  }
+  __syncthreads();
+  std::uint16_t* to = counts + offset_t(head) * channels * channels;
+  for (int i = int(threadIdx.x); i < channels * channels; i += ordering_threads) {
+    int both = 0;
+    for (int block = 0; block < blocks; ++block) {
+      both += __popc(memory.channels[i / channels][block] & memory.channels[i % channels][block]);
+    }
+    to[i] = std::uint16_t(both);
+  }
+}
+
+/// to [kv_heads, channels, dim] = rows of `from` in another order.
+template <int Threads>
+__global__ void __launch_bounds__(Threads)
+    order_channels_entry(const float* from, const index_t* order, int dim, float* to) {
+  const offset_t row = offset_t(blockIdx.y) * gridDim.x + blockIdx.x;
+  const float* source = from + (offset_t(blockIdx.y) * gridDim.x + order[row]) * dim;
+  for (int d = int(threadIdx.x); d < dim; d += Threads) to[row * dim + d] = source[d];
+}
+
+}  // namespace detail
+
+/// Orders the channels of bases of one kind, K or V, for `format.group`: as cpu's segments do, see runtime/rotation.hpp. Of group 1 nothing.
+/// Cost     two launches a segment; the host matches pairs and waits for the device.
+template <class View, bool Keys>
+class order_bases {
+  static constexpr int D = Keys ? View::k_dim : View::v_dim;
+  using memory = detail::ordering_memory<D>;
+  using whole = typename View::whole_type;
+
+ public:
+  order_bases(const packed_format& format, index_t kv_heads) : format_(format), heads_(kv_heads) {
+    if (format.group == 1) return;
+    check(cudaFuncSetAttribute(detail::count_pairs_entry<whole, D, Keys>, cudaFuncAttributeMaxDynamicSharedMemorySize,
+                               int(sizeof(memory))),
+          "cudaFuncSetAttribute");
+    const std::size_t channels = std::size_t(kv_heads) * std::size_t(format.channels);
+    counts_ = device_buffer<std::uint16_t>(channels * std::size_t(format.channels));
+    order_ = device_buffer<index_t>(channels);
+    before_ = device_buffer<float>(channels * D);
+  }
+
+  /// bases [kv_heads, channels, dim], of whole rows `first`, ... of one sequence.
+  void run(const View& view, index_t first, index_t count, float* bases, cudaStream_t stream) const {
+    if (format_.group == 1) return;
+    const index_t n = format_.channels;
+    detail::count_pairs_entry<whole, D, Keys><<<unsigned(heads_), detail::ordering_threads, sizeof(memory), stream>>>(
+        view.whole, first, count, format_, bases, counts_.data());
+    check(cudaGetLastError(), "launch of count_pairs");
+    std::vector<std::uint16_t> counts(counts_.size());
+    check(cudaMemcpyAsync(counts.data(), counts_.data(), counts_.bytes(), cudaMemcpyDeviceToHost, stream),
+          "cudaMemcpyAsync");
+    check(cudaStreamSynchronize(stream), "cudaStreamSynchronize");
+    std::vector<index_t> orders;
+    for (index_t h = 0; h < heads_; ++h) {
+      const auto begin = counts.begin() + offset_t(h) * n * n;
+      const std::vector<double> together(begin, begin + offset_t(n) * n);
+      const std::vector<index_t> order = group_channels(together, n, format_.group);
+      orders.insert(orders.end(), order.begin(), order.end());
+    }
+    check(cudaMemcpyAsync(order_.data(), orders.data(), order_.bytes(), cudaMemcpyHostToDevice, stream),
+          "cudaMemcpyAsync");
+    check(cudaMemcpyAsync(before_.data(), bases, before_.bytes(), cudaMemcpyDeviceToDevice, stream), "cudaMemcpyAsync");
+    detail::order_channels_entry<64>
+        <<<dim3(unsigned(n), unsigned(heads_)), 64, 0, stream>>>(before_.data(), order_.data(), D, bases);
+    check(cudaGetLastError(), "launch of order_channels");
+    check(cudaStreamSynchronize(stream), "cudaStreamSynchronize");  // `orders` is the host's
+  }
+
+ private:
+  packed_format format_;
+  index_t heads_;
+  device_buffer<std::uint16_t> counts_;
+  device_buffer<index_t> order_;
+  device_buffer<float> before_;
+};
+
+}  // namespace cuda
+TESSERA_NAMESPACE_END
