@@ -19,6 +19,9 @@ struct prompt_outputs {
   std::vector<float> out, lse;
 };
 
+// The sign of a NaN says nothing.
+float without_sign_of_nan(float value) { return std::isnan(value) ? std::abs(value) : value; }
+
 // Errors: an output that is not finite. `row` says which one is looked at.
 void require_finite_row(const std::vector<float>& out, std::size_t begin, const layer_tensors& layer,
                         const std::string& row) {
@@ -27,7 +30,7 @@ void require_finite_row(const std::vector<float>& out, std::size_t begin, const 
     if (value - value == 0) continue;
     tessera::fail(
         "layer 0, query head " + std::to_string(i / std::size_t(layer.head_dim)) + ", " + row + ": the attention",
-        value, "a finite number", "products overflow float: scale queries, keys or values");
+        without_sign_of_nan(value), "a finite number", "products overflow float: scale queries, keys or values");
   }
 }
 
@@ -138,7 +141,8 @@ void require_scores(const ranked_tokens& ranked, index_t kv_heads) {
       const bool by_kv_head = ranked.scores.size() <= std::size_t(kv_heads);
       tessera::fail("layer 0, " + std::string(by_kv_head ? "KV head " : "query head ") + std::to_string(row) +
                         ", prompt token " + std::to_string(ranked.positions[row][i]) + ": the score",
-                    ranked.scores[row][i], "a finite number", "products overflow float: scale queries, keys or values");
+                    without_sign_of_nan(ranked.scores[row][i]), "a finite number",
+                    "products overflow float: scale queries, keys or values");
     }
   }
 }

@@ -274,7 +274,7 @@ class TesseraCache(transformers.Cache):
         self._check_length(1)
         self._make_room(1)
         self.end_prompt()
-        self._operators.prepare_step(self._handle, self._like)
+        self._operators.prepare_step(self._handle, self._like, self._marks(tokens.cpu()) if self._marks else None)
         self._prepared = True
         return self._operators.actions(self._handle)
 

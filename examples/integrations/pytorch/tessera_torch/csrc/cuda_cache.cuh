@@ -37,8 +37,8 @@ class cuda_cache final : public any_cache {
   }
   void end_prompt(index_t id, void* stream) override { cache_.end_prefill(id, at(stream)); }
 
-  int prepare_step(const std::vector<index_t>& ids, index_t tokens, text_flags, void* stream) override {
-    step_ = cache_.prepare_step(ids, tokens, at(stream));
+  int prepare_step(const std::vector<index_t>& ids, index_t tokens, text_flags boundaries, void* stream) override {
+    step_ = cache_.prepare_step(ids, tokens, at(stream), boundaries);
     return int(step_.evicts_first) + 2 * int(step_.evicts_last);
   }
   void begin_step(void* stream) override { cache_.begin_step(step_, at(stream)); }

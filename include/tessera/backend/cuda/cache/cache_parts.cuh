@@ -71,8 +71,7 @@ class cache_parts {
   /// What the budget comes to in this conversation, since its first prompt ended.
   stage_plan plan(index_t id) const { return policies(id).plan; }
 
-  /// Logical positions that this turn's steps may read of one kv_head: what a filter let through and what was decoded
-  /// since; everything stored where there is no filter. Synchronises.
+  /// Positions that this turn's steps may read of one kv_head: a filter's and those decoded since, or all. Synchronises.
   std::vector<index_t> readable(index_t layer, index_t id, index_t head) const {
     conversations_.check_head(layer, id, head);
     return joined_lists(downloaded_lists(layer, id), shape_.kv_heads)[std::size_t(head)];

@@ -3,6 +3,7 @@
 
 #include <algorithm>
 
+#include "../device/tuning.cuh"
 #include "partitions.cuh"
 
 TESSERA_NAMESPACE_BEGIN
@@ -124,11 +125,11 @@ __device__ void rank_partition(const Scorer& scorer, const float* keys, float* v
   }
 }
 
-/// x runs of partitions, y a (sequence, kv_head). `scratch` [rows, 2, capacity].
+/// x runs of `run` partitions, y a (sequence, kv_head). `scratch` [rows, 2, capacity].
 template <class View, class Scorer>
 __global__ void __launch_bounds__(lagged_threads, lagged_blocks)
     score_lagged_entry(const __grid_constant__ View view, Scorer scorer, bool keys_aligned, bool values_aligned,
-                       float* out, offset_t row_stride, float* scratch, index_t capacity) {
+                       float* out, offset_t row_stride, float* scratch, index_t capacity, index_t run) {
   using of_keys_type = partition_scales<typename partition_rows<View, true>::chunks>;
   using of_values_type = partition_scales<typename partition_rows<View, false>::chunks>;
   constexpr std::size_t most =
@@ -137,8 +138,8 @@ __global__ void __launch_bounds__(lagged_threads, lagged_blocks)
   extern __shared__ uint4 lagged_rows[];
   const index_t row = blockIdx.y, b = row / view.kv_heads, h = row % view.kv_heads, lag = scorer.lag;
   const index_t partitions = max(0, min(view.length(b, h), capacity) - scorer.sinks) / lag;
-  for (index_t p = index_t(blockIdx.x) * lagged_run; p + 1 < partitions; p += index_t(gridDim.x) * lagged_run) {
-    const index_t count = min(lagged_run, partitions - 1 - p), first = scorer.sinks + p * lag;
+  for (index_t p = index_t(blockIdx.x) * run; p + 1 < partitions; p += index_t(gridDim.x) * run) {
+    const index_t count = min(run, partitions - 1 - p), first = scorer.sinks + p * lag;
     float *of_keys = scratch + offset_t(row) * 2 * capacity + p * lag, *of_values = of_keys + capacity;
     measure_spreads<true>(view, scorer, b, h, first, count, keys_aligned, *reinterpret_cast<of_keys_type*>(memory),
                           lagged_rows, of_keys);
@@ -159,12 +160,13 @@ __global__ void __launch_bounds__(lagged_threads, lagged_blocks)
 
 /// Writes the scores of all stored slots beside the tokens behind them: the device's cpu::score_lagged, to rounding of the
 /// spreads.
-/// Shapes   scores [rows, row_stride].   Workspace  two numbers a slot.   Cost  one read of K and of V and of every eighth
+/// Shapes   scores [rows, row_stride].   Workspace  two numbers a slot.   Cost  one read of K and of V, and of a run's last
 /// partition once more; lag comparisons a token.
 template <class View, lagged_scorer Scorer>
 class score_lagged {
  public:
-  score_lagged(index_t rows, index_t capacity) : rows_(rows), capacity_(capacity) {
+  score_lagged(index_t rows, index_t capacity)
+      : rows_(rows), capacity_(capacity), resident_(detail::lagged_blocks * device_info::current().multiprocessors) {
     require(rows >= 1 && rows <= 65535, "sequences * kv_heads", rows, "1 to 65535", "split the batch");
     // The limit belongs to the kernel, not to this object: always the same.
     check(cudaFuncSetAttribute(entry_, cudaFuncAttributeMaxDynamicSharedMemorySize, shared_bytes),
@@ -185,19 +187,21 @@ class score_lagged {
     const dim3 all{unsigned(std::clamp(ceil_div(capacity_, 2048), 1, 64)), unsigned(rows)};
     detail::score_outside_entry<View, Scorer>
         <<<all, detail::contents_threads, 0, stream>>>(view, scorer, scores, row_stride);
-    const index_t runs = ceil_div(capacity_ / scorer.lag, detail::lagged_run);
-    const dim3 partitions{unsigned(std::clamp(runs, 1, 65535)), unsigned(rows)};
-    entry_<<<partitions, detail::lagged_threads, shared_bytes, stream>>>(
+    // Runs for all blocks that fit at a time: what a block begins with it waits for.
+    const index_t partitions = std::max(capacity_ / scorer.lag, 1);
+    const index_t run = index_t(std::clamp<offset_t>(offset_t(partitions) * rows / resident_, 1, 32));
+    const dim3 runs{unsigned(std::min(ceil_div(partitions, run), 65535)), unsigned(rows)};
+    entry_<<<runs, detail::lagged_threads, shared_bytes, stream>>>(
         view, scorer, rows_on_16_bytes(view.k, view.k_strides), rows_on_16_bytes(view.v, view.v_strides), scores,
-        row_stride, static_cast<float*>(workspace), capacity_);
+        row_stride, static_cast<float*>(workspace), capacity_, run);
     check(cudaGetLastError(), "launch of score_lagged");
   }
 
  private:
   static constexpr int shared_bytes = detail::partition_rows<View, true>::shared_bytes;
 
-  index_t rows_, capacity_;
-  void (*entry_)(View, Scorer, bool, bool, float*, offset_t, float*,
+  index_t rows_, capacity_, resident_;
+  void (*entry_)(View, Scorer, bool, bool, float*, offset_t, float*, index_t,
                  index_t) = detail::score_lagged_entry<View, Scorer>;
 };
 
