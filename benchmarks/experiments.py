@@ -180,8 +180,9 @@ def prepare(folder, tool):
     """What cells read beside the model: families of our own, questions of the needle map, profiles that give all heads the same."""
     tasks = json.loads((ROOT / "examples/data/tasks.json").read_text())
     tasks["families"]["multi_key_first"] = {"about": "eight needles; the question stands first", "needles": 8}
-    tasks["families"]["conversation_9"] = {"about": "twelve needles and nine turns", "needles": 12, "turns": 9}
     (folder / "tasks.json").write_text(json.dumps(tasks))
+    tasks["families"]["conversation"].update({"needles": 12, "turns": 9})
+    (folder / "nine_turns.json").write_text(json.dumps(tasks))
     config = json.loads((MODEL / "config.json").read_text())
     layers, heads = config["num_hidden_layers"], config["num_key_value_heads"]
     for share in SHARES:
@@ -201,7 +202,10 @@ def command_of(cell, tools, folder):
     command = [tools[cell.tool], cell.arguments[0], "--model", MODEL, *cell.arguments[1:], "--threads", 1]
     if cell.arguments[0] == "eval":
         command += ["--json", f"{cell.name}.part"]
-        if "--families" in cell.arguments:
+        if "conversation_9" in cell.arguments:  # the family of conversations, of nine turns
+            command[command.index("conversation_9")] = "conversation"
+            command += ["--tasks", "nine_turns.json"]
+        elif "--families" in cell.arguments:
             command += ["--tasks", "tasks.json"]
     if cell.arguments[0] != "eval" and "--text" not in cell.arguments:
         command += ["--text", ROOT / "examples/data/opticks.txt", "--tasks", ROOT / "examples/data/tasks.json"]

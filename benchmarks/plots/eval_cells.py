@@ -18,7 +18,8 @@ def merge(folder, record):
             continue
         name = re.sub(rf"-({'|'.join(FAMILIES)})(-\d+)?$", "", file.stem)
         for cell in cells:
-            key = cell["method"], cell.get("differs", ""), cell["budget"], cell["family"], cell["turn"]
+            family = "conversation_9" if "-conversation_9" in file.stem else cell["family"]
+            key = cell["method"], cell.get("differs", ""), cell["budget"], family, cell["turn"]
             to = groups.setdefault(name, {}).setdefault(key, {"questions": 0, "right": 0, "held": 0, "full": 0, "read": 0})
             for field, add in (("questions", cell["questions"]), ("right", cell["right"]),
                                ("held", cell["bytes_held"] * cell["questions"]), ("full", cell["bytes_full"] * cell["questions"]),

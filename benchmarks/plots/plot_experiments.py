@@ -96,7 +96,7 @@ def show_loopserve(groups, pictures):
                   label=f"loopserve_decode, pool {pool}")
             if pool == 7:
                 curve(axes[0][0], [(budget, group.mean("snapkv", "", budget)) for budget in group.budgets], label="snapkv")
-    finish(axes[0][0], "B, mean of six families", "B", log=True)
+    finish(axes[0][0], "B, mean of the families asked", "B", log=True)
     for pool, group in steps.items():
         for name in ("every", "observed"):
             if group:
@@ -148,9 +148,9 @@ vector; `mosaickv_rotated`: the same channels for all vectors after rotation; `m
         rows = {(0.25 if not differs else value_of(differs)): (method, differs) for method, differs in table.rows}
         grid = [[table.mean(*rows[share], budget) for budget in table.budgets] for share in sorted(rows)]
         shares = [f"{100 * share:g}" for share in sorted(rows)]
-        heat(axes[0][0], grid, [f"{100 * budget / 2048:.1f}" for budget in table.budgets], shares, "right answers, %: six families, 2,048 tokens",
+        heat(axes[0][0], grid, [f"{100 * budget / 2048:.1f}" for budget in table.budgets], shares, "right answers, %, 2,048 tokens",
              "% of the tokens", "% of the channels")
-        print(f"Channels by tokens, mean of six families; {documents(table)}:\n")
+        print(f"Channels by tokens, mean of {', '.join(f'`{family}`' for family in table.families)}; {documents(table)}:\n")
         print_table(["channels, % \\ tokens", *table.budgets], [[share, *map(shown, line)] for share, line in zip(shares, grid)])
     if channels:
         for axis, side, name in zip(axes[0][2:], "kv", ("keys", "values")):
