@@ -5,6 +5,7 @@
 #include <numeric>
 #include <vector>
 
+#include "../../../core/model_shape.hpp"
 #include "../choose/plain_select.cuh"
 #include "../read/segments/segment_means.cuh"
 #include "numbers.cuh"

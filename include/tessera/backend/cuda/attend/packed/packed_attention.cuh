@@ -40,9 +40,9 @@ class attend_packed {
     require(shape_.bytes() <= device.shared_memory, "shared memory of packed attention", shape_.bytes(),
             "at most " + std::to_string(device.shared_memory), "lower the number of segments");
     // What is allowed is the kernel's, not this object's: another one may need more.
-    check(cudaFuncSetAttribute(attend_entry(), cudaFuncAttributeMaxDynamicSharedMemorySize, device.shared_memory),
+    check(cudaFuncSetAttribute(attend_entry_, cudaFuncAttributeMaxDynamicSharedMemorySize, device.shared_memory),
           "cudaFuncSetAttribute");
-    check(cudaFuncSetAttribute(merge_entry(), cudaFuncAttributeMaxDynamicSharedMemorySize, device.shared_memory),
+    check(cudaFuncSetAttribute(merge_entry_, cudaFuncAttributeMaxDynamicSharedMemorySize, device.shared_memory),
           "cudaFuncSetAttribute");
   }
 
@@ -73,12 +73,12 @@ class attend_packed {
                                   parts_,
                                   rotated.rows};
     const unsigned tiles = unsigned(ceil_div(rotated.rows, detail::tile_tokens));
-    launch(attend_entry(),
+    launch(attend_entry_,
            {.blocks = dim3(unsigned(splits_ + 1), unsigned(lanes), tiles),
             .threads = dim3(detail::packed_threads),
             .shared_bytes = std::size_t(shape_.bytes())},
            stream, "launch of attend_packed", problem, rotated, to, k_raw_, v_raw_);
-    launch(merge_entry(),
+    launch(merge_entry_,
            {.blocks = dim3(unsigned(lanes), unsigned(ceil_div(Dv, detail::merged_columns)), tiles),
             .threads = dim3(detail::merging_threads),
             .shared_bytes = merge_bytes()},
@@ -86,8 +86,6 @@ class attend_packed {
   }
 
  private:
-  static auto attend_entry() { return detail::attend_packed_entry<View, Tile, Out>; }
-  static auto merge_entry() { return detail::merge_packed_entry<View, Out>; }
   static int raw_bytes(const packed_format& format) { return detail::raw_rows_shape(format).stride; }
   std::size_t merge_bytes() const {
     using namespace detail;
@@ -103,6 +101,9 @@ class attend_packed {
   int k_raw_, v_raw_;
   detail::packed_memory<D, Dv> shape_;
   index_t splits_, parts_, most_segments_;
+  // What was configured is what is launched: nvcc gives every source file a kernel of its own.
+  decltype(&detail::attend_packed_entry<View, Tile, Out>) attend_entry_ = detail::attend_packed_entry<View, Tile, Out>;
+  decltype(&detail::merge_packed_entry<View, Out>) merge_entry_ = detail::merge_packed_entry<View, Out>;
 };
 
 }  // namespace cuda

@@ -160,8 +160,8 @@ class choose_lines {
     rows_ = device_buffer<index_t>(std::size_t(std::max(1, most_rows)));
     if constexpr (asks_attention) {
       clusters_ = may_cluster(device);
-      check(cudaFuncSetAttribute(detail::line_logits_entry<View>, cudaFuncAttributeMaxDynamicSharedMemorySize,
-                                 logits::shared_bytes),
+      logits_entry_ = detail::line_logits_entry<View>;
+      check(cudaFuncSetAttribute(logits_entry_, cudaFuncAttributeMaxDynamicSharedMemorySize, logits::shared_bytes),
             "cudaFuncSetAttribute");
     }
   }
@@ -274,8 +274,8 @@ class choose_lines {
             float2* states, cudaStream_t stream) const {
     const dim3 tiles(unsigned(ceil_div(positions(), logits::tile)), unsigned(heads / group()),
                      unsigned(ceil_div(seen.row_count * group(), logits::tile)));
-    detail::line_logits_entry<View><<<tiles, logits::threads, logits::shared_bytes, stream>>>(
-        problem.view, problem.q, problem.rule, seen, kv_head);
+    logits_entry_<<<tiles, logits::threads, logits::shared_bytes, stream>>>(problem.view, problem.q, problem.rule, seen,
+                                                                            kv_head);
     check(cudaGetLastError(), "launch of line_logits");
     detail::line_sums_entry<512>
         <<<dim3(unsigned(seen.row_count), unsigned(heads)), 512, 0, stream>>>(seen, problem.rule.sink_logits, states);
@@ -327,6 +327,8 @@ class choose_lines {
 
   index_t kv_heads_, q_heads_, words_, most_rows_, at_once_ = 1;
   bool clusters_ = false;
+  // What was configured is what is launched: nvcc gives every source file a kernel of its own.
+  decltype(&detail::line_logits_entry<View>) logits_entry_ = nullptr;
   device_buffer<std::uint32_t> slash_, vertical_;
   device_buffer<index_t> columns_, numbers_, rows_;  // numbers: counts of columns, then the order of heads
   device_buffer<unsigned long long> entries_;

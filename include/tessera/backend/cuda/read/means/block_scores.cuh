@@ -5,6 +5,7 @@
 
 #include "../../../../scorer/block_mean.hpp"
 #include "../../attend/packed/rotated_queries.cuh"
+#include "../../device/tuning.cuh"
 
 TESSERA_NAMESPACE_BEGIN
 namespace cuda {
@@ -146,9 +147,9 @@ class score_blocks {
   /// `capacity`: the most blocks that a (sequence, kv_head) ever has.
   score_blocks(index_t capacity, index_t most_segments) : capacity_(capacity), most_segments_(most_segments) {
     // What is allowed is the kernel's, not this object's: another one may need more.
-    check(cudaFuncSetAttribute(detail::score_blocks_entry<View>, cudaFuncAttributeMaxDynamicSharedMemorySize,
-                               device_info::current().shared_memory),
-          "cudaFuncSetAttribute");
+    check(
+        cudaFuncSetAttribute(entry_, cudaFuncAttributeMaxDynamicSharedMemorySize, device_info::current().shared_memory),
+        "cudaFuncSetAttribute");
   }
 
   void run(const View& view, const rotated_rows& rotated, const block_mean& scorer, float* scores, offset_t row_stride,
@@ -157,7 +158,7 @@ class score_blocks {
     if (lanes == 0) return;
     require(row_stride >= capacity_, "row_stride of the scores", row_stride, "at least " + std::to_string(capacity_),
             "give every row room for the most blocks");
-    launch(detail::score_blocks_entry<View>,
+    launch(entry_,
            {.blocks = dim3(unsigned(std::max(1, ceil_div(capacity_, detail::blocks_scored_together))), unsigned(lanes)),
             .threads = dim3(detail::scoring_threads),
             .shared_bytes = shared_bytes()},
@@ -170,6 +171,8 @@ class score_blocks {
     return std::size_t(View::k_dim) * 32 * sizeof(float) + std::size_t(most_segments_ + 1) * sizeof(index_t);
   }
   index_t capacity_, most_segments_;
+  // What was configured is what is launched: nvcc gives every source file a kernel of its own.
+  decltype(&detail::score_blocks_entry<View>) entry_ = detail::score_blocks_entry<View>;
 };
 
 }  // namespace cuda

@@ -4,6 +4,7 @@
 #include <algorithm>
 
 #include "../../../../concepts/scorer.hpp"
+#include "../../../../core/views.hpp"
 #include "../../device/check.cuh"
 #include "../../device/warp.cuh"
 

@@ -265,8 +265,7 @@ class encode_rows {
             "at most " + std::to_string(detail::encoded_together), "take shorter blocks");
     // A block's rows lie in one thread block.
     chunk_rows_ = block > 0 ? detail::encoded_together / block * block : detail::encoded_together;
-    check(cudaFuncSetAttribute(detail::encode_rows_entry<View>, cudaFuncAttributeMaxDynamicSharedMemorySize,
-                               int(shared_bytes())),
+    check(cudaFuncSetAttribute(entry_, cudaFuncAttributeMaxDynamicSharedMemorySize, int(shared_bytes())),
           "cudaFuncSetAttribute");
   }
 
@@ -275,7 +274,7 @@ class encode_rows {
     if (lanes == 0 || problem.count == 0) return;
     require_rows_on_16_bytes("whole keys", problem.view.whole.k, problem.view.whole.k_strides);
     require_rows_on_16_bytes("whole values", problem.view.whole.v, problem.view.whole.v_strides);
-    launch(detail::encode_rows_entry<View>,
+    launch(entry_,
            {.blocks = dim3(unsigned(ceil_div(problem.count, chunk_rows_)), unsigned(lanes), 2),
             .threads = dim3(detail::encoding_threads),
             .shared_bytes = shared_bytes()},
@@ -289,6 +288,8 @@ class encode_rows {
     return std::size_t(std::max(detail::encode_memory<View::k_dim>::bytes, detail::encode_memory<View::v_dim>::bytes));
   }
   index_t chunk_rows_;
+  // What was configured is what is launched: nvcc gives every source file a kernel of its own.
+  decltype(&detail::encode_rows_entry<View>) entry_ = detail::encode_rows_entry<View>;
 };
 
 }  // namespace cuda

@@ -191,8 +191,7 @@ class basis_finder {
             "take a supported head dim");
     in_shared_ =
         fixed_bytes() + 2 * std::size_t(dim) * (std::size_t(dim) + 1) * 4 + 1024 <= std::size_t(device.shared_memory);
-    check(cudaFuncSetAttribute(detail::find_bases_entry<Threads>, cudaFuncAttributeMaxDynamicSharedMemorySize,
-                               device.shared_memory - 1024),
+    check(cudaFuncSetAttribute(entry_, cudaFuncAttributeMaxDynamicSharedMemorySize, device.shared_memory - 1024),
           "cudaFuncSetAttribute");
   }
 
@@ -208,7 +207,7 @@ class basis_finder {
     require(channels >= 1 && channels <= dim_, "channels", channels, "1 to " + std::to_string(dim_),
             "pass how many of the channels stay");
     const std::size_t matrix = std::size_t(dim_) * (std::size_t(dim_) + 1) * 4;
-    launch(detail::find_bases_entry<Threads>,
+    launch(entry_,
            {.blocks = dim3(unsigned(count)),
             .threads = dim3(Threads),
             .shared_bytes = fixed_bytes() + (in_shared_ ? 2 * matrix : 0)},
@@ -222,6 +221,8 @@ class basis_finder {
   }
   int dim_;
   bool in_shared_;
+  // What was configured is what is launched: nvcc gives every source file a kernel of its own.
+  decltype(&detail::find_bases_entry<Threads>) entry_ = detail::find_bases_entry<Threads>;
 };
 /// A template, so that a source that finds no bases compiles no kernel.
 using find_bases = basis_finder<detail::jacobi_threads>;

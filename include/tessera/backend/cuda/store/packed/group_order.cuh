@@ -100,8 +100,7 @@ class order_bases {
  public:
   order_bases(const packed_format& format, index_t kv_heads) : format_(format), heads_(kv_heads) {
     if (format.group == 1) return;
-    check(cudaFuncSetAttribute(detail::count_pairs_entry<whole, D, Keys>, cudaFuncAttributeMaxDynamicSharedMemorySize,
-                               int(sizeof(memory))),
+    check(cudaFuncSetAttribute(entry_, cudaFuncAttributeMaxDynamicSharedMemorySize, int(sizeof(memory))),
           "cudaFuncSetAttribute");
     const std::size_t channels = std::size_t(kv_heads) * std::size_t(format.channels);
     counts_ = device_buffer<std::uint16_t>(channels * std::size_t(format.channels));
@@ -113,8 +112,8 @@ class order_bases {
   void run(const View& view, index_t first, index_t count, float* bases, cudaStream_t stream) const {
     if (format_.group == 1) return;
     const index_t n = format_.channels;
-    detail::count_pairs_entry<whole, D, Keys><<<unsigned(heads_), detail::ordering_threads, sizeof(memory), stream>>>(
-        view.whole, first, count, format_, bases, counts_.data());
+    entry_<<<unsigned(heads_), detail::ordering_threads, sizeof(memory), stream>>>(view.whole, first, count, format_,
+                                                                                   bases, counts_.data());
     check(cudaGetLastError(), "launch of count_pairs");
     std::vector<std::uint16_t> counts(counts_.size());
     check(cudaMemcpyAsync(counts.data(), counts_.data(), counts_.bytes(), cudaMemcpyDeviceToHost, stream),
@@ -139,6 +138,8 @@ class order_bases {
  private:
   packed_format format_;
   index_t heads_;
+  // What was configured is what is launched: nvcc gives every source file a kernel of its own.
+  decltype(&detail::count_pairs_entry<whole, D, Keys>) entry_ = detail::count_pairs_entry<whole, D, Keys>;
   device_buffer<std::uint16_t> counts_;
   device_buffer<index_t> order_;
   device_buffer<float> before_;
