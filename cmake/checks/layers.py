@@ -124,6 +124,8 @@ def check_launches(text):
     source file a kernel of its own, and a member function may come from another file than its constructor."""
     if "cudaFuncSetAttribute" not in text:
         return
+    for named in re.finditer(r"cudaFuncSetAttribute\(\s*detail::(\w+)", text):
+        yield text.count("\n", 0, named.start()) + 1, f"{named[1]} is configured by name: configure and launch a member that holds it"
     configured = set(re.findall(r"[=?:]\s*detail::(\w+_entry)\b", text))
     for launch in re.finditer(r"detail::(\w+_entry)(?:<[^;{}]*?>)?\s*<<<", text):
         if launch[1] in configured:

@@ -84,6 +84,7 @@ class Checks(unittest.TestCase):
             ("scorer/b.hpp", "__global__ void kernel();\n", "__global__ outside backend/cuda"),
             ("backend/cuda/device/b.cuh", "auto e = detail::a_entry<int>;\ncudaFuncSetAttribute(e);\ndetail::a_entry<int><<<1, 1>>>();\n",
              "configured and launched apart"),
+            ("backend/cuda/device/b.cuh", "cudaFuncSetAttribute(detail::a_entry<int>, limit);\n", "a_entry is configured by name"),
             ("core/b.hpp", "\n" * 500, "at most 500"),
             ("core/b.hpp", "// TO" "DO later\n", "open work without an issue number"),
         ]:
