@@ -100,6 +100,7 @@ class order_bases {
  public:
   order_bases(const packed_format& format, index_t kv_heads) : format_(format), heads_(kv_heads) {
     if (format.group == 1) return;
+    entry_ = detail::count_pairs_entry<whole, D, Keys>;
     check(cudaFuncSetAttribute(entry_, cudaFuncAttributeMaxDynamicSharedMemorySize, int(sizeof(memory))),
           "cudaFuncSetAttribute");
     const std::size_t channels = std::size_t(kv_heads) * std::size_t(format.channels);
@@ -139,7 +140,7 @@ class order_bases {
   packed_format format_;
   index_t heads_;
   // What was configured is what is launched: nvcc gives every source file a kernel of its own.
-  decltype(&detail::count_pairs_entry<whole, D, Keys>) entry_ = detail::count_pairs_entry<whole, D, Keys>;
+  void (*entry_)(whole, index_t, index_t, packed_format, const float*, std::uint16_t*) = nullptr;
   device_buffer<std::uint16_t> counts_;
   device_buffer<index_t> order_;
   device_buffer<float> before_;
