@@ -39,6 +39,8 @@ class attend_packed {
         most_segments_(most_segments) {
     require(shape_.bytes() <= device.shared_memory, "shared memory of packed attention", shape_.bytes(),
             "at most " + std::to_string(device.shared_memory), "lower the number of segments");
+    attend_entry_ = detail::attend_packed_entry<View, Tile, Out>;
+    merge_entry_ = detail::merge_packed_entry<View, Out>;
     // What is allowed is the kernel's, not this object's: another one may need more.
     check(cudaFuncSetAttribute(attend_entry_, cudaFuncAttributeMaxDynamicSharedMemorySize, device.shared_memory),
           "cudaFuncSetAttribute");
@@ -102,8 +104,8 @@ class attend_packed {
   detail::packed_memory<D, Dv> shape_;
   index_t splits_, parts_, most_segments_;
   // What was configured is what is launched: nvcc gives every source file a kernel of its own.
-  decltype(&detail::attend_packed_entry<View, Tile, Out>) attend_entry_ = detail::attend_packed_entry<View, Tile, Out>;
-  decltype(&detail::merge_packed_entry<View, Out>) merge_entry_ = detail::merge_packed_entry<View, Out>;
+  void (*attend_entry_)(packed_problem<View, Out>, rotated_rows, detail::packed_parts, int, int) = nullptr;
+  void (*merge_entry_)(packed_problem<View, Out>, detail::packed_parts) = nullptr;
 };
 
 }  // namespace cuda

@@ -328,7 +328,7 @@ class choose_lines {
   index_t kv_heads_, q_heads_, words_, most_rows_, at_once_ = 1;
   bool clusters_ = false;
   // What was configured is what is launched: nvcc gives every source file a kernel of its own.
-  decltype(&detail::line_logits_entry<View>) logits_entry_ = nullptr;
+  void (*logits_entry_)(View, rows_view<const T>, logit_rule, detail::line_sample, index_t) = nullptr;
   device_buffer<std::uint32_t> slash_, vertical_;
   device_buffer<index_t> columns_, numbers_, rows_;  // numbers: counts of columns, then the order of heads
   device_buffer<unsigned long long> entries_;

@@ -146,6 +146,7 @@ class score_blocks {
  public:
   /// `capacity`: the most blocks that a (sequence, kv_head) ever has.
   score_blocks(index_t capacity, index_t most_segments) : capacity_(capacity), most_segments_(most_segments) {
+    entry_ = detail::score_blocks_entry<View>;
     // What is allowed is the kernel's, not this object's: another one may need more.
     check(
         cudaFuncSetAttribute(entry_, cudaFuncAttributeMaxDynamicSharedMemorySize, device_info::current().shared_memory),
@@ -172,7 +173,7 @@ class score_blocks {
   }
   index_t capacity_, most_segments_;
   // What was configured is what is launched: nvcc gives every source file a kernel of its own.
-  decltype(&detail::score_blocks_entry<View>) entry_ = detail::score_blocks_entry<View>;
+  void (*entry_)(View, rotated_rows, bool, float*, offset_t, index_t*) = nullptr;
 };
 
 }  // namespace cuda

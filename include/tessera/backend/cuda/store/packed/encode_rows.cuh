@@ -265,6 +265,7 @@ class encode_rows {
             "at most " + std::to_string(detail::encoded_together), "take shorter blocks");
     // A block's rows lie in one thread block.
     chunk_rows_ = block > 0 ? detail::encoded_together / block * block : detail::encoded_together;
+    entry_ = detail::encode_rows_entry<View>;
     check(cudaFuncSetAttribute(entry_, cudaFuncAttributeMaxDynamicSharedMemorySize, int(shared_bytes())),
           "cudaFuncSetAttribute");
   }
@@ -289,7 +290,7 @@ class encode_rows {
   }
   index_t chunk_rows_;
   // What was configured is what is launched: nvcc gives every source file a kernel of its own.
-  decltype(&detail::encode_rows_entry<View>) entry_ = detail::encode_rows_entry<View>;
+  void (*entry_)(encode_problem<View>, index_t) = nullptr;
 };
 
 }  // namespace cuda

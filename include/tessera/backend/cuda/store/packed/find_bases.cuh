@@ -191,6 +191,7 @@ class basis_finder {
             "take a supported head dim");
     in_shared_ =
         fixed_bytes() + 2 * std::size_t(dim) * (std::size_t(dim) + 1) * 4 + 1024 <= std::size_t(device.shared_memory);
+    entry_ = detail::find_bases_entry<Threads>;
     check(cudaFuncSetAttribute(entry_, cudaFuncAttributeMaxDynamicSharedMemorySize, device.shared_memory - 1024),
           "cudaFuncSetAttribute");
   }
@@ -222,7 +223,7 @@ class basis_finder {
   int dim_;
   bool in_shared_;
   // What was configured is what is launched: nvcc gives every source file a kernel of its own.
-  decltype(&detail::find_bases_entry<Threads>) entry_ = detail::find_bases_entry<Threads>;
+  void (*entry_)(const float*, offset_t, int, int, float*, basis_places, float*, index_t*) = nullptr;
 };
 /// A template, so that a source that finds no bases compiles no kernel.
 using find_bases = basis_finder<detail::jacobi_threads>;
