@@ -113,8 +113,19 @@ def verdict(bar, judged):
     print(f"**Bar: {bar}.** " + (f"Holds in {len(judged)} of {len(judged)} comparisons." if not misses else f"Missed in {len(misses)} of {len(judged)} comparisons: " + "; ".join(misses) + ".") + "\n")
 
 
-def picture(name, about):
-    print(f"![{about}](images/{name})\n")
+def link(file, about):
+    print(f"![{about}](images/{file.name})\n")
+
+
+def picture(figure, file, about):
+    """Panels that have nothing to show yet are left out, and a picture of none."""
+    for axis in figure.axes:
+        if not (axis.has_data() and any(len(line.get_xdata()) for line in axis.lines) or axis.images or axis.patches):
+            axis.remove()
+    file.unlink(missing_ok=True)
+    if figure.axes:
+        figure.savefig(file)
+        link(file, about)
 
 
 def canvas(rows, columns, width=4.2, height=3.4):
@@ -148,8 +159,6 @@ def finish(axis, title, xlabel, log=False):
         axis.set_xscale("log", base=2)
     if axis.lines:
         axis.legend(fontsize=7)
-    else:
-        axis.text(0.5, 0.5, "not asked yet", transform=axis.transAxes, ha="center")
 
 
 def value_of(differs):

@@ -13,7 +13,7 @@ import pathlib
 import re
 import shutil
 
-from eval_cells import (Group, canvas, curve, documents, experiments, finish, heat, label, merge, picture, print_families, print_table,
+from eval_cells import (Group, canvas, curve, documents, experiments, finish, heat, label, link, merge, picture, print_families, print_table,
                         shown, value_of, verdict)
 
 ROOT = experiments.ROOT
@@ -61,8 +61,7 @@ def show_sablock(groups, pictures):
         for axis, method in zip((axes[0][2], *axes[1]), ("h2o", "snapkv", "chunkkv", "sablock")):
             heat(axis, [[maps.percent(method, "", 48, f"{length} tokens, depth {depth}") for length in experiments.LENGTHS]
                         for depth in experiments.DEPTHS], experiments.LENGTHS, experiments.DEPTHS, f"one needle, {method}, budget 48", "tokens", "depth, %")
-    figure.savefig(pictures / "sablock.svg")
-    picture("sablock.svg", "SABlock: fixed blocks, sensitivity, needle maps")
+    picture(figure, pictures / "sablock.svg", "SABlock: fixed blocks, sensitivity, needle maps")
 
 
 def show_loopserve(groups, pictures):
@@ -108,8 +107,7 @@ def show_loopserve(groups, pictures):
             points = [(value_of(differs), alpha.mean(of, differs, 128)) for of, differs in alpha.rows if of == method and "alpha" in differs]
             curve(axes[0][2], points + [(0.955, alpha.mean(method, "", 128))], label=method)
     finish(axes[0][2], "alpha, pool 7", "alpha")
-    figure.savefig(pictures / "loopserve.svg")
-    picture("loopserve.svg", "LoopServe over B, every, observed and alpha")
+    picture(figure, pictures / "loopserve.svg", "LoopServe over B, every, observed and alpha")
 
 
 def show_mosaickv(groups, pictures, channels):
@@ -160,8 +158,7 @@ vector; `mosaickv_rotated`: the same channels for all vectors after rotation; `m
             axis.set_title(f"where the largest elements of {name} lie", fontsize=9)
             axis.set(xlabel="channel, by falling energy", ylabel="%", ylim=(0, 104))
             axis.legend(fontsize=7)
-    figure.savefig(pictures / "mosaickv.svg")
-    picture("mosaickv.svg", "MosaicKV: channels by tokens, channels alone, and where the largest elements lie")
+    picture(figure, pictures / "mosaickv.svg", "MosaicKV: channels by tokens, channels alone, and where the largest elements lie")
 
 
 def show_tangram(groups, pictures):
@@ -201,8 +198,7 @@ to every head.
             curve(axes[0][1], [(100 * share, group.percent("tangram", form.format(share), 205, family)) for share in experiments.SHARES],
                   linestyle=line, color=color, label=f"{family}, {name}")
     finish(axes[0][1], "families that differ", "kept, % of a prompt", log=True)
-    figure.savefig(pictures / "tangram.svg")
-    picture("tangram.svg", "Calibrated and even shares over the share")
+    picture(figure, pictures / "tangram.svg", "Calibrated and even shares over the share")
 
 
 def show_fp8(groups):
@@ -234,7 +230,7 @@ def show_lines(file, pictures):
 `line_profile` over {profile["inputs"]} slices of {profile["context"]:,} tokens. {100 * sum(shares) / len(shares):.1f} % of the lines carry {100 * profile["weight"]:.0f} % of the weight, \
 by head {100 * min(shares):.1f} to {100 * max(shares):.1f} %.
 """)
-    picture("lines.svg", "Shares of lines by layer and head, and overlaps")
+    link(pictures / "lines.svg", "Shares of lines by layer and head, and overlaps")
 
 
 def write_page(record, page, channels, lines):
