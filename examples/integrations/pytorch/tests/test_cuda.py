@@ -56,7 +56,7 @@ def model():
 def small_model(dtype=torch.bfloat16):
     torch.manual_seed(2)
     config = transformers.LlamaConfig(hidden_size=64, intermediate_size=64, num_hidden_layers=2, num_attention_heads=2,
-                                      num_key_value_heads=1, head_dim=64, vocab_size=128, max_position_embeddings=4096)
+                                      num_key_value_heads=1, head_dim=64, vocab_size=4096, max_position_embeddings=4096)
     return transformers.AutoModelForCausalLM.from_config(config, attn_implementation="tessera").to("cuda", dtype).eval()
 
 
