@@ -32,7 +32,8 @@ def ask_tool(conversations, tmp_path_factory):
 
     def ask(method, profile):
         subprocess.run([os.environ["TESSERA"], "eval", "--model", MODEL, "--questions", questions, "--dtype", "fp32",
-                        "--methods", method, "--budgets", str(BUDGET), "--json", folder / "cells.json",
+                        "--methods", method, "--json", folder / "cells.json",
+                        *(["--budgets", str(BUDGET)] if listed()[method]["has_budget"] else []),
                         *(["--set", f"profile={profile}"] if profile else [])], check=True, stdout=subprocess.DEVNULL)
         return {(cell["family"], cell["turn"]): cell for cell in json.loads((folder / "cells.json").read_text())}
 
@@ -83,7 +84,7 @@ def test_answers_are_those_of_the_tool(model, tokenizer, conversations, ask_tool
     for conversation in conversations:
         if "max_new" in parameters(method):
             options["max_new"] = max(limit_of(tokenizer, turn["answer"]) for turn in conversation["turns"])
-        cache = TesseraCache(model.config, method, None if method == "full" else BUDGET, **options)
+        cache = TesseraCache(model.config, method, BUDGET if listed()[method]["has_budget"] else None, **options)
         if listed()[method]["needs_boundaries"] or listed()[method]["needs_engine"]:
             cache.read_text(model, tokenizer)
         for turn, answer in enumerate(ask(model, tokenizer, conversation, cache), 1):
