@@ -36,14 +36,13 @@ unset CC CXX CUDAHOSTCXX
 nvidia-smi --query-gpu=name,driver_version,clocks.sm,temperature.gpu --format=csv,noheader || true
 nvcc --version | tail -n 2
 
-python3 -c 'import sys, torch, transformers; print("Python", sys.version.split()[0], "torch", torch.__version__, "transformers", transformers.__version__)'
-
 # Compiles what is named, as many at once as there are cores, and says so as it goes.
 #   operators | METHOD:DTYPE:DIM:DEVICE:KIND, as tessera_torch.build.library takes them
 build() {
   timeout "$(left)" python3 - "$@" <<'PYTHON'
-import concurrent.futures, os, sys, time, torch
+import concurrent.futures, os, sys, time, torch, transformers
 from tessera_torch import build
+print("Python", sys.version.split()[0], "torch", torch.__version__, "transformers", transformers.__version__)
 
 def one(name):
     begin = time.monotonic()
@@ -70,10 +69,10 @@ fi
 if [ "$only" != benchmark ]; then
   # Those that tests ask for whatever --methods says stand first.
   caches+=({full,snapkv,ada_snapkv,rocketkv,rocketkv_mt,h2o}:bfloat16:64:cuda)
-  for method in ${methods//,/ }; do caches+=("$method:bfloat16:64:cuda" "$method:float32:64"); done
+  for method in ${methods//,/ }; do caches+=("$method:bfloat16:64:cuda"); done
   if [ "$quick" = no ]; then
     for dim in 256 96 128; do caches+=("full:bfloat16:$dim:cuda"); done
-    for method in ${methods//,/ }; do caches+=("$method:bfloat16:64"); done
+    for method in ${methods//,/ }; do caches+=("$method:float32:64" "$method:bfloat16:64"); done
   fi
 fi
 mapfile -t caches < <(printf '%s\n' "${caches[@]}" | awk '!seen[$0]++')

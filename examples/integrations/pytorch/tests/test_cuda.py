@@ -21,7 +21,9 @@ def options_of(method, config):
     """What test prompts of up to 500 tokens and short answers need of a method."""
     options = {} if method == "full" else {"budget": BUDGET}
     options["profile"] = profile_of(method, config.num_hidden_layers, config.num_key_value_heads)
-    options.update({name: 16 for name in ("max_new", "window") if name in build.parameters(method)})
+    lines = build.operators().parameters(str(build.library(method, torch.bfloat16, 64, "cuda"))).splitlines()
+    names = {line.split("\t")[0] for line in lines}
+    options.update({name: 16 for name in ("max_new", "window") if name in names})
     return options
 
 
