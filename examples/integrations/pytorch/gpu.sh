@@ -64,7 +64,7 @@ PYTHON
 methods=${methods:-$(python3 -c 'from tessera_torch import methods; print(",".join(methods()))')}
 caches=()
 if [ "$only" != tests ]; then
-  for method in rocketkv ada_snapkv snapkv full; do caches+=("$method:bfloat16:128:cuda"); done
+  for method in mosaickv rocketkv ada_snapkv snapkv full; do caches+=("$method:bfloat16:128:cuda"); done
 fi
 if [ "$only" != benchmark ]; then
   # Those that tests ask for whatever --methods says stand first.
