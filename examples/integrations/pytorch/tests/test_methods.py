@@ -14,6 +14,7 @@ from conftest import MODEL, profile_of
 from tessera_torch import TesseraCache, build, methods, parameters
 
 BUDGET = 64
+CHUNK = 512  # tokens of a prompt that the tool reads at a time
 
 
 @functools.cache
@@ -59,11 +60,15 @@ class EndsLine(transformers.StoppingCriteria):
 
 
 def ask(model, tokenizer, conversation, cache):
-    """Answers by turn."""
+    """Answers by turn. Prompts come in the tool's chunks: some methods choose anew with each."""
     ids, answers = [1], []
     for turn in conversation["turns"]:
         ids = ids + tokenizer.encode(turn["prompt"])
         stop = EndsLine(tokenizer, len(ids))
+        new = torch.tensor([ids[cache.get_seq_length():]])
+        with torch.no_grad(), cache.prompt():
+            for begin in range(0, new.shape[1] - CHUNK, CHUNK):  # generate takes the last one
+                model(new[:, begin:begin + CHUNK], past_key_values=cache, logits_to_keep=1)
         out = model.generate(torch.tensor([ids]), attention_mask=torch.ones(1, len(ids), dtype=torch.long),
                              past_key_values=cache, max_new_tokens=limit_of(tokenizer, turn["answer"]), do_sample=False,
                              pad_token_id=0, eos_token_id=None,
