@@ -8,12 +8,6 @@ TESSERA_NAMESPACE_BEGIN
 namespace cuda {
 namespace detail {
 
-#ifdef __CUDA_ARCH_FEAT_SM90_ALL
-inline constexpr bool compiled_for_hopper = true;
-#else
-inline constexpr bool compiled_for_hopper = false;
-#endif
-
 template <class View>
 inline constexpr bool fits_hopper_prefill = (View::k_dim == 64 || View::k_dim == 128) &&
                                             (View::v_dim == 64 || View::v_dim == 128);
