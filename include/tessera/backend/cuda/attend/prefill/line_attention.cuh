@@ -12,10 +12,10 @@ namespace cuda {
 namespace detail {
 
 /// A kernel of prefill attention over line_tiles. The list takes what shared memory the blocks of a multiprocessor leave: a block
-/// of the Hopper kernel lists 256K slots at once.
+/// of the Hopper kernel lists at least 56K slots at once, and 112K if they are met by all its rows.
 template <class Kernel, bool Hopper>
 struct line_kernel {
-  using tiles = line_tiles<typename Kernel::base, Hopper ? 8192 : 2048>;
+  using tiles = line_tiles<Kernel, Hopper ? 7168 : 2048>;
   static constexpr int threads = Kernel::threads, resident = Kernel::resident;
   static constexpr int shared_bytes = Kernel::shared_bytes + tiles::memory_bytes;
 };

@@ -8,15 +8,11 @@ TESSERA_NAMESPACE_BEGIN
 namespace cuda {
 namespace detail {
 
-/// Bits [0, count) of a word; none for a negative count.
-__device__ __forceinline__ std::uint32_t low_bits(index_t count) {
-  return count >= 32 ? ~0u : count <= 0 ? 0u : (1u << count) - 1;
-}
-
 /// As dense_tiles, for rows of one query head that attend along its lines.
 ///
 /// What is stored is looked at in chunks of 32 slots. A block lists those that a slash line of any of its rows meets, and packs
-/// four (or two) of them to a tile, neighbours or not; their masks leave out the vertical lines. The slots of vertical lines
+/// four (or two) of them to a tile, neighbours or not; their masks leave out the vertical lines. Chunks that only the first or only
+/// the second half of the rows meets, at the ends of a run of slashes, have tiles of their own, which the other half passes over. The slots of vertical lines
 /// follow, packed to tiles of their own, which only causality masks. A block with rows that attend everything lists all chunks
 /// and masks by both kinds of lines, so that it needs no other tiles.
 /// The list lies in shared memory, `Entries` of it: a longer one comes in pieces.
@@ -24,21 +20,24 @@ template <class Rows, int Entries>
 struct line_tiles {
   using problem_type = typename Rows::problem_type;
   using place = typename Rows::place;
-  using logits = typename Rows::logits;
-  static constexpr int tile = Rows::tile, row_tiles = Rows::row_tiles, threads = Rows::threads;
-  static constexpr int chunk_slots = 32, tile_chunks = tile / chunk_slots, half_rows = Rows::block_rows / 2;
+  static constexpr int tile = Rows::tile, threads = Rows::threads, half_rows = Rows::block_rows / 2;
+  static constexpr int chunk_slots = Rows::chunk_slots, tile_chunks = Rows::tile_chunks;
   static constexpr bool one_piece = false;
   using argument = line_tables;
 
-  static_assert(tile % chunk_slots == 0 && Entries % tile == 0 && Entries > threads + tile,
-                "tessera: a list holds whole tiles and what a round of the block's threads adds");
+  /// Chunks by who meets them, both halves, the first or the second; behind those of both come the vertical lines.
+  static constexpr index_t room_of_both = Entries / 2, room_of_half = Entries / 4;
+  static_assert(
+      room_of_half % tile == 0 && room_of_half > threads + tile && threads < 1024,
+      "tessera: a list holds whole tiles and what a round of the block's threads adds, three counts in a word");
 
   /// A chunk is an entry `number * 16 + flags`; a slot of a vertical line is an entry by itself.
   struct memory {
     alignas(16) std::uint32_t entries[Entries];
     block_scan<threads, index_t> scan;
     // What is still to be listed, and of what the piece's list consists: registers are scarcer than time here.
-    index_t next_chunk, last_chunk, next_column, last_column, chunk_tiles, columns_at, columns;
+    index_t first_chunk, next_chunk, last_chunk, first_column, next_column, last_column, columns_at, columns;
+    index_t both_tiles, half_tiles[2], chunk_tiles;
   };
   static constexpr int memory_bytes = sizeof(memory);
   static constexpr std::uint32_t meets_half = 1,
@@ -81,11 +80,15 @@ struct line_tiles {
       first_column = range.begin > 0 ? column_from(range.begin) : 0, end_column = column_from(range.end);
     }
     if (threadIdx.x == 0) {
-      list_.next_chunk = share(first_chunk, end_chunk, part);
+      list_.first_chunk = list_.next_chunk = share(first_chunk, end_chunk, part);
       list_.last_chunk = share(first_chunk, end_chunk, part + 1);
-      list_.next_column = share(first_column, end_column, part);
+      list_.first_column = list_.next_column = share(first_column, end_column, part);
       list_.last_column = share(first_column, end_column, part + 1);
     }
+  }
+
+  __device__ void rewind(const problem_type&) {
+    if (threadIdx.x == 0) list_.next_chunk = list_.first_chunk, list_.next_column = list_.first_column;
   }
 
   __device__ bool has_more() const {
@@ -95,18 +98,34 @@ struct line_tiles {
   __device__ index_t gather(const problem_type& p) {
     __syncthreads();  // what is still to be listed is there
     const index_t last_chunk = list_.last_chunk, next_column = list_.next_column;
-    index_t next_chunk = list_.next_chunk, listed = 0;
-    for (; next_chunk < last_chunk && listed + threads <= Entries; next_chunk += threads) {
+    index_t next_chunk = list_.next_chunk, listed[3] = {};  // by both halves, the first, the second
+    const auto begin_of = [](int by) { return by == 0 ? 0 : room_of_both + (by - 1) * room_of_half; };
+    const auto has_room = [&] {
+      return listed[0] + threads <= room_of_both && max(listed[1], listed[2]) + threads <= room_of_half;
+    };
+    for (; next_chunk < last_chunk && has_room(); next_chunk += threads) {
       const index_t chunk = next_chunk + index_t(threadIdx.x);
-      const std::uint32_t flags = chunk < last_chunk ? flags_of(p, chunk) : 0;
-      const index_t before = list_.scan.before(flags != 0 ? 1 : 0);
-      if (flags != 0) list_.entries[listed + before] = std::uint32_t(chunk) * 16 | flags;
-      listed += list_.scan.total();
+      const std::uint32_t flags = chunk < last_chunk ? flags_of(p, chunk) : 0, met = flags & 3 * meets_half;
+      const int by = met == 3 * meets_half ? 0 : int(met);
+      const index_t before = list_.scan.before(flags != 0 ? 1 << by * 10 : 0), total = list_.scan.total();
+      if (flags != 0) {
+        const index_t own = by == 0 ? listed[0] : listed[by == 1 ? 1 : 2];
+        list_.entries[begin_of(by) + own + (before >> by * 10 & 1023)] = std::uint32_t(chunk) * 16 | flags;
+      }
+#pragma unroll
+      for (int i = 0; i < 3; ++i) listed[i] += total >> i * 10 & 1023;
       __syncthreads();  // before the scan is used again
     }
-    const index_t tiles = ceil_div(listed, tile_chunks), columns_at = tiles * tile_chunks;
-    if (listed + index_t(threadIdx.x) < columns_at) list_.entries[listed + threadIdx.x] = no_chunk;
-    const index_t columns = next_chunk < last_chunk ? 0 : min(list_.last_column - next_column, Entries - columns_at);
+    index_t tiles[3];
+#pragma unroll
+    for (int i = 0; i < 3; ++i) {
+      tiles[i] = ceil_div(listed[i], tile_chunks);
+      const index_t end = tiles[i] * tile_chunks;
+      if (listed[i] + index_t(threadIdx.x) < end) list_.entries[begin_of(i) + listed[i] + threadIdx.x] = no_chunk;
+    }
+    const index_t columns_at = tiles[0] * tile_chunks, chunk_tiles = tiles[0] + tiles[1] + tiles[2];
+    const index_t columns =
+        next_chunk < last_chunk ? 0 : min(list_.last_column - next_column, room_of_both - columns_at);
     const index_t* const slots = lines_.columns_of(q_head_) + next_column;
     for (index_t i = index_t(threadIdx.x); i < columns; i += threads) {
       list_.entries[columns_at + i] = std::uint32_t(slots[i]);
@@ -114,10 +133,11 @@ struct line_tiles {
     __syncthreads();  // all know what was still to be listed
     if (threadIdx.x == 0) {
       list_.next_chunk = next_chunk, list_.next_column = next_column + columns;
-      list_.chunk_tiles = tiles, list_.columns_at = columns_at, list_.columns = columns;
+      list_.both_tiles = tiles[0], list_.half_tiles[0] = tiles[1], list_.half_tiles[1] = tiles[2];
+      list_.chunk_tiles = chunk_tiles, list_.columns_at = columns_at, list_.columns = columns;
     }
     __syncthreads();  // the list is there
-    return tiles + ceil_div(columns, tile);
+    return chunk_tiles + ceil_div(columns, tile);
   }
 
   __device__ void ask(const problem_type& p, index_t row, index_t rows) {
@@ -125,112 +145,82 @@ struct line_tiles {
     oldest_ = Rows::position_of(p, at, row), newest_ = Rows::position_of(p, at, row + rows - 1);
   }
 
-  template <class ToKey, class ToValue>
-  __device__ void copy(const problem_type& p, index_t t, int warp, int lane, const ToKey& to_key,
-                       const ToValue& to_value) const {
-    const index_t row = warp * Rows::warp_share + lane % Rows::warp_share;
-    const index_t slot = slot_of(t, row);
-    Rows::copy_tile(p, at, slot, slot < at.stored, warp, lane, to_key, to_value);
+  __device__ index_t slot_of(index_t t, index_t row) const {
+    if (t < list_.chunk_tiles) {
+      return index_t(list_.entries[entry_of(t) + row / chunk_slots] / 16) * chunk_slots + row % chunk_slots;
+    }
+    const index_t i = (t - list_.chunk_tiles) * tile + row;
+    return i < list_.columns ? index_t(list_.entries[list_.columns_at + i]) : at.stored;
   }
 
   __device__ bool meets(const problem_type& p, index_t t) const {
     if (t < list_.chunk_tiles) {
+      const index_t first = entry_of(t);
       std::uint32_t any = 0;
 #pragma unroll
-      for (int c = 0; c < tile_chunks; ++c) any |= list_.entries[t * tile_chunks + c];
+      for (int c = 0; c < tile_chunks; ++c) any |= list_.entries[first + c];
       return any & meets_half << half_;
     }
     return position_of(p, slot_of(t, 0)) <= newest_;
   }
   __device__ bool is_masked(const problem_type& p, index_t t) const {
     if (t < list_.chunk_tiles) {
+      const index_t first = entry_of(t);
       std::uint32_t all = ~0u;
 #pragma unroll
-      for (int c = 0; c < tile_chunks; ++c) all &= list_.entries[t * tile_chunks + c];
+      for (int c = 0; c < tile_chunks; ++c) all &= list_.entries[first + c];
       return !(all & whole_for_half << half_);
     }
     const index_t last = slot_of(t, tile - 1);
     return window_ > 0 || last >= at.stored || position_of(p, last) > oldest_;
   }
 
-  __device__ void mask(const problem_type& p, index_t warp_row, index_t t, int lane, logits& s) const {
-    index_t query[row_tiles * 2];
-#pragma unroll
-    for (int r = 0; r < row_tiles * 2; ++r) query[r] = Rows::position_of(p, at, warp_row + r * 8 + lane / 4);
-    if (t >= list_.chunk_tiles) {
-      mask_each(p, t, lane, query, s, [&](index_t position, index_t, index_t key) { return key <= position; });
-    } else if (p.view.positions) {
-      mask_each(p, t, lane, query, s,
-                [&](index_t position, index_t slot, index_t key) { return is_on_line(position, slot, key); });
-    } else {
-#pragma unroll
-      for (int c = 0; c < tile_chunks; ++c) {
-        const std::uint32_t entry = list_.entries[t * tile_chunks + c];
-        if (entry & whole_for_half << half_) continue;
-        const index_t chunk = index_t(entry / 16);
-#pragma unroll
-        for (int r = 0; r < row_tiles * 2; ++r) {
-          const std::uint32_t mine = visible_bits(query[r], chunk) >> (lane % 4 * 2);
-#pragma unroll
-          for (int i = 0; i < 8; ++i) {
-            float& x = s[r / 2][c * 4 + i / 2][r % 2 * 2 + i % 2];
-            x = mine >> (i / 2 * 8 + i % 2) & 1 ? x : -infinity;
-          }
-        }
-      }
+  __device__ std::uint32_t seen(const problem_type& p, index_t t, index_t c, index_t row) const {
+    const index_t query = Rows::position_of(p, at, row);
+    if (t < list_.chunk_tiles) {
+      return on_lines(p, query, index_t(list_.entries[entry_of(t) + c] / 16));
     }
+    std::uint32_t visible = 0;
+    for (index_t i = 0; i < chunk_slots; ++i) {
+      const index_t slot = slot_of(t, c * chunk_slots + i);
+      if (slot < at.stored && p.rule.visible(query, position_of(p, slot))) visible |= 1u << i;
+    }
+    return visible;
   }
 
  private:
-  /// The slot behind row `row` of a tile; `stored` or more: none.
-  __device__ index_t slot_of(index_t t, index_t row) const {
-    if (t < list_.chunk_tiles) {
-      return index_t(list_.entries[t * tile_chunks + row / chunk_slots] / 16) * chunk_slots + row % chunk_slots;
-    }
-    const index_t i = (t - list_.chunk_tiles) * tile + row;
-    return i < list_.columns ? index_t(list_.entries[list_.columns_at + i]) : at.stored;
+  /// The first entry of a tile of chunks. Those of the first and of the second half take turns, so that both have something to do.
+  __device__ index_t entry_of(index_t t) const {
+    const index_t both = list_.both_tiles, first = list_.half_tiles[0], second = list_.half_tiles[1];
+    if (t < both) return t * tile_chunks;
+    const index_t turns = min(first, second), after = t - both;
+    const bool in_second = after < turns * 2 ? after % 2 != 0 : second > first;
+    const index_t i = after < turns * 2 ? after / 2 : after - turns;
+    return room_of_both + (in_second ? room_of_half : 0) + i * tile_chunks;
   }
   __device__ index_t position_of(const problem_type& p, index_t slot) const {
     return p.view.position(0, at.head, slot);
   }
 
-  /// Masks element by element: `sees(query position, slot, key position)`, and the sliding window.
-  template <class Sees>
-  __device__ void mask_each(const problem_type& p, index_t t, int lane, const index_t (&query)[row_tiles * 2],
-                            logits& s, const Sees& sees) const {
-#pragma unroll
-    for (int i = 0; i < tile / 4; ++i) {
-      const index_t slot = slot_of(t, i / 2 * 8 + lane % 4 * 2 + i % 2);
-      const bool stored = slot < at.stored;
-      const index_t key = stored ? position_of(p, slot) : 0;
-#pragma unroll
-      for (int r = 0; r < row_tiles * 2; ++r) {
-        float& x = s[r / 2][i / 2][r % 2 * 2 + i % 2];
-        x = stored && sees(query[r], slot, key) && p.rule.visible(query[r], key) ? x : -infinity;
+  /// Which slots of a chunk a row sees along its lines. Where slots are positions no branch keeps loads from being under way together.
+  __device__ std::uint32_t on_lines(const problem_type& p, index_t query, index_t chunk) const {
+    const index_t first = chunk * chunk_slots;
+    const std::uint32_t visible = Rows::visible_slots(p, at, query, first);
+    const auto bit_of = [&](index_t distance) { return lines_.positions() - 1 - distance; };
+    std::uint32_t slash = 0;
+    if (!p.view.positions) {
+      // Distances fall as slots rise, so the bits stand the other way round: neighbours lie side by side.
+      const index_t bit = bit_of(max(query - first, 0));
+      slash = __funnelshift_r(slash_[bit / 32], slash_[bit / 32 + 1], bit % 32);
+    } else {
+      for (std::uint32_t left = visible; left != 0; left &= left - 1) {
+        const index_t bit = bit_of(query - position_of(p, first + __ffs(int(left)) - 1));
+        if (slash_[bit / 32] >> bit % 32 & 1) slash |= left & (0u - left);
       }
     }
-  }
-
-  __device__ bool is_on_line(index_t query, index_t slot, index_t key) const {
-    if (key > query) return false;
-    if (query >= dense_from_) return true;
-    const bool vertical = vertical_[slot / 32] >> slot % 32 & 1;
-    const index_t bit = lines_.positions() - 1 - (query - key);
-    const bool slash = slash_[bit / 32] >> bit % 32 & 1;
-    return reads_all_ ? slash || vertical : slash && !vertical;
-  }
-
-  /// Which slots of a chunk a row sees, where slots are positions.
-  __device__ std::uint32_t visible_bits(index_t query, index_t chunk) const {
-    const index_t first = chunk * chunk_slots;
-    std::uint32_t causal = low_bits(query - first + 1) & low_bits(at.stored - first);
-    if (window_ > 0) causal &= ~low_bits(query - first + 1 - window_);
-    if (causal == 0 || query >= dense_from_) return causal;
-    // Distances fall as slots rise, so the bits stand the other way round: neighbours lie side by side.
-    const index_t bit = lines_.positions() - 1 - query + first;
-    const std::uint32_t slash = __funnelshift_r(slash_[bit / 32], slash_[bit / 32 + 1], bit % 32);
-    const std::uint32_t vertical = vertical_[chunk];
-    return causal & (reads_all_ ? slash | vertical : slash & ~vertical);
+    const std::uint32_t vertical = vertical_[min(chunk, lines_.words - 1)];
+    const std::uint32_t lines = reads_all_ ? slash | vertical : slash & ~vertical;
+    return visible & (query >= dense_from_ ? ~0u : lines);
   }
 
   /// What the block's rows have to do with a chunk; 0: nothing.
@@ -264,14 +254,23 @@ struct line_tiles {
   };
   /// Whether any and all of the distances [nearest, farthest] are slash lines.
   __device__ found distances(index_t nearest, index_t farthest) const {
+    constexpr int few =
+        (half_rows + chunk_slots - 2) / 32 + 2;  // words that hold a chunk's distances, where slots are positions
     const index_t begin = lines_.positions() - 1 - farthest, end = lines_.positions() - nearest;
     found result{false, true};
-    for (index_t word = begin / 32; word * 32 < end && !(result.any && !result.all); ++word) {
-      const std::uint32_t asked = low_bits(end - word * 32) & ~low_bits(begin - word * 32);
-      const std::uint32_t set = slash_[word] & asked;
+    const auto take = [&](index_t word, std::uint32_t bits) {
+      const std::uint32_t asked = Rows::low_bits(end - word * 32) & ~Rows::low_bits(begin - word * 32),
+                          set = bits & asked;
       result.any = result.any || set != 0;
       result.all = result.all && set == asked;
-    }
+    };
+    index_t word = begin / 32;
+    std::uint32_t bits[few];
+#pragma unroll
+    for (int i = 0; i < few; ++i) bits[i] = slash_[min(word + i, lines_.words)];  // under way together
+#pragma unroll
+    for (int i = 0; i < few; ++i) take(word + i, bits[i]);
+    for (word += few; word * 32 < end && !(result.any && !result.all); ++word) take(word, slash_[word]);
     return result;
   }
 

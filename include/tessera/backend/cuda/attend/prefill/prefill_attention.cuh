@@ -22,7 +22,7 @@ template <class View, class Out>
 __global__ void __launch_bounds__((prefill_kernel_of<View, Out>::threads), (prefill_kernel_of<View, Out>::resident))
     prefill_entry(const __grid_constant__ prefill_problem<View, Out> problem, prefill_parts parts) {
   using kernel = prefill_kernel_of<View, Out>;
-  kernel::template run<dense_tiles<typename kernel::base>>(problem, parts, {});
+  kernel::template run<dense_tiles<kernel>>(problem, parts, {});
 }
 
 /// One warp per query row of every head; `blocks` query blocks of a head.

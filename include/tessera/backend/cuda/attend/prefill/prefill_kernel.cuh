@@ -31,9 +31,12 @@ struct prefill_kernel : prefill_rows_of<View, Out> {
   template <class Tiles>
   __device__ static void stage(const problem_type& p, const Tiles& tiles, index_t t, std::uint32_t to, int warp,
                                int lane) {
-    tiles.copy(
-        p, t, warp, lane, [&](int token, int chunk) { return to + std::uint32_t(token * k_row + chunk * 16); },
-        [&](int token, int chunk) { return to + std::uint32_t(tile * k_row + token * v_row + chunk * 16); });
+    const index_t slot = tiles.slot_of(t, warp * base::warp_share + lane % base::warp_share);
+    base::copy_keys(p, tiles.at, slot, warp, lane,
+                    [&](int token, int chunk) { return to + std::uint32_t(token * k_row + chunk * 16); });
+    base::copy_values(p, tiles.at, slot, warp, lane, [&](int token, int chunk) {
+      return to + std::uint32_t(tile * k_row + token * v_row + chunk * 16);
+    });
   }
 
   __device__ static void multiply_keys(std::uint32_t queries, std::uint32_t keys, int lane, logits& s) {
@@ -114,7 +117,9 @@ struct prefill_kernel : prefill_rows_of<View, Out> {
         multiply_keys(queries, keys, lane, s);
         scale.apply(s);
         const bool masked = tiles.is_masked(p, t);
-        if (masked) tiles.mask(p, warp_row, t, lane, s);
+        if (masked) {
+          base::mask(s, lane, [&](int r, int c) { return tiles.seen(p, t, c, warp_row + r * 8 + lane / 4); });
+        }
         weights w;
         base::normalise(scale.factor, s, w, state);
         // 0 * NaN is NaN: a token that a row must not see would reach its output.
