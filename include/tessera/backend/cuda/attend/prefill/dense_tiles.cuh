@@ -15,6 +15,7 @@ namespace detail {
 ///                                          `has_more` says whether another piece follows
 ///   ask(p, first_row, rows)                which of the block's rows the following are about
 ///   slot_of(t, row)                        the slot behind row `row` of tile t of the piece; `at.stored` or more: none
+///   is_in_chunks(t)                        whether each 32 of its rows are neighbouring slots from a multiple of 32 on, all stored
 ///   meets(p, t), is_masked(p, t)           whether any row sees anything of it; whether any row does not see all of it
 ///   seen(p, t, c, row)                     bits of the 32 slots of the tile's chunk c that a row sees
 ///   rewind(p)                              back to the first piece, which `gather` then gives
@@ -57,6 +58,8 @@ struct dense_tiles {
   }
 
   __device__ index_t slot_of(index_t t, index_t row) const { return (first_tile + t) * tile + row; }
+
+  __device__ bool is_in_chunks(index_t t) const { return (first_tile + t + 1) * tile <= at.stored; }
 
   __device__ bool meets(const problem_type&, index_t t) const {
     const index_t first = (first_tile + t) * tile;

@@ -153,6 +153,10 @@ struct line_tiles {
     return i < list_.columns ? index_t(list_.entries[list_.columns_at + i]) : at.stored;
   }
 
+  __device__ bool is_in_chunks(index_t t) const {
+    return t < list_.chunk_tiles && slot_of(t, tile - 1) < at.stored;  // chunks ascend
+  }
+
   __device__ bool meets(const problem_type& p, index_t t) const {
     if (t < list_.chunk_tiles) {
       const index_t first = entry_of(t);

@@ -1,6 +1,7 @@
 // The prefill attention kernel for any device: 16x8x16 products of whole warps, two blocks to a multiprocessor.
 #pragma once
 
+#include "../../device/tensor_map.cuh"
 #include "dense_tiles.cuh"
 
 TESSERA_NAMESPACE_BEGIN
@@ -84,7 +85,7 @@ struct prefill_kernel : prefill_rows_of<View, Out> {
   }
 
   template <class Tiles>
-  __device__ static void run(const problem_type& p, const prefill_parts& parts,
+  __device__ static void run(const problem_type& p, const prefill_parts& parts, const row_maps&,
                              const typename Tiles::argument& argument) {
     extern __shared__ __align__(128) unsigned char memory[];
     const int warp = threadIdx.x / 32, lane = threadIdx.x % 32;
@@ -121,7 +122,8 @@ struct prefill_kernel : prefill_rows_of<View, Out> {
           base::mask(s, lane, [&](int r, int c) { return tiles.seen(p, t, c, warp_row + r * 8 + lane / 4); });
         }
         weights w;
-        base::normalise(scale.factor, s, w, state);
+        base::shrink(base::normalise(scale.factor, s, state), state);
+        base::pack(s, w);
         // 0 * NaN is NaN: a token that a row must not see would reach its output.
         const auto chunk = [&](int token, int i) { return memory + (values - shared) + token * v_row + i * 16; };
         if (masked && !base::all_finite(chunk, lane)) {

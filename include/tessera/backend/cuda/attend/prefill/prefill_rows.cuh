@@ -217,10 +217,16 @@ struct prefill_rows {
     }
   };
 
-  /// Logits become weights relative to the reference, which follows the maximum.
-  __device__ static void normalise(float factor, logits& s, weights& w, running& state) {
-    float next[row_tiles * 2];
-    bool grown = false;
+  /// What outputs are multiplied by when a row's reference grows.
+  struct shrinking {
+    float by[row_tiles * 2];
+    bool any;
+  };
+  /// Logits become weights relative to the reference, which follows the maximum; outputs are left to `shrink`. No branches: products
+  /// may be under way.
+  __device__ static shrinking normalise(float factor, logits& s, running& state) {
+    shrinking result;
+    result.any = false;
 #pragma unroll
     for (int r = 0; r < row_tiles * 2; ++r) {
       float top = -infinity;
@@ -230,32 +236,44 @@ struct prefill_rows {
       // Weights up to 2^8 do no harm, so that outputs are rescaled a few times in all, not once a tile. Each row
       // decides for itself: its bits do not depend on the rows beside it, nor on how a prompt is cut into chunks.
       top *= factor;
-      next[r] = top > state.reference[r] + 8 ? top : state.reference[r];
-      grown |= next[r] != state.reference[r];
-    }
-    if (__any_sync(~0u, grown)) {
-#pragma unroll
-      for (int r = 0; r < row_tiles * 2; ++r) {
-        // Nothing seen so far: outputs are 0 and stay so.
-        const float shrink = next[r] == state.reference[r] ? 1.0f : power_of_two(state.reference[r] - next[r]);
-        state.reference[r] = next[r];
-        state.sum[r] *= shrink;
-#pragma unroll
-        for (int n = 0; n < Dv / 8; ++n) {
-          state.out[r / 2][n][r % 2 * 2] *= shrink;
-          state.out[r / 2][n][r % 2 * 2 + 1] *= shrink;
-        }
-      }
+      const float next = top > state.reference[r] + 8 ? top : state.reference[r];
+      // Nothing seen so far: outputs are 0 and stay so.
+      const bool same = next == state.reference[r];
+      result.by[r] = same ? 1.0f : power_of_two(state.reference[r] - next);
+      result.any = result.any || !same;
+      state.reference[r] = next;
     }
 #pragma unroll
     for (int r = 0; r < row_tiles * 2; ++r) {
       const float reference = state.reference[r] == -infinity ? 0.0f : state.reference[r];
+      state.sum[r] *= result.by[r];
 #pragma unroll
       for (int n = 0; n < tile / 8; ++n) {
-        const float low = power_of_two(fmaf(s[r / 2][n][r % 2 * 2], factor, -reference));
-        const float high = power_of_two(fmaf(s[r / 2][n][r % 2 * 2 + 1], factor, -reference));
+        float &low = s[r / 2][n][r % 2 * 2], &high = s[r / 2][n][r % 2 * 2 + 1];
+        low = power_of_two(fmaf(low, factor, -reference)), high = power_of_two(fmaf(high, factor, -reference));
         state.sum[r] += low + high;
-        w[r / 2][n / 2][n % 2 * 2 + r % 2] = pack_pair<T>(low, high);
+      }
+    }
+    return result;
+  }
+  __device__ static void shrink(const shrinking& asked, running& state) {
+    if (!__any_sync(~0u, asked.any)) return;
+#pragma unroll
+    for (int r = 0; r < row_tiles * 2; ++r) {
+#pragma unroll
+      for (int n = 0; n < Dv / 8; ++n) {
+        state.out[r / 2][n][r % 2 * 2] *= asked.by[r];
+        state.out[r / 2][n][r % 2 * 2 + 1] *= asked.by[r];
+      }
+    }
+  }
+  /// Weights as the product with values takes them.
+  __device__ static void pack(const logits& s, weights& w) {
+#pragma unroll
+    for (int r = 0; r < row_tiles * 2; ++r) {
+#pragma unroll
+      for (int n = 0; n < tile / 8; ++n) {
+        w[r / 2][n / 2][n % 2 * 2 + r % 2] = pack_pair<T>(s[r / 2][n][r % 2 * 2], s[r / 2][n][r % 2 * 2 + 1]);
       }
     }
   }
