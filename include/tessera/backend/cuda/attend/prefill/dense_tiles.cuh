@@ -18,6 +18,7 @@ namespace detail {
 ///   is_in_chunks(t)                        whether each 32 of its rows are neighbouring slots from a multiple of 32 on, all stored
 ///   meets(p, t), is_masked(p, t)           whether any row sees anything of it; whether any row does not see all of it
 ///   seen(p, t, c, row)                     bits of the 32 slots of the tile's chunk c that a row sees
+///   seen(p, t, row, bits)                  the same of all its chunks
 ///   rewind(p)                              back to the first piece, which `gather` then gives
 template <class Rows>
 struct dense_tiles {
@@ -68,6 +69,10 @@ struct dense_tiles {
   __device__ bool is_masked(const problem_type&, index_t t) const {
     const index_t first = (first_tile + t) * tile;
     return !by_all.covers(first, first + tile);
+  }
+  __device__ void seen(const problem_type& p, index_t t, index_t row, std::uint32_t (&bits)[Rows::tile_chunks]) const {
+#pragma unroll
+    for (int c = 0; c < Rows::tile_chunks; ++c) bits[c] = seen(p, t, c, row);
   }
   __device__ std::uint32_t seen(const problem_type& p, index_t t, index_t c, index_t row) const {
     return Rows::visible_slots(p, at, Rows::position_of(p, at, row), (first_tile + t) * tile + c * Rows::chunk_slots);

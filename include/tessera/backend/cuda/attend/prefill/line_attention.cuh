@@ -11,8 +11,7 @@ TESSERA_NAMESPACE_BEGIN
 namespace cuda {
 namespace detail {
 
-/// A kernel of prefill attention over line_tiles. The list takes what shared memory the blocks of a multiprocessor leave: a block
-/// of the Hopper kernel lists at least 56K slots at once, and 112K if they are met by all its rows.
+/// A kernel of prefill attention over line_tiles. The list takes what shared memory the blocks of a multiprocessor leave.
 template <class Kernel, bool Hopper>
 struct line_kernel {
   using tiles = line_tiles<Kernel, Hopper ? 7168 : 2048>;

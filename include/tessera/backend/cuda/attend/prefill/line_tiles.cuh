@@ -11,8 +11,7 @@ namespace detail {
 /// As dense_tiles, for rows of one query head that attend along its lines.
 ///
 /// What is stored is looked at in chunks of 32 slots. A block lists those that a slash line of any of its rows meets, and packs
-/// four (or two) of them to a tile, neighbours or not; their masks leave out the vertical lines. Chunks that only the first or only
-/// the second half of the rows meets, at the ends of a run of slashes, have tiles of their own, which the other half passes over. The slots of vertical lines
+/// four (or two) of them to a tile, neighbours or not; their masks leave out the vertical lines. The slots of vertical lines
 /// follow, packed to tiles of their own, which only causality masks. A block with rows that attend everything lists all chunks
 /// and masks by both kinds of lines, so that it needs no other tiles.
 /// The list lies in shared memory, `Entries` of it: a longer one comes in pieces.
@@ -25,19 +24,16 @@ struct line_tiles {
   static constexpr bool one_piece = false;
   using argument = line_tables;
 
-  /// Chunks by who meets them, both halves, the first or the second; behind those of both come the vertical lines.
-  static constexpr index_t room_of_both = Entries / 2, room_of_half = Entries / 4;
-  static_assert(
-      room_of_half % tile == 0 && room_of_half > threads + tile && threads < 1024,
-      "tessera: a list holds whole tiles and what a round of the block's threads adds, three counts in a word");
+  static_assert(Entries % tile == 0 && Entries > threads + tile,
+                "tessera: a list holds whole tiles and what a round of the block's threads adds");
 
   /// A chunk is an entry `number * 16 + flags`; a slot of a vertical line is an entry by itself.
   struct memory {
     alignas(16) std::uint32_t entries[Entries];
     block_scan<threads, index_t> scan;
     // What is still to be listed, and of what the piece's list consists: registers are scarcer than time here.
-    index_t first_chunk, next_chunk, last_chunk, first_column, next_column, last_column, columns_at, columns;
-    index_t both_tiles, half_tiles[2], chunk_tiles;
+    index_t first_chunk, next_chunk, last_chunk, first_column, next_column, last_column;
+    index_t chunk_tiles, columns_at, columns;
   };
   static constexpr int memory_bytes = sizeof(memory);
   static constexpr std::uint32_t meets_half = 1,
@@ -98,34 +94,18 @@ struct line_tiles {
   __device__ index_t gather(const problem_type& p) {
     __syncthreads();  // what is still to be listed is there
     const index_t last_chunk = list_.last_chunk, next_column = list_.next_column;
-    index_t next_chunk = list_.next_chunk, listed[3] = {};  // by both halves, the first, the second
-    const auto begin_of = [](int by) { return by == 0 ? 0 : room_of_both + (by - 1) * room_of_half; };
-    const auto has_room = [&] {
-      return listed[0] + threads <= room_of_both && max(listed[1], listed[2]) + threads <= room_of_half;
-    };
-    for (; next_chunk < last_chunk && has_room(); next_chunk += threads) {
+    index_t next_chunk = list_.next_chunk, listed = 0;
+    for (; next_chunk < last_chunk && listed + threads <= Entries; next_chunk += threads) {
       const index_t chunk = next_chunk + index_t(threadIdx.x);
-      const std::uint32_t flags = chunk < last_chunk ? flags_of(p, chunk) : 0, met = flags & 3 * meets_half;
-      const int by = met == 3 * meets_half ? 0 : int(met);
-      const index_t before = list_.scan.before(flags != 0 ? 1 << by * 10 : 0), total = list_.scan.total();
-      if (flags != 0) {
-        const index_t own = by == 0 ? listed[0] : listed[by == 1 ? 1 : 2];
-        list_.entries[begin_of(by) + own + (before >> by * 10 & 1023)] = std::uint32_t(chunk) * 16 | flags;
-      }
-#pragma unroll
-      for (int i = 0; i < 3; ++i) listed[i] += total >> i * 10 & 1023;
+      const std::uint32_t flags = chunk < last_chunk ? flags_of(p, chunk) : 0;
+      const index_t before = list_.scan.before(flags != 0 ? 1 : 0);
+      if (flags != 0) list_.entries[listed + before] = std::uint32_t(chunk) * 16 | flags;
+      listed += list_.scan.total();
       __syncthreads();  // before the scan is used again
     }
-    index_t tiles[3];
-#pragma unroll
-    for (int i = 0; i < 3; ++i) {
-      tiles[i] = ceil_div(listed[i], tile_chunks);
-      const index_t end = tiles[i] * tile_chunks;
-      if (listed[i] + index_t(threadIdx.x) < end) list_.entries[begin_of(i) + listed[i] + threadIdx.x] = no_chunk;
-    }
-    const index_t columns_at = tiles[0] * tile_chunks, chunk_tiles = tiles[0] + tiles[1] + tiles[2];
-    const index_t columns =
-        next_chunk < last_chunk ? 0 : min(list_.last_column - next_column, room_of_both - columns_at);
+    const index_t tiles = ceil_div(listed, tile_chunks), columns_at = tiles * tile_chunks;
+    if (listed + index_t(threadIdx.x) < columns_at) list_.entries[listed + threadIdx.x] = no_chunk;
+    const index_t columns = next_chunk < last_chunk ? 0 : min(list_.last_column - next_column, Entries - columns_at);
     const index_t* const slots = lines_.columns_of(q_head_) + next_column;
     for (index_t i = index_t(threadIdx.x); i < columns; i += threads) {
       list_.entries[columns_at + i] = std::uint32_t(slots[i]);
@@ -133,11 +113,10 @@ struct line_tiles {
     __syncthreads();  // all know what was still to be listed
     if (threadIdx.x == 0) {
       list_.next_chunk = next_chunk, list_.next_column = next_column + columns;
-      list_.both_tiles = tiles[0], list_.half_tiles[0] = tiles[1], list_.half_tiles[1] = tiles[2];
-      list_.chunk_tiles = chunk_tiles, list_.columns_at = columns_at, list_.columns = columns;
+      list_.chunk_tiles = tiles, list_.columns_at = columns_at, list_.columns = columns;
     }
     __syncthreads();  // the list is there
-    return chunk_tiles + ceil_div(columns, tile);
+    return tiles + ceil_div(columns, tile);
   }
 
   __device__ void ask(const problem_type& p, index_t row, index_t rows) {
@@ -147,7 +126,7 @@ struct line_tiles {
 
   __device__ index_t slot_of(index_t t, index_t row) const {
     if (t < list_.chunk_tiles) {
-      return index_t(list_.entries[entry_of(t) + row / chunk_slots] / 16) * chunk_slots + row % chunk_slots;
+      return index_t(list_.entries[t * tile_chunks + row / chunk_slots] / 16) * chunk_slots + row % chunk_slots;
     }
     const index_t i = (t - list_.chunk_tiles) * tile + row;
     return i < list_.columns ? index_t(list_.entries[list_.columns_at + i]) : at.stored;
@@ -159,49 +138,77 @@ struct line_tiles {
 
   __device__ bool meets(const problem_type& p, index_t t) const {
     if (t < list_.chunk_tiles) {
-      const index_t first = entry_of(t);
+      const chunks listed(list_, t * tile_chunks);
       std::uint32_t any = 0;
 #pragma unroll
-      for (int c = 0; c < tile_chunks; ++c) any |= list_.entries[first + c];
+      for (int c = 0; c < tile_chunks; ++c) any |= listed.entries[c];
       return any & meets_half << half_;
     }
     return position_of(p, slot_of(t, 0)) <= newest_;
   }
   __device__ bool is_masked(const problem_type& p, index_t t) const {
     if (t < list_.chunk_tiles) {
-      const index_t first = entry_of(t);
+      const chunks listed(list_, t * tile_chunks);
       std::uint32_t all = ~0u;
 #pragma unroll
-      for (int c = 0; c < tile_chunks; ++c) all &= list_.entries[first + c];
+      for (int c = 0; c < tile_chunks; ++c) all &= listed.entries[c];
       return !(all & whole_for_half << half_);
     }
     const index_t last = slot_of(t, tile - 1);
     return window_ > 0 || last >= at.stored || position_of(p, last) > oldest_;
   }
 
+  /// Of all chunks of a tile. Where slots are positions the loads are under way together.
+  __device__ void seen(const problem_type& p, index_t t, index_t row, std::uint32_t (&bits)[tile_chunks]) const {
+    const index_t query = Rows::position_of(p, at, row);
+    if (t >= list_.chunk_tiles || p.view.positions) {
+#pragma unroll
+      for (int c = 0; c < tile_chunks; ++c) bits[c] = seen(p, t, c, row);
+      return;
+    }
+    const chunks listed(list_, t * tile_chunks);
+    std::uint32_t slash[tile_chunks], vertical[tile_chunks];
+#pragma unroll
+    for (int c = 0; c < tile_chunks; ++c) {
+      const index_t chunk = index_t(listed.entries[c] / 16);
+      const index_t bit = lines_.positions() - 1 - max(query - chunk * chunk_slots, 0);
+      slash[c] = __funnelshift_r(__ldg(slash_ + bit / 32), __ldg(slash_ + bit / 32 + 1), bit % 32);
+      vertical[c] = __ldg(vertical_ + min(chunk, lines_.words - 1));
+    }
+#pragma unroll
+    for (int c = 0; c < tile_chunks; ++c) {
+      const index_t first = index_t(listed.entries[c] / 16) * chunk_slots, behind = query - first;
+      std::uint32_t visible = Rows::low_bits(at.stored - first) & Rows::low_bits(behind + 1);
+      if (window_ > 0) visible &= ~Rows::low_bits(behind + 1 - window_);
+      const std::uint32_t lines = reads_all_ ? slash[c] | vertical[c] : slash[c] & ~vertical[c];
+      bits[c] = visible & (query >= dense_from_ ? ~0u : lines);
+    }
+  }
   __device__ std::uint32_t seen(const problem_type& p, index_t t, index_t c, index_t row) const {
     const index_t query = Rows::position_of(p, at, row);
     if (t < list_.chunk_tiles) {
-      return on_lines(p, query, index_t(list_.entries[entry_of(t) + c] / 16));
+      return on_lines(p, query, index_t(list_.entries[t * tile_chunks + c] / 16));
+    }
+    const auto is_seen = [&](index_t slot) { return slot < at.stored && p.rule.visible(query, position_of(p, slot)); };
+    if (window_ <= 0) {  // slots ascend: mostly all of them are seen, or none
+      if (is_seen(slot_of(t, (c + 1) * chunk_slots - 1))) return ~0u;
+      if (!is_seen(slot_of(t, c * chunk_slots))) return 0;
     }
     std::uint32_t visible = 0;
     for (index_t i = 0; i < chunk_slots; ++i) {
       const index_t slot = slot_of(t, c * chunk_slots + i);
-      if (slot < at.stored && p.rule.visible(query, position_of(p, slot))) visible |= 1u << i;
+      if (is_seen(slot)) visible |= 1u << i;
     }
     return visible;
   }
 
  private:
-  /// The first entry of a tile of chunks. Those of the first and of the second half take turns, so that both have something to do.
-  __device__ index_t entry_of(index_t t) const {
-    const index_t both = list_.both_tiles, first = list_.half_tiles[0], second = list_.half_tiles[1];
-    if (t < both) return t * tile_chunks;
-    const index_t turns = min(first, second), after = t - both;
-    const bool in_second = after < turns * 2 ? after % 2 != 0 : second > first;
-    const index_t i = after < turns * 2 ? after / 2 : after - turns;
-    return room_of_both + (in_second ? room_of_half : 0) + i * tile_chunks;
-  }
+  /// The entries of a tile of chunks.
+  struct alignas(tile_chunks * 4) chunks {
+    std::uint32_t entries[tile_chunks];
+    __device__ chunks(const memory& list, index_t first)
+        : chunks(*reinterpret_cast<const chunks*>(list.entries + first)) {}
+  };
   __device__ index_t position_of(const problem_type& p, index_t slot) const {
     return p.view.position(0, at.head, slot);
   }

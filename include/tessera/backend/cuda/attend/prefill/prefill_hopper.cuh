@@ -223,8 +223,7 @@ struct prefill_hopper_kernel : prefill_rows<View, Out, 8, 1, 128, 4> {
       }
       if (masked) {
         std::uint32_t bits[base::tile_chunks];
-#pragma unroll
-        for (int c = 0; c < base::tile_chunks; ++c) bits[c] = tiles.seen(p, t, c, tiles.first_row + own);
+        tiles.seen(p, t, tiles.first_row + own, bits);
 #pragma unroll
         for (int c = 0; c < base::tile_chunks; ++c) seen.bits[c][own] = bits[c];
       }
