@@ -2,9 +2,9 @@
 #pragma once
 
 #include "../../device/barrier.cuh"
-#include "../../device/tensor_map.cuh"
-#include "../../device/wgmma.cuh"
 #include "dense_tiles.cuh"
+#include "tensor_map.cuh"
+#include "wgmma.cuh"
 
 TESSERA_NAMESPACE_BEGIN
 namespace cuda {

@@ -1,8 +1,8 @@
 // The prefill attention kernel for any device: 16x8x16 products of whole warps, two blocks to a multiprocessor.
 #pragma once
 
-#include "../../device/tensor_map.cuh"
 #include "dense_tiles.cuh"
+#include "tensor_map.cuh"
 
 TESSERA_NAMESPACE_BEGIN
 namespace cuda {

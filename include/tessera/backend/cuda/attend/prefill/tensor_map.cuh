@@ -3,8 +3,8 @@
 
 #include <cuda.h>
 
-#include "../../../core/views.hpp"
-#include "copy.cuh"
+#include "../../../../core/views.hpp"
+#include "../../device/copy.cuh"
 
 TESSERA_NAMESPACE_BEGIN
 namespace cuda {
