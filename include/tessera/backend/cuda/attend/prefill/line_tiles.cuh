@@ -15,6 +15,8 @@ namespace detail {
 /// follow, packed to tiles of their own, which only causality masks. A block with rows that attend everything lists all chunks
 /// and masks by both kinds of lines, so that it needs no other tiles.
 /// The list lies in shared memory, `Entries` of it: a longer one comes in pieces.
+/// Lost (ms, 10 % of 128K, d 128, bf16, H200; this takes 56.4): chunks that half of a block's rows meet in tiles of their own 60.1;
+/// blocks that begin at different tiles 56.9. Without copies it would take 43.0.
 template <class Rows, int Entries>
 struct line_tiles {
   using problem_type = typename Rows::problem_type;
