@@ -33,9 +33,6 @@ class attend_packed {
         k_raw_(raw_bytes(k)),
         v_raw_(raw_bytes(v)),
         shape_(most_segments, k_raw_, v_raw_),
-        // Blocks of four warps; a few on every multiprocessor, so that one copies while another multiplies.
-        splits_(std::clamp<index_t>(4 * device.multiprocessors / std::max(1, lanes_), 1, 128)),
-        parts_(splits_ + most_segments + 1),
         most_segments_(most_segments) {
     require(shape_.bytes() <= device.shared_memory, "shared memory of packed attention", shape_.bytes(),
             "at most " + std::to_string(device.shared_memory), "lower the number of segments");
@@ -46,6 +43,14 @@ class attend_packed {
           "cudaFuncSetAttribute");
     check(cudaFuncSetAttribute(merge_entry_, cudaFuncAttributeMaxDynamicSharedMemorySize, device.shared_memory),
           "cudaFuncSetAttribute");
+    // All blocks run at once, whole rows' among them: a second wave would take as long as the first.
+    int together = 0;
+    check(cudaOccupancyMaxActiveBlocksPerMultiprocessor(&together, attend_entry_, detail::packed_threads,
+                                                        std::size_t(shape_.bytes())),
+          "cudaOccupancyMaxActiveBlocksPerMultiprocessor");
+    splits_ = std::clamp<index_t>(together * device.multiprocessors / std::max(1, lanes_) - 1, 1, 128);
+    parts_ = splits_ + most_segments + 1;
+    overlapping_ = can_overlap(attend_entry_) && can_overlap(merge_entry_);
   }
 
   index_t parts() const { return parts_; }
@@ -78,12 +83,14 @@ class attend_packed {
     launch(attend_entry_,
            {.blocks = dim3(unsigned(splits_ + 1), unsigned(lanes), tiles),
             .threads = dim3(detail::packed_threads),
-            .shared_bytes = std::size_t(shape_.bytes())},
+            .shared_bytes = std::size_t(shape_.bytes()),
+            .overlapping = overlapping_},
            stream, "launch of attend_packed", problem, rotated, to, k_raw_, v_raw_);
     launch(merge_entry_,
            {.blocks = dim3(unsigned(lanes), unsigned(ceil_div(Dv, detail::merged_columns)), tiles),
             .threads = dim3(detail::merging_threads),
-            .shared_bytes = merge_bytes()},
+            .shared_bytes = merge_bytes(),
+            .overlapping = overlapping_},
            stream, "launch of merge_packed", problem, to);
   }
 
@@ -102,7 +109,8 @@ class attend_packed {
   index_t lanes_, rows_;
   int k_raw_, v_raw_;
   detail::packed_memory<D, Dv> shape_;
-  index_t splits_, parts_, most_segments_;
+  index_t most_segments_, splits_ = 1, parts_ = 1;
+  bool overlapping_ = false;
   // What was configured is what is launched: nvcc gives every source file a kernel of its own.
   void (*attend_entry_)(packed_problem<View, Out>, rotated_rows, detail::packed_parts, int, int) = nullptr;
   void (*merge_entry_)(packed_problem<View, Out>, detail::packed_parts) = nullptr;

@@ -181,8 +181,7 @@ class packed_part {
       wait_copies<1>();
       __syncwarp();
       const unsigned char *k_raw = raw + stage * shape_.raw, *v_raw = k_raw + k_raw_ * tile_tokens;
-      spread_rows<Tile>(keys.format, k_raw, memory::k_rows(), k_tile);
-      spread_rows<Tile>(values.format, v_raw, memory::v_rows(), v_tile);
+      spread_tile<Tile, D, Dv>(keys, values, k_raw, v_raw, row >= 0, k_tile, v_tile);
       __syncwarp();
       attend_tile(
           state, q, shared_address(k_tile), shared_address(v_tile), k_channels, v_channels, position,

@@ -90,7 +90,11 @@ class rotate_queries {
 
  public:
   rotate_queries(index_t sequences, index_t kv_heads, index_t q_heads, index_t tokens, index_t most_segments)
-      : sequences_(sequences), heads_(kv_heads), most_segments_(most_segments), rows_(tokens * (q_heads / kv_heads)) {}
+      : sequences_(sequences),
+        heads_(kv_heads),
+        most_segments_(most_segments),
+        rows_(tokens * (q_heads / kv_heads)),
+        overlapping_(can_overlap(detail::rotate_queries_entry<View>)) {}
 
   std::size_t workspace_bytes() const {
     return array_bytes<float>(std::size_t(sequences_) * std::size_t(heads_) * std::size_t(most_segments_) *
@@ -111,13 +115,15 @@ class rotate_queries {
            {.blocks = dim3(unsigned(most_segments_ > 0 ? most_segments_ : 1), unsigned(lanes),
                            unsigned(ceil_div(to.rows + 1, detail::rows_rotated_together))),
             .threads = dim3(detail::rotating_threads),
-            .shared_bytes = std::size_t(detail::rows_rotated_together) * View::k_dim * sizeof(float)},
+            .shared_bytes = std::size_t(detail::rows_rotated_together) * View::k_dim * sizeof(float),
+            .overlapping = overlapping_},
            stream, "launch of rotate_queries", view, q, to, part_segment, parts);
     return to;
   }
 
  private:
   index_t sequences_, heads_, most_segments_, rows_;
+  bool overlapping_;
 };
 
 }  // namespace cuda
