@@ -79,15 +79,16 @@ class attend_packed {
                                   splits_,
                                   parts_,
                                   rotated.rows};
-    const unsigned tiles = unsigned(ceil_div(rotated.rows, detail::tile_tokens));
     launch(attend_entry_,
-           {.blocks = dim3(unsigned(splits_ + 1), unsigned(lanes), tiles),
+           {.blocks = dim3(unsigned(splits_ + 1), unsigned(lanes),
+                           unsigned(ceil_div(rotated.rows, detail::query_rows_together))),
             .threads = dim3(detail::packed_threads),
             .shared_bytes = std::size_t(shape_.bytes()),
             .overlapping = overlapping_},
            stream, "launch of attend_packed", problem, rotated, to, k_raw_, v_raw_);
     launch(merge_entry_,
-           {.blocks = dim3(unsigned(lanes), unsigned(ceil_div(Dv, detail::merged_columns)), tiles),
+           {.blocks = dim3(unsigned(lanes), unsigned(ceil_div(Dv, detail::merged_columns)),
+                           unsigned(ceil_div(rotated.rows, detail::merged_rows))),
             .threads = dim3(detail::merging_threads),
             .shared_bytes = merge_bytes(),
             .overlapping = overlapping_},
@@ -98,8 +99,8 @@ class attend_packed {
   static int raw_bytes(const packed_format& format) { return detail::raw_rows_shape(format).stride; }
   std::size_t merge_bytes() const {
     using namespace detail;
-    return (std::size_t(tile_tokens) * Dv + std::size_t(merging_warps) * tile_tokens * merged_columns + tile_tokens +
-            std::size_t(parts_) * tile_tokens) *
+    return (std::size_t(merged_rows) * Dv + std::size_t(merging_warps) * merged_rows * merged_columns + merged_rows +
+            std::size_t(parts_) * merged_rows) *
            sizeof(float);
   }
   std::size_t lines() const { return std::size_t(lanes_) * std::size_t(parts_); }

@@ -7,7 +7,7 @@ TESSERA_NAMESPACE_BEGIN
 namespace cuda {
 namespace detail {
 
-inline constexpr int merging_threads = 128, merging_warps = 4, merged_columns = 32;
+inline constexpr int merging_threads = 128, merging_warps = 4, merged_columns = 32, merged_rows = 16;
 
 /// A block merges 16 query rows of one (sequence, kv_head), 32 columns of the output. Parts of one segment stand together and are added
 /// in its basis; segments follow one another, so that the same input gives the same bits.
@@ -17,15 +17,15 @@ __global__ void __launch_bounds__(merging_threads)
   constexpr int Dv = View::v_dim;
   extern __shared__ uint4 shared_memory[];
   float* acc = reinterpret_cast<float*>(shared_memory);                   // [16, Dv], in a segment's basis
-  float* halves = acc + tile_tokens * Dv;                                 // [warps, 16, 32]
-  float* factor = halves + merging_warps * tile_tokens * merged_columns;  // [16]
-  float* weights = factor + tile_tokens;                                  // [parts, 16]
+  float* halves = acc + merged_rows * Dv;                                 // [warps, 16, 32]
+  float* factor = halves + merging_warps * merged_rows * merged_columns;  // [16]
+  float* weights = factor + merged_rows;                                  // [parts, 16]
   wait_for_earlier();
   let_later_begin();
   const index_t heads = p.view.whole.kv_heads, lane_row = index_t(blockIdx.x),
-                first = index_t(blockIdx.z) * tile_tokens;
+                first = index_t(blockIdx.z) * merged_rows;
   const index_t sequence = lane_row / heads, head = lane_row % heads, group = p.q.heads / heads;
-  const int count = int(min(index_t(tile_tokens), parts.rows - first));
+  const int count = int(min(index_t(merged_rows), parts.rows - first));
   const int warp = int(threadIdx.x) / 32, lane = int(threadIdx.x) % 32,
             column = int(blockIdx.y) * merged_columns + lane;
   const index_t* segments = parts.segment + offset_t(lane_row) * parts.parts;
@@ -47,7 +47,7 @@ __global__ void __launch_bounds__(merging_threads)
         weight = exp2f(state_of(i)[0] - reference);
         sum += state_of(i)[1] * weight;
       }
-      weights[i * tile_tokens + r] = weight;
+      weights[i * merged_rows + r] = weight;
     }
     sum = warp_sum(sum);
     if (lane == 0) {
@@ -58,7 +58,7 @@ __global__ void __launch_bounds__(merging_threads)
   }
   __syncthreads();
 
-  float total[tile_tokens] = {};
+  float total[merged_rows] = {};
   for (index_t part = 0; part < parts.parts;) {
     const index_t segment = segments[part];
     index_t end = part + 1;
@@ -75,7 +75,7 @@ __global__ void __launch_bounds__(merging_threads)
       const int r = i / channels, c = i % channels;
       float sum = 0;
       for (index_t one = part; one < end; ++one) {
-        const float weight = weights[one * tile_tokens + r];
+        const float weight = weights[one * merged_rows + r];
         if (weight == 0) continue;  // nothing was seen: what lies there is nobody's
         sum += parts.out[(begin + offset_t(one) * parts.rows + first + r) * Dv + c] * weight;
       }
@@ -86,13 +86,13 @@ __global__ void __launch_bounds__(merging_threads)
       for (int c = warp; c < channels; c += merging_warps) {
         const float direction = basis[offset_t(c) * Dv + column];
 #pragma unroll
-        for (int r = 0; r < tile_tokens; ++r) {
+        for (int r = 0; r < merged_rows; ++r) {
           if (r < count) total[r] += acc[r * Dv + c] * direction;
         }
       }
     } else if (column < Dv && warp == 0) {
 #pragma unroll
-      for (int r = 0; r < tile_tokens; ++r) {
+      for (int r = 0; r < merged_rows; ++r) {
         if (r < count) total[r] += acc[r * Dv + column];
       }
     }
@@ -100,12 +100,12 @@ __global__ void __launch_bounds__(merging_threads)
     part = end;
   }
 #pragma unroll
-  for (int r = 0; r < tile_tokens; ++r) halves[(warp * tile_tokens + r) * merged_columns + lane] = total[r];
+  for (int r = 0; r < merged_rows; ++r) halves[(warp * merged_rows + r) * merged_columns + lane] = total[r];
   __syncthreads();
   if (column >= Dv) return;
   for (int r = warp; r < count; r += merging_warps) {
     float sum = 0;
-    for (int w = 0; w < merging_warps; ++w) sum += halves[(w * tile_tokens + r) * merged_columns + lane];
+    for (int w = 0; w < merging_warps; ++w) sum += halves[(w * merged_rows + r) * merged_columns + lane];
     const index_t row = first + r;
     p.out.row(sequence, row / group, head * group + row % group)[column] = Out(sum * factor[r]);
   }

@@ -36,11 +36,13 @@ __device__ __forceinline__ void copy_raw_rows(const packed_vectors& from, index_
 
 /// A packed value as one of 16 bits; fp8 and int4 without their scale, which is exact.
 template <class Tile, packed_element Element>
-__device__ __forceinline__ std::uint16_t tile_bits(const std::uint32_t (&words)[4], int i) {
-  if constexpr (Element == packed_element::fp8 || Element == packed_element::int4) {
-    return Tile(value_at<Element>(words, i)).bits;
+__device__ __forceinline__ std::uint16_t tile_bits(std::uint32_t word, int i) {
+  if constexpr (Element != packed_element::fp8 && Element != packed_element::int4) {
+    return std::uint16_t(word >> (i * 16));
+  } else if constexpr (std::is_same_v<Tile, bf16>) {
+    return std::uint16_t(bits_as<std::uint32_t>(value_of<Element>(word, i)) >> 16);  // nothing is cut off
   } else {
-    return std::uint16_t(words[i / 2] >> (i % 2 * 16));
+    return Tile(value_of<Element>(word, i)).bits;
   }
 }
 
@@ -55,14 +57,11 @@ struct spread_row {
 template <class Tile, packed_element Element, int Words>
 __device__ __forceinline__ void spread_values(const spread_row& row, int count) {
   const raw_rows_shape shape(row.format);
-  const auto* chunks = reinterpret_cast<const uint4*>(row.raw);
   bit_walk<Words> walk(reinterpret_cast<const std::uint32_t*>(row.raw + shape.bits), row.format);
-  walk_row<Element>(
-      walk, count, [&](int c) { return chunks[c]; },
-      [&](int channel, const std::uint32_t(&words)[4], int j) {
-        *reinterpret_cast<std::uint16_t*>(row.to + ((std::uint32_t(channel) * 2) ^ row.exchange)) =
-            tile_bits<Tile, Element>(words, j);
-      });
+  walk_row<Element>(walk, count, row.raw, [&](int channel, std::uint32_t word, int j) {
+    *reinterpret_cast<std::uint16_t*>(row.to + ((std::uint32_t(channel) * 2) ^ row.exchange)) =
+        tile_bits<Tile, Element>(word, j);
+  });
 }
 
 /// Spreads 16 raw rows of keys and as many of values out, to [16, whole_channels] of 16 bits each, 0 for what did not stay: lanes below

@@ -31,35 +31,40 @@ class staged_means {
 
  public:
   __device__ staged_means(const packed_vectors& rows, index_t head, unsigned char* stages)
-      : rows_(rows), head_(head), stages_(stages), pieces_(max(1, ceil_div(rows.format.value_bytes(), memory::piece))) {}
+      : values_(rows.values_of(head, 0)),
+        bits_(rows.bits_of(head, 0)),
+        scales_(rows.scales ? rows.scales + rows.row(head, 0) : nullptr),
+        stages_(stages),
+        format_(rows.format),
+        value_bytes_(rows.format.value_bytes()),
+        words_(bit_words(rows.format)),
+        kept_(rows.format.kept),
+        pieces_(max(1, ceil_div(value_bytes_, memory::piece))) {}
 
   /// q . row for rows first, first + step, ... to `end`, 32 at a time; element c of q lies at q[c * 32]. take(row, score).
   template <packed_element Element, class Take>
   __device__ void score(index_t first, index_t end, index_t step, const float* q, const Take& take) {
-    constexpr int each = values_in_16_bytes<Element> * (memory::piece / 16);
-    const int lane = int(threadIdx.x) % 32, kept = int(rows_.format.kept);
+    constexpr int each = values_in_word<Element> * (memory::piece / 4);
+    const int lane = int(threadIdx.x) % 32, kept = kept_;
     copy(first, end, 0);
     commit_copies();
     for (index_t tile = first; tile < end; tile += step) {
       wait_and_copy_next(tile, end, step, 0);
       bit_walk<memory::words> walk(
-          reinterpret_cast<const std::uint32_t*>(stage() + memory::bits) + lane * memory::bits_stride, rows_.format);
-      const float scale = rows_.scales ? reinterpret_cast<const float*>(stage() + memory::scales)[lane] : 1.0f;
+          reinterpret_cast<const std::uint32_t*>(stage() + memory::bits) + lane * memory::bits_stride, format_);
+      const float scale = scales_ ? reinterpret_cast<const float*>(stage() + memory::scales)[lane] : 1.0f;
       const int count = tile + lane < end ? kept : 0;
       float sum = 0;
       for (int piece = 0;;) {
-        const auto* values = reinterpret_cast<const uint4*>(stage() + lane * memory::values_stride);
         walk_row<Element>(
-            walk, min(count - piece * each, each), [&](int c) { return values[c]; },
-            [&](int channel, const std::uint32_t(&words)[4], int j) {
-              sum += q[channel * 32] * value_at<Element>(words, j);
-            });
+            walk, min(count - piece * each, each), stage() + lane * memory::values_stride,
+            [&](int channel, std::uint32_t word, int j) { sum += q[channel * 32] * value_of<Element>(word, j); });
         __syncwarp();  // all have read the stage
         odd_ ^= 1;
         if (++piece == pieces_) break;
         wait_and_copy_next(tile, end, step, piece);
       }
-      if (tile + lane < end) take(tile + lane, rows_.scales ? sum * scale : sum);
+      if (tile + lane < end) take(tile + lane, sum * scale);
     }
     wait_copies<0>();
   }
@@ -86,26 +91,27 @@ class staged_means {
 #pragma unroll
     for (int i = 0; i < 4; ++i) {
       const int row = i * 8 + lane / 4;
-      const bool valid = tile + row < end && offset < rows_.format.value_bytes();
+      const bool valid = tile + row < end && offset < value_bytes_;
       copy_async16(to + std::uint32_t(row * memory::values_stride + lane % 4 * 16),
-                   rows_.values_of(head_, valid ? tile + row : tile) + (valid ? offset : 0), valid);
+                   values_ + (valid ? offset_t(tile + row) * value_stride(value_bytes_) + offset : 0), valid);
     }
     if (piece > 0) return;
     const bool valid = tile + lane < end;
-    const index_t row = valid ? tile + lane : tile;
-    const std::uint32_t* bits = rows_.bits_of(head_, row);
-    for (int w = 0; w < int(bit_words(rows_.format)); ++w) {
+    const index_t row = valid ? tile + lane : 0;
+    const std::uint32_t* bits = bits_ + (format_.own_bits ? offset_t(row) * words_ : 0);
+    for (int w = 0; w < words_; ++w) {
       copy_async4(to + std::uint32_t(memory::bits + (lane * memory::bits_stride + w) * 4), bits + w, valid);
     }
-    if (rows_.scales) {
-      copy_async4(to + std::uint32_t(memory::scales + lane * 4), rows_.scales + rows_.row(head_, row), valid);
-    }
+    if (scales_) copy_async4(to + std::uint32_t(memory::scales + lane * 4), scales_ + row, valid);
   }
 
-  const packed_vectors& rows_;
-  index_t head_;
+  const std::byte* values_;
+  const std::uint32_t* bits_;
+  const float* scales_;
   unsigned char* stages_;
-  int pieces_, odd_ = 0;
+  packed_format format_;
+  index_t value_bytes_, words_;
+  int kept_, pieces_, odd_ = 0;
 };
 
 template <class Visit>

@@ -44,24 +44,26 @@ __device__ __forceinline__ std::uint32_t channel_bits(const std::uint32_t* bits,
   return i / 4 < words ? repeated_bits<4>((bits[i / 4] >> (i % 4 * 8)) & 0xffu) : 0u;
 }
 
-/// Gives the channels whose bits are set, ascending. Words without a bit are taken out before, so that a step looks at one word.
+/// Gives the channels whose bits are set, ascending.
 template <int Words>
 class bit_walk {
  public:
   __device__ __forceinline__ bit_walk(const std::uint32_t* bits, const packed_format& format) {
     const int words = int(bit_words(format)), group = int(format.group);
-    bool gap = false;
 #pragma unroll
     for (int i = 0; i < Words; ++i) {
       words_[i] = __brev(channel_bits(bits, words, group, i));
-      if (i > 0) gap |= words_[i - 1] == 0 && words_[i] != 0;
+      if (i > 0) gaps_ = gaps_ || (words_[i - 1] == 0 && words_[i] != 0);
     }
-    if (gap) close_gaps();
+  }
+  /// Whether a word without a bit stands before one that has some: then `skip` is called before `next`.
+  __device__ __forceinline__ bool gaps() const { return gaps_; }
+  __device__ __forceinline__ void skip() {
+    for (int i = 1; i < Words && words_[0] == 0; ++i) move_up();
   }
   /// Not after the last one.
   __device__ __forceinline__ int next() {
-    const int place = leading_zeros(words_[0]);
-    const int channel = int(numbers_ % 16) * 32 + place;
+    const int place = leading_zeros(words_[0]), channel = base_ + place;
     words_[0] &= 0x7fffffffu >> place;
     if (words_[0] == 0) move_up();
     return channel;
@@ -71,71 +73,89 @@ class bit_walk {
   __device__ __forceinline__ void move_up() {
 #pragma unroll
     for (int i = 0; i + 1 < Words; ++i) words_[i] = words_[i + 1];
-    words_[Words - 1] = 0;
-    numbers_ >>= 4;
-  }
-  __device__ __forceinline__ void close_gaps() {
-    std::uint32_t given[Words], number = 0;
-    numbers_ = 0;
-#pragma unroll
-    for (int i = 0; i < Words; ++i) given[i] = words_[i], words_[i] = 0;
-#pragma unroll
-    for (int i = 0; i < Words; ++i) {
-      if (given[i] == 0) continue;
-#pragma unroll
-      for (int j = 0; j <= i; ++j) {
-        if (std::uint32_t(j) == number) words_[j] = given[i];
-      }
-      numbers_ |= std::uint32_t(i) << (4 * number);
-      ++number;
-    }
+    base_ += 32;
   }
 
-  std::uint32_t words_[Words];         // the highest bit is the first channel
-  std::uint32_t numbers_ = 0x76543210u;  // of the words, 4 bits each
+  std::uint32_t words_[Words];  // the highest bit is the first channel; behind the last one they are copies of it
+  int base_ = 0;
+  bool gaps_ = false;
 };
 
-/// Values of 16 bytes: of bf16 and fp16 8, of fp8 16, of int4 32.
+/// How many values a word has; a row's values are read 8 at a time.
 template <packed_element Element>
-inline constexpr int values_in_16_bytes = Element == packed_element::fp8    ? 16
-                                          : Element == packed_element::int4 ? 32
-                                                                            : 8;
+inline constexpr int values_in_word = Element == packed_element::fp8    ? 4
+                                      : Element == packed_element::int4 ? 8
+                                                                        : 2;
 
-/// Value i of 16 bytes as fp32, without its row's scale.
+/// Eight values of a row: of bf16 and fp16 16 bytes, of fp8 8, of int4 4.
 template <packed_element Element>
-__device__ __forceinline__ float value_at(const std::uint32_t (&words)[4], int i) {
+struct eight_values {
+  static constexpr int words = 8 / values_in_word<Element>;
+  std::uint32_t word[words];
+  __device__ __forceinline__ explicit eight_values(const void* from) {
+    if constexpr (words == 4) {
+      const uint4 loaded = *static_cast<const uint4*>(from);
+      word[0] = loaded.x, word[1] = loaded.y, word[2] = loaded.z, word[3] = loaded.w;
+    } else if constexpr (words == 2) {
+      const uint2 loaded = *static_cast<const uint2*>(from);
+      word[0] = loaded.x, word[1] = loaded.y;
+    } else {
+      word[0] = *static_cast<const std::uint32_t*>(from);
+    }
+  }
+};
+
+/// Value i of a word as fp32, without its row's scale.
+template <packed_element Element>
+__device__ __forceinline__ float value_of(std::uint32_t word, int i) {
   if constexpr (Element == packed_element::bf16) {
-    const std::uint32_t word = words[i / 2];
-    return __uint_as_float(i % 2 == 0 ? word << 16 : word & 0xffff0000u);
+    return __uint_as_float(i == 0 ? word << 16 : word & 0xffff0000u);
   } else if constexpr (Element == packed_element::fp16) {
-    return __half2float(__ushort_as_half(static_cast<unsigned short>(words[i / 2] >> (i % 2 * 16))));
+    return __half2float(__ushort_as_half(static_cast<unsigned short>(word >> (i * 16))));
   } else if constexpr (Element == packed_element::fp8) {
+#if defined(__CUDA_ARCH__) && __CUDA_ARCH__ >= 890
+    std::uint32_t two;
+    asm("{\n.reg .b16 low, high;\nmov.b32 {low, high}, %1;\ncvt.rn.f16x2.e4m3x2 %0, low;\n}\n"
+        : "=r"(two)
+        : "r"(word >> (i / 2 * 16)));
+    return __half2float(__ushort_as_half(static_cast<unsigned short>(two >> (i % 2 * 16))));
+#else
     fp8 value;
-    value.bits = std::uint8_t(words[i / 4] >> (i % 4 * 8));
+    value.bits = std::uint8_t(word >> (i * 8));
     return float(value);
+#endif
   } else {
-    const unsigned nibble = (words[i / 8] >> (i % 8 * 4)) & 15u;
+    const unsigned nibble = (word >> (i * 4)) & 15u;
     const int whole = nibble < 8 ? int(nibble) : int(nibble) - 16;
     return whole == -8 ? __uint_as_float(0x7fc00000u) : float(whole);
   }
 }
 
-/// Calls visit(channel, 16 bytes as words, place in them) for `count` values. chunk(c): 16 bytes of values, the c-th.
-template <packed_element Element, int Words, class Chunk, class Visit>
-__device__ __forceinline__ void walk_row(bit_walk<Words>& walk, int count, const Chunk& chunk, const Visit& visit) {
-  constexpr int each = values_in_16_bytes<Element>;
+/// Calls visit(channel, word, place in the word) for the first `count` of a row's values, which lie in shared memory.
+template <packed_element Element, int Words, class Visit>
+__device__ __forceinline__ void walk_row(bit_walk<Words>& walk, int count, const unsigned char* values,
+                                         const Visit& visit) {
+  using eight = eight_values<Element>;
+  constexpr int in_word = values_in_word<Element>;
+  if (walk.gaps()) {
 #pragma unroll 1
-  for (int c = 0; c * each < count; ++c) {
-    const uint4 loaded = chunk(c);
-    const std::uint32_t words[4] = {loaded.x, loaded.y, loaded.z, loaded.w};
-    const int left = count - c * each;
-    if (left >= each) {
+    for (int i = 0; i < count; ++i) {
+      walk.skip();
+      visit(walk.next(), reinterpret_cast<const std::uint32_t*>(values)[i / in_word], i % in_word);
+    }
+    return;
+  }
+#pragma unroll 1
+  for (int first = 0; first < count; first += 8) {
+    const eight loaded(values + first / in_word * 4);
+    const int left = count - first;
+    if (left >= 8) {
 #pragma unroll
-      for (int j = 0; j < each; ++j) visit(walk.next(), words, j);
+      for (int j = 0; j < 8; ++j) visit(walk.next(), loaded.word[j / in_word], j % in_word);
     } else {
 #pragma unroll
-      for (int j = 0; j < each; ++j) {
-        if (j < left) visit(walk.next(), words, j);
+      for (int j = 0; j < 7; ++j) {
+        if (j < left) visit(walk.next(), loaded.word[j / in_word], j % in_word);
       }
     }
   }
