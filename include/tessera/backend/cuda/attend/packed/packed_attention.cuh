@@ -12,11 +12,11 @@ namespace cuda {
 
 /// Attends chosen units of packed rows, each segment in its own basis, and all whole rows.
 ///
-/// Rows are spread out in shared memory 16 at a time and multiplied by matrix instructions: queries as two numbers of 16 bits, weights
-/// as one. Packed elements of 16 bits are of the type that `Tile` names; fp8 and int4 become it exactly.
+/// Rows are spread out in shared memory 16 at a time, a row of K or V by one lane, and multiplied by matrix instructions: queries as two
+/// numbers of 16 bits, weights as one. Packed elements of 16 bits are of the type that `Tile` names; fp8 and int4 become it exactly.
 /// Errors   before the launch: more rows, segments or sequences than it was made for, rows not on 16 bytes.
-/// Limits   whole rows are raw; a value that is NaN shows in rows of the step that may not see its token if others of 16 rows may.
-/// Cost     two launches besides `rotate_queries`; chosen rows are read once for 16 query rows, bases once a step. Recordable.
+/// Limits   whole rows are raw; a value that is NaN shows in rows of the step that may not see its token if others of 8 rows may.
+/// Cost     two launches besides `rotate_queries`; chosen rows are read once for 8 query rows, bases once a step. Recordable.
 template <class View, class Out, class Tile = typename View::element_type>
 class attend_packed {
   using T = typename View::element_type;
@@ -98,10 +98,7 @@ class attend_packed {
  private:
   static int raw_bytes(const packed_format& format) { return detail::raw_rows_shape(format).stride; }
   std::size_t merge_bytes() const {
-    using namespace detail;
-    return (std::size_t(merged_rows) * Dv + std::size_t(merging_warps) * merged_rows * merged_columns + merged_rows +
-            std::size_t(parts_) * merged_rows) *
-           sizeof(float);
+    return std::size_t(detail::merge_memory<Dv>(parts_, most_segments_).words) * sizeof(float);
   }
   std::size_t lines() const { return std::size_t(lanes_) * std::size_t(parts_); }
   std::size_t segment_bytes() const { return array_bytes<index_t>(lines()); }
