@@ -20,7 +20,7 @@ LLAMA = dict(hidden_size=4096, intermediate_size=14336, num_hidden_layers=32, nu
              num_key_value_heads=8, vocab_size=128256, max_position_embeddings=131072, rms_norm_eps=1e-5,
              rope_theta=500000.0, rope_scaling=dict(rope_type="llama3", factor=8.0, low_freq_factor=1.0,
                                                     high_freq_factor=4.0, original_max_position_embeddings=8192))
-OURS = {"full": None, "snapkv": "share", "ada_snapkv": "share", "rocketkv": 1024}  # None: no budget
+OURS = {"full": None, "snapkv": "share", "ada_snapkv": "share", "rocketkv": 1024, "mosaickv": "share"}  # None: no budget
 PEERS = ("transformers", "kvpress_snapkv", "kvpress_ada_snapkv")
 AT_ONCE = 131072  # tokens of all sequences that a peer, which takes a prompt in one call, is given at a time
 

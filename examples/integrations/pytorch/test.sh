@@ -3,6 +3,7 @@
 # the PyTorch and transformers that are there.
 #
 #   examples/integrations/pytorch/test.sh [PYTEST FLAG ...]
+#   test.sh --whole                               50 prompts and 60 conversations where a few are the default
 #   TRANSFORMERS='transformers==5.*' test.sh      another version than 4.57
 #   VENV=FOLDER test.sh                           where the environment is made; used again if it is there
 set -euo pipefail
@@ -36,5 +37,5 @@ from tessera_torch import build, methods
 build.operators()
 build.build_all([(method, torch.float32, 64) for method in methods()])
 PYTHON
-python -m pytest -q -p no:cacheprovider -n 2 --dist loadfile tests "$@"  # most tests keep one core busy
+python -m pytest -q -p no:cacheprovider -n 2 --dist worksteal tests "$@"  # most tests keep one core busy
 echo "Took $SECONDS s."

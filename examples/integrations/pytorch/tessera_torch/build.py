@@ -20,6 +20,8 @@ INCLUDE = HERE.parents[3] / "include"
 EIGEN = os.environ.get("EIGEN3_INCLUDE_DIR", "/usr/include/eigen3")  # for recipes that rotate rows
 ELEMENTS = {torch.float32: "fp32", torch.bfloat16: "bf16", torch.float16: "fp16"}
 HEAD_DIMS = (64, 80, 96, 128, 192, 256)
+# Strings pass between the operators and the recipes' libraries: both have them as the torch that is installed has.
+ABI = f"-D_GLIBCXX_USE_CXX11_ABI={int(torch.compiled_with_cxx11_abi())}"
 EXPORTS = """
 tessera_torch::any_cache* tessera_torch_make(const tessera_torch::cache_request& request) {
   return new tessera_torch::%s_cache<recipe_type>(request);
@@ -28,6 +30,7 @@ const char* tessera_torch_parameters() {
   static const std::string text = tessera_torch::parameters_text<recipe_type>();
   return text.c_str();
 }
+bool tessera_torch_rereads() { return recipe_type::retain_type::rereads; }
 """
 PAGE_EXPORTS = """
 tessera_torch::any_pages* tessera_torch_make_pages(const tessera_torch::cache_request& request) {
@@ -103,11 +106,12 @@ def machine(compiler, *unused):
 
 def command_of(device):
     if device == "cpu":
-        return [os.environ.get("CXX", "g++"), "-std=c++20", "-O3", "-march=native", "-shared", "-fPIC", "-x", "c++"]
+        return [os.environ.get("CXX", "g++"), "-std=c++20", "-O3", "-march=native", ABI, "-shared", "-fPIC", "-x", "c++"]
+    # nvcc's -O is that of host code, which only launches kernels; these are optimised fully without it.
     major, minor = torch.cuda.get_device_capability()
     arch = f"{major}{minor}{'a' if major >= 9 else ''}"
-    return [os.environ.get("NVCC", "nvcc"), "-std=c++20", "-O3", f"-arch=sm_{arch}", "--shared", "-Xcompiler", "-fPIC",
-            "-diag-suppress=177", "-x", "cu"]
+    return [os.environ.get("NVCC", "nvcc"), "-std=c++20", "-O1", f"-arch=sm_{arch}", "--shared", "-Xcompiler", "-fPIC",
+            ABI, "-diag-suppress=177", "-x", "cu"]
 
 
 def library(method, dtype, dim, device="cpu", kind="cache"):
@@ -158,8 +162,8 @@ def sentence(output):
 
 
 def build_all(wanted, jobs=None):
-    """Compiles libraries side by side; wanted: what `library` takes."""
-    with concurrent.futures.ThreadPoolExecutor(jobs or os.cpu_count()) as pool:
+    """Compiles libraries side by side, as many as there are cores for this process; wanted: what `library` takes."""
+    with concurrent.futures.ThreadPoolExecutor(jobs or len(os.sched_getaffinity(0))) as pool:
         return list(pool.map(lambda one: library(*one), wanted))
 
 

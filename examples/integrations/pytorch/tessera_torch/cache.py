@@ -5,6 +5,7 @@ transformers hands new keys and values to `Cache.update` and what that returns t
 one operator: store, choose, attend.
 """
 import contextlib
+import copy
 import weakref
 
 import torch
@@ -15,6 +16,8 @@ from . import build, model_facts
 
 NAME = "tessera"
 OWNER = "_tessera_owner"  # on the keys, from `update` to `attend`
+NO_TEXT = ("text of the prompt is not known; expected it, as the method reads prompts again before they end; "
+           "call read_text(model, tokenizer) on the cache, and the model with input_ids")
 
 
 @torch.compiler.disable  # the rest of a model compiles; this decides in Python what the call is
@@ -70,6 +73,8 @@ class TesseraCache(transformers.Cache):
         self._reading_prompt = False  # see prompt()
         self._coming = 0              # tokens of a prompt that prompt() announced
         self._marks = None            # which tokens end a segment of the text: see read_text
+        self._repeated = None         # how a prompt is said again, and to which model
+        self._model = None
         self._tokens = None           # of the call that is coming, [batch, tokens]
         self._forget()
 
@@ -83,6 +88,9 @@ class TesseraCache(transformers.Cache):
         self._like = None      # an empty tensor of the model's device
         self._prepared = False  # the host's part of the next step is done: see CapturedStep
         self._room = None       # tokens that memory is there for; None: max_length
+        self._rereads = False   # the method wants prompts to pass through the model once more before they end
+        self._turn = None       # then the tokens of this turn's prompt, by sequence
+        self._again = None      # while that happens: of each sequence what is read again
         self.memory_of = None   # another object whenever what a captured step would read has moved
 
     # --- what transformers asks -----------------------------------------------------------------------------------------
@@ -113,6 +121,7 @@ class TesseraCache(transformers.Cache):
         twin.__dict__.update(self.__dict__)
         if self._handle is not None:
             twin._own(self._operators.clone(self._handle))
+            twin._turn = copy.deepcopy(self._turn)
         return twin
 
     def __len__(self):
@@ -143,6 +152,8 @@ class TesseraCache(transformers.Cache):
     def attend(self, layer, q, k, v, mask, scaling, softcap, sliding_window, sinks):
         if torch.is_grad_enabled() and (q.requires_grad or k.requires_grad):
             raise ValueError("gradients are asked for; expected none: a cache is for inference; call under torch.no_grad()")
+        if self._again is not None:
+            return self._operators.reread(self._handle, layer, q, k, v, *self._again)
         if layer == 0:
             self._begin(q, k, mask, scaling, softcap, sinks)
         elif layer != self._next_layer:
@@ -183,7 +194,8 @@ class TesseraCache(transformers.Cache):
                              f"was made for, {self._made_for}; make a cache for each")
         self._check_length(tokens)
         rows = Rows(mask, batch, tokens)
-        flags = self._take_flags(rows, (batch, tokens))
+        text = self._take_text(rows, (batch, tokens))
+        flags = None if text is None else self._marks(text)
         if self._handle is None:
             self._open(q, k, scaling, softcap, sinks)
         self._make_room(tokens)
@@ -200,15 +212,46 @@ class TesseraCache(transformers.Cache):
         elif self._coming:
             self._operators.reserve(self._handle, self._coming)
             self._coming = 0
+        if self._rereads and not is_step:
+            self._note_turn(text, rows)
         self._in_prompt, self._rows, self._flags = not is_step, rows, flags
 
-    def _take_flags(self, rows, shape):
-        """After which tokens of the call a segment of the text ends, [batch, tokens]; None where the text is not known."""
+    def _take_text(self, rows, shape):
+        """The call's tokens as `rows` has them, [batch, tokens]; None where the text is not known."""
         tokens, self._tokens = self._tokens, None
         if tokens is None or tuple(tokens.shape) != shape:
             return None
         tokens = tokens.cpu()
-        return self._marks(tokens if rows.order is None else tokens.gather(1, rows.order.cpu()))
+        return tokens if rows.order is None else tokens.gather(1, rows.order.cpu())
+
+    def _note_turn(self, text, rows):
+        if text is None:
+            raise ValueError(NO_TEXT)
+        if not self._in_prompt:
+            self._turn = [[] for _ in rows.first]
+        for tokens, row, first, last in zip(self._turn, text.tolist(), rows.first, rows.last):
+            tokens += row[first:last]
+
+    @torch.no_grad()
+    def _read_again(self):
+        """This turn's prompts pass through the model once more, in parts, behind themselves; nothing of it stays."""
+        ends = self._operators.figures(self._handle)[:, 3].tolist()
+        parts = [self._repeated(tokens) for tokens in self._turn]
+        for i in range(max(map(len, parts))):
+            now = [of[i] if i < len(of) else (0, 0, []) for of in parts]
+            longest = max(len(text) for *_, text in now)
+            if self._room is not None:
+                self._operators.fit_memory(self._handle, longest)
+            ids = torch.tensor([text + [0] * (longest - len(text)) for *_, text in now], device=self._like.device)
+            place = torch.tensor(ends, device=ids.device)[:, None] + torch.arange(longest, device=ids.device)
+            begins = [end - len(tokens) + done for end, tokens, (done, *_) in zip(ends, self._turn, now)]
+            self._again = begins, [count for _, count, _ in now], [len(text) for *_, text in now]
+            try:
+                self._model().base_model(input_ids=ids, position_ids=place, past_key_values=self, use_cache=True)
+            finally:
+                self._again = None
+        if self._room is not None:
+            self._operators.fit_memory(self._handle, self._room)
 
     def _check_length(self, tokens):
         if self._seen + tokens > self._longest:
@@ -227,10 +270,14 @@ class TesseraCache(transformers.Cache):
         if sinks is not None:
             self._sinks = torch.zeros(self.layer_count, q_heads, device=q.device)
         path = build.library(self.method, q.dtype, dim, q.device.type)
+        self._rereads = self._operators.rereads(str(path))
+        if self._rereads and self._repeated is None:
+            raise ValueError(NO_TEXT)
+        longest = self._longest + (self._repeated.longest if self._rereads else 0)
         with torch.cuda.device(q.device) if q.is_cuda else contextlib.nullcontext():
             self._own(self._operators.create(
                 str(path), self.layer_count, q_heads, k.shape[1], self.sliding_layers, self.window, scaling or 0.0,
-                softcap or 0.0, self.budget, self.settings, batch, self._longest, self._sinks, q.device,
+                softcap or 0.0, self.budget, self.settings, batch, longest, self._sinks, q.device,
                 model_facts.rope_frequencies(self._text_config, dim), self._profile))
         self._made_for = (q.dtype, q.device, batch)
         self._like = q.new_empty((0, 1, 1))
@@ -242,12 +289,15 @@ class TesseraCache(transformers.Cache):
     # --- the text -------------------------------------------------------------------------------------------------------
 
     def read_text(self, model, tokenizer):
-        """Lets a method that goes by sentences see them: from now on the cache looks at the input_ids of calls of this model.
+        """Lets a method that goes by sentences, or reads prompts again (kvzip), see the text: from now on the cache looks at
+        the input_ids of calls of this model.
 
-        A call's last token ends its segment if it is a delimiter, whatever comes in the next call.
+        A call's last token ends its segment if it is a delimiter, whatever comes in the next call. What is read again passes
+        through the model when the prompt ends: before the first step, or in end_prompt.
         """
         if self._marks is None:
-            self._marks = model_facts.SegmentEnds(tokenizer)
+            self._marks, self._repeated = model_facts.SegmentEnds(tokenizer), model_facts.Repeated(tokenizer)
+        self._model = weakref.ref(model)
         owner = weakref.ref(self)
 
         def look(_, arguments, named):
@@ -292,6 +342,8 @@ class TesseraCache(transformers.Cache):
     def end_prompt(self):
         """Ends a turn's prompt now, so that its figures can be seen; the first step does it otherwise."""
         if self._in_prompt:
+            if self._rereads:
+                self._read_again()
             self._operators.end_prompt(self._handle, self._like)
             self._in_prompt = False
 

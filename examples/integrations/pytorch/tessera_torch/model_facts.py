@@ -4,6 +4,7 @@ import os
 import pathlib
 
 import torch
+from transformers import PreTrainedTokenizerBase
 from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
 
 DELIMITERS = tuple(".,;:!?\n\r\u3002\uff0c\uff1b\uff1a\uff01\uff1f\u3001")
@@ -44,6 +45,33 @@ def profile_table(profile):
                              "make one with `tessera heads` or `tessera calibrate`")
         profile = profile[names[0]]
     return [float(number) for layer in profile for number in layer]
+
+
+class Repeated:
+    """A prompt once more, in parts, as kvpress and the tool say it to a model."""
+
+    PART, WORDS = 2048, 8  # tokens of a part, and of the words of the part before with which a later one begins
+
+    def __init__(self, tokenizer):
+        alone = {"add_special_tokens": False} if isinstance(tokenizer, PreTrainedTokenizerBase) else {}
+        encode = lambda text: list(tokenizer.encode(text, **alone))
+        self._first = encode("\n\nRepeat the previous context exactly.")
+        self._next = encode("\n\nRepeat the part of the previous context exactly, starting with")
+        self._behind = encode("\n")
+
+    @property
+    def longest(self):
+        """Tokens of the longest part with what stands before it."""
+        return self.PART + self.WORDS + max(len(self._first), len(self._next)) + len(self._behind)
+
+    def __call__(self, prompt):
+        """[(where the part begins in the prompt, how many tokens it has, the text to read)]."""
+        parts = []
+        for done in range(0, len(prompt), self.PART):
+            part = prompt[done:done + self.PART]
+            words = prompt[max(0, done - self.WORDS):done]
+            parts.append((done, len(part), (self._next if done else self._first) + words + self._behind + part))
+        return parts
 
 
 class SegmentEnds:

@@ -15,10 +15,34 @@ MODEL = ROOT / "examples" / "model"
 sys.path.insert(0, str(HERE.parent))
 transformers.logging.set_verbosity_error()
 
-import tessera_torch  # noqa: E402, F401  registers the attention "tessera"
+import tessera_torch  # noqa: E402  registers the attention "tessera"
 
 TASKS = json.loads((ROOT / "examples" / "data" / "tasks.json").read_text())
 LINES = (ROOT / "examples" / "data" / "opticks.txt").read_text().split("\n")
+
+
+def pytest_addoption(parser):
+    parser.addoption("--whole", action="store_true",
+                     help="all 50 prompts and 60 conversations against transformers and the tool, where a few are the default")
+    parser.addoption("--methods", help="of the tests that run for every method, only those for METHOD,METHOD,...")
+
+
+def pytest_generate_tests(metafunc):
+    if "method" not in metafunc.fixturenames or any(
+            "method" in mark.args[0] for mark in metafunc.definition.iter_markers("parametrize")):
+        return
+    named = metafunc.config.getoption("methods")
+    methods = tessera_torch.methods()
+    unknown = set(named.split(",")) - set(methods) if named else None
+    if unknown:
+        raise pytest.UsageError(f"--methods names {sorted(unknown)[0]}; expected some of {', '.join(methods)}")
+    metafunc.parametrize("method", named.split(",") if named else methods)
+
+
+@pytest.fixture(scope="session")
+def whole(request):
+    """Whether bars are tested at their whole size."""
+    return request.config.getoption("whole")
 
 
 @pytest.fixture(scope="session")
@@ -56,16 +80,17 @@ def question(name):
 
 
 @pytest.fixture(scope="session")
-def conversations():
-    """60 conversations as `tessera eval --questions` reads them: one needle, eight, and three turns about eight."""
+def conversations(whole):
+    """60 conversations as `tessera eval --questions` reads them, or 6: one needle, eight, and three turns about eight."""
     rng = random.Random(16)
     made = []
     for family, needles, turns in (("single", 1, 1), ("multi_key", 8, 1), ("conversation", 8, 3)):
-        for _ in range(20):
+        for i in range(20):
             text, hidden = document(rng, needles, 36)
             asked = rng.sample(hidden, turns)
-            prompts = [(text if i == 0 else "\n") + question(name) for i, (name, _) in enumerate(asked)]
-            made.append({"family": family, "turns": [{"prompt": p, "answer": v} for p, (_, v) in zip(prompts, asked)]})
+            prompts = [(text if turn == 0 else "\n") + question(name) for turn, (name, _) in enumerate(asked)]
+            if i < (20 if whole else 2):
+                made.append({"family": family, "turns": [{"prompt": p, "answer": v} for p, (_, v) in zip(prompts, asked)]})
     return made
 
 
@@ -78,6 +103,20 @@ def prompts(tokenizer):
         text, hidden = document(rng, 3, rng.randrange(4, 30))
         made.append([1] + tokenizer.encode(text + (question(hidden[0][0]) if i % 2 else "")))
     return made
+
+
+def profile_of(method, layers, kv_heads):
+    """What a profile's file holds, made up so that heads differ much; None for a method without one."""
+    numbers = random.Random(3)
+    draw = lambda: [[round(numbers.uniform(0.05, 0.6), 3) for _ in range(kv_heads)] for _ in range(layers)]
+    if method == "duo_attention":
+        return {"kind": "tessera head gates", "version": 1, "model": "shipped", "sinks": 4, "recent": 60, "questions": 1,
+                "gates": draw()}
+    if method == "tangram":
+        shares, spread = draw(), [[0.0] * kv_heads for _ in range(layers)]
+        return {"version": 1, "model": "shipped", "method": "tangram", "share": 0.3, "samples": 1, "alpha": 2, "mean": shares,
+                "deviation": spread, "budget": shares}
+    return None
 
 
 def padded(rows, side="left"):

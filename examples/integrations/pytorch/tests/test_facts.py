@@ -52,14 +52,19 @@ def test_segments_end_behind_delimiters(tokenizer):
     assert not piece and [one.strip() for one in pieces] == ["One,", "two...", "Three?!", "four", "five."]
 
 
-def test_sentences_in_padded_batches_and_turns(model, tokenizer, prompts):
+@pytest.mark.parametrize("method, sentence", [
+    ("sentencekv", "boundaries is 0; expected one flag for each new token"),
+    ("kvzip", "^text of the prompt is not known; expected it, as the method reads prompts again before they end; "),
+])
+def test_the_text_in_padded_batches_and_turns(model, tokenizer, prompts, method, sentence, monkeypatch):
     """Every sequence of a batch answers what it answers alone; without the text the method says what it misses."""
+    monkeypatch.setattr(model_facts.Repeated, "PART", 70)  # several parts, of several lengths
     rows = [prompts[i] for i in (3, 8, 11)]
-    with torch.no_grad(), pytest.raises(ValueError, match="boundaries is 0; expected one flag for each new token"):
-        model(torch.tensor(rows[:1]), past_key_values=TesseraCache(model.config, "sentencekv", 64))
+    with torch.no_grad(), pytest.raises(ValueError, match=sentence):
+        model(torch.tensor(rows[:1]), past_key_values=TesseraCache(model.config, method, 64))
 
     def generate(rows):
-        cache = TesseraCache(model.config, "sentencekv", 64).read_text(model, tokenizer)
+        cache = TesseraCache(model.config, method, 64).read_text(model, tokenizer)
         inputs = padded(rows)
         first = model.generate(**inputs, past_key_values=cache, max_new_tokens=6, **GREEDY)
         more = torch.tensor([tokenizer.encode("\nAnd then, what? ")] * len(rows))

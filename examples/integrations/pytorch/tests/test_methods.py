@@ -5,13 +5,12 @@ TESSERA names the tool (test.sh builds it).
 import functools
 import json
 import os
-import random
 import subprocess
 
 import pytest
 import torch
 import transformers
-from conftest import MODEL
+from conftest import MODEL, profile_of
 from tessera_torch import TesseraCache, build, methods, parameters
 
 BUDGET = 64
@@ -25,43 +24,20 @@ def listed():
 
 
 @pytest.fixture(scope="session")
-def profiles(tmp_path_factory):
-    """Files for the heads of the shipped model, by method: made up, so that heads differ much."""
-    numbers = random.Random(3)
-    draw = lambda: [[round(numbers.uniform(0.05, 0.6), 3) for _ in range(4)] for _ in range(6)]
-    shares, spread = draw(), [[0.0] * 4 for _ in range(6)]
-    made = {"duo_attention": {"kind": "tessera head gates", "version": 1, "model": "shipped", "sinks": 4, "recent": 60,
-                              "questions": 1, "gates": draw()},
-            "tangram": {"version": 1, "model": "shipped", "method": "tangram", "share": 0.3, "samples": 1, "alpha": 2,
-                        "mean": shares, "deviation": spread, "budget": shares}}
-    folder = tmp_path_factory.mktemp("profiles")
-    for method, profile in made.items():
-        (folder / f"{method}.json").write_text(json.dumps(profile))
-    return {method: folder / f"{method}.json" for method in made}
-
-
-@pytest.fixture(scope="session")
-def expected(request, conversations, profiles, tmp_path_factory):
-    """The tool's cells by (method, family, turn), of the methods that are asked here."""
-    asked = {item.callspec.params["method"] for item in request.session.items if hasattr(item, "callspec")}
+def ask_tool(conversations, tmp_path_factory):
+    """Of a method, and of a profile's file where it goes by one: the tool's cells by (family, turn)."""
     folder = tmp_path_factory.mktemp("eval")
     questions = folder / "questions.jsonl"
     questions.write_text("".join(json.dumps(one) + "\n" for one in conversations))
-    cells = {}
 
-    def ask_tool(names, *flags):
+    def ask(method, profile):
         subprocess.run([os.environ["TESSERA"], "eval", "--model", MODEL, "--questions", questions, "--dtype", "fp32",
-                        "--methods", ",".join(names), "--budgets", str(BUDGET), "--json", folder / "cells.json", *flags],
-                       check=True, stdout=subprocess.DEVNULL)
-        for cell in json.loads((folder / "cells.json").read_text()):
-            cells[cell["method"], cell["family"], cell["turn"]] = cell
+                        "--methods", method, "--json", folder / "cells.json",
+                        *(["--budgets", str(BUDGET)] if listed()[method]["has_budget"] else []),
+                        *(["--set", f"profile={profile}"] if profile else [])], check=True, stdout=subprocess.DEVNULL)
+        return {(cell["family"], cell["turn"]): cell for cell in json.loads((folder / "cells.json").read_text())}
 
-    others = [name for name in methods() if name in asked - profiles.keys() and not listed()[name]["needs_engine"]]
-    if others:
-        ask_tool(others)
-    for method in asked & profiles.keys():
-        ask_tool([method], "--set", f"profile={profiles[method]}")
-    return cells
+    return ask
 
 
 def limit_of(tokenizer, answer):
@@ -98,26 +74,26 @@ def ask(model, tokenizer, conversation, cache):
     return answers
 
 
-@pytest.mark.parametrize("method", methods())
-def test_answers_are_those_of_the_tool(model, tokenizer, conversations, expected, profiles, method):
-    if listed()[method]["needs_engine"]:
-        pytest.skip("a cache of transformers reads no prompt again")
-    got = {}
+def test_answers_are_those_of_the_tool(model, tokenizer, conversations, ask_tool, tmp_path, method):
+    options, got = {}, {}
+    profile = profile_of(method, model.config.num_hidden_layers, model.config.num_key_value_heads)
+    if profile:
+        options["profile"] = tmp_path / "profile.json"
+        options["profile"].write_text(json.dumps(profile))
+    expected = ask_tool(method, options.get("profile"))
     for conversation in conversations:
-        options = {}
         if "max_new" in parameters(method):
             options["max_new"] = max(limit_of(tokenizer, turn["answer"]) for turn in conversation["turns"])
-        cache = TesseraCache(model.config, method, None if method == "full" else BUDGET, profile=profiles.get(method), **options)
-        if listed()[method]["needs_boundaries"]:
+        cache = TesseraCache(model.config, method, BUDGET if listed()[method]["has_budget"] else None, **options)
+        if listed()[method]["needs_boundaries"] or listed()[method]["needs_engine"]:
             cache.read_text(model, tokenizer)
         for turn, answer in enumerate(ask(model, tokenizer, conversation, cache), 1):
-            got.setdefault((method, conversation["family"], turn), []).append(answer)
-    right = 0
+            got.setdefault((conversation["family"], turn), []).append(answer)
+    assert got.keys() == expected.keys()
     for key, answers in got.items():
-        want = expected[key]
-        assert answers == want["answers"], key
-        right += want["right"]
-    print(f"{method}: {right} of {sum(map(len, got.values()))} right")
+        assert answers == expected[key]["answers"], key
+    asked, right = sum(map(len, got.values())), sum(cell["right"] for cell in expected.values())
+    print(f"{method}: {len(conversations)} conversations, {asked} questions, the same answers; {right} of them right")
 
 
 def test_unequal_heads_free_memory(model, prompts):

@@ -70,6 +70,7 @@ def test_operators_say_their_shapes_and_what_they_change(ops):
     torch.library.opcheck(ops.prompt.default, arguments, test_utils=("test_schema", "test_faketensor"))
     assert ops.prompt(cache, 0, *[x.to("meta") for x in rows(0, 5)], [0, 0], [5, 5]).shape == (2, 5, Q_HEADS, DIM)
     assert ops.step(cache, 0, *[x.to("meta") for x in rows(0, 1)]).shape == (2, 1, Q_HEADS, DIM)
+    assert ops.reread(cache, 0, *[x.to("meta") for x in rows(0, 5)], [0, 0], [5, 5], [5, 5]).shape == (2, 5, Q_HEADS, DIM)
 
 
 def test_compiled_in_one_graph(ops):

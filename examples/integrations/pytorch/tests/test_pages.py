@@ -321,10 +321,11 @@ def test_errors_are_sentences_and_change_nothing():
         operations("cpu", torch.float32, "duo_attention", profile=[[1.0] * KV_HEADS])
 
 
-def test_a_profile_says_which_heads_keep_everything():
-    engine = Engine("cpu", torch.float32)
+@pytest.mark.parametrize("device, dtype", PLACES, ids=str)
+def test_a_profile_says_which_heads_keep_everything(device, dtype):
+    engine = Engine(device, dtype)
     gates = [[0.9, 0.1], [0.2, 0.8]]
-    pages = operations("cpu", torch.float32, "duo_attention", 20, profile=gates, streaming=0.5)
+    pages = operations(device, dtype, "duo_attention", 20, profile=gates, streaming=0.5)
     engine.append(pages, [200, 90, 33])
     engine.evict(pages, [1] * 3)
     for i in range(LAYERS):
@@ -332,6 +333,7 @@ def test_a_profile_says_which_heads_keep_everything():
             for h in range(KV_HEADS):
                 want = range(n) if gates[i][h] > 0.5 else [*range(4), *range(n - 16, n)]
                 assert engine.kept(i, b, h).tolist() == list(want)
+    assert engine.step(pages) < tolerance(device, dtype)
 
 
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA device")

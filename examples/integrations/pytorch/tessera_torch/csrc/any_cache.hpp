@@ -72,6 +72,9 @@ class any_cache {
   /// segment of the text ends, or none.
   virtual void prompt(index_t layer, index_t id, const tensor_rows& q, const tensor_rows& k, const tensor_rows& v,
                       const tensor_rows& out, text_flags boundaries, void* stream) = 0;
+  /// Tokens that repeat `count` tokens from position `first` on: they attend to the prompt and to themselves, and are forgotten.
+  virtual void reread(index_t layer, index_t id, index_t first, index_t count, const tensor_rows& q,
+                      const tensor_rows& k, const tensor_rows& v, const tensor_rows& out, void* stream) = 0;
   virtual void end_prompt(index_t id, void* stream) = 0;
 
   /// A step is: `prepare_step`, the host's part; `begin_step` and every layer's `step`, which a CUDA graph may capture. A
@@ -99,4 +102,6 @@ extern "C" {
 tessera_torch::any_cache* tessera_torch_make(const tessera_torch::cache_request& request);
 /// One line a parameter: name, default, what is allowed, what it means, with tabs between.
 const char* tessera_torch_parameters();
+/// Whether a turn's prompt must pass through the model once more, by `reread`, before it ends.
+bool tessera_torch_rereads();
 }

@@ -35,6 +35,15 @@ class cuda_cache final : public any_cache {
     cache_.prefill(layer, id, q.as<const T>(), k.as<const T>(), v.as<const T>(), at(stream), boundaries);
     cache_.prefill_attention(layer, id, q.as<const T>(), out.as<T>(), {}, at(stream));
   }
+  void reread([[maybe_unused]] index_t layer, [[maybe_unused]] index_t id, [[maybe_unused]] index_t first,
+              [[maybe_unused]] index_t count, [[maybe_unused]] const tensor_rows& q,
+              [[maybe_unused]] const tensor_rows& k, [[maybe_unused]] const tensor_rows& v,
+              [[maybe_unused]] const tensor_rows& out, [[maybe_unused]] void* stream) override {
+    if constexpr (Recipe::retain_type::rereads) {
+      cache_.reread(layer, id, first, count, q.as<const T>(), k.as<const T>(), v.as<const T>(), out.as<T>(),
+                    at(stream));
+    }
+  }
   void end_prompt(index_t id, void* stream) override { cache_.end_prefill(id, at(stream)); }
 
   int prepare_step(const std::vector<index_t>& ids, index_t tokens, text_flags boundaries, void* stream) override {

@@ -40,10 +40,7 @@ class cuda_pages final : public method_pages<Recipe> {
   using first_stage = typename base::first_stage;
 
  public:
-  explicit cuda_pages(const cache_request& request) : base(request), device_(tessera::cuda::device_info::current()) {
-    tessera::require(!request.table, "profile", "given", "none: the device reads no table of the host's",
-                     "choose on the CPU, or use the method's cache");
-  }
+  explicit cuda_pages(const cache_request& request) : base(request), device_(tessera::cuda::device_info::current()) {}
 
   void append(const paged_layer& to, const tensor_rows& k, const tensor_rows& v, const index_t* new_tokens,
               const index_t* first_position, void* stream) override {

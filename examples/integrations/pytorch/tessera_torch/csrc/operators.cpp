@@ -99,6 +99,12 @@ std::string parameters(const std::string& library) {
   });
 }
 
+/// Whether prompts must be read again before they end.
+bool rereads(const std::string& library) {
+  return guarded(
+      [&](registry&) { return symbol_of<decltype(&tessera_torch_rereads)>(library, "tessera_torch_rereads")(); });
+}
+
 /// Room for so many more tokens of every sequence.
 void reserve(const Tensor& handle, std::int64_t tokens) {
   guarded([&](registry& all) {
@@ -145,6 +151,28 @@ Tensor prompt(const Tensor& handle, std::int64_t layer, const Tensor& q0, const 
       here.cache->prompt(index_t(layer), here.ids[b], part(q_rows, q), part(k_rows, k), part(v_rows, v),
                          part(out_rows, out), row_of(flags, b, begin, end), here.stream());
       here.in_prompt[b] = true;
+    }
+  });
+  return out.to(q.scalar_type());
+}
+
+/// Of sequence b, the first tokens[b] rows repeat count[b] tokens of its prompt from position first[b] on.
+Tensor reread(const Tensor& handle, std::int64_t layer, const Tensor& q0, const Tensor& k0, const Tensor& v0,
+              at::IntArrayRef first, at::IntArrayRef count, at::IntArrayRef tokens) {
+  const Tensor q = in_place(q0), k = in_place(k0), v = in_place(v0);
+  const at::OptionalDeviceGuard device(at::device_of(q));
+  const Tensor out = output_for(q, true);
+  guarded([&](registry& all) {
+    conversations& here = all.find(handle);
+    check_rows(here, q, k, v);
+    const tensor_rows rows[] = {rows_of(q), rows_of(k), rows_of(v), rows_of(out.transpose(1, 2))};
+    for (std::size_t b = 0; b < here.ids.size(); ++b) {
+      if (tokens[b] == 0) continue;
+      const auto part = [&](int i, const Tensor& x) {
+        return part_of(rows[i], x.element_size(), index_t(b), 0, index_t(tokens[b]));
+      };
+      here.cache->reread(index_t(layer), here.ids[b], index_t(first[b]), index_t(count[b]), part(0, q), part(1, k),
+                         part(2, v), part(3, out), here.stream());
     }
   });
   return out.to(q.scalar_type());
@@ -207,6 +235,10 @@ Tensor step(const Tensor& handle, std::int64_t layer, const Tensor& q0, const Te
 // Shapes alone, for torch.compile.
 Tensor prompt_shape(const Tensor&, std::int64_t, const Tensor& q, const Tensor&, const Tensor&, at::IntArrayRef,
                     at::IntArrayRef, const c10::optional<Tensor>&) {
+  return at::empty_symint({q.sym_size(0), q.sym_size(2), q.sym_size(1), q.sym_size(3)}, q.options());
+}
+Tensor reread_shape(const Tensor&, std::int64_t, const Tensor& q, const Tensor&, const Tensor&, at::IntArrayRef,
+                    at::IntArrayRef, at::IntArrayRef) {
   return at::empty_symint({q.sym_size(0), q.sym_size(2), q.sym_size(1), q.sym_size(3)}, q.options());
 }
 Tensor step_shape(const Tensor&, std::int64_t, const Tensor& q, const Tensor&, const Tensor&) {
@@ -276,9 +308,13 @@ TORCH_LIBRARY(tessera, m) {
   m.def("clone(Tensor cache) -> Tensor");
   m.def("destroy(int handle) -> ()", &destroy);
   m.def("parameters(str library) -> str", &parameters);
+  m.def("rereads(str library) -> bool", &rereads);
   m.def(
       "prompt(Tensor(a!) cache, int layer, Tensor q, Tensor k, Tensor v, int[] first, int[] last, "
       "Tensor? boundaries=None) -> Tensor");
+  m.def(
+      "reread(Tensor(a!) cache, int layer, Tensor q, Tensor k, Tensor v, int[] first, int[] count, int[] tokens) -> "
+      "Tensor");
   m.def("end_prompt(Tensor(a!) cache, Tensor like) -> ()");
   m.def("reserve(Tensor(a!) cache, int tokens) -> ()");
   m.def("prepare_step(Tensor(a!) cache, Tensor like, Tensor? boundaries=None) -> ()");
@@ -295,6 +331,7 @@ namespace {
 void implement(torch::Library& m) {
   using namespace tessera_torch;
   m.impl("prompt", &prompt);
+  m.impl("reread", &reread);
   m.impl("end_prompt", &end_prompt);
   m.impl("prepare_step", &prepare_step);
   m.impl("begin_step", &begin_step);
@@ -317,6 +354,7 @@ TORCH_LIBRARY_IMPL(tessera, CUDA, m) { implement(m); }
 #endif
 TORCH_LIBRARY_IMPL(tessera, Meta, m) {
   m.impl("prompt", &tessera_torch::prompt_shape);
+  m.impl("reread", &tessera_torch::reread_shape);
   m.impl("step", &tessera_torch::step_shape);
   m.impl("end_prompt", [](const at::Tensor&, const at::Tensor&) {});
   m.impl("prepare_step", [](const at::Tensor&, const at::Tensor&, const c10::optional<at::Tensor>&) {});
