@@ -14,8 +14,8 @@ TESSERA_NAMESPACE_BEGIN
 namespace cuda {
 namespace detail {
 
-/// Partitions that are on their way to a block, beside the two that its threads hold. Three on their way took as long, 512 threads and
-/// three blocks spill (218, 288 and 328 us of 8 x 128K; H200, CUDA 13.0).
+/// Partitions that are on their way to a block, beside the two that its threads hold. Three on their way take as long (179 us
+/// against 176 of 8 x 128K; H200, CUDA 13.0); 512 threads, and three blocks, spill.
 inline constexpr index_t lagged_ahead = 2;
 inline constexpr int lagged_threads = 256, lagged_blocks = 2;
 
