@@ -23,8 +23,8 @@ endif()
 # How our own CUDA sources are compiled.
 function(tessera_cuda_options target)
   # CMake 3.25 silently drops CUDA_STANDARD 20 for nvcc 13, so the flag goes in by hand.
-  # 177: members that only satisfy a concept look unused to nvcc. -Wno-restrict and -Wno-maybe-uninitialized: see
-  # settings.cmake.
+  # 177: members that only satisfy a concept look unused to nvcc. -Wno-restrict: see settings.cmake.
+  # -Wno-maybe-uninitialized: at -O1 g++ does not see what the callers of inlined code have set.
   target_compile_options(${target} PRIVATE
     "$<$<COMPILE_LANGUAGE:CUDA>:-std=c++20;-diag-suppress=177;-Xcompiler=-Wall,-Wextra,-Wno-restrict,-Wno-maybe-uninitialized>")
   if(TESSERA_WERROR)

@@ -42,15 +42,16 @@ foreach(program test_methods test_cache)
   endif()
 endforeach()
 
-# What every method must do: one source file a method, and the list of them.
+# What every method must do: one file a method, and the list of them.
 if(TARGET test_methods)
   set(declarations "")
   set(calls "")
   set(includes "")
   set(visits "")
+  set(files "")
   foreach(method IN LISTS tessera_methods)
     configure_file(tests/methods/support/method.cpp.in "test_methods/method_${method}.cpp" @ONLY)
-    target_sources(test_methods PRIVATE "${PROJECT_BINARY_DIR}/test_methods/method_${method}.cpp")
+    list(APPEND files "method_${method}.cpp")
     string(APPEND declarations "entry published_${method}();\n")
     list(APPEND calls "published_${method}()")
     string(APPEND includes "#include <tessera/methods/${method}.hpp>\n")
@@ -58,7 +59,8 @@ if(TARGET test_methods)
   endforeach()
   list(JOIN calls ", " calls)
   configure_file(tests/methods/support/registry.cpp.in test_methods/registry.cpp @ONLY)
-  target_sources(test_methods PRIVATE "${PROJECT_BINARY_DIR}/test_methods/registry.cpp" tests/methods/support/entries.cpp
+  tessera_join_units(units "${PROJECT_BINARY_DIR}/test_methods/methods" cpp ${files})
+  target_sources(test_methods PRIVATE ${units} "${PROJECT_BINARY_DIR}/test_methods/registry.cpp" tests/methods/support/entries.cpp
                  tests/methods/support/mixtures.cpp)
   configure_file(tests/methods/support/every_method.hpp.in test_methods/every_method.hpp @ONLY)
   target_include_directories(tessera_testing PUBLIC "${PROJECT_BINARY_DIR}/test_methods")

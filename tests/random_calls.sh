@@ -20,8 +20,17 @@ fi
 cmake --preset "$preset" "${options[@]}" >/dev/null
 cmake --build "build/$preset" --target test_methods test_backend_cpu --parallel "$(nproc)"
 export TESSERA_RANDOM_CALLS=$((calls / 2))
-failed=0
-"build/$preset/bin/test_methods" 'random calls*' || failed=$((failed + 1))
-"build/$preset/bin/test_backend_cpu" 'random calls*' || failed=$((failed + 1))
-echo "$calls calls: $((2 - failed)) passed, $failed failed"
+parts=$(nproc)
+failed=0 running=()
+for program in test_methods test_backend_cpu; do
+  for ((part = 0; part < parts; ++part)); do
+    TESSERA_RANDOM_PART=$part/$parts "build/$preset/bin/$program" 'random calls*' >"build/$preset/$program.$part.log" 2>&1 &
+    running+=("$!:$program.$part")
+  done
+  for one in "${running[@]}"; do
+    wait "${one%%:*}" || { failed=$((failed + 1)); cat "build/$preset/${one#*:}.log"; }
+  done
+  running=()
+done
+echo "$calls calls in $((2 * parts)) runs: $((2 * parts - failed)) passed, $failed failed"
 [ "$failed" -eq 0 ]

@@ -49,7 +49,10 @@ def costs_of(record, base, name):
             made["prefill_attention_tflops"] * 1e9)
         settle("product_tflops", round(2 * model["parameters"] * 2048 / (whole - attention_ms) / 1e9), "prompt/full/2048")
     ratio = lambda a, b: time(a) and time(b) and round(time(a) / time(b), 4)
-    settle("chunk_static", ratio("chunks/128K/tangram", "chunks/128K/given"), "chunks/128K/tangram over chunks/128K/given")
+    # What judging adds to a whole prompt: the layers' chunks have no products.
+    judged, given, prompt = time("chunks/32K/tangram"), time("chunks/32K/given"), prompts.get("prompt/full/32768")
+    settle("chunk_static", judged and given and prompt and round(1 + layers * (judged - given) / 1e3 / prompt, 4),
+           "the layers' chunks/32K/tangram less chunks/32K/given, beside prompt/full/32768")
     settle("split_even", ratio("ragged/calibrated/B16", "ragged/calibrated/B16_evened"),
            "ragged/calibrated/B16 over ragged/calibrated/B16_evened")
     return made

@@ -6,6 +6,7 @@ import sys
 import unittest
 
 sys.path.insert(0, str(pathlib.Path(__file__).parent))
+import costs
 import simulate
 
 # A step takes 1 ms a request and 1 ms for each million bytes; a chunk's products 1 ms a thousand tokens.
@@ -65,6 +66,26 @@ class Serving(unittest.TestCase):
             small, large = (simulate.saturated(kind, COSTS, UNEVEN, requests, memory) for memory in (5e9, 1e10))
             self.assertGreater(small["batch"], 0)
             self.assertLess(small["batch"], large["batch"])
+
+    def test_costs_come_from_a_record_by_hand(self):
+        base = {"model": {"layers": 2, "q_heads": 1, "kv_heads": 1, "head_dim": 1, "parameters": 1e9}, "token_bytes_of_head": 1000,
+                "step_ms": {"1": 9.0}, "chunk_static": 9.0, "chunk_dynamic": 2.0, "split_even": 9.0, "prefill_attention_tflops": 1e12,
+                "sources": {"chunk_dynamic": "a paper"}}
+        figures = {"decode/B4/128K": 4 * 131.072, "decode/B1/128K": 500.0, "chunks/32K/tangram": 3000.0, "chunks/32K/given": 1000.0,
+                   "ragged/calibrated/B16": 11.0, "ragged/calibrated/B16_evened": 10.0}
+        record = {"figures": {name: {"us": us} for name, us in figures.items()},
+                  "decode_step": {"benchmarks": [{"name": "full/131072", "real_time": 5.0}]},
+                  "decode_step_batch": {"benchmarks": [{"name": "full/131072/B4", "real_time": 6.0},
+                                                       {"name": "full/262144/B4", "real_time": 7.0, "extrapolated": True}]},
+                  "decode_step_prompts": {"benchmarks": [{"name": "prompt/full/2048", "real_time": 40.96},
+                                                         {"name": "prompt/full/32768", "real_time": 80.0}]}}
+        made = costs.costs_of(record, base, "record")
+        self.assertEqual(made["attention_gbs"], 1000.0)             # 4 sequences, 131,072 tokens of 1,000 bytes
+        self.assertEqual(made["step_ms"], {"1": 4.0, "4": 4.951})   # 5 and 6 ms less two layers' attention
+        self.assertEqual(made["chunk_static"], 1.05)                # two layers add 2 ms each to 80
+        self.assertEqual(made["split_even"], 1.1)
+        self.assertEqual(made["product_tflops"], 100)               # 2,048 tokens times 1e9 parameters in 40.96 ms
+        self.assertEqual((made["chunk_dynamic"], made["sources"]["chunk_dynamic"]), (2.0, "a paper"))
 
     def test_a_prompt_that_never_fits_is_an_error(self):
         for kind in simulate.SYSTEMS:

@@ -1,12 +1,18 @@
 #include "model.hpp"
 
 #include <algorithm>
+#include <cmath>
+#include <limits>
 #include <string>
 #include <tessera/core/error.hpp>
 #include <utility>
 
 namespace engine {
 namespace {
+
+// 340 squares of it fit float: a head's scores and norms can neither overflow nor cancel to NaN and rank tokens by chance.
+constexpr float largest_factor = 1e18f;
+constexpr float largest_float = std::numeric_limits<float>::max();
 
 // Stacks weights that share their input, so that one product computes them all.
 matrix stacked(const checkpoint& weights, std::initializer_list<std::pair<std::string, std::int32_t>> parts,
@@ -70,28 +76,34 @@ void llama::workspace::resize(const llama_config& config, std::int32_t tokens) {
   grow(activated, config.intermediate_size);
 }
 
-void llama::attend(const layer& weights, int index, std::int32_t tokens, const rope_table& table, kv_cache& cache,
-                   phase now) {
+void llama::attend(const layer& weights, int index, std::int64_t first, std::int32_t tokens, const rope_table& table,
+                   kv_cache& cache, phase now) {
   rms_norm(*executor_, work_.hidden.data(), tokens, weights.attention_norm, config_.rms_norm_eps, work_.normed.data());
   linear(*executor_, work_.normed.data(), tokens, weights.qkv, work_.qkv.data());
   split_and_rotate(*executor_, config_, table, work_.qkv.data(), tokens, work_.q.data(), work_.k.data(),
                    work_.v.data());
+  require_numbers("a query", index, work_.q, config_.q_size(), first, tokens, largest_factor);
+  require_numbers("a key", index, work_.k, config_.kv_size(), first, tokens, largest_factor);
+  require_numbers("a value", index, work_.v, config_.kv_size(), first, tokens, largest_factor);
   const float *q = work_.q.data(), *k = work_.k.data(), *v = work_.v.data();
   if (now == phase::prefill)
     cache.prefill(index, q, k, v, tokens, work_.attended.data());
   else
     cache.decode(index, q, k, v, tokens, work_.attended.data());
+  require_numbers("the attention", index, work_.attended, config_.q_size(), first, tokens, largest_float);
 }
 
-// Errors: an output of a layer's attention that is no number, because products of finite values overflowed.
-void llama::require_numbers(int index, std::int64_t first, std::int32_t tokens) const {
-  const std::int64_t width = config_.q_size();
-  for (std::int64_t i = 0; i < tokens * width; ++i) {
-    const float value = work_.attended[std::size_t(i)];
-    if (value - value == 0) continue;
-    tessera::fail("attention of layer " + std::to_string(index) + ", query head " +
+// Errors: a value of a layer that is no number or above `most`. `values` [tokens, width], `first` the first token's position.
+void llama::require_numbers(const char* what, int index, const std::vector<float>& values, std::int32_t width,
+                            std::int64_t first, std::int32_t tokens, float most) const {
+  for (std::int64_t i = 0; i < std::int64_t(tokens) * width; ++i) {
+    const float value = values[std::size_t(i)];
+    if (std::abs(value) <= most) continue;
+    tessera::fail(std::string(what) + " of layer " + std::to_string(index) + ", head " +
                       std::to_string(i % width / config_.head_dim) + ", token " + std::to_string(first + i / width),
-                  value, "a finite number", "products of queries, keys or values overflow: check the weights");
+                  value,
+                  most == largest_float ? "a finite number" : "at most 1e18: products of larger ones overflow float",
+                  "check the weights");
   }
 }
 
@@ -119,8 +131,7 @@ void llama::forward(std::span<const token_t> tokens, kv_cache& cache, phase now,
 
   for (std::int32_t index = 0; index < config_.num_hidden_layers; ++index) {
     const layer& weights = layers_[std::size_t(index)];
-    attend(weights, index, count, table, cache, now);
-    require_numbers(index, position, count);
+    attend(weights, index, position, count, table, cache, now);
     const std::int32_t rows = index + 1 < config_.num_hidden_layers ? count : wanted;
     const std::int64_t first = count - rows;
     if (rows > 0)

@@ -73,10 +73,11 @@ class llama {
   llama(llama_config config, const checkpoint& weights, tessera::cpu::executor& executor);
 
   void forward(std::span<const token_t> tokens, kv_cache& cache, phase now, std::int32_t wanted);
-  void attend(const layer& weights, int index, std::int32_t tokens, const rope_table& table, kv_cache& cache,
-              phase now);
+  void attend(const layer& weights, int index, std::int64_t first, std::int32_t tokens, const rope_table& table,
+              kv_cache& cache, phase now);
   void finish_layer(const layer& weights, float* hidden, const float* attended, std::int32_t rows);
-  void require_numbers(int index, std::int64_t first, std::int32_t tokens) const;
+  void require_numbers(const char* what, int index, const std::vector<float>& values, std::int32_t width,
+                       std::int64_t first, std::int32_t tokens, float most) const;
   std::vector<float> logits_of(std::int32_t tokens, std::int32_t wanted);
 
   llama_config config_;

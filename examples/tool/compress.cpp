@@ -87,9 +87,10 @@ prompt_outputs prefill(const layer_tensors& layer, const std::vector<std::pair<i
 std::vector<std::string> unused_tensors(const safetensors_file& in, const method_cache& cache,
                                         const layer_tensors& layer, const method_info& method) {
   std::vector<std::string> all;
+  const std::string turns = turns_name(in);
   for (const auto& [name, tensor] : in.tensors()) {
     const bool known = name == "k" || name == "v" || name == "q_decode" || name == "k_decode" || name == "v_decode" ||
-                       name == turns_name(in) || (name == "boundaries" && method.needs_segments) ||
+                       name == turns || (name == "boundaries" && method.needs_segments) ||
                        (name == "boundaries_decode" && method.needs_step_segments) ||
                        (name == "output_projection" && method.takes_projection) ||
                        (name == "q" && (method.chooses_lines || cache.queries_needed(layer.tokens) > 0));

@@ -287,6 +287,20 @@ TEST_CASE("bad arguments are refused before the cache is touched") {
   CHECK_NOTHROW(model.generate(all.first(150), exact, at_most(51)));
 }
 
+TEST_CASE("queries, keys and values whose products would overflow are refused by layer, head and token") {
+  for (const auto& [weight, what, head] : {std::tuple{"q_proj", "a query of layer 1, head 3, token 0", 3},
+                                           {"k_proj", "a key of layer 1, head 1, token 0", 1},
+                                           {"v_proj", "a value of layer 1, head 1, token 0", 1}}) {
+    tiny made;
+    auto& values = made.weights.at(std::string("model.layers.1.self_attn.") + weight + ".weight").values;
+    for (std::size_t i = std::size_t(head) * 64 * 96; i < values.size(); ++i) values[i] *= 1e20f;
+    llama large = made.load(true);
+    naive_cache cache(large.config());
+    CHECK_THROWS_WITH(large.prefill(some_tokens(9), cache), contains(what) && contains("at most 1e18"));
+    CHECK(cache.turns == 0);
+  }
+}
+
 TEST_CASE("an exception from the progress callback reaches the caller") {
   tiny made;
   naive_cache cache(made.model.config());

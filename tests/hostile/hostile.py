@@ -159,10 +159,10 @@ def main():
         master = pathlib.Path(name) / "master"
         master.mkdir()
         write_sandbox(master, examples)
-        share = min(100, max(1, runs // (2 * (os.cpu_count() or 1))))
+        share = min(100, max(1, runs // (2 * (len(os.sched_getaffinity(0))))))
         tasks = [(tool, master, methods, seed, first, min(share, runs - first)) for first in range(0, runs, share)]
         failures = []
-        with multiprocessing.get_context("fork").Pool(os.cpu_count() or 1) as pool:
+        with multiprocessing.get_context("fork").Pool(len(os.sched_getaffinity(0))) as pool:
             for found in pool.imap_unordered(work, tasks):
                 failures += found
                 for failure in found:

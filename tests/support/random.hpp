@@ -5,6 +5,7 @@
 #include <cmath>
 #include <cstdint>
 #include <cstdlib>
+#include <cstring>
 #include <random>
 #include <vector>
 
@@ -18,6 +19,13 @@ using tessera::index_t;
 inline index_t scaled(index_t count) {
   const char* text = std::getenv("TESSERA_TEST_SCALE");
   return std::max<index_t>(1, index_t(std::lround(double(count) * (text ? std::atof(text) : 1.0))));
+}
+
+/// Splits random calls over processes: `block` is this one's with TESSERA_RANDOM_PART="part/parts", always without.
+inline bool is_mine(index_t block) {
+  const char* text = std::getenv("TESSERA_RANDOM_PART");
+  const char* slash = text ? std::strchr(text, '/') : nullptr;
+  return !slash || block % std::max(1, std::atoi(slash + 1)) == std::atoi(text);
 }
 
 /// A seeded generator. The standard library's distributions differ between implementations; these do not.

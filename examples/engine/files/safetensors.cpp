@@ -8,10 +8,10 @@
 #include <cmath>
 #include <cstring>
 #include <nlohmann/json.hpp>
+#include <optional>
 #include <system_error>
 #include <tessera/core/error.hpp>
 #include <tessera/core/types.hpp>
-#include <unordered_set>
 #include <utility>
 
 #include "input_file.hpp"
@@ -50,77 +50,14 @@ std::string shape_text(std::span<const std::int64_t> shape) {
 }
 
 // Names come from the file: they may be as long as the header and hold anything.
-std::string shortened(std::string_view name) { return printable(name); }
-
 std::string tensor_field(std::string_view name, std::string_view field) {
-  return "safetensors: tensor \"" + shortened(name) + "\": " + std::string(field);
+  return "safetensors: tensor \"" + printable(name) + "\": " + std::string(field);
 }
 
-// Watches for a repeated name, of which the JSON library would silently keep the last. A pass of its own: the library's
-// parser with a callback takes time quadratic in the names.
-class name_watch final : public nlohmann::json_sax<json> {
- public:
-  bool null() override { return true; }
-  bool boolean(bool) override { return true; }
-  bool number_integer(number_integer_t) override { return true; }
-  bool number_unsigned(number_unsigned_t) override { return true; }
-  bool number_float(number_float_t, const string_t&) override { return true; }
-  bool string(string_t&) override { return true; }
-  bool binary(binary_t&) override { return true; }
-  bool start_object(std::size_t) override { return ++depth_ > 0; }
-  bool end_object() override { return --depth_ >= 0; }
-  bool start_array(std::size_t) override { return ++depth_ > 0; }
-  bool end_array() override { return --depth_ >= 0; }
-  bool key(string_t& name) override {
-    if (depth_ == 1 && !names_.insert(name).second)
-      fail("safetensors: a tensor name", "\"" + shortened(name) + "\" twice", "unique names", std::string(cure_file));
-    return true;
-  }
-  bool parse_error(std::size_t, const std::string&, const nlohmann::detail::exception&) override {
-    return false;  // told by the parse that follows
-  }
-
- private:
-  int depth_ = 0;
-  std::unordered_set<std::string> names_;
-};
-
-json parse_header(std::string_view text) {
-  name_watch watch;
-  json::sax_parse(text.begin(), text.end(), &watch);
-  json header;
-  try {
-    header = json::parse(text.begin(), text.end());
-  } catch (const json::exception& problem) {
-    fail("safetensors: header", shortened(problem.what()), "a JSON object", cure_file);
-  }
-  tessera::require(header.is_object(), "safetensors: header", header.type_name(), "a JSON object", cure_file);
-  return header;
-}
-
-dtype parse_dtype(std::string_view name, const json& fields) {
-  const auto found = fields.find("dtype");
-  const std::string text = found != fields.end() && found->is_string() ? found->get<std::string>() : "missing";
+dtype parse_dtype(std::string_view name, std::string_view text) {
   for (const auto& row : dtype_rows)
     if (row.name == text) return row.type;
-  fail(tensor_field(name, "dtype"), shortened(text), "F32, F16, BF16, I32, I64 or U8", "convert the tensor");
-}
-
-// A list of unsigned integers that fit std::int64_t.
-std::vector<std::int64_t> parse_sizes(std::string_view name, const json& fields, const char* field) {
-  const auto found = fields.find(field);
-  const bool is_list = found != fields.end() && found->is_array();
-  tessera::require(is_list, tensor_field(name, field), "no list", "a list of integers >= 0", cure_file);
-  std::vector<std::int64_t> sizes;
-  for (const auto& item : *found) {
-    const bool fits = item.is_number_unsigned() && item.get<std::uint64_t>() <= std::uint64_t(INT64_MAX);
-    if (!fits) {
-      const std::string got = item.is_number() ? item.dump() : item.type_name();
-      fail(tensor_field(name, field), got, "integers in [0, 2^63)", cure_file);
-    }
-    sizes.push_back(item.get<std::int64_t>());
-  }
-  return sizes;
+  fail(tensor_field(name, "dtype"), printable(text), "F32, F16, BF16, I32, I64 or U8", "convert the tensor");
 }
 
 // The bytes that `shape` takes, or -1 when that exceeds 63 bits. A zero anywhere makes it 0.
@@ -134,26 +71,119 @@ std::int64_t shape_bytes(std::span<const std::int64_t> shape, std::size_t elemen
   return total;
 }
 
-tensor_view parse_tensor(std::string_view name, const json& fields, std::span<const std::byte> data) {
-  if (!fields.is_object()) fail(tensor_field(name, "entry"), fields.type_name(), "a JSON object", cure_file);
-  tensor_view tensor{parse_dtype(name, fields), parse_sizes(name, fields, "shape"), {}};
-  const auto offsets = parse_sizes(name, fields, "data_offsets");
-  const bool in_range = offsets.size() == 2 && offsets[0] <= offsets[1] && std::uint64_t(offsets[1]) <= data.size();
-  if (!in_range)
-    fail(tensor_field(name, "data_offsets"), shortened(shape_text(offsets)),
-         "[begin, end] within the " + std::to_string(data.size()) + " bytes of data", cure_file);
-  const std::int64_t needed = shape_bytes(tensor.shape, dtype_bytes(tensor.type));
-  if (needed != offsets[1] - offsets[0])
-    fail(tensor_field(name, "size"), std::to_string(offsets[1] - offsets[0]) + " bytes",
-         needed < 0 ? "a shape that fits 63 bits" : std::to_string(needed) + " bytes for its shape and dtype",
-         cure_file);
-  tensor.bytes = data.subspan(std::size_t(offsets[0]), std::size_t(needed));
-  return tensor;
-}
+using tensor_map = std::map<std::string, tensor_view, std::less<>>;
+using metadata_map = std::map<std::string, std::string, std::less<>>;
+
+// Takes tensors as the header's text passes by: a tree of it takes three times as long, and forgets names that come twice.
+class header_reader final : public nlohmann::json_sax<json> {
+ public:
+  header_reader(std::span<const std::byte> data, tensor_map& tensors, metadata_map& metadata)
+      : data_(data), tensors_(tensors), metadata_(metadata) {}
+
+  bool null() override { return value("null", "null"); }
+  bool boolean(bool) override { return value("boolean", "boolean"); }
+  bool number_integer(number_integer_t number) override { return value("number", std::to_string(number)); }
+  bool number_float(number_float_t, const string_t& text) override { return value("number", text); }
+  bool binary(binary_t&) override { return value("binary", "binary"); }
+  bool number_unsigned(number_unsigned_t number) override {
+    if (!sizes_ || depth_ != 3 || number > number_unsigned_t(INT64_MAX)) return value("number", std::to_string(number));
+    sizes_->push_back(std::int64_t(number));
+    return true;
+  }
+  bool string(string_t& text) override {
+    value("string", "string");
+    if (depth_ == 2 && in_metadata_) metadata_.insert_or_assign(field_, std::move(text));
+    if (depth_ == 2 && !in_metadata_ && field_ == "dtype") dtype_ = std::move(text);
+    return true;
+  }
+
+  bool start_object(std::size_t) override { return value("object", "object") && ++depth_ > 0; }
+  bool end_object() override {
+    if (--depth_ == 1 && !in_metadata_) add_tensor();
+    return true;
+  }
+  bool start_array(std::size_t) override {
+    value("array", "array");
+    if (++depth_ == 3 && !in_metadata_) {
+      if (field_ == "shape") sizes_ = &shape_.emplace();
+      if (field_ == "data_offsets") sizes_ = &offsets_.emplace();
+    }
+    return true;
+  }
+  bool end_array() override {
+    if (--depth_ == 2) sizes_ = nullptr;
+    return true;
+  }
+  bool key(string_t& name) override {
+    if (depth_ == 2) field_ = std::move(name);
+    if (depth_ != 1) return true;
+    in_metadata_ = name == metadata_key;
+    if (in_metadata_ && std::exchange(has_metadata_, true)) fail_twice(name);
+    name_ = std::move(name);
+    dtype_ = "missing";
+    shape_.reset();
+    offsets_.reset();
+    return true;
+  }
+  bool parse_error(std::size_t, const std::string&, const nlohmann::detail::exception& problem) override {
+    fail("safetensors: header", printable(problem.what()), "a JSON object", cure_file);
+  }
+
+ private:
+  // A value of any kind begins where a rule may want another kind.
+  bool value(std::string_view type, const std::string& text) const {
+    if (depth_ == 0 && type != "object") fail("safetensors: header", std::string(type), "a JSON object", cure_file);
+    if (depth_ == 1 && type != "object")
+      fail(in_metadata_ ? "safetensors: __metadata__" : tensor_field(name_, "entry"), std::string(type),
+           "a JSON object", cure_file);
+    if (depth_ == 2 && in_metadata_ && type != "string")
+      fail("safetensors: metadata \"" + printable(field_) + "\"", std::string(type), "a string", cure_file);
+    const bool is_sizes = !in_metadata_ && (field_ == "shape" || field_ == "data_offsets");
+    if (depth_ == 2 && is_sizes && type != "array") fail_no_list(field_);
+    if (depth_ == 3 && sizes_) fail(tensor_field(name_, field_), printable(text), "integers in [0, 2^63)", cure_file);
+    return true;
+  }
+
+  void add_tensor() {
+    tensor_view tensor{parse_dtype(name_, dtype_), {}, {}};
+    if (!shape_) fail_no_list("shape");
+    if (!offsets_) fail_no_list("data_offsets");
+    tensor.shape = std::move(*shape_);
+    const auto& offsets = *offsets_;
+    const bool in_range = offsets.size() == 2 && offsets[0] <= offsets[1] && std::uint64_t(offsets[1]) <= data_.size();
+    if (!in_range)
+      fail(tensor_field(name_, "data_offsets"), printable(shape_text(offsets)),
+           "[begin, end] within the " + std::to_string(data_.size()) + " bytes of data", cure_file);
+    const std::int64_t needed = shape_bytes(tensor.shape, dtype_bytes(tensor.type));
+    if (needed != offsets[1] - offsets[0])
+      fail(tensor_field(name_, "size"), std::to_string(offsets[1] - offsets[0]) + " bytes",
+           needed < 0 ? "a shape that fits 63 bits" : std::to_string(needed) + " bytes for its shape and dtype",
+           cure_file);
+    tensor.bytes = data_.subspan(std::size_t(offsets[0]), std::size_t(needed));
+    const std::size_t before = tensors_.size();
+    const auto added = tensors_.emplace_hint(tensors_.end(), std::move(name_), std::move(tensor));
+    if (tensors_.size() == before) fail_twice(added->first);
+  }
+
+  [[noreturn]] void fail_no_list(std::string_view field) const {
+    fail(tensor_field(name_, field), "no list", "a list of integers >= 0", cure_file);
+  }
+  [[noreturn]] static void fail_twice(std::string_view name) {
+    fail("safetensors: a tensor name", "\"" + printable(name) + "\" twice", "unique names", cure_file);
+  }
+
+  std::span<const std::byte> data_;
+  tensor_map& tensors_;
+  metadata_map& metadata_;
+  int depth_ = 0;  // objects and lists that are open
+  bool in_metadata_ = false, has_metadata_ = false;
+  std::string name_, field_, dtype_;
+  std::optional<std::vector<std::int64_t>> shape_, offsets_;
+  std::vector<std::int64_t>* sizes_ = nullptr;  // the list that is open
+};
 
 // The format lets tensors neither overlap nor leave bytes between or after them.
-void require_partition(const std::map<std::string, tensor_view, std::less<>>& tensors,
-                       std::span<const std::byte> data) {
+void require_partition(const tensor_map& tensors, std::span<const std::byte> data) {
   std::vector<std::pair<const std::byte*, const std::byte*>> ranges;
   for (const auto& [name, tensor] : tensors) {
     const std::byte* first = tensor.bytes.data();
@@ -206,22 +236,12 @@ safetensors_file safetensors_file::parse(std::span<const std::byte> bytes) {
   tessera::require(header_size <= std::min<std::uint64_t>(body.size(), longest_header), "safetensors: header length",
                    header_size, "at most " + std::to_string(std::min<std::uint64_t>(body.size(), longest_header)),
                    cure_file);
-  const json header = parse_header({reinterpret_cast<const char*>(body.data()), static_cast<std::size_t>(header_size)});
   const auto data = body.subspan(std::size_t(header_size));
+  const char* text = reinterpret_cast<const char*>(body.data());
 
   safetensors_file file;
-  for (const auto& [name, fields] : header.items()) {
-    if (name != metadata_key) {
-      file.tensors_.emplace(name, parse_tensor(name, fields, data));
-      continue;
-    }
-    tessera::require(fields.is_object(), "safetensors: __metadata__", fields.type_name(), "a JSON object", cure_file);
-    for (const auto& [key, value] : fields.items()) {
-      if (!value.is_string())
-        fail("safetensors: metadata \"" + shortened(key) + "\"", value.type_name(), "a string", cure_file);
-      file.metadata_.emplace(key, value.get<std::string>());
-    }
-  }
+  header_reader reader(data, file.tensors_, file.metadata_);
+  json::sax_parse(text, text + header_size, &reader);
   require_partition(file.tensors_, data);
   return file;
 }
@@ -251,8 +271,8 @@ const tensor_view& safetensors_file::at(std::string_view name) const {
   if (found == tensors_.end()) {
     std::string names;
     for (const auto& [other, tensor] : tensors_) names += (names.empty() ? "" : ", ") + other;
-    fail("safetensors: tensor \"" + shortened(name) + "\"", "missing",
-         names.empty() ? "a file that has tensors" : "one of: " + shortened(names), "store it under that name");
+    fail("safetensors: tensor \"" + printable(name) + "\"", "missing",
+         names.empty() ? "a file that has tensors" : "one of: " + printable(names), "store it under that name");
   }
   return found->second;
 }
@@ -298,7 +318,7 @@ std::vector<std::int64_t> safetensors_file::to_int64(std::string_view name, std:
 void require_finite(std::string_view name, std::span<const float> values) {
   for (std::size_t i = 0; i < values.size(); ++i)
     if (!std::isfinite(values[i]))
-      fail("tensor \"" + shortened(name) + "\"", std::to_string(values[i]) + " at element " + std::to_string(i),
+      fail("tensor \"" + printable(name) + "\"", std::to_string(values[i]) + " at element " + std::to_string(i),
            "finite values", "find out which step made it overflow");
 }
 
@@ -365,7 +385,7 @@ void safetensors_writer::write(const std::filesystem::path& path) const {
   try {
     text = header.dump();
   } catch (const json::exception& problem) {
-    fail("safetensors: a name or metadata entry", shortened(problem.what()), "UTF-8 text", "re-encode it");
+    fail("safetensors: a name or metadata entry", printable(problem.what()), "UTF-8 text", "re-encode it");
   }
   text.resize((text.size() + 7) / 8 * 8, ' ');
   const std::uint64_t header_size = text.size();

@@ -115,6 +115,18 @@ def check_limits(checks):
         result = checks.run(f"{run} --threads 1", preexec_fn=little(mebibytes))
         if result.returncode not in (0, 2, 127) or not (result.stdout or result.stderr):
             checks.complain(run, result, f"with {mebibytes} MiB")
+    # room for the file, not for what is read from it
+    row = bytes(64 * 4)
+    (checks.folder / "large").write_bytes(safetensors({"k": ("F32", [2, 16_000, 64], row * 32_000),
+                                                       "v": ("F32", [2, 16_000, 64], row * 32_000),
+                                                       "q": ("F32", [8, 8, 64], row * 64)}))
+    mebibytes = least + 20 + ((checks.folder / "large").stat().st_size >> 20)
+    command = "compress --in large --out kept --method snapkv --budget 40 --set window=8 --threads 1"
+    result = checks.run(command, preexec_fn=little(mebibytes))
+    told = re.search(r"not enough memory while snapkv over large: [\d.]+ MiB more were refused; ", result.stderr)
+    if result.returncode != 2 or not told or (checks.folder / "kept").exists():
+        checks.complain(command, result, f"expected exit 2 and what needed how much, with {mebibytes} MiB")
+    (checks.folder / "large").unlink()
 
 
 def check_interruption(checks):

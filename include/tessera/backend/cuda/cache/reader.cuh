@@ -91,5 +91,23 @@ struct reader_of {
   using type = exact_reader<Recipe, View, Out>;
 };
 
+/// What a reader does not do that keeps nothing beside the rows.
+template <class Recipe>
+struct reader_without_index {
+  void require_covered(const planned<Recipe>&) const {}
+  void require_fits(offset_t) const {}
+  std::vector<detail::gathered_column> gathered() const { return {}; }
+  template <class... Any>
+  void set_plan(const Any&...) {}
+  void clear(index_t, cudaStream_t) {}
+  template <class... Any>
+  void refresh(const Any&...) const {}
+  template <class... Any>
+  void rebuild(const Any&...) const {}
+  template <class... Any>
+  void complete(const Any&...) const {}
+  offset_t bytes(const planned<Recipe>&, index_t) const { return 0; }
+};
+
 }  // namespace cuda
 TESSERA_NAMESPACE_END

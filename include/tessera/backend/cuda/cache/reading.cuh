@@ -17,30 +17,17 @@ namespace cuda {
 
 /// Recipes that read everything that they may.
 template <class Recipe, class View, class Out>
-class whole_reader : public slot_reader {
+class whole_reader : public slot_reader, public reader_without_index<Recipe> {
  public:
   whole_reader(const Recipe&, const model_shape&, const cache_options&, const device_info&) {}
   struct fitted_operation {};
   fitted_operation fit(const Recipe&, const model_shape&, const cache_options&, const device_info&) const { return {}; }
   void adopt(fitted_operation&&) {}
-  void require_covered(const planned<Recipe>&) const {}
-  std::vector<detail::gathered_column> gathered() const { return {}; }
-  template <class... Any>
-  void set_plan(const Any&...) {}
-  void clear(index_t, cudaStream_t) {}
-  template <class... Any>
-  void refresh(const Any&...) const {}
-  template <class... Any>
-  void rebuild(const Any&...) const {}
   /// Whether the step's output is written already.
   template <class... Any>
   bool choose(const Any&...) const {
     return false;
   }
-  template <class... Any>
-  void complete(const Any&...) const {}
-  offset_t bytes(const planned<Recipe>&, index_t) const { return 0; }
-  void require_fits(offset_t) const {}
   static offset_t attended(const planned<Recipe>&, offset_t n, const head_place&) { return n; }
   static offset_t bytes_read(const planned<Recipe>&, offset_t, const head_place&) { return 0; }
 };

@@ -135,6 +135,8 @@ inline constexpr int blocks_together = Search == row_search::streamed           
 template <int Blocks, class Keys, row_search Search>
 __global__ void __launch_bounds__(block_threads_of<Blocks, Search>, blocks_together<Blocks, Keys, Search>)
     select_entry(const __grid_constant__ select_problem problem, index_t block, index_t resident) {
+  wait_for_earlier();
+  let_later_begin();
   select_row<Blocks, Keys, Search>(problem, block, resident);
 }
 
@@ -193,6 +195,7 @@ class select_slots {
             "a multiple of 4 up to " + std::to_string(room / 4), "take the numbers of tune_select");
     // The limit belongs to the kernel, not to this object: always the device's, lest objects lower each other's.
     check(cudaFuncSetAttribute(entry_, cudaFuncAttributeMaxDynamicSharedMemorySize, room), "cudaFuncSetAttribute");
+    overlapping_ = attributes.ptxVersion >= 90;  // see can_overlap
   }
 
   std::size_t workspace_bytes() const { return 0; }
@@ -210,7 +213,8 @@ class select_slots {
            {.blocks = dim3(unsigned(rows * tuning_.cluster)),
             .threads = dim3(unsigned(alone ? detail::select_threads<1> : detail::select_threads<8>)),
             .shared_bytes = std::size_t(shared_bytes()),
-            .cluster = unsigned(tuning_.cluster)},
+            .cluster = unsigned(tuning_.cluster),
+            .overlapping = overlapping_},
            stream, "launch of select", problem, block_, tuning_.resident);
   }
 
@@ -247,6 +251,7 @@ class select_slots {
   entry_type entry_ = nullptr;
   index_t rows_, block_;
   select_tuning tuning_;
+  bool overlapping_ = false;
 };
 
 }  // namespace cuda

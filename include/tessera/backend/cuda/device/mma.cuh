@@ -10,6 +10,13 @@
 TESSERA_NAMESPACE_BEGIN
 namespace cuda {
 
+/// Whether this pass of the compiler makes code of sm_90a, which has products of four warps.
+#ifdef __CUDA_ARCH_FEAT_SM90_ALL
+inline constexpr bool compiled_for_hopper = true;
+#else
+inline constexpr bool compiled_for_hopper = false;
+#endif
+
 /// Four 8x8 matrices of 16-bit elements; lane l gives the address of row l % 8 of matrix l / 8.
 __device__ __forceinline__ void load_matrices(std::uint32_t (&r)[4], std::uint32_t address) {
   asm volatile("ldmatrix.sync.aligned.m8n8.x4.shared.b16 {%0,%1,%2,%3}, [%4];"

@@ -14,10 +14,10 @@ TESSERA_NAMESPACE_BEGIN
 namespace cuda {
 namespace detail {
 
-/// Partitions that a block holds or waits for at a time. Three took 6 % less (H200, CUDA 13.0), and more shared memory than devices of
-/// compute capability 8.6 have.
+/// Partitions that are on their way to a block, beside the two that its threads hold. Three on their way take as long (179 us
+/// against 176 of 8 x 128K; H200, CUDA 13.0); 512 threads, and three blocks, spill.
 inline constexpr index_t lagged_ahead = 2;
-inline constexpr int lagged_threads = 512, lagged_blocks = 2;
+inline constexpr int lagged_threads = 256, lagged_blocks = 2;
 
 /// The smallest and the largest finite element of a lane's channels, over the rows that it has seen, in cells of one channel.
 template <class Chunks>
@@ -107,16 +107,17 @@ struct partition_scales {
   }
 };
 
-/// Rows of partitions on their way to the block that measures them, `ahead` partitions at a time: each thread has places of its own
-/// in shared memory, for `at_once` rows, and nobody else reads them. The rows of longer partitions are read where they lie.
-template <class View, bool Keys>
+/// Rows of partitions on their way to the threads that measure them: each thread has places of its own in shared memory, for
+/// `at_once` rows of a partition, and nobody else reads them. The rows of longer partitions are read where they lie. `Whole`:
+/// partitions of just as many rows as places hold, aligned and side by side; such rows need no questions.
+template <class View, bool Keys, bool Whole>
 class partition_rows {
  public:
   using chunks = stored_chunks<View, Keys, lagged_threads>;
   using stored = typename chunks::stored;
   using raw = typename chunks::raw;
   static constexpr int rows = chunks::rows, at_once = (sizeof(stored) == 4 ? 1024 : 2048) / lagged_threads,
-                       staged = rows * at_once;
+                       few = at_once < 4 ? at_once : 4, staged = rows * at_once;
   struct place {
     alignas(8 * sizeof(stored) < 16 ? 8 : 16) stored element[contents_chunk];
   };
@@ -133,50 +134,66 @@ class partition_rows {
         places_(static_cast<place*>(shared) + threadIdx.x),
         origin_(origin(view, b, h)) {}
 
-  /// Begins to bring a partition.
-  __device__ void bring(index_t partition) {
-    if (lane() < chunks::chunks) {
+  /// Begins to bring a partition, where there is one, to the places of the one `lagged_ahead` before it, which has been taken.
+  __device__ void bring(index_t partition, bool there) {
+    if (there && lane() < chunks::chunks) {
+      place* to = &place_of(partition, 0);
+      if (Whole || (side_by_side && aligned_)) {
+        // One address, and the same step from row to row: to find each anew took a quarter of all instructions.
+        const offset_t token = Keys ? view_.k_strides.token : view_.v_strides.token;
+        const stored* from = origin_ + token * slot(partition, 0);
 #pragma unroll
-      for (int u = 0; u < at_once; ++u) {
-        if (u * rows + group() < lag_) bring_row(slot(partition, u * rows), place_of(partition, u));
+        for (int u = 0; u < at_once; ++u, from += token * rows) {
+          if (holds(u * rows + group())) copy_row(from, to[u * lagged_threads]);
+        }
+      } else {
+#pragma unroll
+        for (int u = 0; u < at_once; ++u) {
+          if (holds(u * rows + group())) bring_row(slot(partition, u * rows), to[u * lagged_threads]);
+        }
       }
     }
     commit_copies();
   }
-  /// Calls see(base, u, chunk) for the lane's rows base + u * rows + group of a partition that has arrived, at_once a time; some
-  /// may lie behind its end: what they hold is arbitrary. All lanes meet in it. end(base) follows them.
-  template <class See, class End>
-  __device__ void each(index_t partition, const See& see, const End& end) const {
+  /// The lane's rows u * rows + group of a partition that has arrived; what lies behind its end is arbitrary.
+  __device__ void take(index_t partition, raw (&to)[at_once]) const {
 #pragma unroll
     for (int u = 0; u < at_once; ++u) {
-      raw chunk;
       const place& from = place_of(partition, u);
 #pragma unroll
-      for (int d = 0; d < contents_chunk; ++d) chunk.element[d] = from.element[d];
-      chunk.scale = 1;
+      for (int d = 0; d < contents_chunk; ++d) to[u].element[d] = from.element[d];
+      to[u].scale = 1;
       if constexpr (View::encoding_type::scaled) {
-        const index_t of = slot(partition, min(u * rows, lag_ - 1 - group()));
-        if (group() < lag_) chunk.scale = Keys ? view_.key_scale(b_, h_, of) : view_.value_scale(b_, h_, of);
+        if (!holds(u * rows + group())) continue;
+        const index_t of = slot(partition, u * rows);
+        to[u].scale = Keys ? view_.key_scale(b_, h_, of) : view_.value_scale(b_, h_, of);
       }
-      see(index_t(0), u, chunk);
-    }
-    end(index_t(0));
-    for (index_t base = staged; base < lag_; base += staged) {
-      raw chunk[at_once];
-#pragma unroll
-      for (int u = 0; u < at_once; ++u)
-        chunks::fetch(view_, b_, h_, slot(partition, base + u * rows), aligned_, lane(),
-                      base + u * rows + group() < lag_, chunk[u]);
-#pragma unroll
-      for (int u = 0; u < at_once; ++u) see(base, u, chunk[u]);
-      end(base);
     }
   }
+  /// Calls see(base, chunk) for the lane's rows base + u * rows + group of a partition that places do not hold; zeros behind
+  /// its end. All lanes meet in it.
+  template <class See>
+  __device__ void each_other(index_t partition, const See& see) const {
+    if constexpr (!Whole) {
+      for (index_t base = staged; base < lag_; base += rows * few) {
+        raw chunk[few];
+#pragma unroll
+        for (int u = 0; u < few; ++u)
+          chunks::fetch(view_, b_, h_, slot(partition, base + u * rows), aligned_, lane(),
+                        holds(base + u * rows + group()), chunk[u]);
+        see(base, chunk);
+      }
+    }
+  }
+  /// Whether a partition has such a row.
+  __device__ bool holds(index_t row) const { return Whole || row < lag_; }
+  __device__ index_t lag() const { return Whole ? staged : lag_; }
   __device__ static int lane() { return int(threadIdx.x) % chunks::lanes; }
   __device__ static int group() { return int(threadIdx.x) / chunks::lanes; }
 
- private:
   static constexpr bool side_by_side = std::is_same_v<std::remove_cvref_t<decltype(View::table)>, contiguous>;
+
+ private:
   __device__ static const stored* origin(const View& view, index_t b, index_t h) {
     if constexpr (side_by_side) {
       return (Keys ? view.key(b, h, 0) : view.value(b, h, 0)) + lane() * contents_chunk;
@@ -184,7 +201,7 @@ class partition_rows {
       return nullptr;
     }
   }
-  __device__ index_t slot(index_t partition, index_t row) const { return first_ + partition * lag_ + row + group(); }
+  __device__ index_t slot(index_t partition, index_t row) const { return first_ + partition * lag() + row + group(); }
   __device__ place& place_of(index_t partition, int u) const {
     return places_[(partition % lagged_ahead * at_once + u) * lagged_threads];
   }
@@ -196,12 +213,9 @@ class partition_rows {
       for (int d = 0; d < contents_chunk; ++d) to.element[d] = chunk.element[d];
       return;
     }
-    const stored* row;
-    if constexpr (side_by_side) {
-      row = origin_ + (Keys ? view_.k_strides : view_.v_strides).token * from;
-    } else {
-      row = (Keys ? view_.key(b_, h_, from) : view_.value(b_, h_, from)) + lane() * contents_chunk;
-    }
+    copy_row((Keys ? view_.key(b_, h_, from) : view_.value(b_, h_, from)) + lane() * contents_chunk, to);
+  }
+  __device__ static void copy_row(const stored* row, place& to) {
     constexpr int step = sizeof(place) < 16 ? 4 : 16;
 #pragma unroll
     for (int i = 0; i < int(sizeof(place)); i += step) {

@@ -254,6 +254,13 @@ class kv_store {
     rows_.shrank(at, gained, held_.of(at));
     if (columns_.holds_planes()) columns_.took(at, -gained);
   }
+  /// Likewise of rows that go when room for new tokens has been made already: nothing is given back, for that room lies in it.
+  void dropped(index_t layer, index_t id, const token_bound& kept, index_t gained) {
+    const std::size_t at = place(layer, id);
+    held_.shrank(at, kept);
+    rows_.dropped(at, gained);
+    if (columns_.holds_planes()) columns_.took(at, -gained);
+  }
 
   /// What rows have to become when a prompt or steps have ended: of a plain store nothing. See packed/packed_store.cuh.
   void plan_packing(const place_list&, index_t, cudaStream_t) {}

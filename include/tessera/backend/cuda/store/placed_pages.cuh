@@ -107,6 +107,8 @@ class placed_rows<Layout, fixed_pages<Page>> {
   void shrank(std::size_t place, index_t, const token_bound& kept) {
     release(held_[place], std::size_t(fixed_pages<Page>::pages_for(kept.longest)));
   }
+  /// Pages stay: room for new tokens was counted with them.
+  void dropped(std::size_t, index_t) {}
 
   void clear(std::size_t place) { release(held_[place], 0); }
   offset_t bytes(std::size_t place) const {

@@ -142,6 +142,8 @@ class placed_rows<Layout, ragged_pages> {
     }
     give_back(place);
   }
+  /// Pages stay: room for new tokens was counted with them.
+  void dropped(std::size_t, index_t) {}
   void clear(std::size_t place) {
     std::fill_n(room_.begin() + offset_t(place) * heads_, heads_, 0);
     give_back(place);

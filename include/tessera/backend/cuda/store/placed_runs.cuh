@@ -21,6 +21,8 @@ namespace cuda {
 ///   columns()                               what a step table has to gather
 ///   plan_room(place, held, tokens), commit_room(place, lengths, held, stream)
 ///   plan_keep(place, held, kept), keep(...)   the chosen slots alone stay
+///   shrank(place, gained, held)               rows went, and their room is given back as far as the placement likes
+///   dropped(place, gained)                    rows went, and room that was committed before stays
 ///   took(place, tokens), clear(place), bytes(place)
 /// `held` is a held_tokens: bounds of all heads, and of each.
 template <class Layout, class Placement = typename Layout::placement_type>
@@ -108,6 +110,7 @@ class placed_rows<Layout, runs> {
   }
   /// After rows were dropped in place: every head has room for `gained` more.
   void shrank(std::size_t place, index_t gained, const token_bound&) { pool_.took(place, -gained); }
+  void dropped(std::size_t place, index_t gained) { pool_.took(place, -gained); }
 
   void clear(std::size_t place) { pool_.clear(place); }
   offset_t bytes(std::size_t place) const { return pool_.rows(place) * Layout::token_bytes(); }

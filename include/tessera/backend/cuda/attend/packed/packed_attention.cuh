@@ -12,11 +12,11 @@ namespace cuda {
 
 /// Attends chosen units of packed rows, each segment in its own basis, and all whole rows.
 ///
-/// Rows are spread out in shared memory 16 at a time and multiplied by matrix instructions: queries as two numbers of 16 bits, weights
-/// as one. Packed elements of 16 bits are of the type that `Tile` names; fp8 and int4 become it exactly.
+/// Rows are spread out in shared memory 16 at a time, a row of K or V by one lane, and multiplied by matrix instructions: queries as two
+/// numbers of 16 bits, weights as one. Packed elements of 16 bits are of the type that `Tile` names; fp8 and int4 become it exactly.
 /// Errors   before the launch: more rows, segments or sequences than it was made for, rows not on 16 bytes.
-/// Limits   whole rows are raw; a value that is NaN shows in rows of the step that may not see its token if others of 16 rows may.
-/// Cost     two launches besides `rotate_queries`; chosen rows are read once for 16 query rows, bases once a step. Recordable.
+/// Limits   whole rows are raw; a value that is NaN shows in rows of the step that may not see its token if others of 8 rows may.
+/// Cost     two launches besides `rotate_queries`; chosen rows are read once for 8 query rows, bases once a step. Recordable.
 template <class View, class Out, class Tile = typename View::element_type>
 class attend_packed {
   using T = typename View::element_type;
@@ -33,9 +33,6 @@ class attend_packed {
         k_raw_(raw_bytes(k)),
         v_raw_(raw_bytes(v)),
         shape_(most_segments, k_raw_, v_raw_),
-        // Blocks of four warps; a few on every multiprocessor, so that one copies while another multiplies.
-        splits_(std::clamp<index_t>(4 * device.multiprocessors / std::max(1, lanes_), 1, 128)),
-        parts_(splits_ + most_segments + 1),
         most_segments_(most_segments) {
     require(shape_.bytes() <= device.shared_memory, "shared memory of packed attention", shape_.bytes(),
             "at most " + std::to_string(device.shared_memory), "lower the number of segments");
@@ -46,6 +43,14 @@ class attend_packed {
           "cudaFuncSetAttribute");
     check(cudaFuncSetAttribute(merge_entry_, cudaFuncAttributeMaxDynamicSharedMemorySize, device.shared_memory),
           "cudaFuncSetAttribute");
+    // All blocks run at once, whole rows' among them: a second wave would take as long as the first.
+    int together = 0;
+    check(cudaOccupancyMaxActiveBlocksPerMultiprocessor(&together, attend_entry_, detail::packed_threads,
+                                                        std::size_t(shape_.bytes())),
+          "cudaOccupancyMaxActiveBlocksPerMultiprocessor");
+    splits_ = std::clamp<index_t>(together * device.multiprocessors / std::max(1, lanes_) - 1, 1, 128);
+    parts_ = splits_ + most_segments + 1;
+    overlapping_ = can_overlap(attend_entry_) && can_overlap(merge_entry_);
   }
 
   index_t parts() const { return parts_; }
@@ -74,26 +79,26 @@ class attend_packed {
                                   splits_,
                                   parts_,
                                   rotated.rows};
-    const unsigned tiles = unsigned(ceil_div(rotated.rows, detail::tile_tokens));
     launch(attend_entry_,
-           {.blocks = dim3(unsigned(splits_ + 1), unsigned(lanes), tiles),
+           {.blocks = dim3(unsigned(splits_ + 1), unsigned(lanes),
+                           unsigned(ceil_div(rotated.rows, detail::query_rows_together))),
             .threads = dim3(detail::packed_threads),
-            .shared_bytes = std::size_t(shape_.bytes())},
+            .shared_bytes = std::size_t(shape_.bytes()),
+            .overlapping = overlapping_},
            stream, "launch of attend_packed", problem, rotated, to, k_raw_, v_raw_);
     launch(merge_entry_,
-           {.blocks = dim3(unsigned(lanes), unsigned(ceil_div(Dv, detail::merged_columns)), tiles),
+           {.blocks = dim3(unsigned(lanes), unsigned(ceil_div(Dv, detail::merged_columns)),
+                           unsigned(ceil_div(rotated.rows, detail::merged_rows))),
             .threads = dim3(detail::merging_threads),
-            .shared_bytes = merge_bytes()},
+            .shared_bytes = merge_bytes(),
+            .overlapping = overlapping_},
            stream, "launch of merge_packed", problem, to);
   }
 
  private:
   static int raw_bytes(const packed_format& format) { return detail::raw_rows_shape(format).stride; }
   std::size_t merge_bytes() const {
-    using namespace detail;
-    return (std::size_t(tile_tokens) * Dv + std::size_t(merging_warps) * tile_tokens * merged_columns + tile_tokens +
-            std::size_t(parts_) * tile_tokens) *
-           sizeof(float);
+    return std::size_t(detail::merge_memory<Dv>(parts_, most_segments_).words) * sizeof(float);
   }
   std::size_t lines() const { return std::size_t(lanes_) * std::size_t(parts_); }
   std::size_t segment_bytes() const { return array_bytes<index_t>(lines()); }
@@ -102,7 +107,8 @@ class attend_packed {
   index_t lanes_, rows_;
   int k_raw_, v_raw_;
   detail::packed_memory<D, Dv> shape_;
-  index_t splits_, parts_, most_segments_;
+  index_t most_segments_, splits_ = 1, parts_ = 1;
+  bool overlapping_ = false;
   // What was configured is what is launched: nvcc gives every source file a kernel of its own.
   void (*attend_entry_)(packed_problem<View, Out>, rotated_rows, detail::packed_parts, int, int) = nullptr;
   void (*merge_entry_)(packed_problem<View, Out>, detail::packed_parts) = nullptr;

@@ -45,19 +45,19 @@ template <int D, int Dv>
 struct packed_memory {
   TESSERA_HD static constexpr staged_rows k_rows() { return {D / 8}; }
   TESSERA_HD static constexpr staged_rows v_rows() { return {Dv / 8}; }
-  static constexpr int q_bytes = staged_rows{D / 8}.bytes() * tile_tokens;
+  static constexpr int q_bytes = staged_rows{D / 8}.bytes() * 2 * query_rows_together;
   static constexpr int tiles = (staged_rows{D / 8}.bytes() + staged_rows{Dv / 8}.bytes()) * tile_tokens;
-  static constexpr int warp_bytes = tiles > tile_tokens* Dv * 4 ? tiles : tile_tokens* Dv * 4;
-  static constexpr int states = packed_warps * tile_tokens * 2 * 4;
+  static constexpr int sums = query_rows_together * Dv * 4, warp_bytes = tiles > sums ? tiles : sums;
+  static constexpr int states = packed_warps * query_rows_together * 2 * 4;
   int begins, raw;  // bytes: of the tables, and of one stage of a warp's raw rows
 
   TESSERA_HD packed_memory(index_t most_segments, int k_raw, int v_raw)
       : begins((int(most_segments + 1) * 2 * 4 + 15) / 16 * 16), raw((k_raw + v_raw) * tile_tokens) {}
-  TESSERA_HD int of_warp(int warp) const { return begins + 2 * q_bytes + states + warp * (warp_bytes + 2 * raw); }
+  TESSERA_HD int of_warp(int warp) const { return begins + q_bytes + states + warp * (warp_bytes + 2 * raw); }
   TESSERA_HD int bytes() const { return of_warp(packed_warps); }
 };
 
-/// One block's part: some of the chosen units of a (sequence, kv_head), or its whole rows, for 16 query rows.
+/// One block's part: some of the chosen units of a (sequence, kv_head), or its whole rows, for 8 query rows.
 template <class View, class Tile, class Out>
 class packed_part {
   using T = typename View::element_type;
@@ -72,14 +72,11 @@ class packed_part {
     const index_t heads = p.view.whole.kv_heads;
     lane_row_ = index_t(blockIdx.y);
     sequence_ = lane_row_ / heads, head_ = lane_row_ % heads, group_ = p.q.heads / heads;
-    first_row_ = index_t(blockIdx.z) * tile_tokens;
+    first_row_ = index_t(blockIdx.z) * query_rows_together;
     row_begin_ = reinterpret_cast<index_t*>(shared);
     unit_begin_ = row_begin_ + p.view.most_segments + 1;
-    const int lane = int(threadIdx.x) % 32;
-    for (int i = 0; i < 2; ++i) {
-      const index_t row = first_row_ + lane / 4 + i * 8;
-      position_[i] = row < to.rows ? p.first_position[sequence_] + row / group_ : no_index;
-    }
+    const index_t row = first_row_ + int(threadIdx.x) % 32 / 4;
+    position_ = row < to.rows ? p.first_position[sequence_] + row / group_ : no_index;
     scale_ = p.rule.scale_for(D);
   }
 
@@ -110,10 +107,13 @@ class packed_part {
     fill_begins(p_.view, sequence_, head_, count, 1, row_begin_);
     const index_t packed = row_begin_[count], rows = p_.view.whole.length(sequence_, head_);
     if (rows <= 0) return;
-    const split_queries q = put_queries<T>(
-        [&](index_t row, int c) { return float(p_.q.row(sequence_, row / group_, head_ * group_ + row % group_)[c]); },
-        D, true);
-    packed_state<T, D, Dv> state;
+    packed_state<T, D, Dv> state(
+        put_queries<T>(
+            [&](index_t row, int c) {
+              return float(p_.q.row(sequence_, row / group_, head_ * group_ + row % group_)[c]);
+            },
+            D),
+        D);
     const int warp = int(threadIdx.x) / 32, lane = int(threadIdx.x) % 32, half = lane / tile_tokens;
     unsigned char* keys = shared_ + shape_.of_warp(warp);
     unsigned char* values = keys + memory::k_rows().bytes() * tile_tokens;
@@ -134,7 +134,7 @@ class packed_part {
       wait_copies<0>();
       __syncwarp();
       attend_tile(
-          state, q, shared_address(keys), shared_address(values), D, Dv, position, [](int) { return 1.0f; },
+          state, shared_address(keys), shared_address(values), D, Dv, position, [](int) { return 1.0f; },
           [](int) { return 1.0f; });
       __syncwarp();
     }
@@ -149,8 +149,9 @@ class packed_part {
     const packed_vectors keys = segment.k, values = segment.v;
     const int k_channels = int(whole_channels(keys.format.channels));
     const int v_channels = int(whole_channels(values.format.channels));
-    const split_queries q =
-        put_queries<Tile>([&](index_t row, int c) { return rotated_.row(lane_row_, s, row)[c]; }, k_channels, false);
+    state_type state(
+        put_queries<Tile>([&](index_t row, int c) { return rotated_.row(lane_row_, s, row)[c]; }, k_channels),
+        k_channels);
     const int warp = int(threadIdx.x) / 32, lane = int(threadIdx.x) % 32;
     unsigned char* k_tile = shared_ + shape_.of_warp(warp);
     unsigned char* v_tile = k_tile + memory::k_rows().bytes() * tile_tokens;
@@ -167,7 +168,6 @@ class packed_part {
       copy_raw_rows(keys, head_, row, to);
       copy_raw_rows(values, head_, row, to + std::uint32_t(k_raw_ * tile_tokens));
     };
-    state_type state;
     constexpr index_t step = packed_warps * tile_tokens;
     index_t row = row_of(warp * tile_tokens + lane % tile_tokens);
     if (warp * tile_tokens < tokens) copy(row, 0);
@@ -181,11 +181,10 @@ class packed_part {
       wait_copies<1>();
       __syncwarp();
       const unsigned char *k_raw = raw + stage * shape_.raw, *v_raw = k_raw + k_raw_ * tile_tokens;
-      spread_rows<Tile>(keys.format, k_raw, memory::k_rows(), k_tile);
-      spread_rows<Tile>(values.format, v_raw, memory::v_rows(), v_tile);
+      spread_tile<Tile, D, Dv>(keys, values, k_raw, v_raw, row >= 0, k_tile, v_tile);
       __syncwarp();
       attend_tile(
-          state, q, shared_address(k_tile), shared_address(v_tile), k_channels, v_channels, position,
+          state, shared_address(k_tile), shared_address(v_tile), k_channels, v_channels, position,
           [&](int column) { return raw_scale(keys.format, k_raw, column); },
           [&](int column) { return raw_scale(values.format, v_raw, column); });
       __syncwarp();
@@ -195,31 +194,35 @@ class packed_part {
     write(state, s, part, v_channels);
   }
 
-  /// Writes the block's 16 query rows as two numbers of 16 bits each.
+  /// Writes the block's 8 query rows as two numbers of 16 bits each. Returns where.
   template <class Split, class Load>
-  __device__ split_queries put_queries(const Load& load, int channels, bool exact) {
-    unsigned char *high = shared_ + shape_.begins, *low = high + memory::q_bytes;
-    for (int i = int(threadIdx.x); i < tile_tokens * channels; i += packed_threads) {
-      const int row = i / channels, c = i % channels;
+  __device__ std::uint32_t put_queries(const Load& load, int channels) {
+    unsigned char* to = shared_ + shape_.begins;
+    for (int i = int(threadIdx.x); i < query_rows_together * D; i += packed_threads) {
+      const int row = i / D, c = i % D;
+      if (c >= channels) continue;
       const float x = first_row_ + row < to_.rows ? load(first_row_ + row, c) : 0.0f;
       const Split first(x);
-      const std::uint32_t place = memory::k_rows().place(row, c / 8) + std::uint32_t(c % 8 * 2);
-      *reinterpret_cast<std::uint16_t*>(high + place) = first.bits;
       // What does not fit is infinite or NaN: it has no second part.
       const float rest = x - float(first);
-      *reinterpret_cast<std::uint16_t*>(low + place) = Split(rest - rest == 0 ? rest : 0.0f).bits;
+      const auto put = [&](int at, Split part) {
+        *reinterpret_cast<std::uint16_t*>(to + memory::k_rows().place(at, c / 8) + std::uint32_t(c % 8 * 2)) =
+            part.bits;
+      };
+      put(row, first);
+      put(row + query_rows_together, Split(rest - rest == 0 ? rest : 0.0f));
     }
     __syncthreads();
-    return {shared_address(high), shared_address(low), exact};
+    return shared_address(to);
   }
 
   template <class State, class KeyScale, class ValueScale>
-  __device__ __forceinline__ void attend_tile(State& state, const split_queries& q, std::uint32_t keys,
-                                              std::uint32_t values, int k_channels, int v_channels, index_t position,
-                                              const KeyScale& key_scale, const ValueScale& value_scale) {
+  __device__ __forceinline__ void attend_tile(State& state, std::uint32_t keys, std::uint32_t values, int k_channels,
+                                              int v_channels, index_t position, const KeyScale& key_scale,
+                                              const ValueScale& value_scale) {
     const int lane = int(threadIdx.x) % 32;
-    float logits[2][4] = {};
-    State::dot(q, keys, k_channels, logits);
+    float logits[4];
+    state.dot(keys, k_channels, logits);
     index_t at[4];
     float key[4], value[4];
 #pragma unroll
@@ -230,7 +233,7 @@ class packed_part {
     }
     state.take(
         logits, values, v_channels, [&](float x, int j) { return quick_cap(p_.rule, x * key[j]) * log2e; },
-        [&](int i, int j) { return position_[i] >= 0 && at[j] != never && p_.rule.visible(position_[i], at[j]); },
+        [&](int j) { return position_ >= 0 && at[j] != never && p_.rule.visible(position_, at[j]); },
         [&](int j) { return value[j]; });
   }
 
@@ -238,17 +241,18 @@ class packed_part {
   template <class State>
   __device__ void write(const State& state, index_t segment, index_t part, int channels) {
     const int warp = int(threadIdx.x) / 32;
-    float* states = reinterpret_cast<float*>(shared_ + shape_.begins + 2 * memory::q_bytes);  // [warps, 16, 2]
-    state.write(states + warp * tile_tokens * 2, reinterpret_cast<float*>(shared_ + shape_.of_warp(warp)), channels);
+    float* states = reinterpret_cast<float*>(shared_ + shape_.begins + memory::q_bytes);  // [warps, 8, 2]
+    state.write(states + warp * query_rows_together * 2, reinterpret_cast<float*>(shared_ + shape_.of_warp(warp)),
+                channels);
     __syncthreads();
-    const int rows = int(min(index_t(tile_tokens), to_.rows - first_row_));
+    const int rows = int(min(index_t(query_rows_together), to_.rows - first_row_));
     const offset_t at = (offset_t(lane_row_) * to_.parts + part) * to_.rows + first_row_;
     for (int i = int(threadIdx.x); i < rows * channels; i += packed_threads) {
       const int row = i / channels, c = i % channels;
       float top = -infinity, sum = 0;
-      for (int w = 0; w < packed_warps; ++w) top = fmaxf(top, states[(w * tile_tokens + row) * 2]);
+      for (int w = 0; w < packed_warps; ++w) top = fmaxf(top, states[(w * query_rows_together + row) * 2]);
       for (int w = 0; w < packed_warps; ++w) {
-        const float most = states[(w * tile_tokens + row) * 2];
+        const float most = states[(w * query_rows_together + row) * 2];
         if (most == -infinity) continue;
         sum += reinterpret_cast<const float*>(shared_ + shape_.of_warp(w))[row * Dv + c] * exp2f(most - top);
       }
@@ -256,9 +260,10 @@ class packed_part {
     }
     for (int row = int(threadIdx.x); row < rows; row += packed_threads) {
       float top = -infinity, sum = 0;
-      for (int w = 0; w < packed_warps; ++w) top = fmaxf(top, states[(w * tile_tokens + row) * 2]);
+      for (int w = 0; w < packed_warps; ++w) top = fmaxf(top, states[(w * query_rows_together + row) * 2]);
       for (int w = 0; w < packed_warps; ++w) {
-        const float most = states[(w * tile_tokens + row) * 2], own = states[(w * tile_tokens + row) * 2 + 1];
+        const float most = states[(w * query_rows_together + row) * 2],
+                    own = states[(w * query_rows_together + row) * 2 + 1];
         sum += most == -infinity ? own : own * exp2f(most - top);  // a row of NaN has a sum and no largest logit
       }
       to_.states[(at + row) * 2] = top, to_.states[(at + row) * 2 + 1] = sum;
@@ -275,12 +280,12 @@ class packed_part {
   unsigned char* shared_;
   index_t lane_row_, sequence_, head_, group_, first_row_;
   index_t *row_begin_, *unit_begin_;
-  index_t position_[2];
+  index_t position_;  // of the lane's query row
   float scale_;
 };
 
 template <class View, class Tile, class Out>
-__global__ void __launch_bounds__(packed_threads)
+__global__ void __launch_bounds__(packed_threads, View::k_dim <= 128 && View::v_dim <= 128 ? 3 : 1)
     attend_packed_entry(const __grid_constant__ packed_problem<View, Out> p, rotated_rows rotated, packed_parts to,
                         int k_raw, int v_raw) {
   extern __shared__ uint4 shared_memory[];

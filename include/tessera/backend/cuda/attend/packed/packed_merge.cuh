@@ -7,31 +7,55 @@ TESSERA_NAMESPACE_BEGIN
 namespace cuda {
 namespace detail {
 
-inline constexpr int merging_threads = 128, merging_warps = 4, merged_columns = 32;
+inline constexpr int merging_groups = 8, merging_threads = 1024, merging_warps = merging_threads / 32;
+inline constexpr int merged_columns = 32, merged_rows = 8, warps_of_group = merging_warps / merging_groups;
 
-/// A block merges 16 query rows of one (sequence, kv_head), 32 columns of the output. Parts of one segment stand together and are added
-/// in its basis; segments follow one another, so that the same input gives the same bits.
+/// Memory of a block: sums in segments' bases, one for every group of warps; the warps' shares of the output; rows' factors; weights of
+/// parts, and the number of each one's segment; where each segment's parts begin and end.
+template <int Dv>
+struct merge_memory {
+  static constexpr int sums = 0, shares = merging_groups * merged_rows * Dv;
+  static constexpr int factors = shares + merging_warps * merged_rows * merged_columns, weights = factors + merged_rows;
+  int segments, runs, words;
+  TESSERA_HD merge_memory(index_t parts, index_t most_segments)
+      : segments(weights + int(parts) * merged_rows),
+        runs(segments + int(parts)),
+        words(runs + 2 * (int(most_segments) + 1)) {}
+};
+
+/// A block merges 8 query rows of one (sequence, kv_head), 32 columns of the output. Parts of one segment stand together and are added
+/// in its basis, by one group of warps; groups follow one another, so that the same input gives the same bits.
 template <class View, class Out>
 __global__ void __launch_bounds__(merging_threads)
     merge_packed_entry(const __grid_constant__ packed_problem<View, Out> p, packed_parts parts) {
   constexpr int Dv = View::v_dim;
   extern __shared__ uint4 shared_memory[];
-  float* acc = reinterpret_cast<float*>(shared_memory);                   // [16, Dv], in a segment's basis
-  float* halves = acc + tile_tokens * Dv;                                 // [warps, 16, 32]
-  float* factor = halves + merging_warps * tile_tokens * merged_columns;  // [16]
-  float* weights = factor + tile_tokens;                                  // [parts, 16]
   wait_for_earlier();
   let_later_begin();
-  const index_t heads = p.view.whole.kv_heads, lane_row = index_t(blockIdx.x),
-                first = index_t(blockIdx.z) * tile_tokens;
+  const index_t heads = p.view.whole.kv_heads, most_segments = p.view.most_segments;
+  const merge_memory<Dv> memory(parts.parts, most_segments);
+  float* shared = reinterpret_cast<float*>(shared_memory);
+  float *factor = shared + memory.factors, *weights = shared + memory.weights;
+  auto* segments = reinterpret_cast<index_t*>(shared + memory.segments);
+  auto* runs = reinterpret_cast<index_t*>(shared + memory.runs);  // [segments and whole rows, 2]
+  const index_t lane_row = index_t(blockIdx.x), first = index_t(blockIdx.z) * merged_rows;
   const index_t sequence = lane_row / heads, head = lane_row % heads, group = p.q.heads / heads;
-  const int count = int(min(index_t(tile_tokens), parts.rows - first));
+  const int count = int(min(index_t(merged_rows), parts.rows - first));
   const int warp = int(threadIdx.x) / 32, lane = int(threadIdx.x) % 32,
             column = int(blockIdx.y) * merged_columns + lane;
-  const index_t* segments = parts.segment + offset_t(lane_row) * parts.parts;
   const offset_t begin = offset_t(lane_row) * parts.parts * parts.rows;
-
-  for (int r = warp; r < count; r += merging_warps) {
+  for (index_t i = index_t(threadIdx.x); i < parts.parts; i += merging_threads) {
+    segments[i] = parts.segment[offset_t(lane_row) * parts.parts + i];
+  }
+  for (index_t i = index_t(threadIdx.x); i < 2 * (most_segments + 1); i += merging_threads) runs[i] = 0;
+  __syncthreads();
+  for (index_t i = index_t(threadIdx.x); i < parts.parts; i += merging_threads) {
+    if (segments[i] == no_index) continue;
+    if (i == 0 || segments[i - 1] != segments[i]) runs[2 * segments[i]] = i;
+    if (i + 1 == parts.parts || segments[i + 1] != segments[i]) runs[2 * segments[i] + 1] = i + 1;
+  }
+  if (warp < count) {
+    const int r = warp;
     const auto state_of = [&](index_t part) {
       return parts.states + (begin + offset_t(part) * parts.rows + first + r) * 2;
     };
@@ -47,7 +71,7 @@ __global__ void __launch_bounds__(merging_threads)
         weight = exp2f(state_of(i)[0] - reference);
         sum += state_of(i)[1] * weight;
       }
-      weights[i * tile_tokens + r] = weight;
+      weights[i * merged_rows + r] = weight;
     }
     sum = warp_sum(sum);
     if (lane == 0) {
@@ -58,57 +82,58 @@ __global__ void __launch_bounds__(merging_threads)
   }
   __syncthreads();
 
-  float total[tile_tokens] = {};
-  for (index_t part = 0; part < parts.parts;) {
-    const index_t segment = segments[part];
-    index_t end = part + 1;
-    if (segment == no_index) {
-      part = end;
-      continue;
-    }
-    while (end < parts.parts && segments[end] == segment) ++end;
-    const bool whole = segment == p.view.most_segments;
-    const packed_vectors values = whole ? packed_vectors{} : p.view.segment(sequence, segment).v;
+  float total[merged_rows] = {};
+  const int own_group = warp / warps_of_group, own_warp = warp % warps_of_group;
+  float* acc = shared + memory.sums + own_group * merged_rows * Dv;
+  for (index_t round = 0; round <= most_segments; round += merging_groups) {
+    const index_t segment = round + own_group;
+    const bool there = segment <= most_segments && runs[2 * segment + 1] > 0;
+    packed_vectors values{};
+    if (there && segment < most_segments) values = p.view.segment(sequence, segment).v;
     const float* basis = values.basis_of(head, Dv);
     const int channels = basis ? int(values.format.channels) : Dv;
-    for (int i = int(threadIdx.x); i < count * channels; i += merging_threads) {
-      const int r = i / channels, c = i % channels;
-      float sum = 0;
-      for (index_t one = part; one < end; ++one) {
-        const float weight = weights[one * tile_tokens + r];
-        if (weight == 0) continue;  // nothing was seen: what lies there is nobody's
-        sum += parts.out[(begin + offset_t(one) * parts.rows + first + r) * Dv + c] * weight;
+    if (there) {
+      const index_t from = runs[2 * segment], end = runs[2 * segment + 1];
+      for (int i = own_warp * 32 + lane; i < count * channels; i += warps_of_group * 32) {
+        const int r = i / channels, c = i % channels;
+        float sum = 0;
+#pragma unroll 4
+        for (index_t one = from; one < end; ++one) {
+          const float weight = weights[one * merged_rows + r];
+          const float x = parts.out[(begin + offset_t(one) * parts.rows + first + r) * Dv + c];
+          sum += weight == 0 ? 0.0f : x * weight;  // nothing was seen: what lies there is nobody's
+        }
+        acc[r * Dv + c] = sum;
       }
-      acc[r * Dv + c] = sum;
     }
     __syncthreads();
-    if (column < Dv && basis) {
-      for (int c = warp; c < channels; c += merging_warps) {
+    if (there && column < Dv && basis) {
+#pragma unroll 8
+      for (int c = own_warp; c < channels; c += warps_of_group) {
         const float direction = basis[offset_t(c) * Dv + column];
 #pragma unroll
-        for (int r = 0; r < tile_tokens; ++r) {
+        for (int r = 0; r < merged_rows; ++r) {
           if (r < count) total[r] += acc[r * Dv + c] * direction;
         }
       }
-    } else if (column < Dv && warp == 0) {
+    } else if (there && column < Dv && own_warp == 0) {
 #pragma unroll
-      for (int r = 0; r < tile_tokens; ++r) {
+      for (int r = 0; r < merged_rows; ++r) {
         if (r < count) total[r] += acc[r * Dv + column];
       }
     }
     __syncthreads();
-    part = end;
   }
+  float* shares = shared + memory.shares;  // [warps, 8, 32]
 #pragma unroll
-  for (int r = 0; r < tile_tokens; ++r) halves[(warp * tile_tokens + r) * merged_columns + lane] = total[r];
+  for (int r = 0; r < merged_rows; ++r) shares[(warp * merged_rows + r) * merged_columns + lane] = total[r];
   __syncthreads();
-  if (column >= Dv) return;
-  for (int r = warp; r < count; r += merging_warps) {
-    float sum = 0;
-    for (int w = 0; w < merging_warps; ++w) sum += halves[(w * tile_tokens + r) * merged_columns + lane];
-    const index_t row = first + r;
-    p.out.row(sequence, row / group, head * group + row % group)[column] = Out(sum * factor[r]);
-  }
+  if (column >= Dv || warp >= count) return;
+  float sum = 0;
+#pragma unroll 8
+  for (int w = 0; w < merging_warps; ++w) sum += shares[(w * merged_rows + warp) * merged_columns + lane];
+  const index_t row = first + warp;
+  p.out.row(sequence, row / group, head * group + row % group)[column] = Out(sum * factor[warp]);
 }
 
 }  // namespace detail

@@ -2,7 +2,7 @@
 #pragma once
 
 #include "../../device/mma.cuh"
-#include "../../store/packed/packed_view.cuh"
+#include "../../store/packed/walk_row.cuh"
 
 TESSERA_NAMESPACE_BEGIN
 namespace cuda {
@@ -36,60 +36,64 @@ __device__ __forceinline__ void copy_raw_rows(const packed_vectors& from, index_
 
 /// A packed value as one of 16 bits; fp8 and int4 without their scale, which is exact.
 template <class Tile, packed_element Element>
-__device__ __forceinline__ std::uint32_t tile_bits(const unsigned char* values, int place) {
-  if constexpr (Element == packed_element::fp8) {
-    fp8 value;
-    value.bits = values[place];
-    return Tile(float(value)).bits;
-  } else if constexpr (Element == packed_element::int4) {
-    const unsigned nibble = (unsigned(values[place / 2]) >> (place % 2 * 4)) & 15u;
-    const int whole = nibble < 8 ? int(nibble) : int(nibble) - 16;
-    return Tile(whole == -8 ? __uint_as_float(0x7fc00000u) : float(whole)).bits;
+__device__ __forceinline__ std::uint16_t tile_bits(std::uint32_t word, int i) {
+  if constexpr (Element != packed_element::fp8 && Element != packed_element::int4) {
+    return std::uint16_t(word >> (i * 16));
+  } else if constexpr (std::is_same_v<Tile, bf16>) {
+    return std::uint16_t(bits_as<std::uint32_t>(value_of<Element>(word, i)) >> 16);  // nothing is cut off
   } else {
-    return reinterpret_cast<const std::uint16_t*>(values)[place];
+    return Tile(value_of<Element>(word, i)).bits;
   }
 }
 
-template <class Tile, packed_element Element>
-__device__ void spread_rows_of(const packed_format& format, const unsigned char* raw, const staged_rows& staged,
-                               unsigned char* to) {
-  const int lane = int(threadIdx.x) % 32, row = lane % tile_tokens, half = lane / tile_tokens;
-  const raw_rows_shape shape(format);
-  const unsigned char* values = raw + row * shape.stride;
-  const auto* words = reinterpret_cast<const std::uint32_t*>(values + shape.bits);
-  const int shift = format.group == 4 ? 2 : format.group == 2 ? 1 : 0, chunk_bits = 8 >> shift;
-  const int chunks = int(whole_channels(format.channels)) / 8, groups = int(format.groups());
-  int word = 0, before = 0;  // groups that stay in the words before
-  for (int chunk = half; chunk < chunks; chunk += 2) {
-    const int first = chunk * chunk_bits;
-    std::uint32_t packed[4] = {};
-    if (first < groups) {
-      for (; word < first / 32; ++word) before += __popc(words[word]);
-      const std::uint32_t here = words[word];
-      const std::uint32_t bits = here >> (first % 32);
-      int place = (before + __popc(here & ((1u << (first % 32)) - 1u))) << shift;
-#pragma unroll
-      for (int j = 0; j < 8; ++j) {
-        if (!((bits >> (j >> shift)) & 1u)) continue;
-        packed[j / 2] |= tile_bits<Tile, Element>(values, place) << (j % 2 * 16);
-        ++place;
-      }
-    }
-    *reinterpret_cast<uint4*>(to + staged.place(row, chunk)) = make_uint4(packed[0], packed[1], packed[2], packed[3]);
-  }
+/// What a lane spreads out: one raw row, and where it goes.
+struct spread_row {
+  packed_format format;
+  const unsigned char* raw;
+  unsigned char* to;       // the dense row
+  std::uint32_t exchange;  // of 16-byte chunks within 128 bytes: see staged_rows
+};
+
+template <class Tile, packed_element Element, int Words>
+__device__ __forceinline__ void spread_values(const spread_row& row, int count) {
+  const raw_rows_shape shape(row.format);
+  bit_walk<Words> walk(reinterpret_cast<const std::uint32_t*>(row.raw + shape.bits), row.format);
+  walk_row<Element>(walk, count, row.raw, [&](int channel, std::uint32_t word, int j) {
+    *reinterpret_cast<std::uint16_t*>(row.to + ((std::uint32_t(channel) * 2) ^ row.exchange)) =
+        tile_bits<Tile, Element>(word, j);
+  });
 }
 
-/// Spreads 16 raw rows out: to [16, whole_channels] of 16 bits, 0 for what did not stay. By one warp; the caller synchronises it.
-template <class Tile>
-__device__ __forceinline__ void spread_rows(const packed_format& format, const unsigned char* raw,
-                                            const staged_rows& staged, unsigned char* to) {
+/// Spreads 16 raw rows of keys and as many of values out, to [16, whole_channels] of 16 bits each, 0 for what did not stay: lanes below
+/// 16 a row of keys each, the others one of values. `valid`: the row of lane % 16 is there. By one warp; the caller synchronises it.
+template <class Tile, int D, int Dv>
+__device__ __forceinline__ void spread_tile(const packed_vectors& keys, const packed_vectors& values,
+                                            const unsigned char* k_raw, const unsigned char* v_raw, bool valid,
+                                            unsigned char* k_tile, unsigned char* v_tile) {
+  constexpr int words = (D > Dv ? D : Dv) / 32 + ((D > Dv ? D : Dv) % 32 != 0);
+  const int lane = int(threadIdx.x) % 32, i = lane % tile_tokens;
+  const bool of_keys = lane < tile_tokens;
+  // Chosen member by member: two structs of which one is taken would lie in memory.
+  const packed_format k = keys.format, v = values.format;
+  const packed_format format{of_keys ? k.element : v.element, of_keys ? k.channels : v.channels,
+                             of_keys ? k.group : v.group, of_keys ? k.kept : v.kept, true};
+  const raw_rows_shape k_shape(k), v_shape(v);
+  const int stride = of_keys ? k_shape.stride : v_shape.stride;
+  const staged_rows staged{of_keys ? D / 8 : Dv / 8};
+  unsigned char* to = (of_keys ? k_tile : v_tile) + i * staged.bytes();
+  const spread_row row{format, (of_keys ? k_raw : v_raw) + i * stride, to,
+                       staged.swizzled() ? std::uint32_t(i % 8) * 16 : 0u};
+  for (int c = 0; c < int(whole_channels(format.channels)) / 8; ++c) {
+    *reinterpret_cast<uint4*>(to + ((std::uint32_t(c) * 16) ^ row.exchange)) = make_uint4(0, 0, 0, 0);
+  }
+  const int count = valid ? int(format.kept) : 0;
   switch (format.element) {
     case packed_element::fp8:
-      return spread_rows_of<Tile, packed_element::fp8>(format, raw, staged, to);
+      return spread_values<Tile, packed_element::fp8, words>(row, count);
     case packed_element::int4:
-      return spread_rows_of<Tile, packed_element::int4>(format, raw, staged, to);
+      return spread_values<Tile, packed_element::int4, words>(row, count);
     default:
-      return spread_rows_of<Tile, packed_element::bf16>(format, raw, staged, to);
+      return spread_values<Tile, packed_element::bf16, words>(row, count);
   }
 }
 

@@ -1,6 +1,8 @@
 // A step's queries in the basis of every segment, and their sum.
 #pragma once
 
+#include <algorithm>
+
 #include "../../device/launch.cuh"
 #include "../../store/packed/packed_view.cuh"
 
@@ -20,22 +22,24 @@ struct rotated_rows {
 
 namespace detail {
 
-inline constexpr int rotating_threads = 256, rows_rotated_together = 16;
+inline constexpr int rotating_threads = 256, rows_rotated_together = 16, channels_rotated_together = 16;
 
-/// A block rotates up to 16 rows of one (sequence, kv_head) into one segment's basis. The sums over a row's elements are those of a
-/// warp: of every 32nd element, then over lanes.
+/// A block makes 16 channels of up to 16 rows of one (sequence, kv_head) in one segment's basis, two channels a warp. The sums over a
+/// row's elements are those of a warp: of every 32nd element, then over lanes.
 template <class View>
 __global__ void __launch_bounds__(rotating_threads)
     rotate_queries_entry(const __grid_constant__ View view, rows_view<const typename View::element_type> q,
                          rotated_rows to, index_t* part_segment, index_t parts) {
-  constexpr int D = View::k_dim, each = (D + 31) / 32;
+  constexpr int D = View::k_dim, each = (D + 31) / 32,
+                pieces = (D + channels_rotated_together - 1) / channels_rotated_together;
   extern __shared__ uint4 shared_memory[];
   float* rows = reinterpret_cast<float*>(shared_memory);  // [rows_rotated_together, D]
   wait_for_earlier();
   let_later_begin();
-  const index_t heads = view.whole.kv_heads, lane_row = index_t(blockIdx.y), segment_index = index_t(blockIdx.x);
+  const index_t heads = view.whole.kv_heads, lane_row = index_t(blockIdx.y),
+                segment_index = index_t(blockIdx.x) / pieces;
   const index_t sequence = lane_row / heads, head = lane_row % heads, group = q.heads / heads;
-  if (segment_index == 0 && blockIdx.z == 0) {
+  if (blockIdx.x == 0 && blockIdx.z == 0) {
     for (index_t i = index_t(threadIdx.x); i < parts; i += rotating_threads) {
       part_segment[offset_t(lane_row) * parts + i] = no_index;
     }
@@ -55,23 +59,33 @@ __global__ void __launch_bounds__(rotating_threads)
     }
     rows[i] = x;
   }
-  __syncthreads();
   const float* basis = keys.basis_of(head, D);
-  const index_t channels = keys.format.channels;
-  const int lane = int(threadIdx.x) % 32;
-  for (index_t c = index_t(threadIdx.x) / 32; c < D; c += rotating_threads / 32) {
+  const int channels = int(keys.format.channels), lane = int(threadIdx.x) % 32;
+  constexpr int warps = rotating_threads / 32, own = channels_rotated_together / warps;
+  const int begin = index_t(blockIdx.x) % pieces * channels_rotated_together + int(threadIdx.x) / 32;
+  float direction[own][each];
+#pragma unroll
+  for (int i = 0; i < own; ++i) {
+    const int c = begin + i * warps;
+#pragma unroll
+    for (int j = 0; j < each; ++j) {
+      const bool there = basis && c < channels && j * 32 + lane < D;
+      direction[i][j] = there ? basis[offset_t(c) * D + j * 32 + lane] : 0.0f;
+    }
+  }
+  __syncthreads();
+#pragma unroll
+  for (int i = 0; i < own; ++i) {
+    const int c = begin + i * warps;
+    if (c >= D) break;
     if (!basis || c >= channels) {
-      if (lane < count)
-        to.row(lane_row, segment_index, first + lane)[c] = basis || c >= channels ? 0 : rows[lane * D + c];
+      if (lane < count) to.row(lane_row, segment_index, first + lane)[c] = c < channels ? rows[lane * D + c] : 0.0f;
       continue;
     }
-    float direction[each];
-#pragma unroll
-    for (int j = 0; j < each; ++j) direction[j] = j * 32 + lane < D ? basis[offset_t(c) * D + j * 32 + lane] : 0.0f;
     for (int r = 0; r < count; ++r) {
       float sum = 0;
 #pragma unroll
-      for (int j = 0; j < each; ++j) sum += j * 32 + lane < D ? direction[j] * rows[r * D + j * 32 + lane] : 0.0f;
+      for (int j = 0; j < each; ++j) sum += j * 32 + lane < D ? direction[i][j] * rows[r * D + j * 32 + lane] : 0.0f;
       sum = warp_sum(sum);
       if (lane == 0) to.row(lane_row, segment_index, first + r)[c] = sum;
     }
@@ -90,7 +104,11 @@ class rotate_queries {
 
  public:
   rotate_queries(index_t sequences, index_t kv_heads, index_t q_heads, index_t tokens, index_t most_segments)
-      : sequences_(sequences), heads_(kv_heads), most_segments_(most_segments), rows_(tokens * (q_heads / kv_heads)) {}
+      : sequences_(sequences),
+        heads_(kv_heads),
+        most_segments_(most_segments),
+        rows_(tokens * (q_heads / kv_heads)),
+        overlapping_(can_overlap(detail::rotate_queries_entry<View>)) {}
 
   std::size_t workspace_bytes() const {
     return array_bytes<float>(std::size_t(sequences_) * std::size_t(heads_) * std::size_t(most_segments_) *
@@ -108,16 +126,19 @@ class rotate_queries {
     const index_t lanes = view.whole.sequences * view.whole.kv_heads;
     if (lanes == 0) return to;
     launch(detail::rotate_queries_entry<View>,
-           {.blocks = dim3(unsigned(most_segments_ > 0 ? most_segments_ : 1), unsigned(lanes),
-                           unsigned(ceil_div(to.rows + 1, detail::rows_rotated_together))),
+           {.blocks =
+                dim3(unsigned(std::max(1, most_segments_) * ceil_div(View::k_dim, detail::channels_rotated_together)),
+                     unsigned(lanes), unsigned(ceil_div(to.rows + 1, detail::rows_rotated_together))),
             .threads = dim3(detail::rotating_threads),
-            .shared_bytes = std::size_t(detail::rows_rotated_together) * View::k_dim * sizeof(float)},
+            .shared_bytes = std::size_t(detail::rows_rotated_together) * View::k_dim * sizeof(float),
+            .overlapping = overlapping_},
            stream, "launch of rotate_queries", view, q, to, part_segment, parts);
     return to;
   }
 
  private:
   index_t sequences_, heads_, most_segments_, rows_;
+  bool overlapping_;
 };
 
 }  // namespace cuda

@@ -14,15 +14,17 @@ namespace detail {
 ///   gather(p)                              block-wide, no barrier in front: the tiles of the next piece, and how many they are;
 ///                                          `has_more` says whether another piece follows
 ///   ask(p, first_row, rows)                which of the block's rows the following are about
-///   copy(p, t, warp, lane, to_key, to_value)   a warp's share of tile t of the piece
-///   meets(p, t), is_masked(p, t)           whether any row sees anything of it; whether `mask` is needed
-///   mask(p, first_row, t, lane, logits)    hides what the rows of a warp, from `first_row` on, do not see
+///   slot_of(t, row)                        the slot behind row `row` of tile t of the piece; `at.stored` or more: none
+///   is_in_chunks(t)                        whether each 32 of its rows are neighbouring slots from a multiple of 32 on, all stored
+///   meets(p, t), is_masked(p, t)           whether any row sees anything of it; whether any row does not see all of it
+///   seen(p, t, c, row)                     bits of the 32 slots of the tile's chunk c that a row sees
+///   seen(p, t, row, bits)                  the same of all its chunks
+///   rewind(p)                              back to the first piece, which `gather` then gives
 template <class Rows>
 struct dense_tiles {
   using problem_type = typename Rows::problem_type;
   using place = typename Rows::place;
-  using logits = typename Rows::logits;
-  static constexpr int tile = Rows::tile, row_tiles = Rows::row_tiles, memory_bytes = 0;
+  static constexpr int tile = Rows::tile, memory_bytes = 0;
   static constexpr bool one_piece = true;
   struct argument {};
 
@@ -48,6 +50,7 @@ struct dense_tiles {
   }
 
   __device__ index_t gather(const problem_type&) { return count; }
+  __device__ void rewind(const problem_type&) {}
   __device__ bool has_more() const { return false; }
 
   __device__ void ask(const problem_type& p, index_t row, index_t rows) {
@@ -55,12 +58,9 @@ struct dense_tiles {
     by_any = Rows::seen(p, at, oldest, newest), by_all = Rows::seen(p, at, newest, oldest);
   }
 
-  template <class ToKey, class ToValue>
-  __device__ void copy(const problem_type& p, index_t t, int warp, int lane, const ToKey& to_key,
-                       const ToValue& to_value) const {
-    const index_t mine = (first_tile + t) * tile + warp * Rows::warp_share + lane % Rows::warp_share;
-    Rows::copy_tile(p, at, mine, mine < at.stored, warp, lane, to_key, to_value);
-  }
+  __device__ index_t slot_of(index_t t, index_t row) const { return (first_tile + t) * tile + row; }
+
+  __device__ bool is_in_chunks(index_t t) const { return (first_tile + t + 1) * tile <= at.stored; }
 
   __device__ bool meets(const problem_type&, index_t t) const {
     const index_t first = (first_tile + t) * tile;
@@ -70,23 +70,12 @@ struct dense_tiles {
     const index_t first = (first_tile + t) * tile;
     return !by_all.covers(first, first + tile);
   }
-
-  __device__ void mask(const problem_type& p, index_t warp_row, index_t t, int lane, logits& s) const {
-    const index_t first = (first_tile + t) * tile;
-    index_t query[row_tiles * 2];
+  __device__ void seen(const problem_type& p, index_t t, index_t row, std::uint32_t (&bits)[Rows::tile_chunks]) const {
 #pragma unroll
-    for (int r = 0; r < row_tiles * 2; ++r) query[r] = Rows::position_of(p, at, warp_row + r * 8 + lane / 4);
-#pragma unroll
-    for (int i = 0; i < tile / 4; ++i) {
-      const index_t slot = first + i / 2 * 8 + lane % 4 * 2 + i % 2;
-      const bool stored = slot < at.stored;
-      const index_t key = stored ? p.view.position(at.sequence, at.head, slot) : 0;
-#pragma unroll
-      for (int r = 0; r < row_tiles * 2; ++r) {
-        float& x = s[r / 2][i / 2][r % 2 * 2 + i % 2];
-        x = stored && p.rule.visible(query[r], key) ? x : -infinity;
-      }
-    }
+    for (int c = 0; c < Rows::tile_chunks; ++c) bits[c] = seen(p, t, c, row);
+  }
+  __device__ std::uint32_t seen(const problem_type& p, index_t t, index_t c, index_t row) const {
+    return Rows::visible_slots(p, at, Rows::position_of(p, at, row), (first_tile + t) * tile + c * Rows::chunk_slots);
   }
 };
 

@@ -11,11 +11,10 @@ TESSERA_NAMESPACE_BEGIN
 namespace cuda {
 namespace detail {
 
-/// A kernel of prefill attention over line_tiles. The list takes what shared memory the blocks of a multiprocessor leave: a block
-/// of the Hopper kernel lists 256K slots at once.
+/// A kernel of prefill attention over line_tiles. The list takes what shared memory the blocks of a multiprocessor leave.
 template <class Kernel, bool Hopper>
 struct line_kernel {
-  using tiles = line_tiles<typename Kernel::base, Hopper ? 8192 : 2048>;
+  using tiles = line_tiles<Kernel, Hopper ? 7168 : 2048>;
   static constexpr int threads = Kernel::threads, resident = Kernel::resident;
   static constexpr int shared_bytes = Kernel::shared_bytes + tiles::memory_bytes;
 };
@@ -25,9 +24,9 @@ using line_kernel_of = line_kernel<prefill_kernel_of<View, Out, Hopper>, Hopper>
 template <class View, class Out>
 __global__ void __launch_bounds__((line_kernel_of<View, Out>::threads), (line_kernel_of<View, Out>::resident))
     line_attention_entry(const __grid_constant__ prefill_problem<View, Out> problem, prefill_parts parts,
-                         const __grid_constant__ line_tables lines) {
+                         const __grid_constant__ row_maps maps, const __grid_constant__ line_tables lines) {
   using kernel = prefill_kernel_of<View, Out>;
-  kernel::template run<typename line_kernel_of<View, Out>::tiles>(problem, parts, lines);
+  kernel::template run<typename line_kernel_of<View, Out>::tiles>(problem, parts, maps, lines);
 }
 
 /// One warp per query row of every head; `blocks` query blocks of a head.
@@ -101,8 +100,10 @@ class line_attention {
       parts.out = static_cast<float*>(workspace);
       parts.state = reinterpret_cast<float2*>(parts.out + std::size_t(places_) * kernel::block_rows * kernel::Dv);
     }
+    row_maps maps;
+    if (threads_ != kernel::threads) maps = map_rows_of(problem.view, kernel::chunk_slots);  // the Hopper kernel
     entry_<<<unsigned(blocks * parts.splits), unsigned(threads_), std::size_t(shared_bytes_), stream>>>(problem, parts,
-                                                                                                        lines);
+                                                                                                        maps, lines);
     check(cudaGetLastError(), "launch of attention along lines");
     if (parts.splits == 1) return;
     detail::merge_line_attention_entry<View, Out>
@@ -114,7 +115,7 @@ class line_attention {
  private:
   static constexpr index_t most_splits = 32;
 
-  void (*entry_)(prefill_problem<View, Out>, detail::prefill_parts, line_tables) = nullptr;
+  void (*entry_)(prefill_problem<View, Out>, detail::prefill_parts, row_maps, line_tables) = nullptr;
   index_t kv_heads_, q_heads_, places_ = 1;
   int threads_ = detail::line_kernel_of<View, Out, false>::threads;
   int shared_bytes_ = detail::line_kernel_of<View, Out, false>::shared_bytes;

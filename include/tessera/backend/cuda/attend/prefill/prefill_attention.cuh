@@ -20,9 +20,10 @@ using prefill_kernel_of = std::conditional_t<Hopper, prefill_hopper_kernel<View,
 
 template <class View, class Out>
 __global__ void __launch_bounds__((prefill_kernel_of<View, Out>::threads), (prefill_kernel_of<View, Out>::resident))
-    prefill_entry(const __grid_constant__ prefill_problem<View, Out> problem, prefill_parts parts) {
+    prefill_entry(const __grid_constant__ prefill_problem<View, Out> problem, prefill_parts parts,
+                  const __grid_constant__ row_maps maps) {
   using kernel = prefill_kernel_of<View, Out>;
-  kernel::template run<dense_tiles<typename kernel::base>>(problem, parts, {});
+  kernel::template run<dense_tiles<kernel>>(problem, parts, maps, {});
 }
 
 /// One warp per query row of every head; `blocks` query blocks of a head.
@@ -107,7 +108,10 @@ class prefill_attention {
       parts.out = static_cast<float*>(workspace);
       parts.state = reinterpret_cast<float2*>(parts.out + std::size_t(places_) * kernel::block_rows * kernel::Dv);
     }
-    entry_<<<unsigned(blocks * parts.splits), unsigned(threads_), std::size_t(shared_bytes_), stream>>>(problem, parts);
+    row_maps maps;
+    if (threads_ != kernel::threads) maps = map_rows_of(problem.view, kernel::chunk_slots);  // the Hopper kernel
+    entry_<<<unsigned(blocks * parts.splits), unsigned(threads_), std::size_t(shared_bytes_), stream>>>(problem, parts,
+                                                                                                        maps);
     check(cudaGetLastError(), "launch of prefill attention");
     if (parts.splits == 1) return;
     const index_t heads = sequences_ * kv_heads_, rows = problem.q.tokens * (q_heads_ / kv_heads_) * heads;
@@ -128,7 +132,7 @@ class prefill_attention {
   static constexpr index_t most_splits = 32;  // enough to fill a large device from eight blocks
 
   // What was configured is what is launched: nvcc gives every source file a kernel of its own.
-  void (*entry_)(prefill_problem<View, Out>, detail::prefill_parts) = nullptr;
+  void (*entry_)(prefill_problem<View, Out>, detail::prefill_parts, row_maps) = nullptr;
   index_t sequences_, kv_heads_, q_heads_, places_ = 1;
   int threads_ = kernel::threads, shared_bytes_ = kernel::shared_bytes;
 };

@@ -3,220 +3,372 @@
 
 #include "../../device/barrier.cuh"
 #include "dense_tiles.cuh"
+#include "tensor_map.cuh"
+#include "wgmma.cuh"
 
 TESSERA_NAMESPACE_BEGIN
 namespace cuda {
 namespace detail {
 
-#ifdef __CUDA_ARCH_FEAT_SM90_ALL
-inline constexpr bool compiled_for_hopper = true;
-#else
-inline constexpr bool compiled_for_hopper = false;
-#endif
-
 template <class View>
 inline constexpr bool fits_hopper_prefill = (View::k_dim == 64 || View::k_dim == 128) &&
                                             (View::v_dim == 64 || View::v_dim == 128);
 
-/// d [64, 64] += a [64, 16] b [16, 64] by four warps; a in registers, b in shared memory. Transposed: b's rows are its
-/// depth. Asynchronous: d and a are in use until wait_products.
-template <class T, bool Transposed>
-__device__ __forceinline__ void multiply_async(float (*d)[4], const std::uint32_t (&a)[4], std::uint64_t b) {
-  if constexpr (std::is_same_v<T, bf16>) {
-    asm volatile(
-        "{\n.reg .pred add;\nsetp.ne.b32 add, 1, 0;\n"
-        "wgmma.mma_async.sync.aligned.m64n64k16.f32.bf16.bf16 "
-        "{%0, %1, %2, %3, %4, %5, %6, %7, %8, %9, %10, %11, %12, %13, %14, %15, %16, %17, %18, %19, %20, %21, %22, "
-        "%23, %24, %25, %26, %27, %28, %29, %30, %31}, "
-        "{%32, %33, %34, %35}, %36, add, 1, 1, %37;\n}\n"
-        : "+f"(d[0][0]), "+f"(d[0][1]), "+f"(d[0][2]), "+f"(d[0][3]), "+f"(d[1][0]), "+f"(d[1][1]), "+f"(d[1][2]),
-          "+f"(d[1][3]), "+f"(d[2][0]), "+f"(d[2][1]), "+f"(d[2][2]), "+f"(d[2][3]), "+f"(d[3][0]), "+f"(d[3][1]),
-          "+f"(d[3][2]), "+f"(d[3][3]), "+f"(d[4][0]), "+f"(d[4][1]), "+f"(d[4][2]), "+f"(d[4][3]), "+f"(d[5][0]),
-          "+f"(d[5][1]), "+f"(d[5][2]), "+f"(d[5][3]), "+f"(d[6][0]), "+f"(d[6][1]), "+f"(d[6][2]), "+f"(d[6][3]),
-          "+f"(d[7][0]), "+f"(d[7][1]), "+f"(d[7][2]), "+f"(d[7][3])
-        : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "l"(b), "n"(int(Transposed)));
-  } else {
-    asm volatile(
-        "{\n.reg .pred add;\nsetp.ne.b32 add, 1, 0;\n"
-        "wgmma.mma_async.sync.aligned.m64n64k16.f32.f16.f16 "
-        "{%0, %1, %2, %3, %4, %5, %6, %7, %8, %9, %10, %11, %12, %13, %14, %15, %16, %17, %18, %19, %20, %21, %22, "
-        "%23, %24, %25, %26, %27, %28, %29, %30, %31}, "
-        "{%32, %33, %34, %35}, %36, add, 1, 1, %37;\n}\n"
-        : "+f"(d[0][0]), "+f"(d[0][1]), "+f"(d[0][2]), "+f"(d[0][3]), "+f"(d[1][0]), "+f"(d[1][1]), "+f"(d[1][2]),
-          "+f"(d[1][3]), "+f"(d[2][0]), "+f"(d[2][1]), "+f"(d[2][2]), "+f"(d[2][3]), "+f"(d[3][0]), "+f"(d[3][1]),
-          "+f"(d[3][2]), "+f"(d[3][3]), "+f"(d[4][0]), "+f"(d[4][1]), "+f"(d[4][2]), "+f"(d[4][3]), "+f"(d[5][0]),
-          "+f"(d[5][1]), "+f"(d[5][2]), "+f"(d[5][3]), "+f"(d[6][0]), "+f"(d[6][1]), "+f"(d[6][2]), "+f"(d[6][3]),
-          "+f"(d[7][0]), "+f"(d[7][1]), "+f"(d[7][2]), "+f"(d[7][3])
-        : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "l"(b), "n"(int(Transposed)));
-  }
-}
-__device__ __forceinline__ void begin_products() { asm volatile("wgmma.fence.sync.aligned;" ::: "memory"); }
-__device__ __forceinline__ void commit_products() { asm volatile("wgmma.commit_group.sync.aligned;" ::: "memory"); }
-__device__ __forceinline__ void wait_products() { asm volatile("wgmma.wait_group.sync.aligned 0;" ::: "memory"); }
-
-/// Products have arrived in `d`: keeps the compiler from moving them before that.
-template <int Columns>
-__device__ __forceinline__ void settle(float (&d)[Columns][4]) {
-#pragma unroll
-  for (int i = 0; i < Columns * 4; ++i) asm volatile("" : "+f"(d[i / 4][i % 4])::"memory");
-}
-
-/// Two groups of four warps, 64 query rows each. Queries stay in registers; K and V stream through a ring of three
-/// tiles in rows of 128 bytes, their chunks exchanged as the product's descriptors want it. The groups meet at no
-/// barrier of the block, so that one's exponentials can run beside the other's products.
-/// Lost (TFLOP/s, 16K causal, d 128, bf16, group 4, H200, CUDA 13.0; this gives 460): values' products put off until
-/// the next tile's exponentials 372, so with groups taking turns at a named barrier 390, so with queries in shared
-/// memory 367 and 394.
+/// Two groups of four warps, 64 query rows each, and four warps that fetch, in boxes of the copy engine where they can. Queries
+/// stay in registers; K and V stream through a ring of three tiles in rows of 128 bytes, their chunks exchanged as the product's
+/// descriptors want it. A tile's values are multiplied behind the next tile's keys and beside its exponentials, and the groups take
+/// turns at the products.
+/// Lost (TFLOP/s, 16K causal, d 128, bf16, group 4, H200, CUDA 13.0; this gives 520): exponentials behind both products, which
+/// were 64 columns wide, 500; so without turns 483; so with rows copied one by one 432; no warps that only fetch, and neither 470.
 template <class View, class Out>
-struct prefill_hopper_kernel : prefill_rows<View, Out, 8, 1, 128> {
-  using base = prefill_rows<View, Out, 8, 1, 128>;
-  using base::block_rows, base::D, base::Dv, base::threads, base::tile, base::warp_rows, base::warps;
+struct prefill_hopper_kernel : prefill_rows<View, Out, 8, 1, 128, 4> {
+  using base = prefill_rows<View, Out, 8, 1, 128, 4>;
+  using base::block_rows, base::D, base::Dv, base::tile, base::warp_rows, base::warps;
   using typename base::logits, typename base::place, typename base::problem_type, typename base::running;
   using typename base::T, typename base::weights;
+  static constexpr int copiers = 128, computers = base::threads, threads = computers + copiers;
+  static constexpr int copier_registers = 40, computer_registers = 232;  // of the 168 that each thread begins with
   static constexpr int resident = 1, stages = 3, group_rows = 64, half_bytes = tile * 128;  // of 64 elements a token
   static constexpr int k_bytes = D / 64 * half_bytes, v_bytes = Dv / 64 * half_bytes, stage_bytes = k_bytes + v_bytes;
-  // The queries pass through the ring's last stage before it is first filled.
-  static constexpr int shared_bytes = stages * stage_bytes + 2 * stages * 8;
-  static_assert(block_rows == tile, "tessera: queries are laid out as a tile of keys");
+  /// What the rows see of a tile: of each group, and bits by chunk of slots and row where something is hidden.
+  struct alignas(16) sight {
+    enum : std::uint32_t { met = 1, masked = 2, by_rows = 4 };  // by_rows: written by threads, not in boxes
+    std::uint32_t of_group[2], bits[base::tile_chunks][block_rows];
+  };
+  // The queries pass through the last stage of keys before it is first filled.
+  static constexpr int shared_bytes = stages * (stage_bytes + int(sizeof(sight)) + 4 * 8);
+  static_assert(shared_bytes % 16 == 0, "tessera: what tiles keep lies behind, at a multiple of 16 bytes");
+  static_assert(block_rows == tile && copiers == block_rows,
+                "tessera: queries are laid out as a tile of keys, and each thread that fetches looks at one row");
 
   /// Where 16-byte chunk `chunk` of row `row` lies in a tensor of rows.
   __device__ static std::uint32_t swizzled(int row, int chunk) {
     return std::uint32_t(chunk / 8 * half_bytes + row * 128 + ((chunk ^ row) & 7) * 16);
   }
-  /// Descriptor of an operand at `address`: groups of eight 128-byte rows, 1024 bytes apart, 128-byte swizzle.
-  __device__ static std::uint64_t descriptor(std::uint32_t address) {
-    return std::uint64_t(address >> 4 & 0x3fffu) | 1ull << 16 | 64ull << 32 | 1ull << 62;
+  /// Descriptor of an operand at `address`: groups of eight 128-byte rows, 1024 bytes apart, 128-byte swizzle. Of values the second
+  /// 64 elements of a row lie `half_bytes` behind the first. To add n is to go 16 n bytes on.
+  __device__ static std::uint64_t descriptor(std::uint32_t address, int apart = 16) {
+    return std::uint64_t(address / 16) | std::uint64_t(apart / 16) << 16 | 64ull << 32 | 1ull << 62;
   }
 
-  template <class Tiles>
-  __device__ static void stage(const problem_type& p, const Tiles& tiles, index_t t, std::uint32_t to, int warp,
-                               int lane) {
-    tiles.copy(
-        p, t, warp, lane, [&](int token, int chunk) { return to + swizzled(token, chunk); },
-        [&](int token, int chunk) { return to + k_bytes + swizzled(token, chunk); });
-  }
+  /// Where a tile lies in the ring, and the parity of its barriers.
+  struct ring_place {
+    int stage = 0;
+    std::uint32_t parity = 0;
+    __device__ void advance() {
+      if (++stage == stages) stage = 0, parity ^= 1;
+    }
+  };
+  /// Shared memory: keys, values, sights and barriers of each stage. A tile's sight comes and goes with its keys.
+  struct ring {
+    unsigned char* memory;
+    std::uint32_t shared;
+
+    __device__ explicit ring(unsigned char* of_block) : memory(of_block), shared(shared_address(of_block)) {}
+    __device__ std::uint32_t keys(int stage) const { return shared + std::uint32_t(stage * k_bytes); }
+    __device__ std::uint32_t values(int stage) const {
+      return shared + std::uint32_t(stages * k_bytes + stage * v_bytes);
+    }
+    __device__ sight& sight_of(int stage) const {
+      return reinterpret_cast<sight*>(memory + stages * stage_bytes)[stage];
+    }
+    __device__ std::uint32_t keys_filled(int stage) const {
+      return shared + std::uint32_t(stages * (stage_bytes + int(sizeof(sight))) + stage * 8);
+    }
+    __device__ std::uint32_t keys_freed(int stage) const { return keys_filled(stage) + stages * 8; }
+    __device__ std::uint32_t values_filled(int stage) const { return keys_filled(stage) + stages * 16; }
+    __device__ std::uint32_t values_freed(int stage) const { return keys_filled(stage) + stages * 24; }
+    __device__ void begin() const {
+      for (int i = 0; i < stages; ++i) {
+        init_barrier(keys_filled(i), 2 * copiers), init_barrier(keys_freed(i), computers);
+        init_barrier(values_filled(i), copiers), init_barrier(values_freed(i), computers);
+      }
+    }
+    __device__ std::uint32_t queries() const { return keys(stages - 1); }
+  };
 
   template <class Tiles>
-  __device__ static void run(const problem_type& p, const prefill_parts& parts,
+  __device__ static void run(const problem_type& p, const prefill_parts& parts, const row_maps& maps,
                              const typename Tiles::argument& argument) {
     extern __shared__ __align__(1024) unsigned char wide_memory[];
     const int warp = threadIdx.x / 32, lane = threadIdx.x % 32;
     Tiles tiles(p, parts, argument, wide_memory + shared_bytes);
-    const place at = tiles.at;
-    const index_t warp_row = tiles.first_row + warp * warp_rows, group_row = tiles.first_row + warp / 4 * group_rows;
-    const std::uint32_t shared = shared_address(wide_memory);
-    // Tiles are numbered through all pieces: `done` of them lie behind.
-    index_t done = 0;
-    const auto ring = [&](index_t t) { return shared + std::uint32_t((done + t) % stages * stage_bytes); };
-    const auto filled = [&](index_t t) {
-      return shared + std::uint32_t(stages * stage_bytes + (done + t) % stages * 8);
-    };
-    const auto freed = [&](index_t t) { return filled(t) + stages * 8; };
-    const auto phase = [&](index_t t) { return std::uint32_t((done + t) / stages & 1); };
-    if (threadIdx.x == 0) {
-      for (int i = 0; i < stages; ++i) init_barrier(filled(i), threads), init_barrier(freed(i), threads);
+    const ring stored(wide_memory);
+    if (threadIdx.x == 0) stored.begin();
+    const index_t warp_row = tiles.first_row + warp * warp_rows;
+    if (warp < warps) {
+      base::copy_queries(p, tiles.at, warp_row, lane,
+                         [&](int r, int chunk) { return stored.queries() + swizzled(warp * warp_rows + r, chunk); });
+      commit_copies();
     }
-    const std::uint32_t queries = shared + (stages - 1) * stage_bytes;
-    base::copy_queries(p, at, warp_row, lane,
-                       [&](int r, int chunk) { return queries + swizzled(warp * warp_rows + r, chunk); });
-    commit_copies();
     index_t count = tiles.gather(p);
     __syncthreads();  // the barriers are there
-    const auto fetch = [&](index_t t) {
-      stage(p, tiles, t, ring(t), warp, lane);
-      if constexpr (View::is_raw)
-        arrive_after_copies(filled(t));
-      else
-        arrive(filled(t));  // decoded rows were stored, not copied
+    // Goes on to the next piece, or to the first again if a value that a row must not see reached its output: only then are values
+    // looked at, which takes as long as the products. All threads call it, each role in its place.
+    bool careful = false;
+    const auto next_piece = [&](bool spoilt) {
+      if constexpr (!Tiles::one_piece) {
+        if (tiles.has_more()) {
+          count = tiles.gather(p);
+          return true;
+        }
+      }
+      if (careful || !__syncthreads_or(spoilt)) return false;
+      careful = true;
+      tiles.rewind(p);
+      count = tiles.gather(p);
+      return true;
     };
-    for (index_t t = 0; t < min(count, stages - 1); ++t) fetch(t);
-    wait_copies<0>();
-    __syncwarp();
-    std::uint32_t q[D / 16][4];
+    ring_place at;
+    if (warp >= warps) {
+      give_registers<copier_registers>();
+      do {
+        fetch(p, maps, tiles, stored, count, at);
+      } while (next_piece(false));
+    } else {
+      take_registers<computer_registers>();
+      wait_copies<0>();
+      __syncwarp();
+      std::uint32_t q[D / 16][4];
+#pragma unroll
+      for (int step = 0; step < D / 16; ++step) {
+        load_matrices(q[step], stored.queries() + swizzled(warp * warp_rows + lane % 16, step * 2 + lane / 16));
+      }
+      fence_async();  // boxes of keys are written there next
+      arrive(stored.keys_freed(stages - 1));
+      const typename base::logit_scale scale(p.rule);
+      running state;
+      if (warp / 4 == 1) end_turn(1);  // the first group begins
+      bool again = true;
+      while (true) {
+        if (again) base::clear(state);
+        attend(stored, q, scale, careful, count, at, state);
+        bool spoilt = false;
+#pragma unroll
+        for (int i = 0; i < Dv / 2; ++i) spoilt = spoilt || state.out[0][i / 4][i % 4] != state.out[0][i / 4][i % 4];
+        const bool was_careful = careful;
+        if (!next_piece(spoilt)) break;
+        again = careful != was_careful;
+      }
+      base::finish(p, parts, tiles.at, warp_row, lane, state);
+    }
+  }
+
+ private:
+  /// Arrives once a sum of weights is there: what follows is not waited for before, as the assembler would have it.
+  __device__ static void arrive_after(std::uint32_t barrier, float sum) {
+    asm volatile(
+        "{\n.reg .pred there;\nsetp.geu.f32 there, %1, 0f00000000;\n"
+        "@there mbarrier.arrive.shared::cta.b64 _, [%0];\n}\n" ::"r"(barrier),
+        "f"(sum)
+        : "memory");
+  }
+  /// A barrier for each group's turn at the products.
+  __device__ static void wait_turn(int group) { wait_at(1 + group, computers); }
+  __device__ static void end_turn(int group) { arrive_at(2 - group, computers); }
+
+  /// Fetches the tiles of a piece, and says what each row sees of them: a thread looks at one row.
+  template <class Tiles>
+  __device__ static void fetch(const problem_type& p, const row_maps& maps, Tiles& tiles, const ring& stored,
+                               index_t count, ring_place& at) {
+    const int own = int(threadIdx.x) - computers, warp = own / 32;
+    const index_t own_group = tiles.first_row + own / group_rows * group_rows;
+    tiles.ask(p, own_group, group_rows);
+    // Boxes of a tile's keys or values: a lane asks for one of them.
+    const auto copy_boxes = [&](const CUtensorMap& map, index_t t, std::uint32_t to, int dim, std::uint32_t barrier) {
+      if (own == 0)
+        arrive_expecting(barrier, std::uint32_t(dim / 64 * half_bytes));
+      else
+        arrive(barrier);
+      if (warp > 0) return;
+      __syncwarp();
+      const int boxes = tile / maps.box_rows;
+      for (int i = threadIdx.x % 32; i < boxes * (dim / 64); i += 32) {
+        const int half = i / boxes, row = i % boxes * maps.box_rows;
+        const slot_address from = p.view.table.locate(tiles.at.sequence, tiles.at.head, tiles.slot_of(t, row));
+        copy_box(to + std::uint32_t(half * half_bytes + row * 128), map, half * 64, from.row,
+                 tiles.at.head * maps.head_step, from.outer * maps.outer_step, barrier);
+      }
+    };
+    const auto arrive_filled = [](std::uint32_t barrier) {
+      if constexpr (View::is_raw)
+        arrive_after_copies(barrier);
+      else
+        arrive(barrier);  // decoded rows were stored, not copied
+    };
+#pragma unroll 1
+    for (index_t t = 0; t < count; ++t, at.advance()) {
+      const int stage = at.stage;
+      int lane = threadIdx.x % 32;
+      asm volatile("" : "+r"(lane));  // keeps the addresses of a tile's rows from being held in registers
+      const index_t slot = tiles.slot_of(t, warp * base::warp_share + lane);
+      const bool in_boxes = maps.box_rows > 0 && tiles.is_in_chunks(t);
+      // The last stage of keys is freed once more than the others: by the queries.
+      wait_phase(stored.keys_freed(stage), at.parity ^ (stage == stages - 1 ? 0 : 1));
+      if (in_boxes) {
+        copy_boxes(maps.k, t, stored.keys(stage), D, stored.keys_filled(stage));
+      } else {
+        base::copy_keys(p, tiles.at, slot, warp, lane,
+                        [&](int token, int chunk) { return stored.keys(stage) + swizzled(token, chunk); });
+        arrive_filled(stored.keys_filled(stage));
+      }
+      const bool met = own_group < tiles.at.query_rows && tiles.meets(p, t), masked = met && tiles.is_masked(p, t);
+      sight& seen = stored.sight_of(stage);
+      if (own % group_rows == 0) {
+        seen.of_group[own / group_rows] =
+            (met ? sight::met : 0) | (masked ? sight::masked : 0) | (in_boxes ? 0 : sight::by_rows);
+      }
+      if (masked) {
+        std::uint32_t bits[base::tile_chunks];
+        tiles.seen(p, t, tiles.first_row + own, bits);
+#pragma unroll
+        for (int c = 0; c < base::tile_chunks; ++c) seen.bits[c][own] = bits[c];
+      }
+      arrive(stored.keys_filled(stage));
+      wait_phase(stored.values_freed(stage), at.parity ^ 1);
+      if (in_boxes) {
+        copy_boxes(maps.v, t, stored.values(stage), Dv, stored.values_filled(stage));
+      } else {
+        base::copy_values(p, tiles.at, slot, warp, lane,
+                          [&](int token, int chunk) { return stored.values(stage) + swizzled(token, chunk); });
+        arrive_filled(stored.values_filled(stage));
+      }
+    }
+  }
+
+  __device__ static void multiply_keys(logits& s, const std::uint32_t (&q)[D / 16][4], std::uint32_t keys) {
+    const std::uint64_t first = descriptor(keys);
 #pragma unroll
     for (int step = 0; step < D / 16; ++step) {
-      load_matrices(q[step], queries + swizzled(warp * warp_rows + lane % 16, step * 2 + lane / 16));
+      multiply_async<T, tile, false>(s[0], q[step], first + (step / 4 * half_bytes + step % 4 * 32) / 16, step > 0);
     }
-    __syncthreads();  // all have their queries: the last stage is free
-    tiles.ask(p, group_row, group_rows);
-    const typename base::logit_scale scale(p.rule);
-    const bool idle = group_row >= at.query_rows;
-    running state;
-    base::clear(state);
+    commit_products();
+  }
+  __device__ static void multiply_values(const weights& w, std::uint32_t values, running& state) {
+    const std::uint64_t first = descriptor(values, half_bytes);
+#pragma unroll
+    for (int k = 0; k < tile / 16; ++k) multiply_async<T, Dv, true>(state.out[0], w[0][k], first + k * 16 * 128 / 16);
+    commit_products();
+  }
+  /// Between ordinary reads and writes of shared memory and those of products and the copy engine.
+  __device__ static void fence_async() { asm volatile("fence.proxy.async.shared::cta;" ::: "memory"); }
+
+  /// Attends the tiles of a piece, by the warps of a group.
+  __device__ static void attend(const ring& stored, const std::uint32_t (&q)[D / 16][4],
+                                const typename base::logit_scale& scale, bool careful, index_t count, ring_place& at,
+                                running& state) {
+    const int warp = threadIdx.x / 32, lane = threadIdx.x % 32, group = warp / 4;
+    weights w;
+    bool pending = false;  // are the weights of the tile before still to be multiplied with its values?
+    bool by_rows = false, before_by_rows = false;  // what threads have copied
+    const auto wait_values = [&](const ring_place& of, bool copied_by_rows) {
+      wait_phase(stored.values_filled(of.stage), of.parity);
+      if (copied_by_rows) fence_async();
+    };
+    ring_place before = at;
+    const auto multiply_pending = [&] {
+      settle(state.out[0]);
+      begin_products();
+      multiply_values(w, stored.values(before.stage), state);
+      wait_products();
+      settle(state.out[0]);
+      pending = false;
+    };
+    const auto hide = [&](logits& s, const sight& seen) {
+      base::mask(s, lane, [&](int r, int c) { return seen.bits[c][warp * warp_rows + r * 8 + lane / 4]; });
+    };
+    // Every lane arrives: racecheck takes one for its warp as no order.
+    const auto leave = [&](std::uint32_t barrier) {
+      __syncwarp();
+      arrive(barrier);
+    };
 #pragma unroll 1
-    while (true) {
-#pragma unroll 1
-      for (index_t t = 0; t < count; ++t) {
-        wait_phase(filled(t), phase(t));
-        asm volatile("fence.proxy.async.shared::cta;" ::
-                         : "memory");  // copies were ordinary writes, products read as async
-        const std::uint32_t keys = ring(t), values = keys + k_bytes;
-        // The next tile but one goes where the one before this lay, once both groups have left that. The first tile of a
-        // piece has none before it: all have left the piece before.
-        const auto fetch_next = [&] {
-          if (t + stages - 1 >= count) return;
-          if (t > 0) wait_phase(freed(t - 1), phase(t - 1));
-          fetch(t + stages - 1);
-        };
-        if (!idle && tiles.meets(p, t)) {
-          logits s = {};
-          settle(s[0]);
-          begin_products();
-#pragma unroll
-          for (int part = 0; part < tile / 64; ++part) {
-#pragma unroll
-            for (int step = 0; step < D / 16; ++step) {
-              multiply_async<T, false>(
-                  s[0] + part * 8, q[step],
-                  descriptor(keys + std::uint32_t(step / 4 * half_bytes + part * 64 * 128 + step % 4 * 32)));
-            }
-          }
-          commit_products();
-          wait_products();
-          settle(s[0]);
-          scale.apply(s);
-          const bool masked = tiles.is_masked(p, t);
-          if (masked) tiles.mask(p, warp_row, t, lane, s);
-          weights w;
-          base::normalise(scale.factor, s, w, state);
-          // 0 * NaN is NaN: a token that a row must not see would reach its output.
-          const auto chunk = [&](int token, int i) { return wide_memory + (values - shared) + swizzled(token, i); };
-          if (masked && !base::all_finite(chunk, lane)) {
-            const auto fragment = [&](int k, int pair) {
-              return values + swizzled(k * 16 + lane / 8 % 2 * 8 + lane % 8, pair * 2 + lane / 16);
-            };
-            base::multiply_visible_values(w, fragment, state);
-            fetch_next();
-          } else {
-            settle(state.out[0]);
-            begin_products();
-#pragma unroll
-            for (int k = 0; k < tile / 16; ++k) {
-#pragma unroll
-              for (int part = 0; part < Dv / 64; ++part) {
-                multiply_async<T, true>(state.out[0] + part * 8, w[0][k],
-                                        descriptor(values + std::uint32_t(part * half_bytes + k * 16 * 128)));
-              }
-            }
-            commit_products();
-            fetch_next();
-            wait_products();
-            settle(state.out[0]);
-          }
-        } else {
-          fetch_next();
-        }
-        __syncwarp();
-        arrive(freed(t));  // every lane: racecheck takes one for its warp as no order
+    for (index_t t = 0; t < count; ++t, at.advance()) {
+      wait_phase(stored.keys_filled(at.stage), at.parity);
+      const sight& seen = stored.sight_of(at.stage);
+      const std::uint32_t of_group = seen.of_group[group];
+      by_rows = of_group & sight::by_rows;
+      if (by_rows) fence_async();
+      if (t > 0) wait_values(before, before_by_rows);
+      const bool masked = of_group & sight::masked;
+      wait_turn(group);
+      if (!(of_group & sight::met)) {
+        if (pending) multiply_pending();
+        end_turn(group);
+        leave(stored.keys_freed(at.stage));
+        if (t > 0) leave(stored.values_freed(before.stage));
+        before = at, before_by_rows = by_rows;
+        continue;
       }
-      if constexpr (Tiles::one_piece) break;
-      if (!tiles.has_more()) break;
-      __syncthreads();  // all have left the piece, its list and its tiles
-      done += count;
-      count = tiles.gather(p);
-      for (index_t t = 0; t < min(count, stages - 1); ++t) fetch(t);
+      logits s;
+      settle(s[0]);
+      typename base::shrinking asked;
+      // Exponentials run beside the values' products. While products are under way there is no branch: the compiler would wait
+      // for each.
+      const auto overlap = [&](auto hidden) {
+        settle(state.out[0]);
+        begin_products();
+        multiply_keys(s, q, stored.keys(at.stage));
+        multiply_values(w, stored.values(before.stage), state);
+        end_turn(group);
+        wait_products<1>();
+        settle(s[0]);
+        if constexpr (hidden.value) hide(s, seen);
+        asked = base::normalise(scale.factor, s, state);
+        settle(s[0]);
+        __syncwarp();
+        arrive_after(stored.keys_freed(at.stage), state.sum[0] + state.sum[1]);
+        wait_products();
+        settle(state.out[0]);
+        leave(stored.values_freed(before.stage));
+      };
+      if (pending && !scale.first) {
+        if (masked)
+          overlap(std::true_type{});
+        else
+          overlap(std::false_type{});
+      } else {
+        begin_products();
+        multiply_keys(s, q, stored.keys(at.stage));
+        if (!pending) end_turn(group);
+        wait_products();
+        settle(s[0]);
+        if (pending) {
+          multiply_pending();
+          end_turn(group);
+        }
+        scale.apply(s);
+        if (masked) hide(s, seen);
+        leave(stored.keys_freed(at.stage));
+        if (t > 0) leave(stored.values_freed(before.stage));
+        asked = base::normalise(scale.factor, s, state);
+      }
+      base::shrink(asked, state);
+      base::pack(s, w);
+      pending = true;
+      // 0 * NaN is NaN: a token that a row must not see would reach its output.
+      if (careful && masked) {
+        const std::uint32_t values = stored.values(at.stage);
+        wait_values(at, by_rows);
+        const auto chunk = [&](int token, int i) {
+          return stored.memory + (values - stored.shared) + swizzled(token, i);
+        };
+        if (!base::all_finite(chunk, lane)) {
+          const auto fragment = [&](int k, int pair) {
+            return values + swizzled(k * 16 + lane / 8 % 2 * 8 + lane % 8, pair * 2 + lane / 16);
+          };
+          base::multiply_visible_values(w, fragment, state);
+          pending = false;
+        }
+        fence_async();
+      }
+      before = at, before_by_rows = by_rows;
     }
-    if (!idle) base::finish(p, parts, at, warp_row, lane, state);
+    if (count == 0) return;
+    wait_values(before, before_by_rows);
+    if (pending) multiply_pending();
+    __syncwarp();
+    arrive(stored.values_freed(before.stage));
   }
 };
 

@@ -2,6 +2,7 @@
 #pragma once
 
 #include "dense_tiles.cuh"
+#include "tensor_map.cuh"
 
 TESSERA_NAMESPACE_BEGIN
 namespace cuda {
@@ -31,9 +32,12 @@ struct prefill_kernel : prefill_rows_of<View, Out> {
   template <class Tiles>
   __device__ static void stage(const problem_type& p, const Tiles& tiles, index_t t, std::uint32_t to, int warp,
                                int lane) {
-    tiles.copy(
-        p, t, warp, lane, [&](int token, int chunk) { return to + std::uint32_t(token * k_row + chunk * 16); },
-        [&](int token, int chunk) { return to + std::uint32_t(tile * k_row + token * v_row + chunk * 16); });
+    const index_t slot = tiles.slot_of(t, warp * base::warp_share + lane % base::warp_share);
+    base::copy_keys(p, tiles.at, slot, warp, lane,
+                    [&](int token, int chunk) { return to + std::uint32_t(token * k_row + chunk * 16); });
+    base::copy_values(p, tiles.at, slot, warp, lane, [&](int token, int chunk) {
+      return to + std::uint32_t(tile * k_row + token * v_row + chunk * 16);
+    });
   }
 
   __device__ static void multiply_keys(std::uint32_t queries, std::uint32_t keys, int lane, logits& s) {
@@ -81,7 +85,7 @@ struct prefill_kernel : prefill_rows_of<View, Out> {
   }
 
   template <class Tiles>
-  __device__ static void run(const problem_type& p, const prefill_parts& parts,
+  __device__ static void run(const problem_type& p, const prefill_parts& parts, const row_maps&,
                              const typename Tiles::argument& argument) {
     extern __shared__ __align__(128) unsigned char memory[];
     const int warp = threadIdx.x / 32, lane = threadIdx.x % 32;
@@ -114,9 +118,12 @@ struct prefill_kernel : prefill_rows_of<View, Out> {
         multiply_keys(queries, keys, lane, s);
         scale.apply(s);
         const bool masked = tiles.is_masked(p, t);
-        if (masked) tiles.mask(p, warp_row, t, lane, s);
+        if (masked) {
+          base::mask(s, lane, [&](int r, int c) { return tiles.seen(p, t, c, warp_row + r * 8 + lane / 4); });
+        }
         weights w;
-        base::normalise(scale.factor, s, w, state);
+        base::shrink(base::normalise(scale.factor, s, state), state);
+        base::pack(s, w);
         // 0 * NaN is NaN: a token that a row must not see would reach its output.
         const auto chunk = [&](int token, int i) { return memory + (values - shared) + token * v_row + i * 16; };
         if (masked && !base::all_finite(chunk, lane)) {

@@ -36,9 +36,9 @@ struct prefill_parts {
   float2* state = nullptr;  // reference (base 2) and sum
 };
 
-/// A block of Warps * RowTiles * 16 query rows against tiles of Tile tokens. A warp's logits, weights and outputs lie
-/// in the fragments of 16-row matrix products, RowTiles of them.
-template <class View, class Out, int Warps, int RowTiles, int Tile>
+/// A block of Warps * RowTiles * 16 query rows against tiles of Tile tokens, which Copiers warps fetch. A warp's logits, weights and
+/// outputs lie in the fragments of 16-row matrix products, RowTiles of them.
+template <class View, class Out, int Warps, int RowTiles, int Tile, int Copiers = Warps>
 struct prefill_rows {
   using T = typename View::element_type;
   using problem_type = prefill_problem<View, Out>;
@@ -72,6 +72,26 @@ struct prefill_rows {
             first_newer(p, at, newest)};
   }
 
+  static constexpr int chunk_slots = 32, tile_chunks = tile / chunk_slots;
+  /// Bits [0, count) of a word; none for a negative count.
+  __device__ __forceinline__ static std::uint32_t low_bits(index_t count) {
+    return count >= 32 ? ~0u : count <= 0 ? 0u : (1u << count) - 1;
+  }
+  /// Which of the 32 slots from `first` on the rule shows to a query.
+  __device__ static std::uint32_t visible_slots(const problem_type& p, const place& at, index_t query, index_t first) {
+    const std::uint32_t stored = low_bits(at.stored - first);
+    if (!p.view.positions) {
+      const index_t behind = query - first, window = p.rule.sliding_window;
+      return stored & low_bits(behind + 1) & ~(window > 0 ? low_bits(behind + 1 - window) : 0u);
+    }
+    std::uint32_t visible = 0;
+    for (std::uint32_t left = stored; left != 0; left &= left - 1) {
+      const index_t slot = first + __ffs(int(left)) - 1;
+      if (p.rule.visible(query, p.view.position(at.sequence, at.head, slot))) visible |= left & (0u - left);
+    }
+    return visible;
+  }
+
   /// logit_rule::cap to an absolute error of about 1e-7 soft caps, at a tenth of the library's cost.
   __device__ static float capped(float scaled, float soft_cap) {
     return soft_cap - __fdividef(2 * soft_cap, power_of_two(scaled * (2 * log2e / soft_cap)) + 1);
@@ -82,19 +102,20 @@ struct prefill_rows {
   template <int Rows, int Chunks, class To>
   __device__ static void copy_rows(const T* row, bool row_valid, int lane, const To& to) {
     constexpr int copies = Rows * Chunks;
-#pragma unroll
+    constexpr int at_once = Copiers == Warps ? copies / 32 + 1 : 8;  // warps that only copy have few registers
+    const unsigned valid_rows = __ballot_sync(~0u, row_valid);
+#pragma unroll at_once
     for (int i = 0; i < (copies + 31) / 32; ++i) {
       const int id = i * 32 + lane, r = id / Chunks, chunk = id % Chunks;
       const T* from = reinterpret_cast<const T*>(__shfl_sync(~0u, reinterpret_cast<unsigned long long>(row), r));
-      const bool valid = __shfl_sync(~0u, int(row_valid), r);
-      if (copies % 32 == 0 || id < copies) copy_async16(to(r, chunk), from + chunk * 8, valid);
+      if (copies % 32 == 0 || id < copies) copy_async16(to(r, chunk), from + chunk * 8, valid_rows >> r & 1);
     }
   }
   /// The same for encoded rows, which are decoded at once.
   template <int Rows, int Chunks, class Stored, class To>
   __device__ static void decode_rows(const Stored* row, float scale, bool row_valid, int lane, const To& to) {
     constexpr int copies = Rows * Chunks;
-#pragma unroll 2
+#pragma unroll 4
     for (int i = 0; i < (copies + 31) / 32; ++i) {
       const int id = i * 32 + lane, r = id / Chunks % Rows, chunk = id % Chunks;
       const auto from = __shfl_sync(~0u, reinterpret_cast<unsigned long long>(row), r);
@@ -105,24 +126,33 @@ struct prefill_rows {
       }
     }
   }
-  /// Copies a warp's share of a tile, zeros where not valid; `mine` is the slot of the tile's row
+  /// Copy a warp's share of a tile's keys or values, zeros where nothing is stored; `mine` is the slot of the tile's row
   /// `warp_share * warp + lane % warp_share`. Rows are numbered within the tile.
-  static constexpr int warp_share = tile / warps;
-  template <class ToKey, class ToValue>
-  __device__ static void copy_tile(const problem_type& p, const place& at, index_t mine, bool valid, int warp, int lane,
-                                   const ToKey& to_key, const ToValue& to_value) {
-    constexpr int share = warp_share;
+  static constexpr int warp_share = tile / Copiers;
+  template <class To>
+  __device__ static void copy_keys(const problem_type& p, const place& at, index_t mine, int warp, int lane,
+                                   const To& to) {
+    const bool valid = mine < at.stored;
     const index_t slot = valid ? mine : 0;
-    const auto* k = p.view.key(at.sequence, at.head, slot);
-    const auto* v = p.view.value(at.sequence, at.head, slot);
-    const auto key_at = [&](int r, int chunk) { return to_key(warp * share + r, chunk); };
-    const auto value_at = [&](int r, int chunk) { return to_value(warp * share + r, chunk); };
+    const auto* row = p.view.key(at.sequence, at.head, slot);
+    const auto key_at = [&](int r, int chunk) { return to(warp * warp_share + r, chunk); };
     if constexpr (View::is_raw) {
-      copy_rows<share, D / 8>(k, valid, lane, key_at);
-      copy_rows<share, Dv / 8>(v, valid, lane, value_at);
+      copy_rows<warp_share, D / 8>(row, valid, lane, key_at);
     } else {
-      decode_rows<share, D / 8>(k, p.view.key_scale(at.sequence, at.head, slot), valid, lane, key_at);
-      decode_rows<share, Dv / 8>(v, p.view.value_scale(at.sequence, at.head, slot), valid, lane, value_at);
+      decode_rows<warp_share, D / 8>(row, p.view.key_scale(at.sequence, at.head, slot), valid, lane, key_at);
+    }
+  }
+  template <class To>
+  __device__ static void copy_values(const problem_type& p, const place& at, index_t mine, int warp, int lane,
+                                     const To& to) {
+    const bool valid = mine < at.stored;
+    const index_t slot = valid ? mine : 0;
+    const auto* row = p.view.value(at.sequence, at.head, slot);
+    const auto value_at = [&](int r, int chunk) { return to(warp * warp_share + r, chunk); };
+    if constexpr (View::is_raw) {
+      copy_rows<warp_share, Dv / 8>(row, valid, lane, value_at);
+    } else {
+      decode_rows<warp_share, Dv / 8>(row, p.view.value_scale(at.sequence, at.head, slot), valid, lane, value_at);
     }
   }
   /// Copies the query rows of a warp, which begin at `first_row`.
@@ -150,6 +180,22 @@ struct prefill_rows {
       for (int n = 0; n < Dv / 8; ++n) state.out[r / 2][n][r % 2 * 2] = state.out[r / 2][n][r % 2 * 2 + 1] = 0;
     }
   }
+  /// Hides what rows do not see: `seen(r, c)` has the bits of slots [32 c, 32 c + 32) of the tile for row lane / 4 + 8 r of the warp.
+  template <class Seen>
+  __device__ static void mask(logits& s, int lane, const Seen& seen) {
+#pragma unroll
+    for (int c = 0; c < tile_chunks; ++c) {
+#pragma unroll
+      for (int r = 0; r < row_tiles * 2; ++r) {
+        const std::uint32_t mine = seen(r, c) >> (lane % 4 * 2);
+#pragma unroll
+        for (int i = 0; i < 8; ++i) {
+          float& x = s[r / 2][c * 4 + i / 2][r % 2 * 2 + i % 2];
+          x = mine >> (i / 2 * 8 + i % 2) & 1 ? x : -infinity;
+        }
+      }
+    }
+  }
   using weights = std::uint32_t[row_tiles][tile / 16][4];
 
   /// Cap and scale, where they come before the maximum: capped logits, and those of a negative scale.
@@ -171,10 +217,16 @@ struct prefill_rows {
     }
   };
 
-  /// Logits become weights relative to the reference, which follows the maximum.
-  __device__ static void normalise(float factor, logits& s, weights& w, running& state) {
-    float next[row_tiles * 2];
-    bool grown = false;
+  /// What outputs are multiplied by when a row's reference grows.
+  struct shrinking {
+    float by[row_tiles * 2];
+    bool any;
+  };
+  /// Logits become weights relative to the reference, which follows the maximum; outputs are left to `shrink`. No branches: products
+  /// may be under way.
+  __device__ static shrinking normalise(float factor, logits& s, running& state) {
+    shrinking result;
+    result.any = false;
 #pragma unroll
     for (int r = 0; r < row_tiles * 2; ++r) {
       float top = -infinity;
@@ -184,32 +236,44 @@ struct prefill_rows {
       // Weights up to 2^8 do no harm, so that outputs are rescaled a few times in all, not once a tile. Each row
       // decides for itself: its bits do not depend on the rows beside it, nor on how a prompt is cut into chunks.
       top *= factor;
-      next[r] = top > state.reference[r] + 8 ? top : state.reference[r];
-      grown |= next[r] != state.reference[r];
-    }
-    if (__any_sync(~0u, grown)) {
-#pragma unroll
-      for (int r = 0; r < row_tiles * 2; ++r) {
-        // Nothing seen so far: outputs are 0 and stay so.
-        const float shrink = next[r] == state.reference[r] ? 1.0f : power_of_two(state.reference[r] - next[r]);
-        state.reference[r] = next[r];
-        state.sum[r] *= shrink;
-#pragma unroll
-        for (int n = 0; n < Dv / 8; ++n) {
-          state.out[r / 2][n][r % 2 * 2] *= shrink;
-          state.out[r / 2][n][r % 2 * 2 + 1] *= shrink;
-        }
-      }
+      const float next = top > state.reference[r] + 8 ? top : state.reference[r];
+      // Nothing seen so far: outputs are 0 and stay so.
+      const bool same = next == state.reference[r];
+      result.by[r] = same ? 1.0f : power_of_two(state.reference[r] - next);
+      result.any = result.any || !same;
+      state.reference[r] = next;
     }
 #pragma unroll
     for (int r = 0; r < row_tiles * 2; ++r) {
       const float reference = state.reference[r] == -infinity ? 0.0f : state.reference[r];
+      state.sum[r] *= result.by[r];
 #pragma unroll
       for (int n = 0; n < tile / 8; ++n) {
-        const float low = power_of_two(fmaf(s[r / 2][n][r % 2 * 2], factor, -reference));
-        const float high = power_of_two(fmaf(s[r / 2][n][r % 2 * 2 + 1], factor, -reference));
+        float &low = s[r / 2][n][r % 2 * 2], &high = s[r / 2][n][r % 2 * 2 + 1];
+        low = power_of_two(fmaf(low, factor, -reference)), high = power_of_two(fmaf(high, factor, -reference));
         state.sum[r] += low + high;
-        w[r / 2][n / 2][n % 2 * 2 + r % 2] = pack_pair<T>(low, high);
+      }
+    }
+    return result;
+  }
+  __device__ static void shrink(const shrinking& asked, running& state) {
+    if (!__any_sync(~0u, asked.any)) return;
+#pragma unroll
+    for (int r = 0; r < row_tiles * 2; ++r) {
+#pragma unroll
+      for (int n = 0; n < Dv / 8; ++n) {
+        state.out[r / 2][n][r % 2 * 2] *= asked.by[r];
+        state.out[r / 2][n][r % 2 * 2 + 1] *= asked.by[r];
+      }
+    }
+  }
+  /// Weights as the product with values takes them.
+  __device__ static void pack(const logits& s, weights& w) {
+#pragma unroll
+    for (int r = 0; r < row_tiles * 2; ++r) {
+#pragma unroll
+      for (int n = 0; n < tile / 8; ++n) {
+        w[r / 2][n / 2][n % 2 * 2 + r % 2] = pack_pair<T>(s[r / 2][n][r % 2 * 2], s[r / 2][n][r % 2 * 2 + 1]);
       }
     }
   }

@@ -15,7 +15,7 @@ namespace cuda {
 
 /// Recipes that read the best blocks of packed rows and all that are not packed. The means lie in the segments; nothing is kept here.
 template <class Recipe, class View, class Out>
-class block_reader {
+class block_reader : public reader_without_index<Recipe> {
   using T = typename View::element_type;
   using store_type = kv_store<typename Recipe::layout_type>;
 
@@ -42,17 +42,6 @@ class block_reader {
   }
   void adopt(operation&& fitted) { step_ = std::move(fitted); }
 
-  void require_covered(const planned<Recipe>&) const {}
-  void require_fits(offset_t) const {}
-  std::vector<detail::gathered_column> gathered() const { return {}; }
-  template <class... Any>
-  void set_plan(const Any&...) {}
-  void clear(index_t, cudaStream_t) {}
-  template <class... Any>
-  void refresh(const Any&...) const {}
-  template <class... Any>
-  void rebuild(const Any&...) const {}
-
   /// `chosen`: blocks.
   bool choose(index_t, const View& view, const rows_view<const T>& q, const index_t* first, const logit_rule& rule,
               const rows_view<Out>& out, const rows_view<float>& lse, selection_view& chosen,
@@ -67,10 +56,6 @@ class block_reader {
                                     const std::vector<index_t>& blocks) {
     return store.slots_of_blocks(layer, id, blocks);
   }
-  template <class... Any>
-  void complete(const Any&...) const {}
-
-  offset_t bytes(const planned<Recipe>&, index_t) const { return 0; }
   offset_t attended(const planned<Recipe>&, offset_t n, const head_place& of) const {
     return of.newest + std::min<offset_t>(n - of.newest, step_.read);
   }

@@ -4,16 +4,31 @@
 #include "../../../../core/query_statistics.hpp"
 #include "../../device/check.cuh"
 #include "../../device/memory.cuh"
+#include "../../device/mma.cuh"
 
 TESSERA_NAMESPACE_BEGIN
 namespace cuda {
 namespace detail {
 
-inline constexpr int moments_threads = 256;
+inline constexpr int moments_threads = 256, moments_blocks = 8;  // of a query head
+
+/// Whether the products of four warps take keys of D elements.
+template <int D>
+inline constexpr bool fits_wide_products = D == 64 || D == 128;
+
+/// Where channels lie in what score_expected reads. With products of four warps a lane's eight neighbouring channels come where
+/// products look for what one lane holds of two steps.
+template <int D>
+TESSERA_HD constexpr int place_of_channel(int channel) {
+  if constexpr (!(compiled_for_hopper && fits_wide_products<D>)) return channel;
+  const int c = channel % 32;
+  return channel - c + c / 4 % 2 * 16 + c / 2 % 2 * 8 + c / 8 * 2 + c % 2;
+}
 
 /// What score_expected reads of one query head. k' Sigma k is the sum over i >= j of k[i] k[j] L[i, j], L being Sigma's lower
 /// triangle with everything off its diagonal doubled. Two elements of 16 bits hold 16 bits of mantissa and more.
-/// Shapes   mean [heads, D]; high, low [heads, D, D], row j has column j of L * 2^-shift; shift [heads].
+/// Shapes   mean [heads, D]; high, low [heads, D, D], row j has column j of L * 2^-shift; shift [heads]. Channels lie, and the triangle
+///          counts, by place_of_channel.
 template <class T>
 struct moment_rows {
   float* mean;
@@ -48,62 +63,65 @@ __global__ void __launch_bounds__(Threads)
   if (threadIdx.x == 0) turns[offset_t(sequence) * gridDim.x + pair] = {parts[0].x / future, parts[0].y / future};
 }
 
-/// x a query head, y a sequence.
+/// x a query head, y a sequence, z a share of the covariance's elements.
 template <class T, int D>
 __global__ void __launch_bounds__(moments_threads)
     moments_entry(const query_statistics* statistics, const double2* turns, const __grid_constant__ moment_rows<T> to) {
   constexpr int pairs = D / 2;
+  __shared__ double means[D];
+  __shared__ double2 turn[pairs];
   __shared__ float parts[moments_threads];
-  __shared__ int shared_shift;
   const index_t heads = index_t(gridDim.x), head = index_t(blockIdx.x), row = index_t(blockIdx.y) * heads + head;
   const query_statistics seen = statistics[blockIdx.y];
-  const double2* turn = turns + offset_t(blockIdx.y) * pairs;
-  const double count = double(max(seen.counts[head], offset_t(1)));
-  const double *sums = seen.sums + offset_t(head) * D, *products = seen.products + offset_t(head) * D * D;
+  const double once = 1 / double(max(seen.counts[head], offset_t(1)));
+  const double* products = seen.products + offset_t(head) * D * D;
+  for (int d = threadIdx.x; d < D; d += moments_threads) means[d] = seen.sums[offset_t(head) * D + d] * once;
+  for (int d = threadIdx.x; d < pairs; d += moments_threads) turn[d] = turns[offset_t(blockIdx.y) * pairs + d];
+  __syncthreads();
   const auto covariance = [&](int i, int j) {
-    return products[max(i, j) * D + min(i, j)] / count - (sums[i] / count) * (sums[j] / count);
+    return products[max(i, j) * D + min(i, j)] * once - means[i] * means[j];
   };
-  for (int d = threadIdx.x; d < pairs; d += moments_threads) {
-    const double a = sums[d] / count, b = sums[d + pairs] / count;
-    to.mean[offset_t(row) * D + d] = float(a * turn[d].x - b * turn[d].y);
-    to.mean[offset_t(row) * D + d + pairs] = float(a * turn[d].y + b * turn[d].x);
-  }
-  /// Calls take(i, j, Sigma[i, j]) for every i and j, each by one thread.
-  const auto each = [&](const auto& take) {
-    for (int at = threadIdx.x; at < pairs * pairs; at += moments_threads) {
-      const int i = at / pairs, j = at % pairs;
-      const double2 u = turn[i], v = turn[j];
-      const double c00 = covariance(i, j), c01 = covariance(i, j + pairs);
-      const double c10 = covariance(i + pairs, j), c11 = covariance(i + pairs, j + pairs);
-      const double t00 = c00 * u.x - c10 * u.y, t10 = c00 * u.y + c10 * u.x;
-      const double t01 = c01 * u.x - c11 * u.y, t11 = c01 * u.y + c11 * u.x;
-      take(i, j, t00 * v.x - t01 * v.y);
-      take(i, j + pairs, t00 * v.y + t01 * v.x);
-      take(i + pairs, j, t10 * v.x - t11 * v.y);
-      take(i + pairs, j + pairs, t10 * v.y + t11 * v.x);
-    }
+  /// Calls take(i, j, Sigma[i, j]) for elements i and i + pairs beside j and j + pairs.
+  const auto rotated = [&](int i, int j, const auto& take) {
+    const double2 u = turn[i], v = turn[j];
+    const double c00 = covariance(i, j), c01 = covariance(i, j + pairs);
+    const double c10 = covariance(i + pairs, j), c11 = covariance(i + pairs, j + pairs);
+    const double t00 = c00 * u.x - c10 * u.y, t10 = c00 * u.y + c10 * u.x;
+    const double t01 = c01 * u.x - c11 * u.y, t11 = c01 * u.y + c11 * u.x;
+    take(i, j, t00 * v.x - t01 * v.y);
+    take(i, j + pairs, t00 * v.y + t01 * v.x);
+    take(i + pairs, j, t10 * v.x - t11 * v.y);
+    take(i + pairs, j + pairs, t10 * v.y + t11 * v.x);
   };
-  float most = 0;
-  each([&](int, int, double x) { most = fmaxf(most, fabsf(float(x))); });
+  float most = 0;  // of a covariance the largest element lies on the diagonal
+  for (int i = threadIdx.x; i < pairs; i += moments_threads)
+    rotated(i, i, [&](int, int, double x) { most = fmaxf(most, fabsf(float(x))); });
   parts[threadIdx.x] = most;
   __syncthreads();
   for (int half = moments_threads / 2; half > 0; half /= 2) {
     if (int(threadIdx.x) < half) parts[threadIdx.x] = fmaxf(parts[threadIdx.x], parts[threadIdx.x + half]);
     __syncthreads();
   }
-  if (threadIdx.x == 0) {
-    shared_shift = parts[0] > 0 && parts[0] < infinity ? ilogbf(parts[0]) : 0;
-    to.shift[row] = shared_shift;
+  const int shift = parts[0] > 0 && parts[0] < infinity ? ilogbf(parts[0]) : 0;
+  if (blockIdx.z == 0) {
+    if (threadIdx.x == 0) to.shift[row] = shift;
+    for (int d = threadIdx.x; d < pairs; d += moments_threads) {
+      const double a = means[d], b = means[d + pairs];
+      to.mean[offset_t(row) * D + place_of_channel<D>(d)] = float(a * turn[d].x - b * turn[d].y);
+      to.mean[offset_t(row) * D + place_of_channel<D>(d + pairs)] = float(a * turn[d].y + b * turn[d].x);
+    }
   }
-  __syncthreads();
-  const int shift = shared_shift;
   T *high = to.high + offset_t(row) * D * D, *low = to.low + offset_t(row) * D * D;
-  each([&](int i, int j, double x) {
+  const auto put = [&](int i, int j, double x) {
+    i = place_of_channel<D>(i), j = place_of_channel<D>(j);
     const float scaled = i < j ? 0.0f : float(scalbn(i > j ? 2 * x : x, -shift));
     const T upper = T(scaled);
     high[j * D + i] = upper;
     low[j * D + i] = T(scaled - float(upper));
-  });
+  };
+  for (int at = int(blockIdx.z) * moments_threads + threadIdx.x; at < pairs * pairs;
+       at += moments_blocks * moments_threads)
+    rotated(at / pairs, at % pairs, put);
 }
 
 }  // namespace detail
@@ -116,7 +134,8 @@ void make_moments(const query_statistics* statistics, const float* frequencies, 
                   cudaStream_t stream) {
   detail::mean_turns_entry<128><<<dim3(D / 2, unsigned(sequences)), 128, 0, stream>>>(frequencies, next, future, turns);
   detail::moments_entry<T, D>
-      <<<dim3(unsigned(q_heads), unsigned(sequences)), detail::moments_threads, 0, stream>>>(statistics, turns, to);
+      <<<dim3(unsigned(q_heads), unsigned(sequences), detail::moments_blocks), detail::moments_threads, 0, stream>>>(
+          statistics, turns, to);
   check(cudaGetLastError(), "launch of moments");
 }
 

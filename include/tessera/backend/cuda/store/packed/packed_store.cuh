@@ -222,7 +222,7 @@ class kv_store<Layout> {
         whole_.keep(layer, id, {newest(layer, id, made.left[i].longest, stream), made.left[i]}, stream);
       } else {
         drop_oldest(whole_.view(layer, id), due, whole_.lengths(layer, id), stream);
-        whole_.shrank(layer, id, made.left[i], due);
+        whole_.dropped(layer, id, made.left[i], due);  // room for the step or chunk that follows is there
       }
     }
     for (const auto& [layer, id] : made.ended) {
