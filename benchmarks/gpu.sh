@@ -150,7 +150,7 @@ if wanted tool; then
   fi
 fi
 if wanted benchmarks; then
-  attempt bench_cuda 300 python3 benchmarks/by_family.py "$programs/bench_cuda" "$logs/bench_cuda.json"
+  attempt bench_cuda 300 python3 benchmarks/cuda/by_family.py "$programs/bench_cuda" "$logs/bench_cuda.json"
   if grep -q '"error_occurred": true' "$logs/bench_cuda.json" 2>/dev/null; then
     echo "bench_cuda: some benchmarks failed, see the record"
     failed=$((failed + 1))

@@ -1,7 +1,7 @@
 #!/usr/bin/env python3
 """Runs the benchmarks of a program, each family (what stands before the first '/') in a process of its own, and joins the reports.
 
-    benchmarks/by_family.py PROGRAM OUT.json
+    benchmarks/cuda/by_family.py PROGRAM OUT.json
 
 What ran before in a process moves small kernels: on an H200, 2026-11-22, RocketKV's choice took 10.7 us alone and 13.6 after the 200
 benchmarks that stand before it, kernels of 5 us took 0.4 us longer.
