@@ -3,10 +3,11 @@
 
     benchmarks/cuda_record.py --logs FOLDER --out FOLDER
 
-FOLDER holds what there is of machine.json, steps.tsv (name, exit status, seconds), bench_cuda.json, peers.json,
+FOLDER holds what there is of machine.json, steps.tsv (name, exit status, seconds), bench_cuda*.json, peers.json,
 tool.json, decode_step.json, decode_step_rocketkv.json, decode_step_batch.json, decode_step_prompts.json, decode_step_long_prompt.json and one NAME.log a step. What is missing is written down as not measured.
 """
 import argparse
+import glob
 import json
 import os
 import re
@@ -42,7 +43,8 @@ def read_text(path):
 def read_figures(logs):
     """{name: {us, min, max, bytes, GB/s, peers: {peer: {us, min, max}}}}; error in place of us where one failed."""
     figures = {}
-    for run in (read_json(f"{logs}/bench_cuda.json") or {}).get("benchmarks", []):
+    reports = [read_json(path) or {} for path in sorted(glob.glob(f"{logs}/bench_cuda*.json"))]
+    for run in (run for report in reports for run in report.get("benchmarks", [])):
         figure = figures.setdefault(re.sub("/iterations:.*", "", run["run_name"]), {})
         if run.get("error_occurred"):
             figure["error"] = run["error_message"]

@@ -150,8 +150,12 @@ if wanted tool; then
   fi
 fi
 if wanted benchmarks; then
-  attempt bench_cuda 300 python3 benchmarks/by_family.py "$programs/bench_cuda" "$logs/bench_cuda.json"
-  if grep -q '"error_occurred": true' "$logs/bench_cuda.json" 2>/dev/null; then
+  # Each family has a process of its own: behind 200 others RocketKV's choice took 13.6 us instead of 10.7.
+  for family in $("$programs/bench_cuda" --benchmark_list_tests=true | sed 's,/.*,,' | sort -u); do
+    attempt "bench_cuda_$family" 300 "$programs/bench_cuda" --benchmark_filter="^$family(/|\$)" \
+      --benchmark_out="$logs/bench_cuda_$family.json" --benchmark_out_format=json
+  done
+  if grep -q '"error_occurred": true' "$logs"/bench_cuda_*.json 2>/dev/null; then
     echo "bench_cuda: some benchmarks failed, see the record"
     failed=$((failed + 1))
   fi

@@ -13,6 +13,7 @@ import transformers
 from transformers import AttentionInterface, AttentionMaskInterface
 
 from . import build, model_facts
+from .rows import Rows
 
 NAME = "tessera"
 OWNER = "_tessera_owner"  # on the keys, from `update` to `attend`
@@ -64,7 +65,7 @@ class TesseraCache(transformers.Cache):
         self.layer_count = text.num_hidden_layers
         self._profile = model_facts.profile_table(profile)
         self._text_config = text
-        self.window, self.sliding_layers = sliding_of(text)
+        self.window, self.sliding_layers = model_facts.sliding_of(text)
         self.max_length = max_length
         self._longest = max_length or text.max_position_embeddings
         self._operators = build.operators()
@@ -397,47 +398,3 @@ class TesseraCache(transformers.Cache):
         rows = self._operators.positions(self._handle, layer)
         heads = len(rows) // self._made_for[2]
         return [rows[begin:begin + heads] for begin in range(0, len(rows), heads)]
-
-
-def sliding_of(config):
-    """The window of sliding layers, and which layers slide."""
-    window = getattr(config, "sliding_window", None)
-    kinds = getattr(config, "layer_types", None)
-    if kinds is None:  # Mistral of transformers 4: all of them or none
-        return (window, list(range(config.num_hidden_layers))) if window else (0, [])
-    strange = set(kinds) - {"full_attention", "sliding_attention"}
-    if strange:
-        raise ValueError(f"layer type is {sorted(strange)[0]}; expected full_attention or sliding_attention; "
-                         "the library expresses no other")
-    return window or 0, [layer for layer, kind in enumerate(kinds) if kind == "sliding_attention"]
-
-
-class Rows:
-    """Which tokens of a call are no padding: of each sequence a run [first, last), where need be after reordering."""
-
-    def __init__(self, mask, batch, tokens):
-        self.first, self.last, self.order = [0] * batch, [tokens] * batch, None
-        if mask is None:
-            return
-        if mask.dim() != 2:
-            raise ValueError(f"attention mask has {mask.dim()} dimensions; expected 2, [batch, tokens]; "
-                             "pass padding alone: causality and windows are the cache's")
-        real = mask[:, -tokens:].bool()
-        if bool(real.all()):
-            return
-        count, first = real.sum(-1), real.int().argmax(-1)
-        inside = torch.arange(tokens, device=real.device)
-        one_run = (inside >= first[:, None]) & (inside < (first + count)[:, None])
-        if not torch.equal(one_run, real):  # an answer's last token, padding, the next question
-            self.order = torch.argsort((~real).int(), dim=-1, stable=True)
-            first = torch.zeros_like(first)
-        self.first, self.last = first.tolist(), (first + count).tolist()
-
-    def forward(self, x):
-        """[batch, heads, tokens, dim] with padding behind the rest, where it is not at one end already."""
-        return x if self.order is None else x.gather(2, self.order[:, None, :, None].expand_as(x))
-
-    def back(self, out):
-        """[batch, tokens, heads, dim] as the tokens came."""
-        return out if self.order is None else torch.empty_like(out).scatter_(
-            1, self.order[:, :, None, None].expand_as(out), out)

@@ -95,3 +95,16 @@ class SegmentEnds:
             for i, (ends, _) in enumerate(kinds):
                 row[i] = ends and not (i + 1 < len(kinds) and kinds[i + 1][1])
         return flags
+
+
+def sliding_of(config):
+    """The window of sliding layers, and which layers slide."""
+    window = getattr(config, "sliding_window", None)
+    kinds = getattr(config, "layer_types", None)
+    if kinds is None:  # Mistral of transformers 4: all of them or none
+        return (window, list(range(config.num_hidden_layers))) if window else (0, [])
+    strange = set(kinds) - {"full_attention", "sliding_attention"}
+    if strange:
+        raise ValueError(f"layer type is {sorted(strange)[0]}; expected full_attention or sliding_attention; "
+                         "the library expresses no other")
+    return window or 0, [layer for layer, kind in enumerate(kinds) if kind == "sliding_attention"]
