@@ -166,6 +166,18 @@ TEST_CASE("GPU prefill attention holds at the edges of its tiles", "[gpu]") {
   }
 }
 
+TEST_CASE("GPU prefill attention finds its block among many heads of different lengths", "[gpu]") {
+  if (gpu_missing()) return;
+  for (const index_t sequences : scaled(std::vector<index_t>{1, 8, 9, 17}, 2)) {  // 4, 32, 36, 68 rows
+    shape s{sequences, 4, draw(1, 3), draw(1, scaled(300)), scaled(2000)};
+    s.evicted = true;
+    INFO("sequences " << sequences << " group " << s.group << " tokens " << s.tokens << " stored " << s.stored);
+    trial<bf16, 64, 64, csr_table, float> of(s);
+    of.run(false);
+    CHECK(of.error() < 1.2e-2);
+  }
+}
+
 TEST_CASE("GPU prefill attention gives a row the same bits however the prompt is cut", "[gpu]") {
   if (gpu_missing()) return;
   for (int i = 0; i < 4; ++i) {

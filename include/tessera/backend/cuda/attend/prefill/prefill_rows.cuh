@@ -84,12 +84,19 @@ struct prefill_rows {
       const index_t behind = query - first, window = p.rule.sliding_window;
       return stored & low_bits(behind + 1) & ~(window > 0 ? low_bits(behind + 1 - window) : 0u);
     }
-    std::uint32_t visible = 0;
-    for (std::uint32_t left = stored; left != 0; left &= left - 1) {
-      const index_t slot = first + __ffs(int(left)) - 1;
-      if (p.rule.visible(query, p.view.position(at.sequence, at.head, slot))) visible |= left & (0u - left);
-    }
-    return visible;
+    // Positions ascend: what is not newer than a position is a run from the first slot on.
+    const index_t slots = min(at.stored - first, chunk_slots);
+    const auto not_newer = [&](index_t position) {
+      index_t count = 0;
+#pragma unroll
+      for (index_t step = chunk_slots; step > 0; step /= 2) {
+        const index_t next = count + step;
+        if (next <= slots && p.view.position(at.sequence, at.head, first + next - 1) <= position) count = next;
+      }
+      return low_bits(count);
+    };
+    const std::uint32_t hidden = p.rule.sliding_window > 0 ? not_newer(query - p.rule.sliding_window) : 0u;
+    return not_newer(query) & ~hidden;
   }
 
   /// logit_rule::cap to an absolute error of about 1e-7 soft caps, at a tenth of the library's cost.
