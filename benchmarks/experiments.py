@@ -2,12 +2,13 @@
 """Asks the example model what its methods are worth: one report of `tessera eval` a cell, as many cells at once as asked for.
 
     benchmarks/experiments.py FOLDER --tool TESSERA [--ablations TESSERA] [--fp8 TESSERA] [--lines LINE_PROFILE]
-                              [--only sablock,loopserve,...] [--processes 16] [--seconds 540]
+                              [--only sablock,loopserve,...] [--backend cpu|cuda] [--processes 16] [--seconds 540]
 
 Cells whose report lies in FOLDER are not asked again, so that a run which was stopped goes on. The most important cells come first, those of
 all experiments in turn.
 --ablations is a tool built with -DTESSERA_MORE_METHODS=benchmarks/ablations, --fp8 one built with
 -DTESSERA_TOOL_LAYOUT='tessera::stored<tessera::fp8_rows<T, D>, tessera::runs>'; without them their cells are left out.
+--backend cuda asks a GPU, where it can: methods that are the host's alone, profiles and lines stay on the CPU.
 benchmarks/plots/plot_experiments.py makes tables and pictures of FOLDER.
 """
 import argparse
@@ -42,6 +43,7 @@ class Cell:
     tool: str = "tool"
     needs: tuple = ()  # files of other cells
     rank: int = 0  # cells of a lower one come first
+    host_only: bool = False
 
 
 def evaluation(name, families, context, count, methods, *more, seed=1, **others):
@@ -100,7 +102,7 @@ def mosaickv():
     shares = "0.125,0.375,0.5,0.75"
     yield from over_seeds("mosaickv-ablation", HARD, 2048, 5, "full,mosaickv,mosaickv_plain,mosaickv_rotated,mosaickv_unrotated", "--budgets",
                           "205", *vary(mosaickv__strategy="searched", mosaickv_rotated__channels=shares,
-                                       mosaickv_plain__channels=shares), tool="ablations")
+                                       mosaickv_plain__channels=shares), tool="ablations", host_only=True)
     yield from over_seeds("mosaickv-table", HARD, 2048, 5, "mosaickv", "--budgets", "51,102,205,410", *vary(channels="0.125,0.5,0.75"), rank=2)
     yield from over_seeds("mosaickv-bar", (*HARD, "conversation"), 8192, 5, "full,mosaickv", "--budgets", "819", rank=2)
     yield from over_seeds("mosaickv-rows", FAMILIES, 2048, 10, "packed_snapkv,packed_rocketkv,think_snapkv",
@@ -196,12 +198,12 @@ def prepare(folder, tool):
             file.write_text("".join(json.dumps(one) + "\n" for one in needle_questions(tool, length, 2)))
 
 
-def command_of(cell, tools, folder):
+def command_of(cell, tools, folder, backend):
     if cell.tool == "lines":
         return [tools[cell.tool], *map(str, cell.arguments)]
     command = [tools[cell.tool], cell.arguments[0], "--model", MODEL, *cell.arguments[1:], "--threads", 1]
     if cell.arguments[0] == "eval":
-        command += ["--json", f"{cell.name}.part"]
+        command += ["--json", f"{cell.name}.part", "--backend", "cpu" if cell.host_only else backend]
         if "conversation_9" in cell.arguments:  # the family of conversations, of nine turns
             command[command.index("conversation_9")] = "conversation"
             command += ["--tasks", "nine_turns.json"]
@@ -226,7 +228,7 @@ def finish(cell, process, folder, began):
     print(f"{time.time() - began:6.0f} s  {cell.name}: {process.returncode} {said}", flush=True)
 
 
-def work(cells, tools, folder, processes, seconds):
+def work(cells, tools, folder, backend, processes, seconds):
     began, running = time.time(), {}
     while True:
         for process in [one for one in running if one.poll() is not None]:
@@ -238,7 +240,7 @@ def work(cells, tools, folder, processes, seconds):
             cell = ready.pop(0)
             cells.remove(cell)
             with open(folder / f"{cell.name}.out", "w") as out, open(folder / f"{cell.name}.err", "w") as err:
-                running[subprocess.Popen(command_of(cell, tools, folder), cwd=folder, stdout=out, stderr=err)] = cell
+                running[subprocess.Popen(command_of(cell, tools, folder, backend), cwd=folder, stdout=out, stderr=err)] = cell
         if not running:
             break
         time.sleep(0.2)
@@ -254,6 +256,7 @@ def main():
     for name in ("tool", "ablations", "fp8", "lines"):
         parser.add_argument(f"--{name}", type=lambda path: str(pathlib.Path(path).resolve()), required=name == "tool")
     parser.add_argument("--only", default=",".join(EXPERIMENTS))
+    parser.add_argument("--backend", choices=("cpu", "cuda"), default="cpu")
     parser.add_argument("--processes", type=int, default=1)
     parser.add_argument("--seconds", type=float, default=1e9)
     given = parser.parse_args()
@@ -265,7 +268,7 @@ def main():
              for name in given.only.split(",")]
     order = sorted(((cell.rank, place, cell) for cells in lists for place, cell in enumerate(cells)), key=lambda one: one[:2])
     cells = [cell for *_, cell in order if not (folder / f"{cell.name}.json").is_file()]
-    work(cells, tools, folder, given.processes, given.seconds)
+    work(cells, tools, folder, given.backend, given.processes, given.seconds)
 
 
 if __name__ == "__main__":

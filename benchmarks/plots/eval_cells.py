@@ -25,11 +25,11 @@ def merge(folder, record):
                                ("held", cell["bytes_held"] * cell["questions"]), ("full", cell["bytes_full"] * cell["questions"]),
                                ("read", (cell["bytes_read_per_step"] or 0) * cell["questions"])):
                 to[field] += add
-    lines = []
+    merged = {name: rows for name, rows in json.loads(record.read_text()).items() if name} if record.is_file() else {}
     for name, cells in groups.items():
-        rows = [json.dumps([*key, cell["questions"], cell["right"], round(cell["held"] / max(cell["full"], 1), 4),
-                            round(cell["read"] / cell["questions"])]) for key, cell in cells.items()]
-        lines.append(f'"{name}": [\n' + ",\n".join(rows) + "\n]")
+        merged[name] = [[*key, cell["questions"], cell["right"], round(cell["held"] / max(cell["full"], 1), 4),
+                         round(cell["read"] / cell["questions"])] for key, cell in cells.items()]
+    lines = [f'"{name}": [\n' + ",\n".join(map(json.dumps, rows)) + "\n]" for name, rows in sorted(merged.items())]
     record.write_text('{"": ["method", "differs", "budget", "family", "turn", "questions", "right", "held", "bytes read per step"],\n'
                       + ",\n".join(lines) + "\n}\n")
 

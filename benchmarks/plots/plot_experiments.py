@@ -3,7 +3,8 @@
 
     benchmarks/plots/plot_experiments.py FOLDER [--record RECORD.json] [--page PAGE.md] [--channels CHANNELS.json]
 
-Without a FOLDER it makes the page again from the record. Cells of documents of several seeds are added up. What the page says of a
+Without a FOLDER it makes the page again from the record; with one, its groups of cells replace the record's. Cells of documents of several
+seeds are added up. What the page says of a
 bar is computed. CHANNELS.json is what benchmarks/mosaickv_channels.py writes; a profile of lines in FOLDER is drawn too.
 """
 import argparse

@@ -12,6 +12,7 @@ TESSERA_NAMESPACE_BEGIN
 
 struct same_channels : head_channels {
   static constexpr const char* name = "same_channels";
+  static constexpr bool host_only = true;
   static constexpr index_t window = 0;
 
   index_t kept(int dim) const { return index_t(channels * float(dim) + 0.5f); }
