@@ -16,10 +16,11 @@ inline std::filesystem::path shipped(const std::string& name) {
   return std::filesystem::path(TESSERA_SOURCE_DIR) / "examples" / name;
 }
 
-/// Two layers, four query heads over two KV heads of 64, a context of 1,024 tokens.
+/// Two layers, four query heads over two KV heads of 64, a context of 1,024 tokens. Of the tensor `large` the rows of head `head`
+/// and behind it are so large that products overflow.
 class tiny_model {
  public:
-  tiny_model() {
+  explicit tiny_model(std::string large = "", int head = 0) : large_(std::move(large)), head_(head) {
     folder_.write("config.json",
                   R"({"hidden_size":32,"intermediate_size":48,"num_hidden_layers":2,"num_attention_heads":4,)"
                   R"("num_key_value_heads":2,"head_dim":64,"vocab_size":2048,"max_position_embeddings":1024,)"
@@ -52,9 +53,14 @@ class tiny_model {
     std::vector<float> values(count);
     std::normal_distribution<float> normal;
     for (float& value : values) value = spread * normal(random_);
+    if (name == large_) {
+      for (std::size_t i = std::size_t(head_) * 64 * 32; i < count; ++i) values[i] *= 1e20f;
+    }
     weights_.add(name, std::move(shape), std::span<const float>(values));
   }
 
+  const std::string large_;
+  const int head_;
   engine_tests::temporary_folder folder_;
   engine::safetensors_writer weights_;
   std::mt19937 random_{3};

@@ -56,8 +56,11 @@ class llama::state {
         step_(config, longest_step),
         logits_(std::size_t(longest_step) * std::size_t(config.vocab_size)),
         best_(longest_step),
+        unusable_(1),
         tokens_in_(longest_step),
-        best_out_(longest_step) {
+        best_out_(longest_step),
+        unusable_out_(1) {
+    forget_unusable();
     const std::int32_t hidden = config.hidden_size, inner = config.intermediate_size;
     embedding_ = weights.stacked({{"model.embed_tokens.weight", config.vocab_size}}, hidden);
     if (!config.tie_word_embeddings) head_ = weights.stacked({{"lm_head.weight", config.vocab_size}}, hidden);
@@ -127,7 +130,7 @@ class llama::state {
         cache.reread(index, part.first, part.count, chunk_.q.data(), chunk_.k.data(), chunk_.v.data(), count,
                      chunk_.attended.data(), stream);
       });
-      stream.wait();  // the text goes, and the next part may need more room
+      require_numbers();  // waits: the text goes, and the next part may need more room
       if (options.progress) options.progress(part.first + part.count - (end - total), total);
     }
   }
@@ -183,7 +186,7 @@ class llama::state {
                stream);
       products_.linear(work.normed.data(), count, weights.qkv, work.qkv.data());
       split_and_rotate(config, frequencies_.data(), work.qkv.data(), count, position, type, work.q.data(),
-                       work.k.data(), work.v.data(), stream);
+                       work.k.data(), work.v.data(), index, unusable_.data(), stream);
       attend(index);
       const std::int32_t rows = index + 1 < config.num_hidden_layers ? count : wanted;
       if (rows > 0) finish_layer(work, weights, count - rows, rows);
@@ -213,8 +216,34 @@ class llama::state {
     std::vector<float> values(std::size_t(rows) * std::size_t(config.vocab_size));
     check(cudaMemcpyAsync(values.data(), logits_.data(), values.size() * sizeof(float), cudaMemcpyDeviceToHost, stream),
           "cudaMemcpyAsync");
-    stream.wait();
+    require_numbers();
     return values;
+  }
+
+  void forget_unusable() {
+    check(cudaMemsetAsync(unusable_.data(), 0xff, unusable_.bytes(), stream), "cudaMemsetAsync");
+  }
+  void fetch_unusable() {
+    check(cudaMemcpyAsync(unusable_out_.data(), unusable_.data(), unusable_.bytes(), cudaMemcpyDeviceToHost, stream),
+          "cudaMemcpyAsync");
+  }
+  // Waits for what was launched. Errors: a number of it that nothing can be computed with, by name.
+  void require_numbers() {
+    fetch_unusable();
+    stream.wait();
+    require_fetched_numbers();
+  }
+  void require_fetched_numbers() {
+    if (*unusable_out_.data() == unusable_number::none) return;
+    const auto found = unusable_number::from(*unusable_out_.data());
+    forget_unusable();
+    const char* const cure = "check the weights";
+    if (found.of == unusable_number::logit)
+      tessera::fail("the logit of token id " + std::to_string(found.place), "not finite", "a finite number", cure);
+    const char* const names[] = {"a query", "a key", "a value"};
+    tessera::fail(std::string(names[found.of]) + " of layer " + std::to_string(found.layer) + ", head " +
+                      std::to_string(found.place) + ", token " + std::to_string(found.position),
+                  "larger or no number", "at most 1e18: products of larger ones overflow float", cure);
   }
 
   // A whole step, from the tokens in pinned memory to the best ones in pinned memory.
@@ -228,7 +257,8 @@ class llama::state {
       cache.decode(index, step_.q.data(), step_.k.data(), step_.v.data(), each, step_.attended.data(), stream);
     });
     project(step_, count, count);
-    best_tokens(logits_.data(), count, config.vocab_size, best_.data(), stream);
+    best_tokens(logits_.data(), count, config.vocab_size, best_.data(), unusable_.data(), stream);
+    fetch_unusable();
     check(cudaMemcpyAsync(best_out_.data(), best_.data(), std::size_t(count) * sizeof(token_t), cudaMemcpyDeviceToHost,
                           stream),
           "cudaMemcpyAsync");
@@ -270,6 +300,7 @@ class llama::state {
     }
     stream.wait();
     cache.end_step();
+    require_fetched_numbers();
   }
 
   static std::uint64_t next_number() {
@@ -284,7 +315,9 @@ class llama::state {
   workspace chunk_;  // grows with the prompts
   device_array<float> logits_;
   device_array<token_t> best_;
+  device_array<unsigned long long> unusable_;  // see unusable_number
   pinned_array<token_t> tokens_in_, best_out_;
+  pinned_array<unsigned long long> unusable_out_;
   weight_matrix embedding_;  // [vocab, hidden]
   weight_matrix head_;       // [vocab, hidden]; empty when tied to the embedding
   device_array<float> final_norm_;

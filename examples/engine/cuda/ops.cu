@@ -152,7 +152,7 @@ struct head_counts {
 template <class T>
 __global__ void __launch_bounds__(threads)
     split_and_rotate_entry(const float* qkv, int tokens, run_position position, const float* speeds, head_counts heads,
-                           T* q, T* k, T* v) {
+                           T* q, T* k, T* v, int layer, unsigned long long* unusable) {
   const int half = heads.half, all_heads = heads.q + 2 * heads.kv;
   const std::int64_t pairs = std::int64_t(tokens) * all_heads * half;
   for (std::int64_t i = std::int64_t(blockIdx.x) * threads + threadIdx.x; i < pairs;
@@ -161,21 +161,30 @@ __global__ void __launch_bounds__(threads)
     const std::int64_t token = i / half / all_heads;
     const float* in = qkv + (token * all_heads + head) * 2 * half;
     float low = in[at], high = in[at + half];
+    const std::int64_t logical =
+        position.on_device ? position.on_device[token / position.each] + token % position.each : position.first + token;
     if (head < heads.q + heads.kv) {
-      const std::int64_t logical = position.on_device
-                                       ? position.on_device[token / position.each] + token % position.each
-                                       : position.first + token;
       float sine, cosine;
       sincosf(float(logical) * speeds[at], &sine, &cosine);
       const float turned = low * cosine - high * sine;
       high = high * cosine + low * sine;
       low = turned;
     }
-    T* out = head < heads.q              ? q + (token * heads.q + head) * 2 * half
-             : head < heads.q + heads.kv ? k + (token * heads.kv + head - heads.q) * 2 * half
-                                         : v + (token * heads.kv + head - heads.q - heads.kv) * 2 * half;
+    const auto of = head < heads.q              ? unusable_number::query
+                    : head < heads.q + heads.kv ? unusable_number::key
+                                                : unusable_number::value;
+    const int own_head = head - (of == unusable_number::query ? 0
+                                 : of == unusable_number::key ? heads.q
+                                                              : heads.q + heads.kv);
+    T* out = (of == unusable_number::query ? q + token * heads.q * 2 * half
+                                           : (of == unusable_number::key ? k : v) + token * heads.kv * 2 * half) +
+             own_head * 2 * half;
     out[at] = T(low);
     out[at + half] = T(high);
+    if (!(fabsf(float(out[at])) <= largest_factor && fabsf(float(out[at + half])) <= largest_factor)) {
+      atomicMin(unusable,
+                unusable_number{std::uint32_t(logical), std::uint32_t(layer), of, std::uint32_t(own_head)}.noted());
+    }
   }
 }
 
@@ -196,12 +205,23 @@ __device__ candidate better(candidate a, candidate b) {
 }
 
 constexpr int best_threads = 1024;
-__global__ void __launch_bounds__(best_threads) best_tokens_entry(const float* logits, int vocab, token_t* best) {
+__global__ void __launch_bounds__(best_threads)
+    best_tokens_entry(const float* logits, int vocab, token_t* best, unsigned long long* unusable) {
   __shared__ candidate partial[best_threads / 32];
   const float* row = logits + std::int64_t(blockIdx.x) * vocab;
   candidate mine{0, -1};
+  int strange = -1;
 #pragma unroll 8
-  for (int i = int(threadIdx.x); i < vocab; i += best_threads) mine = better(mine, {row[i], i});
+  for (int i = int(threadIdx.x); i < vocab; i += best_threads) {
+    const float logit = row[i];
+    mine = better(mine, {logit, i});
+    if (!(logit - logit == 0)) strange = i;
+  }
+  if (strange >= 0) {
+    constexpr std::uint32_t last_position = 0xffffff, last_layer = 0xfff;  // what made it so is earlier
+    atomicMin(unusable,
+              unusable_number{last_position, last_layer, unusable_number::logit, std::uint32_t(strange)}.noted());
+  }
   for (int step = 16; step > 0; step /= 2)
     mine = better(mine, {__shfl_xor_sync(~0u, mine.logit, step), __shfl_xor_sync(~0u, mine.id, step)});
   if (threadIdx.x % 32 == 0) partial[threadIdx.x / 32] = mine;
@@ -285,12 +305,13 @@ void swiglu(const float* gate_up, std::int32_t rows, std::int32_t width, bf16* y
 }
 
 void split_and_rotate(const llama_config& config, const float* speeds, const float* qkv, std::int32_t tokens,
-                      run_position position, element type, void* q, void* k, void* v, cudaStream_t stream) {
+                      run_position position, element type, void* q, void* k, void* v, std::int32_t layer,
+                      unsigned long long* unusable, cudaStream_t stream) {
   const head_counts heads{config.num_attention_heads, config.num_key_value_heads, config.head_dim / 2};
   const unsigned blocks = blocks_for(std::int64_t(tokens) * (heads.q + 2 * heads.kv) * heads.half);
   const auto launch = [&]<class T>(T*) {
     split_and_rotate_entry<<<blocks, threads, 0, stream>>>(qkv, tokens, position, speeds, heads, static_cast<T*>(q),
-                                                           static_cast<T*>(k), static_cast<T*>(v));
+                                                           static_cast<T*>(k), static_cast<T*>(v), layer, unusable);
   };
   type == element::bf16 ? launch(static_cast<bf16*>(nullptr)) : launch(static_cast<fp16*>(nullptr));
   check_launch("launch of the rotation");
@@ -301,8 +322,9 @@ void round_to_bf16(const float* x, std::int64_t count, bf16* y, cudaStream_t str
   check_launch("launch of a conversion");
 }
 
-void best_tokens(const float* logits, std::int32_t rows, std::int32_t vocab, token_t* best, cudaStream_t stream) {
-  best_tokens_entry<<<unsigned(rows), best_threads, 0, stream>>>(logits, vocab, best);
+void best_tokens(const float* logits, std::int32_t rows, std::int32_t vocab, token_t* best,
+                 unsigned long long* unusable, cudaStream_t stream) {
+  best_tokens_entry<<<unsigned(rows), best_threads, 0, stream>>>(logits, vocab, best, unusable);
   check_launch("launch of the choice of tokens");
 }
 

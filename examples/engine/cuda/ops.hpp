@@ -65,17 +65,42 @@ struct run_position {
   std::int32_t each = 1;
 };
 
+/// The earliest number of a pass that nothing can be computed with: the first token's, of its first layer. Kernels note it in
+/// one word on the device, which is `none` before.
+struct unusable_number {
+  enum tensor : std::uint32_t { query, key, value, logit };
+  std::uint32_t position, layer;
+  tensor of;
+  std::uint32_t place;  // a head, or a token id
+
+  static constexpr unsigned long long none = ~0ull;
+  TESSERA_HD unsigned long long noted() const {
+    return (unsigned long long)(position) << 40 | (unsigned long long)(layer) << 28 | of << 26 | place;
+  }
+  static unusable_number from(unsigned long long noted) {
+    return {std::uint32_t(noted >> 40), std::uint32_t(noted >> 28 & 0xfff), tensor(noted >> 26 & 3),
+            std::uint32_t(noted & 0x3ffffff)};
+  }
+};
+
+/// What a layer's queries, keys and values may be at most: products of larger ones overflow float.
+inline constexpr float largest_factor = 1e18f;
+
 /// Cuts fused projections into queries, keys and values of `type`, and rotates queries and keys; see the CPU's
-/// split_and_rotate. Angles are fp32 products of position and speed, as there.
+/// split_and_rotate. Angles are fp32 products of position and speed, as there. What is no number or above `largest_factor` once
+/// it is rounded is noted in `unusable`.
 /// Shapes: qkv [tokens, q_size + 2 * kv_size]; q [tokens, q_size]; k, v [tokens, kv_size]; speeds [head_dim / 2].
 void split_and_rotate(const llama_config& config, const float* speeds, const float* qkv, std::int32_t tokens,
-                      run_position position, element type, void* q, void* k, void* v, cudaStream_t stream);
+                      run_position position, element type, void* q, void* k, void* v, std::int32_t layer,
+                      unsigned long long* unusable, cudaStream_t stream);
 
 /// y = x, rounded.
 void round_to_bf16(const float* x, std::int64_t count, bf16* y, cudaStream_t stream);
 
-/// The token with the highest logit of each row, the lowest id among equals. Shapes: logits [rows, vocab], best [rows].
-void best_tokens(const float* logits, std::int32_t rows, std::int32_t vocab, token_t* best, cudaStream_t stream);
+/// The token with the highest logit of each row, the lowest id among equals. A logit that is not finite is noted in `unusable`.
+/// Shapes: logits [rows, vocab], best [rows].
+void best_tokens(const float* logits, std::int32_t rows, std::int32_t vocab, token_t* best,
+                 unsigned long long* unusable, cudaStream_t stream);
 
 /// Fills with values from [-spread, spread), the same for the same seed.
 void fill_random(void* values, element type, std::int64_t count, float spread, std::uint64_t seed, cudaStream_t stream);

@@ -10,6 +10,7 @@
 
 #include "../gates_file.hpp"
 #include "../temporary_folder.hpp"
+#include "built_dims.hpp"
 #include "engine/cuda/kv_cache.hpp"
 #include "engine/cuda/model.hpp"
 #include "support/random.hpp"
@@ -44,7 +45,7 @@ struct layer_shape {
 layer_shape write_random_layer(rng& random, const std::filesystem::path& path, bool step_segments) {
   const index_t kv_heads = random.between(1, 3);
   const layer_shape shape{kv_heads, kv_heads * random.pick({1, 2, 3, 4, 8}), random.between(1, 300),
-                          random.between(0, 4), random.pick({64, 128})};
+                          random.between(0, 4), random.pick({tool_tests::small_dim, tool_tests::large_dim})};
   const auto type = random.chance(0.5) ? engine::dtype::bf16 : engine::dtype::f16;
   engine::safetensors_writer writer;
   const auto add = [&](const char* name, index_t first, index_t second, float deviation) {

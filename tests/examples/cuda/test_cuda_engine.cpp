@@ -14,6 +14,7 @@
 
 #include "../gates_file.hpp"
 #include "../tiny_model.hpp"
+#include "built_dims.hpp"
 #include "engine/cuda/kv_cache.hpp"
 #include "engine/cuda/model.hpp"
 #include "engine/model.hpp"
@@ -76,6 +77,23 @@ double distance(const std::vector<float>& a, const std::vector<float>& b) {
 }
 
 }  // namespace
+
+TEST_CASE("the CUDA engine refuses numbers that overflow, by layer, head and token") {
+  if (no_device()) return;
+  for (const auto& [weight, what, step, head] :
+       {std::tuple{"q_proj", "a query of layer 1, head 3, token 0", "a query of layer 1, head 3, token 9", 3},
+        std::tuple{"k_proj", "a key of layer 1, head 1, token 0", "a key of layer 1, head 1, token 9", 1},
+        std::tuple{"v_proj", "a value of layer 1, head 1, token 0", "a value of layer 1, head 1, token 9", 1}}) {
+    const tool_tests::tiny_model folder(std::string("model.layers.1.self_attn.") + weight + ".weight", head);
+    auto model = engine::cuda::llama::load(folder.path());
+    const auto cache = tiny_cache("full", backend::cuda);
+    CHECK_THROWS_WITH(model.prefill(random_tokens(9), *cache->on_device()), contains(what) && contains("at most 1e18"));
+    CHECK_THROWS_WITH(model.next(token_t(3), *cache->on_device()), contains(step));
+    const tool_tests::tiny_model ordinary;
+    const auto other = tiny_cache("full", backend::cuda);
+    CHECK_NOTHROW(engine::cuda::llama::load(ordinary.path()).prefill(random_tokens(9), *other->on_device()));
+  }
+}
 
 TEST_CASE("the CUDA engine's logits are those of the CPU engine to bf16 rounding, whatever the chunks") {
   if (no_device()) return;
@@ -240,6 +258,7 @@ TEST_CASE("steps of several tokens and of one may alternate") {
 
 TEST_CASE("compress on CUDA keeps and reads what it does on the CPU") {
   if (no_device()) return;
+  constexpr index_t dim = tool_tests::large_dim;
   std::mt19937 random(1);
   std::normal_distribution<float> normal;
   engine::safetensors_writer writer;
@@ -249,12 +268,12 @@ TEST_CASE("compress on CUDA keeps and reads what it does on the CPU") {
     for (float& value : values) value = normal(random);
     writer.add_rounded(name, std::move(shape), values, engine::dtype::bf16);
   };
-  add("k", {2, 500, 128});
-  add("v", {2, 500, 128});
-  add("q", {500, 8, 128});
-  add("q_decode", {5, 8, 128});
-  add("k_decode", {5, 2, 128});
-  add("v_decode", {5, 2, 128});
+  add("k", {2, 500, dim});
+  add("v", {2, 500, dim});
+  add("q", {500, 8, dim});
+  add("q_decode", {5, 8, dim});
+  add("k_decode", {5, 2, dim});
+  add("v_decode", {5, 2, dim});
   const std::vector<std::uint8_t> boundaries = some_boundaries(500);
   writer.add("boundaries", {500}, std::span<const std::uint8_t>(boundaries));
   const std::vector<std::uint8_t> of_steps{0, 0, 1, 0, 0};
@@ -278,7 +297,7 @@ TEST_CASE("compress on CUDA keeps and reads what it does on the CPU") {
     const auto any = std::vector<std::int64_t>{engine::any_size};
     const auto on_cpu = run(backend::cpu);
     const auto expected = on_cpu.to_int64("attend.indices", any);
-    const auto expected_out = on_cpu.to_fp32("out", std::vector<std::int64_t>{5, 8, 128});
+    const auto expected_out = on_cpu.to_fp32("out", std::vector<std::int64_t>{5, 8, dim});
     const auto on_cuda = run(backend::cuda);
     const auto read = on_cuda.to_int64("attend.indices", any);
     // Sums in another order may turn near ties.
@@ -286,7 +305,7 @@ TEST_CASE("compress on CUDA keeps and reads what it does on the CPU") {
     std::int64_t same = 0;
     for (std::size_t i = 0; i < read.size(); ++i) same += read[i] == expected[i];
     CHECK(double(same) >= 0.9 * double(read.size()));
-    const auto out = on_cuda.to_fp32("out", std::vector<std::int64_t>{5, 8, 128});
+    const auto out = on_cuda.to_fp32("out", std::vector<std::int64_t>{5, 8, dim});
     if (same == std::int64_t(read.size())) CHECK(distance(out, expected_out) < 0.01);
   }
 }
