@@ -10,7 +10,8 @@ source tests/packages.sh
 
 find_clang
 need "clang-$clang_version" "libclang-rt-$clang_version-dev"
-compiler=-DCMAKE_CXX_COMPILER=clang++-$clang_version
+# The tool for the head dim of the model that its tests read, as in CI.
+options=("-DCMAKE_CXX_COMPILER=clang++-$clang_version" -DTESSERA_TOOL_HEAD_DIMS=64)
 export TESSERA_TEST_SCALE=${TESSERA_TEST_SCALE:-0.05}  # the random tests draw this fraction of their cases
 
 export ASAN_OPTIONS=detect_leaks=1:strict_string_checks=1:detect_stack_use_after_return=1
@@ -28,9 +29,9 @@ failed=0
 for preset in ${1:-asan tsan}; do
   echo "== $preset"
   if [ "$preset" = tsan ]; then
-    PRESET=$preset "${fixed_addresses[@]}" tests/run.sh "$compiler" || failed=1
+    PRESET=$preset "${fixed_addresses[@]}" tests/run.sh "${options[@]}" || failed=1
   else
-    PRESET=$preset tests/run.sh "$compiler" || failed=1
+    PRESET=$preset tests/run.sh "${options[@]}" || failed=1
   fi
 done
 exit $failed
