@@ -21,7 +21,8 @@ struct value_distance {
   /// Each row goes into the mean as it is; `anchor` is the channel's mean.
   TESSERA_HD float anchor_scale(const float*) const { return 1; }
   TESSERA_HD void measure(float x, float anchor, float* sums) const { sums[0] += (x - anchor) * (x - anchor); }
-  TESSERA_HD float score(const float* sums) const { return sums[0]; }
+  /// A row that is not finite, or whose squares overflow, has the sum infinity, which would come first: NaN ranks last.
+  TESSERA_HD float score(const float* sums) const { return sums[0] < infinity ? sums[0] : sums[0] - sums[0]; }
 
   index_t protected_tail(index_t) const { return 0; }
   void check(index_t) const {}
