@@ -8,10 +8,15 @@ TESSERA_NAMESPACE_BEGIN
 namespace cuda {
 namespace detail {
 
-/// What the blocks of a head share, in device memory; all of it is written before it is read.
-struct line_counters {
-  unsigned long long covered, in_batch, bins[256];
+/// What the blocks of a head share, in device memory; all of it is written before it is read. One batch is filled while the other,
+/// the one before it, is read for the last time.
+struct line_batch {
+  unsigned long long units;
   unsigned most, listed[3], taken;
+};
+struct line_counters {
+  unsigned long long all, covered, bins[256];
+  line_batch batches[2];
 };
 /// The lists of a head: lines that are looked at, now and next, and those of the batch that are taken.
 struct line_lists {
@@ -118,22 +123,23 @@ struct line_chooser {
     if (threadIdx.x % 32 == 0 && units != 0) atomicAdd(&sum, units);
   }
 
-  /// Takes lines, beside those that are chosen already, until they carry `share` of the sample's weight.
+  /// Takes lines, beside those that are chosen already, until they carry `share` of the sample's weight. Once in a launch.
   __device__ void cover(float share) const {
-    const unsigned long long wanted = begin(share);
-    while (true) {
-      const unsigned long long covered = load(shared.covered);
-      const float most = __uint_as_float(load(shared.most));
+    begin();
+    const auto wanted = (unsigned long long)(double(load(shared.all)) * double(fminf(share, 1.0f)));
+    unsigned long long covered = load(shared.covered);
+    for (int i = 0;; i ^= 1) {
+      line_batch &batch = shared.batches[i], &last = shared.batches[i ^ 1];
+      const float most = __uint_as_float(load(last.most));
       if (covered >= wanted || most <= 0) return;
-      take_batch(most * 0.5f);
-      const unsigned long long more = load(shared.in_batch);
+      take_batch(most * 0.5f, batch, last);
+      const unsigned long long more = load(batch.units);
       if (covered + more >= wanted) {
-        cut_batch(wanted - covered);
+        cut_batch(wanted - covered, index_t(load(batch.taken)));
         return;
       }
-      team::sync();  // all have read the sums
-      if (leads()) shared.covered = covered + more;
-      team::sync();
+      covered += more;
+      team::sync();  // `last` is cleared
     }
   }
 
@@ -163,9 +169,9 @@ struct line_chooser {
     return a > b || (a == b && line < other);
   }
 
-  /// What is wanted; sets what forced lines cover, and the most that a line offers.
-  __device__ unsigned long long begin(float share) const {
-    if (leads()) shared.covered = shared.in_batch = 0, shared.most = 0;
+  /// Adds up the sample's weight and what forced lines cover; `most` of the second batch is the most that a line offers.
+  __device__ void begin() const {
+    if (leads()) shared.all = shared.covered = 0, shared.batches[0] = shared.batches[1] = {};
     team::sync();
     unsigned long long total = 0, covered = 0;
     float most = 0;
@@ -178,39 +184,34 @@ struct line_chooser {
         most = fmaxf(most, per_entry(line));
       }
     });
-    add_units(shared.in_batch, total);
+    add_units(shared.all, total);
     add_units(shared.covered, covered);
-    join_most(shared.most, most);
+    join_most(shared.batches[1].most, most);
     team::sync();
-    const double all = double(load(shared.in_batch));
-    team::sync();
-    return (unsigned long long)(all * double(fminf(share, 1.0f)));
   }
 
-  /// Takes all that the greedy takes of at least `threshold` an entry; `shared.most` is then the most of what is left.
-  __device__ void take_batch(float threshold) const {
-    if (leads())
-      shared.in_batch = 0, shared.most = 0, shared.taken = 0,
-      shared.listed[0] = shared.listed[1] = shared.listed[2] = 0;
+  /// Takes all that the greedy takes of at least `threshold` an entry; `batch.most` is then the most of what is left. Clears `last`,
+  /// which nobody reads behind the first barrier.
+  __device__ void take_batch(float threshold, line_batch& batch, line_batch& last) const {
+    list_all(threshold, batch);
     team::sync();
-    list_all(threshold);
-    team::sync();
+    if (leads()) last = {};
     index_t* list = lists.now;
     index_t* rest = lists.next;
     index_t before = 0;
     for (int turn = 0;; turn = (turn + 1) % 3) {
-      const index_t count = index_t(load(shared.listed[turn]));
+      const index_t count = index_t(load(batch.listed[turn]));
       if (count == 0) return;
-      if (leads()) shared.listed[(turn + 2) % 3] = 0;  // all have read it a turn ago
-      sort_out(list, count, threshold, rest, shared.listed[(turn + 1) % 3]);
+      if (leads()) batch.listed[(turn + 2) % 3] = 0;  // all have read it a turn ago
+      sort_out(list, count, threshold, rest, batch, batch.listed[(turn + 1) % 3]);
       team::sync();  // until here nothing has been chosen that others take for uncovered
-      const index_t taken = index_t(load(shared.taken));
+      const index_t taken = index_t(load(batch.taken));
       unsigned long long units = 0;
       for (index_t i = before + rank(); i < taken; i += stride_of_threads) {
         set(lists.taken[i], true);
         units += in_units(gain(lists.taken[i]));
       }
-      add_units(shared.in_batch, units);
+      add_units(batch.units, units);
       before = taken;
       index_t* const other = list;
       list = rest, rest = other;
@@ -219,7 +220,7 @@ struct line_chooser {
   }
 
   /// Lists what may be worth `threshold` an entry, by what lines were worth when they were last looked at: gains only fall.
-  __device__ void list_all(float threshold) const {
+  __device__ void list_all(float threshold, line_batch& batch) const {
     float most = 0;
     const index_t rounds = ceil_div(max(lines.next, lines.slots), stride_of_threads);
     constexpr int together = 4;                                   // rounds whose loads are under way together
@@ -239,15 +240,15 @@ struct line_chooser {
         const float value = worth[i / 2][i % 2];
         const bool listed = value > 0 && value >= threshold;
         if (!listed) most = fmaxf(most, value);
-        append(lists.now, shared.listed[0], i % 2 == 0 ? own : index_t(lines.stride) + own, listed);
+        append(lists.now, batch.listed[0], i % 2 == 0 ? own : index_t(lines.stride) + own, listed);
       }
     }
-    join_most(shared.most, most);
+    join_most(batch.most, most);
   }
 
   /// Looks at what is listed anew: what comes before all that cross it is taken, what has fallen below the threshold waits for
   /// another batch, the rest is listed again.
-  __device__ void sort_out(const index_t* list, index_t count, float threshold, index_t* rest,
+  __device__ void sort_out(const index_t* list, index_t count, float threshold, index_t* rest, line_batch& batch,
                            unsigned& rest_count) const {
     // Lists are short and rows far apart in memory: neighbouring threads share a line.
     constexpr index_t sharing = line_sharing, lines_at_once = stride_of_threads / sharing;
@@ -267,15 +268,14 @@ struct line_chooser {
       if (own && !again) most = fmaxf(most, worth);
       const unsigned later = __ballot_sync(~0u, again && !comes_first(line, worth, part, sharing));
       const bool first = again && (later >> (threadIdx.x % 32 / sharing * sharing) & ((1u << sharing) - 1)) == 0;
-      append(lists.taken, shared.taken, line, first && part == 0);
+      append(lists.taken, batch.taken, line, first && part == 0);
       append(rest, rest_count, line, again && !first && part == 0);
     }
-    join_most(shared.most, most);
+    join_most(batch.most, most);
   }
 
   /// Of the batch's lines only the greedy's first stay, until they add `wanted`.
-  __device__ void cut_batch(unsigned long long wanted) const {
-    const index_t taken = index_t(load(shared.taken));
+  __device__ void cut_batch(unsigned long long wanted, index_t taken) const {
     const auto key = [&](index_t i) { return key_of(per_entry(lists.taken[i]), lists.taken[i]); };
     const unsigned long long least = select(
         taken, wanted, [&](index_t i) { return in_units(gain(lists.taken[i])); }, key);
