@@ -16,7 +16,7 @@ class line_cover {
  public:
   /// Forgets all lines. Cost  one pass over the weights.
   void begin(const sampled_attention& seen) {
-    seen_ = &seen;
+    seen_ = seen;
     chosen_.assign(std::size_t(lines()), 0);
     weights_.assign(std::size_t(lines()), 0.0);
     total_ = covered_ = 0;
@@ -32,11 +32,11 @@ class line_cover {
     }
   }
 
-  index_t lines() const { return seen_->next + seen_->slots(); }
-  index_t vertical(index_t slot) const { return seen_->next + slot; }
-  bool is_slash(index_t line) const { return line < seen_->next; }
+  index_t lines() const { return seen_.next + seen_.slots(); }
+  index_t vertical(index_t slot) const { return seen_.next + slot; }
+  bool is_slash(index_t line) const { return line < seen_.next; }
   index_t length(index_t line) const {
-    return is_slash(line) ? seen_->slash_length(line) : seen_->vertical_length(line - seen_->next);
+    return is_slash(line) ? seen_.slash_length(line) : seen_.vertical_length(line - seen_.next);
   }
   double weight(index_t line) const { return weights_[std::size_t(line)]; }
   double total() const { return total_; }
@@ -47,8 +47,8 @@ class line_cover {
 
   /// The nearest `slashes` and the keys at the first `columns` positions, as far as there are any.
   void add_forced(index_t slashes, index_t columns) {
-    for (index_t distance = 0; distance < std::min(slashes, seen_->next); ++distance) add_if_any(distance);
-    for (index_t slot = 0; slot < seen_->slots() && seen_->positions[std::size_t(slot)] < columns; ++slot) {
+    for (index_t distance = 0; distance < std::min(slashes, seen_.next); ++distance) add_if_any(distance);
+    for (index_t slot = 0; slot < seen_.slots() && seen_.positions[std::size_t(slot)] < columns; ++slot) {
       add(vertical(slot));
     }
   }
@@ -124,17 +124,17 @@ class line_cover {
 
   /// Every stored key: whoever wants all of the weight wants rows that were not sampled to see everything too.
   void add_everything() {
-    for (index_t slot = 0; slot < seen_->slots(); ++slot) add(vertical(slot));
+    for (index_t slot = 0; slot < seen_.slots(); ++slot) add(vertical(slot));
   }
 
   void write(line_set& to) const {
     to.vertical.clear();
     to.slash.clear();
-    for (index_t distance = 0; distance < seen_->next; ++distance) {
+    for (index_t distance = 0; distance < seen_.next; ++distance) {
       if (has(distance)) to.slash.push_back(distance);
     }
-    for (index_t slot = 0; slot < seen_->slots(); ++slot) {
-      if (has(vertical(slot))) to.vertical.push_back(seen_->positions[std::size_t(slot)]);
+    for (index_t slot = 0; slot < seen_.slots(); ++slot) {
+      if (has(vertical(slot))) to.vertical.push_back(seen_.positions[std::size_t(slot)]);
     }
   }
 
@@ -142,9 +142,9 @@ class line_cover {
   /// Calls `see(weight)` for a line's entry of each sampled row.
   template <class See>
   void visit(index_t line, const See& see) const {
-    for (index_t r = 0; r < index_t(seen_->rows.size()); ++r) {
-      const index_t slot = is_slash(line) ? seen_->slot_on_slash(r, line) : line - seen_->next;
-      if (slot != no_index) see(seen_->row(r)[slot]);
+    for (index_t r = 0; r < index_t(seen_.rows.size()); ++r) {
+      const index_t slot = is_slash(line) ? seen_.slot_on_slash(r, line) : line - seen_.next;
+      if (slot != no_index) see(seen_.row(r)[slot]);
     }
   }
   /// What is not covered yet on a line; `takes`: it is from now on.
@@ -162,7 +162,7 @@ class line_cover {
     return result;
   }
 
-  const sampled_attention* seen_ = nullptr;
+  sampled_attention seen_;  // a view of what the caller holds
   double total_ = 0, covered_ = 0;
   std::vector<std::uint8_t> chosen_;  // by line
   std::vector<double> weights_;       // by line, before anything was covered

@@ -215,11 +215,13 @@ class row_packer {
                                   index_t place, Memory& to, const std::vector<std::uint8_t>& set) {
     constexpr auto bits_plane = Values == k_values ? k_bits : v_bits;
     constexpr auto scale_plane = Values == k_values ? k_scales : v_scales;
-    const std::uint8_t* bits = set.data() + offset_t(head) * format.set_bytes();
+    const std::uint8_t* bits = nullptr;
     if constexpr (vector_channels<Channels>) {
       auto* own = reinterpret_cast<std::uint8_t*>(to.at(bits_plane, head, place));
       channels.choose(row, format, own);
       bits = own;
+    } else {
+      bits = set.data() + offset_t(head) * format.set_bytes();  // one for all vectors of a head
     }
     const float scale = pack_row(format, row, bits, to.at(Values, head, place));
     if (format.scaled()) tessera::detail::put<float>(to.at(scale_plane, head, place), 0, scale);
