@@ -166,9 +166,17 @@ void obeys_the_laws_of_scorers(const S& policy) {
       REQUIRE(std::isfinite(policy.score(sums)));
       REQUIRE(policy.score(back) == Approx(policy.score(sums)).epsilon(1e-4).margin(1e-5));
     }
+    // What is not finite ranks last.
     float sums[4] = {};
     policy.measure(not_a_number, 1.0f, sums);
     CHECK(std::isnan(policy.score(sums)));
+    for (const float x : {infinity, -infinity, std::numeric_limits<float>::max()}) {
+      float of_row[4] = {};
+      for (int d = 0; d < 64; ++d) policy.measure(d == 5 ? x : 1.0f, 1.0f, of_row);
+      const float score = policy.score(of_row);
+      CHECK((std::isnan(score) || score == -infinity || std::abs(x) < infinity));
+      CHECK(!(score == infinity));
+    }
   }
 }
 

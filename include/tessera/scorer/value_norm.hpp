@@ -17,7 +17,9 @@ struct value_norm {
   static constexpr int measures = 1;
 
   TESSERA_HD void measure(float x, float, float* sums) const { sums[0] += x < 0 ? -x : x; }
-  TESSERA_HD float score(const float* sums) const { return sums[0]; }
+  TESSERA_HD float score(const float* sums) const {
+    return sums[0] < infinity ? sums[0] : sums[0] - sums[0];  // else NaN
+  }
 
   index_t protected_tail(index_t) const { return 0; }
   void check(index_t) const {}
