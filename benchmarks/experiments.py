@@ -106,7 +106,7 @@ def mosaickv():
     yield from over_seeds("mosaickv-table", HARD, 2048, 5, "mosaickv", "--budgets", "51,102,205,410", *vary(channels="0.125,0.5,0.75"), rank=2)
     yield from over_seeds("mosaickv-bar", (*HARD, "conversation"), 8192, 5, "full,mosaickv", "--budgets", "819", rank=2)
     yield from over_seeds("mosaickv-rows", FAMILIES, 2048, 10, "packed_snapkv,packed_rocketkv,think_snapkv",
-                          "--budgets", "64,256", tool="ablations", rank=3)
+                          "--budgets", "64,256", tool="ablations", rank=3, host_only=True)
 
 
 def profile_name(share, family="all"):
