@@ -160,7 +160,7 @@ if wanted benchmarks; then
     failed=$((failed + 1))
   fi
   if python3 -c 'import torch, sys; sys.exit(not torch.cuda.is_available())' 2>/dev/null; then
-    attempt peers 300 env PYTHONUNBUFFERED=1 python3 benchmarks/peers.py --out "$logs/peers.json"
+    attempt peers 300 env PYTHONUNBUFFERED=1 python3 benchmarks/peers/peers.py --out "$logs/peers.json"
   else
     echo "peers: not measured, python3 has no PyTorch that sees the GPU"
     note "peers (no PyTorch that sees the GPU)" none 0

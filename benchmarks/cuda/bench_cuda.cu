@@ -265,6 +265,15 @@ std::vector<index_t> random_subset(index_t count, index_t chosen, index_t run, s
 }  // namespace gpu_bench
 
 int main(int argc, char** argv) {
+  if (argc == 3 && std::string(argv[1]) == "--flat_table") {
+    try {
+      gpu_bench::write_flat_table(argv[2]);
+      return 0;
+    } catch (const std::exception& failure) {
+      std::fprintf(stderr, "bench_cuda: %s\n", failure.what());
+      return 2;
+    }
+  }
   benchmark::Initialize(&argc, argv);
   if (benchmark::ReportUnrecognizedArguments(argc, argv)) return 2;
   int device = 0, driver = 0, runtime = 0;

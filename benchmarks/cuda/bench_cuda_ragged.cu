@@ -1,6 +1,7 @@
 // Heads of uneven shares in ragged pages: decode attention beside the same bytes spread evenly, and what compressing a
 // prompt chunk by chunk adds to its attention. peers.py has the same lengths.
 #include <cmath>
+#include <fstream>
 
 #include "cuda_bench.hpp"
 #include "tessera/attention/dense_decode.hpp"
@@ -139,6 +140,15 @@ prepared prompt_in_chunks(index_t tokens) {
   return made;
 }
 
+template <class T>
+void write_file(const std::string& name, const T* of_device, std::size_t count) {
+  std::vector<T> values(count);
+  cuda::check(cudaMemcpy(values.data(), of_device, count * sizeof(T), cudaMemcpyDeviceToHost), "cudaMemcpy");
+  std::ofstream file(name, std::ios::binary);
+  file.write(reinterpret_cast<const char*>(values.data()), std::streamsize(count * sizeof(T)));
+  if (!file) throw std::runtime_error("cannot write " + name);
+}
+
 const int registered = [] {
   const std::pair<index_t, index_t> batches[] = {{1, 131072}, {4, 131072}, {16, 65536}, {64, 32768}};
   for (const auto& kind : kinds) {
@@ -167,4 +177,71 @@ const int registered = [] {
 }();
 
 }  // namespace
+
+void write_flat_table(const std::string& folder) {
+  constexpr index_t tokens = 3001, chunk = 512;
+  static const shares_of_heads shares = kinds[0].second;
+  tangram<bf16, head_dim> recipe;
+  recipe.retain.budget.shares = {shares.data(), 1, kv_heads};
+  recipe.schedule.chunk = chunk;
+  cuda::cache_options options;
+  options.tokens = tokens;
+  cuda::cache<tangram<bf16, head_dim>> kv(model_shape{1, q_heads, kv_heads}, recipe, options);
+  const std::size_t of_kv = std::size_t(tokens) * kv_heads * head_dim, of_q = std::size_t(tokens) * q_heads * head_dim;
+  const bf16* k = random_rows(2 * of_kv + of_q);
+  const bf16* q = k + 2 * of_kv;
+  kv.open(stream());
+  kv.announce(0, tokens);
+  for (index_t done = 0; done < tokens; done += chunk) {
+    const index_t count = std::min(chunk, tokens - done);
+    const bf16* own = k + std::size_t(done) * kv_heads * head_dim;
+    kv.prefill(0, 0, nhd_rows<const bf16>(q + std::size_t(done) * q_heads * head_dim, count, q_heads, head_dim),
+               nhd_rows<const bf16>(own, count, kv_heads, head_dim),
+               nhd_rows<const bf16>(own + of_kv, count, kv_heads, head_dim), stream());
+  }
+  kv.end_prefill(0, stream());
+
+  using view_type = kv_view<const bf16, head_dim, csr_table>;
+  const auto held = kv.view(0, 0);
+  const std::vector<index_t> first{tokens};
+  const buffer<index_t> position(first);
+  const buffer<float> out(std::size_t(q_heads) * head_dim), lse(q_heads);
+  const cuda::decode_attention<view_type> attend(1, kv_heads, q_heads, 1, cuda::device_info::current());
+  const buffer<unsigned char> workspace(attend.workspace_bytes());
+  attend.prepare(workspace.data(), stream());
+  cuda::decode_problem<view_type> problem;
+  view_type& view = problem.view;
+  view.k = held.k, view.v = held.v, view.k_strides = held.k_strides, view.v_strides = held.v_strides;
+  view.table = held.table, view.sequences = 1, view.kv_heads = kv_heads;
+  view.lengths = held.lengths, view.length_strides = {held.length_strides.sequence, held.length_strides.head};
+  problem.q = nhd_rows<const bf16>(q, 1, q_heads, head_dim);
+  problem.first_position = position.data();
+  problem.out = nhd_rows(out.data(), 1, q_heads, head_dim);
+  problem.lse = nhd_rows(lse.data(), 1, q_heads, 1);
+  attend.run(problem, workspace.data(), stream());
+  cuda::check(cudaStreamSynchronize(stream()), "cudaStreamSynchronize");
+
+  std::vector<index_t> lengths, begins(kv_heads + 1);
+  cuda::check(cudaMemcpy(begins.data(), view.table.indptr, begins.size() * sizeof(index_t), cudaMemcpyDeviceToHost),
+              "cudaMemcpy");
+  for (index_t h = 0; h < kv_heads; ++h) lengths.push_back(index_t(kv.positions(0, 0, h).size()));
+  std::vector<index_t> blocks(std::size_t(begins.back()));
+  cuda::check(cudaMemcpy(blocks.data(), view.table.indices, blocks.size() * sizeof(index_t), cudaMemcpyDeviceToHost),
+              "cudaMemcpy");
+  index_t last = 0;  // of the blocks that are in use: others of a table may not be written
+  for (index_t h = 0; h < kv_heads; ++h) {
+    for (index_t i = 0; i < ceil_div(lengths[std::size_t(h)], page); ++i) {
+      last = std::max(last, blocks[std::size_t(begins[std::size_t(h)] + i)]);
+    }
+  }
+  const std::size_t pool = std::size_t(last + 1) * page * head_dim;
+  write_file(folder + "/k", view.k, pool), write_file(folder + "/v", view.v, pool);
+  write_file(folder + "/q", q, std::size_t(q_heads) * head_dim);
+  write_file(folder + "/out", out.data(), std::size_t(q_heads) * head_dim);
+  write_file(folder + "/indptr", view.table.indptr, begins.size());
+  write_file(folder + "/indices", view.table.indices, blocks.size());
+  std::ofstream(folder + "/lengths", std::ios::binary)
+      .write(reinterpret_cast<const char*>(lengths.data()), std::streamsize(lengths.size() * sizeof(index_t)));
+}
+
 }  // namespace gpu_bench

@@ -113,6 +113,10 @@ struct prepared {
 /// Registers a benchmark under `name`. `make` runs when its turn comes, after the previous benchmark has been freed.
 void add(const std::string& name, std::function<prepared()> make, int iterations = 3);
 
+/// Writes what a cache of ragged pages holds behind its flat page table, a query, and the attention that ours gives of it, into a
+/// folder that is there: benchmarks/peers/flashinfer_table.py reads the same table with another kernel.
+void write_flat_table(const std::string& folder);
+
 /// Random ascending indices below `count`, all different, in runs of `run`.
 std::vector<index_t> random_subset(index_t count, index_t chosen, index_t run, std::mt19937& random);
 

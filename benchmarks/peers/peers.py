@@ -1,7 +1,7 @@
 #!/usr/bin/env python3
 """Times what PyTorch has for the shapes of bench_cuda: attention (flash and cuDNN) and top-k, through CUDA graphs.
 
-    benchmarks/peers.py --out FILE [--only decode,prefill,ragged,top_k]
+    benchmarks/peers/peers.py --out FILE [--only decode,prefill,ragged,top_k]
 
 Counted as bench_cuda counts: inputs rotated through at least 256 MiB, events around the replay of a graph behind a
 kernel that keeps the GPU busy until the graph is queued, the median of 11 times the mean of 3 replays. FlashInfer joins
