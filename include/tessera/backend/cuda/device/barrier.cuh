@@ -7,11 +7,12 @@ TESSERA_NAMESPACE_BEGIN
 namespace cuda {
 
 /// A barrier in shared memory, named by its address there, counts threads and bytes that arrive; its phase flips at each
-/// full count. One thread initialises it, then the block synchronises (a cluster's blocks: `publish_barriers` first).
+/// full count. One thread initialises it, then the block synchronises (`publish_barriers` first, where a cluster's other blocks
+/// or the copy engine count there).
 __device__ __forceinline__ void init_barrier(std::uint32_t barrier, int count) {
   asm volatile("mbarrier.init.shared::cta.b64 [%0], %1;" ::"r"(barrier), "r"(count) : "memory");
 }
-/// Barriers are seen as initialised by the cluster's next barrier.
+/// Barriers are seen as initialised behind the next barrier of the block or the cluster.
 __device__ __forceinline__ void publish_barriers() {
 #if __CUDA_ARCH__ >= 900
   asm volatile("fence.mbarrier_init.release.cluster;" ::: "memory");

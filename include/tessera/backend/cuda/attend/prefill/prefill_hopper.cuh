@@ -83,6 +83,7 @@ struct prefill_hopper_kernel : prefill_rows<View, Out, 8, 1, 128, 4> {
         init_barrier(keys_filled(i), 2 * copiers), init_barrier(keys_freed(i), computers);
         init_barrier(values_filled(i), copiers), init_barrier(values_freed(i), computers);
       }
+      publish_barriers();  // the copy engine counts bytes at them
     }
     __device__ std::uint32_t queries() const { return keys(stages - 1); }
   };
