@@ -126,7 +126,9 @@ void attend_packed(const packed_view<Layout>& view, const query_rows<Q>& queries
   const index_t rows = queries.q.tokens * (queries.q.heads / view.kv_heads), blocks = ceil_div(rows, tile_rows);
   std::vector<std::unique_ptr<packed_rows_block<Layout>>> memories;  // all of it before anything is written
   while (index_t(memories.size()) < workers.threads()) {
-    memories.emplace_back(new packed_rows_block<Layout>);  // make_unique would write zeros over all of it
+    std::unique_ptr<packed_rows_block<Layout>> one(
+        new packed_rows_block<Layout>);  // make_unique would write zeros over it
+    memories.push_back(std::move(one));
     memories.back()->reserve(view.segments->size());
   }
   workers.for_each(view.kv_heads * blocks, [&](index_t item, int worker) {
