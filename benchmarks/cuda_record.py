@@ -239,8 +239,21 @@ def describe(test):
             + ("; NO GPU, most of them skipped" if test["skipped"] else ""))
 
 
+def describe_files(logs, steps):
+    """One line over the tests' runs, of which there is one a file; those that failed are named."""
+    total, passed, failed = {"passed": 0, "failed": 0, "cases": 0, "skipped": False}, 0, []
+    for step in steps:
+        for key, value in (read_tests(read_text(f"{logs}/{step['name']}.log")) or {}).items():
+            total[key] += value
+        if step["result"] == "passed":
+            passed += 1
+        else:
+            failed.append(f"; {step['name'].split('.')[1]}: {step['result']}")
+    return f"{passed} of {len(steps)} test files pass; {describe(total)}" + "".join(failed)
+
+
 def describe_sanitizer(logs, tool, steps):
-    """One line over the tool's runs, of which there is one a test file; what was found is named by file."""
+    """The same over a sanitizer's runs; what was found is named by file."""
     total, clean, findings = {"passed": 0, "failed": 0, "cases": 0, "skipped": False}, 0, []
     for step in steps:
         log = read_text(f"{logs}/{step['name']}.log")
@@ -271,7 +284,7 @@ def markdown(record):
     lines = [f"# CUDA backend on {machine.get('gpu', 'an unknown GPU')}, {machine.get('date', 'no date')}", "",
              "Written by `benchmarks/gpu.sh`. Absolute times hold for this machine only.", "", "| | |", "| --- | --- |"]
     lines += [f"| {key.replace('_', ' ')} | {value} |" for key, value in machine.items()]
-    lines += ["", "## Steps", "", "The sanitizers' runs are under Tests.", "", "| step | result | seconds |",
+    lines += ["", "## Steps", "", "Tests by file and the sanitizers' runs are under Tests.", "", "| step | result | seconds |",
               "| --- | --- | --- |"]
     lines += [f"| {s['name']} | {s['result']} | {s['seconds']} |" for s in record["steps"] if "." not in s["name"]]
     lines += ["", "## Tests", "", "| run | result |", "| --- | --- |"]
@@ -314,12 +327,14 @@ def main():
         machine["peers"] = (f"PyTorch {peers['torch']}, cuDNN {peers['cudnn']}, "
                             f"FlashInfer {peers['flashinfer'] or 'not there'}")
     steps, tests = read_steps(given.logs), {}
-    for name in ("tests", "engine_tests"):
-        log = read_text(f"{given.logs}/{name}.log")
-        if log:
-            tests[name.replace("_", " ")] = describe(read_tests(log))
+    runs_of = lambda name: [step for step in steps if step["name"].startswith(name + ".")]
+    if runs_of("tests"):
+        tests["tests"] = describe_files(given.logs, runs_of("tests"))
+    log = read_text(f"{given.logs}/engine_tests.log")
+    if log:
+        tests["engine tests"] = describe(read_tests(log))
     for tool in SANITIZERS:
-        mine = [step for step in steps if step["name"].startswith(tool + ".")]
+        mine = runs_of(tool)
         if mine:
             tests[tool] = describe_sanitizer(given.logs, tool, mine)
     tool = read_json(f"{given.logs}/tool.json")

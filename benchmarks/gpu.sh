@@ -136,8 +136,27 @@ fi
 # Shared libraries that came along with programs built elsewhere.
 [ -z "$prebuilt" ] || export LD_LIBRARY_PATH=$prebuilt${LD_LIBRARY_PATH:+:$LD_LIBRARY_PATH}
 
+# The names of test_gpu's files; CMake makes one for each method.
+test_files() {
+  { grep -rl --include="test_*.cu" TEST_CASE tests/backend/cuda; sed 's,.*/,test_cache_,' <(ls include/tessera/methods/*.hpp); } |
+    sed 's,.*/,,; s,[.][a-z]*$,,' | sort
+}
+# each_test_file NAME SILENCE CASES COMMAND...: the command, then test_gpu, as a process for each file of tests, as many at once
+# as there are cores: each is bound by one core most of the time. CASES: a filter, or nothing.
+each_test_file() {
+  local name=$1 silence=$2 cases=$3 file
+  shift 3
+  for file in $(test_files); do
+    while [ "$(jobs -rp | wc -l)" -ge "$(nproc)" ]; do wait -n; done
+    step "$name.$file" "$silence" "$@" "$programs/test_gpu" -d yes --filenames-as-tags "[#$file]$cases" &
+  done
+}
+count_failed() { failed=$((failed + $(grep -E "^($1)[.]" "$logs/steps.tsv" | cut -f 2 | grep -vc '^0$'))); }
+
 if wanted tests; then
-  attempt tests 300 "$programs/test_gpu" -d yes
+  each_test_file tests 300 ''
+  wait
+  count_failed tests
   [ ! -x "$programs/test_examples_cuda" ] || attempt engine_tests 300 "$programs/test_examples_cuda" -d yes
   [ ! -x "$programs/ladder_08_on_the_gpu" ] || attempt ladder 120 "$programs/ladder_08_on_the_gpu"
 fi
@@ -180,24 +199,14 @@ if wanted benchmarks; then
     note "decode_step (${no_examples:-the program is not there})" none 0
   fi
 fi
-# The names of test_gpu's files; CMake makes one for each method.
-test_files() {
-  { grep -rl --include="test_*.cu" TEST_CASE tests/backend/cuda; sed 's,.*/,test_cache_,' <(ls include/tessera/methods/*.hpp); } |
-    sed 's,.*/,,; s,[.][a-z]*$,,' | sort
-}
 if wanted sanitizers; then
-  # One process for each tool and test file, as many at once as there are cores: each is bound by one core most of the
-  # time. racecheck takes longest and goes first.
+  # racecheck takes longest and goes first.
   export TESSERA_TEST_SCALE=$scale
   for tool in racecheck initcheck memcheck synccheck; do
     # Long runs of kernels that have tests of their own show racecheck nothing new, and take it an hour.
     some=$([ "$tool" = racecheck ] && echo '~[long]')
-    for file in $(test_files); do
-      while [ "$(jobs -rp | wc -l)" -ge "$(nproc)" ]; do wait -n; done
-      step "$tool.$file" 600 compute-sanitizer --tool "$tool" --error-exitcode 86 --print-limit 20 \
-        "$programs/test_gpu" -d yes --filenames-as-tags "[#$file]$some" &
-    done
+    each_test_file "$tool" 600 "$some" compute-sanitizer --tool "$tool" --error-exitcode 86 --print-limit 20
   done
   wait
-  failed=$((failed + $(grep -E '^(race|init|mem|sync)check' "$logs/steps.tsv" | cut -f 2 | grep -vc '^0$')))
+  count_failed '(race|init|mem|sync)check'
 fi
