@@ -221,27 +221,30 @@ void write_flat_table(const std::string& folder) {
   attend.run(problem, workspace.data(), stream());
   cuda::check(cudaStreamSynchronize(stream()), "cudaStreamSynchronize");
 
-  std::vector<index_t> lengths, begins(kv_heads + 1);
-  cuda::check(cudaMemcpy(begins.data(), view.table.indptr, begins.size() * sizeof(index_t), cudaMemcpyDeviceToHost),
-              "cudaMemcpy");
-  for (index_t h = 0; h < kv_heads; ++h) lengths.push_back(index_t(kv.positions(0, 0, h).size()));
-  std::vector<index_t> blocks(std::size_t(begins.back()));
-  cuda::check(cudaMemcpy(blocks.data(), view.table.indices, blocks.size() * sizeof(index_t), cudaMemcpyDeviceToHost),
-              "cudaMemcpy");
-  index_t last = 0;  // of the blocks that are in use: others of a table may not be written
+  // Of a head's row of the table its first blocks, as many as hold something.
+  std::vector<index_t> lengths, ends{0}, blocks, begins(kv_heads);
+  const auto fetch = [](std::vector<index_t>& to, std::size_t at, const index_t* from) {
+    cuda::check(cudaMemcpy(to.data() + at, from, (to.size() - at) * sizeof(index_t), cudaMemcpyDeviceToHost),
+                "cudaMemcpy");
+  };
+  fetch(begins, 0, view.table.indptr);
   for (index_t h = 0; h < kv_heads; ++h) {
-    for (index_t i = 0; i < ceil_div(lengths[std::size_t(h)], page); ++i) {
-      last = std::max(last, blocks[std::size_t(begins[std::size_t(h)] + i)]);
-    }
+    lengths.push_back(index_t(kv.positions(0, 0, h).size()));
+    const std::size_t at = blocks.size();
+    blocks.resize(at + std::size_t(ceil_div(lengths.back(), page)));
+    fetch(blocks, at, view.table.indices + begins[std::size_t(h)]);
+    ends.push_back(index_t(blocks.size()));
   }
+  const index_t last = *std::max_element(blocks.begin(), blocks.end());
   const std::size_t pool = std::size_t(last + 1) * page * head_dim;
   write_file(folder + "/k", view.k, pool), write_file(folder + "/v", view.v, pool);
   write_file(folder + "/q", q, std::size_t(q_heads) * head_dim);
   write_file(folder + "/out", out.data(), std::size_t(q_heads) * head_dim);
-  write_file(folder + "/indptr", view.table.indptr, begins.size());
-  write_file(folder + "/indices", view.table.indices, blocks.size());
-  std::ofstream(folder + "/lengths", std::ios::binary)
-      .write(reinterpret_cast<const char*>(lengths.data()), std::streamsize(lengths.size() * sizeof(index_t)));
+  for (const auto& [name, numbers] :
+       {std::pair{"/indptr", &ends}, std::pair{"/indices", &blocks}, std::pair{"/lengths", &lengths}}) {
+    std::ofstream(folder + name, std::ios::binary)
+        .write(reinterpret_cast<const char*>(numbers->data()), std::streamsize(numbers->size() * sizeof(index_t)));
+  }
 }
 
 }  // namespace gpu_bench

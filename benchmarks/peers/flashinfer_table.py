@@ -28,11 +28,8 @@ def main():
         read = lambda file, kind: torch.from_numpy(numpy.fromfile(pathlib.Path(name) / file, kind))
         k, v, q = (read(file, numpy.int16).view(torch.bfloat16).cuda() for file in "kvq")
         ours = read("out", numpy.float32).view(-1, DIM)
-        begins, blocks, lengths = (read(file, numpy.int32) for file in ("indptr", "indices", "lengths"))
-    heads = len(lengths)
-    held = (lengths + PAGE - 1) // PAGE  # of a table's blocks those that hold something
-    table = torch.cat([blocks[begin:begin + count] for begin, count in zip(begins, held)]).cuda()
-    ends = torch.cat([torch.zeros(1, dtype=torch.int32), held.cumsum(0).to(torch.int32)])
+        ends, blocks, lengths = (read(file, numpy.int32) for file in ("indptr", "indices", "lengths"))
+    heads, table = len(lengths), blocks.cuda()
     wrapper = flashinfer.BatchDecodeWithPagedKVCacheWrapper(torch.empty(128 << 20, dtype=torch.uint8, device="cuda"), "HND",
                                                             use_tensor_cores=True)
     wrapper.plan(ends, table, (lengths - 1) % PAGE + 1, len(ours) // heads, 1, DIM, PAGE, q_data_type=torch.bfloat16,
