@@ -228,7 +228,7 @@ tally agree_with_double(std::uint64_t seed, index_t shapes) {
     ++counts.shapes;
   }
   CHECK(counts.rows > 10 * counts.shapes);
-  CHECK((counts.choices < 50 || counts.close_choices * 5 < counts.choices));  // of a few shapes it says nothing
+  if (support::scaled(100) == 100) CHECK(counts.close_choices * 5 < counts.choices);  // of fewer shapes it says nothing
   return counts;
 }
 

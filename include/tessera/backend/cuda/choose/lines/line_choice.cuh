@@ -8,12 +8,13 @@ TESSERA_NAMESPACE_BEGIN
 namespace cuda {
 namespace detail {
 
-/// What the blocks of a head share, in device memory; all of it is written before it is read. One batch is filled while the other,
-/// the one before it, is read for the last time.
+/// Counts of the lines that are taken together. There are two: one is filled while the other, of the batch before, is read for the
+/// last time.
 struct line_batch {
   unsigned long long units;
   unsigned most, listed[3], taken;
 };
+/// What the blocks of a head share, in device memory; all of it is written before it is read.
 struct line_counters {
   unsigned long long all, covered, bins[256];
   line_batch batches[2];
