@@ -6,35 +6,39 @@ message(STATUS "tessera ${PROJECT_VERSION}: headers are checked as C++; as CUDA:
 
 file(GLOB_RECURSE all_headers CONFIGURE_DEPENDS RELATIVE "${PROJECT_SOURCE_DIR}/include" include/tessera/*.hpp)
 
-# Generates one translation unit per header and the program `program` from all of them.
-function(tessera_check_headers program extension)
-  set(folder "${PROJECT_BINARY_DIR}/${program}")
+# One translation unit per header, in `result`.
+function(tessera_header_units result folder extension)
   set(units "")
   foreach(header IN LISTS ARGN)
     string(REGEX REPLACE "[/.]" "_" unit "${header}")
     # file(CONFIGURE) leaves an unchanged file alone, so that nothing is rebuilt.
-    file(CONFIGURE OUTPUT "${folder}/${unit}.${extension}" @ONLY CONTENT
+    file(CONFIGURE OUTPUT "${PROJECT_BINARY_DIR}/${folder}/${unit}.${extension}" @ONLY CONTENT
 "#include <@header@>
 #include <@header@>
 static_assert(__cplusplus >= 202002L, \"tessera: the C++20 flag did not reach the compiler\");
 ")
-    list(APPEND units "${folder}/${unit}.${extension}")
+    list(APPEND units "${PROJECT_BINARY_DIR}/${folder}/${unit}.${extension}")
   endforeach()
-  file(CONFIGURE OUTPUT "${folder}/main.${extension}" CONTENT "int main() {}\n")
-  add_executable(${program} ${units} "${folder}/main.${extension}")
-  target_link_libraries(${program} PRIVATE tessera::tessera Eigen3::Eigen)
-  add_test(NAME ${program} COMMAND ${program})
-  set_tests_properties(${program} PROPERTIES LABELS "cpu;check" TIMEOUT 60)
+  set(${result} "${units}" PARENT_SCOPE)
 endfunction()
 
-tessera_check_headers(headers_alone cpp ${all_headers})
+tessera_header_units(units headers_alone cpp ${all_headers})
+add_library(headers_alone OBJECT ${units})
+target_link_libraries(headers_alone PRIVATE tessera::tessera Eigen3::Eigen)
 
 if(cuda_works)
   file(GLOB_RECURSE cuda_headers CONFIGURE_DEPENDS RELATIVE "${PROJECT_SOURCE_DIR}/include" include/tessera/*.cuh)
-  tessera_check_headers(headers_alone_cuda cu ${cuda_headers})
-  target_sources(headers_alone_cuda PRIVATE tests/link/everything.cu)
-  target_include_directories(headers_alone_cuda PRIVATE "${PROJECT_BINARY_DIR}/two_units")
+  tessera_header_units(units headers_alone_cuda cu ${cuda_headers})
+  add_library(headers_alone_cuda OBJECT ${units})
+  target_link_libraries(headers_alone_cuda PRIVATE tessera::tessera Eigen3::Eigen)
   tessera_cuda_options(headers_alone_cuda)
+  # PTX: nvcc reads all of a header, but not twice, and g++ not at all: a quarter of the time.
+  set_target_properties(headers_alone_cuda PROPERTIES CUDA_PTX_COMPILATION ON CUDA_ARCHITECTURES 90a-virtual)
+
+  add_library(everything_as_cuda OBJECT tests/link/everything.cu)
+  target_link_libraries(everything_as_cuda PRIVATE tessera::tessera Eigen3::Eigen)
+  target_include_directories(everything_as_cuda PRIVATE "${PROJECT_BINARY_DIR}/two_units")
+  tessera_cuda_options(everything_as_cuda)
 
   # One cache for every architecture that the headers promise: compiled, never run.
   add_library(architectures OBJECT tests/link/architectures.cu)
@@ -43,8 +47,27 @@ if(cuda_works)
   set_target_properties(architectures PROPERTIES CUDA_ARCHITECTURES "80-real;89-real;90a-real;100-real;120-real")
 
   # The GPU tests: built wherever CUDA compiles, run where there is a GPU (ctest -L gpu), else each says that it is skipped.
-  file(GLOB_RECURSE gpu_tests CONFIGURE_DEPENDS tests/test_*.cu)
   include(cmake/methods.cmake)
+  file(GLOB_RECURSE gpu_tests CONFIGURE_DEPENDS RELATIVE "${PROJECT_SOURCE_DIR}/tests" tests/test_*.cu)
+  set(methods_in_a_unit 8)
+  if(TESSERA_JOIN_TESTS)
+    set(methods_in_a_unit 24)
+    set(folders "")
+    foreach(file IN LISTS gpu_tests)
+      cmake_path(GET file PARENT_PATH folder)
+      string(REPLACE "/" "_" folder "${folder}")
+      list(APPEND folders ${folder})
+      list(APPEND files_of_${folder} "${file}")
+    endforeach()
+    list(REMOVE_DUPLICATES folders)
+    set(gpu_tests "")
+    foreach(folder IN LISTS folders)
+      tessera_join_units(units "${PROJECT_BINARY_DIR}/test_gpu/${folder}" cu 8 ${files_of_${folder}})
+      list(APPEND gpu_tests ${units})
+    endforeach()
+  else()
+    list(TRANSFORM gpu_tests PREPEND "${PROJECT_SOURCE_DIR}/tests/")
+  endif()
   # Half of the methods store fp16, the others bf16: which ones does not matter. Those of one type share units.
   set(fp16 "")
   set(bf16 "")
@@ -59,7 +82,7 @@ if(cuda_works)
     list(APPEND ${element} "test_cache_${method}.cuh")
   endforeach()
   foreach(element fp16 bf16)
-    tessera_join_units(units "${PROJECT_BINARY_DIR}/test_gpu/caches_${element}" cu ${${element}})
+    tessera_join_units(units "${PROJECT_BINARY_DIR}/test_gpu/caches_${element}" cu ${methods_in_a_unit} ${${element}})
     list(APPEND gpu_tests ${units})
   endforeach()
   add_executable(test_gpu ${gpu_tests} tests/backend/cuda/eigenvectors.cpp)

@@ -12,11 +12,12 @@ endif()
 list(TRANSFORM tessera_methods REPLACE "[.]hpp$" "")
 list(SORT tessera_methods)
 
-# Sources that include ARGN, eight files each, as PREFIX_0.EXTENSION and so on: a unit compiles once what its files share. `result` lists them.
-function(tessera_join_units result prefix extension)
+# Sources that include ARGN, `count` files each, as PREFIX_0.EXTENSION and so on: a unit compiles once what its files share.
+# `result` lists them.
+function(tessera_join_units result prefix extension count)
   set(units "")
   while(ARGN)
-    list(SUBLIST ARGN 0 8 files)
+    list(SUBLIST ARGN 0 ${count} files)
     list(REMOVE_ITEM ARGN ${files})
     list(LENGTH units number)
     list(TRANSFORM files PREPEND "#include \"")

@@ -59,7 +59,7 @@ if(TARGET test_methods)
   endforeach()
   list(JOIN calls ", " calls)
   configure_file(tests/methods/support/registry.cpp.in test_methods/registry.cpp @ONLY)
-  tessera_join_units(units "${PROJECT_BINARY_DIR}/test_methods/methods" cpp ${files})
+  tessera_join_units(units "${PROJECT_BINARY_DIR}/test_methods/methods" cpp 8 ${files})
   target_sources(test_methods PRIVATE ${units} "${PROJECT_BINARY_DIR}/test_methods/registry.cpp" tests/methods/support/entries.cpp
                  tests/methods/support/mixtures.cpp)
   configure_file(tests/methods/support/every_method.hpp.in test_methods/every_method.hpp @ONLY)
@@ -75,6 +75,7 @@ endif()
 
 foreach(program IN LISTS test_programs)
   if(program MATCHES "^test_examples")
+    target_compile_options(${program} PRIVATE "$<$<CONFIG:Release>:-O1>")  # what they measure lies in the tool and the engine
     target_compile_definitions(${program} PRIVATE TESSERA_SOURCE_DIR="${PROJECT_SOURCE_DIR}")
     target_link_libraries(${program} PRIVATE tessera_engine)
     if(TARGET tessera)  # tests of the tool call its parts and run it
@@ -90,3 +91,10 @@ foreach(program IN LISTS test_programs)
                          SKIP_REGULAR_EXPRESSION "skipped: no CUDA device on this machine")
   endif()
 endforeach()
+# The longest begin first, so that no core waits for them in the end.
+if(TARGET test_methods)
+  set_tests_properties(test_methods PROPERTIES COST 300)
+endif()
+if(TARGET test_cache)
+  set_tests_properties(test_cache PROPERTIES COST 100)
+endif()

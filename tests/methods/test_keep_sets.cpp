@@ -120,8 +120,8 @@ void follow_reference(const std::string& method) {
 
 TEST_CASE("any first stage with any second, and any filter with any second, follow the reference") {
   for (const auto& method : mixed_methods()) {
-    run_random_conversations(method, seed_of(method), 300, 3, 3);
-    run_random_conversations(method, seed_of(method) + 1, 100, 4, 3);
+    run_random_conversations(method, seed_of(method), 150, 3, 3);
+    run_random_conversations(method, seed_of(method) + 1, 50, 4, 3);
   }
 }
 

@@ -59,7 +59,7 @@ void in_team(const Body& body) {
 
 TEST_CASE("a team of lanes takes the slots that one lane takes") {
   support::rng random(5901);
-  for (index_t i = 0; i < support::scaled(400); ++i) {
+  for (index_t i = 0; i < support::scaled(100); ++i) {
     const index_t n = random.between(1, i % 5 ? 40 : most_segment_tokens), keep = random.between(1, n);
     std::vector<float> scores;
     for (index_t t = 0; t < n; ++t) {

@@ -11,7 +11,7 @@ namespace decode_test {
 using namespace tessera;
 using namespace gpu_test;
 
-struct shape {
+struct decode_shape {
   index_t sequences = 2, heads = 2, group = 4, tokens = 1, capacity = 500;
   float soft_cap = 0;
   index_t window = 0;
@@ -47,7 +47,7 @@ struct decode_case {
   // e4m3 is multiplied exactly, any other encoding is rounded to 16 bits first.
   static constexpr float lse_margin = view_type::is_raw || std::is_same_v<stored_type, fp8> ? 0.01f : 0.05f;
 
-  shape s;
+  decode_shape s;
   index_t rows, q_heads, capacity;
   std::size_t queries;
   std::vector<float> k_scales, v_scales;
@@ -63,7 +63,7 @@ struct decode_case {
   buffer<index_t> d_lengths, d_first, d_chosen, d_counts, d_positions, d_table;
   cpu::executor workers;
 
-  explicit decode_case(const shape& of)
+  explicit decode_case(const decode_shape& of)
       : s(of),
         rows(s.sequences * s.heads),
         q_heads(s.heads * s.group),
@@ -201,7 +201,7 @@ struct decode_case {
 
 /// The error of one case, run twice: the second run must repeat the first to the bit.
 template <class Case>
-double error_of(const shape& s) {
+double error_of(const decode_shape& s) {
   Case one(s);
   const auto op = one.operation();
   buffer<unsigned char> workspace(op.workspace_bytes());
@@ -221,7 +221,7 @@ template <class Case>
 void try_shapes(int cases, double bound = 5e-3) {  // weights are rounded to 16 bits before they meet the values
   for (int i = 0; i < scaled(cases, 6); ++i) {     // each sort at least once
     const index_t groups[] = {1, 2, 3, 4, 5, 7, 8, 16};
-    shape s{draw(1, 3), draw(1, 4), groups[draw(0, 7)], draw(1, 8), draw(8, shrunk(2000, 600))};
+    decode_shape s{draw(1, 3), draw(1, 4), groups[draw(0, 7)], draw(1, 8), draw(8, shrunk(2000, 600))};
     if (i % 6 == 1) s.soft_cap = 20;
     if (i % 6 == 2) s.window = 100;
     s.gather = i % 6 == 3 || i % 6 == 4;
@@ -235,7 +235,7 @@ void try_shapes(int cases, double bound = 5e-3) {  // weights are rounded to 16 
 
 /// Spoils elements of some tokens of a row, and returns the error of the step.
 template <class Case>
-double error_of_spoiled(const shape& s, bool keys, float special, const std::vector<index_t>& back) {
+double error_of_spoiled(const decode_shape& s, bool keys, float special, const std::vector<index_t>& back) {
   Case one(s);
   // Full rows: the step's own tokens are the last ones.
   one.set_lengths(std::vector<index_t>(std::size_t(one.rows), one.capacity));

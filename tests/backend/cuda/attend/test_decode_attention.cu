@@ -72,7 +72,7 @@ TEST_CASE("GPU decode attention where a block reads a long row, and many rows on
   // What says where tiles lie is read in windows of 32 tiles; a whole device would give no block so many.
   for (const int multiprocessors : {1, 3}) {
     for (const bool gather : {false, true}) {
-      const shape s{.sequences = 3,
+      const decode_shape s{.sequences = 3,
                     .heads = 2,
                     .capacity = scaled(gather ? 30000 : 14000, 600),
                     .gather = gather,
@@ -93,12 +93,12 @@ TEST_CASE("GPU decode attention shows NaN and infinity to those query rows alone
         for (const bool gather : {false, true}) {
           INFO("special " << special << " in keys " << keys << " cap " << cap << " gather " << gather);
           // Two tokens a step: the first must not see the second, which is the last one stored.
-          const shape two{.tokens = 2, .capacity = 400, .soft_cap = cap, .gather = gather};
+          const decode_shape two{.tokens = 2, .capacity = 400, .soft_cap = cap, .gather = gather};
           CHECK(error_of_spoiled<decode_case<bf16, 128>>(two, keys, special, {1}) < 5e-3);
           CHECK(error_of_spoiled<decode_case<bf16, 64>>(two, keys, special, {1}) < 5e-3);
           // A window of 100: tokens beyond it are stored and not seen; with several tokens, by some alone.
           for (const index_t tokens : {1, 3}) {
-            const shape window{.tokens = tokens, .capacity = 400, .soft_cap = cap, .window = 100, .gather = gather};
+            const decode_shape window{.tokens = tokens, .capacity = 400, .soft_cap = cap, .window = 100, .gather = gather};
             CHECK(error_of_spoiled<decode_case<bf16, 128>>(window, keys, special, {101, 104, 250, 399}) < 5e-3);
             CHECK(error_of_spoiled<decode_case<bf16, 64>>(window, keys, special, {99, 101, 102, 130}) < 5e-3);
             CHECK(error_of_spoiled<decode_case<bf16, 80>>(window, keys, special, {99, 101, 102, 130}) < 5e-3);

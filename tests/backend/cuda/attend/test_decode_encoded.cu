@@ -61,10 +61,10 @@ TEST_CASE("fp8 NaN shows to those query rows alone that see it") {
   for (const bool keys : {false, true}) {
     for (const bool gather : {false, true}) {
       INFO("in keys " << keys << " gather " << gather);
-      const shape two{.tokens = 2, .capacity = 400, .gather = gather};
+      const decode_shape two{.tokens = 2, .capacity = 400, .gather = gather};
       CHECK(error_of_spoiled<decode_case<fp8_elements<bf16>, 128>>(two, keys, NAN, {1}) < 2e-3);
       for (const index_t tokens : {1, 3}) {
-        const shape window{.tokens = tokens, .capacity = 400, .window = 100, .gather = gather};
+        const decode_shape window{.tokens = tokens, .capacity = 400, .window = 100, .gather = gather};
         CHECK(error_of_spoiled<decode_case<fp8_elements<bf16>, 128>>(window, keys, NAN, {99, 101, 250}) < 2e-3);
         CHECK(error_of_spoiled<decode_case<fp8_elements<bf16>, 80>>(window, keys, NAN, {101, 104}) < 2e-3);
       }

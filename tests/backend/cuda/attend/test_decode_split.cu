@@ -36,10 +36,10 @@ double worst_error(Case& one, const Operation& op, const std::vector<std::vector
 const auto nothing = [](unsigned char*) {};
 
 template <class Case>
-void try_long_rows(const shape& given) {
+void try_long_rows(const decode_shape& given) {
   const index_t all = given.capacity, few = all / 16;
   for (const index_t in_one_level : {16, 24, 1 << 20}) {
-    shape s = given;
+    decode_shape s = given;
     s.heads = 3;
     s.policy.in_one_level = in_one_level;
     INFO("parts in one level " << in_one_level << ", group " << s.group << ", tokens " << s.tokens);
@@ -93,7 +93,7 @@ TEST_CASE("GPU decode attention refuses to merge fewer parts in two levels than 
 TEST_CASE("GPU decode attention by a split made ahead equals the CPU's while rows grow, shrink and vanish") {
   if (gpu_missing()) return;
   const index_t all = shrunk(12000, 3000), few = all / 9;
-  const auto try_split = [&](auto sort, const shape& s) {
+  const auto try_split = [&](auto sort, const decode_shape& s) {
     typename decltype(sort)::type one(s);
     const auto op = one.template operation<ahead>();
     // Never split: as each step does. Then by the split of the second lengths, whatever comes.

@@ -12,12 +12,12 @@ using namespace gpu_test;
 
 namespace {
 
-constexpr double nothing = -std::numeric_limits<double>::infinity();
+constexpr double no_key = -std::numeric_limits<double>::infinity();
 
 /// One query row's softmax in double.
 struct row_sum {
   std::vector<double> out;
-  double lse = nothing;
+  double lse = no_key;
 };
 
 /// Over `count` logits and values, and a sink logit that adds to the sum alone.
@@ -25,7 +25,7 @@ row_sum softmax_of(const double* logits, const double* values, index_t count, in
   row_sum sum{std::vector<double>(std::size_t(dim), 0.0)};
   double top = sink, total = 0;
   for (index_t i = 0; i < count; ++i) top = std::max(top, logits[i]);
-  if (top == nothing) return sum;
+  if (top == no_key) return sum;
   for (index_t i = 0; i < count; ++i) total += std::exp(logits[i] - top);
   total += std::exp(sink - top);
   for (index_t i = 0; i < count; ++i) {
@@ -78,12 +78,12 @@ double error_of_merge(index_t parts, bool sinks, bool last_is_everything = false
     for (const float x : normal<float>(std::size_t(count), 4)) logits.push_back(x);
     for (const float x : normal<float>(std::size_t(count) * Dim)) values.push_back(x);
     expected.push_back(softmax_of(logits.data(), values.data(), count, Dim,
-                                  sinks ? double(sink_logits[row % std::size_t(heads)]) : nothing));
+                                  sinks ? double(sink_logits[row % std::size_t(heads)]) : no_key));
     index_t begin = 0;
     for (index_t part = 0; part < parts; ++part) {
       const index_t end = part + 1 == parts ? count : last_is_everything ? 0 : draw(begin, count);
       const row_sum one =
-          softmax_of(logits.data() + begin, values.data() + std::size_t(begin) * Dim, end - begin, Dim, nothing);
+          softmax_of(logits.data() + begin, values.data() + std::size_t(begin) * Dim, end - begin, Dim, no_key);
       lses[std::size_t(part)][row] = float(one.lse);
       for (int d = 0; d < Dim; ++d) {
         // What an empty part's row holds is nobody's business.
@@ -108,7 +108,7 @@ double error_of_merge(index_t parts, bool sinks, bool last_is_everything = false
   double worst = 0;
   for (std::size_t row = 0; row < rows; ++row) {
     const row_sum& right = expected[row];
-    if (right.lse == nothing ? got_lse[row] != -infinity : !(std::abs(got_lse[row] - right.lse) < 1e-5)) return 1e9;
+    if (right.lse == no_key ? got_lse[row] != -infinity : !(std::abs(got_lse[row] - right.lse) < 1e-5)) return 1e9;
     for (std::size_t d = 0; d < Dim; ++d) {
       const double error = std::abs(double(float(got[row * Dim + d])) - right.out[d]);
       if (!(error < 1)) return 1e9;
@@ -181,7 +181,7 @@ TEST_CASE("any number of parts merges in rounds, and a merge is a part again") {
                     contains("parts is 75; expected at most 32"));
 }
 
-TEST_CASE("NaN in a part shows in its rows alone, and no part at all is the sink or nothing") {
+TEST_CASE("NaN in a part shows in its rows alone, and no part at all is the sink or no_key") {
   if (gpu_missing()) return;
   const index_t heads = 4;
   result_rows<float> a(1, 1, heads, 64), b(1, 1, heads, 64), merged(1, 1, heads, 64);

@@ -11,7 +11,7 @@ namespace {
 /// The error of a chunk over encoded rows, in one part and split. Scales are powers of two, so that the elements that
 /// tensor cores read are those that the CPU decodes, to the bit.
 template <class Case>
-double error_of_chunk(const shape& s) {
+double error_of_chunk(const decode_shape& s) {
   Case one(s);
   for (auto* scales : {&one.k_scales, &one.v_scales}) {
     for (float& scale : *scales) scale = std::exp2(std::round(std::log2(scale)));
@@ -38,7 +38,7 @@ TEST_CASE("GPU prefill attention reads encoded rows") {
   if (gpu_missing()) return;
   for (const index_t tokens : scaled(std::vector<index_t>{3, 64, 150}, 2)) {
     for (const float cap : {0.0f, 15.0f}) {
-      const shape s{.heads = 2, .tokens = tokens, .capacity = 400, .soft_cap = cap, .sinks = cap > 0};
+      const decode_shape s{.heads = 2, .tokens = tokens, .capacity = 400, .soft_cap = cap, .sinks = cap > 0};
       INFO("tokens " << tokens << " cap " << cap);
       CHECK(error_of_chunk<decode_case<fp8_elements<bf16>, 128>>(s) < 5e-3);
       CHECK(error_of_chunk<decode_case<fp8_elements<fp16>, 64, block_table>>(s) < 1e-3);

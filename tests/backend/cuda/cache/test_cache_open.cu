@@ -20,7 +20,7 @@ using namespace support;
 namespace {
 
 template <class Retain, class Schedule = once>
-using dropping = recipe<Retain, dense<bf16, 64>, retrieve_all, dense_decode, Schedule>;
+using dropping_by = recipe<Retain, dense<bf16, 64>, retrieve_all, dense_decode, Schedule>;
 
 }  // namespace
 
@@ -31,15 +31,15 @@ TEST_CASE("a filter by position holds the CPU's conversations on the device", "[
 }
 TEST_CASE("a last pass and a budget by head of a test hold the CPU's conversations on the device", "[gpu][cache]") {
   if (gpu_missing()) return;
-  hold_conversations<dropping<retain<spread_window, every_other_head, top_tokens>>>(20);
+  hold_conversations<dropping_by<retain<spread_window, every_other_head, top_tokens>>>(20);
 }
 TEST_CASE("a last pass over accumulated scores holds the CPU's conversations on the device", "[gpu][cache]") {
   if (gpu_missing()) return;
-  hold_conversations<dropping<retain<spread_accumulated, uniform, top_tokens>, each_step>>(20);
+  hold_conversations<dropping_by<retain<spread_accumulated, uniform, top_tokens>, each_step>>(20);
 }
 TEST_CASE("a budget of winners and a selector of a test hold the CPU's conversations on the device", "[gpu][cache]") {
   if (gpu_missing()) return;
-  hold_conversations<dropping<retain<spread_window, half_won, spaced>>>(20);
+  hold_conversations<dropping_by<retain<spread_window, half_won, spaced>>>(20);
 }
 TEST_CASE("a schedule and a row format of a test hold the CPU's conversations on the device", "[gpu][cache]") {
   if (gpu_missing()) return;

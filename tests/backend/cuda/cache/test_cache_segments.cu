@@ -15,8 +15,8 @@ using namespace gpu_test;
 
 namespace {
 
-constexpr int dim = 64;
-using method = sentencekv<bf16, dim>;
+constexpr int head_dim = 64;
+using method = sentencekv<bf16, head_dim>;
 const model_shape one_head{1, 1, 1};
 
 /// Budget 8 of 16 that stay; segments 0 to 5, 6 to 9 and 10 to 13 of a prompt, whose keys have `channel` 0 alone.
@@ -33,12 +33,12 @@ cuda::cache<method> three_segments(const std::vector<float>& channel) {
   cuda::cache<method> kv(one_head, policies, options);
   std::vector<std::uint8_t> ends(14, 0);
   ends[5] = ends[9] = ends[13] = 1;
-  std::vector<bf16> k(14 * dim, bf16(0.0f)), q = k;
-  for (std::size_t t = 0; t < 14; ++t) k[t * dim] = bf16(channel[t < 6 ? 0 : t < 10 ? 1 : 2]), q[t * dim] = bf16(1.0f);
+  std::vector<bf16> k(14 * head_dim, bf16(0.0f)), q = k;
+  for (std::size_t t = 0; t < 14; ++t) k[t * head_dim] = bf16(channel[t < 6 ? 0 : t < 10 ? 1 : 2]), q[t * head_dim] = bf16(1.0f);
   const buffer<bf16> keys(k), queries(q);
   REQUIRE(kv.open() == 0);
-  kv.prefill(0, 0, nhd_rows<const bf16>(queries.data, 14, 1, dim), nhd_rows<const bf16>(keys.data, 14, 1, dim),
-             nhd_rows<const bf16>(keys.data, 14, 1, dim), nullptr, ends);
+  kv.prefill(0, 0, nhd_rows<const bf16>(queries.data, 14, 1, head_dim), nhd_rows<const bf16>(keys.data, 14, 1, head_dim),
+             nhd_rows<const bf16>(keys.data, 14, 1, head_dim), nullptr, ends);
   kv.end_prefill(0, nullptr);
   return kv;
 }
@@ -46,23 +46,23 @@ cuda::cache<method> three_segments(const std::vector<float>& channel) {
 /// An answer's token that asks for channel 0 and is like none of the segments.
 struct asking {
   buffer<bf16> q, k;
-  buffer<float> out{dim};
+  buffer<float> out{head_dim};
   asking() : q(row(1)), k(row(-1)) {}
   static std::vector<bf16> row(float x) {
-    std::vector<bf16> all(dim, bf16(0.0f));
+    std::vector<bf16> all(head_dim, bf16(0.0f));
     all[0] = bf16(x);
     return all;
   }
   void step(cuda::cache<method>& kv, const batch& now, cudaStream_t stream) const {
     kv.begin_step(now, stream);
-    kv.decode(0, now, nhd_rows<const bf16>(q.data, 1, 1, dim), nhd_rows<const bf16>(k.data, 1, 1, dim),
-              nhd_rows<const bf16>(k.data, 1, 1, dim), nhd_rows(out.data, 1, 1, dim), {}, stream);
+    kv.decode(0, now, nhd_rows<const bf16>(q.data, 1, 1, head_dim), nhd_rows<const bf16>(k.data, 1, 1, head_dim),
+              nhd_rows<const bf16>(k.data, 1, 1, head_dim), nhd_rows(out.data, 1, 1, head_dim), {}, stream);
   }
 };
 
 /// Of the positions that a step read, so many bytes; and a mean key for each of `segments`.
 offset_t bytes_of(index_t tokens, index_t segments) {
-  return offset_t(tokens) * method::layout_type::token_bytes() + offset_t(segments) * dim * offset_t(sizeof(float));
+  return offset_t(tokens) * method::layout_type::token_bytes() + offset_t(segments) * head_dim * offset_t(sizeof(float));
 }
 
 }  // namespace
@@ -87,7 +87,7 @@ TEST_CASE("a step reads whole the segment that its answer asks for, and of the n
   CHECK(kv.bytes_read(0) == bytes_of(8, 5));
   // A new turn begins a segment of its own, with the same text going on.
   const buffer<bf16> more(asking::row(-1));
-  const auto row = nhd_rows<const bf16>(more.data, 1, 1, dim);
+  const auto row = nhd_rows<const bf16>(more.data, 1, 1, head_dim);
   kv.prefill(0, 0, row, row, row, nullptr, std::vector<std::uint8_t>{0});
   kv.end_prefill(0, nullptr);
   const auto first_of_turn = read(0);
@@ -135,12 +135,12 @@ TEST_CASE("boundaries of a step that are missing, short or no flags are refused 
 
 TEST_CASE("segments of a filter's candidates, in encoded pages, are read on the device as on the CPU", "[gpu][cache]") {
   if (gpu_missing()) return;
-  using fp8_pages = stored<fp8_rows<bf16, dim>, fixed_pages<16>>;
+  using fp8_pages = stored<fp8_rows<bf16, head_dim>, fixed_pages<16>>;
   hold_conversations<recipe<filter<observation_window, uniform, top_tokens>, fp8_pages,
                             tessera::retrieve<segment_mean, top_tokens>, gathered_decode, once>>(20, scales::even);
 }
 TEST_CASE("segments of slots that move in steps are read on the device as on the CPU", "[gpu][cache]") {
   if (gpu_missing()) return;
-  hold_conversations<recipe<retain<accumulated_attention, uniform, top_tokens>, dense<bf16, dim>,
+  hold_conversations<recipe<retain<accumulated_attention, uniform, top_tokens>, dense<bf16, head_dim>,
                             tessera::retrieve<segment_mean, top_tokens>, gathered_decode, each_step>>(20);
 }

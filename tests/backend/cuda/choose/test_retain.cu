@@ -45,7 +45,7 @@ lists on_device(const layer_case& c, const Policy& policy, bool by_sequence) {
 }
 
 template <class Scorer, class Budget, class Selector>
-void compare(bool defined = true) {
+void compare_retained(bool defined = true) {
   support::rng random(7);
   for (const int i : gpu_test::scaled(cases(40), 6)) {
     const layer_case c(random, draw(1, 4), draw(1, 5), i % 4 ? draw(1, 200) : draw(1, gpu_test::scaled(9000, 600)));
@@ -64,20 +64,20 @@ void compare(bool defined = true) {
 
 TEST_CASE("a scorer's last pass that a test defines is run on the device", "[gpu]") {
   if (gpu_missing()) return;
-  compare<spread_window, uniform, top_tokens>();
+  compare_retained<spread_window, uniform, top_tokens>();
 }
 TEST_CASE("a budget by head that a test defines is run on the device", "[gpu]") {
   if (gpu_missing()) return;
-  compare<accumulated_attention, every_other_head, top_tokens>();
-  compare<spread_window, every_other_head, spaced>();
+  compare_retained<accumulated_attention, every_other_head, top_tokens>();
+  compare_retained<spread_window, every_other_head, spaced>();
 }
 TEST_CASE("a budget of winners that a test defines is run on the device", "[gpu]") {
   if (gpu_missing()) return;
-  compare<accumulated_attention, half_won, top_tokens>();
-  compare<spread_window, half_won, top_tokens>();
+  compare_retained<accumulated_attention, half_won, top_tokens>();
+  compare_retained<spread_window, half_won, top_tokens>();
 }
 TEST_CASE("selectors that a test defines are run on the device", "[gpu]") {
   if (gpu_missing()) return;
-  compare<accumulated_attention, uniform, spaced>();
-  compare<spread_window, uniform, pairs>(false);  // against the CPU: top_blocks has its own definition
+  compare_retained<accumulated_attention, uniform, spaced>();
+  compare_retained<spread_window, uniform, pairs>(false);  // against the CPU: top_blocks has its own definition
 }

@@ -102,7 +102,7 @@ lists settled_on_device(const settled_case& c, const Policy& policy) {
 }
 
 template <class Scorer, class Budget, class Selector>
-void compare() {
+void compare_settled() {
   support::rng random(31);
   for (const int i : gpu_test::scaled(cases(60), 6)) {
     const settled_case c(random, draw(1, 4), draw(1, 5), i % 4 ? draw(1, 200) : draw(1, gpu_test::scaled(20'000, 600)));
@@ -125,18 +125,18 @@ void compare() {
 
 TEST_CASE("settled slots stay, and the others compete for what a budget by lengths leaves them", "[gpu]") {
   if (gpu_missing()) return;
-  compare<accumulated_attention, calibrated, top_tokens>();
-  compare<accumulated_attention, uniform, top_tokens>();
+  compare_settled<accumulated_attention, calibrated, top_tokens>();
+  compare_settled<accumulated_attention, uniform, top_tokens>();
 }
 TEST_CASE("selectors with a body of their own, and of blocks, see what lies behind settled slots", "[gpu]") {
   if (gpu_missing()) return;
-  compare<accumulated_attention, calibrated, spaced>();
-  compare<accumulated_attention, calibrated, pairs>();
-  compare<spread_accumulated, calibrated, top_tokens>();
+  compare_settled<accumulated_attention, calibrated, spaced>();
+  compare_settled<accumulated_attention, calibrated, pairs>();
+  compare_settled<spread_accumulated, calibrated, top_tokens>();
 }
 TEST_CASE("scores behind settled slots are weighted as the CPU weighs them", "[gpu]") {
   if (gpu_missing()) return;
-  compare<weighted_by<accumulated_attention, value_norm>, calibrated, top_tokens>();
+  compare_settled<weighted_by<accumulated_attention, value_norm>, calibrated, top_tokens>();
 }
 
 TEST_CASE("settled slots are found by position, as the CPU finds them", "[gpu]") {

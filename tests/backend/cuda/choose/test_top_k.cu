@@ -41,7 +41,7 @@ void compare(Selector selector, const std::vector<row_case>& rows, cuda::select_
                                .pad_to = padded ? longest : 0};
   const cuda::select_slots<Selector> op(selector, index_t(rows.size()), longest, tuning);
   std::vector<index_t> first;
-  for (int run = 0; run < scaled(2); ++run) {
+  for (int run = 0; run < gpu_test::scaled(2); ++run) {
     out.fill(0x77), counts.fill(0x77);
     op.run(problem, nullptr, nullptr);
     cuda::check(cudaDeviceSynchronize(), "select");
@@ -85,10 +85,10 @@ std::vector<row_case> random_rows(index_t n, std::mt19937& rng) {
   std::vector<row_case> rows;
   const std::vector<index_t> keeps{0, n / 16, n - 1, 1, n / 3 + 1, n, n + 7};
   for (int kind = 0; kind < 8; ++kind) {
-    for (int i = 0; i < scaled(7); ++i) {
+    for (int i = 0; i < gpu_test::scaled(7); ++i) {
       rows.push_back({n, keeps[std::size_t(kind + i) % 7], index_t(rng() % 3 ? rng() % 40 : 0), kind});
     }
-    if (kind >= scaled(8)) continue;
+    if (kind >= gpu_test::scaled(8)) continue;
     rows.push_back(
         {index_t(rng() % (unsigned(n) + 1)), index_t(rng() % (unsigned(n) + 1)), index_t(rng() % 2000), kind});
   }
@@ -99,7 +99,7 @@ std::vector<row_case> random_rows(index_t n, std::mt19937& rng) {
 TEST_CASE("the device chooses the tokens that the CPU chooses", "[gpu]") {
   if (gpu_missing()) return;
   std::mt19937 rng(11);
-  for (const index_t n : scaled(std::vector<index_t>{0, 1, 2, 31, 32, 33, 1023, 1024, 1025}, 2)) {
+  for (const index_t n : gpu_test::scaled(std::vector<index_t>{0, 1, 2, 31, 32, 33, 1023, 1024, 1025}, 2)) {
     for (const cuda::select_tuning t : {cuda::select_tuning{1, 8192},
                                         {4, 2048},
                                         {8, 1028},
@@ -112,7 +112,7 @@ TEST_CASE("the device chooses the tokens that the CPU chooses", "[gpu]") {
     }
   }
   // Rows of several tiles a block; streamed ones are guessed at.
-  const index_t tiles = scaled(131072, 5000);
+  const index_t tiles = gpu_test::scaled(131072, 5000);
   for (const cuda::select_tuning t : {cuda::select_tuning{8, 16384},
                                       {1, 16384},
                                       {4, 16384},
@@ -125,9 +125,9 @@ TEST_CASE("the device chooses the tokens that the CPU chooses", "[gpu]") {
     compare(top_tokens{}, rows, t, rng());
     compare(top_tokens{}, random_rows(tiles / 16, rng), t, rng(), index_t(rng() % 4), rng() % 2);
   }
-  const index_t longest = scaled(1048576, 20000);
+  const index_t longest = gpu_test::scaled(1048576, 20000);
   std::vector<row_case> rows;
-  for (int kind = 0; kind < scaled(4, 2); ++kind) {
+  for (int kind = 0; kind < gpu_test::scaled(4, 2); ++kind) {
     rows.push_back({longest - kind * 5, kind == 1 ? longest - longest / 20 : longest / 16, 64, kind});
   }
   compare(top_tokens{}, rows, {8, 16384}, rng(), 1);
@@ -137,7 +137,7 @@ TEST_CASE("the device chooses the tokens that the CPU chooses", "[gpu]") {
 TEST_CASE("a streamed selection is exact where the guess at its cut misleads", "[gpu]") {
   if (gpu_missing()) return;
   std::mt19937 rng(14);
-  const index_t n = scaled(131072, 40000);
+  const index_t n = gpu_test::scaled(131072, 40000);
   const auto compare_scores = [&](const std::vector<float>& scores, index_t keep) {
     buffer<float> d_scores(scores);
     buffer<index_t> counts(1), out{std::vector<index_t>(static_cast<std::size_t>(keep), no_index)};
@@ -180,19 +180,19 @@ TEST_CASE("a streamed selection is exact where the guess at its cut misleads", "
 TEST_CASE("the device chooses the blocks that the CPU chooses", "[gpu]") {
   if (gpu_missing()) return;
   std::mt19937 rng(12);
-  for (const index_t n : scaled(std::vector<index_t>{0, 1, 31, 32, 33, 1025, 8192, 1023}, 2)) {
-    for (const index_t block : scaled(std::vector<index_t>{1, 3, 16, 1000, 64}, 2)) {
+  for (const index_t n : gpu_test::scaled(std::vector<index_t>{0, 1, 31, 32, 33, 1025, 8192, 1023}, 2)) {
+    for (const index_t block : gpu_test::scaled(std::vector<index_t>{1, 3, 16, 1000, 64}, 2)) {
       for (const cuda::select_tuning t : {cuda::select_tuning{1, 8192}, {8, 512}, {4, 4}}) {
         compare(top_blocks{block}, random_rows(n, rng), t, rng());
       }
     }
   }
   std::vector<row_case> rows;
-  const index_t tiles = scaled(131072, 5000);
+  const index_t tiles = gpu_test::scaled(131072, 5000);
   for (int kind = 0; kind < 9; ++kind) rows.push_back({tiles - kind, tiles / 64 + kind * tiles / 150, kind * 17, kind});
   compare(top_blocks{16}, rows, {8, 1024}, rng());
   // The short block decides: it scores best, and what it leaves goes to one more block.
-  for (int trial = 0; trial < scaled(200, 4); ++trial) {
+  for (int trial = 0; trial < gpu_test::scaled(200, 4); ++trial) {
     std::vector<row_case> few;
     for (int r = 0; r < 64; ++r)
       few.push_back({index_t(rng() % 70), index_t(rng() % 70), index_t(rng() % 5), int(rng() % 8)});
@@ -203,7 +203,7 @@ TEST_CASE("the device chooses the blocks that the CPU chooses", "[gpu]") {
 TEST_CASE("a captured selection follows lengths and counts", "[gpu]") {
   if (gpu_missing()) return;
   std::mt19937 rng(13);
-  const index_t rows = 6, capacity = scaled(40000, 17000);
+  const index_t rows = 6, capacity = gpu_test::scaled(40000, 17000);
   std::vector<float> scores(std::size_t(rows) * capacity);
   for (auto& s : scores) s = score(0, rng);
   buffer<float> d_scores(scores);
@@ -221,7 +221,7 @@ TEST_CASE("a captured selection follows lengths and counts", "[gpu]") {
                                .out_stride = capacity,
                                .counts = counts.data};
   graph captured(stream, [&] { op.run(problem, nullptr, stream); });
-  for (int step = 0; step < scaled(20, 3); ++step) {
+  for (int step = 0; step < gpu_test::scaled(20, 3); ++step) {
     std::vector<index_t> h_n, h_keep;
     for (index_t r = 0; r < rows; ++r)
       h_n.push_back(index_t(rng() % (capacity + 1))), h_keep.push_back(index_t(rng() % 3000));

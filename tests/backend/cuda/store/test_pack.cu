@@ -17,10 +17,6 @@ std::vector<T> random_elements(std::size_t n) {
   for (auto& v : values) v = T(score(int(rng() % 8) ? 0 : 3, rng));
   return values;
 }
-template <class T>
-bool same_bits(const std::vector<T>& a, const std::vector<T>& b) {
-  return a.size() == b.size() && std::memcmp(a.data(), b.data(), a.size() * sizeof(T)) == 0;
-}
 
 /// K and V of a batch on the host and on the device behind one sort of table, with position and score columns.
 /// `E`: an element type, or an encoding whose rows have scales.
