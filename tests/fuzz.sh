@@ -13,7 +13,8 @@ folder=$PWD/build/fuzz
 find_clang
 need "${build_packages[@]}" "${example_packages[@]}" "clang-$clang_version" "libclang-rt-$clang_version-dev"
 
-cmake --preset fuzz -DCMAKE_CXX_COMPILER="clang++-$clang_version"
+# The tool's layers are of one head dim, that of the first inputs: others are refused.
+cmake --preset fuzz -DCMAKE_CXX_COMPILER="clang++-$clang_version" -DTESSERA_TOOL_HEAD_DIMS=64
 programs=()
 for file in tests/fuzz/fuzz_*.cpp; do
   [ -e "$file" ] && programs+=("$(basename "$file" .cpp)")
