@@ -306,10 +306,13 @@ class conversations {
               "call prepare_step before the layers of a step");
     }
   }
-  /// Layers step in order: one that is behind or ahead of the others would answer for other positions.
+  /// Layers step in order, and once for each `prepare_step`: one that is behind or ahead would answer for other positions.
   void check_order(index_t layer_index, const batch& step) const {
     for (const index_t id : step.ids) {
       const conversation& c = at(id);
+      require(layer_index > 0 || c.front().next_position == c.step_began, "tokens before the step",
+              c.front().next_position, "those that prepare_step saw, which are " + std::to_string(c.step_began),
+              "call prepare_step before every step");
       const index_t expected = layer_index > 0 ? c.front().next_position - step.tokens : c.layers.back().next_position;
       require(at(id, layer_index).next_position == expected, "tokens of a layer before the step",
               at(id, layer_index).next_position, std::to_string(expected),
