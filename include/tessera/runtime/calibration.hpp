@@ -78,8 +78,8 @@ class calibration {
   std::vector<std::vector<double>> samples_;
 };
 
-/// How alike two orders of the same heads are: the correlation of their ranks after Spearman, equal numbers sharing the mean of
-/// their ranks. 1: the same order; 0 where one of them has none.
+/// How alike two orders of the same heads are: the correlation of their ranks after Spearman, equal numbers sharing the
+/// mean of their ranks. 1: the same order; 0 where one of them has none.
 /// Errors   more numbers of one than of the other: tessera::error.
 inline double rank_correlation(const std::vector<double>& a, const std::vector<double>& b) {
   require(a.size() == b.size(), "numbers of the second order", b.size(),

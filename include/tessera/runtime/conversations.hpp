@@ -127,7 +127,8 @@ class conversations {
     require_boundaries(boundaries, tokens);
     return {at(id, layer_index).text, boundaries.data()};
   }
-  /// What is known of a step's tokens of its b-th sequence; for a recipe that needs no more, that no segment ends but for its length.
+  /// The segments of a step's tokens, of its b-th sequence. A recipe without boundaries in steps ends none but by its
+  /// length.
   segment_marks step_marks(index_t layer_index, const batch& step, index_t b) const {
     return {at(step.ids[std::size_t(b)], layer_index).text,
             step.boundaries.empty() ? nullptr : step.boundaries.data() + offset_t(b) * step.tokens};
@@ -238,8 +239,8 @@ class conversations {
 
   // --- steps ---------------------------------------------------------------------------------------------------------
 
-  /// What a step of `tokens` tokens does to these conversations. They must agree on what is due. `boundaries` [ids, tokens] are
-  /// looked at where the recipe needs them in steps.
+  /// What a step of `tokens` tokens does to these conversations. They must agree on what is due. `boundaries` [ids,
+  /// tokens] are looked at where the recipe needs them in steps.
   batch plan_step(const Recipe& recipe, const std::vector<index_t>& ids, index_t tokens, index_t most,
                   std::span<const std::uint8_t> boundaries = {}) const {
     require(tokens >= 1 && tokens <= most, "tokens of a decode step", tokens, "1 to " + std::to_string(most),

@@ -98,8 +98,9 @@ class cache_parts {
     return layers_.plan_pages(-1, recipe_, fitted, tokens).most;
   }
 
-  /// Of rows whose segments' strategies are searched: what has come of it, and the thread that searches. `search_on` gives another one,
-  /// before the first step; copies of a cache share it. Where it was stopped, caches go on with the strategies that they have.
+  /// Of rows whose segments' strategies are searched: what has come of it, and the thread that searches. `search_on`
+  /// gives another one, before the first step; copies of a cache share it. Where it was stopped, caches go on with the
+  /// strategies that they have.
   strategy_report strategies(index_t id) const requires searching_layout<layout> {
     conversations_.at(id);
     return layers_.store().searches().report(id);

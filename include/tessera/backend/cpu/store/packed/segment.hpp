@@ -23,8 +23,8 @@ struct segment_basis {
   }
 };
 
-/// to [rows, D] = from [rows, D] in a basis [channels, D] (null: the same); the rest of each row is 0. What a row becomes does not
-/// depend on the others. `turned` [D, D] is scratch.
+/// to [rows, D] = from [rows, D] in a basis [channels, D] (null: the same); the rest of each row is 0. What a row
+/// becomes does not depend on the others. `turned` [D, D] is scratch.
 template <int D>
 void rotate_rows(const float* from, int rows, const float* basis, index_t channels, float* turned, float* to) {
   std::fill_n(to, rows * D, 0.0f);
