@@ -122,5 +122,6 @@ TEST_CASE("ranks that agree correlate fully, opposite ones not at all, and ties 
   CHECK(rank_correlation({1, 2, 3, 4}, {4, 3, 2, 1}) == Approx(-1));
   CHECK(rank_correlation({1, 1, 2}, {1, 2, 3}) == Approx(std::sqrt(3.0) / 2));
   CHECK(rank_correlation({1, 1, 1}, {1, 2, 3}) == 0);
-  CHECK_THROWS_WITH(rank_correlation({1, 2, 3}, {1, 2}), contains("numbers of the second order is 2; expected those of"));
+  CHECK_THROWS_WITH(rank_correlation({1, 2, 3}, {1, 2}),
+                    contains("numbers of the second order is 2; expected those of"));
 }

@@ -107,11 +107,8 @@ class conversations {
                    const rows_view<const E>& k, const rows_view<const E>& v) const {
     at(id, layer_index);
     shape_.check_rows(q, k, v, k_dim, v_dim);
-    require(k.sequences == 1 && v.sequences == 1 && (q.tokens <= 0 || q.sequences == 1), "sequences of a prompt chunk",
-            k.sequences != 1   ? k.sequences
-            : v.sequences != 1 ? v.sequences
-                               : q.sequences,
-            "1", "prefill one sequence at a time");
+    const index_t given = first_other(1, k.sequences, v.sequences, q.tokens <= 0 ? 1 : q.sequences);
+    require(given == 1, "sequences of a prompt chunk", given, "1", "prefill one sequence at a time");
     require(k.tokens >= 1, "tokens of a prompt chunk", k.tokens, "at least 1", "skip empty chunks");
     recipe.require_queries(q.tokens, k.tokens);
     const conversation& c = at(id);
@@ -144,7 +141,8 @@ class conversations {
                               const rows_view<float>& lse) const {
     const layer& state = at(id, layer_index);
     shape_.check_output(q, out, lse, k_dim, v_dim);
-    require(q.data && q.sequences == 1, "sequences of a prompt chunk", q.sequences, "1, with memory behind it",
+    require(q.data != nullptr, "memory of q", "null", "memory behind it", "pass the rows themselves");
+    require(q.sequences == 1, "sequences of a prompt chunk", q.sequences, "1",
             "pass the queries of one sequence at a time");
     require(q.tokens >= 1 && q.tokens <= state.turn_tokens, "queries of a prompt chunk", q.tokens,
             "1 to the tokens of this turn, which are " + std::to_string(state.turn_tokens),
@@ -200,8 +198,10 @@ class conversations {
     const layer& state = at(id, layer_index);
     shape_.check_rows(q, k, v, k_dim, v_dim);
     shape_.check_output(q, out, rows_view<float>{}, k_dim, v_dim);
-    require(q.sequences == 1 && k.sequences == 1 && v.sequences == 1 && k.tokens >= 1 && q.tokens == k.tokens,
-            "queries of a text that is read again", q.tokens, "one for each key, of one sequence, at least 1",
+    const index_t given = first_other(1, q.sequences, k.sequences, v.sequences);
+    require(given == 1, "sequences of a text that is read again", given, "1", "read one sequence again at a time");
+    require(k.tokens >= 1 && q.tokens == k.tokens, "queries of a text that is read again", q.tokens,
+            "one for each key, which are " + std::to_string(k.tokens) + ", at least 1",
             "pass q, k and v of the same tokens");
     require(state.turn_tokens >= 1, "tokens of this turn", state.turn_tokens, "at least 1",
             "read a prompt again before it ends");
@@ -294,9 +294,9 @@ class conversations {
                   const rows_view<const E>& v, const rows_view<Out>& out, const rows_view<float>& lse) const {
     shape_.check_rows(q, k, v, k_dim, v_dim);
     shape_.check_output(q, out, lse, k_dim, v_dim);
-    require(q.sequences == k.sequences && k.sequences == v.sequences && q.sequences == step.sequences(),
-            "sequences of the batch", q.sequences, "as many as ids, which are " + std::to_string(step.sequences()),
-            "pass one row of tokens per id");
+    const index_t given = first_other(step.sequences(), q.sequences, k.sequences, v.sequences);
+    require(given == step.sequences(), "sequences of the batch", given,
+            "as many as ids, which are " + std::to_string(step.sequences()), "pass q, k and v of every id");
     require(q.tokens == k.tokens, "queries of a decode step", q.tokens,
             "as many as new keys, which are " + std::to_string(k.tokens), "pass q, k and v of the same tokens");
     for (const index_t id : step.ids) {
@@ -331,6 +331,10 @@ class conversations {
  private:
   static constexpr int k_dim = Recipe::layout_type::k_dim, v_dim = Recipe::layout_type::v_dim;
 
+  /// The first of three counts that is not `wanted`; `wanted` where there is none.
+  static index_t first_other(index_t wanted, index_t a, index_t b, index_t c) {
+    return a != wanted ? a : (b != wanted ? b : c);
+  }
   conversation& find(index_t id) { return const_cast<conversation&>(std::as_const(*this).at(id)); }
   static index_t first_prompt(const conversation& c) { return c.first_prompt ? c.first_prompt : c.front().turn_tokens; }
   /// The clock of the next step: one that was prepared at the same position and never taken does not count.
