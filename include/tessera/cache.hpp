@@ -1,5 +1,4 @@
-// The whole cache of one model on the CPU: a recipe over layers and sequences, for those who have no cache of their
-// own.
+// A whole KV cache of one model on the CPU: a recipe over layers and sequences, for engines that have no cache.
 #pragma once
 
 #include <cstdint>
@@ -28,11 +27,13 @@ class cache : public cpu::cache_parts<Recipe> {
   using layout = typename Recipe::layout_type;
   static constexpr int k_dim = layout::k_dim, v_dim = layout::v_dim;
 
+  /// Errors   a shape, a recipe or a pair of them that makes no sense; no executor: tessera::error.
   cache(model_shape shape, Recipe recipe, std::shared_ptr<cpu::executor> workers)
       : parts(std::move(shape), std::move(recipe), std::move(workers)) {}
 
-  /// Changes the token budget; it counts from the next time the schedule retains, or the next step that retrieves by
-  /// exact scores. Where the budget pays for an estimate, it counts from the end of the next turn's prompt.
+  /// Changes the token budget. The new one takes effect when the schedule retains next, or with the next step that
+  /// retrieves by exact scores; where the budget pays for an estimate, at the end of the next turn's prompt.
+  /// Errors   a budget that the recipe does not take: tessera::error.
   void set_budget(index_t tokens) {
     Recipe changed = recipe_;
     changed.set_budget(tokens);
@@ -90,9 +91,10 @@ class cache : public cpu::cache_parts<Recipe> {
     layers_.prompt_attention(layer, id, recipe_, conversations_.at(id, layer).next_position - q.tokens, q, {out, lse});
   }
 
-  /// Passes tokens through one layer once more, for a scorer that wants it (KVzip): they stand behind the prompt, attend to
-  /// everything that is stored and to themselves, and are forgotten. What they look at among the `count` prompt tokens from
-  /// position `first` on becomes these tokens' scores. After the prompt's last chunk, before `end_prefill`, as often as wanted.
+  /// Passes tokens through one layer once more, for a scorer that wants it (KVzip): they stand behind the prompt,
+  /// attend to everything that is stored and to themselves, and are forgotten. What they look at among the `count`
+  /// prompt tokens from position `first` on becomes these tokens' scores. After the prompt's last chunk, before
+  /// `end_prefill`, as often as wanted.
   /// Shapes   q, k, v, out as those of `prefill` and `prefill_attention`, one query for each key.
   template <class E>
   void reread(index_t layer, index_t id, index_t first, index_t count, const rows_view<const E>& q,

@@ -233,7 +233,8 @@ struct retain_all {
   static void policies(Visit&&) {}
 };
 
-/// Lists that each kv_head's group of query heads reads by: one, or one for each place in the group where they choose apart.
+/// How many lists of slots the query heads of a group read by: one for all of them or, where they choose apart, one
+/// each.
 template <class Stage>
 index_t reading_members([[maybe_unused]] const Stage& first, [[maybe_unused]] index_t group) {
   if constexpr (Stage::splits) {

@@ -191,6 +191,50 @@ TEST_CASE("a step of no tokens, and one that a prompt has overtaken, are refused
   CHECK(held.length(0, id, 0) == 21);
 }
 
+TEST_CASE("a step is taken once: its layers may not go on without another prepare_step") {
+  const inputs data(182);
+  auto held = with_budget(20);
+  const index_t id = held.open();
+  prompt(held, id, data, 0, 60);
+  std::vector<float> out(std::size_t(q_heads * 64));
+  const batch now = held.prepare_step({id}, 1);
+  const auto decode = [&] {
+    held.decode(0, now, data.queries(60, 1), data.keys(60, 1), data.values(60, 1),
+                nhd_rows(out.data(), 1, q_heads, 64));
+  };
+  CHECK_NOTHROW(decode());
+  CHECK_THROWS_WITH(decode(),
+                    contains("tokens before the step is 61; expected those that prepare_step saw, which are 60; "
+                             "call prepare_step before every step"));
+  CHECK(held.next_position(id) == 61);
+  held.prepare_step({id}, 1);
+  CHECK_NOTHROW(decode());
+}
+
+TEST_CASE("a step whose rows are of other sequences is refused by what is wrong") {
+  const inputs data(183);
+  auto held = with_budget(20);
+  const index_t id = held.open();
+  prompt(held, id, data, 0, 60);
+  std::vector<float> out(std::size_t(q_heads * 64));
+  const batch now = held.prepare_step({id}, 1);
+  auto keys = data.keys(60, 1);
+  keys.sequences = 2;
+  CHECK_THROWS_WITH(
+      held.decode(0, now, data.queries(60, 1), keys, data.values(60, 1), nhd_rows(out.data(), 1, q_heads, 64)),
+      contains("sequences of the batch is 2; expected as many as ids, which are 1"));
+  auto queries = data.queries(60, 1);
+  queries.data = nullptr;
+  held.prefill(0, id, data.queries(60, 1), data.keys(60, 1), data.values(60, 1));
+  CHECK_THROWS_WITH(held.prefill_attention(0, id, queries, nhd_rows(out.data(), 1, q_heads, 64)),
+                    contains("memory of q is null; expected memory behind it"));
+}
+
+TEST_CASE("a cache without an executor is refused") {
+  CHECK_THROWS_WITH(cache<small>({1, q_heads, kv_heads}, small{}, nullptr),
+                    contains("executor is null; expected a pool of threads"));
+}
+
 TEST_CASE("the length of a kv_head that the model does not have is refused") {
   const inputs data(181);
   auto held = with_budget(20);

@@ -63,6 +63,7 @@ TEST_CASE("a profile has mean, deviation and budget of its samples") {
   calibration one(1, 1);
   one.add({0.25});
   CHECK(one.finish(0.3, 2).budget[0] == 0.25);
+  CHECK_THROWS_WITH(one.add({0.25, 0.5}), contains("shares of a prompt is 2; expected 1 layers of 1 KV heads"));
 }
 
 TEST_CASE("renormalised budgets have the share on average, and none is above 1") {
@@ -121,4 +122,6 @@ TEST_CASE("ranks that agree correlate fully, opposite ones not at all, and ties 
   CHECK(rank_correlation({1, 2, 3, 4}, {4, 3, 2, 1}) == Approx(-1));
   CHECK(rank_correlation({1, 1, 2}, {1, 2, 3}) == Approx(std::sqrt(3.0) / 2));
   CHECK(rank_correlation({1, 1, 1}, {1, 2, 3}) == 0);
+  CHECK_THROWS_WITH(rank_correlation({1, 2, 3}, {1, 2}),
+                    contains("numbers of the second order is 2; expected those of"));
 }

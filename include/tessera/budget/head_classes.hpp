@@ -12,9 +12,9 @@
 
 TESSERA_NAMESPACE_BEGIN
 
-/// Gives a streaming head `tokens` tokens, and a retrieval head all that it holds. Of a model's kv_heads the round(`streaming` *
-/// heads) with the smallest gates stream; of equal gates those of the higher layer, then of the higher head.
-/// Without a table of gates every head streams.
+/// Gives a streaming head `tokens` tokens, and a retrieval head all that it holds. Of a model's kv_heads the
+/// round(`streaming` * heads) with the smallest gates stream; of equal gates those of the higher layer, then of the
+/// higher head. Without a table of gates every head streams.
 /// Errors   tokens or streaming out of range; a table of another model, or a gate that is no number: tessera::error.
 /// Cost     layers * kv_heads comparisons a head, or one once `fitted` has looked at all of them.
 /// Paper    DuoAttention, arXiv:2410.10819, Sec. 2.3. Differs: exactly that many heads stream; published, all whose gate lies

@@ -14,9 +14,10 @@ TESSERA_NAMESPACE_BEGIN
 ///
 /// With base = tokens - tail: the last layer gets about base / beta, the first 2 * base - base / beta, each plus the
 /// tail. A prompt shorter than 2 * base falls back to the same count in every layer.
-/// Errors   a parameter out of range; layer without layers: tessera::error.
-/// Paper    PyramidKV, arXiv:2406.02069; integer arithmetic and branches of its reference code. One layer alone gets
-/// base.
+/// Errors   a parameter out of range; `layer` without `layers`: tessera::error.
+/// Cost     a few integer operations a head.
+/// Paper    PyramidKV, arXiv:2406.02069; integer arithmetic and branches of its reference code. A model of one layer
+///          gets the tail and base.
 struct pyramid {
   static constexpr const char* name = "pyramid";
   static constexpr bool compares_heads = false;

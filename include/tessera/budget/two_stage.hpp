@@ -44,6 +44,7 @@ struct split_factors {
 /// step attends, so that a conversation that begins with a short prompt is not held to its length.
 /// Errors   a parameter out of range: tessera::error. Room for the window is checked by the
 ///          recipe, when the prompt's length is known.
+/// Cost     a few operations for each conversation; then that of `Inner`.
 /// Paper    RocketKV, arXiv:2502.14051, Sec. 3.6; rounding and the floor of 2 max_new from its accuracy code.
 template <class Inner>
 struct two_stage {

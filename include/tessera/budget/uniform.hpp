@@ -7,7 +7,7 @@
 TESSERA_NAMESPACE_BEGIN
 
 /// Allots `tokens` to every kv_head, the protected tail included; all of a head that holds fewer.
-/// Errors   tokens out of range: tessera::error.
+/// Errors   tokens out of range: tessera::error.   Cost  none.
 struct uniform {
   static constexpr const char* name = "uniform";
   static constexpr bool compares_heads = false, even_heads = true;

@@ -13,8 +13,9 @@ TESSERA_NAMESPACE_BEGIN
 /// A step reads `tokens` of each kv_head; the first stage keeps `factor` times as many, allotted to heads by `Inner`.
 ///
 /// Errors   tokens or factor out of range: tessera::error. Room for the window is checked when a prompt ends.
-/// Paper    the semantic factor of SentenceKV, arXiv:2504.00970: 3 in its LongBench runs, 2 in its RULER runs, 5 as its code's
-///          default.
+/// Cost     that of `Inner`.
+/// Paper    the semantic factor of SentenceKV, arXiv:2504.00970: 3 in its LongBench runs, 2 in its RULER runs, 5 as its
+///          code's default.
 template <class Inner>
 struct wider_first {
   static constexpr const char* name = "wider_first";

@@ -9,12 +9,13 @@
 
 TESSERA_NAMESPACE_BEGIN
 
-/// Drops floor((1 - channels) * dim) channels of a head: those with the smallest product of the mean square of the last 32 prompt
-/// queries and the mean square of the keys. Without queries the keys alone decide.
+/// Drops floor((1 - channels) * dim) channels of a head: those with the smallest product of the mean square of the last
+/// 32 prompt queries and the mean square of the keys. Without queries the keys alone decide.
 ///
-/// Ties     to the lower channel; NaN goes first.
-/// Paper    Xu et al., ThinK: Thinner Key Cache by Query-Driven Pruning, arXiv:2407.21018, and its code (window 32). Differs: one
-///          set for a kv_head, by the mean over the query heads of its group.
+/// Ties     to the lower channel; a channel whose product is NaN is dropped first.
+/// Errors   channels out of range: tessera::error.   Cost  one sort of a head's channels for each segment.
+/// Paper    Xu et al., ThinK: Thinner Key Cache by Query-Driven Pruning, arXiv:2407.21018, and its code (window 32).
+///          Differs: one set for a kv_head, by the mean over the query heads of its group.
 struct head_channels {
   static constexpr const char* name = "head_channels";
   static constexpr index_t window = 32;

@@ -8,13 +8,14 @@
 
 TESSERA_NAMESPACE_BEGIN
 
-/// Keeps round(channels * dim) elements of every vector: the groups of 1, 2 or 4 neighbours with the largest sum of squares. Which
-/// ones is another choice for each vector, which therefore has a bit for every group.
+/// Keeps round(channels * dim) elements of every vector: the groups of 1, 2 or 4 neighbours with the largest sum of
+/// squares. Which ones is another choice for each vector, which therefore has a bit for every group.
 ///
 /// Ties     to the lower group; NaN ranks last.
-/// Errors   a group that is none of 1, 2, 4: tessera::error.
-/// Paper    MosaicKV, arXiv:2607.00760, Sec. 4.2 (largest absolute values), 5.5 (groups). Differs: groups by the sum of squares,
-///          which is what dropping them loses; the paper does not say.
+/// Errors   channels out of range, or a group that is none of 1, 2, 4: tessera::error.
+/// Cost     64 passes over the groups of a vector.
+/// Paper    MosaicKV, arXiv:2607.00760, Sec. 4.2 (largest absolute values), 5.5 (groups). Differs: groups by the sum of
+///          squares, which is what dropping them loses; the paper does not say.
 struct top_groups {
   static constexpr const char* name = "top_groups";
 

@@ -36,8 +36,8 @@ concept model_scope = requires {
   requires S::over_model;
 };
 
-/// A scope in which the query heads of a group may choose apart, each a list of its own over what their kv_head stores. Only for
-/// what is read: what is stored is their kv_head's.
+/// A scope in which the query heads of a group may choose apart, each a list of its own over what their kv_head stores.
+/// Only for what is read: what is stored is their kv_head's.
 ///   by_query_head() -> bool          whether they do
 ///   check(), parameters(self, visit) as every policy has them
 template <class S>

@@ -12,7 +12,7 @@ TESSERA_NAMESPACE_BEGIN
 
 /// Which queries a scorer has to see. The cache keeps what is declared here and nothing else.
 enum class observes {
-  nothing,      ///< positions only
+  nothing,      ///< no query: positions, or what is stored
   window,       ///< the last queries of a turn's prompt; scored once, when the prompt ends
   every_query,  ///< every query of the prompt and of decoding, accumulated as they come
   rereading,  ///< queries of a text that passes through the model once more before a prompt ends, accumulated as they come
@@ -101,10 +101,10 @@ concept attentive_scorer = S::observed != observes::nothing&& requires(const S s
   { s.weigh(x, x) } -> std::same_as<float>;
 };
 
-/// Scores by what queries are like, not by what each of them sees. Backends take mean and covariance of a prompt's queries from
-/// position `sinks` on, turned back to position 0, and turn them by the mean of RoPE's rotations over the next `future`
-/// positions; so a key's logits have a mean and a variance. A score is the softmax of `expect` over the stored tokens
-/// behind the sinks, averaged over the group; the sinks' is infinity.
+/// Scores by what queries are like, not by what each of them sees. Backends take mean and covariance of a prompt's
+/// queries from position `sinks` on, turned back to position 0, and turn them by the mean of RoPE's rotations over the
+/// next `future` positions; so a key's logits have a mean and a variance. A score is the softmax of `expect` over the
+/// stored tokens behind the sinks, averaged over the group; the sinks' is infinity.
 ///   sinks, future                        index_t members; future at least 1
 ///   expect(mean, variance) -> float      TESSERA_HD
 template <class S>
@@ -114,8 +114,8 @@ concept statistical_scorer = S::observed == observes::statistics&& requires(cons
   { s.expect(x, x) } -> std::same_as<float>;
 };
 
-/// A retrieval scorer that ranks segments of the text, all tokens of one alike: by the mean of the keys that are stored of it and the
-/// mean query of the segment that is being written. Backends keep both.
+/// A retrieval scorer that ranks segments of the text, all tokens of one alike: by the mean of the keys that are stored
+/// of it and the mean query of the segment that is being written. Backends keep both.
 ///   start                        first stored slots that come before all others
 ///   whole                        while the segment that is being written has no more tokens, a step reads everything
 ///   weigh(logit, 0) -> float     of the two means' logit, summed over the group

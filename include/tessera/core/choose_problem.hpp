@@ -34,10 +34,10 @@ struct choose_problem {
   const float* projection = nullptr;      ///< [q_heads, v_dim, hidden] of this layer, to weigh values by; null: none
   index_t hidden = 0;                     ///< of the projection
   const prompt_reach* reach = nullptr;    ///< [sequences], what earlier choices have settled; null: everything competes
-  /// [sequences], by a scorer of statistics; with it `first_position` is the next token's and q.heads the query heads.
+  /// [sequences], for a scorer of statistics; with it `first_position` is the next token's and q.heads the query heads.
   const query_statistics* statistics = nullptr;
+  const float* rope_frequencies = nullptr;  ///< [k_dim / 2], for a scorer of statistics
   const index_t* counts = nullptr;  ///< [kv_heads] of the one sequence: what each head keeps, in place of the budget's
-  const float* rope_frequencies = nullptr;  ///< [k_dim / 2], for it
 };
 
 TESSERA_NAMESPACE_END

@@ -25,8 +25,8 @@ struct model_shape {
   std::vector<bool> sliding{};  ///< [layers]: which layers slide (Gemma, gpt-oss); empty: none
   /// [layers, q_heads] where the cache computes, the caller's (gpt-oss); null: the recipe's rule has them, or none.
   const float* sink_logits = nullptr;
-  /// [layers, q_heads, v_dim, hidden] where the cache computes, the caller's: what a value becomes behind attention. For scorers
-  /// that weigh values by it; null: they weigh values as they are.
+  /// [layers, q_heads, v_dim, hidden] where the cache computes, the caller's: what a value becomes behind attention.
+  /// For scorers that weigh values by it; null: they weigh values as they are.
   const float* output_projection = nullptr;
   index_t hidden = 0;  ///< of output_projection
   /// [k_dim / 2], in radians per position: element d of a head turns with element d + k_dim / 2, by position times speed. For

@@ -9,8 +9,8 @@
 
 TESSERA_NAMESPACE_BEGIN
 
-/// How a value that stays lies in memory. `same` is the cache's own type, which may be fp32 (`single`); fp8 and int4 have one scale for
-/// each vector.
+/// How a value that stays lies in memory. `same` is the cache's own type, which may be fp32 (`single`); fp8 and int4
+/// have one scale for each vector.
 enum class packed_element { same, bf16, fp16, fp8, int4, single };
 
 /// The element that `same` stands for in a cache of `T`.
@@ -95,9 +95,9 @@ TESSERA_HD inline float get_int4(const std::byte* values, index_t place) {
 
 }  // namespace detail
 
-/// Packs the elements of row [format.channels] whose bits are set. Returns the row's scale, 1 where rows have none. Elements are
-/// rounded to nearest; with a scale the largest finite one becomes 448 (fp8) or 7 (int4), and an infinity NaN (fp8) or the
-/// largest (int4).
+/// Packs the elements of row [format.channels] whose bits are set. Returns the row's scale, 1 where rows have none.
+/// Elements are rounded to nearest; with a scale the largest finite one becomes 448 (fp8) or 7 (int4), and an infinity
+/// NaN (fp8) or the largest (int4).
 inline float pack_row(const packed_format& format, const float* row, const std::uint8_t* bits, std::byte* values) {
   float scale = 1;
   if (format.scaled()) {

@@ -16,8 +16,8 @@ struct sampled_attention {
   std::span<const index_t> positions;      ///< [slots], ascending
   std::span<const index_t> slot_at;        ///< [next]: the slot of a position, no_index where it is not stored
   std::span<const index_t> stored_before;  ///< [next + 1]: slots below a position
-  float* weights =
-      nullptr;  ///< [rows, slots]: each row's softmax over what it sees, else 0, never NaN. To be written over
+  /// [rows, slots]: each row's softmax over the slots that it sees, 0 for others, never NaN. A policy may write over it.
+  float* weights = nullptr;
 
   index_t slots() const { return index_t(positions.size()); }
   float* row(index_t r) const { return weights + offset_t(r) * slots(); }

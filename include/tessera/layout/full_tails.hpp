@@ -6,8 +6,8 @@
 
 TESSERA_NAMESPACE_BEGIN
 
-/// Packs whole tails: what is left of a prompt beyond a multiple of `tail` tokens stays as it is, and so do decoded tokens until a
-/// step has filled the tail.
+/// Packs whole tails: what is left of a prompt beyond a multiple of `tail` tokens stays as it is, and so do decoded
+/// tokens until a step has filled the tail.
 /// Paper    MosaicKV, arXiv:2607.00760, Sec. 5.3 (32).
 struct full_tails {
   static constexpr const char* name = "full_tails";

@@ -8,8 +8,8 @@
 
 TESSERA_NAMESPACE_BEGIN
 
-/// Packs all of a prompt but its newest `tail` tokens; decoded ones join the packed tokens `tail` at a time, so that the newest
-/// `tail` are whole at any time.
+/// Packs all of a prompt but its newest `tail` tokens; decoded ones join the packed tokens `tail` at a time, so that
+/// the newest `tail` are whole at any time.
 /// Paper    ThinK, arXiv:2407.21018 (32). Differs: its code leaves every decoded key whole.
 struct newest_whole {
   static constexpr const char* name = "newest_whole";

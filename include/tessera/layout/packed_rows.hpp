@@ -13,11 +13,12 @@
 
 TESSERA_NAMESPACE_BEGIN
 
-/// K and V in segments: each holds the elements that its channel selectors keep, in a basis of its own. The newest tokens, and a
-/// prompt until it ends, are rows of another format, `Whole`, in the basis in which the engine hands them over.
+/// K and V in segments: each holds the elements that its channel selectors keep, in a basis of its own. The newest
+/// tokens, and a prompt until it ends, are rows of another format, `Whole`, in the basis in which the engine hands them
+/// over.
 ///
-/// A prompt becomes segments when it ends, if it is the first or has at least 4,096 tokens: of `segment` tokens each. A shorter
-/// one, and what is decoded, joins the last segment in its basis and format, once `Tail` says so.
+/// A prompt becomes segments when it ends, if it is the first or has at least 4,096 tokens: of `segment` tokens each. A
+/// shorter one, and what is decoded, joins the last segment in its basis and format, once `Tail` says so.
 /// Bytes    see packed_format, and a basis for each segment.
 /// Errors   channels that leave no element, that are no multiple of the group or that exceed what truncation leaves; blocks
 ///          that do not divide the tail: tessera::error.

@@ -6,14 +6,15 @@
 
 TESSERA_NAMESPACE_BEGIN
 
-/// A rotation for every (segment, layer, kv_head), K and V apart: the eigenvectors of the uncentred second moment of the rows that
-/// are packed, by falling eigenvalue. The last round(truncate * dim) are left out. For groups of several channels those that are
-/// chosen for the same vectors become neighbours, which is folded into the rotation.
+/// A rotation for every (segment, layer, kv_head), K and V apart: the eigenvectors of the uncentred second moment of
+/// the rows that are packed, by falling eigenvalue. The last round(truncate * dim) are left out. For groups of several
+/// channels those that are chosen for the same vectors become neighbours, which is folded into the rotation.
 ///
-/// Bytes    4 * channels * dim for each of K and V: rotations are fp32, for rounded ones choose other blocks.
+/// Bytes    4 * channels * dim for each of K and V: rotations are fp32, because with rounded ones steps choose other
+///          blocks.
 /// Errors   a second moment with NaN or infinity: tessera::error.
-/// Paper    MosaicKV, arXiv:2607.00760, Sec. 2.3, 4.2, 5.2 (bottom quarter), 5.5 (reordering, whose algorithm it does not give:
-///          pairs and then pairs of pairs are matched greedily by how often both are chosen).
+/// Paper    MosaicKV, arXiv:2607.00760, Sec. 2.3, 4.2, 5.2 (bottom quarter), 5.5 (reordering, whose algorithm it does
+///          not give: pairs and then pairs of pairs are matched greedily by how often both are chosen).
 struct rotated {
   static constexpr const char* name = "rotated";
   static constexpr bool rotates = true;

@@ -9,14 +9,18 @@ TESSERA_NAMESPACE_BEGIN
 /// Whether the segments of an answer are packed as the prompt is, or each as a search finds best.
 enum class strategy_choice { fixed, searched };
 
-/// Decoded tokens are packed by the last finished segment's strategy, tail by tail. Once that has lost as much of them as of
-/// `reference` tokens of its own segment (or `segment_loss`, if that is set), and at least `least_segment` tokens have come, or as many
-/// as a segment holds, their segment ends: a thread beside the cache searches its strategy and packs it again from the rows as they
-/// were, and between two steps it takes the place of what was there. See runtime/strategy.hpp for the search.
+/// Decoded tokens join the open segment tail by tail, packed by the strategy of the segment before it. What packing
+/// leaves out of each token, its loss, is summed. The segment ends in one of two cases:
+///   - it has at least `least_segment` tokens, and their loss has reached `segment_loss` or, where that is 0, the loss of
+///     `reference` tokens of the segment before it;
+///   - it holds as many tokens as a segment may.
+/// A thread beside the cache then searches a strategy for the segment (runtime/strategy.hpp) and packs its original
+/// rows anew. Between two steps the result takes the segment's place.
 ///
-/// Bytes    of a segment that has not ended: its rows in fp32 besides.
-/// Paper    MosaicKV, arXiv:2607.00760, Sec. 5.4, 5.5. Differs: it gives no thresholds; second moments are summed when a segment ends,
-///          on the other thread, where the paper adds every token to them.
+/// Errors   parameters out of range: tessera::error.
+/// Bytes    an open segment also holds its original rows, in fp32.
+/// Paper    MosaicKV, arXiv:2607.00760, Sec. 5.4, 5.5. Differs: it gives no thresholds; second moments are summed when
+///          a segment ends, on the other thread, where the paper adds every token to them.
 struct searched_strategy {
   static constexpr const char* name = "searched_strategy";
   static constexpr bool searches = true;

@@ -92,10 +92,12 @@ class line_cover {
     }
   }
 
-  /// The published greedy (LoopServe's Algorithm 5), with what it leaves open decided: both lists by total weight; the head
-  /// whose weight, less the largest entries of all chosen lines of the other kind, is larger for its length, less the count of
-  /// those lines (at least 1); a chosen line leaves its list; what is added to the sum is at least 0. The sum is a lower bound
-  /// of what is covered. Lines without weight are left out.
+  /// The published greedy (LoopServe's Algorithm 5). What the paper leaves open is decided so:
+  ///   - slashes and verticals are two lists, each by falling weight; lines without weight are left out;
+  ///   - the gain of a list's first line is its weight less the largest entries of all chosen lines of the other kind;
+  ///   - its length is its entries less the number of those lines, at least 1;
+  ///   - the line with the larger gain for its length is chosen and leaves its list, and its gain, at least 0, is added up;
+  ///   - it ends when the sum of gains, a lower bound of what is covered, reaches `share` of the weight.
   void cover_as_published(double share) {
     std::vector<index_t> slashes, verticals;
     for (index_t line = 0; line < lines(); ++line) {

@@ -12,8 +12,8 @@
 
 TESSERA_NAMESPACE_BEGIN
 
-/// Keeps the last `window` tokens and the chunks of `block` (10) tokens that their queries look at most, summed over all heads.
-/// With `reuse` above 1 the set of a layer serves the layers behind it.
+/// Keeps the last `window` tokens and the chunks of `block` (10) tokens that their queries look at most, summed over
+/// all heads. With `reuse` above 1 the set of a layer serves the layers behind it.
 /// Paper    Liu et al., ChunkKV: Semantic-Preserving KV Cache Compression for Efficient Long-Context LLM Inference,
 ///          arXiv:2502.00299.
 /// Differs  the last chunk that is taken is trimmed to its best tokens, so that the budget is met exactly; chunks are those

@@ -13,11 +13,12 @@
 
 TESSERA_NAMESPACE_BEGIN
 
-/// Keeps half of the budget by SnapKV's scores, its window among it, and the rest by these scores times the L1 norm of the value
-/// behind the output projection (`model_shape::output_projection`; without one, of the value itself).
-/// Paper    Feng et al., Identify Critical KV Cache in LLM Inference from an Output Perturbation Perspective, arXiv:2502.03805.
-/// Differs  as kvpress 0.5.5 has it, over SnapKV as it is here (window 32, max-pool 7, sums over the group); the window is always
-///          kept.
+/// Keeps half of the budget by SnapKV's scores, its window among it, and the rest by these scores times the L1 norm of
+/// the value behind the output projection (`model_shape::output_projection`; without one, of the value itself).
+/// Paper    Feng et al., Identify Critical KV Cache in LLM Inference from an Output Perturbation Perspective,
+///          arXiv:2502.03805.
+/// Differs  as kvpress 0.5.5 has it, over SnapKV as it is here (window 32, max-pool 7, sums over the group); the window
+///          is always kept.
 template <element T, int D, int Dv = D, layout_of<T, D, Dv> Layout = dense<T, D, Dv>>
 struct criticalkv : recipe<retain<weighted_by<observation_window, value_norm>, uniform, top_tokens>, Layout,
                            retrieve_all, dense_decode, once> {

@@ -13,13 +13,13 @@
 
 TESSERA_NAMESPACE_BEGIN
 
-/// Keeps the sinks and the tokens whose expected attention times the L2 norm of the value is largest. `floor` 1 gives each head
-/// the same budget; below it, heads compete as in Ada-KV.
+/// Keeps the sinks and the tokens whose expected attention times the L2 norm of the value is largest. `floor` 1 gives
+/// each head the same budget; below it, heads compete as in Ada-KV.
 /// Needs    `model_shape::rope_frequencies`, and every query of a prompt.
-/// Paper    Devoto et al., Expected Attention: KV Cache Compression by Estimating Attention from Future Queries Distribution,
-///          arXiv:2510.00636.
-/// Differs  as kvpress 0.5.5 has it (ExpectedAttentionPress). A floor below 1 is Ada-KV's own (adaptive.hpp), of what heads have
-///          won; kvpress keeps the best of each head before heads compete.
+/// Paper    Devoto et al., Expected Attention: KV Cache Compression by Estimating Attention from Future Queries
+///          Distribution, arXiv:2510.00636.
+/// Differs  as kvpress 0.5.5 has it (ExpectedAttentionPress). A floor below 1 is Ada-KV's own (adaptive.hpp), of what
+///          heads have won; kvpress keeps the best of each head before heads compete.
 template <element T, int D, int Dv = D, layout_of<T, D, Dv> Layout = dense<T, D, Dv>>
 struct expected_attention : recipe<retain<multiplied_by<expected_weight, value_length>, adaptive, top_tokens>, Layout,
                                    retrieve_all, dense_decode, once> {

@@ -9,7 +9,8 @@
 
 TESSERA_NAMESPACE_BEGIN
 
-/// `loopserve` without its choices while decoding: a prompt's rows attend few lines, steps read all that is stored. Has no budget.
+/// `loopserve` without its choices while decoding: a prompt's rows attend few lines, steps read all that is stored. Has
+/// no budget.
 /// Paper    LoopServe-P of arXiv:2507.13681, Sec. 6.2.
 /// Differs  as `covering_lines`.
 template <element T, int D, int Dv = D, layout_of<T, D, Dv> Layout = dense<T, D, Dv>>

@@ -9,8 +9,8 @@
 
 TESSERA_NAMESPACE_BEGIN
 
-/// A prompt's rows attend the 1000 columns and 6096 diagonals with most attention of its last 64 rows; steps read everything. Has no
-/// budget.
+/// A prompt's rows attend the 1000 columns and 6096 diagonals with most attention of its last 64 rows; steps read
+/// everything. Has no budget.
 /// Paper    Jiang et al., MInference 1.0, arXiv:2407.02490, its vertical-slash pattern.
 /// Differs  as `vertical_slash`; its block-sparse pattern and the offline search for each head's pattern are left out.
 template <element T, int D, int Dv = D, layout_of<T, D, Dv> Layout = dense<T, D, Dv>>

@@ -22,13 +22,13 @@ using mosaic_rows =
     stored<packed_rows<typename Layout::rows_type, top_groups, top_groups, rotated, full_tails, searched_strategy>,
            typename Layout::placement_type>;
 
-/// Budget t: a step reads t packed tokens of each kv_head, rounded up to whole blocks, and the tail of at most 32 newest ones. K and V
-/// of a segment are rotated; of each vector a quarter of the elements stays.
+/// Budget t: a step reads t packed tokens of each kv_head, rounded up to whole blocks, and the tail of at most 32
+/// newest ones. K and V of a segment are rotated; of each vector a quarter of the elements stays.
 /// Paper    Qiang et al., MosaicKV: Serving Long-Context LLM with Dynamic Two-D KV Cache Compression, arXiv:2607.00760.
-/// Differs  one choice of blocks over all segments of a (sequence, kv_head), by the sum over its query heads; the first and the
-///          last packed block are always read; a rotation for each kv_head. `strategy=searched` searches
-///          `channels`, `group` and `block` for each segment of decoded tokens, as the paper does. A prompt stays whole until it ends. On the
-///          device the strategy is fixed, and full tails are packed between two steps.
+/// Differs  one choice of blocks over all segments of a (sequence, kv_head), by the sum over its query heads; the first
+///          and the last packed block are always read; a rotation for each kv_head. `strategy=searched` searches
+///          `channels`, `group` and `block` for each segment of decoded tokens, as the paper does. A prompt stays whole
+///          until it ends. On the device the strategy is fixed, and full tails are packed between two steps.
 template <element T, int D, int Dv = D, layout_of<T, D, Dv> Layout = dense<T, D, Dv>>
 struct mosaickv : recipe<retain_all, mosaic_rows<Layout>, retrieve<block_mean, whole_blocks>, gathered_decode, once> {
   static constexpr const char* name = "mosaickv";

@@ -19,7 +19,8 @@ TESSERA_NAMESPACE_BEGIN
 /// Paper    Behnam et al., RocketKV: Accelerating Long-Context LLM Inference via Two-Stage KV Cache Compression,
 ///          arXiv:2502.14051; rounding of its accuracy code.
 /// Differs  fp32 softmax in the window; the prompt's last token is part of the prompt and of the window (the reference
-///          decodes it as the first sparse step); `dense_layers` is 0 (its published settings: 2); later turns keep at least what a step attends.
+///          decodes it as the first sparse step); `dense_layers` is 0 (its published settings: 2); later turns keep at
+///          least what a step attends.
 template <element T, int D, int Dv = D, layout_of<T, D, Dv> Layout = dense<T, D, Dv>>
 struct rocketkv : recipe<retain<observation_window, two_stage<uniform>, top_tokens>, Layout,
                          retrieve<hybrid_min_max, tokens_or_pages>, gathered_decode, once> {

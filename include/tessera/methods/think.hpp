@@ -21,10 +21,10 @@ using think_rows = stored<packed_rows<typename Layout::rows_type, head_channels,
 /// Of every key 0.6 of the channels stay, the same for all keys of a kv_head; values stay as they are, and so do the newest 32
 /// keys. There is no budget.
 /// Paper    Xu et al., ThinK: Thinner Key Cache by Query-Driven Pruning, arXiv:2407.21018.
-/// Differs  one set of channels for a kv_head, by the mean over its query heads and over the keys that are thinned; the published
-///          code counts the newest 32 as well. Decoded keys lose the same channels 32 at a time
-///          once 32 newer ones are there; the published code leaves them whole. A later turn of at least 4,096 prompt tokens
-///          chooses channels anew for its own keys.
+/// Differs  one set of channels for a kv_head, by the mean over its query heads and over the keys that are thinned; the
+///          published code counts the newest 32 as well. Decoded keys lose the same channels 32 at a time once 32 newer
+///          ones are there; the published code leaves them whole. A later turn of at least 4,096 prompt tokens chooses
+///          channels anew for its own keys.
 template <element T, int D, int Dv = D, layout_of<T, D, Dv> Layout = dense<T, D, Dv>>
 struct think : recipe<retain_all, think_rows<Layout>, retrieve_all, dense_decode, once> {
   static constexpr const char* name = "think";

@@ -8,23 +8,26 @@ TESSERA_NAMESPACE_BEGIN
 /// How lines are found: by what each still covers, exactly, or by the paper's Algorithm 5.
 enum class line_search { coverage, paper };
 
-/// Samples `rows` rows of each chunk and takes lines, the best for their length first, until they carry the share `alpha` of
-/// the sampled rows' attention. The nearest 64 slash lines and the first 4 columns are always taken; with alpha 1 everything is.
+/// Samples `rows` rows of each chunk and takes lines, the best for their length first, until they carry the share
+/// `alpha` of the sampled rows' attention. The nearest 64 slash lines and the first 4 columns are always taken; with
+/// alpha 1 everything is.
 ///
-/// The rows follow from `seed` and the chunk's position: they are the same for all heads and layers. A chunk of no more rows
-/// is looked at whole. Rows of an earlier answer are stored already and no rows of the chunk.
+/// The rows follow from `seed` and the chunk's position: they are the same for all heads and layers. A chunk of at most
+/// `rows` rows is looked at whole. Tokens of earlier turns are keys here, never rows.
 /// Errors   alpha outside (0, 1], no rows, a seed out of range: tessera::error.
-/// Cost     one pass over K for `rows` rows of each query head, and memory for their attention; then lines * log(lines).
-/// Paper    Li et al., LoopServe, arXiv:2507.13681, Sec. 5.1 and Algorithm 5. Differs: `coverage` counts what lines cover exactly
-///          where the paper has bounds, and starts from the forced lines, which the paper lacks (a row that was not sampled
-///          must see something); causal; a slash line is a distance in positions, so blocks may be rectangular.
+/// Cost     one pass over K for `rows` rows of each query head, and memory for their attention; then lines *
+///          log(lines).
+/// Paper    Li et al., LoopServe, arXiv:2507.13681, Sec. 5.1 and Algorithm 5. Differs: `coverage` counts what lines
+///          cover exactly where the paper has bounds, and starts from the forced lines, which the paper lacks (a row
+///          that was not sampled must see something); causal; a slash line is a distance in positions, so blocks may be
+///          rectangular.
 struct covering_lines {
   static constexpr const char* name = "covering_lines";
   static constexpr bool chooses_lines = true;
   static constexpr index_t forced_slashes = 64, forced_columns = 4;
-  /// Weights are sums of floats: with this much more than `alpha` of them, they are `alpha` of the exact ones.
+  /// Added to `alpha`: weights are sums of floats, and lines shall carry `alpha` of the exact weights.
   static constexpr double rounding = 2e-6;
-  /// Products of 16-bit elements are summed there with fewer digits than a float has.
+  /// The same on devices, which sum products of 16-bit elements with fewer digits than a float has.
   static constexpr float rounding_on_devices = 1e-5f;
 
   float alpha = 0.955f;

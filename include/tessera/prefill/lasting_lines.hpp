@@ -8,8 +8,10 @@ TESSERA_NAMESPACE_BEGIN
 /// What of a prompt's lines decoding reads.
 enum class read_lines { off, vertical };
 
-/// As `covering_lines`; with `lines` vertical the columns of all turns' prompts, of all query heads that share a list, join what
-/// the first stage lets a turn's steps read. They come on top of its budget.
+/// As `covering_lines`; with `lines` vertical the columns of all turns' prompts, of all query heads that share a list,
+/// join what the first stage lets a turn's steps read. They come on top of its budget.
+/// Errors   as `covering_lines`.   Cost  as `covering_lines`; a bit a token and query head of columns that are
+///          remembered.
 /// Paper    LoopServe, arXiv:2507.13681, Algorithm 4. Differs: slash lines are distances and say nothing of later rows.
 struct lasting_lines : covering_lines {
   static constexpr const char* name = "lasting_lines";

@@ -6,13 +6,14 @@
 
 TESSERA_NAMESPACE_BEGIN
 
-/// Takes the `vertical` columns and the `slash` diagonals with most attention of a chunk's last 64 rows. The first 30 columns and
-/// the nearest 100 diagonals come first, whatever their weight; at least 30 and 50 lines are taken, as far as there are any.
+/// Takes the `vertical` columns and the `slash` diagonals with most attention of a chunk's last 64 rows. The first 30
+/// columns and the nearest 100 diagonals come first, whatever their weight; at least 30 and 50 lines are taken, as far
+/// as there are any.
 /// Ties     to the lower position and the nearer diagonal.
 /// Errors   counts out of range: tessera::error.   Cost  one pass over K for 64 rows of each query head.
-/// Paper    Jiang et al., MInference 1.0, arXiv:2407.02490, its released code's forced lines and default counts. Differs: the lines
-///          themselves are attended, not the blocks of 64 that its kernel rounds them to; one pair of counts for all heads where
-///          its search gives each head a pair of its own.
+/// Paper    Jiang et al., MInference 1.0, arXiv:2407.02490, its released code's forced lines and default counts.
+///          Differs: the lines themselves are attended, not the blocks of 64 that its kernel rounds them to; one pair
+///          of counts for all heads where its search gives each head a pair of its own.
 struct vertical_slash {
   static constexpr const char* name = "vertical_slash";
   static constexpr bool chooses_lines = true;

@@ -53,8 +53,8 @@ class background_task {
   std::string problem_;
 };
 
-/// Does tasks one after the other on a thread of its own, which begins with the first of them. Nobody who starts a task waits for
-/// one. Any thread may call it.
+/// Does tasks one after the other on a thread of its own, which begins with the first of them. Nobody who starts a task
+/// waits for one. Any thread may call it.
 class background {
  public:
   background() = default;
@@ -76,7 +76,8 @@ class background {
     wake_.notify_one();
   }
 
-  /// Ends for good: the task that is being done returns early, those that wait are not begun, later ones neither. All are stopped.
+  /// Ends for good: the task that is being done returns early, those that wait are not begun, later ones neither. All
+  /// are stopped.
   void stop() noexcept {
     {
       std::lock_guard lock(mutex_);

@@ -4,8 +4,10 @@
 #include <algorithm>
 #include <cmath>
 #include <numeric>
+#include <string>
 #include <vector>
 
+#include "../core/error.hpp"
 #include "../core/layer_scores.hpp"
 #include "../math/winners.hpp"
 #include "profile.hpp"
@@ -37,7 +39,13 @@ class calibration {
   calibration(index_t layers, index_t kv_heads) : layers_(layers), kv_heads_(kv_heads) {}
 
   /// Shapes   shares [layers, kv_heads], those of one prompt.
-  void add(std::vector<double> shares) { samples_.push_back(std::move(shares)); }
+  /// Errors   shares of other counts: tessera::error.
+  void add(std::vector<double> shares) {
+    require(shares.size() == std::size_t(layers_) * std::size_t(kv_heads_), "shares of a prompt", shares.size(),
+            std::to_string(layers_) + " layers of " + std::to_string(kv_heads_) + " KV heads",
+            "pass one share for each head of the model");
+    samples_.push_back(std::move(shares));
+  }
   index_t samples() const { return index_t(samples_.size()); }
   const std::vector<double>& sample(index_t i) const { return samples_[std::size_t(i)]; }
 
@@ -70,9 +78,12 @@ class calibration {
   std::vector<std::vector<double>> samples_;
 };
 
-/// How alike two orders of the same heads are: the correlation of their ranks after Spearman, equal numbers sharing the mean of
-/// their ranks. 1: the same order; 0 where one of them has none.
+/// How alike two orders of the same heads are: the correlation of their ranks after Spearman, equal numbers sharing the
+/// mean of their ranks. 1: the same order; 0 where one of them has none.
+/// Errors   more numbers of one than of the other: tessera::error.
 inline double rank_correlation(const std::vector<double>& a, const std::vector<double>& b) {
+  require(a.size() == b.size(), "numbers of the second order", b.size(),
+          "those of the first, which are " + std::to_string(a.size()), "compare two orders of the same heads");
   const auto ranks = [](const std::vector<double>& of) {
     std::vector<std::size_t> order(of.size());
     std::iota(order.begin(), order.end(), std::size_t(0));

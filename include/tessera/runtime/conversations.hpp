@@ -107,11 +107,8 @@ class conversations {
                    const rows_view<const E>& k, const rows_view<const E>& v) const {
     at(id, layer_index);
     shape_.check_rows(q, k, v, k_dim, v_dim);
-    require(k.sequences == 1 && v.sequences == 1 && (q.tokens <= 0 || q.sequences == 1), "sequences of a prompt chunk",
-            k.sequences != 1   ? k.sequences
-            : v.sequences != 1 ? v.sequences
-                               : q.sequences,
-            "1", "prefill one sequence at a time");
+    const index_t given = first_other(1, k.sequences, v.sequences, q.tokens <= 0 ? 1 : q.sequences);
+    require(given == 1, "sequences of a prompt chunk", given, "1", "prefill one sequence at a time");
     require(k.tokens >= 1, "tokens of a prompt chunk", k.tokens, "at least 1", "skip empty chunks");
     recipe.require_queries(q.tokens, k.tokens);
     const conversation& c = at(id);
@@ -127,7 +124,8 @@ class conversations {
     require_boundaries(boundaries, tokens);
     return {at(id, layer_index).text, boundaries.data()};
   }
-  /// What is known of a step's tokens of its b-th sequence; for a recipe that needs no more, that no segment ends but for its length.
+  /// The segments of a step's tokens, of its b-th sequence. A recipe without boundaries in steps ends none but by its
+  /// length.
   segment_marks step_marks(index_t layer_index, const batch& step, index_t b) const {
     return {at(step.ids[std::size_t(b)], layer_index).text,
             step.boundaries.empty() ? nullptr : step.boundaries.data() + offset_t(b) * step.tokens};
@@ -143,7 +141,8 @@ class conversations {
                               const rows_view<float>& lse) const {
     const layer& state = at(id, layer_index);
     shape_.check_output(q, out, lse, k_dim, v_dim);
-    require(q.data && q.sequences == 1, "sequences of a prompt chunk", q.sequences, "1, with memory behind it",
+    require(q.data != nullptr, "memory of q", "null", "memory behind it", "pass the rows themselves");
+    require(q.sequences == 1, "sequences of a prompt chunk", q.sequences, "1",
             "pass the queries of one sequence at a time");
     require(q.tokens >= 1 && q.tokens <= state.turn_tokens, "queries of a prompt chunk", q.tokens,
             "1 to the tokens of this turn, which are " + std::to_string(state.turn_tokens),
@@ -199,8 +198,10 @@ class conversations {
     const layer& state = at(id, layer_index);
     shape_.check_rows(q, k, v, k_dim, v_dim);
     shape_.check_output(q, out, rows_view<float>{}, k_dim, v_dim);
-    require(q.sequences == 1 && k.sequences == 1 && v.sequences == 1 && k.tokens >= 1 && q.tokens == k.tokens,
-            "queries of a text that is read again", q.tokens, "one for each key, of one sequence, at least 1",
+    const index_t given = first_other(1, q.sequences, k.sequences, v.sequences);
+    require(given == 1, "sequences of a text that is read again", given, "1", "read one sequence again at a time");
+    require(k.tokens >= 1 && q.tokens == k.tokens, "queries of a text that is read again", q.tokens,
+            "one for each key, which are " + std::to_string(k.tokens) + ", at least 1",
             "pass q, k and v of the same tokens");
     require(state.turn_tokens >= 1, "tokens of this turn", state.turn_tokens, "at least 1",
             "read a prompt again before it ends");
@@ -238,8 +239,8 @@ class conversations {
 
   // --- steps ---------------------------------------------------------------------------------------------------------
 
-  /// What a step of `tokens` tokens does to these conversations. They must agree on what is due. `boundaries` [ids, tokens] are
-  /// looked at where the recipe needs them in steps.
+  /// What a step of `tokens` tokens does to these conversations. They must agree on what is due. `boundaries` [ids,
+  /// tokens] are looked at where the recipe needs them in steps.
   batch plan_step(const Recipe& recipe, const std::vector<index_t>& ids, index_t tokens, index_t most,
                   std::span<const std::uint8_t> boundaries = {}) const {
     require(tokens >= 1 && tokens <= most, "tokens of a decode step", tokens, "1 to " + std::to_string(most),
@@ -293,9 +294,9 @@ class conversations {
                   const rows_view<const E>& v, const rows_view<Out>& out, const rows_view<float>& lse) const {
     shape_.check_rows(q, k, v, k_dim, v_dim);
     shape_.check_output(q, out, lse, k_dim, v_dim);
-    require(q.sequences == k.sequences && k.sequences == v.sequences && q.sequences == step.sequences(),
-            "sequences of the batch", q.sequences, "as many as ids, which are " + std::to_string(step.sequences()),
-            "pass one row of tokens per id");
+    const index_t given = first_other(step.sequences(), q.sequences, k.sequences, v.sequences);
+    require(given == step.sequences(), "sequences of the batch", given,
+            "as many as ids, which are " + std::to_string(step.sequences()), "pass q, k and v of every id");
     require(q.tokens == k.tokens, "queries of a decode step", q.tokens,
             "as many as new keys, which are " + std::to_string(k.tokens), "pass q, k and v of the same tokens");
     for (const index_t id : step.ids) {
@@ -306,10 +307,13 @@ class conversations {
               "call prepare_step before the layers of a step");
     }
   }
-  /// Layers step in order: one that is behind or ahead of the others would answer for other positions.
+  /// Layers step in order, and once for each `prepare_step`: one that is behind or ahead would answer for other positions.
   void check_order(index_t layer_index, const batch& step) const {
     for (const index_t id : step.ids) {
       const conversation& c = at(id);
+      require(layer_index > 0 || c.front().next_position == c.step_began, "tokens before the step",
+              c.front().next_position, "those that prepare_step saw, which are " + std::to_string(c.step_began),
+              "call prepare_step before every step");
       const index_t expected = layer_index > 0 ? c.front().next_position - step.tokens : c.layers.back().next_position;
       require(at(id, layer_index).next_position == expected, "tokens of a layer before the step",
               at(id, layer_index).next_position, std::to_string(expected),
@@ -327,6 +331,10 @@ class conversations {
  private:
   static constexpr int k_dim = Recipe::layout_type::k_dim, v_dim = Recipe::layout_type::v_dim;
 
+  /// The first of three counts that is not `wanted`; `wanted` where there is none.
+  static index_t first_other(index_t wanted, index_t a, index_t b, index_t c) {
+    return a != wanted ? a : (b != wanted ? b : c);
+  }
   conversation& find(index_t id) { return const_cast<conversation&>(std::as_const(*this).at(id)); }
   static index_t first_prompt(const conversation& c) { return c.first_prompt ? c.first_prompt : c.front().turn_tokens; }
   /// The clock of the next step: one that was prepared at the same position and never taken does not count.

@@ -1,4 +1,5 @@
-// The body of find_eigenvectors: Eigen's solver. The one header of the library that includes Eigen, and what rotates includes it.
+// The body of find_eigenvectors: Eigen's solver. The one header of the library that includes Eigen, and what rotates
+// includes it.
 #pragma once
 
 #include "rotation.hpp"

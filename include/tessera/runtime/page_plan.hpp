@@ -12,8 +12,8 @@ TESSERA_NAMESPACE_BEGIN
 /// What a prompt takes of a pool of ragged pages.
 struct page_plan {
   std::vector<index_t> after;  ///< pages of each group when the prompt has ended
-  index_t most =
-      0;  ///< of all groups together at any time while it comes in, what was held before included; no more than 2^31 - 1
+  /// Most pages of all groups together while the prompt comes in, those held before included; at most 2^31 - 1.
+  index_t most = 0;
 };
 
 /// A prompt that comes in.

@@ -15,9 +15,9 @@ TESSERA_NAMESPACE_BEGIN
 
 /// Eigenvalues, ascending, and eigenvectors, one a row, of a symmetric matrix [dim, dim].
 ///
-/// Its body is in runtime/eigen.hpp, which methods that rotate include, so that nobody else compiles Eigen. nvcc does not see it: a CUDA
-/// source with a CPU cache that rotates is linked with a C++ source that has
-/// `template void tessera::find_eigenvectors<double>(const double*, tessera::index_t, double*, double*);`.
+/// Its body is in runtime/eigen.hpp, which methods that rotate include, so that nobody else compiles Eigen. nvcc does
+/// not see it: a CUDA source with a CPU cache that rotates is linked with a C++ source that has `template void
+/// tessera::find_eigenvectors<double>(const double*, tessera::index_t, double*, double*);`.
 template <class Real>
 void find_eigenvectors(const Real* matrix, index_t dim, Real* values, Real* vectors);
 
@@ -41,8 +41,9 @@ std::vector<double> second_moment(index_t count, index_t dim, const Load& load) 
   return moment;
 }
 
-/// rotation [channels, dim] = the eigenvectors of the second moment [dim, dim] with the largest eigenvalues, the largest first.
-/// Each is turned so that its largest component is positive (the first of several), for the same rows give the same rotation.
+/// rotation [channels, dim] = the eigenvectors of the second moment [dim, dim] with the largest eigenvalues, the
+/// largest first. Each is turned so that its largest component is positive (the first of several), so that the same
+/// rows always give the same rotation.
 /// Errors   a second moment with NaN or infinity: tessera::error.
 template <class Real>
 void find_rotation(const std::vector<Real>& moment, index_t dim, index_t channels, const std::string& of,
@@ -96,9 +97,9 @@ std::vector<std::pair<index_t, index_t>> greedy_pairs(index_t items, const Liken
 
 }  // namespace detail
 
-/// The order in which `channels` channels stand so that groups of 2 or 4 neighbours are often chosen together; of 1: as they are.
-/// together [channels, channels]: how many vectors have chosen both. Pairs are matched greedily, then pairs of pairs; groups stand
-/// in the order of their strongest channel, the lowest. `group` divides `channels`.
+/// The order in which `channels` channels stand so that groups of 2 or 4 neighbours are often chosen together; of 1: as
+/// they are. together [channels, channels]: how many vectors have chosen both. Pairs are matched greedily, then pairs
+/// of pairs; groups stand in the order of their strongest channel, the lowest. `group` divides `channels`.
 inline std::vector<index_t> group_channels(const std::vector<double>& together, index_t channels, index_t group) {
   std::vector<std::vector<index_t>> groups;
   for (index_t c = 0; c < channels; ++c) groups.push_back({c});

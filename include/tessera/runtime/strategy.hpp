@@ -13,20 +13,22 @@ TESSERA_NAMESPACE_BEGIN
 
 /// Measures what every candidate loses on the rows of a segment, head after head, K and V; then chooses.
 ///
-/// A vector's loss is the share of its energy that is left out, |x - x^|^2 / (|x|^2 + 1e-12), of a token the mean of K's and V's.
-/// Of the candidates whose mean loss lies below `loss`, the best keeps the fewest channels, then has the largest group; of blocks,
-/// the largest within which keys spread less than `spread` of how they spread over all of the segment. Where none qualifies: the
-/// most channels, one by one, and the smallest block.
+/// A vector's loss is the share of its energy that is left out, |x - x^|^2 / (|x|^2 + 1e-12), of a token the mean of
+/// K's and V's. Of the candidates whose mean loss lies below `loss`, the best keeps the fewest channels, then has the
+/// largest group; of blocks, the largest within which keys spread less than `spread` of how they spread over all of the
+/// segment. Where none qualifies: the most channels, one by one, and the smallest block.
 ///
 /// Cost     of a head: one second moment, one set of eigenvectors, and nine selections a vector, K and V.
-/// Paper    MosaicKV, arXiv:2607.00760, Sec. 5.4, 5.5. The loss, the order of the search and both thresholds are ours: it gives none.
+/// Paper    MosaicKV, arXiv:2607.00760, Sec. 5.4, 5.5. The loss, the order of the search and both thresholds are ours:
+///          it gives none.
 template <class Channels>
 class strategy_search {
  public:
   /// A selector of single vectors' channels whose members `channels` and `group` are a strategy's.
   explicit strategy_search(const Channels& like) : like_(like) {}
 
-  /// Rows of K or of V of one head: `load(i, to)` gives row i of `count` [dim] as fp32; `left`: channels that truncation leaves.
+  /// Rows of K or of V of one head: `load(i, to)` gives row i of `count` [dim] as fp32; `left`: channels that
+  /// truncation leaves.
   /// Errors   rows with NaN or infinity: tessera::error.
   template <class Load>
   void add(index_t count, index_t dim, index_t left, const std::string& of, const Load& load) {

@@ -9,8 +9,8 @@ TESSERA_NAMESPACE_BEGIN
 /// Whose lists a turn's steps read.
 enum class reading_head { kv_head, q_head };
 
-/// By `per`: one list for each kv_head, by the scores of its whole group, or one for each query head, by its own. With the second
-/// each list has the budget's tokens, and a group reads what any of its query heads does.
+/// By `per`: one list for each kv_head, by the scores of its whole group, or one for each query head, by its own. With
+/// the second each list has the budget's tokens, and a group reads what any of its query heads does.
 struct per_head_or_query {
   static constexpr const char* name = "per_head_or_query";
 

@@ -5,9 +5,9 @@
 
 TESSERA_NAMESPACE_BEGIN
 
-/// The best tokens of all layers' heads together stay, as many as the budget gives to all of them; so heads and layers keep as
-/// many as win. Equal scores: the lower layer, then the lower head, then the lower slot stays first. Layers that do not follow the
-/// recipe (dense or sliding ones) are left out.
+/// The best tokens of all layers' heads together stay, as many as the budget gives to all of them; so heads and layers
+/// keep as many as win. Equal scores: the lower layer, then the lower head, then the lower slot stays first. Layers
+/// that do not follow the recipe (dense or sliding ones) are left out.
 /// Shapes   scores [layers, kv_heads, tokens] beside the tokens.   Cost  one pass over the scores of all layers.
 struct per_model {
   static constexpr const char* name = "per_model";

@@ -9,12 +9,13 @@ TESSERA_NAMESPACE_BEGIN
 /// How the rows of a step (its tokens and the query heads of the group) become one score.
 enum class row_reduction { sum, max };
 
-/// Scores a block of packed tokens by the dot products of the step's queries with the block's packed mean key: their sum over the
-/// rows, or the largest. Not scaled and not capped: only the order counts.
+/// Scores a block of packed tokens by the dot products of the step's queries with the block's packed mean key: their
+/// sum over the rows, or the largest. Not scaled and not capped: only the order counts.
 ///
 /// Shapes   one score a block and kv_head. The means lie beside the packed keys (layout/packed_rows.hpp).
 /// Cost     one packed product a block with `sum`, for the queries are added first; one a row and block with `max`.
-/// Paper    MosaicKV, arXiv:2607.00760, Sec. 4.2. Differs: one choice for a kv_head; the paper does not say how query heads join.
+/// Paper    MosaicKV, arXiv:2607.00760, Sec. 4.2. Differs: one choice for a kv_head; the paper does not say how query
+///          heads join.
 struct block_mean {
   static constexpr const char* name = "block_mean";
   static constexpr observes observed = observes::step;

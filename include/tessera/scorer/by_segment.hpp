@@ -18,10 +18,10 @@ enum class segment_form {
 
 /// Multiplies another scorer's finished scores by a factor for each segment: 1 + strength * lambda * weight.
 ///
-/// A segment's importance is the mean score of its tokens, divided by the largest mean of the head's segments. Its diversity is
-/// the entropy of its scores, divided by the logarithm of its tokens: 0 for one token, 1 where all score alike. The factor
-/// is one for all tokens of a segment, so their order stays. Only candidates count: tokens that are kept in any case belong
-/// to no segment here.
+/// A segment's importance is the mean score of its tokens, divided by the largest mean of the head's segments. Its
+/// diversity is the entropy of its scores, divided by the logarithm of its tokens: 0 for one token, 1 where all score
+/// alike. The factor is one for all tokens of a segment, so their order stays. Only candidates count: tokens that are
+/// kept in any case belong to no segment here.
 /// Shapes   scores [kv_heads, tokens].   Unit: token. Sums in double.
 /// Errors   parameters out of range, and whatever the inner scorer refuses: tessera::error.
 /// Cost     two passes over the scores, one logarithm a token.

@@ -6,10 +6,11 @@
 
 TESSERA_NAMESPACE_BEGIN
 
-/// Takes the queries of the `future` tokens to come for Gaussian, with mean and covariance of the prompt's queries (those of the
-/// first `sinks` positions left out), turned by RoPE's mean rotation over these positions. A key's weight is then exp(mean +
-/// variance / 2) of its logits; with `covariance` 0 the exponential of the mean. Scores are softmaxes of these over the
-/// stored tokens behind the sinks, averaged over the group.
+/// Assumes that the queries of the next `future` tokens are Gaussian: with the mean and the covariance of the prompt's
+/// queries (without those of the first `sinks` positions), turned by RoPE's mean rotation over the next `future`
+/// positions. A key's logits then have a mean and a variance, and its weight is exp(mean + variance / 2); with
+/// `covariance` 0 it is exp(mean). A score is the weight divided by the sum over the stored tokens behind the sinks,
+/// averaged over the group.
 ///
 /// The first `sinks` positions stay before all others. Statistics are those of one turn's prompt; where it brings no query
 /// behind the sinks, all keys weigh the same. Soft cap and sliding window of the model are not looked at.

@@ -9,8 +9,8 @@ TESSERA_NAMESPACE_BEGIN
 
 /// Scores a token by minus the cosine between its key and the mean of all keys of the head, each divided by its norm.
 ///
-/// The mean runs over everything that the head stores when the prompt ends. A key that is not finite, or whose norm overflows, has no
-/// part in it and ranks last; a key of zeros scores 0.
+/// The mean runs over everything that the head stores when the prompt ends. A key that is not finite, or whose norm
+/// overflows, has no part in it and ranks last; a key of zeros scores 0.
 /// Shapes   scores [kv_heads, tokens], in [-1, 1].   Unit: token. Nothing is kept whatever its score.
 /// Cost     two reads of K when a prompt ends.
 /// Paper    KeyDiff, arXiv:2504.15364, as kvpress 0.5.5 has it. Differs: the whole prompt at once, not block by block.

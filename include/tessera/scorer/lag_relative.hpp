@@ -14,8 +14,9 @@ TESSERA_NAMESPACE_BEGIN
 /// over the next partition; the standard deviation over the channels is a row's spread, softmaxes of spreads over the
 /// partition are averaged over K and V, and ranked.
 ///
-/// The first `sinks` slots and everything from the last full partition on stay before all others, the newer the better; so does
-/// everything while there are fewer than two partitions. A channel that does not vary in the next partition counts as 0.
+/// The first `sinks` slots and everything from the last full partition on come before all others, the newer the better;
+/// so does everything while there are fewer than two partitions. A channel that does not vary in the next partition
+/// counts as 0.
 /// Shapes   scores [kv_heads, tokens].   Unit: token.
 /// Errors   parameters out of range, or no room left beside the sinks: tessera::error.
 /// Cost     two reads of K and V when a prompt ends; lag comparisons a token.

@@ -6,8 +6,8 @@
 
 TESSERA_NAMESPACE_BEGIN
 
-/// Scores a token by (score + epsilon) * factor: the score by `S`, the factor by `F`. Budget and selector see the product; what
-/// `S` keeps before all others (score infinity) stays there.
+/// Scores a token by (score + epsilon) * factor: `S` gives the score and `F` the factor. Budget and selector see the
+/// product. A token that `S` puts before all others (score infinity) stays there.
 /// Shapes   scores [kv_heads, tokens].   Unit: token.
 /// Errors   parameters out of range, and whatever `S` refuses: tessera::error.
 /// Cost     that of `S`, and one read of what `F` looks at.

@@ -10,15 +10,16 @@ TESSERA_NAMESPACE_BEGIN
 
 /// Scores a token by the probability mass that the conversation's last `window` queries give it, prompt and answer alike.
 ///
-/// The softmax runs over all keys, causal inside the window; masses are summed over its rows and over the query heads of the
-/// group, then pooled where `pool` is above 1. The observed tokens are always kept and count into the budget. With fewer tokens in the conversation
-/// than `window` the rows that there are are observed.
+/// The softmax runs over all keys, causal inside the window; masses are summed over its rows and over the query heads
+/// of the group, then pooled where `pool` is above 1. The observed tokens are always kept and count into the budget.
+/// With fewer tokens in the conversation than `window`, all rows are observed.
 /// Shapes   scores [kv_heads, tokens].   Unit: token.
 /// Errors   window or pool out of range, window above the budget, an even pool: tessera::error.
-/// Cost     `window` queries in fp32 for each layer, as long as the conversation; two passes over K with window * group rows
-///          whenever the schedule asks.
-/// Paper    Li et al., LoopServe, arXiv:2507.13681, Sec. 5.2 and Algorithm 6. Differs: the observed tokens are forced; how many are
-///          observed is a number of its own, apart from how often; pooling may be asked for, the paper has none.
+/// Cost     `window` queries in fp32 for each layer, as long as the conversation; two passes over K with window * group
+///          rows whenever the schedule asks.
+/// Paper    Li et al., LoopServe, arXiv:2507.13681, Sec. 5.2 and Algorithm 6. Differs: the observed tokens are forced;
+///          how many are observed is a number of its own, apart from how often; pooling may be asked for, the paper has
+///          none.
 struct newest_queries {
   static constexpr const char* name = "newest_queries";
   static constexpr observes observed = observes::window;

@@ -8,8 +8,8 @@
 
 TESSERA_NAMESPACE_BEGIN
 
-/// Scores a token by a number in [0, 1) that hangs on `seed` and on the token's position alone: it is the same in every head,
-/// layer and turn, whatever else is stored, so a later turn keeps on drawing from one order.
+/// Scores a token by a pseudorandom number in [0, 1) that depends on `seed` and on the token's position alone. It is
+/// the same in every head, layer and turn, whatever else is stored.
 /// Shapes   scores [kv_heads, tokens].   Unit: token.   Cost  none: neither K nor queries are read.
 /// Errors   a seed out of range: tessera::error.
 struct random_score {

@@ -7,12 +7,15 @@
 
 TESSERA_NAMESPACE_BEGIN
 
-/// Scores a token by the largest probability that any query of the re-reading gives it, of all query heads of the group. The
-/// engine passes the text through the model once more, part by part (`cache::reread`); the softmax of a part's queries runs over
-/// the first `sinks` tokens, the part and the re-reading itself.
+/// Scores a token by the largest probability that a query gives it while the model reads the text once more: the
+/// maximum over these queries and over the query heads of the group. The engine passes the text through the model part
+/// by part (`cache::reread`). The softmax of a part's queries runs over the first `sinks` tokens, the part and the
+/// queries' own tokens.
 ///
-/// The first `sinks` slots stay before all others. What was not re-read (decoded tokens) has score 0 and goes first.
-/// Shapes   scores [kv_heads, tokens], fp32, stored beside the tokens.   Unit: token. No newest token is kept in any case.
+/// The first `sinks` slots come before all others. Tokens that were not read again (decoded ones) have score 0 and are
+/// dropped first.
+/// Shapes   scores [kv_heads, tokens], fp32, stored beside the tokens.   Unit: token. No newest token is kept in any
+///          case.
 /// Errors   sinks out of range: tessera::error.
 /// Cost     another pass of the prompt through the model; two passes over the keys of each part.
 /// Paper    KVzip, arXiv:2505.23416, as kvpress 0.5.5 has it.

@@ -1,4 +1,4 @@
-// Another scorer, of which only a sample of the queries asks.
+// Another scorer, which observes a random sample of the queries.
 #pragma once
 
 #include "../concepts/scorer.hpp"
@@ -7,8 +7,9 @@
 
 TESSERA_NAMESPACE_BEGIN
 
-/// Observes of every query those whose position chance takes, `sample` of them on average; scores and joins them as `S` does, as in
-/// sampled<accumulated_attention>. A position is taken or not whatever else comes: chunks, layers and turns do not matter.
+/// Observes a random sample of all queries, the share `sample` of them on average, and scores as `S` does by these
+/// alone: sampled<accumulated_attention>. Whether a query is in the sample follows from its position and `sample_seed`,
+/// so that chunks, layers and turns do not matter.
 /// Shapes   as `S`.   Unit: token. Scores are 0 while no query has been taken.
 /// Errors   sample or sample_seed out of range, and whatever `S` refuses: tessera::error.
 /// Cost     `sample` of the passes over K that `S` takes.

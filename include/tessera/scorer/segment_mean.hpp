@@ -6,16 +6,20 @@
 
 TESSERA_NAMESPACE_BEGIN
 
-/// Scores the tokens of a segment by the logit between the mean of its stored keys and the mean query of the answer's segment that
-/// is being written, summed over the query heads of the group. The first `start` stored tokens and the newest `recent` come
-/// before all others; while the answer's segment has no more than `whole` tokens a step reads everything.
+/// Scores all tokens of a segment alike: by the logit of the mean query of the segment that the answer is writing with
+/// the mean of the segment's stored keys, summed over the query heads of the group. The first `start` stored tokens and
+/// the newest `recent` come before all others. While the answer's segment has at most `whole` tokens, a step reads
+/// everything.
 ///
 /// All tokens of a segment tie, so top_tokens takes whole segments, the last of them cut behind its first tokens.
 /// Shapes   scores [kv_heads, tokens].   Unit: token.
+/// Errors   start, recent or whole out of range: tessera::error. Budgets below start + recent are allowed: the newest
+///          tokens are then read first.
 /// Cost     one mean key a segment and step; everything in a segment's first steps.
-/// Paper    SentenceKV, arXiv:2504.00970, and its published code. Differs: one choice per kv_head (the code: per query head); the
-///          segment that is being written competes with its stored tokens, as the others do (the code: once it has ended); the
-///          token that ends a segment is read for as the others are (the code reads everything for it, too).
+/// Paper    SentenceKV, arXiv:2504.00970, and its published code. Differs: one choice per kv_head (the code: per query
+///          head); the segment that is being written competes with its stored tokens, as the others do (the code: once
+///          it has ended); the token that ends a segment is read for as the others are (the code reads everything for
+///          it, too).
 struct segment_mean {
   static constexpr const char* name = "segment_mean";
   static constexpr observes observed = observes::step;

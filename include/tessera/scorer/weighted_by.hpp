@@ -7,10 +7,11 @@
 
 TESSERA_NAMESPACE_BEGIN
 
-/// Of what a head keeps, takes a part by the scores of `S` alone and the rest by (score + epsilon) * weight, the weight by `W`.
+/// Chooses a part of what a head keeps by the scores of `S` alone, and the rest by (score + epsilon) * weight, where
+/// the weight is the score that `W` gives the token's value.
 ///
-/// A budget counts by the scores of `S`. The part taken first is `first` of what the head keeps, at least 1 unless `first` is 0, and
-/// the tail counts into it.
+/// A budget counts by the scores of `S`. The part that is chosen first is `first` of what the head keeps, at least 1
+/// token unless `first` is 0. The protected tail counts into it.
 /// Shapes   scores [kv_heads, tokens].   Unit: token.
 /// Errors   parameters out of range, and whatever `S` refuses: tessera::error.
 /// Cost     that of `S`, one read of V; with an output projection a product of every value with it.

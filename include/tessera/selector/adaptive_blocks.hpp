@@ -11,12 +11,14 @@ TESSERA_NAMESPACE_BEGIN
 
 /// Gives each segment as many slots as it has among the best tokens of the head, and takes them in blocks.
 ///
-/// Blocks of `size` slots count from the segment's first slot; the last one may be short. A block's score is the sum of its
-/// tokens' (what is not finite counts as 0, a block of nothing else ranks last). Blocks are taken best first until they hold the segment's count; the last one
-/// taken gives up its worst tokens, so that the count is met exactly. The size is the largest of `largest`, `largest` - 2,
-/// ... that is at most the segment and its count, and whose tokens hold `coverage` of the score that as many single tokens
-/// could; 1 (the best tokens) always does. An even `largest` is one of the sizes, and odd ones follow.
-/// Unit     block. Sums of scores are in double.   Ties   to the lower block, inside a block to the lower slot; NaN last.
+/// Blocks of `size` slots count from the segment's first slot; the last one may be short. A block's score is the sum of
+/// its tokens' (what is not finite counts as 0, a block of nothing else ranks last). Blocks are taken best first until
+/// they hold the segment's count; the last one taken gives up its worst tokens, so that the count is met exactly. The
+/// size is the largest of `largest`, `largest` - 2, ... that is at most the segment and its count, and whose tokens
+/// hold `coverage` of the score that as many single tokens could; 1 (the best tokens) always does. An even `largest` is
+/// one of the sizes, and odd ones follow.
+/// Unit     block. Sums of scores are in double.   Ties   to the lower block, inside a block to the lower slot; NaN
+///          last.
 /// Errors   coverage or largest out of range: tessera::error.
 /// Cost     O(n) for the counts; for a segment of n tokens O(n^2) comparisons, n <= 256.
 /// Paper    SABlock, arXiv:2510.22556, Sec. III-D (Alg. 2, Eqs. 10 to 13). The candidate sizes are those of its Table I.

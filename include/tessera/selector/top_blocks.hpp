@@ -9,8 +9,8 @@ TESSERA_NAMESPACE_BEGIN
 /// Chooses the tail and the best blocks of `block` consecutive slots, `keep` tokens in all.
 ///
 /// Blocks start at slot 0; the last one before the tail may be short. A block's score is the sum of its tokens' scores
-/// (NaN and -infinity count as 0, a block of nothing else ranks last; +infinity wins). Blocks are taken best first while they fit; the
-/// one that does not fit is trimmed to its best tokens, so that the count is met exactly.
+/// (NaN and -infinity count as 0, a block of nothing else ranks last; +infinity wins). Blocks are taken best first
+/// while they fit; the one that does not fit is trimmed to its best tokens, so that the count is met exactly.
 /// Ties     to the lower block, inside the trimmed block to the lower index.   Cost  O(n) on average.
 struct top_blocks {
   static constexpr const char* name = "top_blocks";

@@ -7,14 +7,15 @@
 
 TESSERA_NAMESPACE_BEGIN
 
-/// Chooses whole blocks of `block` consecutive slots until they hold `keep` tokens: ceil(keep / block) where blocks are full. The
-/// first and the last block are always among them and count. The newest `tail` slots stand behind the blocks, are always chosen
-/// and do not count.
+/// Chooses whole blocks of `block` consecutive slots until they hold `keep` tokens: ceil(keep / block) where blocks are
+/// full. The first and the last block are always among them and count. The newest `tail` slots stand behind the blocks,
+/// are always chosen and do not count.
 ///
 /// A block's score is that of its best slot; NaN counts as -infinity.
 /// Ties     to the lower block.   Cost  O(n) on average.
 /// Errors   a budget below two blocks: tessera::error.
-/// Paper    MosaicKV, arXiv:2607.00760, Sec. 4.2. Differs: the first and the last block; the paper keeps the uncompressed tail alone.
+/// Paper    MosaicKV, arXiv:2607.00760, Sec. 4.2. Differs: the first and the last block; the paper keeps the
+///          uncompressed tail alone.
 struct whole_blocks {
   static constexpr const char* name = "whole_blocks";
   using unit = block_unit;

@@ -161,6 +161,39 @@ TEST_CASE("what an engine gets wrong is said before anything is written") {
   }
 }
 
+TEST_CASE("problems whose shapes or memory make no sense are refused") {
+  small_engine e;
+  auto freeing = e.engine.freeing(e.engine.here(), e.engine.held.data(), e.freed.data(), e.counts.data(), 0);
+  freeing.room = -4;
+  CHECK_THROWS_WITH(cpu::free_pages(freeing), contains("room is -4; expected at least 0"));
+  freeing.room = 0, freeing.layers = 0;
+  CHECK_THROWS_WITH(cpu::free_pages(freeing), contains("layers is 0; expected at least 1"));
+  freeing.layers = 1, freeing.freed = nullptr;
+  CHECK_THROWS_WITH(cpu::free_pages(freeing), contains("memory of held, freed and freed_count is null"));
+
+  // More tables than heads: nothing may be looked at, and no loop over the heads of a table may go on for ever.
+  const std::vector<index_t> indptr{0, 1, 2, 3}, pages{0, 1, 2}, lengths{4, 4};
+  kv_view<float, 64, csr_table> view;
+  view.sequences = 1, view.kv_heads = 2;
+  view.lengths = lengths.data(), view.length_strides = {2, 1};
+  view.table = {indptr.data(), pages.data(), 4, 3};
+  CHECK_THROWS_WITH(cpu::require_pages(view, {}),
+                    contains("tables of a sequence is 3; expected 1, or one for each kv_head, which are 2"));
+  view.table.tables_per_sequence = 0;
+  CHECK_THROWS_WITH(cpu::require_pages(view, {}), contains("tables of a sequence is 0"));
+  view.table.tables_per_sequence = 2;
+  CHECK_NOTHROW(cpu::require_pages(view, {}));
+  CHECK_THROWS_WITH(cpu::virtual_blocks(view, 0, nullptr), contains("max_blocks is 0; expected at least 1"));
+
+  append_problem<decltype(e.view()), float> rows{e.view(), nhd_rows<const float>(nullptr, 1, 2, 64, 2),
+                                                 nhd_rows<const float>(nullptr, 1, 2, 64, 2)};
+  CHECK_THROWS_WITH(cpu::append(rows), contains("memory of the problem is null"));
+  pack_problem<decltype(e.view()), decltype(e.view())> move{e.view(), e.all.view(), e.view()};
+  std::vector<float> scores(100);
+  move.scores = {scores.data(), 50, 25};
+  CHECK_THROWS_WITH(cpu::pack(move, e.workers), contains("from_scores or from_segments is null"));
+}
+
 TEST_CASE("heads whose pages, lengths or positions do not follow one another cannot be sequences of their own") {
   small_engine e;
   std::vector<index_t> blocks(40);

@@ -12,8 +12,8 @@ TESSERA_NAMESPACE_BEGIN
 namespace cpu {
 inline namespace TESSERA_HOST_ISA {
 
-/// Slots of a packed view that lie in one segment (null: in the whole rows), as kernels of plain views load them: rows come in the
-/// part's own basis. Slots keep their numbers of the whole view.
+/// Slots of a packed view that lie in one segment (null: in the whole rows), as kernels of plain views load them: rows
+/// come in the part's own basis. Slots keep their numbers of the whole view.
 template <class Layout>
 struct part_view {
   using encoding_type = typename Layout::encoding_type;
@@ -140,7 +140,8 @@ void attend_packed(const packed_view<Layout>& view, const query_rows<Q>& queries
 
 }  // namespace detail
 
-/// As the plain view's. A part's rows are read once per 64 query rows; queries are rotated and outputs rotated back once a part.
+/// As the plain view's. A part's rows are read once per 64 query rows; queries are rotated and outputs rotated back
+/// once a part.
 template <class Layout, class Q>
 void prefill_attention(const packed_view<Layout>& view, const query_rows<Q>& queries, const logit_rule& rule,
                        const attention_output& output, executor& workers) {

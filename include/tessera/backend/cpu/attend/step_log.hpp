@@ -26,9 +26,9 @@ class step_log {
   void begin(index_t sequences) {
     if (fresh_.size() < std::size_t(sequences)) fresh_.resize(std::size_t(sequences));
   }
-  /// A step of sequence `b` of the batch attended `read` of a view, null for all of it, at `token_bytes` each; choosing it
-  /// took `bytes`. It counts from `commit` on. Where query heads of a group read apart, each of `members` places in the group is
-  /// noted by itself, in order; a token that several read counts once.
+  /// A step of sequence `b` of the batch attended `read` of a view, null for all of it, at `token_bytes` each; choosing
+  /// it took `bytes`. It counts from `commit` on. Where query heads of a group read apart, each of `members` places in
+  /// the group is noted by itself, in order; a token that several read counts once.
   template <class View>
   void note(index_t b, const View& view, const selection_view* read, offset_t token_bytes, offset_t bytes,
             index_t member = 0, index_t members = 1) {

@@ -4,6 +4,7 @@
 #include <memory>
 #include <vector>
 
+#include "../../../core/error.hpp"
 #include "../../../runtime/conversations.hpp"
 #include "layers.hpp"
 
@@ -97,8 +98,9 @@ class cache_parts {
     return layers_.plan_pages(-1, recipe_, fitted, tokens).most;
   }
 
-  /// Of rows whose segments' strategies are searched: what has come of it, and the thread that searches. `search_on` gives another one,
-  /// before the first step; copies of a cache share it. Where it was stopped, caches go on with the strategies that they have.
+  /// Of rows whose segments' strategies are searched: what has come of it, and the thread that searches. `search_on`
+  /// gives another one, before the first step; copies of a cache share it. Where it was stopped, caches go on with the
+  /// strategies that they have.
   strategy_report strategies(index_t id) const requires searching_layout<layout> {
     conversations_.at(id);
     return layers_.store().searches().report(id);
@@ -122,12 +124,19 @@ class cache_parts {
     return offset_t(shape_.layers) * shape_.kv_heads * tokens * layout::token_bytes();
   }
 
+ private:
+  static std::shared_ptr<executor> some(std::shared_ptr<executor> workers) {
+    require(workers != nullptr, "executor", "null", "a pool of threads",
+            "pass std::make_shared<tessera::cpu::executor>()");
+    return workers;
+  }
+
  protected:
   cache_parts(model_shape shape, Recipe recipe, std::shared_ptr<executor> workers)
       : shape_((shape.check(), std::move(shape))),
         recipe_((recipe.check(), std::move(recipe))),
         conversations_(shape_, recipe_),
-        layers_(shape_, recipe_, std::move(workers)) {}
+        layers_(shape_, recipe_, some(std::move(workers))) {}
 
   model_shape shape_;
   Recipe recipe_;

@@ -1,7 +1,6 @@
 // A text that passes through a model once more, on the CPU: what its queries give to the tokens of one part.
 #pragma once
 
-#include <algorithm>
 #include <vector>
 
 #include "../../../planned.hpp"

@@ -13,8 +13,8 @@ TESSERA_NAMESPACE_BEGIN
 namespace cpu {
 inline namespace TESSERA_HOST_ISA {
 
-/// Of a sequence whose scores lie beside its tokens: of all heads of the layers that follow the recipe, the best heads * budget
-/// candidates win.
+/// Of a sequence whose scores lie beside its tokens: of all heads of the layers that follow the recipe, the best heads
+/// * budget candidates win.
 /// Shapes   counts [layers, kv_heads]; those of other layers are 0.
 template <class Policy, class Store>
 void allot_over_model(const Policy& policy, index_t layers, index_t id, Store& stored, const layer_roles& roles,

@@ -74,9 +74,12 @@ void check_choose(const choose_problem<View, E>& p) {
     }
   }
   if (by_queries && p.lse.data) {
-    require(p.lse.sequences == p.q.sequences && p.lse.tokens == p.q.tokens && p.lse.heads == p.q.heads, "rows of lse",
-            p.lse.tokens * p.lse.heads, "those of q, " + std::to_string(p.q.tokens * p.q.heads),
-            "pass one log-sum-exp for every query row, or none");
+    const auto shape = [](const auto& rows) {
+      return "[" + std::to_string(rows.sequences) + ", " + std::to_string(rows.tokens) + ", " +
+             std::to_string(rows.heads) + "]";
+    };
+    require(p.lse.sequences == p.q.sequences && p.lse.tokens == p.q.tokens && p.lse.heads == p.q.heads, "shape of lse",
+            shape(p.lse), "that of q, " + shape(p.q), "pass one log-sum-exp for every query row, or none");
   }
 }
 

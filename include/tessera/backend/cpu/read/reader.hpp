@@ -1,8 +1,6 @@
 // Readers: what a second stage keeps beside the tokens (an index), and how it chooses by it what a step reads.
 #pragma once
 
-#include <cstddef>
-
 #include "../../../core/types.hpp"
 
 TESSERA_NAMESPACE_BEGIN

@@ -51,8 +51,8 @@ class reading {
   using reader_type = typename reader_of<Recipe>::type;
 
  public:
-  /// A filter's lists for a layer of one sequence: one for each kv_head or, where query heads of a group choose apart, one such
-  /// set for each place in the group.
+  /// A filter's lists for a layer of one sequence: one for each kv_head or, where query heads of a group choose apart,
+  /// one such set for each place in the group.
   using lists = std::vector<candidates>;
 
   explicit reading(const model_shape& shape) : shape_(shape), reader_(shape) {}
@@ -191,8 +191,8 @@ class reading {
   }
 
  private:
-  /// What a reader gets to see: of a recipe whose steps see segments, with those of the view's slots. `list`: which of the stored
-  /// slots they are; null: all.
+  /// What a reader gets to see: of a recipe whose steps see segments, with those of the view's slots. `list`: which of
+  /// the stored slots they are; null: all.
   template <class View>
   auto shown([[maybe_unused]] index_t layer, [[maybe_unused]] index_t id, [[maybe_unused]] store_type& stored,
              const View& view, [[maybe_unused]] const candidates* list) const {

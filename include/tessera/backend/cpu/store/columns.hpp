@@ -28,7 +28,6 @@ class columns {
   columns(index_t kv_heads, const column_set& with)
       : with_(with), begins_(std::size_t(kv_heads), 0), capacities_(std::size_t(kv_heads), 0) {}
 
-  bool scattered() const { return scattered_; }
   /// Where each head's row begins, in numbers.
   const std::vector<offset_t>& begins() const { return begins_; }
   const index_t* positions() const { return scattered_ ? positions_.data() : nullptr; }

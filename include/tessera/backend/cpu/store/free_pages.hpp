@@ -6,21 +6,29 @@
 
 #include "../../../core/error.hpp"
 #include "../../../core/page_pool.hpp"
+#include "page_checks.hpp"
 
 TESSERA_NAMESPACE_BEGIN
 namespace cpu {
+inline namespace TESSERA_HOST_ISA {
 
 /// Finds the pages that no head of a table row needs any more: what cuda::free_pages does. Pages go from the end of a row;
 /// its table itself is left as it is, for the engine says who owns a page.
 /// Shapes   as free_pages_problem says.
-/// Errors   a row that holds fewer pages than its tokens take, or more than a table has entries; an entry that is no page
-///          of the pool: tessera::error, before anything is written.
+/// Errors   a shape that makes no sense; a row that holds fewer pages than its tokens take, or more than a table has
+///          entries; an entry that is no page of the pool: tessera::error, before anything is written.
 template <class View>
 void free_pages(const free_pages_problem<View>& p) {
   const auto& table = p.view.table;
-  const index_t tables = table.tables(p.view.kv_heads), rows = p.view.sequences * tables;
-  const index_t each = p.view.kv_heads / std::max(1, tables);  // heads of a row
   require(table.page >= 1, "slots of a page", table.page, "at least 1", "pass the page size of the pool");
+  require(p.layers >= 1, "layers", p.layers, "at least 1", "pass how many layers share the tables");
+  require(p.room >= 0, "room", p.room, "at least 0", "pass for how many more tokens pages are kept");
+  if (p.view.sequences <= 0) return;
+  require_tables(p.view);
+  require(p.held && p.freed && p.freed_count, "memory of held, freed and freed_count", "null", "memory behind each",
+          "pass the pages that rows hold, and room for what comes out");
+  const index_t tables = table.tables(p.view.kv_heads), rows = p.view.sequences * tables;
+  const index_t each = p.view.kv_heads / tables;  // heads of a row
   const auto longest = [&](index_t row) {
     index_t most = 0;
     for (index_t i = 0; i < p.layers * each; ++i) {
@@ -53,5 +61,6 @@ void free_pages(const free_pages_problem<View>& p) {
   }
 }
 
+}  // namespace TESSERA_HOST_ISA
 }  // namespace cpu
 TESSERA_NAMESPACE_END

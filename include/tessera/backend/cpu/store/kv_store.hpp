@@ -2,7 +2,6 @@
 #pragma once
 
 #include <algorithm>
-#include <utility>
 #include <vector>
 
 #include "../../../core/error.hpp"
@@ -15,8 +14,8 @@ TESSERA_NAMESPACE_BEGIN
 namespace cpu {
 inline namespace TESSERA_HOST_ISA {
 
-/// Chooses the newest `window` slots of every head (0: all) and the `fresh` ones behind them, once that frees more than there is
-/// spare room. Returns whether it does.
+/// Chooses the newest `window` slots of every head (0: all) and the `fresh` ones behind them, once that frees more than
+/// there is spare room. Returns whether it does.
 inline bool choose_newest_slots(const std::vector<index_t>& lengths, index_t window, index_t fresh, selection& chosen) {
   const index_t longest = *std::max_element(lengths.begin(), lengths.end());
   if (window == 0 || longest - fresh <= window + spare_room(window)) return false;

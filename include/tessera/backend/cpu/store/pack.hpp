@@ -13,10 +13,10 @@ TESSERA_NAMESPACE_BEGIN
 namespace cpu {
 inline namespace TESSERA_HOST_ISA {
 
-/// Writes new tokens behind the stored ones of every (sequence, kv_head), encoding them as the view stores rows, fills the
-/// columns and advances the lengths: what cuda::append does.
-/// Errors   shapes that differ, more new tokens than `k` has, slots that the tables do not reach: tessera::error, before
-///          anything is written.
+/// Writes new tokens behind the stored ones of every (sequence, kv_head), encoding them as the view stores rows, fills
+/// the columns and advances the lengths: what cuda::append does.
+/// Errors   memory that is missing, shapes that differ, more new tokens than `k` has, slots that the tables do not
+///          reach: tessera::error, before anything is written.
 template <class View, class E>
 void append(const append_problem<View, E>& p) {
   using encoding = typename View::encoding_type;
@@ -31,6 +31,9 @@ void append(const append_problem<View, E>& p) {
   require(p.k.heads == view.kv_heads && p.v.heads == view.kv_heads, "heads of k and v",
           std::to_string(p.k.heads) + " and " + std::to_string(p.v.heads), std::to_string(view.kv_heads),
           "pass [sequences, tokens, kv_heads, head_dim]");
+  require(p.k.tokens == 0 || view.sequences <= 0 || (p.k.data && p.v.data && view.k && view.v && view.lengths),
+          "memory of the problem", "null", "memory behind k, v, the view and its lengths",
+          "pass the rows, and where they go");
   const auto added = [&](index_t b) { return p.new_tokens ? p.new_tokens[b] : p.k.tokens; };
   for (index_t b = 0; b < view.sequences; ++b) {
     require(added(b) >= 0 && added(b) <= p.k.tokens, "new tokens of sequence " + std::to_string(b), added(b),
@@ -90,8 +93,9 @@ void append(const View& view, const rows_view<const E>& k, const rows_view<const
 /// Copies the chosen slots of every (sequence, kv_head) to slots 0, 1, 2, ... of another view, or of the same one, with
 /// their scales, positions, scores and segments: what cuda::pack does.
 /// In place indices ascend, so a row is read before anything is written over it.
-/// Errors   a selection that does not ascend within what is stored; where `pool` says how many pages there are, tables with
-///          other entries, and moves into a page that stands in another table too: tessera::error, before anything moves.
+/// Errors   a selection that does not ascend within what is stored; a column to write without one to read; where `pool`
+///          says how many pages there are, tables with other entries, and moves into a page that stands in another
+///          table too: tessera::error, before anything moves.
 /// Cost     reads and writes each chosen row once. Rows of other sequences and heads are untouched.
 template <class From, class To>
 void pack(const pack_problem<From, To>& p, executor& workers) {
@@ -102,6 +106,9 @@ void pack(const pack_problem<From, To>& p, executor& workers) {
   require(p.to.sequences == p.from.sequences && p.to.kv_heads == p.from.kv_heads, "sequences and kv_heads to pack into",
           std::to_string(p.to.sequences) + " and " + std::to_string(p.to.kv_heads),
           std::to_string(p.from.sequences) + " and " + std::to_string(p.from.kv_heads), "pass views of one batch");
+  require((!p.scores.data || p.from_scores.data) && (!p.segments.data || p.from_segments.data),
+          "from_scores or from_segments", "null", "a column where `scores` or `segments` is given",
+          "pass the columns that scores and segments are copied from");
   require_selection(p.from, p.chosen);
   require_pages(p.from, p.pool);
   require_pages(p.to, p.pool, [&](index_t b, index_t h) { return p.chosen.count(offset_t(b) * p.to.kv_heads + h); });

@@ -6,6 +6,7 @@
 
 TESSERA_NAMESPACE_BEGIN
 namespace cpu {
+inline namespace TESSERA_HOST_ISA {
 
 /// Fills a block table with one row for every (sequence, kv_head), for kernels that know one length a sequence: see
 /// `one_head_view`. Entries behind a head's last slot are -1.
@@ -15,6 +16,7 @@ template <class View>
 void virtual_blocks(const View& view, index_t max_blocks, index_t* blocks, const page_pool& pool = {}) {
   static_assert(page_table<decltype(View::table)>, "tessera: virtual page ids are made from a table of pages");
   const index_t ids = virtual_ids_of_page(view, pool);
+  require(max_blocks >= 1, "max_blocks", max_blocks, "at least 1", "pass how many entries a row of blocks has");
   require_pages(view, {pool.pages, max_blocks});
   for (index_t row = 0; row < view.sequences * view.kv_heads; ++row) {
     const index_t b = row / view.kv_heads, h = row % view.kv_heads, used = ceil_div(view.length(b, h), view.table.page);
@@ -25,5 +27,6 @@ void virtual_blocks(const View& view, index_t max_blocks, index_t* blocks, const
   }
 }
 
+}  // namespace TESSERA_HOST_ISA
 }  // namespace cpu
 TESSERA_NAMESPACE_END

@@ -159,7 +159,6 @@ class row_spans {
     free_.erase(found);
     if (length > count) free_[first + count] = length - count;
     used_ += count;
-    most_used_ = std::max(most_used_, used_);
     return first;
   }
 
@@ -182,10 +181,9 @@ class row_spans {
   }
 
   offset_t used() const { return used_; }
-  offset_t most_used() const { return most_used_; }  ///< the most that were ever in use at one time
 
  private:
-  offset_t rows_, used_ = 0, most_used_ = 0;
+  offset_t rows_, used_ = 0;
   const char *what_, *cure_;
   std::map<offset_t, offset_t> free_;  // first row, count
 };

@@ -15,8 +15,8 @@ TESSERA_NAMESPACE_BEGIN
 namespace cpu {
 inline namespace TESSERA_HOST_ISA {
 
-/// Holds, of every place, the sum of each segment's keys by kv_head, and of the answer's segment that is being written the sum of its
-/// queries. Its views are `segmented_view`s.
+/// Holds, of every place, the sum of each segment's keys by kv_head, and of the answer's segment that is being written
+/// the sum of its queries. Its views are `segmented_view`s.
 template <class Recipe>
 class segment_reader {
   static constexpr int k_dim = Recipe::layout_type::k_dim;
@@ -138,8 +138,8 @@ class segment_reader {
     spoken before, now;  // up to the newest step, and with it
   };
 
-  /// Takes a step's queries in. A step that came to nothing is replaced by the one that begins where it did; one that begins where
-  /// nothing ended, behind a prompt, begins a segment of its own.
+  /// Takes a step's queries in. A step that came to nothing is replaced by the one that begins where it did; one that
+  /// begins where nothing ended, behind a prompt, begins a segment of its own.
   template <class Q>
   void listen(place& here, const query_rows<Q>& queries, index_t kv_heads) const {
     const index_t tokens = queries.q.tokens, first = queries.position(0, 0), group = queries.q.heads / kv_heads;

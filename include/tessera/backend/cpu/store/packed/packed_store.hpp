@@ -16,8 +16,8 @@ TESSERA_NAMESPACE_BEGIN
 namespace cpu {
 inline namespace TESSERA_HOST_ISA {
 
-/// Answers as the plain store does. New tokens are whole rows; `prepare_to_pack` makes segments of what is due, `pack` puts them
-/// in place. Segments that another copy of the store holds too are never written to.
+/// Answers as the plain store does. New tokens are whole rows; `prepare_to_pack` makes segments of what is due, `pack`
+/// puts them in place. Segments that another copy of the store holds too are never written to.
 template <packing_layout Layout>
 class kv_store<Layout> {
   using rows_type = typename Layout::rows_type;
@@ -103,8 +103,8 @@ class kv_store<Layout> {
     for (index_t& length : here.lengths) length += k.tokens;
     for (index_t& length : here.whole) length += k.tokens;
   }
-  /// Takes in `tokens` tokens of a turn's prompt that have been appended, and the last queries, by which rows may be packed. What
-  /// that needs is taken before, by `prepare_to_observe`.
+  /// Takes in `tokens` tokens of a turn's prompt that have been appended, and the last queries, by which rows may be
+  /// packed. What that needs is taken before, by `prepare_to_observe`.
   template <class E>
   void prepare_to_observe(index_t layer, index_t id, const rows_view<const E>& q) {
     if constexpr (Layout::window > 0) at(layer, id).asked.reserve(q, heads_, Layout::k_dim, Layout::window);
@@ -136,8 +136,8 @@ class kv_store<Layout> {
     here.kept_whole.reset(here.whole);
   }
 
-  /// As the plain store's; `prepare_to_keep` comes first. Rows of a segment that stay move together; the mean of a block whose rows
-  /// are others now is that of what is left of them.
+  /// As the plain store's; `prepare_to_keep` comes first. Rows of a segment that stay move together; the mean of a
+  /// block whose rows are others now is that of what is left of them.
   bool keep(index_t layer, index_t id, const selection& chosen, executor& workers) {
     place& here = at(layer, id);
     if (chosen.counts == here.lengths) return false;

@@ -19,9 +19,9 @@ inline namespace TESSERA_HOST_ISA {
 template <packing_layout Layout>
 using whole_layout = stored<typename Layout::rows_type::whole_rows, typename Layout::placement_type>;
 
-/// What one sequence stores of one layer: slots go through the segments in order, then through the whole rows. Kernels that load
-/// rows (`load_key`, `load_value`) get them unpacked, in the engine's basis; attention reads each segment in its own.
-/// With `slots`, a view of some of them only, as `filtered` is of a plain view.
+/// What one sequence stores of one layer: slots go through the segments in order, then through the whole rows. Kernels
+/// that load rows (`load_key`, `load_value`) get them unpacked, in the engine's basis; attention reads each segment in
+/// its own. With `slots`, a view of some of them only, as `filtered` is of a plain view.
 template <packing_layout Layout>
 struct packed_view {
   using layout_type = Layout;

@@ -23,8 +23,8 @@ struct segment_basis {
   }
 };
 
-/// to [rows, D] = from [rows, D] in a basis [channels, D] (null: the same); the rest of each row is 0. What a row becomes does not
-/// depend on the others. `turned` [D, D] is scratch.
+/// to [rows, D] = from [rows, D] in a basis [channels, D] (null: the same); the rest of each row is 0. What a row
+/// becomes does not depend on the others. `turned` [D, D] is scratch.
 template <int D>
 void rotate_rows(const float* from, int rows, const float* basis, index_t channels, float* turned, float* to) {
   std::fill_n(to, rows * D, 0.0f);
@@ -92,10 +92,9 @@ struct packed_segment {
     return of_head(basis->v, head, offset_t(format.v.channels) * dim);
   }
 
-  /// Elements of a row, or of a block's mean key, in the segment's basis: to [channels].
+  /// Elements of a row in the segment's basis: to [channels].
   void unpack_key(index_t head, index_t row, float* to) const { unpack(rows, format.k, k_values, head, row, to); }
   void unpack_value(index_t head, index_t row, float* to) const { unpack(rows, format.v, v_values, head, row, to); }
-  void unpack_mean(index_t head, index_t block, float* to) const { unpack(means, format.k, k_values, head, block, to); }
   /// q [channels] . the mean key of a block.
   float mean_dot(index_t head, index_t block, const float* q) const {
     return packed_dot(format.k, q, bits(means, format.k, k_values, head, block), means.at(k_values, head, block),

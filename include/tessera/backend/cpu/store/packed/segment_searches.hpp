@@ -98,8 +98,8 @@ class segment_searches {
   offset_t bytes(std::size_t) const { return 0; }
 };
 
-/// Of each place: the segments that are settled, those behind them, which are packed by the last settled one's strategy, and their rows
-/// as they were. Of each sequence: the search that goes on, of the newest settled segments.
+/// Of each place: the segments that are settled, those behind them, which are packed by the last settled one's
+/// strategy, and their rows as they were. Of each sequence: the search that goes on, of the newest settled segments.
 template <searching_layout Layout>
 class segment_searches<Layout> {
   using rows_type = typename Layout::rows_type;
