@@ -54,7 +54,7 @@ def check_sentences(root):
     page = root / "docs" / "concepts.md"
     text = html.unescape(page.read_text(encoding="utf-8")) if page.is_file() else ""
     include = root / "include" / "tessera"
-    for path in [*sorted((include / "concepts").glob("*.hpp")), include / "recipe.hpp"]:
+    for path in [*sorted((include / "concepts").glob("*.hpp")), *sorted(include.glob("*.hpp"))]:
         source = path.read_text(encoding="utf-8") if path.is_file() else ""
         for first, rest in LITERALS.findall(source):
             sentence = first + "".join(re.findall(r'"((?:[^"\\]|\\.)*)"', rest))
