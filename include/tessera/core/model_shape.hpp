@@ -12,8 +12,9 @@ TESSERA_NAMESPACE_BEGIN
 /// Rows that say their head dim must have this one.
 template <class T>
 void require_dim(const rows_view<T>& rows, index_t dim, const char* name) {
-  require(rows.dim == 0 || rows.dim == dim, std::string("head dim of ") + name, rows.dim, std::to_string(dim),
-          "pass rows of the layout's head dims");
+  if (rows.dim != 0 && rows.dim != dim) {
+    fail(std::string("head dim of ") + name, rows.dim, std::to_string(dim), "pass rows of the layout's head dims");
+  }
 }
 
 /// Layers and heads; head dims and element type are the layout's.
@@ -66,15 +67,19 @@ struct model_shape {
     if (q.tokens > 0) require_dim(q, k_dim, "q");
     require_dim(k, k_dim, "k");
     require_dim(v, v_dim, "v");
-    require(q.heads == q_heads || q.tokens == 0, "heads of q", q.heads, std::to_string(q_heads),
-            "pass [tokens, q_heads, head_dim]");
-    require(k.heads == kv_heads && v.heads == kv_heads, "heads of k and v",
-            std::to_string(k.heads) + " and " + std::to_string(v.heads), std::to_string(kv_heads),
-            "pass [tokens, kv_heads, head_dim]");
+    if (q.heads != q_heads && q.tokens != 0) {
+      fail("heads of q", q.heads, std::to_string(q_heads), "pass [tokens, q_heads, head_dim]");
+    }
+    if (k.heads != kv_heads || v.heads != kv_heads) {
+      fail("heads of k and v", std::to_string(k.heads) + " and " + std::to_string(v.heads), std::to_string(kv_heads),
+           "pass [tokens, kv_heads, head_dim]");
+    }
     require(k.data && v.data && (q.data || q.tokens <= 0), "memory of q, k and v", "null", "memory behind each",
             "pass the rows themselves");
-    require(k.tokens == v.tokens, "tokens of v", v.tokens, "those of k, which are " + std::to_string(k.tokens),
-            "pass k and v of the same tokens");
+    if (k.tokens != v.tokens) {
+      fail("tokens of v", v.tokens, "those of k, which are " + std::to_string(k.tokens),
+           "pass k and v of the same tokens");
+    }
   }
 
   /// Outputs of queries. Shapes: out as q with v_dim, lse [sequences, tokens, q_heads], or no data.
@@ -83,17 +88,19 @@ struct model_shape {
                     index_t v_dim) const {
     require_dim(q, k_dim, "q");
     require_dim(out, v_dim, "out");
-    require(q.heads == q_heads, "heads of q", q.heads, std::to_string(q_heads), "pass [tokens, q_heads, head_dim]");
+    if (q.heads != q_heads) fail("heads of q", q.heads, std::to_string(q_heads), "pass [tokens, q_heads, head_dim]");
     const auto text = [](index_t sequences, index_t tokens, index_t heads) {
       return "[" + std::to_string(sequences) + ", " + std::to_string(tokens) + ", " + std::to_string(heads) + "]";
     };
-    require(out.data && out.heads == q.heads && out.tokens == q.tokens && out.sequences == q.sequences, "shape of out",
-            text(out.sequences, out.tokens, out.heads),
-            "that of q, " + text(q.sequences, q.tokens, q.heads) + ", with memory behind it",
-            "give every query row its output");
-    require(!lse.data || (lse.heads == q.heads && lse.tokens == q.tokens && lse.sequences == q.sequences),
-            "shape of lse", text(lse.sequences, lse.tokens, lse.heads),
-            "that of q, " + text(q.sequences, q.tokens, q.heads), "give every query row its log-sum-exp, or none");
+    if (!out.data || out.heads != q.heads || out.tokens != q.tokens || out.sequences != q.sequences) {
+      fail("shape of out", text(out.sequences, out.tokens, out.heads),
+           "that of q, " + text(q.sequences, q.tokens, q.heads) + ", with memory behind it",
+           "give every query row its output");
+    }
+    if (lse.data && (lse.heads != q.heads || lse.tokens != q.tokens || lse.sequences != q.sequences)) {
+      fail("shape of lse", text(lse.sequences, lse.tokens, lse.heads),
+           "that of q, " + text(q.sequences, q.tokens, q.heads), "give every query row its log-sum-exp, or none");
+    }
   }
 };
 

@@ -83,8 +83,9 @@ class conversations {
     return all_[std::size_t(id)];
   }
   const layer& at(index_t id, index_t layer_index) const {
-    require(layer_index >= 0 && layer_index < shape_.layers, "layer", layer_index,
-            "0 to " + std::to_string(shape_.layers - 1), "pass a layer of the model");
+    if (layer_index < 0 || layer_index >= shape_.layers) {
+      fail("layer", layer_index, "0 to " + std::to_string(shape_.layers - 1), "pass a layer of the model");
+    }
     return at(id).layers[std::size_t(layer_index)];
   }
   void check_head(index_t layer_index, index_t id, index_t head) const {
@@ -258,9 +259,10 @@ class conversations {
       for (const layer& state : c.layers) {
         require(state.turn_tokens == 0, "tokens since the prompt began", state.turn_tokens, "0",
                 "call end_prefill before the first decode step");
-        require(state.next_position == c.front().next_position, "tokens of a layer before the step",
-                state.next_position, std::to_string(c.front().next_position),
-                "decode every layer, in order, in every step");
+        if (state.next_position != c.front().next_position) {
+          fail("tokens of a layer before the step", state.next_position, std::to_string(c.front().next_position),
+               "decode every layer, in order, in every step");
+        }
       }
       if constexpr (Recipe::retrieve_type::retrieves && !Recipe::retrieve_type::estimates &&
                     !Recipe::retain_type::plans) {
@@ -302,22 +304,27 @@ class conversations {
     for (const index_t id : step.ids) {
       require(at(id, layer_index).turn_tokens == 0, "tokens since the prompt began", at(id, layer_index).turn_tokens,
               "0", "finish a step before the next prompt begins");
-      require(q.tokens >= 1 && q.tokens == step.tokens && q.tokens == at(id).step_tokens, "tokens of a decode step",
-              q.tokens, "those of prepare_step, which are " + std::to_string(at(id).step_tokens),
-              "call prepare_step before the layers of a step");
+      if (q.tokens < 1 || q.tokens != step.tokens || q.tokens != at(id).step_tokens) {
+        fail("tokens of a decode step", q.tokens,
+             "those of prepare_step, which are " + std::to_string(at(id).step_tokens),
+             "call prepare_step before the layers of a step");
+      }
     }
   }
   /// Layers step in order, and once for each `prepare_step`: one that is behind or ahead would answer for other positions.
   void check_order(index_t layer_index, const batch& step) const {
     for (const index_t id : step.ids) {
       const conversation& c = at(id);
-      require(layer_index > 0 || c.front().next_position == c.step_began, "tokens before the step",
-              c.front().next_position, "those that prepare_step saw, which are " + std::to_string(c.step_began),
-              "call prepare_step before every step");
+      if (layer_index == 0 && c.front().next_position != c.step_began) {
+        fail("tokens before the step", c.front().next_position,
+             "those that prepare_step saw, which are " + std::to_string(c.step_began),
+             "call prepare_step before every step");
+      }
       const index_t expected = layer_index > 0 ? c.front().next_position - step.tokens : c.layers.back().next_position;
-      require(at(id, layer_index).next_position == expected, "tokens of a layer before the step",
-              at(id, layer_index).next_position, std::to_string(expected),
-              "decode every layer, in order, in every step");
+      if (at(id, layer_index).next_position != expected) {
+        fail("tokens of a layer before the step", at(id, layer_index).next_position, std::to_string(expected),
+             "decode every layer, in order, in every step");
+      }
     }
   }
   void took_step(index_t layer_index, const batch& step) {
