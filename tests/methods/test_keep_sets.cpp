@@ -114,8 +114,8 @@ std::uint64_t seed_of(const std::string& method) {
 }  // namespace
 
 void follow_reference(const std::string& method) {
-  run_random_conversations(method, seed_of(method), 1'500, 2, 3);
-  run_random_conversations(method, seed_of(method) + 1, 400, 4, 3);
+  run_random_conversations(method, seed_of(method), 800, 2, 3);
+  run_random_conversations(method, seed_of(method) + 1, 200, 4, 3);
 }
 
 TEST_CASE("any first stage with any second, and any filter with any second, follow the reference") {

@@ -303,7 +303,7 @@ def check_ranges(checks):
                 if not fine or "internal" in result.stderr:
                     checks.complain(f"{command}{value}", result, "expected a result or a sentence")
                 (checks.folder / "kept").unlink(missing_ok=True)
-            for value in (*outside, 2147483548, 2147483647, -2147483648, 10**12):
+            for value in (*outside, 2147483548, 10**12):
                 checks.refuses(f"{command}{value}", parameter["name"])
 
 
