@@ -73,10 +73,10 @@ TEST_CASE("GPU decode attention where a block reads a long row, and many rows on
   for (const int multiprocessors : {1, 3}) {
     for (const bool gather : {false, true}) {
       const decode_shape s{.sequences = 3,
-                    .heads = 2,
-                    .capacity = scaled(gather ? 30000 : 14000, 600),
-                    .gather = gather,
-                    .multiprocessors = multiprocessors};
+                           .heads = 2,
+                           .capacity = scaled(gather ? 30000 : 14000, 600),
+                           .gather = gather,
+                           .multiprocessors = multiprocessors};
       CHECK(error_of<decode_case<bf16, 128, block_table>>(s) < 5e-3);
       CHECK(error_of<decode_case<bf16, 128>>(s) < 5e-3);
       CHECK(error_of<decode_case<bf16, 64, block_table>>(s) < 5e-3);
