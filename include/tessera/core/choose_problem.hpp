@@ -23,7 +23,8 @@ struct choose_problem {
                                             ///< accumulated scores its heads say how many a mean over heads divides by
   const index_t* valid = nullptr;           ///< [sequences], how many of the n_q count, the first ones; null: all
   const index_t* first_position = nullptr;  ///< [sequences], of the first query; without queries, of the next token
-  rows_view<const float> lse{};             ///< [sequences, n_q, q_heads] from the engine; data null: computed here
+  rows_view<const float> lse{};  ///< [sequences, n_q, q_heads] from the engine; NaN and +infinity: that row's
+                                 ///< is computed here; data null: all are
   logit_rule rule{};
   slot_column<const float> scores{};  ///< what has accumulated
   index_t tail = 0;                   ///< newest tokens that stay whatever their score; or more, if the scorer says so

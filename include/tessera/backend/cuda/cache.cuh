@@ -125,10 +125,12 @@ class cache : public cache_parts<Recipe, Out> {
                          const rows_view<float>& lse, cudaStream_t stream) {
     conversations_.check_prompt_attention(layer, id, q, out, lse);
     const index_t first = conversations_.at(id, layer).next_position - q.tokens;
-    const prefill_problem<view_type, Out> problem{
+    prefill_problem<view_type, Out> problem{
         store_.view(layer, id), q, set_number(chunk_position_.data(), first, stream), roles_.rule(layer), out, lse};
     if (!roles_.follows_recipe(layer)) return attention_.prompt(problem, stream);
+    if (!lse.data) problem.lse = first_.lse_room(q.tokens);
     prompts_.attend(layer, id, recipe_, problem, first, attention_, stream);
+    first_.observe_attention(layer, id, q, problem.lse, stream);
   }
 
   /// Passes tokens through one layer once more, for a scorer that wants it (KVzip): see the CPU's cache. Shapes as `prefill`'s.

@@ -158,3 +158,39 @@ TEST_CASE("a query that is not a number says nothing, with sinks and without") {
     REQUIRE(support::same_bits(scores_of(kv, queries, rule, workers, 3), expected));
   }
 }
+
+TEST_CASE("log-sum-exps that the engine gives are taken, and those that it does not have are computed") {
+  support::rng random(134);
+  cpu::executor workers(1);
+  for (index_t i = 0; i < support::scaled(40); ++i) {
+    const index_t sequences = random.between(1, 2), kv_heads = random.between(1, 3), group = random.pick({1, 2, 5});
+    std::vector<index_t> lengths;
+    for (index_t r = 0; r < sequences * kv_heads; ++r) lengths.push_back(random.between(1, 150));
+    const kv_tensor<float, 64> kv(random, sequences, kv_heads, lengths);
+    const auto queries = last_rows(random, kv, random.pick({1, 8, 33}), group);
+    const index_t rows = queries.count * group;
+    const cpu::query_rows<float> fed{nhd_rows(queries.q.data(), queries.count, queries.q_heads, index_t(64), sequences),
+                                     queries.first.data()};
+    std::vector<offset_t> offsets;
+    for (index_t r = 0; r < sequences * kv_heads; ++r) offsets.push_back(offset_t(r) * kv.slots);
+    cpu::score_workspace<64> workspace;
+    const std::size_t count = std::size_t(sequences * kv_heads * rows);
+    std::vector<float> taken(count), given(count), expected(std::size_t(sequences * kv_heads * kv.slots), 0.0f);
+    cpu::row_log_sum_exp(kv.view(), fed, {}, taken.data(), workspace, workers);
+    for (std::size_t at = 0; at < count; ++at) {
+      const index_t row = index_t(at) / rows, r = index_t(at) % rows, b = row / kv_heads, h = row % kv_heads;
+      float& theirs = given[std::size_t(((b * queries.count + r / group) * kv_heads + h) * group + r % group)];
+      if (i % 3 == 0 || random.chance(0.7)) {
+        theirs = taken[at] += 0.5f;  // not what these keys come to: it is taken all the same
+      } else {
+        theirs = random.chance(0.5) ? infinity : std::numeric_limits<float>::quiet_NaN();
+      }
+    }
+    cpu::accumulate_scores(kv.view(), fed, {}, exact_score{}, taken.data(), expected.data(), offsets.data(), workspace,
+                           workers);
+    std::vector<float> got(expected.size(), 0.0f);
+    cpu::score_rows(kv.view(), fed, {}, exact_score{}, got.data(), offsets.data(), workspace, workers,
+                    nhd_rows<const float>(given.data(), queries.count, queries.q_heads, 1, sequences));
+    REQUIRE(support::same_bits(got, expected));
+  }
+}

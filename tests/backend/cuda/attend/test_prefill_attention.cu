@@ -136,6 +136,39 @@ void try_shapes() {
 
 }  // namespace
 
+TEST_CASE("log-sum-exps of the newest tokens alone have the bits of all, and nothing else is written", "[gpu]") {
+  if (gpu_missing()) return;
+  const auto compare = [](auto of, bool split) {
+    of.run(split);
+    const auto all = of.lse->get();
+    const auto op = of.operation();
+    buffer<unsigned char> workspace(split ? op.workspace_bytes() : 0);
+    const std::size_t a_token = std::size_t(of.s.q_heads()), tokens = std::size_t(of.s.tokens);
+    for (const index_t newest : {index_t(1), draw(1, of.s.tokens), of.s.tokens}) {
+      CAPTURE(newest, of.s.tokens, of.s.sequences, of.s.q_heads(), split);
+      of.lse->fill(0xff);
+      auto problem = of.problem();
+      problem.lse = nhd_rows(of.lse->data, newest, of.s.q_heads(), 1, of.s.sequences);
+      op.run(problem, split ? workspace.data : nullptr, nullptr);
+      cuda::check(cudaDeviceSynchronize(), "prefill attention");
+      const auto some = of.lse->get();
+      const std::size_t few = std::size_t(newest) * a_token;
+      for (std::size_t b = 0; b < std::size_t(of.s.sequences); ++b) {
+        const auto expected = all.begin() + std::ptrdiff_t((b + 1) * tokens * a_token - few);
+        const auto got = some.begin() + std::ptrdiff_t(b * few);
+        REQUIRE(same_bits(std::vector<float>(expected, expected + std::ptrdiff_t(few)),
+                          std::vector<float>(got, got + std::ptrdiff_t(few))));
+      }
+      for (std::size_t i = few * std::size_t(of.s.sequences); i < some.size(); ++i) REQUIRE(std::isnan(some[i]));
+    }
+  };
+  for (const int kind : scaled(cases(12), 2)) {
+    shape s = random_shape(kind);
+    compare(trial<bf16, 128, 128, csr_table, float>(s), kind % 2);
+    compare(trial<fp16, 96, 96, contiguous, float>(s), kind % 2);
+  }
+}
+
 TEST_CASE("GPU prefill attention equals the CPU's at every head dim, over every table", "[gpu]") {
   if (gpu_missing()) return;
   try_shapes<bf16, 64, 64, contiguous>();
@@ -282,6 +315,7 @@ TEST_CASE("GPU prefill attention refuses what it cannot run, before it launches"
   refused([](auto& p) { p.q.sequences = 1; }, "q [sequences, tokens, q_heads]");
   refused([](auto& p) { p.out.tokens = 4; }, "out [sequences, tokens, q_heads]");
   refused([](auto& p) { p.lse.heads = 2; }, "lse [sequences, tokens, q_heads]");
+  refused([](auto& p) { p.lse.tokens = p.q.tokens + 1; }, "lse [sequences, tokens, q_heads]");
   refused([](auto& p) { p.view.k = nullptr; }, "view is null");
   refused([](auto& p) { p.view.lengths = nullptr; }, "view is null");
   refused([](auto& p) { p.first_position = nullptr; }, "problem is null");

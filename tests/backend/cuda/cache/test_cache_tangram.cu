@@ -105,6 +105,84 @@ std::deque<step_rows<bf16>> rows_of(const model_shape& shape, std::initializer_l
   return rows;
 }
 
+/// Prompts whose chunks are judged by the scorer's own log-sum-exps, by those of the cache's attention, and behind attention of
+/// other queries, which says nothing of the window's; and by the CPU. Own and other agree bit for bit; of the rest tokens at
+/// the cut may be swapped, as scores differ by rounding, and that prompt ends.
+template <class Method>
+void judge_behind_attention(int count, scales kind) {
+  long selections = 0, swapped = 0;
+  for (const int i : cases(gpu_test::scaled(count, 4))) {
+    const index_t layers = draw(1, 2), kv_heads = draw(1, 4), group = draw(1, 8), q_heads = kv_heads * group;
+    Method method;
+    method.set_budget(draw(40, 120));
+    method.retain.scorer.window = draw(1, 32);
+    const std::vector<float> sinks = normal<float>(std::size_t(layers * q_heads), 2);
+    const buffer<float> device_sinks(sinks);
+    model_shape shape{layers, q_heads, kv_heads};
+    in_chunks{}(method, shape);
+    method.schedule.chunk = draw(8, 90);
+    if (i % 5 == 1) method.attention.rule.soft_cap = 15;
+    if (i % 5 == 2) method.attention.rule.sliding_window = draw(20, 150);
+    if (i % 5 == 3) method.attention.rule.scale = 0.3f;
+    const bool with_sinks = i % 4 == 1, odd_keys = i % 4 == 2;
+    if (with_sinks) shape.sink_logits = sinks.data();
+    cache<Method> host(shape, method, std::make_shared<cpu::executor>(1));
+    host.open();
+    if (with_sinks) shape.sink_logits = device_sinks.data;
+    one_cache<Method> own(shape, method, 600), handed(shape, method, 600), other(shape, method, 600);
+
+    bool same = true;
+    const auto compare = [&] {
+      for (index_t layer = 0; layer < layers; ++layer) {
+        for (index_t h = 0; h < kv_heads; ++h) {
+          const auto expected = own.kv.positions(layer, 0, h);
+          REQUIRE(other.kv.positions(layer, 0, h) == expected);
+          for (const auto& got : {handed.kv.positions(layer, 0, h), host.positions(layer, 0, h)}) {
+            REQUIRE(got.size() == expected.size());  // shares count by lengths
+            std::vector<index_t> missing;
+            std::set_difference(expected.begin(), expected.end(), got.begin(), got.end(), std::back_inserter(missing));
+            if (same) REQUIRE(missing.size() <= 1);
+            ++selections, swapped += !missing.empty();
+            same = same && missing.empty();
+          }
+        }
+      }
+    };
+    const index_t most = i % 3 ? 90 : 12;  // pieces shorter than the window too
+    CAPTURE(i, layers, kv_heads, group, method.schedule.chunk, method.retain.scorer.window, most, with_sinks, odd_keys);
+    for (index_t pieces = draw(1, 6); pieces > 0 && same; --pieces) {
+      const index_t tokens = draw(1, most);
+      for (index_t layer = 0; layer < layers; ++layer) {
+        step_rows<bf16> x(1, tokens, shape, dim, kind);
+        if (odd_keys && draw(0, 1)) {
+          x.k[std::size_t(draw(0, int(x.k.size()) - 1))] = bf16(draw(0, 1) ? NAN : INFINITY);
+          x.dk.set(x.k);
+        }
+        const step_rows<bf16> others(1, tokens, shape, dim);
+        host.prefill(layer, 0, x.rows(x.q.data(), q_heads), x.rows(x.k.data(), kv_heads), x.rows(x.v.data(), kv_heads));
+        for (one_cache<Method>* each : {&own, &handed, &other}) each->chunk(layer, 0, x);
+        buffer<float> out(std::size_t(tokens * q_heads * dim)), lse(std::size_t(tokens * q_heads));
+        const auto to = nhd_rows(out.data, tokens, q_heads, dim);
+        const auto wanted = draw(0, 1) ? nhd_rows(lse.data, tokens, q_heads, 1) : rows_view<float>{};
+        handed.kv.prefill_attention(layer, 0, x.rows(x.dq.data, q_heads), to, wanted, nullptr);
+        other.kv.prefill_attention(layer, 0, others.rows(others.dq.data, q_heads), to, wanted, nullptr);
+        if (draw(0, 3) == 0) {  // of the newest tokens alone, once more
+          const index_t skip = draw(0, tokens - 1);
+          handed.kv.prefill_attention(layer, 0, x.rows(x.dq.data, q_heads, skip),
+                                      nhd_rows(out.data, tokens - skip, q_heads, dim), {}, nullptr);
+        }
+      }
+      compare();
+    }
+    if (!same) continue;
+    host.end_prefill(0);
+    for (one_cache<Method>* each : {&own, &handed, &other}) each->kv.end_prefill(0, nullptr);
+    compare();
+  }
+  INFO(swapped << " of " << selections << " selections differ by a token at the cut");
+  CHECK(swapped <= 2 + selections / 100);
+}
+
 index_t total(const std::vector<index_t>& pages) { return std::accumulate(pages.begin(), pages.end(), index_t(0)); }
 
 }  // namespace
@@ -126,6 +204,14 @@ TEST_CASE("shares go with accumulated and with weighted scores", "[gpu][cache][t
   if (gpu_missing()) return;
   hold_conversations<by_shares<accumulated_attention>>(20, scales::any, in_chunks{});
   hold_conversations<by_shares<weighted_by<observation_window, value_norm>>>(20, scales::any, in_chunks{});
+}
+
+TEST_CASE("chunks are judged alike by the scorer's log-sum-exps and by those of the prompt's attention",
+          "[gpu][cache][tangram]") {
+  if (gpu_missing()) return;
+  judge_behind_attention<over_pages>(60, scales::any);
+  judge_behind_attention<over_runs>(30, scales::any);
+  judge_behind_attention<over_fp8>(20, scales::even);
 }
 
 TEST_CASE("attention over ragged pages has the bits of attention over runs on the device", "[gpu][cache][tangram]") {
@@ -214,7 +300,7 @@ TEST_CASE("a prompt that does not fit into the pool is refused before any of it 
   REQUIRE_THROWS_WITH(one.kv.announce(1, 20), contains("pages of the pool"));
   const auto small = rows_of(shape, {20});
   REQUIRE_THROWS_WITH(one.chunk(0, 1, small[0]), contains("pages of the pool"));
-  one.prompt(0, prompt);  // what was promised is there
+  one.prompt(0, prompt);            // what was promised is there
   method.placement.most_pages = 0;  // a prompt that is not announced may set more aside than it takes
   one_cache<over_pages> alone(shape, method, 400);
   alone.prompt(0, prompt);

@@ -158,24 +158,27 @@ void accumulate_scores(const View& view, const query_rows<Q>& queries, const log
 }
 
 /// Both passes: adds the scores of `queries` to `scores`, which are as before when memory runs out. `given`: the rows'
-/// log-sum-exp [sequences, tokens, q_heads] where the engine has it, which saves the first pass.
+/// log-sum-exp [sequences, tokens, q_heads] where the engine has it, which saves the first pass; a row's that is NaN or
+/// +infinity is computed here.
 template <class View, class Q, attentive_scorer Scorer>
 void score_rows(const View& view, const query_rows<Q>& queries, const logit_rule& rule, const Scorer& scorer,
                 float* scores, const offset_t* offsets, score_workspace<View::k_dim>& workspace, executor& workers,
                 const rows_view<const float>& given = {}) {
   check_queries(view, queries);
   workspace.lse.resize(std::size_t(queries.q.sequences) * std::size_t(queries.q.tokens) * std::size_t(queries.q.heads));
-  if (given.data) {
+  const auto each_given = [&](const auto& take) {
     const index_t group = queries.q.heads / view.kv_heads, rows = queries.q.tokens * group;
-    for (index_t row = 0; row < view.sequences * view.kv_heads; ++row) {
+    for (index_t row = 0; given.data && row < view.sequences * view.kv_heads; ++row) {
       const index_t b = row / view.kv_heads, h = row % view.kv_heads;
       for (index_t r = 0; r < queries.tokens_of(b) * group; ++r) {
-        workspace.lse[std::size_t(offset_t(row) * rows + r)] = *given.row(b, r / group, h * group + r % group);
+        take(workspace.lse[std::size_t(offset_t(row) * rows + r)], *given.row(b, r / group, h * group + r % group));
       }
     }
-  } else {
-    row_log_sum_exp(view, queries, rule, workspace.lse.data(), workspace, workers);
-  }
+  };
+  bool complete = given.data != nullptr;
+  each_given([&](float, float theirs) { complete = complete && theirs < infinity; });
+  if (!complete) row_log_sum_exp(view, queries, rule, workspace.lse.data(), workspace, workers);
+  each_given([&](float& own, float theirs) { own = theirs < infinity ? theirs : own; });
   accumulate_scores(view, queries, rule, scorer, workspace.lse.data(), scores, offsets, workspace, workers);
 }
 

@@ -5,6 +5,7 @@
 #include <type_traits>
 
 #include "../../../core/model_shape.hpp"
+#include "../../../layout/packed_rows.hpp"
 #include "../../../planned.hpp"
 #include "../../../runtime/kept_lengths.hpp"
 #include "../../../runtime/layer_roles.hpp"
@@ -13,6 +14,7 @@
 #include "../score/expected/query_sums.cuh"
 #include "../score/queries/query_ring.cuh"
 #include "../score/queries/query_window.cuh"
+#include "../score/queries/window_lse.cuh"
 #include "../store/kv_store.cuh"
 #include "cache_options.hpp"
 #include "numbers.cuh"
@@ -51,6 +53,9 @@ class first_stage {
   void end_chunk(const Any&...) {}
   template <class... Any>
   void observe_prompt(const Any&...) {}
+  rows_view<float> lse_room(index_t) const { return {}; }
+  template <class... Any>
+  void observe_attention(const Any&...) const {}
   template <class... Any>
   void observe_step(const Any&...) const {}
   index_t chooser(index_t layer, const planned<Recipe>&, const layer_roles&) const { return layer; }
@@ -78,9 +83,15 @@ class first_stage<Recipe, true> {
   static constexpr bool in_steps = fires_in_steps<typename Recipe::schedule_type>;
   static constexpr bool settles = Recipe::retain_type::settles, follows = Recipe::retain_type::follows;
   static constexpr bool over_model = Recipe::retain_type::over_model;
+  /// Whether a choice takes its rows' log-sum-exps from the prompt's attention, which goes over the same keys. Only where chunks
+  /// matter anyway: attention of few rows is split, so that bits would hang on the pieces in which a prompt comes.
+  static constexpr bool takes_lse = observed == observes::window &&
+                                    Recipe::schedule_type::fires_at(moment::chunk_end) &&
+                                    !Recipe::prefill_type::chooses_lines && !packing_layout<layout>;
   static constexpr index_t observed_at_once = 512;  // queries of one accumulating call: bounds its workspace
 
   using window_type = std::conditional_t<follows, query_ring<T>, query_window<T>>;
+  using lse_type = std::conditional_t<takes_lse, window_lse<T>, no_window_lse>;
   using sums_type = std::conditional_t<observed == observes::statistics, query_sums<T, layout::k_dim>, no_query_sums>;
   using observer_type = attentive_score_where<view_type, scorer, observed == observes::every_query>;
 
@@ -110,6 +121,8 @@ class first_stage<Recipe, true> {
       window_ =
           window_type(shape.layers * options.sequences, recipe.retain.scorer.window, shape.q_heads, layout::k_dim);
     }
+    if constexpr (takes_lse)
+      lse_ = lse_type(shape.layers * options.sequences, recipe.retain.scorer.window, shape.q_heads);
     if constexpr (observed == observes::statistics) {
       shape.check_rope(layout::k_dim);
       sums_ = sums_type(shape.layers * options.sequences, shape.q_heads, shape.rope_frequencies);
@@ -120,6 +133,7 @@ class first_stage<Recipe, true> {
   void adopt(first_stage&& fitted) {
     if constexpr (observed == observes::window) std::swap(fitted.window_, window_);
     if constexpr (observed == observes::statistics) std::swap(fitted.sums_, sums_);
+    std::swap(fitted.lse_, lse_);
     std::swap(fitted.settled_, settled_);
     *this = std::move(fitted);
   }
@@ -131,6 +145,7 @@ class first_stage<Recipe, true> {
       window_.remember(layer, id, nullptr, q, set_number(position_.data(), next - q.tokens, stream), stream);
     } else if constexpr (observed == observes::window) {
       window_.remember(layer * sequences_ + id, q, stream);
+      lse_.forget(layer * sequences_ + id);
     } else if constexpr (observed == observes::statistics) {
       sums_.add(layer * sequences_ + id, q, next - q.tokens, policies.first.scorer.sinks, stream);
     }
@@ -143,6 +158,17 @@ class first_stage<Recipe, true> {
         observe(store, store.view(layer, id), policies, rule, some,
                 set_number(position_.data(), next - q.tokens + done, stream), stream);
       }
+    }
+  }
+  /// Where the attention of a prompt's newest `tokens` tokens writes log-sum-exps for `observe_attention`; data null: nowhere.
+  rows_view<float> lse_room(index_t tokens) const { return lse_.room(tokens); }
+  /// A layer's newest queries have been attended over all that it stores; `lse`: of those that `lse_room` has room for at least.
+  void observe_attention([[maybe_unused]] index_t layer, [[maybe_unused]] index_t id,
+                         [[maybe_unused]] const rows_view<const T>& q, [[maybe_unused]] const rows_view<float>& lse,
+                         [[maybe_unused]] cudaStream_t stream) {
+    if constexpr (takes_lse) {
+      const index_t place = layer * sequences_ + id;
+      lse_.take(place, q, lse, window_.queries(place), stream);
     }
   }
   /// Queries of a step that has been attended, for a batch; `ids` and `first_position` lie on the device.
@@ -251,6 +277,7 @@ class first_stage<Recipe, true> {
       asked = window_.gather(layer, id, nullptr, 1, device_next, stream);
     } else if constexpr (observed == observes::window) {
       asked.q = window_.queries(layer * sequences_ + id);
+      asked.lse = lse_.of(layer * sequences_ + id, asked.q.tokens);
       asked.first_position = set_number(position_.data(), reach.end - asked.q.tokens, stream);
     }
     if constexpr (settles) set_number(reach_.data(), reach, stream);
@@ -275,7 +302,7 @@ class first_stage<Recipe, true> {
   index_t most_sequences() const { return batch_; }
   index_t most_tokens_kept() const { return most_; }
   offset_t bytes_of_place() const {
-    if constexpr (observed == observes::window) return window_.bytes_per_place();
+    if constexpr (observed == observes::window) return window_.bytes_per_place() + lse_.bytes_per_place();
     if constexpr (observed == observes::statistics) return sums_.bytes_per_place();
     return 0;
   }
@@ -340,6 +367,7 @@ class first_stage<Recipe, true> {
     problem.layers = shape_.layers;
     problem.q = members_.of(asked.q, member);
     problem.q.heads = members_.q_heads();
+    problem.lse = members_.of(asked.lse, member);
     problem.valid = asked.valid;
     problem.first_position = asked.first_position;
     problem.reach = reach;
@@ -363,6 +391,7 @@ class first_stage<Recipe, true> {
   model_counts<Recipe> counts_;
   device_buffer<unsigned char> observe_scratch_, choose_scratch_;
   window_type window_;
+  lse_type lse_;
   sums_type sums_;
   device_buffer<query_statistics> statistics_{1};
   device_buffer<index_t> position_{std::size_t(batch_)};

@@ -20,8 +20,8 @@ namespace cuda {
 /// A logit that is not a number, or +infinity, is left out of its row's log-sum-exp and ranks its own token last.
 /// Shapes   as score_problem says; lengths at most `capacity`, n_q at most `queries`.
 /// Errors   shapes that the kernels cannot take: tessera::error before anything is launched.
-/// Cost     K is read twice, once when the engine hands over the rows' log-sum-exp; 2 * rows * tokens * k_dim
-///          multiply-adds each time on the tensor cores.
+/// Cost     K is read twice, once when the engine hands over the rows' log-sum-exps: the first pass then goes over heads that
+///          have a row without one. 2 * rows * tokens * k_dim multiply-adds each time on the tensor cores.
 template <class View, attentive_scorer Scorer>
 class attentive_score {
   using T = typename View::element_type;
@@ -74,6 +74,10 @@ class attentive_score {
             std::to_string(p.view.sequences) + " sequences, " + std::to_string(p.q.heads) + " q_heads, " +
                 std::to_string(p.q.tokens) + " queries",
             "at most what this object was made for", "make one object for the largest batch");
+    require(!p.lse.data || (p.lse.sequences == p.q.sequences && p.lse.tokens == p.q.tokens && p.lse.heads == q_heads_),
+            "rows of lse", offset_t(p.lse.sequences) * p.lse.tokens * p.lse.heads,
+            "those of q, " + std::to_string(offset_t(p.q.sequences) * p.q.tokens * q_heads_),
+            "pass one log-sum-exp for every query row, or none");
     require(p.rule.scale >= 0, "scale", p.rule.scale, "at least 0", "pass 0 for 1 / sqrt(k_dim)");
     require_rows_on_16_bytes("K", p.view.k, p.view.k_strides);
     require_rows_on_16_bytes("q", p.q);
@@ -81,7 +85,7 @@ class attentive_score {
     float* lse = reinterpret_cast<float*>(bytes + lse_at());
     // A call with fewer queries than the workspace has room for lays its rows out by its own count.
     const index_t query_rows = p.q.tokens * (q_heads_ / kv_heads_), rows = p.view.sequences * kv_heads_;
-    if (query_rows > 0 && !p.lse.data) {
+    if (query_rows > 0) {
       const detail::lse_partials partials{reinterpret_cast<float2*>(bytes), query_rows, slots(), split_, capacity_};
       const dim3 grid(unsigned(ceil_div(query_rows, lse_rows_held_)), unsigned(lse_blocks_));
       lse_entry_<<<grid, 128, lse_shared_, stream>>>(p, partials);

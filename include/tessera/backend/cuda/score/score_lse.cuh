@@ -154,6 +154,15 @@ struct lse_kernel {
     state.clear();
   }
 
+  /// Whether the engine gives the log-sum-exps of all rows that this block holds. By all threads.
+  __device__ static bool all_given(const problem_type& p, const scored_head& at, index_t first_query) {
+    static_assert(rows_held <= threads, "tessera: a thread looks at one row of its block");
+    if (!p.lse.data) return false;
+    const index_t query = first_query + index_t(threadIdx.x);
+    const bool held = int(threadIdx.x) < rows_held && query < at.query_rows;
+    return !__syncthreads_or(held && !(at.given_lse(p, query) < infinity));
+  }
+
   __device__ static void run(const problem_type& p, const lse_partials& out) {
     extern __shared__ __align__(128) unsigned char memory[];
     __shared__ float2 meeting[warps][16];
@@ -177,7 +186,7 @@ struct lse_kernel {
       const index_t first_tile = (begin - row_begin) * split_tiles;
       const index_t last_tile = min((stop - row_begin) * split_tiles, ceil_div(at.tokens, tile));
       begin = stop;
-      if (first_of_block >= at.query_rows) continue;
+      if (first_of_block >= at.query_rows || all_given(p, at, first_of_block)) continue;
       const index_t oldest = at.position_of(first_of_block);
       const index_t newest = at.position_of(min(first_of_block + rows_held, at.query_rows) - 1);
 
@@ -238,7 +247,8 @@ __global__ void __launch_bounds__(128, View::k_dim <= 128 ? 3 : 2)
   lse_kernel<View, RowWarps, RowTiles, Stages>::run(problem, out);
 }
 
-/// Merges a row's splits in order and adds its sink; one warp per query row. lse [rows, query rows], natural log.
+/// Merges a row's splits in order and adds its sink, or takes what the engine gives; one warp per query row. lse [rows, query
+/// rows], natural log.
 template <class View>
 __global__ void __launch_bounds__(128)
     merge_lse_entry(const __grid_constant__ score_problem<View> p, lse_partials partials, float* lse) {
@@ -247,6 +257,11 @@ __global__ void __launch_bounds__(128)
   const index_t row = index_t(item / partials.query_rows), query = index_t(item % partials.query_rows);
   if (row >= p.view.sequences * p.view.kv_heads) return;
   const auto at = scored_head::at(p, row, partials.capacity);
+  const float given = query < at.query_rows ? at.given_lse(p, query) : infinity;
+  if (given < infinity) {
+    if (lane == 0) lse[item] = given;
+    return;
+  }
   const index_t used = query < at.query_rows ? ceil_div(at.tokens, partials.split) : 0;
   const float2* state = partials.at(row, query);
   float top = -FLT_MAX, sum = 0;

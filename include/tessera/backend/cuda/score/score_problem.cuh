@@ -20,8 +20,9 @@ struct score_problem {
   const index_t* first_position = nullptr;  ///< [sequences], position of the first query
   const index_t* valid = nullptr;           ///< [sequences], how many of the n_q queries count; null: all
   logit_rule rule;
-  rows_view<const float> lse;         ///< [sequences, n_q, q_heads] from the engine; data null: computed here
-  float* scores = nullptr;            ///< row = sequence * kv_heads + head, one float per slot
+  rows_view<const float> lse;  ///< [sequences, n_q, q_heads] from the engine; NaN and +infinity: that row's is computed
+                               ///< here; data null: all are
+  float* scores = nullptr;     ///< row = sequence * kv_heads + head, one float per slot
   const offset_t* offsets = nullptr;  ///< [rows], where a row's scores begin; null: row * row_stride
   offset_t row_stride = 0;
   bool accumulate = false;  ///< adds to what is there instead of writing over it
@@ -75,6 +76,12 @@ struct scored_head {
   template <class View>
   __device__ auto query(const score_problem<View>& p, index_t query_row) const {
     return p.q.row(sequence, query_row / group, head * group + query_row % group);
+  }
+  /// What the engine says of a row, below infinity; anything else: it says nothing.
+  template <class View>
+  __device__ float given_lse(const score_problem<View>& p, index_t query_row) const {
+    if (!p.lse.data) return infinity;
+    return *p.lse.row(sequence, query_row / group, head * group + query_row % group);
   }
 };
 

@@ -12,7 +12,7 @@ namespace detail {
 
 /// Launch-time shape of the second pass.
 struct sum_shape {
-  const float* lse;  // [rows, query rows], used when the engine gives none
+  const float* lse;  // [rows, query rows]
   index_t query_rows, capacity;
   int chunks;  // of query rows that shared memory holds: all there are, or a ring of two
   int stages;  // of keys a warp stages ahead; its present keys are in registers
@@ -61,10 +61,8 @@ struct sum_kernel {
       const index_t query = first + index_t(threadIdx.x);
       const bool valid = query < at.query_rows;
       to.positions()[threadIdx.x] = valid ? at.position_of(query) : INT_MIN;
-      const float* from = !p.lse.data ? shape.lse + offset_t(row) * shape.query_rows + query
-                                      : p.lse.row(at.sequence, query / at.group, at.head * at.group + query % at.group);
       if (valid)
-        copy_async4(shared_address(to.lse() + threadIdx.x), from);
+        copy_async4(shared_address(to.lse() + threadIdx.x), shape.lse + offset_t(row) * shape.query_rows + query);
       else
         to.lse()[threadIdx.x] = 0;
     }

@@ -49,7 +49,7 @@ __global__ void __launch_bounds__(128)
 /// Shapes   as prefill_problem; q_heads is a multiple of kv_heads. Rows of q, K and V are contiguous and begin at
 ///          multiples of 16 bytes; encoded rows of K and V, which are decoded on their way to shared memory, anywhere.
 ///          Chunks of any length.
-/// Returns  output and natural log-sum-exp; a row that sees nothing gives 0 and -infinity, unless it has a sink logit.
+/// Returns  output and natural log-sum-exp, this of all tokens or of the newest alone; a row that sees nothing gives 0 and -infinity, unless it has a sink logit.
 /// Errors   shapes, alignment and null pointers are checked before the launch.
 /// Cost     2 (k_dim + v_dim) flops for each query row and stored token of the tiles of 64 that its block sees; K and V
 ///          are read once per 128 query rows (tokens times group). No length on the host. A chunk of too few rows to
@@ -124,6 +124,8 @@ class prefill_attention {
   void run_part(prefill_problem<View, Out> problem, void* workspace, cudaStream_t stream) const {
     static_assert(std::is_same_v<Out, float>, "tessera: a part of prefill attention is written in fp32");
     require(problem.lse.data != nullptr, "lse of a part", "null", "device memory", "merge_parts weighs parts by it");
+    require(problem.lse.tokens == problem.q.tokens, "tokens of a part's lse", problem.lse.tokens,
+            std::to_string(problem.q.tokens), "merge_parts weighs every row by it");
     problem.rule.sink_logits = nullptr;
     run(problem, workspace, stream);
   }

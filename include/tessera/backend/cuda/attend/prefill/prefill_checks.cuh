@@ -46,8 +46,10 @@ index_t check_prefill(const prefill_problem<View, Out>& p, index_t sequences, in
           "pass one row per sequence, token and query head");
   require(same_rows(p.out, p.q), "out [sequences, tokens, q_heads]", text_of_shape(p.out), text_of_shape(p.q),
           "give out the shape of q");
-  require(!p.lse.data || same_rows(p.lse, p.q), "lse [sequences, tokens, q_heads]", text_of_shape(p.lse),
-          text_of_shape(p.q), "give lse the shape of q, or no data");
+  require(!p.lse.data || (p.lse.sequences == p.q.sequences && p.lse.heads == p.q.heads && p.lse.tokens >= 0 &&
+                          p.lse.tokens <= p.q.tokens),
+          "lse [sequences, tokens, q_heads]", text_of_shape(p.lse), text_of_shape(p.q) + ", or of fewer tokens",
+          "give lse the shape of q or of its newest tokens, or no data");
   require_dim(p.q, View::k_dim, "q");
   require_dim(p.out, View::v_dim, "out");
   if (p.q.tokens == 0) return 0;

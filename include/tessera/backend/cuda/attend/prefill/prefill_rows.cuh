@@ -23,7 +23,12 @@ struct prefill_problem {
   const index_t* first_position;  ///< [sequences], position of the chunk's first token
   logit_rule rule;
   rows_view<Out> out;    ///< [sequences, tokens, q_heads, v_dim]
-  rows_view<float> lse;  ///< [sequences, tokens, q_heads]; data null: not wanted
+  rows_view<float> lse;  ///< [sequences, n, q_heads], of all tokens or of the newest n alone; data null: not wanted
+
+  __device__ void write_lse(index_t sequence, index_t token, index_t q_head, float value) const {
+    const index_t row = token - (q.tokens - lse.tokens);
+    if (lse.data && row >= 0) *lse.row(sequence, row, q_head) = value;
+  }
 };
 
 namespace detail {
@@ -349,7 +354,7 @@ struct prefill_rows {
         write_two(out + n * 8, state.out[r / 2][n][r % 2 * 2] * result.factor,
                   state.out[r / 2][n][r % 2 * 2 + 1] * result.factor);
       }
-      if (p.lse.data && lane % 4 == 0) *p.lse.row(at.sequence, token, q_head) = result.lse;
+      if (lane % 4 == 0) p.write_lse(at.sequence, token, q_head, result.lse);
     }
   }
 
@@ -384,7 +389,7 @@ struct prefill_rows {
       write_two(p.out.row(sequence, token, q_head) + (i * 32 + lane) * 2, out[i].x * result.factor,
                 out[i].y * result.factor);
     }
-    if (p.lse.data && lane == 0) *p.lse.row(sequence, token, q_head) = result.lse;
+    if (lane == 0) p.write_lse(sequence, token, q_head, result.lse);
   }
 };
 

@@ -15,6 +15,7 @@ struct newest_rows {
   rows_view<const T> q;           ///< [sequences, window, q_heads, k_dim]
   const index_t* valid;           ///< [sequences], how many of the window count, the first ones
   const index_t* first_position;  ///< [sequences], of the first of them
+  rows_view<const float> lse{};   ///< [sequences, window, q_heads], as attention has it; data null: not known
 };
 
 namespace detail {
