@@ -163,13 +163,9 @@ class first_stage<Recipe, true> {
   /// Where the attention of a prompt's newest `tokens` tokens writes log-sum-exps for `observe_attention`; data null: nowhere.
   rows_view<float> lse_room(index_t tokens) const { return lse_.room(tokens); }
   /// A layer's newest queries have been attended over all that it stores; `lse`: of those that `lse_room` has room for at least.
-  void observe_attention([[maybe_unused]] index_t layer, [[maybe_unused]] index_t id,
-                         [[maybe_unused]] const rows_view<const T>& q, [[maybe_unused]] const rows_view<float>& lse,
-                         [[maybe_unused]] cudaStream_t stream) {
-    if constexpr (takes_lse) {
-      const index_t place = layer * sequences_ + id;
-      lse_.take(place, q, lse, window_.queries(place), stream);
-    }
+  void observe_attention(index_t layer, index_t id, const rows_view<const T>& q, const rows_view<float>& lse,
+                         cudaStream_t stream) {
+    lse_.take(layer * sequences_ + id, window_, q, lse, stream);
   }
   /// Queries of a step that has been attended, for a batch; `ids` and `first_position` lie on the device.
   void observe_step(index_t layer, const index_t* ids, const store_type& store, const view_type& view,

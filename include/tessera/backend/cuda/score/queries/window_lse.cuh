@@ -4,8 +4,7 @@
 #include <algorithm>
 #include <vector>
 
-#include "../../../../core/views.hpp"
-#include "../../device/memory.cuh"
+#include "query_window.cuh"
 
 TESSERA_NAMESPACE_BEGIN
 namespace cuda {
@@ -13,8 +12,8 @@ namespace detail {
 
 /// x: a row of the window, y: a query head. What attention says of other queries than the window's becomes NaN.
 template <class T, int Threads>
-__global__ void __launch_bounds__(Threads) take_lse_entry(rows_view<const T> window, rows_view<const T> attended,
-                                                          rows_view<const float> lse, int dim, float* to) {
+__global__ void __launch_bounds__(Threads)
+    take_lse_entry(rows_view<const T> window, rows_view<const T> attended, rows_view<float> lse, int dim, float* to) {
   const index_t i = blockIdx.x, head = blockIdx.y, rows = gridDim.x;
   const T *mine = window.row(0, i, head), *theirs = attended.row(0, attended.tokens - rows + i, head);
   bool differs = false;
@@ -48,18 +47,17 @@ class window_lse {
   rows_view<float> room(index_t tokens) const {
     return nhd_rows(written_.data(), std::min(tokens, window_), heads_, 1);
   }
-  /// A place's newest queries `attended` [1, tokens, q_heads, k_dim] have been attended, and `remembered` is its window; `lse`: of the
-  /// last of them, as many as the window has at least.
-  void take(index_t place, const rows_view<const T>& attended, const rows_view<float>& lse,
-            const rows_view<const T>& remembered, cudaStream_t stream) {
+  /// A place's newest queries `attended` [1, tokens, q_heads, k_dim] have been attended; `lse`: of the last of them, as many as its
+  /// window has at least.
+  void take(index_t place, const query_window<T>& window, const rows_view<const T>& attended,
+            const rows_view<float>& lse, cudaStream_t stream) {
+    const rows_view<const T> mine = window.queries(place);
     rows_[std::size_t(place)] = 0;
-    if (remembered.tokens == 0 || attended.tokens < remembered.tokens) return;
-    const rows_view<const float> written{lse.data,      lse.sequence_stride, lse.token_stride, lse.head_stride,
-                                         lse.sequences, lse.tokens,          lse.heads,        lse.dim};
-    detail::take_lse_entry<T, 64><<<dim3(unsigned(remembered.tokens), unsigned(heads_)), 64, 0, stream>>>(
-        remembered, attended, written, remembered.dim, at(place));
+    if (mine.tokens == 0 || attended.tokens < mine.tokens) return;
+    detail::take_lse_entry<T, 64>
+        <<<dim3(unsigned(mine.tokens), unsigned(heads_)), 64, 0, stream>>>(mine, attended, lse, mine.dim, at(place));
     check(cudaGetLastError(), "launch of take_lse");
-    rows_[std::size_t(place)] = remembered.tokens;
+    rows_[std::size_t(place)] = mine.tokens;
   }
   /// The window has other rows now.
   void forget(index_t place) { rows_[std::size_t(place)] = 0; }
@@ -85,6 +83,8 @@ class window_lse {
 struct no_window_lse {
   rows_view<float> room(index_t) const { return {}; }
   void forget(index_t) {}
+  template <class... Any>
+  void take(const Any&...) const {}
   rows_view<const float> of(index_t, index_t) const { return {}; }
   offset_t bytes_per_place() const { return 0; }
 };
