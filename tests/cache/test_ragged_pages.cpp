@@ -186,6 +186,7 @@ TEST_CASE("a pool that is too small refuses a prompt or a step before anything h
   const index_t first = kv.open(), second = kv.open();
   kv.announce(first, prompt);
   CHECK_THROWS_WITH(kv.announce(second, prompt), contains("pages of the pool is") && contains("shorten the prompt"));
+  CHECK_THROWS_WITH(kv.upper_bound_pages(-1), contains("tokens of the prompt is -1; expected 1 to"));
   CHECK(kv.bytes(second) == 0);
   for (index_t done = 0; done < prompt; done += 32) of.prefill(kv, first, done, 32);  // what was set aside is there
   kv.end_prefill(first);

@@ -150,11 +150,15 @@ class conversations {
             "call prefill for the chunk first");
   }
 
+  /// The policies of a new conversation whose prompt will have so many tokens.
+  static planned<Recipe> plan_first(const Recipe& recipe, index_t tokens) {
+    check_announced(tokens);
+    return planned<Recipe>(recipe, tokens);
+  }
   /// The policies of a conversation whose next prompt will have so many tokens.
   planned<Recipe> plan_announced(const Recipe& recipe, index_t id, index_t tokens) const {
     const conversation& c = at(id);
-    require(tokens >= 1 && tokens <= most_tokens, "tokens of the prompt", tokens, value_range{1, most_tokens}.text(),
-            "say how long the turn's prompt will be");
+    check_announced(tokens);
     for (const layer& state : c.layers) {
       require(state.turn_tokens == 0, "tokens of this turn", state.turn_tokens, "0",
               "announce a prompt before its first chunk");
@@ -341,6 +345,10 @@ class conversations {
   /// The first of three counts that is not `wanted`; `wanted` where there is none.
   static index_t first_other(index_t wanted, index_t a, index_t b, index_t c) {
     return a != wanted ? a : (b != wanted ? b : c);
+  }
+  static void check_announced(index_t tokens) {
+    require(tokens >= 1 && tokens <= most_tokens, "tokens of the prompt", tokens, value_range{1, most_tokens}.text(),
+            "say how long the turn's prompt will be");
   }
   conversation& find(index_t id) { return const_cast<conversation&>(std::as_const(*this).at(id)); }
   static index_t first_prompt(const conversation& c) { return c.first_prompt ? c.first_prompt : c.front().turn_tokens; }

@@ -104,6 +104,7 @@ TEST_CASE("a value whose norm overflows ranks its token last, not before all oth
   CHECK(std::isnan(scorer.weighted(0.5f, infinity)));
   CHECK(std::isnan(scorer.weighted(2, std::numeric_limits<float>::max())));
   CHECK(scorer.weighted(0.5f, 0) == 0);
+  CHECK(scorer.weighted(infinity, 0) == infinity);  // a sink stays before all others, whatever its value
 }
 
 TEST_CASE("criticalkv keeps half by attention and the rest by attention times the value's norm, projected or not") {

@@ -194,3 +194,18 @@ TEST_CASE("log-sum-exps that the engine gives are taken, and those that it does 
     REQUIRE(support::same_bits(got, expected));
   }
 }
+
+TEST_CASE("queries without memory are refused where there are any") {
+  rng random(921);
+  const kv_tensor<float, 64> kv(random, 1, 2, {5, 5});
+  cpu::executor workers(1);
+  cpu::score_workspace<64> workspace;
+  const index_t first = 0;
+  float lse[16] = {};
+  const auto look = [&](index_t tokens) {
+    cpu::row_log_sum_exp(kv.view(), cpu::query_rows<float>{nhd_rows<const float>(nullptr, tokens, 8, 64), &first}, {},
+                         lse, workspace, workers);
+  };
+  look(0);
+  CHECK_THROWS_WITH(look(2), contains("memory of q is null"));
+}

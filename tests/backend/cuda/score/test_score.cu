@@ -367,6 +367,10 @@ TEST_CASE("GPU scoring refuses what it cannot take before anything is launched",
   const auto info = cuda::device_info::current();
   REQUIRE_THROWS_WITH(op(1, 3, 8, 32, 100, info), contains("q_heads"));
   REQUIRE_THROWS_WITH(op(1, 2, 8, 0, 100, info), contains("queries"));
+  cuda::score_problem<kv_view<const bf16, 128>> p;
+  p.view.sequences = 1, p.view.kv_heads = 2;
+  p.q = nhd_rows<const bf16>(nullptr, 4, 8, 128);
+  REQUIRE_THROWS_WITH(op(1, 2, 8, 32, 100, info).run(p, {}, nullptr, nullptr), contains("memory of q is null"));
 }
 
 TEST_CASE("the device takes the largest weight where the CPU does, and a NaN stays", "[gpu]") {

@@ -1,9 +1,11 @@
 // What the host refuses of an engine's calls to the device, and rows by id.
 #include "backend/cuda/device.hpp"
 #include "tessera/backend/cuda/choose/score_and_choose.cuh"
+#include "tessera/backend/cuda/store/append.cuh"
 #include "tessera/backend/cuda/store/free_pages.cuh"
 #include "tessera/backend/cuda/store/gather_rows.cuh"
 #include "tessera/backend/cuda/store/pack.cuh"
+#include "tessera/backend/cuda/store/virtual_blocks.cuh"
 #include "tessera/budget/uniform.hpp"
 #include "tessera/scorer/accumulated_attention.hpp"
 #include "tessera/selector/top_tokens.hpp"
@@ -58,9 +60,23 @@ TEST_CASE("what the host can know of an engine's call is refused on the device",
   CHECK_THROWS_WITH(cuda::free_pages(f, nullptr), contains("slots of a page is 0"));
   f.view.table.page = 16, f.pool.max_blocks = 9, f.freed_stride = 8;
   CHECK_THROWS_WITH(cuda::free_pages(f, nullptr), contains("freed_stride is 8"));
+  f.freed_stride = 9, f.room = -1;
+  CHECK_THROWS_WITH(cuda::free_pages(f, nullptr), contains("room is -1"));
+  f.room = 0, f.view.sequences = 1;
+  CHECK_THROWS_WITH(cuda::free_pages(f, nullptr), contains("memory of held, freed and freed_count is null"));
+  CHECK_THROWS_WITH(cuda::virtual_blocks(f.view, 0, nullptr, nullptr), contains("max_blocks is 0"));
   const cuda::pack<view, view, true> in_place(1, 1, 10, device);
   pack_problem<view, view> k{};
   bf16 row{};
   k.from.k = &row;
   CHECK_THROWS_WITH(in_place.run(k, nullptr, nullptr), contains("memory of to is another"));
+  k.to.k = &row;
+  float column = 0;
+  k.scores = {&column, 1, 1, nullptr};
+  CHECK_THROWS_WITH(in_place.run(k, nullptr, nullptr), contains("from_scores or from_segments is null"));
+
+  const cuda::append<view, bf16> one_sequence(1, 2);
+  append_problem<view, bf16> a{};
+  a.view.sequences = 2, a.view.kv_heads = 2;
+  CHECK_THROWS_WITH(one_sequence.run(a, nullptr, nullptr), contains("sequences and kv_heads is 2 and 2"));
 }

@@ -94,8 +94,7 @@ class cache_parts {
     return held;
   }
   index_t upper_bound_pages(index_t tokens) const requires layers<Recipe>::in_groups {
-    const planned<Recipe> fitted(recipe_, tokens);
-    return layers_.plan_pages(-1, recipe_, fitted, tokens).most;
+    return layers_.plan_pages(-1, recipe_, conversations_.plan_first(recipe_, tokens), tokens).most;
   }
 
   /// Of rows whose segments' strategies are searched: what has come of it, and the thread that searches. `search_on`

@@ -31,6 +31,8 @@ void check_queries(const View& view, const query_rows<Q>& queries) {
           "pass the queries of every sequence of the view");
   require(queries.q.tokens >= 0, "tokens of q", queries.q.tokens, "0 or more",
           "pass [sequences, tokens, q_heads, dim]");
+  require(queries.q.data || queries.q.tokens == 0 || view.sequences == 0, "memory of q", "null", "memory behind it",
+          "pass the rows themselves");
   require_dim(queries.q, View::k_dim, "q");
 }
 

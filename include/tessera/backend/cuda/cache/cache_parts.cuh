@@ -59,7 +59,7 @@ class cache_parts {
     return held;
   }
   index_t upper_bound_pages(index_t tokens) const requires kv_store<layout>::in_groups {
-    return plan_pages(-1, planned<Recipe>(recipe_, tokens), tokens).most;
+    return plan_pages(-1, conversations_.plan_first(recipe_, tokens), tokens).most;
   }
 
   /// Logical positions that a layer stores for one kv_head, ascending. Synchronises.

@@ -78,6 +78,8 @@ class attentive_score {
             "rows of lse", offset_t(p.lse.sequences) * p.lse.tokens * p.lse.heads,
             "those of q, " + std::to_string(offset_t(p.q.sequences) * p.q.tokens * q_heads_),
             "pass one log-sum-exp for every query row, or none");
+    require(p.q.data || p.q.tokens == 0 || p.view.sequences == 0, "memory of q", "null", "memory behind it",
+            "pass the rows themselves");
     require(p.rule.scale >= 0, "scale", p.rule.scale, "at least 0", "pass 0 for 1 / sqrt(k_dim)");
     require_rows_on_16_bytes("K", p.view.k, p.view.k_strides);
     require_rows_on_16_bytes("q", p.q);

@@ -277,9 +277,10 @@ class append {
 
   void run(const append_problem<View, E>& problem, void*, cudaStream_t stream) const {
     const auto& p = problem;
-    require(p.view.sequences >= 0 && p.view.sequences <= sequences_ && p.view.kv_heads == kv_heads_, "kv_heads",
-            p.view.kv_heads, std::to_string(kv_heads_) + ", and at most " + std::to_string(sequences_) + " sequences",
-            "pass the shape of the constructor");
+    require(p.view.sequences >= 0 && p.view.sequences <= sequences_ && p.view.kv_heads == kv_heads_,
+            "sequences and kv_heads", std::to_string(p.view.sequences) + " and " + std::to_string(p.view.kv_heads),
+            "0 to " + std::to_string(sequences_) + ", and " + std::to_string(kv_heads_),
+            "construct append for the largest batch");
     require_dim(p.k, View::k_dim, "k");
     require_dim(p.v, View::v_dim, "v");
     require(p.k.tokens == p.v.tokens, "tokens of v", p.v.tokens, std::to_string(p.k.tokens), "append k and v together");

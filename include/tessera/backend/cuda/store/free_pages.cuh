@@ -48,7 +48,10 @@ void free_pages(const free_pages_problem<View>& p, cudaStream_t stream) {
   require(p.freed_stride >= p.pool.max_blocks, "freed_stride", p.freed_stride,
           "at least the entries of a table row, " + std::to_string(p.pool.max_blocks),
           "make room for all of a row's pages");
+  require(p.room >= 0, "room", p.room, "at least 0", "pass for how many more tokens pages are kept");
   if (p.view.sequences <= 0) return;
+  require(p.held && p.freed && p.freed_count, "memory of held, freed and freed_count", "null", "memory behind each",
+          "pass the pages that rows hold, and room for what comes out");
   detail::free_pages_entry<View><<<unsigned(p.view.sequences * tables), 32, 0, stream>>>(p);
   check(cudaGetLastError(), "launch of free_pages");
 }
