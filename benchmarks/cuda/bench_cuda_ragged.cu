@@ -41,10 +41,11 @@ std::vector<index_t> evened(std::vector<index_t> lengths) {
   return lengths;
 }
 
-/// `split_only`: times the split of the rows in place of a step.
+/// `split_only`: times the split of the rows in place of a step. `split_by`: lengths that a split ahead goes by, in place of
+/// the rows' own; equal ones give every row as many blocks.
 template <cuda::decode_split Split = cuda::decode_split::each_step>
 prepared decode_ragged(const std::vector<index_t>& lengths, index_t sequences, const cuda::decode_policy& policy = {},
-                       bool split_only = false) {
+                       bool split_only = false, std::vector<index_t> split_by = {}) {
   using view_type = kv_view<const bf16, head_dim, csr_table>;
   std::vector<index_t> begins{0}, blocks;
   offset_t read = 0;
@@ -63,13 +64,14 @@ prepared decode_ragged(const std::vector<index_t>& lengths, index_t sequences, c
   const cuda::decode_attention<view_type, float, Split> op(sequences, kv_heads, q_heads, 1,
                                                            cuda::device_info::current(), policy);
   struct memory {
-    buffer<index_t> lengths, first, begins, blocks;
+    buffer<index_t> lengths, split_by, first, begins, blocks;
     buffer<float> out, lse;
     buffer<unsigned char> workspace;
   };
   const auto keep = std::make_shared<memory>(
-      lengths, std::vector<index_t>(std::size_t(sequences), *std::max_element(lengths.begin(), lengths.end())), begins,
-      blocks, q_rows * head_dim, q_rows, op.workspace_bytes());
+      lengths, split_by.empty() ? lengths : split_by,
+      std::vector<index_t>(std::size_t(sequences), *std::max_element(lengths.begin(), lengths.end())), begins, blocks,
+      q_rows * head_dim, q_rows, op.workspace_bytes());
   const bf16* pool = random_rows(elements * 2 * std::size_t(sets) + q_rows * head_dim);
   const bf16* q = pool + elements * 2 * std::size_t(sets);
   op.prepare(keep->workspace.data(), stream());
@@ -89,7 +91,11 @@ prepared decode_ragged(const std::vector<index_t>& lengths, index_t sequences, c
     problem.lse = nhd_rows(keep->lse.data(), 1, q_heads, 1, sequences);
     return problem;
   };
-  if constexpr (Split == cuda::decode_split::ahead) op.split(problem_of(0), keep->workspace.data(), stream());
+  if constexpr (Split == cuda::decode_split::ahead) {
+    auto problem = problem_of(0);
+    problem.view.lengths = keep->split_by.data();
+    op.split(problem, keep->workspace.data(), stream());
+  }
   if (split_only) made.bytes = 0;
   made.graph = std::make_unique<replay>(split_only ? 32 : launches(made.bytes, sets), [&](int i) {
     if constexpr (Split == cuda::decode_split::ahead) {
@@ -161,6 +167,12 @@ const int registered = [] {
       constexpr cuda::decode_split ahead = cuda::decode_split::ahead;
       add(name + "/split_ahead", [=] { return decode_ragged<ahead>(lengths, sequences); });
       add(name + "/split_ahead_evened", [=] { return decode_ragged<ahead>(evened(lengths), sequences); });
+      // What a kernel does that knows no lengths ahead. As many blocks a row as there are; 64 sequences have more rows.
+      if (sequences < 64) {
+        add(name + "/fixed_split", [=] {
+          return decode_ragged<ahead>(lengths, sequences, {}, false, std::vector<index_t>(lengths.size(), 2048));
+        });
+      }
       add(name + "/making_the_split", [=] { return decode_ragged<ahead>(lengths, sequences, {}, true); });
       add(name + "/two_levels", [=] { return decode_ragged(lengths, sequences, {.in_one_level = 24}); });
     }

@@ -275,9 +275,10 @@ class pack {
             "construct pack for the largest batch");
     require(!InPlace || (problem.from.k == problem.to.k && problem.from.v == problem.to.v), "memory of to", "another",
             "that of from", "leave InPlace false for fresh memory");
-    require((!problem.scores.data || problem.from_scores.data) && (!problem.segments.data || problem.from_segments.data),
-            "from_scores or from_segments", "null", "a column where `scores` or `segments` is given",
-            "pass the columns that scores and segments are copied from");
+    require(
+        (!problem.scores.data || problem.from_scores.data) && (!problem.segments.data || problem.from_segments.data),
+        "from_scores or from_segments", "null", "a column where `scores` or `segments` is given",
+        "pass the columns that scores and segments are copied from");
     if (rows == 0) return;
     auto* words = static_cast<unsigned*>(workspace);
     const detail::pack_scratch scratch =

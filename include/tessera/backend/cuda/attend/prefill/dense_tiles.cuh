@@ -88,6 +88,9 @@ struct dense_tiles {
   __device__ static block_place place_of(const problem_type& p, const prefill_parts& parts, index_t item) {
     const index_t rows = p.view.sequences * p.view.kv_heads, lane = index_t(threadIdx.x % 32);
     const index_t blocks = index_t(gridDim.x) / parts.splits / rows;
+    const block_place in_turn{item % rows, blocks - 1 - item / rows};
+    const bool alike = p.view.sequences == 1 && p.view.length_strides.head == 0;
+    if (parts.splits > 1 || alike) return in_turn;
     const index_t block_tokens = max(Rows::block_rows / (p.q.heads / p.view.kv_heads), 1);
     const auto stored = [&](index_t row) {
       return max(p.view.length(row / p.view.kv_heads, row % p.view.kv_heads), 0);
@@ -97,7 +100,7 @@ struct dense_tiles {
       longest = max(longest, stored(row)), shortest = min(shortest, stored(row));
     }
     longest = __reduce_max_sync(~0u, longest), shortest = __reduce_min_sync(~0u, shortest);
-    if (parts.splits > 1 || longest - shortest < block_tokens) return {item % rows, blocks - 1 - item / rows};
+    if (longest - shortest < block_tokens) return in_turn;
 
     const auto turns_late = [&](index_t row) { return (longest - stored(row)) / block_tokens; };
     const auto begun = [&](index_t row, index_t turn) { return min(max(turn - turns_late(row), 0), blocks); };
