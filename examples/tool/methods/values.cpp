@@ -80,13 +80,13 @@ std::string value_text(index_t value) { return std::to_string(value); }
 
 std::string value_text(float value) {
   char text[32];
-  return {text, std::to_chars(text, text + sizeof text, value).ptr};
+  return {text, std::to_chars(text, text + sizeof text, value, std::chars_format::general).ptr};
 }
 
 std::string value_text(tessera::split_factor value) {
   if (value.adaptive) return "adaptive";
   char text[32];
-  return {text, std::to_chars(text, text + sizeof text, value.fixed).ptr};
+  return {text, std::to_chars(text, text + sizeof text, value.fixed, std::chars_format::general).ptr};
 }
 
 element_type parse_element(std::string_view text) {
