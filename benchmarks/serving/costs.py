@@ -55,6 +55,8 @@ def costs_of(record, base, name):
            "the layers' chunks/32K/tangram less chunks/32K/given, beside prompt/full/32768")
     settle("split_even", ratio("ragged/calibrated/B16", "ragged/calibrated/B16_evened"),
            "ragged/calibrated/B16 over ragged/calibrated/B16_evened")
+    settle("split_fixed", ratio("ragged/log_normal/B16/fixed_split", "ragged/log_normal/B16_evened"),
+           "ragged/log_normal/B16/fixed_split over ragged/log_normal/B16_evened")
     return made
 
 

@@ -72,7 +72,8 @@ class Serving(unittest.TestCase):
                 "step_ms": {"1": 9.0}, "chunk_static": 9.0, "chunk_dynamic": 2.0, "split_even": 9.0, "prefill_attention_tflops": 1e12,
                 "sources": {"chunk_dynamic": "a paper"}}
         figures = {"decode/B4/128K": 4 * 131.072, "decode/B1/128K": 500.0, "chunks/32K/tangram": 3000.0, "chunks/32K/given": 1000.0,
-                   "ragged/calibrated/B16": 11.0, "ragged/calibrated/B16_evened": 10.0}
+                   "ragged/calibrated/B16": 11.0, "ragged/calibrated/B16_evened": 10.0,
+                   "ragged/log_normal/B16/fixed_split": 19.0, "ragged/log_normal/B16_evened": 10.0}
         record = {"figures": {name: {"us": us} for name, us in figures.items()},
                   "decode_step": {"benchmarks": [{"name": "full/131072", "real_time": 5.0}]},
                   "decode_step_batch": {"benchmarks": [{"name": "full/131072/B4", "real_time": 6.0},
@@ -84,6 +85,7 @@ class Serving(unittest.TestCase):
         self.assertEqual(made["step_ms"], {"1": 4.0, "4": 4.951})   # 5 and 6 ms less two layers' attention
         self.assertEqual(made["chunk_static"], 1.05)                # two layers add 2 ms each to 80
         self.assertEqual(made["split_even"], 1.1)
+        self.assertEqual(made["split_fixed"], 1.9)
         self.assertEqual(made["product_tflops"], 100)               # 2,048 tokens times 1e9 parameters in 40.96 ms
         self.assertEqual((made["chunk_dynamic"], made["sources"]["chunk_dynamic"]), (2.0, "a paper"))
 
