@@ -242,6 +242,12 @@ TEST_CASE("a captured selection follows lengths and counts", "[gpu]") {
 
 TEST_CASE("a selection refuses shapes that make no sense", "[gpu]") {
   REQUIRE_THROWS_AS((cuda::select_slots<top_blocks>(top_blocks{0}, 1, 10, cuda::select_tuning{1, 4})), tessera::error);
+  if (gpu_missing()) return;
+  for (const index_t capacity : {10, 3000, 20000, 200000}) {  // what tune_select gives for blocks of one is theirs
+    for (const index_t rows : {1, 64}) {
+      REQUIRE_NOTHROW(cuda::select_slots<top_blocks>(top_blocks{1}, rows, capacity, cuda::device_info::current()));
+    }
+  }
   REQUIRE_THROWS_AS((cuda::select_slots<top_tokens>({}, -1, 10, cuda::select_tuning{1, 4})), tessera::error);
   REQUIRE_THROWS_AS((cuda::select_slots<top_tokens>({}, 1, 10, cuda::select_tuning{3, 4})), tessera::error);
 }

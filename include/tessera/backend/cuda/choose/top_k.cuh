@@ -142,18 +142,18 @@ __global__ void __launch_bounds__(block_threads_of<Blocks, Search>, blocks_toget
 
 }  // namespace detail
 
-/// Launch shape of a selection over rows of up to `capacity` tokens in blocks of `block`; `keep` is what rows usually
-/// keep (more is still right). Measured on an H200, CUDA 13.0: see the notes of the benchmark.
-inline select_tuning tune_select(index_t rows, index_t capacity, index_t block, index_t keep,
+/// Launch shape of a selection over rows of up to `capacity` tokens, single ones or in blocks of `block`, be it of 1; `keep` is
+/// what rows usually keep (more is still right). Measured on an H200, CUDA 13.0: see the notes of the benchmark.
+inline select_tuning tune_select(index_t rows, index_t capacity, bool single, index_t block, index_t keep,
                                  const device_info& device) {
   constexpr index_t most_share = 16384;  // 64 KB: three blocks of a cluster fit on an sm_90
   const index_t units = ceil_div(capacity, block);
   const bool clusters = device.compute_capability >= 90, many = rows > device.multiprocessors;
-  if (block == 1 && capacity <= detail::register_threads * detail::register_keys) return {1, 0, row_search::registers};
+  if (single && capacity <= detail::register_threads * detail::register_keys) return {1, 0, row_search::registers};
   int cluster = 1;
   if (clusters && capacity > most_share && !(many && units <= most_share)) cluster = capacity > 4 * most_share ? 8 : 4;
   // Streams against clusters of 8, 131,072 tokens (us): 32 rows 37 / 27, 64 rows 38 / 44, 256 rows 60 / 138.
-  if (block == 1 && capacity > most_share && (5 * rows > 2 * device.multiprocessors || !clusters)) {
+  if (single && capacity > most_share && (5 * rows > 2 * device.multiprocessors || !clusters)) {
     const index_t survivors = device.shared_memory > 160 * 1024 ? 12288 : 4096;  // two blocks fit on a multiprocessor
     if (!clusters || keep <= survivors / 2) return {1, survivors, row_search::streamed};
   }
@@ -176,7 +176,8 @@ class select_slots {
 
  public:
   select_slots(Selector selector, index_t rows, index_t capacity, const device_info& device, index_t usual_keep = 2048)
-      : select_slots(selector, rows, capacity, tune_select(rows, capacity, block_of(selector), usual_keep, device)) {}
+      : select_slots(selector, rows, capacity,
+                     tune_select(rows, capacity, single, block_of(selector), usual_keep, device)) {}
 
   select_slots(Selector selector, index_t rows, index_t capacity, const select_tuning& tuning)
       : rows_(rows), block_(block_of(selector)), tuning_(tuning) {
