@@ -99,11 +99,6 @@ using fp32 = float;
 template <class T>
 concept element = std::same_as<T, fp32> || std::same_as<T, fp16> || std::same_as<T, bf16>;
 
-template <element T>
-inline constexpr const char* element_name = std::same_as<T, fp32>   ? "fp32"
-                                            : std::same_as<T, fp16> ? "fp16"
-                                                                    : "bf16";
-
 /// Head dims that every kernel is built for; the largest.
 template <int D>
 inline constexpr bool supported_head_dim = D == 64 || D == 80 || D == 96 || D == 128 || D == 192 || D == 256;

@@ -24,7 +24,9 @@ using mosaic_rows =
 
 /// Budget t: a step reads t packed tokens of each kv_head, rounded up to whole blocks, and the tail of at most 32
 /// newest ones. K and V of a segment are rotated; of each vector a quarter of the elements stays.
-/// Paper    Qiang et al., MosaicKV: Serving Long-Context LLM with Dynamic Two-D KV Cache Compression, arXiv:2607.00760.
+/// Paper    Qiang et al., MosaicKV: Serving Long-Context LLM with Dynamic Two-D KV Cache Compression, arXiv:2607.00760,
+///          Sec. 4.1 (two dimensions), 4.3 (strategies), 5.1 (packed rows), 5.3 (attention), 5.4 (tails),
+///          5.5 (segments of answers).
 /// Differs  one choice of blocks over all segments of a (sequence, kv_head), by the sum over its query heads; the first
 ///          and the last packed block are always read; a rotation for each kv_head. `strategy=searched` searches
 ///          `channels`, `group` and `block` for each segment of decoded tokens, as the paper does. A prompt stays whole
