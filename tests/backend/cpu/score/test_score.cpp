@@ -196,7 +196,7 @@ TEST_CASE("log-sum-exps that the engine gives are taken, and those that it does 
 }
 
 TEST_CASE("queries without memory are refused where there are any") {
-  rng random(921);
+  support::rng random(921);
   const kv_tensor<float, 64> kv(random, 1, 2, {5, 5});
   cpu::executor workers(1);
   cpu::score_workspace<64> workspace;
