@@ -263,7 +263,8 @@ __global__ void __launch_bounds__(append_threads) advance_entry(const __grid_con
 /// Appends new K and V rows of every (sequence, kv_head), as the view stores rows, and advances the lengths on the device.
 ///
 /// Lengths are per (sequence, head), or per sequence with length_strides.head 0. One launch for a decode step's few
-/// tokens, a second tiny one for a prefill chunk, one more where segments are numbered.   Workspace  none.   Cost  reads and writes each new row once.
+/// tokens, a second tiny one for a prefill chunk, one more where segments are numbered.
+/// Workspace  none.   Cost  reads and writes each new row once.
 template <class View, class E>
 class append {
  public:
