@@ -13,11 +13,6 @@ void check(cudaError_t status, const char* call) {
                          cudaGetErrorName(status) + ")");
 }
 
-void check(cublasStatus_t status, const char* call) {
-  if (status != CUBLAS_STATUS_SUCCESS)
-    throw tessera::error(std::string(call) + " failed: " + cublasGetStatusString(status));
-}
-
 void require_device() {
   int devices = 0, device = 0, major = 0, minor = 0;
   const cudaError_t found = cudaGetDeviceCount(&devices);

@@ -1,7 +1,6 @@
 // The CUDA runtime with owners and errors that explain themselves.
 #pragma once
 
-#include <cublas_v2.h>
 #include <cuda_runtime_api.h>
 
 #include <cstddef>
@@ -13,9 +12,8 @@ namespace engine::cuda {
 
 using tessera::bf16;
 
-/// Throws tessera::error with the call and the driver's or the library's reason unless it succeeded.
+/// Throws tessera::error with the call and the driver's reason unless it succeeded.
 void check(cudaError_t status, const char* call);
-void check(cublasStatus_t status, const char* call);
 
 /// Errors: no CUDA device, no driver, or a device older than compute capability 8.0.
 void require_device();

@@ -3,6 +3,7 @@
 
 #include <cstdint>
 
+#include "cublas.hpp"
 #include "device.hpp"
 #include "engine/config.hpp"
 #include "kv_cache.hpp"
@@ -33,6 +34,7 @@ class products {
 
  private:
   cudaStream_t stream_;
+  const cublas& cublas_;
   cublasHandle_t handle_ = nullptr;
   device_array<std::byte> workspace_;
 };

@@ -7,23 +7,24 @@ constexpr std::size_t workspace_bytes = std::size_t(32) << 20;  // what cuBLAS r
 
 }  // namespace
 
-products::products(cudaStream_t stream) : stream_(stream), workspace_(workspace_bytes) {
-  check(cublasCreate(&handle_), "cublasCreate");
-  check(cublasSetStream(handle_, stream), "cublasSetStream");
+products::products(cudaStream_t stream)
+    : stream_(stream), cublas_(cublas::loaded()), workspace_(workspace_bytes) {
+  cublas_.check(cublas_.create(&handle_), "cublasCreate");
+  cublas_.check(cublas_.set_stream(handle_, stream), "cublasSetStream");
   // After the stream: setting that one resets the workspace.
-  check(cublasSetWorkspace(handle_, workspace_.data(), workspace_.bytes()), "cublasSetWorkspace");
+  cublas_.check(cublas_.set_workspace(handle_, workspace_.data(), workspace_.bytes()), "cublasSetWorkspace");
 }
 
-products::~products() { cublasDestroy(handle_); }
+products::~products() { cublas_.destroy(handle_); }
 
 void products::linear(const bf16* x, std::int32_t rows, const weight_matrix& weight, float* y, write how) {
   if (matrix_vectors(x, rows, weight, y, how == write::add, stream_)) return;
   const float alpha = 1, beta = how == write::add ? 1 : 0;
   // cuBLAS counts by columns: y^T = W x^T, where a row-major W is the transpose of a column-major one.
-  check(cublasGemmEx(handle_, CUBLAS_OP_T, CUBLAS_OP_N, weight.outputs, rows, weight.inputs, &alpha,
-                     weight.values.data(), CUDA_R_16BF, weight.inputs, x, CUDA_R_16BF, weight.inputs, &beta, y,
-                     CUDA_R_32F, weight.outputs, CUBLAS_COMPUTE_32F, CUBLAS_GEMM_DEFAULT),
-        "cublasGemmEx");
+  cublas_.check(cublas_.gemm(handle_, CUBLAS_OP_T, CUBLAS_OP_N, weight.outputs, rows, weight.inputs, &alpha,
+                             weight.values.data(), CUDA_R_16BF, weight.inputs, x, CUDA_R_16BF, weight.inputs, &beta, y,
+                             CUDA_R_32F, weight.outputs, CUBLAS_COMPUTE_32F, CUBLAS_GEMM_DEFAULT),
+                "cublasGemmEx");
 }
 
 void products::linear(const float* x, std::int32_t rows, const weight_matrix& weight, float* y, bf16* rounded) {
