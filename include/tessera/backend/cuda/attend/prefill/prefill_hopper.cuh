@@ -27,6 +27,7 @@ struct prefill_hopper_kernel : prefill_rows<View, Out, 8, 1, 128, 4> {
   using typename base::logits, typename base::place, typename base::problem_type, typename base::running;
   using typename base::T, typename base::weights;
   static constexpr int copiers = 128, computers = base::threads, threads = computers + copiers;
+  using meeting = numbered_barrier<3, threads>;  // of both roles, each at its own place of the code; 1 and 2 are turns
   static constexpr int copier_registers = 40, computer_registers = 232;  // of the 168 that each thread begins with
   static constexpr int resident = 1, stages = 3, group_rows = 64, half_bytes = tile * 128;  // of 64 elements a token
   static constexpr int k_bytes = D / 64 * half_bytes, v_bytes = Dv / 64 * half_bytes, stage_bytes = k_bytes + v_bytes;
@@ -114,7 +115,7 @@ struct prefill_hopper_kernel : prefill_rows<View, Out, 8, 1, 128, 4> {
           return true;
         }
       }
-      if (careful || !__syncthreads_or(spoilt)) return false;
+      if (careful || !meeting::any(spoilt)) return false;
       careful = true;
       tiles.rewind(p);
       count = tiles.gather(p);
