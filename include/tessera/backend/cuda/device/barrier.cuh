@@ -14,21 +14,11 @@ __device__ __forceinline__ void arrive_at(int barrier, int threads) {
   asm volatile("bar.arrive %0, %1;" ::"r"(barrier), "r"(threads) : "memory");
 }
 
-/// One barrier, wherever in the code each of its threads is: __syncthreads wants all of a block at one place.
+/// One barrier, wherever in the code each of its threads is: __syncthreads wants all of a block at one place, and so does
+/// bar.sync where it counts all of them (compute-sanitizer's synccheck).
 template <int Number, int Threads>
 struct numbered_barrier {
-  __device__ static void wait() { wait_at(Number, Threads); }
-  /// Waits, and says whether it is so for any of them.
-  __device__ static bool any(bool mine) {
-    int found;
-    asm volatile(
-        "{\n.reg .pred mine, found;\nsetp.ne.s32 mine, %1, 0;\nbar.red.or.pred found, %2, %3, mine;\n"
-        "selp.s32 %0, 1, 0, found;\n}\n"
-        : "=r"(found)
-        : "r"(int(mine)), "n"(Number), "n"(Threads)
-        : "memory");
-    return found != 0;
-  }
+  __device__ static void wait() { asm volatile("barrier.sync %0, %1;" ::"n"(Number), "n"(Threads) : "memory"); }
 };
 
 /// A barrier in shared memory, named by its address there, counts threads and bytes that arrive; its phase flips at each
