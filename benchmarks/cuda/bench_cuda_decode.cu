@@ -12,7 +12,6 @@ struct decode_shape {
   index_t tokens = 0;              ///< of the longest row
   std::vector<index_t> lengths{};  ///< [kv_heads], the same for every sequence; empty: all have `tokens`
   index_t chosen = 0, run = 1;     ///< of every row, in runs; 0: everything
-  cuda::decode_policy policy{};
 };
 
 /// Rows that lie one after another.
@@ -62,7 +61,7 @@ prepared decode(const decode_shape& s) {
     indices.insert(indices.end(), row.begin(), row.end());
   }
   const cuda::decode_attention<view_type, float, Split> op(s.sequences, kv_heads, q_heads, 1,
-                                                           cuda::device_info::current(), s.policy);
+                                                           cuda::device_info::current());
   struct memory {
     buffer<index_t> lengths, first, blocks, indices, counts;
     buffer<float> out, lse;
@@ -151,9 +150,6 @@ const int registered = [] {
     const std::vector<index_t> even(kv_heads, total / kv_heads);
     add("uneven/" + name, [=] { return decode<contiguous>({.tokens = 131072, .lengths = lengths}); });
     add("uneven/" + name + "_evened", [=] { return decode<contiguous>({.tokens = 131072, .lengths = even}); });
-    const cuda::decode_policy two_levels{.in_one_level = 24};
-    add("uneven/" + name + "/two_levels",
-        [=] { return decode<contiguous>({.tokens = 131072, .lengths = lengths, .policy = two_levels}); });
     add("uneven/" + name + "/split_ahead",
         [=] { return decode<contiguous, bf16, cuda::decode_split::ahead>({.tokens = 131072, .lengths = lengths}); });
   };

@@ -44,8 +44,7 @@ std::vector<index_t> evened(std::vector<index_t> lengths) {
 /// `split_only`: times the split of the rows in place of a step. `split_by`: lengths that a split ahead goes by, in place of
 /// the rows' own; equal ones give every row as many blocks.
 template <cuda::decode_split Split = cuda::decode_split::each_step>
-prepared decode_ragged(const std::vector<index_t>& lengths, index_t sequences, const cuda::decode_policy& policy = {},
-                       bool split_only = false, std::vector<index_t> split_by = {}) {
+prepared decode_ragged(const std::vector<index_t>& lengths, index_t sequences, bool split_only = false, std::vector<index_t> split_by = {}) {
   using view_type = kv_view<const bf16, head_dim, csr_table>;
   std::vector<index_t> begins{0}, blocks;
   offset_t read = 0;
@@ -62,7 +61,7 @@ prepared decode_ragged(const std::vector<index_t>& lengths, index_t sequences, c
   made.bytes = double(read) * 2 * head_dim * sizeof(bf16);
   const int sets = input_sets(made.bytes);
   const cuda::decode_attention<view_type, float, Split> op(sequences, kv_heads, q_heads, 1,
-                                                           cuda::device_info::current(), policy);
+                                                           cuda::device_info::current());
   struct memory {
     buffer<index_t> lengths, split_by, first, begins, blocks;
     buffer<float> out, lse;
@@ -170,11 +169,10 @@ const int registered = [] {
       // What a kernel does that knows no lengths ahead. As many blocks a row as there are; 64 sequences have more rows.
       if (sequences < 64) {
         add(name + "/fixed_split", [=] {
-          return decode_ragged<ahead>(lengths, sequences, {}, false, std::vector<index_t>(lengths.size(), 2048));
+          return decode_ragged<ahead>(lengths, sequences, false, std::vector<index_t>(lengths.size(), 2048));
         });
       }
-      add(name + "/making_the_split", [=] { return decode_ragged<ahead>(lengths, sequences, {}, true); });
-      add(name + "/two_levels", [=] { return decode_ragged(lengths, sequences, {.in_one_level = 24}); });
+      add(name + "/making_the_split", [=] { return decode_ragged<ahead>(lengths, sequences, true); });
     }
   }
   // The same counts, but the newest tokens stay: nothing is scored but positions.

@@ -18,7 +18,6 @@ struct decode_shape {
   bool gather = false, sinks = false;
   index_t most_sequences = 0, most_tokens = 0;  // of the operation; 0: those of the problem
   int multiprocessors = 0;                      // that the operation believes in; 0: the device's
-  cuda::decode_policy policy{};
 };
 
 constexpr index_t page = 16;
@@ -158,7 +157,7 @@ struct decode_case {
     auto device = cuda::device_info::current();
     if (s.multiprocessors) device.multiprocessors = s.multiprocessors;
     return {s.most_sequences ? s.most_sequences : s.sequences, s.heads, q_heads,
-            s.most_tokens ? s.most_tokens : s.tokens,          device,  s.policy};
+            s.most_tokens ? s.most_tokens : s.tokens, device};
   }
   void poison() { out.fill(0xff), lse.fill(0xff); }
 

@@ -6,6 +6,21 @@
 TESSERA_NAMESPACE_BEGIN
 namespace cuda {
 
+/// Who waits at a numbered barrier, and who only arrives, so many threads together.
+__device__ __forceinline__ void wait_at(int barrier, int threads) {
+  asm volatile("bar.sync %0, %1;" ::"r"(barrier), "r"(threads) : "memory");
+}
+__device__ __forceinline__ void arrive_at(int barrier, int threads) {
+  asm volatile("bar.arrive %0, %1;" ::"r"(barrier), "r"(threads) : "memory");
+}
+
+/// One barrier, wherever in the code each of its threads is: __syncthreads wants all of a block at one place, and so does
+/// bar.sync where it counts all of them (compute-sanitizer's synccheck).
+template <int Number, int Threads>
+struct numbered_barrier {
+  __device__ static void wait() { asm volatile("barrier.sync %0, %1;" ::"n"(Number), "n"(Threads) : "memory"); }
+};
+
 /// A barrier in shared memory, named by its address there, counts threads and bytes that arrive; its phase flips at each
 /// full count. One thread initialises it, then the block synchronises (`publish_barriers` first, where a cluster's other blocks
 /// or the copy engine count there).

@@ -117,9 +117,14 @@ struct warp_team {
   }
 };
 
+/// How the threads of a block meet that all come by one place of the code; elsewhere: numbered_barrier.
+struct whole_block {
+  __device__ static void wait() { __syncthreads(); }
+};
+
 /// Prefix sums over the threads of a block, for unsigned and index_t; lies in shared memory. All threads call; one barrier,
 /// and another is needed before the next call. cub::BlockScan does the same: decision 0011 says why it is not used.
-template <int Threads, class T>
+template <int Threads, class T, class Meeting = whole_block>
 struct block_scan {
   static constexpr int warps = Threads / 32;
   static_assert(Threads % 32 == 0 && warps <= 32, "tessera: a block scans up to 32 whole warps");
@@ -142,7 +147,7 @@ struct block_scan {
   __device__ __forceinline__ T scan_warp(T value) {
     const T in_warp = inclusive_sum(value, int(threadIdx.x) % 32);
     if (threadIdx.x % 32 == 31) warp_total[threadIdx.x / 32] = in_warp;
-    __syncthreads();
+    Meeting::wait();
     return in_warp;
   }
 };

@@ -13,13 +13,6 @@
 TESSERA_NAMESPACE_BEGIN
 namespace cuda {
 
-/// How a launch divides its work; the defaults are what measured best.
-struct decode_policy {
-  /// Parts of a row that one block merges, 16 at least; more of them in two levels. Two levels from 25 parts on lost: 33.3 us against 33.2
-  /// for one long head, 77.7 against 68.3 for drawn lengths (H200, CUDA 13.0).
-  index_t in_one_level = 1 << 20;
-};
-
 /// Decode attention of 1 to 8 tokens a sequence over all stored tokens or a selection.
 ///
 /// `workspace_bytes` and `prepare` once, then `run` any number of times on one stream: no allocation, no synchronisation,
@@ -39,14 +32,12 @@ class decode_attention {
  public:
   using problem_type = decode_problem<View, Out>;
 
-  decode_attention(index_t sequences, index_t kv_heads, index_t q_heads, index_t tokens, const device_info& device,
-                   const decode_policy& policy = {})
+  decode_attention(index_t sequences, index_t kv_heads, index_t q_heads, index_t tokens, const device_info& device)
       : sequences_(sequences),
         kv_heads_(kv_heads),
         q_heads_(q_heads),
         tokens_(tokens),
-        rows_(sequences * kv_heads),
-        policy_(policy) {
+        rows_(sequences * kv_heads) {
     require(sequences > 0, "sequences", sequences, "at least 1", "pass the largest batch");
     require(tokens > 0, "tokens", tokens, "at least 1", "pass the most tokens of a step");
     require(kv_heads > 0, "kv_heads", kv_heads, "at least 1", "pass the model's head counts");
@@ -54,8 +45,6 @@ class decode_attention {
             "pass the model's head counts");
     require(rows_ <= detail::most_rows, "sequences * kv_heads", rows_, "at most " + std::to_string(detail::most_rows),
             "split the batch");
-    require(policy.in_one_level >= detail::least_in_two_levels - 1, "in_one_level", policy.in_one_level,
-            "at least " + std::to_string(detail::least_in_two_levels - 1), "merge so few parts in one level");
     query_blocks_ = ceil_div(tokens * (q_heads / kv_heads), detail::rows_per_block);
     // What this device's code was compiled for decides the block, not the device: older code runs on newer devices.
     entry_ = detail::decode_entry<View, Out, Split>;
@@ -92,9 +81,7 @@ class decode_attention {
                                          reinterpret_cast<float*>(bytes + out_at()),
                                          reinterpret_cast<float2*>(bytes + state_at()),
                                          rows_,
-                                         bundles(),
-                                         slots_of_block(),
-                                         policy_.in_one_level};
+                                         slots_of_block()};
     const index_t query_blocks = ceil_div(problem.q.tokens * (q_heads_ / kv_heads_), detail::rows_per_block);
     launch(entry_,
            {.blocks = dim3(unsigned(blocks_), unsigned(query_blocks)),
@@ -125,10 +112,9 @@ class decode_attention {
   }
 
  private:
-  index_t bundles() const { return blocks_ / detail::pieces_per_bundle + 1; }
-  index_t slots_of_block() const { return blocks_ + rows_ + bundles(); }
+  index_t slots_of_block() const { return blocks_ + rows_; }
   std::size_t slots() const { return std::size_t(query_blocks_) * std::size_t(slots_of_block()); }
-  std::size_t split_at() const { return array_bytes<unsigned>(std::size_t(query_blocks_ * (rows_ + bundles()))); }
+  std::size_t split_at() const { return array_bytes<unsigned>(std::size_t(query_blocks_ * rows_)); }
   std::size_t out_at() const {
     return split_at() + (Split == decode_split::ahead ? array_bytes<detail::split_piece>(std::size_t(blocks_)) : 0);
   }
@@ -176,7 +162,6 @@ class decode_attention {
   // What was configured is what is launched: nvcc gives every source file a kernel of its own.
   void (*entry_)(problem_type, detail::decode_scratch) = nullptr;
   index_t sequences_, kv_heads_, q_heads_, tokens_, rows_;
-  decode_policy policy_;
   index_t query_blocks_ = 1, blocks_ = 1;
   int threads_ = 0, shared_bytes_ = 0;
   bool overlapping_ = false;

@@ -115,11 +115,10 @@ struct decode_kernel : decode_merge<View, Out> {
 
   /// Reads this block's piece, which begins with `now`.
   template <class Cut>
-  __device__ void run(const Cut& cut, segment now, bool* flag, merge_shares& shares) const {
+  __device__ void run(const Cut& cut, segment now, int* flag, merge_shares& shares) const {
     const index_t end = cut.end();
     staging_type staging(shared_address(memory + warp * warp_bytes<View>(base::config::tuning)));
     const auto tokens_from = [&](index_t t) { return base::token_of(t); };
-    if (threadIdx.x == 0) shares.late.count = 0;
     bool more = true, first = true;
     index_t arrived_row = 0;
     row_parts arrived{0, 1};
@@ -128,22 +127,9 @@ struct decode_kernel : decode_merge<View, Out> {
     queries_type asked;
 #pragma unroll 1
     while (true) {
-      const bool long_row = arrived.count > base::scratch.in_one_level;
-      if (__builtin_expect(!more && (arrived.count > 2 * parts_at_once || shares.late.count > 0), 0)) {
-        if (shares.late.count > 0) {
-          base::merge_bundles(*this, shares.late_row, shares.late, flag, shares);
-          __syncthreads();
-        }
-        if (long_row) {
-          base::merge_bundles(*this, arrived_row, arrived, flag, shares);
-        } else if (arrived.count > 1 && base::last_to_arrive(arrived_row, arrived.count, flag)) {
-          base::merge_many_parts(*this, arrived_at, arrived_row, arrived.first_piece, arrived.count, shares);
-        }
+      if (__builtin_expect(!more && base::has_many(arrived), 0)) {
+        base::merge_many_parts(*this, arrived_at, arrived_row, arrived, flag, shares);
         return;
-      }
-      if (__builtin_expect(long_row, 0)) {
-        if (threadIdx.x == 0) shares.late_row = arrived_row, shares.late = arrived;
-        arrived.count = 1;
       }
       // A row's first tiles leave before the row before it is done with: its merge costs their latency or less. What is
       // small leaves before them: behind them it would wait until all of them are there.
@@ -154,8 +140,8 @@ struct decode_kernel : decode_merge<View, Out> {
         ends_at = positions_of(now);
         staging.begin(p.view, now.at, now.first_tile, now.last_tile, tokens_from, lane);
       }
-      if (arrived.count > 1 && base::last_to_arrive(arrived_row, arrived.count, flag)) {
-        base::template merge_parts<parts_at_once>(arrived_at, arrived_row, arrived.first_piece, arrived.count, shares);
+      if (arrived.count > 1) {
+        base::template merge_parts<parts_at_once>(arrived_at, arrived_row, arrived, flag, shares);
       }
       if (!more) return;
       if (p.chosen.indices && now.row_end < end) {
@@ -195,7 +181,7 @@ __global__ void __launch_bounds__(decode_kernel<View, Out>::threads, decode_kern
   extern __shared__ __align__(128) unsigned char memory[];
   __shared__ index_t ends[most_rows];
   __shared__ block_scan<kernel::threads, index_t> scan;
-  __shared__ bool flag;
+  __shared__ int flag;
   __shared__ typename kernel::merge_shares shares;
   kernel block(problem, scratch, memory, ends);
   typename kernel::segment first{};

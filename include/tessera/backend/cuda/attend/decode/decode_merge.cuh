@@ -23,8 +23,16 @@ struct decode_merge : decode_block<View, Out> {
   /// copies: 17 at once cost 0.7 us of 14 (H200, CUDA 13.0).
   static constexpr int parts_at_once = D + Dv <= 256 ? 8 : 6;
   /// In a block that has nothing else to do any more, for a row much longer than the others.
-  static constexpr int many_parts_at_once = 24;
+  static constexpr int many_parts_at_once = 32;
   static_assert(many_parts_at_once <= 32, "tessera: a lane of a warp holds the state of one part");
+  __device__ static bool has_many(const row_parts& of) { return of.count > 2 * parts_at_once; }
+  /// The blocks that arrive last at a row of very many parts merge some of its query rows each: one block would wait for
+  /// its own share of the L2's bandwidth, 188 KB for 92 parts (32.2 us in place of 33.3; of 38 parts, 40.9 in place of 40.1:
+  /// H200, CUDA 13.0).
+  static constexpr index_t most_mergers = 4;
+  __device__ index_t mergers_of(const row_parts& of) const {
+    return of.count > 2 * many_parts_at_once ? min(most_mergers, index_t(used * groups)) : 1;
+  }
 
   /// The weight that turns a row's summed output into its output; the leader writes its log-sum-exp.
   __device__ float finish(const decode_row& at, int r, float max2, float sum, bool leader) const {
@@ -102,15 +110,15 @@ struct decode_merge : decode_block<View, Out> {
   struct merge_shares {
     float4 out[warps][32];
     float2 state[warps];
-    index_t late_row;  // of many parts, whose part of this block is done while the block goes on into the next row
-    row_parts late;
   };
 
-  /// The row's output from its parts, in the order of pieces: the same bits whoever does it.
+  /// Merges a row's parts if this block is among the last of them to arrive; the same bits whoever does it.
   template <int AtOnce>
-  __device__ void merge_parts(const decode_row& at, index_t row, index_t first_piece, index_t parts,
+  __device__ void merge_parts(const decode_row& at, index_t row, const row_parts& of, int* flag,
                               merge_shares& shares) const {
-    merge_slots<AtOnce>(slot_of(first_piece, row), parts, shares,
+    const index_t mergers = mergers_of(of), mine = arrive(row, of.count, mergers, flag);
+    if (mine < 0) return;
+    merge_slots<AtOnce>(slot_of(of.first_piece, row), of.count, mine, mergers, shares,
                         [&](int r, int d, float top, float sum, const float4& x) {
                           const float weight = finish(at, r, top, sum, d == 0);
                           if (d < Dv) write(at, r, d, x, weight);
@@ -118,71 +126,30 @@ struct decode_merge : decode_block<View, Out> {
   }
   /// The same for many parts, out of line: among the code of every step it cost 0.15 us of 8 (H200, CUDA 13.0).
   __device__ static __noinline__ void merge_many_parts(const decode_merge block, const decode_row at, index_t row,
-                                                       index_t first_piece, index_t parts, merge_shares& shares) {
-    block.template merge_parts<many_parts_at_once>(at, row, first_piece, parts, shares);
-  }
-
-  /// Parts of a bundle at most. With more than `least_in_two_levels` parts none has fewer than `pieces_per_bundle`, and
-  /// bundles of rows that share a piece never meet: see `first_bundle_of`.
-  static constexpr index_t parts_of_bundle = 12;
-  /// The first bundle of a row that begins in this piece. A row of n parts has ceil(n / 12) bundles, at most
-  /// floor((n - 1) / 8) for n > 16; the next row begins in piece first_piece + n - 1 or later.
-  __device__ static index_t first_bundle_of(index_t first_piece) { return first_piece / pieces_per_bundle; }
-
-  /// Merges a row of many parts in two levels: the last block of a bundle of parts to arrive makes one part of them, and
-  /// the last of those the row's output. One block that reads all parts of a long row waits for its own share of the L2's
-  /// bandwidth, 188 KB for 92 parts. Out of line and last of all that a block does: a call
-  /// where a block goes on spilled 92 bytes in every step.
-  __device__ static __noinline__ void merge_bundles(const decode_merge block, index_t row, const row_parts of,
-                                                    bool* flag, merge_shares& shares) {
-    const index_t first_piece = of.first_piece, parts = of.count;
-    const decode_row at{row / block.p.view.kv_heads, row % block.p.view.kv_heads, 0, nullptr};
-    const index_t bundles = (parts + parts_of_bundle - 1) / parts_of_bundle;
-    const index_t mine = small_quotient((index_t(blockIdx.x) - first_piece + 1) * bundles - 1, parts);
-    const index_t begin = small_quotient(mine * parts, bundles), end = small_quotient((mine + 1) * parts, bundles);
-    const index_t first_bundle = first_bundle_of(first_piece);
-    const offset_t first_slot = block.slot_of_bundle(first_bundle);
-    offset_t from = block.slot_of(first_piece + begin, row);
-    index_t count = end - begin, counter = block.scratch.most_rows + first_bundle + mine;
-#pragma unroll 1
-    for (bool of_bundles = false;; of_bundles = true) {
-      if (!block.last_to_arrive(counter, count, flag)) return;
-      block.template merge_slots<parts_at_once>(
-          from, count, shares, [&](int r, int d, float top, float sum, const float4& x) {
-            if (of_bundles) {
-              const float weight = block.finish(at, r, top, sum, d == 0);
-              if (d < Dv) block.write(at, r, d, x, weight);
-            } else {
-              const offset_t place = first_slot + mine * rows_per_block + r;
-              if (d < Dv) *reinterpret_cast<float4*>(block.scratch.out + place * Dv + d) = x;
-              if (d == 0) block.scratch.state[place] = make_float2(top, sum);
-            }
-          });
-      __syncthreads();
-      if (of_bundles) return;
-      from = first_slot, count = bundles, counter = row;
-    }
-  }
-  __device__ offset_t slot_of_bundle(index_t bundle) const {
-    return (offset_t(blockIdx.y + 1) * scratch.slots - scratch.bundles + bundle) * rows_per_block;
+                                                       const row_parts of, int* flag, merge_shares& shares) {
+    block.template merge_parts<many_parts_at_once>(at, row, of, flag, shares);
   }
 
   /// Sums `parts` parts that lie one after the other from `first` on, and calls `take(r, d, maximum, sum, outputs)` with
-  /// every lane of a warp for every query row and output dims d to d + 3, some of them beyond the last one. Warps that
-  /// would idle take a share of the parts.
+  /// every lane of a warp for the query rows of the merger `mine` and output dims d to d + 3, some of them beyond the last
+  /// one. Warps that would idle take a share of the parts.
   template <int AtOnce, class Take>
-  __device__ void merge_slots(offset_t first, index_t parts, merge_shares& shares, const Take& take) const {
-    const int items = used * groups, doubled = items <= warps / 4 ? 2 : items <= warps / 2 ? 1 : 0;
+  __device__ void merge_slots(offset_t first, index_t parts, index_t mine, index_t mergers, merge_shares& shares,
+                              const Take& take) const {
+    const int items = int(small_quotient(used * groups - mine + mergers - 1, mergers));
+    int doubled = 0;
+    while (items << (doubled + 1) <= warps) ++doubled;
     const int at_once = warps >> doubled, share = (warp << doubled) / warps;  // items, of which each has so many shares
     const index_t each = (parts + (1 << doubled) - 1) >> doubled;
 #pragma unroll 1
     for (int begin = 0; begin < items; begin += at_once) {
-      const int item = begin + (warp & (at_once - 1)), r = item / groups, d = (item % groups * 32 + lane) * 4;
-      const bool busy = item < items, mine = busy && d < Dv;
+      const int own = begin + (warp & (at_once - 1)), item = int(mine + own * mergers);
+      const int r = item / groups, d = (item % groups * 32 + lane) * 4;
+      const bool busy = own < items;
       float top = -infinity, sum = 0;
       float4 x{};
       if (busy) {
-        sum_parts<AtOnce>(first + r, mine ? d : 0, share * each, min(parts, (share + 1) * each), top, sum, x);
+        sum_parts<AtOnce>(first + r, d < Dv ? d : 0, min(parts, share * each), min(parts, (share + 1) * each), top, sum, x);
       }
       if (doubled > 0) {
         shares.out[warp][lane] = x;
@@ -206,53 +173,70 @@ struct decode_merge : decode_block<View, Out> {
       if (share == 0 && busy) take(r, d, top, sum, x);
     }
   }
-  /// Adds parts [begin, end) of the query row at `base` to a maximum, a sum and a lane's four outputs.
+  /// Adds parts [begin, end) of the query row at `base` to a maximum, a sum and a lane's four outputs. The maximum is that
+  /// of 32 parts, and which products are fused is written out: the same bits however many are read at once.
   template <int AtOnce>
   __device__ void sum_parts(offset_t base, int d, index_t begin, index_t end, float& top, float& sum, float4& x) const {
     const float2* states = scratch.state + base + begin * rows_per_block;
     const float* outs = scratch.out + (base + begin * rows_per_block) * Dv + d;
 #pragma unroll 1
-    for (; begin < end; begin += AtOnce) {
-      const index_t here = min(index_t(AtOnce), end - begin);
-      float4 y[AtOnce];
-#pragma unroll
-      for (int part = 0; part < AtOnce; ++part) {
-        if (part < here) y[part] = __ldcg(reinterpret_cast<const float4*>(outs + part * rows_per_block * Dv));
-      }
+    for (; begin < end; begin += 32) {
+      const index_t here = min(index_t(32), end - begin);
       // A lane has the state of one part.
       const float2 state = lane < here ? __ldcg(states + lane * rows_per_block) : make_float2(-infinity, 0);
-      const float higher = fmaxf(top, lanes_max<32>(state.x));
-      const float reference = higher == -infinity ? 0.0f : higher;
-      const float shrink = power_of_two(top - reference), factor = power_of_two(state.x - reference);
-      top = higher;
-      sum = sum * shrink + warp_sum(state.y * factor);
-      x.x *= shrink;
-      x.y *= shrink;
-      x.z *= shrink;
-      x.w *= shrink;
+      float factor = 0;
+#pragma unroll 1
+      for (index_t done = 0; done < here; done += AtOnce) {
+        float4 y[AtOnce];
 #pragma unroll
-      for (int part = 0; part < AtOnce; ++part) {
-        const float weight = __shfl_sync(~0u, factor, part);
-        if (part < here) {
-          x.x += y[part].x * weight;
-          x.y += y[part].y * weight;
-          x.z += y[part].z * weight;
-          x.w += y[part].w * weight;
+        for (int part = 0; part < AtOnce; ++part) {
+          if (part >= here - done) continue;
+          y[part] = __ldcg(reinterpret_cast<const float4*>(outs + (done + part) * rows_per_block * Dv));
+        }
+        if (done == 0) {
+          const float higher = fmaxf(top, lanes_max<32>(state.x));
+          const float reference = higher == -infinity ? 0.0f : higher;
+          const float shrink = power_of_two(top - reference);
+          factor = power_of_two(state.x - reference);
+          top = higher;
+          sum = fmaf(sum, shrink, warp_sum(__fmul_rn(state.y, factor)));
+          x.x *= shrink;
+          x.y *= shrink;
+          x.z *= shrink;
+          x.w *= shrink;
+        }
+#pragma unroll
+        for (int part = 0; part < AtOnce; ++part) {
+          const float weight = __shfl_sync(~0u, factor, int(done) + part);
+          if (part < here - done) {
+            x.x = fmaf(y[part].x, weight, x.x);
+            x.y = fmaf(y[part].y, weight, x.y);
+            x.z = fmaf(y[part].z, weight, x.z);
+            x.w = fmaf(y[part].w, weight, x.w);
+          }
         }
       }
-      states += AtOnce * rows_per_block;
-      outs += AtOnce * rows_per_block * Dv;
+      states += 32 * rows_per_block;
+      outs += 32 * rows_per_block * Dv;
     }
   }
   static constexpr int groups = (Dv / 4 + 31) / 32;  // of 32 lanes, four output dims each
 
-  /// True in the block that is the last of `parts` to arrive at a row's or a bundle's counter; it sees what the others
-  /// wrote.
-  __device__ bool last_to_arrive(index_t counter, index_t parts, bool* flag) const {
+  /// Which of a row's `mergers` this block is, the last of its `parts` to arrive; -1 for the others. Mergers see what all
+  /// parts wrote. They wait for each other: whoever has begun to wait is waited for by nobody, and the rest run or begin
+  /// before what is launched later.
+  __device__ index_t arrive(index_t row, index_t parts, index_t mergers, int* flag) const {
     if (threadIdx.x == 0) {
-      unsigned* arrived = scratch.arrived + offset_t(blockIdx.y) * (scratch.most_rows + scratch.bundles) + counter;
-      *flag = add_acquire_release(arrived, 1) == unsigned(parts - 1);
-      if (*flag) *arrived = 0;  // for the next step
+      unsigned* arrived = scratch.arrived + offset_t(blockIdx.y) * scratch.most_rows + row;
+      const index_t later = parts - 1 - index_t(add_acquire_release(arrived, 1));
+      *flag = later < mergers ? int(later) : -1;
+      if (later < mergers) {
+        if (mergers > 1) {
+          while (index_t(load_acquire(arrived)) < parts) continue;
+        }
+        // The counter is cleared for the next step by the last to leave.
+        if (mergers == 1 || index_t(add_acquire_release(arrived, 1)) == parts + mergers - 1) *arrived = 0;
+      }
     }
     __syncthreads();
     return *flag;

@@ -22,22 +22,14 @@ struct row_parts {
   index_t first_piece, count;
 };
 
-/// Bundles of parts, by the piece that a row begins in: see `decode_merge::merge_bundles`.
-inline constexpr index_t pieces_per_bundle = 8;
-/// Parts that two levels need at least: with fewer, a bundle would have fewer than `pieces_per_bundle`.
-inline constexpr index_t least_in_two_levels = 17;
-
-/// Scratch: a counter per (query block, row) and (query block, bundle), then partial outputs and softmax states by slot =
-/// piece + row, and those of bundles behind them.
+/// Scratch: a counter per (query block, row), then partial outputs and softmax states by slot = piece + row.
 struct decode_scratch {
   const split_piece* split;  // [pieces]; read only where splits are made ahead
-  unsigned* arrived;         // [query blocks, most rows + bundles]: parts of a row or a bundle that are written
+  unsigned* arrived;         // [query blocks, most rows]: parts of a row that are written
   float* out;                // [query blocks, slots, 16, v_dim]
   float2* state;             // [query blocks, slots, 16] maximum (base 2) and sum
   index_t most_rows;         // of the operation; a problem may have fewer
-  index_t bundles;           // that all rows together may have
-  index_t slots;             // most pieces + most rows + bundles
-  index_t in_one_level;      // parts of a row that one block merges; more than those in two levels
+  index_t slots;             // most pieces + most rows
 };
 
 /// How many pieces, one a block, `tiles` tiles of so many rows are cut into. Pieces end where rows do when rows are equal

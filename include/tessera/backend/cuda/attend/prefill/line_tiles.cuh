@@ -25,6 +25,7 @@ struct line_tiles {
   static constexpr int chunk_slots = Rows::chunk_slots, tile_chunks = Rows::tile_chunks;
   static constexpr bool one_piece = false;
   using argument = line_tables;
+  using meeting = typename Rows::meeting;
 
   static_assert(Entries % tile == 0 && Entries > threads + tile,
                 "tessera: a list holds whole tiles and what a round of the block's threads adds");
@@ -32,7 +33,7 @@ struct line_tiles {
   /// A chunk is an entry `number * 16 + flags`; a slot of a vertical line is an entry by itself.
   struct memory {
     alignas(16) std::uint32_t entries[Entries];
-    block_scan<threads, index_t> scan;
+    block_scan<threads, index_t, meeting> scan;
     // What is still to be listed, and of what the piece's list consists: registers are scarcer than time here.
     index_t first_chunk, next_chunk, last_chunk, first_column, next_column, last_column;
     index_t chunk_tiles, columns_at, columns;
@@ -94,7 +95,7 @@ struct line_tiles {
   }
 
   __device__ index_t gather(const problem_type& p) {
-    __syncthreads();  // what is still to be listed is there
+    meeting::wait();  // what is still to be listed is there
     const index_t last_chunk = list_.last_chunk, next_column = list_.next_column;
     index_t next_chunk = list_.next_chunk, listed = 0;
     for (; next_chunk < last_chunk && listed + threads <= Entries; next_chunk += threads) {
@@ -103,7 +104,7 @@ struct line_tiles {
       const index_t before = list_.scan.before(flags != 0 ? 1 : 0);
       if (flags != 0) list_.entries[listed + before] = std::uint32_t(chunk) * 16 | flags;
       listed += list_.scan.total();
-      __syncthreads();  // before the scan is used again
+      meeting::wait();  // before the scan is used again
     }
     const index_t tiles = ceil_div(listed, tile_chunks), columns_at = tiles * tile_chunks;
     if (listed + index_t(threadIdx.x) < columns_at) list_.entries[listed + threadIdx.x] = no_chunk;
@@ -112,12 +113,12 @@ struct line_tiles {
     for (index_t i = index_t(threadIdx.x); i < columns; i += threads) {
       list_.entries[columns_at + i] = std::uint32_t(slots[i]);
     }
-    __syncthreads();  // all know what was still to be listed
+    meeting::wait();  // all know what was still to be listed
     if (threadIdx.x == 0) {
       list_.next_chunk = next_chunk, list_.next_column = next_column + columns;
       list_.chunk_tiles = tiles, list_.columns_at = columns_at, list_.columns = columns;
     }
-    __syncthreads();  // the list is there
+    meeting::wait();  // the list is there
     return tiles + ceil_div(columns, tile);
   }
 

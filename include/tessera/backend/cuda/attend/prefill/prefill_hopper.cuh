@@ -27,6 +27,7 @@ struct prefill_hopper_kernel : prefill_rows<View, Out, 8, 1, 128, 4> {
   using typename base::logits, typename base::place, typename base::problem_type, typename base::running;
   using typename base::T, typename base::weights;
   static constexpr int copiers = 128, computers = base::threads, threads = computers + copiers;
+  using meeting = numbered_barrier<3, threads>;  // of both roles, each at its own place of the code; 1 and 2 are turns
   static constexpr int copier_registers = 40, computer_registers = 232;  // of the 168 that each thread begins with
   static constexpr int resident = 1, stages = 3, group_rows = 64, half_bytes = tile * 128;  // of 64 elements a token
   static constexpr int k_bytes = D / 64 * half_bytes, v_bytes = Dv / 64 * half_bytes, stage_bytes = k_bytes + v_bytes;
@@ -36,7 +37,7 @@ struct prefill_hopper_kernel : prefill_rows<View, Out, 8, 1, 128, 4> {
     std::uint32_t of_group[2], bits[base::tile_chunks][block_rows];
   };
   // The queries pass through the last stage of keys before it is first filled.
-  static constexpr int shared_bytes = stages * (stage_bytes + int(sizeof(sight)) + 4 * 8);
+  static constexpr int flag_at = stages * (stage_bytes + int(sizeof(sight)) + 4 * 8), shared_bytes = flag_at + 16;
   static_assert(shared_bytes % 16 == 0, "tessera: what tiles keep lies behind, at a multiple of 16 bytes");
   static_assert(block_rows == tile && copiers == block_rows,
                 "tessera: queries are laid out as a tile of keys, and each thread that fetches looks at one row");
@@ -59,7 +60,7 @@ struct prefill_hopper_kernel : prefill_rows<View, Out, 8, 1, 128, 4> {
       if (++stage == stages) stage = 0, parity ^= 1;
     }
   };
-  /// Shared memory: keys, values, sights and barriers of each stage. A tile's sight comes and goes with its keys.
+  /// Shared memory: keys, values, sights and barriers of each stage, and a flag. A tile's sight comes and goes with its keys.
   struct ring {
     unsigned char* memory;
     std::uint32_t shared;
@@ -72,6 +73,8 @@ struct prefill_hopper_kernel : prefill_rows<View, Out, 8, 1, 128, 4> {
     __device__ sight& sight_of(int stage) const {
       return reinterpret_cast<sight*>(memory + stages * stage_bytes)[stage];
     }
+    /// Did a value that a row must not see reach its output? Behind the barriers: static memory would cost 1 KiB of alignment.
+    __device__ unsigned& any_spoilt() const { return *reinterpret_cast<unsigned*>(memory + flag_at); }
     __device__ std::uint32_t keys_filled(int stage) const {
       return shared + std::uint32_t(stages * (stage_bytes + int(sizeof(sight))) + stage * 8);
     }
@@ -84,6 +87,7 @@ struct prefill_hopper_kernel : prefill_rows<View, Out, 8, 1, 128, 4> {
         init_barrier(values_filled(i), copiers), init_barrier(values_freed(i), computers);
       }
       publish_barriers();  // the copy engine counts bytes at them
+      any_spoilt() = 0;
     }
     __device__ std::uint32_t queries() const { return keys(stages - 1); }
   };
@@ -114,7 +118,10 @@ struct prefill_hopper_kernel : prefill_rows<View, Out, 8, 1, 128, 4> {
           return true;
         }
       }
-      if (careful || !__syncthreads_or(spoilt)) return false;
+      if (careful) return false;
+      if (spoilt) atomicOr(&stored.any_spoilt(), 1u);
+      meeting::wait();
+      if (!stored.any_spoilt()) return false;
       careful = true;
       tiles.rewind(p);
       count = tiles.gather(p);

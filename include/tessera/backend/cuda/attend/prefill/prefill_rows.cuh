@@ -48,6 +48,7 @@ struct prefill_rows {
   using T = typename View::element_type;
   using problem_type = prefill_problem<View, Out>;
   static constexpr int D = View::k_dim, Dv = View::v_dim, warps = Warps, row_tiles = RowTiles, tile = Tile;
+  using meeting = whole_block;
   static constexpr int threads = warps * 32, warp_rows = row_tiles * 16, block_rows = warps * warp_rows;
 
   /// Rows of query heads that read one (sequence, kv_head): row r is token r / group of query head q_head + r % group.

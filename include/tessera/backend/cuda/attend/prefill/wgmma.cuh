@@ -101,14 +101,6 @@ __device__ __forceinline__ void take_registers() {
   asm volatile("setmaxnreg.inc.sync.aligned.u32 %0;" ::"n"(Registers));
 }
 
-/// Who waits at a numbered barrier, and who only arrives, so many threads together.
-__device__ __forceinline__ void wait_at(int barrier, int threads) {
-  asm volatile("bar.sync %0, %1;" ::"r"(barrier), "r"(threads) : "memory");
-}
-__device__ __forceinline__ void arrive_at(int barrier, int threads) {
-  asm volatile("bar.arrive %0, %1;" ::"r"(barrier), "r"(threads) : "memory");
-}
-
 /// Products have arrived in `d`: keeps the compiler from moving them before that.
 template <int Columns>
 __device__ __forceinline__ void settle(float (&d)[Columns][4]) {
