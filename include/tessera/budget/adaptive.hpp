@@ -27,16 +27,12 @@ struct adaptive {
 
   /// What a head keeps that won so many of the layer's places; before the limit of what it stores.
   TESSERA_HD index_t share_won(index_t won, index_t base, index_t tail) const {
-    // Double, so that int(0.2 * base) is what the decimal fraction says; 0.2f is a little above 0.2.
-    const double fraction = ::round(double(floor) * 1e6) / 1e6;
-    const double least = ::floor(fraction * double(base));
-    // Two roundings: a fused multiply-add could round another way.
-#ifdef __CUDA_ARCH__
-    const double count = __dadd_rn(__dmul_rn(double(won), 1.0 - fraction), least);
-#else
-    const double count = double(won) * (1.0 - fraction) + least;
-#endif
-    return tail + index_t(::rint(count));
+    // In whole millionths, so that halves are halves: 0.2f is a little above 0.2, and 0.35 * 90 in double below 31.5.
+    constexpr offset_t whole = 1000000;
+    const offset_t fraction = offset_t(::round(double(floor) * double(whole)));
+    const offset_t count = offset_t(won) * (whole - fraction) + fraction * base / whole * whole;
+    const offset_t below = count / whole, rest = 2 * (count % whole);
+    return tail + index_t(below + (rest > whole || (rest == whole && below % 2 != 0)));
   }
 
   token_bound most(const layer_extent& layer) const {
