@@ -44,7 +44,8 @@ std::vector<index_t> evened(std::vector<index_t> lengths) {
 /// `split_only`: times the split of the rows in place of a step. `split_by`: lengths that a split ahead goes by, in place of
 /// the rows' own; equal ones give every row as many blocks.
 template <cuda::decode_split Split = cuda::decode_split::each_step>
-prepared decode_ragged(const std::vector<index_t>& lengths, index_t sequences, bool split_only = false, std::vector<index_t> split_by = {}) {
+prepared decode_ragged(const std::vector<index_t>& lengths, index_t sequences, bool split_only = false,
+                       std::vector<index_t> split_by = {}) {
   using view_type = kv_view<const bf16, head_dim, csr_table>;
   std::vector<index_t> begins{0}, blocks;
   offset_t read = 0;

@@ -26,9 +26,9 @@ struct decode_merge : decode_block<View, Out> {
   static constexpr int many_parts_at_once = 32;
   static_assert(many_parts_at_once <= 32, "tessera: a lane of a warp holds the state of one part");
   __device__ static bool has_many(const row_parts& of) { return of.count > 2 * parts_at_once; }
-  /// The blocks that arrive last at a row of very many parts merge some of its query rows each: one block would wait for
-  /// its own share of the L2's bandwidth, 188 KB for 92 parts (32.2 us in place of 33.3; of 38 parts, 40.9 in place of 40.1:
-  /// H200, CUDA 13.0).
+  /// Of a row of very many parts the blocks that arrive last merge some query rows each: one block alone would wait for its
+  /// share of the L2's bandwidth, 188 KB for 92 parts. Sharing helps 92 parts (a step of 32.2 us, 33.3 alone) and costs time
+  /// with 38 (40.9, 40.1 alone; H200, CUDA 13.0).
   static constexpr index_t most_mergers = 4;
   __device__ index_t mergers_of(const row_parts& of) const {
     return of.count > 2 * many_parts_at_once ? min(most_mergers, index_t(used * groups)) : 1;
@@ -223,8 +223,8 @@ struct decode_merge : decode_block<View, Out> {
   static constexpr int groups = (Dv / 4 + 31) / 32;  // of 32 lanes, four output dims each
 
   /// Which of a row's `mergers` this block is, the last of its `parts` to arrive; -1 for the others. Mergers see what all
-  /// parts wrote. They wait for each other: whoever has begun to wait is waited for by nobody, and the rest run or begin
-  /// before what is launched later.
+  /// parts wrote, and wait until all have arrived. That wait ends: a block arrives before it waits, and those that are missing
+  /// run already or begin before anything that is launched later.
   __device__ index_t arrive(index_t row, index_t parts, index_t mergers, int* flag) const {
     if (threadIdx.x == 0) {
       unsigned* arrived = scratch.arrived + offset_t(blockIdx.y) * scratch.most_rows + row;
