@@ -19,7 +19,6 @@
 #include "engine/cuda/model.hpp"
 #include "engine/model.hpp"
 #include "tool/backend.hpp"
-#include "tool/compress.hpp"
 #include "tool/methods/registry.hpp"
 
 using engine::token_t;
@@ -254,60 +253,6 @@ TEST_CASE("steps of several tokens and of one may alternate") {
   }
   REQUIRE(done == more.size());
   CHECK(distance(last_of_several, last) < 0.02);
-}
-
-TEST_CASE("compress on CUDA keeps and reads what it does on the CPU") {
-  if (no_device()) return;
-  constexpr index_t dim = tool_tests::large_dim;
-  std::mt19937 random(1);
-  std::normal_distribution<float> normal;
-  engine::safetensors_writer writer;
-  const engine_tests::temporary_folder folder;
-  const auto add = [&](const std::string& name, std::vector<std::int64_t> shape) {
-    std::vector<float> values(std::size_t(shape[0] * shape[1] * shape[2]));
-    for (float& value : values) value = normal(random);
-    writer.add_rounded(name, std::move(shape), values, engine::dtype::bf16);
-  };
-  add("k", {2, 500, dim});
-  add("v", {2, 500, dim});
-  add("q", {500, 8, dim});
-  add("q_decode", {5, 8, dim});
-  add("k_decode", {5, 2, dim});
-  add("v_decode", {5, 2, dim});
-  const std::vector<std::uint8_t> boundaries = some_boundaries(500);
-  writer.add("boundaries", {500}, std::span<const std::uint8_t>(boundaries));
-  const std::vector<std::uint8_t> of_steps{0, 0, 1, 0, 0};
-  writer.add("boundaries_decode", {5}, std::span<const std::uint8_t>(of_steps));
-  writer.write(folder / "layer");
-  const auto in = engine::safetensors_file::open(folder / "layer");
-  for (const auto& method : tool::methods()) {
-    if (!method.on_cuda || method.rereads) continue;
-    INFO(method.name);
-    tool::compress_options options;
-    options.method = method.name;
-    options.settings = tool_tests::needed_settings(method.name, 1, 2);
-    if (method.needs_rope) options.rope_theta = 10'000.0f;
-    options.budget = 100;
-    options.workers = std::make_shared<tessera::cpu::executor>(2);
-    const auto run = [&](backend where) {
-      options.where = where;
-      tool::compress(in, options).file.write(folder / "kept");
-      return engine::safetensors_file::open(folder / "kept");
-    };
-    const auto any = std::vector<std::int64_t>{engine::any_size};
-    const auto on_cpu = run(backend::cpu);
-    const auto expected = on_cpu.to_int64("attend.indices", any);
-    const auto expected_out = on_cpu.to_fp32("out", std::vector<std::int64_t>{5, 8, dim});
-    const auto on_cuda = run(backend::cuda);
-    const auto read = on_cuda.to_int64("attend.indices", any);
-    // Sums in another order may turn near ties.
-    REQUIRE(read.size() == expected.size());
-    std::int64_t same = 0;
-    for (std::size_t i = 0; i < read.size(); ++i) same += read[i] == expected[i];
-    CHECK(double(same) >= 0.9 * double(read.size()));
-    const auto out = on_cuda.to_fp32("out", std::vector<std::int64_t>{5, 8, dim});
-    if (same == std::int64_t(read.size())) CHECK(distance(out, expected_out) < 0.01);
-  }
 }
 
 TEST_CASE("what CUDA caches cannot store is refused with the cure") {

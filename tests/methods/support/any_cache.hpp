@@ -12,6 +12,7 @@
 #include <tessera/core/views.hpp>
 
 #include "support/calls/called_cache.hpp"
+#include "support/calls/numbers.hpp"
 
 namespace methods_test {
 
@@ -73,11 +74,7 @@ struct traits {
   bool pays_for_estimates() const { return plans || (estimate && scorer == first::none); }
 };
 
-/// A number that a method is run with, its budget among them, and what it may be.
-struct number {
-  std::string name;
-  double least, most, step;  // the next number that is refused lies a step beyond
-};
+using support::number;
 
 /// A method or mixture that tests can make by its name.
 struct entry {

@@ -5,7 +5,6 @@
 #include <atomic>
 #include <map>
 #include <stdexcept>
-#include <string_view>
 #include <type_traits>
 
 #include <tessera/budget/adaptive.hpp>
@@ -37,7 +36,6 @@ namespace methods_test {
 
 using tessera::cache;
 using tessera::model_shape;
-using tessera::split_factor;
 using tessera::stage_plan;
 namespace cpu = tessera::cpu;
 
@@ -131,17 +129,7 @@ Recipe configured(const settings& chosen) {
   }
   recipe.set_budget(chosen.budget);
   recipe.attention.rule = chosen.rule;
-  Recipe::parameters(recipe, [&](const char* name, auto& value, const auto&, const char*) {
-    using value_type = std::remove_reference_t<decltype(value)>;
-    const auto found = chosen.values.find(name);
-    if (found == chosen.values.end()) return;
-    if constexpr (std::is_same_v<value_type, split_factor>) {
-      value = split_factor(found->second);
-    } else {
-      value = static_cast<value_type>(index_t(found->second));
-    }
-    if constexpr (std::is_same_v<value_type, float>) value = float(chosen.value(name, double(value)));
-  });
+  support::set_numbers(recipe, chosen.values);
   if constexpr (Recipe::retain_type::chooses && Recipe::retrieve_type::retrieves && !Recipe::retain_type::plans)
     recipe.retrieve.tokens = chosen.count("read_tokens", chosen.budget);
   return recipe;
@@ -213,27 +201,8 @@ class cache_of final : public support::cpu_calls<Recipe, any_cache> {
 };
 
 template <class Recipe>
-std::vector<number> numbers() {
-  std::vector<number> all;
-  if (Recipe::retain_type::chooses || Recipe::retrieve_type::retrieves)
-    all.push_back({"budget", double(Recipe::budgets.least), double(Recipe::budgets.most), 1});
-  Recipe recipe;
-  Recipe::parameters(recipe, [&](const char* name, auto& value, const auto& allowed, const char*) {
-    using value_type = std::remove_reference_t<decltype(value)>;
-    if (std::string_view(name) == "packed_channels") return;  // refused by the name that it has without an estimate
-    if constexpr (std::is_same_v<value_type, split_factor>)
-      all.push_back({name, allowed.fixed.least, allowed.fixed.most, 1e-6});
-    if constexpr (std::is_arithmetic_v<value_type>) {
-      all.push_back({name, double(allowed.least), double(allowed.most),
-                     std::is_same_v<value_type, float> ? 1e-6 * std::max(1.0, double(allowed.most)) : 1});
-    }
-  });
-  return all;
-}
-
-template <class Recipe>
 entry entry_of(std::string name) {
-  return {std::move(name), describe<Recipe>(), &numbers<Recipe>,
+  return {std::move(name), describe<Recipe>(), &support::numbers<Recipe>,
           [](const settings& chosen, const model_shape& shape, std::shared_ptr<cpu::executor> workers) {
             auto recipe = configured<Recipe>(chosen);
             add_profile(recipe, chosen, shape);

@@ -13,8 +13,7 @@ void gpu_test::make_random_calls(const called_on_both& method) {
     support::rng random(std::uint64_t(70601 + done));
     called_numbers numbers{{random.between(1, 3), random.pick({2, 4}), random.pick({1, 2})},
                            random.pick({24, 40, 64}),
-                           random.between(1, 4),
-                           random.between(4, 12)};
+                           {{"window", random.between(1, 4)}, {"max_new", random.between(4, 12)}}};
     support::called_method known = method.known;
     known.read = numbers.budget;
     cuda::cache_options options;

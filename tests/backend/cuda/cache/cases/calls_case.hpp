@@ -5,6 +5,7 @@
 
 #include "cache_case.hpp"
 #include "support/calls/call_arguments.hpp"
+#include "support/calls/numbers.hpp"
 
 namespace gpu_test {
 
@@ -94,14 +95,16 @@ class device_calls final : public support::called_cache {
   std::shared_ptr<memory> memory_;  // copies share it: one is called at a time
 };
 
-/// What a method is run with.
+/// What a method is run with; `values` by the parameter's name.
 struct called_numbers {
   model_shape shape;
-  index_t budget, window, max_new;
+  index_t budget;
+  std::map<std::string, double> values;
 };
 /// A method on both backends. Makers throw as the caches do.
 struct called_on_both {
   support::called_method known;
+  std::vector<support::number> numbers;
   std::function<std::unique_ptr<support::called_cache>(const called_numbers&, const cuda::cache_options&)> on_device;
   std::function<std::unique_ptr<support::called_cache>(const called_numbers&)> on_host;
 };
@@ -109,9 +112,12 @@ struct called_on_both {
 /// Random calls of the device's cache, and where they are valid of the CPU's too: test_random_calls.cu.
 void make_random_calls(const called_on_both& method);
 
+/// Every number at the ends of what it may be, and beyond, in the device's cache: test_parameter_ends.cu.
+void take_ends(const called_on_both& method);
+
 template <class Method>
 requires runs_on_devices<Method>
-void call_at_random() {
+called_on_both on_both() {
   using retain_type = typename Method::retain_type;
   using retrieve_type = typename Method::retrieve_type;
   called_on_both method;
@@ -121,16 +127,12 @@ void call_at_random() {
   method.known.segments = Method::needs_segments;
   method.known.step_segments = Method::needs_step_segments;
   if constexpr (retrieve_type::retrieves) method.known.exact = !retrieve_type::estimates && !retain_type::plans;
+  method.numbers = support::numbers<Method>();
   const auto configured = [](const called_numbers& numbers) {
     Method made;
     support::keep_all_elements(made);
     made.set_budget(numbers.budget);
-    Method::parameters(made, [&](const std::string& name, auto& value, const auto&, const char*) {
-      if constexpr (std::is_same_v<std::remove_reference_t<decltype(value)>, index_t>) {
-        if (name == "window") value = numbers.window;
-        if (name == "max_new") value = numbers.max_new;
-      }
-    });
+    support::set_numbers(made, numbers.values);
     return made;
   };
   method.on_device = [=](const called_numbers& numbers, const cuda::cache_options& options) {
@@ -142,13 +144,24 @@ void call_at_random() {
                        std::make_shared<cpu::executor>(1));
     return std::unique_ptr<support::called_cache>(std::make_unique<support::plain_cpu_calls<Method>>(std::move(held)));
   };
-  make_random_calls(method);
+  return method;
 }
 
-/// Of a method that runs on the host alone there is nothing to call.
 template <class Method>
 void call_at_random() {
-  say_host_only();
+  if constexpr (runs_on_devices<Method>) {
+    make_random_calls(on_both<Method>());
+  } else {
+    say_host_only();
+  }
+}
+template <class Method>
+void take_parameter_ends() {
+  if constexpr (runs_on_devices<Method>) {
+    take_ends(on_both<Method>());
+  } else {
+    say_host_only();
+  }
 }
 
 }  // namespace gpu_test
