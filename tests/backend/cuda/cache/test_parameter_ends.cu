@@ -9,6 +9,7 @@ void gpu_test::take_ends(const called_on_both& method) {
   const auto make = [&](index_t budget, const std::map<std::string, double>& values) {
     cuda::cache_options options;
     options.tokens = 128;
+    options.step_tokens = 4;
     return method.on_device({shape, budget, values}, options);
   };
   const index_t worked = support::take_ends(method.numbers, shape, true, make);

@@ -156,7 +156,7 @@ void compare_ranks() {
       const int own = order[row % order.size()];
       if (i % 3 == 2 && row % 17 == 5 && own > 1 && own < scorer.lag)
         return row % 2 ? float(NAN) : row % 4 ? infinity : -infinity;
-      return d % 2 ? float(own) : 0.0f;
+      return d % 2 ? float(i % 8 == 4 ? own / 2 * 2 : own) : 0.0f;  // sometimes rows come in pairs that tie
     };
     stored_rows_case<E, D, Dv> c(draw(1, 2), draw(1, 3), draw(1, i % 4 < 2 ? 2600 : 700), i % 2, element);
     const cuda::score_lagged<typename stored_rows_case<E, D, Dv>::view_type, lag_relative> op(c.sequences * c.heads,
@@ -193,6 +193,7 @@ TEST_CASE("keys are compared with their mean as on the CPU, to rounding", "[gpu]
 TEST_CASE("tokens rank in their partition as on the CPU", "[gpu]") {
   if (gpu_missing()) return;
   compare_ranks<bf16, 128, 128>();
-  compare_ranks<fp16, 64, 96>();
+  compare_ranks<fp16, 64, 64>();
   compare_ranks<bf16, 80, 256>();
+  compare_ranks<fp16, 256, 256>();
 }

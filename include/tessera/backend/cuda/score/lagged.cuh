@@ -4,20 +4,11 @@
 #include <algorithm>
 
 #include "../device/tuning.cuh"
-#include "partitions.cuh"
+#include "lagged/columns.cuh"
 
 TESSERA_NAMESPACE_BEGIN
 namespace cuda {
 namespace detail {
-
-template <class View, class Scorer>
-__global__ void __launch_bounds__(contents_threads)
-    score_outside_entry(const __grid_constant__ View view, Scorer scorer, float* scores, offset_t row_stride) {
-  const index_t row = blockIdx.y, stored = view.length(row / view.kv_heads, row % view.kv_heads);
-  for (index_t i = index_t(blockIdx.x * contents_threads + threadIdx.x); i < stored;
-       i += index_t(gridDim.x) * contents_threads)
-    scores[row * row_stride + i] = scorer.outside(i, stored);
-}
 
 /// Writes the spreads of a lane's rows base + u * rows + group; `memory` has their partition's scales.
 template <class Partitions, class Scorer, class Memory, int Count>
@@ -47,10 +38,10 @@ __device__ __forceinline__ void measure_rows(const Partitions& all, const Scorer
 
 /// Writes the spreads of `count` partitions from slot `first` on, which a next one follows, to spreads [count * lag]. Threads hold
 /// their rows of a partition from when its extremes are found to when it is measured.
-template <bool Keys, bool Whole, class View, class Scorer, class Memory>
+template <bool Keys, class View, class Scorer, class Memory>
 __device__ void measure_spreads(const View& view, const Scorer& scorer, index_t b, index_t h, index_t first,
                                 index_t count, bool aligned, Memory& memory, void* shared, float* spreads) {
-  using partitions = partition_rows<View, Keys, Whole>;
+  using partitions = partition_rows<View, Keys>;
   using chunks = typename partitions::chunks;
   using extremes = lane_extremes<chunks>;
   constexpr int rows = chunks::rows, at_once = partitions::at_once;
@@ -87,87 +78,33 @@ __device__ void measure_spreads(const View& view, const Scorer& scorer, index_t 
   }
 }
 
-/// Half of each softmax of a partition's spreads, which take the spreads' place; a warp's work.
-__device__ inline void halve_softmax(float* spreads, index_t lag) {
-  const index_t lane = threadIdx.x % 32;
-  float top = -infinity, total = 0;
-  for (index_t i = lane; i < lag; i += 32) top = spreads[i] < infinity ? fmaxf(top, spreads[i]) : top;
-  top = warp_max(top);
-  for (index_t i = lane; i < lag; i += 32) {
-    const float power = spreads[i] < infinity ? expf(spreads[i] - top) : nanf("");
-    spreads[i] = power;
-    total += power == power ? power : 0.0f;
-  }
-  total = warp_sum(total);
-  for (index_t i = lane; i < lag; i += 32) spreads[i] = spreads[i] / total / 2;
-}
-
-/// Writes what a partition's slots come to: how many rank behind each of them; a warp's work. `values` becomes what they rank by: sums
-/// are not negative, so their bits order as they do, and -1 stands for NaN.
-template <class Scorer>
-__device__ void rank_partition(const Scorer& scorer, const float* keys, float* values, float* out) {
-  constexpr int at_once = 4, absent = -2;
-  const index_t lane = threadIdx.x % 32, lag = scorer.lag;
-  int* ranked_by = reinterpret_cast<int*>(values);
-  for (index_t i = lane; i < lag; i += 32) {
-    const float sum = keys[i] + values[i];
-    ranked_by[i] = sum == sum ? __float_as_int(sum) : -1;
-  }
-  __syncwarp();
-  for (index_t first = 0; first < lag; first += 32 * at_once) {
-    int own[at_once], behind[at_once] = {}, limit[at_once];
-#pragma unroll
-    for (int k = 0; k < at_once; ++k) own[k] = first + k * 32 + lane < lag ? ranked_by[first + k * 32 + lane] : absent;
-    for (index_t others = 0; others < lag; others += 32) {
-#pragma unroll
-      for (int k = 0; k < at_once; ++k) limit[k] = own[k] + (others > first + k * 32);  // of equals the later is behind
-      const index_t there = min(32, lag - others);
-#pragma unroll 8
-      for (index_t j = 0; j < there; ++j) {
-        const int other = ranked_by[others + j];
-#pragma unroll
-        for (int k = 0; k < at_once; ++k) behind[k] += other < limit[k];
-      }
-    }
-#pragma unroll
-    for (int k = 0; k < at_once; ++k) {
-      behind[k] += __popc(__match_any_sync(~0u, own[k]) & (~1u << lane));  // equals among the warp's own
-      const index_t i = first + k * 32 + lane;
-      if (i < lag) out[i] = own[k] >= 0 ? scorer.ranked(behind[k]) : nanf("");
-    }
-  }
-}
-
 /// x runs of `run` partitions, y a (sequence, kv_head). `scratch` [rows, 2, capacity].
-template <class View, class Scorer, bool Whole>
+template <class View, class Scorer>
 __global__ void __launch_bounds__(lagged_threads, lagged_blocks)
     score_lagged_entry(const __grid_constant__ View view, Scorer scorer, bool keys_aligned, bool values_aligned,
                        float* out, offset_t row_stride, float* scratch, index_t capacity, index_t run) {
-  using of_keys_type = partition_scales<typename partition_rows<View, true, Whole>::chunks>;
-  using of_values_type = partition_scales<typename partition_rows<View, false, Whole>::chunks>;
+  using of_keys_type = partition_scales<typename partition_rows<View, true>::chunks>;
+  using of_values_type = partition_scales<typename partition_rows<View, false>::chunks>;
   constexpr std::size_t most =
       sizeof(of_keys_type) > sizeof(of_values_type) ? sizeof(of_keys_type) : sizeof(of_values_type);
   __shared__ alignas(16) unsigned char memory[most];
   extern __shared__ uint4 lagged_rows[];
-  if constexpr (Whole) scorer.lag = partition_rows<View, true, Whole>::staged;
   const index_t row = blockIdx.y, b = row / view.kv_heads, h = row % view.kv_heads, lag = scorer.lag;
-  const index_t partitions = max(0, min(view.length(b, h), capacity) - scorer.sinks) / lag;
+  const index_t stored = view.length(b, h), partitions = max(0, min(stored, capacity) - scorer.sinks) / lag;
+  out += row * row_stride;
   for (index_t p = index_t(blockIdx.x) * run; p + 1 < partitions; p += index_t(gridDim.x) * run) {
     const index_t count = min(run, partitions - 1 - p), first = scorer.sinks + p * lag;
     float *of_keys = scratch + offset_t(row) * 2 * capacity + p * lag, *of_values = of_keys + capacity;
-    measure_spreads<true, Whole>(view, scorer, b, h, first, count, keys_aligned,
-                                 *reinterpret_cast<of_keys_type*>(memory), lagged_rows, of_keys);
+    measure_spreads<true>(view, scorer, b, h, first, count, keys_aligned, *reinterpret_cast<of_keys_type*>(memory),
+                          lagged_rows, of_keys);
     __syncthreads();
-    measure_spreads<false, Whole>(view, scorer, b, h, first, count, values_aligned,
-                                  *reinterpret_cast<of_values_type*>(memory), lagged_rows, of_values);
+    measure_spreads<false>(view, scorer, b, h, first, count, values_aligned, *reinterpret_cast<of_values_type*>(memory),
+                           lagged_rows, of_values);
     __syncthreads();
-    for (index_t i = threadIdx.x / 32; i < count; i += lagged_threads / 32) {
-      halve_softmax(of_keys + i * lag, lag);
-      halve_softmax(of_values + i * lag, lag);
-      rank_partition(scorer, of_keys + i * lag, of_values + i * lag, out + row * row_stride + first + i * lag);
-    }
+    rank_run(scorer, of_keys, of_values, count, out + first);
     __syncthreads();
   }
+  score_outside(scorer, stored, max(0, partitions - 1) * lag, out);
 }
 
 }  // namespace detail
@@ -183,9 +120,11 @@ class score_lagged {
       : rows_(rows), capacity_(capacity), resident_(detail::lagged_blocks * device_info::current().multiprocessors) {
     require(rows >= 1 && rows <= 65535, "sequences * kv_heads", rows, "1 to 65535", "split the batch");
     // The limit belongs to the kernel, not to this object: always the same.
-    for (const entry_type entry : {whole_, any_})
-      check(cudaFuncSetAttribute(entry, cudaFuncAttributeMaxDynamicSharedMemorySize, shared_bytes),
-            "cudaFuncSetAttribute");
+    const auto allow = [](auto entry, int bytes) {
+      check(cudaFuncSetAttribute(entry, cudaFuncAttributeMaxDynamicSharedMemorySize, bytes), "cudaFuncSetAttribute");
+    };
+    allow(any_, any_bytes);
+    if constexpr (columns::possible) allow(columns_, columns::shared_bytes);
   }
 
   std::size_t workspace_bytes() const { return std::size_t(rows_) * 2 * std::size_t(capacity_) * sizeof(float); }
@@ -199,34 +138,45 @@ class score_lagged {
             std::to_string(scorer.lag) + " and " + std::to_string(scorer.sinks), "at least 2, and at least 0",
             "check the scorer first");
     if (rows == 0) return;
-    const dim3 all{unsigned(std::clamp(ceil_div(capacity_, 2048), 1, 64)), unsigned(rows)};
-    detail::score_outside_entry<View, Scorer>
-        <<<all, detail::contents_threads, 0, stream>>>(view, scorer, scores, row_stride);
     // Runs for all blocks that fit at a time: what a block begins with it waits for.
     const index_t partitions = std::max(capacity_ / scorer.lag, 1);
     const index_t run = index_t(std::clamp<offset_t>(offset_t(partitions) * rows / resident_, 1, 32));
     const dim3 runs{unsigned(std::min(ceil_div(partitions, run), 65535)), unsigned(rows)};
     const bool keys_aligned = rows_on_16_bytes(view.k, view.k_strides),
                values_aligned = rows_on_16_bytes(view.v, view.v_strides);
-    const entry_type entry =
-        scorer.lag == whole_lag && keys_aligned && values_aligned && keys::side_by_side ? whole_ : any_;
-    entry<<<runs, detail::lagged_threads, shared_bytes, stream>>>(
-        view, scorer, keys_aligned, values_aligned, scores, row_stride, static_cast<float*>(workspace), capacity_, run);
+    bool in_columns = false;
+    if constexpr (columns::possible) {
+      in_columns = scorer.lag == columns::lag && keys_aligned && values_aligned;
+      if (in_columns) {
+        columns_<<<runs, detail::lagged_threads, columns::shared_bytes, stream>>>(
+            view, scorer, scores, row_stride, static_cast<float*>(workspace), capacity_, run);
+      }
+    }
+    if (!in_columns) {
+      any_<<<runs, detail::lagged_threads, any_bytes, stream>>>(view, scorer, keys_aligned, values_aligned, scores,
+                                                                row_stride, static_cast<float*>(workspace), capacity_,
+                                                                run);
+    }
     check(cudaGetLastError(), "launch of score_lagged");
   }
 
  private:
-  using keys = detail::partition_rows<View, true, true>;
-  using values = detail::partition_rows<View, false, true>;
-  using entry_type = void (*)(View, Scorer, bool, bool, float*, offset_t, float*, index_t, index_t);
-  static constexpr int shared_bytes = keys::shared_bytes;
-  /// Partitions of which the places hold all rows, of keys and of values; 0: of none.
-  static constexpr index_t whole_lag = keys::staged == values::staged ? keys::staged : 0;
+  using columns = detail::lagged_columns<View>;
+  static constexpr int any_bytes = detail::partition_rows<View, true>::shared_bytes;
+  template <class V>
+  static constexpr auto columns_entry() {
+    if constexpr (detail::lagged_columns<V>::possible) {
+      return detail::score_columns_entry<V, Scorer>;
+    } else {
+      return nullptr;
+    }
+  }
 
   index_t rows_, capacity_, resident_;
   // What was configured is what is launched: nvcc gives every source file a kernel of its own.
-  entry_type whole_ = detail::score_lagged_entry<View, Scorer, keys::side_by_side>,
-             any_ = detail::score_lagged_entry<View, Scorer, false>;
+  void (*any_)(View, Scorer, bool, bool, float*, offset_t, float*, index_t,
+               index_t) = detail::score_lagged_entry<View, Scorer>;
+  void (*columns_)(View, Scorer, float*, offset_t, float*, index_t, index_t) = columns_entry<View>();
 };
 
 }  // namespace cuda

@@ -7,16 +7,16 @@
 #include <algorithm>
 #include <type_traits>
 
-#include "../device/copy.cuh"
-#include "contents.cuh"
+#include "../../device/copy.cuh"
+#include "../contents.cuh"
 
 TESSERA_NAMESPACE_BEGIN
 namespace cuda {
 namespace detail {
 
-/// Partitions that are on their way to a block, beside the two that its threads hold. Three on their way take as long (179 us
-/// against 176 of 8 x 128K; H200, CUDA 13.0); 512 threads, and three blocks, spill. 512 threads whose rows rest in shared memory
-/// and are read twice take longer (195).
+/// Partitions that are on their way to a block, beside the two that its threads hold. Measured when this read partitions of 128
+/// rows too: three on their way take as long, 512 threads or three blocks spill, and 512 threads whose rows rest in shared
+/// memory and are read twice take 195 us in place of 176 (8 x 128K; H200, CUDA 13.0).
 inline constexpr index_t lagged_ahead = 2;
 inline constexpr int lagged_threads = 256, lagged_blocks = 2;
 
@@ -109,9 +109,8 @@ struct partition_scales {
 };
 
 /// Rows of partitions on their way to the threads that measure them: each thread has places of its own in shared memory, for
-/// `at_once` rows of a partition, and nobody else reads them. The rows of longer partitions are read where they lie. `Whole`:
-/// partitions of just as many rows as places hold, aligned and side by side; such rows need no questions.
-template <class View, bool Keys, bool Whole>
+/// `at_once` rows of a partition, and nobody else reads them. The rows of longer partitions are read where they lie.
+template <class View, bool Keys>
 class partition_rows {
  public:
   using chunks = stored_chunks<View, Keys, lagged_threads>;
@@ -139,7 +138,7 @@ class partition_rows {
   __device__ void bring(index_t partition, bool there) {
     if (there && lane() < chunks::chunks) {
       place* to = &place_of(partition, 0);
-      if (Whole || (side_by_side && aligned_)) {
+      if (side_by_side && aligned_) {
         // One address, and the same step from row to row: to find each anew took a quarter of all instructions.
         const offset_t token = Keys ? view_.k_strides.token : view_.v_strides.token;
         const stored* from = origin_ + token * slot(partition, 0);
@@ -175,20 +174,18 @@ class partition_rows {
   /// its end. All lanes meet in it.
   template <class See>
   __device__ void each_other(index_t partition, const See& see) const {
-    if constexpr (!Whole) {
-      for (index_t base = staged; base < lag_; base += rows * few) {
-        raw chunk[few];
+    for (index_t base = staged; base < lag_; base += rows * few) {
+      raw chunk[few];
 #pragma unroll
-        for (int u = 0; u < few; ++u)
-          chunks::fetch(view_, b_, h_, slot(partition, base + u * rows), aligned_, lane(),
-                        holds(base + u * rows + group()), chunk[u]);
-        see(base, chunk);
-      }
+      for (int u = 0; u < few; ++u)
+        chunks::fetch(view_, b_, h_, slot(partition, base + u * rows), aligned_, lane(),
+                      holds(base + u * rows + group()), chunk[u]);
+      see(base, chunk);
     }
   }
   /// Whether a partition has such a row.
-  __device__ bool holds(index_t row) const { return Whole || row < lag_; }
-  __device__ index_t lag() const { return Whole ? staged : lag_; }
+  __device__ bool holds(index_t row) const { return row < lag_; }
+  __device__ index_t lag() const { return lag_; }
   __device__ static int lane() { return int(threadIdx.x) % chunks::lanes; }
   __device__ static int group() { return int(threadIdx.x) / chunks::lanes; }
 
