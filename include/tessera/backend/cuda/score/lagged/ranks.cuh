@@ -24,7 +24,7 @@ __device__ inline void halve_softmax(float* spreads, index_t lag) {
 }
 
 /// What a slot ranks by: sums are not negative, so their bits order as they do, and -1 stands for NaN.
-__device__ inline int rank_key(float sum) { return sum == sum ? __float_as_int(sum) : -1; }
+__device__ inline int spread_key(float sum) { return sum == sum ? __float_as_int(sum) : -1; }
 /// x < y as a number to add, in two instructions; keys are less than 2^31 apart.
 __device__ inline int is_less(int x, int y) { return int(unsigned(x - y) >> 31); }
 
@@ -34,7 +34,7 @@ __device__ void rank_partition(const Scorer& scorer, const float* keys, float* v
   constexpr int at_once = 4, absent = -2;
   const index_t lane = threadIdx.x % 32, lag = scorer.lag;
   int* ranked_by = reinterpret_cast<int*>(values);
-  for (index_t i = lane; i < lag; i += 32) ranked_by[i] = rank_key(keys[i] + values[i]);
+  for (index_t i = lane; i < lag; i += 32) ranked_by[i] = spread_key(keys[i] + values[i]);
   __syncwarp();
   for (index_t first = 0; first < lag; first += 32 * at_once) {
     int own[at_once], behind[at_once] = {}, limit[at_once];
