@@ -101,7 +101,7 @@ void run_random_conversations(const std::string& method, std::uint64_t seed, ind
     run_conversation(random, chosen, data, turns, random.chance(0.1) ? three : one, counts);
   }
   INFO(method << ": " << counts.compared << " choices compared, " << counts.ambiguous << " open to rounding");
-  CHECK(counts.ambiguous < 0.05 * counts.compared + 5);
+  CHECK(counts.ambiguous < 0.05 * counts.compared + 20);  // one conversation may have a dozen
 }
 
 /// The same seed for a method whatever others there are.
