@@ -101,7 +101,8 @@ void run_random_conversations(const std::string& method, std::uint64_t seed, ind
     run_conversation(random, chosen, data, turns, random.chance(0.1) ? three : one, counts);
   }
   INFO(method << ": " << counts.compared << " choices compared, " << counts.ambiguous << " open to rounding");
-  CHECK(counts.ambiguous < 0.05 * counts.compared + 20);  // one conversation may have a dozen
+  const bool few = support::scaled(100) < 100;  // then one conversation, which may have a dozen, weighs more
+  CHECK(counts.ambiguous < 0.05 * counts.compared + (few ? 20 : 5));
 }
 
 /// The same seed for a method whatever others there are.

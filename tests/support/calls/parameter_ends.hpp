@@ -36,12 +36,13 @@ inline std::unique_ptr<called_cache> make_with(const cache_maker& make, const nu
   return make(budget, values);
 }
 
-/// Two turns with steps of one and of several tokens; every output is a number. Rows are those of `inputs(on_device)`.
+/// Two turns with steps of one and of several tokens; every output and log-sum-exp is a number. Rows are those of `inputs(on_device)`.
 inline void converse(called_cache& cache, const tessera::model_shape& shape, bool on_device) {
   constexpr int dim = call_arguments::dim;
   const float* inputs = call_arguments::inputs(on_device).data();
+  tessera::index_t next = 0;  // the first new token
   const auto rows = [&](tessera::index_t layer, tessera::index_t tokens, tessera::index_t heads, int kind) {
-    return tessera::nhd_rows(inputs + 8 * (layer * 97 + kind * 31), tokens, heads, dim);
+    return tessera::nhd_rows(inputs + 8 * (layer * 97 + kind * 31) + next * heads * dim, tokens, heads, dim);
   };
   const tessera::index_t id = cache.open();
   for (const tessera::index_t prompt : {37, 9}) {
@@ -49,17 +50,21 @@ inline void converse(called_cache& cache, const tessera::model_shape& shape, boo
       cache.prefill(layer, id, rows(layer, prompt, shape.q_heads, 0), rows(layer, prompt, shape.kv_heads, 1),
                     rows(layer, prompt, shape.kv_heads, 2));
     }
+    next += prompt;
     cache.end_prefill(id);
     for (const tessera::index_t tokens : {1, 3}) {
       const tessera::batch step = cache.prepare_step({id}, tokens);
       cache.begin_step(step);
       for (tessera::index_t layer = 0; layer < shape.layers; ++layer) {
-        std::vector<float> out(std::size_t(tokens * shape.q_heads * dim));
-        cache.decode(layer, step, rows(layer, tokens, shape.q_heads, 3), rows(layer, tokens, shape.kv_heads, 4),
-                     rows(layer, tokens, shape.kv_heads, 5), tessera::nhd_rows(out.data(), tokens, shape.q_heads, dim),
-                     {});
+        const std::size_t count = std::size_t(tokens * shape.q_heads);
+        std::vector<float> out(count * dim), lse(count);
+        cache.decode(layer, step, rows(layer, tokens, shape.q_heads, 0), rows(layer, tokens, shape.kv_heads, 1),
+                     rows(layer, tokens, shape.kv_heads, 2), tessera::nhd_rows(out.data(), tokens, shape.q_heads, dim),
+                     tessera::nhd_rows(lse.data(), tokens, shape.q_heads, 1));
         for (const float x : out) REQUIRE(std::isfinite(x));
+        for (const float x : lse) REQUIRE(std::isfinite(x));
       }
+      next += tokens;
     }
   }
 }

@@ -16,7 +16,7 @@ from tessera_torch import TesseraCache, build, methods, parameters
 BUDGET = 64
 CHUNK = 512  # tokens of a prompt that the tool reads at a time
 # Answers that may be others. Of a token that comes twice, the first layer's keys differ by their rotation alone: their norms are
-# equal but for rounding, and the tool rotates in another order.
+# equal but for rounding, and rounding decides which of them stays.
 MAY_DIFFER = {"knorm": 1}
 
 
