@@ -16,6 +16,8 @@ struct decode_shape {
   float soft_cap = 0;
   index_t window = 0;
   bool gather = false, sinks = false;
+  bool by_offsets = draw(0, 1) == 1;  // of a selection, whose stride then does not say how long its rows may be
+  index_t usual_row = 0;
   index_t most_sequences = 0, most_tokens = 0;  // of the operation; 0: those of the problem
   int multiprocessors = 0;                      // that the operation believes in; 0: the device's
 };
@@ -60,6 +62,7 @@ struct decode_case {
   buffer<float> d_sinks, lse;
   buffer<Out> out;
   buffer<index_t> d_lengths, d_first, d_chosen, d_counts, d_positions, d_table;
+  buffer<offset_t> d_offsets;
   cpu::executor workers;
 
   explicit decode_case(const decode_shape& of)
@@ -91,10 +94,14 @@ struct decode_case {
         d_chosen(chosen.size()),
         d_counts(std::size_t(rows)),
         d_positions(positions.size()),
-        d_table(table.size()) {
+        d_table(table.size()),
+        d_offsets(std::size_t(rows)) {
     for (std::size_t i = 0; i < table.size(); ++i) table[i] = index_t(i);
     std::shuffle(table.begin(), table.end(), rng());
     d_table.set(table);
+    std::vector<offset_t> offsets;
+    for (index_t r = 0; r < rows; ++r) offsets.push_back(offset_t(r) * capacity);
+    d_offsets.set(offsets);
     std::vector<index_t> drawn(static_cast<std::size_t>(rows));
     // Some rows hold nothing and some one token, the others whatever.
     for (auto& length : drawn) length = draw(0, 5) == 0 ? draw(0, 1) : draw(0, capacity);
@@ -148,8 +155,10 @@ struct decode_case {
         logit_rule{.soft_cap = s.soft_cap, .sliding_window = s.window, .sink_logits = s.sinks ? d_sinks.data : nullptr};
     p.out = nhd_rows(out.data, s.tokens, q_heads, Dv, s.sequences);
     p.lse = nhd_rows(lse.data, s.tokens, q_heads, 1, s.sequences);
+    p.usual_row = s.usual_row;
     p.chosen = {};
-    if (s.gather) p.chosen = {d_chosen.data, d_counts.data, nullptr, capacity};
+    if (!s.gather) return p;
+    p.chosen = {d_chosen.data, d_counts.data, s.by_offsets ? d_offsets.data : nullptr, s.by_offsets ? 0 : capacity};
     return p;
   }
   template <cuda::decode_split Split = cuda::decode_split::each_step>

@@ -98,7 +98,8 @@ TEST_CASE("GPU decode attention shows NaN and infinity to those query rows alone
           CHECK(error_of_spoiled<decode_case<bf16, 64>>(two, keys, special, {1}) < 5e-3);
           // A window of 100: tokens beyond it are stored and not seen; with several tokens, by some alone.
           for (const index_t tokens : {1, 3}) {
-            const decode_shape window{.tokens = tokens, .capacity = 400, .soft_cap = cap, .window = 100, .gather = gather};
+            const decode_shape window{
+                .tokens = tokens, .capacity = 400, .soft_cap = cap, .window = 100, .gather = gather};
             CHECK(error_of_spoiled<decode_case<bf16, 128>>(window, keys, special, {101, 104, 250, 399}) < 5e-3);
             CHECK(error_of_spoiled<decode_case<bf16, 64>>(window, keys, special, {99, 101, 102, 130}) < 5e-3);
             CHECK(error_of_spoiled<decode_case<bf16, 80>>(window, keys, special, {99, 101, 102, 130}) < 5e-3);
@@ -106,6 +107,25 @@ TEST_CASE("GPU decode attention shows NaN and infinity to those query rows alone
         }
       }
     }
+  }
+}
+
+TEST_CASE("GPU decode attention over short selections, as many blocks a row as there is room for") {
+  if (gpu_missing()) return;
+  for (int i = 0; i < scaled(60, 6); ++i) {
+    // One row up to more of them than the device has multiprocessors, of one tile up to more than are read by clusters.
+    const decode_shape s{.sequences = draw(1, i % 3 == 0 ? 40 : 4),
+                         .heads = draw(1, 4),
+                         .group = draw(1, 8),
+                         .tokens = draw(1, 8),
+                         .capacity = draw(1, i % 3 == 0 ? 800 : shrunk(6000, 600)),
+                         .gather = i % 2 == 0,
+                         .by_offsets = false,
+                         .usual_row = i % 2 == 0 ? 0 : draw(1, 1500)};  // some rows are longer
+    INFO("sequences " << s.sequences << " heads " << s.heads << " group " << s.group << " tokens " << s.tokens
+                      << " capacity " << s.capacity);
+    CHECK(error_of<decode_case<bf16, 128>>(s) < 5e-3);
+    CHECK(error_of<decode_case<bf16, 64, block_table>>(s) < 5e-3);
   }
 }
 

@@ -345,7 +345,8 @@ class cache_parts {
       if (!reading_.reader().choose(layer, reading_.shown(store_, all, view), q, first_position_.data(), rule, out, lse,
                                     chosen, stream)) {
         attention_.step(decode_problem<read_view_type, Out>{view, members.of(q, m), first_position_.data(), rule,
-                                                            members.of(out, m), members.of(lse, m), chosen},
+                                                            members.of(out, m), members.of(lse, m), chosen,
+                                                            reading_.lists().usual_row(recipe_.budget())},
                         stream);
       }
     }

@@ -9,6 +9,7 @@
 #include "../../device/launch.cuh"
 #include "../../device/tuning.cuh"
 #include "decode_kernel.cuh"
+#include "decode_short.cuh"
 
 TESSERA_NAMESPACE_BEGIN
 namespace cuda {
@@ -19,6 +20,7 @@ namespace cuda {
 /// no length on the host, so a captured graph can be replayed while lengths grow. `sequences` and `tokens` are upper
 /// bounds: a problem may have fewer of both. From sm_90 on, a launch begins while the one before it on the stream ends,
 /// and waits for that one before it reads or writes anything.
+/// Rows that `usual_row` or the selection's `row_stride` says are short are read by a cluster of blocks each (sm_90).
 /// Rows of K and V may be encoded: e4m3 is read as it is and multiplied as fp16, which holds it exactly; any other
 /// encoding is decoded to the element type on its way to shared memory.
 /// Errors   tessera::error from `run` for more sequences or tokens than that, other head counts, and rows of q, K or V
@@ -37,7 +39,8 @@ class decode_attention {
         kv_heads_(kv_heads),
         q_heads_(q_heads),
         tokens_(tokens),
-        rows_(sequences * kv_heads) {
+        rows_(sequences * kv_heads),
+        clusters_(device) {
     require(sequences > 0, "sequences", sequences, "at least 1", "pass the largest batch");
     require(tokens > 0, "tokens", tokens, "at least 1", "pass the most tokens of a step");
     require(kv_heads > 0, "kv_heads", kv_heads, "at least 1", "pass the model's head counts");
@@ -75,6 +78,14 @@ class decode_attention {
   void run(const problem_type& problem, void* workspace, cudaStream_t stream) const {
     check_problem(problem);
     if (problem.view.sequences == 0 || problem.q.tokens == 0) return;
+    const index_t query_blocks = ceil_div(problem.q.tokens * (q_heads_ / kv_heads_), detail::rows_per_block);
+    if constexpr (Split == decode_split::each_step) {
+      const index_t rows = problem.view.sequences * kv_heads_;
+      const offset_t stride = problem.chosen.indices ? problem.chosen.row_stride : 0;
+      const int shift =
+          clusters_.shift_of(offset_t(rows) * query_blocks, problem.usual_row > 0 ? problem.usual_row : stride);
+      if (shift >= 0) return clusters_.run(problem, rows, query_blocks, shift, stream);
+    }
     auto* bytes = static_cast<unsigned char*>(workspace);
     const detail::decode_scratch scratch{reinterpret_cast<const detail::split_piece*>(bytes + split_at()),
                                          reinterpret_cast<unsigned*>(bytes),
@@ -82,7 +93,6 @@ class decode_attention {
                                          reinterpret_cast<float2*>(bytes + state_at()),
                                          rows_,
                                          slots_of_block()};
-    const index_t query_blocks = ceil_div(problem.q.tokens * (q_heads_ / kv_heads_), detail::rows_per_block);
     launch(entry_,
            {.blocks = dim3(unsigned(blocks_), unsigned(query_blocks)),
             .threads = dim3(unsigned(threads_)),
@@ -162,6 +172,7 @@ class decode_attention {
   // What was configured is what is launched: nvcc gives every source file a kernel of its own.
   void (*entry_)(problem_type, detail::decode_scratch) = nullptr;
   index_t sequences_, kv_heads_, q_heads_, tokens_, rows_;
+  detail::decode_clusters<View, Out> clusters_;
   index_t query_blocks_ = 1, blocks_ = 1;
   int threads_ = 0, shared_bytes_ = 0;
   bool overlapping_ = false;

@@ -127,10 +127,6 @@ struct decode_kernel : decode_merge<View, Out> {
     queries_type asked;
 #pragma unroll 1
     while (true) {
-      if (__builtin_expect(!more && base::has_many(arrived), 0)) {
-        base::merge_many_parts(*this, arrived_at, arrived_row, arrived, flag, shares);
-        return;
-      }
       // A row's first tiles leave before the row before it is done with: its merge costs their latency or less. What is
       // small leaves before them: behind them it would wait until all of them are there.
       if (more) {
@@ -140,10 +136,10 @@ struct decode_kernel : decode_merge<View, Out> {
         ends_at = positions_of(now);
         staging.begin(p.view, now.at, now.first_tile, now.last_tile, tokens_from, lane);
       }
+      if (!more) break;
       if (arrived.count > 1) {
         base::template merge_parts<parts_at_once>(arrived_at, arrived_row, arrived, flag, shares);
       }
-      if (!more) return;
       if (p.chosen.indices && now.row_end < end) {
         // A block that goes on into the next row will find its slots in the L2.
         const index_t tiles = min(end, now.next_end) - now.row_end - base::restart;
@@ -169,6 +165,12 @@ struct decode_kernel : decode_merge<View, Out> {
         while (base::ends[row] <= begin) ++row;
         now = base::segment_at(row, begin, end);
       }
+    }
+    // Behind the loop nothing of it takes registers: most steps are not held up by code that they seldom need.
+    if (base::has_many(arrived)) {
+      base::template merge_parts<base::many_parts_at_once>(arrived_at, arrived_row, arrived, flag, shares);
+    } else if (arrived.count > 1) {
+      base::template merge_parts<parts_at_once>(arrived_at, arrived_row, arrived, flag, shares);
     }
   }
 };

@@ -78,30 +78,50 @@ struct decode_merge : decode_block<View, Out> {
     return (offset_t(blockIdx.y) * scratch.slots + piece + row) * rows_per_block;
   }
 
+  /// Some parts of a query row put together: their maximum (base 2), their sum, and four outputs.
+  struct merged_four {
+    float top, sum;
+    float4 x;
+  };
+  /// Of `Parts` parts, or of the `parts` that there are, `state_of(part)` and `out_of(part)`.
+  template <int Parts, class StateOf, class OutOf>
+  __device__ static merged_four merge_four(int parts, const StateOf& state_of, const OutOf& out_of) {
+    merged_four all{-infinity, 0, {}};
+#pragma unroll
+    for (int i = 0; i < Parts; ++i) {
+      if (i < parts) all.top = fmaxf(all.top, state_of(i).x);
+    }
+#pragma unroll
+    for (int i = 0; i < Parts; ++i) {
+      if (i >= parts) continue;
+      const float2 part = state_of(i);
+      const float factor = all.top == -infinity ? 1.0f : power_of_two(part.x - all.top);
+      const float4 y = out_of(i);
+      all.sum += part.y * factor;
+      all.x.x += y.x * factor;
+      all.x.y += y.y * factor;
+      all.x.z += y.z * factor;
+      all.x.w += y.w * factor;
+    }
+    return all;
+  }
+  /// What the block's warps have of a query row.
+  __device__ merged_four merge_warps_four(int r, int d) const {
+    return merge_four<warps>(
+        warps, [&](int w) { return states_of(w)[r]; },
+        [&](int w) { return *reinterpret_cast<const float4*>(outs_of(w) + r * merge_pitch(Dv) + d); });
+  }
+
   /// The block's warps meet: the row's output if this part is all of it, else a part for `merge_parts`.
   __device__ void merge_warps(const segment& of, bool whole) const {
     for_each_four([&](int r, int d) {
-      float top = -infinity, sum = 0;
-#pragma unroll
-      for (int w = 0; w < warps; ++w) top = fmaxf(top, states_of(w)[r].x);
-      float4 x{};
-#pragma unroll
-      for (int w = 0; w < warps; ++w) {
-        const float2 part = states_of(w)[r];
-        const float factor = top == -infinity ? 1.0f : power_of_two(part.x - top);
-        const float4 y = *reinterpret_cast<const float4*>(outs_of(w) + r * merge_pitch(Dv) + d);
-        sum += part.y * factor;
-        x.x += y.x * factor;
-        x.y += y.y * factor;
-        x.z += y.z * factor;
-        x.w += y.w * factor;
-      }
+      const merged_four own = merge_warps_four(r, d);
       if (whole) {
-        write(of.at, r, d, x, finish(of.at, r, top, sum, d == 0));
+        write(of.at, r, d, own.x, finish(of.at, r, own.top, own.sum, d == 0));
       } else {
         const offset_t place = slot_of(blockIdx.x, of.row) + r;
-        *reinterpret_cast<float4*>(scratch.out + place * Dv + d) = x;
-        if (d == 0) scratch.state[place] = make_float2(top, sum);
+        *reinterpret_cast<float4*>(scratch.out + place * Dv + d) = own.x;
+        if (d == 0) scratch.state[place] = make_float2(own.top, own.sum);
       }
     });
   }
@@ -124,12 +144,6 @@ struct decode_merge : decode_block<View, Out> {
                           if (d < Dv) write(at, r, d, x, weight);
                         });
   }
-  /// The same for many parts, out of line: among the code of every step it cost 0.15 us of 8 (H200, CUDA 13.0).
-  __device__ static __noinline__ void merge_many_parts(const decode_merge block, const decode_row at, index_t row,
-                                                       const row_parts of, int* flag, merge_shares& shares) {
-    block.template merge_parts<many_parts_at_once>(at, row, of, flag, shares);
-  }
-
   /// Sums `parts` parts that lie one after the other from `first` on, and calls `take(r, d, maximum, sum, outputs)` with
   /// every lane of a warp for the query rows of the merger `mine` and output dims d to d + 3, some of them beyond the last
   /// one. Warps that would idle take a share of the parts.
@@ -149,7 +163,8 @@ struct decode_merge : decode_block<View, Out> {
       float top = -infinity, sum = 0;
       float4 x{};
       if (busy) {
-        sum_parts<AtOnce>(first + r, d < Dv ? d : 0, min(parts, share * each), min(parts, (share + 1) * each), top, sum, x);
+        sum_parts<AtOnce>(first + r, d < Dv ? d : 0, min(parts, share * each), min(parts, (share + 1) * each), top, sum,
+                          x);
       }
       if (doubled > 0) {
         shares.out[warp][lane] = x;

@@ -50,6 +50,7 @@ class no_candidates {
   explicit no_candidates(const Any&...) {}
   std::vector<detail::gathered_column> gathered() const { return {}; }
   token_bound bound(index_t, index_t, const token_bound& stored) const { return stored; }
+  index_t usual_row(index_t) const { return 0; }
   View view(index_t, index_t, const View& all) const { return all; }
   View batch_view(index_t, const View& all, index_t = 0) const { return all; }
   void join(index_t, const View&, index_t, cudaStream_t) const {}
@@ -100,6 +101,8 @@ class candidates {
         begins_(layers_ * members, sequences, heads_) {}
 
   std::vector<detail::gathered_column> gathered() const { return {counts_.gathered(), begins_.gathered()}; }
+  /// What a list usually has, of a budget: chosen again and again, it grows by what is decoded in between.
+  index_t usual_row(index_t budget) const { return even_ ? budget : 0; }
   /// Of the longest of a place's lists.
   const token_bound& bound(index_t layer, index_t id, const token_bound&) const { return bounds_[place(layer, id)]; }
 

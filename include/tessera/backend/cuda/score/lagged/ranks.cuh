@@ -1,6 +1,8 @@
 // Ranks of a partition's slots by how much they spread, on the GPU.
 #pragma once
 
+#include <cstdint>
+
 #include "../../../../concepts/scorer.hpp"
 #include "../../device/warp.cuh"
 
@@ -60,14 +62,96 @@ __device__ void rank_partition(const Scorer& scorer, const float* keys, float* v
   }
 }
 
+/// Partitions of at most so many slots stay in a warp's registers: `slots_each` side by side in every lane.
+inline constexpr index_t most_sorted = 128;
+inline constexpr int slots_each = most_sorted / 32;
+
+/// As above, of spreads in registers; what is not a number stays aside.
+__device__ inline void halve_softmax(float (&spreads)[slots_each]) {
+  float top = -infinity, total = 0;
+#pragma unroll
+  for (const float x : spreads) top = x < infinity ? fmaxf(top, x) : top;
+  top = warp_max(top);
+#pragma unroll
+  for (float& x : spreads) {
+    x = x < infinity ? expf(x - top) : nanf("");
+    total += x == x ? x : 0.0f;
+  }
+  total = warp_sum(total);
+#pragma unroll
+  for (float& x : spreads) x = x / total / 2;
+}
+
+/// Sorts a warp's numbers, ascending, lane * slots_each + i being the i-th of a lane: Batcher's bitonic network.
+__device__ inline void sort_in_warp(std::uint64_t (&x)[slots_each]) {
+  const int lane = int(threadIdx.x) % 32;
+#pragma unroll
+  for (int run = 2; run <= int(most_sorted); run *= 2) {
+#pragma unroll
+    for (int step = run / 2; step > 0; step /= 2) {
+      if (step >= slots_each) {
+        const bool ascends = run == int(most_sorted) || (lane & (run / slots_each)) == 0;
+        const bool takes_less = ((lane & (step / slots_each)) == 0) == ascends;
+#pragma unroll
+        for (std::uint64_t& own : x) {
+          const std::uint64_t other = __shfl_xor_sync(~0u, own, step / slots_each);
+          own = (other < own) == takes_less ? other : own;
+        }
+      } else {
+#pragma unroll
+        for (int i = 0; i < slots_each; ++i) {
+          if (i & step) continue;
+          const bool ascends = run < slots_each ? (i & run) == 0 : (lane & (run / slots_each)) == 0;
+          const std::uint64_t low = x[i], high = x[i + step];
+          const bool turned = (high < low) == ascends;
+          x[i] = turned ? high : low, x[i + step] = turned ? low : high;
+        }
+      }
+    }
+  }
+}
+
+/// As rank_partition, of at most `most_sorted` slots and of spreads as they were measured. To compare each slot with each
+/// other took twice the instructions: 163 us of 8 x 128K, 150 so (H200, CUDA 13.0).
+template <class Scorer>
+__device__ void rank_by_sorting(const Scorer& scorer, const float* keys, const float* values, float* out) {
+  const index_t first = index_t(threadIdx.x) % 32 * slots_each;
+  float of_keys[slots_each], of_values[slots_each];
+#pragma unroll
+  for (index_t i = 0; i < slots_each; ++i) {
+    const bool there = first + i < scorer.lag;
+    of_keys[i] = there ? keys[first + i] : infinity, of_values[i] = there ? values[first + i] : infinity;
+  }
+  halve_softmax(of_keys);
+  halve_softmax(of_values);
+  // What a slot ranks by, and of equals the later one first; slots behind the end come last.
+  std::uint64_t sorted[slots_each];
+#pragma unroll
+  for (index_t i = 0; i < slots_each; ++i) {
+    const unsigned key = first + i < scorer.lag ? unsigned(spread_key(of_keys[i] + of_values[i]) + 1) : ~0u;
+    sorted[i] = std::uint64_t(key) << 32 | unsigned(most_sorted - 1 - (first + i));
+  }
+  sort_in_warp(sorted);
+#pragma unroll
+  for (index_t i = 0; i < slots_each; ++i) {
+    const index_t slot = most_sorted - 1 - index_t(unsigned(sorted[i]));
+    if (slot < scorer.lag) out[slot] = sorted[i] >> 32 ? scorer.ranked(first + i) : nanf("");
+  }
+}
+
 /// Scores a run of `count` measured partitions, a warp each.
 template <class Scorer>
 __device__ void rank_run(const Scorer& scorer, float* keys, float* values, index_t count, float* out) {
   const index_t lag = scorer.lag;
   for (index_t i = threadIdx.x / 32; i < count; i += index_t(blockDim.x) / 32) {
-    halve_softmax(keys + i * lag, lag);
-    halve_softmax(values + i * lag, lag);
-    rank_partition(scorer, keys + i * lag, values + i * lag, out + i * lag);
+    float *own_keys = keys + i * lag, *own_values = values + i * lag;
+    if (lag <= most_sorted) {
+      rank_by_sorting(scorer, own_keys, own_values, out + i * lag);
+      continue;
+    }
+    halve_softmax(own_keys, lag);
+    halve_softmax(own_values, lag);
+    rank_partition(scorer, own_keys, own_values, out + i * lag);
   }
 }
 
