@@ -144,8 +144,9 @@ class uncounted final : public engine::cuda::kv_cache {
   engine::cuda::kv_cache& cache_;
 };
 
-/// Puts random keys and values of a prompt into every layer. The queries are those that the method looks at.
-void fill_prompt(engine::cuda::kv_cache& cache, const engine::llama_config& config, index_t context,
+/// Puts random keys and values of a prompt into every layer. The queries are those that the method looks at. Of a text in
+/// `segments` one of 20 tokens ends one.
+void fill_prompt(engine::cuda::kv_cache& cache, const engine::llama_config& config, index_t context, bool segments,
                  cudaStream_t stream) {
   constexpr index_t chunk = 8192;
   const auto rows = std::size_t(std::min(chunk, context));
@@ -155,6 +156,9 @@ void fill_prompt(engine::cuda::kv_cache& cache, const engine::llama_config& conf
   std::uint64_t seed = 1;
   for (index_t done = 0; done < context; done += chunk) {
     const index_t tokens = std::min(chunk, context - done);
+    std::vector<std::uint8_t> ends(segments ? std::size_t(tokens) : 0);
+    for (std::size_t i = 0; i < ends.size(); ++i) ends[i] = ((std::uint64_t(done) + i) * 2654435761u >> 12) % 20 == 0;
+    cache.begin_chunk(ends);
     engine::cuda::fill_random(q.data(), cache.type(), std::int64_t(q.size()), 1.7f, seed++, stream);
     for (int layer = 0; layer < config.num_hidden_layers; ++layer) {
       engine::cuda::fill_random(k.data(), cache.type(), std::int64_t(k.size()), 1.7f, seed++, stream);
@@ -206,7 +210,7 @@ measured measure(engine::cuda::llama& model, const tool::method_info& method, in
   double most = used_bytes();
   for (int conversation = 0; conversation < given.batch; ++conversation) {
     on_device.select(conversation);
-    fill_prompt(on_device, config, context, model.stream());
+    fill_prompt(on_device, config, context, method.needs_segments, model.stream());
     const double start = now_ms();
     on_device.end_prefill(model.stream());
     check(cudaStreamSynchronize(model.stream()), "ending the prompt");
