@@ -2,7 +2,7 @@
 #pragma once
 
 #include "../../../core/move_problem.hpp"
-#include "../device/check.cuh"
+#include "../device/launch.cuh"
 #include "../device/warp.cuh"
 
 TESSERA_NAMESPACE_BEGIN
@@ -16,6 +16,8 @@ __global__ void __launch_bounds__(Threads) number_segments_entry(const __grid_co
   constexpr int warps = Threads / 32;
   __shared__ block_scan<Threads, index_t> scan;
   __shared__ unsigned flags[warps];
+  wait_for_earlier();
+  let_later_begin();
   const index_t b = blockIdx.x, heads = p.view.kv_heads;
   const int thread = threadIdx.x, lane = thread % 32, warp = thread / 32;
   const index_t tokens = p.new_tokens ? min(max(p.new_tokens[b], 0), p.k.tokens) : p.k.tokens;
@@ -64,10 +66,13 @@ __global__ void __launch_bounds__(Threads)
 
 /// Fills the segment column for the tokens that `problem` appends, and moves its texts on. Before the lengths advance.
 /// The numbers of segment_cursor::take.   Cost  one launch: a block a sequence, which reads a byte a token.
+/// `overlaps`: from sm_90 on it begins while the launch before it on the stream ends, and lets the next one begin.
 template <class View, class E>
-void number_segments(const append_problem<View, E>& problem, cudaStream_t stream) {
-  detail::number_segments_entry<1024><<<unsigned(problem.view.sequences), 1024, 0, stream>>>(problem);
-  check(cudaGetLastError(), "launch of number_segments");
+void number_segments(const append_problem<View, E>& problem, bool overlaps, cudaStream_t stream) {
+  constexpr int threads = 256;
+  launch(detail::number_segments_entry<threads, View, E>,
+         {.blocks = dim3(unsigned(problem.view.sequences)), .threads = dim3(threads), .overlapping = overlaps}, stream,
+         "launch of number_segments", problem);
 }
 
 }  // namespace cuda
