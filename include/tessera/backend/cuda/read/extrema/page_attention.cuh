@@ -54,7 +54,7 @@ struct cluster_state {
   __device__ void read(const std::uint32_t (&q)[D / 16][2], std::uint32_t tile, const LogitOf& logit_of, int lane,
                        const Wait& wait_for_values) {
     float s[4] = {};
-    constexpr int at_once = 4;  // loads before the first product that waits for one
+    constexpr int at_once = 2;  // loads before the first product that waits for one
 #pragma unroll
     for (int first = 0; first < D / 16; first += at_once) {
       std::uint32_t a[at_once][4];
@@ -159,8 +159,9 @@ struct chosen_attention {
   __device__ float* outs_of(int w) const { return reinterpret_cast<float*>(bytes + w * attention::warp_bytes); }
 
   /// `put`: the blocks hold what was chosen; otherwise it lies in device memory only. `sent`: slots are counted where
-  /// they arrive, `read` in all.
-  __device__ void run(bool put, bool sent, index_t read, const rows_view<Out>& out, const rows_view<float>& lse) const {
+  /// they arrive, `read` in all. `newest`: where the newest stored token stands.
+  __device__ void run(bool put, bool sent, index_t read, index_t newest, const rows_view<Out>& out,
+                      const rows_view<float>& lse) const {
     if (!sent) blocks_of::arrive();
     const index_t position = p.first_position[sequence];
     std::uint32_t q[D / 16][2];
@@ -175,7 +176,8 @@ struct chosen_attention {
       __syncthreads();  // no warp looks at keys any more where tiles are to lie; a block alone has its slots
       if constexpr (!Alone) blocks_of::wait_for(asked.slots);
     }
-    read_tiles(q, position, count, own_tiles, put);
+    const bool plain = p.rule.soft_cap <= 0 && p.rule.sliding_window <= 0 && newest <= position;
+    read_tiles(q, position, plain, count, own_tiles, put);
     const int active = int(min(own_tiles, index_t(cluster_warps)));
     __syncthreads();  // all warps have left what they made of their tiles
     send_parts(active);
@@ -201,9 +203,9 @@ struct chosen_attention {
     for (int step = 0; step < D / 16; ++step) q[step][0] = from[step * 8], q[step][1] = from[step * 8 + 4];
   }
 
-  /// A warp's tiles of chosen tokens; leaves what it made of them.
-  __device__ void read_tiles(const std::uint32_t (&q)[D / 16][2], index_t position, index_t count, index_t own_tiles,
-                             bool put) const {
+  /// A warp's tiles of chosen tokens; leaves what it made of them. `plain`: every row sees every token, and nothing caps.
+  __device__ void read_tiles(const std::uint32_t (&q)[D / 16][2], index_t position, bool plain, index_t count,
+                             index_t own_tiles, bool put) const {
     const std::uint32_t ring = shared_address(outs_of(warp));
     cluster_state<View> state;
     const float scale = p.rule.scale_for(D);
@@ -225,8 +227,10 @@ struct chosen_attention {
       state.read(
           q, ring,
           [&](int high, int r, float product) {
+            const bool there = lane / 4 + high * 8 < valid;
+            if (plain) return there ? product * (scale * log2e) : -infinity;
             const index_t query = position + c.by_group.quotient(lane % 4 * 2 + r);
-            const bool seen = lane / 4 + high * 8 < valid && p.rule.visible(query, position_of[high]);
+            const bool seen = there && p.rule.visible(query, position_of[high]);
             return seen ? quick_cap(p.rule, product * scale) * log2e : -infinity;
           },
           lane,
@@ -316,8 +320,8 @@ __global__ void __launch_bounds__(cluster_threads, 1)
   auto* const own = reinterpret_cast<index_t*>(bytes + attention::slots_at(layout.bytes));
   const bool known = c.unit == selection_unit::token;  // how many are chosen: then they are counted where they arrive
   const cluster_choice<View, Scorer, Alone, true> choice{p, scorer, c, to, layout, s, asked};
-  index_t read = 0;
-  const bool put = choice.run(bytes, read, [&](index_t place, index_t slot) {
+  index_t read = 0, newest = 0;
+  const bool put = choice.run(bytes, read, newest, [&](index_t place, index_t slot) {
     const index_t tile = place / tokens;
     index_t* const at = own + (tile >> blocks_of::log_blocks()) * tokens + place % tokens;
     if (known)
@@ -330,7 +334,7 @@ __global__ void __launch_bounds__(cluster_threads, 1)
   auto* const part_state =
       reinterpret_cast<float2*>(part_out + attention::rows_each(c.tokens * c.group, blocks) * blocks * View::v_dim);
   const chosen_attention<View, Out, Alone> attend{p, c, asked, factors, bytes, own, part_out, part_state};
-  attend.run(put, put && known, read, out, lse);
+  attend.run(put, put && known, read, newest, out, lse);
 }
 
 }  // namespace detail

@@ -50,7 +50,8 @@ struct newest_slots {
 /// Chooses by all blocks of a group (a cluster, or a block alone). Each has a share of a row's pages and hands their keys
 /// to all others; all find the cut, and each calls put(place, slot) for what is chosen of its own. `run` returns false in
 /// all blocks where the first one has written the choice and nothing was put; `read` gets the tokens that the row's plan
-/// attends. `Few`: a row has at most `cluster_rows` queries, so nothing is kept for a second group of them.
+/// attends, `newest_position` where the newest token stands. `Few`: the launch attends what it chooses, of rows with at most
+/// `cluster_rows` queries, so nothing is kept for a second group of them.
 template <class View, class Scorer, bool Alone, bool Few = false>
 struct cluster_choice {
   using T = typename View::element_type;
@@ -72,7 +73,7 @@ struct cluster_choice {
   const int rank = blocks_of::rank(), blocks = blocks_of::blocks();
 
   template <class Put>
-  __device__ bool run(unsigned char* bytes, index_t& read, const Put& put) const {
+  __device__ bool run(unsigned char* bytes, index_t& read, index_t& newest_position, const Put& put) const {
     begin();
     // --- what must come from memory is asked for before the first of it is used ---
     cluster_share at;
@@ -101,7 +102,7 @@ struct cluster_choice {
     newest.fold(p, at);
     // Behind it: columns are laid out, and this block's pages are up to date.
     const bool both = __syncthreads_or(columns.sides == 3);
-    read = plan.read;
+    read = plan.read, newest_position = last;
     if (at.n <= plan.read) {
       if (rank == 0) choose_all(c, at.row, at.n);
       blocks_of::wait_for_start();
@@ -120,8 +121,9 @@ struct cluster_choice {
     if (rank == 0) write_forced(bounds, put);
     if (at.begin < even.items) {
       const uint2 range = all_keys(memory);
-      const key_range cut = find_cut(s, even, memory.keys, range.x, range.y, unsigned(bounds.room));
-      write_chosen(s, even, bounds, plan.page, memory.keys, cut, at.begin, min(at.end, even.items), put);
+      constexpr int at_once = Few ? keys_at_once_with_attention : keys_at_once;
+      const key_range cut = find_cut<at_once>(s, even, memory.keys, range.x, range.y, unsigned(bounds.room));
+      write_chosen<at_once>(s, even, bounds, plan.page, memory.keys, cut, at.begin, min(at.end, even.items), put);
     }
     return true;
   }
@@ -295,8 +297,8 @@ __global__ void __launch_bounds__(cluster_threads, 1)
   __shared__ cluster_query<View::k_dim> asked;
   index_t* const out = c.out + (index_t(blockIdx.z) * p.view.kv_heads + index_t(blockIdx.y)) * c.out_stride;
   const cluster_choice<View, Scorer, Alone> choice{p, scorer, c, to, layout, s, asked};
-  index_t read;
-  choice.run(reinterpret_cast<unsigned char*>(page_memory), read,
+  index_t read, newest;
+  choice.run(reinterpret_cast<unsigned char*>(page_memory), read, newest,
              [&](index_t place, index_t slot) { out[place] = slot; });
 }
 
