@@ -1,15 +1,19 @@
 #!/usr/bin/env python3
 """Keep sets of kvpress 0.5.5 and of this library over the same keys, values and queries of the example model.
 
-    parity.py TOOL [--tokens 1500] [--budgets 160,400] [--methods NAME,...]
+    parity.py TOOL [--tokens 1500] [--budgets 160,400] [--methods "NAME;NAME;..."]
 
 Each press of kvpress runs inside transformers (fp32, CPU). What a layer's attention saw is dumped once and given to
-`tessera compress`, with parameters that mean the same. Prints, for each method, of how many (layer, kv_head) lists the
-indices are identical, and how far apart the others are: tokens that only one side keeps, and the largest distance of their
-scores from the cut, relative to it (rounding: below 1e-4). Exits with 1 where a method that should be identical is not.
+`tessera compress`, with parameters that mean the same. `duo_attention` and `kvzip` choose over the whole model, and `compress`
+sees one layer: they run as caches of examples/integrations/pytorch in the same model, over the same tokens.
+
+Prints, for each method, of how many (layer, kv_head) lists the indices are identical, and how far apart the others are: tokens
+that only one side keeps, and the largest distance of their scores from the cut, relative to it (rounding: below 1e-4). Exits
+with 1 where a method that should be identical is not.
 """
 import argparse
 import json
+import logging
 import pathlib
 import struct
 import subprocess
@@ -17,14 +21,21 @@ import sys
 import tempfile
 
 import kvpress
+import numpy
 import sentencepiece
 import torch
 import transformers
 from transformers.models.llama.modeling_llama import apply_rotary_pos_emb
 
 ROOT = pathlib.Path(__file__).resolve().parent.parent.parent
+sys.path.insert(0, str(ROOT / "examples" / "integrations" / "pytorch"))
+from tessera_torch import TesseraCache, model_facts  # noqa: E402  registers the attention "tessera"
+
 MODEL = ROOT / "examples" / "model"
+TOKENIZER = sentencepiece.SentencePieceProcessor(model_file=str(MODEL / "tokenizer.model"))
 WINDOW, SINKS, THETA = 64, 4, 1e6
+LAYERS, KV_HEADS = 6, 4
+GATES = numpy.random.default_rng(1).random((LAYERS, KV_HEADS))  # any numbers: both sides get the same
 
 
 class Undivided(kvpress.ObservedAttentionPress):
@@ -35,8 +46,40 @@ class Undivided(kvpress.ObservedAttentionPress):
         return super().score(module, hidden_states, keys, values, attentions, kwargs) * torch.arange(tokens, 0, -1)
 
 
-def methods(ratio):
-    """name -> (press, settings of ours, whether lists must be identical, and the reason where not)"""
+class Gated(kvpress.DuoAttentionPress):
+    """DuoAttention by GATES, where kvpress loads those of a few models."""
+
+    def __init__(self, streaming, budget):
+        super().__init__(head_compression_ratio=streaming)
+        self.pattern = SINKS, budget - SINKS, GATES
+
+    def load_attention_pattern(self, model):
+        return self.pattern
+
+
+class Rereading(kvpress.KVzipPress):
+    """KVzip, which chooses once the text has been read again; what it kept is written down then."""
+
+    def __init__(self, budget, tokens, chunk_size):
+        # kvpress drops int(heads * tokens * ratio) tokens of the model; half a token more, so that rounding does not count.
+        super().__init__(1 - (budget - 0.5 / (LAYERS * KV_HEADS)) / tokens, n_sink=SINKS, chunk_size=chunk_size)
+
+    def prepare(self, model, tokenizer):
+        return super().prepare(model, self)
+
+    def encode(self, text, **_):
+        """Of the words around a part. transformers 5.2.0 splits them otherwise than the model's own tokenizer."""
+        return torch.tensor([TOKENIZER.encode(text)])
+
+    def compress_post(self, model):
+        super().compress_post(model)
+        self.scores = list(self.score_val[:, 0])
+        self.kept = [unmasked(layer.self_attn, KV_HEADS, self.context_length) for layer in model.model.layers]
+
+
+def methods(budget, tokens):
+    """name -> (press, settings of ours, the reason where lists need not be identical)"""
+    ratio = 1 - (budget + 0.5) / tokens
     snap = {"window": WINDOW, "pool": 5, "pool_kind": "average"}
     snapkv = lambda: kvpress.SnapKVPress(ratio, window_size=WINDOW, kernel_size=5)
     expected = lambda: kvpress.ExpectedAttentionPress(ratio)
@@ -62,6 +105,9 @@ def methods(ratio):
                     "kvpress keeps whole chunks by their mean, the window's among them; ours meets the budget exactly"),
         "pyramidkv": (kvpress.PyramidKVPress(ratio, window_size=WINDOW, kernel_size=5), snap,
                       "kvpress counts the window into a layer's share; ours adds it, as the authors' code does"),
+        "duo_attention": (Gated(0.5, budget), {"sinks": SINKS, "streaming": 0.5, "profile": GATES.tolist()}, ""),
+        "kvzip": (Rereading(budget, tokens, 2048), {"sinks": SINKS}, ""),
+        "kvzip, parts of 256": (Rereading(budget, tokens, 256), {"sinks": SINKS, "part": 256}, ""),
     }
 
 
@@ -92,9 +138,19 @@ def read_kept(path):
 
 def encode(text, count):
     """The text's first tokens, behind the token that begins a text."""
-    pieces = sentencepiece.SentencePieceProcessor(model_file=str(MODEL / "tokenizer.model")).encode(text)
+    pieces = TOKENIZER.encode(text)
     assert len(pieces) >= count - 1, "the text is too short"
     return torch.tensor([[1, *pieces[:count - 1]]])
+
+
+def unmasked(module, heads, tokens):
+    """What kvpress keeps of a layer by masking the others, one set a head; None where it does not mask."""
+    masked = getattr(module, "masked_key_indices", None)
+    if masked is None:
+        return None
+    module.masked_key_indices = None
+    gone = set(zip(masked[1].tolist(), masked[2].tolist()))
+    return [{t for t in range(tokens) if (h, t) not in gone} for h in range(heads)]
 
 
 class Recorder:
@@ -118,13 +174,7 @@ class Recorder:
         module.masked_key_indices = None
         pruned, rest = self.inner(module, hidden_states, keys, values, attentions, kwargs)
         heads, tokens = keys.shape[1], keys.shape[2]
-        masked = getattr(module, "masked_key_indices", None)
-        if masked is not None:
-            gone = set(zip(masked[1].tolist(), masked[2].tolist()))
-            self.kept.append([{t for t in range(tokens) if (h, t) not in gone} for h in range(heads)])
-            module.masked_key_indices = None
-        else:
-            self.kept.append([self.places(keys[0, h], pruned[0, h]) for h in range(heads)])
+        self.kept.append(unmasked(module, heads, tokens) or [self.places(keys[0, h], pruned[0, h]) for h in range(heads)])
         return keys, values  # later layers see what an uncompressed model computes
 
     @staticmethod
@@ -135,18 +185,38 @@ class Recorder:
 
 
 def run_press(model, press, ids, dumps=None):
-    recorder = Recorder(press, dumps)
+    recorder = press if isinstance(press, Rereading) else Recorder(press, dumps)
     with torch.no_grad(), press(model):
         model(ids, past_key_values=transformers.DynamicCache())
     return recorder
 
 
-def distance(scores, only):
+def distance(values):
     """How far the scores of tokens that one side alone keeps are from each other, relative to the largest."""
-    if scores is None or not only:
-        return float("nan")
-    values = [scores[token].item() for token in only]
-    return (max(values) - min(values)) / max(max(map(abs, values)), 1e-30)
+    return (max(values) - min(values)) / max(max(map(abs, values)), 1e-30) if values else 0.0
+
+
+def run_compress(tool, folder, method, budget, settings):
+    """What `tessera compress` keeps of each layer's file: by layer and kv_head one set."""
+    kept = []
+    for layer in range(LAYERS):
+        own = settings | ({"layer": layer, "layers": LAYERS} if method == "pyramidkv" else {})
+        arguments = [part for item in own.items() for part in ("--set", f"{item[0]}={item[1]}")]
+        subprocess.run([tool, "compress", "--method", method, "--budget", str(budget), "--in", folder / str(layer),
+                        "--out", folder / "kept", *arguments], check=True, capture_output=True)
+        kept.append(read_kept(folder / "kept"))
+    return kept
+
+
+def run_cache(model, ids, method, budget, settings):
+    """What a cache in the model holds when the prompt has ended: by layer and kv_head one set."""
+    settings = dict(settings)
+    model_facts.Repeated.PART = settings.pop("part", 2048)
+    cache = TesseraCache(model.config, method, budget=budget, **settings).read_text(model, TOKENIZER)
+    with torch.no_grad():
+        model(ids, past_key_values=cache)
+    cache.end_prompt()
+    return [[set(head.tolist()) for head in cache.kept_positions(layer)[0]] for layer in range(LAYERS)]
 
 
 def main():
@@ -157,14 +227,17 @@ def main():
     parser.add_argument("--methods")
     given = parser.parse_args()
     transformers.utils.logging.disable_progress_bar()
+    logging.getLogger("kvpress").setLevel(logging.ERROR)
     text = (ROOT / "examples/data/opticks.txt").read_text()[20000:20000 + 8 * given.tokens]
     ids = encode(text, given.tokens)
     models = {kind: transformers.LlamaForCausalLM.from_pretrained(MODEL, dtype=torch.float32, attn_implementation=kind).eval()
-              for kind in ("sdpa", "eager")}
+              for kind in ("sdpa", "eager", "tessera")}
     dumps = []
     run_press(models["sdpa"], kvpress.KnormPress(0.5), ids, dumps)
+    assert (len(dumps), dumps[0]["k"].shape[0]) == (LAYERS, KV_HEADS), "another model"
+    lists = LAYERS * KV_HEADS
     failed = False
-    print(f"{given.tokens} tokens, {len(dumps)} layers of {dumps[0]['k'].shape[0]} KV heads; kvpress "
+    print(f"{given.tokens} tokens, {LAYERS} layers of {KV_HEADS} KV heads; kvpress "
           f"0.5.5, transformers {transformers.__version__}, torch {torch.__version__}\n")
     print("| method | budget | identical lists | others: tokens on one side only, at most | spread of their scores | reason |")
     print("| --- | --- | --- | --- | --- | --- |")
@@ -173,28 +246,27 @@ def main():
         for layer, tensors in enumerate(dumps):
             write_layer(folder / str(layer), tensors)
         for budget in map(int, given.budgets.split(",")):
-            for name, (press, settings, reason) in methods(1 - (budget + 0.5) / given.tokens).items():
+            for name, (press, settings, reason) in methods(budget, given.tokens).items():
                 if given.methods and name not in given.methods.split(";"):
                     continue
                 method = name.split(",")[0]
                 theirs = run_press(models["eager" if method == "h2o" else "sdpa"], press, ids)
-                same, apart, spread = 0, 0, 0.0
-                for layer, heads in enumerate(theirs.kept):
-                    own = dict(settings)
-                    if method == "pyramidkv":
-                        own |= {"layer": layer, "layers": len(dumps)}
-                    arguments = [part for item in own.items() for part in ("--set", f"{item[0]}={item[1]}")]
-                    subprocess.run([given.tool, "compress", "--method", method, "--budget", str(budget), "--in", folder / str(layer),
-                                    "--out", folder / "kept", *arguments], check=True, capture_output=True)
-                    for head, (mine, other) in enumerate(zip(read_kept(folder / "kept"), heads)):
-                        same += mine == other
-                        if mine != other:
-                            apart = max(apart, len(mine ^ other))
-                            scores = theirs.scores[layer]
-                            gap = distance(None if scores is None else scores[head], mine ^ other)
-                            spread = max(spread, gap) if gap == gap else spread
-                lists = sum(map(len, theirs.kept))
-                close = same == lists or (spread > 0 and spread < 1e-4)
+                if method in ("duo_attention", "kvzip"):
+                    ours = run_cache(models["tessera"], ids, method, budget, settings)
+                else:
+                    ours = run_compress(given.tool, folder, method, budget, settings)
+                same, apart, spread, of_model = 0, 0, 0.0, []
+                for mine, other, scores in zip(ours, theirs.kept, theirs.scores):
+                    for head in range(KV_HEADS):
+                        only = mine[head] ^ other[head]
+                        same += not only
+                        apart = max(apart, len(only))
+                        values = [] if scores is None else [scores[head][token].item() for token in only]
+                        of_model += values
+                        spread = max(spread, distance(values))
+                if method == "kvzip":  # one cut for all heads
+                    spread = distance(of_model)
+                close = same == lists or (0 < spread < 1e-4)
                 failed |= not close and not reason
                 print(f"| `{name}` | {budget} | {same} of {lists} | {apart if same < lists else ''} | "
                       f"{f'{spread:.1e}' if same < lists else ''} | "
