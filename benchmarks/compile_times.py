@@ -19,12 +19,13 @@ import tempfile
 
 ROOT = pathlib.Path(__file__).resolve().parent.parent
 INCLUDE = ROOT / "include"
+EIGEN = "-I/usr/include/eigen3"  # where Debian has it
 STEP_LIMIT = 25  # seconds of nvcc for the decode step of one recipe
 
 METHOD = """#include "tessera/methods/NAME.hpp"
 #include "HEADER"
 using namespace tessera;
-using made = CACHE<NAME<bf16, 128, 128>>;
+using made = CACHE<tessera::NAME<bf16, 128, 128>>;
 """
 CPU_METHOD = METHOD.replace("HEADER", "tessera/tessera.hpp").replace("CACHE", "tessera::cache") + """
 using rows = rows_view<const float>;
@@ -71,7 +72,7 @@ class compiler:
         least = None
         for _ in range(self.repeat):
             with open(self.folder / "messages", "w") as messages:
-                child = subprocess.Popen([*self.command, f"-I{INCLUDE}", "-c", str(path), "-o",
+                child = subprocess.Popen([*self.command, f"-I{INCLUDE}", EIGEN, "-c", str(path), "-o",
                                           str(self.folder / "unit.o")], stdout=messages, stderr=messages)
                 _, status, used = os.wait4(child.pid, 0)
                 child.returncode = os.waitstatus_to_exitcode(status)

@@ -68,7 +68,7 @@ class Rereading(kvpress.KVzipPress):
         return super().prepare(model, self)
 
     def encode(self, text, **_):
-        """Of the words around a part. transformers 5.2.0 splits them otherwise than the model's own tokenizer."""
+        """Of the words around a part, by the model's own tokenizer."""
         return torch.tensor([TOKENIZER.encode(text)])
 
     def compress_post(self, model):

@@ -3,6 +3,8 @@ import re
 import subprocess
 import sys
 
+import sentencepiece
+import transformers
 from conftest import HERE, ROOT
 
 
@@ -20,3 +22,13 @@ def test_the_script_draws(tmp_path):
     subprocess.run([sys.executable, HERE.parent / "show.py", *flags, "--out", tmp_path], check=True,
                    stdout=subprocess.DEVNULL)
     assert sorted(path.name for path in tmp_path.iterdir()) == ["kept.png", "memory.png", "speed.png"]
+
+
+def test_transformers_splits_text_as_the_engine_does():
+    folder = ROOT / "examples" / "model"
+    own = sentencepiece.SentencePieceProcessor(model_file=str(folder / "tokenizer.model"))
+    tokenizer = transformers.AutoTokenizer.from_pretrained(folder)
+    text = (ROOT / "examples" / "data" / "opticks.txt").read_text()
+    for part in (*(text[at:at + 1500] for at in range(0, len(text), 50000)), "", " a", "two  blanks\n\n\t", "\u00e9\u6f22 2,048"):
+        pieces = own.encode(part)
+        assert tokenizer(part).input_ids == [own.bos_id(), *pieces] and tokenizer.decode(pieces) == own.decode(pieces)
