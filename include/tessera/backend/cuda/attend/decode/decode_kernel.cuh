@@ -166,7 +166,7 @@ struct decode_kernel : decode_merge<View, Out> {
         now = base::segment_at(row, begin, end);
       }
     }
-    // Behind the loop nothing of it takes registers: most steps are not held up by code that they seldom need.
+    // The last row's parts, behind the loop, whose registers are free: many parts are read at once.
     if (base::has_many(arrived)) {
       base::template merge_parts<base::many_parts_at_once>(arrived_at, arrived_row, arrived, flag, shares);
     } else if (arrived.count > 1) {

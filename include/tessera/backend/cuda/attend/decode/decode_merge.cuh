@@ -83,16 +83,16 @@ struct decode_merge : decode_block<View, Out> {
     float top, sum;
     float4 x;
   };
-  /// Of `Parts` parts, or of the `parts` that there are, `state_of(part)` and `out_of(part)`.
-  template <int Parts, class StateOf, class OutOf>
+  /// Of `parts` parts, at most `Most`, each `state_of(part)` and `out_of(part)`.
+  template <int Most, class StateOf, class OutOf>
   __device__ static merged_four merge_four(int parts, const StateOf& state_of, const OutOf& out_of) {
     merged_four all{-infinity, 0, {}};
 #pragma unroll
-    for (int i = 0; i < Parts; ++i) {
+    for (int i = 0; i < Most; ++i) {
       if (i < parts) all.top = fmaxf(all.top, state_of(i).x);
     }
 #pragma unroll
-    for (int i = 0; i < Parts; ++i) {
+    for (int i = 0; i < Most; ++i) {
       if (i >= parts) continue;
       const float2 part = state_of(i);
       const float factor = all.top == -infinity ? 1.0f : power_of_two(part.x - all.top);
@@ -144,6 +144,7 @@ struct decode_merge : decode_block<View, Out> {
                           if (d < Dv) write(at, r, d, x, weight);
                         });
   }
+
   /// Sums `parts` parts that lie one after the other from `first` on, and calls `take(r, d, maximum, sum, outputs)` with
   /// every lane of a warp for the query rows of the merger `mine` and output dims d to d + 3, some of them beyond the last
   /// one. Warps that would idle take a share of the parts.
@@ -163,8 +164,7 @@ struct decode_merge : decode_block<View, Out> {
       float top = -infinity, sum = 0;
       float4 x{};
       if (busy) {
-        sum_parts<AtOnce>(first + r, d < Dv ? d : 0, min(parts, share * each), min(parts, (share + 1) * each), top, sum,
-                          x);
+        sum_parts<AtOnce>(first + r, d < Dv ? d : 0, min(parts, share * each), min(parts, (share + 1) * each), top, sum, x);
       }
       if (doubled > 0) {
         shares.out[warp][lane] = x;

@@ -20,8 +20,7 @@ struct decode_problem {
   rows_view<Out> out;     ///< [sequences, tokens, q_heads, v_dim]
   rows_view<float> lse;   ///< [sequences, tokens, q_heads]; data null: not wanted
   selection_view chosen;  ///< row = sequence * kv_heads + head; indices null: everything stored
-  index_t usual_row =
-      0;  ///< tokens that a row usually has, longer ones being read later; 0: `chosen.row_stride`, or not known
+  index_t usual_row = 0;  ///< tokens that a row usually has, a hint alone; 0: the stride of `chosen`, or not known
 };
 
 }  // namespace cuda

@@ -19,7 +19,7 @@ template <class View, class Out>
 struct decode_short : decode_kernel<View, Out> {
   using base = decode_kernel<View, Out>;
   using base::base;
-  using base::lane, base::memory, base::p, base::threads, base::tile, base::tokens, base::used, base::warp, base::warps;
+  using base::lane, base::memory, base::p, base::threads, base::tokens, base::used, base::warp;
   using typename base::queries_type, typename base::segment, typename base::span_positions, typename base::staging_type,
       typename base::state_type;
   static constexpr int D = View::k_dim, Dv = View::v_dim, stages = base::config::stages, fours = Dv / 4;

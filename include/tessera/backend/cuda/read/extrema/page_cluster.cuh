@@ -50,9 +50,9 @@ struct newest_slots {
 /// Chooses by all blocks of a group (a cluster, or a block alone). Each has a share of a row's pages and hands their keys
 /// to all others; all find the cut, and each calls put(place, slot) for what is chosen of its own. `run` returns false in
 /// all blocks where the first one has written the choice and nothing was put; `read` gets the tokens that the row's plan
-/// attends, `newest_position` where the newest token stands. `Few`: the launch attends what it chooses, of rows with at most
+/// attends, `newest_position` where the newest token stands. `Attends`: the launch attends what it chooses, of rows with at most
 /// `cluster_rows` queries, so nothing is kept for a second group of them.
-template <class View, class Scorer, bool Alone, bool Few = false>
+template <class View, class Scorer, bool Alone, bool Attends = false>
 struct cluster_choice {
   using T = typename View::element_type;
   using blocks_of = block_group<Alone>;
@@ -121,7 +121,7 @@ struct cluster_choice {
     if (rank == 0) write_forced(bounds, put);
     if (at.begin < even.items) {
       const uint2 range = all_keys(memory);
-      constexpr int at_once = Few ? keys_at_once_with_attention : keys_at_once;
+      constexpr int at_once = Attends ? keys_at_once_with_attention : keys_at_once;
       const key_range cut = find_cut<at_once>(s, even, memory.keys, range.x, range.y, unsigned(bounds.room));
       write_chosen<at_once>(s, even, bounds, plan.page, memory.keys, cut, at.begin, min(at.end, even.items), put);
     }
@@ -148,7 +148,7 @@ struct cluster_choice {
                            index_t last) const {
     const cluster_products<View, Scorer> products(at, memory, p.index.lower(at.row, 0), layout, steps, lane, warp);
     const int parts_each = blocks * warps;
-    for (index_t from = 0; from < (Few ? 1 : at.rows); from += cluster_rows) {
+    for (index_t from = 0; from < (Attends ? 1 : at.rows); from += cluster_rows) {
       const index_t r = from + lane / 4;
       const bool mine = r < at.rows;
       if (from > 0) __syncthreads();  // the weights of the rows before are not read any more
