@@ -54,26 +54,50 @@ struct launch_shape {
   bool overlapping = false;
 };
 
+namespace detail {
+
+/// What the driver is told of a launch. It points to itself.
+struct launch_config {
+  cudaLaunchAttribute attributes[2]{};
+  cudaLaunchConfig_t config{};
+
+  explicit launch_config(const launch_shape& shape, cudaStream_t stream = nullptr) {
+    config.gridDim = shape.blocks;
+    config.blockDim = shape.threads;
+    config.dynamicSmemBytes = shape.shared_bytes;
+    config.stream = stream;
+    config.attrs = attributes;
+    if (shape.cluster > 1) {
+      attributes[config.numAttrs].id = cudaLaunchAttributeClusterDimension;
+      attributes[config.numAttrs++].val.clusterDim = {shape.cluster, 1, 1};
+    }
+    if (shape.overlapping) {
+      attributes[config.numAttrs].id = cudaLaunchAttributeProgrammaticStreamSerialization;
+      attributes[config.numAttrs++].val.programmaticStreamSerializationAllowed = 1;
+    }
+  }
+  launch_config(const launch_config&) = delete;
+  launch_config& operator=(const launch_config&) = delete;
+};
+
+}  // namespace detail
+
 /// Errors   tessera::error with `call` and the driver's reason.
 template <class... Params, class... Args>
 void launch(void (*entry)(Params...), const launch_shape& shape, cudaStream_t stream, const char* call,
             Args&&... args) {
-  cudaLaunchAttribute attributes[2]{};
-  cudaLaunchConfig_t config{};
-  config.gridDim = shape.blocks;
-  config.blockDim = shape.threads;
-  config.dynamicSmemBytes = shape.shared_bytes;
-  config.stream = stream;
-  config.attrs = attributes;
-  if (shape.cluster > 1) {
-    attributes[config.numAttrs].id = cudaLaunchAttributeClusterDimension;
-    attributes[config.numAttrs++].val.clusterDim = {shape.cluster, 1, 1};
-  }
-  if (shape.overlapping) {
-    attributes[config.numAttrs].id = cudaLaunchAttributeProgrammaticStreamSerialization;
-    attributes[config.numAttrs++].val.programmaticStreamSerializationAllowed = 1;
-  }
-  check(cudaLaunchKernelEx(&config, entry, std::forward<Args>(args)...), call);
+  const detail::launch_config made(shape, stream);
+  check(cudaLaunchKernelEx(&made.config, entry, std::forward<Args>(args)...), call);
+}
+
+/// How many clusters of such a launch the device runs at a time. It is less than its multiprocessors have room for: a cluster
+/// lies within one of their groups, and groups differ, also between devices of one name.
+template <class... Params>
+int resident_clusters(void (*entry)(Params...), const launch_shape& shape) {
+  const detail::launch_config made(shape);
+  int clusters = 0;
+  check(cudaOccupancyMaxActiveClusters(&clusters, entry, &made.config), "cudaOccupancyMaxActiveClusters");
+  return clusters;
 }
 
 }  // namespace cuda

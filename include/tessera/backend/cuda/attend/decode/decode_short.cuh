@@ -138,21 +138,12 @@ class decode_clusters {
     threads_ = tuning.warps * 32;
     check(cudaFuncSetAttribute(entry_, cudaFuncAttributeMaxDynamicSharedMemorySize, shared_bytes_),
           "cudaFuncSetAttribute");
-    for (int shift = 0; shift < shifts; ++shift) {
-      if (shift == 0) {
-        resident_[0] = device.multiprocessors;
-        continue;
-      }
-      cudaLaunchAttribute attribute{};
-      attribute.id = cudaLaunchAttributeClusterDimension;
-      attribute.val.clusterDim = {1u << shift, 1, 1};
-      cudaLaunchConfig_t config{};
-      config.gridDim = dim3(1u << shift);
-      config.blockDim = dim3(unsigned(threads_));
-      config.dynamicSmemBytes = std::size_t(shared_bytes_);
-      config.attrs = &attribute;
-      config.numAttrs = 1;
-      check(cudaOccupancyMaxActiveClusters(&resident_[shift], entry_, &config), "cudaOccupancyMaxActiveClusters");
+    resident_[0] = device.multiprocessors;
+    for (int shift = 1; shift < shifts; ++shift) {
+      resident_[shift] = resident_clusters(entry_, {.blocks = dim3(1u << shift),
+                                                    .threads = dim3(unsigned(threads_)),
+                                                    .shared_bytes = std::size_t(shared_bytes_),
+                                                    .cluster = 1u << shift});
     }
   }
 
