@@ -9,6 +9,8 @@ import sys
 
 MOST_FILES, MOST_LINES, MOST_IN_FUNCTION = 14, 400, 120
 SOURCES = (".hpp", ".cuh", ".cpp", ".cu", ".py", ".sh", ".cmake", ".in")
+# What a reader opens first.
+MOST_OF_ITS_OWN = {"include/tessera/recipe.hpp": 119, "include/tessera/cache.hpp": 249, "include/tessera/backend/cuda/cache.cuh": 249}
 # Many short files of one kind, each found by its name.
 COLLECTIONS = ("include/tessera/methods", "include/tessera/scorer", "include/tessera/core")
 
@@ -44,8 +46,9 @@ def check(root):
             if path.suffix not in SOURCES:
                 continue
             lines = path.read_text(encoding="utf-8").count("\n")
-            if lines > MOST_LINES:
-                yield f"{name}: {lines} lines; at most {MOST_LINES}: split it by idea"
+            most = MOST_OF_ITS_OWN.get(name.as_posix(), MOST_LINES)
+            if lines > most:
+                yield f"{name}: {lines} lines; at most {most}: split it by idea"
             if path.suffix in (".hpp", ".cuh", ".cpp", ".cu"):
                 for at, length, head in functions(path.read_text(encoding="utf-8")):
                     if length > MOST_IN_FUNCTION:

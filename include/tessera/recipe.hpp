@@ -38,10 +38,7 @@ struct recipe {
   static constexpr value_range<index_t> budgets = Retain::chooses ? Retain::budgets : Retrieve::budgets;
 
   /// The token budget per kv_head: of the first stage (or of both) if there is one, else of one step's reads.
-  index_t budget() const {
-    if (const index_t* tokens = retain.tokens()) return *tokens;
-    return retrieve.tokens;
-  }
+  index_t budget() const { return retain.tokens() ? *retain.tokens() : retrieve.tokens; }
   void set_budget(index_t tokens) {
     if (index_t* own = retain.tokens()) {
       *own = tokens;
@@ -78,7 +75,6 @@ struct recipe {
   /// Whether a prompt must come with the boundaries of its segments, and whether steps must too.
   static constexpr bool needs_segments = Retain::needs_segments || Retrieve::needs_segments;
   static constexpr bool needs_step_segments = Retrieve::needs_segments;
-
   static constexpr bool needs_rope = Retain::needs_rope;
 
   /// How many of the last queries of a prompt chunk of `tokens` tokens the first stage's scorer, or the layout, has to see.

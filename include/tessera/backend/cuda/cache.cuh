@@ -176,28 +176,9 @@ class cache : public cache_parts<Recipe, Out> {
     const batch step = conversations_.plan_step(recipe_, ids, tokens, options_.step_tokens, boundaries);
     for (const index_t id : ids) order_.require_finished(id);
     const auto places = all_layers(ids);
-    slide(places, stream);
-    store_.plan_packing(places, 0, stream);
-    for (const auto& [layer, id] : places) {
-      if (roles_.follows_recipe(layer)) reading_.require_fits(layer, id, store_, tokens);
-    }
-    store_.plan_room(places, tokens);
-    try {
-      parts::plan_lists(places, step);
-    } catch (...) {
-      store_.abandon();
-      throw;
-    }
-    store_.commit_room(places, stream);
-    store_.commit_packing(stream);
-    reading_.lists().commit_room(places, stream);
+    make_step_room(places, step, stream);
     steps_.set(ids, stream);
-    for (const auto& [layer, id] : places) {
-      store_.took(layer, id, tokens);
-      reading_.lists().took(layer, id, tokens);
-      if ((step.evicts_first || step.evicts_last) && roles_.follows_recipe(layer))
-        note_choice(layer, id, step.evicts_last ? 0 : tokens);
-    }
+    note_step(places, step);
     if constexpr (Recipe::needs_segments) {
       std::vector<segment_cursor> texts;
       for (const index_t id : ids) texts.push_back(conversations_.at(id, 0).text);
@@ -252,10 +233,10 @@ class cache : public cache_parts<Recipe, Out> {
  private:
   using parts::after_, parts::all_layers, parts::attention_, parts::begin_chunk, parts::chunk_position_, parts::choose,
       parts::choose_in_step, parts::conversations_, parts::device_, parts::first_, parts::first_position_,
-      parts::make_store_room, parts::marks_, parts::note_choice, parts::next_, parts::options_, parts::order_,
-      parts::plan_choice, parts::policies, parts::prompts_, parts::reading_, parts::recipe_, parts::rereading_,
-      parts::roles_, parts::shape_, parts::slide, parts::stepped_, parts::steps_, parts::store_, parts::trace,
-      parts::tracing_;
+      parts::make_step_room, parts::make_store_room, parts::marks_, parts::note_step, parts::next_, parts::options_,
+      parts::order_, parts::plan_choice, parts::policies, parts::prompts_, parts::reading_, parts::recipe_,
+      parts::rereading_, parts::roles_, parts::shape_, parts::slide, parts::stepped_, parts::steps_, parts::store_,
+      parts::trace, parts::tracing_;
   using typename parts::place_list, typename parts::read_view_type, typename parts::view_type;
 };
 

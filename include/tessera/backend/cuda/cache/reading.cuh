@@ -7,10 +7,10 @@
 #include "../read/lists/candidates.cuh"
 #include "../read/segments/segmented_view.cuh"
 #include "../store/kv_store.cuh"
-#include "exact_reader.cuh"
-#include "extrema_reader.cuh"
-#include "packed/block_reader.cuh"
-#include "segment_reader.cuh"
+#include "readers/block_reader.cuh"
+#include "readers/exact_reader.cuh"
+#include "readers/extrema_reader.cuh"
+#include "readers/segment_reader.cuh"
 
 TESSERA_NAMESPACE_BEGIN
 namespace cuda {

@@ -5,10 +5,10 @@
 #include <numeric>
 #include <vector>
 
-#include "../../../core/model_shape.hpp"
-#include "../choose/plain_select.cuh"
-#include "../read/segments/segment_means.cuh"
-#include "numbers.cuh"
+#include "../../../../core/model_shape.hpp"
+#include "../../choose/plain_select.cuh"
+#include "../../read/segments/segment_means.cuh"
+#include "../numbers.cuh"
 #include "reader.cuh"
 
 TESSERA_NAMESPACE_BEGIN

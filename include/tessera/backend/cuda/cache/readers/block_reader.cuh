@@ -8,7 +8,7 @@
 #include "../../../../scorer/block_mean.hpp"
 #include "../../read/means/decode_blocks.cuh"
 #include "../../store/packed/packed_store.cuh"
-#include "../reader.cuh"
+#include "reader.cuh"
 
 TESSERA_NAMESPACE_BEGIN
 namespace cuda {

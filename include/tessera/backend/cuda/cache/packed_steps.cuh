@@ -4,10 +4,10 @@
 #include <algorithm>
 #include <optional>
 
-#include "../../attend/packed/packed_attention.cuh"
-#include "../../store/packed/packed_store.cuh"
-#include "../attention.cuh"
-#include "../numbers.cuh"
+#include "../attend/packed/packed_attention.cuh"
+#include "../store/packed/packed_store.cuh"
+#include "attention.cuh"
+#include "numbers.cuh"
 
 TESSERA_NAMESPACE_BEGIN
 namespace cuda {

@@ -5,9 +5,9 @@
 #include <string>
 #include <vector>
 
-#include "../../../planned.hpp"
-#include "../store/step_table.cuh"
-#include "cache_options.hpp"
+#include "../../../../planned.hpp"
+#include "../../store/step_table.cuh"
+#include "../cache_options.hpp"
 
 TESSERA_NAMESPACE_BEGIN
 namespace cuda {

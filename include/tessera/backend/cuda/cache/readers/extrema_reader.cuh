@@ -5,11 +5,11 @@
 #include <utility>
 #include <vector>
 
-#include "../../../core/page_extrema.hpp"
-#include "../read/extrema/mean_value.cuh"
-#include "../read/extrema/page_index.cuh"
-#include "../read/extrema/retrieve_by_pages.cuh"
-#include "numbers.cuh"
+#include "../../../../core/page_extrema.hpp"
+#include "../../read/extrema/mean_value.cuh"
+#include "../../read/extrema/page_index.cuh"
+#include "../../read/extrema/retrieve_by_pages.cuh"
+#include "../numbers.cuh"
 #include "reader.cuh"
 
 TESSERA_NAMESPACE_BEGIN

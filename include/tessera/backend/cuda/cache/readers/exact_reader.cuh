@@ -5,8 +5,8 @@
 #include <utility>
 #include <vector>
 
-#include "../read/exact/retrieve_by_scores.cuh"
-#include "numbers.cuh"
+#include "../../read/exact/retrieve_by_scores.cuh"
+#include "../numbers.cuh"
 #include "reader.cuh"
 
 TESSERA_NAMESPACE_BEGIN
