@@ -21,6 +21,12 @@ inline index_t scaled(index_t count) {
   return std::max<index_t>(1, index_t(std::lround(double(count) * (text ? std::atof(text) : 1.0))));
 }
 
+/// Added to the seed of the GPU tests' generator: TESSERA_TEST_SEED, 0 by default. Runs of different seeds add up.
+inline unsigned more_seed() {
+  const char* text = std::getenv("TESSERA_TEST_SEED");
+  return text ? unsigned(std::atoi(text)) : 0;
+}
+
 /// Splits random calls over processes: `block` is this one's with TESSERA_RANDOM_PART="part/parts", always without.
 inline bool is_mine(index_t block) {
   const char* text = std::getenv("TESSERA_RANDOM_PART");
@@ -45,7 +51,7 @@ class rng {
     return choices.begin()[between(0, index_t(choices.size()) - 1)];
   }
 
- private:
+  /// What `normal` draws from.
   static const float* normal_numbers() {
     static const std::vector<float> numbers = [] {
       rng random(16);
@@ -59,6 +65,7 @@ class rng {
     return numbers.data();
   }
 
+ private:
   std::mt19937_64 engine_;
 };
 

@@ -93,7 +93,7 @@ bool same_bits(const std::vector<T>& a, const std::vector<T>& b) {
 }
 
 inline std::mt19937& rng() {
-  static std::mt19937 engine(20261120);
+  static std::mt19937 engine(20261120 + support::more_seed());
   return engine;
 }
 inline int draw(int low, int high) { return std::uniform_int_distribution<int>(low, high)(rng()); }
