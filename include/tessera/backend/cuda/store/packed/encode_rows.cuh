@@ -28,10 +28,6 @@ namespace detail {
 
 inline constexpr int encoding_warps = 5, encoding_threads = encoding_warps * 32, largest_encoded_block = 128;
 
-/// Floats from one rotated row to the next: odd, so that a thread a row reads its channels without a conflict.
-template <int D>
-inline constexpr int turned_stride = D + 1;
-
 /// Values as they are written, `bits` each.
 template <packed_element Element>
 struct written {
@@ -136,9 +132,8 @@ __device__ inline void average_blocks(float* turned, int stride, int rows, int b
 /// Rows of one head, keys or values. They are turned by warps, 32 rows or some of their channels each, and packed by a thread a row.
 template <class View, int D>
 __device__ void encode_side(const encode_problem<View>& p, index_t sequence, index_t head, bool keys, index_t chunk,
-                            index_t chunk_rows, float* turned) {
+                            index_t chunk_rows, int stride, float* turned) {
   using T = typename View::element_type;
-  constexpr int stride = turned_stride<D>;
   const int thread = int(threadIdx.x), warp = thread / 32;
   const device_segment& segment =
       p.view.segment(sequence, p.segment != no_index ? p.segment : p.view.count(sequence) - 1);
@@ -176,8 +171,8 @@ __device__ void encode_side(const encode_problem<View>& p, index_t sequence, ind
 
 /// blockIdx: chunk of rows, (sequence, kv_head), K or V.
 template <class View>
-__global__ void __launch_bounds__(encoding_threads, 2)
-    encode_rows_entry(const __grid_constant__ encode_problem<View> p, index_t chunk_rows) {
+__global__ void __launch_bounds__(encoding_threads, 3)
+    encode_rows_entry(const __grid_constant__ encode_problem<View> p, index_t chunk_rows, int stride) {
   constexpr int k_dim = View::k_dim, v_dim = View::v_dim;
   extern __shared__ float turned_rows[];
   wait_for_earlier();
@@ -185,9 +180,9 @@ __global__ void __launch_bounds__(encoding_threads, 2)
                 head = index_t(blockIdx.y) % heads, chunk = index_t(blockIdx.x);
   const bool keys = blockIdx.z == 0;
   if (k_dim == v_dim || keys)
-    encode_side<View, k_dim>(p, sequence, head, keys, chunk, chunk_rows, turned_rows);
+    encode_side<View, k_dim>(p, sequence, head, keys, chunk, chunk_rows, stride, turned_rows);
   else
-    encode_side<View, v_dim>(p, sequence, head, keys, chunk, chunk_rows, turned_rows);
+    encode_side<View, v_dim>(p, sequence, head, keys, chunk, chunk_rows, stride, turned_rows);
 }
 
 /// The rows count from now on. One thread a (sequence, kv_head).
@@ -217,16 +212,19 @@ class encode_rows {
   static_assert(View::whole_type::is_raw && sizeof(T) == 2, "tessera: the device packs raw rows of fp16 and bf16");
 
  public:
-  /// `block`: of the segments; 0: no means.
-  explicit encode_rows(index_t block) {
+  /// `block`: of the segments; 0: no means. `channels`: the most that a vector has in them.
+  explicit encode_rows(index_t block, index_t channels = std::max(View::k_dim, View::v_dim))
+      : stride_(int(ceil_div(channels, 8) * 8) | 1) {  // odd: a thread a row reads its channels without a conflict
     require(block >= 0 && block <= detail::largest_encoded_block, "block", block,
             "at most " + std::to_string(detail::largest_encoded_block), "take shorter blocks");
     // A block's rows lie in one thread block, and each of its threads has a row or a mean.
     chunk_rows_ = block > 0 ? detail::encoding_threads / (block + 1) * block : detail::encoding_threads;
     entry_ = detail::encode_rows_entry<View>;
-    overlaps_ = can_overlap(detail::count_encoded_entry<View>);
-    check(cudaFuncSetAttribute(entry_, cudaFuncAttributeMaxDynamicSharedMemorySize, int(shared_bytes())),
-          "cudaFuncSetAttribute");
+    overlaps_ = can_overlap(entry_);
+    check(
+        cudaFuncSetAttribute(entry_, cudaFuncAttributeMaxDynamicSharedMemorySize,
+                             int(detail::encoding_threads * (std::max(View::k_dim, View::v_dim) + 1) * sizeof(float))),
+        "cudaFuncSetAttribute");
   }
 
   void run(const encode_problem<View>& problem, cudaStream_t stream) const {
@@ -237,21 +235,21 @@ class encode_rows {
     launch(entry_,
            {.blocks = dim3(unsigned(ceil_div(problem.count, chunk_rows_)), unsigned(lanes), 2),
             .threads = dim3(detail::encoding_threads),
-            .shared_bytes = shared_bytes()},
-           stream, "launch of encode_rows", problem, chunk_rows_);
+            .shared_bytes = shared_bytes(),
+            .overlapping = overlaps_},
+           stream, "launch of encode_rows", problem, chunk_rows_, stride_);
     launch(detail::count_encoded_entry<View>,
            {.blocks = dim3(unsigned(ceil_div(lanes, 128))), .threads = dim3(128), .overlapping = overlaps_}, stream,
            "launch of count_encoded", problem);
   }
 
  private:
-  static std::size_t shared_bytes() {
-    return detail::turned_stride<std::max(View::k_dim, View::v_dim)> * detail::encoding_threads * sizeof(float);
-  }
+  std::size_t shared_bytes() const { return std::size_t(stride_) * detail::encoding_threads * sizeof(float); }
   index_t chunk_rows_;
+  int stride_;  // floats from one turned row to the next
   bool overlaps_ = false;
   // What was configured is what is launched: nvcc gives every source file a kernel of its own.
-  void (*entry_)(encode_problem<View>, index_t) = nullptr;
+  void (*entry_)(encode_problem<View>, index_t, int) = nullptr;
 };
 
 }  // namespace cuda
