@@ -67,7 +67,7 @@ struct packed_memory {
     table = std::make_unique<buffer<cuda::device_segment>>(made);
     const index_t chunk = std::min(context, segment_tokens);
     const bf16* from = random_rows(std::size_t(sequences) * kv_heads * chunk * head_dim * 2);
-    const cuda::encode_rows<view_type> encode(block);
+    const cuda::encode_rows<view_type> encode(block, format.channels);
     for (index_t s = 0; s < most; ++s) {
       cuda::encode_problem<view_type> problem;
       problem.view = view(from, sequences, chunk);
@@ -161,26 +161,27 @@ prepared encode(index_t tokens, encoding_part wanted) {
   };
   const auto device = cuda::device_info::current();
   const cuda::find_bases find(head_dim, device);
+  const double rows = double(kv_heads) * tokens, given = rows * 2 * head_dim * sizeof(bf16);
+  const int sets = input_sets(given), count = launches(given, sets);
+  const index_t room = wanted == encoding_part::tail ? tokens * count : tokens;  // one tail comes behind the other
   const auto keep = std::make_shared<memory>(
-      std::make_unique<packed_memory>(1, tokens, format), cuda::second_moments<view_type>{}, find,
+      std::make_unique<packed_memory>(1, room, format), cuda::second_moments<view_type>{}, find,
       cuda::second_moments<view_type>::workspace_bytes(kv_heads, tokens), find.workspace_bytes(layers * kv_heads * 2),
       std::size_t(layers) * kv_heads * 2 * 96 * head_dim, std::size_t(layers) * kv_heads * 2);
-  const double rows = double(kv_heads) * tokens, given = rows * 2 * head_dim * sizeof(bf16);
   prepared made;
   if (wanted == encoding_part::moments) made.bytes = given, made.flops = rows * 4 * head_dim * head_dim;
   if (wanted == encoding_part::rows || wanted == encoding_part::tail) {
     made.bytes = given + rows * (2 + 1.0 / block) * row_bytes(format);
     made.flops = rows * 4 * head_dim * 96;
   }
-  const int sets = input_sets(given);
   const std::size_t elements = std::size_t(kv_heads) * std::size_t(tokens) * head_dim * 2;
   bf16* pool = random_rows(elements * std::size_t(sets));
-  const cuda::encode_rows<view_type> packing(block);
+  const cuda::encode_rows<view_type> packing(block, format.channels);
   const auto view_of = [=](int set) { return keep->packed->view(pool + elements * std::size_t(set), 1, tokens); };
   keep->moments.run(view_of(0), 0, tokens, keep->sums.data(), stream());
   cuda::check(cudaStreamSynchronize(stream()), "cudaStreamSynchronize");
   made.keep = keep;
-  made.graph = std::make_unique<replay>(launches(given, sets), [&](int i) {
+  made.graph = std::make_unique<replay>(count, [&](int i) {
     const view_type view = view_of(i % sets);
     const auto* sums = reinterpret_cast<const float*>(keep->sums.data());
     if (wanted == encoding_part::moments) keep->moments.run(view, 0, tokens, keep->sums.data(), stream());
@@ -194,8 +195,10 @@ prepared encode(index_t tokens, encoding_part wanted) {
     }
     if (wanted == encoding_part::rows || wanted == encoding_part::tail) {
       // The segment is written over: its lengths begin at 0 again.
-      cuda::check(cudaMemsetAsync(keep->packed->segments[0]->segment().rows, 0, kv_heads * sizeof(index_t), stream()),
-                  "cudaMemsetAsync");
+      if (i == 0 || wanted == encoding_part::rows) {
+        cuda::check(cudaMemsetAsync(keep->packed->segments[0]->segment().rows, 0, kv_heads * sizeof(index_t), stream()),
+                    "cudaMemsetAsync");
+      }
       cuda::encode_problem<view_type> problem;
       problem.view = view;
       problem.count = tokens;

@@ -207,6 +207,67 @@ void check_packing(const segment_plan& plan) {
   CHECK(differ == 0);
 }
 
+/// Rows as they are whose energies tie, vanish, overflow or are no numbers: the device packs what the host packs, to the bit.
+template <class T, int D>
+void check_special_rows(packed_element element, index_t channels, index_t group, index_t kept) {
+  const packed_format format = format_of(element, channels, group, kept);
+  INFO("dim " << D << " " << name_of(format));
+  const index_t count = 150;
+  whole_rows<T, D, D> rows(1, 1, {count});
+  for (index_t i = 0; i < count; ++i) {
+    for (int d = 0; d < D; ++d) {
+      const float few = float(draw(-2, 2)), close = 1 + float(draw(0, 3)) / 128;
+      const float by_kind[] = {few,
+                               0,
+                               draw(0, 5) ? few : NAN,
+                               draw(0, 9) ? close : infinity,
+                               few * 1e-25f,
+                               draw(0, 3) ? NAN : few,
+                               NAN,
+                               close,
+                               draw(0, 1) ? few * 1e18f : 1e-3f,
+                               1};
+      rows.k[std::size_t(i * D + d)] = T(by_kind[i % 10]);
+    }
+  }
+  rows.d_k.set(rows.k);
+  const cuda::segment_memory memory(format, format, 0, 1, count);
+  const auto segment = memory.segment(nullptr, nullptr);
+  buffer<cuda::device_segment> table(std::vector<cuda::device_segment>{segment});
+  buffer<index_t> one(std::vector<index_t>{1});
+  using view_type = cuda::packed_view<typename whole_rows<T, D, D>::view_type>;
+  cuda::encode_problem<view_type> problem;
+  problem.view.segments = table.data, problem.view.counts = one.data, problem.view.most_segments = 1;
+  problem.view.whole = rows.view(), problem.count = count;
+  cuda::encode_rows<view_type>(0).run(problem, nullptr);
+  cuda::check(cudaDeviceSynchronize(), "encoding");
+
+  const std::size_t words = std::size_t(cuda::bit_words(format)), bytes = std::size_t(format.value_bytes()),
+                    stride = std::size_t(cuda::value_stride(format.value_bytes()));
+  const auto bits = cuda::downloaded<std::uint32_t>(segment.k.bits, std::size_t(count) * words);
+  const auto values = cuda::downloaded(segment.k.values, std::size_t(count) * stride);
+  top_groups chooser;
+  chooser.group = group;
+  int wrong = 0;
+  for (index_t i = 0; i < count; ++i) {
+    std::vector<float> row(static_cast<std::size_t>(D));
+    for (int d = 0; d < D; ++d) row[std::size_t(d)] = float(rows.key(0, 0, i)[d]);
+    std::vector<std::uint32_t> right(words, 0);
+    chooser.choose(row.data(), format, reinterpret_cast<std::uint8_t*>(right.data()));
+    std::vector<std::byte> held(bytes);
+    const float scale = pack_row(format, row.data(), reinterpret_cast<const std::uint8_t*>(right.data()), held.data());
+    wrong += std::memcmp(bits.data() + std::size_t(i) * words, right.data(), words * 4) != 0;
+    std::vector<float> ours(static_cast<std::size_t>(channels)), theirs(ours);
+    const auto* own = reinterpret_cast<const std::uint8_t*>(right.data());
+    unpack_row(format, own, values.data() + std::size_t(i) * stride, scale, ours.data());
+    unpack_row(format, own, held.data(), scale, theirs.data());
+    for (std::size_t c = 0; c < ours.size(); ++c)
+      wrong += !(ours[c] == theirs[c] || (ours[c] != ours[c] && theirs[c] != theirs[c]));
+    if (format.scaled()) wrong += cuda::downloaded<float>(segment.k.scales + i, 1)[0] != scale;
+  }
+  CHECK(wrong == 0);
+}
+
 }  // namespace
 
 TEST_CASE("second moments of whole rows on the GPU are those of the host in double") {
@@ -280,6 +341,17 @@ TEST_CASE("rows packed on the GPU hold the largest elements of their rotated vec
   check_packing<bf16, 256>({format_of(as_bf16, 192, 1, 64), format_of(as_bf16, 256, 1, 256), 8, 40});
   check_packing<fp16, 128, 64>({format_of(as_fp16, 128, 1, 32), format_of(as_fp16, 48, 2, 16), 12, 1});
   check_packing<bf16, 64>({format_of(as_bf16, 64, 1, 38), format_of(as_bf16, 64, 1, 64), 8, 100, false});
+}
+
+TEST_CASE("rows of ties, zeros, infinities and NaN are packed on the GPU as on the host") {
+  if (gpu_missing()) return;
+  check_special_rows<bf16, 128>(as_bf16, 96, 1, 32);
+  check_special_rows<bf16, 128>(as_int4, 128, 2, 64);
+  check_special_rows<fp16, 64>(as_fp16, 64, 4, 16);
+  check_special_rows<bf16, 96>(as_fp8, 72, 1, 71);
+  check_special_rows<fp16, 128>(as_fp16, 40, 1, 40);
+  check_special_rows<bf16, 256>(as_bf16, 256, 1, 1);
+  check_special_rows<bf16, 64>(as_bf16, 33, 1, 20);
 }
 
 TEST_CASE("packing refuses blocks that no thread block holds") {

@@ -1,5 +1,7 @@
-// Which groups of one vector's channels stay, chosen by one warp.
+// Which groups of one vector's channels stay, chosen by one warp, or by one thread.
 #pragma once
+
+#include <cuda_bf16.h>
 
 #include "../../../../math/ordered.hpp"
 #include "packed_view.cuh"
@@ -53,6 +55,144 @@ __device__ inline void choose_groups(const float* row, int groups, int group, in
     ties = max(0, ties - __popc(equal));
   }
 }
+
+/// The same choice, by one thread: of vectors of up to `Dim` channels in shared memory.
+///
+/// Energies are compared in pairs, by their upper 16 bits; only those that equal the last one that stays are told apart
+/// by all of their bits.
+template <int Dim>
+class thread_choice {
+  static constexpr int pairs = Dim / 2, none = -1;  // none: NaN, which ranks last
+
+ public:
+  static constexpr int words = (Dim + 31) / 32;
+
+  /// `group`: 1, 2 or 4.
+  __device__ thread_choice(const float* row, int groups, int group) : row_(row), groups_(groups), group_(group) {
+    if (group == 1)
+      fill_keys<1>();
+    else if (group == 2)
+      fill_keys<2>();
+    else
+      fill_keys<4>();
+  }
+
+  __device__ void choose(int wanted, std::uint32_t (&chosen)[words]) const {
+    const int most = largest();
+    int least = none, above = most + 1;  // at least `wanted` groups reach `least`, fewer reach `above`
+    for (int trial = most - (16 << 7); above - least > 1; trial = (least + above) / 2) {
+      if (trial <= least) continue;
+      const int reaching = count(trial);
+      if (reaching < wanted) {
+        above = trial;
+      } else {
+        least = trial;
+        if (reaching == wanted) break;
+      }
+    }
+    const int sure = above - least > 1 ? least : above;  // all that reach it stay
+    bits_from(sure, chosen);
+    int left = wanted;
+#pragma unroll
+    for (int j = 0; j < words; ++j) left -= __popc(chosen[j]);
+    if (left > 0) add_best(least, left, chosen);
+  }
+
+ private:
+  /// The upper halves of energies, which are not negative; of NaN -1, behind the last group -2.
+  template <int Group>
+  __device__ void fill_keys() {
+    const auto key_of = [&](int g) {
+      const float e = g < groups_ ? energy<Group>(g) : -2.0f;
+      return __float_as_uint(e == e ? e : -1.0f);
+    };
+#pragma unroll
+    for (int i = 0; i < pairs; ++i) {
+      if (i % 8 == 0 && i * 2 >= groups_) break;
+      keys_[i] = __byte_perm(key_of(i * 2), key_of(i * 2 + 1), 0x7632);
+    }
+  }
+  template <int Group>
+  __device__ float energy(int g) const {
+    float sum = 0;
+#pragma unroll
+    for (int c = g * Group; c < (g + 1) * Group; ++c) sum = __fadd_rn(sum, __fmul_rn(row_[c], row_[c]));
+    return sum;
+  }
+  __device__ float energy(int g) const {
+    return group_ == 1 ? energy<1>(g) : group_ == 2 ? energy<2>(g) : energy<4>(g);
+  }
+  /// A key to compare with, twice.
+  __device__ static __nv_bfloat162 both(int code) {
+    const std::uint32_t key = code == none ? 0xbf80u : std::uint32_t(code), word = key | key << 16;
+    return reinterpret_cast<const __nv_bfloat162&>(word);
+  }
+  __device__ __nv_bfloat162 pair(int i) const { return reinterpret_cast<const __nv_bfloat162&>(keys_[i]); }
+
+  __device__ int largest() const {
+    __nv_bfloat162 most = both(none);
+#pragma unroll
+    for (int i = 0; i < pairs; ++i) {
+      if (i % 8 == 0 && i * 2 >= groups_) break;
+      most = __hmax2(most, pair(i));
+    }
+    return __float_as_int(fmaxf(fmaxf(__low2float(most), __high2float(most)), 0.0f)) >> 16;
+  }
+  __device__ int count(int code) const {
+    const __nv_bfloat162 least = both(code);
+    __nv_bfloat162 sums[4] = {both(0), both(0), both(0), both(0)};  // counts are exact up to 256
+#pragma unroll
+    for (int i = 0; i < pairs; ++i) {
+      if (i % 8 == 0 && i * 2 >= groups_) break;
+      sums[i % 4] = __hadd2(sums[i % 4], __hge2(pair(i), least));
+    }
+    const float2 sum = __bfloat1622float2(__hadd2(__hadd2(sums[0], sums[1]), __hadd2(sums[2], sums[3])));
+    return int(sum.x + sum.y);
+  }
+  /// bits of the groups that reach a key.
+  __device__ void bits_from(int code, std::uint32_t (&bits)[words]) const {
+    const __nv_bfloat162 least = both(code);
+#pragma unroll
+    for (int j = 0; j < words; ++j) {
+      bits[j] = 0;
+      if (j * 16 >= pairs || j * 32 >= groups_) continue;
+#pragma unroll
+      for (int i = 0; i < 16 && j * 16 + i < pairs; ++i) {
+        if (i % 8 == 0 && (j * 16 + i) * 2 >= groups_) break;
+        const std::uint32_t two = __hge2_mask(pair(j * 16 + i), least) & 0x00020001u;
+        bits[j] |= ((two | two >> 16) & 3u) << (i * 2);
+      }
+    }
+  }
+  /// The `left` best of the groups whose key is `code`; ties to the lower one.
+  __device__ void add_best(int code, int left, std::uint32_t (&chosen)[words]) const {
+    std::uint32_t equal[words];
+    bits_from(code, equal);
+#pragma unroll
+    for (int j = 0; j < words; ++j) equal[j] &= ~chosen[j];
+    for (; left > 0; --left) {
+      int best = -1;
+      float most = 0;
+#pragma unroll
+      for (int j = 0; j < words; ++j) {
+        for (std::uint32_t rest = equal[j]; rest; rest &= rest - 1) {
+          const int g = j * 32 + __ffs(int(rest)) - 1;
+          const float e = energy(g);
+          if (best < 0 || e > most) best = g, most = e;
+        }
+      }
+#pragma unroll
+      for (int j = 0; j < words; ++j) {
+        const std::uint32_t taken = best / 32 == j ? 1u << (best % 32) : 0u;
+        chosen[j] |= taken, equal[j] &= ~taken;
+      }
+    }
+  }
+
+  const float* row_;
+  int groups_, group_;
+  std::uint32_t keys_[pairs];
+};
 
 }  // namespace detail
 }  // namespace cuda

@@ -89,7 +89,7 @@ class kv_store<Layout> {
                 index_t(std::count_if(packing_.begin(), packing_.end(), [](index_t at) { return at >= 0; })), sequences,
                 kv_heads, tokens, most_segments(layout, tokens)),
         sets_(packed_.formats(), layers, sequences, kv_heads, Layout::window),
-        encode_(with.mean_block),
+        encode_(with.mean_block, std::max(packed_.formats().k.channels, packed_.formats().v.channels)),
         left_slots_(std::size_t(kv_heads) * std::size_t(rows_.tail.tail)),
         left_counts_(std::size_t(kv_heads)) {
     if constexpr (rows_type::basis_type::rotates) {
