@@ -19,7 +19,8 @@ struct gemma2_gathered_decode {
 
 static_assert(check_attention<gemma2_gathered_decode>());
 
-using exact_for_gemma2 = recipe<retain_all, dense<bf16, 256>, retrieve<exact_score, top_tokens>, gemma2_gathered_decode, once>;
+using exact_for_gemma2 =
+    recipe<retain_all, dense<bf16, 256>, retrieve<exact_score, top_tokens>, gemma2_gathered_decode, once>;
 // [attention]
 
 tessera::cache<exact_for_gemma2> kv({.layers = 4, .q_heads = 4, .kv_heads = 2}, exact_for_gemma2{},
