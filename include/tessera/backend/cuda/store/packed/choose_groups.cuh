@@ -77,6 +77,7 @@ class thread_choice {
       fill_keys<4>();
   }
 
+  /// chosen = bits of the `wanted` groups that stay; at most as many as there are.
   __device__ void choose(int wanted, std::uint32_t (&chosen)[words]) const {
     const int most = largest();
     int least = none, above = most + 1;  // at least `wanted` groups reach `least`, fewer reach `above`
