@@ -129,7 +129,7 @@ prepared along_lines(index_t tokens, const std::vector<double>& densities, measu
   cuda::check(cudaGetLastError(), "launch of shape_attention");
   cuda::check(cudaStreamSynchronize(stream()), "cudaStreamSynchronize");
   made.keep = keep;
-  made.graph = std::make_unique<replay>(1, [&, pool](int) {
+  made.graph = std::make_unique<replay>(1, [&, pool, choosing](int) {
     cuda::prefill_problem<view_type, bf16> problem;
     problem.view.k = pool, problem.view.v = pool + elements;
     problem.view.k_strides = {0, head_dim, offset_t(kv_heads) * head_dim, 1};
@@ -144,7 +144,8 @@ prepared along_lines(index_t tokens, const std::vector<double>& densities, measu
       keep->choose.run(pattern, {problem.view, problem.q, 0, problem.rule}, rows, keep->choosing.data(), stream());
     }
     if (what != measured::choice) {
-      keep->attend.run(problem, keep->lines.tables(), keep->workspace.data(), stream());
+      keep->attend.run(problem, keep->lines.tables(), keep->workspace.data(), stream(),
+                       {keep->choosing.data(), choosing});
     }
   });
   return made;

@@ -100,6 +100,8 @@ struct line_trial {
 
   std::vector<Out> out;
   std::vector<float> lse;
+  index_t gathered = 0;     ///< rows of vertical lines for which there is memory
+  int multiprocessors = 0;  ///< that the operation believes in, so that blocks attend many items; 0: those there are
   /// Runs on the device; with a stream, recorded and replayed.
   void run(bool split, bool ordered, cudaStream_t recorded = nullptr) {
     const buffer<T> d_k(stored.k), d_v(stored.v), d_q(q);
@@ -120,11 +122,14 @@ struct line_trial {
         rule,
         nhd_rows(to.data, s.tokens, s.q_heads(), Dv),
         nhd_rows(lse_to.data, s.tokens, s.q_heads(), 1)};
-    const cuda::line_attention<view_type, Out> op(s.heads, s.q_heads(), cuda::device_info::current());
-    buffer<unsigned char> workspace(split ? op.workspace_bytes() : 0);
-    workspace.fill(0xff);
+    auto device = cuda::device_info::current();
+    if (multiprocessors > 0) device.multiprocessors = multiprocessors;
+    const cuda::line_attention<view_type, Out> op(s.heads, s.q_heads(), device);
+    const std::size_t gathered_bytes = std::size_t(gathered) * (D + Dv) * sizeof(T);
+    buffer<unsigned char> workspace(split ? op.workspace_bytes() : 0), columns(gathered_bytes);
+    workspace.fill(0xff), columns.fill(0xff);
     const auto launch = [&](cudaStream_t stream) {
-      op.run(problem, up.tables(ordered), split ? workspace.data : nullptr, stream);
+      op.run(problem, up.tables(ordered), split ? workspace.data : nullptr, stream, {columns.data, gathered_bytes});
     };
     if (recorded) {
       graph replay(recorded, [&] { launch(recorded); });
@@ -188,9 +193,12 @@ void try_lines() {
                       << " stored " << s.stored << " evicted " << s.evicted << " case " << kind % 6 << " window "
                       << s.rule.sliding_window << " dense from " << of.lines.dense_from << " of " << of.lines.next);
     for (const bool split : {false, true}) {
+      of.gathered = draw(0, 1) * 50'000, of.multiprocessors = 0;
       of.run(split, draw(0, 1) == 1);
       CHECK(of.error() < 1.2e-2);
       const auto once = of.out;
+      of.gathered = draw(0, 2) * 1'000;  // none, of some heads, of all
+      if (!split) of.multiprocessors = draw(1, 3);
       of.run(split, true);
       CHECK(same_bits(once, of.out));
     }
@@ -238,8 +246,30 @@ TEST_CASE("GPU attention along lines lists what it reads in as many pieces as it
     of.lines.dense_from = of.lines.next;
     of.run(false, false);
     CHECK(of.error() < 1.2e-2);
+    of.gathered = 200'000;
     of.run(true, true);
     CHECK(of.error() < 1.2e-2);
+  }
+}
+
+TEST_CASE("blocks of attention along lines attend many items, some of them again", "[gpu][lines]") {
+  if (gpu_missing()) return;
+  for (int i = 0; i < scaled(6, 4); ++i) {
+    line_trial<bf16, 128, 128, contiguous, float> of({1, 2, 2, draw(300, 700), draw(0, 300)});
+    of.gathered = draw(0, 1) * 50'000;  // rows behind a tile's last are other ones then, and spoil it too
+    for (int spoilt = i / 2; spoilt > 0; --spoilt) {
+      const std::size_t slot = std::size_t(draw(0, of.lines.next - 1)) * 2 + std::size_t(draw(0, 1));
+      of.stored.v[slot * 128 + std::size_t(draw(0, 127))] = spoilt == 1 ? bf16(NAN) : bf16(infinity);
+    }
+    std::vector<std::vector<float>> all;
+    for (const int multiprocessors : {0, 1, 2, 5}) {
+      INFO("case " << i << " on " << multiprocessors << " tokens " << of.s.tokens << " stored " << of.s.stored);
+      of.multiprocessors = multiprocessors;
+      of.run(multiprocessors > 0 && i % 2, true);  // a workspace: in the order in which blocks come
+      CHECK(of.error() < 1.2e-2);
+      all.push_back(of.out);
+      CHECK(same_bits(all[0], of.out));
+    }
   }
 }
 
@@ -264,6 +294,7 @@ TEST_CASE("a value that is no number reaches the rows whose lines meet it, and n
       const std::size_t slot = std::size_t(draw(0, of.lines.next - 1)),
                         dim = of.stored.v.size() / std::size_t(of.lines.next);
       of.stored.v[slot * dim + 7] = special;
+      of.gathered = draw(0, 1) * 10'000;
       of.run(false, false);
       CHECK(of.error() < 1.2e-2);
     };

@@ -103,7 +103,8 @@ class prompt_attending<Recipe, View, Out, true> {
     recipe.prefill.sample(first, next, sampled_);
     const line_tables tables = (*tools_).choose.run(recipe.prefill, {problem.view, problem.q, first, problem.rule},
                                                     sampled_, (*tools_).scratch.data(), stream);
-    attend_.run(problem, tables, scratch_.data(), stream);
+    // What choosing needed is free again.
+    attend_.run(problem, tables, scratch_.data(), stream, {(*tools_).scratch.data(), (*tools_).scratch.bytes()});
     if (words_ > 0) {
       const dim3 grid{unsigned(ceil_div(words_, 128)), unsigned(shape_.q_heads)};
       detail::add_columns_entry<128><<<grid, 128, 0, stream>>>(tables, columns_of(layer, id), words_);

@@ -123,7 +123,8 @@ struct whole_block {
 };
 
 /// Prefix sums over the threads of a block, for unsigned and index_t; lies in shared memory. All threads call; one barrier,
-/// and another is needed before the next call. cub::BlockScan does the same: decision 0011 says why it is not used.
+/// and another is needed before the next call. Threads that begin at a multiple of `Threads` in a larger block may do it, if
+/// they alone meet at `Meeting`. cub::BlockScan does the same: decision 0011 says why it is not used.
 template <int Threads, class T, class Meeting = whole_block>
 struct block_scan {
   static constexpr int warps = Threads / 32;
@@ -133,7 +134,7 @@ struct block_scan {
   /// The sum of the threads before this one.
   __device__ __forceinline__ T before(T value) {
     const T in_warp = scan_warp(value);
-    const int lane = threadIdx.x % 32, warp = threadIdx.x / 32;
+    const int lane = threadIdx.x % 32, warp = threadIdx.x % Threads / 32;
     const T of_lane = lane < warps ? warp_total[lane] : T(0);
     return in_warp - value + warp_sum(lane < warp ? of_lane : T(0));
   }
@@ -146,7 +147,7 @@ struct block_scan {
  private:
   __device__ __forceinline__ T scan_warp(T value) {
     const T in_warp = inclusive_sum(value, int(threadIdx.x) % 32);
-    if (threadIdx.x % 32 == 31) warp_total[threadIdx.x / 32] = in_warp;
+    if (threadIdx.x % 32 == 31) warp_total[threadIdx.x % Threads / 32] = in_warp;
     Meeting::wait();
     return in_warp;
   }

@@ -10,36 +10,38 @@ namespace detail {
 /// What a block of a prefill kernel goes through, and what its rows see of it. A kernel takes any type with
 ///   argument, memory_bytes                 what a launch says beside the problem; shared memory of a block
 ///   one_piece                              whether `gather` is called once
-///   (p, parts, argument, memory)           a block's: `at` and `first_row` are its query rows
-///   gather(p)                              block-wide, no barrier in front: the tiles of the next piece, and how many they are;
-///                                          `has_more` says whether another piece follows
+///   (p, parts, item, argument, memory)     an item's: `at` and `first_row` are its query rows
+///   gather(p)                              by all threads that list, no barrier in front: the tiles of the next piece, and how
+///                                          many they are; `has_more` says whether another piece follows
 ///   ask(p, first_row, rows)                which of the block's rows the following are about
+///   gathers, gathered()                    whether rows may also lie side by side in memory of their own; their maps
+///   gathered_row(t)                        the first row of the tile there; no_index: it is not there
 ///   slot_of(t, row)                        the slot behind row `row` of tile t of the piece; `at.stored` or more: none
 ///   is_in_chunks(t)                        whether each 32 of its rows are neighbouring slots from a multiple of 32 on, all stored
 ///   meets(p, t), is_masked(p, t)           whether any row sees anything of it; whether any row does not see all of it
 ///   seen(p, t, c, row)                     bits of the 32 slots of the tile's chunk c that a row sees
-///   seen(p, t, row, bits)                  the same of all its chunks
-///   rewind(p)                              back to the first piece, which `gather` then gives
+///   seen(p, t, query, bits)                the same of all its chunks, by the row's position
 template <class Rows>
 struct dense_tiles {
   using problem_type = typename Rows::problem_type;
   using place = typename Rows::place;
   static constexpr int tile = Rows::tile, memory_bytes = 0;
-  static constexpr bool one_piece = true;
+  static constexpr bool one_piece = true, gathers = false;
   struct argument {};
 
   place at;
   index_t first_row, first_tile, count;
   typename Rows::slot_range by_any, by_all;
 
-  /// Part `part` of the range that query rows [first_row, first_row + block_rows) see.
-  __device__ dense_tiles(const problem_type& p, const prefill_parts& parts, const argument&, unsigned char*) {
+  /// Part `item` % splits of the range that query rows [first_row, first_row + block_rows) see.
+  __device__ dense_tiles(const problem_type& p, const prefill_parts& parts, index_t item, const argument&,
+                         unsigned char*) {
     const index_t group = p.q.heads / p.view.kv_heads;
-    const index_t part = index_t(blockIdx.x) % parts.splits;
-    const block_place of = place_of(p, parts, index_t(blockIdx.x) / parts.splits);
+    const index_t part = item % parts.splits;
+    const block_place of = place_of(p, parts, item / parts.splits);
     first_row = of.block * Rows::block_rows;
     const index_t head = of.row % p.view.kv_heads;
-    at = {of.row / p.view.kv_heads, head, head * group, group, 0, p.q.tokens * group};
+    at = {of.row / p.view.kv_heads, head, head * group, group, 0, p.q.tokens * group, item};
     at.stored = max(p.view.length(at.sequence, at.head), 0);
     const auto range = Rows::seen(p, at, Rows::position_of(p, at, first_row),
                                   Rows::position_of(p, at, first_row + Rows::block_rows - 1));
@@ -49,7 +51,6 @@ struct dense_tiles {
   }
 
   __device__ index_t gather(const problem_type&) { return count; }
-  __device__ void rewind(const problem_type&) {}
   __device__ bool has_more() const { return false; }
 
   __device__ void ask(const problem_type& p, index_t row, index_t rows) {
@@ -69,9 +70,12 @@ struct dense_tiles {
     const index_t first = (first_tile + t) * tile;
     return !by_all.covers(first, first + tile);
   }
-  __device__ void seen(const problem_type& p, index_t t, index_t row, std::uint32_t (&bits)[Rows::tile_chunks]) const {
+  __device__ void seen(const problem_type& p, index_t t, index_t query,
+                       std::uint32_t (&bits)[Rows::tile_chunks]) const {
 #pragma unroll
-    for (int c = 0; c < Rows::tile_chunks; ++c) bits[c] = seen(p, t, c, row);
+    for (int c = 0; c < Rows::tile_chunks; ++c) {
+      bits[c] = Rows::visible_slots(p, at, query, (first_tile + t) * tile + c * Rows::chunk_slots);
+    }
   }
   __device__ std::uint32_t seen(const problem_type& p, index_t t, index_t c, index_t row) const {
     return Rows::visible_slots(p, at, Rows::position_of(p, at, row), (first_tile + t) * tile + c * Rows::chunk_slots);
@@ -87,7 +91,7 @@ struct dense_tiles {
   /// Lost (ms, a layer of 128K in chunks of 2,048, heads that keep 5 to 57 %, H200; this takes 113): heads always in turn 150.
   __device__ static block_place place_of(const problem_type& p, const prefill_parts& parts, index_t item) {
     const index_t rows = p.view.sequences * p.view.kv_heads, lane = index_t(threadIdx.x % 32);
-    const index_t blocks = index_t(gridDim.x) / parts.splits / rows;
+    const index_t blocks = parts.items / parts.splits / rows;
     const block_place in_turn{item % rows, blocks - 1 - item / rows};
     const bool alike = p.view.sequences == 1 && p.view.length_strides.head == 0;
     if (parts.splits > 1 || alike) return in_turn;

@@ -24,7 +24,7 @@ using line_kernel_of = line_kernel<prefill_kernel_of<View, Out, Hopper>, Hopper>
 template <class View, class Out>
 __global__ void __launch_bounds__((line_kernel_of<View, Out>::threads), (line_kernel_of<View, Out>::resident))
     line_attention_entry(const __grid_constant__ prefill_problem<View, Out> problem, prefill_parts parts,
-                         const __grid_constant__ row_maps maps, const __grid_constant__ line_tables lines) {
+                         const __grid_constant__ row_maps maps, const __grid_constant__ line_argument lines) {
   using kernel = prefill_kernel_of<View, Out>;
   kernel::template run<typename line_kernel_of<View, Out>::tiles>(problem, parts, maps, lines);
 }
@@ -84,9 +84,11 @@ class line_attention {
   /// What splits need.
   std::size_t workspace_bytes() const { return std::size_t(places_) * kernel::block_rows * (kernel::Dv + 2) * 4; }
 
-  /// `workspace`, aligned to 16 bytes, is scratch; null: no splits. A chunk of no tokens launches nothing.
-  void run(const prefill_problem<View, Out>& problem, const line_tables& lines, void* workspace,
-           cudaStream_t stream) const {
+  /// `workspace` as prefill_attention's. `columns` is scratch too, a row of K and of V for each vertical line of each query head and
+  /// two tiles; it may be null, or too little for all heads. The Hopper kernel fetches faster what lies there. Same memory, same
+  /// bits; any memory, if all values are finite.
+  void run(const prefill_problem<View, Out>& problem, const line_tables& lines, void* workspace, cudaStream_t stream,
+           const column_memory& columns = {}) const {
     const index_t blocks = detail::check_prefill(problem, 1, kv_heads_, q_heads_, 1, kernel::block_rows);
     if (blocks == 0) return;
     require(lines.words > 0 && lines.dense_rows >= 0, "words of the lines", lines.words, "at least 1",
@@ -94,16 +96,17 @@ class line_attention {
     require(lines.slash && lines.vertical && lines.columns && lines.column_counts, "lines", "null",
             "slash, vertical, columns and column_counts", "pass device memory");
     detail::require_aligned("workspace", workspace, 16);
-    detail::prefill_parts parts;
-    if (workspace) {
-      parts.splits = std::clamp(places_ / blocks, 1, most_splits);
-      parts.out = static_cast<float*>(workspace);
-      parts.state = reinterpret_cast<float2*>(parts.out + std::size_t(places_) * kernel::block_rows * kernel::Dv);
-    }
+    const bool on_hopper = threads_ != kernel::threads;
+    const detail::prefill_parts parts = detail::cut_prefill<kernel>(blocks, places_, on_hopper, workspace, stream);
     row_maps maps;
-    if (threads_ != kernel::threads) maps = map_rows_of(problem.view, kernel::chunk_slots);  // the Hopper kernel
-    entry_<<<unsigned(blocks * parts.splits), unsigned(threads_), std::size_t(shared_bytes_), stream>>>(problem, parts,
-                                                                                                        maps, lines);
+    detail::line_argument argument{lines, {}, 0};
+    if (on_hopper) {
+      maps = map_rows_of(problem.view, kernel::chunk_slots);
+      detail::require_aligned("columns", columns.data, 16);
+      detail::gather_columns<View, hopper_tile>(problem.view, q_heads_, columns, argument, stream);
+    }
+    const index_t grid = on_hopper ? std::min(parts.items, places_) : parts.items;
+    entry_<<<unsigned(grid), unsigned(threads_), std::size_t(shared_bytes_), stream>>>(problem, parts, maps, argument);
     check(cudaGetLastError(), "launch of attention along lines");
     if (parts.splits == 1) return;
     detail::merge_line_attention_entry<View, Out>
@@ -113,9 +116,9 @@ class line_attention {
   }
 
  private:
-  static constexpr index_t most_splits = 32;
+  static constexpr int hopper_tile = 128;  // the kernel's
 
-  void (*entry_)(prefill_problem<View, Out>, detail::prefill_parts, row_maps, line_tables) = nullptr;
+  void (*entry_)(prefill_problem<View, Out>, detail::prefill_parts, row_maps, detail::line_argument) = nullptr;
   index_t kv_heads_, q_heads_, places_ = 1;
   int threads_ = detail::line_kernel_of<View, Out, false>::threads;
   int shared_bytes_ = detail::line_kernel_of<View, Out, false>::shared_bytes;

@@ -97,22 +97,19 @@ class prefill_attention {
   /// What splits need. Not more than a part for every block that the device holds at once.
   std::size_t workspace_bytes() const { return std::size_t(places_) * kernel::block_rows * (kernel::Dv + 2) * 4; }
 
-  /// `workspace`, aligned to 16 bytes, is scratch; null: no splits. A chunk of no tokens launches nothing.
+  /// `workspace`, aligned to 16 bytes, is scratch; null: no splits, and blocks of the Hopper kernel take their items in turn, not
+  /// as they come to them. A chunk of no tokens launches nothing.
   void run(const prefill_problem<View, Out>& problem, void* workspace, cudaStream_t stream) const {
     const index_t blocks =
         detail::check_prefill(problem, sequences_, kv_heads_, q_heads_, q_heads_ / kv_heads_, kernel::block_rows);
     if (blocks == 0) return;
     detail::require_aligned("workspace", workspace, 16);
-    detail::prefill_parts parts;
-    if (workspace) {
-      parts.splits = std::clamp(places_ / blocks, 1, most_splits);
-      parts.out = static_cast<float*>(workspace);
-      parts.state = reinterpret_cast<float2*>(parts.out + std::size_t(places_) * kernel::block_rows * kernel::Dv);
-    }
+    const bool on_hopper = threads_ != kernel::threads;
+    const detail::prefill_parts parts = detail::cut_prefill<kernel>(blocks, places_, on_hopper, workspace, stream);
     row_maps maps;
-    if (threads_ != kernel::threads) maps = map_rows_of(problem.view, kernel::chunk_slots);  // the Hopper kernel
-    entry_<<<unsigned(blocks * parts.splits), unsigned(threads_), std::size_t(shared_bytes_), stream>>>(problem, parts,
-                                                                                                        maps);
+    if (on_hopper) maps = map_rows_of(problem.view, hopper_tile);
+    const index_t grid = on_hopper ? std::min(parts.items, places_) : parts.items;
+    entry_<<<unsigned(grid), unsigned(threads_), std::size_t(shared_bytes_), stream>>>(problem, parts, maps);
     check(cudaGetLastError(), "launch of prefill attention");
     if (parts.splits == 1) return;
     const index_t heads = sequences_ * kv_heads_, rows = problem.q.tokens * (q_heads_ / kv_heads_) * heads;
@@ -132,7 +129,7 @@ class prefill_attention {
   }
 
  private:
-  static constexpr index_t most_splits = 32;  // enough to fill a large device from eight blocks
+  static constexpr index_t hopper_tile = 128;  // in one box where rows lie side by side
 
   // What was configured is what is launched: nvcc gives every source file a kernel of its own.
   void (*entry_)(prefill_problem<View, Out>, detail::prefill_parts, row_maps) = nullptr;

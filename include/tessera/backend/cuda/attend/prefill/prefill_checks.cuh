@@ -80,6 +80,25 @@ index_t check_prefill(const prefill_problem<View, Out>& p, index_t sequences, in
   return index_t(blocks);
 }
 
+/// How `blocks` query blocks are cut for a device that holds `places` blocks at once: into parts, where there are too few of them and
+/// there is a workspace. Blocks that go from item to item (`in_turns`) count in it what they have taken.
+template <class Kernel>
+prefill_parts cut_prefill(index_t blocks, index_t places, bool in_turns, void* workspace, cudaStream_t stream) {
+  constexpr index_t most_splits = 32;  // enough to fill a large device from eight blocks
+  prefill_parts parts;
+  parts.items = blocks;
+  if (!workspace) return parts;
+  parts.splits = std::clamp(places / blocks, 1, most_splits);
+  parts.items *= parts.splits;
+  parts.out = static_cast<float*>(workspace);
+  parts.state = reinterpret_cast<float2*>(parts.out + std::size_t(places) * Kernel::block_rows * Kernel::Dv);
+  if (in_turns && parts.items > places) {
+    parts.taken = static_cast<index_t*>(workspace);  // no item has parts
+    check(cudaMemsetAsync(parts.taken, 0, sizeof(index_t), stream), "cudaMemsetAsync");
+  }
+  return parts;
+}
+
 }  // namespace detail
 }  // namespace cuda
 TESSERA_NAMESPACE_END

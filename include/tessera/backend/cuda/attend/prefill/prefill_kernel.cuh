@@ -25,6 +25,8 @@ struct prefill_kernel : prefill_rows_of<View, Out> {
   using typename base::logits, typename base::place, typename base::problem_type, typename base::running;
   using typename base::T, typename base::weights;
   static constexpr int resident = warps == 4 ? 2 : 1;  // blocks of a multiprocessor
+  using listing = whole_block;
+  static constexpr int listers = base::threads;
   static constexpr int k_row = ((D / 8) | 1) * 16, v_row = ((Dv / 8) | 1) * 16;
   static constexpr int stage_bytes = tile * (k_row + v_row), q_bytes = block_rows * k_row;
   static constexpr int shared_bytes = q_bytes + 2 * stage_bytes;
@@ -89,15 +91,15 @@ struct prefill_kernel : prefill_rows_of<View, Out> {
                              const typename Tiles::argument& argument) {
     extern __shared__ __align__(128) unsigned char memory[];
     const int warp = threadIdx.x / 32, lane = threadIdx.x % 32;
-    Tiles tiles(p, parts, argument, memory + shared_bytes);
+    Tiles tiles(p, parts, index_t(blockIdx.x), argument, memory + shared_bytes);
     const place at = tiles.at;
     const index_t warp_row = tiles.first_row + warp * warp_rows;
     const std::uint32_t shared = shared_address(memory), queries = shared + std::uint32_t(warp * warp_rows * k_row);
     const auto ring = [&](index_t t) { return shared + std::uint32_t(q_bytes + t % 2 * stage_bytes); };
     index_t count = tiles.gather(p);
     if (count > 0) stage(p, tiles, 0, ring(0), warp, lane);
-    base::copy_queries(p, at, warp_row, lane,
-                       [&](int r, int chunk) { return queries + std::uint32_t(r * k_row + chunk * 16); });
+    base::template copy_queries<warp_rows>(
+        p, at, warp_row, lane, [&](int r, int chunk) { return queries + std::uint32_t(r * k_row + chunk * 16); });
     commit_copies();
     tiles.ask(p, warp_row, warp_rows);
     const typename base::logit_scale scale(p.rule);

@@ -33,12 +33,13 @@ struct prefill_problem {
 
 namespace detail {
 
-/// Where a block's range of tokens is cut into `splits`: unnormalised outputs and softmax states of the parts, by
-/// ((head's row * query blocks + query block) * splits + part) * query rows of a block + row.
+/// Where the range of tokens of each query block of all heads' rows is cut into `splits`, so that there are `items`: unnormalised
+/// outputs and softmax states of the parts, by ((head's row * query blocks + query block) * splits + part) * query rows of a block + row.
 struct prefill_parts {
-  index_t splits = 1;
-  float* out = nullptr;     // [.., v_dim]
-  float2* state = nullptr;  // reference (base 2) and sum
+  index_t splits = 1, items = 0;
+  float* out = nullptr;      // [.., v_dim]
+  float2* state = nullptr;   // reference (base 2) and sum
+  index_t* taken = nullptr;  // how many items behind the first of each block are taken, 0 at first; null: in turn
 };
 
 /// A block of Warps * RowTiles * 16 query rows against tiles of Tile tokens, which Copiers warps fetch. A warp's logits, weights and
@@ -48,12 +49,11 @@ struct prefill_rows {
   using T = typename View::element_type;
   using problem_type = prefill_problem<View, Out>;
   static constexpr int D = View::k_dim, Dv = View::v_dim, warps = Warps, row_tiles = RowTiles, tile = Tile;
-  using meeting = whole_block;
   static constexpr int threads = warps * 32, warp_rows = row_tiles * 16, block_rows = warps * warp_rows;
 
   /// Rows of query heads that read one (sequence, kv_head): row r is token r / group of query head q_head + r % group.
   struct place {
-    index_t sequence, head, q_head, group, stored, query_rows;
+    index_t sequence, head, q_head, group, stored, query_rows, item;
   };
 
   struct slot_range {
@@ -168,14 +168,14 @@ struct prefill_rows {
       decode_rows<warp_share, Dv / 8>(row, p.view.value_scale(at.sequence, at.head, slot), valid, lane, value_at);
     }
   }
-  /// Copies the query rows of a warp, which begin at `first_row`.
-  template <class To>
+  /// A warp copies `Rows` query rows, which begin at `first_row`.
+  template <int Rows, class To>
   __device__ static void copy_queries(const problem_type& p, const place& at, index_t first_row, int lane,
                                       const To& to) {
-    const index_t mine = first_row + lane % warp_rows;
+    const index_t mine = first_row + lane % Rows;
     const bool valid = mine < at.query_rows;
     const index_t row = valid ? mine : 0;
-    copy_rows<warp_rows, D / 8>(p.q.row(at.sequence, row / at.group, at.q_head + row % at.group), valid, lane, to);
+    copy_rows<Rows, D / 8>(p.q.row(at.sequence, row / at.group, at.q_head + row % at.group), valid, lane, to);
   }
 
   /// Of query rows lane / 4 + {0, 8} of each row tile: outputs, the exponents' reference (base 2), this lane's sum.
@@ -336,7 +336,7 @@ struct prefill_rows {
       const index_t row = first_row + r * 8 + lane / 4;
       if (row >= at.query_rows) continue;
       if (parts.splits > 1) {
-        const offset_t slot = offset_t(blockIdx.x) * block_rows + row % block_rows;
+        const offset_t slot = offset_t(at.item) * block_rows + row % block_rows;
         if (lane % 4 == 0) parts.state[slot] = make_float2(state.reference[r], sum);
         if (sum == 0) continue;  // the merge passes over it
         float* out = parts.out + slot * Dv + lane % 4 * 2;

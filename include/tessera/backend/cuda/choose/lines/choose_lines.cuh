@@ -58,6 +58,20 @@ __global__ void __launch_bounds__(Threads)
   }
 }
 
+/// 32 flags, 0 or 1 each, which begin at a multiple of 16 bytes, as bits.
+__device__ __forceinline__ std::uint32_t bits_of_flags(const std::uint8_t* flags) {
+  std::uint32_t bits = 0;
+#pragma unroll
+  for (int half = 0; half < 2; ++half) {
+    const uint4 some = reinterpret_cast<const uint4*>(flags)[half];
+    const std::uint32_t words[4] = {some.x, some.y, some.z, some.w};
+#pragma unroll
+    for (int i = 0; i < 4; ++i)
+      bits |= (words[i] * 0x10204080u >> 28) << (half * 16 + i * 4);  // four bytes to four bits
+  }
+  return bits;
+}
+
 /// Flags of a query head become its tables; `entries`: how many entries its lines have.
 template <int Threads>
 __global__ void __launch_bounds__(Threads)
@@ -75,10 +89,13 @@ __global__ void __launch_bounds__(Threads)
   for (index_t first = 0; first < words; first += Threads) {
     const index_t word = first + index_t(threadIdx.x);
     std::uint32_t near = 0, down = 0;
-    for (index_t i = 0; word < words && i < 32; ++i) {
-      const index_t at = word * 32 + i;
-      if (lines.has_slash[at]) near |= 1u << i, mine += (unsigned long long)(lines.slash_length(at));
-      if (lines.has_vertical[at]) down |= 1u << i, mine += (unsigned long long)(lines.vertical_length(at));
+    if (word < words) {
+      near = bits_of_flags(lines.has_slash + word * 32), down = bits_of_flags(lines.has_vertical + word * 32);
+      const auto add = [&](std::uint32_t left, const auto& length_of) {
+        for (; left != 0; left &= left - 1) mine += (unsigned long long)(length_of(word * 32 + __ffs(int(left)) - 1));
+      };
+      add(near, [&](index_t at) { return lines.slash_length(at); });
+      add(down, [&](index_t at) { return lines.vertical_length(at); });
     }
     index_t to = listed + scan.before(word < words ? index_t(__popc(down)) : 0);
     if (word < words) {
@@ -126,8 +143,9 @@ struct choose_lines_problem {
 /// The attention of the sampled rows is computed for as many kv_heads at a time as the workspace holds; then a cluster of blocks
 /// chooses for each query head.
 /// Errors   shapes, alignment and null pointers are checked before the first launch; a chunk beyond `positions`.
-/// Cost     one pass over K for the sampled rows; their attention is written once, and read twice and where lines are looked at.
-/// Memory   for each query head and position: 16 bytes of tables, flags and lists in this object, and 4 * rows + 32 bytes of
+/// Cost     one pass over K for the sampled rows; their logits are written once, where they see slots, and read twice and where
+///          lines are looked at.
+/// Memory   for each query head and position: 16 bytes of tables, flags and lists in this object, and 4.2 * rows + 32 bytes of
 ///          workspace for heads that are looked at together.
 /// Same input, same bits: sums are taken in whole numbers, and no choice hangs on the order of threads.
 /// Paper    the greedy is the host's (math/line_cover.hpp), in batches.
@@ -203,16 +221,18 @@ class choose_lines {
     if constexpr (asks_attention) {
       if (seen.row_count > 0 && looks(pattern)) {
         set_rows(sampled, stream);
-        seen.weights = reinterpret_cast<float*>(take(heads * std::size_t(most_rows_) * all * sizeof(float)));
+        const std::size_t rows_of_all = heads * std::size_t(most_rows_);
+        seen.logits = reinterpret_cast<float*>(take(rows_of_all * all * sizeof(float)));
+        seen.parts = reinterpret_cast<float2*>(take(rows_of_all * parts_of_row() * sizeof(float2)));
         seen.verticals = reinterpret_cast<float*>(take(heads * all * sizeof(float)));
         seen.slashes = reinterpret_cast<float*>(take(heads * all * sizeof(float)));
-        auto* states = reinterpret_cast<float2*>(take(heads * std::size_t(most_rows_) * sizeof(float2)));
+        seen.states = reinterpret_cast<float2*>(take(rows_of_all * sizeof(float2)));
         auto* counters = reinterpret_cast<detail::line_counters*>(take(heads * sizeof(detail::line_counters)));
         auto* lists = reinterpret_cast<index_t*>(take(heads * 6 * all * sizeof(index_t)));
         for (index_t kv_head = 0; kv_head < kv_heads_; kv_head += at_once_) {
           const index_t some = std::min(at_once_, kv_heads_ - kv_head) * group();
           seen.first_head = kv_head * group();
-          look(problem, seen, kv_head, some, states, stream);
+          look(problem, seen, kv_head, some, stream);
           choose(pattern, seen, some, counters, lists, stream);
         }
       }
@@ -243,14 +263,16 @@ class choose_lines {
     return std::min(1024, ceil_div(positions() + 1, threads_of_block));
   }
 
+  std::size_t parts_of_row() const { return std::size_t(ceil_div(positions(), detail::line_sample::tile)); }
   /// Of a slice of so many kv_heads, with the positions of all.
   std::size_t bytes_of(index_t slice) const {
     const std::size_t all = std::size_t(words_) * 32, heads = std::size_t(slice) * std::size_t(group());
     const std::size_t tables =
         array_bytes<index_t>(std::size_t(kv_heads_) * all) + array_bytes<index_t>(std::size_t(kv_heads_) * (all + 1));
     if (!asks_attention) return tables;
-    return tables + array_bytes<float>(heads * std::size_t(most_rows_) * all) + 2 * array_bytes<float>(heads * all) +
-           array_bytes<float2>(heads * std::size_t(most_rows_)) + array_bytes<detail::line_counters>(heads) +
+    const std::size_t rows = heads * std::size_t(most_rows_);
+    return tables + array_bytes<float>(rows * all) + array_bytes<float2>(rows * parts_of_row()) +
+           2 * array_bytes<float>(heads * all) + array_bytes<float2>(rows) + array_bytes<detail::line_counters>(heads) +
            array_bytes<index_t>(heads * 6 * all);
   }
 
@@ -271,17 +293,18 @@ class choose_lines {
 
   /// The sampled rows' attention, and what every line carries of it.
   void look(const choose_lines_problem<View>& problem, const detail::line_sample& seen, index_t kv_head, index_t heads,
-            float2* states, cudaStream_t stream) const {
+            cudaStream_t stream) const {
     const dim3 tiles(unsigned(ceil_div(positions(), logits::tile)), unsigned(heads / group()),
                      unsigned(ceil_div(seen.row_count * group(), logits::tile)));
     logits_entry_<<<tiles, logits::threads, logits::shared_bytes, stream>>>(problem.view, problem.q, problem.rule, seen,
                                                                             kv_head);
     check(cudaGetLastError(), "launch of line_logits");
-    detail::line_sums_entry<512>
-        <<<dim3(unsigned(seen.row_count), unsigned(heads)), 512, 0, stream>>>(seen, problem.rule.sink_logits, states);
+    detail::line_sums_entry<128>
+        <<<dim3(unsigned(seen.row_count), unsigned(heads)), 128, 0, stream>>>(seen, problem.rule.sink_logits);
     check(cudaGetLastError(), "launch of line_sums");
-    const dim3 lines(unsigned(ceil_div(positions(), 256)), unsigned(heads));
-    detail::line_columns_entry<256><<<lines, 256, 0, stream>>>(seen, states);
+    const dim3 columns(unsigned(ceil_div(positions(), 256 * detail::columns_of_thread)), unsigned(heads)),
+        lines(unsigned(ceil_div(positions(), 256)), unsigned(heads));
+    detail::line_columns_entry<256><<<columns, 256, 0, stream>>>(seen);
     check(cudaGetLastError(), "launch of line_columns");
     detail::line_slashes_entry<256><<<lines, 256, 0, stream>>>(seen);
     check(cudaGetLastError(), "launch of line_slashes");
