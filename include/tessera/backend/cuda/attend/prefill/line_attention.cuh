@@ -85,8 +85,8 @@ class line_attention {
   std::size_t workspace_bytes() const { return std::size_t(places_) * kernel::block_rows * (kernel::Dv + 2) * 4; }
 
   /// `workspace` as prefill_attention's. `columns` is scratch too, a row of K and of V for each vertical line of each query head and
-  /// two tiles; it may be null, or too little for all heads. The Hopper kernel fetches faster what lies there. Same memory, same
-  /// bits; any memory, if all values are finite.
+  /// two tiles; it may be null, or too little for all heads. The Hopper kernel fetches faster what lies there. As much memory, the
+  /// same bits; and any, where all values are finite.
   void run(const prefill_problem<View, Out>& problem, const line_tables& lines, void* workspace, cudaStream_t stream,
            const column_memory& columns = {}) const {
     const index_t blocks = detail::check_prefill(problem, 1, kv_heads_, q_heads_, 1, kernel::block_rows);
