@@ -70,6 +70,16 @@ TEST_CASE("packed attention takes other dims, elements, groups and shared bits")
   packed_step<bf16, 256> large(1, {{format_of(as_bf16, 192, 1, 64), format_of(as_bf16, 192, 1, 64), 8, 40}}, {1}, {4},
                                1, 2);
   large.check_attention<float>({}, 1, 1.2e-2);
+  // Few elements of all channels: words of bits without any between others. A row's remainder of 8, and half of them.
+  for (const index_t kept : {4, 8, 20, 24}) {
+    packed_step<bf16, 128> few(2, {{format_of(as_bf16, 128, 1, kept), format_of(as_fp8, 128, 1, kept), 8, 72}}, {1},
+                               {4}, 1, 4);
+    few.check_attention<float>({}, 1, 1.2e-2);
+    few.check_scores(row_reduction::sum);
+  }
+  packed_step<bf16, 64> pairs(1, {{format_of(as_fp8, 64, 2, 24), format_of(as_bf16, 64, 4, 8), 8, 50}}, {1}, {4}, 2, 4);
+  pairs.check_attention<float>({}, 1, 1.2e-2);
+  pairs.check_scores(row_reduction::max);
   // ThinK: keys of one set of channels, values as they are, no basis.
   packed_step<bf16, 96> think(2, {{format_of(as_bf16, 96, 1, 58, false), format_of(as_bf16, 96, 1, 96), 0, 70, false}},
                               {1}, {32}, 1, 4);

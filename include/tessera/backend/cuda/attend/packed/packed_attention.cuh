@@ -12,8 +12,10 @@ namespace cuda {
 
 /// Attends chosen units of packed rows, each segment in its own basis, and all whole rows.
 ///
-/// Rows are spread out in shared memory 16 at a time, a row of K or V by one lane, and multiplied by matrix instructions: queries as two
-/// numbers of 16 bits, weights as one. Packed elements of 16 bits are of the type that `Tile` names; fp8 and int4 become it exactly.
+/// Keys are multiplied as they lie, in fp32, 4 rows of queries at a time; values are spread out in shared memory, 32 rows at a time, and
+/// multiplied by matrix instructions, for which weights are rounded to 16 bits. Packed elements of 16 bits are of the type that `Tile`
+/// names; fp8 and int4 become it exactly.
+/// It follows `rotate_queries` on the stream, or what itself followed that.
 /// Errors   before the launch: more rows, segments or sequences than it was made for, rows not on 16 bytes.
 /// Limits   whole rows are raw; a value that is NaN shows in rows of the step that may not see its token if others of 8 rows may.
 /// Cost     two launches besides `rotate_queries`; chosen rows are read once for 8 query rows, bases once a step. Recordable.
@@ -25,16 +27,15 @@ class attend_packed {
   static_assert(sizeof(T) == 2 && sizeof(Tile) == 2, "tessera: packed attention on the device takes fp16 and bf16");
 
  public:
-  /// `k`, `v`: the formats with the longest rows that segments have.
+  /// `k`, `v`: the formats with the longest rows and the most channels that segments have.
   attend_packed(index_t sequences, index_t kv_heads, index_t q_heads, index_t tokens, index_t most_segments,
                 const packed_format& k, const packed_format& v, const device_info& device)
       : lanes_(sequences * kv_heads),
         rows_(tokens * (q_heads / kv_heads)),
-        k_raw_(raw_bytes(k)),
-        v_raw_(raw_bytes(v)),
-        shape_(most_segments, k_raw_, v_raw_),
+        lengths_(k, v),
+        shape_(rows_, most_segments, lengths_),
         most_segments_(most_segments) {
-    require(shape_.bytes() <= device.shared_memory, "shared memory of packed attention", shape_.bytes(),
+    require(shape_.bytes <= device.shared_memory, "shared memory of packed attention", shape_.bytes,
             "at most " + std::to_string(device.shared_memory), "lower the number of segments");
     attend_entry_ = detail::attend_packed_entry<View, Tile, Out>;
     merge_entry_ = detail::merge_packed_entry<View, Out>;
@@ -43,10 +44,11 @@ class attend_packed {
           "cudaFuncSetAttribute");
     check(cudaFuncSetAttribute(merge_entry_, cudaFuncAttributeMaxDynamicSharedMemorySize, device.shared_memory),
           "cudaFuncSetAttribute");
-    // All blocks run at once, whole rows' among them: a second wave would take as long as the first.
+    // All blocks run at once, whole rows' among them: a second wave would take as long as the first, and whole rows' blocks, though short, are
+    // not done soon enough for splits to begin in their places (83 us instead of 77 for attention at 256K, batch 4; H200, CUDA 13.0).
     int together = 0;
     check(cudaOccupancyMaxActiveBlocksPerMultiprocessor(&together, attend_entry_, detail::packed_threads,
-                                                        std::size_t(shape_.bytes())),
+                                                        std::size_t(shape_.bytes)),
           "cudaOccupancyMaxActiveBlocksPerMultiprocessor");
     splits_ = std::clamp<index_t>(together * device.multiprocessors / std::max(1, lanes_) - 1, 1, 128);
     parts_ = splits_ + most_segments + 1;
@@ -83,9 +85,9 @@ class attend_packed {
            {.blocks = dim3(unsigned(splits_ + 1), unsigned(lanes),
                            unsigned(ceil_div(rotated.rows, detail::query_rows_together))),
             .threads = dim3(detail::packed_threads),
-            .shared_bytes = std::size_t(shape_.bytes()),
+            .shared_bytes = std::size_t(shape_.bytes),
             .overlapping = overlapping_},
-           stream, "launch of attend_packed", problem, rotated, to, k_raw_, v_raw_);
+           stream, "launch of attend_packed", problem, rotated, to, lengths_);
     launch(merge_entry_,
            {.blocks = dim3(unsigned(lanes), unsigned(ceil_div(Dv, detail::merged_columns)),
                            unsigned(ceil_div(rotated.rows, detail::merged_rows))),
@@ -96,7 +98,6 @@ class attend_packed {
   }
 
  private:
-  static int raw_bytes(const packed_format& format) { return detail::raw_rows_shape(format).stride; }
   std::size_t merge_bytes() const {
     return std::size_t(detail::merge_memory<Dv>(parts_, most_segments_).words) * sizeof(float);
   }
@@ -105,12 +106,13 @@ class attend_packed {
   std::size_t state_bytes() const { return array_bytes<float>(lines() * std::size_t(rows_) * 2); }
 
   index_t lanes_, rows_;
-  int k_raw_, v_raw_;
+  detail::packed_lengths lengths_;
   detail::packed_memory<D, Dv> shape_;
   index_t most_segments_, splits_ = 1, parts_ = 1;
   bool overlapping_ = false;
   // What was configured is what is launched: nvcc gives every source file a kernel of its own.
-  void (*attend_entry_)(packed_problem<View, Out>, rotated_rows, detail::packed_parts, int, int) = nullptr;
+  void (*attend_entry_)(packed_problem<View, Out>, rotated_rows, detail::packed_parts,
+                        detail::packed_lengths) = nullptr;
   void (*merge_entry_)(packed_problem<View, Out>, detail::packed_parts) = nullptr;
 };
 

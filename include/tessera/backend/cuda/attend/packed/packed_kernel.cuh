@@ -7,7 +7,7 @@
 #include "../../../../core/logit_rule.hpp"
 #include "../../../../core/selection.hpp"
 #include "../../device/search.cuh"
-#include "packed_state.cuh"
+#include "packed_memory.cuh"
 #include "rotated_queries.cuh"
 
 TESSERA_NAMESPACE_BEGIN
@@ -30,8 +30,6 @@ struct packed_problem {
 
 namespace detail {
 
-inline constexpr int packed_warps = 4, packed_threads = packed_warps * 32;
-
 /// Results of parts: [lanes, parts, rows, v_dim], not divided by the sum, in the basis of the part's segment, whose number is in
 /// `segment` [lanes, parts] (none: nothing was there; most_segments: whole rows); most and sum [lanes, parts, rows, 2].
 struct packed_parts {
@@ -40,102 +38,84 @@ struct packed_parts {
   index_t splits, parts, rows;
 };
 
-/// Where a block's shared memory lies.
-template <int D, int Dv>
-struct packed_memory {
-  TESSERA_HD static constexpr staged_rows k_rows() { return {D / 8}; }
-  TESSERA_HD static constexpr staged_rows v_rows() { return {Dv / 8}; }
-  static constexpr int q_bytes = staged_rows{D / 8}.bytes() * 2 * query_rows_together;
-  static constexpr int tiles = (staged_rows{D / 8}.bytes() + staged_rows{Dv / 8}.bytes()) * tile_tokens;
-  static constexpr int sums = query_rows_together * Dv * 4, warp_bytes = tiles > sums ? tiles : sums;
-  static constexpr int states = packed_warps * query_rows_together * 2 * 4;
-  int begins, raw;  // bytes: of the tables, and of one stage of a warp's raw rows
-
-  TESSERA_HD packed_memory(index_t most_segments, int k_raw, int v_raw)
-      : begins((int(most_segments + 1) * 2 * 4 + 15) / 16 * 16), raw((k_raw + v_raw) * tile_tokens) {}
-  TESSERA_HD int of_warp(int warp) const { return begins + q_bytes + states + warp * (warp_bytes + 2 * raw); }
-  TESSERA_HD int bytes() const { return of_warp(packed_warps); }
-};
-
 /// One block's part: some of the chosen units of a (sequence, kv_head), or its whole rows, for 8 query rows.
 template <class View, class Tile, class Out>
 class packed_part {
   using T = typename View::element_type;
   static constexpr int D = View::k_dim, Dv = View::v_dim;
   using memory = packed_memory<D, Dv>;
-  using state_type = packed_state<Tile, D, Dv>;
 
  public:
   __device__ packed_part(const packed_problem<View, Out>& p, const rotated_rows& rotated, const packed_parts& to,
-                         const memory& shape, int k_raw, unsigned char* shared)
-      : p_(p), rotated_(rotated), to_(to), shape_(shape), k_raw_(k_raw), shared_(shared) {
+                         const memory& shape, unsigned char* shared)
+      : p_(p), rotated_(rotated), to_(to), shape_(shape), shared_(shared) {
     const index_t heads = p.view.whole.kv_heads;
     lane_row_ = index_t(blockIdx.y);
     sequence_ = lane_row_ / heads, head_ = lane_row_ % heads, group_ = p.q.heads / heads;
     first_row_ = index_t(blockIdx.z) * query_rows_together;
-    row_begin_ = reinterpret_cast<index_t*>(shared);
+    row_begin_ = reinterpret_cast<index_t*>(shared + shape.begins);
     unit_begin_ = row_begin_ + p.view.most_segments + 1;
-    const index_t row = first_row_ + int(threadIdx.x) % 32 / 4;
-    position_ = row < to.rows ? p.first_position[sequence_] + row / group_ : no_index;
-    scale_ = p.rule.scale_for(D);
+    unit_shift_ = (p.unit & (p.unit - 1)) == 0 ? __ffs(int(p.unit)) - 1 : -1;
+    if (threadIdx.x < query_rows_together) {
+      reinterpret_cast<index_t*>(shared + shape.positions)[threadIdx.x] = position_of(first_row_ + int(threadIdx.x));
+    }
   }
 
   /// Chosen units of one split, segment after segment.
-  __device__ void attend_split(index_t split) {
+  __device__ __forceinline__ void attend_split(index_t split) {
     const index_t count = p_.view.count(sequence_);
     fill_begins(p_.view, sequence_, head_, count, 1, row_begin_);
     fill_begins(p_.view, sequence_, head_, count, p_.unit, unit_begin_);
+    wait();
     const index_t* list = p_.chosen.indices ? p_.chosen.row(lane_row_) : nullptr;
     const index_t units = list ? p_.chosen.counts[lane_row_] : unit_begin_[count];
     const index_t tile_units = max(1, tile_tokens / p_.unit);
     const index_t each = ceil_div(ceil_div(units, to_.splits), tile_units) * tile_units;
     index_t first = min(split * each, units);
-    const index_t last = min(first + each, units);
+    const index_t last = min(first + each, units), lane = index_t(threadIdx.x) % 32;
+    if (first >= last) return;
+    const index_t lowest = list ? list[first] : first, highest = list ? list[last - 1] : last - 1;
     for (index_t s = 0; s < count && first < last; ++s) {
       const index_t limit = unit_begin_[s + 1];
-      if (limit <= unit_begin_[s]) continue;
-      const index_t end = list ? first + first_where(last - first, [&](index_t i) { return list[first + i] >= limit; })
-                               : max(first, min(last, limit));
+      if (limit <= lowest) continue;
+      const index_t end =
+          highest < limit ? last
+          : list ? first + first_where_in_warp(last - first, lane, [&](index_t i) { return list[first + i] >= limit; })
+                 : limit;
       if (end > first) attend_units(s, list, first, end, split + s);
       first = end;
     }
   }
 
   /// The rows that are not packed.
-  __device__ void attend_whole() {
+  __device__ __forceinline__ void attend_whole() {
     const index_t count = p_.view.count(sequence_);
     fill_begins(p_.view, sequence_, head_, count, 1, row_begin_);
+    if (blockIdx.z == 0) fetch_bases(count);
+    wait();
     const index_t packed = row_begin_[count], rows = p_.view.whole.length(sequence_, head_);
     if (rows <= 0) return;
-    packed_state<T, D, Dv> state(
-        put_queries<T>(
-            [&](index_t row, int c) {
-              return float(p_.q.row(sequence_, row / group_, head_ * group_ + row % group_)[c]);
-            },
-            D),
-        D);
-    const int warp = int(threadIdx.x) / 32, lane = int(threadIdx.x) % 32, half = lane / tile_tokens;
-    unsigned char* keys = shared_ + shape_.of_warp(warp);
-    unsigned char* values = keys + memory::k_rows().bytes() * tile_tokens;
+    packed_state<T, D, Dv> state(put_queries(), D);
+    const int warp = int(threadIdx.x) / 32, lane = int(threadIdx.x) % 32, half = lane / whole_tokens;
+    unsigned char* keys = shared_ + warp * shape_.tile;
+    unsigned char* values = shared_ + shape_.raws + warp * shape_.raw;
     const auto& whole = p_.view.whole;
-    for (index_t tile = warp * tile_tokens; tile < rows; tile += packed_warps * tile_tokens) {
-      const index_t row = tile + lane % tile_tokens;
+    for (index_t tile = warp * whole_tokens; tile < rows; tile += packed_warps * whole_tokens) {
+      const index_t row = tile + lane % whole_tokens;
       const bool valid = row < rows;
       const auto* k = whole.key(sequence_, head_, valid ? row : 0);
       const auto* v = whole.value(sequence_, head_, valid ? row : 0);
       for (int c = half; c < D / 8; c += 2) {
-        copy_async16(shared_address(keys + memory::k_rows().place(lane % tile_tokens, c)), k + c * 8, valid);
+        copy_async16(shared_address(keys + memory::k_rows().place(lane % whole_tokens, c)), k + c * 8, valid);
       }
       for (int c = half; c < Dv / 8; c += 2) {
-        copy_async16(shared_address(values + memory::v_rows().place(lane % tile_tokens, c)), v + c * 8, valid);
+        copy_async16(shared_address(values + memory::v_rows().place(lane % whole_tokens, c)), v + c * 8, valid);
       }
       commit_copies();
       const index_t position = valid ? p_.view.whole_position(sequence_, head_, packed, row) : never;
       wait_copies<0>();
       __syncwarp();
-      attend_tile(
-          state, shared_address(keys), shared_address(values), D, Dv, position, [](int) { return 1.0f; },
-          [](int) { return 1.0f; });
+      attend_tile(state, shared_address(keys), shared_address(values), position);
       __syncwarp();
     }
     write(state, p_.view.most_segments, to_.parts - 1, Dv);
@@ -144,106 +124,188 @@ class packed_part {
  private:
   static constexpr index_t never = 0x7fffffff;  // a position that no query sees
 
-  __device__ void attend_units(index_t s, const index_t* list, index_t first, index_t last, index_t part) {
+  /// Lengths were there before the queries were rotated, and the launch before this one waited for all that it followed.
+  __device__ static __forceinline__ void wait() {
+    wait_for_earlier();
+    let_later_begin();
+  }
+  /// Bases of values come to the L2, where the merge finds them: this block has the least to do.
+  __device__ __forceinline__ void fetch_bases(index_t count) const {
+    for (index_t s = 0; s < count; ++s) {
+      const packed_vectors& values = p_.view.segment(sequence_, s).v;
+      const float* basis = values.basis_of(head_, Dv);
+      const index_t size = basis ? values.format.channels * Dv : 0;
+      for (index_t i = index_t(threadIdx.x) * 32; i < size; i += packed_threads * 32) prefetch_line(basis + i);
+    }
+  }
+  /// Of a row of queries; one that is not there sees nothing.
+  __device__ index_t position_of(index_t row) const {
+    return row < to_.rows ? p_.first_position[sequence_] + row / group_ : no_index;
+  }
+
+  __device__ __forceinline__ void attend_units(index_t s, const index_t* list, index_t first, index_t last,
+                                               index_t part) {
     const device_segment& segment = p_.view.segment(sequence_, s);
-    const packed_vectors keys = segment.k, values = segment.v;
-    const int k_channels = int(whole_channels(keys.format.channels));
-    const int v_channels = int(whole_channels(values.format.channels));
-    state_type state(
-        put_queries<Tile>([&](index_t row, int c) { return rotated_.row(lane_row_, s, row)[c]; }, k_channels),
-        k_channels);
-    const int warp = int(threadIdx.x) / 32, lane = int(threadIdx.x) % 32;
-    unsigned char* k_tile = shared_ + shape_.of_warp(warp);
-    unsigned char* v_tile = k_tile + memory::k_rows().bytes() * tile_tokens;
-    unsigned char* raw = shared_ + shape_.of_warp(warp) + memory::warp_bytes;
-    const index_t rows = row_begin_[s + 1] - row_begin_[s], unit = p_.unit, tokens = (last - first) * unit;
-    const auto row_of = [&](index_t token) -> index_t {  // in the segment; below 0: none
+    const raw_rows keys(segment.k, head_), values(segment.v, head_);
+    const int k_walk = tile_walk_of<D>(segment.k.format), v_walk = tile_walk_of<Dv>(segment.v.format);
+    const int k_kept = int(segment.k.format.kept), v_kept = int(segment.v.format.kept);
+    const int channels = int(whole_channels(segment.v.format.channels));
+    const int warp = int(threadIdx.x) / 32, lane = int(threadIdx.x) % 32, tile_place = warp * shape_.tile;
+    unsigned char* weights = shared_ + shape_.weights + warp * memory::warp_weights;
+    unsigned char* k_raw = shared_ + shape_.raws + warp * shape_.raw;
+    unsigned char* v_raw = k_raw + shape_.k_raw * tile_tokens;
+    for (int i = lane; i < memory::warp_weights / 16; i += 32) {
+      reinterpret_cast<uint4*>(weights)[i] = make_uint4(0, 0, 0, 0);  // of rows that are not there
+    }
+    const index_t rows = row_begin_[s + 1] - row_begin_[s], tokens = (last - first) * p_.unit;
+    const auto unit_of = [&](index_t token) -> index_t {  // below 0: none
       if (token >= tokens) return no_index;
-      const index_t i = first + token / unit;
-      const index_t row = ((list ? list[i] : i) - unit_begin_[s]) * unit + token % unit;
-      return row < rows ? row : no_index;
+      const index_t i = first + (unit_shift_ >= 0 ? token >> unit_shift_ : token / p_.unit);
+      return list ? list[i] : i;
     };
-    const auto copy = [&](index_t row, int stage) {
-      const std::uint32_t to = shared_address(raw + stage * shape_.raw);
-      copy_raw_rows(keys, head_, row, to);
-      copy_raw_rows(values, head_, row, to + std::uint32_t(k_raw_ * tile_tokens));
+    const index_t before = unit_begin_[s];
+    const auto row_of = [&](index_t token, index_t unit) -> index_t {  // in the segment; below 0: none
+      const index_t row = (unit - before) * p_.unit + (unit_shift_ >= 0 ? token & (p_.unit - 1) : token % p_.unit);
+      return unit >= 0 && row < rows ? row : no_index;
     };
-    constexpr index_t step = packed_warps * tile_tokens;
-    index_t row = row_of(warp * tile_tokens + lane % tile_tokens);
-    if (warp * tile_tokens < tokens) copy(row, 0);
+    // Rows that are not there have the bits of the first one, and zeros.
+    std::uint32_t k_bits[group_words<D, 1>] = {}, v_bits[group_words<Dv, 1>] = {};
+    float k_scale, v_scale;
+    const auto begin_keys = [&](index_t row) {
+      keys.copy(row, shared_address(k_raw), shape_.k_raw);
+      keys.bits.load(max(row, 0), k_bits);
+      k_scale = keys.scale(row);
+    };
+    const auto begin_values = [&](index_t row) {
+      values.copy(row, shared_address(v_raw), shape_.v_raw);
+      values.bits.load(max(row, 0), v_bits);
+      v_scale = values.scale(row);
+    };
+    constexpr int warp_step = packed_warps * tile_tokens;
+    spread_state<Tile, Dv> state(shared_ + shape_.softmaxes + warp * shape_.softmax, shape_.parts);
+    index_t token = warp * tile_tokens + lane, row = row_of(token, unit_of(token));
+    if (token - lane < tokens) begin_keys(row);
     commit_copies();
-    int stage = 0;
-    for (index_t tile = warp * tile_tokens; tile < tokens; tile += step, stage ^= 1) {
-      const index_t next = row_of(tile + step + lane % tile_tokens);
-      if (tile + step < tokens) copy(next, stage ^ 1);
-      commit_copies();
+    if (token - lane < tokens) begin_values(row);
+    commit_copies();
+    index_t next_unit = unit_of(token + warp_step);
+    put_copies(s);
+    // While a warp works on keys the values of the same tokens are on their way, and the other way round.
+    for (; token - lane < tokens; token += warp_step) {
+      const index_t next = row_of(token + warp_step, next_unit);
+      const bool more = token - lane + warp_step < tokens;
+      next_unit = unit_of(token + 2 * warp_step);
       const index_t position = row >= 0 ? p_.view.position(sequence_, head_, row_begin_[s] + row) : never;
       wait_copies<1>();
       __syncwarp();
-      const unsigned char *k_raw = raw + stage * shape_.raw, *v_raw = k_raw + k_raw_ * tile_tokens;
-      spread_tile<Tile, D, Dv>(keys, values, k_raw, v_raw, row >= 0, k_tile, v_tile);
+#pragma unroll 1
+      for (int part = 0; part < shape_.parts; ++part) {
+        float logits[queries_at_once];
+        multiply_row<Tile, D>(k_walk, k_kept, k_bits, k_raw + lane * shape_.k_raw, shared_,
+                              shape_.queries + part * shape_.queries_part, logits);
+        take_logits(state, part, logits, k_scale, position, v_scale, weights);
+      }
       __syncwarp();
-      attend_tile(
-          state, shared_address(k_tile), shared_address(v_tile), k_channels, v_channels, position,
-          [&](int column) { return raw_scale(keys.format, k_raw, column); },
-          [&](int column) { return raw_scale(values.format, v_raw, column); });
+      if (more) begin_keys(next);
+      commit_copies();
+      auto* tile = reinterpret_cast<uint4*>(shared_ + tile_place);
+#pragma unroll
+      for (int m = 0; m < Dv / 16; ++m) {
+        if (m * 16 < channels) tile[m * 64 + lane] = tile[m * 64 + 32 + lane] = make_uint4(0, 0, 0, 0);
+      }
+      wait_copies<1>();
+      __syncwarp();
+      spread_row<Tile, Dv>(v_walk, v_kept, v_bits, v_raw + lane * shape_.v_raw, shared_, tile_place);
+      __syncwarp();
+      if (more) begin_values(next);
+      commit_copies();
+      state.take_values(shared_ + tile_place, weights, channels);
       __syncwarp();
       row = next;
     }
     wait_copies<0>();
-    write(state, s, part, v_channels);
+    write(state, s, part, channels);
   }
 
-  /// Writes the block's 8 query rows as two numbers of 16 bits each. Returns where.
-  template <class Split, class Load>
-  __device__ std::uint32_t put_queries(const Load& load, int channels) {
-    unsigned char* to = shared_ + shape_.begins;
+  /// Writes the block's query rows in the segment's basis as `query_products` reads them, multiplied by the scale of logits.
+  __device__ void put_copies(index_t s) {
+    const float factor = p_.rule.scale_for(D) * (p_.rule.soft_cap > 0 ? 1.0f : log2e);
+    const int channels = shape_.queries_part / 128;
+    for (int i = int(threadIdx.x); i < shape_.parts * channels; i += packed_threads) {
+      const int part = i / channels, c = i % channels, first = part * queries_at_once;
+      const auto load = [&](int row) {
+        return first_row_ + row < to_.rows ? rotated_.row(lane_row_, s, first_row_ + row)[c] * factor : 0.0f;
+      };
+      const float4 q = make_float4(load(first), load(first + 1), load(first + 2), load(first + 3));
+      unsigned char* to = shared_ + shape_.queries + part * shape_.queries_part + c * 128;
+#pragma unroll
+      for (int copy = 0; copy < 8; ++copy) *reinterpret_cast<float4*>(to + (copy + i) % 8 * 16) = q;
+    }
+    __syncthreads();
+  }
+
+  /// Logits of a tile, which are products with queries so far, become those of base 2 of the rows that may see their tokens.
+  template <class State>
+  __device__ __forceinline__ void take_logits(State& state, int part, float (&x)[queries_at_once], float scale,
+                                              index_t position, float weight, unsigned char* weights) const {
+    const int4 rows = *reinterpret_cast<const int4*>(shared_ + shape_.positions + part * int(sizeof(int4)));
+    const index_t at[queries_at_once] = {rows.x, rows.y, rows.z, rows.w};
+#pragma unroll
+    for (float& logit : x) logit *= scale;
+    if (p_.rule.soft_cap > 0) {
+#pragma unroll
+      for (float& logit : x) logit = quick_cap(p_.rule, logit) * log2e;
+    }
+    // As `logit_rule::visible`: what lies in front of the row is far behind it as an unsigned number.
+    const unsigned seen = p_.rule.sliding_window > 0 ? unsigned(p_.rule.sliding_window) : 0x7fffffffu;
+#pragma unroll
+    for (int i = 0; i < queries_at_once; ++i) x[i] = unsigned(at[i]) - unsigned(position) < seen ? x[i] : -infinity;
+    state.take_logits(part, x, weight, weights);
+  }
+
+  /// Writes the block's 8 query rows as `packed_state` reads them. Returns where.
+  __device__ std::uint32_t put_queries() {
+    unsigned char* to = shared_ + shape_.queries;
     for (int i = int(threadIdx.x); i < query_rows_together * D; i += packed_threads) {
       const int row = i / D, c = i % D;
-      if (c >= channels) continue;
-      const float x = first_row_ + row < to_.rows ? load(first_row_ + row, c) : 0.0f;
-      const Split first(x);
-      // What does not fit is infinite or NaN: it has no second part.
-      const float rest = x - float(first);
-      const auto put = [&](int at, Split part) {
-        *reinterpret_cast<std::uint16_t*>(to + memory::k_rows().place(at, c / 8) + std::uint32_t(c % 8 * 2)) =
+      const index_t at = first_row_ + row;
+      // They are of 16 bits and have no second part.
+      const T x = at < to_.rows ? T(float(p_.q.row(sequence_, at / group_, head_ * group_ + at % group_)[c])) : T(0.0f);
+      const auto put = [&](int place, T part) {
+        *reinterpret_cast<std::uint16_t*>(to + memory::k_rows().place(place, c / 8) + std::uint32_t(c % 8 * 2)) =
             part.bits;
       };
-      put(row, first);
-      put(row + query_rows_together, Split(rest - rest == 0 ? rest : 0.0f));
+      put(row, x);
+      put(row + query_rows_together, T(0.0f));
     }
     __syncthreads();
     return shared_address(to);
   }
 
-  template <class State, class KeyScale, class ValueScale>
-  __device__ __forceinline__ void attend_tile(State& state, std::uint32_t keys, std::uint32_t values, int k_channels,
-                                              int v_channels, index_t position, const KeyScale& key_scale,
-                                              const ValueScale& value_scale) {
+  template <class State>
+  __device__ __forceinline__ void attend_tile(State& state, std::uint32_t keys, std::uint32_t values,
+                                              index_t position) {
     const int lane = int(threadIdx.x) % 32;
+    const index_t query = reinterpret_cast<const index_t*>(shared_ + shape_.positions)[lane / 4];
+    const float scale = p_.rule.scale_for(D);
     float logits[4];
-    state.dot(keys, k_channels, logits);
+    state.dot(keys, D, logits);
     index_t at[4];
-    float key[4], value[4];
 #pragma unroll
-    for (int j = 0; j < 4; ++j) {
-      const int column = lane % 4 * 2 + j % 2 + j / 2 * 8;
-      at[j] = __shfl_sync(~0u, position, column);
-      key[j] = key_scale(column) * scale_, value[j] = value_scale(column);
-    }
+    for (int j = 0; j < 4; ++j) at[j] = __shfl_sync(~0u, position, lane % 4 * 2 + j % 2 + j / 2 * 8);
     state.take(
-        logits, values, v_channels, [&](float x, int j) { return quick_cap(p_.rule, x * key[j]) * log2e; },
-        [&](int j) { return position_ >= 0 && at[j] != never && p_.rule.visible(position_, at[j]); },
-        [&](int j) { return value[j]; });
+        logits, values, Dv, [&](float x, int) { return quick_cap(p_.rule, x * scale) * log2e; },
+        [&](int j) { return query >= 0 && at[j] != never && p_.rule.visible(query, at[j]); },
+        [&](int) { return 1.0f; });
   }
 
   /// Adds the warps' states up in their order and writes the part.
   template <class State>
   __device__ void write(const State& state, index_t segment, index_t part, int channels) {
     const int warp = int(threadIdx.x) / 32;
-    float* states = reinterpret_cast<float*>(shared_ + shape_.begins + memory::q_bytes);  // [warps, 8, 2]
-    state.write(states + warp * query_rows_together * 2, reinterpret_cast<float*>(shared_ + shape_.of_warp(warp)),
-                channels);
+    float* states = reinterpret_cast<float*>(shared_ + shape_.states);  // [warps, 8, 2]
+    state.write(shape_.parts, states + warp * query_rows_together * 2,
+                reinterpret_cast<float*>(shared_ + warp * shape_.tile), channels);
     __syncthreads();
     const int rows = int(min(index_t(query_rows_together), to_.rows - first_row_));
     const offset_t at = (offset_t(lane_row_) * to_.parts + part) * to_.rows + first_row_;
@@ -254,7 +316,7 @@ class packed_part {
       for (int w = 0; w < packed_warps; ++w) {
         const float most = states[(w * query_rows_together + row) * 2];
         if (most == -infinity) continue;
-        sum += reinterpret_cast<const float*>(shared_ + shape_.of_warp(w))[row * Dv + c] * exp2f(most - top);
+        sum += reinterpret_cast<const float*>(shared_ + w * shape_.tile)[row * Dv + c] * exp2f(most - top);
       }
       to_.out[(at + row) * Dv + c] = sum;
     }
@@ -276,23 +338,19 @@ class packed_part {
   const rotated_rows& rotated_;
   const packed_parts& to_;
   const memory& shape_;
-  int k_raw_;
   unsigned char* shared_;
   index_t lane_row_, sequence_, head_, group_, first_row_;
   index_t *row_begin_, *unit_begin_;
-  index_t position_;  // of the lane's query row
-  float scale_;
+  int unit_shift_;  // of a unit that is a power of two; below 0: it is none
 };
 
 template <class View, class Tile, class Out>
 __global__ void __launch_bounds__(packed_threads, View::k_dim <= 128 && View::v_dim <= 128 ? 3 : 1)
     attend_packed_entry(const __grid_constant__ packed_problem<View, Out> p, rotated_rows rotated, packed_parts to,
-                        int k_raw, int v_raw) {
+                        packed_lengths lengths) {
   extern __shared__ uint4 shared_memory[];
-  wait_for_earlier();
-  let_later_begin();
-  const packed_memory<View::k_dim, View::v_dim> shape(p.view.most_segments, k_raw, v_raw);
-  packed_part<View, Tile, Out> part(p, rotated, to, shape, k_raw, reinterpret_cast<unsigned char*>(shared_memory));
+  const packed_memory<View::k_dim, View::v_dim> shape(rotated.rows, p.view.most_segments, lengths);
+  packed_part<View, Tile, Out> part(p, rotated, to, shape, reinterpret_cast<unsigned char*>(shared_memory));
   if (index_t(blockIdx.x) < to.splits)
     part.attend_split(index_t(blockIdx.x));
   else

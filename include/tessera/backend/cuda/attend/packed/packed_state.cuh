@@ -1,16 +1,16 @@
-// What a warp knows of its 16 query rows while it attends packed rows: 16 tokens at a time, by matrix instructions.
+// What a warp knows of its 8 query rows while it attends rows that are whole: 16 tokens at a time, by matrix instructions.
 #pragma once
 
 #include "../../device/logit.cuh"
-#include "packed_tiles.cuh"
+#include "../../device/mma.cuh"
+#include "../../device/warp.cuh"
 
 TESSERA_NAMESPACE_BEGIN
 namespace cuda {
 namespace detail {
 
-/// Query rows that a block attends together. Each is two rows of a matrix: two numbers of 16 bits whose sum is the fp32 that a rotation
-/// gives.
-inline constexpr int query_rows_together = 8;
+/// Query rows that a block attends together, and tokens of whole rows that a warp takes at a time.
+inline constexpr int query_rows_together = 8, whole_tokens = 16;
 
 /// Softmax state and summed values of 8 query rows. Lane l holds the softmax of row l / 4, and of rows l % 4 * 2 and the next one values of
 /// channel l / 4 of every 8; sums are of a lane until `write`.
@@ -87,7 +87,7 @@ struct packed_state {
   }
 
   /// Adds the lanes' sums up, and writes most and sum [8, 2] and the summed values [8, Dv]. By one warp.
-  __device__ __forceinline__ void write(float* states, float* to, int channels) const {
+  __device__ __forceinline__ void write(int, float* states, float* to, int channels) const {
     const int lane = int(threadIdx.x) % 32;
     const float whole = lanes_sum<4>(sum);
     if (lane % 4 == 0) states[lane / 4 * 2] = most, states[lane / 4 * 2 + 1] = whole;

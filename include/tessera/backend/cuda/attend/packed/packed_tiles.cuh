@@ -1,4 +1,4 @@
-// Tiles of 16 packed rows: copied from memory by one warp, and spread out as dense rows for matrix instructions.
+// Tiles of 32 packed rows: copied from memory by one warp, multiplied with queries as they are, or spread out for matrix instructions.
 #pragma once
 
 #include "../../device/mma.cuh"
@@ -8,31 +8,57 @@ TESSERA_NAMESPACE_BEGIN
 namespace cuda {
 namespace detail {
 
-inline constexpr int tile_tokens = 16;
+/// A row of a tile is a lane's. `queries_at_once`: rows of queries that a walk along a row's values multiplies it with.
+inline constexpr int tile_tokens = 32, queries_at_once = 4;
 
-/// How packed rows lie in shared memory: values, bits, scale, padded to an odd number of 16 bytes so that rows begin in other banks.
-struct raw_rows_shape {
-  int values, bits, scale, stride;  // in bytes; where each begins (values at 0)
-  TESSERA_HD explicit raw_rows_shape(const packed_format& format)
-      : values(value_stride(format.value_bytes())),
-        bits(values),
-        scale(bits + int(bit_words(format)) * 4),
-        stride(((scale + 4 + 15) / 16 | 1) * 16) {}
-};
-
-/// Begins to copy rows `row` of a head, lane l that of tile row l % 16; a row below 0 becomes bits and a scale of 0. By one warp.
-__device__ __forceinline__ void copy_raw_rows(const packed_vectors& from, index_t head, index_t row, std::uint32_t to) {
-  const int lane = int(threadIdx.x) % 32, half = lane / tile_tokens;
-  const raw_rows_shape shape(from.format);
-  const bool valid = row >= 0;
-  const index_t i = valid ? row : 0;
-  to += std::uint32_t(lane % tile_tokens * shape.stride);
-  const std::byte* values = from.values_of(head, i);
-  for (int c = half; c * 16 < shape.values; c += 2) copy_async16(to + c * 16, values + c * 16, valid);
-  const std::uint32_t* bits = from.bits_of(head, i);
-  for (int w = half; w < bit_words(from.format); w += 2) copy_async4(to + shape.bits + w * 4, bits + w, valid);
-  if (from.scales && half == 0) copy_async4(to + shape.scale, from.scales + from.row(head, i), valid);
+/// From one row's values to the next one's in shared memory, for all formats whose rows are not longer: an odd number of 16 bytes, so that rows
+/// begin in other banks.
+TESSERA_HD inline int raw_stride(const packed_format& format) {
+  return ((int(value_stride(format.row_bytes())) / 16) | 1) * 16;
 }
+
+/// The packed rows of one head in memory.
+struct raw_rows {
+  const std::byte* values;
+  unsigned chunks;  // of 16 bytes that a row has
+  bit_rows bits;
+  const float* scales;
+
+  __device__ __forceinline__ raw_rows(const packed_vectors& from, index_t head)
+      : values(from.values_of(head, 0)),
+        chunks(unsigned(value_stride(from.format.value_bytes())) / 16),
+        bits(from, head),
+        scales(from.scales ? from.scales + from.row(head, 0) : nullptr) {}
+
+  __device__ __forceinline__ float scale(index_t row) const { return scales ? scales[max(row, 0)] : 1.0f; }
+
+  /// Begins to copy the values of 32 rows; lane l says which row is the tile's l-th, and one below 0 becomes 0. By one warp, of which
+  /// neighbouring lanes copy a row's chunks together.
+  __device__ __forceinline__ void copy(index_t row, std::uint32_t to, int stride) const {
+    const unsigned there = __ballot_sync(~0u, row >= 0), first = unsigned(max(row, 0)) * chunks;
+    if (chunks == 4) return copy_rows<4>(there, first, to, stride);
+    if (chunks == 2) return copy_rows<2>(there, first, to, stride);
+    const int lane = int(threadIdx.x) % 32;
+    to += std::uint32_t(lane * stride);
+#pragma unroll 1
+    for (unsigned c = 0; c < chunks; ++c) copy_async16(to + c * 16, values + (first + c) * std::uint64_t(16), row >= 0);
+  }
+
+ private:
+  template <int Chunks>
+  __device__ __forceinline__ void copy_rows(unsigned there, unsigned first, std::uint32_t to, int stride) const {
+    const int lane = int(threadIdx.x) % 32, own = lane / Chunks;
+    const std::byte* from = values + lane % Chunks * 16;
+    to += std::uint32_t(own * stride + lane % Chunks * 16);
+    there >>= own;
+#pragma unroll
+    for (int i = 0; i < Chunks; ++i) {
+      const unsigned chunk = __shfl_sync(~0u, first, i * (32 / Chunks) + own);
+      copy_async16(to + std::uint32_t(i * (32 / Chunks) * stride), from + chunk * std::uint64_t(16),
+                   there & 1u << (i * (32 / Chunks)));
+    }
+  }
+};
 
 /// A packed value as one of 16 bits; fp8 and int4 without their scale, which is exact.
 template <class Tile, packed_element Element>
@@ -46,62 +72,127 @@ __device__ __forceinline__ std::uint16_t tile_bits(std::uint32_t word, int i) {
   }
 }
 
-/// What a lane spreads out: one raw row, and where it goes.
-struct spread_row {
-  packed_format format;
-  const unsigned char* raw;
-  unsigned char* to;       // the dense row
-  std::uint32_t exchange;  // of 16-byte chunks within 128 bytes: see staged_rows
+/// Adds the products of a row's values and 4 rows of queries up. Queries lie in shared memory as [channels, 8, 4] fp32: eight copies, one for
+/// every lane of a quarter of a warp, so that lanes read other channels in each step and none waits for another's bank.
+template <packed_element Element, int Group>
+struct query_products {
+  static constexpr int stride = 128;  // bytes, of a channel
+  const unsigned char* shared;
+  float (&sums)[queries_at_once];
+
+  template <bool Up>
+  __device__ __forceinline__ void operator()(int place, std::uint32_t base, const std::uint32_t* words, int j) const {
+    const std::uint32_t offset = std::uint32_t(place) * (Group * stride);
+    const unsigned char* from = shared + (Up ? base + offset : base - offset);
+#pragma unroll
+    for (int i = 0; i < Group; ++i) {
+      const float4 q = *reinterpret_cast<const float4*>(from + i * stride);
+      const float x = value_of<Element>(words[(j + i) / values_in_word<Element>], (j + i) % values_in_word<Element>);
+      sums[0] += q.x * x, sums[1] += q.y * x, sums[2] += q.z * x, sums[3] += q.w * x;
+    }
+  }
 };
 
-template <class Tile, packed_element Element, int Words>
-__device__ __forceinline__ void spread_values(const spread_row& row, int count) {
-  const raw_rows_shape shape(row.format);
-  bit_walk<Words> walk(reinterpret_cast<const std::uint32_t*>(row.raw + shape.bits), row.format);
-  walk_row<Element>(walk, count, row.raw, [&](int channel, std::uint32_t word, int j) {
-    *reinterpret_cast<std::uint16_t*>(row.to + ((std::uint32_t(channel) * 2) ^ row.exchange)) =
-        tile_bits<Tile, Element>(word, j);
-  });
+/// Spreads a row of values out in a tile of [pairs of channels, 32 rows], two numbers of 16 bits each. Row r is written to bank r alone, so that
+/// 32 lanes write 32 values at a time wherever they belong.
+template <class Tile, packed_element Element, int Group>
+struct spread_values {
+  static constexpr int stride = 128;  // bytes, of a pair of channels
+  unsigned char* shared;
+
+  template <bool Up>
+  __device__ __forceinline__ void operator()(int place, std::uint32_t base, const std::uint32_t* words, int j) const {
+    constexpr int in_word = values_in_word<Element>;
+    const auto bits = [&](int i) { return std::uint32_t(tile_bits<Tile, Element>(words[i / in_word], i % in_word)); };
+    if constexpr (Group == 1) {
+      // Bit 0 of the channel's number says which half of a word, the others which word: a product puts them where they belong.
+      constexpr std::uint32_t in_place = 15 * stride | 2;
+      const std::uint32_t product = std::uint32_t(place) * (stride / 2 | 2);
+      *reinterpret_cast<std::uint16_t*>(shared + (((Up ? product : ~product) & in_place) | base)) =
+          std::uint16_t(bits(j));
+    } else {
+      const std::uint32_t offset = std::uint32_t(place) * (Group / 2 * stride);
+      unsigned char* to = shared + (Up ? base + offset : base - offset);
+#pragma unroll
+      for (int i = 0; i < Group; i += 2) {
+        *reinterpret_cast<std::uint32_t*>(to + i / 2 * stride) =
+            in_word == 2 ? words[(j + i) / 2] : bits(j + i) | bits(j + i + 1) << 16;
+      }
+    }
+  }
+};
+
+/// Which walk goes along rows of a format: 4 for each element.
+template <int Channels>
+__device__ __forceinline__ int tile_walk_of(const packed_format& format) {
+  const int element = format.element == packed_element::fp8 ? 1 : format.element == packed_element::int4 ? 2 : 0;
+  return element * 4 + walk_of<Channels>(format);
 }
 
-/// Spreads 16 raw rows of keys and as many of values out, to [16, whole_channels] of 16 bits each, 0 for what did not stay: lanes below
-/// 16 a row of keys each, the others one of values. `valid`: the row of lane % 16 is there. By one warp; the caller synchronises it.
-template <class Tile, int D, int Dv>
-__device__ __forceinline__ void spread_tile(const packed_vectors& keys, const packed_vectors& values,
-                                            const unsigned char* k_raw, const unsigned char* v_raw, bool valid,
-                                            unsigned char* k_tile, unsigned char* v_tile) {
-  constexpr int words = (D > Dv ? D : Dv) / 32 + ((D > Dv ? D : Dv) % 32 != 0);
-  const int lane = int(threadIdx.x) % 32, i = lane % tile_tokens;
-  const bool of_keys = lane < tile_tokens;
-  // Chosen member by member: two structs of which one is taken would lie in memory.
-  const packed_format k = keys.format, v = values.format;
-  const packed_format format{of_keys ? k.element : v.element, of_keys ? k.channels : v.channels,
-                             of_keys ? k.group : v.group, of_keys ? k.kept : v.kept, true};
-  const raw_rows_shape k_shape(k), v_shape(v);
-  const int stride = of_keys ? k_shape.stride : v_shape.stride;
-  const staged_rows staged{of_keys ? D / 8 : Dv / 8};
-  unsigned char* to = (of_keys ? k_tile : v_tile) + i * staged.bytes();
-  const spread_row row{format, (of_keys ? k_raw : v_raw) + i * stride, to,
-                       staged.swizzled() ? std::uint32_t(i % 8) * 16 : 0u};
-  for (int c = 0; c < int(whole_channels(format.channels)) / 8; ++c) {
-    *reinterpret_cast<uint4*>(to + ((std::uint32_t(c) * 16) ^ row.exchange)) = make_uint4(0, 0, 0, 0);
-  }
-  const int count = valid ? int(format.kept) : 0;
-  switch (format.element) {
-    case packed_element::fp8:
-      return spread_values<Tile, packed_element::fp8, words>(row, count);
-    case packed_element::int4:
-      return spread_values<Tile, packed_element::int4, words>(row, count);
+/// Calls run.template operator()<Element, Words, Group>() for a `tile_walk_of`; 16-bit elements are of the type that `Tile` names. One switch:
+/// the code of the walks lies far apart, and every branch that ends behind another one is a miss of the instruction cache.
+template <class Tile, int Channels, class Run>
+__device__ __forceinline__ void with_tile_walk(int walk, const Run& run) {
+  constexpr packed_element same = std::is_same_v<Tile, bf16> ? packed_element::bf16 : packed_element::fp16;
+  constexpr packed_element fp8 = packed_element::fp8, int4 = packed_element::int4;
+  constexpr int all = group_words<Channels, 1>, twos = group_words<Channels, 2>, fours = group_words<Channels, 4>;
+  switch (walk) {
+    case 0:
+      return run.template operator()<same, usual_words<Channels>, 1>();
+    case 1:
+      return run.template operator()<same, all, 1>();
+    case 2:
+      return run.template operator()<same, twos, 2>();
+    case 3:
+      return run.template operator()<same, fours, 4>();
+    case 4:
+      return run.template operator()<fp8, usual_words<Channels>, 1>();
+    case 5:
+      return run.template operator()<fp8, all, 1>();
+    case 6:
+      return run.template operator()<fp8, twos, 2>();
+    case 7:
+      return run.template operator()<fp8, fours, 4>();
+    case 8:
+    case 9:
+      return run.template operator()<int4, all, 1>();
+    case 10:
+      return run.template operator()<int4, twos, 2>();
     default:
-      return spread_values<Tile, packed_element::bf16, words>(row, count);
+      return run.template operator()<int4, fours, 4>();
   }
 }
 
-/// The scale of a tile row.
-__device__ __forceinline__ float raw_scale(const packed_format& format, const unsigned char* raw, int row) {
-  if (!format.scaled()) return 1;
-  const raw_rows_shape shape(format);
-  return *reinterpret_cast<const float*>(raw + row * shape.stride + shape.scale);
+/// sums [4] = the lane's row of keys times 4 rows of queries, which lie at `queries` of a block's shared memory.
+template <class Tile, int D, int Most>
+__device__ __forceinline__ void multiply_row(int walk, int kept, const std::uint32_t (&bits)[Most],
+                                             const unsigned char* values, const unsigned char* shared, int queries,
+                                             float (&sums)[queries_at_once]) {
+#pragma unroll
+  for (float& sum : sums) sum = 0;
+  const auto first = std::uint32_t(queries + int(threadIdx.x) % 8 * 16);
+  with_tile_walk<Tile, D>(
+      walk, [&]<packed_element Element, int Words, int Group>() __attribute__((always_inline)) {
+        constexpr int stride = Group * query_products<Element, Group>::stride;
+        row_walk<Element, Words, Group, 32 * stride> along(bits, first, first + (Words * 32 - 1) * stride);
+        along.walk(kept, values, query_products<Element, Group>{shared, sums});
+      });
+}
+
+/// Spreads the lane's row of values out in the tile that lies at `tile` of a block's shared memory, a multiple of 2,048.
+template <class Tile, int Dv, int Most>
+__device__ __forceinline__ void spread_row(int walk, int kept, const std::uint32_t (&bits)[Most],
+                                           const unsigned char* values, unsigned char* shared, int tile) {
+  const auto first = std::uint32_t(tile + int(threadIdx.x) % 32 * 4);
+  with_tile_walk<Tile, Dv>(
+      walk, [&]<packed_element Element, int Words, int Group>() __attribute__((always_inline)) {
+        using spread = spread_values<Tile, Element, Group>;
+        constexpr int word = 16 * Group * spread::stride;
+        // Of single channels the word alone: the place in it is joined to it by bits.
+        constexpr int last = Group == 1 ? (Words - 1) * word : (Words * 32 - 1) * (Group / 2 * spread::stride);
+        row_walk<Element, Words, Group, word> along(bits, first, first + last);
+        along.walk(kept, values, spread{shared});
+      });
 }
 
 }  // namespace detail

@@ -22,16 +22,18 @@ struct rotated_rows {
 
 namespace detail {
 
-inline constexpr int rotating_threads = 256, rows_rotated_together = 16, channels_rotated_together = 16;
+inline constexpr int rotating_threads = 256, rows_rotated_together = 16, channels_rotated_together = 32;
 
-/// A block makes 16 channels of up to 16 rows of one (sequence, kv_head) in one segment's basis, two channels a warp. The sums over a
-/// row's elements are those of a warp: of every 32nd element, then over lanes.
+/// A block makes 32 channels of up to 16 rows of one (sequence, kv_head) in one segment's basis, two of them by 16 lanes. The sums over a
+/// row's elements are those of a lane, four of every 64, then over lanes.
 template <class View>
-__global__ void __launch_bounds__(rotating_threads)
+__global__ void __launch_bounds__(rotating_threads, View::k_dim <= 128 ? 5 : 3)
     rotate_queries_entry(const __grid_constant__ View view, rows_view<const typename View::element_type> q,
                          rotated_rows to, index_t* part_segment, index_t parts) {
-  constexpr int D = View::k_dim, each = (D + 31) / 32,
+  constexpr int D = View::k_dim, lanes = 16, quads = (D + lanes * 4 - 1) / (lanes * 4),
                 pieces = (D + channels_rotated_together - 1) / channels_rotated_together;
+  static_assert(D % channels_rotated_together == 0 && rotating_threads * 2 == lanes * channels_rotated_together,
+                "tessera: a lane takes four elements at a time, and 16 lanes two channels");
   extern __shared__ uint4 shared_memory[];
   float* rows = reinterpret_cast<float*>(shared_memory);  // [rows_rotated_together, D]
   wait_for_earlier();
@@ -46,6 +48,20 @@ __global__ void __launch_bounds__(rotating_threads)
   }
   if (segment_index >= view.count(sequence)) return;  // alike in all threads
   const packed_vectors& keys = view.segment(sequence, segment_index).k;
+  const float* basis = keys.basis_of(head, D);
+  const int channels = int(keys.format.channels), part = int(threadIdx.x) % lanes;
+  const int begin = index_t(blockIdx.x) % pieces * channels_rotated_together + int(threadIdx.x) / lanes * 2;
+  float4 direction[2][quads] = {};
+#pragma unroll
+  for (int i = 0; i < 2; ++i) {
+#pragma unroll
+    for (int j = 0; j < quads; ++j) {
+      const int at = (j * lanes + part) * 4;
+      if (basis && begin + i < channels && at < D) {
+        direction[i][j] = __ldg(reinterpret_cast<const float4*>(basis + offset_t(begin + i) * D + at));
+      }
+    }
+  }
   const index_t first = index_t(blockIdx.z) * rows_rotated_together;
   const int count = int(min(index_t(rows_rotated_together), to.rows + 1 - first));
   for (int i = int(threadIdx.x); i < count * D; i += rotating_threads) {
@@ -53,42 +69,33 @@ __global__ void __launch_bounds__(rotating_threads)
     const int d = i % D;
     float x = 0;
     if (row < to.rows) {
-      x = float(q.row(sequence, row / group, head * group + row % group)[d]);
+      const index_t token = row / group;
+      x = float(q.row(sequence, token, head * group + row - token * group)[d]);
     } else {
-      for (index_t r = 0; r < to.rows; ++r) x += float(q.row(sequence, r / group, head * group + r % group)[d]);
+      for (index_t token = 0; token < q.tokens; ++token) {
+        for (index_t h = 0; h < group; ++h) x += float(q.row(sequence, token, head * group + h)[d]);
+      }
     }
     rows[i] = x;
   }
-  const float* basis = keys.basis_of(head, D);
-  const int channels = int(keys.format.channels), lane = int(threadIdx.x) % 32;
-  constexpr int warps = rotating_threads / 32, own = channels_rotated_together / warps;
-  const int begin = index_t(blockIdx.x) % pieces * channels_rotated_together + int(threadIdx.x) / 32;
-  float direction[own][each];
-#pragma unroll
-  for (int i = 0; i < own; ++i) {
-    const int c = begin + i * warps;
-#pragma unroll
-    for (int j = 0; j < each; ++j) {
-      const bool there = basis && c < channels && j * 32 + lane < D;
-      direction[i][j] = there ? basis[offset_t(c) * D + j * 32 + lane] : 0.0f;
-    }
-  }
   __syncthreads();
+  float* result = to.row(lane_row, segment_index, first) + begin;
+  for (int r = 0; r < count; ++r, result += D) {
+    float sums[2] = {};
 #pragma unroll
-  for (int i = 0; i < own; ++i) {
-    const int c = begin + i * warps;
-    if (c >= D) break;
-    if (!basis || c >= channels) {
-      if (lane < count) to.row(lane_row, segment_index, first + lane)[c] = c < channels ? rows[lane * D + c] : 0.0f;
-      continue;
-    }
-    for (int r = 0; r < count; ++r) {
-      float sum = 0;
+    for (int j = 0; j < quads; ++j) {
+      const int at = (j * lanes + part) * 4;
+      if (at >= D) break;
+      const float4 x = *reinterpret_cast<const float4*>(rows + r * D + at);
 #pragma unroll
-      for (int j = 0; j < each; ++j) sum += j * 32 + lane < D ? direction[i][j] * rows[r * D + j * 32 + lane] : 0.0f;
-      sum = warp_sum(sum);
-      if (lane == 0) to.row(lane_row, segment_index, first + r)[c] = sum;
+      for (int i = 0; i < 2; ++i) {
+        const float4 y = direction[i][j];
+        sums[i] += y.x * x.x + y.y * x.y + y.z * x.z + y.w * x.w;
+      }
     }
+    // Even lanes get the first channel's sum, odd ones the second's.
+    const float sum = lanes_sums<lanes, 2>(sums, part);
+    if (part < 2) result[part] = begin + part >= channels ? 0.0f : basis ? sum : rows[r * D + begin + part];
   }
 }
 

@@ -17,11 +17,29 @@ inline constexpr float largest_score = 3.4e38f;
 /// Memory of a block: q once for every lane, and two stages of 32 rows for every warp. Values come 64 bytes at a time.
 template <int D>
 struct score_memory {
-  static constexpr int words = (D + 31) / 32, bits_stride = words | 1;  // of channels; odd: lanes read other banks
-  static constexpr int piece = 64, values_stride = 80;                  // bytes
-  static constexpr int q = D * 32 * 4, bits = 32 * values_stride, scales = bits + 32 * bits_stride * 4;
-  static constexpr int stage = scales + 32 * 4;
+  static constexpr int piece = 64, values_stride = 80;  // bytes
+  static constexpr int q = D * 32 * 4, stage = 32 * values_stride;
   static constexpr int begins = q + scoring_warps * 2 * stage;
+};
+
+/// Adds up what a row's values give with q, of which a lane has its own copy: element c lies at c * 128 bytes.
+template <packed_element Element, int Group>
+struct scored_row {
+  const unsigned char* q;
+  float& up;
+  float& down;
+
+  template <bool Up>
+  __device__ __forceinline__ void operator()(int place, std::uint32_t base, const std::uint32_t* words, int j) const {
+    const std::uint32_t offset = std::uint32_t(place) * (Group * 128);
+    const unsigned char* from = q + (Up ? base + offset : base - offset);
+#pragma unroll
+    for (int i = 0; i < Group; ++i) {
+      const float x = *reinterpret_cast<const float*>(from + i * 128) *
+                      value_of<Element>(words[(j + i) / values_in_word<Element>], (j + i) % values_in_word<Element>);
+      (Up ? up : down) += x;
+    }
+  }
 };
 
 /// The mean keys of one segment, read by one warp: lane l has row l of every 32.
@@ -32,46 +50,61 @@ class staged_means {
  public:
   __device__ staged_means(const packed_vectors& rows, index_t head, unsigned char* stages)
       : values_(rows.values_of(head, 0)),
-        bits_(rows.bits_of(head, 0)),
+        bits_(rows, head),
         scales_(rows.scales ? rows.scales + rows.row(head, 0) : nullptr),
         stages_(stages),
-        format_(rows.format),
-        value_bytes_(rows.format.value_bytes()),
-        words_(bit_words(rows.format)),
-        kept_(rows.format.kept),
-        pieces_(max(1, ceil_div(value_bytes_, memory::piece))) {}
+        chunks_(unsigned(value_stride(rows.format.value_bytes())) / 16),
+        kept_(int(rows.format.kept)),
+        pieces_(max(1, ceil_div(int(chunks_), memory::piece / 16))) {}
 
-  /// q . row for rows first, first + step, ... to `end`, 32 at a time; element c of q lies at q[c * 32]. take(row, score).
-  template <packed_element Element, class Take>
-  __device__ void score(index_t first, index_t end, index_t step, const float* q, const Take& take) {
-    constexpr int each = values_in_word<Element> * (memory::piece / 4);
-    const int lane = int(threadIdx.x) % 32, kept = kept_;
+  /// Begins to copy the first 32 rows for `score`.
+  __device__ __forceinline__ void begin(index_t first, index_t end) const {
     copy(first, end, 0);
     commit_copies();
+  }
+  /// q . row for rows first, first + step, ... to `end`, 32 at a time, of which the first have begun to come. take(row, score).
+  template <packed_element Element, int Words, int Group, class Take>
+  __device__ __forceinline__ void score(index_t first, index_t end, index_t step, const unsigned char* q,
+                                        const Take& take) {
+    constexpr int each = values_in_word<Element> * (memory::piece / 4), word_step = 32 * Group * 128;
+    const int lane = int(threadIdx.x) % 32;
+    if (first >= end) return;
+    std::uint32_t bits[Words] = {};
+    const auto load = [&](index_t row) __attribute__((always_inline)) {
+      const index_t there = row < end ? row : first;  // of a row that is not there any bits: its values are 0
+      bits_.load(there, bits);
+      return scales_ ? scales_[there] : 1.0f;
+    };
+    float scale = load(first + lane);
     for (index_t tile = first; tile < end; tile += step) {
       wait_and_copy_next(tile, end, step, 0);
-      bit_walk<memory::words> walk(
-          reinterpret_cast<const std::uint32_t*>(stage() + memory::bits) + lane * memory::bits_stride, format_);
-      const float scale = scales_ ? reinterpret_cast<const float*>(stage() + memory::scales)[lane] : 1.0f;
-      const int count = tile + lane < end ? kept : 0;
-      float sum = 0;
-      for (int piece = 0;;) {
-        walk_row<Element>(
-            walk, min(count - piece * each, each), stage() + lane * memory::values_stride,
-            [&](int channel, std::uint32_t word, int j) { sum += q[channel * 32] * value_of<Element>(word, j); });
+      row_walk<Element, Words, Group, word_step> walk(bits, std::uint32_t(lane * 4),
+                                                      std::uint32_t(lane * 4 + (Words * 32 - 1) * Group * 128));
+      const float next_scale = load(tile + step + lane);
+      float up = 0, down = 0;
+      const scored_row<Element, Group> visit{q, up, down};
+      if (pieces_ == 1) {
+        walk.walk(kept_, stage() + lane * memory::values_stride, visit);
         __syncwarp();  // all have read the stage
         odd_ ^= 1;
-        if (++piece == pieces_) break;
-        wait_and_copy_next(tile, end, step, piece);
+      } else {
+        for (int piece = 0;;) {
+          walk.walk_up(min(kept_ - piece * each, each), stage() + lane * memory::values_stride, visit);
+          __syncwarp();
+          odd_ ^= 1;
+          if (++piece == pieces_) break;
+          wait_and_copy_next(tile, end, step, piece);
+        }
       }
-      if (tile + lane < end) take(tile + lane, sum * scale);
+      if (tile + lane < end) take(tile + lane, (up + down) * scale);
+      scale = next_scale;
     }
     wait_copies<0>();
   }
 
  private:
   __device__ unsigned char* stage() const { return stages_ + odd_ * memory::stage; }
-  __device__ void wait_and_copy_next(index_t tile, index_t end, index_t step, int piece) {
+  __device__ __forceinline__ void wait_and_copy_next(index_t tile, index_t end, index_t step, int piece) {
     odd_ ^= 1;
     if (piece + 1 < pieces_)
       copy(tile, end, piece + 1);
@@ -82,40 +115,32 @@ class staged_means {
     wait_copies<1>();
     __syncwarp();
   }
-  /// Begins to copy a piece of 32 rows, and with the first one their bits and scales.
-  __device__ void copy(index_t tile, index_t end, int piece) const {
+  /// Begins to copy a piece of 32 rows; those that are not there become 0.
+  __device__ __forceinline__ void copy(index_t tile, index_t end, int piece) const {
     if (tile >= end) return;
     const int lane = int(threadIdx.x) % 32;
-    const std::uint32_t to = shared_address(stage());
-    const index_t offset = piece * memory::piece + lane % 4 * 16;
+    const std::uint32_t to = shared_address(stage()) + std::uint32_t(lane / 4 * memory::values_stride + lane % 4 * 16);
+    const unsigned own = unsigned(piece * (memory::piece / 16) + lane % 4);  // of the row's chunks
+    const index_t row = tile + lane / 4;
+    const unsigned chunk = unsigned(row) * chunks_ + own;
 #pragma unroll
     for (int i = 0; i < 4; ++i) {
-      const int row = i * 8 + lane / 4;
-      const bool valid = tile + row < end && offset < value_bytes_;
-      copy_async16(to + std::uint32_t(row * memory::values_stride + lane % 4 * 16),
-                   values_ + (valid ? offset_t(tile + row) * value_stride(value_bytes_) + offset : 0), valid);
+      const bool valid = row + i * 8 < end && own < chunks_;
+      copy_async16(to + std::uint32_t(i * 8 * memory::values_stride),
+                   values_ + (valid ? chunk + unsigned(i * 8) * chunks_ : 0u) * std::uint64_t(16), valid);
     }
-    if (piece > 0) return;
-    const bool valid = tile + lane < end;
-    const index_t row = valid ? tile + lane : 0;
-    const std::uint32_t* bits = bits_ + (format_.own_bits ? offset_t(row) * words_ : 0);
-    for (int w = 0; w < words_; ++w) {
-      copy_async4(to + std::uint32_t(memory::bits + (lane * memory::bits_stride + w) * 4), bits + w, valid);
-    }
-    if (scales_) copy_async4(to + std::uint32_t(memory::scales + lane * 4), scales_ + row, valid);
   }
 
   const std::byte* values_;
-  const std::uint32_t* bits_;
+  bit_rows bits_;
   const float* scales_;
   unsigned char* stages_;
-  packed_format format_;
-  index_t value_bytes_, words_;
+  unsigned chunks_;  // of 16 bytes that a row has
   int kept_, pieces_, odd_ = 0;
 };
 
 template <class Visit>
-__device__ void with_element(packed_element element, const Visit& visit) {
+__device__ __forceinline__ void with_element(packed_element element, const Visit& visit) {
   switch (element) {
     case packed_element::fp16:
       return visit.template operator()<packed_element::fp16>();
@@ -140,45 +165,63 @@ __global__ void __launch_bounds__(scoring_threads, 3)
   auto* shared = reinterpret_cast<unsigned char*>(shared_memory);
   float* q = reinterpret_cast<float*>(shared);  // [D, 32]
   index_t* begins = reinterpret_cast<index_t*>(shared + memory::begins);
-  wait_for_earlier();
-  let_later_begin();
   const index_t heads = view.whole.kv_heads, lane_row = index_t(blockIdx.y);
   const index_t sequence = lane_row / heads, head = lane_row % heads, count = view.count(sequence);
   fill_begins(view, sequence, head, count, 0, begins);
   const index_t total = begins[count];
-  if (blockIdx.x == 0 && threadIdx.x == 0) units[lane_row] = total;
   const index_t first = index_t(blockIdx.x) * together, last = min(first + together, total);
   const int warp = int(threadIdx.x) / 32, lane = int(threadIdx.x) % 32;
   float* row = scores + lane_row * row_stride;
+  // The launch before made the queries and waited for all else before this one began: only they are waited for, behind the first copies.
+  bool waited = false;
+  const auto wait = [&]() __attribute__((always_inline)) {
+    wait_for_earlier();
+    let_later_begin();
+    if (blockIdx.x == 0 && threadIdx.x == 0) units[lane_row] = total;
+    waited = true;
+  };
   for (index_t s = 0; s < count; ++s) {
     const index_t low = max(first, begins[s]), high = min(last, begins[s + 1]);
     if (low >= high) continue;
     const packed_vectors means = view.segment(sequence, s).means;
     staged_means<D> staged(means, head, shared + memory::q + warp * 2 * memory::stage);
-    const index_t rows = largest ? rotated.rows : 1;
+    const index_t rows = largest ? rotated.rows : 1, begin = low - begins[s] + warp * 32, end = high - begins[s];
     for (index_t r = 0; r < rows; ++r) {
+      staged.begin(begin, end);
+      if (!waited) wait();
       __syncthreads();
       const float* from = rotated.row(lane_row, s, largest ? r : rotated.rows);
-      for (int i = int(threadIdx.x); i < D * 32; i += scoring_threads) q[i] = from[i / 32];
+      // A warp's lanes load its channels, and each is given to all lanes: one trip to memory.
+      constexpr int own = D / scoring_warps;
+      static_assert(own <= 32 && D % scoring_warps == 0, "tessera: a warp's lanes load its channels");
+      const float mine = lane < own ? from[warp * own + lane] : 0.0f;
+#pragma unroll
+      for (int c = 0; c < own; ++c) q[(warp * own + c) * 32 + lane] = __shfl_sync(~0u, mine, c);
       __syncthreads();
-      const auto take = [&](index_t i, float score) {
+      const auto take = [&](index_t i, float score) __attribute__((always_inline)) {
         const index_t b = begins[s] + i;
-        const float best = r == 0 ? score : row[b];  // its own, of the row before
-        float to = r == 0 || score > best || best != best ? score : best;
-        if (r == rows - 1) {
-          // The first and the last block of all are always read; nothing else is as good.
-          if (b == 0 || b == total - 1)
-            to = infinity;
-          else if (to > largest_score)
-            to = largest_score;
+        if (r > 0) {
+          const float best = row[b];  // its own, of the queries before
+          if (!(score > best || best != best)) score = best;
         }
-        row[b] = to;
+        // The first and the last block of all are always read; nothing else is as good.
+        if (r == rows - 1) score = b == 0 || b == total - 1 ? infinity : score > largest_score ? largest_score : score;
+        row[b] = score;
       };
-      with_element(means.format.element, [&]<packed_element Element>() {
-        staged.template score<Element>(low - begins[s] + warp * 32, high - begins[s], scoring_threads, q + lane, take);
-      });
+      with_element(
+          means.format.element, [&]<packed_element Element>() __attribute__((always_inline)) {
+            const auto score = [&]<int Words, int Group>() __attribute__((always_inline)) {
+              staged.template score<Element, Words, Group>(begin, end, scoring_threads, shared, take);
+            };
+            const int walk = walk_of<D>(means.format);
+            if (walk == 3) return score.template operator()<group_words<D, 4>, 4>();
+            if (walk == 2) return score.template operator()<group_words<D, 2>, 2>();
+            if (walk == 0) return score.template operator()<usual_words<D>, 1>();
+            score.template operator()<group_words<D, 1>, 1>();
+          });
     }
   }
+  if (!waited) wait();
 }
 
 }  // namespace detail
@@ -186,6 +229,7 @@ __global__ void __launch_bounds__(scoring_threads, 3)
 /// Scores every block of every segment by the step's queries: see scorer/block_mean.hpp. The first and the last block score infinity.
 ///
 /// Shapes   scores [sequences * kv_heads, row_stride]; units [sequences * kv_heads], how many blocks there are.
+/// It follows `rotate_queries` on the stream, which made `rotated`.
 /// Cost     one launch; means are read once (with `max` once for every row of queries). Recordable: lengths are read on the device.
 template <class View>
 class score_blocks {

@@ -20,65 +20,48 @@ __device__ __forceinline__ int leading_zeros(std::uint32_t word) {
 #endif
 }
 
-/// Each of the lowest bits `Group` times: 32 / Group of them.
-template <int Group>
-__device__ __forceinline__ std::uint32_t repeated_bits(std::uint32_t x) {
-  if constexpr (Group == 2) {
-    x = (x | x << 8) & 0x00ff00ffu;
-    x = (x | x << 4) & 0x0f0f0f0fu;
-    x = (x | x << 2) & 0x33333333u;
-    x = (x | x << 1) & 0x55555555u;
-    return x * 3;
-  } else {
-    x = (x | x << 12) & 0x000f000fu;
-    x = (x | x << 6) & 0x03030303u;
-    x = (x | x << 3) & 0x11111111u;
-    return x * 15;
+/// The bits of words, one after another: the highest of the first word, and so on. What the caller counts from word to word goes
+/// `Step` further with each.
+template <int Words, int Step>
+struct bit_stream {
+  std::uint32_t words[Words];  // the first is at hand; behind the last one they are copies of it
+  std::uint32_t base;          // what the caller counts, of the word at hand
+
+  /// Where the next bit stands in its word, counted from the highest, and the word's `base`. Not after the last bit, nor where a
+  /// word without any is at hand.
+  __device__ __forceinline__ int next(std::uint32_t& of) {
+    const int place = leading_zeros(words[0]);
+    of = base;
+    drop(0x7fffffffu >> place);
+    return place;
   }
-}
-
-/// Word i of a row's bits as if every channel had one of its own. `words`: how many bits there are, in words.
-__device__ __forceinline__ std::uint32_t channel_bits(const std::uint32_t* bits, int words, int group, int i) {
-  if (group == 1) return i < words ? bits[i] : 0u;
-  if (group == 2) return i / 2 < words ? repeated_bits<2>((bits[i / 2] >> (i % 2 * 16)) & 0xffffu) : 0u;
-  return i / 4 < words ? repeated_bits<4>((bits[i / 4] >> (i % 4 * 8)) & 0xffu) : 0u;
-}
-
-/// Gives the channels whose bits are set, ascending.
-template <int Words>
-class bit_walk {
- public:
-  __device__ __forceinline__ bit_walk(const std::uint32_t* bits, const packed_format& format) {
-    const int words = int(bit_words(format)), group = int(format.group);
+  /// Words without a bit before the next one that has some.
+  __device__ __forceinline__ void drop_empty() {
 #pragma unroll
-    for (int i = 0; i < Words; ++i) {
-      words_[i] = __brev(channel_bits(bits, words, group, i));
-      if (i > 0) gaps_ = gaps_ || (words_[i - 1] == 0 && words_[i] != 0);
+    for (int i = 1; i < Words; ++i) {
+      if (words[0] == 0) move_up();
     }
-  }
-  /// Whether a word without a bit stands before one that has some: then `skip` is called before `next`.
-  __device__ __forceinline__ bool gaps() const { return gaps_; }
-  __device__ __forceinline__ void skip() {
-    for (int i = 1; i < Words && words_[0] == 0; ++i) move_up();
-  }
-  /// Not after the last one.
-  __device__ __forceinline__ int next() {
-    const int place = leading_zeros(words_[0]), channel = base_ + place;
-    words_[0] &= 0x7fffffffu >> place;
-    if (words_[0] == 0) move_up();
-    return channel;
   }
 
  private:
   __device__ __forceinline__ void move_up() {
 #pragma unroll
-    for (int i = 0; i + 1 < Words; ++i) words_[i] = words_[i + 1];
-    base_ += 32;
+    for (int i = 0; i + 1 < Words; ++i) words[i] = words[i + 1];
+    base += std::uint32_t(Step);
   }
-
-  std::uint32_t words_[Words];  // the highest bit is the first channel; behind the last one they are copies of it
-  int base_ = 0;
-  bool gaps_ = false;
+  /// Keeps the bits of `left` alone, and goes on to the next word if there are none.
+  __device__ __forceinline__ void drop(std::uint32_t left) {
+    // Left to itself the compiler adds to a copy of `base` and selects one of the two: an instruction more for each value.
+    if constexpr (Words == 3) {
+      asm("{\n.reg .pred done;\nand.b32 %0, %0, %4;\nsetp.eq.u32 done, %0, 0;\n@done mov.b32 %0, %1;\n"
+          "@done mov.b32 %1, %2;\n@done add.u32 %3, %3, %5;\n}\n"
+          : "+r"(words[0]), "+r"(words[1]), "+r"(words[2]), "+r"(base)
+          : "r"(left), "n"(Step));
+    } else {
+      words[0] &= left;
+      if (Words > 1 && words[0] == 0) move_up();
+    }
+  }
 };
 
 /// How many values a word has; a row's values are read 8 at a time.
@@ -131,35 +114,136 @@ __device__ __forceinline__ float value_of(std::uint32_t word, int i) {
   }
 }
 
-/// Calls visit(channel, word, place in the word) for the first `count` of a row's values, which lie in shared memory.
-template <packed_element Element, int Words, class Visit>
-__device__ __forceinline__ void walk_row(bit_walk<Words>& walk, int count, const unsigned char* values,
-                                         const Visit& visit) {
+/// One row, whose values lie in shared memory, by one thread of a warp that does the same with other rows. Groups of `Group` channels that
+/// stay are walked from the first one up and from the last one down in turns: neither has to wait for the other's bits.
+///
+/// visit.template operator()<Up>(place, base, words, j): the group has the values j to j + Group - 1 of `words`. Going up it is the
+/// `place`th of its word of bits, going down the `place`th from the word's end; `base` began as `first` or `last` and went `Step` up
+/// or down with each word.
+template <packed_element Element, int Words, int Group, int Step>
+class row_walk {
+  static constexpr int in_word = values_in_word<Element>, value_bits = 32 / in_word;
   using eight = eight_values<Element>;
-  constexpr int in_word = values_in_word<Element>;
-  if (walk.gaps()) {
-#pragma unroll 1
-    for (int i = 0; i < count; ++i) {
-      walk.skip();
-      visit(walk.next(), reinterpret_cast<const std::uint32_t*>(values)[i / in_word], i % in_word);
+
+ public:
+  /// `bits`: of the groups, the lowest of the first word is the first one's.
+  template <int Most>
+  __device__ __forceinline__ row_walk(const std::uint32_t (&bits)[Most], std::uint32_t first, std::uint32_t last) {
+    static_assert(Words <= Most, "tessera: there are words for every group");
+    up_.base = first, down_.base = last;
+    // A word without a bit between two that have some: then words are looked at before every step, which is slow and rare.
+    bool some = false, ended = false, gap = false;
+#pragma unroll
+    for (int i = 0; i < Words; ++i) {
+      up_.words[i] = __brev(bits[i]), down_.words[i] = bits[Words - 1 - i];
+      const bool there = bits[i] != 0;
+      gap = gap || (there && ended);
+      ended = ended || (some && !there), some = some || there;
     }
-    return;
+    gaps_ = Words > 2 && __any_sync(~0u, gap);
+    up_.drop_empty(), down_.drop_empty();
   }
+
+  /// All `count` values of the row.
+  template <class Visit>
+  __device__ __forceinline__ void walk(int count, const unsigned char* values, const Visit& visit) {
+    if (gaps_) return walk_slowly(0, count, values, visit);
+    int done = 0, end = count;
 #pragma unroll 1
-  for (int first = 0; first < count; first += 8) {
-    const eight loaded(values + first / in_word * 4);
-    const int left = count - first;
-    if (left >= 8) {
+    while (end % 8 != 0) end -= Group, one<false>(end, values, visit);
+#pragma unroll 1
+    for (; end - done >= 16; done += 8, end -= 8) {
+      const eight low = at(values, done), high = at(values, end - 8);
 #pragma unroll
-      for (int j = 0; j < 8; ++j) visit(walk.next(), loaded.word[j / in_word], j % in_word);
-    } else {
-#pragma unroll
-      for (int j = 0; j < 7; ++j) {
-        if (j < left) visit(walk.next(), loaded.word[j / in_word], j % in_word);
+      for (int j = 0; j < 8; j += Group) {
+        step<true>(low.word, j, visit);
+        step<false>(high.word, 8 - Group - j, visit);
       }
     }
+    if (end == done) return;
+    const eight middle = at(values, done);
+#pragma unroll
+    for (int j = 0; j < 4; j += Group) {
+      step<true>(middle.word, j, visit);
+      step<false>(middle.word, 8 - Group - j, visit);
+    }
   }
+  /// The next `count` values, of which only those are there; whatever came before went up, too.
+  template <class Visit>
+  __device__ __forceinline__ void walk_up(int count, const unsigned char* values, const Visit& visit) {
+    int done = 0;
+#pragma unroll 1
+    for (; !gaps_ && done + 8 <= count; done += 8) {
+      const eight some = at(values, done);
+#pragma unroll
+      for (int j = 0; j < 8; j += Group) step<true>(some.word, j, visit);
+    }
+    walk_slowly(done, count, values, visit);
+  }
+
+ private:
+  __device__ static __forceinline__ eight at(const unsigned char* values, int i) {
+    return eight(values + i / in_word * 4);
+  }
+  template <bool Up, class Visit>
+  __device__ __forceinline__ void step(const std::uint32_t* words, int j, const Visit& visit) {
+    std::uint32_t base;
+    const int place = Up ? up_.next(base) : down_.next(base);
+    visit.template operator()<Up>(place, base, words, j);
+  }
+  /// The group whose first value is `i`.
+  template <bool Up, class Visit>
+  __device__ __forceinline__ void one(int i, const unsigned char* values, const Visit& visit) {
+    const auto* from = reinterpret_cast<const std::uint32_t*>(values) + i / in_word;
+    std::uint32_t words[2] = {from[0] >> (i % in_word * value_bits), 0};
+    if constexpr (Group * value_bits > 32) words[1] = from[1];
+    step<Up>(words, 0, visit);
+  }
+  template <class Visit>
+  __device__ __forceinline__ void walk_slowly(int done, int count, const unsigned char* values, const Visit& visit) {
+#pragma unroll 1
+    for (; done < count; done += Group) {
+      up_.drop_empty();
+      one<true>(done, values, visit);
+    }
+  }
+
+  bit_stream<Words, Step> up_;
+  bit_stream<Words, -Step> down_;
+  bool gaps_;
+};
+
+/// Words for the bits of every group of `Group` channels, at most `Channels`; and where a quarter of the channels is left out.
+template <int Channels, int Group>
+inline constexpr int group_words = (Channels + Group * 32 - 1) / (Group * 32);
+template <int Channels>
+inline constexpr int usual_words = group_words<Channels * 3 / 4, 1>;
+
+/// Which of four walks goes along rows of a format: of single channels with the usual words or with all, of two, of four channels.
+template <int Channels>
+__device__ __forceinline__ int walk_of(const packed_format& format) {
+  return format.group == 4 ? 3 : format.group == 2 ? 2 : bit_words(format) <= usual_words<Channels> ? 0 : 1;
 }
+
+/// Where the bits of a head's rows lie.
+struct bit_rows {
+  const std::uint32_t* bits;
+  unsigned words, stride;  // of a row, and from one row to the next one
+  __device__ __forceinline__ bit_rows(const packed_vectors& from, index_t head)
+      : bits(from.bits_of(head, 0)),
+        words(unsigned(bit_words(from.format))),
+        stride(from.format.own_bits ? words : 0) {}
+
+  /// Those of row `i`. Words that the format has not stay as they are.
+  template <int Most>
+  __device__ __forceinline__ void load(index_t i, std::uint32_t (&to)[Most]) const {
+    const std::uint32_t* row = bits + std::uint64_t(unsigned(i)) * stride;
+#pragma unroll
+    for (unsigned w = 0; w < Most; ++w) {
+      if (w < words) to[w] = row[w];
+    }
+  }
+};
 
 }  // namespace detail
 }  // namespace cuda

@@ -1,0 +1,158 @@
+// What a warp knows of 8 query rows while it attends tiles of 32 packed rows.
+#pragma once
+
+#include "packed_state.cuh"
+#include "packed_tiles.cuh"
+
+TESSERA_NAMESPACE_BEGIN
+namespace cuda {
+namespace detail {
+
+/// Softmax state and summed values of 8 query rows, in parts of 4 as `multiply_row` gives their logits: a lane has those of its token. Lane l
+/// holds of rows l % 4 * 2 and the next one the values of two channels of every 16, l / 4 * 2 and the next one; sums are of a lane until
+/// `write`. What a row has but one of lies in shared memory: registers decide how many warps there are.
+template <class Tile, int Dv>
+struct spread_state {
+  /// How far logits of base 2 may rise above the one that sums refer to before all sums are scaled: weights stay finite, and after
+  /// some tiles hardly anything is scaled.
+  static constexpr float slack = std::is_same_v<Tile, bf16> ? 8 : 0;  // fp16 ends at 65,504, and scales may be large
+  static constexpr float lowest = -3e38f;  // below every logit, and still finite: nothing was seen
+  float acc[Dv / 16][4] = {};
+  float4* most;  // [parts], what sums refer to
+  float4* sums;  // [parts, 32], of lanes
+
+  /// Bytes of shared memory for one warp.
+  TESSERA_HD static constexpr int bytes(int parts) { return parts * (tile_tokens + 1) * int(sizeof(float4)); }
+
+  /// By one warp; the caller synchronises it.
+  __device__ __forceinline__ spread_state(unsigned char* shared, int parts)
+      : most(reinterpret_cast<float4*>(shared)), sums(most + parts + int(threadIdx.x) % 32) {
+    for (int i = 0; i < parts; ++i) {
+      if (threadIdx.x % 32 == 0) most[i] = make_float4(lowest, lowest, lowest, lowest);
+      sums[i * tile_tokens] = make_float4(0, 0, 0, 0);
+    }
+  }
+
+  /// Takes in the logits of 32 tokens for rows part * 4 and on, in base 2; -infinity: not seen. `weight` multiplies the token's
+  /// values; what they are multiplied with in all is written to weights [8, 32].
+  __device__ __forceinline__ void take_logits(int part, const float (&x)[queries_at_once], float weight,
+                                              unsigned char* weights) {
+    const int lane = int(threadIdx.x) % 32;
+    const float4 before = most[part], added = sums[part * tile_tokens];
+    float top[queries_at_once] = {before.x, before.y, before.z, before.w};
+    float sum[queries_at_once] = {added.x, added.y, added.z, added.w};
+    bool rises = false;
+#pragma unroll
+    for (int i = 0; i < queries_at_once; ++i) rises = rises || x[i] > top[i] + slack;
+    if (__any_sync(~0u, rises)) {
+      float shrink[queries_at_once];
+#pragma unroll
+      for (int i = 0; i < queries_at_once; ++i) {
+        const float old = top[i];
+        top[i] = fmaxf(old, warp_max(fmaxf(x[i], -infinity)));
+        shrink[i] = exp2f(old - top[i]);
+        sum[i] *= shrink[i];
+      }
+      __syncwarp();
+      if (lane == 0) most[part] = make_float4(top[0], top[1], top[2], top[3]);
+      const bool own = lane % 4 / 2 == part, odd = lane % 2;
+      const float of_rows[2] = {own ? (odd ? shrink[2] : shrink[0]) : 1.0f, own ? (odd ? shrink[3] : shrink[1]) : 1.0f};
+#pragma unroll
+      for (int m = 0; m < Dv / 16; ++m) {
+#pragma unroll
+        for (int i = 0; i < 4; ++i) acc[m][i] *= of_rows[i % 2];
+      }
+    }
+    float p[queries_at_once];
+#pragma unroll
+    for (int i = 0; i < queries_at_once; ++i) {
+      p[i] = power_of_two(x[i] - top[i]);
+      sum[i] += p[i];
+    }
+    sums[part * tile_tokens] = make_float4(sum[0], sum[1], sum[2], sum[3]);
+    auto* to = reinterpret_cast<std::uint16_t*>(weights) + part * queries_at_once * tile_tokens + lane;
+#pragma unroll
+    for (int i = 0; i < queries_at_once; i += 2) {
+      const std::uint32_t two = pack_pair<Tile>(p[i] * weight, p[i + 1] * weight);
+      to[i * tile_tokens] = std::uint16_t(two), to[(i + 1) * tile_tokens] = std::uint16_t(two >> 16);
+    }
+  }
+
+  /// Adds the tile's values up, of which `channels`, a multiple of 16, are there.
+  __device__ __forceinline__ void take_values(const unsigned char* tile, const unsigned char* weights, int channels) {
+    // A quarter of the channels is usually left out; loads run ahead where nothing branches.
+    constexpr int usual = int(whole_channels(Dv * 3 / 4)) / 16;
+    const values_taken from(tile, weights);
+    if (channels == usual * 16) {
+#pragma unroll
+      for (int m = 0; m < usual; ++m) take_matrix(from, m);
+      return;
+    }
+#pragma unroll
+    for (int m = 0; m < Dv / 16; ++m) {
+      if (m * 16 >= channels) break;
+      take_matrix(from, m);
+    }
+  }
+
+  /// Adds the lanes' sums up, and writes most and sum [8, 2] and the summed values [8, Dv]. By one warp.
+  __device__ __forceinline__ void write(int parts, float* states, float* to, int channels) const {
+    const int lane = int(threadIdx.x) % 32;
+    for (int part = 0; part < parts; ++part) {
+      const float4 reference = most[part], added = sums[part * tile_tokens];
+      const float top[queries_at_once] = {reference.x, reference.y, reference.z, reference.w};
+      const float sum[queries_at_once] = {added.x, added.y, added.z, added.w};
+#pragma unroll
+      for (int i = 0; i < queries_at_once; ++i) {
+        const float whole = warp_sum(sum[i]);
+        if (lane != 0) continue;
+        states[(part * queries_at_once + i) * 2] = top[i] == lowest ? -infinity : top[i];
+        states[(part * queries_at_once + i) * 2 + 1] = whole;
+      }
+    }
+#pragma unroll
+    for (int m = 0; m < Dv / 16; ++m) {
+      if (m * 16 >= channels) break;
+#pragma unroll
+      for (int i = 0; i < 2; ++i) {
+        *reinterpret_cast<float2*>(to + (lane % 4 * 2 + i) * Dv + m * 16 + lane / 4 * 2) =
+            make_float2(acc[m][i], acc[m][i + 2]);
+      }
+    }
+  }
+
+ private:
+  /// What a lane multiplies: tokens part * 8 to part * 8 + 7 of a quarter of the warp's lanes, four in the first product and four in the second.
+  /// Lanes of odd pairs of channels load the second four first, so that eight lanes read all banks.
+  struct values_taken {
+    uint4 p;
+    const unsigned char *first, *second;
+    bool odd;
+    __device__ __forceinline__ values_taken(const unsigned char* tile, const unsigned char* weights) {
+      const int lane = int(threadIdx.x) % 32, row = lane / 4, part = lane % 4;
+      p = *reinterpret_cast<const uint4*>(weights + row * tile_tokens * 2 + part * 16);
+      odd = row % 2;
+      first = tile + row * 128 + part * 32 + (odd ? 16 : 0), second = first + (odd ? -16 : 16);
+    }
+  };
+  __device__ __forceinline__ void take_matrix(const values_taken& from, int m) {
+    const uint4 x = *reinterpret_cast<const uint4*>(from.first + m * 1024);
+    const uint4 y = *reinterpret_cast<const uint4*>(from.second + m * 1024);
+    const bool odd = from.odd;
+    const uint4 low{odd ? y.x : x.x, odd ? y.y : x.y, odd ? y.z : x.z, odd ? y.w : x.w};
+    const uint4 high{odd ? x.x : y.x, odd ? x.y : y.y, odd ? x.z : y.z, odd ? x.w : y.w};
+    multiply_four(acc[m], low, from.p.x, from.p.y);
+    multiply_four(acc[m], high, from.p.z, from.p.w);
+  }
+  /// Words are two channels of one token each; a matrix has two tokens of one channel.
+  __device__ static __forceinline__ void multiply_four(float (&sums)[4], const uint4& tokens, std::uint32_t p0,
+                                                       std::uint32_t p1) {
+    const std::uint32_t a[4] = {__byte_perm(tokens.x, tokens.y, 0x5410), __byte_perm(tokens.x, tokens.y, 0x7632),
+                                __byte_perm(tokens.z, tokens.w, 0x5410), __byte_perm(tokens.z, tokens.w, 0x7632)};
+    multiply<Tile>(sums, a, p0, p1);
+  }
+};
+
+}  // namespace detail
+}  // namespace cuda
+TESSERA_NAMESPACE_END
