@@ -47,9 +47,35 @@ struct written {
   }
 };
 
+/// The channels of the groups that stay, ascending.
+template <int Words>
+class kept_channels {
+ public:
+  __device__ __forceinline__ kept_channels(const std::uint32_t (&chosen)[Words], int group) : group_(group) {
+#pragma unroll
+    for (int j = 0; j < Words; ++j) groups_.words[j] = __brev(chosen[j]);
+    groups_.base = 0;
+  }
+  /// Not after the last one.
+  __device__ __forceinline__ int next() {
+    if (left_ == 0) {
+      groups_.drop_empty();
+      std::uint32_t before;
+      const int place = groups_.next(before);
+      channel_ = (int(before) + place) * group_, left_ = group_;
+    }
+    --left_;
+    return channel_++;
+  }
+
+ private:
+  bit_stream<Words, 32> groups_;
+  int group_, channel_ = 0, left_ = 0;
+};
+
 /// Writes the `kept` channels of a row that `walk` gives: 16 bytes at a time, or 4 where each value is divided.
 template <packed_element Element, int Words>
-__device__ void write_values(bit_walk<Words> walk, int kept, const float* row, float scale, std::byte* to) {
+__device__ void write_values(kept_channels<Words> walk, int kept, const float* row, float scale, std::byte* to) {
   constexpr int bits = written<Element>::bits, in_word = 32 / bits, words = bits == 16 ? 4 : 1;
 #pragma unroll 1
   for (int first = 0; first < kept; first += words * in_word) {
@@ -60,7 +86,6 @@ __device__ void write_values(bit_walk<Words> walk, int kept, const float* row, f
 #pragma unroll(bits == 16 ? 2 : 1)
       for (int e = 0; e < in_word; ++e) {
         if (first + w * in_word + e >= kept) break;
-        walk.skip();
         made[w] |= written<Element>::code(row[walk.next()], scale) << (e * bits);
       }
     }
@@ -89,13 +114,12 @@ __device__ void pack_vector(const packed_format& format, const packed_vectors& t
 #pragma unroll
     for (int j = 0; j < words; ++j) chosen[j] = j < bit_words(format) ? set[j] : 0u;
   }
-  const bit_walk<words> walk(chosen, format);
+  const kept_channels<words> walk(chosen, int(format.group));
   float scale = 1;
   if (format.scaled()) {
     float largest = 0;
-    bit_walk<words> again = walk;
+    kept_channels<words> again = walk;
     for (int e = 0; e < kept; ++e) {
-      again.skip();
       const float x = fabsf(row[again.next()]);
       if (x < infinity) largest = fmaxf(largest, x);
     }
