@@ -142,7 +142,7 @@ const int registered = [] {
     cell(sequences, "256K", 262144, 1024);
   }
   for (const index_t tokens : {256, 1024}) cell(32, "128K", 131072, tokens);  // more rows than clusters
-  for (const index_t sequences : {12, 16}) cell(sequences, "128K", 131072, 1024);
+  for (const index_t sequences : {4, 12, 16}) cell(sequences, "128K", 131072, 1024);
   return 0;
 }();
 
