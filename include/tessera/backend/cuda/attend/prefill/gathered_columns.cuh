@@ -1,7 +1,11 @@
 // The rows of vertical lines, gathered side by side in front of attention along lines, so that the copy engine fetches them too.
 #pragma once
 
+#include <algorithm>
+#include <type_traits>
+
 #include "../../choose/lines/line_tables.cuh"
+#include "../../device/check.cuh"
 #include "../../device/warp.cuh"
 #include "tensor_map.cuh"
 
