@@ -1,10 +1,12 @@
 // What prefill attention asks of a problem before anything is launched.
 #pragma once
 
+#include <algorithm>
 #include <limits>
 #include <string>
 
 #include "../../../../core/model_shape.hpp"
+#include "../../device/check.cuh"
 #include "prefill_rows.cuh"
 
 TESSERA_NAMESPACE_BEGIN
