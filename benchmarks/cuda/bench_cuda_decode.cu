@@ -12,6 +12,7 @@ struct decode_shape {
   index_t tokens = 0;              ///< of the longest row
   std::vector<index_t> lengths{};  ///< [kv_heads], the same for every sequence; empty: all have `tokens`
   index_t chosen = 0, run = 1;     ///< of every row, in runs; 0: everything
+  bool by_token = false;           ///< pages [16, kv_heads, head_dim], as `fixed_pages` has them, or [kv_heads, 16, head_dim]
 };
 
 /// Rows that lie one after another.
@@ -22,7 +23,8 @@ void place_rows(kv_view<const E, head_dim>& view, const decode_shape& s, const i
 /// Pages of all heads in any order, as an engine's allocator leaves them.
 template <class E>
 void place_rows(kv_view<const E, head_dim, block_table>& view, const decode_shape& s, const index_t* blocks) {
-  view.k_strides = {offset_t(kv_heads) * page * head_dim, offset_t(page) * head_dim, head_dim, 1};
+  const offset_t of_head = s.by_token ? head_dim : offset_t(page) * head_dim;
+  view.k_strides = {offset_t(kv_heads) * page * head_dim, of_head, s.by_token ? kv_heads * head_dim : head_dim, 1};
   view.table = {blocks, page, s.tokens / page, 0};
 }
 
@@ -126,6 +128,8 @@ const int registered = [] {
     const decode_shape shape{.sequences = s.sequences, .tokens = s.tokens};
     add(std::string("decode/") + s.name, [=] { return decode<contiguous>(shape); });
     add(std::string("decode_paged/") + s.name, [=] { return decode<block_table>(shape); });
+    const decode_shape by_token{.sequences = s.sequences, .tokens = s.tokens, .by_token = true};
+    add(std::string("decode_paged/") + s.name + "/by_token", [=] { return decode<block_table>(by_token); });
     add(std::string("decode_fp8/") + s.name, [=] { return decode<contiguous, fp8_elements<bf16>>(shape); });
   }
   for (const index_t sequences : {1, 16}) {

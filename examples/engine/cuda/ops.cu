@@ -41,32 +41,45 @@ __device__ void load_eight(const float* x, std::int64_t chunk, float (&values)[8
   values[4] = high.x, values[5] = high.y, values[6] = high.z, values[7] = high.w;
 }
 
-// Two outputs a warp, for each of a few rows of x: each lane keeps 2 * unrolled loads of W in flight, and x, which stays in
-// L1, is read for both.
-// In blocks of 128 threads this loop took 0.87 to 1.01 of cuBLAS's time on Llama-3.1-8B's five shapes, of one row; blocks
-// of 256 were not measured alone. Tried on the whole step: a prefetch of the weights into L2 lost 10 %; SwiGLU inside the
-// product gained nothing; launching every kernel early (programmatic dependent launch), the append too, lost 1 %, and 9 %
-// where kernels let the next ones begin before they wait themselves (H200, CUDA 13.0).
+// Two outputs a warp, for each of a few rows of x: each lane asks for its next 2 * unrolled loads of W before it multiplies
+// the ones that have come, and x, which stays in L1, is read for both.
+// Llama-3.1-8B's products of a step, in all (H200, CUDA 13.0): 3.73 ms for one row, 4.24 for four. Twice as many loads that
+// are asked for together and then waited for took 3.82 and 4.58 (128 threads: 3.81 and 4.43), three or four outputs a warp
+// 4.33 and 4.41 for four rows, a row's inputs split over two or four warps 4.60 and 4.86, tensor cores 4.85. Tried on the
+// whole step: a prefetch of the weights into L2 lost 10 %; SwiGLU inside the product gained nothing; launching every kernel
+// early (programmatic dependent launch), the append too, lost 1 %, and 9 % where kernels let the next ones begin before they
+// wait themselves.
+constexpr int vector_threads = 128;
 constexpr int outputs_per_warp = 2;
-constexpr int unrolled = 4;
+constexpr int unrolled = 2;
 template <int Rows, class X>
-__global__ void __launch_bounds__(threads)
+__global__ void __launch_bounds__(vector_threads)
     matrix_vectors_entry(const X* __restrict__ x, const uint4* __restrict__ weight, int outputs, int chunks, bool add,
                          float* __restrict__ y) {
   const int lane = int(threadIdx.x) % 32;
-  const int first = (int(blockIdx.x) * (threads / 32) + int(threadIdx.x) / 32) * outputs_per_warp;
+  const int first = (int(blockIdx.x) * (vector_threads / 32) + int(threadIdx.x) / 32) * outputs_per_warp;
   if (first >= outputs) return;
   const uint4* from[outputs_per_warp];
   for (int r = 0; r < outputs_per_warp; ++r) from[r] = weight + std::int64_t(min(first + r, outputs - 1)) * chunks;
   float sums[Rows][outputs_per_warp] = {};
+  uint4 coming[outputs_per_warp][unrolled];
+  const auto ask = [&](int i) {
+#pragma unroll
+    for (int u = 0; u < unrolled; ++u) {
+#pragma unroll
+      for (int r = 0; r < outputs_per_warp; ++r)
+        coming[r][u] = i + 32 * u < chunks ? __ldcs(from[r] + i + 32 * u) : uint4{0, 0, 0, 0};
+    }
+  };
+  ask(lane);
   for (int i = lane; i < chunks; i += 32 * unrolled) {
     uint4 w[outputs_per_warp][unrolled];
 #pragma unroll
     for (int u = 0; u < unrolled; ++u) {
 #pragma unroll
-      for (int r = 0; r < outputs_per_warp; ++r)
-        w[r][u] = i + 32 * u < chunks ? __ldcs(from[r] + i + 32 * u) : uint4{0, 0, 0, 0};
+      for (int r = 0; r < outputs_per_warp; ++r) w[r][u] = coming[r][u];
     }
+    ask(i + 32 * unrolled);
 #pragma unroll
     for (int u = 0; u < unrolled; ++u) {
       if (i + 32 * u >= chunks) break;
@@ -255,11 +268,11 @@ template <class X>
 bool matrix_vectors(const X* x, std::int32_t rows, const weight_matrix& weight, float* y, bool add,
                     cudaStream_t stream) {
   if (weight.inputs % 8 != 0 || rows < 1 || rows > most_vector_rows) return false;
-  constexpr int outputs_per_block = threads / 32 * outputs_per_warp;
+  constexpr int outputs_per_block = vector_threads / 32 * outputs_per_warp;
   const auto blocks = unsigned((weight.outputs + outputs_per_block - 1) / outputs_per_block);
   const auto launch = [&]<int Rows>(std::integral_constant<int, Rows>) {
-    matrix_vectors_entry<Rows><<<blocks, threads, 0, stream>>>(x, reinterpret_cast<const uint4*>(weight.values.data()),
-                                                               weight.outputs, weight.inputs / 8, add, y);
+    matrix_vectors_entry<Rows><<<blocks, vector_threads, 0, stream>>>(
+        x, reinterpret_cast<const uint4*>(weight.values.data()), weight.outputs, weight.inputs / 8, add, y);
   };
   static_assert(most_vector_rows == 4);
   switch (rows) {
