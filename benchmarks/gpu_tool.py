@@ -1,14 +1,17 @@
 #!/usr/bin/env python3
 """Asks the same questions on the GPU and on the CPU, through the tool, and compares the answers.
 
-    benchmarks/gpu_tool.py --tool PATH [--out FILE] [--scale FRACTION] [--jobs COUNT] [--limit SECONDS]
+    benchmarks/gpu_tool.py --tool PATH [--out FILE] [--scale FRACTION] [--budgets LIST] [--contexts LIST] [--jobs COUNT]
+                           [--limit SECONDS]
 
 Runs `tessera eval` on both backends over every method of `tessera list`, every budget, every family of tasks
-(conversations among them) and several lengths of documents, and over questions from a file. A method that refuses a
+(conversations among them) and several lengths of documents, and over questions from a file. Methods without a budget take
+part once a document; the gates that duo_attention needs are found first, by `tessera heads`. A method that refuses a
 budget on the CPU is left out at this budget, by name, and must be refused on the GPU in the same words. Passes when no
 evaluation fails and at most 1 % of the answers are right on one backend and wrong on the other. Texts that differ are
 counted too: once rounding has turned a near tie, a wrong answer goes on in other words. Prints progress, one line for
-each failure and a verdict at the end; --out takes the figures as JSON. --scale lowers the number of lengths and budgets.
+each failure and a verdict at the end; --out takes the figures as JSON. --scale lowers the number of lengths and budgets;
+--budgets and --contexts name them, so that several runs make a whole one.
 """
 import argparse
 import concurrent.futures
@@ -30,6 +33,7 @@ BUDGETS = (48, 64, 128, 256, 512, 1024)
 CONTEXTS = (8192, 4096, 2048, 1024)  # the longest first: they decide when everything is done
 MOST_DIFFERENT = 0.01
 GPU_RUNS = 3
+NO_BUDGET = (None,)
 METHODS_A_RUN = 4  # of the CPU: a longer run would outlast the others
 
 
@@ -37,6 +41,7 @@ class Tool:
     def __init__(self, path, deadline):
         self.path = path
         self.deadline = deadline
+        self.settings = {}  # by method: what it needs besides a budget
 
     def run(self, *arguments):
         """(exit status, output and errors)"""
@@ -49,12 +54,15 @@ class Tool:
         return done.returncode, (done.stdout if done.returncode == 0 else done.stderr).strip()
 
     def evaluate(self, backend, methods, budgets, asked):
-        """({(method, budget, family, turn): answers}, error)"""
+        """({(method, budget, family, turn): answers}, error); `budgets`: NO_BUDGET of methods that have none."""
+        settings = [word for method in methods for word in self.settings.get(method, [])]
+        if budgets != NO_BUDGET:
+            settings += ["--budgets", ",".join(map(str, budgets))]
         with tempfile.TemporaryDirectory() as folder:
             report = pathlib.Path(folder) / "report.json"
             status, said = self.run(
                 "eval", "--model", str(MODEL), "--backend", backend, "--threads", "1", "--methods", ",".join(methods),
-                "--budgets", ",".join(map(str, budgets)), "--json", str(report), *asked)
+                *settings, "--json", str(report), *asked)
             if status != 0:
                 return {}, said or f"exit status {status}"
             cells = json.loads(report.read_text(encoding="utf-8"))
@@ -80,17 +88,17 @@ def write_questions(path):
             file.write(json.dumps({"family": f"file_{length}", "turns": turns}) + "\n")
 
 
-def find_refusals(tool, pool, methods, budgets, asked):
+def find_refusals(tool, pool, methods, asked):
     """{(method, budget): sentence} of what the CPU refuses."""
-    pairs = list(itertools.product(methods, budgets))
-    outcomes = pool.map(lambda pair: tool.evaluate("cpu", [pair[0]], [pair[1]], asked), pairs)
+    pairs = [(method, budget) for method, budgets in methods.items() for budget in budgets]
+    outcomes = pool.map(lambda pair: tool.evaluate("cpu", [pair[0]], (pair[1],), asked), pairs)
     return {pair: error for pair, (_, error) in zip(pairs, outcomes) if error}
 
 
-def grouped(methods, budgets, refusals):
+def grouped(methods, refusals):
     """[(methods, budgets)]: methods that take the same budgets together."""
     taken = {}
-    for method in methods:
+    for method, budgets in methods.items():
         accepted = tuple(budget for budget in budgets if (method, budget) not in refusals)
         if accepted:
             taken.setdefault(accepted, []).append(method)
@@ -102,11 +110,14 @@ def same_words(cpu, gpu):
 
 
 class Comparison:
-    """The same questions on both backends: answers by (context, method, budget, family, turn), and what failed."""
+    """The same questions on both backends: answers by (context, method, budget, family, turn), and what failed.
 
-    def __init__(self, tool, backend, methods, families, budgets, contexts):
+    `methods`: the budgets of each by its name.
+    """
+
+    def __init__(self, tool, backend, methods, families, contexts):
         self.tool, self.backend, self.methods, self.families = tool, backend, methods, families
-        self.budgets, self.contexts = budgets, contexts
+        self.contexts = contexts
         self.short = [*BOOK, "--context", "512", "--families", families[0], "--count", "1"]
         self.cpu, self.gpu, self.failures, self.refusals = {}, {}, [], {}
         self.gpu_seconds = 0.0
@@ -118,8 +129,8 @@ class Comparison:
         with tempfile.TemporaryDirectory() as folder, concurrent.futures.ThreadPoolExecutor(jobs) as pool:
             questions = str(pathlib.Path(folder) / "questions.jsonl")
             write_questions(questions)
-            self.refusals = find_refusals(self.tool, pool, self.methods, self.budgets, self.short)
-            groups = grouped(self.methods, self.budgets, self.refusals)
+            self.refusals = find_refusals(self.tool, pool, self.methods, self.short)
+            groups = grouped(self.methods, self.refusals)
             # On the CPU every document and a few methods are a process; on the GPU everything of one length is.
             waiting = [pool.submit(self.on_cpu, context, names[first:first + METHODS_A_RUN], taken, self.made(context, [family]))
                        for context in self.contexts for family in self.families for names, taken in groups
@@ -142,7 +153,7 @@ class Comparison:
                 self.take(self.gpu, *done.result())
                 print(f"{self.backend}: {done.result()[0]} done after {time.monotonic() - begin:.0f} s", flush=True)
         for (method, budget), words in self.refusals.items():
-            _, error = self.tool.evaluate(self.backend, [method], [budget], self.short)
+            _, error = self.tool.evaluate(self.backend, [method], (budget,), self.short)
             if not error or not same_words(words, error):
                 self.failures.append(
                     f"{self.backend}, {method} at {budget}: {error or 'answers'}; the CPU refuses: {words}")
@@ -191,8 +202,9 @@ class Comparison:
         whole = max(asked, 1)
         return {"asked": asked, "different": different, "other_texts": other_texts, "failures": self.failures,
                 "left_out": [{"method": m, "budget": b, "words": words} for (m, b), words in self.refusals.items()],
-                "different_by_method": worst, "examples": examples[:20], "methods": self.methods,
-                "families": self.families, "budgets": self.budgets, "contexts": self.contexts,
+                "different_by_method": worst, "examples": examples[:20], "methods": list(self.methods),
+                "families": self.families, "budgets": sorted({b for all_of in self.methods.values() for b in all_of if b}),
+                "contexts": self.contexts,
                 "gpu_seconds": self.gpu_seconds,
                 "passed": not self.failures and asked > 0 and different <= MOST_DIFFERENT * asked,
                 "verdict": f"{different} of {asked} answers are other than the CPU's ({100 * different / whole:.2f} %; of "
@@ -200,11 +212,17 @@ class Comparison:
                            f"out: {left_out or 'none'}"}
 
 
+def listed_or(numbers, given):
+    return tuple(int(number) for number in given.split(",")) if given else numbers
+
+
 def main():
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--tool", required=True)
     parser.add_argument("--out")
     parser.add_argument("--scale", type=float, default=1.0)
+    parser.add_argument("--budgets", default="")
+    parser.add_argument("--contexts", default="")
     parser.add_argument("--jobs", type=int, default=os.cpu_count())
     parser.add_argument("--limit", type=float, default=500)
     parser.add_argument("--backend", default="cuda", help="what is compared with the CPU")
@@ -214,12 +232,19 @@ def main():
     status, listed = tool.run("list", "--json")
     if status != 0:
         sys.exit(f"gpu_tool.py: {listed}")
-    methods = [method["name"] for method in json.loads(listed)["methods"] if given.backend in method["backends"]]
-    comparison = Comparison(tool, given.backend, methods,
-                            list(json.loads(TASKS.read_text(encoding="utf-8"))["families"]),
-                            BUDGETS[:max(1, round(len(BUDGETS) * given.scale))],
-                            CONTEXTS[len(CONTEXTS) - max(1, round(len(CONTEXTS) * given.scale)):])
-    comparison.run(given.jobs)
+    budgets = listed_or(BUDGETS[:max(1, round(len(BUDGETS) * given.scale))], given.budgets)
+    contexts = listed_or(CONTEXTS[len(CONTEXTS) - max(1, round(len(CONTEXTS) * given.scale)):], given.contexts)
+    methods = {method["name"]: budgets if method["has_budget"] else NO_BUDGET
+               for method in json.loads(listed)["methods"] if given.backend in method["backends"]}
+    with tempfile.TemporaryDirectory() as folder:
+        gates = pathlib.Path(folder) / "gates.json"
+        status, said = tool.run("heads", "--model", str(MODEL), *BOOK, "--context", "512", "--count", "1", "--out", str(gates))
+        if status != 0:
+            sys.exit(f"gpu_tool.py: {said}")
+        tool.settings["duo_attention"] = ["--set", f"duo_attention.profile={gates}"]
+        comparison = Comparison(tool, given.backend, methods,
+                                list(json.loads(TASKS.read_text(encoding="utf-8"))["families"]), contexts)
+        comparison.run(given.jobs)
     figures = comparison.judge()
     figures["seconds"] = time.monotonic() - begin
     for failure in figures["failures"]:
