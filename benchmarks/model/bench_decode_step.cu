@@ -102,9 +102,9 @@ void fill_prompt(engine::cuda::kv_cache& cache, const engine::llama_config& conf
 index_t budget_of(index_t context, const options& given) {
   return given.share > 0 ? std::max<index_t>(1, index_t(std::int64_t(context) * given.share / 100)) : given.budget;
 }
-/// Tokens of a prompt's turn.
-index_t turn_of(const tool::method_info& method, index_t context, const options& given) {
-  return method.name == "mosaickv" && given.turn > 0 ? std::min(given.turn, context) : context;
+/// Of a method that packs prompts.
+bool comes_in_turns(const tool::method_info& method, const options& given) {
+  return method.name == "mosaickv" && given.turn > 0;
 }
 
 tool::cache_request request_of(const engine::llama_config& config, const tool::method_info& method, index_t context,
@@ -116,7 +116,7 @@ tool::cache_request request_of(const engine::llama_config& config, const tool::m
   if (method.has_budget) request.budget = budget_of(context, given);
   request.conversations = batch;
   request.tokens = context + index_t(given.steps) + 10;
-  if (turn_of(method, context, given) < context) request.turn_tokens = given.turn;
+  if (comes_in_turns(method, given)) request.turn_tokens = std::min(given.turn, context);
   // What RocketKV keeps of these contexts is far less than the context: its index need not be made for all of it.
   if (method.name == "rocketkv") request.index_tokens = std::min<index_t>(request.tokens, 16384);
   return request;
@@ -148,7 +148,7 @@ measured measure(engine::cuda::llama& model, const tool::method_info& method, in
   engine::cuda::kv_cache& on_device = *cache->on_device();
   measured result;
   double most = used_bytes();
-  const index_t turn = turn_of(method, context, given);
+  const index_t turn = comes_in_turns(method, given) ? given.turn : context;
   std::uint64_t seed = 1;
   for (int conversation = 0; conversation < batch; ++conversation) {
     on_device.select(conversation);
