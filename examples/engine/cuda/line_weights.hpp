@@ -25,6 +25,8 @@ namespace engine::cuda {
 ///   pairs 56 to 63   with that of a marked token's key: a logit of `far`, of which 131,072 tokens take 1 %: the
 ///                    vertical lines
 /// What else queries and keys have is noise of size 1, which gives logits a spread of 1.
+/// The lines that carry 0.955 of a long prompt of random tokens are 6 to 7 % of the causal pairs at 32K to 128K in
+/// Llama-3.1-8B's shape (4 to 10 % by layer and head): 500 to 700 slashes and most of the marked columns.
 /// Errors   a head dim other than 128.
 class line_weights final : public weight_source {
  public:
