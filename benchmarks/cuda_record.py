@@ -4,7 +4,8 @@
     benchmarks/cuda_record.py --logs FOLDER --out FOLDER
 
 FOLDER holds what there is of machine.json, steps.tsv (name, exit status, seconds), bench_cuda*.json, peers.json,
-tool.json, decode_step.json, decode_step_rocketkv.json, decode_step_batch.json, decode_step_prompts.json, decode_step_long_prompt.json and one NAME.log a step. What is missing is written down as not measured.
+tool.json, turns.json, decode_step.json and those of decode_step_rocketkv, _batch, _packed, _prompts and _long_prompt,
+and one NAME.log a step. What is missing is written down as not measured.
 """
 import argparse
 import glob
@@ -210,6 +211,7 @@ def judge(figures, steps):
     judge_following(figures, add, ratio)
     mosaickv_bars.judge(figures, add, ratio, time_of, best_peer, read_ceiling(figures))
     judge_model(steps, add, ratio)
+    mosaickv_bars.judge_model(steps, add, ratio)
     return rows
 
 
@@ -345,13 +347,16 @@ def main():
     for part, title in (("decode_step", "Decode step of a whole model"),
                         ("decode_step_rocketkv", "The same with RocketKV, t = 1,024"),
                         ("decode_step_batch", "The same of four conversations at once"),
+                        ("decode_step_packed", "Packed rows and a tenth of the tokens, four conversations"),
                         ("decode_step_prompts", "Whole prompts, not compressed and by TANGRAM's rule"),
-                        ("decode_step_long_prompt", "A long prompt by TANGRAM's rule")):
+                        ("decode_step_long_prompt", "A long prompt by TANGRAM's rule"),
+                        ("turns", "Turns of a model whose attention lies along lines")):
         text = read_text(f"{given.logs}/{part}.log").strip()
         if text:
             notes += ["", f"## {title}", "", "```", text, "```"]
     model = {name: read_json(f"{given.logs}/{name}.json") or {}
-             for name in ("decode_step", "decode_step_rocketkv", "decode_step_batch", "decode_step_prompts", "decode_step_long_prompt")}
+             for name in ("decode_step", "decode_step_rocketkv", "decode_step_batch", "decode_step_packed", "decode_step_prompts",
+                          "decode_step_long_prompt", "turns")}
     of_bars = {key: value for name, part in model.items() if name != "decode_step" for key, value in model_steps(part).items()}
     record = {"machine": machine, "steps": steps, "tests": tests,
               "bars": judge(figures, of_bars) if figures or of_bars else [], "figures": figures, **model, "notes": notes}

@@ -117,7 +117,7 @@ if [ -z "$prebuilt" ]; then
   if wanted tool || wanted benchmarks; then
     if timeout 60 "${configure[@]}" -DTESSERA_BUILD_EXAMPLES=ON >"$logs/configure_examples.log" 2>&1; then
       no_examples=
-      wanted benchmarks && targets+=(bench_decode_step)
+      wanted benchmarks && targets+=(bench_decode_step bench_turns)
       wanted tool && targets+=(tessera)
       wanted tests && targets+=(test_examples_cuda ladder_08_on_the_gpu)
     else
@@ -190,10 +190,13 @@ if wanted benchmarks; then
       --contexts 1024,32768,98304,131072 --json "$logs/decode_step_rocketkv.json"
     attempt decode_step_batch 300 "$programs/bench_decode_step" --methods full,rocketkv --budget 1024 --batch 4 \
       --contexts 131072 --json "$logs/decode_step_batch.json"
+    attempt decode_step_packed 300 "$programs/bench_decode_step" --methods full,quest,mosaickv --share 10 --turn 65536 \
+      --batch 4 --contexts 131072,1048576 --json "$logs/decode_step_packed.json"
     attempt decode_step_prompts 300 "$programs/bench_decode_step" --methods full,tangram --budget 8192 \
       --prompts 2048,32768 --json "$logs/decode_step_prompts.json"
     attempt decode_step_long_prompt 300 "$programs/bench_decode_step" --methods tangram --budget 32768 \
       --prompts 131072 --json "$logs/decode_step_long_prompt.json"
+    attempt turns 300 "$programs/bench_turns" --prompts 131072,65536,32768 --json "$logs/turns.json"
   else
     echo "decode_step: not measured, ${no_examples:-the program is not there}"
     note "decode_step (${no_examples:-the program is not there})" none 0

@@ -30,3 +30,14 @@ def judge(figures, add, ratio, time_of, best_peer, ceiling):
     add("MosaicKV 4", "64K tokens, 32 layers one after another", None if None in stages else 32 * sum(stages) / 1000, 50,
         "at most 50 ms; the paper: 1.0 s", "ms")
     add("MosaicKV 4", "a full tail of a layer", time_of(figures, "mosaickv/encode/tail"), 15, "at most 15 us; the paper: 40.6", "us")
+
+
+def judge_model(steps, add, ratio):
+    """Time between tokens of a whole model at a tenth of the tokens, four conversations."""
+    for context in (131072, 1048576):
+        full, quest, ours = (steps.get(f"{name}/{context}/B4", {}).get("real_time") for name in ("full", "quest_10%", "mosaickv_10%"))
+        for name, peer, paper in (("full", full, "4.8"), ("quest", quest, "1.8")):
+            bar = 8 if context == 1048576 and name == "full" else None
+            beside = f" ({ours:.4g} ms against {peer:.4g})" if ours and peer else ""
+            add("MosaicKV 5", f"whole model, batch 4, {context // 1024}K, faster than `{name}`{beside}", ratio(peer, ours),
+                bar, f"{'at least 8; ' if bar else ''}the paper, H800, 1M: {paper}", "x", below=False)

@@ -8,6 +8,7 @@
 
 #include "device.hpp"
 #include "engine/ops.hpp"
+#include "line_weights.hpp"
 #include "ops.hpp"
 #include "weights.hpp"
 
@@ -40,6 +41,8 @@ struct workspace {
   }
 };
 
+constexpr int most_rows = std::max<int>(longest_step, llama::most_together);  // of a step
+
 llama_config checked(llama_config config) {
   require_device();
   return config;
@@ -53,12 +56,12 @@ class llama::state {
       : config(checked(std::move(shape))),
         products_(stream),
         frequencies_(uploaded(rope_frequencies(config))),
-        step_(config, longest_step),
-        logits_(std::size_t(longest_step) * std::size_t(config.vocab_size)),
-        best_(longest_step),
+        step_(config, most_rows),
+        logits_(std::size_t(most_rows) * std::size_t(config.vocab_size)),
+        best_(most_rows),
         unusable_(1),
-        tokens_in_(longest_step),
-        best_out_(longest_step),
+        tokens_in_(most_rows),
+        best_out_(most_rows),
         unusable_out_(1) {
     forget_unusable();
     const std::int32_t hidden = config.hidden_size, inner = config.intermediate_size;
@@ -143,8 +146,8 @@ class llama::state {
   }
 
   std::vector<token_t> next(std::span<const token_t> tokens, kv_cache& cache) {
-    tessera::require(int(tokens.size()) == cache.conversations() && tokens.size() <= longest_step, "tokens",
-                     tokens.size(), "one for each of at most " + std::to_string(longest_step) + " conversations",
+    tessera::require(int(tokens.size()) == cache.conversations() && tokens.size() <= most_together, "tokens",
+                     tokens.size(), "one for each of at most " + std::to_string(most_together) + " conversations",
                      "make a cache of as many conversations");
     run_step(tokens, cache);
     return {best_out_.data(), best_out_.data() + tokens.size()};
@@ -338,6 +341,11 @@ llama llama::load(const std::filesystem::path& directory) {
 
 llama llama::random(const llama_config& config, std::uint64_t seed) {
   random_weights weights(seed);
+  return llama(std::make_unique<state>(config, weights));
+}
+
+llama llama::with_lines(const llama_config& config, std::uint64_t seed) {
+  line_weights weights(config, seed);
   return llama(std::make_unique<state>(config, weights));
 }
 

@@ -24,10 +24,14 @@ void require_device();
 /// Threads: one call at a time.
 class llama {
  public:
+  static constexpr int most_together = 64;  ///< conversations of a step
+
   static llama load(const std::filesystem::path& directory);
 
   /// A model of that shape with random weights, for timing.
   static llama random(const llama_config& config, std::uint64_t seed);
+  /// The same with attention along vertical and slash lines: see line_weights.
+  static llama with_lines(const llama_config& config, std::uint64_t seed);
 
   llama(llama&&) noexcept;
   llama& operator=(llama&&) noexcept;
@@ -55,7 +59,7 @@ class llama {
   /// Appends one token and returns the best one after it. The second such step over a cache is captured in a graph,
   /// later ones replay it.
   token_t next(token_t token, kv_cache& cache);
-  /// The same for conversations that decode together, at most 8: a token of each.
+  /// The same for conversations that decode together, at most `most_together`: a token of each.
   std::vector<token_t> next(std::span<const token_t> tokens, kv_cache& cache);
 
   /// Prefills `prompt` and answers greedily; see engine::llama::generate.

@@ -60,13 +60,18 @@ class random_weights final : public weight_source {
  public:
   explicit random_weights(std::uint64_t seed) : seed_(seed) {}
 
+  /// With this spread a product of inputs of size 1 keeps about that size.
+  static float spread(std::int32_t inputs) { return std::sqrt(3.0f / float(inputs)); }
+
   weight_matrix stacked(std::initializer_list<part> parts, std::int32_t inputs) override {
+    return matrix(parts, inputs, spread(inputs));
+  }
+  /// Of values from [-spread, spread).
+  weight_matrix matrix(std::initializer_list<part> parts, std::int32_t inputs, float spread) {
     std::int32_t outputs = 0;
     for (const part& part : parts) outputs += part.outputs;
     weight_matrix matrix{outputs, inputs, device_array<bf16>(std::size_t(outputs) * std::size_t(inputs))};
-    // A product of inputs of size 1 keeps about that size.
-    fill_random(matrix.values.data(), element::bf16, std::int64_t(matrix.values.size()),
-                std::sqrt(3.0f / float(inputs)), seed_++, nullptr);
+    fill_random(matrix.values.data(), element::bf16, std::int64_t(matrix.values.size()), spread, seed_++, nullptr);
     return matrix;
   }
   device_array<float> norm(const std::string&, std::int32_t width) override {

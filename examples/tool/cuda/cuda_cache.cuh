@@ -28,6 +28,7 @@ class cuda_cache_of final : public method_cache, public engine::cuda::kv_cache {
   explicit cuda_cache_of(const cache_request& request) : cuda_cache_of(request, recipe_with_profile<Recipe>(request)) {}
   cuda_cache_of(const cache_request& request, const recipe_with_profile<Recipe>& wanted)
       : tokens_(options(request).tokens),
+        packs_by_turn_(options(request).rows > 0),
         profile_(wanted.profile),
         cache_(request.shape, wanted.recipe, options(request)),
         ids_(std::size_t(request.conversations)) {
@@ -48,8 +49,8 @@ class cuda_cache_of final : public method_cache, public engine::cuda::kv_cache {
   void reserve(std::int64_t tokens, cudaStream_t stream) override {
     if (fuses_chunks<Recipe>) return;  // a prompt never lies there whole: its chunks make their own room
     // The first prompt takes the rows of the whole conversation: what nothing drops never moves.
-    const index_t seen = cache_.next_position(sequence_);
-    cache_.reserve(sequence_, seen == 0 ? tokens_ : index_t(tokens), stream);
+    const bool takes_all = cache_.next_position(sequence_) == 0 && !packs_by_turn_;
+    cache_.reserve(sequence_, takes_all ? tokens_ : index_t(tokens), stream);
   }
 
   void prefill(int layer, const void* q, const void* k, const void* v, int tokens, float* out,
@@ -261,12 +262,23 @@ class cuda_cache_of final : public method_cache, public engine::cuda::kv_cache {
     }
   };
 
+  /// Rows of the pool for one prompt at a time, which then moves once, and the tails of all conversations.
+  static tessera::offset_t whole_rows(const cache_request& request) {
+    constexpr index_t tail = 512;
+    const index_t prompt = request.turn_tokens + tessera::spare_room(request.turn_tokens) + tail;
+    return tessera::offset_t(request.shape.layers) * request.shape.kv_heads *
+           (prompt + tessera::offset_t(request.conversations) * tail);
+  }
+
   static tessera::cuda::cache_options options(const cache_request& request) {
     tessera::cuda::cache_options options;
     options.sequences = request.conversations;
     options.tokens = request.tokens + (Recipe::retain_type::rereads ? longest_repeat : 0);
     options.index_tokens = request.index_tokens > 0 ? request.index_tokens : request.tokens;  // whatever the budget
     options.step_tokens = longest_step;
+    if constexpr (tessera::packing_layout<typename Recipe::layout_type>) {
+      if (request.turn_tokens > 0) options.rows = whole_rows(request);
+    }
     return options;
   }
 
@@ -283,6 +295,7 @@ class cuda_cache_of final : public method_cache, public engine::cuda::kv_cache {
   static constexpr bool in_groups = tessera::cuda::kv_store<typename Recipe::layout_type>::in_groups;
 
   index_t tokens_;
+  bool packs_by_turn_;  // prompts lie whole one at a time
   std::shared_ptr<const tessera::profile> profile_;
   cache_type cache_;
   std::vector<index_t> reserved_;  // pages by group, for when the prompt has ended

@@ -146,6 +146,9 @@ struct cache_request {
   index_t tokens = 0;  ///< most tokens that the conversation will have; CUDA allocates for them, the CPU as they come
   index_t conversations = 1;  ///< that decode together, on CUDA
   index_t index_tokens = 0;   ///< most tokens whose keys an index holds at a time, on CUDA; 0: `tokens`
+  /// Of a method that packs prompts, on CUDA: tokens of the longest prompt, so that memory for whole rows is one prompt's. No
+  /// conversation's prompt begins before another one's has ended. 0: `tokens`.
+  index_t turn_tokens = 0;
 };
 
 inline constexpr int head_dims[] = {TESSERA_TOOL_HEAD_DIMS};  // what this build of the tool is for

@@ -230,7 +230,7 @@ TEST_CASE("conversations that decode together keep what each keeps alone") {
       CHECK(all.next_position() == alone[std::size_t(i)]->next_position());
       CHECK(together->positions(0, 1) == alone[std::size_t(i)]->positions(0, 1));
     }
-    CHECK_THROWS_WITH(model.next({tokens.data(), 2}, all), contains("one for each of at most 8 conversations"));
+    CHECK_THROWS_WITH(model.next({tokens.data(), 2}, all), contains("one for each of at most 64 conversations"));
     CHECK_THROWS_WITH(model.decode({tokens.data(), 1}, all), contains("conversations is 3"));
   }
 }

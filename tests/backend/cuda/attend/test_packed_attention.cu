@@ -37,6 +37,17 @@ TEST_CASE("packed attention on the GPU is attention over what is stored, segment
   }
 }
 
+TEST_CASE("packed attention reads more segments than a launch has blocks for") {
+  if (gpu_missing()) return;
+  const packed_format format = format_of(as_bf16, 96, 1, 32);
+  const index_t most = 2 * cuda::detail::segments_rotated_together + 6;
+  packed_step<bf16, 128> step(1, std::vector<segment_plan>(std::size_t(most), {format, format, 8, 16}),
+                              {most, cuda::detail::segments_rotated_together + 1, 9, 1, 0}, {8, 3, 1, 32, 5}, 1, 4);
+  step.check_scores(row_reduction::sum);
+  step.check_attention<float>({}, 1, 1.2e-2);
+  step.check_attention<float>(step.random_units(8, 60), 8, 1.2e-2);
+}
+
 TEST_CASE("packed attention takes steps of several tokens, caps, windows and sinks") {
   if (gpu_missing()) return;
   const auto plans = three_segments(as_bf16);

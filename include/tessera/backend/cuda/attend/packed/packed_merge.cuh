@@ -71,10 +71,13 @@ __global__ void __launch_bounds__(merging_threads)
   int turned = fetch_basis(own_group);
   wait_for_earlier();
   let_later_begin();
+  // The table may have room for hundreds of segments: whole rows stand behind those that there are.
+  const index_t whole_rows = p.view.count(sequence);
   for (index_t i = index_t(threadIdx.x); i < parts.parts; i += merging_threads) {
-    segments[i] = parts.segment[offset_t(lane_row) * parts.parts + i];
+    const index_t segment = parts.segment[offset_t(lane_row) * parts.parts + i];
+    segments[i] = segment == most_segments ? whole_rows : segment;
   }
-  for (index_t i = index_t(threadIdx.x); i < 2 * (most_segments + 1); i += merging_threads) runs[i] = 0;
+  for (index_t i = index_t(threadIdx.x); i < 2 * (whole_rows + 1); i += merging_threads) runs[i] = 0;
   __syncthreads();
   for (index_t i = index_t(threadIdx.x); i < parts.parts; i += merging_threads) {
     if (segments[i] == no_index) continue;
@@ -89,7 +92,7 @@ __global__ void __launch_bounds__(merging_threads)
     float top = -infinity, sum = 0;
     for (index_t i = lane; i < parts.parts; i += 32) {
       const float most = state_of(i)[0];
-      if (parts.segment[offset_t(lane_row) * parts.parts + i] != no_index) top = fmaxf(top, most);
+      if (segments[i] != no_index) top = fmaxf(top, most);
     }
     top = lanes_max<32>(top);
     const float reference = top == -infinity ? 0.0f : top;
@@ -112,9 +115,9 @@ __global__ void __launch_bounds__(merging_threads)
 
   float total[merged_rows] = {};
   float* acc = shared + memory.sums + own_group * merged_rows * Dv;
-  for (index_t round = 0; round <= most_segments; round += merging_groups) {
+  for (index_t round = 0; round <= whole_rows; round += merging_groups) {
     const index_t segment = round + own_group;
-    const bool there = segment <= most_segments && runs[2 * segment + 1] > 0;
+    const bool there = segment <= whole_rows && runs[2 * segment + 1] > 0;
     if (round > 0) turned = fetch_basis(segment);
     const int channels = turned > 0 ? turned : Dv;
     if (there) {

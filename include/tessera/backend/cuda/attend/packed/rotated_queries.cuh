@@ -23,6 +23,9 @@ struct rotated_rows {
 namespace detail {
 
 inline constexpr int rotating_threads = 256, rows_rotated_together = 16, channels_rotated_together = 32;
+/// Segments that a launch has blocks for. A table has room for far more than there are: 273 in a context of 1M tokens, where prompts of
+/// 65,536 make 17.
+inline constexpr index_t segments_rotated_together = 32;
 
 /// A block makes 32 channels of up to 16 rows of one (sequence, kv_head) in one segment's basis, two of them by 16 lanes. The sums over a
 /// row's elements are those of a lane, four of every 64, then over lanes.
@@ -38,64 +41,67 @@ __global__ void __launch_bounds__(rotating_threads, View::k_dim <= 128 ? 5 : 3)
   float* rows = reinterpret_cast<float*>(shared_memory);  // [rows_rotated_together, D]
   wait_for_earlier();
   let_later_begin();
-  const index_t heads = view.whole.kv_heads, lane_row = index_t(blockIdx.y),
-                segment_index = index_t(blockIdx.x) / pieces;
+  const index_t heads = view.whole.kv_heads, lane_row = index_t(blockIdx.y);
   const index_t sequence = lane_row / heads, head = lane_row % heads, group = q.heads / heads;
   if (blockIdx.x == 0 && blockIdx.z == 0) {
     for (index_t i = index_t(threadIdx.x); i < parts; i += rotating_threads) {
       part_segment[offset_t(lane_row) * parts + i] = no_index;
     }
   }
-  if (segment_index >= view.count(sequence)) return;  // alike in all threads
-  const packed_vectors& keys = view.segment(sequence, segment_index).k;
-  const float* basis = keys.basis_of(head, D);
-  const int channels = int(keys.format.channels), part = int(threadIdx.x) % lanes;
-  const int begin = index_t(blockIdx.x) % pieces * channels_rotated_together + int(threadIdx.x) / lanes * 2;
-  float4 direction[2][quads] = {};
+  const index_t count_of_segments = view.count(sequence);
+  for (index_t segment_index = index_t(blockIdx.x) / pieces; segment_index < count_of_segments;  // alike in all threads
+       segment_index += index_t(gridDim.x) / pieces) {
+    const packed_vectors& keys = view.segment(sequence, segment_index).k;
+    const float* basis = keys.basis_of(head, D);
+    const int channels = int(keys.format.channels), part = int(threadIdx.x) % lanes;
+    const int begin = index_t(blockIdx.x) % pieces * channels_rotated_together + int(threadIdx.x) / lanes * 2;
+    float4 direction[2][quads] = {};
 #pragma unroll
-  for (int i = 0; i < 2; ++i) {
+    for (int i = 0; i < 2; ++i) {
 #pragma unroll
-    for (int j = 0; j < quads; ++j) {
-      const int at = (j * lanes + part) * 4;
-      if (basis && begin + i < channels && at < D) {
-        direction[i][j] = __ldg(reinterpret_cast<const float4*>(basis + offset_t(begin + i) * D + at));
+      for (int j = 0; j < quads; ++j) {
+        const int at = (j * lanes + part) * 4;
+        if (basis && begin + i < channels && at < D) {
+          direction[i][j] = __ldg(reinterpret_cast<const float4*>(basis + offset_t(begin + i) * D + at));
+        }
       }
     }
-  }
-  const index_t first = index_t(blockIdx.z) * rows_rotated_together;
-  const int count = int(min(index_t(rows_rotated_together), to.rows + 1 - first));
-  for (int i = int(threadIdx.x); i < count * D; i += rotating_threads) {
-    const index_t row = first + i / D;
-    const int d = i % D;
-    float x = 0;
-    if (row < to.rows) {
-      const index_t token = row / group;
-      x = float(q.row(sequence, token, head * group + row - token * group)[d]);
-    } else {
-      for (index_t token = 0; token < q.tokens; ++token) {
-        for (index_t h = 0; h < group; ++h) x += float(q.row(sequence, token, head * group + h)[d]);
+    const index_t first = index_t(blockIdx.z) * rows_rotated_together;
+    const int count = int(min(index_t(rows_rotated_together), to.rows + 1 - first));
+    for (int i = int(threadIdx.x); i < count * D; i += rotating_threads) {
+      const index_t row = first + i / D;
+      const int d = i % D;
+      float x = 0;
+      if (row < to.rows) {
+        const index_t token = row / group;
+        x = float(q.row(sequence, token, head * group + row - token * group)[d]);
+      } else {
+        for (index_t token = 0; token < q.tokens; ++token) {
+          for (index_t h = 0; h < group; ++h) x += float(q.row(sequence, token, head * group + h)[d]);
+        }
       }
+      rows[i] = x;
     }
-    rows[i] = x;
-  }
-  __syncthreads();
-  float* result = to.row(lane_row, segment_index, first) + begin;
-  for (int r = 0; r < count; ++r, result += D) {
-    float sums[2] = {};
+    __syncthreads();
+    float* result = to.row(lane_row, segment_index, first) + begin;
+    for (int r = 0; r < count; ++r, result += D) {
+      float sums[2] = {};
 #pragma unroll
-    for (int j = 0; j < quads; ++j) {
-      const int at = (j * lanes + part) * 4;
-      if (at >= D) break;
-      const float4 x = *reinterpret_cast<const float4*>(rows + r * D + at);
+      for (int j = 0; j < quads; ++j) {
+        const int at = (j * lanes + part) * 4;
+        if (at >= D) break;
+        const float4 x = *reinterpret_cast<const float4*>(rows + r * D + at);
 #pragma unroll
-      for (int i = 0; i < 2; ++i) {
-        const float4 y = direction[i][j];
-        sums[i] += y.x * x.x + y.y * x.y + y.z * x.z + y.w * x.w;
+        for (int i = 0; i < 2; ++i) {
+          const float4 y = direction[i][j];
+          sums[i] += y.x * x.x + y.y * x.y + y.z * x.z + y.w * x.w;
+        }
       }
+      // Even lanes get the first channel's sum, odd ones the second's.
+      const float sum = lanes_sums<lanes, 2>(sums, part);
+      if (part < 2) result[part] = begin + part >= channels ? 0.0f : basis ? sum : rows[r * D + begin + part];
     }
-    // Even lanes get the first channel's sum, odd ones the second's.
-    const float sum = lanes_sums<lanes, 2>(sums, part);
-    if (part < 2) result[part] = begin + part >= channels ? 0.0f : basis ? sum : rows[r * D + begin + part];
+    __syncthreads();  // before the rows are written again
   }
 }
 
@@ -133,9 +139,9 @@ class rotate_queries {
     const index_t lanes = view.whole.sequences * view.whole.kv_heads;
     if (lanes == 0) return to;
     launch(detail::rotate_queries_entry<View>,
-           {.blocks =
-                dim3(unsigned(std::max(1, most_segments_) * ceil_div(View::k_dim, detail::channels_rotated_together)),
-                     unsigned(lanes), unsigned(ceil_div(to.rows + 1, detail::rows_rotated_together))),
+           {.blocks = dim3(unsigned(std::clamp(most_segments_, 1, detail::segments_rotated_together) *
+                                    ceil_div(View::k_dim, detail::channels_rotated_together)),
+                           unsigned(lanes), unsigned(ceil_div(to.rows + 1, detail::rows_rotated_together))),
             .threads = dim3(detail::rotating_threads),
             .shared_bytes = std::size_t(detail::rows_rotated_together) * View::k_dim * sizeof(float),
             .overlapping = overlapping_},
