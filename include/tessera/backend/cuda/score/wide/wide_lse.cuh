@@ -42,6 +42,7 @@ struct wide_lse_kernel {
     const bool capped = p.rule.soft_cap > 0;
     const float factor = Careful && capped ? log2e : scale * log2e;
     if constexpr (Careful) {
+      const index_t positions[2] = {at.position_of(first_query + lane / 4), at.position_of(first_query + 8 + lane / 4)};
 #pragma unroll
       for (int n = 0; n < 8; ++n) {
 #pragma unroll
@@ -52,9 +53,8 @@ struct wide_lse_kernel {
 #pragma unroll
           for (int r = 0; r < 2; ++r) {
             float& x = s[n][r * 2 + j];
-            if (capped) x = p.rule.cap(x * scale);
-            const index_t query_position = at.position_of(first_query + r * 8 + lane / 4);
-            x = stored && p.rule.visible(query_position, key_position) && x < infinity ? x : -infinity;
+            if (capped) x = capped_logit(p.rule, x * scale);
+            x = stored && p.rule.visible(positions[r], key_position) && x < infinity ? x : -infinity;
           }
         }
       }
@@ -70,7 +70,8 @@ struct wide_lse_kernel {
       float sum[4];
 #pragma unroll
       for (int n = 0; n < 8; ++n) {
-        const float two = power_of_two(fmaf(s[n][r * 2], factor, -top)) + power_of_two(fmaf(s[n][r * 2 + 1], factor, -top));
+        const float two =
+            power_of_two(fmaf(s[n][r * 2], factor, -top)) + power_of_two(fmaf(s[n][r * 2 + 1], factor, -top));
         sum[n / 2] = n % 2 ? sum[n / 2] + two : two;
       }
       state.sum[r] += (sum[0] + sum[1]) + (sum[2] + sum[3]);
@@ -89,9 +90,38 @@ struct wide_lse_kernel {
     wide::finish(s);
   }
 
-  /// Ends a split: the four lanes of a query row merge in a fixed order.
-  __device__ static void flush(const lse_partials& out, index_t row, const scored_head& at, index_t first_query,
-                               index_t split_index, int lane, running& state) {
+  /// The products of tile `t` are added; `sure`: every row sees all of it, and nothing is capped.
+  __device__ __forceinline__ static void take(const problem_type& p, const scored_head& at, float scale,
+                                              index_t first_query, index_t t, bool sure, typename wide::sums& s,
+                                              int lane, running& state) {
+    const bool plain = sure || (p.rule.soft_cap <= 0 && (t + 1) * tile <= at.tokens &&
+                                token_span::of(p.view, at, t * tile, tile)
+                                    .seen_by_all(p.rule, at.first_position, at.position_of(at.query_rows - 1)));
+    const running before = state;
+    if (plain) add<false>(p, at, scale, first_query, t * tile, s, lane, state);
+    if (__any_sync(~0u, !plain || state.poisoned())) {
+      state = before;
+      add<true>(p, at, scale, first_query, t * tile, s, lane, state);
+    }
+  }
+
+  /// A warp's 16 query rows, as products take them.
+  __device__ __forceinline__ static void load_queries(const problem_type& p, const scored_head& at, index_t first_query,
+                                                      int lane, std::uint32_t (&q)[D / 16][4]) {
+#pragma unroll
+    for (int r = 0; r < 2; ++r) {
+      const index_t query = first_query + r * 8 + lane / 4;
+      const bool valid = query < at.query_rows;
+      const T* from = at.query(p, valid ? query : 0);
+#pragma unroll
+      for (int i = 0; i < D / 8; ++i) {
+        q[i / 2][i % 2 * 2 + r] = valid ? *reinterpret_cast<const std::uint32_t*>(from + i * 8 + lane % 4 * 2) : 0u;
+      }
+    }
+  }
+
+  /// The four lanes of a query row merge in a fixed order.
+  __device__ __forceinline__ static void join_lanes(running& state) {
 #pragma unroll
     for (int r = 0; r < 2; ++r) {
 #pragma unroll
@@ -101,6 +131,15 @@ struct wide_lse_kernel {
         state.sum[r] = state.sum[r] * power_of_two(state.max[r] - top) + sum * power_of_two(max - top);
         state.max[r] = top;
       }
+    }
+  }
+
+  /// Ends a split.
+  __device__ static void flush(const lse_partials& out, index_t row, const scored_head& at, index_t first_query,
+                               index_t split_index, int lane, running& state) {
+    join_lanes(state);
+#pragma unroll
+    for (int r = 0; r < 2; ++r) {
       const index_t query = first_query + r * 8 + lane / 4;
       if (lane % 4 == 0 && query < at.query_rows)
         out.at(row, query)[split_index] = make_float2(state.max[r], state.sum[r]);
@@ -133,16 +172,7 @@ struct wide_lse_kernel {
       const index_t oldest = at.first_position, newest = at.position_of(at.query_rows - 1);
 
       std::uint32_t q[D / 16][4];
-#pragma unroll
-      for (int r = 0; r < 2; ++r) {
-        const index_t query = first_query + r * 8 + lane / 4;
-        const bool valid = query < at.query_rows;
-        const T* from = at.query(p, valid ? query : 0);
-#pragma unroll
-        for (int i = 0; i < D / 8; ++i) {
-          q[i / 2][i % 2 * 2 + r] = valid ? *reinterpret_cast<const std::uint32_t*>(from + i * 8 + lane % 4 * 2) : 0u;
-        }
-      }
+      load_queries(p, at, first_query, lane, q);
       // Tile i of this group; beyond the end: at or behind last_tile.
       const index_t last_tile = min(last_split * split_tiles, ceil_div(at.tokens, index_t(tile)));
       const auto tile_of = [&](index_t i) {
@@ -176,14 +206,7 @@ struct wide_lse_kernel {
         if (sure || seen(t)) {
           typename wide::sums s;
           multiply(q, ring + std::uint32_t(i % stages * stage_bytes), s);
-          const bool plain = sure || (p.rule.soft_cap <= 0 && (t + 1) * tile <= at.tokens &&
-                                      token_span::of(p.view, at, t * tile, tile).seen_by_all(p.rule, oldest, newest));
-          const running before = state;
-          if (plain) add<false>(p, at, scale, first_query, t * tile, s, lane, state);
-          if (__any_sync(~0u, !plain || state.poisoned())) {
-            state = before;
-            add<true>(p, at, scale, first_query, t * tile, s, lane, state);
-          }
+          take(p, at, scale, first_query, t, sure, s, lane, state);
         }
         if (i % split_tiles == split_tiles - 1 || t + 1 == last_tile) {
           flush(out, row, at, first_query, t / split_tiles, lane, state);

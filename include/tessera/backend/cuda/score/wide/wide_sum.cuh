@@ -62,16 +62,21 @@ struct wide_sum_kernel {
   __device__ __forceinline__ static bool weigh(const problem_type& p, const Scorer& scorer, const scored_head& at,
                                                float scale, const typename wide::sums& product, index_t mine,
                                                const row_facts& facts, int lane, token_sums& sums) {
-    const int rows = at.query_rows;
+    index_t key_position[2];
     if constexpr (Sure) {
       float check = 0;  // finite as long as everything is: one addition a logit is cheaper than a comparison
 #pragma unroll
       for (int n = 0; n < 8; ++n) check += (product[n][0] + product[n][1]) + (product[n][2] + product[n][3]);
       if (!__all_sync(~0u, check - check == 0)) return false;
+    } else {
+#pragma unroll
+      for (int h = 0; h < 2; ++h) {
+        const index_t token = mine + h * 8 + lane / 4;
+        key_position[h] = token < at.tokens ? p.view.position(at.sequence, at.head, token) : INT_MAX;
+      }
     }
 #pragma unroll
     for (int group = 0; group < rows_held; group += 16) {
-      if (group >= rows) break;
       float s[1][2][4];
 #pragma unroll
       for (int n = 0; n < 2; ++n) {
@@ -81,23 +86,22 @@ struct wide_sum_kernel {
         for (int i = 0; i < 4; ++i) {
           const float of_row = i % 2 ? lse.y : lse.x;
           // Rounded before `weigh` sees it: fused into its subtraction, the bits would differ from those of the other way.
-          const float x = __fmul_rn(product[group / 8 + n][i], scale);
+          float x = __fmul_rn(product[group / 8 + n][i], scale);
           if constexpr (Sure) {
             s[0][n][i] = scorer.weigh(x, of_row);
           } else {
-            const index_t token = mine + i / 2 * 8 + lane / 4;
-            const index_t key_position = token < at.tokens ? p.view.position(at.sequence, at.head, token) : INT_MAX;
-            const float capped = p.rule.cap(x);
-            // A row that sees nothing says nothing, and nor does a token that is not seen.
-            const bool counts = p.rule.visible(facts.positions[first + i % 2], key_position) && of_row != -infinity;
-            s[0][n][i] = counts ? scorer.weigh(capped < infinity ? capped : nanf(""), of_row) : 0.0f;
+            if (p.rule.soft_cap > 0) x = capped_logit(p.rule, x);
+            // A row that sees nothing says nothing, and nor does a token that is not seen, or a row that is not there.
+            const bool counts =
+                p.rule.visible(facts.positions[first + i % 2], key_position[i / 2]) && of_row != -infinity;
+            s[0][n][i] = counts ? scorer.weigh(x < infinity ? x : nanf(""), of_row) : 0.0f;
           }
         }
       }
-      if (Sure && group + 16 > rows) {
+      if (Sure && at.query_rows < rows_held) {
 #pragma unroll
         for (int i = 0; i < 8; ++i) {
-          if (group + i / 4 * 8 + lane % 4 * 2 + i % 2 >= rows) s[0][i / 4][i % 4] = 0;
+          if (group + i / 4 * 8 + lane % 4 * 2 + i % 2 >= at.query_rows) s[0][i / 4][i % 4] = 0;
         }
       }
       sums.add(s, lane);
@@ -124,7 +128,9 @@ struct wide_sum_kernel {
     __shared__ row_facts facts;
     const int warp = threadIdx.x / 32, lane = threadIdx.x % 32;
     const float scale = p.rule.scale_for(D);
-    bool waits = true;  // for the first pass
+    const std::uint32_t own_place =
+        wide::place(16, lane % 16, lane / 16);  // of the chunk that this lane names for step 0
+    bool waits = true;                          // for the first pass
     const std::uint32_t queries = (shared_address(wide_memory) + align - 1) / align * align;
     const std::uint32_t keys = queries + std::uint32_t(query_bytes + warp * stages * key_bytes);
     auto* ends = reinterpret_cast<index_t*>(wide_memory + (queries - shared_address(wide_memory)) + query_bytes +
@@ -179,7 +185,8 @@ struct wide_sum_kernel {
         const std::uint32_t from = keys + std::uint32_t(i % stages * key_bytes);
 #pragma unroll
         for (int step = 0; step < D / 16; ++step) {
-          load_matrices(k[step], from + wide::place(16, lane % 16, step * 2 + lane / 16));
+          load_matrices(k[step],
+                        ((from + own_place) ^ std::uint32_t(step % 4 * 32)) + std::uint32_t(step / 4 * 16 * 128));
         }
         __syncwarp();
         put(i + stages);
