@@ -10,8 +10,8 @@ TESSERA_NAMESPACE_BEGIN
 namespace cuda {
 namespace detail {
 
-/// First slots of a head that every query row sees and whose logits nothing caps. Positions ascend, so slot s lies at least as
-/// far before the last as its place says: one look tells for all of them. 0 where windows slide.
+/// First slots of a head that every query row sees and whose logits nothing caps. No two slots have one position, so one look at the
+/// last tells for all: slot s lies tokens - 1 - s positions before it, or more. 0 where windows slide.
 template <class View>
 __device__ index_t slots_seen_by_all(const score_problem<View>& p, const scored_head& at) {
   if (at.tokens == 0 || at.query_rows == 0 || p.rule.soft_cap > 0 || p.rule.sliding_window > 0) return 0;
