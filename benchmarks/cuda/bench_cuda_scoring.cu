@@ -45,6 +45,7 @@ prepared window_score(index_t tokens, bool lse_given) {
     problem.q = nhd_rows<const bf16>(pool + elements * std::size_t(sets), window, q_heads, head_dim);
     problem.first_position = keep->first.data();
     if (lse_given) problem.lse = nhd_rows<const float>(keep->lse.data(), window, q_heads, 1);
+    problem.lse_complete = lse_given;
     problem.scores = keep->scores.data(), problem.row_stride = tokens;
     op.run(problem, observation_window{}, keep->workspace.data(), stream());
   });

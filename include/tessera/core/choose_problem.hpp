@@ -25,6 +25,7 @@ struct choose_problem {
   const index_t* first_position = nullptr;  ///< [sequences], of the first query; without queries, of the next token
   rows_view<const float> lse{};  ///< [sequences, n_q, q_heads] from the engine; NaN and +infinity: that row's
                                  ///< is computed here; data null: all are
+  bool lse_complete = false;     ///< no row lacks one: the device takes each as it stands and looks for none
   logit_rule rule{};
   slot_column<const float> scores{};  ///< what has accumulated
   index_t tail = 0;                   ///< newest tokens that stay whatever their score; or more, if the scorer says so

@@ -12,6 +12,12 @@ using namespace support;
 
 namespace {
 
+/// A pooling scorer whose pool is one token wide.
+struct unpooled : accumulated_attention {
+  static constexpr const char* name = "unpooled";
+  pooling_window pooled() const { return {1, pooling::max}; }
+};
+
 template <class Policy>
 lists on_device(const layer_case& c, const Policy& policy, bool by_sequence) {
   const buffer<float> scores(c.scores);
@@ -80,4 +86,9 @@ TEST_CASE("selectors that a test defines are run on the device", "[gpu]") {
   if (gpu_missing()) return;
   compare_retained<accumulated_attention, uniform, spaced>();
   compare_retained<spread_window, uniform, pairs>(false);  // against the CPU: top_blocks has its own definition
+}
+TEST_CASE("a pool of one token leaves scores as they are, NaN among them", "[gpu]") {
+  if (gpu_missing()) return;
+  compare_retained<unpooled, uniform, top_tokens>();
+  compare_retained<unpooled, half_won, top_tokens>();
 }

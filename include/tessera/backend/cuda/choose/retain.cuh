@@ -76,7 +76,7 @@ inline selection_view put_settled_first(const select_problem& problem, index_t k
 /// No allocation, no synchronisation, no length on the host.
 /// Errors   shapes and parameters that make no sense: tessera::error before anything is launched.
 /// Settled slots stay: budgets count them, selectors see the slots behind them.
-/// Cost     one launch for pooling where the scorer pools, two where it sees segments, one to four for the budget, one for
+/// Cost     one launch for pooling where the scorer pools over more than one token, two where it sees segments, one to four for the budget, one for
 ///          the selection, one more in segments and one where slots are settled; weights: see weigh_scores.
 template <class Retain>
 class choose_kept {
@@ -111,7 +111,9 @@ class choose_kept {
                      cudaStream_t stream, const slot_facts& beside = {}) const {
     auto* bytes = static_cast<unsigned char*>(workspace);
     auto* finished = reinterpret_cast<float*>(bytes + finished_at());
-    score_rows scores = finish_.run(in, policy.scorer, finished, stream);
+    // Budgets and selectors know what a NaN is; what changes scores once more wants it gone.
+    const bool as_they_are = !changes_again && finish::leaves_scores(policy.scorer);
+    score_rows scores = as_they_are ? in : finish_.run(in, policy.scorer, finished, stream);
     const auto changed = [&] {
       scores.scores = finished;
       scores.offsets = nullptr;

@@ -117,6 +117,7 @@ class score_and_choose {
         problem.valid = p.valid;
         problem.rule = p.rule;
         problem.lse = p.lse;
+        problem.lse_complete = p.lse_complete;
         problem.scores = raw;
         problem.row_stride = limits_.capacity;
         score_.run(problem, policy.scorer, bytes + score_at(), stream);

@@ -117,6 +117,16 @@ class finish_scores {
     return changes ? array_bytes<float>(std::size_t(rows_) * std::size_t(capacity_)) : 0;
   }
 
+  /// Whether this scorer's last pass leaves every score as it is, but for NaN, which ranks as -infinity either way.
+  static bool leaves_scores([[maybe_unused]] const Scorer& scorer) {
+    if constexpr (pooling_scorer<Scorer>) {
+      const pooling_window window = scorer.pooled();
+      return window.kernel == 1 && window.kind == pooling::max;
+    } else {
+      return !changes;
+    }
+  }
+
   /// The finished scores: `in`, or its rows in `out`.
   score_rows run(const score_rows& in, const Scorer& scorer, float* out, cudaStream_t stream) const {
     if constexpr (!changes) {

@@ -4,9 +4,12 @@
 #include <algorithm>
 #include <type_traits>
 
+#include "../device/launch.cuh"
 #include "../device/tuning.cuh"
 #include "score_lse.cuh"
 #include "score_sum.cuh"
+#include "wide/wide_lse.cuh"
+#include "wide/wide_sum.cuh"
 
 TESSERA_NAMESPACE_BEGIN
 namespace cuda {
@@ -21,7 +24,8 @@ namespace cuda {
 /// Shapes   as score_problem says; lengths at most `capacity`, n_q at most `queries`.
 /// Errors   shapes that the kernels cannot take: tessera::error before anything is launched.
 /// Cost     K is read twice, once when the engine hands over the rows' log-sum-exps: the first pass then goes over heads that
-///          have a row without one. 2 * rows * tokens * k_dim multiply-adds each time on the tensor cores.
+///          have a row without one, and is not launched where the caller says that there is none. 2 * rows * tokens * k_dim
+///          multiply-adds each time on the tensor cores.
 template <class View, attentive_scorer Scorer>
 class attentive_score {
   using T = typename View::element_type;
@@ -29,6 +33,8 @@ class attentive_score {
   static constexpr bool in_order = Scorer::observed == observes::every_query;
   static constexpr int stages = View::k_dim <= 192 ? 3 : 2;  // 256: the shared memory of sm_89 and sm_120 holds two
   using sums = detail::sum_kernel<View, Scorer>;
+  using wide_lse = detail::wide_lse_kernel<View>;
+  using wide_sum = detail::wide_sum_kernel<View, Scorer>;
 
  public:
   attentive_score(index_t sequences, index_t kv_heads, index_t q_heads, index_t queries, index_t capacity,
@@ -47,19 +53,13 @@ class attentive_score {
     // Every-query scorers must not see how the prompt was cut, so neither split nor kernel may depend on it; their calls
     // have rows enough to fill the machine, and small splits would cost memory.
     split_ = in_order ? 2048 : 256;
-    with_lse_kernel([&](auto kernel) { take_lse(kernel, device); });
-    const index_t chunks = ceil_div(query_rows_, sums::chunk_rows);
-    const auto fits = [&] {
-      return sums::shared_bytes(shape_, rows_) + sums::fixed_bytes <= std::size_t(device.shared_memory);
-    };
-    shape_.chunks = int(chunks * sums::chunk_rows <= 256 ? chunks : 2);
-    shape_.stages = query_rows_ <= 64 ? 2 : 1;  // few rows: bound by memory
-    if (!fits()) shape_.stages = 1;
-    if (!fits()) shape_.chunks = std::min(shape_.chunks, 2);
     shape_.query_rows = query_rows_;
     shape_.capacity = capacity;
-    sum_entry_ = detail::sum_entry<View, Scorer>;
-    sum_blocks_ = resident(sum_entry_, sums::shared_bytes(shape_, rows_), device);
+    wide_ = fits_wide(device);
+    if (wide_)
+      take_wide(device);
+    else
+      take_narrow(device);
   }
 
   std::size_t workspace_bytes() const {
@@ -78,6 +78,8 @@ class attentive_score {
             "rows of lse", offset_t(p.lse.sequences) * p.lse.tokens * p.lse.heads,
             "those of q, " + std::to_string(offset_t(p.q.sequences) * p.q.tokens * q_heads_),
             "pass one log-sum-exp for every query row, or none");
+    require(!p.lse_complete || p.lse.data || p.q.tokens == 0, "lse", "null", "every row's, where lse_complete says so",
+            "pass the log-sum-exps, or leave lse_complete out");
     require(p.q.data || p.q.tokens == 0 || p.view.sequences == 0, "memory of q", "null", "memory behind it",
             "pass the rows themselves");
     require(p.rule.scale >= 0, "scale", p.rule.scale, "at least 0", "pass 0 for 1 / sqrt(k_dim)");
@@ -87,20 +89,26 @@ class attentive_score {
     float* lse = reinterpret_cast<float*>(bytes + lse_at());
     // A call with fewer queries than the workspace has room for lays its rows out by its own count.
     const index_t query_rows = p.q.tokens * (q_heads_ / kv_heads_), rows = p.view.sequences * kv_heads_;
-    if (query_rows > 0) {
+    const bool merges = query_rows > 0 && !p.lse_complete;
+    if (merges) {
       const detail::lse_partials partials{reinterpret_cast<float2*>(bytes), query_rows, slots(), split_, capacity_};
-      const dim3 grid(unsigned(ceil_div(query_rows, lse_rows_held_)), unsigned(lse_blocks_));
-      lse_entry_<<<grid, 128, lse_shared_, stream>>>(p, partials);
+      const dim3 grid(unsigned(ceil_div(query_rows, lse_rows_held_)), unsigned(blocks_for(rows, lse_blocks_)));
+      lse_entry_<<<grid, unsigned(lse_threads_), lse_shared_, stream>>>(p, partials);
       check(cudaGetLastError(), "launch of the log-sum-exp pass");
-      detail::merge_lse_entry<View>
-          <<<unsigned((offset_t(rows) * query_rows + 3) / 4), 128, 0, stream>>>(p, partials, lse);
-      check(cudaGetLastError(), "launch of merge_lse");
+      launch(detail::merge_lse_entry<View>,
+             {.blocks = unsigned((offset_t(rows) * query_rows + 3) / 4), .threads = 128, .overlapping = overlaps_},
+             stream, "launch of merge_lse", p, partials, lse);
     }
     detail::sum_shape shape = shape_;
-    shape.lse = lse;
+    shape.lse = p.lse_complete ? nullptr : lse;
     shape.query_rows = query_rows;
-    sum_entry_<<<unsigned(sum_blocks_), sums::threads, sums::shared_bytes(shape, rows_), stream>>>(p, scorer, shape);
-    check(cudaGetLastError(), "launch of the score sums");
+    // Begun early it may read keys: what wrote them has ended before the merge lets it begin.
+    launch(sum_entry_,
+           {.blocks = unsigned(blocks_for(rows, sum_blocks_)),
+            .threads = unsigned(sum_threads_),
+            .shared_bytes = sum_shared_,
+            .overlapping = overlaps_ && merges},
+           stream, "launch of the score sums", p, scorer, shape);
   }
 
  private:
@@ -121,12 +129,66 @@ class attentive_score {
     lse_entry_ = detail::lse_entry<View, RowWarps, RowTiles, Stages>;
     lse_rows_held_ = kernel.rows_held;
     lse_shared_ = std::size_t(kernel.ring_bytes) + std::size_t(rows_) * sizeof(index_t);
-    lse_blocks_ = resident(lse_entry_, lse_shared_, device);
+    lse_blocks_ = resident(lse_entry_, lse_threads_, lse_shared_, device);
+  }
+
+  /// The one rule for which kernels score: those with products of four warps where the program has them for this device, and
+  /// query rows fill more than a quarter of them and are no more than they hold. 64 rows of 8 heads, 131,072 tokens: 149 us
+  /// against 210 (H200, CUDA 13.0). Lost to them: both passes in one launch that meets all blocks head by head and keeps three
+  /// quarters of the keys in shared memory reads K once, 281 MB, and takes 214 us: blocks wait 18 us a head for each other,
+  /// for queries and for sums.
+  static constexpr bool may_be_wide = !in_order && fits_wide_products<View::k_dim>;
+  bool fits_wide(const device_info& device) const {
+    if constexpr (!may_be_wide) {
+      return false;
+    } else {
+      if (query_rows_ <= wide_lse::rows_held / 4 || query_rows_ > wide_lse::rows_held) return false;
+      cudaFuncAttributes compiled;
+      check(cudaFuncGetAttributes(&compiled, detail::wide_lse_entry<View>), "cudaFuncGetAttributes");
+      // Code for another architecture holds an empty kernel of fewer threads.
+      if (compiled.maxThreadsPerBlock < wide_lse::threads) return false;
+      return std::max(wide_lse::shared_bytes(rows_), wide_sum::shared_bytes(rows_)) + wide_sum::fixed_bytes <=
+             std::size_t(device.shared_memory);
+    }
+  }
+  void take_wide(const device_info& device) {
+    if constexpr (may_be_wide) {
+      lse_entry_ = detail::wide_lse_entry<View>;
+      sum_entry_ = detail::wide_sum_entry<View, Scorer>;
+      lse_rows_held_ = wide_lse::rows_held;
+      lse_threads_ = wide_lse::threads, sum_threads_ = wide_sum::threads;
+      lse_shared_ = wide_lse::shared_bytes(rows_), sum_shared_ = wide_sum::shared_bytes(rows_);
+      lse_blocks_ = resident(lse_entry_, lse_threads_, lse_shared_, device);
+      sum_blocks_ = resident(sum_entry_, sum_threads_, sum_shared_, device);
+      overlaps_ = can_overlap(sum_entry_);
+    }
+  }
+  /// A block that goes on with another row waits for its queries and keys, as long as for about two units: where it costs no
+  /// more, so many blocks that rows of equal length end with one.
+  int blocks_for(index_t rows, int most) const {
+    if (!wide_ || rows < 1 || rows > most) return most;
+    const int aligned = int(rows) * (most / int(rows));
+    const index_t units = ceil_div(capacity_, index_t(wide_sum::tile));
+    return ceil_div(units, index_t(most / rows)) <= ceil_div(units * rows, index_t(most)) + 2 ? aligned : most;
+  }
+  void take_narrow(const device_info& device) {
+    with_lse_kernel([&](auto kernel) { take_lse(kernel, device); });
+    const index_t chunks = ceil_div(query_rows_, sums::chunk_rows);
+    const auto fits = [&] {
+      return sums::shared_bytes(shape_, rows_) + sums::fixed_bytes <= std::size_t(device.shared_memory);
+    };
+    shape_.chunks = int(chunks * sums::chunk_rows <= 256 ? chunks : 2);
+    shape_.stages = query_rows_ <= 64 ? 2 : 1;  // few rows: bound by memory
+    if (!fits()) shape_.stages = 1;
+    if (!fits()) shape_.chunks = std::min(shape_.chunks, 2);
+    sum_entry_ = detail::sum_entry<View, Scorer>;
+    sum_shared_ = sums::shared_bytes(shape_, rows_);
+    sum_blocks_ = resident(sum_entry_, sums::threads, sum_shared_, device);
   }
 
   /// Blocks that the machine holds at once; raises the kernel's shared memory limit.
   template <class Entry>
-  static int resident(Entry entry, std::size_t shared, const device_info& device) {
+  static int resident(Entry entry, int threads, std::size_t shared, const device_info& device) {
     cudaFuncAttributes compiled;
     check(cudaFuncGetAttributes(&compiled, entry), "cudaFuncGetAttributes");
     // All that there is: the limit belongs to the kernel, and another object may need more of it than this one.
@@ -135,7 +197,7 @@ class attentive_score {
             "split the batch");
     check(cudaFuncSetAttribute(entry, cudaFuncAttributeMaxDynamicSharedMemorySize, most), "cudaFuncSetAttribute");
     int blocks = 0;
-    check(cudaOccupancyMaxActiveBlocksPerMultiprocessor(&blocks, entry, 128, shared),
+    check(cudaOccupancyMaxActiveBlocksPerMultiprocessor(&blocks, entry, threads, shared),
           "cudaOccupancyMaxActiveBlocksPerMultiprocessor");
     return std::min(most_pieces, std::max(1, blocks) * device.multiprocessors);
   }
@@ -149,9 +211,11 @@ class attentive_score {
   // What was configured is what is launched: nvcc gives every source file a kernel of its own.
   void (*lse_entry_)(score_problem<View>, detail::lse_partials) = nullptr;
   void (*sum_entry_)(score_problem<View>, Scorer, detail::sum_shape) = nullptr;
-  std::size_t lse_shared_ = 0;
+  std::size_t lse_shared_ = 0, sum_shared_ = 0;
   index_t lse_rows_held_ = 1;
-  int lse_blocks_ = 1, sum_blocks_ = 1;
+  bool wide_ = false;
+  bool overlaps_ = false;  // the merge with the first pass, the second with the merge
+  int lse_threads_ = 128, sum_threads_ = sums::threads, lse_blocks_ = 1, sum_blocks_ = 1;
   detail::sum_shape shape_{};
 };
 

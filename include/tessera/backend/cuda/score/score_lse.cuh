@@ -4,6 +4,7 @@
 #include <cfloat>
 
 #include "../../../math/softmax_state.hpp"
+#include "../device/launch.cuh"
 #include "score_problem.cuh"
 
 TESSERA_NAMESPACE_BEGIN
@@ -32,6 +33,7 @@ struct lse_kernel {
   static constexpr int D = View::k_dim, warps = 4, threads = warps * 32, tile = 64;
   static constexpr int token_warps = warps / RowWarps, warp_tokens = tile / token_warps;
   static constexpr int rows_held = RowWarps * RowTiles * 16;
+  static_assert(rows_held <= threads, "tessera: a thread looks at one row of its block");
   static constexpr int pairs = warp_tokens >= 32 ? 2 : 1;  // of 16 tokens between two looks at the maximum
   static constexpr int row_bytes = score_rows_staged<D>().bytes(), stage_bytes = tile * row_bytes;
   static constexpr int ring_bytes = Stages * stage_bytes;
@@ -154,15 +156,6 @@ struct lse_kernel {
     state.clear();
   }
 
-  /// Whether the engine gives the log-sum-exps of all rows that this block holds. By all threads.
-  __device__ static bool all_given(const problem_type& p, const scored_head& at, index_t first_query) {
-    static_assert(rows_held <= threads, "tessera: a thread looks at one row of its block");
-    if (!p.lse.data) return false;
-    const index_t query = first_query + index_t(threadIdx.x);
-    const bool held = int(threadIdx.x) < rows_held && query < at.query_rows;
-    return !__syncthreads_or(held && !(at.given_lse(p, query) < infinity));
-  }
-
   __device__ static void run(const problem_type& p, const lse_partials& out) {
     extern __shared__ __align__(128) unsigned char memory[];
     __shared__ float2 meeting[warps][16];
@@ -186,7 +179,7 @@ struct lse_kernel {
       const index_t first_tile = (begin - row_begin) * split_tiles;
       const index_t last_tile = min((stop - row_begin) * split_tiles, ceil_div(at.tokens, tile));
       begin = stop;
-      if (first_of_block >= at.query_rows || all_given(p, at, first_of_block)) continue;
+      if (first_of_block >= at.query_rows || all_rows_given<rows_held>(p, at, first_of_block)) continue;
       const index_t oldest = at.position_of(first_of_block);
       const index_t newest = at.position_of(min(first_of_block + rows_held, at.query_rows) - 1);
 
@@ -252,6 +245,8 @@ __global__ void __launch_bounds__(128, View::k_dim <= 128 ? 3 : 2)
 template <class View>
 __global__ void __launch_bounds__(128)
     merge_lse_entry(const __grid_constant__ score_problem<View> p, lse_partials partials, float* lse) {
+  wait_for_earlier();
+  let_later_begin();
   const offset_t item = offset_t(blockIdx.x) * 4 + threadIdx.x / 32;
   const int lane = threadIdx.x % 32;
   const index_t row = index_t(item / partials.query_rows), query = index_t(item % partials.query_rows);

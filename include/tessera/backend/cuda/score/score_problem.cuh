@@ -25,6 +25,8 @@ struct score_problem {
   float* scores = nullptr;     ///< row = sequence * kv_heads + head, one float per slot
   const offset_t* offsets = nullptr;  ///< [rows], where a row's scores begin; null: row * row_stride
   offset_t row_stride = 0;
+  /// No row's log-sum-exp is missing from `lse`: each is taken as it stands, and the launches that look for others are left out.
+  bool lse_complete = false;
   bool accumulate = false;  ///< adds to what is there instead of writing over it
 
   TESSERA_HD float* score_row(index_t row) const { return scores + (offsets ? offsets[row] : row * row_stride); }
@@ -85,6 +87,15 @@ struct scored_head {
   }
 };
 
+/// Whether the engine gives the log-sum-exps of so many rows from the first on. By all threads of a block, at least as many.
+template <int Rows, class View>
+__device__ bool all_rows_given(const score_problem<View>& p, const scored_head& at, index_t first_query) {
+  if (!p.lse.data) return false;
+  const index_t query = first_query + index_t(threadIdx.x);
+  const bool held = int(threadIdx.x) < Rows && query < at.query_rows;
+  return !__syncthreads_or(held && !(at.given_lse(p, query) < infinity));
+}
+
 /// Positions of the ends of a run of tokens: they ascend, so the ends tell what queries at [oldest, newest] see of it.
 struct token_span {
   index_t first, last;
@@ -123,10 +134,11 @@ __device__ uint4 decoded_chunk(const Stored* from, float scale) {
   return make_uint4(pair[0], pair[1], pair[2], pair[3]);
 }
 
-/// A warp brings `Tokens` keys from slot `first` on as score_rows_staged lays them; zeros beyond the end. Raw rows are
-/// copied without waiting; encoded ones pass through registers and are there behind the warp's next barrier.
-template <int Tokens, class View>
-__device__ void stage_keys(const View& view, const scored_head& at, index_t first, std::uint32_t to, int lane) {
+/// A warp brings `Tokens` keys from slot `first` on, chunk by chunk where `place(token, chunk)` says; zeros beyond the end. Raw
+/// rows are copied without waiting; encoded ones pass through registers and are there behind the warp's next barrier.
+template <int Tokens, class View, class Place>
+__device__ __forceinline__ void stage_keys_at(const View& view, const scored_head& at, index_t first,
+                                              const Place& place, int lane) {
   using T = typename View::element_type;
   using stored = typename View::encoding_type::stored_type;
   constexpr int chunks = View::k_dim / 8;
@@ -137,15 +149,21 @@ __device__ void stage_keys(const View& view, const scored_head& at, index_t firs
   for (int i = 0; i < Tokens * chunks / 32; ++i) {
     const int id = i * 32 + lane, token = id / chunks, chunk = id % chunks;
     const stored* from = reinterpret_cast<const stored*>(__shfl_sync(~0u, row, token)) + chunk * 8;
-    const std::uint32_t place = to + score_rows_staged<View::k_dim>().place(token, chunk);
     const bool valid = first + token < at.tokens;
     if constexpr (View::is_raw) {
-      copy_async16(place, from, valid);
+      copy_async16(place(token, chunk), from, valid);
     } else {
       const float of_row = __shfl_sync(~0u, scale, token);
-      store_shared16(place, valid ? decoded_chunk<T>(from, of_row) : make_uint4(0, 0, 0, 0));
+      store_shared16(place(token, chunk), valid ? decoded_chunk<T>(from, of_row) : make_uint4(0, 0, 0, 0));
     }
   }
+}
+
+/// The same as score_rows_staged lays them.
+template <int Tokens, class View>
+__device__ void stage_keys(const View& view, const scored_head& at, index_t first, std::uint32_t to, int lane) {
+  const auto place = [to](int token, int chunk) { return to + score_rows_staged<View::k_dim>().place(token, chunk); };
+  stage_keys_at<Tokens>(view, at, first, place, lane);
 }
 
 }  // namespace detail

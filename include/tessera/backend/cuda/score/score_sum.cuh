@@ -12,11 +12,19 @@ namespace detail {
 
 /// Launch-time shape of the second pass.
 struct sum_shape {
-  const float* lse;  // [rows, query rows]
+  const float* lse;  // [rows, query rows]; null: the engine gives them all
   index_t query_rows, capacity;
   int chunks;  // of query rows that shared memory holds: all there are, or a ring of two
   int stages;  // of keys a warp stages ahead; its present keys are in registers
 };
+
+/// Where the log-sum-exp of a query row stands.
+template <class View>
+__device__ const float* lse_of_row(const score_problem<View>& p, const sum_shape& shape, const scored_head& at,
+                                   index_t row, index_t query) {
+  if (shape.lse) return shape.lse + offset_t(row) * shape.query_rows + query;
+  return p.lse.row(at.sequence, query / at.group, at.head * at.group + query % at.group);
+}
 
 /// Keys stay in registers and queries stream from shared memory, so a token's score is one warp's running sum: no partial
 /// results, and the cost of a row of queries does not depend on how many there are.
@@ -62,7 +70,7 @@ struct sum_kernel {
       const bool valid = query < at.query_rows;
       to.positions()[threadIdx.x] = valid ? at.position_of(query) : INT_MIN;
       if (valid)
-        copy_async4(shared_address(to.lse() + threadIdx.x), shape.lse + offset_t(row) * shape.query_rows + query);
+        copy_async4(shared_address(to.lse() + threadIdx.x), lse_of_row(p, shape, at, row, query));
       else
         to.lse()[threadIdx.x] = 0;
     }

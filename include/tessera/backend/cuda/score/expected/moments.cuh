@@ -4,17 +4,13 @@
 #include "../../../../core/query_statistics.hpp"
 #include "../../device/check.cuh"
 #include "../../device/memory.cuh"
-#include "../../device/mma.cuh"
+#include "wide_product.cuh"
 
 TESSERA_NAMESPACE_BEGIN
 namespace cuda {
 namespace detail {
 
 inline constexpr int moments_threads = 256, moments_blocks = 8;  // of a query head
-
-/// Whether the products of four warps take keys of D elements.
-template <int D>
-inline constexpr bool fits_wide_products = D == 64 || D == 128;
 
 /// Where channels lie in what score_expected reads. With products of four warps a lane's eight neighbouring channels come where
 /// products look for what one lane holds of two steps.

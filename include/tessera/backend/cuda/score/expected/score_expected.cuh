@@ -89,7 +89,7 @@ class score_expected {
       shared_bytes_ = Kernel::shared_bytes;
     };
     take(static_cast<const detail::expected_kernel_of<View, Scorer, false>*>(nullptr));
-    if constexpr (detail::fits_wide_products<D>)
+    if constexpr (fits_wide_products<D>)
       take(static_cast<const detail::expected_kernel_of<View, Scorer, true>*>(nullptr));
     check(cudaFuncSetAttribute(entry_, cudaFuncAttributeMaxDynamicSharedMemorySize, int(shared_bytes_)),
           "cudaFuncSetAttribute");

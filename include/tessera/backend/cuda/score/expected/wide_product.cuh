@@ -6,6 +6,10 @@
 TESSERA_NAMESPACE_BEGIN
 namespace cuda {
 
+/// Whether the products of four warps take keys of D elements.
+template <int D>
+inline constexpr bool fits_wide_products = D == 64 || D == 128;
+
 /// Products d [64, 64] of four neighbouring warps, the first of them a multiple of four, 16 rows each: a in registers as
 /// mma.cuh's, b [16, 64] in shared memory.
 template <class T>
