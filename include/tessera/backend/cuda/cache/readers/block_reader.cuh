@@ -36,8 +36,8 @@ class block_reader : public reader_without_index<Recipe> {
     const auto& layout = recipe.layout;
     const auto& read = recipe.retrieve;
     return {{read.scorer, read.selector, read.tokens, options.sequences, shape.kv_heads, shape.q_heads,
-             options.step_tokens, options.tokens, most_segments(layout, options.tokens), layout.rows.key_format(),
-             layout.rows.value_format(), device},
+             options.step_tokens, options.tokens, most_segments(layout, options.tokens),
+             segment_limits{layout.rows.key_format(), layout.rows.value_format(), read.selector.block}, device},
             ceil_div(read.tokens, read.selector.block) * read.selector.block};
   }
   void adopt(operation&& fitted) { step_ = std::move(fitted); }

@@ -80,21 +80,15 @@ struct packed_view {
 
 namespace detail {
 
-/// begins [count + 1] = how many units of `unit` rows (0: of each segment's block) lie before each segment of a (sequence, kv_head),
-/// and in all of them. By all threads of a block; ends with a barrier.
-template <class View>
-__device__ void fill_begins(const View& view, index_t sequence, index_t head, index_t count, index_t unit,
-                            index_t* begins) {
+/// begins [count + 1] = the sums of `units_of(i)` over what lies before each of `count` segments, and over all of them. By all threads
+/// of a block; ends with a barrier.
+template <class UnitsOf>
+__device__ __forceinline__ void fill_sums(index_t count, index_t* begins, const UnitsOf& units_of) {
   if (threadIdx.x < 32) {
     const int lane = int(threadIdx.x);
     index_t before = 0;
     for (index_t first = 0; first < count; first += 32) {
-      const index_t i = first + lane;
-      index_t units = 0;
-      if (i < count) {
-        const device_segment& segment = view.segment(sequence, i);
-        units = ceil_div(segment.rows[head], unit > 0 ? unit : segment.block);
-      }
+      const index_t i = first + lane, units = i < count ? units_of(i) : 0;
       const index_t sum = inclusive_sum(units, lane);
       if (i < count) begins[i] = before + sum - units;
       before += __shfl_sync(~0u, sum, 31);
@@ -102,6 +96,16 @@ __device__ void fill_begins(const View& view, index_t sequence, index_t head, in
     if (lane == 0) begins[count] = before;
   }
   __syncthreads();
+}
+
+/// The same of units of `unit` rows (0: of each segment's block) of a (sequence, kv_head).
+template <class View>
+__device__ __forceinline__ void fill_begins(const View& view, index_t sequence, index_t head, index_t count,
+                                            index_t unit, index_t* begins) {
+  fill_sums(count, begins, [&](index_t i) {
+    const device_segment& segment = view.segment(sequence, i);
+    return ceil_div(segment.rows[head], unit > 0 ? unit : segment.block);
+  });
 }
 
 }  // namespace detail
