@@ -17,6 +17,20 @@ enum class part { rotate, choose, attend, step };
 packed_format format_of(packed_element element, index_t group) { return {element, 96, group, 32, true}; }
 double row_bytes(const packed_format& format) { return double(format.row_bytes()); }
 
+/// How a segment is packed; segments of a sequence take turns.
+struct packing {
+  packed_format format;
+  index_t rows_of_block = block;
+};
+using packings = std::vector<packing>;
+/// What a search may make of four segments.
+packings searched() {
+  const auto of = [](index_t group, index_t kept) {
+    return packed_format{packed_element::bf16, 96, group, kept, true};
+  };
+  return {{of(1, 32), 8}, {of(4, 16), 16}, {of(2, 48), 4}, {of(2, 32), 16}};
+}
+
 whole_view rows_of(const bf16* from, index_t sequences, index_t tokens, const index_t* lengths) {
   whole_view view;
   view.k = from;
@@ -51,9 +65,9 @@ struct packed_memory {
   std::unique_ptr<buffer<cuda::device_segment>> table;
   index_t most;
 
-  packed_memory(index_t sequences, index_t context, const packed_format& format)
-      : k_basis(bases(format.channels)),
-        v_basis(bases(format.channels)),
+  packed_memory(index_t sequences, index_t context, const packings& ways)
+      : k_basis(bases(ways[0].format.channels)),
+        v_basis(bases(ways[0].format.channels)),
         counts(std::vector<index_t>(std::size_t(sequences), ceil_div(context, segment_tokens))),
         tails(std::vector<index_t>(std::size_t(sequences), tail)),
         first(std::vector<index_t>(std::size_t(sequences), context + tail - 1)),
@@ -61,14 +75,17 @@ struct packed_memory {
     std::vector<cuda::device_segment> made;
     for (index_t i = 0; i < sequences * most; ++i) {
       const index_t rows = std::min(segment_tokens, context - i % most * segment_tokens);
-      segments.push_back(std::make_unique<cuda::segment_memory>(format, format, block, kv_heads, rows));
+      const packing& way = ways[std::size_t(i % most) % ways.size()];
+      segments.push_back(
+          std::make_unique<cuda::segment_memory>(way.format, way.format, way.rows_of_block, kv_heads, rows));
       made.push_back(segments.back()->segment(k_basis.data(), v_basis.data()));
     }
     table = std::make_unique<buffer<cuda::device_segment>>(made);
     const index_t chunk = std::min(context, segment_tokens);
     const bf16* from = random_rows(std::size_t(sequences) * kv_heads * chunk * head_dim * 2);
-    const cuda::encode_rows<view_type> encode(block, format.channels);
     for (index_t s = 0; s < most; ++s) {
+      const packing& way = ways[std::size_t(s) % ways.size()];
+      const cuda::encode_rows<view_type> encode(way.rows_of_block, way.format.channels);
       cuda::encode_problem<view_type> problem;
       problem.view = view(from, sequences, chunk);
       problem.count = std::min(segment_tokens, context - s * segment_tokens);
@@ -85,19 +102,28 @@ struct packed_memory {
   }
 };
 
-/// One layer of a batch, `share` of 16 of its tokens read.
-prepared mosaic_step(index_t sequences, index_t context, index_t share, packed_element element, index_t group,
-                     part wanted) {
-  const packed_format format = format_of(element, group);
-  const double rows = double(sequences) * kv_heads, blocks = context / double(block), read = context * share / 16.0;
+/// One layer of a batch, `share` of 16 of its tokens read. `alike`: as the operation is told; else blocks are trimmed.
+prepared mosaic_step(index_t sequences, index_t context, index_t share, const packings& ways, bool alike, part wanted) {
+  const double rows = double(sequences) * kv_heads, read = context * share / 16.0, many = double(ways.size());
+  packed_format widest = ways[0].format;
+  index_t least_block = block;
+  double mean_bytes = 0, pair_bytes = 0, held_bytes = 0;  // of all means, of a row read, of a row stored
+  for (const packing& way : ways) {
+    const double bytes = row_bytes(way.format);
+    if (way.format.row_bytes() > widest.row_bytes()) widest = way.format;
+    least_block = std::min(least_block, way.rows_of_block);
+    mean_bytes += context / double(way.rows_of_block) * bytes / many;
+    pair_bytes += 2 * bytes / many;
+    held_bytes += (2 + 1.0 / way.rows_of_block) * bytes / many;
+  }
   const double rotations = ceil_div(context, segment_tokens) * 96.0 * head_dim * sizeof(float);
   prepared made;
-  if (wanted == part::choose || wanted == part::step) made.bytes += rows * blocks * row_bytes(format);
+  if (wanted == part::choose || wanted == part::step) made.bytes += rows * mean_bytes;
   if (wanted == part::rotate || wanted == part::step) made.bytes += rows * rotations;
   if (wanted == part::attend || wanted == part::step) {
-    made.bytes += rows * (read * 2 * row_bytes(format) + tail * 2.0 * head_dim * sizeof(bf16) + rotations);
+    made.bytes += rows * (read * pair_bytes + tail * 2.0 * head_dim * sizeof(bf16) + rotations);
   }
-  const int sets = input_sets(rows * context * (2 + 1.0 / block) * row_bytes(format));
+  const int sets = input_sets(rows * context * held_bytes);
   struct memory {
     std::vector<std::unique_ptr<packed_memory>> sets;
     buffer<float> out;
@@ -106,12 +132,12 @@ prepared mosaic_step(index_t sequences, index_t context, index_t share, packed_e
   const auto keep = std::make_shared<memory>(std::vector<std::unique_ptr<packed_memory>>{},
                                              std::size_t(sequences) * q_heads * head_dim,
                                              std::vector<std::unique_ptr<buffer<unsigned char>>>{});
-  for (int i = 0; i < sets; ++i) keep->sets.push_back(std::make_unique<packed_memory>(sequences, context, format));
+  for (int i = 0; i < sets; ++i) keep->sets.push_back(std::make_unique<packed_memory>(sequences, context, ways));
   const index_t most = keep->sets[0]->most;
   using step_type = cuda::decode_blocks<view_type, float>;
-  const auto step =
-      std::make_shared<step_type>(block_mean{}, whole_blocks{block}, index_t(read), sequences, kv_heads, q_heads, 1,
-                                  context, most, format, format, cuda::device_info::current());
+  const auto step = std::make_shared<step_type>(
+      block_mean{}, whole_blocks{block}, index_t(read), sequences, kv_heads, q_heads, 1, context, most,
+      cuda::segment_limits{widest, widest, least_block, alike}, cuda::device_info::current());
   const std::size_t tails = std::size_t(sequences) * kv_heads * tail * head_dim * 2;
   bf16* pool = random_rows(tails + std::size_t(sequences) * q_heads * head_dim);
   const auto problem_of = [=](int set) {
@@ -165,7 +191,7 @@ prepared encode(index_t tokens, encoding_part wanted) {
   const int sets = input_sets(given), count = launches(given, sets);
   const index_t room = wanted == encoding_part::tail ? tokens * count : tokens;  // one tail comes behind the other
   const auto keep = std::make_shared<memory>(
-      std::make_unique<packed_memory>(1, room, format), cuda::second_moments<view_type>{}, find,
+      std::make_unique<packed_memory>(1, room, packings{{format}}), cuda::second_moments<view_type>{}, find,
       cuda::second_moments<view_type>::workspace_bytes(kv_heads, tokens), find.workspace_bytes(layers * kv_heads * 2),
       std::size_t(layers) * kv_heads * 2 * 96 * head_dim, std::size_t(layers) * kv_heads * 2);
   prepared made;
@@ -209,23 +235,26 @@ prepared encode(index_t tokens, encoding_part wanted) {
 }
 
 const int registered = [] {
-  const auto cell = [](index_t sequences, const char* name, index_t context, index_t share, packed_element element,
-                       index_t group, const char* kind) {
+  const auto cell = [](index_t sequences, const char* name, index_t context, index_t share, const packings& ways,
+                       bool alike, const char* kind) {
     const std::string where =
         "mosaickv/B" + std::to_string(sequences) + "/" + name + "/" + (share == 1 ? "6.25" : "12.5") + "/" + kind + "/";
     const auto one = [=](const char* stage, part wanted) {
-      add(where + stage, [=] { return mosaic_step(sequences, context, share, element, group, wanted); });
+      add(where + stage, [=] { return mosaic_step(sequences, context, share, ways, alike, wanted); });
     };
     one("rotate", part::rotate), one("choose", part::choose), one("attend", part::attend), one("step", part::step);
   };
-  const auto bf = packed_element::bf16;
-  cell(4, "256K", 262144, 1, bf, 1, "bf16");
-  cell(4, "256K", 262144, 1, bf, 4, "bf16_group4");
-  cell(4, "256K", 262144, 1, packed_element::fp8, 1, "fp8");
-  cell(4, "256K", 262144, 2, bf, 1, "bf16");
-  cell(8, "128K", 131072, 1, bf, 1, "bf16");
-  cell(1, "256K", 262144, 1, bf, 1, "bf16");
-  cell(1, "64K", 65536, 1, bf, 1, "bf16");
+  const packings bf{{format_of(packed_element::bf16, 1)}};
+  cell(4, "256K", 262144, 1, bf, true, "bf16");
+  cell(4, "256K", 262144, 1, {{format_of(packed_element::bf16, 4)}}, true, "bf16_group4");
+  cell(4, "256K", 262144, 1, {{format_of(packed_element::fp8, 1)}}, true, "fp8");
+  cell(4, "256K", 262144, 2, bf, true, "bf16");
+  cell(8, "128K", 131072, 1, bf, true, "bf16");
+  cell(1, "256K", 262144, 1, bf, true, "bf16");
+  cell(1, "64K", 65536, 1, bf, true, "bf16");
+  cell(4, "256K", 262144, 1, bf, false, "bf16_trimmed");
+  cell(4, "256K", 262144, 1, searched(), false, "searched");
+  cell(1, "256K", 262144, 1, searched(), false, "searched");
   add("mosaickv/encode/64K/moments", [] { return encode(65536, encoding_part::moments); });
   add("mosaickv/encode/64K/bases", [] { return encode(65536, encoding_part::bases); });
   add("mosaickv/encode/64K/bases_of_32_layers", [] { return encode(65536, encoding_part::all_bases); });

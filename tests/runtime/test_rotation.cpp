@@ -1,6 +1,7 @@
 #include "catch.hpp"
 
 #include <tessera/runtime/eigen.hpp>
+#include <tessera/runtime/jacobi.hpp>
 
 #include "support/random.hpp"
 
@@ -120,4 +121,42 @@ TEST_CASE("channels that are chosen together become neighbours, by hand") {
   join(0, 6, 4);
   join(1, 4, 3);
   CHECK(group_channels(eight, 8, 4) == std::vector<index_t>{0, 2, 6, 7, 1, 3, 4, 5});
+}
+
+TEST_CASE("Jacobi's eigenvectors make the rotation that Eigen's make") {
+  support::rng random(405);
+  for (const index_t dim : {1, 2, 7, 64, 128}) {
+    for (const index_t rows : {index_t(1), dim / 2 + 1, 3 * dim}) {
+      CAPTURE(dim, rows);
+      const auto moment = random_moment(random, dim, rows);
+      const index_t found = std::min(rows, dim);  // the other directions are any
+      const auto right = rotation_of(moment, dim, found);
+      std::vector<double> values(static_cast<std::size_t>(dim)), vectors(moment.size());
+      find_eigenvectors_by_jacobi(moment.data(), dim, values.data(), vectors.data());
+      CHECK(std::is_sorted(values.begin(), values.end()));
+      std::vector<float> rotation(right.size());
+      find_rotation(moment, dim, found, "keys", rotation.data(),
+                    [](const double* matrix, index_t n, double* of, double* to) {
+                      find_eigenvectors_by_jacobi(matrix, n, of, to);
+                    });
+      double worst = 0, uneven = 0;
+      for (index_t c = 0; c < found; ++c) {
+        if (values[std::size_t(dim - 1 - c)] < 1e-6 * values.back()) break;  // too weak to have one direction
+        for (index_t d = 0; d < dim; ++d) {
+          const std::size_t at = std::size_t(c * dim + d);
+          worst = std::max(worst, std::abs(double(rotation[at]) - double(right[at])));
+        }
+      }
+      for (index_t a = 0; a < dim; ++a) {
+        for (index_t b = 0; b <= a; ++b) {
+          double sum = 0;
+          for (index_t d = 0; d < dim; ++d)
+            sum += vectors[std::size_t(a * dim + d)] * vectors[std::size_t(b * dim + d)];
+          uneven = std::max(uneven, std::abs(sum - (a == b ? 1.0 : 0.0)));
+        }
+      }
+      CHECK(worst < 1e-4);
+      CHECK(uneven < 1e-12);
+    }
+  }
 }

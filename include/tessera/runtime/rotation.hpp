@@ -45,11 +45,10 @@ std::vector<double> second_moment(index_t count, index_t dim, const Load& load) 
 /// largest first. Each is turned so that its largest component is positive (the first of several), so that the same
 /// rows always give the same rotation.
 /// Errors   a second moment with NaN or infinity: tessera::error.
-template <class Real>
+/// solve(matrix, dim, values, vectors) does what `find_eigenvectors` does.
+template <class Real, class Solve>
 void find_rotation(const std::vector<Real>& moment, index_t dim, index_t channels, const std::string& of,
-                   float* rotation) {
-  static_assert(eigenvectors_included<Real>,
-                "tessera: a recipe whose rows are rotated needs Eigen's solver; include tessera/runtime/eigen.hpp");
+                   float* rotation, const Solve& solve) {
   for (index_t i = 0; i < dim * dim; ++i) {
     const Real x = moment[std::size_t(i)];
     if (x - x == 0) continue;
@@ -57,7 +56,7 @@ void find_rotation(const std::vector<Real>& moment, index_t dim, index_t channel
          x, "a finite number", "keep NaN and infinity out of keys and values, or scale them");
   }
   std::vector<Real> values(static_cast<std::size_t>(dim)), vectors(static_cast<std::size_t>(dim * dim));
-  find_eigenvectors(moment.data(), dim, values.data(), vectors.data());
+  solve(moment.data(), dim, values.data(), vectors.data());
   for (index_t c = 0; c < channels; ++c) {
     const Real* from = vectors.data() + offset_t(dim - 1 - c) * dim;
     index_t top = 0;
@@ -67,6 +66,16 @@ void find_rotation(const std::vector<Real>& moment, index_t dim, index_t channel
     const Real sign = from[top] < 0 ? -1 : 1;
     for (index_t d = 0; d < dim; ++d) rotation[offset_t(c) * dim + d] = float(sign * from[d]);
   }
+}
+/// The same by Eigen's solver.
+template <class Real>
+void find_rotation(const std::vector<Real>& moment, index_t dim, index_t channels, const std::string& of,
+                   float* rotation) {
+  static_assert(eigenvectors_included<Real>,
+                "tessera: a recipe whose rows are rotated needs Eigen's solver; include tessera/runtime/eigen.hpp");
+  find_rotation(moment, dim, channels, of, rotation, [](const Real* matrix, index_t n, Real* values, Real* vectors) {
+    find_eigenvectors(matrix, n, values, vectors);
+  });
 }
 
 namespace detail {

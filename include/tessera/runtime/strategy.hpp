@@ -32,11 +32,16 @@ class strategy_search {
   /// Errors   rows with NaN or infinity: tessera::error.
   template <class Load>
   void add(index_t count, index_t dim, index_t left, const std::string& of, const Load& load) {
-    std::vector<float> basis(std::size_t(offset_t(left) * dim)), turned(basis.size());
+    std::vector<float> basis(std::size_t(offset_t(left) * dim));
     find_rotation(second_moment(count, dim, load), dim, left, of, basis.data());
+    add(count, dim, left, basis.data(), load);
+  }
+  /// The same where their rotation, basis [left, dim], is known.
+  template <class Load>
+  void add(index_t count, index_t dim, index_t left, const float* basis, const Load& load) {
+    std::vector<float> turned(std::size_t(offset_t(left) * dim));
     for (index_t c = 0; c < left; ++c) {
-      for (index_t d = 0; d < dim; ++d)
-        turned[std::size_t(offset_t(d) * left + c)] = basis[std::size_t(offset_t(c) * dim + d)];
+      for (index_t d = 0; d < dim; ++d) turned[std::size_t(offset_t(d) * left + c)] = basis[offset_t(c) * dim + d];
     }
     std::vector<float> rows(std::size_t(offset_t(count) * left), 0.0f), given(static_cast<std::size_t>(dim));
     std::vector<double> energy(std::size_t(count), 0.0);

@@ -51,11 +51,7 @@ struct packed_step {
     using view_type = typename packed_batch<T, D, Dv>::view_type;
     const index_t heads = batch.heads(), q_heads = heads * group, sequences = batch.sequences();
     const std::size_t out_rows = std::size_t(sequences * tokens * q_heads);
-    packed_format k = batch.plan(0).k, v = batch.plan(0).v;
-    for (index_t s = 0; s < batch.view().most_segments; ++s) {
-      if (batch.plan(s).k.row_bytes() > k.row_bytes()) k = batch.plan(s).k;
-      if (batch.plan(s).v.row_bytes() > v.row_bytes()) v = batch.plan(s).v;
-    }
+    const auto [k, v, block, alike] = limits();
     const auto device = cuda::device_info::current();
     const cuda::rotate_queries<view_type> rotate(sequences, heads, q_heads, tokens, batch.view().most_segments);
     const cuda::attend_packed<view_type, Out, Tile> attend(sequences, heads, q_heads, tokens,
@@ -157,14 +153,16 @@ struct packed_step {
     CHECK(worst_lse < 1e-3);
   }
 
+  /// Units of 0 rows are the segment's blocks.
+  index_t rows_of_unit(index_t s, index_t unit) const { return unit > 0 ? unit : batch.plan(s).block; }
   std::vector<index_t> slots_of(index_t b, const std::vector<index_t>* list, index_t unit) const {
     std::vector<index_t> slots;
     index_t first_unit = 0, begin = 0;
     for (index_t s = 0; s < batch.segments(b); ++s) {
-      const index_t rows = batch.plan(s).rows, units = ceil_div(rows, unit);
+      const index_t rows = batch.plan(s).rows, each = rows_of_unit(s, unit), units = ceil_div(rows, each);
       for (index_t u = 0; u < units; ++u) {
         if (list && !std::binary_search(list->begin(), list->end(), first_unit + u)) continue;
-        for (index_t i = u * unit; i < std::min(rows, (u + 1) * unit); ++i) slots.push_back(begin + i);
+        for (index_t i = u * each; i < std::min(rows, (u + 1) * each); ++i) slots.push_back(begin + i);
       }
       first_unit += units, begin += rows;
     }
@@ -177,7 +175,8 @@ struct packed_step {
     for (index_t lane = 0; lane < batch.sequences() * batch.heads(); ++lane) {
       lists.emplace_back();
       index_t units = 0;
-      for (index_t s = 0; s < batch.segments(lane / batch.heads()); ++s) units += ceil_div(batch.plan(s).rows, unit);
+      for (index_t s = 0; s < batch.segments(lane / batch.heads()); ++s)
+        units += ceil_div(batch.plan(s).rows, rows_of_unit(s, unit));
       for (index_t u = 0; lane > 0 && u < units; ++u) {
         if (draw(0, 99) < percent) lists.back().push_back(u);
       }
@@ -185,16 +184,30 @@ struct packed_step {
     return lists;
   }
 
-  /// The whole step: which blocks it chooses, and what it writes. Budgets are in tokens.
+  cuda::segment_limits limits() const {
+    cuda::segment_limits made{batch.plan(0).k, batch.plan(0).v, batch.plan(0).block};
+    for (index_t s = 0; s < batch.view().most_segments; ++s) {
+      const segment_plan& plan = batch.plan(s);
+      if (plan.k.row_bytes() > made.k.row_bytes()) made.k = plan.k;
+      if (plan.v.row_bytes() > made.v.row_bytes()) made.v = plan.v;
+      made.alike = made.alike && plan.block == batch.plan(0).block;
+      made.least_block = std::min(made.least_block, plan.block);
+    }
+    return made;
+  }
+
+  /// The whole step: which blocks it chooses, and what it writes. Budgets are in tokens; `block`: of every segment, or 0.
   void check_decoding(index_t block, index_t budget) {
     using view_type = typename packed_batch<T, D, Dv>::view_type;
     const index_t heads = batch.heads(), q_heads = heads * group, sequences = batch.sequences();
-    const index_t most = batch.view().most_segments, wanted = ceil_div(budget, block);
+    const index_t most = batch.view().most_segments;
     index_t capacity = 0;
     for (index_t s = 0; s < most; ++s) capacity += batch.plan(s).rows;
-    const cuda::decode_blocks<view_type, float> decode(block_mean{}, whole_blocks{block}, budget, sequences, heads,
-                                                       q_heads, tokens, capacity, most, batch.plan(0).k,
-                                                       batch.plan(0).v, cuda::device_info::current());
+    auto known = limits();
+    known.alike = block > 0;
+    const cuda::decode_blocks<view_type, float> decode(block_mean{}, whole_blocks{block > 0 ? block : 8}, budget,
+                                                       sequences, heads, q_heads, tokens, capacity, most, known,
+                                                       cuda::device_info::current());
     const std::size_t out_rows = std::size_t(sequences * tokens * q_heads);
     buffer<unsigned char> work(decode.workspace_bytes());
     buffer<float> out(out_rows * Dv), lse(out_rows);
@@ -219,22 +232,25 @@ struct packed_step {
     std::vector<std::vector<index_t>> lists;
     for (index_t lane = 0; lane < sequences * heads; ++lane) {
       index_t blocks = 0;
-      for (index_t s = 0; s < batch.segments(lane / heads); ++s) blocks += ceil_div(batch.plan(s).rows, block);
+      for (index_t s = 0; s < batch.segments(lane / heads); ++s)
+        blocks += ceil_div(batch.plan(s).rows, batch.plan(s).block);
       const index_t count = cuda::downloaded(problem.chosen.counts + lane, 1)[0];
-      CHECK(count == std::min(blocks, wanted));
+      if (block > 0) CHECK(count == std::min(blocks, ceil_div(budget, block)));
       lists.push_back(cuda::downloaded(problem.chosen.row(lane), std::size_t(count)));
       CHECK(std::is_sorted(lists.back().begin(), lists.back().end()));
       if (count == 0) continue;
       CHECK(lists.back().front() == 0);
       CHECK(lists.back().back() == blocks - 1);
-      check_best(lane, lists.back());
+      check_best(lane, lists.back(), budget);
     }
     compare(got, got_lse, lists, block, 1.2e-2);
   }
-  /// No block between the first and the last that was left scores better than one that was chosen.
-  void check_best(index_t lane, const std::vector<index_t>& chosen) const {
+  /// No block between the first and the last that was left scores better than one that was chosen, and no more were than the budget asks
+  /// for.
+  void check_best(index_t lane, const std::vector<index_t>& chosen, index_t budget) const {
     const index_t b = lane / batch.heads(), h = lane % batch.heads();
     numbers scores;
+    std::vector<index_t> sizes;
     double size = 0;
     for (index_t s = 0; s < batch.segments(b); ++s) {
       numbers sum(std::size_t(batch.plan(s).k.channels), 0.0);
@@ -244,6 +260,7 @@ struct packed_step {
       }
       for (index_t block = 0; block < ceil_div(batch.plan(s).rows, batch.plan(s).block); ++block) {
         const numbers mean = batch.mean(b, s, h, block).values;
+        sizes.push_back(std::min(batch.plan(s).block, batch.plan(s).rows - block * batch.plan(s).block));
         scores.push_back(std::inner_product(sum.begin(), sum.end(), mean.begin(), 0.0));
         size = std::max(size, std::abs(scores.back()));
       }
@@ -256,6 +273,15 @@ struct packed_step {
         most = std::max(most, scores[std::size_t(i)]);
     }
     CHECK(most <= least + 1e-5 * size);
+    index_t held = 0,
+            best = sizes.front() + (sizes.size() > 1 ? sizes.back() : 0);  // rows; and those that surely belong
+    for (const index_t i : chosen) {
+      held += sizes[std::size_t(i)];
+      const bool inside = i > 0 && i + 1 < index_t(scores.size());
+      if (inside && scores[std::size_t(i)] > least + 1e-5 * size) best += sizes[std::size_t(i)];
+    }
+    CHECK(held >= std::min(budget, batch.packed(b)));
+    if (chosen.size() > 2) CHECK(best < budget);
   }
 
   void check_scores(row_reduction reduce) {

@@ -122,6 +122,6 @@ TEST_CASE("a decode step over packed rows refuses a budget under two blocks") {
   using decode = cuda::decode_blocks<view_type, float>;
   const packed_format format = format_of(as_bf16, 48, 1, 16);
   CHECK_THROWS_WITH(
-      decode(block_mean{}, whole_blocks{8}, 15, 1, 1, 1, 1, 64, 1, format, format, cuda::device_info::current()),
+      decode(block_mean{}, whole_blocks{8}, 15, 1, 1, 1, 1, 64, 1, {format, format, 8}, cuda::device_info::current()),
       contains("budget is 15; expected at least two blocks"));
 }

@@ -115,6 +115,20 @@ class cache_answers {
   }
   /// The most bytes of rows that were ever in use at one time, all sequences together.
   offset_t most_bytes() const { return store_.most_bytes(); }
+  /// Of rows whose segments' strategies are searched: what has come of it, and the thread that searches. `search_on`
+  /// gives another one, before the first step; copies of a cache share it. Where it was stopped, caches go on with the
+  /// strategies that they have.
+  strategy_report strategies(index_t id) const requires searching_layout<layout> {
+    conversations_.at(id);
+    return store_.searches().report(id);
+  }
+  const std::shared_ptr<background>& searcher() const requires searching_layout<layout> {
+    return store_.searches().worker();
+  }
+  void search_on(std::shared_ptr<background> worker) requires searching_layout<layout> {
+    store_.searches().use(std::move(worker));
+  }
+
   /// Distinct bytes of stored K, V and scores, of candidates and index, that the last decode step of a sequence touched,
   /// all layers. Synchronises.
   offset_t bytes_read(index_t id) const {

@@ -152,6 +152,7 @@ class cache_parts : public cache_answers<Recipe, Out> {
   /// Room for a step in every layer, or in none.
   void make_step_room(const place_list& places, const batch& step, cudaStream_t stream) {
     slide(places, stream);
+    store_.settle(step.ids, stream);
     store_.plan_packing(places, 0, stream);
     for (const auto& [layer, id] : places) {
       if (roles_.follows_recipe(layer)) reading_.require_fits(layer, id, store_, step.tokens);

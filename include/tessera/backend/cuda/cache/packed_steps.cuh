@@ -31,8 +31,8 @@ class attention<packed_view<Whole>, packed_view<Whole>, Out> {
               const device_info& device)
         : tokens(tokens_at_once),
           rotate(sequences, shape.kv_heads, shape.q_heads, tokens, most),
-          attend(sequences, shape.kv_heads, shape.q_heads, tokens, most, layout.rows.key_format(),
-                 layout.rows.value_format(), device),
+          attend(sequences, shape.kv_heads, shape.q_heads, tokens, most, formats_of(layout, 0).widest_k,
+                 formats_of(layout, 0).widest_v, device),
           rotating(rotate.workspace_bytes()),
           attending(attend.workspace_bytes()) {}
     void run(const packed_problem<view_type, Out>& problem, cudaStream_t stream) const {

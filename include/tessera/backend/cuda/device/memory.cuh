@@ -63,14 +63,7 @@ class device_buffer {
   device_buffer() = default;
   explicit device_buffer(std::size_t count) : count_(count), source_(detail::memory_source_of_thread()) {
     if (count == 0) return;
-    data_ = static_cast<T*>(source_.allocate(source_.context, bytes()));
-    if (!data_) {
-      std::size_t free = 0, total = 0;
-      check(cudaMemGetInfo(&free, &total), "cudaMemGetInfo");
-      fail("device memory", std::to_string((bytes() >> 20) + 1) + " MiB more",
-           "the " + std::to_string(free >> 20) + " MiB that are free of " + std::to_string(total >> 20),
-           "lower tokens, sequences or rows of the cache, or free memory on the device");
-    }
+    allocate();
     try {
       check(cudaMemset(data_, 0, bytes()), "cudaMemset");
       check(cudaStreamSynchronize(nullptr), "cudaStreamSynchronize");  // streams of the caller's need not wait for it
@@ -95,12 +88,29 @@ class device_buffer {
   ~device_buffer() {
     if (data_) source_.release(source_.context, data_, bytes());
   }
+  /// With any contents: no stream is waited for.
+  static device_buffer not_cleared(std::size_t count) {
+    device_buffer made;
+    made.count_ = count;
+    if (count > 0) made.allocate();
+    return made;
+  }
 
   T* data() const { return data_; }
   std::size_t size() const { return count_; }
   std::size_t bytes() const { return count_ * sizeof(T); }
 
  private:
+  void allocate() {
+    data_ = static_cast<T*>(source_.allocate(source_.context, bytes()));
+    if (data_) return;
+    std::size_t free = 0, total = 0;
+    check(cudaMemGetInfo(&free, &total), "cudaMemGetInfo");
+    fail("device memory", std::to_string((bytes() >> 20) + 1) + " MiB more",
+         "the " + std::to_string(free >> 20) + " MiB that are free of " + std::to_string(total >> 20),
+         "lower tokens, sequences or rows of the cache, or free memory on the device");
+  }
+
   T* data_ = nullptr;
   std::size_t count_ = 0;
   memory_source source_ = detail::memory_source_of_thread();

@@ -263,6 +263,7 @@ class kv_store {
   }
 
   /// What rows have to become when a prompt or steps have ended: of a plain store nothing. See packed/packed_store.cuh.
+  void settle(const std::vector<index_t>&, cudaStream_t) {}
   void plan_packing(const place_list&, index_t, cudaStream_t) {}
   void commit_packing(cudaStream_t) {}
   void observe_prompt(index_t, index_t, const rows_view<const T>&, cudaStream_t) {}

@@ -25,7 +25,10 @@ struct packed_problem {
   rows_view<float> lse;  ///< [sequences, tokens, q_heads]; data null: not wanted
   selection_view
       chosen;  ///< of units, row = sequence * kv_heads + head; indices null: everything; whole rows are always read
-  index_t unit = 1;  ///< rows of a unit; every segment begins with a new one
+  index_t unit = 1;  ///< rows of a unit, 0: of each segment's block; every segment begins with a new one
+  /// [sequences * kv_heads, most_segments + 1], where each segment's units begin in `chosen`, so that splits are equally long though
+  /// units are not; null: splits have equally many units.
+  const index_t* chosen_begins = nullptr;
 };
 
 namespace detail {
@@ -55,7 +58,7 @@ class packed_part {
     first_row_ = index_t(blockIdx.z) * query_rows_together;
     row_begin_ = reinterpret_cast<index_t*>(shared + shape.begins);
     unit_begin_ = row_begin_ + p.view.most_segments + 1;
-    unit_shift_ = (p.unit & (p.unit - 1)) == 0 ? __ffs(int(p.unit)) - 1 : -1;
+    chosen_row_begin_ = unit_begin_ + p.view.most_segments + 1;
     if (threadIdx.x < query_rows_together) {
       reinterpret_cast<index_t*>(shared + shape.positions)[threadIdx.x] = position_of(first_row_ + int(threadIdx.x));
     }
@@ -68,21 +71,33 @@ class packed_part {
     fill_begins(p_.view, sequence_, head_, count, p_.unit, unit_begin_);
     wait();
     const index_t* list = p_.chosen.indices ? p_.chosen.row(lane_row_) : nullptr;
-    const index_t units = list ? p_.chosen.counts[lane_row_] : unit_begin_[count];
-    const index_t tile_units = max(1, tile_tokens / p_.unit);
-    const index_t each = ceil_div(ceil_div(units, to_.splits), tile_units) * tile_units;
-    index_t first = min(split * each, units);
-    const index_t last = min(first + each, units), lane = index_t(threadIdx.x) % 32;
+    const index_t* begins = p_.chosen_begins;
+    if (begins) {
+      begins += offset_t(lane_row_) * (p_.view.most_segments + 1);
+      fill_sums(count, chosen_row_begin_, [&](index_t s) { return (begins[s + 1] - begins[s]) * unit_of_segment(s); });
+    }
+    // With `begins` the split's first and last chosen row; else units.
+    const index_t all = begins ? chosen_row_begin_[count] : list ? p_.chosen.counts[lane_row_] : unit_begin_[count];
+    const index_t together = begins ? tile_tokens : max(1, tile_tokens / max(p_.unit, 1));
+    const index_t each = ceil_div(ceil_div(all, to_.splits), together) * together;
+    index_t first = min(split * each, all);
+    const index_t last = min(first + each, all), lane = index_t(threadIdx.x) % 32;
     if (first >= last) return;
-    const index_t lowest = list ? list[first] : first, highest = list ? list[last - 1] : last - 1;
+    const bool searches = list && !begins;
+    const index_t lowest = searches ? list[first] : first, highest = searches ? list[last - 1] : last - 1;
     for (index_t s = 0; s < count && first < last; ++s) {
-      const index_t limit = unit_begin_[s + 1];
+      const index_t limit = begins ? chosen_row_begin_[s + 1] : unit_begin_[s + 1];
       if (limit <= lowest) continue;
-      const index_t end =
-          highest < limit ? last
-          : list ? first + first_where_in_warp(last - first, lane, [&](index_t i) { return list[first + i] >= limit; })
-                 : limit;
-      if (end > first) attend_units(s, list, first, end, split + s);
+      const index_t end = highest < limit ? last
+                          : searches      ? first + first_where_in_warp(last - first, lane,
+                                                                        [&](index_t i) { return list[first + i] >= limit; })
+                                          : limit;
+      index_t begin_unit = first, end_unit = end;
+      if (begins) {
+        const index_t unit = unit_of_segment(s), before = chosen_row_begin_[s];
+        begin_unit = begins[s] + ceil_div(first - before, unit), end_unit = begins[s] + ceil_div(end - before, unit);
+      }
+      if (end_unit > begin_unit) attend_units(s, list, begin_unit, end_unit, split + s);
       first = end;
     }
   }
@@ -143,9 +158,16 @@ class packed_part {
     return row < to_.rows ? p_.first_position[sequence_] + row / group_ : no_index;
   }
 
+  __device__ __forceinline__ index_t unit_of_segment(index_t s) const {
+    return p_.unit > 0 ? p_.unit : p_.view.segment(sequence_, s).block;
+  }
+
   __device__ __forceinline__ void attend_units(index_t s, const index_t* list, index_t first, index_t last,
                                                index_t part) {
     const device_segment& segment = p_.view.segment(sequence_, s);
+    const index_t unit_rows = unit_of_segment(s);
+    const int unit_shift =
+        (unit_rows & (unit_rows - 1)) == 0 ? __ffs(int(unit_rows)) - 1 : -1;  // below 0: no power of 2
     const raw_rows keys(segment.k, head_), values(segment.v, head_);
     const int k_walk = tile_walk_of<D>(segment.k.format), v_walk = tile_walk_of<Dv>(segment.v.format);
     const int k_kept = int(segment.k.format.kept), v_kept = int(segment.v.format.kept);
@@ -157,15 +179,15 @@ class packed_part {
     for (int i = lane; i < memory::warp_weights / 16; i += 32) {
       reinterpret_cast<uint4*>(weights)[i] = make_uint4(0, 0, 0, 0);  // of rows that are not there
     }
-    const index_t rows = row_begin_[s + 1] - row_begin_[s], tokens = (last - first) * p_.unit;
+    const index_t rows = row_begin_[s + 1] - row_begin_[s], tokens = (last - first) * unit_rows;
     const auto unit_of = [&](index_t token) -> index_t {  // below 0: none
       if (token >= tokens) return no_index;
-      const index_t i = first + (unit_shift_ >= 0 ? token >> unit_shift_ : token / p_.unit);
+      const index_t i = first + (unit_shift >= 0 ? token >> unit_shift : token / unit_rows);
       return list ? list[i] : i;
     };
     const index_t before = unit_begin_[s];
     const auto row_of = [&](index_t token, index_t unit) -> index_t {  // in the segment; below 0: none
-      const index_t row = (unit - before) * p_.unit + (unit_shift_ >= 0 ? token & (p_.unit - 1) : token % p_.unit);
+      const index_t row = (unit - before) * unit_rows + (unit_shift >= 0 ? token & (unit_rows - 1) : token % unit_rows);
       return unit >= 0 && row < rows ? row : no_index;
     };
     // Rows that are not there have the bits of the first one, and zeros.
@@ -340,8 +362,7 @@ class packed_part {
   const memory& shape_;
   unsigned char* shared_;
   index_t lane_row_, sequence_, head_, group_, first_row_;
-  index_t *row_begin_, *unit_begin_;
-  int unit_shift_;  // of a unit that is a power of two; below 0: it is none
+  index_t *row_begin_, *unit_begin_, *chosen_row_begin_;
 };
 
 template <class View, class Tile, class Out>

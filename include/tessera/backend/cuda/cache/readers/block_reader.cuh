@@ -35,10 +35,12 @@ class block_reader : public reader_without_index<Recipe> {
                 const device_info& device) const {
     const auto& layout = recipe.layout;
     const auto& read = recipe.retrieve;
+    const segment_formats formats = formats_of(layout, read.selector.block);
+    const index_t most_block = formats.alike ? formats.block : std::max(formats.block, strategy_blocks.front());
     return {{read.scorer, read.selector, read.tokens, options.sequences, shape.kv_heads, shape.q_heads,
-             options.step_tokens, options.tokens, most_segments(layout, options.tokens), layout.rows.key_format(),
-             layout.rows.value_format(), device},
-            ceil_div(read.tokens, read.selector.block) * read.selector.block};
+             options.step_tokens, options.tokens, most_segments(layout, options.tokens),
+             segment_limits{formats.widest_k, formats.widest_v, formats.least_block, formats.alike}, device},
+            ceil_div(read.tokens, formats.block) * formats.block + (formats.alike ? 0 : 2 * most_block)};
   }
   void adopt(operation&& fitted) { step_ = std::move(fitted); }
 

@@ -2,6 +2,7 @@
 #pragma once
 
 #include <algorithm>
+#include <optional>
 #include <string>
 
 #include "../../../../selector/top_tokens.hpp"
@@ -9,45 +10,59 @@
 #include "../../attend/packed/packed_attention.cuh"
 #include "../../choose/top_k.cuh"
 #include "block_scores.cuh"
+#include "trim_blocks.cuh"
 
 TESSERA_NAMESPACE_BEGIN
 namespace cuda {
 
+/// What is known of segments before there are any.
+struct segment_limits {
+  packed_format k, v;   ///< the longest rows and the most channels that one has
+  index_t least_block;  ///< of any segment
+  bool alike = true;    ///< all have blocks of the selector's size, and whole ones, but for the last
+};
+
 /// Reads `tokens` packed rows of each kv_head, rounded up to whole blocks, the first and the last block of the sequence among them, and
 /// all whole rows; one choice over all segments of a (sequence, kv_head).
 ///
-/// Every segment has blocks of the selector's size, and whole ones, but for the last: so the number of blocks that are read is known
-/// before. Of those that follow, `run` is all; `choose` and `attend` are its halves.
+/// Where segments' blocks are alike the number of blocks that are read is known before. Else as many are chosen as might be needed, and
+/// trimmed to the tokens. Of those that follow, `run` is all; `choose` and `attend` are its halves.
 /// Errors   before the launch: a budget under two blocks, more rows than it was made for.
-/// Cost     five launches (queries, scores, choice, attention, merge). Recordable: lengths are read on the device.
+/// Cost     five launches (queries, scores, choice, attention, merge), and one where blocks differ. Recordable: lengths are read on the
+///          device.
 template <class View, class Out, class Tile = typename View::element_type>
 class decode_blocks {
   using T = typename View::element_type;
 
  public:
-  /// `capacity`: the most packed rows of a (sequence, kv_head) that may come; `k`, `v`: the formats with the longest
-  /// rows and the most channels.
+  /// `capacity`: the most packed rows of a (sequence, kv_head) that may come.
   decode_blocks(const block_mean& scorer, const whole_blocks& selector, index_t tokens, index_t sequences,
                 index_t kv_heads, index_t q_heads, index_t step_tokens, index_t capacity, index_t most_segments,
-                const packed_format& k, const packed_format& v, const device_info& device)
+                const segment_limits& limits, const device_info& device)
       : scorer_(scorer),
         block_(checked_block(selector, tokens)),
+        tokens_(tokens),
         lanes_(sequences * kv_heads),
+        most_segments_(most_segments),
         // Segments begin with new blocks, so that each may have one that is not whole.
-        capacity_((ceil_div(capacity, block_) + most_segments + 3) / 4 * 4),
-        read_(std::min(ceil_div(tokens, block_), capacity_)),
+        capacity_((ceil_div(capacity, limits.least_block) + most_segments + 3) / 4 * 4),
+        read_(std::min(limits.alike ? ceil_div(tokens, block_)
+                                    : trim_blocks<View>::most_chosen(tokens, limits.least_block, most_segments),
+                       capacity_)),
         rotate_(sequences, kv_heads, q_heads, step_tokens, most_segments),
         score_(capacity_, most_segments),
         select_(top_tokens{}, lanes_, capacity_, tuned(lanes_, capacity_, read_, device)),
-        attend_(sequences, kv_heads, q_heads, step_tokens, most_segments, k, v, device) {}
+        attend_(sequences, kv_heads, q_heads, step_tokens, most_segments, limits.k, limits.v, device) {
+    if (!limits.alike) trim_.emplace(lanes_, read_, most_segments, device);
+  }
 
-  std::size_t workspace_bytes() const { return place(5); }
+  std::size_t workspace_bytes() const { return place(7); }
 
   void run(packed_problem<View, Out> problem, void* workspace, cudaStream_t stream) const {
     const rotated_rows rotated = choose(problem, workspace, stream);
     attend(problem, rotated, workspace, stream);
   }
-  /// Sets the problem's `chosen` and `unit`; they lie in the workspace.
+  /// Sets the problem's `chosen`, `unit` and `chosen_begins`; they lie in the workspace.
   rotated_rows choose(packed_problem<View, Out>& problem, void* workspace, cudaStream_t stream) const {
     const rotated_rows rotated = rotate(problem, workspace, stream);
     auto* scores = at<float>(workspace, 2);
@@ -63,7 +78,13 @@ class decode_blocks {
     select.rows = problem.view.whole.sequences * problem.view.whole.kv_heads;
     select_.run(select, nullptr, stream);
     problem.chosen = select.chosen();
-    problem.unit = block_;
+    problem.unit = trim_ ? 0 : block_;
+    problem.chosen_begins = trim_ ? at<index_t>(workspace, 5) : nullptr;
+    if (trim_) {
+      trim_->run(
+          {problem.view, scores, capacity_, tokens_, select.out, read_, select.counts, at<index_t>(workspace, 5)},
+          at<unsigned char>(workspace, 6), stream);
+    }
     return rotated;
   }
   rotated_rows rotate(const packed_problem<View, Out>& problem, void* workspace, cudaStream_t stream) const {
@@ -89,12 +110,17 @@ class decode_blocks {
     selector.check_budget("budget", tokens);
     return selector.block;
   }
-  /// Where array i begins: attention's, rotated queries, scores, chosen blocks, their numbers.
+  /// Where array i begins: attention's, rotated queries, scores, chosen blocks, their numbers, where segments begin among them, and
+  /// what trims them.
   std::size_t place(int i) const {
     const std::size_t lanes = std::size_t(lanes_);
-    const std::size_t bytes[] = {attend_.workspace_bytes(), rotate_.workspace_bytes(),
+    const std::size_t bytes[] = {attend_.workspace_bytes(),
+                                 rotate_.workspace_bytes(),
                                  array_bytes<float>(lanes * std::size_t(capacity_)),
-                                 array_bytes<index_t>(lanes * std::size_t(read_)), array_bytes<index_t>(2 * lanes)};
+                                 array_bytes<index_t>(lanes * std::size_t(read_)),
+                                 array_bytes<index_t>(2 * lanes),
+                                 trim_ ? array_bytes<index_t>(lanes * std::size_t(most_segments_ + 1)) : 0,
+                                 trim_ ? trim_->workspace_bytes() : 0};
     std::size_t begin = 0;
     for (int j = 0; j < i; ++j) begin += padded(bytes[j]);
     return begin;
@@ -105,10 +131,11 @@ class decode_blocks {
   }
 
   block_mean scorer_;
-  index_t block_, lanes_, capacity_, read_;
+  index_t block_, tokens_, lanes_, most_segments_, capacity_, read_;
   rotate_queries<View> rotate_;
   score_blocks<View> score_;
   select_slots<top_tokens> select_;
+  std::optional<trim_blocks<View>> trim_;  // where blocks differ
   attend_packed<View, Out, Tile> attend_;
 };
 

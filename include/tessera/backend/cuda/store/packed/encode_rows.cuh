@@ -107,7 +107,7 @@ __device__ void pack_vector(const packed_format& format, const packed_vectors& t
     thread_choice<D>(row, int(format.groups()), int(format.group)).choose(kept / int(format.group), chosen);
 #pragma unroll
     for (int j = 0; j < words; ++j) {
-      if (j < bit_words(format)) to.bits[to.row(head, i) * bit_words(format) + j] = chosen[j];
+      if (j < bit_words(format)) to.own_bits_of(head, i)[j] = chosen[j];
     }
   } else {
     const std::uint32_t* set = to.bits_of(head, i);
@@ -236,13 +236,16 @@ class encode_rows {
   static_assert(View::whole_type::is_raw && sizeof(T) == 2, "tessera: the device packs raw rows of fp16 and bf16");
 
  public:
-  /// `block`: of the segments; 0: no means. `channels`: the most that a vector has in them.
-  explicit encode_rows(index_t block, index_t channels = std::max(View::k_dim, View::v_dim))
+  /// `block`: of the segments, or where theirs differ a multiple of each; 0: no means. `channels`: the most that a vector has in them.
+  /// `least_block`: of any segment; 0: `block`.
+  explicit encode_rows(index_t block, index_t channels = std::max(View::k_dim, View::v_dim), index_t least_block = 0)
       : stride_(int(ceil_div(channels, 8) * 8) | 1) {  // odd: a thread a row reads its channels without a conflict
     require(block >= 0 && block <= detail::largest_encoded_block, "block", block,
             "at most " + std::to_string(detail::largest_encoded_block), "take shorter blocks");
     // A block's rows lie in one thread block, and each of its threads has a row or a mean.
-    chunk_rows_ = block > 0 ? detail::encoding_threads / (block + 1) * block : detail::encoding_threads;
+    const index_t least = least_block > 0 ? least_block : block;
+    chunk_rows_ = block > 0 ? detail::encoding_threads / (least + 1) * least / block * block : detail::encoding_threads;
+    require(chunk_rows_ > 0, "block", block, "one that a thread block holds with its means", "take shorter blocks");
     entry_ = detail::encode_rows_entry<View>;
     overlaps_ = can_overlap(entry_);
     check(

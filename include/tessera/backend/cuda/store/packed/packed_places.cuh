@@ -1,6 +1,7 @@
 // The memory of packed rows of every (layer, sequence) on the device, and the tables by which kernels find their segments.
 #pragma once
 
+#include <algorithm>
 #include <memory>
 #include <utility>
 #include <vector>
@@ -17,6 +18,9 @@ struct segment_formats {
   int k_dim = 0, v_dim = 0;
   index_t block = 0;  ///< rows whose mean key lies beside them; 0: none
   bool rotates = false;
+  packed_format widest_k = k, widest_v = v;  ///< the longest rows that a segment may have, of as many channels
+  index_t least_block = block;               ///< of any segment
+  bool alike = true;                         ///< all are made by `k`, `v` and `block`
 
   offset_t k_basis() const { return rotates ? offset_t(k.channels) * k_dim : 0; }  ///< floats of one head
   offset_t v_basis() const { return rotates ? offset_t(v.channels) * v_dim : 0; }
@@ -28,7 +32,9 @@ using segment_sets = std::shared_ptr<const device_buffer<std::uint32_t>>;
 
 /// What the host knows of a segment.
 struct segment_record {
-  index_t first_row = 0, rows = 0, first_block = 0;
+  index_t first_row = 0, rows = 0, slot = 0;  ///< slot: where the device counts its rows, its own while it is there
+  packed_format k{}, v{};
+  index_t block = 0;
   segment_bases bases{};  ///< null: as the engine hands vectors over
   const float *k_basis = nullptr, *v_basis = nullptr;
   segment_sets sets{};  ///< null: every row has bits
@@ -37,19 +43,44 @@ struct segment_record {
 
 namespace detail {
 
-/// A new segment, the place's last one: empty.
+/// A segment comes to its place in the table, with so many rows; of `counted` segments that there are.
 template <int Threads>
 __global__ void __launch_bounds__(Threads)
-    put_segment_entry(device_segment* to, const __grid_constant__ device_segment made, index_t kv_heads, index_t* count,
-                      index_t counted) {
+    put_segment_entry(device_segment* to, const __grid_constant__ device_segment made, index_t kv_heads, index_t rows,
+                      index_t* count, index_t counted) {
   if (threadIdx.x == 0) *to = made, *count = counted;
-  for (index_t h = index_t(threadIdx.x); h < kv_heads; h += Threads) made.rows[h] = 0;
+  for (index_t h = index_t(threadIdx.x); h < kv_heads; h += Threads) made.rows[h] = rows;
+}
+
+/// Copies what vectors of one kind hold of a head, words of 32 bits; by all blocks of a row of the grid.
+template <int Threads>
+__device__ void copy_vectors(const packed_vectors& from, const packed_vectors& to, index_t head, index_t rows) {
+  const auto copy = [&](const void* source, void* target, offset_t words) {
+    for (offset_t i = offset_t(blockIdx.x) * Threads + threadIdx.x; i < words; i += offset_t(gridDim.x) * Threads)
+      static_cast<std::uint32_t*>(target)[i] = static_cast<const std::uint32_t*>(source)[i];
+  };
+  const packed_format& format = to.format;
+  copy(from.values_of(head, 0), to.values_of(head, 0), offset_t(rows) * value_stride(format.value_bytes()) / 4);
+  if (format.own_bits) copy(from.own_bits_of(head, 0), to.own_bits_of(head, 0), offset_t(rows) * bit_words(format));
+  if (format.scaled()) copy(from.scales + from.row(head, 0), to.scales + to.row(head, 0), rows);
+}
+
+/// A segment that was made elsewhere comes to its window. blockIdx: part, head, kind.
+template <int Threads>
+__global__ void __launch_bounds__(Threads)
+    move_segment_entry(const __grid_constant__ device_segment from, const __grid_constant__ device_segment to,
+                       index_t rows, index_t blocks) {
+  const index_t head = index_t(blockIdx.y);
+  if (blockIdx.z == 0) copy_vectors<Threads>(from.k, to.k, head, rows);
+  if (blockIdx.z == 1) copy_vectors<Threads>(from.v, to.v, head, rows);
+  if (blockIdx.z == 2 && to.block > 0) copy_vectors<Threads>(from.means, to.means, head, blocks);
 }
 
 }  // namespace detail
 
 /// Rows of a place lie one behind the other in planes that have room for `tokens` of every kv_head; segments are windows of them, so that
-/// the last one grows where it lies. Means likewise: a segment begins with a new block. Heads of a place are equally long.
+/// the last one grows where it lies. Means likewise: a segment begins with a new block. Heads of a place are equally long. Windows have room
+/// for the longest rows, so that a segment that is packed anew fits where it lay.
 ///
 /// Memory   all of it when made, but for bases and sets. Copies are independent; they share bases, which nobody writes twice.
 class packed_places {
@@ -61,10 +92,10 @@ class packed_places {
         sequences_(sequences),
         heads_(kv_heads),
         most_(most_segments),
-        k_(formats.k, places() * std::size_t(kv_heads), tokens),
-        v_(formats.v, places() * std::size_t(kv_heads), tokens),
-        means_(formats.k, places() * std::size_t(kv_heads),
-               formats.block > 0 ? ceil_div(tokens, formats.block) + most_segments : 0),
+        k_(formats.widest_k, places() * std::size_t(kv_heads), tokens),
+        v_(formats.widest_v, places() * std::size_t(kv_heads), tokens),
+        means_(formats.widest_k, places() * std::size_t(kv_heads),
+               formats.block > 0 ? ceil_div(tokens, formats.least_block) : 0),
         table_(places() * std::size_t(most_segments)),
         counts_(places()),
         rows_(table_.size() * std::size_t(kv_heads)),
@@ -101,10 +132,7 @@ class packed_places {
     const auto& all = segments(layer, id);
     return all.empty() ? 0 : all.back().first_row + all.back().rows;
   }
-  index_t blocks(index_t layer, index_t id) const {
-    const auto& all = segments(layer, id);
-    return all.empty() || formats_.block == 0 ? 0 : all.back().first_block + blocks_of(all.back().rows);
-  }
+  static index_t blocks(const segment_record& of) { return of.block > 0 ? ceil_div(of.rows, of.block) : 0; }
 
   /// Sets where a view finds the segments of one sequence of a layer, or of the batch that the step table gathered.
   template <class View>
@@ -122,13 +150,14 @@ class packed_places {
   /// Begins a segment; `more` rows of it follow. It knows its bases and sets, and where its rows lie is set here.
   void begin_segment(index_t layer, index_t id, segment_record record, cudaStream_t stream) {
     const std::size_t at = place(layer, id);
-    record.first_row = rows(layer, id), record.first_block = blocks(layer, id), record.rows = 0;
     auto& all = records_[at];
+    record.first_row = rows(layer, id), record.rows = 0, record.slot = 0;
+    const auto taken = [&](index_t slot) {
+      return std::any_of(all.begin(), all.end(), [&](const segment_record& one) { return one.slot == slot; });
+    };
+    while (taken(record.slot)) ++record.slot;
     all.push_back(std::move(record));
-    detail::put_segment_entry<128><<<1, 128, 0, stream>>>(table_.data() + at * std::size_t(most_) + all.size() - 1,
-                                                          segment(at, all.size() - 1), heads_, counts_.data() + at,
-                                                          index_t(all.size()));
-    check(cudaGetLastError(), "launch of put_segment");
+    put(at, all.size() - 1, stream);
   }
   /// Notes that the last segment took rows.
   void took(index_t layer, index_t id, index_t rows) { records_[place(layer, id)].back().rows += rows; }
@@ -138,15 +167,35 @@ class packed_places {
     check(cudaMemsetAsync(counts_.data() + place(layer, id), 0, sizeof(index_t), stream), "cudaMemsetAsync");
   }
 
+  /// One segment takes the place of segments `first` to `last` - 1: `made` is it in other memory, their rows in the record's formats, and
+  /// stays until the copy is done. Whoever reads segments on the stream afterwards sees it.
+  void replace_segments(index_t layer, index_t id, std::size_t first, std::size_t last, segment_record record,
+                        const device_segment& made, cudaStream_t stream) {
+    const std::size_t at = place(layer, id);
+    auto& all = records_[at];
+    record.first_row = all[first].first_row, record.slot = all[first].slot, record.rows = 0;
+    for (std::size_t i = first; i < last; ++i) record.rows += all[i].rows;
+    all[first] = std::move(record);
+    all.erase(all.begin() + offset_t(first) + 1, all.begin() + offset_t(last));
+    detail::move_segment_entry<256><<<dim3(32, unsigned(heads_), 3), 256, 0, stream>>>(
+        made, segment(at, first), all[first].rows, blocks(all[first]));
+    check(cudaGetLastError(), "launch of move_segment");
+    const std::size_t end = last - first > 1 ? all.size() : first + 1;
+    for (std::size_t i = first; i < end; ++i) put(at, i, stream);
+  }
+
   /// Of rows and means of one place.
   offset_t bytes(index_t layer, index_t id) const {
-    return heads_ * (rows(layer, id) * row_bytes() + blocks(layer, id) * mean_bytes() +
-                     offset_t(segments(layer, id).size()) * basis_bytes());
+    offset_t total = 0;
+    for (const segment_record& one : segments(layer, id))
+      total += one.rows * row_bytes(one) + mean_bytes(one) + basis_bytes();
+    return heads_ * total;
   }
   /// Of all memory for rows and means.
   offset_t bytes() const { return k_.bytes() + v_.bytes() + means_.bytes(); }
-  offset_t row_bytes() const { return bytes_of(formats_.k) + bytes_of(formats_.v); }
-  offset_t mean_bytes() const { return formats_.block > 0 ? bytes_of(formats_.k) : 0; }
+  static offset_t row_bytes(const segment_record& of) { return bytes_of(of.k) + bytes_of(of.v); }
+  /// Of the means of one head.
+  static offset_t mean_bytes(const segment_record& of) { return blocks(of) * bytes_of(of.k); }
   /// Of one head.
   offset_t k_basis_bytes() const { return formats_.k_basis() * offset_t(sizeof(float)); }
   /// And of the sets that its rows share.
@@ -156,7 +205,7 @@ class packed_places {
   }
 
  private:
-  /// Rows of one kind: [lanes, capacity].
+  /// Rows of one kind: [lanes, capacity], of `format` or shorter ones.
   struct planes {
     packed_format format;
     index_t capacity;
@@ -170,16 +219,18 @@ class packed_places {
           bits(of.own_bits ? lanes * std::size_t(tokens) * std::size_t(bit_words(of)) : 0),
           scales(of.scaled() ? lanes * std::size_t(tokens) : 0) {}
     offset_t bytes() const { return offset_t(values.bytes() + bits.bytes() + scales.bytes()); }
-    /// From row `first` of a lane on.
-    packed_vectors from(std::size_t lane, index_t first) const {
-      const offset_t row = offset_t(lane) * capacity + first;
-      return {format,
+    /// From row `first` of a lane on: of rows of another format.
+    packed_vectors from(std::size_t lane, index_t first, const packed_format& made) const {
+      const offset_t row = offset_t(lane) * capacity + first, stride = value_stride(format.value_bytes());
+      return {made,
               capacity,
-              values.data() + row * value_stride(format.value_bytes()),
+              values.data() + row * stride,
               format.own_bits ? bits.data() + row * bit_words(format) : nullptr,
               format.scaled() ? scales.data() + row : nullptr,
               nullptr,
-              nullptr};
+              nullptr,
+              capacity * stride,
+              offset_t(capacity) * bit_words(format)};
     }
   };
   static offset_t set_bytes(const packed_format& format) { return format.own_bits ? 0 : bit_words(format) * 4; }
@@ -191,8 +242,6 @@ class packed_places {
   std::size_t place(index_t layer, index_t id) const {
     return std::size_t(layer) * std::size_t(sequences_) + std::size_t(id);
   }
-  index_t blocks_of(index_t rows) const { return formats_.block > 0 ? ceil_div(rows, formats_.block) : 0; }
-
   template <class View>
   void point(View& view, std::size_t first) const {
     view.segments = table_.data() + first * std::size_t(most_);
@@ -202,14 +251,22 @@ class packed_places {
   device_segment segment(std::size_t at, std::size_t i) const {
     const segment_record& record = records_[at][i];
     const std::size_t lane = at * std::size_t(heads_);
-    device_segment made{k_.from(lane, record.first_row), v_.from(lane, record.first_row),
-                        means_.from(lane, record.first_block), formats_.block,
-                        rows_.data() + (at * std::size_t(most_) + i) * std::size_t(heads_)};
+    const index_t first_mean = formats_.block > 0 ? record.first_row / formats_.least_block : 0;  // which divides it
+    device_segment made{k_.from(lane, record.first_row, record.k), v_.from(lane, record.first_row, record.v),
+                        means_.from(lane, first_mean, record.k), record.block,
+                        rows_.data() + (at * std::size_t(most_) + std::size_t(record.slot)) * std::size_t(heads_)};
     made.k.basis = made.means.basis = record.k_basis;
     made.v.basis = record.v_basis;
     made.k.set = made.means.set = record.k_set;
     made.v.set = record.v_set;
     return made;
+  }
+  void put(std::size_t at, std::size_t i, cudaStream_t stream) {
+    const auto& all = records_[at];
+    detail::put_segment_entry<128><<<1, 128, 0, stream>>>(table_.data() + at * std::size_t(most_) + i, segment(at, i),
+                                                          heads_, all[i].rows, counts_.data() + at,
+                                                          index_t(all.size()));
+    check(cudaGetLastError(), "launch of put_segment");
   }
   void point_table_here() {
     std::vector<device_segment> all(table_.size());

@@ -18,6 +18,8 @@
 #include "../../../../layout/stored.hpp"
 #include "../../../../runtime/layer_roles.hpp"
 #include "../kv_store.cuh"
+#include "../searched/possible_segments.cuh"
+#include "../searched/segment_searches.cuh"
 #include "drop_oldest.cuh"
 #include "encode_rows.cuh"
 #include "head_sets.cuh"
@@ -25,25 +27,6 @@
 
 TESSERA_NAMESPACE_BEGIN
 namespace cuda {
-
-/// Where the rows of a packing layout lie that are not packed.
-template <packing_layout Layout>
-using whole_layout = stored<typename Layout::rows_type::whole_rows, typename Layout::placement_type>;
-
-/// Segments that a conversation of at most `tokens` tokens may have: those of its prompts, each cut at its own end.
-template <packing_layout Layout>
-index_t most_segments(const Layout& layout, index_t tokens) {
-  return ceil_div(tokens, layout.rows.segment) + 1 + tokens / Layout::rows_type::own_segment_tokens;
-}
-template <packing_layout Layout>
-segment_formats formats_of(const Layout& layout, index_t block) {
-  return {layout.rows.key_format(),
-          layout.rows.value_format(),
-          Layout::k_dim,
-          Layout::v_dim,
-          block,
-          Layout::rows_type::basis_type::rotates};
-}
 
 /// Answers as the plain store does. New tokens are whole rows, in a plain store; `plan_packing` finds what is due and its bases,
 /// `commit_packing` puts it into segments. Layers that do not follow the recipe never pack. Nothing is dropped from segments: heads are
@@ -85,11 +68,12 @@ class kv_store<Layout> {
         with_(with),
         whole_(layers, sequences, kv_heads, tokens, rows, with, where),
         packing_(packing_layers(layers, *roles)),
-        packed_(formats_of(layout, with.mean_block),
-                index_t(std::count_if(packing_.begin(), packing_.end(), [](index_t at) { return at >= 0; })), sequences,
-                kv_heads, tokens, most_segments(layout, tokens)),
+        packed_(formats_of(layout, with.mean_block), packing_count(), sequences, kv_heads, tokens,
+                most_segments(layout, tokens)),
         sets_(packed_.formats(), layers, sequences, kv_heads, Layout::window),
-        encode_(with.mean_block, std::max(packed_.formats().k.channels, packed_.formats().v.channels)),
+        searches_(layout.rows, packed_.formats(), packing_count(), sequences, kv_heads, packed_.most_segments()),
+        encode_(encoded_block(layout, with.mean_block),
+                std::max(packed_.formats().k.channels, packed_.formats().v.channels), packed_.formats().least_block),
         left_slots_(std::size_t(kv_heads) * std::size_t(rows_.tail.tail)),
         left_counts_(std::size_t(kv_heads)) {
     if constexpr (rows_type::basis_type::rotates) {
@@ -180,12 +164,14 @@ class kv_store<Layout> {
       const std::size_t held = packed_.segments(packing(layer), id).size();
       const bool begins = held == 0 || prompt >= rows_type::own_segment_tokens;
       const index_t share = begins && prompt > 0 ? rows_.segment : due;
-      require(!begins || index_t(held) + ceil_div(due, share) <= packed_.most_segments(), "segments of a sequence",
+      const bool joins = !begins && searches_.joins(packing(layer), id, packed_.segments(packing(layer), id));
+      require(joins || index_t(held) + ceil_div(due, share) <= packed_.most_segments(), "segments of a sequence",
               index_t(held) + ceil_div(due, share), "at most " + std::to_string(packed_.most_segments()),
               "raise cache_options::tokens");
       made.places.push_back({layer, id});
       made.left.push_back({{whole - due, offset_t(heads_) * (whole - due)}, {}});
       made.due.push_back(due), made.shares.push_back(begins ? share : 0);
+      made.before.push_back(begins ? std::vector<rows_before>{} : searches_.room(due));
       for (index_t first = 0; begins && first < due; first += share) {
         own.push_back({view(layer, id), layer, first, std::min(share, due - first)});
       }
@@ -212,12 +198,24 @@ class kv_store<Layout> {
       const index_t due = made.due[i], share = made.shares[i] > 0 ? made.shares[i] : due;
       for (index_t first = 0; first < due; first += share) {
         const index_t count = std::min(share, due - first);
-        if (made.shares[i] > 0) begin_segment(made, own++, layer, id, first, count, stream);
+        const auto& all = packed_.segments(packing(layer), id);
+        if (made.shares[i] > 0) {
+          begin_segment(made, own++, layer, id, first, count, stream);
+        } else if (!searches_.joins(packing(layer), id, all)) {
+          packed_.begin_segment(packing(layer), id, searches_.like(packing(layer), id, all), stream);
+        }
         encode_problem<view_type> problem{view(layer, id), first, count};
-        problem.segment = index_t(packed_.segments(packing(layer), id).size()) - 1;
+        problem.segment = index_t(all.size()) - 1;
         encode_.run(problem, stream);
+        searches_.noted(problem.view, packing(layer), id, problem.segment, all.back().slot, all.back().rows, first,
+                        count, stream);
         packed_.took(packing(layer), id, count);
       }
+      if (made.shares[i] > 0)
+        searches_.ended(packing(layer), id, packed_.segments(packing(layer), id).size());
+      else
+        searches_.joined(view(layer, id), packing(layer), id, 0, due, made.before[i], stream);
+      searches_.mark(id, stream);
       if (made.prompt_ends) {
         whole_.keep(layer, id, {newest(layer, id, made.left[i].longest, stream), made.left[i]}, stream);
       } else {
@@ -230,8 +228,22 @@ class kv_store<Layout> {
     }
   }
 
+  /// Between two steps, or before a turn's first chunk: segments of these sequences that were searched take their places, and others end before
+  /// what steps have filled joins them.
+  void settle(const std::vector<index_t>& ids, cudaStream_t stream) {
+    for (const index_t id : ids) {
+      bool due = false;
+      for (index_t layer = 0; layer < index_t(packing_.size()); ++layer)
+        due = due || (packs(layer) && rows_.tail.packed_after_step(whole_.bound(layer, id).longest) > 0);
+      searches_.settle(id, packed_, due, stream);
+    }
+  }
+  segment_searches<Layout, view_type>& searches() { return searches_; }
+  const segment_searches<Layout, view_type>& searches() const { return searches_; }
+
   void clear(index_t id, cudaStream_t stream) {
     whole_.clear(id, stream);
+    searches_.clear(id);
     for (const index_t at : packing_) {
       if (at < 0) continue;
       packed_.clear(at, id, stream);
@@ -253,12 +265,13 @@ class kv_store<Layout> {
   /// The slots of chosen blocks, and those behind them.
   std::vector<index_t> slots_of_blocks(index_t layer, index_t id, const std::vector<index_t>& blocks) const {
     std::vector<index_t> slots;
-    const index_t block = with_.mean_block;
+    index_t first_block = 0;
     for (const segment_record& segment : packed_.segments(packing(layer), id)) {
       for (index_t row = 0; row < segment.rows; ++row) {
-        if (std::binary_search(blocks.begin(), blocks.end(), segment.first_block + row / block))
+        if (std::binary_search(blocks.begin(), blocks.end(), first_block + row / segment.block))
           slots.push_back(segment.first_row + row);
       }
+      first_block += packed_places::blocks(segment);
     }
     const token_bound held = bound(layer, id);
     for (index_t slot = packed_rows_of(layer, id); slot < held.longest; ++slot) slots.push_back(slot);
@@ -266,20 +279,23 @@ class kv_store<Layout> {
   }
 
   offset_t bytes(index_t layer, index_t id) const {
-    return whole_.bytes(layer, id) + (packs(layer) ? packed_.bytes(packing(layer), id) : 0);
+    if (!packs(layer)) return whole_.bytes(layer, id);
+    return whole_.bytes(layer, id) + packed_.bytes(packing(layer), id) + searches_.bytes(packing(layer), id);
   }
   offset_t most_bytes() const { return whole_.most_bytes() + packed_.bytes(); }
-  /// Of one head of which a step attends `attended` tokens: rows and, as if some of every segment were attended, bases; means and
-  /// the bases of keys besides where blocks are scored, which the device does whatever the budget.
+  /// Of one head of which a step attends `attended` tokens: rows, as if they were of the segment with the longest, and, as if some of every
+  /// segment were attended, bases; means and the bases of keys besides where blocks are scored, which the device does whatever the budget.
   offset_t step_bytes(index_t layer, index_t id, offset_t attended) const {
     const offset_t whole = std::min<offset_t>(attended, always_read(layer, id));
     offset_t total = whole * whole_layout<Layout>::token_bytes();
     if (!packs(layer) || attended == whole) return total;
-    const offset_t segments = offset_t(packed_.segments(packing(layer), id).size());
-    total += (attended - whole) * packed_.row_bytes() + segments * packed_.basis_bytes();
-    if (with_.mean_block > 0)
-      total += packed_.blocks(packing(layer), id) * packed_.mean_bytes() + segments * packed_.k_basis_bytes();
-    return total;
+    offset_t longest = 0;
+    for (const segment_record& one : packed_.segments(packing(layer), id)) {
+      longest = std::max(longest, packed_places::row_bytes(one));
+      total += packed_.basis_bytes();
+      if (with_.mean_block > 0) total += packed_places::mean_bytes(one) + packed_.k_basis_bytes();
+    }
+    return total + (attended - whole) * longest;
   }
 
  private:
@@ -288,6 +304,7 @@ class kv_store<Layout> {
     place_list places, ended;          // with rows that are due; whose prompts end
     std::vector<kept_bound> left;      // of the whole rows, by place
     std::vector<index_t> due, shares;  // rows; and those of a segment of their own, 0: they join the last one
+    std::vector<std::vector<rows_before>> before;  // by place: where rows that join others are kept
     bool prompt_ends = false;
     segment_bases bases;  // of all segments that begin
     std::shared_ptr<device_buffer<std::uint32_t>> sets;
@@ -295,10 +312,6 @@ class kv_store<Layout> {
 
   static void require_packable(const Layout& layout, index_t block) {
     const rows_type& rows = layout.rows;
-    if constexpr (rows_type::strategy_type::searches) {
-      require(!rows.strategy.searched(), "strategy", "searched", "fixed on the device",
-              "take the CPU's cache to search");
-    }
     for (const packed_format& format : {rows.key_format(), rows.value_format()}) {
       require(format.element != (std::is_same_v<T, bf16> ? packed_element::fp16 : packed_element::bf16), "element",
               "the other type of 16 bits", "same, fp8 or int4 on the device",
@@ -319,6 +332,9 @@ class kv_store<Layout> {
     for (index_t layer = 0; layer < layers; ++layer) at.push_back(roles.follows_recipe(layer) ? next++ : no_index);
     return at;
   }
+  index_t packing_count() const {
+    return index_t(std::count_if(packing_.begin(), packing_.end(), [](index_t at) { return at >= 0; }));
+  }
   index_t packing(index_t layer) const { return packing_[std::size_t(layer)]; }
   bool packs(index_t layer) const { return packing(layer) >= 0; }
   index_t packed_rows_of(index_t layer, index_t id) const {
@@ -329,6 +345,7 @@ class kv_store<Layout> {
   void begin_segment(const packing_plan& made, index_t own, index_t layer, index_t id, index_t first, index_t count,
                      cudaStream_t stream) {
     segment_record begun;
+    begun.k = packed_.formats().k, begun.v = packed_.formats().v, begun.block = packed_.formats().block;
     if (made.sets) {
       std::uint32_t* sets = made.sets->data() + std::size_t(own) * sets_.each();
       sets_.choose(view(layer, id), packing(layer), id, first, count, sets, stream);
@@ -357,6 +374,7 @@ class kv_store<Layout> {
   std::vector<index_t> packing_;  // by layer: its number among those that pack, or none
   packed_places packed_;
   head_sets<view_type> sets_;
+  segment_searches<Layout, view_type> searches_;
   encode_rows<view_type> encode_;
   std::optional<find_segment_bases<view_type>> bases_;
   device_buffer<index_t> left_slots_, left_counts_;

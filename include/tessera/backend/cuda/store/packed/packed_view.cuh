@@ -18,22 +18,27 @@ TESSERA_HD inline index_t bit_words(const packed_format& format) { return ceil_d
 TESSERA_HD constexpr index_t whole_channels(index_t channels) { return (channels + 15) / 16 * 16; }
 
 /// Vectors of one kind in a segment: keys, values, or the mean keys of blocks. Planes are [kv_heads, capacity] rows; a row is
-/// `value_stride` bytes of values, `bit_words` words of bits, and a scale where the format has scales.
+/// `value_stride` bytes of values, `bit_words` words of bits, and a scale where the format has scales. Heads may stand further apart
+/// than their rows need: see `packed_places`.
 struct packed_vectors {
   packed_format format;
-  index_t capacity = 0;
+  index_t capacity = 0;  ///< rows of a head: from one head's scales to the next one's
   std::byte* values = nullptr;
-  std::uint32_t* bits = nullptr;       ///< null where all rows of a head share `set`
-  float* scales = nullptr;             ///< null where rows have none
-  const std::uint32_t* set = nullptr;  ///< [kv_heads, bit_words]
-  const float* basis = nullptr;        ///< [kv_heads, channels, dim]; null: as the engine hands vectors over
+  std::uint32_t* bits = nullptr;          ///< null where all rows of a head share `set`
+  float* scales = nullptr;                ///< null where rows have none
+  const std::uint32_t* set = nullptr;     ///< [kv_heads, bit_words]
+  const float* basis = nullptr;           ///< [kv_heads, channels, dim]; null: as the engine hands vectors over
+  offset_t value_lane = 0, bit_lane = 0;  ///< from one head to the next one, in bytes and in words
 
   TESSERA_HD offset_t row(index_t head, index_t i) const { return offset_t(head) * capacity + i; }
   TESSERA_HD std::byte* values_of(index_t head, index_t i) const {
-    return values + row(head, i) * value_stride(format.value_bytes());
+    return values + head * value_lane + offset_t(i) * value_stride(format.value_bytes());
+  }
+  TESSERA_HD std::uint32_t* own_bits_of(index_t head, index_t i) const {
+    return bits + head * bit_lane + offset_t(i) * bit_words(format);
   }
   TESSERA_HD const std::uint32_t* bits_of(index_t head, index_t i) const {
-    return format.own_bits ? bits + row(head, i) * bit_words(format) : set + offset_t(head) * bit_words(format);
+    return format.own_bits ? own_bits_of(head, i) : set + offset_t(head) * bit_words(format);
   }
   TESSERA_HD const float* basis_of(index_t head, int dim) const {
     return basis ? basis + offset_t(head) * format.channels * dim : nullptr;
@@ -80,21 +85,15 @@ struct packed_view {
 
 namespace detail {
 
-/// begins [count + 1] = how many units of `unit` rows (0: of each segment's block) lie before each segment of a (sequence, kv_head),
-/// and in all of them. By all threads of a block; ends with a barrier.
-template <class View>
-__device__ void fill_begins(const View& view, index_t sequence, index_t head, index_t count, index_t unit,
-                            index_t* begins) {
+/// begins [count + 1] = the sums of `units_of(i)` over what lies before each of `count` segments, and over all of them. By all threads
+/// of a block; ends with a barrier.
+template <class UnitsOf>
+__device__ __forceinline__ void fill_sums(index_t count, index_t* begins, const UnitsOf& units_of) {
   if (threadIdx.x < 32) {
     const int lane = int(threadIdx.x);
     index_t before = 0;
     for (index_t first = 0; first < count; first += 32) {
-      const index_t i = first + lane;
-      index_t units = 0;
-      if (i < count) {
-        const device_segment& segment = view.segment(sequence, i);
-        units = ceil_div(segment.rows[head], unit > 0 ? unit : segment.block);
-      }
+      const index_t i = first + lane, units = i < count ? units_of(i) : 0;
       const index_t sum = inclusive_sum(units, lane);
       if (i < count) begins[i] = before + sum - units;
       before += __shfl_sync(~0u, sum, 31);
@@ -102,6 +101,16 @@ __device__ void fill_begins(const View& view, index_t sequence, index_t head, in
     if (lane == 0) begins[count] = before;
   }
   __syncthreads();
+}
+
+/// The same of units of `unit` rows (0: of each segment's block) of a (sequence, kv_head).
+template <class View>
+__device__ __forceinline__ void fill_begins(const View& view, index_t sequence, index_t head, index_t count,
+                                            index_t unit, index_t* begins) {
+  fill_sums(count, begins, [&](index_t i) {
+    const device_segment& segment = view.segment(sequence, i);
+    return ceil_div(segment.rows[head], unit > 0 ? unit : segment.block);
+  });
 }
 
 }  // namespace detail
@@ -140,7 +149,15 @@ class segment_memory {
           bits_(format.own_bits ? rows(kv_heads) * std::size_t(bit_words(format)) : 0),
           scales_(format.scaled() ? rows(kv_heads) : 0) {}
     packed_vectors vectors() const {
-      return {format_, capacity_, values_.data(), bits_.data(), scales_.data(), nullptr, nullptr};
+      return {format_,
+              capacity_,
+              values_.data(),
+              bits_.data(),
+              scales_.data(),
+              nullptr,
+              nullptr,
+              offset_t(capacity_) * value_stride(format_.value_bytes()),
+              offset_t(capacity_) * bit_words(format_)};
     }
     std::size_t bytes() const { return values_.bytes() + bits_.bytes() + scales_.bytes(); }
 

@@ -1,7 +1,7 @@
 // The CUDA cache of packed rows whose whole rows lie in pages.
-#include "cases/calls_case.hpp"
-#include "cases/memory_case.hpp"
-#include "cases/steps_case.hpp"
+#include "backend/cuda/cache/cases/calls_case.hpp"
+#include "backend/cuda/cache/cases/memory_case.hpp"
+#include "backend/cuda/cache/cases/steps_case.hpp"
 #include "tessera/layout/dense_rows.hpp"
 #include "tessera/layout/fixed_pages.hpp"
 #include "tessera/methods/mosaickv.hpp"

@@ -1,0 +1,258 @@
+// Segments of decoded tokens on the device whose strategy is searched on another thread, and put in place between two steps.
+#pragma once
+
+#include <algorithm>
+#include <memory>
+#include <new>
+#include <optional>
+#include <string>
+#include <system_error>
+#include <utility>
+#include <vector>
+
+#include "strategy_task.cuh"
+
+TESSERA_NAMESPACE_BEGIN
+namespace cuda {
+
+/// What a store of packed rows knows of its segments' strategies: nothing, where all are packed alike.
+template <packing_layout Layout, class View>
+class segment_searches {
+ public:
+  using segments = std::vector<segment_record>;
+
+  segment_searches(const typename Layout::rows_type&, const segment_formats&, index_t, index_t, index_t, index_t) {}
+  void clear(index_t) {}
+  static const segment_record& like(index_t, index_t, const segments& all) { return all.back(); }
+  static bool joins(index_t, index_t, const segments&) { return true; }
+  static std::vector<rows_before> room(index_t) { return {}; }
+  void noted(const View&, index_t, index_t, index_t, index_t, index_t, index_t, index_t, cudaStream_t) {}
+  void joined(const View&, index_t, index_t, index_t, index_t, std::vector<rows_before>, cudaStream_t) {}
+  void ended(index_t, index_t, std::size_t) {}
+  void mark(index_t, cudaStream_t) {}
+  void settle(index_t, packed_places&, bool, cudaStream_t) {}
+  offset_t bytes(index_t, index_t) const { return 0; }
+};
+
+/// Of each place: the segments that are settled, those behind them, which are packed by the last settled one's strategy, and their rows as
+/// they were, on the host. Of each sequence: the search that goes on, of the newest settled segments.
+///
+/// Rows wait on the host, for the device's memory is what packing saves: kernels write them to page-locked blocks, and losses too, and nobody
+/// waits. What the host decides by losses it decides before the next rows are packed, so that they have long been there.
+template <searching_layout Layout, class View>
+class segment_searches<Layout, View> {
+  using rows_type = typename Layout::rows_type;
+  using search_type = strategy_task<Layout>;
+  using T = typename Layout::element_type;
+
+ public:
+  using segments = std::vector<segment_record>;
+
+  /// `layers`: those that pack.
+  segment_searches(const rows_type& rows, const segment_formats& formats, index_t layers, index_t sequences,
+                   index_t kv_heads, index_t most_segments)
+      : rows_(rows), formats_(formats), layers_(layers), heads_(kv_heads), most_(most_segments) {
+    if (!on()) return;
+    worker_ = std::make_shared<background>();
+    sessions_.resize(std::size_t(sequences));
+    ranges_.resize(std::size_t(layers) * std::size_t(sequences));
+    totals_ = pinned_buffer<double>(ranges_.size() * std::size_t(most_segments));
+    blocks_ = std::make_shared<row_blocks>(std::size_t(kv_heads) * std::size_t(rows.tail.tail) *
+                                           (Layout::k_dim + Layout::v_dim) * sizeof(T));
+    losses_.emplace(kv_heads, std::max(rows.segment, rows_type::own_segment_tokens + rows.tail.tail));
+  }
+
+  /// Whose thread searches. Copies of a cache share it.
+  const std::shared_ptr<background>& worker() const { return worker_; }
+  void use(std::shared_ptr<background> worker) { worker_ = std::move(worker); }
+  strategy_report report(index_t id) const {
+    if (!on()) return {};
+    strategy_report result = sessions_[std::size_t(id)].report;
+    const auto& task = sessions_[std::size_t(id)].task;
+    result.searching = task && task->state() == task_state::waiting;
+    return result;
+  }
+
+  void clear(index_t id) {
+    if (!on()) return;
+    session& now = sessions_[std::size_t(id)];
+    now.task = nullptr, now.report = {};
+    for (index_t layer = 0; layer < layers_; ++layer) ranges_[at(layer, id)] = {};
+  }
+
+  /// Whose basis and format new rows take, and whether they may join the last segment.
+  const segment_record& like(index_t layer, index_t id, const segments& all) const {
+    return on() ? all[ranges_[at(layer, id)].settled - 1] : all.back();
+  }
+  bool joins(index_t layer, index_t id, const segments& all) const {
+    if (!on()) return true;
+    const segment_record &own = like(layer, id, all), &last = all.back();
+    return all.size() > ranges_[at(layer, id)].settled && last.k_basis == own.k_basis && last.k == own.k &&
+           last.v == own.v && last.block == own.block;
+  }
+
+  /// Blocks for `count` rows that are about to be packed. Errors: no memory.
+  std::vector<rows_before> room(index_t count) const {
+    std::vector<rows_before> made;
+    for (; on() && count > 0; count -= rows_.tail.tail)
+      made.push_back({blocks_->take(), std::min(count, rows_.tail.tail)});
+    return made;
+  }
+  /// Whole rows `first`, ... of the view's sequence have become rows `held`, ... of its segment `segment`, which has that slot.
+  void noted(const View& view, index_t layer, index_t id, index_t segment, index_t slot, index_t held, index_t first,
+             index_t count, cudaStream_t stream) {
+    if (on()) losses_->run(view, segment, held, first, count, total(layer, id, slot), stream);
+  }
+  /// They stand behind the settled segments, and are still whole. `blocks` are those of `room`.
+  void joined(const View& view, index_t layer, index_t id, index_t first, index_t count,
+              std::vector<rows_before> blocks, cudaStream_t stream) {
+    if (!on()) return;
+    keep_rows(view.whole, first, count, blocks, stream);
+    range& here = ranges_[at(layer, id)];
+    here.rows += count;
+    here.before.insert(here.before.end(), blocks.begin(), blocks.end());
+  }
+  /// Segments of their own have come: all stay as they are.
+  void ended(index_t layer, index_t id, std::size_t all) {
+    if (on()) end(ranges_[at(layer, id)], all);
+  }
+  /// All that was packed of a sequence, for now.
+  void mark(index_t id, cudaStream_t stream) {
+    if (on()) sessions_[std::size_t(id)].packed.set(stream);
+  }
+
+  /// Between two steps: what a search has made takes its place; and, where rows are `due`, a segment that has to end does before they come.
+  /// Waits for nothing that came after the rows before them; where memory runs out, all stays as it is for now.
+  void settle(index_t id, packed_places& places, bool due, cudaStream_t stream) {
+    if (!on()) return;
+    session& now = sessions_[std::size_t(id)];
+    if (now.task && now.task->state() != task_state::waiting) take(id, now, places, stream);
+    if (!due) return;
+    index_t rows = 0;
+    for (index_t layer = 0; layer < layers_; ++layer) rows = std::max(rows, ranges_[at(layer, id)].rows);
+    const bool full = rows >= rows_.segment;
+    if (rows < rows_.strategy.least_segment || (!full && !lost_enough(id, now, places))) return;
+    if (!now.task) return begin(id, now, places, stream);
+    if (!full) return;  // it goes on until the search before it is over, or it is full
+    for (index_t layer = 0; layer < layers_; ++layer) end(ranges_[at(layer, id)], places.segments(layer, id).size());
+    ++now.report.kept;
+  }
+
+  /// Of rows that wait on the host.
+  offset_t bytes(index_t layer, index_t id) const {
+    return on() ? offset_t(ranges_[at(layer, id)].before.size()) * offset_t(blocks_->block_bytes()) : 0;
+  }
+
+ private:
+  struct range {
+    std::size_t settled = 0;          // segments
+    std::size_t first = 0, last = 0;  // those whose place what a search makes takes; none: equal
+    index_t rows = 0;                 // behind the settled ones
+    std::vector<rows_before> before;
+  };
+  struct session {
+    std::shared_ptr<search_type> task;
+    stream_mark packed;  // when the newest rows were
+    strategy_report report;
+  };
+  bool on() const { return rows_.strategy.searched(); }
+  std::size_t at(index_t layer, index_t id) const {
+    return std::size_t(id) * std::size_t(layers_) + std::size_t(layer);
+  }
+  double* total(index_t layer, index_t id, index_t slot) const {
+    return totals_.data() + at(layer, id) * std::size_t(most_) + std::size_t(slot);
+  }
+  static void end(range& here, std::size_t all) {
+    here.settled = all;
+    here.rows = 0;
+    here.before.clear();
+  }
+
+  /// Of all layers together: a sequence's segments end at one token.
+  bool lost_enough(index_t id, const session& now, const packed_places& places) const {
+    now.packed.wait();
+    double lost = 0, allowed = 0;
+    for (index_t layer = 0; layer < layers_; ++layer) {
+      const range& here = ranges_[at(layer, id)];
+      if (here.rows == 0) continue;
+      const segments& all = places.segments(layer, id);
+      for (std::size_t i = here.settled; i < all.size(); ++i) lost += *total(layer, id, all[i].slot);
+      const segment_record& own = all[here.settled - 1];
+      const double mean = *total(layer, id, own.slot) / std::max<index_t>(1, own.rows);
+      const auto& limits = rows_.strategy;
+      allowed += limits.segment_loss > 0 ? double(limits.segment_loss) : mean * limits.reference;
+    }
+    return lost > allowed;
+  }
+
+  static void say(strategy_report& report, const char* problem) noexcept {
+    try {
+      report.problem = problem;
+    } catch (const std::bad_alloc&) {  // the count alone says it
+    }
+  }
+
+  void begin(index_t id, session& now, const packed_places& places, cudaStream_t stream) {
+    try {
+      std::vector<typename search_type::layer_part> parts;
+      for (index_t layer = 0; layer < layers_; ++layer) {
+        const range& here = ranges_[at(layer, id)];
+        if (here.rows > 0) parts.push_back({layer, here.before, here.rows});
+      }
+      const auto copied = std::make_shared<stream_mark>();
+      copied->set(stream);
+      // A copy of the cache may hold the same memory.
+      auto made = std::make_shared<search_type>(rows_, formats_, heads_, std::move(parts),
+                                                spare_.use_count() == 1 ? spare_ : nullptr, copied);
+      worker_->start(made);
+      spare_ = nullptr;
+      now.task = std::move(made);
+    } catch (const std::bad_alloc&) {
+      return;  // another time
+    } catch (const std::system_error& no_thread) {
+      return say(now.report, no_thread.what());
+    } catch (const error& no_memory) {
+      return say(now.report, no_memory.what());
+    }
+    for (index_t layer = 0; layer < layers_; ++layer) {
+      range& here = ranges_[at(layer, id)];
+      here.first = here.settled;
+      here.last = places.segments(layer, id).size();
+      end(here, here.last);
+    }
+  }
+
+  void take(index_t id, session& now, packed_places& places, cudaStream_t stream) {
+    const std::shared_ptr<search_type> over = std::exchange(now.task, nullptr);
+    const bool done = over->state() == task_state::done;
+    ++(done ? now.report.searched : now.report.kept);
+    if (!done) {
+      const bool failed = over->state() == task_state::failed;
+      say(now.report, failed ? over->problem().c_str() : "the thread that searches strategies was stopped");
+    }
+    for (auto& part : over->parts) {
+      range& here = ranges_[at(part.layer, id)];
+      const std::size_t replaced = here.last - here.first, last = std::exchange(here.last, here.first);
+      if (replaced == 0 || !done) continue;
+      places.replace_segments(part.layer, id, here.first, last, part.record, part.made, stream);
+      *total(part.layer, id, places.segments(part.layer, id)[here.first].slot) = part.loss;
+      here.settled -= replaced - 1;
+    }
+    over->memory()->used.set(stream);
+    spare_ = over->memory();
+  }
+
+  rows_type rows_;
+  segment_formats formats_;
+  index_t layers_, heads_, most_;
+  std::shared_ptr<background> worker_;
+  std::vector<session> sessions_;
+  std::vector<range> ranges_;
+  pinned_buffer<double> totals_;  // [sequences, layers, slots], what packing has left out of rows
+  std::shared_ptr<row_blocks> blocks_;
+  std::optional<row_losses<View>> losses_;
+  std::shared_ptr<search_memory> spare_;  // of a search that is over
+};
+
+}  // namespace cuda
+TESSERA_NAMESPACE_END

@@ -1,0 +1,142 @@
+// A conversation with a cache on the device that searches strategies: rows that change on the way, and recorded steps.
+#pragma once
+
+#include <cmath>
+#include <memory>
+#include <vector>
+
+#include "backend/cuda/cache/cases/cache_case.hpp"
+#include "tessera/methods/mosaickv.hpp"
+
+namespace gpu_test::searched {
+
+constexpr index_t layers = 2, q_heads = 4, kv_heads = 2, dim = 64, drift = 300;
+using mosaic = mosaickv<bf16, dim>;
+
+/// Segments that end soon.
+inline mosaic searching(index_t least = 64) {
+  mosaic recipe;
+  recipe.set_budget(64);
+  auto& strategy = recipe.layout.rows.strategy;
+  strategy.strategy = strategy_choice::searched;
+  strategy.least_segment = least;
+  strategy.reference = 128;
+  return recipe;
+}
+
+/// Rows of a token, the same in every conversation. From token `drift` on other channels are the strong ones, and fewer.
+inline std::vector<bf16> rows_of(index_t token, index_t layer, index_t side, index_t heads) {
+  support::rng random(std::uint64_t(token) * 64 + std::uint64_t(layer * 4 + side));
+  std::vector<bf16> rows;
+  for (index_t h = 0; h < heads; ++h) {
+    for (index_t d = 0; d < dim; ++d) {
+      const index_t rank = token < drift ? d : (d * 13 + 31) % dim;
+      rows.push_back(bf16(random.normal() * float(std::exp((token < drift ? -0.12 : -0.5) * double(rank)))));
+    }
+  }
+  return rows;
+}
+
+/// Does what it is told at once and says so when it is asked to.
+struct at_once final : background {
+  std::vector<std::shared_ptr<background_task>> held;
+  std::atomic<bool> stopping{false};
+  void start(std::shared_ptr<background_task> task) override {
+    task->perform(stopping);
+    held.push_back(std::move(task));
+  }
+  void publish() {
+    for (const auto& task : held) task->publish();
+    held.clear();
+  }
+};
+
+/// One sequence. Steps are recorded once, and replayed then.
+struct searched_conversation {
+  cuda::cache<mosaic> held;
+  index_t tokens = 0;
+  buffer<bf16> q, k, v;
+  buffer<float> out;
+  cudaStream_t stream{};
+  std::unique_ptr<graph> recorded;
+
+  explicit searched_conversation(const mosaic& recipe, index_t most, index_t prompt = 128)
+      : held({layers, q_heads, kv_heads}, recipe, options(prompt + most)),
+        q(layers * q_heads * dim),
+        k(layers * kv_heads * dim),
+        v(layers * kv_heads * dim),
+        out(layers * q_heads * dim) {
+    cuda::check(cudaStreamCreateWithFlags(&stream, cudaStreamNonBlocking), "cudaStreamCreate");
+    REQUIRE(held.open(stream) == 0);
+    for (index_t t = 0; t < prompt; ++t, ++tokens) {
+      give();
+      for (index_t layer = 0; layer < layers; ++layer)
+        held.prefill(layer, 0, given(q, layer, q_heads), given(k, layer, kv_heads), given(v, layer, kv_heads), stream);
+      finish();
+    }
+    held.end_prefill(0, stream);
+  }
+  ~searched_conversation() {
+    recorded = nullptr;
+    cudaStreamDestroy(stream);
+  }
+  static cuda::cache_options options(index_t tokens) {
+    cuda::cache_options chosen;
+    chosen.tokens = tokens;
+    return chosen;
+  }
+  static rows_view<const bf16> given(const buffer<bf16>& rows, index_t layer, index_t heads) {
+    return nhd_rows<const bf16>(rows.data + layer * heads * dim, 1, heads, dim);
+  }
+  void give() {
+    std::vector<bf16> all[3];
+    for (index_t layer = 0; layer < layers; ++layer) {
+      for (const index_t side : {0, 1, 2}) {
+        const auto rows = rows_of(tokens, layer, side, side == 2 ? q_heads : kv_heads);
+        all[side].insert(all[side].end(), rows.begin(), rows.end());
+      }
+    }
+    k.set(all[0]), v.set(all[1]), q.set(all[2]);
+  }
+  void finish() const { cuda::check(cudaStreamSynchronize(stream), "cudaStreamSynchronize"); }
+  void layers_of(const batch& now) {
+    held.begin_step(now, stream);
+    for (index_t layer = 0; layer < layers; ++layer) {
+      held.decode(layer, now, given(q, layer, q_heads), given(k, layer, kv_heads), given(v, layer, kv_heads),
+                  nhd_rows(out.data + layer * q_heads * dim, 1, q_heads, dim), {}, stream);
+    }
+  }
+  /// `before` and `after` are called around what the host and the device do.
+  template <class Before, class After>
+  void step(bool replay, const Before& before, const After& after) {
+    give();
+    before();
+    const batch now = held.prepare_step({0}, 1, stream);
+    if (!replay) {
+      layers_of(now);
+    } else {
+      if (!recorded) recorded = std::make_unique<graph>(stream, [&] { layers_of(now); });
+      cuda::check(cudaGraphLaunch(recorded->ready, stream), "cudaGraphLaunch");
+    }
+    after();
+    finish();
+    ++tokens;
+  }
+  void step(bool replay = true) {
+    step(
+        replay, [] {}, [] {});
+  }
+  /// The segments of a layer as the device knows them.
+  std::vector<cuda::device_segment> segments(index_t layer) {
+    const auto view = held.view(layer, 0);
+    return cuda::downloaded(view.segments, std::size_t(cuda::downloaded(view.counts, 1)[0]));
+  }
+  std::vector<index_t> rows(index_t layer) {
+    std::vector<index_t> all;
+    for (const auto& one : segments(layer)) all.push_back(cuda::downloaded(one.rows, 1)[0]);
+    return all;
+  }
+  strategy_report report() const { return held.strategies(0); }
+};
+
+}  // namespace gpu_test::searched
