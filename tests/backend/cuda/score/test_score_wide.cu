@@ -11,13 +11,13 @@ namespace {
 
 /// A batch whose keys and queries lie as [sequences, tokens, heads, D], with room of a row more between tokens.
 template <class T, int D>
-struct batch {
+struct wide_batch {
   using view_type = kv_view<const T, D>;
   index_t sequences, heads, group, queries, capacity;
   std::vector<T> k, q;
   std::vector<index_t> lengths, first;
 
-  batch(index_t b, index_t h, index_t g, index_t n_q, index_t n)
+  wide_batch(index_t b, index_t h, index_t g, index_t n_q, index_t n)
       : sequences(b),
         heads(h),
         group(g),
@@ -42,7 +42,7 @@ struct batch {
 
 /// What the device makes of sequences first .. first + count - 1.
 template <class T, int D>
-std::vector<float> scores_of(const batch<T, D>& b, index_t from, index_t count,
+std::vector<float> scores_of(const wide_batch<T, D>& b, index_t from, index_t count,
                              const cuda::attentive_score<kv_view<const T, D>, newest_queries>& op,
                              const std::vector<float>& lse = {}, bool complete = false) {
   const buffer<T> k(b.k), q(b.q);
@@ -72,7 +72,7 @@ std::vector<float> scores_of(const batch<T, D>& b, index_t from, index_t count,
 template <class T, int D>
 void compare(index_t sequences, index_t heads, index_t group, index_t queries, index_t capacity) {
   CAPTURE(D, sequences, heads, group, queries, capacity);
-  const batch<T, D> b(sequences, heads, group, queries, capacity);
+  const wide_batch<T, D> b(sequences, heads, group, queries, capacity);
   const index_t q_heads = heads * group;
   const cuda::attentive_score<kv_view<const T, D>, newest_queries> op(sequences, heads, q_heads, queries, capacity,
                                                                       cuda::device_info::current());
@@ -127,7 +127,7 @@ TEST_CASE("64 rows of many lengths", "[gpu]") {
 TEST_CASE("log-sum-exps that are said to be all there are taken as they stand", "[gpu]") {
   if (gpu_missing()) return;
   for (const index_t queries : {4, 16, 40}) {  // 12, 48 and 120 rows: each kernel
-    const batch<bf16, 128> b(1, 2, 3, queries, scaled(3000, 300));
+    const wide_batch<bf16, 128> b(1, 2, 3, queries, scaled(3000, 300));
     const cuda::attentive_score<kv_view<const bf16, 128>, newest_queries> op(1, 2, 6, queries, b.capacity,
                                                                              cuda::device_info::current());
     const auto lse = normal<float>(std::size_t(queries) * 6);
