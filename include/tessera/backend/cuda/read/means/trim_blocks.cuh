@@ -176,13 +176,14 @@ class trim_blocks {
       : lanes_(lanes), longest_(longest), most_segments_(most_segments) {
     const std::size_t tables = std::size_t(ceil_div(most_segments + 1, 4)) * sizeof(uint4) +
                                std::size_t((most_segments + 1) / 2) * sizeof(uint4);
-    constexpr std::size_t fixed = 256;  // what the kernel declares
-    in_shared_ = tables + list_bytes(1) + fixed <= std::size_t(device.shared_memory);
-    shared_bytes_ = tables + (in_shared_ ? list_bytes(1) : 0);
     entry_ = detail::trim_blocks_entry<View>;
-    check(cudaFuncSetAttribute(entry_, cudaFuncAttributeMaxDynamicSharedMemorySize,
-                               int(device.shared_memory) - int(fixed)),
-          "cudaFuncSetAttribute");
+    cudaFuncAttributes compiled{};
+    check(cudaFuncGetAttributes(&compiled, entry_), "cudaFuncGetAttributes");
+    const int room = device.shared_memory - int(compiled.sharedSizeBytes);
+    in_shared_ = tables + list_bytes(1) <= std::size_t(room);
+    shared_bytes_ = tables + (in_shared_ ? list_bytes(1) : 0);
+    // The limit belongs to the kernel, not to this object: all that there is.
+    check(cudaFuncSetAttribute(entry_, cudaFuncAttributeMaxDynamicSharedMemorySize, room), "cudaFuncSetAttribute");
     overlapping_ = can_overlap(entry_);
   }
 
