@@ -143,12 +143,10 @@ class attentive_score {
       return false;
     } else {
       if (query_rows_ <= wide_lse::rows_held / 4 || query_rows_ > wide_lse::rows_held) return false;
-      cudaFuncAttributes compiled;
-      check(cudaFuncGetAttributes(&compiled, detail::wide_lse_entry<View>), "cudaFuncGetAttributes");
       // Code for another architecture holds an empty kernel of fewer threads.
-      if (compiled.maxThreadsPerBlock < wide_lse::threads) return false;
-      return std::max(wide_lse::shared_bytes(rows_), wide_sum::shared_bytes(rows_)) + wide_sum::fixed_bytes <=
-             std::size_t(device.shared_memory);
+      if (compiled(detail::wide_lse_entry<View>).maxThreadsPerBlock < wide_lse::threads) return false;
+      return wide_lse::shared_bytes(rows_) <= room_of(detail::wide_lse_entry<View>, device) &&
+             wide_sum::shared_bytes(rows_) <= room_of(detail::wide_sum_entry<View, Scorer>, device);
     }
   }
   void take_wide(const device_info& device) {
@@ -174,28 +172,35 @@ class attentive_score {
   void take_narrow(const device_info& device) {
     with_lse_kernel([&](auto kernel) { take_lse(kernel, device); });
     const index_t chunks = ceil_div(query_rows_, sums::chunk_rows);
-    const auto fits = [&] {
-      return sums::shared_bytes(shape_, rows_) + sums::fixed_bytes <= std::size_t(device.shared_memory);
-    };
+    sum_entry_ = detail::sum_entry<View, Scorer>;
+    const std::size_t room = room_of(sum_entry_, device);
+    const auto fits = [&] { return sums::shared_bytes(shape_, rows_) <= room; };
     shape_.chunks = int(chunks * sums::chunk_rows <= 256 ? chunks : 2);
     shape_.stages = query_rows_ <= 64 ? 2 : 1;  // few rows: bound by memory
     if (!fits()) shape_.stages = 1;
     if (!fits()) shape_.chunks = std::min(shape_.chunks, 2);
-    sum_entry_ = detail::sum_entry<View, Scorer>;
     sum_shared_ = sums::shared_bytes(shape_, rows_);
     sum_blocks_ = resident(sum_entry_, sums::threads, sum_shared_, device);
   }
 
+  template <class Entry>
+  static cudaFuncAttributes compiled(Entry entry) {
+    cudaFuncAttributes found;
+    check(cudaFuncGetAttributes(&found, entry), "cudaFuncGetAttributes");
+    return found;
+  }
+  /// Shared memory that a launch of a kernel may ask for: what the kernel declares is the compiler's to round up.
+  template <class Entry>
+  static std::size_t room_of(Entry entry, const device_info& device) {
+    return std::size_t(device.shared_memory) - compiled(entry).sharedSizeBytes;
+  }
   /// Blocks that the machine holds at once; raises the kernel's shared memory limit.
   template <class Entry>
   static int resident(Entry entry, int threads, std::size_t shared, const device_info& device) {
-    cudaFuncAttributes compiled;
-    check(cudaFuncGetAttributes(&compiled, entry), "cudaFuncGetAttributes");
+    const std::size_t room = room_of(entry, device);
+    require(shared <= room, "shared memory of a block", shared, "at most " + std::to_string(room), "split the batch");
     // All that there is: the limit belongs to the kernel, and another object may need more of it than this one.
-    const int most = device.shared_memory - int(compiled.sharedSizeBytes);
-    require(shared <= std::size_t(most), "shared memory of a block", shared, "at most " + std::to_string(most),
-            "split the batch");
-    check(cudaFuncSetAttribute(entry, cudaFuncAttributeMaxDynamicSharedMemorySize, most), "cudaFuncSetAttribute");
+    check(cudaFuncSetAttribute(entry, cudaFuncAttributeMaxDynamicSharedMemorySize, int(room)), "cudaFuncSetAttribute");
     int blocks = 0;
     check(cudaOccupancyMaxActiveBlocksPerMultiprocessor(&blocks, entry, threads, shared),
           "cudaOccupancyMaxActiveBlocksPerMultiprocessor");

@@ -28,8 +28,9 @@ inline constexpr int rotating_threads = 256, rows_rotated_together = 16, channel
 inline constexpr index_t segments_rotated_together = 32;
 
 /// A block makes 32 channels of up to 16 rows of one (sequence, kv_head) in one segment's basis, two of them by 16 lanes. The sums over a
-/// row's elements are those of a lane, four of every 64, then over lanes.
-template <class View>
+/// row's elements are those of a lane, four of every 64, then over lanes. `GoesOn`: there may be more segments than blocks; what the loop
+/// keeps does not fit in registers, and one segment a block takes a fifth less time.
+template <class View, bool GoesOn>
 __global__ void __launch_bounds__(rotating_threads, View::k_dim <= 128 ? 5 : 3)
     rotate_queries_entry(const __grid_constant__ View view, rows_view<const typename View::element_type> q,
                          rotated_rows to, index_t* part_segment, index_t parts) {
@@ -48,13 +49,14 @@ __global__ void __launch_bounds__(rotating_threads, View::k_dim <= 128 ? 5 : 3)
       part_segment[offset_t(lane_row) * parts + i] = no_index;
     }
   }
-  const index_t count_of_segments = view.count(sequence);
-  for (index_t segment_index = index_t(blockIdx.x) / pieces; segment_index < count_of_segments;  // alike in all threads
-       segment_index += index_t(gridDim.x) / pieces) {
+  index_t block = index_t(blockIdx.x);
+  do {
+    const index_t segment_index = block / pieces;
+    if (segment_index >= view.count(sequence)) return;  // alike in all threads
     const packed_vectors& keys = view.segment(sequence, segment_index).k;
     const float* basis = keys.basis_of(head, D);
     const int channels = int(keys.format.channels), part = int(threadIdx.x) % lanes;
-    const int begin = index_t(blockIdx.x) % pieces * channels_rotated_together + int(threadIdx.x) / lanes * 2;
+    const int begin = block % pieces * channels_rotated_together + int(threadIdx.x) / lanes * 2;
     float4 direction[2][quads] = {};
 #pragma unroll
     for (int i = 0; i < 2; ++i) {
@@ -101,8 +103,11 @@ __global__ void __launch_bounds__(rotating_threads, View::k_dim <= 128 ? 5 : 3)
       const float sum = lanes_sums<lanes, 2>(sums, part);
       if (part < 2) result[part] = begin + part >= channels ? 0.0f : basis ? sum : rows[r * D + begin + part];
     }
-    __syncthreads();  // before the rows are written again
-  }
+    if constexpr (GoesOn) {
+      __syncthreads();  // before the rows are written again
+      block += index_t(gridDim.x);
+    }
+  } while (GoesOn);
 }
 
 }  // namespace detail
@@ -121,7 +126,9 @@ class rotate_queries {
         heads_(kv_heads),
         most_segments_(most_segments),
         rows_(tokens * (q_heads / kv_heads)),
-        overlapping_(can_overlap(detail::rotate_queries_entry<View>)) {}
+        entry_(most_segments > detail::segments_rotated_together ? detail::rotate_queries_entry<View, true>
+                                                                 : detail::rotate_queries_entry<View, false>),
+        overlapping_(can_overlap(entry_)) {}
 
   std::size_t workspace_bytes() const {
     return array_bytes<float>(std::size_t(sequences_) * std::size_t(heads_) * std::size_t(most_segments_) *
@@ -138,7 +145,7 @@ class rotate_queries {
             "make the operation for the view's table");
     const index_t lanes = view.whole.sequences * view.whole.kv_heads;
     if (lanes == 0) return to;
-    launch(detail::rotate_queries_entry<View>,
+    launch(entry_,
            {.blocks = dim3(unsigned(std::clamp(most_segments_, 1, detail::segments_rotated_together) *
                                     ceil_div(View::k_dim, detail::channels_rotated_together)),
                            unsigned(lanes), unsigned(ceil_div(to.rows + 1, detail::rows_rotated_together))),
@@ -151,6 +158,8 @@ class rotate_queries {
 
  private:
   index_t sequences_, heads_, most_segments_, rows_;
+  // What was asked about is what is launched: nvcc gives every source file a kernel of its own.
+  void (*entry_)(View, rows_view<const T>, rotated_rows, index_t*, index_t);
   bool overlapping_;
 };
 

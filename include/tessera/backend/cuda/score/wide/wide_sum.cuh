@@ -21,7 +21,6 @@ struct wide_sum_kernel {
   using token_sums = score_sums<1, false, joins_rows_by<Scorer> == row_join::maximum>;
   static constexpr int D = View::k_dim, warps = 16, threads = warps * 32, rows_held = 64, tile = warps * 16;
   static constexpr int stages = 3, query_bytes = rows_held * D * 2, key_bytes = 16 * D * 2, align = 1024;
-  static constexpr std::size_t fixed_bytes = 1024;  // more than what the kernels name themselves
 
   static std::size_t shared_bytes(index_t rows) {
     return std::size_t(align + query_bytes + warps * stages * key_bytes) + std::size_t(rows) * sizeof(index_t);
