@@ -159,7 +159,9 @@ TEST_CASE("compress on CUDA equals the CPU on random files, for every method") {
       REQUIRE(got.attended_of_head == expected.attended_of_head);
       const std::size_t others = other_vectors(got.packed_k, expected.packed_k, shape.dim) +
                                  other_vectors(got.packed_v, expected.packed_v, shape.dim);
-      REQUIRE(others <= (got.packed_k.size() + got.packed_v.size()) / std::size_t(shape.dim) / 100);
+      // Of a hundred vectors one may be cut otherwise, where elements are alike but for rounding; a file has as many as chance gives it.
+      const double usual = double(got.packed_k.size() + got.packed_v.size()) / double(shape.dim) / 100;
+      REQUIRE(double(others) <= usual + 4 * std::sqrt(usual));
       // A basis that was found from fewer rows than it has channels is free in the others: rows that steps pack by it differ.
       const index_t packed = shape.tokens / packed_tail * packed_tail;
       const bool free_basis =
