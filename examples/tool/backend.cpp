@@ -50,13 +50,13 @@ class cpu_runner final : public runner {
   const engine::llama_config& config() const override { return model_.config(); }
   std::vector<float> prefill(std::span<const engine::token_t> prompt, method_cache& cache,
                              const engine::prefill_options& options) override {
-    return model_.prefill(prompt, cache, options);
+    return model_.prefill(prompt, cache, in_chunks(options));
   }
   std::vector<float> prefill_all(std::span<const engine::token_t> prompt,
                                  const std::vector<std::unique_ptr<method_cache>>& caches,
                                  const engine::prefill_options& options) override {
     cpu_fan_out all(caches, model_.config());
-    return model_.prefill(prompt, all, options);
+    return model_.prefill(prompt, all, in_chunks(options));
   }
   void reread(std::span<const engine::token_t> prompt, method_cache& cache,
               const engine::prefill_options& options) override {
@@ -68,6 +68,10 @@ class cpu_runner final : public runner {
   }
 
  private:
+  static engine::prefill_options in_chunks(engine::prefill_options options) {
+    options.chunk = prompt_chunk;
+    return options;
+  }
   engine::llama model_;
 };
 

@@ -17,6 +17,10 @@ namespace tool {
 
 enum class backend { cpu, cuda };
 
+/// Tokens of a prompt that pass through the layers together, on every backend: methods that choose for each chunk, as lines are
+/// chosen, answer alike only where chunks are. It is enough to keep a large device busy.
+inline constexpr std::int32_t prompt_chunk = 2048;
+
 /// The backends of this build.
 std::vector<std::string> backends();
 

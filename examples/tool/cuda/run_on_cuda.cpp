@@ -9,8 +9,6 @@
 namespace tool {
 namespace {
 
-constexpr std::int32_t chunk = 2048;  // tokens of a prompt at once: enough to keep a large device busy
-
 engine::cuda::kv_cache& device_cache(method_cache& cache) {
   engine::cuda::kv_cache* found = cache.on_device();
   tessera::require(found != nullptr, "cache", "on the CPU", "a cache on the device", "make it for backend::cuda");
@@ -64,7 +62,7 @@ class cuda_runner final : public runner {
   std::vector<float> prefill(std::span<const engine::token_t> prompt, method_cache& cache,
                              const engine::prefill_options& options) override {
     engine::prefill_options wider = options;
-    wider.chunk = cache.judged_together() > 0 ? std::min(chunk, cache.judged_together()) : chunk;
+    wider.chunk = cache.judged_together() > 0 ? std::min(prompt_chunk, cache.judged_together()) : prompt_chunk;
     return model_.prefill(prompt, device_cache(cache), wider);
   }
   std::vector<float> prefill_all(std::span<const engine::token_t> prompt,
@@ -72,7 +70,7 @@ class cuda_runner final : public runner {
                                  const engine::prefill_options& options) override {
     cuda_fan_out all(caches);
     engine::prefill_options wider = options;
-    wider.chunk = chunk;
+    wider.chunk = prompt_chunk;
     return model_.prefill(prompt, all, wider);
   }
   void reread(std::span<const engine::token_t> prompt, method_cache& cache,
