@@ -12,7 +12,7 @@ struct decode_shape {
   index_t tokens = 0;              ///< of the longest row
   std::vector<index_t> lengths{};  ///< [kv_heads], the same for every sequence; empty: all have `tokens`
   index_t chosen = 0, run = 1;     ///< of every row, in runs; 0: everything
-  bool by_token = false;           ///< pages [16, kv_heads, head_dim], as `fixed_pages` has them, or [kv_heads, 16, head_dim]
+  bool by_token = false;  ///< pages [16, kv_heads, head_dim], as `fixed_pages` has them, or [kv_heads, 16, head_dim]
 };
 
 /// Rows that lie one after another.

@@ -9,6 +9,7 @@
 
 #include "backend/cpu/read/packed_oracle.hpp"
 #include "support/random.hpp"
+#include "support/searched_rows.hpp"
 #include "support/tolerance.hpp"
 
 using namespace tessera;
@@ -16,46 +17,15 @@ namespace exact = support::packed_oracle;
 
 namespace {
 
-constexpr index_t layers = 2, q_heads = 4, kv_heads = 2, dim = 64, drift = 300;
+using namespace support::searched;
 using mosaic = mosaickv<fp32, dim>;
 
-/// Segments that end soon.
-mosaic searching() {
-  mosaic recipe;
-  recipe.set_budget(64);
-  auto& strategy = recipe.layout.rows.strategy;
-  strategy.strategy = strategy_choice::searched;
-  strategy.least_segment = 64;
-  strategy.reference = 128;
-  return recipe;
-}
+mosaic searching() { return support::searched::searching<mosaic>(); }
 
-/// Rows of a token, the same in every conversation. From token `drift` on other channels are the strong ones.
+/// All the way channels fall alike.
 std::vector<float> rows_of(index_t token, index_t layer, index_t side, index_t heads) {
-  support::rng random(std::uint64_t(token) * 64 + std::uint64_t(layer * 4 + side));
-  std::vector<float> rows;
-  for (index_t h = 0; h < heads; ++h) {
-    for (index_t d = 0; d < dim; ++d) {
-      const index_t rank = token < drift ? d : (d * 13 + 31) % dim;
-      rows.push_back(random.normal() * float(std::exp(-0.12 * double(rank))));
-    }
-  }
-  return rows;
+  return support::searched::rows_of<float>(token, layer, side, heads, 0.12);
 }
-
-/// Does what it is told at once and says so when it is asked to.
-struct at_once final : background {
-  std::vector<std::shared_ptr<background_task>> held;
-  std::atomic<bool> stopping{false};
-  void start(std::shared_ptr<background_task> task) override {
-    task->perform(stopping);
-    held.push_back(std::move(task));
-  }
-  void publish() {
-    for (const auto& task : held) task->publish();
-    held.clear();
-  }
-};
 
 template <class Recipe = mosaic>
 struct conversation {

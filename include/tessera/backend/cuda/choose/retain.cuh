@@ -76,8 +76,9 @@ inline selection_view put_settled_first(const select_problem& problem, index_t k
 /// No allocation, no synchronisation, no length on the host.
 /// Errors   shapes and parameters that make no sense: tessera::error before anything is launched.
 /// Settled slots stay: budgets count them, selectors see the slots behind them.
-/// Cost     one launch for pooling where the scorer pools over more than one token, two where it sees segments, one to four for the budget, one for
-///          the selection, one more in segments and one where slots are settled; weights: see weigh_scores.
+/// Cost     one launch for pooling where the scorer pools over more than one token, two where it sees segments, one to four
+///          for the budget, one for the selection, one more in segments and one where slots are settled; weights: see
+///          weigh_scores.
 template <class Retain>
 class choose_kept {
   using scorer = typename Retain::scorer_type;

@@ -40,7 +40,6 @@ struct sum_kernel {
   /// A sum that later calls go on with is made row by row, so that chunks of queries give the bits of one call.
   static constexpr bool in_order = Scorer::observed == observes::every_query;
 
-
   static std::size_t shared_bytes(const sum_shape& shape, index_t rows) {
     return std::size_t(shape.chunks) * chunk_bytes + std::size_t(shape.stages) * warps * key_bytes +
            std::size_t(rows) * 4;

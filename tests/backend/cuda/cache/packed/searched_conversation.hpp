@@ -6,50 +6,20 @@
 #include <vector>
 
 #include "backend/cuda/cache/cases/cache_case.hpp"
+#include "support/searched_rows.hpp"
 #include "tessera/methods/mosaickv.hpp"
 
 namespace gpu_test::searched {
 
-constexpr index_t layers = 2, q_heads = 4, kv_heads = 2, dim = 64, drift = 300;
+using namespace support::searched;
 using mosaic = mosaickv<bf16, dim>;
 
-/// Segments that end soon.
-inline mosaic searching(index_t least = 64) {
-  mosaic recipe;
-  recipe.set_budget(64);
-  auto& strategy = recipe.layout.rows.strategy;
-  strategy.strategy = strategy_choice::searched;
-  strategy.least_segment = least;
-  strategy.reference = 128;
-  return recipe;
-}
+inline mosaic searching(index_t least = 64) { return support::searched::searching<mosaic>(least); }
 
-/// Rows of a token, the same in every conversation. From token `drift` on other channels are the strong ones, and fewer.
+/// Later fewer channels are strong.
 inline std::vector<bf16> rows_of(index_t token, index_t layer, index_t side, index_t heads) {
-  support::rng random(std::uint64_t(token) * 64 + std::uint64_t(layer * 4 + side));
-  std::vector<bf16> rows;
-  for (index_t h = 0; h < heads; ++h) {
-    for (index_t d = 0; d < dim; ++d) {
-      const index_t rank = token < drift ? d : (d * 13 + 31) % dim;
-      rows.push_back(bf16(random.normal() * float(std::exp((token < drift ? -0.12 : -0.5) * double(rank)))));
-    }
-  }
-  return rows;
+  return support::searched::rows_of<bf16>(token, layer, side, heads, 0.5);
 }
-
-/// Does what it is told at once and says so when it is asked to.
-struct at_once final : background {
-  std::vector<std::shared_ptr<background_task>> held;
-  std::atomic<bool> stopping{false};
-  void start(std::shared_ptr<background_task> task) override {
-    task->perform(stopping);
-    held.push_back(std::move(task));
-  }
-  void publish() {
-    for (const auto& task : held) task->publish();
-    held.clear();
-  }
-};
 
 /// One sequence. Steps are recorded once, and replayed then.
 struct searched_conversation {

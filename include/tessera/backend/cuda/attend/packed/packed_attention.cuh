@@ -71,7 +71,8 @@ class attend_packed {
             "at most " + std::to_string(lanes_) + " x " + std::to_string(rows_) + " in a table of " +
                 std::to_string(most_segments_) + " segments",
             "make the operation for the largest batch and step");
-    require(problem.unit >= 0, "unit", problem.unit, "0 or more", "pass the rows of a chosen block, 0: of segments' own");
+    require(problem.unit >= 0, "unit", problem.unit, "0 or more",
+            "pass the rows of a chosen block, 0: of segments' own");
     require_rows_on_16_bytes("whole keys", problem.view.whole.k, problem.view.whole.k_strides);
     require_rows_on_16_bytes("whole values", problem.view.whole.v, problem.view.whole.v_strides);
     auto* bytes = static_cast<unsigned char*>(workspace);
