@@ -14,7 +14,7 @@
 #include <tessera/scorer/hybrid_min_max.hpp>
 #include <tessera/selector/tokens_or_pages.hpp>
 
-#include "support/encoded_rows.hpp"
+#include "encoded_rows.hpp"
 #include "support/tolerance.hpp"
 
 using namespace tessera;

@@ -7,7 +7,7 @@
 #include <tessera/backend/cpu/kernel/lanes.hpp>
 #include <tessera/math/exp.hpp>
 
-#include "support/encoded_rows.hpp"
+#include "encoded_rows.hpp"
 #include "support/random.hpp"
 
 using namespace tessera;

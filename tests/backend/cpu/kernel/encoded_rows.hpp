@@ -6,8 +6,8 @@
 
 #include <tessera/core/views.hpp>
 
-#include "open_layouts.hpp"
-#include "random.hpp"
+#include "support/open_layouts.hpp"
+#include "support/random.hpp"
 
 namespace support {
 
