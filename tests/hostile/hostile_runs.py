@@ -20,6 +20,7 @@ class Run:
     """One command, the files that it may change, and how it is started."""
 
     memory_limits = True  # a sanitized program needs more than any limit
+    least_file = 0        # the thread sanitizer writes a file before the tool's own code begins
 
     def __init__(self, folder, methods):
         self.folder, self.methods = folder, methods
@@ -246,7 +247,7 @@ class Run:
         if kind == 0:
             self.limits = [(resource.RLIMIT_AS, random.randint(80, 400) << 20)]
         elif kind == 1:
-            self.limits = [(resource.RLIMIT_FSIZE, random.choice([0, 1, 100, 5000]))]
+            self.limits = [(resource.RLIMIT_FSIZE, max(self.least_file, random.choice([0, 1, 100, 5000])))]
         elif kind == 2:
             self.limits = [(resource.RLIMIT_NOFILE, random.randint(4, 12))]
         else:
