@@ -124,56 +124,60 @@ std::size_t other_vectors(const std::vector<float>& a, const std::vector<float>&
   return others;
 }
 
+/// One method over random files, on both backends.
+void compress_on_both(const tool::method_info& method) {
+  const engine_tests::temporary_folder folder;
+  rng random(200);  // the same files for every method
+  index_t differ = 0, refused = 0;
+  const index_t files = support::scaled(files_of_a_method);
+  for (index_t i = 0; i < files; ++i) {
+    const layer_shape shape = write_random_layer(random, folder / "in", method.needs_step_segments);
+    tool::compress_options options;
+    options.method = method.name;
+    options.budget = random.between(16, 300);
+    options.settings = tool_tests::needed_settings(method.name, 1, shape.kv_heads);
+    if (method.needs_rope) options.rope_theta = 10'000.0f;
+    options.workers = std::make_shared<tessera::cpu::executor>(1);
+    INFO(method.name << ", file " << i << ": " << shape.kv_heads << " kv_heads, " << shape.q_heads << " q_heads, "
+                     << shape.tokens << " tokens, " << shape.steps << " steps, dim " << shape.dim << ", budget "
+                     << *options.budget);
+    const outcome expected = run(options, folder / "in", folder / "out", shape);
+    options.where = backend::cuda;
+    const outcome got = run(options, folder / "in", folder / "out", shape);
+    REQUIRE(got.refusal == expected.refusal);
+    refused += !expected.refusal.empty();
+    // Sums in another order may turn a near tie: then the lists differ by what was chosen in its place.
+    if (got.kept != expected.kept || got.attended != expected.attended) {
+      ++differ;
+      continue;
+    }
+    REQUIRE(got.kept_of_head == expected.kept_of_head);
+    REQUIRE(got.attended_of_head == expected.attended_of_head);
+    const std::size_t others = other_vectors(got.packed_k, expected.packed_k, shape.dim) +
+                               other_vectors(got.packed_v, expected.packed_v, shape.dim);
+    // Of a hundred vectors one may be cut otherwise, where elements are alike but for rounding; a file has as many as chance gives it.
+    const double usual = double(got.packed_k.size() + got.packed_v.size()) / double(shape.dim) / 100;
+    REQUIRE(double(others) <= usual + 4 * std::sqrt(usual));
+    // A basis that was found from fewer rows than it has channels is free in the others: rows that steps pack by it differ.
+    const index_t packed = shape.tokens / packed_tail * packed_tail;
+    const bool free_basis =
+        !got.packed_k.empty() && packed < shape.dim && shape.tokens % packed_tail + shape.steps >= packed_tail;
+    if (free_basis) continue;
+    REQUIRE(distance(got.out, expected.out) < (others == 0 ? 0.01 : 0.1));
+  }
+  std::printf("compress, %-13s: %d of %d files differ by a near tie, %d refused on both\n", method.name.c_str(),
+              differ, files, refused);
+  CHECK(differ <= files / 100);
+  CHECK(refused < files / 2);
+}
+
 }  // namespace
 
 TEST_CASE("compress on CUDA equals the CPU on random files, for every method") {
   if (no_device()) return;
-  const engine_tests::temporary_folder folder;
   for (const auto& method : tool::methods()) {
     if (!method.on_cuda || method.rereads) continue;
-    rng random(200);  // the same files for every method
-    index_t differ = 0, refused = 0;
-    const index_t files = support::scaled(files_of_a_method);
-    for (index_t i = 0; i < files; ++i) {
-      const layer_shape shape = write_random_layer(random, folder / "in", method.needs_step_segments);
-      tool::compress_options options;
-      options.method = method.name;
-      options.budget = random.between(16, 300);
-      options.settings = tool_tests::needed_settings(method.name, 1, shape.kv_heads);
-      if (method.needs_rope) options.rope_theta = 10'000.0f;
-      options.workers = std::make_shared<tessera::cpu::executor>(1);
-      INFO(method.name << ", file " << i << ": " << shape.kv_heads << " kv_heads, " << shape.q_heads << " q_heads, "
-                       << shape.tokens << " tokens, " << shape.steps << " steps, dim " << shape.dim << ", budget "
-                       << *options.budget);
-      const outcome expected = run(options, folder / "in", folder / "out", shape);
-      options.where = backend::cuda;
-      const outcome got = run(options, folder / "in", folder / "out", shape);
-      REQUIRE(got.refusal == expected.refusal);
-      refused += !expected.refusal.empty();
-      // Sums in another order may turn a near tie: then the lists differ by what was chosen in its place.
-      if (got.kept != expected.kept || got.attended != expected.attended) {
-        ++differ;
-        continue;
-      }
-      REQUIRE(got.kept_of_head == expected.kept_of_head);
-      REQUIRE(got.attended_of_head == expected.attended_of_head);
-      const std::size_t others = other_vectors(got.packed_k, expected.packed_k, shape.dim) +
-                                 other_vectors(got.packed_v, expected.packed_v, shape.dim);
-      // Of a hundred vectors one may be cut otherwise, where elements are alike but for rounding; a file has as many as chance gives it.
-      const double usual = double(got.packed_k.size() + got.packed_v.size()) / double(shape.dim) / 100;
-      REQUIRE(double(others) <= usual + 4 * std::sqrt(usual));
-      // A basis that was found from fewer rows than it has channels is free in the others: rows that steps pack by it differ.
-      const index_t packed = shape.tokens / packed_tail * packed_tail;
-      const bool free_basis =
-          !got.packed_k.empty() && packed < shape.dim && shape.tokens % packed_tail + shape.steps >= packed_tail;
-      if (free_basis) continue;
-      REQUIRE(distance(got.out, expected.out) < (others == 0 ? 0.01 : 0.1));
-    }
-    std::printf("compress, %-13s: %d of %d files differ by a near tie, %d refused on both\n", method.name.c_str(),
-                differ, files, refused);
-    INFO(method.name);
-    CHECK(differ <= files / 100);
-    CHECK(refused < files / 2);
+    DYNAMIC_SECTION(method.name) { compress_on_both(method); }  // one alone: -c NAME
   }
 }
 

@@ -70,7 +70,7 @@ inline void converse(called_cache& cache, const tessera::model_shape& shape, boo
 }
 
 /// A conversation with each number at and near its ends, under several budgets: it works, or a sentence says what is
-/// expected. Returns how many worked.
+/// expected. Returns how many worked; a reduced run goes on until one has.
 inline tessera::index_t take_ends(const std::vector<number>& numbers, const tessera::model_shape& shape, bool on_device,
                                   const cache_maker& make) {
   struct end {
@@ -86,8 +86,8 @@ inline tessera::index_t take_ends(const std::vector<number>& numbers, const tess
   }
   const std::size_t taken = std::size_t(std::min<double>(double(ends.size()), scaled(tessera::index_t(ends.size()))));
   tessera::index_t worked = 0;
-  for (std::size_t i = 0; i < taken; ++i) {
-    const end& now = ends[i * ends.size() / taken];
+  for (std::size_t i = 0; i < taken + ends.size() && (i < taken || worked == 0); ++i) {
+    const end& now = ends[i < taken ? i * ends.size() / taken : i - taken];
     CAPTURE(now.one->name, now.value, now.budget);
     try {
       converse(*make_with(make, *now.one, now.value, now.budget), shape, on_device);
