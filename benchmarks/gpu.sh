@@ -139,7 +139,7 @@ fi
 # The names of test_gpu's files; CMake makes one for each method.
 test_files() {
   { grep -rl --include="test_*.cu" TEST_CASE tests/backend/cuda; sed 's,.*/,test_cache_,' <(ls include/tessera/methods/*.hpp); } |
-    sed 's,.*/,,; s,[.][a-z]*$,,' | sort
+    sed 's,.*/,,; s,[.][a-z]*$,,' | sort -u
 }
 # each_test_file NAME SILENCE CASES COMMAND...: the command, then test_gpu, as a process for each file of tests, as many at once
 # as there are cores: each is bound by one core most of the time. CASES: a filter, or nothing.

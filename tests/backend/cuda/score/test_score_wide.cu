@@ -47,9 +47,11 @@ std::vector<float> scores_of(const wide_batch<T, D>& b, index_t from, index_t co
                              const std::vector<float>& lse = {}, bool complete = false) {
   const buffer<T> k(b.k), q(b.q);
   const buffer<index_t> lengths(b.lengths), first(b.first);
-  const buffer<float> given(lse), scores(std::size_t(count * b.heads * b.capacity));
+  const buffer<float> given(lse);
+  buffer<float> scores(std::size_t(count * b.heads * b.capacity));
   buffer<unsigned char> memory(op.workspace_bytes());
   memory.fill(0xff);
+  scores.fill(0xff);  // what a kernel passes over is no number
   const index_t q_heads = b.heads * b.group;
   cuda::score_problem<kv_view<const T, D>> p;
   p.view = b.view(k.data + from * b.view(nullptr, nullptr, 0).k_strides.outer, lengths.data + from, count);
