@@ -148,17 +148,13 @@ def copy_master(master, folder):
             shutil.copy2(path, target)
 
 
-def starts_within(tool, resource_kind, most):
-    limit = lambda: resource.setrlimit(resource_kind, (most, most))
-    return subprocess.run([tool, "--version"], capture_output=True, check=False, preexec_fn=limit).returncode == 0
-
-
 def main():
     tool, examples = str(pathlib.Path(sys.argv[1]).resolve()), pathlib.Path(sys.argv[2]).resolve()
     runs, seed = int(sys.argv[3]), int(sys.argv[4]) if len(sys.argv) > 4 else 1
     methods = json.loads(subprocess.run([tool, "list", "--json"], capture_output=True, check=True).stdout)["methods"]
-    Run.memory_limits = starts_within(tool, resource.RLIMIT_AS, 400 << 20)
-    Run.least_file = 0 if starts_within(tool, resource.RLIMIT_FSIZE, 0) else 1
+    Run.memory_limits = subprocess.run([tool, "--version"], capture_output=True, check=False, preexec_fn=lambda:
+                                       resource.setrlimit(resource.RLIMIT_AS, (400 << 20, 400 << 20))).returncode == 0
+    Run.least_file = 1 if b"__tsan_init" in pathlib.Path(tool).read_bytes() else 0
     begin = time.time()
     with tempfile.TemporaryDirectory(prefix="tessera_hostile_") as name:
         master = pathlib.Path(name) / "master"

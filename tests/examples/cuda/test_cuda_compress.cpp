@@ -177,7 +177,7 @@ TEST_CASE("compress on CUDA equals the CPU on random files, for every method") {
   if (no_device()) return;
   for (const auto& method : tool::methods()) {
     if (!method.on_cuda || method.rereads) continue;
-    DYNAMIC_SECTION(method.name) { compress_on_both(method); }  // one alone: -c NAME
+    DYNAMIC_SECTION(method.name) { compress_on_both(method); }  // -c NAME: this method alone
   }
 }
 

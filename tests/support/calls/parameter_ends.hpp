@@ -86,6 +86,7 @@ inline tessera::index_t take_ends(const std::vector<number>& numbers, const tess
   }
   const std::size_t taken = std::size_t(std::min<double>(double(ends.size()), scaled(tessera::index_t(ends.size()))));
   tessera::index_t worked = 0;
+  // Some, spread over all; then all in turn, as long as none has worked.
   for (std::size_t i = 0; i < taken + ends.size() && (i < taken || worked == 0); ++i) {
     const end& now = ends[i < taken ? i * ends.size() / taken : i - taken];
     CAPTURE(now.one->name, now.value, now.budget);

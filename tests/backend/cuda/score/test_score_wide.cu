@@ -51,7 +51,7 @@ std::vector<float> scores_of(const wide_batch<T, D>& b, index_t from, index_t co
   buffer<float> scores(std::size_t(count * b.heads * b.capacity));
   buffer<unsigned char> memory(op.workspace_bytes());
   memory.fill(0xff);
-  scores.fill(0xff);  // what a kernel passes over is no number
+  scores.fill(0xff);  // a score that a kernel forgets is no number
   const index_t q_heads = b.heads * b.group;
   cuda::score_problem<kv_view<const T, D>> p;
   p.view = b.view(k.data + from * b.view(nullptr, nullptr, 0).k_strides.outer, lengths.data + from, count);
