@@ -46,10 +46,11 @@ TEST_CASE("attention over segments of other strategies is attention over what is
 
 TEST_CASE("a decode step over segments of other strategies reads the best blocks until they hold its tokens") {
   if (gpu_missing()) return;
-  for (const index_t group : {1, 3, 8}) {
+  for (const index_t group : scaled<index_t>({1, 3, 8}, 2)) {
     packed_step<bf16, 128> step(2, all_strategies<128>(as_bf16, shrunk(2048, 128)), {5, 2, 1, 0}, {8, 33, 5, 2}, 1,
                                 group);
-    for (const index_t budget : {16, 17, 61, 62, 63, 64, shrunk(512, 96), 100000}) step.check_decoding(0, budget);
+    for (const index_t budget : scaled<index_t>({16, 17, 61, 62, 63, 64, shrunk(512, 96), 100000}, 3))
+      step.check_decoding(0, budget);
   }
   packed_step<fp16, 64> small(3, all_strategies<64>(as_fp16, shrunk(30000, 128)), {5, 3}, {8, 3}, 4, 2);
   for (const index_t budget : {16, shrunk(2000, 90), shrunk(20000, 200)}) small.check_decoding(0, budget);

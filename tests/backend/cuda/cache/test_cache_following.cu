@@ -131,7 +131,7 @@ TEST_CASE("columns of all prompts join what loopserve's steps read", "[gpu][cach
       const std::size_t lists = std::size_t(per == reading_head::kv_head ? shape.kv_heads : shape.q_heads);
       const std::size_t joining = std::size_t(shape.q_heads) / lists;
       std::vector<std::vector<index_t>> columns(lists);  // of the last layer
-      for (const index_t prompt : {index_t(150), index_t(1), index_t(60)}) {
+      for (const index_t prompt : {index_t(shrunk(150, 70)), index_t(1), index_t(shrunk(60, 20))}) {
         std::deque<step_rows<bf16>> rows;
         for (index_t layer = 0; layer < shape.layers; ++layer) rows.emplace_back(1, prompt, shape, 64);
         for (auto* cache : {&with, &without}) {
@@ -146,7 +146,7 @@ TEST_CASE("columns of all prompts join what loopserve's steps read", "[gpu][cach
           std::sort(to.begin(), to.end());
           to.erase(std::unique(to.begin(), to.end()), to.end());
         }
-        for (index_t i = 0; i < 8; ++i) {
+        for (index_t i = 0; i < shrunk(8, 4); ++i) {
           const step_rows<bf16> x(1, 1, shape, 64);
           take_step(with, {id}, x);
           take_step(without, {id}, x);

@@ -220,7 +220,7 @@ own_rows_error error_against_own_rows(const Method& method, const model_shape& s
                   x.rows(x.dv.data, x.kv_heads), nhd_rows(out.data, 1, shape.q_heads, D, 1),
                   nhd_rows(lse.data, 1, shape.q_heads, 1, 1), nullptr);
       const index_t slots = held.next_position(0);
-      buffer<float> unpacked_k(std::size_t(shape.kv_heads) * slots * D), unpacked_v(unpacked_k.get().size());
+      buffer<float> unpacked_k(std::size_t(shape.kv_heads) * slots * D), unpacked_v(unpacked_k.count);
       cuda::unpack_rows(held.view(layer, 0), slots, unpacked_k.data, unpacked_v.data, nullptr);
       const auto k = unpacked_k.get(), v = unpacked_v.get(), got_lse = lse.get();
       std::vector<float> expected(x.q.size());
@@ -269,7 +269,7 @@ void attends_own_rows(index_t segment, index_t budget, index_t group, double mar
 TEST_CASE("a packed cache on the device holds the CPU's conversations: one segment and several",
           "[gpu][cache][packed]") {
   if (gpu_missing()) return;
-  for (const index_t group : {1, 3, 8}) {
+  for (const index_t group : scaled<index_t>({1, 3, 8}, 2)) {
     hold_twins(with_segments<mosaickv<bf16, 64>>(65536, 64), {2, 2 * group, 2}, 2e-2);
     hold_twins(with_segments<mosaickv<fp16, 128>>(256, 128), {2, 2 * group, 2}, 1e-2);
   }

@@ -60,7 +60,7 @@ double error_of_step(searched_conversation& now) {
 
 TEST_CASE(
     "a searching cache on the device answers as with strategies computed at once, put in place before the same steps",
-    "[gpu][cache][packed]") {
+    "[gpu][cache][packed][long]") {
   if (gpu_missing()) return;
   const index_t steps = shrunk(1500, 300);
   searched_conversation threaded(searching(), steps);
@@ -91,7 +91,8 @@ TEST_CASE(
   for (index_t layer = 0; layer < layers; ++layer) CHECK(again.rows(layer) == threaded.rows(layer));
 }
 
-TEST_CASE("a step over segments that were searched is attention over what the device stores", "[gpu][cache][packed]") {
+TEST_CASE("a step over segments that were searched is attention over what the device stores",
+          "[gpu][cache][packed][long]") {
   if (gpu_missing()) return;
   searched_conversation now(searching(), 1400);
   const auto worker = std::make_shared<at_once>();
@@ -131,7 +132,8 @@ TEST_CASE("a step over segments that were searched is attention over what the de
   CHECK(error / energy < 0.15);
 }
 
-TEST_CASE("a searching cache on the device holds the CPU's conversation", "[gpu][cache][packed]") {
+TEST_CASE("a searching cache on the device holds the CPU's conversation",
+          "[gpu][cache][packed][long]") {
   if (gpu_missing()) return;
   // Prompts keep every element, whose losses would be noise: segments end where they are full.
   mosaic recipe = searching();
@@ -222,8 +224,11 @@ TEST_CASE("where the thread is stopped, a cache on the device goes on with the o
   CHECK(now.report().searched == 0);
   CHECK_THAT(now.report().problem, contains("stopped"));
   CHECK(copy->strategies(0).kept == 0);
-  copy = nullptr;
+}
 
+TEST_CASE("a cache on the device whose thread was stopped before goes on, and opens again",
+          "[gpu][cache][packed][long]") {
+  if (gpu_missing()) return;
   searched_conversation other(searching(), shrunk(900, 400));
   other.held.searcher()->stop();
   for (index_t i = 0; i < shrunk(900, 400); ++i) other.step();
