@@ -7,6 +7,7 @@
 #include <tessera/prefill/lasting_lines.hpp>
 
 #include "prefill/line_case.hpp"
+#include "prefill/published_case.hpp"
 
 using namespace tessera;
 using support::sampled_rows;
@@ -100,6 +101,88 @@ TEST_CASE("the published greedy takes the lines of a case worked by hand") {
   cover.cover_as_published(0.75);
   cover.write(lines);
   CHECK(lines.slash == std::vector<index_t>{0, 1, 2});
+}
+
+TEST_CASE("the published greedy takes what the paper's steps take one by one, ties too") {
+  // Quarters and eighths: sums, products and quotients do not round, so nothing is left to chance.
+  support::rng random(305);
+  for (index_t i = 0; i < support::scaled(2'000); ++i) {
+    sampled_rows seen = support::random_sampled_rows(random, 120);
+    for (double& weight : seen.weights) weight = weight == 0 ? 0 : random.between(0, 4) / 8.0;
+    const float share = random.pick({1e-5f, 0.3f, 0.955f, 0.9999f, 1.0f});
+    CAPTURE(i, seen.first, seen.next, share);
+    line_cover cover;
+    line_set lines;
+    cover.begin(seen.view());
+    cover.cover_as_published(double(share));
+    cover.write(lines);
+    const line_set expected = support::published_greedy(seen, double(share));
+    REQUIRE(lines.slash == expected.slash);
+    REQUIRE(lines.vertical == expected.vertical);
+  }
+}
+
+TEST_CASE("the published greedy goes on where it was when it is shown its lists in pieces") {
+  support::rng random(306);
+  for (index_t i = 0; i < support::scaled(2'000); ++i) {
+    std::vector<weighed_line> lists[2];
+    for (auto& list : lists) {
+      for (index_t left = random.between(0, 60); left > 0; --left) {
+        const double weight = random.between(1, 40) / 8.0;
+        list.push_back({weight, weight / random.between(1, 6), random.between(1, 50)});
+      }
+      std::sort(list.begin(), list.end(), [](auto& a, auto& b) { return a.weight > b.weight; });
+      list.resize(200, weighed_line{});
+    }
+    const double wanted = random.between(0, 400) / 2.0;
+    published_walk whole{}, parts{};
+    REQUIRE(whole.go_on(wanted, lists[0].data(), lists[1].data(), 100));
+    const index_t most = random.between(1, 70);
+    while (!parts.go_on(wanted, lists[0].data() + parts.slashes, lists[1].data() + parts.verticals, most)) {
+    }
+    REQUIRE(parts.slashes == whole.slashes);
+    REQUIRE(parts.verticals == whole.verticals);
+    REQUIRE(parts.sum_of_gains == whole.sum_of_gains);
+  }
+}
+
+TEST_CASE("what judges the published greedy of other weights knows this one's, and sees a line too many or too few") {
+  support::rng random(307);
+  index_t certain = 0, count = support::scaled(1'000);
+  for (index_t i = 0; i < count; ++i) {
+    sampled_rows seen = support::random_sampled_rows(random, 100);
+    const double share = random.pick({1e-5, 0.3, 0.955, 0.9999, 1.0});
+    CAPTURE(i, seen.first, seen.next, share);
+    sampled_rows others = seen;  // as another machine has them
+    for (double& weight : others.weights) weight *= 1 + 4e-5 * random.uniform();
+    line_cover cover;
+    line_set lines;
+    cover.begin(others.view());
+    cover.cover_as_published(share);
+    cover.write(lines);
+    const support::published_within_rounding judge(seen, share);
+    REQUIRE(judge.allows(lines, 0, 0));
+    if (!judge.certain()) continue;
+    ++certain;
+    for (auto* list : {&lines.slash, &lines.vertical}) {
+      if (list->empty()) continue;
+      const index_t line = list->back();
+      list->pop_back();
+      REQUIRE_FALSE(judge.allows(lines, 0, 0));
+      const index_t forced = line + 1;  // whoever forces it need not have chosen it
+      REQUIRE(judge.allows(lines, list == &lines.slash ? forced : 0, list == &lines.slash ? 0 : forced));
+      list->push_back(line);
+    }
+    const auto more = support::published_lines(seen);
+    for (const auto& line : more.verticals) {
+      if (std::binary_search(lines.vertical.begin(), lines.vertical.end(), line.line)) continue;
+      line_set with = lines;
+      with.vertical.insert(std::lower_bound(with.vertical.begin(), with.vertical.end(), line.line), line.line);
+      REQUIRE_FALSE(judge.allows(with, 0, 0));
+      break;
+    }
+  }
+  CHECK(certain > count / 5);
 }
 
 TEST_CASE("alpha 1 takes everything, by either search") {

@@ -55,7 +55,6 @@ concept lasting_pattern = line_pattern<P> && requires(const P p) {
 /// A line pattern that a device can run: it says of every line whether it is taken whatever its weight. It may be asked to
 /// take more by the sampled attention, as covering_pattern or counted_pattern.
 ///   takes_slash(distance), takes_column(position) -> bool
-///   require_device()        optional: throws tessera::error for parameters that only the host runs
 template <class P>
 concept device_line_pattern = line_pattern<P> && std::is_trivially_copyable_v<P> && requires(const P p, index_t at) {
   { p.takes_slash(at) } -> std::same_as<bool>;
@@ -66,6 +65,13 @@ concept device_line_pattern = line_pattern<P> && std::is_trivially_copyable_v<P>
 template <class P>
 concept covering_pattern = device_line_pattern<P> && requires(const P p) {
   { p.covered_share() } -> std::same_as<float>;
+};
+/// A covering one that may want its lines as LoopServe published them, by bounds (math/published_walk.hpp), and lines that are
+/// always taken beside them.
+///   covers_as_published() -> bool     of a chunk whose lines are to be chosen: asked on the host
+template <class P>
+concept published_pattern = covering_pattern<P> && requires(const P p) {
+  { p.covers_as_published() } -> std::same_as<bool>;
 };
 /// One that takes so many lines of each kind, the heaviest; those that are always taken count.
 ///   columns(), diagonals() -> index_t

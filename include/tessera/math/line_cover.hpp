@@ -7,6 +7,7 @@
 
 #include "../core/prompt_lines.hpp"
 #include "../core/sampled_attention.hpp"
+#include "published_walk.hpp"
 
 TESSERA_NAMESPACE_BEGIN
 
@@ -92,36 +93,28 @@ class line_cover {
     }
   }
 
-  /// The published greedy (LoopServe's Algorithm 5). What the paper leaves open is decided so:
-  ///   - slashes and verticals are two lists, each by falling weight; lines without weight are left out;
-  ///   - the gain of a list's first line is its weight less the largest entries of all chosen lines of the other kind;
-  ///   - its length is its entries less the number of those lines, at least 1;
-  ///   - the line with the larger gain for its length is chosen and leaves its list, and its gain, at least 0, is added up;
-  ///   - it ends when the sum of gains, a lower bound of what is covered, reaches `share` of the weight.
+  /// The published greedy (LoopServe's Algorithm 5, see published_walk) until its bound comes to `share` of the weight. Of lines that
+  /// weigh the same the lower comes first.
   void cover_as_published(double share) {
     std::vector<index_t> slashes, verticals;
     for (index_t line = 0; line < lines(); ++line) {
       if (weight(line) > 0) (is_slash(line) ? slashes : verticals).push_back(line);
     }
-    const auto heavier = [&](index_t a, index_t b) { return weight(a) != weight(b) ? weight(a) > weight(b) : a < b; };
-    std::sort(slashes.begin(), slashes.end(), heavier);
-    std::sort(verticals.begin(), verticals.end(), heavier);
-    std::size_t s = 0, v = 0;
-    double largest_of_slashes = 0, largest_of_verticals = 0, sum_of_gains = 0;
-    const double wanted = std::min(share, 1.0) * total_;
-    while (sum_of_gains < wanted && (s < slashes.size() || v < verticals.size())) {
-      const double by_slash = s < slashes.size() ? weight(slashes[s]) - largest_of_verticals : 0;
-      const double by_vertical = v < verticals.size() ? weight(verticals[v]) - largest_of_slashes : 0;
-      bool takes_slash = v == verticals.size();
-      if (s < slashes.size() && v < verticals.size()) {
-        takes_slash = by_slash / std::max(1, length(slashes[s]) - index_t(v)) >=
-                      by_vertical / std::max(1, length(verticals[v]) - index_t(s));
-      }
-      sum_of_gains += std::max(0.0, takes_slash ? by_slash : by_vertical);
-      const index_t line = takes_slash ? slashes[s++] : verticals[v++];
-      (takes_slash ? largest_of_slashes : largest_of_verticals) += largest(line);
-      add(line);
-    }
+    const std::size_t count =
+        std::max(slashes.size(), verticals.size()) + 1;  // both lists end with a line without weight
+    const auto in_order = [&](std::vector<index_t>& list) {
+      std::sort(list.begin(), list.end(),
+                [&](index_t a, index_t b) { return weight(a) != weight(b) ? weight(a) > weight(b) : a < b; });
+      std::vector<weighed_line> weighed;
+      for (const index_t line : list) weighed.push_back({weight(line), largest(line), length(line)});
+      weighed.resize(count, weighed_line{});
+      return weighed;
+    };
+    const std::vector<weighed_line> by_slash = in_order(slashes), by_vertical = in_order(verticals);
+    published_walk walk{};
+    walk.go_on(std::min(share, 1.0) * total_, by_slash.data(), by_vertical.data(), index_t(count));
+    for (index_t i = 0; i < walk.slashes; ++i) add(slashes[std::size_t(i)]);
+    for (index_t i = 0; i < walk.verticals; ++i) add(verticals[std::size_t(i)]);
   }
 
   /// Every stored key: whoever wants all of the weight wants rows that were not sampled to see everything too.

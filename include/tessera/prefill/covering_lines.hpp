@@ -67,10 +67,7 @@ struct covering_lines {
   TESSERA_HD bool takes_slash(index_t distance) const { return alpha >= 1 ? distance == 0 : distance < forced_slashes; }
   TESSERA_HD bool takes_column(index_t position) const { return alpha >= 1 || position < forced_columns; }
   TESSERA_HD float covered_share() const { return alpha >= 1 ? 0.0f : alpha + rounding_on_devices; }
-  void require_device() const {
-    require(algorithm == line_search::coverage, "algorithm", "paper", "coverage on a device",
-            "take algorithm=coverage, or the CPU's cache");
-  }
+  TESSERA_HD bool covers_as_published() const { return algorithm == line_search::paper; }
 
   void check() const { check_parameters(*this); }
 
@@ -80,10 +77,11 @@ struct covering_lines {
           "share of the sampled attention that the lines carry; 1: dense");
     visit("rows", self.rows, value_range{1, 1 << 12}, "rows of a prompt chunk that are sampled");
     visit("seed", self.seed, value_range{0, most_tokens}, "another seed, other rows");
-    visit("algorithm", self.algorithm, one_word_of{"coverage or paper"}, "how lines are found; paper on the CPU only");
+    visit("algorithm", self.algorithm, one_word_of{"coverage or paper"},
+          "how lines are found: exactly, or as published");
   }
 };
 
-static_assert(check_prefill<covering_lines>() && covering_pattern<covering_lines>);
+static_assert(check_prefill<covering_lines>() && published_pattern<covering_lines>);
 
 TESSERA_NAMESPACE_END

@@ -29,6 +29,6 @@ struct lasting_lines : covering_lines {
   }
 };
 
-static_assert(check_prefill<lasting_lines>() && lasting_pattern<lasting_lines> && covering_pattern<lasting_lines>);
+static_assert(check_prefill<lasting_lines>() && lasting_pattern<lasting_lines> && published_pattern<lasting_lines>);
 
 TESSERA_NAMESPACE_END

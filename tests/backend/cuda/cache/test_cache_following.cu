@@ -88,6 +88,15 @@ TEST_CASE("loopserve chooses again as the CPU does, behind prompts along lines",
   if (gpu_missing()) return;
   hold_conversations<whole>(40, scales::any, often{});
 }
+TEST_CASE("prompts along the lines of LoopServe's own greedy hold the CPU's conversations", "[gpu][cache][following]") {
+  if (gpu_missing()) return;
+  hold_conversations<whole>(15, scales::any, [](auto& method, const model_shape& shape) {
+    often{}(method, shape);
+    method.prefill.algorithm = line_search::paper;
+    const float alphas[] = {0.3f, 0.955f, 0.9999f};
+    method.prefill.alpha = alphas[draw(0, 2)];
+  });
+}
 TEST_CASE("a cache that drops by the newest queries in steps holds the CPU's conversations",
           "[gpu][cache][following]") {
   if (gpu_missing()) return;

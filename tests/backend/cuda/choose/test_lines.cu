@@ -4,6 +4,7 @@
 #include "backend/cuda/attend/prefill_case.hpp"
 #include "catch.hpp"
 #include "prefill/line_case.hpp"
+#include "prefill/published_case.hpp"
 #include "tessera/backend/cuda/choose/lines/choose_lines.cuh"
 #include "tessera/prefill/covering_lines.hpp"
 #include "tessera/prefill/sinks_and_band.hpp"
@@ -156,6 +157,51 @@ void try_choices(int count, index_t most) {
   }
 }
 
+/// What the published greedy takes where nothing is forced.
+line_set published(support::sampled_rows& seen, const covering_lines& policy) {
+  line_cover cover;
+  line_set lines;
+  cover.begin(seen.view());
+  cover.cover_as_published(double(policy.covered_share()));
+  cover.add_forced(policy.forced_slashes, policy.forced_columns);
+  cover.write(lines);
+  return lines;
+}
+
+/// The published greedy, of chunks of every form: what is chosen is what Algorithm 5 takes if every weight is right but for 1e-4 of
+/// it. Where no such weight changes anything, it is the host's choice, line by line.
+template <class T, int D, class Table>
+void try_published(int count, index_t most) {
+  const float alphas[] = {1e-6f, 0.05f, 0.5f, 0.9f, 0.955f, 0.995f, 0.9999f, 0.999999f};
+  const index_t samples[] = {1, 3, 48, 70};
+  int certain = 0, tried = 0;
+  for (int i = 0; i < scaled(count, 3); ++i) {
+    shape of_case = random_chunk(i, most);
+    of_case.group = draw(1, 8);
+    line_choice<T, D, Table> of(of_case);
+    const covering_lines policy{
+        .alpha = alphas[draw(0, 7)], .rows = samples[draw(0, 3)], .seed = i, .algorithm = line_search::paper};
+    INFO("case " << i << " head dim " << D << " heads " << of.s.heads << " group " << of.s.group << " tokens "
+                 << of.s.tokens << " stored " << of.s.stored << " evicted " << of.s.evicted << " alpha " << policy.alpha
+                 << " rows " << policy.rows << " window " << of.s.rule.sliding_window);
+    const prompt_lines lines = of.choose(policy);
+    for (index_t h = 0; h < of.s.q_heads(); ++h) {
+      support::sampled_rows seen = of.sampled(lines, h);
+      const line_set& own = lines.heads[std::size_t(h)];
+      CHECK(seen.covered(own) >= double(policy.alpha) * seen.total() * (1 - 1e-12));
+      const support::published_within_rounding judge(seen, double(policy.covered_share()));
+      CHECK(judge.allows(own, policy.forced_slashes, policy.forced_columns));
+      ++tried;
+      if (!judge.certain()) continue;
+      ++certain;
+      const line_set expected = published(seen, policy);
+      CHECK(own.slash == expected.slash);
+      CHECK(own.vertical == expected.vertical);
+    }
+  }
+  CHECK((tried < 100 || certain > tried / 10));  // few cases may be all narrow ones
+}
+
 bool same_lines(const prompt_lines& a, const prompt_lines& b) {
   for (std::size_t h = 0; h < a.heads.size(); ++h) {
     if (a.heads[h].vertical != b.heads[h].vertical || a.heads[h].slash != b.heads[h].slash) return false;
@@ -179,23 +225,54 @@ TEST_CASE("lines are the same every time, in any workspace, recorded or not", "[
   shape s{1, 4, 2, shrunk(900, 70), shrunk(1500, 100)};
   s.spread = 3;
   line_choice<bf16, 128, contiguous> of(s);
-  const covering_lines policy{};
-  const prompt_lines once = of.choose(policy);
-  CHECK(same_lines(once, of.choose(policy)));
-  CHECK(same_lines(once, of.choose(policy, 1)));  // one kv_head at a time
-  CHECK(same_lines(once, of.choose(policy, std::size_t(1) << 30, stream)));
+  for (const auto algorithm : {line_search::coverage, line_search::paper}) {
+    const covering_lines policy{.algorithm = algorithm};
+    const prompt_lines once = of.choose(policy);
+    CHECK(same_lines(once, of.choose(policy)));
+    CHECK(same_lines(once, of.choose(policy, 1)));  // one kv_head at a time
+    CHECK(same_lines(once, of.choose(policy, std::size_t(1) << 30, stream)));
+  }
   cudaStreamDestroy(stream);
 }
 
-TEST_CASE("alpha 1 takes everything on the GPU, and the paper's search is refused", "[gpu][lines]") {
+TEST_CASE("alpha 1 takes everything on the GPU, by either search", "[gpu][lines]") {
   if (gpu_missing()) return;
   line_choice<bf16, 64, ragged> of({1, 2, 2, 70, 130, true});
-  const prompt_lines lines = of.choose(covering_lines{.alpha = 1});
-  for (index_t h = 0; h < of.s.q_heads(); ++h) {
-    CHECK(index_t(lines.heads[std::size_t(h)].vertical.size()) == of.stored.lengths[std::size_t(h / 2)]);
+  for (const auto algorithm : {line_search::coverage, line_search::paper}) {
+    const prompt_lines lines = of.choose(covering_lines{.alpha = 1, .algorithm = algorithm});
+    for (index_t h = 0; h < of.s.q_heads(); ++h) {
+      const line_set& own = lines.heads[std::size_t(h)];
+      CHECK(index_t(own.vertical.size()) == of.stored.lengths[std::size_t(h / 2)]);
+      CHECK(own.slash.size() == (own.vertical.empty() ? 0 : 1));
+    }
   }
-  CHECK_THROWS_WITH(of.choose(covering_lines{.algorithm = line_search::paper}),
-                    contains("algorithm is paper; expected coverage on a device"));
+}
+
+TEST_CASE("the published greedy chooses on the GPU what Algorithm 5 chooses", "[gpu][lines]") {
+  if (gpu_missing()) return;
+  try_published<bf16, 64, contiguous>(200, 160);
+  try_published<fp16, 128, ragged>(120, 200);
+  try_published<bf16, 80, csr_table>(40, 400);
+}
+
+TEST_CASE("of lines that are all the same the published greedy takes the nearest slashes", "[gpu][lines]") {
+  if (gpu_missing()) return;
+  for (const float alpha : {0.001f, 0.5f, 0.9f}) {
+    shape one_row{1, 1, 2, 1, 700};
+    one_row.spread = 0;  // 701 keys of one weight, and lines of one entry: a column is crossed by the first slash
+    line_choice<bf16, 64, contiguous> of(one_row);
+    const covering_lines policy{.alpha = alpha, .algorithm = line_search::paper};
+    const prompt_lines lines = of.choose(policy);
+    for (index_t h = 0; h < of.s.q_heads(); ++h) {
+      support::sampled_rows seen = of.sampled(lines, h);
+      const line_set& own = lines.heads[std::size_t(h)];
+      const index_t nearest = std::max(64, index_t(std::ceil(701 * double(policy.covered_share()))));
+      CHECK(index_t(own.slash.size()) == nearest);
+      CHECK(own.slash == published(seen, policy).slash);
+      CHECK(own.slash.back() == nearest - 1);
+      CHECK(own.vertical == std::vector<index_t>{0, 1, 2, 3});
+    }
+  }
 }
 
 TEST_CASE("fixed and counted lines on the GPU are the CPU's", "[gpu][lines]") {

@@ -75,7 +75,6 @@ class prompt_attending<Recipe, View, Out, true> {
         columns_(std::size_t(shape.layers) * std::size_t(options.sequences) * std::size_t(shape.q_heads) *
                  std::size_t(words_)),
         lines_(std::size_t(shape.layers) * std::size_t(options.sequences)) {
-    if constexpr (requires { recipe.prefill.require_device(); }) recipe.prefill.require_device();
     recipe.prefill.sample(0, options.tokens, sampled_);  // the longest chunk has the most rows
     most_rows_ = index_t(sampled_.size());
     tools_.make(shape_, options.tokens, most_rows_, device_);

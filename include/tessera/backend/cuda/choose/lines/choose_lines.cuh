@@ -13,6 +13,7 @@
 #include "../../device/tuning.cuh"
 #include "line_choice.cuh"
 #include "line_tables.cuh"
+#include "published_cover.cuh"
 
 TESSERA_NAMESPACE_BEGIN
 namespace cuda {
@@ -148,7 +149,7 @@ struct choose_lines_problem {
 /// Memory   for each query head and position: 16 bytes of tables, flags and lists in this object, and 4.2 * rows + 32 bytes of
 ///          workspace for heads that are looked at together.
 /// Same input, same bits: sums are taken in whole numbers, and no choice hangs on the order of threads.
-/// Paper    the greedy is the host's (math/line_cover.hpp), in batches.
+/// Paper    the greedy is the host's (math/line_cover.hpp), in batches; where a pattern wants it as published, line after line.
 template <device_line_pattern Pattern, class View>
 class choose_lines {
   using T = typename View::element_type;
@@ -195,7 +196,7 @@ class choose_lines {
   /// host, ascending.
   line_tables run(const Pattern& pattern, const choose_lines_problem<View>& problem,
                   const std::vector<index_t>& sampled, void* workspace, cudaStream_t stream) const {
-    check_problem(pattern, problem, sampled, workspace);
+    check_problem(problem, sampled, workspace);
     detail::line_sample seen{};
     unsigned char* memory = static_cast<unsigned char*>(workspace);
     const auto take = [&](std::size_t bytes) { return std::exchange(memory, memory + padded(bytes)); };
@@ -312,6 +313,12 @@ class choose_lines {
 
   void choose(const Pattern& pattern, const detail::line_sample& seen, index_t heads, detail::line_counters* counters,
               index_t* lists, cudaStream_t stream) const {
+    if constexpr (published_pattern<Pattern>) {
+      if (pattern.covers_as_published()) {
+        detail::cover_as_published(pattern.covered_share(), seen, heads, lists, stream);
+        return;
+      }
+    }
     const auto with = [&](auto entry, int blocks) {
       launch_shape shape;
       shape.blocks = dim3(unsigned(heads * blocks)), shape.threads = dim3(threads);
@@ -324,9 +331,8 @@ class choose_lines {
       with(detail::choose_lines_entry<Pattern, 1, threads>, 1);
   }
 
-  void check_problem(const Pattern& pattern, const choose_lines_problem<View>& p, const std::vector<index_t>& sampled,
+  void check_problem(const choose_lines_problem<View>& p, const std::vector<index_t>& sampled,
                      const void* workspace) const {
-    if constexpr (requires { pattern.require_device(); }) pattern.require_device();
     require(p.view.sequences == 1 && p.view.kv_heads == kv_heads_, "sequences, kv_heads of the view",
             std::to_string(p.view.sequences) + ", " + std::to_string(p.view.kv_heads),
             "1, " + std::to_string(kv_heads_), "choose lines one sequence at a time");
