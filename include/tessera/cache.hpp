@@ -48,6 +48,21 @@ class cache : public cpu::cache_parts<Recipe> {
     return conversations_.open(recipe_);
   }
 
+  /// Opens a sequence that goes on from where another one stands, and returns its id. Both then hold, choose and answer what the
+  /// one would have; neither sees what becomes of the other. Rows are copied, finished segments of packed rows are shared.
+  /// Errors   a prompt or a step that is under way; pages that a pool has not: tessera::error.
+  index_t fork(index_t id) {
+    conversations_.check_fork(id);
+    const index_t fresh = conversations_.next_id();
+    layers_.fork(id, fresh);
+    try {
+      return conversations_.fork(id);
+    } catch (...) {
+      layers_.close(fresh);
+      throw;
+    }
+  }
+
   void close(index_t id) {
     conversations_.close(id);
     layers_.close(id);

@@ -73,6 +73,11 @@ class script {
     prompt(0, {9, 16});
     for (const index_t tokens : {1, 2}) step({1, 0}, tokens);
     close(1);
+    fork(0, 1);
+    for (const index_t tokens : {1, 2}) step({0, 1}, tokens);
+    prompt(1, {12});
+    step({1}, 1);
+    close(1);
     open(1);
     prompt(1, {20});
     for (const index_t tokens : {1, 1}) step({0, 1}, tokens);
@@ -85,6 +90,10 @@ class script {
   void open(index_t id) {
     next_[id] = 0;
     calls_.push_back({"open", [](any_cache& cache, std::vector<float>& out) { out.assign(1, float(cache.open())); }});
+  }
+  void fork(index_t id, index_t fresh) {
+    next_[fresh] = next_[id];
+    calls_.push_back({"fork", [id](any_cache& cache, std::vector<float>& out) { out.assign(1, float(cache.fork(id))); }});
   }
   void close(index_t id) {
     calls_.push_back({"close", [id](any_cache& cache, std::vector<float>&) { cache.close(id); }});

@@ -205,6 +205,67 @@ void may_begin_with_a_step(const std::string& method) {
   decode(*cache, id, data, 40, 1);
 }
 
+/// What a turn comes to: outputs of its steps, and what was stored and attended behind each.
+struct answers_of_turn {
+  std::vector<float> outputs;
+  std::vector<std::vector<index_t>> tokens;
+};
+answers_of_turn take_turn(any_cache& cache, index_t id, const model_data& data, const turn& now) {
+  answers_of_turn all;
+  index_t next = cache.next_position(id);
+  prefill(cache, id, data, next, now.prompt);
+  cache.end_prefill(id);
+  next += now.prompt;
+  for (const index_t count : now.steps) {
+    const auto results = decode(cache, id, data, next, count);
+    all.outputs.insert(all.outputs.end(), results.begin(), results.end());
+    next += count;
+    for (index_t layer = 0; layer < data.shape.layers; ++layer) {
+      for (index_t h = 0; h < data.shape.kv_heads; ++h) all.tokens.push_back(cache.positions(layer, id, h));
+      for (const auto& attended : cache.attended(layer, id)) all.tokens.push_back(attended);
+    }
+  }
+  return all;
+}
+void goes_on_as(any_cache& cache, index_t id, any_cache& twin, index_t twin_id, const model_data& data,
+                const turn& now) {
+  const answers_of_turn got = take_turn(cache, id, data, now), expected = take_turn(twin, twin_id, data, now);
+  REQUIRE(support::same_bits(got.outputs, expected.outputs));
+  REQUIRE(got.tokens == expected.tokens);
+}
+
+// A fork and what it came from go on as two copies of the cache would, also when the other one is closed and its id used again.
+void forks_go_on_alone(const std::string& method) {
+  rng random(153);
+  const tessera::model_shape shape{3, 4, 2, 12, {false, true, false}};
+  const model_data data(random, shape, 400), other(random, shape, 400);
+  const auto cache = make_cache({method, 40, {{"window", 8}}}, shape, one_thread());
+  cache->trace_attended(true);
+  const index_t first = cache->open(), empty = cache->fork(first);
+  REQUIRE(empty != first);
+  take_turn(*cache, first, data, {90, {1, 3}});
+  take_turn(*cache, first, data, {40, {1}});
+  const auto twin = cache->clone(), other_twin = cache->clone();
+  index_t fork = cache->fork(first), grandchild = cache->fork(fork);
+  REQUIRE(cache->next_position(fork) == cache->next_position(first));
+  goes_on_as(*cache, fork, *other_twin, first, other, {20, {1, 1}});
+  goes_on_as(*cache, first, *twin, first, data, {50, {2, 1, 1}});
+  goes_on_as(*cache, empty, *twin, empty, other, {35, {1}});
+  cache->close(first);
+  REQUIRE(cache->open() == first);
+  take_turn(*cache, first, other, {130, {1, 1}});
+  goes_on_as(*cache, fork, *other_twin, first, other, {45, {4, 1}});
+  const auto before = cache->clone();
+  cache->close(fork);
+  goes_on_as(*cache, grandchild, *before, grandchild, data, {33, {1, 2}});
+
+  prefill(*cache, grandchild, data, cache->next_position(grandchild), 5);
+  REQUIRE_THROWS_WITH(cache->fork(grandchild), contains("tokens of this turn is 5; expected 0"));
+  REQUIRE_THROWS_AS(cache->fork(fork), tessera::error);
+  cache->end_prefill(grandchild);
+  REQUIRE(cache->fork(grandchild) == fork);
+}
+
 }  // namespace
 
 void keep_laws(const std::string& method) {
@@ -214,6 +275,7 @@ void keep_laws(const std::string& method) {
   batches_with_the_bits_of_single_calls(method);
   reads_only_candidates(method);
   may_begin_with_a_step(method);
+  forks_go_on_alone(method);
 }
 
 TEST_CASE("mixtures that no paper has keep the laws of every method") {

@@ -64,16 +64,23 @@ class conversations {
   /// An empty conversation; ids of closed ones are used again. `most` 0: as many as are asked for.
   index_t open(const Recipe& recipe, index_t most = 0) {
     const index_t id = next_id();
-    require(most == 0 || id < most, "open sequences", id, "fewer before another is opened",
-            "close one, or raise cache_options::sequences");
+    require_room(most);
     conversation fresh{true, {}, 0, 0, -1, planned<Recipe>(recipe, 0), {}};
     fresh.layers.resize(std::size_t(shape_.layers));
-    if (id == size()) {
-      all_.push_back(std::move(fresh));
-    } else {
-      all_[std::size_t(id)] = std::move(fresh);
+    return put(id, std::move(fresh));
+  }
+  /// Another conversation that stands where this one does; `check_fork` and room for it come first.
+  index_t fork(index_t id) { return put(next_id(), conversation(at(id))); }
+  void check_fork(index_t id, index_t most = 0) const {
+    const conversation& c = at(id);
+    for (const layer& state : c.layers) {
+      require(state.turn_tokens == 0 && c.announced == 0, "tokens of this turn", std::max(state.turn_tokens, c.announced),
+              "0", "fork a sequence before a prompt is announced or begins, or once end_prefill has ended it");
+      require(state.next_position == c.front().next_position, "tokens of a layer", state.next_position,
+              "those of layer 0, which are " + std::to_string(c.front().next_position),
+              "finish the step before the sequence is forked");
     }
-    return id;
+    require_room(most);
   }
   void close(index_t id) { find(id) = conversation{false, {}, 0, 0, -1, none_, {}}; }
 
@@ -349,6 +356,18 @@ class conversations {
   static void check_announced(index_t tokens) {
     require(tokens >= 1 && tokens <= most_tokens, "tokens of the prompt", tokens, value_range{1, most_tokens}.text(),
             "say how long the turn's prompt will be");
+  }
+  void require_room(index_t most) const {
+    require(most == 0 || next_id() < most, "open sequences", next_id(), "fewer before another is opened",
+            "close one, or raise cache_options::sequences");
+  }
+  index_t put(index_t id, conversation&& fresh) {
+    if (id == size()) {
+      all_.push_back(std::move(fresh));
+    } else {
+      all_[std::size_t(id)] = std::move(fresh);
+    }
+    return id;
   }
   conversation& find(index_t id) { return const_cast<conversation&>(std::as_const(*this).at(id)); }
   static index_t first_prompt(const conversation& c) { return c.first_prompt ? c.first_prompt : c.front().turn_tokens; }

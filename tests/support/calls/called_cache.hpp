@@ -29,6 +29,7 @@ class called_cache {
   virtual ~called_cache() = default;
   virtual std::unique_ptr<called_cache> copy() const = 0;
   virtual index_t open() = 0;
+  virtual index_t fork(index_t id) = 0;
   virtual void close(index_t id) = 0;
   virtual void reserve(index_t id, index_t tokens) = 0;
   virtual void prefill(index_t layer, index_t id, const rows& q, const rows& k, const rows& v) = 0;
@@ -122,6 +123,7 @@ class cpu_calls : public Interface {
 
   explicit cpu_calls(tessera::cache<Recipe> held) : held_(std::move(held)) {}
   index_t open() override { return held_.open(); }
+  index_t fork(index_t id) override { return held_.fork(id); }
   void close(index_t id) override { held_.close(id); }
   void reserve(index_t, index_t) override {}
   void prefill(index_t layer, index_t id, const rows& q, const rows& k, const rows& v) override {

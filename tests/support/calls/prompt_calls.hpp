@@ -62,6 +62,28 @@ class prompt_calls : public compared_caches {
     model_[std::size_t(free)] = sequence{std::vector<index_t>(layers, 0), std::vector<index_t>(layers, 0)};
   }
 
+  void fork() {
+    if (model_.size() > 4 && random_.chance(0.7)) return;
+    const index_t id = some_id();
+    const sequence* held = known(id);
+    const index_t free = index_t(std::find(model_.begin(), model_.end(), std::nullopt) - model_.begin());
+    const auto is_even = [&](const std::vector<index_t>& of) {
+      return std::count(of.begin(), of.end(), of.front()) == index_t(of.size());
+    };
+    const bool between_turns = held && !held->is_between_layers && held->announced == 0 && is_even(held->next) &&
+                               std::count(held->turn.begin(), held->turn.end(), 0) == shape_.layers;
+    std::optional<bool> allowed = between_turns && (limits_.sequences == 0 || free < limits_.sequences);
+    if (*allowed && !surely_fits(*held, 0)) allowed.reset();
+    if (!apply("fork", allowed, [&](called_cache& cache) {
+          const index_t fresh = cache.fork(id);  // a refusal must leave REQUIRE alone
+          REQUIRE(fresh == free);
+        }))
+      return;
+    step_.is_stale = step_.is_stale || (limits_.on_device && step_.has_begun);
+    if (std::size_t(free) == model_.size()) model_.emplace_back();
+    model_[std::size_t(free)] = model_[std::size_t(id)];
+  }
+
   void close() {
     const index_t id = some_id();
     sequence* held = known(id);

@@ -16,7 +16,7 @@ class random_cache_calls : public prompt_calls {
   void call() {
     switch (random_.between(0, limits_.on_device ? 12 : 15)) {
       case 0:
-        return open();
+        return random_.chance(0.4) ? fork() : open();
       case 1:
         return close();
       case 2:

@@ -37,20 +37,7 @@ class cache : public cache_parts<Recipe, Out> {
     Recipe changed = recipe_;
     changed.set_budget(tokens);
     changed.check();
-    auto first = first_stage<Recipe>(changed, shape_, options_, device_);
-    auto reader = reading_.reader().fit(changed, shape_, options_, device_);
-    auto movers = parts::fit_movers(first);
-    check(cudaDeviceSynchronize(), "cudaDeviceSynchronize");
-    recipe_ = changed;
-    first_.adopt(std::move(first));
-    reading_.reader().adopt(std::move(reader));
-    store_.adopt(std::move(movers));
-    order_.disturbed();
-    conversations_.follow_budget(recipe_);
-    for (index_t id = 0; id < conversations_.size(); ++id) {
-      if (conversations_.is_open(id)) reading_.set_plan(id, conversations_.at(id).policies, stream);
-    }
-    check(cudaStreamSynchronize(stream), "cudaStreamSynchronize");
+    parts::follow_budget(changed, stream);
   }
 
   /// Opens an empty sequence and returns its id; ids of closed sequences are used again.
@@ -61,6 +48,14 @@ class cache : public cache_parts<Recipe, Out> {
     prompts_.open(id, stream);
     reading_.set_plan(id, conversations_.at(id).policies, stream);
     return id;
+  }
+
+  /// Opens a sequence that goes on from where another one stands, and returns its id: see the CPU's cache. Finished segments of packed rows
+  /// stay where they are, until the sequence that packed them is closed.
+  index_t fork(index_t id, cudaStream_t stream = nullptr) {
+    conversations_.check_fork(id, options_.sequences);
+    order_.require_finished(id);
+    return parts::copy_of(id, stream);
   }
 
   void close(index_t id, cudaStream_t stream = nullptr) {

@@ -18,6 +18,7 @@ inline namespace TESSERA_HOST_ISA {
 
 /// What both kinds answer; this one attends everything.
 ///   open(id), close(id)                      an empty sequence; its memory goes. `close` needs none
+///   copy(from, to)                           what prompts of one sequence left to be read, to an empty one
 ///   attend(...)                              a chunk's rows; what is remembered of it changes only if all went well
 ///   join(layer, id, kept)                    adds what prompts left to be read to a filter's lists
 ///   lines(layer, id)                         of the last chunk that was traced
@@ -27,6 +28,7 @@ class prompt_attending {
   explicit prompt_attending(const model_shape&) {}
   void open(index_t) {}
   void close(index_t) {}
+  void copy(index_t, index_t) {}
   void trace(bool) {}
   template <class View, class E>
   void attend(index_t, index_t, const Recipe&, const View& view, const query_rows<E>& queries, const logit_rule& rule,
@@ -55,6 +57,11 @@ class prompt_attending<Recipe, true> {
   }
   void close(index_t id) {
     for (index_t layer = 0; layer < shape_.layers; ++layer) places_[place(layer, id)] = {};
+  }
+  void copy(index_t from, index_t to) {
+    for (index_t layer = 0; layer < shape_.layers; ++layer) {
+      places_[place(layer, to)].columns = places_[place(layer, from)].columns;
+    }
   }
   void trace(bool on) { tracing_ = on; }
 

@@ -59,6 +59,20 @@ class layers {
     prompts_.close(id);
   }
 
+  /// Opens an id with what another one holds between two turns, or steps. Where it throws, the id is closed.
+  void fork(index_t from, index_t to) {
+    open(to);
+    try {
+      store_.copy(from, to);
+      first_.copy(from, to);
+      reading_.copy(from, to);
+      prompts_.copy(from, to);
+    } catch (...) {
+      close(to);
+      throw;
+    }
+  }
+
   /// Whether pages are shared by groups of heads.
   static constexpr bool in_groups = requires(const typename kv_store<layout>::rows_type& rows) { rows.groups(); };
 

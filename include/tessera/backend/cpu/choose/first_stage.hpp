@@ -27,6 +27,7 @@ struct ranked_tokens {
 /// What every first stage answers; this one chooses nothing.
 ///   forget(id), forget(layer, id)            what was observed of an open id, of one layer of it; needs no memory
 ///   end_turn(id)                             the same, but for what lasts from turn to turn
+///   copy(from, to)                           between turns: what lasts, to an id of which nothing was observed
 ///   observe_prompt(...), observe_step(...)   take queries in; as before when memory runs out
 ///   take_back(b, layer, id, store)           undoes `observe_step` of the b-th sequence of a batch; needs no memory
 ///   chooser(layer, policies, roles)          the layer whose choice this one takes: its own, or an earlier one
@@ -42,6 +43,7 @@ class first_stage {
   void forget(index_t) {}
   void forget(index_t, index_t) {}
   void end_turn(index_t) {}
+  void copy(index_t, index_t) {}
   template <class... Any>
   void observe_prompt(const Any&...) {}
   template <class... Any>
@@ -150,6 +152,7 @@ class first_stage<Recipe, observes::nothing, true> : public choosing<Recipe> {
   void forget(index_t) {}
   void forget(index_t, index_t) {}
   void end_turn(index_t) {}
+  void copy(index_t, index_t) {}
   template <class... Any>
   void observe_prompt(const Any&...) {}
   template <class... Any>
@@ -190,6 +193,12 @@ class first_stage<Recipe, observes::window, true> : public choosing<Recipe> {
   void forget(index_t layer, index_t id) { window(layer, id).clear(); }
   void end_turn(index_t id) {
     if (!follows) forget(id);
+  }
+  void copy(index_t from, index_t to) {
+    for (index_t layer = 0; follows && layer < this->shape_.layers; ++layer) {
+      window(layer, to);  // what follows moves nothing
+      window(layer, to) = window(layer, from);
+    }
   }
 
   /// Queries of a chunk's last tokens.
@@ -274,6 +283,7 @@ class first_stage<Recipe, observes::every_query, true> : public choosing<Recipe>
   void forget(index_t) {}
   void forget(index_t, index_t) {}
   void end_turn(index_t) {}
+  void copy(index_t, index_t) {}
 
   template <class E, class Store>
   void observe_prompt(index_t layer, index_t id, Store& stored, const planned<Recipe>& policies, const logit_rule& rule,

@@ -25,6 +25,7 @@ class first_stage<Recipe, observes::statistics, true> : public choosing<Recipe> 
   }
   void forget(index_t layer, index_t id) { sums(layer, id).clear(); }
   void end_turn(index_t id) { forget(id); }
+  void copy(index_t, index_t) {}
   template <class E, class Store>
   void observe_prompt(index_t layer, index_t id, Store&, const planned<Recipe>& policies, const logit_rule&,
                       const rows_view<const E>& q, index_t next, executor& workers) {

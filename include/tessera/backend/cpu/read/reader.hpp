@@ -17,6 +17,7 @@ class exact_reader;
 ///   open(place)                              a sequence is opened: nothing is stored yet. Like `refresh`, `append` and
 ///                                            `choose` it may run out of memory; the others need none
 ///   clear(place)                             the sequence is closed: gives the place's memory back
+///   copy(from, to)                           an open, empty place gets what another one knows; may run out of memory, too
 ///   forget(place)                            a step or a prompt's end came to nothing: what was built of the last views is
 ///                                            wrong, and the next `refresh` or `append` builds anew
 ///   refresh(place, view, policies, moved)    a prompt has ended, or slots have moved

@@ -25,6 +25,8 @@ struct whole_reader {
   template <class... Any>
   void clear(const Any&...) {}
   template <class... Any>
+  void copy(const Any&...) {}
+  template <class... Any>
   void forget(const Any&...) {}
   template <class... Any>
   void refresh(const Any&...) {}
@@ -77,6 +79,14 @@ class reading {
       if constexpr (filters) {
         for (candidates& list : passed_[index(layer, id)]) list.clear();
       }
+    }
+  }
+
+  /// An open, empty id's places get what those of another one read. The caller closes it where this throws.
+  void copy(index_t from, index_t to) {
+    for (index_t layer = 0; layer < shape_.layers; ++layer) {
+      reader_.copy(index(layer, from), index(layer, to));
+      if constexpr (filters) passed_[index(layer, to)] = passed_[index(layer, from)];
     }
   }
 

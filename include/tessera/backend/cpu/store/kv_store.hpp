@@ -81,6 +81,14 @@ class kv_store {
     }
   }
 
+  /// The places of an empty id get what those of another one hold. The caller clears them where it throws.
+  void copy(index_t from, index_t to) {
+    for (index_t layer = 0; layer < layers_; ++layer) {
+      rows_.copy(index(layer, from), index(layer, to));
+      at(layer, to) = at(layer, from);
+    }
+  }
+
   /// All heads of a place as one sequence. Valid until any place changes.
   view_type view(index_t layer, index_t id) {
     place& here = at(layer, id);

@@ -39,16 +39,7 @@ class placed_rows<Layout, fixed_pages<Page>> {
   void make_room(std::size_t place, const std::vector<index_t>& lengths, index_t tokens) {
     const offset_t longest = *std::max_element(lengths.begin(), lengths.end());
     std::vector<index_t>& table = at(place);
-    const std::size_t wanted = std::size_t(fixed_pages<Page>::pages_for(longest + tokens));
-    if (wanted <= table.size()) return;
-    const std::size_t missing = wanted - table.size();
-    if (std::size_t(free_pages_) < missing) grow(index_t(missing) - free_pages_);
-    table.reserve(wanted);
-    for (std::size_t i = 0; i < missing; ++i) {
-      table.push_back(first_free_);
-      first_free_ = next_free_[std::size_t(first_free_)];
-      --free_pages_;
-    }
+    take(table, std::size_t(fixed_pages<Page>::pages_for(longest + tokens)));
   }
 
   void keep(std::size_t place, const std::vector<index_t>& lengths, const selection& chosen, executor& workers) {
@@ -60,6 +51,17 @@ class placed_rows<Layout, fixed_pages<Page>> {
   void expect(index_t, index_t) {}
   void open(std::size_t place) { release(at(place), 0); }
   void clear(std::size_t place) { release(tables_[place], 0); }
+  void copy(std::size_t from, std::size_t to) {
+    take(at(to), at(from).size());
+    for (std::size_t i = 0; i < tables_[from].size(); ++i) {
+      const auto rows = [&](auto& all, offset_t dim) {
+        const offset_t each = page_rows() * dim;
+        std::copy_n(all.begin() + tables_[from][i] * each, each, all.begin() + tables_[to][i] * each);
+      };
+      rows(k_, Layout::k_dim), rows(v_, Layout::v_dim);
+      if constexpr (encoding_type::scaled) rows(k_scales_, 1), rows(v_scales_, 1);
+    }
+  }
   offset_t bytes(std::size_t place) const {
     return place < tables_.size() ? offset_t(tables_[place].size()) * page_rows() * Layout::token_bytes() : 0;
   }
@@ -69,6 +71,18 @@ class placed_rows<Layout, fixed_pages<Page>> {
   std::vector<index_t>& at(std::size_t place) {
     if (tables_.size() <= place) tables_.resize(place + 1);
     return tables_[place];
+  }
+  /// Pages for a table until it has `wanted`, or none.
+  void take(std::vector<index_t>& table, std::size_t wanted) {
+    if (wanted <= table.size()) return;
+    const std::size_t missing = wanted - table.size();
+    if (std::size_t(free_pages_) < missing) grow(index_t(missing) - free_pages_);
+    table.reserve(wanted);
+    for (std::size_t i = 0; i < missing; ++i) {
+      table.push_back(first_free_);
+      first_free_ = next_free_[std::size_t(first_free_)];
+      --free_pages_;
+    }
   }
   void release(std::vector<index_t>& table, std::size_t left) {
     for (; table.size() > left; table.pop_back()) give_back(table.back());

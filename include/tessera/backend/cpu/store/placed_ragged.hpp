@@ -43,20 +43,9 @@ class placed_rows<Layout, ragged_pages> {
   }
 
   void make_room(std::size_t place, const std::vector<index_t>& lengths, index_t tokens) {
-    table fresh = tables_[place];
-    for (std::size_t h = 0; h < lengths.size(); ++h) fresh.tokens[h] = lengths[h] + tokens;
-    std::size_t blocks = 0;
-    for (const index_t own : fresh.tokens) blocks += std::size_t(ceil_div(own, page_));
-    fresh.blocks.reserve(blocks);
-    table before = std::exchange(tables_[place], std::move(fresh));
-    try {
-      take_pages(place);
-    } catch (...) {
-      tables_[place] = std::move(before);
-      give_back(place);
-      throw;
-    }
-    fill(place);
+    std::vector<index_t> wanted = lengths;
+    for (index_t& own : wanted) own += tokens;
+    lay_out(place, wanted);
   }
 
   void keep(std::size_t place, const std::vector<index_t>& lengths, const selection& chosen, executor& workers) {
@@ -94,6 +83,18 @@ class placed_rows<Layout, ragged_pages> {
     here.blocks.clear();
     give_back(place);
     pool_.reserve(id_of(place), 0);
+  }
+  void copy(std::size_t from, std::size_t to) {
+    lay_out(to, tables_[from].tokens);
+    const table &held = tables_[from], &fresh = tables_[to];
+    for (std::size_t i = 0; i < held.blocks.size(); ++i) {
+      const auto rows = [&](auto& all, offset_t dim) {
+        const offset_t each = page_ * dim;
+        std::copy_n(all.begin() + held.blocks[i] * each, each, all.begin() + fresh.blocks[i] * each);
+      };
+      rows(k_, Layout::k_dim), rows(v_, Layout::v_dim);
+      if constexpr (encoding_type::scaled) rows(k_scales_, 1), rows(v_scales_, 1);
+    }
   }
   offset_t bytes(std::size_t place) const {
     if (place >= tables_.size()) return 0;
@@ -137,6 +138,23 @@ class placed_rows<Layout, ragged_pages> {
   /// Pages that a group's longest head needs.
   index_t pages_of(index_t id, index_t group) const { return groups_.pages_for(group, longest(id, group), page_); }
 
+  /// Blocks for so many tokens of each head; as before where there are no pages, or no memory, for them.
+  void lay_out(std::size_t place, const std::vector<index_t>& tokens) {
+    table fresh = tables_[place];
+    fresh.tokens = tokens;
+    std::size_t blocks = 0;
+    for (const index_t own : tokens) blocks += std::size_t(ceil_div(own, page_));
+    fresh.blocks.reserve(blocks);
+    table before = std::exchange(tables_[place], std::move(fresh));
+    try {
+      take_pages(place);
+    } catch (...) {
+      tables_[place] = std::move(before);
+      give_back(place);
+      throw;
+    }
+    fill(place);
+  }
   void take_pages(std::size_t place) {
     const index_t id = id_of(place);
     offset_t more = 0;

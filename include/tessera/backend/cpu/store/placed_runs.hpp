@@ -19,6 +19,7 @@ inline namespace TESSERA_HOST_ISA {
 ///   make_room(place, lengths, tokens)        for `tokens` more in every head
 ///   keep(place, lengths, chosen, workers)    the chosen slots alone stay; needs no memory
 ///   open(place), clear(place)                an empty place; gives its memory back, and needs none
+///   copy(from, to)                           an empty place gets what another one holds; cleared by the caller where it throws
 ///   expect(id, tokens)                       every head of a sequence will get so many more, 0: none for now; throws where
 ///                                            a pool has no room for them
 ///   bytes(place)
@@ -76,6 +77,10 @@ class placed_rows<Layout, runs> {
   void expect(index_t, index_t) {}
   void open(std::size_t place) { at(place).clear(); }
   void clear(std::size_t place) { runs_[place].clear(); }
+  void copy(std::size_t from, std::size_t to) {
+    at(to);  // what follows moves nothing
+    runs_[to] = at(from);
+  }
   offset_t bytes(std::size_t place) const {
     if (place >= runs_.size()) return 0;
     const run& here = runs_[place];

@@ -20,7 +20,8 @@ class cache_parts : public cache_answers<Recipe, Out> {
 
  protected:
   using objects::attended_, objects::attention_, objects::conversations_, objects::filters, objects::first_,
-      objects::first_position_, objects::newest_, objects::next_, objects::after_, objects::options_, objects::policies,
+      objects::first_position_, objects::newest_, objects::next_, objects::after_, objects::device_, objects::options_,
+      objects::order_, objects::policies,
       objects::prompts_, objects::reading_, objects::recipe_, objects::roles_, objects::shape_, objects::stepped_of,
       objects::steps_, objects::store_, objects::downloaded_lists;
   using objects::objects;
@@ -50,6 +51,60 @@ class cache_parts : public cache_answers<Recipe, Out> {
     slide(places, stream);
     store_.plan_room(places, tokens);
     store_.commit_room(places, stream);
+  }
+
+  /// Takes another budget, when all that may fail has been made.
+  void follow_budget(const Recipe& changed, cudaStream_t stream) {
+    auto first = first_stage<Recipe>(changed, shape_, options_, device_);
+    auto reader = reading_.reader().fit(changed, shape_, options_, device_);
+    auto movers = objects::fit_movers(first);
+    check(cudaDeviceSynchronize(), "cudaDeviceSynchronize");
+    recipe_ = changed;
+    first_.adopt(std::move(first));
+    reading_.reader().adopt(std::move(reader));
+    store_.adopt(std::move(movers));
+    order_.disturbed();
+    conversations_.follow_budget(recipe_);
+    for (index_t id = 0; id < conversations_.size(); ++id) {
+      if (conversations_.is_open(id)) reading_.set_plan(id, conversations_.at(id).policies, stream);
+    }
+    check(cudaStreamSynchronize(stream), "cudaStreamSynchronize");
+  }
+
+  void plan_copy(index_t from, index_t to) {
+    store_.plan_copy(from, to);
+    try {
+      reading_.lists().plan_copy(from, to);
+    } catch (...) {
+      store_.abandon();
+      throw;
+    }
+  }
+  /// A new id with all that another one holds between two turns, or steps. Where it throws, nothing has changed.
+  index_t copy_of(index_t id, cudaStream_t stream) {
+    const index_t to = conversations_.fork(id);
+    try {
+      plan_copy(id, to);
+    } catch (...) {
+      conversations_.close(to);
+      store_.clear(to, stream);
+      throw;
+    }
+    store_.commit_copy(id, to, stream);
+    reading_.lists().commit_copy(id, to, stream);
+    copy_on_device(next_.data() + to, next_.data() + id, 1, stream);
+    first_.forget(to);
+    first_.copy(id, to, stream);
+    prompts_.open(to, stream);
+    prompts_.copy(id, to, stream);
+    reading_.set_plan(to, policies(to), stream);
+    for (index_t layer = 0; layer < shape_.layers; ++layer) {
+      if (roles_.follows_recipe(layer) && store_.bound(layer, to).longest > 0)
+        reading_.refresh(layer, to, store_, stream);
+    }
+    reading_.reader().copy(id, to, stream);
+    order_.disturbed();  // rows of others may have moved
+    return to;
   }
 
   /// Plans what the layers of a conversation whose prompt ends keep, or let through; returns those that choose at all.

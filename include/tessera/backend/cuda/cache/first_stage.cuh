@@ -47,6 +47,7 @@ class first_stage {
     return {};
   }
   void forget(index_t) {}
+  void copy(index_t, index_t, cudaStream_t) {}
   template <class... Any>
   void begin_turn(const Any&...) {}
   template <class... Any>
@@ -198,14 +199,11 @@ class first_stage<Recipe, true> {
 
   /// Forgets a turn's queries, but for those of a window that follows the conversation.
   void forget(index_t id) {
-    if constexpr (observed == observes::window && !follows) {
-      for (index_t layer = 0; layer < shape_.layers; ++layer) window_.forget(layer * sequences_ + id);
-    }
-    if constexpr (observed == observes::statistics) {
-      for (index_t layer = 0; layer < shape_.layers; ++layer) sums_.forget(layer * sequences_ + id);
-    }
+    for (index_t layer = 0; layer < shape_.layers; ++layer) forget(layer, id);
   }
 
+  /// What lasts from turn to turn, to an id that goes on from another one's.
+  void copy(index_t from, index_t to, cudaStream_t stream) { window_.copy(from, to, stream); }
   /// A turn's prompt begins: what a layer's heads hold now is from earlier.
   void begin_turn([[maybe_unused]] index_t layer, [[maybe_unused]] index_t id,
                   [[maybe_unused]] const store_type& store) {
@@ -222,8 +220,7 @@ class first_stage<Recipe, true> {
       here.settled = store.held_by_head(layer, id);
       for (index_t& tokens : here.settled) tokens -= again;
     }
-    if constexpr (observed == observes::window && !follows) window_.forget(layer * sequences_ + id);
-    if constexpr (observed == observes::statistics) sums_.forget(layer * sequences_ + id);
+    forget(layer, id);
   }
 
   /// Bounds of what a layer of one sequence keeps when its prompt, or a chunk of it, ends; `held` is the store's, and
@@ -304,6 +301,10 @@ class first_stage<Recipe, true> {
   }
 
  private:
+  void forget([[maybe_unused]] index_t layer, [[maybe_unused]] index_t id) {
+    if constexpr (observed == observes::window && !follows) window_.forget(layer * sequences_ + id);
+    if constexpr (observed == observes::statistics) sums_.forget(layer * sequences_ + id);
+  }
   static index_t queries_at_once(const Recipe& recipe, const cache_options& options) {
     if constexpr (observed == observes::window) return recipe.retain.scorer.window;
     return std::max(observed_at_once, options.step_tokens);

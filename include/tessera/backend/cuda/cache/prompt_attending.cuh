@@ -25,6 +25,7 @@ __global__ void __launch_bounds__(Threads) add_columns_entry(line_tables chunk, 
 
 /// What both kinds answer; this one attends everything.
 ///   open(id, stream)                                               an empty sequence
+///   copy(from, to, stream)                                         what prompts of another one left to be read
 ///   attend(layer, id, recipe, problem, first, attention, stream)   a chunk's rows, the first at position `first`
 ///   columns(layer)                                                 what prompts leave to be read
 ///   trace(on), lines(layer, id)                                    the lines of the last chunk that was traced
@@ -33,6 +34,7 @@ class prompt_attending {
  public:
   prompt_attending(const Recipe&, const model_shape&, const cache_options&, const device_info&) {}
   void open(index_t, cudaStream_t) {}
+  void copy(index_t, index_t, cudaStream_t) {}
   joined_columns columns(index_t) const { return {}; }
   offset_t bytes_of_place() const { return 0; }
   template <class Attention>
@@ -85,6 +87,10 @@ class prompt_attending<Recipe, View, Out, true> {
       check(cudaMemsetAsync(columns_of(layer, id), 0, std::size_t(shape_.q_heads) * std::size_t(words_) * 4, stream),
             "cudaMemsetAsync");
     }
+  }
+  void copy(index_t from, index_t to, cudaStream_t stream) {
+    for (index_t layer = 0; words_ > 0 && layer < shape_.layers; ++layer)
+      copy_on_device(columns_of(layer, to), columns_of(layer, from), std::size_t(shape_.q_heads * words_), stream);
   }
   joined_columns columns(index_t layer) const { return {words_ > 0 ? columns_of(layer, 0) : nullptr, words_}; }
   offset_t bytes_of_place() const { return offset_t(shape_.q_heads) * words_ * 4; }

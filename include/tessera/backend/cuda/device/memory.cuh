@@ -147,6 +147,12 @@ std::vector<T> downloaded(const T* from, std::size_t count) {
   return host;
 }
 
+/// Enqueues a copy from device memory to device memory.
+template <class T>
+void copy_on_device(T* to, const T* from, std::size_t count, cudaStream_t stream) {
+  check(cudaMemcpyAsync(to, from, count * sizeof(T), cudaMemcpyDeviceToDevice, stream), "cudaMemcpyAsync");
+}
+
 /// Runs of rows, handed out and taken back on the host: first fit, neighbours join.
 class row_spans {
  public:

@@ -54,6 +54,11 @@ class held_tokens_of_places {
   void shrank(std::size_t place, const token_bound& kept) {
     bounds_[place] = {std::min(bounds_[place].longest, kept.longest), std::min(bounds_[place].total, kept.total)};
   }
+  void copy(std::size_t from, std::size_t to) {
+    bounds_[to] = bounds_[from];
+    since_[to] = since_[from];
+    std::copy_n(first_.begin() + offset_t(from) * heads_, heads_, first_.begin() + offset_t(to) * heads_);
+  }
   void clear(std::size_t place) {
     bounds_[place] = {};
     since_[place] = 0;

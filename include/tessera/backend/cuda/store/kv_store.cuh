@@ -285,6 +285,32 @@ class kv_store {
   /// Lengths of the batch that a step has changed go back to their ids; the host's part of a step advances the others.
   const id_column<index_t>& length_column() const { return lengths_; }
 
+  /// Plans that an empty id gets what another one holds; `commit_copy` carries it out, or `abandon` forgets it.
+  void plan_copy(index_t from, index_t to) {
+    rows_.plan();
+    columns_.plan();
+    try {
+      for (index_t layer = 0; layer < layers_; ++layer) {
+        const std::size_t at = place(layer, to);
+        rows_.plan_copy(at, held_.of(place(layer, from)));
+        if (columns_.holds_planes()) plan_columns(at, bound(layer, from), 0);
+      }
+    } catch (...) {
+      abandon();
+      throw;
+    }
+  }
+  void commit_copy(index_t from, index_t to, cudaStream_t stream) {
+    for (index_t layer = 0; layer < layers_; ++layer) {
+      const std::size_t source = place(layer, from), at = place(layer, to);
+      rows_.commit_copy(source, at, lengths(layer, from), held_.of(source), stream);
+      columns_.copy_run(
+          source, at, lengths(layer, from), bound(layer, from).longest, [&](std::size_t p) { return begins(p); }, stream);
+      copy_on_device(lengths(layer, to), lengths(layer, from), std::size_t(heads_), stream);
+      held_.copy(source, at);
+    }
+  }
+
   /// Logical positions by kv_head, ascending. Synchronises.
   std::vector<std::vector<index_t>> downloaded_positions(index_t layer, index_t id) const {
     const auto held = downloaded(lengths(layer, id), std::size_t(heads_));

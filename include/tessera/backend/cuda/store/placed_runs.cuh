@@ -23,6 +23,8 @@ namespace cuda {
 ///   plan_keep(place, held, kept), keep(...)   the chosen slots alone stay
 ///   shrank(place, gained, held)               rows went, and their room is given back as far as the placement likes
 ///   dropped(place, gained)                    rows went, and room that was committed before stays
+///   plan_copy(to, held), commit_copy(from, to, lengths, held, stream)   an empty place gets what another one, which has such
+///                                             bounds and lengths, holds
 ///   took(place, tokens), clear(place), bytes(place)
 /// `held` is a held_tokens: bounds of all heads, and of each.
 template <class Layout, class Placement = typename Layout::placement_type>
@@ -107,6 +109,12 @@ class placed_rows<Layout, runs> {
     problem.to.table.begin = pool_.new_begins();
     mover.fresh.run(problem, nullptr, stream);
     pool_.adopt(begins(place), stream);
+  }
+  void plan_copy(std::size_t to, const token_bound& held) { plan_keep(to, {}, held); }
+  void commit_copy(std::size_t from, std::size_t to, const index_t* lengths, const token_bound& held,
+                   cudaStream_t stream) {
+    pool_.copy_run(
+        from, to, lengths, held.longest, [&](std::size_t p) { return begins(p); }, stream);
   }
   /// After rows were dropped in place: every head has room for `gained` more.
   void shrank(std::size_t place, index_t gained, const token_bound&) { pool_.took(place, -gained); }

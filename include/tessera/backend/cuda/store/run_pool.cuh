@@ -228,6 +228,14 @@ class run_pool {
         list, lengths, begins, new_begins_.data());
     check(cudaGetLastError(), "launch of move_rows");
   }
+  /// Fills the fresh run of a place with what another one's heads hold, `counts` and at most `longest`.
+  template <class Begins>
+  void copy_run(std::size_t from, std::size_t to, const index_t* counts, index_t longest, const Begins& begins_of,
+                cudaStream_t stream, bool even = false) {
+    if (!lay_out(to, even ? nullptr : counts, begins_of, stream)) return;
+    move(begins_of(from), counts, longest, stream);
+    adopt(begins_of(to), stream);
+  }
   /// The run that was laid out is the place's own from now on.
   void adopt(offset_t* begins, cudaStream_t stream) const {
     check(cudaMemcpyAsync(begins, new_begins_.data(), new_begins_.bytes(), cudaMemcpyDeviceToDevice, stream),

@@ -29,6 +29,7 @@ class device_calls final : public support::called_cache {
       : held_(shape, method, options), memory_(std::make_shared<memory>()) {}
   std::unique_ptr<called_cache> copy() const override { return std::make_unique<device_calls>(*this); }
   index_t open() override { return held_.open(); }
+  index_t fork(index_t id) override { return held_.fork(id); }
   void close(index_t id) override { held_.close(id); }
   void reserve(index_t id, index_t tokens) override { held_.reserve(id, tokens, nullptr); }
   void prefill(index_t layer, index_t id, const rows& q, const rows& k, const rows& v) override {

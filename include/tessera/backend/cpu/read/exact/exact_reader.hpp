@@ -23,6 +23,7 @@ class exact_reader {
 
   void open(std::size_t) {}
   void clear(std::size_t) {}
+  void copy(std::size_t, std::size_t) {}
   void forget(std::size_t) {}
   template <class View>
   void refresh(std::size_t, const View&, const planned<Recipe>&, bool) {}

@@ -34,6 +34,7 @@ class extrema_reader {
     forget(at);
     place(at).index.reset(heads_, 1);
   }
+  void copy(std::size_t from, std::size_t to) { places_[to] = places_[from]; }
   void forget(std::size_t at) {
     held& here = place(at);
     std::fill(here.sums.begin(), here.sums.end(), 0.0);

@@ -30,6 +30,8 @@ class block_mean_reader {
   template <class... Any>
   void clear(const Any&...) {}
   template <class... Any>
+  void copy(const Any&...) {}
+  template <class... Any>
   void forget(const Any&...) {}
   template <class... Any>
   void refresh(const Any&...) {}

@@ -33,6 +33,7 @@ class segment_reader {
     places_[at].before.clear();
     places_[at].now.clear();
   }
+  void copy(std::size_t from, std::size_t to) { places_[to] = places_[from]; }
   /// What was said stays: a step that came to nothing is known by where the next one begins.
   void forget(std::size_t at) {
     for (head_index& keys : places_[at].heads) keys.clear();

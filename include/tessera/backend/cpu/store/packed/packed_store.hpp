@@ -17,7 +17,7 @@ namespace cpu {
 inline namespace TESSERA_HOST_ISA {
 
 /// Answers as the plain store does. New tokens are whole rows; `prepare_to_pack` makes segments of what is due, `pack`
-/// puts them in place. Segments that another copy of the store holds too are never written to.
+/// puts them in place. Segments that another sequence, or copy of the store, holds too are never written to.
 template <packing_layout Layout>
 class kv_store<Layout> {
   using rows_type = typename Layout::rows_type;
@@ -28,7 +28,6 @@ class kv_store<Layout> {
 
  public:
   using view_type = packed_view<Layout>;
-
   using placement_type = typename Layout::placement_type;
 
   kv_store(index_t layers, index_t kv_heads, const column_set& with, const placement_type& where = {},
@@ -74,6 +73,15 @@ class kv_store<Layout> {
       here.asked = {};
       here.prompt_tokens = 0;
     }
+  }
+
+  /// As the plain store's; segments are shared.
+  void copy(index_t from, index_t to) {
+    for (index_t layer = 0; layer < layers_; ++layer) {
+      whole_.copy(index(layer, from), index(layer, to));
+      at(layer, to) = at(layer, from);
+    }
+    searches_.copy(from, to);
   }
 
   view_type view(index_t layer, index_t id) {
@@ -229,10 +237,7 @@ class kv_store<Layout> {
     place& here = at(layer, id);
     if (!here.pending) return;
     packing& made = *here.pending;
-    if (made.prompt_ended) {
-      here.prompt_tokens = 0;
-      here.asked = {};
-    }
+    if (made.prompt_ended) here.asked = {}, here.prompt_tokens = 0;
     if (made.fresh.empty()) return;
     if (made.joins) {
       join(*here.segments.back(), *made.fresh.front());

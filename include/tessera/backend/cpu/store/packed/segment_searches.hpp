@@ -86,6 +86,7 @@ class segment_searches {
   segment_searches(index_t, index_t, index_t, const typename Layout::rows_type&) {}
   void open(index_t) {}
   void clear(index_t) {}
+  void copy(index_t, index_t) {}
   static const auto& like(std::size_t, const segments& all) { return *all.back(); }
   static bool joins(std::size_t, const segments&) { return true; }
   template <class From, class Lists>
@@ -131,6 +132,11 @@ class segment_searches<Layout> {
   void clear(index_t id) {
     sessions_[std::size_t(id)] = {};
     for (index_t layer = 0; layer < layers_; ++layer) ranges_[at(layer, id)] = {};
+  }
+  /// A search that goes on is shared: what it makes takes its place in both.
+  void copy(index_t from, index_t to) {
+    sessions_[std::size_t(to)] = sessions_[std::size_t(from)];
+    for (index_t layer = 0; layer < layers_; ++layer) ranges_[at(layer, to)] = ranges_[at(layer, from)];
   }
 
   /// Whose basis and format new rows take.

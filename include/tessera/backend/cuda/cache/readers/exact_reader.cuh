@@ -38,6 +38,7 @@ class exact_reader : public slot_reader {
   void clear(index_t, cudaStream_t) {}
   template <class... Any>
   void refresh(const Any&...) const {}
+  void copy(index_t, index_t, cudaStream_t) const {}
   template <class... Any>
   void rebuild(const Any&...) const {}
   bool choose(index_t, const View& view, const rows_view<const T>& q, const index_t* first, const logit_rule&,

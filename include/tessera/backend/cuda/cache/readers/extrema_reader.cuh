@@ -91,6 +91,12 @@ class extrema_reader : public slot_reader {
     }
   }
 
+  /// Sums of V are those of the steps before, to the bit.
+  void copy(index_t from, index_t to, cudaStream_t stream) const {
+    for (index_t layer = 0; averages && layer < shape_.layers; ++layer)
+      copy_on_device(sums(layer, to), sums(layer, from), std::size_t(shape_.kv_heads) * v_dim, stream);
+  }
+
   /// The index of one sequence's layer anew. `longest`: no head holds more.
   void refresh(index_t layer, index_t id, const View& view, index_t longest, cudaStream_t stream) const {
     const index_type index{data_.data(), 1, 0, begins_.of(layer, id), rooms_.of(0, id)};

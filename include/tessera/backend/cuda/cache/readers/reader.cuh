@@ -79,6 +79,7 @@ class exact_reader;
 ///   gathered()                               the columns by id that `prepare_step` gathers for a batch
 ///   set_plan(id, policies, stream)           a sequence's plan is new
 ///   refresh(layer, id, view, longest, stream)   a prompt has ended: what is kept of a layer is made anew
+///   copy(from, to, stream)                   behind `refresh`: what lasts beside that, of an id that goes on from another one's
 ///   rebuild(layer, ids, view, stream)        slots of a batch have moved in place
 ///   choose(layer, view, q, first, rule, out, lse, chosen, stream) -> bool
 ///                                            sets `chosen`; or attends too, and answers true
@@ -102,6 +103,7 @@ struct reader_without_index {
   void clear(index_t, cudaStream_t) {}
   template <class... Any>
   void refresh(const Any&...) const {}
+  void copy(index_t, index_t, cudaStream_t) const {}
   template <class... Any>
   void rebuild(const Any&...) const {}
   template <class... Any>

@@ -84,6 +84,15 @@ class segment_reader : public slot_reader {
   void refresh(index_t layer, index_t id, const View& view, index_t, cudaStream_t stream) const {
     means_.build(view, index(layer, ids_.of(0, id)), stream);
   }
+  /// What an answer has said so far.
+  void copy(index_t from, index_t to, cudaStream_t stream) const {
+    for (index_t layer = 0; layer < layers_; ++layer) {
+      const auto row = [&](index_t id) { return (std::size_t(layer) * sequences_ + id) * std::size_t(heads_); };
+      copy_on_device(said_.data() + row(to), said_.data() + row(from), std::size_t(heads_), stream);
+      copy_on_device(asked_.data() + row(to) * k_dim, asked_.data() + row(from) * k_dim, std::size_t(heads_) * k_dim,
+                     stream);
+    }
+  }
   void rebuild(index_t layer, const index_t* ids, const View& view, cudaStream_t stream) const {
     means_.build(view, index(layer, ids), stream);
   }

@@ -65,6 +65,8 @@ class no_candidates {
   void plan_room(const place_list&, index_t, const std::vector<index_t>&) {}
   void abandon() {}
   void commit_room(const place_list&, cudaStream_t) {}
+  void plan_copy(index_t, index_t) {}
+  void commit_copy(index_t, index_t, cudaStream_t) {}
   void took(index_t, index_t, index_t) {}
   void advance(const step_table&, index_t, index_t, cudaStream_t) const {}
   void clear(index_t, cudaStream_t) {}
@@ -183,6 +185,22 @@ class candidates {
         pool_.move(begins(at), counts, bounds_[place(layer, id)].longest, stream);
         pool_.adopt(begins(at), stream);
       }
+    }
+  }
+  /// Plans that an id without lists gets those of another one; `commit_copy` carries it out.
+  void plan_copy(index_t from, index_t to) {
+    in_one_plan([&] {
+      for (index_t lists = 0; lists < layers_ * members_; ++lists)
+        plan_run(place(lists, to), bounds_[place(lists / members_, from)], 0);
+    });
+  }
+  void commit_copy(index_t from, index_t to, cudaStream_t stream) {
+    for (index_t lists = 0; lists < layers_ * members_; ++lists) {
+      const token_bound& held = bounds_[place(lists / members_, to)] = bounds_[place(lists / members_, from)];
+      pool_.copy_run(
+          place(lists, from), place(lists, to), counts_.of(lists, from), held.longest,
+          [&](std::size_t at) { return begins(at); }, stream, even_);
+      copy_on_device(counts_.of(lists, to), counts_.of(lists, from), std::size_t(heads_), stream);
     }
   }
   void took(index_t layer, index_t id, index_t tokens) {

@@ -100,6 +100,13 @@ class query_ring {
     return {nhd_rows<const T>(gathered_.data(), window_, heads_, dim_, batch), valid_.data(), first_.data()};
   }
 
+  void copy(index_t from, index_t to, cudaStream_t stream) const {
+    const index_t layers = index_t(rows_.size() / std::size_t(sequences_ * ring_ * row()));
+    for (index_t layer = 0; layer < layers; ++layer) {
+      copy_on_device(rings(layer, to, nullptr).rows, rings(layer, from, nullptr).rows, std::size_t(ring_ * row()), stream);
+    }
+  }
+
   offset_t bytes_per_place() const { return ring_ * row() * offset_t(sizeof(T)); }
 
  private:

@@ -58,6 +58,8 @@ class query_window {
     const run& here = held_[std::size_t(place)];
     return nhd_rows<const T>(at(place, here.first), here.count, heads_, dim_);
   }
+  /// Between turns there is nothing.
+  void copy(index_t, index_t, cudaStream_t) const {}
   void forget(index_t place) { held_[std::size_t(place)] = {}; }
 
   offset_t bytes_per_place() const { return 2 * window_ * row() * offset_t(sizeof(T)); }

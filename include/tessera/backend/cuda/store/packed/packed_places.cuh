@@ -35,6 +35,7 @@ struct segment_record {
   index_t first_row = 0, rows = 0, slot = 0;  ///< slot: where the device counts its rows, its own while it is there
   packed_format k{}, v{};
   index_t block = 0;
+  std::size_t home = 0;  ///< place in whose planes its rows lie, where they were packed
   segment_bases bases{};  ///< null: as the engine hands vectors over
   const float *k_basis = nullptr, *v_basis = nullptr;
   segment_sets sets{};  ///< null: every row has bits
@@ -80,7 +81,8 @@ __global__ void __launch_bounds__(Threads)
 
 /// Rows of a place lie one behind the other in planes that have room for `tokens` of every kv_head; segments are windows of them, so that
 /// the last one grows where it lies. Means likewise: a segment begins with a new block. Heads of a place are equally long. Windows have room
-/// for the longest rows, so that a segment that is packed anew fits where it lay.
+/// for the longest rows, so that a segment that is packed anew fits where it lay. What a forked sequence shares lies in another place's planes
+/// until that one is cleared: whoever then still reads it takes it over.
 ///
 /// Memory   all of it when made, but for bases and sets. Copies are independent; they share bases, which nobody writes twice.
 class packed_places {
@@ -151,7 +153,7 @@ class packed_places {
   void begin_segment(index_t layer, index_t id, segment_record record, cudaStream_t stream) {
     const std::size_t at = place(layer, id);
     auto& all = records_[at];
-    record.first_row = rows(layer, id), record.rows = 0, record.slot = 0;
+    record.first_row = rows(layer, id), record.rows = 0, record.slot = 0, record.home = at;
     const auto taken = [&](index_t slot) {
       return std::any_of(all.begin(), all.end(), [&](const segment_record& one) { return one.slot == slot; });
     };
@@ -162,8 +164,24 @@ class packed_places {
   /// Notes that the last segment took rows.
   void took(index_t layer, index_t id, index_t rows) { records_[place(layer, id)].back().rows += rows; }
 
+  /// Room on the host for `commit_copy`, which an empty place needs to get what another one holds: the first `shared` segments stay where they
+  /// are, the others are copied.
+  void plan_copy(index_t layer, index_t from, index_t to) {
+    records_[place(layer, to)].reserve(records_[place(layer, from)].size());
+  }
+  void commit_copy(index_t layer, index_t from, index_t to, std::size_t shared, cudaStream_t stream) {
+    const std::size_t source = place(layer, from), at = place(layer, to);
+    for (const segment_record& record : records_[source]) {
+      records_[at].push_back(record);
+      const std::size_t i = records_[at].size() - 1;
+      i < shared ? put(at, i, stream) : take_over(at, i, stream);
+    }
+  }
+
   void clear(index_t layer, index_t id, cudaStream_t stream) {
-    records_[place(layer, id)].clear();
+    const std::size_t left = place(layer, id);
+    records_[left].clear();
+    for (index_t other = 0; other < sequences_; ++other) hand_over(left, place(layer, other), layer, stream);
     check(cudaMemsetAsync(counts_.data() + place(layer, id), 0, sizeof(index_t), stream), "cudaMemsetAsync");
   }
 
@@ -173,13 +191,11 @@ class packed_places {
                         const device_segment& made, cudaStream_t stream) {
     const std::size_t at = place(layer, id);
     auto& all = records_[at];
-    record.first_row = all[first].first_row, record.slot = all[first].slot, record.rows = 0;
+    record.first_row = all[first].first_row, record.slot = all[first].slot, record.rows = 0, record.home = at;
     for (std::size_t i = first; i < last; ++i) record.rows += all[i].rows;
     all[first] = std::move(record);
     all.erase(all.begin() + offset_t(first) + 1, all.begin() + offset_t(last));
-    detail::move_segment_entry<256><<<dim3(32, unsigned(heads_), 3), 256, 0, stream>>>(
-        made, segment(at, first), all[first].rows, blocks(all[first]));
-    check(cudaGetLastError(), "launch of move_segment");
+    move(made, at, first, stream);
     const std::size_t end = last - first > 1 ? all.size() : first + 1;
     for (std::size_t i = first; i < end; ++i) put(at, i, stream);
   }
@@ -250,7 +266,7 @@ class packed_places {
   }
   device_segment segment(std::size_t at, std::size_t i) const {
     const segment_record& record = records_[at][i];
-    const std::size_t lane = at * std::size_t(heads_);
+    const std::size_t lane = record.home * std::size_t(heads_);
     const index_t first_mean = formats_.block > 0 ? record.first_row / formats_.least_block : 0;  // which divides it
     device_segment made{k_.from(lane, record.first_row, record.k), v_.from(lane, record.first_row, record.v),
                         means_.from(lane, first_mean, record.k), record.block,
@@ -267,6 +283,35 @@ class packed_places {
                                                           heads_, all[i].rows, counts_.data() + at,
                                                           index_t(all.size()));
     check(cudaGetLastError(), "launch of put_segment");
+  }
+  /// Rows that lie elsewhere come to a segment's window.
+  void move(const device_segment& from, std::size_t at, std::size_t i, cudaStream_t stream) const {
+    const segment_record& to = records_[at][i];
+    detail::move_segment_entry<256>
+        <<<dim3(32, unsigned(heads_), 3), 256, 0, stream>>>(from, segment(at, i), to.rows, blocks(to));
+    check(cudaGetLastError(), "launch of move_segment");
+  }
+  /// A segment whose rows lie in another place's planes gets its own.
+  void take_over(std::size_t at, std::size_t i, cudaStream_t stream) {
+    const device_segment elsewhere = segment(at, i);
+    records_[at][i].home = at;
+    move(elsewhere, at, i, stream);
+    put(at, i, stream);
+  }
+  /// A place of a layer takes over what it shares with one that is left; whoever shared that too finds it here from now on.
+  void hand_over(std::size_t left, std::size_t at, index_t layer, cudaStream_t stream) {
+    for (std::size_t i = 0; i < records_[at].size(); ++i) {
+      if (records_[at][i].home != left) continue;
+      take_over(at, i, stream);
+      for (index_t other = 0; other < sequences_; ++other) {
+        const std::size_t sharing = place(layer, other);
+        if (sharing == at || i >= records_[sharing].size()) continue;
+        segment_record& same = records_[sharing][i];
+        if (same.home != left || same.first_row != records_[at][i].first_row) continue;
+        same.home = at;
+        put(sharing, i, stream);
+      }
+    }
   }
   void point_table_here() {
     std::vector<device_segment> all(table_.size());

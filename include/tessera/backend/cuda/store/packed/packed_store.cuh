@@ -241,6 +241,22 @@ class kv_store<Layout> {
   segment_searches<Layout, view_type>& searches() { return searches_; }
   const segment_searches<Layout, view_type>& searches() const { return searches_; }
 
+  void plan_copy(index_t from, index_t to) {
+    for (const index_t at : packing_) {
+      if (at >= 0) packed_.plan_copy(at, from, to);
+    }
+    searches_.copy(from, to);
+    whole_.plan_copy(from, to);
+  }
+  void commit_copy(index_t from, index_t to, cudaStream_t stream) {
+    whole_.commit_copy(from, to, stream);
+    for (const index_t at : packing_) {
+      if (at >= 0)
+        packed_.commit_copy(at, from, to, searches_.finished(at, from, packed_.segments(at, from).size()), stream);
+    }
+    searches_.mark(to, stream);
+  }
+
   void clear(index_t id, cudaStream_t stream) {
     whole_.clear(id, stream);
     searches_.clear(id);
@@ -344,8 +360,7 @@ class kv_store<Layout> {
   /// The `own`-th of the segments that begin: of `count` whole rows from `first` on.
   void begin_segment(const packing_plan& made, index_t own, index_t layer, index_t id, index_t first, index_t count,
                      cudaStream_t stream) {
-    segment_record begun;
-    begun.k = packed_.formats().k, begun.v = packed_.formats().v, begun.block = packed_.formats().block;
+    segment_record begun{.k = packed_.formats().k, .v = packed_.formats().v, .block = packed_.formats().block};
     if (made.sets) {
       std::uint32_t* sets = made.sets->data() + std::size_t(own) * sets_.each();
       sets_.choose(view(layer, id), packing(layer), id, first, count, sets, stream);

@@ -23,6 +23,8 @@ class segment_searches {
 
   segment_searches(const typename Layout::rows_type&, const segment_formats&, index_t, index_t, index_t, index_t) {}
   void clear(index_t) {}
+  void copy(index_t, index_t) {}
+  static std::size_t finished(index_t, index_t, std::size_t all) { return all > 0 ? all - 1 : 0; }
   static const segment_record& like(index_t, index_t, const segments& all) { return all.back(); }
   static bool joins(index_t, index_t, const segments&) { return true; }
   static std::vector<rows_before> room(index_t) { return {}; }
@@ -78,6 +80,22 @@ class segment_searches<Layout, View> {
     session& now = sessions_[std::size_t(id)];
     now.task = nullptr, now.report = {};
     for (index_t layer = 0; layer < layers_; ++layer) ranges_[at(layer, id)] = {};
+  }
+
+  /// To a sequence without segments; a search that goes on is shared. Waits for what was packed.
+  void copy(index_t from, index_t to) {
+    if (!on()) return;
+    session& now = sessions_[std::size_t(to)];
+    now.task = sessions_[std::size_t(from)].task, now.report = sessions_[std::size_t(from)].report;
+    for (index_t layer = 0; layer < layers_; ++layer) ranges_[at(layer, to)] = ranges_[at(layer, from)];
+    sessions_[std::size_t(from)].packed.wait();
+    std::copy_n(total(0, from, 0), std::size_t(layers_) * std::size_t(most_), total(0, to, 0));
+  }
+  /// Of `all` segments those that nobody will write to again.
+  std::size_t finished(index_t layer, index_t id, std::size_t all) const {
+    if (!on()) return all > 0 ? all - 1 : 0;
+    const range& here = ranges_[at(layer, id)];
+    return here.first < here.last ? here.first : here.settled;
   }
 
   /// Whose basis and format new rows take, and whether they may join the last segment.
