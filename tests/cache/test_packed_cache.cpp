@@ -200,6 +200,28 @@ TEST_CASE("a copy of a cache goes its own way") {
   copy.step(1);
 }
 
+TEST_CASE("a fork shares finished segments, and what joins the last one makes it its own") {
+  mosaickv<float, 64> recipe;
+  recipe.layout.rows.segment = 96;
+  recipe.set_budget(64);
+  conversation<mosaickv<float, 64>> one(recipe);
+  one.prompt(96 * 2 + 64 + 3);
+  const auto segments = [&](index_t id) { return *one.held.view(0, id).segments; };
+  const auto before = segments(one.id);
+  const index_t origin = one.id, fork = one.held.fork(origin);
+  REQUIRE(before.size() == 3);
+  CHECK(segments(fork) == before);
+  one.id = fork;
+  for (int i = 0; i < 40; ++i) one.step(1);  // a tail joins
+  CHECK(segments(origin) == before);
+  const auto after = segments(fork);
+  REQUIRE(after.size() == 3);
+  CHECK((after[0] == before[0] && after[1] == before[1] && after[2] != before[2]));
+  CHECK((after[2]->lengths[0] == 96 && before[2]->lengths[0] == 64));
+  one.held.close(origin);
+  CHECK(one.held.next_position(fork) == 96 * 2 + 64 + 3 + 40);
+}
+
 TEST_CASE("packed rows are as much smaller as the paper has it, everything counted") {
   CHECK(times_smaller(1, packed_element::same) >= 3.0);
   CHECK(times_smaller(4, packed_element::same) >= 3.5);

@@ -118,6 +118,7 @@ class conversation {
     for (index_t turn = 0, turns = draw(1, shrunk(3, 2)); turn < turns && same_; ++turn) {
       for (const index_t id : ids_) prompt(id);
       for (index_t i = 0, steps = draw(0, shrunk(6, 2)); i < steps && same_; ++i) step();
+      if (same_ && ids_.size() < 3 && draw(0, 2) == 0) fork();
     }
   }
 
@@ -128,6 +129,21 @@ class conversation {
     chosen.tokens = 1024;
     chosen.step_tokens = 8;
     return chosen;
+  }
+
+  /// One sequence becomes two; at times the older one is closed then.
+  void fork() {
+    const std::size_t at = std::size_t(draw(0, int(ids_.size()) - 1));
+    const index_t id = ids_[at], fresh = host_.fork(id);
+    REQUIRE(device_.fork(id) == fresh);
+    ids_.push_back(fresh);
+    compare_stored();
+    for (index_t i = 0, steps = draw(0, 2); i < steps && same_; ++i) step();
+    if (draw(0, 1)) return;
+    host_.close(id);
+    device_.close(id);
+    ids_.erase(ids_.begin() + std::ptrdiff_t(at));
+    compare_stored();
   }
 
   static model_shape random_shape() {

@@ -52,6 +52,7 @@ struct searched_conversation {
   }
   static cuda::cache_options options(index_t tokens) {
     cuda::cache_options chosen;
+    chosen.sequences = 2;
     chosen.tokens = tokens;
     return chosen;
   }

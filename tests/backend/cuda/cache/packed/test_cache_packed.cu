@@ -54,6 +54,23 @@ class twin_caches {
     device_.end_prefill(id, nullptr);
     compare_stored();
   }
+  /// Finished segments are not copied, the last one is.
+  void fork(index_t id) {
+    ids_.push_back(device_.fork(id));
+    REQUIRE(host_.fork(id) == ids_.back());
+    const auto segments = [&](index_t of) {
+      const auto view = device_.view(0, of);
+      return cuda::downloaded(view.segments, std::size_t(cuda::downloaded(view.counts, 1)[0]));
+    };
+    const auto own = segments(ids_.back()), shared = segments(id);
+    REQUIRE(own.size() == shared.size());
+    for (std::size_t i = 0; i < own.size(); ++i)
+      CHECK((own[i].k.values == shared[i].k.values) == (i + 1 < own.size()));
+  }
+  void close(index_t id) {
+    host_.close(id), device_.close(id);
+    std::erase(ids_, id);
+  }
   void step(index_t tokens) {
     const index_t batch = index_t(ids_.size());
     std::swap(ids_.front(), ids_.back());
@@ -139,7 +156,7 @@ class twin_caches {
 template <class Method>
 void hold_twins(const Method& method, const model_shape& shape, double margin) {
   INFO("layers " << shape.layers << ", q_heads " << shape.q_heads << ", kv_heads " << shape.kv_heads);
-  twin_caches<Method> twins(method, shape, 2, 2048);
+  twin_caches<Method> twins(method, shape, 3, 2048);
   for (const index_t id : {0, 1}) {
     const index_t segment = method.layout.rows.segment;
     twins.prompt(id, segment < 300 ? 2 * segment + draw(0, 31) : draw(300, 600), draw(100, 400));
@@ -149,6 +166,14 @@ void hold_twins(const Method& method, const model_shape& shape, double margin) {
   twins.prompt(0, draw(1, 200), 150);  // joins the last segment
   CHECK(twins.difference_of_rows(0) < margin);
   for (index_t i = 0; i < shrunk(12, 4); ++i) twins.step(draw(1, 8));
+  // What a fork shares it takes over when the other one is closed, whose memory others get then.
+  twins.fork(0);
+  CHECK(twins.difference_of_rows(2) < margin);
+  for (index_t i = 0; i < shrunk(6, 2); ++i) twins.step(draw(1, 8));
+  twins.close(0);
+  twins.fork(1);
+  for (index_t i = 0; i < shrunk(6, 2); ++i) twins.step(draw(1, 8));
+  CHECK(twins.difference_of_rows(2) < margin);
   std::printf("packed cache D %d group %d: worst %.2e, lse %.2e, swapped %d of %d\n", Method::layout_type::k_dim,
               int(shape.q_heads / shape.kv_heads), twins.worst, twins.worst_lse, int(twins.swapped),
               int(twins.choices));

@@ -241,3 +241,52 @@ TEST_CASE("a cache on the device whose thread was stopped before goes on, and op
   REQUIRE(other.held.open() == 0);
   CHECK(other.report().kept == 0);
 }
+
+TEST_CASE("a fork of a searching cache on the device goes on as a copy of the cache, whoever is closed",
+          "[gpu][cache][packed][long]") {
+  if (gpu_missing()) return;
+  searched_conversation now(searching(), 1000);
+  const auto worker = std::make_shared<at_once>();
+  now.held.search_on(worker);
+  while (worker->held.empty()) {
+    now.step(false);
+    REQUIRE(now.tokens < 1000);
+  }
+  cuda::cache<mosaic> copy(now.held);
+  const index_t fork = now.held.fork(0, now.stream);
+  REQUIRE(fork == 1);
+  CHECK(now.held.strategies(fork).searching);
+  const auto step_of = [&](cuda::cache<mosaic>& held, index_t id) {
+    const batch step = held.prepare_step({id}, 1, now.stream);
+    held.begin_step(step, now.stream);
+    for (index_t layer = 0; layer < layers; ++layer) {
+      held.decode(layer, step, now.given(now.q, layer, q_heads), now.given(now.k, layer, kv_heads),
+                  now.given(now.v, layer, kv_heads),
+                  nhd_rows(now.out.data + layer * q_heads * dim, 1, q_heads, dim), {}, now.stream);
+    }
+    now.finish();
+    return now.out.get();
+  };
+  const index_t steps = shrunk(400, 60);
+  int wrong = 0;
+  for (index_t i = 0; i < steps; ++i, ++now.tokens) {
+    if (i == steps / 4) worker->publish();  // what it made takes its place in both
+    if (i < steps / 2) now.give(), step_of(now.held, 0);  // what the other one goes on with changes nothing here
+    if (i == steps / 2) {
+      now.held.close(0, now.stream);
+      REQUIRE(now.held.open(now.stream) == 0);
+      for (index_t t = 0; t < 128; ++t) {  // over the rows that were shared
+        for (index_t layer = 0; layer < layers; ++layer)
+          now.held.prefill(layer, 0, now.given(now.q, layer, q_heads), now.given(now.k, layer, kv_heads),
+                           now.given(now.v, layer, kv_heads), now.stream);
+      }
+      now.held.end_prefill(0, now.stream);
+    }
+    now.give();
+    const auto expected = step_of(copy, 0);
+    wrong += !same_bits(step_of(now.held, fork), expected);
+  }
+  CHECK(wrong == 0);
+  CHECK(now.held.strategies(fork).searched == copy.strategies(0).searched);
+  CHECK(now.held.strategies(fork).searched >= 1);
+}
