@@ -93,7 +93,8 @@ class script {
   }
   void fork(index_t id, index_t fresh) {
     next_[fresh] = next_[id];
-    calls_.push_back({"fork", [id](any_cache& cache, std::vector<float>& out) { out.assign(1, float(cache.fork(id))); }});
+    calls_.push_back(
+        {"fork", [id](any_cache& cache, std::vector<float>& out) { out.assign(1, float(cache.fork(id))); }});
   }
   void close(index_t id) {
     calls_.push_back({"close", [id](any_cache& cache, std::vector<float>&) { cache.close(id); }});

@@ -74,8 +74,9 @@ class conversations {
   void check_fork(index_t id, index_t most = 0) const {
     const conversation& c = at(id);
     for (const layer& state : c.layers) {
-      require(state.turn_tokens == 0 && c.announced == 0, "tokens of this turn", std::max(state.turn_tokens, c.announced),
-              "0", "fork a sequence before a prompt is announced or begins, or once end_prefill has ended it");
+      require(state.turn_tokens == 0 && c.announced == 0, "tokens of this turn",
+              std::max(state.turn_tokens, c.announced), "0",
+              "fork a sequence before a prompt is announced or begins, or once end_prefill has ended it");
       require(state.next_position == c.front().next_position, "tokens of a layer", state.next_position,
               "those of layer 0, which are " + std::to_string(c.front().next_position),
               "finish the step before the sequence is forked");

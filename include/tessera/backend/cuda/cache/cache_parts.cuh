@@ -21,9 +21,8 @@ class cache_parts : public cache_answers<Recipe, Out> {
  protected:
   using objects::attended_, objects::attention_, objects::conversations_, objects::filters, objects::first_,
       objects::first_position_, objects::newest_, objects::next_, objects::after_, objects::device_, objects::options_,
-      objects::order_, objects::policies,
-      objects::prompts_, objects::reading_, objects::recipe_, objects::roles_, objects::shape_, objects::stepped_of,
-      objects::steps_, objects::store_, objects::downloaded_lists;
+      objects::order_, objects::policies, objects::prompts_, objects::reading_, objects::recipe_, objects::roles_,
+      objects::shape_, objects::stepped_of, objects::steps_, objects::store_, objects::downloaded_lists;
   using objects::objects;
   using typename objects::place_list, typename objects::read_view_type, typename objects::view_type;
 

@@ -26,14 +26,31 @@ __global__ void __launch_bounds__(Threads)
 
 }  // namespace detail
 
-/// As above, of `rows` rows of a table with at most `blocks` blocks each.
-inline void copy_blocks(const detail::plane_list& list, int planes, index_t rows, index_t blocks, const index_t* tokens,
-                        index_t page, const index_t* from, const index_t* to, index_t stride, cudaStream_t stream) {
-  if (blocks == 0) return;
-  const dim3 grid{unsigned(blocks), unsigned(rows), unsigned(planes)};
-  detail::copy_blocks_entry<128><<<grid, 128, 0, stream>>>(list, tokens, page, from, to, stride);
-  check(cudaGetLastError(), "launch of copy_blocks");
-}
+/// A pool of `all` blocks of `rows` rows each, and what is to be copied of it: see `copy_blocks_entry`.
+template <class Layout>
+struct block_pool {
+  using encoding_type = typename Layout::encoding_type;
+  using stored_type = typename encoding_type::stored_type;
+  stored_type *k, *v;
+  float* scales;  ///< of rows that are scaled: those of K, then those of V
+  offset_t all, rows;
+
+  /// The blocks that `rows_of_table` rows of one table name, at most `blocks` each, become those of another.
+  void copy(index_t rows_of_table, index_t blocks, const index_t* tokens, index_t page, const index_t* from,
+            const index_t* to, index_t stride, cudaStream_t stream) const {
+    if (blocks == 0) return;
+    detail::plane_list list;
+    const auto plane_of = [&](auto* data, offset_t elements) {
+      return plane{reinterpret_cast<std::byte*>(data), index_t(rows * elements * offset_t(sizeof(*data)))};
+    };
+    list.planes[0] = plane_of(k, Layout::k_dim), list.planes[1] = plane_of(v, Layout::v_dim);
+    if constexpr (encoding_type::scaled)
+      list.planes[2] = plane_of(scales, 1), list.planes[3] = plane_of(scales + all * rows, 1);
+    const dim3 grid{unsigned(blocks), unsigned(rows_of_table), encoding_type::scaled ? 4u : 2u};
+    detail::copy_blocks_entry<128><<<grid, 128, 0, stream>>>(list, tokens, page, from, to, stride);
+    check(cudaGetLastError(), "launch of copy_blocks");
+  }
+};
 
 }  // namespace cuda
 TESSERA_NAMESPACE_END

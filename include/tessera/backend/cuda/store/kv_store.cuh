@@ -305,7 +305,8 @@ class kv_store {
       const std::size_t source = place(layer, from), at = place(layer, to);
       rows_.commit_copy(source, at, lengths(layer, from), held_.of(source), stream);
       columns_.copy_run(
-          source, at, lengths(layer, from), bound(layer, from).longest, [&](std::size_t p) { return begins(p); }, stream);
+          source, at, lengths(layer, from), bound(layer, from).longest, [&](std::size_t p) { return begins(p); },
+          stream);
       copy_on_device(lengths(layer, to), lengths(layer, from), std::size_t(heads_), stream);
       held_.copy(source, at);
     }

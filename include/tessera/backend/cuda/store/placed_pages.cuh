@@ -115,15 +115,9 @@ class placed_rows<Layout, fixed_pages<Page>> {
   void commit_copy(std::size_t from, std::size_t to, const index_t* lengths, const token_bound& held,
                    cudaStream_t stream) {
     commit_room(to, lengths, held, stream);
-    detail::plane_list list;
-    const auto bytes = [&](offset_t row) { return index_t(page_rows() * row); };
-    list.planes[0] = {reinterpret_cast<std::byte*>(k_.data()), bytes(Layout::k_dim * offset_t(sizeof(stored_type)))};
-    list.planes[1] = {reinterpret_cast<std::byte*>(v_.data()), bytes(Layout::v_dim * offset_t(sizeof(stored_type)))};
-    for (int i = 0; encoding_type::scaled && i < 2; ++i)
-      list.planes[2 + i] = {reinterpret_cast<std::byte*>(scales_.data() + i * pages_ * page_rows()), bytes(4)};
-    copy_blocks(list, encoding_type::scaled ? 4 : 2, 1, index_t(fixed_pages<Page>::pages_for(held.longest)), nullptr,
-                Page, tables_.data() + offset_t(from) * widest_, tables_.data() + offset_t(to) * widest_, widest_,
-                stream);
+    const block_pool<Layout> pool{k_.data(), v_.data(), scales_.data(), pages_, page_rows()};
+    pool.copy(1, index_t(fixed_pages<Page>::pages_for(held.longest)), nullptr, Page,
+              tables_.data() + offset_t(from) * widest_, tables_.data() + offset_t(to) * widest_, widest_, stream);
   }
 
   void clear(std::size_t place) { release(held_[place], 0); }

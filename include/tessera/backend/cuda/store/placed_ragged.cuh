@@ -150,16 +150,9 @@ class placed_rows<Layout, ragged_pages> {
                    cudaStream_t stream) {
     commit_room(to, lengths, held, stream);
     finish(stream);  // its table is read now
-    detail::plane_list list;
-    const auto bytes = [&](offset_t row) { return index_t(page_ * row); };
-    list.planes[0] = {reinterpret_cast<std::byte*>(k_.data()), bytes(Layout::k_dim * offset_t(sizeof(stored_type)))};
-    list.planes[1] = {reinterpret_cast<std::byte*>(v_.data()), bytes(Layout::v_dim * offset_t(sizeof(stored_type)))};
-    for (int i = 0; encoding_type::scaled && i < 2; ++i)
-      list.planes[2 + i] = {reinterpret_cast<std::byte*>(scales_.data() + i * offset_t(pages_) * page_rows()),
-                            bytes(4)};
+    const block_pool<Layout> pool{k_.data(), v_.data(), scales_.data(), offset_t(pages_) * groups_.heads, page_};
     const auto table = [&](std::size_t place) { return tables_.data() + offset_t(place) * heads_ * widest_; };
-    copy_blocks(list, encoding_type::scaled ? 4 : 2, heads_, ceil_div(held.longest, page_), lengths, page_, table(from),
-                table(to), widest_, stream);
+    pool.copy(heads_, ceil_div(held.longest, page_), lengths, page_, table(from), table(to), widest_, stream);
   }
   void clear(std::size_t place) {
     std::fill_n(room_.begin() + offset_t(place) * heads_, heads_, 0);

@@ -117,8 +117,7 @@ void make_random_calls(const called_on_both& method);
 void take_ends(const called_on_both& method);
 
 template <class Method>
-requires runs_on_devices<Method>
-called_on_both on_both() {
+requires runs_on_devices<Method> called_on_both on_both() {
   using retain_type = typename Method::retain_type;
   using retrieve_type = typename Method::retrieve_type;
   called_on_both method;

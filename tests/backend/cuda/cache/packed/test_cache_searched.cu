@@ -132,8 +132,7 @@ TEST_CASE("a step over segments that were searched is attention over what the de
   CHECK(error / energy < 0.15);
 }
 
-TEST_CASE("a searching cache on the device holds the CPU's conversation",
-          "[gpu][cache][packed][long]") {
+TEST_CASE("a searching cache on the device holds the CPU's conversation", "[gpu][cache][packed][long]") {
   if (gpu_missing()) return;
   // Prompts keep every element, whose losses would be noise: segments end where they are full.
   mosaic recipe = searching();
@@ -261,8 +260,8 @@ TEST_CASE("a fork of a searching cache on the device goes on as a copy of the ca
     held.begin_step(step, now.stream);
     for (index_t layer = 0; layer < layers; ++layer) {
       held.decode(layer, step, now.given(now.q, layer, q_heads), now.given(now.k, layer, kv_heads),
-                  now.given(now.v, layer, kv_heads),
-                  nhd_rows(now.out.data + layer * q_heads * dim, 1, q_heads, dim), {}, now.stream);
+                  now.given(now.v, layer, kv_heads), nhd_rows(now.out.data + layer * q_heads * dim, 1, q_heads, dim),
+                  {}, now.stream);
     }
     now.finish();
     return now.out.get();
@@ -270,7 +269,7 @@ TEST_CASE("a fork of a searching cache on the device goes on as a copy of the ca
   const index_t steps = shrunk(400, 60);
   int wrong = 0;
   for (index_t i = 0; i < steps; ++i, ++now.tokens) {
-    if (i == steps / 4) worker->publish();  // what it made takes its place in both
+    if (i == steps / 4) worker->publish();                // what it made takes its place in both
     if (i < steps / 2) now.give(), step_of(now.held, 0);  // what the other one goes on with changes nothing here
     if (i == steps / 2) {
       now.held.close(0, now.stream);

@@ -103,7 +103,8 @@ class query_ring {
   void copy(index_t from, index_t to, cudaStream_t stream) const {
     const index_t layers = index_t(rows_.size() / std::size_t(sequences_ * ring_ * row()));
     for (index_t layer = 0; layer < layers; ++layer) {
-      copy_on_device(rings(layer, to, nullptr).data, rings(layer, from, nullptr).data, std::size_t(ring_ * row()), stream);
+      copy_on_device(rings(layer, to, nullptr).data, rings(layer, from, nullptr).data, std::size_t(ring_ * row()),
+                     stream);
     }
   }
 

@@ -35,7 +35,7 @@ struct segment_record {
   index_t first_row = 0, rows = 0, slot = 0;  ///< slot: where the device counts its rows, its own while it is there
   packed_format k{}, v{};
   index_t block = 0;
-  std::size_t home = 0;  ///< place in whose planes its rows lie, where they were packed
+  std::size_t home = 0;   ///< place in whose planes its rows lie, where they were packed
   segment_bases bases{};  ///< null: as the engine hands vectors over
   const float *k_basis = nullptr, *v_basis = nullptr;
   segment_sets sets{};  ///< null: every row has bits
