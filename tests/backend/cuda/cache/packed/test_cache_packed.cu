@@ -29,7 +29,7 @@ class twin_caches {
   twin_caches(const Method& method, const model_shape& shape, index_t sequences, index_t tokens)
       : shape_(shape),
         host_(shape, method, std::make_shared<cpu::executor>(1)),
-        device_(shape, method, options(sequences, tokens)) {
+        device_(shape, method, options(sequences + 1, tokens)) {
     for (index_t i = 0; i < sequences; ++i) ids_.push_back(device_.open()), host_.open();
   }
 
@@ -155,7 +155,7 @@ class twin_caches {
 template <class Method>
 void hold_twins(const Method& method, const model_shape& shape, double margin) {
   INFO("layers " << shape.layers << ", q_heads " << shape.q_heads << ", kv_heads " << shape.kv_heads);
-  twin_caches<Method> twins(method, shape, 3, 2048);
+  twin_caches<Method> twins(method, shape, 2, 2048);
   for (const index_t id : {0, 1}) {
     const index_t segment = method.layout.rows.segment;
     twins.prompt(id, segment < 300 ? 2 * segment + draw(0, 31) : draw(300, 600), draw(100, 400));
