@@ -115,6 +115,15 @@ TEST_CASE("a first prompt becomes segments, what is left over stays whole, and d
   CHECK(now.parts() == list{160 + 4096, 4096 + 64, 7});
 }
 
+TEST_CASE("a prompt that ends with nothing to pack leaves the next one its own segment") {
+  conversation<mosaic> now{mosaic{}};
+  now.prompt(100);
+  now.prompt(10);
+  CHECK(now.parts() == list{96, 14});
+  now.prompt(4096);
+  CHECK(now.parts() == list{96, 4096, 14});
+}
+
 TEST_CASE("a prompt of several segments, and conversations shorter than a tail") {
   mosaic recipe;
   recipe.layout.rows.segment = 64;

@@ -238,7 +238,7 @@ class kv_store<Layout> {
     if (!here.pending) return;
     packing& made = *here.pending;
     if (made.prompt_ended) here.asked = {}, here.prompt_tokens = 0;
-    if (made.fresh.empty()) return;
+    if (made.fresh.empty()) return here.pending.reset();
     if (made.joins) {
       join(*here.segments.back(), *made.fresh.front());
     } else {

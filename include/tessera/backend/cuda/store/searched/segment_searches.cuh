@@ -82,13 +82,14 @@ class segment_searches<Layout, View> {
     for (index_t layer = 0; layer < layers_; ++layer) ranges_[at(layer, id)] = {};
   }
 
-  /// To a sequence without segments; a search that goes on is shared. Waits for what was packed.
+  /// To a sequence without segments; a search that goes on is shared. Waits for what was packed, also of who had the id before: kernels write
+  /// the losses.
   void copy(index_t from, index_t to) {
     if (!on()) return;
     session& now = sessions_[std::size_t(to)];
     now.task = sessions_[std::size_t(from)].task, now.report = sessions_[std::size_t(from)].report;
     for (index_t layer = 0; layer < layers_; ++layer) ranges_[at(layer, to)] = ranges_[at(layer, from)];
-    sessions_[std::size_t(from)].packed.wait();
+    sessions_[std::size_t(from)].packed.wait(), now.packed.wait();
     std::copy_n(total(0, from, 0), std::size_t(layers_) * std::size_t(most_), total(0, to, 0));
   }
   /// Of `all` segments those that nobody will write to again.
