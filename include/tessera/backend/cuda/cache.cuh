@@ -51,7 +51,8 @@ class cache : public cache_parts<Recipe, Out> {
   }
 
   /// Opens a sequence that goes on from where another one stands, and returns its id: see the CPU's cache. Finished segments of packed rows
-  /// stay where they are, until the sequence that packed them is closed.
+  /// stay where they are, until the sequence that packed them is closed. Call it when every step that has begun, of any sequence, is through
+  /// all layers: one that was not decoded at all, or that a graph replays, is not seen.
   index_t fork(index_t id, cudaStream_t stream = nullptr) {
     conversations_.check_fork(id, options_.sequences);
     order_.require_finished(id);
