@@ -264,6 +264,8 @@ void forks_go_on_alone(const std::string& method) {
   REQUIRE_THROWS_AS(cache->fork(fork), tessera::error);
   cache->end_prefill(grandchild);
   REQUIRE(cache->fork(grandchild) == fork);
+  cache->prepare_step({grandchild}, 2);
+  REQUIRE_THROWS_WITH(cache->fork(grandchild), contains("tokens of a step without rows is 2; expected 0"));
 }
 
 }  // namespace

@@ -70,7 +70,11 @@ class conversations {
     return put(id, std::move(fresh));
   }
   /// Another conversation that stands where this one does; `check_fork` and room for it come first.
-  index_t fork(index_t id) { return put(next_id(), conversation(at(id))); }
+  index_t fork(index_t id) {
+    conversation fresh = at(id);
+    fresh.step_tokens = 0;  // what it may decode, and reports, it has yet to prepare
+    return put(next_id(), std::move(fresh));
+  }
   void check_fork(index_t id, index_t most = 0) const {
     const conversation& c = at(id);
     for (const layer& state : c.layers) {
@@ -81,6 +85,8 @@ class conversations {
               "those of layer 0, which are " + std::to_string(c.front().next_position),
               "finish the step before the sequence is forked");
     }
+    require(c.step_tokens == 0 || c.front().next_position != c.step_began, "tokens of a step without rows",
+            c.step_tokens, "0", "decode the step that was prepared before the sequence is forked");
     require_room(most);
   }
   void close(index_t id) { find(id) = conversation{false, {}, 0, 0, -1, none_, {}}; }

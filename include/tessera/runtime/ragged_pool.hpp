@@ -17,7 +17,8 @@ TESSERA_NAMESPACE_BEGIN
 class ragged_pool {
  public:
   /// `most`: pages of the pool; 0: no bound.
-  explicit ragged_pool(index_t groups = 0, index_t most = 0) : groups_(groups), most_(most) {}
+  explicit ragged_pool(index_t groups = 0, index_t most = 0)
+      : groups_(groups), most_(most), idle_pages_(std::size_t(most)) {}
 
   /// A sequence without pages; one that is there stays as it is.
   void open(index_t id) {
@@ -45,6 +46,11 @@ class ragged_pool {
     one.reserved = pages;
   }
 
+  /// Lets a pool with a bound `take` so many pages for a group without memory of the host.
+  void make_room(index_t id, index_t group, index_t pages) {
+    std::vector<index_t>& table = at(id).tables[std::size_t(group)];
+    if (std::size_t(pages) > table.capacity()) table.reserve(std::max(std::size_t(pages), 2 * table.size()));
+  }
   /// Makes a group hold `pages` at least.
   void take(index_t id, index_t group, index_t pages) {
     sequence& one = at(id);
@@ -59,7 +65,7 @@ class ragged_pool {
     }
     const index_t fresh = std::max(0, more - idle_);
     table.reserve(std::size_t(pages));
-    idle_pages_.resize(std::size_t(made_ + fresh));
+    idle_pages_.resize(std::max(idle_pages_.size(), std::size_t(made_ + fresh)));
     for (index_t i = 0; i < more; ++i) table.push_back(idle_ > 0 ? idle_pages_[std::size_t(--idle_)] : made_++);
     one.held = held;
     claimed_ = claimed;

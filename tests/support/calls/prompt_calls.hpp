@@ -18,6 +18,7 @@ class prompt_calls : public compared_caches {
     index_t step_tokens = 0;          // of the step that was prepared last
     index_t announced = 0;            // tokens of the turn's prompt; 0: nobody has said
     bool is_between_layers = false;   // of a step, on a device
+    bool has_prepared = false;        // a step that layer 0 has not decoded, elsewhere
   };
   /// And of the step that was prepared last.
   struct step {
@@ -70,18 +71,20 @@ class prompt_calls : public compared_caches {
     const auto is_even = [&](const std::vector<index_t>& of) {
       return std::count(of.begin(), of.end(), of.front()) == index_t(of.size());
     };
-    const bool between_turns = held && !held->is_between_layers && held->announced == 0 && is_even(held->next) &&
+    const bool between_turns = held && !held->is_between_layers && !held->has_prepared && held->announced == 0 &&
+                               is_even(held->next) &&
                                std::count(held->turn.begin(), held->turn.end(), 0) == shape_.layers;
-    std::optional<bool> allowed = between_turns && (limits_.sequences == 0 || free < limits_.sequences);
+    const bool under_way = limits_.on_device && step_.has_begun && !step_.is_stale && step_.next_layer < shape_.layers;
+    std::optional<bool> allowed = between_turns && !under_way && (limits_.sequences == 0 || free < limits_.sequences);
     if (*allowed && !surely_fits(*held, 0)) allowed.reset();
     if (!apply("fork", allowed, [&](called_cache& cache) {
           const index_t fresh = cache.fork(id);  // a refusal must leave REQUIRE alone
           REQUIRE(fresh == free);
         }))
       return;
-    step_.is_stale = step_.is_stale || (limits_.on_device && step_.has_begun);
     if (std::size_t(free) == model_.size()) model_.emplace_back();
     model_[std::size_t(free)] = model_[std::size_t(id)];
+    model_[std::size_t(free)]->step_tokens = 0;
   }
 
   void close() {
@@ -176,6 +179,7 @@ class prompt_calls : public compared_caches {
     if (!apply("end_prefill", allowed, [&](called_cache& cache) { cache.end_prefill(id); })) return;
     std::fill(held->turn.begin(), held->turn.end(), 0);
     held->step_tokens = held->announced = 0;
+    held->has_prepared = false;
     compare_stored(id);
   }
 

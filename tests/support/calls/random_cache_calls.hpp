@@ -87,6 +87,7 @@ class random_cache_calls : public prompt_calls {
     for (const index_t id : ids) {
       sequence& held = *known(id);
       held.step_tokens = tokens;
+      held.has_prepared = !limits_.on_device;
       if (!limits_.on_device) continue;
       for (index_t& next : held.next) next += tokens;  // which each layer's decode does elsewhere
     }
@@ -160,6 +161,7 @@ class random_cache_calls : public prompt_calls {
         held.is_between_layers = layer + 1 < shape_.layers;
       } else {
         held.next[std::size_t(layer)] += tokens;
+        held.has_prepared = held.has_prepared && layer > 0;
       }
     }
     compare_attended(layer, now);
@@ -190,7 +192,7 @@ class random_cache_calls : public prompt_calls {
   }
 
   void between_layers() {
-    switch (random_.between(0, 4)) {
+    switch (random_.between(0, 5)) {
       case 0:
         return prefill_somewhere();
       case 1:
@@ -199,6 +201,8 @@ class random_cache_calls : public prompt_calls {
         return reserve();
       case 3:
         return change();
+      case 4:
+        return fork();
       default:
         return look();
     }

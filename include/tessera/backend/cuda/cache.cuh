@@ -44,28 +44,25 @@ class cache : public cache_parts<Recipe, Out> {
   index_t open(cudaStream_t stream = nullptr) {
     const index_t id = conversations_.open(recipe_, options_.sequences);
     set_number(next_.data() + id, index_t(0), stream);
-    first_.forget(id);
-    prompts_.open(id, stream);
+    parts::begin_place(id, stream);
     reading_.set_plan(id, conversations_.at(id).policies, stream);
     return id;
   }
 
   /// Opens a sequence that goes on from where another one stands, and returns its id: see the CPU's cache. Finished segments of packed rows
-  /// stay where they are, until the sequence that packed them is closed. Call it when every step that has begun, of any sequence, is through
-  /// all layers: one that was not decoded at all, or that a graph replays, is not seen.
+  /// stay where they are, until the sequence that packed them is closed.
+  /// Errors   as there; any sequence's step that has begun and has layers to decode. What a graph replays is not seen: fork behind it.
   index_t fork(index_t id, cudaStream_t stream = nullptr) {
     conversations_.check_fork(id, options_.sequences);
     order_.require_finished(id);
+    order_.require_none_under_way();
     return parts::copy_of(id, stream);
   }
 
   void close(index_t id, cudaStream_t stream = nullptr) {
     conversations_.close(id);
     order_.closed(id);
-    store_.clear(id, stream);
-    reading_.lists().clear(id, stream);
-    reading_.reader().clear(id, stream);
-    first_.forget(id);
+    parts::empty_place(id, stream);
   }
 
   /// Makes room for so many more tokens in every layer, so that a prompt's rows do not move while it comes.

@@ -92,7 +92,7 @@ class cache_answers {
   /// Positions that the last traced decode step of a layer attended, by kv_head, or by query head where those of a group read apart.
   const std::vector<std::vector<index_t>>& attended(index_t layer, index_t id) const {
     conversations_.at(id, layer);
-    return attended_[std::size_t(layer) * std::size_t(options_.sequences) + std::size_t(id)];
+    return attended_[place(layer, id)];
   }
 
   /// Whether prompt attention writes down the lines that it chose; off by default. A traced call synchronises.
@@ -219,6 +219,9 @@ class cache_answers {
   }
   auto fit_movers(const first_stage<Recipe>& first) const {
     return store_.fit(first.most_sequences(), std::max(first.most_tokens_kept(), shape_.window), device_);
+  }
+  std::size_t place(index_t layer, index_t id) const {
+    return std::size_t(layer) * std::size_t(options_.sequences) + std::size_t(id);
   }
   index_t* stepped_of(index_t layer, index_t id) const {
     return stepped_.data() + (offset_t(layer) * options_.sequences + id) * shape_.kv_heads;

@@ -70,6 +70,20 @@ class cache_parts : public cache_answers<Recipe, Out> {
     check(cudaStreamSynchronize(stream), "cudaStreamSynchronize");
   }
 
+  /// What a sequence without tokens has, and has reported.
+  void begin_place(index_t id, cudaStream_t stream) {
+    first_.forget(id);
+    prompts_.open(id, stream);
+    for (index_t layer = 0; layer < shape_.layers; ++layer) attended_[objects::place(layer, id)].clear();
+  }
+  /// Gives back all that a sequence holds.
+  void empty_place(index_t id, cudaStream_t stream) {
+    store_.clear(id, stream);
+    reading_.lists().clear(id, stream);
+    reading_.reader().clear(id, stream);
+    first_.forget(id);
+  }
+
   void plan_copy(index_t from, index_t to) {
     store_.plan_copy(from, to);
     try {
@@ -79,30 +93,28 @@ class cache_parts : public cache_answers<Recipe, Out> {
       throw;
     }
   }
-  /// A new id with all that another one holds between two turns, or steps. Where it throws, nothing has changed.
+  /// A new id with all that another one holds between two turns, or steps. Where it throws, the id is closed.
   index_t copy_of(index_t id, cudaStream_t stream) {
     const index_t to = conversations_.fork(id);
     try {
       plan_copy(id, to);
+      store_.commit_copy(id, to, stream);
+      reading_.lists().commit_copy(id, to, stream);
+      copy_on_device(next_.data() + to, next_.data() + id, 1, stream);
+      begin_place(to, stream);
+      first_.copy(id, to, stream);
+      prompts_.copy(id, to, stream);
+      reading_.set_plan(to, policies(to), stream);
+      for (index_t layer = 0; layer < shape_.layers; ++layer) {
+        if (roles_.follows_recipe(layer) && store_.bound(layer, to).longest > 0)
+          reading_.refresh(layer, to, store_, stream);
+      }
+      reading_.reader().copy(id, to, stream);
     } catch (...) {
       conversations_.close(to);
-      store_.clear(to, stream);
+      empty_place(to, stream);
       throw;
     }
-    store_.commit_copy(id, to, stream);
-    reading_.lists().commit_copy(id, to, stream);
-    copy_on_device(next_.data() + to, next_.data() + id, 1, stream);
-    first_.forget(to);
-    first_.copy(id, to, stream);
-    prompts_.open(to, stream);
-    prompts_.copy(id, to, stream);
-    reading_.set_plan(to, policies(to), stream);
-    for (index_t layer = 0; layer < shape_.layers; ++layer) {
-      if (roles_.follows_recipe(layer) && store_.bound(layer, to).longest > 0)
-        reading_.refresh(layer, to, store_, stream);
-    }
-    reading_.reader().copy(id, to, stream);
-    order_.disturbed();  // rows of others may have moved
     return to;
   }
 
@@ -252,7 +264,7 @@ class cache_parts : public cache_answers<Recipe, Out> {
   void trace(index_t layer, const batch& step, const selection_view& read) {
     for (index_t b = 0; b < step.sequences(); ++b) {
       const index_t id = step.ids[std::size_t(b)];
-      auto& attended = attended_[std::size_t(layer) * std::size_t(options_.sequences) + std::size_t(id)];
+      auto& attended = attended_[objects::place(layer, id)];
       attended = downloaded_lists(layer, id);
       for (index_t h = 0; read.indices && h < shape_.kv_heads; ++h) {
         const offset_t row = offset_t(b) * shape_.kv_heads + h;

@@ -83,7 +83,9 @@ class prompt_attending<Recipe, View, Out, true> {
   }
 
   void open(index_t id, cudaStream_t stream) {
-    for (index_t layer = 0; words_ > 0 && layer < shape_.layers; ++layer) {
+    for (index_t layer = 0; layer < shape_.layers; ++layer) {
+      lines_[place(layer, id)] = {};
+      if (words_ == 0) continue;
       check(cudaMemsetAsync(columns_of(layer, id), 0, std::size_t(shape_.q_heads) * std::size_t(words_) * 4, stream),
             "cudaMemsetAsync");
     }

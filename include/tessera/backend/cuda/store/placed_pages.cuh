@@ -74,6 +74,9 @@ class placed_rows<Layout, fixed_pages<Page>> {
             "at most what is free, which is " + std::to_string(offset_t(free_.size()) - planned_) + " of " +
                 std::to_string(pages_),
             "raise cache_options::rows, or close a sequence");
+    std::vector<index_t>& table = held_[place];
+    const std::size_t wanted = table.size() + std::size_t(more);
+    if (wanted > table.capacity()) table.reserve(std::max(wanted, 2 * table.size()));  // committing needs no memory
     planned_ += more;
     tokens_planned_ = tokens;
   }

@@ -81,15 +81,18 @@ class placed_rows<Layout, ragged_pages> {
     touched_.clear();
     std::fill(wanted_by_.begin(), wanted_by_.end(), 0);
     more_ = 0;
+    entries_planned_ = 0;
   }
   void abandon() { plan(); }
 
   /// Errors   more pages than nobody holds or has been promised: tessera::error.
   void plan_room(std::size_t place, const held_tokens& held, index_t tokens) {
     for (index_t h = 0; h < heads_; ++h) {
-      const index_t group = group_of(place, h);
+      const index_t group = group_of(place, h), room = room_[place * std::size_t(heads_) + std::size_t(h)];
       want(id_of(place), group, groups_.pages_for(group, held.of(h) + tokens, page_));
+      entries_planned_ += std::size_t(std::max(0, ceil_div(held.of(h) + tokens, page_) - ceil_div(room, page_)));
     }
+    entries_.reserve(entries_planned_);
     require(pool_.claimed() + more_ <= pages_, "pages of the pool", pages_,
             "at least " + std::to_string(pool_.claimed() + more_),
             "raise cache_options::rows or the placement's most_pages, or close a sequence");
@@ -211,6 +214,7 @@ class placed_rows<Layout, ragged_pages> {
     const std::size_t at = std::size_t(id) * std::size_t(groups_.count()) + std::size_t(group);
     const index_t before = std::max(wanted_[at], held(id, group));
     if (pages <= before) return;
+    pool_.make_room(id, group, pages);
     if (wanted_[at] == 0) touched_.push_back(at);
     wanted_[at] = pages;
     const index_t claim = std::max(pool_.held(id) + wanted_by_[std::size_t(id)], pool_.reserved(id));
@@ -258,6 +262,7 @@ class placed_rows<Layout, ragged_pages> {
   offset_t more_ = 0;  // what the plan claims of the pool beyond what is claimed
   index_t tokens_planned_ = 0;
   offset_t most_used_ = 0;
+  std::size_t entries_planned_ = 0;
   std::vector<entry> entries_;  // of tables, until they are sent
   device_buffer<stored_type> k_, v_;
   device_buffer<float> scales_;
