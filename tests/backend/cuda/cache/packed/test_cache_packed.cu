@@ -165,8 +165,7 @@ void hold_twins(const Method& method, const model_shape& shape, double margin) {
   twins.prompt(0, draw(1, 200), 150);  // joins the last segment
   CHECK(twins.difference_of_rows(0) < margin);
   for (index_t i = 0; i < shrunk(12, 4); ++i) twins.step(draw(1, 8));
-  // What a fork shares it takes over when the other one is closed, whose memory others get then.
-  twins.fork(0);
+  twins.fork(0);  // what it shares it takes over when the other one is closed, whose memory others get then
   for (index_t i = 0; i < shrunk(6, 2); ++i) twins.step(draw(1, 8));
   twins.close(0);
   twins.fork(1);
