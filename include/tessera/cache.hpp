@@ -119,6 +119,16 @@ class cache : public cpu::cache_parts<Recipe> {
     layers_.reread(layer, id, conversations_.at(id).policies, {first, first + count, next}, q, k, v, {out, {}});
   }
 
+  /// Says that the turn's prompt has been through a layer, its attention included. What its end needs of this layer alone is done now: packed rows
+  /// become segments where their method chooses no tokens, so that a prompt in one chunk needs one layer's whole rows, not all layers'. Changes
+  /// no answer; need not be called.
+  /// Errors   rows without a basis: tessera::error, and the layer has not ended.
+  void end_layer(index_t layer, index_t id) {
+    conversations_.check_layer_end(layer, id);
+    layers_.end_layer(layer, id, recipe_);
+    conversations_.end_layer(layer, id);
+  }
+
   /// Ends a turn's prompt: where the schedule says so, every layer chooses anew what it keeps and frees the rest, or what
   /// a filter lets through. The first turn's end also plans what the budget comes to: see `plan`.
   void end_prefill(index_t id) {

@@ -18,6 +18,14 @@ auto placement_of(const Recipe& recipe) {
   return result;
 }
 
+/// Whether a prompt's layers are packed one by one, as it leaves them: nobody looks at all of them, or at rows as they were, when it ends.
+template <class Recipe>
+bool packs_by_layer(const Recipe& recipe) {
+  constexpr bool packs = requires { requires Recipe::layout_type::rows_type::packs; };
+  if (!packs || Recipe::retain_type::chooses) return false;
+  return !Recipe::retrieve_type::retrieves || recipe.retrieve.mean_block() > 0;
+}
+
 /// Made when a conversation's first prompt ends, and before it for a prompt of none: whoever runs a policy takes it from
 /// here and asks no budget again.
 template <class Recipe>

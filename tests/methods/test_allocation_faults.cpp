@@ -115,6 +115,8 @@ class script {
                         }});
       next_[id] += count;
     }
+    for (index_t layer = 0; id == 0 && layer < shape.layers; ++layer)
+      calls_.push_back({"end_layer", [=](any_cache& cache, std::vector<float>&) { cache.end_layer(layer, id); }});
     calls_.push_back({"end_prefill", [id](any_cache& cache, std::vector<float>&) { cache.end_prefill(id); }});
   }
   void step(const std::vector<index_t>& ids, index_t count) {

@@ -268,6 +268,39 @@ void forks_go_on_alone(const std::string& method) {
   REQUIRE_THROWS_WITH(cache->fork(grandchild), contains("tokens of a step without rows is 2; expected 0"));
 }
 
+// A prompt whose layers end one by one leaves what it leaves without that, and no layer takes any more of it.
+void ends_layers_one_by_one(const std::string& method) {
+  rng random(154);
+  const tessera::model_shape shape{3, 4, 2, 12, {false, true, false}};
+  const model_data data(random, shape, 400);
+  const auto cache = make_cache({method, 40, {{"window", 8}}}, shape, one_thread());
+  cache->trace_attended(true);
+  const index_t id = cache->open();
+  REQUIRE_THROWS_WITH(cache->end_layer(0, id), contains("tokens of this turn is 0; expected at least 1"));
+  for (const index_t count : {90, 40}) {
+    prefill(*cache, id, data, cache->next_position(id), count);
+    const auto twin = cache->clone();
+    std::vector<float> out(std::size_t(count * shape.q_heads * dim));
+    const auto queries = data.queries(1, cache->next_position(id) - count, count);
+    for (index_t layer = 0; layer < shape.layers; ++layer) cache->end_layer(layer, id);
+    const auto refuses = contains("layer of this turn's prompt is 1; expected one that end_layer has not ended");
+    REQUIRE_THROWS_WITH(cache->end_layer(1, id), refuses);
+    REQUIRE_THROWS_WITH(cache->prefill(1, id, queries, data.keys(1, 0, count), data.values(1, 0, count)), refuses);
+    REQUIRE_THROWS_WITH(
+        cache->prefill_attention(1, id, queries, tessera::nhd_rows(out.data(), count, shape.q_heads, dim), {}),
+        refuses);
+    cache->end_prefill(id);
+    twin->end_prefill(id);
+    REQUIRE(cache->clone()->bytes(id) == twin->clone()->bytes(id));  // a copy has no spare memory
+    for (const index_t tokens : {1, 3, 1}) {
+      const index_t next = cache->next_position(id);
+      REQUIRE(support::same_bits(decode(*cache, id, data, next, tokens), decode(*twin, id, data, next, tokens)));
+      for (index_t layer = 0; layer < shape.layers; ++layer)
+        REQUIRE(cache->attended(layer, id) == twin->attended(layer, id));
+    }
+  }
+}
+
 }  // namespace
 
 void keep_laws(const std::string& method) {
@@ -278,6 +311,7 @@ void keep_laws(const std::string& method) {
   reads_only_candidates(method);
   may_begin_with_a_step(method);
   forks_go_on_alone(method);
+  ends_layers_one_by_one(method);
 }
 
 TEST_CASE("mixtures that no paper has keep the laws of every method") {

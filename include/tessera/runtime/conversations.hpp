@@ -10,22 +10,9 @@
 #include "../core/prompt_reach.hpp"
 #include "../core/segment_cursor.hpp"
 #include "../planned.hpp"
+#include "batch.hpp"
 
 TESSERA_NAMESPACE_BEGIN
-
-/// What one decode step of a cache does, made by `prepare_step` and handed to every layer. An engine that records steps
-/// keys its graphs by the number of sequences, `tokens` and the actions.
-struct batch {
-  std::vector<index_t> ids;
-  index_t tokens = 0;
-  bool evicts_first = false;               ///< the first stage chooses before the step reads
-  bool evicts_last = false;                ///< the first stage chooses when the step has been attended
-  std::vector<std::uint8_t> boundaries{};  ///< [sequences, tokens], of a recipe that needs them in steps
-
-  index_t sequences() const { return index_t(ids.size()); }
-};
-
-inline constexpr index_t most_step_tokens = 8;
 
 /// Counts turns, steps and positions, and checks that calls come in order. Nothing changes when a check throws.
 template <class Recipe>
@@ -37,6 +24,7 @@ class conversations {
     segment_cursor text{};    ///< where its segments stand, if the recipe needs them
     index_t judged = 0;       ///< of the turn's prompt tokens, those among which a chunk's end has chosen
     index_t again = 0;        ///< the newest of them, which the next choice judges again
+    bool ended = false;       ///< `end_layer` has been called since the turn began
   };
   struct conversation {
     bool open = false;
@@ -107,6 +95,13 @@ class conversations {
     require(head >= 0 && head < shape_.kv_heads, "kv_head", head, "0 to " + std::to_string(shape_.kv_heads - 1),
             "pass a kv_head of the model");
   }
+  /// Of a turn's prompt.
+  const layer& require_not_ended(index_t layer_index, index_t id) const {
+    const layer& state = at(id, layer_index);
+    require(!state.ended, "layer of this turn's prompt", layer_index, "one that end_layer has not ended",
+            "call end_layer behind the layer's last chunk and its attention");
+    return state;
+  }
   bool is_open(index_t id) const { return all_[std::size_t(id)].open; }
   index_t size() const { return index_t(all_.size()); }
 
@@ -120,7 +115,7 @@ class conversations {
   template <class E>
   void check_chunk(const Recipe& recipe, index_t layer_index, index_t id, const rows_view<const E>& q,
                    const rows_view<const E>& k, const rows_view<const E>& v) const {
-    at(id, layer_index);
+    require_not_ended(layer_index, id);
     shape_.check_rows(q, k, v, k_dim, v_dim);
     const index_t given = first_other(1, k.sequences, v.sequences, q.tokens <= 0 ? 1 : q.sequences);
     require(given == 1, "sequences of a prompt chunk", given, "1", "prefill one sequence at a time");
@@ -154,7 +149,7 @@ class conversations {
   template <class E, class Out>
   void check_prompt_attention(index_t layer_index, index_t id, const rows_view<const E>& q, const rows_view<Out>& out,
                               const rows_view<float>& lse) const {
-    const layer& state = at(id, layer_index);
+    const layer& state = require_not_ended(layer_index, id);
     shape_.check_output(q, out, lse, k_dim, v_dim);
     require(q.data != nullptr, "memory of q", "null", "memory behind it", "pass the rows themselves");
     require(q.sequences == 1, "sequences of a prompt chunk", q.sequences, "1",
@@ -214,7 +209,7 @@ class conversations {
   template <class E, class Out>
   void check_rereading(index_t layer_index, index_t id, index_t first, index_t count, const rows_view<const E>& q,
                        const rows_view<const E>& k, const rows_view<const E>& v, const rows_view<Out>& out) const {
-    const layer& state = at(id, layer_index);
+    const layer& state = require_not_ended(layer_index, id);
     shape_.check_rows(q, k, v, k_dim, v_dim);
     shape_.check_output(q, out, rows_view<float>{}, k_dim, v_dim);
     const index_t given = first_other(1, q.sequences, k.sequences, v.sequences);
@@ -229,6 +224,12 @@ class conversations {
             "pass positions of the prompt");
   }
 
+  /// Errors   a layer of which the prompt has none, or not all of what was announced; one that has ended.
+  void check_layer_end(index_t layer_index, index_t id) const {
+    require_whole_prompt(id, require_not_ended(layer_index, id));
+  }
+  void end_layer(index_t layer_index, index_t id) { find(id).layers[std::size_t(layer_index)].ended = true; }
+
   /// The policies of a conversation whose prompt ends now. Throws unless every layer has had the same prompt, and any.
   planned<Recipe> plan_prompt_end(const Recipe& recipe, index_t id) const {
     const conversation& c = at(id);
@@ -237,10 +238,7 @@ class conversations {
               "those of layer 0, which are " + std::to_string(c.front().next_position),
               "prefill every layer with every chunk before the prompt ends");
     }
-    require(c.front().turn_tokens >= 1, "tokens of this turn", c.front().turn_tokens, "at least 1",
-            "prefill a prompt before ending it");
-    require(c.announced == 0 || c.announced == c.front().turn_tokens, "tokens of this turn", c.front().turn_tokens,
-            "those that were announced, which are " + std::to_string(c.announced), "prefill the rest of the prompt");
+    require_whole_prompt(id, c.front());
     return planned<Recipe>(recipe, first_prompt(c));
   }
   turn_clock clock_of_prompt_end(index_t id) const { return {at(id).now.turn + 1, 0}; }
@@ -253,7 +251,7 @@ class conversations {
     c.step_began = -1;
     c.answer_began = c.front().next_position;
     c.announced = 0;
-    for (layer& state : c.layers) state.turn_tokens = state.judged = state.again = 0;
+    for (layer& state : c.layers) state.turn_tokens = state.judged = state.again = 0, state.ended = false;
   }
 
   // --- steps ---------------------------------------------------------------------------------------------------------
@@ -363,6 +361,13 @@ class conversations {
   static void check_announced(index_t tokens) {
     require(tokens >= 1 && tokens <= most_tokens, "tokens of the prompt", tokens, value_range{1, most_tokens}.text(),
             "say how long the turn's prompt will be");
+  }
+  void require_whole_prompt(index_t id, const layer& state) const {
+    require(state.turn_tokens >= 1, "tokens of this turn", state.turn_tokens, "at least 1",
+            "prefill a prompt before ending it");
+    const index_t announced = at(id).announced;
+    require(announced == 0 || announced == state.turn_tokens, "tokens of this turn", state.turn_tokens,
+            "those that were announced, which are " + std::to_string(announced), "prefill the rest of the prompt");
   }
   void require_room(index_t most) const {
     require(most == 0 || next_id() < most, "open sequences", next_id(), "fewer before another is opened",

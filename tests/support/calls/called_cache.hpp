@@ -34,6 +34,7 @@ class called_cache {
   virtual void reserve(index_t id, index_t tokens) = 0;
   virtual void prefill(index_t layer, index_t id, const rows& q, const rows& k, const rows& v) = 0;
   virtual void prefill_attention(index_t layer, index_t id, const rows& q, const results& out, const results& lse) = 0;
+  virtual void end_layer(index_t layer, index_t id) = 0;
   virtual void end_prefill(index_t id) = 0;
   virtual void announce(index_t, index_t) {}
   virtual void reread(index_t, index_t, index_t, index_t, const rows&, const rows&, const rows&, const results&) {}
@@ -132,6 +133,7 @@ class cpu_calls : public Interface {
   void prefill_attention(index_t layer, index_t id, const rows& q, const results& out, const results& lse) override {
     held_.prefill_attention(layer, id, q, out, lse);
   }
+  void end_layer(index_t layer, index_t id) override { held_.end_layer(layer, id); }
   void end_prefill(index_t id) override { held_.end_prefill(id); }
   void announce(index_t id, index_t tokens) override { held_.announce(id, tokens); }
   void reread(index_t layer, index_t id, index_t first, index_t count, const rows& q, const rows& k, const rows& v,

@@ -15,6 +15,7 @@ class prompt_calls : public compared_caches {
   /// What the contract says of one sequence.
   struct sequence {
     std::vector<index_t> next, turn;  // by layer: tokens seen, and those of the prompt that has not ended
+    std::vector<bool> ended;          // by layer: of the prompt
     index_t step_tokens = 0;          // of the step that was prepared last
     index_t announced = 0;            // tokens of the turn's prompt; 0: nobody has said
     bool is_between_layers = false;   // of a step, on a device
@@ -60,7 +61,8 @@ class prompt_calls : public compared_caches {
       return;
     if (std::size_t(free) == model_.size()) model_.emplace_back();
     const auto layers = std::size_t(shape_.layers);
-    model_[std::size_t(free)] = sequence{std::vector<index_t>(layers, 0), std::vector<index_t>(layers, 0)};
+    model_[std::size_t(free)] =
+        sequence{std::vector<index_t>(layers, 0), std::vector<index_t>(layers, 0), std::vector<bool>(layers, false)};
   }
 
   void fork() {
@@ -74,8 +76,8 @@ class prompt_calls : public compared_caches {
     const bool between_turns = held && !held->is_between_layers && !held->has_prepared && held->announced == 0 &&
                                is_even(held->next) &&
                                std::count(held->turn.begin(), held->turn.end(), 0) == shape_.layers;
-    const bool under_way = limits_.on_device && step_.has_begun && !step_.is_stale && step_.next_layer < shape_.layers;
-    std::optional<bool> allowed = between_turns && !under_way && (limits_.sequences == 0 || free < limits_.sequences);
+    std::optional<bool> allowed =
+        between_turns && !is_under_way() && (limits_.sequences == 0 || free < limits_.sequences);
     if (*allowed && !surely_fits(*held, 0)) allowed.reset();
     if (!apply("fork", allowed, [&](called_cache& cache) {
           const index_t fresh = cache.fork(id);  // a refusal must leave REQUIRE alone
@@ -113,7 +115,8 @@ class prompt_calls : public compared_caches {
     if (held && held->next[0] > 90) return false;
     const bool shapes =
         kv_heads == shape_.kv_heads && tokens == v_tokens && tokens >= 1 && queries >= 0 && queries <= tokens;
-    std::optional<bool> allowed = held && is_layer(layer) && shapes && !held->is_between_layers;
+    std::optional<bool> allowed =
+        held && is_layer(layer) && shapes && !held->is_between_layers && !has_ended(*held, layer);
     if (*allowed && queries < tokens) allowed.reset();  // as the scorer needs
     if (held && limits_.tokens > 0 && tokens > limits_.tokens) allowed = false;
     if (*allowed && held->announced > 0 && held->turn[std::size_t(layer)] + tokens > held->announced) allowed = false;
@@ -148,8 +151,10 @@ class prompt_calls : public compared_caches {
 
   void prefill_everywhere() {
     const index_t id = some_id(), tokens = random_.between(1, limits_.on_device && random_.chance(0.2) ? 60 : 12);
+    const bool ends = random_.chance(0.2);
     for (index_t layer = 0; layer < shape_.layers; ++layer) {
       if (!prefill(layer, id, tokens, tokens, shape_.kv_heads, tokens)) return;
+      if (ends) end_layer(layer, id);
     }
   }
 
@@ -157,7 +162,8 @@ class prompt_calls : public compared_caches {
     const index_t id = some_id(), layer = some_layer(), tokens = random_.between(0, 12);
     const sequence* held = known(id);
     auto q = rows(tokens, shape_.q_heads);
-    bool allowed = held && is_layer(layer) && tokens >= 1 && tokens <= held->turn[std::size_t(layer)] && is_aligned(q);
+    bool allowed = held && is_layer(layer) && !has_ended(*held, layer) && tokens >= 1 &&
+                   tokens <= held->turn[std::size_t(layer)] && is_aligned(q);
     const auto wanted = some_output(tokens, 1, 0.1, allowed);
     if (random_.chance(0.05)) spoil(q), allowed = false;
     if (!apply("prefill_attention", allowed, [&](called_cache& cache) {
@@ -167,6 +173,20 @@ class prompt_calls : public compared_caches {
       return;
     compare_outputs();
   }
+
+  void end_layer(index_t layer, index_t id) {
+    sequence* held = known(id);
+    const index_t turn = held && is_layer(layer) ? held->turn[std::size_t(layer)] : 0;
+    const bool allowed =
+        turn >= 1 && !is_under_way() && !has_ended(*held, layer) && (held->announced == 0 || held->announced == turn);
+    if (apply("end_layer", allowed, [&](called_cache& cache) { cache.end_layer(layer, id); }))
+      held->ended[std::size_t(layer)] = true;
+  }
+  /// On a device: a step that has begun.
+  bool is_under_way() const {
+    return limits_.on_device && step_.has_begun && !step_.is_stale && step_.next_layer < shape_.layers;
+  }
+  static bool has_ended(const sequence& held, index_t layer) { return held.ended[std::size_t(layer)]; }
 
   void end_prompt() { end_prompt(some_id()); }
   void end_prompt(index_t id) {
@@ -178,6 +198,7 @@ class prompt_calls : public compared_caches {
     const std::optional<bool> allowed = even ? std::nullopt : std::optional<bool>(false);
     if (!apply("end_prefill", allowed, [&](called_cache& cache) { cache.end_prefill(id); })) return;
     std::fill(held->turn.begin(), held->turn.end(), 0);
+    held->ended.assign(held->ended.size(), false);
     held->step_tokens = held->announced = 0;
     held->has_prepared = false;
     compare_stored(id);
@@ -207,6 +228,7 @@ class prompt_calls : public compared_caches {
         if (tries > 60) return;
         if (prefill(layer, id, chunk, chunk, shape_.kv_heads, chunk)) done += chunk;
       }
+      if (random_.chance(0.2)) end_layer(layer, id);
     }
     while (random_.chance(0.5)) read_again(id);
     end_prompt(id);
@@ -221,8 +243,9 @@ class prompt_calls : public compared_caches {
       first = random_.between(0, held->next[std::size_t(layer)] - 1);
       count = random_.between(1, held->next[std::size_t(layer)] - first);
     }
-    bool allowed = held && is_layer(layer) && tokens >= 1 && held->turn[std::size_t(layer)] >= 1 && first >= 0 &&
-                   count >= 1 && first + count <= held->next[std::size_t(layer)];
+    bool allowed = held && is_layer(layer) && !has_ended(*held, layer) && tokens >= 1 &&
+                   held->turn[std::size_t(layer)] >= 1 && first >= 0 && count >= 1 &&
+                   first + count <= held->next[std::size_t(layer)];
     auto q = rows(tokens, shape_.q_heads), k = rows(tokens, shape_.kv_heads), v = rows(tokens, shape_.kv_heads);
     bool right = true;
     auto wanted = some_output(tokens, 1, 0, right);

@@ -27,6 +27,7 @@ class random_cache_calls : public prompt_calls {
       case 5:
         return attend_prompt();
       case 6:
+        return random_.chance(0.2) ? end_layer(some_layer(), some_id()) : end_prompt();
       case 7:
         return end_prompt();
       case 8:

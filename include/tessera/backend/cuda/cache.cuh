@@ -138,6 +138,18 @@ class cache : public cache_parts<Recipe, Out> {
     rereading_.pass(layer, id, store_, policies(id), roles_, attention_, q, k, v, out, part, stream);
   }
 
+  /// Says that the turn's prompt has been through a layer, its attention included: see the CPU's cache. Segments are made on a stream of the
+  /// cache's own, and take the place of whole rows when the next layer ends that packs, or sooner where the pool has no room: a prompt in one
+  /// chunk needs two layers' whole rows, or one. What joins a segment, or has no basis, waits for `end_prefill`. Not within a step.
+  void end_layer(index_t layer, index_t id, cudaStream_t stream) {
+    conversations_.check_layer_end(layer, id);
+    order_.require_none_under_way();
+    slide({{layer, id}}, stream);
+    if (roles_.follows_recipe(layer) && packs_by_layer(recipe_))
+      store_.pack_layer(layer, id, conversations_.at(id, layer).turn_tokens, stream);
+    conversations_.end_layer(layer, id);
+  }
+
   /// Ends a turn's prompt: where the schedule says so, every layer chooses anew what it keeps and frees the rest, or what
   /// a filter lets through. The first turn's end also plans what the budget comes to: see `plan`.
   void end_prefill(index_t id, cudaStream_t stream) {
@@ -145,8 +157,7 @@ class cache : public cache_parts<Recipe, Out> {
     reading_.require_covered(fitted);
     const bool due = recipe_.schedule.due(moment::prompt_end, conversations_.clock_of_prompt_end(id));
     const std::vector<index_t> choosing = plan_choice(id, due, fitted, stream);
-    store_.plan_packing(all_layers({id}), conversations_.at(id).front().turn_tokens,
-                        stream);  // the last that may throw
+    store_.plan_packing(all_layers({id}), conversations_.at(id).front().turn_tokens, stream);  // the last to throw
     set_number(next_.data() + id, conversations_.at(id).front().next_position, stream);
     kept_slots
         kept;  // layers that take over what another keeps come behind it, and nobody chooses between: it is still there

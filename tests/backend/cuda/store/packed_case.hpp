@@ -5,9 +5,9 @@
 #include <utility>
 
 #include "backend/cuda/device.hpp"
+#include "tessera/backend/cuda/store/packed/bases/find_bases.cuh"
+#include "tessera/backend/cuda/store/packed/bases/second_moment.cuh"
 #include "tessera/backend/cuda/store/packed/encode_rows.cuh"
-#include "tessera/backend/cuda/store/packed/find_bases.cuh"
-#include "tessera/backend/cuda/store/packed/second_moment.cuh"
 
 namespace gpu_test {
 

@@ -152,6 +152,17 @@ class layers {
     store_.take_back(layer, id, part.own);
   }
 
+  /// A prompt has been through a layer: what it needs no other layer for is done.
+  void end_layer(index_t layer, index_t id, const Recipe& recipe) {
+    choice& made = begin(1).front();
+    if (!roles_.follows_recipe(layer)) {
+      slide(layer, id, 0, made);
+    } else if (packs_by_layer(recipe)) {
+      prepare_to_pack(layer, id, made, true);
+    }
+    commit(layer, id, made);
+  }
+
   /// A prompt has ended: where `due`, each layer keeps the budget's worth, or lets it through.
   void end_prefill(index_t id, const Recipe& recipe, const planned<Recipe>& policies, bool due,
                    const prompt_reach& reach) {

@@ -40,7 +40,7 @@ class cache_parts : public cache_answers<Recipe, Out> {
       const token_bound held = store_.bound(layer, id);
       if (window == 0 || held.longest <= window + spare_room(window)) continue;
       const kept_bound kept{{window, std::min(held.total, offset_t(window) * shape_.kv_heads)}, {}};
-      store_.plan_keep({{layer, id}}, {kept});
+      store_.plan_keep({{layer, id}}, {kept}, stream);
       store_.keep(layer, id, {newest_.of(store_.lengths(layer, id), stream), kept}, stream);
     }
   }
@@ -48,7 +48,7 @@ class cache_parts : public cache_answers<Recipe, Out> {
   /// Sliding layers drop what they have left behind first, now and then.
   void make_store_room(const place_list& places, index_t tokens, cudaStream_t stream) {
     slide(places, stream);
-    store_.plan_room(places, tokens);
+    store_.plan_room(places, tokens, stream);
     store_.commit_room(places, stream);
   }
 
@@ -84,8 +84,8 @@ class cache_parts : public cache_answers<Recipe, Out> {
     first_.forget(id);
   }
 
-  void plan_copy(index_t from, index_t to) {
-    store_.plan_copy(from, to);
+  void plan_copy(index_t from, index_t to, cudaStream_t stream) {
+    store_.plan_copy(from, to, stream);
     try {
       reading_.lists().plan_copy(from, to);
     } catch (...) {
@@ -97,7 +97,7 @@ class cache_parts : public cache_answers<Recipe, Out> {
   index_t copy_of(index_t id, cudaStream_t stream) {
     const index_t to = conversations_.fork(id);
     try {
-      plan_copy(id, to);
+      plan_copy(id, to, stream);
       store_.commit_copy(id, to, stream);
       reading_.lists().commit_copy(id, to, stream);
       copy_on_device(next_.data() + to, next_.data() + id, 1, stream);
@@ -133,7 +133,7 @@ class cache_parts : public cache_answers<Recipe, Out> {
       kept.push_back(first_.bound(chooser, id, store_, fitted, conversations_.reach(id, layer).seen()));
       if (prompts_.columns(layer).bits) kept.back() = {held, {}};  // how many columns join, only the device knows
     }
-    filters ? reading_.lists().plan_pass(places, kept) : store_.plan_keep(places, kept);
+    filters ? reading_.lists().plan_pass(places, kept) : store_.plan_keep(places, kept, stream);
     return layers;
   }
   /// Before `tokens` more of a prompt are written to a layer: where a chunk ends the layer keeps its share of what it has,
@@ -154,7 +154,7 @@ class cache_parts : public cache_answers<Recipe, Out> {
       const planned<Recipe>& fitted = policies(id);
       if (!roles_.follows_recipe(layer) || first_.keeps_everything(layer, id, store_.bound(layer, id), fitted)) return;
       const prompt_reach reach = conversations_.reach(id, layer);
-      store_.plan_keep({{layer, id}}, {first_.bound(layer, id, store_, fitted, reach.seen())});
+      store_.plan_keep({{layer, id}}, {first_.bound(layer, id, store_, fitted, reach.seen())}, stream);
       const index_t* next = set_number(next_.data() + id, reach.end, stream);
       store_.keep(layer, id, first_.choose(layer, id, store_, fitted, roles_.rule(layer), reach, next, stream), stream);
     }
@@ -223,7 +223,7 @@ class cache_parts : public cache_answers<Recipe, Out> {
     for (const auto& [layer, id] : places) {
       if (roles_.follows_recipe(layer)) reading_.require_fits(layer, id, store_, step.tokens);
     }
-    store_.plan_room(places, step.tokens);
+    store_.plan_room(places, step.tokens, stream);
     try {
       plan_lists(places, step);
     } catch (...) {

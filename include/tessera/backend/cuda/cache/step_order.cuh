@@ -23,11 +23,11 @@ class step_order {
             "sequence in the middle of a step", id, "one whose step has been decoded in every layer",
             "decode the layers that are missing, or close the sequence");
   }
-  /// Errors   a step has begun that some layer has yet to decode: what a fork moves it would not find again.
+  /// Errors   a step has begun that some layer has yet to decode: rows that now move it would not find again.
   void require_none_under_way() const {
     const bool waits = has_begun_ && !is_stale_ && !now_.ids.empty() && next_layer_ < layers_;
     require(!waits, "layers that the step under way has been through", next_layer_, std::to_string(layers_),
-            "decode the layers that are missing before a sequence is forked");
+            "decode the layers that are missing first");
   }
   void prepared(const batch& step) {
     if (is_between_layers()) unfinished_.insert(unfinished_.end(), now_.ids.begin(), now_.ids.end());

@@ -107,7 +107,7 @@ class kv_store {
   }
 
   /// Plans room for `tokens` more in every head of these places; `commit_room` makes it, or `abandon` forgets it.
-  void plan_room(const place_list& places, index_t tokens) {
+  void plan_room(const place_list& places, index_t tokens, cudaStream_t = nullptr) {
     for (const auto& [layer, id] : places) require_fits(layer, id, tokens);
     rows_.plan();
     columns_.plan();
@@ -122,6 +122,8 @@ class kv_store {
       throw;
     }
   }
+  /// Whether what is planned moves rows of other places.
+  bool moves() const { return rows_.moves(); }
   void abandon() {
     rows_.abandon();
     columns_.abandon();
@@ -205,7 +207,7 @@ class kv_store {
   void adopt(movers&& fitted) { movers_.emplace(std::move(fitted)); }
 
   /// Plans what the places keep: every (layer, id) with its bound, in the order of the `keep` calls that follow.
-  void plan_keep(const place_list& places, const std::vector<kept_bound>& kept) {
+  void plan_keep(const place_list& places, const std::vector<kept_bound>& kept, cudaStream_t = nullptr) {
     rows_.plan();
     columns_.plan();
     try {
@@ -266,6 +268,7 @@ class kv_store {
   void settle(const std::vector<index_t>&, cudaStream_t) {}
   void plan_packing(const place_list&, index_t, cudaStream_t) {}
   void commit_packing(cudaStream_t) {}
+  void pack_layer(index_t, index_t, index_t, cudaStream_t) {}
   void observe_prompt(index_t, index_t, const rows_view<const T>&, cudaStream_t) {}
   /// Newest tokens of a head that steps read whatever they choose.
   index_t always_read(index_t, index_t) const { return 0; }
@@ -286,7 +289,7 @@ class kv_store {
   const id_column<index_t>& length_column() const { return lengths_; }
 
   /// Plans that an empty id gets what another one holds; `commit_copy` carries it out, or `abandon` forgets it.
-  void plan_copy(index_t from, index_t to) {
+  void plan_copy(index_t from, index_t to, cudaStream_t = nullptr) {
     rows_.plan();
     columns_.plan();
     try {

@@ -66,6 +66,7 @@ class placed_rows<Layout, fixed_pages<Page>> {
   detail::gathered_column column() const { return firsts_.gathered(); }
 
   void plan() { planned_ = 0; }
+  static constexpr bool moves() { return false; }
   void abandon() { planned_ = 0; }
 
   void plan_room(std::size_t place, const token_bound& held, index_t tokens) {

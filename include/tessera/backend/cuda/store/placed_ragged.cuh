@@ -83,6 +83,7 @@ class placed_rows<Layout, ragged_pages> {
     more_ = 0;
     entries_planned_ = 0;
   }
+  static constexpr bool moves() { return false; }
   void abandon() { plan(); }
 
   /// Errors   more pages than nobody holds or has been promised: tessera::error.

@@ -80,6 +80,7 @@ class placed_rows<Layout, runs> {
   }
 
   void plan() { pool_.plan(); }
+  bool moves() const { return pool_.moves(); }
   void abandon() { pool_.abandon(); }
 
   /// Room for `tokens` more in every head.

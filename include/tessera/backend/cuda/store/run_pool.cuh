@@ -170,6 +170,10 @@ class run_pool {
     steps_.clear();
     next_ = 0;
   }
+  /// Whether the plan moves runs that stay.
+  bool moves() const {
+    return std::any_of(steps_.begin(), steps_.end(), [](const step& one) { return one.closes_gap; });
+  }
   void abandon() {
     runs_ = before_;
     used_ = before_used_[0];

@@ -158,6 +158,7 @@ class conversation {
       host_.announce(id, total);
       device_.announce(id, total);
     }
+    const bool ends_layers = !Method::retain_type::rereads && draw(0, 1) == 1;
     for (index_t done = 0; done < total;) {
       const index_t n = std::min(total - done, draw(1, 130));
       done += n;
@@ -176,6 +177,10 @@ class conversation {
                                   nullptr);
         if constexpr (Method::prefill_type::chooses_lines) attend_device_lines(layer, id, x, out);
         REQUIRE(relative_error(dout.get(), out) < margin);
+        if (ends_layers && done == total) {
+          host_.end_layer(layer, id);
+          device_.end_layer(layer, id, nullptr);
+        }
       }
     }
     reread(id, total);

@@ -41,6 +41,7 @@ class device_calls final : public support::called_cache {
     bring_back(out, memory_->out);
     bring_back(lse, memory_->lse);
   }
+  void end_layer(index_t layer, index_t id) override { held_.end_layer(layer, id, nullptr); }
   void end_prefill(index_t id) override { held_.end_prefill(id, nullptr); }
   batch prepare_step(const std::vector<index_t>& ids, index_t tokens) override {
     return held_.prepare_step(ids, tokens, nullptr,

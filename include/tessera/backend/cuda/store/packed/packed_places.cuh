@@ -149,17 +149,27 @@ class packed_places {
   }
   detail::gathered_column gathered() const { return order_.gathered(); }
 
-  /// Begins a segment; `more` rows of it follow. It knows its bases and sets, and where its rows lie is set here.
+  /// Begins a segment, of which no rows are there yet. It knows its bases and sets; where its rows lie is set here.
   void begin_segment(index_t layer, index_t id, segment_record record, cudaStream_t stream) {
+    add_segment(layer, id, behind(layer, id, std::move(record), {}), stream);
+  }
+  /// Room on the host for as many more, so that `add_segment` needs none.
+  void make_room(index_t layer, index_t id, std::size_t more) {
+    auto& all = records_[place(layer, id)];
+    all.reserve(all.size() + more);
+  }
+  /// The same for one that stands behind `unseen` ones and that no view counts before `add_segment`: rows may be packed into it.
+  segment_record begin_unseen(index_t layer, index_t id, segment_record record,
+                              const std::vector<segment_record>& unseen, cudaStream_t stream) const {
+    segment_record begun = behind(layer, id, std::move(record), unseen);
     const std::size_t at = place(layer, id);
-    auto& all = records_[at];
-    record.first_row = rows(layer, id), record.rows = 0, record.slot = 0, record.home = at;
-    const auto taken = [&](index_t slot) {
-      return std::any_of(all.begin(), all.end(), [&](const segment_record& one) { return one.slot == slot; });
-    };
-    while (taken(record.slot)) ++record.slot;
-    all.push_back(std::move(record));
-    put(at, all.size() - 1, stream);
+    put(at, records_[at].size() + unseen.size(), begun, records_[at].size(), stream);
+    return begun;
+  }
+  void add_segment(index_t layer, index_t id, segment_record record, cudaStream_t stream) {
+    const std::size_t at = place(layer, id);
+    records_[at].push_back(std::move(record));
+    put(at, records_[at].size() - 1, stream);
   }
   /// Notes that the last segment took rows.
   void took(index_t layer, index_t id, index_t rows) { records_[place(layer, id)].back().rows += rows; }
@@ -200,6 +210,30 @@ class packed_places {
     for (std::size_t i = first; i < end; ++i) put(at, i, stream);
   }
 
+  /// The slots of chosen blocks, which are counted over all segments.
+  std::vector<index_t> slots_of_blocks(index_t layer, index_t id, const std::vector<index_t>& chosen) const {
+    std::vector<index_t> slots;
+    index_t first_block = 0;
+    for (const segment_record& segment : segments(layer, id)) {
+      for (index_t row = 0; row < segment.rows; ++row) {
+        if (std::binary_search(chosen.begin(), chosen.end(), first_block + row / segment.block))
+          slots.push_back(segment.first_row + row);
+      }
+      first_block += blocks(segment);
+    }
+    return slots;
+  }
+
+  /// Of `rows` rows of a head that a step reads, as if they were of the segment with the longest, and, as if some of every segment were read,
+  /// bases; where blocks are scored, means and the bases of keys besides.
+  offset_t read_bytes(index_t layer, index_t id, offset_t rows, bool scored) const {
+    offset_t longest = 0, total = 0;
+    for (const segment_record& one : segments(layer, id)) {
+      longest = std::max(longest, row_bytes(one));
+      total += basis_bytes() + (scored ? mean_bytes(one) + k_basis_bytes() : 0);
+    }
+    return total + rows * longest;
+  }
   /// Of rows and means of one place.
   offset_t bytes(index_t layer, index_t id) const {
     offset_t total = 0;
@@ -264,8 +298,20 @@ class packed_places {
     view.counts = counts_.data() + first;
     view.most_segments = most_;
   }
-  device_segment segment(std::size_t at, std::size_t i) const {
-    const segment_record& record = records_[at][i];
+  /// Where a segment's rows lie behind all others; its slot is nobody's.
+  segment_record behind(index_t layer, index_t id, segment_record record,
+                        const std::vector<segment_record>& unseen) const {
+    const std::size_t at = place(layer, id);
+    record.first_row = unseen.empty() ? rows(layer, id) : unseen.back().first_row + unseen.back().rows;
+    record.rows = 0, record.slot = 0, record.home = at;
+    const auto has = [&](const std::vector<segment_record>& all) {
+      return std::any_of(all.begin(), all.end(), [&](const segment_record& one) { return one.slot == record.slot; });
+    };
+    while (has(records_[at]) || has(unseen)) ++record.slot;
+    return record;
+  }
+  device_segment segment(std::size_t at, std::size_t i) const { return segment(at, records_[at][i]); }
+  device_segment segment(std::size_t at, const segment_record& record) const {
     const std::size_t lane = record.home * std::size_t(heads_);
     const index_t first_mean = formats_.block > 0 ? record.first_row / formats_.least_block : 0;  // which divides it
     device_segment made{k_.from(lane, record.first_row, record.k), v_.from(lane, record.first_row, record.v),
@@ -277,11 +323,15 @@ class packed_places {
     made.v.set = record.v_set;
     return made;
   }
-  void put(std::size_t at, std::size_t i, cudaStream_t stream) {
-    const auto& all = records_[at];
-    detail::put_segment_entry<128><<<1, 128, 0, stream>>>(table_.data() + at * std::size_t(most_) + i, segment(at, i),
-                                                          heads_, all[i].rows, counts_.data() + at,
-                                                          index_t(all.size()));
+  void put(std::size_t at, std::size_t i, cudaStream_t stream) const {
+    put(at, i, records_[at][i], records_[at].size(), stream);
+  }
+  /// The i-th segment's entry; views count `counted` of them.
+  void put(std::size_t at, std::size_t i, const segment_record& record, std::size_t counted,
+           cudaStream_t stream) const {
+    detail::put_segment_entry<128><<<1, 128, 0, stream>>>(table_.data() + at * std::size_t(most_) + i,
+                                                          segment(at, record), heads_, record.rows, counts_.data() + at,
+                                                          index_t(counted));
     check(cudaGetLastError(), "launch of put_segment");
   }
   /// Rows that lie elsewhere come to a segment's window.

@@ -2,28 +2,19 @@
 #pragma once
 
 #include <algorithm>
-#include <memory>
 #include <numeric>
-#include <optional>
 #include <string>
 #include <utility>
 #include <vector>
 
-#include "../../../../channels/all_channels.hpp"
-#include "../../../../channels/head_channels.hpp"
-#include "../../../../channels/top_groups.hpp"
-#include "../../../../layout/as_given.hpp"
 #include "../../../../layout/packed_rows.hpp"
-#include "../../../../layout/rotated.hpp"
 #include "../../../../layout/stored.hpp"
-#include "../../../../runtime/layer_roles.hpp"
 #include "../kv_store.cuh"
 #include "../searched/possible_segments.cuh"
 #include "../searched/segment_searches.cuh"
 #include "drop_oldest.cuh"
-#include "encode_rows.cuh"
-#include "head_sets.cuh"
-#include "segment_bases.cuh"
+#include "layer_beside.cuh"
+#include "segment_maker.cuh"
 
 TESSERA_NAMESPACE_BEGIN
 namespace cuda {
@@ -41,17 +32,7 @@ template <packing_layout Layout>
 class kv_store<Layout> {
   using rows_type = typename Layout::rows_type;
   using whole_store = kv_store<whole_layout<Layout>>;
-  template <class Channels>
-  static constexpr bool is_known = std::is_same_v<Channels, top_groups> || std::is_same_v<Channels, head_channels> ||
-                                   std::is_same_v<Channels, all_channels>;
-  static_assert(is_known<typename rows_type::key_channels> && is_known<typename rows_type::value_channels>,
-                "tessera: the device packs by top_groups, head_channels and all_channels; let another channel selector "
-                "say host_only");
-  static_assert(std::is_same_v<typename rows_type::basis_type, rotated> ||
-                    std::is_same_v<typename rows_type::basis_type, as_given>,
-                "tessera: the device knows the bases rotated and as_given; let another one say host_only");
-  static_assert(!rows_type::basis_type::rotates || !std::is_same_v<typename rows_type::key_channels, head_channels>,
-                "tessera: the device chooses one set of channels for a head in the engine's basis; take as_given");
+  static_assert(check_device_packing<Layout>());
 
  public:
   using T = typename Layout::element_type;
@@ -67,20 +48,19 @@ class kv_store<Layout> {
         tokens_(tokens),
         with_(with),
         whole_(layers, sequences, kv_heads, tokens, rows, with, where),
-        packing_(packing_layers(layers, *roles)),
-        packed_(formats_of(layout, with.mean_block), packing_count(), sequences, kv_heads, tokens,
+        packing_(layers, *roles),
+        packed_(formats_of(layout, with.mean_block), packing_.count, sequences, kv_heads, tokens,
                 most_segments(layout, tokens)),
-        sets_(packed_.formats(), layers, sequences, kv_heads, Layout::window),
-        searches_(layout.rows, packed_.formats(), packing_count(), sequences, kv_heads, packed_.most_segments()),
-        encode_(encoded_block(layout, with.mean_block),
-                std::max(packed_.formats().k.channels, packed_.formats().v.channels), packed_.formats().least_block),
+        searches_(layout.rows, packed_.formats(), packing_.count, sequences, kv_heads, packed_.most_segments()),
+        maker_(layout, packed_.formats(), with.mean_block, packing_.count, sequences, kv_heads, tokens),
         left_slots_(std::size_t(kv_heads) * std::size_t(rows_.tail.tail)),
-        left_counts_(std::size_t(kv_heads)) {
-    if constexpr (rows_type::basis_type::rotates) {
-      const index_t longest = std::min(rows_.segment, tokens);
-      bases_.emplace(packed_.formats(), kv_heads, layers * ceil_div(tokens, longest), longest, device_info::current());
-    }
-  }
+        left_counts_(std::size_t(kv_heads)) {}
+
+  kv_store(const kv_store&) = default;
+  kv_store(kv_store&&) noexcept = default;
+  kv_store& operator=(const kv_store&) = default;
+  kv_store& operator=(kv_store&&) noexcept = default;
+  ~kv_store() { stream_beside_.drain(); }
 
   index_t kv_heads() const { return heads_; }
   token_bound bound(index_t layer, index_t id) const {
@@ -117,14 +97,21 @@ class kv_store<Layout> {
     require(wanted <= tokens_, "tokens of a kv_head", wanted,
             "at most cache_options::tokens, which is " + std::to_string(tokens_), "raise tokens, or lower the budget");
   }
-  void plan_room(const place_list& places, index_t tokens) {
+  void plan_room(const place_list& places, index_t tokens, cudaStream_t stream) {
     for (const auto& [layer, id] : places) require_fits(layer, id, tokens);
-    whole_.plan_room(places, tokens);
+    plan_whole([&] { whole_.plan_room(places, tokens); }, stream);
   }
   void abandon() { whole_.abandon(); }
-  void commit_room(const place_list& places, cudaStream_t stream) { whole_.commit_room(places, stream); }
+  void commit_room(const place_list& places, cudaStream_t stream) {
+    const bool itself = std::count(places.begin(), places.end(), std::pair(beside_.layer, beside_.id)) > 0;
+    if (beside_.is_under_way() && (itself || whole_.moves())) stream_beside_.hold(stream);
+    whole_.commit_room(places, stream);
+  }
   void expect(index_t id, index_t tokens) { whole_.expect(id, tokens); }
-  void resize(index_t tokens, cudaStream_t stream) { whole_.resize(tokens, stream); }
+  void resize(index_t tokens, cudaStream_t stream) {
+    finish_layer(stream);
+    whole_.resize(tokens, stream);
+  }
   void took(index_t layer, index_t id, index_t tokens) { whole_.took(layer, id, tokens); }
 
   void append_rows(const view_type& view, const rows_view<const T>& k, const rows_view<const T>& v,
@@ -134,7 +121,7 @@ class kv_store<Layout> {
 
   /// The last queries of a prompt chunk whose tokens have been appended.
   void observe_prompt(index_t layer, index_t id, const rows_view<const T>& q, cudaStream_t stream) {
-    if (packs(layer)) sets_.observe(packing(layer), id, q, stream);
+    if (packs(layer)) maker_.observe(packing(layer), id, q, stream);
   }
 
   /// What moves whole rows: those that sliding layers keep, and those that are left when a prompt has been packed.
@@ -142,27 +129,28 @@ class kv_store<Layout> {
     return whole_.fit(batch, std::max(kept, rows_.tail.tail), device);
   }
   void adopt(movers&& fitted) { whole_.adopt(std::move(fitted)); }
-  /// Of layers that never pack.
-  void plan_keep(const place_list& places, const std::vector<kept_bound>& kept) { whole_.plan_keep(places, kept); }
+  void plan_keep(const place_list& places, const std::vector<kept_bound>& kept, cudaStream_t stream) {
+    plan_whole([&] { whole_.plan_keep(places, kept); }, stream);
+  }
   void keep(index_t layer, index_t id, const kept_slots& kept, cudaStream_t stream) {
+    if (beside_.is_under_way() && whole_.moves()) stream_beside_.hold(stream);
     whole_.keep(layer, id, kept, stream);
   }
 
-  /// Plans to pack what is due of these places: when a turn's prompt of `prompt` tokens ends, or, with 0, what steps have filled. `pack`
-  /// carries it out.
+  /// Plans to pack what is due of these places, when a turn's prompt of `prompt` tokens ends, or, with 0, between steps.
   /// Errors   rows that have no basis, no memory: nothing has changed.
   void plan_packing(const place_list& places, index_t prompt, cudaStream_t stream) {
     pending_ = {};
+    if (std::any_of(places.begin(), places.end(), [&](const auto& at) { return due(at, prompt) > 0; }))
+      finish_layer(stream);
     packing_plan made;
     made.prompt_ends = prompt > 0;
-    std::vector<segment_span<view_type>> own;
     for (const auto& [layer, id] : places) {
-      if (!packs(layer)) continue;
-      const index_t whole = whole_.bound(layer, id).longest;
-      const index_t due = prompt > 0 ? rows_.tail.packed_after_prompt(whole) : rows_.tail.packed_after_step(whole);
+      const index_t due = this->due({layer, id}, prompt);
       if (due == 0) continue;
+      const index_t whole = whole_.bound(layer, id).longest;
       const std::size_t held = packed_.segments(packing(layer), id).size();
-      const bool begins = held == 0 || prompt >= rows_type::own_segment_tokens;
+      const bool begins = begins_segments(layer, id, prompt);
       const index_t share = begins && prompt > 0 ? rows_.segment : due;
       const bool joins = !begins && searches_.joins(packing(layer), id, packed_.segments(packing(layer), id));
       require(joins || index_t(held) + ceil_div(due, share) <= packed_.most_segments(), "segments of a sequence",
@@ -172,27 +160,17 @@ class kv_store<Layout> {
       made.left.push_back({{whole - due, offset_t(heads_) * (whole - due)}, {}});
       made.due.push_back(due), made.shares.push_back(begins ? share : 0);
       made.before.push_back(begins ? std::vector<rows_before>{} : searches_.room(due));
-      for (index_t first = 0; begins && first < due; first += share) {
-        own.push_back({view(layer, id), layer, first, std::min(share, due - first)});
-      }
+      if (begins) add_spans(made.own, layer, id, due, share);
     }
     if (made.prompt_ends) made.ended = places;
-    if (sets_.each() > 0 && !own.empty()) {
-      made.sets = std::make_shared<device_buffer<std::uint32_t>>(own.size() * sets_.each());
-    }
-    if constexpr (rows_type::basis_type::rotates) {
-      if (!own.empty()) {
-        const auto fresh = std::make_shared<device_buffer<float>>(own.size() * std::size_t(bases_->each()));
-        (*bases_).run(own, fresh->data(), stream);
-        made.bases = fresh;
-      }
-    }
+    made.room = maker_.room_for(made.own.size());
+    maker_.find_bases(made.own, made.room, stream);
     if (!made.places.empty() && made.prompt_ends) whole_.plan_keep(made.places, made.left);
     pending_ = std::move(made);
   }
   void commit_packing(cudaStream_t stream) {
     const packing_plan made = std::exchange(pending_, {});
-    index_t own = 0;  // segments that have begun
+    std::size_t own = 0;  // segments that have begun
     for (std::size_t i = 0; i < made.places.size(); ++i) {
       const auto [layer, id] = made.places[i];
       const index_t due = made.due[i], share = made.shares[i] > 0 ? made.shares[i] : due;
@@ -200,15 +178,13 @@ class kv_store<Layout> {
         const index_t count = std::min(share, due - first);
         const auto& all = packed_.segments(packing(layer), id);
         if (made.shares[i] > 0) {
-          begin_segment(made, own++, layer, id, first, count, stream);
+          packed_.begin_segment(packing(layer), id,
+                                maker_.begin(made.room, own, made.own[own], packing(layer), id, stream), stream);
+          ++own;
         } else if (!searches_.joins(packing(layer), id, all)) {
           packed_.begin_segment(packing(layer), id, searches_.like(packing(layer), id, all), stream);
         }
-        encode_problem<view_type> problem{view(layer, id), first, count};
-        problem.segment = index_t(all.size()) - 1;
-        encode_.run(problem, stream);
-        searches_.noted(problem.view, packing(layer), id, problem.segment, all.back().slot, all.back().rows, first,
-                        count, stream);
+        encode(layer, id, index_t(all.size()) - 1, all.back(), first, count, stream);
         packed_.took(packing(layer), id, count);
       }
       if (made.shares[i] > 0)
@@ -224,8 +200,60 @@ class kv_store<Layout> {
       }
     }
     for (const auto& [layer, id] : made.ended) {
-      if (packs(layer)) sets_.forget(packing(layer), id);
+      if (packs(layer)) maker_.forget(packing(layer), id);
     }
+  }
+
+  /// A prompt of `prompt` tokens has been through a layer: the segments that begin with it are made beside `stream`, and seen by nobody before
+  /// `finish_layer`. What joins a segment waits for the prompt's end, as does what may not be packed.
+  void pack_layer(index_t layer, index_t id, index_t prompt, cudaStream_t stream) {
+    finish_layer(stream);
+    const index_t due = this->due({layer, id}, prompt);
+    const std::size_t held = due > 0 ? packed_.segments(packing(layer), id).size() : 0;
+    if (due == 0 || !begins_segments(layer, id, prompt) ||
+        index_t(held) + ceil_div(due, rows_.segment) > packed_.most_segments())
+      return;
+    std::vector<segment_span<view_type>> own;
+    add_spans(own, layer, id, due, rows_.segment);
+    layer_beside made{layer, id, due, {}};
+    made.fresh.reserve(own.size());
+    packed_.make_room(packing(layer), id, own.size());
+    const segment_rooms room = maker_.room_for(own.size());
+    const cudaStream_t beside = stream_beside_.begin(stream);
+    try {
+      maker_.start_bases(own, room, beside);
+      for (std::size_t i = 0; i < own.size(); ++i) {
+        segment_record begun = maker_.begin(room, i, own[i], packing(layer), id, beside);
+        made.fresh.push_back(packed_.begin_unseen(packing(layer), id, std::move(begun), made.fresh, beside));
+        encode(layer, id, index_t(held + i), made.fresh.back(), own[i].first, own[i].count, beside);
+        made.fresh.back().rows = own[i].count;
+      }
+      stream_beside_.end();
+    } catch (...) {
+      stream_beside_.drain();
+      throw;
+    }
+    beside_ = std::move(made);
+  }
+  /// The segments that `pack_layer` made take the place of whole rows; where they have no basis, or what is left of whole rows no room, it
+  /// was in vain: the prompt's end says why.
+  void finish_layer(cudaStream_t stream) {
+    if (!beside_.is_under_way()) return;
+    layer_beside made = std::exchange(beside_, {});
+    const auto [layer, id] = std::pair(made.layer, made.id);
+    stream_beside_.hold(stream), stream_beside_.wait();
+    if (!maker_.have_bases()) return;
+    const index_t left = whole_.bound(layer, id).longest - made.due;
+    const kept_bound kept{{left, offset_t(heads_) * left}, {}};
+    try {
+      whole_.plan_keep({{layer, id}}, {kept});
+    } catch (const error&) {
+      return;
+    }
+    for (segment_record& record : made.fresh) packed_.add_segment(packing(layer), id, std::move(record), stream);
+    searches_.ended(packing(layer), id, packed_.segments(packing(layer), id).size());
+    searches_.mark(id, stream);
+    whole_.keep(layer, id, {newest(layer, id, left, stream), kept}, stream);
   }
 
   /// Between two steps, or before a turn's first chunk: segments of these sequences that were searched take their places, and others end before
@@ -233,7 +261,7 @@ class kv_store<Layout> {
   void settle(const std::vector<index_t>& ids, cudaStream_t stream) {
     for (const index_t id : ids) {
       bool due = false;
-      for (index_t layer = 0; layer < index_t(packing_.size()); ++layer)
+      for (index_t layer = 0; layer < index_t(packing_.of.size()); ++layer)
         due = due || (packs(layer) && rows_.tail.packed_after_step(whole_.bound(layer, id).longest) > 0);
       searches_.settle(id, packed_, due, stream);
     }
@@ -241,16 +269,17 @@ class kv_store<Layout> {
   segment_searches<Layout, view_type>& searches() { return searches_; }
   const segment_searches<Layout, view_type>& searches() const { return searches_; }
 
-  void plan_copy(index_t from, index_t to) {
-    for (const index_t at : packing_) {
+  void plan_copy(index_t from, index_t to, cudaStream_t stream) {
+    for (const index_t at : packing_.of) {
       if (at >= 0) packed_.plan_copy(at, from, to);
     }
     searches_.copy(from, to);
-    whole_.plan_copy(from, to);
+    plan_whole([&] { whole_.plan_copy(from, to); }, stream);
   }
   void commit_copy(index_t from, index_t to, cudaStream_t stream) {
+    if (beside_.is_under_way()) stream_beside_.hold(stream);
     whole_.commit_copy(from, to, stream);
-    for (const index_t at : packing_) {
+    for (const index_t at : packing_.of) {
       if (at >= 0)
         packed_.commit_copy(at, from, to, searches_.finished(at, from, packed_.segments(at, from).size()), stream);
     }
@@ -258,12 +287,16 @@ class kv_store<Layout> {
   }
 
   void clear(index_t id, cudaStream_t stream) {
+    if (beside_.id == id) {
+      stream_beside_.wait();
+      beside_ = {};
+    }
     whole_.clear(id, stream);
     searches_.clear(id);
-    for (const index_t at : packing_) {
+    for (const index_t at : packing_.of) {
       if (at < 0) continue;
       packed_.clear(at, id, stream);
-      sets_.forget(at, id);
+      maker_.forget(at, id);
     }
   }
 
@@ -280,15 +313,7 @@ class kv_store<Layout> {
   }
   /// The slots of chosen blocks, and those behind them.
   std::vector<index_t> slots_of_blocks(index_t layer, index_t id, const std::vector<index_t>& blocks) const {
-    std::vector<index_t> slots;
-    index_t first_block = 0;
-    for (const segment_record& segment : packed_.segments(packing(layer), id)) {
-      for (index_t row = 0; row < segment.rows; ++row) {
-        if (std::binary_search(blocks.begin(), blocks.end(), first_block + row / segment.block))
-          slots.push_back(segment.first_row + row);
-      }
-      first_block += packed_places::blocks(segment);
-    }
+    std::vector<index_t> slots = packed_.slots_of_blocks(packing(layer), id, blocks);
     const token_bound held = bound(layer, id);
     for (index_t slot = packed_rows_of(layer, id); slot < held.longest; ++slot) slots.push_back(slot);
     return slots;
@@ -299,80 +324,55 @@ class kv_store<Layout> {
     return whole_.bytes(layer, id) + packed_.bytes(packing(layer), id) + searches_.bytes(packing(layer), id);
   }
   offset_t most_bytes() const { return whole_.most_bytes() + packed_.bytes(); }
-  /// Of one head of which a step attends `attended` tokens: rows, as if they were of the segment with the longest, and, as if some of every
-  /// segment were attended, bases; means and the bases of keys besides where blocks are scored, which the device does whatever the budget.
+  /// Of one head of which a step attends `attended` tokens. Blocks are scored whatever the budget.
   offset_t step_bytes(index_t layer, index_t id, offset_t attended) const {
     const offset_t whole = std::min<offset_t>(attended, always_read(layer, id));
-    offset_t total = whole * whole_layout<Layout>::token_bytes();
+    const offset_t total = whole * whole_layout<Layout>::token_bytes();
     if (!packs(layer) || attended == whole) return total;
-    offset_t longest = 0;
-    for (const segment_record& one : packed_.segments(packing(layer), id)) {
-      longest = std::max(longest, packed_places::row_bytes(one));
-      total += packed_.basis_bytes();
-      if (with_.mean_block > 0) total += packed_places::mean_bytes(one) + packed_.k_basis_bytes();
-    }
-    return total + (attended - whole) * longest;
+    return total + packed_.read_bytes(packing(layer), id, attended - whole, with_.mean_block > 0);
   }
 
  private:
-  /// What becomes segments when `commit_packing` is called.
-  struct packing_plan {
-    place_list places, ended;          // with rows that are due; whose prompts end
-    std::vector<kept_bound> left;      // of the whole rows, by place
-    std::vector<index_t> due, shares;  // rows; and those of a segment of their own, 0: they join the last one
-    std::vector<std::vector<rows_before>> before;  // by place: where rows that join others are kept
-    bool prompt_ends = false;
-    segment_bases bases;  // of all segments that begin
-    std::shared_ptr<device_buffer<std::uint32_t>> sets;
-  };
+  using packing_plan = cuda::packing_plan<view_type, kept_bound>;
 
-  static void require_packable(const Layout& layout, index_t block) {
-    const rows_type& rows = layout.rows;
-    for (const packed_format& format : {rows.key_format(), rows.value_format()}) {
-      require(format.element != (std::is_same_v<T, bf16> ? packed_element::fp16 : packed_element::bf16), "element",
-              "the other type of 16 bits", "same, fp8 or int4 on the device",
-              "take a cache of that type, or the CPU's");
-    }
-    if (block == 0) return;
-    require(rows.segment % block == 0, "segment", rows.segment,
-            "a multiple of the block on the device, which is " + std::to_string(block),
-            "cut prompts into whole blocks");
-    for (index_t whole = 0; whole <= 2 * rows.tail.tail; ++whole) {
-      require(rows.tail.packed_after_prompt(whole) % block == 0, "tail", rows.tail.tail, "one that packs whole blocks",
-              "take full_tails where a step reads blocks");
-    }
-  }
-  static std::vector<index_t> packing_layers(index_t layers, const layer_roles& roles) {
-    std::vector<index_t> at;
-    index_t next = 0;
-    for (index_t layer = 0; layer < layers; ++layer) at.push_back(roles.follows_recipe(layer) ? next++ : no_index);
-    return at;
-  }
-  index_t packing_count() const {
-    return index_t(std::count_if(packing_.begin(), packing_.end(), [](index_t at) { return at >= 0; }));
-  }
-  index_t packing(index_t layer) const { return packing_[std::size_t(layer)]; }
+  index_t packing(index_t layer) const { return packing_.of[std::size_t(layer)]; }
   bool packs(index_t layer) const { return packing(layer) >= 0; }
   index_t packed_rows_of(index_t layer, index_t id) const {
     return packs(layer) ? packed_.rows(packing(layer), id) : 0;
   }
 
-  /// The `own`-th of the segments that begin: of `count` whole rows from `first` on.
-  void begin_segment(const packing_plan& made, index_t own, index_t layer, index_t id, index_t first, index_t count,
-                     cudaStream_t stream) {
-    segment_record begun{.k = packed_.formats().k, .v = packed_.formats().v, .block = packed_.formats().block};
-    if (made.sets) {
-      std::uint32_t* sets = made.sets->data() + std::size_t(own) * sets_.each();
-      sets_.choose(view(layer, id), packing(layer), id, first, count, sets, stream);
-      begun.sets = made.sets;
-      begun.k_set = sets, begun.v_set = sets + sets_.k_words();
+  /// Whole rows of a place that are packed when its prompt of `prompt` tokens ends, or, with 0, between steps.
+  index_t due(const std::pair<index_t, index_t>& at, index_t prompt) const {
+    if (!packs(at.first)) return 0;
+    const index_t whole = whole_.bound(at.first, at.second).longest;
+    return prompt > 0 ? rows_.tail.packed_after_prompt(whole) : rows_.tail.packed_after_step(whole);
+  }
+  /// Whether they are segments of their own.
+  bool begins_segments(index_t layer, index_t id, index_t prompt) const {
+    return packed_.segments(packing(layer), id).empty() || prompt >= rows_type::own_segment_tokens;
+  }
+  void add_spans(std::vector<segment_span<view_type>>& to, index_t layer, index_t id, index_t due,
+                 index_t share) const {
+    for (index_t first = 0; first < due; first += share)
+      to.push_back({view(layer, id), layer, first, std::min(share, due - first)});
+  }
+  /// Plans of whole rows; where there is no room, again when the layer beside has given its own back.
+  template <class Plan>
+  void plan_whole(const Plan& plan, cudaStream_t stream) {
+    if (!beside_.is_under_way()) return plan();
+    try {
+      return plan();
+    } catch (const error&) {
+      finish_layer(stream);
     }
-    if constexpr (rows_type::basis_type::rotates) {
-      begun.bases = made.bases;
-      begun.k_basis = made.bases->data() + own * bases_->each();
-      begun.v_basis = begun.k_basis + heads_ * packed_.formats().k_basis();
-    }
-    packed_.begin_segment(packing(layer), id, std::move(begun), stream);
+    plan();
+  }
+  /// Packs whole rows into the i-th segment, behind those that are there.
+  void encode(index_t layer, index_t id, index_t i, const segment_record& to, index_t first, index_t count,
+              cudaStream_t stream) {
+    const view_type from = view(layer, id);
+    maker_.encode(from, i, first, count, stream);
+    searches_.noted(from, packing(layer), id, i, to.slot, to.rows, first, count, stream);
   }
   /// The newest `count` whole rows of one sequence.
   selection_view newest(index_t layer, index_t id, index_t count, cudaStream_t stream) const {
@@ -382,18 +382,18 @@ class kv_store<Layout> {
     return {left_slots_.data(), left_counts_.data(), nullptr, count};
   }
 
+  stream_beside stream_beside_;  // the first: what is assigned to waits before its memory goes
   rows_type rows_;
   index_t heads_, tokens_;
   column_set with_;
   whole_store whole_;
-  std::vector<index_t> packing_;  // by layer: its number among those that pack, or none
+  packing_layers packing_;
   packed_places packed_;
-  head_sets<view_type> sets_;
   segment_searches<Layout, view_type> searches_;
-  encode_rows<view_type> encode_;
-  std::optional<find_segment_bases<view_type>> bases_;
+  segment_maker<Layout, view_type> maker_;
   device_buffer<index_t> left_slots_, left_counts_;
   packing_plan pending_;
+  layer_beside beside_;
 };
 
 }  // namespace cuda

@@ -64,6 +64,8 @@ class stream_mark {
   void set(cudaStream_t stream) { check(cudaEventRecord(event_, stream), "cudaEventRecord"); }
   /// Until all that stands before it is done; at once where it was never set.
   void wait() const { check(cudaEventSynchronize(event_), "cudaEventSynchronize"); }
+  /// What comes on `stream` from now on waits for it; the host does not.
+  void hold(cudaStream_t stream) const { check(cudaStreamWaitEvent(stream, event_), "cudaStreamWaitEvent"); }
 
  private:
   cudaEvent_t event_{};

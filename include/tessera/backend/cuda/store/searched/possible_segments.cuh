@@ -3,9 +3,18 @@
 
 #include <algorithm>
 #include <numeric>
+#include <string>
+#include <type_traits>
+#include <vector>
 
+#include "../../../../channels/all_channels.hpp"
+#include "../../../../channels/head_channels.hpp"
+#include "../../../../channels/top_groups.hpp"
+#include "../../../../layout/as_given.hpp"
 #include "../../../../layout/packed_rows.hpp"
+#include "../../../../layout/rotated.hpp"
 #include "../../../../layout/stored.hpp"
+#include "../../../../runtime/layer_roles.hpp"
 #include "../packed/packed_places.cuh"
 
 TESSERA_NAMESPACE_BEGIN
@@ -14,6 +23,52 @@ namespace cuda {
 /// Where the rows of a packing layout lie that are not packed.
 template <packing_layout Layout>
 using whole_layout = stored<typename Layout::rows_type::whole_rows, typename Layout::placement_type>;
+
+template <class Channels>
+inline constexpr bool knows_channels =
+    std::is_same_v<Channels, top_groups> || std::is_same_v<Channels, head_channels> ||
+    std::is_same_v<Channels, all_channels>;
+/// Whether the device packs by a layout's policies; a sentence where it does not.
+template <packing_layout Layout>
+constexpr bool check_device_packing() {
+  static_assert(knows_channels<typename Layout::rows_type::key_channels> &&
+                    knows_channels<typename Layout::rows_type::value_channels>,
+                "tessera: the device packs by top_groups, head_channels and all_channels; let another channel selector "
+                "say host_only");
+  static_assert(std::is_same_v<typename Layout::rows_type::basis_type, rotated> ||
+                    std::is_same_v<typename Layout::rows_type::basis_type, as_given>,
+                "tessera: the device knows the bases rotated and as_given; let another one say host_only");
+  static_assert(!Layout::rows_type::basis_type::rotates ||
+                    !std::is_same_v<typename Layout::rows_type::key_channels, head_channels>,
+                "tessera: the device chooses one set of channels for a head in the engine's basis; take as_given");
+  return true;
+}
+/// Errors   elements and lengths that the device does not pack: tessera::error.
+template <packing_layout Layout>
+void require_packable(const Layout& layout, index_t block) {
+  using T = typename Layout::element_type;
+  const auto& rows = layout.rows;
+  for (const packed_format& format : {rows.key_format(), rows.value_format()}) {
+    require(format.element != (std::is_same_v<T, bf16> ? packed_element::fp16 : packed_element::bf16), "element",
+            "the other type of 16 bits", "same, fp8 or int4 on the device", "take a cache of that type, or the CPU's");
+  }
+  if (block == 0) return;
+  require(rows.segment % block == 0, "segment", rows.segment,
+          "a multiple of the block on the device, which is " + std::to_string(block), "cut prompts into whole blocks");
+  for (index_t whole = 0; whole <= 2 * rows.tail.tail; ++whole) {
+    require(rows.tail.packed_after_prompt(whole) % block == 0, "tail", rows.tail.tail, "one that packs whole blocks",
+            "take full_tails where a step reads blocks");
+  }
+}
+
+/// By layer: its number among those that pack, or none.
+struct packing_layers {
+  std::vector<index_t> of;
+  index_t count = 0;
+  packing_layers(index_t layers, const layer_roles& roles) {
+    for (index_t layer = 0; layer < layers; ++layer) of.push_back(roles.follows_recipe(layer) ? count++ : no_index);
+  }
+};
 
 /// Whether strategies are searched.
 template <packing_layout Layout>

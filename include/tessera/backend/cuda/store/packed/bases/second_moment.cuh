@@ -3,9 +3,9 @@
 
 #include <algorithm>
 
-#include "../../device/launch.cuh"
-#include "../../device/mma.cuh"
-#include "packed_view.cuh"
+#include "../../../device/launch.cuh"
+#include "../../../device/mma.cuh"
+#include "../packed_view.cuh"
 
 TESSERA_NAMESPACE_BEGIN
 namespace cuda {

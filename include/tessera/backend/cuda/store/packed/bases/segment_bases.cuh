@@ -3,8 +3,10 @@
 
 #include <algorithm>
 #include <string>
+#include <utility>
 #include <vector>
 
+#include "../../searched/pinned.cuh"
 #include "find_bases.cuh"
 #include "group_order.cuh"
 #include "second_moment.cuh"
@@ -48,16 +50,41 @@ class find_segment_bases {
   offset_t each() const { return heads_ * (formats_.k_basis() + formats_.v_basis()); }
 
   /// bases [segments, each()]. Waits for the device.
-  void run(const std::vector<segment_span<View>>& segments, float* bases, cudaStream_t stream) const {
+  void run(const std::vector<segment_span<View>>& segments, float* bases, cudaStream_t stream) {
+    start(segments, bases, stream);
+    check(cudaStreamSynchronize(stream), "cudaStreamSynchronize");
+    const auto [wrong, lane] = first_wrong();
+    if (!wrong) return;
+    fail("the second moment of " + std::string(wrong) + " of layer " +
+             std::to_string(segments[std::size_t(lane / heads_)].layer) + ", kv_head " + std::to_string(lane % heads_),
+         "NaN or infinity", "finite numbers", "keep NaN and infinity out of keys and values, or scale them");
+  }
+  /// The same, but that only groups of several channels wait for the device; when it is done, `are_finite` says whether these are bases.
+  void start(const std::vector<segment_span<View>>& segments, float* bases, cudaStream_t stream) {
+    lanes_ = segments.size() * std::size_t(heads_);
+    if (wrong_.size() < 2 * lanes_) wrong_ = pinned_buffer<index_t>(2 * lanes_);
     for (std::size_t first = 0; first < segments.size(); first += std::size_t(together_)) {
       const std::size_t count = std::min(segments.size() - first, std::size_t(together_));
       run_some({segments.begin() + offset_t(first), segments.begin() + offset_t(first + count)},
-               bases + offset_t(first) * each(), stream);
+               bases + offset_t(first) * each(), wrong_.data() + 2 * first * std::size_t(heads_), stream);
     }
   }
+  bool are_finite() const { return !first_wrong().first; }
 
  private:
-  void run_some(const std::vector<segment_span<View>>& some, float* bases, cudaStream_t stream) const {
+  /// What has no finite second moment, and its lane; null: nothing.
+  std::pair<const char*, std::size_t> first_wrong() const {
+    const std::size_t group = std::size_t(together_) * std::size_t(heads_);
+    for (std::size_t first = 0; first < lanes_; first += group) {
+      const std::size_t count = std::min(lanes_ - first, group);
+      const index_t* wrong = wrong_.data() + 2 * first;
+      for (std::size_t i = 0; i < 2 * count; ++i) {
+        if (wrong[i] != 0) return {i < count ? "keys" : "values", first + i % count};
+      }
+    }
+    return {nullptr, 0};
+  }
+  void run_some(const std::vector<segment_span<View>>& some, float* bases, index_t* wrong, cudaStream_t stream) const {
     const index_t count = index_t(some.size()), lanes = count * heads_;
     const offset_t step = offset_t(moments::each), of_segment = heads_ * step;
     // What one sums behind its result is scratch: the next one begins there.
@@ -71,18 +98,9 @@ class find_segment_bases {
               {heads_, each()});
     values_.run(sums + View::k_dim * View::k_dim, step, lanes, formats_.v.channels, bases + heads_ * formats_.k_basis(),
                 not_finite_.data() + lanes, work_.data(), stream, {heads_, each()});
-    std::vector<index_t> wrong(2 * std::size_t(lanes));
-    check(cudaMemcpyAsync(wrong.data(), not_finite_.data(), wrong.size() * sizeof(index_t), cudaMemcpyDeviceToHost,
+    check(cudaMemcpyAsync(wrong, not_finite_.data(), 2 * std::size_t(lanes) * sizeof(index_t), cudaMemcpyDeviceToHost,
                           stream),
           "cudaMemcpyAsync");
-    check(cudaStreamSynchronize(stream), "cudaStreamSynchronize");
-    for (index_t i = 0; i < 2 * lanes; ++i) {
-      if (wrong[std::size_t(i)] == 0) continue;
-      const index_t lane = i % lanes;
-      fail("the second moment of " + std::string(i < lanes ? "keys" : "values") + " of layer " +
-               std::to_string(some[std::size_t(lane / heads_)].layer) + ", kv_head " + std::to_string(lane % heads_),
-           "NaN or infinity", "finite numbers", "keep NaN and infinity out of keys and values, or scale them");
-    }
     for (index_t i = 0; i < count; ++i) {
       const auto& rows = some[std::size_t(i)];
       float* own = bases + i * each();
@@ -98,6 +116,8 @@ class find_segment_bases {
   order_bases<View, false> order_values_;
   device_buffer<unsigned char> moments_, work_;
   device_buffer<index_t> not_finite_;
+  pinned_buffer<index_t> wrong_;  // not_finite_ of each of `together_` segments, one behind the other
+  std::size_t lanes_ = 0;         // of the newest call
 };
 
 }  // namespace cuda

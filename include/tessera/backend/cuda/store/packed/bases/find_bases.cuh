@@ -3,11 +3,11 @@
 
 #include <string>
 
-#include "../../../../math/ordered.hpp"
-#include "../../device/alignment.cuh"
-#include "../../device/launch.cuh"
-#include "../../device/tuning.cuh"
-#include "../../device/warp.cuh"
+#include "../../../../../math/ordered.hpp"
+#include "../../../device/alignment.cuh"
+#include "../../../device/launch.cuh"
+#include "../../../device/tuning.cuh"
+#include "../../../device/warp.cuh"
 
 TESSERA_NAMESPACE_BEGIN
 namespace cuda {

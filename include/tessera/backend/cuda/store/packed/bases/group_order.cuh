@@ -4,10 +4,10 @@
 #include <algorithm>
 #include <vector>
 
-#include "../../../../runtime/rotation.hpp"
-#include "../../device/tuning.cuh"
-#include "choose_groups.cuh"
-#include "packed_places.cuh"
+#include "../../../../../runtime/rotation.hpp"
+#include "../../../device/tuning.cuh"
+#include "../choose_groups.cuh"
+#include "../packed_places.cuh"
 
 TESSERA_NAMESPACE_BEGIN
 namespace cuda {

@@ -1,0 +1,119 @@
+// Segments of packed rows, made of whole ones: their bases, the sets that their rows share, and the rows.
+#pragma once
+
+#include <algorithm>
+#include <memory>
+#include <optional>
+#include <utility>
+#include <vector>
+
+#include "../searched/possible_segments.cuh"
+#include "bases/segment_bases.cuh"
+#include "encode_rows.cuh"
+#include "head_sets.cuh"
+
+TESSERA_NAMESPACE_BEGIN
+namespace cuda {
+
+/// Bases and sets of segments that begin, one behind the other.
+struct segment_rooms {
+  std::shared_ptr<device_buffer<float>> bases;
+  std::shared_ptr<device_buffer<std::uint32_t>> sets;
+};
+
+/// What becomes segments when `commit_packing` is called.
+template <class View, class Bound>
+struct packing_plan {
+  std::vector<std::pair<index_t, index_t>> places, ended;  // with rows that are due; whose prompts end
+  std::vector<Bound> left;                                 // of the whole rows, by place
+  std::vector<index_t> due, shares;              // rows; and those of a segment of their own, 0: they join the last one
+  std::vector<std::vector<rows_before>> before;  // by place: where rows that join others are kept
+  bool prompt_ends = false;
+  std::vector<segment_span<View>> own;  // segments that begin
+  segment_rooms room;
+};
+
+/// What a layout's own segments need. Layers are counted among those that pack. Calls on one stream follow each other; a caller with two lets one
+/// wait for the other.
+template <packing_layout Layout, class View>
+class segment_maker {
+  using T = typename Layout::element_type;
+  static constexpr bool rotates = Layout::rows_type::basis_type::rotates;
+
+ public:
+  using spans = std::vector<segment_span<View>>;
+
+  segment_maker(const Layout& layout, const segment_formats& formats, index_t block, index_t layers, index_t sequences,
+                index_t kv_heads, index_t tokens)
+      : formats_(formats),
+        heads_(kv_heads),
+        sets_(formats, layers, sequences, kv_heads, Layout::window),
+        encode_(encoded_block(layout, block), std::max(formats.k.channels, formats.v.channels), formats.least_block) {
+    if constexpr (rotates) {
+      const index_t longest = std::min(layout.rows.segment, tokens);
+      bases_.emplace(formats, kv_heads, layers * ceil_div(tokens, longest), longest, device_info::current());
+    }
+  }
+
+  /// The last queries of a prompt chunk, by which sets are chosen, until the prompt ends.
+  void observe(index_t layer, index_t id, const rows_view<const T>& q, cudaStream_t stream) {
+    sets_.observe(layer, id, q, stream);
+  }
+  void forget(index_t layer, index_t id) { sets_.forget(layer, id); }
+
+  /// Not cleared, which would wait for the stream: all of it is written. Errors: no memory, tessera::error.
+  segment_rooms room_for(std::size_t segments) const {
+    segment_rooms made;
+    if (segments == 0) return made;
+    if (sets_.each() > 0)
+      made.sets = std::make_shared<device_buffer<std::uint32_t>>(
+          device_buffer<std::uint32_t>::not_cleared(segments * sets_.each()));
+    if (bases_)
+      made.bases = std::make_shared<device_buffer<float>>(
+          device_buffer<float>::not_cleared(segments * std::size_t((*bases_).each())));
+    return made;
+  }
+  /// Finds the bases of segments. Waits for the device. Errors: rows have none, tessera::error.
+  void find_bases(const spans& segments, const segment_rooms& room, cudaStream_t stream) {
+    if (room.bases) (*bases_).run(segments, room.bases->data(), stream);
+  }
+  /// The same without waiting, but where groups of channels are put in order; behind it `have_bases` says whether rows have any.
+  void start_bases(const spans& segments, const segment_rooms& room, cudaStream_t stream) {
+    if (room.bases) (*bases_).start(segments, room.bases->data(), stream);
+  }
+  bool have_bases() const { return !bases_ || (*bases_).are_finite(); }
+
+  /// The i-th of the segments in `room`, of those rows of a sequence; its set is chosen.
+  segment_record begin(const segment_rooms& room, std::size_t i, const segment_span<View>& of, index_t layer,
+                       index_t id, cudaStream_t stream) const {
+    segment_record begun{.k = formats_.k, .v = formats_.v, .block = formats_.block};
+    if (room.sets) {
+      std::uint32_t* sets = room.sets->data() + i * sets_.each();
+      sets_.choose(of.view, layer, id, of.first, of.count, sets, stream);
+      begun.sets = room.sets;
+      begun.k_set = sets, begun.v_set = sets + sets_.k_words();
+    }
+    if (room.bases) {
+      begun.bases = room.bases;
+      begun.k_basis = room.bases->data() + offset_t(i) * (*bases_).each();
+      begun.v_basis = begun.k_basis + heads_ * formats_.k_basis();
+    }
+    return begun;
+  }
+  /// Packs whole rows `first`, ... of a view of one sequence into its segment `segment`.
+  void encode(const View& view, index_t segment, index_t first, index_t count, cudaStream_t stream) const {
+    encode_problem<View> problem{view, first, count};
+    problem.segment = segment;
+    encode_.run(problem, stream);
+  }
+
+ private:
+  segment_formats formats_;
+  index_t heads_;
+  head_sets<View> sets_;
+  encode_rows<View> encode_;
+  std::optional<find_segment_bases<View>> bases_;
+};
+
+}  // namespace cuda
+TESSERA_NAMESPACE_END
