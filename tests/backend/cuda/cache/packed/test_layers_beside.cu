@@ -120,7 +120,7 @@ bool same_bits(const std::vector<float>& a, const std::vector<float>& b) {
 template <class Method>
 void answers_as_without(const Method& method, index_t tokens) {
   const auto prompt = rows_of(tokens), steps = rows_of(50);
-  const offset_t layer = offset_t(2) * (tokens + 200), others = 2 * shape.layers * 160;
+  const offset_t layer = offset_t(2) * (tokens + 200), others = 2 * shape.layers * 100;
   for (const bool between : {false, true}) {
     CAPTURE(tokens, between);
     conversation<Method> plain(prompt, steps, method, 0);
@@ -144,7 +144,7 @@ void answers_as_without(const Method& method, index_t tokens) {
             REQUIRE(each->held.positions(at, id, 1) == plain.held.positions(at, id, 1));
         }
       }
-      if (room == 0) CHECK(one.held.most_bytes() < plain.held.most_bytes());
+      if (room == 0 && tokens > 100) CHECK(one.held.most_bytes() < plain.held.most_bytes());
     }
   }
 }
@@ -179,7 +179,7 @@ TEST_CASE("without layers that end a prompt of all layers needs room for them", 
   if (gpu_missing()) return;
   const auto prompt = beside::rows_of(3000), steps = beside::rows_of(50);
   beside::conversation<mosaickv<bf16, beside::dim>> held(prompt, steps, {},
-                                                         2 * (2 * 3200 + 160 * beside::shape.layers));
+                                                         2 * (2 * 3200 + 100 * beside::shape.layers));
   CHECK_THROWS_WITH(held.read_layers(0, beside::shape.layers, false, false), contains("rows of the cache"));
 }
 
