@@ -32,7 +32,9 @@ class cpu_fan_out final : public engine::kv_cache {
     for (std::size_t i = 1; i < caches_.size(); ++i) caches_[i]->observe(layer, queries, keys, values);
   }
   void end_layer(int layer) override {
-    for (const auto& cache : caches_) cache->end_layer(layer);
+    for (const auto& cache : caches_) {
+      if (!cache->rereads()) cache->end_layer(layer);  // the others' prompts pass through once more
+    }
   }
   void end_prefill() override {}
   void decode(int, const float*, const float*, const float*, int, float*) override {
