@@ -24,7 +24,6 @@ class uncounted final : public engine::cuda::kv_cache {
                engine::cuda::stream_t stream) override {
     cache_.observe(layer, q, k, v, tokens, stream);
   }
-  void end_layer(int layer, engine::cuda::stream_t stream) override { cache_.end_layer(layer, stream); }
   void end_prefill(engine::cuda::stream_t stream) override { cache_.end_prefill(stream); }
   void begin_step(int tokens, engine::cuda::stream_t stream) override { cache_.begin_step(tokens, stream); }
   int step_actions() const override { return cache_.step_actions(); }

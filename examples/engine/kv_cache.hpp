@@ -31,10 +31,6 @@ class kv_cache {
     (void)layer, (void)first, (void)count, (void)q, (void)k, (void)v, (void)tokens, (void)out;
   }
 
-  /// The last chunk of a turn's prompt has passed through `layer`: what its end needs of this layer alone may be done now. Not asked where
-  /// `rereads`.
-  virtual void end_layer(int layer) { (void)layer; }
-
   /// Ends a turn's prefill, after its last chunk has passed through every layer. A cache may drop tokens here.
   virtual void end_prefill() = 0;
 

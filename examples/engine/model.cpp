@@ -86,10 +86,10 @@ void llama::attend(const layer& weights, int index, std::int64_t first, std::int
   require_numbers("a key", index, work_.k, config_.kv_size(), first, tokens, largest_factor);
   require_numbers("a value", index, work_.v, config_.kv_size(), first, tokens, largest_factor);
   const float *q = work_.q.data(), *k = work_.k.data(), *v = work_.v.data();
-  if (now == phase::decode)
-    cache.decode(index, q, k, v, tokens, work_.attended.data());
-  else
+  if (now == phase::prefill)
     cache.prefill(index, q, k, v, tokens, work_.attended.data());
+  else
+    cache.decode(index, q, k, v, tokens, work_.attended.data());
   require_numbers("the attention", index, work_.attended, config_.q_size(), first, tokens, largest_float);
 }
 
@@ -132,7 +132,6 @@ void llama::forward(std::span<const token_t> tokens, kv_cache& cache, phase now,
   for (std::int32_t index = 0; index < config_.num_hidden_layers; ++index) {
     const layer& weights = layers_[std::size_t(index)];
     attend(weights, index, position, count, table, cache, now);
-    if (now == phase::last_chunk) cache.end_layer(index);
     const std::int32_t rows = index + 1 < config_.num_hidden_layers ? count : wanted;
     const std::int64_t first = count - rows;
     if (rows > 0)
@@ -160,8 +159,7 @@ std::vector<float> llama::prefill(std::span<const token_t> prompt, kv_cache& cac
     cache.begin_chunk(options.boundaries.empty() ? options.boundaries
                                                  : options.boundaries.subspan(done, std::size_t(count)));
     done += chunk.size();
-    const bool last = done == prompt.size();
-    forward(chunk, cache, last && !cache.rereads() ? phase::last_chunk : phase::prefill, last ? 1 : 0);
+    forward(chunk, cache, phase::prefill, done == prompt.size() ? 1 : 0);
     if (options.progress) options.progress(std::int64_t(done), std::int64_t(prompt.size()));
   }
   std::vector<float> logits = logits_of(count, 1);  // before the working memory is used again

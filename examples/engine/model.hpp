@@ -68,7 +68,7 @@ class llama {
     std::vector<float> hidden, normed, qkv, q, k, v, attended, projected, gate_up, activated;
     void resize(const llama_config& config, std::int32_t tokens);
   };
-  enum class phase { prefill, last_chunk, decode };
+  enum class phase { prefill, decode };
 
   llama(llama_config config, const checkpoint& weights, tessera::cpu::executor& executor);
 

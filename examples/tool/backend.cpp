@@ -31,11 +31,6 @@ class cpu_fan_out final : public engine::kv_cache {
     const input_rows values = tessera::nhd_rows(v, tokens, config_.num_key_value_heads, config_.head_dim);
     for (std::size_t i = 1; i < caches_.size(); ++i) caches_[i]->observe(layer, queries, keys, values);
   }
-  void end_layer(int layer) override {
-    for (const auto& cache : caches_) {
-      if (!cache->rereads()) cache->end_layer(layer);  // the others' prompts pass through once more
-    }
-  }
   void end_prefill() override {}
   void decode(int, const float*, const float*, const float*, int, float*) override {
     tessera::fail("decode step", "for all methods at once", "a step of one method", "decode with a copy of its cache");

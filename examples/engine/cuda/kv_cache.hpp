@@ -82,9 +82,6 @@ class kv_cache {
     (void)layer, (void)first, (void)count, (void)q, (void)k, (void)v, (void)tokens, (void)out, (void)stream;
   }
 
-  /// The last chunk of a turn's prompt has passed through `layer`, as engine::kv_cache has it.
-  virtual void end_layer(int layer, stream_t stream) { (void)layer, (void)stream; }
-
   /// Ends a turn's prefill, after its last chunk has passed through every layer. A cache may drop tokens here.
   virtual void end_prefill(stream_t stream) = 0;
 

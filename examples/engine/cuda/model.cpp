@@ -111,7 +111,6 @@ class llama::state {
       done += std::size_t(count);
       forward(chunk_, count, position, done == prompt.size() ? 1 : 0, cache.type(), [&](int index) {
         cache.prefill(index, chunk_.q.data(), chunk_.k.data(), chunk_.v.data(), count, chunk_.attended.data(), stream);
-        if (done == prompt.size() && !cache.rereads()) cache.end_layer(index, stream);
       });
       if (options.progress) {
         stream.wait();

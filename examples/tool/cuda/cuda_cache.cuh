@@ -74,7 +74,6 @@ class cuda_cache_of final : public method_cache, public engine::cuda::kv_cache {
     }
   }
 
-  void end_layer(int layer, cudaStream_t stream) override { cache_.end_layer(layer, sequence_, stream); }
   void end_prefill(cudaStream_t stream) override {
     cache_.end_prefill(sequence_, stream);
     boundaries_ = {};

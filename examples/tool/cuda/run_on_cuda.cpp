@@ -38,11 +38,6 @@ class cuda_fan_out final : public engine::cuda::kv_cache {
                engine::cuda::stream_t stream) override {
     for (auto* cache : caches_) cache->observe(layer, q, k, v, tokens, stream);
   }
-  void end_layer(int layer, engine::cuda::stream_t stream) override {
-    for (auto* cache : caches_) {
-      if (!cache->rereads()) cache->end_layer(layer, stream);
-    }
-  }
   void end_prefill(engine::cuda::stream_t) override {}
   void begin_step(int, engine::cuda::stream_t) override { fail_step(); }
   void begin_step_on_device(int, engine::cuda::stream_t) override { fail_step(); }

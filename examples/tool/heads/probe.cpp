@@ -32,7 +32,6 @@ class watched_cache final : public method_cache {
     if (queries.size() > most) queries.erase(queries.begin(), queries.end() - std::ptrdiff_t(most));
     held_->prefill(layer, q, k, v, tokens, out);
   }
-  void end_layer(int layer) override { held_->end_layer(layer); }
   void end_prefill() override { held_->end_prefill(); }
   void decode(int layer, const float* q, const float* k, const float* v, int tokens, float* out) override {
     held_->decode(layer, q, k, v, tokens, out);

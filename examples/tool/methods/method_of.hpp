@@ -57,7 +57,6 @@ class cache_of final : public method_cache {
     }
   }
 
-  void end_layer(int layer) override { cache_.end_layer(layer, sequence_); }
   void end_prefill() override {
     cache_.end_prefill(sequence_);
     boundaries_ = {};

@@ -8,6 +8,7 @@
 #include <vector>
 
 #include "../searched/possible_segments.cuh"
+#include "../searched/rows_before.cuh"
 #include "bases/segment_bases.cuh"
 #include "encode_rows.cuh"
 #include "head_sets.cuh"
