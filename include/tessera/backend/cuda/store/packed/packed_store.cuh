@@ -333,7 +333,7 @@ class kv_store<Layout> {
   }
 
  private:
-  using packing_plan = cuda::packing_plan<view_type, kept_bound>;
+  using packing_plan = cuda::packing_plan<view_type>;
 
   index_t packing(index_t layer) const { return packing_.of[std::size_t(layer)]; }
   bool packs(index_t layer) const { return packing(layer) >= 0; }

@@ -7,6 +7,7 @@
 #include <utility>
 #include <vector>
 
+#include "../../../../runtime/kept_lengths.hpp"
 #include "../searched/possible_segments.cuh"
 #include "../searched/rows_before.cuh"
 #include "bases/segment_bases.cuh"
@@ -23,10 +24,10 @@ struct segment_rooms {
 };
 
 /// What becomes segments when `commit_packing` is called.
-template <class View, class Bound>
+template <class View>
 struct packing_plan {
   std::vector<std::pair<index_t, index_t>> places, ended;  // with rows that are due; whose prompts end
-  std::vector<Bound> left;                                 // of the whole rows, by place
+  std::vector<kept_bound> left;                            // of the whole rows, by place
   std::vector<index_t> due, shares;              // rows; and those of a segment of their own, 0: they join the last one
   std::vector<std::vector<rows_before>> before;  // by place: where rows that join others are kept
   bool prompt_ends = false;
