@@ -110,7 +110,7 @@ prepared mosaic_step(index_t sequences, index_t context, index_t share, const pa
   double mean_bytes = 0, pair_bytes = 0, held_bytes = 0;  // of all means, of a row read, of a row stored
   for (const packing& way : ways) {
     const double bytes = row_bytes(way.format);
-    if (way.format.row_bytes() > widest.row_bytes()) widest = way.format;
+    if (way.format.value_bytes() > widest.value_bytes()) widest = way.format;
     least_block = std::min(least_block, way.rows_of_block);
     mean_bytes += context / double(way.rows_of_block) * bytes / many;
     pair_bytes += 2 * bytes / many;

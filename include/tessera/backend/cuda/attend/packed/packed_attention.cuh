@@ -27,7 +27,7 @@ class attend_packed {
   static_assert(sizeof(T) == 2 && sizeof(Tile) == 2, "tessera: packed attention on the device takes fp16 and bf16");
 
  public:
-  /// `k`, `v`: the formats with the longest rows and the most channels that segments have.
+  /// `k`, `v`: the formats with the longest values and the most channels that segments have.
   attend_packed(index_t sequences, index_t kv_heads, index_t q_heads, index_t tokens, index_t most_segments,
                 const packed_format& k, const packed_format& v, const device_info& device)
       : lanes_(sequences * kv_heads),
@@ -44,13 +44,12 @@ class attend_packed {
           "cudaFuncSetAttribute");
     check(cudaFuncSetAttribute(merge_entry_, cudaFuncAttributeMaxDynamicSharedMemorySize, device.shared_memory),
           "cudaFuncSetAttribute");
-    // All blocks run at once, whole rows' among them: a second wave would take as long as the first, and whole rows' blocks, though short, are
-    // not done soon enough for splits to begin in their places (83 us instead of 77 for attention at 256K, batch 4; H200, CUDA 13.0).
+    // All blocks run at once: a second wave would take as long as the first.
     int together = 0;
     check(cudaOccupancyMaxActiveBlocksPerMultiprocessor(&together, attend_entry_, detail::packed_threads,
                                                         std::size_t(shape_.bytes)),
           "cudaOccupancyMaxActiveBlocksPerMultiprocessor");
-    splits_ = std::clamp<index_t>(together * device.multiprocessors / std::max(1, lanes_) - 1, 1, 128);
+    splits_ = std::clamp<index_t>(together * device.multiprocessors / std::max(1, lanes_), 1, 128);
     parts_ = splits_ + most_segments + 1;
     overlapping_ = can_overlap(attend_entry_) && can_overlap(merge_entry_);
   }
@@ -83,7 +82,7 @@ class attend_packed {
                                   parts_,
                                   rotated.rows};
     launch(attend_entry_,
-           {.blocks = dim3(unsigned(splits_ + 1), unsigned(lanes),
+           {.blocks = dim3(unsigned(splits_), unsigned(lanes),
                            unsigned(ceil_div(rotated.rows, detail::query_rows_together))),
             .threads = dim3(detail::packed_threads),
             .shared_bytes = std::size_t(shape_.bytes),
@@ -107,13 +106,13 @@ class attend_packed {
   std::size_t state_bytes() const { return array_bytes<float>(lines() * std::size_t(rows_) * 2); }
 
   index_t lanes_, rows_;
-  detail::packed_lengths lengths_;
+  detail::packed_lengths<D, Dv> lengths_;
   detail::packed_memory<D, Dv> shape_;
   index_t most_segments_, splits_ = 1, parts_ = 1;
   bool overlapping_ = false;
   // What was configured is what is launched: nvcc gives every source file a kernel of its own.
   void (*attend_entry_)(packed_problem<View, Out>, rotated_rows, detail::packed_parts,
-                        detail::packed_lengths) = nullptr;
+                        detail::packed_lengths<D, Dv>) = nullptr;
   void (*merge_entry_)(packed_problem<View, Out>, detail::packed_parts) = nullptr;
 };
 

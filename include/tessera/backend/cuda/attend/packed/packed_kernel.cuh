@@ -64,12 +64,20 @@ class packed_part {
     }
   }
 
-  /// Chosen units of one split, segment after segment.
-  __device__ __forceinline__ void attend_split(index_t split) {
+  /// A split: chosen units, segment after segment; the last one has the whole rows, too. These are attended before the choice is waited for.
+  __device__ __forceinline__ void attend(index_t split) {
     const index_t count = p_.view.count(sequence_);
     fill_begins(p_.view, sequence_, head_, count, 1, row_begin_);
     fill_begins(p_.view, sequence_, head_, count, p_.unit, unit_begin_);
+    if (split + 1 == to_.splits) attend_whole(count);
     wait();
+    attend_chosen(split, count);
+  }
+
+ private:
+  static constexpr index_t never = 0x7fffffff;  // a position that no query sees
+
+  __device__ __forceinline__ void attend_chosen(index_t split, index_t count) {
     const index_t* list = p_.chosen.indices ? p_.chosen.row(lane_row_) : nullptr;
     const index_t* begins = p_.chosen_begins;
     if (begins) {
@@ -103,11 +111,8 @@ class packed_part {
   }
 
   /// The rows that are not packed.
-  __device__ __forceinline__ void attend_whole() {
-    const index_t count = p_.view.count(sequence_);
-    fill_begins(p_.view, sequence_, head_, count, 1, row_begin_);
+  __device__ __forceinline__ void attend_whole(index_t count) {
     if (blockIdx.z == 0) fetch_bases(count);
-    wait();
     const index_t packed = row_begin_[count], rows = p_.view.whole.length(sequence_, head_);
     if (rows <= 0) return;
     packed_state<T, D, Dv> state(put_queries(), D);
@@ -135,9 +140,6 @@ class packed_part {
     }
     write(state, p_.view.most_segments, to_.parts - 1, Dv);
   }
-
- private:
-  static constexpr index_t never = 0x7fffffff;  // a position that no query sees
 
   /// Lengths were there before the queries were rotated, and the launch before this one waited for all that it followed.
   __device__ static __forceinline__ void wait() {
@@ -168,17 +170,16 @@ class packed_part {
     const index_t unit_rows = unit_of_segment(s);
     const int unit_shift =
         (unit_rows & (unit_rows - 1)) == 0 ? __ffs(int(unit_rows)) - 1 : -1;  // below 0: no power of 2
-    const raw_rows keys(segment.k, head_), values(segment.v, head_);
+    const raw_rows<row_places<D>> keys(segment.k, head_);
+    const raw_rows<row_places<Dv>> values(segment.v, head_);
     const int k_walk = tile_walk_of<D>(segment.k.format), v_walk = tile_walk_of<Dv>(segment.v.format);
     const int k_kept = int(segment.k.format.kept), v_kept = int(segment.v.format.kept);
     const int channels = int(whole_channels(segment.v.format.channels));
     const int warp = int(threadIdx.x) / 32, lane = int(threadIdx.x) % 32, tile_place = warp * shape_.tile;
-    unsigned char* weights = shared_ + shape_.weights + warp * memory::warp_weights;
-    unsigned char* k_raw = shared_ + shape_.raws + warp * shape_.raw;
-    unsigned char* v_raw = k_raw + shape_.k_raw * tile_tokens;
-    for (int i = lane; i < memory::warp_weights / 16; i += 32) {
-      reinterpret_cast<uint4*>(weights)[i] = make_uint4(0, 0, 0, 0);  // of rows that are not there
-    }
+    unsigned char* weights = shared_ + shape_.weights + warp * shape_.weight;
+    const int k_raw = shape_.raws + warp * shape_.raw, v_raw = k_raw + shape_.k_raw * tile_tokens;
+    const unsigned k_row = unsigned(k_raw) + row_places<D>::row(unsigned(lane), unsigned(shape_.k_raw)),
+                   v_row = unsigned(v_raw) + row_places<Dv>::row(unsigned(lane), unsigned(shape_.v_raw));
     const index_t rows = row_begin_[s + 1] - row_begin_[s], tokens = (last - first) * unit_rows;
     const auto unit_of = [&](index_t token) -> index_t {  // below 0: none
       if (token >= tokens) return no_index;
@@ -193,13 +194,15 @@ class packed_part {
     // Rows that are not there have the bits of the first one, and zeros.
     std::uint32_t k_bits[group_words<D, 1>] = {}, v_bits[group_words<Dv, 1>] = {};
     float k_scale, v_scale;
+    const std::uint32_t k_to = shared_address(shared_ + k_raw) + keys.own_place(unsigned(shape_.k_raw)),
+                        v_to = shared_address(shared_ + v_raw) + values.own_place(unsigned(shape_.v_raw));
     const auto begin_keys = [&](index_t row) {
-      keys.copy(row, shared_address(k_raw), shape_.k_raw);
+      keys.copy(row, k_to, unsigned(shape_.k_raw));
       keys.bits.load(max(row, 0), k_bits);
       k_scale = keys.scale(row);
     };
     const auto begin_values = [&](index_t row) {
-      values.copy(row, shared_address(v_raw), shape_.v_raw);
+      values.copy(row, v_to, unsigned(shape_.v_raw));
       values.bits.load(max(row, 0), v_bits);
       v_scale = values.scale(row);
     };
@@ -223,25 +226,24 @@ class packed_part {
 #pragma unroll 1
       for (int part = 0; part < shape_.parts; ++part) {
         float logits[queries_at_once];
-        multiply_row<Tile, D>(k_walk, k_kept, k_bits, k_raw + lane * shape_.k_raw, shared_,
+        multiply_row<Tile, D>(k_walk, k_kept, k_bits, k_row, shared_,
                               shape_.queries + part * shape_.queries_part, logits);
         take_logits(state, part, logits, k_scale, position, v_scale, weights);
       }
       __syncwarp();
       if (more) begin_keys(next);
       commit_copies();
-      auto* tile = reinterpret_cast<uint4*>(shared_ + tile_place);
-#pragma unroll
-      for (int m = 0; m < Dv / 16; ++m) {
-        if (m * 16 < channels) tile[m * 64 + lane] = tile[m * 64 + 32 + lane] = make_uint4(0, 0, 0, 0);
-      }
+      with_matrices<Dv>(channels, [&](int m) {
+        auto* tile = reinterpret_cast<uint4*>(shared_ + tile_place) + m * 64 + lane;
+        tile[0] = tile[32] = make_uint4(0, 0, 0, 0);
+      });
       wait_copies<1>();
       __syncwarp();
-      spread_row<Tile, Dv>(v_walk, v_kept, v_bits, v_raw + lane * shape_.v_raw, shared_, tile_place);
+      spread_row<Tile, Dv>(v_walk, v_kept, v_bits, v_row, shared_, tile_place);
       __syncwarp();
       if (more) begin_values(next);
       commit_copies();
-      state.take_values(shared_ + tile_place, weights, channels);
+      state.take_values(shared_ + tile_place, weights, shape_.parts, channels);
       __syncwarp();
       row = next;
     }
@@ -366,16 +368,13 @@ class packed_part {
 };
 
 template <class View, class Tile, class Out>
-__global__ void __launch_bounds__(packed_threads, View::k_dim <= 128 && View::v_dim <= 128 ? 3 : 1)
+__global__ void __launch_bounds__(packed_threads, View::k_dim <= 128 && View::v_dim <= 128 ? packed_blocks : 1)
     attend_packed_entry(const __grid_constant__ packed_problem<View, Out> p, rotated_rows rotated, packed_parts to,
-                        packed_lengths lengths) {
+                        packed_lengths<View::k_dim, View::v_dim> lengths) {
   extern __shared__ uint4 shared_memory[];
   const packed_memory<View::k_dim, View::v_dim> shape(rotated.rows, p.view.most_segments, lengths);
   packed_part<View, Tile, Out> part(p, rotated, to, shape, reinterpret_cast<unsigned char*>(shared_memory));
-  if (index_t(blockIdx.x) < to.splits)
-    part.attend_split(index_t(blockIdx.x));
-  else
-    part.attend_whole();
+  part.attend(index_t(blockIdx.x));
 }
 
 }  // namespace detail

@@ -7,18 +7,19 @@ TESSERA_NAMESPACE_BEGIN
 namespace cuda {
 namespace detail {
 
-/// Three blocks a multiprocessor, of 168 registers. Two of 8 warps and 128 registers are 16 warps instead of 12, and a step of 256K tokens, batch
-/// 4, took 4 to 16 us longer (H200, CUDA 13.0): there are fewer blocks to wait at other times than their neighbours do.
-inline constexpr int packed_warps = 4, packed_threads = packed_warps * 32;
+/// Four blocks a multiprocessor, of 128 registers. Three of 168 take 71 us where four take 64, two of 8 warps 64 and, with the rest of a step, 2 us
+/// more (256K tokens, batch 4; H200, CUDA 13.0).
+inline constexpr int packed_warps = 4, packed_blocks = 4, packed_threads = packed_warps * 32;
 
 /// For what a kernel's memory is made: channels of rows, and bytes from one raw row to the next one.
+template <int D, int Dv>
 struct packed_lengths {
   int k_channels, v_channels, k_raw, v_raw;
   packed_lengths(const packed_format& k, const packed_format& v)
       : k_channels(int(whole_channels(k.channels))),
         v_channels(int(whole_channels(v.channels))),
-        k_raw(raw_stride(k)),
-        v_raw(raw_stride(v)) {}
+        k_raw(row_places<D>::stride(int(k.value_bytes()))),
+        v_raw(row_places<Dv>::stride(int(v.value_bytes()))) {}
 };
 
 /// Where a block's shared memory lies: tiles, raw values, queries, the warps' states, weights, positions of rows, tables.
@@ -26,12 +27,12 @@ template <int D, int Dv>
 struct packed_memory {
   TESSERA_HD static constexpr staged_rows k_rows() { return {D / 8}; }
   TESSERA_HD static constexpr staged_rows v_rows() { return {Dv / 8}; }
-  static constexpr int warp_states = query_rows_together * 2 * 4, warp_weights = query_rows_together * tile_tokens * 2;
-  int parts, tile, k_raw, v_raw, raws, raw, queries, queries_part, states, weights, softmax, softmaxes, positions,
+  static constexpr int warp_states = query_rows_together * 2 * 4;
+  int parts, tile, k_raw, v_raw, raws, raw, queries, queries_part, states, weight, weights, softmax, softmaxes, positions,
       begins, bytes;
 
   /// `rows`: of queries.
-  TESSERA_HD packed_memory(index_t rows, index_t most_segments, const packed_lengths& lengths)
+  TESSERA_HD packed_memory(index_t rows, index_t most_segments, const packed_lengths<D, Dv>& lengths)
       : parts(rows > queries_at_once ? 2 : 1),
         tile((larger(larger(lengths.v_channels / 2 * tile_tokens * 4, query_rows_together * Dv * 4),
                      k_rows().bytes() * whole_tokens) +
@@ -44,9 +45,10 @@ struct packed_memory {
         queries(raws + packed_warps * raw),
         queries_part(lengths.k_channels * 128),
         states(queries + larger(parts * queries_part, k_rows().bytes() * 2 * query_rows_together)),
+        weight(parts * queries_at_once * tile_tokens * 2),
         weights(states + packed_warps * warp_states),
         softmax(parts * (tile_tokens + 1) * 16),
-        softmaxes(weights + packed_warps * warp_weights),
+        softmaxes(weights + packed_warps * weight),
         positions(softmaxes + packed_warps * softmax),
         begins(positions + query_rows_together * 4),
         bytes(begins + int(most_segments + 1) * 3 * 4) {}

@@ -11,13 +11,8 @@ namespace detail {
 /// A row of a tile is a lane's. `queries_at_once`: rows of queries that a walk along a row's values multiplies it with.
 inline constexpr int tile_tokens = 32, queries_at_once = 4;
 
-/// From one row's values to the next one's in shared memory, for all formats whose rows are not longer: an odd number of 16 bytes, so that rows
-/// begin in other banks.
-TESSERA_HD inline int raw_stride(const packed_format& format) {
-  return ((int(value_stride(format.row_bytes())) / 16) | 1) * 16;
-}
-
-/// The packed rows of one head in memory.
+/// The packed rows of one head in memory, which `Places` puts into shared memory.
+template <class Places>
 struct raw_rows {
   const std::byte* values;
   unsigned chunks;  // of 16 bytes that a row has
@@ -32,30 +27,37 @@ struct raw_rows {
 
   __device__ __forceinline__ float scale(index_t row) const { return scales ? scales[max(row, 0)] : 1.0f; }
 
+  /// Where this lane copies to in `copy`, of 32 rows that begin `stride` bytes apart.
+  __device__ __forceinline__ unsigned own_place(unsigned stride) const {
+    const unsigned lane = threadIdx.x % 32;
+    if (chunks == 4) return Places::byte(Places::row(lane / 4, stride), lane % 4 * 16);
+    if (chunks == 2) return Places::byte(Places::row(lane / 2, stride), lane % 2 * 16);
+    return Places::row(lane, stride);
+  }
   /// Begins to copy the values of 32 rows; lane l says which row is the tile's l-th, and one below 0 becomes 0. By one warp, of which
-  /// neighbouring lanes copy a row's chunks together.
-  __device__ __forceinline__ void copy(index_t row, std::uint32_t to, int stride) const {
-    const unsigned there = __ballot_sync(~0u, row >= 0), first = unsigned(max(row, 0)) * chunks;
-    if (chunks == 4) return copy_rows<4>(there, first, to, stride);
-    if (chunks == 2) return copy_rows<2>(there, first, to, stride);
-    const int lane = int(threadIdx.x) % 32;
-    to += std::uint32_t(lane * stride);
+  /// neighbouring lanes copy a row's chunks together; `to` has the lane's own place in it.
+  __device__ __forceinline__ void copy(index_t row, std::uint32_t to, unsigned stride) const {
+    const unsigned first = row >= 0 ? unsigned(row) * chunks : none;
+    if (chunks == 4) return copy_rows<4>(first, to, stride);
+    if (chunks == 2) return copy_rows<2>(first, to, stride);
 #pragma unroll 1
-    for (unsigned c = 0; c < chunks; ++c) copy_async16(to + c * 16, values + (first + c) * std::uint64_t(16), row >= 0);
+    for (unsigned c = 0; c < chunks; ++c) {
+      copy_async16(Places::byte(to, c * 16), values + (row >= 0 ? first + c : 0u) * std::uint64_t(16), row >= 0);
+    }
   }
 
  private:
+  static constexpr unsigned none = ~0u;  // no row has so many chunks before it
+
   template <int Chunks>
-  __device__ __forceinline__ void copy_rows(unsigned there, unsigned first, std::uint32_t to, int stride) const {
-    const int lane = int(threadIdx.x) % 32, own = lane / Chunks;
+  __device__ __forceinline__ void copy_rows(unsigned first, std::uint32_t to, unsigned stride) const {
+    const int lane = int(threadIdx.x) % 32;
     const std::byte* from = values + lane % Chunks * 16;
-    to += std::uint32_t(own * stride + lane % Chunks * 16);
-    there >>= own;
 #pragma unroll
     for (int i = 0; i < Chunks; ++i) {
-      const unsigned chunk = __shfl_sync(~0u, first, i * (32 / Chunks) + own);
-      copy_async16(to + std::uint32_t(i * (32 / Chunks) * stride), from + chunk * std::uint64_t(16),
-                   there & 1u << (i * (32 / Chunks)));
+      const unsigned chunk = __shfl_sync(~0u, first, i * (32 / Chunks) + lane / Chunks);
+      copy_async16(to + unsigned(i * (32 / Chunks)) * stride, from + (chunk == none ? 0u : chunk) * std::uint64_t(16),
+                   chunk != none);
     }
   }
 };
@@ -163,10 +165,10 @@ __device__ __forceinline__ void with_tile_walk(int walk, const Run& run) {
   }
 }
 
-/// sums [4] = the lane's row of keys times 4 rows of queries, which lie at `queries` of a block's shared memory.
+/// sums [4] = the lane's row of keys, whose values lie at `row` of a block's shared memory, times 4 rows of queries, which lie at `queries`.
 template <class Tile, int D, int Most>
 __device__ __forceinline__ void multiply_row(int walk, int kept, const std::uint32_t (&bits)[Most],
-                                             const unsigned char* values, const unsigned char* shared, int queries,
+                                             unsigned row, const unsigned char* shared, int queries,
                                              float (&sums)[queries_at_once]) {
 #pragma unroll
   for (float& sum : sums) sum = 0;
@@ -174,15 +176,15 @@ __device__ __forceinline__ void multiply_row(int walk, int kept, const std::uint
   with_tile_walk<Tile, D>(
       walk, [&]<packed_element Element, int Words, int Group>() __attribute__((always_inline)) {
         constexpr int stride = Group * query_products<Element, Group>::stride;
-        row_walk<Element, Words, Group, 32 * stride> along(bits, first, first + (Words * 32 - 1) * stride);
-        along.walk(kept, values, query_products<Element, Group>{shared, sums});
+        row_walk<row_places<D>, Element, Words, Group, 32 * stride> along(bits, first, first + (Words * 32 - 1) * stride);
+        along.walk(kept, shared, row, query_products<Element, Group>{shared, sums});
       });
 }
 
 /// Spreads the lane's row of values out in the tile that lies at `tile` of a block's shared memory, a multiple of 2,048.
 template <class Tile, int Dv, int Most>
 __device__ __forceinline__ void spread_row(int walk, int kept, const std::uint32_t (&bits)[Most],
-                                           const unsigned char* values, unsigned char* shared, int tile) {
+                                           unsigned row, unsigned char* shared, int tile) {
   const auto first = std::uint32_t(tile + int(threadIdx.x) % 32 * 4);
   with_tile_walk<Tile, Dv>(
       walk, [&]<packed_element Element, int Words, int Group>() __attribute__((always_inline)) {
@@ -190,8 +192,8 @@ __device__ __forceinline__ void spread_row(int walk, int kept, const std::uint32
         constexpr int word = 16 * Group * spread::stride;
         // Of single channels the word alone: the place in it is joined to it by bits.
         constexpr int last = Group == 1 ? (Words - 1) * word : (Words * 32 - 1) * (Group / 2 * spread::stride);
-        row_walk<Element, Words, Group, word> along(bits, first, first + last);
-        along.walk(kept, values, spread{shared});
+        row_walk<row_places<Dv>, Element, Words, Group, word> along(bits, first, first + last);
+        along.walk(kept, shared, row, spread{shared});
       });
 }
 

@@ -8,6 +8,22 @@ TESSERA_NAMESPACE_BEGIN
 namespace cuda {
 namespace detail {
 
+/// Calls run(m) for every 16 of `channels`, a multiple of 16. A quarter of the channels is usually left out: that many without a branch.
+template <int Dv, class Run>
+__device__ __forceinline__ void with_matrices(int channels, const Run& run) {
+  constexpr int usual = int(whole_channels(Dv * 3 / 4)) / 16;
+  if (channels == usual * 16) {
+#pragma unroll
+    for (int m = 0; m < usual; ++m) run(m);
+    return;
+  }
+#pragma unroll
+  for (int m = 0; m < Dv / 16; ++m) {
+    if (m * 16 >= channels) break;
+    run(m);
+  }
+}
+
 /// Softmax state and summed values of 8 query rows, in parts of 4 as `multiply_row` gives their logits: a lane has those of its token. Lane l
 /// holds of rows l % 4 * 2 and the next one the values of two channels of every 16, l / 4 * 2 and the next one; sums are of a lane until
 /// `write`. What a row has but one of lies in shared memory: registers decide how many warps there are.
@@ -79,20 +95,9 @@ struct spread_state {
   }
 
   /// Adds the tile's values up, of which `channels`, a multiple of 16, are there.
-  __device__ __forceinline__ void take_values(const unsigned char* tile, const unsigned char* weights, int channels) {
-    // A quarter of the channels is usually left out; loads run ahead where nothing branches.
-    constexpr int usual = int(whole_channels(Dv * 3 / 4)) / 16;
-    const values_taken from(tile, weights);
-    if (channels == usual * 16) {
-#pragma unroll
-      for (int m = 0; m < usual; ++m) take_matrix(from, m);
-      return;
-    }
-#pragma unroll
-    for (int m = 0; m < Dv / 16; ++m) {
-      if (m * 16 >= channels) break;
-      take_matrix(from, m);
-    }
+  __device__ __forceinline__ void take_values(const unsigned char* tile, const unsigned char* weights, int parts, int channels) {
+    const values_taken from(tile, weights, parts);
+    with_matrices<Dv>(channels, [&](int m) __attribute__((always_inline)) { take_matrix(from, m); });
   }
 
   /// Adds the lanes' sums up, and writes most and sum [8, 2] and the summed values [8, Dv]. By one warp.
@@ -125,12 +130,12 @@ struct spread_state {
   /// What a lane multiplies: tokens part * 8 to part * 8 + 7 of a quarter of the warp's lanes, four in the first product and four in the second.
   /// Lanes of odd pairs of channels load the second four first, so that eight lanes read all banks.
   struct values_taken {
-    uint4 p;
+    uint4 p = {};  // of rows that are not there
     const unsigned char *first, *second;
     bool odd;
-    __device__ __forceinline__ values_taken(const unsigned char* tile, const unsigned char* weights) {
+    __device__ __forceinline__ values_taken(const unsigned char* tile, const unsigned char* weights, int parts) {
       const int lane = int(threadIdx.x) % 32, row = lane / 4, part = lane % 4;
-      p = *reinterpret_cast<const uint4*>(weights + row * tile_tokens * 2 + part * 16);
+      if (row < parts * queries_at_once) p = *reinterpret_cast<const uint4*>(weights + row * tile_tokens * 2 + part * 16);
       odd = row % 2;
       first = tile + row * 128 + part * 32 + (odd ? 16 : 0), second = first + (odd ? -16 : 16);
     }

@@ -17,22 +17,22 @@ inline constexpr float largest_score = 3.4e38f;
 /// Memory of a block: q once for every lane, and two stages of 32 rows for every warp. Values come 64 bytes at a time.
 template <int D>
 struct score_memory {
-  static constexpr int piece = 64, values_stride = 80;  // bytes
-  static constexpr int q = D * 32 * 4, stage = 32 * values_stride;
+  static constexpr int piece = 64;  // bytes
+  static constexpr int q = D * 32 * 4, stage = 32 * piece;
   static constexpr int begins = q + scoring_warps * 2 * stage;
 };
 
 /// Adds up what a row's values give with q, of which a lane has its own copy: element c lies at c * 128 bytes.
 template <packed_element Element, int Group>
 struct scored_row {
-  const unsigned char* q;
+  const unsigned char* shared;
   float& up;
   float& down;
 
   template <bool Up>
   __device__ __forceinline__ void operator()(int place, std::uint32_t base, const std::uint32_t* words, int j) const {
     const std::uint32_t offset = std::uint32_t(place) * (Group * 128);
-    const unsigned char* from = q + (Up ? base + offset : base - offset);
+    const unsigned char* from = shared + (Up ? base + offset : base - offset);
 #pragma unroll
     for (int i = 0; i < Group; ++i) {
       const float x = *reinterpret_cast<const float*>(from + i * 128) *
@@ -46,12 +46,15 @@ struct scored_row {
 template <int D>
 class staged_means {
   using memory = score_memory<D>;
+  using places = row_places<memory::piece / 2>;
 
  public:
-  __device__ staged_means(const packed_vectors& rows, index_t head, unsigned char* stages)
+  /// `stages`: where its stages lie in the block's shared memory.
+  __device__ staged_means(const packed_vectors& rows, index_t head, const unsigned char* shared, unsigned stages)
       : values_(rows.values_of(head, 0)),
         bits_(rows, head),
         scales_(rows.scales ? rows.scales + rows.row(head, 0) : nullptr),
+        address_(shared_address(shared)),
         stages_(stages),
         chunks_(unsigned(value_stride(rows.format.value_bytes())) / 16),
         kept_(int(rows.format.kept)),
@@ -64,7 +67,7 @@ class staged_means {
   }
   /// q . row for rows first, first + step, ... to `end`, 32 at a time, of which the first have begun to come. take(row, score).
   template <packed_element Element, int Words, int Group, class Take>
-  __device__ __forceinline__ void score(index_t first, index_t end, index_t step, const unsigned char* q,
+  __device__ __forceinline__ void score(index_t first, index_t end, index_t step, const unsigned char* shared,
                                         const Take& take) {
     constexpr int each = values_in_word<Element> * (memory::piece / 4), word_step = 32 * Group * 128;
     const int lane = int(threadIdx.x) % 32;
@@ -78,18 +81,18 @@ class staged_means {
     float scale = load(first + lane);
     for (index_t tile = first; tile < end; tile += step) {
       wait_and_copy_next(tile, end, step, 0);
-      row_walk<Element, Words, Group, word_step> walk(bits, std::uint32_t(lane * 4),
+      row_walk<places, Element, Words, Group, word_step> walk(bits, std::uint32_t(lane * 4),
                                                       std::uint32_t(lane * 4 + (Words * 32 - 1) * Group * 128));
       const float next_scale = load(tile + step + lane);
       float up = 0, down = 0;
-      const scored_row<Element, Group> visit{q, up, down};
+      const scored_row<Element, Group> visit{shared, up, down};
       if (pieces_ == 1) {
-        walk.walk(kept_, stage() + lane * memory::values_stride, visit);
+        walk.walk(kept_, shared, row_of(lane), visit);
         __syncwarp();  // all have read the stage
         odd_ ^= 1;
       } else {
         for (int piece = 0;;) {
-          walk.walk_up(min(kept_ - piece * each, each), stage() + lane * memory::values_stride, visit);
+          walk.walk_up(min(kept_ - piece * each, each), shared, row_of(lane), visit);
           __syncwarp();
           odd_ ^= 1;
           if (++piece == pieces_) break;
@@ -103,7 +106,8 @@ class staged_means {
   }
 
  private:
-  __device__ unsigned char* stage() const { return stages_ + odd_ * memory::stage; }
+  __device__ unsigned stage() const { return stages_ + unsigned(odd_ * memory::stage); }
+  __device__ unsigned row_of(int lane) const { return stage() + places::row(unsigned(lane), memory::piece); }
   __device__ __forceinline__ void wait_and_copy_next(index_t tile, index_t end, index_t step, int piece) {
     odd_ ^= 1;
     if (piece + 1 < pieces_)
@@ -119,14 +123,14 @@ class staged_means {
   __device__ __forceinline__ void copy(index_t tile, index_t end, int piece) const {
     if (tile >= end) return;
     const int lane = int(threadIdx.x) % 32;
-    const std::uint32_t to = shared_address(stage()) + std::uint32_t(lane / 4 * memory::values_stride + lane % 4 * 16);
+    const std::uint32_t to = address_ + stage() + places::byte(places::row(unsigned(lane / 4), memory::piece), unsigned(lane % 4 * 16));
     const unsigned own = unsigned(piece * (memory::piece / 16) + lane % 4);  // of the row's chunks
     const index_t row = tile + lane / 4;
     const unsigned chunk = unsigned(row) * chunks_ + own;
 #pragma unroll
     for (int i = 0; i < 4; ++i) {
       const bool valid = row + i * 8 < end && own < chunks_;
-      copy_async16(to + std::uint32_t(i * 8 * memory::values_stride),
+      copy_async16(to + std::uint32_t(i * 8 * memory::piece),
                    values_ + (valid ? chunk + unsigned(i * 8) * chunks_ : 0u) * std::uint64_t(16), valid);
     }
   }
@@ -134,7 +138,8 @@ class staged_means {
   const std::byte* values_;
   bit_rows bits_;
   const float* scales_;
-  unsigned char* stages_;
+  std::uint32_t address_;
+  unsigned stages_;
   unsigned chunks_;  // of 16 bytes that a row has
   int kept_, pieces_, odd_ = 0;
 };
@@ -184,7 +189,7 @@ __global__ void __launch_bounds__(scoring_threads, 3)
     const index_t low = max(first, begins[s]), high = min(last, begins[s + 1]);
     if (low >= high) continue;
     const packed_vectors means = view.segment(sequence, s).means;
-    staged_means<D> staged(means, head, shared + memory::q + warp * 2 * memory::stage);
+    staged_means<D> staged(means, head, shared, unsigned(memory::q + warp * 2 * memory::stage));
     const index_t rows = largest ? rotated.rows : 1, begin = low - begins[s] + warp * 32, end = high - begins[s];
     for (index_t r = 0; r < rows; ++r) {
       staged.begin(begin, end);

@@ -17,7 +17,7 @@ namespace cuda {
 
 /// What is known of segments before there are any.
 struct segment_limits {
-  packed_format k, v;   ///< the longest rows and the most channels that one has
+  packed_format k, v;   ///< the longest values and the most channels that one has
   index_t least_block;  ///< of any segment
   bool alike = true;    ///< all have blocks of the selector's size, and whole ones, but for the last
 };

@@ -64,26 +64,25 @@ struct bit_stream {
   }
 };
 
-/// How many values a word has; a row's values are read 8 at a time.
+/// How many values a word has; a row's values are read 4 at a time.
 template <packed_element Element>
 inline constexpr int values_in_word = Element == packed_element::fp8    ? 4
                                       : Element == packed_element::int4 ? 8
                                                                         : 2;
 
-/// Eight values of a row: of bf16 and fp16 16 bytes, of fp8 8, of int4 4.
+/// Four values of a row: of bf16 and fp16 8 bytes, of fp8 4, of int4 2.
 template <packed_element Element>
-struct eight_values {
-  static constexpr int words = 8 / values_in_word<Element>;
+struct four_values {
+  static constexpr int words = values_in_word<Element> == 2 ? 2 : 1;
   std::uint32_t word[words];
-  __device__ __forceinline__ explicit eight_values(const void* from) {
-    if constexpr (words == 4) {
-      const uint4 loaded = *static_cast<const uint4*>(from);
-      word[0] = loaded.x, word[1] = loaded.y, word[2] = loaded.z, word[3] = loaded.w;
-    } else if constexpr (words == 2) {
+  __device__ __forceinline__ explicit four_values(const void* from) {
+    if constexpr (words == 2) {
       const uint2 loaded = *static_cast<const uint2*>(from);
       word[0] = loaded.x, word[1] = loaded.y;
-    } else {
+    } else if constexpr (values_in_word<Element> == 4) {
       word[0] = *static_cast<const std::uint32_t*>(from);
+    } else {
+      word[0] = *static_cast<const std::uint16_t*>(from);
     }
   }
 };
@@ -114,16 +113,39 @@ __device__ __forceinline__ float value_of(std::uint32_t word, int i) {
   }
 }
 
+/// How packed rows of up to `Channels` 16-bit values lie in shared memory, so that eight lanes find 16 bytes of eight rows in all banks. Rows
+/// of 256 bytes and less take a power of two, and their 16 bytes change places; longer ones, of which few fit, stand an odd number
+/// of 16 bytes apart.
+template <int Channels>
+struct row_places {
+  static constexpr bool turned = Channels <= 128;
+
+  /// Bytes from one row to the next one, for rows of up to `bytes`.
+  TESSERA_HD static int stride(int bytes) {
+    if constexpr (!turned) return ((bytes + 15) / 16 | 1) * 16;
+    int power = 16;
+    while (power < bytes) power *= 2;
+    return power;
+  }
+  /// Where row `i` begins.
+  __device__ static __forceinline__ unsigned row(unsigned i, unsigned stride) {
+    const unsigned in_banks = min(stride, 128u);
+    return i * stride + (turned ? (i * in_banks >> 7) * 16 & (in_banks - 16) : 0);
+  }
+  /// A byte of the row that begins at `row`.
+  __device__ static __forceinline__ unsigned byte(unsigned row, unsigned i) { return turned ? row ^ i : row + i; }
+};
+
 /// One row, whose values lie in shared memory, by one thread of a warp that does the same with other rows. Groups of `Group` channels that
 /// stay are walked from the first one up and from the last one down in turns: neither has to wait for the other's bits.
 ///
 /// visit.template operator()<Up>(place, base, words, j): the group has the values j to j + Group - 1 of `words`. Going up it is the
 /// `place`th of its word of bits, going down the `place`th from the word's end; `base` began as `first` or `last` and went `Step` up
 /// or down with each word.
-template <packed_element Element, int Words, int Group, int Step>
+template <class Places, packed_element Element, int Words, int Group, int Step>
 class row_walk {
   static constexpr int in_word = values_in_word<Element>, value_bits = 32 / in_word;
-  using eight = eight_values<Element>;
+  using four = four_values<Element>;
 
  public:
   /// `bits`: of the groups, the lowest of the first word is the first one's.
@@ -144,46 +166,40 @@ class row_walk {
     up_.drop_empty(), down_.drop_empty();
   }
 
-  /// All `count` values of the row.
+  /// All `count` values of the row, which begins at `row` of `shared`.
   template <class Visit>
-  __device__ __forceinline__ void walk(int count, const unsigned char* values, const Visit& visit) {
-    if (gaps_) return walk_slowly(0, count, values, visit);
+  __device__ __forceinline__ void walk(int count, const unsigned char* shared, unsigned row, const Visit& visit) {
+    if (gaps_) return walk_slowly(0, count, shared, row, visit);
     int done = 0, end = count;
 #pragma unroll 1
-    while (end % 8 != 0) end -= Group, one<false>(end, values, visit);
+    while (end % 8 != 0) end -= Group, one<false>(end, shared, row, visit);
+    // Eight at a time: twice the code takes as many instructions, and leaves the instruction caches of the warps that walk elsewhere.
 #pragma unroll 1
-    for (; end - done >= 16; done += 8, end -= 8) {
-      const eight low = at(values, done), high = at(values, end - 8);
+    for (; end > done; done += 4, end -= 4) {
+      const four low = at(shared, row, done), high = at(shared, row, end - 4);
 #pragma unroll
-      for (int j = 0; j < 8; j += Group) {
+      for (int j = 0; j < 4; j += Group) {
         step<true>(low.word, j, visit);
-        step<false>(high.word, 8 - Group - j, visit);
+        step<false>(high.word, 4 - Group - j, visit);
       }
-    }
-    if (end == done) return;
-    const eight middle = at(values, done);
-#pragma unroll
-    for (int j = 0; j < 4; j += Group) {
-      step<true>(middle.word, j, visit);
-      step<false>(middle.word, 8 - Group - j, visit);
     }
   }
   /// The next `count` values, of which only those are there; whatever came before went up, too.
   template <class Visit>
-  __device__ __forceinline__ void walk_up(int count, const unsigned char* values, const Visit& visit) {
+  __device__ __forceinline__ void walk_up(int count, const unsigned char* shared, unsigned row, const Visit& visit) {
     int done = 0;
 #pragma unroll 1
-    for (; !gaps_ && done + 8 <= count; done += 8) {
-      const eight some = at(values, done);
+    for (; !gaps_ && done + 4 <= count; done += 4) {
+      const four some = at(shared, row, done);
 #pragma unroll
-      for (int j = 0; j < 8; j += Group) step<true>(some.word, j, visit);
+      for (int j = 0; j < 4; j += Group) step<true>(some.word, j, visit);
     }
-    walk_slowly(done, count, values, visit);
+    walk_slowly(done, count, shared, row, visit);
   }
 
  private:
-  __device__ static __forceinline__ eight at(const unsigned char* values, int i) {
-    return eight(values + i / in_word * 4);
+  __device__ static __forceinline__ four at(const unsigned char* shared, unsigned row, int i) {
+    return four(shared + Places::byte(row, unsigned(i * value_bits / 8)));
   }
   template <bool Up, class Visit>
   __device__ __forceinline__ void step(const std::uint32_t* words, int j, const Visit& visit) {
@@ -193,18 +209,20 @@ class row_walk {
   }
   /// The group whose first value is `i`.
   template <bool Up, class Visit>
-  __device__ __forceinline__ void one(int i, const unsigned char* values, const Visit& visit) {
-    const auto* from = reinterpret_cast<const std::uint32_t*>(values) + i / in_word;
-    std::uint32_t words[2] = {from[0] >> (i % in_word * value_bits), 0};
-    if constexpr (Group * value_bits > 32) words[1] = from[1];
+  __device__ __forceinline__ void one(int i, const unsigned char* shared, unsigned row, const Visit& visit) {
+    const auto word = [&](int w) {
+      return *reinterpret_cast<const std::uint32_t*>(shared + Places::byte(row, unsigned(w * 4)));
+    };
+    std::uint32_t words[2] = {word(i / in_word) >> (i % in_word * value_bits), 0};
+    if constexpr (Group * value_bits > 32) words[1] = word(i / in_word + 1);
     step<Up>(words, 0, visit);
   }
   template <class Visit>
-  __device__ __forceinline__ void walk_slowly(int done, int count, const unsigned char* values, const Visit& visit) {
+  __device__ __forceinline__ void walk_slowly(int done, int count, const unsigned char* shared, unsigned row, const Visit& visit) {
 #pragma unroll 1
     for (; done < count; done += Group) {
       up_.drop_empty();
-      one<true>(done, values, visit);
+      one<true>(done, shared, row, visit);
     }
   }
 
