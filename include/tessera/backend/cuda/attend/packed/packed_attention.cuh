@@ -82,8 +82,8 @@ class attend_packed {
                                   parts_,
                                   rotated.rows};
     launch(attend_entry_,
-           {.blocks = dim3(unsigned(splits_), unsigned(lanes),
-                           unsigned(ceil_div(rotated.rows, detail::query_rows_together))),
+           {.blocks =
+                dim3(unsigned(splits_), unsigned(lanes), unsigned(ceil_div(rotated.rows, detail::query_rows_together))),
             .threads = dim3(detail::packed_threads),
             .shared_bytes = std::size_t(shape_.bytes),
             .overlapping = overlapping_},

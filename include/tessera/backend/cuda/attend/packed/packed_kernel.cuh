@@ -86,7 +86,8 @@ class packed_part {
     }
     // With `begins` the split's first and last chosen row; else units.
     const index_t all = begins ? chosen_row_begin_[count] : list ? p_.chosen.counts[lane_row_] : unit_begin_[count];
-    const index_t together = begins ? tile_tokens : max(1, tile_tokens / max(p_.unit, 1));
+    constexpr index_t usual = packed_warps * tile_tokens;  // every warp has as many tiles as the one that has most
+    const index_t together = begins ? usual : max(1, usual / max(p_.unit, 1));
     const index_t each = ceil_div(ceil_div(all, to_.splits), together) * together;
     index_t first = min(split * each, all);
     const index_t last = min(first + each, all), lane = index_t(threadIdx.x) % 32;
@@ -226,8 +227,8 @@ class packed_part {
 #pragma unroll 1
       for (int part = 0; part < shape_.parts; ++part) {
         float logits[queries_at_once];
-        multiply_row<Tile, D>(k_walk, k_kept, k_bits, k_row, shared_,
-                              shape_.queries + part * shape_.queries_part, logits);
+        multiply_row<Tile, D>(k_walk, k_kept, k_bits, k_row, shared_, shape_.queries + part * shape_.queries_part,
+                              logits);
         take_logits(state, part, logits, k_scale, position, v_scale, weights);
       }
       __syncwarp();

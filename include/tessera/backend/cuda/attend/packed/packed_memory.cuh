@@ -28,8 +28,8 @@ struct packed_memory {
   TESSERA_HD static constexpr staged_rows k_rows() { return {D / 8}; }
   TESSERA_HD static constexpr staged_rows v_rows() { return {Dv / 8}; }
   static constexpr int warp_states = query_rows_together * 2 * 4;
-  int parts, tile, k_raw, v_raw, raws, raw, queries, queries_part, states, weight, weights, softmax, softmaxes, positions,
-      begins, bytes;
+  int parts, tile, k_raw, v_raw, raws, raw, queries, queries_part, states, weight, weights, softmax, softmaxes,
+      positions, begins, bytes;
 
   /// `rows`: of queries.
   TESSERA_HD packed_memory(index_t rows, index_t most_segments, const packed_lengths<D, Dv>& lengths)

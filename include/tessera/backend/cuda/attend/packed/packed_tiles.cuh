@@ -167,24 +167,24 @@ __device__ __forceinline__ void with_tile_walk(int walk, const Run& run) {
 
 /// sums [4] = the lane's row of keys, whose values lie at `row` of a block's shared memory, times 4 rows of queries, which lie at `queries`.
 template <class Tile, int D, int Most>
-__device__ __forceinline__ void multiply_row(int walk, int kept, const std::uint32_t (&bits)[Most],
-                                             unsigned row, const unsigned char* shared, int queries,
-                                             float (&sums)[queries_at_once]) {
+__device__ __forceinline__ void multiply_row(int walk, int kept, const std::uint32_t (&bits)[Most], unsigned row,
+                                             const unsigned char* shared, int queries, float (&sums)[queries_at_once]) {
 #pragma unroll
   for (float& sum : sums) sum = 0;
   const auto first = std::uint32_t(queries + int(threadIdx.x) % 8 * 16);
   with_tile_walk<Tile, D>(
       walk, [&]<packed_element Element, int Words, int Group>() __attribute__((always_inline)) {
         constexpr int stride = Group * query_products<Element, Group>::stride;
-        row_walk<row_places<D>, Element, Words, Group, 32 * stride> along(bits, first, first + (Words * 32 - 1) * stride);
+        row_walk<row_places<D>, Element, Words, Group, 32 * stride> along(bits, first,
+                                                                          first + (Words * 32 - 1) * stride);
         along.walk(kept, shared, row, query_products<Element, Group>{shared, sums});
       });
 }
 
 /// Spreads the lane's row of values out in the tile that lies at `tile` of a block's shared memory, a multiple of 2,048.
 template <class Tile, int Dv, int Most>
-__device__ __forceinline__ void spread_row(int walk, int kept, const std::uint32_t (&bits)[Most],
-                                           unsigned row, unsigned char* shared, int tile) {
+__device__ __forceinline__ void spread_row(int walk, int kept, const std::uint32_t (&bits)[Most], unsigned row,
+                                           unsigned char* shared, int tile) {
   const auto first = std::uint32_t(tile + int(threadIdx.x) % 32 * 4);
   with_tile_walk<Tile, Dv>(
       walk, [&]<packed_element Element, int Words, int Group>() __attribute__((always_inline)) {

@@ -95,9 +95,11 @@ struct spread_state {
   }
 
   /// Adds the tile's values up, of which `channels`, a multiple of 16, are there.
-  __device__ __forceinline__ void take_values(const unsigned char* tile, const unsigned char* weights, int parts, int channels) {
+  __device__ __forceinline__ void take_values(const unsigned char* tile, const unsigned char* weights, int parts,
+                                              int channels) {
     const values_taken from(tile, weights, parts);
-    with_matrices<Dv>(channels, [&](int m) __attribute__((always_inline)) { take_matrix(from, m); });
+    with_matrices<Dv>(
+        channels, [&](int m) __attribute__((always_inline)) { take_matrix(from, m); });
   }
 
   /// Adds the lanes' sums up, and writes most and sum [8, 2] and the summed values [8, Dv]. By one warp.
@@ -135,7 +137,8 @@ struct spread_state {
     bool odd;
     __device__ __forceinline__ values_taken(const unsigned char* tile, const unsigned char* weights, int parts) {
       const int lane = int(threadIdx.x) % 32, row = lane / 4, part = lane % 4;
-      if (row < parts * queries_at_once) p = *reinterpret_cast<const uint4*>(weights + row * tile_tokens * 2 + part * 16);
+      if (row < parts * queries_at_once)
+        p = *reinterpret_cast<const uint4*>(weights + row * tile_tokens * 2 + part * 16);
       odd = row % 2;
       first = tile + row * 128 + part * 32 + (odd ? 16 : 0), second = first + (odd ? -16 : 16);
     }

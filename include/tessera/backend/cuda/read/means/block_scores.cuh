@@ -82,7 +82,7 @@ class staged_means {
     for (index_t tile = first; tile < end; tile += step) {
       wait_and_copy_next(tile, end, step, 0);
       row_walk<places, Element, Words, Group, word_step> walk(bits, std::uint32_t(lane * 4),
-                                                      std::uint32_t(lane * 4 + (Words * 32 - 1) * Group * 128));
+                                                              std::uint32_t(lane * 4 + (Words * 32 - 1) * Group * 128));
       const float next_scale = load(tile + step + lane);
       float up = 0, down = 0;
       const scored_row<Element, Group> visit{shared, up, down};
@@ -123,7 +123,8 @@ class staged_means {
   __device__ __forceinline__ void copy(index_t tile, index_t end, int piece) const {
     if (tile >= end) return;
     const int lane = int(threadIdx.x) % 32;
-    const std::uint32_t to = address_ + stage() + places::byte(places::row(unsigned(lane / 4), memory::piece), unsigned(lane % 4 * 16));
+    const std::uint32_t to =
+        address_ + stage() + places::byte(places::row(unsigned(lane / 4), memory::piece), unsigned(lane % 4 * 16));
     const unsigned own = unsigned(piece * (memory::piece / 16) + lane % 4);  // of the row's chunks
     const index_t row = tile + lane / 4;
     const unsigned chunk = unsigned(row) * chunks_ + own;

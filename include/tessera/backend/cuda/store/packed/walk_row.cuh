@@ -173,7 +173,7 @@ class row_walk {
     int done = 0, end = count;
 #pragma unroll 1
     while (end % 8 != 0) end -= Group, one<false>(end, shared, row, visit);
-    // Eight at a time: twice the code takes as many instructions, and leaves the instruction caches of the warps that walk elsewhere.
+      // Eight at a time: twice the code takes as many instructions, and leaves the instruction caches of the warps that walk elsewhere.
 #pragma unroll 1
     for (; end > done; done += 4, end -= 4) {
       const four low = at(shared, row, done), high = at(shared, row, end - 4);
@@ -218,7 +218,8 @@ class row_walk {
     step<Up>(words, 0, visit);
   }
   template <class Visit>
-  __device__ __forceinline__ void walk_slowly(int done, int count, const unsigned char* shared, unsigned row, const Visit& visit) {
+  __device__ __forceinline__ void walk_slowly(int done, int count, const unsigned char* shared, unsigned row,
+                                              const Visit& visit) {
 #pragma unroll 1
     for (; done < count; done += Group) {
       up_.drop_empty();
