@@ -64,19 +64,22 @@ class packed_part {
     }
   }
 
-  /// A split: chosen units, segment after segment; the last one has the whole rows, too. These are attended before the choice is waited for.
+  /// A split: chosen units, segment after segment; the last one has the whole rows, too. These are attended before the launch in front of this
+  /// one has ended, which may still set all parts to "nothing was there".
   __device__ __forceinline__ void attend(index_t split) {
     const index_t count = p_.view.count(sequence_);
     fill_begins(p_.view, sequence_, head_, count, 1, row_begin_);
     fill_begins(p_.view, sequence_, head_, count, p_.unit, unit_begin_);
-    if (split + 1 == to_.splits) attend_whole(count);
+    const bool whole = split + 1 == to_.splits && attend_whole(count);
     wait();
+    if (whole) mark(p_.view.most_segments, to_.parts - 1);
     attend_chosen(split, count);
   }
 
  private:
   static constexpr index_t never = 0x7fffffff;  // a position that no query sees
 
+  /// Chosen units of one split, segment after segment.
   __device__ __forceinline__ void attend_chosen(index_t split, index_t count) {
     const index_t* list = p_.chosen.indices ? p_.chosen.row(lane_row_) : nullptr;
     const index_t* begins = p_.chosen_begins;
@@ -111,11 +114,11 @@ class packed_part {
     }
   }
 
-  /// The rows that are not packed.
-  __device__ __forceinline__ void attend_whole(index_t count) {
+  /// The rows that are not packed. Returns whether there are any.
+  __device__ __forceinline__ bool attend_whole(index_t count) {
     if (blockIdx.z == 0) fetch_bases(count);
     const index_t packed = row_begin_[count], rows = p_.view.whole.length(sequence_, head_);
-    if (rows <= 0) return;
+    if (rows <= 0) return false;
     packed_state<T, D, Dv> state(put_queries(), D);
     const int warp = int(threadIdx.x) / 32, lane = int(threadIdx.x) % 32, half = lane / whole_tokens;
     unsigned char* keys = shared_ + warp * shape_.tile;
@@ -139,7 +142,8 @@ class packed_part {
       attend_tile(state, shared_address(keys), shared_address(values), position);
       __syncwarp();
     }
-    write(state, p_.view.most_segments, to_.parts - 1, Dv);
+    write(state, to_.parts - 1, Dv);
+    return true;
   }
 
   /// Lengths were there before the queries were rotated, and the launch before this one waited for all that it followed.
@@ -249,7 +253,8 @@ class packed_part {
       row = next;
     }
     wait_copies<0>();
-    write(state, s, part, channels);
+    write(state, part, channels);
+    mark(s, part);
   }
 
   /// Writes the block's query rows in the segment's basis as `query_products` reads them, multiplied by the scale of logits.
@@ -326,7 +331,7 @@ class packed_part {
 
   /// Adds the warps' states up in their order and writes the part.
   template <class State>
-  __device__ void write(const State& state, index_t segment, index_t part, int channels) {
+  __device__ void write(const State& state, index_t part, int channels) {
     const int warp = int(threadIdx.x) / 32;
     float* states = reinterpret_cast<float*>(shared_ + shape_.states);  // [warps, 8, 2]
     state.write(shape_.parts, states + warp * query_rows_together * 2,
@@ -355,8 +360,11 @@ class packed_part {
       }
       to_.states[(at + row) * 2] = top, to_.states[(at + row) * 2 + 1] = sum;
     }
-    if (threadIdx.x == 0 && blockIdx.z == 0) to_.segment[offset_t(lane_row_) * to_.parts + part] = segment;
     __syncthreads();
+  }
+  /// Says that a part is there, and in which segment's basis.
+  __device__ void mark(index_t segment, index_t part) const {
+    if (threadIdx.x == 0 && blockIdx.z == 0) to_.segment[offset_t(lane_row_) * to_.parts + part] = segment;
   }
 
   const packed_problem<View, Out>& p_;

@@ -40,9 +40,11 @@ struct raw_rows {
     const unsigned first = row >= 0 ? unsigned(row) * chunks : none;
     if (chunks == 4) return copy_rows<4>(first, to, stride);
     if (chunks == 2) return copy_rows<2>(first, to, stride);
+    const unsigned own = own_place(stride);
 #pragma unroll 1
     for (unsigned c = 0; c < chunks; ++c) {
-      copy_async16(Places::byte(to, c * 16), values + (row >= 0 ? first + c : 0u) * std::uint64_t(16), row >= 0);
+      copy_async16(to - own + Places::byte(own, c * 16), values + (row >= 0 ? first + c : 0u) * std::uint64_t(16),
+                   row >= 0);
     }
   }
 
