@@ -89,8 +89,8 @@ class packed_part {
     }
     // With `begins` the split's first and last chosen row; else units.
     const index_t all = begins ? chosen_row_begin_[count] : list ? p_.chosen.counts[lane_row_] : unit_begin_[count];
-    constexpr index_t usual = packed_warps * tile_tokens;  // every warp has as many tiles as the one that has most
-    const index_t together = begins ? usual : max(1, usual / max(p_.unit, 1));
+    // Where units are alike every warp has as many tiles as the one that has most.
+    const index_t together = begins ? tile_tokens : max(1, packed_warps * tile_tokens / max(p_.unit, 1));
     const index_t each = ceil_div(ceil_div(all, to_.splits), together) * together;
     index_t first = min(split * each, all);
     const index_t last = min(first + each, all), lane = index_t(threadIdx.x) % 32;
@@ -199,15 +199,15 @@ class packed_part {
     // Rows that are not there have the bits of the first one, and zeros.
     std::uint32_t k_bits[group_words<D, 1>] = {}, v_bits[group_words<Dv, 1>] = {};
     float k_scale, v_scale;
-    const std::uint32_t k_to = shared_address(shared_ + k_raw) + keys.own_place(unsigned(shape_.k_raw)),
-                        v_to = shared_address(shared_ + v_raw) + values.own_place(unsigned(shape_.v_raw));
+    const unsigned k_to = unsigned(k_raw) + keys.own_place(unsigned(shape_.k_raw)),
+                   v_to = unsigned(v_raw) + values.own_place(unsigned(shape_.v_raw));
     const auto begin_keys = [&](index_t row) {
-      keys.copy(row, k_to, unsigned(shape_.k_raw));
+      keys.copy(row, shared_address(shared_), k_to, unsigned(shape_.k_raw));
       keys.bits.load(max(row, 0), k_bits);
       k_scale = keys.scale(row);
     };
     const auto begin_values = [&](index_t row) {
-      values.copy(row, v_to, unsigned(shape_.v_raw));
+      values.copy(row, shared_address(shared_), v_to, unsigned(shape_.v_raw));
       values.bits.load(max(row, 0), v_bits);
       v_scale = values.scale(row);
     };

@@ -35,15 +35,14 @@ struct raw_rows {
     return Places::row(lane, stride);
   }
   /// Begins to copy the values of 32 rows; lane l says which row is the tile's l-th, and one below 0 becomes 0. By one warp, of which
-  /// neighbouring lanes copy a row's chunks together; `to` has the lane's own place in it.
-  __device__ __forceinline__ void copy(index_t row, std::uint32_t to, unsigned stride) const {
+  /// neighbouring lanes copy a row's chunks together; `to`, from `shared` on, has the lane's own place in it.
+  __device__ __forceinline__ void copy(index_t row, std::uint32_t shared, unsigned to, unsigned stride) const {
     const unsigned first = row >= 0 ? unsigned(row) * chunks : none;
-    if (chunks == 4) return copy_rows<4>(first, to, stride);
-    if (chunks == 2) return copy_rows<2>(first, to, stride);
-    const unsigned own = own_place(stride);
+    if (chunks == 4) return copy_rows<4>(first, shared + to, stride);
+    if (chunks == 2) return copy_rows<2>(first, shared + to, stride);
 #pragma unroll 1
     for (unsigned c = 0; c < chunks; ++c) {
-      copy_async16(to - own + Places::byte(own, c * 16), values + (row >= 0 ? first + c : 0u) * std::uint64_t(16),
+      copy_async16(shared + Places::byte(to, c * 16), values + (row >= 0 ? first + c : 0u) * std::uint64_t(16),
                    row >= 0);
     }
   }
