@@ -251,7 +251,7 @@ struct packed_step {
     compare(got, got_lse, lists, block, 1.2e-2);
   }
   /// No block between the first and the last that was left scores better than one that was chosen, and no more were than the budget asks
-  /// for; `trimmed`: nor fewer, where a block that is not whole has as many tokens as it has.
+  /// for. `trimmed`: nor fewer; else the budget is a number of blocks, of which a segment's last one may be short.
   void check_best(index_t lane, const std::vector<index_t>& chosen, index_t budget, bool trimmed) const {
     const index_t b = lane / batch.heads(), h = lane % batch.heads();
     numbers scores;

@@ -64,8 +64,10 @@ class packed_part {
     }
   }
 
-  /// A split: chosen units, segment after segment; the last one has the whole rows, too. These are attended before the launch in front of this
-  /// one has ended, which may still set all parts to "nothing was there".
+  /// A split: chosen units, segment after segment; the last one has the whole rows, too.
+  ///
+  /// Whole rows are attended before the launch in front of this one has ended. That one has itself waited for all before it, so that the rows
+  /// are there and the last merge has read its parts; only which parts there are it may still be resetting.
   __device__ __forceinline__ void attend(index_t split) {
     const index_t count = p_.view.count(sequence_);
     fill_begins(p_.view, sequence_, head_, count, 1, row_begin_);
@@ -89,7 +91,7 @@ class packed_part {
     }
     // With `begins` the split's first and last chosen row; else units.
     const index_t all = begins ? chosen_row_begin_[count] : list ? p_.chosen.counts[lane_row_] : unit_begin_[count];
-    // Where units are alike every warp has as many tiles as the one that has most.
+    // Units of one length: a block's tiles are a multiple of its warps, which then have equally many.
     const index_t together = begins ? tile_tokens : max(1, packed_warps * tile_tokens / max(p_.unit, 1));
     const index_t each = ceil_div(ceil_div(all, to_.splits), together) * together;
     index_t first = min(split * each, all);

@@ -3,6 +3,9 @@
 
 #include <cuda_fp16.h>
 
+#include <algorithm>
+#include <bit>
+
 #include "packed_view.cuh"
 
 TESSERA_NAMESPACE_BEGIN
@@ -113,19 +116,17 @@ __device__ __forceinline__ float value_of(std::uint32_t word, int i) {
   }
 }
 
-/// How packed rows of up to `Channels` 16-bit values lie in shared memory, so that eight lanes find 16 bytes of eight rows in all banks. Rows
-/// of 256 bytes and less take a power of two, and their 16 bytes change places; longer ones, of which few fit, stand an odd number
-/// of 16 bytes apart.
+/// How packed rows of up to `Channels` 16-bit values lie in shared memory. Eight lanes that read the same 16 bytes of eight rows read from
+/// all banks, so that none waits for another. Rows of at most 256 bytes are a power of two apart, and the order of their pieces of
+/// 16 bytes is another one in each row; longer rows would take too much memory so, and are an odd number of 16 bytes apart.
 template <int Channels>
 struct row_places {
   static constexpr bool turned = Channels <= 128;
 
   /// Bytes from one row to the next one, for rows of up to `bytes`.
-  TESSERA_HD static int stride(int bytes) {
+  static int stride(int bytes) {
     if constexpr (!turned) return ((bytes + 15) / 16 | 1) * 16;
-    int power = 16;
-    while (power < bytes) power *= 2;
-    return power;
+    return std::max(16, int(std::bit_ceil(unsigned(bytes))));
   }
   /// Where row `i` begins.
   __device__ static __forceinline__ unsigned row(unsigned i, unsigned stride) {
@@ -170,10 +171,10 @@ class row_walk {
   template <class Visit>
   __device__ __forceinline__ void walk(int count, const unsigned char* shared, unsigned row, const Visit& visit) {
     if (gaps_) return walk_slowly(0, count, shared, row, visit);
+    // Eight values a round, four from each end. Rounds of sixteen are as many instructions, but warps wait longer for their code to come.
     int done = 0, end = count;
 #pragma unroll 1
     while (end % 8 != 0) end -= Group, one<false>(end, shared, row, visit);
-      // Eight at a time: twice the code takes as many instructions, and leaves the instruction caches of the warps that walk elsewhere.
 #pragma unroll 1
     for (; end > done; done += 4, end -= 4) {
       const four low = at(shared, row, done), high = at(shared, row, end - 4);
