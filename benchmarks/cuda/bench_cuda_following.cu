@@ -1,8 +1,8 @@
 // LoopServe's decoding, one layer of a whole step: rows appended, attention over the list, queries remembered; and of the step that
 // chooses again, the choice too.
 //
-// The layers of one cache take turns, as many as make the lists that they read larger than the L2 together. A step is recorded once
-// and replayed: lists grow by a token a replay, or are chosen anew in each.
+// The layers of one cache take turns, as many as make the lists that they read larger than the L2 together. A step is recorded once,
+// its beginning included, and replayed: lists grow by a token a replay, or are chosen anew in each.
 #include "cuda_bench.hpp"
 #include "tessera/backend/cuda/cache.cuh"
 #include "tessera/methods/loopserve_decode.hpp"
@@ -55,11 +55,11 @@ prepared step_of(index_t sequences, index_t context, bool chooses) {
   // Steps that are prepared and not taken make the room that the replays need.
   for (index_t i = 0; i < replays || all->step.evicts_last != chooses; ++i)
     all->step = cache.prepare_step(ids, 1, stream());
-  cache.begin_step(all->step, stream());
   prepared made;
   made.keep = all;
   made.bytes = list_bytes + (chooses ? double(sequences) * kv_heads * context * method::layout_type::key_bytes() : 0);
   made.graph = std::make_unique<replay>(layers, [&](int layer) {
+    if (layer == 0) cache.begin_step(all->step, stream());
     cache.decode(layer, all->step, random_tokens(1, q_heads, sequences), random_tokens(1, kv_heads, sequences, 1 << 20),
                  random_tokens(1, kv_heads, sequences, 1 << 21),
                  nhd_rows(all->out.data(), 1, q_heads, head_dim, sequences), {}, stream());

@@ -205,7 +205,7 @@ class cache : public cache_parts<Recipe, Out> {
         next_.data(), steps_.ids(), first_position_.data(), after_.data(), step.sequences(), step.tokens);
     check(cudaGetLastError(), "launch of advance_positions");
     steps_.advance(store_.length_column(), shape_.layers, step.sequences(), step.tokens, stream, stepped_.data());
-    reading_.lists().advance(steps_, step.sequences(), step.tokens, stream);
+    reading_.lists().join(steps_, store_.length_column(), step.sequences(), step.tokens, stream);
   }
 
   /// One layer of a decode step for a batch of sequences, of any ids: append, retrieve, attend, retain.

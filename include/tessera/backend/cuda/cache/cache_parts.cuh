@@ -247,7 +247,6 @@ class cache_parts : public cache_answers<Recipe, Out> {
   void read(index_t layer, const view_type& all, const rows_view<const T>& q, const rows_view<Out>& out,
             const rows_view<float>& lse, selection_view& chosen, cudaStream_t stream) {
     const group_members& members = first_.members();
-    reading_.take_in(layer, all, q.tokens, stream);
     for (index_t m = 0; m < members.count(); ++m) {
       const auto view = reading_.batch_view(layer, all, m);
       const logit_rule rule = members.rule(roles_.rule(layer), m, stream);

@@ -101,10 +101,6 @@ class reading {
     }
   }
 
-  /// A batch's step is about to read a layer, which holds its tokens already: they join the candidates.
-  void take_in(index_t layer, const all_view& all, index_t tokens, cudaStream_t stream) const {
-    lists_.join(layer, all, tokens, stream);
-  }
   /// What it may read; of one place in the group, where query heads read apart.
   view_type batch_view(index_t layer, const all_view& all, index_t member = 0) const {
     return lists_.batch_view(layer, all, member);

@@ -8,6 +8,7 @@
 #include "../../../core/error.hpp"
 #include "../../../core/share_table.hpp"
 #include "../device/alignment.cuh"
+#include "../device/launch.cuh"
 #include "../device/memory.cuh"
 #include "../device/tuning.cuh"
 #include "../device/warp.cuh"
@@ -49,6 +50,8 @@ __device__ bool all_fit(const score_rows& in, index_t sequence, const Budget& po
 template <class Budget>
 __global__ void __launch_bounds__(128)
     allot_by_length_entry(const __grid_constant__ score_rows in, Budget of_all, layer_of asked, index_t* counts) {
+  wait_for_earlier();
+  let_later_begin();
   const index_t row = index_t(blockIdx.x * 128 + threadIdx.x);
   if (row >= in.sequences * in.kv_heads) return;
   const index_t sequence = row / in.kv_heads, head = row % in.kv_heads, tail = in.protected_tail(sequence);
@@ -266,8 +269,8 @@ class allot {
             "construct allot for the largest batch");
     const detail::layer_of asked{layer, layers};
     if constexpr (!by_score) {
-      detail::allot_by_length_entry<Budget>
-          <<<unsigned(ceil_div(rows, 128)), 128, 0, stream>>>(in, policy, asked, counts);
+      launch_overlapping<detail::allot_by_length_entry<Budget>>(unsigned(ceil_div(rows, 128)), 128, stream,
+                                                                "launch of allot", in, policy, asked, counts);
     } else {
       auto* bytes = static_cast<unsigned char*>(workspace);
       const detail::allot_scratch scratch{reinterpret_cast<unsigned*>(bytes),
@@ -281,8 +284,8 @@ class allot {
           <<<grid, detail::allot_threads, 0, stream>>>(in, policy, asked, scratch, capacity_, counts);
       detail::allot_by_score_entry<Budget, 2>
           <<<grid, detail::allot_threads, 0, stream>>>(in, policy, asked, scratch, capacity_, counts);
+      check(cudaGetLastError(), "launch of allot");
     }
-    check(cudaGetLastError(), "launch of allot");
   }
 
  private:

@@ -4,6 +4,7 @@
 #include <algorithm>
 #include <vector>
 
+#include "../device/launch.cuh"
 #include "../device/memory.cuh"
 
 TESSERA_NAMESPACE_BEGIN
@@ -33,6 +34,8 @@ struct gathered_columns {
 template <int Threads>
 __global__ void __launch_bounds__(Threads)
     gather_entry(const __grid_constant__ gathered_columns list, const index_t* ids, index_t sequences, bool back) {
+  wait_for_earlier();
+  let_later_begin();
   const gathered_column c = list.columns[blockIdx.z];
   const index_t b = blockIdx.x, layer = blockIdx.y;
   if (layer >= c.layers) return;
@@ -115,9 +118,8 @@ class step_table {
     std::copy(columns.begin(), columns.end(), list.columns);
     index_t layers = 1;
     for (const detail::gathered_column& column : columns) layers = std::max(layers, column.layers);
-    detail::gather_entry<64><<<dim3(unsigned(batch), unsigned(layers), unsigned(columns.size())), 64, 0, stream>>>(
-        list, ids_.data(), sequences_, false);
-    check(cudaGetLastError(), "launch of gather");
+    launch_overlapping<detail::gather_entry<64>>(dim3(unsigned(batch), unsigned(layers), unsigned(columns.size())), 64,
+                                                 stream, "launch of gather", list, ids_.data(), sequences_, false);
   }
   /// Copies one layer's entries of one column back to their ids.
   template <class T>
@@ -127,8 +129,8 @@ class step_table {
     const offset_t skip = offset_t(layer) * sequences_ * one.columns[0].width;
     one.columns[0].by_id += skip;
     one.columns[0].in_batch += skip;
-    detail::gather_entry<64><<<dim3(unsigned(batch), 1, 1), 64, 0, stream>>>(one, ids_.data(), sequences_, true);
-    check(cudaGetLastError(), "launch of scatter");
+    launch_overlapping<detail::gather_entry<64>>(dim3(unsigned(batch)), 64, stream, "launch of scatter", one,
+                                                 ids_.data(), sequences_, true);
   }
   /// What is kept by id grows by `tokens` in every layer; the batch's copy does not. `noted`: see the kernel.
   void advance(const id_column<index_t>& column, index_t layers, index_t batch, index_t tokens, cudaStream_t stream,

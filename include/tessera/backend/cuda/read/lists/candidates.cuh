@@ -12,15 +12,29 @@ TESSERA_NAMESPACE_BEGIN
 namespace cuda {
 namespace detail {
 
-/// The newest `tokens` slots of every row join its candidates; `lengths` count them.
+/// The lists of every layer and place in the group: small arrays [lists, ids, heads]; of the batch, its sequences first.
+struct step_lists {
+  const index_t* lengths;  // [layers, ids, heads], by id: they count the step's tokens
+  const offset_t* begins;  // by id
+  index_t* slots;
+  index_t* counts;           // by id
+  index_t* counts_in_batch;  // by sequence
+  const index_t* ids;
+  index_t members, sequences, heads;
+};
+
+/// The newest `tokens` slots of every head join its candidates. x: a sequence of the batch, y: a list of a layer.
 template <int Threads>
-__global__ void __launch_bounds__(Threads) join_entry(const index_t* lengths, const offset_t* begins, index_t* slots,
-                                                      index_t* counts, index_t rows, index_t tokens) {
-  const index_t row = index_t(blockIdx.x * Threads + threadIdx.x);
-  if (row >= rows) return;
-  const index_t held = counts[row];
-  for (index_t t = 0; t < tokens; ++t) slots[begins[row] + held + t] = lengths[row] - tokens + t;
-  counts[row] = held + tokens;
+__global__ void __launch_bounds__(Threads) join_entry(step_lists all, index_t tokens) {
+  const index_t sequence = blockIdx.x, list = blockIdx.y, id = all.ids[sequence];
+  for (index_t head = threadIdx.x; head < all.heads; head += Threads) {
+    const offset_t row = (offset_t(list) * all.sequences + id) * all.heads + head;
+    const index_t held = all.counts[row];
+    const index_t length = all.lengths[(offset_t(list / all.members) * all.sequences + id) * all.heads + head];
+    for (index_t t = 0; t < tokens; ++t) all.slots[all.begins[row] + held + t] = length - tokens + t;
+    all.counts[row] = held + tokens;
+    all.counts_in_batch[(offset_t(list) * all.sequences + sequence) * all.heads + head] = held + tokens;
+  }
 }
 
 }  // namespace detail
@@ -53,7 +67,6 @@ class no_candidates {
   index_t usual_row(index_t) const { return 0; }
   View view(index_t, index_t, const View& all) const { return all; }
   View batch_view(index_t, const View& all, index_t = 0) const { return all; }
-  void join(index_t, const View&, index_t, cudaStream_t) const {}
   void plan_pass(const place_list&, const std::vector<kept_bound>&) {}
   template <class... Any>
   void pass(const Any&...) {}
@@ -68,7 +81,7 @@ class no_candidates {
   void plan_copy(index_t, index_t) {}
   void commit_copy(index_t, index_t, cudaStream_t) {}
   void took(index_t, index_t, index_t) {}
-  void advance(const step_table&, index_t, index_t, cudaStream_t) const {}
+  void join(const step_table&, const id_column<index_t>&, index_t, index_t, cudaStream_t) const {}
   void clear(index_t, cudaStream_t) {}
   offset_t bytes(index_t, index_t) const { return 0; }
   template <class Store>
@@ -150,10 +163,10 @@ class candidates {
   void note_read(index_t layer, const step_table& steps, index_t batch, index_t* distinct, index_t* entries,
                  cudaStream_t stream) const {
     const index_t lists = layer * members_;
-    detail::count_read_entry<256><<<unsigned(batch * heads_), 256, 0, stream>>>(
+    launch_overlapping<detail::count_read_entry<256>>(
+        unsigned(batch * heads_), 256, stream, "launch of count_read",
         rows_of(begins_.batch(lists), counts_.batch(lists), steps.ids(), 0), members_, offset_t(sequences_) * heads_,
         distinct, entries);
-    check(cudaGetLastError(), "launch of count_read");
   }
   /// Notes on the host what `pass_in_step` leaves.
   void passed_in_step(index_t layer, index_t id, const token_bound& passed) {
@@ -209,17 +222,14 @@ class candidates {
     held.total += offset_t(heads_) * tokens;
     for (index_t m = 0; m < members_; ++m) pool_.took(lists_of(layer, m, id), tokens);
   }
-  /// The newest tokens of a batch, which `all` counts, join its candidates.
-  void join(index_t layer, const View& all, index_t tokens, cudaStream_t stream) const {
-    const index_t rows = all.sequences * heads_;
-    for (index_t lists = layer * members_; lists < (layer + 1) * members_; ++lists) {
-      detail::join_entry<128><<<unsigned(ceil_div(rows, 128)), 128, 0, stream>>>(
-          all.lengths, begins_.batch(lists), slots(), counts_.batch(lists), rows, tokens);
-      check(cudaGetLastError(), "launch of join");
-    }
-  }
-  void advance(const step_table& steps, index_t batch, index_t tokens, cudaStream_t stream) const {
-    steps.advance(counts_, layers_ * members_, batch, tokens, stream);
+  /// A batch's step begins: its tokens, which `lengths` count already, join the candidates of every layer. One launch a step.
+  void join(const step_table& steps, const id_column<index_t>& lengths, index_t batch, index_t tokens,
+            cudaStream_t stream) const {
+    const detail::step_lists all{lengths.of(0, 0), begins_.of(0, 0), slots(),
+                                 counts_.of(0, 0), counts_.batch(0), steps.ids(),
+                                 members_,         sequences_,       heads_};
+    detail::join_entry<32><<<dim3(unsigned(batch), unsigned(layers_ * members_)), 32, 0, stream>>>(all, tokens);
+    check(cudaGetLastError(), "launch of join");
   }
 
   void clear(index_t id, cudaStream_t stream) {
@@ -286,11 +296,11 @@ class candidates {
                     const joined_columns& columns, cudaStream_t stream) {
     if (columns.bits) {
       detail::pass_joined_entry<512><<<unsigned(rows), 512, 0, stream>>>(chosen, to, columns);
+      check(cudaGetLastError(), "launch of pass");
     } else {
       const dim3 grid{unsigned(std::clamp(longest / 1024, 1, 64)), unsigned(rows)};
-      detail::pass_entry<256><<<grid, 256, 0, stream>>>(chosen, to);
+      launch_overlapping<detail::pass_entry<256>>(grid, 256, stream, "launch of pass", chosen, to);
     }
-    check(cudaGetLastError(), "launch of pass");
   }
   view_type view(const View& all, const index_t* counts, const offset_t* begins) const {
     view_type view;

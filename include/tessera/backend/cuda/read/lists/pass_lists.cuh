@@ -2,7 +2,7 @@
 #pragma once
 
 #include "../../../../core/selection.hpp"
-#include "../../device/check.cuh"
+#include "../../device/launch.cuh"
 #include "../../device/search.cuh"
 #include "../../device/warp.cuh"
 
@@ -32,6 +32,8 @@ struct list_rows {
 /// x: a part of a row, y: a row.
 template <int Threads>
 __global__ void __launch_bounds__(Threads) pass_entry(selection_view chosen, list_rows to) {
+  wait_for_earlier();
+  let_later_begin();
   const index_t row = blockIdx.y, count = chosen.count(row);
   for (index_t i = index_t(blockIdx.x) * Threads + index_t(threadIdx.x); i < count; i += index_t(gridDim.x) * Threads)
     to.slots[to.begins[row] + i] = chosen.row(row)[i];
@@ -78,6 +80,8 @@ template <int Threads>
 __global__ void __launch_bounds__(Threads)
     count_read_entry(list_rows from, index_t lists, offset_t stride, index_t* distinct, index_t* entries) {
   __shared__ block_scan<Threads, index_t> scan;
+  wait_for_earlier();
+  let_later_begin();
   const index_t row = blockIdx.x;
   index_t found = 0;
   for (index_t l = 0; l < lists; ++l) {
