@@ -41,6 +41,30 @@ struct packed_parts {
   index_t splits, parts, rows;
 };
 
+/// Which of the chosen rows of `count` segments, that begin at `begins`, a split has: about `each`, and of one segment where that leaves
+/// enough splits. One that goes on into another segment waits for its queries and rows, as long as for a round of tiles. By a warp.
+__device__ __forceinline__ int2 rows_of_split(const index_t* begins, index_t count, index_t each, index_t splits,
+                                              index_t split) {
+  const index_t lane = index_t(threadIdx.x) % 32;
+  for (index_t length = each; length <= each + packed_warps * tile_tokens; length += tile_tokens) {
+    int2 own = make_int2(0, 0);
+    index_t before = 0;
+    for (index_t s = lane; s - lane < count; s += 32) {
+      const index_t begin = begins[min(s, count)], end = begins[min(s + 1, count)];
+      const index_t parts = ceil_div(end - begin, length), sum = before + inclusive_sum(parts, int(lane));
+      const index_t first = begin + (split - (sum - parts)) * length;
+      const unsigned found = __ballot_sync(~0u, split >= sum - parts && split < sum);
+      if (found != 0) {
+        own.x = __shfl_sync(~0u, first, __ffs(int(found)) - 1);
+        own.y = __shfl_sync(~0u, min(first + length, end), __ffs(int(found)) - 1);
+      }
+      before = __shfl_sync(~0u, sum, 31);
+    }
+    if (before <= splits) return own;
+  }
+  return make_int2(min(split * each, begins[count]), min(split * each + each, begins[count]));
+}
+
 /// One block's part: some of the chosen units of a (sequence, kv_head), or its whole rows, for 8 query rows.
 template <class View, class Tile, class Out>
 class packed_part {
@@ -94,18 +118,28 @@ class packed_part {
     // Units of one length: a block's tiles are a multiple of its warps, which then have equally many.
     const index_t together = begins ? tile_tokens : max(1, packed_warps * tile_tokens / max(p_.unit, 1));
     const index_t each = ceil_div(ceil_div(all, to_.splits), together) * together;
-    index_t first = min(split * each, all);
-    const index_t last = min(first + each, all), lane = index_t(threadIdx.x) % 32;
-    if (first >= last) return;
     const bool searches = list && !begins;
-    const index_t lowest = searches ? list[first] : first, highest = searches ? list[last - 1] : last - 1;
-    for (index_t s = 0; s < count && first < last; ++s) {
-      const index_t limit = begins ? chosen_row_begin_[s + 1] : unit_begin_[s + 1];
-      if (limit <= lowest) continue;
-      const index_t end = highest < limit ? last
-                          : searches      ? first + first_where_in_warp(last - first, lane,
-                                                                        [&](index_t i) { return list[first + i] >= limit; })
-                                          : limit;
+    // What the loop needs between segments lies in shared memory: the kernel has no register to spare.
+    volatile index_t* const range =
+        chosen_row_begin_ + p_.view.most_segments + 1;  // its end; its lowest and its highest entry
+    if (threadIdx.x < 32) {
+      const int2 own = begins ? rows_of_split(chosen_row_begin_, count, each, to_.splits, split)
+                              : make_int2(min(split * each, all), min(split * each + each, all));
+      if (threadIdx.x == 0) {
+        range[0] = own.y;
+        if (own.x < own.y) range[1] = searches ? list[own.x] : own.x, range[2] = searches ? list[own.y - 1] : own.y - 1;
+        range[3] = own.x;
+      }
+    }
+    __syncthreads();
+    index_t first = range[3];
+    for (index_t s = 0; s < count && first < range[0]; ++s) {
+      const index_t limit = begins ? chosen_row_begin_[s + 1] : unit_begin_[s + 1], last = range[0];
+      if (limit <= range[1]) continue;
+      const index_t end = range[2] < limit ? last
+                          : searches       ? first + first_where_in_warp(last - first, index_t(threadIdx.x) % 32,
+                                                                         [&](index_t i) { return list[first + i] >= limit; })
+                                           : limit;
       index_t begin_unit = first, end_unit = end;
       if (begins) {
         const index_t unit = unit_of_segment(s), before = chosen_row_begin_[s];

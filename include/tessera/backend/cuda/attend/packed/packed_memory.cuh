@@ -51,7 +51,7 @@ struct packed_memory {
         softmaxes(weights + packed_warps * weight),
         positions(softmaxes + packed_warps * softmax),
         begins(positions + query_rows_together * 4),
-        bytes(begins + int(most_segments + 1) * 3 * 4) {}
+        bytes(begins + (int(most_segments + 1) * 3 + 4) * 4) {}
 
  private:
   TESSERA_HD static constexpr int larger(int a, int b) { return a > b ? a : b; }
