@@ -94,12 +94,12 @@ struct line_memory {
 
 enum class measured { attention, choice, both };
 
-prepared along_lines(index_t tokens, const std::vector<double>& densities, measured what) {
+prepared along_lines(index_t tokens, const std::vector<double>& densities, measured what,
+                     const covering_lines& pattern = {}) {
   using view_type = kv_view<const bf16, head_dim>;
   const std::size_t elements = std::size_t(kv_heads) * std::size_t(tokens) * head_dim;
   const std::size_t q_elements = std::size_t(q_heads) * std::size_t(tokens) * head_dim;
   const auto device = cuda::device_info::current();
-  const covering_lines pattern{};
   std::vector<index_t> rows;
   pattern.sample(0, tokens, rows);
   struct memory {
@@ -157,6 +157,11 @@ const int registered = [] {
     const auto even = [](double density) { return std::vector<double>(q_heads, density); };
     add(
         "lines/choice/" + size, [=] { return along_lines(tokens, even(0.1), measured::choice); }, 1);
+    covering_lines published;
+    published.algorithm = line_search::paper;
+    add(
+        "lines/choice/published/" + size, [=] { return along_lines(tokens, even(0.1), measured::choice, published); },
+        1);
     add(
         "lines/10/" + size, [=] { return along_lines(tokens, even(0.1), measured::both); }, 1);
     add(
