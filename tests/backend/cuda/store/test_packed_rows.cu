@@ -118,6 +118,9 @@ void check_row(const unpacked_row& row, const packed_format& format, const numbe
   if (format.own_bits && most > least * (1 + 1e-4) + 1e-5 * size * size) ++wrong;  // what is dropped is no better
 }
 
+/// So many that they are packed by a thread a row.
+constexpr index_t many_rows = 8192;
+
 template <class T, int D, int Dv = D>
 void check_packing(const segment_plan& plan) {
   INFO("dims " << D << " " << Dv << " rows " << plan.rows << " block " << plan.block << " k " << name_of(plan.k)
@@ -146,7 +149,7 @@ void check_packing(const segment_plan& plan) {
   }
   buffer<float> d_k(k_bases), d_v(v_bases);
   const cuda::encode_rows<view_type> encode(plan.block);
-  const auto packed_in = [&](const std::vector<index_t>& pieces, const cuda::segment_memory& memory) {
+  const auto packed_in = [&](const std::vector<index_t>& pieces, const cuda::segment_memory& memory, index_t more) {
     const auto segment = memory.segment(plan.rotated ? d_k.data : nullptr, plan.rotated ? d_v.data : nullptr);
     buffer<cuda::device_segment> table(std::vector<cuda::device_segment>{segment});
     buffer<index_t> one(std::vector<index_t>{1});
@@ -155,7 +158,7 @@ void check_packing(const segment_plan& plan) {
     problem.view.whole = rows.view();
     for (const index_t piece : pieces) {
       buffer<index_t> counts(std::vector<index_t>{piece});  // read on the device
-      problem.counts = counts.data, problem.count = piece + 3;
+      problem.counts = counts.data, problem.count = piece + more;
       encode.run(problem, nullptr);
       cuda::check(cudaDeviceSynchronize(), "encoding");
       problem.first += piece;
@@ -164,7 +167,8 @@ void check_packing(const segment_plan& plan) {
     return segment;
   };
   const cuda::segment_memory memory(plan.k, plan.v, plan.block, heads, plan.rows + 3);
-  const auto segment = packed_in({plan.rows}, memory);
+  // With room for many rows a thread packs one; few rows are packed by warps.
+  const auto segment = packed_in({plan.rows}, memory, plan.rows < 64 ? 3 : many_rows);
   const downloaded_vectors keys(segment.k, heads), values(segment.v, heads);
   int wrong = 0;
   for (index_t h = 0; h < heads; ++h) {
@@ -191,7 +195,7 @@ void check_packing(const segment_plan& plan) {
   std::vector<index_t> pieces;
   for (index_t left = plan.rows; left > 0; left -= pieces.back()) pieces.push_back(std::min(step, left));
   const cuda::segment_memory other(plan.k, plan.v, plan.block, heads, plan.rows + 3);
-  const auto again = packed_in(pieces, other);
+  const auto again = packed_in(pieces, other, 3);
   const downloaded_vectors same_keys(again.k, heads), same_values(again.v, heads);
   int differ = 0;
   for (index_t h = 0; h < heads; ++h) {
@@ -209,9 +213,9 @@ void check_packing(const segment_plan& plan) {
 
 /// Rows as they are whose energies tie, vanish, overflow or are no numbers: the device packs what the host packs, to the bit.
 template <class T, int D>
-void check_special_rows(packed_element element, index_t channels, index_t group, index_t kept) {
+void check_special_rows(packed_element element, index_t channels, index_t group, index_t kept, bool by_warps) {
   const packed_format format = format_of(element, channels, group, kept);
-  INFO("dim " << D << " " << name_of(format));
+  INFO("dim " << D << " " << name_of(format) << (by_warps ? " by warps" : " by threads"));
   const index_t count = 150;
   whole_rows<T, D, D> rows(1, 1, {count});
   for (index_t i = 0; i < count; ++i) {
@@ -238,7 +242,9 @@ void check_special_rows(packed_element element, index_t channels, index_t group,
   using view_type = cuda::packed_view<typename whole_rows<T, D, D>::view_type>;
   cuda::encode_problem<view_type> problem;
   problem.view.segments = table.data, problem.view.counts = one.data, problem.view.most_segments = 1;
-  problem.view.whole = rows.view(), problem.count = count;
+  buffer<index_t> counts(std::vector<index_t>{count});
+  problem.view.whole = rows.view();
+  problem.count = by_warps ? count : many_rows, problem.counts = counts.data;
   cuda::encode_rows<view_type>(0).run(problem, nullptr);
   cuda::check(cudaDeviceSynchronize(), "encoding");
 
@@ -345,13 +351,15 @@ TEST_CASE("rows packed on the GPU hold the largest elements of their rotated vec
 
 TEST_CASE("rows of ties, zeros, infinities and NaN are packed on the GPU as on the host") {
   if (gpu_missing()) return;
-  check_special_rows<bf16, 128>(as_bf16, 96, 1, 32);
-  check_special_rows<bf16, 128>(as_int4, 128, 2, 64);
-  check_special_rows<fp16, 64>(as_fp16, 64, 4, 16);
-  check_special_rows<bf16, 96>(as_fp8, 72, 1, 71);
-  check_special_rows<fp16, 128>(as_fp16, 40, 1, 40);
-  check_special_rows<bf16, 256>(as_bf16, 256, 1, 1);
-  check_special_rows<bf16, 64>(as_bf16, 33, 1, 20);
+  for (const bool by_warps : {true, false}) {
+    check_special_rows<bf16, 128>(as_bf16, 96, 1, 32, by_warps);
+    check_special_rows<bf16, 128>(as_int4, 128, 2, 64, by_warps);
+    check_special_rows<fp16, 64>(as_fp16, 64, 4, 16, by_warps);
+    check_special_rows<bf16, 96>(as_fp8, 72, 1, 71, by_warps);
+    check_special_rows<fp16, 128>(as_fp16, 40, 1, 40, by_warps);
+    check_special_rows<bf16, 256>(as_bf16, 256, 1, 1, by_warps);
+    check_special_rows<bf16, 64>(as_bf16, 33, 1, 20, by_warps);
+  }
 }
 
 TEST_CASE("packing refuses blocks that no thread block holds") {

@@ -145,20 +145,6 @@ class staged_means {
   int kept_, pieces_, odd_ = 0;
 };
 
-template <class Visit>
-__device__ __forceinline__ void with_element(packed_element element, const Visit& visit) {
-  switch (element) {
-    case packed_element::fp16:
-      return visit.template operator()<packed_element::fp16>();
-    case packed_element::fp8:
-      return visit.template operator()<packed_element::fp8>();
-    case packed_element::int4:
-      return visit.template operator()<packed_element::int4>();
-    default:
-      return visit.template operator()<packed_element::bf16>();
-  }
-}
-
 /// A block scores `together` blocks of rows of one (sequence, kv_head), a thread one at a time. With one row of queries, q stands in shared
 /// memory once for every lane of a warp: lanes read other channels in each step, and none waits for another's bank.
 template <class View>

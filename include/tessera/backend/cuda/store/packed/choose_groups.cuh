@@ -14,9 +14,10 @@ inline constexpr int most_group_words = largest_head_dim / 32;
 
 /// chosen = bits of the `wanted` of `groups` groups of `group` channels of `row` with most energy, alike in all lanes; ties to the lower group,
 /// NaN last.
-__device__ inline void choose_groups(const float* row, int groups, int group, int wanted,
-                                     std::uint32_t (&chosen)[most_group_words]) {
-  constexpr int most = most_group_words;
+template <int Words>
+__device__ __forceinline__ void choose_groups(const float* row, int groups, int group, int wanted,
+                                              std::uint32_t (&chosen)[Words]) {
+  constexpr int most = Words;
   const int lane = int(threadIdx.x) % 32;
   std::uint32_t keys[most];
 #pragma unroll
@@ -24,20 +25,26 @@ __device__ inline void choose_groups(const float* row, int groups, int group, in
     const int g = j * 32 + lane;
     float energy = 0;
     if (g < groups) {
+#pragma unroll 1
       for (int c = g * group; c < (g + 1) * group; ++c) energy = __fadd_rn(energy, __fmul_rn(row[c], row[c]));
     }
     keys[j] = g < groups ? ordered_bits(energy) : 0u;  // 0: below every key
   }
-  // The wanted-th largest key, bit by bit; of those that equal it the lower groups stay.
+  // The wanted-th largest key, two bits at a time; of those that equal it the lower groups stay.
   std::uint32_t least = 0;
-  for (int bit = 31; bit >= 0; --bit) {
-    const std::uint32_t trial = least | (1u << bit);
-    int reaching = 0;
+#pragma unroll 1
+  for (int bit = 30; bit >= 0; bit -= 2) {
+    const std::uint32_t unit = 1u << bit;
+    int reaching[3] = {};
 #pragma unroll
     for (int j = 0; j < most; ++j) {
-      if (j * 32 < groups) reaching += __popc(__ballot_sync(~0u, keys[j] >= trial));
+      if (j * 32 >= groups) continue;
+#pragma unroll
+      for (int k = 0; k < 3; ++k) reaching[k] += __popc(__ballot_sync(~0u, keys[j] >= least + unit * (k + 1)));
     }
-    if (reaching >= wanted) least = trial;
+    const int up = (reaching[0] >= wanted) + (reaching[1] >= wanted) + (reaching[2] >= wanted);
+    least += unit * up;
+    if (reaching[0] == wanted || reaching[1] == wanted || reaching[2] == wanted) break;
   }
   int above = 0;
 #pragma unroll

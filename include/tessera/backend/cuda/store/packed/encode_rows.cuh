@@ -27,6 +27,8 @@ struct encode_problem {
 namespace detail {
 
 inline constexpr int encoding_warps = 5, encoding_threads = encoding_warps * 32, largest_encoded_block = 128;
+/// Of a chunk whose vectors are packed by warps, because there are so few chunks that the time is one vector's.
+inline constexpr int most_rows_by_warps = 16;
 
 /// Values as they are written, `bits` each.
 template <packed_element Element>
@@ -96,6 +98,11 @@ __device__ void write_values(kept_channels<Words> walk, int kept, const float* r
   }
 }
 
+/// Of a vector whose largest size is `largest`: as pack_row's.
+__device__ inline float fitted_scale(packed_element element, float largest) {
+  const float fitted = largest / (element == packed_element::fp8 ? 448.0f : 7.0f);
+  return fitted > 1e-30f ? fitted : 1.0f;
+}
 /// Packs one vector, `row` in shared memory, as row i of a plane. By one thread; all threads' planes have one format.
 template <int D>
 __device__ void pack_vector(const packed_format& format, const packed_vectors& to, index_t head, index_t i,
@@ -123,21 +130,73 @@ __device__ void pack_vector(const packed_format& format, const packed_vectors& t
       const float x = fabsf(row[again.next()]);
       if (x < infinity) largest = fmaxf(largest, x);
     }
-    const float fitted = largest / (format.element == packed_element::fp8 ? 448.0f : 7.0f);
-    scale = fitted > 1e-30f ? fitted : 1.0f;  // as pack_row's
+    scale = fitted_scale(format.element, largest);
     to.scales[to.row(head, i)] = scale;
   }
-  std::byte* values = to.values_of(head, i);
-  switch (format.element) {
-    case packed_element::fp16:
-      return write_values<packed_element::fp16>(walk, kept, row, scale, values);
-    case packed_element::fp8:
-      return write_values<packed_element::fp8>(walk, kept, row, scale, values);
-    case packed_element::int4:
-      return write_values<packed_element::int4>(walk, kept, row, scale, values);
-    default:
-      return write_values<packed_element::bf16>(walk, kept, row, scale, values);
+  with_element(format.element,
+               [&]<packed_element Element>() { write_values<Element>(walk, kept, row, scale, to.values_of(head, i)); });
+}
+
+/// As `pack_vector`, by a warp, a lane every 32nd group: the latency of one row is less, the work of many is more.
+template <int D>
+__device__ void pack_vector_by_warp(const packed_format& format, const packed_vectors& to, index_t head, index_t i,
+                                    const float* row) {
+  constexpr int words = thread_choice<D>::words;
+  const int group = int(format.group), lane = int(threadIdx.x) % 32;
+  std::uint32_t chosen[words] = {};
+  if (format.own_bits) {
+    choose_groups(row, int(format.groups()), group, int(format.kept) / group, chosen);
+#pragma unroll
+    for (int j = 0; j < words; ++j) {
+      if (lane == j && j < bit_words(format)) to.own_bits_of(head, i)[j] = chosen[j];
+    }
+  } else {
+    const std::uint32_t* set = to.bits_of(head, i);
+#pragma unroll
+    for (int j = 0; j < words; ++j) chosen[j] = j < bit_words(format) ? set[j] : 0u;
   }
+  // Calls for the channels of this lane that stay, with each one's place among the values.
+  const auto for_each_kept = [&](const auto& call) {
+    int before = 0;
+#pragma unroll
+    for (int j = 0; j < words; ++j) {
+      const int place = (before + __popc(chosen[j] & ((1u << lane) - 1u))) * group, from = (j * 32 + lane) * group;
+#pragma unroll 1
+      for (int c = 0; (chosen[j] >> lane & 1u) && c < group; ++c) call(from + c, place + c);
+      before += __popc(chosen[j]);
+    }
+  };
+  float scale = 1;
+  if (format.scaled()) {
+    float largest = 0;
+    for_each_kept([&](int c, int) {
+      const float x = fabsf(row[c]);
+      if (x < infinity) largest = fmaxf(largest, x);
+    });
+    scale = fitted_scale(format.element, lanes_max<32>(largest));
+    if (lane == 0) to.scales[to.row(head, i)] = scale;
+  }
+  with_element(format.element, [&]<packed_element Element>() {
+    constexpr int bits = written<Element>::bits, in_word = 32 / bits;
+    std::byte* values = to.values_of(head, i);
+    if constexpr (bits == 4) {
+#pragma unroll 1
+      for (int first = 0; first < int(format.kept); first += in_word) {
+        std::uint32_t mine = 0;
+        for_each_kept([&](int c, int e) {
+          if (e / in_word == first / in_word) mine |= written<Element>::code(row[c], scale) << e % in_word * bits;
+        });
+        mine = __reduce_or_sync(~0u, mine);
+        if (lane == 0) *reinterpret_cast<std::uint32_t*>(values + first / 2) = mine;
+      }
+    } else {
+      using stored = std::conditional_t<bits == 8, std::uint8_t, std::uint16_t>;
+      const int kept = int(format.kept), padded = bits == 8 ? in_word : 8, end = ceil_div(kept, padded) * padded;
+      auto* codes = reinterpret_cast<stored*>(values);
+      for_each_kept([&](int c, int e) { codes[e] = stored(written<Element>::code(row[c], scale)); });
+      if (kept + lane < end) codes[kept + lane] = 0;
+    }
+  });
 }
 
 /// Behind the rows stand the means of their blocks, added in the rows' order. By all threads.
@@ -153,12 +212,21 @@ __device__ inline void average_blocks(float* turned, int stride, int rows, int b
   }
 }
 
-/// Rows of one head, keys or values. They are turned by warps, 32 rows or some of their channels each, and packed by a thread a row.
+/// Rows of one head, keys or values. They are turned by warps, 32 rows or some of their channels each, and packed by a
+/// thread a row, of few rows by a warp a row.
 template <class View, int D>
 __device__ void encode_side(const encode_problem<View>& p, index_t sequence, index_t head, bool keys, index_t chunk,
                             index_t chunk_rows, int stride, float* turned) {
   using T = typename View::element_type;
   const int thread = int(threadIdx.x), warp = thread / 32;
+  if (chunk_rows <= most_rows_by_warps) {  // rows come while tables are read
+    constexpr int row_lines = ceil_div(D * 2, 128);
+    for (int i = thread; i < int(min(chunk_rows, p.count - chunk * chunk_rows)) * row_lines; i += encoding_threads) {
+      const index_t slot = p.first + chunk * chunk_rows + i / row_lines;
+      prefetch_line((keys ? p.view.whole.key(sequence, head, slot) : p.view.whole.value(sequence, head, slot)) +
+                    i % row_lines * 64);
+    }
+  }
   const device_segment& segment =
       p.view.segment(sequence, p.segment != no_index ? p.segment : p.view.count(sequence) - 1);
   const packed_vectors& to = keys ? segment.k : segment.v;
@@ -187,10 +255,16 @@ __device__ void encode_side(const encode_problem<View>& p, index_t sequence, ind
     average_blocks(turned, stride, rows, block, channels);
     __syncthreads();
   }
-  if (thread >= rows + (block > 0 ? ceil_div(rows, block) : 0)) return;
-  const bool is_mean = thread >= rows;
-  pack_vector<D>(to.format, is_mean ? segment.means : to, head,
-                 is_mean ? (held + from) / block + thread - rows : held + from + thread, turned + thread * stride);
+  const int vectors = rows + (block > 0 ? ceil_div(rows, block) : 0);
+  const auto plane_of = [&](int i) -> const packed_vectors& { return i < rows ? to : segment.means; };
+  const auto place_of = [&](int i) { return i < rows ? held + from + i : (held + from) / block + i - rows; };
+  if (chunk_rows <= most_rows_by_warps) {
+#pragma unroll 1
+    for (int i = warp; i < vectors; i += encoding_warps)
+      pack_vector_by_warp<D>(to.format, plane_of(i), head, place_of(i), turned + i * stride);
+  } else if (thread < vectors) {
+    pack_vector<D>(to.format, plane_of(thread), head, place_of(thread), turned + thread * stride);
+  }
 }
 
 /// blockIdx: chunk of rows, (sequence, kv_head), K or V.
@@ -200,6 +274,7 @@ __global__ void __launch_bounds__(encoding_threads, 3)
   constexpr int k_dim = View::k_dim, v_dim = View::v_dim;
   extern __shared__ float turned_rows[];
   wait_for_earlier();
+  let_later_begin();
   const index_t heads = p.view.whole.kv_heads, sequence = index_t(blockIdx.y) / heads,
                 head = index_t(blockIdx.y) % heads, chunk = index_t(blockIdx.x);
   const bool keys = blockIdx.z == 0;
@@ -209,16 +284,23 @@ __global__ void __launch_bounds__(encoding_threads, 3)
     encode_side<View, v_dim>(p, sequence, head, keys, chunk, chunk_rows, stride, turned_rows);
 }
 
-/// The rows count from now on. One thread a (sequence, kv_head).
+/// The rows count from now on. One thread a (sequence, kv_head). It reads before the launch that packs them has ended: that one has waited for
+/// all before it, and writes no lengths.
 template <class View>
 __global__ void __launch_bounds__(128) count_encoded_entry(const __grid_constant__ encode_problem<View> p) {
-  wait_for_earlier();
+  let_later_begin();
   const index_t heads = p.view.whole.kv_heads, lane_row = index_t(blockIdx.x * 128 + threadIdx.x);
-  if (lane_row >= p.view.whole.sequences * heads) return;
-  const index_t sequence = lane_row / heads;
-  const device_segment& segment =
-      p.view.segment(sequence, p.segment != no_index ? p.segment : p.view.count(sequence) - 1);
-  segment.rows[lane_row % heads] += p.counts ? min(p.counts[sequence], p.count) : p.count;
+  const bool mine = lane_row < p.view.whole.sequences * heads;
+  index_t *rows = nullptr, counted = 0;
+  if (mine) {
+    const index_t sequence = lane_row / heads;
+    const device_segment& segment =
+        p.view.segment(sequence, p.segment != no_index ? p.segment : p.view.count(sequence) - 1);
+    rows = segment.rows + lane_row % heads;
+    counted = *rows + (p.counts ? min(p.counts[sequence], p.count) : p.count);
+  }
+  wait_for_earlier();
+  if (mine) *rows = counted;
 }
 
 }  // namespace detail
@@ -229,7 +311,7 @@ __global__ void __launch_bounds__(128) count_encoded_entry(const __grid_constant
 ///          sums of exact products do. Whole rows stay where they are; the segment's lengths grow.
 /// Errors   before the launch: rows not on 16 bytes, blocks above 128 rows.
 /// Cost     two launches; rows are read once, a basis once for 32 rows, out of the L2. Recordable. 65,536 tokens of 8 heads of 128
-///          channels: 0.79 ms; by a warp for each row it was 4.75 ms (H200, CUDA 13.0).
+///          channels: 0.75 ms; by a warp for each row it was 4.75 ms, but a tail of 32 is packed by warps in 14.7 us, and by threads in 18.7 (CUDA 13.0).
 template <class View>
 class encode_rows {
   using T = typename View::element_type;
@@ -246,6 +328,8 @@ class encode_rows {
     const index_t least = least_block > 0 ? least_block : block;
     chunk_rows_ = block > 0 ? detail::encoding_threads / (least + 1) * least / block * block : detail::encoding_threads;
     require(chunk_rows_ > 0, "block", block, "one that a thread block holds with its means", "take shorter blocks");
+    short_rows_ = block > 0 ? std::min(ceil_div(index_t(8), block) * block, chunk_rows_) : 8;
+    resident_ = 2 * device_info::current().multiprocessors;
     entry_ = detail::encode_rows_entry<View>;
     overlaps_ = can_overlap(entry_);
     check(
@@ -259,12 +343,15 @@ class encode_rows {
     if (lanes == 0 || problem.count == 0) return;
     require_rows_on_16_bytes("whole keys", problem.view.whole.k, problem.view.whole.k_strides);
     require_rows_on_16_bytes("whole values", problem.view.whole.v, problem.view.whole.v_strides);
+    // Few rows, as of a tail: short chunks, while all of them run at once.
+    const offset_t short_chunks = offset_t(ceil_div(problem.count, short_rows_)) * lanes * 2;
+    const index_t chunk_rows = short_chunks <= resident_ ? short_rows_ : chunk_rows_;
     launch(entry_,
-           {.blocks = dim3(unsigned(ceil_div(problem.count, chunk_rows_)), unsigned(lanes), 2),
+           {.blocks = dim3(unsigned(ceil_div(problem.count, chunk_rows)), unsigned(lanes), 2),
             .threads = dim3(detail::encoding_threads),
             .shared_bytes = shared_bytes(),
             .overlapping = overlaps_},
-           stream, "launch of encode_rows", problem, chunk_rows_, stride_);
+           stream, "launch of encode_rows", problem, chunk_rows, stride_);
     launch(detail::count_encoded_entry<View>,
            {.blocks = dim3(unsigned(ceil_div(lanes, 128))), .threads = dim3(128), .overlapping = overlaps_}, stream,
            "launch of count_encoded", problem);
@@ -272,7 +359,7 @@ class encode_rows {
 
  private:
   std::size_t shared_bytes() const { return std::size_t(stride_) * detail::encoding_threads * sizeof(float); }
-  index_t chunk_rows_;
+  index_t chunk_rows_, short_rows_, resident_;
   int stride_;  // floats from one turned row to the next
   bool overlaps_ = false;
   // What was configured is what is launched: nvcc gives every source file a kernel of its own.

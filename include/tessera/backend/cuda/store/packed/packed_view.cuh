@@ -85,6 +85,21 @@ struct packed_view {
 
 namespace detail {
 
+/// Calls visit.template operator()<element>().
+template <class Visit>
+__device__ __forceinline__ void with_element(packed_element element, const Visit& visit) {
+  switch (element) {
+    case packed_element::fp16:
+      return visit.template operator()<packed_element::fp16>();
+    case packed_element::fp8:
+      return visit.template operator()<packed_element::fp8>();
+    case packed_element::int4:
+      return visit.template operator()<packed_element::int4>();
+    default:
+      return visit.template operator()<packed_element::bf16>();
+  }
+}
+
 /// begins [count + 1] = the sums of `units_of(i)` over what lies before each of `count` segments, and over all of them. By all threads
 /// of a block; ends with a barrier.
 template <class UnitsOf>

@@ -26,7 +26,7 @@ __device__ __forceinline__ void split_pair(float x, float y, std::uint32_t (&par
 
 /// Turns 32 rows into `channels` channels of a basis [channels, D], by one warp: turned [32, stride] <- rows basis^T.
 ///
-/// `row_of(i)` points to row i, on 16 bytes, or is null for one that is not there. Of every 4 groups of 8 channels one warp of
+/// `row_of(i)` points to row i, on 16 bytes, or is null for one that is not there. Of every few groups of 8 channels one warp of
 /// `sharers` turns those of its `share`; all channels up to the next multiple of 8 are written.
 ///
 /// The order of a product's terms is free: a lane takes 8 neighbours of a row in one load, and the basis alike.
@@ -38,10 +38,13 @@ __device__ void rotate_rows(const RowOf& row_of, const float* basis, int channel
   const T* rows[4];
 #pragma unroll
   for (int i = 0; i < 4; ++i) rows[i] = row_of(r + i * 8);
+  // Each warp takes as many groups at once, up to four.
+  const int each = min(together, ceil_div(ceil_div(channels, 8), sharers)) * 8;
 #pragma unroll 1
-  for (int first = share * together * 8; first < channels; first += sharers * together * 8) {
+  for (int first = share * each; first < channels; first += sharers * each) {
+    const int end = min(channels, first + each);
     float acc[2][together][4] = {};
-#pragma unroll 2
+#pragma unroll 4
     for (int in = q * 8; in - q * 8 < D; in += 32) {
       std::uint32_t a[2][2][4];  // by 16 rows, by half of the 32 channels
 #pragma unroll
@@ -54,7 +57,7 @@ __device__ void rotate_rows(const RowOf& row_of, const float* basis, int channel
       for (int n = 0; n < together; ++n) {
         const int c = first + n * 8 + r;
         float4 low{}, high{};
-        if (c < channels && (D % 32 == 0 || in < D)) {
+        if (c < end && (D % 32 == 0 || in < D)) {
           const auto* from = reinterpret_cast<const float4*>(basis + offset_t(c) * D + in);
           low = from[0], high = from[1];
         }
@@ -73,7 +76,7 @@ __device__ void rotate_rows(const RowOf& row_of, const float* basis, int channel
     }
 #pragma unroll
     for (int n = 0; n < together; ++n) {
-      if (first + n * 8 >= channels) break;
+      if (first + n * 8 >= end) break;
 #pragma unroll
       for (int m = 0; m < 2; ++m) {
         float* at = turned + (m * 16 + r) * stride + first + n * 8 + q * 2;
