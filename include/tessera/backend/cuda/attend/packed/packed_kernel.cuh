@@ -8,6 +8,7 @@
 #include "../../../../core/selection.hpp"
 #include "../../device/search.cuh"
 #include "packed_memory.cuh"
+#include "packed_splits.cuh"
 #include "rotated_queries.cuh"
 
 TESSERA_NAMESPACE_BEGIN
@@ -32,38 +33,6 @@ struct packed_problem {
 };
 
 namespace detail {
-
-/// Results of parts: [lanes, parts, rows, v_dim], not divided by the sum, in the basis of the part's segment, whose number is in
-/// `segment` [lanes, parts] (none: nothing was there; most_segments: whole rows); most and sum [lanes, parts, rows, 2].
-struct packed_parts {
-  float *out, *states;
-  index_t* segment;
-  index_t splits, parts, rows;
-};
-
-/// Which of the chosen rows of `count` segments, that begin at `begins`, a split has: about `each`, and of one segment where that leaves
-/// enough splits. One that goes on into another segment waits for its queries and rows, as long as for a round of tiles. By a warp.
-__device__ __forceinline__ int2 rows_of_split(const index_t* begins, index_t count, index_t each, index_t splits,
-                                              index_t split) {
-  const index_t lane = index_t(threadIdx.x) % 32;
-  for (index_t length = each; length <= each + packed_warps * tile_tokens; length += tile_tokens) {
-    int2 own = make_int2(0, 0);
-    index_t before = 0;
-    for (index_t s = lane; s - lane < count; s += 32) {
-      const index_t begin = begins[min(s, count)], end = begins[min(s + 1, count)];
-      const index_t parts = ceil_div(end - begin, length), sum = before + inclusive_sum(parts, int(lane));
-      const index_t first = begin + (split - (sum - parts)) * length;
-      const unsigned found = __ballot_sync(~0u, split >= sum - parts && split < sum);
-      if (found != 0) {
-        own.x = __shfl_sync(~0u, first, __ffs(int(found)) - 1);
-        own.y = __shfl_sync(~0u, min(first + length, end), __ffs(int(found)) - 1);
-      }
-      before = __shfl_sync(~0u, sum, 31);
-    }
-    if (before <= splits) return own;
-  }
-  return make_int2(min(split * each, begins[count]), min(split * each + each, begins[count]));
-}
 
 /// One block's part: some of the chosen units of a (sequence, kv_head), or its whole rows, for 8 query rows.
 template <class View, class Tile, class Out>
@@ -121,7 +90,7 @@ class packed_part {
     const bool searches = list && !begins;
     // What the loop needs between segments lies in shared memory: the kernel has no register to spare.
     volatile index_t* const range =
-        chosen_row_begin_ + p_.view.most_segments + 1;  // its end; its lowest and its highest entry
+        chosen_row_begin_ + p_.view.most_segments + 1;  // end; lowest and highest entry; begin
     if (threadIdx.x < 32) {
       const int2 own = begins ? rows_of_split(chosen_row_begin_, count, each, to_.splits, split)
                               : make_int2(min(split * each, all), min(split * each + each, all));
