@@ -84,6 +84,7 @@ class packed_part {
     }
     // With `begins` the split's first and last chosen row; else units.
     const index_t all = begins ? chosen_row_begin_[count] : list ? p_.chosen.counts[lane_row_] : unit_begin_[count];
+    if (all == 0) return;
     // Units of one length: a block's tiles are a multiple of its warps, which then have equally many.
     const index_t together = begins ? tile_tokens : max(1, packed_warps * tile_tokens / max(p_.unit, 1));
     const index_t each = ceil_div(ceil_div(all, to_.splits), together) * together;

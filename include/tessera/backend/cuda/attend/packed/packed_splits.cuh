@@ -21,8 +21,7 @@ struct packed_parts {
 __device__ __forceinline__ int2 rows_of_split(const index_t* begins, index_t count, index_t each, index_t splits,
                                               index_t split) {
   const index_t lane = index_t(threadIdx.x) % 32;
-  for (index_t more = 0; more <= packed_warps; ++more) {
-    const index_t length = max(each, 1) + more * tile_tokens;
+  for (index_t length = each; length <= each + packed_warps * tile_tokens; length += tile_tokens) {
     int2 own = make_int2(0, 0);
     index_t before = 0;
     for (index_t s = lane; s - lane < count; s += 32) {
