@@ -297,8 +297,8 @@ class packed_batch {
       made->d_k = std::make_unique<buffer<float>>(std::size_t(heads_ * plan.k.channels) * D);
       made->d_v = std::make_unique<buffer<float>>(std::size_t(heads_ * plan.v.channels) * Dv);
       if (scaled(10) < 10) {  // sanitizers take minutes for the rotations that find bases
-        made->d_k->set(random_bases(heads_, plan.k.channels, D)),
-            made->d_v->set(random_bases(heads_, plan.v.channels, Dv));
+        made->d_k->set(random_bases(heads_, plan.k.channels, D));
+        made->d_v->set(random_bases(heads_, plan.v.channels, Dv));
       } else {
         find_bases_of(view, plan, *made, device);
       }

@@ -89,9 +89,8 @@ class packed_part {
     const index_t together = begins ? tile_tokens : max(1, packed_warps * tile_tokens / max(p_.unit, 1));
     const index_t each = ceil_div(ceil_div(all, to_.splits), together) * together;
     const bool searches = list && !begins;
-    // What the loop needs between segments lies in shared memory: the kernel has no register to spare.
-    volatile index_t* const range =
-        chosen_row_begin_ + p_.view.most_segments + 1;  // end; lowest and highest entry; begin
+    // The split's end, its lowest and its highest entry, and its beginning lie in shared memory: the kernel has no register to spare.
+    volatile index_t* const range = chosen_row_begin_ + p_.view.most_segments + 1;
     if (threadIdx.x < 32) {
       const int2 own = begins ? rows_of_split(chosen_row_begin_, count, each, to_.splits, split)
                               : make_int2(min(split * each, all), min(split * each + each, all));
