@@ -37,6 +37,20 @@ TEST_CASE("packed attention on the GPU is attention over what is stored, segment
   }
 }
 
+TEST_CASE("packed rows are walked along where their values lie far apart") {
+  if (gpu_missing()) return;
+  for (const auto element : {as_bf16, as_fp8, as_int4}) {
+    packed_step<bf16, 128> step(1,
+                                {{format_of(element, 96, 1, 4), format_of(element, 96, 1, 3), 8, 200},
+                                 {format_of(element, 128, 1, 5), format_of(element, 90, 1, 7), 8, 64},
+                                 {format_of(element, 96, 2, 4), format_of(element, 128, 2, 6), 8, 72}},
+                                {3, 1, 2}, {8, 3, 0}, 1, 4);
+    step.check_scores(row_reduction::sum);
+    step.template check_attention<float>({}, 1, 1.2e-2);
+    step.template check_attention<float>(step.random_units(8, 30), 8, 1.2e-2);
+  }
+}
+
 TEST_CASE("packed attention reads more segments than a launch has blocks for") {
   if (gpu_missing()) return;
   const packed_format format = format_of(as_bf16, 96, 1, 32);

@@ -31,7 +31,22 @@ __device__ __forceinline__ std::uint64_t evict_first_policy() {
   asm("createpolicy.fractional.L2::evict_first.b64 %0, 1.0;" : "=l"(policy));
   return policy;
 }
-/// `copy_async16` under an L2 policy.
+/// Loads a word under that policy.
+__device__ __forceinline__ std::uint32_t load_once(const std::uint32_t* from) {
+#ifdef __CUDA_ARCH__
+  std::uint32_t word;
+  asm("ld.global.L2::cache_hint.b32 %0, [%1], %2;" : "=r"(word) : "l"(from), "l"(evict_first_policy()));
+  return word;
+#else
+  return *from;
+#endif
+}
+/// An address that a thread has for itself, by all threads of a warp. Where ptxas of CUDA 13.0 sees that an address in shared memory has a part
+/// which all threads share, it may encode a copy under an L2 policy as an instruction that does not exist.
+__device__ __forceinline__ std::uint32_t own_address(std::uint32_t to) {
+  return __shfl_sync(~0u, to, int(threadIdx.x) % 32);
+}
+/// `copy_async16` under an L2 policy; `to` comes from `own_address`.
 __device__ __forceinline__ void copy_async16(std::uint32_t to, const void* from, bool valid, std::uint64_t policy) {
   asm volatile("cp.async.cg.shared.global.L2::cache_hint [%0], [%1], 16, %2, %3;" ::"r"(to), "l"(from),
                "r"(valid ? 16 : 0), "l"(policy)

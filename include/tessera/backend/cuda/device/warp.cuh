@@ -6,6 +6,13 @@
 TESSERA_NAMESPACE_BEGIN
 namespace cuda {
 
+/// The lane of a block of one dimension, read where it is used: what is made of it takes no register until then.
+__device__ __forceinline__ int lane_here() {
+  int lane;
+  asm volatile("mov.u32 %0, %%laneid;" : "=r"(lane));
+  return lane;
+}
+
 /// The sum of a warp, the same on every lane and in the same order every time.
 __device__ __forceinline__ float warp_sum(float value) {
 #pragma unroll

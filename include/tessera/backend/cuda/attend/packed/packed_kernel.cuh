@@ -65,6 +65,7 @@ class packed_part {
     const index_t count = p_.view.count(sequence_);
     fill_begins(p_.view, sequence_, head_, count, 1, row_begin_);
     fill_begins(p_.view, sequence_, head_, count, p_.unit, unit_begin_);
+    if (blockIdx.z == 0) fetch_value_bases(p_.view, sequence_, head_, count, split, to_.splits);
     const bool whole = split + 1 == to_.splits && attend_whole(count);
     wait();
     if (whole) mark(p_.view.most_segments, to_.parts - 1);
@@ -121,7 +122,6 @@ class packed_part {
 
   /// The rows that are not packed. Returns whether there are any.
   __device__ __forceinline__ bool attend_whole(index_t count) {
-    if (blockIdx.z == 0) fetch_bases(count);
     const index_t packed = row_begin_[count], rows = p_.view.whole.length(sequence_, head_);
     if (rows <= 0) return false;
     packed_state<T, D, Dv> state(put_queries(), D);
@@ -156,15 +156,6 @@ class packed_part {
     wait_for_earlier();
     let_later_begin();
   }
-  /// Bases of values come to the L2, where the merge finds them: this block has the least to do.
-  __device__ __forceinline__ void fetch_bases(index_t count) const {
-    for (index_t s = 0; s < count; ++s) {
-      const packed_vectors& values = p_.view.segment(sequence_, s).v;
-      const float* basis = values.basis_of(head_, Dv);
-      const index_t size = basis ? values.format.channels * Dv : 0;
-      for (index_t i = index_t(threadIdx.x) * 32; i < size; i += packed_threads * 32) prefetch_line(basis + i);
-    }
-  }
   /// Of a row of queries; one that is not there sees nothing.
   __device__ index_t position_of(index_t row) const {
     return row < to_.rows ? p_.first_position[sequence_] + row / group_ : no_index;
@@ -180,16 +171,23 @@ class packed_part {
     const index_t unit_rows = unit_of_segment(s);
     const int unit_shift =
         (unit_rows & (unit_rows - 1)) == 0 ? __ffs(int(unit_rows)) - 1 : -1;  // below 0: no power of 2
-    const raw_rows<row_places<D>> keys(segment.k, head_);
-    const raw_rows<row_places<Dv>> values(segment.v, head_);
+    const float4 queries = queries_of(s, int(threadIdx.x));
+    using key_rows = raw_rows<row_places<D>>;
+    using value_rows = raw_rows<row_places<Dv>>;
+    const key_rows first_keys(segment.k, head_);
+    const value_rows first_values(segment.v, head_);
+    // Behind the first tile they are read from shared memory: while a row is walked along there are no registers for them.
+    auto* const keys = reinterpret_cast<key_rows*>(shared_ + shape_.sources);
+    auto* const values = reinterpret_cast<value_rows*>(keys + 1);
+    if (threadIdx.x == 0) *keys = first_keys, *values = first_values;
     const int k_walk = tile_walk_of<D>(segment.k.format), v_walk = tile_walk_of<Dv>(segment.v.format);
     const int k_kept = int(segment.k.format.kept), v_kept = int(segment.v.format.kept);
     const int channels = int(whole_channels(segment.v.format.channels));
     const int warp = int(threadIdx.x) / 32, lane = int(threadIdx.x) % 32, tile_place = warp * shape_.tile;
     unsigned char* weights = shared_ + shape_.weights + warp * shape_.weight;
     const int k_raw = shape_.raws + warp * shape_.raw, v_raw = k_raw + shape_.k_raw * tile_tokens;
-    const unsigned k_row = unsigned(k_raw) + row_places<D>::row(unsigned(lane), unsigned(shape_.k_raw)),
-                   v_row = unsigned(v_raw) + row_places<Dv>::row(unsigned(lane), unsigned(shape_.v_raw));
+    const unsigned k_row = unsigned(k_raw) + row_places<D>::row(unsigned(lane), first_keys.stride()),
+                   v_row = unsigned(v_raw) + row_places<Dv>::row(unsigned(lane), first_values.stride());
     const index_t rows = row_begin_[s + 1] - row_begin_[s], tokens = (last - first) * unit_rows;
     const auto unit_of = [&](index_t token) -> index_t {  // below 0: none
       if (token >= tokens) return no_index;
@@ -204,27 +202,26 @@ class packed_part {
     // Rows that are not there have the bits of the first one, and zeros.
     std::uint32_t k_bits[group_words<D, 1>] = {}, v_bits[group_words<Dv, 1>] = {};
     float k_scale, v_scale;
-    const unsigned k_to = unsigned(k_raw) + keys.own_place(unsigned(shape_.k_raw)),
-                   v_to = unsigned(v_raw) + values.own_place(unsigned(shape_.v_raw));
-    const auto begin_keys = [&](index_t row) {
-      keys.copy(row, shared_address(shared_), k_to, unsigned(shape_.k_raw));
-      keys.bits.load(max(row, 0), k_bits);
-      k_scale = keys.scale(row);
+    const unsigned k_to = unsigned(k_raw) + first_keys.own_place(), v_to = unsigned(v_raw) + first_values.own_place();
+    const auto begin_keys = [&](const key_rows& from, index_t row) {
+      from.copy(row, shared_address(shared_), k_to);
+      from.bits.load(max(row, 0), k_bits);
+      k_scale = from.scale(row);
     };
-    const auto begin_values = [&](index_t row) {
-      values.copy(row, shared_address(shared_), v_to, unsigned(shape_.v_raw));
-      values.bits.load(max(row, 0), v_bits);
-      v_scale = values.scale(row);
+    const auto begin_values = [&](const value_rows& from, index_t row) {
+      from.copy(row, shared_address(shared_), v_to);
+      from.bits.load(max(row, 0), v_bits);
+      v_scale = from.scale(row);
     };
     constexpr int warp_step = packed_warps * tile_tokens;
     spread_state<Tile, Dv> state(shared_ + shape_.softmaxes + warp * shape_.softmax, shape_.parts);
     index_t token = warp * tile_tokens + lane, row = row_of(token, unit_of(token));
-    if (token - lane < tokens) begin_keys(row);
+    if (token - lane < tokens) begin_keys(first_keys, row);
     commit_copies();
-    if (token - lane < tokens) begin_values(row);
+    if (token - lane < tokens) begin_values(first_values, row);
     commit_copies();
     index_t next_unit = unit_of(token + warp_step);
-    put_copies(s);
+    put_copies(s, queries);
     // While a warp works on keys the values of the same tokens are on their way, and the other way round.
     for (; token - lane < tokens; token += warp_step) {
       const index_t next = row_of(token + warp_step, next_unit);
@@ -241,7 +238,7 @@ class packed_part {
         take_logits(state, part, logits, k_scale, position, v_scale, weights);
       }
       __syncwarp();
-      if (more) begin_keys(next);
+      if (more) begin_keys(*keys, next);
       commit_copies();
       with_matrices<Dv>(channels, [&](int m) {
         auto* tile = reinterpret_cast<uint4*>(shared_ + tile_place) + m * 64 + lane;
@@ -251,7 +248,7 @@ class packed_part {
       __syncwarp();
       spread_row<Tile, Dv>(v_walk, v_kept, v_bits, v_row, shared_, tile_place);
       __syncwarp();
-      if (more) begin_values(next);
+      if (more) begin_values(*values, next);
       commit_copies();
       state.take_values(shared_ + tile_place, weights, shape_.parts, channels);
       __syncwarp();
@@ -262,19 +259,25 @@ class packed_part {
     mark(s, part);
   }
 
-  /// Writes the block's query rows in the segment's basis as `query_products` reads them, multiplied by the scale of logits.
-  __device__ void put_copies(index_t s) {
-    const float factor = p_.rule.scale_for(D) * (p_.rule.soft_cap > 0 ? 1.0f : log2e);
+  /// Query rows in the segment's basis, of part i / channels and channel i % channels, multiplied by the scale of logits; i: of this thread.
+  __device__ __forceinline__ float4 queries_of(index_t s, int i) const {
     const int channels = shape_.queries_part / 128;
-    for (int i = int(threadIdx.x); i < shape_.parts * channels; i += packed_threads) {
-      const int part = i / channels, c = i % channels, first = part * queries_at_once;
-      const auto load = [&](int row) {
-        return first_row_ + row < to_.rows ? rotated_.row(lane_row_, s, first_row_ + row)[c] * factor : 0.0f;
-      };
-      const float4 q = make_float4(load(first), load(first + 1), load(first + 2), load(first + 3));
-      unsigned char* to = shared_ + shape_.queries + part * shape_.queries_part + c * 128;
+    const float factor = p_.rule.scale_for(D) * (p_.rule.soft_cap > 0 ? 1.0f : log2e);
+    const int part = i / channels, c = i % channels, first = part * queries_at_once;
+    const auto load = [&](int row) {
+      const bool there = part < shape_.parts && first_row_ + row < to_.rows;
+      return there ? rotated_.row(lane_row_, s, first_row_ + row)[c] * factor : 0.0f;
+    };
+    return make_float4(load(first), load(first + 1), load(first + 2), load(first + 3));
+  }
+  /// Writes them as `query_products` reads them; `q`: those of the thread's first channel.
+  __device__ __forceinline__ void put_copies(index_t s, float4 q) {
+    const int all = shape_.queries_part / 128 * shape_.parts;
+    for (int i = int(threadIdx.x); i < all; i += packed_threads) {
+      unsigned char* to = shared_ + shape_.queries + i * 128;
 #pragma unroll
       for (int copy = 0; copy < 8; ++copy) *reinterpret_cast<float4*>(to + (copy + i) % 8 * 16) = q;
+      if (i + packed_threads < all) q = queries_of(s, i + packed_threads);
     }
     __syncthreads();
   }
@@ -295,7 +298,7 @@ class packed_part {
     const unsigned seen = p_.rule.sliding_window > 0 ? unsigned(p_.rule.sliding_window) : 0x7fffffffu;
 #pragma unroll
     for (int i = 0; i < queries_at_once; ++i) x[i] = unsigned(at[i]) - unsigned(position) < seen ? x[i] : -infinity;
-    state.take_logits(part, x, weight, weights);
+    state.take_logits(shape_.parts, part, x, weight, weights);
   }
 
   /// Writes the block's 8 query rows as `packed_state` reads them. Returns where.

@@ -11,33 +11,31 @@ namespace detail {
 /// more (256K tokens, batch 4; H200, CUDA 13.0).
 inline constexpr int packed_warps = 4, packed_blocks = 4, packed_threads = packed_warps * 32;
 
-/// For what a kernel's memory is made: channels of rows, and bytes from one raw row to the next one.
+/// For what a kernel's memory is made: channels of rows, and bytes from one raw row to the next one, of the longest rows.
 template <int D, int Dv>
 struct packed_lengths {
   int k_channels, v_channels, k_raw, v_raw;
   packed_lengths(const packed_format& k, const packed_format& v)
       : k_channels(int(whole_channels(k.channels))),
         v_channels(int(whole_channels(v.channels))),
-        k_raw(row_places<D>::stride(int(k.value_bytes()))),
-        v_raw(row_places<Dv>::stride(int(v.value_bytes()))) {}
+        k_raw(int(row_places<D>::stride(unsigned(value_stride(k.value_bytes()) / 16)))),
+        v_raw(int(row_places<Dv>::stride(unsigned(value_stride(v.value_bytes()) / 16)))) {}
 };
 
-/// Where a block's shared memory lies: tiles, raw values, queries, the warps' states, weights, positions of rows, tables.
+/// Where a block's shared memory lies: tiles, raw values, queries, the warps' states, weights, positions of queries, where rows lie, tables.
 template <int D, int Dv>
 struct packed_memory {
   TESSERA_HD static constexpr staged_rows k_rows() { return {D / 8}; }
   TESSERA_HD static constexpr staged_rows v_rows() { return {Dv / 8}; }
   static constexpr int warp_states = query_rows_together * 2 * 4;
   int parts, tile, k_raw, v_raw, raws, raw, queries, queries_part, states, weight, weights, softmax, softmaxes,
-      positions, begins, bytes;
+      positions, sources, begins, bytes;
 
   /// `rows`: of queries.
   TESSERA_HD packed_memory(index_t rows, index_t most_segments, const packed_lengths<D, Dv>& lengths)
       : parts(rows > queries_at_once ? 2 : 1),
-        tile((larger(larger(lengths.v_channels / 2 * tile_tokens * 4, query_rows_together * Dv * 4),
-                     k_rows().bytes() * whole_tokens) +
-              2047) /
-             2048 * 2048),
+        tile(larger(larger(lengths.v_channels * tile_tokens * 2, query_rows_together * Dv * 4),
+                    k_rows().bytes() * whole_tokens)),
         k_raw(lengths.k_raw),
         v_raw(lengths.v_raw),
         raws(packed_warps * tile),
@@ -50,7 +48,8 @@ struct packed_memory {
         softmax(parts * (tile_tokens + 1) * 16),
         softmaxes(weights + packed_warps * weight),
         positions(softmaxes + packed_warps * softmax),
-        begins(positions + query_rows_together * 4),
+        sources(positions + query_rows_together * 4),
+        begins(sources + int(sizeof(raw_rows<row_places<D>>) + sizeof(raw_rows<row_places<Dv>>))),
         bytes(begins + (int(most_segments + 1) * 3 + 4) * 4) {}
 
  private:

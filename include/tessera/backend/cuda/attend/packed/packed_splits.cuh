@@ -1,4 +1,4 @@
-// What packed attention is cut into: where parts lie, and which chosen rows a split has.
+// What packed attention is cut into: where parts lie, which chosen rows a split has, and whose bases it fetches.
 #pragma once
 
 #include "../../device/warp.cuh"
@@ -38,6 +38,18 @@ __device__ __forceinline__ int2 rows_of_split(const index_t* begins, index_t cou
     if (before <= splits) return own;
   }
   return make_int2(min(split * each, begins[count]), min(split * each + each, begins[count]));
+}
+
+/// Bases of values come to the L2, where the merge finds them: a split's those of some of the `count` segments.
+template <class View>
+__device__ __forceinline__ void fetch_value_bases(const View& view, index_t sequence, index_t head, index_t count,
+                                                  index_t split, index_t splits) {
+  for (index_t s = split; s < count; s += splits) {
+    const packed_vectors& values = view.segment(sequence, s).v;
+    const float* basis = values.basis_of(head, View::v_dim);
+    const index_t size = basis ? values.format.channels * View::v_dim : 0;
+    for (index_t i = index_t(threadIdx.x) * 32; i < size; i += packed_threads * 32) prefetch_line(basis + i);
+  }
 }
 
 }  // namespace detail

@@ -27,19 +27,22 @@ struct raw_rows {
 
   __device__ __forceinline__ float scale(index_t row) const { return scales ? scales[max(row, 0)] : 1.0f; }
 
-  /// Where this lane copies to in `copy`, of 32 rows that begin `stride` bytes apart.
-  __device__ __forceinline__ unsigned own_place(unsigned stride) const {
+  /// Bytes from one row to the next one in shared memory.
+  __device__ __forceinline__ unsigned stride() const { return Places::stride(chunks); }
+  /// Where this lane copies to in `copy`, of 32 rows.
+  __device__ __forceinline__ unsigned own_place() const {
     const unsigned lane = threadIdx.x % 32;
-    if (chunks == 4) return Places::byte(Places::row(lane / 4, stride), lane % 4 * 16);
-    if (chunks == 2) return Places::byte(Places::row(lane / 2, stride), lane % 2 * 16);
-    return Places::row(lane, stride);
+    if (chunks == 4) return Places::byte(Places::row(lane / 4, Places::stride(4)), lane % 4 * 16);
+    if (chunks == 2) return Places::byte(Places::row(lane / 2, Places::stride(2)), lane % 2 * 16);
+    return Places::row(lane, stride());
   }
   /// Begins to copy the values of 32 rows; lane l says which row is the tile's l-th, and one below 0 becomes 0. By one warp, of which
   /// neighbouring lanes copy a row's chunks together; `to`, from `shared` on, has the lane's own place in it.
-  __device__ __forceinline__ void copy(index_t row, std::uint32_t shared, unsigned to, unsigned stride) const {
+  __device__ __forceinline__ void copy(index_t row, std::uint32_t shared, unsigned to) const {
     const unsigned first = row >= 0 ? unsigned(row) * chunks : none;
-    if (chunks == 4) return copy_rows<4>(first, shared + to, stride);
-    if (chunks == 2) return copy_rows<2>(first, shared + to, stride);
+    const std::uint32_t own = own_address(shared + to);
+    if (chunks == 4) return copy_rows<4>(first, own);
+    if (chunks == 2) return copy_rows<2>(first, own);
 #pragma unroll 1
     for (unsigned c = 0; c < chunks; ++c) {
       copy_async16(shared + Places::byte(to, c * 16), values + (row >= 0 ? first + c : 0u) * std::uint64_t(16),
@@ -51,14 +54,14 @@ struct raw_rows {
   static constexpr unsigned none = ~0u;  // no row has so many chunks before it
 
   template <int Chunks>
-  __device__ __forceinline__ void copy_rows(unsigned first, std::uint32_t to, unsigned stride) const {
-    const int lane = int(threadIdx.x) % 32;
+  __device__ __forceinline__ void copy_rows(unsigned first, std::uint32_t to) const {
+    const int lane = lane_here();
     const std::byte* from = values + lane % Chunks * 16;
 #pragma unroll
     for (int i = 0; i < Chunks; ++i) {
       const unsigned chunk = __shfl_sync(~0u, first, i * (32 / Chunks) + lane / Chunks);
-      copy_async16(to + unsigned(i * (32 / Chunks)) * stride, from + (chunk == none ? 0u : chunk) * std::uint64_t(16),
-                   chunk != none);
+      copy_async16(to + unsigned(i * (32 / Chunks)) * Places::stride(Chunks),
+                   from + (chunk == none ? 0u : chunk) * std::uint64_t(16), chunk != none, evict_first_policy());
     }
   }
 };
@@ -83,44 +86,29 @@ struct query_products {
   const unsigned char* shared;
   float (&sums)[queries_at_once];
 
-  template <bool Up>
-  __device__ __forceinline__ void operator()(int place, std::uint32_t base, const std::uint32_t* words, int j) const {
-    const std::uint32_t offset = std::uint32_t(place) * (Group * stride);
-    const unsigned char* from = shared + (Up ? base + offset : base - offset);
+  __device__ __forceinline__ void operator()(std::uint32_t at, const std::uint32_t* words, int j) const {
 #pragma unroll
     for (int i = 0; i < Group; ++i) {
-      const float4 q = *reinterpret_cast<const float4*>(from + i * stride);
+      const float4 q = *reinterpret_cast<const float4*>(shared + at + i * stride);
       const float x = value_of<Element>(words[(j + i) / values_in_word<Element>], (j + i) % values_in_word<Element>);
       sums[0] += q.x * x, sums[1] += q.y * x, sums[2] += q.z * x, sums[3] += q.w * x;
     }
   }
 };
 
-/// Spreads a row of values out in a tile of [pairs of channels, 32 rows], two numbers of 16 bits each. Row r is written to bank r alone, so that
-/// 32 lanes write 32 values at a time wherever they belong.
+/// Spreads a row of values out in a tile of [channels, 16] pairs of two numbers of 16 bits: those of rows r and r + 16. Matrix instructions take
+/// such pairs as they are. At most two lanes write to a bank at a time, wherever their values belong.
 template <class Tile, packed_element Element, int Group>
 struct spread_values {
-  static constexpr int stride = 128;  // bytes, of a pair of channels
+  static constexpr int stride = 64;  // bytes, of a channel
   unsigned char* shared;
 
-  template <bool Up>
-  __device__ __forceinline__ void operator()(int place, std::uint32_t base, const std::uint32_t* words, int j) const {
+  __device__ __forceinline__ void operator()(std::uint32_t at, const std::uint32_t* words, int j) const {
     constexpr int in_word = values_in_word<Element>;
-    const auto bits = [&](int i) { return std::uint32_t(tile_bits<Tile, Element>(words[i / in_word], i % in_word)); };
-    if constexpr (Group == 1) {
-      // Bit 0 of the channel's number says which half of a word, the others which word: a product puts them where they belong.
-      constexpr std::uint32_t in_place = 15 * stride | 2;
-      const std::uint32_t product = std::uint32_t(place) * (stride / 2 | 2);
-      *reinterpret_cast<std::uint16_t*>(shared + (((Up ? product : ~product) & in_place) | base)) =
-          std::uint16_t(bits(j));
-    } else {
-      const std::uint32_t offset = std::uint32_t(place) * (Group / 2 * stride);
-      unsigned char* to = shared + (Up ? base + offset : base - offset);
 #pragma unroll
-      for (int i = 0; i < Group; i += 2) {
-        *reinterpret_cast<std::uint32_t*>(to + i / 2 * stride) =
-            in_word == 2 ? words[(j + i) / 2] : bits(j + i) | bits(j + i + 1) << 16;
-      }
+    for (int i = 0; i < Group; ++i) {
+      *reinterpret_cast<std::uint16_t*>(shared + at + i * stride) =
+          tile_bits<Tile, Element>(words[(j + i) / in_word], (j + i) % in_word);
     }
   }
 };
@@ -172,28 +160,25 @@ __device__ __forceinline__ void multiply_row(int walk, int kept, const std::uint
                                              const unsigned char* shared, int queries, float (&sums)[queries_at_once]) {
 #pragma unroll
   for (float& sum : sums) sum = 0;
-  const auto first = std::uint32_t(queries + int(threadIdx.x) % 8 * 16);
+  const auto first = std::uint32_t(queries + lane_here() % 8 * 16);
   with_tile_walk<Tile, D>(
       walk, [&]<packed_element Element, int Words, int Group>() __attribute__((always_inline)) {
-        constexpr int stride = Group * query_products<Element, Group>::stride;
-        row_walk<row_places<D>, Element, Words, Group, 32 * stride> along(bits, first,
-                                                                          first + (Words * 32 - 1) * stride);
+        constexpr int step = Group * query_products<Element, Group>::stride;
+        row_walk<row_places<D>, Element, Words, Group, step> along(bits, first);
         along.walk(kept, shared, row, query_products<Element, Group>{shared, sums});
       });
 }
 
-/// Spreads the lane's row of values out in the tile that lies at `tile` of a block's shared memory, a multiple of 2,048.
+/// Spreads the lane's row of values out in the tile that lies at `tile` of a block's shared memory.
 template <class Tile, int Dv, int Most>
 __device__ __forceinline__ void spread_row(int walk, int kept, const std::uint32_t (&bits)[Most], unsigned row,
                                            unsigned char* shared, int tile) {
-  const auto first = std::uint32_t(tile + int(threadIdx.x) % 32 * 4);
+  const int lane = lane_here();
+  const auto first = std::uint32_t(tile + lane % 16 * 4 + lane / 16 * 2);
   with_tile_walk<Tile, Dv>(
       walk, [&]<packed_element Element, int Words, int Group>() __attribute__((always_inline)) {
         using spread = spread_values<Tile, Element, Group>;
-        constexpr int word = 16 * Group * spread::stride;
-        // Of single channels the word alone: the place in it is joined to it by bits.
-        constexpr int last = Group == 1 ? (Words - 1) * word : (Words * 32 - 1) * (Group / 2 * spread::stride);
-        row_walk<row_places<Dv>, Element, Words, Group, word> along(bits, first, first + last);
+        row_walk<row_places<Dv>, Element, Words, Group, Group * spread::stride> along(bits, first);
         along.walk(kept, shared, row, spread{shared});
       });
 }

@@ -25,8 +25,8 @@ __device__ __forceinline__ void with_matrices(int channels, const Run& run) {
 }
 
 /// Softmax state and summed values of 8 query rows, in parts of 4 as `multiply_row` gives their logits: a lane has those of its token. Lane l
-/// holds of rows l % 4 * 2 and the next one the values of two channels of every 16, l / 4 * 2 and the next one; sums are of a lane until
-/// `write`. What a row has but one of lies in shared memory: registers decide how many warps there are.
+/// holds of rows l % 4 * 2 and the next one the values of channel l / 4 of every 8; sums are of a lane until `write`. What a row has but one
+/// of lies in shared memory: registers decide how many warps there are.
 template <class Tile, int Dv>
 struct spread_state {
   /// How far logits of base 2 may rise above the one that sums refer to before all sums are scaled: weights stay finite, and after
@@ -34,27 +34,26 @@ struct spread_state {
   static constexpr float slack = std::is_same_v<Tile, bf16> ? 8 : 0;  // fp16 ends at 65,504, and scales may be large
   static constexpr float lowest = -3e38f;  // below every logit, and still finite: nothing was seen
   float acc[Dv / 16][4] = {};
-  float4* most;  // [parts], what sums refer to
-  float4* sums;  // [parts, 32], of lanes
+  float4* const shared;  // [parts], what sums refer to, and behind it [parts, 32] sums of lanes
 
   /// Bytes of shared memory for one warp.
   TESSERA_HD static constexpr int bytes(int parts) { return parts * (tile_tokens + 1) * int(sizeof(float4)); }
 
   /// By one warp; the caller synchronises it.
-  __device__ __forceinline__ spread_state(unsigned char* shared, int parts)
-      : most(reinterpret_cast<float4*>(shared)), sums(most + parts + int(threadIdx.x) % 32) {
+  __device__ __forceinline__ spread_state(unsigned char* from, int parts) : shared(reinterpret_cast<float4*>(from)) {
+    const int lane = int(threadIdx.x) % 32;
     for (int i = 0; i < parts; ++i) {
-      if (threadIdx.x % 32 == 0) most[i] = make_float4(lowest, lowest, lowest, lowest);
-      sums[i * tile_tokens] = make_float4(0, 0, 0, 0);
+      if (lane == 0) most(i) = make_float4(lowest, lowest, lowest, lowest);
+      sums(parts, i, lane) = make_float4(0, 0, 0, 0);
     }
   }
 
   /// Takes in the logits of 32 tokens for rows part * 4 and on, in base 2; -infinity: not seen. `weight` multiplies the token's
   /// values; what they are multiplied with in all is written to weights [8, 32].
-  __device__ __forceinline__ void take_logits(int part, const float (&x)[queries_at_once], float weight,
+  __device__ __forceinline__ void take_logits(int parts, int part, const float (&x)[queries_at_once], float weight,
                                               unsigned char* weights) {
-    const int lane = int(threadIdx.x) % 32;
-    const float4 before = most[part], added = sums[part * tile_tokens];
+    const int lane = lane_here();
+    const float4 before = most(part), added = sums(parts, part, lane);
     float top[queries_at_once] = {before.x, before.y, before.z, before.w};
     float sum[queries_at_once] = {added.x, added.y, added.z, added.w};
     bool rises = false;
@@ -70,7 +69,7 @@ struct spread_state {
         sum[i] *= shrink[i];
       }
       __syncwarp();
-      if (lane == 0) most[part] = make_float4(top[0], top[1], top[2], top[3]);
+      if (lane == 0) most(part) = make_float4(top[0], top[1], top[2], top[3]);
       const bool own = lane % 4 / 2 == part, odd = lane % 2;
       const float of_rows[2] = {own ? (odd ? shrink[2] : shrink[0]) : 1.0f, own ? (odd ? shrink[3] : shrink[1]) : 1.0f};
 #pragma unroll
@@ -85,8 +84,8 @@ struct spread_state {
       p[i] = power_of_two(x[i] - top[i]);
       sum[i] += p[i];
     }
-    sums[part * tile_tokens] = make_float4(sum[0], sum[1], sum[2], sum[3]);
-    auto* to = reinterpret_cast<std::uint16_t*>(weights) + part * queries_at_once * tile_tokens + lane;
+    sums(parts, part, lane) = make_float4(sum[0], sum[1], sum[2], sum[3]);
+    auto* to = reinterpret_cast<std::uint16_t*>(weights) + part * queries_at_once * tile_tokens + paired(lane);
 #pragma unroll
     for (int i = 0; i < queries_at_once; i += 2) {
       const std::uint32_t two = pack_pair<Tile>(p[i] * weight, p[i + 1] * weight);
@@ -106,7 +105,7 @@ struct spread_state {
   __device__ __forceinline__ void write(int parts, float* states, float* to, int channels) const {
     const int lane = int(threadIdx.x) % 32;
     for (int part = 0; part < parts; ++part) {
-      const float4 reference = most[part], added = sums[part * tile_tokens];
+      const float4 reference = most(part), added = sums(parts, part, lane);
       const float top[queries_at_once] = {reference.x, reference.y, reference.z, reference.w};
       const float sum[queries_at_once] = {added.x, added.y, added.z, added.w};
 #pragma unroll
@@ -122,42 +121,37 @@ struct spread_state {
       if (m * 16 >= channels) break;
 #pragma unroll
       for (int i = 0; i < 2; ++i) {
-        *reinterpret_cast<float2*>(to + (lane % 4 * 2 + i) * Dv + m * 16 + lane / 4 * 2) =
-            make_float2(acc[m][i], acc[m][i + 2]);
+        float* row = to + (lane % 4 * 2 + i) * Dv + m * 16 + lane / 4;
+        row[0] = acc[m][i], row[8] = acc[m][i + 2];
       }
     }
   }
 
  private:
-  /// What a lane multiplies: tokens part * 8 to part * 8 + 7 of a quarter of the warp's lanes, four in the first product and four in the second.
-  /// Lanes of odd pairs of channels load the second four first, so that eight lanes read all banks.
+  __device__ __forceinline__ float4& most(int part) const { return shared[part]; }
+  __device__ __forceinline__ float4& sums(int parts, int part, int lane) const {
+    return shared[parts + part * tile_tokens + lane];
+  }
+  /// Where a token's number of 16 bits stands in a row of 32: tokens t and t + 16 are neighbours.
+  __device__ static __forceinline__ int paired(int token) { return token % 16 * 2 + token / 16; }
+
+  /// What a lane multiplies: four pairs of tokens, lane % 4 * 4 and on, two in the first product and two in the second.
   struct values_taken {
     uint4 p = {};  // of rows that are not there
-    const unsigned char *first, *second;
-    bool odd;
+    const unsigned char* values;
     __device__ __forceinline__ values_taken(const unsigned char* tile, const unsigned char* weights, int parts) {
-      const int lane = int(threadIdx.x) % 32, row = lane / 4, part = lane % 4;
-      if (row < parts * queries_at_once)
-        p = *reinterpret_cast<const uint4*>(weights + row * tile_tokens * 2 + part * 16);
-      odd = row % 2;
-      first = tile + row * 128 + part * 32 + (odd ? 16 : 0), second = first + (odd ? -16 : 16);
+      const int lane = lane_here(), row = lane / 4, place = row * tile_tokens * 2 + lane % 4 * 16;
+      if (row < parts * queries_at_once) p = *reinterpret_cast<const uint4*>(weights + place);
+      values = tile + place;
     }
   };
   __device__ __forceinline__ void take_matrix(const values_taken& from, int m) {
-    const uint4 x = *reinterpret_cast<const uint4*>(from.first + m * 1024);
-    const uint4 y = *reinterpret_cast<const uint4*>(from.second + m * 1024);
-    const bool odd = from.odd;
-    const uint4 low{odd ? y.x : x.x, odd ? y.y : x.y, odd ? y.z : x.z, odd ? y.w : x.w};
-    const uint4 high{odd ? x.x : y.x, odd ? x.y : y.y, odd ? x.z : y.z, odd ? x.w : y.w};
-    multiply_four(acc[m], low, from.p.x, from.p.y);
-    multiply_four(acc[m], high, from.p.z, from.p.w);
-  }
-  /// Words are two channels of one token each; a matrix has two tokens of one channel.
-  __device__ static __forceinline__ void multiply_four(float (&sums)[4], const uint4& tokens, std::uint32_t p0,
-                                                       std::uint32_t p1) {
-    const std::uint32_t a[4] = {__byte_perm(tokens.x, tokens.y, 0x5410), __byte_perm(tokens.x, tokens.y, 0x7632),
-                                __byte_perm(tokens.z, tokens.w, 0x5410), __byte_perm(tokens.z, tokens.w, 0x7632)};
-    multiply<Tile>(sums, a, p0, p1);
+    constexpr int channel = tile_tokens * 2;  // bytes
+    const uint4 x = *reinterpret_cast<const uint4*>(from.values + m * 16 * channel);
+    const uint4 y = *reinterpret_cast<const uint4*>(from.values + (m * 16 + 8) * channel);
+    const std::uint32_t first[4] = {x.x, y.x, x.y, y.y}, second[4] = {x.z, y.z, x.w, y.w};
+    multiply<Tile>(acc[m], first, from.p.x, from.p.y);
+    multiply<Tile>(acc[m], second, from.p.z, from.p.w);
   }
 };
 

@@ -26,19 +26,33 @@ struct score_memory {
 template <packed_element Element, int Group>
 struct scored_row {
   const unsigned char* shared;
-  float& up;
-  float& down;
+  float (&sums)[2];
 
-  template <bool Up>
-  __device__ __forceinline__ void operator()(int place, std::uint32_t base, const std::uint32_t* words, int j) const {
-    const std::uint32_t offset = std::uint32_t(place) * (Group * 128);
-    const unsigned char* from = shared + (Up ? base + offset : base - offset);
+  __device__ __forceinline__ void operator()(std::uint32_t at, const std::uint32_t* words, int j) const {
 #pragma unroll
     for (int i = 0; i < Group; ++i) {
-      const float x = *reinterpret_cast<const float*>(from + i * 128) *
-                      value_of<Element>(words[(j + i) / values_in_word<Element>], (j + i) % values_in_word<Element>);
-      (Up ? up : down) += x;
+      sums[j / 2 % 2] += *reinterpret_cast<const float*>(shared + at + i * 128) *
+                         value_of<Element>(words[(j + i) / values_in_word<Element>], (j + i) % values_in_word<Element>);
     }
+  }
+};
+
+/// Where the scores of a segment's blocks go.
+struct scored_blocks {
+  float* row;            ///< of the (sequence, kv_head)
+  index_t first, total;  ///< the segment's first block, and how many there are in all segments
+  bool again, last;      ///< queries were scored before; none come behind these
+
+  /// Of the segment's block i.
+  __device__ __forceinline__ void put(index_t i, float score) const {
+    const index_t b = first + i;
+    if (again) {
+      const float best = row[b];  // its own, of the queries before
+      if (!(score > best || best != best)) score = best;
+    }
+    // The first and the last block of all are always read; nothing else is as good.
+    if (last) score = b == 0 || b == total - 1 ? infinity : score > largest_score ? largest_score : score;
+    row[b] = score;
   }
 };
 
@@ -65,12 +79,12 @@ class staged_means {
     copy(first, end, 0);
     commit_copies();
   }
-  /// q . row for rows first, first + step, ... to `end`, 32 at a time, of which the first have begun to come. take(row, score).
-  template <packed_element Element, int Words, int Group, class Take>
-  __device__ __forceinline__ void score(index_t first, index_t end, index_t step, const unsigned char* shared,
-                                        const Take& take) {
-    constexpr int each = values_in_word<Element> * (memory::piece / 4), word_step = 32 * Group * 128;
-    const int lane = int(threadIdx.x) % 32;
+  /// q . row for rows first, first + scoring_threads, ... to `end`, 32 at a time, of which the first have begun to come.
+  template <packed_element Element, int Words, int Group>
+  __device__ __forceinline__ void score(index_t first, index_t end, const unsigned char* shared,
+                                        const scored_blocks& take) {
+    constexpr index_t step = scoring_threads;
+    constexpr int each = values_in_word<Element> * (memory::piece / 4);
     if (first >= end) return;
     std::uint32_t bits[Words] = {};
     const auto load = [&](index_t row) __attribute__((always_inline)) {
@@ -78,28 +92,27 @@ class staged_means {
       bits_.load(there, bits);
       return scales_ ? scales_[there] : 1.0f;
     };
-    float scale = load(first + lane);
+    float scale = load(first + lane_here());
     for (index_t tile = first; tile < end; tile += step) {
       wait_and_copy_next(tile, end, step, 0);
-      row_walk<places, Element, Words, Group, word_step> walk(bits, std::uint32_t(lane * 4),
-                                                              std::uint32_t(lane * 4 + (Words * 32 - 1) * Group * 128));
-      const float next_scale = load(tile + step + lane);
-      float up = 0, down = 0;
-      const scored_row<Element, Group> visit{shared, up, down};
+      row_walk<places, Element, Words, Group, Group * 128> walk(bits, std::uint32_t(lane_here() * 4));
+      const float next_scale = load(tile + step + lane_here());
+      float sums[2] = {};
+      const scored_row<Element, Group> visit{shared, sums};
       if (pieces_ == 1) {
-        walk.walk(kept_, shared, row_of(lane), visit);
+        walk.walk(kept_, shared, row_of(lane_here()), visit);
         __syncwarp();  // all have read the stage
         odd_ ^= 1;
       } else {
         for (int piece = 0;;) {
-          walk.walk_up(min(kept_ - piece * each, each), shared, row_of(lane), visit);
+          walk.walk_up(min(kept_ - piece * each, each), shared, row_of(lane_here()), visit);
           __syncwarp();
           odd_ ^= 1;
           if (++piece == pieces_) break;
           wait_and_copy_next(tile, end, step, piece);
         }
       }
-      if (tile + lane < end) take(tile + lane, (up + down) * scale);
+      if (const index_t i = tile + lane_here(); i < end) take.put(i, (sums[0] + sums[1]) * scale);
       scale = next_scale;
     }
     wait_copies<0>();
@@ -123,8 +136,8 @@ class staged_means {
   __device__ __forceinline__ void copy(index_t tile, index_t end, int piece) const {
     if (tile >= end) return;
     const int lane = int(threadIdx.x) % 32;
-    const std::uint32_t to =
-        address_ + stage() + places::byte(places::row(unsigned(lane / 4), memory::piece), unsigned(lane % 4 * 16));
+    const std::uint32_t to = own_address(
+        address_ + stage() + places::byte(places::row(unsigned(lane / 4), memory::piece), unsigned(lane % 4 * 16)));
     const unsigned own = unsigned(piece * (memory::piece / 16) + lane % 4);  // of the row's chunks
     const index_t row = tile + lane / 4;
     const unsigned chunk = unsigned(row) * chunks_ + own;
@@ -132,7 +145,8 @@ class staged_means {
     for (int i = 0; i < 4; ++i) {
       const bool valid = row + i * 8 < end && own < chunks_;
       copy_async16(to + std::uint32_t(i * 8 * memory::piece),
-                   values_ + (valid ? chunk + unsigned(i * 8) * chunks_ : 0u) * std::uint64_t(16), valid);
+                   values_ + (valid ? chunk + unsigned(i * 8) * chunks_ : 0u) * std::uint64_t(16), valid,
+                   evict_first_policy());
     }
   }
 
@@ -190,26 +204,14 @@ __global__ void __launch_bounds__(scoring_threads, 3)
 #pragma unroll
       for (int c = 0; c < own; ++c) q[(warp * own + c) * 32 + lane] = __shfl_sync(~0u, mine, c);
       __syncthreads();
-      const auto take = [&](index_t i, float score) __attribute__((always_inline)) {
-        const index_t b = begins[s] + i;
-        if (r > 0) {
-          const float best = row[b];  // its own, of the queries before
-          if (!(score > best || best != best)) score = best;
-        }
-        // The first and the last block of all are always read; nothing else is as good.
-        if (r == rows - 1) score = b == 0 || b == total - 1 ? infinity : score > largest_score ? largest_score : score;
-        row[b] = score;
-      };
+      const scored_blocks take{row, begins[s], total, r > 0, r == rows - 1};
       with_element(
           means.format.element, [&]<packed_element Element>() __attribute__((always_inline)) {
-            const auto score = [&]<int Words, int Group>() __attribute__((always_inline)) {
-              staged.template score<Element, Words, Group>(begin, end, scoring_threads, shared, take);
-            };
             const int walk = walk_of<D>(means.format);
-            if (walk == 3) return score.template operator()<group_words<D, 4>, 4>();
-            if (walk == 2) return score.template operator()<group_words<D, 2>, 2>();
-            if (walk == 0) return score.template operator()<usual_words<D>, 1>();
-            score.template operator()<group_words<D, 1>, 1>();
+            if (walk == 3) return staged.template score<Element, group_words<D, 4>, 4>(begin, end, shared, take);
+            if (walk == 2) return staged.template score<Element, group_words<D, 2>, 2>(begin, end, shared, take);
+            if (walk == 0) return staged.template score<Element, usual_words<D>, 1>(begin, end, shared, take);
+            staged.template score<Element, group_words<D, 1>, 1>(begin, end, shared, take);
           });
     }
   }

@@ -56,22 +56,21 @@ class kept_channels {
   __device__ __forceinline__ kept_channels(const std::uint32_t (&chosen)[Words], int group) : group_(group) {
 #pragma unroll
     for (int j = 0; j < Words; ++j) groups_.words[j] = __brev(chosen[j]);
-    groups_.base = 0;
+    groups_.at = 0;
   }
   /// Not after the last one.
   __device__ __forceinline__ int next() {
     if (left_ == 0) {
       groups_.drop_empty();
-      std::uint32_t before;
-      const int place = groups_.next(before);
-      channel_ = (int(before) + place) * group_, left_ = group_;
+      channel_ = int(groups_.template next<0>()) * group_, left_ = group_;
+      groups_.count(1);
     }
     --left_;
     return channel_++;
   }
 
  private:
-  bit_stream<Words, 32> groups_;
+  bit_stream<Words, 1> groups_;
   int group_, channel_ = 0, left_ = 0;
 };
 

@@ -3,67 +3,62 @@
 
 #include <cuda_fp16.h>
 
-#include <algorithm>
-#include <bit>
-
+#include "../../device/copy.cuh"
 #include "packed_view.cuh"
 
 TESSERA_NAMESPACE_BEGIN
 namespace cuda {
 namespace detail {
 
-/// Where the highest bit stands, counted from the highest; of 0 no place at all.
-__device__ __forceinline__ int leading_zeros(std::uint32_t word) {
+/// Which is the highest bit of a word; of 0 none, -1.
+__device__ __forceinline__ std::uint32_t highest_bit(std::uint32_t word) {
 #ifdef __CUDA_ARCH__
-  int place;
-  asm("bfind.shiftamt.u32 %0, %1;" : "=r"(place) : "r"(word));
+  std::uint32_t place;
+  asm("bfind.u32 %0, %1;" : "=r"(place) : "r"(word));
   return place;
 #else
-  return __builtin_clz(word);
+  return std::uint32_t(31 - __builtin_clz(word));
 #endif
 }
 
-/// The bits of words, one after another: the highest of the first word, and so on. What the caller counts from word to word goes
-/// `Step` further with each.
+/// The bits of words, one after another: the highest of the first word, and so on. The caller counts `Step` for every place.
+///
+/// What was taken is shifted out, and all words with it: the next bit is always looked for in the first word. No step asks where a word ends.
 template <int Words, int Step>
 struct bit_stream {
-  std::uint32_t words[Words];  // the first is at hand; behind the last one they are copies of it
-  std::uint32_t base;          // what the caller counts, of the word at hand
+  std::uint32_t words[Words];
+  /// What the caller counts of the first word's begin; it is behind by 32 places for each bit since `count`.
+  std::uint32_t at;
 
-  /// Where the next bit stands in its word, counted from the highest, and the word's `base`. Not after the last bit, nor where a
-  /// word without any is at hand.
-  __device__ __forceinline__ int next(std::uint32_t& of) {
-    const int place = leading_zeros(words[0]);
-    of = base;
-    drop(0x7fffffffu >> place);
-    return place;
+  /// What the caller counts of the next bit, the `Taken`th since `count`. The first word has a bit.
+  template <int Taken>
+  __device__ __forceinline__ std::uint32_t next() {
+    const std::uint32_t bit = highest_bit(words[0]);
+#pragma unroll
+    for (int i = 0; i < Words; ++i) words[i] = __funnelshift_r(i + 1 < Words ? words[i + 1] : 0u, words[i], bit);
+    at -= bit * std::uint32_t(Step);
+    return at + std::uint32_t((Taken * 32 + 31) * Step);
   }
+  /// Catches up on `taken` bits.
+  __device__ __forceinline__ void count(int taken) { at += std::uint32_t(taken * 32 * Step); }
+
   /// Words without a bit before the next one that has some.
   __device__ __forceinline__ void drop_empty() {
 #pragma unroll
     for (int i = 1; i < Words; ++i) {
-      if (words[0] == 0) move_up();
+      if (words[0] == 0) drop_word();
     }
+  }
+  /// Whether 32 places or more without a bit touch the border between two words.
+  __device__ static __forceinline__ bool far_apart(std::uint32_t earlier, std::uint32_t later) {
+    return (earlier & (0u - earlier)) - 1 >= later;  // all bits below the last one of `earlier`
   }
 
  private:
-  __device__ __forceinline__ void move_up() {
+  __device__ __forceinline__ void drop_word() {
 #pragma unroll
-    for (int i = 0; i + 1 < Words; ++i) words[i] = words[i + 1];
-    base += std::uint32_t(Step);
-  }
-  /// Keeps the bits of `left` alone, and goes on to the next word if there are none.
-  __device__ __forceinline__ void drop(std::uint32_t left) {
-    // Left to itself the compiler adds to a copy of `base` and selects one of the two: an instruction more for each value.
-    if constexpr (Words == 3) {
-      asm("{\n.reg .pred done;\nand.b32 %0, %0, %4;\nsetp.eq.u32 done, %0, 0;\n@done mov.b32 %0, %1;\n"
-          "@done mov.b32 %1, %2;\n@done add.u32 %3, %3, %5;\n}\n"
-          : "+r"(words[0]), "+r"(words[1]), "+r"(words[2]), "+r"(base)
-          : "r"(left), "n"(Step));
-    } else {
-      words[0] &= left;
-      if (Words > 1 && words[0] == 0) move_up();
-    }
+    for (int i = 0; i < Words; ++i) words[i] = i + 1 < Words ? words[i + 1] : 0u;
+    at += std::uint32_t(32 * Step);
   }
 };
 
@@ -123,10 +118,12 @@ template <int Channels>
 struct row_places {
   static constexpr bool turned = Channels <= 128;
 
-  /// Bytes from one row to the next one, for rows of up to `bytes`.
-  static int stride(int bytes) {
-    if constexpr (!turned) return ((bytes + 15) / 16 | 1) * 16;
-    return std::max(16, int(std::bit_ceil(unsigned(bytes))));
+  /// Bytes from one row to the next one, of rows of `chunks` of 16 bytes.
+  TESSERA_HD static constexpr unsigned stride(unsigned chunks) {
+    if constexpr (!turned) return (chunks | 1) * 16;
+    unsigned rounded = 1;
+    while (rounded < chunks) rounded *= 2;
+    return rounded * 16;
   }
   /// Where row `i` begins.
   __device__ static __forceinline__ unsigned row(unsigned i, unsigned stride) {
@@ -140,9 +137,8 @@ struct row_places {
 /// One row, whose values lie in shared memory, by one thread of a warp that does the same with other rows. Groups of `Group` channels that
 /// stay are walked from the first one up and from the last one down in turns: neither has to wait for the other's bits.
 ///
-/// visit.template operator()<Up>(place, base, words, j): the group has the values j to j + Group - 1 of `words`. Going up it is the
-/// `place`th of its word of bits, going down the `place`th from the word's end; `base` began as `first` or `last` and went `Step` up
-/// or down with each word.
+/// visit(at, words, j): the group that the caller counts as `at` has the values j to j + Group - 1 of `words`. The first group of all counts as
+/// `first`, and every later one `Step` more.
 template <class Places, packed_element Element, int Words, int Group, int Step>
 class row_walk {
   static constexpr int in_word = values_in_word<Element>, value_bits = 32 / in_word;
@@ -151,86 +147,83 @@ class row_walk {
  public:
   /// `bits`: of the groups, the lowest of the first word is the first one's.
   template <int Most>
-  __device__ __forceinline__ row_walk(const std::uint32_t (&bits)[Most], std::uint32_t first, std::uint32_t last) {
+  __device__ __forceinline__ row_walk(const std::uint32_t (&bits)[Most], std::uint32_t first) {
     static_assert(Words <= Most, "tessera: there are words for every group");
-    up_.base = first, down_.base = last;
-    // A word without a bit between two that have some: then words are looked at before every step, which is slow and rare.
-    bool some = false, ended = false, gap = false;
+    up_.at = first, down_.at = first + std::uint32_t((Words * 32 - 1) * Step);
 #pragma unroll
-    for (int i = 0; i < Words; ++i) {
-      up_.words[i] = __brev(bits[i]), down_.words[i] = bits[Words - 1 - i];
-      const bool there = bits[i] != 0;
-      gap = gap || (there && ended);
-      ended = ended || (some && !there), some = some || there;
-    }
-    gaps_ = Words > 2 && __any_sync(~0u, gap);
-    up_.drop_empty(), down_.drop_empty();
+    for (int i = 0; i < Words; ++i) up_.words[i] = __brev(bits[i]), down_.words[i] = bits[Words - 1 - i];
+    bool far = false;
+#pragma unroll
+    for (int i = 1; i < Words; ++i) far = far || down_.far_apart(down_.words[i - 1], down_.words[i]);
+    gaps_ = Words > 1 && __any_sync(~0u, far);
   }
 
   /// All `count` values of the row, which begins at `row` of `shared`.
   template <class Visit>
   __device__ __forceinline__ void walk(int count, const unsigned char* shared, unsigned row, const Visit& visit) {
-    if (gaps_) return walk_slowly(0, count, shared, row, visit);
-    // Eight values a round, four from each end. Rounds of sixteen are as many instructions, but warps wait longer for their code to come.
-    int done = 0, end = count;
-#pragma unroll 1
-    while (end % 8 != 0) end -= Group, one<false>(end, shared, row, visit);
-#pragma unroll 1
-    for (; end > done; done += 4, end -= 4) {
-      const four low = at(shared, row, done), high = at(shared, row, end - 4);
-#pragma unroll
-      for (int j = 0; j < 4; j += Group) {
-        step<true>(low.word, j, visit);
-        step<false>(high.word, 4 - Group - j, visit);
-      }
-    }
+    gaps_ ? walk_all<true>(count, shared, row, visit) : walk_all<false>(count, shared, row, visit);
   }
   /// The next `count` values, of which only those are there; whatever came before went up, too.
   template <class Visit>
   __device__ __forceinline__ void walk_up(int count, const unsigned char* shared, unsigned row, const Visit& visit) {
-    int done = 0;
-#pragma unroll 1
-    for (; !gaps_ && done + 4 <= count; done += 4) {
-      const four some = at(shared, row, done);
-#pragma unroll
-      for (int j = 0; j < 4; j += Group) step<true>(some.word, j, visit);
-    }
-    walk_slowly(done, count, shared, row, visit);
+    gaps_ ? walk_some<true>(count, shared, row, visit) : walk_some<false>(count, shared, row, visit);
   }
 
  private:
   __device__ static __forceinline__ four at(const unsigned char* shared, unsigned row, int i) {
     return four(shared + Places::byte(row, unsigned(i * value_bits / 8)));
   }
-  template <bool Up, class Visit>
-  __device__ __forceinline__ void step(const std::uint32_t* words, int j, const Visit& visit) {
-    std::uint32_t base;
-    const int place = Up ? up_.next(base) : down_.next(base);
-    visit.template operator()<Up>(place, base, words, j);
+  /// Eight values a round, four from each end. Rounds of sixteen are as many instructions, but warps wait longer for their code to come.
+  template <bool Gaps, class Visit>
+  __device__ __forceinline__ void walk_all(int count, const unsigned char* shared, unsigned row, const Visit& visit) {
+    int done = 0, end = count;
+#pragma unroll 1
+    while (end % 8 != 0) end -= Group, one<Gaps>(down_, end, shared, row, visit);
+#pragma unroll 1
+    for (; end > done; done += 4, end -= 4) {
+      const four low = at(shared, row, done), high = at(shared, row, end - 4);
+      take_four<Gaps, true>(up_, low, visit), take_four<Gaps, false>(down_, high, visit);
+    }
+  }
+  template <bool Gaps, class Visit>
+  __device__ __forceinline__ void walk_some(int count, const unsigned char* shared, unsigned row, const Visit& visit) {
+    int done = 0;
+#pragma unroll 1
+    for (; done + 4 <= count; done += 4) take_four<Gaps, true>(up_, at(shared, row, done), visit);
+#pragma unroll 1
+    for (; done < count; done += Group) one<Gaps>(up_, done, shared, row, visit);
+  }
+  template <bool Gaps, bool Up, class Stream, class Visit>
+  __device__ static __forceinline__ void take_four(Stream& stream, const four& values, const Visit& visit) {
+    const auto take = [&]<int Taken>() __attribute__((always_inline)) {
+      if constexpr (Taken * Group < 4) {
+        if constexpr (Gaps) stream.drop_empty();
+        const std::uint32_t at = stream.template next<Taken>();
+        visit(at, values.word, Up ? Taken * Group : 4 - Group - Taken * Group);
+      }
+    };
+    take.template operator()<0>(), take.template operator()<1>();
+    take.template operator()<2>(), take.template operator()<3>();
+    stream.count(4 / Group);
   }
   /// The group whose first value is `i`.
-  template <bool Up, class Visit>
-  __device__ __forceinline__ void one(int i, const unsigned char* shared, unsigned row, const Visit& visit) {
+  template <bool Gaps, class Stream, class Visit>
+  __device__ static __forceinline__ void one(Stream& stream, int i, const unsigned char* shared, unsigned row,
+                                             const Visit& visit) {
     const auto word = [&](int w) {
       return *reinterpret_cast<const std::uint32_t*>(shared + Places::byte(row, unsigned(w * 4)));
     };
     std::uint32_t words[2] = {word(i / in_word) >> (i % in_word * value_bits), 0};
     if constexpr (Group * value_bits > 32) words[1] = word(i / in_word + 1);
-    step<Up>(words, 0, visit);
-  }
-  template <class Visit>
-  __device__ __forceinline__ void walk_slowly(int done, int count, const unsigned char* shared, unsigned row,
-                                              const Visit& visit) {
-#pragma unroll 1
-    for (; done < count; done += Group) {
-      up_.drop_empty();
-      one<true>(done, shared, row, visit);
-    }
+    if constexpr (Gaps) stream.drop_empty();
+    const std::uint32_t at = stream.template next<0>();
+    visit(at, words, 0);
+    stream.count(1);
   }
 
   bit_stream<Words, Step> up_;
   bit_stream<Words, -Step> down_;
-  bool gaps_;
+  bool gaps_ = false;  // a warp's rows have them: words are looked at before every step
 };
 
 /// Words for the bits of every group of `Group` channels, at most `Channels`; and where a quarter of the channels is left out.
@@ -260,7 +253,7 @@ struct bit_rows {
     const std::uint32_t* row = bits + std::uint64_t(unsigned(i)) * stride;
 #pragma unroll
     for (unsigned w = 0; w < Most; ++w) {
-      if (w < words) to[w] = row[w];
+      if (w < words) to[w] = load_once(row + w);
     }
   }
 };
