@@ -20,7 +20,7 @@ void check_order(index_t group, index_t count) {
   std::vector<float> basis(std::size_t(heads * channels * D), 0.0f);
   for (index_t i = 0; i < heads * channels; ++i) basis[std::size_t(i * D + i % channels)] = 1;
   buffer<float> ordered(basis);
-  const cuda::order_bases<view_type, true> order(format, heads);
+  const cuda::order_bases<view_type, D> order(true, format, heads);
   order.run(view, first, count, ordered.data, nullptr);
   const auto got = ordered.get();
   index_t wrong = 0, moved = 0;

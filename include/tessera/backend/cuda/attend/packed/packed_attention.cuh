@@ -83,7 +83,7 @@ class attend_packed {
                                   rotated.rows};
     launch(attend_entry_,
            {.blocks =
-                dim3(unsigned(splits_), unsigned(lanes), unsigned(ceil_div(rotated.rows, detail::query_rows_together))),
+                dim3(unsigned(lanes), unsigned(splits_), unsigned(ceil_div(rotated.rows, detail::query_rows_together))),
             .threads = dim3(detail::packed_threads),
             .shared_bytes = std::size_t(shape_.bytes),
             .overlapping = overlapping_},

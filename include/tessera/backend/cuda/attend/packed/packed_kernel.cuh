@@ -6,7 +6,6 @@
 
 #include "../../../../core/logit_rule.hpp"
 #include "../../../../core/selection.hpp"
-#include "../../device/search.cuh"
 #include "packed_memory.cuh"
 #include "packed_splits.cuh"
 #include "rotated_queries.cuh"
@@ -28,7 +27,7 @@ struct packed_problem {
       chosen;  ///< of units, row = sequence * kv_heads + head; indices null: everything; whole rows are always read
   index_t unit = 1;  ///< rows of a unit, 0: of each segment's block; every segment begins with a new one
   /// [sequences * kv_heads, most_segments + 1], where each segment's units begin in `chosen`, so that splits are equally long though
-  /// units are not; null: splits have equally many units.
+  /// units are not; null: all units count alike.
   const index_t* chosen_begins = nullptr;
 };
 
@@ -46,7 +45,7 @@ class packed_part {
                          const memory& shape, unsigned char* shared)
       : p_(p), rotated_(rotated), to_(to), shape_(shape), shared_(shared) {
     const index_t heads = p.view.whole.kv_heads;
-    lane_row_ = index_t(blockIdx.y);
+    lane_row_ = index_t(blockIdx.x);
     sequence_ = lane_row_ / heads, head_ = lane_row_ % heads, group_ = p.q.heads / heads;
     first_row_ = index_t(blockIdx.z) * query_rows_together;
     row_begin_ = reinterpret_cast<index_t*>(shared + shape.begins);
@@ -78,46 +77,34 @@ class packed_part {
   /// Chosen units of one split, segment after segment.
   __device__ __forceinline__ void attend_chosen(index_t split, index_t count) {
     const index_t* list = p_.chosen.indices ? p_.chosen.row(lane_row_) : nullptr;
-    const index_t* begins = p_.chosen_begins;
-    if (begins) {
-      begins += offset_t(lane_row_) * (p_.view.most_segments + 1);
+    if (p_.chosen_begins) {
+      const index_t* begins = chosen_begins();
       fill_sums(count, chosen_row_begin_, [&](index_t s) { return (begins[s + 1] - begins[s]) * unit_of_segment(s); });
+    } else {
+      find_begins(list, list ? p_.chosen.counts[lane_row_] : unit_begin_[count], max(p_.unit, 1), unit_begin_, count,
+                  reinterpret_cast<index_t*>(shared_), chosen_row_begin_);
     }
-    // With `begins` the split's first and last chosen row; else units.
-    const index_t all = begins ? chosen_row_begin_[count] : list ? p_.chosen.counts[lane_row_] : unit_begin_[count];
+    const index_t all = chosen_row_begin_[count];
     if (all == 0) return;
-    // Units of one length: a block's tiles are a multiple of its warps, which then have equally many.
-    const index_t together = begins ? tile_tokens : max(1, packed_warps * tile_tokens / max(p_.unit, 1));
-    const index_t each = ceil_div(ceil_div(all, to_.splits), together) * together;
-    const bool searches = list && !begins;
-    // The split's end, its lowest and its highest entry, and its beginning lie in shared memory: the kernel has no register to spare.
+    // The split's rows lie in shared memory: the kernel has no register to spare.
     volatile index_t* const range = chosen_row_begin_ + p_.view.most_segments + 1;
     if (threadIdx.x < 32) {
-      const int2 own = begins ? rows_of_split(chosen_row_begin_, count, each, to_.splits, split)
-                              : make_int2(min(split * each, all), min(split * each + each, all));
-      if (threadIdx.x == 0) {
-        range[0] = own.y;
-        if (own.x < own.y) range[1] = searches ? list[own.x] : own.x, range[2] = searches ? list[own.y - 1] : own.y - 1;
-        range[3] = own.x;
-      }
+      const int2 own = rows_of_split(chosen_row_begin_, count, all, to_.splits, split);
+      if (threadIdx.x == 0) range[0] = own.x, range[1] = own.y;
     }
     __syncthreads();
-    index_t first = range[3];
-    for (index_t s = 0; s < count && first < range[0]; ++s) {
-      const index_t limit = begins ? chosen_row_begin_[s + 1] : unit_begin_[s + 1], last = range[0];
-      if (limit <= range[1]) continue;
-      const index_t end = range[2] < limit ? last
-                          : searches       ? first + first_where_in_warp(last - first, index_t(threadIdx.x) % 32,
-                                                                         [&](index_t i) { return list[first + i] >= limit; })
-                                           : limit;
-      index_t begin_unit = first, end_unit = end;
-      if (begins) {
-        const index_t unit = unit_of_segment(s), before = chosen_row_begin_[s];
-        begin_unit = begins[s] + ceil_div(first - before, unit), end_unit = begins[s] + ceil_div(end - before, unit);
-      }
-      if (end_unit > begin_unit) attend_units(s, list, begin_unit, end_unit, split + s);
-      first = end;
+    for (index_t s = 0; s < count && chosen_row_begin_[s] < range[1]; ++s) {
+      const index_t before = chosen_row_begin_[s], first = max(range[0], before);
+      const index_t end = min(chosen_row_begin_[s + 1], range[1]);
+      if (first >= end) continue;
+      const index_t unit = p_.chosen_begins ? unit_of_segment(s) : max(p_.unit, 1);
+      const index_t from = p_.chosen_begins ? chosen_begins()[s] : before / unit;
+      const index_t begin_unit = from + ceil_div(first - before, unit), end_unit = from + ceil_div(end - before, unit);
+      if (begin_unit < end_unit) attend_units(s, list, begin_unit, end_unit, split + s);
     }
+  }
+  __device__ __forceinline__ const index_t* chosen_begins() const {
+    return p_.chosen_begins + offset_t(lane_row_) * (p_.view.most_segments + 1);
   }
 
   /// The rows that are not packed. Returns whether there are any.
@@ -180,7 +167,7 @@ class packed_part {
     auto* const keys = reinterpret_cast<key_rows*>(shared_ + shape_.sources);
     auto* const values = reinterpret_cast<value_rows*>(keys + 1);
     if (threadIdx.x == 0) *keys = first_keys, *values = first_values;
-    const int k_walk = tile_walk_of<D>(segment.k.format), v_walk = tile_walk_of<Dv>(segment.v.format);
+    const int k_way = way_of<D>(segment.k.format), v_way = way_of<Dv>(segment.v.format);
     const int k_kept = int(segment.k.format.kept), v_kept = int(segment.v.format.kept);
     const int channels = int(whole_channels(segment.v.format.channels));
     const int warp = int(threadIdx.x) / 32, lane = int(threadIdx.x) % 32, tile_place = warp * shape_.tile;
@@ -233,7 +220,7 @@ class packed_part {
 #pragma unroll 1
       for (int part = 0; part < shape_.parts; ++part) {
         float logits[queries_at_once];
-        multiply_row<Tile, D>(k_walk, k_kept, k_bits, k_row, shared_, shape_.queries + part * shape_.queries_part,
+        multiply_row<Tile, D>(k_way, k_kept, k_bits, k_row, shared_, shape_.queries + part * shape_.queries_part,
                               logits);
         take_logits(state, part, logits, k_scale, position, v_scale, weights);
       }
@@ -246,7 +233,7 @@ class packed_part {
       });
       wait_copies<1>();
       __syncwarp();
-      spread_row<Tile, Dv>(v_walk, v_kept, v_bits, v_row, shared_, tile_place);
+      spread_row<Tile, Dv>(v_way, v_kept, v_bits, v_row, shared_, tile_place);
       __syncwarp();
       if (more) begin_values(*values, next);
       commit_copies();
@@ -273,6 +260,7 @@ class packed_part {
   /// Writes them as `query_products` reads them; `q`: those of the thread's first channel.
   __device__ __forceinline__ void put_copies(index_t s, float4 q) {
     const int all = shape_.queries_part / 128 * shape_.parts;
+#pragma unroll 1
     for (int i = int(threadIdx.x); i < all; i += packed_threads) {
       unsigned char* to = shared_ + shape_.queries + i * 128;
 #pragma unroll
@@ -391,7 +379,8 @@ __global__ void __launch_bounds__(packed_threads, View::k_dim <= 128 && View::v_
   extern __shared__ uint4 shared_memory[];
   const packed_memory<View::k_dim, View::v_dim> shape(rotated.rows, p.view.most_segments, lengths);
   packed_part<View, Tile, Out> part(p, rotated, to, shape, reinterpret_cast<unsigned char*>(shared_memory));
-  part.attend(index_t(blockIdx.x));
+  // Blocks that begin last, when the choice has ended, have no time for whole rows: the last splits are the first blocks.
+  part.attend(to.splits - 1 - index_t(blockIdx.y));
 }
 
 }  // namespace detail

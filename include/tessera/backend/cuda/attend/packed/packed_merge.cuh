@@ -73,12 +73,15 @@ __global__ void __launch_bounds__(merging_threads)
   let_later_begin();
   // The table may have room for hundreds of segments: whole rows stand behind those that there are.
   const index_t whole_rows = p.view.count(sequence);
+#pragma unroll 1
   for (index_t i = index_t(threadIdx.x); i < parts.parts; i += merging_threads) {
     const index_t segment = parts.segment[offset_t(lane_row) * parts.parts + i];
     segments[i] = segment == most_segments ? whole_rows : segment;
   }
+#pragma unroll 1
   for (index_t i = index_t(threadIdx.x); i < 2 * (whole_rows + 1); i += merging_threads) runs[i] = 0;
   __syncthreads();
+#pragma unroll 1
   for (index_t i = index_t(threadIdx.x); i < parts.parts; i += merging_threads) {
     if (segments[i] == no_index) continue;
     if (i == 0 || segments[i - 1] != segments[i]) runs[2 * segments[i]] = i;
@@ -90,12 +93,14 @@ __global__ void __launch_bounds__(merging_threads)
       return parts.states + (begin + offset_t(part) * parts.rows + first + r) * 2;
     };
     float top = -infinity, sum = 0;
+#pragma unroll 2
     for (index_t i = lane; i < parts.parts; i += 32) {
       const float most = state_of(i)[0];
       if (segments[i] != no_index) top = fmaxf(top, most);
     }
     top = lanes_max<32>(top);
     const float reference = top == -infinity ? 0.0f : top;
+#pragma unroll 2
     for (index_t i = lane; i < parts.parts; i += 32) {
       float weight = 0;
       if (segments[i] != no_index) {
@@ -127,7 +132,7 @@ __global__ void __launch_bounds__(merging_threads)
         const int r = i / fours, c = i % fours * 4;
         if (c >= channels) continue;
         float4 sum{};
-#pragma unroll 4
+#pragma unroll 8
         for (index_t one = from; one < end; ++one) {
           const float weight = weights[one * merged_rows + r];
           const float4 x =

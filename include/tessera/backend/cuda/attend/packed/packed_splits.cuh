@@ -16,38 +16,74 @@ struct packed_parts {
   index_t splits, parts, rows;
 };
 
-/// Which of the chosen rows of `count` segments, that begin at `begins`, a split has: about `each`, and of one segment where that leaves
-/// enough splits. One that goes on into another segment waits for its queries and rows, as long as for a round of tiles. By a warp.
-__device__ __forceinline__ int2 rows_of_split(const index_t* begins, index_t count, index_t each, index_t splits,
-                                              index_t split) {
-  const index_t lane = index_t(threadIdx.x) % 32;
-  for (index_t length = each; length <= each + packed_warps * tile_tokens; length += tile_tokens) {
-    int2 own = make_int2(0, 0);
-    index_t before = 0;
-    for (index_t s = lane; s - lane < count; s += 32) {
-      const index_t begin = begins[min(s, count)], end = begins[min(s + 1, count)];
-      const index_t parts = ceil_div(end - begin, length), sum = before + inclusive_sum(parts, int(lane));
-      const index_t first = begin + (split - (sum - parts)) * length;
-      const unsigned found = __ballot_sync(~0u, split >= sum - parts && split < sum);
-      if (found != 0) {
-        own.x = __shfl_sync(~0u, first, __ffs(int(found)) - 1);
-        own.y = __shfl_sync(~0u, min(first + length, end), __ffs(int(found)) - 1);
+/// begins [count + 1] = the chosen rows before each of `count` segments, whose units begin at `units`, and all of them: `all` units of `one`
+/// row or more stand in `list`, ascending; without a list all of them are. By all threads, with memory for a sample each; ends with a barrier.
+__device__ __forceinline__ void find_begins(const index_t* list, index_t all, index_t one, const index_t* units,
+                                            index_t count, index_t* samples, index_t* begins) {
+  const int warp = int(threadIdx.x) / 32, lane = int(threadIdx.x) % 32;
+  const index_t step = ceil_div(all, packed_threads), place = index_t(threadIdx.x) * step;
+  const bool searches = list && count > 1;  // what lies before the first and before none is known
+  if (searches) samples[threadIdx.x] = place < all ? list[place] : 0x7fffffff;
+  __syncthreads();
+#pragma unroll 1
+  for (index_t s = warp; s <= count; s += packed_warps) {
+    const index_t limit = units[s];
+    index_t found = s == count ? all : limit;
+    if (searches && s > 0 && s < count) {
+      index_t below = 0;  // samples
+#pragma unroll
+      for (int i = 0; i < packed_threads; i += 32) below += __popc(__ballot_sync(~0u, samples[i + lane] < limit));
+      found = max(below - 1, 0) * step;
+      const index_t end = below > 0 ? min(found + step, all) : 0;
+#pragma unroll 4
+      for (index_t i = found; i < end; i += 32) {
+        found += __popc(__ballot_sync(~0u, i + lane < end && list[min(i + lane, all - 1)] < limit));
       }
-      before = __shfl_sync(~0u, sum, 31);
     }
-    if (before <= splits) return own;
+    if (lane == 0) begins[s] = found * one;
   }
-  return make_int2(min(split * each, begins[count]), min(split * each + each, begins[count]));
+  __syncthreads();
+}
+
+/// Which of the `all` chosen rows of `count` segments, that begin at `begins`, a split has: of one segment where that leaves enough splits.
+/// One that goes on into another segment waits for its queries and rows, as long as for a round of tiles. By a warp.
+__device__ __forceinline__ int2 rows_of_split(const index_t* begins, index_t count, index_t all, index_t splits,
+                                              index_t split) {
+  constexpr index_t round = packed_warps * tile_tokens;  // fewer rows leave warps without work
+  const index_t lane = index_t(threadIdx.x) % 32;
+  const index_t each = max(ceil_div(ceil_div(all, splits), tile_tokens) * tile_tokens, round);
+  // A lane tries one length.
+  const index_t length_here = each + lane * tile_tokens;
+  index_t parts_here = 0;
+#pragma unroll 1
+  for (index_t s = 0; s < count; ++s) parts_here += ceil_div(begins[s + 1] - begins[s], length_here);
+  const unsigned fits = __ballot_sync(~0u, parts_here <= splits && length_here <= each + round);
+  if (fits != 0) {
+    const index_t length = each + (__ffs(int(fits)) - 1) * tile_tokens;
+    index_t s = 0, before = 0;
+#pragma unroll 1
+    for (; s < count; ++s) {
+      const index_t parts = ceil_div(begins[s + 1] - begins[s], length);
+      if (split < before + parts) break;
+      before += parts;
+    }
+    if (s == count) return make_int2(all, all);
+    const index_t first = begins[s] + (split - before) * length;
+    return make_int2(first, min(first + length, begins[s + 1]));
+  }
+  return make_int2(min(split * each, all), min(split * each + each, all));
 }
 
 /// Bases of values come to the L2, where the merge finds them: a split's those of some of the `count` segments.
 template <class View>
 __device__ __forceinline__ void fetch_value_bases(const View& view, index_t sequence, index_t head, index_t count,
                                                   index_t split, index_t splits) {
+#pragma unroll 1
   for (index_t s = split; s < count; s += splits) {
     const packed_vectors& values = view.segment(sequence, s).v;
     const float* basis = values.basis_of(head, View::v_dim);
     const index_t size = basis ? values.format.channels * View::v_dim : 0;
+#pragma unroll 1
     for (index_t i = index_t(threadIdx.x) * 32; i < size; i += packed_threads * 32) prefetch_line(basis + i);
   }
 }

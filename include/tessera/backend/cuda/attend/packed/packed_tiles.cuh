@@ -113,72 +113,31 @@ struct spread_values {
   }
 };
 
-/// Which walk goes along rows of a format: 4 for each element.
-template <int Channels>
-__device__ __forceinline__ int tile_walk_of(const packed_format& format) {
-  const int element = format.element == packed_element::fp8 ? 1 : format.element == packed_element::int4 ? 2 : 0;
-  return element * 4 + walk_of<Channels>(format);
-}
-
-/// Calls run.template operator()<Element, Words, Group>() for a `tile_walk_of`; 16-bit elements are of the type that `Tile` names. One switch:
-/// the code of the walks lies far apart, and every branch that ends behind another one is a miss of the instruction cache.
-template <class Tile, int Channels, class Run>
-__device__ __forceinline__ void with_tile_walk(int walk, const Run& run) {
-  constexpr packed_element same = std::is_same_v<Tile, bf16> ? packed_element::bf16 : packed_element::fp16;
-  constexpr packed_element fp8 = packed_element::fp8, int4 = packed_element::int4;
-  constexpr int all = group_words<Channels, 1>, twos = group_words<Channels, 2>, fours = group_words<Channels, 4>;
-  switch (walk) {
-    case 0:
-      return run.template operator()<same, usual_words<Channels>, 1>();
-    case 1:
-      return run.template operator()<same, all, 1>();
-    case 2:
-      return run.template operator()<same, twos, 2>();
-    case 3:
-      return run.template operator()<same, fours, 4>();
-    case 4:
-      return run.template operator()<fp8, usual_words<Channels>, 1>();
-    case 5:
-      return run.template operator()<fp8, all, 1>();
-    case 6:
-      return run.template operator()<fp8, twos, 2>();
-    case 7:
-      return run.template operator()<fp8, fours, 4>();
-    case 8:
-    case 9:
-      return run.template operator()<int4, all, 1>();
-    case 10:
-      return run.template operator()<int4, twos, 2>();
-    default:
-      return run.template operator()<int4, fours, 4>();
-  }
-}
-
 /// sums [4] = the lane's row of keys, whose values lie at `row` of a block's shared memory, times 4 rows of queries, which lie at `queries`.
 template <class Tile, int D, int Most>
-__device__ __forceinline__ void multiply_row(int walk, int kept, const std::uint32_t (&bits)[Most], unsigned row,
+__device__ __forceinline__ void multiply_row(int way, int kept, const std::uint32_t (&bits)[Most], unsigned row,
                                              const unsigned char* shared, int queries, float (&sums)[queries_at_once]) {
 #pragma unroll
   for (float& sum : sums) sum = 0;
   const auto first = std::uint32_t(queries + lane_here() % 8 * 16);
-  with_tile_walk<Tile, D>(
-      walk, [&]<packed_element Element, int Words, int Group>() __attribute__((always_inline)) {
-        constexpr int step = Group * query_products<Element, Group>::stride;
-        row_walk<row_places<D>, Element, Words, Group, step> along(bits, first);
-        along.walk(kept, shared, row, query_products<Element, Group>{shared, sums});
+  with_way<Tile, D>(
+      way, [&]<class Way>() __attribute__((always_inline)) {
+        using products = query_products<Way::element, Way::group>;
+        row_walk<row_places<D>, Way, Way::group * products::stride> along(bits, first);
+        along.walk(kept, shared, row, products{shared, sums});
       });
 }
 
 /// Spreads the lane's row of values out in the tile that lies at `tile` of a block's shared memory.
 template <class Tile, int Dv, int Most>
-__device__ __forceinline__ void spread_row(int walk, int kept, const std::uint32_t (&bits)[Most], unsigned row,
+__device__ __forceinline__ void spread_row(int way, int kept, const std::uint32_t (&bits)[Most], unsigned row,
                                            unsigned char* shared, int tile) {
   const int lane = lane_here();
   const auto first = std::uint32_t(tile + lane % 16 * 4 + lane / 16 * 2);
-  with_tile_walk<Tile, Dv>(
-      walk, [&]<packed_element Element, int Words, int Group>() __attribute__((always_inline)) {
-        using spread = spread_values<Tile, Element, Group>;
-        row_walk<row_places<Dv>, Element, Words, Group, Group * spread::stride> along(bits, first);
+  with_way<Tile, Dv>(
+      way, [&]<class Way>() __attribute__((always_inline)) {
+        using spread = spread_values<Tile, Way::element, Way::group>;
+        row_walk<row_places<Dv>, Way, Way::group * spread::stride> along(bits, first);
         along.walk(kept, shared, row, spread{shared});
       });
 }

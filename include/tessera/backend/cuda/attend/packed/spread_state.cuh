@@ -42,6 +42,7 @@ struct spread_state {
   /// By one warp; the caller synchronises it.
   __device__ __forceinline__ spread_state(unsigned char* from, int parts) : shared(reinterpret_cast<float4*>(from)) {
     const int lane = int(threadIdx.x) % 32;
+#pragma unroll 1
     for (int i = 0; i < parts; ++i) {
       if (lane == 0) most(i) = make_float4(lowest, lowest, lowest, lowest);
       sums(parts, i, lane) = make_float4(0, 0, 0, 0);
@@ -104,6 +105,7 @@ struct spread_state {
   /// Adds the lanes' sums up, and writes most and sum [8, 2] and the summed values [8, Dv]. By one warp.
   __device__ __forceinline__ void write(int parts, float* states, float* to, int channels) const {
     const int lane = int(threadIdx.x) % 32;
+#pragma unroll 1
     for (int part = 0; part < parts; ++part) {
       const float4 reference = most(part), added = sums(parts, part, lane);
       const float top[queries_at_once] = {reference.x, reference.y, reference.z, reference.w};

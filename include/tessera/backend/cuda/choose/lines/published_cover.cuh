@@ -168,15 +168,16 @@ __global__ void __launch_bounds__(Threads)
 }
 
 /// Adds to what is chosen of the `heads` query heads of a slice what the published greedy takes for `share` of the sample's weight;
-/// `lists`: published_lists::arrays * stride numbers of a head. What is chosen already changes nothing.
-inline void cover_as_published(float share, const line_sample& seen, index_t heads, index_t* lists,
-                               cudaStream_t stream) {
-  const dim3 of_lines(unsigned(ceil_div(seen.stride, 256)), unsigned(heads), 2);
-  largest_entries_entry<256><<<of_lines, 256, 0, stream>>>(seen, lists);
+/// `lists`: published_lists::arrays * stride numbers of a head. What is chosen already changes nothing. A template, so that caches that never
+/// call it do not compile its kernels.
+template <int Threads = 256>
+void cover_as_published(float share, const line_sample& seen, index_t heads, index_t* lists, cudaStream_t stream) {
+  const dim3 of_lines(unsigned(ceil_div(seen.stride, Threads)), unsigned(heads), 2);
+  largest_entries_entry<Threads><<<of_lines, Threads, 0, stream>>>(seen, lists);
   check(cudaGetLastError(), "launch of largest_entries");
-  sort_lines_entry<1024><<<dim3(2, unsigned(heads)), 1024, 0, stream>>>(seen, lists);
+  sort_lines_entry<4 * Threads><<<dim3(2, unsigned(heads)), 4 * Threads, 0, stream>>>(seen, lists);
   check(cudaGetLastError(), "launch of sort_lines");
-  walk_lines_entry<256><<<unsigned(heads), 256, 0, stream>>>(seen, share, lists);
+  walk_lines_entry<Threads><<<unsigned(heads), Threads, 0, stream>>>(seen, share, lists);
   check(cudaGetLastError(), "launch of walk_lines");
 }
 

@@ -14,25 +14,25 @@ namespace detail {
 inline constexpr int scoring_warps = 8, scoring_threads = scoring_warps * 32, scored_together = scoring_threads;
 inline constexpr float largest_score = 3.4e38f;
 
-/// Memory of a block: q once for every lane, and two stages of 32 rows for every warp. Values come 64 bytes at a time.
+/// Memory of a block: q once for every lane, and for every warp two stages of 32 rows of 64 bytes.
 template <int D>
 struct score_memory {
-  static constexpr int piece = 64;  // bytes
-  static constexpr int q = D * 32 * 4, stage = 32 * piece;
+  static constexpr int q = D * 32 * 4, stage = 32 * 64;
   static constexpr int begins = q + scoring_warps * 2 * stage;
 };
 
 /// Adds up what a row's values give with q, of which a lane has its own copy: element c lies at c * 128 bytes.
-template <packed_element Element, int Group>
+template <class Way>
 struct scored_row {
+  static constexpr int in_word = values_in_word<Way::element>;
   const unsigned char* shared;
   float (&sums)[2];
 
   __device__ __forceinline__ void operator()(std::uint32_t at, const std::uint32_t* words, int j) const {
 #pragma unroll
-    for (int i = 0; i < Group; ++i) {
+    for (int i = 0; i < Way::group; ++i) {
       sums[j / 2 % 2] += *reinterpret_cast<const float*>(shared + at + i * 128) *
-                         value_of<Element>(words[(j + i) / values_in_word<Element>], (j + i) % values_in_word<Element>);
+                         value_of<Way::element>(words[(j + i) / in_word], (j + i) % in_word);
     }
   }
 };
@@ -56,11 +56,12 @@ struct scored_blocks {
   }
 };
 
-/// The mean keys of one segment, read by one warp: lane l has row l of every 32.
-template <int D>
+/// The mean keys of one segment, read by one warp: lane l has row l of every 32. Values of up to 64 bytes come while those before them are
+/// walked along; of longer rows, 128 bytes at a time take both stages.
+template <int D, class Tile>
 class staged_means {
   using memory = score_memory<D>;
-  using places = row_places<memory::piece / 2>;
+  using places = row_places<memory::stage / 64>;
 
  public:
   /// `stages`: where its stages lie in the block's shared memory.
@@ -69,83 +70,110 @@ class staged_means {
         bits_(rows, head),
         scales_(rows.scales ? rows.scales + rows.row(head, 0) : nullptr),
         address_(shared_address(shared)),
-        stages_(stages),
+        stage_(stages),
+        other_(stages + memory::stage),
         chunks_(unsigned(value_stride(rows.format.value_bytes())) / 16),
         kept_(int(rows.format.kept)),
-        pieces_(max(1, ceil_div(int(chunks_), memory::piece / 16))) {}
+        way_(way_of<D>(rows.format)),
+        pieces_(chunks_ <= 4 ? 0 : ceil_div(int(chunks_), 8)) {}
 
   /// Begins to copy the first 32 rows for `score`.
   __device__ __forceinline__ void begin(index_t first, index_t end) const {
-    copy(first, end, 0);
+    copy(first, end, 0, stage_);
     commit_copies();
   }
   /// q . row for rows first, first + scoring_threads, ... to `end`, 32 at a time, of which the first have begun to come.
-  template <packed_element Element, int Words, int Group>
   __device__ __forceinline__ void score(index_t first, index_t end, const unsigned char* shared,
                                         const scored_blocks& take) {
     constexpr index_t step = scoring_threads;
-    constexpr int each = values_in_word<Element> * (memory::piece / 4);
     if (first >= end) return;
-    std::uint32_t bits[Words] = {};
-    const auto load = [&](index_t row) __attribute__((always_inline)) {
+    std::uint32_t bits[words] = {}, next_bits[words] = {};
+    const auto load = [&](index_t row, std::uint32_t(&to)[words]) __attribute__((always_inline)) {
       const index_t there = row < end ? row : first;  // of a row that is not there any bits: its values are 0
-      bits_.load(there, bits);
+      bits_.load(there, to);
       return scales_ ? scales_[there] : 1.0f;
     };
-    float scale = load(first + lane_here());
+    float scale = load(first + lane_here(), bits);
     for (index_t tile = first; tile < end; tile += step) {
-      wait_and_copy_next(tile, end, step, 0);
-      row_walk<places, Element, Words, Group, Group * 128> walk(bits, std::uint32_t(lane_here() * 4));
-      const float next_scale = load(tile + step + lane_here());
-      float sums[2] = {};
-      const scored_row<Element, Group> visit{shared, sums};
-      if (pieces_ == 1) {
-        walk.walk(kept_, shared, row_of(lane_here()), visit);
-        __syncwarp();  // all have read the stage
-        odd_ ^= 1;
+      if (pieces_ == 0) {
+        copy(tile + step, end, 0, other_);
+        commit_copies();
+        wait_copies<1>();
       } else {
-        for (int piece = 0;;) {
-          walk.walk_up(min(kept_ - piece * each, each), shared, row_of(lane_here()), visit);
-          __syncwarp();
-          odd_ ^= 1;
-          if (++piece == pieces_) break;
-          wait_and_copy_next(tile, end, step, piece);
-        }
+        wait_copies<0>();
+      }
+      __syncwarp();
+      const float next_scale = load(tile + step + lane_here(), next_bits);
+      float sums[2] = {};
+      with_way<Tile, D>(
+          way_, [&]<class Way>() __attribute__((always_inline)) { multiply<Way>(tile, end, shared, bits, sums); });
+      __syncwarp();
+      if (pieces_ == 0) {
+        const unsigned read = stage_;
+        stage_ = other_, other_ = read;
+      } else {
+        copy(tile + step, end, 0, stage_);
+        commit_copies();
       }
       if (const index_t i = tile + lane_here(); i < end) take.put(i, (sums[0] + sums[1]) * scale);
       scale = next_scale;
+#pragma unroll
+      for (int w = 0; w < words; ++w) bits[w] = next_bits[w];
     }
     wait_copies<0>();
   }
 
  private:
-  __device__ unsigned stage() const { return stages_ + unsigned(odd_ * memory::stage); }
-  __device__ unsigned row_of(int lane) const { return stage() + places::row(unsigned(lane), memory::piece); }
-  __device__ __forceinline__ void wait_and_copy_next(index_t tile, index_t end, index_t step, int piece) {
-    odd_ ^= 1;
-    if (piece + 1 < pieces_)
-      copy(tile, end, piece + 1);
-    else
-      copy(tile + step, end, 0);
-    odd_ ^= 1;
-    commit_copies();
-    wait_copies<1>();
-    __syncwarp();
+  static constexpr int words = group_words<D, 1>;
+
+  /// The products of the lane's row of the tile.
+  template <class Way>
+  __device__ __forceinline__ void multiply(index_t tile, index_t end, const unsigned char* shared,
+                                           const std::uint32_t (&bits)[words], float (&sums)[2]) {
+    constexpr int each = values_in_word<Way::element> * 32;  // of a piece of 128 bytes
+    row_walk<places, Way, Way::group * 128> walk(bits, std::uint32_t(lane_here() * 4));
+    const scored_row<Way> visit{shared, sums};
+    const unsigned row = stage_ + places::row(unsigned(lane_here()), pieces_ == 0 ? 64 : 128);
+    if (pieces_ <= 1) return walk.walk(kept_, shared, row, visit);
+    for (int piece = 0;;) {
+      walk.walk_up(min(kept_ - piece * each, each), shared, row, visit);
+      if (++piece == pieces_) break;
+      __syncwarp();  // all have read the piece
+      copy(tile, end, piece, stage_);
+      commit_copies();
+      wait_copies<0>();
+      __syncwarp();
+    }
   }
   /// Begins to copy a piece of 32 rows; those that are not there become 0.
-  __device__ __forceinline__ void copy(index_t tile, index_t end, int piece) const {
+  __device__ __forceinline__ void copy(index_t tile, index_t end, int piece, unsigned stage) const {
     if (tile >= end) return;
-    const int lane = int(threadIdx.x) % 32;
-    const std::uint32_t to = own_address(
-        address_ + stage() + places::byte(places::row(unsigned(lane / 4), memory::piece), unsigned(lane % 4 * 16)));
-    const unsigned own = unsigned(piece * (memory::piece / 16) + lane % 4);  // of the row's chunks
-    const index_t row = tile + lane / 4;
+    if (pieces_ == 0)
+      copy_chunks<4>(tile, end, 0, stage);
+    else
+      copy_chunks<8>(tile, end, piece, stage);
+  }
+  /// Pieces of so many chunks of 16 bytes.
+  template <int Chunks>
+  __device__ __forceinline__ void copy_chunks(index_t tile, index_t end, int piece, unsigned stage) const {
+    constexpr int rows = 32 / Chunks, bytes = Chunks * 16;  // of one copy by all lanes, and of a piece
+    const int lane = lane_here();
+    const auto place = [&](int row) {
+      return own_address(address_ + stage +
+                         places::byte(places::row(unsigned(row), bytes), unsigned(lane % Chunks * 16)));
+    };
+    // Eight rows on, a piece has the same place.
+    std::uint32_t to[8 / rows];
+#pragma unroll
+    for (int i = 0; i < 8 / rows; ++i) to[i] = place(lane / Chunks + i * rows);
+    const unsigned own = unsigned(piece * Chunks + lane % Chunks);  // of the row's chunks
+    const index_t row = tile + lane / Chunks;
     const unsigned chunk = unsigned(row) * chunks_ + own;
 #pragma unroll
-    for (int i = 0; i < 4; ++i) {
-      const bool valid = row + i * 8 < end && own < chunks_;
-      copy_async16(to + std::uint32_t(i * 8 * memory::piece),
-                   values_ + (valid ? chunk + unsigned(i * 8) * chunks_ : 0u) * std::uint64_t(16), valid,
+    for (int i = 0; i < Chunks; ++i) {
+      const bool valid = row + i * rows < end && own < chunks_;
+      copy_async16(to[i % (8 / rows)] + std::uint32_t(i * rows / 8 * 8 * bytes),
+                   values_ + (valid ? chunk + unsigned(i * rows) * chunks_ : 0u) * std::uint64_t(16), valid,
                    evict_first_policy());
     }
   }
@@ -154,14 +182,15 @@ class staged_means {
   bit_rows bits_;
   const float* scales_;
   std::uint32_t address_;
-  unsigned stages_;
-  unsigned chunks_;  // of 16 bytes that a row has
-  int kept_, pieces_, odd_ = 0;
+  unsigned stage_, other_;  // that is walked along, and that is copied to
+  unsigned chunks_;         // of 16 bytes that a row has
+  int kept_, way_;
+  int pieces_;  // of 128 bytes; 0: rows are short
 };
 
 /// A block scores `together` blocks of rows of one (sequence, kv_head), a thread one at a time. With one row of queries, q stands in shared
 /// memory once for every lane of a warp: lanes read other channels in each step, and none waits for another's bank.
-template <class View>
+template <class View, class Tile>
 __global__ void __launch_bounds__(scoring_threads, 3)
     score_blocks_entry(const __grid_constant__ View view, rotated_rows rotated, bool largest, index_t together,
                        float* scores, offset_t row_stride, index_t* units) {
@@ -190,7 +219,7 @@ __global__ void __launch_bounds__(scoring_threads, 3)
     const index_t low = max(first, begins[s]), high = min(last, begins[s + 1]);
     if (low >= high) continue;
     const packed_vectors means = view.segment(sequence, s).means;
-    staged_means<D> staged(means, head, shared, unsigned(memory::q + warp * 2 * memory::stage));
+    staged_means<D, Tile> staged(means, head, shared, unsigned(memory::q + warp * 2 * memory::stage));
     const index_t rows = largest ? rotated.rows : 1, begin = low - begins[s] + warp * 32, end = high - begins[s];
     for (index_t r = 0; r < rows; ++r) {
       staged.begin(begin, end);
@@ -205,14 +234,7 @@ __global__ void __launch_bounds__(scoring_threads, 3)
       for (int c = 0; c < own; ++c) q[(warp * own + c) * 32 + lane] = __shfl_sync(~0u, mine, c);
       __syncthreads();
       const scored_blocks take{row, begins[s], total, r > 0, r == rows - 1};
-      with_element(
-          means.format.element, [&]<packed_element Element>() __attribute__((always_inline)) {
-            const int walk = walk_of<D>(means.format);
-            if (walk == 3) return staged.template score<Element, group_words<D, 4>, 4>(begin, end, shared, take);
-            if (walk == 2) return staged.template score<Element, group_words<D, 2>, 2>(begin, end, shared, take);
-            if (walk == 0) return staged.template score<Element, usual_words<D>, 1>(begin, end, shared, take);
-            staged.template score<Element, group_words<D, 1>, 1>(begin, end, shared, take);
-          });
+      staged.score(begin, end, shared, take);
     }
   }
   if (!waited) wait();
@@ -221,17 +243,18 @@ __global__ void __launch_bounds__(scoring_threads, 3)
 }  // namespace detail
 
 /// Scores every block of every segment by the step's queries: see scorer/block_mean.hpp. The first and the last block score infinity.
+/// Packed elements of 16 bits are of the type that `Tile` names.
 ///
 /// Shapes   scores [sequences * kv_heads, row_stride]; units [sequences * kv_heads], how many blocks there are.
 /// It follows `rotate_queries` on the stream, which made `rotated`.
 /// Cost     one launch; means are read once (with `max` once for every row of queries). Recordable: lengths are read on the device.
-template <class View>
+template <class View, class Tile = typename View::element_type>
 class score_blocks {
  public:
   /// `capacity`: the most blocks that a (sequence, kv_head) ever has.
   score_blocks(index_t capacity, index_t most_segments)
       : capacity_(capacity), most_segments_(most_segments), device_(device_info::current()) {
-    entry_ = detail::score_blocks_entry<View>;
+    entry_ = detail::score_blocks_entry<View, Tile>;
     // What is allowed is the kernel's, not this object's: another one may need more.
     check(cudaFuncSetAttribute(entry_, cudaFuncAttributeMaxDynamicSharedMemorySize, device_.shared_memory),
           "cudaFuncSetAttribute");

@@ -133,7 +133,7 @@ class decode_blocks {
   block_mean scorer_;
   index_t block_, tokens_, lanes_, most_segments_, capacity_, read_;
   rotate_queries<View> rotate_;
-  score_blocks<View> score_;
+  score_blocks<View, Tile> score_;
   select_slots<top_tokens> select_;
   std::optional<trim_blocks<View>> trim_;  // where blocks differ
   attend_packed<View, Out, Tile> attend_;

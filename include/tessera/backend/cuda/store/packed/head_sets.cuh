@@ -30,9 +30,9 @@ __global__ void __launch_bounds__(Threads) note_squares_entry(rows_view<const T>
 
 /// A block chooses the set of one head: the `kept` channels with the largest product of both mean squares, ties to the lower one, NaN last.
 /// asked [rows, kv_heads, D] or null, the oldest row first_asked.
-template <class View, int D, bool Keys>
+template <class View, int D>
 __global__ void __launch_bounds__(1024)
-    choose_set_entry(const __grid_constant__ View whole, index_t first, index_t count, const float* asked,
+    choose_set_entry(const __grid_constant__ View whole, bool keys, index_t first, index_t count, const float* asked,
                      index_t asked_rows, index_t oldest, index_t window, index_t kept, std::uint32_t* sets) {
   constexpr int together = 1024 / D;
   __shared__ double sums[together][D];
@@ -42,7 +42,7 @@ __global__ void __launch_bounds__(1024)
   double sum = 0;
   if (part < together) {
     for (index_t i = part; i < count; i += together) {
-      const auto* row = Keys ? whole.key(0, head, first + i) : whole.value(0, head, first + i);
+      const auto* row = keys ? whole.key(0, head, first + i) : whole.value(0, head, first + i);
       const double x = double(float(row[c]));
       sum += x * x / double(count);
     }
@@ -73,10 +73,12 @@ __global__ void __launch_bounds__(1024)
 
 /// Remembers the squares of a prompt's last `window` queries for every (layer, sequence), and chooses sets of channels by them: of rows in
 /// the engine's basis. Memory   places * window * kv_heads * k_dim floats.
-template <class View>
+template <class View, packing_rows Rows>
 class head_sets {
   using T = typename View::element_type;
   static constexpr int D = View::k_dim, Dv = View::v_dim;
+  static constexpr bool keys_share = !vector_channels<typename Rows::key_channels>,
+                        values_share = !vector_channels<typename Rows::value_channels>;
 
  public:
   head_sets(const segment_formats& formats, index_t layers, index_t sequences, index_t kv_heads, index_t window)
@@ -95,11 +97,13 @@ class head_sets {
   void observe(index_t layer, index_t id, const rows_view<const T>& q, cudaStream_t stream) {
     const index_t fresh = std::min(q.tokens, window_);
     if (fresh <= 0) return;
-    index_t& seen = seen_[place(layer, id)];
-    detail::note_squares_entry<T, 128><<<dim3(unsigned(fresh), unsigned(heads_)), 128, 0, stream>>>(
-        q, q.tokens - fresh, heads_, D, seen, window_, squares(layer, id));
-    check(cudaGetLastError(), "launch of note_squares");
-    seen += fresh;
+    if constexpr (keys_share || values_share) {
+      index_t& seen = seen_[place(layer, id)];
+      detail::note_squares_entry<T, 128><<<dim3(unsigned(fresh), unsigned(heads_)), 128, 0, stream>>>(
+          q, q.tokens - fresh, heads_, D, seen, window_, squares(layer, id));
+      check(cudaGetLastError(), "launch of note_squares");
+      seen += fresh;
+    }
   }
   void forget(index_t layer, index_t id) { seen_[place(layer, id)] = 0; }
 
@@ -112,14 +116,13 @@ class head_sets {
               cudaStream_t stream) const {
     const index_t seen = seen_[place(layer, id)], rows = std::min(seen, window_);
     const auto choose_side = [&]<bool Keys, int Dim>(const packed_format& format, std::uint32_t* to) {
-      if (format.own_bits) return;
-      detail::choose_set_entry<typename View::whole_type, Dim, Keys>
-          <<<unsigned(heads_), 1024, 0, stream>>>(view.whole, first, count, squares(layer, id), Keys ? rows : 0,
+      detail::choose_set_entry<typename View::whole_type, Dim>
+          <<<unsigned(heads_), 1024, 0, stream>>>(view.whole, Keys, first, count, squares(layer, id), Keys ? rows : 0,
                                                   seen - rows, std::max(1, window_), format.kept, to);
       check(cudaGetLastError(), "launch of choose_set");
     };
-    choose_side.template operator()<true, D>(formats_.k, sets);
-    choose_side.template operator()<false, Dv>(formats_.v, sets + k_words());
+    if constexpr (keys_share) choose_side.template operator()<true, D>(formats_.k, sets);
+    if constexpr (values_share) choose_side.template operator()<false, Dv>(formats_.v, sets + k_words());
   }
   offset_t bytes_of_place() const { return offset_t(window_) * heads_ * D * offset_t(sizeof(float)); }
 

@@ -107,6 +107,7 @@ __device__ __forceinline__ void fill_sums(index_t count, index_t* begins, const 
   if (threadIdx.x < 32) {
     const int lane = int(threadIdx.x);
     index_t before = 0;
+#pragma unroll 1
     for (index_t first = 0; first < count; first += 32) {
       const index_t i = first + lane, units = i < count ? units_of(i) : 0;
       const index_t sum = inclusive_sum(units, lane);

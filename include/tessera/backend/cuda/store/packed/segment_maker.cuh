@@ -112,7 +112,7 @@ class segment_maker {
  private:
   segment_formats formats_;
   index_t heads_;
-  head_sets<View> sets_;
+  head_sets<View, typename Layout::rows_type> sets_;
   encode_rows<View> encode_;
   std::optional<find_segment_bases<View>> bases_;
 };

@@ -139,8 +139,10 @@ struct row_places {
 ///
 /// visit(at, words, j): the group that the caller counts as `at` has the values j to j + Group - 1 of `words`. The first group of all counts as
 /// `first`, and every later one `Step` more.
-template <class Places, packed_element Element, int Words, int Group, int Step>
+template <class Places, class Way, int Step>
 class row_walk {
+  static constexpr packed_element Element = Way::element;
+  static constexpr int Words = Way::words, Group = Way::group;
   static constexpr int in_word = values_in_word<Element>, value_bits = 32 / in_word;
   using four = four_values<Element>;
 
@@ -161,12 +163,21 @@ class row_walk {
   /// All `count` values of the row, which begins at `row` of `shared`.
   template <class Visit>
   __device__ __forceinline__ void walk(int count, const unsigned char* shared, unsigned row, const Visit& visit) {
-    gaps_ ? walk_all<true>(count, shared, row, visit) : walk_all<false>(count, shared, row, visit);
+    if constexpr (!Way::usual)
+      walk_up(count, shared, row, visit);
+    else if (gaps_)
+      walk_all<true>(count, shared, row, visit);
+    else
+      walk_all<false>(count, shared, row, visit);
   }
   /// The next `count` values, of which only those are there; whatever came before went up, too.
   template <class Visit>
   __device__ __forceinline__ void walk_up(int count, const unsigned char* shared, unsigned row, const Visit& visit) {
-    gaps_ ? walk_some<true>(count, shared, row, visit) : walk_some<false>(count, shared, row, visit);
+    int done = 0;
+#pragma unroll 1
+    for (; done + 4 <= count; done += 4) take_four<true, true>(up_, at(shared, row, done), visit);
+#pragma unroll 1
+    for (; done < count; done += Group) one<true>(up_, done, shared, row, visit);
   }
 
  private:
@@ -184,14 +195,6 @@ class row_walk {
       const four low = at(shared, row, done), high = at(shared, row, end - 4);
       take_four<Gaps, true>(up_, low, visit), take_four<Gaps, false>(down_, high, visit);
     }
-  }
-  template <bool Gaps, class Visit>
-  __device__ __forceinline__ void walk_some(int count, const unsigned char* shared, unsigned row, const Visit& visit) {
-    int done = 0;
-#pragma unroll 1
-    for (; done + 4 <= count; done += 4) take_four<Gaps, true>(up_, at(shared, row, done), visit);
-#pragma unroll 1
-    for (; done < count; done += Group) one<Gaps>(up_, done, shared, row, visit);
   }
   template <bool Gaps, bool Up, class Stream, class Visit>
   __device__ static __forceinline__ void take_four(Stream& stream, const four& values, const Visit& visit) {
@@ -232,10 +235,57 @@ inline constexpr int group_words = (Channels + Group * 32 - 1) / (Group * 32);
 template <int Channels>
 inline constexpr int usual_words = group_words<Channels * 3 / 4, 1>;
 
-/// Which of four walks goes along rows of a format: of single channels with the usual words or with all, of two, of four channels.
+/// One way along rows: values of `Element`, a word of bits for every 32 groups of `Group` channels. A way that is not `Usual` goes up only
+/// and looks at the words before each value, which is slower, but a quarter of the code: most of a kernel's would be for rare formats.
+template <packed_element Element, int Words, int Group, bool Usual>
+struct row_way {
+  static constexpr packed_element element = Element;
+  static constexpr int words = Words, group = Group;
+  static constexpr bool usual = Usual;
+};
+
+/// The way along rows of a format, as `with_way` takes it: for each element of single channels with the usual words or with all, of two, of four
+/// channels.
 template <int Channels>
-__device__ __forceinline__ int walk_of(const packed_format& format) {
-  return format.group == 4 ? 3 : format.group == 2 ? 2 : bit_words(format) <= usual_words<Channels> ? 0 : 1;
+__device__ __forceinline__ int way_of(const packed_format& format) {
+  const int element = format.element == packed_element::fp8 ? 1 : format.element == packed_element::int4 ? 2 : 0;
+  const int group = format.group == 4 ? 3 : format.group == 2 ? 2 : bit_words(format) <= usual_words<Channels> ? 0 : 1;
+  return element * 4 + group;
+}
+
+/// Calls run.template operator()<row_way>(); 16-bit elements are of the type that `Tile` names. One switch: the code of the ways lies far
+/// apart, and every branch that ends behind another one is a miss of the instruction cache.
+template <class Tile, int Channels, class Run>
+__device__ __forceinline__ void with_way(int way, const Run& run) {
+  constexpr packed_element same = std::is_same_v<Tile, bf16> ? packed_element::bf16 : packed_element::fp16;
+  constexpr packed_element fp8 = packed_element::fp8, int4 = packed_element::int4;
+  constexpr int most = usual_words<Channels>, all = group_words<Channels, 1>, twos = group_words<Channels, 2>,
+                fours = group_words<Channels, 4>;
+  switch (way) {
+    case 0:
+      return run.template operator()<row_way<same, most, 1, true>>();
+    case 1:
+      return run.template operator()<row_way<same, all, 1, false>>();
+    case 2:
+      return run.template operator()<row_way<same, twos, 2, true>>();
+    case 3:
+      return run.template operator()<row_way<same, fours, 4, true>>();
+    case 4:
+      return run.template operator()<row_way<fp8, most, 1, true>>();
+    case 5:
+      return run.template operator()<row_way<fp8, all, 1, false>>();
+    case 6:
+      return run.template operator()<row_way<fp8, twos, 2, false>>();
+    case 7:
+      return run.template operator()<row_way<fp8, fours, 4, false>>();
+    case 8:
+    case 9:
+      return run.template operator()<row_way<int4, all, 1, false>>();
+    case 10:
+      return run.template operator()<row_way<int4, twos, 2, false>>();
+    default:
+      return run.template operator()<row_way<int4, fours, 4, false>>();
+  }
 }
 
 /// Where the bits of a head's rows lie.

@@ -26,10 +26,10 @@ struct ordering_memory {
 
 /// counts [kv_heads, channels, channels] = in how many of up to 1,024 rows both channels are among the `kept` with most energy. blockIdx: the
 /// kv_head. A warp rotates and chooses a row at a time.
-template <class Whole, int D, bool Keys>
+template <class Whole, int D>
 __global__ void __launch_bounds__(ordering_threads)
-    count_pairs_entry(const __grid_constant__ Whole whole, index_t first, index_t count, packed_format format,
-                      const float* bases, std::uint16_t* counts) {
+    count_pairs_entry(const __grid_constant__ Whole whole, bool keys, index_t first, index_t count,
+                      packed_format format, const float* bases, std::uint16_t* counts) {
   extern __shared__ uint4 shared_memory[];
   auto& memory = *reinterpret_cast<ordering_memory<D>*>(shared_memory);
   constexpr int words = ordering_memory<D>::words, blocks = ordering_memory<D>::blocks;
@@ -41,7 +41,7 @@ __global__ void __launch_bounds__(ordering_threads)
     std::uint32_t chosen[most_group_words] = {};
     if (sample < samples) {
       const index_t slot = first + sample * step;
-      const auto* row = Keys ? whole.key(0, head, slot) : whole.value(0, head, slot);
+      const auto* row = keys ? whole.key(0, head, slot) : whole.value(0, head, slot);
       for (int d = lane; d < D; d += 32) memory.given[warp][d] = float(row[d]);
       __syncwarp();
       for (int c = lane; c < channels; c += 32) {
@@ -91,16 +91,16 @@ __global__ void __launch_bounds__(Threads)
 
 /// Orders the channels of bases of one kind, K or V, for `format.group`: as cpu's segments do, see runtime/rotation.hpp. Of group 1 nothing.
 /// Cost     two launches a segment; the host matches pairs and waits for the device.
-template <class View, bool Keys>
+template <class View, int D>
 class order_bases {
-  static constexpr int D = Keys ? View::k_dim : View::v_dim;
   using memory = detail::ordering_memory<D>;
   using whole = typename View::whole_type;
 
  public:
-  order_bases(const packed_format& format, index_t kv_heads) : format_(format), heads_(kv_heads) {
+  order_bases(bool keys, const packed_format& format, index_t kv_heads)
+      : keys_(keys), format_(format), heads_(kv_heads) {
     if (format.group == 1) return;
-    entry_ = detail::count_pairs_entry<whole, D, Keys>;
+    entry_ = detail::count_pairs_entry<whole, D>;
     check(cudaFuncSetAttribute(entry_, cudaFuncAttributeMaxDynamicSharedMemorySize, int(sizeof(memory))),
           "cudaFuncSetAttribute");
     const std::size_t channels = std::size_t(kv_heads) * std::size_t(format.channels);
@@ -113,8 +113,8 @@ class order_bases {
   void run(const View& view, index_t first, index_t count, float* bases, cudaStream_t stream) const {
     if (format_.group == 1) return;
     const index_t n = format_.channels;
-    entry_<<<unsigned(heads_), detail::ordering_threads, sizeof(memory), stream>>>(view.whole, first, count, format_,
-                                                                                   bases, counts_.data());
+    entry_<<<unsigned(heads_), detail::ordering_threads, sizeof(memory), stream>>>(view.whole, keys_, first, count,
+                                                                                   format_, bases, counts_.data());
     check(cudaGetLastError(), "launch of count_pairs");
     std::vector<std::uint16_t> counts(counts_.size());
     check(cudaMemcpyAsync(counts.data(), counts_.data(), counts_.bytes(), cudaMemcpyDeviceToHost, stream),
@@ -137,10 +137,11 @@ class order_bases {
   }
 
  private:
+  bool keys_;
   packed_format format_;
   index_t heads_;
   // What was configured is what is launched: nvcc gives every source file a kernel of its own.
-  void (*entry_)(whole, index_t, index_t, packed_format, const float*, std::uint16_t*) = nullptr;
+  void (*entry_)(whole, bool, index_t, index_t, packed_format, const float*, std::uint16_t*) = nullptr;
   device_buffer<std::uint16_t> counts_;
   device_buffer<index_t> order_;
   device_buffer<float> before_;

@@ -39,8 +39,8 @@ class find_segment_bases {
         together_(std::min(together, most)),
         keys_(View::k_dim, device),
         values_(View::v_dim, device),
-        order_keys_(formats.k, kv_heads),
-        order_values_(formats.v, kv_heads),
+        order_keys_(true, formats.k, kv_heads),
+        order_values_(false, formats.v, kv_heads),
         moments_(std::size_t(together_ - 1) * std::size_t(kv_heads) * moments::each * sizeof(float) +
                  moments::workspace_bytes(kv_heads, rows)),
         work_(std::max(keys_.workspace_bytes(together_ * kv_heads), values_.workspace_bytes(together_ * kv_heads))),
@@ -112,8 +112,8 @@ class find_segment_bases {
   segment_formats formats_;
   index_t heads_, together_;
   find_bases keys_, values_;
-  order_bases<View, true> order_keys_;
-  order_bases<View, false> order_values_;
+  order_bases<View, View::k_dim> order_keys_;
+  order_bases<View, View::v_dim> order_values_;
   device_buffer<unsigned char> moments_, work_;
   device_buffer<index_t> not_finite_;
   pinned_buffer<index_t> wrong_;  // not_finite_ of each of `together_` segments, one behind the other
