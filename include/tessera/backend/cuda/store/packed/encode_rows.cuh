@@ -200,9 +200,11 @@ __device__ void pack_vector_by_warp(const packed_format& format, const packed_ve
 
 /// Behind the rows stand the means of their blocks, added in the rows' order. By all threads.
 __device__ inline void average_blocks(float* turned, int stride, int rows, int block, int channels) {
+#pragma unroll 1
   for (int b = int(threadIdx.x) / 32; b * block < rows; b += encoding_warps) {
     const float* from = turned + b * block * stride;
     const int in_block = min(block, rows - b * block);
+#pragma unroll 1
     for (int c = int(threadIdx.x) % 32; c < channels; c += 32) {
       float sum = 0;
       for (int r = 0; r < in_block; ++r) sum += from[r * stride + c];
@@ -211,16 +213,21 @@ __device__ inline void average_blocks(float* turned, int stride, int rows, int b
   }
 }
 
-/// Rows of one head, keys or values. They are turned by warps, 32 rows or some of their channels each, and packed by a
-/// thread a row, of few rows by a warp a row.
+/// What a block makes of its rows: packed rows of keys and their means, of values, or of few rows, where blocks are to spare, each apart.
+enum class encoded_part { keys_and_means, values, keys, means };
+
+/// Rows of one head. They are turned by warps, 32 rows or some of their channels each, and packed by a thread a row, of few rows by a warp a
+/// row.
 template <class View, int D>
-__device__ void encode_side(const encode_problem<View>& p, index_t sequence, index_t head, bool keys, index_t chunk,
-                            index_t chunk_rows, int stride, float* turned) {
+__device__ void encode_side(const encode_problem<View>& p, index_t sequence, index_t head, encoded_part part,
+                            index_t chunk, index_t chunk_rows, int stride, float* turned) {
   using T = typename View::element_type;
   const int thread = int(threadIdx.x), warp = thread / 32;
+  const bool keys = part != encoded_part::values;
   // Rows come while tables are read; where only the device knows how many there are, none is asked for.
   if (chunk_rows <= most_rows_by_warps && !p.counts) {
     constexpr int row_lines = ceil_div(D * 2, 128);
+#pragma unroll 1
     for (int i = thread; i < int(min(chunk_rows, p.count - chunk * chunk_rows)) * row_lines; i += encoding_threads) {
       const index_t slot = p.first + chunk * chunk_rows + i / row_lines;
       prefetch_line((keys ? p.view.whole.key(sequence, head, slot) : p.view.whole.value(sequence, head, slot)) +
@@ -244,30 +251,31 @@ __device__ void encode_side(const encode_problem<View>& p, index_t sequence, ind
   if (const float* basis = to.basis_of(head, D)) {
     if (share < sharers) rotate_rows<T, D>(row_of, basis, channels, share, sharers, own, stride);
   } else if (share == 0) {
+#pragma unroll 1
     for (int i = 0; i < 32; ++i) {
       const T* row = row_of(i);
       for (int c = thread % 32; row && c < channels; c += 32) own[i * stride + c] = float(row[c]);
     }
   }
   __syncthreads();
-  const int block = keys ? int(segment.block) : 0;
+  const int block = part == encoded_part::keys_and_means || part == encoded_part::means ? int(segment.block) : 0;
   if (block > 0) {
     average_blocks(turned, stride, rows, block, channels);
     __syncthreads();
   }
-  const int vectors = rows + (block > 0 ? ceil_div(rows, block) : 0);
+  const int first = part == encoded_part::means ? rows : 0, last = rows + (block > 0 ? ceil_div(rows, block) : 0);
   const auto plane_of = [&](int i) -> const packed_vectors& { return i < rows ? to : segment.means; };
   const auto place_of = [&](int i) { return i < rows ? held + from + i : (held + from) / block + i - rows; };
   if (chunk_rows <= most_rows_by_warps) {
 #pragma unroll 1
-    for (int i = warp; i < vectors; i += encoding_warps)
+    for (int i = first + warp; i < last; i += encoding_warps)
       pack_vector_by_warp<D>(to.format, plane_of(i), head, place_of(i), turned + i * stride);
-  } else if (thread < vectors) {
+  } else if (thread < last) {
     pack_vector<D>(to.format, plane_of(thread), head, place_of(thread), turned + thread * stride);
   }
 }
 
-/// blockIdx: chunk of rows, (sequence, kv_head), K or V.
+/// blockIdx: chunk of rows, (sequence, kv_head), what of them: keys and means, values; or keys, values, means.
 template <class View>
 __global__ void __launch_bounds__(encoding_threads, 3)
     encode_rows_entry(const __grid_constant__ encode_problem<View> p, index_t chunk_rows, int stride) {
@@ -277,11 +285,14 @@ __global__ void __launch_bounds__(encoding_threads, 3)
   let_later_begin();
   const index_t heads = p.view.whole.kv_heads, sequence = index_t(blockIdx.y) / heads,
                 head = index_t(blockIdx.y) % heads, chunk = index_t(blockIdx.x);
-  const bool keys = blockIdx.z == 0;
-  if (k_dim == v_dim || keys)
-    encode_side<View, k_dim>(p, sequence, head, keys, chunk, chunk_rows, stride, turned_rows);
+  const encoded_part part = blockIdx.z == 1   ? encoded_part::values
+                            : blockIdx.z == 2 ? encoded_part::means
+                            : gridDim.z == 2  ? encoded_part::keys_and_means
+                                              : encoded_part::keys;
+  if (k_dim == v_dim || part != encoded_part::values)
+    encode_side<View, k_dim>(p, sequence, head, part, chunk, chunk_rows, stride, turned_rows);
   else
-    encode_side<View, v_dim>(p, sequence, head, keys, chunk, chunk_rows, stride, turned_rows);
+    encode_side<View, v_dim>(p, sequence, head, part, chunk, chunk_rows, stride, turned_rows);
 }
 
 /// The rows count from now on. One thread a (sequence, kv_head). It reads before the launch that packs them has ended: that one has waited for
@@ -311,8 +322,8 @@ __global__ void __launch_bounds__(128) count_encoded_entry(const __grid_constant
 ///          sums of exact products do. Whole rows stay where they are; the segment's lengths grow.
 /// Errors   before the launch: rows not on 16 bytes, blocks above 128 rows.
 /// Cost     two launches; rows are read once, a basis once for 32 rows, out of the L2. Recordable. 65,536 tokens of 8 heads of 128
-///          channels: 0.75 ms; by a warp for each row it was 4.75 ms. A tail of 32 tokens: 14.7 to 15.5 us on
-///          two H100s; by a thread for each row it was 18.7 (CUDA 13.0).
+///          channels: 0.75 ms; by a warp for each row it was 4.75 ms. A tail of 32 tokens: 13.6 us on an
+///          H100; by a thread for each row it was 18.7 (CUDA 13.0).
 template <class View>
 class encode_rows {
   using T = typename View::element_type;
@@ -322,7 +333,8 @@ class encode_rows {
   /// `block`: of the segments, or where theirs differ a multiple of each; 0: no means. `channels`: the most that a vector has in them.
   /// `least_block`: of any segment; 0: `block`.
   explicit encode_rows(index_t block, index_t channels = std::max(View::k_dim, View::v_dim), index_t least_block = 0)
-      : stride_(int(ceil_div(channels, 8) * 8) | 1) {  // odd: a thread a row reads its channels without a conflict
+      : means_(block > 0),
+        stride_(int(ceil_div(channels, 8) * 8) | 1) {  // odd: a thread a row reads its channels without a conflict
     require(block >= 0 && block <= detail::largest_encoded_block, "block", block,
             "at most " + std::to_string(detail::largest_encoded_block), "take shorter blocks");
     // A block's rows lie in one thread block, and each of its threads has a row or a mean.
@@ -344,11 +356,11 @@ class encode_rows {
     if (lanes == 0 || problem.count == 0) return;
     require_rows_on_16_bytes("whole keys", problem.view.whole.k, problem.view.whole.k_strides);
     require_rows_on_16_bytes("whole values", problem.view.whole.v, problem.view.whole.v_strides);
-    // Few rows, as of a tail: short chunks, while all of them run at once.
-    const offset_t short_chunks = offset_t(ceil_div(problem.count, short_rows_)) * lanes * 2;
-    const index_t chunk_rows = short_chunks <= resident_ ? short_rows_ : chunk_rows_;
+    // Few rows, as of a tail: short chunks, and blocks of their own for means, while all of them run at once.
+    const bool few = offset_t(ceil_div(problem.count, short_rows_)) * lanes * 3 <= resident_;
+    const index_t chunk_rows = few ? short_rows_ : chunk_rows_;
     launch(entry_,
-           {.blocks = dim3(unsigned(ceil_div(problem.count, chunk_rows)), unsigned(lanes), 2),
+           {.blocks = dim3(unsigned(ceil_div(problem.count, chunk_rows)), unsigned(lanes), few && means_ ? 3 : 2),
             .threads = dim3(detail::encoding_threads),
             .shared_bytes = shared_bytes(),
             .overlapping = overlaps_},
@@ -360,6 +372,7 @@ class encode_rows {
 
  private:
   std::size_t shared_bytes() const { return std::size_t(stride_) * detail::encoding_threads * sizeof(float); }
+  bool means_;
   index_t chunk_rows_, short_rows_, resident_;
   int stride_;  // floats from one turned row to the next
   bool overlaps_ = false;

@@ -44,7 +44,7 @@ __device__ void rotate_rows(const RowOf& row_of, const float* basis, int channel
   for (int first = share * each; first < channels; first += sharers * each) {
     const int end = min(channels, first + each);
     float acc[2][together][4] = {};
-#pragma unroll 4
+#pragma unroll 1
     for (int in = q * 8; in - q * 8 < D; in += 32) {
       std::uint32_t a[2][2][4];  // by 16 rows, by half of the 32 channels
 #pragma unroll
