@@ -356,11 +356,12 @@ class encode_rows {
     if (lanes == 0 || problem.count == 0) return;
     require_rows_on_16_bytes("whole keys", problem.view.whole.k, problem.view.whole.k_strides);
     require_rows_on_16_bytes("whole values", problem.view.whole.v, problem.view.whole.v_strides);
-    // Few rows, as of a tail: short chunks, and blocks of their own for means, while all of them run at once.
-    const bool few = offset_t(ceil_div(problem.count, short_rows_)) * lanes * 3 <= resident_;
+    // Few rows, as of a tail: short chunks, and means apart, while all blocks run at once.
+    const offset_t short_chunks = offset_t(ceil_div(problem.count, short_rows_)) * lanes;
+    const bool few = short_chunks * 2 <= resident_, apart = means_ && short_chunks * 3 <= resident_;
     const index_t chunk_rows = few ? short_rows_ : chunk_rows_;
     launch(entry_,
-           {.blocks = dim3(unsigned(ceil_div(problem.count, chunk_rows)), unsigned(lanes), few && means_ ? 3 : 2),
+           {.blocks = dim3(unsigned(ceil_div(problem.count, chunk_rows)), unsigned(lanes), apart ? 3 : 2),
             .threads = dim3(detail::encoding_threads),
             .shared_bytes = shared_bytes(),
             .overlapping = overlaps_},
