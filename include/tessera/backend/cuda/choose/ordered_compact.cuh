@@ -84,7 +84,7 @@ struct row_compact {
       const bool ties = __any_sync(~0u, equal_mask != 0);
       const round_counts<> equals(ties ? equal_mask : 0u, lane);
       if (ties) {
-#pragma unroll
+#pragma unroll 1
         for (int round = 0; round < quads_each; ++round) {
           if (round >= rounds) break;
           unsigned rank = equal_rank + equals.before_in(round);
@@ -96,7 +96,7 @@ struct row_compact {
         }
       }
       const round_counts<> ranks(chosen, lane);
-#pragma unroll
+#pragma unroll 1
       for (int round = 0; round < quads_each; ++round) {
         if (round >= rounds) break;
         const unsigned here = chosen >> (round * 4) & 15u, here_equal = equal_mask >> (round * 4) & 15u;

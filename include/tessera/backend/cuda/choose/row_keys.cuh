@@ -122,8 +122,13 @@ struct round_counts {
       total[half] = __shfl_sync(~0u, to_lane, 31);
     }
   }
-  __device__ unsigned before_in(int round) const { return before[round / 4] >> (round % 4 * 8) & 0xffu; }
-  __device__ unsigned total_in(int round) const { return total[round / 4] >> (round % 4 * 8) & 0xffu; }
+  // `round` may be known only at run time: registers have no index.
+  __device__ unsigned before_in(int round) const {
+    return (round < 4 ? before[0] : before[halves - 1]) >> (round % 4 * 8) & 0xffu;
+  }
+  __device__ unsigned total_in(int round) const {
+    return (round < 4 ? total[0] : total[halves - 1]) >> (round % 4 * 8) & 0xffu;
+  }
   __device__ unsigned all() const {
     unsigned sum = 0;
 #pragma unroll

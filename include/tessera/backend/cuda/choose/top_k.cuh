@@ -45,14 +45,16 @@ __device__ void select_row(const select_problem& p, index_t block, index_t resid
   using storage = select_storage<block_threads, Blocks>;
   __shared__ storage s;
   using select = row_select<storage, Blocks>;
+  for (int bin = threadIdx.x; bin < radix_bins; bin += block_threads) s.histogram[bin] = 0;
+  if (threadIdx.x == 0) s.trimmed = no_index, s.listed = s.few_listed = 0;
+  __syncthreads();
+  wait_for_earlier();  // behind what needs nothing of earlier launches
+  let_later_begin();
   const int rank = block_team<Blocks>::rank();
   const index_t row = index_t(blockIdx.x) / Blocks;
   const auto [n, keep, tail] = p.bounds_of(row);
   const float* scores = p.score_row(row);
   index_t* out = p.out_row(row);
-  for (int bin = threadIdx.x; bin < radix_bins; bin += block_threads) s.histogram[bin] = 0;
-  if (threadIdx.x == 0) s.trimmed = no_index, s.listed = s.few_listed = 0;
-  __syncthreads();
   const index_t candidates = n - tail, room = keep - tail;
 
   const bool all = room == candidates;
@@ -135,8 +137,6 @@ inline constexpr int blocks_together = Search == row_search::streamed           
 template <int Blocks, class Keys, row_search Search>
 __global__ void __launch_bounds__(block_threads_of<Blocks, Search>, blocks_together<Blocks, Keys, Search>)
     select_entry(const __grid_constant__ select_problem problem, index_t block, index_t resident) {
-  wait_for_earlier();
-  let_later_begin();
   select_row<Blocks, Keys, Search>(problem, block, resident);
 }
 

@@ -3,6 +3,7 @@
 
 #include <algorithm>
 
+#include "../../device/divide.cuh"
 #include "../../device/launch.cuh"
 #include "../../store/packed/packed_view.cuh"
 
@@ -43,7 +44,8 @@ __global__ void __launch_bounds__(rotating_threads, View::k_dim <= 128 ? 5 : 3)
   wait_for_earlier();
   let_later_begin();
   const index_t heads = view.whole.kv_heads, lane_row = index_t(blockIdx.y);
-  const index_t sequence = lane_row / heads, head = lane_row % heads, group = q.heads / heads;
+  const index_t sequence = small_quotient(lane_row, heads), head = lane_row - sequence * heads,
+                group = small_quotient(q.heads, heads);
   if (blockIdx.x == 0 && blockIdx.z == 0) {
     for (index_t i = index_t(threadIdx.x); i < parts; i += rotating_threads) {
       part_segment[offset_t(lane_row) * parts + i] = no_index;
@@ -75,7 +77,7 @@ __global__ void __launch_bounds__(rotating_threads, View::k_dim <= 128 ? 5 : 3)
       const int d = i % D;
       float x = 0;
       if (row < to.rows) {
-        const index_t token = row / group;
+        const index_t token = small_quotient(row, group);
         x = float(q.row(sequence, token, head * group + row - token * group)[d]);
       } else {
         for (index_t token = 0; token < q.tokens; ++token) {

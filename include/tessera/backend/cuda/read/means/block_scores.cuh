@@ -4,6 +4,7 @@
 #include "../../../../scorer/block_mean.hpp"
 #include "../../attend/packed/rotated_queries.cuh"
 #include "../../device/copy.cuh"
+#include "../../device/divide.cuh"
 #include "../../device/tuning.cuh"
 #include "../../store/packed/walk_row.cuh"
 
@@ -201,7 +202,8 @@ __global__ void __launch_bounds__(scoring_threads, 3)
   float* q = reinterpret_cast<float*>(shared);  // [D, 32]
   index_t* begins = reinterpret_cast<index_t*>(shared + memory::begins);
   const index_t heads = view.whole.kv_heads, lane_row = index_t(blockIdx.y);
-  const index_t sequence = lane_row / heads, head = lane_row % heads, count = view.count(sequence);
+  const index_t sequence = small_quotient(lane_row, heads), head = lane_row - sequence * heads,
+                count = view.count(sequence);
   fill_begins(view, sequence, head, count, 0, begins);
   const index_t total = begins[count];
   const index_t first = index_t(blockIdx.x) * together, last = min(first + together, total);
