@@ -5,6 +5,7 @@
 #include <vector>
 
 #include "../../../../concepts/channels.hpp"
+#include "../../../../layout/packed_rows.hpp"
 #include "../../device/launch.cuh"
 #include "packed_places.cuh"
 
