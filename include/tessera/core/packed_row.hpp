@@ -30,7 +30,7 @@ struct packed_format {
   index_t kept = 0;      ///< of `channels`
   bool own_bits = true;  ///< every row has bits; else the rows of a head share them
 
-  /// `group` is 1, 2 or 4. Kernels begin with this number, and a division takes longer than all else they do with it.
+  /// `group` is 1, 2 or 4: a shift. Every kernel over packed rows begins with this number, and would wait for a division.
   TESSERA_HD index_t groups() const { return channels >> (group / 2); }
   TESSERA_HD index_t set_bytes() const { return ceil_div(groups(), 8); }
   TESSERA_HD bool scaled() const { return element == packed_element::fp8 || element == packed_element::int4; }

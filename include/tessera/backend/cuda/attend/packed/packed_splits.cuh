@@ -16,14 +16,15 @@ struct packed_parts {
   index_t splits, parts, rows;
 };
 
-/// begins [count + 1] = the chosen rows before each of `count` segments, whose units begin at `units`, and all of them: `all` units of `one`
-/// row or more stand in `list`, ascending; without a list all of them are. By all threads, with memory for a sample each; ends with a barrier.
+/// begins [count + 1] = how many chosen rows lie before each of `count` segments, and in all. `units` [count + 1] says with which unit each
+/// segment begins. `list` has the `all` chosen units, ascending, each of `one` rows; without a list every unit is chosen. By all threads of a
+/// block; `samples` has room for a number of each. Ends with a barrier.
 __device__ __forceinline__ void find_begins(const index_t* list, index_t all, index_t one, const index_t* units,
                                             index_t count, index_t* samples, index_t* begins) {
   const int warp = int(threadIdx.x) / 32, lane = int(threadIdx.x) % 32;
   const index_t step = ceil_div(all, packed_threads), place = index_t(threadIdx.x) * step;
-  const bool searches = list && count > 1;  // what lies before the first and before none is known
-  if (searches) samples[threadIdx.x] = place < all ? list[place] : 0x7fffffff;
+  const bool searches = list && count > 1;  // with one segment there is nothing to look for
+  if (searches) samples[threadIdx.x] = place < all ? list[place] : 0x7fffffff;  // behind every unit
   __syncthreads();
 #pragma unroll 1
   for (index_t s = warp; s <= count; s += packed_warps) {

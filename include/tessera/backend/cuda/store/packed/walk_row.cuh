@@ -235,8 +235,9 @@ inline constexpr int group_words = (Channels + Group * 32 - 1) / (Group * 32);
 template <int Channels>
 inline constexpr int usual_words = group_words<Channels * 3 / 4, 1>;
 
-/// One way along rows: values of `Element`, a word of bits for every 32 groups of `Group` channels. A way that is not `Usual` goes up only
-/// and looks at the words before each value, which is slower, but a quarter of the code: most of a kernel's would be for rare formats.
+/// One way along rows: values of `Element`, a word of bits for every 32 groups of `Group` channels. Rows of usual formats are
+/// walked from both ends, and without looking at the words where no row of the warp has long gaps. Others go up only and look before each
+/// value: that is slower, but a quarter of the code, of which rare formats would else be the larger part.
 template <packed_element Element, int Words, int Group, bool Usual>
 struct row_way {
   static constexpr packed_element element = Element;
