@@ -71,7 +71,6 @@ class cache : public cache_parts<Recipe, Out> {
     order_.require_finished(id);
     require(tokens >= 0, "tokens to reserve", tokens, "0 or more", "pass the prompt's length");
     make_store_room(all_layers({id}), tokens, stream);
-    order_.disturbed(id);
   }
 
   /// Says how many tokens the turn's prompt will have, before its first chunk: budgets that give shares of it then know
@@ -157,7 +156,7 @@ class cache : public cache_parts<Recipe, Out> {
     reading_.require_covered(fitted);
     const bool due = recipe_.schedule.due(moment::prompt_end, conversations_.clock_of_prompt_end(id));
     const std::vector<index_t> choosing = plan_choice(id, due, fitted, stream);
-    store_.plan_packing(all_layers({id}), conversations_.at(id).front().turn_tokens, stream);  // last that can throw
+    parts::plan_packing(id, stream);  // last that can throw
     set_number(next_.data() + id, conversations_.at(id).front().next_position, stream);
     kept_slots
         kept;  // layers that take over what another keeps come behind it, and nobody chooses between: it is still there

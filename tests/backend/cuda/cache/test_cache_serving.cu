@@ -82,6 +82,49 @@ TEST_CASE("a step begins once, its layers come in order, and nobody steps in bet
   CHECK(kv.positions(1, 2, 0).empty());
 }
 
+TEST_CASE("no rows move under a step that has begun, whatever prompts need", "[gpu][cache]") {
+  if (gpu_missing()) return;
+  using method = full<bf16, 64>;
+  const model_shape shape{2, 4, 2};
+  const step_rows<bf16> prompt(1, 20, shape, 64), longer(1, 60, shape, 64), fresh(2, 1, shape, 64);
+  // Rows for three prompts of 20 tokens and room behind them, and a few more: the longer one needs those, and where the first one was.
+  const auto outputs = [&](offset_t rows) {
+    cuda::cache_options options;
+    options.sequences = 3;
+    options.tokens = 100;
+    options.rows = rows;
+    cuda::cache<method> kv(shape, method(), options);
+    const auto prefill = [&](index_t layer, index_t id, const step_rows<bf16>& of) {
+      kv.prefill(layer, id, of.rows(of.dq.data, 4), of.rows(of.dk.data, 2), of.rows(of.dv.data, 2), nullptr);
+    };
+    for (index_t id = 0; id < 3; ++id) {
+      REQUIRE(kv.open() == id);
+      for (index_t layer = 0; layer < 2; ++layer) prefill(layer, id, prompt);
+      kv.end_prefill(id, nullptr);
+    }
+    kv.close(0);
+    REQUIRE(kv.open() == 0);
+    std::vector<float> all;
+    buffer<float> out(2 * 4 * 64);
+    const auto decode = [&](index_t layer, const batch& step) {
+      kv.decode(layer, step, fresh.rows(fresh.dq.data, 4), fresh.rows(fresh.dk.data, 2), fresh.rows(fresh.dv.data, 2),
+                nhd_rows(out.data, 1, 4, 64, 2), {}, nullptr);
+      for (const float x : out.get()) all.push_back(x);
+    };
+    for (int round = 0; round < 2; ++round) {
+      const batch step = kv.prepare_step({1, 2}, 1, nullptr);
+      kv.begin_step(step, nullptr);
+      for (index_t layer = 0; layer < 2; ++layer) {
+        if (rows > 0 && round == 0) CHECK_THROWS_WITH(prefill(0, 0, longer), contains("would not find rows that move"));
+        decode(layer, step);
+      }
+      if (round == 0) prefill(0, 0, longer);  // between two steps rows may move
+    }
+    return all;
+  };
+  CHECK(outputs(6 * 72 + 80) == outputs(0));
+}
+
 TEST_CASE("every allocation of a cache fails once, and the conversation goes on as if it had not",
           "[gpu][cache][long]") {
   if (gpu_missing()) return;

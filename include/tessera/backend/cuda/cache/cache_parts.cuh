@@ -33,6 +33,18 @@ class cache_parts : public cache_answers<Recipe, Out> {
     }
     return places;
   }
+  /// Plans what shall become of some rows, or lists. Errors: rows of others have to move for it, and the step that has begun would not find them;
+  /// nothing is planned then.
+  template <class Planned, class Plan>
+  void plan_beside_step(Planned& planned, const Plan& plan) const {
+    plan();
+    try {
+      if (planned.moves()) order_.require_none_under_way();
+    } catch (...) {
+      planned.abandon();
+      throw;
+    }
+  }
   /// Sliding layers drop what they have left behind, now and then.
   void slide(const place_list& places, cudaStream_t stream) {
     for (const auto& [layer, id] : places) {
@@ -40,7 +52,7 @@ class cache_parts : public cache_answers<Recipe, Out> {
       const token_bound held = store_.bound(layer, id);
       if (window == 0 || held.longest <= window + spare_room(window)) continue;
       const kept_bound kept{{window, std::min(held.total, offset_t(window) * shape_.kv_heads)}, {}};
-      store_.plan_keep({{layer, id}}, {kept}, stream);
+      plan_beside_step(store_, [&] { store_.plan_keep({{layer, id}}, {kept}, stream); });
       store_.keep(layer, id, {newest_.of(store_.lengths(layer, id), stream), kept}, stream);
     }
   }
@@ -48,8 +60,9 @@ class cache_parts : public cache_answers<Recipe, Out> {
   /// Sliding layers drop what they have left behind first, now and then.
   void make_store_room(const place_list& places, index_t tokens, cudaStream_t stream) {
     slide(places, stream);
-    store_.plan_room(places, tokens, stream);
+    plan_beside_step(store_, [&] { store_.plan_room(places, tokens, stream); });
     store_.commit_room(places, stream);
+    for (const auto& [layer, id] : places) order_.disturbed(id);
   }
 
   /// Takes another budget, when all that may fail has been made.
@@ -133,8 +146,16 @@ class cache_parts : public cache_answers<Recipe, Out> {
       kept.push_back(first_.bound(chooser, id, store_, fitted, conversations_.reach(id, layer).seen()));
       if (prompts_.columns(layer).bits) kept.back() = {held, {}};  // how many columns join, only the device knows
     }
-    filters ? reading_.lists().plan_pass(places, kept) : store_.plan_keep(places, kept, stream);
+    if (filters)
+      plan_beside_step(reading_.lists(), [&] { reading_.lists().plan_pass(places, kept); });
+    else
+      plan_beside_step(store_, [&] { store_.plan_keep(places, kept, stream); });
     return layers;
+  }
+  /// Plans what is packed of a conversation whose prompt ends.
+  void plan_packing(index_t id, cudaStream_t stream) {
+    const index_t prompt = conversations_.at(id).front().turn_tokens;
+    plan_beside_step(store_, [&] { store_.plan_packing(all_layers({id}), prompt, stream); });
   }
   /// Before `tokens` more of a prompt are written to a layer: where a chunk ends the layer keeps its share of what it has,
   /// and pages that layers share are set aside for all of them, or for none.
@@ -154,7 +175,8 @@ class cache_parts : public cache_answers<Recipe, Out> {
       const planned<Recipe>& fitted = policies(id);
       if (!roles_.follows_recipe(layer) || first_.keeps_everything(layer, id, store_.bound(layer, id), fitted)) return;
       const prompt_reach reach = conversations_.reach(id, layer);
-      store_.plan_keep({{layer, id}}, {first_.bound(layer, id, store_, fitted, reach.seen())}, stream);
+      const kept_bound kept = first_.bound(layer, id, store_, fitted, reach.seen());
+      plan_beside_step(store_, [&] { store_.plan_keep({{layer, id}}, {kept}, stream); });
       const index_t* next = set_number(next_.data() + id, reach.end, stream);
       store_.keep(layer, id, first_.choose(layer, id, store_, fitted, roles_.rule(layer), reach, next, stream), stream);
     }

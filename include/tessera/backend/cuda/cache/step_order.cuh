@@ -27,7 +27,7 @@ class step_order {
   void require_none_under_way() const {
     const bool waits = has_begun_ && !is_stale_ && !now_.ids.empty() && next_layer_ < layers_;
     require(!waits, "layers that the step under way has been through", next_layer_, std::to_string(layers_),
-            "decode the layers that are missing first");
+            "decode the layers that are missing first: they would not find rows that move");
   }
   void prepared(const batch& step) {
     if (is_between_layers()) unfinished_.insert(unfinished_.end(), now_.ids.begin(), now_.ids.end());

@@ -123,7 +123,7 @@ class kv_store {
     }
   }
   /// Whether what is planned moves rows of other places.
-  bool moves() const { return rows_.moves(); }
+  bool moves() const { return rows_.moves() || columns_.moves(); }
   void abandon() {
     rows_.abandon();
     columns_.abandon();

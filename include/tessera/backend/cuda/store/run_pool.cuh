@@ -170,9 +170,10 @@ class run_pool {
     steps_.clear();
     next_ = 0;
   }
-  /// Whether the plan moves runs that stay.
+  /// Whether what is left of the plan moves runs that stay.
   bool moves() const {
-    return std::any_of(steps_.begin(), steps_.end(), [](const step& one) { return one.closes_gap; });
+    return std::any_of(steps_.begin() + std::ptrdiff_t(next_), steps_.end(),
+                       [](const step& one) { return one.closes_gap; });
   }
   void abandon() {
     runs_ = before_;

@@ -76,6 +76,7 @@ class no_candidates {
   void note_read(const Any&...) const {}
   void passed_in_step(index_t, index_t, const token_bound&) {}
   void plan_room(const place_list&, index_t, const std::vector<index_t>&) {}
+  static constexpr bool moves() { return false; }
   void abandon() {}
   void commit_room(const place_list&, cudaStream_t) {}
   void plan_copy(index_t, index_t) {}
@@ -188,6 +189,8 @@ class candidates {
       }
     });
   }
+  /// Whether what is planned moves lists of other places.
+  bool moves() const { return pool_.moves(); }
   void abandon() { pool_.abandon(); }
   void commit_room(const place_list& places, cudaStream_t stream) {
     for (const auto& [layer, id] : places) {

@@ -61,7 +61,6 @@ class kv_store<Layout> {
   kv_store& operator=(const kv_store&) = default;
   kv_store& operator=(kv_store&&) noexcept = default;
   ~kv_store() { stream_beside_.drain(); }
-
   index_t kv_heads() const { return heads_; }
   token_bound bound(index_t layer, index_t id) const {
     token_bound held = whole_.bound(layer, id);
@@ -101,6 +100,7 @@ class kv_store<Layout> {
     for (const auto& [layer, id] : places) require_fits(layer, id, tokens);
     plan_whole([&] { whole_.plan_room(places, tokens); }, stream);
   }
+  bool moves() const { return whole_.moves(); }
   void abandon() { whole_.abandon(); }
   void commit_room(const place_list& places, cudaStream_t stream) {
     const bool itself = std::count(places.begin(), places.end(), std::pair(beside_.layer, beside_.id)) > 0;
