@@ -15,9 +15,8 @@ namespace cuda {
 
 /// How a row is searched.
 enum class row_search {
-  resident,   ///< every block of a cluster holds a part of the row's keys in shared memory
-  streamed,   ///< one block reads the row once and holds what may still be chosen; single tokens only
-  registers,  ///< one block holds up to 8,192 keys in registers; single tokens only
+  resident,  ///< every block of a cluster holds a part of the row's keys in shared memory
+  streamed,  ///< one block reads the row once and holds what may still be chosen, up to 8,192 keys in registers; single tokens only
 };
 
 /// How a selection is launched.
@@ -33,9 +32,7 @@ template <int Blocks>
 inline constexpr int select_threads = Blocks == 1 ? 1024 : 512;
 
 template <int Blocks, row_search Search>
-inline constexpr int block_threads_of = Search == row_search::streamed    ? stream_threads
-                                        : Search == row_search::registers ? register_threads
-                                                                          : select_threads<Blocks>;
+inline constexpr int block_threads_of = Search == row_search::streamed ? stream_threads : select_threads<Blocks>;
 
 /// One row by one team of thread blocks. `block` is 1 for tokens.
 template <int Blocks, class Keys, row_search Search>
@@ -65,13 +62,9 @@ __device__ void select_row(const select_problem& p, index_t block, index_t resid
   if (all || room == 0) return;  // alike in every block of the team
 
   if constexpr (Search == row_search::streamed) {
-    stream_row(s, cache, scores, candidates, room, resident, out);
-    return;
-  } else if constexpr (Search == row_search::registers) {
-    if (candidates <= register_threads * register_keys) {
-      register_row(s, token_keys(scores, candidates), room, out);
-      return;
-    }
+    if (candidates <= register_threads * register_keys)
+      return register_row(s, token_keys(scores, candidates), room, out);
+    return stream_row(s, cache, scores, candidates, room, resident, out);
   }
   const auto make_keys = [&] {
     if constexpr (Keys::single)
@@ -129,10 +122,10 @@ __device__ void select_row(const select_problem& p, index_t block, index_t resid
 
 /// Blocks of a multiprocessor that the registers must leave room for.
 template <int Blocks, class Keys, row_search Search>
-inline constexpr int blocks_together = Search == row_search::streamed                   ? 2
-                                       : Search == row_search::registers || Blocks == 1 ? 1
-                                       : Keys::single                                   ? 3
-                                                                                        : 2;
+inline constexpr int blocks_together = Search == row_search::streamed ? 2
+                                       : Blocks == 1                  ? 1
+                                       : Keys::single                 ? 3
+                                                                      : 2;
 
 template <int Blocks, class Keys, row_search Search>
 __global__ void __launch_bounds__(block_threads_of<Blocks, Search>, blocks_together<Blocks, Keys, Search>)
@@ -149,7 +142,7 @@ inline select_tuning tune_select(index_t rows, index_t capacity, bool single, in
   constexpr index_t most_share = 16384;  // 64 KB: three blocks of a cluster fit on an sm_90
   const index_t units = ceil_div(capacity, block);
   const bool clusters = device.compute_capability >= 90, many = rows > device.multiprocessors;
-  if (single && capacity <= detail::register_threads * detail::register_keys) return {1, 0, row_search::registers};
+  if (single && capacity <= detail::register_threads * detail::register_keys) return {1, 0, row_search::streamed};
   int cluster = 1;
   if (clusters && capacity > most_share && !(many && units <= most_share)) cluster = capacity > 4 * most_share ? 8 : 4;
   // Streams against clusters of 8, 131,072 tokens (us): 32 rows 37 / 27, 64 rows 38 / 44, 256 rows 60 / 138.
@@ -228,15 +221,12 @@ class select_slots {
       return selector.unit_slots();
   }
   int shared_bytes() const {  // a survivor has a slot beside its key
-    return tuning_.search == row_search::registers
-               ? 0
-               : int(tuning_.resident) * (tuning_.search == row_search::streamed ? 8 : 4);
+    return int(tuning_.resident) * (tuning_.search == row_search::streamed ? 8 : 4);
   }
   using entry_type = void (*)(select_problem, index_t, index_t);
   static entry_type entry_of(const select_tuning& tuning) {
     if constexpr (single) {
       if (tuning.search == row_search::streamed) return detail::select_entry<1, keys, row_search::streamed>;
-      if (tuning.search == row_search::registers) return detail::select_entry<1, keys, row_search::registers>;
     }
     switch (tuning.cluster) {
       case 1:
