@@ -248,6 +248,8 @@ const int registered = [] {
   cell(4, "256K", 262144, 1, bf, true, "bf16");
   cell(4, "256K", 262144, 1, {{format_of(packed_element::bf16, 4)}}, true, "bf16_group4");
   cell(4, "256K", 262144, 1, {{format_of(packed_element::fp8, 1)}}, true, "fp8");
+  cell(4, "256K", 262144, 1, {{format_of(packed_element::fp8, 4)}}, true, "fp8_group4");
+  cell(4, "256K", 262144, 1, {{format_of(packed_element::int4, 1)}}, true, "int4");
   cell(4, "256K", 262144, 2, bf, true, "bf16");
   cell(8, "128K", 131072, 1, bf, true, "bf16");
   cell(1, "256K", 262144, 1, bf, true, "bf16");

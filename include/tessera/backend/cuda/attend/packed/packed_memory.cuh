@@ -50,7 +50,7 @@ struct packed_memory {
         positions(softmaxes + packed_warps * softmax),
         sources(positions + query_rows_together * 4),
         begins(sources + int(sizeof(raw_rows<row_places<D>>) + sizeof(raw_rows<row_places<Dv>>))),
-        bytes(begins + (int(most_segments + 1) * 3 + 4) * 4) {}
+        bytes(begins + (int(most_segments + 1) * 3 + 2) * 4) {}
 
  private:
   TESSERA_HD static constexpr int larger(int a, int b) { return a > b ? a : b; }

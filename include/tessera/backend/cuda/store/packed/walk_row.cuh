@@ -280,6 +280,7 @@ __device__ __forceinline__ void with_way(int way, const Run& run) {
     case 7:
       return run.template operator()<row_way<fp8, fours, 4, false>>();
     case 8:
+      return run.template operator()<row_way<int4, most, 1, true>>();
     case 9:
       return run.template operator()<row_way<int4, all, 1, false>>();
     case 10:
