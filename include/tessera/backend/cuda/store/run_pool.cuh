@@ -177,6 +177,7 @@ class run_pool {
   }
   void abandon() {
     runs_ = before_;
+    order_.clear();
     used_ = before_used_[0];
     most_used_ = before_used_[1];
     steps_.clear();
@@ -190,13 +191,16 @@ class run_pool {
     steps_.push_back({place, runs_[place].first, first, rows, false});
     used_ += rows - runs_[place].rows;
     most_used_ = std::max(most_used_, used_);
+    leave_order(place);
     runs_[place] = {first, rows, room};
+    if (rows > 0) order_.insert(at_row(first), place);
   }
   /// Notes that every head took `tokens` more, or gained room.
   void took(std::size_t place, index_t tokens) { runs_[place].room -= tokens; }
   /// Gives a run back; not part of a plan.
   void clear(std::size_t place) {
     used_ -= runs_[place].rows;
+    leave_order(place);
     runs_[place] = {};
   }
 
@@ -260,21 +264,28 @@ class run_pool {
     bool closes_gap;
   };
 
-  /// Places by where their runs lie.
-  std::vector<std::size_t> in_order() const {
-    std::vector<std::size_t> order;
+  /// Places by where their runs lie. It is kept from call to call: a step of many sequences may plan a run for every layer of each.
+  const std::vector<std::size_t>& in_order() {
+    if (!order_.empty()) return order_;
     for (std::size_t place = 0; place < runs_.size(); ++place) {
-      if (runs_[place].rows > 0) order.push_back(place);
+      if (runs_[place].rows > 0) order_.push_back(place);
     }
-    std::sort(order.begin(), order.end(), [&](auto a, auto b) { return runs_[a].first < runs_[b].first; });
-    return order;
+    std::sort(order_.begin(), order_.end(), [&](auto a, auto b) { return runs_[a].first < runs_[b].first; });
+    return order_;
+  }
+  std::vector<std::size_t>::iterator at_row(offset_t first) {
+    return std::lower_bound(order_.begin(), order_.end(), first,
+                            [&](std::size_t place, offset_t row) { return runs_[place].first < row; });
+  }
+  void leave_order(std::size_t place) {
+    if (runs_[place].rows > 0 && !order_.empty()) order_.erase(at_row(runs_[place].first));
   }
 
   /// First row of a free run, after closing gaps where that is needed. Errors: not so much is free.
   offset_t find(offset_t rows) {
     if (rows == 0) return 0;
     offset_t end = 0;
-    const auto order = in_order();
+    const auto& order = in_order();
     for (const std::size_t place : order) {
       if (runs_[place].first - end >= rows) return end;
       end = runs_[place].first + runs_[place].rows;
@@ -328,6 +339,7 @@ class run_pool {
   offset_t rows_, used_ = 0, most_used_ = 0;
   const char* what_;
   std::vector<run> runs_, before_;
+  std::vector<std::size_t> order_;  // see in_order; empty: not known
   std::array<offset_t, 2> before_used_{};
   std::vector<step> steps_;
   std::size_t next_ = 0;
