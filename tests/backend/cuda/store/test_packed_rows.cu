@@ -189,26 +189,51 @@ void check_packing(const segment_plan& plan) {
     }
   }
   CHECK(wrong == 0);
-  // Piece by piece, as tails come, it is the same to the bit.
   if (plan.rows < 64) return;
+  const auto differences = [&](const cuda::device_segment& other) {
+    const downloaded_vectors same_keys(other.k, heads), same_values(other.v, heads);
+    int differ = 0;
+    for (index_t h = 0; h < heads; ++h) {
+      for (index_t i = 0; i < plan.rows; ++i) {
+        differ += keys.row(h, i).values != same_keys.row(h, i).values;
+        differ += values.row(h, i).values != same_values.row(h, i).values;
+      }
+      for (index_t b = 0; plan.block > 0 && b < ceil_div(plan.rows, plan.block); ++b) {
+        differ += downloaded_vectors(segment.means, heads).row(h, b).values !=
+                  downloaded_vectors(other.means, heads).row(h, b).values;
+      }
+    }
+    return differ;
+  };
+  // Piece by piece, as tails come, it is the same to the bit.
   const index_t step = plan.block > 0 ? std::max(1, 32 / plan.block) * plan.block : 32;
   std::vector<index_t> pieces;
   for (index_t left = plan.rows; left > 0; left -= pieces.back()) pieces.push_back(std::min(step, left));
   const cuda::segment_memory other(plan.k, plan.v, plan.block, heads, plan.rows + 3);
-  const auto again = packed_in(pieces, other, 3);
-  const downloaded_vectors same_keys(again.k, heads), same_values(again.v, heads);
-  int differ = 0;
-  for (index_t h = 0; h < heads; ++h) {
-    for (index_t i = 0; i < plan.rows; ++i) {
-      differ += keys.row(h, i).values != same_keys.row(h, i).values;
-      differ += values.row(h, i).values != same_values.row(h, i).values;
-    }
-    for (index_t b = 0; plan.block > 0 && b < ceil_div(plan.rows, plan.block); ++b) {
-      differ += downloaded_vectors(segment.means, heads).row(h, b).values !=
-                downloaded_vectors(again.means, heads).row(h, b).values;
-    }
+  CHECK(differences(packed_in(pieces, other, 3)) == 0);
+  // So it is where more segments are packed at once than a launch takes, and in two calls.
+  constexpr index_t many = cuda::problem_list<int>::most + 3;
+  std::vector<std::unique_ptr<cuda::segment_memory>> memories;
+  std::vector<cuda::device_segment> made;
+  for (index_t i = 0; i < many; ++i) {
+    memories.push_back(std::make_unique<cuda::segment_memory>(plan.k, plan.v, plan.block, heads, plan.rows + 3));
+    made.push_back(memories.back()->segment(plan.rotated ? d_k.data : nullptr, plan.rotated ? d_v.data : nullptr));
   }
-  CHECK(differ == 0);
+  buffer<cuda::device_segment> table(made);
+  buffer<index_t> ones(std::vector<index_t>(std::size_t(many), 1));
+  for (const index_t first : {0, step}) {
+    std::vector<cuda::encode_problem<view_type>> problems;
+    for (index_t i = 0; i < many; ++i) {
+      cuda::encode_problem<view_type> problem;
+      problem.view.segments = table.data + i, problem.view.counts = ones.data + i, problem.view.most_segments = 1;
+      problem.view.whole = rows.view();
+      problem.first = first, problem.count = first == 0 ? step : plan.rows - step;
+      problems.push_back(problem);
+    }
+    encode.run(problems.data(), problems.size(), nullptr);
+  }
+  cuda::check(cudaDeviceSynchronize(), "encoding");
+  for (const index_t i : {0, many - 4, many - 3, many - 1}) CHECK(differences(made[std::size_t(i)]) == 0);
 }
 
 /// Rows as they are whose energies tie, vanish, overflow or are no numbers: the device packs what the host packs, to the bit.

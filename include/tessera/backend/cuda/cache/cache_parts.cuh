@@ -239,6 +239,7 @@ class cache_parts : public cache_answers<Recipe, Out> {
   }
   /// Room for a step in every layer, or in none.
   void make_step_room(const place_list& places, const batch& step, cudaStream_t stream) {
+    store_.finish_layer(stream);  // lest it ends within the step, and moves rows
     slide(places, stream);
     store_.settle(step.ids, stream);
     store_.plan_packing(places, 0, stream);

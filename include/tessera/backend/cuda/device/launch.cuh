@@ -99,6 +99,24 @@ void launch_overlapping(dim3 blocks, unsigned threads, cudaStream_t stream, cons
          std::forward<Args>(args)...);
 }
 
+/// Problems of one launch, which reads them from its parameters: nobody has to keep them until it runs.
+template <class Problem>
+struct problem_list {
+  static constexpr int most = 32;
+  Problem of[most];
+};
+/// Calls run(list, count) for every few of `count` problems.
+template <class Problem, class Run>
+void in_lists(const Problem* problems, std::size_t count, const Run& run) {
+  static_assert(sizeof(problem_list<Problem>) <= 30000, "tessera: a launch takes parameters of 32,764 bytes");
+  for (std::size_t first = 0; first < count; first += problem_list<Problem>::most) {
+    problem_list<Problem> list{};
+    const std::size_t some = count - first < list.most ? count - first : list.most;
+    for (std::size_t i = 0; i < some; ++i) list.of[i] = problems[first + i];
+    run(list, index_t(some));
+  }
+}
+
 /// How many clusters of such a launch the device runs at a time. It is less than its multiprocessors have room for: a cluster
 /// lies within one of their groups, and groups differ, also between devices of one name.
 template <class... Params>

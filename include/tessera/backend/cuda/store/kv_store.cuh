@@ -106,6 +106,11 @@ class kv_store {
             "at most cache_options::tokens, which is " + std::to_string(tokens_), "raise tokens, or lower the budget");
   }
 
+  /// Heads that move get room for so many tokens at least, where that makes a difference.
+  void keep_room(index_t least) {
+    if constexpr (requires(rows_type & stored) { stored.pool(); }) rows_.pool().keep_room(least);
+    columns_.keep_room(least);
+  }
   /// Plans room for `tokens` more in every head of these places; `commit_room` makes it, or `abandon` forgets it.
   void plan_room(const place_list& places, index_t tokens, cudaStream_t = nullptr) {
     for (const auto& [layer, id] : places) require_fits(layer, id, tokens);
@@ -269,6 +274,7 @@ class kv_store {
   void plan_packing(const place_list&, index_t, cudaStream_t) {}
   void commit_packing(cudaStream_t) {}
   void pack_layer(index_t, index_t, index_t, cudaStream_t) {}
+  void finish_layer(cudaStream_t) {}
   void observe_prompt(index_t, index_t, const rows_view<const T>&, cudaStream_t) {}
   /// Newest tokens of a head that steps read whatever they choose.
   index_t always_read(index_t, index_t) const { return 0; }
@@ -354,7 +360,7 @@ class kv_store {
     return view;
   }
   void plan_columns(std::size_t at, const token_bound& held, index_t tokens) {
-    const index_t room = tokens + room_behind(held.longest + tokens, tokens_);
+    const index_t room = tokens + columns_.room_behind(held.longest + tokens, tokens_);
     columns_.plan_run(at, held.total + offset_t(heads_) * room, room);
   }
   bool lay_out_columns(std::size_t at, const index_t* counts, cudaStream_t stream) {

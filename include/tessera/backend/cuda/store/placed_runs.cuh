@@ -86,7 +86,7 @@ class placed_rows<Layout, runs> {
   /// Room for `tokens` more in every head.
   void plan_room(std::size_t place, const token_bound& held, index_t tokens) {
     if (pool_.room(place) >= tokens) return;
-    const index_t room = tokens + room_behind(held.longest + tokens, tokens_);
+    const index_t room = tokens + pool_.room_behind(held.longest + tokens, tokens_);
     pool_.plan_run(place, held.total + offset_t(heads_) * room, room);
   }
   void commit_room(std::size_t place, const index_t* lengths, const token_bound& held, cudaStream_t stream) {
@@ -99,7 +99,7 @@ class placed_rows<Layout, runs> {
   void took(std::size_t place, index_t tokens) { pool_.took(place, tokens); }
 
   void plan_keep(std::size_t place, const token_bound&, const token_bound& kept) {
-    const index_t room = room_behind(kept.longest, tokens_);
+    const index_t room = pool_.room_behind(kept.longest, tokens_);
     pool_.plan_run(place, kept.total + offset_t(heads_) * room, room);
   }
   /// `problem` has what is chosen, its columns and lengths; rows move to the run that was planned.

@@ -284,7 +284,7 @@ class candidates {
   }
   /// A run for lists of these bounds and `tokens` more in every head, with some room behind.
   void plan_run(std::size_t at, const token_bound& held, index_t tokens) {
-    const index_t room = tokens + room_behind(held.longest + tokens, tokens_);
+    const index_t room = tokens + pool_.room_behind(held.longest + tokens, tokens_);
     pool_.plan_run(at, (even_ ? offset_t(heads_) * held.longest : held.total) + offset_t(heads_) * room, room);
   }
   bool lay_out(std::size_t at, const index_t* counts, cudaStream_t stream) {

@@ -1,10 +1,22 @@
 // Whole rows that have been packed go: the others move to where they were.
 #pragma once
 
+#include <vector>
+
+#include "../../../../core/selection.hpp"
+#include "../../device/launch.cuh"
 #include "packed_view.cuh"
 
 TESSERA_NAMESPACE_BEGIN
 namespace cuda {
+
+/// The oldest `count` rows of every head of one sequence.
+template <class View>
+struct oldest_rows {
+  View view;
+  index_t count = 0;
+};
+
 namespace detail {
 
 /// Row i + `count` of what `row(i)` gives, 16 bytes at a time, becomes row i. By one block: what is read lies behind all that has been
@@ -21,13 +33,16 @@ __device__ void move_rows_down(index_t left, index_t count, int row_units, const
   }
 }
 
-/// blockIdx: the kv_head.
+/// blockIdx: the kv_head, whose rows.
 template <class View, int Threads>
 __global__ void __launch_bounds__(Threads)
-    drop_oldest_entry(const __grid_constant__ View view, index_t count, index_t* lengths) {
+    drop_oldest_entry(const __grid_constant__ problem_list<oldest_rows<View>> list) {
   using stored = typename View::stored_type;
   constexpr int k_units = View::k_dim * int(sizeof(stored)) / 16, v_units = View::v_dim * int(sizeof(stored)) / 16;
-  const index_t head = index_t(blockIdx.x), left = lengths[head] - count;
+  const View& view = list.of[blockIdx.y].view;
+  const index_t head = index_t(blockIdx.x), count = list.of[blockIdx.y].count;
+  index_t* lengths = const_cast<index_t*>(view.lengths);
+  const index_t left = lengths[head] - count;
   move_rows_down<Threads>(left, count, k_units, [&](index_t i) { return view.key(0, head, i); });
   move_rows_down<Threads>(left, count, v_units, [&](index_t i) { return view.value(0, head, i); });
   if (view.positions) {
@@ -55,12 +70,32 @@ __global__ void __launch_bounds__(Threads)
 
 }  // namespace detail
 
-/// Forgets the oldest `count` rows of every head of one sequence.
+/// The newest rows of every kv_head of one sequence as a selection, at most `most`; it lies in this object's memory until the next call.
+class left_rows {
+ public:
+  left_rows(index_t kv_heads, index_t most)
+      : slots_(std::size_t(kv_heads) * std::size_t(most)), counts_(std::size_t(kv_heads)) {}
+
+  selection_view of(const index_t* lengths, index_t count, cudaStream_t stream) const {
+    detail::newest_rows_entry<128>
+        <<<unsigned(counts_.size()), 128, 0, stream>>>(lengths, count, slots_.data(), counts_.data());
+    check(cudaGetLastError(), "launch of newest_rows");
+    return {slots_.data(), counts_.data(), nullptr, count};
+  }
+
+ private:
+  device_buffer<index_t> slots_, counts_;
+};
+
+/// Forgets the oldest rows of several sequences. Cost: a launch for 32 of them.
 template <class View>
-void drop_oldest(const View& view, index_t count, index_t* lengths, cudaStream_t stream) {
+void drop_oldest(const std::vector<oldest_rows<View>>& all, cudaStream_t stream) {
   static_assert(View::is_raw, "tessera: rows that are packed on the device are raw");
-  detail::drop_oldest_entry<View, 256><<<unsigned(view.kv_heads), 256, 0, stream>>>(view, count, lengths);
-  check(cudaGetLastError(), "launch of drop_oldest");
+  in_lists(all.data(), all.size(), [&](const problem_list<oldest_rows<View>>& list, index_t some) {
+    launch(detail::drop_oldest_entry<View, 256>,
+           {.blocks = dim3(unsigned(list.of[0].view.kv_heads), unsigned(some)), .threads = dim3(256)}, stream,
+           "launch of drop_oldest", list);
+  });
 }
 
 }  // namespace cuda

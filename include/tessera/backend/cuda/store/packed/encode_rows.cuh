@@ -4,12 +4,10 @@
 #include <algorithm>
 #include <string>
 
-#include "../../../../channels/top_groups.hpp"
 #include "../../device/launch.cuh"
 #include "../../device/tuning.cuh"
-#include "choose_groups.cuh"
+#include "pack_vector.cuh"
 #include "rotate_rows.cuh"
-#include "walk_row.cuh"
 
 TESSERA_NAMESPACE_BEGIN
 namespace cuda {
@@ -24,179 +22,16 @@ struct encode_problem {
   index_t segment = no_index;       ///< of every sequence; none: the last
 };
 
+/// Of one layer of a sequence, as the host counts: whole rows `first`, ... join segment `segment`, which has that slot, behind `held` rows.
+struct joining_rows {
+  index_t layer, id, segment, slot, held, first, count;
+};
+
 namespace detail {
 
 inline constexpr int encoding_warps = 5, encoding_threads = encoding_warps * 32, largest_encoded_block = 128;
 /// Of a chunk whose vectors are packed by warps, because there are so few chunks that the time is one vector's.
 inline constexpr int most_rows_by_warps = 16;
-
-/// Values as they are written, `bits` each.
-template <packed_element Element>
-struct written {
-  static constexpr int bits = Element == packed_element::fp8 ? 8 : Element == packed_element::int4 ? 4 : 16;
-  __device__ static std::uint32_t code(float x, float scale) {
-    if constexpr (Element == packed_element::fp16) {
-      return __half_as_ushort(__float2half_rn(x));
-    } else if constexpr (Element == packed_element::fp8) {
-      return fp8(x / scale).bits;
-    } else if constexpr (Element == packed_element::int4) {
-      std::byte nibble{};
-      tessera::detail::put_int4(&nibble, 0, x / scale);
-      return std::uint32_t(nibble) & 15u;
-    } else {
-      return __bfloat16_as_ushort(__float2bfloat16_rn(x));
-    }
-  }
-};
-
-/// The channels of the groups that stay, ascending.
-template <int Words>
-class kept_channels {
- public:
-  __device__ __forceinline__ kept_channels(const std::uint32_t (&chosen)[Words], int group) : group_(group) {
-#pragma unroll
-    for (int j = 0; j < Words; ++j) groups_.words[j] = __brev(chosen[j]);
-    groups_.at = 0;
-  }
-  /// Not after the last one.
-  __device__ __forceinline__ int next() {
-    if (left_ == 0) {
-      groups_.drop_empty();
-      channel_ = int(groups_.template next<0>()) * group_, left_ = group_;
-      groups_.count(1);
-    }
-    --left_;
-    return channel_++;
-  }
-
- private:
-  bit_stream<Words, 1> groups_;
-  int group_, channel_ = 0, left_ = 0;
-};
-
-/// Writes the `kept` channels of a row that `walk` gives: 16 bytes at a time, or 4 where each value is divided.
-template <packed_element Element, int Words>
-__device__ void write_values(kept_channels<Words> walk, int kept, const float* row, float scale, std::byte* to) {
-  constexpr int bits = written<Element>::bits, in_word = 32 / bits, words = bits == 16 ? 4 : 1;
-#pragma unroll 1
-  for (int first = 0; first < kept; first += words * in_word) {
-    std::uint32_t made[words];
-#pragma unroll
-    for (int w = 0; w < words; ++w) {
-      made[w] = 0;
-#pragma unroll(bits == 16 ? 2 : 1)
-      for (int e = 0; e < in_word; ++e) {
-        if (first + w * in_word + e >= kept) break;
-        made[w] |= written<Element>::code(row[walk.next()], scale) << (e * bits);
-      }
-    }
-    if constexpr (words == 4)
-      *reinterpret_cast<uint4*>(to + first * 2) = make_uint4(made[0], made[1], made[2], made[3]);
-    else
-      *reinterpret_cast<std::uint32_t*>(to + first * bits / 8) = made[0];
-  }
-}
-
-/// Of a vector whose largest size is `largest`: as pack_row's.
-__device__ inline float fitted_scale(packed_element element, float largest) {
-  const float fitted = largest / (element == packed_element::fp8 ? 448.0f : 7.0f);
-  return fitted > 1e-30f ? fitted : 1.0f;
-}
-/// Packs one vector, `row` in shared memory, as row i of a plane. By one thread; all threads' planes have one format.
-template <int D>
-__device__ void pack_vector(const packed_format& format, const packed_vectors& to, index_t head, index_t i,
-                            const float* row) {
-  constexpr int words = thread_choice<D>::words;
-  const int kept = int(format.kept);
-  std::uint32_t chosen[words];
-  if (format.own_bits) {
-    thread_choice<D>(row, int(format.groups()), int(format.group)).choose(kept / int(format.group), chosen);
-#pragma unroll
-    for (int j = 0; j < words; ++j) {
-      if (j < bit_words(format)) to.own_bits_of(head, i)[j] = chosen[j];
-    }
-  } else {
-    const std::uint32_t* set = to.bits_of(head, i);
-#pragma unroll
-    for (int j = 0; j < words; ++j) chosen[j] = j < bit_words(format) ? set[j] : 0u;
-  }
-  const kept_channels<words> walk(chosen, int(format.group));
-  float scale = 1;
-  if (format.scaled()) {
-    float largest = 0;
-    kept_channels<words> again = walk;
-    for (int e = 0; e < kept; ++e) {
-      const float x = fabsf(row[again.next()]);
-      if (x < infinity) largest = fmaxf(largest, x);
-    }
-    scale = fitted_scale(format.element, largest);
-    to.scales[to.row(head, i)] = scale;
-  }
-  with_element(format.element,
-               [&]<packed_element Element>() { write_values<Element>(walk, kept, row, scale, to.values_of(head, i)); });
-}
-
-/// As `pack_vector`, by a warp, a lane every 32nd group: the latency of one row is less, the work of many is more.
-template <int D>
-__device__ void pack_vector_by_warp(const packed_format& format, const packed_vectors& to, index_t head, index_t i,
-                                    const float* row) {
-  constexpr int words = thread_choice<D>::words;
-  const int group = int(format.group), lane = int(threadIdx.x) % 32;
-  std::uint32_t chosen[words] = {};
-  if (format.own_bits) {
-    choose_groups(row, int(format.groups()), group, int(format.kept) / group, chosen);
-#pragma unroll
-    for (int j = 0; j < words; ++j) {
-      if (lane == j && j < bit_words(format)) to.own_bits_of(head, i)[j] = chosen[j];
-    }
-  } else {
-    const std::uint32_t* set = to.bits_of(head, i);
-#pragma unroll
-    for (int j = 0; j < words; ++j) chosen[j] = j < bit_words(format) ? set[j] : 0u;
-  }
-  // Calls for the channels of this lane that stay, with each one's place among the values.
-  const auto for_each_kept = [&](const auto& call) {
-    int before = 0;
-#pragma unroll
-    for (int j = 0; j < words; ++j) {
-      const int place = (before + __popc(chosen[j] & ((1u << lane) - 1u))) * group, from = (j * 32 + lane) * group;
-#pragma unroll 1
-      for (int c = 0; (chosen[j] >> lane & 1u) && c < group; ++c) call(from + c, place + c);
-      before += __popc(chosen[j]);
-    }
-  };
-  float scale = 1;
-  if (format.scaled()) {
-    float largest = 0;
-    for_each_kept([&](int c, int) {
-      const float x = fabsf(row[c]);
-      if (x < infinity) largest = fmaxf(largest, x);
-    });
-    scale = fitted_scale(format.element, lanes_max<32>(largest));
-    if (lane == 0) to.scales[to.row(head, i)] = scale;
-  }
-  with_element(format.element, [&]<packed_element Element>() {
-    constexpr int bits = written<Element>::bits, in_word = 32 / bits;
-    std::byte* values = to.values_of(head, i);
-    if constexpr (bits == 4) {
-#pragma unroll 1
-      for (int first = 0; first < int(format.kept); first += in_word) {
-        std::uint32_t mine = 0;
-        for_each_kept([&](int c, int e) {
-          if (e / in_word == first / in_word) mine |= written<Element>::code(row[c], scale) << e % in_word * bits;
-        });
-        mine = __reduce_or_sync(~0u, mine);
-        if (lane == 0) *reinterpret_cast<std::uint32_t*>(values + first / 2) = mine;
-      }
-    } else {
-      using stored = std::conditional_t<bits == 8, std::uint8_t, std::uint16_t>;
-      const int kept = int(format.kept), padded = bits == 8 ? in_word : 8, end = ceil_div(kept, padded) * padded;
-      auto* codes = reinterpret_cast<stored*>(values);
-      for_each_kept([&](int c, int e) { codes[e] = stored(written<Element>::code(row[c], scale)); });
-      if (kept + lane < end) codes[kept + lane] = 0;
-    }
-  });
-}
 
 /// Behind the rows stand the means of their blocks, added in the rows' order. By all threads.
 __device__ inline void average_blocks(float* turned, int stride, int rows, int block, int channels) {
@@ -275,19 +110,22 @@ __device__ void encode_side(const encode_problem<View>& p, index_t sequence, ind
   }
 }
 
-/// blockIdx: chunk of rows, (sequence, kv_head), what of them: keys and means, values; or keys, values, means.
+/// blockIdx: chunk of rows, (sequence, kv_head), and, by problem, what of them: keys and means, values; or keys, values, means.
 template <class View>
 __global__ void __launch_bounds__(encoding_threads, 3)
-    encode_rows_entry(const __grid_constant__ encode_problem<View> p, index_t chunk_rows, int stride) {
+    encode_rows_entry(const __grid_constant__ problem_list<encode_problem<View>> list, index_t parts,
+                      index_t chunk_rows, int stride) {
   constexpr int k_dim = View::k_dim, v_dim = View::v_dim;
   extern __shared__ float turned_rows[];
   wait_for_earlier();
   let_later_begin();
+  const index_t problem = index_t(blockIdx.z) / parts, of_problem = index_t(blockIdx.z) % parts;
+  const encode_problem<View>& p = list.of[problem];
   const index_t heads = p.view.whole.kv_heads, sequence = index_t(blockIdx.y) / heads,
                 head = index_t(blockIdx.y) % heads, chunk = index_t(blockIdx.x);
-  const encoded_part part = blockIdx.z == 1   ? encoded_part::values
-                            : blockIdx.z == 2 ? encoded_part::means
-                            : gridDim.z == 2  ? encoded_part::keys_and_means
+  const encoded_part part = of_problem == 1   ? encoded_part::values
+                            : of_problem == 2 ? encoded_part::means
+                            : parts == 2      ? encoded_part::keys_and_means
                                               : encoded_part::keys;
   if (k_dim == v_dim || part != encoded_part::values)
     encode_side<View, k_dim>(p, sequence, head, part, chunk, chunk_rows, stride, turned_rows);
@@ -295,11 +133,13 @@ __global__ void __launch_bounds__(encoding_threads, 3)
     encode_side<View, v_dim>(p, sequence, head, part, chunk, chunk_rows, stride, turned_rows);
 }
 
-/// The rows count from now on. One thread a (sequence, kv_head). It reads before the launch that packs them has ended: that one has waited for
-/// all before it, and writes no lengths.
+/// The rows count from now on. One thread a (sequence, kv_head), blockIdx.y: the problem. It reads before the launch that packs them has ended:
+/// that one has waited for all before it, and writes no lengths.
 template <class View>
-__global__ void __launch_bounds__(128) count_encoded_entry(const __grid_constant__ encode_problem<View> p) {
+__global__ void __launch_bounds__(128)
+    count_encoded_entry(const __grid_constant__ problem_list<encode_problem<View>> list) {
   let_later_begin();
+  const encode_problem<View>& p = list.of[blockIdx.y];
   const index_t heads = p.view.whole.kv_heads, lane_row = index_t(blockIdx.x * 128 + threadIdx.x);
   const bool mine = lane_row < p.view.whole.sequences * heads;
   index_t *rows = nullptr, counted = 0;
@@ -321,7 +161,7 @@ __global__ void __launch_bounds__(128) count_encoded_entry(const __grid_constant
 /// Returns  rows as `pack_row` packs the same rotated vectors, ties to the lower group, NaN last; sums of the rotation round as fp32
 ///          sums of exact products do. Whole rows stay where they are; the segment's lengths grow.
 /// Errors   before the launch: rows not on 16 bytes, blocks above 128 rows.
-/// Cost     two launches; rows are read once, a basis once for 32 rows, out of the L2. Recordable. 65,536 tokens of 8 heads of 128
+/// Cost     two launches for 32 problems; rows are read once, a basis once for 32 rows, out of the L2. Recordable. 65,536 tokens of 8 heads of 128
 ///          channels: 0.75 ms; by a warp for each row it was 4.75 ms. A tail of 32 tokens: 12.8 us on an
 ///          H100; by a thread for each row it was 18.7 (CUDA 13.0).
 template <class View>
@@ -351,34 +191,48 @@ class encode_rows {
         "cudaFuncSetAttribute");
   }
 
-  void run(const encode_problem<View>& problem, cudaStream_t stream) const {
-    const index_t lanes = problem.view.whole.sequences * problem.view.whole.kv_heads;
-    if (lanes == 0 || problem.count == 0) return;
-    require_rows_on_16_bytes("whole keys", problem.view.whole.k, problem.view.whole.k_strides);
-    require_rows_on_16_bytes("whole values", problem.view.whole.v, problem.view.whole.v_strides);
-    // Few rows, as of a tail: short chunks, and means apart, while all blocks run at once.
-    const offset_t short_chunks = offset_t(ceil_div(problem.count, short_rows_)) * lanes;
-    const bool few = short_chunks * 2 <= resident_, apart = means_ && short_chunks * 3 <= resident_;
-    const index_t chunk_rows = few ? short_rows_ : chunk_rows_;
-    launch(entry_,
-           {.blocks = dim3(unsigned(ceil_div(problem.count, chunk_rows)), unsigned(lanes), apart ? 3 : 2),
-            .threads = dim3(detail::encoding_threads),
-            .shared_bytes = shared_bytes(),
-            .overlapping = overlaps_},
-           stream, "launch of encode_rows", problem, chunk_rows, stride_);
-    launch(detail::count_encoded_entry<View>,
-           {.blocks = dim3(unsigned(ceil_div(lanes, 128))), .threads = dim3(128), .overlapping = overlaps_}, stream,
-           "launch of count_encoded", problem);
+  void run(const encode_problem<View>& problem, cudaStream_t stream) const { run(&problem, 1, stream); }
+  /// The same for several at once, of as many sequences and kv_heads each, which are not of the same segment.
+  void run(const encode_problem<View>* problems, std::size_t count, cudaStream_t stream) const {
+    for (std::size_t i = 0; i < count; ++i) {
+      const auto& whole = problems[i].view.whole;
+      require_rows_on_16_bytes("whole keys", whole.k, whole.k_strides);
+      require_rows_on_16_bytes("whole values", whole.v, whole.v_strides);
+    }
+    in_lists(problems, count, [&](const problem_list<encode_problem<View>>& list, index_t some) {
+      index_t rows = 0;
+      for (index_t i = 0; i < some; ++i) rows = std::max(rows, list.of[i].count);
+      const index_t lanes = list.of[0].view.whole.sequences * list.of[0].view.whole.kv_heads;
+      if (lanes > 0 && rows > 0) launch_list(list, some, lanes, rows, stream);
+    });
   }
 
  private:
+  void launch_list(const problem_list<encode_problem<View>>& list, index_t some, index_t lanes, index_t rows,
+                   cudaStream_t stream) const {
+    // Few rows, as of a tail: short chunks, and means apart, while all blocks run at once.
+    const offset_t short_chunks = offset_t(ceil_div(rows, short_rows_)) * lanes * some;
+    const bool few = short_chunks * 2 <= resident_, apart = means_ && short_chunks * 3 <= resident_;
+    const index_t chunk_rows = few ? short_rows_ : chunk_rows_, parts = apart ? 3 : 2;
+    launch(entry_,
+           {.blocks = dim3(unsigned(ceil_div(rows, chunk_rows)), unsigned(lanes), unsigned(parts * some)),
+            .threads = dim3(detail::encoding_threads),
+            .shared_bytes = shared_bytes(),
+            .overlapping = overlaps_},
+           stream, "launch of encode_rows", list, parts, chunk_rows, stride_);
+    launch(detail::count_encoded_entry<View>,
+           {.blocks = dim3(unsigned(ceil_div(lanes, 128)), unsigned(some)),
+            .threads = dim3(128),
+            .overlapping = overlaps_},
+           stream, "launch of count_encoded", list);
+  }
   std::size_t shared_bytes() const { return std::size_t(stride_) * detail::encoding_threads * sizeof(float); }
   bool means_;
   index_t chunk_rows_, short_rows_, resident_;
   int stride_;  // floats from one turned row to the next
   bool overlaps_ = false;
   // What was configured is what is launched: nvcc gives every source file a kernel of its own.
-  void (*entry_)(encode_problem<View>, index_t, int) = nullptr;
+  void (*entry_)(problem_list<encode_problem<View>>, index_t, index_t, int) = nullptr;
 };
 
 }  // namespace cuda

@@ -53,8 +53,9 @@ class kv_store<Layout> {
                 most_segments(layout, tokens)),
         searches_(layout.rows, packed_.formats(), packing_.count, sequences, kv_heads, packed_.most_segments()),
         maker_(layout, packed_.formats(), with.mean_block, packing_.count, sequences, kv_heads, tokens),
-        left_slots_(std::size_t(kv_heads) * std::size_t(rows_.tail.tail)),
-        left_counts_(std::size_t(kv_heads)) {}
+        left_(kv_heads, rows_.tail.tail) {
+    whole_.keep_room(2 * rows_.tail.tail);  // a tail fills where it is
+  }
 
   kv_store(const kv_store&) = default;
   kv_store(kv_store&&) noexcept = default;
@@ -171,6 +172,7 @@ class kv_store<Layout> {
   void commit_packing(cudaStream_t stream) {
     const packing_plan made = std::exchange(pending_, {});
     std::size_t own = 0;  // segments that have begun
+    std::vector<joining_rows> joining;
     for (std::size_t i = 0; i < made.places.size(); ++i) {
       const auto [layer, id] = made.places[i];
       const index_t due = made.due[i], share = made.shares[i] > 0 ? made.shares[i] : due;
@@ -184,21 +186,28 @@ class kv_store<Layout> {
         } else if (!searches_.joins(packing(layer), id, all)) {
           packed_.begin_segment(packing(layer), id, searches_.like(packing(layer), id, all), stream);
         }
-        encode(layer, id, index_t(all.size()) - 1, all.back(), first, count, stream);
+        joining.push_back({layer, id, index_t(all.size()) - 1, all.back().slot, all.back().rows, first, count});
         packed_.took(packing(layer), id, count);
       }
+    }
+    encode(joining, stream);
+    std::vector<oldest_rows<typename whole_store::view_type>> oldest;
+    for (std::size_t i = 0; i < made.places.size(); ++i) {
+      const auto [layer, id] = made.places[i];
       if (made.shares[i] > 0)
         searches_.ended(packing(layer), id, packed_.segments(packing(layer), id).size());
       else
-        searches_.joined(view(layer, id), packing(layer), id, 0, due, made.before[i], stream);
+        searches_.joined(view(layer, id), packing(layer), id, 0, made.due[i], made.before[i], stream);
       searches_.mark(id, stream);
       if (made.prompt_ends) {
-        whole_.keep(layer, id, {newest(layer, id, made.left[i].longest, stream), made.left[i]}, stream);
+        whole_.keep(layer, id, {left_.of(whole_.lengths(layer, id), made.left[i].longest, stream), made.left[i]},
+                    stream);
       } else {
-        drop_oldest(whole_.view(layer, id), due, whole_.lengths(layer, id), stream);
-        whole_.dropped(layer, id, made.left[i], due);  // room for the step or chunk that follows is there
+        oldest.push_back({whole_.view(layer, id), made.due[i]});
+        whole_.dropped(layer, id, made.left[i], made.due[i]);  // room for the step or chunk that follows is there
       }
     }
+    drop_oldest(oldest, stream);
     for (const auto& [layer, id] : made.ended) {
       if (packs(layer)) maker_.forget(packing(layer), id);
     }
@@ -225,7 +234,7 @@ class kv_store<Layout> {
       for (std::size_t i = 0; i < own.size(); ++i) {
         segment_record begun = maker_.begin(room, i, own[i], packing(layer), id, beside);
         made.fresh.push_back(packed_.begin_unseen(packing(layer), id, std::move(begun), made.fresh, beside));
-        encode(layer, id, index_t(held + i), made.fresh.back(), own[i].first, own[i].count, beside);
+        encode({{layer, id, index_t(held + i), made.fresh.back().slot, 0, own[i].first, own[i].count}}, beside);
         made.fresh.back().rows = own[i].count;
       }
       stream_beside_.end();
@@ -253,7 +262,7 @@ class kv_store<Layout> {
     for (segment_record& record : made.fresh) packed_.add_segment(packing(layer), id, std::move(record), stream);
     searches_.ended(packing(layer), id, packed_.segments(packing(layer), id).size());
     searches_.mark(id, stream);
-    whole_.keep(layer, id, {newest(layer, id, left, stream), kept}, stream);
+    whole_.keep(layer, id, {left_.of(whole_.lengths(layer, id), left, stream), kept}, stream);
   }
 
   /// Between two steps, or before a turn's first chunk: segments of these sequences that were searched take their places, and others end before
@@ -294,9 +303,7 @@ class kv_store<Layout> {
     whole_.clear(id, stream);
     searches_.clear(id);
     for (const index_t at : packing_.of) {
-      if (at < 0) continue;
-      packed_.clear(at, id, stream);
-      maker_.forget(at, id);
+      if (at >= 0) packed_.clear(at, id, stream), maker_.forget(at, id);
     }
   }
 
@@ -318,7 +325,6 @@ class kv_store<Layout> {
     for (index_t slot = packed_rows_of(layer, id); slot < held.longest; ++slot) slots.push_back(slot);
     return slots;
   }
-
   offset_t bytes(index_t layer, index_t id) const {
     if (!packs(layer)) return whole_.bytes(layer, id);
     return whole_.bytes(layer, id) + packed_.bytes(packing(layer), id) + searches_.bytes(packing(layer), id);
@@ -367,19 +373,13 @@ class kv_store<Layout> {
     }
     plan();
   }
-  /// Packs whole rows into the i-th segment, behind those that are there.
-  void encode(index_t layer, index_t id, index_t i, const segment_record& to, index_t first, index_t count,
-              cudaStream_t stream) {
-    const view_type from = view(layer, id);
-    maker_.encode(from, i, first, count, stream);
-    searches_.noted(from, packing(layer), id, i, to.slot, to.rows, first, count, stream);
-  }
-  /// The newest `count` whole rows of one sequence.
-  selection_view newest(index_t layer, index_t id, index_t count, cudaStream_t stream) const {
-    detail::newest_rows_entry<128><<<unsigned(heads_), 128, 0, stream>>>(whole_.lengths(layer, id), count,
-                                                                         left_slots_.data(), left_counts_.data());
-    check(cudaGetLastError(), "launch of newest_rows");
-    return {left_slots_.data(), left_counts_.data(), nullptr, count};
+  /// Packs whole rows into segments, all of them at once.
+  void encode(const std::vector<joining_rows>& all, cudaStream_t stream) {
+    std::vector<encode_problem<view_type>> problems;
+    for (const joining_rows& rows : all)
+      problems.push_back({view(rows.layer, rows.id), rows.first, rows.count, nullptr, rows.segment});
+    maker_.encode(problems, stream);
+    for (std::size_t i = 0; i < all.size(); ++i) searches_.noted(problems[i], packing(all[i].layer), all[i], stream);
   }
 
   stream_beside stream_beside_;  // the first: what is assigned to waits before its memory goes
@@ -391,7 +391,7 @@ class kv_store<Layout> {
   packed_places packed_;
   segment_searches<Layout, view_type> searches_;
   segment_maker<Layout, view_type> maker_;
-  device_buffer<index_t> left_slots_, left_counts_;
+  left_rows left_;
   packing_plan pending_;
   layer_beside beside_;
 };

@@ -102,11 +102,9 @@ class segment_maker {
     }
     return begun;
   }
-  /// Packs whole rows `first`, ... of a view of one sequence into its segment `segment`.
-  void encode(const View& view, index_t segment, index_t first, index_t count, cudaStream_t stream) const {
-    encode_problem<View> problem{view, first, count};
-    problem.segment = segment;
-    encode_.run(problem, stream);
+  /// Packs whole rows of one sequence and layer each.
+  void encode(const std::vector<encode_problem<View>>& problems, cudaStream_t stream) const {
+    encode_.run(problems.data(), problems.size(), stream);
   }
 
  private:

@@ -10,6 +10,7 @@
 #include <utility>
 #include <vector>
 
+#include "../packed/encode_rows.cuh"
 #include "strategy_task.cuh"
 
 TESSERA_NAMESPACE_BEGIN
@@ -28,7 +29,7 @@ class segment_searches {
   static const segment_record& like(index_t, index_t, const segments& all) { return all.back(); }
   static bool joins(index_t, index_t, const segments&) { return true; }
   static std::vector<rows_before> room(index_t) { return {}; }
-  void noted(const View&, index_t, index_t, index_t, index_t, index_t, index_t, index_t, cudaStream_t) {}
+  void noted(const encode_problem<View>&, index_t, const joining_rows&, cudaStream_t) {}
   void joined(const View&, index_t, index_t, index_t, index_t, std::vector<rows_before>, cudaStream_t) {}
   void ended(index_t, index_t, std::size_t) {}
   void mark(index_t, cudaStream_t) {}
@@ -117,10 +118,11 @@ class segment_searches<Layout, View> {
       made.push_back({blocks_->take(), std::min(count, rows_.tail.tail)});
     return made;
   }
-  /// Whole rows `first`, ... of the view's sequence have become rows `held`, ... of its segment `segment`, which has that slot.
-  void noted(const View& view, index_t layer, index_t id, index_t segment, index_t slot, index_t held, index_t first,
-             index_t count, cudaStream_t stream) {
-    if (on()) losses_->run(view, segment, held, first, count, total(layer, id, slot), stream);
+  /// Whole rows have been packed as the problem says; `layer`: of those that pack.
+  void noted(const encode_problem<View>& problem, index_t layer, const joining_rows& rows, cudaStream_t stream) {
+    if (!on()) return;
+    losses_->run(problem.view, rows.segment, rows.held, rows.first, rows.count, total(layer, rows.id, rows.slot),
+                 stream);
   }
   /// They stand behind the settled segments, and are still whole. `blocks` are those of `room`.
   void joined(const View& view, index_t layer, index_t id, index_t first, index_t count,
