@@ -138,8 +138,9 @@ class cache : public cache_parts<Recipe, Out> {
   }
 
   /// Says that the turn's prompt has been through a layer, its attention included: see the CPU's cache. Segments are made on a stream of the
-  /// cache's own, and take the place of whole rows when the next layer ends that packs, or sooner where the pool has no room: a prompt in one
-  /// chunk needs two layers' whole rows, or one. What joins a segment, or has no basis, waits for `end_prefill`. Not within a step.
+  /// cache's own, and take the place of whole rows when the next layer ends that packs, or a step is prepared, or sooner where the pool has no
+  /// room: a prompt in one chunk needs two layers' whole rows, or one. What joins a segment, or has no basis, waits for `end_prefill`. Not
+  /// within a step.
   void end_layer(index_t layer, index_t id, cudaStream_t stream) {
     conversations_.check_layer_end(layer, id);
     order_.require_none_under_way();
