@@ -106,7 +106,7 @@ class kv_store {
             "at most cache_options::tokens, which is " + std::to_string(tokens_), "raise tokens, or lower the budget");
   }
 
-  /// Heads that move get room for so many tokens at least, where that makes a difference.
+  /// Heads that move can hold so many tokens at least: see run_pool.
   void keep_room(index_t least) {
     if constexpr (requires(rows_type & stored) { stored.pool(); }) rows_.pool().keep_room(least);
     columns_.keep_room(least);

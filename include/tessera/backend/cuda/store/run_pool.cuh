@@ -104,11 +104,11 @@ class run_pool {
   /// Where the run that is being filled begins, by head: see `lay_out`.
   const offset_t* new_begins() const { return new_begins_.data(); }
 
-  /// Heads that move get room for so many tokens at least.
-  void keep_room(index_t least) { least_room_ = least; }
+  /// Heads that move can hold so many tokens at least.
+  void keep_room(index_t least) { least_held_ = least; }
   /// Room for so many tokens beyond the `tokens` of a head that moves; no head ever holds more than `most`.
   index_t room_behind(index_t tokens, index_t most) const {
-    return std::clamp(most - tokens, 0, std::max(least_room_, spare_room(tokens)));
+    return std::clamp(most - tokens, 0, std::max(least_held_ - tokens, spare_room(tokens)));
   }
   /// Tokens that every head of a place can still take; rows that it holds.
   index_t room(std::size_t place) const { return runs_[place].room; }
@@ -338,7 +338,7 @@ class run_pool {
     check(cudaGetLastError(), "launch of shift_begins");
   }
 
-  index_t heads_, least_room_ = 0;
+  index_t heads_, least_held_ = 0;
   offset_t rows_, used_ = 0, most_used_ = 0;
   const char* what_;
   std::vector<run> runs_, before_;
