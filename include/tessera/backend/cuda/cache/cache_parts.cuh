@@ -33,8 +33,8 @@ class cache_parts : public cache_answers<Recipe, Out> {
     }
     return places;
   }
-  /// Plans what shall become of some rows, or lists. Errors: rows of others have to move for it, and the step that has begun would not find them;
-  /// nothing is planned then.
+  /// Calls plan(), which plans changes of `planned`: the store, or the lists. Errors: a step has begun, and the plan moves rows of other
+  /// sequences, which the step would not find; the plan is forgotten.
   template <class Planned, class Plan>
   void plan_beside_step(Planned& planned, const Plan& plan) const {
     plan();

@@ -16,7 +16,7 @@ namespace cuda {
 /// How a row is searched.
 enum class row_search {
   resident,  ///< every block of a cluster holds a part of the row's keys in shared memory
-  streamed,  ///< one block reads the row once and holds what may still be chosen, up to 8,192 keys in registers; single tokens only
+  streamed,  ///< one block: it holds up to 8,192 keys in registers; of a longer row, read once, what may still be chosen; single tokens only
 };
 
 /// How a selection is launched.

@@ -106,10 +106,10 @@ class kv_store {
             "at most cache_options::tokens, which is " + std::to_string(tokens_), "raise tokens, or lower the budget");
   }
 
-  /// Heads that move can hold so many tokens at least: see run_pool.
-  void keep_room(index_t least) {
-    if constexpr (requires(rows_type & stored) { stored.pool(); }) rows_.pool().keep_room(least);
-    columns_.keep_room(least);
+  /// As run_pool's.
+  void hold_at_least(index_t tokens) {
+    if constexpr (requires(rows_type & stored) { stored.pool(); }) rows_.pool().hold_at_least(tokens);
+    columns_.hold_at_least(tokens);
   }
   /// Plans room for `tokens` more in every head of these places; `commit_room` makes it, or `abandon` forgets it.
   void plan_room(const place_list& places, index_t tokens, cudaStream_t = nullptr) {

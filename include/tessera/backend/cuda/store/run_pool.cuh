@@ -104,8 +104,8 @@ class run_pool {
   /// Where the run that is being filled begins, by head: see `lay_out`.
   const offset_t* new_begins() const { return new_begins_.data(); }
 
-  /// Heads that move can hold so many tokens at least.
-  void keep_room(index_t least) { least_held_ = least; }
+  /// From now on heads that move get room for so many tokens in all, or more.
+  void hold_at_least(index_t tokens) { least_held_ = tokens; }
   /// Room for so many tokens beyond the `tokens` of a head that moves; no head ever holds more than `most`.
   index_t room_behind(index_t tokens, index_t most) const {
     return std::clamp(most - tokens, 0, std::max(least_held_ - tokens, spare_room(tokens)));

@@ -33,7 +33,7 @@ __device__ void move_rows_down(index_t left, index_t count, int row_units, const
   }
 }
 
-/// blockIdx: the kv_head, whose rows.
+/// blockIdx: the kv_head, and which of the list.
 template <class View, int Threads>
 __global__ void __launch_bounds__(Threads)
     drop_oldest_entry(const __grid_constant__ problem_list<oldest_rows<View>> list) {
@@ -70,7 +70,8 @@ __global__ void __launch_bounds__(Threads)
 
 }  // namespace detail
 
-/// The newest rows of every kv_head of one sequence as a selection, at most `most`; it lies in this object's memory until the next call.
+/// A selection of the newest rows of every kv_head of one sequence: those that stay whole when a prompt has been packed. At most `most`. It
+/// lies in this object's memory until the next call.
 class left_rows {
  public:
   left_rows(index_t kv_heads, index_t most)

@@ -22,7 +22,8 @@ struct encode_problem {
   index_t segment = no_index;       ///< of every sequence; none: the last
 };
 
-/// Of one layer of a sequence, as the host counts: whole rows `first`, ... join segment `segment`, which has that slot, behind `held` rows.
+/// `count` whole rows of a layer of a sequence, from `first` on, that join its segment `segment`. The segment has `held` rows before; `slot` is
+/// where the device counts them.
 struct joining_rows {
   index_t layer, id, segment, slot, held, first, count;
 };
@@ -192,7 +193,7 @@ class encode_rows {
   }
 
   void run(const encode_problem<View>& problem, cudaStream_t stream) const { run(&problem, 1, stream); }
-  /// The same for several at once, of as many sequences and kv_heads each, which are not of the same segment.
+  /// Several problems at once. Each has as many sequences and kv_heads as the others, and no two are of the same segment.
   void run(const encode_problem<View>* problems, std::size_t count, cudaStream_t stream) const {
     for (std::size_t i = 0; i < count; ++i) {
       const auto& whole = problems[i].view.whole;

@@ -54,7 +54,7 @@ class kv_store<Layout> {
         searches_(layout.rows, packed_.formats(), packing_.count, sequences, kv_heads, packed_.most_segments()),
         maker_(layout, packed_.formats(), with.mean_block, packing_.count, sequences, kv_heads, tokens),
         left_(kv_heads, rows_.tail.tail) {
-    whole_.keep_room(rows_.tail.tail + spare_room(rows_.tail.tail));  // a tail fills where it is
+    whole_.hold_at_least(rows_.tail.tail + spare_room(rows_.tail.tail));  // a tail fills without moving
   }
 
   kv_store(const kv_store&) = default;

@@ -102,7 +102,7 @@ class segment_maker {
     }
     return begun;
   }
-  /// Packs whole rows of one sequence and layer each.
+  /// Packs whole rows: each problem is of one sequence and layer.
   void encode(const std::vector<encode_problem<View>>& problems, cudaStream_t stream) const {
     encode_.run(problems.data(), problems.size(), stream);
   }

@@ -118,7 +118,7 @@ class segment_searches<Layout, View> {
       made.push_back({blocks_->take(), std::min(count, rows_.tail.tail)});
     return made;
   }
-  /// Whole rows have been packed as the problem says; `layer`: of those that pack.
+  /// Whole rows have been packed: what that left out of them is summed. `layer` counts the layers that pack.
   void noted(const encode_problem<View>& problem, index_t layer, const joining_rows& rows, cudaStream_t stream) {
     if (!on()) return;
     losses_->run(problem.view, rows.segment, rows.held, rows.first, rows.count, total(layer, rows.id, rows.slot),
