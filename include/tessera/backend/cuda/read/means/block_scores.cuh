@@ -15,11 +15,11 @@ namespace detail {
 inline constexpr int scoring_warps = 8, scoring_threads = scoring_warps * 32, scored_together = scoring_threads;
 inline constexpr float largest_score = 3.4e38f;
 
-/// Memory of a block: q once for every lane, and for every warp two stages of 32 rows of 64 bytes.
+/// Memory of a block: q once for every lane, and for every warp two stages of 32 rows of 64 bytes, and behind these the rows' bits.
 template <int D>
 struct score_memory {
-  static constexpr int q = D * 32 * 4, stage = 32 * 64;
-  static constexpr int begins = q + scoring_warps * 2 * stage;
+  static constexpr int q = D * 32 * 4, stage = 32 * 64, bits = group_words<D, 1> * 32 * 4;
+  static constexpr int warp = 2 * (stage + bits), begins = q + scoring_warps * warp;
 };
 
 /// Adds up what a row's values give with q, of which a lane has its own copy: element c lies at c * 128 bytes.
@@ -57,8 +57,9 @@ struct scored_blocks {
   }
 };
 
-/// The mean keys of one segment, read by one warp: lane l has row l of every 32. Values of up to 64 bytes come while those before them are
-/// walked along; of longer rows, 128 bytes at a time take both stages.
+/// The mean keys of one segment, read by one warp: lane l has row l of every 32. Bits, and values of up to 64 bytes, come while rows before them
+/// are walked along; of longer rows, 128 bytes at a time take both stages. Bits are copied and not loaded: a warp that waits for one load waits
+/// for all, also for those of the next rows that it has just begun.
 template <int D, class Tile>
 class staged_means {
   using memory = score_memory<D>;
@@ -71,55 +72,47 @@ class staged_means {
         bits_(rows, head),
         scales_(rows.scales ? rows.scales + rows.row(head, 0) : nullptr),
         address_(shared_address(shared)),
-        stage_(stages),
-        other_(stages + memory::stage),
+        stages_(stages),
         chunks_(unsigned(value_stride(rows.format.value_bytes())) / 16),
         kept_(int(rows.format.kept)),
         way_(way_of<D>(rows.format)),
         pieces_(chunks_ <= 4 ? 0 : ceil_div(int(chunks_), 8)) {}
 
   /// Begins to copy the first 32 rows for `score`.
-  __device__ __forceinline__ void begin(index_t first, index_t end) const {
-    copy(first, end, 0, stage_);
-    commit_copies();
-  }
+  __device__ __forceinline__ void begin(index_t first, index_t end) const { begin_tile(first, first, end, 0); }
   /// q . row for rows first, first + scoring_threads, ... to `end`, 32 at a time, of which the first have begun to come.
   __device__ __forceinline__ void score(index_t first, index_t end, const unsigned char* shared,
                                         const scored_blocks& take) {
     constexpr index_t step = scoring_threads;
     if (first >= end) return;
-    std::uint32_t bits[words] = {}, next_bits[words] = {};
-    const auto load = [&](index_t row, std::uint32_t(&to)[words]) __attribute__((always_inline)) {
-      const index_t there = row < end ? row : first;  // of a row that is not there any bits: its values are 0
-      bits_.load(there, to);
-      return scales_ ? scales_[there] : 1.0f;
+    const auto scale_of = [&](index_t row) __attribute__((always_inline)) {
+      return scales_ ? scales_[row < end ? row : first] : 1.0f;
     };
-    float scale = load(first + lane_here(), bits);
+    float scale = scale_of(first + lane_here());
+    int stage = 0;
     for (index_t tile = first; tile < end; tile += step) {
       if (pieces_ == 0) {
-        copy(tile + step, end, 0, other_);
-        commit_copies();
+        begin_tile(tile + step, first, end, stage ^ 1);
         wait_copies<1>();
       } else {
         wait_copies<0>();
       }
       __syncwarp();
-      const float next_scale = load(tile + step + lane_here(), next_bits);
+      std::uint32_t bits[words];
+      bits_.read(shared + bits_place(stage), bits);
+      const float next_scale = scale_of(tile + step + lane_here());
       float sums[2] = {};
       with_way<Tile, D>(
-          way_, [&]<class Way>() __attribute__((always_inline)) { multiply<Way>(tile, end, shared, bits, sums); });
+          way_, [&]<class Way>()
+                    __attribute__((always_inline)) { multiply<Way>(tile, end, shared, bits, stage, sums); });
       __syncwarp();
       if (pieces_ == 0) {
-        const unsigned read = stage_;
-        stage_ = other_, other_ = read;
+        stage ^= 1;
       } else {
-        copy(tile + step, end, 0, stage_);
-        commit_copies();
+        begin_tile(tile + step, first, end, 0);
       }
       if (const index_t i = tile + lane_here(); i < end) take.put(i, (sums[0] + sums[1]) * scale);
       scale = next_scale;
-#pragma unroll
-      for (int w = 0; w < words; ++w) bits[w] = next_bits[w];
     }
     wait_copies<0>();
   }
@@ -130,29 +123,43 @@ class staged_means {
   /// The products of the lane's row of the tile.
   template <class Way>
   __device__ __forceinline__ void multiply(index_t tile, index_t end, const unsigned char* shared,
-                                           const std::uint32_t (&bits)[words], float (&sums)[2]) {
+                                           const std::uint32_t (&bits)[words], int stage, float (&sums)[2]) {
     constexpr int each = values_in_word<Way::element> * 32;  // of a piece of 128 bytes
     row_walk<places, Way, Way::group * 128> walk(bits, std::uint32_t(lane_here() * 4));
     const scored_row<Way> visit{shared, sums};
-    const unsigned row = stage_ + places::row(unsigned(lane_here()), pieces_ == 0 ? 64 : 128);
+    const unsigned row = values_place(stage) + places::row(unsigned(lane_here()), pieces_ == 0 ? 64 : 128);
     if (pieces_ <= 1) return walk.walk(kept_, shared, row, visit);
     for (int piece = 0;;) {
       walk.walk_up(min(kept_ - piece * each, each), shared, row, visit);
       if (++piece == pieces_) break;
       __syncwarp();  // all have read the piece
-      copy(tile, end, piece, stage_);
+      copy(tile, end, piece, 0);
       commit_copies();
       wait_copies<0>();
       __syncwarp();
     }
   }
+  __device__ __forceinline__ unsigned values_place(int stage) const {
+    return stages_ + unsigned(stage * memory::stage);
+  }
+  __device__ __forceinline__ unsigned bits_place(int stage) const {
+    return stages_ + unsigned(2 * memory::stage + stage * memory::bits + lane_here() * 4);
+  }
+  /// Begins to copy bits and values, or their first piece, of 32 rows. Of rows that are not there the bits are any: their values are 0.
+  __device__ __forceinline__ void begin_tile(index_t tile, index_t first, index_t end, int stage) const {
+    if (tile < end) {
+      copy(tile, end, 0, stage);
+      const index_t row = tile + lane_here();
+      bits_.template copy<words>(row < end ? row : first, address_ + bits_place(stage));
+    }
+    commit_copies();
+  }
   /// Begins to copy a piece of 32 rows; those that are not there become 0.
-  __device__ __forceinline__ void copy(index_t tile, index_t end, int piece, unsigned stage) const {
-    if (tile >= end) return;
+  __device__ __forceinline__ void copy(index_t tile, index_t end, int piece, int stage) const {
     if (pieces_ == 0)
-      copy_chunks<4>(tile, end, 0, stage);
+      copy_chunks<4>(tile, end, 0, values_place(stage));
     else
-      copy_chunks<8>(tile, end, piece, stage);
+      copy_chunks<8>(tile, end, piece, values_place(stage));
   }
   /// Pieces of so many chunks of 16 bytes.
   template <int Chunks>
@@ -183,8 +190,8 @@ class staged_means {
   bit_rows bits_;
   const float* scales_;
   std::uint32_t address_;
-  unsigned stage_, other_;  // that is walked along, and that is copied to
-  unsigned chunks_;         // of 16 bytes that a row has
+  unsigned stages_;  // where the warp's begin
+  unsigned chunks_;  // of 16 bytes that a row has
   int kept_, way_;
   int pieces_;  // of 128 bytes; 0: rows are short
 };
@@ -221,7 +228,7 @@ __global__ void __launch_bounds__(scoring_threads, 3)
     const index_t low = max(first, begins[s]), high = min(last, begins[s + 1]);
     if (low >= high) continue;
     const packed_vectors means = view.segment(sequence, s).means;
-    staged_means<D, Tile> staged(means, head, shared, unsigned(memory::q + warp * 2 * memory::stage));
+    staged_means<D, Tile> staged(means, head, shared, unsigned(memory::q + warp * memory::warp));
     const index_t rows = largest ? rotated.rows : 1, begin = low - begins[s] + warp * 32, end = high - begins[s];
     for (index_t r = 0; r < rows; ++r) {
       staged.begin(begin, end);

@@ -308,6 +308,26 @@ struct bit_rows {
       if (w < words) to[w] = load_once(row + w);
     }
   }
+
+  /// Begins to copy those of a lane's row `i` to shared memory, by all lanes of a warp. `to`: the lane's own place of 4 bytes; every further word
+  /// lies 128 bytes behind the one before it.
+  template <int Most>
+  __device__ __forceinline__ void copy(index_t i, std::uint32_t to) const {
+    const std::uint32_t* row = bits + std::uint64_t(unsigned(i)) * stride;
+    const std::uint32_t own = own_address(to);
+#pragma unroll
+    for (unsigned w = 0; w < Most; ++w) {
+      if (w < words) copy_async4(own + w * 128, row + w, evict_first_policy());
+    }
+  }
+  /// Reads what `copy` brought to this lane; words that the format has not become 0.
+  template <int Most>
+  __device__ __forceinline__ void read(const unsigned char* from, std::uint32_t (&to)[Most]) const {
+#pragma unroll
+    for (unsigned w = 0; w < Most; ++w) {
+      to[w] = w < words ? *reinterpret_cast<const std::uint32_t*>(from + w * 128) : 0;
+    }
+  }
 };
 
 }  // namespace detail
