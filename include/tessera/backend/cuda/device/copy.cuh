@@ -46,12 +46,11 @@ __device__ __forceinline__ std::uint32_t load_once(const std::uint32_t* from) {
 __device__ __forceinline__ std::uint32_t own_address(std::uint32_t to) {
   return __shfl_sync(~0u, to, int(threadIdx.x) % 32);
 }
-/// `copy_async4` under an L2 policy.
+/// `copy_async4` and `copy_async16` under an L2 policy. A kernel that ends with an illegal instruction takes `to` from `own_address`.
 __device__ __forceinline__ void copy_async4(std::uint32_t to, const void* from, std::uint64_t policy) {
   asm volatile("cp.async.ca.shared.global.L2::cache_hint [%0], [%1], 4, %2;" ::"r"(to), "l"(from), "l"(policy)
                : "memory");
 }
-/// `copy_async16` under an L2 policy. A kernel that ends with an illegal instruction takes `to` from `own_address`.
 __device__ __forceinline__ void copy_async16(std::uint32_t to, const void* from, bool valid, std::uint64_t policy) {
   asm volatile("cp.async.cg.shared.global.L2::cache_hint [%0], [%1], 16, %2, %3;" ::"r"(to), "l"(from),
                "r"(valid ? 16 : 0), "l"(policy)

@@ -251,7 +251,7 @@ class packed_part {
     const int channels = shape_.queries_part / 128;
     const float factor = p_.rule.scale_for(D) * (p_.rule.soft_cap > 0 ? 1.0f : log2e);
     const int part = i / channels, c = i % channels, first = part * queries_at_once;
-    // A row that is not there is another one times 0: no load waits for one before it.
+    // For a row that is not there, the last row is loaded and multiplied by 0: without branches the four loads do not wait for each other.
     const auto load = [&](int row) {
       const index_t at = first_row_ + row, there = min(at, to_.rows - 1);
       return rotated_.row(lane_row_, s, there)[c] * (part < shape_.parts && at == there ? factor : 0.0f);

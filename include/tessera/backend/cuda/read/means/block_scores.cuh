@@ -15,7 +15,7 @@ namespace detail {
 inline constexpr int scoring_warps = 8, scoring_threads = scoring_warps * 32, scored_together = scoring_threads;
 inline constexpr float largest_score = 3.4e38f;
 
-/// Memory of a block: q once for every lane, and for every warp two stages of 32 rows of 64 bytes, and behind these the rows' bits.
+/// Memory of a block: q once for every lane, and for every warp two stages of 32 rows of 64 bytes, then the bits of these rows.
 template <int D>
 struct score_memory {
   static constexpr int q = D * 32 * 4, stage = 32 * 64, bits = group_words<D, 1> * 32 * 4;
@@ -79,7 +79,7 @@ class staged_means {
         pieces_(chunks_ <= 4 ? 0 : ceil_div(int(chunks_), 8)) {}
 
   /// Begins to copy the first 32 rows for `score`.
-  __device__ __forceinline__ void begin(index_t first, index_t end) const { begin_tile(first, first, end, 0); }
+  __device__ __forceinline__ void begin(index_t first, index_t end) const { begin_tile(first, end, 0); }
   /// q . row for rows first, first + scoring_threads, ... to `end`, 32 at a time, of which the first have begun to come.
   __device__ __forceinline__ void score(index_t first, index_t end, const unsigned char* shared,
                                         const scored_blocks& take) {
@@ -92,7 +92,7 @@ class staged_means {
     int stage = 0;
     for (index_t tile = first; tile < end; tile += step) {
       if (pieces_ == 0) {
-        begin_tile(tile + step, first, end, stage ^ 1);
+        begin_tile(tile + step, end, stage ^ 1);
         wait_copies<1>();
       } else {
         wait_copies<0>();
@@ -109,7 +109,7 @@ class staged_means {
       if (pieces_ == 0) {
         stage ^= 1;
       } else {
-        begin_tile(tile + step, first, end, 0);
+        begin_tile(tile + step, end, 0);
       }
       if (const index_t i = tile + lane_here(); i < end) take.put(i, (sums[0] + sums[1]) * scale);
       scale = next_scale;
@@ -145,12 +145,12 @@ class staged_means {
   __device__ __forceinline__ unsigned bits_place(int stage) const {
     return stages_ + unsigned(2 * memory::stage + stage * memory::bits + lane_here() * 4);
   }
-  /// Begins to copy bits and values, or their first piece, of 32 rows. Of rows that are not there the bits are any: their values are 0.
-  __device__ __forceinline__ void begin_tile(index_t tile, index_t first, index_t end, int stage) const {
+  /// Begins to copy the bits of 32 rows, and their values or the first piece of them. Rows behind `end` get the first row's bits and zeros.
+  __device__ __forceinline__ void begin_tile(index_t tile, index_t end, int stage) const {
     if (tile < end) {
       copy(tile, end, 0, stage);
       const index_t row = tile + lane_here();
-      bits_.template copy<words>(row < end ? row : first, address_ + bits_place(stage));
+      bits_.template copy<words>(row < end ? row : tile, address_ + bits_place(stage));
     }
     commit_copies();
   }
@@ -190,7 +190,7 @@ class staged_means {
   bit_rows bits_;
   const float* scales_;
   std::uint32_t address_;
-  unsigned stages_;  // where the warp's begin
+  unsigned stages_;  // where the warp's two begin
   unsigned chunks_;  // of 16 bytes that a row has
   int kept_, way_;
   int pieces_;  // of 128 bytes; 0: rows are short

@@ -309,8 +309,8 @@ struct bit_rows {
     }
   }
 
-  /// Begins to copy those of a lane's row `i` to shared memory, by all lanes of a warp. `to`: the lane's own place of 4 bytes; every further word
-  /// lies 128 bytes behind the one before it.
+  /// Begins to copy the bits of the lane's row `i` to shared memory; by all lanes of a warp. The first word goes to `to`, and each further word 128
+  /// bytes behind the one before it: so 32 lanes have their words beside each other.
   template <int Most>
   __device__ __forceinline__ void copy(index_t i, std::uint32_t to) const {
     const std::uint32_t* row = bits + std::uint64_t(unsigned(i)) * stride;
