@@ -3,7 +3,7 @@
 
 #include "support.hpp"
 
-#include <tessera/core/move_problem.hpp>
+#include <tessera/core/engine/move_problem.hpp>
 
 namespace own_pages {
 

@@ -3,7 +3,7 @@
 #include <algorithm>
 #include <set>
 
-#include <tessera/core/head_groups.hpp>
+#include <tessera/core/engine/head_groups.hpp>
 
 #include "support/random.hpp"
 

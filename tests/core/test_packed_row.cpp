@@ -1,6 +1,6 @@
 #include "catch.hpp"
 
-#include <tessera/core/packed_row.hpp>
+#include <tessera/core/stored/packed_row.hpp>
 
 #include "support/random.hpp"
 

@@ -2,7 +2,7 @@
 
 #include <limits>
 
-#include <tessera/core/page_extrema.hpp>
+#include <tessera/core/stored/page_extrema.hpp>
 #include <tessera/core/views.hpp>
 
 using namespace tessera;

@@ -3,7 +3,7 @@
 
 #include <vector>
 
-#include <tessera/core/segment_cursor.hpp>
+#include <tessera/core/stored/segment_cursor.hpp>
 
 #include "support/random.hpp"
 

@@ -1,7 +1,7 @@
 // bytes() and bytes_read() against counts by hand. A token of one kv_head is 2 * 64 * 4 = 512 bytes of K and V.
 #include "catch.hpp"
 
-#include <tessera/core/normalized_cost.hpp>
+#include <tessera/core/plan/normalized_cost.hpp>
 
 #include "methods/support/conversation.hpp"
 

@@ -6,8 +6,8 @@
 #include <set>
 #include <vector>
 
-#include <tessera/core/prompt_lines.hpp>
-#include <tessera/core/sampled_attention.hpp>
+#include <tessera/core/prompt/prompt_lines.hpp>
+#include <tessera/core/prompt/sampled_attention.hpp>
 #include <tessera/math/line_cover.hpp>
 
 #include "support/random.hpp"

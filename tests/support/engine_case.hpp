@@ -5,8 +5,8 @@
 #include <cstring>
 #include <set>
 
-#include <tessera/core/choose_problem.hpp>
-#include <tessera/core/move_problem.hpp>
+#include <tessera/core/engine/choose_problem.hpp>
+#include <tessera/core/engine/move_problem.hpp>
 
 #include "plain_head.hpp"
 #include "random.hpp"

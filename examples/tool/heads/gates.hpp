@@ -3,7 +3,7 @@
 
 #include <filesystem>
 #include <string>
-#include <tessera/core/share_table.hpp>
+#include <tessera/core/plan/share_table.hpp>
 #include <vector>
 
 namespace tool {

@@ -10,7 +10,7 @@
 #include <tessera/core/error.hpp>
 #include <tessera/core/model_shape.hpp>
 #include <tessera/core/parameters.hpp>
-#include <tessera/core/prompt_lines.hpp>
+#include <tessera/core/prompt/prompt_lines.hpp>
 #include <tessera/core/views.hpp>
 #include <utility>
 #include <vector>

@@ -4,7 +4,7 @@
 #include <memory>
 #include <optional>
 #include <string>
-#include <tessera/core/head_groups.hpp>
+#include <tessera/core/engine/head_groups.hpp>
 #include <tessera/core/model_shape.hpp>
 #include <tessera/planned.hpp>
 #include <vector>

@@ -8,7 +8,7 @@
 #include "../concepts/budget.hpp"
 #include "../core/error.hpp"
 #include "../core/parameters.hpp"
-#include "../core/share_table.hpp"
+#include "../core/plan/share_table.hpp"
 
 TESSERA_NAMESPACE_BEGIN
 

@@ -4,9 +4,9 @@
 #include <algorithm>
 #include <concepts>
 
-#include "../core/layer_extent.hpp"
-#include "../core/layer_scores.hpp"
-#include "../core/stage_plan.hpp"
+#include "../core/plan/layer_extent.hpp"
+#include "../core/plan/layer_scores.hpp"
+#include "../core/plan/stage_plan.hpp"
 #include "../math/winners.hpp"
 
 TESSERA_NAMESPACE_BEGIN

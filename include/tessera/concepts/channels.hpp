@@ -5,7 +5,7 @@
 #include <cstdint>
 #include <type_traits>
 
-#include "../core/packed_row.hpp"
+#include "../core/stored/packed_row.hpp"
 #include "../core/types.hpp"
 
 TESSERA_NAMESPACE_BEGIN

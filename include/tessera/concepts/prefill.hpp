@@ -6,8 +6,8 @@
 #include <vector>
 
 #include "../core/parameters.hpp"
-#include "../core/prompt_lines.hpp"
-#include "../core/sampled_attention.hpp"
+#include "../core/prompt/prompt_lines.hpp"
+#include "../core/prompt/sampled_attention.hpp"
 #include "../math/line_cover.hpp"
 
 TESSERA_NAMESPACE_BEGIN

@@ -8,7 +8,7 @@
 #include "../concepts/host_only.hpp"
 #include "../concepts/layout.hpp"
 #include "../core/parameters.hpp"
-#include "../core/segment_strategy.hpp"
+#include "../core/stored/segment_strategy.hpp"
 #include "one_strategy.hpp"
 
 TESSERA_NAMESPACE_BEGIN

@@ -5,9 +5,9 @@
 #include <vector>
 
 #include "../concepts/layout.hpp"
-#include "../core/head_groups.hpp"
+#include "../core/engine/head_groups.hpp"
 #include "../core/parameters.hpp"
-#include "../core/share_table.hpp"
+#include "../core/plan/share_table.hpp"
 #include "../core/views.hpp"
 
 TESSERA_NAMESPACE_BEGIN

@@ -5,8 +5,8 @@
 #include <cstdint>
 #include <vector>
 
-#include "../core/prompt_lines.hpp"
-#include "../core/sampled_attention.hpp"
+#include "../core/prompt/prompt_lines.hpp"
+#include "../core/prompt/sampled_attention.hpp"
 #include "published_walk.hpp"
 
 TESSERA_NAMESPACE_BEGIN

@@ -4,7 +4,7 @@
 #include <algorithm>
 #include <vector>
 
-#include "../core/layer_scores.hpp"
+#include "../core/plan/layer_scores.hpp"
 #include "ordered.hpp"
 
 TESSERA_NAMESPACE_BEGIN

@@ -8,7 +8,7 @@
 #include <vector>
 
 #include "../core/error.hpp"
-#include "../core/layer_scores.hpp"
+#include "../core/plan/layer_scores.hpp"
 #include "../math/winners.hpp"
 #include "profile.hpp"
 

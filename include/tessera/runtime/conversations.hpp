@@ -7,8 +7,8 @@
 #include <vector>
 
 #include "../core/model_shape.hpp"
-#include "../core/prompt_reach.hpp"
-#include "../core/segment_cursor.hpp"
+#include "../core/prompt/prompt_reach.hpp"
+#include "../core/stored/segment_cursor.hpp"
 #include "../planned.hpp"
 #include "batch.hpp"
 

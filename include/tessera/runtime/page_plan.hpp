@@ -5,7 +5,7 @@
 #include <limits>
 #include <vector>
 
-#include "../core/head_groups.hpp"
+#include "../core/engine/head_groups.hpp"
 
 TESSERA_NAMESPACE_BEGIN
 

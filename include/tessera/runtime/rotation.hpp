@@ -8,7 +8,7 @@
 #include <vector>
 
 #include "../core/error.hpp"
-#include "../core/packed_row.hpp"
+#include "../core/stored/packed_row.hpp"
 #include "../core/types.hpp"
 
 TESSERA_NAMESPACE_BEGIN

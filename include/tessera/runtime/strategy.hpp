@@ -6,7 +6,7 @@
 #include <string>
 #include <vector>
 
-#include "../core/segment_strategy.hpp"
+#include "../core/stored/segment_strategy.hpp"
 #include "rotation.hpp"
 
 TESSERA_NAMESPACE_BEGIN

@@ -4,7 +4,7 @@
 #include "../concepts/selector.hpp"
 #include "../core/one_lane.hpp"
 #include "../core/parameters.hpp"
-#include "../core/segment_cursor.hpp"
+#include "../core/stored/segment_cursor.hpp"
 #include "../math/ordered.hpp"
 
 TESSERA_NAMESPACE_BEGIN

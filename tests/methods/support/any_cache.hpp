@@ -8,7 +8,7 @@
 
 #include <tessera/backend/cpu/kernel/executor.hpp>
 #include <tessera/core/logit_rule.hpp>
-#include <tessera/core/prompt_lines.hpp>
+#include <tessera/core/prompt/prompt_lines.hpp>
 #include <tessera/core/views.hpp>
 
 #include "support/calls/called_cache.hpp"

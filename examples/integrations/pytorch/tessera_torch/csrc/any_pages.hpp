@@ -2,9 +2,9 @@
 #pragma once
 
 #include <functional>
-#include <tessera/core/page_pool.hpp>
+#include <tessera/core/engine/page_pool.hpp>
 #include <tessera/core/selection.hpp>
-#include <tessera/core/slot_column.hpp>
+#include <tessera/core/stored/slot_column.hpp>
 #include <type_traits>
 
 #include "any_cache.hpp"

@@ -7,7 +7,7 @@
 #include <sstream>
 #include <tessera/budget/two_stage.hpp>
 #include <tessera/core/parameters.hpp>
-#include <tessera/core/share_table.hpp>
+#include <tessera/core/plan/share_table.hpp>
 #include <type_traits>
 
 #include "any_cache.hpp"

@@ -6,7 +6,7 @@
 #include <memory>
 #include <vector>
 
-#include "../../../core/prompt_lines.hpp"
+#include "../../../core/prompt/prompt_lines.hpp"
 #include "attend.hpp"
 
 TESSERA_NAMESPACE_BEGIN

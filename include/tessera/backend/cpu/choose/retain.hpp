@@ -4,9 +4,9 @@
 #include <algorithm>
 #include <vector>
 
-#include "../../../core/layer_scores.hpp"
+#include "../../../core/plan/layer_scores.hpp"
 #include "../../../core/selection.hpp"
-#include "../../../core/slot_column.hpp"
+#include "../../../core/stored/slot_column.hpp"
 #include "../../../recipe.hpp"
 #include "../score/finish.hpp"
 #include "segments.hpp"

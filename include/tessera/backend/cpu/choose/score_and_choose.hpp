@@ -5,7 +5,7 @@
 #include <string>
 #include <vector>
 
-#include "../../../core/choose_problem.hpp"
+#include "../../../core/engine/choose_problem.hpp"
 #include "../score/contents.hpp"
 #include "../score/expected.hpp"
 #include "../score/score.hpp"

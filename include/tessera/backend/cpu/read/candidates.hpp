@@ -4,8 +4,8 @@
 #include <algorithm>
 #include <vector>
 
-#include "../../../core/room.hpp"
 #include "../../../core/selection.hpp"
+#include "../../../core/stored/room.hpp"
 #include "../../../core/views.hpp"
 
 TESSERA_NAMESPACE_BEGIN

@@ -7,7 +7,7 @@
 #include <vector>
 
 #include "../../../concepts/scorer.hpp"
-#include "../../../core/query_statistics.hpp"
+#include "../../../core/prompt/query_statistics.hpp"
 #include "../kernel/rows.hpp"
 
 TESSERA_NAMESPACE_BEGIN

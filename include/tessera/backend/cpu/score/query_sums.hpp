@@ -5,7 +5,7 @@
 #include <cmath>
 #include <vector>
 
-#include "../../../core/query_statistics.hpp"
+#include "../../../core/prompt/query_statistics.hpp"
 #include "../../../core/views.hpp"
 #include "../kernel/executor.hpp"
 

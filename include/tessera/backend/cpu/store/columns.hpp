@@ -5,9 +5,9 @@
 #include <new>
 #include <vector>
 
-#include "../../../core/room.hpp"
-#include "../../../core/segment_cursor.hpp"
 #include "../../../core/selection.hpp"
+#include "../../../core/stored/room.hpp"
+#include "../../../core/stored/segment_cursor.hpp"
 #include "../../../core/types.hpp"
 
 TESSERA_NAMESPACE_BEGIN

@@ -4,8 +4,8 @@
 #include <algorithm>
 #include <string>
 
+#include "../../../core/engine/page_pool.hpp"
 #include "../../../core/error.hpp"
-#include "../../../core/page_pool.hpp"
 #include "page_checks.hpp"
 
 TESSERA_NAMESPACE_BEGIN

@@ -4,8 +4,8 @@
 #include <cstring>
 #include <string>
 
+#include "../../../core/engine/move_problem.hpp"
 #include "../../../core/model_shape.hpp"
-#include "../../../core/move_problem.hpp"
 #include "../kernel/executor.hpp"
 #include "page_checks.hpp"
 

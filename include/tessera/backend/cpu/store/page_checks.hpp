@@ -5,8 +5,8 @@
 #include <string>
 #include <vector>
 
+#include "../../../core/engine/page_pool.hpp"
 #include "../../../core/error.hpp"
-#include "../../../core/page_pool.hpp"
 #include "../../../core/selection.hpp"
 
 TESSERA_NAMESPACE_BEGIN

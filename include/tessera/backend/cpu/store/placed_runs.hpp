@@ -5,7 +5,7 @@
 #include <new>
 #include <vector>
 
-#include "../../../core/room.hpp"
+#include "../../../core/stored/room.hpp"
 #include "../../../layout/runs.hpp"
 #include "columns.hpp"
 #include "pack.hpp"

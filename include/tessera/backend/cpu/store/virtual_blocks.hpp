@@ -1,7 +1,7 @@
 // A page table for every head, on the CPU.
 #pragma once
 
-#include "../../../core/one_head.hpp"
+#include "../../../core/engine/one_head.hpp"
 #include "page_checks.hpp"
 
 TESSERA_NAMESPACE_BEGIN

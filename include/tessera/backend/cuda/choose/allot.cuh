@@ -6,7 +6,7 @@
 
 #include "../../../concepts/budget.hpp"
 #include "../../../core/error.hpp"
-#include "../../../core/share_table.hpp"
+#include "../../../core/plan/share_table.hpp"
 #include "../device/alignment.cuh"
 #include "../device/launch.cuh"
 #include "../device/memory.cuh"

@@ -4,7 +4,7 @@
 #include <algorithm>
 #include <string>
 
-#include "../../../core/choose_problem.hpp"
+#include "../../../core/engine/choose_problem.hpp"
 #include "../score/divide_rows.cuh"
 #include "../score/expected/score_expected.cuh"
 #include "../score/score.cuh"

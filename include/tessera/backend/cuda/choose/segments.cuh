@@ -4,8 +4,8 @@
 #include <algorithm>
 
 #include "../../../concepts/scorer.hpp"
-#include "../../../core/segment_cursor.hpp"
-#include "../../../core/slot_column.hpp"
+#include "../../../core/stored/segment_cursor.hpp"
+#include "../../../core/stored/slot_column.hpp"
 #include "../../../selector/top_tokens.hpp"
 #include "../score/pool.cuh"
 #include "top_k.cuh"

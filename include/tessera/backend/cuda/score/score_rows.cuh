@@ -1,7 +1,7 @@
 // The scores of a batch on the device, as pooling, budgets and selectors read them.
 #pragma once
 
-#include "../../../core/prompt_reach.hpp"
+#include "../../../core/prompt/prompt_reach.hpp"
 #include "../../../core/types.hpp"
 #include "../../../core/views.hpp"
 #include "../device/check.cuh"

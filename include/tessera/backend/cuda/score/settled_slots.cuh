@@ -1,7 +1,7 @@
 // What earlier choices have settled of a turn's prompt, on the GPU: the first slots of every head.
 #pragma once
 
-#include "../../../core/prompt_reach.hpp"
+#include "../../../core/prompt/prompt_reach.hpp"
 #include "../device/check.cuh"
 
 TESSERA_NAMESPACE_BEGIN

@@ -3,8 +3,8 @@
 
 #include <string>
 
+#include "../../../core/engine/page_pool.hpp"
 #include "../../../core/error.hpp"
-#include "../../../core/page_pool.hpp"
 #include "../device/check.cuh"
 
 TESSERA_NAMESPACE_BEGIN

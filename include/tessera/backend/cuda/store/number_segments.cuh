@@ -1,7 +1,7 @@
 // Which segment of the text each new token belongs to, on the GPU: flags become numbers in a column beside the tokens.
 #pragma once
 
-#include "../../../core/move_problem.hpp"
+#include "../../../core/engine/move_problem.hpp"
 #include "../device/launch.cuh"
 #include "../device/warp.cuh"
 

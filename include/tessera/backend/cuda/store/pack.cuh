@@ -3,7 +3,7 @@
 
 #include <algorithm>
 
-#include "../../../core/move_problem.hpp"
+#include "../../../core/engine/move_problem.hpp"
 #include "../device/alignment.cuh"
 #include "../device/barrier.cuh"
 #include "../device/even_cut.cuh"

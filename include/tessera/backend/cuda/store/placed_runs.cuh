@@ -4,7 +4,7 @@
 #include <algorithm>
 #include <vector>
 
-#include "../../../core/layer_extent.hpp"
+#include "../../../core/plan/layer_extent.hpp"
 #include "../../../layout/runs.hpp"
 #include "pack.cuh"
 #include "run_pool.cuh"

@@ -7,9 +7,9 @@
 #include <utility>
 #include <vector>
 
-#include "../../../core/layer_extent.hpp"
-#include "../../../core/room.hpp"
+#include "../../../core/plan/layer_extent.hpp"
 #include "../../../core/selection.hpp"
+#include "../../../core/stored/room.hpp"
 #include "../../../core/views.hpp"
 #include "../device/memory.cuh"
 

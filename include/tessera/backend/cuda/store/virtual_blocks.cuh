@@ -1,7 +1,7 @@
 // A page table for every head, on the device.
 #pragma once
 
-#include "../../../core/one_head.hpp"
+#include "../../../core/engine/one_head.hpp"
 #include "../device/check.cuh"
 
 TESSERA_NAMESPACE_BEGIN

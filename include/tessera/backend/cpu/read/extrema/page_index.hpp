@@ -5,7 +5,7 @@
 #include <limits>
 #include <vector>
 
-#include "../../../../core/page_extrema.hpp"
+#include "../../../../core/stored/page_extrema.hpp"
 #include "../../kernel/rows.hpp"
 
 TESSERA_NAMESPACE_BEGIN

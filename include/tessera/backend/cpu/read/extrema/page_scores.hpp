@@ -7,7 +7,7 @@
 
 #include "../../../../concepts/scorer.hpp"
 #include "../../../../concepts/selector.hpp"
-#include "../../../../core/page_extrema.hpp"
+#include "../../../../core/stored/page_extrema.hpp"
 #include "../../attend/attend.hpp"
 
 TESSERA_NAMESPACE_BEGIN

@@ -8,7 +8,7 @@
 #include <utility>
 #include <vector>
 
-#include "../../../../core/room.hpp"
+#include "../../../../core/stored/room.hpp"
 #include "../../../../layout/fixed_pages.hpp"
 #include "../../../../layout/runs.hpp"
 

@@ -5,7 +5,7 @@
 #include <new>
 #include <vector>
 
-#include "../../../../core/packed_row.hpp"
+#include "../../../../core/stored/packed_row.hpp"
 #include "../../kernel/tile.hpp"
 #include "packed_memory.hpp"
 

@@ -5,7 +5,7 @@
 #include <utility>
 #include <vector>
 
-#include "../../../../core/page_extrema.hpp"
+#include "../../../../core/stored/page_extrema.hpp"
 #include "../../read/extrema/mean_value.cuh"
 #include "../../read/extrema/page_index.cuh"
 #include "../../read/extrema/retrieve_by_pages.cuh"

@@ -4,7 +4,7 @@
 #include <algorithm>
 
 #include "../../../../core/model_shape.hpp"
-#include "../../../../core/stage_plan.hpp"
+#include "../../../../core/plan/stage_plan.hpp"
 #include "../../../../recipe.hpp"
 #include "../../choose/plain_select.cuh"
 #include "../../device/memory.cuh"

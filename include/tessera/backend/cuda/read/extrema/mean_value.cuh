@@ -4,7 +4,7 @@
 #include <string>
 
 #include "../../../../core/error.hpp"
-#include "../../../../core/page_extrema.hpp"
+#include "../../../../core/stored/page_extrema.hpp"
 #include "../../../../core/views.hpp"
 #include "../../device/check.cuh"
 

@@ -2,8 +2,8 @@
 #pragma once
 
 #include "../../../../core/logit_rule.hpp"
-#include "../../../../core/page_extrema.hpp"
-#include "../../../../core/stage_plan.hpp"
+#include "../../../../core/plan/stage_plan.hpp"
+#include "../../../../core/stored/page_extrema.hpp"
 #include "../../../../core/views.hpp"
 #include "../../device/search.cuh"
 

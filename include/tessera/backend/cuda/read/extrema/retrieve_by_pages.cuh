@@ -4,7 +4,7 @@
 #include <algorithm>
 
 #include "../../../../core/model_shape.hpp"
-#include "../../../../core/stage_plan.hpp"
+#include "../../../../core/plan/stage_plan.hpp"
 #include "../../../../recipe.hpp"
 #include "../../../../selector/top_tokens.hpp"
 #include "../../device/memory.cuh"

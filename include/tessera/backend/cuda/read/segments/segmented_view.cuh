@@ -1,7 +1,7 @@
 // A view on the device whose slots say which segment of the text they belong to.
 #pragma once
 
-#include "../../../../core/slot_column.hpp"
+#include "../../../../core/stored/slot_column.hpp"
 #include "../../../../core/views.hpp"
 
 TESSERA_NAMESPACE_BEGIN

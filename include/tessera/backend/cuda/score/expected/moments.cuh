@@ -1,7 +1,7 @@
 // Mean and covariance of queries to come, on the GPU, laid out for products with keys.
 #pragma once
 
-#include "../../../../core/query_statistics.hpp"
+#include "../../../../core/prompt/query_statistics.hpp"
 #include "../../device/check.cuh"
 #include "../../device/memory.cuh"
 #include "wide_product.cuh"

@@ -4,7 +4,7 @@
 #include <algorithm>
 #include <vector>
 
-#include "../../../../core/query_statistics.hpp"
+#include "../../../../core/prompt/query_statistics.hpp"
 #include "../../../../core/views.hpp"
 #include "../../device/check.cuh"
 #include "../../device/memory.cuh"

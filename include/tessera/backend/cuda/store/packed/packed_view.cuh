@@ -1,7 +1,7 @@
 // Packed rows on the device: segments with a basis each, and the rows behind them that are whole.
 #pragma once
 
-#include "../../../../core/packed_row.hpp"
+#include "../../../../core/stored/packed_row.hpp"
 #include "../../../../core/views.hpp"
 #include "../../device/alignment.cuh"
 #include "../../device/memory.cuh"

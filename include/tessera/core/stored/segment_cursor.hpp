@@ -5,9 +5,9 @@
 #include <span>
 #include <string>
 
-#include "config.hpp"
-#include "error.hpp"
-#include "types.hpp"
+#include "../config.hpp"
+#include "../error.hpp"
+#include "../types.hpp"
 
 TESSERA_NAMESPACE_BEGIN
 

@@ -1,7 +1,7 @@
 // What is known of a turn's queries as a whole: how many there were, and sums from which mean and covariance follow.
 #pragma once
 
-#include "types.hpp"
+#include "../types.hpp"
 
 TESSERA_NAMESPACE_BEGIN
 

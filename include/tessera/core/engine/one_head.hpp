@@ -4,7 +4,7 @@
 #include <algorithm>
 #include <string>
 
-#include "error.hpp"
+#include "../error.hpp"
 #include "page_pool.hpp"
 
 TESSERA_NAMESPACE_BEGIN

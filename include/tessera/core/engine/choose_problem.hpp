@@ -1,11 +1,11 @@
 // What a first stage chooses from, on both backends.
 #pragma once
 
-#include "logit_rule.hpp"
+#include "../logit_rule.hpp"
+#include "../prompt/prompt_reach.hpp"
+#include "../prompt/query_statistics.hpp"
+#include "../stored/slot_column.hpp"
 #include "page_pool.hpp"
-#include "prompt_reach.hpp"
-#include "query_statistics.hpp"
-#include "slot_column.hpp"
 
 TESSERA_NAMESPACE_BEGIN
 

@@ -1,9 +1,9 @@
 // The scores of one layer and one sequence, as budgets and selectors see them.
 #pragma once
 
-#include "config.hpp"
+#include "../config.hpp"
+#include "../types.hpp"
 #include "layer_extent.hpp"
-#include "types.hpp"
 
 TESSERA_NAMESPACE_BEGIN
 

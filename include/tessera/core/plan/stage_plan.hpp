@@ -1,8 +1,8 @@
 // What a budget comes to for one conversation: how many tokens each stage handles, and how cheap an estimate must be.
 #pragma once
 
-#include "config.hpp"
-#include "types.hpp"
+#include "../config.hpp"
+#include "../types.hpp"
 
 TESSERA_NAMESPACE_BEGIN
 

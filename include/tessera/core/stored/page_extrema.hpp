@@ -1,8 +1,8 @@
 // The index of paged retrieval: smallest and largest key values of runs of consecutive slots, channel by channel.
 #pragma once
 
-#include "config.hpp"
-#include "types.hpp"
+#include "../config.hpp"
+#include "../types.hpp"
 
 TESSERA_NAMESPACE_BEGIN
 

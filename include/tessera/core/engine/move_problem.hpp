@@ -1,10 +1,10 @@
 // What appending and packing read and write, on both backends.
 #pragma once
 
+#include "../selection.hpp"
+#include "../stored/segment_cursor.hpp"
+#include "../stored/slot_column.hpp"
 #include "page_pool.hpp"
-#include "segment_cursor.hpp"
-#include "selection.hpp"
-#include "slot_column.hpp"
 
 TESSERA_NAMESPACE_BEGIN
 

@@ -1,8 +1,8 @@
 // How far a turn's prompt has come, where earlier choices stand.
 #pragma once
 
-#include "config.hpp"
-#include "types.hpp"
+#include "../config.hpp"
+#include "../types.hpp"
 
 TESSERA_NAMESPACE_BEGIN
 

@@ -4,8 +4,8 @@
 #include <cstddef>
 #include <cstring>
 
-#include "encoding.hpp"
-#include "types.hpp"
+#include "../encoding.hpp"
+#include "../types.hpp"
 
 TESSERA_NAMESPACE_BEGIN
 

@@ -4,7 +4,7 @@
 #include <algorithm>
 #include <span>
 
-#include "types.hpp"
+#include "../types.hpp"
 
 TESSERA_NAMESPACE_BEGIN
 

@@ -7,8 +7,8 @@
 #include <string>
 #include <vector>
 
-#include "error.hpp"
-#include "types.hpp"
+#include "../error.hpp"
+#include "../types.hpp"
 
 TESSERA_NAMESPACE_BEGIN
 

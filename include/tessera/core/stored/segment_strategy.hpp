@@ -4,7 +4,7 @@
 #include <array>
 #include <string>
 
-#include "types.hpp"
+#include "../types.hpp"
 
 TESSERA_NAMESPACE_BEGIN
 

@@ -3,7 +3,7 @@
 
 #include <vector>
 
-#include "types.hpp"
+#include "../types.hpp"
 
 TESSERA_NAMESPACE_BEGIN
 

@@ -1,8 +1,8 @@
 // Which share of a prompt each kv_head of a model keeps: numbers that were calibrated once.
 #pragma once
 
-#include "config.hpp"
-#include "types.hpp"
+#include "../config.hpp"
+#include "../types.hpp"
 
 TESSERA_NAMESPACE_BEGIN
 

@@ -1,8 +1,8 @@
 // Numbers that go with stored tokens: one a slot, in anybody's memory.
 #pragma once
 
-#include "config.hpp"
-#include "types.hpp"
+#include "../config.hpp"
+#include "../types.hpp"
 
 TESSERA_NAMESPACE_BEGIN
 

@@ -3,7 +3,7 @@
 
 #include <algorithm>
 
-#include "types.hpp"
+#include "../types.hpp"
 
 TESSERA_NAMESPACE_BEGIN
 

@@ -3,7 +3,7 @@
 
 #include <cmath>
 
-#include "config.hpp"
+#include "../config.hpp"
 
 TESSERA_NAMESPACE_BEGIN
 

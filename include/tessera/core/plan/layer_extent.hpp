@@ -1,7 +1,7 @@
 // What budgets know before there are scores, and what they answer then.
 #pragma once
 
-#include "types.hpp"
+#include "../types.hpp"
 
 TESSERA_NAMESPACE_BEGIN
 

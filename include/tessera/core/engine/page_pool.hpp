@@ -1,7 +1,7 @@
 // An engine's pages: how many there are, and which of them an eviction leaves empty.
 #pragma once
 
-#include "views.hpp"
+#include "../views.hpp"
 
 TESSERA_NAMESPACE_BEGIN
 
