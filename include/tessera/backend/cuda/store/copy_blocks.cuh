@@ -3,7 +3,7 @@
 
 #include <algorithm>
 
-#include "run_pool.cuh"
+#include "places/run_pool.cuh"
 
 TESSERA_NAMESPACE_BEGIN
 namespace cuda {

@@ -10,11 +10,11 @@
 
 #include "../../../runtime/layer_roles.hpp"
 #include "append.cuh"
-#include "held_tokens.cuh"
 #include "pack.cuh"
-#include "placed_pages.cuh"
-#include "placed_ragged.cuh"
-#include "placed_runs.cuh"
+#include "places/held_tokens.cuh"
+#include "places/placed_pages.cuh"
+#include "places/placed_ragged.cuh"
+#include "places/placed_runs.cuh"
 
 TESSERA_NAMESPACE_BEGIN
 namespace cuda {

@@ -3,7 +3,6 @@
 
 #include <vector>
 
-#include "../../../../core/selection.hpp"
 #include "../../device/launch.cuh"
 #include "packed_view.cuh"
 
@@ -59,34 +58,7 @@ __global__ void __launch_bounds__(Threads)
   if (threadIdx.x == 0) lengths[head] = left;
 }
 
-/// slots [kv_heads, count] = the newest ones.
-template <int Threads>
-__global__ void __launch_bounds__(Threads)
-    newest_rows_entry(const index_t* lengths, index_t count, index_t* slots, index_t* counts) {
-  const index_t head = index_t(blockIdx.x);
-  for (index_t i = index_t(threadIdx.x); i < count; i += Threads) slots[head * count + i] = lengths[head] - count + i;
-  if (threadIdx.x == 0) counts[head] = count;
-}
-
 }  // namespace detail
-
-/// A selection of the newest rows of every kv_head of one sequence: those that stay whole when a prompt has been packed. At most `most`. It
-/// lies in this object's memory until the next call.
-class left_rows {
- public:
-  left_rows(index_t kv_heads, index_t most)
-      : slots_(std::size_t(kv_heads) * std::size_t(most)), counts_(std::size_t(kv_heads)) {}
-
-  selection_view of(const index_t* lengths, index_t count, cudaStream_t stream) const {
-    detail::newest_rows_entry<128>
-        <<<unsigned(counts_.size()), 128, 0, stream>>>(lengths, count, slots_.data(), counts_.data());
-    check(cudaGetLastError(), "launch of newest_rows");
-    return {slots_.data(), counts_.data(), nullptr, count};
-  }
-
- private:
-  device_buffer<index_t> slots_, counts_;
-};
 
 /// Forgets the oldest rows of several sequences. Cost: a launch for 32 of them.
 template <class View>

@@ -10,6 +10,7 @@
 #include "../../../../layout/packed_rows.hpp"
 #include "../../../../layout/stored.hpp"
 #include "../kv_store.cuh"
+#include "../newest_slots.cuh"
 #include "../searched/possible_segments.cuh"
 #include "../searched/segment_searches.cuh"
 #include "drop_oldest.cuh"
@@ -53,7 +54,7 @@ class kv_store<Layout> {
                 most_segments(layout, tokens)),
         searches_(layout.rows, packed_.formats(), packing_.count, sequences, kv_heads, packed_.most_segments()),
         maker_(layout, packed_.formats(), with.mean_block, packing_.count, sequences, kv_heads, tokens),
-        left_(kv_heads, rows_.tail.tail) {
+        newest_(kv_heads, rows_.tail.tail) {
     whole_.hold_at_least(rows_.tail.tail + spare_room(rows_.tail.tail));  // a tail fills without moving
   }
 
@@ -200,7 +201,7 @@ class kv_store<Layout> {
         searches_.joined(view(layer, id), packing(layer), id, 0, made.due[i], made.before[i], stream);
       searches_.mark(id, stream);
       if (made.prompt_ends) {
-        whole_.keep(layer, id, {left_.of(whole_.lengths(layer, id), made.left[i].longest, stream), made.left[i]},
+        whole_.keep(layer, id, {newest_.of(whole_.lengths(layer, id), made.left[i].longest, stream), made.left[i]},
                     stream);
       } else {
         oldest.push_back({whole_.view(layer, id), made.due[i]});
@@ -244,8 +245,7 @@ class kv_store<Layout> {
     }
     beside_ = std::move(made);
   }
-  /// The segments that `pack_layer` made take the place of whole rows; where they have no basis, or what is left of whole rows no room, it
-  /// was in vain: the prompt's end says why.
+  /// Segments of `pack_layer` take the place of whole rows. Without a basis, or room for what is left, nothing changes: the prompt's end says why.
   void finish_layer(cudaStream_t stream) {
     if (!beside_.is_under_way()) return;
     layer_beside made = std::exchange(beside_, {});
@@ -262,7 +262,7 @@ class kv_store<Layout> {
     for (segment_record& record : made.fresh) packed_.add_segment(packing(layer), id, std::move(record), stream);
     searches_.ended(packing(layer), id, packed_.segments(packing(layer), id).size());
     searches_.mark(id, stream);
-    whole_.keep(layer, id, {left_.of(whole_.lengths(layer, id), left, stream), kept}, stream);
+    whole_.keep(layer, id, {newest_.of(whole_.lengths(layer, id), left, stream), kept}, stream);
   }
 
   /// Between two steps, or before a turn's first chunk: segments of these sequences that were searched take their places, and others end before
@@ -391,7 +391,7 @@ class kv_store<Layout> {
   packed_places packed_;
   segment_searches<Layout, view_type> searches_;
   segment_maker<Layout, view_type> maker_;
-  left_rows left_;
+  newest_slots newest_;
   packing_plan pending_;
   layer_beside beside_;
 };

@@ -7,11 +7,11 @@
 #include <utility>
 #include <vector>
 
-#include "../../../core/plan/layer_extent.hpp"
-#include "../../../core/selection.hpp"
-#include "../../../core/stored/room.hpp"
-#include "../../../core/views.hpp"
-#include "../device/memory.cuh"
+#include "../../../../core/plan/layer_extent.hpp"
+#include "../../../../core/selection.hpp"
+#include "../../../../core/stored/room.hpp"
+#include "../../../../core/views.hpp"
+#include "../../device/memory.cuh"
 
 TESSERA_NAMESPACE_BEGIN
 namespace cuda {

@@ -4,7 +4,7 @@
 #include <algorithm>
 #include <vector>
 
-#include "../../../runtime/kept_lengths.hpp"
+#include "../../../../runtime/kept_lengths.hpp"
 
 TESSERA_NAMESPACE_BEGIN
 namespace cuda {

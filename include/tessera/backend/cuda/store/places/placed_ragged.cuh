@@ -5,9 +5,9 @@
 #include <string>
 #include <vector>
 
-#include "../../../layout/ragged_pages.hpp"
-#include "../../../runtime/ragged_pool.hpp"
-#include "copy_blocks.cuh"
+#include "../../../../layout/ragged_pages.hpp"
+#include "../../../../runtime/ragged_pool.hpp"
+#include "../copy_blocks.cuh"
 #include "held_tokens.cuh"
 #include "placed_runs.cuh"
 

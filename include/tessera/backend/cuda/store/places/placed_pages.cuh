@@ -5,8 +5,8 @@
 #include <string>
 #include <vector>
 
-#include "../../../layout/fixed_pages.hpp"
-#include "copy_blocks.cuh"
+#include "../../../../layout/fixed_pages.hpp"
+#include "../copy_blocks.cuh"
 #include "placed_runs.cuh"
 
 TESSERA_NAMESPACE_BEGIN

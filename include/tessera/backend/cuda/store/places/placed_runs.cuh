@@ -4,11 +4,11 @@
 #include <algorithm>
 #include <vector>
 
-#include "../../../core/plan/layer_extent.hpp"
-#include "../../../layout/runs.hpp"
-#include "pack.cuh"
+#include "../../../../core/plan/layer_extent.hpp"
+#include "../../../../layout/runs.hpp"
+#include "../pack.cuh"
+#include "../step_table.cuh"
 #include "run_pool.cuh"
-#include "step_table.cuh"
 
 TESSERA_NAMESPACE_BEGIN
 namespace cuda {
