@@ -109,6 +109,10 @@ TEST_CASE("the device chooses the tokens that the CPU chooses", "[gpu]") {
   for (const index_t resident : {12288, 64}) {
     compare(top_tokens{}, random_rows(10000, rng), {1, resident, cuda::row_search::streamed}, rng(), 1, true);
   }
+  // Held whole: by one block, up to 13 groups of four keys a thread, and by clusters.
+  const index_t held = gpu_test::scaled(52000, 9000);
+  for (const cuda::select_tuning t : {cuda::select_tuning{1, 52000}, {4, 13000}, {8, 6500}})
+    compare(top_tokens{}, random_rows(held - index_t(rng() % 100), rng), t, rng(), index_t(rng() % 4), rng() % 2);
   // Rows of several tiles a block; streamed ones are guessed at.
   const index_t tiles = gpu_test::scaled(131072, 5000);
   for (const cuda::select_tuning t : {cuda::select_tuning{8, 16384},

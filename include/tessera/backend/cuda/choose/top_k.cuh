@@ -6,16 +6,17 @@
 #include "../../../concepts/selector.hpp"
 #include "../device/launch.cuh"
 #include "../device/tuning.cuh"
-#include "register_row.cuh"
+#include "row/held_select.cuh"
+#include "row/register_row.cuh"
+#include "row/stream_row.cuh"
 #include "select_problem.cuh"
-#include "stream_row.cuh"
 
 TESSERA_NAMESPACE_BEGIN
 namespace cuda {
 
 /// How a row is searched.
 enum class row_search {
-  resident,  ///< every block of a cluster holds a part of the row's keys in shared memory
+  resident,  ///< one block holds the row's keys in shared memory, or every block of a cluster a part of them
   streamed,  ///< one block: it holds up to 8,192 keys in registers; of a longer row, read once, what may still be chosen; single tokens only
 };
 
@@ -76,12 +77,14 @@ __device__ void select_row(const select_problem& p, index_t block, index_t resid
   const index_t share = (ceil_div(keys.count, Blocks) + 3) / 4 * 4;
   const index_t begin = min(rank * share, keys.count), count = min(share, keys.count - begin);
   const row_part<Keys> part{keys, begin, count, cache, min((count + 3) / 4 * 4, resident)};
-  select::load(s, part);
-
   if constexpr (Keys::single) {
+    using held = held_select<storage, Blocks>;
+    if (share <= min(resident, held::most)) return held::run(s, part, cache, room, out);
+    select::load(s, part);
     const cut at = select::template threshold<false>(s, part, room, true);
     select::compact(s, part, at, [&](index_t to, index_t slot, index_t, bool) { out[to] = slot; });
   } else {
+    select::load(s, part);
     // All blocks are of one length but the last, so how many are touched depends only on whether that one is.
     const index_t last = keys.count - 1, short_length = candidates - last * block;
     const unsigned short_key = keys.key(last);
@@ -136,20 +139,27 @@ __global__ void __launch_bounds__(block_threads_of<Blocks, Search>, blocks_toget
 }  // namespace detail
 
 /// Launch shape of a selection over rows of up to `capacity` tokens, single ones or in blocks of `block`, be it of 1; `keep` is
-/// what rows usually keep (more is still right). Measured on an H200, CUDA 13.0: see the notes of the benchmark.
+/// what rows usually keep (more is still right). Measured on an H100, CUDA 13.0: see the notes of the benchmark.
 inline select_tuning tune_select(index_t rows, index_t capacity, bool single, index_t block, index_t keep,
                                  const device_info& device) {
   constexpr index_t most_share = 16384;  // 64 KB: three blocks of a cluster fit on an sm_90
   const index_t units = ceil_div(capacity, block);
   const bool clusters = device.compute_capability >= 90, many = rows > device.multiprocessors;
-  if (single && capacity <= detail::register_threads * detail::register_keys) return {1, 0, row_search::streamed};
-  int cluster = 1;
-  if (clusters && capacity > most_share && !(many && units <= most_share)) cluster = capacity > 4 * most_share ? 8 : 4;
-  // Streams against clusters of 8, 131,072 tokens (us): 32 rows 37 / 27, 64 rows 38 / 44, 256 rows 60 / 138.
-  if (single && capacity > most_share && (5 * rows > 2 * device.multiprocessors || !clusters)) {
+  if (single) {
+    if (capacity <= detail::register_threads * detail::register_keys) return {1, 0, row_search::streamed};
+    // One block against clusters of 8 (us): 32,768 tokens, 8 rows 10 / 11, 32 rows 10 / 15; 50,000 tokens, 8 rows 13 / 11, 32 rows 13 / 16.
+    constexpr index_t for_few = 40960;
+    const index_t most_held = device.shared_memory / 4 - 3072;  // beside histogram and lists
+    if (capacity <= (rows > 16 || !clusters ? most_held : std::min(for_few, most_held)))
+      return {1, (capacity + 3) / 4 * 4};
+    // Streams against clusters of 8, 131,072 tokens (us): 32 rows 38 / 24, 64 rows 39 / 45.
     const index_t survivors = device.shared_memory > 160 * 1024 ? 12288 : 4096;  // two blocks fit on a multiprocessor
-    if (!clusters || keep <= survivors / 2) return {1, survivors, row_search::streamed};
+    if (!clusters || (5 * rows > 2 * device.multiprocessors && keep <= survivors / 2))
+      return {1, survivors, row_search::streamed};
   }
+  int cluster = 1;
+  if (clusters && capacity > most_share && !(many && units <= most_share))
+    cluster = single || capacity > 4 * most_share ? 8 : 4;
   return {cluster, std::min<index_t>(most_share, (ceil_div(units, cluster) + 3) / 4 * 4)};
 }
 

@@ -51,7 +51,7 @@ class decode_blocks {
                        capacity_)),
         rotate_(sequences, kv_heads, q_heads, step_tokens, most_segments),
         score_(capacity_, most_segments),
-        select_(top_tokens{}, lanes_, capacity_, tuned(lanes_, capacity_, read_, device)),
+        select_(top_tokens{}, lanes_, capacity_, device, read_),
         attend_(sequences, kv_heads, q_heads, step_tokens, most_segments, limits.k, limits.v, device) {
     if (!limits.alike) trim_.emplace(lanes_, read_, most_segments, device);
   }
@@ -98,13 +98,6 @@ class decode_blocks {
   }
 
  private:
-  /// Few long rows are chosen from by eight multiprocessors each: a step waits for the choice, and nothing else runs meanwhile.
-  /// 32 rows of 32,768: 1.8 us less than four (H200, CUDA 13.0).
-  static select_tuning tuned(index_t rows, index_t capacity, index_t keep, const device_info& device) {
-    const select_tuning usual = tune_select(rows, capacity, true, 1, keep, device);
-    if (usual.cluster != 4 || rows * 8 > 2 * device.multiprocessors) return usual;
-    return {8, (ceil_div(capacity, 8) + 3) / 4 * 4};
-  }
   static index_t checked_block(const whole_blocks& selector, index_t tokens) {
     selector.check();
     selector.check_budget("budget", tokens);

@@ -157,9 +157,7 @@ struct row_select : row_compact<Storage, Span> {
     __syncthreads();
   }
 
-  /// Hands round the keys that begin with `prefix`, and finishes the search among them in every block by itself, which
-  /// saves the barriers and counts of the remaining digits: `prefix` becomes the cut and `need` its ties. False, alike
-  /// in every block, if some block has too many.
+  /// Lists the keys that begin with `prefix`, and ends the search among them: see `finish_listed`.
   template <bool Exact, class Keys>
   __device__ static bool finish_among_few(storage& s, const row_part<Keys>& part, unsigned& prefix, int known_shift,
                                           unsigned& need) {
@@ -180,6 +178,14 @@ struct row_select : row_compact<Storage, Span> {
         if (at < most_listed) s.list[at] = part.key((first + bit / 4 * 32) * 4 + bit % 4);
       }
     }
+    return finish_listed<Exact>(s, prefix, known_shift, need);
+  }
+
+  /// Hands round the keys that every block has listed, those that begin with `prefix`, and finishes the search among them in every
+  /// block by itself, which saves the barriers and counts of the remaining digits: `prefix` becomes the cut and `need` its ties.
+  /// False, alike in every block, if some block has too many; then neither changes.
+  template <bool Exact>
+  __device__ static bool finish_listed(storage& s, unsigned& prefix, int known_shift, unsigned& need) {
     team::sync();
     if constexpr (Span == 1) {
       rank_few(s, s.list, s.listed, need);

@@ -1,11 +1,11 @@
 // What a selection ranks: the ordered keys of a row's tokens or blocks, split over the thread blocks of a cluster.
 #pragma once
 
-#include "../../../core/types.hpp"
-#include "../../../math/ordered.hpp"
-#include "../device/alignment.cuh"
-#include "../device/cluster.cuh"
-#include "../device/warp.cuh"
+#include "../../../../core/types.hpp"
+#include "../../../../math/ordered.hpp"
+#include "../../device/alignment.cuh"
+#include "../../device/cluster.cuh"
+#include "../../device/warp.cuh"
 
 TESSERA_NAMESPACE_BEGIN
 namespace cuda {
