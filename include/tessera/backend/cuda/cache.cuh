@@ -32,7 +32,7 @@ class cache : public cache_parts<Recipe, Out> {
       : parts(std::move(shape), std::move(recipe), options) {}
 
   /// Changes the token budget; it counts from the next time the schedule retains, or the next step that retrieves.
-  /// Steps that a graph recorded must be recorded anew. Allocates; synchronises.
+  /// Steps that a graph recorded must be recorded anew. Allocates; synchronises. Errors: a prepared step has layers to go.
   void set_budget(index_t tokens, cudaStream_t stream = nullptr) {
     Recipe changed = recipe_;
     changed.set_budget(tokens);

@@ -59,10 +59,15 @@ TEST_CASE("a step begins once, its layers come in order, and nobody steps in bet
   CHECK_THROWS_WITH(kv.begin_step(first, nullptr), contains("what prepare_step returned last"));
   CHECK_THROWS_WITH(decode(0, first), contains("what prepare_step returned last"));
   CHECK_THROWS_WITH(decode(0, both), contains("calls of begin_step for a step is 0"));
+  // The host counts what the step in front would have appended.
+  CHECK_THROWS_WITH(prefill(0, 0), contains("sequence in the middle of a step is 0"));
+  CHECK_THROWS_WITH(kv.prepare_step({0}, 1, nullptr), contains("sequence in the middle of a step is 0"));
+  CHECK_THROWS_WITH(kv.set_budget(50), contains("sequence in the middle of a step is 1"));
   kv.close(0);
   kv.begin_step(both, nullptr);
   CHECK_THROWS_WITH(kv.begin_step(both, nullptr), contains("calls of begin_step for a step is 2"));
-  CHECK_THROWS_WITH(kv.fork(1), contains("layers that the step under way has been through is 0"));
+  CHECK_THROWS_WITH(kv.fork(1), contains("sequence in the middle of a step is 1"));
+  CHECK_THROWS_WITH(kv.fit_memory(9, nullptr), contains("layers that the step under way has been through is 0"));
   CHECK_THROWS_WITH(decode(0, both, 1), contains("address of q"));
   decode(0, both);
   CHECK_THROWS_WITH(decode(0, both), contains("layer of a step is 0"));

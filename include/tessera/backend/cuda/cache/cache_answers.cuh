@@ -79,8 +79,10 @@ class cache_answers {
 
   /// Gives back memory that the stored rows do not need, or takes more: for what is stored and `tokens` more of every
   /// sequence, in place of cache_options::rows. Rows in pages stay. Steps that a graph recorded must be recorded anew.
-  /// Allocates the new memory before the old is given back; synchronises. Errors: not enough of it; nothing has changed.
+  /// Allocates the new memory before the old is given back; synchronises. Errors: not enough of it, or a step that has begun has layers to
+  /// go; nothing has changed.
   void fit_memory(index_t tokens, cudaStream_t stream) {
+    order_.require_none_under_way();
     require(tokens >= 0, "tokens to make room for", tokens, "0 or more", "pass the longest answer");
     store_.resize(tokens, stream);
     order_.disturbed();

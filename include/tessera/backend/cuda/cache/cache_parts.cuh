@@ -67,6 +67,7 @@ class cache_parts : public cache_answers<Recipe, Out> {
 
   /// Takes another budget, when all that may fail has been made.
   void follow_budget(const Recipe& changed, cudaStream_t stream) {
+    order_.require_all_finished();
     auto first = first_stage<Recipe>(changed, shape_, options_, device_);
     auto reader = reading_.reader().fit(changed, shape_, options_, device_);
     auto movers = objects::fit_movers(first);

@@ -13,15 +13,22 @@ namespace cuda {
 
 /// Checks that `begin_step` and `decode` are called for the step that `prepare_step` made last: begun once, then its layers
 /// in ascending order. What a graph replays the host does not see: a call that is recorded must be of that step, no more.
+///
+/// `prepare_step` notes on the host what the step appends. So a step that is never carried out leaves its sequences a token ahead of the
+/// device: they are unfinished, and may only be closed. Once a call was recorded, a prepared step may have been replayed, and passes.
 class step_order {
  public:
   explicit step_order(index_t layers) : layers_(layers) {}
 
-  /// Errors   some layers of the sequence's step have been decoded and others not: their rows are missing.
+  /// Errors   the sequence's step was prepared, and not decoded in every layer: rows are missing.
   void require_finished(index_t id) const {
-    require(!contains(unfinished_, id) && !(is_between_layers() && contains(now_.ids, id)),
+    require(!contains(unfinished_, id) && !(is_unfinished() && contains(now_.ids, id)),
             "sequence in the middle of a step", id, "one whose step has been decoded in every layer",
             "decode the layers that are missing, or close the sequence");
+  }
+  /// Errors   so is any sequence's.
+  void require_all_finished() const {
+    if (is_unfinished()) require_finished(now_.ids.front());
   }
   /// Errors   a step has begun that some layer has yet to decode: rows that now move it would not find again.
   void require_none_under_way() const {
@@ -30,7 +37,7 @@ class step_order {
             "decode the layers that are missing first: they would not find rows that move");
   }
   void prepared(const batch& step) {
-    if (is_between_layers()) unfinished_.insert(unfinished_.end(), now_.ids.begin(), now_.ids.end());
+    if (is_unfinished()) unfinished_.insert(unfinished_.end(), now_.ids.begin(), now_.ids.end());
     now_ = step;
     has_begun_ = is_stale_ = false;
     next_layer_ = 0;
@@ -38,6 +45,7 @@ class step_order {
 
   void begin(const batch& step, cudaStream_t stream) {
     require_prepared(step);
+    sees_all_ = sees_all_ && !is_recorded(stream);
     if (is_recorded(stream)) return;
     require(!has_begun_, "calls of begin_step for a step", 2, "1", "call prepare_step before every step");
     has_begun_ = true;
@@ -50,7 +58,10 @@ class step_order {
             "decode every layer, in order, in every step");
   }
   void took(index_t layer, cudaStream_t stream) {
-    if (!is_recorded(stream)) next_layer_ = layer + 1;
+    if (is_recorded(stream))
+      sees_all_ = false;
+    else
+      next_layer_ = layer + 1;
   }
 
   /// A step that has begun cannot go on: rows, or plans, are not where it found them.
@@ -73,7 +84,8 @@ class step_order {
     check(cudaStreamIsCapturing(stream, &status), "cudaStreamIsCapturing");
     return status != cudaStreamCaptureStatusNone;
   }
-  bool is_between_layers() const { return next_layer_ > 0 && next_layer_ < layers_; }
+  /// The step that was prepared last has layers to go, as far as the host can know.
+  bool is_unfinished() const { return !now_.ids.empty() && next_layer_ < layers_ && (sees_all_ || next_layer_ > 0); }
   void require_prepared(const batch& step) const {
     require(!is_stale_ && !step.ids.empty() && step.ids == now_.ids && step.tokens == now_.tokens &&
                 step.evicts_first == now_.evicts_first && step.evicts_last == now_.evicts_last,
@@ -85,6 +97,7 @@ class step_order {
   index_t layers_;
   batch now_;
   bool has_begun_ = false, is_stale_ = false;
+  bool sees_all_ = true;             // no call was ever recorded
   index_t next_layer_ = 0;           // of the step that has begun
   std::vector<index_t> unfinished_;  // of steps that another one has followed
 };

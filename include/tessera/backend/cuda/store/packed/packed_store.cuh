@@ -74,6 +74,9 @@ class kv_store<Layout> {
   /// Of the whole rows.
   index_t* lengths(index_t layer, index_t id) const { return whole_.lengths(layer, id); }
   const id_column<index_t>& length_column() const { return whole_.length_column(); }
+  std::vector<index_t> held_by_head(index_t layer, index_t id) const { return whole_.held_by_head(layer, id); }
+  const auto& rows() const { return whole_.rows(); }
+  auto& rows() { return whole_.rows(); }
 
   view_type view(index_t layer, index_t id) const {
     view_type made;
@@ -296,10 +299,7 @@ class kv_store<Layout> {
   }
 
   void clear(index_t id, cudaStream_t stream) {
-    if (beside_.id == id) {
-      stream_beside_.wait();
-      beside_ = {};
-    }
+    if (beside_.id == id) stream_beside_.wait(), beside_ = {};
     whole_.clear(id, stream);
     searches_.clear(id);
     for (const index_t at : packing_.of) {

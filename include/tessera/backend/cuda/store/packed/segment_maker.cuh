@@ -52,8 +52,10 @@ class segment_maker {
         sets_(formats, layers, sequences, kv_heads, Layout::window),
         encode_(encoded_block(layout, block), std::max(formats.k.channels, formats.v.channels), formats.least_block) {
     if constexpr (rotates) {
-      const index_t longest = std::min(layout.rows.segment, tokens);
-      bases_.emplace(formats, kv_heads, layers * ceil_div(tokens, longest), longest, device_info::current());
+      // Between steps a segment begins with a whole tail, which may be longer than a prompt's segments.
+      const index_t share = std::min(layout.rows.segment, tokens);
+      const index_t longest = std::max(share, std::min(layout.rows.tail.tail, tokens));
+      bases_.emplace(formats, kv_heads, layers * ceil_div(tokens, share), longest, device_info::current());
     }
   }
 

@@ -127,9 +127,11 @@ class run_pool {
     offset_t total = 0, largest = 1;
     for (std::size_t place = 0; place < runs_.size(); ++place) {
       const index_t longest = held[place].longest + tokens;
-      const offset_t rows = room(place) >= tokens
-                                ? runs_[place].rows
-                                : held[place].total + offset_t(heads_) * (tokens + room_behind(longest, most));
+      const offset_t rows =
+          room(place) >= tokens
+              ? runs_[place].rows
+              : std::max(runs_[place].rows,
+                         held[place].total + offset_t(heads_) * (tokens + room_behind(longest, most)));
       total += rows;
       largest = std::max(largest, rows);
     }

@@ -96,10 +96,17 @@ class row_blocks {
   using block = std::shared_ptr<const std::byte>;
 
   explicit row_blocks(std::size_t bytes) : bytes_((bytes + 255) / 256 * 256), pool_(std::make_shared<pool>()) {}
+  /// Blocks of its own: given back, those of a cache are used again by what stands behind on the same stream, and a copy has another one.
+  row_blocks(const row_blocks& other) : row_blocks(other.bytes_) {}
+  row_blocks(row_blocks&&) noexcept = default;
+  row_blocks& operator=(row_blocks other) noexcept {
+    std::swap(bytes_, other.bytes_), std::swap(pool_, other.pool_);
+    return *this;
+  }
 
   std::size_t block_bytes() const { return bytes_; }
   /// A block that nobody else holds. Errors: no memory.
-  block take() {
+  block take() const {
     std::byte* data = nullptr;
     {
       const std::lock_guard lock(pool_->mutex);

@@ -60,8 +60,7 @@ class segment_searches<Layout, View> {
     sessions_.resize(std::size_t(sequences));
     ranges_.resize(std::size_t(layers) * std::size_t(sequences));
     totals_ = pinned_buffer<double>(ranges_.size() * std::size_t(most_segments));
-    blocks_ = std::make_shared<row_blocks>(std::size_t(kv_heads) * std::size_t(rows.tail.tail) *
-                                           (Layout::k_dim + Layout::v_dim) * sizeof(T));
+    blocks_.emplace(std::size_t(kv_heads) * std::size_t(rows.tail.tail) * (Layout::k_dim + Layout::v_dim) * sizeof(T));
     losses_.emplace(kv_heads, std::max(rows.segment, rows_type::own_segment_tokens + rows.tail.tail));
   }
 
@@ -270,7 +269,7 @@ class segment_searches<Layout, View> {
   std::vector<session> sessions_;
   std::vector<range> ranges_;
   pinned_buffer<double> totals_;  // [sequences, layers, slots], what packing has left out of rows
-  std::shared_ptr<row_blocks> blocks_;
+  std::optional<row_blocks> blocks_;
   std::optional<row_losses<View>> losses_;
   std::shared_ptr<search_memory> spare_;  // of a search that is over
 };
