@@ -139,7 +139,7 @@ __global__ void __launch_bounds__(block_threads_of<Blocks, Search>, blocks_toget
 }  // namespace detail
 
 /// Launch shape of a selection over rows of up to `capacity` tokens, single ones or in blocks of `block`, be it of 1; `keep` is
-/// what rows usually keep (more is still right). Measured on an H100, CUDA 13.0: see the notes of the benchmark.
+/// what rows usually keep (more is still right). Measured on an H200, CUDA 13.0: see the notes of the benchmark.
 inline select_tuning tune_select(index_t rows, index_t capacity, bool single, index_t block, index_t keep,
                                  const device_info& device) {
   constexpr index_t most_share = 16384;  // 64 KB: three blocks of a cluster fit on an sm_90
@@ -147,19 +147,19 @@ inline select_tuning tune_select(index_t rows, index_t capacity, bool single, in
   const bool clusters = device.compute_capability >= 90, many = rows > device.multiprocessors;
   if (single) {
     if (capacity <= detail::register_threads * detail::register_keys) return {1, 0, row_search::streamed};
-    // One block against clusters of 8 (us): 32,768 tokens, 8 rows 10 / 11, 32 rows 10 / 15; 50,000 tokens, 8 rows 13 / 11, 32 rows 13 / 16.
+    // One block against clusters of 8 (us): 32,768 tokens, 8 rows 9.9 / 9.4, 32 rows 10 / 14; 50,000 tokens, 8 rows 13 / 10, 32 rows 13 / 15.
     constexpr index_t for_few = 40960;
     const index_t most_held = device.shared_memory / 4 - 3072;  // beside histogram and lists
     if (capacity <= (rows > 16 || !clusters ? most_held : std::min(for_few, most_held)))
       return {1, (capacity + 3) / 4 * 4};
-    // Streams against clusters of 8, 131,072 tokens (us): 32 rows 38 / 24, 64 rows 39 / 45.
+    // Streams against clusters of 8, 131,072 tokens (us, H100): 32 rows 38 / 24, 64 rows 39 / 45.
     const index_t survivors = device.shared_memory > 160 * 1024 ? 12288 : 4096;  // two blocks fit on a multiprocessor
     if (!clusters || (5 * rows > 2 * device.multiprocessors && keep <= survivors / 2))
       return {1, survivors, row_search::streamed};
   }
   int cluster = 1;
   if (clusters && capacity > most_share && !(many && units <= most_share))
-    cluster = single || capacity > 4 * most_share ? 8 : 4;
+    cluster = capacity > 4 * most_share || (single && rows <= 32) ? 8 : 4;
   return {cluster, std::min<index_t>(most_share, (ceil_div(units, cluster) + 3) / 4 * 4)};
 }
 
