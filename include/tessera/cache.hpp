@@ -90,6 +90,8 @@ class cache : public cpu::cache_parts<Recipe> {
       layers_.end_chunk(layer, id, conversations_.at(id).policies, conversations_.reach(id, layer));
       conversations_.judged_chunk(id, layer);
     }
+    if (layer == 0 && conversations_.at(id, layer).turn_tokens == 0)
+      layers_.settle(id);  // before the turn's rows join what is open
     if (layer == 0 && conversations_.at(id).announced == 0) layers_.expect(id, k.tokens);  // for all layers, or none
     layers_.prefill(layer, id, conversations_.at(id).policies, conversations_.at(id, layer).next_position, q, k, v,
                     marks);

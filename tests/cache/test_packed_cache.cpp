@@ -278,3 +278,78 @@ TEST_CASE("a second moment that is no number is refused, and the cache is as it 
   CHECK(poisoned.parts() == list{64, 0});
   CHECK(poisoned.held.bytes(poisoned.id) == bytes);
 }
+
+namespace {
+/// Prompt and one step of `recipe` over the same rows, whose last prompt query and second query head of the step are `spoilt`.
+template <class Recipe>
+conversation<Recipe> spoilt_by(const Recipe& recipe, float spoilt) {
+  using T = typename Recipe::layout_type::element_type;
+  constexpr int dim = Recipe::layout_type::k_dim;
+  conversation<Recipe> now(recipe);
+  const auto rows = [&](index_t tokens, index_t heads) {
+    std::vector<T> made;
+    for (const float x : support::normals(now.random, std::size_t(tokens * heads * dim))) made.push_back(T(x));
+    return made;
+  };
+  for (const index_t tokens : {160, 1}) {
+    const auto k = rows(tokens, kv_heads), v = rows(tokens, kv_heads);
+    auto queries = rows(tokens, q_heads);
+    const std::size_t first = queries.size() - std::size_t((tokens > 1 ? q_heads : q_heads - 1) * dim);
+    std::fill_n(queries.begin() + std::ptrdiff_t(first), dim, T(spoilt));
+    const auto given = [&](const std::vector<T>& of, index_t heads) {
+      return nhd_rows<const T>(of.data(), tokens, heads, dim);
+    };
+    now.out.assign(std::size_t(q_heads * dim), 7.0f);
+    if (tokens > 1) {
+      now.held.prefill(0, now.id, given(queries, q_heads), given(k, kv_heads), given(v, kv_heads));
+      now.held.end_prefill(now.id);
+    } else {
+      now.held.decode(0, now.held.prepare_step({now.id}, 1), given(queries, q_heads), given(k, kv_heads),
+                      given(v, kv_heads), nhd_rows(now.out.data(), 1, q_heads, dim));
+    }
+  }
+  return now;
+}
+}  // namespace
+
+TEST_CASE("a query that is no number does not choose for others") {
+  mosaickv<float, 64> mosaic;
+  mosaic.retrieve.selector.block = 8;
+  mosaic.set_budget(40);
+  const float nan = std::numeric_limits<float>::quiet_NaN();
+  const auto whole = spoilt_by(mosaic, 0.0f);
+  for (const float spoilt : {nan, infinity, -infinity}) {
+    const auto other = spoilt_by(mosaic, spoilt);
+    CHECK(other.held.attended(0, other.id) == whole.held.attended(0, whole.id));
+    CHECK(support::same_bits(std::vector<float>(other.out.begin(), other.out.begin() + 64),
+                             std::vector<float>(whole.out.begin(), whole.out.begin() + 64)));
+  }
+  const auto all = spoilt_by(think<float, 64>(), 0.0f), some = spoilt_by(think<float, 64>(), nan);
+  CHECK(support::same_bits(std::vector<float>(some.out.begin(), some.out.begin() + 64),
+                           std::vector<float>(all.out.begin(), all.out.begin() + 64)));
+}
+
+TEST_CASE("a step may have more tokens than the budget has rows") {
+  mosaickv<float, 64> mosaic;
+  mosaic.retrieve.selector.block = 2;
+  mosaic.set_budget(4);
+  conversation<mosaickv<float, 64>> now(mosaic);
+  now.prompt(128);
+  now.step(8);
+  CHECK(now.held.attended(0, now.id)[0].size() == 4 + 8);
+}
+
+TEST_CASE("fp16 holds keys whose norm it does not") {
+  using mosaic = mosaickv<fp16, 64>;
+  cache<mosaic> held({1, 1, 1}, mosaic(), std::make_shared<cpu::executor>(1));
+  const index_t id = held.open();
+  const std::vector<fp16> k(64 * 64, fp16(9000.0f)), one(64 * 64, fp16(1.0f)), q(64 * 64, fp16(-1e-3f));
+  const auto given = [](const std::vector<fp16>& of, index_t tokens) {
+    return nhd_rows<const fp16>(of.data(), tokens, 1, 64);
+  };
+  held.prefill(0, id, given(q, 64), given(k, 64), given(one, 64));
+  held.end_prefill(id);
+  std::vector<float> out(64);
+  held.decode(0, held.prepare_step({id}, 1), given(q, 1), given(k, 1), given(one, 1), nhd_rows(out.data(), 1, 1, 64));
+  for (const float x : out) CHECK(std::abs(x - 1.0f) < 0.01f);
+}

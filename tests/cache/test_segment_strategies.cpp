@@ -2,6 +2,7 @@
 #include "catch.hpp"
 
 #include <numeric>
+#include <system_error>
 
 #include <tessera/cache.hpp>
 #include <tessera/methods/h2o.hpp>
@@ -210,7 +211,7 @@ TEST_CASE(
   }
 }
 
-TEST_CASE("a search that never ends costs no more than a segment's rows") {
+TEST_CASE("a search that never ends costs no more than the rows that it searches, and a segment's") {
   mosaic recipe = searching();
   recipe.layout.rows.segment = 512;
   conversation<> now(recipe);
@@ -227,7 +228,7 @@ TEST_CASE("a search that never ends costs no more than a segment's rows") {
   CHECK(worker->held.size() == 1);
   CHECK(now.report().kept >= 3);
   CHECK(most > layers * kv_heads * offset_t(2 * dim * 4) * 400);
-  CHECK(most <= layers * kv_heads * offset_t(2 * dim * 4) * (512 + 64));
+  CHECK(most <= layers * kv_heads * offset_t(2 * dim * 4) * (2 * 512 + 64));
   worker->publish();
   now.step();
   CHECK(now.report().searched == 1);
@@ -264,6 +265,69 @@ TEST_CASE("copies of a cache in the middle of a search, turns, closed sequences 
   for (int i = 0; i < 400; ++i) dropped.step();
   CHECK(dropped.report().searched == 0);
   CHECK(dropped.held.length(0, dropped.id, 0) == 100);
+}
+
+TEST_CASE("segments end at their length, whatever is asked of the least one, and where no search can begin") {
+  struct no_thread final : background {
+    void start(std::shared_ptr<background_task>) override {
+      throw std::system_error(std::make_error_code(std::errc::resource_unavailable_try_again));
+    }
+  };
+  const auto longest_of = [](conversation<>& now) {
+    index_t longest = 0;
+    for (index_t layer = 0; layer < layers; ++layer) {
+      const auto parts = now.parts(layer);
+      for (std::size_t i = 1; i + 1 < parts.size(); ++i) longest = std::max(longest, parts[i]);
+    }
+    return longest;
+  };
+  mosaic recipe = searching();
+  recipe.layout.rows.segment = 128;
+  conversation<> alone(recipe, 64);
+  alone.held.search_on(std::make_shared<no_thread>());
+  for (int i = 0; i < 700; ++i) alone.step();
+  CHECK(longest_of(alone) <= 128 + 32);
+  CHECK(alone.report().kept >= 4);
+  CHECK_FALSE(alone.report().problem.empty());
+
+  recipe.layout.rows.strategy.least_segment = 1024;
+  conversation<> least(recipe, 64);
+  for (int i = 0; i < 700; ++i) least.step();
+  CHECK(longest_of(least) <= 128 + 32);
+}
+
+TEST_CASE("turns without a step end segments too") {
+  mosaic recipe = searching();
+  recipe.layout.rows.segment = 128;
+  conversation<> now(recipe, 64);
+  offset_t most = 0;
+  for (int turn = 0; turn < 12; ++turn) {
+    for (index_t layer = 0; layer < layers; ++layer) {
+      std::vector<float> k, v, q;
+      for (index_t t = 0; t < 128; ++t) {
+        const auto add = [&](std::vector<float>& to, index_t side, index_t heads) {
+          const auto row = rows_of(now.tokens + t, layer, side, heads);
+          to.insert(to.end(), row.begin(), row.end());
+        };
+        add(k, 0, kv_heads), add(v, 1, kv_heads), add(q, 2, q_heads);
+      }
+      now.held.prefill(layer, now.id, nhd_rows<const float>(q.data(), 128, q_heads, dim),
+                       nhd_rows<const float>(k.data(), 128, kv_heads, dim),
+                       nhd_rows<const float>(v.data(), 128, kv_heads, dim));
+    }
+    now.held.end_prefill(now.id);
+    now.tokens += 128;
+    for (index_t layer = 0; layer < layers; ++layer) {
+      const auto parts = now.parts(layer);
+      for (std::size_t i = 1; i + 1 < parts.size(); ++i) most = std::max<offset_t>(most, parts[i]);
+    }
+  }
+  CHECK(most <= 2 * 128 + 32);  // what a turn brings comes as a whole
+}
+
+TEST_CASE("a cache wants a thread to search on") {
+  conversation<> now(searching());
+  CHECK_THROWS_AS(now.held.search_on(nullptr), error);
 }
 
 TEST_CASE("searches that could find nothing that fits are refused") {

@@ -6,6 +6,8 @@
 
 #include <tessera/runtime/background.hpp>
 
+#include "support/random.hpp"
+
 using namespace tessera;
 
 namespace {
@@ -68,6 +70,51 @@ TEST_CASE("stopping ends the task that is being done, and those that wait are ne
   CHECK(late->state() == task_state::stopped);
   worker.stop();
   CHECK_FALSE(other);
+}
+
+TEST_CASE("what nobody wants any more is not begun, and ends early where it has begun") {
+  std::atomic<bool> begun{false}, let_go{false};
+  bool other = false;
+  background worker;
+  struct endless final : background_task {
+    std::atomic<bool>* begun;
+    void run(const std::atomic<bool>& stopping) override {
+      *begun = true;
+      while (!is_over(stopping)) std::this_thread::yield();
+    }
+  };
+  auto first = std::make_shared<endless>();
+  first->begun = &begun;
+  auto one = wanted(first), copy = one;
+  worker.start(first);
+  auto second = std::make_shared<task>([&](const std::atomic<bool>&) { other = true; });
+  const std::weak_ptr<task> freed = second;
+  auto next = wanted(second);
+  worker.start(std::move(second));
+  while (!begun) std::this_thread::yield();
+  next = nullptr;
+  one = nullptr;
+  CHECK(first->state() == task_state::waiting);  // somebody holds a copy
+  copy = nullptr;
+  wait_for(*first);
+  CHECK(first->state() == task_state::stopped);
+  const auto last = std::make_shared<task>([&](const std::atomic<bool>&) { let_go = true; });
+  worker.start(last);
+  wait_for(*last);
+  CHECK_FALSE(other);
+  CHECK(freed.expired());
+}
+
+TEST_CASE("threads that stop a worker at the same time all return") {
+  for (int trial = 0; trial < support::scaled(200); ++trial) {
+    background worker;
+    worker.start(std::make_shared<task>([](const std::atomic<bool>& stopping) {
+      while (!stopping) std::this_thread::yield();
+    }));
+    std::thread beside([&] { worker.stop(); });
+    worker.stop();
+    beside.join();
+  }
 }
 
 TEST_CASE("nobody's task outlives its worker, and a worker without tasks has no thread to end") {

@@ -31,8 +31,8 @@ class background_task {
   /// Does the work on the calling thread, without saying so yet; then `publish` does.
   void perform(const std::atomic<bool>& stopping) noexcept {
     try {
-      run(stopping);
-      outcome_ = stopping ? task_state::stopped : task_state::done;
+      if (!is_over(stopping)) run(stopping);
+      outcome_ = is_over(stopping) ? task_state::stopped : task_state::done;
     } catch (const std::exception& thrown) {
       outcome_ = task_state::failed;
       try {
@@ -44,14 +44,31 @@ class background_task {
   void publish() noexcept { state_.store(outcome_, std::memory_order_release); }
 
  protected:
-  /// Returns early, with half a result, once `stopping` is set.
+  /// Returns early, with half a result, once `is_over`.
   virtual void run(const std::atomic<bool>& stopping) = 0;
+  /// The thread stops, or nobody holds what `wanted` gave.
+  bool is_over(const std::atomic<bool>& stopping) const { return stopping || (has_owner_ && owner_.expired()); }
 
  private:
+  template <class Task>
+  friend std::shared_ptr<Task> wanted(std::shared_ptr<Task> task);
+
+  bool has_owner_ = false;
+  std::weak_ptr<const void> owner_;
   std::atomic<task_state> state_{task_state::waiting};
   task_state outcome_ = task_state::stopped;
   std::string problem_;
 };
+
+/// The task for those who want it: `task` itself, which a thread is given, need not be done once no copy of what this returns is left.
+/// Before it is started.
+template <class Task>
+std::shared_ptr<Task> wanted(std::shared_ptr<Task> task) {
+  Task* const raw = task.get();
+  const std::shared_ptr<Task> held(std::make_shared<std::shared_ptr<Task>>(std::move(task)), raw);
+  raw->owner_ = held, raw->has_owner_ = true;
+  return held;
+}
 
 /// Does tasks one after the other on a thread of its own, which begins with the first of them. Nobody who starts a task
 /// waits for one. Any thread may call it.
@@ -79,6 +96,7 @@ class background {
   /// Ends for good: the task that is being done returns early, those that wait are not begun, later ones neither. All
   /// are stopped.
   void stop() noexcept {
+    const std::lock_guard alone(ending_);
     {
       std::lock_guard lock(mutex_);
       stopping_ = true;
@@ -104,7 +122,7 @@ class background {
     }
   }
 
-  std::mutex mutex_;
+  std::mutex mutex_, ending_;
   std::condition_variable wake_;
   std::deque<std::shared_ptr<background_task>> tasks_;
   std::atomic<bool> stopping_{false};

@@ -282,7 +282,7 @@ class conversations {
       }
       if constexpr (Recipe::retrieve_type::retrieves && !Recipe::retrieve_type::estimates &&
                     !Recipe::retain_type::plans) {
-        require(c.policies.plan.read >= tokens, "budget", c.policies.plan.read,
+        require(recipe.retrieve.mean_block() > 0 || c.policies.plan.read >= tokens, "budget", c.policies.plan.read,
                 "at least the tokens of the step, which are " + std::to_string(tokens),
                 "raise the budget: a step of several tokens reads them all");
       }

@@ -95,7 +95,7 @@ class cache : public cache_parts<Recipe, Out> {
     if (Recipe::retain_type::observed == observes::every_query && follows && q.tokens > 0)
       require_rows_on_16_bytes("q", q);
     const bool begins = conversations_.at(id, layer).turn_tokens == 0;
-    if (begins && layer == 0) store_.settle({id}, stream);
+    if (begins && layer == 0) store_.settle({id}, true, stream);
     store_.plan_packing(begins ? place_list{{layer, id}} : place_list{}, 0, stream);  // what steps have filled
     begin_chunk(layer, id, k.tokens, stream);
     make_store_room({{layer, id}}, k.tokens, stream);

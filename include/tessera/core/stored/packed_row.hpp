@@ -80,6 +80,13 @@ TESSERA_HD float get(const std::byte* values, index_t place) {
   return float(stored);
 }
 
+/// Finite numbers stay finite: a rotation may gather a vector in one channel.
+TESSERA_HD inline float held_by_fp16(float x) {
+  constexpr float most = 65504;
+  if (x > most && x < infinity) return most;
+  return x < -most && x > -infinity ? -most : x;
+}
+
 /// -7 to 7; NaN becomes -8, which means NaN.
 TESSERA_HD inline void put_int4(std::byte* values, index_t place, float x) {
   const float held = x < -7 ? -7.0f : (x > 7 ? 7.0f : x);
@@ -97,7 +104,7 @@ TESSERA_HD inline float get_int4(const std::byte* values, index_t place) {
 }  // namespace detail
 
 /// Packs the elements of row [format.channels] whose bits are set. Returns the row's scale, 1 where rows have none.
-/// Elements are rounded to nearest; with a scale the largest finite one becomes 448 (fp8) or 7 (int4), and an infinity
+/// Elements are rounded to nearest, and finite ones stay finite in fp16; with a scale the largest finite one becomes 448 (fp8) or 7 (int4), and an infinity
 /// NaN (fp8) or the largest (int4).
 inline float pack_row(const packed_format& format, const float* row, const std::uint8_t* bits, std::byte* values) {
   float scale = 1;
@@ -115,7 +122,7 @@ inline float pack_row(const packed_format& format, const float* row, const std::
       case packed_element::single:
         return detail::put<float>(values, place, row[c]);
       case packed_element::fp16:
-        return detail::put<fp16>(values, place, row[c]);
+        return detail::put<fp16>(values, place, detail::held_by_fp16(row[c]));
       case packed_element::fp8:
         return detail::put<fp8>(values, place, row[c] / scale);
       case packed_element::int4:

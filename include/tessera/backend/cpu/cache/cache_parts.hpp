@@ -108,6 +108,7 @@ class cache_parts {
     return layers_.store().searches().worker();
   }
   void search_on(std::shared_ptr<background> worker) requires searching_layout<layout> {
+    require(worker != nullptr, "the thread that searches strategies", "none", "one", "pass a background");
     layers_.store().searches().use(std::move(worker));
   }
 

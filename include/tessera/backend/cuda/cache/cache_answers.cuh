@@ -128,6 +128,7 @@ class cache_answers {
     return store_.searches().worker();
   }
   void search_on(std::shared_ptr<background> worker) requires searching_layout<layout> {
+    require(worker != nullptr, "the thread that searches strategies", "none", "one", "pass a background");
     store_.searches().use(std::move(worker));
   }
 

@@ -242,7 +242,7 @@ class cache_parts : public cache_answers<Recipe, Out> {
   void make_step_room(const place_list& places, const batch& step, cudaStream_t stream) {
     store_.finish_layer(stream);  // lest it ends within the step, and moves rows
     slide(places, stream);
-    store_.settle(step.ids, stream);
+    store_.settle(step.ids, false, stream);
     store_.plan_packing(places, 0, stream);
     for (const auto& [layer, id] : places) {
       if (roles_.follows_recipe(layer)) reading_.require_fits(layer, id, store_, step.tokens);

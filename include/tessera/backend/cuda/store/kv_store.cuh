@@ -270,7 +270,7 @@ class kv_store {
   }
 
   /// What rows have to become when a prompt or steps have ended: of a plain store nothing. See packed/packed_store.cuh.
-  void settle(const std::vector<index_t>&, cudaStream_t) {}
+  void settle(const std::vector<index_t>&, bool, cudaStream_t) {}
   void plan_packing(const place_list&, index_t, cudaStream_t) {}
   void commit_packing(cudaStream_t) {}
   void pack_layer(index_t, index_t, index_t, cudaStream_t) {}

@@ -95,7 +95,10 @@ class block_mean_reader {
     for (index_t row = 0; row < queries.q.tokens * group; ++row) {
       const Q* q = queries.q.row(0, row / group, head * group + row % group);
       float* to = with.rows.data() + (sums ? 0 : row * k_dim);
-      for (int d = 0; d < k_dim; ++d) to[d] += float(q[d]);
+      for (int d = 0; d < k_dim; ++d) {
+        const float x = float(q[d]);
+        if (!sums || (x < infinity && x > -infinity)) to[d] += x;
+      }
     }
     offset_t bytes = 0;
     index_t begin = 0;

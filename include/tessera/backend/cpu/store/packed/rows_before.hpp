@@ -41,6 +41,11 @@ class rows_of_segment {
     }
   }
   index_t length(index_t head) const { return ends_[std::size_t(head)].empty() ? 0 : ends_[std::size_t(head)].back(); }
+  offset_t bytes() const {
+    offset_t total = 0;
+    for (const auto& part : parts_) total += part->bytes();
+    return total;
+  }
   const float* key(index_t head, index_t slot) const { return row(&rows_before::k, D, head, slot); }
   const float* value(index_t head, index_t slot) const { return row(&rows_before::v, Dv, head, slot); }
 

@@ -44,7 +44,7 @@ class strategy_task final : public background_task {
     for (layer_part& part : parts) {
       strategy_search<typename rows_type::key_channels> search(rows_.key);
       for (index_t h = 0; h < part.rows.kv_heads; ++h) {
-        if (stopping) return;
+        if (this->is_over(stopping)) return;
         const index_t count = part.rows.length(h);
         const std::string of = " of layer " + std::to_string(part.layer) + ", kv_head " + std::to_string(h);
         const auto keys = [&](index_t i, float* to) { load_key(part.rows, 0, h, i, to); };
@@ -53,7 +53,7 @@ class strategy_task final : public background_task {
         search.add(count, v_dim, rows_.basis.channels(v_dim), "values" + of, values);
         search.add_blocks(count, k_dim, keys);
       }
-      if (stopping) return;
+      if (this->is_over(stopping)) return;
       part.made =
           packed(part, search.best(rows_.strategy.channel_loss, rows_.strategy.block_spread, rows_.tail.tail), alone);
     }
@@ -195,16 +195,21 @@ class segment_searches<Layout> {
     if (now.task && now.task->state() != task_state::waiting) take(id, now, segments_of);
     const index_t rows = longest(id);
     const bool full = rows >= rows_.segment;
-    if (rows < rows_.strategy.least_segment || (!full && !lost_enough(id, segments_of))) return;
-    if (!now.task) return begin(id, now, segments_of);
+    if (!full && (rows < rows_.strategy.least_segment || !lost_enough(id, segments_of))) return;
+    if (!now.task && begin(id, now, segments_of)) return;
     if (!full) return;  // it goes on until the search before it is over, or it is full
     for (index_t layer = 0; layer < layers_; ++layer) end(ranges_[at(layer, id)], segments_of(layer));
     ++now.report.kept;
   }
 
+  /// Of rows as they were, those that are being searched among them.
   offset_t bytes(std::size_t place) const {
     offset_t total = 0;
     for (const auto& rows : ranges_[place].before) total += rows->bytes();
+    if (!on() || !sessions_[place / std::size_t(layers_)].task) return total;
+    for (const auto& part : sessions_[place / std::size_t(layers_)].task->parts) {
+      if (std::size_t(part.layer) == place % std::size_t(layers_)) total += part.rows.bytes();
+    }
     return total;
   }
 
@@ -265,20 +270,23 @@ class segment_searches<Layout> {
     }
   }
 
+  /// Returns whether a search has begun.
   template <class SegmentsOf>
-  void begin(index_t id, session& now, const SegmentsOf& segments_of) {
+  bool begin(index_t id, session& now, const SegmentsOf& segments_of) {
     try {
       auto made = std::make_shared<search_type>(rows_, block_);
       for (index_t layer = 0; layer < layers_; ++layer) {
         const range& here = ranges_[at(layer, id)];
         if (here.rows > 0) made->parts.push_back({layer, {heads_, here.before}, nullptr});
       }
-      worker_->start(made);
-      now.task = std::move(made);
+      auto task = wanted(made);
+      worker_->start(std::move(made));
+      now.task = std::move(task);
     } catch (const std::bad_alloc&) {
-      return;  // another time
+      return false;  // another time
     } catch (const std::system_error& none) {
-      return say(now.report, none.what());
+      say(now.report, none.what());
+      return false;
     }
     for (index_t layer = 0; layer < layers_; ++layer) {
       range& here = ranges_[at(layer, id)];
@@ -286,6 +294,7 @@ class segment_searches<Layout> {
       here.last = segments_of(layer).size();
       end(here, segments_of(layer));
     }
+    return true;
   }
 
   template <class SegmentsOf>

@@ -9,7 +9,8 @@
 TESSERA_NAMESPACE_BEGIN
 namespace cpu {
 
-/// The sum over a group's query heads of q^2 by channel, of the newest tokens of a prompt, in any chunks.
+/// The sum over a group's query heads of q^2 by channel, of the newest tokens of a prompt, in any chunks. Squares that are not finite say
+/// nothing.
 class window_squares {
  public:
   /// Takes the memory that `add` needs.
@@ -32,7 +33,8 @@ class window_squares {
           float sum = 0;
           for (index_t g = 0; g < group; ++g) {
             const float x = float(q.row(0, t, h * group + g)[d]);
-            sum += x * x;
+            const float square = x * x;
+            if (square < infinity) sum += square;
           }
           rows_.push_back(sum);
         }

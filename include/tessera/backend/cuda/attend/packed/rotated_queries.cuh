@@ -11,7 +11,7 @@ TESSERA_NAMESPACE_BEGIN
 namespace cuda {
 
 /// Where they lie: [sequences, kv_heads, most_segments, rows + 1, dim], fp32, 0 behind the segment's channels. A row is a token and a
-/// query head of the group, token * group + head; the last one is the sum of the others.
+/// query head of the group, token * group + head; the last one is the sum of the others, but for elements that are not finite.
 struct rotated_rows {
   float* data = nullptr;
   index_t most_segments = 0, rows = 0, dim = 0;
@@ -81,7 +81,10 @@ __global__ void __launch_bounds__(rotating_threads, View::k_dim <= 128 ? 5 : 3)
         x = float(q.row(sequence, token, head * group + row - token * group)[d]);
       } else {
         for (index_t token = 0; token < q.tokens; ++token) {
-          for (index_t h = 0; h < group; ++h) x += float(q.row(sequence, token, head * group + h)[d]);
+          for (index_t h = 0; h < group; ++h) {
+            const float own = float(q.row(sequence, token, head * group + h)[d]);
+            x += fabsf(own) < infinity ? own : 0.0f;
+          }
         }
       }
       rows[i] = x;

@@ -23,7 +23,8 @@ __global__ void __launch_bounds__(Threads) note_squares_entry(rows_view<const T>
     float sum = 0;
     for (index_t g = 0; g < group; ++g) {
       const float x = float(q.row(0, first + row, head * group + g)[d]);
-      sum = __fadd_rn(sum, __fmul_rn(x, x));
+      const float square = __fmul_rn(x, x);
+      if (square < infinity) sum = __fadd_rn(sum, square);  // others say nothing
     }
     own[d] = sum;
   }

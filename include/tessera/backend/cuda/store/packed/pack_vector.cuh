@@ -15,7 +15,7 @@ struct written {
   static constexpr int bits = Element == packed_element::fp8 ? 8 : Element == packed_element::int4 ? 4 : 16;
   __device__ static std::uint32_t code(float x, float scale) {
     if constexpr (Element == packed_element::fp16) {
-      return __half_as_ushort(__float2half_rn(x));
+      return __half_as_ushort(__float2half_rn(tessera::detail::held_by_fp16(x)));
     } else if constexpr (Element == packed_element::fp8) {
       return fp8(x / scale).bits;
     } else if constexpr (Element == packed_element::int4) {

@@ -270,9 +270,9 @@ class kv_store<Layout> {
 
   /// Between two steps, or before a turn's first chunk: segments of these sequences that were searched take their places, and others end before
   /// what steps have filled joins them.
-  void settle(const std::vector<index_t>& ids, cudaStream_t stream) {
+  void settle(const std::vector<index_t>& ids, bool prompt, cudaStream_t stream) {
     for (const index_t id : ids) {
-      bool due = false;
+      bool due = prompt;
       for (index_t layer = 0; layer < index_t(packing_.of.size()); ++layer)
         due = due || (packs(layer) && rows_.tail.packed_after_step(whole_.bound(layer, id).longest) > 0);
       searches_.settle(id, packed_, due, stream);

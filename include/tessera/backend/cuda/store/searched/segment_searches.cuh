@@ -151,16 +151,21 @@ class segment_searches<Layout, View> {
     index_t rows = 0;
     for (index_t layer = 0; layer < layers_; ++layer) rows = std::max(rows, ranges_[at(layer, id)].rows);
     const bool full = rows >= rows_.segment;
-    if (rows < rows_.strategy.least_segment || (!full && !lost_enough(id, now, places))) return;
-    if (!now.task) return begin(id, now, places, stream);
+    if (!full && (rows < rows_.strategy.least_segment || !lost_enough(id, now, places))) return;
+    if (!now.task && begin(id, now, places, stream)) return;
     if (!full) return;  // it goes on until the search before it is over, or it is full
     for (index_t layer = 0; layer < layers_; ++layer) end(ranges_[at(layer, id)], places.segments(layer, id).size());
     ++now.report.kept;
   }
 
-  /// Of rows that wait on the host.
+  /// Of rows that wait on the host, those that are being searched among them.
   offset_t bytes(index_t layer, index_t id) const {
-    return on() ? offset_t(ranges_[at(layer, id)].before.size()) * offset_t(blocks_->block_bytes()) : 0;
+    if (!on()) return 0;
+    std::size_t blocks = ranges_[at(layer, id)].before.size();
+    if (const auto& task = sessions_[std::size_t(id)].task) {
+      for (const auto& part : task->parts) blocks += part.layer == layer ? part.before.size() : 0;
+    }
+    return offset_t(blocks * blocks_->block_bytes());
   }
 
  private:
@@ -212,7 +217,8 @@ class segment_searches<Layout, View> {
     }
   }
 
-  void begin(index_t id, session& now, const packed_places& places, cudaStream_t stream) {
+  /// Returns whether a search has begun.
+  bool begin(index_t id, session& now, const packed_places& places, cudaStream_t stream) {
     try {
       std::vector<typename search_type::layer_part> parts;
       for (index_t layer = 0; layer < layers_; ++layer) {
@@ -224,15 +230,18 @@ class segment_searches<Layout, View> {
       // A copy of the cache may hold the same memory.
       auto made = std::make_shared<search_type>(rows_, formats_, heads_, std::move(parts),
                                                 spare_.use_count() == 1 ? spare_ : nullptr, copied);
-      worker_->start(made);
+      auto task = wanted(made);
+      worker_->start(std::move(made));
       spare_ = nullptr;
-      now.task = std::move(made);
+      now.task = std::move(task);
     } catch (const std::bad_alloc&) {
-      return;  // another time
+      return false;  // another time
     } catch (const std::system_error& no_thread) {
-      return say(now.report, no_thread.what());
+      say(now.report, no_thread.what());
+      return false;
     } catch (const error& no_memory) {
-      return say(now.report, no_memory.what());
+      say(now.report, no_memory.what());
+      return false;
     }
     for (index_t layer = 0; layer < layers_; ++layer) {
       range& here = ranges_[at(layer, id)];
@@ -240,6 +249,7 @@ class segment_searches<Layout, View> {
       here.last = places.segments(layer, id).size();
       end(here, here.last);
     }
+    return true;
   }
 
   void take(index_t id, session& now, packed_places& places, cudaStream_t stream) {

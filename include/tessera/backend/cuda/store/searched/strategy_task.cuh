@@ -180,7 +180,7 @@ class strategy_task final : public background_task {
     const auto k_basis = [&](index_t h) { return bases.data() + h * formats_.k_basis(); };
     const auto v_basis = [&](index_t h) { return bases.data() + heads_ * formats_.k_basis() + h * formats_.v_basis(); };
     for (index_t h = 0; h < heads_; ++h) {
-      if (stopping) return false;
+      if (this->is_over(stopping)) return false;
       const auto keys = loader<k_dim>(places.k, places.k_head, h);
       const auto values = loader<v_dim>(places.v, places.v_head, h);
       find_basis<k_dim>(part.rows, formats_.k.channels, name("keys", h), keys, k_basis(h));
@@ -199,7 +199,7 @@ class strategy_task final : public background_task {
     std::vector<std::byte> bytes(image.bytes());
     const device_segment made = image.at(bytes.data());
     for (index_t h = 0; h < heads_; ++h) {
-      if (stopping) return false;
+      if (this->is_over(stopping)) return false;
       pack_side<k_dim>(found.key, made.k, h, part.rows, loader<k_dim>(places.k, places.k_head, h), k_basis(h),
                        part.loss, image.block, made.means);
       pack_side<v_dim>(found.value, made.v, h, part.rows, loader<v_dim>(places.v, places.v_head, h), v_basis(h),
