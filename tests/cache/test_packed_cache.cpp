@@ -343,7 +343,7 @@ TEST_CASE("fp16 holds keys whose norm it does not") {
   using mosaic = mosaickv<fp16, 64>;
   cache<mosaic> held({1, 1, 1}, mosaic(), std::make_shared<cpu::executor>(1));
   const index_t id = held.open();
-  const std::vector<fp16> k(64 * 64, fp16(9000.0f)), one(64 * 64, fp16(1.0f)), q(64 * 64, fp16(-1e-3f));
+  const std::vector<fp16> k(64 * 64, fp16(9000.0f)), one(64 * 64, fp16(1.0f)), q(64 * 64, fp16(1e-3f));
   const auto given = [](const std::vector<fp16>& of, index_t tokens) {
     return nhd_rows<const fp16>(of.data(), tokens, 1, 64);
   };
