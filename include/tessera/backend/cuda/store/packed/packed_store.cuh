@@ -164,19 +164,20 @@ class kv_store<Layout> {
       made.places.push_back({layer, id});
       made.left.push_back({{whole - due, offset_t(heads_) * (whole - due)}, {}});
       made.due.push_back(due), made.shares.push_back(begins ? share : 0);
-      made.before.push_back(begins ? std::vector<rows_before>{} : searches_.room(due));
+      made.before.push_back(begins ? std::vector<rows_before>{} : searches_.room(packing(layer), id, due));
+      packed_.make_room(packing(layer), id, std::size_t(ceil_div(due, share)));
       if (begins) add_spans(made.own, layer, id, due, share);
     }
     if (made.prompt_ends) made.ended = places;
+    made.make_room();
     made.room = maker_.room_for(made.own.size());
     maker_.find_bases(made.own, made.room, stream);
     if (!made.places.empty() && made.prompt_ends) whole_.plan_keep(made.places, made.left);
     pending_ = std::move(made);
   }
   void commit_packing(cudaStream_t stream) {
-    const packing_plan made = std::exchange(pending_, {});
+    packing_plan made = std::exchange(pending_, {});
     std::size_t own = 0;  // segments that have begun
-    std::vector<joining_rows> joining;
     for (std::size_t i = 0; i < made.places.size(); ++i) {
       const auto [layer, id] = made.places[i];
       const index_t due = made.due[i], share = made.shares[i] > 0 ? made.shares[i] : due;
@@ -190,28 +191,27 @@ class kv_store<Layout> {
         } else if (!searches_.joins(packing(layer), id, all)) {
           packed_.begin_segment(packing(layer), id, searches_.like(packing(layer), id, all), stream);
         }
-        joining.push_back({layer, id, index_t(all.size()) - 1, all.back().slot, all.back().rows, first, count});
+        made.joining.push_back({layer, id, index_t(all.size()) - 1, all.back().slot, all.back().rows, first, count});
         packed_.took(packing(layer), id, count);
       }
     }
-    encode(joining, stream);
-    std::vector<oldest_rows<typename whole_store::view_type>> oldest;
+    encode(made, stream);
     for (std::size_t i = 0; i < made.places.size(); ++i) {
       const auto [layer, id] = made.places[i];
       if (made.shares[i] > 0)
         searches_.ended(packing(layer), id, packed_.segments(packing(layer), id).size());
       else
-        searches_.joined(view(layer, id), packing(layer), id, 0, made.due[i], made.before[i], stream);
+        searches_.joined(view(layer, id), packing(layer), id, 0, made.due[i], std::move(made.before[i]), stream);
       searches_.mark(id, stream);
       if (made.prompt_ends) {
         whole_.keep(layer, id, {newest_.of(whole_.lengths(layer, id), made.left[i].longest, stream), made.left[i]},
                     stream);
       } else {
-        oldest.push_back({whole_.view(layer, id), made.due[i]});
+        made.oldest.push_back({whole_.view(layer, id), made.due[i]});
         whole_.dropped(layer, id, made.left[i], made.due[i]);  // room for the step or chunk that follows is there
       }
     }
-    drop_oldest(oldest, stream);
+    drop_oldest(made.oldest, stream);
     for (const auto& [layer, id] : made.ended) {
       if (packs(layer)) maker_.forget(packing(layer), id);
     }
@@ -226,20 +226,22 @@ class kv_store<Layout> {
     if (due == 0 || !begins_segments(layer, id, prompt) ||
         index_t(held) + ceil_div(due, rows_.segment) > packed_.most_segments())
       return;
-    std::vector<segment_span<view_type>> own;
-    add_spans(own, layer, id, due, rows_.segment);
+    packing_plan plan;
+    add_spans(plan.own, layer, id, due, rows_.segment);
     layer_beside made{layer, id, due, {}};
-    made.fresh.reserve(own.size());
-    packed_.make_room(packing(layer), id, own.size());
-    const segment_rooms room = maker_.room_for(own.size());
+    made.fresh.reserve(plan.own.size());
+    packed_.make_room(packing(layer), id, plan.own.size());
+    const segment_rooms room = maker_.room_for(plan.own.size());
     const cudaStream_t beside = stream_beside_.begin(stream);
     try {
-      maker_.start_bases(own, room, beside);
-      for (std::size_t i = 0; i < own.size(); ++i) {
-        segment_record begun = maker_.begin(room, i, own[i], packing(layer), id, beside);
+      maker_.start_bases(plan.own, room, beside);
+      for (std::size_t i = 0; i < plan.own.size(); ++i) {
+        segment_record begun = maker_.begin(room, i, plan.own[i], packing(layer), id, beside);
         made.fresh.push_back(packed_.begin_unseen(packing(layer), id, std::move(begun), made.fresh, beside));
-        encode({{layer, id, index_t(held + i), made.fresh.back().slot, 0, own[i].first, own[i].count}}, beside);
-        made.fresh.back().rows = own[i].count;
+        plan.joining = {
+            {layer, id, index_t(held + i), made.fresh.back().slot, 0, plan.own[i].first, plan.own[i].count}};
+        encode(plan, beside);
+        made.fresh.back().rows = plan.own[i].count;
       }
       stream_beside_.end();
     } catch (...) {
@@ -282,9 +284,8 @@ class kv_store<Layout> {
   const segment_searches<Layout, view_type>& searches() const { return searches_; }
 
   void plan_copy(index_t from, index_t to, cudaStream_t stream) {
-    for (const index_t at : packing_.of) {
+    for (const index_t at : packing_.of)
       if (at >= 0) packed_.plan_copy(at, from, to);
-    }
     searches_.copy(from, to);
     plan_whole([&] { whole_.plan_copy(from, to); }, stream);
   }
@@ -302,9 +303,8 @@ class kv_store<Layout> {
     if (beside_.id == id) stream_beside_.wait(), beside_ = {};
     whole_.clear(id, stream);
     searches_.clear(id);
-    for (const index_t at : packing_.of) {
+    for (const index_t at : packing_.of)
       if (at >= 0) packed_.clear(at, id, stream), maker_.forget(at, id);
-    }
   }
 
   /// Logical positions by kv_head, ascending: of packed rows their slots. Synchronises.
@@ -373,13 +373,13 @@ class kv_store<Layout> {
     }
     plan();
   }
-  /// Packs whole rows into segments, all of them at once.
-  void encode(const std::vector<joining_rows>& all, cudaStream_t stream) {
-    std::vector<encode_problem<view_type>> problems;
-    for (const joining_rows& rows : all)
-      problems.push_back({view(rows.layer, rows.id), rows.first, rows.count, nullptr, rows.segment});
-    maker_.encode(problems, stream);
-    for (std::size_t i = 0; i < all.size(); ++i) searches_.noted(problems[i], packing(all[i].layer), all[i], stream);
+  /// Packs whole rows into segments, all that join them at once.
+  void encode(packing_plan& made, cudaStream_t stream) {
+    made.problems.clear();
+    for (const joining_rows& rows : made.joining)
+      made.problems.push_back({view(rows.layer, rows.id), rows.first, rows.count, nullptr, rows.segment});
+    maker_.encode(made.problems, stream);
+    searches_.noted(made.problems, made.joining, packing_, stream);
   }
 
   stream_beside stream_beside_;  // the first: what is assigned to waits before its memory goes

@@ -11,6 +11,7 @@
 #include "../searched/possible_segments.cuh"
 #include "../searched/rows_before.cuh"
 #include "bases/segment_bases.cuh"
+#include "drop_oldest.cuh"
 #include "encode_rows.cuh"
 #include "head_sets.cuh"
 
@@ -33,6 +34,14 @@ struct packing_plan {
   bool prompt_ends = false;
   std::vector<segment_span<View>> own;  // segments that begin
   segment_rooms room;
+  // Empty, with room for what carrying it out notes: that needs no memory on the host.
+  std::vector<joining_rows> joining;
+  std::vector<encode_problem<View>> problems;
+  std::vector<oldest_rows<typename View::whole_type>> oldest;
+  void make_room() {
+    joining.reserve(own.size() + places.size()), problems.reserve(own.size() + places.size());
+    oldest.reserve(places.size());
+  }
 };
 
 /// What a layout's own segments need. Layers are counted among those that pack. Calls on one stream follow each other; a caller with two lets one

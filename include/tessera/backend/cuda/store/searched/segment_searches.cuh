@@ -28,8 +28,9 @@ class segment_searches {
   static std::size_t finished(index_t, index_t, std::size_t all) { return all > 0 ? all - 1 : 0; }
   static const segment_record& like(index_t, index_t, const segments& all) { return all.back(); }
   static bool joins(index_t, index_t, const segments&) { return true; }
-  static std::vector<rows_before> room(index_t) { return {}; }
-  void noted(const encode_problem<View>&, index_t, const joining_rows&, cudaStream_t) {}
+  static std::vector<rows_before> room(index_t, index_t, index_t) { return {}; }
+  void noted(const std::vector<encode_problem<View>>&, const std::vector<joining_rows>&, const packing_layers&,
+             cudaStream_t) {}
   void joined(const View&, index_t, index_t, index_t, index_t, std::vector<rows_before>, cudaStream_t) {}
   void ended(index_t, index_t, std::size_t) {}
   void mark(index_t, cudaStream_t) {}
@@ -110,18 +111,25 @@ class segment_searches<Layout, View> {
            last.v == own.v && last.block == own.block;
   }
 
-  /// Blocks for `count` rows that are about to be packed. Errors: no memory.
-  std::vector<rows_before> room(index_t count) const {
+  /// Blocks for `count` rows that are about to be packed, which `joined` takes without more memory. Errors: no memory.
+  std::vector<rows_before> room(index_t layer, index_t id, index_t count) {
     std::vector<rows_before> made;
+    if (on()) {
+      auto& before = ranges_[at(layer, id)].before;
+      before.reserve(before.size() + std::size_t(ceil_div(count, rows_.tail.tail)));
+    }
     for (; on() && count > 0; count -= rows_.tail.tail)
       made.push_back({blocks_->take(), std::min(count, rows_.tail.tail)});
     return made;
   }
-  /// Whole rows have been packed: what that left out of them is summed. `layer` counts the layers that pack.
-  void noted(const encode_problem<View>& problem, index_t layer, const joining_rows& rows, cudaStream_t stream) {
-    if (!on()) return;
-    losses_->run(problem.view, rows.segment, rows.held, rows.first, rows.count, total(layer, rows.id, rows.slot),
-                 stream);
+  /// Whole rows have been packed: what that left out of them is summed.
+  void noted(const std::vector<encode_problem<View>>& problems, const std::vector<joining_rows>& all,
+             const packing_layers& packing, cudaStream_t stream) {
+    for (std::size_t i = 0; on() && i < all.size(); ++i) {
+      const joining_rows& rows = all[i];
+      losses_->run(problems[i].view, rows.segment, rows.held, rows.first, rows.count,
+                   total(packing.of[std::size_t(rows.layer)], rows.id, rows.slot), stream);
+    }
   }
   /// They stand behind the settled segments, and are still whole. `blocks` are those of `room`.
   void joined(const View& view, index_t layer, index_t id, index_t first, index_t count,
