@@ -11,6 +11,7 @@
 #include <vector>
 
 #include "../packed/encode_rows.cuh"
+#include "possible_segments.cuh"
 #include "strategy_task.cuh"
 
 TESSERA_NAMESPACE_BEGIN
