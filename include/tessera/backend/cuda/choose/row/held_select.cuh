@@ -9,7 +9,7 @@ namespace detail {
 
 /// Bits for neighbouring keys of one thread, in the order of the row: which are chosen for certain, and which may be.
 struct neighbour_bits {
-  static constexpr int words = 2, quads = 8;  // of four keys in a word
+  static constexpr int words = 2, quads = 8;  // groups of four keys that a word has bits for
   const uint4* from;
   index_t half;  // quads of the first word
   unsigned chosen[words] = {}, maybe[words] = {};
@@ -19,7 +19,7 @@ struct neighbour_bits {
   /// Of a thread when `threads` share `all` quads: odd, so that neighbouring threads read from other banks.
   __device__ static index_t each(index_t all, index_t threads) { return (all + threads - 1) / threads | 1; }
 
-  /// Of the thread's share of `all` quads. Keys above `digit` << 21 and its 21 bits are chosen, those within may be.
+  /// Of the thread's `own` quads of `all`, from `first` on. Keys whose leading 11 bits are above `digit` are chosen, those that share it may be.
   __device__ neighbour_bits(const uint4* keys, index_t all, index_t first, index_t own, unsigned digit)
       : from(keys + first), half(own / 2 + 1) {
     const unsigned low = digit << 21, high = low | 0x1fffffu;
