@@ -3,7 +3,7 @@
 # and without any registry, and writes a record: DATE-GPU.md and DATE-GPU.json.
 #
 #   benchmarks/gpu.sh [--only tests,tool,benchmarks,sanitizers] [--prebuilt FOLDER] [--out FOLDER] [--limit SECONDS]
-#                     [--scale FRACTION] [--tool-scale FRACTION] [--commit NAME]
+#                     [--scale FRACTION] [--tool-scale FRACTION] [--commit NAME] [--quick]
 #
 #   --only       what to run; all four unless given
 #   --prebuilt   a folder with test_gpu, bench_cuda, tessera, ..., built elsewhere for this GPU, and the shared libraries
@@ -13,13 +13,15 @@
 #   --scale      TESSERA_TEST_SCALE of the sanitizers, 0.05 unless given
 #   --tool-scale how many budgets and lengths of documents the tool is asked about, 1 unless given: all
 #   --commit     written into the record where git cannot tell
+#   --quick      every benchmark program runs once, over small shapes where it has any: does it still work? Its times say nothing and
+#                do not go into the record
 #
 # A step that fails, or prints nothing for some minutes, is recorded as failed and the next one runs; the record is written in any case.
 # The exit status is 0 when every step passed; bars that are missed are only reported.
 set -uo pipefail
 cd "$(dirname "${BASH_SOURCE[0]}")/.." || exit 2
 
-only=tests,tool,benchmarks,sanitizers prebuilt='' tool_scale=1 out='' limit=3600 scale=0.05 commit='' no_examples=''
+only=tests,tool,benchmarks,sanitizers prebuilt='' tool_scale=1 out='' limit=3600 scale=0.05 commit='' no_examples='' quick=''
 while [ $# -gt 0 ]; do
   case $1 in
     --only) only=${2:?} ;;
@@ -29,6 +31,7 @@ while [ $# -gt 0 ]; do
     --scale) scale=${2:?} ;;
     --tool-scale) tool_scale=${2:?} ;;
     --commit) commit=${2:?} ;;
+    --quick) quick=yes; shift; continue ;;
     *) sed -n '2,/^set/{/^set/d;s/^# \{0,1\}//;p}' "${BASH_SOURCE[0]}"; exit 2 ;;
   esac
   shift 2
@@ -172,21 +175,40 @@ if wanted tool; then
 fi
 if wanted benchmarks; then
   # Each family has a process of its own: behind 200 others RocketKV's choice took 13.6 us instead of 10.7.
-  for family in $("$programs/bench_cuda" --benchmark_list_tests=true | sed 's,/.*,,' | sort -u); do
+  families=$("$programs/bench_cuda" --benchmark_list_tests=true | sed 's,/.*,,' | sort -u)
+  [ -n "$families" ] || { echo "bench_cuda: lists no benchmark"; failed=$((failed + 1)); }
+  figures=$logs
+  if [ -n "$quick" ]; then
+    export TESSERA_BENCH_QUICK=1
+    figures=$logs/quick
+    mkdir -p "$figures"
+  fi
+  for family in $families; do
     attempt "bench_cuda_$family" 300 "$programs/bench_cuda" --benchmark_filter="^$family(/|\$)" \
-      --benchmark_out="$logs/bench_cuda_$family.json" --benchmark_out_format=json
+      --benchmark_out="$figures/bench_cuda_$family.json" --benchmark_out_format=json
   done
-  if grep -q '"error_occurred": true' "$logs"/bench_cuda_*.json 2>/dev/null; then
+  if grep -q '"error_occurred": true' "$figures"/bench_cuda_*.json 2>/dev/null; then
     echo "bench_cuda: some benchmarks failed, see the record"
     failed=$((failed + 1))
   fi
   if python3 -c 'import torch, sys; sys.exit(not torch.cuda.is_available())' 2>/dev/null; then
-    attempt peers 300 env PYTHONUNBUFFERED=1 python3 benchmarks/peers/peers.py --out "$logs/peers.json"
+    attempt peers 300 env PYTHONUNBUFFERED=1 python3 benchmarks/peers/peers.py --out "$figures/peers.json"
   else
     echo "peers: not measured, python3 has no PyTorch that sees the GPU"
     note "peers (no PyTorch that sees the GPU)" none 0
   fi
-  if [ -x "$programs/bench_decode_step" ]; then
+  if [ -n "$quick" ] && [ -x "$programs/bench_decode_step" ]; then
+    few='--layers 2 --steps 3 --extrapolate 0'
+    # shellcheck disable=SC2086 # several words
+    {
+      attempt decode_step 300 "$programs/bench_decode_step" $few --methods full,snapkv,exact_topk,rocketkv --contexts 1024,8192
+      attempt decode_step_batch 300 "$programs/bench_decode_step" $few --methods full,rocketkv --batch 4 --contexts 8192
+      attempt decode_step_packed 300 "$programs/bench_decode_step" $few --methods full,quest,mosaickv --share 10 --turn 4096 \
+        --batch 2 --contexts 8192
+      attempt decode_step_prompts 300 "$programs/bench_decode_step" --layers 2 --methods full,tangram --prompts 4096
+      attempt turns 300 "$programs/bench_turns" --layers 2 --prompts 4096 --answers 40 --warm 2048
+    }
+  elif [ -x "$programs/bench_decode_step" ]; then
     attempt decode_step 300 "$programs/bench_decode_step" --json "$logs/decode_step.json"
     attempt decode_step_rocketkv 300 "$programs/bench_decode_step" --methods full,rocketkv --budget 1024 \
       --contexts 1024,32768,98304,131072 --json "$logs/decode_step_rocketkv.json"
@@ -202,6 +224,7 @@ if wanted benchmarks; then
   else
     echo "decode_step: not measured, ${no_examples:-the program is not there}"
     note "decode_step (${no_examples:-the program is not there})" none 0
+    [ -z "$quick" ] || failed=$((failed + 1))
   fi
 fi
 if wanted sanitizers; then

@@ -53,7 +53,7 @@ foreach(rung IN LISTS rungs cuda_rungs)
   endif()
   if(TESSERA_BUILD_TESTS)
     add_test(NAME ladder_${name} COMMAND ladder_${name})
-    set_tests_properties(ladder_${name} PROPERTIES LABELS "cpu;ladder" TIMEOUT 120
+    set_tests_properties(ladder_${name} PROPERTIES LABELS "cpu;ladder" TIMEOUT ${tessera_hang}
                          SKIP_REGULAR_EXPRESSION "skipped: no CUDA device on this machine")
   endif()
 endforeach()

@@ -89,7 +89,7 @@ if(cuda_works)
   target_link_libraries(test_gpu PRIVATE tessera_testing)
   tessera_cuda_options(test_gpu)
   add_test(NAME test_gpu COMMAND test_gpu)
-  set_tests_properties(test_gpu PROPERTIES LABELS gpu TIMEOUT 900
+  set_tests_properties(test_gpu PROPERTIES LABELS gpu TIMEOUT ${tessera_hang}
                        SKIP_REGULAR_EXPRESSION "skipped: no CUDA device on this machine")
 endif()
 
@@ -103,4 +103,4 @@ add_executable(two_units tests/link/first.cpp tests/link/second.cpp)
 target_include_directories(two_units PRIVATE "${PROJECT_BINARY_DIR}/two_units")
 target_link_libraries(two_units PRIVATE tessera::tessera Eigen3::Eigen)
 add_test(NAME two_units COMMAND two_units)
-set_tests_properties(two_units PROPERTIES LABELS "cpu;check" TIMEOUT 60)
+set_tests_properties(two_units PROPERTIES LABELS "cpu;check" TIMEOUT ${tessera_hang})

@@ -9,6 +9,9 @@ if(PROJECT_IS_TOP_LEVEL)
 endif()
 set(CMAKE_CXX_EXTENSIONS OFF)
 
+# Seconds after which a test counts as hanging. It says nothing of how long a test takes, which depends on the machine.
+set(tessera_hang 14400)
+
 add_compile_options("$<$<COMPILE_LANGUAGE:CXX>:-Wall;-Wextra;-Wpedantic;-Wshadow>")
 # g++ 12 warns of overlapping copies inside its own std::string (GCC bug 105651).
 add_compile_options("$<$<COMPILE_LANG_AND_ID:CXX,GNU>:-Wno-restrict>")

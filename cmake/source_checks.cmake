@@ -2,7 +2,7 @@
 
 function(tessera_source_check name)
   add_test(NAME ${name} COMMAND ${ARGN})
-  set_tests_properties(${name} PROPERTIES LABELS "cpu;check" TIMEOUT 600)
+  set_tests_properties(${name} PROPERTIES LABELS "cpu;check" TIMEOUT ${tessera_hang})
 endfunction()
 
 set(checks "${PROJECT_SOURCE_DIR}/cmake/checks")

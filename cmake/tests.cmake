@@ -76,7 +76,7 @@ if(TARGET tessera)  # a sample of what tests/hostile/run.sh does
   add_test(NAME tool_hostile
            COMMAND Python3::Interpreter "${PROJECT_SOURCE_DIR}/tests/hostile/hostile.py" "$<TARGET_FILE:tessera>"
                    "${PROJECT_SOURCE_DIR}/examples" 200)
-  set_tests_properties(tool_hostile PROPERTIES LABELS cpu TIMEOUT 900)
+  set_tests_properties(tool_hostile PROPERTIES LABELS cpu TIMEOUT ${tessera_hang})
 endif()
 
 foreach(program IN LISTS test_programs)
@@ -91,7 +91,7 @@ foreach(program IN LISTS test_programs)
     endif()
   endif()
   add_test(NAME ${program} COMMAND ${program})
-  set_tests_properties(${program} PROPERTIES LABELS cpu TIMEOUT 900)
+  set_tests_properties(${program} PROPERTIES LABELS cpu TIMEOUT ${tessera_hang})
   if(program MATCHES "_cuda$")
     set_tests_properties(${program} PROPERTIES LABELS gpu
                          SKIP_REGULAR_EXPRESSION "skipped: no CUDA device on this machine")

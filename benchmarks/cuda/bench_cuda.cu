@@ -6,6 +6,7 @@
 // repetitions; medians count. Inputs are rotated through at least 256 MiB, unless one set of them is larger.
 #include <cmath>
 #include <cstdio>
+#include <cstdlib>
 #include <optional>
 
 #include "cuda_bench.hpp"
@@ -238,10 +239,12 @@ double replay::seconds() {
 void add(const std::string& name, std::function<prepared()> make, int iterations) {
   const auto least = [](const std::vector<double>& v) { return *std::min_element(v.begin(), v.end()); };
   const auto most = [](const std::vector<double>& v) { return *std::max_element(v.begin(), v.end()); };
+  // Quick: each launch is seen to work, and not timed.
+  const bool quick = std::getenv("TESSERA_BENCH_QUICK") != nullptr;
   benchmark::RegisterBenchmark(name.c_str(), [=](benchmark::State& state) { run(state, name, make); })
       ->UseManualTime()
-      ->Iterations(iterations)
-      ->Repetitions(11)
+      ->Iterations(quick ? 1 : iterations)
+      ->Repetitions(quick ? 1 : 11)
       ->ReportAggregatesOnly(true)
       ->ComputeStatistics("min", least)
       ->ComputeStatistics("max", most)

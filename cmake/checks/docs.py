@@ -7,7 +7,7 @@ Usage: docs.py REPOSITORY. Four rules, for README.md, CONTRIBUTING.md and docs/:
 - docs/concepts.md has every sentence that the static_asserts of concepts/ and recipe.hpp print.
 - Links to files of the repository lead somewhere.
 - A source file that is named in backticks exists: by its path from the repository, include/tessera or examples, or, where
-  only its name is given, somewhere. Not looked at: names with capitals or brackets (placeholders), docs/compile_times.md
+  only its name is given, somewhere. docs/engines.md and docs/cuda.md name headers by the path that a program includes. Not looked at: names with capitals or brackets (placeholders), docs/compile_times.md
   (a record of one day), and the header that docs/how_to/add_a_scorer.md has the reader write.
 """
 import html
@@ -20,6 +20,7 @@ LITERALS = re.compile(r'"(tessera: (?:[^"\\]|\\.)*)"((?:\s*"(?:[^"\\]|\\.)*")*)'
 FILE = re.compile(r"`((?:[a-z0-9_.-]+/)*[a-z0-9_]+\.(?:hpp|cuh|cpp|cu|py|sh|cmake))`")
 TO_BE_WRITTEN = "tempered_attention"
 RECORDS = ("compile_times.md",)
+FOR_INCLUDING = ("engines.md", "cuda.md")
 LINK = re.compile(r"\]\(([^)#\s]+)[^)]*\)")
 
 
@@ -81,6 +82,8 @@ def check_files(root, pages):
                 for start in (root, root / "include", root / "include" / "tessera", root / "examples"))
             if not found and TO_BE_WRITTEN not in name:
                 yield page, f"there is no file {name}"
+            elif page.name in FOR_INCLUDING and name.endswith((".hpp", ".cuh")) and not (root / "include" / name).is_file():
+                yield page, f"{name} is not the path that a program includes, tessera/..."
 
 
 def main(repository):

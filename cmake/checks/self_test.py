@@ -126,6 +126,7 @@ class Checks(unittest.TestCase):
                 "include/tessera/concepts/budget.hpp": '"tessera: a budget "\n  "must have a name"'}
         self.assert_passes(docs.main, good)
         self.assert_passes(docs.main, {**good, "docs/files.md": "`concepts/budget.hpp`, `a.cpp`, `tests/NAME.cpp`\n"})
+        self.assert_passes(docs.main, {**good, "docs/engines.md": "`tessera/concepts/budget.hpp`, `a.cpp`\n"})
         for name, text, sentence in [
             ("README.md", code, "shows no marked region"),
             ("README.md", good["README.md"] + "[gone](docs/gone.md)\n", "docs/gone.md leads nowhere"),
@@ -134,6 +135,8 @@ class Checks(unittest.TestCase):
             ("examples/ladder/b.cpp", "// [more]\nint b;\n// [more]\n", "no page shows the region [more]"),
             ("README.md", good["README.md"] + "`concepts/gone.hpp`\n", "there is no file concepts/gone.hpp"),
             ("README.md", good["README.md"] + "`gone.cuh`\n", "there is no file gone.cuh"),
+            ("docs/engines.md", "`budget.hpp`\n", "budget.hpp is not the path that a program includes"),
+            ("docs/cuda.md", "`concepts/budget.hpp`\n", "concepts/budget.hpp is not the path that a program includes"),
             ("docs/concepts.md", "tessera: a budget must\n", "lacks the sentence: tessera: a budget must have a name"),
         ]:
             self.assert_fails(docs.main, {**good, name: text}, sentence)
@@ -141,14 +144,14 @@ class Checks(unittest.TestCase):
     def test_a_step_that_hangs_is_ended_and_a_slow_one_is_not(self):
         steps = pathlib.Path(__file__).resolve().parents[2] / "benchmarks" / "steps.sh"
         with tempfile.TemporaryDirectory() as logs:
-            script = f"limit=60 logs={logs}; source {steps}\n" + """
-                attempt slow 2 bash -c 'for i in 1 2 3 4 5 6; do echo $i; sleep 0.5; done'
-                attempt hangs 1 bash -c 'echo begun; exec sleep 60'
-                attempt fails 5 bash -c 'exit 3'
+            script = f"limit=3600 logs={logs}; source {steps}\n" + """
+                attempt slow 20 bash -c 'for i in 1 2 3; do echo $i; sleep 0.5; done'
+                attempt hangs 1 bash -c 'echo begun; exec sleep 3600'
+                attempt fails 60 bash -c 'exit 3'
                 limit=0
                 attempt late 5 true
                 echo "failed $failed" """
-            run = subprocess.run(["bash", "-c", script], stdout=subprocess.PIPE, text=True, timeout=60, check=False)
+            run = subprocess.run(["bash", "-c", script], stdout=subprocess.PIPE, text=True, check=False)
             written = [line.split("\t")[:2] for line in pathlib.Path(logs, "steps.tsv").read_text().splitlines()]
         self.assertEqual(written, [["slow", "0"], ["hangs", "silent"], ["fails", "3"], ["late", "124"]], run.stdout)
         self.assertIn("failed 3", run.stdout)

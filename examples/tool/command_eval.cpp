@@ -2,7 +2,6 @@
 #include <algorithm>
 #include <chrono>
 #include <cstdio>
-#include <limits>
 #include <optional>
 
 #include "backend.hpp"
@@ -12,10 +11,8 @@
 #include "engine/files/output_file.hpp"
 #include "engine/tokenizer.hpp"
 #include "progress.hpp"
-#include "tool/eval/document.hpp"
 #include "tool/eval/evaluate.hpp"
 #include "tool/eval/report.hpp"
-#include "tool/eval/tasks.hpp"
 #include "tool/methods/registry.hpp"
 #include "tool/methods/values.hpp"
 
@@ -135,27 +132,28 @@ std::vector<variant> parse_variants(const eval_options& given) {
 
 }  // namespace
 
-std::vector<conversation> make_conversations(const eval_options& given, const engine::llama_config& config,
-                                             const engine::tokenizer& tokenizer) {
+question_source::question_source(const eval_options& given) {
+  if (!given.questions.empty()) {
+    questions_ = load_questions(given.questions);
+    return;
+  }
+  documents_ = document_request::checked(given);
+  documents_->plan.count = std::size_t(parse_count("--count", given.count, 1, 1'000'000));
+}
+
+std::vector<conversation> question_source::conversations(const engine::llama_config& config,
+                                                         const engine::tokenizer& tokenizer) && {
+  if (!documents_) return std::move(questions_);
+  documents_->fit(config.max_position_embeddings, tokenizer);
+  const std::string text = engine::read_text_file(documents_->text);
   progress_line progress("making documents");
-  document_plan plan;
-  plan.context = parse_count("--context", given.context, 1);
-  plan.room = config.max_position_embeddings;
-  plan.count = std::size_t(parse_count("--count", given.count, 1, 1'000'000));
-  plan.seed = std::uint64_t(parse_count("--seed", given.seed, 0, std::numeric_limits<std::int64_t>::max()));
-  tessera::require(plan.context <= plan.room, "--context", plan.context,
-                   "at most the model's context, which is " + std::to_string(plan.room), "lower it");
-  const task_book book = task_book::load(given.tasks);
-  const std::string text = engine::read_text_file(given.text);
-  const document_maker maker(text, tokenizer, book);
-  const auto families =
-      given.families.empty() ? book.families_of(given.suite) : parse_list("--families", given.families);
+  const document_maker maker(text, tokenizer, documents_->book);
   std::vector<conversation> all;
-  const std::size_t wanted = families.size() * plan.count;
-  for (const std::string& family : families) {
-    for (std::size_t i = 0; i < plan.count; ++i) {
+  const std::size_t count = documents_->plan.count, wanted = documents_->families.size() * count;
+  for (const std::string& family : documents_->families) {
+    for (std::size_t i = 0; i < count; ++i) {
       progress.update(std::int64_t(all.size()), std::int64_t(wanted));
-      all.push_back(maker.make(family, i, plan));
+      all.push_back(maker.make(family, i, documents_->plan));
     }
   }
   return all;
@@ -165,28 +163,28 @@ void evaluate(const eval_options& given) {
   const backend where = require_backend(given.backend);
   const auto variants = parse_variants(given);
   const element_type element = parse_element(given.dtype);
+  question_source source(given);
   const auto workers = make_workers(given.threads);
   if (!given.json.empty()) engine::require_writable(given.json);
   const std::filesystem::path folder = given.model;
   const engine::llama_config config = engine::load_config(folder / "config.json");
   const auto tokenizer = engine::tokenizer::load(folder / "tokenizer.model");
   engine::require_agreement(folder, config, tokenizer.vocab_size());
-  const auto conversations =
-      given.questions.empty() ? make_conversations(given, config, tokenizer) : load_questions(given.questions);
-  const auto model = [&] {
-    progress_line progress("loading the model");
-    return load_model(folder, where, *workers);
-  }();
-  evaluation evaluation(*model, tokenizer, variants, element, workers);
-
+  require_caches(variants, config, element, workers);
+  const auto conversations = std::move(source).conversations(config, tokenizer);
   std::vector<std::vector<planned_turn>> plans;
   {
     progress_line progress("cutting documents into tokens");
     for (std::size_t i = 0; i < conversations.size(); ++i) {
       progress.update(std::int64_t(i), std::int64_t(conversations.size()));
-      plans.push_back(evaluation.plan(conversations[i], "question " + std::to_string(i + 1)));
+      plans.push_back(plan_turns(conversations[i], "question " + std::to_string(i + 1), config, tokenizer));
     }
   }
+  const auto model = [&] {
+    progress_line progress("loading the model");
+    return load_model(folder, where, *workers);
+  }();
+  evaluation evaluation(*model, tokenizer, variants, element, workers);
   const gentle_end gentle;
   const auto start = std::chrono::steady_clock::now();
   std::size_t finished = 0;

@@ -2,11 +2,13 @@
 #pragma once
 
 #include <memory>
+#include <optional>
 #include <string>
 #include <vector>
 
 #include "engine/config.hpp"
 #include "engine/tokenizer.hpp"
+#include "tool/eval/document.hpp"
 #include "tool/eval/questions.hpp"
 #include "tool/methods/method_cache.hpp"
 
@@ -34,9 +36,9 @@ struct run_options {
   bool one_line = false, as_json = false;
 };
 
-struct eval_options {
-  std::string model, methods, budgets, questions, json, families, suite = "all", text, tasks;
-  std::string backend = "cpu", dtype = "bf16", context = "4096", count = "40", seed = "1", threads = "0";
+struct eval_options : document_options {
+  std::string model, methods, budgets, questions, json;
+  std::string backend = "cpu", dtype = "bf16", count = "40", threads = "0";
   std::vector<std::string> settings, varied;
 };
 
@@ -51,9 +53,9 @@ struct compress_file_options {
   std::string in, out, threads = "0";
 };
 
-struct calibrate_options {
-  std::string model, method = "snapkv", out, families, suite = "all", text, tasks;
-  std::string share = "0.3", samples = "50", alpha = "2", context = "4096", seed = "1", threads = "0";
+struct calibrate_options : document_options {
+  std::string model, method = "snapkv", out;
+  std::string share = "0.3", samples = "50", alpha = "2", threads = "0";
   bool renormalise = false;
   std::vector<std::string> settings;
 };
@@ -66,9 +68,19 @@ void compress_file(const compress_file_options& given);
 void calibrate(const calibrate_options& given);
 void find_heads(const heads_options& given);
 
-/// The tool's own documents, as the options have them. Errors: what they ask for cannot be made.
-std::vector<conversation> make_conversations(const eval_options& given, const engine::llama_config& config,
-                                             const engine::tokenizer& tokenizer);
+/// The questions of `eval` and `heads`: the user's, or documents that the tool makes.
+class question_source {
+ public:
+  /// Checks the options before anything else is read or computed; reads the user's questions, or the tasks file.
+  explicit question_source(const eval_options& given);
+
+  /// Errors: what the options ask for cannot be made for this model.
+  std::vector<conversation> conversations(const engine::llama_config& config, const engine::tokenizer& tokenizer) &&;
+
+ private:
+  std::vector<conversation> questions_;       // the user's
+  std::optional<document_request> documents_;  // otherwise
+};
 
 /// A thread pool of so many workers, 0 for every core. Errors: no whole number from 0 to 1024.
 std::shared_ptr<tessera::cpu::executor> make_workers(const std::string& threads);

@@ -12,12 +12,31 @@
 
 namespace tool {
 
+/// What the command line says of documents, as text.
+struct document_options {
+  std::string families, suite = "all", text, tasks, context = "4096", seed = "1";
+};
+
 /// What documents to make.
 struct document_plan {
   std::int64_t context = 4096;  ///< tokens of a document, hidden sentences included
   std::int64_t room = 4096;     ///< tokens of the longest conversation that the model takes
   std::size_t count = 40;       ///< conversations of each family
   std::uint64_t seed = 0;
+};
+
+/// Options of documents that are numbers, families and files that exist.
+struct document_request {
+  document_plan plan;  ///< `count` and `room` are the caller's to set
+  task_book book;
+  std::vector<std::string> families;
+  std::string text;  ///< path
+
+  /// Reads the tasks file and nothing else. Errors: no number, an unknown suite or family, a tasks file that is none.
+  static document_request checked(const document_options& given);
+
+  /// Errors: documents longer than `room`, the model's context; a family whose sentences alone are longer than a document.
+  void fit(std::int64_t room, const engine::tokenizer& tokenizer);
 };
 
 /// A text cut into lines, with the tokens of each.
@@ -35,8 +54,6 @@ class document_maker {
     std::size_t first, last;  // lines
   };
 
-  std::int64_t tokens_of(const std::string& text) const;
-  std::int64_t tokens_around(const task& task) const;
   span slice(random_source& random, std::int64_t tokens) const;
   std::vector<std::string> hide(random_source& random, span lines, const task& task, double stratum_begin,
                                 double stratum_size) const;

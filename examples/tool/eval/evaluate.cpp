@@ -17,17 +17,42 @@ index_t longest_answer(const std::vector<planned_turn>& turns) {
   return longest;
 }
 
+std::vector<planned_turn> plan_turns(const conversation& conversation, const std::string& place,
+                                     const engine::llama_config& config, const engine::tokenizer& tokenizer) {
+  std::vector<planned_turn> turns;
+  std::int64_t tokens = 0;
+  for (const turn& turn : conversation.turns) {
+    planned_turn planned{tokenizer.encode(turn.prompt), turn.answer, 0};
+    if (turns.empty() && tokenizer.bos()) planned.prompt.insert(planned.prompt.begin(), *tokenizer.bos());
+    planned.max_new = std::int32_t(tokenizer.encode(" " + turn.answer + "\n").size());
+    tokens += std::int64_t(planned.prompt.size()) + planned.max_new;
+    turns.push_back(std::move(planned));
+  }
+  const std::int64_t most = config.max_position_embeddings;
+  tessera::require(tokens <= most, place, std::to_string(tokens) + " tokens with its answers",
+                   "at most the model's context, which is " + std::to_string(most), "shorten its prompts");
+  // An answer may be cut into twice as many tokens, and have white space at its ends.
+  const std::int64_t room = (most - tokens) / std::int64_t(turns.size());
+  for (planned_turn& turn : turns) turn.max_new += std::int32_t(std::min<std::int64_t>(turn.max_new + 2, room));
+  return turns;
+}
+
+void require_caches(const std::vector<variant>& variants, const engine::llama_config& config, element_type element,
+                    const std::shared_ptr<tessera::cpu::executor>& workers) {
+  for (const variant& row : variants) {
+    cache_request request{shape_of(config), config.head_dim, element, row.budget, row.settings, workers, 0};
+    row.method->make(request);  // takes no memory for tokens
+  }
+}
+
 evaluation::evaluation(runner& model, const engine::tokenizer& tokenizer, std::vector<variant> variants,
                        element_type element, std::shared_ptr<tessera::cpu::executor> workers)
     : model_(model), tokenizer_(tokenizer), variants_(std::move(variants)) {
   const engine::llama_config& config = model.config();
+  require_caches(variants_, config, element, workers);
   request_ = {shape_of(config), config.head_dim, element, {}, {}, std::move(workers), 0};
   for (std::size_t i = 0; i < variants_.size(); ++i) {
     const variant& variant = variants_[i];
-    cache_request check = request_;
-    check.budget = variant.budget;
-    check.settings = variant.settings;
-    variant.method->make(check);  // on the CPU, which takes no memory for it
     if (variant.method->fuses_chunks) {
       cache_of_variant_.push_back(own_prefill);
       continue;
@@ -48,25 +73,6 @@ std::unique_ptr<method_cache> evaluation::empty_cache(const variant& variant,
   request.settings = with_answer_limit(*variant.method, variant.settings, longest_answer(turns));
   request.tokens = index_t(tokens);
   return make_cache(*variant.method, model_.where(), request);
-}
-
-std::vector<planned_turn> evaluation::plan(const conversation& conversation, const std::string& place) const {
-  std::vector<planned_turn> turns;
-  std::int64_t tokens = 0;
-  for (const turn& turn : conversation.turns) {
-    planned_turn planned{tokenizer_.encode(turn.prompt), turn.answer, 0};
-    if (turns.empty() && tokenizer_.bos()) planned.prompt.insert(planned.prompt.begin(), *tokenizer_.bos());
-    planned.max_new = std::int32_t(tokenizer_.encode(" " + turn.answer + "\n").size());
-    tokens += std::int64_t(planned.prompt.size()) + planned.max_new;
-    turns.push_back(std::move(planned));
-  }
-  const std::int64_t most = model_.config().max_position_embeddings;
-  tessera::require(tokens <= most, place, std::to_string(tokens) + " tokens with its answers",
-                   "at most the model's context, which is " + std::to_string(most), "shorten its prompts");
-  // An answer may be cut into twice as many tokens, and have white space at its ends.
-  const std::int64_t room = (most - tokens) / std::int64_t(turns.size());
-  for (planned_turn& turn : turns) turn.max_new += std::int32_t(std::min<std::int64_t>(turn.max_new + 2, room));
-  return turns;
 }
 
 void evaluation::run(const std::string& family, const std::vector<planned_turn>& turns) {

@@ -52,6 +52,14 @@ struct planned_turn {
 /// Most tokens that any turn may decode, at least 1: the `max_new` of a conversation, whose plan is made once.
 index_t longest_answer(const std::vector<planned_turn>& turns);
 
+/// A conversation of a model. Errors: it does not fit into the model's context; the message begins with `place`.
+std::vector<planned_turn> plan_turns(const conversation& conversation, const std::string& place,
+                                     const engine::llama_config& config, const engine::tokenizer& tokenizer);
+
+/// Makes each variant's cache once, empty, on the CPU. Errors: a budget or a number that a method rejects for this model.
+void require_caches(const std::vector<variant>& variants, const engine::llama_config& config, element_type element,
+                    const std::shared_ptr<tessera::cpu::executor>& workers);
+
 /// Runs conversations and keeps the cells.
 class evaluation {
  public:
@@ -59,9 +67,6 @@ class evaluation {
   /// Errors: a budget that a method rejects.
   evaluation(runner& model, const engine::tokenizer& tokenizer, std::vector<variant> variants, element_type element,
              std::shared_ptr<tessera::cpu::executor> workers);
-
-  /// Checks that a conversation fits into the model's context. Errors: it does not; the message begins with `place`.
-  std::vector<planned_turn> plan(const conversation& conversation, const std::string& place) const;
 
   /// Asks every variant the questions of one conversation. The first prompt passes through the model once for all;
   /// later turns run by themselves, because what a method has dropped changes what the model says.

@@ -15,26 +15,29 @@ namespace tool {
 void find_heads(const heads_options& given) {
   const auto sinks = index_t(parse_count("--sinks", given.sinks, 0));
   const auto recent = index_t(parse_count("--recent", given.recent, 1));
+  question_source source(given.documents);
   const auto workers = make_workers(given.documents.threads);
   engine::require_writable(given.out);
   const std::filesystem::path folder = given.documents.model;
   const engine::llama_config config = engine::load_config(folder / "config.json");
   const auto tokenizer = engine::tokenizer::load(folder / "tokenizer.model");
   engine::require_agreement(folder, config, tokenizer.vocab_size());
-  const auto conversations = given.documents.questions.empty() ? make_conversations(given.documents, config, tokenizer)
-                                                               : load_questions(given.documents.questions);
+  const auto conversations = std::move(source).conversations(config, tokenizer);
+  std::vector<std::vector<planned_turn>> plans;
+  for (std::size_t i = 0; i < conversations.size(); ++i) {
+    plans.push_back(plan_turns(conversations[i], "question " + std::to_string(i + 1), config, tokenizer));
+  }
   const auto model = [&] {
     progress_line progress("loading the model");
     return load_model(folder, backend::cpu, *workers);
   }();
-  const evaluation plans(*model, tokenizer, {}, element_type::bf16, workers);
   head_probe probe(*model, sinks, recent, workers);
   {
     progress_line progress("documents");
     for (std::size_t i = 0; i < conversations.size(); ++i) {
       progress.update(std::int64_t(i), std::int64_t(conversations.size()));
-      const auto turns = plans.plan(conversations[i], "question " + std::to_string(i + 1));
-      probe.add(turns[0].prompt, tokenizer.encode(" " + turns[0].answer + "\n"));
+      const planned_turn& first = plans[i].front();
+      probe.add(first.prompt, tokenizer.encode(" " + first.answer + "\n"));
     }
   }
   head_gates found = probe.found();

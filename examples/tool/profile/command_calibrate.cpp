@@ -1,7 +1,6 @@
 // tessera calibrate
 #include <cmath>
 #include <cstdio>
-#include <limits>
 #include <tessera/runtime/calibration.hpp>
 
 #include "engine/checkpoint.hpp"
@@ -12,7 +11,6 @@
 #include "tool/commands.hpp"
 #include "tool/eval/document.hpp"
 #include "tool/eval/report.hpp"
-#include "tool/eval/tasks.hpp"
 #include "tool/methods/registry.hpp"
 #include "tool/methods/values.hpp"
 #include "tool/profile/profile_file.hpp"
@@ -98,24 +96,22 @@ void calibrate(const calibrate_options& given) {
   const double share = parse_real("--share", given.share, {1e-6, 1.0});
   const double alpha = parse_real("--alpha", given.alpha, tessera::profile::alphas);
   const auto count = index_t(parse_count("--samples", given.samples, 1, 1'000'000));
+  document_request documents = document_request::checked(given);
+  auto& families = documents.families;
+  if (families.size() > std::size_t(count)) families.resize(std::size_t(count));  // the first ones, a prompt each
+  documents.plan.count = (std::size_t(count) + families.size() - 1) / families.size();
   const auto workers = make_workers(given.threads);
   engine::require_writable(given.out);
   const std::filesystem::path folder = given.model;
   const engine::llama_config config = engine::load_config(folder / "config.json");
   const auto tokenizer = engine::tokenizer::load(folder / "tokenizer.model");
   engine::require_agreement(folder, config, tokenizer.vocab_size());
-  const task_book book = task_book::load(given.tasks);
-  const std::string text = engine::read_text_file(given.text);
-  const document_maker maker(text, tokenizer, book);
-  auto families = given.families.empty() ? book.families_of(given.suite) : parse_list("--families", given.families);
-  if (families.size() > std::size_t(count)) families.resize(std::size_t(count));  // the first ones, a prompt each
-  document_plan plan;
-  plan.context = parse_count("--context", given.context, 1);
-  plan.room = config.max_position_embeddings;
-  plan.count = (std::size_t(count) + families.size() - 1) / families.size();
-  plan.seed = std::uint64_t(parse_count("--seed", given.seed, 0, std::numeric_limits<std::int64_t>::max()));
-  tessera::require(plan.context <= plan.room, "--context", plan.context,
-                   "at most the model's context, which is " + std::to_string(plan.room), "lower it");
+  documents.fit(config.max_position_embeddings, tokenizer);
+  const std::string text = engine::read_text_file(documents.text);
+  const auto maker = [&] {
+    progress_line progress("reading the text");
+    return document_maker(text, tokenizer, documents.book);
+  }();
   const auto model = [&] {
     progress_line progress("loading the model");
     return load_model(folder, backend::cpu, *workers);
@@ -128,7 +124,7 @@ void calibrate(const calibrate_options& given) {
     for (index_t i = 0; i < count; ++i) {
       progress.update(i, count);
       const std::size_t family = std::size_t(i) % families.size();
-      const conversation document = maker.make(families[family], std::size_t(i) / families.size(), plan);
+      const conversation document = maker.make(families[family], std::size_t(i) / families.size(), documents.plan);
       std::vector<engine::token_t> prompt = tokenizer.encode(document.turns.front().prompt);
       if (tokenizer.bos()) prompt.insert(prompt.begin(), *tokenizer.bos());
       const auto tokens = index_t(prompt.size());

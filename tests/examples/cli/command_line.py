@@ -13,11 +13,10 @@ import struct
 import subprocess
 import sys
 import tempfile
-import time
 
 import compress
 import system
-from checks import TOKENIZER, TOOL, Checks, layer, read_safetensors
+from checks import HANG, TOKENIZER, TOOL, Checks, layer, read_safetensors, without_progress
 from small_files import safetensors, write_model
 
 
@@ -73,7 +72,7 @@ def check_model(checks):
 
 
 def check_signs_of_life(checks):
-    """Something appears on stderr within three seconds of a long command's start."""
+    """A long command says on stderr how far it is, before it ends."""
     folder = checks.folder
     rows = 16_000
     row = struct.pack("<64f", *(random.gauss(0, 1) for _ in range(64)))
@@ -82,14 +81,12 @@ def check_signs_of_life(checks):
                                                "q": ("F32", [rows, 8, 64], row * (8 * rows))}))
     for command in ("compress --in slow --out kept --method h2o --budget 100 --threads 1",
                     "eval --model model --methods full --context 400 --families single --count 200000"):
-        start = time.time()
         with subprocess.Popen([TOOL, *command.split()], cwd=folder, stderr=subprocess.PIPE, stdout=subprocess.PIPE) as process:
             line = process.stderr.readline()
-            waited = time.time() - start
             process.terminate()
-            process.communicate(timeout=30)
+            process.communicate(timeout=HANG)
         checks.count += 1
-        checks.require(b"so far" in line and waited < 3, command, f"{waited:.1f} s until {line}")
+        checks.require(b"so far" in line, command, f"the first line is {line}")
     (folder / "slow").unlink()
 
 
@@ -121,6 +118,15 @@ def check_run(checks):
     from_stdin = json.loads(checks.works("run --model model --prompt - --max-new 5 --method full --json", input=prompt))
     checks.require(from_file["text"] == from_stdin["text"], base, "standard input gives another answer than the file")
     checks.refuses("run --model model --prompt - --method full", "standard input", "empty", input="")
+
+
+def documents_nobody_can_make():
+    """Options of `eval`, `heads` and `calibrate`, and what their refusal says."""
+    return (("--suite", "multitrun", "suite is 'multitrun'", "did you mean multiturn?"),
+            ("--families", "single,singel --context 300", "did you mean single?"),
+            ("--context", "0", "--context is '0'"), ("--context", "4096", "--context is 4096", "512"),
+            ("--seed", "x", "--seed is 'x'"), ("--tasks", "absent", "absent"),
+            ("--families", "single,long_answer --context 100", "long_answer"))
 
 
 def check_eval(checks):
@@ -159,7 +165,10 @@ def check_eval(checks):
     assert report["rocketkv"]["max_new"] == 100 and "max_new" not in report["snapkv"], report
     (folder / "report").unlink()
     checks.works("eval --help", "max_new", "--suite", "all", "singleturn", "multiturn")
-    checks.refuses(f"{base} --context 300 --suite multitrun", "suite is 'multitrun'", "did you mean multiturn?")
+    for option, value, *expected in documents_nobody_can_make():
+        checks.refuses_at_once(f"{base} --json report {option} {value}", *expected)
+    checks.refuses_at_once(f"{base} --context 300 --count 0", "--count is '0'")
+    checks.refuses_at_once(f"{base} --context 300 --set window=64", "window is 64")
     checks.refuses(f"{base} --context 300 --suite multiturn --families single", "--suite", "--families")
     checks.refuses(f"{base} --suite multiturn --questions questions", "--suite", "--questions")
     checks.refuses(f"{base} --questions broken --json report", "broken, line 1")
@@ -200,9 +209,6 @@ def check_eval(checks):
                    report["snapkv"]["window"] == 16 and report["ada_snapkv"]["window"] == 32, both, report)
     (folder / "report").unlink()
     checks.refuses(f"{both} --set h2o.pool=9", "'h2o.pool'")
-    checks.refuses(f"{base} --context 4096", "512")
-    checks.refuses(f"{base} --context 100 --families long_answer", "long_answer")
-    checks.refuses(f"{base} --context 300 --families singel", "did you mean single?")
     checks.refuses(f"{base} --context 300 --set sinks=2", "sinks")
     compress.check_cuda(checks, f"{base} --context 300 --backend cuda")
 
@@ -221,6 +227,8 @@ def check_heads(checks):
                    all(len(row) == heads and all(0 <= gate <= 1 for gate in row) for row in found["gates"]), find, found)
     checks.works(f"{find} --questions questions".replace("--context 300 --count 1 --families single ", ""))
     checks.refuses(find.replace("--recent 20", "--recent 0"), "--recent is '0'")
+    for option, value, *expected in documents_nobody_can_make():
+        checks.refuses_at_once(f"heads --model model --out other {option} {value}", *expected)
     checks.refuses(["heads", "--model", "", "--out", "gates"], "--model", "empty")
     checks.works(f"{base} --set profile=gates --json report")
     report = json.loads((folder / "report").read_text())
@@ -252,9 +260,9 @@ def check_calibrate(checks):
     checks.refuses(f"{base} --method loopserve --set per=q_head", "rankings of a layer is 2", "1")
     for option, values in (("--share", ("0", "1.00000000001", "1e-7", "x")), ("--alpha", ("-1", "1000000.0000001", "inf"))):
         for value in values:
-            start = time.time()
-            checks.refuses(f"{base} --samples 1000000 {option} {value}".replace("--samples 2 ", ""), option)
-            checks.require(time.time() - start < 5, f"{option} {value}", "was refused late")
+            checks.refuses_at_once(f"{base} {option} {value}", option)
+    for option, value, *expected in documents_nobody_can_make():
+        checks.refuses_at_once(f"calibrate --model model --out other {option} {value}", *expected)
     (folder / "profile").write_text(text)
     (folder / "again").write_text(text.replace('"alpha": 2', '"alpha": 3'))
     ask = "eval --model model --methods tangram --questions questions --json report --set chunk=8 --set window=2 --set profile="
@@ -299,7 +307,7 @@ def check_ranges(checks):
                 inside, outside = (least, (least + most) / 2, most), (-1e-30, most * 1.001, "1e39", "nan", "-inf")
             for value in inside:
                 result = checks.run(f"{command}{value}")
-                fine = result.returncode == 0 or (result.returncode == 2 and result.stderr.count("\n") == 1)
+                fine = result.returncode == 0 or (result.returncode == 2 and without_progress(result.stderr).count("\n") == 1)
                 if not fine or "internal" in result.stderr:
                     checks.complain(f"{command}{value}", result, "expected a result or a sentence")
                 (checks.folder / "kept").unlink(missing_ok=True)

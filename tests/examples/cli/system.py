@@ -9,7 +9,7 @@ import signal
 import subprocess
 import threading
 
-from checks import TOOL, layer
+from checks import HANG, TOOL, layer
 from small_files import safetensors
 
 
@@ -144,7 +144,7 @@ def check_interruption(checks):
                 if line.startswith("documents"):
                     break
             process.send_signal(number)
-            stdout, stderr = process.communicate(timeout=30)
+            stdout, stderr = process.communicate(timeout=HANG)
         checks.count += 1
         told = re.search(r"interrupted after (\d+) of (\d+) documents", stderr)
         checks.require(process.returncode == code and told, command, f"exit {process.returncode}: {stderr}")
@@ -159,7 +159,7 @@ def check_interruption(checks):
                               stderr=subprocess.PIPE, text=True) as process:
             told = process.stderr.readline()  # a sign of life
             process.send_signal(signal.SIGTERM)
-            _, stderr = process.communicate(timeout=30)
+            _, stderr = process.communicate(timeout=HANG)
         checks.count += 1
         checks.require("so far" in told and process.returncode == 143 and "interrupted" in stderr, command,
                        f"exit {process.returncode}: {stderr}")

@@ -29,6 +29,10 @@ struct bench {
         tokenizer(engine::tokenizer::load(folder.path() / "tokenizer.model")),
         model(tool::load_model(folder.path(), tool::backend::cpu, *workers)) {}
 
+  std::vector<tool::planned_turn> plan(const tool::conversation& asked, const std::string& place = "question 1") const {
+    return tool::plan_turns(asked, place, model->config(), tokenizer);
+  }
+
   tool::evaluation evaluation(std::vector<variant> variants) {
     return {*model, tokenizer, std::move(variants), tool::element_type::fp32, workers};
   }
@@ -81,7 +85,7 @@ TEST_CASE("at a budget that covers everything every method answers as the full c
   bench on;
   const auto asked = self_answered(on);
   auto evaluation = on.evaluation(all_methods({500}, true));
-  evaluation.run(asked.family, evaluation.plan(asked, "question 1"));
+  evaluation.run(asked.family, on.plan(asked));
   REQUIRE(evaluation.cells().size() == 2 * tool::methods().size());  // two turns each
   for (const cell& cell : evaluation.cells()) {
     INFO(evaluation.variants()[cell.variant].method->name << ", turn " << cell.turn);
@@ -101,12 +105,12 @@ TEST_CASE("compressed caches hold less, budgets of one method share one observat
   std::vector<variant> variants = all_methods({40, 80});
   std::erase_if(variants, [](const variant& row) { return row.method->rereads; });
   auto together = on.evaluation(variants);
-  together.run("long", together.plan(asked, "question 1"));
+  together.run("long", on.plan(asked));
   for (const cell& cell : together.cells()) {
     const auto& row = together.variants()[cell.variant];
     // The same row alone, with nobody to share with.
     auto alone = on.evaluation({row});
-    alone.run("long", alone.plan(asked, "question 1"));
+    alone.run("long", on.plan(asked));
     INFO(row.method->name << " " << row.budget.value_or(0));
     CHECK(alone.cells()[0].bytes_held == cell.bytes_held);
     CHECK(alone.cells()[0].bytes_read == cell.bytes_read);
@@ -129,7 +133,7 @@ TEST_CASE("a conversation's longest answer is the max_new of methods that have o
       "long", {{document + "Question: which?\nAnswer:", "x"}, {"\nQuestion: why?\nAnswer:", "one two three four"}}};
   std::vector<variant> variants;
   for (const char* name : {"rocketkv", "hsa", "snapkv"}) variants.push_back({&tool::find_method(name), 40, {}});
-  const auto turns = on.evaluation(variants).plan(asked, "question 1");
+  const auto turns = on.plan(asked);
   REQUIRE(turns[1].max_new > turns[0].max_new);
   const auto limit = tool::longest_answer(turns);
   CHECK(limit == turns[1].max_new);
@@ -171,10 +175,9 @@ TEST_CASE("a conversation's longest answer is the max_new of methods that have o
 
 TEST_CASE("a conversation that does not fit into the model is refused before anything runs") {
   bench on;
-  auto evaluation = on.evaluation(all_methods({40}));
   std::string document;
   for (int i = 0; i < 400; ++i) document += "one two three four\n";
-  CHECK_THROWS_WITH(evaluation.plan({"long", {{document, "x"}}}, "question 7"),
+  CHECK_THROWS_WITH(on.plan({"long", {{document, "x"}}}, "question 7"),
                     contains("question 7") && contains("1024"));
   CHECK_THROWS_WITH(on.evaluation(all_methods({16})), contains("window is 32"));
 }
