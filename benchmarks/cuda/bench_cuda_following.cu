@@ -10,6 +10,7 @@
 namespace gpu_bench {
 namespace {
 
+// Every replay appends a token: as many outputs lie between two choices.
 constexpr index_t budget = 1024, chunk = 16384, replays = 64, window = 16;
 
 using method = loopserve_decode<bf16, head_dim>;
@@ -32,16 +33,18 @@ prepared step_of(index_t sequences, index_t context, bool chooses) {
   const index_t layers = input_sets(list_bytes);
   method recipe;
   recipe.set_budget(budget);
+  recipe.retain.scorer.window = window;
+  recipe.schedule.every = replays;
   cuda::cache_options options;
   options.sequences = sequences;
-  options.tokens = context + 2 * replays;
+  options.tokens = context + 4 * replays;
   options.step_tokens = 1;
   const auto all = std::make_shared<held>(model_shape{layers, q_heads, kv_heads}, recipe, options);
   cache_type& cache = all->cache;
   std::vector<index_t> ids;
   for (index_t s = 0; s < sequences; ++s) {
     ids.push_back(cache.open(stream()));
-    cache.reserve(ids.back(), context + 2 * replays, stream());
+    cache.reserve(ids.back(), context + 4 * replays, stream());
     for (index_t done = 0; done < context; done += chunk) {
       for (index_t layer = 0; layer < layers; ++layer) {
         const std::size_t skip = std::size_t(done / chunk + layer + s) % 16 * head_dim * 64;
@@ -52,18 +55,26 @@ prepared step_of(index_t sequences, index_t context, bool chooses) {
     }
     cache.end_prefill(ids.back(), stream());
   }
-  // Steps that are prepared and not taken make the room that the replays need.
-  for (index_t i = 0; i < replays || all->step.evicts_last != chooses; ++i)
-    all->step = cache.prepare_step(ids, 1, stream());
-  prepared made;
-  made.keep = all;
-  made.bytes = list_bytes + (chooses ? double(sequences) * kv_heads * context * method::layout_type::key_bytes() : 0);
-  made.graph = std::make_unique<replay>(layers, [&](int layer) {
+  const auto decode = [&](index_t layer) {
     if (layer == 0) cache.begin_step(all->step, stream());
     cache.decode(layer, all->step, random_tokens(1, q_heads, sequences), random_tokens(1, kv_heads, sequences, 1 << 20),
                  random_tokens(1, kv_heads, sequences, 1 << 21),
                  nhd_rows(all->out.data(), 1, q_heads, head_dim, sequences), {}, stream());
-  });
+  };
+  // Two choices make room for what is decoded between them. The step to be recorded is the one that chooses a third time, or the
+  // one behind the second choice.
+  index_t choices = 0;
+  for (;;) {
+    all->step = cache.prepare_step(ids, 1, stream());
+    const bool chooses_now = all->step.evicts_last;
+    if (choices == 2 && chooses_now == chooses) break;
+    choices += chooses_now;
+    for (index_t layer = 0; layer < layers; ++layer) decode(layer);
+  }
+  prepared made;
+  made.keep = all;
+  made.bytes = list_bytes + (chooses ? double(sequences) * kv_heads * context * method::layout_type::key_bytes() : 0);
+  made.graph = std::make_unique<replay>(layers, decode);
   return made;
 }
 
