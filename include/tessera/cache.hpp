@@ -9,7 +9,6 @@
 #include "backend/cpu/cache/cache_parts.hpp"
 
 TESSERA_NAMESPACE_BEGIN
-inline namespace TESSERA_HOST_ISA {
 
 /// Stores, compresses and attends the KV cache of a model by one recipe.
 ///
@@ -172,5 +171,4 @@ class cache : public cpu::cache_parts<Recipe> {
   using parts::conversations_, parts::layers_, parts::recipe_;
 };
 
-}  // namespace TESSERA_HOST_ISA
 TESSERA_NAMESPACE_END

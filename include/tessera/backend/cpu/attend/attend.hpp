@@ -11,7 +11,6 @@
 
 TESSERA_NAMESPACE_BEGIN
 namespace cpu {
-inline namespace TESSERA_HOST_ISA {
 
 /// Where attention goes: out [sequences, tokens, q_heads, v_dim], lse [sequences, tokens, q_heads] (null: not wanted).
 struct attention_output {
@@ -312,6 +311,5 @@ void decode_attention_part(const View& view, const query_rows<Q>& queries, logit
   decode_attention(view, queries, rule, chosen, output, workspace, workers);
 }
 
-}  // namespace TESSERA_HOST_ISA
 }  // namespace cpu
 TESSERA_NAMESPACE_END

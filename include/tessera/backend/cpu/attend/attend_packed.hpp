@@ -10,7 +10,6 @@
 
 TESSERA_NAMESPACE_BEGIN
 namespace cpu {
-inline namespace TESSERA_HOST_ISA {
 
 /// Slots of a packed view that lie in one segment (null: in the whole rows), as kernels of plain views load them: rows
 /// come in the part's own basis. Slots keep their numbers of the whole view.
@@ -154,6 +153,5 @@ void decode_attention(const packed_view<Layout>& view, const query_rows<Q>& quer
   detail::attend_packed(view, queries, rule, chosen, output, workers);
 }
 
-}  // namespace TESSERA_HOST_ISA
 }  // namespace cpu
 TESSERA_NAMESPACE_END

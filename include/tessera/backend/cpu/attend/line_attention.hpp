@@ -11,7 +11,6 @@
 
 TESSERA_NAMESPACE_BEGIN
 namespace cpu {
-inline namespace TESSERA_HOST_ISA {
 
 /// A logit rule and the lines of one query head: a key that lies on none is not visible.
 struct line_rule {
@@ -123,6 +122,5 @@ void line_attention(const View& view, const query_rows<Q>& queries, const logit_
   });
 }
 
-}  // namespace TESSERA_HOST_ISA
 }  // namespace cpu
 TESSERA_NAMESPACE_END

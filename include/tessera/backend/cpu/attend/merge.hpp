@@ -14,7 +14,6 @@
 
 TESSERA_NAMESPACE_BEGIN
 namespace cpu {
-inline namespace TESSERA_HOST_ISA {
 namespace detail {
 
 /// Divides a row by its softmax sum, that of its sink logit included (null: no sink), and writes output and log-sum-exp.
@@ -108,6 +107,5 @@ void merge_parts(std::span<const attention_part> parts, const float* sink_logits
   }
 }
 
-}  // namespace TESSERA_HOST_ISA
 }  // namespace cpu
 TESSERA_NAMESPACE_END

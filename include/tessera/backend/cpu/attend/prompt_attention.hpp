@@ -14,7 +14,6 @@
 
 TESSERA_NAMESPACE_BEGIN
 namespace cpu {
-inline namespace TESSERA_HOST_ISA {
 
 /// What both kinds answer; this one attends everything.
 ///   open(id), close(id)                      an empty sequence; its memory goes. `close` needs none
@@ -152,6 +151,5 @@ class prompt_attending<Recipe, true> {
   scratch<workspace> choosing_;
 };
 
-}  // namespace TESSERA_HOST_ISA
 }  // namespace cpu
 TESSERA_NAMESPACE_END

@@ -10,7 +10,6 @@
 
 TESSERA_NAMESPACE_BEGIN
 namespace cpu {
-inline namespace TESSERA_HOST_ISA {
 
 /// Conversations and layers of one recipe: `cache` puts their calls in order.
 template <class Recipe>
@@ -144,6 +143,5 @@ class cache_parts {
   layers<Recipe> layers_;
 };
 
-}  // namespace TESSERA_HOST_ISA
 }  // namespace cpu
 TESSERA_NAMESPACE_END

@@ -21,7 +21,6 @@
 
 TESSERA_NAMESPACE_BEGIN
 namespace cpu {
-inline namespace TESSERA_HOST_ISA {
 
 /// Every verb does all of its work or none: what may run out of memory comes first, then what others can see; what was
 /// added on the way is taken back. Arguments have been checked.
@@ -374,6 +373,5 @@ class layers {
   scratch<std::vector<index_t>> model_counts_;  // [layers, kv_heads], of a threshold over the model
 };
 
-}  // namespace TESSERA_HOST_ISA
 }  // namespace cpu
 TESSERA_NAMESPACE_END

@@ -11,7 +11,6 @@
 
 TESSERA_NAMESPACE_BEGIN
 namespace cpu {
-inline namespace TESSERA_HOST_ISA {
 
 /// Tokens [first, end) of what a place stores, by position, and where the re-reading's own tokens begin.
 struct reread_part {
@@ -74,6 +73,5 @@ class rereading<Recipe, true> {
   scratch<workspace> workspace_;
 };
 
-}  // namespace TESSERA_HOST_ISA
 }  // namespace cpu
 TESSERA_NAMESPACE_END

@@ -13,7 +13,6 @@
 
 TESSERA_NAMESPACE_BEGIN
 namespace cpu {
-inline namespace TESSERA_HOST_ISA {
 
 /// What a first stage ranked in one place, by kv_head: the tokens that competed, and their scores as the selector saw them.
 /// Tokens that a scorer keeps in any case (its window) have none, nor has a layer that holds no more than the budget.
@@ -360,6 +359,5 @@ class first_stage<Recipe, observes::rereading, true> : public first_stage<Recipe
   void take_back(const Any&...) {}
 };
 
-}  // namespace TESSERA_HOST_ISA
 }  // namespace cpu
 TESSERA_NAMESPACE_END

@@ -13,7 +13,6 @@
 
 TESSERA_NAMESPACE_BEGIN
 namespace cpu {
-inline namespace TESSERA_HOST_ISA {
 
 /// Scratch of choose_lines, reused from call to call.
 template <int D>
@@ -113,6 +112,5 @@ void choose_lines(const Pattern& pattern, const View& view, const query_rows<Q>&
   });
 }
 
-}  // namespace TESSERA_HOST_ISA
 }  // namespace cpu
 TESSERA_NAMESPACE_END

@@ -11,7 +11,6 @@
 
 TESSERA_NAMESPACE_BEGIN
 namespace cpu {
-inline namespace TESSERA_HOST_ISA {
 
 /// Of a sequence whose scores lie beside its tokens: of all heads of the layers that follow the recipe, the best heads
 /// * budget candidates win.
@@ -52,6 +51,5 @@ void allot_over_model(const Policy& policy, index_t layers, index_t id, Store& s
   }
 }
 
-}  // namespace TESSERA_HOST_ISA
 }  // namespace cpu
 TESSERA_NAMESPACE_END

@@ -14,7 +14,6 @@
 
 TESSERA_NAMESPACE_BEGIN
 namespace cpu {
-inline namespace TESSERA_HOST_ISA {
 
 /// Scratch of score_and_choose, reused from call to call.
 template <int D>
@@ -350,6 +349,5 @@ layer_scores score_and_choose(const Policy& policy, const choose_problem<View, E
   return seen;
 }
 
-}  // namespace TESSERA_HOST_ISA
 }  // namespace cpu
 TESSERA_NAMESPACE_END

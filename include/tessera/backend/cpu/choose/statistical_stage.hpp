@@ -8,7 +8,6 @@
 
 TESSERA_NAMESPACE_BEGIN
 namespace cpu {
-inline namespace TESSERA_HOST_ISA {
 
 /// By what the queries of a turn's prompt are like; forgotten when it ends.
 template <class Recipe>
@@ -66,6 +65,5 @@ class first_stage<Recipe, observes::statistics, true> : public choosing<Recipe> 
   std::vector<query_sums<k_dim>> all_;  // by place
 };
 
-}  // namespace TESSERA_HOST_ISA
 }  // namespace cpu
 TESSERA_NAMESPACE_END

@@ -9,7 +9,6 @@
 
 TESSERA_NAMESPACE_BEGIN
 namespace cpu {
-inline namespace TESSERA_HOST_ISA {
 
 /// Query rows of a batch: queries [sequences, tokens, q_heads, k_dim], the position of each sequence's first row.
 template <class Q>
@@ -103,6 +102,5 @@ void load_keys(const View& view, index_t sequence, index_t head, const slot_sour
   }
 }
 
-}  // namespace TESSERA_HOST_ISA
 }  // namespace cpu
 TESSERA_NAMESPACE_END

@@ -14,7 +14,6 @@
 
 TESSERA_NAMESPACE_BEGIN
 namespace cpu {
-inline namespace TESSERA_HOST_ISA {
 
 /// Reads everything.
 template <class Recipe>
@@ -231,6 +230,5 @@ class reading {
   selection_view chosen_view_;
 };
 
-}  // namespace TESSERA_HOST_ISA
 }  // namespace cpu
 TESSERA_NAMESPACE_END

@@ -12,7 +12,6 @@
 
 TESSERA_NAMESPACE_BEGIN
 namespace cpu {
-inline namespace TESSERA_HOST_ISA {
 
 /// Scratch of score_expected, one for each worker.
 struct expected_workspace {
@@ -124,6 +123,5 @@ void score_expected(const View& view, index_t sequence, index_t head, const Scor
   }
 }
 
-}  // namespace TESSERA_HOST_ISA
 }  // namespace cpu
 TESSERA_NAMESPACE_END

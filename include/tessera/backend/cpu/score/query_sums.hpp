@@ -11,7 +11,6 @@
 
 TESSERA_NAMESPACE_BEGIN
 namespace cpu {
-inline namespace TESSERA_HOST_ISA {
 
 /// Queries are added one at a time, in order and in double, so chunks of any size give the same bits.
 template <int D>
@@ -67,6 +66,5 @@ class query_sums {
   std::vector<double> sums_, products_;
 };
 
-}  // namespace TESSERA_HOST_ISA
 }  // namespace cpu
 TESSERA_NAMESPACE_END

@@ -12,7 +12,6 @@
 
 TESSERA_NAMESPACE_BEGIN
 namespace cpu {
-inline namespace TESSERA_HOST_ISA {
 
 /// Slots of one work item when scoring.
 inline constexpr index_t score_split = 512;
@@ -182,6 +181,5 @@ void score_rows(const View& view, const query_rows<Q>& queries, const logit_rule
   accumulate_scores(view, queries, rule, scorer, workspace.lse.data(), scores, offsets, workspace, workers);
 }
 
-}  // namespace TESSERA_HOST_ISA
 }  // namespace cpu
 TESSERA_NAMESPACE_END

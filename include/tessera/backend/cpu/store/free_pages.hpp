@@ -10,7 +10,6 @@
 
 TESSERA_NAMESPACE_BEGIN
 namespace cpu {
-inline namespace TESSERA_HOST_ISA {
 
 /// Finds the pages that no head of a table row needs any more: what cuda::free_pages does. Pages go from the end of a row;
 /// its table itself is left as it is, for the engine says who owns a page.
@@ -61,6 +60,5 @@ void free_pages(const free_pages_problem<View>& p) {
   }
 }
 
-}  // namespace TESSERA_HOST_ISA
 }  // namespace cpu
 TESSERA_NAMESPACE_END

@@ -12,7 +12,6 @@
 
 TESSERA_NAMESPACE_BEGIN
 namespace cpu {
-inline namespace TESSERA_HOST_ISA {
 
 /// Chooses the newest `window` slots of every head (0: all) and the `fresh` ones behind them, once that frees more than
 /// there is spare room. Returns whether it does.
@@ -181,6 +180,5 @@ class kv_store {
   std::vector<place> places_;
 };
 
-}  // namespace TESSERA_HOST_ISA
 }  // namespace cpu
 TESSERA_NAMESPACE_END

@@ -11,7 +11,6 @@
 
 TESSERA_NAMESPACE_BEGIN
 namespace cpu {
-inline namespace TESSERA_HOST_ISA {
 namespace detail {
 
 inline std::string row_name(index_t sequence, index_t head) {
@@ -144,6 +143,5 @@ void require_own_pages(const From& from, const selection_view& chosen, const To&
   }
 }
 
-}  // namespace TESSERA_HOST_ISA
 }  // namespace cpu
 TESSERA_NAMESPACE_END

@@ -9,7 +9,6 @@
 
 TESSERA_NAMESPACE_BEGIN
 namespace cpu {
-inline namespace TESSERA_HOST_ISA {
 
 /// Pages of all places come from one pool that grows by an eighth; a page that is given back is taken again first.
 /// Bytes    of a place: its pages. The pool's own spare pages belong to none.
@@ -124,6 +123,5 @@ class placed_rows<Layout, fixed_pages<Page>> {
   std::vector<std::vector<index_t>> tables_;  // by place
 };
 
-}  // namespace TESSERA_HOST_ISA
 }  // namespace cpu
 TESSERA_NAMESPACE_END

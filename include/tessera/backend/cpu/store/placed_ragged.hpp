@@ -12,7 +12,6 @@
 
 TESSERA_NAMESPACE_BEGIN
 namespace cpu {
-inline namespace TESSERA_HOST_ISA {
 
 /// Pages of all layers and sequences come from one pool; its memory grows by an eighth. Each place has a flat table of blocks,
 /// one row a kv_head, of as many blocks as the head's tokens need.
@@ -222,6 +221,5 @@ class placed_rows<Layout, ragged_pages> {
   std::vector<table> tables_;  // by place
 };
 
-}  // namespace TESSERA_HOST_ISA
 }  // namespace cpu
 TESSERA_NAMESPACE_END

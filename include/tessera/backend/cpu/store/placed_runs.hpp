@@ -12,7 +12,6 @@
 
 TESSERA_NAMESPACE_BEGIN
 namespace cpu {
-inline namespace TESSERA_HOST_ISA {
 
 /// Where a cache's rows lie; specialised by placement. A place is a (layer, sequence); lengths are the caller's.
 ///   view(place, lengths)                     its rows, as one sequence; valid until the place changes
@@ -151,6 +150,5 @@ class placed_rows<Layout, runs> {
   std::vector<run> runs_;
 };
 
-}  // namespace TESSERA_HOST_ISA
 }  // namespace cpu
 TESSERA_NAMESPACE_END

@@ -12,7 +12,6 @@
 
 TESSERA_NAMESPACE_BEGIN
 namespace cpu {
-inline namespace TESSERA_HOST_ISA {
 
 /// Scores every key; keeps nothing beside the tokens.
 template <class Recipe>
@@ -75,6 +74,5 @@ class exact_reader {
   scratch<workspace> workspace_;
 };
 
-}  // namespace TESSERA_HOST_ISA
 }  // namespace cpu
 TESSERA_NAMESPACE_END

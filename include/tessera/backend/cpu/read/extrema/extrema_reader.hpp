@@ -13,7 +13,6 @@
 
 TESSERA_NAMESPACE_BEGIN
 namespace cpu {
-inline namespace TESSERA_HOST_ISA {
 
 /// Holds an index of every place's keys and, for a scorer that adds the mean value, the sum of its values.
 template <class Recipe>
@@ -141,6 +140,5 @@ requires(Recipe::retrieve_type::estimates) struct reader_of<Recipe> {
   using type = extrema_reader<Recipe>;
 };
 
-}  // namespace TESSERA_HOST_ISA
 }  // namespace cpu
 TESSERA_NAMESPACE_END

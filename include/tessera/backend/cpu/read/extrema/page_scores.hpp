@@ -12,7 +12,6 @@
 
 TESSERA_NAMESPACE_BEGIN
 namespace cpu {
-inline namespace TESSERA_HOST_ISA {
 
 /// What the queries of one kv_head's group ask of an estimate.
 template <int D>
@@ -265,6 +264,5 @@ page_choice choose_by_pages(const View& view, index_t sequence, index_t head,
   return result;
 }
 
-}  // namespace TESSERA_HOST_ISA
 }  // namespace cpu
 TESSERA_NAMESPACE_END

@@ -13,7 +13,6 @@
 
 TESSERA_NAMESPACE_BEGIN
 namespace cpu {
-inline namespace TESSERA_HOST_ISA {
 
 /// Scores every block of every segment of a head, chooses of all of them at once, and adds the tokens that are not packed. The
 /// means lie in the segments; nothing is kept here.
@@ -133,6 +132,5 @@ struct reader_of<Recipe> {
   using type = block_mean_reader<Recipe>;
 };
 
-}  // namespace TESSERA_HOST_ISA
 }  // namespace cpu
 TESSERA_NAMESPACE_END

@@ -13,7 +13,6 @@
 
 TESSERA_NAMESPACE_BEGIN
 namespace cpu {
-inline namespace TESSERA_HOST_ISA {
 
 /// Holds, of every place, the sum of each segment's keys by kv_head, and of the answer's segment that is being written
 /// the sum of its queries. Its views are `segmented_view`s.
@@ -197,6 +196,5 @@ requires(Recipe::retrieve_type::needs_segments) struct reader_of<Recipe> {
   using type = segment_reader<Recipe>;
 };
 
-}  // namespace TESSERA_HOST_ISA
 }  // namespace cpu
 TESSERA_NAMESPACE_END

@@ -9,7 +9,6 @@
 
 TESSERA_NAMESPACE_BEGIN
 namespace cpu {
-inline namespace TESSERA_HOST_ISA {
 
 /// Mean squares of a prompt's last queries, [kv_heads, k_dim]; empty where none was seen.
 using query_squares = std::vector<double>;
@@ -247,6 +246,5 @@ class row_packer {
   executor& workers_;
 };
 
-}  // namespace TESSERA_HOST_ISA
 }  // namespace cpu
 TESSERA_NAMESPACE_END

@@ -14,7 +14,6 @@
 
 TESSERA_NAMESPACE_BEGIN
 namespace cpu {
-inline namespace TESSERA_HOST_ISA {
 
 /// Rows of several planes that move together: values, bits and scales of K and of V.
 enum packed_plane { k_values, v_values, k_bits, v_bits, k_scales, v_scales, packed_planes };
@@ -136,6 +135,5 @@ class packed_memory<fixed_pages<Page>> {
   std::vector<std::vector<std::byte>> pages_;
 };
 
-}  // namespace TESSERA_HOST_ISA
 }  // namespace cpu
 TESSERA_NAMESPACE_END

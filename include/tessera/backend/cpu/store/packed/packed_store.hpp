@@ -14,7 +14,6 @@
 
 TESSERA_NAMESPACE_BEGIN
 namespace cpu {
-inline namespace TESSERA_HOST_ISA {
 
 /// Answers as the plain store does. New tokens are whole rows; `prepare_to_pack` makes segments of what is due, `pack`
 /// puts them in place. Segments that another sequence, or copy of the store, holds too are never written to.
@@ -394,6 +393,5 @@ class kv_store<Layout> {
   std::vector<place> places_;
 };
 
-}  // namespace TESSERA_HOST_ISA
 }  // namespace cpu
 TESSERA_NAMESPACE_END

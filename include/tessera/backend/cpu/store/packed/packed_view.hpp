@@ -13,7 +13,6 @@
 
 TESSERA_NAMESPACE_BEGIN
 namespace cpu {
-inline namespace TESSERA_HOST_ISA {
 
 /// Where the rows of a packing layout lie that are not packed.
 template <packing_layout Layout>
@@ -105,6 +104,5 @@ packed_view<Layout> view_of_slots(const packed_view<Layout>& all, const index_t*
   return result;
 }
 
-}  // namespace TESSERA_HOST_ISA
 }  // namespace cpu
 TESSERA_NAMESPACE_END

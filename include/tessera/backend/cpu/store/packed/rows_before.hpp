@@ -9,7 +9,6 @@
 
 TESSERA_NAMESPACE_BEGIN
 namespace cpu {
-inline namespace TESSERA_HOST_ISA {
 
 /// Rows of every kv_head in fp32 that were packed together. Copies of a cache share them.
 struct rows_before {
@@ -70,6 +69,5 @@ void load_value(const rows_of_segment<D, Dv>& from, index_t, index_t head, index
   std::copy_n(from.value(head, slot), Dv, to);
 }
 
-}  // namespace TESSERA_HOST_ISA
 }  // namespace cpu
 TESSERA_NAMESPACE_END

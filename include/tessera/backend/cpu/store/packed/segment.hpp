@@ -11,7 +11,6 @@
 
 TESSERA_NAMESPACE_BEGIN
 namespace cpu {
-inline namespace TESSERA_HOST_ISA {
 
 /// The basis of a segment's vectors, and the bits that all rows of a head share. Segments may share it.
 struct segment_basis {
@@ -157,6 +156,5 @@ struct packed_segment {
   }
 };
 
-}  // namespace TESSERA_HOST_ISA
 }  // namespace cpu
 TESSERA_NAMESPACE_END

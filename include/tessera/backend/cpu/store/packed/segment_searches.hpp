@@ -17,7 +17,6 @@
 
 TESSERA_NAMESPACE_BEGIN
 namespace cpu {
-inline namespace TESSERA_HOST_ISA {
 
 /// Searches a strategy for the rows of one segment in every layer, and packs them by it.
 template <packing_layout Layout>
@@ -326,6 +325,5 @@ class segment_searches<Layout> {
   std::vector<session> sessions_;
 };
 
-}  // namespace TESSERA_HOST_ISA
 }  // namespace cpu
 TESSERA_NAMESPACE_END
