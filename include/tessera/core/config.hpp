@@ -3,6 +3,12 @@
 
 #include "host_isa.hpp"
 
+#if !defined(__cpp_exceptions)
+#error "tessera: exceptions are off; expected a compiler that has them on, since errors are thrown; leave -fno-exceptions out"
+#define TESSERA_STOPS_HERE "tessera stops here"  // no such file: nothing else is said
+#include TESSERA_STOPS_HERE
+#endif
+
 #define TESSERA_VERSION_MAJOR 0
 #define TESSERA_VERSION_MINOR 1
 #define TESSERA_VERSION_PATCH 0

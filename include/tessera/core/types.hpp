@@ -73,18 +73,18 @@ struct fp8 {
   TESSERA_HD TESSERA_INLINE explicit fp8(float value) {
     const auto word = bits_as<std::uint32_t>(value);
     const std::uint32_t sign = (word >> 24) & 0x80u, magnitude = word & 0x7fffffffu;
-    std::uint32_t small;
+    std::uint32_t code;
     if (magnitude >= 0x7f800000u) {
-      small = 0x7fu;  // NaN
+      code = 0x7fu;  // NaN
     } else if (magnitude >= 0x43e80000u) {
-      small = 0x7eu;  // 464 and more would round beyond 448
+      code = 0x7eu;  // 464 and more would round beyond 448
     } else if (magnitude < 0x3c800000u) {
       // Subnormal: adding 2^14 puts the rounded mantissa into the low bits of the sum.
-      small = bits_as<std::uint32_t>(bits_as<float>(magnitude) + 16384.0f) - 0x46800000u;
+      code = bits_as<std::uint32_t>(bits_as<float>(magnitude) + 16384.0f) - 0x46800000u;
     } else {
-      small = (magnitude - 0x3c000000u + 0x7ffffu + ((magnitude >> 20) & 1u)) >> 20;
+      code = (magnitude - 0x3c000000u + 0x7ffffu + ((magnitude >> 20) & 1u)) >> 20;
     }
-    bits = std::uint8_t(sign | small);
+    bits = std::uint8_t(sign | code);
   }
   TESSERA_HD TESSERA_INLINE operator float() const {
     const std::uint32_t sign = std::uint32_t(bits & 0x80u) << 24, magnitude = bits & 0x7fu;

@@ -66,7 +66,7 @@ template <int Dim, class T>
 void require_rows(const char* name, const rows_view<T>& rows) {
   require(rows.data != nullptr, name, "null", "memory for the rows", "pass the rows themselves");
   require(rows.sequences >= 0 && rows.tokens >= 0 && rows.heads >= 0, std::string("counts of ") + name,
-          std::min(rows.sequences, std::min(rows.tokens, rows.heads)), "0 or more",
+          (std::min)(rows.sequences, (std::min)(rows.tokens, rows.heads)), "0 or more",
           "pass [sequences, tokens, heads, dim]");
   require_dim(rows, Dim, name);
 }

@@ -1,8 +1,7 @@
 // A text that passes through a model once more, on the CPU: what its queries give to the tokens of one part.
 #pragma once
 
-#include <vector>
-
+#include "../../../core/host_vector.hpp"
 #include "../../../planned.hpp"
 #include "../kernel/scratch.hpp"
 #include "../read/candidates.hpp"
@@ -67,7 +66,7 @@ class rereading<Recipe, true> {
   struct workspace {
     selection chosen;
     candidates seen;
-    std::vector<float> scores;
+    host_vector<float> scores;
     score_workspace<k_dim> scoring;
   };
   scratch<workspace> workspace_;

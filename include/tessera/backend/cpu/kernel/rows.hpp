@@ -1,8 +1,7 @@
 // What loops over rows share: query rows with their positions, the slots of a row, and how both are loaded.
 #pragma once
 
-#include <vector>
-
+#include "../../../core/host_vector.hpp"
 #include "../../../core/model_shape.hpp"
 #include "../../../core/selection.hpp"
 #include "tile.hpp"
@@ -40,7 +39,7 @@ template <class Q>
 struct group_member {
   rows_view<const Q> q;
   logit_rule rule;
-  std::vector<float> sinks;
+  host_vector<float> sinks;
 
   group_member(const rows_view<const Q>& all, const logit_rule& of_all, index_t m, index_t members)
       : q(every_head(all, m, members)), rule(of_all) {

@@ -3,8 +3,8 @@
 
 #include <algorithm>
 #include <limits>
-#include <vector>
 
+#include "../../../../core/host_vector.hpp"
 #include "../../../../core/stored/page_extrema.hpp"
 #include "../../kernel/rows.hpp"
 
@@ -29,7 +29,7 @@ class page_index {
     filled_.assign(std::size_t(kv_heads), 0);
     begins_.assign(std::size_t(kv_heads), 0);
     rooms_.assign(std::size_t(kv_heads), 0);
-    std::vector<T>().swap(data_);
+    host_vector<T>().swap(data_);
   }
 
   index_t page() const { return page_; }
@@ -101,10 +101,10 @@ class page_index {
   static page_extrema_view<T, D> view_of(page_index& index) { return index.target(); }
 
   index_t page_ = 1;
-  std::vector<index_t> filled_;   // slots of each head that are folded
-  std::vector<offset_t> begins_;  // by head, in elements
-  std::vector<index_t> rooms_;    // by head, in pages
-  std::vector<T> data_;
+  host_vector<index_t> filled_;   // slots of each head that are folded
+  host_vector<offset_t> begins_;  // by head, in elements
+  host_vector<index_t> rooms_;    // by head, in pages
+  host_vector<T> data_;
 };
 
 }  // namespace cpu

@@ -2,8 +2,8 @@
 #pragma once
 
 #include <memory>
-#include <vector>
 
+#include "../../../../core/host_vector.hpp"
 #include "../../../../layout/packed_rows.hpp"
 #include "../../../../layout/stored.hpp"
 #include "../../kernel/rows.hpp"
@@ -32,7 +32,7 @@ struct packed_view {
   static constexpr int k_dim = Layout::k_dim;
   static constexpr int v_dim = Layout::v_dim;
 
-  const std::vector<std::shared_ptr<segment_type>>* segments = nullptr;
+  const host_vector<std::shared_ptr<segment_type>>* segments = nullptr;
   whole_view whole{};
   const index_t* packed = nullptr;  ///< [kv_heads], slots in segments
   index_t sequences = 1;
