@@ -4,12 +4,11 @@
 #include <cstdint>
 #include <memory>
 #include <span>
-#include <vector>
 
 #include "backend/cpu/cache/cache_parts.hpp"
+#include "core/host_vector.hpp"
 
 TESSERA_NAMESPACE_BEGIN
-inline namespace TESSERA_HOST_ISA {
 
 /// Stores, compresses and attends the KV cache of a model by one recipe.
 ///
@@ -142,7 +141,7 @@ class cache : public cpu::cache_parts<Recipe> {
 
   /// What the next step of 1 to 8 tokens does, for every layer's `decode`. boundaries [ids, tokens], for a recipe that
   /// `needs_step_segments`: 1 for a token after which a segment of the text ends, else 0.
-  batch prepare_step(const std::vector<index_t>& ids, index_t tokens, std::span<const std::uint8_t> boundaries = {}) {
+  batch prepare_step(const host_vector<index_t>& ids, index_t tokens, std::span<const std::uint8_t> boundaries = {}) {
     const batch step = conversations_.plan_step(recipe_, ids, tokens, most_step_tokens, boundaries);
     for (std::size_t b = 0; b < ids.size(); ++b) {
       try {
@@ -172,5 +171,4 @@ class cache : public cpu::cache_parts<Recipe> {
   using parts::conversations_, parts::layers_, parts::recipe_;
 };
 
-}  // namespace TESSERA_HOST_ISA
 TESSERA_NAMESPACE_END

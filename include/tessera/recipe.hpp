@@ -79,7 +79,7 @@ struct recipe {
 
   /// How many of the last queries of a prompt chunk of `tokens` tokens the first stage's scorer, or the layout, has to see.
   index_t queries_needed(index_t tokens) const {
-    return std::max(retain.queries_needed(tokens), std::min(tokens, Layout::window));
+    return (std::max)(retain.queries_needed(tokens), (std::min)(tokens, Layout::window));
   }
   void require_queries(index_t given, index_t tokens) const {
     const index_t needed = queries_needed(tokens);

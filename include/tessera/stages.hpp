@@ -117,7 +117,7 @@ struct choosing_stage {
     // What a plan leaves for this stage, or a share comes to, is known once the prompt is.
     bool counted = !plans;
     if constexpr (share_budget<Budget>) counted = !budget.knows_shares();
-    scorer.check(counted ? budget.tokens : std::numeric_limits<index_t>::max());
+    scorer.check(counted ? budget.tokens : (std::numeric_limits<index_t>::max)());
     selector.check();
     if constexpr (requires { scope.check(); }) scope.check();
   }
@@ -126,7 +126,7 @@ struct choosing_stage {
   stage_plan plan(index_t prompt) const {
     const stage_plan result = plan_unchecked(prompt);
     if constexpr (plans)
-      budget.require_room(result, std::min(scorer.protected_tail(std::max(0, result.retained)), prompt));
+      budget.require_room(result, (std::min)(scorer.protected_tail((std::max)(0, result.retained)), prompt));
     return result;
   }
   stage_plan plan_unchecked(index_t prompt) const {
@@ -147,9 +147,9 @@ struct choosing_stage {
   index_t queries_needed(index_t tokens) const {
     if constexpr (observed == observes::every_query && joins_rows_by<Scorer> == row_join::newest &&
                   !sampling_scorer<Scorer>)
-      return std::min(tokens, 1);
+      return (std::min)(tokens, 1);
     if constexpr (observed == observes::every_query || observed == observes::statistics) return tokens;
-    if constexpr (observed == observes::window) return std::min(tokens, scorer.window);
+    if constexpr (observed == observes::window) return (std::min)(tokens, scorer.window);
     return 0;
   }
   static std::string observer() { return std::string(" (") + Scorer::name + " observes them)"; }
@@ -288,10 +288,10 @@ struct retrieve {
 
   /// Adds to a first stage's plan what a step reads of a head that holds what that stage keeps.
   stage_plan plan(stage_plan first, index_t prompt) const {
-    const index_t held = std::min(prompt, first.retained);
-    first.capacity = index_t(std::min<offset_t>(offset_t(held) + max_new, std::numeric_limits<index_t>::max()));
+    const index_t held = (std::min)(prompt, first.retained);
+    first.capacity = index_t((std::min<offset_t>)(offset_t(held) + max_new, (std::numeric_limits<index_t>::max)()));
     first.read = attends();
-    first.ratio = estimates ? std::max(1.0, double(first.capacity) / double(tokens)) : 1.0;
+    first.ratio = estimates ? (std::max)(1.0, double(first.capacity) / double(tokens)) : 1.0;
     return first;
   }
   index_t attends() const { return attended_of(tokens); }

@@ -88,7 +88,7 @@ TEST_CASE("chunkkv keeps the best chunks of all heads together, over turns") {
       for (index_t layer = 0; layer < 2; ++layer) {
         auto& held = stored[std::size_t(layer)];
         const auto scores = of.scores(layer, next, rows, held);
-        const auto choose = [&](double off) {
+        const auto choose = [&](double off) -> std::vector<index_t> {
           auto moved = scores;
           for (std::size_t s = 0; s < moved.size(); ++s) moved[s] *= 1 + off * double(s * 2654435761u % 1000);
           std::vector<index_t> kept;
@@ -97,7 +97,7 @@ TEST_CASE("chunkkv keeps the best chunks of all heads together, over turns") {
             kept.push_back(held[std::size_t(slot)]);
           return kept;
         };
-        const auto expected = choose(0), got = kv.positions(layer, id, 0);
+        const std::vector<index_t> expected = choose(0), got = kv.positions(layer, id, 0);
         const bool close = choose(1e-7) != expected || choose(-1e-7) != expected;
         CAPTURE(i, turn, layer, budget, window, prompt);
         for (index_t h = 1; h < kv_heads; ++h) REQUIRE(kv.positions(layer, id, h) == got);

@@ -106,7 +106,7 @@ template <scorer S>
 void obeys_the_laws_of_scorers(const S& policy) {
   rng random(43);
   const auto finish = [&](const std::vector<float>& in, std::vector<float>& out) {
-    std::vector<float> scratch;
+    host_vector<float> scratch;
     const float* from = cpu::finished(policy, in.data(), index_t(in.size()), out.data(), scratch);
     if (from == in.data()) out = in;
   };

@@ -22,7 +22,7 @@ std::vector<float> scores_with_specials(support::rng& random, index_t n) {
   return scores;
 }
 
-std::vector<float> max_pooled(const std::vector<float>& in, index_t kernel, std::vector<float>& scratch) {
+std::vector<float> max_pooled(const std::vector<float>& in, index_t kernel, host_vector<float>& scratch) {
   std::vector<float> out(in.size(), 99);
   max_pool(in.data(), index_t(in.size()), kernel, out.data(), scratch);
   return out;

@@ -9,14 +9,14 @@ using namespace tessera;
 
 namespace {
 
-std::vector<float> rotation_of(const std::vector<double>& moment, index_t dim, index_t channels) {
+std::vector<float> rotation_of(const host_vector<double>& moment, index_t dim, index_t channels) {
   std::vector<float> result(std::size_t(channels * dim), 9.0f);
   find_rotation(moment, dim, channels, "keys", result.data());
   return result;
 }
 
 /// The second moment of rows whose channels have falling strength in a random basis.
-std::vector<double> random_moment(support::rng& random, index_t dim, index_t rows) {
+host_vector<double> random_moment(support::rng& random, index_t dim, index_t rows) {
   const auto mix = support::normals(random, std::size_t(dim * dim));
   std::vector<double> moment(std::size_t(dim * dim), 0.0), row(static_cast<std::size_t>(dim));
   for (index_t r = 0; r < rows; ++r) {

@@ -37,8 +37,8 @@ struct adaptive {
 
   token_bound most(const layer_extent& layer) const {
     // Rounding moves a head by less than one token.
-    const offset_t total = offset_t(layer.kv_heads) * (offset_t(std::max(tokens, layer.protected_tail)) + 1);
-    return {index_t(std::min<offset_t>(layer.longest, total)), total};
+    const offset_t total = offset_t(layer.kv_heads) * (offset_t((std::max)(tokens, layer.protected_tail)) + 1);
+    return {index_t((std::min<offset_t>)(layer.longest, total)), total};
   }
 
   void check() const {

@@ -49,8 +49,8 @@ struct head_classes {
     token_bound most{0, 0};
     for (index_t h = 0; h < asked.kv_heads; ++h) {
       const index_t own =
-          streams(asked.layer, h) ? std::min(asked.longest, std::max(tokens, asked.protected_tail)) : asked.longest;
-      most.longest = std::max(most.longest, own);
+          streams(asked.layer, h) ? (std::min)(asked.longest, (std::max)(tokens, asked.protected_tail)) : asked.longest;
+      most.longest = (std::max)(most.longest, own);
       most.total += own;
     }
     return most;

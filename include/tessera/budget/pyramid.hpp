@@ -55,12 +55,12 @@ struct pyramid {
   }
 
   token_bound most(const layer_extent& of) const {
-    const index_t tail = of.protected_tail, base = std::max(0, tokens - tail);
+    const index_t tail = of.protected_tail, base = (std::max)(0, tokens - tail);
     const index_t depth = layers > 0 ? layers : of.layers, at = layer >= 0 ? layer : of.layer;
     // The steepest line, or a flatter one through the base; steps are rounded down, so late layers get a little more.
-    const line steepest = plan(depth, base, std::numeric_limits<index_t>::max());
-    const index_t kept = std::max(base, steepest.most - at * steepest.step) + depth;
-    const index_t longest = std::min(of.longest, std::max(tokens, tail + kept));
+    const line steepest = plan(depth, base, (std::numeric_limits<index_t>::max)());
+    const index_t kept = (std::max)(base, steepest.most - at * steepest.step) + depth;
+    const index_t longest = (std::min)(of.longest, (std::max)(tokens, tail + kept));
     return {longest, offset_t(of.kv_heads) * longest};
   }
 

@@ -21,7 +21,7 @@ struct split_factor {
   explicit split_factor(double factor) : adaptive(false), fixed(factor) {}
 
   /// The first stage compresses c times by c^r: min(0.2 + 0.06 log2 c, 0.8) where it is adaptive.
-  double of(double c) const { return adaptive ? std::min(0.2 + 0.06 * std::log2(c), 0.8) : fixed; }
+  double of(double c) const { return adaptive ? (std::min)(0.2 + 0.06 * std::log2(c), 0.8) : fixed; }
   bool operator==(const split_factor&) const = default;
 };
 
@@ -59,16 +59,16 @@ struct two_stage {
 
   stage_plan plan(index_t prompt) const {
     const double budget = double(tokens), all = double(prompt) + double(max_new);
-    const double c = std::max(1.0, all / budget);
-    const double least = std::min(2.0 * double(max_new), all);
-    const double capacity = std::max(std::floor(all / std::pow(c, split.of(c))), least);
-    constexpr double most = std::numeric_limits<index_t>::max();
+    const double c = (std::max)(1.0, all / budget);
+    const double least = (std::min)(2.0 * double(max_new), all);
+    const double capacity = (std::max)(std::floor(all / std::pow(c, split.of(c))), least);
+    constexpr double most = (std::numeric_limits<index_t>::max)();
     require(all <= most, "max_new", max_new, "at most 2^31 - 1 with the prompt", "pass how many tokens a turn decodes");
     stage_plan result;
     result.capacity = index_t(capacity);
     result.retained = result.capacity - max_new;
     result.read = tokens / 2;
-    result.ratio = std::max(1.0, capacity / budget);
+    result.ratio = (std::max)(1.0, capacity / budget);
     return result;
   }
 
@@ -81,7 +81,7 @@ struct two_stage {
 
   Inner planned(const stage_plan& plan) const {
     Inner result = inner;
-    result.tokens = std::max(plan.retained, plan.read);
+    result.tokens = (std::max)(plan.retained, plan.read);
     return result;
   }
 

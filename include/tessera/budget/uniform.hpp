@@ -19,7 +19,7 @@ struct uniform {
   TESSERA_HD index_t share(const head_extent& head) const { return tokens < head.stored ? tokens : head.stored; }
 
   token_bound most(const layer_extent& layer) const {
-    const index_t longest = std::min(layer.longest, std::max(tokens, layer.protected_tail));
+    const index_t longest = (std::min)(layer.longest, (std::max)(tokens, layer.protected_tail));
     return {longest, offset_t(layer.kv_heads) * longest};
   }
 

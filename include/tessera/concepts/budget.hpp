@@ -93,7 +93,7 @@ token_bound bound_kept(const B& budget, const layer_extent& layer) {
   const offset_t all = offset_t(layer.kv_heads) * layer.longest;
   if constexpr (requires { budget.most(layer); }) {
     const token_bound most = budget.most(layer);
-    return {std::min(layer.longest, most.longest), std::min(all, most.total)};
+    return {(std::min)(layer.longest, most.longest), (std::min)(all, most.total)};
   } else {
     return {layer.longest, all};
   }
@@ -115,16 +115,16 @@ void allot_counts(const B& budget, const layer_scores& scores, index_t* counts) 
   } else if constexpr (length_budget<B>) {
     for (index_t h = 0; h < heads; ++h) counts[h] = budget.share(scores.extent(h));
   } else {
-    const index_t base = std::max(0, budget.tokens - tail);
+    const index_t base = (std::max)(0, budget.tokens - tail);
     index_t longest = 0;
-    for (index_t h = 0; h < heads; ++h) longest = std::max(longest, scores.candidates(h));
+    for (index_t h = 0; h < heads; ++h) longest = (std::max)(longest, scores.candidates(h));
     if (base >= longest) {
       std::copy_n(scores.tokens, heads, counts);
       return;
     }
     count_winners(scores, offset_t(heads) * base, counts);
     for (index_t h = 0; h < heads; ++h) {
-      counts[h] = std::min(scores.tokens[h], budget.share_won(counts[h], base, tail));
+      counts[h] = (std::min)(scores.tokens[h], budget.share_won(counts[h], base, tail));
     }
   }
 }

@@ -3,8 +3,8 @@
 
 #include <concepts>
 #include <type_traits>
-#include <vector>
 
+#include "../core/host_vector.hpp"
 #include "../core/parameters.hpp"
 #include "../core/prompt/prompt_lines.hpp"
 #include "../core/prompt/sampled_attention.hpp"
@@ -31,7 +31,7 @@ concept prompt_pattern = requires {
 ///   dense_rows                     index_t: so many of a chunk's last rows attend everything
 template <class P>
 concept line_pattern = prompt_pattern<P> && P::chooses_lines && has_parameters<P> &&
-    requires(const P p, index_t at, std::vector<index_t>& rows, const sampled_attention& seen, line_cover& cover,
+    requires(const P p, index_t at, host_vector<index_t>& rows, const sampled_attention& seen, line_cover& cover,
              line_set& lines) {
   p.sample(at, at, rows);
   p.choose(seen, cover, lines);

@@ -3,8 +3,8 @@
 
 #include <concepts>
 #include <type_traits>
-#include <vector>
 
+#include "../core/host_vector.hpp"
 #include "../core/types.hpp"
 #include "../math/pool.hpp"
 
@@ -164,7 +164,7 @@ concept slot_finishing_scorer = requires(const S s, const float* in, index_t n) 
   { s.finish_at(in, n, n) } -> std::same_as<float>;
 };
 template <class S>
-concept finishing_scorer = requires(const S s, const float* in, float* out, index_t n, std::vector<float>& scratch) {
+concept finishing_scorer = requires(const S s, const float* in, float* out, index_t n, host_vector<float>& scratch) {
   s.finish(in, n, out, scratch);
 };
 /// Whether what is named as a last pass is one.

@@ -3,7 +3,7 @@
 
 #include "views.hpp"
 
-TESSERA_NAMESPACE_BEGIN
+TESSERA_SHARED_NAMESPACE_BEGIN
 
 /// Attention of some query rows over one part of what is stored: `out` [sequences, tokens, q_heads, v_dim], each row
 /// divided by its softmax sum, and its natural log-sum-exp `lse` [sequences, tokens, q_heads].
@@ -16,4 +16,4 @@ struct attention_part {
   rows_view<const float> lse;
 };
 
-TESSERA_NAMESPACE_END
+TESSERA_SHARED_NAMESPACE_END

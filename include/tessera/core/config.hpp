@@ -1,29 +1,38 @@
 // Version, inline namespace and the few macros of Tessera. Every macro begins with TESSERA_.
 #pragma once
 
+#include "host_isa.hpp"
+
+#if !defined(__cpp_exceptions)
+#error "tessera: exceptions are off; expected a compiler that has them on, since errors are thrown; leave -fno-exceptions out"
+#define TESSERA_STOPS_HERE "tessera stops here"  // no such file: nothing else is said
+#include TESSERA_STOPS_HERE
+#endif
+
 #define TESSERA_VERSION_MAJOR 0
 #define TESSERA_VERSION_MINOR 1
 #define TESSERA_VERSION_PATCH 0
 
-// The inline namespace carries the version, so that two engines in one process can each include their own copy.
+// Inline namespaces carry the version, so that two engines in one process can each include their own copy, and the
+// instruction set that the compiler may use (host_isa.hpp), so that units built with different target flags can be linked
+// into one program and chosen by what the processor has: no function of one is taken for that of the other. So does what
+// they pass each other: a recipe or a cache made in a unit of other flags is a link error. docs/decisions/0017-*.md.
 #define TESSERA_NAMESPACE_BEGIN \
   namespace tessera {           \
-  inline namespace v0_1 {
+  inline namespace v0_1 {       \
+  inline namespace TESSERA_HOST_ISA {
 #define TESSERA_NAMESPACE_END \
+  }                           \
   }                           \
   }
 
-// Code for the host's vector units differs with the compiler's target flags, so its inline namespace names the target:
-// translation units built with different flags can be linked together.
-#if defined(__AVX512F__)
-#define TESSERA_HOST_ISA avx512
-#elif defined(__AVX__) && defined(__FMA__)
-#define TESSERA_HOST_ISA avx_fma
-#elif defined(__AVX__)
-#define TESSERA_HOST_ISA avx
-#else
-#define TESSERA_HOST_ISA baseline
-#endif
+// What units of all flags share: views, element types, the error. Such types have no code that is not inlined always.
+#define TESSERA_SHARED_NAMESPACE_BEGIN \
+  namespace tessera {                  \
+  inline namespace v0_1 {
+#define TESSERA_SHARED_NAMESPACE_END \
+  }                                  \
+  }
 
 // Marks a function that a policy body may call on the host and on the device.
 #if defined(__CUDACC__)

@@ -6,7 +6,7 @@
 
 #include "types.hpp"
 
-TESSERA_NAMESPACE_BEGIN
+TESSERA_SHARED_NAMESPACE_BEGIN
 
 /// Elements of a row in memory.
 ///   element_type            what engines hand over and kernels compute with: fp32, fp16 or bf16
@@ -37,28 +37,24 @@ struct fp8_elements {
   using element_type = T;
   using stored_type = fp8;
   static constexpr bool scaled = true;
-  TESSERA_HD static float scale_of(float largest) {
+  TESSERA_HD TESSERA_INLINE static float scale_of(float largest) {
     const float scale = largest / 448.0f;
     return scale > 1e-30f ? scale : 1.0f;  // a row of zeros; smaller than any element that matters
   }
 };
 
-namespace detail {
-
 template <class E>
-struct encoding_of {
+struct encoding_or_raw {
   using type = E;
 };
 template <element T>
-struct encoding_of<T> {
+struct encoding_or_raw<T> {
   using type = raw_elements<T>;
 };
 
-}  // namespace detail
-
 /// The encoding that a view's first argument stands for: itself, or `raw_elements` of an element type.
 template <class E>
-using encoding_of = typename detail::encoding_of<std::remove_const_t<E>>::type;
+using encoding_of = typename encoding_or_raw<std::remove_const_t<E>>::type;
 
 /// What a view is made with: the element type of a raw encoding, else the encoding.
 template <encoding E>
@@ -67,6 +63,12 @@ using view_element =
 
 template <class E>
 concept raw_encoding = encoding<E> && std::same_as<typename E::element_type, typename E::stored_type>;
+
+static_assert(encoding<raw_elements<fp32>> && encoding<fp8_elements<bf16>>);
+
+TESSERA_SHARED_NAMESPACE_END
+
+TESSERA_NAMESPACE_BEGIN
 
 /// Encodes one row: element d of `from` goes to to[d * stride]. Returns the row's scale, 1 where rows have none.
 template <encoding E, class From>
@@ -86,7 +88,5 @@ TESSERA_HD float encode_row(const From* from, int dim, typename E::stored_type* 
   }
   return scale;
 }
-
-static_assert(encoding<raw_elements<fp32>> && encoding<fp8_elements<bf16>>);
 
 TESSERA_NAMESPACE_END

@@ -8,13 +8,18 @@
 
 #include "config.hpp"
 
-TESSERA_NAMESPACE_BEGIN
+TESSERA_SHARED_NAMESPACE_BEGIN
 
 /// Bad input from the caller. The message says what was given, what is allowed and the cure.
 class error : public std::runtime_error {
  public:
-  using std::runtime_error::runtime_error;
+  TESSERA_INLINE explicit error(const std::string& text) : std::runtime_error(text) {}
+  TESSERA_INLINE explicit error(const char* text) : std::runtime_error(text) {}
 };
+
+TESSERA_SHARED_NAMESPACE_END
+
+TESSERA_NAMESPACE_BEGIN
 
 /// Throws `error` with "<name> is <got>; expected <allowed>; <cure>".
 template <class Got>

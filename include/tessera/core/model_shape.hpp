@@ -2,9 +2,9 @@
 #pragma once
 
 #include <string>
-#include <vector>
 
 #include "error.hpp"
+#include "host_vector.hpp"
 #include "views.hpp"
 
 TESSERA_NAMESPACE_BEGIN
@@ -23,7 +23,7 @@ struct model_shape {
   index_t q_heads = 0;
   index_t kv_heads = 0;
   index_t window = 0;           ///< tokens that a sliding layer attends, in positions
-  std::vector<bool> sliding{};  ///< [layers]: which layers slide (Gemma, gpt-oss); empty: none
+  host_vector<bool> sliding{};  ///< [layers]: which layers slide (Gemma, gpt-oss); empty: none
   /// [layers, q_heads] where the cache computes, the caller's (gpt-oss); null: the recipe's rule has them, or none.
   const float* sink_logits = nullptr;
   /// [layers, q_heads, v_dim, hidden] where the cache computes, the caller's: what a value becomes behind attention.
@@ -32,7 +32,7 @@ struct model_shape {
   index_t hidden = 0;  ///< of output_projection
   /// [k_dim / 2], in radians per position: element d of a head turns with element d + k_dim / 2, by position times speed. For
   /// scorers that turn queries back; empty: such a recipe is refused.
-  std::vector<float> rope_frequencies{};
+  host_vector<float> rope_frequencies{};
 
   bool slides(index_t layer) const { return !sliding.empty() && sliding[std::size_t(layer)]; }
 

@@ -3,10 +3,10 @@
 
 #include <sstream>
 #include <string>
-#include <vector>
 
 #include "config.hpp"
 #include "error.hpp"
+#include "host_vector.hpp"
 #include "types.hpp"
 
 TESSERA_NAMESPACE_BEGIN
@@ -34,8 +34,8 @@ template <class T>
 value_range(T, T) -> value_range<T>;  // for clang 16
 
 /// The words of `one_word_of`, in their order: of "max or average" two, of "off, low or high" three.
-inline std::vector<std::string> words_of(const std::string& text) {
-  std::vector<std::string> words{""};
+inline host_vector<std::string> words_of(const std::string& text) {
+  host_vector<std::string> words{""};
   for (std::size_t at = 0; at < text.size();) {
     const bool comma = text.compare(at, 2, ", ") == 0, last = text.compare(at, 4, " or ") == 0;
     if (comma || last) {

@@ -1,9 +1,8 @@
 // Which slots of every (sequence, kv_head) are kept or read: ascending index lists of uneven length.
 #pragma once
 
-#include <vector>
-
 #include "config.hpp"
+#include "host_vector.hpp"
 #include "types.hpp"
 
 TESSERA_NAMESPACE_BEGIN
@@ -23,14 +22,14 @@ struct selection_view {
 
 /// An owned selection on the host, in CSR form with the counts beside it.
 struct selection {
-  std::vector<offset_t> offsets{0};
-  std::vector<index_t> counts;
-  std::vector<index_t> indices;
+  host_vector<offset_t> offsets{0};
+  host_vector<index_t> counts;
+  host_vector<index_t> indices;
 
   index_t rows() const { return index_t(counts.size()); }
 
   /// Makes room for rows of at most `capacity[r]` indices each; every count starts at 0.
-  void reset(const std::vector<index_t>& capacity) {
+  void reset(const host_vector<index_t>& capacity) {
     offsets.assign(1, 0);
     for (const index_t c : capacity) offsets.push_back(offsets.back() + c);
     counts.assign(capacity.size(), 0);

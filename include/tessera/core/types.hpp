@@ -9,7 +9,7 @@
 
 #include "config.hpp"
 
-TESSERA_NAMESPACE_BEGIN
+TESSERA_SHARED_NAMESPACE_BEGIN
 
 using index_t = std::int32_t;   ///< tokens, heads, slots, counts; -1 pads an index list
 using offset_t = std::int64_t;  ///< strides, byte counts, addresses within a tensor
@@ -19,7 +19,7 @@ inline constexpr float infinity = std::numeric_limits<float>::infinity();
 
 /// std::bit_cast for device code: nvcc refuses to call the library's without --expt-relaxed-constexpr.
 template <class To, class From>
-TESSERA_HD constexpr To bits_as(const From& value) noexcept {
+TESSERA_HD TESSERA_INLINE constexpr To bits_as(const From& value) noexcept {
   static_assert(sizeof(To) == sizeof(From), "tessera: bits_as needs types of one size");
   return __builtin_bit_cast(To, value);
 }
@@ -28,19 +28,19 @@ TESSERA_HD constexpr To bits_as(const From& value) noexcept {
 struct bf16 {
   std::uint16_t bits;
   bf16() = default;
-  TESSERA_HD explicit bf16(float value) {
+  TESSERA_HD TESSERA_INLINE explicit bf16(float value) {
     const auto word = bits_as<std::uint32_t>(value);
     const bool is_nan = (word & 0x7fffffffu) > 0x7f800000u;
     bits = std::uint16_t(is_nan ? (word >> 16) | 0x40u : (word + 0x7fffu + ((word >> 16) & 1u)) >> 16);
   }
-  TESSERA_HD operator float() const { return bits_as<float>(std::uint32_t(bits) << 16); }
+  TESSERA_HD TESSERA_INLINE operator float() const { return bits_as<float>(std::uint32_t(bits) << 16); }
 };
 
 /// IEEE half precision in storage. Written with integer arithmetic and no branches, so that loops over it vectorise.
 struct fp16 {
   std::uint16_t bits;
   fp16() = default;
-  TESSERA_HD explicit fp16(float value) {
+  TESSERA_HD TESSERA_INLINE explicit fp16(float value) {
     const auto word = bits_as<std::uint32_t>(value);
     const std::uint32_t sign = (word >> 16) & 0x8000u, magnitude = word & 0x7fffffffu;
     std::uint32_t half;
@@ -56,7 +56,7 @@ struct fp16 {
     }
     bits = std::uint16_t(sign | half);
   }
-  TESSERA_HD operator float() const {
+  TESSERA_HD TESSERA_INLINE operator float() const {
     const std::uint32_t sign = std::uint32_t(bits & 0x8000u) << 16, magnitude = std::uint32_t(bits & 0x7fffu) << 13;
     // 2^112 moves the exponent bias from half to single and normalises subnormals; the maximal exponent stays special.
     const std::uint32_t finite = bits_as<std::uint32_t>(bits_as<float>(magnitude) * 0x1p112f);
@@ -70,23 +70,23 @@ struct fp16 {
 struct fp8 {
   std::uint8_t bits;
   fp8() = default;
-  TESSERA_HD explicit fp8(float value) {
+  TESSERA_HD TESSERA_INLINE explicit fp8(float value) {
     const auto word = bits_as<std::uint32_t>(value);
     const std::uint32_t sign = (word >> 24) & 0x80u, magnitude = word & 0x7fffffffu;
-    std::uint32_t small;
+    std::uint32_t code;
     if (magnitude >= 0x7f800000u) {
-      small = 0x7fu;  // NaN
+      code = 0x7fu;  // NaN
     } else if (magnitude >= 0x43e80000u) {
-      small = 0x7eu;  // 464 and more would round beyond 448
+      code = 0x7eu;  // 464 and more would round beyond 448
     } else if (magnitude < 0x3c800000u) {
       // Subnormal: adding 2^14 puts the rounded mantissa into the low bits of the sum.
-      small = bits_as<std::uint32_t>(bits_as<float>(magnitude) + 16384.0f) - 0x46800000u;
+      code = bits_as<std::uint32_t>(bits_as<float>(magnitude) + 16384.0f) - 0x46800000u;
     } else {
-      small = (magnitude - 0x3c000000u + 0x7ffffu + ((magnitude >> 20) & 1u)) >> 20;
+      code = (magnitude - 0x3c000000u + 0x7ffffu + ((magnitude >> 20) & 1u)) >> 20;
     }
-    bits = std::uint8_t(sign | small);
+    bits = std::uint8_t(sign | code);
   }
-  TESSERA_HD operator float() const {
+  TESSERA_HD TESSERA_INLINE operator float() const {
     const std::uint32_t sign = std::uint32_t(bits & 0x80u) << 24, magnitude = bits & 0x7fu;
     const std::uint32_t finite = bits_as<std::uint32_t>(bits_as<float>(magnitude << 20) * 0x1p120f);
     return bits_as<float>(sign | (magnitude == 0x7fu ? 0x7fc00000u : finite));
@@ -105,7 +105,7 @@ inline constexpr bool supported_head_dim = D == 64 || D == 80 || D == 96 || D ==
 inline constexpr index_t largest_head_dim = 256;
 
 /// a / b rounded up; b >= 1.
-TESSERA_HD constexpr index_t ceil_div(index_t a, index_t b) {
+TESSERA_HD TESSERA_INLINE constexpr index_t ceil_div(index_t a, index_t b) {
 #ifdef __CUDA_ARCH__
   return (a + b - 1) / b;  // no 64-bit division in kernels: what reaches them is bounded
 #else
@@ -113,4 +113,4 @@ TESSERA_HD constexpr index_t ceil_div(index_t a, index_t b) {
 #endif
 }
 
-TESSERA_NAMESPACE_END
+TESSERA_SHARED_NAMESPACE_END

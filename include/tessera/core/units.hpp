@@ -3,7 +3,7 @@
 
 #include "config.hpp"
 
-TESSERA_NAMESPACE_BEGIN
+TESSERA_SHARED_NAMESPACE_BEGIN
 
 struct token_unit {};  ///< single KV entries
 struct block_unit {};  ///< fixed runs of entries that are scored together
@@ -12,4 +12,4 @@ struct page_unit {};   ///< whole runs of entries that share a score: they are r
 /// The unit of a selector that leaves it to its run-time parameter.
 enum class selection_unit { token, page };
 
-TESSERA_NAMESPACE_END
+TESSERA_SHARED_NAMESPACE_END

@@ -8,7 +8,7 @@
 #include "encoding.hpp"
 #include "types.hpp"
 
-TESSERA_NAMESPACE_BEGIN
+TESSERA_SHARED_NAMESPACE_BEGIN
 
 /// Strides of one tensor of rows, in elements.
 /// `outer` steps from sequence to sequence, or from page to page where a table maps slots to pages.
@@ -36,21 +36,21 @@ struct row_scales {
   offset_t outer = 0;
   offset_t head = 0;
   offset_t token = 1;
-  TESSERA_HD offset_t index(const slot_address& at, index_t head_index) const {
+  TESSERA_HD TESSERA_INLINE offset_t index(const slot_address& at, index_t head_index) const {
     return at.outer * outer + head_index * head + at.row * token;
   }
 };
 
 /// No table: slot `s` of sequence `b` is row `s` of outer index `b`.
 struct contiguous {
-  TESSERA_HD slot_address locate(index_t sequence, index_t, index_t slot) const { return {sequence, slot}; }
+  TESSERA_HD TESSERA_INLINE slot_address locate(index_t sequence, index_t, index_t slot) const { return {sequence, slot}; }
 };
 
 /// Rows of every (sequence, kv_head) stand one after another in a pool: `begin[sequence * kv_heads + head]` rows in.
 struct ragged {
   const offset_t* begin = nullptr;
   index_t kv_heads = 1;
-  TESSERA_HD slot_address locate(index_t sequence, index_t head, index_t slot) const {
+  TESSERA_HD TESSERA_INLINE slot_address locate(index_t sequence, index_t head, index_t slot) const {
     return {0, begin[offset_t(sequence) * kv_heads + head] + slot};
   }
 };
@@ -62,14 +62,14 @@ struct block_table {
   index_t page = 16;
   offset_t sequence_stride = 0;
   offset_t head_stride = 0;
-  TESSERA_HD slot_address locate(index_t sequence, index_t head, index_t slot) const {
+  TESSERA_HD TESSERA_INLINE slot_address locate(index_t sequence, index_t head, index_t slot) const {
     return {blocks[sequence * sequence_stride + head * head_stride + slot / page], slot % page};
   }
   /// The pages behind the slots of a (sequence, kv_head), in order; tables of a sequence.
-  TESSERA_HD const index_t* pages(index_t sequence, index_t head) const {
+  TESSERA_HD TESSERA_INLINE const index_t* pages(index_t sequence, index_t head) const {
     return blocks + sequence * sequence_stride + head * head_stride;
   }
-  TESSERA_HD index_t tables(index_t kv_heads) const { return head_stride != 0 ? kv_heads : 1; }
+  TESSERA_HD TESSERA_INLINE index_t tables(index_t kv_heads) const { return head_stride != 0 ? kv_heads : 1; }
 };
 
 /// A CSR page table, as in FlashInfer: the pages of row r are `indices[indptr[r] .. indptr[r + 1])`.
@@ -79,16 +79,16 @@ struct csr_table {
   const index_t* indices = nullptr;
   index_t page = 16;
   index_t tables_per_sequence = 1;
-  TESSERA_HD slot_address locate(index_t sequence, index_t head, index_t slot) const {
+  TESSERA_HD TESSERA_INLINE slot_address locate(index_t sequence, index_t head, index_t slot) const {
     return {indices[indptr[row(sequence, head)] + slot / page], slot % page};
   }
-  TESSERA_HD offset_t row(index_t sequence, index_t head) const {
+  TESSERA_HD TESSERA_INLINE offset_t row(index_t sequence, index_t head) const {
     return offset_t(sequence) * tables_per_sequence + (tables_per_sequence > 1 ? head : 0);
   }
-  TESSERA_HD const index_t* pages(index_t sequence, index_t head) const {
+  TESSERA_HD TESSERA_INLINE const index_t* pages(index_t sequence, index_t head) const {
     return indices + indptr[row(sequence, head)];
   }
-  TESSERA_HD index_t tables(index_t) const { return tables_per_sequence; }
+  TESSERA_HD TESSERA_INLINE index_t tables(index_t) const { return tables_per_sequence; }
 };
 
 /// A table of pages, one a sequence or one a (sequence, kv_head).
@@ -109,7 +109,7 @@ struct filtered {
   const index_t* slots = nullptr;
   const offset_t* begin = nullptr;
   index_t kv_heads = 1;
-  TESSERA_HD slot_address locate(index_t sequence, index_t head, index_t slot) const {
+  TESSERA_HD TESSERA_INLINE slot_address locate(index_t sequence, index_t head, index_t slot) const {
     return table.locate(sequence, head, slots[begin[offset_t(sequence) * kv_heads + head] + slot]);
   }
 };
@@ -155,28 +155,28 @@ struct kv_view {
   Table table{};
   row_scales<scale_type> scales{};
 
-  TESSERA_HD index_t length(index_t sequence, index_t head) const {
+  TESSERA_HD TESSERA_INLINE index_t length(index_t sequence, index_t head) const {
     return lengths[sequence * length_strides.sequence + head * length_strides.head];
   }
-  TESSERA_HD stored_type* key(index_t sequence, index_t head, index_t slot) const {
+  TESSERA_HD TESSERA_INLINE stored_type* key(index_t sequence, index_t head, index_t slot) const {
     const slot_address at = table.locate(sequence, head, slot);
     return k + at.outer * k_strides.outer + head * k_strides.head + at.row * k_strides.token;
   }
-  TESSERA_HD stored_type* value(index_t sequence, index_t head, index_t slot) const {
+  TESSERA_HD TESSERA_INLINE stored_type* value(index_t sequence, index_t head, index_t slot) const {
     const slot_address at = table.locate(sequence, head, slot);
     return v + at.outer * v_strides.outer + head * v_strides.head + at.row * v_strides.token;
   }
   /// What the stored elements of a slot's key, or value, are multiplied by.
-  TESSERA_HD float key_scale(index_t sequence, index_t head, index_t slot) const {
+  TESSERA_HD TESSERA_INLINE float key_scale(index_t sequence, index_t head, index_t slot) const {
     if constexpr (!encoding_type::scaled) return 1;
     return scales.k[scales.index(table.locate(sequence, head, slot), head)];
   }
-  TESSERA_HD float value_scale(index_t sequence, index_t head, index_t slot) const {
+  TESSERA_HD TESSERA_INLINE float value_scale(index_t sequence, index_t head, index_t slot) const {
     if constexpr (!encoding_type::scaled) return 1;
     return scales.v[scales.index(table.locate(sequence, head, slot), head)];
   }
   /// One element of a slot's key, decoded and rounded to the element type.
-  TESSERA_HD element_type key_element(index_t sequence, index_t head, index_t slot, int channel) const {
+  TESSERA_HD TESSERA_INLINE element_type key_element(index_t sequence, index_t head, index_t slot, int channel) const {
     const auto stored = key(sequence, head, slot)[channel * k_strides.dim];
     if constexpr (is_raw) {
       return stored;
@@ -184,7 +184,7 @@ struct kv_view {
       return element_type(float(stored) * key_scale(sequence, head, slot));
     }
   }
-  TESSERA_HD index_t position(index_t sequence, index_t head, index_t slot) const {
+  TESSERA_HD TESSERA_INLINE index_t position(index_t sequence, index_t head, index_t slot) const {
     if (!positions) return slot;
     const offset_t row = position_begin ? position_begin[offset_t(sequence) * kv_heads + head]
                                         : sequence * position_strides.sequence + head * position_strides.head;
@@ -204,11 +204,11 @@ struct rows_view {
   index_t heads = 0;
   index_t dim = 0;  ///< elements of a row; 0: not said; checked where it is (core/model_shape.hpp)
 
-  TESSERA_HD T* row(index_t sequence, index_t token, index_t head) const {
+  TESSERA_HD TESSERA_INLINE T* row(index_t sequence, index_t token, index_t head) const {
     return data + sequence * sequence_stride + token * token_stride + head * head_stride;
   }
   /// The rows of one sequence; null stays null.
-  TESSERA_HD rows_view one(index_t sequence) const {
+  TESSERA_HD TESSERA_INLINE rows_view one(index_t sequence) const {
     rows_view result = *this;
     if (data) result.data += sequence * sequence_stride;
     result.sequences = 1;
@@ -219,7 +219,7 @@ struct rows_view {
 /// Query heads m, m + step, ... of rows: with step the group's size, the m-th of every group, as a model has them whose groups
 /// are of one. Null stays null.
 template <class T>
-rows_view<T> every_head(rows_view<T> rows, index_t m, index_t step) {
+TESSERA_INLINE rows_view<T> every_head(rows_view<T> rows, index_t m, index_t step) {
   if (rows.data) rows.data += m * rows.head_stride;
   rows.head_stride *= step;
   rows.heads /= step;
@@ -228,16 +228,16 @@ rows_view<T> every_head(rows_view<T> rows, index_t m, index_t step) {
 
 /// A contiguous [sequences, tokens, heads, dim] tensor (NHD).
 template <class T>
-TESSERA_HD rows_view<T> nhd_rows(T* data, index_t tokens, index_t heads, index_t dim, index_t sequences = 1) {
+TESSERA_HD TESSERA_INLINE rows_view<T> nhd_rows(T* data, index_t tokens, index_t heads, index_t dim, index_t sequences = 1) {
   const offset_t token = offset_t(heads) * dim;
   return {data, tokens * token, token, dim, sequences, tokens, heads, dim};
 }
 
 /// A contiguous [sequences, heads, tokens, dim] tensor (HND).
 template <class T>
-TESSERA_HD rows_view<T> hnd_rows(T* data, index_t tokens, index_t heads, index_t dim, index_t sequences = 1) {
+TESSERA_HD TESSERA_INLINE rows_view<T> hnd_rows(T* data, index_t tokens, index_t heads, index_t dim, index_t sequences = 1) {
   const offset_t head = offset_t(tokens) * dim;
   return {data, heads * head, dim, head, sequences, tokens, heads, dim};
 }
 
-TESSERA_NAMESPACE_END
+TESSERA_SHARED_NAMESPACE_END

@@ -15,8 +15,8 @@ struct newest_whole {
   static constexpr const char* name = "newest_whole";
   index_t tail = 32;
 
-  index_t packed_after_prompt(index_t whole) const { return std::max(0, whole - tail); }
-  index_t packed_after_step(index_t whole) const { return std::max(0, whole / tail - 1) * tail; }
+  index_t packed_after_prompt(index_t whole) const { return (std::max)(0, whole - tail); }
+  index_t packed_after_step(index_t whole) const { return (std::max)(0, whole / tail - 1) * tail; }
   void check() const { check_parameters(*this); }
   template <class Self, class Visit>
   static void parameters(Self& self, Visit&& visit) {

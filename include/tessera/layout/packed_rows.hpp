@@ -55,7 +55,7 @@ struct packed_rows {
   packed_format value_format() const { return format(value, v_dim); }
 
   /// How many of a prompt's last queries the channel selectors see.
-  static constexpr index_t window() { return std::max(window_of<KeyChannels>(), window_of<ValueChannels>()); }
+  static constexpr index_t window() { return (std::max)(window_of<KeyChannels>(), window_of<ValueChannels>()); }
 
   /// `block` of means that are kept beside keys; 0: none are.
   void check(index_t block) const {

@@ -2,10 +2,10 @@
 #pragma once
 
 #include <algorithm>
-#include <vector>
 
 #include "../concepts/layout.hpp"
 #include "../core/engine/head_groups.hpp"
+#include "../core/host_vector.hpp"
 #include "../core/parameters.hpp"
 #include "../core/plan/share_table.hpp"
 #include "../core/views.hpp"
@@ -33,11 +33,11 @@ struct ragged_pages {
   index_t whole_layers = 0;  ///< so many of the first layers keep everything
 
   head_groups groups(index_t layers, index_t kv_heads) const {
-    std::vector<double> expected;
+    host_vector<double> expected;
     for (index_t i = 0; shares.data && i < layers * kv_heads; ++i) {
       expected.push_back(i / kv_heads < whole_layers ? 1.0 : shares.at(i / kv_heads, i % kv_heads));
     }
-    return group_heads(layers, kv_heads, heads == usual_heads ? std::min(heads, kv_heads) : heads, cluster, expected);
+    return group_heads(layers, kv_heads, heads == usual_heads ? (std::min)(heads, kv_heads) : heads, cluster, expected);
   }
 
   template <class Self, class Visit>

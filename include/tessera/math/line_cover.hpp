@@ -3,8 +3,8 @@
 
 #include <algorithm>
 #include <cstdint>
-#include <vector>
 
+#include "../core/host_vector.hpp"
 #include "../core/prompt/prompt_lines.hpp"
 #include "../core/prompt/sampled_attention.hpp"
 #include "published_walk.hpp"
@@ -48,7 +48,7 @@ class line_cover {
 
   /// The nearest `slashes` and the keys at the first `columns` positions, as far as there are any.
   void add_forced(index_t slashes, index_t columns) {
-    for (index_t distance = 0; distance < std::min(slashes, seen_.next); ++distance) add_if_any(distance);
+    for (index_t distance = 0; distance < (std::min)(slashes, seen_.next); ++distance) add_if_any(distance);
     for (index_t slot = 0; slot < seen_.slots() && seen_.positions[std::size_t(slot)] < columns; ++slot) {
       add(vertical(slot));
     }
@@ -71,12 +71,12 @@ class line_cover {
     for (index_t line = 0; line < lines(); ++line) {
       if (has(line)) covered_ += sum(line, true);
     }
-    std::vector<candidate> heap;
+    host_vector<candidate> heap;
     for (index_t line = 0; line < lines(); ++line) {
       if (!has(line) && weight(line) > 0) heap.push_back({weight(line) / length(line), line});
     }
     std::make_heap(heap.begin(), heap.end());
-    const double wanted = std::min(share, 1.0) * total_;
+    const double wanted = (std::min)(share, 1.0) * total_;
     while (covered_ < wanted && !heap.empty()) {
       std::pop_heap(heap.begin(), heap.end());
       candidate best = heap.back();
@@ -96,23 +96,23 @@ class line_cover {
   /// The published greedy (LoopServe's Algorithm 5, see published_walk) until its bound comes to `share` of the weight. Of lines that
   /// weigh the same the lower comes first.
   void cover_as_published(double share) {
-    std::vector<index_t> slashes, verticals;
+    host_vector<index_t> slashes, verticals;
     for (index_t line = 0; line < lines(); ++line) {
       if (weight(line) > 0) (is_slash(line) ? slashes : verticals).push_back(line);
     }
     const std::size_t count =
-        std::max(slashes.size(), verticals.size()) + 1;  // both lists end with a line without weight
-    const auto in_order = [&](std::vector<index_t>& list) {
+        (std::max)(slashes.size(), verticals.size()) + 1;  // both lists end with a line without weight
+    const auto in_order = [&](host_vector<index_t>& list) {
       std::sort(list.begin(), list.end(),
                 [&](index_t a, index_t b) { return weight(a) != weight(b) ? weight(a) > weight(b) : a < b; });
-      std::vector<weighed_line> weighed;
+      host_vector<weighed_line> weighed;
       for (const index_t line : list) weighed.push_back({weight(line), largest(line), length(line)});
       weighed.resize(count, weighed_line{});
       return weighed;
     };
-    const std::vector<weighed_line> by_slash = in_order(slashes), by_vertical = in_order(verticals);
+    const host_vector<weighed_line> by_slash = in_order(slashes), by_vertical = in_order(verticals);
     published_walk walk{};
-    walk.go_on(std::min(share, 1.0) * total_, by_slash.data(), by_vertical.data(), index_t(count));
+    walk.go_on((std::min)(share, 1.0) * total_, by_slash.data(), by_vertical.data(), index_t(count));
     for (index_t i = 0; i < walk.slashes; ++i) add(slashes[std::size_t(i)]);
     for (index_t i = 0; i < walk.verticals; ++i) add(verticals[std::size_t(i)]);
   }
@@ -153,14 +153,14 @@ class line_cover {
   }
   double largest(index_t line) const {
     float result = 0;
-    visit(line, [&](float weight) { result = std::max(result, weight); });
+    visit(line, [&](float weight) { result = (std::max)(result, weight); });
     return result;
   }
 
   sampled_attention seen_;  // a view of what the caller holds
   double total_ = 0, covered_ = 0;
-  std::vector<std::uint8_t> chosen_;  // by line
-  std::vector<double> weights_;       // by line, before anything was covered
+  host_vector<std::uint8_t> chosen_;  // by line
+  host_vector<double> weights_;       // by line, before anything was covered
 };
 
 TESSERA_NAMESPACE_END

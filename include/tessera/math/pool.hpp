@@ -2,9 +2,9 @@
 #pragma once
 
 #include <algorithm>
-#include <vector>
 
 #include "../core/config.hpp"
+#include "../core/host_vector.hpp"
 #include "../core/types.hpp"
 
 TESSERA_NAMESPACE_BEGIN
@@ -21,8 +21,8 @@ struct pooling_window {
 /// its neighbours and stays last itself.
 /// Shapes   in, out [n], not the same memory; kernel odd.
 /// Cost     O(n) whatever the kernel: block-wise prefix and suffix maxima (van Herk, Gil and Werman).
-inline void max_pool(const float* in, index_t n, index_t kernel, float* out, std::vector<float>& scratch) {
-  kernel = std::min(kernel, 2 * n + 1);  // a wider one reaches no further
+inline void max_pool(const float* in, index_t n, index_t kernel, float* out, host_vector<float>& scratch) {
+  kernel = (std::min)(kernel, 2 * n + 1);  // a wider one reaches no further
   const index_t half = kernel / 2;
   const auto at = [&](index_t i) {
     const float value = i < half || i >= n + half ? -infinity : in[i - half];
@@ -34,13 +34,13 @@ inline void max_pool(const float* in, index_t n, index_t kernel, float* out, std
   float* suffix = prefix + padded;
   for (index_t i = 0; i < padded; ++i) {
     const float value = i < n + 2 * half ? at(i) : -infinity;
-    prefix[i] = i % kernel == 0 ? value : std::max(prefix[i - 1], value);
+    prefix[i] = i % kernel == 0 ? value : (std::max)(prefix[i - 1], value);
   }
   for (index_t i = padded - 1; i >= 0; --i) {
     const float value = i < n + 2 * half ? at(i) : -infinity;
-    suffix[i] = (i + 1) % kernel == 0 ? value : std::max(suffix[i + 1], value);
+    suffix[i] = (i + 1) % kernel == 0 ? value : (std::max)(suffix[i + 1], value);
   }
-  for (index_t i = 0; i < n; ++i) out[i] = in[i] == in[i] ? std::max(suffix[i], prefix[i + kernel - 1]) : -infinity;
+  for (index_t i = 0; i < n; ++i) out[i] = in[i] == in[i] ? (std::max)(suffix[i], prefix[i + kernel - 1]) : -infinity;
 }
 
 /// out[i] = sum of in[i - kernel/2 .. i + kernel/2] / kernel, zeros beyond the ends (so the ends are attenuated, as
@@ -55,13 +55,13 @@ inline void average_pool(const float* in, index_t n, index_t kernel, float* out)
       continue;
     }
     float sum = 0;
-    for (index_t j = std::max(0, i - half); j <= std::min(n - 1, i + half); ++j) sum += in[j] - in[j] == 0 ? in[j] : 0;
+    for (index_t j = (std::max)(0, i - half); j <= (std::min)(n - 1, i + half); ++j) sum += in[j] - in[j] == 0 ? in[j] : 0;
     out[i] = sum / float(kernel);
   }
 }
 
 inline void pool_scores(const pooling_window& window, const float* in, index_t n, float* out,
-                        std::vector<float>& scratch) {
+                        host_vector<float>& scratch) {
   if (window.kind == pooling::max) {
     max_pool(in, n, window.kernel, out, scratch);
   } else {

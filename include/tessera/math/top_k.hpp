@@ -3,17 +3,17 @@
 
 #include <algorithm>
 #include <functional>
-#include <vector>
 
+#include "../core/host_vector.hpp"
 #include "ordered.hpp"
 
 TESSERA_NAMESPACE_BEGIN
 
 /// Scratch that selectors reuse from call to call, so that a step allocates only while lengths grow.
 struct top_k_scratch {
-  std::vector<std::uint64_t> keys;
-  std::vector<float> scores;
-  std::vector<index_t> ids;
+  host_vector<std::uint64_t> keys;
+  host_vector<float> scores;
+  host_vector<index_t> ids;
 };
 
 /// The `k` best of `scores [n]` into `out [k]`, ascending by index. Score descending, ties to the lower index, NaN

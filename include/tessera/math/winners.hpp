@@ -2,8 +2,8 @@
 #pragma once
 
 #include <algorithm>
-#include <vector>
 
+#include "../core/host_vector.hpp"
 #include "../core/plan/layer_scores.hpp"
 #include "ordered.hpp"
 
@@ -21,12 +21,12 @@ inline void count_winners(const layer_scores& scores, offset_t places, index_t* 
       return head != other.head ? head < other.head : slot < other.slot;
     }
   };
-  std::vector<candidate> all;
+  host_vector<candidate> all;
   for (index_t h = 0; h < scores.kv_heads; ++h) {
     const float* s = scores.head(h);
     for (index_t i = 0; i < scores.candidates(h); ++i) all.push_back({ordered_bits(s[i]), h, i});
   }
-  places = std::min(offset_t(all.size()), places);
+  places = (std::min)(offset_t(all.size()), places);
   if (places < offset_t(all.size())) std::nth_element(all.begin(), all.begin() + places, all.end());
   std::fill(won, won + scores.kv_heads, 0);
   for (offset_t i = 0; i < places; ++i) ++won[all[std::size_t(i)].head];

@@ -2,6 +2,7 @@
 #pragma once
 
 #include "../concepts/prefill.hpp"
+#include "../core/host_vector.hpp"
 
 TESSERA_NAMESPACE_BEGIN
 
@@ -35,9 +36,9 @@ struct covering_lines {
   index_t seed = 0;
   line_search algorithm = line_search::coverage;
 
-  void sample(index_t first, index_t next, std::vector<index_t>& to) const {
+  void sample(index_t first, index_t next, host_vector<index_t>& to) const {
     std::uint64_t state = std::uint64_t(seed) << 32 ^ std::uint64_t(first);
-    index_t wanted = std::min(rows, next - first);
+    index_t wanted = (std::min)(rows, next - first);
     for (index_t at = first; at < next && wanted > 0; ++at) {  // each row with the chance that makes all sets equal
       state += 0x9e3779b97f4a7c15u;
       std::uint64_t word = (state ^ (state >> 30)) * 0xbf58476d1ce4e5b9u;

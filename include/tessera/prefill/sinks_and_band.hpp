@@ -2,6 +2,7 @@
 #pragma once
 
 #include "../concepts/prefill.hpp"
+#include "../core/host_vector.hpp"
 
 TESSERA_NAMESPACE_BEGIN
 
@@ -18,7 +19,7 @@ struct sinks_and_band {
   index_t local = 4096;
   index_t dense_rows = 0;
 
-  void sample(index_t, index_t, std::vector<index_t>&) const {}
+  void sample(index_t, index_t, host_vector<index_t>&) const {}
 
   void choose(const sampled_attention& seen, line_cover& cover, line_set& lines) const {
     cover.begin(seen);

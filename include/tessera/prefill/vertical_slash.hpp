@@ -2,6 +2,7 @@
 #pragma once
 
 #include "../concepts/prefill.hpp"
+#include "../core/host_vector.hpp"
 #include "../math/top_k.hpp"
 
 TESSERA_NAMESPACE_BEGIN
@@ -23,18 +24,18 @@ struct vertical_slash {
   index_t vertical = 1000;
   index_t slash = 6096;
 
-  void sample(index_t first, index_t next, std::vector<index_t>& rows) const {
-    for (index_t at = std::max(first, next - observed_rows); at < next; ++at) rows.push_back(at);
+  void sample(index_t first, index_t next, host_vector<index_t>& rows) const {
+    for (index_t at = (std::max)(first, next - observed_rows); at < next; ++at) rows.push_back(at);
   }
 
   void choose(const sampled_attention& seen, line_cover& cover, line_set& lines) const {
     cover.begin(seen);
-    std::vector<float> columns, diagonals;
+    host_vector<float> columns, diagonals;
     for (index_t slot = 0; slot < seen.slots(); ++slot) {
       const bool forced = seen.positions[std::size_t(slot)] < forced_columns;
       columns.push_back(forced ? infinity : float(cover.weight(cover.vertical(slot))));
     }
-    std::vector<index_t> distances;  // of diagonals on which something is stored
+    host_vector<index_t> distances;  // of diagonals on which something is stored
     for (index_t distance = 0; distance < seen.next; ++distance) {
       if (cover.length(distance) == 0) continue;
       distances.push_back(distance);
@@ -59,9 +60,9 @@ struct vertical_slash {
   }
 
  private:
-  static std::vector<index_t> best(const std::vector<float>& weights, index_t count) {
+  static host_vector<index_t> best(const host_vector<float>& weights, index_t count) {
     top_k_scratch scratch;
-    std::vector<index_t> chosen(std::size_t(std::min(count, index_t(weights.size()))));
+    host_vector<index_t> chosen(std::size_t((std::min)(count, index_t(weights.size()))));
     top_k(weights.data(), index_t(weights.size()), index_t(chosen.size()), chosen.data(), scratch);
     return chosen;
   }

@@ -5,9 +5,9 @@
 #include <cmath>
 #include <numeric>
 #include <string>
-#include <vector>
 
 #include "../core/error.hpp"
+#include "../core/host_vector.hpp"
 #include "../core/plan/layer_scores.hpp"
 #include "../math/winners.hpp"
 #include "profile.hpp"
@@ -17,18 +17,18 @@ TESSERA_NAMESPACE_BEGIN
 /// What each head of a layer keeps where the layer's best ceil(share * kv_heads * tokens) tokens are kept, whichever head they
 /// belong to; the protected tail of each head is among them, and a head keeps one token at least.
 /// Shapes   shares [kv_heads], as parts of a head's tokens.   Cost  O(n) over the layer's scores on average.
-inline std::vector<double> layer_wide_shares(const layer_scores& scores, double share) {
+inline host_vector<double> layer_wide_shares(const layer_scores& scores, double share) {
   offset_t tokens = 0, tails = 0;
   for (index_t h = 0; h < scores.kv_heads; ++h) {
     tokens += scores.tokens[h];
     tails += scores.tokens[h] - scores.candidates(h);
   }
-  std::vector<index_t> won(std::size_t(scores.kv_heads));
-  count_winners(scores, std::max<offset_t>(0, offset_t(std::ceil(share * double(tokens))) - tails), won.data());
-  std::vector<double> result;
+  host_vector<index_t> won(std::size_t(scores.kv_heads));
+  count_winners(scores, (std::max<offset_t>)(0, offset_t(std::ceil(share * double(tokens))) - tails), won.data());
+  host_vector<double> result;
   for (index_t h = 0; h < scores.kv_heads; ++h) {
     const index_t kept = won[std::size_t(h)] + scores.tokens[h] - scores.candidates(h);
-    result.push_back(scores.tokens[h] > 0 ? double(std::max(1, kept)) / double(scores.tokens[h]) : 1.0);
+    result.push_back(scores.tokens[h] > 0 ? double((std::max)(1, kept)) / double(scores.tokens[h]) : 1.0);
   }
   return result;
 }
@@ -40,14 +40,14 @@ class calibration {
 
   /// Shapes   shares [layers, kv_heads], those of one prompt.
   /// Errors   shares of other counts: tessera::error.
-  void add(std::vector<double> shares) {
+  void add(host_vector<double> shares) {
     require(shares.size() == std::size_t(layers_) * std::size_t(kv_heads_), "shares of a prompt", shares.size(),
             std::to_string(layers_) + " layers of " + std::to_string(kv_heads_) + " KV heads",
             "pass one share for each head of the model");
     samples_.push_back(std::move(shares));
   }
   index_t samples() const { return index_t(samples_.size()); }
-  const std::vector<double>& sample(index_t i) const { return samples_[std::size_t(i)]; }
+  const host_vector<double>& sample(index_t i) const { return samples_[std::size_t(i)]; }
 
   /// Mean and deviation over the samples (of a sample: divided by one less than there are; of one alone 0), and the budget
   /// min(1, mean + alpha * deviation).
@@ -67,7 +67,7 @@ class calibration {
       for (const auto& one : samples_) result.mean[h] += one[h] / double(samples_.size());
       for (const auto& one : samples_) result.deviation[h] += (one[h] - result.mean[h]) * (one[h] - result.mean[h]);
       result.deviation[h] = samples_.size() > 1 ? std::sqrt(result.deviation[h] / double(samples_.size() - 1)) : 0.0;
-      result.mean[h] = std::min(1.0, result.mean[h]);
+      result.mean[h] = (std::min)(1.0, result.mean[h]);
     }
     result.set_alpha(alpha);
     return result;
@@ -75,20 +75,20 @@ class calibration {
 
  private:
   index_t layers_, kv_heads_;
-  std::vector<std::vector<double>> samples_;
+  host_vector<host_vector<double>> samples_;
 };
 
 /// How alike two orders of the same heads are: the correlation of their ranks after Spearman, equal numbers sharing the
 /// mean of their ranks. 1: the same order; 0 where one of them has none.
 /// Errors   more numbers of one than of the other: tessera::error.
-inline double rank_correlation(const std::vector<double>& a, const std::vector<double>& b) {
+inline double rank_correlation(const host_vector<double>& a, const host_vector<double>& b) {
   require(a.size() == b.size(), "numbers of the second order", b.size(),
           "those of the first, which are " + std::to_string(a.size()), "compare two orders of the same heads");
-  const auto ranks = [](const std::vector<double>& of) {
-    std::vector<std::size_t> order(of.size());
+  const auto ranks = [](const host_vector<double>& of) {
+    host_vector<std::size_t> order(of.size());
     std::iota(order.begin(), order.end(), std::size_t(0));
     std::sort(order.begin(), order.end(), [&](std::size_t x, std::size_t y) { return of[x] < of[y]; });
-    std::vector<double> result(of.size());
+    host_vector<double> result(of.size());
     for (std::size_t first = 0, last = 0; first < order.size(); first = last) {
       while (last < order.size() && of[order[last]] == of[order[first]]) ++last;
       for (std::size_t i = first; i < last; ++i) result[order[i]] = double(first + last - 1) / 2;

@@ -4,8 +4,8 @@
 #include <algorithm>
 #include <string>
 #include <utility>
-#include <vector>
 
+#include "../core/host_vector.hpp"
 #include "../core/model_shape.hpp"
 #include "../core/prompt/prompt_reach.hpp"
 #include "../core/stored/segment_cursor.hpp"
@@ -33,7 +33,7 @@ class conversations {
     index_t step_tokens = 0;   ///< of the step that `begin_step` began; 0: none yet
     index_t step_began = -1;   ///< where it began; -1: none yet in this turn
     planned<Recipe> policies;
-    std::vector<layer> layers;
+    host_vector<layer> layers;
     index_t answer_began = 0;  ///< where the turn's decode steps begin
     index_t announced = 0;     ///< tokens of the turn's prompt; 0: nobody has said
 
@@ -67,7 +67,7 @@ class conversations {
     const conversation& c = at(id);
     for (const layer& state : c.layers) {
       require(state.turn_tokens == 0 && c.announced == 0, "tokens of this turn",
-              std::max(state.turn_tokens, c.announced), "0",
+              (std::max)(state.turn_tokens, c.announced), "0",
               "fork a sequence before a prompt is announced or begins, or once end_prefill has ended it");
       require(state.next_position == c.front().next_position, "tokens of a layer", state.next_position,
               "those of layer 0, which are " + std::to_string(c.front().next_position),
@@ -201,7 +201,7 @@ class conversations {
     layer& state = c.layers[std::size_t(layer_index)];
     if constexpr (Recipe::retain_type::settles) {
       const auto& first = c.policies.first;
-      state.again = std::min(state.turn_tokens - state.judged, first.scorer.protected_tail(first.budget.tokens));
+      state.again = (std::min)(state.turn_tokens - state.judged, first.scorer.protected_tail(first.budget.tokens));
       state.judged = state.turn_tokens;
     }
   }
@@ -258,7 +258,7 @@ class conversations {
 
   /// What a step of `tokens` tokens does to these conversations. They must agree on what is due. `boundaries` [ids,
   /// tokens] are looked at where the recipe needs them in steps.
-  batch plan_step(const Recipe& recipe, const std::vector<index_t>& ids, index_t tokens, index_t most,
+  batch plan_step(const Recipe& recipe, const host_vector<index_t>& ids, index_t tokens, index_t most,
                   std::span<const std::uint8_t> boundaries = {}) const {
     require(tokens >= 1 && tokens <= most, "tokens of a decode step", tokens, "1 to " + std::to_string(most),
             "prefill longer runs");
@@ -394,7 +394,7 @@ class conversations {
 
   model_shape shape_;
   planned<Recipe> none_;
-  std::vector<conversation> all_;
+  host_vector<conversation> all_;
 };
 
 TESSERA_NAMESPACE_END

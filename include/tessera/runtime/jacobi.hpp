@@ -4,8 +4,8 @@
 #include <algorithm>
 #include <cmath>
 #include <numeric>
-#include <vector>
 
+#include "../core/host_vector.hpp"
 #include "../core/types.hpp"
 
 TESSERA_NAMESPACE_BEGIN
@@ -17,7 +17,7 @@ TESSERA_NAMESPACE_BEGIN
 template <class Real>
 void find_eigenvectors_by_jacobi(const Real* matrix, index_t dim, Real* values, Real* vectors) {
   const auto n = std::size_t(dim);
-  std::vector<Real> a(matrix, matrix + n * n), turned(n * n, Real(0));
+  host_vector<Real> a(matrix, matrix + n * n), turned(n * n, Real(0));
   for (std::size_t i = 0; i < n; ++i) turned[i * n + i] = 1;
   const auto rotate_rows = [n](Real* p, Real* q, Real c, Real s) {
     for (std::size_t k = 0; k < n; ++k) {
@@ -34,7 +34,7 @@ void find_eigenvectors_by_jacobi(const Real* matrix, index_t dim, Real* values, 
       for (std::size_t q = p + 1; q < n; ++q) {
         const Real beside = a[p * n + q], pp = a[p * n + p], qq = a[q * n + q];
         // Below it neither eigenvalue changes in its last bits, nor their vectors by more than rounding.
-        if (std::abs(beside) <= std::max(least, Real(1e-15) * std::sqrt(std::abs(pp * qq)))) continue;
+        if (std::abs(beside) <= (std::max)(least, Real(1e-15) * std::sqrt(std::abs(pp * qq)))) continue;
         rotated = true;
         const Real theta = (qq - pp) / (2 * beside);
         const Real t = (theta < 0 ? Real(-1) : Real(1)) / (std::abs(theta) + std::sqrt(theta * theta + 1));
@@ -51,7 +51,7 @@ void find_eigenvectors_by_jacobi(const Real* matrix, index_t dim, Real* values, 
     }
     if (!rotated) break;
   }
-  std::vector<std::size_t> order(n);
+  host_vector<std::size_t> order(n);
   std::iota(order.begin(), order.end(), std::size_t(0));
   std::stable_sort(order.begin(), order.end(),
                    [&](std::size_t x, std::size_t y) { return a[x * n + x] < a[y * n + y]; });

@@ -3,27 +3,27 @@
 
 #include <algorithm>
 #include <utility>
-#include <vector>
 
 #include "../concepts/budget.hpp"
+#include "../core/host_vector.hpp"
 
 TESSERA_NAMESPACE_BEGIN
 
 /// What the heads of a place have held since a turn's prompt began; see prompt_reach.
 struct settled_heads {
-  std::vector<index_t> earlier;  ///< tokens from before the turn
-  std::vector<index_t> settled;  ///< first tokens that do not compete
+  host_vector<index_t> earlier;  ///< tokens from before the turn
+  host_vector<index_t> settled;  ///< first tokens that do not compete
 };
 
 /// Bounds of what a layer keeps, and, where they are known, of every kv_head.
 struct kept_bound : token_bound {
-  std::vector<index_t> by_head;  ///< empty: not known
+  host_vector<index_t> by_head;  ///< empty: not known
 };
 
 /// What a budget by lengths leaves each head of a layer: the counts of choose_kept on either backend.
 /// Shapes   held [kv_heads], tokens of each head.   `layer`: as the budget sees it, of one head where all choose together.
 template <length_budget Budget>
-kept_bound kept_by_lengths(const Budget& budget, const layer_extent& layer, std::vector<index_t> held,
+kept_bound kept_by_lengths(const Budget& budget, const layer_extent& layer, host_vector<index_t> held,
                            const settled_heads& before, index_t seen, index_t kv_heads) {
   kept_bound kept;
   const bool whole = keeps_all(budget, layer);
@@ -34,10 +34,10 @@ kept_bound kept_by_lengths(const Budget& budget, const layer_extent& layer, std:
                        layer.kv_heads, layer.protected_tail, own};
       head.earlier = before.earlier[std::size_t(h)];
       head.dropped = seen - (own - head.earlier);
-      const index_t least = std::min(before.settled[std::size_t(h)] + layer.protected_tail, own);
+      const index_t least = (std::min)(before.settled[std::size_t(h)] + layer.protected_tail, own);
       own = std::clamp(budget.share(head), least, own);
     }
-    kept.longest = std::max(kept.longest, own);
+    kept.longest = (std::max)(kept.longest, own);
     kept.total += own;
   }
   kept.by_head = std::move(held);

@@ -3,15 +3,15 @@
 
 #include <algorithm>
 #include <limits>
-#include <vector>
 
 #include "../core/engine/head_groups.hpp"
+#include "../core/host_vector.hpp"
 
 TESSERA_NAMESPACE_BEGIN
 
 /// What a prompt takes of a pool of ragged pages.
 struct page_plan {
-  std::vector<index_t> after;  ///< pages of each group when the prompt has ended
+  host_vector<index_t> after;  ///< pages of each group when the prompt has ended
   /// Most pages of all groups together while the prompt comes in, those held before included; at most 2^31 - 1.
   index_t most = 0;
 };
@@ -29,15 +29,15 @@ struct coming_prompt {
 ///          keeps everything.
 /// Cost     chunks * layers * kv_heads * heads of a group.
 template <class Share, class Whole>
-page_plan plan_pages(const head_groups& groups, index_t page, const std::vector<index_t>& held,
+page_plan plan_pages(const head_groups& groups, index_t page, const host_vector<index_t>& held,
                      const coming_prompt& prompt, const Share& share, const Whole& whole) {
-  std::vector<index_t> lengths = held, settled = held;
+  host_vector<index_t> lengths = held, settled = held;
   page_plan plan;
   plan.after.resize(std::size_t(groups.count()));
   offset_t pages = 0;
   const auto recount = [&](index_t group) {
     index_t longest = 0;
-    for (const index_t head : groups.row(group)) longest = std::max(longest, lengths[std::size_t(head)]);
+    for (const index_t head : groups.row(group)) longest = (std::max)(longest, lengths[std::size_t(head)]);
     index_t& own = plan.after[std::size_t(group)];
     pages -= own;
     own = groups.pages_for(group, longest, page);
@@ -45,12 +45,12 @@ page_plan plan_pages(const head_groups& groups, index_t page, const std::vector<
   };
   const auto recount_layer = [&](index_t layer) {
     for (index_t h = 0; h < groups.kv_heads; ++h) recount(groups.group[std::size_t(layer * groups.kv_heads + h)]);
-    plan.most = std::max(plan.most, index_t(std::min<offset_t>(pages, std::numeric_limits<index_t>::max())));
+    plan.most = (std::max)(plan.most, index_t((std::min<offset_t>)(pages, (std::numeric_limits<index_t>::max)())));
   };
   const auto judge = [&](index_t layer, index_t seen, index_t chunk) {
     for (index_t h = 0; h < groups.kv_heads && !whole(layer); ++h) {
       const std::size_t at = std::size_t(layer * groups.kv_heads + h);
-      const index_t tail = std::min(prompt.window, chunk), least = std::min(settled[at] + tail, lengths[at]);
+      const index_t tail = (std::min)(prompt.window, chunk), least = (std::min)(settled[at] + tail, lengths[at]);
       lengths[at] = std::clamp(held[at] + share(layer, h, seen), least, lengths[at]);
       settled[at] = lengths[at] - tail;
     }
@@ -60,7 +60,7 @@ page_plan plan_pages(const head_groups& groups, index_t page, const std::vector<
   index_t chunk = 0;
   for (index_t done = 0; done < prompt.tokens; done += chunk) {
     const index_t before = chunk;
-    chunk = std::min(prompt.chunk > 0 ? prompt.chunk : prompt.tokens, prompt.tokens - done);
+    chunk = (std::min)(prompt.chunk > 0 ? prompt.chunk : prompt.tokens, prompt.tokens - done);
     for (index_t layer = 0; layer < groups.layers; ++layer) {
       if (before > 0) judge(layer, done, before);
       for (index_t h = 0; h < groups.kv_heads; ++h) lengths[std::size_t(layer * groups.kv_heads + h)] += chunk;

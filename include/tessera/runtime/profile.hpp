@@ -3,9 +3,9 @@
 
 #include <algorithm>
 #include <string>
-#include <vector>
 
 #include "../core/error.hpp"
+#include "../core/host_vector.hpp"
 #include "../core/parameters.hpp"
 #include "../core/plan/share_table.hpp"
 
@@ -23,7 +23,7 @@ struct profile {
   index_t samples = 0;
   double alpha = 2;
   index_t layers = 0, kv_heads = 0;
-  std::vector<double> mean, deviation, budget;
+  host_vector<double> mean, deviation, budget;
 
   /// What a head of the profile keeps.
   share_table shares() const { return {budget.data(), layers, kv_heads}; }
@@ -37,13 +37,13 @@ struct profile {
   void set_alpha(double chosen) {
     alphas.check("alpha", chosen, "pass how many deviations above its mean a head keeps");
     alpha = chosen;
-    for (std::size_t i = 0; i < budget.size(); ++i) budget[i] = std::min(1.0, mean[i] + alpha * deviation[i]);
+    for (std::size_t i = 0; i < budget.size(); ++i) budget[i] = (std::min)(1.0, mean[i] + alpha * deviation[i]);
   }
 
   /// Scales the budget so that it is `share` on average. Where heads reach 1 the others take what these leave.
   void renormalise() {
     double wanted = share * double(budget.size());
-    std::vector<double> all = budget;
+    host_vector<double> all = budget;
     std::sort(all.begin(), all.end(), [](double a, double b) { return a > b; });
     double left = 0;
     for (const double one : all) left += one;
@@ -54,7 +54,7 @@ struct profile {
       left -= one;
       scale = left > 0 ? wanted / left : 0;
     }
-    for (double& one : budget) one = std::min(1.0, one * scale);
+    for (double& one : budget) one = (std::min)(1.0, one * scale);
   }
 
   /// Errors   a shape, a share or a number that is none: tessera::error.
@@ -72,7 +72,7 @@ struct profile {
 
  private:
   /// Numbers above `least` and at most 1.
-  void check_table(const char* name, const std::vector<double>& table, std::size_t heads, double least) const {
+  void check_table(const char* name, const host_vector<double>& table, std::size_t heads, double least) const {
     require(table.size() == heads, std::string(name) + " of the profile", table.size(),
             std::to_string(layers) + " layers of " + std::to_string(kv_heads) + " KV heads", "calibrate it again");
     for (std::size_t i = 0; i < heads; ++i) {

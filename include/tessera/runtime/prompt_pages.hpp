@@ -1,8 +1,7 @@
 // How many ragged pages a prompt takes by a recipe: the caches of both backends ask before it comes.
 #pragma once
 
-#include <vector>
-
+#include "../core/host_vector.hpp"
 #include "../planned.hpp"
 #include "layer_roles.hpp"
 #include "page_plan.hpp"
@@ -13,7 +12,7 @@ TESSERA_NAMESPACE_BEGIN
 /// Where a first stage drops all that it drops when a prompt ends, `after` counts what is there before.
 /// Shapes   held [layers, kv_heads], tokens of each head before the prompt.
 template <class Recipe>
-page_plan plan_prompt_pages(const head_groups& groups, index_t page, const std::vector<index_t>& held,
+page_plan plan_prompt_pages(const head_groups& groups, index_t page, const host_vector<index_t>& held,
                             [[maybe_unused]] const Recipe& recipe, [[maybe_unused]] const planned<Recipe>& policies,
                             const layer_roles& roles, index_t tokens) {
   coming_prompt prompt{tokens};

@@ -5,9 +5,9 @@
 #include <cmath>
 #include <string>
 #include <utility>
-#include <vector>
 
 #include "../core/error.hpp"
+#include "../core/host_vector.hpp"
 #include "../core/stored/packed_row.hpp"
 #include "../core/types.hpp"
 
@@ -27,9 +27,9 @@ inline constexpr bool eigenvectors_included = false;
 
 /// The sum of x x^T over rows, [dim, dim]: `load(i, to)` gives row i of `count` as fp32.
 template <class Load>
-std::vector<double> second_moment(index_t count, index_t dim, const Load& load) {
-  std::vector<double> moment(static_cast<std::size_t>(dim * dim), 0.0);
-  std::vector<float> row(static_cast<std::size_t>(dim));
+host_vector<double> second_moment(index_t count, index_t dim, const Load& load) {
+  host_vector<double> moment(static_cast<std::size_t>(dim * dim), 0.0);
+  host_vector<float> row(static_cast<std::size_t>(dim));
   for (index_t i = 0; i < count; ++i) {
     load(i, row.data());
     for (index_t a = 0; a < dim; ++a) {
@@ -47,7 +47,7 @@ std::vector<double> second_moment(index_t count, index_t dim, const Load& load) 
 /// Errors   a second moment with NaN or infinity: tessera::error.
 /// solve(matrix, dim, values, vectors) does what `find_eigenvectors` does.
 template <class Real, class Solve>
-void find_rotation(const std::vector<Real>& moment, index_t dim, index_t channels, const std::string& of,
+void find_rotation(const host_vector<Real>& moment, index_t dim, index_t channels, const std::string& of,
                    float* rotation, const Solve& solve) {
   for (index_t i = 0; i < dim * dim; ++i) {
     const Real x = moment[std::size_t(i)];
@@ -55,7 +55,7 @@ void find_rotation(const std::vector<Real>& moment, index_t dim, index_t channel
     fail("the second moment of " + of + " at channels " + std::to_string(i / dim) + " and " + std::to_string(i % dim),
          x, "a finite number", "keep NaN and infinity out of keys and values, or scale them");
   }
-  std::vector<Real> values(static_cast<std::size_t>(dim)), vectors(static_cast<std::size_t>(dim * dim));
+  host_vector<Real> values(static_cast<std::size_t>(dim)), vectors(static_cast<std::size_t>(dim * dim));
   solve(moment.data(), dim, values.data(), vectors.data());
   for (index_t c = 0; c < channels; ++c) {
     const Real* from = vectors.data() + offset_t(dim - 1 - c) * dim;
@@ -69,7 +69,7 @@ void find_rotation(const std::vector<Real>& moment, index_t dim, index_t channel
 }
 /// The same by Eigen's solver.
 template <class Real>
-void find_rotation(const std::vector<Real>& moment, index_t dim, index_t channels, const std::string& of,
+void find_rotation(const host_vector<Real>& moment, index_t dim, index_t channels, const std::string& of,
                    float* rotation) {
   static_assert(eigenvectors_included<Real>,
                 "tessera: a recipe whose rows are rotated needs Eigen's solver; include tessera/runtime/eigen.hpp");
@@ -82,19 +82,19 @@ namespace detail {
 
 /// Pairs up `items`, those with the largest `likeness(a, b)` first, ties to the lower items. Their number is even.
 template <class Likeness>
-std::vector<std::pair<index_t, index_t>> greedy_pairs(index_t items, const Likeness& likeness) {
+host_vector<std::pair<index_t, index_t>> greedy_pairs(index_t items, const Likeness& likeness) {
   struct candidate {
     double likeness;
     index_t a, b;
   };
-  std::vector<candidate> all;
+  host_vector<candidate> all;
   for (index_t a = 0; a < items; ++a) {
     for (index_t b = a + 1; b < items; ++b) all.push_back({likeness(a, b), a, b});
   }
   std::stable_sort(all.begin(), all.end(),
                    [](const candidate& x, const candidate& y) { return x.likeness > y.likeness; });
-  std::vector<bool> taken(std::size_t(items), false);
-  std::vector<std::pair<index_t, index_t>> pairs;
+  host_vector<bool> taken(std::size_t(items), false);
+  host_vector<std::pair<index_t, index_t>> pairs;
   for (const candidate& one : all) {
     if (taken[std::size_t(one.a)] || taken[std::size_t(one.b)]) continue;
     taken[std::size_t(one.a)] = taken[std::size_t(one.b)] = true;
@@ -109,8 +109,8 @@ std::vector<std::pair<index_t, index_t>> greedy_pairs(index_t items, const Liken
 /// The order in which `channels` channels stand so that groups of 2 or 4 neighbours are often chosen together; of 1: as
 /// they are. together [channels, channels]: how many vectors have chosen both. Pairs are matched greedily, then pairs
 /// of pairs; groups stand in the order of their strongest channel, the lowest. `group` divides `channels`.
-inline std::vector<index_t> group_channels(const std::vector<double>& together, index_t channels, index_t group) {
-  std::vector<std::vector<index_t>> groups;
+inline host_vector<index_t> group_channels(const host_vector<double>& together, index_t channels, index_t group) {
+  host_vector<host_vector<index_t>> groups;
   for (index_t c = 0; c < channels; ++c) groups.push_back({c});
   while (index_t(groups.front().size()) < group) {
     const auto pairs = detail::greedy_pairs(index_t(groups.size()), [&](index_t a, index_t b) {
@@ -120,7 +120,7 @@ inline std::vector<index_t> group_channels(const std::vector<double>& together, 
       }
       return sum;
     });
-    std::vector<std::vector<index_t>> joined;
+    host_vector<host_vector<index_t>> joined;
     for (const auto& [a, b] : pairs) {
       joined.push_back(groups[std::size_t(a)]);
       joined.back().insert(joined.back().end(), groups[std::size_t(b)].begin(), groups[std::size_t(b)].end());
@@ -129,7 +129,7 @@ inline std::vector<index_t> group_channels(const std::vector<double>& together, 
     groups = std::move(joined);
   }
   std::sort(groups.begin(), groups.end());
-  std::vector<index_t> order;
+  host_vector<index_t> order;
   for (const auto& one : groups) order.insert(order.end(), one.begin(), one.end());
   return order;
 }
@@ -137,14 +137,14 @@ inline std::vector<index_t> group_channels(const std::vector<double>& together, 
 /// The order for `format.group` by what `channels` chooses of single channels in up to 1,024 of `count` rotated rows;
 /// row(i) is one of them, [format.channels].
 template <class Channels, class Row>
-std::vector<index_t> order_of_channels(const Channels& channels, const packed_format& format, index_t count,
+host_vector<index_t> order_of_channels(const Channels& channels, const packed_format& format, index_t count,
                                        const Row& row) {
   constexpr index_t samples = 1024;
   packed_format single = format;
   single.group = 1;
-  const index_t n = format.channels, step = std::max(1, ceil_div(count, samples));
-  std::vector<double> together(std::size_t(n) * std::size_t(n), 0.0);
-  std::vector<std::uint8_t> bits(std::size_t(single.set_bytes()));
+  const index_t n = format.channels, step = (std::max)(1, ceil_div(count, samples));
+  host_vector<double> together(std::size_t(n) * std::size_t(n), 0.0);
+  host_vector<std::uint8_t> bits(std::size_t(single.set_bytes()));
   for (index_t i = 0; i < count; i += step) {
     channels.choose(row(i), single, bits.data());
     for (index_t a = 0; a < n; ++a) {

@@ -4,8 +4,8 @@
 #include <algorithm>
 #include <array>
 #include <string>
-#include <vector>
 
+#include "../core/host_vector.hpp"
 #include "../core/stored/segment_strategy.hpp"
 #include "rotation.hpp"
 
@@ -32,19 +32,19 @@ class strategy_search {
   /// Errors   rows with NaN or infinity: tessera::error.
   template <class Load>
   void add(index_t count, index_t dim, index_t left, const std::string& of, const Load& load) {
-    std::vector<float> basis(std::size_t(offset_t(left) * dim));
+    host_vector<float> basis(std::size_t(offset_t(left) * dim));
     find_rotation(second_moment(count, dim, load), dim, left, of, basis.data());
     add(count, dim, left, basis.data(), load);
   }
   /// The same where their rotation, basis [left, dim], is known.
   template <class Load>
   void add(index_t count, index_t dim, index_t left, const float* basis, const Load& load) {
-    std::vector<float> turned(std::size_t(offset_t(left) * dim));
+    host_vector<float> turned(std::size_t(offset_t(left) * dim));
     for (index_t c = 0; c < left; ++c) {
       for (index_t d = 0; d < dim; ++d) turned[std::size_t(offset_t(d) * left + c)] = basis[offset_t(c) * dim + d];
     }
-    std::vector<float> rows(std::size_t(offset_t(count) * left), 0.0f), given(static_cast<std::size_t>(dim));
-    std::vector<double> energy(std::size_t(count), 0.0);
+    host_vector<float> rows(std::size_t(offset_t(count) * left), 0.0f), given(static_cast<std::size_t>(dim));
+    host_vector<double> energy(std::size_t(count), 0.0);
     for (index_t i = 0; i < count; ++i) {
       load(i, given.data());
       float* to = rows.data() + offset_t(i) * left;
@@ -64,9 +64,9 @@ class strategy_search {
   /// Keys of one head, in their order: how they spread within blocks.
   template <class Load>
   void add_blocks(index_t count, index_t dim, const Load& load) {
-    std::vector<float> row(static_cast<std::size_t>(dim));
-    std::vector<double> all(static_cast<std::size_t>(dim), 0.0);
-    std::array<std::vector<double>, strategy_blocks.size()> sums;
+    host_vector<float> row(static_cast<std::size_t>(dim));
+    host_vector<double> all(static_cast<std::size_t>(dim), 0.0);
+    std::array<host_vector<double>, strategy_blocks.size()> sums;
     sums.fill(all);
     double energy = 0;
     for (index_t i = 0; i < count; ++i) {
@@ -120,7 +120,7 @@ class strategy_search {
     result.group = group;
     return result;
   }
-  static double take(std::vector<double>& sum) {
+  static double take(host_vector<double>& sum) {
     double square = 0;
     for (double& x : sum) {
       square += x * x;
@@ -129,16 +129,16 @@ class strategy_search {
     return square;
   }
 
-  static void measure(const Channels& channels, index_t dim, const std::vector<float>& rows,
-                      const std::vector<double>& energy, trial& to) {
+  static void measure(const Channels& channels, index_t dim, const host_vector<float>& rows,
+                      const host_vector<double>& energy, trial& to) {
     const index_t count = index_t(energy.size()), left = count > 0 ? index_t(rows.size() / energy.size()) : 0;
     const index_t kept = channels.kept(dim), group = channels.group_size();
     const packed_format format{packed_element::single, left, group, kept, true};
     to.possible = to.possible && kept > 0 && kept % group == 0 && left % group == 0 && kept <= left;
     if (!to.possible || count == 0) return;
     const auto row = [&](index_t i) { return rows.data() + offset_t(i) * left; };
-    const std::vector<index_t> order = order_of_channels(channels, format, count, row);
-    std::vector<double> groups(std::size_t(format.groups()));
+    const host_vector<index_t> order = order_of_channels(channels, format, count, row);
+    host_vector<double> groups(std::size_t(format.groups()));
     for (index_t i = 0; i < count; ++i) {
       std::fill(groups.begin(), groups.end(), 0.0);
       for (index_t c = 0; c < left; ++c) {
@@ -149,7 +149,7 @@ class strategy_search {
       std::nth_element(groups.begin(), end - 1, groups.end(), std::greater<>{});
       double left_over = energy[std::size_t(i)];
       for (auto one = groups.begin(); one != end; ++one) left_over -= *one;
-      to.sum += std::max(0.0, left_over) / (energy[std::size_t(i)] + 1e-12);
+      to.sum += (std::max)(0.0, left_over) / (energy[std::size_t(i)] + 1e-12);
     }
     to.rows += double(count);
   }

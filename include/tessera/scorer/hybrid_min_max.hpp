@@ -40,7 +40,7 @@ struct hybrid_min_max {
     hybrid_min_max result = *this;
     if (page == 0) {
       const double side = std::ceil(std::sqrt(ratio));
-      result.page = side > ratio ? 1 : index_t(std::min(side, double(most_tokens)));
+      result.page = side > ratio ? 1 : index_t((std::min)(side, double(most_tokens)));
     }
     if (channels == 0) {
       result.channels = index_t(std::clamp(double(k_dim) * double(result.page) / ratio, 1.0, double(k_dim)));

@@ -30,7 +30,7 @@ struct top_blocks {
     for (index_t b = 0; b < blocks; ++b) {
       float sum = 0;
       bool any = false;
-      const index_t first = b * block, length = std::min(block, candidates - first);
+      const index_t first = b * block, length = (std::min)(block, candidates - first);
       for (index_t i = first; i < first + length; ++i) {
         const bool counts = scores[i] > -infinity;  // false for NaN
         sum += counts ? scores[i] : 0;
@@ -39,13 +39,13 @@ struct top_blocks {
       keys[std::size_t(b)] = rank_key(any ? sum : -infinity, b);
     }
     // Every block holds `block` tokens but the last, so at most this many can be touched.
-    const index_t touched = std::min(blocks, room / block + 2);
+    const index_t touched = (std::min)(blocks, room / block + 2);
     std::partial_sort(keys.begin(), keys.begin() + touched, keys.end(), std::greater<>{});
 
     index_t count = 0;
     for (index_t i = 0; i < touched && room > 0; ++i) {
       const index_t first = rank_index(keys[std::size_t(i)]) * block;
-      const index_t length = std::min(block, candidates - first);
+      const index_t length = (std::min)(block, candidates - first);
       if (length <= room) {
         for (index_t j = 0; j < length; ++j) out[count++] = first + j;
         room -= length;

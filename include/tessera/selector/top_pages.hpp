@@ -23,13 +23,13 @@ struct top_pages {
     if (n <= 0 || keep <= 0) return 0;
     tail = std::clamp(tail, 0, n);
     const index_t pages = ceil_div(n, page), forced = tail > 0 ? pages - (n - tail) / page : 0;
-    const index_t wanted = std::min(std::max(forced, keep / page + (keep % page > 0)), pages);
+    const index_t wanted = (std::min)((std::max)(forced, keep / page + (keep % page > 0)), pages);
     auto& best = scratch.scores;
     auto& ids = scratch.ids;
     best.assign(std::size_t(pages - forced), -infinity);
     for (index_t p = 0; p < pages - forced; ++p) {
       const index_t first = p * page;
-      for (index_t slot = first; slot < first + std::min(page, n - first); ++slot) {
+      for (index_t slot = first; slot < first + (std::min)(page, n - first); ++slot) {
         if (scores[slot] > best[std::size_t(p)]) best[std::size_t(p)] = scores[slot];
       }
     }
@@ -39,7 +39,7 @@ struct top_pages {
     index_t count = 0;
     for (index_t i = 0; i < taken; ++i) {
       const index_t first = ids[std::size_t(i)] * page;
-      for (index_t slot = first; slot < first + std::min(page, n - first); ++slot) out[count++] = slot;
+      for (index_t slot = first; slot < first + (std::min)(page, n - first); ++slot) out[count++] = slot;
     }
     return count;
   }

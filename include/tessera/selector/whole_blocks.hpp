@@ -3,6 +3,7 @@
 
 #include "../concepts/selector.hpp"
 #include "../core/error.hpp"
+#include "../core/host_vector.hpp"
 #include "../core/parameters.hpp"
 
 TESSERA_NAMESPACE_BEGIN
@@ -44,10 +45,10 @@ struct whole_blocks {
 
   index_t select(const float* scores, index_t n, index_t tail, index_t keep, index_t* out,
                  top_k_scratch& scratch) const {
-    tail = std::clamp(tail, 0, std::max(n, 0));
-    const index_t packed = std::max(n, 0) - tail, blocks = ceil_div(packed, block);
-    std::vector<float> best(std::size_t(blocks), -infinity);
-    std::vector<index_t> sizes(std::size_t(blocks), block), taken(std::size_t(blocks), 0);
+    tail = std::clamp(tail, 0, (std::max)(n, 0));
+    const index_t packed = (std::max)(n, 0) - tail, blocks = ceil_div(packed, block);
+    host_vector<float> best(std::size_t(blocks), -infinity);
+    host_vector<index_t> sizes(std::size_t(blocks), block), taken(std::size_t(blocks), 0);
     for (index_t slot = 0; slot < packed; ++slot) {
       float& top = best[std::size_t(slot / block)];
       if (scores[slot] > top) top = scores[slot];

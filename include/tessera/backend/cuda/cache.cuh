@@ -3,8 +3,8 @@
 
 #include <span>
 #include <utility>
-#include <vector>
 
+#include "../../core/host_vector.hpp"
 #include "cache/cache_parts.cuh"
 
 TESSERA_NAMESPACE_BEGIN
@@ -156,7 +156,7 @@ class cache : public cache_parts<Recipe, Out> {
     const planned<Recipe> fitted = conversations_.plan_prompt_end(recipe_, id);
     reading_.require_covered(fitted);
     const bool due = recipe_.schedule.due(moment::prompt_end, conversations_.clock_of_prompt_end(id));
-    const std::vector<index_t> choosing = plan_choice(id, due, fitted, stream);
+    const host_vector<index_t> choosing = plan_choice(id, due, fitted, stream);
     parts::plan_packing(id, stream);  // last that can throw
     set_number(next_.data() + id, conversations_.at(id).front().next_position, stream);
     kept_slots
@@ -176,7 +176,7 @@ class cache : public cache_parts<Recipe, Out> {
   /// The host's part of a decode step of 1 to `step_tokens` tokens: room for it in every layer. Before every step, also
   /// before a replayed one; never recorded itself. What it returns is every layer's `decode`'s. boundaries [ids, tokens], on
   /// the host, for a recipe that `needs_step_segments`: 1 for a token after which a segment of the text ends, else 0.
-  batch prepare_step(const std::vector<index_t>& ids, index_t tokens, cudaStream_t stream,
+  batch prepare_step(const host_vector<index_t>& ids, index_t tokens, cudaStream_t stream,
                      std::span<const std::uint8_t> boundaries = {}) {
     const batch step = conversations_.plan_step(recipe_, ids, tokens, options_.step_tokens, boundaries);
     for (const index_t id : ids) order_.require_finished(id);
@@ -185,7 +185,7 @@ class cache : public cache_parts<Recipe, Out> {
     steps_.set(ids, stream);
     note_step(places, step);
     if constexpr (Recipe::needs_segments) {
-      std::vector<segment_cursor> texts;
+      host_vector<segment_cursor> texts;
       for (const index_t id : ids) texts.push_back(conversations_.at(id, 0).text);
       marks_.set(texts, step.boundaries, stream);
     }

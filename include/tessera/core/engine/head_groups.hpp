@@ -5,9 +5,9 @@
 #include <numeric>
 #include <span>
 #include <string>
-#include <vector>
 
 #include "../error.hpp"
+#include "../host_vector.hpp"
 #include "../types.hpp"
 
 TESSERA_NAMESPACE_BEGIN
@@ -21,10 +21,10 @@ enum class clustering { layer, model, none, fitted };
 /// head is numbered layer * kv_heads + head.
 struct head_groups {
   index_t layers = 0, kv_heads = 0, heads = 1;
-  std::vector<index_t> group;      ///< by head
-  std::vector<index_t> column;     ///< by head, its place in the group
-  std::vector<index_t> members;    ///< of all groups, one after the other
-  std::vector<index_t> begins{0};  ///< [groups + 1], in `members`
+  host_vector<index_t> group;      ///< by head
+  host_vector<index_t> column;     ///< by head, its place in the group
+  host_vector<index_t> members;    ///< of all groups, one after the other
+  host_vector<index_t> begins{0};  ///< [groups + 1], in `members`
 
   index_t count() const { return index_t(begins.size()) - 1; }
   std::span<const index_t> row(index_t one) const {
@@ -49,11 +49,11 @@ namespace detail {
 
 /// Where to cut heads of ascending shares into groups: sizes that divide `heads`, so that what is empty is least. Each group
 /// leaves half a page empty beside what its shorter heads do, of prompts of 8,192 tokens, and of 16 tokens a column.
-inline std::vector<index_t> fitted_begins(const std::vector<double>& ascending, index_t heads) {
+inline host_vector<index_t> fitted_begins(const host_vector<double>& ascending, index_t heads) {
   constexpr double tokens = 8192, page = 16;
   const std::size_t count = ascending.size();
-  std::vector<double> least(count + 1, 0.0);
-  std::vector<index_t> last(count + 1, 0);  // size of the last group of the first heads
+  host_vector<double> least(count + 1, 0.0);
+  host_vector<index_t> last(count + 1, 0);  // size of the last group of the first heads
   for (std::size_t end = 1; end <= count; ++end) {
     for (index_t size = heads; size >= 1; --size) {
       if (heads % size != 0 || std::size_t(size) > end) continue;
@@ -61,7 +61,7 @@ inline std::vector<index_t> fitted_begins(const std::vector<double>& ascending, 
       if (last[end] == 0 || own < least[end]) least[end] = own, last[end] = size;
     }
   }
-  std::vector<index_t> begins;
+  host_vector<index_t> begins;
   for (std::size_t end = count; end > 0; end -= std::size_t(last[end])) begins.push_back(index_t(end));
   begins.push_back(0);
   std::reverse(begins.begin(), begins.end());
@@ -74,7 +74,7 @@ inline std::vector<index_t> fitted_begins(const std::vector<double>& ascending, 
 /// Shapes   shares [layers, kv_heads], or empty: all alike.
 /// Errors   heads that do not divide what is grouped: tessera::error.
 inline head_groups group_heads(index_t layers, index_t kv_heads, index_t heads, clustering among,
-                               const std::vector<double>& shares) {
+                               const host_vector<double>& shares) {
   const bool whole_model = among == clustering::model || among == clustering::fitted;
   const index_t all = layers * kv_heads, run = whole_model ? all : kv_heads;
   require(heads >= 1 && run % heads == 0, "heads", heads,
@@ -91,7 +91,7 @@ inline head_groups group_heads(index_t layers, index_t kv_heads, index_t heads, 
                      [&](index_t a, index_t b) { return shares[std::size_t(a)] < shares[std::size_t(b)]; });
   }
   if (among == clustering::fitted && !shares.empty()) {
-    std::vector<double> ascending;
+    host_vector<double> ascending;
     for (const index_t head : result.members) ascending.push_back(shares[std::size_t(head)]);
     result.begins = detail::fitted_begins(ascending, heads);
   } else {
@@ -110,10 +110,10 @@ inline head_groups group_heads(index_t layers, index_t kv_heads, index_t heads, 
 }
 
 /// The shares of heads that fill their group's pages: each gets the largest of its group.
-inline std::vector<double> filled_shares(const head_groups& groups, std::vector<double> shares) {
+inline host_vector<double> filled_shares(const head_groups& groups, host_vector<double> shares) {
   for (index_t one = 0; one < groups.count(); ++one) {
     double most = 0;
-    for (const index_t head : groups.row(one)) most = std::max(most, shares[std::size_t(head)]);
+    for (const index_t head : groups.row(one)) most = (std::max)(most, shares[std::size_t(head)]);
     for (const index_t head : groups.row(one)) shares[std::size_t(head)] = most;
   }
   return shares;

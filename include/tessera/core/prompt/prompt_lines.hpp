@@ -1,8 +1,7 @@
 // Lines of a prompt's attention matrix: which keys the rows of a prompt chunk attend.
 #pragma once
 
-#include <vector>
-
+#include "../host_vector.hpp"
 #include "../types.hpp"
 
 TESSERA_NAMESPACE_BEGIN
@@ -10,16 +9,16 @@ TESSERA_NAMESPACE_BEGIN
 /// The lines of one query head. A row at position p attends the key at position k where k is a vertical line or p - k a
 /// slash line; k <= p. Positions, not slots: a line stays what it is when tokens are dropped.
 struct line_set {
-  std::vector<index_t> vertical;  ///< positions of keys, ascending
-  std::vector<index_t> slash;     ///< how far keys lie behind the query, ascending
+  host_vector<index_t> vertical;  ///< positions of keys, ascending
+  host_vector<index_t> slash;     ///< how far keys lie behind the query, ascending
 };
 
 /// What the rows of one chunk attend.
 struct prompt_lines {
   index_t first = 0, next = 0;  ///< the chunk's rows have the positions [first, next)
   index_t dense_from = 0;       ///< rows from this position on attend everything; `next`: none does
-  std::vector<index_t> rows;    ///< positions of the rows by whose attention the lines were chosen, ascending
-  std::vector<line_set> heads;  ///< by query head; empty where all rows are dense
+  host_vector<index_t> rows;    ///< positions of the rows by whose attention the lines were chosen, ascending
+  host_vector<line_set> heads;  ///< by query head; empty where all rows are dense
 };
 
 TESSERA_NAMESPACE_END

@@ -23,9 +23,9 @@ struct sampled_attention {
   float* row(index_t r) const { return weights + offset_t(r) * slots(); }
 
   /// Entries of a line in the whole chunk, sampled or not.
-  index_t vertical_length(index_t slot) const { return next - std::max(first, positions[std::size_t(slot)]); }
+  index_t vertical_length(index_t slot) const { return next - (std::max)(first, positions[std::size_t(slot)]); }
   index_t slash_length(index_t distance) const {
-    return stored_before[std::size_t(next - distance)] - stored_before[std::size_t(std::max(0, first - distance))];
+    return stored_before[std::size_t(next - distance)] - stored_before[std::size_t((std::max)(0, first - distance))];
   }
   /// The slot on a slash line that sampled row r sees; no_index: none.
   index_t slot_on_slash(index_t r, index_t distance) const {

@@ -9,7 +9,7 @@ TESSERA_NAMESPACE_BEGIN
 
 /// Tokens that fit behind `held` stored ones when they move: a step then copies few rows on average, far fewer than it
 /// reads, and what is free stays small beside what is held. Both backends keep to it.
-inline index_t spare_room(index_t held) { return std::max<index_t>(16, held / 64); }
+inline index_t spare_room(index_t held) { return (std::max<index_t>)(16, held / 64); }
 
 /// Whether memory for `capacity` tokens of which `used` stay is worth giving back: once a quarter of it is unused. What is
 /// spare after an eviction is then at most a third of what stays.

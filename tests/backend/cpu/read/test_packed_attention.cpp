@@ -47,7 +47,7 @@ struct packed_sequence {
   std::vector<index_t> blocks, begins{0};
   std::vector<float> k, v;  // [tokens, heads, D]
   cpu::kv_store<dense<T, D>> raw, tail;
-  std::vector<std::shared_ptr<segment>> segments;
+  host_vector<std::shared_ptr<segment>> segments;
   std::vector<index_t> packed, lengths;
   cpu::packed_view<layout> view;
   cpu::executor workers{1};
@@ -79,8 +79,8 @@ struct packed_sequence {
     const auto from = raw.view(0, 0);
     for (std::size_t s = 0; s < strategies.size(); ++s) {
       const cpu::row_packer<layout> packer(strategies[s], blocks[s], from, 0, workers);
-      std::vector<std::vector<index_t>> lists(std::size_t(heads),
-                                              std::vector<index_t>(std::size_t(begins[s + 1] - begins[s])));
+      host_vector<host_vector<index_t>> lists(std::size_t(heads),
+                                              host_vector<index_t>(std::size_t(begins[s + 1] - begins[s])));
       for (auto& list : lists) std::iota(list.begin(), list.end(), begins[s]);
       segments.push_back(packer.in_own_basis(lists, {}));
     }

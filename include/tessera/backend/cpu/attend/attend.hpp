@@ -3,15 +3,14 @@
 
 #include <algorithm>
 #include <memory>
-#include <vector>
 
+#include "../../../core/host_vector.hpp"
 #include "../kernel/executor.hpp"
 #include "../kernel/rows.hpp"
 #include "merge.hpp"
 
 TESSERA_NAMESPACE_BEGIN
 namespace cpu {
-inline namespace TESSERA_HOST_ISA {
 
 /// Where attention goes: out [sequences, tokens, q_heads, v_dim], lse [sequences, tokens, q_heads] (null: not wanted).
 struct attention_output {
@@ -39,7 +38,7 @@ bool weigh_tile(const Rule& rule, int rows, const index_t* query_positions, cons
     float* row = logits + r * tile_tokens;
     all_visible &= apply_rule(rule, query_positions[r], positions, tokens, row);
     softmax_state& state = result.states[r];
-    const float top = std::max(state.max, row_max(row));
+    const float top = (std::max)(state.max, row_max(row));
     // All masked so far, or nothing but NaN: exponents against 0 give 0 or NaN without inf - inf.
     const float reference = top == -infinity ? 0.0f : top;
     const float shrink = state.max == -infinity ? 0.0f : fast_exp(state.max - reference);
@@ -62,7 +61,7 @@ struct stored_tile {
 
   void find(const View& view, index_t sequence, index_t head, const slot_source& slots, index_t begin, index_t last) {
     for (int t = 0; t < tile_tokens; ++t) {
-      const index_t slot = slots[std::min(begin + t, last - 1)];
+      const index_t slot = slots[(std::min)(begin + t, last - 1)];
       keys[t] = view.key(sequence, head, slot);
       values[t] = view.value(sequence, head, slot);
       if constexpr (View::encoding_type::scaled) {
@@ -90,12 +89,12 @@ void attend_stored_rows(const View& view, index_t sequence, index_t head, const 
   stored_tile<View> tiles[2];
   if (first < last) tiles[0].find(view, sequence, head, slots, first, last);
   for (index_t begin = first, turn = 0; begin < last; begin += tile_tokens, turn = 1 - turn) {
-    const int tokens = int(std::min<index_t>(tile_tokens, last - begin));
+    const int tokens = int((std::min<index_t>)(tile_tokens, last - begin));
     const index_t oldest = view.position(sequence, head, slots[begin]);
     if (oldest > query_positions[rows - 1]) break;  // positions ascend: the rest is in the future
     const stored_tile<View>& tile = tiles[turn];
     stored_tile<View>& next = tiles[1 - turn];
-    next.find(view, sequence, head, slots, std::min(begin + tile_tokens, last - 1), last);
+    next.find(view, sequence, head, slots, (std::min)(begin + tile_tokens, last - 1), last);
     dots_few_rows<D, Dv>(queries, rows, tile.keys, tile.values, tokens, memory.logits);
     if constexpr (scaled) scale_tokens(memory.logits, rows, tile.key_scales);
     const bool plain = rule.visible(query_positions[0], view.position(sequence, head, slots[begin + tokens - 1])) &&
@@ -135,7 +134,7 @@ void attend_converted_rows(const View& view, index_t sequence, index_t head, con
                            partial_rows<View::v_dim> result) {
   constexpr int D = View::k_dim, Dv = View::v_dim;
   for (index_t begin = first; begin < last; begin += tile_tokens) {
-    const int tokens = int(std::min<index_t>(tile_tokens, last - begin));
+    const int tokens = int((std::min<index_t>)(tile_tokens, last - begin));
     if (view.position(sequence, head, slots[begin]) > query_positions[rows - 1]) break;  // the rest is in the future
     load_keys(view, sequence, head, slots, begin, tokens, memory);
     for (int t = 0; t < tokens; ++t) load_value(view, sequence, head, slots[begin + t], memory.values + t * Dv);
@@ -196,7 +195,7 @@ void prefill_attention(const View& view, const query_rows<Q>& queries, const log
   const index_t group = queries.q.heads / view.kv_heads, rows = queries.q.tokens * group;
   const index_t blocks = ceil_div(rows, tile_rows);
   const index_t items = view.sequences * view.kv_heads * blocks;
-  std::vector<std::unique_ptr<worker_memory>> memories;  // all of it before anything is written
+  host_vector<std::unique_ptr<worker_memory>> memories;  // all of it before anything is written
   while (index_t(memories.size()) < workers.threads()) memories.push_back(std::make_unique<worker_memory>());
   workers.for_each(items, [&](index_t item, int worker) {
     worker_memory& memory = *memories[std::size_t(worker)];
@@ -204,7 +203,7 @@ void prefill_attention(const View& view, const query_rows<Q>& queries, const log
     const index_t block = blocks - 1 - item % blocks, head = item / blocks % view.kv_heads;
     const index_t sequence = item / blocks / view.kv_heads;
     const index_t first = block * tile_rows;
-    const int count = int(std::min<index_t>(tile_rows, rows - first));
+    const int count = int((std::min<index_t>)(tile_rows, rows - first));
     load_queries<D>(queries, rule, sequence, head, group, first, count, memory.tile.queries);
     std::fill_n(memory.out, count * Dv, 0.0f);
     std::fill_n(memory.states, count, softmax_state{});
@@ -226,9 +225,9 @@ inline constexpr index_t decode_split = 1024;
 
 /// Scratch of `decode_attention`, reused from step to step.
 struct decode_workspace {
-  std::vector<float> out;
-  std::vector<softmax_state> states;
-  std::vector<index_t> first_part;  // [sequences * kv_heads + 1]
+  host_vector<float> out;
+  host_vector<softmax_state> states;
+  host_vector<index_t> first_part;  // [sequences * kv_heads + 1]
 };
 
 /// Attention of a decode step of 1 to 8 tokens, causal inside the step, over all stored tokens or a selection.
@@ -250,7 +249,7 @@ void decode_attention(const View& view, const query_rows<Q>& queries, const logi
   for (index_t h = 0; h < heads; ++h) {
     const index_t count = source_of(view, chosen, h / view.kv_heads, h % view.kv_heads).count;
     attended += count;
-    first_part.push_back(first_part.back() + std::max(1, ceil_div(count, decode_split)));
+    first_part.push_back(first_part.back() + (std::max)(1, ceil_div(count, decode_split)));
   }
   const index_t parts = first_part.back();
   const std::size_t needed = std::size_t(parts) * std::size_t(rows);
@@ -264,11 +263,11 @@ void decode_attention(const View& view, const query_rows<Q>& queries, const logi
         const index_t sequence = h / view.kv_heads, head = h % view.kv_heads;
         const slot_source slots = source_of(view, chosen, sequence, head);
         const index_t first = (part - first_part[std::size_t(h)]) * decode_split;
-        const index_t last = std::min(slots.count, first + decode_split);
+        const index_t last = (std::min)(slots.count, first + decode_split);
         tile_memory<D, Dv> memory;
         index_t positions[tile_rows];
         for (index_t block = 0; block < rows; block += tile_rows) {
-          const int count = int(std::min<index_t>(tile_rows, rows - block));
+          const int count = int((std::min<index_t>)(tile_rows, rows - block));
           const std::size_t at = std::size_t(part) * std::size_t(rows) + std::size_t(block);
           const partial_rows<Dv> result{workspace.out.data() + at * Dv, workspace.states.data() + at};
           std::fill_n(result.out, count * Dv, 0.0f);
@@ -312,6 +311,5 @@ void decode_attention_part(const View& view, const query_rows<Q>& queries, logit
   decode_attention(view, queries, rule, chosen, output, workspace, workers);
 }
 
-}  // namespace TESSERA_HOST_ISA
 }  // namespace cpu
 TESSERA_NAMESPACE_END

@@ -3,14 +3,13 @@
 
 #include <algorithm>
 #include <memory>
-#include <vector>
 
+#include "../../../core/host_vector.hpp"
 #include "../store/packed/packed_view.hpp"
 #include "attend.hpp"
 
 TESSERA_NAMESPACE_BEGIN
 namespace cpu {
-inline namespace TESSERA_HOST_ISA {
 
 /// Slots of a packed view that lie in one segment (null: in the whole rows), as kernels of plain views load them: rows
 /// come in the part's own basis. Slots keep their numbers of the whole view.
@@ -115,8 +114,8 @@ class packed_rows_block {
   alignas(64) float held_[tile_rows * Dv];
   index_t positions_[tile_rows];
   index_t parts_ = 0;
-  std::vector<softmax_state> states_;
-  std::vector<float> out_;  // [parts, tile_rows, Dv], in the engine's basis
+  host_vector<softmax_state> states_;
+  host_vector<float> out_;  // [parts, tile_rows, Dv], in the engine's basis
 };
 
 template <class Layout, class Q>
@@ -124,7 +123,7 @@ void attend_packed(const packed_view<Layout>& view, const query_rows<Q>& queries
                    const selection_view* chosen, const attention_output& output, executor& workers) {
   check_attention(view, queries, output);
   const index_t rows = queries.q.tokens * (queries.q.heads / view.kv_heads), blocks = ceil_div(rows, tile_rows);
-  std::vector<std::unique_ptr<packed_rows_block<Layout>>> memories;  // all of it before anything is written
+  host_vector<std::unique_ptr<packed_rows_block<Layout>>> memories;  // all of it before anything is written
   while (index_t(memories.size()) < workers.threads()) {
     std::unique_ptr<packed_rows_block<Layout>> one(
         new packed_rows_block<Layout>);  // make_unique would write zeros over it
@@ -134,7 +133,7 @@ void attend_packed(const packed_view<Layout>& view, const query_rows<Q>& queries
   workers.for_each(view.kv_heads * blocks, [&](index_t item, int worker) {
     const index_t block = blocks - 1 - item % blocks, head = item / blocks, first = block * tile_rows;
     memories[std::size_t(worker)]->attend(view, queries, rule, head, source_of(view, chosen, 0, head), first,
-                                          int(std::min<index_t>(tile_rows, rows - first)), output);
+                                          int((std::min<index_t>)(tile_rows, rows - first)), output);
   });
 }
 
@@ -154,6 +153,5 @@ void decode_attention(const packed_view<Layout>& view, const query_rows<Q>& quer
   detail::attend_packed(view, queries, rule, chosen, output, workers);
 }
 
-}  // namespace TESSERA_HOST_ISA
 }  // namespace cpu
 TESSERA_NAMESPACE_END

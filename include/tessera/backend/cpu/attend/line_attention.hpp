@@ -4,14 +4,13 @@
 #include <algorithm>
 #include <cstdint>
 #include <memory>
-#include <vector>
 
+#include "../../../core/host_vector.hpp"
 #include "../../../core/prompt/prompt_lines.hpp"
 #include "attend.hpp"
 
 TESSERA_NAMESPACE_BEGIN
 namespace cpu {
-inline namespace TESSERA_HOST_ISA {
 
 /// A logit rule and the lines of one query head: a key that lies on none is not visible.
 struct line_rule {
@@ -42,8 +41,8 @@ namespace detail {
 
 /// One query head's lines as flags, and how many slash lines are nearer than a distance.
 struct line_flags {
-  std::vector<std::uint8_t> vertical, slash;
-  std::vector<index_t> slashes_before;
+  host_vector<std::uint8_t> vertical, slash;
+  host_vector<index_t> slashes_before;
 
   line_flags(const line_set& lines, index_t next) : vertical(std::size_t(next)), slash(std::size_t(next)) {
     for (const index_t at : lines.vertical) vertical[std::size_t(at)] = 1;
@@ -54,7 +53,7 @@ struct line_flags {
   /// Whether a row of [first, last] attends a key at or below `last`.
   bool attended(index_t first, index_t last, index_t key) const {
     return vertical[std::size_t(key)] ||
-           slashes_before[std::size_t(last - key + 1)] > slashes_before[std::size_t(std::max(0, first - key))];
+           slashes_before[std::size_t(last - key + 1)] > slashes_before[std::size_t((std::max)(0, first - key))];
   }
 };
 
@@ -74,7 +73,7 @@ void line_attention(const View& view, const query_rows<Q>& queries, const logit_
     alignas(64) float out[tile_rows * Dv];
     softmax_state states[tile_rows];
     index_t positions[tile_rows];
-    std::vector<index_t> slots;
+    host_vector<index_t> slots;
   };
   check_attention(view, queries, output);
   require(view.sequences == 1, "sequences of a prompt chunk", view.sequences, "1", "attend one sequence at a time");
@@ -84,11 +83,11 @@ void line_attention(const View& view, const query_rows<Q>& queries, const logit_
           "choose them for the chunk that is attended");
   const index_t q_heads = queries.q.heads, group = q_heads / view.kv_heads, rows = queries.q.tokens;
   const index_t blocks = ceil_div(rows, tile_rows);
-  std::vector<detail::line_flags> flags;  // all memory before anything is written
+  host_vector<detail::line_flags> flags;  // all memory before anything is written
   for (const line_set& head : lines.heads) flags.emplace_back(head, lines.next);
-  std::vector<std::unique_ptr<worker_memory>> memories;
+  host_vector<std::unique_ptr<worker_memory>> memories;
   index_t longest = 0;
-  for (index_t h = 0; h < view.kv_heads; ++h) longest = std::max(longest, view.length(0, h));
+  for (index_t h = 0; h < view.kv_heads; ++h) longest = (std::max)(longest, view.length(0, h));
   while (index_t(memories.size()) < workers.threads()) {
     memories.push_back(std::make_unique<worker_memory>());
     memories.back()->slots.resize(std::size_t(longest));
@@ -97,7 +96,7 @@ void line_attention(const View& view, const query_rows<Q>& queries, const logit_
     worker_memory& memory = *memories[std::size_t(worker)];
     const index_t block = blocks - 1 - item % blocks, q_head = item / blocks, head = q_head / group;
     const index_t first = block * tile_rows;
-    const int count = int(std::min<index_t>(tile_rows, rows - first));
+    const int count = int((std::min<index_t>)(tile_rows, rows - first));
     for (int r = 0; r < count; ++r) memory.positions[r] = queries.position(0, first + r);
     const index_t oldest = memory.positions[0], newest = memory.positions[count - 1];
     const detail::line_flags& head_flags = flags[std::size_t(q_head)];
@@ -123,6 +122,5 @@ void line_attention(const View& view, const query_rows<Q>& queries, const logit_
   });
 }
 
-}  // namespace TESSERA_HOST_ISA
 }  // namespace cpu
 TESSERA_NAMESPACE_END

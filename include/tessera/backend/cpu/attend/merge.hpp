@@ -14,7 +14,6 @@
 
 TESSERA_NAMESPACE_BEGIN
 namespace cpu {
-inline namespace TESSERA_HOST_ISA {
 namespace detail {
 
 /// Divides a row by its softmax sum, that of its sink logit included (null: no sink), and writes output and log-sum-exp.
@@ -67,7 +66,7 @@ template <int Dim, class T>
 void require_rows(const char* name, const rows_view<T>& rows) {
   require(rows.data != nullptr, name, "null", "memory for the rows", "pass the rows themselves");
   require(rows.sequences >= 0 && rows.tokens >= 0 && rows.heads >= 0, std::string("counts of ") + name,
-          std::min(rows.sequences, std::min(rows.tokens, rows.heads)), "0 or more",
+          (std::min)(rows.sequences, (std::min)(rows.tokens, rows.heads)), "0 or more",
           "pass [sequences, tokens, heads, dim]");
   require_dim(rows, Dim, name);
 }
@@ -108,6 +107,5 @@ void merge_parts(std::span<const attention_part> parts, const float* sink_logits
   }
 }
 
-}  // namespace TESSERA_HOST_ISA
 }  // namespace cpu
 TESSERA_NAMESPACE_END

@@ -4,8 +4,8 @@
 #include <algorithm>
 #include <iterator>
 #include <utility>
-#include <vector>
 
+#include "../../../core/host_vector.hpp"
 #include "../../../core/selection.hpp"
 #include "../../../recipe.hpp"
 #include "../choose/lines.hpp"
@@ -14,7 +14,6 @@
 
 TESSERA_NAMESPACE_BEGIN
 namespace cpu {
-inline namespace TESSERA_HOST_ISA {
 
 /// What both kinds answer; this one attends everything.
 ///   open(id), close(id)                      an empty sequence; its memory goes. `close` needs none
@@ -35,7 +34,7 @@ class prompt_attending {
               const attention_output& output, executor& workers) {
     prefill_attention(view, queries, rule, output, workers);
   }
-  void join(index_t, index_t, const Recipe&, std::vector<selection>&) const {}
+  void join(index_t, index_t, const Recipe&, host_vector<selection>&) const {}
   const prompt_lines& lines(index_t, index_t) const { return none_; }
   offset_t bytes(index_t, index_t) const { return 0; }
 
@@ -72,7 +71,7 @@ class prompt_attending<Recipe, true> {
     auto& [lines, memory] = *choosing_;
     choose_lines(recipe.prefill, view, queries, rule, lines, memory, workers);
     remembered& own = places_[place(layer, id)];
-    std::vector<std::vector<index_t>> columns = joined_columns(recipe, own, lines);
+    host_vector<host_vector<index_t>> columns = joined_columns(recipe, own, lines);
     prompt_lines traced = tracing_ ? lines : prompt_lines{};
     line_attention(view, queries, rule, lines, output, workers);
     own.columns = std::move(columns);
@@ -81,7 +80,7 @@ class prompt_attending<Recipe, true> {
 
   /// Adds the columns of all prompts to a filter's lists: of all query heads of a group, or of the one that reads the list.
   void join([[maybe_unused]] index_t layer, [[maybe_unused]] index_t id, [[maybe_unused]] const Recipe& recipe,
-            [[maybe_unused]] std::vector<selection>& kept) const {
+            [[maybe_unused]] host_vector<selection>& kept) const {
     if constexpr (lasting_pattern<pattern_type>) {
       const remembered& own = places_[place(layer, id)];
       if (!recipe.prefill.adds_to_reading() || own.columns.empty()) return;
@@ -91,9 +90,9 @@ class prompt_attending<Recipe, true> {
         selection& lists = kept[std::size_t(m)];
         lists = {};
         for (index_t h = 0; h < shape_.kv_heads; ++h) {
-          std::vector<index_t> row(before.row(h), before.row(h) + before.counts[std::size_t(h)]);
+          host_vector<index_t> row(before.row(h), before.row(h) + before.counts[std::size_t(h)]);
           for (index_t g = members == 1 ? 0 : m; g < (members == 1 ? group : m + 1); ++g) {
-            const std::vector<index_t>& columns = own.columns[std::size_t(h * group + g)];
+            const host_vector<index_t>& columns = own.columns[std::size_t(h * group + g)];
             row.insert(row.end(), columns.begin(), columns.end());  // a filter drops nothing: slots are positions
           }
           std::sort(row.begin(), row.end());
@@ -118,25 +117,25 @@ class prompt_attending<Recipe, true> {
  private:
   struct remembered {
     prompt_lines lines;                         // of the last chunk, when traced
-    std::vector<std::vector<index_t>> columns;  // by query head, of all prompts; none where nobody reads them
+    host_vector<host_vector<index_t>> columns;  // by query head, of all prompts; none where nobody reads them
   };
   struct workspace {
     prompt_lines lines;
     line_workspace<Recipe::layout_type::k_dim> memory;
   };
 
-  static std::vector<std::vector<index_t>> joined_columns([[maybe_unused]] const Recipe& recipe,
+  static host_vector<host_vector<index_t>> joined_columns([[maybe_unused]] const Recipe& recipe,
                                                           [[maybe_unused]] const remembered& own,
                                                           [[maybe_unused]] const prompt_lines& lines) {
     if constexpr (lasting_pattern<pattern_type>) {
       if (!recipe.prefill.adds_to_reading()) return {};
-      std::vector<std::vector<index_t>> columns = own.columns;
+      host_vector<host_vector<index_t>> columns = own.columns;
       columns.resize(lines.heads.size());
       for (std::size_t h = 0; h < columns.size(); ++h) {
-        std::vector<index_t> both;
+        host_vector<index_t> both;
         std::set_union(columns[h].begin(), columns[h].end(), lines.heads[h].vertical.begin(),
                        lines.heads[h].vertical.end(), std::back_inserter(both));
-        columns[h] = std::vector<index_t>(both);
+        columns[h] = host_vector<index_t>(both);
       }
       return columns;
     }
@@ -148,10 +147,9 @@ class prompt_attending<Recipe, true> {
 
   model_shape shape_;
   bool tracing_ = false;
-  std::vector<remembered> places_;
+  host_vector<remembered> places_;
   scratch<workspace> choosing_;
 };
 
-}  // namespace TESSERA_HOST_ISA
 }  // namespace cpu
 TESSERA_NAMESPACE_END

@@ -2,8 +2,8 @@
 #pragma once
 
 #include <algorithm>
-#include <vector>
 
+#include "../../../core/host_vector.hpp"
 #include "../../../core/selection.hpp"
 #include "../../../core/types.hpp"
 
@@ -45,7 +45,7 @@ class step_log {
       for (index_t i = 0; i < count(h); ++i) attended.push_back(view.position(0, h, read ? read->row(h)[i] : i));
     }
     if (members == 1 || member + 1 < members) return;
-    std::vector<index_t> distinct;
+    host_vector<index_t> distinct;
     for (index_t h = 0; h < view.kv_heads; ++h) {
       distinct.clear();
       for (index_t m = 0; m < members; ++m) {
@@ -58,7 +58,7 @@ class step_log {
     fresh.bytes += fresh.tokens * token_bytes;
   }
   /// The step read all keys that are stored, those too that it did not attend.
-  void note_keys(index_t b, const std::vector<index_t>& lengths, offset_t key_bytes) {
+  void note_keys(index_t b, const host_vector<index_t>& lengths, offset_t key_bytes) {
     entry& fresh = fresh_[std::size_t(b)];
     for (const index_t length : lengths) fresh.bytes += length * key_bytes;
     fresh.bytes -= fresh.tokens * key_bytes;
@@ -70,7 +70,7 @@ class step_log {
   }
 
   /// Positions by kv_head, or by query head where those of a group read apart.
-  const std::vector<std::vector<index_t>>& attended(index_t layer, index_t id) const {
+  const host_vector<host_vector<index_t>>& attended(index_t layer, index_t id) const {
     return entries_[index(layer, id)].attended;
   }
   /// All layers.
@@ -84,7 +84,7 @@ class step_log {
   struct entry {
     offset_t bytes = 0;
     offset_t tokens = 0;  // attended, each of a kv_head once
-    std::vector<std::vector<index_t>> attended;
+    host_vector<host_vector<index_t>> attended;
   };
   std::size_t index(index_t layer, index_t id) const {
     return std::size_t(id) * std::size_t(layers_) + std::size_t(layer);
@@ -93,8 +93,8 @@ class step_log {
 
   index_t layers_;
   bool tracing_ = false;
-  std::vector<entry> entries_;
-  std::vector<entry> fresh_;  // by sequence of a batch, until the step is done
+  host_vector<entry> entries_;
+  host_vector<entry> fresh_;  // by sequence of a batch, until the step is done
 };
 
 }  // namespace cpu

@@ -2,15 +2,14 @@
 #pragma once
 
 #include <memory>
-#include <vector>
 
 #include "../../../core/error.hpp"
+#include "../../../core/host_vector.hpp"
 #include "../../../runtime/conversations.hpp"
 #include "layers.hpp"
 
 TESSERA_NAMESPACE_BEGIN
 namespace cpu {
-inline namespace TESSERA_HOST_ISA {
 
 /// Conversations and layers of one recipe: `cache` puts their calls in order.
 template <class Recipe>
@@ -29,7 +28,7 @@ class cache_parts {
     conversations_.check_head(layer, id, head);
     return layers_.store().lengths(layer, id)[std::size_t(head)];
   }
-  std::vector<index_t> positions(index_t layer, index_t id, index_t head) const {
+  host_vector<index_t> positions(index_t layer, index_t id, index_t head) const {
     conversations_.check_head(layer, id, head);
     return layers_.store().positions(layer, id, head);
   }
@@ -39,7 +38,7 @@ class cache_parts {
 
   /// Logical positions that this turn's steps may read of one kv_head: what a filter let through and what was decoded
   /// since; everything stored where there is no filter.
-  std::vector<index_t> readable(index_t layer, index_t id, index_t head) const {
+  host_vector<index_t> readable(index_t layer, index_t id, index_t head) const {
     conversations_.check_head(layer, id, head);
     return layers_.readable(layer, id, head);
   }
@@ -47,7 +46,7 @@ class cache_parts {
   /// Whether decode steps write down which positions they attend; off by default.
   void trace_attended(bool on) { layers_.log().trace(on); }
   /// Positions that the last traced decode step of a layer attended, by kv_head.
-  const std::vector<std::vector<index_t>>& attended(index_t layer, index_t id) const {
+  const host_vector<host_vector<index_t>>& attended(index_t layer, index_t id) const {
     conversations_.at(id, layer);
     return layers_.log().attended(layer, id);
   }
@@ -86,9 +85,9 @@ class cache_parts {
     const planned<Recipe> fitted = conversations_.plan_announced(recipe_, id, tokens);
     return layers_.plan_pages(id, recipe_, fitted, tokens);
   }
-  std::vector<index_t> pages(index_t id) const requires layers<Recipe>::in_groups {
+  host_vector<index_t> pages(index_t id) const requires layers<Recipe>::in_groups {
     conversations_.at(id);
-    std::vector<index_t> held;
+    host_vector<index_t> held;
     for (index_t group = 0; group < layers_.store().rows().groups().count(); ++group)
       held.push_back(layers_.store().rows().held(id, group));
     return held;
@@ -144,6 +143,5 @@ class cache_parts {
   layers<Recipe> layers_;
 };
 
-}  // namespace TESSERA_HOST_ISA
 }  // namespace cpu
 TESSERA_NAMESPACE_END

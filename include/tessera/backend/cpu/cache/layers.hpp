@@ -4,8 +4,8 @@
 #include <algorithm>
 #include <memory>
 #include <utility>
-#include <vector>
 
+#include "../../../core/host_vector.hpp"
 #include "../../../runtime/conversations.hpp"
 #include "../../../runtime/layer_roles.hpp"
 #include "../../../runtime/prompt_pages.hpp"
@@ -21,7 +21,6 @@
 
 TESSERA_NAMESPACE_BEGIN
 namespace cpu {
-inline namespace TESSERA_HOST_ISA {
 
 /// Every verb does all of its work or none: what may run out of memory comes first, then what others can see; what was
 /// added on the way is taken back. Arguments have been checked.
@@ -81,7 +80,7 @@ class layers {
   page_plan plan_pages(index_t id, const Recipe& recipe, const planned<Recipe>& policies,
                        index_t tokens) const requires in_groups {
     const head_groups& groups = store_.rows().groups();
-    std::vector<index_t> held(std::size_t(count_ * groups.kv_heads), 0);
+    host_vector<index_t> held(std::size_t(count_ * groups.kv_heads), 0);
     for (index_t at = 0; id >= 0 && at < index_t(held.size()); ++at) {
       held[std::size_t(at)] = store_.lengths(at / groups.kv_heads, id)[std::size_t(at % groups.kv_heads)];
     }
@@ -166,7 +165,7 @@ class layers {
   /// A prompt has ended: where `due`, each layer keeps the budget's worth, or lets it through.
   void end_prefill(index_t id, const Recipe& recipe, const planned<Recipe>& policies, bool due,
                    const prompt_reach& reach) {
-    std::vector<choice>& choices = begin(count_);
+    host_vector<choice>& choices = begin(count_);
     try {
       if constexpr (Recipe::retain_type::over_model)
         allot_over_model(policies.first, count_, id, store_, roles_, *model_counts_);
@@ -201,7 +200,7 @@ class layers {
   void step(index_t layer, const Recipe& recipe, const batch& step, const conversations<Recipe>& known,
             const rows_view<const E>& q, const rows_view<const E>& k, const rows_view<const E>& v,
             const attention_output& output) {
-    std::vector<choice>& choices = begin(step.sequences());
+    host_vector<choice>& choices = begin(step.sequences());
     log_.begin(step.sequences());
     const auto first = [&](index_t b) {
       return known.at(step.ids[std::size_t(b)]).layers[std::size_t(layer)].next_position;
@@ -227,7 +226,7 @@ class layers {
     }
   }
 
-  std::vector<index_t> readable(index_t layer, index_t id, index_t head) const {
+  host_vector<index_t> readable(index_t layer, index_t id, index_t head) const {
     if (!roles_.follows_recipe(layer)) return store_.positions(layer, id, head);
     return reading_.positions(layer, id, head, store_);
   }
@@ -255,13 +254,13 @@ class layers {
   /// What a layer keeps, or lets through, of one sequence, until it is carried out.
   struct choice {
     bool made = false, observed = false;
-    std::vector<selection> kept{1};  // one, or one for each place in a group whose query heads choose apart
+    host_vector<selection> kept{1};  // one, or one for each place in a group whose query heads choose apart
     ranked_tokens ranked;
     typename reading<Recipe>::lists passed;  // the same as a filter's lists
   };
 
-  std::vector<choice>& begin(index_t count) {
-    std::vector<choice>& all = *choices_;
+  host_vector<choice>& begin(index_t count) {
+    host_vector<choice>& all = *choices_;
     if (all.size() < std::size_t(count)) all.resize(std::size_t(count));
     for (choice& one : all) one.made = one.observed = false;
     return all;
@@ -368,12 +367,11 @@ class layers {
   prompt_attending<Recipe> prompts_;
   step_log log_;
   bool tracing_ranks_ = false;
-  std::vector<ranked_tokens> ranked_;
+  host_vector<ranked_tokens> ranked_;
   scratch<decode_workspace> attending_;
-  scratch<std::vector<choice>> choices_;
-  scratch<std::vector<index_t>> model_counts_;  // [layers, kv_heads], of a threshold over the model
+  scratch<host_vector<choice>> choices_;
+  scratch<host_vector<index_t>> model_counts_;  // [layers, kv_heads], of a threshold over the model
 };
 
-}  // namespace TESSERA_HOST_ISA
 }  // namespace cpu
 TESSERA_NAMESPACE_END

@@ -1,8 +1,7 @@
 // A text that passes through a model once more, on the CPU: what its queries give to the tokens of one part.
 #pragma once
 
-#include <vector>
-
+#include "../../../core/host_vector.hpp"
 #include "../../../planned.hpp"
 #include "../kernel/scratch.hpp"
 #include "../read/candidates.hpp"
@@ -11,7 +10,6 @@
 
 TESSERA_NAMESPACE_BEGIN
 namespace cpu {
-inline namespace TESSERA_HOST_ISA {
 
 /// Tokens [first, end) of what a place stores, by position, and where the re-reading's own tokens begin.
 struct reread_part {
@@ -68,12 +66,11 @@ class rereading<Recipe, true> {
   struct workspace {
     selection chosen;
     candidates seen;
-    std::vector<float> scores;
+    host_vector<float> scores;
     score_workspace<k_dim> scoring;
   };
   scratch<workspace> workspace_;
 };
 
-}  // namespace TESSERA_HOST_ISA
 }  // namespace cpu
 TESSERA_NAMESPACE_END

@@ -2,8 +2,8 @@
 #pragma once
 
 #include <algorithm>
-#include <vector>
 
+#include "../../../core/host_vector.hpp"
 #include "../../../core/model_shape.hpp"
 #include "../../../planned.hpp"
 #include "../../../runtime/layer_roles.hpp"
@@ -13,14 +13,13 @@
 
 TESSERA_NAMESPACE_BEGIN
 namespace cpu {
-inline namespace TESSERA_HOST_ISA {
 
 /// What a first stage ranked in one place, by kv_head: the tokens that competed, and their scores as the selector saw them.
 /// Tokens that a scorer keeps in any case (its window) have none, nor has a layer that holds no more than the budget.
 struct ranked_tokens {
-  std::vector<std::vector<index_t>> positions;
-  std::vector<std::vector<float>> scores;
-  std::vector<std::vector<index_t>>
+  host_vector<host_vector<index_t>> positions;
+  host_vector<host_vector<float>> scores;
+  host_vector<host_vector<index_t>>
       blocks;  ///< in what blocks each segment was taken, by a selector that sees them; 0: not
 };
 
@@ -108,7 +107,7 @@ class choosing {
     return result;
   }
   template <class Policy>
-  bool choose_by(const Policy& policy, const problem_type& problem, std::vector<selection>& kept, ranked_tokens* ranked,
+  bool choose_by(const Policy& policy, const problem_type& problem, host_vector<selection>& kept, ranked_tokens* ranked,
                  executor& workers) {
     const index_t members = reading_members(policy, shape_.q_heads / shape_.kv_heads);
     kept.resize(std::size_t(members));
@@ -126,7 +125,7 @@ class choosing {
       ranked->blocks = choosing_.memory.retaining.blocks;
       for (index_t h = 0; seen.scores && h < shape_.kv_heads; ++h) {
         const std::size_t row = std::size_t(h * members + m);
-        const index_t first = std::min(seen.settled_of(h), seen.candidates(h));  // what is settled did not compete
+        const index_t first = (std::min)(seen.settled_of(h), seen.candidates(h));  // what is settled did not compete
         ranked->scores[row].assign(seen.head(h) + first, seen.head(h) + seen.candidates(h));
         for (index_t i = first; i < seen.candidates(h); ++i) {
           ranked->positions[row].push_back(problem.view.position(0, h, i));
@@ -164,7 +163,7 @@ class first_stage<Recipe, observes::nothing, true> : public choosing<Recipe> {
 
   template <class Store>
   bool choose(index_t layer, index_t id, Store& stored, const planned<Recipe>& policies, const logit_rule& rule,
-              index_t next, index_t tail, const prompt_reach* reach, std::vector<selection>& kept,
+              index_t next, index_t tail, const prompt_reach* reach, host_vector<selection>& kept,
               ranked_tokens* ranked, executor& workers) {
     auto problem = this->problem(layer, id, stored, rule, &next, reach);
     problem.tail = tail;
@@ -187,7 +186,7 @@ class first_stage<Recipe, observes::window, true> : public choosing<Recipe> {
 
   void forget(index_t id) {
     for (index_t layer = 0; layer < this->shape_.layers; ++layer) {
-      std::vector<float>().swap(window(layer, id));  // `= {}` would keep the memory
+      host_vector<float>().swap(window(layer, id));  // `= {}` would keep the memory
     }
   }
   void forget(index_t layer, index_t id) { window(layer, id).clear(); }
@@ -205,7 +204,7 @@ class first_stage<Recipe, observes::window, true> : public choosing<Recipe> {
   template <class E, class Store>
   void observe_prompt(index_t layer, index_t id, Store&, const planned<Recipe>& policies, const logit_rule&,
                       const rows_view<const E>& q, index_t, executor&) {
-    const index_t most = policies.first.scorer.window, fresh = std::min(q.tokens, most);
+    const index_t most = policies.first.scorer.window, fresh = (std::min)(q.tokens, most);
     remember(window(layer, id), q, fresh, most - fresh);
   }
   /// Queries of a step. One that comes to nothing is forgotten again: until the next one its window lies before it.
@@ -223,18 +222,18 @@ class first_stage<Recipe, observes::window, true> : public choosing<Recipe> {
   template <class Store>
   void take_back(index_t b, index_t layer, index_t id, Store&) {
     if constexpr (follows) {
-      std::vector<float>& rows = window(layer, id);
+      host_vector<float>& rows = window(layer, id);
       rows.resize(rows.size() - std::size_t((*added_)[std::size_t(b)]) * std::size_t(this->shape_.q_heads * k_dim));
     }
   }
 
   template <class Store>
   bool choose(index_t layer, index_t id, Store& stored, const planned<Recipe>& policies, const logit_rule& rule,
-              index_t next, index_t, const prompt_reach* reach, std::vector<selection>& kept, ranked_tokens* ranked,
+              index_t next, index_t, const prompt_reach* reach, host_vector<selection>& kept, ranked_tokens* ranked,
               executor& workers) {
     const index_t q_heads = this->shape_.q_heads, row = q_heads * k_dim;
-    const std::vector<float>& held = window(layer, id);
-    const index_t rows = std::min(index_t(held.size()) / row, policies.first.scorer.window), first = next - rows;
+    const host_vector<float>& held = window(layer, id);
+    const index_t rows = (std::min)(index_t(held.size()) / row, policies.first.scorer.window), first = next - rows;
     auto problem = this->problem(layer, id, stored, rule, &first, reach);
     problem.q = nhd_rows<const float>(held.data() + held.size() - std::size_t(rows * row), rows, q_heads, k_dim);
     return this->choose_by(policies.first, problem, kept, ranked, workers);
@@ -249,15 +248,15 @@ class first_stage<Recipe, observes::window, true> : public choosing<Recipe> {
   std::size_t index(index_t layer, index_t id) const {
     return std::size_t(id) * std::size_t(this->shape_.layers) + std::size_t(layer);
   }
-  std::vector<float>& window(index_t layer, index_t id) {
+  host_vector<float>& window(index_t layer, index_t id) {
     if (windows_.size() <= index(layer, id)) windows_.resize(index(layer, id) + 1);
     return windows_[index(layer, id)];
   }
 
   /// Adds the newest `fresh` rows of q behind the newest `kept` of those that are here; the others go.
   template <class E>
-  static void remember(std::vector<float>& rows, const rows_view<const E>& q, index_t fresh, index_t kept) {
-    const index_t row = q.heads * k_dim, old = std::min(kept, index_t(rows.size()) / std::max(1, row));
+  static void remember(host_vector<float>& rows, const rows_view<const E>& q, index_t fresh, index_t kept) {
+    const index_t row = q.heads * k_dim, old = (std::min)(kept, index_t(rows.size()) / (std::max)(1, row));
     rows.reserve(std::size_t(old + fresh) * std::size_t(row));  // the last that may fail
     rows.erase(rows.begin(), rows.end() - offset_t(old) * row);
     for (index_t t = q.tokens - fresh; t < q.tokens; ++t) {
@@ -268,8 +267,8 @@ class first_stage<Recipe, observes::window, true> : public choosing<Recipe> {
     }
   }
 
-  std::vector<std::vector<float>> windows_;  // [rows, q_heads, k_dim] by place, the newest that are observed
-  scratch<std::vector<index_t>> added_;      // by sequence of a batch: rows of the step
+  host_vector<host_vector<float>> windows_;  // [rows, q_heads, k_dim] by place, the newest that are observed
+  scratch<host_vector<index_t>> added_;      // by sequence of a batch: rows of the step
 };
 
 /// By every query so far; the scores lie beside the tokens.
@@ -332,7 +331,7 @@ class first_stage<Recipe, observes::every_query, true> : public choosing<Recipe>
 
   template <class Store>
   bool choose(index_t layer, index_t id, Store& stored, const planned<Recipe>& policies, const logit_rule& rule,
-              index_t, index_t, const prompt_reach* reach, std::vector<selection>& kept, ranked_tokens* ranked,
+              index_t, index_t, const prompt_reach* reach, host_vector<selection>& kept, ranked_tokens* ranked,
               executor& workers) {
     columns& beside = stored.beside(layer, id);
     auto problem = this->problem(layer, id, stored, rule, nullptr, reach);
@@ -342,7 +341,7 @@ class first_stage<Recipe, observes::every_query, true> : public choosing<Recipe>
   offset_t bytes(index_t, index_t) const { return 0; }
 
  private:
-  scratch<std::vector<std::vector<float>>> before_;  // by sequence of a batch: scores before the step
+  scratch<host_vector<host_vector<float>>> before_;  // by sequence of a batch: scores before the step
 };
 
 /// By a text that is read again; the scores lie beside the tokens, and `rereading` (cache/rereading.hpp) makes them.
@@ -360,6 +359,5 @@ class first_stage<Recipe, observes::rereading, true> : public first_stage<Recipe
   void take_back(const Any&...) {}
 };
 
-}  // namespace TESSERA_HOST_ISA
 }  // namespace cpu
 TESSERA_NAMESPACE_END

@@ -3,9 +3,9 @@
 
 #include <cmath>
 #include <memory>
-#include <vector>
 
 #include "../../../concepts/prefill.hpp"
+#include "../../../core/host_vector.hpp"
 #include "../../../math/softmax_state.hpp"
 #include "../kernel/executor.hpp"
 #include "../kernel/rows.hpp"
@@ -13,7 +13,6 @@
 
 TESSERA_NAMESPACE_BEGIN
 namespace cpu {
-inline namespace TESSERA_HOST_ISA {
 
 /// Scratch of choose_lines, reused from call to call.
 template <int D>
@@ -21,10 +20,10 @@ struct line_workspace {
   struct worker_memory {
     tile_memory<D, 64> tile;  // values are not read
     line_cover cover;
-    std::vector<float> weights;
-    std::vector<index_t> positions, slot_at, stored_before;
+    host_vector<float> weights;
+    host_vector<index_t> positions, slot_at, stored_before;
   };
-  std::vector<std::unique_ptr<worker_memory>> workers;
+  host_vector<std::unique_ptr<worker_memory>> workers;
 };
 
 namespace detail {
@@ -45,19 +44,19 @@ inline void normalise_row(float* row, index_t count, const float* sink) {
 /// weights [rows, slots] of one query head: the attention of the sampled rows over all that its kv_head stores.
 template <class View, class Q, class Memory>
 void attend_sampled_rows(const View& view, const query_rows<Q>& queries, const logit_rule& rule, index_t q_head,
-                         const std::vector<index_t>& rows, Memory& memory) {
+                         const host_vector<index_t>& rows, Memory& memory) {
   constexpr int D = View::k_dim;
   const index_t head = q_head / (queries.q.heads / view.kv_heads), slots = view.length(0, head);
   memory.weights.assign(rows.size() * std::size_t(slots), -infinity);
   for (std::size_t first = 0; first < rows.size(); first += tile_rows) {
-    const int count = int(std::min<std::size_t>(tile_rows, rows.size() - first));
+    const int count = int((std::min<std::size_t>)(tile_rows, rows.size() - first));
     const index_t* at = rows.data() + first;
     for (int r = 0; r < count; ++r) {
       load_queries<D>(queries, rule, 0, q_head, 1, at[r] - queries.position(0, 0), 1, memory.tile.queries + r * D);
     }
     for (index_t begin = 0; begin < slots; begin += tile_tokens) {
       if (view.position(0, head, begin) > at[count - 1]) break;  // the rest is in the future
-      const int width = int(std::min<index_t>(tile_tokens, slots - begin));
+      const int width = int((std::min<index_t>)(tile_tokens, slots - begin));
       tile_logits(view, 0, head, begin, width, rule, count, at, memory.tile);
       for (int r = 0; r < count; ++r) {
         std::copy_n(memory.tile.logits + r * tile_tokens, width,
@@ -85,7 +84,7 @@ void choose_lines(const Pattern& pattern, const View& view, const query_rows<Q>&
           "choose lines one sequence at a time");
   lines.first = queries.position(0, 0);
   lines.next = lines.first + queries.q.tokens;
-  lines.dense_from = lines.next - std::min(queries.q.tokens, dense_rows_of(pattern));
+  lines.dense_from = lines.next - (std::min)(queries.q.tokens, dense_rows_of(pattern));
   lines.rows.clear();
   pattern.sample(lines.first, lines.next, lines.rows);
   lines.heads.resize(std::size_t(queries.q.heads));
@@ -113,6 +112,5 @@ void choose_lines(const Pattern& pattern, const View& view, const query_rows<Q>&
   });
 }
 
-}  // namespace TESSERA_HOST_ISA
 }  // namespace cpu
 TESSERA_NAMESPACE_END

@@ -2,8 +2,8 @@
 #pragma once
 
 #include <algorithm>
-#include <vector>
 
+#include "../../../core/host_vector.hpp"
 #include "../../../math/winners.hpp"
 #include "../../../runtime/layer_roles.hpp"
 #include "../score/finish.hpp"
@@ -11,24 +11,23 @@
 
 TESSERA_NAMESPACE_BEGIN
 namespace cpu {
-inline namespace TESSERA_HOST_ISA {
 
 /// Of a sequence whose scores lie beside its tokens: of all heads of the layers that follow the recipe, the best heads
 /// * budget candidates win.
 /// Shapes   counts [layers, kv_heads]; those of other layers are 0.
 template <class Policy, class Store>
 void allot_over_model(const Policy& policy, index_t layers, index_t id, Store& stored, const layer_roles& roles,
-                      std::vector<index_t>& counts) {
+                      host_vector<index_t>& counts) {
   const index_t heads = stored.kv_heads(), tail = policy.scorer.protected_tail(policy.budget.tokens);
-  std::vector<index_t> tokens, won, rows;
-  std::vector<offset_t> offsets;
-  std::vector<float> scores, scratch;
+  host_vector<index_t> tokens, won, rows;
+  host_vector<offset_t> offsets;
+  host_vector<float> scores, scratch;
   counts.assign(std::size_t(layers) * std::size_t(heads), 0);
   for (index_t layer = 0; layer < layers; ++layer) {
     if (!roles.follows_recipe(layer)) continue;
     columns& beside = stored.beside(layer, id);
     for (index_t h = 0; h < heads; ++h) {
-      const index_t held = stored.lengths(layer, id)[std::size_t(h)], candidates = std::max(0, held - tail);
+      const index_t held = stored.lengths(layer, id)[std::size_t(h)], candidates = (std::max)(0, held - tail);
       rows.push_back(layer * heads + h);
       tokens.push_back(held);
       offsets.push_back(offset_t(scores.size()));
@@ -46,12 +45,11 @@ void allot_over_model(const Policy& policy, index_t layers, index_t id, Store& s
   all.offsets = offsets.data();
   all.scores = scores.data();
   won.assign(rows.size(), 0);
-  count_winners(all, offset_t(rows.size()) * std::max(0, policy.budget.tokens - tail), won.data());
+  count_winners(all, offset_t(rows.size()) * (std::max)(0, policy.budget.tokens - tail), won.data());
   for (std::size_t r = 0; r < rows.size(); ++r) {
-    counts[std::size_t(rows[r])] = std::min(tokens[r], won[r] + tail);
+    counts[std::size_t(rows[r])] = (std::min)(tokens[r], won[r] + tail);
   }
 }
 
-}  // namespace TESSERA_HOST_ISA
 }  // namespace cpu
 TESSERA_NAMESPACE_END

@@ -2,8 +2,8 @@
 #pragma once
 
 #include <algorithm>
-#include <vector>
 
+#include "../../../core/host_vector.hpp"
 #include "../../../core/plan/layer_scores.hpp"
 #include "../../../core/selection.hpp"
 #include "../../../core/stored/slot_column.hpp"
@@ -17,10 +17,10 @@ namespace cpu {
 /// Scratch of choose_kept, reused from call to call.
 struct retain_workspace {
   top_k_scratch top_k;
-  std::vector<float> finished, pooled;
-  std::vector<index_t> counts;
-  std::vector<index_t> best;                 // of one head, before its segments or its weights choose
-  std::vector<std::vector<index_t>> blocks;  // by head: the blocks of each segment of its candidates, 0: dropped
+  host_vector<float> finished, pooled;
+  host_vector<index_t> counts;
+  host_vector<index_t> best;                 // of one head, before its segments or its weights choose
+  host_vector<host_vector<index_t>> blocks;  // by head: the blocks of each segment of its candidates, 0: dropped
 };
 
 /// What scorers and selectors may see of a layer's slots beside their scores, of the one sequence 0.
@@ -34,7 +34,7 @@ struct slot_facts {
 /// Shapes   scores, weights, out [n]; out may be scores.
 template <weighted_scorer Scorer>
 void weigh_scores(const Scorer& scorer, const float* scores, const float* weights, index_t n, index_t first, float* out,
-                  top_k_scratch& scratch, std::vector<index_t>& best) {
+                  top_k_scratch& scratch, host_vector<index_t>& best) {
   best.resize(std::size_t(std::clamp(first, 0, n)));
   top_k(scores, n, index_t(best.size()), best.data(), scratch);
   for (index_t i = 0; i < n; ++i) out[i] = scorer.weighted(scores[i], weights[i]);
@@ -61,7 +61,7 @@ layer_scores choose_kept(const choosing_stage<Scorer, Budget, Selector, Scope>& 
       !beside.counts && keeps_all(policy.budget, {raw.layer, raw.layers, heads, raw.protected_tail, longest});
   if (!whole) {
     offset_t end = 0;
-    for (index_t h = 0; h < heads; ++h) end = std::max(end, raw.offsets[h] + raw.tokens[h]);
+    for (index_t h = 0; h < heads; ++h) end = (std::max)(end, raw.offsets[h] + raw.tokens[h]);
     workspace.finished.resize(std::size_t(end));
     for (index_t h = 0; h < heads; ++h) {
       float* out = workspace.finished.data() + raw.offsets[h];
@@ -77,11 +77,11 @@ layer_scores choose_kept(const choosing_stage<Scorer, Budget, Selector, Scope>& 
                   : allot_counts(policy.budget, scores, counts.data());
     for (index_t h = 0; h < heads; ++h) {
       counts[std::size_t(h)] = std::clamp(
-          counts[std::size_t(h)], std::min(raw.settled_of(h) + raw.protected_tail, raw.tokens[h]), raw.tokens[h]);
+          counts[std::size_t(h)], (std::min)(raw.settled_of(h) + raw.protected_tail, raw.tokens[h]), raw.tokens[h]);
     }
     if constexpr (weighted_scorer<Scorer>) {
       for (index_t h = 0; h < heads; ++h) {
-        const index_t stay = std::min(raw.settled_of(h), raw.candidates(h));
+        const index_t stay = (std::min)(raw.settled_of(h), raw.candidates(h));
         const index_t first = policy.scorer.taken_first(counts[std::size_t(h)] - stay) - raw.protected_tail;
         weigh_scores(policy.scorer, scores.head(h) + stay, beside.weights.row(0, h, heads) + stay,
                      raw.candidates(h) - stay, first, workspace.finished.data() + raw.offsets[h] + stay,
@@ -94,7 +94,7 @@ layer_scores choose_kept(const choosing_stage<Scorer, Budget, Selector, Scope>& 
   workspace.blocks.resize(std::size_t(heads));
   for (index_t h = 0; h < heads; ++h) {
     const index_t stay = raw.settled_of(h), n = raw.tokens[h] - stay, keep = counts[std::size_t(h)] - stay;
-    const index_t tail = std::min(raw.protected_tail, n);
+    const index_t tail = (std::min)(raw.protected_tail, n);
     const float* open = scores.head(h) + stay;
     index_t* out = kept.row(h);
     index_t& count = kept.counts[std::size_t(h)];

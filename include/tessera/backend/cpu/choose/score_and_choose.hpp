@@ -3,9 +3,9 @@
 
 #include <algorithm>
 #include <string>
-#include <vector>
 
 #include "../../../core/engine/choose_problem.hpp"
+#include "../../../core/host_vector.hpp"
 #include "../score/contents.hpp"
 #include "../score/expected.hpp"
 #include "../score/score.hpp"
@@ -14,25 +14,24 @@
 
 TESSERA_NAMESPACE_BEGIN
 namespace cpu {
-inline namespace TESSERA_HOST_ISA {
 
 /// Scratch of score_and_choose, reused from call to call.
 template <int D>
 struct choose_workspace {
   score_workspace<D> scoring;
   retain_workspace retaining;
-  std::vector<float> raw;                     // scores, one head after another
-  std::vector<offset_t> offsets;              // where heads begin in it
-  std::vector<offset_t> begins;               // the same within one sequence
-  std::vector<index_t> lengths;               // by head
-  std::vector<index_t> tails;                 // by sequence
-  std::vector<index_t> observed;              // by sequence, queries that are scored
-  std::vector<index_t> settled;               // by head, first slots that stay; none without a reach
-  std::vector<index_t> earlier;               // by head, those from before the turn
-  std::vector<float> joined;                  // one row for all heads of a layer
-  std::vector<float> weights;                 // as raw; or what scores are multiplied by
-  std::vector<expected_workspace> expecting;  // by worker
-  std::vector<float> rows;                    // by worker, of what is projected or lagged
+  host_vector<float> raw;                     // scores, one head after another
+  host_vector<offset_t> offsets;              // where heads begin in it
+  host_vector<offset_t> begins;               // the same within one sequence
+  host_vector<index_t> lengths;               // by head
+  host_vector<index_t> tails;                 // by sequence
+  host_vector<index_t> observed;              // by sequence, queries that are scored
+  host_vector<index_t> settled;               // by head, first slots that stay; none without a reach
+  host_vector<index_t> earlier;               // by head, those from before the turn
+  host_vector<float> joined;                  // one row for all heads of a layer
+  host_vector<float> weights;                 // as raw; or what scores are multiplied by
+  host_vector<expected_workspace> expecting;  // by worker
+  host_vector<float> rows;                    // by worker, of what is projected or lagged
   selection one;
 };
 
@@ -108,7 +107,7 @@ void lay_out(const Policy& policy, const choose_problem<View, E>& p, choose_work
     const index_t budget = p.budgets ? p.budgets[b] : policy.budget.tokens;
     const index_t queries = p.valid ? p.valid[b] : p.q.tokens;
     const index_t own = Policy::observed == observes::window ? queries : policy.scorer.protected_tail(budget);
-    workspace.tails.push_back(p.tails ? p.tails[b] : std::max(p.tail, own));
+    workspace.tails.push_back(p.tails ? p.tails[b] : (std::max)(p.tail, own));
     workspace.observed.push_back(queries);
     for (index_t h = 0; h < p.view.kv_heads; ++h) {
       workspace.lengths.push_back(p.view.length(b, h));
@@ -222,7 +221,7 @@ void divide_by_rows(const Scorer&, const choose_problem<View, E>& p, choose_work
 
 /// One row of scores for all heads of a layer, in place of theirs.
 template <joining_scope Scope>
-void join_heads(const Scope& scope, const layer_scores& scores, index_t summed, std::vector<float>& joined) {
+void join_heads(const Scope& scope, const layer_scores& scores, index_t summed, host_vector<float>& joined) {
   joined.assign(scores.head(0), scores.head(0) + scores.tokens[0]);
   for (index_t h = 1; h < scores.kv_heads; ++h) {
     for (std::size_t i = 0; i < joined.size(); ++i) joined[i] = scope.join(joined[i], scores.head(h)[i]);
@@ -233,8 +232,8 @@ void join_heads(const Scope& scope, const layer_scores& scores, index_t summed, 
 /// Chooses for one sequence, by the policy's scope.
 template <class Policy>
 layer_scores choose_in_scope(const Policy& policy, const layer_scores& scores, index_t summed, const slot_facts& beside,
-                             selection& kept, retain_workspace& memory, std::vector<float>& joined,
-                             std::vector<offset_t>& begins) {
+                             selection& kept, retain_workspace& memory, host_vector<float>& joined,
+                             host_vector<offset_t>& begins) {
   if constexpr (!joining_scope<typename Policy::scope_type>) {
     return choose_kept(policy, scores, kept, memory, beside);
   } else {
@@ -249,7 +248,7 @@ layer_scores choose_in_scope(const Policy& policy, const layer_scores& scores, i
     const std::size_t own = kept.indices.size(), heads = std::size_t(scores.kv_heads);
     kept.counts.resize(heads, kept.counts[0]);
     kept.indices.resize(own * heads);
-    memory.blocks.resize(heads, std::vector<index_t>(memory.blocks[0]));
+    memory.blocks.resize(heads, host_vector<index_t>(memory.blocks[0]));
     for (std::size_t h = 1; h < heads; ++h) {
       kept.offsets.push_back(offset_t(own * (h + 1)));
       std::copy_n(kept.indices.begin(), own, kept.indices.begin() + offset_t(own * h));
@@ -317,7 +316,7 @@ layer_scores score_and_choose(const Policy& policy, const choose_problem<View, E
       return rows + workspace.offsets[std::size_t(b * heads + h)];
     };
     const float* first = begin_of(0);
-    for (index_t h = 1; h < heads; ++h) first = std::min(first, begin_of(h));
+    for (index_t h = 1; h < heads; ++h) first = (std::min)(first, begin_of(h));
     workspace.begins.clear();
     for (index_t h = 0; h < heads; ++h) workspace.begins.push_back(begin_of(h) - first);
     layer_scores scores;
@@ -350,6 +349,5 @@ layer_scores score_and_choose(const Policy& policy, const choose_problem<View, E
   return seen;
 }
 
-}  // namespace TESSERA_HOST_ISA
 }  // namespace cpu
 TESSERA_NAMESPACE_END

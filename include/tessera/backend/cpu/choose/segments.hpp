@@ -2,10 +2,10 @@
 #pragma once
 
 #include <algorithm>
-#include <vector>
 
 #include "../../../concepts/scorer.hpp"
 #include "../../../concepts/selector.hpp"
+#include "../../../core/host_vector.hpp"
 
 TESSERA_NAMESPACE_BEGIN
 namespace cpu {
@@ -26,7 +26,7 @@ template <segment_scorer Scorer>
 void rescore_segments(const Scorer& scorer, const index_t* segments, index_t n, float* scores) {
   float most = 0;
   for_each_segment(segments, n, [&](index_t first, index_t length) {
-    most = std::max(most, scorer.describe_segment(scores + first, length).importance);
+    most = (std::max)(most, scorer.describe_segment(scores + first, length).importance);
   });
   for_each_segment(segments, n, [&](index_t first, index_t length) {
     const segment_statistics own = scorer.describe_segment(scores + first, length);
@@ -38,8 +38,8 @@ void rescore_segments(const Scorer& scorer, const index_t* segments, index_t n, 
 /// `blocks` gets how each segment of the candidates was taken, 0: not at all.
 template <segment_selector Selector>
 index_t choose_in_segments(const Selector& selector, const float* scores, const index_t* segments, index_t n,
-                           index_t tail, index_t keep, index_t* out, top_k_scratch& scratch, std::vector<index_t>& best,
-                           std::vector<index_t>& blocks) {
+                           index_t tail, index_t keep, index_t* out, top_k_scratch& scratch, host_vector<index_t>& best,
+                           host_vector<index_t>& blocks) {
   keep = std::clamp(keep, 0, n);
   tail = std::clamp(tail, 0, keep);
   const index_t candidates = n - tail;

@@ -1,14 +1,12 @@
 // The first stage on the CPU of a scorer that goes by what queries are like (Expected Attention).
 #pragma once
 
-#include <vector>
-
+#include "../../../core/host_vector.hpp"
 #include "../score/query_sums.hpp"
 #include "first_stage.hpp"
 
 TESSERA_NAMESPACE_BEGIN
 namespace cpu {
-inline namespace TESSERA_HOST_ISA {
 
 /// By what the queries of a turn's prompt are like; forgotten when it ends.
 template <class Recipe>
@@ -41,7 +39,7 @@ class first_stage<Recipe, observes::statistics, true> : public choosing<Recipe> 
 
   template <class Store>
   bool choose(index_t layer, index_t id, Store& stored, const planned<Recipe>& policies, const logit_rule& rule,
-              index_t next, index_t, const prompt_reach* reach, std::vector<selection>& kept, ranked_tokens* ranked,
+              index_t next, index_t, const prompt_reach* reach, host_vector<selection>& kept, ranked_tokens* ranked,
               executor& workers) {
     const query_statistics seen = sums(layer, id).view();
     auto problem = this->problem(layer, id, stored, rule, &next, reach);
@@ -63,9 +61,8 @@ class first_stage<Recipe, observes::statistics, true> : public choosing<Recipe> 
     return all_[index(layer, id)];
   }
 
-  std::vector<query_sums<k_dim>> all_;  // by place
+  host_vector<query_sums<k_dim>> all_;  // by place
 };
 
-}  // namespace TESSERA_HOST_ISA
 }  // namespace cpu
 TESSERA_NAMESPACE_END

@@ -11,9 +11,9 @@
 #include <thread>
 #include <type_traits>
 #include <utility>
-#include <vector>
 
 #include "../../../core/config.hpp"
+#include "../../../core/host_vector.hpp"
 #include "../../../core/types.hpp"
 
 TESSERA_NAMESPACE_BEGIN
@@ -32,13 +32,13 @@ class executor {
   /// Where the system gives fewer (a container's limit), it works with those, or, where they are more than cores, with half
   /// of them: the memory of the others' stacks may be what is short. See `threads` and `refused`.
   explicit executor(int threads = 0) {
-    if (threads <= 0) threads = std::max(1, int(std::thread::hardware_concurrency()));
+    if (threads <= 0) threads = (std::max)(1, int(std::thread::hardware_concurrency()));
     helpers_.reserve(std::size_t(threads) - 1);
     try {
       for (int worker = 1; worker < threads; ++worker) helpers_.emplace_back([this, worker] { serve(worker); });
     } catch (const std::system_error&) {
-      const std::size_t cores = std::max(1u, std::thread::hardware_concurrency());
-      keep_helpers(std::max(helpers_.size() / 2, std::min(helpers_.size(), cores - 1)));
+      const std::size_t cores = (std::max)(1u, std::thread::hardware_concurrency());
+      keep_helpers((std::max)(helpers_.size() / 2, (std::min)(helpers_.size(), cores - 1)));
       refused_ = threads - this->threads();
     } catch (...) {
       stop();
@@ -131,7 +131,7 @@ class executor {
     }
   }
 
-  std::vector<std::thread> helpers_;
+  host_vector<std::thread> helpers_;
   int refused_ = 0;
   std::mutex mutex_;
   std::condition_variable wake_, done_;

@@ -10,7 +10,6 @@
 
 TESSERA_NAMESPACE_BEGIN
 namespace cpu {
-inline namespace TESSERA_HOST_ISA {
 
 #if defined(__AVX512F__)
 inline constexpr int lane_count = 16;
@@ -217,6 +216,5 @@ TESSERA_INLINE void scale_row(float* to, float scale) {
   for (int d = 0; d < Dim; d += lane_count) store(to + d, load(to + d) * splat(scale));
 }
 
-}  // namespace TESSERA_HOST_ISA
 }  // namespace cpu
 TESSERA_NAMESPACE_END

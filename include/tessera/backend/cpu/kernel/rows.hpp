@@ -1,15 +1,13 @@
 // What loops over rows share: query rows with their positions, the slots of a row, and how both are loaded.
 #pragma once
 
-#include <vector>
-
+#include "../../../core/host_vector.hpp"
 #include "../../../core/model_shape.hpp"
 #include "../../../core/selection.hpp"
 #include "tile.hpp"
 
 TESSERA_NAMESPACE_BEGIN
 namespace cpu {
-inline namespace TESSERA_HOST_ISA {
 
 /// Query rows of a batch: queries [sequences, tokens, q_heads, k_dim], the position of each sequence's first row.
 template <class Q>
@@ -41,7 +39,7 @@ template <class Q>
 struct group_member {
   rows_view<const Q> q;
   logit_rule rule;
-  std::vector<float> sinks;
+  host_vector<float> sinks;
 
   group_member(const rows_view<const Q>& all, const logit_rule& of_all, index_t m, index_t members)
       : q(every_head(all, m, members)), rule(of_all) {
@@ -103,6 +101,5 @@ void load_keys(const View& view, index_t sequence, index_t head, const slot_sour
   }
 }
 
-}  // namespace TESSERA_HOST_ISA
 }  // namespace cpu
 TESSERA_NAMESPACE_END

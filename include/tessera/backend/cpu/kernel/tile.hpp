@@ -9,7 +9,6 @@
 
 TESSERA_NAMESPACE_BEGIN
 namespace cpu {
-inline namespace TESSERA_HOST_ISA {
 
 inline constexpr int tile_tokens = 64;  ///< tokens of a tile: K of d 128 takes 32 KiB as fp32
 inline constexpr int tile_rows = 64;    ///< query rows of a block
@@ -269,6 +268,5 @@ TESSERA_INLINE float row_exp(float* row, float top) {
   return sum(total);
 }
 
-}  // namespace TESSERA_HOST_ISA
 }  // namespace cpu
 TESSERA_NAMESPACE_END

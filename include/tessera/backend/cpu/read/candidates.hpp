@@ -2,8 +2,8 @@
 #pragma once
 
 #include <algorithm>
-#include <vector>
 
+#include "../../../core/host_vector.hpp"
 #include "../../../core/selection.hpp"
 #include "../../../core/stored/room.hpp"
 #include "../../../core/views.hpp"
@@ -39,8 +39,8 @@ class candidates {
   const index_t* row(index_t head) const { return slots_.data() + begins_[std::size_t(head)]; }
 
   void assign(const selection& passed) {
-    std::vector<offset_t> begins{0};
-    std::vector<index_t> fresh, counts = passed.counts;
+    host_vector<offset_t> begins{0};
+    host_vector<index_t> fresh, counts = passed.counts;
     for (index_t h = 0; h < passed.rows(); ++h) {
       fresh.insert(fresh.end(), passed.row(h), passed.row(h) + passed.counts[std::size_t(h)]);
       begins.push_back(offset_t(fresh.size()));
@@ -65,17 +65,17 @@ class candidates {
   void clear() {
     std::fill(begins_.begin(), begins_.end(), 0);
     std::fill(counts_.begin(), counts_.end(), 0);
-    std::vector<index_t>().swap(slots_);
+    host_vector<index_t>().swap(slots_);
   }
   /// Takes back slots that heads of such lengths do not have.
-  void take_back(const std::vector<index_t>& lengths) {
+  void take_back(const host_vector<index_t>& lengths) {
     for (std::size_t h = 0; h < counts_.size(); ++h) {
       while (counts_[h] > 0 && slots_[std::size_t(begins_[h] + counts_[h] - 1)] >= lengths[h]) --counts_[h];
     }
   }
 
   /// Adds the newest `tokens` slots of heads that hold `lengths`.
-  void append(const std::vector<index_t>& lengths, index_t tokens) {
+  void append(const host_vector<index_t>& lengths, index_t tokens) {
     bool room = true;
     for (std::size_t h = 0; h < counts_.size(); ++h) room &= counts_[h] + tokens <= begins_[h + 1] - begins_[h];
     if (!room) grow(tokens);
@@ -97,12 +97,12 @@ class candidates {
 
  private:
   void grow(index_t tokens) {
-    std::vector<offset_t> begins{0};
+    host_vector<offset_t> begins{0};
     for (const index_t count : counts_) {
       const index_t length = count + tokens;
       begins.push_back(begins.back() + length + spare_room(length));
     }
-    std::vector<index_t> fresh(std::size_t(begins.back()), no_index);
+    host_vector<index_t> fresh(std::size_t(begins.back()), no_index);
     for (std::size_t h = 0; h < counts_.size(); ++h) {
       std::copy_n(slots_.begin() + begins_[h], counts_[h], fresh.begin() + begins[h]);
     }
@@ -110,10 +110,10 @@ class candidates {
     slots_ = std::move(fresh);
   }
 
-  std::vector<offset_t> begins_{0};  // by head, and the end
-  std::vector<index_t> counts_;
-  std::vector<index_t> slots_;
-  std::vector<index_t> positions_;  // of slots that are none
+  host_vector<offset_t> begins_{0};  // by head, and the end
+  host_vector<index_t> counts_;
+  host_vector<index_t> slots_;
+  host_vector<index_t> positions_;  // of slots that are none
 };
 
 }  // namespace cpu

@@ -5,7 +5,6 @@
 
 TESSERA_NAMESPACE_BEGIN
 namespace cpu {
-inline namespace TESSERA_HOST_ISA {
 
 template <class Recipe>
 class exact_reader;
@@ -33,6 +32,5 @@ struct reader_of {
   using type = exact_reader<Recipe>;
 };
 
-}  // namespace TESSERA_HOST_ISA
 }  // namespace cpu
 TESSERA_NAMESPACE_END

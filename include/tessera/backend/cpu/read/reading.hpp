@@ -2,8 +2,8 @@
 #pragma once
 
 #include <algorithm>
-#include <vector>
 
+#include "../../../core/host_vector.hpp"
 #include "../store/kv_store.hpp"
 #include "candidates.hpp"
 #include "exact/exact_reader.hpp"
@@ -14,7 +14,6 @@
 
 TESSERA_NAMESPACE_BEGIN
 namespace cpu {
-inline namespace TESSERA_HOST_ISA {
 
 /// Reads everything.
 template <class Recipe>
@@ -55,7 +54,7 @@ class reading {
  public:
   /// A filter's lists for a layer of one sequence: one for each kv_head or, where query heads of a group choose apart,
   /// one such set for each place in the group.
-  using lists = std::vector<candidates>;
+  using lists = host_vector<candidates>;
 
   explicit reading(const model_shape& shape) : shape_(shape), reader_(shape) {}
 
@@ -66,7 +65,7 @@ class reading {
       if constexpr (filters) {
         if (passed_.size() <= index(layer, id)) passed_.resize(index(layer, id) + 1);
         selection none;
-        none.reset(std::vector<index_t>(std::size_t(shape_.kv_heads), 0));
+        none.reset(host_vector<index_t>(std::size_t(shape_.kv_heads), 0));
         passed_[index(layer, id)] = lists(1);
         passed_[index(layer, id)][0].assign(none);
       }
@@ -101,8 +100,8 @@ class reading {
     }
   }
   /// Logical positions of what steps may read of one head, by any list.
-  std::vector<index_t> positions(index_t layer, index_t id, index_t head, const store_type& stored) const {
-    std::vector<index_t> result;
+  host_vector<index_t> positions(index_t layer, index_t id, index_t head, const store_type& stored) const {
+    host_vector<index_t> result;
     if constexpr (!filters) {
       for (index_t slot = 0; slot < stored.lengths(layer, id)[std::size_t(head)]; ++slot) result.push_back(slot);
     } else {
@@ -126,7 +125,7 @@ class reading {
   /// Makes everything ready for what a first stage has chosen (null: nothing), before it is dropped, or let through by
   /// `pass`. Until then nobody sees a difference; if it comes to nothing, `take_back` follows. `fresh`: the lists to pass.
   void follow(index_t layer, index_t id, store_type& stored, const planned<Recipe>& policies,
-              const std::vector<selection>* chosen, [[maybe_unused]] lists& fresh) {
+              const host_vector<selection>* chosen, [[maybe_unused]] lists& fresh) {
     const std::size_t at = index(layer, id);
     if constexpr (filters) {
       fresh.resize(chosen ? chosen->size() : 0);
@@ -171,7 +170,7 @@ class reading {
     bytes = 0;
     const selection_view* read = nullptr;
     if constexpr (retrieve_type::retrieves) {
-      std::vector<index_t> lengths;
+      host_vector<index_t> lengths;
       for (index_t h = 0; h < all.kv_heads; ++h) lengths.push_back(all.length(0, h));
       chosen_.memory.reset(lengths);
       bytes = reader_.choose(index(layer, id), all, queries, rule, policies, *chosen_, workers);
@@ -225,12 +224,11 @@ class reading {
 
   model_shape shape_;
   reader_type reader_;
-  std::vector<lists> passed_;
+  host_vector<lists> passed_;
   scratch<candidates> kept_;
   scratch<selection> chosen_;
   selection_view chosen_view_;
 };
 
-}  // namespace TESSERA_HOST_ISA
 }  // namespace cpu
 TESSERA_NAMESPACE_END

@@ -13,7 +13,6 @@
 
 TESSERA_NAMESPACE_BEGIN
 namespace cpu {
-inline namespace TESSERA_HOST_ISA {
 
 namespace detail {
 
@@ -100,7 +99,7 @@ void score_projected(const View& view, index_t sequence, index_t head, const Sco
 template <class View, lagged_scorer Scorer>
 void score_lagged(const View& view, index_t sequence, index_t head, const Scorer& scorer, float* out, float* scratch) {
   const index_t stored = view.length(sequence, head), lag = scorer.lag;
-  const index_t partitions = std::max(0, stored - scorer.sinks) / lag;
+  const index_t partitions = (std::max)(0, stored - scorer.sinks) / lag;
   for (index_t slot = 0; slot < stored; ++slot) out[slot] = scorer.outside(slot, stored);
   float *spreads = scratch, *scores = scratch + lag;
   const auto add_softmax = [&]<int Dim>(std::integral_constant<int, Dim>, index_t first, const auto& load) {
@@ -112,8 +111,8 @@ void score_lagged(const View& view, index_t sequence, index_t head, const Scorer
       load(first + lag + i, row);
       for (int d = 0; d < Dim; ++d) {
         if (row[d] - row[d] != 0) continue;
-        low[d] = std::min(low[d], row[d]);
-        high[d] = std::max(high[d], row[d]);
+        low[d] = (std::min)(low[d], row[d]);
+        high[d] = (std::max)(high[d], row[d]);
       }
     }
     channel_scale scales[Dim];
@@ -124,7 +123,7 @@ void score_lagged(const View& view, index_t sequence, index_t head, const Scorer
       std::fill_n(sums, Scorer::measures, 0.0f);
       for (int d = 0; d < Dim; ++d) scorer.measure(row[d], scales[d], sums);
       spreads[i] = scorer.spread(sums, Dim);
-      if (spreads[i] < infinity) top = std::max(top, spreads[i]);
+      if (spreads[i] < infinity) top = (std::max)(top, spreads[i]);
     }
     for (index_t i = 0; i < lag; ++i) {
       spreads[i] = spreads[i] < infinity ? std::exp(spreads[i] - top) : std::numeric_limits<float>::quiet_NaN();
@@ -148,6 +147,5 @@ void score_lagged(const View& view, index_t sequence, index_t head, const Scorer
   }
 }
 
-}  // namespace TESSERA_HOST_ISA
 }  // namespace cpu
 TESSERA_NAMESPACE_END

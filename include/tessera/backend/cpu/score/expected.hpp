@@ -4,21 +4,20 @@
 #include <algorithm>
 #include <cmath>
 #include <limits>
-#include <vector>
 
 #include "../../../concepts/scorer.hpp"
+#include "../../../core/host_vector.hpp"
 #include "../../../core/prompt/query_statistics.hpp"
 #include "../kernel/rows.hpp"
 
 TESSERA_NAMESPACE_BEGIN
 namespace cpu {
-inline namespace TESSERA_HOST_ISA {
 
 /// Scratch of score_expected, one for each worker.
 struct expected_workspace {
-  std::vector<double> mean, covariance;  // of one query head, rotated
-  std::vector<float> mean_row, square;   // the same in fp32
-  std::vector<float> logits;             // of one query head, by slot
+  host_vector<double> mean, covariance;  // of one query head, rotated
+  host_vector<float> mean_row, square;   // the same in fp32
+  host_vector<float> logits;             // of one query head, by slot
 };
 
 namespace detail {
@@ -52,7 +51,7 @@ void rotate(const double* cosines, const double* sines, double* x, int stride) {
 template <int D>
 void rotated_moments(const query_statistics& seen, index_t q_head, const double* cosines, const double* sines,
                      expected_workspace& workspace) {
-  const double count = double(std::max<offset_t>(1, seen.counts[q_head]));
+  const double count = double((std::max<offset_t>)(1, seen.counts[q_head]));
   const double* sums = seen.sums + offset_t(q_head) * D;
   const double* products = seen.products + offset_t(q_head) * D * D;
   workspace.mean.resize(D);
@@ -124,6 +123,5 @@ void score_expected(const View& view, index_t sequence, index_t head, const Scor
   }
 }
 
-}  // namespace TESSERA_HOST_ISA
 }  // namespace cpu
 TESSERA_NAMESPACE_END

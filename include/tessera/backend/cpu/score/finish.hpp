@@ -1,9 +1,8 @@
 // A scorer's last pass over a head's scores, on the host.
 #pragma once
 
-#include <vector>
-
 #include "../../../concepts/scorer.hpp"
+#include "../../../core/host_vector.hpp"
 
 TESSERA_NAMESPACE_BEGIN
 namespace cpu {
@@ -11,7 +10,7 @@ namespace cpu {
 /// The finished scores: `out`, or `in` itself where the scorer has no last pass.
 /// Shapes   in, out [n], not the same memory.
 template <class Scorer>
-const float* finished(const Scorer& scorer, const float* in, index_t n, float* out, std::vector<float>& scratch) {
+const float* finished(const Scorer& scorer, const float* in, index_t n, float* out, host_vector<float>& scratch) {
   if constexpr (pooling_scorer<Scorer>) {
     pool_scores(scorer.pooled(), in, n, out, scratch);
   } else if constexpr (finishing_scorer<Scorer>) {

@@ -3,15 +3,14 @@
 
 #include <algorithm>
 #include <cmath>
-#include <vector>
 
+#include "../../../core/host_vector.hpp"
 #include "../../../core/prompt/query_statistics.hpp"
 #include "../../../core/views.hpp"
 #include "../kernel/executor.hpp"
 
 TESSERA_NAMESPACE_BEGIN
 namespace cpu {
-inline namespace TESSERA_HOST_ISA {
 
 /// Queries are added one at a time, in order and in double, so chunks of any size give the same bits.
 template <int D>
@@ -20,7 +19,7 @@ class query_sums {
   /// Takes the memory of so many heads, once; nothing has been added then.
   void prepare(index_t heads) {
     if (!counts_.empty()) return;
-    std::vector<double> sums(std::size_t(heads) * D, 0.0), products(std::size_t(heads) * D * D, 0.0);
+    host_vector<double> sums(std::size_t(heads) * D, 0.0), products(std::size_t(heads) * D * D, 0.0);
     counts_.assign(std::size_t(heads), 0);  // the last that may fail
     sums_.swap(sums);
     products_.swap(products);
@@ -36,7 +35,7 @@ class query_sums {
       double* sums = sums_.data() + std::size_t(head) * D;
       double* products = products_.data() + std::size_t(head) * D * D;
       double query[D];
-      for (index_t t = std::max(0, least - first); t < q.tokens; ++t) {
+      for (index_t t = (std::max)(0, least - first); t < q.tokens; ++t) {
         const E* from = q.row(0, t, head);
         bool finite = true;
         for (int d = 0; d < D; ++d) finite &= std::isfinite(float(from[d]));
@@ -63,10 +62,9 @@ class query_sums {
   }
 
  private:
-  std::vector<offset_t> counts_;
-  std::vector<double> sums_, products_;
+  host_vector<offset_t> counts_;
+  host_vector<double> sums_, products_;
 };
 
-}  // namespace TESSERA_HOST_ISA
 }  // namespace cpu
 TESSERA_NAMESPACE_END

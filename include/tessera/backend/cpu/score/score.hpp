@@ -3,16 +3,15 @@
 
 #include <algorithm>
 #include <memory>
-#include <vector>
 
 #include "../../../concepts/scorer.hpp"
+#include "../../../core/host_vector.hpp"
 #include "../../../math/softmax_state.hpp"
 #include "../kernel/executor.hpp"
 #include "../kernel/rows.hpp"
 
 TESSERA_NAMESPACE_BEGIN
 namespace cpu {
-inline namespace TESSERA_HOST_ISA {
 
 /// Slots of one work item when scoring.
 inline constexpr index_t score_split = 512;
@@ -24,8 +23,8 @@ struct score_workspace {
     tile_memory<D, 64> tile;  // values are not read
     index_t positions[tile_rows];
   };
-  std::vector<std::unique_ptr<worker_memory>> workers;
-  std::vector<float> lse;
+  host_vector<std::unique_ptr<worker_memory>> workers;
+  host_vector<float> lse;
 
   /// All that scoring allocates, before anything is written.
   void prepare(int threads) {
@@ -71,18 +70,18 @@ void row_log_sum_exp(const View& view, const query_rows<Q>& queries, const logit
     const index_t sequence = item / blocks / view.kv_heads;
     const index_t first = block * tile_rows, end = queries.tokens_of(sequence) * group;
     if (first >= end) return;
-    const int count = int(std::min<index_t>(tile_rows, end - first));
+    const int count = int((std::min<index_t>)(tile_rows, end - first));
     load_queries<View::k_dim>(queries, rule, sequence, head, group, first, count, memory.tile.queries);
     for (int r = 0; r < count; ++r) memory.positions[r] = queries.position(sequence, (first + r) / group);
     softmax_state states[tile_rows];
     const index_t tokens = view.length(sequence, head);
     for (index_t begin = 0; begin < tokens; begin += tile_tokens) {
       if (view.position(sequence, head, begin) > memory.positions[count - 1]) break;
-      const int width = int(std::min<index_t>(tile_tokens, tokens - begin));
+      const int width = int((std::min<index_t>)(tile_tokens, tokens - begin));
       detail::tile_logits(view, sequence, head, begin, width, rule, count, memory.positions, memory.tile);
       for (int r = 0; r < count; ++r) {
         float* row = memory.tile.logits + r * tile_tokens;
-        const float top = std::max(states[r].max, row_max(row));
+        const float top = (std::max)(states[r].max, row_max(row));
         if (top == -infinity) continue;
         for (int t = 0; t < tile_tokens; ++t) row[t] = row[t] == row[t] ? row[t] : -infinity;
         const float shrink = states[r].empty() ? 0.0f : fast_exp(states[r].max - top);
@@ -113,7 +112,7 @@ void accumulate_scores(const View& view, const query_rows<Q>& queries, const log
   const index_t group = queries.q.heads / view.kv_heads, rows = queries.q.tokens * group;
   index_t longest = 0;
   for (index_t b = 0; b < view.sequences; ++b) {
-    for (index_t h = 0; h < view.kv_heads; ++h) longest = std::max(longest, view.length(b, h));
+    for (index_t h = 0; h < view.kv_heads; ++h) longest = (std::max)(longest, view.length(b, h));
   }
   const index_t splits = ceil_div(longest, score_split);
   workspace.prepare(workers.threads());
@@ -121,7 +120,7 @@ void accumulate_scores(const View& view, const query_rows<Q>& queries, const log
     auto& memory = workspace.of(worker);
     const index_t split = item % splits, head = item / splits % view.kv_heads;
     const index_t sequence = item / splits / view.kv_heads, row = sequence * view.kv_heads + head;
-    const index_t end = std::min(view.length(sequence, head), (split + 1) * score_split);
+    const index_t end = (std::min)(view.length(sequence, head), (split + 1) * score_split);
     const index_t counted = queries.tokens_of(sequence) * group;
     index_t oldest = 0;
     if (joins_rows_by<Scorer> == row_join::newest && counted > 0) {
@@ -130,12 +129,12 @@ void accumulate_scores(const View& view, const query_rows<Q>& queries, const log
         std::fill(scores + offsets[row] + split * score_split, scores + offsets[row] + end, 0.0f);
     }
     for (index_t first = oldest; first < counted; first += tile_rows) {
-      const int count = int(std::min<index_t>(tile_rows, counted - first));
+      const int count = int((std::min<index_t>)(tile_rows, counted - first));
       load_queries<View::k_dim>(queries, rule, sequence, head, group, first, count, memory.tile.queries);
       for (int r = 0; r < count; ++r) memory.positions[r] = queries.position(sequence, (first + r) / group);
       for (index_t begin = split * score_split; begin < end; begin += tile_tokens) {
         if (view.position(sequence, head, begin) > memory.positions[count - 1]) break;
-        const int width = int(std::min<index_t>(tile_tokens, end - begin));
+        const int width = int((std::min<index_t>)(tile_tokens, end - begin));
         detail::tile_logits(view, sequence, head, begin, width, rule, count, memory.positions, memory.tile);
         float* out = scores + offsets[row] + begin;
         for (int r = 0; r < count; ++r) {
@@ -182,6 +181,5 @@ void score_rows(const View& view, const query_rows<Q>& queries, const logit_rule
   accumulate_scores(view, queries, rule, scorer, workspace.lse.data(), scores, offsets, workspace, workers);
 }
 
-}  // namespace TESSERA_HOST_ISA
 }  // namespace cpu
 TESSERA_NAMESPACE_END

@@ -3,8 +3,8 @@
 
 #include <algorithm>
 #include <new>
-#include <vector>
 
+#include "../../../core/host_vector.hpp"
 #include "../../../core/selection.hpp"
 #include "../../../core/stored/room.hpp"
 #include "../../../core/stored/segment_cursor.hpp"
@@ -29,24 +29,24 @@ class columns {
       : with_(with), begins_(std::size_t(kv_heads), 0), capacities_(std::size_t(kv_heads), 0) {}
 
   /// Where each head's row begins, in numbers.
-  const std::vector<offset_t>& begins() const { return begins_; }
+  const host_vector<offset_t>& begins() const { return begins_; }
   const index_t* positions() const { return scattered_ ? positions_.data() : nullptr; }
   float* scores() { return scores_.data(); }
   const index_t* segments() const { return segments_.data(); }
-  const std::vector<float>& all_scores() const { return scores_; }
-  void set_scores(const std::vector<float>& scores) { std::copy(scores.begin(), scores.end(), scores_.begin()); }
+  const host_vector<float>& all_scores() const { return scores_; }
+  void set_scores(const host_vector<float>& scores) { std::copy(scores.begin(), scores.end(), scores_.begin()); }
   index_t position(index_t head, index_t slot) const {
     return !scattered_ ? slot : positions_[std::size_t(begins_[std::size_t(head)] + slot)];
   }
 
   /// `tokens` more behind `lengths`, at positions `first_position`, ...; their scores are 0.
-  void append(const std::vector<index_t>& lengths, index_t tokens, index_t first_position,
+  void append(const host_vector<index_t>& lengths, index_t tokens, index_t first_position,
               const segment_marks& marks = {}) {
     if (!with_.any() && !scattered_) return;  // no column is held
     bool room = true;
     for (std::size_t h = 0; h < lengths.size(); ++h) room &= lengths[h] + tokens <= capacities_[h];
     if (!room) {
-      std::vector<index_t> wanted;
+      host_vector<index_t> wanted;
       for (const index_t length : lengths) wanted.push_back(length + tokens + spare_room(length + tokens));
       reallocate(wanted, lengths, nullptr);
     }
@@ -64,15 +64,15 @@ class columns {
   }
 
   /// Takes the memory that `keep` needs, so that `keep` cannot fail.
-  void prepare_to_keep(const std::vector<index_t>& lengths) {
+  void prepare_to_keep(const host_vector<index_t>& lengths) {
     if (scattered_) return;
     offset_t held = 0;
     for (const index_t length : lengths) held += length;
-    positions_.reserve(std::size_t(std::max(held, total())));
+    positions_.reserve(std::size_t((std::max)(held, total())));
   }
 
   /// The chosen slots alone stay; everything is as before when memory runs out.
-  void keep(const std::vector<index_t>& lengths, const selection& chosen) {
+  void keep(const host_vector<index_t>& lengths, const selection& chosen) {
     prepare_to_keep(lengths);
     if (!scattered_) {
       if (!with_.any()) reserve(lengths);
@@ -98,9 +98,9 @@ class columns {
     scattered_ = false;
     std::fill(begins_.begin(), begins_.end(), 0);
     std::fill(capacities_.begin(), capacities_.end(), 0);
-    std::vector<index_t>().swap(positions_);
-    std::vector<float>().swap(scores_);
-    std::vector<index_t>().swap(segments_);
+    host_vector<index_t>().swap(positions_);
+    host_vector<float>().swap(scores_);
+    host_vector<index_t>().swap(segments_);
   }
 
   offset_t bytes() const {
@@ -112,7 +112,7 @@ class columns {
   offset_t total() const { return begins_.empty() ? 0 : begins_.back() + capacities_.back(); }
 
   /// Rows of such capacities, one after another.
-  void reserve(const std::vector<index_t>& capacities) {
+  void reserve(const host_vector<index_t>& capacities) {
     offset_t at = 0;
     for (std::size_t h = 0; h < capacities.size(); ++h) {
       begins_[h] = at;
@@ -130,7 +130,7 @@ class columns {
     }
   }
 
-  void reallocate(const std::vector<index_t>& capacities, const std::vector<index_t>& lengths,
+  void reallocate(const host_vector<index_t>& capacities, const host_vector<index_t>& lengths,
                   const selection* chosen) {
     columns fresh(index_t(begins_.size()), with_);
     fresh.scattered_ = scattered_;
@@ -146,11 +146,11 @@ class columns {
 
   column_set with_;
   bool scattered_ = false;  // something was dropped: positions are no longer slots, even if nothing is left
-  std::vector<offset_t> begins_;
-  std::vector<index_t> capacities_;
-  std::vector<index_t> positions_;
-  std::vector<float> scores_;
-  std::vector<index_t> segments_;
+  host_vector<offset_t> begins_;
+  host_vector<index_t> capacities_;
+  host_vector<index_t> positions_;
+  host_vector<float> scores_;
+  host_vector<index_t> segments_;
 };
 
 }  // namespace cpu

@@ -10,7 +10,6 @@
 
 TESSERA_NAMESPACE_BEGIN
 namespace cpu {
-inline namespace TESSERA_HOST_ISA {
 
 /// Finds the pages that no head of a table row needs any more: what cuda::free_pages does. Pages go from the end of a row;
 /// its table itself is left as it is, for the engine says who owns a page.
@@ -32,7 +31,7 @@ void free_pages(const free_pages_problem<View>& p) {
   const auto longest = [&](index_t row) {
     index_t most = 0;
     for (index_t i = 0; i < p.layers * each; ++i) {
-      most = std::max(most, p.length(i / each, row / tables, row % tables * each + i % each));
+      most = (std::max)(most, p.length(i / each, row / tables, row % tables * each + i % each));
     }
     return most;
   };
@@ -40,7 +39,7 @@ void free_pages(const free_pages_problem<View>& p) {
   for (index_t row = 0; row < rows; ++row) {
     const index_t held = p.held[row], least = ceil_div(longest(row), table.page);
     const offset_t most =
-        p.pool.max_blocks > 0 ? std::min<offset_t>(p.pool.max_blocks, p.freed_stride) : p.freed_stride;
+        p.pool.max_blocks > 0 ? (std::min<offset_t>)(p.pool.max_blocks, p.freed_stride) : p.freed_stride;
     if (held < least || held > most) {
       fail("pages that row " + std::to_string(row) + " of the tables holds", held,
            std::to_string(least) + " to " + std::to_string(most),
@@ -54,13 +53,12 @@ void free_pages(const free_pages_problem<View>& p) {
     }
   }
   for (index_t row = 0; row < rows; ++row) {
-    const index_t held = p.held[row], stay = std::min(held, p.pages_for(longest(row)));
+    const index_t held = p.held[row], stay = (std::min)(held, p.pages_for(longest(row)));
     std::copy(pages_of(row) + stay, pages_of(row) + held, p.freed + row * p.freed_stride);
     p.freed_count[row] = held - stay;
     p.held[row] = stay;
   }
 }
 
-}  // namespace TESSERA_HOST_ISA
 }  // namespace cpu
 TESSERA_NAMESPACE_END

@@ -2,9 +2,9 @@
 #pragma once
 
 #include <algorithm>
-#include <vector>
 
 #include "../../../core/error.hpp"
+#include "../../../core/host_vector.hpp"
 #include "columns.hpp"
 #include "placed_pages.hpp"
 #include "placed_ragged.hpp"
@@ -12,16 +12,15 @@
 
 TESSERA_NAMESPACE_BEGIN
 namespace cpu {
-inline namespace TESSERA_HOST_ISA {
 
 /// Chooses the newest `window` slots of every head (0: all) and the `fresh` ones behind them, once that frees more than
 /// there is spare room. Returns whether it does.
-inline bool choose_newest_slots(const std::vector<index_t>& lengths, index_t window, index_t fresh, selection& chosen) {
+inline bool choose_newest_slots(const host_vector<index_t>& lengths, index_t window, index_t fresh, selection& chosen) {
   const index_t longest = *std::max_element(lengths.begin(), lengths.end());
   if (window == 0 || longest - fresh <= window + spare_room(window)) return false;
   chosen.reset(lengths);
   for (std::size_t h = 0; h < lengths.size(); ++h) {
-    const index_t count = std::min(lengths[h], window + fresh);
+    const index_t count = (std::min)(lengths[h], window + fresh);
     for (index_t i = 0; i < count; ++i) chosen.row(index_t(h))[i] = lengths[h] - count + i;
     chosen.counts[h] = count;
   }
@@ -48,7 +47,7 @@ class kv_store {
       : layers_(layers), heads_(kv_heads), with_(with), rows_(where, layers, kv_heads) {}
 
   index_t kv_heads() const { return heads_; }
-  const std::vector<index_t>& lengths(index_t layer, index_t id) const { return at(layer, id).lengths; }
+  const host_vector<index_t>& lengths(index_t layer, index_t id) const { return at(layer, id).lengths; }
   index_t longest(index_t layer, index_t id) const {
     const auto& lengths = at(layer, id).lengths;
     return *std::max_element(lengths.begin(), lengths.end());
@@ -57,8 +56,8 @@ class kv_store {
     return at(layer, id).beside.position(head, slot);
   }
   /// Of all slots of a head, ascending.
-  std::vector<index_t> positions(index_t layer, index_t id, index_t head) const {
-    std::vector<index_t> result;
+  host_vector<index_t> positions(index_t layer, index_t id, index_t head) const {
+    host_vector<index_t> result;
     for (index_t i = 0; i < lengths(layer, id)[std::size_t(head)]; ++i) result.push_back(position(layer, id, head, i));
     return result;
   }
@@ -165,7 +164,7 @@ class kv_store {
  private:
   struct place {
     place(index_t kv_heads, const column_set& with) : lengths(std::size_t(kv_heads), 0), beside(kv_heads, with) {}
-    std::vector<index_t> lengths;
+    host_vector<index_t> lengths;
     columns beside;
   };
 
@@ -178,9 +177,8 @@ class kv_store {
   index_t layers_, heads_;
   column_set with_;
   rows_type rows_;
-  std::vector<place> places_;
+  host_vector<place> places_;
 };
 
-}  // namespace TESSERA_HOST_ISA
 }  // namespace cpu
 TESSERA_NAMESPACE_END

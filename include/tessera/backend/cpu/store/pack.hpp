@@ -11,7 +11,6 @@
 
 TESSERA_NAMESPACE_BEGIN
 namespace cpu {
-inline namespace TESSERA_HOST_ISA {
 
 /// Writes new tokens behind the stored ones of every (sequence, kv_head), encoding them as the view stores rows, fills
 /// the columns and advances the lengths: what cuda::append does.
@@ -153,6 +152,5 @@ void pack(const From& from, const selection_view& chosen, const To& to, executor
   pack(pack_problem<From, To>{from, chosen, to}, workers);
 }
 
-}  // namespace TESSERA_HOST_ISA
 }  // namespace cpu
 TESSERA_NAMESPACE_END

@@ -3,15 +3,14 @@
 
 #include <algorithm>
 #include <string>
-#include <vector>
 
 #include "../../../core/engine/page_pool.hpp"
 #include "../../../core/error.hpp"
+#include "../../../core/host_vector.hpp"
 #include "../../../core/selection.hpp"
 
 TESSERA_NAMESPACE_BEGIN
 namespace cpu {
-inline namespace TESSERA_HOST_ISA {
 namespace detail {
 
 inline std::string row_name(index_t sequence, index_t head) {
@@ -25,7 +24,7 @@ void for_each_table(const View& view, const Tokens& tokens_of, const Visit& visi
   for (index_t b = 0; b < view.sequences; ++b) {
     for (index_t first = 0; first < view.kv_heads; first += each) {
       index_t longest = 0;
-      for (index_t h = first; h < first + each; ++h) longest = std::max(longest, tokens_of(b, h));
+      for (index_t h = first; h < first + each; ++h) longest = (std::max)(longest, tokens_of(b, h));
       visit(b, first, longest);
     }
   }
@@ -119,7 +118,7 @@ void require_own_pages(const From& from, const selection_view& chosen, const To&
     if (pool.pages == 0 || from.k != to.k || from.sequences == 0) return;
     const bool in_place = from.table.pages(0, 0) == to.table.pages(0, 0);
     const index_t page = to.table.page;
-    std::vector<index_t> uses(std::size_t(pool.pages), 0);
+    host_vector<index_t> uses(std::size_t(pool.pages), 0);
     const auto count_pages = [&](const auto& view, const auto& tokens_of) {
       detail::for_each_table(view, tokens_of, [&](index_t b, index_t h, index_t tokens) {
         for (index_t i = 0; i < (tokens + view.table.page - 1) / view.table.page; ++i) {
@@ -144,6 +143,5 @@ void require_own_pages(const From& from, const selection_view& chosen, const To&
   }
 }
 
-}  // namespace TESSERA_HOST_ISA
 }  // namespace cpu
 TESSERA_NAMESPACE_END

@@ -2,14 +2,13 @@
 #pragma once
 
 #include <algorithm>
-#include <vector>
 
+#include "../../../core/host_vector.hpp"
 #include "../../../layout/fixed_pages.hpp"
 #include "placed_runs.hpp"
 
 TESSERA_NAMESPACE_BEGIN
 namespace cpu {
-inline namespace TESSERA_HOST_ISA {
 
 /// Pages of all places come from one pool that grows by an eighth; a page that is given back is taken again first.
 /// Bytes    of a place: its pages. The pool's own spare pages belong to none.
@@ -21,7 +20,7 @@ class placed_rows<Layout, fixed_pages<Page>> {
 
   placed_rows(const fixed_pages<Page>&, index_t, index_t kv_heads) : heads_(kv_heads) {}
 
-  view_type view(std::size_t place, const std::vector<index_t>& lengths) {
+  view_type view(std::size_t place, const host_vector<index_t>& lengths) {
     view_type view;
     view.k = k_.data();
     view.v = v_.data();
@@ -36,13 +35,13 @@ class placed_rows<Layout, fixed_pages<Page>> {
     return view;
   }
 
-  void make_room(std::size_t place, const std::vector<index_t>& lengths, index_t tokens) {
+  void make_room(std::size_t place, const host_vector<index_t>& lengths, index_t tokens) {
     const offset_t longest = *std::max_element(lengths.begin(), lengths.end());
-    std::vector<index_t>& table = at(place);
+    host_vector<index_t>& table = at(place);
     take(table, std::size_t(fixed_pages<Page>::pages_for(longest + tokens)));
   }
 
-  void keep(std::size_t place, const std::vector<index_t>& lengths, const selection& chosen, executor& workers) {
+  void keep(std::size_t place, const host_vector<index_t>& lengths, const selection& chosen, executor& workers) {
     pack(view(place, lengths), chosen.view(), view(place, lengths), workers);
     const offset_t longest = *std::max_element(chosen.counts.begin(), chosen.counts.end());
     release(at(place), std::size_t(fixed_pages<Page>::pages_for(longest)));
@@ -68,12 +67,12 @@ class placed_rows<Layout, fixed_pages<Page>> {
 
  private:
   offset_t page_rows() const { return offset_t(Page) * heads_; }
-  std::vector<index_t>& at(std::size_t place) {
+  host_vector<index_t>& at(std::size_t place) {
     if (tables_.size() <= place) tables_.resize(place + 1);
     return tables_[place];
   }
   /// Pages for a table until it has `wanted`, or none.
-  void take(std::vector<index_t>& table, std::size_t wanted) {
+  void take(host_vector<index_t>& table, std::size_t wanted) {
     if (wanted <= table.size()) return;
     const std::size_t missing = wanted - table.size();
     if (std::size_t(free_pages_) < missing) grow(index_t(missing) - free_pages_);
@@ -84,7 +83,7 @@ class placed_rows<Layout, fixed_pages<Page>> {
       --free_pages_;
     }
   }
-  void release(std::vector<index_t>& table, std::size_t left) {
+  void release(host_vector<index_t>& table, std::size_t left) {
     for (; table.size() > left; table.pop_back()) give_back(table.back());
   }
   void give_back(index_t page) {
@@ -94,12 +93,12 @@ class placed_rows<Layout, fixed_pages<Page>> {
   }
   /// To exactly so many: resize alone would take twice as many.
   template <class X>
-  static void enlarge(std::vector<X>& numbers, std::size_t count) {
+  static void enlarge(host_vector<X>& numbers, std::size_t count) {
     numbers.reserve(count);
     numbers.resize(count);
   }
   void grow(index_t least) {
-    const index_t added = std::max(least, pages_ / 8);
+    const index_t added = (std::max)(least, pages_ / 8);
     const std::size_t rows = std::size_t(page_rows()) * std::size_t(pages_ + added);
     enlarge(next_free_, std::size_t(pages_ + added));
     enlarge(k_, rows * Layout::k_dim);
@@ -117,13 +116,12 @@ class placed_rows<Layout, fixed_pages<Page>> {
   using stored = typename encoding_type::stored_type;
   index_t heads_, pages_ = 0;
   // A list through the free pages, as long as the pool: giving back needs no memory, in a copy of the pool neither.
-  std::vector<index_t> next_free_;
+  host_vector<index_t> next_free_;
   index_t first_free_ = no_index, free_pages_ = 0;
-  std::vector<stored> k_, v_;
-  std::vector<float> k_scales_, v_scales_;
-  std::vector<std::vector<index_t>> tables_;  // by place
+  host_vector<stored> k_, v_;
+  host_vector<float> k_scales_, v_scales_;
+  host_vector<host_vector<index_t>> tables_;  // by place
 };
 
-}  // namespace TESSERA_HOST_ISA
 }  // namespace cpu
 TESSERA_NAMESPACE_END

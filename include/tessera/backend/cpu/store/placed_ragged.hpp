@@ -4,15 +4,14 @@
 #include <algorithm>
 #include <limits>
 #include <utility>
-#include <vector>
 
+#include "../../../core/host_vector.hpp"
 #include "../../../layout/ragged_pages.hpp"
 #include "../../../runtime/ragged_pool.hpp"
 #include "placed_runs.hpp"
 
 TESSERA_NAMESPACE_BEGIN
 namespace cpu {
-inline namespace TESSERA_HOST_ISA {
 
 /// Pages of all layers and sequences come from one pool; its memory grows by an eighth. Each place has a flat table of blocks,
 /// one row a kv_head, of as many blocks as the head's tokens need.
@@ -26,7 +25,7 @@ class placed_rows<Layout, ragged_pages> {
   placed_rows(const ragged_pages& where, index_t layers, index_t kv_heads)
       : page_(where.page), groups_(where.groups(layers, kv_heads)), pool_(groups_.count(), where.most_pages) {}
 
-  view_type view(std::size_t place, const std::vector<index_t>& lengths) {
+  view_type view(std::size_t place, const host_vector<index_t>& lengths) {
     const table& here = tables_[place];
     view_type view;
     view.k = k_.data();
@@ -42,13 +41,13 @@ class placed_rows<Layout, ragged_pages> {
     return view;
   }
 
-  void make_room(std::size_t place, const std::vector<index_t>& lengths, index_t tokens) {
-    std::vector<index_t> wanted = lengths;
+  void make_room(std::size_t place, const host_vector<index_t>& lengths, index_t tokens) {
+    host_vector<index_t> wanted = lengths;
     for (index_t& own : wanted) own += tokens;
     lay_out(place, wanted);
   }
 
-  void keep(std::size_t place, const std::vector<index_t>& lengths, const selection& chosen, executor& workers) {
+  void keep(std::size_t place, const host_vector<index_t>& lengths, const selection& chosen, executor& workers) {
     pack(view(place, lengths), chosen.view(), view(place, lengths), workers);
     std::copy(chosen.counts.begin(), chosen.counts.end(), tables_[place].tokens.begin());
     give_back(place);
@@ -57,8 +56,8 @@ class placed_rows<Layout, ragged_pages> {
 
   void expect(index_t id, index_t tokens) {
     offset_t pages = tokens > 0 ? pool_.reserved(id) : 0;
-    pages = std::max(pages, pages_with(id, tokens));
-    reserve(id, index_t(std::min<offset_t>(pages, std::numeric_limits<index_t>::max())));
+    pages = (std::max)(pages, pages_with(id, tokens));
+    reserve(id, index_t((std::min<offset_t>)(pages, (std::numeric_limits<index_t>::max)())));
   }
   void reserve(index_t id, index_t pages) { pool_.reserve(id, pages); }
 
@@ -115,9 +114,9 @@ class placed_rows<Layout, ragged_pages> {
  private:
   struct table {
     explicit table(index_t kv_heads) : tokens(std::size_t(kv_heads), 0), begins(std::size_t(kv_heads) + 1, 0) {}
-    std::vector<index_t> tokens;  // by kv_head, those that there is room for
-    std::vector<index_t> begins;  // where each kv_head's row of blocks begins
-    std::vector<index_t> blocks;
+    host_vector<index_t> tokens;  // by kv_head, those that there is room for
+    host_vector<index_t> begins;  // where each kv_head's row of blocks begins
+    host_vector<index_t> blocks;
   };
 
   index_t id_of(std::size_t place) const { return index_t(place / std::size_t(groups_.layers)); }
@@ -130,7 +129,7 @@ class placed_rows<Layout, ragged_pages> {
     index_t most = 0;
     for (const index_t member : groups_.row(group)) {
       const std::size_t place = std::size_t(id) * std::size_t(groups_.layers) + std::size_t(member / groups_.kv_heads);
-      most = std::max(most, tables_[place].tokens[std::size_t(member % groups_.kv_heads)]);
+      most = (std::max)(most, tables_[place].tokens[std::size_t(member % groups_.kv_heads)]);
     }
     return most;
   }
@@ -139,7 +138,7 @@ class placed_rows<Layout, ragged_pages> {
   index_t pages_of(index_t id, index_t group) const { return groups_.pages_for(group, longest(id, group), page_); }
 
   /// Blocks for so many tokens of each head; as before where there are no pages, or no memory, for them.
-  void lay_out(std::size_t place, const std::vector<index_t>& tokens) {
+  void lay_out(std::size_t place, const host_vector<index_t>& tokens) {
     table fresh = tables_[place];
     fresh.tokens = tokens;
     std::size_t blocks = 0;
@@ -160,9 +159,9 @@ class placed_rows<Layout, ragged_pages> {
     offset_t more = 0;
     for (index_t h = 0; h < groups_.kv_heads; ++h) {
       const index_t group = group_of(place, h);
-      if (h == first_member(place, group)) more += std::max(0, pages_of(id, group) - held(id, group));
+      if (h == first_member(place, group)) more += (std::max)(0, pages_of(id, group) - held(id, group));
     }
-    grow(index_t(pool_.made() + std::max<offset_t>(0, more - pool_.idle())));
+    grow(index_t(pool_.made() + (std::max<offset_t>)(0, more - pool_.idle())));
     for (index_t h = 0; h < groups_.kv_heads; ++h) {
       const index_t group = group_of(place, h);
       pool_.take(id, group, pages_of(id, group));
@@ -196,13 +195,13 @@ class placed_rows<Layout, ragged_pages> {
 
   /// To exactly so many: resize alone would take twice as many.
   template <class X>
-  static void enlarge(std::vector<X>& numbers, std::size_t count) {
+  static void enlarge(host_vector<X>& numbers, std::size_t count) {
     numbers.reserve(count);
     numbers.resize(count);
   }
   void grow(index_t least) {
     if (least <= pages_) return;
-    const index_t wanted = std::max(least, pages_ + pages_ / 8);
+    const index_t wanted = (std::max)(least, pages_ + pages_ / 8);
     const std::size_t rows = std::size_t(page_) * std::size_t(groups_.heads) * std::size_t(wanted);
     enlarge(k_, rows * Layout::k_dim);
     enlarge(v_, rows * Layout::v_dim);
@@ -217,11 +216,10 @@ class placed_rows<Layout, ragged_pages> {
   index_t page_, pages_ = 0;  // tokens of a page; pages that there is memory for
   head_groups groups_;
   ragged_pool pool_;
-  std::vector<stored> k_, v_;
-  std::vector<float> k_scales_, v_scales_;
-  std::vector<table> tables_;  // by place
+  host_vector<stored> k_, v_;
+  host_vector<float> k_scales_, v_scales_;
+  host_vector<table> tables_;  // by place
 };
 
-}  // namespace TESSERA_HOST_ISA
 }  // namespace cpu
 TESSERA_NAMESPACE_END

@@ -3,8 +3,8 @@
 
 #include <algorithm>
 #include <new>
-#include <vector>
 
+#include "../../../core/host_vector.hpp"
 #include "../../../core/stored/room.hpp"
 #include "../../../layout/runs.hpp"
 #include "columns.hpp"
@@ -12,7 +12,6 @@
 
 TESSERA_NAMESPACE_BEGIN
 namespace cpu {
-inline namespace TESSERA_HOST_ISA {
 
 /// Where a cache's rows lie; specialised by placement. A place is a (layer, sequence); lengths are the caller's.
 ///   view(place, lengths)                     its rows, as one sequence; valid until the place changes
@@ -39,14 +38,14 @@ class placed_rows<Layout, runs> {
 
   placed_rows(const runs&, index_t, index_t kv_heads) : heads_(kv_heads) {}
 
-  view_type view(std::size_t place, const std::vector<index_t>& lengths) { return view(at(place), lengths); }
+  view_type view(std::size_t place, const host_vector<index_t>& lengths) { return view(at(place), lengths); }
 
-  void make_room(std::size_t place, const std::vector<index_t>& lengths, index_t tokens) {
+  void make_room(std::size_t place, const host_vector<index_t>& lengths, index_t tokens) {
     run& here = at(place);
     bool room = true;
     for (std::size_t h = 0; h < lengths.size(); ++h) room &= lengths[h] + tokens <= here.capacities[h];
     if (room) return;
-    std::vector<index_t> wanted;
+    host_vector<index_t> wanted;
     for (const index_t length : lengths) wanted.push_back(length + tokens + spare_room(length + tokens));
     selection everything;
     everything.reset(lengths);
@@ -58,7 +57,7 @@ class placed_rows<Layout, runs> {
     move(here, lengths, wanted, everything, alone);
   }
 
-  void keep(std::size_t place, const std::vector<index_t>& lengths, const selection& chosen, executor& workers) {
+  void keep(std::size_t place, const host_vector<index_t>& lengths, const selection& chosen, executor& workers) {
     run& here = at(place);
     offset_t used = 0, held = 0;
     for (std::size_t h = 0; h < lengths.size(); ++h) {
@@ -92,16 +91,16 @@ class placed_rows<Layout, runs> {
   using stored = typename encoding_type::stored_type;
   struct run {
     explicit run(index_t kv_heads) : begins(std::size_t(kv_heads), 0), capacities(std::size_t(kv_heads), 0) {}
-    std::vector<stored> k, v;
-    std::vector<float> k_scales, v_scales;
-    std::vector<offset_t> begins;  // by head, in tokens
-    std::vector<index_t> capacities;
+    host_vector<stored> k, v;
+    host_vector<float> k_scales, v_scales;
+    host_vector<offset_t> begins;  // by head, in tokens
+    host_vector<index_t> capacities;
 
     void clear() {
-      std::vector<stored>().swap(k);
-      std::vector<stored>().swap(v);
-      std::vector<float>().swap(k_scales);
-      std::vector<float>().swap(v_scales);
+      host_vector<stored>().swap(k);
+      host_vector<stored>().swap(v);
+      host_vector<float>().swap(k_scales);
+      host_vector<float>().swap(v_scales);
       std::fill(begins.begin(), begins.end(), 0);
       std::fill(capacities.begin(), capacities.end(), 0);
     }
@@ -112,7 +111,7 @@ class placed_rows<Layout, runs> {
     return runs_[place];
   }
 
-  view_type view(run& here, const std::vector<index_t>& lengths) const {
+  view_type view(run& here, const host_vector<index_t>& lengths) const {
     view_type view;
     view.k = here.k.data();
     view.v = here.v.data();
@@ -128,7 +127,7 @@ class placed_rows<Layout, runs> {
   }
 
   /// Fresh memory of the given capacities for the chosen slots.
-  void move(run& here, const std::vector<index_t>& lengths, const std::vector<index_t>& capacities,
+  void move(run& here, const host_vector<index_t>& lengths, const host_vector<index_t>& capacities,
             const selection& chosen, executor& workers) {
     run fresh(heads_);
     offset_t total = 0;
@@ -148,9 +147,8 @@ class placed_rows<Layout, runs> {
   }
 
   index_t heads_;
-  std::vector<run> runs_;
+  host_vector<run> runs_;
 };
 
-}  // namespace TESSERA_HOST_ISA
 }  // namespace cpu
 TESSERA_NAMESPACE_END

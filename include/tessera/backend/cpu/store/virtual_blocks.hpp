@@ -6,7 +6,6 @@
 
 TESSERA_NAMESPACE_BEGIN
 namespace cpu {
-inline namespace TESSERA_HOST_ISA {
 
 /// Fills a block table with one row for every (sequence, kv_head), for kernels that know one length a sequence: see
 /// `one_head_view`. Entries behind a head's last slot are -1.
@@ -27,6 +26,5 @@ void virtual_blocks(const View& view, index_t max_blocks, index_t* blocks, const
   }
 }
 
-}  // namespace TESSERA_HOST_ISA
 }  // namespace cpu
 TESSERA_NAMESPACE_END

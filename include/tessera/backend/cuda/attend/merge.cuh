@@ -151,7 +151,7 @@ void merge_parts(std::span<const attention_part> parts, const float* sink_logits
   detail::merge_problem<Out> problem{{}, 0, nullptr, out, lse};
   // The first round fills the outputs, and each later one takes them as its first part.
   do {
-    const std::size_t some = std::min(parts.size(), std::size_t(most_parts - problem.count));
+    const std::size_t some = (std::min)(parts.size(), std::size_t(most_parts - problem.count));
     std::copy_n(parts.begin(), some, problem.parts + problem.count);
     problem.count += int(some);
     parts = parts.subspan(some);

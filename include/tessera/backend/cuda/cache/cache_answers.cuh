@@ -3,8 +3,8 @@
 
 #include <algorithm>
 #include <utility>
-#include <vector>
 
+#include "../../../core/host_vector.hpp"
 #include "../../../runtime/conversations.hpp"
 #include "../../../runtime/layer_roles.hpp"
 #include "../../../runtime/prompt_pages.hpp"
@@ -51,9 +51,9 @@ class cache_answers {
   page_plan plan_pages(index_t id, index_t tokens) const requires kv_store<layout>::in_groups {
     return plan_pages(id, conversations_.plan_announced(recipe_, id, tokens), tokens);
   }
-  std::vector<index_t> pages(index_t id) const requires kv_store<layout>::in_groups {
+  host_vector<index_t> pages(index_t id) const requires kv_store<layout>::in_groups {
     conversations_.at(id);
-    std::vector<index_t> held;
+    host_vector<index_t> held;
     for (index_t group = 0; group < store_.rows().groups().count(); ++group)
       held.push_back(store_.rows().held(id, group));
     return held;
@@ -63,7 +63,7 @@ class cache_answers {
   }
 
   /// Logical positions that a layer stores for one kv_head, ascending. Synchronises.
-  std::vector<index_t> positions(index_t layer, index_t id, index_t head) const {
+  host_vector<index_t> positions(index_t layer, index_t id, index_t head) const {
     conversations_.check_head(layer, id, head);
     return store_.downloaded_positions(layer, id)[std::size_t(head)];
   }
@@ -72,7 +72,7 @@ class cache_answers {
   stage_plan plan(index_t id) const { return policies(id).plan; }
 
   /// Positions that this turn's steps may read of one kv_head: a filter's and those decoded since, or all. Synchronises.
-  std::vector<index_t> readable(index_t layer, index_t id, index_t head) const {
+  host_vector<index_t> readable(index_t layer, index_t id, index_t head) const {
     conversations_.check_head(layer, id, head);
     return joined_lists(downloaded_lists(layer, id), shape_.kv_heads)[std::size_t(head)];
   }
@@ -92,7 +92,7 @@ class cache_answers {
   /// be recorded.
   void trace_attended(bool on) { tracing_ = on; }
   /// Positions that the last traced decode step of a layer attended, by kv_head, or by query head where those of a group read apart.
-  const std::vector<std::vector<index_t>>& attended(index_t layer, index_t id) const {
+  const host_vector<host_vector<index_t>>& attended(index_t layer, index_t id) const {
     conversations_.at(id, layer);
     return attended_[place(layer, id)];
   }
@@ -142,7 +142,7 @@ class cache_answers {
     for (index_t layer = 0; layer < shape_.layers; ++layer) {
       const bool follows = roles_.follows_recipe(layer);
       const auto lists = downloaded_lists(layer, id);
-      std::vector<index_t> lengths, entries(std::size_t(shape_.kv_heads));
+      host_vector<index_t> lengths, entries(std::size_t(shape_.kv_heads));
       for (const auto& list : joined_lists(lists, shape_.kv_heads)) lengths.push_back(index_t(list.size()));
       for (std::size_t i = 0; i < lists.size(); ++i)
         entries[i * entries.size() / lists.size()] += index_t(lists[i].size());
@@ -213,15 +213,15 @@ class cache_answers {
   /// id -1: a new conversation.
   page_plan plan_pages(index_t id, const planned<Recipe>& fitted,
                        index_t tokens) const requires kv_store<layout>::in_groups {
-    std::vector<index_t> held(std::size_t(shape_.layers * shape_.kv_heads), 0);
+    host_vector<index_t> held(std::size_t(shape_.layers * shape_.kv_heads), 0);
     for (index_t layer = 0; id >= 0 && layer < shape_.layers; ++layer) {
-      const std::vector<index_t> own = store_.held_by_head(layer, id);
+      const host_vector<index_t> own = store_.held_by_head(layer, id);
       std::copy(own.begin(), own.end(), held.begin() + offset_t(layer) * shape_.kv_heads);
     }
     return plan_prompt_pages(store_.rows().groups(), store_.rows().page(), held, recipe_, fitted, roles_, tokens);
   }
   auto fit_movers(const first_stage<Recipe>& first) const {
-    return store_.fit(first.most_sequences(), std::max(first.most_tokens_kept(), shape_.window), device_);
+    return store_.fit(first.most_sequences(), (std::max)(first.most_tokens_kept(), shape_.window), device_);
   }
   std::size_t place(index_t layer, index_t id) const {
     return std::size_t(layer) * std::size_t(options_.sequences) + std::size_t(id);
@@ -232,7 +232,7 @@ class cache_answers {
   const planned<Recipe>& policies(index_t id) const { return conversations_.at(id).policies; }
 
   /// Positions that steps may read of a layer, by kv_head, or by query head where those of a group read apart.
-  std::vector<std::vector<index_t>> downloaded_lists(index_t layer, index_t id) const {
+  host_vector<host_vector<index_t>> downloaded_lists(index_t layer, index_t id) const {
     if (!roles_.follows_recipe(layer)) return store_.downloaded_positions(layer, id);
     return reading_.lists().downloaded_lists(layer, id, store_);
   }
@@ -258,7 +258,7 @@ class cache_answers {
   step_order order_;
   newest_slots newest_;
   bool tracing_ = false;
-  std::vector<std::vector<std::vector<index_t>>> attended_;  // by place
+  host_vector<host_vector<host_vector<index_t>>> attended_;  // by place
 };
 
 }  // namespace cuda

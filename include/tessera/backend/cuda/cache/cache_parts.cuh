@@ -3,8 +3,8 @@
 
 #include <algorithm>
 #include <utility>
-#include <vector>
 
+#include "../../../core/host_vector.hpp"
 #include "cache_answers.cuh"
 
 TESSERA_NAMESPACE_BEGIN
@@ -26,7 +26,7 @@ class cache_parts : public cache_answers<Recipe, Out> {
   using objects::objects;
   using typename objects::place_list, typename objects::read_view_type, typename objects::view_type;
 
-  place_list all_layers(const std::vector<index_t>& ids) const {
+  place_list all_layers(const host_vector<index_t>& ids) const {
     place_list places;
     for (const index_t id : ids) {
       for (index_t layer = 0; layer < shape_.layers; ++layer) places.push_back({layer, id});
@@ -51,7 +51,7 @@ class cache_parts : public cache_answers<Recipe, Out> {
       const index_t window = roles_.window(layer);
       const token_bound held = store_.bound(layer, id);
       if (window == 0 || held.longest <= window + spare_room(window)) continue;
-      const kept_bound kept{{window, std::min(held.total, offset_t(window) * shape_.kv_heads)}, {}};
+      const kept_bound kept{{window, (std::min)(held.total, offset_t(window) * shape_.kv_heads)}, {}};
       plan_beside_step(store_, [&] { store_.plan_keep({{layer, id}}, {kept}, stream); });
       store_.keep(layer, id, {newest_.of(store_.lengths(layer, id), window, stream), kept}, stream);
     }
@@ -133,11 +133,11 @@ class cache_parts : public cache_answers<Recipe, Out> {
   }
 
   /// Plans what the layers of a conversation whose prompt ends keep, or let through; returns those that choose at all.
-  std::vector<index_t> plan_choice(index_t id, bool due, const planned<Recipe>& fitted, cudaStream_t stream) {
+  host_vector<index_t> plan_choice(index_t id, bool due, const planned<Recipe>& fitted, cudaStream_t stream) {
     if (due) first_.count_over_model(id, store_, fitted, roles_, stream);
-    std::vector<index_t> layers;
+    host_vector<index_t> layers;
     place_list places;
-    std::vector<kept_bound> kept;
+    host_vector<kept_bound> kept;
     for (index_t layer = 0; due && layer < shape_.layers; ++layer) {
       if (!roles_.follows_recipe(layer)) continue;
       const token_bound held = store_.bound(layer, id);
@@ -229,7 +229,7 @@ class cache_parts : public cache_answers<Recipe, Out> {
   }
   /// Room for the lists of a step, of every layer or of none.
   void plan_lists(const place_list& places, const batch& step) {
-    std::vector<index_t> longest;
+    host_vector<index_t> longest;
     for (const auto& [layer, id] : places) {
       if (!filters || !step.evicts_last) break;
       token_bound held = store_.bound(layer, id);

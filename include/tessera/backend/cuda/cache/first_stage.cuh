@@ -155,7 +155,7 @@ class first_stage<Recipe, true> {
       for (index_t done = q.tokens - asked; done < q.tokens; done += observed_at_once) {
         rows_view<const T> some = q;
         some.data += done * q.token_stride;
-        some.tokens = std::min(observed_at_once, q.tokens - done);
+        some.tokens = (std::min)(observed_at_once, q.tokens - done);
         observe(store, store.view(layer, id), policies, rule, some,
                 set_number(position_.data(), next - q.tokens + done, stream), stream);
       }
@@ -237,7 +237,7 @@ class first_stage<Recipe, true> {
       return counts_.bound(layer);
     } else {
       const token_bound most = most_of(policies, extent(layer, held.longest, newest));
-      return {{std::min(most.longest, held.longest), std::min(most.total, held.total)}, {}};
+      return {{(std::min)(most.longest, held.longest), (std::min)(most.total, held.total)}, {}};
     }
   }
   /// A sequence's prompt ends: what each layer will keep of it, where one threshold runs over the model. Synchronises then.
@@ -254,8 +254,8 @@ class first_stage<Recipe, true> {
   /// Bounds of what a step leaves in place, and by how much every head's room grows for certain.
   token_bound bound_in_step(index_t layer, const token_bound& held, const planned<Recipe>& policies,
                             index_t own) const {
-    const token_bound most = most_of(policies, extent(layer, held.longest, std::max(own, step_tail(policies))));
-    return {std::min(most.longest, held.longest), std::min(most.total, held.total)};
+    const token_bound most = most_of(policies, extent(layer, held.longest, (std::max)(own, step_tail(policies))));
+    return {(std::min)(most.longest, held.longest), (std::min)(most.total, held.total)};
   }
   static constexpr bool heads_are_even = keeps_heads_even<typename policy::budget_type>;
 
@@ -307,7 +307,7 @@ class first_stage<Recipe, true> {
   }
   static index_t queries_at_once(const Recipe& recipe, const cache_options& options) {
     if constexpr (observed == observes::window) return recipe.retain.scorer.window;
-    return std::max(observed_at_once, options.step_tokens);
+    return (std::max)(observed_at_once, options.step_tokens);
   }
   /// The most tokens that one head keeps, whatever the scores; with a plan, known only for the prompt that it is made for.
   static index_t most_kept(const Recipe& recipe, const model_shape& shape, const cache_options& options) {
@@ -317,7 +317,7 @@ class first_stage<Recipe, true> {
     } else {
       return tessera::cuda::most_kept(
           recipe.retain, shape.layers, joins ? 1 : shape.kv_heads, capacity,
-          std::max(options.step_tokens, recipe.retain.scorer.protected_tail(recipe.retain.budget.tokens)));
+          (std::max)(options.step_tokens, recipe.retain.scorer.protected_tail(recipe.retain.budget.tokens)));
     }
   }
 
@@ -336,7 +336,7 @@ class first_stage<Recipe, true> {
   /// Of a layer that stores `held` tokens.
   index_t tail([[maybe_unused]] index_t layer, [[maybe_unused]] index_t id, [[maybe_unused]] index_t held,
                const planned<Recipe>& policies) const {
-    if constexpr (follows) return std::min(policies.first.scorer.window, held);
+    if constexpr (follows) return (std::min)(policies.first.scorer.window, held);
     if constexpr (observed == observes::window && !follows) return window_.queries(layer * sequences_ + id).tokens;
     return policies.first.scorer.protected_tail(policies.first.budget.tokens);
   }
@@ -393,7 +393,7 @@ class first_stage<Recipe, true> {
   device_buffer<query_statistics> statistics_{1};
   device_buffer<index_t> position_{std::size_t(batch_)};
   device_buffer<prompt_reach> reach_{1};
-  std::vector<settled_heads> settled_;  // by place, of a recipe that settles
+  host_vector<settled_heads> settled_;  // by place, of a recipe that settles
 };
 
 }  // namespace cuda

@@ -47,7 +47,7 @@ class attention<packed_view<Whole>, packed_view<Whole>, Out> {
   attention(const model_shape& shape, index_t reading_heads, const cache_options& options, const device_info& device,
             const Recipe& recipe)
       : plain_(shape, reading_heads, options, device, recipe),
-        prompt_(shape, 1, std::max<index_t>(1, rows_at_once / (shape.q_heads / shape.kv_heads)),
+        prompt_(shape, 1, (std::max<index_t>)(1, rows_at_once / (shape.q_heads / shape.kv_heads)),
                 most_segments(recipe.layout, options.tokens), recipe.layout, device) {
     if constexpr (!Recipe::retrieve_type::retrieves) {
       step_.emplace(shape, options.sequences, options.step_tokens, most_segments(recipe.layout, options.tokens),
@@ -60,7 +60,7 @@ class attention<packed_view<Whole>, packed_view<Whole>, Out> {
     for (index_t done = 0; done < p.q.tokens; done += prompt_.tokens) {
       const auto some = [&](auto rows) {
         if (rows.data) rows.data += done * rows.token_stride;
-        rows.tokens = std::min(prompt_.tokens, rows.tokens - done);
+        rows.tokens = (std::min)(prompt_.tokens, rows.tokens - done);
         return rows;
       };
       const index_t* first = add_number(position_.data(), p.first_position, done, 1, stream);

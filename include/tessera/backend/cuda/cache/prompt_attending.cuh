@@ -2,8 +2,8 @@
 #pragma once
 
 #include <algorithm>
-#include <vector>
 
+#include "../../../core/host_vector.hpp"
 #include "../../../recipe.hpp"
 #include "../attend/prefill/line_attention.cuh"
 #include "../choose/lines/choose_lines.cuh"
@@ -18,7 +18,7 @@ namespace detail {
 template <int Threads>
 __global__ void __launch_bounds__(Threads) add_columns_entry(line_tables chunk, std::uint32_t* to, index_t words) {
   const index_t word = index_t(blockIdx.x * Threads + threadIdx.x), q_head = blockIdx.y;
-  if (word < min(words, chunk.words)) to[offset_t(q_head) * words + word] |= chunk.vertical_of(q_head)[word];
+  if (word < (min)(words, chunk.words)) to[offset_t(q_head) * words + word] |= chunk.vertical_of(q_head)[word];
 }
 
 }  // namespace detail
@@ -104,7 +104,7 @@ class prompt_attending<Recipe, View, Out, true> {
     const index_t next = first + problem.q.tokens;
     if (!tools_ || next > (*tools_).choose.positions()) {
       check(cudaDeviceSynchronize(), "cudaDeviceSynchronize");  // the old tables may still be read
-      tools_.make(shape_, tools_ ? std::max(next, 2 * (*tools_).choose.positions()) : next, most_rows_, device_);
+      tools_.make(shape_, tools_ ? (std::max)(next, 2 * (*tools_).choose.positions()) : next, most_rows_, device_);
     }
     sampled_.clear();
     recipe.prefill.sample(first, next, sampled_);
@@ -167,11 +167,11 @@ class prompt_attending<Recipe, View, Out, true> {
   device_buffer<unsigned char> scratch_;
   made_on_demand<tools> tools_;
   index_t most_rows_ = 0;
-  std::vector<index_t> sampled_;
+  host_vector<index_t> sampled_;
   index_t sequences_, words_;             // words of a row of columns; 0: nobody reads them
   device_buffer<std::uint32_t> columns_;  // [layers, sequences, q_heads, words], by place: those of all prompts
   bool tracing_ = false;
-  std::vector<prompt_lines> lines_;  // by place, of the last chunk that was traced
+  host_vector<prompt_lines> lines_;  // by place, of the last chunk that was traced
 };
 
 }  // namespace cuda

@@ -2,8 +2,8 @@
 #pragma once
 
 #include <type_traits>
-#include <vector>
 
+#include "../../../core/host_vector.hpp"
 #include "../read/lists/candidates.cuh"
 #include "../read/segments/segmented_view.cuh"
 #include "../store/kv_store.cuh"
@@ -64,7 +64,7 @@ class reading {
   reader_type& reader() { return reader_; }
   const reader_type& reader() const { return reader_; }
 
-  std::vector<detail::gathered_column> gathered() const {
+  host_vector<detail::gathered_column> gathered() const {
     auto all = lists_.gathered();
     for (const auto& column : reader_.gathered()) all.push_back(column);
     return all;

@@ -3,8 +3,8 @@
 
 #include <algorithm>
 #include <string>
-#include <vector>
 
+#include "../../../core/host_vector.hpp"
 #include "../../../runtime/conversations.hpp"
 #include "../device/check.cuh"
 
@@ -76,7 +76,7 @@ class step_order {
   }
 
  private:
-  static bool contains(const std::vector<index_t>& ids, index_t id) {
+  static bool contains(const host_vector<index_t>& ids, index_t id) {
     return std::find(ids.begin(), ids.end(), id) != ids.end();
   }
   static bool is_recorded(cudaStream_t stream) {
@@ -99,7 +99,7 @@ class step_order {
   bool has_begun_ = false, is_stale_ = false;
   bool sees_all_ = true;             // no call was ever recorded
   index_t next_layer_ = 0;           // of the step that has begun
-  std::vector<index_t> unfinished_;  // of steps that another one has followed
+  host_vector<index_t> unfinished_;  // of steps that another one has followed
 };
 
 }  // namespace cuda

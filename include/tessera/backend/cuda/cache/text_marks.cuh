@@ -2,8 +2,8 @@
 #pragma once
 
 #include <algorithm>
-#include <vector>
 
+#include "../../../core/host_vector.hpp"
 #include "../store/kv_store.cuh"
 #include "numbers.cuh"
 
@@ -16,7 +16,7 @@ class text_marks {
  public:
   text_marks(index_t, index_t, index_t, index_t) {}
   new_segments of_chunk(const segment_marks&, index_t, cudaStream_t) const { return {}; }
-  void set(const std::vector<segment_cursor>&, const std::vector<std::uint8_t>&, cudaStream_t) const {}
+  void set(const host_vector<segment_cursor>&, const host_vector<std::uint8_t>&, cudaStream_t) const {}
   new_segments of_step(index_t) const { return {}; }
 };
 
@@ -41,7 +41,7 @@ class text_marks<true> {
 
   /// Before a step, on the host: where the texts of its sequences stand, the same in every layer, and its flags [sequences, tokens];
   /// none of a recipe whose steps bring none.
-  void set(const std::vector<segment_cursor>& texts, const std::vector<std::uint8_t>& boundaries,
+  void set(const host_vector<segment_cursor>& texts, const host_vector<std::uint8_t>& boundaries,
            cudaStream_t stream) const {
     if (!boundaries.empty())
       check(cudaMemcpyAsync(step_flags_.data(), boundaries.data(), boundaries.size(), cudaMemcpyHostToDevice, stream),
@@ -49,7 +49,7 @@ class text_marks<true> {
     constexpr std::size_t most = detail::texts_at_a_time;
     for (std::size_t first = 0; first < texts.size(); first += most) {
       detail::some_texts some{};
-      const std::size_t count = std::min(texts.size() - first, most);
+      const std::size_t count = (std::min)(texts.size() - first, most);
       std::copy_n(texts.begin() + offset_t(first), count, some.texts);
       detail::set_texts_entry<int(most)>
           <<<unsigned(layers_), unsigned(most), 0, stream>>>(some, index_t(count), sequences_, texts_.data() + first);

@@ -25,7 +25,7 @@ inline constexpr index_t allot_portion = 8192;  // scores that pay for a block's
 
 /// What a head keeps in the end: its share, within what it must and what it can keep.
 __device__ inline index_t kept_of(index_t share, index_t tail, index_t tokens) {
-  return min(max(share, min(tail, tokens)), tokens);
+  return (min)((max)(share, (min)(tail, tokens)), tokens);
 }
 
 /// The budget of one sequence: the policy, with the sequence's own tokens where there are any.
@@ -98,7 +98,7 @@ __global__ void __launch_bounds__(allot_threads)
 
   for (int i = threadIdx.x; i < width; i += allot_threads) bins[i] = 0;
   __syncthreads();
-  const index_t candidates = min(in.candidates(sequence, row % heads), capacity);
+  const index_t candidates = (min)(in.candidates(sequence, row % heads), capacity);
   const float* scores = in.scores + in.begin(row);
   const unsigned prefix = Level > 0 ? state.prefix : 0;
 #pragma unroll 4
@@ -124,17 +124,17 @@ __global__ void __launch_bounds__(allot_threads)
   __threadfence();
 
   const Budget policy = budget_of(of_all, in, sequence);
-  const index_t tail = in.protected_tail(sequence), base = max(0, policy.tokens - tail);
+  const index_t tail = in.protected_tail(sequence), base = (max)(0, policy.tokens - tail);
   unsigned remaining;
   if (Level == 0) {
     index_t longest = 0;
     offset_t all = 0;
     for (index_t h = 0; h < heads; ++h) {
       const index_t of_head = in.candidates(sequence, h);
-      longest = max(longest, of_head);
+      longest = (max)(longest, of_head);
       all += of_head;
     }
-    const offset_t places = min(all, offset_t(heads) * base);
+    const offset_t places = (min)(all, offset_t(heads) * base);
     const bool fits = base >= longest || all_fit(in, sequence, policy, asked);
     if (fits || places == 0 || places == all) {
       for (index_t h = threadIdx.x; h < heads; h += allot_threads) {
@@ -185,11 +185,11 @@ __global__ void __launch_bounds__(allot_threads)
     if (Level == 2) {
       // Scores equal to the last one that wins: the lower head first; slots inside a head do not change its count.
       for (index_t h = 0; h < heads; ++h) {
-        const unsigned equal = min(left, __ldcg(&all_bins[offset_t(first_row + h) * allot_bins + chosen]));
+        const unsigned equal = (min)(left, __ldcg(&all_bins[offset_t(first_row + h) * allot_bins + chosen]));
         left -= equal;
         const index_t tokens = in.tokens(sequence, h);
         counts[first_row + h] = kept_of(
-            min(tokens, policy.share_won(index_t(scratch.won[first_row + h] + equal), base, tail)), tail, tokens);
+            (min)(tokens, policy.share_won(index_t(scratch.won[first_row + h] + equal), base, tail)), tail, tokens);
       }
     }
   }
@@ -254,7 +254,7 @@ class allot {
       : sequences_(sequences), rows_(sequences * kv_heads), capacity_(capacity), table_(budget) {
     require(rows_ >= 1 && rows_ <= 65535, "sequences * kv_heads", rows_, "1 to 65535", "split the batch");
     blocks_ =
-        std::max(1, std::min(ceil_div(capacity, detail::allot_portion), ceil_div(2 * device.multiprocessors, rows_)));
+        (std::max)(1, (std::min)(ceil_div(capacity, detail::allot_portion), ceil_div(2 * device.multiprocessors, rows_)));
   }
 
   std::size_t workspace_bytes() const { return by_score ? won_at() + std::size_t(rows_) * sizeof(unsigned) : 0; }

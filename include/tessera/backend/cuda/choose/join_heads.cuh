@@ -16,7 +16,7 @@ template <class Scope, int Threads>
 __global__ void __launch_bounds__(Threads)
     join_heads_entry(const __grid_constant__ score_rows in, const __grid_constant__ finished_rows out, Scope scope,
                      index_t summed) {
-  const index_t b = blockIdx.y, tokens = min(in.tokens(b, 0), out.capacity);
+  const index_t b = blockIdx.y, tokens = (min)(in.tokens(b, 0), out.capacity);
   float* to = out.row(b);
   for (index_t i = index_t(blockIdx.x * Threads + threadIdx.x); i < tokens; i += index_t(gridDim.x) * Threads) {
     float joined = in.scores[in.begin(b * in.kv_heads) + i];

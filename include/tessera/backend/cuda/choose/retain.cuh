@@ -100,7 +100,7 @@ class choose_kept {
         finish_(sequences, kv_heads, capacity, device),
         allot_(sequences, kv_heads, capacity, device, policy.budget),
         weigh_(rows_, capacity, kept, device),
-        select_(policy.selector, rows_, capacity, device, std::min(kept, policy.budget.tokens)) {}
+        select_(policy.selector, rows_, capacity, device, (std::min)(kept, policy.budget.tokens)) {}
 
   std::size_t workspace_bytes() const {
     return indices_at() + std::size_t(rows_) * std::size_t(kept_) * sizeof(index_t);
@@ -151,7 +151,7 @@ class choose_kept {
     problem.counts = counts + rows_;
     problem.rows = scores.sequences * scores.kv_heads;
     // Lengths of rows of their own lie side by side; a row for a whole sequence has those of its first head.
-    problem.n.stride = index_t(scores.kv_heads > 1 ? 1 : std::max<offset_t>(1, scores.length_strides.sequence));
+    problem.n.stride = index_t(scores.kv_heads > 1 ? 1 : (std::max<offset_t>)(1, scores.length_strides.sequence));
     if constexpr (in_segments) {
       select_.run(problem, beside.segments, stream);
     } else {

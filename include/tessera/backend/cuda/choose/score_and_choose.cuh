@@ -28,11 +28,11 @@ struct choose_limits {
 /// newest tokens that stay whatever their score.
 template <class Policy>
 index_t most_kept(const Policy& policy, index_t layers, index_t kv_heads, index_t capacity, index_t longest_tail) {
-  index_t most = std::min(capacity, policy.budget.tokens);
+  index_t most = (std::min)(capacity, policy.budget.tokens);
   for (index_t layer = 0; layer < layers; ++layer) {
     // A turn of few queries has a short tail, which leaves some layers more.
     for (const index_t tail : {0, longest_tail}) {
-      most = std::max(most, bound_kept(policy.budget, {layer, layers, kv_heads, tail, capacity}).longest);
+      most = (std::max)(most, bound_kept(policy.budget, {layer, layers, kv_heads, tail, capacity}).longest);
     }
   }
   return most;
@@ -68,7 +68,7 @@ class score_and_choose {
 
   score_and_choose(const Policy& policy, const choose_limits& limits, const device_info& device)
       : limits_(limits),
-        kept_(limits.kept > 0 ? std::min(limits.kept, limits.capacity) : limits.capacity),
+        kept_(limits.kept > 0 ? (std::min)(limits.kept, limits.capacity) : limits.capacity),
         score_(limits.sequences, limits.kv_heads, limits.q_heads, limits.queries, limits.capacity, device),
         stored_(limits.sequences * limits.kv_heads, limits.capacity),
         expected_(limits.sequences, limits.kv_heads, limits.q_heads, limits.capacity, device),
@@ -156,8 +156,8 @@ class score_and_choose {
 
  private:
   static index_t tail_of(const Policy& policy, const problem_type& p) {
-    if (observed == observes::window) return std::max(p.tail, p.q.tokens);
-    return std::max(p.tail, policy.scorer.protected_tail(policy.budget.tokens));
+    if (observed == observes::window) return (std::max)(p.tail, p.q.tokens);
+    return (std::max)(p.tail, policy.scorer.protected_tail(policy.budget.tokens));
   }
 
   void check_problem(const Policy& policy, const problem_type& p) const {
@@ -203,7 +203,7 @@ class score_and_choose {
     if (!p.budgets && !p.tails) {
       const layer_extent extent{p.layer, p.layers, joins ? 1 : p.view.kv_heads, tail_of(policy, p), limits_.capacity};
       const index_t most =
-          std::max(bound_kept(policy.budget, extent).longest, std::min(extent.protected_tail, extent.longest));
+          (std::max)(bound_kept(policy.budget, extent).longest, (std::min)(extent.protected_tail, extent.longest));
       require(most <= kept_, "tokens that a kv_head may keep", most, "at most " + std::to_string(kept_),
               "raise choose_limits::kept: see most_kept");
     }
@@ -229,7 +229,7 @@ class score_and_choose {
   std::size_t settled_at() const { return counts_at() + (joins ? array_bytes<index_t>(rows()) : 0); }
   std::size_t score_at() const { return settled_at() + array_bytes<index_t>(rows() * 2); }
   std::size_t choose_at() const {
-    return score_at() + padded(std::max({score_.workspace_bytes(), stored_.workspace_bytes(),
+    return score_at() + padded((std::max)({score_.workspace_bytes(), stored_.workspace_bytes(),
                                          expected_.workspace_bytes(), factor_.workspace_bytes()}));
   }
 

@@ -66,7 +66,7 @@ __global__ void __launch_bounds__(segment_threads)
                            const __grid_constant__ finished_rows out, Scorer scorer, unsigned* most) {
   const index_t row = blockIdx.y;
   const int lane = threadIdx.x % 32, warp = threadIdx.x / 32;
-  const index_t candidates = min(in.candidates(row / in.kv_heads, row % in.kv_heads), out.capacity);
+  const index_t candidates = (min)(in.candidates(row / in.kv_heads, row % in.kv_heads), out.capacity);
   const index_t* segments = beside.row(row);
   const float* from = in.scores + in.begin(row);
   float* to = out.row(row);
@@ -80,7 +80,7 @@ __global__ void __launch_bounds__(segment_threads)
       const index_t first = tile + __ffs(int(left)) - 1;
       left &= left - 1;
       const index_t end =
-          left ? tile + __ffs(int(left)) - 1 : segment_end(segments, min(tile + 31, candidates - 1), candidates, lane);
+          left ? tile + __ffs(int(left)) - 1 : segment_end(segments, (min)(tile + 31, candidates - 1), candidates, lane);
       const segment_statistics own = describe(scorer, from + first, end - first, lane);
       if constexpr (Writes) {
         for (index_t i = first + lane; i < end; i += 32) to[i] = scorer.rescored(from[i], own, largest);
@@ -122,7 +122,7 @@ __global__ void __launch_bounds__(segment_threads)
     const index_t slot = best[c], segment = segments[slot];
     if (c > 0 && segments[best[c - 1]] == segment) continue;
     const index_t first = segment_begin(segments, slot, lane), end = segment_end(segments, slot, candidates, lane);
-    const index_t length = min(end - first, most_segment_tokens);
+    const index_t length = (min)(end - first, most_segment_tokens);
     index_t won = 1;
     for (unsigned same = ~0u; same == ~0u; won += __popc(same)) {
       const index_t next = c + won + lane;

@@ -47,9 +47,9 @@ struct select_problem {
     index_t n, keep, tail;
   };
   __device__ bounds bounds_of(index_t row) const {
-    const index_t before = skipped(row), stored = max(n.of(row) - before, 0);
-    const index_t kept = min(max(keep.of(row) - before, 0), stored);
-    return {stored, kept, min(max(tail.of(row), 0), kept)};
+    const index_t before = skipped(row), stored = (max)(n.of(row) - before, 0);
+    const index_t kept = (min)((max)(keep.of(row) - before, 0), stored);
+    return {stored, kept, (min)((max)(tail.of(row), 0), kept)};
   }
 
   /// What was chosen, for the consumers of a selection.

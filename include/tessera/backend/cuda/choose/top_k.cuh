@@ -75,11 +75,11 @@ __device__ void select_row(const select_problem& p, index_t block, index_t resid
   };
   const Keys keys = make_keys();
   const index_t share = (ceil_div(keys.count, Blocks) + 3) / 4 * 4;
-  const index_t begin = min(rank * share, keys.count), count = min(share, keys.count - begin);
-  const row_part<Keys> part{keys, begin, count, cache, min((count + 3) / 4 * 4, resident)};
+  const index_t begin = (min)(rank * share, keys.count), count = (min)(share, keys.count - begin);
+  const row_part<Keys> part{keys, begin, count, cache, (min)((count + 3) / 4 * 4, resident)};
   if constexpr (Keys::single) {
     using held = held_select<storage, Blocks>;
-    if (share <= min(resident, held::most)) return held::run(s, part, cache, room, out);
+    if (share <= (min)(resident, held::most)) return held::run(s, part, cache, room, out);
     select::load(s, part);
     const cut at = select::template threshold<false>(s, part, room, true);
     select::compact(s, part, at, [&](index_t to, index_t slot, index_t, bool) { out[to] = slot; });
@@ -150,7 +150,7 @@ inline select_tuning tune_select(index_t rows, index_t capacity, bool single, in
     // One block against clusters of 8 (us): 32,768 tokens, 8 rows 9.9 / 9.4, 32 rows 10 / 14; 50,000 tokens, 8 rows 13 / 10, 32 rows 13 / 15.
     constexpr index_t for_few = 40960;
     const index_t most_held = device.shared_memory / 4 - 3072;  // beside histogram and lists
-    if (capacity <= (rows > 16 || !clusters ? most_held : std::min(for_few, most_held)))
+    if (capacity <= (rows > 16 || !clusters ? most_held : (std::min)(for_few, most_held)))
       return {1, (capacity + 3) / 4 * 4};
     // Streams against clusters of 8, 131,072 tokens (us, H100): 32 rows 38 / 24, 64 rows 39 / 45.
     const index_t survivors = device.shared_memory > 160 * 1024 ? 12288 : 4096;  // two blocks fit on a multiprocessor
@@ -160,7 +160,7 @@ inline select_tuning tune_select(index_t rows, index_t capacity, bool single, in
   int cluster = 1;
   if (clusters && capacity > most_share && !(many && units <= most_share))
     cluster = capacity > 4 * most_share || (single && rows <= 32) ? 8 : 4;
-  return {cluster, std::min<index_t>(most_share, (ceil_div(units, cluster) + 3) / 4 * 4)};
+  return {cluster, (std::min<index_t>)(most_share, (ceil_div(units, cluster) + 3) / 4 * 4)};
 }
 
 /// Runs a selector of the best tokens or blocks over rows of scores, with the results of its CPU body. Selectors with a body

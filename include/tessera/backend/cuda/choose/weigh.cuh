@@ -18,9 +18,9 @@ __global__ void __launch_bounds__(128) count_first_entry(const __grid_constant__
                                                          const index_t* kept, index_t* candidates, index_t* first) {
   const index_t row = index_t(blockIdx.x * 128 + threadIdx.x);
   if (row >= in.sequences * in.kv_heads) return;
-  const index_t b = row / in.kv_heads, n = in.candidates(b, row % in.kv_heads), stay = min(in.settled_of(row), n);
+  const index_t b = row / in.kv_heads, n = in.candidates(b, row % in.kv_heads), stay = (min)(in.settled_of(row), n);
   candidates[row] = n;
-  first[row] = stay + min(max(scorer.taken_first(kept[row] - stay) - in.protected_tail(b), 0), n - stay);
+  first[row] = stay + (min)((max)(scorer.taken_first(kept[row] - stay) - in.protected_tail(b), 0), n - stay);
 }
 
 template <class Scorer, int Threads>
@@ -28,7 +28,7 @@ __global__ void __launch_bounds__(Threads)
     weigh_entry(const __grid_constant__ score_rows in, const __grid_constant__ finished_rows out, Scorer scorer,
                 const float* weights, offset_t weight_stride) {
   const index_t row = blockIdx.y;
-  const index_t candidates = min(in.candidates(row / in.kv_heads, row % in.kv_heads), out.capacity);
+  const index_t candidates = (min)(in.candidates(row / in.kv_heads, row % in.kv_heads), out.capacity);
   const float *from = in.scores + in.begin(row), *own = weights + row * weight_stride;
   float* to = out.row(row);
   for (index_t i = index_t(blockIdx.x * Threads + threadIdx.x); i < candidates; i += index_t(gridDim.x) * Threads)

@@ -12,8 +12,8 @@ namespace cuda {
 /// does it for itself: lengths change from launch to launch of a graph and the host does not know them. Ends with a barrier.
 template <int Threads, class UnitsOf>
 __device__ void scan_units(index_t rows, index_t* ends, block_scan<Threads, index_t>& scan, const UnitsOf& units_of) {
-  const index_t each = (rows + Threads - 1) / Threads, first = min(index_t(threadIdx.x) * each, rows);
-  const index_t last = min(first + each, rows);
+  const index_t each = (rows + Threads - 1) / Threads, first = (min)(index_t(threadIdx.x) * each, rows);
+  const index_t last = (min)(first + each, rows);
   index_t sum = 0;
 #pragma unroll 4
   for (index_t row = first; row < last; ++row) ends[row] = sum += units_of(row);
@@ -50,7 +50,7 @@ struct even_pieces {
         rest(units_ - size * count_) {}
   __device__ index_t begin(index_t piece) const { return piece * size + small_quotient(piece * rest, count); }
   __device__ index_t piece_of(index_t unit) const {
-    index_t piece = min(count - 1, index_t(float(unit) * __fdividef(float(count), float(units))));
+    index_t piece = (min)(count - 1, index_t(float(unit) * __fdividef(float(count), float(units))));
     while (begin(piece) > unit) --piece;
     while (begin(piece + 1) <= unit) ++piece;
     return piece;

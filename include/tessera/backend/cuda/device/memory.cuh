@@ -6,8 +6,8 @@
 #include <memory>
 #include <string>
 #include <utility>
-#include <vector>
 
+#include "../../../core/host_vector.hpp"
 #include "../../../core/types.hpp"
 #include "check.cuh"
 
@@ -140,8 +140,8 @@ class made_on_demand {
 
 /// A copy on the host of what the device holds once all its work is done.
 template <class T>
-std::vector<T> downloaded(const T* from, std::size_t count) {
-  std::vector<T> host(count);
+host_vector<T> downloaded(const T* from, std::size_t count) {
+  host_vector<T> host(count);
   check(cudaDeviceSynchronize(), "cudaDeviceSynchronize");
   check(cudaMemcpy(host.data(), from, count * sizeof(T), cudaMemcpyDeviceToHost), "cudaMemcpy");
   return host;
@@ -167,7 +167,7 @@ class row_spans {
     const auto found = std::find_if(free_.begin(), free_.end(), [&](const auto& run) { return run.second >= count; });
     if (found == free_.end()) {
       offset_t longest = 0;
-      for (const auto& run : free_) longest = std::max(longest, run.second);
+      for (const auto& run : free_) longest = (std::max)(longest, run.second);
       fail(what_, std::to_string(count) + " more",
            "the longest free run, which is " + std::to_string(longest) + " of " + std::to_string(rows_), cure_);
     }

@@ -25,12 +25,12 @@ template <class Holds>
 __device__ __forceinline__ index_t first_where_in_warp(index_t count, int lane, const Holds& holds) {
   index_t low = 0, size = count;  // the answer lies in [low, low + size]
   while (size > 0) {
-    const index_t step = (size + 31) / 32, probe = low + min((lane + 1) * step, size) - 1;
+    const index_t step = (size + 31) / 32, probe = low + (min)((lane + 1) * step, size) - 1;
     const unsigned before = __ballot_sync(~0u, !holds(probe));
     if (before == ~0u) return low + size;
     const index_t skip = index_t(__popc(before)) * step;  // probes ascend, so `before` is a run of low bits
     low += skip;
-    size = min(step - 1, size - skip);
+    size = (min)(step - 1, size - skip);
   }
   return low;
 }

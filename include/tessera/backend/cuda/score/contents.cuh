@@ -227,7 +227,7 @@ class score_contents {
   /// `capacity`: the most tokens of a row.
   score_contents(index_t rows, index_t capacity) : rows_(rows) {
     require(rows >= 1 && rows <= 65535, "sequences * kv_heads", rows, "1 to 65535", "split the batch");
-    blocks_ = std::clamp(ceil_div(capacity, 4 * chunks::tile), 1, std::max(1, 2048 / rows));
+    blocks_ = std::clamp(ceil_div(capacity, 4 * chunks::tile), 1, (std::max)(1, 2048 / rows));
   }
 
   std::size_t workspace_bytes() const { return anchored ? anchors_at() + sizeof(float) * values() : 0; }

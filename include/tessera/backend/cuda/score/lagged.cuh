@@ -90,10 +90,10 @@ __global__ void __launch_bounds__(lagged_threads, lagged_blocks)
   __shared__ alignas(16) unsigned char memory[most];
   extern __shared__ uint4 lagged_rows[];
   const index_t row = blockIdx.y, b = row / view.kv_heads, h = row % view.kv_heads, lag = scorer.lag;
-  const index_t stored = view.length(b, h), partitions = max(0, min(stored, capacity) - scorer.sinks) / lag;
+  const index_t stored = view.length(b, h), partitions = (max)(0, (min)(stored, capacity) - scorer.sinks) / lag;
   out += row * row_stride;
   for (index_t p = index_t(blockIdx.x) * run; p + 1 < partitions; p += index_t(gridDim.x) * run) {
-    const index_t count = min(run, partitions - 1 - p), first = scorer.sinks + p * lag;
+    const index_t count = (min)(run, partitions - 1 - p), first = scorer.sinks + p * lag;
     float *of_keys = scratch + offset_t(row) * 2 * capacity + p * lag, *of_values = of_keys + capacity;
     measure_spreads<true>(view, scorer, b, h, first, count, keys_aligned, *reinterpret_cast<of_keys_type*>(memory),
                           lagged_rows, of_keys);
@@ -104,7 +104,7 @@ __global__ void __launch_bounds__(lagged_threads, lagged_blocks)
     rank_run(scorer, of_keys, of_values, count, out + first);
     __syncthreads();
   }
-  score_outside(scorer, stored, max(0, partitions - 1) * lag, out);
+  score_outside(scorer, stored, (max)(0, partitions - 1) * lag, out);
 }
 
 }  // namespace detail
@@ -139,9 +139,9 @@ class score_lagged {
             "check the scorer first");
     if (rows == 0) return;
     // Runs for all blocks that fit at a time: what a block begins with it waits for.
-    const index_t partitions = std::max(capacity_ / scorer.lag, 1);
+    const index_t partitions = (std::max)(capacity_ / scorer.lag, 1);
     const index_t run = index_t(std::clamp<offset_t>(offset_t(partitions) * rows / resident_, 1, 32));
-    const dim3 runs{unsigned(std::min(ceil_div(partitions, run), 65535)), unsigned(rows)};
+    const dim3 runs{unsigned((std::min)(ceil_div(partitions, run), 65535)), unsigned(rows)};
     const bool keys_aligned = rows_on_16_bytes(view.k, view.k_strides),
                values_aligned = rows_on_16_bytes(view.v, view.v_strides);
     bool in_columns = false;

@@ -31,7 +31,7 @@ __global__ void __launch_bounds__(pool_threads)
   constexpr int staged = pool_tile + widest_pool - 1, each = (staged + pool_threads - 1) / pool_threads;
   __shared__ float window[each * pool_threads];
   const index_t row = blockIdx.y, half = kernel / 2;
-  const index_t candidates = min(in.candidates(row / in.kv_heads, row % in.kv_heads), out.capacity);
+  const index_t candidates = (min)(in.candidates(row / in.kv_heads, row % in.kv_heads), out.capacity);
   const float* from = in.scores + in.begin(row);
   float* to = out.row(row);
   constexpr bool maximum = How == pooling::max;
@@ -84,7 +84,7 @@ template <class Scorer, int Threads>
 __global__ void __launch_bounds__(Threads)
     finish_entry(const __grid_constant__ score_rows in, const __grid_constant__ finished_rows out, Scorer scorer) {
   const index_t row = blockIdx.y;
-  const index_t candidates = min(in.candidates(row / in.kv_heads, row % in.kv_heads), out.capacity);
+  const index_t candidates = (min)(in.candidates(row / in.kv_heads, row % in.kv_heads), out.capacity);
   const float* from = in.scores + in.begin(row);
   float* to = out.row(row);
   for (index_t i = index_t(blockIdx.x * Threads + threadIdx.x); i < candidates; i += index_t(gridDim.x) * Threads)
@@ -110,7 +110,7 @@ class finish_scores {
   finish_scores(index_t sequences, index_t kv_heads, index_t capacity, const device_info& device)
       : rows_(sequences * kv_heads), capacity_(capacity) {
     require(rows_ >= 1 && rows_ <= 65535, "sequences * kv_heads", rows_, "1 to 65535", "split the batch");
-    blocks_ = std::max(1, std::min(ceil_div(capacity, detail::pool_tile), ceil_div(8 * device.multiprocessors, rows_)));
+    blocks_ = (std::max)(1, (std::min)(ceil_div(capacity, detail::pool_tile), ceil_div(8 * device.multiprocessors, rows_)));
   }
 
   std::size_t out_bytes() const {

@@ -178,7 +178,7 @@ class attentive_score {
     shape_.chunks = int(chunks * sums::chunk_rows <= 256 ? chunks : 2);
     shape_.stages = query_rows_ <= 64 ? 2 : 1;  // few rows: bound by memory
     if (!fits()) shape_.stages = 1;
-    if (!fits()) shape_.chunks = std::min(shape_.chunks, 2);
+    if (!fits()) shape_.chunks = (std::min)(shape_.chunks, 2);
     sum_shared_ = sums::shared_bytes(shape_, rows_);
     sum_blocks_ = resident(sum_entry_, sums::threads, sum_shared_, device);
   }
@@ -204,7 +204,7 @@ class attentive_score {
     int blocks = 0;
     check(cudaOccupancyMaxActiveBlocksPerMultiprocessor(&blocks, entry, threads, shared),
           "cudaOccupancyMaxActiveBlocksPerMultiprocessor");
-    return std::min(most_pieces, std::max(1, blocks) * device.multiprocessors);
+    return (std::min)(most_pieces, (std::max)(1, blocks) * device.multiprocessors);
   }
 
   index_t slots() const { return ceil_div(capacity_, split_); }

@@ -168,20 +168,20 @@ struct lse_kernel {
     const auto line = work_line::plan(
         reinterpret_cast<index_t*>(memory + ring_bytes), scan, p.view.sequences * p.view.kv_heads, index_t(blockIdx.y),
         index_t(gridDim.y), [&](index_t row) {
-          return ceil_div(min(p.view.length(row / p.view.kv_heads, row % p.view.kv_heads), out.capacity), out.split);
+          return ceil_div((min)(p.view.length(row / p.view.kv_heads, row % p.view.kv_heads), out.capacity), out.split);
         });
     const std::uint32_t ring = shared_address(memory);
     index_t begin = line.begin;
     for (index_t row = line.first_row; begin < line.end; ++row) {
-      const index_t stop = min(line.end, line.ends[row]), row_begin = line.row_begin(row);
+      const index_t stop = (min)(line.end, line.ends[row]), row_begin = line.row_begin(row);
       if (stop <= begin) continue;
       const auto at = scored_head::at(p, row, out.capacity);
       const index_t first_tile = (begin - row_begin) * split_tiles;
-      const index_t last_tile = min((stop - row_begin) * split_tiles, ceil_div(at.tokens, tile));
+      const index_t last_tile = (min)((stop - row_begin) * split_tiles, ceil_div(at.tokens, tile));
       begin = stop;
       if (first_of_block >= at.query_rows || all_rows_given<rows_held>(p, at, first_of_block)) continue;
       const index_t oldest = at.position_of(first_of_block);
-      const index_t newest = at.position_of(min(first_of_block + rows_held, at.query_rows) - 1);
+      const index_t newest = at.position_of((min)(first_of_block + rows_held, at.query_rows) - 1);
 
       std::uint32_t q[RowTiles][D / 16][4];
 #pragma unroll

@@ -67,7 +67,7 @@ struct scored_head {
     scored_head found;
     found.sequence = row / p.view.kv_heads;
     found.head = row % p.view.kv_heads;
-    found.tokens = min(p.view.length(found.sequence, found.head), capacity);
+    found.tokens = (min)(p.view.length(found.sequence, found.head), capacity);
     found.group = p.q.heads / p.view.kv_heads;
     found.first_position = p.first_position[found.sequence];
     found.query_rows = p.valid_queries(found.sequence) * found.group;
@@ -103,7 +103,7 @@ struct token_span {
   template <class View>
   __device__ static token_span of(const View& view, const scored_head& at, index_t begin, index_t count) {
     return {view.position(at.sequence, at.head, begin),
-            view.position(at.sequence, at.head, min(begin + count, at.tokens) - 1)};
+            view.position(at.sequence, at.head, (min)(begin + count, at.tokens) - 1)};
   }
   __device__ bool seen_by_any(const logit_rule& rule, index_t oldest, index_t newest) const {
     return first <= newest && (rule.sliding_window <= 0 || oldest - last < rule.sliding_window);
@@ -142,7 +142,7 @@ __device__ __forceinline__ void stage_keys_at(const View& view, const scored_hea
   using T = typename View::element_type;
   using stored = typename View::encoding_type::stored_type;
   constexpr int chunks = View::k_dim / 8;
-  const index_t mine = min(first + lane % Tokens, at.tokens - 1);
+  const index_t mine = (min)(first + lane % Tokens, at.tokens - 1);
   const auto row = reinterpret_cast<unsigned long long>(view.key(at.sequence, at.head, mine));
   [[maybe_unused]] const float scale = view.key_scale(at.sequence, at.head, mine);
 #pragma unroll

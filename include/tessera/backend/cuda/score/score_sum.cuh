@@ -90,7 +90,7 @@ struct sum_kernel {
     for (int group = 0; group < rows; group += 16) {
       bool plain = all_plain;
       if (!all_plain) {
-        const index_t oldest = positions[group], newest = positions[min(group + 16, rows) - 1];
+        const index_t oldest = positions[group], newest = positions[(min)(group + 16, rows) - 1];
         if (!span.seen_by_any(p.rule, oldest, newest)) continue;
         plain = p.rule.soft_cap <= 0 && span.seen_by_all(p.rule, oldest, newest);
       }
@@ -161,11 +161,11 @@ struct sum_kernel {
     const auto line = work_line::plan(
         reinterpret_cast<index_t*>(key_memory + shape.stages * warps * key_bytes), scan,
         p.view.sequences * p.view.kv_heads, index_t(blockIdx.x), index_t(gridDim.x), [&](index_t row) {
-          return ceil_div(min(p.view.length(row / p.view.kv_heads, row % p.view.kv_heads), shape.capacity), tile);
+          return ceil_div((min)(p.view.length(row / p.view.kv_heads, row % p.view.kv_heads), shape.capacity), tile);
         });
     index_t begin = line.begin;
     for (index_t row = line.first_row; begin < line.end; ++row) {
-      const index_t stop = min(line.end, line.ends[row]), row_begin = line.row_begin(row);
+      const index_t stop = (min)(line.end, line.ends[row]), row_begin = line.row_begin(row);
       if (stop <= begin) continue;
       const auto at = scored_head::at(p, row, shape.capacity);
       const index_t first_tile = begin - row_begin, last_tile = stop - row_begin;
@@ -228,7 +228,7 @@ struct sum_kernel {
         const token_span span = any ? token_span::of(p.view, at, mine, warp_tokens) : token_span{INT_MAX, INT_MAX};
         if (resident) {
           for (index_t c = 0; any && c < chunks; ++c) {
-            consume(p, scorer, at, k, key_position, span, chunk_at(c), min(chunk_rows, at.query_rows - c * chunk_rows),
+            consume(p, scorer, at, k, key_position, span, chunk_at(c), (min)(chunk_rows, at.query_rows - c * chunk_rows),
                     lane, sums);
           }
         } else {
@@ -237,10 +237,10 @@ struct sum_kernel {
           index_t past = chunks;
           if (p.rule.sliding_window > 0) {
             const offset_t blind = offset_t(all.last) + p.rule.sliding_window - at.first_position;
-            past = index_t(min(offset_t(chunks), max(offset_t(0), (blind * at.group + chunk_rows - 1) / chunk_rows)));
+            past = index_t((min)(offset_t(chunks), (max)(offset_t(0), (blind * at.group + chunk_rows - 1) / chunk_rows)));
           }
-          const offset_t behind = max(offset_t(0), offset_t(all.first) - at.first_position) * at.group;
-          index_t c = index_t(min(offset_t(past), behind / chunk_rows));
+          const offset_t behind = (max)(offset_t(0), offset_t(all.first) - at.first_position) * at.group;
+          index_t c = index_t((min)(offset_t(past), behind / chunk_rows));
           __syncthreads();
           if (c < past) load_chunk(p, shape, at, row, c, chunk_at(c % 2));
           commit_copies();
@@ -251,7 +251,7 @@ struct sum_kernel {
             commit_copies();
             if (any) {
               consume(p, scorer, at, k, key_position, span, chunk_at(c % 2),
-                      min(chunk_rows, at.query_rows - c * chunk_rows), lane, sums);
+                      (min)(chunk_rows, at.query_rows - c * chunk_rows), lane, sums);
             }
           }
         }

@@ -14,11 +14,11 @@ __device__ index_t slots_before(const View& view, index_t sequence, index_t head
   index_t first = 0, last = view.length(sequence, head);  // the answer lies between them
   while (first < last) {
     const index_t n = last - first, each = (n + 31) / 32;
-    const index_t end = min((lane + 1) * each, n);  // of this lane's part
+    const index_t end = (min)((lane + 1) * each, n);  // of this lane's part
     const bool before = view.position(sequence, head, first + end - 1) < position;
-    const index_t passed = min(index_t(__popc(__ballot_sync(~0u, before))) * each, n);
+    const index_t passed = (min)(index_t(__popc(__ballot_sync(~0u, before))) * each, n);
     // The next part ends with a slot that is not before.
-    last = passed < n ? first + min(passed + each, n) - 1 : last;
+    last = passed < n ? first + (min)(passed + each, n) - 1 : last;
     first += passed;
   }
   return first;

@@ -94,7 +94,7 @@ __device__ void store_chunk(T* to, offset_t stride, bool aligned, const raw_chun
 
 template <class View, class E>
 __device__ index_t tokens_of(const append_problem<View, E>& p, index_t sequence) {
-  return p.new_tokens ? min(max(p.new_tokens[sequence], 0), p.k.tokens) : p.k.tokens;
+  return p.new_tokens ? (min)((max)(p.new_tokens[sequence], 0), p.k.tokens) : p.k.tokens;
 }
 
 /// What one column of blocks appends: a sequence, or one of its heads where heads have their own lengths.
@@ -198,7 +198,7 @@ __global__ void __launch_bounds__(append_threads)
   const offset_t rows = offset_t(share.tokens) * share.heads * 2;  // of K and V in turn
   for (offset_t first = offset_t(blockIdx.y) * rows_at_once; first < rows;
        first += offset_t(gridDim.y) * rows_at_once) {
-    const offset_t i = min(first + threadIdx.x / lanes, rows - 1);  // all lanes meet below
+    const offset_t i = (min)(first + threadIdx.x / lanes, rows - 1);  // all lanes meet below
     const bool is_key = i % 2 == 0, mine = first + threadIdx.x / lanes < rows;
     const index_t token = index_t(i / 2) / share.heads, head = share.first_head + index_t(i / 2) % share.heads;
     const index_t slot = share.length + token;
@@ -301,7 +301,7 @@ class append {
     const offset_t blocks =
         work <= 8 * detail::append_threads
             ? 1
-            : std::clamp<offset_t>(work / (4 * detail::append_threads), 2, std::max(2, 2048 / groups));
+            : std::clamp<offset_t>(work / (4 * detail::append_threads), 2, (std::max)(2, 2048 / groups));
     const bool from = rows_on_16_bytes(p.k) && rows_on_16_bytes(p.v);
     const bool to = rows_on_16_bytes(p.view.k, p.view.k_strides) && rows_on_16_bytes(p.view.v, p.view.v_strides);
     const auto entry = [] {

@@ -18,10 +18,10 @@ __global__ void __launch_bounds__(32) free_pages_entry(const __grid_constant__ f
   const index_t each = p.view.kv_heads / tables, sequence = row / tables, first_head = row % tables * each;
   index_t longest = 0;
   for (index_t i = lane; i < p.layers * each; i += 32) {
-    longest = max(longest, p.length(i / each, sequence, first_head + i % each));
+    longest = (max)(longest, p.length(i / each, sequence, first_head + i % each));
   }
   longest = __reduce_max_sync(~0u, longest);
-  const index_t held = p.held[row], stay = min(held, p.pages_for(longest)), freed = held - stay;
+  const index_t held = p.held[row], stay = (min)(held, p.pages_for(longest)), freed = held - stay;
   __syncwarp();  // all lanes have read `held`
   const index_t* pages = p.view.table.pages(sequence, first_head);
   for (index_t i = lane; i < freed; i += 32) p.freed[row * p.freed_stride + i] = pages[stay + i];

@@ -6,8 +6,8 @@
 #include <optional>
 #include <string>
 #include <utility>
-#include <vector>
 
+#include "../../../core/host_vector.hpp"
 #include "../../../runtime/layer_roles.hpp"
 #include "append.cuh"
 #include "pack.cuh"
@@ -52,7 +52,7 @@ class kv_store {
   using T = typename Layout::element_type;
   using rows_type = placed_rows<Layout>;
   using view_type = typename rows_type::view_type;
-  using place_list = std::vector<std::pair<index_t, index_t>>;  // layer, id
+  using place_list = host_vector<std::pair<index_t, index_t>>;  // layer, id
   struct movers {
     pack<view_type, view_type> fresh;
     pack<view_type, view_type, true> in_place;
@@ -71,7 +71,7 @@ class kv_store {
               rows > 0 ? rows : rows_type::rows_for(where, layers * sequences, kv_heads, tokens)),
         columns_(layers * sequences, kv_heads,
                  with.count() > 0 ? run_pool::rows_for(layers * sequences, kv_heads, tokens) : 0,
-                 std::vector<index_t>(with.count(), 4), "rows of the columns"),
+                 host_vector<index_t>(with.count(), 4), "rows of the columns"),
         lengths_(layers, sequences, kv_heads),
         begins_(layers, sequences, kv_heads) {}
 
@@ -81,7 +81,7 @@ class kv_store {
   index_t kv_heads() const { return heads_; }
   const token_bound& bound(index_t layer, index_t id) const { return held_.bound(place(layer, id)); }
   /// What each kv_head holds at most: exactly that where lengths alone decide what is kept.
-  std::vector<index_t> held_by_head(index_t layer, index_t id) const { return held_.by_head(place(layer, id)); }
+  host_vector<index_t> held_by_head(index_t layer, index_t id) const { return held_.by_head(place(layer, id)); }
   index_t* lengths(index_t layer, index_t id) const { return lengths_.of(layer, id); }
 
   /// One sequence of a layer.
@@ -92,7 +92,7 @@ class kv_store {
   view_type batch_view(index_t layer, index_t batch) const {
     return with_columns(rows_.batch_view(layer, batch), lengths_.batch(layer), begins_.batch(layer));
   }
-  std::vector<detail::gathered_column> gathered() const {
+  host_vector<detail::gathered_column> gathered() const {
     return {lengths_.gathered(), begins_.gathered(), rows_.column()};
   }
   slot_column<index_t> positions(const view_type& view) const { return {positions(), 0, 0, view.position_begin}; }
@@ -212,7 +212,7 @@ class kv_store {
   void adopt(movers&& fitted) { movers_.emplace(std::move(fitted)); }
 
   /// Plans what the places keep: every (layer, id) with its bound, in the order of the `keep` calls that follow.
-  void plan_keep(const place_list& places, const std::vector<kept_bound>& kept, cudaStream_t = nullptr) {
+  void plan_keep(const place_list& places, const host_vector<kept_bound>& kept, cudaStream_t = nullptr) {
     rows_.plan();
     columns_.plan();
     try {
@@ -270,7 +270,7 @@ class kv_store {
   }
 
   /// What rows have to become when a prompt or steps have ended: of a plain store nothing. See packed/packed_store.cuh.
-  void settle(const std::vector<index_t>&, bool, cudaStream_t) {}
+  void settle(const host_vector<index_t>&, bool, cudaStream_t) {}
   void plan_packing(const place_list&, index_t, cudaStream_t) {}
   void commit_packing(cudaStream_t) {}
   void pack_layer(index_t, index_t, index_t, cudaStream_t) {}
@@ -322,10 +322,10 @@ class kv_store {
   }
 
   /// Logical positions by kv_head, ascending. Synchronises.
-  std::vector<std::vector<index_t>> downloaded_positions(index_t layer, index_t id) const {
+  host_vector<host_vector<index_t>> downloaded_positions(index_t layer, index_t id) const {
     const auto held = downloaded(lengths(layer, id), std::size_t(heads_));
     const auto first = downloaded(begins_.of(layer, id), std::size_t(heads_));
-    std::vector<std::vector<index_t>> all(held.size());
+    host_vector<host_vector<index_t>> all(held.size());
     for (std::size_t h = 0; h < held.size(); ++h) {
       if (with_.positions) {
         all[h] = downloaded(positions() + first[h], std::size_t(held[h]));

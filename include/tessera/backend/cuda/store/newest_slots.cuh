@@ -12,7 +12,7 @@ namespace detail {
 template <int Threads>
 __global__ void __launch_bounds__(Threads)
     newest_slots_entry(const index_t* lengths, index_t most, index_t* slots, index_t* counts) {
-  const index_t h = blockIdx.x, held = lengths[h], count = min(held, most);
+  const index_t h = blockIdx.x, held = lengths[h], count = (min)(held, most);
   for (index_t i = threadIdx.x; i < count; i += Threads) slots[h * most + i] = held - count + i;
   if (threadIdx.x == 0) counts[h] = count;
 }

@@ -20,7 +20,7 @@ __global__ void __launch_bounds__(Threads) number_segments_entry(const __grid_co
   let_later_begin();
   const index_t b = blockIdx.x, heads = p.view.kv_heads;
   const int thread = threadIdx.x, lane = thread % 32, warp = thread / 32;
-  const index_t tokens = p.new_tokens ? min(max(p.new_tokens[b], 0), p.k.tokens) : p.k.tokens;
+  const index_t tokens = p.new_tokens ? (min)((max)(p.new_tokens[b], 0), p.k.tokens) : p.k.tokens;
   const std::uint8_t* ends = p.boundaries + offset_t(b) * p.k.tokens;
   const segment_cursor before = p.texts[b];
   index_t run = -before.tokens, segment = before.segment;  // where the open run begins, and its first piece

@@ -114,7 +114,7 @@ struct pack_kernel {
     if (p.lengths && blockIdx.x == 0) {
       for (index_t row = thread; row < rows; row += pack_threads) {
         p.lengths[row / heads * p.to.length_strides.sequence + row % heads * p.to.length_strides.head] =
-            max(p.chosen.count(row), 0);
+            (max)(p.chosen.count(row), 0);
       }
     }
     if (InPlace && thread == 0) {
@@ -122,7 +122,7 @@ struct pack_kernel {
       s.next_ticket = index_t(atomicAdd(scratch.ticket, 1u));
     }
     scan_units(rows, s.ends, s.scan,
-               [&](index_t row) { return index_t(max(p.chosen.count(row), 0) + tile - 1) / tile; });
+               [&](index_t row) { return index_t((max)(p.chosen.count(row), 0) + tile - 1) / tile; });
     const index_t total = s.ends[rows - 1];
     if (InPlace) TESSERA_ASSUME(total <= scratch.tiles);  // no row keeps more than the capacity
 
@@ -132,7 +132,7 @@ struct pack_kernel {
       const index_t row = row_of_unit(s.ends, rows, id);
       const index_t b = row / heads, h = row % heads, first = (id - (row ? s.ends[row - 1] : 0)) * tile;
       const index_t* slots = p.chosen.row(row);
-      const index_t count = p.chosen.count(row), used = min(index_t(tile), count - first);
+      const index_t count = p.chosen.count(row), used = (min)(index_t(tile), count - first);
 
       index_t position = 0, segment = 0;
       float score = 0, k_scale = 1, v_scale = 1;
@@ -251,12 +251,12 @@ class pack {
   pack(index_t sequences, index_t kv_heads, index_t capacity, const device_info& device) : rows_(sequences * kv_heads) {
     require(rows_ <= detail::most_pack_rows, "sequences * kv_heads", rows_,
             "at most " + std::to_string(detail::most_pack_rows), "split the batch");
-    tiles_ = offset_t(rows_) * ceil_div(std::max(capacity, 0), kernel::tile);
+    tiles_ = offset_t(rows_) * ceil_div((std::max)(capacity, 0), kernel::tile);
     int resident = 0;
     check(cudaOccupancyMaxActiveBlocksPerMultiprocessor(&resident, detail::pack_entry<From, To, true, InPlace>,
                                                         detail::pack_threads, 0),
           "cudaOccupancyMaxActiveBlocksPerMultiprocessor");
-    blocks_ = int(std::clamp<offset_t>(tiles_, 1, std::max(1, resident) * device.multiprocessors));
+    blocks_ = int(std::clamp<offset_t>(tiles_, 1, (std::max)(1, resident) * device.multiprocessors));
   }
 
   std::size_t workspace_bytes() const { return InPlace ? (4 + std::size_t(tiles_)) * sizeof(unsigned) : 0; }

@@ -2,8 +2,8 @@
 #pragma once
 
 #include <algorithm>
-#include <vector>
 
+#include "../../../core/host_vector.hpp"
 #include "../device/launch.cuh"
 #include "../device/memory.cuh"
 
@@ -101,10 +101,10 @@ class step_table {
 
   const index_t* ids() const { return ids_.data(); }
 
-  void set(const std::vector<index_t>& ids, cudaStream_t stream) const {
+  void set(const host_vector<index_t>& ids, cudaStream_t stream) const {
     for (std::size_t first = 0; first < ids.size(); first += detail::ids_at_a_time) {
       detail::some_ids some{};
-      const std::size_t count = std::min(ids.size() - first, std::size_t(detail::ids_at_a_time));
+      const std::size_t count = (std::min)(ids.size() - first, std::size_t(detail::ids_at_a_time));
       std::copy_n(ids.begin() + offset_t(first), count, some.ids);
       detail::set_ids_entry<detail::ids_at_a_time>
           <<<1, detail::ids_at_a_time, 0, stream>>>(some, index_t(count), ids_.data() + first);
@@ -112,12 +112,12 @@ class step_table {
     }
   }
   /// Copies the batch's entries of every column together.
-  void gather(index_t batch, const std::vector<detail::gathered_column>& columns, cudaStream_t stream) const {
+  void gather(index_t batch, const host_vector<detail::gathered_column>& columns, cudaStream_t stream) const {
     if (columns.empty()) return;
     detail::gathered_columns list{};
     std::copy(columns.begin(), columns.end(), list.columns);
     index_t layers = 1;
-    for (const detail::gathered_column& column : columns) layers = std::max(layers, column.layers);
+    for (const detail::gathered_column& column : columns) layers = (std::max)(layers, column.layers);
     launch_overlapping<detail::gather_entry<64>>(dim3(unsigned(batch), unsigned(layers), unsigned(columns.size())), 64,
                                                  stream, "launch of gather", list, ids_.data(), sequences_, false);
   }

@@ -1,8 +1,7 @@
 // Retrieval by exact scores on the CPU: every stored key is read, the best tokens are attended.
 #pragma once
 
-#include <vector>
-
+#include "../../../../core/host_vector.hpp"
 #include "../../../../core/model_shape.hpp"
 #include "../../../../planned.hpp"
 #include "../../kernel/scratch.hpp"
@@ -12,7 +11,6 @@
 
 TESSERA_NAMESPACE_BEGIN
 namespace cpu {
-inline namespace TESSERA_HOST_ISA {
 
 /// Scores every key; keeps nothing beside the tokens.
 template <class Recipe>
@@ -67,14 +65,13 @@ class exact_reader {
 
  private:
   struct workspace {
-    std::vector<offset_t> offsets;
-    std::vector<float> raw, finished, pooled;
+    host_vector<offset_t> offsets;
+    host_vector<float> raw, finished, pooled;
     score_workspace<k_dim> scoring;
     top_k_scratch top_k;
   };
   scratch<workspace> workspace_;
 };
 
-}  // namespace TESSERA_HOST_ISA
 }  // namespace cpu
 TESSERA_NAMESPACE_END

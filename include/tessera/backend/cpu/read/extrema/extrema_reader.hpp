@@ -2,8 +2,8 @@
 #pragma once
 
 #include <algorithm>
-#include <vector>
 
+#include "../../../../core/host_vector.hpp"
 #include "../../../../core/model_shape.hpp"
 #include "../../../../planned.hpp"
 #include "../../kernel/scratch.hpp"
@@ -13,7 +13,6 @@
 
 TESSERA_NAMESPACE_BEGIN
 namespace cpu {
-inline namespace TESSERA_HOST_ISA {
 
 /// Holds an index of every place's keys and, for a scorer that adds the mean value, the sum of its values.
 template <class Recipe>
@@ -66,13 +65,13 @@ class extrema_reader {
     for (index_t h = 0; h < all.kv_heads; ++h) total += all.length(0, h);
     mass_.memory.assign(std::size_t(rows), 1.0f);
     bytes_.memory.assign(std::size_t(all.kv_heads), 0);
-    (*pages_).resize(std::max((*pages_).size(), std::size_t(workers.threads())));
+    (*pages_).resize((std::max)((*pages_).size(), std::size_t(workers.threads())));
     workers.for_each(
         all.kv_heads,
         [&](index_t h, int worker) {
           const page_choice choice = choose_by_pages(
               all, 0, h, here.index.view(), queries, rule, policy.scorer, policy.selector,
-              std::max(tail, policy.scorer.protected_tail(policy.tokens)), policy.tokens, chosen.row(h),
+              (std::max)(tail, policy.scorer.protected_tail(policy.tokens)), policy.tokens, chosen.row(h),
               averages ? mass_.memory.data() + h * (rows / all.kv_heads) : nullptr, (*pages_)[std::size_t(worker)]);
           chosen.counts[std::size_t(h)] = choice.count;
           bytes_.memory[std::size_t(h)] = choice.bytes_read;
@@ -124,16 +123,16 @@ class extrema_reader {
       index.reset(heads, 1);
     }
     page_index<T, k_dim> index;
-    std::vector<double> sums;     // [kv_heads, v_dim]: of the first `summed` slots of each head's view
-    std::vector<index_t> summed;  // by head
+    host_vector<double> sums;     // [kv_heads, v_dim]: of the first `summed` slots of each head's view
+    host_vector<index_t> summed;  // by head
   };
   held& place(std::size_t at) { return places_[at]; }
 
   index_t heads_;
-  std::vector<held> places_;
-  scratch<std::vector<float>> mass_;  // [kv_heads, rows] of the last choice
-  scratch<std::vector<offset_t>> bytes_;
-  scratch<std::vector<page_workspace<k_dim>>> pages_;
+  host_vector<held> places_;
+  scratch<host_vector<float>> mass_;  // [kv_heads, rows] of the last choice
+  scratch<host_vector<offset_t>> bytes_;
+  scratch<host_vector<page_workspace<k_dim>>> pages_;
 };
 
 template <class Recipe>
@@ -141,6 +140,5 @@ requires(Recipe::retrieve_type::estimates) struct reader_of<Recipe> {
   using type = extrema_reader<Recipe>;
 };
 
-}  // namespace TESSERA_HOST_ISA
 }  // namespace cpu
 TESSERA_NAMESPACE_END

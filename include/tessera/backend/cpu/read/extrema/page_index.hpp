@@ -3,14 +3,13 @@
 
 #include <algorithm>
 #include <limits>
-#include <vector>
 
+#include "../../../../core/host_vector.hpp"
 #include "../../../../core/stored/page_extrema.hpp"
 #include "../../kernel/rows.hpp"
 
 TESSERA_NAMESPACE_BEGIN
 namespace cpu {
-inline namespace TESSERA_HOST_ISA {
 
 /// Per-channel extrema of pages of consecutive slots, for every kv_head of one layer and one sequence. Of encoded rows:
 /// those of the decoded keys, each rounded to the element type `T`.
@@ -30,7 +29,7 @@ class page_index {
     filled_.assign(std::size_t(kv_heads), 0);
     begins_.assign(std::size_t(kv_heads), 0);
     rooms_.assign(std::size_t(kv_heads), 0);
-    std::vector<T>().swap(data_);
+    host_vector<T>().swap(data_);
   }
 
   index_t page() const { return page_; }
@@ -102,12 +101,11 @@ class page_index {
   static page_extrema_view<T, D> view_of(page_index& index) { return index.target(); }
 
   index_t page_ = 1;
-  std::vector<index_t> filled_;   // slots of each head that are folded
-  std::vector<offset_t> begins_;  // by head, in elements
-  std::vector<index_t> rooms_;    // by head, in pages
-  std::vector<T> data_;
+  host_vector<index_t> filled_;   // slots of each head that are folded
+  host_vector<offset_t> begins_;  // by head, in elements
+  host_vector<index_t> rooms_;    // by head, in pages
+  host_vector<T> data_;
 };
 
-}  // namespace TESSERA_HOST_ISA
 }  // namespace cpu
 TESSERA_NAMESPACE_END

@@ -3,28 +3,27 @@
 
 #include <algorithm>
 #include <string>
-#include <vector>
 
 #include "../../../../concepts/scorer.hpp"
 #include "../../../../concepts/selector.hpp"
+#include "../../../../core/host_vector.hpp"
 #include "../../../../core/stored/page_extrema.hpp"
 #include "../../attend/attend.hpp"
 
 TESSERA_NAMESPACE_BEGIN
 namespace cpu {
-inline namespace TESSERA_HOST_ISA {
 
 /// What the queries of one kv_head's group ask of an estimate.
 template <int D>
 struct page_query {
-  std::vector<float> q;            // [rows, D], as given
-  std::vector<char> usable;        // [rows]: whether every element is finite; another row says nothing
-  std::vector<float> scale;        // [rows]
-  std::vector<index_t> positions;  // [rows]
-  std::vector<index_t> channels;   // ascending
-  std::vector<char> lower, upper;  // [channels]: which extrema some row takes
-  std::vector<float> weight;       // [D]: sum of |q| over the usable rows
-  std::vector<float> total;        // [D]: sum of q over them
+  host_vector<float> q;            // [rows, D], as given
+  host_vector<char> usable;        // [rows]: whether every element is finite; another row says nothing
+  host_vector<float> scale;        // [rows]
+  host_vector<index_t> positions;  // [rows]
+  host_vector<index_t> channels;   // ascending
+  host_vector<char> lower, upper;  // [channels]: which extrema some row takes
+  host_vector<float> weight;       // [D]: sum of |q| over the usable rows
+  host_vector<float> total;        // [D]: sum of q over them
   top_k_scratch top_k;
 
   index_t rows() const { return index_t(usable.size()); }
@@ -52,7 +51,7 @@ struct page_query {
         total[std::size_t(d)] += row(r)[d];
       }
     }
-    channels.resize(std::size_t(std::min(scorer.channels, index_t(D))));
+    channels.resize(std::size_t((std::min)(scorer.channels, index_t(D))));
     tessera::top_k(weight.data(), D, index_t(channels.size()), channels.data(), top_k);
     lower.assign(channels.size(), 0);
     upper.assign(channels.size(), 0);
@@ -92,18 +91,18 @@ struct visible_slots {
     };
     return {rule.sliding_window > 0 ? first_above(query - rule.sliding_window) : 0, first_above(query)};
   }
-  index_t overlap(index_t from, index_t to) const { return std::max(0, std::min(to, end) - std::max(from, begin)); }
+  index_t overlap(index_t from, index_t to) const { return (std::max)(0, (std::min)(to, end) - (std::max)(from, begin)); }
 };
 
 /// Scratch of `choose_by_pages`, one per worker.
 template <int D>
 struct page_workspace {
   page_query<D> query;
-  std::vector<float> logits;   // [rows, pages rounded up to tiles]
-  std::vector<float> scores;   // [tokens]
-  std::vector<float> columns;  // [2, channels, tile_tokens]
-  std::vector<visible_slots> seen;
-  std::vector<char> speaks;
+  host_vector<float> logits;   // [rows, pages rounded up to tiles]
+  host_vector<float> scores;   // [tokens]
+  host_vector<float> columns;  // [2, channels, tile_tokens]
+  host_vector<visible_slots> seen;
+  host_vector<char> speaks;
   top_k_scratch top_k;
 };
 
@@ -111,7 +110,7 @@ namespace detail {
 
 /// to [tile_tokens] += sum over the chosen channels of q[channel] * column(channel)[0 .. tile_tokens).
 template <class Column>
-void add_channels(const float* q, const std::vector<index_t>& channels, const Column& column, float* to) {
+void add_channels(const float* q, const host_vector<index_t>& channels, const Column& column, float* to) {
   for (int at = 0; at < tile_tokens; at += lane_count) {
     lanes acc = load(to + at);
     for (std::size_t i = 0; i < channels.size(); ++i) {
@@ -137,7 +136,7 @@ void page_products(offset_t row, const page_extrema_view<const typename View::el
     for (index_t p = 0; p < tile_tokens; ++p) to[p] = p < count ? float(from[p]) : 0.0f;
   };
   for (index_t begin = 0; begin < pages; begin += tile_tokens) {
-    const index_t count = std::min<index_t>(tile_tokens, pages - begin);
+    const index_t count = (std::min<index_t>)(tile_tokens, pages - begin);
     for (std::size_t i = 0; i < channels; ++i) {
       const int c = query.channels[i];
       if (query.lower[i] || single) load_page_column(index.lower(row, c) + begin, count, lower + i * tile_tokens);
@@ -242,7 +241,7 @@ page_choice choose_by_pages(const View& view, index_t sequence, index_t head,
     if (!speaks.back()) continue;
     for (index_t p = run.begin / page; p < pages && p * page < run.end; ++p) {
       const float weight = weights[p];
-      for (index_t slot = std::max(run.begin, p * page); slot < std::min(run.end, p * page + page); ++slot) {
+      for (index_t slot = (std::max)(run.begin, p * page); slot < (std::min)(run.end, p * page + page); ++slot) {
         scores[std::size_t(slot)] += weight;
       }
     }
@@ -257,7 +256,7 @@ page_choice choose_by_pages(const View& view, index_t sequence, index_t head,
       const float weight = memory.logits[std::size_t(r * stride + out[i] / page)];
       if (out[i] >= run.begin && out[i] < run.end && weight == weight) held += weight;
     }
-    mass[r] = std::min(held, 1.0f);
+    mass[r] = (std::min)(held, 1.0f);
   }
   offset_t columns = 0;
   for (std::size_t i = 0; i < query.channels.size(); ++i) columns += page == 1 ? 1 : query.lower[i] + query.upper[i];
@@ -265,6 +264,5 @@ page_choice choose_by_pages(const View& view, index_t sequence, index_t head,
   return result;
 }
 
-}  // namespace TESSERA_HOST_ISA
 }  // namespace cpu
 TESSERA_NAMESPACE_END

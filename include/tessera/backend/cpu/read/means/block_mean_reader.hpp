@@ -2,8 +2,8 @@
 #pragma once
 
 #include <algorithm>
-#include <vector>
 
+#include "../../../../core/host_vector.hpp"
 #include "../../../../core/model_shape.hpp"
 #include "../../../../planned.hpp"
 #include "../../../../scorer/block_mean.hpp"
@@ -13,7 +13,6 @@
 
 TESSERA_NAMESPACE_BEGIN
 namespace cpu {
-inline namespace TESSERA_HOST_ISA {
 
 /// Scores every block of every segment of a head, chooses of all of them at once, and adds the tokens that are not packed. The
 /// means lie in the segments; nothing is kept here.
@@ -74,8 +73,8 @@ class block_mean_reader {
 
  private:
   struct memory {
-    std::vector<float> scores, rows, rotated, turned;  // by block; queries in the engine's basis and in a segment's
-    std::vector<index_t> sizes, begins, taken;         // by block: slots, the first one; blocks
+    host_vector<float> scores, rows, rotated, turned;  // by block; queries in the engine's basis and in a segment's
+    host_vector<index_t> sizes, begins, taken;         // by block: slots, the first one; blocks
     top_k_scratch top_k;
   };
 
@@ -114,7 +113,7 @@ class block_mean_reader {
           best = other > best || best != best ? other : best;
         }
         with.scores.push_back(best);
-        with.sizes.push_back(std::min(block, length - b * block));
+        with.sizes.push_back((std::min)(block, length - b * block));
         with.begins.push_back(begin + b * block);
       }
       bytes += segment->blocks(head) * row_bytes(segment->format.mean_planes());
@@ -133,6 +132,5 @@ struct reader_of<Recipe> {
   using type = block_mean_reader<Recipe>;
 };
 
-}  // namespace TESSERA_HOST_ISA
 }  // namespace cpu
 TESSERA_NAMESPACE_END

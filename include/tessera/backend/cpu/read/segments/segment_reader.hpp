@@ -2,8 +2,8 @@
 #pragma once
 
 #include <algorithm>
-#include <vector>
 
+#include "../../../../core/host_vector.hpp"
 #include "../../../../core/model_shape.hpp"
 #include "../../../../planned.hpp"
 #include "../../kernel/executor.hpp"
@@ -13,7 +13,6 @@
 
 TESSERA_NAMESPACE_BEGIN
 namespace cpu {
-inline namespace TESSERA_HOST_ISA {
 
 /// Holds, of every place, the sum of each segment's keys by kv_head, and of the answer's segment that is being written
 /// the sum of its queries. Its views are `segmented_view`s.
@@ -25,7 +24,7 @@ class segment_reader {
   explicit segment_reader(const model_shape& shape) : heads_(std::size_t(shape.kv_heads)) {}
 
   void open(std::size_t at) {
-    while (places_.size() <= at) places_.push_back({std::vector<head_index>(heads_), {}, {}});
+    while (places_.size() <= at) places_.push_back({host_vector<head_index>(heads_), {}, {}});
     clear(at);
   }
   void clear(std::size_t at) {
@@ -69,7 +68,7 @@ class segment_reader {
     const auto& policy = policies.read;
     const index_t tokens = queries.q.tokens;
     listen(here, queries, all.kv_heads);
-    (*workspaces_).resize(std::max((*workspaces_).size(), std::size_t(workers.threads())));
+    (*workspaces_).resize((std::max)((*workspaces_).size(), std::size_t(workers.threads())));
     offset_t bytes = 0, work = 0;
     const bool whole = here.now.tokens <= policy.scorer.whole;
     for (const head_index& keys : here.heads) {
@@ -77,8 +76,8 @@ class segment_reader {
       work += keys.slots + offset_t(keys.sums.size());
     }
     // A step of several tokens reads them all, so that each of them sees something.
-    const index_t own = tokens > 1 ? tokens : 0, tail = std::max(policy.scorer.protected_tail(policy.tokens), own);
-    const index_t keep = std::max(policy.tokens, own);
+    const index_t own = tokens > 1 ? tokens : 0, tail = (std::max)(policy.scorer.protected_tail(policy.tokens), own);
+    const index_t keep = (std::max)(policy.tokens, own);
     const float scale = rule.scale_for(k_dim) / float(here.now.tokens);
     workers.for_each(
         all.kv_heads,
@@ -114,12 +113,12 @@ class segment_reader {
     index_t segment, first;
   };
   struct head_index {
-    std::vector<run> runs;
-    std::vector<float> sums;  // [runs, k_dim], of the keys
+    host_vector<run> runs;
+    host_vector<float> sums;  // [runs, k_dim], of the keys
     index_t slots = 0;        // that are in them
     void clear() {
-      std::vector<run>().swap(runs);
-      std::vector<float>().swap(sums);
+      host_vector<run>().swap(runs);
+      host_vector<float>().swap(sums);
       slots = 0;
     }
   };
@@ -127,15 +126,15 @@ class segment_reader {
   struct spoken {
     index_t segment = -1, tokens = 0;
     index_t end = -1;         // the position behind its last token; -1: none
-    std::vector<float> sums;  // [kv_heads, k_dim], over the query heads of each group
+    host_vector<float> sums;  // [kv_heads, k_dim], over the query heads of each group
     void clear() {
       segment = end = -1;
       tokens = 0;
-      std::vector<float>().swap(sums);
+      host_vector<float>().swap(sums);
     }
   };
   struct place {
-    std::vector<head_index> heads;
+    host_vector<head_index> heads;
     spoken before, now;  // up to the newest step, and with it
   };
 
@@ -150,7 +149,7 @@ class segment_reader {
     }
     const run& newest = here.heads.front().runs.back();
     const index_t own =
-        std::min(tokens, here.heads.front().slots - newest.first);  // of the step, in the newest segment
+        (std::min)(tokens, here.heads.front().slots - newest.first);  // of the step, in the newest segment
     const bool goes_on = here.before.end == first && here.before.segment == newest.segment;
     spoken& now = here.now;
     now.end = -1;
@@ -171,7 +170,7 @@ class segment_reader {
   /// Every slot gets its segment's score.
   template <class Scorer>
   static void score(const head_index& keys, const float* query, float scale, const Scorer& scorer,
-                    std::vector<float>& scores) {
+                    host_vector<float>& scores) {
     for (std::size_t r = 0; r < keys.runs.size(); ++r) {
       const index_t first = keys.runs[r].first, end = r + 1 < keys.runs.size() ? keys.runs[r + 1].first : keys.slots;
       float dot = 0;
@@ -179,17 +178,17 @@ class segment_reader {
       const float own = scorer.weigh(scale * dot / float(end - first), 0);
       std::fill(scores.begin() + first, scores.begin() + end, own);
     }
-    std::fill_n(scores.begin(), std::min<std::size_t>(scores.size(), std::size_t(scorer.start)), infinity);
+    std::fill_n(scores.begin(), (std::min<std::size_t>)(scores.size(), std::size_t(scorer.start)), infinity);
   }
 
   struct workspace {
-    std::vector<float> scores;
+    host_vector<float> scores;
     top_k_scratch top_k;
   };
 
   std::size_t heads_;
-  std::vector<place> places_;
-  scratch<std::vector<workspace>> workspaces_;
+  host_vector<place> places_;
+  scratch<host_vector<workspace>> workspaces_;
 };
 
 template <class Recipe>
@@ -197,6 +196,5 @@ requires(Recipe::retrieve_type::needs_segments) struct reader_of<Recipe> {
   using type = segment_reader<Recipe>;
 };
 
-}  // namespace TESSERA_HOST_ISA
 }  // namespace cpu
 TESSERA_NAMESPACE_END

@@ -2,17 +2,16 @@
 #pragma once
 
 #include <memory>
-#include <vector>
 
+#include "../../../../core/host_vector.hpp"
 #include "../../../../runtime/rotation.hpp"
 #include "packed_view.hpp"
 
 TESSERA_NAMESPACE_BEGIN
 namespace cpu {
-inline namespace TESSERA_HOST_ISA {
 
 /// Mean squares of a prompt's last queries, [kv_heads, k_dim]; empty where none was seen.
-using query_squares = std::vector<double>;
+using query_squares = host_vector<double>;
 
 namespace detail {
 
@@ -37,7 +36,7 @@ class side_packer {
   template <class Take>
   void for_each_rotated(const float* basis, const packed_format& format, const Take& take) {
     for (index_t first = 0; first < count_; first += packed_at_once) {
-      const int rows = int(std::min<index_t>(packed_at_once, count_ - first));
+      const int rows = int((std::min<index_t>)(packed_at_once, count_ - first));
       for (int r = 0; r < rows; ++r) load_(first + r, given_.data() + r * D);
       rotate_rows<D>(given_.data(), rows, basis, format.channels, turned_.data(), held_.data());
       for (int r = 0; r < rows; ++r) take(first + r, held_.data() + r * D, given_.data() + r * D);
@@ -47,12 +46,12 @@ class side_packer {
  private:
   template <class Channels>
   void order_channels(const Channels& channels, const packed_format& format, float* basis) {
-    const std::vector<index_t> order = order_of_channels(channels, format, count_, [&](index_t i) {
+    const host_vector<index_t> order = order_of_channels(channels, format, count_, [&](index_t i) {
       load_(i, given_.data());
       rotate_rows<D>(given_.data(), 1, basis, format.channels, turned_.data(), held_.data());
       return held_.data();
     });
-    const std::vector<float> before(basis, basis + offset_t(format.channels) * D);
+    const host_vector<float> before(basis, basis + offset_t(format.channels) * D);
     for (index_t c = 0; c < format.channels; ++c) {
       std::copy_n(before.data() + offset_t(order[std::size_t(c)]) * D, D, basis + offset_t(c) * D);
     }
@@ -60,8 +59,8 @@ class side_packer {
 
   index_t count_;
   const Load& load_;
-  std::vector<float> given_ = std::vector<float>(packed_at_once * D), held_ = given_,
-                     turned_ = std::vector<float>(D * D);
+  host_vector<float> given_ = host_vector<float>(packed_at_once * D), held_ = given_,
+                     turned_ = host_vector<float>(D * D);
 };
 
 template <int D, class Load>
@@ -82,7 +81,7 @@ class row_packer {
  public:
   using segment_type = packed_segment<typename Layout::placement_type>;
   /// Whole rows of every kv_head, ascending.
-  using row_lists = std::vector<std::vector<index_t>>;
+  using row_lists = host_vector<host_vector<index_t>>;
 
   row_packer(const rows_type& rows, index_t block, const From& from, index_t layer, executor& workers)
       : rows_(rows),
@@ -159,9 +158,9 @@ class row_packer {
 
   template <int D, class Channels, class Load>
   static void choose_set(const Channels& channels, const packed_format& format, index_t head, const Load& load,
-                         index_t count, const double* queries, const std::vector<float>& basis,
-                         std::vector<std::uint8_t>& set) {
-    std::vector<double> squares(static_cast<std::size_t>(D), 0.0);
+                         index_t count, const double* queries, const host_vector<float>& basis,
+                         host_vector<std::uint8_t>& set) {
+    host_vector<double> squares(static_cast<std::size_t>(D), 0.0);
     const float* own = basis.empty() ? nullptr : basis.data() + offset_t(head) * format.channels * D;
     detail::pack_side<D>(count, load).for_each_rotated(own, format, [&](index_t, const float* row, const float*) {
       for (index_t c = 0; c < format.channels; ++c) {
@@ -173,7 +172,7 @@ class row_packer {
 
   /// Fills an empty segment.
   void add(const row_lists& lists, segment_type& to) const {
-    std::vector<index_t> counts;
+    host_vector<index_t> counts;
     for (const auto& list : lists) counts.push_back(index_t(list.size()));
     to.rows.reserve(to.lengths, counts, false);
     to.means.reserve(to.lengths, to.blocks_of(counts), false);
@@ -212,7 +211,7 @@ class row_packer {
   /// Returns the row's bits, where they lie now.
   template <packed_plane Values, class Channels, class Memory>
   static const std::uint8_t* pack(const Channels& channels, const packed_format& format, const float* row, index_t head,
-                                  index_t place, Memory& to, const std::vector<std::uint8_t>& set) {
+                                  index_t place, Memory& to, const host_vector<std::uint8_t>& set) {
     constexpr auto bits_plane = Values == k_values ? k_bits : v_bits;
     constexpr auto scale_plane = Values == k_values ? k_scales : v_scales;
     const std::uint8_t* bits = nullptr;
@@ -236,7 +235,7 @@ class row_packer {
       for (int d = 0; d < dim; ++d) all += double(given[d]) * double(given[d]);
       tessera::detail::for_each_kept(format, bits,
                                      [&](index_t c, index_t) { stays += double(row[c]) * double(row[c]); });
-      loss += 0.5 * std::max(0.0, all - stays) / (all + 1e-12);
+      loss += 0.5 * (std::max)(0.0, all - stays) / (all + 1e-12);
     }
   }
 
@@ -247,6 +246,5 @@ class row_packer {
   executor& workers_;
 };
 
-}  // namespace TESSERA_HOST_ISA
 }  // namespace cpu
 TESSERA_NAMESPACE_END

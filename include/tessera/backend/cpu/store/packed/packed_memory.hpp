@@ -6,15 +6,14 @@
 #include <cstddef>
 #include <new>
 #include <utility>
-#include <vector>
 
+#include "../../../../core/host_vector.hpp"
 #include "../../../../core/stored/room.hpp"
 #include "../../../../layout/fixed_pages.hpp"
 #include "../../../../layout/runs.hpp"
 
 TESSERA_NAMESPACE_BEGIN
 namespace cpu {
-inline namespace TESSERA_HOST_ISA {
 
 /// Rows of several planes that move together: values, bits and scales of K and of V.
 enum packed_plane { k_values, v_values, k_bits, v_bits, k_scales, v_scales, packed_planes };
@@ -48,7 +47,7 @@ class packed_memory<runs> {
   packed_memory(const plane_bytes& planes, index_t kv_heads)
       : planes_(planes), begins_(std::size_t(kv_heads), 0), capacities_(std::size_t(kv_heads), 0) {}
 
-  void reserve(const std::vector<index_t>& lengths, std::vector<index_t> rows, bool more) {
+  void reserve(const host_vector<index_t>& lengths, host_vector<index_t> rows, bool more) {
     bool room = true;
     for (std::size_t h = 0; h < rows.size(); ++h) room &= rows[h] <= capacities_[h];
     if (room) return;
@@ -63,7 +62,7 @@ class packed_memory<runs> {
     for (int p = 0; p < plane; ++p) before += planes_[std::size_t(p)];
     return data_.data() + before * total_ + (begins_[std::size_t(head)] + row) * planes_[std::size_t(plane)];
   }
-  void shrink(const std::vector<index_t>& lengths) {
+  void shrink(const host_vector<index_t>& lengths) {
     offset_t used = 0;
     for (const index_t length : lengths) used += length;
     if (!gives_back(used, total_)) return;
@@ -75,7 +74,7 @@ class packed_memory<runs> {
   offset_t bytes() const { return offset_t(data_.capacity()); }
 
  private:
-  void move(const std::vector<index_t>& lengths, const std::vector<index_t>& rows) {
+  void move(const host_vector<index_t>& lengths, const host_vector<index_t>& rows) {
     packed_memory fresh(planes_, index_t(begins_.size()));
     for (std::size_t h = 0; h < rows.size(); ++h) {
       fresh.begins_[h] = fresh.total_;
@@ -95,9 +94,9 @@ class packed_memory<runs> {
 
   plane_bytes planes_{};
   offset_t total_ = 0;  // rows of all heads that there is room for
-  std::vector<offset_t> begins_;
-  std::vector<index_t> capacities_;
-  std::vector<std::byte> data_;
+  host_vector<offset_t> begins_;
+  host_vector<index_t> capacities_;
+  host_vector<std::byte> data_;
 };
 
 /// Pages of `Page` rows of all kv_heads: rows that join move nothing.
@@ -107,7 +106,7 @@ class packed_memory<fixed_pages<Page>> {
   packed_memory() = default;
   packed_memory(const plane_bytes& planes, index_t kv_heads) : planes_(planes), heads_(kv_heads) {}
 
-  void reserve(const std::vector<index_t>&, const std::vector<index_t>& rows, bool) {
+  void reserve(const host_vector<index_t>&, const host_vector<index_t>& rows, bool) {
     const std::size_t wanted = pages_of(rows);
     pages_.reserve(wanted);
     while (pages_.size() < wanted) pages_.emplace_back(std::size_t(Page * heads_ * row_bytes(planes_)));
@@ -121,21 +120,20 @@ class packed_memory<fixed_pages<Page>> {
     return pages_[std::size_t(row / Page)].data() + before * Page * heads_ +
            (offset_t(head) * Page + row % Page) * planes_[std::size_t(plane)];
   }
-  void shrink(const std::vector<index_t>& lengths) { pages_.resize(std::min(pages_.size(), pages_of(lengths))); }
+  void shrink(const host_vector<index_t>& lengths) { pages_.resize((std::min)(pages_.size(), pages_of(lengths))); }
   offset_t bytes() const { return offset_t(pages_.size()) * Page * heads_ * row_bytes(planes_); }
 
  private:
-  static std::size_t pages_of(const std::vector<index_t>& rows) {
+  static std::size_t pages_of(const host_vector<index_t>& rows) {
     index_t longest = 0;
-    for (const index_t count : rows) longest = std::max(longest, count);
+    for (const index_t count : rows) longest = (std::max)(longest, count);
     return std::size_t(fixed_pages<Page>::pages_for(longest));
   }
 
   plane_bytes planes_{};
   offset_t heads_ = 0;
-  std::vector<std::vector<std::byte>> pages_;
+  host_vector<host_vector<std::byte>> pages_;
 };
 
-}  // namespace TESSERA_HOST_ISA
 }  // namespace cpu
 TESSERA_NAMESPACE_END

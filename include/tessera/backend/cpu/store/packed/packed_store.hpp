@@ -5,8 +5,8 @@
 #include <memory>
 #include <optional>
 #include <utility>
-#include <vector>
 
+#include "../../../../core/host_vector.hpp"
 #include "../kv_store.hpp"
 #include "pack_rows.hpp"
 #include "segment_searches.hpp"
@@ -14,7 +14,6 @@
 
 TESSERA_NAMESPACE_BEGIN
 namespace cpu {
-inline namespace TESSERA_HOST_ISA {
 
 /// Answers as the plain store does. New tokens are whole rows; `prepare_to_pack` makes segments of what is due, `pack`
 /// puts them in place. Segments that another sequence, or copy of the store, holds too are never written to.
@@ -40,15 +39,15 @@ class kv_store<Layout> {
         searches_(layers, kv_heads, with.mean_block, layout.rows) {}
 
   index_t kv_heads() const { return heads_; }
-  const std::vector<index_t>& lengths(index_t layer, index_t id) const { return at(layer, id).lengths; }
+  const host_vector<index_t>& lengths(index_t layer, index_t id) const { return at(layer, id).lengths; }
   index_t longest(index_t layer, index_t id) const {
     return *std::max_element(lengths(layer, id).begin(), lengths(layer, id).end());
   }
   index_t position(index_t layer, index_t id, index_t head, index_t slot) const {
     return at(layer, id).beside.position(head, slot);
   }
-  std::vector<index_t> positions(index_t layer, index_t id, index_t head) const {
-    std::vector<index_t> result;
+  host_vector<index_t> positions(index_t layer, index_t id, index_t head) const {
+    host_vector<index_t> result;
     for (index_t i = 0; i < lengths(layer, id)[std::size_t(head)]; ++i) result.push_back(position(layer, id, head, i));
     return result;
   }
@@ -68,7 +67,7 @@ class kv_store<Layout> {
       place& here = at(layer, id);
       for (auto* counts : {&here.lengths, &here.packed, &here.whole}) std::fill(counts->begin(), counts->end(), 0);
       here.beside.clear();
-      std::vector<segment_pointer>().swap(here.segments);
+      host_vector<segment_pointer>().swap(here.segments);
       here.pending.reset();
       here.asked = {};
       here.prompt_tokens = 0;
@@ -191,7 +190,7 @@ class kv_store<Layout> {
     searches_.forget_prepared(index(layer, id));
     const row_lists due = due_rows(here, kept, prompt_ends);
     index_t longest = 0;
-    for (const auto& list : due) longest = std::max(longest, index_t(list.size()));
+    for (const auto& list : due) longest = (std::max)(longest, index_t(list.size()));
     if (longest == 0) {
       if (prompt_ends) here.pending.emplace().prompt_ended = true;
       return;
@@ -208,8 +207,8 @@ class kv_store<Layout> {
       for (index_t first = 0; first < longest; first += share) {
         row_lists part;
         for (const auto& list : due) {
-          const auto begin = list.begin() + std::min<offset_t>(first, offset_t(list.size()));
-          part.emplace_back(begin, list.begin() + std::min<offset_t>(offset_t(first) + share, offset_t(list.size())));
+          const auto begin = list.begin() + (std::min<offset_t>)(first, offset_t(list.size()));
+          part.emplace_back(begin, list.begin() + (std::min<offset_t>)(offset_t(first) + share, offset_t(list.size())));
         }
         made.fresh.push_back(packer.in_own_basis(part, queries));
       }
@@ -221,7 +220,7 @@ class kv_store<Layout> {
       if (made.joins) {
         segment_pointer& last = here.segments.back();
         make_own(last);
-        std::vector<index_t> wanted = last->lengths;
+        host_vector<index_t> wanted = last->lengths;
         for (std::size_t h = 0; h < wanted.size(); ++h) wanted[h] += made.counts[h];
         last->rows.reserve(last->lengths, wanted, true);
         last->means.reserve(last->blocks_of(last->lengths), last->blocks_of(wanted), true);
@@ -296,8 +295,8 @@ class kv_store<Layout> {
  private:
   /// What becomes segments when it is put in place.
   struct packing {
-    std::vector<segment_pointer> fresh;
-    std::vector<index_t> counts;  // whole rows of each head that they hold, the oldest
+    host_vector<segment_pointer> fresh;
+    host_vector<index_t> counts;  // whole rows of each head that they hold, the oldest
     selection left;               // room for the others
     bool joins = false;           // the last segment, instead of standing behind it
     bool prompt_ended = false;
@@ -318,9 +317,9 @@ class kv_store<Layout> {
     place& operator=(place&&) noexcept = default;
     place& operator=(const place& other) { return *this = place(other); }
 
-    std::vector<index_t> lengths, packed, whole;  // by kv_head; the first is the sum of the others
+    host_vector<index_t> lengths, packed, whole;  // by kv_head; the first is the sum of the others
     columns beside;
-    std::vector<segment_pointer> segments;
+    host_vector<segment_pointer> segments;
     window_squares asked;
     index_t prompt_tokens = 0;  // of the turn whose prompt goes on
     std::optional<packing> pending;
@@ -329,9 +328,9 @@ class kv_store<Layout> {
 
   /// Rows that are due, of those that stay, by kv_head: the oldest whole ones.
   row_lists due_rows(const place& here, const selection* kept, bool prompt_ends) const {
-    row_lists due(std::size_t(heads_), std::vector<index_t>{});
+    row_lists due(std::size_t(heads_), host_vector<index_t>{});
     for (index_t h = 0; h < heads_; ++h) {
-      std::vector<index_t>& list = due[std::size_t(h)];
+      host_vector<index_t>& list = due[std::size_t(h)];
       const index_t packed = here.packed[std::size_t(h)];
       if (kept) {
         for (index_t i = 0; i < kept->counts[std::size_t(h)]; ++i) {
@@ -391,9 +390,8 @@ class kv_store<Layout> {
   rows_type rows_;
   whole_rows whole_;
   segment_searches<Layout> searches_;
-  std::vector<place> places_;
+  host_vector<place> places_;
 };
 
-}  // namespace TESSERA_HOST_ISA
 }  // namespace cpu
 TESSERA_NAMESPACE_END

@@ -2,8 +2,8 @@
 #pragma once
 
 #include <memory>
-#include <vector>
 
+#include "../../../../core/host_vector.hpp"
 #include "../../../../layout/packed_rows.hpp"
 #include "../../../../layout/stored.hpp"
 #include "../../kernel/rows.hpp"
@@ -13,7 +13,6 @@
 
 TESSERA_NAMESPACE_BEGIN
 namespace cpu {
-inline namespace TESSERA_HOST_ISA {
 
 /// Where the rows of a packing layout lie that are not packed.
 template <packing_layout Layout>
@@ -33,7 +32,7 @@ struct packed_view {
   static constexpr int k_dim = Layout::k_dim;
   static constexpr int v_dim = Layout::v_dim;
 
-  const std::vector<std::shared_ptr<segment_type>>* segments = nullptr;
+  const host_vector<std::shared_ptr<segment_type>>* segments = nullptr;
   whole_view whole{};
   const index_t* packed = nullptr;  ///< [kv_heads], slots in segments
   index_t sequences = 1;
@@ -105,6 +104,5 @@ packed_view<Layout> view_of_slots(const packed_view<Layout>& all, const index_t*
   return result;
 }
 
-}  // namespace TESSERA_HOST_ISA
 }  // namespace cpu
 TESSERA_NAMESPACE_END

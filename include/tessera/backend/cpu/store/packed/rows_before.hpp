@@ -3,17 +3,16 @@
 
 #include <algorithm>
 #include <memory>
-#include <vector>
 
+#include "../../../../core/host_vector.hpp"
 #include "../../../../core/types.hpp"
 
 TESSERA_NAMESPACE_BEGIN
 namespace cpu {
-inline namespace TESSERA_HOST_ISA {
 
 /// Rows of every kv_head in fp32 that were packed together. Copies of a cache share them.
 struct rows_before {
-  std::vector<std::vector<float>> k, v;  // by kv_head, [rows, dim]
+  host_vector<host_vector<float>> k, v;  // by kv_head, [rows, dim]
 
   offset_t bytes() const {
     offset_t total = 0;
@@ -31,8 +30,8 @@ class rows_of_segment {
   static constexpr int k_dim = D, v_dim = Dv;
   index_t kv_heads = 0;
 
-  rows_of_segment(index_t heads, std::vector<std::shared_ptr<const rows_before>> parts)
-      : kv_heads(heads), parts_(std::move(parts)), ends_(std::size_t(heads), std::vector<index_t>{}) {
+  rows_of_segment(index_t heads, host_vector<std::shared_ptr<const rows_before>> parts)
+      : kv_heads(heads), parts_(std::move(parts)), ends_(std::size_t(heads), host_vector<index_t>{}) {
     for (index_t h = 0; h < heads; ++h) {
       index_t end = 0;
       for (const auto& part : parts_) {
@@ -50,15 +49,15 @@ class rows_of_segment {
   const float* value(index_t head, index_t slot) const { return row(&rows_before::v, Dv, head, slot); }
 
  private:
-  const float* row(std::vector<std::vector<float>> rows_before::*side, int dim, index_t head, index_t slot) const {
+  const float* row(host_vector<host_vector<float>> rows_before::*side, int dim, index_t head, index_t slot) const {
     const auto& ends = ends_[std::size_t(head)];
     const auto part = std::upper_bound(ends.begin(), ends.end(), slot) - ends.begin();
     const index_t begin = part == 0 ? 0 : ends[std::size_t(part - 1)];
     return ((*parts_[std::size_t(part)]).*side)[std::size_t(head)].data() + offset_t(slot - begin) * dim;
   }
 
-  std::vector<std::shared_ptr<const rows_before>> parts_;
-  std::vector<std::vector<index_t>> ends_;  // by kv_head and part
+  host_vector<std::shared_ptr<const rows_before>> parts_;
+  host_vector<host_vector<index_t>> ends_;  // by kv_head and part
 };
 
 template <int D, int Dv>
@@ -70,6 +69,5 @@ void load_value(const rows_of_segment<D, Dv>& from, index_t, index_t head, index
   std::copy_n(from.value(head, slot), Dv, to);
 }
 
-}  // namespace TESSERA_HOST_ISA
 }  // namespace cpu
 TESSERA_NAMESPACE_END

@@ -3,20 +3,19 @@
 
 #include <memory>
 #include <new>
-#include <vector>
 
+#include "../../../../core/host_vector.hpp"
 #include "../../../../core/stored/packed_row.hpp"
 #include "../../kernel/tile.hpp"
 #include "packed_memory.hpp"
 
 TESSERA_NAMESPACE_BEGIN
 namespace cpu {
-inline namespace TESSERA_HOST_ISA {
 
 /// The basis of a segment's vectors, and the bits that all rows of a head share. Segments may share it.
 struct segment_basis {
-  std::vector<float> k, v;                 // [kv_heads, channels, dim]; empty: as the engine hands vectors over
-  std::vector<std::uint8_t> k_set, v_set;  // [kv_heads, set_bytes]; empty: every row has bits
+  host_vector<float> k, v;                 // [kv_heads, channels, dim]; empty: as the engine hands vectors over
+  host_vector<std::uint8_t> k_set, v_set;  // [kv_heads, set_bytes]; empty: every row has bits
 
   offset_t bytes() const {
     return offset_t((k.capacity() + v.capacity()) * sizeof(float) + k_set.capacity() + v_set.capacity());
@@ -65,8 +64,8 @@ template <class Placement>
 struct packed_segment {
   segment_format format;
   std::shared_ptr<const segment_basis> basis;
-  std::vector<index_t> lengths;  // rows by kv_head
-  std::vector<double> losses;    // by kv_head, summed over rows; 0 where no strategy is searched
+  host_vector<index_t> lengths;  // rows by kv_head
+  host_vector<double> losses;    // by kv_head, summed over rows; 0 where no strategy is searched
   packed_memory<Placement> rows, means;
 
   packed_segment(const segment_format& made_by, std::shared_ptr<const segment_basis> in, index_t kv_heads)
@@ -79,8 +78,8 @@ struct packed_segment {
 
   index_t blocks(index_t head) const { return blocks_of(lengths[std::size_t(head)]); }
   index_t blocks_of(index_t count) const { return format.block > 0 ? ceil_div(count, format.block) : 0; }
-  std::vector<index_t> blocks_of(const std::vector<index_t>& counts) const {
-    std::vector<index_t> result;
+  host_vector<index_t> blocks_of(const host_vector<index_t>& counts) const {
+    host_vector<index_t> result;
     for (const index_t count : counts) result.push_back(blocks_of(count));
     return result;
   }
@@ -138,7 +137,7 @@ struct packed_segment {
   static packed_plane bits_of(packed_plane values) { return values == k_values ? k_bits : v_bits; }
   static packed_plane scales_of(packed_plane values) { return values == k_values ? k_scales : v_scales; }
 
-  static const float* of_head(const std::vector<float>& all, index_t head, offset_t each) {
+  static const float* of_head(const host_vector<float>& all, index_t head, offset_t each) {
     return all.empty() ? nullptr : all.data() + head * each;
   }
   const std::uint8_t* bits(const packed_memory<Placement>& from, const packed_format& of, packed_plane values,
@@ -157,6 +156,5 @@ struct packed_segment {
   }
 };
 
-}  // namespace TESSERA_HOST_ISA
 }  // namespace cpu
 TESSERA_NAMESPACE_END

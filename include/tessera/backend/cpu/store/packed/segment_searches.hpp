@@ -8,8 +8,8 @@
 #include <string>
 #include <system_error>
 #include <utility>
-#include <vector>
 
+#include "../../../../core/host_vector.hpp"
 #include "../../../../runtime/background.hpp"
 #include "../../../../runtime/strategy.hpp"
 #include "pack_rows.hpp"
@@ -17,7 +17,6 @@
 
 TESSERA_NAMESPACE_BEGIN
 namespace cpu {
-inline namespace TESSERA_HOST_ISA {
 
 /// Searches a strategy for the rows of one segment in every layer, and packs them by it.
 template <packing_layout Layout>
@@ -33,7 +32,7 @@ class strategy_task final : public background_task {
     source rows;
     segment_pointer made;
   };
-  std::vector<layer_part> parts;
+  host_vector<layer_part> parts;
 
   /// `block`: slots of a mean key in other segments; 0: there are none.
   strategy_task(const rows_type& rows, index_t block) : rows_(rows), block_(block) {}
@@ -64,7 +63,7 @@ class strategy_task final : public background_task {
     rows_type rows = rows_;
     rows.key.channels = rows.value.channels = best.channels;
     rows.key.group = rows.value.group = best.group;
-    typename row_packer<Layout>::row_lists all(std::size_t(part.rows.kv_heads), std::vector<index_t>{});
+    typename row_packer<Layout>::row_lists all(std::size_t(part.rows.kv_heads), host_vector<index_t>{});
     for (index_t h = 0; h < part.rows.kv_heads; ++h) {
       all[std::size_t(h)].resize(std::size_t(part.rows.length(h)));
       std::iota(all[std::size_t(h)].begin(), all[std::size_t(h)].end(), 0);
@@ -81,7 +80,7 @@ class strategy_task final : public background_task {
 template <packing_layout Layout>
 class segment_searches {
  public:
-  using segments = std::vector<std::shared_ptr<packed_segment<typename Layout::placement_type>>>;
+  using segments = host_vector<std::shared_ptr<packed_segment<typename Layout::placement_type>>>;
 
   segment_searches(index_t, index_t, index_t, const typename Layout::rows_type&) {}
   void open(index_t) {}
@@ -107,7 +106,7 @@ class segment_searches<Layout> {
   using search_type = strategy_task<Layout>;
 
  public:
-  using segments = std::vector<typename search_type::segment_pointer>;
+  using segments = host_vector<typename search_type::segment_pointer>;
 
   segment_searches(index_t layers, index_t kv_heads, index_t block, const rows_type& rows)
       : layers_(layers), heads_(kv_heads), block_(block), rows_(rows) {
@@ -176,7 +175,7 @@ class segment_searches<Layout> {
     range& here = ranges_[place];
     if (in_own_basis || !here.prepared) return end(here, all);
     index_t longest = 0;
-    for (const auto& rows : here.prepared->k) longest = std::max(longest, index_t(rows.size()) / Layout::k_dim);
+    for (const auto& rows : here.prepared->k) longest = (std::max)(longest, index_t(rows.size()) / Layout::k_dim);
     here.rows += longest;
     here.before.push_back(std::move(here.prepared));
   }
@@ -218,7 +217,7 @@ class segment_searches<Layout> {
     std::size_t settled = 0;          // segments
     std::size_t first = 0, last = 0;  // those whose place what a search makes takes; none: equal
     index_t rows = 0;                 // behind the settled ones
-    std::vector<std::shared_ptr<const rows_before>> before;
+    host_vector<std::shared_ptr<const rows_before>> before;
     std::shared_ptr<const rows_before> prepared;
   };
   struct session {
@@ -238,7 +237,7 @@ class segment_searches<Layout> {
   }
   index_t longest(index_t id) const {
     index_t result = 0;
-    for (index_t layer = 0; layer < layers_; ++layer) result = std::max(result, ranges_[at(layer, id)].rows);
+    for (index_t layer = 0; layer < layers_; ++layer) result = (std::max)(result, ranges_[at(layer, id)].rows);
     return result;
   }
 
@@ -252,14 +251,14 @@ class segment_searches<Layout> {
       const segments& all = segments_of(layer);
       for (std::size_t i = here.settled; i < all.size(); ++i) lost += total(all[i]->losses) / heads_;
       const auto& own = *all[here.settled - 1];
-      const double rows = std::max(1.0, total(own.lengths)), mean = total(own.losses) / rows;
+      const double rows = (std::max)(1.0, total(own.lengths)), mean = total(own.losses) / rows;
       const auto& limits = rows_.strategy;
       allowed += limits.segment_loss > 0 ? double(limits.segment_loss) : mean * limits.reference;
     }
     return lost > allowed;
   }
   template <class Number>
-  static double total(const std::vector<Number>& all) {
+  static double total(const host_vector<Number>& all) {
     return std::accumulate(all.begin(), all.end(), 0.0);
   }
 
@@ -322,10 +321,9 @@ class segment_searches<Layout> {
   index_t layers_, heads_, block_;
   rows_type rows_;
   std::shared_ptr<background> worker_;
-  std::vector<range> ranges_;
-  std::vector<session> sessions_;
+  host_vector<range> ranges_;
+  host_vector<session> sessions_;
 };
 
-}  // namespace TESSERA_HOST_ISA
 }  // namespace cpu
 TESSERA_NAMESPACE_END

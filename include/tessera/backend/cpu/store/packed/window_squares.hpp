@@ -2,8 +2,8 @@
 #pragma once
 
 #include <algorithm>
-#include <vector>
 
+#include "../../../../core/host_vector.hpp"
 #include "../../../../core/views.hpp"
 
 TESSERA_NAMESPACE_BEGIN
@@ -23,7 +23,7 @@ class window_squares {
   template <class E>
   void add(const rows_view<const E>& q, index_t kv_heads, index_t dim, index_t most) {
     if (q.tokens <= 0) return;
-    const index_t group = q.heads / kv_heads, fresh = std::min(q.tokens, most);
+    const index_t group = q.heads / kv_heads, fresh = (std::min)(q.tokens, most);
     const offset_t row = offset_t(kv_heads) * dim;
     rows_.erase(rows_.begin(), rows_.end() - old_rows(row, fresh, most) * row);
     heads_ = group;
@@ -43,10 +43,10 @@ class window_squares {
   }
 
   /// Their means over tokens and heads, [kv_heads, dim]; empty where no query has come.
-  std::vector<double> means(index_t kv_heads, index_t dim) const {
+  host_vector<double> means(index_t kv_heads, index_t dim) const {
     const std::size_t row = std::size_t(kv_heads) * std::size_t(dim);
     if (rows_.empty()) return {};
-    std::vector<double> result(row, 0.0);
+    host_vector<double> result(row, 0.0);
     for (std::size_t i = 0; i < rows_.size(); ++i) result[i % row] += double(rows_[i]);
     for (double& x : result) x /= double(rows_.size() / row) * double(heads_);
     return result;
@@ -57,10 +57,10 @@ class window_squares {
  private:
   /// That stay when fresh ones come.
   offset_t old_rows(offset_t row, offset_t fresh, offset_t most) const {
-    return std::min<offset_t>(most - fresh, offset_t(rows_.size()) / row);
+    return (std::min<offset_t>)(most - fresh, offset_t(rows_.size()) / row);
   }
 
-  std::vector<float> rows_;  // [tokens, kv_heads, dim]
+  host_vector<float> rows_;  // [tokens, kv_heads, dim]
   index_t heads_ = 1;        // of a group
 };
 

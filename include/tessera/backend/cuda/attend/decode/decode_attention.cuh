@@ -65,7 +65,7 @@ class decode_attention {
     int resident = 0;
     check(cudaOccupancyMaxActiveBlocksPerMultiprocessor(&resident, entry_, threads_, std::size_t(shared_bytes_)),
           "cudaOccupancyMaxActiveBlocksPerMultiprocessor");
-    blocks_ = std::min(detail::most_blocks, std::max(1, resident) * device.multiprocessors);
+    blocks_ = (std::min)(detail::most_blocks, (std::max)(1, resident) * device.multiprocessors);
   }
 
   std::size_t workspace_bytes() const { return state_at() + slots() * detail::rows_per_block * sizeof(float2); }

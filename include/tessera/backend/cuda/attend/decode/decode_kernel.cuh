@@ -47,7 +47,7 @@ struct decode_kernel : decode_merge<View, Out> {
   }
   __device__ span_positions positions_of(const segment& of) const {
     return {p.first_position[of.at.sequence], position_of(of.at, of.first_tile * tile),
-            position_of(of.at, min(of.last_tile * tile, of.at.count) - 1)};
+            position_of(of.at, (min)(of.last_tile * tile, of.at.count) - 1)};
   }
   /// Are all tokens between two visible to all query rows? Positions ascend, so the ends tell.
   __device__ bool all_visible(const span_positions& at) const {
@@ -65,7 +65,7 @@ struct decode_kernel : decode_merge<View, Out> {
       const std::uint32_t here = staging.take();
       const index_t first = base::token_of(t);
       if (first < of.at.count) {
-        const index_t held = min(index_t(tokens), of.at.count - first);
+        const index_t held = (min)(index_t(tokens), of.at.count - first);
         bool visible = segment_visible;
         index_t mine = 0;  // the position of token lane % tokens of the tile
         if (!visible) {
@@ -90,7 +90,7 @@ struct decode_kernel : decode_merge<View, Out> {
   /// them.
   __device__ void prefetch_indices(const index_t* chosen, index_t first, index_t last, index_t count) const {
     const index_t token = first * tile + index_t(threadIdx.x) * 32;  // 128 bytes a thread
-    if (token < min(last * tile, count)) prefetch_line(chosen + token);
+    if (token < (min)(last * tile, count)) prefetch_line(chosen + token);
   }
 
   /// Which pieces a row has, where every step cuts all rows' tiles evenly.
@@ -142,7 +142,7 @@ struct decode_kernel : decode_merge<View, Out> {
       }
       if (p.chosen.indices && now.row_end < end) {
         // A block that goes on into the next row will find its slots in the L2.
-        const index_t tiles = min(end, now.next_end) - now.row_end - base::restart;
+        const index_t tiles = (min)(end, now.next_end) - now.row_end - base::restart;
         prefetch_indices(p.chosen.row(now.row + 1), 0, tiles, (tiles - 1) * tile + 1);
       }
       arrived_row = now.row;

@@ -31,7 +31,7 @@ struct decode_merge : decode_block<View, Out> {
   /// with 38 (40.9, 40.1 alone; H200, CUDA 13.0).
   static constexpr index_t most_mergers = 4;
   __device__ index_t mergers_of(const row_parts& of) const {
-    return of.count > 2 * many_parts_at_once ? min(most_mergers, index_t(used * groups)) : 1;
+    return of.count > 2 * many_parts_at_once ? (min)(most_mergers, index_t(used * groups)) : 1;
   }
 
   /// The weight that turns a row's summed output into its output; the leader writes its log-sum-exp.
@@ -164,7 +164,7 @@ struct decode_merge : decode_block<View, Out> {
       float top = -infinity, sum = 0;
       float4 x{};
       if (busy) {
-        sum_parts<AtOnce>(first + r, d < Dv ? d : 0, min(parts, share * each), min(parts, (share + 1) * each), top, sum, x);
+        sum_parts<AtOnce>(first + r, d < Dv ? d : 0, (min)(parts, share * each), (min)(parts, (share + 1) * each), top, sum, x);
       }
       if (doubled > 0) {
         shares.out[warp][lane] = x;
@@ -196,7 +196,7 @@ struct decode_merge : decode_block<View, Out> {
     const float* outs = scratch.out + (base + begin * rows_per_block) * Dv + d;
 #pragma unroll 1
     for (; begin < end; begin += 32) {
-      const index_t here = min(index_t(32), end - begin);
+      const index_t here = (min)(index_t(32), end - begin);
       // A lane has the state of one part.
       const float2 state = lane < here ? __ldcg(states + lane * rows_per_block) : make_float2(-infinity, 0);
       float factor = 0;

@@ -45,7 +45,7 @@ struct decode_block {
     group = p.q.heads / p.view.kv_heads;
     query_rows = p.q.tokens * group;
     first_query = index_t(blockIdx.y) * rows_per_block;
-    used = int(min(index_t(rows_per_block), query_rows - first_query));
+    used = int((min)(index_t(rows_per_block), query_rows - first_query));
     warp = threadIdx.x / 32;
     lane = threadIdx.x % 32;
   }
@@ -109,7 +109,7 @@ struct decode_block {
   __device__ even_pieces plan_in_warp(segment& first) {
     index_t count[Each], end[Each], sum = 0;
 #pragma unroll
-    for (int i = 0; i < Each; ++i) count[i] = count_of(p, min(lane * Each + i, rows - 1));
+    for (int i = 0; i < Each; ++i) count[i] = count_of(p, (min)(lane * Each + i, rows - 1));
 #pragma unroll
     for (int i = 0; i < Each; ++i) end[i] = sum += lane * Each + i < rows ? tiles_of(count[i]) : 0;
     const index_t before = inclusive_sum(sum, lane) - sum;
@@ -132,7 +132,7 @@ struct decode_block {
       ended += __popc(__ballot_sync(~0u, lane * Each + i < rows && end[i] <= begin));
       if (warp == 0 && lane * Each + i < rows) ends[lane * Each + i] = end[i];
     }
-    const index_t row = min(ended, rows - 1);
+    const index_t row = (min)(ended, rows - 1);
     // Lanes pick their share of the row before they hand it on.
     const auto of_row = [&](const index_t(&values)[Each], index_t r) {
       index_t mine = 0;
@@ -143,13 +143,13 @@ struct decode_block {
     first.row = ended;
     first.row_end = of_row(end, row);
     first.row_begin = (row ? of_row(end, row - 1) : 0) + restart;
-    first.next_end = of_row(end, min(row + 1, rows - 1));
+    first.next_end = of_row(end, (min)(row + 1, rows - 1));
     first.at.count = of_row(count, row);
     first.at.sequence = small_quotient(row, p.view.kv_heads);
     first.at.head = row - first.at.sequence * p.view.kv_heads;
     first.at.chosen = p.chosen.indices ? p.chosen.row(row) : nullptr;
-    first.first_tile = max(begin - first.row_begin, 0);
-    first.last_tile = min(cut.begin(index_t(blockIdx.x) + 1), first.row_end) - first.row_begin;
+    first.first_tile = (max)(begin - first.row_begin, 0);
+    first.last_tile = (min)(cut.begin(index_t(blockIdx.x) + 1), first.row_end) - first.row_begin;
     return cut;
   }
   /// Uneven rows: a block that begins another one has to fill its ring again, and gets so much less to read. Adds that to
@@ -178,12 +178,12 @@ struct decode_block {
     parts = {index_t(blockIdx.x) - mine.part, 0};
     if (mine.kind == split_piece::nothing) return true;
     const index_t sequence = small_quotient(mine.row, p.view.kv_heads), count = count_of(p, mine.row);
-    const index_t tiles = tiles_of(count), some = min(mine.parts, tiles);
+    const index_t tiles = tiles_of(count), some = (min)(mine.parts, tiles);
     only.row = mine.row;
     only.at = {sequence, mine.row - sequence * p.view.kv_heads, count,
                p.chosen.indices ? p.chosen.row(mine.row) : nullptr};
-    if (mine.part >= max(some, 1)) return true;
-    parts.count = max(some, 1);
+    if (mine.part >= (max)(some, 1)) return true;
+    parts.count = (max)(some, 1);
     const even_pieces cut(tiles, parts.count);
     only.row_begin = 0, only.row_end = only.next_end = tiles;
     only.first_tile = cut.begin(mine.part), only.last_tile = cut.begin(mine.part + 1);
@@ -195,9 +195,9 @@ struct decode_block {
     return {row,
             row_begin,
             row_end,
-            ends[min(row + 1, rows - 1)],
-            max(begin - row_begin, 0),
-            min(end, row_end) - row_begin,
+            ends[(min)(row + 1, rows - 1)],
+            (max)(begin - row_begin, 0),
+            (min)(end, row_end) - row_begin,
             decode_row{sequence, head, count_of(p, row), p.chosen.indices ? p.chosen.row(row) : nullptr}};
   }
 };

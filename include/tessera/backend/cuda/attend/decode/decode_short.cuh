@@ -157,7 +157,7 @@ class decode_clusters {
     for (int shift = shifts - 1; shift >= 0; --shift) {
       if (rows > resident_[shift] || tiles <= (1 << shift >> 1)) continue;
       const offset_t of_block = (tiles + (1 << shift) - 1) >> shift,
-                     idle = std::max(all - (rows << shift), offset_t(0));
+                     idle = (std::max)(all - (rows << shift), offset_t(0));
       return of_block * idle <= all * (shift > 1 ? 2 : 4) ? shift : -1;
     }
     return -1;

@@ -15,7 +15,7 @@ enum class decode_split {
 namespace detail {
 
 /// The split of a row of `tiles` tiles into parts of at most `most`.
-__device__ inline index_t parts_in(index_t tiles, index_t most) { return max(1, (tiles + most - 1) / most); }
+__device__ inline index_t parts_in(index_t tiles, index_t most) { return (max)(1, (tiles + most - 1) / most); }
 
 /// Makes `split [blocks]` from the lengths that the problem has now, by one warp. Every row gets a number of blocks of its
 /// own such that the longest part is as short as possible: blocks begin no second row, and parts stay even while rows
@@ -32,13 +32,13 @@ __global__ void __launch_bounds__(32)
   for (index_t row = lane; row < rows; row += 32) {
     tiles[row] = block::tiles_of(block::count_of(p, row));
     sum += tiles[row];
-    longest = max(longest, tiles[row]);
+    longest = (max)(longest, tiles[row]);
   }
   sum = warp_sum(sum);
   longest = __reduce_max_sync(~0u, longest);
   __syncwarp();
   // The least length of a part with which all parts have a block.
-  index_t least = max((sum + blocks - 1) / blocks, 1), most = longest;
+  index_t least = (max)((sum + blocks - 1) / blocks, 1), most = longest;
   while (least < most) {
     const index_t middle = (least + most) / 2;
     index_t parts = 0;

@@ -244,7 +244,7 @@ struct decode_staging {
         return;
       }
     }
-    const index_t valid = min(index_t(tokens), at.count - first);
+    const index_t valid = (min)(index_t(tokens), at.count - first);
     const float *k_scales = nullptr, *v_scales = nullptr;
     if constexpr (scaled) k_scales = view.scales.k + scale, v_scales = view.scales.v + scale;
     if constexpr (format::scaled) {

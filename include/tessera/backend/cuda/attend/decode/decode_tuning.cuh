@@ -67,8 +67,8 @@ template <class View>
 TESSERA_HD constexpr decode_tuning decode_tuning_for(int compute_capability) {
   // Bytes that rings may take on one multiprocessor; the rest is 4 KiB of row ends, as much of a merge's shares, and the
   // system's.
-  const bool small = compute_capability == 86 || compute_capability == 89 || compute_capability >= 120;
-  const int shared = (small ? 89 : compute_capability < 89 ? 152 : 212) * 1024;
+  const bool small_chip = compute_capability == 86 || compute_capability == 89 || compute_capability >= 120;
+  const int shared = (small_chip ? 89 : compute_capability < 89 ? 152 : 212) * 1024;
   decode_tuning tuning;
   tuning.tokens = detail::decode_format<View>::row_bytes <= 256 ? 32 : 16;
   for (tuning.warps = 8; tuning.warps > 1; tuning.warps /= 2) {

@@ -49,7 +49,7 @@ class attend_packed {
     check(cudaOccupancyMaxActiveBlocksPerMultiprocessor(&together, attend_entry_, detail::packed_threads,
                                                         std::size_t(shape_.bytes)),
           "cudaOccupancyMaxActiveBlocksPerMultiprocessor");
-    splits_ = std::clamp<index_t>(together * device.multiprocessors / std::max(1, lanes_), 1, 128);
+    splits_ = std::clamp<index_t>(together * device.multiprocessors / (std::max)(1, lanes_), 1, 128);
     parts_ = splits_ + most_segments + 1;
     overlapping_ = can_overlap(attend_entry_) && can_overlap(merge_entry_);
   }

@@ -81,7 +81,7 @@ class packed_part {
       const index_t* begins = chosen_begins();
       fill_sums(count, chosen_row_begin_, [&](index_t s) { return (begins[s + 1] - begins[s]) * unit_of_segment(s); });
     } else {
-      find_begins(list, list ? p_.chosen.counts[lane_row_] : unit_begin_[count], max(p_.unit, 1), unit_begin_, count,
+      find_begins(list, list ? p_.chosen.counts[lane_row_] : unit_begin_[count], (max)(p_.unit, 1), unit_begin_, count,
                   reinterpret_cast<index_t*>(shared_), chosen_row_begin_);
     }
     const index_t all = chosen_row_begin_[count];
@@ -94,10 +94,10 @@ class packed_part {
     }
     __syncthreads();
     for (index_t s = 0; s < count && chosen_row_begin_[s] < range[1]; ++s) {
-      const index_t before = chosen_row_begin_[s], first = max(range[0], before);
-      const index_t end = min(chosen_row_begin_[s + 1], range[1]);
+      const index_t before = chosen_row_begin_[s], first = (max)(range[0], before);
+      const index_t end = (min)(chosen_row_begin_[s + 1], range[1]);
       if (first >= end) continue;
-      const index_t unit = p_.chosen_begins ? unit_of_segment(s) : max(p_.unit, 1);
+      const index_t unit = p_.chosen_begins ? unit_of_segment(s) : (max)(p_.unit, 1);
       const index_t from = p_.chosen_begins ? chosen_begins()[s] : before / unit;
       const index_t begin_unit = from + ceil_div(first - before, unit), end_unit = from + ceil_div(end - before, unit);
       if (begin_unit < end_unit) attend_units(s, list, begin_unit, end_unit, split + s);
@@ -192,12 +192,12 @@ class packed_part {
     const unsigned k_to = unsigned(k_raw) + first_keys.own_place(), v_to = unsigned(v_raw) + first_values.own_place();
     const auto begin_keys = [&](const key_rows& from, index_t row) {
       from.copy(row, shared_address(shared_), k_to);
-      from.bits.load(max(row, 0), k_bits);
+      from.bits.load((max)(row, 0), k_bits);
       k_scale = from.scale(row);
     };
     const auto begin_values = [&](const value_rows& from, index_t row) {
       from.copy(row, shared_address(shared_), v_to);
-      from.bits.load(max(row, 0), v_bits);
+      from.bits.load((max)(row, 0), v_bits);
       v_scale = from.scale(row);
     };
     constexpr int warp_step = packed_warps * tile_tokens;
@@ -253,7 +253,7 @@ class packed_part {
     const int part = i / channels, c = i % channels, first = part * queries_at_once;
     // For a row that is not there, the last row is loaded and multiplied by 0: without branches the four loads do not wait for each other.
     const auto load = [&](int row) {
-      const index_t at = first_row_ + row, there = min(at, to_.rows - 1);
+      const index_t at = first_row_ + row, there = (min)(at, to_.rows - 1);
       return rotated_.row(lane_row_, s, there)[c] * (part < shape_.parts && at == there ? factor : 0.0f);
     };
     return make_float4(load(first), load(first + 1), load(first + 2), load(first + 3));
@@ -334,7 +334,7 @@ class packed_part {
     state.write(shape_.parts, states + warp * query_rows_together * 2,
                 reinterpret_cast<float*>(shared_ + warp * shape_.tile), channels);
     __syncthreads();
-    const int rows = int(min(index_t(query_rows_together), to_.rows - first_row_));
+    const int rows = int((min)(index_t(query_rows_together), to_.rows - first_row_));
     const offset_t at = (offset_t(lane_row_) * to_.parts + part) * to_.rows + first_row_;
     for (int i = int(threadIdx.x); i < rows * channels; i += packed_threads) {
       const int row = i / channels, c = i % channels;

@@ -43,7 +43,7 @@ __global__ void __launch_bounds__(merging_threads)
   auto* runs = reinterpret_cast<index_t*>(shared + memory.runs);  // [segments and whole rows, 2]
   const index_t lane_row = index_t(blockIdx.x), first = index_t(blockIdx.z) * merged_rows;
   const index_t sequence = lane_row / heads, head = lane_row % heads, group = p.q.heads / heads;
-  const int count = int(min(index_t(merged_rows), parts.rows - first));
+  const int count = int((min)(index_t(merged_rows), parts.rows - first));
   const int warp = int(threadIdx.x) / 32, lane = int(threadIdx.x) % 32,
             column = int(blockIdx.y) * merged_columns + lane;
   const offset_t begin = offset_t(lane_row) * parts.parts * parts.rows;

@@ -34,11 +34,11 @@ __device__ __forceinline__ void find_begins(const index_t* list, index_t all, in
       index_t below = 0;  // samples
 #pragma unroll
       for (int i = 0; i < packed_threads; i += 32) below += __popc(__ballot_sync(~0u, samples[i + lane] < limit));
-      found = max(below - 1, 0) * step;
-      const index_t end = below > 0 ? min(found + step, all) : 0;
+      found = (max)(below - 1, 0) * step;
+      const index_t end = below > 0 ? (min)(found + step, all) : 0;
 #pragma unroll 4
       for (index_t i = found; i < end; i += 32) {
-        found += __popc(__ballot_sync(~0u, i + lane < end && list[min(i + lane, all - 1)] < limit));
+        found += __popc(__ballot_sync(~0u, i + lane < end && list[(min)(i + lane, all - 1)] < limit));
       }
     }
     if (lane == 0) begins[s] = found * one;
@@ -52,7 +52,7 @@ __device__ __forceinline__ int2 rows_of_split(const index_t* begins, index_t cou
                                               index_t split) {
   constexpr index_t round = packed_warps * tile_tokens;  // fewer rows leave warps without work
   const index_t lane = index_t(threadIdx.x) % 32;
-  const index_t each = max(ceil_div(ceil_div(all, splits), tile_tokens) * tile_tokens, round);
+  const index_t each = (max)(ceil_div(ceil_div(all, splits), tile_tokens) * tile_tokens, round);
   // A lane tries one length.
   const index_t length_here = each + lane * tile_tokens;
   index_t parts_here = 0;
@@ -70,9 +70,9 @@ __device__ __forceinline__ int2 rows_of_split(const index_t* begins, index_t cou
     }
     if (s == count) return make_int2(all, all);
     const index_t first = begins[s] + (split - before) * length;
-    return make_int2(first, min(first + length, begins[s + 1]));
+    return make_int2(first, (min)(first + length, begins[s + 1]));
   }
-  return make_int2(min(split * each, all), min(split * each + each, all));
+  return make_int2((min)(split * each, all), (min)(split * each + each, all));
 }
 
 /// Bases of values come to the L2, where the merge finds them: a split's those of some of the `count` segments.

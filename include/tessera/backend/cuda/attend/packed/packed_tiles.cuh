@@ -25,7 +25,7 @@ struct raw_rows {
         bits(from, head),
         scales(from.scales ? from.scales + from.row(head, 0) : nullptr) {}
 
-  __device__ __forceinline__ float scale(index_t row) const { return scales ? scales[max(row, 0)] : 1.0f; }
+  __device__ __forceinline__ float scale(index_t row) const { return scales ? scales[(max)(row, 0)] : 1.0f; }
 
   /// Bytes from one row to the next one in shared memory.
   __device__ __forceinline__ unsigned stride() const { return Places::stride(chunks); }

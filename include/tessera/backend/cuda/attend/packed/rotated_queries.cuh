@@ -71,7 +71,7 @@ __global__ void __launch_bounds__(rotating_threads, View::k_dim <= 128 ? 5 : 3)
       }
     }
     const index_t first = index_t(blockIdx.z) * rows_rotated_together;
-    const int count = int(min(index_t(rows_rotated_together), to.rows + 1 - first));
+    const int count = int((min)(index_t(rows_rotated_together), to.rows + 1 - first));
     for (int i = int(threadIdx.x); i < count * D; i += rotating_threads) {
       const index_t row = first + i / D;
       const int d = i % D;

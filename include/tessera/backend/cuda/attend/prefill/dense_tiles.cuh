@@ -42,10 +42,10 @@ struct dense_tiles {
     first_row = of.block * Rows::block_rows;
     const index_t head = of.row % p.view.kv_heads;
     at = {of.row / p.view.kv_heads, head, head * group, group, 0, p.q.tokens * group, item};
-    at.stored = max(p.view.length(at.sequence, at.head), 0);
+    at.stored = (max)(p.view.length(at.sequence, at.head), 0);
     const auto range = Rows::seen(p, at, Rows::position_of(p, at, first_row),
                                   Rows::position_of(p, at, first_row + Rows::block_rows - 1));
-    const index_t begin = range.begin / tile, tiles = max(ceil_div(range.end, tile) - begin, 0);
+    const index_t begin = range.begin / tile, tiles = (max)(ceil_div(range.end, tile) - begin, 0);
     first_tile = begin + index_t(offset_t(tiles) * part / parts.splits);
     count = begin + index_t(offset_t(tiles) * (part + 1) / parts.splits) - first_tile;
   }
@@ -95,19 +95,19 @@ struct dense_tiles {
     const block_place in_turn{item % rows, blocks - 1 - item / rows};
     const bool alike = p.view.sequences == 1 && p.view.length_strides.head == 0;
     if (parts.splits > 1 || alike) return in_turn;
-    const index_t block_tokens = max(Rows::block_rows / (p.q.heads / p.view.kv_heads), 1);
+    const index_t block_tokens = (max)(Rows::block_rows / (p.q.heads / p.view.kv_heads), 1);
     const auto stored = [&](index_t row) {
-      return max(p.view.length(row / p.view.kv_heads, row % p.view.kv_heads), 0);
+      return (max)(p.view.length(row / p.view.kv_heads, row % p.view.kv_heads), 0);
     };
     index_t longest = 0, shortest = stored(0);
     for (index_t row = lane; row < rows; row += 32) {
-      longest = max(longest, stored(row)), shortest = min(shortest, stored(row));
+      longest = (max)(longest, stored(row)), shortest = (min)(shortest, stored(row));
     }
     longest = __reduce_max_sync(~0u, longest), shortest = __reduce_min_sync(~0u, shortest);
     if (longest - shortest < block_tokens) return in_turn;
 
     const auto turns_late = [&](index_t row) { return (longest - stored(row)) / block_tokens; };
-    const auto begun = [&](index_t row, index_t turn) { return min(max(turn - turns_late(row), 0), blocks); };
+    const auto begun = [&](index_t row, index_t turn) { return (min)((max)(turn - turns_late(row), 0), blocks); };
     const auto all_begun = [&](index_t turn) {
       index_t sum = 0;
       for (index_t row = lane; row < rows; row += 32) sum += begun(row, turn);

@@ -81,7 +81,7 @@ void gather_columns(const View& view, index_t q_heads, const column_memory& memo
   if constexpr (View::is_raw && sizeof(typename View::element_type) == 2) {
     using T = std::remove_const_t<typename View::element_type>;
     constexpr int row_bytes = (View::k_dim + View::v_dim) * 2, threads = 256;
-    const std::size_t most = std::size_t(1) << 24, rows = std::min(memory.bytes / row_bytes, most);
+    const std::size_t most = std::size_t(1) << 24, rows = (std::min)(memory.bytes / row_bytes, most);
     const index_t room = index_t(rows / Tile * Tile);
     if (!memory.data || room < 2 * Tile) return;
     T* const keys = static_cast<T*>(memory.data);

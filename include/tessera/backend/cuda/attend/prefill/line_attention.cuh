@@ -78,7 +78,7 @@ class line_attention {
     int resident = 0;
     check(cudaOccupancyMaxActiveBlocksPerMultiprocessor(&resident, entry_, threads_, std::size_t(shared_bytes_)),
           "cudaOccupancyMaxActiveBlocksPerMultiprocessor");
-    places_ = std::max(1, resident) * device.multiprocessors;
+    places_ = (std::max)(1, resident) * device.multiprocessors;
   }
 
   /// What splits need.
@@ -105,7 +105,7 @@ class line_attention {
       detail::require_aligned("columns", columns.data, 16);
       detail::gather_columns<View, hopper_tile>(problem.view, q_heads_, columns, argument, stream);
     }
-    const index_t grid = on_hopper ? std::min(parts.items, places_) : parts.items;
+    const index_t grid = on_hopper ? (std::min)(parts.items, places_) : parts.items;
     entry_<<<unsigned(grid), unsigned(threads_), std::size_t(shared_bytes_), stream>>>(problem, parts, maps, argument);
     check(cudaGetLastError(), "launch of attention along lines");
     if (parts.splits == 1) return;

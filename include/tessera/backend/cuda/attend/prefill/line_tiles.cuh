@@ -58,16 +58,16 @@ struct line_tiles {
     if (lines_.order) q_head_ = lines_.order[q_head_];
     first_row = (blocks - 1 - in_turn % blocks) * Rows::block_rows;
     at = {0, q_head_ / group, q_head_, 1, 0, p.q.tokens, item};
-    at.stored = max(p.view.length(0, at.head), 0);
+    at.stored = (max)(p.view.length(0, at.head), 0);
     window_ = p.rule.sliding_window;
-    dense_from_ = p.first_position[0] + p.q.tokens - min(lines_.dense_rows, p.q.tokens);
+    dense_from_ = p.first_position[0] + p.q.tokens - (min)(lines_.dense_rows, p.q.tokens);
     slash_ = lines_.slash_of(q_head_), vertical_ = lines_.vertical_of(q_head_);
     const index_t oldest = Rows::position_of(p, at, first_row);
     const index_t newest = Rows::position_of(p, at, first_row + Rows::block_rows - 1);
     reads_all_ = newest >= dense_from_;
     const auto range = Rows::seen(p, at, oldest, newest);
     const auto share = [&](index_t begin, index_t end, index_t of) {
-      return begin + index_t(offset_t(max(end - begin, 0)) * of / parts.splits);
+      return begin + index_t(offset_t((max)(end - begin, 0)) * of / parts.splits);
     };
     const index_t first_chunk = range.begin / chunk_slots, end_chunk = ceil_div(range.end, chunk_slots);
     index_t first_column = 0, end_column = 0;
@@ -114,7 +114,7 @@ struct line_tiles {
     }
     const index_t tiles = ceil_div(listed, tile_chunks), columns_at = tiles * tile_chunks;
     if (listed + own() < columns_at) list_.entries[listed + own()] = no_chunk;
-    const index_t columns = next_chunk < last_chunk ? 0 : min(list_.last_column - next_column, Entries - columns_at);
+    const index_t columns = next_chunk < last_chunk ? 0 : (min)(list_.last_column - next_column, Entries - columns_at);
     const index_t* const slots = lines_.columns_of(q_head_) + next_column;
     for (index_t i = own(); i < columns; i += threads) {
       list_.entries[columns_at + i] = std::uint32_t(slots[i]);
@@ -183,10 +183,10 @@ struct line_tiles {
 #pragma unroll
     for (int c = 0; c < tile_chunks; ++c) {
       const index_t chunk = index_t(listed.entries[c] / 32);
-      const unsigned bit = unsigned(lines_.positions() - 1 - max(query - chunk * chunk_slots, 0));
+      const unsigned bit = unsigned(lines_.positions() - 1 - (max)(query - chunk * chunk_slots, 0));
       const std::uint32_t* const from = slash_ + bit / 32;
       bits[c] = __funnelshift_r(__ldg(from), __ldg(from + 1), bit % 32);
-      vertical[c] = __ldg(vertical_ + min(chunk, lines_.words - 1));
+      vertical[c] = __ldg(vertical_ + (min)(chunk, lines_.words - 1));
       all &= listed.entries[c];
     }
 #pragma unroll
@@ -246,7 +246,7 @@ struct line_tiles {
     std::uint32_t slash = 0;
     if (!p.view.positions) {
       // Distances fall as slots rise, so the bits stand the other way round: neighbours lie side by side.
-      const index_t bit = bit_of(max(query - first, 0));
+      const index_t bit = bit_of((max)(query - first, 0));
       slash = __funnelshift_r(slash_[bit / 32], slash_[bit / 32 + 1], bit % 32);
     } else {
       for (std::uint32_t left = visible; left != 0; left &= left - 1) {
@@ -254,7 +254,7 @@ struct line_tiles {
         if (slash_[bit / 32] >> bit % 32 & 1) slash |= left & (0u - left);
       }
     }
-    const std::uint32_t vertical = vertical_[min(chunk, lines_.words - 1)];
+    const std::uint32_t vertical = vertical_[(min)(chunk, lines_.words - 1)];
     const std::uint32_t lines = reads_all_ ? slash | vertical : slash & ~vertical;
     return visible & (query >= dense_from_ ? ~0u : lines);
   }
@@ -271,7 +271,7 @@ struct line_tiles {
     std::uint32_t crossed = 0, hidden = 0;  // bit i: a vertical line crosses chunk i; the rule hides something of it
 #pragma unroll
     for (int i = 0; i < together; ++i) {
-      crossed |= __ldg(vertical_ + min(chunk + i, lines_.words - 1)) != 0 ? 1u << i : 0u;
+      crossed |= __ldg(vertical_ + (min)(chunk + i, lines_.words - 1)) != 0 ? 1u << i : 0u;
     }
     const index_t first = chunk * chunk_slots;
 #pragma unroll
@@ -286,15 +286,15 @@ struct line_tiles {
       constexpr int span = (half_rows + chunk_slots - 2) / 32 + 2;  // words that hold a chunk's distances
       std::uint32_t bits[span + together - 1];
 #pragma unroll
-      for (int i = 0; i < span + together - 1; ++i) bits[i] = __ldg(slash_ + min(word + i, lines_.words));
+      for (int i = 0; i < span + together - 1; ++i) bits[i] = __ldg(slash_ + (min)(word + i, lines_.words));
 #pragma unroll
       for (int i = 0; i < together; ++i) {
-        const index_t first_key = first + i * chunk_slots, last_key = min(first_key + chunk_slots, at.stored) - 1;
+        const index_t first_key = first + i * chunk_slots, last_key = (min)(first_key + chunk_slots, at.stored) - 1;
         const bool all_seen = last_key == first_key + chunk_slots - 1 && last_key <= oldest &&
                               (window_ <= 0 || newest - first_key < window_);
         if (!all_seen) hidden |= 1u << i;
         if (chunk + i >= last || first_key > newest || (window_ > 0 && last_key <= oldest - window_)) continue;
-        const index_t end = bit + (newest - first_key) - max(0, oldest - last_key) + 1;
+        const index_t end = bit + (newest - first_key) - (max)(0, oldest - last_key) + 1;
         std::uint32_t set = 0, missing = 0;
 #pragma unroll
         for (int j = 0; j < span; ++j) {
@@ -316,7 +316,7 @@ struct line_tiles {
   }
   /// The same of one chunk, whatever the slots' positions.
   __device__ std::uint32_t flags_of(const problem_type& p, index_t chunk) const {
-    const index_t first = chunk * chunk_slots, last = min(first + chunk_slots, at.stored) - 1;
+    const index_t first = chunk * chunk_slots, last = (min)(first + chunk_slots, at.stored) - 1;
     const index_t first_key = position_of(p, first), last_key = position_of(p, last);
     const std::uint32_t vertical = vertical_[chunk];
     std::uint32_t flags = 0;
@@ -330,7 +330,7 @@ struct line_tiles {
           last == first + chunk_slots - 1 && last_key <= oldest && (window_ <= 0 || newest - first_key < window_);
       bool any = newest >= dense_from_, all = oldest >= dense_from_;
       if (!all) {
-        const found on_slashes = distances(max(0, oldest - last_key), newest - first_key);
+        const found on_slashes = distances((max)(0, oldest - last_key), newest - first_key);
         any = any || on_slashes.any || (reads_all_ && vertical != 0);
         all = on_slashes.all && (reads_all_ || vertical == 0);
       }
@@ -358,7 +358,7 @@ struct line_tiles {
     index_t word = begin / 32;
     std::uint32_t bits[few];
 #pragma unroll
-    for (int i = 0; i < few; ++i) bits[i] = slash_[min(word + i, lines_.words)];  // under way together
+    for (int i = 0; i < few; ++i) bits[i] = slash_[(min)(word + i, lines_.words)];  // under way together
 #pragma unroll
     for (int i = 0; i < few; ++i) take(word + i, bits[i]);
     for (word += few; word * 32 < end && !(result.any && !result.all); ++word) take(word, slash_[word]);

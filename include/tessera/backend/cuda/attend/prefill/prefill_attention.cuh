@@ -91,7 +91,7 @@ class prefill_attention {
     int resident = 0;
     check(cudaOccupancyMaxActiveBlocksPerMultiprocessor(&resident, entry_, threads_, std::size_t(shared_bytes_)),
           "cudaOccupancyMaxActiveBlocksPerMultiprocessor");
-    places_ = std::max(1, resident) * device.multiprocessors;
+    places_ = (std::max)(1, resident) * device.multiprocessors;
   }
 
   /// What splits need. Not more than a part for every block that the device holds at once.
@@ -108,7 +108,7 @@ class prefill_attention {
     const detail::prefill_parts parts = detail::cut_prefill<kernel>(blocks, places_, on_hopper, workspace, stream);
     row_maps maps;
     if (on_hopper) maps = map_rows_of(problem.view, hopper_tile);
-    const index_t grid = on_hopper ? std::min(parts.items, places_) : parts.items;
+    const index_t grid = on_hopper ? (std::min)(parts.items, places_) : parts.items;
     entry_<<<unsigned(grid), unsigned(threads_), std::size_t(shared_bytes_), stream>>>(problem, parts, maps);
     check(cudaGetLastError(), "launch of prefill attention");
     if (parts.splits == 1) return;

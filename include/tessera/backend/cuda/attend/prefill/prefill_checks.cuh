@@ -76,7 +76,7 @@ index_t check_prefill(const prefill_problem<View, Out>& p, index_t sequences, in
   }
   const offset_t rows = offset_t(p.q.tokens) * group;
   const offset_t blocks = (rows + block_rows - 1) / block_rows * (offset_t(sequences) * (q_heads / group));
-  constexpr offset_t most = std::numeric_limits<index_t>::max();
+  constexpr offset_t most = (std::numeric_limits<index_t>::max)();
   require(rows <= most - block_rows && blocks <= most, "query rows of the chunk", rows * (q_heads / group) * sequences,
           "fewer than 2^31 for a head, in fewer than 2^31 blocks", "pass a shorter chunk");
   return index_t(blocks);

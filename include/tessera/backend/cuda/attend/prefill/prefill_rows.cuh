@@ -63,12 +63,12 @@ struct prefill_rows {
   };
 
   __device__ static index_t position_of(const problem_type& p, const place& at, index_t row) {
-    return p.first_position[at.sequence] + min(row, at.query_rows - 1) / at.group;
+    return p.first_position[at.sequence] + (min)(row, at.query_rows - 1) / at.group;
   }
 
   /// First slot whose key is newer than `position`: positions ascend.
   __device__ static index_t first_newer(const problem_type& p, const place& at, index_t position) {
-    if (!p.view.positions) return position < 0 ? 0 : min(position, at.stored - 1) + 1;
+    if (!p.view.positions) return position < 0 ? 0 : (min)(position, at.stored - 1) + 1;
     return first_where_in_warp(at.stored, int(threadIdx.x % 32),
                                [&](index_t slot) { return p.view.position(at.sequence, at.head, slot) > position; });
   }
@@ -91,7 +91,7 @@ struct prefill_rows {
       return stored & low_bits(behind + 1) & ~(window > 0 ? low_bits(behind + 1 - window) : 0u);
     }
     // Positions ascend: what is not newer than a position is a run from the first slot on.
-    const index_t slots = min(at.stored - first, chunk_slots);
+    const index_t slots = (min)(at.stored - first, chunk_slots);
     const auto not_newer = [&](index_t position) {
       index_t count = 0;
 #pragma unroll

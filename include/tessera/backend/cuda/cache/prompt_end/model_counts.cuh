@@ -1,8 +1,7 @@
 // How many tokens each layer's heads keep where one threshold runs over the model, on the GPU.
 #pragma once
 
-#include <vector>
-
+#include "../../../../core/host_vector.hpp"
 #include "../../../../core/model_shape.hpp"
 #include "../../../../planned.hpp"
 #include "../../../../runtime/kept_lengths.hpp"
@@ -96,7 +95,7 @@ class model_counts<Recipe, true> {
     const auto first = host_.begin() + first_[std::size_t(layer)];
     kept.by_head.assign(first, first + heads_);
     for (const index_t own : kept.by_head) {
-      kept.longest = std::max(kept.longest, own);
+      kept.longest = (std::max)(kept.longest, own);
       kept.total += own;
     }
     return kept;
@@ -116,8 +115,8 @@ class model_counts<Recipe, true> {
   device_buffer<index_t> counts_;
   device_buffer<float> finished_;
   device_buffer<unsigned char> workspace_;
-  std::vector<index_t> first_;  // by layer: its first row, or -1
-  std::vector<index_t> host_;   // by row
+  host_vector<index_t> first_;  // by layer: its first row, or -1
+  host_vector<index_t> host_;   // by row
 };
 
 }  // namespace cuda

@@ -34,8 +34,8 @@ __global__ void __launch_bounds__(256)
   const index_t h = blockIdx.x, tokens = view.length(0, h);
   const int warp = threadIdx.x / 32, lane = threadIdx.x % 32;
   if (warp < 4) {
-    const index_t first = max(part.first, sinks);
-    const index_t at = warp == 0 ? sinks : warp == 1 ? first : warp == 2 ? max(part.end, first) : part.own;
+    const index_t first = (max)(part.first, sinks);
+    const index_t at = warp == 0 ? sinks : warp == 1 ? first : warp == 2 ? (max)(part.end, first) : part.own;
     const index_t found = slots_before(view, 0, h, at, lane);
     if (lane == 0) ends[warp] = found;
   }
@@ -139,7 +139,7 @@ class rereading<Recipe, true> {
     for (index_t done = 0; done < q.tokens; done += queries_at_once) {
       problem.q = q;
       problem.q.data += done * q.token_stride;
-      problem.q.tokens = std::min(queries_at_once, q.tokens - done);
+      problem.q.tokens = (std::min)(queries_at_once, q.tokens - done);
       problem.accumulate = done > 0;
       set_number(position_.data(), part.own + done, stream);
       score_.run(problem, policy, workspace_.data(), stream);

@@ -3,8 +3,8 @@
 
 #include <algorithm>
 #include <utility>
-#include <vector>
 
+#include "../../../../core/host_vector.hpp"
 #include "../../../../scorer/block_mean.hpp"
 #include "../../read/means/decode_blocks.cuh"
 #include "../../store/packed/packed_store.cuh"
@@ -36,7 +36,7 @@ class block_reader : public reader_without_index<Recipe> {
     const auto& layout = recipe.layout;
     const auto& read = recipe.retrieve;
     const segment_formats formats = formats_of(layout, read.selector.block);
-    const index_t most_block = formats.alike ? formats.block : std::max(formats.block, strategy_blocks.front());
+    const index_t most_block = formats.alike ? formats.block : (std::max)(formats.block, strategy_blocks.front());
     return {{read.scorer, read.selector, read.tokens, options.sequences, shape.kv_heads, shape.q_heads,
              options.step_tokens, options.tokens, most_segments(layout, options.tokens),
              segment_limits{formats.widest_k, formats.widest_v, formats.least_block, formats.alike}, device},
@@ -54,12 +54,12 @@ class block_reader : public reader_without_index<Recipe> {
     chosen = problem.chosen;
     return true;
   }
-  static std::vector<index_t> slots(const store_type& store, index_t layer, index_t id,
-                                    const std::vector<index_t>& blocks) {
+  static host_vector<index_t> slots(const store_type& store, index_t layer, index_t id,
+                                    const host_vector<index_t>& blocks) {
     return store.slots_of_blocks(layer, id, blocks);
   }
   offset_t attended(const planned<Recipe>&, offset_t n, const head_place& of) const {
-    return of.newest + std::min<offset_t>(n - of.newest, step_.read);
+    return of.newest + (std::min<offset_t>)(n - of.newest, step_.read);
   }
   static offset_t bytes_read(const planned<Recipe>&, offset_t, const head_place&) {
     return 0;

@@ -3,8 +3,8 @@
 
 #include <algorithm>
 #include <utility>
-#include <vector>
 
+#include "../../../../core/host_vector.hpp"
 #include "../../read/exact/retrieve_by_scores.cuh"
 #include "../numbers.cuh"
 #include "reader.cuh"
@@ -31,7 +31,7 @@ class exact_reader : public slot_reader {
   void adopt(operation&& fitted) { choose_ = std::move(fitted); }
 
   void require_covered(const planned<Recipe>& policies) const { choose_.require_covered(plan(policies)); }
-  std::vector<detail::gathered_column> gathered() const { return {plans_.gathered()}; }
+  host_vector<detail::gathered_column> gathered() const { return {plans_.gathered()}; }
   void set_plan(index_t id, const planned<Recipe>& policies, cudaStream_t stream) {
     set_number(plans_.of(0, id), plan(policies), stream);
   }
@@ -51,7 +51,7 @@ class exact_reader : public slot_reader {
   offset_t bytes(const planned<Recipe>&, index_t) const { return 0; }
   void require_fits(offset_t) const {}
   static offset_t attended(const planned<Recipe>& policies, offset_t n, const head_place&) {
-    return std::min(n, operation::most_read(plan(policies)));
+    return (std::min)(n, operation::most_read(plan(policies)));
   }
   static offset_t bytes_read(const planned<Recipe>& policies, offset_t n, const head_place&) {
     return operation::bytes_read(plan(policies), n);
@@ -61,7 +61,7 @@ class exact_reader : public slot_reader {
   static read_plan plan(const planned<Recipe>& policies) { return read_plan(policies.plan.read); }
   static index_t most_read(const Recipe& recipe, const cache_options& options) {
     index_t most = 1;
-    for_each_plan(recipe, options, [&](const stage_plan& plan) { most = std::max(most, plan.read); });
+    for_each_plan(recipe, options, [&](const stage_plan& plan) { most = (std::max)(most, plan.read); });
     return most;
   }
 

@@ -3,8 +3,8 @@
 
 #include <algorithm>
 #include <utility>
-#include <vector>
 
+#include "../../../../core/host_vector.hpp"
 #include "../../../../core/stored/page_extrema.hpp"
 #include "../../read/extrema/mean_value.cuh"
 #include "../../read/extrema/page_index.cuh"
@@ -44,7 +44,7 @@ class extrema_reader : public slot_reader {
                   ? std::size_t(shape.layers) * std::size_t(options.sequences) * std::size_t(shape.kv_heads) * v_dim
                   : 0),
         sums_scratch_(averages ? mean_value<View>(options.sequences * shape.kv_heads).workspace_bytes() : 0) {
-    std::vector<offset_t> begins(std::size_t(shape.layers) * std::size_t(options.sequences) *
+    host_vector<offset_t> begins(std::size_t(shape.layers) * std::size_t(options.sequences) *
                                  std::size_t(shape.kv_heads));
     for (std::size_t row = 0; row < begins.size(); ++row) begins[row] = offset_t(row) * row_elements_;
     check(cudaMemcpy(begins_.of(0, 0), begins.data(), begins.size() * sizeof(offset_t), cudaMemcpyHostToDevice),
@@ -73,7 +73,7 @@ class extrema_reader : public slot_reader {
   void require_covered(const planned<Recipe>& policies) const { choose_.require_covered(plan(policies)); }
   /// Errors   more tokens than the index was made for.
   void require_fits(offset_t tokens) const { require_index_fits(tokens, tokens_); }
-  std::vector<detail::gathered_column> gathered() const {
+  host_vector<detail::gathered_column> gathered() const {
     return {plans_.gathered(), begins_.gathered(), rooms_.gathered()};
   }
   void set_plan(index_t id, const planned<Recipe>& policies, cudaStream_t stream) {
@@ -147,7 +147,7 @@ class extrema_reader : public slot_reader {
                               (averages ? v_dim * offset_t(sizeof(double)) : 0));
   }
   offset_t attended(const planned<Recipe>& policies, offset_t n, const head_place&) const {
-    return std::min(n, choose_.most_read(plan(policies)));
+    return (std::min)(n, choose_.most_read(plan(policies)));
   }
   offset_t bytes_read(const planned<Recipe>& policies, offset_t n, const head_place&) const {
     return operation::bytes_read(plan(policies), n) + (averages ? v_dim * offset_t(sizeof(double)) : 0);
@@ -160,16 +160,16 @@ class extrema_reader : public slot_reader {
   static read_bounds bounds_of(const Recipe& recipe, const cache_options& options, read_bounds bounds) {
     for_each_plan(recipe, options, [&](const stage_plan& given) {
       const auto fitted = recipe.retrieve.planned(given, k_dim);
-      bounds.cover(read_plan::of(fitted.scorer, given.read), std::min(options.tokens, given.capacity + 16));
+      bounds.cover(read_plan::of(fitted.scorer, given.read), (std::min)(options.tokens, given.capacity + 16));
     });
     return bounds;
   }
   /// Elements of one row of the index, whatever the page.
   static offset_t elements_of(const read_bounds& bounds, index_t tokens) {
     const auto rounded = [](index_t pages) { return ceil_div(pages, room_step) * room_step; };
-    const index_t two_sided = std::max<index_t>(2, bounds.page);
+    const index_t two_sided = (std::max<index_t>)(2, bounds.page);
     const offset_t two = page_row_elements(two_sided, k_dim, rounded(ceil_div(tokens, two_sided)));
-    return bounds.page == 1 ? std::max(two, page_row_elements(1, k_dim, rounded(tokens))) : two;
+    return bounds.page == 1 ? (std::max)(two, page_row_elements(1, k_dim, rounded(tokens))) : two;
   }
   index_type batch_index(index_t layer) const { return {data_.data(), 1, 0, begins_.batch(layer), rooms_.batch(0)}; }
   double* sums(index_t layer, index_t id) const {

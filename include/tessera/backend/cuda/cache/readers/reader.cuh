@@ -3,8 +3,8 @@
 
 #include <algorithm>
 #include <string>
-#include <vector>
 
+#include "../../../../core/host_vector.hpp"
 #include "../../../../planned.hpp"
 #include "../../store/step_table.cuh"
 #include "../cache_options.hpp"
@@ -16,7 +16,7 @@ namespace cuda {
 template <class Recipe, class Visit>
 void for_each_plan(const Recipe& recipe, const cache_options& options, const Visit& visit) {
   // Sizes change slowly with the prompt: a step of a hundredth meets every page, and the ends meet the extremes.
-  for (double prompt = options.first_prompt; prompt < options.tokens; prompt = std::max(prompt + 1, prompt * 1.01)) {
+  for (double prompt = options.first_prompt; prompt < options.tokens; prompt = (std::max)(prompt + 1, prompt * 1.01)) {
     visit(recipe.plan_unchecked(index_t(prompt)));
   }
   visit(recipe.plan_unchecked(options.tokens));
@@ -25,7 +25,7 @@ void for_each_plan(const Recipe& recipe, const cache_options& options, const Vis
 /// Of readers that choose slots.
 struct slot_reader {
   template <class Store>
-  static const std::vector<index_t>& slots(const Store&, index_t, index_t, const std::vector<index_t>& list) {
+  static const host_vector<index_t>& slots(const Store&, index_t, index_t, const host_vector<index_t>& list) {
     return list;
   }
 };
@@ -36,7 +36,7 @@ index_t most_indexed(const Recipe& recipe, const cache_options& options) {
   if (!Recipe::retain_type::drops) return options.tokens;
   index_t most = 0;
   for_each_plan(recipe, options, [&](const stage_plan& plan) {
-    most = std::max({most, plan.capacity, plan.retained, plan.read});
+    most = (std::max)({most, plan.capacity, plan.retained, plan.read});
   });
   return most;
 }
@@ -46,12 +46,12 @@ template <class Recipe>
 index_t index_tokens(const Recipe& recipe, const cache_options& options) {
   if (options.index_tokens > 0) return options.index_tokens;
   if (!Recipe::retain_type::drops) return options.tokens;
-  return index_t(std::min<offset_t>(options.tokens, 2 * offset_t(most_indexed(recipe, options)) + 1024));
+  return index_t((std::min<offset_t>)(options.tokens, 2 * offset_t(most_indexed(recipe, options)) + 1024));
 }
 /// Errors   an index for `room` tokens of a head is too small for what the recipe's plans keep; for `tokens`.
 template <class Recipe>
 void require_indexed(const Recipe& recipe, const cache_options& options, index_t room) {
-  const index_t needed = std::min(options.tokens, most_indexed(recipe, options));
+  const index_t needed = (std::min)(options.tokens, most_indexed(recipe, options));
   require(needed <= room, "tokens whose keys the budget's plans index", needed,
           "at most cache_options::index_tokens, which is " + std::to_string(room),
           "raise index_tokens, or make a new cache for this budget");
@@ -97,7 +97,7 @@ template <class Recipe>
 struct reader_without_index {
   void require_covered(const planned<Recipe>&) const {}
   void require_fits(offset_t) const {}
-  std::vector<detail::gathered_column> gathered() const { return {}; }
+  host_vector<detail::gathered_column> gathered() const { return {}; }
   template <class... Any>
   void set_plan(const Any&...) {}
   void clear(index_t, cudaStream_t) {}

@@ -3,8 +3,8 @@
 
 #include <algorithm>
 #include <numeric>
-#include <vector>
 
+#include "../../../../core/host_vector.hpp"
 #include "../../../../core/model_shape.hpp"
 #include "../../choose/plain_select.cuh"
 #include "../../read/segments/segment_means.cuh"
@@ -46,7 +46,7 @@ class segment_reader : public slot_reader {
         tail_(counts_.size()),
         plans_(1, options.sequences, 1),
         ids_(1, options.sequences, 1) {
-    std::vector<index_t> ids(std::size_t(options.sequences), 0);
+    host_vector<index_t> ids(std::size_t(options.sequences), 0);
     std::iota(ids.begin(), ids.end(), 0);
     check(cudaMemcpy(ids_.of(0, 0), ids.data(), ids.size() * sizeof(index_t), cudaMemcpyHostToDevice), "cudaMemcpy");
     check(cudaMemset(said_.data(), 0xff, said_.bytes()), "cudaMemset");
@@ -65,7 +65,7 @@ class segment_reader : public slot_reader {
 
   void require_covered(const planned<Recipe>&) const {}
   void require_fits(offset_t tokens) const { require_index_fits(tokens, tokens_); }
-  std::vector<detail::gathered_column> gathered() const { return {plans_.gathered(), ids_.gathered()}; }
+  host_vector<detail::gathered_column> gathered() const { return {plans_.gathered(), ids_.gathered()}; }
   void set_plan(index_t id, const planned<Recipe>& policies, cudaStream_t stream) {
     const index_t read = policies.plan.read;
     set_number(plans_.of(0, id), segment_plan{read, scorer_.protected_tail(read)}, stream);
@@ -125,7 +125,7 @@ class segment_reader : public slot_reader {
   }
   /// Of the last step. Synchronises.
   offset_t attended(const planned<Recipe>& policies, offset_t n, const head_place& of) const {
-    return runs_read(of) == 0 ? n : std::min<offset_t>(n, policies.plan.read);
+    return runs_read(of) == 0 ? n : (std::min<offset_t>)(n, policies.plan.read);
   }
   offset_t bytes_read(const planned<Recipe>&, offset_t, const head_place& of) const {
     return runs_read(of) * k_dim * offset_t(sizeof(float));

@@ -4,9 +4,9 @@
 #include <algorithm>
 #include <string>
 #include <utility>
-#include <vector>
 
 #include "../../../../concepts/prefill.hpp"
+#include "../../../../core/host_vector.hpp"
 #include "../../device/alignment.cuh"
 #include "../../device/launch.cuh"
 #include "../../device/memory.cuh"
@@ -89,18 +89,18 @@ __global__ void __launch_bounds__(Threads)
   index_t listed = 0;
   for (index_t first = 0; first < words; first += Threads) {
     const index_t word = first + index_t(threadIdx.x);
-    std::uint32_t near = 0, down = 0;
+    std::uint32_t across = 0, down = 0;
     if (word < words) {
-      near = bits_of_flags(lines.has_slash + word * 32), down = bits_of_flags(lines.has_vertical + word * 32);
+      across = bits_of_flags(lines.has_slash + word * 32), down = bits_of_flags(lines.has_vertical + word * 32);
       const auto add = [&](std::uint32_t left, const auto& length_of) {
         for (; left != 0; left &= left - 1) mine += (unsigned long long)(length_of(word * 32 + __ffs(int(left)) - 1));
       };
-      add(near, [&](index_t at) { return lines.slash_length(at); });
+      add(across, [&](index_t at) { return lines.slash_length(at); });
       add(down, [&](index_t at) { return lines.vertical_length(at); });
     }
     index_t to = listed + scan.before(word < words ? index_t(__popc(down)) : 0);
     if (word < words) {
-      slash[words - 1 - word] = __brev(near);  // distances fall as bits rise
+      slash[words - 1 - word] = __brev(across);  // distances fall as bits rise
       vertical[word] = down;
       for (std::uint32_t left = down; left != 0; left &= left - 1) columns[to++] = word * 32 + __ffs(int(left)) - 1;
     }
@@ -162,13 +162,13 @@ class choose_lines {
   /// one kv_head needs more.
   choose_lines(index_t kv_heads, index_t q_heads, index_t positions, index_t most_rows, const device_info& device,
                std::size_t bytes = std::size_t(1) << 30)
-      : kv_heads_(kv_heads), q_heads_(q_heads), words_(std::max(1, ceil_div(positions, 32))), most_rows_(most_rows) {
+      : kv_heads_(kv_heads), q_heads_(q_heads), words_((std::max)(1, ceil_div(positions, 32))), most_rows_(most_rows) {
     require(kv_heads > 0 && q_heads > 0 && q_heads % kv_heads == 0, "q_heads", q_heads, "a multiple of kv_heads",
             "pass the model's head counts");
     require(positions >= 0 && positions < (1 << 29) && most_rows >= 0, "positions", positions, "0 to 2^29",
             "pass how long a conversation becomes");
     at_once_ =
-        index_t(std::clamp<std::size_t>(bytes / std::max<std::size_t>(1, bytes_of(1)), 1, std::size_t(kv_heads)));
+        index_t(std::clamp<std::size_t>(bytes / (std::max<std::size_t>)(1, bytes_of(1)), 1, std::size_t(kv_heads)));
     const std::size_t heads = std::size_t(q_heads), all = std::size_t(words_) * 32;
     slash_ = device_buffer<std::uint32_t>(heads * (std::size_t(words_) + 1));
     vertical_ = device_buffer<std::uint32_t>(heads * std::size_t(words_));
@@ -176,7 +176,7 @@ class choose_lines {
     numbers_ = device_buffer<index_t>(2 * heads);
     entries_ = device_buffer<unsigned long long>(heads);
     flags_ = device_buffer<std::uint8_t>(2 * heads * all);
-    rows_ = device_buffer<index_t>(std::size_t(std::max(1, most_rows)));
+    rows_ = device_buffer<index_t>(std::size_t((std::max)(1, most_rows)));
     if constexpr (asks_attention) {
       clusters_ = may_cluster(device);
       logits_entry_ = detail::line_logits_entry<View>;
@@ -195,7 +195,7 @@ class choose_lines {
   /// Enqueues the choice; the tables hold until the next call. `sampled`: positions of the rows that `pattern` samples, on the
   /// host, ascending.
   line_tables run(const Pattern& pattern, const choose_lines_problem<View>& problem,
-                  const std::vector<index_t>& sampled, void* workspace, cudaStream_t stream) const {
+                  const host_vector<index_t>& sampled, void* workspace, cudaStream_t stream) const {
     check_problem(problem, sampled, workspace);
     detail::line_sample seen{};
     unsigned char* memory = static_cast<unsigned char*>(workspace);
@@ -231,7 +231,7 @@ class choose_lines {
         auto* counters = reinterpret_cast<detail::line_counters*>(take(heads * sizeof(detail::line_counters)));
         auto* lists = reinterpret_cast<index_t*>(take(heads * 6 * all * sizeof(index_t)));
         for (index_t kv_head = 0; kv_head < kv_heads_; kv_head += at_once_) {
-          const index_t some = std::min(at_once_, kv_heads_ - kv_head) * group();
+          const index_t some = (std::min)(at_once_, kv_heads_ - kv_head) * group();
           seen.first_head = kv_head * group();
           look(problem, seen, kv_head, some, stream);
           choose(pattern, seen, some, counters, lists, stream);
@@ -251,7 +251,7 @@ class choose_lines {
             columns_.data(),
             numbers_.data(),
             numbers_.data() + std::size_t(q_heads_),
-            std::min(problem.q.tokens, dense_rows_of(pattern))};
+            (std::min)(problem.q.tokens, dense_rows_of(pattern))};
   }
 
  private:
@@ -261,7 +261,7 @@ class choose_lines {
     return true;
   }
   index_t blocks_of(index_t threads_of_block) const {
-    return std::min(1024, ceil_div(positions() + 1, threads_of_block));
+    return (std::min)(1024, ceil_div(positions() + 1, threads_of_block));
   }
 
   std::size_t parts_of_row() const { return std::size_t(ceil_div(positions(), detail::line_sample::tile)); }
@@ -282,10 +282,10 @@ class choose_lines {
            can_overlap(detail::choose_lines_entry<Pattern, most_cluster, threads>);  // compiled for sm_90 or newer
   }
 
-  void set_rows(const std::vector<index_t>& sampled, cudaStream_t stream) const {
+  void set_rows(const host_vector<index_t>& sampled, cudaStream_t stream) const {
     for (std::size_t done = 0; done < sampled.size(); done += detail::few_numbers::most) {
       detail::few_numbers some{};
-      const index_t count = index_t(std::min<std::size_t>(detail::few_numbers::most, sampled.size() - done));
+      const index_t count = index_t((std::min<std::size_t>)(detail::few_numbers::most, sampled.size() - done));
       std::copy_n(sampled.data() + done, count, some.of);
       detail::set_numbers_entry<128><<<1, 128, 0, stream>>>(some, count, rows_.data() + done);
       check(cudaGetLastError(), "launch of set_numbers");
@@ -331,7 +331,7 @@ class choose_lines {
       with(detail::choose_lines_entry<Pattern, 1, threads>, 1);
   }
 
-  void check_problem(const choose_lines_problem<View>& p, const std::vector<index_t>& sampled,
+  void check_problem(const choose_lines_problem<View>& p, const host_vector<index_t>& sampled,
                      const void* workspace) const {
     require(p.view.sequences == 1 && p.view.kv_heads == kv_heads_, "sequences, kv_heads of the view",
             std::to_string(p.view.sequences) + ", " + std::to_string(p.view.kv_heads),

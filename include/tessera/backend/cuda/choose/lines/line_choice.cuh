@@ -80,7 +80,7 @@ struct line_chooser {
   __device__ entry entry_of(index_t line, index_t r) const {
     const bool slash = is_slash(line);
     const index_t own = slash ? line : line - index_t(lines.stride), row = lines.rows[r];
-    const index_t at = slash ? row - own : lines.position(own), slot = slash ? lines.slot_at(max(at, 0)) : own;
+    const index_t at = slash ? row - own : lines.position(own), slot = slash ? lines.slot_at((max)(at, 0)) : own;
     const bool there = at >= 0 && at <= row && slot != no_index;
     const index_t crossing = !there ? 0 : slash ? index_t(lines.stride) + slot : row - at;
     const float weight = lines.weight(r, there ? slot : 0);
@@ -150,7 +150,7 @@ struct line_chooser {
     const auto is_line = [&](index_t i) { return !slashes || lines.slash_length(i) > 0; };
     const auto key = [&](index_t i) { return key_of(has(begin + i) ? infinity : gain(begin + i), begin + i); };
     const unsigned long long least = select(
-        size, (unsigned long long)(max(count, 0)), [&](index_t i) { return is_line(i) ? 1ull : 0ull; }, key);
+        size, (unsigned long long)((max)(count, 0)), [&](index_t i) { return is_line(i) ? 1ull : 0ull; }, key);
     for (index_t i = rank(); i < size; i += stride_of_threads) {
       if (is_line(i) && key(i) >= least) set(begin + i, true);
     }
@@ -223,7 +223,7 @@ struct line_chooser {
   /// Lists what may be worth `threshold` an entry, by what lines were worth when they were last looked at: gains only fall.
   __device__ void list_all(float threshold, line_batch& batch) const {
     float most = 0;
-    const index_t rounds = ceil_div(max(lines.next, lines.slots), stride_of_threads);
+    const index_t rounds = ceil_div((max)(lines.next, lines.slots), stride_of_threads);
     constexpr int together = 4;                                   // rounds whose loads are under way together
     for (index_t round = 0; round < rounds; round += together) {  // whole warps, for their ballots
       float worth[together][2];

@@ -51,16 +51,16 @@ struct line_sample {
       return logit > -infinity && state.y > 0 ? __fmul_rn(exp2f((logit - state.x) * log2e), state.y) : 0.0f;
     }
     __device__ index_t position(index_t slot) const { return positions ? positions[slot] : slot; }
-    __device__ index_t slots_below(index_t position) const { return before ? before[position] : min(position, slots); }
+    __device__ index_t slots_below(index_t position) const { return before ? before[position] : (min)(position, slots); }
     /// The slot of a position; no_index: it is not stored.
     __device__ index_t slot_at(index_t at) const {
       const index_t slot = slots_below(at);
       return slot < slots && position(slot) == at ? slot : no_index;
     }
     /// Entries of a line in the whole chunk, sampled or not.
-    __device__ index_t vertical_length(index_t slot) const { return next - max(first, position(slot)); }
+    __device__ index_t vertical_length(index_t slot) const { return next - (max)(first, position(slot)); }
     __device__ index_t slash_length(index_t distance) const {
-      return slots_below(next - distance) - slots_below(max(0, first - distance));
+      return slots_below(next - distance) - slots_below((max)(0, first - distance));
     }
   };
   __device__ head_lines head(index_t in_slice) const {
@@ -68,7 +68,7 @@ struct line_sample {
     const offset_t own = offset_t(in_slice) * stride, all = offset_t(q_head) * stride;
     return {first,
             next,
-            min(max(lengths[kv_head * length_stride], 0), stride),
+            (min)((max)(lengths[kv_head * length_stride], 0), stride),
             row_count,
             rows,
             positions ? positions + offset_t(kv_head) * stride : nullptr,
@@ -88,7 +88,7 @@ template <class View, int Threads>
 __global__ void __launch_bounds__(Threads)
     line_positions_entry(const __grid_constant__ View view, index_t next, offset_t stride, index_t* positions,
                          index_t* stored_before) {
-  const index_t head = index_t(blockIdx.y), slots = max(view.length(0, head), 0);
+  const index_t head = index_t(blockIdx.y), slots = (max)(view.length(0, head), 0);
   index_t* own = positions + head * stride;
   index_t* before = stored_before + head * (stride + 1);
   // Slot `slots` ends the last gap: no position from there up to `next` is stored.
@@ -116,10 +116,10 @@ struct line_logits {
     const int warp = threadIdx.x / 32, lane = threadIdx.x % 32;
     const index_t kv_head = first_kv_head + index_t(blockIdx.y), rows = seen.group * seen.row_count;
     const index_t first_row = index_t(blockIdx.z) * tile, first = index_t(blockIdx.x) * tile;
-    const index_t stored = min(max(view.length(0, kv_head), 0), seen.stride);
+    const index_t stored = (min)((max)(view.length(0, kv_head), 0), seen.stride);
     if (first >= stored) return;
     const index_t first_key = first > 0 ? view.position(0, kv_head, first) : 0;
-    if (first_key > seen.rows[(min(first_row + tile, rows) - 1) / seen.group]) return;
+    if (first_key > seen.rows[((min)(first_row + tile, rows) - 1) / seen.group]) return;
     const std::uint32_t keys = shared_address(line_memory), queries = keys + tile * row_bytes;
     for (int i = int(threadIdx.x); i < tile * chunks; i += threads) {
       const int r = i / chunks, chunk = i % chunks;

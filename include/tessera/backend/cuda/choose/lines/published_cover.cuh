@@ -73,7 +73,7 @@ struct line_sort {
   __device__ void pass_over(const float* weights, index_t count, const index_t* from, index_t* to, int shift) {
     const int warp = int(threadIdx.x) / 32, lane = int(threadIdx.x) % 32;
     const index_t stretch = ceil_div(ceil_div(count, warps), 32) * 32;
-    const index_t begin = min(count, warp * stretch), end = min(count, begin + stretch);
+    const index_t begin = (min)(count, warp * stretch), end = (min)(count, begin + stretch);
     for (int i = int(threadIdx.x); i < digits * (warps + 1); i += Threads) (&places[0][0])[i] = 0;
     __syncthreads();
     // Calls `see(line, digit, before)` for this lane's next line, where there is one: so many lanes before it have its digit; then

@@ -25,7 +25,7 @@ struct neighbour_bits {
     const unsigned low = digit << 21, high = low | 0x1fffffu;
 #pragma unroll
     for (int w = 0; w < words; ++w) {
-      const index_t begin = w * half, end = min(w == 0 ? half : own, all - first);
+      const index_t begin = w * half, end = (min)(w == 0 ? half : own, all - first);
 #pragma unroll
       for (int i = 0; i < quads; ++i) {
         if (begin + i < end) {
@@ -150,13 +150,13 @@ struct held_select : row_select<Storage, Span> {
       team_above = warp_sum(earlier ? s.team_above[lane] : 0u);
       team_equal = warp_sum(earlier ? s.team_equal[lane] : 0u);
     }
-    const unsigned taken = min(team_equal, ties), left = ties - taken;  // of the equal ones, by blocks before this one
-    const unsigned equal_before = min(before >> 16, left);
+    const unsigned taken = (min)(team_equal, ties), left = ties - taken;  // of the equal ones, by blocks before this one
+    const unsigned equal_before = (min)(before >> 16, left);
     auto* list = reinterpret_cast<index_t*>(held);
     bits.write(part.begin + first * 4, left - equal_before, list + (before & 0xffffu) + equal_before);
     __syncthreads();
     index_t* to = out + team_above + taken;
-    const index_t count = index_t(all_above + min(all_equal, left));
+    const index_t count = index_t(all_above + (min)(all_equal, left));
     for (index_t i = threadIdx.x; i < count; i += threads) to[i] = list[i];
   }
 };

@@ -77,7 +77,7 @@ struct row_compact {
         warp_at = offsets(s, __popc(above_mask), __popc(equal_mask));
       }
       unsigned equal_before = team_equal + warp_at.equal,
-               to = team_above + warp_at.above + min(equal_before, unsigned(at.ties));
+               to = team_above + warp_at.above + (min)(equal_before, unsigned(at.ties));
       team_above += warp_at.all_above;
       team_equal += warp_at.all_equal;
       unsigned chosen = above_mask, equal_rank = equal_before;

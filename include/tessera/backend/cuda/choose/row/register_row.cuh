@@ -56,7 +56,7 @@ __device__ void register_row(Storage& s, const token_keys& keys, index_t room, i
   const unsigned counts = __popc(chosen ^ equal) | __popc(equal) << 16;  // 8,192 at most
   const unsigned before = s.scan.before(counts);
   const unsigned equal_before = before >> 16;
-  index_t to = index_t((before & 0xffffu) + (ties ? min(equal_before, need) : 0u));
+  index_t to = index_t((before & 0xffffu) + (ties ? (min)(equal_before, need) : 0u));
   for (unsigned left = need > equal_before ? need - equal_before : 0u; equal; equal &= equal - 1) {
     if (left > 0)
       --left;

@@ -96,7 +96,7 @@ struct row_part {
 /// How many quads of a tile a thread takes, so that all warps have work: a warp's quads lie together.
 template <int Threads>
 __device__ int rounds_for(index_t quads) {
-  return int(min(index_t(quads_each), (quads + Threads - 1) / Threads));
+  return int((min)(index_t(quads_each), (quads + Threads - 1) / Threads));
 }
 
 /// A bit for each of four keys that `holds`.

@@ -15,7 +15,7 @@ template <class Storage>
 __device__ unsigned guess_lowest(Storage& s, const token_keys& keys, index_t candidates, index_t room, index_t most) {
   using select = row_select<Storage, 1>;
   constexpr int run = 4, runs = 512, each = run * runs / stream_threads;  // 64 bytes a run, as memory is read
-  const index_t apart = candidates / 4 / runs, shifts = max(apart / run, 1);
+  const index_t apart = candidates / 4 / runs, shifts = (max)(apart / run, 1);
   uint4 sample[each];
 #pragma unroll
   for (int i = 0; i < each; ++i) {
@@ -25,7 +25,7 @@ __device__ unsigned guess_lowest(Storage& s, const token_keys& keys, index_t can
     sample[i] = keys.quad((begin + index_t(threadIdx.x) % run) * 4);
   }
   const float between = sqrtf(float(room) * float(most));
-  const auto rank = unsigned(min(max(between * (runs * run * 4) / float(candidates), 1.0f), float(runs * run * 4)));
+  const auto rank = unsigned((min)((max)(between * (runs * run * 4) / float(candidates), 1.0f), float(runs * run * 4)));
 #pragma unroll
   for (int i = 0; i < each; ++i) select::count_four(s, sample[i], 0, 32, 21, 2047u);
   select::find_digit(s, rank);
@@ -118,7 +118,7 @@ __device__ void stream_row(Storage& s, uint4* memory, const float* scores, index
   if (room <= resident) {
     const unsigned least = ordered_bits(-infinity) + 1;  // the lowest finite score: -infinity and NaN are left out
     const unsigned lowest =
-        candidates <= resident ? least : max(least, guess_lowest(s, keys, candidates, room, resident));
+        candidates <= resident ? least : (max)(least, guess_lowest(s, keys, candidates, room, resident));
     count = keep_from(s, keys, score_of(lowest), kept, slots, resident);
   }
   const index_t padded = (count + 3) / 4 * 4;

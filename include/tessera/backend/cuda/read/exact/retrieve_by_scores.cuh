@@ -32,7 +32,7 @@ class retrieve_by_scores {
         rows_(sequences * shape.kv_heads),
         heads_(shape.kv_heads),
         capacity_(capacity),
-        most_(std::min(most_read, capacity)),
+        most_((std::min)(most_read, capacity)),
         score_(sequences, shape.kv_heads, shape.q_heads, tokens, capacity, device),
         finish_(sequences, shape.kv_heads, capacity, device),
         select_(recipe.retrieve.selector, rows_, capacity, device, most_),
@@ -87,7 +87,7 @@ class retrieve_by_scores {
 
   /// Bytes that a choice over `n` tokens reads beside the K and V of what is attended.
   static offset_t bytes_read(const read_plan& plan, offset_t n) {
-    return std::max<offset_t>(0, n - plan.read) * View::k_dim * offset_t(sizeof(T));
+    return (std::max<offset_t>)(0, n - plan.read) * View::k_dim * offset_t(sizeof(T));
   }
   /// The most tokens that a plan attends.
   static offset_t most_read(const read_plan& plan) { return plan.read; }

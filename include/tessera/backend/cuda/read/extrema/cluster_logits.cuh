@@ -56,13 +56,13 @@ struct cluster_products {
 
   /// Starts a unit on its way, or nothing behind the last one.
   __device__ void stage(staged_unit& unit) const {
-    const index_t from_page = at.begin + unit.page, pages = min(ring_pages, at.end - from_page);
+    const index_t from_page = at.begin + unit.page, pages = (min)(ring_pages, at.end - from_page);
     if (pages > 0) {
-      const int from = unit.step * step_columns, count = min(unit_steps * step_columns, steps * step_columns - from);
+      const int from = unit.step * step_columns, count = (min)(unit_steps * step_columns, steps * step_columns - from);
 #pragma unroll 2
       for (int i = warp; i < count; i += warps) {
         const int column = memory.columns[from + i];
-        const T* const source = first_column + max(column, 0) + from_page;
+        const T* const source = first_column + (max)(column, 0) + from_page;
 #pragma unroll 1
         for (int chunk = lane; chunk * 8 < pages; chunk += 32) {
           // Zeros where there is no column: memory may hold anything.
@@ -81,7 +81,7 @@ struct cluster_products {
                          std::uint32_t((warp * tile_width + lane / 16 * 8) * int(sizeof(T)));
     const T* weight = memory.weights + lane / 4 * shared::pitch + unit.step * step_columns + lane % 4 * 2;
 #pragma unroll 1
-    for (int count = min(unit_steps, steps - unit.step); count > 0; count -= steps_at_once) {
+    for (int count = (min)(unit_steps, steps - unit.step); count > 0; count -= steps_at_once) {
       unsigned a[steps_at_once][2], b[steps_at_once][tile_width / 16][4];
 #pragma unroll
       for (int u = 0; u < steps_at_once; ++u) {
@@ -130,7 +130,7 @@ struct cluster_products {
 #pragma unroll
       for (int j = 0; j < tile_width / 4; ++j) {
         const index_t i = at.begin + first + j / 2 * 8 + j % 2;
-        seen[j] = i < at.end ? float(min(last_slot, (i + 1) * page) - max(run.begin, i * page)) : 0.0f;
+        seen[j] = i < at.end ? float((min)(last_slot, (i + 1) * page) - (max)(run.begin, i * page)) : 0.0f;
       }
     }
 #pragma unroll
@@ -184,7 +184,7 @@ struct cluster_products {
       if (unit.step + unit_steps < steps || !works) continue;
       if (r < at.rows) {
         const slot_run run = runs[c.by_group.quotient(r)];
-        finish_tile(rule, scales[r], run, min(run.end, at.n), r, to.stride, row_logits, local, acc, found);
+        finish_tile(rule, scales[r], run, (min)(run.end, at.n), r, to.stride, row_logits, local, acc, found);
       }
 #pragma unroll
       for (int j = 0; j < tile_width / 8; ++j) acc[j][0] = acc[j][1] = 0;

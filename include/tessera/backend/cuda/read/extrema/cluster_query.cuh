@@ -178,7 +178,7 @@ struct cluster_columns {
   __device__ void weigh(const cluster_share& at, const typename shared::pointers& memory, index_t from) const {
     if (!chosen) return;
 #pragma unroll 1
-    for (index_t r = part; r < min(index_t(cluster_rows), at.rows - from); r += ranked_by) {
+    for (index_t r = part; r < (min)(index_t(cluster_rows), at.rows - from); r += ranked_by) {
       const T x = asked.usable[from + r] ? memory.q[(from + r) * D + d] : T(0.0f);
       const bool first = takes_upper(float(x)) ? (sides & 1) == 0 : (sides & 1) != 0 || single;
       memory.weights[r * shared::pitch + place] = first ? x : T(0.0f);

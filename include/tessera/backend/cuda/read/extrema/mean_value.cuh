@@ -45,7 +45,7 @@ __global__ void __launch_bounds__(sum_threads) sum_values_entry(const __grid_con
   __shared__ double of_lane[lanes][D];
   const index_t row = index_t(blockIdx.y), sequence = row / view.kv_heads, head = row % view.kv_heads;
   const index_t n = view.length(sequence, head), share = ceil_div(n, index_t(gridDim.x));
-  const index_t begin = index_t(blockIdx.x) * share, end = min(n, begin + share);
+  const index_t begin = index_t(blockIdx.x) * share, end = (min)(n, begin + share);
   const int d = int(threadIdx.x) % D, lane = int(threadIdx.x) / D;
   if (lane < lanes) {
     double sum = 0;

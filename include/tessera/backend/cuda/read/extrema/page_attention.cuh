@@ -178,7 +178,7 @@ struct chosen_attention {
     }
     const bool plain = p.rule.soft_cap <= 0 && p.rule.sliding_window <= 0 && newest <= position;
     read_tiles(q, position, plain, count, own_tiles, put);
-    const int active = int(min(own_tiles, index_t(cluster_warps)));
+    const int active = int((min)(own_tiles, index_t(cluster_warps)));
     __syncthreads();  // all warps have left what they made of their tiles
     send_parts(active);
 #pragma unroll 1
@@ -211,8 +211,8 @@ struct chosen_attention {
     const float scale = p.rule.scale_for(D);
 #pragma unroll 1
     for (index_t i = warp; i < own_tiles; i += cluster_warps) {
-      const index_t first = ((i << log_blocks) + rank) * tokens, valid = min(index_t(tokens), count - first);
-      const index_t at = min(index_t(lane % tokens), valid - 1), slot = put ? own[i * tokens + at] : chosen[first + at];
+      const index_t first = ((i << log_blocks) + rank) * tokens, valid = (min)(index_t(tokens), count - first);
+      const index_t at = (min)(index_t(lane % tokens), valid - 1), slot = put ? own[i * tokens + at] : chosen[first + at];
       const T* const k = p.view.key(sequence, head, slot);
       const T* const v = p.view.value(sequence, head, slot);
       const index_t held = p.view.positions ? p.view.position(sequence, head, slot) : slot;

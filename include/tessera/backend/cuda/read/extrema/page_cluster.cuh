@@ -26,7 +26,7 @@ struct newest_slots {
       : channel(thread - (cluster_threads - D)),
         folds(p.unfolded > 0 && at.n > 0 && at.begin < at.end && offset_t(at.end) * plan.page > at.n - p.unfolded &&
               channel >= 0),
-        page(plan.page_of(max(at.n - 1, 0))) {
+        page(plan.page_of((max)(at.n - 1, 0))) {
     if (!folds || p.unfolded != 1) return;
     fresh = p.view.key_element(at.sequence, at.head, at.n - 1, channel);
     if (plan.page == 1) return;
@@ -35,7 +35,7 @@ struct newest_slots {
   __device__ void fold(const page_problem<View>& p, const cluster_share& at) const {
     if (!folds) return;
     if (p.unfolded != 1) {
-      fold_slots(p.view, at.sequence, at.head, p.index, p.plans[at.sequence], max(0, at.n - p.unfolded), at.n, at.begin,
+      fold_slots(p.view, at.sequence, at.head, p.index, p.plans[at.sequence], (max)(0, at.n - p.unfolded), at.n, at.begin,
                  at.end, channel);
     } else if (at.page == 1) {
       p.index.lower(at.row, channel)[page] = fresh;
@@ -89,13 +89,13 @@ struct cluster_choice {
     const index_t last = p.view.positions && at.n > 0 ? p.view.position(at.sequence, at.head, at.n - 1) : at.n - 1;
     const page_bounds bounds(c, plan, at.n);
     const index_t share = (((bounds.pages + blocks - 1) >> blocks_of::log_blocks()) + 31) / 32 * 32;
-    at.begin = min(rank * share, bounds.pages), at.end = min(at.begin + share, bounds.pages);
+    at.begin = (min)(rank * share, bounds.pages), at.end = (min)(at.begin + share, bounds.pages);
     at.fits = share <= layout.share;
     const newest_slots<View> newest(p, plan, at, thread);
     const pointers memory(bytes, layout, at.rows, blocks);
 
     // --- which channels, and where their columns lie ---
-    const int channels = min(plan.channels, index_t(D));
+    const int channels = (min)(plan.channels, index_t(D));
     columns.sum(at, memory.q);
     columns.rank(channels);
     columns.lay_out(at, memory, channels, room);
@@ -123,7 +123,7 @@ struct cluster_choice {
       const uint2 range = all_keys(memory);
       constexpr int at_once = Attends ? keys_at_once_with_attention : keys_at_once;
       const key_range cut = find_cut<at_once>(s, even, memory.keys, range.x, range.y, unsigned(bounds.room));
-      write_chosen<at_once>(s, even, bounds, plan.page, memory.keys, cut, at.begin, min(at.end, even.items), put);
+      write_chosen<at_once>(s, even, bounds, plan.page, memory.keys, cut, at.begin, (min)(at.end, even.items), put);
     }
     return true;
   }
@@ -242,7 +242,7 @@ struct cluster_choice {
         }
       }
       const unsigned key = ordered_bits(any ? sum : -infinity);
-      if (at.begin + i < even.items) low = min(low, key), high = max(high, key);
+      if (at.begin + i < even.items) low = (min)(low, key), high = (max)(high, key);
       memory.keys[at.begin + i] = key;  // shares are whole tiles of 32: what is behind the last page is never read
       if constexpr (!Alone) {
         __syncwarp();  // the warp's keys are there: it sends them by fours
@@ -272,7 +272,7 @@ struct cluster_choice {
 #pragma unroll
     for (int i = 0; i < merged; ++i) {
       const uint2 range = i * 32 + lane < blocks * warps ? memory.ranges[i * 32 + lane] : make_uint2(~0u, 0);
-      low = min(low, range.x), high = max(high, range.y);
+      low = (min)(low, range.x), high = (max)(high, range.y);
     }
     return make_uint2(__reduce_min_sync(~0u, low), __reduce_max_sync(~0u, high));
   }

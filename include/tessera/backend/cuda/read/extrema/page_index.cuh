@@ -44,7 +44,7 @@ __global__ void __launch_bounds__(256)
                const read_plan* plans, index_t newest) {
   const index_t sequence = index_t(blockIdx.x) / view.kv_heads, head = index_t(blockIdx.x) % view.kv_heads;
   const index_t n = view.length(sequence, head);
-  fold_slots(view, sequence, head, index, plans[sequence], max(0, n - newest), n, 0, n, int(threadIdx.x));
+  fold_slots(view, sequence, head, index, plans[sequence], (max)(0, n - newest), n, 0, n, int(threadIdx.x));
 }
 
 inline constexpr int built_pages = 32;  // that a block makes at a time
@@ -64,7 +64,7 @@ __global__ void __launch_bounds__(Threads)
   const int channel = int(threadIdx.x) % (D / 2) * 2, sides = plan.page == 1 ? 1 : 2;
   const offset_t row = blockIdx.y;
   for (index_t first = index_t(blockIdx.x) * built_pages; first < pages; first += index_t(gridDim.x) * built_pages) {
-    const index_t count = min(built_pages, pages - first);
+    const index_t count = (min)(built_pages, pages - first);
     for (index_t p = index_t(threadIdx.x) / (D / 2); p < count; p += lanes) {
       const index_t begin = (first + p) * plan.page, end = first + p + 1 == pages ? n : begin + plan.page;
       if (plan.page == 1) {

@@ -26,7 +26,7 @@ struct page_choice {
   offset_t key_stride;
 
   /// Newest slots that are read whatever they score: those that the plan says, and those of the step itself.
-  __device__ index_t tail(const read_plan& plan) const { return max(tokens > 1 ? tokens : 0, plan.tail); }
+  __device__ index_t tail(const read_plan& plan) const { return (max)(tokens > 1 ? tokens : 0, plan.tail); }
 
   __device__ index_t length(index_t row) const {
     return lengths[row / kv_heads * sequence_stride + row % kv_heads * head_stride];
@@ -73,10 +73,10 @@ struct page_bounds {
   __device__ page_bounds(const page_choice& p, const read_plan& plan, index_t n_) : n(n_) {
     pages = plan.pages_of(n);
     tokens = p.unit == selection_unit::token;
-    const index_t tail = min(p.tail(plan), tokens ? plan.read : n);
+    const index_t tail = (min)(p.tail(plan), tokens ? plan.read : n);
     forced = tokens || tail == 0 ? 0 : pages - plan.page_of(n - tail);
-    limit = tokens ? n - tail : min(n, (pages - forced) * plan.page);
-    wanted = min(max(forced, plan.pages_of(plan.read)), pages);
+    limit = tokens ? n - tail : (min)(n, (pages - forced) * plan.page);
+    wanted = (min)((max)(forced, plan.pages_of(plan.read)), pages);
     room = tokens ? plan.read - tail : wanted - forced;
     unit = tokens ? 1 : plan.page;
     missing = pages * plan.page - n;
@@ -132,7 +132,7 @@ struct page_items {
     const index_t first = begin(item);
     unsigned best = key_of_slot(first);
     for (index_t i = 0; !tokens && i < s.cut_count; ++i) {
-      if (plan.page_of(s.cuts[i]) == item) best = max(best, key_of_slot(s.cuts[i]));
+      if (plan.page_of(s.cuts[i]) == item) best = (max)(best, key_of_slot(s.cuts[i]));
     }
     return best;
   }
@@ -145,7 +145,7 @@ struct page_items {
       any = true;
       for (index_t r = t * p.group; r < (t + 1) * p.group; r += 4) {
         float4 x[4];
-        const index_t held = min(index_t(4), (t + 1) * p.group - r);
+        const index_t held = (min)(index_t(4), (t + 1) * p.group - r);
 #pragma unroll
         for (int i = 0; i < 4; ++i) {
           if (i < held) x[i] = reinterpret_cast<const float4*>(from.logits_of(row, r + i))[q];

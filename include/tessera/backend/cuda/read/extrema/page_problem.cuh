@@ -42,7 +42,7 @@ template <class View>
 __device__ slot_run visible_run(const View& view, index_t sequence, index_t head, const logit_rule& rule, index_t n,
                                 index_t last, index_t query, int lane) {
   const auto first_above = [&](index_t position) -> index_t {
-    if (!view.positions) return min(max(position + 1, 0), n);
+    if (!view.positions) return (min)((max)(position + 1, 0), n);
     if (last <= position) return n;
     return first_where_in_warp(n - 1, lane, [&](index_t i) { return view.position(sequence, head, i) > position; });
   };

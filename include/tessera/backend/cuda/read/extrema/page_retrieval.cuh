@@ -27,11 +27,11 @@ struct read_bounds {
   /// Widens the bounds by one more plan, of a conversation that plans to hold `tokens`.
   void cover(const read_plan& plan, index_t tokens) {
     const bool first = read == 0;
-    read = std::max(read, plan.read);
-    page = first ? plan.page : std::min(page, plan.page);
-    largest_page = first ? plan.page : std::max(largest_page, plan.page);
-    tail = std::max(tail, plan.tail);
-    usual_pages = std::max(usual_pages, plan.pages_of(std::min(tokens, capacity)));
+    read = (std::max)(read, plan.read);
+    page = first ? plan.page : (std::min)(page, plan.page);
+    largest_page = first ? plan.page : (std::max)(largest_page, plan.page);
+    tail = (std::max)(tail, plan.tail);
+    usual_pages = (std::max)(usual_pages, plan.pages_of((std::min)(tokens, capacity)));
   }
   bool covers(const read_plan& plan) const {
     return plan.read <= read && plan.page >= page && plan.page <= largest_page && plan.tail <= tail;
@@ -102,10 +102,10 @@ class choose_pages {
 
   /// The most slots that are chosen of a row.
   index_t most_chosen() const {
-    if (unit_ == selection_unit::token) return std::min(bounds_.read, bounds_.capacity);
+    if (unit_ == selection_unit::token) return (std::min)(bounds_.read, bounds_.capacity);
     // What is forced fills its pages and may begin within one; what is read fills whole pages.
-    const offset_t page = bounds_.largest_page, tail = std::max({tokens_, bounds_.tail, 1});
-    return index_t(std::min<offset_t>(bounds_.capacity, std::max<offset_t>(tail + 2 * page, bounds_.read + page - 1)));
+    const offset_t page = bounds_.largest_page, tail = (std::max)({tokens_, bounds_.tail, 1});
+    return index_t((std::min<offset_t>)(bounds_.capacity, (std::max<offset_t>)(tail + 2 * page, bounds_.read + page - 1)));
   }
 
   const read_bounds& bounds() const { return bounds_; }
@@ -171,7 +171,7 @@ class choose_pages {
 
  private:
   index_t usual_pages() const {
-    return bounds_.usual_pages > 0 ? std::min(bounds_.usual_pages, bounds_.most_pages()) : bounds_.most_pages();
+    return bounds_.usual_pages > 0 ? (std::min)(bounds_.usual_pages, bounds_.most_pages()) : bounds_.most_pages();
   }
 
   void check_bounds(index_t sequences) const {
@@ -214,7 +214,7 @@ class choose_pages {
   /// into the memory of a block alone.
   void take_clusters(const device_info& device) {
     for (blocks_ = detail::most_cluster_blocks; blocks_ > 1 && !run_at_once(device);) blocks_ /= 2;
-    const int most_blocks = std::max(blocks_, 2);
+    const int most_blocks = (std::max)(blocks_, 2);
     for (; blocks_ <= most_blocks; blocks_ *= 2) {
       for (const index_t ring : {detail::widest_ring, detail::usual_ring}) {
         layout_ = detail::cluster_shared<T, D>::lay_out(query_rows_, usual_pages(), blocks_, ring);

@@ -52,7 +52,7 @@ __device__ void finish_tile(float4 products, const logit_rule& rule, float scale
   for (int j = 0; j < 4; ++j) {
     const index_t p = first + j;
     x[j] = page_logit<Scorer>(rule, scale, x[j]);
-    seen[j] = p < pages ? min(run.end, p + 1 == pages ? n : (p + 1) * page) - max(run.begin, p * page) : 0;
+    seen[j] = p < pages ? (min)(run.end, p + 1 == pages ? n : (p + 1) * page) - (max)(run.begin, p * page) : 0;
     if (seen[j] > 0) top = fmaxf(top, x[j]);  // not NaN
   }
   *reinterpret_cast<float4*>(to.logits_of(row, r) + first) = make_float4(x[0], x[1], x[2], x[3]);
@@ -185,22 +185,22 @@ __global__ void __launch_bounds__(page_threads, 3)
   const index_t first_run = index_t(blockIdx.x) * run_pages;
   if (first_run >= pages) return;
   for (index_t first = first_run; first < pages && p.unfolded > 0 && thread < D; first += next_run) {
-    const index_t end = min(pages, first + run_pages);
+    const index_t end = (min)(pages, first + run_pages);
     if (offset_t(end) * plan.page <= n - p.unfolded) continue;
-    fold_slots(p.view, sequence, head, p.index, p.plans[sequence], max(0, n - p.unfolded), n, first, end, thread);
+    fold_slots(p.view, sequence, head, p.index, p.plans[sequence], (max)(0, n - p.unfolded), n, first, end, thread);
   }
   if (n <= plan.read) return;
 
   const index_t group = p.q.heads / p.view.kv_heads, rows = p.q.tokens * group;
   T* q = reinterpret_cast<T*>(bytes);
-  const int channels = min(plan.channels, index_t(D));
+  const int channels = (min)(plan.channels, index_t(D));
   read_page_query<page_threads>(s, q, p, scorer, channels, sequence, head, n);
   publish_runs<View>(s, p.q.tokens, row, to);
   const auto columns = reinterpret_cast<const T**>(bytes + shared::columns_at(rows));
   const auto weights = reinterpret_cast<float4(*)[chunk_rows / 4]>(bytes + shared::q_at(rows));
   const auto sums = reinterpret_cast<float4*>(bytes + shared::sums_at(rows));  // [warps, rows, tile_pages]
   for (index_t chunk = 0; chunk < rows; chunk += chunk_rows) {
-    const index_t held = min(index_t(chunk_rows), rows - chunk);
+    const index_t held = (min)(index_t(chunk_rows), rows - chunk);
     // A channel's column is its first side that a row takes; the other, where rows differ, stands `channels` behind.
     bool both = false;
     for (int d = thread; d < D; d += page_threads) {
@@ -232,7 +232,7 @@ __global__ void __launch_bounds__(page_threads, 3)
       __syncthreads();  // before the next tile's sums, or the next chunk's columns, overwrite these
     };
     for (index_t first = first_run; first < pages; first += next_run) {
-      for (index_t tile = first / tile_pages; tile * tile_pages < min(pages, first + run_pages); ++tile)
+      for (index_t tile = first / tile_pages; tile * tile_pages < (min)(pages, first + run_pages); ++tile)
         make_tile(tile);
     }
   }

@@ -77,7 +77,7 @@ __device__ key_range find_cut(page_choice_storage& s, const Items& of, const uns
   static_assert(page_choice_storage::bins == 1 << bits);
   const unsigned few = (page_choice_storage::most_listed - 1) * of.one();
   for (unsigned need = room;;) {
-    const int shift = max(0, 32 - bits - __clz(int(high - low)));
+    const int shift = (max)(0, 32 - bits - __clz(int(high - low)));
     for_keys<AtOnce>(keys, of.items, [&](unsigned key, index_t i) {
       if (key >= low && key <= high) atomicAdd(&s.histogram[(key - low) >> shift], of.weight(i));
     });
@@ -127,7 +127,7 @@ __device__ void write_chosen(page_choice_storage& s, const Items& of, const page
   };
   for_keys<AtOnce>(keys, from, [&](unsigned key, index_t i) { count(key, i, before); });
 #pragma unroll 1
-  for (index_t i = first; i < min(first + each, to); ++i) count(keys[i], i, within);
+  for (index_t i = first; i < (min)(first + each, to); ++i) count(keys[i], i, within);
   before = make_uint2(__reduce_add_sync(~0u, before.x), __reduce_add_sync(~0u, before.y));
   const uint2 up_to = inclusive_sum(within, lane);
   if (lane == 31) s.before[warp] = before, s.within[warp] = up_to;
@@ -142,14 +142,14 @@ __device__ void write_chosen(page_choice_storage& s, const Items& of, const page
     const index_t i = first + j;
     const unsigned key = i < to ? keys[i] : 0u;
     index_t count = 0, slot = 0;
-    const index_t place = index_t(above + min(equal, cut.need)) * (of.tokens ? 1 : b.unit);
+    const index_t place = index_t(above + (min)(equal, cut.need)) * (of.tokens ? 1 : b.unit);
     if (key >= cut.low && i < to) {
       const unsigned weight = of.weight(i);
       unsigned taken = weight;
       if (key > cut.high) {
         above += weight;
       } else {
-        taken = equal < cut.need ? min(cut.need - equal, weight) : 0u;
+        taken = equal < cut.need ? (min)(cut.need - equal, weight) : 0u;
         equal += weight;
       }
       slot = of.begin(i);
@@ -200,7 +200,7 @@ __device__ __noinline__ inline void choose_row(page_choice_storage& s, const pag
   } else {
     unsigned low = ~0u, high = 0;
     const auto note = [&](unsigned key, index_t i) {
-      if (i < of.items) low = min(low, key), high = max(high, key);
+      if (i < of.items) low = (min)(low, key), high = (max)(high, key);
     };
     if (!ready && s.uniform) {
       for (index_t q = thread; q < ceil_div(of.items, 4); q += threads) {

@@ -2,8 +2,8 @@
 #pragma once
 
 #include <algorithm>
-#include <vector>
 
+#include "../../../../core/host_vector.hpp"
 #include "../../../../core/model_shape.hpp"
 #include "../../store/kv_store.cuh"
 #include "pass_lists.cuh"
@@ -40,14 +40,14 @@ __global__ void __launch_bounds__(Threads) join_entry(step_lists all, index_t to
 }  // namespace detail
 
 /// Lists of one head after another, several of each: what is in any of them, by head.
-inline std::vector<std::vector<index_t>> joined_lists(std::vector<std::vector<index_t>> lists, index_t kv_heads) {
+inline host_vector<host_vector<index_t>> joined_lists(host_vector<host_vector<index_t>> lists, index_t kv_heads) {
   const std::size_t each = lists.size() / std::size_t(kv_heads);
   if (each == 1) return lists;
-  std::vector<std::vector<index_t>> heads;
+  host_vector<host_vector<index_t>> heads;
   heads.resize(std::size_t(kv_heads));
   for (std::size_t i = 0; i < lists.size(); ++i)
     heads[i / each].insert(heads[i / each].end(), lists[i].begin(), lists[i].end());
-  for (std::vector<index_t>& any : heads) {
+  for (host_vector<index_t>& any : heads) {
     std::sort(any.begin(), any.end());
     any.erase(std::unique(any.begin(), any.end()), any.end());
   }
@@ -59,15 +59,15 @@ template <class View>
 class no_candidates {
  public:
   using view_type = View;
-  using place_list = std::vector<std::pair<index_t, index_t>>;
+  using place_list = host_vector<std::pair<index_t, index_t>>;
   template <class... Any>
   explicit no_candidates(const Any&...) {}
-  std::vector<detail::gathered_column> gathered() const { return {}; }
+  host_vector<detail::gathered_column> gathered() const { return {}; }
   token_bound bound(index_t, index_t, const token_bound& stored) const { return stored; }
   index_t usual_row(index_t) const { return 0; }
   View view(index_t, index_t, const View& all) const { return all; }
   View batch_view(index_t, const View& all, index_t = 0) const { return all; }
-  void plan_pass(const place_list&, const std::vector<kept_bound>&) {}
+  void plan_pass(const place_list&, const host_vector<kept_bound>&) {}
   template <class... Any>
   void pass(const Any&...) {}
   template <class... Any>
@@ -75,7 +75,7 @@ class no_candidates {
   template <class... Any>
   void note_read(const Any&...) const {}
   void passed_in_step(index_t, index_t, const token_bound&) {}
-  void plan_room(const place_list&, index_t, const std::vector<index_t>&) {}
+  void plan_room(const place_list&, index_t, const host_vector<index_t>&) {}
   static constexpr bool moves() { return false; }
   void abandon() {}
   void commit_room(const place_list&, cudaStream_t) {}
@@ -86,7 +86,7 @@ class no_candidates {
   void clear(index_t, cudaStream_t) {}
   offset_t bytes(index_t, index_t) const { return 0; }
   template <class Store>
-  std::vector<std::vector<index_t>> downloaded_lists(index_t layer, index_t id, const Store& store) const {
+  host_vector<host_vector<index_t>> downloaded_lists(index_t layer, index_t id, const Store& store) const {
     return store.downloaded_positions(layer, id);
   }
 };
@@ -99,7 +99,7 @@ class candidates {
  public:
   using view_type =
       kv_view<view_element<typename View::encoding_type>, View::k_dim, filtered<decltype(View::table)>, View::v_dim>;
-  using place_list = std::vector<std::pair<index_t, index_t>>;
+  using place_list = host_vector<std::pair<index_t, index_t>>;
 
   /// `even`: lists are chosen again in steps.
   candidates(const model_shape& shape, index_t sequences, index_t tokens, index_t members, bool even)
@@ -116,7 +116,7 @@ class candidates {
         counts_(layers_ * members, sequences, heads_),
         begins_(layers_ * members, sequences, heads_) {}
 
-  std::vector<detail::gathered_column> gathered() const { return {counts_.gathered(), begins_.gathered()}; }
+  host_vector<detail::gathered_column> gathered() const { return {counts_.gathered(), begins_.gathered()}; }
   /// What a list usually has, of a budget: chosen again and again, it grows by what is decoded in between.
   index_t usual_row(index_t budget) const { return even_ ? budget : 0; }
   /// Of the longest of a place's lists.
@@ -131,7 +131,7 @@ class candidates {
   }
 
   /// Plans lists of at most these bounds, for `pass` calls in the same order, of each place's members one after the other.
-  void plan_pass(const place_list& places, const std::vector<kept_bound>& passed) {
+  void plan_pass(const place_list& places, const host_vector<kept_bound>& passed) {
     in_one_plan([&] {
       for (std::size_t i = 0; i < places.size(); ++i) {
         for (index_t m = 0; m < members_; ++m)
@@ -177,12 +177,12 @@ class candidates {
   }
 
   /// Room for `tokens` more, and where a step chooses again for what it chooses: longest[i] slots a head of places[i].
-  void plan_room(const place_list& places, index_t tokens, const std::vector<index_t>& longest) {
+  void plan_room(const place_list& places, index_t tokens, const host_vector<index_t>& longest) {
     in_one_plan([&] {
       for (std::size_t i = 0; i < places.size(); ++i) {
         const auto& [layer, id] = places[i];
         const token_bound& held = bounds_[place(layer, id)];
-        const index_t more = std::max(tokens, longest.empty() ? 0 : longest[i] - held.longest);
+        const index_t more = (std::max)(tokens, longest.empty() ? 0 : longest[i] - held.longest);
         for (index_t m = 0; m < members_; ++m) {
           if (pool_.room(lists_of(layer, m, id)) < more) plan_run(lists_of(layer, m, id), held, more);
         }
@@ -251,8 +251,8 @@ class candidates {
 
   /// Row kv_head * members + place in the group; of a store that drops nothing, slots are positions. Synchronises.
   template <class Store>
-  std::vector<std::vector<index_t>> downloaded_lists(index_t layer, index_t id, const Store&) const {
-    std::vector<std::vector<index_t>> all(std::size_t(heads_ * members_));
+  host_vector<host_vector<index_t>> downloaded_lists(index_t layer, index_t id, const Store&) const {
+    host_vector<host_vector<index_t>> all(std::size_t(heads_ * members_));
     for (index_t m = 0; m < members_; ++m) {
       const auto counts = downloaded(counts_.of(layer * members_ + m, id), std::size_t(heads_));
       const auto first = downloaded(begins_.of(layer * members_ + m, id), std::size_t(heads_));
@@ -324,7 +324,7 @@ class candidates {
 
   index_t layers_, sequences_, heads_, group_, tokens_, members_;
   bool even_;
-  std::vector<token_bound> bounds_;
+  host_vector<token_bound> bounds_;
   run_pool pool_;
   id_column<index_t> counts_;
   id_column<offset_t> begins_;

@@ -130,7 +130,7 @@ class staged_means {
     const unsigned row = values_place(stage) + places::row(unsigned(lane_here()), pieces_ == 0 ? 64 : 128);
     if (pieces_ <= 1) return walk.walk(kept_, shared, row, visit);
     for (int piece = 0;;) {
-      walk.walk_up(min(kept_ - piece * each, each), shared, row, visit);
+      walk.walk_up((min)(kept_ - piece * each, each), shared, row, visit);
       if (++piece == pieces_) break;
       __syncwarp();  // all have read the piece
       copy(tile, end, piece, 0);
@@ -213,7 +213,7 @@ __global__ void __launch_bounds__(scoring_threads, 3)
                 count = view.count(sequence);
   fill_begins(view, sequence, head, count, 0, begins);
   const index_t total = begins[count];
-  const index_t first = index_t(blockIdx.x) * together, last = min(first + together, total);
+  const index_t first = index_t(blockIdx.x) * together, last = (min)(first + together, total);
   const int warp = int(threadIdx.x) / 32, lane = int(threadIdx.x) % 32;
   float* row = scores + lane_row * row_stride;
   // The launch before made the queries and waited for all else before this one began: only they are waited for, behind the first copies.
@@ -225,7 +225,7 @@ __global__ void __launch_bounds__(scoring_threads, 3)
     waited = true;
   };
   for (index_t s = 0; s < count; ++s) {
-    const index_t low = max(first, begins[s]), high = min(last, begins[s + 1]);
+    const index_t low = (max)(first, begins[s]), high = (min)(last, begins[s + 1]);
     if (low >= high) continue;
     const packed_vectors means = view.segment(sequence, s).means;
     staged_means<D, Tile> staged(means, head, shared, unsigned(memory::q + warp * memory::warp));
@@ -278,7 +278,7 @@ class score_blocks {
             "give every row room for the most blocks");
     const index_t together = blocks_together(lanes);
     launch(entry_,
-           {.blocks = dim3(unsigned(std::max(1, ceil_div(capacity_, together))), unsigned(lanes)),
+           {.blocks = dim3(unsigned((std::max)(1, ceil_div(capacity_, together))), unsigned(lanes)),
             .threads = dim3(detail::scoring_threads),
             .shared_bytes = shared_bytes(),
             .overlapping = overlapping_},

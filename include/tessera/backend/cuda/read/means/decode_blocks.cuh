@@ -46,7 +46,7 @@ class decode_blocks {
         most_segments_(most_segments),
         // Segments begin with new blocks, so that each may have one that is not whole.
         capacity_((ceil_div(capacity, limits.least_block) + most_segments + 3) / 4 * 4),
-        read_(std::min(limits.alike ? ceil_div(tokens, block_)
+        read_((std::min)(limits.alike ? ceil_div(tokens, block_)
                                     : trim_blocks<View>::most_chosen(tokens, limits.least_block, most_segments),
                        capacity_)),
         rotate_(sequences, kv_heads, q_heads, step_tokens, most_segments),

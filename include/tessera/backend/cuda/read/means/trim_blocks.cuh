@@ -82,13 +82,13 @@ __global__ void __launch_bounds__(trimming_threads)
   std::uint32_t low = ~0u, high = 0;
   for (index_t i = thread; i < n; i += trimming_threads) {
     const index_t id = list[i], s = first_where(count, [&](index_t j) { return unit_begins[j + 1] > id; });
-    const index_t rows = min(shapes[s].x, shapes[s].y - (id - unit_begins[s]) * shapes[s].x);
+    const index_t rows = (min)(shapes[s].x, shapes[s].y - (id - unit_begins[s]) * shapes[s].x);
     const std::uint32_t key = ordered_bits(p.scores[lane_row * p.score_stride + id]);
     const bool stays = id == 0 || id == last;
     blocks.keys[i] = stays ? ~0u : key;
     blocks.places[i] = std::uint32_t(s) << 8 | std::uint32_t(rows), blocks.ids[i] = id;
     held += unsigned(rows), always += stays ? unsigned(rows) : 0u;
-    if (!stays) low = min(low, key), high = max(high, key);
+    if (!stays) low = (min)(low, key), high = (max)(high, key);
   }
   low = __reduce_min_sync(~0u, low), high = __reduce_max_sync(~0u, high);
   if (lane == 0) atomicMin(&lowest, low), atomicMax(&highest, high);
@@ -120,7 +120,7 @@ __global__ void __launch_bounds__(trimming_threads)
   }
   held = least == ~0u ? always : rows_reaching(least + 1);
   // Each warp goes through a part of the list: for ties that its neighbours have, for what stays, and to write that.
-  const index_t share = ceil_div(n, trimming_threads) * 32, begin = min(n, warp * share), end = min(n, begin + share);
+  const index_t share = ceil_div(n, trimming_threads) * 32, begin = (min)(n, warp * share), end = (min)(n, begin + share);
   const auto ties = [&](index_t i) { return i < end && blocks.keys[i] == least ? blocks.rows(i) : 0u; };
   unsigned tied = 0, stay = 0, to = 0;
   for (index_t i = begin + lane; i < end; i += 32) tied += ties(i);

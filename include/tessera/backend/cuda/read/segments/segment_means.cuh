@@ -58,7 +58,7 @@ __global__ void __launch_bounds__(Threads) find_runs_entry(const __grid_constant
   __shared__ block_scan<Threads, index_t> scan;
   const index_t b = index_t(blockIdx.x) / view.kv_heads, h = index_t(blockIdx.x) % view.kv_heads;
   const offset_t row = index.row(b, h, view.kv_heads);
-  const index_t slots = min(view.length(b, h), index.room);
+  const index_t slots = (min)(view.length(b, h), index.room);
   index_t runs = 0;
   for (index_t first = 0; first < slots; first += Threads) {
     const index_t slot = first + index_t(threadIdx.x);
@@ -113,7 +113,7 @@ __global__ void __launch_bounds__(segment_sum_threads)
                     segment_bounds out) {
   constexpr int k_dim = View::k_dim;
   const index_t heads = view.kv_heads, b = index_t(blockIdx.x) / heads, h = index_t(blockIdx.x) % heads;
-  const index_t group = q.heads / heads, first = first_position[b], slots = min(view.length(b, h), index.room);
+  const index_t group = q.heads / heads, first = first_position[b], slots = (min)(view.length(b, h), index.room);
   const offset_t row = index.row(b, h, heads);
   const spoken_segment before = index.said[row];
   segment_runs held = index.held[row];
@@ -147,8 +147,8 @@ __global__ void __launch_bounds__(segment_sum_threads)
   const bool everything = tokens <= whole;
   index.held[row] = held;
   index.said[row] = {segment, tokens, first + q.tokens, everything ? 0 : held.runs};
-  out.keep[blockIdx.x] = everything ? slots : max(plan.read, step);
-  out.tail[blockIdx.x] = everything ? slots : max(plan.tail, step);
+  out.keep[blockIdx.x] = everything ? slots : (max)(plan.read, step);
+  out.tail[blockIdx.x] = everything ? slots : (max)(plan.tail, step);
 }
 
 /// x a share of the runs, y a row; a warp a run, whose slots get the logit of its mean key and the mean query.

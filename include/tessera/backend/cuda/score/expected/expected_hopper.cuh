@@ -28,7 +28,7 @@ struct expected_hopper_kernel {
     __device__ void load(const View& view, const scored_head& at, index_t first, int lane) {
 #pragma unroll
       for (int half = 0; half < 2; ++half) {
-        const index_t slot = min(first + half * 8 + lane / 4, at.tokens - 1);
+        const index_t slot = (min)(first + half * 8 + lane / 4, at.tokens - 1);
         const auto* row = view.key(at.sequence, at.head, slot) + lane % 4 * 8;
         [[maybe_unused]] float scale = 1;
         if constexpr (!View::is_raw) scale = view.key_scale(at.sequence, at.head, slot);
@@ -63,11 +63,11 @@ struct expected_hopper_kernel {
     __shared__ exp_sum parts[threads];
     const int warp = threadIdx.x / 32, lane = threadIdx.x % 32;
     const index_t rounds = ceil_div(p.group, heads), kv_row = index_t(blockIdx.y) / rounds;
-    const int first_head = int(index_t(blockIdx.y) % rounds) * heads, here = min(heads, p.group - first_head);
+    const int first_head = int(index_t(blockIdx.y) % rounds) * heads, here = (min)(heads, p.group - first_head);
     scored_head at{};
     at.sequence = kv_row / p.view.kv_heads;
     at.head = kv_row % p.view.kv_heads;
-    at.tokens = min(p.view.length(at.sequence, at.head), p.capacity);
+    at.tokens = (min)(p.view.length(at.sequence, at.head), p.capacity);
     const index_t row = kv_row * p.group + first_head;  // of the query heads of all sequences
     const std::uint32_t squares = (shared_address(wide_memory) + align - 1) / align * align;
     load_covariances(p, row, here, squares);

@@ -42,7 +42,7 @@ struct expected_kernel {
     scored_head at{};
     at.sequence = row / q_heads;
     at.head = row % q_heads / p.group;
-    at.tokens = min(p.view.length(at.sequence, at.head), p.capacity);
+    at.tokens = (min)(p.view.length(at.sequence, at.head), p.capacity);
     const std::uint32_t square = shared_address(memory),
                         keys = square + std::uint32_t(2 * panel_bytes + warp * key_bytes);
     const float variance_scale = scalbnf(p.scale * p.scale, p.moments.shift[row]);

@@ -69,13 +69,13 @@ __global__ void __launch_bounds__(moments_threads)
   __shared__ float parts[moments_threads];
   const index_t heads = index_t(gridDim.x), head = index_t(blockIdx.x), row = index_t(blockIdx.y) * heads + head;
   const query_statistics seen = statistics[blockIdx.y];
-  const double once = 1 / double(max(seen.counts[head], offset_t(1)));
+  const double once = 1 / double((max)(seen.counts[head], offset_t(1)));
   const double* products = seen.products + offset_t(head) * D * D;
   for (int d = threadIdx.x; d < D; d += moments_threads) means[d] = seen.sums[offset_t(head) * D + d] * once;
   for (int d = threadIdx.x; d < pairs; d += moments_threads) turn[d] = turns[offset_t(blockIdx.y) * pairs + d];
   __syncthreads();
   const auto covariance = [&](int i, int j) {
-    return products[max(i, j) * D + min(i, j)] * once - means[i] * means[j];
+    return products[(max)(i, j) * D + (min)(i, j)] * once - means[i] * means[j];
   };
   /// Calls take(i, j, Sigma[i, j]) for elements i and i + pairs beside j and j + pairs.
   const auto rotated = [&](int i, int j, const auto& take) {

@@ -2,8 +2,8 @@
 #pragma once
 
 #include <algorithm>
-#include <vector>
 
+#include "../../../../core/host_vector.hpp"
 #include "../../../../core/prompt/query_statistics.hpp"
 #include "../../../../core/views.hpp"
 #include "../../device/check.cuh"
@@ -102,7 +102,7 @@ class query_sums {
 
  public:
   query_sums() = default;
-  query_sums(index_t places, index_t q_heads, const std::vector<float>& frequencies)
+  query_sums(index_t places, index_t q_heads, const host_vector<float>& frequencies)
       : heads_(q_heads),
         empty_(std::size_t(places), 1),
         memory_(std::size_t(places) * place_doubles()),
@@ -117,10 +117,10 @@ class query_sums {
   void add(index_t place, const rows_view<const T>& q, index_t first, index_t least, cudaStream_t stream) {
     const query_statistics to = of(place, stream);
     constexpr int tiles = (D + detail::sums_tile - 1) / detail::sums_tile;
-    for (index_t done = std::max(0, least - first); done < q.tokens; done += detail::sums_at_once) {
+    for (index_t done = (std::max)(0, least - first); done < q.tokens; done += detail::sums_at_once) {
       rows_view<const T> some = q;
       some.data += done * q.token_stride;
-      some.tokens = std::min(detail::sums_at_once, q.tokens - done);
+      some.tokens = (std::min)(detail::sums_at_once, q.tokens - done);
       detail::turns_entry<256><<<unsigned(ceil_div(some.tokens * (D / 2), 256)), 256, 0, stream>>>(
           frequencies_.data(), first + done, some.tokens, D / 2, turns_.data());
       detail::sum_queries_entry<T, D>
@@ -151,7 +151,7 @@ class query_sums {
   std::size_t place_doubles() const { return std::size_t(heads_) * (1 + D + std::size_t(D) * D); }
 
   index_t heads_ = 0;
-  std::vector<char> empty_;  // by place
+  host_vector<char> empty_;  // by place
   device_buffer<double> memory_;
   device_buffer<float> frequencies_;
   device_buffer<double2> turns_;

@@ -47,7 +47,7 @@ __global__ void __launch_bounds__(Threads)
     if (lane == 0) most[g] = largest, total[g] = sum > 0 ? sum : 1;
   }
   __syncthreads();
-  const index_t tokens = min(p.view.length(b, h), p.capacity);
+  const index_t tokens = (min)(p.view.length(b, h), p.capacity);
   for (index_t slot = index_t(blockIdx.x * Threads + threadIdx.x); slot < tokens;
        slot += index_t(gridDim.x) * Threads) {
     float score = 0;
@@ -96,7 +96,7 @@ class score_expected {
     int resident = 0;
     check(cudaOccupancyMaxActiveBlocksPerMultiprocessor(&resident, entry_, threads_, shared_bytes_),
           "cudaOccupancyMaxActiveBlocksPerMultiprocessor");
-    blocks_ = std::clamp(std::max(1, resident) * device.multiprocessors / (sequences * kv_heads * rounds_), 1,
+    blocks_ = std::clamp((std::max)(1, resident) * device.multiprocessors / (sequences * kv_heads * rounds_), 1,
                          ceil_div(capacity, tile_));
   }
 

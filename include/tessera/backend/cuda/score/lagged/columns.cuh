@@ -198,10 +198,10 @@ __global__ void __launch_bounds__(lagged_threads, lagged_blocks)
   extern __shared__ uint4 lagged_rows[];
   scorer.lag = columns::lag;
   const index_t row = blockIdx.y, b = row / view.kv_heads, h = row % view.kv_heads, lag = scorer.lag;
-  const index_t stored = view.length(b, h), partitions = max(0, min(stored, capacity) - scorer.sinks) / lag;
+  const index_t stored = view.length(b, h), partitions = (max)(0, (min)(stored, capacity) - scorer.sinks) / lag;
   out += row * row_stride;
   for (index_t p = index_t(blockIdx.x) * run; p + 1 < partitions; p += index_t(gridDim.x) * run) {
-    const index_t count = min(run, partitions - 1 - p), first = scorer.sinks + p * lag;
+    const index_t count = (min)(run, partitions - 1 - p), first = scorer.sinks + p * lag;
     float *of_keys = scratch + offset_t(row) * 2 * capacity + p * lag, *of_values = of_keys + capacity;
     columns{view,  b, h, first, count, shared_address(lagged_rows), reinterpret_cast<const unsigned char*>(lagged_rows),
             memory}
@@ -210,7 +210,7 @@ __global__ void __launch_bounds__(lagged_threads, lagged_blocks)
     rank_run(scorer, of_keys, of_values, count, out + first);
     __syncthreads();
   }
-  score_outside(scorer, stored, max(0, partitions - 1) * lag, out);
+  score_outside(scorer, stored, (max)(0, partitions - 1) * lag, out);
 }
 
 }  // namespace detail

@@ -45,7 +45,7 @@ __device__ void rank_partition(const Scorer& scorer, const float* keys, float* v
     for (index_t others = 0; others < lag; others += 32) {
 #pragma unroll
       for (int k = 0; k < at_once; ++k) limit[k] = own[k] + (others > first + k * 32);  // of equals the later is behind
-      const index_t there = min(32, lag - others);
+      const index_t there = (min)(32, lag - others);
 #pragma unroll 8
       for (index_t j = 0; j < there; ++j) {
         const int other = ranked_by[others + j];

@@ -60,7 +60,7 @@ __global__ void __launch_bounds__(Threads) gather_newest_entry(query_rings<T> fr
   wait_for_earlier();
   let_later_begin();
   const index_t i = blockIdx.x, head = blockIdx.y, sequence = blockIdx.z;
-  const index_t end = next[sequence], count = min(window, end);
+  const index_t end = next[sequence], count = (min)(window, end);
   if (i == 0 && head == 0 && threadIdx.x == 0) {
     valid[sequence] = count;
     first[sequence] = end - count;
@@ -94,7 +94,7 @@ class query_ring {
   /// The last queries of rows whose first one is at first[sequence]. `ids`: of the batch, on the device; null: `id` alone.
   void remember(index_t layer, index_t id, const index_t* ids, const rows_view<const T>& q, const index_t* first,
                 cudaStream_t stream) const {
-    const index_t fresh = std::min(q.tokens, window_);
+    const index_t fresh = (std::min)(q.tokens, window_);
     if (fresh == 0) return;
     const dim3 grid{unsigned(fresh), unsigned(heads_), unsigned(q.sequences)};
     launch_overlapping<detail::remember_newest_entry<T, 64>>(grid, 64, stream, "launch of remember_newest", q,

@@ -3,6 +3,7 @@
 
 #include <algorithm>
 
+#include "../../../../core/host_vector.hpp"
 #include "../../../../core/views.hpp"
 #include "../../device/memory.cuh"
 
@@ -35,10 +36,10 @@ class query_window {
 
   /// Two windows a place: what stays when it is full never overlaps where it goes.
   void remember(index_t place, const rows_view<const T>& q, cudaStream_t stream) {
-    const index_t fresh = std::min(q.tokens, window_);
+    const index_t fresh = (std::min)(q.tokens, window_);
     if (fresh == 0) return;
     run& here = held_[std::size_t(place)];
-    const index_t old = std::min(window_ - fresh, here.count);
+    const index_t old = (std::min)(window_ - fresh, here.count);
     T* memory = at(place, 0);
     here.first += here.count - old;
     if (here.first + old + fresh > 2 * window_) {
@@ -73,7 +74,7 @@ class query_window {
 
   index_t window_ = 0, heads_ = 0;
   int dim_ = 0;
-  std::vector<run> held_;
+  host_vector<run> held_;
   device_buffer<T> rows_;
 };
 

@@ -2,8 +2,8 @@
 #pragma once
 
 #include <algorithm>
-#include <vector>
 
+#include "../../../../core/host_vector.hpp"
 #include "query_window.cuh"
 
 TESSERA_NAMESPACE_BEGIN
@@ -45,7 +45,7 @@ class window_lse {
   /// Where attention of so many tokens may write what it makes of the newest: [1, min(tokens, window), q_heads]. Valid until
   /// the next call of attention.
   rows_view<float> room(index_t tokens) const {
-    return nhd_rows(written_.data(), std::min(tokens, window_), heads_, 1);
+    return nhd_rows(written_.data(), (std::min)(tokens, window_), heads_, 1);
   }
   /// A place's newest queries `attended` [1, tokens, q_heads, k_dim] have been attended; `lse`: of the last of them, as many as its
   /// window has at least.
@@ -75,7 +75,7 @@ class window_lse {
   float* at(index_t place) const { return lse_.data() + std::size_t(place) * row(); }
 
   index_t window_ = 0, heads_ = 0;
-  std::vector<index_t> rows_;  // by place; 0: not known
+  host_vector<index_t> rows_;  // by place; 0: not known
   device_buffer<float> lse_, written_;
 };
 

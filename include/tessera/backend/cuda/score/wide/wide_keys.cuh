@@ -17,7 +17,7 @@ __device__ index_t slots_seen_by_all(const score_problem<View>& p, const scored_
   if (at.tokens == 0 || at.query_rows == 0 || p.rule.soft_cap > 0 || p.rule.sliding_window > 0) return 0;
   const index_t last = p.view.position(at.sequence, at.head, at.tokens - 1);
   const offset_t seen = offset_t(at.first_position) - last + at.tokens;
-  return index_t(max(offset_t(0), min(offset_t(at.tokens), seen)));
+  return index_t((max)(offset_t(0), (min)(offset_t(at.tokens), seen)));
 }
 
 /// `rule.cap` out of line: where nothing is capped its many instructions are not in the way.

@@ -157,13 +157,13 @@ struct wide_lse_kernel {
                                             groups * stages * stage_bytes);
     const auto line = work_line::plan(
         ends, scan, p.view.sequences * p.view.kv_heads, index_t(blockIdx.y), index_t(gridDim.y), [&](index_t row) {
-          return ceil_div(min(p.view.length(row / p.view.kv_heads, row % p.view.kv_heads), out.capacity), split);
+          return ceil_div((min)(p.view.length(row / p.view.kv_heads, row % p.view.kv_heads), out.capacity), split);
         });
     const index_t first_query = warp * 16;
     const float scale = p.rule.scale_for(D);
     index_t begin = line.begin;
     for (index_t row = line.first_row; begin < line.end; ++row) {
-      const index_t stop = min(line.end, line.ends[row]), row_begin = line.row_begin(row);
+      const index_t stop = (min)(line.end, line.ends[row]), row_begin = line.row_begin(row);
       if (stop <= begin) continue;
       const auto at = scored_head::at(p, row, out.capacity);
       const index_t first_split = begin - row_begin + group, last_split = stop - row_begin;
@@ -174,7 +174,7 @@ struct wide_lse_kernel {
       std::uint32_t q[D / 16][4];
       load_queries(p, at, first_query, lane, q);
       // Tile i of this group; beyond the end: at or behind last_tile.
-      const index_t last_tile = min(last_split * split_tiles, ceil_div(at.tokens, index_t(tile)));
+      const index_t last_tile = (min)(last_split * split_tiles, ceil_div(at.tokens, index_t(tile)));
       const auto tile_of = [&](index_t i) {
         return (first_split + i / split_tiles * groups) * split_tiles + i % split_tiles;
       };
@@ -186,7 +186,7 @@ struct wide_lse_kernel {
       const auto put = [&](index_t i) {
         const index_t t = tile_of(i);
         const std::uint32_t to = ring + std::uint32_t(i % stages * stage_bytes + warp * 16 * 128);
-        if (t < min(sure_tiles, last_tile)) {
+        if (t < (min)(sure_tiles, last_tile)) {
           keys.bring_whole(p.view, at, t * tile + warp * 16, to);
         } else if (t < last_tile && seen(t)) {
           keys.bring(p.view, at, t * tile + warp * 16, to);

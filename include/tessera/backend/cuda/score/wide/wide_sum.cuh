@@ -50,7 +50,7 @@ struct wide_sum_kernel {
                                   row_facts& facts) {
     const index_t query = index_t(threadIdx.x);
     float lse = 0;
-    if (query < min(at.query_rows, index_t(rows_held))) lse = *lse_of_row(p, shape, at, row, query);
+    if (query < (min)(at.query_rows, index_t(rows_held))) lse = *lse_of_row(p, shape, at, row, query);
     if (query < rows_held) facts.lse[query] = lse;
     return __syncthreads_or(!(lse > -infinity));
   }
@@ -136,11 +136,11 @@ struct wide_sum_kernel {
                                             warps * stages * key_bytes);
     const auto line = work_line::plan(
         ends, scan, p.view.sequences * p.view.kv_heads, index_t(blockIdx.x), index_t(gridDim.x), [&](index_t row) {
-          return ceil_div(min(p.view.length(row / p.view.kv_heads, row % p.view.kv_heads), shape.capacity), tile);
+          return ceil_div((min)(p.view.length(row / p.view.kv_heads, row % p.view.kv_heads), shape.capacity), tile);
         });
     index_t begin = line.begin;
     for (index_t row = line.first_row; begin < line.end; ++row) {
-      const index_t stop = min(line.end, line.ends[row]), row_begin = line.row_begin(row);
+      const index_t stop = (min)(line.end, line.ends[row]), row_begin = line.row_begin(row);
       if (stop <= begin) continue;
       const auto at = scored_head::at(p, row, shape.capacity);
       const index_t first_tile = begin - row_begin, count = stop - begin;

@@ -59,7 +59,7 @@ __device__ __forceinline__ void choose_groups(const float* row, int groups, int 
     const std::uint32_t equal = __ballot_sync(~0u, keys[j] == least && j * 32 + lane < groups);
     const bool stays = keys[j] > least || (((equal >> lane) & 1u) && __popc(equal & ((1u << lane) - 1u)) < ties);
     chosen[j] = __ballot_sync(~0u, stays);
-    ties = max(0, ties - __popc(equal));
+    ties = (max)(0, ties - __popc(equal));
   }
 }
 

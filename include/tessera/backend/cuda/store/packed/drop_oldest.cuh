@@ -1,8 +1,7 @@
 // Whole rows that have been packed go: the others move to where they were.
 #pragma once
 
-#include <vector>
-
+#include "../../../../core/host_vector.hpp"
 #include "../../device/launch.cuh"
 #include "packed_view.cuh"
 
@@ -62,7 +61,7 @@ __global__ void __launch_bounds__(Threads)
 
 /// Forgets the oldest rows of several sequences. Cost: a launch for 32 of them.
 template <class View>
-void drop_oldest(const std::vector<oldest_rows<View>>& all, cudaStream_t stream) {
+void drop_oldest(const host_vector<oldest_rows<View>>& all, cudaStream_t stream) {
   static_assert(View::is_raw, "tessera: rows that are packed on the device are raw");
   in_lists(all.data(), all.size(), [&](const problem_list<oldest_rows<View>>& list, index_t some) {
     launch(detail::drop_oldest_entry<View, 256>,

@@ -39,7 +39,7 @@ __device__ inline void average_blocks(float* turned, int stride, int rows, int b
 #pragma unroll 1
   for (int b = int(threadIdx.x) / 32; b * block < rows; b += encoding_warps) {
     const float* from = turned + b * block * stride;
-    const int in_block = min(block, rows - b * block);
+    const int in_block = (min)(block, rows - b * block);
 #pragma unroll 1
     for (int c = int(threadIdx.x) % 32; c < channels; c += 32) {
       float sum = 0;
@@ -64,7 +64,7 @@ __device__ void encode_side(const encode_problem<View>& p, index_t sequence, ind
   if (chunk_rows <= most_rows_by_warps && !p.counts) {
     constexpr int row_lines = ceil_div(D * 2, 128);
 #pragma unroll 1
-    for (int i = thread; i < int(min(chunk_rows, p.count - chunk * chunk_rows)) * row_lines; i += encoding_threads) {
+    for (int i = thread; i < int((min)(chunk_rows, p.count - chunk * chunk_rows)) * row_lines; i += encoding_threads) {
       const index_t slot = p.first + chunk * chunk_rows + i / row_lines;
       prefetch_line((keys ? p.view.whole.key(sequence, head, slot) : p.view.whole.value(sequence, head, slot)) +
                     i % row_lines * 64);
@@ -73,9 +73,9 @@ __device__ void encode_side(const encode_problem<View>& p, index_t sequence, ind
   const device_segment& segment =
       p.view.segment(sequence, p.segment != no_index ? p.segment : p.view.count(sequence) - 1);
   const packed_vectors& to = keys ? segment.k : segment.v;
-  const index_t count = p.counts ? min(p.counts[sequence], p.count) : p.count;
+  const index_t count = p.counts ? (min)(p.counts[sequence], p.count) : p.count;
   const index_t from = chunk * chunk_rows, held = segment.rows[head];
-  const int rows = int(min(chunk_rows, count - from)), channels = int(to.format.channels);
+  const int rows = int((min)(chunk_rows, count - from)), channels = int(to.format.channels);
   if (rows <= 0) return;
   const int tiles = (rows + 31) / 32, tile = warp % tiles, share = warp / tiles, sharers = encoding_warps / tiles;
   const auto row_of = [&](int i) -> const T* {
@@ -149,7 +149,7 @@ __global__ void __launch_bounds__(128)
     const device_segment& segment =
         p.view.segment(sequence, p.segment != no_index ? p.segment : p.view.count(sequence) - 1);
     rows = segment.rows + lane_row % heads;
-    counted = *rows + (p.counts ? min(p.counts[sequence], p.count) : p.count);
+    counted = *rows + (p.counts ? (min)(p.counts[sequence], p.count) : p.count);
   }
   wait_for_earlier();
   if (mine) *rows = counted;
@@ -173,7 +173,7 @@ class encode_rows {
  public:
   /// `block`: of the segments, or where theirs differ a multiple of each; 0: no means. `channels`: the most that a vector has in them.
   /// `least_block`: of any segment; 0: `block`.
-  explicit encode_rows(index_t block, index_t channels = std::max(View::k_dim, View::v_dim), index_t least_block = 0)
+  explicit encode_rows(index_t block, index_t channels = (std::max)(View::k_dim, View::v_dim), index_t least_block = 0)
       : means_(block > 0),
         stride_(int(ceil_div(channels, 8) * 8) | 1) {  // odd: a thread a row reads its channels without a conflict
     require(block >= 0 && block <= detail::largest_encoded_block, "block", block,
@@ -182,13 +182,13 @@ class encode_rows {
     const index_t least = least_block > 0 ? least_block : block;
     chunk_rows_ = block > 0 ? detail::encoding_threads / (least + 1) * least / block * block : detail::encoding_threads;
     require(chunk_rows_ > 0, "block", block, "one that a thread block holds with its means", "take shorter blocks");
-    short_rows_ = block > 0 ? std::min(ceil_div(index_t(8), block) * block, chunk_rows_) : 8;
+    short_rows_ = block > 0 ? (std::min)(ceil_div(index_t(8), block) * block, chunk_rows_) : 8;
     resident_ = 2 * device_info::current().multiprocessors;
     entry_ = detail::encode_rows_entry<View>;
     overlaps_ = can_overlap(entry_);
     check(
         cudaFuncSetAttribute(entry_, cudaFuncAttributeMaxDynamicSharedMemorySize,
-                             int(detail::encoding_threads * (std::max(View::k_dim, View::v_dim) + 1) * sizeof(float))),
+                             int(detail::encoding_threads * ((std::max)(View::k_dim, View::v_dim) + 1) * sizeof(float))),
         "cudaFuncSetAttribute");
   }
 
@@ -202,7 +202,7 @@ class encode_rows {
     }
     in_lists(problems, count, [&](const problem_list<encode_problem<View>>& list, index_t some) {
       index_t rows = 0;
-      for (index_t i = 0; i < some; ++i) rows = std::max(rows, list.of[i].count);
+      for (index_t i = 0; i < some; ++i) rows = (std::max)(rows, list.of[i].count);
       const index_t lanes = list.of[0].view.whole.sequences * list.of[0].view.whole.kv_heads;
       if (lanes > 0 && rows > 0) launch_list(list, some, lanes, rows, stream);
     });

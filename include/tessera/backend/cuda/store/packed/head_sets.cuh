@@ -2,9 +2,9 @@
 #pragma once
 
 #include <algorithm>
-#include <vector>
 
 #include "../../../../concepts/channels.hpp"
+#include "../../../../core/host_vector.hpp"
 #include "../../../../layout/packed_rows.hpp"
 #include "../../device/launch.cuh"
 #include "packed_places.cuh"
@@ -97,7 +97,7 @@ class head_sets {
   }
 
   void observe(index_t layer, index_t id, const rows_view<const T>& q, cudaStream_t stream) {
-    const index_t fresh = std::min(q.tokens, window_);
+    const index_t fresh = (std::min)(q.tokens, window_);
     if (fresh <= 0) return;
     if constexpr (keys_share || values_share) {
       index_t& seen = seen_[place(layer, id)];
@@ -116,11 +116,11 @@ class head_sets {
   /// Chooses the sets of a segment of whole rows `first`, ... of one sequence.
   void choose(const View& view, index_t layer, index_t id, index_t first, index_t count, std::uint32_t* sets,
               cudaStream_t stream) const {
-    const index_t seen = seen_[place(layer, id)], rows = std::min(seen, window_);
+    const index_t seen = seen_[place(layer, id)], rows = (std::min)(seen, window_);
     const auto choose_side = [&]<bool Keys, int Dim>(const packed_format& format, std::uint32_t* to) {
       detail::choose_set_entry<typename View::whole_type, Dim>
           <<<unsigned(heads_), 1024, 0, stream>>>(view.whole, Keys, first, count, squares(layer, id), Keys ? rows : 0,
-                                                  seen - rows, std::max(1, window_), format.kept, to);
+                                                  seen - rows, (std::max)(1, window_), format.kept, to);
       check(cudaGetLastError(), "launch of choose_set");
     };
     if constexpr (keys_share) choose_side.template operator()<true, D>(formats_.k, sets);
@@ -141,7 +141,7 @@ class head_sets {
 
   segment_formats formats_;
   index_t sequences_, heads_, window_;
-  std::vector<index_t> seen_;  // by place: queries of the turn's prompt
+  host_vector<index_t> seen_;  // by place: queries of the turn's prompt
   device_buffer<float> squares_;
 };
 

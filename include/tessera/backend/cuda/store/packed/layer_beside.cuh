@@ -2,8 +2,8 @@
 #pragma once
 
 #include <utility>
-#include <vector>
 
+#include "../../../../core/host_vector.hpp"
 #include "../searched/pinned.cuh"
 #include "packed_places.cuh"
 
@@ -59,7 +59,7 @@ class stream_beside {
 /// The segments of one layer of one sequence, which nobody sees yet, and how many whole rows they hold.
 struct layer_beside {
   index_t layer = no_index, id = no_index, due = 0;
-  std::vector<segment_record> fresh;
+  host_vector<segment_record> fresh;
   bool is_under_way() const { return id != no_index; }
 };
 

@@ -4,8 +4,8 @@
 #include <algorithm>
 #include <memory>
 #include <utility>
-#include <vector>
 
+#include "../../../../core/host_vector.hpp"
 #include "../step_table.cuh"
 #include "packed_view.cuh"
 
@@ -103,7 +103,7 @@ class packed_places {
         rows_(table_.size() * std::size_t(kv_heads)),
         order_(1, sequences, 1),
         records_(places()) {
-    std::vector<index_t> ids;
+    host_vector<index_t> ids;
     for (index_t id = 0; id < sequences; ++id) ids.push_back(id);
     check(cudaMemcpy(order_.of(0, 0), ids.data(), ids.size() * sizeof(index_t), cudaMemcpyHostToDevice), "cudaMemcpy");
   }
@@ -129,7 +129,7 @@ class packed_places {
 
   index_t most_segments() const { return most_; }
   const segment_formats& formats() const { return formats_; }
-  const std::vector<segment_record>& segments(index_t layer, index_t id) const { return records_[place(layer, id)]; }
+  const host_vector<segment_record>& segments(index_t layer, index_t id) const { return records_[place(layer, id)]; }
   index_t rows(index_t layer, index_t id) const {
     const auto& all = segments(layer, id);
     return all.empty() ? 0 : all.back().first_row + all.back().rows;
@@ -160,7 +160,7 @@ class packed_places {
   }
   /// The same for one that stands behind `unseen` ones and that no view counts before `add_segment`: rows may be packed into it.
   segment_record begin_unseen(index_t layer, index_t id, segment_record record,
-                              const std::vector<segment_record>& unseen, cudaStream_t stream) const {
+                              const host_vector<segment_record>& unseen, cudaStream_t stream) const {
     segment_record begun = behind(layer, id, std::move(record), unseen);
     const std::size_t at = place(layer, id);
     put(at, records_[at].size() + unseen.size(), begun, records_[at].size(), stream);
@@ -211,8 +211,8 @@ class packed_places {
   }
 
   /// The slots of chosen blocks, which are counted over all segments.
-  std::vector<index_t> slots_of_blocks(index_t layer, index_t id, const std::vector<index_t>& chosen) const {
-    std::vector<index_t> slots;
+  host_vector<index_t> slots_of_blocks(index_t layer, index_t id, const host_vector<index_t>& chosen) const {
+    host_vector<index_t> slots;
     index_t first_block = 0;
     for (const segment_record& segment : segments(layer, id)) {
       for (index_t row = 0; row < segment.rows; ++row) {
@@ -229,7 +229,7 @@ class packed_places {
   offset_t read_bytes(index_t layer, index_t id, offset_t rows, bool scored) const {
     offset_t longest = 0, total = 0;
     for (const segment_record& one : segments(layer, id)) {
-      longest = std::max(longest, row_bytes(one));
+      longest = (std::max)(longest, row_bytes(one));
       total += basis_bytes() + (scored ? mean_bytes(one) + k_basis_bytes() : 0);
     }
     return total + rows * longest;
@@ -300,11 +300,11 @@ class packed_places {
   }
   /// Where a segment's rows lie behind all others; its slot is nobody's.
   segment_record behind(index_t layer, index_t id, segment_record record,
-                        const std::vector<segment_record>& unseen) const {
+                        const host_vector<segment_record>& unseen) const {
     const std::size_t at = place(layer, id);
     record.first_row = unseen.empty() ? rows(layer, id) : unseen.back().first_row + unseen.back().rows;
     record.rows = 0, record.slot = 0, record.home = at;
-    const auto has = [&](const std::vector<segment_record>& all) {
+    const auto has = [&](const host_vector<segment_record>& all) {
       return std::any_of(all.begin(), all.end(), [&](const segment_record& one) { return one.slot == record.slot; });
     };
     while (has(records_[at]) || has(unseen)) ++record.slot;
@@ -364,7 +364,7 @@ class packed_places {
     }
   }
   void point_table_here() {
-    std::vector<device_segment> all(table_.size());
+    host_vector<device_segment> all(table_.size());
     for (std::size_t at = 0; at < records_.size(); ++at) {
       for (std::size_t i = 0; i < records_[at].size(); ++i) all[at * std::size_t(most_) + i] = segment(at, i);
     }
@@ -380,7 +380,7 @@ class packed_places {
   device_buffer<index_t> counts_;                     // [places], segments
   device_buffer<index_t> rows_;                       // [places, most_segments, kv_heads]
   id_column<index_t> order_;                          // every id is its own place; the batch's copy says who is where
-  std::vector<std::vector<segment_record>> records_;  // by place
+  host_vector<host_vector<segment_record>> records_;  // by place
 };
 
 }  // namespace cuda

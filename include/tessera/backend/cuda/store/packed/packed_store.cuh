@@ -5,8 +5,8 @@
 #include <numeric>
 #include <string>
 #include <utility>
-#include <vector>
 
+#include "../../../../core/host_vector.hpp"
 #include "../../../../layout/packed_rows.hpp"
 #include "../../../../layout/stored.hpp"
 #include "../kv_store.cuh"
@@ -74,7 +74,7 @@ class kv_store<Layout> {
   /// Of the whole rows.
   index_t* lengths(index_t layer, index_t id) const { return whole_.lengths(layer, id); }
   const id_column<index_t>& length_column() const { return whole_.length_column(); }
-  std::vector<index_t> held_by_head(index_t layer, index_t id) const { return whole_.held_by_head(layer, id); }
+  host_vector<index_t> held_by_head(index_t layer, index_t id) const { return whole_.held_by_head(layer, id); }
   const auto& rows() const { return whole_.rows(); }
   auto& rows() { return whole_.rows(); }
 
@@ -90,7 +90,7 @@ class kv_store<Layout> {
     if (packs(layer)) packed_.show_batch(made, packing(layer));
     return made;
   }
-  std::vector<detail::gathered_column> gathered() const {
+  host_vector<detail::gathered_column> gathered() const {
     auto all = whole_.gathered();
     all.push_back(packed_.gathered());
     return all;
@@ -131,10 +131,10 @@ class kv_store<Layout> {
 
   /// What moves whole rows: those that sliding layers keep, and those that are left when a prompt has been packed.
   movers fit(index_t batch, index_t kept, const device_info& device) const {
-    return whole_.fit(batch, std::max(kept, rows_.tail.tail), device);
+    return whole_.fit(batch, (std::max)(kept, rows_.tail.tail), device);
   }
   void adopt(movers&& fitted) { whole_.adopt(std::move(fitted)); }
-  void plan_keep(const place_list& places, const std::vector<kept_bound>& kept, cudaStream_t stream) {
+  void plan_keep(const place_list& places, const host_vector<kept_bound>& kept, cudaStream_t stream) {
     plan_whole([&] { whole_.plan_keep(places, kept); }, stream);
   }
   void keep(index_t layer, index_t id, const kept_slots& kept, cudaStream_t stream) {
@@ -164,7 +164,7 @@ class kv_store<Layout> {
       made.places.push_back({layer, id});
       made.left.push_back({{whole - due, offset_t(heads_) * (whole - due)}, {}});
       made.due.push_back(due), made.shares.push_back(begins ? share : 0);
-      made.before.push_back(begins ? std::vector<rows_before>{} : searches_.room(packing(layer), id, due));
+      made.before.push_back(begins ? host_vector<rows_before>{} : searches_.room(packing(layer), id, due));
       packed_.make_room(packing(layer), id, std::size_t(ceil_div(due, share)));
       if (begins) add_spans(made.own, layer, id, due, share);
     }
@@ -182,7 +182,7 @@ class kv_store<Layout> {
       const auto [layer, id] = made.places[i];
       const index_t due = made.due[i], share = made.shares[i] > 0 ? made.shares[i] : due;
       for (index_t first = 0; first < due; first += share) {
-        const index_t count = std::min(share, due - first);
+        const index_t count = (std::min)(share, due - first);
         const auto& all = packed_.segments(packing(layer), id);
         if (made.shares[i] > 0) {
           packed_.begin_segment(packing(layer), id,
@@ -272,7 +272,7 @@ class kv_store<Layout> {
 
   /// Between two steps, or before a turn's first chunk: segments of these sequences that were searched take their places, and others end before
   /// what steps have filled joins them.
-  void settle(const std::vector<index_t>& ids, bool prompt, cudaStream_t stream) {
+  void settle(const host_vector<index_t>& ids, bool prompt, cudaStream_t stream) {
     for (const index_t id : ids) {
       bool due = prompt;
       for (index_t layer = 0; layer < index_t(packing_.of.size()); ++layer)
@@ -308,10 +308,10 @@ class kv_store<Layout> {
   }
 
   /// Logical positions by kv_head, ascending: of packed rows their slots. Synchronises.
-  std::vector<std::vector<index_t>> downloaded_positions(index_t layer, index_t id) const {
+  host_vector<host_vector<index_t>> downloaded_positions(index_t layer, index_t id) const {
     auto all = whole_.downloaded_positions(layer, id);
     const index_t packed = packed_rows_of(layer, id);
-    for (std::vector<index_t>& head : all) {
+    for (host_vector<index_t>& head : all) {
       for (index_t& position : head) position += with_.positions ? 0 : packed;
       head.insert(head.begin(), std::size_t(packed), 0);
       std::iota(head.begin(), head.begin() + packed, 0);
@@ -319,8 +319,8 @@ class kv_store<Layout> {
     return all;
   }
   /// The slots of chosen blocks, and those behind them.
-  std::vector<index_t> slots_of_blocks(index_t layer, index_t id, const std::vector<index_t>& blocks) const {
-    std::vector<index_t> slots = packed_.slots_of_blocks(packing(layer), id, blocks);
+  host_vector<index_t> slots_of_blocks(index_t layer, index_t id, const host_vector<index_t>& blocks) const {
+    host_vector<index_t> slots = packed_.slots_of_blocks(packing(layer), id, blocks);
     const token_bound held = bound(layer, id);
     for (index_t slot = packed_rows_of(layer, id); slot < held.longest; ++slot) slots.push_back(slot);
     return slots;
@@ -332,7 +332,7 @@ class kv_store<Layout> {
   offset_t most_bytes() const { return whole_.most_bytes() + packed_.bytes(); }
   /// Of one head of which a step attends `attended` tokens. Blocks are scored whatever the budget.
   offset_t step_bytes(index_t layer, index_t id, offset_t attended) const {
-    const offset_t whole = std::min<offset_t>(attended, always_read(layer, id));
+    const offset_t whole = (std::min<offset_t>)(attended, always_read(layer, id));
     const offset_t total = whole * whole_layout<Layout>::token_bytes();
     if (!packs(layer) || attended == whole) return total;
     return total + packed_.read_bytes(packing(layer), id, attended - whole, with_.mean_block > 0);
@@ -357,10 +357,10 @@ class kv_store<Layout> {
   bool begins_segments(index_t layer, index_t id, index_t prompt) const {
     return packed_.segments(packing(layer), id).empty() || prompt >= rows_type::own_segment_tokens;
   }
-  void add_spans(std::vector<segment_span<view_type>>& to, index_t layer, index_t id, index_t due,
+  void add_spans(host_vector<segment_span<view_type>>& to, index_t layer, index_t id, index_t due,
                  index_t share) const {
     for (index_t first = 0; first < due; first += share)
-      to.push_back({view(layer, id), layer, first, std::min(share, due - first)});
+      to.push_back({view(layer, id), layer, first, (std::min)(share, due - first)});
   }
   /// Plans of whole rows; where there is no room, again when the layer beside has given its own back.
   template <class Plan>

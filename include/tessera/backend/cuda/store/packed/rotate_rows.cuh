@@ -39,10 +39,10 @@ __device__ void rotate_rows(const RowOf& row_of, const float* basis, int channel
 #pragma unroll
   for (int i = 0; i < 4; ++i) rows[i] = row_of(r + i * 8);
   // Each warp takes as many groups at once, up to four.
-  const int each = min(together, ceil_div(ceil_div(channels, 8), sharers)) * 8;
+  const int each = (min)(together, ceil_div(ceil_div(channels, 8), sharers)) * 8;
 #pragma unroll 1
   for (int first = share * each; first < channels; first += sharers * each) {
-    const int end = min(channels, first + each);
+    const int end = (min)(channels, first + each);
     float acc[2][together][4] = {};
 #pragma unroll 1
     for (int in = q * 8; in - q * 8 < D; in += 32) {

@@ -5,8 +5,8 @@
 #include <memory>
 #include <optional>
 #include <utility>
-#include <vector>
 
+#include "../../../../core/host_vector.hpp"
 #include "../../../../runtime/kept_lengths.hpp"
 #include "../searched/possible_segments.cuh"
 #include "../searched/rows_before.cuh"
@@ -27,17 +27,17 @@ struct segment_rooms {
 /// What becomes segments when `commit_packing` is called.
 template <class View>
 struct packing_plan {
-  std::vector<std::pair<index_t, index_t>> places, ended;  // with rows that are due; whose prompts end
-  std::vector<kept_bound> left;                            // of the whole rows, by place
-  std::vector<index_t> due, shares;              // rows; and those of a segment of their own, 0: they join the last one
-  std::vector<std::vector<rows_before>> before;  // by place: where rows that join others are kept
+  host_vector<std::pair<index_t, index_t>> places, ended;  // with rows that are due; whose prompts end
+  host_vector<kept_bound> left;                            // of the whole rows, by place
+  host_vector<index_t> due, shares;              // rows; and those of a segment of their own, 0: they join the last one
+  host_vector<host_vector<rows_before>> before;  // by place: where rows that join others are kept
   bool prompt_ends = false;
-  std::vector<segment_span<View>> own;  // segments that begin
+  host_vector<segment_span<View>> own;  // segments that begin
   segment_rooms room;
   // Empty, with room for what carrying it out notes: that needs no memory on the host.
-  std::vector<joining_rows> joining;
-  std::vector<encode_problem<View>> problems;
-  std::vector<oldest_rows<typename View::whole_type>> oldest;
+  host_vector<joining_rows> joining;
+  host_vector<encode_problem<View>> problems;
+  host_vector<oldest_rows<typename View::whole_type>> oldest;
   void make_room() {
     joining.reserve(own.size() + places.size()), problems.reserve(own.size() + places.size());
     oldest.reserve(places.size());
@@ -52,18 +52,18 @@ class segment_maker {
   static constexpr bool rotates = Layout::rows_type::basis_type::rotates;
 
  public:
-  using spans = std::vector<segment_span<View>>;
+  using spans = host_vector<segment_span<View>>;
 
   segment_maker(const Layout& layout, const segment_formats& formats, index_t block, index_t layers, index_t sequences,
                 index_t kv_heads, index_t tokens)
       : formats_(formats),
         heads_(kv_heads),
         sets_(formats, layers, sequences, kv_heads, Layout::window),
-        encode_(encoded_block(layout, block), std::max(formats.k.channels, formats.v.channels), formats.least_block) {
+        encode_(encoded_block(layout, block), (std::max)(formats.k.channels, formats.v.channels), formats.least_block) {
     if constexpr (rotates) {
       // Between steps a segment begins with a whole tail, which may be longer than a prompt's segments.
-      const index_t share = std::min(layout.rows.segment, tokens);
-      const index_t longest = std::max(share, std::min(layout.rows.tail.tail, tokens));
+      const index_t share = (std::min)(layout.rows.segment, tokens);
+      const index_t longest = (std::max)(share, (std::min)(layout.rows.tail.tail, tokens));
       bases_.emplace(formats, kv_heads, layers * ceil_div(tokens, share), longest, device_info::current());
     }
   }
@@ -114,7 +114,7 @@ class segment_maker {
     return begun;
   }
   /// Packs whole rows: each problem is of one sequence and layer.
-  void encode(const std::vector<encode_problem<View>>& problems, cudaStream_t stream) const {
+  void encode(const host_vector<encode_problem<View>>& problems, cudaStream_t stream) const {
     encode_.run(problems.data(), problems.size(), stream);
   }
 

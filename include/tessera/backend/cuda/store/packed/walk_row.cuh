@@ -127,7 +127,7 @@ struct row_places {
   }
   /// Where row `i` begins.
   __device__ static __forceinline__ unsigned row(unsigned i, unsigned stride) {
-    const unsigned in_banks = min(stride, 128u);
+    const unsigned in_banks = (min)(stride, 128u);
     return i * stride + (turned ? (i * in_banks >> 7) * 16 & (in_banks - 16) : 0);
   }
   /// A byte of the row that begins at `row`.
@@ -154,10 +154,10 @@ class row_walk {
     up_.at = first, down_.at = first + std::uint32_t((Words * 32 - 1) * Step);
 #pragma unroll
     for (int i = 0; i < Words; ++i) up_.words[i] = __brev(bits[i]), down_.words[i] = bits[Words - 1 - i];
-    bool far = false;
+    bool apart = false;
 #pragma unroll
-    for (int i = 1; i < Words; ++i) far = far || down_.far_apart(down_.words[i - 1], down_.words[i]);
-    gaps_ = Words > 1 && __any_sync(~0u, far);
+    for (int i = 1; i < Words; ++i) apart = apart || down_.far_apart(down_.words[i - 1], down_.words[i]);
+    gaps_ = Words > 1 && __any_sync(~0u, apart);
   }
 
   /// All `count` values of the row, which begins at `row` of `shared`.

@@ -2,8 +2,8 @@
 #pragma once
 
 #include <algorithm>
-#include <vector>
 
+#include "../../../../core/host_vector.hpp"
 #include "../../../../runtime/kept_lengths.hpp"
 
 TESSERA_NAMESPACE_BEGIN
@@ -13,7 +13,7 @@ namespace cuda {
 struct held_tokens : token_bound {
   const index_t* first;  ///< [kv_heads], when slots were last chosen
   index_t since;         ///< tokens that every head took since
-  index_t of(index_t head) const { return std::min(longest, first[head] + since); }
+  index_t of(index_t head) const { return (std::min)(longest, first[head] + since); }
 };
 
 /// The same of all places. A step costs one addition a place.
@@ -25,13 +25,13 @@ class held_tokens_of_places {
         since_(std::size_t(places)),
         first_(std::size_t(places) * std::size_t(kv_heads)) {}
 
-  const std::vector<token_bound>& bounds() const { return bounds_; }
+  const host_vector<token_bound>& bounds() const { return bounds_; }
   const token_bound& bound(std::size_t place) const { return bounds_[place]; }
   held_tokens of(std::size_t place) const {
     return {bounds_[place], first_.data() + place * std::size_t(heads_), since_[place]};
   }
-  std::vector<index_t> by_head(std::size_t place) const {
-    std::vector<index_t> all;
+  host_vector<index_t> by_head(std::size_t place) const {
+    host_vector<index_t> all;
     for (index_t h = 0; h < heads_; ++h) all.push_back(of(place).of(h));
     return all;
   }
@@ -45,14 +45,14 @@ class held_tokens_of_places {
     const held_tokens before = of(place);
     for (index_t h = 0; h < heads_; ++h) {
       first_[place * std::size_t(heads_) + std::size_t(h)] =
-          kept.by_head.empty() ? std::min(before.of(h), kept.longest) : kept.by_head[std::size_t(h)];
+          kept.by_head.empty() ? (std::min)(before.of(h), kept.longest) : kept.by_head[std::size_t(h)];
     }
     since_[place] = 0;
     bounds_[place] = kept;
   }
   /// Slots were dropped in place: no head has more than the longest now, whatever it took before.
   void shrank(std::size_t place, const token_bound& kept) {
-    bounds_[place] = {std::min(bounds_[place].longest, kept.longest), std::min(bounds_[place].total, kept.total)};
+    bounds_[place] = {(std::min)(bounds_[place].longest, kept.longest), (std::min)(bounds_[place].total, kept.total)};
   }
   void copy(std::size_t from, std::size_t to) {
     bounds_[to] = bounds_[from];
@@ -67,9 +67,9 @@ class held_tokens_of_places {
 
  private:
   index_t heads_;
-  std::vector<token_bound> bounds_;  // by place
-  std::vector<index_t> since_;       // by place
-  std::vector<index_t> first_;       // [places, kv_heads]
+  host_vector<token_bound> bounds_;  // by place
+  host_vector<index_t> since_;       // by place
+  host_vector<index_t> first_;       // [places, kv_heads]
 };
 
 }  // namespace cuda

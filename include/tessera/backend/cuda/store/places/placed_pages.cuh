@@ -3,8 +3,8 @@
 
 #include <algorithm>
 #include <string>
-#include <vector>
 
+#include "../../../../core/host_vector.hpp"
 #include "../../../../layout/fixed_pages.hpp"
 #include "../copy_blocks.cuh"
 #include "placed_runs.cuh"
@@ -55,7 +55,7 @@ class placed_rows<Layout, fixed_pages<Page>> {
     require(offset_t(sequences) * widest_ <= offset_t(1) << 30, "pages of all tables", offset_t(sequences) * widest_,
             "at most 2^30", "lower cache_options::tokens or sequences");
     for (index_t page = pages_ - 1; page >= 0; --page) free_.push_back(page);
-    std::vector<index_t> firsts;
+    host_vector<index_t> firsts;
     for (index_t id = 0; id < sequences; ++id) firsts.push_back(id * widest_);
     check(cudaMemcpy(firsts_.of(0, 0), firsts.data(), firsts.size() * sizeof(index_t), cudaMemcpyHostToDevice),
           "cudaMemcpy");
@@ -75,18 +75,18 @@ class placed_rows<Layout, fixed_pages<Page>> {
             "at most what is free, which is " + std::to_string(offset_t(free_.size()) - planned_) + " of " +
                 std::to_string(pages_),
             "raise cache_options::rows, or close a sequence");
-    std::vector<index_t>& table = held_[place];
+    host_vector<index_t>& table = held_[place];
     const std::size_t wanted = table.size() + std::size_t(more);
-    if (wanted > table.capacity()) table.reserve(std::max(wanted, 2 * table.size()));  // committing needs no memory
+    if (wanted > table.capacity()) table.reserve((std::max)(wanted, 2 * table.size()));  // committing needs no memory
     planned_ += more;
     tokens_planned_ = tokens;
   }
   void commit_room(std::size_t place, const index_t*, const token_bound& held, cudaStream_t stream) {
-    std::vector<index_t>& table = held_[place];
+    host_vector<index_t>& table = held_[place];
     offset_t more = missing(place, offset_t(held.longest) + tokens_planned_);
     for (; more > 0;) {
       detail::some_pages some{};
-      const index_t count = index_t(std::min<offset_t>(more, detail::pages_at_a_time));
+      const index_t count = index_t((std::min<offset_t>)(more, detail::pages_at_a_time));
       for (index_t i = 0; i < count; ++i) {
         some.pages[i] = free_.back();
         free_.pop_back();
@@ -97,7 +97,7 @@ class placed_rows<Layout, fixed_pages<Page>> {
       table.insert(table.end(), some.pages, some.pages + count);
       more -= count;
     }
-    most_used_ = std::max(most_used_, offset_t(pages_) - offset_t(free_.size()));
+    most_used_ = (std::max)(most_used_, offset_t(pages_) - offset_t(free_.size()));
   }
   void took(std::size_t, index_t) {}
 
@@ -133,9 +133,9 @@ class placed_rows<Layout, fixed_pages<Page>> {
  private:
   offset_t page_rows() const { return offset_t(Page) * heads_; }
   offset_t missing(std::size_t place, offset_t tokens) const {
-    return std::max<offset_t>(0, fixed_pages<Page>::pages_for(tokens) - offset_t(held_[place].size()));
+    return (std::max<offset_t>)(0, fixed_pages<Page>::pages_for(tokens) - offset_t(held_[place].size()));
   }
-  void release(std::vector<index_t>& table, std::size_t left) {
+  void release(host_vector<index_t>& table, std::size_t left) {
     while (table.size() > left) {
       free_.push_back(table.back());
       table.pop_back();
@@ -160,8 +160,8 @@ class placed_rows<Layout, fixed_pages<Page>> {
   index_t pages_;
   offset_t planned_ = 0, most_used_ = 0;
   index_t tokens_planned_ = 0;
-  std::vector<index_t> free_;
-  std::vector<std::vector<index_t>> held_;  // by place
+  host_vector<index_t> free_;
+  host_vector<host_vector<index_t>> held_;  // by place
   device_buffer<stored_type> k_, v_;
   device_buffer<float> scales_;
   device_buffer<index_t> tables_;

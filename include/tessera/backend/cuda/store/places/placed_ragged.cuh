@@ -3,8 +3,8 @@
 
 #include <algorithm>
 #include <string>
-#include <vector>
 
+#include "../../../../core/host_vector.hpp"
 #include "../../../../layout/ragged_pages.hpp"
 #include "../../../../runtime/ragged_pool.hpp"
 #include "../copy_blocks.cuh"
@@ -65,7 +65,7 @@ class placed_rows<Layout, ragged_pages> {
     require(tables_.size() < std::size_t(1) << 31, "entries of all page tables", tables_.size(), "below 2^31",
             "lower cache_options::tokens or sequences, or take larger pages");
     pool_.open(sequences - 1);
-    std::vector<index_t> firsts;
+    host_vector<index_t> firsts;
     for (index_t row = 0; row < sequences * kv_heads; ++row) firsts.push_back(row * widest_);
     check(cudaMemcpy(firsts_.of(0, 0), firsts.data(), firsts.size() * sizeof(index_t), cudaMemcpyHostToDevice),
           "cudaMemcpy");
@@ -91,7 +91,7 @@ class placed_rows<Layout, ragged_pages> {
     for (index_t h = 0; h < heads_; ++h) {
       const index_t group = group_of(place, h), room = room_[place * std::size_t(heads_) + std::size_t(h)];
       want(id_of(place), group, groups_.pages_for(group, held.of(h) + tokens, page_));
-      entries_planned_ += std::size_t(std::max(0, ceil_div(held.of(h) + tokens, page_) - ceil_div(room, page_)));
+      entries_planned_ += std::size_t((std::max)(0, ceil_div(held.of(h) + tokens, page_) - ceil_div(room, page_)));
     }
     entries_.reserve(entries_planned_);
     require(pool_.claimed() + more_ <= pages_, "pages of the pool", pages_,
@@ -113,13 +113,13 @@ class placed_rows<Layout, ragged_pages> {
       }
       room = tokens;
     }
-    most_used_ = std::max(most_used_, offset_t(pool_.made()) - pool_.idle());
+    most_used_ = (std::max)(most_used_, offset_t(pool_.made()) - pool_.idle());
   }
   /// All places of a plan have been committed: the tables get what is new in them.
   void finish(cudaStream_t stream) {
     for (std::size_t first = 0; first < entries_.size(); first += detail::entries_at_a_time) {
       detail::some_entries some;
-      const std::size_t count = std::min(entries_.size() - first, std::size_t(detail::entries_at_a_time));
+      const std::size_t count = (std::min)(entries_.size() - first, std::size_t(detail::entries_at_a_time));
       for (std::size_t i = 0; i < count; ++i) {
         some.at[i] = entries_[first + i].at;
         some.blocks[i] = entries_[first + i].block;
@@ -143,7 +143,7 @@ class placed_rows<Layout, ragged_pages> {
   void shrank(std::size_t place, index_t, const held_tokens& left) {
     for (index_t h = 0; h < heads_; ++h) {
       index_t& room = room_[place * std::size_t(heads_) + std::size_t(h)];
-      room = std::min(room, left.of(h));
+      room = (std::min)(room, left.of(h));
     }
     give_back(place);
   }
@@ -169,18 +169,18 @@ class placed_rows<Layout, ragged_pages> {
   /// As many as it holds with `tokens` more in every head, 0: no more than it holds. `held_of(layer)`: what its heads hold.
   template <class HeldOf>
   void expect(index_t id, index_t tokens, const HeldOf& held_of) {
-    std::vector<index_t> longest(std::size_t(groups_.count()), 0);
+    host_vector<index_t> longest(std::size_t(groups_.count()), 0);
     for (index_t layer = 0; layer < layers_; ++layer) {
       const held_tokens held = held_of(layer);
       for (index_t h = 0; h < heads_; ++h) {
         index_t& most = longest[std::size_t(groups_.group[std::size_t(layer * heads_ + h)])];
-        most = std::max(most, held.of(h) + tokens);
+        most = (std::max)(most, held.of(h) + tokens);
       }
     }
     offset_t pages = tokens > 0 ? pool_.reserved(id) : 0, with = 0;
     for (index_t group = 0; group < groups_.count(); ++group)
       with += groups_.pages_for(group, longest[std::size_t(group)], page_);
-    pool_.reserve(id, index_t(std::max(pages, with)));
+    pool_.reserve(id, index_t((std::max)(pages, with)));
   }
 
   const head_groups& groups() const { return groups_; }
@@ -213,14 +213,14 @@ class placed_rows<Layout, ragged_pages> {
   /// A group of a sequence is to hold so many pages when the plan is committed.
   void want(index_t id, index_t group, index_t pages) {
     const std::size_t at = std::size_t(id) * std::size_t(groups_.count()) + std::size_t(group);
-    const index_t before = std::max(wanted_[at], held(id, group));
+    const index_t before = (std::max)(wanted_[at], held(id, group));
     if (pages <= before) return;
     pool_.make_room(id, group, pages);
     if (wanted_[at] == 0) touched_.push_back(at);
     wanted_[at] = pages;
-    const index_t claim = std::max(pool_.held(id) + wanted_by_[std::size_t(id)], pool_.reserved(id));
+    const index_t claim = (std::max)(pool_.held(id) + wanted_by_[std::size_t(id)], pool_.reserved(id));
     wanted_by_[std::size_t(id)] += pages - before;
-    more_ += std::max(pool_.held(id) + wanted_by_[std::size_t(id)], pool_.reserved(id)) - claim;
+    more_ += (std::max)(pool_.held(id) + wanted_by_[std::size_t(id)], pool_.reserved(id)) - claim;
   }
   void give_back(std::size_t place) {
     const index_t id = id_of(place);
@@ -229,7 +229,7 @@ class placed_rows<Layout, ragged_pages> {
       index_t longest = 0;
       for (const index_t member : groups_.row(group)) {
         const index_t layer = member / heads_;
-        longest = std::max(
+        longest = (std::max)(
             longest, room_[(std::size_t(layer) * std::size_t(sequences_) + std::size_t(id)) * std::size_t(heads_) +
                            std::size_t(member % heads_)]);
       }
@@ -256,15 +256,15 @@ class placed_rows<Layout, ragged_pages> {
   head_groups groups_;
   index_t pages_;
   ragged_pool pool_;
-  std::vector<index_t> room_;       // by place and kv_head: tokens that there is room for
-  std::vector<index_t> wanted_;     // by sequence and group: pages that the plan needs; 0: no more than are held
-  std::vector<index_t> wanted_by_;  // by sequence: pages beyond those that it holds
-  std::vector<std::size_t> touched_;
+  host_vector<index_t> room_;       // by place and kv_head: tokens that there is room for
+  host_vector<index_t> wanted_;     // by sequence and group: pages that the plan needs; 0: no more than are held
+  host_vector<index_t> wanted_by_;  // by sequence: pages beyond those that it holds
+  host_vector<std::size_t> touched_;
   offset_t more_ = 0;  // what the plan claims of the pool beyond what is claimed
   index_t tokens_planned_ = 0;
   offset_t most_used_ = 0;
   std::size_t entries_planned_ = 0;
-  std::vector<entry> entries_;  // of tables, until they are sent
+  host_vector<entry> entries_;  // of tables, until they are sent
   device_buffer<stored_type> k_, v_;
   device_buffer<float> scales_;
   device_buffer<index_t> tables_;

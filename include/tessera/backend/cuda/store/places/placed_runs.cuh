@@ -2,8 +2,8 @@
 #pragma once
 
 #include <algorithm>
-#include <vector>
 
+#include "../../../../core/host_vector.hpp"
 #include "../../../../core/plan/layer_extent.hpp"
 #include "../../../../layout/runs.hpp"
 #include "../pack.cuh"
@@ -38,9 +38,9 @@ namespace detail {
 
 /// Bytes of the planes of a row format: K, V and, where rows are scaled, one scale each.
 template <class Layout>
-std::vector<index_t> planes_of() {
+host_vector<index_t> planes_of() {
   using encoding = typename Layout::encoding_type;
-  std::vector<index_t> bytes{index_t(Layout::k_dim * sizeof(typename encoding::stored_type)),
+  host_vector<index_t> bytes{index_t(Layout::k_dim * sizeof(typename encoding::stored_type)),
                              index_t(Layout::v_dim * sizeof(typename encoding::stored_type))};
   if (encoding::scaled) bytes.insert(bytes.end(), 2, index_t(sizeof(float)));
   return bytes;

@@ -5,8 +5,8 @@
 #include <array>
 #include <string>
 #include <utility>
-#include <vector>
 
+#include "../../../../core/host_vector.hpp"
 #include "../../../../core/plan/layer_extent.hpp"
 #include "../../../../core/selection.hpp"
 #include "../../../../core/stored/room.hpp"
@@ -77,7 +77,7 @@ __global__ void __launch_bounds__(Threads)
 /// run is long enough but all together are, the pool closes its gaps: it can be used to the last row.
 class run_pool {
  public:
-  run_pool(index_t places, index_t kv_heads, offset_t rows, const std::vector<index_t>& row_bytes, const char* what)
+  run_pool(index_t places, index_t kv_heads, offset_t rows, const host_vector<index_t>& row_bytes, const char* what)
       : heads_(kv_heads),
         rows_(rows),
         what_(what),
@@ -108,7 +108,7 @@ class run_pool {
   void hold_at_least(index_t tokens) { least_held_ = tokens; }
   /// Room for so many tokens beyond the `tokens` of a head that moves; no head ever holds more than `most`.
   index_t room_behind(index_t tokens, index_t most) const {
-    return std::clamp(most - tokens, 0, std::max(least_held_ - tokens, spare_room(tokens)));
+    return std::clamp(most - tokens, 0, (std::max)(least_held_ - tokens, spare_room(tokens)));
   }
   /// Tokens that every head of a place can still take; rows that it holds.
   index_t room(std::size_t place) const { return runs_[place].room; }
@@ -123,29 +123,29 @@ class run_pool {
   // --- another size ---------------------------------------------------------------------------------------------------
 
   /// Rows with which every place can take `tokens` tokens more in each head, whatever the order. held: what places hold.
-  offset_t rows_to_take(const std::vector<token_bound>& held, index_t tokens, index_t most) const {
+  offset_t rows_to_take(const host_vector<token_bound>& held, index_t tokens, index_t most) const {
     offset_t total = 0, largest = 1;
     for (std::size_t place = 0; place < runs_.size(); ++place) {
       const index_t longest = held[place].longest + tokens;
       const offset_t rows =
           room(place) >= tokens
               ? runs_[place].rows
-              : std::max(runs_[place].rows,
+              : (std::max)(runs_[place].rows,
                          held[place].total + offset_t(heads_) * (tokens + room_behind(longest, most)));
       total += rows;
-      largest = std::max(largest, rows);
+      largest = (std::max)(largest, rows);
     }
     return total + largest;
   }
   /// Memory for `move_to`. Errors: there is not enough.
-  std::vector<device_buffer<std::byte>> planes_for(offset_t rows) const {
-    std::vector<device_buffer<std::byte>> planes;
+  host_vector<device_buffer<std::byte>> planes_for(offset_t rows) const {
+    host_vector<device_buffer<std::byte>> planes;
     for (const index_t bytes : row_bytes_) planes.emplace_back(std::size_t(rows) * std::size_t(bytes));
     return planes;
   }
   /// Moves all runs to the planes that `planes_for(rows)` made. Launches that were recorded read memory that is no more.
   template <class Begins>
-  void move_to(std::vector<device_buffer<std::byte>> planes, offset_t rows, const Begins& begins_of,
+  void move_to(host_vector<device_buffer<std::byte>> planes, offset_t rows, const Begins& begins_of,
                cudaStream_t stream) {
     if (planes.empty()) return;
     offset_t end = 0;
@@ -195,7 +195,7 @@ class run_pool {
     const offset_t first = find(rows);
     steps_.push_back({place, runs_[place].first, first, rows, false});
     used_ += rows - runs_[place].rows;
-    most_used_ = std::max(most_used_, used_);
+    most_used_ = (std::max)(most_used_, used_);
     leave_order(place);
     runs_[place] = {first, rows, room};
     if (rows > 0) order_.insert(at_row(first), place);
@@ -270,7 +270,7 @@ class run_pool {
   };
 
   /// Places by where their runs lie. It is kept from call to call: a step of many sequences may plan a run for every layer of each.
-  const std::vector<std::size_t>& in_order() {
+  const host_vector<std::size_t>& in_order() {
     if (!order_.empty()) return order_;
     for (std::size_t place = 0; place < runs_.size(); ++place) {
       if (runs_[place].rows > 0) order_.push_back(place);
@@ -278,7 +278,7 @@ class run_pool {
     std::sort(order_.begin(), order_.end(), [&](auto a, auto b) { return runs_[a].first < runs_[b].first; });
     return order_;
   }
-  std::vector<std::size_t>::iterator at_row(offset_t first) {
+  host_vector<std::size_t>::iterator at_row(offset_t first) {
     return std::lower_bound(order_.begin(), order_.end(), first,
                             [&](std::size_t place, offset_t row) { return runs_[place].first < row; });
   }
@@ -320,9 +320,9 @@ class run_pool {
     for (std::size_t i = 0; i < memory_.size(); ++i) {
       const offset_t bytes = row_bytes_[i], by_spare = offset_t(spare_bytes) / bytes;
       const bool through_spare = down < by_spare;  // else what is copied at a time does not overlap
-      const offset_t piece = std::max(down, by_spare);
+      const offset_t piece = (std::max)(down, by_spare);
       for (offset_t done = 0; done < now.rows; done += piece) {
-        const offset_t count = std::min(piece, now.rows - done) * bytes;
+        const offset_t count = (std::min)(piece, now.rows - done) * bytes;
         std::byte* to = memory_[i].data() + (now.to + done) * bytes;
         const std::byte* from = memory_[i].data() + (now.from + done) * bytes;
         if (through_spare) {
@@ -343,13 +343,13 @@ class run_pool {
   index_t heads_, least_held_ = 0;
   offset_t rows_, used_ = 0, most_used_ = 0;
   const char* what_;
-  std::vector<run> runs_, before_;
-  std::vector<std::size_t> order_;  // see in_order; empty: not known
+  host_vector<run> runs_, before_;
+  host_vector<std::size_t> order_;  // see in_order; empty: not known
   std::array<offset_t, 2> before_used_{};
-  std::vector<step> steps_;
+  host_vector<step> steps_;
   std::size_t next_ = 0;
-  std::vector<index_t> row_bytes_;
-  std::vector<device_buffer<std::byte>> memory_;
+  host_vector<index_t> row_bytes_;
+  host_vector<device_buffer<std::byte>> memory_;
   device_buffer<offset_t> new_begins_;
   device_buffer<std::byte> spare_;
 };

@@ -6,8 +6,8 @@
 #include <memory>
 #include <mutex>
 #include <utility>
-#include <vector>
 
+#include "../../../../core/host_vector.hpp"
 #include "../../device/check.cuh"
 
 TESSERA_NAMESPACE_BEGIN
@@ -88,8 +88,8 @@ class beside_recording {
 class row_blocks {
   struct pool {
     std::mutex mutex;
-    std::vector<pinned_buffer<std::byte>> made;
-    std::vector<std::byte*> unused;
+    host_vector<pinned_buffer<std::byte>> made;
+    host_vector<std::byte*> unused;
   };
 
  public:

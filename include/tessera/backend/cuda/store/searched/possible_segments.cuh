@@ -5,11 +5,11 @@
 #include <numeric>
 #include <string>
 #include <type_traits>
-#include <vector>
 
 #include "../../../../channels/all_channels.hpp"
 #include "../../../../channels/head_channels.hpp"
 #include "../../../../channels/top_groups.hpp"
+#include "../../../../core/host_vector.hpp"
 #include "../../../../layout/as_given.hpp"
 #include "../../../../layout/packed_rows.hpp"
 #include "../../../../layout/rotated.hpp"
@@ -63,7 +63,7 @@ void require_packable(const Layout& layout, index_t block) {
 
 /// By layer: its number among those that pack, or none.
 struct packing_layers {
-  std::vector<index_t> of;
+  host_vector<index_t> of;
   index_t count = 0;
   packing_layers(index_t layers, const layer_roles& roles) {
     for (index_t layer = 0; layer < layers; ++layer) of.push_back(roles.follows_recipe(layer) ? count++ : no_index);
@@ -83,7 +83,7 @@ index_t most_segments(const Layout& layout, index_t tokens) {
   const index_t of_prompts = ceil_div(tokens, layout.rows.segment) + 1 + tokens / Layout::rows_type::own_segment_tokens;
   if constexpr (searching_layout<Layout>) {
     if (searches(layout)) {
-      const index_t least = std::min(layout.rows.strategy.least_segment, layout.rows.segment);
+      const index_t least = (std::min)(layout.rows.strategy.least_segment, layout.rows.segment);
       return 2 * (of_prompts + ceil_div(tokens, least));
     }
   }
@@ -101,8 +101,8 @@ segment_formats formats_of(const Layout& layout, index_t block) {
   if constexpr (searching_layout<Layout>) {
     if (!searches(layout)) return made;
     auto widest = layout.rows;
-    widest.key.channels = std::max(widest.key.channels, strategy_shares.back());
-    widest.value.channels = std::max(widest.value.channels, strategy_shares.back());
+    widest.key.channels = (std::max)(widest.key.channels, strategy_shares.back());
+    widest.value.channels = (std::max)(widest.value.channels, strategy_shares.back());
     widest.key.group = widest.value.group = 1;
     made.widest_k = widest.key_format(), made.widest_v = widest.value_format();
     if (block > 0) made.least_block = std::gcd(block, strategy_blocks.back());

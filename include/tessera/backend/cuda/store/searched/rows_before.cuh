@@ -1,8 +1,7 @@
 // Rows as they were before they were packed, on the host until a search has seen them, and what packing has left out of them.
 #pragma once
 
-#include <vector>
-
+#include "../../../../core/host_vector.hpp"
 #include "../packed/unpack_rows.cuh"
 #include "pinned.cuh"
 
@@ -60,7 +59,7 @@ __global__ void __launch_bounds__(loss_threads)
                     index_t count, float* sums) {
   __shared__ float of_warps[loss_threads / 32];
   const index_t head = index_t(blockIdx.y), begin = index_t(blockIdx.x) * loss_rows;
-  const index_t end = min(begin + loss_rows, count);
+  const index_t end = (min)(begin + loss_rows, count);
   const int warp = int(threadIdx.x) / 32;
   const device_segment& segment = view.segment(0, segment_index);
   float sum = 0;
@@ -94,7 +93,7 @@ __global__ void __launch_bounds__(Threads)
 /// Copies `count` whole rows of a view of one sequence, from `first` on, to blocks of at most `each` rows. Nobody waits: the host may read
 /// them once a `stream_mark` behind it has been reached.
 template <class View>
-void keep_rows(const View& whole, index_t first, index_t count, const std::vector<rows_before>& to,
+void keep_rows(const View& whole, index_t first, index_t count, const host_vector<rows_before>& to,
                cudaStream_t stream) {
   static_assert(View::is_raw, "tessera: rows that are packed on the device are raw");
   for (const rows_before& part : to) {

@@ -8,8 +8,8 @@
 #include <string>
 #include <system_error>
 #include <utility>
-#include <vector>
 
+#include "../../../../core/host_vector.hpp"
 #include "../packed/encode_rows.cuh"
 #include "possible_segments.cuh"
 #include "strategy_task.cuh"
@@ -21,7 +21,7 @@ namespace cuda {
 template <packing_layout Layout, class View>
 class segment_searches {
  public:
-  using segments = std::vector<segment_record>;
+  using segments = host_vector<segment_record>;
 
   segment_searches(const typename Layout::rows_type&, const segment_formats&, index_t, index_t, index_t, index_t) {}
   void clear(index_t) {}
@@ -29,10 +29,10 @@ class segment_searches {
   static std::size_t finished(index_t, index_t, std::size_t all) { return all > 0 ? all - 1 : 0; }
   static const segment_record& like(index_t, index_t, const segments& all) { return all.back(); }
   static bool joins(index_t, index_t, const segments&) { return true; }
-  static std::vector<rows_before> room(index_t, index_t, index_t) { return {}; }
-  void noted(const std::vector<encode_problem<View>>&, const std::vector<joining_rows>&, const packing_layers&,
+  static host_vector<rows_before> room(index_t, index_t, index_t) { return {}; }
+  void noted(const host_vector<encode_problem<View>>&, const host_vector<joining_rows>&, const packing_layers&,
              cudaStream_t) {}
-  void joined(const View&, index_t, index_t, index_t, index_t, std::vector<rows_before>, cudaStream_t) {}
+  void joined(const View&, index_t, index_t, index_t, index_t, host_vector<rows_before>, cudaStream_t) {}
   void ended(index_t, index_t, std::size_t) {}
   void mark(index_t, cudaStream_t) {}
   void settle(index_t, packed_places&, bool, cudaStream_t) {}
@@ -51,7 +51,7 @@ class segment_searches<Layout, View> {
   using T = typename Layout::element_type;
 
  public:
-  using segments = std::vector<segment_record>;
+  using segments = host_vector<segment_record>;
 
   /// `layers`: those that pack.
   segment_searches(const rows_type& rows, const segment_formats& formats, index_t layers, index_t sequences,
@@ -63,7 +63,7 @@ class segment_searches<Layout, View> {
     ranges_.resize(std::size_t(layers) * std::size_t(sequences));
     totals_ = pinned_buffer<double>(ranges_.size() * std::size_t(most_segments));
     blocks_.emplace(std::size_t(kv_heads) * std::size_t(rows.tail.tail) * (Layout::k_dim + Layout::v_dim) * sizeof(T));
-    losses_.emplace(kv_heads, std::max(rows.segment, rows_type::own_segment_tokens + rows.tail.tail));
+    losses_.emplace(kv_heads, (std::max)(rows.segment, rows_type::own_segment_tokens + rows.tail.tail));
   }
 
   /// Whose thread searches. Copies of a cache share it.
@@ -113,18 +113,18 @@ class segment_searches<Layout, View> {
   }
 
   /// Blocks for `count` rows that are about to be packed, which `joined` takes without more memory. Errors: no memory.
-  std::vector<rows_before> room(index_t layer, index_t id, index_t count) {
-    std::vector<rows_before> made;
+  host_vector<rows_before> room(index_t layer, index_t id, index_t count) {
+    host_vector<rows_before> made;
     if (on()) {
       auto& before = ranges_[at(layer, id)].before;
       before.reserve(before.size() + std::size_t(ceil_div(count, rows_.tail.tail)));
     }
     for (; on() && count > 0; count -= rows_.tail.tail)
-      made.push_back({blocks_->take(), std::min(count, rows_.tail.tail)});
+      made.push_back({blocks_->take(), (std::min)(count, rows_.tail.tail)});
     return made;
   }
   /// Whole rows have been packed: what that left out of them is summed.
-  void noted(const std::vector<encode_problem<View>>& problems, const std::vector<joining_rows>& all,
+  void noted(const host_vector<encode_problem<View>>& problems, const host_vector<joining_rows>& all,
              const packing_layers& packing, cudaStream_t stream) {
     for (std::size_t i = 0; on() && i < all.size(); ++i) {
       const joining_rows& rows = all[i];
@@ -134,7 +134,7 @@ class segment_searches<Layout, View> {
   }
   /// They stand behind the settled segments, and are still whole. `blocks` are those of `room`.
   void joined(const View& view, index_t layer, index_t id, index_t first, index_t count,
-              std::vector<rows_before> blocks, cudaStream_t stream) {
+              host_vector<rows_before> blocks, cudaStream_t stream) {
     if (!on()) return;
     keep_rows(view.whole, first, count, blocks, stream);
     range& here = ranges_[at(layer, id)];
@@ -158,7 +158,7 @@ class segment_searches<Layout, View> {
     if (now.task && now.task->state() != task_state::waiting) take(id, now, places, stream);
     if (!due) return;
     index_t rows = 0;
-    for (index_t layer = 0; layer < layers_; ++layer) rows = std::max(rows, ranges_[at(layer, id)].rows);
+    for (index_t layer = 0; layer < layers_; ++layer) rows = (std::max)(rows, ranges_[at(layer, id)].rows);
     const bool full = rows >= rows_.segment;
     if (!full && (rows < rows_.strategy.least_segment || !lost_enough(id, now, places))) return;
     if (!now.task && begin(id, now, places, stream)) return;
@@ -182,7 +182,7 @@ class segment_searches<Layout, View> {
     std::size_t settled = 0;          // segments
     std::size_t first = 0, last = 0;  // those whose place what a search makes takes; none: equal
     index_t rows = 0;                 // behind the settled ones
-    std::vector<rows_before> before;
+    host_vector<rows_before> before;
   };
   struct session {
     std::shared_ptr<search_type> task;
@@ -212,7 +212,7 @@ class segment_searches<Layout, View> {
       const segments& all = places.segments(layer, id);
       for (std::size_t i = here.settled; i < all.size(); ++i) lost += *total(layer, id, all[i].slot);
       const segment_record& own = all[here.settled - 1];
-      const double mean = *total(layer, id, own.slot) / std::max<index_t>(1, own.rows);
+      const double mean = *total(layer, id, own.slot) / (std::max<index_t>)(1, own.rows);
       const auto& limits = rows_.strategy;
       allowed += limits.segment_loss > 0 ? double(limits.segment_loss) : mean * limits.reference;
     }
@@ -229,7 +229,7 @@ class segment_searches<Layout, View> {
   /// Returns whether a search has begun.
   bool begin(index_t id, session& now, const packed_places& places, cudaStream_t stream) {
     try {
-      std::vector<typename search_type::layer_part> parts;
+      host_vector<typename search_type::layer_part> parts;
       for (index_t layer = 0; layer < layers_; ++layer) {
         const range& here = ranges_[at(layer, id)];
         if (here.rows > 0) parts.push_back({layer, here.before, here.rows});
@@ -285,8 +285,8 @@ class segment_searches<Layout, View> {
   segment_formats formats_;
   index_t layers_, heads_, most_;
   std::shared_ptr<background> worker_;
-  std::vector<session> sessions_;
-  std::vector<range> ranges_;
+  host_vector<session> sessions_;
+  host_vector<range> ranges_;
   pinned_buffer<double> totals_;  // [sequences, layers, slots], what packing has left out of rows
   std::optional<row_blocks> blocks_;
   std::optional<row_losses<View>> losses_;

@@ -6,8 +6,8 @@
 #include <memory>
 #include <string>
 #include <utility>
-#include <vector>
 
+#include "../../../../core/host_vector.hpp"
 #include "../../../../layout/packed_rows.hpp"
 #include "../../../../runtime/background.hpp"
 #include "../../../../runtime/jacobi.hpp"
@@ -82,18 +82,18 @@ class strategy_task final : public background_task {
  public:
   struct layer_part {
     index_t layer;
-    std::vector<rows_before> before;
+    host_vector<rows_before> before;
     index_t rows;
     // What has come of it:
     segment_record record{};
     device_segment made{};
     double loss = 0;  // of all rows, the mean of heads
   };
-  std::vector<layer_part> parts;
+  host_vector<layer_part> parts;
 
   /// Makes room for what may be found. `copied`: when the rows have come to the host.
   /// Errors   no memory: tessera::error.
-  strategy_task(const rows_type& rows, const segment_formats& formats, index_t kv_heads, std::vector<layer_part> of,
+  strategy_task(const rows_type& rows, const segment_formats& formats, index_t kv_heads, host_vector<layer_part> of,
                 std::shared_ptr<search_memory> memory, std::shared_ptr<stream_mark> copied)
       : parts(std::move(of)),
         rows_(rows),
@@ -147,8 +147,8 @@ class strategy_task final : public background_task {
 
   /// Where each row of a layer lies, of head 0; and from one head to the next.
   struct row_places {
-    std::vector<const T*> k, v;
-    std::vector<offset_t> k_head, v_head;
+    host_vector<const T*> k, v;
+    host_vector<offset_t> k_head, v_head;
     row_places(const layer_part& part, index_t heads) {
       for (const rows_before& some : part.before) {
         const T* from = reinterpret_cast<const T*>(some.block.get());
@@ -161,7 +161,7 @@ class strategy_task final : public background_task {
     }
   };
   template <int D>
-  static auto loader(const std::vector<const T*>& rows, const std::vector<offset_t>& of_head, index_t head) {
+  static auto loader(const host_vector<const T*>& rows, const host_vector<offset_t>& of_head, index_t head) {
     return [&rows, &of_head, head](index_t i, float* to) {
       const T* from = rows[std::size_t(i)] + head * of_head[std::size_t(i)];
       for (int d = 0; d < D; ++d) to[d] = float(from[d]);
@@ -176,7 +176,7 @@ class strategy_task final : public background_task {
     const auto name = [&](const char* what, index_t h) {
       return what + std::string(" of layer ") + std::to_string(part.layer) + ", kv_head " + std::to_string(h);
     };
-    std::vector<float> bases(static_cast<std::size_t>(bases_of_part()));
+    host_vector<float> bases(static_cast<std::size_t>(bases_of_part()));
     const auto k_basis = [&](index_t h) { return bases.data() + h * formats_.k_basis(); };
     const auto v_basis = [&](index_t h) { return bases.data() + heads_ * formats_.k_basis() + h * formats_.v_basis(); };
     for (index_t h = 0; h < heads_; ++h) {
@@ -196,7 +196,7 @@ class strategy_task final : public background_task {
     found.key.group = found.value.group = best.group;
     const segment_image image{found.key_format(), found.value_format(), formats_.block > 0 ? best.block : 0, heads_,
                               part.rows};
-    std::vector<std::byte> bytes(image.bytes());
+    host_vector<std::byte> bytes(image.bytes());
     const device_segment made = image.at(bytes.data());
     for (index_t h = 0; h < heads_; ++h) {
       if (this->is_over(stopping)) return false;
@@ -235,16 +235,16 @@ class strategy_task final : public background_task {
                         const Load& load, float* basis, double& loss, index_t block, const packed_vectors& means) {
     const packed_format& format = to.format;
     const index_t left = format.channels;
-    std::vector<float> rows = rotated<D>(count, left, basis, load);
+    host_vector<float> rows = rotated<D>(count, left, basis, load);
     if (format.group > 1) {
-      const std::vector<index_t> order =
+      const host_vector<index_t> order =
           order_of_channels(channels, format, count, [&](index_t i) { return rows.data() + offset_t(i) * left; });
-      const std::vector<float> before(basis, basis + offset_t(left) * D);
+      const host_vector<float> before(basis, basis + offset_t(left) * D);
       for (index_t c = 0; c < left; ++c)
         std::copy_n(before.data() + offset_t(order[std::size_t(c)]) * D, D, basis + offset_t(c) * D);
       rows = rotated<D>(count, left, basis, load);
     }
-    std::vector<float> given(D), sum(static_cast<std::size_t>(left), 0.0f);
+    host_vector<float> given(D), sum(static_cast<std::size_t>(left), 0.0f);
     for (index_t i = 0; i < count; ++i) {
       const float* row = rows.data() + offset_t(i) * left;
       const std::uint8_t* bits = put_row(channels, to, head, i, row);
@@ -253,7 +253,7 @@ class strategy_task final : public background_task {
       for (const float x : given) all += double(x) * double(x);
       tessera::detail::for_each_kept(format, bits,
                                      [&](index_t c, index_t) { stays += double(row[c]) * double(row[c]); });
-      loss += 0.5 * std::max(0.0, all - stays) / (all + 1e-12);
+      loss += 0.5 * (std::max)(0.0, all - stays) / (all + 1e-12);
       if (block == 0) continue;
       for (index_t c = 0; c < left; ++c) sum[std::size_t(c)] += row[c];
       const index_t in_block = i % block + 1;
@@ -264,12 +264,12 @@ class strategy_task final : public background_task {
     }
   }
   template <int D, class Load>
-  static std::vector<float> rotated(index_t count, index_t left, const float* basis, const Load& load) {
-    std::vector<float> turned(std::size_t(offset_t(left) * D)), rows(std::size_t(offset_t(count) * left), 0.0f);
+  static host_vector<float> rotated(index_t count, index_t left, const float* basis, const Load& load) {
+    host_vector<float> turned(std::size_t(offset_t(left) * D)), rows(std::size_t(offset_t(count) * left), 0.0f);
     for (index_t c = 0; c < left; ++c) {
       for (index_t d = 0; d < D; ++d) turned[std::size_t(offset_t(d) * left + c)] = basis[offset_t(c) * D + d];
     }
-    std::vector<float> given(D);
+    host_vector<float> given(D);
     for (index_t i = 0; i < count; ++i) {
       load(i, given.data());
       float* to = rows.data() + offset_t(i) * left;

@@ -2,8 +2,8 @@
 #pragma once
 
 #include <algorithm>
-#include <vector>
 
+#include "../../../../../core/host_vector.hpp"
 #include "../../../../../runtime/rotation.hpp"
 #include "../../../device/tuning.cuh"
 #include "../choose_groups.cuh"
@@ -33,7 +33,7 @@ __global__ void __launch_bounds__(ordering_threads)
   extern __shared__ uint4 shared_memory[];
   auto& memory = *reinterpret_cast<ordering_memory<D>*>(shared_memory);
   constexpr int words = ordering_memory<D>::words, blocks = ordering_memory<D>::blocks;
-  const index_t head = index_t(blockIdx.x), step = max(1, ceil_div(count, ordering_samples));
+  const index_t head = index_t(blockIdx.x), step = (max)(1, ceil_div(count, ordering_samples));
   const int warp = int(threadIdx.x) / 32, lane = int(threadIdx.x) % 32, channels = int(format.channels);
   const float* basis = bases + offset_t(head) * channels * D;
   const int samples = int(ceil_div(count, step));
@@ -116,15 +116,15 @@ class order_bases {
     entry_<<<unsigned(heads_), detail::ordering_threads, sizeof(memory), stream>>>(view.whole, keys_, first, count,
                                                                                    format_, bases, counts_.data());
     check(cudaGetLastError(), "launch of count_pairs");
-    std::vector<std::uint16_t> counts(counts_.size());
+    host_vector<std::uint16_t> counts(counts_.size());
     check(cudaMemcpyAsync(counts.data(), counts_.data(), counts_.bytes(), cudaMemcpyDeviceToHost, stream),
           "cudaMemcpyAsync");
     check(cudaStreamSynchronize(stream), "cudaStreamSynchronize");
-    std::vector<index_t> orders;
+    host_vector<index_t> orders;
     for (index_t h = 0; h < heads_; ++h) {
       const auto begin = counts.begin() + offset_t(h) * n * n;
-      const std::vector<double> together(begin, begin + offset_t(n) * n);
-      const std::vector<index_t> order = group_channels(together, n, format_.group);
+      const host_vector<double> together(begin, begin + offset_t(n) * n);
+      const host_vector<index_t> order = group_channels(together, n, format_.group);
       orders.insert(orders.end(), order.begin(), order.end());
     }
     check(cudaMemcpyAsync(order_.data(), orders.data(), order_.bytes(), cudaMemcpyHostToDevice, stream),

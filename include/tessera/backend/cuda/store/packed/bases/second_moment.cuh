@@ -72,7 +72,7 @@ __global__ void __launch_bounds__(moment_threads)
   wait_for_earlier();
   const index_t heads = view.whole.kv_heads, lane_row = index_t(blockIdx.y);
   const index_t piece = index_t(blockIdx.x) / strips, strip = index_t(blockIdx.x) % strips;
-  const index_t begin = piece * piece_rows, rows = min(piece_rows, count - begin);
+  const index_t begin = piece * piece_rows, rows = (min)(piece_rows, count - begin);
   float* sums = to + (offset_t(piece) * gridDim.y + lane_row) * (D * D + Dv * Dv);
   auto* shared = reinterpret_cast<unsigned char*>(shared_memory);
   if (blockIdx.z == 0)
@@ -109,7 +109,7 @@ class second_moments {
 
  public:
   static constexpr std::size_t each = std::size_t(D) * D + std::size_t(Dv) * Dv;
-  static index_t pieces(index_t count) { return std::max(1, ceil_div(count, piece_rows)); }
+  static index_t pieces(index_t count) { return (std::max)(1, ceil_div(count, piece_rows)); }
   static std::size_t workspace_bytes(index_t lanes, index_t count) {
     return array_bytes<float>(std::size_t(pieces(count)) * std::size_t(lanes) * each);
   }

@@ -4,8 +4,8 @@
 #include <algorithm>
 #include <string>
 #include <utility>
-#include <vector>
 
+#include "../../../../../core/host_vector.hpp"
 #include "../../searched/pinned.cuh"
 #include "find_bases.cuh"
 #include "group_order.cuh"
@@ -36,21 +36,21 @@ class find_segment_bases {
                      const device_info& device)
       : formats_(formats),
         heads_(kv_heads),
-        together_(std::min(together, most)),
+        together_((std::min)(together, most)),
         keys_(View::k_dim, device),
         values_(View::v_dim, device),
         order_keys_(true, formats.k, kv_heads),
         order_values_(false, formats.v, kv_heads),
         moments_(std::size_t(together_ - 1) * std::size_t(kv_heads) * moments::each * sizeof(float) +
                  moments::workspace_bytes(kv_heads, rows)),
-        work_(std::max(keys_.workspace_bytes(together_ * kv_heads), values_.workspace_bytes(together_ * kv_heads))),
+        work_((std::max)(keys_.workspace_bytes(together_ * kv_heads), values_.workspace_bytes(together_ * kv_heads))),
         not_finite_(2 * std::size_t(together_) * std::size_t(kv_heads)) {}
 
   /// Floats that the bases of one segment take: those of keys, then of values, each by head.
   offset_t each() const { return heads_ * (formats_.k_basis() + formats_.v_basis()); }
 
   /// bases [segments, each()]. Waits for the device.
-  void run(const std::vector<segment_span<View>>& segments, float* bases, cudaStream_t stream) {
+  void run(const host_vector<segment_span<View>>& segments, float* bases, cudaStream_t stream) {
     start(segments, bases, stream);
     check(cudaStreamSynchronize(stream), "cudaStreamSynchronize");
     const auto [wrong, lane] = first_wrong();
@@ -60,11 +60,11 @@ class find_segment_bases {
          "NaN or infinity", "finite numbers", "keep NaN and infinity out of keys and values, or scale them");
   }
   /// The same, but that only groups of several channels wait for the device; when it is done, `are_finite` says whether these are bases.
-  void start(const std::vector<segment_span<View>>& segments, float* bases, cudaStream_t stream) {
+  void start(const host_vector<segment_span<View>>& segments, float* bases, cudaStream_t stream) {
     lanes_ = segments.size() * std::size_t(heads_);
     if (wrong_.size() < 2 * lanes_) wrong_ = pinned_buffer<index_t>(2 * lanes_);
     for (std::size_t first = 0; first < segments.size(); first += std::size_t(together_)) {
-      const std::size_t count = std::min(segments.size() - first, std::size_t(together_));
+      const std::size_t count = (std::min)(segments.size() - first, std::size_t(together_));
       run_some({segments.begin() + offset_t(first), segments.begin() + offset_t(first + count)},
                bases + offset_t(first) * each(), wrong_.data() + 2 * first * std::size_t(heads_), stream);
     }
@@ -76,7 +76,7 @@ class find_segment_bases {
   std::pair<const char*, std::size_t> first_wrong() const {
     const std::size_t group = std::size_t(together_) * std::size_t(heads_);
     for (std::size_t first = 0; first < lanes_; first += group) {
-      const std::size_t count = std::min(lanes_ - first, group);
+      const std::size_t count = (std::min)(lanes_ - first, group);
       const index_t* wrong = wrong_.data() + 2 * first;
       for (std::size_t i = 0; i < 2 * count; ++i) {
         if (wrong[i] != 0) return {i < count ? "keys" : "values", first + i % count};
@@ -84,7 +84,7 @@ class find_segment_bases {
     }
     return {nullptr, 0};
   }
-  void run_some(const std::vector<segment_span<View>>& some, float* bases, index_t* wrong, cudaStream_t stream) const {
+  void run_some(const host_vector<segment_span<View>>& some, float* bases, index_t* wrong, cudaStream_t stream) const {
     const index_t count = index_t(some.size()), lanes = count * heads_;
     const offset_t step = offset_t(moments::each), of_segment = heads_ * step;
     // What one sums behind its result is scratch: the next one begins there.
