@@ -6,6 +6,7 @@
 #include <span>
 
 #include "backend/cpu/cache/cache_parts.hpp"
+#include "core/host/float_mode.hpp"
 #include "core/host_vector.hpp"
 
 TESSERA_NAMESPACE_BEGIN
@@ -16,8 +17,12 @@ TESSERA_NAMESPACE_BEGIN
 /// `end_prefill` once; then for each step `prepare_step`, and `decode` in every layer. The next turn begins with the next
 /// `prefill`. Keys and queries come after RoPE; positions are counted here and survive every eviction.
 /// Errors   bad shapes, unknown sequences and steps out of order throw tessera::error before anything is changed. Where
-///          memory runs out, std::bad_alloc: the cache then answers as if it had not been called, and `close` never fails.
-/// Threads  one thread calls a cache at a time; the work is spread over the executor. Copies are independent.
+///          memory runs out, std::bad_alloc, or what else the program's operator new throws: the cache then answers as if it
+///          had not been called, and `close` never fails.
+/// Threads  one thread calls a cache at a time; the work is spread over the executor. Copies are independent, and so are
+///          caches that share an executor: each may be called by a thread of its own, whose stack has 48 KiB or more. A child
+///          of fork() may go on with its parent's cache, on the calling thread alone.
+/// Floats   calls calculate in the mode that programs begin with (core/host/float_mode.hpp), and leave the caller's as it was.
 template <class Recipe>
 class cache : public cpu::cache_parts<Recipe> {
   using parts = cpu::cache_parts<Recipe>;
@@ -34,6 +39,7 @@ class cache : public cpu::cache_parts<Recipe> {
   /// retrieves by exact scores; where the budget pays for an estimate, at the end of the next turn's prompt.
   /// Errors   a budget that the recipe does not take: tessera::error.
   void set_budget(index_t tokens) {
+    const default_float_mode mode;
     Recipe changed = recipe_;
     changed.set_budget(tokens);
     changed.check();
@@ -43,6 +49,7 @@ class cache : public cpu::cache_parts<Recipe> {
 
   /// Opens an empty sequence and returns its id; ids of closed sequences are used again.
   index_t open() {
+    const default_float_mode mode;
     layers_.open(conversations_.next_id());
     return conversations_.open(recipe_);
   }
@@ -51,6 +58,7 @@ class cache : public cpu::cache_parts<Recipe> {
   /// one would have; neither sees what becomes of the other. Rows are copied, finished segments of packed rows are shared.
   /// Errors   a prompt or a step that is under way; pages that a pool has not: tessera::error.
   index_t fork(index_t id) {
+    const default_float_mode mode;
     conversations_.check_fork(id);
     const index_t fresh = conversations_.next_id();
     layers_.fork(id, fresh);
@@ -70,6 +78,7 @@ class cache : public cpu::cache_parts<Recipe> {
   /// Says how many tokens the turn's prompt will have, before its first chunk: budgets that give shares of it then know
   /// them, and a store with a pool of pages sets aside what the prompt takes at most, or throws. Need not be called.
   void announce(index_t id, index_t tokens) {
+    const default_float_mode mode;
     const planned<Recipe> fitted = conversations_.plan_announced(recipe_, id, tokens);
     if constexpr (cpu::layers<Recipe>::in_groups)
       layers_.store().rows().reserve(id, layers_.plan_pages(id, recipe_, fitted, tokens).most);
@@ -83,6 +92,7 @@ class cache : public cpu::cache_parts<Recipe> {
   template <class E>
   void prefill(index_t layer, index_t id, const rows_view<const E>& q, const rows_view<const E>& k,
                const rows_view<const E>& v, std::span<const std::uint8_t> boundaries = {}) {
+    const default_float_mode mode;
     conversations_.check_chunk(recipe_, layer, id, q, k, v);
     const segment_marks marks = conversations_.check_boundaries(layer, id, boundaries, k.tokens);
     if (conversations_.chunk_is_due(recipe_, id, layer, k.tokens)) {
@@ -103,6 +113,7 @@ class cache : public cpu::cache_parts<Recipe> {
   template <class E>
   void prefill_attention(index_t layer, index_t id, const rows_view<const E>& q, const rows_view<float>& out,
                          const rows_view<float>& lse = {}) {
+    const default_float_mode mode;
     conversations_.check_prompt_attention(layer, id, q, out, lse);
     layers_.prompt_attention(layer, id, recipe_, conversations_.at(id, layer).next_position - q.tokens, q, {out, lse});
   }
@@ -115,6 +126,7 @@ class cache : public cpu::cache_parts<Recipe> {
   template <class E>
   void reread(index_t layer, index_t id, index_t first, index_t count, const rows_view<const E>& q,
               const rows_view<const E>& k, const rows_view<const E>& v, const rows_view<float>& out) {
+    const default_float_mode mode;
     conversations_.check_rereading(layer, id, first, count, q, k, v, out);
     const index_t next = conversations_.at(id, layer).next_position;
     layers_.reread(layer, id, conversations_.at(id).policies, {first, first + count, next}, q, k, v, {out, {}});
@@ -125,6 +137,7 @@ class cache : public cpu::cache_parts<Recipe> {
   /// no answer; need not be called.
   /// Errors   rows without a basis: tessera::error, and the layer has not ended.
   void end_layer(index_t layer, index_t id) {
+    const default_float_mode mode;
     conversations_.check_layer_end(layer, id);
     layers_.end_layer(layer, id, recipe_);
     conversations_.end_layer(layer, id);
@@ -133,6 +146,7 @@ class cache : public cpu::cache_parts<Recipe> {
   /// Ends a turn's prompt: where the schedule says so, every layer chooses anew what it keeps and frees the rest, or what
   /// a filter lets through. The first turn's end also plans what the budget comes to: see `plan`.
   void end_prefill(index_t id) {
+    const default_float_mode mode;
     const planned<Recipe> fitted = conversations_.plan_prompt_end(recipe_, id);
     const bool due = recipe_.schedule.due(moment::prompt_end, conversations_.clock_of_prompt_end(id));
     layers_.end_prefill(id, recipe_, fitted, due, conversations_.reach(id, 0));
@@ -142,6 +156,7 @@ class cache : public cpu::cache_parts<Recipe> {
   /// What the next step of 1 to 8 tokens does, for every layer's `decode`. boundaries [ids, tokens], for a recipe that
   /// `needs_step_segments`: 1 for a token after which a segment of the text ends, else 0.
   batch prepare_step(const host_vector<index_t>& ids, index_t tokens, std::span<const std::uint8_t> boundaries = {}) {
+    const default_float_mode mode;
     const batch step = conversations_.plan_step(recipe_, ids, tokens, most_step_tokens, boundaries);
     for (std::size_t b = 0; b < ids.size(); ++b) {
       try {
@@ -161,6 +176,7 @@ class cache : public cpu::cache_parts<Recipe> {
   template <class E>
   void decode(index_t layer, const batch& step, const rows_view<const E>& q, const rows_view<const E>& k,
               const rows_view<const E>& v, const rows_view<float>& out, const rows_view<float>& lse = {}) {
+    const default_float_mode mode;
     conversations_.check_step(layer, step, q, k, v, out, lse);
     conversations_.check_order(layer, step);
     layers_.step(layer, recipe_, step, conversations_, q, k, v, {out, lse});

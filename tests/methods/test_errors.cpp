@@ -136,7 +136,7 @@ TEST_CASE("tensors of other heads, tokens or batches are refused") {
   both("heads of k and v is 1 and 2; expected 2", q, other_k, v);
   both("heads of k and v is 2 and 3; expected 2", q, k, other_v);
   both("tokens of v is 3; expected those of k, which are 2", q, k, three);
-  now.refuses("queries of a decode step is 2; expected as many as new keys, which are 3",
+  now.refuses("tokens of a decode step is 3; expected those of prepare_step, which are 2",
               [&](any_cache& cache) { cache.decode(0, {id}, q, three, three, nowhere.rows(2), {}); });
   const index_t other = now.cache->open();
   now.refuses("sequences of the batch is 1; expected as many as ids, which are 2", [&](any_cache& cache) {

@@ -265,7 +265,7 @@ void forks_go_on_alone(const std::string& method) {
   cache->end_prefill(grandchild);
   REQUIRE(cache->fork(grandchild) == fork);
   cache->prepare_step({grandchild}, 2);
-  REQUIRE_THROWS_WITH(cache->fork(grandchild), contains("tokens of a step without rows is 2; expected 0"));
+  REQUIRE_THROWS_WITH(cache->fork(grandchild), contains("steps without rows is 1; expected 0"));
 }
 
 // A prompt whose layers end one by one leaves what it leaves without that, and no layer takes any more of it.

@@ -11,6 +11,8 @@
 #include <thread>
 
 #include "../core/config.hpp"
+#include "../core/host/float_mode.hpp"
+#include "../core/host/process.hpp"
 
 TESSERA_NAMESPACE_BEGIN
 
@@ -24,8 +26,12 @@ class background_task {
   background_task& operator=(const background_task&) = delete;
   virtual ~background_task() = default;
 
-  task_state state() const noexcept { return state_.load(std::memory_order_acquire); }
-  /// What was thrown, of one that has failed.
+  /// In a child of fork() one that waited is stopped: the thread that would do it is the parent's.
+  task_state state() const noexcept {
+    const task_state now = state_.load(std::memory_order_acquire);
+    return now == task_state::waiting && process_ != process_id() ? task_state::stopped : now;
+  }
+  /// What was thrown, of one that has failed; nothing where that was no std::exception.
   const std::string& problem() const noexcept { return problem_; }
 
   /// Does the work on the calling thread, without saying so yet; then `publish` does.
@@ -39,6 +45,8 @@ class background_task {
         problem_ = thrown.what();
       } catch (...) {  // no memory for the sentence
       }
+    } catch (...) {
+      outcome_ = task_state::failed;
     }
   }
   void publish() noexcept { state_.store(outcome_, std::memory_order_release); }
@@ -55,6 +63,7 @@ class background_task {
 
   bool has_owner_ = false;
   std::weak_ptr<const void> owner_;
+  const long process_ = process_id();
   std::atomic<task_state> state_{task_state::waiting};
   task_state outcome_ = task_state::stopped;
   std::string problem_;
@@ -71,62 +80,87 @@ std::shared_ptr<Task> wanted(std::shared_ptr<Task> task) {
 }
 
 /// Does tasks one after the other on a thread of its own, which begins with the first of them. Nobody who starts a task
-/// waits for one. Any thread may call it.
+/// waits for one. Any thread may call it. Tasks run in the floating-point mode that programs begin with.
+/// A child of fork() has no such thread: there it is stopped, once its parent's has begun.
 class background {
  public:
   background() = default;
   background(const background&) = delete;
   background& operator=(const background&) = delete;
-  virtual ~background() { stop(); }
+  /// In a child of fork() what the thread held or waited on cannot be ended either: it is left where it lies.
+  virtual ~background() { is_parents() ? void(own_.release()) : own_->stop(); }
 
   /// Errors   no thread, or no memory: the task is not started then.
   virtual void start(std::shared_ptr<background_task> task) {
-    std::lock_guard lock(mutex_);
-    if (stopping_) return task->publish();  // as stopped
-    tasks_.push_back(std::move(task));
-    try {
-      if (!thread_.joinable()) thread_ = std::thread([this] { serve(); });
-    } catch (...) {
-      tasks_.pop_back();
-      throw;
-    }
-    wake_.notify_one();
+    if (is_parents()) return task->publish();  // as stopped
+    own_->start(std::move(task), process_);
   }
 
   /// Ends for good: the task that is being done returns early, those that wait are not begun, later ones neither. All
   /// are stopped.
   void stop() noexcept {
-    const std::lock_guard alone(ending_);
-    {
-      std::lock_guard lock(mutex_);
-      stopping_ = true;
-    }
-    wake_.notify_one();
-    if (thread_.joinable()) thread_.join();
-    for (; !tasks_.empty(); tasks_.pop_front()) tasks_.front()->publish();
+    if (!is_parents()) own_->stop();
   }
 
  private:
-  void serve() {
-    for (;;) {
-      std::shared_ptr<background_task> task;
-      {
-        std::unique_lock lock(mutex_);
-        wake_.wait(lock, [this] { return stopping_ || !tasks_.empty(); });
-        if (stopping_) return;
-        task = std::move(tasks_.front());
-        tasks_.pop_front();
+  /// The thread, and all that it touches.
+  struct worker {
+    void start(std::shared_ptr<background_task> task, std::atomic<long>& process) {
+      std::lock_guard lock(mutex);
+      if (stopping) return task->publish();  // as stopped
+      tasks.push_back(std::move(task));
+      try {
+        if (!thread.joinable()) {
+          thread = std::thread([this] { serve(); });
+          process = process_id();
+        }
+      } catch (...) {
+        tasks.pop_back();
+        throw;
       }
-      task->perform(stopping_);
-      task->publish();
+      wake.notify_one();
     }
+    void stop() noexcept {
+      const std::lock_guard alone(ending);
+      {
+        std::lock_guard lock(mutex);
+        stopping = true;
+      }
+      wake.notify_one();
+      if (thread.joinable()) thread.join();
+      for (; !tasks.empty(); tasks.pop_front()) tasks.front()->publish();
+    }
+    void serve() {
+      const default_float_mode mode;  // a thread begins in the mode of the one that starts it
+      for (;;) {
+        std::shared_ptr<background_task> task;
+        {
+          std::unique_lock lock(mutex);
+          wake.wait(lock, [this] { return stopping || !tasks.empty(); });
+          if (stopping) return;
+          task = std::move(tasks.front());
+          tasks.pop_front();
+        }
+        task->perform(stopping);
+        task->publish();
+      }
+    }
+
+    std::mutex mutex, ending;
+    std::condition_variable wake;
+    std::deque<std::shared_ptr<background_task>> tasks;
+    std::atomic<bool> stopping{false};
+    std::thread thread;
+  };
+
+  /// Whether the thread belongs to the process that this one was forked from.
+  bool is_parents() const noexcept {
+    const long process = process_;
+    return process != 0 && process != process_id();
   }
 
-  std::mutex mutex_, ending_;
-  std::condition_variable wake_;
-  std::deque<std::shared_ptr<background_task>> tasks_;
-  std::atomic<bool> stopping_{false};
-  std::thread thread_;
+  std::unique_ptr<worker> own_ = std::make_unique<worker>();
+  std::atomic<long> process_{0};  // the thread's; 0: none has begun
 };
 
 TESSERA_NAMESPACE_END

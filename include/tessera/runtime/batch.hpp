@@ -1,8 +1,10 @@
 // One decode step of a cache.
 #pragma once
 
+#include <algorithm>
 #include <cstdint>
 
+#include "../core/error.hpp"
 #include "../core/host_vector.hpp"
 #include "../core/types.hpp"
 
@@ -16,10 +18,22 @@ struct batch {
   bool evicts_first = false;               ///< the first stage chooses before the step reads
   bool evicts_last = false;                ///< the first stage chooses when the step has been attended
   host_vector<std::uint8_t> boundaries{};  ///< [sequences, tokens], of a recipe that needs them in steps
+  std::uint64_t number = 0;                ///< of the step among those of its cache, from 1: an older one is refused
 
   index_t sequences() const { return index_t(ids.size()); }
+  static void require_different(host_vector<index_t> ids) {
+    std::sort(ids.begin(), ids.end());
+    const auto twice = std::adjacent_find(ids.begin(), ids.end());
+    require(twice == ids.end(), "sequence id in a batch", twice == ids.end() ? 0 : *twice, "given once",
+            "pass each sequence once a step");
+  }
 };
 
 inline constexpr index_t most_step_tokens = 8;
+
+/// The first of three counts that is not `wanted`; `wanted` where there is none.
+inline index_t first_other(index_t wanted, index_t a, index_t b, index_t c) {
+  return a != wanted ? a : (b != wanted ? b : c);
+}
 
 TESSERA_NAMESPACE_END

@@ -2,13 +2,15 @@
 #pragma once
 
 #include <algorithm>
+#include <cstdint>
 #include <string>
 #include <utility>
 
+#include "../core/closed_ids.hpp"
 #include "../core/host_vector.hpp"
 #include "../core/model_shape.hpp"
+#include "../core/prompt/layer_progress.hpp"
 #include "../core/prompt/prompt_reach.hpp"
-#include "../core/stored/segment_cursor.hpp"
 #include "../planned.hpp"
 #include "batch.hpp"
 
@@ -18,20 +20,13 @@ TESSERA_NAMESPACE_BEGIN
 template <class Recipe>
 class conversations {
  public:
-  struct layer {
-    index_t next_position = 0;
-    index_t turn_tokens = 0;  ///< prompt tokens since the turn began; 0 while decoding
-    segment_cursor text{};    ///< where its segments stand, if the recipe needs them
-    index_t judged = 0;       ///< of the turn's prompt tokens, those among which a chunk's end has chosen
-    index_t again = 0;        ///< the newest of them, which the next choice judges again
-    bool ended = false;       ///< `end_layer` has been called since the turn began
-  };
+  using layer = layer_progress;
   struct conversation {
     bool open = false;
     turn_clock now{};
     index_t first_prompt = 0;  ///< tokens; 0 until it has ended
-    index_t step_tokens = 0;   ///< of the step that `begin_step` began; 0: none yet
-    index_t step_began = -1;   ///< where it began; -1: none yet in this turn
+    std::uint64_t step = 0;    ///< the number of the one that `begin_step` began; 0: none yet in this turn
+    index_t step_began = -1;   ///< where it began
     planned<Recipe> policies;
     host_vector<layer> layers;
     index_t answer_began = 0;  ///< where the turn's decode steps begin
@@ -45,10 +40,7 @@ class conversations {
   }
 
   /// The id that `open` opens next: the first of those that have been closed, or a new one.
-  index_t next_id() const {
-    return index_t(std::find_if(all_.begin(), all_.end(), [](const conversation& c) { return !c.open; }) -
-                   all_.begin());
-  }
+  index_t next_id() const { return closed_.empty() ? size() : closed_.lowest(); }
   /// An empty conversation; ids of closed ones are used again. `most` 0: as many as are asked for.
   index_t open(const Recipe& recipe, index_t most = 0) {
     const index_t id = next_id();
@@ -60,7 +52,7 @@ class conversations {
   /// Another conversation that stands where this one does; `check_fork` and room for it come first.
   index_t fork(index_t id) {
     conversation fresh = at(id);
-    fresh.step_tokens = 0;  // what it may decode, and reports, it has yet to prepare
+    fresh.step = 0;  // what it may decode, and reports, it has yet to prepare
     return put(next_id(), std::move(fresh));
   }
   void check_fork(index_t id, index_t most = 0) const {
@@ -73,11 +65,14 @@ class conversations {
               "those of layer 0, which are " + std::to_string(c.front().next_position),
               "finish the step before the sequence is forked");
     }
-    require(c.step_tokens == 0 || c.front().next_position != c.step_began, "tokens of a step without rows",
-            c.step_tokens, "0", "decode the step that was prepared before the sequence is forked");
+    require(c.step == 0 || c.front().next_position != c.step_began, "steps without rows", 1, "0",
+            "decode the step that was prepared before the sequence is forked");
     require_room(most);
   }
-  void close(index_t id) { find(id) = conversation{false, {}, 0, 0, -1, none_, {}}; }
+  void close(index_t id) {
+    find(id) = conversation{false, {}, 0, 0, -1, none_, {}};
+    closed_.add(id);
+  }
 
   const conversation& at(index_t id) const {
     require(id >= 0 && id < index_t(all_.size()) && all_[std::size_t(id)].open, "sequence", id,
@@ -121,6 +116,7 @@ class conversations {
     require(given == 1, "sequences of a prompt chunk", given, "1", "prefill one sequence at a time");
     require(k.tokens >= 1, "tokens of a prompt chunk", k.tokens, "at least 1", "skip empty chunks");
     recipe.require_queries(q.tokens, k.tokens);
+    at(id, layer_index).require_positions(k.tokens);
     const conversation& c = at(id);
     const index_t after = at(id, layer_index).turn_tokens + k.tokens;
     require(c.announced == 0 || after <= c.announced, "tokens of this turn", after,
@@ -219,6 +215,7 @@ class conversations {
             "pass q, k and v of the same tokens");
     require(state.turn_tokens >= 1, "tokens of this turn", state.turn_tokens, "at least 1",
             "read a prompt again before it ends");
+    state.require_positions(k.tokens);
     require(first >= 0 && count >= 1 && offset_t(first) + count <= state.next_position, "tokens that are read again",
             std::to_string(count) + " from " + std::to_string(first), "some of " + std::to_string(state.next_position),
             "pass positions of the prompt");
@@ -247,7 +244,7 @@ class conversations {
     c.first_prompt = first_prompt(c);
     c.policies = policies;
     c.now = {c.now.turn + 1, 0};
-    c.step_tokens = 0;
+    c.step = 0;
     c.step_began = -1;
     c.answer_began = c.front().next_position;
     c.announced = 0;
@@ -268,10 +265,10 @@ class conversations {
       require_boundaries(boundaries, step.sequences() * tokens);
       step.boundaries.assign(boundaries.begin(), boundaries.end());
     }
+    batch::require_different(ids);
     for (std::size_t b = 0; b < ids.size(); ++b) {
       const conversation& c = at(ids[b]);
-      require(std::count(ids.begin(), ids.end(), ids[b]) == 1, "sequence id in a batch", ids[b], "given once",
-              "pass each sequence once a step");
+      c.front().require_positions(tokens);
       for (const layer& state : c.layers) {
         require(state.turn_tokens == 0, "tokens since the prompt began", state.turn_tokens, "0",
                 "call end_prefill before the first decode step");
@@ -297,9 +294,10 @@ class conversations {
     return step;
   }
   batch begin_step(batch step) {
+    step.number = ++steps_;
     for (const index_t id : step.ids) {
       conversation& c = find(id);
-      c.step_tokens = step.tokens;
+      c.step = step.number;
       c.now = step_clock(c, step.tokens);
       c.step_began = c.front().next_position;
     }
@@ -315,14 +313,16 @@ class conversations {
     const index_t given = first_other(step.sequences(), q.sequences, k.sequences, v.sequences);
     require(given == step.sequences(), "sequences of the batch", given,
             "as many as ids, which are " + std::to_string(step.sequences()), "pass q, k and v of every id");
-    require(q.tokens == k.tokens, "queries of a decode step", q.tokens,
-            "as many as new keys, which are " + std::to_string(k.tokens), "pass q, k and v of the same tokens");
+    const index_t tokens = first_other(step.tokens, q.tokens, k.tokens, v.tokens);
+    if (tokens != step.tokens) {
+      fail("tokens of a decode step", tokens, "those of prepare_step, which are " + std::to_string(step.tokens),
+           "pass q, k and v of the step's tokens");
+    }
     for (const index_t id : step.ids) {
       require(at(id, layer_index).turn_tokens == 0, "tokens since the prompt began", at(id, layer_index).turn_tokens,
               "0", "finish a step before the next prompt begins");
-      if (q.tokens < 1 || q.tokens != step.tokens || q.tokens != at(id).step_tokens) {
-        fail("tokens of a decode step", q.tokens,
-             "those of prepare_step, which are " + std::to_string(at(id).step_tokens),
+      if (step.number == 0 || step.number != at(id).step) {
+        fail("step of sequence " + std::to_string(id), step.number, "the one that prepare_step returned last for it",
              "call prepare_step before the layers of a step");
       }
     }
@@ -354,10 +354,6 @@ class conversations {
  private:
   static constexpr int k_dim = Recipe::layout_type::k_dim, v_dim = Recipe::layout_type::v_dim;
 
-  /// The first of three counts that is not `wanted`; `wanted` where there is none.
-  static index_t first_other(index_t wanted, index_t a, index_t b, index_t c) {
-    return a != wanted ? a : (b != wanted ? b : c);
-  }
   static void check_announced(index_t tokens) {
     require(tokens >= 1 && tokens <= most_tokens, "tokens of the prompt", tokens, value_range{1, most_tokens}.text(),
             "say how long the turn's prompt will be");
@@ -375,8 +371,10 @@ class conversations {
   }
   index_t put(index_t id, conversation&& fresh) {
     if (id == size()) {
+      closed_.make_room(all_.size() + 1);
       all_.push_back(std::move(fresh));
     } else {
+      closed_.take_lowest();
       all_[std::size_t(id)] = std::move(fresh);
     }
     return id;
@@ -395,6 +393,8 @@ class conversations {
   model_shape shape_;
   planned<Recipe> none_;
   host_vector<conversation> all_;
+  closed_ids closed_;
+  std::uint64_t steps_ = 0;
 };
 
 TESSERA_NAMESPACE_END

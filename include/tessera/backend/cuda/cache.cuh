@@ -178,7 +178,7 @@ class cache : public cache_parts<Recipe, Out> {
   /// the host, for a recipe that `needs_step_segments`: 1 for a token after which a segment of the text ends, else 0.
   batch prepare_step(const host_vector<index_t>& ids, index_t tokens, cudaStream_t stream,
                      std::span<const std::uint8_t> boundaries = {}) {
-    const batch step = conversations_.plan_step(recipe_, ids, tokens, options_.step_tokens, boundaries);
+    batch step = conversations_.plan_step(recipe_, ids, tokens, options_.step_tokens, boundaries);
     for (const index_t id : ids) order_.require_finished(id);
     const auto places = all_layers(ids);
     make_step_room(places, step, stream);
@@ -189,7 +189,7 @@ class cache : public cache_parts<Recipe, Out> {
       for (const index_t id : ids) texts.push_back(conversations_.at(id, 0).text);
       marks_.set(texts, step.boundaries, stream);
     }
-    conversations_.begin_step(step);
+    step = conversations_.begin_step(std::move(step));
     for (index_t layer = 0; layer < shape_.layers; ++layer) conversations_.took_step(layer, step);
     order_.prepared(step);
     return step;

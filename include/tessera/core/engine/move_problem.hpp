@@ -9,7 +9,7 @@
 TESSERA_NAMESPACE_BEGIN
 
 /// What to append; on the device every pointer is a device pointer. Row t of `k` and `v` goes to slot
-/// length(sequence, head) + t.
+/// length(sequence, head) + t. Lengths, and positions with the one behind the last, are below 2^31: the CPU checks it.
 template <class View, class E>
 struct append_problem {
   View view;                   ///< with room for the new tokens; its lengths are those before

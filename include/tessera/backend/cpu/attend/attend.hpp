@@ -2,7 +2,9 @@
 #pragma once
 
 #include <algorithm>
+#include <cstddef>
 #include <memory>
+#include <new>
 
 #include "../../../core/host_vector.hpp"
 #include "../kernel/executor.hpp"
@@ -225,9 +227,29 @@ inline constexpr index_t decode_split = 1024;
 
 /// Scratch of `decode_attention`, reused from step to step.
 struct decode_workspace {
+  struct alignas(64) line {
+    std::byte bytes[64];
+  };
   host_vector<float> out;
   host_vector<softmax_state> states;
   host_vector<index_t> first_part;  // [sequences * kv_heads + 1]
+  host_vector<line> tiles;  // by worker, of any head dim: 280 KiB at 256 would not fit into every thread's stack
+
+  /// Memory of one type for each of so many workers.
+  template <class Memory>
+  void reserve_tiles(int workers) {
+    static_assert(alignof(Memory) <= alignof(line), "tessera: a tile's memory must fit to the lines of the workspace");
+    const std::size_t wanted = std::size_t(workers) * lines_of<Memory>;
+    if (tiles.size() < wanted) tiles.resize(wanted);
+  }
+  template <class Memory>
+  Memory& tile_of(int worker) {
+    return *::new (static_cast<void*>(tiles.data() + std::size_t(worker) * lines_of<Memory>)) Memory;
+  }
+
+ private:
+  template <class Memory>
+  static constexpr std::size_t lines_of = (sizeof(Memory) + sizeof(line) - 1) / sizeof(line);
 };
 
 /// Attention of a decode step of 1 to 8 tokens, causal inside the step, over all stored tokens or a selection.
@@ -240,7 +262,12 @@ void decode_attention(const View& view, const query_rows<Q>& queries, const logi
                       const selection_view* chosen, const attention_output& output, decode_workspace& workspace,
                       executor& workers) {
   constexpr int D = View::k_dim, Dv = View::v_dim;
+  struct worker_memory {
+    tile_memory<D, Dv> tile;
+    index_t positions[tile_rows];
+  };
   check_attention(view, queries, output);
+  const default_float_mode mode;
   const index_t group = queries.q.heads / view.kv_heads, rows = queries.q.tokens * group;
   const index_t heads = view.sequences * view.kv_heads;
   auto& first_part = workspace.first_part;
@@ -255,17 +282,17 @@ void decode_attention(const View& view, const query_rows<Q>& queries, const logi
   const std::size_t needed = std::size_t(parts) * std::size_t(rows);
   if (workspace.states.size() < needed) workspace.states.resize(needed);
   if (workspace.out.size() < needed * Dv) workspace.out.resize(needed * Dv);
+  workspace.reserve_tiles<worker_memory>(workers.threads());
   workers.for_each(
       parts,
-      [&](index_t part, int) {
+      [&](index_t part, int worker) {
         const index_t h =
             index_t(std::upper_bound(first_part.begin(), first_part.end(), part) - first_part.begin()) - 1;
         const index_t sequence = h / view.kv_heads, head = h % view.kv_heads;
         const slot_source slots = source_of(view, chosen, sequence, head);
         const index_t first = (part - first_part[std::size_t(h)]) * decode_split;
         const index_t last = (std::min)(slots.count, first + decode_split);
-        tile_memory<D, Dv> memory;
-        index_t positions[tile_rows];
+        auto& [memory, positions] = workspace.tile_of<worker_memory>(worker);
         for (index_t block = 0; block < rows; block += tile_rows) {
           const int count = int((std::min<index_t>)(tile_rows, rows - block));
           const std::size_t at = std::size_t(part) * std::size_t(rows) + std::size_t(block);

@@ -9,6 +9,7 @@
 
 #include "../../../core/attention_part.hpp"
 #include "../../../core/error.hpp"
+#include "../../../core/host/float_mode.hpp"
 #include "../../../core/model_shape.hpp"
 #include "../../../math/softmax_state.hpp"
 
@@ -84,6 +85,7 @@ void require_rows(const char* name, const rows_view<T>& rows) {
 template <int Dim>
 void merge_parts(std::span<const attention_part> parts, const float* sink_logits, const rows_view<float>& out,
                  const rows_view<float>& lse) {
+  const default_float_mode mode;
   detail::require_rows<Dim>("out", out);
   if (lse.data) detail::require_same_shape("lse", lse, out);
   for (const attention_part& part : parts) {

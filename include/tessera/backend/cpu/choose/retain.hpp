@@ -3,6 +3,7 @@
 
 #include <algorithm>
 
+#include "../../../core/host/float_mode.hpp"
 #include "../../../core/host_vector.hpp"
 #include "../../../core/plan/layer_scores.hpp"
 #include "../../../core/selection.hpp"
@@ -51,6 +52,7 @@ void weigh_scores(const Scorer& scorer, const float* scores, const float* weight
 template <class Scorer, class Budget, class Selector, class Scope>
 layer_scores choose_kept(const choosing_stage<Scorer, Budget, Selector, Scope>& policy, const layer_scores& raw,
                          selection& kept, retain_workspace& workspace, const slot_facts& beside = {}) {
+  const default_float_mode mode;
   const index_t heads = raw.kv_heads;
   require(heads >= 1, "kv_heads of the scores", heads, "at least 1", "pass the scores of every kv_head");
   auto& counts = workspace.counts;

@@ -272,6 +272,7 @@ template <class Policy, class View, class E>
 layer_scores score_and_choose(const Policy& policy, const choose_problem<View, E>& p, selection& kept,
                               choose_workspace<View::k_dim>& workspace, executor& workers) {
   constexpr observes observed = Policy::observed;
+  const default_float_mode mode;
   detail::check_choose<Policy>(p);
   detail::lay_out(policy, p, workspace);
   const View& view = p.view;

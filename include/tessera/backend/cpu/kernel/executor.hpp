@@ -6,6 +6,7 @@
 #include <condition_variable>
 #include <cstdint>
 #include <exception>
+#include <memory>
 #include <mutex>
 #include <system_error>
 #include <thread>
@@ -13,6 +14,8 @@
 #include <utility>
 
 #include "../../../core/config.hpp"
+#include "../../../core/host/float_mode.hpp"
+#include "../../../core/host/process.hpp"
 #include "../../../core/host_vector.hpp"
 #include "../../../core/types.hpp"
 
@@ -22,8 +25,10 @@ namespace cpu {
 /// Runs independent items on all cores.
 ///
 /// Items are handed out dynamically, so an operation that must give the same bits every time lets each item write its
-/// own output and merges in item order afterwards; no result may depend on which worker ran an item.
-/// One thread at a time may call `for_each`; an item must not call it on the same executor.
+/// own output and merges in item order afterwards; no result may depend on which worker ran an item. Items run in the
+/// floating-point mode that programs begin with, whatever the caller's is.
+/// Any thread may call `for_each` at any time. While the threads are at another call's items, and in a child of fork(), which has
+/// none of them, a call's items run on its own thread.
 class executor {
  public:
   static constexpr double worth_waking = 1 << 20;
@@ -33,117 +38,138 @@ class executor {
   /// of them: the memory of the others' stacks may be what is short. See `threads` and `refused`.
   explicit executor(int threads = 0) {
     if (threads <= 0) threads = (std::max)(1, int(std::thread::hardware_concurrency()));
-    helpers_.reserve(std::size_t(threads) - 1);
-    try {
-      for (int worker = 1; worker < threads; ++worker) helpers_.emplace_back([this, worker] { serve(worker); });
-    } catch (const std::system_error&) {
-      const std::size_t cores = (std::max)(1u, std::thread::hardware_concurrency());
-      keep_helpers((std::max)(helpers_.size() / 2, (std::min)(helpers_.size(), cores - 1)));
-      refused_ = threads - this->threads();
-    } catch (...) {
-      stop();
-      throw;
-    }
+    if (threads == 1) return;
+    process_ = process_id();
+    helpers_ = std::make_unique<helpers>();
+    helpers_->start(threads - 1);
+    refused_ = threads - this->threads();
+    if (helpers_->threads.empty()) helpers_ = nullptr;
   }
 
   executor(const executor&) = delete;
   executor& operator=(const executor&) = delete;
 
-  ~executor() { stop(); }
+  /// In a child of fork() what the threads held or waited on cannot be ended either: it is left where it lies.
+  ~executor() {
+    if (!has_threads()) (void)helpers_.release();
+  }
 
-  int threads() const noexcept { return int(helpers_.size()) + 1; }
+  int threads() const noexcept { return helpers_ ? int(helpers_->threads.size()) + 1 : 1; }
   /// Threads that were asked for and that the system did not give.
   int refused() const noexcept { return refused_; }
 
-  /// Calls `body(item, worker)` for every item in [0, count), worker in [0, threads()). Returns when all are done;
-  /// rethrows the first exception that an item threw.
+  /// Calls `body(item, worker)` for every item in [0, count), worker in [0, threads()), 0 the calling thread. Returns when
+  /// all are done; rethrows the first exception that an item threw.
   /// `cost` is a guess of the multiply-adds in all: waking a helper takes about 25 us (2-core EPYC VM), so work below
   /// `worth_waking` runs on the calling thread.
   template <class Body>
   void for_each(index_t count, Body&& body, double cost = 1e9) {
     if (count <= 0) return;
-    if (helpers_.empty() || count == 1 || cost < worth_waking) {
+    const default_float_mode mode;
+    if (count == 1 || cost < worth_waking || !enter()) {
       for (index_t item = 0; item < count; ++item) body(item, 0);
       return;
     }
     using body_type = std::remove_reference_t<Body>;
-    {
-      std::lock_guard lock(mutex_);
-      call_ = [](void* object, index_t item, int worker) { (*static_cast<body_type*>(object))(item, worker); };
-      object_ = const_cast<void*>(static_cast<const void*>(&body));
-      count_ = count;
-      next_.store(0, std::memory_order_relaxed);
-      busy_ = int(helpers_.size());
-      failure_ = nullptr;
-      ++round_;
-    }
-    wake_.notify_all();
-    work(0);
-    std::unique_lock lock(mutex_);
-    done_.wait(lock, [this] { return busy_ == 0; });
-    if (failure_) std::rethrow_exception(std::exchange(failure_, nullptr));
+    const std::exception_ptr failure = helpers_->run(
+        count, [](void* object, index_t item, int worker) { (*static_cast<body_type*>(object))(item, worker); },
+        const_cast<void*>(static_cast<const void*>(&body)));
+    is_busy_.store(false, std::memory_order_release);
+    if (failure) std::rethrow_exception(failure);
   }
 
  private:
-  void keep_helpers(std::size_t count) noexcept {
-    {
-      std::lock_guard lock(mutex_);
-      most_helpers_ = count;
-    }
-    wake_.notify_all();
-    for (; helpers_.size() > count; helpers_.pop_back()) helpers_.back().join();
-  }
+  /// The threads beside the caller's, and all that they touch.
+  struct helpers {
+    using call_type = void (*)(void*, index_t, int);
 
-  // A helper that is never joined would wait on members that are gone.
-  void stop() noexcept {
-    {
-      std::lock_guard lock(mutex_);
-      stopping_ = true;
-    }
-    wake_.notify_all();
-    for (auto& helper : helpers_) helper.join();
-  }
+    ~helpers() { keep(0); }
 
-  void serve(int worker) {
-    std::uint64_t seen = 0;
-    for (;;) {
-      {
-        std::unique_lock lock(mutex_);
-        const auto leaves = [&] { return stopping_ || std::size_t(worker) > most_helpers_; };
-        wake_.wait(lock, [&] { return leaves() || round_ != seen; });
-        if (leaves()) return;
-        seen = round_;
-      }
-      work(worker);
-      std::lock_guard lock(mutex_);
-      if (--busy_ == 0) done_.notify_one();
-    }
-  }
-
-  void work(int worker) {
-    for (index_t item; (item = next_.fetch_add(1, std::memory_order_relaxed)) < count_;) {
+    /// As many of them as the system gives.
+    void start(int count) {
+      threads.reserve(std::size_t(count));
       try {
-        call_(object_, item, worker);
-      } catch (...) {
-        std::lock_guard lock(mutex_);
-        if (!failure_) failure_ = std::current_exception();
+        for (int worker = 1; worker <= count; ++worker) threads.emplace_back([this, worker] { serve(worker); });
+      } catch (const std::system_error&) {
+        const std::size_t cores = (std::max)(1u, std::thread::hardware_concurrency());
+        keep((std::max)(threads.size() / 2, (std::min)(threads.size(), cores - 1)));
       }
     }
-  }
+    /// One that is never joined would wait on members that are gone.
+    void keep(std::size_t count) noexcept {
+      {
+        std::lock_guard lock(mutex);
+        most = count;
+      }
+      wake.notify_all();
+      for (; threads.size() > count; threads.pop_back()) threads.back().join();
+    }
 
-  host_vector<std::thread> helpers_;
+    /// Returns what an item threw first.
+    std::exception_ptr run(index_t items, call_type made, void* with) {
+      {
+        std::lock_guard lock(mutex);
+        call = made;
+        object = with;
+        count = items;
+        next.store(0, std::memory_order_relaxed);
+        busy = int(threads.size());
+        ++round;
+      }
+      wake.notify_all();
+      work(0);
+      std::unique_lock lock(mutex);
+      done.wait(lock, [this] { return busy == 0; });
+      return std::exchange(failure, nullptr);
+    }
+    void serve(int worker) {
+      const default_float_mode mode;  // a thread begins in the mode of the one that starts it
+      std::uint64_t seen = 0;
+      for (;;) {
+        {
+          std::unique_lock lock(mutex);
+          const auto leaves = [&] { return std::size_t(worker) > most; };
+          wake.wait(lock, [&] { return leaves() || round != seen; });
+          if (leaves()) return;
+          seen = round;
+        }
+        work(worker);
+        std::lock_guard lock(mutex);
+        if (--busy == 0) done.notify_one();
+      }
+    }
+    void work(int worker) {
+      for (index_t item; (item = next.fetch_add(1, std::memory_order_relaxed)) < count;) {
+        try {
+          call(object, item, worker);
+        } catch (...) {
+          std::lock_guard lock(mutex);
+          if (!failure) failure = std::current_exception();
+        }
+      }
+    }
+
+    host_vector<std::thread> threads;
+    std::mutex mutex;
+    std::condition_variable wake, done;
+    std::atomic<index_t> next{0};
+    index_t count = 0;
+    int busy = 0;
+    std::uint64_t round = 0;
+    std::size_t most = ~std::size_t(0);  // those with higher numbers leave
+    call_type call = nullptr;
+    void* object = nullptr;
+    std::exception_ptr failure;
+  };
+
+  bool has_threads() const noexcept { return helpers_ && process_ == process_id(); }
+  /// Whether the helpers are this call's now.
+  bool enter() noexcept { return has_threads() && !is_busy_.exchange(true, std::memory_order_acquire); }
+
+  std::unique_ptr<helpers> helpers_;  // none: the calling thread alone
+  long process_ = 0;                  // theirs
+  std::atomic<bool> is_busy_{false};
   int refused_ = 0;
-  std::mutex mutex_;
-  std::condition_variable wake_, done_;
-  std::atomic<index_t> next_{0};
-  index_t count_ = 0;
-  int busy_ = 0;
-  std::uint64_t round_ = 0;
-  bool stopping_ = false;
-  std::size_t most_helpers_ = ~std::size_t(0);  // those with higher numbers leave
-  void (*call_)(void*, index_t, int) = nullptr;
-  void* object_ = nullptr;
-  std::exception_ptr failure_;
 };
 
 }  // namespace cpu

@@ -41,6 +41,7 @@ template <class View, contents_scorer Scorer>
 void score_contents(const View& view, index_t sequence, index_t head, const Scorer& scorer, float* out) {
   constexpr bool keys = stored_rows(Scorer::reads) == stored_rows::keys;
   constexpr int dim = keys ? View::k_dim : View::v_dim;
+  const default_float_mode mode;
   alignas(64) float row[dim];
   float anchor[dim], sums[Scorer::measures];
   const index_t length = view.length(sequence, head);
@@ -76,6 +77,7 @@ void score_contents(const View& view, index_t sequence, index_t head, const Scor
 template <class View, contents_scorer Scorer>
 void score_projected(const View& view, index_t sequence, index_t head, const Scorer& scorer, const float* projection,
                      index_t hidden, index_t group, float* row, float* out) {
+  const default_float_mode mode;
   alignas(64) float value[View::v_dim];
   float sums[Scorer::measures];
   for (index_t slot = 0; slot < view.length(sequence, head); ++slot) {
@@ -98,6 +100,7 @@ void score_projected(const View& view, index_t sequence, index_t head, const Sco
 /// Shapes   out [length]; scratch [2 * lag].   Cost  two reads of K and of V.
 template <class View, lagged_scorer Scorer>
 void score_lagged(const View& view, index_t sequence, index_t head, const Scorer& scorer, float* out, float* scratch) {
+  const default_float_mode mode;
   const index_t stored = view.length(sequence, head), lag = scorer.lag;
   const index_t partitions = (std::max)(0, stored - scorer.sinks) / lag;
   for (index_t slot = 0; slot < stored; ++slot) out[slot] = scorer.outside(slot, stored);

@@ -6,6 +6,7 @@
 #include <limits>
 
 #include "../../../concepts/scorer.hpp"
+#include "../../../core/host/float_mode.hpp"
 #include "../../../core/host_vector.hpp"
 #include "../../../core/prompt/query_statistics.hpp"
 #include "../kernel/rows.hpp"
@@ -81,6 +82,7 @@ void score_expected(const View& view, index_t sequence, index_t head, const Scor
                     const query_statistics& seen, index_t group, const logit_rule& rule, const float* frequencies,
                     index_t next, float* out, expected_workspace& workspace) {
   constexpr int D = View::k_dim;
+  const default_float_mode mode;
   const index_t length = view.length(sequence, head);
   const float scale = rule.scale_for(D);
   double cosines[D / 2], sines[D / 2];

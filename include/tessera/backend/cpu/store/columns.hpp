@@ -2,7 +2,6 @@
 #pragma once
 
 #include <algorithm>
-#include <new>
 
 #include "../../../core/host_vector.hpp"
 #include "../../../core/selection.hpp"
@@ -87,7 +86,7 @@ class columns {
     if (gives_back(used, total())) {
       try {
         return reallocate(chosen.counts, lengths, &chosen);
-      } catch (const std::bad_alloc&) {  // no memory for smaller rows: they stay in the old ones
+      } catch (...) {  // no memory for smaller rows: they stay in the old ones
       }
     }
     for (std::size_t h = 0; h < lengths.size(); ++h) move_row(h, &chosen, chosen.counts[h], begins_[h], *this);

@@ -1,7 +1,9 @@
 // Moving stored tokens on the CPU: appending new ones, keeping chosen ones.
 #pragma once
 
+#include <algorithm>
 #include <cstring>
+#include <limits>
 #include <string>
 
 #include "../../../core/engine/move_problem.hpp"
@@ -15,10 +17,11 @@ namespace cpu {
 /// Writes new tokens behind the stored ones of every (sequence, kv_head), encoding them as the view stores rows, fills
 /// the columns and advances the lengths: what cuda::append does.
 /// Errors   memory that is missing, shapes that differ, more new tokens than `k` has, slots that the tables do not
-///          reach: tessera::error, before anything is written.
+///          reach, positions that 32 bits do not: tessera::error, before anything is written.
 template <class View, class E>
 void append(const append_problem<View, E>& p) {
   using encoding = typename View::encoding_type;
+  const default_float_mode mode;
   const View& view = p.view;
   require_dim(p.k, View::k_dim, "k");
   require_dim(p.v, View::v_dim, "v");
@@ -37,6 +40,12 @@ void append(const append_problem<View, E>& p) {
   for (index_t b = 0; b < view.sequences; ++b) {
     require(added(b) >= 0 && added(b) <= p.k.tokens, "new tokens of sequence " + std::to_string(b), added(b),
             "0 to " + std::to_string(p.k.tokens), "pass k and v of all of them");
+    for (index_t h = 0; h < view.kv_heads; ++h) {
+      const index_t length = view.length(b, h), first = p.first_position ? p.first_position[b] : length;
+      if ((std::max)(length, first) <= (std::numeric_limits<index_t>::max)() - added(b)) continue;
+      fail("tokens of sequence " + std::to_string(b), offset_t((std::max)(length, first)) + added(b),
+           "at most " + std::to_string((std::numeric_limits<index_t>::max)()), "go on in another sequence");
+    }
   }
   require_pages(view, p.pool, [&](index_t b, index_t h) { return view.length(b, h) + added(b); });
   if (p.segments.data) {

@@ -2,7 +2,6 @@
 #pragma once
 
 #include <algorithm>
-#include <new>
 
 #include "../../../core/host_vector.hpp"
 #include "../../../core/stored/room.hpp"
@@ -67,7 +66,7 @@ class placed_rows<Layout, runs> {
     if (gives_back(used, held)) {
       try {
         return move(here, lengths, chosen.counts, chosen, workers);
-      } catch (const std::bad_alloc&) {  // no memory for a smaller run: the rows stay in the old one
+      } catch (...) {  // no memory for a smaller run: the rows stay in the old one
       }
     }
     pack(view(here, lengths), chosen.view(), view(here, lengths), workers);

@@ -136,7 +136,7 @@ class cache_answers {
   /// all layers. Synchronises.
   offset_t bytes_read(index_t id) const {
     const auto& conversation = conversations_.at(id);
-    if (conversation.step_tokens == 0) return 0;  // no step yet
+    if (conversation.step == 0) return 0;  // no step yet
     offset_t total = 0;
     const bool chose = fires_last_ && recipe_.schedule.due(moment::step_end, conversation.now);
     for (index_t layer = 0; layer < shape_.layers; ++layer) {

@@ -87,9 +87,8 @@ class step_order {
   /// The step that was prepared last has layers to go, as far as the host can know.
   bool is_unfinished() const { return !now_.ids.empty() && next_layer_ < layers_ && (sees_all_ || next_layer_ > 0); }
   void require_prepared(const batch& step) const {
-    require(!is_stale_ && !step.ids.empty() && step.ids == now_.ids && step.tokens == now_.tokens &&
-                step.evicts_first == now_.evicts_first && step.evicts_last == now_.evicts_last,
-            "step", std::to_string(step.sequences()) + " sequences of " + std::to_string(step.tokens) + " tokens",
+    require(!is_stale_ && !step.ids.empty() && step.number == now_.number, "step",
+            std::to_string(step.sequences()) + " sequences of " + std::to_string(step.tokens) + " tokens",
             "what prepare_step returned last, and nothing changed since",
             "call prepare_step, begin_step and the layers in this order");
   }

@@ -4,6 +4,7 @@
 #include <algorithm>
 #include <limits>
 
+#include "../../../../core/host/float_mode.hpp"
 #include "../../../../core/host_vector.hpp"
 #include "../../../../core/stored/page_extrema.hpp"
 #include "../../kernel/rows.hpp"
@@ -37,6 +38,7 @@ class page_index {
   /// Folds every slot of the view that has not been folded yet, head by head.
   template <class View>
   void extend(const View& view) {
+    const default_float_mode mode;
     bool room = true;
     for (index_t h = 0; h < view.kv_heads; ++h) {
       room &= ceil_div(view.length(0, h), page_) <= rooms_[std::size_t(h)];

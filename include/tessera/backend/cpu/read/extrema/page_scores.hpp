@@ -199,6 +199,7 @@ page_choice choose_by_pages(const View& view, index_t sequence, index_t head,
                             const Selector& selector, index_t tail, index_t read, index_t* out, float* mass,
                             page_workspace<View::k_dim>& memory) {
   constexpr int D = View::k_dim;
+  const default_float_mode mode;
   check_queries(view, queries);
   if (sequence < 0 || sequence >= view.sequences || head < 0 || head >= view.kv_heads) {
     fail("sequence and kv_head", std::to_string(sequence) + " and " + std::to_string(head), "those of the view",

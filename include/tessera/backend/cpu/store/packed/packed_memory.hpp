@@ -4,7 +4,6 @@
 #include <algorithm>
 #include <array>
 #include <cstddef>
-#include <new>
 #include <utility>
 
 #include "../../../../core/host_vector.hpp"
@@ -68,7 +67,7 @@ class packed_memory<runs> {
     if (!gives_back(used, total_)) return;
     try {
       move(lengths, lengths);
-    } catch (const std::bad_alloc&) {  // no memory for a smaller piece: the rows stay in the old one
+    } catch (...) {  // no memory for a smaller piece: the rows stay in the old one
     }
   }
   offset_t bytes() const { return offset_t(data_.capacity()); }

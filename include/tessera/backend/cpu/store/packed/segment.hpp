@@ -2,7 +2,6 @@
 #pragma once
 
 #include <memory>
-#include <new>
 
 #include "../../../../core/host_vector.hpp"
 #include "../../../../core/stored/packed_row.hpp"
@@ -127,7 +126,7 @@ struct packed_segment {
     rows.shrink(lengths);
     try {
       means.shrink(blocks_of(lengths));
-    } catch (const std::bad_alloc&) {  // none for the counts: the means stay as they lie
+    } catch (...) {  // none for the counts: the means stay as they lie
     }
   }
   offset_t bytes() const { return rows.bytes() + means.bytes(); }

@@ -3,7 +3,6 @@
 
 #include <algorithm>
 #include <memory>
-#include <new>
 #include <numeric>
 #include <string>
 #include <system_error>
@@ -265,7 +264,7 @@ class segment_searches<Layout> {
   static void say(strategy_report& report, const char* problem) noexcept {
     try {
       report.problem = problem;
-    } catch (const std::bad_alloc&) {  // the count alone says it
+    } catch (...) {  // no memory: the count alone says it
     }
   }
 
@@ -281,11 +280,11 @@ class segment_searches<Layout> {
       auto task = wanted(made);
       worker_->start(std::move(made));
       now.task = std::move(task);
-    } catch (const std::bad_alloc&) {
-      return false;  // another time
     } catch (const std::system_error& none) {
       say(now.report, none.what());
       return false;
+    } catch (...) {
+      return false;  // no memory: another time
     }
     for (index_t layer = 0; layer < layers_; ++layer) {
       range& here = ranges_[at(layer, id)];

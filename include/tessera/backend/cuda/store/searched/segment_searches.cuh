@@ -3,7 +3,6 @@
 
 #include <algorithm>
 #include <memory>
-#include <new>
 #include <optional>
 #include <string>
 #include <system_error>
@@ -222,7 +221,7 @@ class segment_searches<Layout, View> {
   static void say(strategy_report& report, const char* problem) noexcept {
     try {
       report.problem = problem;
-    } catch (const std::bad_alloc&) {  // the count alone says it
+    } catch (...) {  // no memory: the count alone says it
     }
   }
 
@@ -243,14 +242,14 @@ class segment_searches<Layout, View> {
       worker_->start(std::move(made));
       spare_ = nullptr;
       now.task = std::move(task);
-    } catch (const std::bad_alloc&) {
-      return false;  // another time
     } catch (const std::system_error& no_thread) {
       say(now.report, no_thread.what());
       return false;
     } catch (const error& no_memory) {
       say(now.report, no_memory.what());
       return false;
+    } catch (...) {
+      return false;  // no memory: another time
     }
     for (index_t layer = 0; layer < layers_; ++layer) {
       range& here = ranges_[at(layer, id)];
