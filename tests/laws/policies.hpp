@@ -182,18 +182,21 @@ void obeys_the_laws_of_scorers(const S& policy) {
 
 // --- schedule ---
 
-template <schedule S>
-void obeys_the_laws_of_schedules(const S& policy) {
+/// `more`: the same with other numbers. What a schedule can do at all, one of them does.
+template <schedule S, std::same_as<S>... More>
+void obeys_the_laws_of_schedules(const S& first, const More&... more) {
   CHECK(std::strlen(S::name) > 0);
   for (const moment now : {moment::prompt_end, moment::step_begin, moment::step_end}) {
     bool fired = false;
     for (index_t turn = 1; turn <= 4; ++turn) {
       for (index_t steps = now == moment::prompt_end ? 0 : 1; steps <= (now == moment::prompt_end ? 0 : 200); ++steps) {
         const turn_clock clock{turn, steps, steps, index_t(steps > 0)};  // each step has one token
-        const bool due = policy.due(now, clock);
-        fired |= due;
-        // What is due is a matter of the moment and the clock alone.
-        REQUIRE(policy.due(now, clock) == due);
+        for (const S& policy : {first, more...}) {
+          const bool due = policy.due(now, clock);
+          fired |= due;
+          // What is due is a matter of the moment and the clock alone.
+          REQUIRE(policy.due(now, clock) == due);
+        }
       }
     }
     CHECK(fired == S::fires_at(now));
@@ -201,9 +204,11 @@ void obeys_the_laws_of_schedules(const S& policy) {
   bool at_a_chunk = false;
   for (const index_t waiting : {0, 1, 1'000, 1'000'000}) {
     const turn_clock at{.turn = 1, .waiting = waiting, .coming = 64};
-    const bool due = policy.due(moment::chunk_end, at);
-    at_a_chunk |= due;
-    REQUIRE((!due || waiting > 0));  // there is something to choose among
+    for (const S& policy : {first, more...}) {
+      const bool due = policy.due(moment::chunk_end, at);
+      at_a_chunk |= due;
+      REQUIRE((!due || waiting > 0));  // there is something to choose among
+    }
   }
   CHECK(at_a_chunk == S::fires_at(moment::chunk_end));
 }

@@ -37,11 +37,11 @@ std::vector<index_t> best_tokens(const model_data& data, index_t layer, const st
   return oracle::top_tokens(scores, rows, budget);
 }
 
-/// What a turn's steps read of every list in double: chosen when the prompt ends and at multiples of `every`, with what is
-/// decoded since.
+/// What a turn's steps read of every list in double: everything until the turn has `first` outputs; then what is chosen with
+/// those and with every `every` more, and what is decoded since.
 struct reader {
   const model_data& data;
-  index_t budget, observed, every;
+  index_t budget, observed, first, every;
   bool by_query_head;
   index_t outputs = 0, chosen_at = 0;
   std::vector<std::vector<index_t>> lists{};
@@ -66,15 +66,20 @@ struct reader {
     }
     chosen_at = next;
   }
+  void begin_turn(index_t layer, index_t next) {
+    outputs = chosen_at = 0;
+    lists.clear();
+    if (first == 0) choose(layer, next);
+  }
   std::vector<index_t> read(index_t list, index_t next) const {
-    auto all = lists[std::size_t(list)];
+    auto all = lists.empty() ? std::vector<index_t>{} : lists[std::size_t(list)];
     for (index_t at = chosen_at; at < next; ++at) all.push_back(at);
     return all;
   }
   /// After a step: true where it was time to choose again.
   bool decoded(index_t layer, index_t tokens, index_t next) {
-    const bool due = (outputs + tokens) / every > outputs / every;
-    outputs += tokens;
+    bool due = false;
+    while (tokens-- > 0) due |= ++outputs >= first && (outputs - first) % every == 0;
     if (due) choose(layer, next);
     return due;
   }
@@ -91,16 +96,19 @@ TEST_CASE("loopserve's steps read what the newest queries chose, in double, at e
     method recipe;
     recipe.set_budget(random.between(16, 60));
     recipe.retain.scorer.window = random.pick({1, 5, 16});
+    recipe.schedule.first = random.pick({0, 1, 5, 16, 20, 50});
     recipe.schedule.every = random.pick({1, 3, 16, 20});
     const bool by_query_head = random.chance(0.5), with_columns = random.chance(0.3);
     if (by_query_head) recipe.retain.scope.per = tessera::reading_head::q_head;
     if (with_columns) recipe.prefill.lines = tessera::read_lines::vertical;
     recipe.prefill.alpha = 0.5f;
-    CAPTURE(i, recipe.budget(), recipe.retain.scorer.window, recipe.schedule.every, by_query_head, with_columns);
+    CAPTURE(i, recipe.budget(), recipe.retain.scorer.window, recipe.schedule.first, recipe.schedule.every,
+            by_query_head, with_columns);
     talk<method> now(recipe, data);
     std::vector<reader> readers;
     for (index_t layer = 0; layer < shape.layers; ++layer) {
-      readers.push_back({data, recipe.budget(), recipe.retain.scorer.window, recipe.schedule.every, by_query_head});
+      readers.push_back({data, recipe.budget(), recipe.retain.scorer.window, recipe.schedule.first,
+                         recipe.schedule.every, by_query_head});
       if (with_columns) readers.back().columns.resize(std::size_t(readers.back().count()));
     }
     for (const index_t prompt : {index_t(90), index_t(1), random.between(2, 40)}) {
@@ -108,6 +116,8 @@ TEST_CASE("loopserve's steps read what the newest queries chose, in double, at e
         const index_t tokens = random.between(1, left);
         now.chunk(tokens);
         left -= tokens;
+        for (index_t head = 0; head < 2; ++head)  // an earlier turn's lists have ended
+          REQUIRE(now.cache.readable(0, now.id, head) == now.cache.positions(0, now.id, head));
         for (index_t layer = 0; with_columns && layer < shape.layers; ++layer) {
           for (index_t h = 0; h < shape.q_heads; ++h) {
             const auto& fresh = now.cache.lines(layer, now.id).heads[std::size_t(h)].vertical;
@@ -117,10 +127,7 @@ TEST_CASE("loopserve's steps read what the newest queries chose, in double, at e
         }
       }
       now.cache.end_prefill(now.id);
-      for (index_t layer = 0; layer < shape.layers; ++layer) {
-        readers[std::size_t(layer)].outputs = 0;
-        readers[std::size_t(layer)].choose(layer, now.next);
-      }
+      for (index_t layer = 0; layer < shape.layers; ++layer) readers[std::size_t(layer)].begin_turn(layer, now.next);
       for (index_t done = 0; done < 40;) {
         const index_t tokens = random.chance(0.7) ? 1 : random.between(2, 8), first = now.next;
         const auto out = now.step(tokens);
@@ -208,7 +215,7 @@ TEST_CASE("conversations that choose again in one batch each get their own choic
   for (int b = 0; b < 3; ++b) data.emplace_back(random, shape, 120);
   method recipe;
   recipe.set_budget(20);
-  recipe.schedule.every = 4;
+  recipe.schedule.first = recipe.schedule.every = 4;
   std::vector<talk<method>> alone;
   for (int b = 0; b < 3; ++b) alone.emplace_back(recipe, data[std::size_t(b)]);
   tessera::cache<method> together(shape, recipe, std::make_shared<tessera::cpu::executor>(1));
@@ -255,7 +262,7 @@ TEST_CASE("sequences whose choices fall into different steps are refused as one 
   const model_data data(random, {1, 2, 1}, 100);
   method recipe;
   recipe.set_budget(20);
-  recipe.schedule.every = 2;
+  recipe.schedule.first = recipe.schedule.every = 2;
   talk<method> now(recipe, data);
   now.prompt(40);
   now.step(1);
@@ -271,11 +278,11 @@ TEST_CASE("a step that chooses again has read every key, any other its lists") {
   for (const bool by_query_head : {false, true}) {
     method recipe;
     recipe.set_budget(20);
-    recipe.schedule.every = 2;
+    recipe.schedule.first = recipe.schedule.every = 2;
     if (by_query_head) recipe.retain.scope.per = tessera::reading_head::q_head;
     talk<method> now(recipe, data);
     now.prompt(150);
-    for (index_t step = 1; step <= 4; ++step) {
+    for (index_t step = 1; step <= 6; ++step) {
       now.step(1);
       offset_t tokens = 0, listed = 0;
       for (index_t head = 0; head < 2; ++head) {
@@ -349,6 +356,7 @@ TEST_CASE("loopserve refuses a budget below what it observes, and numbers that m
   CHECK(refusal([](method&) {}) == "nothing was thrown");
   CHECK_THAT(refusal([](method& m) { m.set_budget(15); }), contains("observed is 16; expected at most the budget"));
   CHECK_THAT(refusal([](method& m) { m.schedule.every = 0; }), contains("every is 0; expected 1"));
+  CHECK_THAT(refusal([](method& m) { m.schedule.first = -1; }), contains("first is -1; expected 0"));
   CHECK_THAT(refusal([](method& m) { m.prefill.rows = 0; }), contains("rows is 0; expected 1"));
   CHECK_THAT(refusal([](method& m) { m.prefill.alpha = 1.5f; }), contains("alpha is 1.5; expected "));
 }

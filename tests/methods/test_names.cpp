@@ -103,7 +103,7 @@ TEST_CASE("every method lists its parameters by unique names") {
         names{"window", "pool", "pool_kind", "max_new", "split", "page", "channels", "unit", "dense_layers"});
   CHECK(parameter_names<rocketkv_mt<fp32, 64>>() == parameter_names<rocketkv<fp32, 64>>());
   CHECK(parameter_names<loopserve<fp32, 64>>() ==
-        names{"observed", "pool", "per", "every", "alpha", "rows", "seed", "algorithm", "lines", "dense_layers"});
+        names{"observed", "pool", "per", "first", "every", "alpha", "rows", "seed", "algorithm", "lines", "dense_layers"});
   CHECK(parameter_names<tri_shape<fp32, 64>>() == names{"init", "local", "dense_rows", "dense_layers"});
   CHECK(parameter_names<methods_test::mixtures::snapkv_quest>() ==
         names{"window", "pool", "pool_kind", "read_tokens", "max_new", "page", "dense_layers"});
@@ -145,7 +145,8 @@ TEST_CASE("published defaults are the papers'") {
   CHECK(rocketkv_mt<fp32, 64>{}.retain.scorer.pool == 63);
   CHECK(quest<fp32, 64>{}.retrieve.scorer.page == 16);
   const loopserve<fp32, 64> loop;
-  CHECK((loop.prefill.alpha == 0.955f && loop.prefill.rows == 48 && loop.schedule.every == 16));
+  CHECK((loop.prefill.alpha == 0.955f && loop.prefill.rows == 48));
+  CHECK((loop.schedule.first == 16 && loop.schedule.every == 16));
   CHECK((loop.retain.scorer.window == 16 && loop.budget() == 1024 && !loop.prefill.adds_to_reading()));
   CHECK((minference<fp32, 64>{}.prefill.vertical == 1000 && minference<fp32, 64>{}.prefill.slash == 6096));
   const tri_shape<fp32, 64> tri;

@@ -121,4 +121,12 @@ struct every_few_steps {
 };
 static_assert(check_schedule<every_few_steps>());
 
+/// When the first turn's prompt ends, the third one's, and so on.
+struct every_other_turn {
+  static constexpr const char* name = "every_other_turn";
+  static constexpr bool fires_at(moment now) { return now == moment::prompt_end; }
+  bool due(moment now, const turn_clock& at) const { return fires_at(now) && at.turn % 2 == 1; }
+};
+static_assert(check_schedule<every_other_turn>());
+
 }  // namespace support

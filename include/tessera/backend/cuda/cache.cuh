@@ -104,6 +104,7 @@ class cache : public cache_parts<Recipe, Out> {
     store_.append_rows(store_.view(layer, id), k, v, set_number(chunk_position_.data(), first, stream),
                        marks_.of_chunk(marks, k.tokens, stream), stream);
     store_.took(layer, id, k.tokens);
+    if (begins) reading_.lists().end_lists(layer, id, stream);
     conversations_.took_chunk(layer, id, k.tokens, marks);
     if (!follows) return;
     store_.observe_prompt(layer, id, q, stream);
@@ -161,7 +162,8 @@ class cache : public cache_parts<Recipe, Out> {
     set_number(next_.data() + id, conversations_.at(id).front().next_position, stream);
     kept_slots
         kept;  // layers that take over what another keeps come behind it, and nobody chooses between: it is still there
-    for (const index_t layer : choosing) choose(layer, id, fitted, kept, stream);
+    for (const index_t layer : choosing)
+      due ? choose(layer, id, fitted, kept, stream) : parts::pass_everything(layer, id, stream);
     store_.commit_packing(stream);
     reading_.set_plan(id, fitted, stream);
     for (index_t layer = 0; layer < shape_.layers; ++layer) {

@@ -110,6 +110,7 @@ class layers {
       throw;
     }
     commit(layer, id, slid);
+    reading_.end_lists(layer, id);
   }
 
   /// Before more of a prompt is appended to a layer that chooses among what it has: it keeps its share of that.
@@ -256,13 +257,13 @@ class layers {
     bool made = false, observed = false;
     host_vector<selection> kept{1};  // one, or one for each place in a group whose query heads choose apart
     ranked_tokens ranked;
-    typename reading<Recipe>::lists passed;  // the same as a filter's lists
+    typename reading<Recipe>::lists passed;  // a filter's lists to come: the same, or everything; none: those it has stay
   };
 
   host_vector<choice>& begin(index_t count) {
     host_vector<choice>& all = *choices_;
     if (all.size() < std::size_t(count)) all.resize(std::size_t(count));
-    for (choice& one : all) one.made = one.observed = false;
+    for (choice& one : all) one.made = one.observed = false, one.passed.clear();
     return all;
   }
 
@@ -299,13 +300,14 @@ class layers {
   }
   /// Carries a choice out. Needs no memory.
   void commit(index_t layer, index_t id, choice& made) {
-    if (made.made) carry_out(layer, id, made);
+    if (made.made && tracing_ranks_ && roles_.follows_recipe(layer))
+      std::swap(ranked_[place(layer, id)], made.ranked);
+    if (!made.passed.empty()) {
+      reading_.pass(layer, id, made.passed);
+    } else if (made.made) {
+      store_.keep(layer, id, made.kept[0], *workers_);
+    }
     store_.pack(layer, id, *workers_);
-  }
-  void carry_out(index_t layer, index_t id, choice& made) {
-    if (tracing_ranks_ && roles_.follows_recipe(layer)) std::swap(ranked_[place(layer, id)], made.ranked);
-    const bool filters = Recipe::retain_type::chooses && !Recipe::retain_type::drops && roles_.follows_recipe(layer);
-    filters ? reading_.pass(layer, id, made.passed) : void(store_.keep(layer, id, made.kept[0], *workers_));
   }
 
   template <class E>

@@ -2,6 +2,7 @@
 #pragma once
 
 #include <algorithm>
+#include <numeric>
 
 #include "../../../core/host_vector.hpp"
 #include "../../../core/selection.hpp"
@@ -49,6 +50,14 @@ class candidates {
     begins_ = std::move(begins);
     counts_ = std::move(counts);
     slots_ = std::move(fresh);
+  }
+  /// Every slot of heads of such lengths.
+  void assign_all(const host_vector<index_t>& lengths) {
+    selection all;
+    all.reset(lengths);
+    all.counts = lengths;
+    for (index_t h = 0; h < all.rows(); ++h) std::iota(all.row(h), all.row(h) + lengths[std::size_t(h)], 0);
+    assign(all);
   }
   /// The chosen slots of a view, and their positions where those differ.
   template <class View>

@@ -43,7 +43,8 @@ requires(!Recipe::retrieve_type::retrieves) struct reader_of<Recipe> {
   using type = whole_reader<Recipe>;
 };
 
-/// Every (layer, sequence) of a cache: candidates where a filter chooses, and what the recipe's reader keeps.
+/// Every (layer, sequence) of a cache: candidates where a filter chooses, and what the recipe's reader keeps. A filter's lists
+/// are those of one turn: none while its prompt comes in, everything until the filter first chooses.
 template <class Recipe>
 class reading {
   using retrieve_type = typename Recipe::retrieve_type;
@@ -102,7 +103,7 @@ class reading {
   /// Logical positions of what steps may read of one head, by any list.
   host_vector<index_t> positions(index_t layer, index_t id, index_t head, const store_type& stored) const {
     host_vector<index_t> result;
-    if constexpr (!filters) {
+    if (!filters || passed_[index(layer, id)].empty()) {
       for (index_t slot = 0; slot < stored.lengths(layer, id)[std::size_t(head)]; ++slot) result.push_back(slot);
     } else {
       for (const candidates& list : passed_[index(layer, id)]) {
@@ -122,17 +123,20 @@ class reading {
     return (*kept_).view(all);
   }
 
-  /// Makes everything ready for what a first stage has chosen (null: nothing), before it is dropped, or let through by
-  /// `pass`. Until then nobody sees a difference; if it comes to nothing, `take_back` follows. `fresh`: the lists to pass.
+  /// Makes everything ready for what a first stage has chosen, before it is dropped, or let through by `pass`. Null: it has
+  /// not chosen, and a filter lets everything through. Until then nobody sees a difference; if it comes to nothing,
+  /// `take_back` follows. `fresh`: the lists to pass.
   void follow(index_t layer, index_t id, store_type& stored, const planned<Recipe>& policies,
               const host_vector<selection>* chosen, [[maybe_unused]] lists& fresh) {
     const std::size_t at = index(layer, id);
     if constexpr (filters) {
-      fresh.resize(chosen ? chosen->size() : 0);
-      for (std::size_t m = 0; m < fresh.size(); ++m) fresh[m].assign((*chosen)[m]);
-      const candidates& passed = chosen ? fresh[0] : passed_[at][0];
-      reader_.refresh(at, shown(layer, id, stored, passed.view(stored.view(layer, id)), &passed), policies,
-                      chosen != nullptr);
+      fresh.resize(chosen ? chosen->size()
+                          : std::size_t(reading_members(policies.first, shape_.q_heads / shape_.kv_heads)));
+      for (std::size_t m = 0; m < fresh.size(); ++m) {
+        chosen ? fresh[m].assign((*chosen)[m]) : fresh[m].assign_all(stored.lengths(layer, id));
+      }
+      const candidates& passed = fresh[0];
+      reader_.refresh(at, shown(layer, id, stored, passed.view(stored.view(layer, id)), &passed), policies, true);
     } else if constexpr (retrieve_type::retrieves) {
       const bool moves = chosen && chosen->front().counts != stored.lengths(layer, id);
       if (moves) {
@@ -142,8 +146,12 @@ class reading {
       reader_.refresh(at, shown(layer, id, stored, view(layer, id, stored), nullptr), policies, false);
     }
   }
-  /// From now on steps read what a filter has let through in `follow`. Needs no memory.
+  /// From now on steps read what a filter lets through since `follow`. Needs no memory.
   void pass(index_t layer, index_t id, lists& fresh) { passed_[index(layer, id)].swap(fresh); }
+  /// A turn's prompt has begun: a filter's lists are those of the turn before, and go. Needs no memory.
+  void end_lists([[maybe_unused]] index_t layer, [[maybe_unused]] index_t id) {
+    if constexpr (filters) passed_[index(layer, id)].clear();
+  }
   /// After a step, or a prompt's end, that came to nothing: candidates that the store does not hold go. Needs no memory.
   void take_back(index_t layer, index_t id, const store_type& stored) {
     reader_.forget(index(layer, id));

@@ -132,20 +132,23 @@ class cache_parts : public cache_answers<Recipe, Out> {
     return to;
   }
 
-  /// Plans what the layers of a conversation whose prompt ends keep, or let through; returns those that choose at all.
+  /// Plans what the layers of a conversation whose prompt ends keep, or let through; returns those that have anything to do. Where
+  /// the schedule is not `due`, a filter lets everything through.
   host_vector<index_t> plan_choice(index_t id, bool due, const planned<Recipe>& fitted, cudaStream_t stream) {
     if (due) first_.count_over_model(id, store_, fitted, roles_, stream);
     host_vector<index_t> layers;
     place_list places;
     host_vector<kept_bound> kept;
-    for (index_t layer = 0; due && layer < shape_.layers; ++layer) {
+    for (index_t layer = 0; (due || filters) && layer < shape_.layers; ++layer) {
       if (!roles_.follows_recipe(layer)) continue;
       const token_bound held = store_.bound(layer, id);
       const index_t chooser = first_.chooser(layer, fitted, roles_);
       if (!filters && first_.keeps_everything(chooser, id, held, fitted)) continue;
       layers.push_back(layer), places.push_back({layer, id});
-      kept.push_back(first_.bound(chooser, id, store_, fitted, conversations_.reach(id, layer).seen()));
-      if (prompts_.columns(layer).bits) kept.back() = {held, {}};  // how many columns join, only the device knows
+      // How many columns join, only the device knows.
+      kept.push_back(due && !prompts_.columns(layer).bits
+                         ? first_.bound(chooser, id, store_, fitted, conversations_.reach(id, layer).seen())
+                         : kept_bound{held, {}});
     }
     if (filters)
       plan_beside_step(reading_.lists(), [&] { reading_.lists().plan_pass(places, kept); });
@@ -194,6 +197,12 @@ class cache_parts : public cache_answers<Recipe, Out> {
       if (columns.bits) kept.bound = {store_.bound(layer, id), {}};
       reading_.lists().pass(layer, id, m, kept, columns, stream);
     }
+  }
+  /// A filter that does not choose when a prompt ends lets everything through.
+  void pass_everything(index_t layer, index_t id, cudaStream_t stream) {
+    const kept_slots all{{nullptr, store_.lengths(layer, id)}, {store_.bound(layer, id), {}}};
+    for (index_t m = 0; m < first_.members().count(); ++m)
+      reading_.lists().pass(layer, id, m, all, joined_columns{}, stream);
   }
   /// Drops, within a step, what the first stage does not choose, or lets through what it does; the newest `own` tokens stay.
   void choose_in_step(index_t layer, const batch& step, const view_type& all, index_t own, cudaStream_t stream) {

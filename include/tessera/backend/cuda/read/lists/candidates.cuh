@@ -84,6 +84,7 @@ class no_candidates {
   void took(index_t, index_t, index_t) {}
   void join(const step_table&, const id_column<index_t>&, index_t, index_t, cudaStream_t) const {}
   void clear(index_t, cudaStream_t) {}
+  void end_lists(index_t, index_t, cudaStream_t) {}
   offset_t bytes(index_t, index_t) const { return 0; }
   template <class Store>
   host_vector<host_vector<index_t>> downloaded_lists(index_t layer, index_t id, const Store& store) const {
@@ -139,7 +140,7 @@ class candidates {
       }
     });
   }
-  /// The slots of each head that a filter has let through since the last prompt ended, and the columns that join them.
+  /// The slots of each head that a filter lets through when a prompt ends, and the columns that join them.
   void pass(index_t layer, index_t id, index_t member, const kept_slots& passed, const joined_columns& columns,
             cudaStream_t stream) {
     const std::size_t at = lists_of(layer, member, id);
@@ -236,10 +237,14 @@ class candidates {
   }
 
   void clear(index_t id, cudaStream_t stream) {
-    for (index_t lists = 0; lists < layers_ * members_; ++lists) {
-      pool_.clear(std::size_t(lists) * std::size_t(sequences_) + std::size_t(id));
-      bounds_[place(lists / members_, id)] = {};
-      check(cudaMemsetAsync(counts_.of(lists, id), 0, std::size_t(heads_) * sizeof(index_t), stream),
+    for (index_t layer = 0; layer < layers_; ++layer) end_lists(layer, id, stream);
+  }
+  /// A turn's prompt has begun: a layer's lists are those of the turn before, and go.
+  void end_lists(index_t layer, index_t id, cudaStream_t stream) {
+    bounds_[place(layer, id)] = {};
+    for (index_t m = 0; m < members_; ++m) {
+      pool_.clear(lists_of(layer, m, id));
+      check(cudaMemsetAsync(counts_.of(layer * members_ + m, id), 0, std::size_t(heads_) * sizeof(index_t), stream),
             "cudaMemsetAsync");
     }
   }
@@ -249,10 +254,16 @@ class candidates {
     return rows * pool_.row_bytes();
   }
 
-  /// Row kv_head * members + place in the group; of a store that drops nothing, slots are positions. Synchronises.
+  /// Row kv_head * members + place in the group; of a store that drops nothing, slots are positions. Without lists, as while a
+  /// prompt comes in, all that is stored. Synchronises.
   template <class Store>
-  host_vector<host_vector<index_t>> downloaded_lists(index_t layer, index_t id, const Store&) const {
+  host_vector<host_vector<index_t>> downloaded_lists(index_t layer, index_t id, const Store& store) const {
     host_vector<host_vector<index_t>> all(std::size_t(heads_ * members_));
+    if (bounds_[place(layer, id)].longest == 0) {
+      const auto stored = store.downloaded_positions(layer, id);
+      for (std::size_t i = 0; i < all.size(); ++i) all[i] = stored[i / std::size_t(members_)];
+      return all;
+    }
     for (index_t m = 0; m < members_; ++m) {
       const auto counts = downloaded(counts_.of(layer * members_ + m, id), std::size_t(heads_));
       const auto first = downloaded(begins_.of(layer * members_ + m, id), std::size_t(heads_));

@@ -29,14 +29,14 @@ struct list_rows {
   index_t group, first, joining;
 };
 
-/// x: a part of a row, y: a row.
+/// x: a part of a row, y: a row. A selection without indices is everything.
 template <int Threads>
 __global__ void __launch_bounds__(Threads) pass_entry(selection_view chosen, list_rows to) {
   wait_for_earlier();
   let_later_begin();
   const index_t row = blockIdx.y, count = chosen.count(row);
   for (index_t i = index_t(blockIdx.x) * Threads + index_t(threadIdx.x); i < count; i += index_t(gridDim.x) * Threads)
-    to.slots[to.begins[row] + i] = chosen.row(row)[i];
+    to.slots[to.begins[row] + i] = chosen.indices ? chosen.row(row)[i] : i;
   if (blockIdx.x == 0 && threadIdx.x == 0) to.counts[row] = count;
 }
 
