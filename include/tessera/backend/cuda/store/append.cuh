@@ -294,6 +294,7 @@ class append {
             "pass new rows of every sequence and kv_head");
     require(p.k.data && p.v.data && p.view.k && p.view.v && p.view.lengths, "memory of the problem", "null",
             "rows of k and v, and a view with lengths", "pass device memory");
+    require_row_scales(p.view);
     const index_t groups = p.view.sequences * (p.view.length_strides.head ? kv_heads_ : 1);
     const offset_t rows = offset_t(p.k.tokens) * (p.view.sequences * kv_heads_ / groups);
     const offset_t work = rows * ((View::k_dim + View::v_dim) / detail::append_chunk);
