@@ -24,12 +24,10 @@ bool table_tells_heads(const Table& table, index_t kv_heads) {
 
 /// A view that rows are written to must have a scale for each of them, where they have scales: one that several rows share would
 /// change what is stored already.
-/// Errors   no scales, or a stride of 0 between rows of their own: tessera::error.
+/// Errors   a stride of 0 between rows: tessera::error.
 template <class View>
 void require_row_scales(const View& view) {
   if constexpr (View::encoding_type::scaled) {
-    require(view.scales.k && view.scales.v, "scales of the view", "null", "a scale for every row of K and V",
-            "pass memory for them");
     using table = std::remove_cvref_t<decltype(view.table)>;
     const auto needs = [](const char* name, offset_t stride, bool needed) {
       require(stride != 0 || !needed, name, stride, "other than 0: a written row gets a scale of its own",

@@ -32,8 +32,10 @@ void append(const append_problem<View, E>& p) {
   require(p.k.heads == view.kv_heads && p.v.heads == view.kv_heads, "heads of k and v",
           std::to_string(p.k.heads) + " and " + std::to_string(p.v.heads), std::to_string(view.kv_heads),
           "pass [sequences, tokens, kv_heads, head_dim]");
-  require(p.k.tokens == 0 || view.sequences <= 0 || (p.k.data && p.v.data && view.k && view.v && view.lengths),
-          "memory of the problem", "null", "memory behind k, v, the view and its lengths",
+  const bool has_scales = !encoding::scaled || (view.scales.k && view.scales.v);
+  require(p.k.tokens == 0 || view.sequences <= 0 ||
+              (p.k.data && p.v.data && view.k && view.v && view.lengths && has_scales),
+          "memory of the problem", "null", "memory behind k, v, the view, its lengths and its scales",
           "pass the rows, and where they go");
   if (p.k.tokens > 0 && view.sequences > 0) require_row_scales(view);
   const auto added = [&](index_t b) { return p.new_tokens ? p.new_tokens[b] : p.k.tokens; };

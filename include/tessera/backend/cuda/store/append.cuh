@@ -299,8 +299,9 @@ class append {
     const auto fits = [&](const auto& rows) { return rows.sequences == p.view.sequences && rows.heads == kv_heads_; };
     require(fits(p.k) && fits(p.v), "sequences and heads of k and v", "another shape", "those of the view",
             "pass new rows of every sequence and kv_head");
-    require(p.k.data && p.v.data && p.view.k && p.view.v && p.view.lengths, "memory of the problem", "null",
-            "rows of k and v, and a view with lengths", "pass device memory");
+    const bool has_scales = !View::encoding_type::scaled || (p.view.scales.k && p.view.scales.v);
+    require(p.k.data && p.v.data && p.view.k && p.view.v && p.view.lengths && has_scales, "memory of the problem", "null",
+            "rows of k and v, and a view with lengths and scales", "pass device memory");
     require_row_scales(p.view);
     detail::disorder_word word = nullptr;
     if (p.positions.data && p.view.order != slot_order::ascending) {
