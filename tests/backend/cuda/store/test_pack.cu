@@ -289,7 +289,7 @@ TEST_CASE("the device appends what the CPU appends", "[gpu]") {
 
 TEST_CASE("the device refuses to write rows where several share a scale", "[gpu]") {
   if (gpu_missing()) return;
-  store<fp8_elements<bf16>, 128, contiguous> held(2, 2, 64);
+  store<fp8_elements<bf16>, 128, contiguous, 128> held(2, 2, 64);
   auto view = held.view(true);
   buffer<bf16> rows(random_elements<bf16>(2 * 2 * 128));
   const auto given = nhd_rows<const bf16>(rows.data, 1, 2, 128, 2);
