@@ -70,7 +70,7 @@ class system:
         """Of each group's longest head, when `done` tokens of a prompt have been judged and `raw` more are there."""
         if self.kind == "full":
             return [done + raw] * len(self.groups)
-        return [math.ceil(share * done) + raw for share in self.groups]
+        return [math.ceil(round(share * done, 6)) + raw for share in self.groups]
 
     def pages(self, done, raw=0):
         return sum(-(-length // PAGE) for length in self.lengths(done, raw))

@@ -23,6 +23,15 @@ TEST_CASE("calibrated gives ceil(B n) of a turn's tokens on top of what was held
   CHECK(budget.share({1, 2, 1, 2, 0, 20, 10, 30}) == 15);
 }
 
+TEST_CASE("calibrated takes its shares as decimals") {
+  const double table[] = {0.55, 0.28, 0.07, 0.29};
+  const calibrated budget{.shares = {table, 1, 4}};
+  CHECK(budget.share_of(0, 0, 100) == 55);  // in double 0.55 * 100 lies above 55
+  CHECK(budget.share_of(0, 1, 200) == 56);
+  CHECK(budget.share_of(0, 2, 10'000) == 700);
+  CHECK(budget.share_of(0, 3, 100) == 29);
+}
+
 TEST_CASE("calibrated follows its definition over random shapes") {
   rng random(1201);
   for (index_t i = 0; i < support::scaled(10'000); ++i) {

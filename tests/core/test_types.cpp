@@ -10,10 +10,32 @@
 #include <tessera/core/encoding.hpp>
 #include <tessera/core/error.hpp>
 #include <tessera/core/types.hpp>
+#include <tessera/core/views.hpp>
 
 #include "support/random.hpp"
 
 using namespace tessera;
+
+// Rows hold elements: numbers of other types, and integers that hold the bits of elements, are none.
+template <class T>
+concept makes_rows = requires(T* data) {
+  nhd_rows(data, 1, 1, 64);
+  hnd_rows(data, 1, 1, 64);
+};
+static_assert(makes_rows<float> && makes_rows<const fp16> && makes_rows<const bf16> && makes_rows<const fp8>);
+static_assert(!makes_rows<const std::uint16_t> && !makes_rows<std::int8_t> && !makes_rows<const std::uint8_t> &&
+              !makes_rows<const double> && !makes_rows<const int> && !makes_rows<const long double>);
+
+TEST_CASE("bits that an engine keeps in integers are seen as elements") {
+  std::uint16_t bits[] = {0x3f80, 0xc000, 0x3c00};
+  CHECK(float(as_elements<bf16>(bits)[0]) == 1.0f);
+  CHECK(float(as_elements<bf16>(bits)[1]) == -2.0f);
+  CHECK(float(as_elements<fp16>(bits)[2]) == 1.0f);
+  const std::uint8_t small[] = {0x38};
+  CHECK(float(*nhd_rows(as_elements<fp8>(small), 1, 1, 1).row(0, 0, 0)) == 1.0f);
+  as_elements<bf16>(bits)[0] = bf16(3.0f);
+  CHECK(bits[0] == bf16(3.0f).bits);
+}
 
 namespace {
 

@@ -41,6 +41,14 @@ TEST_CASE("shares of a choice over a layer are those of a full sort of all heads
   }
 }
 
+TEST_CASE("the share of a layer is taken as a decimal") {
+  std::vector<float> scores(100);
+  std::iota(scores.begin(), scores.end(), 0.0f);
+  const support::owned_scores owned({scores});
+  CHECK(layer_wide_shares(owned.view(0), 0.55) == std::vector<double>{0.55});
+  CHECK(layer_wide_shares(owned.view(0), 0.07) == std::vector<double>{0.07});
+}
+
 TEST_CASE("a profile has mean, deviation and budget of its samples") {
   calibration samples(1, 3);
   samples.add({0.2, 0.5, 0.9});

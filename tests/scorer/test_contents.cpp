@@ -64,6 +64,10 @@ TEST_CASE("lag_relative spreads a row on the scale of the next partition") {
   CHECK(scorer.spread(flat, 2) == 0);
   CHECK(scorer.outside(3, 100) == infinity);
   CHECK(scorer.outside(50, 100) < scorer.outside(51, 100));
+  for (const index_t stored : {1'000, 1 << 24, 1 << 30}) {  // however much is stored, the newest tokens differ
+    for (index_t behind = 1; behind < 2 * scorer.lag; ++behind)
+      REQUIRE(scorer.outside(stored - behind, stored) > scorer.outside(stored - behind - 1, stored));
+  }
   CHECK_THROWS_WITH(scorer.check(4), contains("sinks is 4; expected at most one less than the budget"));
   CHECK_THROWS_WITH((lag_relative{.lag = 1}.check(40)), contains("lag is 1; expected 2 to"));
 }

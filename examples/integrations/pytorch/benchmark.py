@@ -131,7 +131,7 @@ def run_peer(model, name, prompt, words):
 def run_ours(model, method, prompt, words):
     model.set_attn_implementation("tessera")
     batch, length = prompt.shape
-    budget = int(words.share * length) if OURS[method] == "share" else OURS[method]
+    budget = int(round(words.share * length, 6)) if OURS[method] == "share" else OURS[method]
     cache = TesseraCache(model.config, method, budget, max_length=length + 2 * (words.steps + 5) + 8)
     with Clock() as clock:
         with cache.prompt(length):

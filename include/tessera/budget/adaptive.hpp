@@ -1,10 +1,9 @@
 // Ada-KV's budget: heads compete for the layer's tokens, with a floor for each.
 #pragma once
 
-#include <cmath>
-
 #include "../concepts/budget.hpp"
 #include "../core/parameters.hpp"
+#include "../math/share.hpp"
 
 TESSERA_NAMESPACE_BEGIN
 
@@ -27,10 +26,10 @@ struct adaptive {
 
   /// What a head keeps that won so many of the layer's places; before the limit of what it stores.
   TESSERA_HD index_t share_won(index_t won, index_t base, index_t tail) const {
-    // In whole millionths, so that halves are halves: 0.2f is a little above 0.2, and 0.35 * 90 in double below 31.5.
-    constexpr offset_t whole = 1000000;
-    const offset_t fraction = offset_t(::round(double(floor) * double(whole)));
-    const offset_t count = offset_t(won) * (whole - fraction) + fraction * base / whole * whole;
+    // In parts of a decimal, so that halves are halves: 0.2f is a little above 0.2, and 0.35 * 90 in double below 31.5.
+    const decimal_share fraction(floor);
+    constexpr offset_t whole = decimal_share<float>::whole;
+    const offset_t count = offset_t(won) * (whole - fraction.parts) + fraction.down(base) * whole;
     const offset_t below = count / whole, rest = 2 * (count % whole);
     return tail + index_t(below + (rest > whole || (rest == whole && below % 2 != 0)));
   }

@@ -1,17 +1,16 @@
 // TANGRAM's budget: each head keeps a share of a prompt that is known before the prompt comes.
 #pragma once
 
-#include <cmath>
-
 #include "../concepts/budget.hpp"
 #include "../core/error.hpp"
 #include "../core/parameters.hpp"
 #include "../core/plan/share_table.hpp"
+#include "../math/share.hpp"
 
 TESSERA_NAMESPACE_BEGIN
 
 /// Gives every kv_head ceil(B * n) of a turn's n prompt tokens, on top of what it held when the turn began: that stays.
-/// B is the head's entry of a table that was calibrated once (runtime/profile.hpp). Without a table B is the same for all
+/// B is the head's entry of a table that was calibrated once (runtime/profile.hpp), as a decimal (math/share.hpp). Without a table B is the same for all
 /// heads, `tokens` of the conversation's first prompt, and is not known before that prompt's length is.
 /// Errors   tokens out of range; a table of another model, or with a share outside (0, 1]: tessera::error.
 /// Cost     one multiplication a head; `check` looks at every entry of the table.
@@ -28,8 +27,8 @@ struct calibrated {
   /// What a head keeps of `seen` tokens of a turn's prompt.
   TESSERA_HD index_t share_of(index_t layer, index_t head, index_t seen) const {
     if (shares.data) {
-      const double kept = ::ceil(shares.at(layer, head) * double(seen));
-      return kept < double(seen) ? index_t(kept) : seen;
+      const offset_t kept = decimal_share(shares.at(layer, head)).up(seen);
+      return kept < seen ? index_t(kept) : seen;
     }
     if (tokens >= prompt && prompt > 0) return seen;
     if (prompt == 0) return tokens < seen ? tokens : seen;

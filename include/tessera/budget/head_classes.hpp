@@ -2,13 +2,13 @@
 #pragma once
 
 #include <algorithm>
-#include <cmath>
 #include <string>
 
 #include "../concepts/budget.hpp"
 #include "../core/error.hpp"
 #include "../core/parameters.hpp"
 #include "../core/plan/share_table.hpp"
+#include "../math/share.hpp"
 
 TESSERA_NAMESPACE_BEGIN
 
@@ -97,7 +97,7 @@ struct head_classes {
 
  private:
   TESSERA_HD index_t streaming_heads() const {
-    return index_t(::lround(double(streaming) * double(gates.layers * gates.kv_heads)));
+    return index_t(decimal_share(streaming).nearest(offset_t(gates.layers) * gates.kv_heads));
   }
   /// Whether head `a` streams rather than head `b`.
   TESSERA_HD bool streams_first(index_t a, index_t b) const {

@@ -6,10 +6,11 @@
 #include "../concepts/channels.hpp"
 #include "../core/error.hpp"
 #include "../core/parameters.hpp"
+#include "../math/share.hpp"
 
 TESSERA_NAMESPACE_BEGIN
 
-/// Drops floor((1 - channels) * dim) channels of a head: those with the smallest product of the mean square of the last
+/// Keeps ceil(channels * dim) channels of a head, the share as a decimal, and drops the rest: those with the smallest product of the mean square of the last
 /// 32 prompt queries and the mean square of the keys. Without queries the keys alone decide; squares of queries that are not finite say nothing.
 ///
 /// Ties     to the lower channel; a channel whose product is NaN is dropped first.
@@ -22,7 +23,7 @@ struct head_channels {
 
   float channels = 0.6f;
 
-  index_t kept(int dim) const { return dim - index_t((1.0f - channels) * float(dim) + 1e-3f); }
+  index_t kept(int dim) const { return index_t(decimal_share(channels).up(dim)); }
   index_t group_size() const { return 1; }
 
   void choose_for_head(const double* queries, const double* rows, const packed_format& format,

@@ -5,6 +5,7 @@
 #include "../core/error.hpp"
 #include "../core/parameters.hpp"
 #include "../math/ordered.hpp"
+#include "../math/share.hpp"
 
 TESSERA_NAMESPACE_BEGIN
 
@@ -23,7 +24,7 @@ struct top_groups {
   index_t group = 1;
 
   /// Of the whole vector, before truncation.
-  index_t kept(int dim) const { return index_t(channels * float(dim) + 0.5f); }
+  index_t kept(int dim) const { return index_t(decimal_share(channels).nearest(dim)); }
   index_t group_size() const { return group; }
 
   TESSERA_HD void choose(const float* row, const packed_format& format, std::uint8_t* bits) const {

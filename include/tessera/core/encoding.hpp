@@ -71,7 +71,7 @@ TESSERA_SHARED_NAMESPACE_END
 TESSERA_NAMESPACE_BEGIN
 
 /// Encodes one row: element d of `from` goes to to[d * stride]. Returns the row's scale, 1 where rows have none.
-template <encoding E, class From>
+template <encoding E, row_element From>
 TESSERA_HD float encode_row(const From* from, int dim, typename E::stored_type* to, offset_t stride) {
   float scale = 1;
   if constexpr (E::scaled) {

@@ -114,6 +114,12 @@ struct filtered {
   }
 };
 
+/// What is known of a view's positions.
+enum class slot_order {
+  unsaid,    ///< operations look whether they ascend: the CPU before it works, the device beside the work
+  ascending  ///< who filled them has seen to it: nobody looks
+};
+
 /// Stored keys and values of a batch, one layer.
 ///
 /// `E` is an element type, or an encoding (core/encoding.hpp) whose rows may have scales; const for what is only read.
@@ -121,7 +127,8 @@ struct filtered {
 /// Lengths  `lengths[sequence * length_strides.sequence + head * length_strides.head]`; head stride 0 = one per
 ///          sequence.
 /// Positions  ascending logical positions by slot, null where slot and position coincide; strided alike, or, with
-///            `position_begin`, the row of (sequence, head) begins at that offset (ragged storage).
+///            `position_begin`, the row of (sequence, head) begins at that offset (ragged storage). Positions that do not
+///            ascend are refused where `order` does not say that they do; see cpu::ordered_slots.
 template <class E, int D, class Table = contiguous, int Dv = D>
 requires encoding<encoding_of<E>>
 struct kv_view {
@@ -152,6 +159,7 @@ struct kv_view {
   const index_t* positions = nullptr;
   batch_strides position_strides{};
   const offset_t* position_begin = nullptr;
+  slot_order order = slot_order::unsaid;
   Table table{};
   row_scales<scale_type> scales{};
 
@@ -184,16 +192,19 @@ struct kv_view {
       return element_type(float(stored) * key_scale(sequence, head, slot));
     }
   }
-  TESSERA_HD TESSERA_INLINE index_t position(index_t sequence, index_t head, index_t slot) const {
-    if (!positions) return slot;
-    const offset_t row = position_begin ? position_begin[offset_t(sequence) * kv_heads + head]
-                                        : sequence * position_strides.sequence + head * position_strides.head;
-    return positions[row + slot];
+  TESSERA_HD index_t position(index_t sequence, index_t head, index_t slot) const {
+    return positions ? positions[position_row(sequence, head) + slot] : slot;
+  }
+  /// Where the positions of a (sequence, kv_head) begin.
+  TESSERA_HD offset_t position_row(index_t sequence, index_t head) const {
+    return position_begin ? position_begin[offset_t(sequence) * kv_heads + head]
+                          : sequence * position_strides.sequence + head * position_strides.head;
   }
 };
 
 /// Rows of queries (or outputs, or new keys and values) of a batch: X [sequences, tokens, heads, dim].
 template <class T>
+requires row_element<std::remove_const_t<T>>
 struct rows_view {
   T* data = nullptr;
   offset_t sequence_stride = 0;
@@ -228,14 +239,16 @@ TESSERA_INLINE rows_view<T> every_head(rows_view<T> rows, index_t m, index_t ste
 
 /// A contiguous [sequences, tokens, heads, dim] tensor (NHD).
 template <class T>
-TESSERA_HD TESSERA_INLINE rows_view<T> nhd_rows(T* data, index_t tokens, index_t heads, index_t dim, index_t sequences = 1) {
+requires row_element<std::remove_const_t<T>>
+    TESSERA_HD rows_view<T> nhd_rows(T* data, index_t tokens, index_t heads, index_t dim, index_t sequences = 1) {
   const offset_t token = offset_t(heads) * dim;
   return {data, tokens * token, token, dim, sequences, tokens, heads, dim};
 }
 
 /// A contiguous [sequences, heads, tokens, dim] tensor (HND).
 template <class T>
-TESSERA_HD TESSERA_INLINE rows_view<T> hnd_rows(T* data, index_t tokens, index_t heads, index_t dim, index_t sequences = 1) {
+requires row_element<std::remove_const_t<T>>
+    TESSERA_HD rows_view<T> hnd_rows(T* data, index_t tokens, index_t heads, index_t dim, index_t sequences = 1) {
   const offset_t head = offset_t(tokens) * dim;
   return {data, heads * head, dim, head, sequences, tokens, heads, dim};
 }

@@ -3,6 +3,7 @@
 
 #include "../core/parameters.hpp"
 #include "../core/types.hpp"
+#include "../math/share.hpp"
 
 TESSERA_NAMESPACE_BEGIN
 
@@ -21,7 +22,7 @@ struct rotated {
 
   float truncate = 0.25f;
 
-  index_t channels(int dim) const { return dim - index_t(truncate * float(dim) + 0.5f); }
+  index_t channels(int dim) const { return dim - index_t(decimal_share(truncate).nearest(dim)); }
   void check() const { check_parameters(*this); }
   template <class Self, class Visit>
   static void parameters(Self& self, Visit&& visit) {

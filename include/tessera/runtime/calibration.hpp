@@ -9,6 +9,7 @@
 #include "../core/error.hpp"
 #include "../core/host_vector.hpp"
 #include "../core/plan/layer_scores.hpp"
+#include "../math/share.hpp"
 #include "../math/winners.hpp"
 #include "profile.hpp"
 
@@ -24,7 +25,7 @@ inline host_vector<double> layer_wide_shares(const layer_scores& scores, double 
     tails += scores.tokens[h] - scores.candidates(h);
   }
   host_vector<index_t> won(std::size_t(scores.kv_heads));
-  count_winners(scores, (std::max<offset_t>)(0, offset_t(std::ceil(share * double(tokens))) - tails), won.data());
+  count_winners(scores, (std::max<offset_t>)(0, decimal_share(share).up(tokens) - tails), won.data());
   host_vector<double> result;
   for (index_t h = 0; h < scores.kv_heads; ++h) {
     const index_t kept = won[std::size_t(h)] + scores.tokens[h] - scores.candidates(h);

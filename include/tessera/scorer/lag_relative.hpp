@@ -47,7 +47,9 @@ struct lag_relative {
   }
   TESSERA_HD float ranked(index_t rank) const { return float(rank) / float(lag); }
   TESSERA_HD float outside(index_t slot, index_t stored) const {
-    return slot < sinks ? infinity : 1 + float(slot - sinks) / float(stored);
+    if (slot < sinks) return infinity;
+    const index_t behind = 3 * lag - (stored - slot);  // they are among the last 2 * lag slots: whole numbers tell them apart
+    return float(behind > 1 ? behind : 1);
   }
 
   index_t protected_tail(index_t) const { return 0; }

@@ -7,13 +7,13 @@
 
 TESSERA_NAMESPACE_BEGIN
 
-/// Scores a token by its logical position: the first `sinks` positions above all, then the newer the better.
+/// Scores a token by its logical position: the first `sinks` positions above all, then the newer the better, by how far the token
+/// lies before the next one.
 ///
-/// Shapes   scores [kv_heads, tokens]; exact for positions up to 2^24.   Unit: token.
+/// Shapes   scores [kv_heads, tokens]; exact for the newest 2^24 positions, however long the text.   Unit: token.
 /// Errors   sinks below 0, or no room left beside the sinks: tessera::error.
 /// Cost     none: neither K nor queries are read.
-/// Paper    StreamingLLM, arXiv:2309.17453. Differs: keys stay rotated for their original positions and queries use
-/// true
+/// Paper    StreamingLLM, arXiv:2309.17453. Differs: keys stay rotated for their original positions and queries use true
 ///          positions (the original re-assigns positions inside the cache).
 struct position {
   static constexpr const char* name = "position";
@@ -22,7 +22,7 @@ struct position {
 
   index_t sinks = 4;
 
-  TESSERA_HD float score(index_t at, index_t) const { return at < sinks ? infinity : float(at); }
+  TESSERA_HD float score(index_t at, index_t next) const { return at < sinks ? infinity : float(at - next); }
 
   index_t protected_tail(index_t) const { return 0; }
 

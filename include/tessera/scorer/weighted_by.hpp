@@ -4,6 +4,7 @@
 #include "../concepts/scorer.hpp"
 #include "../core/error.hpp"
 #include "../core/parameters.hpp"
+#include "../math/share.hpp"
 
 TESSERA_NAMESPACE_BEGIN
 
@@ -32,7 +33,7 @@ struct weighted_by : S {
     return product < infinity ? product : product - product;
   }
   TESSERA_HD index_t taken_first(index_t keep) const {
-    const index_t part = index_t(double(first) * double(keep));
+    const index_t part = index_t(decimal_share(first).down(keep));
     return part < 1 && first > 0 && keep > 0 ? 1 : part;
   }
 

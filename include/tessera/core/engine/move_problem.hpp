@@ -1,12 +1,44 @@
 // What appending and packing read and write, on both backends.
 #pragma once
 
+#include <string>
+
+#include "../error.hpp"
 #include "../selection.hpp"
 #include "../stored/segment_cursor.hpp"
 #include "../stored/slot_column.hpp"
 #include "page_pool.hpp"
 
 TESSERA_NAMESPACE_BEGIN
+
+namespace detail {
+
+/// Whether rows of two heads of a sequence have other addresses in a table already.
+template <class Table>
+bool table_tells_heads(const Table& table, index_t kv_heads) {
+  if constexpr (page_table<Table>) return table.tables(kv_heads) > 1;
+  return std::is_same_v<Table, ragged>;
+}
+
+}  // namespace detail
+
+/// A view that rows are written to must have a scale for each of them, where they have scales: one that several rows share would
+/// change what is stored already.
+/// Errors   a stride of 0 between rows: tessera::error.
+template <class View>
+void require_row_scales(const View& view) {
+  if constexpr (View::encoding_type::scaled) {
+    using table = std::remove_cvref_t<decltype(view.table)>;
+    const auto needs = [](const char* name, offset_t stride, bool needed) {
+      require(stride != 0 || !needed, name, stride, "other than 0: a written row gets a scale of its own",
+              "keep a scale for each row, or encode and store the rows yourself where a tensor has one scale");
+    };
+    needs("stride of scales from token to token", view.scales.token, true);
+    needs("stride of scales from head to head", view.scales.head, view.kv_heads > 1 && !detail::table_tells_heads(view.table, view.kv_heads));
+    needs("stride of scales from sequence to sequence, or page to page", view.scales.outer,
+          page_table<table> || (std::is_same_v<table, contiguous> && view.sequences > 1));
+  }
+}
 
 /// What to append; on the device every pointer is a device pointer. Row t of `k` and `v` goes to slot
 /// length(sequence, head) + t. Lengths, and positions with the one behind the last, are below 2^31: the CPU checks it.

@@ -52,6 +52,7 @@ kv_view<E, D, block_table, Dv> one_head_view(const kv_view<E, D, Table, Dv>& vie
   result.length_strides = {view.length_strides.head, 0};
   result.positions = view.positions;
   result.position_begin = view.position_begin;
+  result.order = view.order;
   if (view.positions && !view.position_begin) {
     by_head(view.position_strides.sequence, view.position_strides.head,
             "stride of positions from sequence to sequence");

@@ -1,5 +1,7 @@
 #include "catch.hpp"
 
+#include <cstring>
+
 #include <tessera/backend/cpu/store/pack.hpp>
 
 #include "support/kv_tensor.hpp"
@@ -140,4 +142,72 @@ TEST_CASE("segments are numbered as tokens are appended, and move with them") {
     }
     REQUIRE(held(row / kv_heads, row % kv_heads) == kept);
   }
+}
+
+TEST_CASE("rows are not written where several share a scale, and the scale stays") {
+  constexpr int dim = 64;
+  constexpr index_t slots = 4, heads = 2;
+  std::vector<fp8> k(2 * heads * slots * dim), v(k.size());
+  std::vector<float> scales(64, 0.25f);
+  std::vector<index_t> lengths(2, 0);
+  kv_view<fp8_elements<bf16>, dim> view;
+  view.k = k.data();
+  view.v = v.data();
+  view.k_strides = view.v_strides = {heads * slots * dim, slots * dim, dim, 1};
+  view.sequences = 2;
+  view.kv_heads = heads;
+  view.lengths = lengths.data();
+  view.length_strides = {1, 0};
+  view.scales = {scales.data(), scales.data() + 32, heads * slots, slots, 1};
+  const std::vector<bf16> rows(2 * 2 * heads * dim, bf16(100.0f));
+  const auto given = nhd_rows(rows.data(), 2, heads, dim, 2);
+  const auto before = k;
+  const auto refused = [&](const row_scales<float>& shared, const char* name) {
+    auto of_tensor = view;
+    of_tensor.scales = shared;
+    cpu::executor workers(1);
+    const std::vector<index_t> none(4, 0);
+    CHECK_THROWS_WITH(cpu::append(of_tensor, given, given), contains(name));
+    CHECK_THROWS_WITH(cpu::pack(of_tensor, selection_view{none.data(), none.data(), nullptr, 0}, of_tensor, workers),
+                      contains(name));
+    CHECK(scales == std::vector<float>(64, 0.25f));
+    CHECK(std::memcmp(k.data(), before.data(), k.size()) == 0);
+  };
+  refused({scales.data(), scales.data() + 32, 0, 0, 0}, "stride of scales from token to token is 0");
+  refused({scales.data(), scales.data() + 32, heads * slots, 0, 1}, "stride of scales from head to head is 0");
+  refused({scales.data(), scales.data() + 32, 0, slots, 1},
+          "stride of scales from sequence to sequence, or page to page is 0");
+  auto without = view;
+  without.scales.k = nullptr;
+  CHECK_THROWS_WITH(cpu::append(without, given, given), contains("memory of the problem is null"));
+  CHECK_NOTHROW(cpu::append(view, given, given));
+  CHECK(scales[0] == 100.0f / 448);
+}
+
+TEST_CASE("appended positions go on behind the stored ones, or nothing is written") {
+  constexpr int dim = 64;
+  std::vector<float> k(6 * dim, 7.0f), v = k;
+  std::vector<index_t> positions{3, 9, -1, -1, -1, -1}, length{2}, first{9};
+  kv_view<float, dim> view;
+  view.k = k.data();
+  view.v = v.data();
+  view.k_strides = view.v_strides = {6 * dim, 6 * dim, dim, 1};
+  view.sequences = view.kv_heads = 1;
+  view.lengths = length.data();
+  const std::vector<float> rows(2 * dim, 1.0f);
+  append_problem<kv_view<float, dim>, float> p;
+  p.view = view;
+  p.k = p.v = nhd_rows(rows.data(), 2, 1, dim);
+  p.lengths = length.data();
+  p.positions = {positions.data(), 6, 6};
+  const auto sentence = contains("position of the first new token (sequence 0, kv_head 0) is");
+  CHECK_THROWS_WITH(cpu::append(p), sentence);  // after the length, 2: slots 3 and 9 are what an eviction left
+  p.first_position = first.data();
+  CHECK_THROWS_WITH(cpu::append(p), sentence);
+  CHECK(length[0] == 2);
+  CHECK(positions == std::vector<index_t>{3, 9, -1, -1, -1, -1});
+  CHECK(k == std::vector<float>(6 * dim, 7.0f));
+  first[0] = 10;
+  cpu::append(p);
+  CHECK(positions == std::vector<index_t>{3, 9, 10, 11, -1, -1});
 }

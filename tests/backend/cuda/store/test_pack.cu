@@ -81,6 +81,7 @@ struct store {
     w.length_strides = {heads, 1};
     w.positions = device ? d_positions.data : positions.data();
     w.position_begin = device ? d_begin.data : begin.data();
+    w.order = slot_order::ascending;  // numbers of any kind: they are moved, and nobody goes by them
     w.scales.k = device ? d_k_scales.data : k_scales.data();
     w.scales.v = device ? d_v_scales.data : v_scales.data();
     if constexpr (std::is_same_v<Table, ragged>) {
@@ -284,6 +285,27 @@ TEST_CASE("the device appends what the CPU appends", "[gpu]") {
   compare_appends<float, fp16, 80, ragged, 96>();
   compare_appends<float, float, 64, contiguous>();
   compare_appends<fp16, bf16, 192, block_table, 128>();
+}
+
+TEST_CASE("the device refuses to write rows where several share a scale", "[gpu]") {
+  if (gpu_missing()) return;
+  store<fp8_elements<bf16>, 128, contiguous, 128> held(2, 2, 64);
+  auto view = held.view(true);
+  buffer<bf16> rows(random_elements<bf16>(2 * 2 * 128));
+  const auto given = nhd_rows<const bf16>(rows.data, 1, 2, 128, 2);
+  const cuda::append<decltype(view), bf16> append(2, 2);
+  const cuda::pack<decltype(view), decltype(view), false> pack(2, 2, 64, cuda::device_info::current());
+  const auto refused = [&](const char* name) {
+    CHECK_THROWS_WITH(append.run({view, given, given}, nullptr, nullptr), contains(name));
+    CHECK_THROWS_WITH(pack.run({view, {}, view}, nullptr, nullptr), contains(name));
+    CHECK(same_bits(held.d_k_scales.get(), held.k_scales));
+  };
+  view.scales.token = 0;
+  refused("stride of scales from token to token is 0");
+  view.scales.token = 1, view.scales.head = 0;
+  refused("stride of scales from head to head is 0");
+  view.scales.head = held.capacity, view.scales.outer = 0;
+  refused("stride of scales from sequence to sequence, or page to page is 0");
 }
 
 TEST_CASE("the device keeps and appends encoded rows as the CPU does, their scales too", "[gpu]") {

@@ -53,6 +53,7 @@ void check_choose(const choose_problem<View, E>& p) {
   require(p.first_position || !(by_queries || by_position || by_statistics), "first_position", "null",
           "a position for each sequence", "say where the queries, or the next tokens, are");
   require_pages(p.view, p.pool);
+  require_ascending(p.view);
   for (index_t row = 0; by_scores && !p.scores.data && row < p.view.sequences * p.view.kv_heads; ++row) {
     require(p.view.length(row / p.view.kv_heads, row % p.view.kv_heads) == 0, "scores", "null",
             "one for every stored slot", "accumulate them beside the tokens: cpu::score_rows");
@@ -264,7 +265,8 @@ layer_scores choose_in_scope(const Policy& policy, const layer_scores& scores, i
 /// Shapes   as choose_problem says; row sequence * kv_heads + head of `kept` has that head's slots.
 /// Returns  the last sequence's scores as budget and selector saw them, valid until the workspace changes; none of one that
 ///          was not looked at.
-/// Errors   what the scorer needs is not there; queries or tables that do not fit the view: tessera::error.
+/// Errors   what the scorer needs is not there; queries or tables that do not fit the view; positions that do not ascend:
+///          tessera::error.
 /// Cost     a scorer of a window reads K twice (once where the engine hands over the log-sum-exps); those of positions and of
 ///          accumulated scores read no key; those by contents read what they look at once, or twice where they compare it
 ///          with its mean. Sequences that the budget keeps whole are not scored.

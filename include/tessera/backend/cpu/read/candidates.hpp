@@ -29,6 +29,7 @@ kv_view<T, D, filtered<Table>, Dv> view_of_slots(const kv_view<T, D, Table, Dv>&
   result.length_strides = {0, 1};
   result.positions = positions;
   result.position_begin = begins;
+  result.order = slot_order::ascending;  // as the slots do
   result.table = {all.table, slots, begins, all.kv_heads};
   return result;
 }

@@ -94,6 +94,7 @@ class kv_store {
     view_type view = rows_.view(index(layer, id), here.lengths);
     view.positions = here.beside.positions();
     view.position_begin = here.beside.begins().data();
+    view.order = slot_order::ascending;
     return view;
   }
 

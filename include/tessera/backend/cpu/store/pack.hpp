@@ -16,8 +16,9 @@ namespace cpu {
 
 /// Writes new tokens behind the stored ones of every (sequence, kv_head), encoding them as the view stores rows, fills
 /// the columns and advances the lengths: what cuda::append does.
-/// Errors   memory that is missing, shapes that differ, more new tokens than `k` has, slots that the tables do not
-///          reach, positions that 32 bits do not: tessera::error, before anything is written.
+/// Errors   memory that is missing, scales that rows share, shapes that differ, more new tokens than `k` has, slots that the
+///          tables do not reach, positions that do not go on behind the stored ones: tessera::error, before anything is
+///          written.
 template <class View, class E>
 void append(const append_problem<View, E>& p) {
   using encoding = typename View::encoding_type;
@@ -33,9 +34,12 @@ void append(const append_problem<View, E>& p) {
   require(p.k.heads == view.kv_heads && p.v.heads == view.kv_heads, "heads of k and v",
           std::to_string(p.k.heads) + " and " + std::to_string(p.v.heads), std::to_string(view.kv_heads),
           "pass [sequences, tokens, kv_heads, head_dim]");
-  require(p.k.tokens == 0 || view.sequences <= 0 || (p.k.data && p.v.data && view.k && view.v && view.lengths),
-          "memory of the problem", "null", "memory behind k, v, the view and its lengths",
+  const bool has_scales = !encoding::scaled || (view.scales.k && view.scales.v);
+  require(p.k.tokens == 0 || view.sequences <= 0 ||
+              (p.k.data && p.v.data && view.k && view.v && view.lengths && has_scales),
+          "memory of the problem", "null", "memory behind k, v, the view, its lengths and its scales",
           "pass the rows, and where they go");
+  if (p.k.tokens > 0 && view.sequences > 0) require_row_scales(view);
   const auto added = [&](index_t b) { return p.new_tokens ? p.new_tokens[b] : p.k.tokens; };
   for (index_t b = 0; b < view.sequences; ++b) {
     require(added(b) >= 0 && added(b) <= p.k.tokens, "new tokens of sequence " + std::to_string(b), added(b),
@@ -48,6 +52,16 @@ void append(const append_problem<View, E>& p) {
     }
   }
   require_pages(view, p.pool, [&](index_t b, index_t h) { return view.length(b, h) + added(b); });
+  const auto first_of = [&](index_t b, index_t h) { return p.first_position ? p.first_position[b] : view.length(b, h); };
+  for (index_t row = 0; p.positions.data && row < view.sequences * view.kv_heads; ++row) {
+    const index_t b = row / view.kv_heads, h = row % view.kv_heads, length = view.length(b, h);
+    if (length == 0 || added(b) == 0) continue;
+    const index_t last = p.positions.at(b, h, view.kv_heads, length - 1);
+    if (first_of(b, h) > last) continue;  // names are made where they are needed alone
+    fail("position of the first new token (" + detail::row_name(b, h) + ")", first_of(b, h),
+         "more than that of the last stored one, which is " + std::to_string(last),
+         "pass first_position: where something was dropped, a length is no position");
+  }
   if (p.segments.data) {
     require(p.boundaries && p.texts, "boundaries and texts", "null",
             "flags for the new tokens, and a cursor a sequence",
@@ -71,7 +85,7 @@ void append(const append_problem<View, E>& p) {
           view.scales.v[at] = value_scale;
         }
         if (p.positions.data) {
-          p.positions.at(b, h, view.kv_heads, slot) = (p.first_position ? p.first_position[b] : length) + t;
+          p.positions.at(b, h, view.kv_heads, slot) = first_of(b, h) + t;
         }
         if (p.scores.data) p.scores.at(b, h, view.kv_heads, slot) = 0;
         if (p.segments.data) {
@@ -101,9 +115,9 @@ void append(const View& view, const rows_view<const E>& k, const rows_view<const
 /// Copies the chosen slots of every (sequence, kv_head) to slots 0, 1, 2, ... of another view, or of the same one, with
 /// their scales, positions, scores and segments: what cuda::pack does.
 /// In place indices ascend, so a row is read before anything is written over it.
-/// Errors   a selection that does not ascend within what is stored; a column to write without one to read; where `pool`
-///          says how many pages there are, tables with other entries, and moves into a page that stands in another
-///          table too: tessera::error, before anything moves.
+/// Errors   a selection that does not ascend within what is stored; scales that rows of `to` share; a column to write without
+///          one to read; where `pool` says how many pages there are, tables with other entries, and moves into a page that
+///          stands in another table too: tessera::error, before anything moves.
 /// Cost     reads and writes each chosen row once. Rows of other sequences and heads are untouched.
 template <class From, class To>
 void pack(const pack_problem<From, To>& p, executor& workers) {
@@ -114,6 +128,7 @@ void pack(const pack_problem<From, To>& p, executor& workers) {
   require(p.to.sequences == p.from.sequences && p.to.kv_heads == p.from.kv_heads, "sequences and kv_heads to pack into",
           std::to_string(p.to.sequences) + " and " + std::to_string(p.to.kv_heads),
           std::to_string(p.from.sequences) + " and " + std::to_string(p.from.kv_heads), "pass views of one batch");
+  if (p.to.sequences > 0) require_row_scales(p.to);
   require((!p.scores.data || p.from_scores.data) && (!p.segments.data || p.from_segments.data),
           "from_scores or from_segments", "null", "a column where `scores` or `segments` is given",
           "pass the columns that scores and segments are copied from");

@@ -43,8 +43,8 @@ index_t most_kept(const Policy& policy, index_t layers, index_t kv_heads, index_
 ///
 /// No allocation, no synchronisation, no length on the host: a recorded run can be replayed while lengths change.
 /// Returns  row r = sequence * kv_heads + head, from r * limits.kept on, in the workspace: valid until its next run.
-/// Errors   what the scorer needs is not there, more than the limits allow: tessera::error before anything is launched. Not
-///          seen by the host: heads of different lengths where they keep the same slots.
+/// Errors   what the scorer needs is not there, more than the limits allow: tessera::error before anything is launched.
+///          Reported by a later call: positions that do not ascend (watch_order). Not seen by the host: heads of different lengths where they keep the same slots.
 /// Cost     scorers of a window: attentive_score; those by contents: score_contents, score_lagged; of statistics:
 ///          score_expected. Then pooling, budget and
 ///          selection: choose_kept, of one row a sequence where its heads choose together.
@@ -80,6 +80,7 @@ class score_and_choose {
 
   selection_view run(const Policy& policy, const problem_type& p, void* workspace, cudaStream_t stream) const {
     check_problem(policy, p);
+    watch_order(p.view, stream);
     auto* bytes = static_cast<unsigned char*>(workspace);
     score_rows in;
     in.sequences = p.view.sequences;
@@ -112,6 +113,7 @@ class score_and_choose {
       } else {
         score_problem<View> problem;
         problem.view = p.view;
+        problem.view.order = slot_order::ascending;  // looked at above
         problem.q = p.q;
         problem.first_position = p.first_position;
         problem.valid = p.valid;

@@ -6,6 +6,7 @@
 
 #include "../device/launch.cuh"
 #include "../device/tuning.cuh"
+#include "../store/slot_order.cuh"
 #include "score_lse.cuh"
 #include "score_sum.cuh"
 #include "wide/wide_lse.cuh"
@@ -85,6 +86,7 @@ class attentive_score {
     require(p.rule.scale >= 0, "scale", p.rule.scale, "at least 0", "pass 0 for 1 / sqrt(k_dim)");
     require_rows_on_16_bytes("K", p.view.k, p.view.k_strides);
     require_rows_on_16_bytes("q", p.q);
+    watch_order(p.view, stream);
     auto* bytes = static_cast<unsigned char*>(workspace);
     float* lse = reinterpret_cast<float*>(bytes + lse_at());
     // A call with fewer queries than the workspace has room for lays its rows out by its own count.

@@ -8,6 +8,7 @@
 #include "../device/launch.cuh"
 #include "number_segments.cuh"
 #include "pack.cuh"
+#include "slot_order.cuh"
 
 TESSERA_NAMESPACE_BEGIN
 namespace cuda {
@@ -110,11 +111,15 @@ struct append_share {
     length = p.view.length(sequence, first_head);
   }
   template <class View, class E>
-  __device__ void fill_columns(const append_problem<View, E>& p, index_t head, index_t token) const {
+  __device__ void fill_columns(const append_problem<View, E>& p, index_t head, index_t token, disorder_word word) const {
     const index_t slot = length + token;
     if (p.positions.data) {
-      p.positions.at(sequence, head, p.view.kv_heads, slot) =
-          (p.first_position ? p.first_position[sequence] : length) + token;
+      const index_t position = (p.first_position ? p.first_position[sequence] : length) + token;
+      index_t* at = &p.positions.at(sequence, head, p.view.kv_heads, slot);
+      if (word && token == 0 && slot > 0 && at[-1] >= position) {
+        note_disorder(word, sequence * p.view.kv_heads + head, slot);
+      }
+      *at = position;
     }
     if (p.scores.data) p.scores.at(sequence, head, p.view.kv_heads, slot) = 0;
   }
@@ -140,7 +145,8 @@ __device__ __forceinline__ void begin_append(bool overlaps) {
 /// A block writes its share of raw rows, chunk by chunk.
 template <class View, class E>
 __global__ void __launch_bounds__(append_threads)
-    append_entry(const __grid_constant__ append_problem<View, E> p, bool aligned_from, bool aligned_to, bool overlaps) {
+    append_entry(const __grid_constant__ append_problem<View, E> p, bool aligned_from, bool aligned_to, bool overlaps,
+                 disorder_word word) {
   constexpr int k_chunks = View::k_dim / append_chunk, chunks = k_chunks + View::v_dim / append_chunk;
   begin_append(overlaps);
   const append_share share(p);
@@ -176,7 +182,7 @@ __global__ void __launch_bounds__(append_threads)
         store_chunk(p.view.value(b, at.head, slot) + (at.part - k_chunks) * append_chunk * stride, stride, aligned_to,
                     chunk[u]);
       }
-      if (at.part == 0) share.fill_columns(p, at.head, at.token);
+      if (at.part == 0) share.fill_columns(p, at.head, at.token, word);
     }
   }
   share.advance(p);
@@ -187,7 +193,7 @@ __global__ void __launch_bounds__(append_threads)
 template <class View, class E>
 __global__ void __launch_bounds__(append_threads)
     append_encoded_entry(const __grid_constant__ append_problem<View, E> p, bool aligned_from, bool aligned_to,
-                         bool overlaps) {
+                         bool overlaps, disorder_word word) {
   using encoding = typename View::encoding_type;
   using stored = typename encoding::stored_type;
   constexpr int most_chunks = (View::k_dim > View::v_dim ? View::k_dim : View::v_dim) / append_chunk;
@@ -242,7 +248,7 @@ __global__ void __launch_bounds__(append_threads)
         const offset_t at = p.view.scales.index(p.view.table.locate(share.sequence, head, slot), head);
         (is_key ? p.view.scales.k : p.view.scales.v)[at] = scale;
       }
-      if (is_key) share.fill_columns(p, head, token);
+      if (is_key) share.fill_columns(p, head, token, word);
     }
   }
   share.advance(p);
@@ -262,7 +268,8 @@ __global__ void __launch_bounds__(append_threads) advance_entry(const __grid_con
 
 /// Appends new K and V rows of every (sequence, kv_head), as the view stores rows, and advances the lengths on the device.
 ///
-/// Lengths are per (sequence, head), or per sequence with length_strides.head 0. One launch for a decode step's few
+/// Lengths are per (sequence, head), or per sequence with length_strides.head 0. New positions that do not go on behind the stored
+/// ones are reported by a later call, as watch_order does, unless the view's `order` says that they ascend. One launch for a decode step's few
 /// tokens, a second tiny one for a prefill chunk, one more where segments are numbered.
 /// Workspace  none.   Cost  reads and writes each new row once.
 template <class View, class E>
@@ -292,8 +299,16 @@ class append {
     const auto fits = [&](const auto& rows) { return rows.sequences == p.view.sequences && rows.heads == kv_heads_; };
     require(fits(p.k) && fits(p.v), "sequences and heads of k and v", "another shape", "those of the view",
             "pass new rows of every sequence and kv_head");
-    require(p.k.data && p.v.data && p.view.k && p.view.v && p.view.lengths, "memory of the problem", "null",
-            "rows of k and v, and a view with lengths", "pass device memory");
+    const bool has_scales = !View::encoding_type::scaled || (p.view.scales.k && p.view.scales.v);
+    require(p.k.data && p.v.data && p.view.k && p.view.v && p.view.lengths && has_scales, "memory of the problem", "null",
+            "rows of k and v, and a view with lengths and scales", "pass device memory");
+    require_row_scales(p.view);
+    detail::disorder_word word = nullptr;
+    if (p.positions.data && p.view.order != slot_order::ascending) {
+      const auto& found = detail::found_disorder::of_process();
+      found.report(kv_heads_);
+      word = found.word();
+    }
     const index_t groups = p.view.sequences * (p.view.length_strides.head ? kv_heads_ : 1);
     const offset_t rows = offset_t(p.k.tokens) * (p.view.sequences * kv_heads_ / groups);
     const offset_t work = rows * ((View::k_dim + View::v_dim) / detail::append_chunk);
@@ -317,7 +332,7 @@ class append {
            {.blocks = dim3(unsigned(groups), unsigned(blocks)),
             .threads = dim3(detail::append_threads),
             .overlapping = overlaps},
-           stream, "append launch", p, from, to, overlaps);
+           stream, "append launch", p, from, to, overlaps, word);
     if (blocks > 1 && p.lengths) {
       detail::advance_entry<View, E>
           <<<unsigned(ceil_div(groups, detail::append_threads)), detail::append_threads, 0, stream>>>(p);

@@ -357,6 +357,7 @@ class kv_store {
     view.length_strides = {heads_, 1};
     view.position_begin = begins;
     view.positions = positions();
+    view.order = slot_order::ascending;
     return view;
   }
   void plan_columns(std::size_t at, const token_bound& held, index_t tokens) {

@@ -280,6 +280,7 @@ class pack {
         "from_scores or from_segments", "null", "a column where `scores` or `segments` is given",
         "pass the columns that scores and segments are copied from");
     if (rows == 0) return;
+    require_row_scales(problem.to);
     auto* words = static_cast<unsigned*>(workspace);
     const detail::pack_scratch scratch =
         InPlace ? detail::pack_scratch{words, words + 1, words + 2, words + 4, tiles_} : detail::pack_scratch{};

@@ -8,6 +8,7 @@
 #include "../../device/alignment.cuh"
 #include "../../device/launch.cuh"
 #include "../../device/tuning.cuh"
+#include "../../store/slot_order.cuh"
 #include "decode_kernel.cuh"
 #include "decode_short.cuh"
 
@@ -78,6 +79,7 @@ class decode_attention {
   void run(const problem_type& problem, void* workspace, cudaStream_t stream) const {
     check_problem(problem);
     if (problem.view.sequences == 0 || problem.q.tokens == 0) return;
+    watch_order(problem.view, stream);
     const index_t query_blocks = ceil_div(problem.q.tokens * (q_heads_ / kv_heads_), detail::rows_per_block);
     if constexpr (Split == decode_split::each_step) {
       const index_t rows = problem.view.sequences * kv_heads_;

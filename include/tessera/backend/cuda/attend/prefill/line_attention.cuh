@@ -96,6 +96,7 @@ class line_attention {
     require(lines.slash && lines.vertical && lines.columns && lines.column_counts, "lines", "null",
             "slash, vertical, columns and column_counts", "pass device memory");
     detail::require_aligned("workspace", workspace, 16);
+    watch_order(problem.view, stream);
     const bool on_hopper = threads_ != kernel::threads;
     const detail::prefill_parts parts = detail::cut_prefill<kernel>(blocks, places_, on_hopper, workspace, stream);
     row_maps maps;

@@ -5,6 +5,7 @@
 #include <string>
 
 #include "../../device/tuning.cuh"
+#include "../../store/slot_order.cuh"
 #include "prefill_checks.cuh"
 #include "prefill_hopper.cuh"
 #include "prefill_kernel.cuh"
@@ -104,6 +105,7 @@ class prefill_attention {
         detail::check_prefill(problem, sequences_, kv_heads_, q_heads_, q_heads_ / kv_heads_, kernel::block_rows);
     if (blocks == 0) return;
     detail::require_aligned("workspace", workspace, 16);
+    watch_order(problem.view, stream);
     const bool on_hopper = threads_ != kernel::threads;
     const detail::prefill_parts parts = detail::cut_prefill<kernel>(blocks, places_, on_hopper, workspace, stream);
     row_maps maps;

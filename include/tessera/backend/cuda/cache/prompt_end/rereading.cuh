@@ -163,6 +163,7 @@ class rereading<Recipe, true> {
     view.length_strides = {heads_, 1};
     view.positions = positions_.data();
     view.position_begin = begins_.data();
+    view.order = slot_order::ascending;
     view.table = {all.table, slots_.data(), begins_.data(), heads_};
     return view;
   }

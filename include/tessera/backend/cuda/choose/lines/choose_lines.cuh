@@ -11,6 +11,7 @@
 #include "../../device/launch.cuh"
 #include "../../device/memory.cuh"
 #include "../../device/tuning.cuh"
+#include "../../store/slot_order.cuh"
 #include "line_choice.cuh"
 #include "line_tables.cuh"
 #include "published_cover.cuh"
@@ -197,6 +198,7 @@ class choose_lines {
   line_tables run(const Pattern& pattern, const choose_lines_problem<View>& problem,
                   const host_vector<index_t>& sampled, void* workspace, cudaStream_t stream) const {
     check_problem(problem, sampled, workspace);
+    watch_order(problem.view, stream);
     detail::line_sample seen{};
     unsigned char* memory = static_cast<unsigned char*>(workspace);
     const auto take = [&](std::size_t bytes) { return std::exchange(memory, memory + padded(bytes)); };

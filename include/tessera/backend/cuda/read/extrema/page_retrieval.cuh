@@ -8,6 +8,7 @@
 #include "../../attend/decode/decode_problem.cuh"
 #include "../../device/alignment.cuh"
 #include "../../device/tuning.cuh"
+#include "../../store/slot_order.cuh"
 #include "page_attention.cuh"
 
 TESSERA_NAMESPACE_BEGIN
@@ -128,6 +129,7 @@ class choose_pages {
     check_problem(p);
     const index_t rows = p.view.sequences * kv_heads_;
     if (rows == 0 || p.q.tokens == 0) return;
+    watch_order(p.view, stream);
     launch(cluster_entry_, shape_of(p, layout_.bytes), stream, "launch of cluster_pages", p, scorer_,
            choice(p, workspace), scratch(p, workspace), layout_);
   }
@@ -145,6 +147,7 @@ class choose_pages {
     require_rows_on_16_bytes("V", p.view.v, p.view.v_strides);
     const index_t rows = p.view.sequences * kv_heads_;
     if (rows == 0 || p.q.tokens == 0) return;
+    watch_order(p.view, stream);
     launch(attend_entry_, shape_of(p, attend_bytes_), stream, "launch of attend_pages", p, scorer_,
            choice(p, workspace), scratch(p, workspace), layout_, out, lse, most_chosen());
   }
@@ -154,6 +157,7 @@ class choose_pages {
     check_problem(p);
     const index_t rows = p.view.sequences * kv_heads_;
     if (rows == 0 || p.q.tokens == 0) return;
+    watch_order(p.view, stream);
     logits_entry_<<<dim3(unsigned(tile_blocks_), unsigned(rows)), detail::page_threads, logits_shared_, stream>>>(
         p, scorer_, scratch(p, workspace));
     check(cudaGetLastError(), "launch of page logits");

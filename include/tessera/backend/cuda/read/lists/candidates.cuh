@@ -329,6 +329,7 @@ class candidates {
     view.length_strides = {heads_, 1};
     view.positions = slots();  // of a store that drops nothing, slots are positions
     view.position_begin = begins;
+    view.order = slot_order::ascending;
     view.table = {all.table, slots(), begins, heads_};
     return view;
   }

@@ -1,0 +1,80 @@
+// The slots of an engine's view in the order of their positions, where they stand in another one, as in a ring.
+#pragma once
+
+#include <algorithm>
+#include <numeric>
+#include <string>
+
+#include "../../../core/error.hpp"
+#include "../../../core/host_vector.hpp"
+#include "../../../core/views.hpp"
+
+TESSERA_NAMESPACE_BEGIN
+namespace cpu {
+
+/// Lists of slots whose positions ascend, for every (sequence, kv_head) of a view. Through them every operation reads rows that
+/// stand in any order; what it chooses are places in these lists.
+/// Cost     a sort of every row's slots, and 8 bytes a slot; of K and V nothing is copied.
+class ordered_slots {
+ public:
+  /// Lists the slots of a view anew.
+  /// Errors   no positions, or two slots of one position: tessera::error.
+  template <class View>
+  void list(const View& view) {
+    require(view.positions != nullptr, "positions of the view", "null", "one for every slot",
+            "a view without them is in order: pass it as it is");
+    heads_ = view.kv_heads;
+    begins_.assign(1, 0);
+    counts_.clear();
+    slots_.clear();
+    positions_.clear();
+    for (index_t row = 0; row < view.sequences * heads_; ++row) {
+      const index_t count = view.length(row / heads_, row % heads_);
+      const index_t* at = view.positions + view.position_row(row / heads_, row % heads_);
+      const auto first = slots_.insert(slots_.end(), std::size_t(count), 0);
+      std::iota(first, slots_.end(), 0);
+      std::sort(first, slots_.end(), [&](index_t a, index_t b) { return at[a] < at[b]; });
+      for (auto slot = first; slot != slots_.end(); ++slot) {
+        if (slot != first && at[*slot] == positions_.back()) {
+          fail("position of slots " + std::to_string((std::min)(slot[-1], *slot)) + " and " +
+                   std::to_string((std::max)(slot[-1], *slot)),
+               at[*slot], "another one for each slot of a row", "pass every stored token's own position");
+        }
+        positions_.push_back(at[*slot]);
+      }
+      counts_.push_back(count);
+      begins_.push_back(offset_t(slots_.size()));
+    }
+  }
+
+  /// The view that was listed, in order. Valid until it is listed anew.
+  template <class E, int D, class Table, int Dv>
+  kv_view<E, D, filtered<Table>, Dv> view(const kv_view<E, D, Table, Dv>& listed) const {
+    kv_view<E, D, filtered<Table>, Dv> result;
+    result.k = listed.k;
+    result.v = listed.v;
+    result.k_strides = listed.k_strides;
+    result.v_strides = listed.v_strides;
+    result.scales = listed.scales;
+    result.sequences = listed.sequences;
+    result.kv_heads = heads_;
+    result.lengths = counts_.data();
+    result.length_strides = {heads_, 1};
+    result.positions = positions_.data();
+    result.position_begin = begins_.data();
+    result.order = slot_order::ascending;
+    result.table = {listed.table, slots_.data(), begins_.data(), heads_};
+    return result;
+  }
+
+  /// The engine's slot at a place of a row's list, row = sequence * kv_heads + head.
+  index_t slot(offset_t row, index_t place) const { return slots_[std::size_t(begins_[std::size_t(row)] + place)]; }
+
+ private:
+  index_t heads_ = 0;
+  host_vector<offset_t> begins_;  // by row, and the end
+  host_vector<index_t> counts_, slots_, positions_;
+};
+
+}  // namespace cpu
+TESSERA_NAMESPACE_END

@@ -1,0 +1,106 @@
+// Whether an engine's positions ascend by slot, on the GPU: looked at beside the work, reported by a later call.
+#pragma once
+
+#include <string>
+
+#include "../../../core/views.hpp"
+#include "../device/launch.cuh"
+
+TESSERA_NAMESPACE_BEGIN
+namespace cuda {
+namespace detail {
+
+/// A slot whose position is not more than that of the slot before it: row + 1, then the slot; 0: none was found.
+using disorder_word = volatile unsigned long long*;
+
+/// The word of page-locked memory, one for the process, in which kernels leave what they find.
+class found_disorder {
+ public:
+  found_disorder() {
+    cudaStreamCaptureMode mode = cudaStreamCaptureModeRelaxed;  // the first call may be recorded
+    check(cudaThreadExchangeStreamCaptureMode(&mode), "cudaThreadExchangeStreamCaptureMode");
+    void* memory = nullptr;
+    const cudaError_t status =
+        cudaHostAlloc(&memory, sizeof(unsigned long long), cudaHostAllocPortable | cudaHostAllocMapped);
+    cudaThreadExchangeStreamCaptureMode(&mode);
+    check(status, "cudaHostAlloc");
+    word_ = static_cast<disorder_word>(memory);
+    *word_ = 0;
+  }
+  found_disorder(const found_disorder&) = delete;
+  found_disorder& operator=(const found_disorder&) = delete;
+  ~found_disorder() { cudaFreeHost(const_cast<unsigned long long*>(word_)); }
+
+  static found_disorder& of_process() {
+    static found_disorder word;
+    return word;
+  }
+  disorder_word word() const { return word_; }
+  /// Errors   what an earlier call found: tessera::error; it is forgotten then.
+  void report(index_t kv_heads) const {
+    const unsigned long long found = *word_;
+    if (found == 0) return;
+    *word_ = 0;
+    const auto row = index_t((found >> 32) - 1), slot = index_t(found & 0xffffffffu);
+    fail("position of slot " + std::to_string(slot) + " (sequence " + std::to_string(row / kv_heads) + ", kv_head " +
+             std::to_string(row % kv_heads) + " of an earlier call)",
+         "not more than that of the slot before it", "positions that ascend by slot",
+         "read such slots through a `filtered` table that lists them by position");
+  }
+
+ private:
+  disorder_word word_ = nullptr;
+};
+
+__device__ inline void note_disorder(disorder_word word, index_t row, index_t slot) {
+  *word = (unsigned long long)(row + 1) << 32 | unsigned(slot);
+}
+
+/// What of a view says where positions are.
+struct position_rows {
+  const index_t *positions, *lengths;
+  const offset_t* begin;
+  offset_t sequence_stride, head_stride, length_sequence, length_head;
+  index_t kv_heads;
+};
+
+/// x a row, y a share of its slots.
+template <int Threads>
+__global__ void __launch_bounds__(Threads) find_disorder_entry(position_rows of, disorder_word word) {
+  wait_for_earlier();
+  let_later_begin();
+  const index_t row = index_t(blockIdx.x), b = row / of.kv_heads, h = row % of.kv_heads;
+  const index_t length = of.lengths[b * of.length_sequence + h * of.length_head];
+  const index_t* at = of.positions + (of.begin ? of.begin[row] : b * of.sequence_stride + h * of.head_stride);
+  for (index_t i = 1 + index_t(blockIdx.y * Threads + threadIdx.x); i < length; i += index_t(gridDim.y) * Threads) {
+    if (at[i] <= at[i - 1]) note_disorder(word, row, i);
+  }
+}
+
+}  // namespace detail
+
+/// Looks whether a view's positions ascend, where the view does not say so: a small launch beside the work that goes by them. What it
+/// finds the next call reports whose view does not say so either, whichever operation it is.
+/// Errors   positions of an earlier call that do not ascend: tessera::error, before anything is launched.
+/// Cost     none where slots are positions or `order` says that they ascend; else 4 bytes a slot.
+template <class View>
+void watch_order(const View& view, cudaStream_t stream) {
+  if constexpr (requires { view.order; }) {
+    if (!view.positions || view.order == slot_order::ascending || view.sequences <= 0) return;
+    const auto& found = detail::found_disorder::of_process();
+    found.report(view.kv_heads);
+    const detail::position_rows of{view.positions,
+                                   view.lengths,
+                                   view.position_begin,
+                                   view.position_strides.sequence,
+                                   view.position_strides.head,
+                                   view.length_strides.sequence,
+                                   view.length_strides.head,
+                                   view.kv_heads};
+    launch_overlapping<detail::find_disorder_entry<256>>(dim3(unsigned(view.sequences * view.kv_heads), 8), 256, stream,
+                                                         "launch of find_disorder", of, found.word());
+  }
+}
+
+}  // namespace cuda
+TESSERA_NAMESPACE_END
