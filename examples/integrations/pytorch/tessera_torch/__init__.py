@@ -1,7 +1,8 @@
 """Tessera's caches in PyTorch and in Hugging Face transformers: see README.md."""
+from . import versions
 from .build import Policy, methods, parameters
 from .cache import TesseraCache
 from .captured import CapturedStep
 from .pages import PagedLayer, PageOperations
 
-__all__ = ["CapturedStep", "PagedLayer", "PageOperations", "Policy", "TesseraCache", "methods", "parameters"]
+__all__ = ["CapturedStep", "PagedLayer", "PageOperations", "Policy", "TesseraCache", "methods", "parameters", "versions"]

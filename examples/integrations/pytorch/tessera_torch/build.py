@@ -31,6 +31,7 @@ const char* tessera_torch_parameters() {
   return text.c_str();
 }
 bool tessera_torch_rereads() { return recipe_type::retain_type::rereads; }
+bool tessera_torch_turns_queries() { return recipe_type::retain_type::observed == tessera::observes::statistics; }
 """
 PAGE_EXPORTS = """
 tessera_torch::any_pages* tessera_torch_make_pages(const tessera_torch::cache_request& request) {

@@ -6,40 +6,24 @@ one operator: store, choose, attend.
 """
 import contextlib
 import copy
+import inspect
 import weakref
 
 import torch
 import transformers
-from transformers import AttentionInterface, AttentionMaskInterface
 
-from . import build, model_facts
+from . import build, generation, model_facts, rope
+from .attention import NAME
+from .layers import Handed, Layer, refuse
 from .rows import Rows
 
-NAME = "tessera"
-OWNER = "_tessera_owner"  # on the keys, from `update` to `attend`
 NO_TEXT = ("text of the prompt is not known; expected it, as the method reads prompts again before they end; "
            "call read_text(model, tokenizer) on the cache, and the model with input_ids")
 
 
-@torch.compiler.disable  # the rest of a model compiles; this decides in Python what the call is
-def attend(module, query, key, value, attention_mask, dropout=0.0, scaling=None, sliding_window=None, softcap=None,
-           s_aux=None, **_):
-    """The attention function of transformers' interface: [batch, heads, tokens, dim] -> [batch, tokens, heads, dim]."""
-    owner = getattr(key, OWNER, None)
-    if owner is None:
-        raise ValueError("past_key_values is none of Tessera's; expected a TesseraCache; "
-                         "pass past_key_values=TesseraCache(model.config, ...), or load the model with another attention")
-    cache, layer = owner
-    return cache.attend(layer, query, key, value, attention_mask, scaling, softcap, sliding_window, s_aux), None
-
-
-def padding_of(batch_size, cache_position=None, kv_length=None, kv_offset=0, mask_function=None, attention_mask=None, **_):
-    """The mask function of transformers' interface: padding alone, [batch, tokens]; the cache masks by positions."""
-    return attention_mask
-
-
-AttentionInterface.register(NAME, attend)
-AttentionMaskInterface.register(NAME, padding_of)
+def cache_keyword(model):
+    """By which name a model takes its cache: another one since transformers 5.24."""
+    return "cache" if "cache" in inspect.signature(model.forward).parameters else "past_key_values"
 
 
 class TesseraCache(transformers.Cache):
@@ -55,7 +39,6 @@ class TesseraCache(transformers.Cache):
     """
 
     def __init__(self, config, method="full", budget=None, max_length=None, profile=None, **parameters):
-        super().__init__(layers=[])
         text = config.get_text_config(decoder=True)
         if text._attn_implementation != NAME:
             raise ValueError(f"attention of the model is '{text._attn_implementation}'; expected '{NAME}'; load the model "
@@ -65,7 +48,9 @@ class TesseraCache(transformers.Cache):
         self.layer_count = text.num_hidden_layers
         self._profile = model_facts.profile_table(profile)
         self._text_config = text
+        model_facts.check_layers(text)
         self.window, self.sliding_layers = model_facts.sliding_of(text)
+        super().__init__(layers=self._layers())
         self.max_length = max_length
         self._longest = max_length or text.max_position_embeddings
         self._operators = build.operators()
@@ -82,7 +67,8 @@ class TesseraCache(transformers.Cache):
     def _forget(self):
         self._handle = None    # of the operators; made when the first layer shows shapes and types
         self._free = None
-        self._seen = 0         # columns of the batch, padding included: what transformers calls the cache's length
+        self.tokens = 0        # columns of the batch, padding included: what transformers calls the cache's length
+        self._padding = None   # which of the first columns are no padding: see Rows
         self._next_layer = 0
         self._in_prompt = False
         self._sinks = None     # [layers, q_heads], where the model has them
@@ -96,19 +82,16 @@ class TesseraCache(transformers.Cache):
 
     # --- what transformers asks -----------------------------------------------------------------------------------------
 
-    def update(self, key_states, value_states, layer_idx, cache_kwargs=None):
-        setattr(key_states, OWNER, (self, layer_idx))
-        return key_states, value_states
+    def _layers(self):
+        return [Layer(self, layer in self.sliding_layers) for layer in range(self.layer_count)]
 
-    def get_seq_length(self, layer_idx=0):
-        return self._seen
+    def update(self, key_states, value_states, layer_idx, *_, **__):
+        return Handed(key_states, self, layer_idx), value_states
 
-    def get_mask_sizes(self, cache_position, layer_idx=0):
-        tokens = cache_position if isinstance(cache_position, int) else cache_position.shape[0]
-        return self._seen + tokens, 0
-
-    def get_max_cache_shape(self, layer_idx=0):
-        return -1
+    @property
+    def sequences(self):
+        """Sequences of the batch; -1 before the first call."""
+        return -1 if self._handle is None else self._made_for[2]
 
     def reset(self):
         """Empties the cache and frees its memory."""
@@ -120,33 +103,23 @@ class TesseraCache(transformers.Cache):
         """An independent copy: answer several questions about one prompt, or keep a state to go back to."""
         twin = object.__new__(type(self))
         twin.__dict__.update(self.__dict__)
+        twin.layers = twin._layers()
         if self._handle is not None:
             twin._own(self._operators.clone(self._handle))
             twin._turn = copy.deepcopy(self._turn)
         return twin
 
-    def __len__(self):
-        return self.layer_count
+    def __copy__(self):
+        raise NotImplementedError("copy.copy of a TesseraCache would share what is stored with it; "
+                                  "call copy.deepcopy, whose copy is independent")
+
+    def __reduce_ex__(self, _):
+        raise NotImplementedError("a TesseraCache cannot be pickled or saved: what is stored lies outside of Python; "
+                                  "keep the tokens, and give them to a new cache")
 
     def __repr__(self):
         name = self.method if isinstance(self.method, str) else "a policy of one's own"
-        return f"TesseraCache({name}, budget={self.budget}, {self._seen} tokens)"
-
-    def _refuse(self, what):
-        raise NotImplementedError(f"{what} is not possible with a TesseraCache: what a method has dropped for one "
-                                  "sequence cannot be given to another or brought back; sample, or decode greedily")
-
-    def reorder_cache(self, beam_idx):
-        self._refuse("beam search")
-
-    def crop(self, max_length):
-        self._refuse("taking tokens back (assisted generation)")
-
-    def batch_repeat_interleave(self, repeats):
-        self._refuse("copying sequences within a batch")
-
-    def batch_select_indices(self, indices):
-        self._refuse("choosing sequences of a batch")
+        return f"TesseraCache({name}, budget={self.budget}, {self.tokens} tokens)"
 
     # --- one layer of a call --------------------------------------------------------------------------------------------
 
@@ -162,7 +135,7 @@ class TesseraCache(transformers.Cache):
         if (sliding_window is not None) != (layer in self.sliding_layers):
             raise ValueError(f"sliding window of layer {layer} is {sliding_window}; expected "
                              f"{self.window if layer in self.sliding_layers else None}; pass the cache this model's config")
-        if sinks is not None and self._seen == 0:
+        if sinks is not None and self.tokens == 0:
             self._sinks[layer].copy_(sinks)
         self._next_layer = None  # until this layer is done: see _begin
         try:
@@ -179,13 +152,14 @@ class TesseraCache(transformers.Cache):
         self._next_layer = layer + 1
         if layer + 1 == self.layer_count:
             self._next_layer = 0
-            self._seen += q.shape[2]
+            self.tokens += q.shape[2]
+            self._padding = self._rows.past
         return out
 
     def _begin(self, q, k, mask, scaling, softcap, sinks):
         """Before a call's first layer: what the call is, a chunk of a prompt or a step."""
         if self._next_layer != 0:
-            if self._seen > 0:
+            if self.tokens > 0:
                 raise ValueError("the cache is half way through a call that failed; expected the end of that call; "
                                  "call reset() and give it the conversation again")
             self.reset()
@@ -193,14 +167,18 @@ class TesseraCache(transformers.Cache):
         if self._handle is not None and (q.dtype, q.device, batch) != self._made_for:
             raise ValueError(f"dtype, device and batch are {q.dtype}, {q.device}, {batch}; expected those that the cache "
                              f"was made for, {self._made_for}; make a cache for each")
-        self._check_length(tokens)
-        rows = Rows(mask, batch, tokens)
+        self._check_length(self.tokens + tokens)
+        request = generation.request_for(self)
+        if request is not None:
+            self._check_request(request)
+        rows = Rows(mask, batch, tokens, self.tokens, self._padding)
         text = self._take_text(rows, (batch, tokens))
         flags = None if text is None else self._marks(text)
         if self._handle is None:
             self._open(q, k, scaling, softcap, sinks)
         self._make_room(tokens)
-        is_step = tokens == 1 and self._seen > 0 and not self._reading_prompt
+        goes_on = self._reading_prompt or request is not None and request.prompt_goes_on
+        is_step = tokens == 1 and self.tokens > 0 and not goes_on
         if is_step and 0 in rows.last:
             raise ValueError("a step's token is masked; expected one token of every sequence; pad prompts, not answers")
         like = q.new_empty((0, 1, tokens))
@@ -248,22 +226,34 @@ class TesseraCache(transformers.Cache):
             begins = [end - len(tokens) + done for end, tokens, (done, *_) in zip(ends, self._turn, now)]
             self._again = begins, [count for _, count, _ in now], [len(text) for *_, text in now]
             try:
-                self._model().base_model(input_ids=ids, position_ids=place, past_key_values=self, use_cache=True)
+                model = self._model().base_model
+                model(input_ids=ids, position_ids=place, use_cache=True, **{cache_keyword(model): self})
             finally:
                 self._again = None
         if self._room is not None:
             self._operators.fit_memory(self._handle, self._room)
 
     def _check_length(self, tokens):
-        if self._seen + tokens > self._longest:
-            raise ValueError(f"tokens of the conversation are {self._seen + tokens}; expected at most {self._longest}; "
+        if tokens > self._longest:
+            raise ValueError(f"tokens of the conversation are {tokens}; expected at most {self._longest}; "
                              "shorten the prompt or raise max_length")
+
+    def _check_request(self, request):
+        """Before anything is stored: whether generate will come to its end with this cache."""
+        if request.mode not in generation.ONE_BY_ONE:
+            refuse(request.mode.value.replace("_", " "))
+        if request.longest > self._longest:
+            raise ValueError(f"tokens of the conversation may become {request.longest}; expected at most {self._longest}; "
+                             "lower max_new_tokens or raise the cache's max_length")
+        if request.chunk_begins not in (None, self.tokens):
+            raise ValueError(f"a chunk of generate begins at token {request.chunk_begins} and the cache has {self.tokens}; "
+                             "expected that it goes on where the cache ends; call generate without prefill_chunk_size")
 
     def _make_room(self, tokens):
         """After fit_memory: takes more where it was made for less, for a while at once."""
         if self._room is not None and not self._prepared:
             if tokens > self._room:
-                self.fit_memory(min(max(tokens, 256), self._longest - self._seen))
+                self.fit_memory(min(max(tokens, 256), self._longest - self.tokens))
             self._room -= tokens
 
     def _open(self, q, k, scaling, softcap, sinks):
@@ -279,7 +269,7 @@ class TesseraCache(transformers.Cache):
             self._own(self._operators.create(
                 str(path), self.layer_count, q_heads, k.shape[1], self.sliding_layers, self.window, scaling or 0.0,
                 softcap or 0.0, self.budget, self.settings, batch, longest, self._sinks, q.device,
-                model_facts.rope_frequencies(self._text_config, dim), self._profile))
+                rope.speeds(self._text_config, dim) if self._operators.turns_queries(str(path)) else [], self._profile))
         self._made_for = (q.dtype, q.device, batch)
         self._like = q.new_empty((0, 1, 1))
 
@@ -305,7 +295,7 @@ class TesseraCache(transformers.Cache):
             cache = owner()
             if cache is None:
                 hook.remove()
-            elif named.get("past_key_values") is cache and not cache._prepared:
+            elif cache in (named.get("cache"), named.get("past_key_values")) and not cache._prepared:
                 cache._tokens = named.get("input_ids", arguments[0] if arguments else None)
 
         hook = model.register_forward_pre_hook(look, with_kwargs=True)
@@ -316,13 +306,13 @@ class TesseraCache(transformers.Cache):
 
     def prepare_step(self, tokens):
         """The host's part of a step of tokens [batch, 1]; the model's next call is its other part. Returns what it does."""
-        if self._next_layer != 0 or self._seen == 0:
+        if self._next_layer != 0 or self.tokens == 0:
             raise ValueError(f"the cache is {'empty' if self._next_layer == 0 else 'half way through a call that failed'}; "
                              "expected a prompt in it; call the model with one before a step")
         if tokens.shape != (self._made_for[2], 1):
             raise ValueError(f"shape of a step's tokens is {tuple(tokens.shape)}; expected {(self._made_for[2], 1)}; "
                              "make a cache for each batch")
-        self._check_length(1)
+        self._check_length(self.tokens + 1)
         self._make_room(1)
         self.end_prompt()
         self._operators.prepare_step(self._handle, self._like, self._marks(tokens.cpu()) if self._marks else None)
@@ -332,7 +322,7 @@ class TesseraCache(transformers.Cache):
     def took_captured_step(self):
         """A replayed graph is the other part."""
         self._prepared = False
-        self._seen += 1
+        self.tokens += 1
 
     def fail_step(self):
         """The other part has failed."""

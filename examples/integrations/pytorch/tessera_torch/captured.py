@@ -1,6 +1,8 @@
 """A decode step as one CUDA graph: no Python, and no launch one by one, between a token and the next."""
 import torch
 
+from .cache import cache_keyword
+
 
 class CapturedStep:
     """Steps of a model with a TesseraCache on a GPU; the same bits as calls of the model.
@@ -55,5 +57,5 @@ class CapturedStep:
         self._positions.copy_(self._columns.expand_as(self._positions) if position_ids is None else position_ids)
 
     def _forward(self):
-        return self.model(input_ids=self._tokens, position_ids=self._positions, cache_position=self._columns,
-                          past_key_values=self.cache, use_cache=True).logits
+        return self.model(input_ids=self._tokens, position_ids=self._positions, cache_position=self._columns, use_cache=True,
+                          **{cache_keyword(self.model): self.cache}).logits

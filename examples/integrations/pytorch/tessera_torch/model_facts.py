@@ -1,35 +1,12 @@
-"""What methods must know of a model besides its shape: how RoPE turns, where sentences end, what was calibrated for its heads."""
+"""What methods must know of a model besides its shape: which layers slide, where sentences end, what was calibrated for its heads."""
 import json
 import os
 import pathlib
 
 import torch
 from transformers import PreTrainedTokenizerBase
-from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
 
 DELIMITERS = tuple(".,;:!?\n\r\u3002\uff0c\uff1b\uff1a\uff01\uff1f\u3001")
-STEADY = ("linear", "llama3", "yarn")  # kinds of RoPE whose speeds do not change with the length of the text
-
-
-def rope_frequencies(config, dim):
-    """Radians per position of each pair of elements, [dim / 2]; none where the library cannot express how the model turns.
-
-    config: of the model's text part. Layers that slide may turn otherwise: methods choose in the others.
-    """
-    rope = getattr(config, "rope_parameters", None) or getattr(config, "rope_scaling", None) or {}
-    by_layer = {} if "full_attention" not in rope else {"layer_type": "full_attention"}
-    rope = rope.get("full_attention", rope)
-    theta = rope.get("rope_theta", getattr(config, "rope_theta", None))
-    kind = rope.get("rope_type", rope.get("type", "default"))
-    part = rope.get("partial_rotary_factor", getattr(config, "partial_rotary_factor", None))
-    if theta is None or part not in (None, 1, 1.0):
-        return []
-    if kind == "default":
-        return [theta ** (-2 * i / dim) for i in range(dim // 2)]
-    if kind not in STEADY:
-        return []
-    speeds = ROPE_INIT_FUNCTIONS[kind](config, torch.device("cpu"), **by_layer)[0].tolist()
-    return speeds if len(speeds) == dim // 2 else []
 
 
 def profile_table(profile):
@@ -95,6 +72,18 @@ class SegmentEnds:
             for i, (ends, _) in enumerate(kinds):
                 row[i] = ends and not (i + 1 < len(kinds) and kinds[i + 1][1])
         return flags
+
+
+def check_layers(config):
+    """Refuses models whose layers do not each have keys and values of their own."""
+    if config.is_encoder_decoder:
+        raise ValueError("model is an encoder with a decoder; expected a decoder alone: attention to the encoder has no cache here; "
+                         "use transformers' own cache")
+    shared = getattr(config, "num_kv_shared_layers", None) or 0
+    if shared or getattr(config, "use_cla", False):
+        layers = f"the last {shared} layers of the model" if shared else "layers of the model"
+        raise ValueError(f"{layers} read keys and values of other layers; expected that each has its own; "
+                         "use transformers' own cache for this model")
 
 
 def sliding_of(config):

@@ -3,18 +3,36 @@ import torch
 
 
 class Rows:
-    """Which tokens of a call are no padding: of each sequence a run [first, last), where need be after reordering."""
+    """Which tokens of a call are no padding: of each sequence a run [first, last), where need be after reordering.
 
-    def __init__(self, mask, batch, tokens):
-        self.first, self.last, self.order = [0] * batch, [tokens] * batch, None
+    mask: [batch, stored + tokens], as transformers has it; None: nothing new is padding
+    past: the mask of earlier calls, [batch, columns]; columns behind them had no padding; None: no column had
+    Errors: ValueError where the mask says another thing of stored columns than when they were stored.
+    """
+
+    def __init__(self, mask, batch, tokens, stored=0, past=None):
+        self.first, self.last, self.order, self.past = [0] * batch, [tokens] * batch, None, past
         if mask is None:
             return
-        if mask.dim() != 2:
-            raise ValueError(f"attention mask has {mask.dim()} dimensions; expected 2, [batch, tokens]; "
+        if not isinstance(mask, torch.Tensor) or mask.dim() != 2:
+            shape = f"{mask.dim()} dimensions" if isinstance(mask, torch.Tensor) else f"type {type(mask).__name__}"
+            raise ValueError(f"attention mask has {shape}; expected 2, [batch, tokens]; "
                              "pass padding alone: causality and windows are the cache's")
-        real = mask[:, -tokens:].bool()
-        if bool(real.all()):
+        if mask.shape[0] != batch or mask.shape[1] < stored + tokens:
+            raise ValueError(f"shape of the attention mask is {tuple(mask.shape)}; expected {(batch, stored + tokens)}: it says "
+                             "of the stored tokens, too, whether they are padding; pass the whole conversation's")
+        mask = mask[:, :stored + tokens].bool()
+        known = 0 if past is None else past.shape[1]
+        same = mask[:, known:].all() if past is None else mask[:, known:].all() & (mask[:, :known] == past).all()
+        if bool(same):
             return
+        expected = torch.ones_like(mask[:, :stored])
+        if past is not None:
+            expected[:, :known] = past
+        if not torch.equal(mask[:, :stored], expected):
+            raise ValueError("attention mask of stored tokens is another than when they were stored; expected the same: what is "
+                             "stored cannot be hidden, nor padding be shown; pass each call's mask with new columns behind it")
+        self.past, real = mask, mask[:, stored:]
         count, first = real.sum(-1), real.int().argmax(-1)
         inside = torch.arange(tokens, device=real.device)
         one_run = (inside >= first[:, None]) & (inside < (first + count)[:, None])

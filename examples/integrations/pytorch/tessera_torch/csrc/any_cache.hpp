@@ -104,4 +104,6 @@ tessera_torch::any_cache* tessera_torch_make(const tessera_torch::cache_request&
 const char* tessera_torch_parameters();
 /// Whether a turn's prompt must pass through the model once more, by `reread`, before it ends.
 bool tessera_torch_rereads();
+/// Whether the method turns queries back, and so needs `model_shape::rope_frequencies`.
+bool tessera_torch_turns_queries();
 }

@@ -36,7 +36,8 @@ void check_rows(const conversations& here, const Tensor& q, const Tensor& k, con
   tessera::require(is_4d(q) && is_4d(k) && is_4d(v), "shape of q, k or v", q.sizes(), "[sequences, heads, tokens, dim]",
                    "pass what transformers' attention functions take");
   tessera::require(q.scalar_type() == k.scalar_type() && k.scalar_type() == v.scalar_type(), "dtype of k and v",
-                   k.scalar_type(), c10::toString(q.scalar_type()), "pass q, k and v of one dtype");
+                   std::string(c10::toString(k.scalar_type())) + " and " + c10::toString(v.scalar_type()),
+                   std::string(c10::toString(q.scalar_type())) + ", that of q", "pass q, k and v of one dtype");
   for (const Tensor& x : {q, k, v}) {
     tessera::require(x.size(0) == std::int64_t(here.ids.size()), "sequences of the batch", x.size(0),
                      "those that the cache was made for, which are " + std::to_string(here.ids.size()),
@@ -103,6 +104,13 @@ std::string parameters(const std::string& library) {
 bool rereads(const std::string& library) {
   return guarded(
       [&](registry&) { return symbol_of<decltype(&tessera_torch_rereads)>(library, "tessera_torch_rereads")(); });
+}
+
+/// Whether the method turns queries back by `rope_frequencies`.
+bool turns_queries(const std::string& library) {
+  return guarded([&](registry&) {
+    return symbol_of<decltype(&tessera_torch_turns_queries)>(library, "tessera_torch_turns_queries")();
+  });
 }
 
 /// Room for so many more tokens of every sequence.
@@ -309,6 +317,7 @@ TORCH_LIBRARY(tessera, m) {
   m.def("destroy(int handle) -> ()", &destroy);
   m.def("parameters(str library) -> str", &parameters);
   m.def("rereads(str library) -> bool", &rereads);
+  m.def("turns_queries(str library) -> bool", &turns_queries);
   m.def(
       "prompt(Tensor(a!) cache, int layer, Tensor q, Tensor k, Tensor v, int[] first, int[] last, "
       "Tensor? boundaries=None) -> Tensor");

@@ -1,0 +1,46 @@
+"""What transformers' generate was asked, where a call of the model comes from it.
+
+generate tells a cache neither how it decodes, nor how long the answer may become, nor that a chunk of the prompt is not its last.
+No class of transformers is patched for it: the frames of the call are read.
+"""
+import inspect
+import sys
+
+from transformers import GenerationMixin
+from transformers.generation.configuration_utils import GenerationMode
+
+GENERATE = inspect.unwrap(GenerationMixin.generate).__code__
+CHUNKING = [inspect.unwrap(getattr(GenerationMixin, name)).__code__
+            for name in ("_prefill_chunking", "_prefill") if hasattr(GenerationMixin, name)]  # transformers 4, 5
+ONE_BY_ONE = (GenerationMode.GREEDY_SEARCH, GenerationMode.SAMPLE)
+
+
+class Request:
+    """One call of generate. mode: how it decodes; longest: tokens of the conversation at its end at most; chunk_begins: where
+    in the prompt the chunk begins that the model reads, None where it reads no chunk; prompt_goes_on: whether more of the
+    prompt comes in a later call, so that a call of one token is no step."""
+
+    def __init__(self, generate, chunking):
+        settings, prompt = generate["generation_config"], generate["input_ids"].shape[1]
+        mask = generate["model_kwargs"].get("attention_mask")
+        columns = getattr(settings, "_mask_length", prompt) if mask is None else mask.shape[1]
+        self.mode = generate["generation_mode"]
+        self.longest = max(columns, prompt) + settings.max_length - prompt - 1  # the last token is not stored
+        chunks = len((chunking or {}).get("input_chunks", ()))
+        self.chunk_begins = chunking["past_length"] if chunks else None
+        # transformers 4 leaves the prompt's last token to the first step; transformers 5 has it in the last chunk.
+        self.prompt_goes_on = chunks > 0 and chunking.get("chunk_idx", -1) + 1 < chunks
+
+
+def request_for(cache):
+    """The call of generate that this call of the model is part of, if it decodes with this cache; else None."""
+    frame, chunking = sys._getframe(1), None
+    while frame is not None:
+        if frame.f_code in CHUNKING:
+            chunking = frame.f_locals
+        elif frame.f_code is GENERATE:
+            names = frame.f_locals
+            given = names["model_kwargs"]
+            return Request(names, chunking) if cache in (given.get("cache"), given.get("past_key_values")) else None
+        frame = frame.f_back
+    return None
