@@ -53,6 +53,7 @@ class page_mean_reader {
   void open(std::size_t at) { place(at).assign(heads_, {}); }
   void clear(std::size_t at) { open(at); }   // of as many heads as before: needs no memory
   void forget(std::size_t at) { open(at); }  // what stands here no longer fits the views
+  void copy(std::size_t from, std::size_t to) { places_[to] = places_[from]; }  // of a fork
 
   template <class View>
   void refresh(std::size_t at, const View& view, const planned<Recipe>& policies, bool moved) {
@@ -147,7 +148,7 @@ void reads_by_means(std::uint64_t seed) {
     policies.retrieve.scorer.page = random.pick({1, 5, 8, 16});
     if constexpr (Recipe::retain_type::chooses) policies.retain.budget.tokens = random.between(33, 90);
     cache<Recipe> kv({1, q_heads, kv_heads}, policies, std::make_shared<cpu::executor>(1));
-    const index_t id = kv.open();
+    index_t id = kv.open();
     std::vector<float> k, v;  // [tokens, kv_heads, dim] as they are stored
     const auto store = [&](std::vector<float>& rows, const std::vector<float>& more) {
       std::vector<typename encoding::stored_type> stored(dim);
@@ -167,6 +168,9 @@ void reads_by_means(std::uint64_t seed) {
                    nhd_rows(value.data(), n, kv_heads, dim));
       }
       kv.end_prefill(id);
+      const index_t first = id;
+      id = kv.fork(first);  // steps go on in a copy
+      kv.close(first);
       for (int step = 0; step < 4; ++step) {
         const index_t n = random.pick({1, 1, 3});
         const auto q = support::normals(random, std::size_t(n * q_heads * dim)),

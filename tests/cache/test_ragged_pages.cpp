@@ -138,6 +138,38 @@ TEST_CASE("attention over ragged pages has the bits of attention over runs, and 
   }
 }
 
+TEST_CASE("layers that slide are promised pages for their windows, and a prompt needs no more") {
+  rng random(1253);
+  for (index_t i = 0; i < support::scaled(20); ++i) {
+    model_shape shape{6, 2, 2, random.pick({1, 16, 40})};
+    for (index_t layer = 0; layer < 6; ++layer) shape.sliding.push_back(layer % 6 != 5);
+    const std::vector<double> shares(12, 0.25);
+    auto recipe = recipe_of<over_pages>(shares, shape, 4, random.pick({8, 32}));
+    recipe.placement.heads = 2;
+    recipe.placement.page = 4;
+    recipe.placement.cluster = random.pick({clustering::layer, clustering::none});
+    const index_t prompt = random.between(500, 700), chunk = recipe.schedule.chunk;
+    recipe.placement.most_pages = cache<over_pages>(shape, recipe, one_thread()).upper_bound_pages(prompt);
+    CAPTURE(i, shape.window, prompt, chunk, recipe.placement.most_pages);
+    // A layer that slides holds its window, what it may have left behind, and two chunks; the other one a quarter and a chunk.
+    const index_t sliding = shape.window + std::max(16, shape.window / 64) + 2 * chunk;
+    CHECK(recipe.placement.most_pages <= 5 * ceil_div(sliding, 4) + ceil_div(prompt / 4 + chunk + 5, 4));
+    const text of(random, shape, 700);
+    cache<over_pages> kv(shape, recipe, one_thread());
+    const index_t id = kv.open(), pieces = random.pick({1, 2, 3});
+    const page_plan plan = kv.plan_pages(id, prompt);
+    kv.announce(id, prompt);
+    for (index_t done = 0, more = 0; done < prompt; done += more) {
+      const index_t end = std::min(prompt, (done / chunk + 1) * chunk);
+      more = std::min(ceil_div(chunk, pieces), end - done);
+      of.prefill(kv, id, done, more);
+      REQUIRE(total(kv.pages(id)) <= plan.most);
+    }
+    kv.end_prefill(id);
+    for (std::size_t group = 0; group < plan.after.size(); ++group) REQUIRE(kv.pages(id)[group] <= plan.after[group]);
+  }
+}
+
 TEST_CASE("no block stands in two tables, and every (sequence, kv_head) reads as a sequence of one head") {
   rng random(1251);
   const model_shape shape{2, 4, 4};

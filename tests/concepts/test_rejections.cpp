@@ -55,7 +55,7 @@ struct scorer_that_pools_by_a_number : scorer_parts {
   index_t pooled() const { return 7; }
 };
 struct scorer_that_finishes_on_the_host : scorer_parts {
-  void finish(const float*, index_t, float*, std::vector<float>&) const {}
+  void finish(const float*, index_t, float*, host_vector<float>&) const {}
 };
 struct scorer_that_finishes_anywhere : scorer_that_finishes_on_the_host {
   float finish_at(const float* in, index_t, index_t i) const { return in[i]; }

@@ -38,7 +38,7 @@ std::vector<float> averaged(const std::vector<float>& in, index_t kernel) {
 
 TEST_CASE("max_pool equals its definition for every odd kernel to 63 and every length to 200") {
   support::rng random(21);
-  std::vector<float> scratch;
+  host_vector<float> scratch;
   for (index_t kernel = 1; kernel <= 63; kernel += 2) {
     for (index_t n = 1; n <= 200; n += kernel % 8 == 7 ? 1 : random.between(1, 5)) {
       const auto in = scores_with_specials(random, n);
@@ -60,7 +60,7 @@ TEST_CASE("average_pool equals its definition for every odd kernel to 63 and len
 }
 
 TEST_CASE("pools by hand: plateaus, attenuated ends, and NaN that stays with its own token") {
-  std::vector<float> scratch;
+  host_vector<float> scratch;
   CHECK(max_pooled({1, 5, 2, 0, 0, 3}, 3, scratch) == std::vector<float>{5, 5, 5, 2, 3, 3});
   CHECK(averaged({3, 3, 3, 3}, 3) == std::vector<float>{2, 3, 3, 2});
   CHECK(max_pooled({1, not_a_number, 2}, 3, scratch) == std::vector<float>{1, -infinity, 2});

@@ -122,7 +122,7 @@ TEST_CASE("a plan of more pages than 32 bits count asks for as many as they do, 
   const auto groups = where.groups(layers, 1);
   const page_plan plan = plan_pages(
       groups, 1, std::vector<index_t>(layers, 0), {tokens, 0, 0}, [](index_t, index_t, index_t seen) { return seen; },
-      [](index_t) { return true; });
+      [](index_t) { return true; }, [](index_t) { return 0; });
   CHECK(plan.after == std::vector<index_t>(layers, tokens));
   CHECK(plan.most == all);
   ragged_pool pool(layers, 1000);

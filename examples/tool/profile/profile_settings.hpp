@@ -47,8 +47,8 @@ std::shared_ptr<const tessera::profile> attach_profile(Recipe& recipe, const pro
   if constexpr (requires { tessera::placement_of(recipe).groups(1, 1); }) {
     const std::size_t first = std::size_t(shares.data - kept->budget.data());
     const std::vector<double> own(shares.data, shares.data + std::size_t(shares.layers) * std::size_t(shares.kv_heads));
-    const auto all =
-        chosen.fills ? tessera::filled_shares(tessera::placement_of(recipe).groups(shape.layers, shape.kv_heads), own)
+    const std::vector<double> all =
+        chosen.fills ? std::vector<double>(tessera::filled_shares(tessera::placement_of(recipe).groups(shape.layers, shape.kv_heads), own))
                      : own;
     std::copy(all.begin(), all.end(), kept->budget.begin() + std::ptrdiff_t(first));
   }

@@ -6,12 +6,13 @@
 
 #include "../core/engine/head_groups.hpp"
 #include "../core/host_vector.hpp"
+#include "../core/stored/room.hpp"
 
 TESSERA_NAMESPACE_BEGIN
 
 /// What a prompt takes of a pool of ragged pages.
 struct page_plan {
-  host_vector<index_t> after;  ///< pages of each group when the prompt has ended
+  host_vector<index_t> after;  ///< pages of each group when the prompt has ended; where layers slide, at most so many
   /// Most pages of all groups together while the prompt comes in, those held before included; at most 2^31 - 1.
   index_t most = 0;
 };
@@ -26,11 +27,12 @@ struct coming_prompt {
 /// Follows every head through the prompt: before a layer takes the next chunk it keeps its share of what it has.
 /// Shapes   held [layers, kv_heads], tokens of each head before the prompt.
 ///          share(layer, head, seen): what a head keeps of the prompt's first `seen` tokens; whole(layer): whether a layer
-///          keeps everything.
+///          chooses nothing; window(layer): the newest tokens that it then keeps, 0: all.
 /// Cost     chunks * layers * kv_heads * heads of a group.
-template <class Share, class Whole>
+template <class Share, class Whole, class Window>
 page_plan plan_pages(const head_groups& groups, index_t page, const host_vector<index_t>& held,
-                     const coming_prompt& prompt, const Share& share, const Whole& whole) {
+                     const coming_prompt& prompt, const Share& share, const Whole& whole,
+                     const Window& window) {
   host_vector<index_t> lengths = held, settled = held;
   page_plan plan;
   plan.after.resize(std::size_t(groups.count()));
@@ -53,6 +55,13 @@ page_plan plan_pages(const head_groups& groups, index_t page, const host_vector<
       const index_t tail = (std::min)(prompt.window, chunk), least = (std::min)(settled[at] + tail, lengths[at]);
       lengths[at] = std::clamp(held[at] + share(layer, h, seen), least, lengths[at]);
       settled[at] = lengths[at] - tail;
+    }
+    // A sliding layer drops what it has left behind once that is more than `spare_room`, and never rows that a chunk's
+    // attention still asks for: `fresh` of the chunk's tokens.
+    const index_t fresh = seen < prompt.tokens ? chunk : 0, slid = window(layer) + spare_room(window(layer)) + fresh;
+    for (index_t h = 0; h < groups.kv_heads && window(layer) > 0; ++h) {
+      index_t& length = lengths[std::size_t(layer * groups.kv_heads + h)];
+      length = (std::min)(length, slid);
     }
     for (index_t h = 0; h < groups.kv_heads; ++h) recount(groups.group[std::size_t(layer * groups.kv_heads + h)]);
   };

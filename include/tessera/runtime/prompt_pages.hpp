@@ -27,7 +27,8 @@ page_plan plan_prompt_pages(const head_groups& groups, index_t page, const host_
       return policies.first.budget.share({layer, groups.layers, head, groups.kv_heads, 0, seen});
     return seen;
   };
-  return plan_pages(groups, page, held, prompt, share, [&](index_t layer) { return !roles.follows_recipe(layer); });
+  return plan_pages(groups, page, held, prompt, share, [&](index_t layer) { return !roles.follows_recipe(layer); },
+                    [&](index_t layer) { return roles.window(layer); });
 }
 
 TESSERA_NAMESPACE_END

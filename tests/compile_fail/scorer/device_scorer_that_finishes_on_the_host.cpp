@@ -7,7 +7,7 @@ struct host_only {
   static constexpr bool comparable_across_heads = true;
   float weigh(float logit, float) const { return logit; }
   tessera::index_t protected_tail(tessera::index_t) const { return 0; }
-  void finish(const float*, tessera::index_t, float*, std::vector<float>&) const {}
+  void finish(const float*, tessera::index_t, float*, tessera::host_vector<float>&) const {}
   void check(tessera::index_t) const {}
 };
 

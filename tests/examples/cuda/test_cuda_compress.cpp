@@ -74,6 +74,7 @@ layer_shape write_random_layer(rng& random, const std::filesystem::path& path, b
 /// What `compress` says of a file: its lists and outputs, or the sentence by which it refuses.
 struct outcome {
   std::vector<std::int64_t> kept, attended, kept_of_head, attended_of_head;
+  std::vector<std::int64_t> used, reserved;  ///< pages of each group of heads, of a method whose heads share pages
   std::vector<float> out, packed_k, packed_v;  ///< `packed_*`: of packed rows alone
   std::string refusal;
 };
@@ -93,6 +94,7 @@ outcome run(const tool::compress_options& options, const std::filesystem::path& 
   result.attended = list("attend.indices");
   result.kept_of_head = list("keep.indptr");
   result.attended_of_head = list("attend.indptr");
+  if (file.contains("pages.used")) result.used = list("pages.used"), result.reserved = list("pages.reserved");
   result.out = file.to_fp32("out", std::vector<std::int64_t>{shape.steps, shape.q_heads, shape.dim});
   const std::vector<std::int64_t> all{shape.kv_heads, engine::any_size, shape.dim};
   if (file.contains("packed.k")) result.packed_k = file.to_fp32("packed.k", all);
@@ -136,6 +138,12 @@ void compress_on_both(const tool::method_info& method) {
     options.method = method.name;
     options.budget = random.between(16, 300);
     options.settings = tool_tests::needed_settings(method.name, 1, shape.kv_heads);
+    if (tool::has_parameter(method, "cluster")) {  // of pages that heads share
+      constexpr const char *pages[] = {"16", "1", "32"}, *clusters[] = {"layer", "none", "model", "fitted"};
+      options.settings.push_back({"heads", std::to_string(i % 5 == 4 ? 1 : shape.kv_heads)});
+      options.settings.push_back({"page", pages[i % 3]});
+      options.settings.push_back({"cluster", clusters[i % 4]});
+    }
     if (method.needs_rope) options.rope_theta = 10'000.0f;
     options.workers = std::make_shared<tessera::cpu::executor>(1);
     INFO(method.name << ", file " << i << ": " << shape.kv_heads << " kv_heads, " << shape.q_heads << " q_heads, "
@@ -153,6 +161,9 @@ void compress_on_both(const tool::method_info& method) {
     }
     REQUIRE(got.kept_of_head == expected.kept_of_head);
     REQUIRE(got.attended_of_head == expected.attended_of_head);
+    REQUIRE(got.used == expected.used);
+    REQUIRE(got.reserved == expected.reserved);
+    REQUIRE(got.used.empty() == !tool::has_parameter(method, "cluster"));
     const std::size_t others = other_vectors(got.packed_k, expected.packed_k, shape.dim) +
                                other_vectors(got.packed_v, expected.packed_v, shape.dim);
     // Of a hundred vectors one may be cut otherwise, where elements are alike but for rounding; a file has as many as chance gives it.

@@ -62,6 +62,23 @@ TEST_CASE("packed attention reads more segments than a launch has blocks for") {
   step.check_attention<float>(step.random_units(8, 60), 8, 1.2e-2);
 }
 
+TEST_CASE("packed attention that a block has no shared memory for is refused when it is made") {
+  if (gpu_missing()) return;
+  using view_type = typename packed_batch<bf16, 128, 128>::view_type;
+  using attention = cuda::attend_packed<view_type, float>;
+  const packed_format format{packed_element::bf16, 128, 1, 32, true};
+  auto device = cuda::device_info::current();
+  device.shared_memory = 163 * 1024;  // an A100's
+  CHECK_NOTHROW(attention(1, 1, 1, 1, 2, format, format, device));
+  CHECK_THROWS_WITH(attention(1, 1, 1, 1, 40, format, format, device),
+                    contains("the merge of packed attention over 40 segments takes is ") &&
+                        contains("bytes on this device") && contains("lower cache_options::tokens"));
+  device = cuda::device_info::current();
+  CHECK_THROWS_WITH(attention(1, 1, 1, 1, 20'000, format, format, device), contains("over 20000 segments"));
+  CHECK_THROWS_WITH((cuda::score_blocks<view_type>(64, 1'000'000)), contains("of 1000000 segments"));
+  CHECK_THROWS_WITH((cuda::trim_blocks<view_type>(1, 64, 1'000'000, device)), contains("over 1000000 segments"));
+}
+
 TEST_CASE("packed attention takes steps of several tokens, caps, windows and sinks") {
   if (gpu_missing()) return;
   const auto plans = three_segments(as_bf16);

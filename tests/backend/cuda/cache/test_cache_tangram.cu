@@ -283,6 +283,36 @@ TEST_CASE("a prompt takes the pages that were foreseen, and gives the others bac
   }
 }
 
+TEST_CASE("layers that slide take no more pages than their windows were promised", "[gpu][cache][tangram]") {
+  if (gpu_missing()) return;
+  for (int i = 0; i < gpu_test::scaled(20, 3); ++i) {
+    model_shape shape{6, 2, 2, i % 2 == 0 ? 16 : 40};
+    for (index_t layer = 0; layer < 6; ++layer) shape.sliding.push_back(layer != 5);
+    over_pages method;
+    method.retain.budget.shares = {random_shares(12), 6, 2};
+    method.schedule.chunk = draw(8, 32);
+    method.placement.heads = 2;
+    method.placement.page = 4;
+    method.placement.cluster = clustering::layer;
+    const index_t tokens = draw(500, 700), chunk = method.schedule.chunk;
+    {
+      one_cache<over_pages> unbounded(shape, method, 800);
+      method.placement.most_pages = unbounded.kv.upper_bound_pages(tokens);
+    }
+    CAPTURE(i, shape.window, tokens, chunk, method.placement.most_pages);
+    // Every layer but the last holds its window, what it may have left behind, and two chunks.
+    REQUIRE(method.placement.most_pages <=
+            5 * ceil_div(shape.window + spare_room(shape.window) + 2 * chunk, 4) + ceil_div(tokens, 4));
+    one_cache<over_pages> one(shape, method, 800);
+    one.kv.announce(0, tokens);
+    for (index_t done = 0; done < tokens; done += chunk) {
+      const auto rows = rows_of(shape, {std::min(chunk, tokens - done)});
+      for (index_t layer = 0; layer < 6; ++layer) one.chunk(layer, 0, rows[std::size_t(layer)]);
+    }
+    one.kv.end_prefill(0, nullptr);
+  }
+}
+
 TEST_CASE("a prompt that does not fit into the pool is refused before any of it is taken", "[gpu][cache][tangram]") {
   if (gpu_missing()) return;
   const model_shape shape{2, 4, 4};

@@ -1,6 +1,8 @@
 // Readers: what a second stage keeps beside the tokens (an index), and how it chooses by it what a step reads.
 #pragma once
 
+#include <cstddef>
+
 #include "../../../core/types.hpp"
 
 TESSERA_NAMESPACE_BEGIN
@@ -31,6 +33,18 @@ template <class Recipe>
 struct reader_of {
   using type = exact_reader<Recipe>;
 };
+
+/// Says which of the calls that need no view a reader lacks; true.
+template <class R>
+consteval bool check_reader() {
+  static_assert(requires(R& r, std::size_t at) { r.open(at), r.clear(at), r.forget(at); },
+                "tessera: a reader needs open(place), clear(place) and forget(place)");
+  static_assert(requires(R& r, std::size_t at) { r.copy(at, at); },
+                "tessera: a reader needs copy(from, to), by which the cache's fork gives a place what another one knows");
+  static_assert(requires(const R& r, std::size_t at, index_t n) { r.list_bytes(at, n, n) + r.side_bytes() + r.bytes(at); },
+                "tessera: a reader needs list_bytes(place, n, count), side_bytes() and bytes(place)");
+  return true;
+}
 
 }  // namespace cpu
 TESSERA_NAMESPACE_END

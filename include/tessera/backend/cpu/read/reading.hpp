@@ -51,6 +51,7 @@ class reading {
   using store_type = kv_store<typename Recipe::layout_type>;
   static constexpr bool filters = Recipe::retain_type::chooses && !Recipe::retain_type::drops;
   using reader_type = typename reader_of<Recipe>::type;
+  static_assert(check_reader<reader_type>());
 
  public:
   /// A filter's lists for a layer of one sequence: one for each kv_head or, where query heads of a group choose apart,

@@ -6,8 +6,8 @@
 #include <memory>
 #include <string>
 #include <utility>
+#include <vector>
 
-#include "../../../core/host_vector.hpp"
 #include "../../../core/types.hpp"
 #include "check.cuh"
 
@@ -140,8 +140,8 @@ class made_on_demand {
 
 /// A copy on the host of what the device holds once all its work is done.
 template <class T>
-host_vector<T> downloaded(const T* from, std::size_t count) {
-  host_vector<T> host(count);
+std::vector<T> downloaded(const T* from, std::size_t count) {
+  std::vector<T> host(count);
   check(cudaDeviceSynchronize(), "cudaDeviceSynchronize");
   check(cudaMemcpy(host.data(), from, count * sizeof(T), cudaMemcpyDeviceToHost), "cudaMemcpy");
   return host;

@@ -1,6 +1,8 @@
 // What launches depend on: the device's multiprocessors, shared memory and compute capability.
 #pragma once
 
+#include <string>
+
 #include "check.cuh"
 
 TESSERA_NAMESPACE_BEGIN
@@ -33,6 +35,20 @@ struct device_info {
     return info;
   }
 };
+
+/// Lets launches of a kernel ask for all the shared memory of a block that it does not declare itself; the limit belongs to the
+/// kernel, and another object may need more of it than this one.
+/// Errors   `wanted` bytes are more: tessera::error. `whose` takes them.
+template <class Entry>
+void allow_shared(Entry entry, std::size_t wanted, const device_info& device, const std::string& whose) {
+  cudaFuncAttributes compiled{};
+  check(cudaFuncGetAttributes(&compiled, entry), "cudaFuncGetAttributes");
+  const int room = device.shared_memory - int(compiled.sharedSizeBytes);
+  require(wanted <= std::size_t(room), "shared memory of a block that " + whose + " takes", wanted,
+          "at most " + std::to_string(room) + " bytes on this device",
+          "lower cache_options::tokens, by which segments are counted, or use a device with more of it");
+  check(cudaFuncSetAttribute(entry, cudaFuncAttributeMaxDynamicSharedMemorySize, room), "cudaFuncSetAttribute");
+}
 
 }  // namespace cuda
 TESSERA_NAMESPACE_END

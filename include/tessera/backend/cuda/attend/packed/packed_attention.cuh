@@ -35,15 +35,10 @@ class attend_packed {
         lengths_(k, v),
         shape_(rows_, most_segments, lengths_),
         most_segments_(most_segments) {
-    require(shape_.bytes <= device.shared_memory, "shared memory of packed attention", shape_.bytes,
-            "at most " + std::to_string(device.shared_memory), "lower the number of segments");
     attend_entry_ = detail::attend_packed_entry<View, Tile, Out>;
     merge_entry_ = detail::merge_packed_entry<View, Out>;
-    // What is allowed is the kernel's, not this object's: another one may need more.
-    check(cudaFuncSetAttribute(attend_entry_, cudaFuncAttributeMaxDynamicSharedMemorySize, device.shared_memory),
-          "cudaFuncSetAttribute");
-    check(cudaFuncSetAttribute(merge_entry_, cudaFuncAttributeMaxDynamicSharedMemorySize, device.shared_memory),
-          "cudaFuncSetAttribute");
+    const std::string segments = " over " + std::to_string(most_segments) + " segments";
+    allow_shared(attend_entry_, std::size_t(shape_.bytes), device, "packed attention" + segments);
     // All blocks run at once: a second wave would take as long as the first.
     int together = 0;
     check(cudaOccupancyMaxActiveBlocksPerMultiprocessor(&together, attend_entry_, detail::packed_threads,
@@ -51,6 +46,7 @@ class attend_packed {
           "cudaOccupancyMaxActiveBlocksPerMultiprocessor");
     splits_ = std::clamp<index_t>(together * device.multiprocessors / (std::max)(1, lanes_), 1, 128);
     parts_ = splits_ + most_segments + 1;
+    allow_shared(merge_entry_, merge_bytes(), device, "the merge of packed attention" + segments);
     overlapping_ = can_overlap(attend_entry_) && can_overlap(merge_entry_);
   }
 

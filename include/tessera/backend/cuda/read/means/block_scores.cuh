@@ -264,9 +264,7 @@ class score_blocks {
   score_blocks(index_t capacity, index_t most_segments)
       : capacity_(capacity), most_segments_(most_segments), device_(device_info::current()) {
     entry_ = detail::score_blocks_entry<View, Tile>;
-    // What is allowed is the kernel's, not this object's: another one may need more.
-    check(cudaFuncSetAttribute(entry_, cudaFuncAttributeMaxDynamicSharedMemorySize, device_.shared_memory),
-          "cudaFuncSetAttribute");
+    allow_shared(entry_, shared_bytes(), device_, "scoring the blocks of " + std::to_string(most_segments) + " segments");
     overlapping_ = can_overlap(entry_);
   }
 

@@ -182,8 +182,7 @@ class trim_blocks {
     const int room = device.shared_memory - int(compiled.sharedSizeBytes);
     in_shared_ = tables + list_bytes(1) <= std::size_t(room);
     shared_bytes_ = tables + (in_shared_ ? list_bytes(1) : 0);
-    // The limit belongs to the kernel, not to this object: all that there is.
-    check(cudaFuncSetAttribute(entry_, cudaFuncAttributeMaxDynamicSharedMemorySize, room), "cudaFuncSetAttribute");
+    allow_shared(entry_, shared_bytes_, device, "the choice of blocks over " + std::to_string(most_segments) + " segments");
     overlapping_ = can_overlap(entry_);
   }
 

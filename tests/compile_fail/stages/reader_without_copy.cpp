@@ -1,0 +1,16 @@
+// expect: tessera: a reader needs copy(from, to), by which the cache's fork gives a place what another one knows
+#include <tessera/cache.hpp>
+#include <tessera/methods/quest.hpp>
+
+using namespace tessera;
+
+struct reader_that_no_fork_can_copy {
+  void open(std::size_t) {}
+  void clear(std::size_t) {}
+  void forget(std::size_t) {}
+  offset_t list_bytes(std::size_t, index_t, index_t) const { return 0; }
+  offset_t side_bytes() const { return 0; }
+  offset_t bytes(std::size_t) const { return 0; }
+};
+
+static_assert(cpu::check_reader<reader_that_no_fork_can_copy>());
