@@ -6,6 +6,8 @@
 
 #include <tessera/runtime/background.hpp>
 
+#include "support/flush_to_zero.hpp"
+#include "support/forked.hpp"
 #include "support/random.hpp"
 
 using namespace tessera;
@@ -127,4 +129,56 @@ TEST_CASE("nobody's task outlives its worker, and a worker without tasks has no 
     worker.start(endless);
   }
   CHECK(endless->state() == task_state::stopped);
+}
+
+TEST_CASE("a task that throws what is no exception has failed, and the next one is done") {
+  background worker;
+  const auto odd = std::make_shared<task>([](const std::atomic<bool>&) { throw 7; });
+  const auto next = std::make_shared<task>([](const std::atomic<bool>&) {});
+  worker.start(odd);
+  worker.start(next);
+  wait_for(*next);
+  CHECK(odd->state() == task_state::failed);
+  CHECK(odd->problem().empty());
+  CHECK(next->state() == task_state::done);
+}
+
+TEST_CASE("in a child of fork() a worker that has begun is stopped, and so are its tasks") {
+  auto worker = std::make_unique<background>(), idle = std::make_unique<background>();
+  std::atomic<bool> begun{false};
+  const auto endless = std::make_shared<task>([&](const std::atomic<bool>& stopping) {
+    begun = true;
+    while (!stopping) std::this_thread::yield();
+  });
+  const auto waiting = std::make_shared<task>([](const std::atomic<bool>&) {});
+  worker->start(endless);
+  worker->start(waiting);
+  while (!begun) std::this_thread::yield();
+  const auto is_stopped = [](const background_task& one) { return one.state() == task_state::stopped; };
+  CHECK(support::in_a_child([&] {
+          if (!is_stopped(*endless) || !is_stopped(*waiting)) return 1;
+          const auto late = std::make_shared<task>([](const std::atomic<bool>&) {});
+          worker->start(late);
+          if (!is_stopped(*late)) return 2;
+          worker->stop();
+          worker.reset();
+          if (!support::children_may_start_threads) return 0;
+          const auto own = std::make_shared<task>([](const std::atomic<bool>&) {});
+          idle->start(own);  // one whose thread begins here
+          wait_for(*own);
+          idle.reset();
+          return own->state() == task_state::done ? 0 : 3;
+        }) == 0);
+  CHECK(endless->state() == task_state::waiting);
+}
+
+TEST_CASE("tasks run in the default floating-point mode") {
+  bool is_default = false;
+  const support::odd_float_mode odd;
+  background worker;
+  const auto one = std::make_shared<task>(
+      [&](const std::atomic<bool>&) { is_default = support::keeps_subnormals() && support::rounds_to_nearest(); });
+  worker.start(one);
+  wait_for(*one);
+  CHECK(is_default);
 }

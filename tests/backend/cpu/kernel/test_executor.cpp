@@ -5,12 +5,16 @@
 #include <unistd.h>
 
 #include <atomic>
+#include <memory>
 #include <numeric>
 #include <stdexcept>
+#include <thread>
 #include <vector>
 
 #include <tessera/backend/cpu/kernel/executor.hpp>
 
+#include "support/flush_to_zero.hpp"
+#include "support/forked.hpp"
 #include "support/random.hpp"
 
 using namespace tessera;
@@ -68,6 +72,86 @@ TEST_CASE("an executor can be used thousands of times and destroyed while idle")
     REQUIRE(std::accumulate(out.begin(), out.end(), index_t(0)) == 4656 * round);
   }
   for (index_t i = 0; i < support::scaled(50); ++i) cpu::executor idle(3);
+}
+
+TEST_CASE("threads that call one executor at the same time each get all of their items done, once") {
+  cpu::executor workers(3);
+  std::atomic<int> wrong{0};
+  const auto call = [&] {
+    for (index_t round = 0; round < support::scaled(300); ++round) {
+      std::vector<int> runs(50), of_worker(3);  // nobody else's
+      workers.for_each(50, [&](index_t item, int worker) {
+        ++runs[std::size_t(item)];
+        of_worker[std::size_t(worker)] = worker;
+      });
+      for (const int times : runs) wrong += times != 1;
+    }
+  };
+  std::vector<std::thread> callers;
+  for (int i = 0; i < 4; ++i) callers.emplace_back(call);
+  for (auto& one : callers) one.join();
+  CHECK(wrong == 0);
+}
+
+TEST_CASE("an item may call its own executor") {
+  cpu::executor workers(3);
+  std::atomic<index_t> sum{0};
+  workers.for_each(10, [&](index_t item, int) {
+    workers.for_each(10, [&](index_t inner, int worker) { sum += worker == 0 ? item * 10 + inner : 1'000'000; });
+  });
+  CHECK(sum == 4950);
+  CHECK_THROWS_WITH(workers.for_each(10, [](index_t, int) { throw std::runtime_error("an item"); }), "an item");
+  sum = 0;
+  workers.for_each(40, [&](index_t item, int) { sum += item; });
+  CHECK(sum == 780);
+}
+
+TEST_CASE("a child of fork() works with its parent's executor on its own thread, and can end it") {
+  auto workers = std::make_unique<cpu::executor>(4);
+  const auto works = [](cpu::executor& with) {
+    index_t sum = 0;  // of one thread
+    with.for_each(40, [&](index_t item, int worker) { sum += item + 1000 * worker; });
+    return sum == 780;
+  };
+  for (int trial = 0; trial < support::scaled(20); ++trial) {
+    std::atomic<index_t> sum{0};
+    workers->for_each(40, [&](index_t item, int) { sum += item; });
+    REQUIRE(sum == 780);
+    REQUIRE(support::in_a_child([&] { return works(*workers) && workers->threads() == 4 ? 0 : 1; }) == 0);
+    REQUIRE(support::in_a_child([&] {
+              workers.reset();
+              return 0;
+            }) == 0);
+    if (!support::children_may_start_threads) continue;
+    REQUIRE(support::in_a_child([&] {
+              cpu::executor own(3);
+              std::atomic<index_t> all{0};
+              own.for_each(40, [&](index_t item, int) { all += item; });
+              return works(*workers) && all == 780 ? 0 : 1;
+            }) == 0);
+  }
+}
+
+TEST_CASE("items run in the default floating-point mode on every thread, and the caller's is as it was") {
+  for (const int threads : {1, 3}) {
+    CAPTURE(threads);
+    const auto count_odd = [&](cpu::executor& workers) {
+      std::atomic<int> odd{0};
+      std::atomic<bool> helped{threads == 1};
+      workers.for_each(100, [&](index_t, int worker) {
+        odd += !support::keeps_subnormals() || !support::rounds_to_nearest();
+        if (worker > 0) helped = true;
+        while (!helped) std::this_thread::yield();  // the caller leaves some
+      });
+      return int(odd);
+    };
+    const auto early = std::make_unique<cpu::executor>(threads);
+    const support::odd_float_mode odd;
+    cpu::executor late(threads);
+    CHECK(count_odd(*early) == 0);
+    CHECK(count_odd(late) == 0);
+    CHECK_FALSE(support::rounds_to_nearest());
+  }
 }
 
 namespace {

@@ -1,0 +1,37 @@
+#include "catch.hpp"
+
+#include <tessera/core/host/float_mode.hpp>
+#include <tessera/core/host/process.hpp>
+
+#include "support/flush_to_zero.hpp"
+
+using namespace tessera;
+
+TEST_CASE(
+    "the default mode rounds to nearest and keeps subnormal numbers, and the thread's own mode is back behind it") {
+  const support::odd_float_mode odd;
+  const bool flushes = !support::keeps_subnormals();
+  REQUIRE_FALSE(support::rounds_to_nearest());
+  for (int again = 0; again < 2; ++again) {
+    {
+      const default_float_mode mode;
+      CHECK(support::keeps_subnormals());
+      CHECK(support::rounds_to_nearest());
+      {
+        const default_float_mode within;
+        CHECK(support::rounds_to_nearest());
+      }
+      CHECK(support::keeps_subnormals());
+    }
+    CHECK(flushes == !support::keeps_subnormals());
+    CHECK_FALSE(support::rounds_to_nearest());
+  }
+}
+
+TEST_CASE("a thread that is in the default mode already stays in it") {
+  { const default_float_mode mode; }
+  CHECK(support::keeps_subnormals());
+  CHECK(support::rounds_to_nearest());
+}
+
+TEST_CASE("a process keeps its number") { CHECK(process_id() == process_id()); }
