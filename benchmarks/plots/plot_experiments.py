@@ -70,10 +70,10 @@ def show_loopserve(groups, pictures):
     if not main.cells:
         return
     print(f"## LoopServe: places of the question, turns, long answers\n\n2,048 tokens, B = 128; {documents(main)}. "
-          "Pool 1 is as published; A-shape, Tri-shape and vertical-slash have the shapes in `benchmarks/experiments.py`.\n")
+          "Pool 1 is without pooling, as the paper's choice; A-shape, Tri-shape and vertical-slash have the shapes in `benchmarks/experiments.py`.\n")
     print_families(main)
     full = {family: main.percent("full", "", None, family) for family in main.families}
-    for name, differs in (("as published", ""), ("pool 7", "pool=7")):
+    for name, differs in (("pool 1", ""), ("pool 7", "pool=7")):
         verdict(f"`loopserve` within 3 points of `full`, {name}", [
             (share >= full[family] - 3, f"{shown(share)} of {shown(full[family])} in `{family}`") for family in main.families
             if (share := main.percent("loopserve", differs, 128, family)) is not None and full[family] is not None])
