@@ -160,8 +160,7 @@ class cache : public cache_parts<Recipe, Out> {
     const std::vector<index_t> choosing = plan_choice(id, due, fitted, stream);
     parts::plan_packing(id, stream);  // last that can throw
     set_number(next_.data() + id, conversations_.at(id).front().next_position, stream);
-    kept_slots
-        kept;  // of the layer before: one that takes over its choice comes right behind it, and it is still there
+    kept_slots kept;  // of the layer before: one that takes over its choice comes right behind it
     for (const index_t layer : choosing) choose(layer, id, due, fitted, kept, stream);
     store_.commit_packing(stream);
     reading_.set_plan(id, fitted, stream);
