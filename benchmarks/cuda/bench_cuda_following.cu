@@ -33,8 +33,7 @@ prepared step_of(index_t sequences, index_t context, bool chooses) {
   const index_t layers = input_sets(list_bytes);
   method recipe;
   recipe.set_budget(budget);
-  recipe.retain.scorer.window = window;
-  recipe.schedule.every = replays;
+  recipe.schedule.first = 0;  // no steps that read everything
   cuda::cache_options options;
   options.sequences = sequences;
   options.tokens = context + 4 * replays;

@@ -70,7 +70,7 @@ def show_loopserve(groups, pictures):
     if not main.cells:
         return
     print(f"## LoopServe: places of the question, turns, long answers\n\n2,048 tokens, B = 128; {documents(main)}. "
-          "Pool 1 is the paper's, the search for lines is ours; A-shape, Tri-shape and vertical-slash have the shapes in `benchmarks/experiments.py`.\n")
+          "Pool 1 is without pooling, as the paper's choice; A-shape, Tri-shape and vertical-slash have the shapes in `benchmarks/experiments.py`.\n")
     print_families(main)
     full = {family: main.percent("full", "", None, family) for family in main.families}
     for name, differs in (("pool 1", ""), ("pool 7", "pool=7")):

@@ -19,8 +19,7 @@ template <class Retrieve, class Attention>
 using every_other = tessera::recipe<tessera::filter<tessera::observation_window, tessera::uniform, tessera::top_tokens>,
                                     tessera::dense<tessera::fp32, dim>, Retrieve, Attention, support::every_other_turn>;
 using alone = every_other<tessera::retrieve_all, tessera::dense_decode>;
-using over_pages =
-    every_other<tessera::retrieve<tessera::page_min_max, tessera::top_pages>, tessera::gathered_decode>;
+using over_pages = every_other<tessera::retrieve<tessera::page_min_max, tessera::top_pages>, tessera::gathered_decode>;
 using pages = tessera::quest<tessera::fp32, dim>;
 
 constexpr index_t budget = 24;

@@ -49,8 +49,9 @@ settings random_settings(rng& random, const std::string& method) {
   }
   for (const number& one : numbers_of(method)) {
     if (one.name == "observed") chosen.values["observed"] = std::min(window, index_t(12));
-    if (one.name == "first") chosen.values["first"] = random.pick({0, 1, 4, 16});
-    if (one.name == "every") chosen.values["every"] = random.pick({1, 2, 5, 16});
+    if (one.name != "every") continue;
+    chosen.values["first"] = random.pick({0, 1, 4, 16});  // the schedule's; weighted_by has a `first` of its own
+    chosen.values["every"] = random.pick({1, 2, 5, 16});
   }
   if (random.chance(0.2)) chosen.rule.soft_cap = 8;
   if (random.chance(0.2)) chosen.rule.sliding_window = random.between(1, 60);

@@ -13,8 +13,8 @@ TEST_CASE("every_outputs obeys the laws of schedules") {
 }
 
 TEST_CASE("every_outputs fires at the end of the step with which a turn has its first outputs, and so many more") {
-  for (const every_outputs& policy : {every_outputs{}, every_outputs{.first = 5}, every_outputs{.first = 40, .every = 3},
-                                      every_outputs{.first = 1, .every = 1}}) {
+  for (const every_outputs& policy : {every_outputs{}, every_outputs{.first = 5},
+                                      every_outputs{.first = 40, .every = 3}, every_outputs{.first = 1, .every = 1}}) {
     CAPTURE(policy.first, policy.every);
     for (const index_t turn : {1, 2, 3}) {
       CHECK_FALSE(policy.due(moment::prompt_end, {turn, 0}));

@@ -14,14 +14,13 @@
 TESSERA_NAMESPACE_BEGIN
 
 /// A prompt's rows attend the vertical and slash lines that carry `alpha` of a sample's attention. Everything stays
-/// stored; an answer's steps read the `budget` tokens that the newest `observed` queries look at, chosen when the
-/// prompt ends and after every `every` outputs, and what has been decoded since.
+/// stored. The first `first` outputs of a turn read everything; then an answer's steps read the `budget` tokens that the
+/// newest `observed` queries look at, chosen after those and after every `every` outputs more, and what has been decoded since.
 /// Paper    Li et al., LoopServe: An Adaptive Dual-phase LLM Inference Acceleration System for Multi-Turn Dialogues,
-///          arXiv:2507.13681, Sec. 5.1 (lines), 5.2 (fresh choices); alpha 0.955, 48 rows, every 16
-///          outputs, budget 1024 as in its Table 7.
+///          arXiv:2507.13681, Sec. 5.1 (lines), 5.2 and Algorithm 6 (fresh choices, the first after 16 outputs);
+///          alpha 0.955, 48 rows, every 16 outputs, budget 1024 as in its Table 7.
 /// Differs  as `covering_lines` and `newest_queries`; one list per kv_head (sum over the group), `per` q_head as
-///          printed; the first choice falls at the prompt's end for any `every`; an answer's tokens are not computed
-///          again with the next prompt.
+///          printed; an answer's tokens are not computed again with the next prompt.
 template <element T, int D, int Dv = D, layout_of<T, D, Dv> Layout = dense<T, D, Dv>>
 struct loopserve : recipe<filter<newest_queries, uniform, top_tokens, per_head_or_query>, Layout, retrieve_all,
                           dense_decode, every_outputs, lasting_lines> {

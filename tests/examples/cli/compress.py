@@ -181,12 +181,14 @@ def check_lines(checks):
     (folder / "layer").write_bytes(safetensors(layer()))
     checks.refuses(base, "n_q, the rows of tensor q is 40", "60 for loopserve")
     (folder / "layer").write_bytes(safetensors(layer(n_q=60)))
-    checks.works(f"{base} --set every=2 --set rows=7", "60.0 of 60 tokens")
+    checks.works(f"{base} --set first=0 --set every=2 --set rows=7", "60.0 of 60 tokens")
     written = read_safetensors(folder / "kept")
     for name, kind, shape in (("lines.rows", "I32", [7]), ("lines.vertical.indptr", "I64", [5]), ("lines.slash.indptr", "I64", [5]),
                               ("prefill_out", "F32", [60, 4, 64]), ("prefill_lse", "F32", [60, 4]), ("attend.indptr", "I64", [7])):
         checks.require((written[name]["dtype"], written[name]["shape"]) == (kind, shape), "loopserve", f"{name}: {written[name]}")
     checks.require(tensor(folder, "attend.indptr") == (0, 21, 42, 64, 86, 107, 128), "loopserve", tensor(folder, "attend.indptr"))
+    checks.works(f"{base} --set first=1 --set every=2")  # the first step reads everything
+    checks.require(tensor(folder, "attend.indptr") == (0, 61, 122, 143, 164, 186, 208), "loopserve", tensor(folder, "attend.indptr"))
     checks.works(f"{base} --set per=q_head")
     checks.require(read_safetensors(folder / "kept")["attend.indptr"]["shape"] == [13], "loopserve", "not a list a query head")
     checks.refuses(f"{base} --set alpha=0", "alpha is 0")

@@ -157,13 +157,15 @@ TEST_CASE("compress writes loopserve's lines and what the last turn's rows atten
   CHECK(sparse);
   CHECK(given.whole("keep.indptr").back() == kv_heads * tokens);
   CHECK(given.whole("attend.indptr").size() == std::size_t(steps * kv_heads + 1));
-  // Step 0 reads 32 tokens and its own; step 15 fifteen more; step 16 chooses anew.
-  CHECK(given.list("attend", 0).size() == 33);
-  CHECK(given.list("attend", 15 * kv_heads).size() == 48);
+  // Steps 0 to 15 read everything; the first choice falls at the end of step 15.
+  CHECK(given.list("attend", 0).size() == tokens + 1);
+  CHECK(given.list("attend", 15 * kv_heads).size() == tokens + 16);
   CHECK(given.list("attend", 16 * kv_heads).size() == 33);
+  CHECK(given.list("attend", 19 * kv_heads).size() == 36);
   const auto metadata = file.metadata();
   for (const auto& [name, value] : std::map<std::string, std::string>{{"alpha", "0.9"},
                                                                       {"rows", "20"},
+                                                                      {"first", "16"},
                                                                       {"every", "16"},
                                                                       {"seed", "3"},
                                                                       {"per", "kv_head"},
@@ -180,7 +182,8 @@ TEST_CASE("compress writes loopserve's lines and what the last turn's rows atten
 TEST_CASE("compress writes a list for every query head where each reads its own") {
   lines_case given;
   given.turns_name = "turn";
-  given.run("loopserve", 32, {{"per", "q_head"}, {"algorithm", "paper"}, {"lines", "vertical"}, {"alpha", "0.4"}});
+  given.run("loopserve", 32,
+            {{"per", "q_head"}, {"algorithm", "paper"}, {"lines", "vertical"}, {"alpha", "0.4"}, {"first", "0"}});
   CHECK(given.whole("attend.indptr").size() == std::size_t(steps * q_heads + 1));
   CHECK(given.list("attend", 0) != given.list("attend", 1));
   CHECK(given.whole("keep.indptr").size() == std::size_t(kv_heads + 1));
@@ -235,6 +238,7 @@ TEST_CASE("what lines need and the file or the settings lack is named") {
   refused("alpha", "1.5", "alpha is 1.5; expected ");
   refused("rows", "0", "rows is 0; expected 1");
   refused("every", "0", "every is 0; expected 1");
+  refused("first", "-1", "first is -1; expected 0");
   refused("observed", "33", "observed is 33; expected at most the budget");
   refused("per", "head", "one of kv_head, q_head");
   refused("algorithm", "greedy", "one of coverage, paper");

@@ -160,10 +160,8 @@ class cache : public cache_parts<Recipe, Out> {
     const host_vector<index_t> choosing = plan_choice(id, due, fitted, stream);
     parts::plan_packing(id, stream);  // last that can throw
     set_number(next_.data() + id, conversations_.at(id).front().next_position, stream);
-    kept_slots
-        kept;  // layers that take over what another keeps come behind it, and nobody chooses between: it is still there
-    for (const index_t layer : choosing)
-      due ? choose(layer, id, fitted, kept, stream) : parts::pass_everything(layer, id, stream);
+    kept_slots kept;  // of the layer before: one that takes over its choice comes right behind it
+    for (const index_t layer : choosing) choose(layer, id, due, fitted, kept, stream);
     store_.commit_packing(stream);
     reading_.set_plan(id, fitted, stream);
     for (index_t layer = 0; layer < shape_.layers; ++layer) {

@@ -3,10 +3,12 @@
 #include <deque>
 
 #include "cases/steps_case.hpp"
+#include "support/open_policies.hpp"
 #include "tessera/budget/adaptive.hpp"
 #include "tessera/methods/loopserve.hpp"
 #include "tessera/methods/loopserve_decode.hpp"
 #include "tessera/prefill/covering_lines.hpp"
+#include "tessera/scorer/observation_window.hpp"
 
 using namespace tessera;
 using namespace gpu_test;
@@ -19,22 +21,25 @@ using dropping = recipe<retain<newest_queries, uniform, top_tokens>, dense<bf16,
                         every_outputs, covering_lines>;
 using uneven =
     recipe<filter<newest_queries, adaptive, top_tokens>, dense<bf16, 64>, retrieve_all, dense_decode, every_outputs>;
+using skipping = recipe<filter<observation_window, uniform, top_tokens>, dense<bf16, 64>, retrieve_all, dense_decode,
+                        support::every_other_turn>;
 
-/// Often, so that short conversations choose in most of their steps.
+/// Often and soon, so that short conversations choose in most of their steps, and begin with some that read everything.
 struct often {
   template <class Method>
   void operator()(Method& method, const model_shape&) const {
-    const index_t choices[] = {1, 3, 5};
+    const index_t choices[] = {1, 3, 5}, first[] = {0, 1, 4, 16};
     method.schedule.every = choices[draw(0, 2)];
+    method.schedule.first = first[draw(0, 3)];
     if constexpr (Method::retain_type::splits) {
       if (draw(0, 1)) method.retain.scope.per = reading_head::q_head;
     }
   }
 };
 
-/// A prompt in chunks of at most `chunk` tokens, and its attention, in every layer; the prompt ends.
+/// A prompt in chunks of at most `chunk` tokens, and its attention, in every layer.
 template <class Method>
-void take_prompt(cuda::cache<Method>& cache, index_t id, const std::deque<step_rows<bf16>>& layers, index_t chunk) {
+void take_chunks(cuda::cache<Method>& cache, index_t id, const std::deque<step_rows<bf16>>& layers, index_t chunk) {
   constexpr int D = Method::layout_type::k_dim;
   const index_t total = layers[0].tokens;
   for (index_t done = 0; done < total; done += chunk) {
@@ -52,21 +57,30 @@ void take_prompt(cuda::cache<Method>& cache, index_t id, const std::deque<step_r
       cuda::check(cudaDeviceSynchronize(), "cudaDeviceSynchronize");
     }
   }
+}
+/// The same, and the prompt ends.
+template <class Method>
+void take_prompt(cuda::cache<Method>& cache, index_t id, const std::deque<step_rows<bf16>>& layers, index_t chunk) {
+  take_chunks(cache, id, layers, chunk);
   cache.end_prefill(id, nullptr);
 }
 
+/// Every layer of a step that has been prepared.
 template <class Method>
-std::vector<float> take_step(cuda::cache<Method>& cache, const std::vector<index_t>& ids, const step_rows<bf16>& x) {
+void take_layers(cuda::cache<Method>& cache, const batch& step, const step_rows<bf16>& x, float* out,
+                 cudaStream_t stream) {
   constexpr int D = Method::layout_type::k_dim;
-  const index_t layers = cache.shape().layers;
-  buffer<float> out(x.q.size() * std::size_t(layers));
-  const batch step = cache.prepare_step(ids, x.tokens, nullptr);
-  cache.begin_step(step, nullptr);
-  for (index_t layer = 0; layer < layers; ++layer) {
+  cache.begin_step(step, stream);
+  for (index_t layer = 0; layer < cache.shape().layers; ++layer) {
     cache.decode(
         layer, step, x.rows(x.dq.data, x.q_heads), x.rows(x.dk.data, x.kv_heads), x.rows(x.dv.data, x.kv_heads),
-        nhd_rows(out.data + offset_t(layer) * offset_t(x.q.size()), x.tokens, x.q_heads, D, x.sequences), {}, nullptr);
+        nhd_rows(out + offset_t(layer) * offset_t(x.q.size()), x.tokens, x.q_heads, D, x.sequences), {}, stream);
   }
+}
+template <class Method>
+std::vector<float> take_step(cuda::cache<Method>& cache, const std::vector<index_t>& ids, const step_rows<bf16>& x) {
+  buffer<float> out(x.q.size() * std::size_t(cache.shape().layers));
+  take_layers(cache, cache.prepare_step(ids, x.tokens, nullptr), x, out.data, nullptr);
   return out.get();
 }
 
@@ -107,10 +121,69 @@ TEST_CASE("lists of uneven heads are chosen again where they lie", "[gpu][cache]
   hold_conversations<uneven>(40, scales::any, often{});
 }
 
+TEST_CASE("a filter that lets a prompt's end pass reads what the CPU's reads: everything", "[gpu][cache][following]") {
+  if (gpu_missing()) return;
+  hold_conversations<skipping>(40);
+}
+
+TEST_CASE("a recorded step reads everything before a turn's first choice, and lists behind it",
+          "[gpu][cache][following]") {
+  if (gpu_missing()) return;
+  const model_shape shape{2, 4, 2};
+  cudaStream_t stream;
+  cuda::check(cudaStreamCreateWithFlags(&stream, cudaStreamNonBlocking), "cudaStreamCreate");
+  for (const reading_head per : {reading_head::kv_head, reading_head::q_head}) {
+    decoding method;
+    method.set_budget(40);
+    method.retain.scope.per = per;
+    method.schedule.first = 5;
+    method.schedule.every = 3;
+    cuda::cache<decoding> recorded(shape, method, options_of(1));
+    const index_t id = recorded.open();
+    cuda::cache<decoding> launched(recorded);
+    step_rows<bf16> x(1, 1, shape, 64);
+    buffer<float> out(x.q.size() * 2), other(x.q.size() * 2);
+    std::map<bool, std::unique_ptr<graph>> graphs;  // the same ones in every turn
+    for (const index_t prompt : {index_t(120), index_t(1), index_t(60)}) {
+      std::deque<step_rows<bf16>> rows;
+      for (index_t layer = 0; layer < shape.layers; ++layer) rows.emplace_back(1, prompt, shape, 64);
+      for (auto* cache : {&recorded, &launched}) {
+        take_chunks(*cache, id, rows, 50);
+        for (index_t h = 0; h < shape.kv_heads; ++h)  // an earlier turn's lists have ended
+          REQUIRE(cache->readable(1, id, h) == cache->positions(1, id, h));
+        cache->end_prefill(id, nullptr);
+      }
+      cuda::check(cudaDeviceSynchronize(), "cudaDeviceSynchronize");
+      for (index_t outputs = 1; outputs <= shrunk(12, 6); ++outputs) {
+        x.dq.set(random_rows<bf16>(x.q.size(), 64, 1.5f));
+        x.dk.set(random_rows<bf16>(x.k.size(), 64, 1.5f));
+        const batch now = recorded.prepare_step({id}, 1, stream);
+        REQUIRE(now.evicts_last == (outputs >= 5 && (outputs - 5) % 3 == 0));
+        auto& step = graphs[now.evicts_last];
+        if (!step) step = std::make_unique<graph>(stream, [&] { take_layers(recorded, now, x, out.data, stream); });
+        step->launch();
+        take_layers(launched, launched.prepare_step({id}, 1, stream), x, other.data, stream);
+        cuda::check(cudaStreamSynchronize(stream), "cudaStreamSynchronize");
+        REQUIRE(same_bits(out.get(), other.get()));
+        for (index_t h = 0; h < shape.kv_heads; ++h) {
+          const auto read = recorded.readable(1, id, h);
+          REQUIRE(read == launched.readable(1, id, h));
+          if (outputs < 5) REQUIRE(read == recorded.positions(1, id, h));
+          if (outputs >= 5 && per == reading_head::kv_head && recorded.next_position(id) > 60)
+            REQUIRE(index_t(read.size()) == 40 + (outputs - 5) % 3);
+        }
+      }
+    }
+    REQUIRE(graphs.size() == 2);
+  }
+  cuda::check(cudaStreamDestroy(stream), "cudaStreamDestroy");
+}
+
 TEST_CASE("steps that choose again are recorded apart, and replayed to the bit", "[gpu][cache][following]") {
   if (gpu_missing()) return;
   const auto with = [](auto change) {
     return [=](auto& method) {
+      method.schedule.first = 3;
       method.schedule.every = 4;
       change(method);
     };
@@ -128,6 +201,7 @@ TEST_CASE("columns of all prompts join what loopserve's steps read", "[gpu][cach
   for (const reading_head per : {reading_head::kv_head, reading_head::q_head}) {
     whole method;
     method.set_budget(40);
+    method.schedule.first = 2;
     method.schedule.every = 3;
     method.retain.scope.per = per;
     method.prefill.alpha = 0.6f;
@@ -180,6 +254,7 @@ TEST_CASE("what steps choose does not depend on how a dense prompt was cut", "[g
   const model_shape shape{2, 4, 2};
   decoding method;
   method.set_budget(40);
+  method.schedule.first = 1;
   method.schedule.every = 2;
   const std::vector<index_t> chunks{1, 2, 15, 17, 90};
   std::vector<cuda::cache<decoding>> caches;
@@ -209,6 +284,7 @@ TEST_CASE("a larger budget is read from the next choice on, in lists that have r
   const model_shape shape{1, 4, 2};
   decoding method;
   method.set_budget(20);
+  method.schedule.first = 0;
   method.schedule.every = 4;
   cuda::cache<decoding> cache(shape, method, options_of(1));
   cache.open();

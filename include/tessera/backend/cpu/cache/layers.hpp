@@ -257,7 +257,8 @@ class layers {
     bool made = false, observed = false;
     host_vector<selection> kept{1};  // one, or one for each place in a group whose query heads choose apart
     ranked_tokens ranked;
-    typename reading<Recipe>::lists passed;  // a filter's lists to come: the same, or everything; none: those it has stay
+    typename reading<Recipe>::lists
+        passed;  // a filter's lists to come: the same, or everything; none: those it has stay
   };
 
   host_vector<choice>& begin(index_t count) {
@@ -300,8 +301,7 @@ class layers {
   }
   /// Carries a choice out. Needs no memory.
   void commit(index_t layer, index_t id, choice& made) {
-    if (made.made && tracing_ranks_ && roles_.follows_recipe(layer))
-      std::swap(ranked_[place(layer, id)], made.ranked);
+    if (made.made && tracing_ranks_ && roles_.follows_recipe(layer)) std::swap(ranked_[place(layer, id)], made.ranked);
     if (!made.passed.empty()) {
       reading_.pass(layer, id, made.passed);
     } else if (made.made) {

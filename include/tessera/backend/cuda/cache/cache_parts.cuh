@@ -132,8 +132,7 @@ class cache_parts : public cache_answers<Recipe, Out> {
     return to;
   }
 
-  /// Plans what the layers of a conversation whose prompt ends keep, or let through; returns those that have anything to do. Where
-  /// the schedule is not `due`, a filter lets everything through.
+  /// Plans what the layers of a conversation whose prompt ends keep, or let through; returns those that have anything to do.
   host_vector<index_t> plan_choice(index_t id, bool due, const planned<Recipe>& fitted, cudaStream_t stream) {
     if (due) first_.count_over_model(id, store_, fitted, roles_, stream);
     host_vector<index_t> layers;
@@ -186,23 +185,21 @@ class cache_parts : public cache_answers<Recipe, Out> {
     }
   }
   /// A layer keeps, or lets through, what is chosen when a prompt ends; `kept`: by the layer before, for one that takes it over.
-  void choose(index_t layer, index_t id, const planned<Recipe>& fitted, kept_slots& kept, cudaStream_t stream) {
+  /// Where the schedule is not `due`, a filter lets everything through.
+  void choose(index_t layer, index_t id, bool due, const planned<Recipe>& fitted, kept_slots& kept,
+              cudaStream_t stream) {
     for (index_t m = 0; m < first_.members().count(); ++m) {
-      if (first_.chooser(layer, fitted, roles_) == layer) {
+      if (!due) {
+        kept = {{nullptr, store_.lengths(layer, id)}, {store_.bound(layer, id), {}}};
+      } else if (first_.chooser(layer, fitted, roles_) == layer) {
         kept = first_.choose(layer, id, store_, fitted, roles_.rule(layer), conversations_.reach(id, layer),
                              next_.data() + id, stream, m);
       }
       if (!filters) return store_.keep(layer, id, kept, stream);
-      const joined_columns columns = prompts_.columns(first_.chooser(layer, fitted, roles_));
+      const joined_columns columns = due ? prompts_.columns(first_.chooser(layer, fitted, roles_)) : joined_columns{};
       if (columns.bits) kept.bound = {store_.bound(layer, id), {}};
       reading_.lists().pass(layer, id, m, kept, columns, stream);
     }
-  }
-  /// A filter that does not choose when a prompt ends lets everything through.
-  void pass_everything(index_t layer, index_t id, cudaStream_t stream) {
-    const kept_slots all{{nullptr, store_.lengths(layer, id)}, {store_.bound(layer, id), {}}};
-    for (index_t m = 0; m < first_.members().count(); ++m)
-      reading_.lists().pass(layer, id, m, all, joined_columns{}, stream);
   }
   /// Drops, within a step, what the first stage does not choose, or lets through what it does; the newest `own` tokens stay.
   void choose_in_step(index_t layer, const batch& step, const view_type& all, index_t own, cudaStream_t stream) {
