@@ -1,7 +1,7 @@
 // What appending and packing read and write, on both backends.
 #pragma once
 
-#include <string>
+#include <type_traits>
 
 #include "../error.hpp"
 #include "../selection.hpp"

@@ -191,3 +191,18 @@ TEST_CASE("a list of slots refuses what cannot be put in order") {
   view.positions = at.data();
   CHECK_THROWS_WITH(ordered.list(view), contains("position of slots 0 and 2 is 5"));
 }
+
+TEST_CASE("of a long text the newest tokens stay") {
+  rng random(414);
+  for (const index_t next : {1 << 24, (1 << 30) + 17}) {
+    kv_tensor<float, dim> held(random, 1, 1, {100});
+    held.positions.resize(100);
+    std::iota(held.positions.begin(), held.positions.end(), next - 100);
+    asked by(random, held, 1, 1);
+    by.first = {next};
+    std::vector<index_t> newest(20);
+    std::iota(newest.begin(), newest.end(), 80);
+    const selection kept = choose<position>(held.view(), by);
+    CHECK(std::vector<index_t>(kept.row(0), kept.row(0) + kept.counts[0]) == newest);
+  }
+}

@@ -11,6 +11,7 @@
 
 TESSERA_NAMESPACE_BEGIN
 namespace cpu {
+inline namespace TESSERA_HOST_ISA {
 
 /// Lists of slots whose positions ascend, for every (sequence, kv_head) of a view. Through them every operation reads rows that
 /// stand in any order; what it chooses are places in these lists.
@@ -76,5 +77,6 @@ class ordered_slots {
   std::vector<index_t> counts_, slots_, positions_;
 };
 
+}  // namespace TESSERA_HOST_ISA
 }  // namespace cpu
 TESSERA_NAMESPACE_END
