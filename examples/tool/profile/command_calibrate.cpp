@@ -132,9 +132,8 @@ void calibrate(const calibrate_options& given) {
       const auto tokens = index_t(prompt.size());
       std::vector<setting> own = settings;
       if (method.fuses_chunks) own.push_back({"chunk", std::to_string(tessera::most_tokens)});  // one choice a prompt
-      const index_t budget =
-          std::clamp(index_t(tessera::decimal_share(share).up(tokens)), method.budgets.least,
-                     tokens - 1);  // all must compete
+      const auto kept = index_t(tessera::decimal_share(share).up(tokens));
+      const index_t budget = std::clamp(kept, method.budgets.least, tokens - 1);  // all must compete
       const auto cache =
           make_cache(method, backend::cpu, {shape, config.head_dim, element_type::fp32, budget, own, workers, tokens});
       (void)cache->trace_ranked();

@@ -99,22 +99,19 @@ using fp32 = float;
 template <class T>
 concept element = std::same_as<T, fp32> || std::same_as<T, fp16> || std::same_as<T, bf16>;
 
-// Compilers show the line of a concept that fails: the sentence stands on it.
 /// What rows of queries, keys, values and outputs may hold. No other number: of an integer nobody knows whether it holds bits.
+/// Compilers show the line of a concept that fails, and so the sentence that stands on it.
 template <class T>
-concept row_element = element<T> || std::same_as<T, fp8>;  // tessera: rows hold float, fp16, bf16 or fp8; see as_elements
+concept row_element =
+    element<T> || std::same_as<T, fp8>;  // tessera: rows hold float, fp16, bf16 or fp8; see as_elements
 
 /// Bits of fp16, bf16 or fp8 that an engine keeps in unsigned integers (ggml, ONNX Runtime), seen as elements: as_elements<bf16>(bits).
 template <row_element T>
-requires(!std::same_as<T, fp32>)
-const T* as_elements(const decltype(T::bits)* bits) {
+requires(!std::same_as<T, fp32>) const T* as_elements(const decltype(T::bits)* bits) {
   return reinterpret_cast<const T*>(bits);
 }
 template <row_element T>
-requires(!std::same_as<T, fp32>)
-T* as_elements(decltype(T::bits)* bits) {
-  return reinterpret_cast<T*>(bits);
-}
+requires(!std::same_as<T, fp32>) T* as_elements(decltype(T::bits)* bits) { return reinterpret_cast<T*>(bits); }
 
 /// Head dims that every kernel is built for; the largest.
 template <int D>

@@ -48,7 +48,8 @@ struct lag_relative {
   TESSERA_HD float ranked(index_t rank) const { return float(rank) / float(lag); }
   TESSERA_HD float outside(index_t slot, index_t stored) const {
     if (slot < sinks) return infinity;
-    const index_t behind = 3 * lag - (stored - slot);  // they are among the last 2 * lag slots: whole numbers tell them apart
+    // They are among the last 2 * lag slots, or all: whole numbers tell them apart, however much is stored.
+    const index_t behind = 3 * lag - (stored - slot);
     return float(behind > 1 ? behind : 1);
   }
 

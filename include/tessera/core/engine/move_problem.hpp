@@ -1,7 +1,7 @@
 // What appending and packing read and write, on both backends.
 #pragma once
 
-#include <string>
+#include <type_traits>
 
 #include "../error.hpp"
 #include "../selection.hpp"
@@ -34,7 +34,8 @@ void require_row_scales(const View& view) {
               "keep a scale for each row, or encode and store the rows yourself where a tensor has one scale");
     };
     needs("stride of scales from token to token", view.scales.token, true);
-    needs("stride of scales from head to head", view.scales.head, view.kv_heads > 1 && !detail::table_tells_heads(view.table, view.kv_heads));
+    needs("stride of scales from head to head", view.scales.head,
+          view.kv_heads > 1 && !detail::table_tells_heads(view.table, view.kv_heads));
     needs("stride of scales from sequence to sequence, or page to page", view.scales.outer,
           page_table<table> || (std::is_same_v<table, contiguous> && view.sequences > 1));
   }

@@ -181,6 +181,21 @@ TEST_CASE("slots of a ring in the order of their positions give what slots in or
   }
 }
 
+TEST_CASE("a column beside the rows of a ring goes through the list too") {
+  const std::vector<index_t> at{8, 9, 3, 5, 2, 1, 7}, counts{4, 3};
+  const std::vector<float> scores{80, 90, 30, 50, 20, 10, 70};
+  const std::vector<offset_t> begin{0, 4};
+  ring_view view;
+  view.sequences = 1, view.kv_heads = 2;
+  view.lengths = counts.data(), view.length_strides = {2, 1};
+  view.positions = at.data(), view.position_begin = begin.data();
+  cpu::ordered_slots ordered;
+  ordered.list(view);
+  CHECK(ordered.in_order(slot_column<const float>{scores.data(), 0, 0, begin.data()}) ==
+        std::vector<float>{30, 50, 80, 90, 10, 20, 70});
+  CHECK(std::vector<offset_t>(ordered.begins(), ordered.begins() + 3) == std::vector<offset_t>{0, 4, 7});
+}
+
 TEST_CASE("a list of slots refuses what cannot be put in order") {
   const std::vector<index_t> at{5, 2, 5}, counts{3};
   ring_view view;
@@ -190,4 +205,19 @@ TEST_CASE("a list of slots refuses what cannot be put in order") {
   CHECK_THROWS_WITH(ordered.list(view), contains("positions of the view is null"));
   view.positions = at.data();
   CHECK_THROWS_WITH(ordered.list(view), contains("position of slots 0 and 2 is 5"));
+}
+
+TEST_CASE("of a long text the newest tokens stay") {
+  rng random(414);
+  for (const index_t next : {1 << 24, (1 << 30) + 17}) {
+    kv_tensor<float, dim> held(random, 1, 1, {100});
+    held.positions.resize(100);
+    std::iota(held.positions.begin(), held.positions.end(), next - 100);
+    asked by(random, held, 1, 1);
+    by.first = {next};
+    std::vector<index_t> newest(20);
+    std::iota(newest.begin(), newest.end(), 80);
+    const selection kept = choose<position>(held.view(), by);
+    CHECK(std::vector<index_t>(kept.row(0), kept.row(0) + kept.counts[0]) == newest);
+  }
 }

@@ -4,16 +4,18 @@
 #include <algorithm>
 #include <numeric>
 #include <string>
+#include <type_traits>
 
 #include "../../../core/error.hpp"
 #include "../../../core/host_vector.hpp"
+#include "../../../core/stored/slot_column.hpp"
 #include "../../../core/views.hpp"
 
 TESSERA_NAMESPACE_BEGIN
 namespace cpu {
 
 /// Lists of slots whose positions ascend, for every (sequence, kv_head) of a view. Through them every operation reads rows that
-/// stand in any order; what it chooses are places in these lists.
+/// stand in any order; what it chooses are places in these lists. A column beside the rows goes through them too: `in_order`.
 /// Cost     a sort of every row's slots, and 8 bytes a slot; of K and V nothing is copied.
 class ordered_slots {
  public:
@@ -66,6 +68,18 @@ class ordered_slots {
     result.table = {listed.table, slots_.data(), begins_.data(), heads_};
     return result;
   }
+
+  /// A column beside the rows (scores, segments) as the view has them: pass {result.data(), 0, 0, begins()} with it.
+  template <class T>
+  host_vector<std::remove_const_t<T>> in_order(const slot_column<T>& column) const {
+    host_vector<std::remove_const_t<T>> result;
+    for (std::size_t row = 0; row < counts_.size(); ++row) {
+      const T* from = column.row(index_t(row) / heads_, index_t(row) % heads_, heads_);
+      for (index_t i = 0; i < counts_[row]; ++i) result.push_back(from[slot(offset_t(row), i)]);
+    }
+    return result;
+  }
+  const offset_t* begins() const { return begins_.data(); }
 
   /// The engine's slot at a place of a row's list, row = sequence * kv_heads + head.
   index_t slot(offset_t row, index_t place) const { return slots_[std::size_t(begins_[std::size_t(row)] + place)]; }

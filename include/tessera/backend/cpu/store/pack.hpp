@@ -52,7 +52,9 @@ void append(const append_problem<View, E>& p) {
     }
   }
   require_pages(view, p.pool, [&](index_t b, index_t h) { return view.length(b, h) + added(b); });
-  const auto first_of = [&](index_t b, index_t h) { return p.first_position ? p.first_position[b] : view.length(b, h); };
+  const auto first_of = [&](index_t b, index_t h) {
+    return p.first_position ? p.first_position[b] : view.length(b, h);
+  };
   for (index_t row = 0; p.positions.data && row < view.sequences * view.kv_heads; ++row) {
     const index_t b = row / view.kv_heads, h = row % view.kv_heads, length = view.length(b, h);
     if (length == 0 || added(b) == 0) continue;

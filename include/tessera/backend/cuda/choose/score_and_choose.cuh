@@ -44,7 +44,8 @@ index_t most_kept(const Policy& policy, index_t layers, index_t kv_heads, index_
 /// No allocation, no synchronisation, no length on the host: a recorded run can be replayed while lengths change.
 /// Returns  row r = sequence * kv_heads + head, from r * limits.kept on, in the workspace: valid until its next run.
 /// Errors   what the scorer needs is not there, more than the limits allow: tessera::error before anything is launched.
-///          Reported by a later call: positions that do not ascend (watch_order). Not seen by the host: heads of different lengths where they keep the same slots.
+///          Reported by a later call: positions that do not ascend (watch_order). Not seen by the host: heads of different
+///          lengths where they keep the same slots.
 /// Cost     scorers of a window: attentive_score; those by contents: score_contents, score_lagged; of statistics:
 ///          score_expected. Then pooling, budget and
 ///          selection: choose_kept, of one row a sequence where its heads choose together.

@@ -116,9 +116,7 @@ struct append_share {
     if (p.positions.data) {
       const index_t position = (p.first_position ? p.first_position[sequence] : length) + token;
       index_t* at = &p.positions.at(sequence, head, p.view.kv_heads, slot);
-      if (word && token == 0 && slot > 0 && at[-1] >= position) {
-        note_disorder(word, sequence * p.view.kv_heads + head, slot);
-      }
+      if (word && token == 0 && slot > 0 && at[-1] >= position) note_disorder(word, sequence, head, slot);
       *at = position;
     }
     if (p.scores.data) p.scores.at(sequence, head, p.view.kv_heads, slot) = 0;
@@ -268,9 +266,11 @@ __global__ void __launch_bounds__(append_threads) advance_entry(const __grid_con
 
 /// Appends new K and V rows of every (sequence, kv_head), as the view stores rows, and advances the lengths on the device.
 ///
-/// Lengths are per (sequence, head), or per sequence with length_strides.head 0. New positions that do not go on behind the stored
-/// ones are reported by a later call, as watch_order does, unless the view's `order` says that they ascend. One launch for a decode step's few
+/// Lengths are per (sequence, head), or per sequence with length_strides.head 0. One launch for a decode step's few
 /// tokens, a second tiny one for a prefill chunk, one more where segments are numbered.
+/// Errors   what the host can know of shapes, memory and scales: tessera::error, before anything is launched. New positions that
+///          do not go on behind the stored ones a later call reports, as watch_order's findings, unless the view's `order`
+///          says that they ascend.
 /// Workspace  none.   Cost  reads and writes each new row once.
 template <class View, class E>
 class append {
@@ -306,7 +306,7 @@ class append {
     detail::disorder_word word = nullptr;
     if (p.positions.data && p.view.order != slot_order::ascending) {
       const auto& found = detail::found_disorder::of_process();
-      found.report(kv_heads_);
+      found.report();
       word = found.word();
     }
     const index_t groups = p.view.sequences * (p.view.length_strides.head ? kv_heads_ : 1);

@@ -10,7 +10,8 @@ TESSERA_NAMESPACE_BEGIN
 namespace cuda {
 namespace detail {
 
-/// A slot whose position is not more than that of the slot before it: row + 1, then the slot; 0: none was found.
+/// A slot whose position is not more than that of the slot before it: 1, then 20 bits of the sequence, 12 of the kv_head, 31 of the
+/// slot; 0: none was found.
 using disorder_word = volatile unsigned long long*;
 
 /// The word of page-locked memory, one for the process, in which kernels leave what they find.
@@ -37,13 +38,13 @@ class found_disorder {
   }
   disorder_word word() const { return word_; }
   /// Errors   what an earlier call found: tessera::error; it is forgotten then.
-  void report(index_t kv_heads) const {
+  void report() const {
     const unsigned long long found = *word_;
     if (found == 0) return;
     *word_ = 0;
-    const auto row = index_t((found >> 32) - 1), slot = index_t(found & 0xffffffffu);
-    fail("position of slot " + std::to_string(slot) + " (sequence " + std::to_string(row / kv_heads) + ", kv_head " +
-             std::to_string(row % kv_heads) + " of an earlier call)",
+    fail("position of slot " + std::to_string(found & 0x7fffffffu) + " (sequence " +
+             std::to_string(found >> 43 & 0xfffffu) + ", kv_head " + std::to_string(found >> 31 & 0xfffu) +
+             " of an earlier call)",
          "not more than that of the slot before it", "positions that ascend by slot",
          "read such slots through a `filtered` table that lists them by position");
   }
@@ -52,8 +53,9 @@ class found_disorder {
   disorder_word word_ = nullptr;
 };
 
-__device__ inline void note_disorder(disorder_word word, index_t row, index_t slot) {
-  *word = (unsigned long long)(row + 1) << 32 | unsigned(slot);
+__device__ inline void note_disorder(disorder_word word, index_t sequence, index_t head, index_t slot) {
+  *word = 1ull << 63 | (unsigned long long)(sequence & 0xfffff) << 43 | (unsigned long long)(head & 0xfff) << 31 |
+          unsigned(slot);
 }
 
 /// What of a view says where positions are.
@@ -73,7 +75,7 @@ __global__ void __launch_bounds__(Threads) find_disorder_entry(position_rows of,
   const index_t length = of.lengths[b * of.length_sequence + h * of.length_head];
   const index_t* at = of.positions + (of.begin ? of.begin[row] : b * of.sequence_stride + h * of.head_stride);
   for (index_t i = 1 + index_t(blockIdx.y * Threads + threadIdx.x); i < length; i += index_t(gridDim.y) * Threads) {
-    if (at[i] <= at[i - 1]) note_disorder(word, row, i);
+    if (at[i] <= at[i - 1]) note_disorder(word, b, h, i);
   }
 }
 
@@ -88,7 +90,7 @@ void watch_order(const View& view, cudaStream_t stream) {
   if constexpr (requires { view.order; }) {
     if (!view.positions || view.order == slot_order::ascending || view.sequences <= 0) return;
     const auto& found = detail::found_disorder::of_process();
-    found.report(view.kv_heads);
+    found.report();
     const detail::position_rows of{view.positions,
                                    view.lengths,
                                    view.position_begin,
