@@ -89,6 +89,10 @@ class TesseraCache(transformers.Cache):
         return Handed(key_states, self, layer_idx), value_states
 
     @property
+    def is_initialized(self):
+        return self.tokens > 0
+
+    @property
     def sequences(self):
         """Sequences of the batch; -1 before the first call."""
         return -1 if self._handle is None else self._made_for[2]

@@ -7,9 +7,12 @@ import torch
 from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
 
 STEADY = ("linear", "llama3", "yarn")  # kinds of RoPE whose speeds do not change with the length of the text
-# Element d of a head turns with element d + dim / 2, in every layer but those that the config says to have no RoPE.
-HALVES = frozenset("""llama mistral qwen2 qwen3 gemma gemma2 gemma3_text gpt_oss smollm3 exaone4 cohere2""".split())
-SLIDING_LAYERS_ALONE = ("cohere2", "exaone4")  # full layers have no RoPE where others slide
+# Element d of a head turns with element d + dim / 2 in every layer, or in every layer but those that have no RoPE.
+HALVES = frozenset("""
+    apertus arcee bitnet cohere2 cwm exaone4 exaone_moe flex_olmo gemma gemma2 gemma3_text gpt_oss granite granitemoe hunyuan_v1_dense
+    jais2 llama minimax_m2 ministral ministral3 mistral mixtral olmo olmo2 olmo3 olmoe phi3 phimoe qwen2 qwen2_moe qwen3 qwen3_moe
+    seed_oss smollm3 solar_open starcoder2 vaultgemma""".split())
+SLIDING_ALONE = ("cohere2", "exaone4", "exaone_moe")  # full layers have no RoPE; those of cohere2 that slide turn neighbours
 
 
 def speeds(config, dim):
@@ -36,8 +39,6 @@ def speeds(config, dim):
         _refuse("has no rope_theta in the config")
     if part not in (None, 1, 1.0):
         _refuse(f"turns {part} of each head")
-    if "mrope_section" in rope:
-        _refuse("turns by several positions of a token (M-RoPE)")
     if form == "default":
         return [theta ** (-2 * i / dim) for i in range(dim // 2)]
     if form not in STEADY:
@@ -50,8 +51,8 @@ def _layers_with_rope(config):
     """Of each layer in which methods choose, whether it has RoPE."""
     kinds = getattr(config, "layer_types", None) or ["full_attention"] * config.num_hidden_layers
     chosen = [layer for layer, kind in enumerate(kinds) if kind != "sliding_attention"]
-    if config.model_type in SLIDING_LAYERS_ALONE:
-        return [config.model_type == "exaone4" and config.sliding_window is None for _ in chosen]
+    if config.model_type in SLIDING_ALONE and (config.model_type == "cohere2" or config.sliding_window is not None):
+        return [False for _ in chosen]
     turns = getattr(config, "no_rope_layers", None)  # 1 where a layer has RoPE, in spite of the name
     return [turns is None or bool(turns[layer]) for layer in chosen]
 

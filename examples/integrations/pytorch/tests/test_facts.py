@@ -5,7 +5,7 @@ import pytest
 import torch
 import transformers
 from conftest import padded
-from tessera_torch import TesseraCache, model_facts
+from tessera_torch import TesseraCache, model_facts, rope
 from transformers.models.gemma3.modeling_gemma3 import Gemma3RotaryEmbedding
 from transformers.models.llama.modeling_llama import LlamaRotaryEmbedding
 
@@ -13,17 +13,17 @@ LLAMA3 = dict(rope_type="llama3", factor=8.0, low_freq_factor=1.0, high_freq_fac
 GREEDY = dict(do_sample=False, pad_token_id=0, eos_token_id=None)
 
 
-def llama(**rope):
+def llama(**options):
     sizes = dict(hidden_size=128, num_attention_heads=2, head_dim=64, max_position_embeddings=4096)
     if int(transformers.__version__.split(".")[0]) >= 5:
-        return transformers.LlamaConfig(**sizes, rope_parameters={"rope_type": "default", "rope_theta": 5e5, **rope})
-    return transformers.LlamaConfig(**sizes, rope_theta=5e5, rope_scaling=rope or None)
+        return transformers.LlamaConfig(**sizes, rope_parameters={"rope_type": "default", "rope_theta": 5e5, **options})
+    return transformers.LlamaConfig(**sizes, rope_theta=5e5, rope_scaling=options or None)
 
 
-@pytest.mark.parametrize("rope", [{}, LLAMA3, dict(rope_type="linear", factor=4.0)], ids=["default", "llama3", "linear"])
-def test_speeds_are_those_of_the_model_s_rotary_embedding(rope):
-    config = llama(**rope)
-    got = torch.tensor(model_facts.rope_frequencies(config, 64))
+@pytest.mark.parametrize("options", [{}, LLAMA3, dict(rope_type="linear", factor=4.0)], ids=["default", "llama3", "linear"])
+def test_speeds_are_those_of_the_model_s_rotary_embedding(options):
+    config = llama(**options)
+    got = torch.tensor(rope.speeds(config, 64))
     assert torch.allclose(got, LlamaRotaryEmbedding(config).inv_freq, rtol=1e-6)
 
 
@@ -31,11 +31,12 @@ def test_speeds_of_layers_that_do_not_slide():
     config = transformers.Gemma3TextConfig(hidden_size=128, num_attention_heads=2, head_dim=64, num_hidden_layers=6)
     embedding = Gemma3RotaryEmbedding(config)
     want = embedding.full_attention_inv_freq if hasattr(embedding, "full_attention_inv_freq") else embedding.inv_freq
-    assert torch.allclose(torch.tensor(model_facts.rope_frequencies(config, 64)), want, rtol=1e-6)
+    assert torch.allclose(torch.tensor(rope.speeds(config, 64)), want, rtol=1e-6)
 
 
 def test_no_speeds_where_they_change_with_the_text():
-    assert model_facts.rope_frequencies(llama(rope_type="dynamic", factor=2.0), 64) == []
+    with pytest.raises(ValueError, match="^RoPE of the model is of the type 'dynamic', whose speeds change with the length of the text; "):
+        rope.speeds(llama(rope_type="dynamic", factor=2.0), 64)
 
 
 def test_segments_end_behind_delimiters(tokenizer):
