@@ -86,23 +86,23 @@ class executor {
     ~helpers() { keep(0); }
 
     /// As many of them as the system gives.
-    void start(int count) {
-      threads.reserve(std::size_t(count));
+    void start(int wanted) {
+      threads.reserve(std::size_t(wanted));
       try {
-        for (int worker = 1; worker <= count; ++worker) threads.emplace_back([this, worker] { serve(worker); });
+        for (int worker = 1; worker <= wanted; ++worker) threads.emplace_back([this, worker] { serve(worker); });
       } catch (const std::system_error&) {
         const std::size_t cores = (std::max)(1u, std::thread::hardware_concurrency());
         keep((std::max)(threads.size() / 2, (std::min)(threads.size(), cores - 1)));
       }
     }
     /// One that is never joined would wait on members that are gone.
-    void keep(std::size_t count) noexcept {
+    void keep(std::size_t kept) noexcept {
       {
         std::lock_guard lock(mutex);
-        most = count;
+        most = kept;
       }
       wake.notify_all();
-      for (; threads.size() > count; threads.pop_back()) threads.back().join();
+      for (; threads.size() > kept; threads.pop_back()) threads.back().join();
     }
 
     /// Returns what an item threw first.
