@@ -16,7 +16,7 @@
 // Inline namespaces carry the version, so that two engines in one process can each include their own copy, and the
 // instruction set that the compiler may use (host_isa.hpp), so that units built with different target flags can be linked
 // into one program and chosen by what the processor has: no function of one is taken for that of the other. So does what
-// they pass each other: a recipe or a cache made in a unit of other flags is a link error. docs/decisions/0017-*.md.
+// they pass each other: a recipe or a cache made in a unit of other flags is a link error. docs/decisions/0017-one-namespace-a-target.md.
 #define TESSERA_NAMESPACE_BEGIN \
   namespace tessera {           \
   inline namespace v0_1 {       \
