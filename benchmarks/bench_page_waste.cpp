@@ -60,7 +60,7 @@ int main(int count, char** arguments) {
           const page_plan plan = plan_pages(
               groups, page, std::vector<index_t>(shares.size(), 0), {prompt, chunk, window},
               [&](index_t layer, index_t head, index_t seen) { return budget.share_of(layer, head, seen); },
-              [](index_t) { return false; });
+              [](index_t) { return false; }, [](index_t) { return 0; });
           double kept = 0, held = 0;
           for (index_t h = 0; h < layers * kv_heads; ++h)
             kept += std::max(window, budget.share_of(h / kv_heads, h % kv_heads, prompt));

@@ -13,6 +13,9 @@ tessera_source_check(docs Python3::Interpreter "${checks}/docs.py" "${PROJECT_SO
 tessera_source_check(forbidden_text Python3::Interpreter "${checks}/forbidden_text.py" "${PROJECT_SOURCE_DIR}")
 tessera_source_check(serving_simulation Python3::Interpreter "${PROJECT_SOURCE_DIR}/benchmarks/serving/test_simulate.py")
 tessera_source_check(checks_fail_when_they_should Python3::Interpreter "${checks}/self_test.py" "${CMAKE_CXX_COMPILER}")
+tessera_source_check(two_targets Python3::Interpreter "${checks}/two_targets.py" "${PROJECT_SOURCE_DIR}"
+                     "${CMAKE_CXX_COMPILER}" -std=c++20 "-I${PROJECT_SOURCE_DIR}/include")
+set_tests_properties(two_targets PROPERTIES SKIP_REGULAR_EXPRESSION "skipped: no (x86-64|objdump)")
 if(TARGET tessera)  # the tool is part of what a new method has to reach
   set(with_cuda OFF)
   if(tessera_cuda_engine)

@@ -2,7 +2,7 @@
 """Checks that a file does not compile, and that the compiler's output contains each of its `// expect: sentence` lines.
 
 Usage: compile_fail.py FILE COMPILER [FLAG...]. A file named control_* must compile instead: it proves that the others
-fail for their own reason and not for a wrong flag.
+fail for their own reason and not for a wrong flag. A line `// flags: -fno-exceptions` adds compiler flags.
 """
 import os
 import pathlib
@@ -14,6 +14,8 @@ import sys
 def main(file, *compiler):
     path = pathlib.Path(file)
     expected = re.findall(r"^\s*//\s*expect:\s*(.+?)\s*$", path.read_text(encoding="utf-8"), flags=re.M)
+    own_flags = re.findall(r"^\s*//\s*flags:\s*(.+?)\s*$", path.read_text(encoding="utf-8"), flags=re.M)
+    compiler += tuple(flag for line in own_flags for flag in line.split())
     # Width 0 keeps a message on one line, and the C locale keeps it English.
     run = subprocess.run([*compiler, "-fsyntax-only", "-fmessage-length=0", str(path)], stdout=subprocess.PIPE,
                          stderr=subprocess.STDOUT, text=True, errors="replace", env={**os.environ, "LC_ALL": "C"},

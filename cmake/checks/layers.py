@@ -47,6 +47,13 @@ EXTERNAL = {
 }
 
 
+# Code is in the namespace of the instruction set that it is compiled for (docs/decisions/0017-one-namespace-a-target.md). These
+# headers have words that builds for all of them share, and functions that are inlined always.
+SHARED = ["attention_part.hpp", "encoding.hpp", "error.hpp", "types.hpp", "units.hpp", "views.hpp"]  # of core
+MACROS = ["config.hpp", "host_isa.hpp"]  # of core: the macros themselves
+STD_VECTORS = ["core/host_vector.hpp", "backend/cuda/device/memory.cuh"]  # the second gives its caller one
+
+
 def layer_of(path, include_root):
     parts = path.relative_to(include_root / "tessera").parts
     return "/".join(parts[:2]) if parts[0] == "backend" else parts[0]
@@ -114,6 +121,9 @@ def check_header(path, include_root):
         if "__global__" in line and layer != "backend/cuda":
             yield number, "__global__ outside backend/cuda"
     yield from check_launches(without_comments(text))
+    code = re.sub(r'"(?:\\.|[^"\\\n])*"', '""', without_comments(text))
+    yield from check_namespace(code, path.relative_to(include_root / "tessera").as_posix())
+    yield from check_macros_of_windows(code)
 
 
 def check_launches(text):
@@ -127,6 +137,32 @@ def check_launches(text):
     for launch in re.finditer(r"detail::(\w+_entry)(?:<[^;{}]*?>)?\s*<<<", text):
         if launch[1] in configured:
             yield text.count("\n", 0, launch.start()) + 1, f"{launch[1]} is configured and launched apart"
+
+
+def check_namespace(text, name):
+    """All code is in the namespace of its instruction set, and none of it has one name in every build."""
+    if name in [f"core/{one}" for one in MACROS]:
+        return
+    shares = name in [f"core/{one}" for one in SHARED]
+    if "{" in text and "TESSERA_NAMESPACE_BEGIN" not in text and not (shares and "TESSERA_SHARED_NAMESPACE_BEGIN" in text):
+        yield 1, "the code is not between TESSERA_NAMESPACE_BEGIN and TESSERA_NAMESPACE_END"
+    for number, line in enumerate(text.splitlines(), 1):
+        if re.search(r"\bnamespace tessera\b|\bTESSERA_HOST_ISA\b", line):
+            yield number, "a namespace of Tessera's is opened by hand: write TESSERA_NAMESPACE_BEGIN"
+        if "TESSERA_SHARED_NAMESPACE_BEGIN" in line and not shares:
+            yield number, f"builds for all targets share what is in {', '.join(SHARED)} of core only: write TESSERA_NAMESPACE_BEGIN"
+        if "std::vector<" in line and name not in STD_VECTORS:
+            yield number, "functions of std::vector are one for all targets: write host_vector (core/host_vector.hpp)"
+
+
+def check_macros_of_windows(text):
+    """windows.h makes macros of min, max, small, near and far."""
+    for number, line in enumerate(text.splitlines(), 1):
+        if re.search(r"(?<!\w)(?<!\()(?:std::)?\b(?:min|max)(?:<[^()]*>)?\(", line) or re.search(r"\((?:std::)?(?:min|max)(?:<[^()]*>)?\(", line):
+            yield number, "min and max are macros of windows.h: write (std::min)(a, b), (std::numeric_limits<T>::max)()"
+        found = re.search(r"\b(small|near|far)\b", line)
+        if found:
+            yield number, f"{found[1]} is a macro of windows.h: take another name"
 
 
 def check_open_work(path):

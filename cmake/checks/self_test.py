@@ -64,6 +64,9 @@ class Checks(unittest.TestCase):
             ("core/b.hpp", "#define TESSERA_B 1\n// #define B, __global__ and <Eigen/Core> in a comment\n"),
             ("backend/cuda/device/b.hpp", "__global__ void kernel();\n#include <cub/cub.cuh>\n"),
             ("core/c.hpp", "// TO" "DO #12: later\n"),
+            ("math/c.hpp", "TESSERA_NAMESPACE_BEGIN\ninline int f() { return (std::min)(1, (std::max<int>)(2, 3)); }  // min(), near\n"
+                           "TESSERA_NAMESPACE_END\n"),
+            ("core/error.hpp", "TESSERA_SHARED_NAMESPACE_BEGIN\nclass error {};\nTESSERA_SHARED_NAMESPACE_END\n"),
         ]:
             self.assert_passes(layers.main, self.layer_case(header, text))
 
@@ -85,6 +88,14 @@ class Checks(unittest.TestCase):
             ("backend/cuda/device/b.cuh", "auto e = detail::a_entry<int>;\ncudaFuncSetAttribute(e);\ndetail::a_entry<int><<<1, 1>>>();\n",
              "configured and launched apart"),
             ("backend/cuda/device/b.cuh", "cudaFuncSetAttribute(detail::a_entry<int>, limit);\n", "a_entry is configured by name"),
+            ("math/b.hpp", "inline int one() { return 1; }\n", "not between TESSERA_NAMESPACE_BEGIN"),
+            ("math/b.hpp", "namespace tessera { inline int one() { return 1; } }\n", "opened by hand"),
+            ("math/b.hpp", "TESSERA_SHARED_NAMESPACE_BEGIN\n", "of core only"),
+            ("math/b.hpp", "std::vector<int> x;\n", "write host_vector"),
+            ("math/b.hpp", "int x = std::min(1, 2);\n", "macros of windows.h"),
+            ("math/b.hpp", "int x = f(std::numeric_limits<int>::max());\n", "macros of windows.h"),
+            ("math/b.hpp", "int x = (max(1, 2));\n", "macros of windows.h"),
+            ("math/b.hpp", "bool near = true;\n", "near is a macro"),
             ("core/b.hpp", "// TO" "DO later\n", "open work without an issue number"),
         ]:
             self.assert_fails(layers.main, self.layer_case(header, text), sentence)

@@ -118,8 +118,8 @@ void write_lines(const tessera::prompt_lines& lines, const prompt_outputs& promp
   index_lists vertical, slash;
   for (index_t head = 0; head < layer.q_heads; ++head) {
     const bool any = std::size_t(head) < lines.heads.size();
-    vertical.add(any ? lines.heads[std::size_t(head)].vertical : std::vector<index_t>{});
-    slash.add(any ? lines.heads[std::size_t(head)].slash : std::vector<index_t>{});
+    vertical.add(any ? lines.heads[std::size_t(head)].vertical : tessera::host_vector<index_t>{});
+    slash.add(any ? lines.heads[std::size_t(head)].slash : tessera::host_vector<index_t>{});
   }
   const std::int64_t rows = layer.tokens - prompt.first;
   file.add("lines.rows", {std::int64_t(lines.rows.size())}, std::span<const std::int32_t>(lines.rows));

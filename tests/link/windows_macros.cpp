@@ -5,5 +5,4 @@
 
 #include "everything.hpp"
 
-using namespace tessera;
-template class tessera::cache<snapkv<bf16, 128>>;
+tessera::snapkv<tessera::bf16, 128> method;

@@ -201,7 +201,7 @@ TEST_CASE("sampled rows ascend, are as many as asked for, and are the same for w
   for (index_t i = 0; i < 4'000; ++i) {
     const covering_lines policy{.rows = random.pick({1, 3, 48}), .seed = i};
     const index_t first = random.between(0, 1000), fresh = random.between(1, 100);
-    std::vector<index_t> rows, again;
+    host_vector<index_t> rows, again;
     policy.sample(first, first + fresh, rows);
     policy.sample(first, first + fresh, again);
     REQUIRE(rows == again);
@@ -214,7 +214,7 @@ TEST_CASE("sampled rows ascend, are as many as asked for, and are the same for w
   }
   // Every row as often as any other: 1,920 times of 4,000, give or take six deviations of 32.
   for (const index_t count : counts) CHECK(std::abs(count - 1920) < 192);
-  std::vector<index_t> one, other;
+  host_vector<index_t> one, other;
   covering_lines{}.sample(0, 500, one);
   covering_lines{.seed = 1}.sample(0, 500, other);
   CHECK(one != other);

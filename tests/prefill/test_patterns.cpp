@@ -61,7 +61,7 @@ TEST_CASE("sinks_and_band takes the first positions and the nearest diagonals, a
 }
 
 TEST_CASE("vertical_slash looks at the last 64 rows of a chunk") {
-  std::vector<index_t> rows;
+  host_vector<index_t> rows;
   vertical_slash{}.sample(0, 100, rows);
   CHECK(rows == range(36, 100));
   rows.clear();

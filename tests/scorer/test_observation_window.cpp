@@ -10,7 +10,8 @@ using namespace tessera;
 TEST_CASE("observation_window protects its own tokens and pools as it is told") {
   CHECK(observation_window{.window = 8}.protected_tail(1000) == 8);
   const std::vector<float> in{0, 3, 0, 0, 0};
-  std::vector<float> out(5), scratch;
+  std::vector<float> out(5);
+  host_vector<float> scratch;
   const auto finished = [&](const observation_window& scorer) {
     CHECK(cpu::finished(scorer, in.data(), 5, out.data(), scratch) == out.data());
     return out;

@@ -51,7 +51,7 @@ class watched_cache final : public method_cache {
   read_count reads() const override { return held_->reads(); }
   std::vector<index_t> positions(int layer, index_t head) const override { return held_->positions(layer, head); }
   void trace_attended() override { held_->trace_attended(); }
-  const std::vector<std::vector<index_t>>& attended(int layer) const override { return held_->attended(layer); }
+  std::vector<std::vector<index_t>> attended(int layer) const override { return held_->attended(layer); }
 
  private:
   std::unique_ptr<method_cache> held_;

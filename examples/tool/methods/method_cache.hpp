@@ -98,7 +98,7 @@ class method_cache : public engine::kv_cache {
   /// From now on decode steps write down what they attend: see `attended`.
   virtual void trace_attended() = 0;
   /// Logical positions that the last step attended in a layer, by kv_head.
-  virtual const std::vector<std::vector<index_t>>& attended(int layer) const = 0;
+  virtual std::vector<std::vector<index_t>> attended(int layer) const = 0;
 
   /// From now on the end of a prompt writes down what was ranked: see `ranked`. False where this cache cannot.
   virtual bool trace_ranked() { return false; }

@@ -96,7 +96,7 @@ class cache_of final : public method_cache {
     return cache_.positions(layer, sequence_, head);
   }
   void trace_attended() override { cache_.trace_attended(true); }
-  const std::vector<std::vector<index_t>>& attended(int layer) const override {
+  std::vector<std::vector<index_t>> attended(int layer) const override {
     return cache_.attended(layer, sequence_);
   }
   bool trace_ranked() override {

@@ -4,7 +4,8 @@
 #include "host_isa.hpp"
 
 #if !defined(__cpp_exceptions)
-#error "tessera: exceptions are off; expected a compiler that has them on, since errors are thrown; leave -fno-exceptions out"
+#error \
+    "tessera: exceptions are off; expected a compiler that has them on, since errors are thrown; leave -fno-exceptions out"
 #define TESSERA_STOPS_HERE "tessera stops here"  // no such file: nothing else is said
 #include TESSERA_STOPS_HERE
 #endif
@@ -14,9 +15,9 @@
 #define TESSERA_VERSION_PATCH 0
 
 // Inline namespaces carry the version, so that two engines in one process can each include their own copy, and the
-// instruction set that the compiler may use (host_isa.hpp), so that units built with different target flags can be linked
-// into one program and chosen by what the processor has: no function of one is taken for that of the other. So does what
-// they pass each other: a recipe or a cache made in a unit of other flags is a link error. docs/decisions/0017-*.md.
+// instruction set that the compiler may use (host_isa.hpp), so that units built with different target flags can be
+// linked into one program and chosen by what the processor has: no function of one is taken for that of another. A
+// recipe or a cache that one passes to another is a link error. See docs/decisions/0017-one-namespace-a-target.md.
 #define TESSERA_NAMESPACE_BEGIN \
   namespace tessera {           \
   inline namespace v0_1 {       \

@@ -1,8 +1,8 @@
 // The instruction set that the compiler may use on the host, as a name: TESSERA_HOST_ISA.
 #pragma once
 
-// The name is a level, and what a target may have beside it: avx2_fma_f16c_bmi. It tells apart every two sets of flags under
-// which compilers vectorise, or choose instructions, differently; -mtune and -O do not count.
+// The name is a level, and what a target may have beside it: avx2_fma_f16c_bmi2. It tells apart every two sets of flags
+// under which compilers vectorise, or choose instructions, differently; -mtune and -O do not count.
 
 #if defined(__x86_64__) || defined(__i386__) || defined(_M_X64)
 #if defined(__AVX512FP16__)

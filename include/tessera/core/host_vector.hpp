@@ -23,8 +23,8 @@ struct host_allocator : std::allocator<T> {
 
 /// What the library holds in place of std::vector<T>, which it converts from and to by copying.
 ///
-/// The functions of a std::vector<int> have one name in the whole program, and the linker keeps one of them: that of a unit
-/// built with -mavx2 may be the one that a baseline unit calls. The allocator gives these a name of their own.
+/// The functions of a std::vector<int> have one name in the whole program, and the linker keeps one of them: that of a
+/// unit built with -mavx2 may be the one that a baseline unit calls. The allocator gives these a name of their own.
 template <class T>
 class host_vector : public std::vector<T, host_allocator<T>> {
   using base = std::vector<T, host_allocator<T>>;

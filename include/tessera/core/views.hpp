@@ -43,7 +43,9 @@ struct row_scales {
 
 /// No table: slot `s` of sequence `b` is row `s` of outer index `b`.
 struct contiguous {
-  TESSERA_HD TESSERA_INLINE slot_address locate(index_t sequence, index_t, index_t slot) const { return {sequence, slot}; }
+  TESSERA_HD TESSERA_INLINE slot_address locate(index_t sequence, index_t, index_t slot) const {
+    return {sequence, slot};
+  }
 };
 
 /// Rows of every (sequence, kv_head) stand one after another in a pool: `begin[sequence * kv_heads + head]` rows in.
@@ -239,16 +241,16 @@ TESSERA_INLINE rows_view<T> every_head(rows_view<T> rows, index_t m, index_t ste
 
 /// A contiguous [sequences, tokens, heads, dim] tensor (NHD).
 template <class T>
-requires row_element<std::remove_const_t<T>> TESSERA_HD rows_view<T> nhd_rows(T* data, index_t tokens, index_t heads,
-                                                                              index_t dim, index_t sequences = 1) {
+TESSERA_HD TESSERA_INLINE rows_view<T> nhd_rows(T* data, index_t tokens, index_t heads, index_t dim,
+                                                index_t sequences = 1) {
   const offset_t token = offset_t(heads) * dim;
   return {data, tokens * token, token, dim, sequences, tokens, heads, dim};
 }
 
 /// A contiguous [sequences, heads, tokens, dim] tensor (HND).
 template <class T>
-requires row_element<std::remove_const_t<T>> TESSERA_HD rows_view<T> hnd_rows(T* data, index_t tokens, index_t heads,
-                                                                              index_t dim, index_t sequences = 1) {
+TESSERA_HD TESSERA_INLINE rows_view<T> hnd_rows(T* data, index_t tokens, index_t heads, index_t dim,
+                                                index_t sequences = 1) {
   const offset_t head = offset_t(tokens) * dim;
   return {data, heads * head, dim, head, sequences, tokens, heads, dim};
 }

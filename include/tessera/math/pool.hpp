@@ -55,7 +55,8 @@ inline void average_pool(const float* in, index_t n, index_t kernel, float* out)
       continue;
     }
     float sum = 0;
-    for (index_t j = (std::max)(0, i - half); j <= (std::min)(n - 1, i + half); ++j) sum += in[j] - in[j] == 0 ? in[j] : 0;
+    for (index_t j = (std::max)(0, i - half); j <= (std::min)(n - 1, i + half); ++j)
+      sum += in[j] - in[j] == 0 ? in[j] : 0;
     out[i] = sum / float(kernel);
   }
 }

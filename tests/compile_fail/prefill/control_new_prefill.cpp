@@ -17,7 +17,7 @@ struct last_row_columns {
   index_t columns = 256;
 
   /// Whose attention it wants to see: positions in [first, next), ascending.
-  void sample(index_t, index_t next, std::vector<index_t>& rows) const { rows.push_back(next - 1); }
+  void sample(index_t, index_t next, host_vector<index_t>& rows) const { rows.push_back(next - 1); }
 
   /// Of one query head. `cover` has the weight of every line on these rows.
   void choose(const sampled_attention& seen, line_cover& cover, line_set& lines) const {

@@ -4,7 +4,7 @@
 struct of_the_host {
   static constexpr const char* name = "of_the_host";
   static constexpr bool chooses_lines = true;
-  void sample(tessera::index_t, tessera::index_t, std::vector<tessera::index_t>&) const {}
+  void sample(tessera::index_t, tessera::index_t, tessera::host_vector<tessera::index_t>&) const {}
   void choose(const tessera::sampled_attention&, tessera::line_cover&, tessera::line_set&) const {}
   void check() const {}
   template <class Self, class Visit>

@@ -4,7 +4,7 @@
 struct only_samples {
   static constexpr const char* name = "only_samples";
   static constexpr bool chooses_lines = true;
-  void sample(tessera::index_t, tessera::index_t, std::vector<tessera::index_t>&) const {}
+  void sample(tessera::index_t, tessera::index_t, tessera::host_vector<tessera::index_t>&) const {}
 };
 
 static_assert(tessera::check_prefill<only_samples>());

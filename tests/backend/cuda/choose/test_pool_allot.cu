@@ -53,7 +53,8 @@ void compare_finish(const rows_case& c, const Scorer& scorer) {
   op.run(c.device(scores, lengths, tails), scorer, out.data, nullptr);
   cuda::check(cudaDeviceSynchronize(), "finish");
   const auto got = out.get();
-  std::vector<float> expected(std::size_t(c.capacity)), scratch;
+  std::vector<float> expected(std::size_t(c.capacity));
+  host_vector<float> scratch;
   int wrong = 0, touched = 0;
   for (int r = 0; r < c.sequences * c.heads; ++r) {
     const int n = std::max(0, c.lengths[r] - c.tails[r / c.heads]);

@@ -39,10 +39,12 @@ template <class R>
 consteval bool check_reader() {
   static_assert(requires(R& r, std::size_t at) { r.open(at), r.clear(at), r.forget(at); },
                 "tessera: a reader needs open(place), clear(place) and forget(place)");
-  static_assert(requires(R& r, std::size_t at) { r.copy(at, at); },
-                "tessera: a reader needs copy(from, to), by which the cache's fork gives a place what another one knows");
-  static_assert(requires(const R& r, std::size_t at, index_t n) { r.list_bytes(at, n, n) + r.side_bytes() + r.bytes(at); },
-                "tessera: a reader needs list_bytes(place, n, count), side_bytes() and bytes(place)");
+  static_assert(
+      requires(R& r, std::size_t at) { r.copy(at, at); },
+      "tessera: a reader needs copy(from, to), by which the cache's fork gives a place what another one knows");
+  static_assert(
+      requires(const R& r, std::size_t at, index_t n) { r.list_bytes(at, n, n) + r.side_bytes() + r.bytes(at); },
+      "tessera: a reader needs list_bytes(place, n, count), side_bytes() and bytes(place)");
   return true;
 }
 

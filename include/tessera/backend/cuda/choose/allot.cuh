@@ -253,8 +253,8 @@ class allot {
   allot(index_t sequences, index_t kv_heads, index_t capacity, const device_info& device, const Budget& budget = {})
       : sequences_(sequences), rows_(sequences * kv_heads), capacity_(capacity), table_(budget) {
     require(rows_ >= 1 && rows_ <= 65535, "sequences * kv_heads", rows_, "1 to 65535", "split the batch");
-    blocks_ =
-        (std::max)(1, (std::min)(ceil_div(capacity, detail::allot_portion), ceil_div(2 * device.multiprocessors, rows_)));
+    blocks_ = (std::max)(
+        1, (std::min)(ceil_div(capacity, detail::allot_portion), ceil_div(2 * device.multiprocessors, rows_)));
   }
 
   std::size_t workspace_bytes() const { return by_score ? won_at() + std::size_t(rows_) * sizeof(unsigned) : 0; }

@@ -79,8 +79,8 @@ __global__ void __launch_bounds__(segment_threads)
     for (unsigned left = __ballot_sync(~0u, begins); left != 0;) {
       const index_t first = tile + __ffs(int(left)) - 1;
       left &= left - 1;
-      const index_t end =
-          left ? tile + __ffs(int(left)) - 1 : segment_end(segments, (min)(tile + 31, candidates - 1), candidates, lane);
+      const index_t end = left ? tile + __ffs(int(left)) - 1
+                               : segment_end(segments, (min)(tile + 31, candidates - 1), candidates, lane);
       const segment_statistics own = describe(scorer, from + first, end - first, lane);
       if constexpr (Writes) {
         for (index_t i = first + lane; i < end; i += 32) to[i] = scorer.rescored(from[i], own, largest);

@@ -36,8 +36,8 @@ struct device_info {
   }
 };
 
-/// Lets launches of a kernel ask for all the shared memory of a block that it does not declare itself; the limit belongs to the
-/// kernel, and another object may need more of it than this one.
+/// Lets launches of a kernel ask for all the shared memory of a block that it does not declare itself: the limit belongs
+/// to the kernel, and another object may need more of it than this one.
 /// Errors   `wanted` bytes are more: tessera::error. `whose` takes them.
 template <class Entry>
 void allow_shared(Entry entry, std::size_t wanted, const device_info& device, const std::string& whose) {

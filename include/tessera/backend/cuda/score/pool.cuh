@@ -110,7 +110,8 @@ class finish_scores {
   finish_scores(index_t sequences, index_t kv_heads, index_t capacity, const device_info& device)
       : rows_(sequences * kv_heads), capacity_(capacity) {
     require(rows_ >= 1 && rows_ <= 65535, "sequences * kv_heads", rows_, "1 to 65535", "split the batch");
-    blocks_ = (std::max)(1, (std::min)(ceil_div(capacity, detail::pool_tile), ceil_div(8 * device.multiprocessors, rows_)));
+    blocks_ =
+        (std::max)(1, (std::min)(ceil_div(capacity, detail::pool_tile), ceil_div(8 * device.multiprocessors, rows_)));
   }
 
   std::size_t out_bytes() const {

@@ -228,8 +228,8 @@ struct sum_kernel {
         const token_span span = any ? token_span::of(p.view, at, mine, warp_tokens) : token_span{INT_MAX, INT_MAX};
         if (resident) {
           for (index_t c = 0; any && c < chunks; ++c) {
-            consume(p, scorer, at, k, key_position, span, chunk_at(c), (min)(chunk_rows, at.query_rows - c * chunk_rows),
-                    lane, sums);
+            consume(p, scorer, at, k, key_position, span, chunk_at(c),
+                    (min)(chunk_rows, at.query_rows - c * chunk_rows), lane, sums);
           }
         } else {
           // Queries before the block's first token do not see it, nor do those a window behind its last.
@@ -237,7 +237,8 @@ struct sum_kernel {
           index_t past = chunks;
           if (p.rule.sliding_window > 0) {
             const offset_t blind = offset_t(all.last) + p.rule.sliding_window - at.first_position;
-            past = index_t((min)(offset_t(chunks), (max)(offset_t(0), (blind * at.group + chunk_rows - 1) / chunk_rows)));
+            past =
+                index_t((min)(offset_t(chunks), (max)(offset_t(0), (blind * at.group + chunk_rows - 1) / chunk_rows)));
           }
           const offset_t behind = (max)(offset_t(0), offset_t(all.first) - at.first_position) * at.group;
           index_t c = index_t((min)(offset_t(past), behind / chunk_rows));

@@ -91,7 +91,9 @@ struct visible_slots {
     };
     return {rule.sliding_window > 0 ? first_above(query - rule.sliding_window) : 0, first_above(query)};
   }
-  index_t overlap(index_t from, index_t to) const { return (std::max)(0, (std::min)(to, end) - (std::max)(from, begin)); }
+  index_t overlap(index_t from, index_t to) const {
+    return (std::max)(0, (std::min)(to, end) - (std::max)(from, begin));
+  }
 };
 
 /// Scratch of `choose_by_pages`, one per worker.

@@ -164,7 +164,8 @@ struct decode_merge : decode_block<View, Out> {
       float top = -infinity, sum = 0;
       float4 x{};
       if (busy) {
-        sum_parts<AtOnce>(first + r, d < Dv ? d : 0, (min)(parts, share * each), (min)(parts, (share + 1) * each), top, sum, x);
+        sum_parts<AtOnce>(first + r, d < Dv ? d : 0, (min)(parts, share * each), (min)(parts, (share + 1) * each), top,
+                          sum, x);
       }
       if (doubled > 0) {
         shares.out[warp][lane] = x;

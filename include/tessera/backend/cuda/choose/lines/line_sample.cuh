@@ -51,7 +51,9 @@ struct line_sample {
       return logit > -infinity && state.y > 0 ? __fmul_rn(exp2f((logit - state.x) * log2e), state.y) : 0.0f;
     }
     __device__ index_t position(index_t slot) const { return positions ? positions[slot] : slot; }
-    __device__ index_t slots_below(index_t position) const { return before ? before[position] : (min)(position, slots); }
+    __device__ index_t slots_below(index_t position) const {
+      return before ? before[position] : (min)(position, slots);
+    }
     /// The slot of a position; no_index: it is not stored.
     __device__ index_t slot_at(index_t at) const {
       const index_t slot = slots_below(at);

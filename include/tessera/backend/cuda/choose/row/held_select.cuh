@@ -150,7 +150,8 @@ struct held_select : row_select<Storage, Span> {
       team_above = warp_sum(earlier ? s.team_above[lane] : 0u);
       team_equal = warp_sum(earlier ? s.team_equal[lane] : 0u);
     }
-    const unsigned taken = (min)(team_equal, ties), left = ties - taken;  // of the equal ones, by blocks before this one
+    const unsigned taken = (min)(team_equal, ties),
+                   left = ties - taken;  // of the equal ones, by blocks before this one
     const unsigned equal_before = (min)(before >> 16, left);
     auto* list = reinterpret_cast<index_t*>(held);
     bits.write(part.begin + first * 4, left - equal_before, list + (before & 0xffffu) + equal_before);

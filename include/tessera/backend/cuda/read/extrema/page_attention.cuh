@@ -212,7 +212,8 @@ struct chosen_attention {
 #pragma unroll 1
     for (index_t i = warp; i < own_tiles; i += cluster_warps) {
       const index_t first = ((i << log_blocks) + rank) * tokens, valid = (min)(index_t(tokens), count - first);
-      const index_t at = (min)(index_t(lane % tokens), valid - 1), slot = put ? own[i * tokens + at] : chosen[first + at];
+      const index_t at = (min)(index_t(lane % tokens), valid - 1),
+                    slot = put ? own[i * tokens + at] : chosen[first + at];
       const T* const k = p.view.key(sequence, head, slot);
       const T* const v = p.view.value(sequence, head, slot);
       const index_t held = p.view.positions ? p.view.position(sequence, head, slot) : slot;

@@ -35,8 +35,8 @@ struct newest_slots {
   __device__ void fold(const page_problem<View>& p, const cluster_share& at) const {
     if (!folds) return;
     if (p.unfolded != 1) {
-      fold_slots(p.view, at.sequence, at.head, p.index, p.plans[at.sequence], (max)(0, at.n - p.unfolded), at.n, at.begin,
-                 at.end, channel);
+      fold_slots(p.view, at.sequence, at.head, p.index, p.plans[at.sequence], (max)(0, at.n - p.unfolded), at.n,
+                 at.begin, at.end, channel);
     } else if (at.page == 1) {
       p.index.lower(at.row, channel)[page] = fresh;
     } else {

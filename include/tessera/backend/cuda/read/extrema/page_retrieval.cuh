@@ -106,7 +106,8 @@ class choose_pages {
     if (unit_ == selection_unit::token) return (std::min)(bounds_.read, bounds_.capacity);
     // What is forced fills its pages and may begin within one; what is read fills whole pages.
     const offset_t page = bounds_.largest_page, tail = (std::max)({tokens_, bounds_.tail, 1});
-    return index_t((std::min<offset_t>)(bounds_.capacity, (std::max<offset_t>)(tail + 2 * page, bounds_.read + page - 1)));
+    return index_t(
+        (std::min<offset_t>)(bounds_.capacity, (std::max<offset_t>)(tail + 2 * page, bounds_.read + page - 1)));
   }
 
   const read_bounds& bounds() const { return bounds_; }

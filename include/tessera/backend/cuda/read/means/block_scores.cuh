@@ -264,7 +264,8 @@ class score_blocks {
   score_blocks(index_t capacity, index_t most_segments)
       : capacity_(capacity), most_segments_(most_segments), device_(device_info::current()) {
     entry_ = detail::score_blocks_entry<View, Tile>;
-    allow_shared(entry_, shared_bytes(), device_, "scoring the blocks of " + std::to_string(most_segments) + " segments");
+    allow_shared(entry_, shared_bytes(), device_,
+                 "scoring the blocks of " + std::to_string(most_segments) + " segments");
     overlapping_ = can_overlap(entry_);
   }
 

@@ -120,7 +120,8 @@ __global__ void __launch_bounds__(trimming_threads)
   }
   held = least == ~0u ? always : rows_reaching(least + 1);
   // Each warp goes through a part of the list: for ties that its neighbours have, for what stays, and to write that.
-  const index_t share = ceil_div(n, trimming_threads) * 32, begin = (min)(n, warp * share), end = (min)(n, begin + share);
+  const index_t share = ceil_div(n, trimming_threads) * 32, begin = (min)(n, warp * share),
+                end = (min)(n, begin + share);
   const auto ties = [&](index_t i) { return i < end && blocks.keys[i] == least ? blocks.rows(i) : 0u; };
   unsigned tied = 0, stay = 0, to = 0;
   for (index_t i = begin + lane; i < end; i += 32) tied += ties(i);
@@ -182,7 +183,8 @@ class trim_blocks {
     const int room = device.shared_memory - int(compiled.sharedSizeBytes);
     in_shared_ = tables + list_bytes(1) <= std::size_t(room);
     shared_bytes_ = tables + (in_shared_ ? list_bytes(1) : 0);
-    allow_shared(entry_, shared_bytes_, device, "the choice of blocks over " + std::to_string(most_segments) + " segments");
+    allow_shared(entry_, shared_bytes_, device,
+                 "the choice of blocks over " + std::to_string(most_segments) + " segments");
     overlapping_ = can_overlap(entry_);
   }
 

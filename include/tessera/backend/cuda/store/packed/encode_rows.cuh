@@ -186,10 +186,10 @@ class encode_rows {
     resident_ = 2 * device_info::current().multiprocessors;
     entry_ = detail::encode_rows_entry<View>;
     overlaps_ = can_overlap(entry_);
-    check(
-        cudaFuncSetAttribute(entry_, cudaFuncAttributeMaxDynamicSharedMemorySize,
-                             int(detail::encoding_threads * ((std::max)(View::k_dim, View::v_dim) + 1) * sizeof(float))),
-        "cudaFuncSetAttribute");
+    check(cudaFuncSetAttribute(
+              entry_, cudaFuncAttributeMaxDynamicSharedMemorySize,
+              int(detail::encoding_threads * ((std::max)(View::k_dim, View::v_dim) + 1) * sizeof(float))),
+          "cudaFuncSetAttribute");
   }
 
   void run(const encode_problem<View>& problem, cudaStream_t stream) const { run(&problem, 1, stream); }
