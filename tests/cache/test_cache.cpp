@@ -1,6 +1,8 @@
 // What a cache is beside its recipe: sequences, copies, budgets, views, stored types.
 #include "catch.hpp"
 
+#include <limits>
+
 #include <tessera/methods/full.hpp>
 #include <tessera/methods/snapkv.hpp>
 #include <tessera/tessera.hpp>
@@ -197,7 +199,7 @@ TEST_CASE("a step is taken once: its layers may not go on without another prepar
   const index_t id = held.open();
   prompt(held, id, data, 0, 60);
   std::vector<float> out(std::size_t(q_heads * 64));
-  const batch now = held.prepare_step({id}, 1);
+  batch now = held.prepare_step({id}, 1);
   const auto decode = [&] {
     held.decode(0, now, data.queries(60, 1), data.keys(60, 1), data.values(60, 1),
                 nhd_rows(out.data(), 1, q_heads, 64));
@@ -207,8 +209,56 @@ TEST_CASE("a step is taken once: its layers may not go on without another prepar
                     contains("tokens before the step is 61; expected those that prepare_step saw, which are 60; "
                              "call prepare_step before every step"));
   CHECK(held.next_position(id) == 61);
-  held.prepare_step({id}, 1);
+  now = held.prepare_step({id}, 1);
   CHECK_NOTHROW(decode());
+}
+
+TEST_CASE("a step of a sequence that has been closed is refused, and so is one that another has followed") {
+  const inputs data(184);
+  auto held = with_budget(20);
+  std::vector<float> out(std::size_t(q_heads * 64));
+  const auto decode = [&](const batch& now) {
+    held.decode(0, now, data.queries(60, 1), data.keys(60, 1), data.values(60, 1),
+                nhd_rows(out.data(), 1, q_heads, 64));
+  };
+  index_t id = held.open();
+  prompt(held, id, data, 0, 60);
+  const batch early = held.prepare_step({id}, 1);
+  held.close(id);
+  REQUIRE(held.open() == id);
+  prompt(held, id, data, 0, 60);
+  const auto refused = contains("step of sequence 0 is 1; expected the one that prepare_step returned last for it");
+  CHECK_THROWS_WITH(decode(early), refused);
+  const batch late = held.prepare_step({id}, 1), last = held.prepare_step({id}, 1);
+  CHECK_THROWS_WITH(decode(early), refused);
+  CHECK_THROWS_WITH(decode(late), contains("step of sequence 0 is 2"));
+  CHECK_THROWS_WITH(decode(batch{{id}, 1}), contains("step of sequence 0 is 0"));
+  CHECK(held.next_position(id) == 60);
+  CHECK_NOTHROW(decode(last));
+  CHECK(held.next_position(id) == 61);
+}
+
+TEST_CASE("the position behind a sequence's last token is below 2^31") {
+  constexpr index_t most = std::numeric_limits<index_t>::max();
+  const inputs data(185);
+  std::vector<float> out(std::size_t(2 * q_heads * 64));
+  const small recipe = with_budget(20).recipe();
+  conversations<small> known({1, q_heads, kv_heads}, recipe);
+  const index_t id = known.open(recipe);
+  known.took_chunk(0, id, most - 5);  // nobody waits for so many
+  const auto chunk = [&](index_t tokens) {
+    known.check_chunk(recipe, 0, id, data.queries(0, tokens), data.keys(0, tokens), data.values(0, tokens));
+  };
+  const auto refused = contains("tokens of a sequence is 2147483648; expected at most 2147483647; close the sequence");
+  CHECK_THROWS_WITH(chunk(6), refused);
+  CHECK_NOTHROW(chunk(5));
+  known.took_chunk(0, id, 4);
+  CHECK_THROWS_WITH(known.check_rereading(0, id, 0, 9, data.queries(0, 2), data.keys(0, 2), data.values(0, 2),
+                                          nhd_rows(out.data(), 2, q_heads, 64)),
+                    refused);
+  known.end_prompt(id, known.at(id).policies);
+  CHECK_NOTHROW(known.plan_step(recipe, {id}, 1, 8));
+  CHECK_THROWS_WITH(known.plan_step(recipe, {id}, 2, 8), refused);
 }
 
 TEST_CASE("a step whose rows are of other sequences is refused by what is wrong") {

@@ -1,6 +1,7 @@
 // What the host checks of an engine's tables, lengths and selections, and rows by id.
 #include "catch.hpp"
 
+#include <limits>
 #include <numeric>
 
 #include <tessera/backend/cpu/choose/score_and_choose.hpp>
@@ -213,4 +214,21 @@ TEST_CASE("heads whose pages, lengths or positions do not follow one another can
   CHECK_THROWS_WITH(one_head_view(view, blocks.data(), 10), contains("heads in a page of V"));
   view.v_strides.outer += 1;
   CHECK_THROWS_WITH(one_head_view(view, blocks.data(), 10), contains("stride from page to page"));
+}
+
+TEST_CASE("tokens whose positions, or the one behind them, 32 bits do not hold are refused") {
+  small_engine engine;
+  const auto append_at = [&](index_t first, index_t tokens) {
+    const std::vector<float> rows(std::size_t(2 * tokens * 2 * 64));
+    const std::vector<index_t> positions{0, first};
+    append_problem<decltype(engine.view()), float> p{engine.view(), nhd_rows(rows.data(), tokens, 2, 64, 2),
+                                                     nhd_rows(rows.data(), tokens, 2, 64, 2)};
+    p.first_position = positions.data();
+    p.pool = engine.engine.facts();
+    cpu::append(p);
+  };
+  constexpr index_t most = std::numeric_limits<index_t>::max();
+  CHECK_THROWS_WITH(append_at(most, 1), contains("tokens of sequence 1 is 2147483648; expected at most 2147483647"));
+  CHECK_THROWS_WITH(append_at(most - 1, 2), contains("tokens of sequence 1 is 2147483648"));
+  CHECK_NOTHROW(append_at(most - 2, 2));
 }

@@ -87,6 +87,38 @@ TEST_CASE("a step begins once, its layers come in order, and nobody steps in bet
   CHECK(kv.positions(1, 2, 0).empty());
 }
 
+TEST_CASE("a step of a sequence that was closed is refused when another has its id", "[gpu][cache]") {
+  if (gpu_missing()) return;
+  using method = full<bf16, 64>;
+  const model_shape shape{1, 4, 2};
+  const step_rows<bf16> prompt(1, 20, shape, 64), fresh(1, 1, shape, 64);
+  cuda::cache_options options;
+  options.sequences = 2;
+  options.tokens = 64;
+  cuda::cache<method> kv(shape, method(), options);
+  buffer<float> out(4 * 64);
+  const auto decode = [&](const batch& step) {
+    kv.decode(0, step, fresh.rows(fresh.dq.data, 4), fresh.rows(fresh.dk.data, 2), fresh.rows(fresh.dv.data, 2),
+              nhd_rows(out.data, 1, 4, 64), {}, nullptr);
+  };
+  const auto begin = [&] {
+    REQUIRE(kv.open() == 0);
+    kv.prefill(0, 0, prompt.rows(prompt.dq.data, 4), prompt.rows(prompt.dk.data, 2), prompt.rows(prompt.dv.data, 2),
+               nullptr);
+    kv.end_prefill(0, nullptr);
+  };
+  begin();
+  const batch early = kv.prepare_step({0}, 1, nullptr);
+  kv.close(0);
+  begin();
+  const batch late = kv.prepare_step({0}, 1, nullptr);
+  CHECK_THROWS_WITH(kv.begin_step(early, nullptr), contains("what prepare_step returned last"));
+  kv.begin_step(late, nullptr);
+  CHECK_THROWS_WITH(decode(early), contains("step of sequence 0 is 1; expected the one that prepare_step returned"));
+  CHECK_NOTHROW(decode(late));
+  CHECK(kv.next_position(0) == 21);
+}
+
 TEST_CASE("no rows move under a step that has begun, whatever prompts need", "[gpu][cache]") {
   if (gpu_missing()) return;
   using method = full<bf16, 64>;
