@@ -60,7 +60,7 @@ void compress_file(const compress_file_options& given) {
     note("not used by " + method.name + ": tensor " + joined(names));
   }
   if (chosen.scores && result.ranked == 0) {
-    note("--scores wrote none: the budget covers every token, so that nothing was ranked");
+    note("--scores wrote none: nothing was ranked, because the budget covers every token or the schedule has not fired");
   }
   for (const parameter_info& parameter : method.configured(chosen.settings)) {
     if (parameter.name == "layers" && parameter.value == "-1") {

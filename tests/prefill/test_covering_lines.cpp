@@ -195,11 +195,33 @@ TEST_CASE("alpha 1 takes everything, by either search") {
   }
 }
 
-TEST_CASE("sampled rows ascend, are as many as asked for, and are the same for whoever asks") {
+TEST_CASE("rows are sampled evenly, the newest among them") {
+  support::rng random(305);
+  for (index_t i = 0; i < 1'000; ++i) {
+    const covering_lines policy{.rows = random.pick({1, 3, 48, 4096})};
+    const index_t first = random.between(0, 1000), fresh = random.between(1, 3000);
+    std::vector<index_t> rows;
+    policy.sample(first, first + fresh, rows);
+    REQUIRE(index_t(rows.size()) == std::min(policy.rows, fresh));
+    REQUIRE((rows.front() >= first && rows.back() == first + fresh - 1));
+    index_t before = first - 1, least = fresh, most = 0;
+    for (const index_t row : rows) {
+      least = std::min(least, row - before);
+      most = std::max(most, row - before);
+      before = row;
+    }
+    REQUIRE((least >= 1 && most - least <= 1));
+  }
+  std::vector<index_t> far;  // positions whose products with the rows do not fit into 32 bits
+  covering_lines{}.sample(0, most_tokens, far);
+  CHECK((ascends(far) && far.back() == most_tokens - 1));
+}
+
+TEST_CASE("random rows ascend, are as many as asked for, and are the same for whoever asks") {
   support::rng random(304);
   std::vector<index_t> counts(100);
   for (index_t i = 0; i < 4'000; ++i) {
-    const covering_lines policy{.rows = random.pick({1, 3, 48}), .seed = i};
+    const covering_lines policy{.rows = random.pick({1, 3, 48}), .seed = i, .sampling = row_sampling::random};
     const index_t first = random.between(0, 1000), fresh = random.between(1, 100);
     host_vector<index_t> rows, again;
     policy.sample(first, first + fresh, rows);
@@ -209,14 +231,14 @@ TEST_CASE("sampled rows ascend, are as many as asked for, and are the same for w
     REQUIRE(ascends(rows));
     REQUIRE((rows.front() >= first && rows.back() < first + fresh));
     again.clear();
-    covering_lines{.rows = 48, .seed = i}.sample(500, 600, again);
+    covering_lines{.rows = 48, .seed = i, .sampling = row_sampling::random}.sample(500, 600, again);
     for (const index_t row : again) ++counts[std::size_t(row - 500)];
   }
   // Every row as often as any other: 1,920 times of 4,000, give or take six deviations of 32.
   for (const index_t count : counts) CHECK(std::abs(count - 1920) < 192);
-  host_vector<index_t> one, other;
-  covering_lines{}.sample(0, 500, one);
-  covering_lines{.seed = 1}.sample(0, 500, other);
+  std::vector<index_t> one, other;
+  covering_lines{.sampling = row_sampling::random}.sample(0, 500, one);
+  covering_lines{.seed = 1, .sampling = row_sampling::random}.sample(0, 500, other);
   CHECK(one != other);
 }
 

@@ -8,20 +8,23 @@ TESSERA_NAMESPACE_BEGIN
 
 /// How lines are found: by what each still covers, exactly, or by the paper's Algorithm 5.
 enum class line_search { coverage, paper };
+/// Which rows of a chunk are looked at: evenly spaced ones with the newest among them, or some that a seed draws.
+enum class row_sampling { even, random };
 
 /// Samples `rows` rows of each chunk and takes lines, the best for their length first, until they carry the share
 /// `alpha` of the sampled rows' attention. The nearest 64 slash lines and the first 4 columns are always taken; with
 /// alpha 1 everything is.
 ///
-/// The rows follow from `seed` and the chunk's position: they are the same for all heads and layers. A chunk of at most
-/// `rows` rows is looked at whole. Tokens of earlier turns are keys here, never rows.
+/// The rows are evenly spaced and end with the newest, where a question often stands; with `sample` random they follow
+/// from `seed` and the chunk's position. They are the same for all heads and layers. A chunk of at most `rows` rows is
+/// looked at whole. Tokens of earlier turns are keys here, never rows.
 /// Errors   alpha outside (0, 1], no rows, a seed out of range: tessera::error.
 /// Cost     one pass over K for `rows` rows of each query head, and memory for their attention; then lines *
 ///          log(lines).
-/// Paper    Li et al., LoopServe, arXiv:2507.13681, Sec. 5.1 and Algorithm 5. Differs: `coverage` counts what lines
-///          cover exactly where the paper has bounds, and starts from the forced lines, which the paper lacks (a row
-///          that was not sampled must see something); causal; a slash line is a distance in positions, so blocks may be
-///          rectangular.
+/// Paper    Li et al., LoopServe, arXiv:2507.13681, Sec. 5.1 ("uniformly sampling") and Algorithm 5 (random rows, of which
+///          nearly none is a question's). Differs: `coverage` counts what lines cover exactly where the paper has
+///          bounds, and starts from the forced lines, which the paper lacks (a row that was not sampled must see
+///          something); causal; a slash line is a distance in positions, so blocks may be rectangular.
 struct covering_lines {
   static constexpr const char* name = "covering_lines";
   static constexpr bool chooses_lines = true;
@@ -35,10 +38,15 @@ struct covering_lines {
   index_t rows = 48;
   index_t seed = 0;
   line_search algorithm = line_search::coverage;
+  row_sampling sampling = row_sampling::even;
 
   void sample(index_t first, index_t next, host_vector<index_t>& to) const {
     std::uint64_t state = std::uint64_t(seed) << 32 ^ std::uint64_t(first);
     index_t wanted = (std::min)(rows, next - first);
+    if (sampling == row_sampling::even) {
+      for (index_t i = 1; i <= wanted; ++i) to.push_back(first + index_t(offset_t(i) * (next - first) / wanted) - 1);
+      return;
+    }
     for (index_t at = first; at < next && wanted > 0; ++at) {  // each row with the chance that makes all sets equal
       state += 0x9e3779b97f4a7c15u;
       std::uint64_t word = (state ^ (state >> 30)) * 0xbf58476d1ce4e5b9u;
@@ -77,7 +85,9 @@ struct covering_lines {
     visit("alpha", self.alpha, value_range{1e-6f, 1.0f},
           "share of the sampled attention that the lines carry; 1: dense");
     visit("rows", self.rows, value_range{1, 1 << 12}, "rows of a prompt chunk that are sampled");
-    visit("seed", self.seed, value_range{0, most_tokens}, "another seed, other rows");
+    visit("sample", self.sampling, one_word_of{"even or random"},
+          "which rows: evenly spaced with the newest among them, or drawn by the seed");
+    visit("seed", self.seed, value_range{0, most_tokens}, "another seed, other random rows");
     visit("algorithm", self.algorithm, one_word_of{"coverage or paper"},
           "how lines are found: exactly, or as published");
   }
