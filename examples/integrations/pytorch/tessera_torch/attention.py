@@ -38,8 +38,8 @@ def attend(module, query, key, value, attention_mask, dropout=0.0, scaling=None,
     return key.cache.attend(key.layer, query, key.rows, value, attention_mask, scaling, softcap, sliding_window, s_aux), None
 
 
-def padding_of(batch_size, kv_length, q_length=None, q_offset=0, kv_offset=0, cache_position=None, mask_function=causal_mask_function,
-               attention_mask=None, config=None, device=None, **_):
+def padding_of(batch_size, kv_length, q_length=None, q_offset=0, kv_offset=0, cache_position=None,
+               mask_function=causal_mask_function, attention_mask=None, config=None, device=None, **_):
     """The mask function of transformers' interface: padding alone, [batch, tokens]; other masks than the cache's are refused.
 
     Cost: none for the masks of plain models; others are evaluated as transformers evaluates them.

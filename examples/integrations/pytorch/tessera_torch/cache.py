@@ -61,7 +61,7 @@ class TesseraCache(transformers.Cache):
         self._marks = None            # which tokens end a segment of the text: see read_text
         self._repeated = None         # how a prompt is said again, and to which model
         self._model = None
-        self._tokens = None           # of the call that is coming, [batch, tokens]
+        self._text = None             # of the call that is coming, [batch, tokens]
         self._forget()
 
     def _forget(self):
@@ -201,7 +201,7 @@ class TesseraCache(transformers.Cache):
 
     def _take_text(self, rows, shape):
         """The call's tokens as `rows` has them, [batch, tokens]; None where the text is not known."""
-        tokens, self._tokens = self._tokens, None
+        tokens, self._text = self._text, None
         if tokens is None or tuple(tokens.shape) != shape:
             return None
         tokens = tokens.cpu()
@@ -300,7 +300,7 @@ class TesseraCache(transformers.Cache):
             if cache is None:
                 hook.remove()
             elif cache in (named.get("cache"), named.get("past_key_values")) and not cache._prepared:
-                cache._tokens = named.get("input_ids", arguments[0] if arguments else None)
+                cache._text = named.get("input_ids", arguments[0] if arguments else None)
 
         hook = model.register_forward_pre_hook(look, with_kwargs=True)
         weakref.finalize(self, hook.remove)

@@ -10,8 +10,7 @@ from transformers import GenerationMixin
 from transformers.generation.configuration_utils import GenerationMode
 
 GENERATE = inspect.unwrap(GenerationMixin.generate).__code__
-CHUNKING = [inspect.unwrap(getattr(GenerationMixin, name)).__code__
-            for name in ("_prefill_chunking", "_prefill") if hasattr(GenerationMixin, name)]  # transformers 4, 5
+CHUNKING = inspect.unwrap(getattr(GenerationMixin, "_prefill_chunking", None) or GenerationMixin._prefill).__code__  # of 4, of 5
 ONE_BY_ONE = (GenerationMode.GREEDY_SEARCH, GenerationMode.SAMPLE)
 
 
@@ -36,9 +35,10 @@ def request_for(cache):
     """The call of generate that this call of the model is part of, if it decodes with this cache; else None."""
     frame, chunking = sys._getframe(1), None
     while frame is not None:
-        if frame.f_code in CHUNKING:
+        code = frame.f_code
+        if code is CHUNKING:
             chunking = frame.f_locals
-        elif frame.f_code is GENERATE:
+        elif code is GENERATE:
             names = frame.f_locals
             given = names["model_kwargs"]
             return Request(names, chunking) if cache in (given.get("cache"), given.get("past_key_values")) else None

@@ -1,4 +1,4 @@
-"""What methods must know of a model besides its shape: which layers slide, where sentences end, what was calibrated for its heads."""
+"""What methods must know of a model besides its shape: kinds of layers, ends of sentences, what was calibrated for its heads."""
 import json
 import os
 import pathlib
@@ -77,8 +77,8 @@ class SegmentEnds:
 def check_layers(config):
     """Refuses models whose layers do not each have keys and values of their own."""
     if config.is_encoder_decoder:
-        raise ValueError("model is an encoder with a decoder; expected a decoder alone: attention to the encoder has no cache here; "
-                         "use transformers' own cache")
+        raise ValueError("model is an encoder with a decoder; expected a decoder alone: attention to the encoder has no cache "
+                         "here; use transformers' own cache")
     shared = getattr(config, "num_kv_shared_layers", None) or 0
     if shared or getattr(config, "use_cla", False):
         layers = f"the last {shared} layers of the model" if shared else "layers of the model"

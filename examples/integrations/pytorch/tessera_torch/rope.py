@@ -9,8 +9,8 @@ from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
 STEADY = ("linear", "llama3", "yarn")  # kinds of RoPE whose speeds do not change with the length of the text
 # Element d of a head turns with element d + dim / 2 in every layer, or in every layer but those that have no RoPE.
 HALVES = frozenset("""
-    apertus arcee bitnet cohere2 cwm exaone4 exaone_moe flex_olmo gemma gemma2 gemma3_text gpt_oss granite granitemoe hunyuan_v1_dense
-    jais2 llama minimax_m2 ministral ministral3 mistral mixtral olmo olmo2 olmo3 olmoe phi3 phimoe qwen2 qwen2_moe qwen3 qwen3_moe
+    apertus arcee bitnet cohere2 cwm exaone4 exaone_moe flex_olmo gemma gemma2 gemma3_text gpt_oss granite granitemoe
+    hunyuan_v1_dense jais2 llama minimax_m2 ministral ministral3 mistral mixtral olmo olmo2 olmo3 olmoe phi3 phimoe qwen2 qwen2_moe qwen3 qwen3_moe
     seed_oss smollm3 solar_open starcoder2 vaultgemma""".split())
 SLIDING_ALONE = ("cohere2", "exaone4", "exaone_moe")  # full layers have no RoPE; those of cohere2 that slide turn neighbours
 

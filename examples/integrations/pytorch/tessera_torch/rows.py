@@ -32,7 +32,7 @@ class Rows:
         if not torch.equal(mask[:, :stored], expected):
             raise ValueError("attention mask of stored tokens is another than when they were stored; expected the same: what is "
                              "stored cannot be hidden, nor padding be shown; pass each call's mask with new columns behind it")
-        self.past, real = mask, mask[:, stored:]
+        self.past, real = mask.clone(), mask[:, stored:]
         count, first = real.sum(-1), real.int().argmax(-1)
         inside = torch.arange(tokens, device=real.device)
         one_run = (inside >= first[:, None]) & (inside < (first + count)[:, None])

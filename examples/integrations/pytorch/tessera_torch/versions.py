@@ -11,8 +11,8 @@ def doubt(version):
     if OLDEST <= tuple(int(part) for part in version.split(".")[:2]) <= NEWEST:
         return None
     low, high = (".".join(map(str, one)) for one in (OLDEST, NEWEST))
-    return (f"transformers is {version}; expected {low} to {high}, with which tessera_torch was tested: what other versions ask of "
-            f"a cache may be answered wrongly; compare with transformers' own cache, or install transformers=={high}.*")
+    return (f"transformers is {version}; expected {low} to {high}, with which tessera_torch was tested: what other versions ask "
+            f"of a cache may be answered wrongly; compare with transformers' own cache, or install transformers=={high}.*")
 
 
 if sentence := doubt(transformers.__version__):  # when the package is imported, so once in a process

@@ -143,17 +143,24 @@ def test_layers_that_share_keys_and_values_are_refused_when_the_cache_is_made():
             TesseraCache(config)
 
 
-def test_keys_of_another_layer_are_refused_before_they_are_stored():
-    """What no config says: the second layer reads the first one's."""
-    model = small_model()
-    second = model.model.layers[1].self_attn
-    cache = TesseraCache(model.config)
-    second.layer_idx = 0  # asks the cache for layer 0, and is none
-    real = cache.update
-    cache.update = lambda k, v, layer, *rest, **named: real(k, v, layer)
-    second.layer_idx = 1
-    model.model.layers[0].self_attn.layer_idx = 1
-    refused(model, cache, "^layer is 1; expected 0; run every layer, in order", input_ids=tokens(9))
+def test_keys_of_another_layer_are_refused():
+    """What no config says: the second layer reads the first one's. An empty cache begins anew afterwards."""
+    model, ids = small_model(), tokens(9)
+    with torch.no_grad():
+        want = model(ids, past_key_values=TesseraCache(model.config)).logits
+    cache, first = TesseraCache(model.config), []
+    own = cache.update
+
+    def shared(keys, values, layer, *rest, **named):
+        first[:] = first if layer else own(keys, values, layer)
+        return first
+
+    cache.update = shared
+    with torch.no_grad(), pytest.raises(ValueError, match="^keys of layer 1 are those of layer 0; expected its own; "):
+        model(ids, past_key_values=cache)
+    cache.update = own
+    with torch.no_grad():
+        assert torch.equal(model(ids, past_key_values=cache).logits, want) and cache.get_seq_length() == 9
 
 
 def test_a_decoder_with_an_encoder_is_refused():

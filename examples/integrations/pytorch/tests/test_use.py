@@ -134,7 +134,7 @@ def test_what_cannot_be_is_refused_by_a_sentence():
     model, ids = small_model(), tokens(60)
     with pytest.raises(NotImplementedError, match="beam search is not possible with a TesseraCache: .*"):
         model.generate(ids, past_key_values=TesseraCache(model.config), num_beams=2, max_new_tokens=4, pad_token_id=0)
-    with pytest.raises(ValueError, match="past_key_values is none of Tessera's"):
+    with pytest.raises(ValueError, match="attention of LlamaAttention has no TesseraCache"):
         model.generate(ids, max_new_tokens=4, **GREEDY)
     with pytest.raises(ValueError, match="method is 'snapvk'; expected one of .*snapkv"):
         TesseraCache(model.config, "snapvk")
