@@ -22,7 +22,7 @@ if(TESSERA_WERROR)
 -Wno-error=null-dereference;-Wno-error=stringop-overflow;-Wno-error=stringop-overread>")
 endif()
 if(TESSERA_NATIVE)
-  # nvcc's host code too: what units pass each other is named for the instruction set (core/host_isa.hpp).
+  # nvcc's host code too: what units pass each other is named for the instruction set (core/host/host_isa.hpp).
   add_compile_options("$<$<COMPILE_LANGUAGE:CXX>:-march=native>" "$<$<COMPILE_LANGUAGE:CUDA>:-Xcompiler=-march=native>")
 endif()
 

@@ -50,8 +50,8 @@ EXTERNAL = {
 # Code is in the namespace of the instruction set that it is compiled for (docs/decisions/0017-one-namespace-a-target.md). These
 # headers have words that builds for all of them share, and functions that are inlined always.
 SHARED = ["attention_part.hpp", "encoding.hpp", "error.hpp", "types.hpp", "units.hpp", "views.hpp"]  # of core
-MACROS = ["config.hpp", "host_isa.hpp"]  # of core: the macros themselves
-STD_VECTORS = ["core/host_vector.hpp", "backend/cuda/device/memory.cuh"]  # the second gives its caller one
+MACROS = ["config.hpp", "host/host_isa.hpp"]  # of core: the macros themselves
+STD_VECTORS = ["core/host/host_vector.hpp", "backend/cuda/device/memory.cuh"]  # the second gives its caller one
 
 
 def layer_of(path, include_root):
@@ -152,7 +152,7 @@ def check_namespace(text, name):
         if "TESSERA_SHARED_NAMESPACE_BEGIN" in line and not shares:
             yield number, f"builds for all targets share what is in {', '.join(SHARED)} of core only: write TESSERA_NAMESPACE_BEGIN"
         if "std::vector<" in line and name not in STD_VECTORS:
-            yield number, "functions of std::vector are one for all targets: write host_vector (core/host_vector.hpp)"
+            yield number, "functions of std::vector are one for all targets: write host_vector (core/host/host_vector.hpp)"
 
 
 def check_macros_of_windows(text):

@@ -7,7 +7,7 @@
 
 #include "backend/cpu/cache/cache_parts.hpp"
 #include "core/host/float_mode.hpp"
-#include "core/host_vector.hpp"
+#include "core/host/host_vector.hpp"
 
 TESSERA_NAMESPACE_BEGIN
 

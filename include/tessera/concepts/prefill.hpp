@@ -4,7 +4,7 @@
 #include <concepts>
 #include <type_traits>
 
-#include "../core/host_vector.hpp"
+#include "../core/host/host_vector.hpp"
 #include "../core/parameters.hpp"
 #include "../core/prompt/prompt_lines.hpp"
 #include "../core/prompt/sampled_attention.hpp"

@@ -4,7 +4,7 @@
 #include <concepts>
 #include <type_traits>
 
-#include "../core/host_vector.hpp"
+#include "../core/host/host_vector.hpp"
 #include "../core/types.hpp"
 #include "../math/pool.hpp"
 

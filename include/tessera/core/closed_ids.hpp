@@ -5,7 +5,7 @@
 #include <cstddef>
 #include <functional>
 
-#include "host_vector.hpp"
+#include "host/host_vector.hpp"
 #include "types.hpp"
 
 TESSERA_NAMESPACE_BEGIN

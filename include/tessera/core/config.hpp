@@ -1,7 +1,7 @@
 // Version, inline namespace and the few macros of Tessera. Every macro begins with TESSERA_.
 #pragma once
 
-#include "host_isa.hpp"
+#include "host/host_isa.hpp"
 
 #if !defined(__cpp_exceptions)
 #error \

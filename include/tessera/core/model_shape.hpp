@@ -4,7 +4,7 @@
 #include <string>
 
 #include "error.hpp"
-#include "host_vector.hpp"
+#include "host/host_vector.hpp"
 #include "views.hpp"
 
 TESSERA_NAMESPACE_BEGIN

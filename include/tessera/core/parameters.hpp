@@ -6,7 +6,7 @@
 
 #include "config.hpp"
 #include "error.hpp"
-#include "host_vector.hpp"
+#include "host/host_vector.hpp"
 #include "types.hpp"
 
 TESSERA_NAMESPACE_BEGIN

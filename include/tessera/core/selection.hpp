@@ -2,7 +2,7 @@
 #pragma once
 
 #include "config.hpp"
-#include "host_vector.hpp"
+#include "host/host_vector.hpp"
 #include "types.hpp"
 
 TESSERA_NAMESPACE_BEGIN

@@ -5,7 +5,7 @@
 
 #include "../concepts/layout.hpp"
 #include "../core/engine/head_groups.hpp"
-#include "../core/host_vector.hpp"
+#include "../core/host/host_vector.hpp"
 #include "../core/parameters.hpp"
 #include "../core/plan/share_table.hpp"
 #include "../core/views.hpp"

@@ -4,7 +4,7 @@
 #include <algorithm>
 #include <cstdint>
 
-#include "../core/host_vector.hpp"
+#include "../core/host/host_vector.hpp"
 #include "../core/prompt/prompt_lines.hpp"
 #include "../core/prompt/sampled_attention.hpp"
 #include "published_walk.hpp"

@@ -4,7 +4,7 @@
 #include <algorithm>
 #include <functional>
 
-#include "../core/host_vector.hpp"
+#include "../core/host/host_vector.hpp"
 #include "ordered.hpp"
 
 TESSERA_NAMESPACE_BEGIN

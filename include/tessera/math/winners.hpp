@@ -3,7 +3,7 @@
 
 #include <algorithm>
 
-#include "../core/host_vector.hpp"
+#include "../core/host/host_vector.hpp"
 #include "../core/plan/layer_scores.hpp"
 #include "ordered.hpp"
 

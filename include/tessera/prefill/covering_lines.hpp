@@ -2,7 +2,7 @@
 #pragma once
 
 #include "../concepts/prefill.hpp"
-#include "../core/host_vector.hpp"
+#include "../core/host/host_vector.hpp"
 
 TESSERA_NAMESPACE_BEGIN
 

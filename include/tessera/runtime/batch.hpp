@@ -5,7 +5,7 @@
 #include <cstdint>
 
 #include "../core/error.hpp"
-#include "../core/host_vector.hpp"
+#include "../core/host/host_vector.hpp"
 #include "../core/types.hpp"
 
 TESSERA_NAMESPACE_BEGIN

@@ -7,7 +7,7 @@
 #include <string>
 
 #include "../core/error.hpp"
-#include "../core/host_vector.hpp"
+#include "../core/host/host_vector.hpp"
 #include "../core/plan/layer_scores.hpp"
 #include "../math/share.hpp"
 #include "../math/winners.hpp"

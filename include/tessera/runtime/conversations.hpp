@@ -7,7 +7,7 @@
 #include <utility>
 
 #include "../core/closed_ids.hpp"
-#include "../core/host_vector.hpp"
+#include "../core/host/host_vector.hpp"
 #include "../core/model_shape.hpp"
 #include "../core/prompt/layer_progress.hpp"
 #include "../core/prompt/prompt_reach.hpp"

@@ -5,7 +5,7 @@
 #include <cmath>
 #include <numeric>
 
-#include "../core/host_vector.hpp"
+#include "../core/host/host_vector.hpp"
 #include "../core/types.hpp"
 
 TESSERA_NAMESPACE_BEGIN

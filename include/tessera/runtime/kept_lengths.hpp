@@ -5,7 +5,7 @@
 #include <utility>
 
 #include "../concepts/budget.hpp"
-#include "../core/host_vector.hpp"
+#include "../core/host/host_vector.hpp"
 
 TESSERA_NAMESPACE_BEGIN
 

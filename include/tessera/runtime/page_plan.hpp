@@ -5,7 +5,7 @@
 #include <limits>
 
 #include "../core/engine/head_groups.hpp"
-#include "../core/host_vector.hpp"
+#include "../core/host/host_vector.hpp"
 #include "../core/stored/room.hpp"
 
 TESSERA_NAMESPACE_BEGIN

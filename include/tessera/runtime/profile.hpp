@@ -5,7 +5,7 @@
 #include <string>
 
 #include "../core/error.hpp"
-#include "../core/host_vector.hpp"
+#include "../core/host/host_vector.hpp"
 #include "../core/parameters.hpp"
 #include "../core/plan/share_table.hpp"
 

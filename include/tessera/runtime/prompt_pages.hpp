@@ -1,7 +1,7 @@
 // How many ragged pages a prompt takes by a recipe: the caches of both backends ask before it comes.
 #pragma once
 
-#include "../core/host_vector.hpp"
+#include "../core/host/host_vector.hpp"
 #include "../planned.hpp"
 #include "layer_roles.hpp"
 #include "page_plan.hpp"

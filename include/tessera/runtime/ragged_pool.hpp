@@ -6,7 +6,7 @@
 #include <string>
 
 #include "../core/error.hpp"
-#include "../core/host_vector.hpp"
+#include "../core/host/host_vector.hpp"
 #include "../core/types.hpp"
 
 TESSERA_NAMESPACE_BEGIN

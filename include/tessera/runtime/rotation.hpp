@@ -7,7 +7,7 @@
 #include <utility>
 
 #include "../core/error.hpp"
-#include "../core/host_vector.hpp"
+#include "../core/host/host_vector.hpp"
 #include "../core/stored/packed_row.hpp"
 #include "../core/types.hpp"
 

@@ -5,7 +5,7 @@
 #include <array>
 #include <string>
 
-#include "../core/host_vector.hpp"
+#include "../core/host/host_vector.hpp"
 #include "../core/stored/segment_strategy.hpp"
 #include "rotation.hpp"
 

@@ -3,7 +3,7 @@
 
 #include "../concepts/selector.hpp"
 #include "../core/error.hpp"
-#include "../core/host_vector.hpp"
+#include "../core/host/host_vector.hpp"
 #include "../core/parameters.hpp"
 
 TESSERA_NAMESPACE_BEGIN

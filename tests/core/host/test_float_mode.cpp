@@ -3,7 +3,7 @@
 #include <tessera/core/host/float_mode.hpp>
 #include <tessera/core/host/process.hpp>
 
-#include "support/flush_to_zero.hpp"
+#include "support/process/flush_to_zero.hpp"
 
 using namespace tessera;
 

@@ -4,7 +4,7 @@
 #include <span>
 #include <utility>
 
-#include "../../core/host_vector.hpp"
+#include "../../core/host/host_vector.hpp"
 #include "cache/cache_parts.cuh"
 
 TESSERA_NAMESPACE_BEGIN

@@ -7,7 +7,7 @@
 #include <string>
 
 #include "../error.hpp"
-#include "../host_vector.hpp"
+#include "../host/host_vector.hpp"
 #include "../types.hpp"
 
 TESSERA_NAMESPACE_BEGIN

@@ -1,7 +1,7 @@
 // Lines of a prompt's attention matrix: which keys the rows of a prompt chunk attend.
 #pragma once
 
-#include "../host_vector.hpp"
+#include "../host/host_vector.hpp"
 #include "../types.hpp"
 
 TESSERA_NAMESPACE_BEGIN

@@ -6,7 +6,7 @@
 #include <memory>
 #include <new>
 
-#include "../../../core/host_vector.hpp"
+#include "../../../core/host/host_vector.hpp"
 #include "../kernel/executor.hpp"
 #include "../kernel/rows.hpp"
 #include "merge.hpp"

@@ -4,7 +4,7 @@
 #include <algorithm>
 #include <memory>
 
-#include "../../../core/host_vector.hpp"
+#include "../../../core/host/host_vector.hpp"
 #include "../store/packed/packed_view.hpp"
 #include "attend.hpp"
 

@@ -5,7 +5,7 @@
 #include <cstdint>
 #include <memory>
 
-#include "../../../core/host_vector.hpp"
+#include "../../../core/host/host_vector.hpp"
 #include "../../../core/prompt/prompt_lines.hpp"
 #include "attend.hpp"
 

@@ -5,7 +5,7 @@
 #include <iterator>
 #include <utility>
 
-#include "../../../core/host_vector.hpp"
+#include "../../../core/host/host_vector.hpp"
 #include "../../../core/selection.hpp"
 #include "../../../recipe.hpp"
 #include "../choose/lines.hpp"

@@ -4,7 +4,7 @@
 #include <memory>
 
 #include "../../../core/error.hpp"
-#include "../../../core/host_vector.hpp"
+#include "../../../core/host/host_vector.hpp"
 #include "../../../runtime/conversations.hpp"
 #include "layers.hpp"
 

@@ -1,7 +1,7 @@
 // A text that passes through a model once more, on the CPU: what its queries give to the tokens of one part.
 #pragma once
 
-#include "../../../core/host_vector.hpp"
+#include "../../../core/host/host_vector.hpp"
 #include "../../../planned.hpp"
 #include "../kernel/scratch.hpp"
 #include "../read/candidates.hpp"

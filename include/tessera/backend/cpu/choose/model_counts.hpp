@@ -3,7 +3,7 @@
 
 #include <algorithm>
 
-#include "../../../core/host_vector.hpp"
+#include "../../../core/host/host_vector.hpp"
 #include "../../../math/winners.hpp"
 #include "../../../runtime/layer_roles.hpp"
 #include "../score/finish.hpp"

@@ -4,7 +4,7 @@
 #include <algorithm>
 
 #include "../../../core/host/float_mode.hpp"
-#include "../../../core/host_vector.hpp"
+#include "../../../core/host/host_vector.hpp"
 #include "../../../core/plan/layer_scores.hpp"
 #include "../../../core/selection.hpp"
 #include "../../../core/stored/slot_column.hpp"

@@ -5,7 +5,7 @@
 #include <string>
 
 #include "../../../core/engine/choose_problem.hpp"
-#include "../../../core/host_vector.hpp"
+#include "../../../core/host/host_vector.hpp"
 #include "../score/contents.hpp"
 #include "../score/expected.hpp"
 #include "../score/score.hpp"

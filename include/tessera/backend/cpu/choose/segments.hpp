@@ -5,7 +5,7 @@
 
 #include "../../../concepts/scorer.hpp"
 #include "../../../concepts/selector.hpp"
-#include "../../../core/host_vector.hpp"
+#include "../../../core/host/host_vector.hpp"
 
 TESSERA_NAMESPACE_BEGIN
 namespace cpu {

@@ -1,7 +1,7 @@
 // The first stage on the CPU of a scorer that goes by what queries are like (Expected Attention).
 #pragma once
 
-#include "../../../core/host_vector.hpp"
+#include "../../../core/host/host_vector.hpp"
 #include "../score/query_sums.hpp"
 #include "first_stage.hpp"
 

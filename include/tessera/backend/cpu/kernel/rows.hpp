@@ -1,7 +1,7 @@
 // What loops over rows share: query rows with their positions, the slots of a row, and how both are loaded.
 #pragma once
 
-#include "../../../core/host_vector.hpp"
+#include "../../../core/host/host_vector.hpp"
 #include "../../../core/model_shape.hpp"
 #include "../../../core/selection.hpp"
 #include "tile.hpp"

@@ -4,7 +4,7 @@
 #include <algorithm>
 #include <numeric>
 
-#include "../../../core/host_vector.hpp"
+#include "../../../core/host/host_vector.hpp"
 #include "../../../core/selection.hpp"
 #include "../../../core/stored/room.hpp"
 #include "../../../core/views.hpp"

@@ -3,7 +3,7 @@
 
 #include <algorithm>
 
-#include "../../../core/host_vector.hpp"
+#include "../../../core/host/host_vector.hpp"
 #include "../store/kv_store.hpp"
 #include "candidates.hpp"
 #include "exact/exact_reader.hpp"

@@ -7,7 +7,7 @@
 
 #include "../../../concepts/scorer.hpp"
 #include "../../../core/host/float_mode.hpp"
-#include "../../../core/host_vector.hpp"
+#include "../../../core/host/host_vector.hpp"
 #include "../../../core/prompt/query_statistics.hpp"
 #include "../kernel/rows.hpp"
 

@@ -4,7 +4,7 @@
 #include <algorithm>
 #include <cmath>
 
-#include "../../../core/host_vector.hpp"
+#include "../../../core/host/host_vector.hpp"
 #include "../../../core/prompt/query_statistics.hpp"
 #include "../../../core/views.hpp"
 #include "../kernel/executor.hpp"

@@ -5,7 +5,7 @@
 #include <memory>
 
 #include "../../../concepts/scorer.hpp"
-#include "../../../core/host_vector.hpp"
+#include "../../../core/host/host_vector.hpp"
 #include "../../../math/softmax_state.hpp"
 #include "../kernel/executor.hpp"
 #include "../kernel/rows.hpp"

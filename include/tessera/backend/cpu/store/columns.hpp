@@ -3,7 +3,7 @@
 
 #include <algorithm>
 
-#include "../../../core/host_vector.hpp"
+#include "../../../core/host/host_vector.hpp"
 #include "../../../core/selection.hpp"
 #include "../../../core/stored/room.hpp"
 #include "../../../core/stored/segment_cursor.hpp"

@@ -4,7 +4,7 @@
 #include <algorithm>
 
 #include "../../../core/error.hpp"
-#include "../../../core/host_vector.hpp"
+#include "../../../core/host/host_vector.hpp"
 #include "columns.hpp"
 #include "placed_pages.hpp"
 #include "placed_ragged.hpp"

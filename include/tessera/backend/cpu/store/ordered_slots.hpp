@@ -7,7 +7,7 @@
 #include <type_traits>
 
 #include "../../../core/error.hpp"
-#include "../../../core/host_vector.hpp"
+#include "../../../core/host/host_vector.hpp"
 #include "../../../core/stored/slot_column.hpp"
 #include "../../../core/views.hpp"
 

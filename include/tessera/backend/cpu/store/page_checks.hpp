@@ -6,7 +6,7 @@
 
 #include "../../../core/engine/page_pool.hpp"
 #include "../../../core/error.hpp"
-#include "../../../core/host_vector.hpp"
+#include "../../../core/host/host_vector.hpp"
 #include "../../../core/selection.hpp"
 
 TESSERA_NAMESPACE_BEGIN

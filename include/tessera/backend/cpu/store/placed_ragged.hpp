@@ -5,7 +5,7 @@
 #include <limits>
 #include <utility>
 
-#include "../../../core/host_vector.hpp"
+#include "../../../core/host/host_vector.hpp"
 #include "../../../layout/ragged_pages.hpp"
 #include "../../../runtime/ragged_pool.hpp"
 #include "placed_runs.hpp"

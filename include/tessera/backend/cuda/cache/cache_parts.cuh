@@ -4,7 +4,7 @@
 #include <algorithm>
 #include <utility>
 
-#include "../../../core/host_vector.hpp"
+#include "../../../core/host/host_vector.hpp"
 #include "cache_answers.cuh"
 
 TESSERA_NAMESPACE_BEGIN

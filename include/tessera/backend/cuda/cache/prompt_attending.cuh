@@ -3,7 +3,7 @@
 
 #include <algorithm>
 
-#include "../../../core/host_vector.hpp"
+#include "../../../core/host/host_vector.hpp"
 #include "../../../recipe.hpp"
 #include "../attend/prefill/line_attention.cuh"
 #include "../choose/lines/choose_lines.cuh"

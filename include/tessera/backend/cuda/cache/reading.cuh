@@ -3,7 +3,7 @@
 
 #include <type_traits>
 
-#include "../../../core/host_vector.hpp"
+#include "../../../core/host/host_vector.hpp"
 #include "../read/lists/candidates.cuh"
 #include "../read/segments/segmented_view.cuh"
 #include "../store/kv_store.cuh"

@@ -4,7 +4,7 @@
 #include <algorithm>
 #include <string>
 
-#include "../../../core/host_vector.hpp"
+#include "../../../core/host/host_vector.hpp"
 #include "../../../runtime/conversations.hpp"
 #include "../device/check.cuh"
 

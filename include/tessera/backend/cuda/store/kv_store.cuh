@@ -7,7 +7,7 @@
 #include <string>
 #include <utility>
 
-#include "../../../core/host_vector.hpp"
+#include "../../../core/host/host_vector.hpp"
 #include "../../../runtime/layer_roles.hpp"
 #include "append.cuh"
 #include "pack.cuh"

@@ -1,7 +1,7 @@
 // Retrieval by exact scores on the CPU: every stored key is read, the best tokens are attended.
 #pragma once
 
-#include "../../../../core/host_vector.hpp"
+#include "../../../../core/host/host_vector.hpp"
 #include "../../../../core/model_shape.hpp"
 #include "../../../../planned.hpp"
 #include "../../kernel/scratch.hpp"

@@ -5,7 +5,7 @@
 #include <limits>
 
 #include "../../../../core/host/float_mode.hpp"
-#include "../../../../core/host_vector.hpp"
+#include "../../../../core/host/host_vector.hpp"
 #include "../../../../core/stored/page_extrema.hpp"
 #include "../../kernel/rows.hpp"
 

@@ -6,7 +6,7 @@
 
 #include "../../../../concepts/scorer.hpp"
 #include "../../../../concepts/selector.hpp"
-#include "../../../../core/host_vector.hpp"
+#include "../../../../core/host/host_vector.hpp"
 #include "../../../../core/stored/page_extrema.hpp"
 #include "../../attend/attend.hpp"
 

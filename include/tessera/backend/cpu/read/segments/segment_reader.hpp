@@ -3,7 +3,7 @@
 
 #include <algorithm>
 
-#include "../../../../core/host_vector.hpp"
+#include "../../../../core/host/host_vector.hpp"
 #include "../../../../core/model_shape.hpp"
 #include "../../../../planned.hpp"
 #include "../../kernel/executor.hpp"

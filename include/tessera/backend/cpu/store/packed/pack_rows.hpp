@@ -3,7 +3,7 @@
 
 #include <memory>
 
-#include "../../../../core/host_vector.hpp"
+#include "../../../../core/host/host_vector.hpp"
 #include "../../../../runtime/rotation.hpp"
 #include "packed_view.hpp"
 

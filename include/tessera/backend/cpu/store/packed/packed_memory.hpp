@@ -6,7 +6,7 @@
 #include <cstddef>
 #include <utility>
 
-#include "../../../../core/host_vector.hpp"
+#include "../../../../core/host/host_vector.hpp"
 #include "../../../../core/stored/room.hpp"
 #include "../../../../layout/fixed_pages.hpp"
 #include "../../../../layout/runs.hpp"

@@ -6,7 +6,7 @@
 #include <optional>
 #include <utility>
 
-#include "../../../../core/host_vector.hpp"
+#include "../../../../core/host/host_vector.hpp"
 #include "../kv_store.hpp"
 #include "pack_rows.hpp"
 #include "segment_searches.hpp"

@@ -3,7 +3,7 @@
 
 #include <memory>
 
-#include "../../../../core/host_vector.hpp"
+#include "../../../../core/host/host_vector.hpp"
 #include "../../../../layout/packed_rows.hpp"
 #include "../../../../layout/stored.hpp"
 #include "../../kernel/rows.hpp"

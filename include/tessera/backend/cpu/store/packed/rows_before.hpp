@@ -4,7 +4,7 @@
 #include <algorithm>
 #include <memory>
 
-#include "../../../../core/host_vector.hpp"
+#include "../../../../core/host/host_vector.hpp"
 #include "../../../../core/types.hpp"
 
 TESSERA_NAMESPACE_BEGIN

@@ -3,7 +3,7 @@
 
 #include <memory>
 
-#include "../../../../core/host_vector.hpp"
+#include "../../../../core/host/host_vector.hpp"
 #include "../../../../core/stored/packed_row.hpp"
 #include "../../kernel/tile.hpp"
 #include "packed_memory.hpp"

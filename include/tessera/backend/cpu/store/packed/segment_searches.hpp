@@ -8,7 +8,7 @@
 #include <system_error>
 #include <utility>
 
-#include "../../../../core/host_vector.hpp"
+#include "../../../../core/host/host_vector.hpp"
 #include "../../../../runtime/background.hpp"
 #include "../../../../runtime/strategy.hpp"
 #include "pack_rows.hpp"

@@ -1,7 +1,7 @@
 // How many tokens each layer's heads keep where one threshold runs over the model, on the GPU.
 #pragma once
 
-#include "../../../../core/host_vector.hpp"
+#include "../../../../core/host/host_vector.hpp"
 #include "../../../../core/model_shape.hpp"
 #include "../../../../planned.hpp"
 #include "../../../../runtime/kept_lengths.hpp"

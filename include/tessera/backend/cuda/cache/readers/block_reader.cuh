@@ -4,7 +4,7 @@
 #include <algorithm>
 #include <utility>
 
-#include "../../../../core/host_vector.hpp"
+#include "../../../../core/host/host_vector.hpp"
 #include "../../../../scorer/block_mean.hpp"
 #include "../../read/means/decode_blocks.cuh"
 #include "../../store/packed/packed_store.cuh"

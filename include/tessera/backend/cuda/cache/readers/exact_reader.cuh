@@ -4,7 +4,7 @@
 #include <algorithm>
 #include <utility>
 
-#include "../../../../core/host_vector.hpp"
+#include "../../../../core/host/host_vector.hpp"
 #include "../../read/exact/retrieve_by_scores.cuh"
 #include "../numbers.cuh"
 #include "reader.cuh"

@@ -4,7 +4,7 @@
 #include <algorithm>
 #include <utility>
 
-#include "../../../../core/host_vector.hpp"
+#include "../../../../core/host/host_vector.hpp"
 #include "../../../../core/stored/page_extrema.hpp"
 #include "../../read/extrema/mean_value.cuh"
 #include "../../read/extrema/page_index.cuh"

@@ -4,7 +4,7 @@
 #include <algorithm>
 #include <numeric>
 
-#include "../../../../core/host_vector.hpp"
+#include "../../../../core/host/host_vector.hpp"
 #include "../../../../core/model_shape.hpp"
 #include "../../choose/plain_select.cuh"
 #include "../../read/segments/segment_means.cuh"

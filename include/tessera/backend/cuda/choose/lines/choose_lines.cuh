@@ -6,7 +6,7 @@
 #include <utility>
 
 #include "../../../../concepts/prefill.hpp"
-#include "../../../../core/host_vector.hpp"
+#include "../../../../core/host/host_vector.hpp"
 #include "../../device/alignment.cuh"
 #include "../../device/launch.cuh"
 #include "../../device/memory.cuh"

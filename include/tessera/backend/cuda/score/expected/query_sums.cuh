@@ -3,7 +3,7 @@
 
 #include <algorithm>
 
-#include "../../../../core/host_vector.hpp"
+#include "../../../../core/host/host_vector.hpp"
 #include "../../../../core/prompt/query_statistics.hpp"
 #include "../../../../core/views.hpp"
 #include "../../device/check.cuh"

@@ -3,7 +3,7 @@
 
 #include <algorithm>
 
-#include "../../../../core/host_vector.hpp"
+#include "../../../../core/host/host_vector.hpp"
 #include "query_window.cuh"
 
 TESSERA_NAMESPACE_BEGIN

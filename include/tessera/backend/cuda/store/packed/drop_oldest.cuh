@@ -1,7 +1,7 @@
 // Whole rows that have been packed go: the others move to where they were.
 #pragma once
 
-#include "../../../../core/host_vector.hpp"
+#include "../../../../core/host/host_vector.hpp"
 #include "../../device/launch.cuh"
 #include "packed_view.cuh"
 

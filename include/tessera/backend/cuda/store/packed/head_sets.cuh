@@ -4,7 +4,7 @@
 #include <algorithm>
 
 #include "../../../../concepts/channels.hpp"
-#include "../../../../core/host_vector.hpp"
+#include "../../../../core/host/host_vector.hpp"
 #include "../../../../layout/packed_rows.hpp"
 #include "../../device/launch.cuh"
 #include "packed_places.cuh"

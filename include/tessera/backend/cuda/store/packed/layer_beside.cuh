@@ -3,7 +3,7 @@
 
 #include <utility>
 
-#include "../../../../core/host_vector.hpp"
+#include "../../../../core/host/host_vector.hpp"
 #include "../searched/pinned.cuh"
 #include "packed_places.cuh"
 

@@ -5,7 +5,7 @@
 #include <memory>
 #include <utility>
 
-#include "../../../../core/host_vector.hpp"
+#include "../../../../core/host/host_vector.hpp"
 #include "../step_table.cuh"
 #include "packed_view.cuh"
 

@@ -6,7 +6,7 @@
 #include <string>
 #include <utility>
 
-#include "../../../../core/host_vector.hpp"
+#include "../../../../core/host/host_vector.hpp"
 #include "../../../../layout/packed_rows.hpp"
 #include "../../../../layout/stored.hpp"
 #include "../kv_store.cuh"

@@ -6,7 +6,7 @@
 #include <optional>
 #include <utility>
 
-#include "../../../../core/host_vector.hpp"
+#include "../../../../core/host/host_vector.hpp"
 #include "../../../../runtime/kept_lengths.hpp"
 #include "../searched/possible_segments.cuh"
 #include "../searched/rows_before.cuh"

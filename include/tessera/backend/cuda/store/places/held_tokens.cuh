@@ -3,7 +3,7 @@
 
 #include <algorithm>
 
-#include "../../../../core/host_vector.hpp"
+#include "../../../../core/host/host_vector.hpp"
 #include "../../../../runtime/kept_lengths.hpp"
 
 TESSERA_NAMESPACE_BEGIN

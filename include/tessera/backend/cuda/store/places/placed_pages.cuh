@@ -4,7 +4,7 @@
 #include <algorithm>
 #include <string>
 
-#include "../../../../core/host_vector.hpp"
+#include "../../../../core/host/host_vector.hpp"
 #include "../../../../layout/fixed_pages.hpp"
 #include "../copy_blocks.cuh"
 #include "placed_runs.cuh"

@@ -4,7 +4,7 @@
 #include <algorithm>
 #include <string>
 
-#include "../../../../core/host_vector.hpp"
+#include "../../../../core/host/host_vector.hpp"
 #include "../../../../layout/ragged_pages.hpp"
 #include "../../../../runtime/ragged_pool.hpp"
 #include "../copy_blocks.cuh"

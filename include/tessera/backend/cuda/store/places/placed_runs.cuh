@@ -3,7 +3,7 @@
 
 #include <algorithm>
 
-#include "../../../../core/host_vector.hpp"
+#include "../../../../core/host/host_vector.hpp"
 #include "../../../../core/plan/layer_extent.hpp"
 #include "../../../../layout/runs.hpp"
 #include "../pack.cuh"

@@ -6,7 +6,7 @@
 #include <string>
 #include <utility>
 
-#include "../../../../core/host_vector.hpp"
+#include "../../../../core/host/host_vector.hpp"
 #include "../../../../core/plan/layer_extent.hpp"
 #include "../../../../core/selection.hpp"
 #include "../../../../core/stored/room.hpp"

@@ -7,7 +7,7 @@
 #include <mutex>
 #include <utility>
 
-#include "../../../../core/host_vector.hpp"
+#include "../../../../core/host/host_vector.hpp"
 #include "../../device/check.cuh"
 
 TESSERA_NAMESPACE_BEGIN

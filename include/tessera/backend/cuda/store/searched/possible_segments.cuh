@@ -9,7 +9,7 @@
 #include "../../../../channels/all_channels.hpp"
 #include "../../../../channels/head_channels.hpp"
 #include "../../../../channels/top_groups.hpp"
-#include "../../../../core/host_vector.hpp"
+#include "../../../../core/host/host_vector.hpp"
 #include "../../../../layout/as_given.hpp"
 #include "../../../../layout/packed_rows.hpp"
 #include "../../../../layout/rotated.hpp"

@@ -1,7 +1,7 @@
 // Rows as they were before they were packed, on the host until a search has seen them, and what packing has left out of them.
 #pragma once
 
-#include "../../../../core/host_vector.hpp"
+#include "../../../../core/host/host_vector.hpp"
 #include "../packed/unpack_rows.cuh"
 #include "pinned.cuh"
 

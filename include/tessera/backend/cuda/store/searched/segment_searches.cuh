@@ -8,7 +8,7 @@
 #include <system_error>
 #include <utility>
 
-#include "../../../../core/host_vector.hpp"
+#include "../../../../core/host/host_vector.hpp"
 #include "../packed/encode_rows.cuh"
 #include "possible_segments.cuh"
 #include "strategy_task.cuh"

@@ -7,7 +7,7 @@
 #include <string>
 #include <utility>
 
-#include "../../../../core/host_vector.hpp"
+#include "../../../../core/host/host_vector.hpp"
 #include "../../../../layout/packed_rows.hpp"
 #include "../../../../runtime/background.hpp"
 #include "../../../../runtime/jacobi.hpp"

@@ -3,7 +3,7 @@
 
 #include <algorithm>
 
-#include "../../../../../core/host_vector.hpp"
+#include "../../../../../core/host/host_vector.hpp"
 #include "../../../../../runtime/rotation.hpp"
 #include "../../../device/tuning.cuh"
 #include "../choose_groups.cuh"

@@ -5,7 +5,7 @@
 #include <string>
 #include <utility>
 
-#include "../../../../../core/host_vector.hpp"
+#include "../../../../../core/host/host_vector.hpp"
 #include "../../searched/pinned.cuh"
 #include "find_bases.cuh"
 #include "group_order.cuh"

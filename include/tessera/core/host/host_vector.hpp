@@ -5,7 +5,7 @@
 #include <memory>
 #include <vector>
 
-#include "config.hpp"
+#include "../config.hpp"
 
 TESSERA_NAMESPACE_BEGIN
 
