@@ -4,6 +4,7 @@
 #include <tessera/core/host/process.hpp>
 
 #include "support/flush_to_zero.hpp"
+#include "support/forked.hpp"
 
 using namespace tessera;
 
@@ -34,4 +35,9 @@ TEST_CASE("a thread that is in the default mode already stays in it") {
   CHECK(support::rounds_to_nearest());
 }
 
-TEST_CASE("a process keeps its number") { CHECK(process_id() == process_id()); }
+TEST_CASE("a child of fork() counts one more than its parent") {
+  const long own = process_generation();
+  CHECK(support::in_a_child([&] { return int(process_generation() - own); }) == 1);
+  CHECK(support::in_a_child([&] { return support::in_a_child([&] { return int(process_generation() - own); }); }) == 2);
+  CHECK(process_generation() == own);
+}
