@@ -3,8 +3,8 @@
 #include <tessera/core/host/float_mode.hpp>
 #include <tessera/core/host/process.hpp>
 
-#include "support/flush_to_zero.hpp"
-#include "support/forked.hpp"
+#include "support/host/flush_to_zero.hpp"
+#include "support/host/forked.hpp"
 
 using namespace tessera;
 
