@@ -37,7 +37,7 @@ ROOMS = {
 # Headers from outside the standard C++ library (those have neither a dot nor a slash in their name).
 EXTERNAL = {
     "immintrin.h":   ["math", "attention", "layout", "backend/cpu"],
-    "unistd.h":      ["core"],
+    "pthread.h":     ["core"],
     "Eigen/":        ["runtime"],
     "cub/":          ["backend/cuda"],
     "thrust/":       ["backend/cuda"],

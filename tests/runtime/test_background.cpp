@@ -6,8 +6,8 @@
 
 #include <tessera/runtime/background.hpp>
 
-#include "support/process/flush_to_zero.hpp"
-#include "support/process/forked.hpp"
+#include "support/host/flush_to_zero.hpp"
+#include "support/host/forked.hpp"
 #include "support/random.hpp"
 
 using namespace tessera;

@@ -29,7 +29,7 @@ class background_task {
   /// In a child of fork() one that waited is stopped: the thread that would do it is the parent's.
   task_state state() const noexcept {
     const task_state now = state_.load(std::memory_order_acquire);
-    return now == task_state::waiting && process_ != process_id() ? task_state::stopped : now;
+    return now == task_state::waiting && process_ != process_generation() ? task_state::stopped : now;
   }
   /// What was thrown, of one that has failed; nothing where that was no std::exception.
   const std::string& problem() const noexcept { return problem_; }
@@ -63,7 +63,7 @@ class background_task {
 
   bool has_owner_ = false;
   std::weak_ptr<const void> owner_;
-  const long process_ = process_id();
+  const long process_ = process_generation();
   std::atomic<task_state> state_{task_state::waiting};
   task_state outcome_ = task_state::stopped;
   std::string problem_;
@@ -112,7 +112,7 @@ class background {
       try {
         if (!thread.joinable()) {
           thread = std::thread([this] { serve(); });
-          process = process_id();
+          process = process_generation();
         }
       } catch (...) {
         tasks.pop_back();
@@ -156,11 +156,11 @@ class background {
   /// Whether the thread belongs to the process that this one was forked from.
   bool is_parents() const noexcept {
     const long process = process_;
-    return process != 0 && process != process_id();
+    return process >= 0 && process != process_generation();
   }
 
   std::unique_ptr<worker> own_ = std::make_unique<worker>();
-  std::atomic<long> process_{0};  // the thread's; 0: none has begun
+  std::atomic<long> process_{-1};  // the thread's; -1: none has begun
 };
 
 TESSERA_NAMESPACE_END

@@ -11,8 +11,8 @@
 #include <tessera/methods/snapkv.hpp>
 
 #include "cache/callers/talk.hpp"
-#include "support/process/flush_to_zero.hpp"
-#include "support/process/forked.hpp"
+#include "support/host/flush_to_zero.hpp"
+#include "support/host/forked.hpp"
 #include "support/tolerance.hpp"
 
 using namespace callers_test;

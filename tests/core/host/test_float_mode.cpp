@@ -3,7 +3,8 @@
 #include <tessera/core/host/float_mode.hpp>
 #include <tessera/core/host/process.hpp>
 
-#include "support/process/flush_to_zero.hpp"
+#include "support/host/flush_to_zero.hpp"
+#include "support/host/forked.hpp"
 
 using namespace tessera;
 
@@ -34,4 +35,9 @@ TEST_CASE("a thread that is in the default mode already stays in it") {
   CHECK(support::rounds_to_nearest());
 }
 
-TEST_CASE("a process keeps its number") { CHECK(process_id() == process_id()); }
+TEST_CASE("a child of fork() counts one more than its parent") {
+  const long own = process_generation();
+  CHECK(support::in_a_child([&] { return int(process_generation() - own); }) == 1);
+  CHECK(support::in_a_child([&] { return support::in_a_child([&] { return int(process_generation() - own); }); }) == 2);
+  CHECK(process_generation() == own);
+}

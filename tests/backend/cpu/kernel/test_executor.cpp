@@ -13,8 +13,8 @@
 
 #include <tessera/backend/cpu/kernel/executor.hpp>
 
-#include "support/process/flush_to_zero.hpp"
-#include "support/process/forked.hpp"
+#include "support/host/flush_to_zero.hpp"
+#include "support/host/forked.hpp"
 #include "support/random.hpp"
 
 using namespace tessera;

@@ -39,7 +39,7 @@ class executor {
   explicit executor(int threads = 0) {
     if (threads <= 0) threads = (std::max)(1, int(std::thread::hardware_concurrency()));
     if (threads == 1) return;
-    process_ = process_id();
+    process_ = process_generation();
     helpers_ = std::make_unique<helpers>();
     helpers_->start(threads - 1);
     refused_ = threads - this->threads();
@@ -120,7 +120,7 @@ class executor {
       work(0);
       std::unique_lock lock(mutex);
       done.wait(lock, [this] { return busy == 0; });
-      return std::exchange(failure, nullptr);
+      return failure ? std::exchange(failure, nullptr) : nullptr;
     }
     void serve(int worker) {
       const default_float_mode mode;  // a thread begins in the mode of the one that starts it
@@ -162,7 +162,7 @@ class executor {
     std::exception_ptr failure;
   };
 
-  bool has_threads() const noexcept { return helpers_ && process_ == process_id(); }
+  bool has_threads() const noexcept { return helpers_ && process_ == process_generation(); }
   /// Whether the helpers are this call's now.
   bool enter() noexcept { return has_threads() && !is_busy_.exchange(true, std::memory_order_acquire); }
 
