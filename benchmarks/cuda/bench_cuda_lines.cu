@@ -100,7 +100,7 @@ prepared along_lines(index_t tokens, const std::vector<double>& densities, measu
   const std::size_t elements = std::size_t(kv_heads) * std::size_t(tokens) * head_dim;
   const std::size_t q_elements = std::size_t(q_heads) * std::size_t(tokens) * head_dim;
   const auto device = cuda::device_info::current();
-  std::vector<index_t> rows;
+  host_vector<index_t> rows;
   pattern.sample(0, tokens, rows);
   struct memory {
     cuda::line_attention<view_type, bf16> attend;

@@ -189,15 +189,15 @@ void reads_by_means(std::uint64_t seed) {
           for (index_t t = 0; t < n; ++t) {
             for (index_t g = 0; g < q_heads / kv_heads; ++g) {
               const float* query = q.data() + (t * q_heads + h * (q_heads / kv_heads) + g) * dim;
-              for (std::size_t first = 0; first < held.size(); first += page) {
-                const std::size_t last = std::min(first + page, held.size());
+              for (std::size_t begin = 0; begin < held.size(); begin += page) {
+                const std::size_t last = std::min(begin + page, held.size());
                 double dot = 0;
-                for (std::size_t i = first; i < last; ++i) {
+                for (std::size_t i = begin; i < last; ++i) {
                   for (int d = 0; d < dim; ++d)
                     dot += double(query[d]) * double(k[std::size_t((held[i] * kv_heads + h) * dim + d)]) /
-                           double(last - first);
+                           double(last - begin);
                 }
-                for (std::size_t i = first; i < last; ++i) scores[i] = std::max(scores[i], dot);
+                for (std::size_t i = begin; i < last; ++i) scores[i] = std::max(scores[i], dot);
               }
             }
           }

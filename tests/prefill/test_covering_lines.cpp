@@ -200,7 +200,7 @@ TEST_CASE("rows are sampled evenly, the newest among them") {
   for (index_t i = 0; i < 1'000; ++i) {
     const covering_lines policy{.rows = random.pick({1, 3, 48, 4096})};
     const index_t first = random.between(0, 1000), fresh = random.between(1, 3000);
-    std::vector<index_t> rows;
+    host_vector<index_t> rows;
     policy.sample(first, first + fresh, rows);
     REQUIRE(index_t(rows.size()) == std::min(policy.rows, fresh));
     REQUIRE((rows.front() >= first && rows.back() == first + fresh - 1));
@@ -212,7 +212,7 @@ TEST_CASE("rows are sampled evenly, the newest among them") {
     }
     REQUIRE((least >= 1 && most - least <= 1));
   }
-  std::vector<index_t> far;  // positions whose products with the rows do not fit into 32 bits
+  host_vector<index_t> far;  // positions whose products with the rows do not fit into 32 bits
   covering_lines{}.sample(0, most_tokens, far);
   CHECK((ascends(far) && far.back() == most_tokens - 1));
 }
@@ -236,7 +236,7 @@ TEST_CASE("random rows ascend, are as many as asked for, and are the same for wh
   }
   // Every row as often as any other: 1,920 times of 4,000, give or take six deviations of 32.
   for (const index_t count : counts) CHECK(std::abs(count - 1920) < 192);
-  std::vector<index_t> one, other;
+  host_vector<index_t> one, other;
   covering_lines{.sampling = row_sampling::random}.sample(0, 500, one);
   covering_lines{.seed = 1, .sampling = row_sampling::random}.sample(0, 500, other);
   CHECK(one != other);

@@ -203,7 +203,7 @@ void compare_joined() {
       for (index_t h = 0; h < c.heads; ++h) offsets.push_back(offset_t(b * c.heads + h) * c.capacity);
       layer_scores of{
           0, 1, c.heads, c.tails[std::size_t(b)], c.lengths.data() + b * c.heads, offsets.data(), c.scores.data()};
-      std::vector<float> expected;
+      host_vector<float> expected;
       cpu::detail::join_heads(scope, of, summed, expected);
       const std::vector<float> own_row(rows.begin() + offset_t(b) * c.capacity,
                                        rows.begin() + offset_t(b) * c.capacity + n);
