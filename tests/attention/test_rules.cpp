@@ -2,6 +2,7 @@
 #include "catch.hpp"
 
 #include <limits>
+#include <numeric>
 
 #include "attention/decode_case.hpp"
 
@@ -84,7 +85,8 @@ TEST_CASE("a query that sees nothing gets zeros and -infinity, or its sink logit
   CHECK(sink_only.lse == sinks);
   // Every key is in the query's future.
   kv_tensor<float, 64> later = kv;
-  later.positions.assign(10, 50);
+  later.positions.resize(10);
+  std::iota(later.positions.begin(), later.positions.end(), 50);
   step.first = {3};
   CHECK(support::same_bits(support::decode(later, step, {}, workers).out, zeros));
 }
