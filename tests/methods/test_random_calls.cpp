@@ -26,7 +26,8 @@ support::random_cache_calls calls_of(const std::string& method, support::rng& ra
     known.has_budget = known.has_budget || one.name == "budget";
     if (one.name == "window") chosen.values["window"] = random.between(1, 4);
     if (one.name == "observed") chosen.values["observed"] = random.between(1, 4);
-    if (one.name == "every") chosen.values["every"] = 1;  // or sequences of a batch may differ in what is due
+    // Else sequences of a batch may differ in what is due.
+    if (one.name == "every") chosen.values["every"] = chosen.values["first"] = 1;
     if (one.name == "max_new") chosen.values["max_new"] = random.between(4, 12);
     if (one.name == "chunk") chosen.values["chunk"] = random.between(1, 20);
     if (one.name == "page") chosen.values["page"] = random.between(1, 5);
