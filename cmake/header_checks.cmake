@@ -40,10 +40,12 @@ if(cuda_works)
   target_include_directories(everything_as_cuda PRIVATE "${PROJECT_BINARY_DIR}/two_units")
   tessera_cuda_options(everything_as_cuda)
 
-  # One cache for every architecture that the headers promise: compiled, never run.
+  # One cache for every architecture that the headers promise, with the flag that PyTorch's extensions are built with: compiled,
+  # never run.
   add_library(architectures OBJECT tests/link/architectures.cu)
   target_link_libraries(architectures PRIVATE tessera::tessera)
   tessera_cuda_options(architectures)
+  target_compile_options(architectures PRIVATE --expt-relaxed-constexpr)
   set_target_properties(architectures PROPERTIES CUDA_ARCHITECTURES "80-real;89-real;90a-real;100-real;120-real")
 
   # The GPU tests: built wherever CUDA compiles, run where there is a GPU (ctest -L gpu), else each says that it is skipped.

@@ -227,23 +227,25 @@ class steps_benchmark {
                 "median over " + std::to_string(given.steps) + " steps, host to host, one graph launch each",
                 given.json) {}
 
-  void run() {
+  /// How many rows have no figure.
+  int run() {
     std::printf("%-28s %10s %10s %10s %9s %9s %9s %10s\n", "method/context", "ms/token", "fastest", "slowest",
                 "peak GiB", "cache GiB", "read GiB", "tokens/s");
     std::vector<cell> left;
+    int missing = 0;
     {
       auto model = engine::cuda::llama::random(llama_8b(given_.layers), 1);
       for (const index_t tokens : given_.prompts) {
         for (const std::string& method : given_.methods) {
           const std::string name = "prompt/" + method + "/" + std::to_string(tokens);
-          attempt(name, [&] {
+          missing += !attempt(name, [&] {
             measured found;
             found.median_ms = prompt_ms(model, tool::find_method(method), tokens, given_);
             report(name, found, 1, "");
           });
         }
       }
-      if (!given_.prompts.empty()) return;
+      if (!given_.prompts.empty()) return missing;
       for (const index_t context : given_.contexts) {
         for (const std::string& name : given_.methods) {
           const cell wanted{&tool::find_method(name), context, given_.batch};
@@ -251,7 +253,8 @@ class steps_benchmark {
         }
       }
     }
-    if (given_.extrapolates) extrapolate(std::move(left));
+    if (given_.extrapolates) left = extrapolated_rows(std::move(left));
+    return int(left.size());
   }
 
  private:
@@ -279,9 +282,10 @@ class steps_benchmark {
     return false;
   }
 
-  void extrapolate(std::vector<cell> left) {
+  /// Reports rows from fewer layers; those for which even these do not fit are returned.
+  std::vector<cell> extrapolated_rows(std::vector<cell> left) {
     for (const auto& [few, fewer] : {std::pair{8, 4}, std::pair{4, 2}}) {
-      if (left.empty()) return;
+      if (left.empty()) break;
       std::vector<std::optional<measured>> more(left.size()), less(left.size());
       for (const int layers : {few, fewer}) {
         auto model = engine::cuda::llama::random(llama_8b(layers), 1);
@@ -303,6 +307,7 @@ class steps_benchmark {
       }
       left = std::move(missing);
     }
+    return left;
   }
 
   std::string name_of(const cell& which) const {
@@ -341,5 +346,5 @@ class steps_benchmark {
 }  // namespace
 
 int main(int count, char** arguments) {
-  return exit_status("bench_decode_step", [&] { steps_benchmark(parse(count, arguments)).run(); });
+  return exit_status("bench_decode_step", [&] { return steps_benchmark(parse(count, arguments)).run(); });
 }

@@ -141,7 +141,9 @@ class turns_benchmark {
                     " layers",
                 "from the host's call to the logits or the token on the host", given.json) {}
 
-  void run() {
+  /// How many rows have no figure.
+  int run() {
+    int missing = 0;
     for (const std::string& name : given_.methods) {
       const tool::method_info& method = tool::find_method(name);
       attempt(name, [&] {
@@ -150,8 +152,9 @@ class turns_benchmark {
         uncounted on_device(*cache->on_device());
         timed_turn(model_, on_device, random_prompt(given_.warm, 9), given_);
       });
-      for (const index_t tokens : given_.prompts) attempt(name, [&] { measure(method, tokens); });
+      for (const index_t tokens : given_.prompts) missing += !attempt(name, [&] { measure(method, tokens); });
     }
+    return missing;
   }
 
  private:
@@ -203,5 +206,5 @@ class turns_benchmark {
 }  // namespace
 
 int main(int count, char** arguments) {
-  return exit_status("bench_turns", [&] { turns_benchmark(parse(count, arguments)).run(); });
+  return exit_status("bench_turns", [&] { return turns_benchmark(parse(count, arguments)).run(); });
 }

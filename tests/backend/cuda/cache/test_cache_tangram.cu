@@ -110,6 +110,7 @@ std::deque<step_rows<bf16>> rows_of(const model_shape& shape, std::initializer_l
 /// the cut may be swapped, as scores differ by rounding, and that prompt ends.
 template <class Method>
 void judge_behind_attention(int count, scales kind) {
+  const float largest = row_largest<typename Method::layout_type::rows_type::encoding_type>(kind);
   long selections = 0, swapped = 0;
   for (const int i : cases(gpu_test::scaled(count, 4))) {
     const index_t layers = draw(1, 2), kv_heads = draw(1, 4), group = draw(1, 8), q_heads = kv_heads * group;
@@ -153,7 +154,7 @@ void judge_behind_attention(int count, scales kind) {
     for (index_t pieces = draw(1, 6); pieces > 0 && same; --pieces) {
       const index_t tokens = draw(1, most);
       for (index_t layer = 0; layer < layers; ++layer) {
-        step_rows<bf16> x(1, tokens, shape, dim, kind);
+        step_rows<bf16> x(1, tokens, shape, dim, largest);
         if (odd_keys && draw(0, 1)) {
           x.k[std::size_t(draw(0, int(x.k.size()) - 1))] = bf16(draw(0, 1) ? NAN : INFINITY);
           x.dk.set(x.k);

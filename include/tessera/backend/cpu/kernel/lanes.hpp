@@ -49,12 +49,15 @@ TESSERA_INLINE lanes4 fold(Vector x) {
   }
 }
 
+/// {x0 + x1, x2 + x3, y0 + y1, y2 + y3}. A lambda would be constexpr without being asked, which nvcc then compiles for the device
+/// where --expt-relaxed-constexpr is set; it has no such vectors.
+TESSERA_INLINE lanes4 neighbour_sums(lanes4 x, lanes4 y) {
+  return __builtin_shufflevector(x, y, 0, 2, 4, 6) + __builtin_shufflevector(x, y, 1, 3, 5, 7);
+}
+
 /// {sum of a, sum of b, sum of c, sum of d}, always by the same tree: always the same bits.
 TESSERA_INLINE lanes4 sums(lanes a, lanes b, lanes c, lanes d) {
-  const auto pairs = [](lanes4 x, lanes4 y) {
-    return __builtin_shufflevector(x, y, 0, 2, 4, 6) + __builtin_shufflevector(x, y, 1, 3, 5, 7);
-  };
-  return pairs(pairs(fold(a), fold(b)), pairs(fold(c), fold(d)));
+  return neighbour_sums(neighbour_sums(fold(a), fold(b)), neighbour_sums(fold(c), fold(d)));
 }
 
 TESSERA_INLINE float sum(lanes x) {

@@ -1,6 +1,7 @@
 // Random conversations held with the CPU's cache and the device's side by side.
 #pragma once
 #include <algorithm>
+#include <cmath>
 #include <string>
 #include <vector>
 
@@ -20,13 +21,23 @@ struct disagreement {
 /// Rows as they are, or such that an encoding's scale is a power of two: decoded to 16 bits they lose nothing then.
 enum class scales { any, even };
 
+/// The largest magnitude of rows of this encoding, between 1 and 2; 0: whatever it is.
+template <class Encoding>
+float row_largest(scales kind) {
+  if constexpr (Encoding::scaled) {
+    int exponent = 0;
+    if (kind == scales::even) return 2 * std::frexp(std::round(1 / Encoding::scale_of(1)), &exponent);
+  }
+  return 0;
+}
+
 template <class T>
-std::vector<T> random_rows(std::size_t elements, int dim, float deviation, scales kind = scales::any) {
+std::vector<T> random_rows(std::size_t elements, int dim, float deviation, float largest = 0) {
   std::vector<T> rows(elements);  // by a table: logarithms would take most of a conversation's time
   for (T& x : rows) x = T(deviation * support::rng::normal_numbers()[rng()() >> 16]);
-  for (std::size_t i = 0; kind == scales::even && i < elements; ++i) {
+  for (std::size_t i = 0; largest > 0 && i < elements; ++i) {
     const float x = float(rows[i]);
-    rows[i] = T(i % std::size_t(dim) == 0 ? std::copysign(1.75f, x) : std::clamp(x, -1.75f, 1.75f));
+    rows[i] = T(i % std::size_t(dim) == 0 ? std::copysign(largest, x) : std::clamp(x, -largest, largest));
   }
   return rows;
 }
@@ -37,10 +48,10 @@ struct step_rows {
   buffer<T> dq, dk, dv;
   index_t sequences, tokens, q_heads, kv_heads;
   int dim;
-  step_rows(index_t batch, index_t n, const model_shape& shape, int d, scales kind = scales::any)
+  step_rows(index_t batch, index_t n, const model_shape& shape, int d, float largest = 0)
       : q(random_rows<T>(std::size_t(batch * n * shape.q_heads * d), d, 1.5f)),
-        k(random_rows<T>(std::size_t(batch * n * shape.kv_heads * d), d, 1.5f, kind)),
-        v(random_rows<T>(std::size_t(batch * n * shape.kv_heads * d), d, 1, kind)),
+        k(random_rows<T>(std::size_t(batch * n * shape.kv_heads * d), d, 1.5f, largest)),
+        v(random_rows<T>(std::size_t(batch * n * shape.kv_heads * d), d, 1, largest)),
         dq(q),
         dk(k),
         dv(v),
@@ -97,7 +108,7 @@ class conversation {
       : shape_(random_shape()),
         method_(method),
         seen_(seen),
-        scales_(kind),
+        largest_(row_largest<encoding>(kind)),
         workers_(std::make_shared<cpu::executor>(1)),
         host_((configure(method_, shape_), shape_), method_, workers_),
         device_(shape_, method_, options()) {}
@@ -164,7 +175,7 @@ class conversation {
       done += n;
       const auto boundaries = random_boundaries<Method>(n);
       for (index_t layer = 0; layer < shape_.layers; ++layer) {
-        const step_rows<T> x(1, n, shape_, D, scales_);
+        const step_rows<T> x(1, n, shape_, D, largest_);
         host_.prefill(layer, id, x.rows(x.q.data(), x.q_heads), x.rows(x.k.data(), x.kv_heads),
                       x.rows(x.v.data(), x.kv_heads), boundaries);
         device_.prefill(layer, id, x.rows(x.dq.data, x.q_heads), x.rows(x.dk.data, x.kv_heads),
@@ -197,7 +208,7 @@ class conversation {
         count = std::min(end - first, draw(1, 100));
         const index_t n = count + draw(0, 20);
         for (index_t layer = 0; layer < shape_.layers; ++layer) {
-          const step_rows<T> x(1, n, shape_, D, scales_);
+          const step_rows<T> x(1, n, shape_, D, largest_);
           std::vector<float> out(x.q.size());
           buffer<float> dout(out.size());
           host_.reread(layer, id, first, count, x.rows(x.q.data(), x.q_heads), x.rows(x.k.data(), x.kv_heads),
@@ -231,7 +242,7 @@ class conversation {
     const auto device_step = device_.prepare_step(ids_, n, nullptr, ends);
     device_.begin_step(device_step, nullptr);
     for (index_t layer = 0; layer < shape_.layers && same_; ++layer) {
-      const step_rows<T> x(batch, n, shape_, D, scales_);
+      const step_rows<T> x(batch, n, shape_, D, largest_);
       std::vector<float> out(std::size_t(batch * n * x.q_heads * D)), lse(std::size_t(batch * n * x.q_heads));
       buffer<float> dout(out.size()), dlse(lse.size());
       host_.trace_attended(true);
@@ -327,7 +338,7 @@ class conversation {
   model_shape shape_;
   Method method_;
   disagreement& seen_;
-  scales scales_;
+  float largest_;
   std::shared_ptr<cpu::executor> workers_;
   cache<Method> host_;
   cuda::cache<Method> device_;
