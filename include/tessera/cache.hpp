@@ -93,18 +93,19 @@ class cache : public cpu::cache_parts<Recipe> {
   void prefill(index_t layer, index_t id, const rows_view<const E>& q, const rows_view<const E>& k,
                const rows_view<const E>& v, std::span<const std::uint8_t> boundaries = {}) {
     const default_float_mode mode;
-    conversations_.check_chunk(recipe_, layer, id, q, k, v);
-    const segment_marks marks = conversations_.check_boundaries(layer, id, boundaries, k.tokens);
-    if (conversations_.chunk_is_due(recipe_, id, layer, k.tokens)) {
-      layers_.end_chunk(layer, id, conversations_.at(id).policies, conversations_.reach(id, layer));
-      conversations_.judged_chunk(id, layer);
+    const sequence_layer owner{layer, id};
+    conversations_.check_chunk(recipe_, owner, q, k, v);
+    const segment_marks marks = conversations_.check_boundaries(owner, boundaries, k.tokens);
+    if (conversations_.chunk_is_due(recipe_, owner, k.tokens)) {
+      layers_.end_chunk(owner, conversations_.at(id).policies, conversations_.reach(owner));
+      conversations_.judged_chunk(owner);
     }
-    if (layer == 0 && conversations_.at(id, layer).turn_tokens == 0)
+    if (layer == 0 && conversations_.at(owner).turn_tokens == 0)
       layers_.settle(id);  // before the turn's rows join what is open
     if (layer == 0 && conversations_.at(id).announced == 0) layers_.expect(id, k.tokens);  // for all layers, or none
-    layers_.prefill(layer, id, conversations_.at(id).policies, conversations_.at(id, layer).next_position, q, k, v,
+    layers_.prefill(owner, conversations_.at(id).policies, conversations_.at(owner).next_position, q, k, v,
                     marks);
-    conversations_.took_chunk(layer, id, k.tokens, marks);
+    conversations_.took_chunk(owner, k.tokens, marks);
   }
 
   /// Causal attention of the newest q.tokens tokens of a layer over everything that it stores or, where the recipe's prefill
@@ -114,8 +115,9 @@ class cache : public cpu::cache_parts<Recipe> {
   void prefill_attention(index_t layer, index_t id, const rows_view<const E>& q, const rows_view<float>& out,
                          const rows_view<float>& lse = {}) {
     const default_float_mode mode;
-    conversations_.check_prompt_attention(layer, id, q, out, lse);
-    layers_.prompt_attention(layer, id, recipe_, conversations_.at(id, layer).next_position - q.tokens, q, {out, lse});
+    const sequence_layer owner{layer, id};
+    conversations_.check_prompt_attention(owner, q, out, lse);
+    layers_.prompt_attention(owner, recipe_, conversations_.at(owner).next_position - q.tokens, q, {out, lse});
   }
 
   /// Passes tokens through one layer once more, for a scorer that wants it (KVzip): they stand behind the prompt,
@@ -127,9 +129,10 @@ class cache : public cpu::cache_parts<Recipe> {
   void reread(index_t layer, index_t id, index_t first, index_t count, const rows_view<const E>& q,
               const rows_view<const E>& k, const rows_view<const E>& v, const rows_view<float>& out) {
     const default_float_mode mode;
-    conversations_.check_rereading(layer, id, first, count, q, k, v, out);
-    const index_t next = conversations_.at(id, layer).next_position;
-    layers_.reread(layer, id, conversations_.at(id).policies, {first, first + count, next}, q, k, v, {out, {}});
+    const sequence_layer owner{layer, id};
+    conversations_.check_rereading(owner, first, count, q, k, v, out);
+    const index_t next = conversations_.at(owner).next_position;
+    layers_.reread(owner, conversations_.at(id).policies, {first, first + count, next}, q, k, v, {out, {}});
   }
 
   /// Says that the turn's prompt has been through a layer, its attention included. What its end needs of this layer alone is done now: packed rows
@@ -138,9 +141,10 @@ class cache : public cpu::cache_parts<Recipe> {
   /// Errors   rows without a basis: tessera::error, and the layer has not ended.
   void end_layer(index_t layer, index_t id) {
     const default_float_mode mode;
-    conversations_.check_layer_end(layer, id);
-    layers_.end_layer(layer, id, recipe_);
-    conversations_.end_layer(layer, id);
+    const sequence_layer owner{layer, id};
+    conversations_.check_layer_end(owner);
+    layers_.end_layer(owner, recipe_);
+    conversations_.end_layer(owner);
   }
 
   /// Ends a turn's prompt: where the schedule says so, every layer chooses anew what it keeps and frees the rest, or what
@@ -149,7 +153,7 @@ class cache : public cpu::cache_parts<Recipe> {
     const default_float_mode mode;
     const planned<Recipe> fitted = conversations_.plan_prompt_end(recipe_, id);
     const bool due = recipe_.schedule.due(moment::prompt_end, conversations_.clock_of_prompt_end(id));
-    layers_.end_prefill(id, recipe_, fitted, due, conversations_.reach(id, 0));
+    layers_.end_prefill(id, recipe_, fitted, due, conversations_.reach({0, id}));
     conversations_.end_prompt(id, fitted);
   }
 

@@ -11,6 +11,7 @@
 #include "../core/model_shape.hpp"
 #include "../core/prompt/layer_progress.hpp"
 #include "../core/prompt/prompt_reach.hpp"
+#include "../core/sequence_layer.hpp"
 #include "../planned.hpp"
 #include "batch.hpp"
 
@@ -79,21 +80,21 @@ class conversations {
             "an id that open() returned and close() has not taken back", "open a sequence first");
     return all_[std::size_t(id)];
   }
-  const layer& at(index_t id, index_t layer_index) const {
-    if (layer_index < 0 || layer_index >= shape_.layers) {
-      fail("layer", layer_index, "0 to " + std::to_string(shape_.layers - 1), "pass a layer of the model");
+  const layer& at(sequence_layer owner) const {
+    if (owner.layer < 0 || owner.layer >= shape_.layers) {
+      fail("layer", owner.layer, "0 to " + std::to_string(shape_.layers - 1), "pass a layer of the model");
     }
-    return at(id).layers[std::size_t(layer_index)];
+    return at(owner.id).layers[std::size_t(owner.layer)];
   }
-  void check_head(index_t layer_index, index_t id, index_t head) const {
-    at(id, layer_index);
+  void check_head(sequence_layer owner, index_t head) const {
+    at(owner);
     require(head >= 0 && head < shape_.kv_heads, "kv_head", head, "0 to " + std::to_string(shape_.kv_heads - 1),
             "pass a kv_head of the model");
   }
   /// Of a turn's prompt.
-  const layer& require_not_ended(index_t layer_index, index_t id) const {
-    const layer& state = at(id, layer_index);
-    require(!state.ended, "layer of this turn's prompt", layer_index, "one that end_layer has not ended",
+  const layer& require_not_ended(sequence_layer owner) const {
+    const layer& state = at(owner);
+    require(!state.ended, "layer of this turn's prompt", owner.layer, "one that end_layer has not ended",
             "call end_layer behind the layer's last chunk and its attention");
     return state;
   }
@@ -108,44 +109,44 @@ class conversations {
   // --- prompts -------------------------------------------------------------------------------------------------------
 
   template <class E>
-  void check_chunk(const Recipe& recipe, index_t layer_index, index_t id, const rows_view<const E>& q,
+  void check_chunk(const Recipe& recipe, sequence_layer owner, const rows_view<const E>& q,
                    const rows_view<const E>& k, const rows_view<const E>& v) const {
-    require_not_ended(layer_index, id);
+    require_not_ended(owner);
     shape_.check_rows(q, k, v, k_dim, v_dim);
     const index_t given = first_other(1, k.sequences, v.sequences, q.tokens <= 0 ? 1 : q.sequences);
     require(given == 1, "sequences of a prompt chunk", given, "1", "prefill one sequence at a time");
     require(k.tokens >= 1, "tokens of a prompt chunk", k.tokens, "at least 1", "skip empty chunks");
     recipe.require_queries(q.tokens, k.tokens);
-    at(id, layer_index).require_positions(k.tokens);
-    const conversation& c = at(id);
-    const index_t after = at(id, layer_index).turn_tokens + k.tokens;
+    at(owner).require_positions(k.tokens);
+    const conversation& c = at(owner.id);
+    const index_t after = at(owner).turn_tokens + k.tokens;
     require(c.announced == 0 || after <= c.announced, "tokens of this turn", after,
             "at most those that were announced, which are " + std::to_string(c.announced),
             "announce the whole prompt before its first chunk");
   }
   /// Of a chunk's new tokens; `boundaries` are looked at where the recipe needs them.
-  segment_marks check_boundaries(index_t layer_index, index_t id, std::span<const std::uint8_t> boundaries,
+  segment_marks check_boundaries(sequence_layer owner, std::span<const std::uint8_t> boundaries,
                                  index_t tokens) const {
     if constexpr (!Recipe::needs_segments) return {};
     require_boundaries(boundaries, tokens);
-    return {at(id, layer_index).text, boundaries.data()};
+    return {at(owner).text, boundaries.data()};
   }
   /// The segments of a step's tokens, of its b-th sequence. A recipe without boundaries in steps ends none but by its
   /// length.
   segment_marks step_marks(index_t layer_index, const batch& step, index_t b) const {
-    return {at(step.ids[std::size_t(b)], layer_index).text,
+    return {at({layer_index, step.ids[std::size_t(b)]}).text,
             step.boundaries.empty() ? nullptr : step.boundaries.data() + offset_t(b) * step.tokens};
   }
-  void took_chunk(index_t layer_index, index_t id, index_t tokens, const segment_marks& marks = {}) {
-    layer& state = find(id).layers[std::size_t(layer_index)];
+  void took_chunk(sequence_layer owner, index_t tokens, const segment_marks& marks = {}) {
+    layer& state = find(owner.id).layers[std::size_t(owner.layer)];
     state.next_position += tokens;
     state.turn_tokens += tokens;
     if constexpr (Recipe::needs_segments) state.text.take(marks.boundaries, tokens);
   }
   template <class E, class Out>
-  void check_prompt_attention(index_t layer_index, index_t id, const rows_view<const E>& q, const rows_view<Out>& out,
+  void check_prompt_attention(sequence_layer owner, const rows_view<const E>& q, const rows_view<Out>& out,
                               const rows_view<float>& lse) const {
-    const layer& state = require_not_ended(layer_index, id);
+    const layer& state = require_not_ended(owner);
     shape_.check_output(q, out, lse, k_dim, v_dim);
     require(q.data != nullptr, "memory of q", "null", "memory behind it", "pass the rows themselves");
     require(q.sequences == 1, "sequences of a prompt chunk", q.sequences, "1",
@@ -176,25 +177,25 @@ class conversations {
   }
 
   /// What earlier choices have settled of a turn's prompt in a layer.
-  prompt_reach reach(index_t id, index_t layer_index) const {
-    const layer& state = at(id, layer_index);
+  prompt_reach reach(sequence_layer owner) const {
+    const layer& state = at(owner);
     const index_t begin = state.next_position - state.turn_tokens;
     return {begin, begin + state.judged - state.again, state.next_position};
   }
   /// Whether a layer chooses among what has been written of a prompt before `tokens` more are.
-  bool chunk_is_due(const Recipe& recipe, index_t id, index_t layer_index, index_t tokens) const {
+  bool chunk_is_due(const Recipe& recipe, sequence_layer owner, index_t tokens) const {
     if constexpr (Recipe::schedule_type::fires_at(moment::chunk_end)) {
-      const layer& state = at(id, layer_index);
-      turn_clock now{at(id).now.turn + 1, 0};
+      const layer& state = at(owner);
+      turn_clock now{at(owner.id).now.turn + 1, 0};
       now.waiting = state.turn_tokens - state.judged;
       now.coming = tokens;
-      return at(id).policies.first.budget.knows_shares() && recipe.schedule.due(moment::chunk_end, now);
+      return at(owner.id).policies.first.budget.knows_shares() && recipe.schedule.due(moment::chunk_end, now);
     }
     return false;
   }
-  void judged_chunk(index_t id, index_t layer_index) {
-    conversation& c = find(id);
-    layer& state = c.layers[std::size_t(layer_index)];
+  void judged_chunk(sequence_layer owner) {
+    conversation& c = find(owner.id);
+    layer& state = c.layers[std::size_t(owner.layer)];
     if constexpr (Recipe::retain_type::settles) {
       const auto& first = c.policies.first;
       state.again = (std::min)(state.turn_tokens - state.judged, first.scorer.protected_tail(first.budget.tokens));
@@ -203,9 +204,9 @@ class conversations {
   }
 
   template <class E, class Out>
-  void check_rereading(index_t layer_index, index_t id, index_t first, index_t count, const rows_view<const E>& q,
+  void check_rereading(sequence_layer owner, index_t first, index_t count, const rows_view<const E>& q,
                        const rows_view<const E>& k, const rows_view<const E>& v, const rows_view<Out>& out) const {
-    const layer& state = require_not_ended(layer_index, id);
+    const layer& state = require_not_ended(owner);
     shape_.check_rows(q, k, v, k_dim, v_dim);
     shape_.check_output(q, out, rows_view<float>{}, k_dim, v_dim);
     const index_t given = first_other(1, q.sequences, k.sequences, v.sequences);
@@ -222,10 +223,10 @@ class conversations {
   }
 
   /// Errors   a layer of which the prompt has none, or not all of what was announced; one that has ended.
-  void check_layer_end(index_t layer_index, index_t id) const {
-    require_whole_prompt(id, require_not_ended(layer_index, id));
+  void check_layer_end(sequence_layer owner) const {
+    require_whole_prompt(owner.id, require_not_ended(owner));
   }
-  void end_layer(index_t layer_index, index_t id) { find(id).layers[std::size_t(layer_index)].ended = true; }
+  void end_layer(sequence_layer owner) { find(owner.id).layers[std::size_t(owner.layer)].ended = true; }
 
   /// The policies of a conversation whose prompt ends now. Throws unless every layer has had the same prompt, and any.
   planned<Recipe> plan_prompt_end(const Recipe& recipe, index_t id) const {
@@ -319,7 +320,7 @@ class conversations {
            "pass q, k and v of the step's tokens");
     }
     for (const index_t id : step.ids) {
-      require(at(id, layer_index).turn_tokens == 0, "tokens since the prompt began", at(id, layer_index).turn_tokens,
+      require(at({layer_index, id}).turn_tokens == 0, "tokens since the prompt began", at({layer_index, id}).turn_tokens,
               "0", "finish a step before the next prompt begins");
       if (step.number == 0 || step.number != at(id).step) {
         fail("step of sequence " + std::to_string(id), step.number, "the one that prepare_step returned last for it",
@@ -337,8 +338,8 @@ class conversations {
              "call prepare_step before every step");
       }
       const index_t expected = layer_index > 0 ? c.front().next_position - step.tokens : c.layers.back().next_position;
-      if (at(id, layer_index).next_position != expected) {
-        fail("tokens of a layer before the step", at(id, layer_index).next_position, std::to_string(expected),
+      if (at({layer_index, id}).next_position != expected) {
+        fail("tokens of a layer before the step", at({layer_index, id}).next_position, std::to_string(expected),
              "decode every layer, in order, in every step");
       }
     }

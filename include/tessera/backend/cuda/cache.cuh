@@ -88,28 +88,29 @@ class cache : public cache_parts<Recipe, Out> {
   ///          host, for a recipe that `needs_segments`: 1 for a token after which a segment of the text ends, else 0.
   void prefill(index_t layer, index_t id, const rows_view<const T>& q, const rows_view<const T>& k,
                const rows_view<const T>& v, cudaStream_t stream, std::span<const std::uint8_t> boundaries = {}) {
-    conversations_.check_chunk(recipe_, layer, id, q, k, v);
-    const segment_marks marks = conversations_.check_boundaries(layer, id, boundaries, k.tokens);
+    const sequence_layer owner{layer, id};
+    conversations_.check_chunk(recipe_, owner, q, k, v);
+    const segment_marks marks = conversations_.check_boundaries(owner, boundaries, k.tokens);
     order_.require_finished(id);
     const bool follows = roles_.follows_recipe(layer);
     if (Recipe::retain_type::observed == observes::every_query && follows && q.tokens > 0)
       require_rows_on_16_bytes("q", q);
-    const bool begins = conversations_.at(id, layer).turn_tokens == 0;
+    const bool begins = conversations_.at(owner).turn_tokens == 0;
     if (begins && layer == 0) store_.settle({id}, true, stream);
-    store_.plan_packing(begins ? place_list{{layer, id}} : place_list{}, 0, stream);  // what steps have filled
-    begin_chunk(layer, id, k.tokens, stream);
-    make_store_room({{layer, id}}, k.tokens, stream);
+    store_.plan_packing(begins ? sequence_layers{owner} : sequence_layers{}, 0, stream);  // what steps have filled
+    begin_chunk(owner, k.tokens, stream);
+    make_store_room({owner}, k.tokens, stream);
     store_.commit_packing(stream);
-    const index_t first = conversations_.at(id, layer).next_position;
-    store_.append_rows(store_.view(layer, id), k, v, set_number(chunk_position_.data(), first, stream),
+    const index_t first = conversations_.at(owner).next_position;
+    store_.append_rows(store_.view(owner), k, v, set_number(chunk_position_.data(), first, stream),
                        marks_.of_chunk(marks, k.tokens, stream), stream);
-    store_.took(layer, id, k.tokens);
-    if (begins) reading_.lists().end_lists(layer, id, stream);
-    conversations_.took_chunk(layer, id, k.tokens, marks);
+    store_.took(owner, k.tokens);
+    if (begins) reading_.lists().end_lists(owner, stream);
+    conversations_.took_chunk(owner, k.tokens, marks);
     if (!follows) return;
-    store_.observe_prompt(layer, id, q, stream);
+    store_.observe_prompt(owner, q, stream);
     if (first_.chooser(layer, policies(id), roles_) != layer) return;
-    first_.observe_prompt(layer, id, store_, policies(id), roles_.rule(layer), q, first + k.tokens, stream);
+    first_.observe_prompt(owner, store_, policies(id), roles_.rule(layer), q, first + k.tokens, stream);
   }
 
   /// Causal attention of the newest q.tokens tokens of a layer over everything that it stores, or over the lines that the
@@ -117,25 +118,27 @@ class cache : public cache_parts<Recipe, Out> {
   /// Shapes   q [1, tokens, q_heads, k_dim], out [1, tokens, q_heads, v_dim], lse [1, tokens, q_heads], or no data.
   void prefill_attention(index_t layer, index_t id, const rows_view<const T>& q, const rows_view<Out>& out,
                          const rows_view<float>& lse, cudaStream_t stream) {
-    conversations_.check_prompt_attention(layer, id, q, out, lse);
-    const index_t first = conversations_.at(id, layer).next_position - q.tokens;
+    const sequence_layer owner{layer, id};
+    conversations_.check_prompt_attention(owner, q, out, lse);
+    const index_t first = conversations_.at(owner).next_position - q.tokens;
     prefill_problem<view_type, Out> problem{
-        store_.view(layer, id), q, set_number(chunk_position_.data(), first, stream), roles_.rule(layer), out, lse};
+        store_.view(owner), q, set_number(chunk_position_.data(), first, stream), roles_.rule(layer), out, lse};
     if (!roles_.follows_recipe(layer)) return attention_.prompt(problem, stream);
     if (!lse.data) problem.lse = first_.lse_room(q.tokens);
-    prompts_.attend(layer, id, recipe_, problem, first, attention_, stream);
-    first_.observe_attention(layer, id, q, problem.lse, stream);
+    prompts_.attend(owner, recipe_, problem, first, attention_, stream);
+    first_.observe_attention(owner, q, problem.lse, stream);
   }
 
   /// Passes tokens through one layer once more, for a scorer that wants it (KVzip): see the CPU's cache. Shapes as `prefill`'s.
   void reread(index_t layer, index_t id, index_t first, index_t count, const rows_view<const T>& q,
               const rows_view<const T>& k, const rows_view<const T>& v, const rows_view<Out>& out,
               cudaStream_t stream) requires(Recipe::retain_type::rereads) {
-    conversations_.check_rereading(layer, id, first, count, q, k, v, out);
+    const sequence_layer owner{layer, id};
+    conversations_.check_rereading(owner, first, count, q, k, v, out);
     order_.require_finished(id);
-    make_store_room({{layer, id}}, k.tokens, stream);
-    const reread_part part{first, first + count, conversations_.at(id, layer).next_position};
-    rereading_.pass(layer, id, store_, policies(id), roles_, attention_, q, k, v, out, part, stream);
+    make_store_room({owner}, k.tokens, stream);
+    const reread_part part{first, first + count, conversations_.at(owner).next_position};
+    rereading_.pass(owner, store_, policies(id), roles_, attention_, q, k, v, out, part, stream);
   }
 
   /// Says that the turn's prompt has been through a layer, its attention included: see the CPU's cache. Segments are made on a stream of the
@@ -143,12 +146,13 @@ class cache : public cache_parts<Recipe, Out> {
   /// room: a prompt in one chunk needs two layers' whole rows, or one. What joins a segment, or has no basis, waits for `end_prefill`. Not
   /// within a step.
   void end_layer(index_t layer, index_t id, cudaStream_t stream) {
-    conversations_.check_layer_end(layer, id);
+    const sequence_layer owner{layer, id};
+    conversations_.check_layer_end(owner);
     order_.require_none_under_way();
-    slide({{layer, id}}, stream);
+    slide({owner}, stream);
     if (roles_.follows_recipe(layer) && packs_by_layer(recipe_))
-      store_.pack_layer(layer, id, conversations_.at(id, layer).turn_tokens, stream);
-    conversations_.end_layer(layer, id);
+      store_.pack_layer(owner, conversations_.at(owner).turn_tokens, stream);
+    conversations_.end_layer(owner);
   }
 
   /// Ends a turn's prompt: where the schedule says so, every layer chooses anew what it keeps and frees the rest, or what
@@ -161,11 +165,11 @@ class cache : public cache_parts<Recipe, Out> {
     parts::plan_packing(id, stream);  // last that can throw
     set_number(next_.data() + id, conversations_.at(id).front().next_position, stream);
     kept_slots kept;  // of the layer before: one that takes over its choice comes right behind it
-    for (const index_t layer : choosing) choose(layer, id, due, fitted, kept, stream);
+    for (const index_t layer : choosing) choose({layer, id}, due, fitted, kept, stream);
     store_.commit_packing(stream);
     reading_.set_plan(id, fitted, stream);
     for (index_t layer = 0; layer < shape_.layers; ++layer) {
-      if (roles_.follows_recipe(layer)) reading_.refresh(layer, id, store_, stream);
+      if (roles_.follows_recipe(layer)) reading_.refresh({layer, id}, store_, stream);
     }
     slide(all_layers({id}), stream);
     store_.expect(id, 0);
@@ -180,13 +184,13 @@ class cache : public cache_parts<Recipe, Out> {
                      std::span<const std::uint8_t> boundaries = {}) {
     batch step = conversations_.plan_step(recipe_, ids, tokens, options_.step_tokens, boundaries);
     for (const index_t id : ids) order_.require_finished(id);
-    const auto places = all_layers(ids);
-    make_step_room(places, step, stream);
+    const sequence_layers owners = all_layers(ids);
+    make_step_room(owners, step, stream);
     steps_.set(ids, stream);
-    note_step(places, step);
+    note_step(owners, step);
     if constexpr (Recipe::needs_segments) {
       host_vector<segment_cursor> texts;
-      for (const index_t id : ids) texts.push_back(conversations_.at(id, 0).text);
+      for (const index_t id : ids) texts.push_back(conversations_.at({0, id}).text);
       marks_.set(texts, step.boundaries, stream);
     }
     step = conversations_.begin_step(std::move(step));
@@ -242,7 +246,7 @@ class cache : public cache_parts<Recipe, Out> {
       parts::order_, parts::plan_choice, parts::policies, parts::prompts_, parts::reading_, parts::recipe_,
       parts::rereading_, parts::roles_, parts::shape_, parts::slide, parts::stepped_, parts::steps_, parts::store_,
       parts::trace, parts::tracing_;
-  using typename parts::place_list, typename parts::read_view_type, typename parts::view_type;
+  using typename parts::read_view_type, typename parts::view_type;
 };
 
 }  // namespace cuda

@@ -7,6 +7,7 @@
 
 #include "../../../core/host/host_vector.hpp"
 #include "../../../core/selection.hpp"
+#include "../../../core/sequence_layer.hpp"
 #include "../../../recipe.hpp"
 #include "../choose/lines.hpp"
 #include "../kernel/scratch.hpp"
@@ -19,8 +20,8 @@ namespace cpu {
 ///   open(id), close(id)                      an empty sequence; its memory goes. `close` needs none
 ///   copy(from, to)                           what prompts of one sequence left to be read, to an empty one
 ///   attend(...)                              a chunk's rows; what is remembered of it changes only if all went well
-///   join(layer, id, kept)                    adds what prompts left to be read to a filter's lists
-///   lines(layer, id)                         of the last chunk that was traced
+///   join(owner, kept)                    adds what prompts left to be read to a filter's lists
+///   lines(owner)                         of the last chunk that was traced
 template <class Recipe, bool ChoosesLines = Recipe::prefill_type::chooses_lines>
 class prompt_attending {
  public:
@@ -30,13 +31,13 @@ class prompt_attending {
   void copy(index_t, index_t) {}
   void trace(bool) {}
   template <class View, class E>
-  void attend(index_t, index_t, const Recipe&, const View& view, const query_rows<E>& queries, const logit_rule& rule,
+  void attend(sequence_layer, const Recipe&, const View& view, const query_rows<E>& queries, const logit_rule& rule,
               const attention_output& output, executor& workers) {
     prefill_attention(view, queries, rule, output, workers);
   }
-  void join(index_t, index_t, const Recipe&, host_vector<selection>&) const {}
-  const prompt_lines& lines(index_t, index_t) const { return none_; }
-  offset_t bytes(index_t, index_t) const { return 0; }
+  void join(sequence_layer, const Recipe&, host_vector<selection>&) const {}
+  const prompt_lines& lines(sequence_layer) const { return none_; }
+  offset_t bytes(sequence_layer) const { return 0; }
 
  private:
   prompt_lines none_;
@@ -48,29 +49,24 @@ class prompt_attending<Recipe, true> {
   using pattern_type = typename Recipe::prefill_type;
 
  public:
-  explicit prompt_attending(const model_shape& shape) : shape_(shape) {}
+  explicit prompt_attending(const model_shape& shape) : shape_(shape), remembered_(shape.layers) {}
 
-  void open(index_t id) {
-    if (places_.size() < place(shape_.layers, id)) places_.resize(place(shape_.layers, id));
-    for (index_t layer = 0; layer < shape_.layers; ++layer) places_[place(layer, id)] = {};
-  }
-  void close(index_t id) {
-    for (index_t layer = 0; layer < shape_.layers; ++layer) places_[place(layer, id)] = {};
-  }
+  void open(index_t id) { remembered_.open_empty(id); }
+  void close(index_t id) { remembered_.clear(id); }
   void copy(index_t from, index_t to) {
     for (index_t layer = 0; layer < shape_.layers; ++layer) {
-      places_[place(layer, to)].columns = places_[place(layer, from)].columns;
+      remembered_[{layer, to}].columns = remembered_[{layer, from}].columns;
     }
   }
   void trace(bool on) { tracing_ = on; }
 
   template <class View, class E>
-  void attend(index_t layer, index_t id, const Recipe& recipe, const View& view, const query_rows<E>& queries,
+  void attend(sequence_layer owner, const Recipe& recipe, const View& view, const query_rows<E>& queries,
               const logit_rule& rule, const attention_output& output, executor& workers) {
     check_attention(view, queries, output);
     auto& [lines, memory] = *choosing_;
     choose_lines(recipe.prefill, view, queries, rule, lines, memory, workers);
-    remembered& own = places_[place(layer, id)];
+    remembered& own = remembered_[owner];
     host_vector<host_vector<index_t>> columns = joined_columns(recipe, own, lines);
     prompt_lines traced = tracing_ ? lines : prompt_lines{};
     line_attention(view, queries, rule, lines, output, workers);
@@ -79,10 +75,10 @@ class prompt_attending<Recipe, true> {
   }
 
   /// Adds the columns of all prompts to a filter's lists: of all query heads of a group, or of the one that reads the list.
-  void join([[maybe_unused]] index_t layer, [[maybe_unused]] index_t id, [[maybe_unused]] const Recipe& recipe,
+  void join([[maybe_unused]] sequence_layer owner, [[maybe_unused]] const Recipe& recipe,
             [[maybe_unused]] host_vector<selection>& kept) const {
     if constexpr (lasting_pattern<pattern_type>) {
-      const remembered& own = places_[place(layer, id)];
+      const remembered& own = remembered_[owner];
       if (!recipe.prefill.adds_to_reading() || own.columns.empty()) return;
       const index_t members = index_t(kept.size()), group = shape_.q_heads / shape_.kv_heads;
       for (index_t m = 0; m < members; ++m) {
@@ -105,10 +101,10 @@ class prompt_attending<Recipe, true> {
     }
   }
 
-  const prompt_lines& lines(index_t layer, index_t id) const { return places_[place(layer, id)].lines; }
-  offset_t bytes(index_t layer, index_t id) const {
+  const prompt_lines& lines(sequence_layer owner) const { return remembered_[owner].lines; }
+  offset_t bytes(sequence_layer owner) const {
     offset_t bytes = 0;
-    for (const auto& columns : places_[place(layer, id)].columns) {
+    for (const auto& columns : remembered_[owner].columns) {
       bytes += offset_t(columns.capacity() * sizeof(index_t));
     }
     return bytes;
@@ -141,13 +137,10 @@ class prompt_attending<Recipe, true> {
     }
     return {};
   }
-  std::size_t place(index_t layer, index_t id) const {
-    return std::size_t(id) * std::size_t(shape_.layers) + std::size_t(layer);
-  }
 
   model_shape shape_;
   bool tracing_ = false;
-  host_vector<remembered> places_;
+  sequence_table<remembered> remembered_;
   scratch<workspace> choosing_;
 };
 

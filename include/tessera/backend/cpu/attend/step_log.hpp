@@ -5,6 +5,7 @@
 
 #include "../../../core/host/host_vector.hpp"
 #include "../../../core/selection.hpp"
+#include "../../../core/sequence_layer.hpp"
 #include "../../../core/types.hpp"
 
 TESSERA_NAMESPACE_BEGIN
@@ -12,14 +13,9 @@ namespace cpu {
 
 class step_log {
  public:
-  explicit step_log(index_t layers) : layers_(layers) {}
+  explicit step_log(index_t layers) : layers_(layers), entries_(layers) {}
 
-  void open(index_t id) {
-    if (entries_.size() < (std::size_t(id) + 1) * std::size_t(layers_)) {
-      entries_.resize((std::size_t(id) + 1) * std::size_t(layers_));
-    }
-    for (index_t layer = 0; layer < layers_; ++layer) at(layer, id) = {};
-  }
+  void open(index_t id) { entries_.open_empty(id); }
   void trace(bool on) { tracing_ = on; }
 
   /// Room for the notes of a batch of so many sequences.
@@ -64,19 +60,19 @@ class step_log {
     fresh.bytes -= fresh.tokens * key_bytes;
   }
   void add_bytes(index_t b, offset_t bytes) { fresh_[std::size_t(b)].bytes += bytes; }
-  void commit(index_t b, index_t layer, index_t id) {
-    at(layer, id).bytes = fresh_[std::size_t(b)].bytes;
-    if (tracing_) at(layer, id).attended.swap(fresh_[std::size_t(b)].attended);
+  void commit(index_t b, sequence_layer owner) {
+    entries_[owner].bytes = fresh_[std::size_t(b)].bytes;
+    if (tracing_) entries_[owner].attended.swap(fresh_[std::size_t(b)].attended);
   }
 
   /// Positions by kv_head, or by query head where those of a group read apart.
-  const host_vector<host_vector<index_t>>& attended(index_t layer, index_t id) const {
-    return entries_[index(layer, id)].attended;
+  const host_vector<host_vector<index_t>>& attended(sequence_layer owner) const {
+    return entries_[owner].attended;
   }
   /// All layers.
   offset_t bytes(index_t id) const {
     offset_t total = 0;
-    for (index_t layer = 0; layer < layers_; ++layer) total += entries_[index(layer, id)].bytes;
+    for (index_t layer = 0; layer < layers_; ++layer) total += entries_[{layer, id}].bytes;
     return total;
   }
 
@@ -86,14 +82,10 @@ class step_log {
     offset_t tokens = 0;  // attended, each of a kv_head once
     host_vector<host_vector<index_t>> attended;
   };
-  std::size_t index(index_t layer, index_t id) const {
-    return std::size_t(id) * std::size_t(layers_) + std::size_t(layer);
-  }
-  entry& at(index_t layer, index_t id) { return entries_[index(layer, id)]; }
 
   index_t layers_;
   bool tracing_ = false;
-  host_vector<entry> entries_;
+  sequence_table<entry> entries_;
   host_vector<entry> fresh_;  // by sequence of a batch, until the step is done
 };
 

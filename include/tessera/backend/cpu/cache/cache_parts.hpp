@@ -25,12 +25,12 @@ class cache_parts {
 
   /// Tokens that a layer stores for one kv_head, and their logical positions, ascending.
   index_t length(index_t layer, index_t id, index_t head) const {
-    conversations_.check_head(layer, id, head);
-    return layers_.store().lengths(layer, id)[std::size_t(head)];
+    conversations_.check_head({layer, id}, head);
+    return layers_.store().lengths({layer, id})[std::size_t(head)];
   }
   host_vector<index_t> positions(index_t layer, index_t id, index_t head) const {
-    conversations_.check_head(layer, id, head);
-    return layers_.store().positions(layer, id, head);
+    conversations_.check_head({layer, id}, head);
+    return layers_.store().positions({layer, id}, head);
   }
 
   /// What the budget comes to in this conversation, since its first prompt ended.
@@ -39,38 +39,38 @@ class cache_parts {
   /// Logical positions that this turn's steps may read of one kv_head: what a filter let through and what was decoded
   /// since; everything stored where there is no filter.
   host_vector<index_t> readable(index_t layer, index_t id, index_t head) const {
-    conversations_.check_head(layer, id, head);
-    return layers_.readable(layer, id, head);
+    conversations_.check_head({layer, id}, head);
+    return layers_.readable({layer, id}, head);
   }
 
   /// Whether decode steps write down which positions they attend; off by default.
   void trace_attended(bool on) { layers_.log().trace(on); }
   /// Positions that the last traced decode step of a layer attended, by kv_head.
   const host_vector<host_vector<index_t>>& attended(index_t layer, index_t id) const {
-    conversations_.at(id, layer);
-    return layers_.log().attended(layer, id);
+    conversations_.at({layer, id});
+    return layers_.log().attended({layer, id});
   }
 
   /// Whether prompts write down which lines they attend; off by default.
   void trace_lines(bool on) { layers_.trace_lines(on); }
   /// Lines of the last traced prompt chunk of a layer; no heads where all of its rows attend everything.
   const prompt_lines& lines(index_t layer, index_t id) const {
-    conversations_.at(id, layer);
-    return layers_.lines(layer, id);
+    conversations_.at({layer, id});
+    return layers_.lines({layer, id});
   }
 
   /// Whether the first stage writes down what it ranked; off by default.
   void trace_ranked(bool on) { layers_.trace_ranks(on); }
   /// Tokens that competed in the last traced choice of a layer, and their scores, by kv_head; nothing where none was due.
   const ranked_tokens& ranked(index_t layer, index_t id) const {
-    conversations_.at(id, layer);
-    return layers_.ranked(layer, id);
+    conversations_.at({layer, id});
+    return layers_.ranked({layer, id});
   }
 
   /// A view of what a layer stores, for engines with attention of their own. Valid until the cache changes.
   auto view(index_t layer, index_t id) {
-    conversations_.at(id, layer);
-    return layers_.store().view(layer, id);
+    conversations_.at({layer, id});
+    return layers_.store().view({layer, id});
   }
 
   /// Bytes that a sequence holds in all layers: rows and columns, remembered queries, what the second stage keeps.

@@ -32,14 +32,14 @@ class rereading<Recipe, true> {
  public:
   /// The scores of the part's tokens become what the queries give them, where that is more; as before when memory runs out.
   template <class E, class Store>
-  void score(index_t layer, index_t id, Store& stored, const planned<Recipe>& policies, const logit_rule& rule,
+  void score(sequence_layer owner, Store& stored, const planned<Recipe>& policies, const logit_rule& rule,
              const rows_view<const E>& q, const reread_part& part, executor& workers) {
     auto& [chosen, seen, scores, scoring] = *workspace_;
     const auto& scorer = policies.first.scorer;
-    const auto all = stored.view(layer, id);
-    columns& beside = stored.beside(layer, id);
+    const auto all = stored.view(owner);
+    columns& beside = stored.beside(owner);
     const auto in_part = [&](index_t position) { return position >= part.first && position < part.end; };
-    chosen.reset(stored.lengths(layer, id));
+    chosen.reset(stored.lengths(owner));
     for (index_t h = 0; h < chosen.rows(); ++h) {
       index_t& count = chosen.counts[std::size_t(h)];
       for (index_t slot = 0; slot < all.length(0, h); ++slot) {

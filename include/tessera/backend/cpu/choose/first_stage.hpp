@@ -5,6 +5,7 @@
 
 #include "../../../core/host/host_vector.hpp"
 #include "../../../core/model_shape.hpp"
+#include "../../../core/sequence_layer.hpp"
 #include "../../../planned.hpp"
 #include "../../../runtime/layer_roles.hpp"
 #include "../kernel/scratch.hpp"
@@ -24,11 +25,12 @@ struct ranked_tokens {
 };
 
 /// What every first stage answers; this one chooses nothing.
-///   forget(id), forget(layer, id)            what was observed of an open id, of one layer of it; needs no memory
+///   open(id)                                 makes room for an id, of which nothing is observed
+///   forget(id), forget(owner)                what was observed of an open id, of one layer of it; needs no memory
 ///   end_turn(id)                             the same, but for what lasts from turn to turn
 ///   copy(from, to)                           between turns: what lasts, to an id of which nothing was observed
 ///   observe_prompt(...), observe_step(...)   take queries in; as before when memory runs out
-///   take_back(b, layer, id, store)           undoes `observe_step` of the b-th sequence of a batch; needs no memory
+///   take_back(b, owner, store)               undoes `observe_step` of the b-th sequence of a batch; needs no memory
 ///   chooser(layer, policies, roles)          the layer whose choice this one takes: its own, or an earlier one
 ///   choose(...)                              fills a selection of what stays, and what it ranked (null: not wanted);
 ///                                            returns whether it chooses at all; `reach` says what has been settled
@@ -39,8 +41,9 @@ class first_stage {
  public:
   static constexpr bool with_scores = false;
   explicit first_stage(const model_shape&) {}
+  void open(index_t) {}
   void forget(index_t) {}
-  void forget(index_t, index_t) {}
+  void forget(sequence_layer) {}
   void end_turn(index_t) {}
   void copy(index_t, index_t) {}
   template <class... Any>
@@ -56,7 +59,7 @@ class first_stage {
   bool choose(const Any&...) {
     return false;
   }
-  offset_t bytes(index_t, index_t) const { return 0; }
+  offset_t bytes(sequence_layer) const { return 0; }
 };
 
 /// What the three kinds below share: what a place stores and what was observed of it in, a selection out.
@@ -84,11 +87,11 @@ class choosing {
   using store_type = kv_store<typename Recipe::layout_type>;
   using problem_type = choose_problem<typename store_type::view_type, float>;
 
-  problem_type problem(index_t layer, index_t id, store_type& stored, const logit_rule& rule,
+  problem_type problem(sequence_layer owner, store_type& stored, const logit_rule& rule,
                        const index_t* first_position, const prompt_reach* reach) {
     problem_type result;
-    result.view = stored.view(layer, id);
-    result.layer = layer;
+    result.view = stored.view(owner);
+    result.layer = owner.layer;
     result.layers = shape_.layers;
     result.first_position = first_position;
     if constexpr (Recipe::retain_type::settles) result.reach = reach;
@@ -97,11 +100,11 @@ class choosing {
     result.counts = counts_;
     if (shape_.output_projection) {
       constexpr int v_dim = Recipe::layout_type::v_dim;
-      result.projection = shape_.output_projection + offset_t(layer) * shape_.q_heads * v_dim * shape_.hidden;
+      result.projection = shape_.output_projection + offset_t(owner.layer) * shape_.q_heads * v_dim * shape_.hidden;
       result.hidden = shape_.hidden;
     }
     if constexpr (Recipe::needs_segments) {
-      const columns& beside = stored.beside(layer, id);
+      const columns& beside = stored.beside(owner);
       result.segments = {beside.segments(), 0, 0, beside.begins().data()};
     }
     return result;
@@ -148,8 +151,9 @@ class first_stage<Recipe, observes::nothing, true> : public choosing<Recipe> {
  public:
   static constexpr bool with_scores = false;
   using base::base;
+  void open(index_t) {}
   void forget(index_t) {}
-  void forget(index_t, index_t) {}
+  void forget(sequence_layer) {}
   void end_turn(index_t) {}
   void copy(index_t, index_t) {}
   template <class... Any>
@@ -162,14 +166,14 @@ class first_stage<Recipe, observes::nothing, true> : public choosing<Recipe> {
   void take_back(const Any&...) {}
 
   template <class Store>
-  bool choose(index_t layer, index_t id, Store& stored, const planned<Recipe>& policies, const logit_rule& rule,
+  bool choose(sequence_layer owner, Store& stored, const planned<Recipe>& policies, const logit_rule& rule,
               index_t next, index_t tail, const prompt_reach* reach, host_vector<selection>& kept,
               ranked_tokens* ranked, executor& workers) {
-    auto problem = this->problem(layer, id, stored, rule, &next, reach);
+    auto problem = this->problem(owner, stored, rule, &next, reach);
     problem.tail = tail;
     return this->choose_by(policies.first, problem, kept, ranked, workers);
   }
-  offset_t bytes(index_t, index_t) const { return 0; }
+  offset_t bytes(sequence_layer) const { return 0; }
 };
 
 /// By the last queries of a turn's prompt, which are remembered until it ends; or by the newest queries of all, which are
@@ -182,77 +186,68 @@ class first_stage<Recipe, observes::window, true> : public choosing<Recipe> {
 
  public:
   static constexpr bool with_scores = false;
-  using base::base;
+  explicit first_stage(const model_shape& shape) : base(shape), windows_(shape.layers) {}
 
+  void open(index_t id) { windows_.open(id); }
   void forget(index_t id) {
     for (index_t layer = 0; layer < this->shape_.layers; ++layer) {
-      host_vector<float>().swap(window(layer, id));  // `= {}` would keep the memory
+      host_vector<float>().swap(windows_[{layer, id}]);  // `= {}` would keep the memory
     }
   }
-  void forget(index_t layer, index_t id) { window(layer, id).clear(); }
+  void forget(sequence_layer owner) { windows_[owner].clear(); }
   void end_turn(index_t id) {
     if (!follows) forget(id);
   }
   void copy(index_t from, index_t to) {
     for (index_t layer = 0; follows && layer < this->shape_.layers; ++layer) {
-      window(layer, to);  // what follows moves nothing
-      window(layer, to) = window(layer, from);
+      windows_[{layer, to}] = windows_[{layer, from}];
     }
   }
 
   /// Queries of a chunk's last tokens.
   template <class E, class Store>
-  void observe_prompt(index_t layer, index_t id, Store&, const planned<Recipe>& policies, const logit_rule&,
+  void observe_prompt(sequence_layer owner, Store&, const planned<Recipe>& policies, const logit_rule&,
                       const rows_view<const E>& q, index_t, executor&) {
     const index_t most = policies.first.scorer.window, fresh = (std::min)(q.tokens, most);
-    remember(window(layer, id), q, fresh, most - fresh);
+    remember(windows_[owner], q, fresh, most - fresh);
   }
   /// Queries of a step. One that comes to nothing is forgotten again: until the next one its window lies before it.
   template <class E, class Store>
-  offset_t observe_step(index_t b, index_t layer, index_t id, Store&, const planned<Recipe>& policies,
+  offset_t observe_step(index_t b, sequence_layer owner, Store&, const planned<Recipe>& policies,
                         const logit_rule&, const rows_view<const E>& q, index_t, executor&) {
     if constexpr (follows) {
       auto& added = *added_;
       if (added.size() <= std::size_t(b)) added.resize(std::size_t(b) + 1);
-      remember(window(layer, id), q, q.tokens, policies.first.scorer.window);
+      remember(windows_[owner], q, q.tokens, policies.first.scorer.window);
       added[std::size_t(b)] = q.tokens;
     }
     return 0;
   }
   template <class Store>
-  void take_back(index_t b, index_t layer, index_t id, Store&) {
+  void take_back(index_t b, sequence_layer owner, Store&) {
     if constexpr (follows) {
-      host_vector<float>& rows = window(layer, id);
+      host_vector<float>& rows = windows_[owner];
       rows.resize(rows.size() - std::size_t((*added_)[std::size_t(b)]) * std::size_t(this->shape_.q_heads * k_dim));
     }
   }
 
   template <class Store>
-  bool choose(index_t layer, index_t id, Store& stored, const planned<Recipe>& policies, const logit_rule& rule,
+  bool choose(sequence_layer owner, Store& stored, const planned<Recipe>& policies, const logit_rule& rule,
               index_t next, index_t, const prompt_reach* reach, host_vector<selection>& kept, ranked_tokens* ranked,
               executor& workers) {
     const index_t q_heads = this->shape_.q_heads, row = q_heads * k_dim;
-    const host_vector<float>& held = window(layer, id);
+    const host_vector<float>& held = windows_[owner];
     const index_t rows = (std::min)(index_t(held.size()) / row, policies.first.scorer.window), first = next - rows;
-    auto problem = this->problem(layer, id, stored, rule, &first, reach);
+    auto problem = this->problem(owner, stored, rule, &first, reach);
     problem.q = nhd_rows<const float>(held.data() + held.size() - std::size_t(rows * row), rows, q_heads, k_dim);
     return this->choose_by(policies.first, problem, kept, ranked, workers);
   }
 
-  offset_t bytes(index_t layer, index_t id) const {
-    const std::size_t at = index(layer, id);
-    return at < windows_.size() ? offset_t(windows_[at].capacity() * sizeof(float)) : 0;
+  offset_t bytes(sequence_layer owner) const {
+    return offset_t(windows_[owner].capacity() * sizeof(float));
   }
 
  private:
-  std::size_t index(index_t layer, index_t id) const {
-    return std::size_t(id) * std::size_t(this->shape_.layers) + std::size_t(layer);
-  }
-  host_vector<float>& window(index_t layer, index_t id) {
-    if (windows_.size() <= index(layer, id)) windows_.resize(index(layer, id) + 1);
-    return windows_[index(layer, id)];
-  }
-
   /// Adds the newest `fresh` rows of q behind the newest `kept` of those that are here; the others go.
   template <class E>
   static void remember(host_vector<float>& rows, const rows_view<const E>& q, index_t fresh, index_t kept) {
@@ -267,7 +262,7 @@ class first_stage<Recipe, observes::window, true> : public choosing<Recipe> {
     }
   }
 
-  host_vector<host_vector<float>> windows_;  // [rows, q_heads, k_dim] by place, the newest that are observed
+  sequence_table<host_vector<float>> windows_;  // [rows, q_heads, k_dim] by place, the newest that are observed
   scratch<host_vector<index_t>> added_;      // by sequence of a batch: rows of the step
 };
 
@@ -279,23 +274,24 @@ class first_stage<Recipe, observes::every_query, true> : public choosing<Recipe>
  public:
   static constexpr bool with_scores = true;
   using base::base;
+  void open(index_t) {}
   void forget(index_t) {}
-  void forget(index_t, index_t) {}
+  void forget(sequence_layer) {}
   void end_turn(index_t) {}
   void copy(index_t, index_t) {}
 
   template <class E, class Store>
-  void observe_prompt(index_t layer, index_t id, Store& stored, const planned<Recipe>& policies, const logit_rule& rule,
+  void observe_prompt(sequence_layer owner, Store& stored, const planned<Recipe>& policies, const logit_rule& rule,
                       const rows_view<const E>& q, index_t next, executor& workers) {
     if (q.tokens == 0) return;
     using scorer_type = typename Recipe::retain_type::scorer_type;
-    columns& beside = stored.beside(layer, id);
+    columns& beside = stored.beside(owner);
     const auto ask = [&](index_t begin, index_t end) {
       rows_view<const E> asked = q;
       asked.data = q.row(0, begin, 0);
       asked.tokens = end - begin;
       const index_t first = next - q.tokens + begin;
-      score_rows(stored.view(layer, id), query_rows<E>{asked, &first}, rule, policies.first.scorer, beside.scores(),
+      score_rows(stored.view(owner), query_rows<E>{asked, &first}, rule, policies.first.scorer, beside.scores(),
                  beside.begins().data(), this->choosing_.memory.scoring, workers);
     };
     if constexpr (sampling_scorer<scorer_type>) {
@@ -312,33 +308,33 @@ class first_stage<Recipe, observes::every_query, true> : public choosing<Recipe>
   /// Queries of a decode step that has been attended, of the b-th sequence of the batch. Returns the bytes of scores that
   /// were read.
   template <class E, class Store>
-  offset_t observe_step(index_t b, index_t layer, index_t id, Store& stored, const planned<Recipe>& policies,
+  offset_t observe_step(index_t b, sequence_layer owner, Store& stored, const planned<Recipe>& policies,
                         const logit_rule& rule, const rows_view<const E>& q, index_t next, executor& workers) {
     if constexpr (!fires_in_steps<typename Recipe::schedule_type>) return 0;
     auto& before = *before_;
     if (before.size() <= std::size_t(b)) before.resize(std::size_t(b) + 1);
-    before[std::size_t(b)] = stored.beside(layer, id).all_scores();
-    observe_prompt(layer, id, stored, policies, rule, q, next, workers);
+    before[std::size_t(b)] = stored.beside(owner).all_scores();
+    observe_prompt(owner, stored, policies, rule, q, next, workers);
     offset_t read = 0;
-    for (const index_t length : stored.lengths(layer, id)) read += length * offset_t(sizeof(float));
+    for (const index_t length : stored.lengths(owner)) read += length * offset_t(sizeof(float));
     return read;
   }
   template <class Store>
-  void take_back(index_t b, index_t layer, index_t id, Store& stored) {
+  void take_back(index_t b, sequence_layer owner, Store& stored) {
     if constexpr (fires_in_steps<typename Recipe::schedule_type>)
-      stored.beside(layer, id).set_scores((*before_)[std::size_t(b)]);
+      stored.beside(owner).set_scores((*before_)[std::size_t(b)]);
   }
 
   template <class Store>
-  bool choose(index_t layer, index_t id, Store& stored, const planned<Recipe>& policies, const logit_rule& rule,
+  bool choose(sequence_layer owner, Store& stored, const planned<Recipe>& policies, const logit_rule& rule,
               index_t, index_t, const prompt_reach* reach, host_vector<selection>& kept, ranked_tokens* ranked,
               executor& workers) {
-    columns& beside = stored.beside(layer, id);
-    auto problem = this->problem(layer, id, stored, rule, nullptr, reach);
+    columns& beside = stored.beside(owner);
+    auto problem = this->problem(owner, stored, rule, nullptr, reach);
     problem.scores = {beside.scores(), 0, 0, beside.begins().data()};
     return this->choose_by(policies.first, problem, kept, ranked, workers);
   }
-  offset_t bytes(index_t, index_t) const { return 0; }
+  offset_t bytes(sequence_layer) const { return 0; }
 
  private:
   scratch<host_vector<host_vector<float>>> before_;  // by sequence of a batch: scores before the step

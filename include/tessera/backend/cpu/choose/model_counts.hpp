@@ -25,9 +25,9 @@ void allot_over_model(const Policy& policy, index_t layers, index_t id, Store& s
   counts.assign(std::size_t(layers) * std::size_t(heads), 0);
   for (index_t layer = 0; layer < layers; ++layer) {
     if (!roles.follows_recipe(layer)) continue;
-    columns& beside = stored.beside(layer, id);
+    columns& beside = stored.beside({layer, id});
     for (index_t h = 0; h < heads; ++h) {
-      const index_t held = stored.lengths(layer, id)[std::size_t(h)], candidates = (std::max)(0, held - tail);
+      const index_t held = stored.lengths({layer, id})[std::size_t(h)], candidates = (std::max)(0, held - tail);
       rows.push_back(layer * heads + h);
       tokens.push_back(held);
       offsets.push_back(offset_t(scores.size()));

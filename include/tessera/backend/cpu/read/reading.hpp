@@ -4,6 +4,7 @@
 #include <algorithm>
 
 #include "../../../core/host/host_vector.hpp"
+#include "../../../core/sequence_layer.hpp"
 #include "../store/kv_store.hpp"
 #include "candidates.hpp"
 #include "exact/exact_reader.hpp"
@@ -58,27 +59,27 @@ class reading {
   /// one such set for each place in the group.
   using lists = host_vector<candidates>;
 
-  explicit reading(const model_shape& shape) : shape_(shape), reader_(shape) {}
+  explicit reading(const model_shape& shape) : shape_(shape), order_{shape.layers}, reader_(shape), passed_(shape.layers) {}
 
   /// Makes an empty place of every layer.
   void open(index_t id) {
+    if constexpr (filters) passed_.open(id);
     for (index_t layer = 0; layer < shape_.layers; ++layer) {
-      reader_.open(index(layer, id));
+      reader_.open(order_.index({layer, id}));
       if constexpr (filters) {
-        if (passed_.size() <= index(layer, id)) passed_.resize(index(layer, id) + 1);
         selection none;
         none.reset(host_vector<index_t>(std::size_t(shape_.kv_heads), 0));
-        passed_[index(layer, id)] = lists(1);
-        passed_[index(layer, id)][0].assign(none);
+        passed_[{layer, id}] = lists(1);
+        passed_[{layer, id}][0].assign(none);
       }
     }
   }
   /// Gives the memory of an open id's places back. Needs none.
   void close(index_t id) {
     for (index_t layer = 0; layer < shape_.layers; ++layer) {
-      reader_.clear(index(layer, id));
+      reader_.clear(order_.index({layer, id}));
       if constexpr (filters) {
-        for (candidates& list : passed_[index(layer, id)]) list.clear();
+        for (candidates& list : passed_[{layer, id}]) list.clear();
       }
     }
   }
@@ -86,40 +87,40 @@ class reading {
   /// An open, empty id's places get what those of another one read. The caller closes it where this throws.
   void copy(index_t from, index_t to) {
     for (index_t layer = 0; layer < shape_.layers; ++layer) {
-      reader_.copy(index(layer, from), index(layer, to));
-      if constexpr (filters) passed_[index(layer, to)] = passed_[index(layer, from)];
+      reader_.copy(order_.index({layer, from}), order_.index({layer, to}));
+      if constexpr (filters) passed_[{layer, to}] = passed_[{layer, from}];
     }
   }
 
   /// The sets of lists of a place: each is read by the query heads that have its place in their group, or by all.
-  index_t members(index_t layer, index_t id) const { return filters ? index_t(passed_[index(layer, id)].size()) : 1; }
+  index_t members(sequence_layer owner) const { return filters ? index_t(passed_[owner].size()) : 1; }
   /// What steps may read: the candidates, or everything. Valid until either changes.
-  auto view(index_t layer, index_t id, store_type& stored, index_t member = 0) const {
+  auto view(sequence_layer owner, store_type& stored, index_t member = 0) const {
     if constexpr (filters) {
-      return passed_[index(layer, id)][std::size_t(member)].view(stored.view(layer, id));
+      return passed_[owner][std::size_t(member)].view(stored.view(owner));
     } else {
-      return stored.view(layer, id);
+      return stored.view(owner);
     }
   }
   /// Logical positions of what steps may read of one head, by any list.
-  host_vector<index_t> positions(index_t layer, index_t id, index_t head, const store_type& stored) const {
+  host_vector<index_t> positions(sequence_layer owner, index_t head, const store_type& stored) const {
     host_vector<index_t> result;
-    if (!filters || passed_[index(layer, id)].empty()) {
-      for (index_t slot = 0; slot < stored.lengths(layer, id)[std::size_t(head)]; ++slot) result.push_back(slot);
+    if (!filters || passed_[owner].empty()) {
+      for (index_t slot = 0; slot < stored.lengths(owner)[std::size_t(head)]; ++slot) result.push_back(slot);
     } else {
-      for (const candidates& list : passed_[index(layer, id)]) {
+      for (const candidates& list : passed_[owner]) {
         result.insert(result.end(), list.row(head), list.row(head) + list.count(head));
       }
       std::sort(result.begin(), result.end());
       result.erase(std::unique(result.begin(), result.end()), result.end());
     }
-    for (index_t& slot : result) slot = stored.position(layer, id, head, slot);
+    for (index_t& slot : result) slot = stored.position(owner, head, slot);
     return result;
   }
 
   /// What a place will store when all but the chosen slots have been dropped. Valid until the next choice.
-  auto view_of(index_t layer, index_t id, store_type& stored, const selection& chosen) {
-    const auto all = stored.view(layer, id);
+  auto view_of(sequence_layer owner, store_type& stored, const selection& chosen) {
+    const auto all = stored.view(owner);
     (*kept_).assign(chosen, all);
     return (*kept_).view(all);
   }
@@ -127,53 +128,53 @@ class reading {
   /// Makes everything ready for what a first stage has chosen, before it is dropped, or let through by `pass`. Null: it has
   /// not chosen, and a filter lets everything through. Until then nobody sees a difference; if it comes to nothing,
   /// `take_back` follows. `fresh`: the lists to pass.
-  void follow(index_t layer, index_t id, store_type& stored, const planned<Recipe>& policies,
+  void follow(sequence_layer owner, store_type& stored, const planned<Recipe>& policies,
               const host_vector<selection>* chosen, [[maybe_unused]] lists& fresh) {
-    const std::size_t at = index(layer, id);
+    const std::size_t at = order_.index(owner);
     if constexpr (filters) {
       fresh.resize(chosen ? chosen->size()
                           : std::size_t(reading_members(policies.first, shape_.q_heads / shape_.kv_heads)));
       for (std::size_t m = 0; m < fresh.size(); ++m) {
-        chosen ? fresh[m].assign((*chosen)[m]) : fresh[m].assign_all(stored.lengths(layer, id));
+        chosen ? fresh[m].assign((*chosen)[m]) : fresh[m].assign_all(stored.lengths(owner));
       }
       const candidates& passed = fresh[0];
-      reader_.refresh(at, shown(layer, id, stored, passed.view(stored.view(layer, id)), &passed), policies, true);
+      reader_.refresh(at, shown(owner, stored, passed.view(stored.view(owner)), &passed), policies, true);
     } else if constexpr (retrieve_type::retrieves) {
-      const bool moves = chosen && chosen->front().counts != stored.lengths(layer, id);
+      const bool moves = chosen && chosen->front().counts != stored.lengths(owner);
       if (moves) {
-        const auto left = view_of(layer, id, stored, chosen->front());
-        return reader_.refresh(at, shown(layer, id, stored, left, &kept_.memory), policies, true);
+        const auto left = view_of(owner, stored, chosen->front());
+        return reader_.refresh(at, shown(owner, stored, left, &kept_.memory), policies, true);
       }
-      reader_.refresh(at, shown(layer, id, stored, view(layer, id, stored), nullptr), policies, false);
+      reader_.refresh(at, shown(owner, stored, view(owner, stored), nullptr), policies, false);
     }
   }
   /// From now on steps read what a filter lets through since `follow`. Needs no memory.
-  void pass(index_t layer, index_t id, lists& fresh) { passed_[index(layer, id)].swap(fresh); }
+  void pass(sequence_layer owner, lists& fresh) { passed_[owner].swap(fresh); }
   /// A turn's prompt has begun: a filter's lists are those of the turn before, and go. Needs no memory.
-  void end_lists([[maybe_unused]] index_t layer, [[maybe_unused]] index_t id) {
-    if constexpr (filters) passed_[index(layer, id)].clear();
+  void end_lists([[maybe_unused]] sequence_layer owner) {
+    if constexpr (filters) passed_[owner].clear();
   }
   /// After a step, or a prompt's end, that came to nothing: candidates that the store does not hold go. Needs no memory.
-  void take_back(index_t layer, index_t id, const store_type& stored) {
-    reader_.forget(index(layer, id));
+  void take_back(sequence_layer owner, const store_type& stored) {
+    reader_.forget(order_.index(owner));
     if constexpr (filters) {
-      for (candidates& list : passed_[index(layer, id)]) list.take_back(stored.lengths(layer, id));
+      for (candidates& list : passed_[owner]) list.take_back(stored.lengths(owner));
     }
   }
 
   /// Takes in the newest `tokens` tokens of the store.
-  void append(index_t layer, index_t id, store_type& stored, index_t tokens) {
+  void append(sequence_layer owner, store_type& stored, index_t tokens) {
     if constexpr (filters) {
-      for (candidates& list : passed_[index(layer, id)]) list.append(stored.lengths(layer, id), tokens);
+      for (candidates& list : passed_[owner]) list.append(stored.lengths(owner), tokens);
     }
     const candidates* list = nullptr;
-    if constexpr (filters) list = &passed_[index(layer, id)].front();
-    reader_.append(index(layer, id), shown(layer, id, stored, view(layer, id, stored), list), tokens);
+    if constexpr (filters) list = &passed_[owner].front();
+    reader_.append(order_.index(owner), shown(owner, stored, view(owner, stored), list), tokens);
   }
 
   /// What a step attends, as slots of `view`: null for all of it. `bytes` becomes what is read beside the tokens attended.
   template <class View, class Q>
-  const selection_view* choose(index_t layer, index_t id, const View& all, const query_rows<Q>& queries,
+  const selection_view* choose(sequence_layer owner, const View& all, const query_rows<Q>& queries,
                                const logit_rule& rule, const planned<Recipe>& policies, offset_t& bytes,
                                executor& workers) {
     bytes = 0;
@@ -182,28 +183,28 @@ class reading {
       host_vector<index_t> lengths;
       for (index_t h = 0; h < all.kv_heads; ++h) lengths.push_back(all.length(0, h));
       chosen_.memory.reset(lengths);
-      bytes = reader_.choose(index(layer, id), all, queries, rule, policies, *chosen_, workers);
+      bytes = reader_.choose(order_.index(owner), all, queries, rule, policies, *chosen_, workers);
       chosen_view_ = chosen_.memory.view();
       read = &chosen_view_;
     }
     for (index_t h = 0; h < all.kv_heads; ++h) {
       const index_t n = all.length(0, h);
-      bytes += side_bytes(layer, id, n, read ? read->count(h) : n);
+      bytes += side_bytes(owner, n, read ? read->count(h) : n);
     }
     return read;
   }
 
   /// Corrects the output of what `choose` chose last.
   template <class View>
-  void complete(index_t layer, index_t id, const View& all, index_t tokens, const rows_view<float>& out) {
-    reader_.complete(index(layer, id), all, tokens, shape_.q_heads / shape_.kv_heads, out);
+  void complete(sequence_layer owner, const View& all, index_t tokens, const rows_view<float>& out) {
+    reader_.complete(order_.index(owner), all, tokens, shape_.q_heads / shape_.kv_heads, out);
   }
 
   /// Bytes that are allocated for lists, index and sums.
-  offset_t bytes(index_t layer, index_t id) const {
-    offset_t bytes = reader_.bytes(index(layer, id));
+  offset_t bytes(sequence_layer owner) const {
+    offset_t bytes = reader_.bytes(order_.index(owner));
     if constexpr (filters) {
-      for (const candidates& list : passed_[index(layer, id)]) bytes += list.bytes();
+      for (const candidates& list : passed_[owner]) bytes += list.bytes();
     }
     return bytes;
   }
@@ -212,10 +213,10 @@ class reading {
   /// What a reader gets to see: of a recipe whose steps see segments, with those of the view's slots. `list`: which of
   /// the stored slots they are; null: all.
   template <class View>
-  auto shown([[maybe_unused]] index_t layer, [[maybe_unused]] index_t id, [[maybe_unused]] store_type& stored,
+  auto shown([[maybe_unused]] sequence_layer owner, [[maybe_unused]] store_type& stored,
              const View& view, [[maybe_unused]] const candidates* list) const {
     if constexpr (Recipe::needs_step_segments) {
-      const columns& beside = stored.beside(layer, id);
+      const columns& beside = stored.beside(owner);
       return segmented_view<View>{view, {beside.segments(), 0, 0, beside.begins().data()}, list};
     } else {
       return view;
@@ -223,17 +224,15 @@ class reading {
   }
 
   /// Bytes of lists and sums that a step reads of one head, which has n slots and attends `count`.
-  offset_t side_bytes(index_t layer, index_t id, index_t n, index_t count) const {
-    return (filters ? reader_.list_bytes(index(layer, id), n, count) : 0) + reader_.side_bytes();
+  offset_t side_bytes(sequence_layer owner, index_t n, index_t count) const {
+    return (filters ? reader_.list_bytes(order_.index(owner), n, count) : 0) + reader_.side_bytes();
   }
 
-  std::size_t index(index_t layer, index_t id) const {
-    return std::size_t(id) * std::size_t(shape_.layers) + std::size_t(layer);
-  }
 
   model_shape shape_;
+  sequence_major order_;
   reader_type reader_;
-  host_vector<lists> passed_;
+  sequence_table<lists> passed_;  // of a filter
   scratch<candidates> kept_;
   scratch<selection> chosen_;
   selection_view chosen_view_;

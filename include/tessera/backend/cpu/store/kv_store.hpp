@@ -5,6 +5,7 @@
 
 #include "../../../core/error.hpp"
 #include "../../../core/host/host_vector.hpp"
+#include "../../../core/sequence_layer.hpp"
 #include "columns.hpp"
 #include "placed_pages.hpp"
 #include "placed_ragged.hpp"
@@ -44,56 +45,55 @@ class kv_store {
 
   kv_store(index_t layers, index_t kv_heads, const column_set& with, const placement_type& where = {},
            const Layout& = {})
-      : layers_(layers), heads_(kv_heads), with_(with), rows_(where, layers, kv_heads) {}
+      : order_{layers}, heads_(kv_heads), with_(with), rows_(where, layers, kv_heads), stored_(layers) {}
 
   index_t kv_heads() const { return heads_; }
-  const host_vector<index_t>& lengths(index_t layer, index_t id) const { return at(layer, id).lengths; }
-  index_t longest(index_t layer, index_t id) const {
-    const auto& lengths = at(layer, id).lengths;
+  const host_vector<index_t>& lengths(sequence_layer owner) const { return stored_[owner].lengths; }
+  index_t longest(sequence_layer owner) const {
+    const auto& lengths = stored_[owner].lengths;
     return *std::max_element(lengths.begin(), lengths.end());
   }
-  index_t position(index_t layer, index_t id, index_t head, index_t slot) const {
-    return at(layer, id).beside.position(head, slot);
+  index_t position(sequence_layer owner, index_t head, index_t slot) const {
+    return stored_[owner].beside.position(head, slot);
   }
   /// Of all slots of a head, ascending.
-  host_vector<index_t> positions(index_t layer, index_t id, index_t head) const {
+  host_vector<index_t> positions(sequence_layer owner, index_t head) const {
     host_vector<index_t> result;
-    for (index_t i = 0; i < lengths(layer, id)[std::size_t(head)]; ++i) result.push_back(position(layer, id, head, i));
+    for (index_t i = 0; i < lengths(owner)[std::size_t(head)]; ++i) result.push_back(position(owner, head, i));
     return result;
   }
   /// Columns that lie beside the tokens: head h from begins()[h] on.
-  columns& beside(index_t layer, index_t id) { return at(layer, id).beside; }
+  columns& beside(sequence_layer owner) { return stored_[owner].beside; }
 
   /// Makes an empty place of every layer.
   void open(index_t id) {
-    const std::size_t wanted = (std::size_t(id) + 1) * std::size_t(layers_);
-    while (places_.size() < wanted) places_.emplace_back(heads_, with_);
-    for (index_t layer = 0; layer < layers_; ++layer) rows_.open(index(layer, id));
+    stored_.open(id, stored_tokens(heads_, with_));
+    for (index_t layer = 0; layer < order_.layers; ++layer) rows_.open(order_.index({layer, id}));
     clear(id);
   }
   /// Empties the places of an id that was open. Needs no memory.
   void clear(index_t id) {
-    for (index_t layer = 0; layer < layers_; ++layer) {
-      rows_.clear(index(layer, id));
-      std::fill(at(layer, id).lengths.begin(), at(layer, id).lengths.end(), 0);
-      at(layer, id).beside.clear();
+    for (index_t layer = 0; layer < order_.layers; ++layer) {
+      rows_.clear(order_.index({layer, id}));
+      std::fill(stored_[{layer, id}].lengths.begin(), stored_[{layer, id}].lengths.end(), 0);
+      stored_[{layer, id}].beside.clear();
     }
   }
 
   /// The places of an empty id get what those of another one hold. The caller clears them where it throws.
   void copy(index_t from, index_t to) {
-    for (index_t layer = 0; layer < layers_; ++layer) {
-      rows_.copy(index(layer, from), index(layer, to));
-      at(layer, to) = at(layer, from);
+    for (index_t layer = 0; layer < order_.layers; ++layer) {
+      rows_.copy(order_.index({layer, from}), order_.index({layer, to}));
+      stored_[{layer, to}] = stored_[{layer, from}];
     }
   }
 
   /// All heads of a place as one sequence. Valid until any place changes.
-  view_type view(index_t layer, index_t id) {
-    place& here = at(layer, id);
-    view_type view = rows_.view(index(layer, id), here.lengths);
-    view.positions = here.beside.positions();
-    view.position_begin = here.beside.begins().data();
+  view_type view(sequence_layer owner) {
+    stored_tokens& stored = stored_[owner];
+    view_type view = rows_.view(order_.index(owner), stored.lengths);
+    view.positions = stored.beside.positions();
+    view.position_begin = stored.beside.begins().data();
     view.order = slot_order::ascending;
     return view;
   }
@@ -105,49 +105,49 @@ class kv_store {
 
   /// Appends tokens at positions `first_position`, `first_position` + 1, ...; the place is as before when memory runs out.
   template <class E>
-  void append(index_t layer, index_t id, const rows_view<const E>& k, const rows_view<const E>& v,
+  void append(sequence_layer owner, const rows_view<const E>& k, const rows_view<const E>& v,
               index_t first_position, const segment_marks& marks = {}) {
-    place& here = at(layer, id);
-    rows_.make_room(index(layer, id), here.lengths, k.tokens);
-    here.beside.append(here.lengths, k.tokens, first_position, marks);
-    cpu::append(rows_.view(index(layer, id), here.lengths), k, v);
-    for (index_t& length : here.lengths) length += k.tokens;
+    stored_tokens& stored = stored_[owner];
+    rows_.make_room(order_.index(owner), stored.lengths, k.tokens);
+    stored.beside.append(stored.lengths, k.tokens, first_position, marks);
+    cpu::append(rows_.view(order_.index(owner), stored.lengths), k, v);
+    for (index_t& length : stored.lengths) length += k.tokens;
   }
 
   /// Takes back what was appended at `first_position` and after it. Needs no memory.
-  void take_back(index_t layer, index_t id, index_t first_position) {
-    place& here = at(layer, id);
+  void take_back(sequence_layer owner, index_t first_position) {
+    stored_tokens& stored = stored_[owner];
     for (index_t h = 0; h < heads_; ++h) {
-      index_t& length = here.lengths[std::size_t(h)];
-      while (length > 0 && here.beside.position(h, length - 1) >= first_position) --length;
+      index_t& length = stored.lengths[std::size_t(h)];
+      while (length > 0 && stored.beside.position(h, length - 1) >= first_position) --length;
     }
   }
 
   /// Takes the memory that the next `keep` needs: that one then cannot fail.
-  void prepare_to_keep(index_t layer, index_t id) { at(layer, id).beside.prepare_to_keep(at(layer, id).lengths); }
+  void prepare_to_keep(sequence_layer owner) { stored_[owner].beside.prepare_to_keep(stored_[owner].lengths); }
 
   /// Keeps the chosen slots of every head and drops the rest; the place is as before when memory runs out. Returns whether
   /// anything was dropped.
-  bool keep(index_t layer, index_t id, const selection& chosen, executor& workers) {
-    place& here = at(layer, id);
-    if (chosen.counts == here.lengths) return false;
-    here.beside.keep(here.lengths, chosen);
-    rows_.keep(index(layer, id), here.lengths, chosen, workers);
-    std::copy(chosen.counts.begin(), chosen.counts.end(), here.lengths.begin());
+  bool keep(sequence_layer owner, const selection& chosen, executor& workers) {
+    stored_tokens& stored = stored_[owner];
+    if (chosen.counts == stored.lengths) return false;
+    stored.beside.keep(stored.lengths, chosen);
+    rows_.keep(order_.index(owner), stored.lengths, chosen, workers);
+    std::copy(chosen.counts.begin(), chosen.counts.end(), stored.lengths.begin());
     return true;
   }
 
   /// As `choose_newest_slots`.
-  bool choose_newest(index_t layer, index_t id, index_t window, index_t fresh, selection& chosen) const {
-    return choose_newest_slots(at(layer, id).lengths, window, fresh, chosen);
+  bool choose_newest(sequence_layer owner, index_t window, index_t fresh, selection& chosen) const {
+    return choose_newest_slots(stored_[owner].lengths, window, fresh, chosen);
   }
 
   template <class E>
-  void prepare_to_observe(index_t, index_t, const rows_view<const E>&) {}
+  void prepare_to_observe(sequence_layer, const rows_view<const E>&) {}
   template <class E>
-  void observe_prompt(index_t, index_t, const rows_view<const E>&, index_t) {}
-  void prepare_to_pack(index_t, index_t, const selection*, bool, executor&) {}
-  void pack(index_t, index_t, executor&) {}
+  void observe_prompt(sequence_layer, const rows_view<const E>&, index_t) {}
+  void prepare_to_pack(sequence_layer, const selection*, bool, executor&) {}
+  void pack(sequence_layer, executor&) {}
   void settle(index_t) {}
 
   /// Bytes of K and V that attention reads of each token, and, where tokens differ, of the chosen slots of a view (null: all).
@@ -158,27 +158,23 @@ class kv_store {
   }
 
   /// Bytes that are allocated for one place: rows and columns.
-  offset_t bytes(index_t layer, index_t id) const {
-    return rows_.bytes(index(layer, id)) + at(layer, id).beside.bytes();
+  offset_t bytes(sequence_layer owner) const {
+    return rows_.bytes(order_.index(owner)) + stored_[owner].beside.bytes();
   }
 
  private:
-  struct place {
-    place(index_t kv_heads, const column_set& with) : lengths(std::size_t(kv_heads), 0), beside(kv_heads, with) {}
+  struct stored_tokens {
+    stored_tokens() = default;
+    stored_tokens(index_t kv_heads, const column_set& with) : lengths(std::size_t(kv_heads), 0), beside(kv_heads, with) {}
     host_vector<index_t> lengths;
     columns beside;
   };
 
-  std::size_t index(index_t layer, index_t id) const {
-    return std::size_t(id) * std::size_t(layers_) + std::size_t(layer);
-  }
-  const place& at(index_t layer, index_t id) const { return places_[index(layer, id)]; }
-  place& at(index_t layer, index_t id) { return places_[index(layer, id)]; }
-
-  index_t layers_, heads_;
+  sequence_major order_;
+  index_t heads_;
   column_set with_;
   rows_type rows_;
-  host_vector<place> places_;
+  sequence_table<stored_tokens> stored_;
 };
 
 }  // namespace cpu

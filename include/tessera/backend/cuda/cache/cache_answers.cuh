@@ -42,8 +42,8 @@ class cache_answers {
 
   /// A view of what a layer stores of one sequence, for engines with attention of their own.
   auto view(index_t layer, index_t id) const {
-    conversations_.at(id, layer);
-    return store_.view(layer, id);
+    conversations_.at({layer, id});
+    return store_.view({layer, id});
   }
 
   /// Of a store with ragged pages: what a prompt of so many tokens takes of the pool, its chunks ending at the multiples of
@@ -64,8 +64,8 @@ class cache_answers {
 
   /// Logical positions that a layer stores for one kv_head, ascending. Synchronises.
   host_vector<index_t> positions(index_t layer, index_t id, index_t head) const {
-    conversations_.check_head(layer, id, head);
-    return store_.downloaded_positions(layer, id)[std::size_t(head)];
+    conversations_.check_head({layer, id}, head);
+    return store_.downloaded_positions({layer, id})[std::size_t(head)];
   }
 
   /// What the budget comes to in this conversation, since its first prompt ended.
@@ -73,8 +73,8 @@ class cache_answers {
 
   /// Positions that this turn's steps may read of one kv_head: a filter's and those decoded since, or all. Synchronises.
   host_vector<index_t> readable(index_t layer, index_t id, index_t head) const {
-    conversations_.check_head(layer, id, head);
-    return joined_lists(downloaded_lists(layer, id), shape_.kv_heads)[std::size_t(head)];
+    conversations_.check_head({layer, id}, head);
+    return joined_lists(downloaded_lists({layer, id}), shape_.kv_heads)[std::size_t(head)];
   }
 
   /// Gives back memory that the stored rows do not need, or takes more: for what is stored and `tokens` more of every
@@ -93,24 +93,24 @@ class cache_answers {
   void trace_attended(bool on) { tracing_ = on; }
   /// Positions that the last traced decode step of a layer attended, by kv_head, or by query head where those of a group read apart.
   const host_vector<host_vector<index_t>>& attended(index_t layer, index_t id) const {
-    conversations_.at(id, layer);
-    return attended_[place(layer, id)];
+    conversations_.at({layer, id});
+    return attended_[{layer, id}];
   }
 
   /// Whether prompt attention writes down the lines that it chose; off by default. A traced call synchronises.
   void trace_lines(bool on) { prompts_.trace(on); }
   /// The lines of the last chunk of a layer that was attended and traced.
   const prompt_lines& lines(index_t layer, index_t id) const {
-    conversations_.at(id, layer);
-    return prompts_.lines(layer, id);
+    conversations_.at({layer, id});
+    return prompts_.lines({layer, id});
   }
 
   /// Bytes that a sequence holds in all layers: rows, positions, scores, candidates, index and remembered queries.
   offset_t bytes(index_t id) const {
     offset_t total = 0;
     for (index_t layer = 0; layer < shape_.layers; ++layer) {
-      const token_bound held = reading_.lists().bound(layer, id, store_.bound(layer, id));
-      total += store_.bytes(layer, id) + reading_.lists().bytes(layer, id) + first_.bytes_of_place() +
+      const token_bound held = reading_.lists().bound({layer, id}, store_.bound({layer, id}));
+      total += store_.bytes({layer, id}) + reading_.lists().bytes({layer, id}) + first_.bytes_of_place() +
                prompts_.bytes_of_place() + reading_.reader().bytes(policies(id), held.longest);
     }
     return total;
@@ -141,25 +141,25 @@ class cache_answers {
     const bool chose = fires_last_ && recipe_.schedule.due(moment::step_end, conversation.now);
     for (index_t layer = 0; layer < shape_.layers; ++layer) {
       const bool follows = roles_.follows_recipe(layer);
-      const auto lists = downloaded_lists(layer, id);
+      const auto lists = downloaded_lists({layer, id});
       host_vector<index_t> lengths, entries(std::size_t(shape_.kv_heads));
       for (const auto& list : joined_lists(lists, shape_.kv_heads)) lengths.push_back(index_t(list.size()));
       for (std::size_t i = 0; i < lists.size(); ++i)
         entries[i * entries.size() / lists.size()] += index_t(lists[i].size());
       // What the choice at the end of the step dropped, or reads no more, has been read too.
       if (follows && (filters ? chose : fires_last_)) {
-        lengths = downloaded(stepped_of(layer, id), lengths.size());
-        entries = downloaded(stepped_of(shape_.layers + layer, id), lengths.size());
+        lengths = downloaded(stepped_of({layer, id}), lengths.size());
+        entries = downloaded(stepped_of({shape_.layers + layer, id}), lengths.size());
       }
       for (std::size_t h = 0; h < lengths.size(); ++h) {
-        const head_place of{layer, id, index_t(h), store_.always_read(layer, id)};
+        const head_place of{{layer, id}, index_t(h), store_.always_read({layer, id})};
         const offset_t n = lengths[h],
                        attended = follows ? reading_.reader().attended(conversation.policies, n, of) : n;
-        total += store_.step_bytes(layer, id, attended);
+        total += store_.step_bytes({layer, id}, attended);
         if (!follows) continue;
         total += reading_.reader().bytes_read(conversation.policies, n, of) + (observes_steps ? n * 4 : 0);
         if (filters) total += (lists.size() > lengths.size() ? entries[h] : attended) * offset_t(sizeof(index_t));
-        const offset_t stored = filters ? store_.bound(layer, id).longest : n;
+        const offset_t stored = filters ? store_.bound({layer, id}).longest : n;
         if (Recipe::retain_type::follows && chose) total += (stored - attended) * layout::key_bytes();
       }
     }
@@ -180,7 +180,6 @@ class cache_answers {
   using view_type = typename store_type::view_type;
   using reading_type = reading<Recipe, Out>;
   using read_view_type = typename reading_type::view_type;
-  using place_list = typename store_type::place_list;
 
   cache_answers(model_shape shape, Recipe recipe, cache_options options)
       : shape_((shape.check(), std::move(shape))),
@@ -206,7 +205,8 @@ class cache_answers {
         rereading_(shape_, options_, device_),
         order_(shape_.layers),
         newest_(shape_.kv_heads, shape_.sliding.empty() ? 0 : shape_.window),
-        attended_(std::size_t(shape_.layers) * std::size_t(options_.sequences)) {
+        attended_(shape_.layers) {
+    attended_.open(options_.sequences - 1);
     store_.adopt(fit_movers(first_));
   }
 
@@ -215,7 +215,7 @@ class cache_answers {
                        index_t tokens) const requires kv_store<layout>::in_groups {
     host_vector<index_t> held(std::size_t(shape_.layers * shape_.kv_heads), 0);
     for (index_t layer = 0; id >= 0 && layer < shape_.layers; ++layer) {
-      const host_vector<index_t> own = store_.held_by_head(layer, id);
+      const host_vector<index_t> own = store_.held_by_head({layer, id});
       std::copy(own.begin(), own.end(), held.begin() + offset_t(layer) * shape_.kv_heads);
     }
     return plan_prompt_pages(store_.rows().groups(), store_.rows().page(), held, recipe_, fitted, roles_, tokens);
@@ -223,18 +223,15 @@ class cache_answers {
   auto fit_movers(const first_stage<Recipe>& first) const {
     return store_.fit(first.most_sequences(), (std::max)(first.most_tokens_kept(), shape_.window), device_);
   }
-  std::size_t place(index_t layer, index_t id) const {
-    return std::size_t(layer) * std::size_t(options_.sequences) + std::size_t(id);
-  }
-  index_t* stepped_of(index_t layer, index_t id) const {
-    return stepped_.data() + (offset_t(layer) * options_.sequences + id) * shape_.kv_heads;
+  index_t* stepped_of(sequence_layer owner) const {
+    return stepped_.data() + (offset_t(owner.layer) * options_.sequences + owner.id) * shape_.kv_heads;
   }
   const planned<Recipe>& policies(index_t id) const { return conversations_.at(id).policies; }
 
   /// Positions that steps may read of a layer, by kv_head, or by query head where those of a group read apart.
-  host_vector<host_vector<index_t>> downloaded_lists(index_t layer, index_t id) const {
-    if (!roles_.follows_recipe(layer)) return store_.downloaded_positions(layer, id);
-    return reading_.lists().downloaded_lists(layer, id, store_);
+  host_vector<host_vector<index_t>> downloaded_lists(sequence_layer owner) const {
+    if (!roles_.follows_recipe(owner.layer)) return store_.downloaded_positions(owner);
+    return reading_.lists().downloaded_lists(owner, store_);
   }
 
   model_shape shape_;
@@ -258,7 +255,7 @@ class cache_answers {
   step_order order_;
   newest_slots newest_;
   bool tracing_ = false;
-  host_vector<host_vector<host_vector<index_t>>> attended_;  // by place
+  sequence_table<host_vector<host_vector<index_t>>> attended_;
 };
 
 }  // namespace cuda

@@ -24,14 +24,14 @@ class cache_parts : public cache_answers<Recipe, Out> {
       objects::order_, objects::policies, objects::prompts_, objects::reading_, objects::recipe_, objects::roles_,
       objects::shape_, objects::stepped_of, objects::steps_, objects::store_, objects::downloaded_lists;
   using objects::objects;
-  using typename objects::place_list, typename objects::read_view_type, typename objects::view_type;
+  using typename objects::read_view_type, typename objects::view_type;
 
-  place_list all_layers(const host_vector<index_t>& ids) const {
-    place_list places;
+  sequence_layers all_layers(const host_vector<index_t>& ids) const {
+    sequence_layers owners;
     for (const index_t id : ids) {
-      for (index_t layer = 0; layer < shape_.layers; ++layer) places.push_back({layer, id});
+      for (index_t layer = 0; layer < shape_.layers; ++layer) owners.push_back({layer, id});
     }
-    return places;
+    return owners;
   }
   /// Calls plan(), which plans changes of `planned`: the store, or the lists. Errors: a step has begun, and the plan moves rows of other
   /// sequences, which the step would not find; the plan is forgotten.
@@ -46,23 +46,23 @@ class cache_parts : public cache_answers<Recipe, Out> {
     }
   }
   /// Sliding layers drop what they have left behind, now and then.
-  void slide(const place_list& places, cudaStream_t stream) {
-    for (const auto& [layer, id] : places) {
-      const index_t window = roles_.window(layer);
-      const token_bound held = store_.bound(layer, id);
+  void slide(const sequence_layers& owners, cudaStream_t stream) {
+    for (const sequence_layer owner : owners) {
+      const index_t window = roles_.window(owner.layer);
+      const token_bound held = store_.bound(owner);
       if (window == 0 || held.longest <= window + spare_room(window)) continue;
       const kept_bound kept{{window, (std::min)(held.total, offset_t(window) * shape_.kv_heads)}, {}};
-      plan_beside_step(store_, [&] { store_.plan_keep({{layer, id}}, {kept}, stream); });
-      store_.keep(layer, id, {newest_.of(store_.lengths(layer, id), window, stream), kept}, stream);
+      plan_beside_step(store_, [&] { store_.plan_keep({owner}, {kept}, stream); });
+      store_.keep(owner, {newest_.of(store_.lengths(owner), window, stream), kept}, stream);
     }
   }
 
   /// Sliding layers drop what they have left behind first, now and then.
-  void make_store_room(const place_list& places, index_t tokens, cudaStream_t stream) {
-    slide(places, stream);
-    plan_beside_step(store_, [&] { store_.plan_room(places, tokens, stream); });
-    store_.commit_room(places, stream);
-    for (const auto& [layer, id] : places) order_.disturbed(id);
+  void make_store_room(const sequence_layers& owners, index_t tokens, cudaStream_t stream) {
+    slide(owners, stream);
+    plan_beside_step(store_, [&] { store_.plan_room(owners, tokens, stream); });
+    store_.commit_room(owners, stream);
+    for (const sequence_layer owner : owners) order_.disturbed(owner.id);
   }
 
   /// Takes another budget, when all that may fail has been made.
@@ -88,7 +88,7 @@ class cache_parts : public cache_answers<Recipe, Out> {
   void begin_place(index_t id, cudaStream_t stream) {
     first_.forget(id);
     prompts_.open(id, stream);
-    for (index_t layer = 0; layer < shape_.layers; ++layer) attended_[objects::place(layer, id)].clear();
+    for (index_t layer = 0; layer < shape_.layers; ++layer) attended_[{layer, id}].clear();
   }
   /// Gives back all that a sequence holds.
   void empty_place(index_t id, cudaStream_t stream) {
@@ -120,8 +120,8 @@ class cache_parts : public cache_answers<Recipe, Out> {
       prompts_.copy(id, to, stream);
       reading_.set_plan(to, policies(to), stream);
       for (index_t layer = 0; layer < shape_.layers; ++layer) {
-        if (roles_.follows_recipe(layer) && store_.bound(layer, to).longest > 0)
-          reading_.refresh(layer, to, store_, stream);
+        if (roles_.follows_recipe(layer) && store_.bound({layer, to}).longest > 0)
+          reading_.refresh({layer, to}, store_, stream);
       }
       reading_.reader().copy(id, to, stream);
     } catch (...) {
@@ -136,23 +136,23 @@ class cache_parts : public cache_answers<Recipe, Out> {
   host_vector<index_t> plan_choice(index_t id, bool due, const planned<Recipe>& fitted, cudaStream_t stream) {
     if (due) first_.count_over_model(id, store_, fitted, roles_, stream);
     host_vector<index_t> layers;
-    place_list places;
+    sequence_layers owners;
     host_vector<kept_bound> kept;
     for (index_t layer = 0; (due || filters) && layer < shape_.layers; ++layer) {
       if (!roles_.follows_recipe(layer)) continue;
-      const token_bound held = store_.bound(layer, id);
+      const token_bound held = store_.bound({layer, id});
       const index_t chooser = first_.chooser(layer, fitted, roles_);
-      if (!filters && first_.keeps_everything(chooser, id, held, fitted)) continue;
-      layers.push_back(layer), places.push_back({layer, id});
+      if (!filters && first_.keeps_everything({chooser, id}, held, fitted)) continue;
+      layers.push_back(layer), owners.push_back({layer, id});
       // How many columns join, only the device knows.
       kept.push_back(due && !prompts_.columns(layer).bits
-                         ? first_.bound(chooser, id, store_, fitted, conversations_.reach(id, layer).seen())
+                         ? first_.bound({chooser, id}, store_, fitted, conversations_.reach({layer, id}).seen())
                          : kept_bound{held, {}});
     }
     if (filters)
-      plan_beside_step(reading_.lists(), [&] { reading_.lists().plan_pass(places, kept); });
+      plan_beside_step(reading_.lists(), [&] { reading_.lists().plan_pass(owners, kept); });
     else
-      plan_beside_step(store_, [&] { store_.plan_keep(places, kept, stream); });
+      plan_beside_step(store_, [&] { store_.plan_keep(owners, kept, stream); });
     return layers;
   }
   /// Plans what is packed of a conversation whose prompt ends.
@@ -162,50 +162,50 @@ class cache_parts : public cache_answers<Recipe, Out> {
   }
   /// Before `tokens` more of a prompt are written to a layer: where a chunk ends the layer keeps its share of what it has,
   /// and pages that layers share are set aside for all of them, or for none.
-  void begin_chunk(index_t layer, index_t id, index_t tokens, cudaStream_t stream) {
-    if (conversations_.at(id, layer).turn_tokens == 0) first_.begin_turn(layer, id, store_);
-    if (conversations_.chunk_is_due(recipe_, id, layer, tokens)) {
-      end_chunk(layer, id, stream);
-      conversations_.judged_chunk(id, layer);
-      first_.end_chunk(layer, id, store_, conversations_.at(id, layer).again);
+  void begin_chunk(sequence_layer owner, index_t tokens, cudaStream_t stream) {
+    if (conversations_.at(owner).turn_tokens == 0) first_.begin_turn(owner, store_);
+    if (conversations_.chunk_is_due(recipe_, owner, tokens)) {
+      end_chunk(owner, stream);
+      conversations_.judged_chunk(owner);
+      first_.end_chunk(owner, store_, conversations_.at(owner).again);
     }
-    if (layer > 0 || conversations_.at(id).announced > 0) return;
-    store_.require_fits(layer, id, tokens);
-    store_.expect(id, tokens);
+    if (owner.layer > 0 || conversations_.at(owner.id).announced > 0) return;
+    store_.require_fits(owner, tokens);
+    store_.expect(owner.id, tokens);
   }
-  void end_chunk(index_t layer, index_t id, cudaStream_t stream) {
+  void end_chunk(sequence_layer owner, cudaStream_t stream) {
     if constexpr (Recipe::schedule_type::fires_at(moment::chunk_end)) {
-      const planned<Recipe>& fitted = policies(id);
-      if (!roles_.follows_recipe(layer) || first_.keeps_everything(layer, id, store_.bound(layer, id), fitted)) return;
-      const prompt_reach reach = conversations_.reach(id, layer);
-      const kept_bound kept = first_.bound(layer, id, store_, fitted, reach.seen());
-      plan_beside_step(store_, [&] { store_.plan_keep({{layer, id}}, {kept}, stream); });
-      const index_t* next = set_number(next_.data() + id, reach.end, stream);
-      store_.keep(layer, id, first_.choose(layer, id, store_, fitted, roles_.rule(layer), reach, next, stream), stream);
+      const planned<Recipe>& fitted = policies(owner.id);
+      if (!roles_.follows_recipe(owner.layer) || first_.keeps_everything(owner, store_.bound(owner), fitted)) return;
+      const prompt_reach reach = conversations_.reach(owner);
+      const kept_bound kept = first_.bound(owner, store_, fitted, reach.seen());
+      plan_beside_step(store_, [&] { store_.plan_keep({owner}, {kept}, stream); });
+      const index_t* next = set_number(next_.data() + owner.id, reach.end, stream);
+      store_.keep(owner, first_.choose(owner, store_, fitted, roles_.rule(owner.layer), reach, next, stream), stream);
     }
   }
   /// A layer keeps, or lets through, what is chosen when a prompt ends; `kept`: by the layer before, for one that takes it over.
   /// Where the schedule is not `due`, a filter lets everything through.
-  void choose(index_t layer, index_t id, bool due, const planned<Recipe>& fitted, kept_slots& kept,
+  void choose(sequence_layer owner, bool due, const planned<Recipe>& fitted, kept_slots& kept,
               cudaStream_t stream) {
     for (index_t m = 0; m < first_.members().count(); ++m) {
       if (!due) {
-        kept = {{nullptr, store_.lengths(layer, id)}, {store_.bound(layer, id), {}}};
-      } else if (first_.chooser(layer, fitted, roles_) == layer) {
-        kept = first_.choose(layer, id, store_, fitted, roles_.rule(layer), conversations_.reach(id, layer),
-                             next_.data() + id, stream, m);
+        kept = {{nullptr, store_.lengths(owner)}, {store_.bound(owner), {}}};
+      } else if (first_.chooser(owner.layer, fitted, roles_) == owner.layer) {
+        kept = first_.choose(owner, store_, fitted, roles_.rule(owner.layer), conversations_.reach(owner),
+                             next_.data() + owner.id, stream, m);
       }
-      if (!filters) return store_.keep(layer, id, kept, stream);
-      const joined_columns columns = due ? prompts_.columns(first_.chooser(layer, fitted, roles_)) : joined_columns{};
-      if (columns.bits) kept.bound = {store_.bound(layer, id), {}};
-      reading_.lists().pass(layer, id, m, kept, columns, stream);
+      if (!filters) return store_.keep(owner, kept, stream);
+      const joined_columns columns = due ? prompts_.columns(first_.chooser(owner.layer, fitted, roles_)) : joined_columns{};
+      if (columns.bits) kept.bound = {store_.bound(owner), {}};
+      reading_.lists().pass(owner, m, kept, columns, stream);
     }
   }
   /// Drops, within a step, what the first stage does not choose, or lets through what it does; the newest `own` tokens stay.
   void choose_in_step(index_t layer, const batch& step, const view_type& all, index_t own, cudaStream_t stream) {
     if constexpr (fires_in_steps<typename Recipe::schedule_type>) {
-      reading_.lists().note_read(layer, steps_, step.sequences(), stepped_of(layer, 0),
-                                 stepped_of(shape_.layers + layer, 0), stream);
+      reading_.lists().note_read(layer, steps_, step.sequences(), stepped_of({layer, 0}),
+                                 stepped_of({shape_.layers + layer, 0}), stream);
       for (index_t m = 0; m < first_.members().count(); ++m) {
         const selection_view kept = first_.choose_in_step(layer, steps_.ids(), store_, all, policies(step.ids.front()),
                                                           roles_.rule(layer), after_.data(), own, stream, m);
@@ -219,58 +219,58 @@ class cache_parts : public cache_answers<Recipe, Out> {
     }
   }
   /// What a step that chooses leaves of a layer that will hold `before`, or lets through; then on the host's books.
-  token_bound bound_in_step(index_t layer, index_t id, const token_bound& before, index_t own) const {
+  token_bound bound_in_step(sequence_layer owner, const token_bound& before, index_t own) const {
     if constexpr (fires_in_steps<typename Recipe::schedule_type>) {
-      if (!prompts_.columns(layer).bits) return first_.bound_in_step(layer, before, policies(id), own);
+      if (!prompts_.columns(owner.layer).bits) return first_.bound_in_step(owner.layer, before, policies(owner.id), own);
     }
     return before;
   }
-  void note_choice(index_t layer, index_t id, index_t own) {
+  void note_choice(sequence_layer owner, index_t own) {
     if constexpr (fires_in_steps<typename Recipe::schedule_type>) {
-      const token_bound before = store_.bound(layer, id), after = bound_in_step(layer, id, before, own);
-      if (filters) return reading_.lists().passed_in_step(layer, id, after);
+      const token_bound before = store_.bound(owner), after = bound_in_step(owner, before, own);
+      if (filters) return reading_.lists().passed_in_step(owner, after);
       // Only where all heads are known to be equally long is the room that this makes known too.
-      store_.shrank(layer, id, after, first_.heads_are_even ? before.longest - after.longest : 0);
+      store_.shrank(owner, after, first_.heads_are_even ? before.longest - after.longest : 0);
     }
   }
   /// Room for the lists of a step, of every layer or of none.
-  void plan_lists(const place_list& places, const batch& step) {
+  void plan_lists(const sequence_layers& owners, const batch& step) {
     host_vector<index_t> longest;
-    for (const auto& [layer, id] : places) {
+    for (const sequence_layer owner : owners) {
       if (!filters || !step.evicts_last) break;
-      token_bound held = store_.bound(layer, id);
+      token_bound held = store_.bound(owner);
       held.longest += step.tokens;
-      longest.push_back(roles_.follows_recipe(layer) ? bound_in_step(layer, id, held, 0).longest : 0);
+      longest.push_back(roles_.follows_recipe(owner.layer) ? bound_in_step(owner, held, 0).longest : 0);
     }
-    reading_.lists().plan_room(places, step.tokens, longest);
+    reading_.lists().plan_room(owners, step.tokens, longest);
   }
   /// Room for a step in every layer, or in none.
-  void make_step_room(const place_list& places, const batch& step, cudaStream_t stream) {
+  void make_step_room(const sequence_layers& owners, const batch& step, cudaStream_t stream) {
     store_.finish_layer(stream);  // lest it ends within the step, and moves rows
-    slide(places, stream);
+    slide(owners, stream);
     store_.settle(step.ids, false, stream);
-    store_.plan_packing(places, 0, stream);
-    for (const auto& [layer, id] : places) {
-      if (roles_.follows_recipe(layer)) reading_.require_fits(layer, id, store_, step.tokens);
+    store_.plan_packing(owners, 0, stream);
+    for (const sequence_layer owner : owners) {
+      if (roles_.follows_recipe(owner.layer)) reading_.require_fits(owner, store_, step.tokens);
     }
-    store_.plan_room(places, step.tokens, stream);
+    store_.plan_room(owners, step.tokens, stream);
     try {
-      plan_lists(places, step);
+      plan_lists(owners, step);
     } catch (...) {
       store_.abandon();
       throw;
     }
-    store_.commit_room(places, stream);
+    store_.commit_room(owners, stream);
     store_.commit_packing(stream);
-    reading_.lists().commit_room(places, stream);
+    reading_.lists().commit_room(owners, stream);
   }
   /// What a step will have appended and chosen, on the host's books.
-  void note_step(const place_list& places, const batch& step) {
-    for (const auto& [layer, id] : places) {
-      store_.took(layer, id, step.tokens);
-      reading_.lists().took(layer, id, step.tokens);
-      if ((step.evicts_first || step.evicts_last) && roles_.follows_recipe(layer))
-        note_choice(layer, id, step.evicts_last ? 0 : step.tokens);
+  void note_step(const sequence_layers& owners, const batch& step) {
+    for (const sequence_layer owner : owners) {
+      store_.took(owner, step.tokens);
+      reading_.lists().took(owner, step.tokens);
+      if ((step.evicts_first || step.evicts_last) && roles_.follows_recipe(owner.layer))
+        note_choice(owner, step.evicts_last ? 0 : step.tokens);
     }
   }
   /// What a step reads of a layer that follows the recipe, which holds its tokens already.
@@ -293,12 +293,12 @@ class cache_parts : public cache_answers<Recipe, Out> {
   void trace(index_t layer, const batch& step, const selection_view& read) {
     for (index_t b = 0; b < step.sequences(); ++b) {
       const index_t id = step.ids[std::size_t(b)];
-      auto& attended = attended_[objects::place(layer, id)];
-      attended = downloaded_lists(layer, id);
+      auto& attended = attended_[{layer, id}];
+      attended = downloaded_lists({layer, id});
       for (index_t h = 0; read.indices && h < shape_.kv_heads; ++h) {
         const offset_t row = offset_t(b) * shape_.kv_heads + h;
         const auto list = downloaded(read.row(row), std::size_t(downloaded(read.counts + row, 1)[0]));
-        const auto all = std::exchange(attended[std::size_t(h)], reading_.reader().slots(store_, layer, id, list));
+        const auto all = std::exchange(attended[std::size_t(h)], reading_.reader().slots(store_, {layer, id}, list));
         for (index_t& slot : attended[std::size_t(h)]) slot = all[std::size_t(slot)];
       }
     }

@@ -26,40 +26,35 @@ namespace cuda {
 /// Nothing is chosen.
 template <class Recipe, bool Chooses = Recipe::retain_type::chooses>
 class first_stage {
+  using T = typename Recipe::layout_type::element_type;
+  using store_type = kv_store<typename Recipe::layout_type>;
+  using view_type = typename store_type::view_type;
+  using policies_type = planned<Recipe>;
+
  public:
   static constexpr bool with_scores = false;
   first_stage(const Recipe&, const model_shape& shape, const cache_options&, const device_info&) : members_(1, shape) {}
   void adopt(first_stage&&) {}
   index_t most_sequences() const { return 1; }
   index_t most_tokens_kept() const { return 1; }
-  template <class... Any>
-  void count_over_model(const Any&...) const {}
-  template <class... Any>
-  bool keeps_everything(const Any&...) const {
-    return true;
-  }
-  template <class... Any>
-  kept_bound bound(const Any&...) const {
-    return {};
-  }
-  template <class... Any>
-  kept_slots choose(const Any&...) const {
+  void count_over_model(index_t, const store_type&, const policies_type&, const layer_roles&, cudaStream_t) const {}
+  bool keeps_everything(sequence_layer, const token_bound&, const policies_type&) const { return true; }
+  kept_bound bound(sequence_layer, const store_type&, const policies_type&, index_t) const { return {}; }
+  kept_slots choose(sequence_layer, const store_type&, const policies_type&, const logit_rule&, const prompt_reach&,
+                    const index_t*, cudaStream_t, index_t = 0) const {
     return {};
   }
   void forget(index_t) {}
   void copy(index_t, index_t, cudaStream_t) {}
-  template <class... Any>
-  void begin_turn(const Any&...) {}
-  template <class... Any>
-  void end_chunk(const Any&...) {}
-  template <class... Any>
-  void observe_prompt(const Any&...) {}
+  void begin_turn(sequence_layer, const store_type&) {}
+  void end_chunk(sequence_layer, const store_type&, index_t) {}
+  void observe_prompt(sequence_layer, const store_type&, const policies_type&, const logit_rule&,
+                      const rows_view<const T>&, index_t, cudaStream_t) {}
   rows_view<float> lse_room(index_t) const { return {}; }
-  template <class... Any>
-  void observe_attention(const Any&...) const {}
-  template <class... Any>
-  void observe_step(const Any&...) const {}
-  index_t chooser(index_t layer, const planned<Recipe>&, const layer_roles&) const { return layer; }
+  void observe_attention(sequence_layer, const rows_view<const T>&, const rows_view<float>&, cudaStream_t) const {}
+  void observe_step(index_t, const index_t*, const store_type&, const view_type&, const policies_type&,
+                    const logit_rule&, const rows_view<const T>&, const index_t*, cudaStream_t) const {}
+  index_t chooser(index_t layer, const policies_type&, const layer_roles&) const { return layer; }
   const group_members& members() const { return members_; }
   offset_t bytes_of_place() const { return 0; }
 
@@ -102,7 +97,7 @@ class first_stage<Recipe, true> {
   first_stage(const Recipe& recipe, const model_shape& shape, const cache_options& options, const device_info& device)
       : shape_(shape),
         members_(reading_members(recipe.retain, shape.q_heads / shape.kv_heads), shape),
-        sequences_(options.sequences),
+        order_{options.sequences},
         most_(most_kept(recipe, shape, options)),
         batch_(in_steps ? options.sequences : 1),
         observe_(batch_, shape.kv_heads, shape.q_heads, queries_at_once(recipe, options), options.tokens, device),
@@ -140,15 +135,15 @@ class first_stage<Recipe, true> {
   }
 
   /// Queries of a chunk whose last one is at `next` - 1; the store holds the chunk's tokens already.
-  void observe_prompt(index_t layer, index_t id, const store_type& store, const planned<Recipe>& policies,
+  void observe_prompt(sequence_layer owner, const store_type& store, const planned<Recipe>& policies,
                       const logit_rule& rule, const rows_view<const T>& q, index_t next, cudaStream_t stream) {
     if constexpr (follows) {
-      window_.remember(layer, id, nullptr, q, set_number(position_.data(), next - q.tokens, stream), stream);
+      window_.remember(owner, nullptr, q, set_number(position_.data(), next - q.tokens, stream), stream);
     } else if constexpr (observed == observes::window) {
-      window_.remember(layer * sequences_ + id, q, stream);
-      lse_.forget(layer * sequences_ + id);
+      window_.remember(order_.index(owner), q, stream);
+      lse_.forget(order_.index(owner));
     } else if constexpr (observed == observes::statistics) {
-      sums_.add(layer * sequences_ + id, q, next - q.tokens, policies.first.scorer.sinks, stream);
+      sums_.add(order_.index(owner), q, next - q.tokens, policies.first.scorer.sinks, stream);
     }
     if constexpr (observed == observes::every_query) {
       const index_t asked = policies.first.queries_needed(q.tokens);
@@ -156,7 +151,7 @@ class first_stage<Recipe, true> {
         rows_view<const T> some = q;
         some.data += done * q.token_stride;
         some.tokens = (std::min)(observed_at_once, q.tokens - done);
-        observe(store, store.view(layer, id), policies, rule, some,
+        observe(store, store.view(owner), policies, rule, some,
                 set_number(position_.data(), next - q.tokens + done, stream), stream);
       }
     }
@@ -164,15 +159,15 @@ class first_stage<Recipe, true> {
   /// Where the attention of a prompt's newest `tokens` tokens writes log-sum-exps for `observe_attention`; data null: nowhere.
   rows_view<float> lse_room(index_t tokens) const { return lse_.room(tokens); }
   /// A layer's newest queries have been attended over all that it stores; `lse`: of those that `lse_room` has room for at least.
-  void observe_attention(index_t layer, index_t id, const rows_view<const T>& q, const rows_view<float>& lse,
+  void observe_attention(sequence_layer owner, const rows_view<const T>& q, const rows_view<float>& lse,
                          cudaStream_t stream) {
-    lse_.take(layer * sequences_ + id, window_, q, lse, stream);
+    lse_.take(order_.index(owner), window_, q, lse, stream);
   }
   /// Queries of a step that has been attended, for a batch; `ids` and `first_position` lie on the device.
   void observe_step(index_t layer, const index_t* ids, const store_type& store, const view_type& view,
                     const planned<Recipe>& policies, const logit_rule& rule, const rows_view<const T>& q,
                     const index_t* first_position, cudaStream_t stream) const {
-    if constexpr (follows) window_.remember(layer, 0, ids, q, first_position, stream);
+    if constexpr (follows) window_.remember({layer, 0}, ids, q, first_position, stream);
     if constexpr (observed == observes::every_query && in_steps) {
       rows_view<const T> asked = q;
       if (newest && q.tokens > 1) {
@@ -199,44 +194,44 @@ class first_stage<Recipe, true> {
 
   /// Forgets a turn's queries, but for those of a window that follows the conversation.
   void forget(index_t id) {
-    for (index_t layer = 0; layer < shape_.layers; ++layer) forget(layer, id);
+    for (index_t layer = 0; layer < shape_.layers; ++layer) forget({layer, id});
   }
 
   /// What lasts from turn to turn, to an id that goes on from another one's.
   void copy(index_t from, index_t to, cudaStream_t stream) { window_.copy(from, to, stream); }
   /// A turn's prompt begins: what a layer's heads hold now is from earlier.
-  void begin_turn([[maybe_unused]] index_t layer, [[maybe_unused]] index_t id,
+  void begin_turn([[maybe_unused]] sequence_layer owner,
                   [[maybe_unused]] const store_type& store) {
     if constexpr (settles) {
-      settled_heads& here = settled_[std::size_t(layer * sequences_ + id)];
-      here.earlier = here.settled = store.held_by_head(layer, id);
+      settled_heads& here = settled_[order_.index(owner)];
+      here.earlier = here.settled = store.held_by_head(owner);
     }
   }
   /// A layer has chosen among what it had of a prompt: what it holds is settled but for the newest `again` tokens.
-  void end_chunk([[maybe_unused]] index_t layer, [[maybe_unused]] index_t id, [[maybe_unused]] const store_type& store,
+  void end_chunk([[maybe_unused]] sequence_layer owner, [[maybe_unused]] const store_type& store,
                  [[maybe_unused]] index_t again) {
     if constexpr (settles) {
-      settled_heads& here = settled_[std::size_t(layer * sequences_ + id)];
-      here.settled = store.held_by_head(layer, id);
+      settled_heads& here = settled_[order_.index(owner)];
+      here.settled = store.held_by_head(owner);
       for (index_t& tokens : here.settled) tokens -= again;
     }
-    forget(layer, id);
+    forget(owner);
   }
 
   /// Bounds of what a layer of one sequence keeps when its prompt, or a chunk of it, ends; `held` is the store's, and
   /// `seen` how much of the turn's prompt there has been. Where lengths decide, by head.
-  kept_bound bound(index_t layer, index_t id, const store_type& store, const planned<Recipe>& policies,
+  kept_bound bound(sequence_layer owner, const store_type& store, const planned<Recipe>& policies,
                    [[maybe_unused]] index_t seen) const {
-    const token_bound& held = store.bound(layer, id);
-    const index_t newest = tail(layer, id, held.longest, policies);
+    const token_bound& held = store.bound(owner);
+    const index_t newest = tail(owner, held.longest, policies);
     if constexpr (settles) {
-      const settled_heads& here = settled_[std::size_t(layer * sequences_ + id)];
-      return kept_by_lengths(policies.first.budget, extent(layer, held.longest, newest), store.held_by_head(layer, id),
+      const settled_heads& here = settled_[order_.index(owner)];
+      return kept_by_lengths(policies.first.budget, extent(owner.layer, held.longest, newest), store.held_by_head(owner),
                              here, seen, shape_.kv_heads);
     } else if constexpr (over_model) {
-      return counts_.bound(layer);
+      return counts_.bound(owner.layer);
     } else {
-      const token_bound most = most_of(policies, extent(layer, held.longest, newest));
+      const token_bound most = most_of(policies, extent(owner.layer, held.longest, newest));
       return {{(std::min)(most.longest, held.longest), (std::min)(most.total, held.total)}, {}};
     }
   }
@@ -247,9 +242,9 @@ class first_stage<Recipe, true> {
   }
 
   /// Whether a layer keeps all that it holds, whatever the scores; behind `count_over_model`, in a model with one threshold.
-  bool keeps_everything(index_t layer, index_t id, const token_bound& held, const planned<Recipe>& policies) const {
-    if constexpr (over_model) return counts_.bound(layer).total == held.total;
-    return keeps_all(policies.first.budget, extent(layer, held.longest, tail(layer, id, held.longest, policies)));
+  bool keeps_everything(sequence_layer owner, const token_bound& held, const planned<Recipe>& policies) const {
+    if constexpr (over_model) return counts_.bound(owner.layer).total == held.total;
+    return keeps_all(policies.first.budget, extent(owner.layer, held.longest, tail(owner, held.longest, policies)));
   }
   /// Bounds of what a step leaves in place, and by how much every head's room grows for certain.
   token_bound bound_in_step(index_t layer, const token_bound& held, const planned<Recipe>& policies,
@@ -262,23 +257,23 @@ class first_stage<Recipe, true> {
   /// What a layer of one sequence keeps, or lets through, when its prompt ends at position `next`; for one place in the group
   /// where query heads choose apart. The slots lie in this object's memory until the next call.
   /// `reach`: what earlier choices have settled of the turn's prompt, for a recipe that settles.
-  kept_slots choose(index_t layer, index_t id, const store_type& store, const planned<Recipe>& policies,
+  kept_slots choose(sequence_layer owner, const store_type& store, const planned<Recipe>& policies,
                     const logit_rule& rule, const prompt_reach& reach, const index_t* device_next, cudaStream_t stream,
                     index_t member = 0) {
     newest_rows<T> asked{{}, nullptr, device_next};
     if constexpr (follows) {
-      asked = window_.gather(layer, id, nullptr, 1, device_next, stream);
+      asked = window_.gather(owner, nullptr, 1, device_next, stream);
     } else if constexpr (observed == observes::window) {
-      asked.q = window_.queries(layer * sequences_ + id);
-      asked.lse = lse_.of(layer * sequences_ + id, asked.q.tokens);
+      asked.q = window_.queries(order_.index(owner));
+      asked.lse = lse_.of(order_.index(owner), asked.q.tokens);
       asked.first_position = set_number(position_.data(), reach.end - asked.q.tokens, stream);
     }
     if constexpr (settles) set_number(reach_.data(), reach, stream);
     if constexpr (observed == observes::statistics)
-      set_number(statistics_.data(), sums_.of(layer * sequences_ + id, stream), stream);
-    const selection_view chosen = choose_slots(policies, rule, store, store.view(layer, id), asked,
-                                               settles ? reach_.data() : nullptr, 0, layer, member, stream);
-    return {chosen, bound(layer, id, store, policies, reach.seen())};
+      set_number(statistics_.data(), sums_.of(order_.index(owner), stream), stream);
+    const selection_view chosen = choose_slots(policies, rule, store, store.view(owner), asked,
+                                               settles ? reach_.data() : nullptr, 0, owner.layer, member, stream);
+    return {chosen, bound(owner, store, policies, reach.seen())};
   }
   /// What a layer of a batch keeps, or lets through, within a step; on the device by sequence of the batch: `ids`, and `next`, the
   /// position of the next token. The newest `own` tokens stay whatever their score.
@@ -286,7 +281,7 @@ class first_stage<Recipe, true> {
                                 const planned<Recipe>& policies, const logit_rule& rule, const index_t* next,
                                 index_t own, cudaStream_t stream, index_t member = 0) const {
     newest_rows<T> asked{{}, nullptr, next};
-    if constexpr (follows) asked = window_.gather(layer, 0, ids, view.sequences, next, stream);
+    if constexpr (follows) asked = window_.gather({layer, 0}, ids, view.sequences, next, stream);
     return choose_slots(policies, rule, store, view, asked, nullptr, own, layer, member, stream);
   }
   const group_members& members() const { return members_; }
@@ -301,9 +296,9 @@ class first_stage<Recipe, true> {
   }
 
  private:
-  void forget([[maybe_unused]] index_t layer, [[maybe_unused]] index_t id) {
-    if constexpr (observed == observes::window && !follows) window_.forget(layer * sequences_ + id);
-    if constexpr (observed == observes::statistics) sums_.forget(layer * sequences_ + id);
+  void forget([[maybe_unused]] sequence_layer owner) {
+    if constexpr (observed == observes::window && !follows) window_.forget(order_.index(owner));
+    if constexpr (observed == observes::statistics) sums_.forget(order_.index(owner));
   }
   static index_t queries_at_once(const Recipe& recipe, const cache_options& options) {
     if constexpr (observed == observes::window) return recipe.retain.scorer.window;
@@ -334,10 +329,10 @@ class first_stage<Recipe, true> {
     return most;
   }
   /// Of a layer that stores `held` tokens.
-  index_t tail([[maybe_unused]] index_t layer, [[maybe_unused]] index_t id, [[maybe_unused]] index_t held,
+  index_t tail([[maybe_unused]] sequence_layer owner, [[maybe_unused]] index_t held,
                const planned<Recipe>& policies) const {
     if constexpr (follows) return (std::min)(policies.first.scorer.window, held);
-    if constexpr (observed == observes::window && !follows) return window_.queries(layer * sequences_ + id).tokens;
+    if constexpr (observed == observes::window && !follows) return window_.queries(order_.index(owner)).tokens;
     return policies.first.scorer.protected_tail(policies.first.budget.tokens);
   }
 
@@ -382,7 +377,8 @@ class first_stage<Recipe, true> {
 
   model_shape shape_;
   group_members members_;
-  index_t sequences_, most_, batch_;
+  layer_major order_;
+  index_t most_, batch_;
   observer_type observe_;
   score_and_choose<view_type, policy> choose_;
   model_counts<Recipe> counts_;

@@ -26,9 +26,9 @@ __global__ void __launch_bounds__(Threads) add_columns_entry(line_tables chunk, 
 /// What both kinds answer; this one attends everything.
 ///   open(id, stream)                                               an empty sequence
 ///   copy(from, to, stream)                                         what prompts of another one left to be read
-///   attend(layer, id, recipe, problem, first, attention, stream)   a chunk's rows, the first at position `first`
+///   attend(owner, recipe, problem, first, attention, stream)       a chunk's rows, the first at position `first`
 ///   columns(layer)                                                 what prompts leave to be read
-///   trace(on), lines(layer, id)                                    the lines of the last chunk that was traced
+///   trace(on), lines(owner)                                        the lines of the last chunk that was traced
 template <class Recipe, class View, class Out, bool ChoosesLines = Recipe::prefill_type::chooses_lines>
 class prompt_attending {
  public:
@@ -38,12 +38,12 @@ class prompt_attending {
   joined_columns columns(index_t) const { return {}; }
   offset_t bytes_of_place() const { return 0; }
   template <class Attention>
-  void attend(index_t, index_t, const Recipe&, const prefill_problem<View, Out>& problem, index_t,
+  void attend(sequence_layer, const Recipe&, const prefill_problem<View, Out>& problem, index_t,
               const Attention& attention, cudaStream_t stream) {
     attention.prompt(problem, stream);
   }
   void trace(bool) {}
-  const prompt_lines& lines(index_t, index_t) const { return none_; }
+  const prompt_lines& lines(sequence_layer) const { return none_; }
 
  private:
   prompt_lines none_;
@@ -76,7 +76,8 @@ class prompt_attending<Recipe, View, Out, true> {
         words_(adds_to_reading(recipe) ? ceil_div(options.tokens, 32) : 0),
         columns_(std::size_t(shape.layers) * std::size_t(options.sequences) * std::size_t(shape.q_heads) *
                  std::size_t(words_)),
-        lines_(std::size_t(shape.layers) * std::size_t(options.sequences)) {
+        lines_(shape.layers) {
+    lines_.open(options.sequences - 1);
     recipe.prefill.sample(0, options.tokens, sampled_);  // the longest chunk has the most rows
     most_rows_ = index_t(sampled_.size());
     tools_.make(shape_, options.tokens, most_rows_, device_);
@@ -84,21 +85,21 @@ class prompt_attending<Recipe, View, Out, true> {
 
   void open(index_t id, cudaStream_t stream) {
     for (index_t layer = 0; layer < shape_.layers; ++layer) {
-      lines_[place(layer, id)] = {};
+      lines_[{layer, id}] = {};
       if (words_ == 0) continue;
-      check(cudaMemsetAsync(columns_of(layer, id), 0, std::size_t(shape_.q_heads) * std::size_t(words_) * 4, stream),
+      check(cudaMemsetAsync(columns_of({layer, id}), 0, std::size_t(shape_.q_heads) * std::size_t(words_) * 4, stream),
             "cudaMemsetAsync");
     }
   }
   void copy(index_t from, index_t to, cudaStream_t stream) {
     for (index_t layer = 0; words_ > 0 && layer < shape_.layers; ++layer)
-      copy_on_device(columns_of(layer, to), columns_of(layer, from), std::size_t(shape_.q_heads * words_), stream);
+      copy_on_device(columns_of({layer, to}), columns_of({layer, from}), std::size_t(shape_.q_heads * words_), stream);
   }
-  joined_columns columns(index_t layer) const { return {words_ > 0 ? columns_of(layer, 0) : nullptr, words_}; }
+  joined_columns columns(index_t layer) const { return {words_ > 0 ? columns_of({layer, 0}) : nullptr, words_}; }
   offset_t bytes_of_place() const { return offset_t(shape_.q_heads) * words_ * 4; }
 
   template <class Attention>
-  void attend(index_t layer, index_t id, const Recipe& recipe, const prefill_problem<View, Out>& problem, index_t first,
+  void attend(sequence_layer owner, const Recipe& recipe, const prefill_problem<View, Out>& problem, index_t first,
               const Attention&, cudaStream_t stream) {
     if (problem.q.tokens == 0) return;
     const index_t next = first + problem.q.tokens;
@@ -114,25 +115,22 @@ class prompt_attending<Recipe, View, Out, true> {
     attend_.run(problem, tables, scratch_.data(), stream, {(*tools_).scratch.data(), (*tools_).scratch.bytes()});
     if (words_ > 0) {
       const dim3 grid{unsigned(ceil_div(words_, 128)), unsigned(shape_.q_heads)};
-      detail::add_columns_entry<128><<<grid, 128, 0, stream>>>(tables, columns_of(layer, id), words_);
+      detail::add_columns_entry<128><<<grid, 128, 0, stream>>>(tables, columns_of(owner), words_);
       check(cudaGetLastError(), "launch of add_columns");
     }
-    if (tracing_) lines_[place(layer, id)] = downloaded_lines(problem.view, tables, first, next);
+    if (tracing_) lines_[owner] = downloaded_lines(problem.view, tables, first, next);
   }
 
   void trace(bool on) { tracing_ = on; }
-  const prompt_lines& lines(index_t layer, index_t id) const { return lines_[place(layer, id)]; }
+  const prompt_lines& lines(sequence_layer owner) const { return lines_[owner]; }
 
  private:
   static bool adds_to_reading([[maybe_unused]] const Recipe& recipe) {
     if constexpr (lasting_pattern<pattern_type>) return recipe.prefill.adds_to_reading();
     return false;
   }
-  std::size_t place(index_t layer, index_t id) const {
-    return std::size_t(id) * std::size_t(shape_.layers) + std::size_t(layer);
-  }
-  std::uint32_t* columns_of(index_t layer, index_t id) const {
-    return columns_.data() + (offset_t(layer) * sequences_ + id) * shape_.q_heads * words_;
+  std::uint32_t* columns_of(sequence_layer owner) const {
+    return columns_.data() + (offset_t(owner.layer) * sequences_ + owner.id) * shape_.q_heads * words_;
   }
 
   /// Tables as the host has lines. Synchronises.
@@ -171,7 +169,7 @@ class prompt_attending<Recipe, View, Out, true> {
   index_t sequences_, words_;             // words of a row of columns; 0: nobody reads them
   device_buffer<std::uint32_t> columns_;  // [layers, sequences, q_heads, words], by place: those of all prompts
   bool tracing_ = false;
-  host_vector<prompt_lines> lines_;  // by place, of the last chunk that was traced
+  sequence_table<prompt_lines> lines_;  // of the last chunk that was traced
 };
 
 }  // namespace cuda

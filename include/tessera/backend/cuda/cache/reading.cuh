@@ -52,7 +52,6 @@ class reading {
   /// What a reader gets to see: of a recipe whose steps see segments, with those of the view's slots.
   using shown_type = std::conditional_t<Recipe::needs_step_segments, segmented_view<view_type>, view_type>;
   using reader_type = typename reader_of<Recipe, shown_type, Out>::type;
-  using place_list = typename store_type::place_list;
 
   reading(const Recipe& recipe, const model_shape& shape, const cache_options& options, const device_info& device)
       : lists_(shape, options.sequences, options.tokens, reading_members(recipe.retain, shape.q_heads / shape.kv_heads),
@@ -75,15 +74,15 @@ class reading {
   }
 
   /// Errors   `tokens` more are too many for what the reader keeps.
-  void require_fits(index_t layer, index_t id, const store_type& store, index_t tokens) const {
-    reader_.require_fits(offset_t(lists_.bound(layer, id, store.bound(layer, id)).longest) + tokens);
+  void require_fits(sequence_layer owner, const store_type& store, index_t tokens) const {
+    reader_.require_fits(offset_t(lists_.bound(owner, store.bound(owner)).longest) + tokens);
   }
 
   /// A prompt has ended: what the reader keeps of a layer of one sequence is made anew.
-  void refresh(index_t layer, index_t id, const store_type& store, cudaStream_t stream) const {
-    const token_bound held = lists_.bound(layer, id, store.bound(layer, id));
-    const all_view all = store.view(layer, id);
-    reader_.refresh(layer, id, shown(store, all, lists_.view(layer, id, all)), held.longest, stream);
+  void refresh(sequence_layer owner, const store_type& store, cudaStream_t stream) const {
+    const token_bound held = lists_.bound(owner, store.bound(owner));
+    const all_view all = store.view(owner);
+    reader_.refresh(owner, shown(store, all, lists_.view(owner, all)), held.longest, stream);
   }
   /// Slots of a batch have moved in place.
   void rebuild(index_t layer, const index_t* ids, const store_type& store, const all_view& all,

@@ -52,7 +52,6 @@ class kv_store {
   using T = typename Layout::element_type;
   using rows_type = placed_rows<Layout>;
   using view_type = typename rows_type::view_type;
-  using place_list = host_vector<std::pair<index_t, index_t>>;  // layer, id
   struct movers {
     pack<view_type, view_type> fresh;
     pack<view_type, view_type, true> in_place;
@@ -62,7 +61,7 @@ class kv_store {
   kv_store(index_t layers, index_t sequences, index_t kv_heads, index_t tokens, offset_t rows, const column_set& with,
            const typename Layout::placement_type& where = {}, const Layout& = {}, const layer_roles* = nullptr)
       : layers_(layers),
-        sequences_(sequences),
+        order_{sequences},
         heads_(kv_heads),
         tokens_(tokens),
         with_(with),
@@ -79,14 +78,14 @@ class kv_store {
   static constexpr bool in_groups = requires(const rows_type& rows) { rows.groups(); };
 
   index_t kv_heads() const { return heads_; }
-  const token_bound& bound(index_t layer, index_t id) const { return held_.bound(place(layer, id)); }
+  const token_bound& bound(sequence_layer owner) const { return held_.bound(order_.index(owner)); }
   /// What each kv_head holds at most: exactly that where lengths alone decide what is kept.
-  host_vector<index_t> held_by_head(index_t layer, index_t id) const { return held_.by_head(place(layer, id)); }
-  index_t* lengths(index_t layer, index_t id) const { return lengths_.of(layer, id); }
+  host_vector<index_t> held_by_head(sequence_layer owner) const { return held_.by_head(order_.index(owner)); }
+  index_t* lengths(sequence_layer owner) const { return lengths_.of(owner); }
 
   /// One sequence of a layer.
-  view_type view(index_t layer, index_t id) const {
-    return with_columns(rows_.view(layer, id), lengths_.of(layer, id), begins_.of(layer, id));
+  view_type view(sequence_layer owner) const {
+    return with_columns(rows_.view(owner), lengths_.of(owner), begins_.of(owner));
   }
   /// The batch that the step table gathered.
   view_type batch_view(index_t layer, index_t batch) const {
@@ -100,8 +99,8 @@ class kv_store {
   float* scores() const { return with_.scores ? columns_.plane_data<float>(with_.positions) : nullptr; }
   slot_column<const index_t> segments(const view_type& view) const { return {segments(), 0, 0, view.position_begin}; }
 
-  void require_fits(index_t layer, index_t id, index_t tokens) const {
-    const offset_t wanted = offset_t(bound(layer, id).longest) + tokens;
+  void require_fits(sequence_layer owner, index_t tokens) const {
+    const offset_t wanted = offset_t(bound(owner).longest) + tokens;
     require(wanted <= tokens_, "tokens of a kv_head", wanted,
             "at most cache_options::tokens, which is " + std::to_string(tokens_), "raise tokens, or lower the budget");
   }
@@ -112,13 +111,13 @@ class kv_store {
     columns_.hold_at_least(tokens);
   }
   /// Plans room for `tokens` more in every head of these places; `commit_room` makes it, or `abandon` forgets it.
-  void plan_room(const place_list& places, index_t tokens, cudaStream_t = nullptr) {
-    for (const auto& [layer, id] : places) require_fits(layer, id, tokens);
+  void plan_room(const sequence_layers& owners, index_t tokens, cudaStream_t = nullptr) {
+    for (const sequence_layer owner : owners) require_fits(owner, tokens);
     rows_.plan();
     columns_.plan();
     try {
-      for (const auto& [layer, id] : places) {
-        const std::size_t at = place(layer, id);
+      for (const sequence_layer owner : owners) {
+        const std::size_t at = order_.index(owner);
         rows_.plan_room(at, held_.of(at), tokens);
         if (columns_.holds_planes() && columns_.room(at) < tokens) plan_columns(at, held_.bound(at), tokens);
       }
@@ -133,12 +132,12 @@ class kv_store {
     rows_.abandon();
     columns_.abandon();
   }
-  void commit_room(const place_list& places, cudaStream_t stream) {
-    for (const auto& [layer, id] : places) {
-      const std::size_t at = place(layer, id);
-      rows_.commit_room(at, lengths(layer, id), held_.of(at), stream);
-      if (lay_out_columns(at, lengths(layer, id), stream)) {
-        columns_.move(begins(at), lengths(layer, id), held_.bound(at).longest, stream);
+  void commit_room(const sequence_layers& owners, cudaStream_t stream) {
+    for (const sequence_layer owner : owners) {
+      const std::size_t at = order_.index(owner);
+      rows_.commit_room(at, lengths(owner), held_.of(at), stream);
+      if (lay_out_columns(at, lengths(owner), stream)) {
+        columns_.move(begins(at), lengths(owner), held_.bound(at).longest, stream);
         columns_.adopt(begins(at), stream);
       }
     }
@@ -147,7 +146,7 @@ class kv_store {
   /// Sets pages of a shared pool aside: those of `tokens` more in every head of every layer, or as many as are told.
   void expect(index_t id, index_t tokens) {
     if constexpr (in_groups) {
-      rows_.expect(id, tokens, [&](index_t layer) { return held_.of(place(layer, id)); });
+      rows_.expect(id, tokens, [&](index_t layer) { return held_.of(order_.index({layer, id})); });
     }
   }
   const rows_type& rows() const { return rows_; }
@@ -167,16 +166,16 @@ class kv_store {
     }
   }
   /// Notes that every head took `tokens` more.
-  void took(index_t layer, index_t id, index_t tokens) {
-    const std::size_t at = place(layer, id);
+  void took(sequence_layer owner, index_t tokens) {
+    const std::size_t at = order_.index(owner);
     held_.took(at, tokens);
     rows_.took(at, tokens);
     if (columns_.holds_planes()) columns_.took(at, tokens);
   }
 
   /// Forgets the `tokens` that every head took last; the lengths on the device are the caller's.
-  void take_back(index_t layer, index_t id, index_t tokens) {
-    const std::size_t at = place(layer, id);
+  void take_back(sequence_layer owner, index_t tokens) {
+    const std::size_t at = order_.index(owner);
     held_.took(at, -tokens);
     rows_.shrank(at, tokens, held_.of(at));
     if (columns_.holds_planes()) columns_.took(at, -tokens);
@@ -211,13 +210,13 @@ class kv_store {
   }
   void adopt(movers&& fitted) { movers_.emplace(std::move(fitted)); }
 
-  /// Plans what the places keep: every (layer, id) with its bound, in the order of the `keep` calls that follow.
-  void plan_keep(const place_list& places, const host_vector<kept_bound>& kept, cudaStream_t = nullptr) {
+  /// Plans what the places keep: every (owner) with its bound, in the order of the `keep` calls that follow.
+  void plan_keep(const sequence_layers& owners, const host_vector<kept_bound>& kept, cudaStream_t = nullptr) {
     rows_.plan();
     columns_.plan();
     try {
-      for (std::size_t i = 0; i < places.size(); ++i) {
-        const std::size_t at = place(places[i].first, places[i].second);
+      for (std::size_t i = 0; i < owners.size(); ++i) {
+        const std::size_t at = order_.index(owners[i]);
         rows_.plan_keep(at, held_.bound(at), kept[i]);
         if (columns_.holds_planes()) plan_columns(at, kept[i], 0);
       }
@@ -227,17 +226,17 @@ class kv_store {
     }
   }
   /// Keeps the chosen slots of one sequence's layer and gives the rest back.
-  void keep(index_t layer, index_t id, const kept_slots& kept, cudaStream_t stream) {
-    const std::size_t at = place(layer, id);
-    const view_type from = view(layer, id);
+  void keep(sequence_layer owner, const kept_slots& kept, cudaStream_t stream) {
+    const std::size_t at = order_.index(owner);
+    const view_type from = view(owner);
     pack_problem<view_type, view_type> problem{from, kept.chosen, from};
-    problem.lengths = lengths(layer, id);
+    problem.lengths = lengths(owner);
     held_.keep(at, kept.bound);
     if constexpr (rows_type::keeps_in_place) {
       set_columns(problem, from.position_begin);
       rows_.keep(at, problem, *movers_, held_.of(at), stream);
-      if (lay_out_columns(at, lengths(layer, id), stream)) {
-        columns_.move(begins(at), lengths(layer, id), kept.bound.longest, stream);
+      if (lay_out_columns(at, lengths(owner), stream)) {
+        columns_.move(begins(at), lengths(owner), kept.bound.longest, stream);
         columns_.adopt(begins(at), stream);
       }
     } else {
@@ -255,15 +254,15 @@ class kv_store {
     movers_->in_place.run(problem, movers_->scratch.data(), stream);
   }
   /// Notes on the host what `keep_in_place` dropped; `gained`: every head has room for so many more tokens.
-  void shrank(index_t layer, index_t id, const token_bound& kept, index_t gained) {
-    const std::size_t at = place(layer, id);
+  void shrank(sequence_layer owner, const token_bound& kept, index_t gained) {
+    const std::size_t at = order_.index(owner);
     held_.shrank(at, kept);
     rows_.shrank(at, gained, held_.of(at));
     if (columns_.holds_planes()) columns_.took(at, -gained);
   }
   /// Likewise of rows that go when room for new tokens has been made already: nothing is given back, for that room lies in it.
-  void dropped(index_t layer, index_t id, const token_bound& kept, index_t gained) {
-    const std::size_t at = place(layer, id);
+  void dropped(sequence_layer owner, const token_bound& kept, index_t gained) {
+    const std::size_t at = order_.index(owner);
     held_.shrank(at, kept);
     rows_.dropped(at, gained);
     if (columns_.holds_planes()) columns_.took(at, -gained);
@@ -271,23 +270,23 @@ class kv_store {
 
   /// What rows have to become when a prompt or steps have ended: of a plain store nothing. See packed/packed_store.cuh.
   void settle(const host_vector<index_t>&, bool, cudaStream_t) {}
-  void plan_packing(const place_list&, index_t, cudaStream_t) {}
+  void plan_packing(const sequence_layers&, index_t, cudaStream_t) {}
   void commit_packing(cudaStream_t) {}
-  void pack_layer(index_t, index_t, index_t, cudaStream_t) {}
+  void pack_layer(sequence_layer, index_t, cudaStream_t) {}
   void finish_layer(cudaStream_t) {}
-  void observe_prompt(index_t, index_t, const rows_view<const T>&, cudaStream_t) {}
+  void observe_prompt(sequence_layer, const rows_view<const T>&, cudaStream_t) {}
   /// Newest tokens of a head that steps read whatever they choose.
-  index_t always_read(index_t, index_t) const { return 0; }
+  index_t always_read(sequence_layer) const { return 0; }
   /// Bytes of K and V that a step reads of a head of which it attends so many tokens.
-  offset_t step_bytes(index_t, index_t, offset_t attended) const { return attended * Layout::token_bytes(); }
+  offset_t step_bytes(sequence_layer, offset_t attended) const { return attended * Layout::token_bytes(); }
 
   /// Forgets a sequence and gives its rows back.
   void clear(index_t id, cudaStream_t stream) {
     for (index_t layer = 0; layer < layers_; ++layer) {
-      rows_.clear(place(layer, id));
-      if (columns_.holds_planes()) columns_.clear(place(layer, id));
-      held_.clear(place(layer, id));
-      check(cudaMemsetAsync(lengths(layer, id), 0, std::size_t(heads_) * sizeof(index_t), stream), "cudaMemsetAsync");
+      rows_.clear(order_.index({layer, id}));
+      if (columns_.holds_planes()) columns_.clear(order_.index({layer, id}));
+      held_.clear(order_.index({layer, id}));
+      check(cudaMemsetAsync(lengths({layer, id}), 0, std::size_t(heads_) * sizeof(index_t), stream), "cudaMemsetAsync");
     }
   }
 
@@ -300,9 +299,9 @@ class kv_store {
     columns_.plan();
     try {
       for (index_t layer = 0; layer < layers_; ++layer) {
-        const std::size_t at = place(layer, to);
-        rows_.plan_copy(at, held_.of(place(layer, from)));
-        if (columns_.holds_planes()) plan_columns(at, bound(layer, from), 0);
+        const std::size_t at = order_.index({layer, to});
+        rows_.plan_copy(at, held_.of(order_.index({layer, from})));
+        if (columns_.holds_planes()) plan_columns(at, bound({layer, from}), 0);
       }
     } catch (...) {
       abandon();
@@ -311,20 +310,20 @@ class kv_store {
   }
   void commit_copy(index_t from, index_t to, cudaStream_t stream) {
     for (index_t layer = 0; layer < layers_; ++layer) {
-      const std::size_t source = place(layer, from), at = place(layer, to);
-      rows_.commit_copy(source, at, lengths(layer, from), held_.of(source), stream);
+      const std::size_t source = order_.index({layer, from}), at = order_.index({layer, to});
+      rows_.commit_copy(source, at, lengths({layer, from}), held_.of(source), stream);
       columns_.copy_run(
-          source, at, lengths(layer, from), bound(layer, from).longest, [&](std::size_t p) { return begins(p); },
+          source, at, lengths({layer, from}), bound({layer, from}).longest, [&](std::size_t p) { return begins(p); },
           stream);
-      copy_on_device(lengths(layer, to), lengths(layer, from), std::size_t(heads_), stream);
+      copy_on_device(lengths({layer, to}), lengths({layer, from}), std::size_t(heads_), stream);
       held_.copy(source, at);
     }
   }
 
   /// Logical positions by kv_head, ascending. Synchronises.
-  host_vector<host_vector<index_t>> downloaded_positions(index_t layer, index_t id) const {
-    const auto held = downloaded(lengths(layer, id), std::size_t(heads_));
-    const auto first = downloaded(begins_.of(layer, id), std::size_t(heads_));
+  host_vector<host_vector<index_t>> downloaded_positions(sequence_layer owner) const {
+    const auto held = downloaded(lengths(owner), std::size_t(heads_));
+    const auto first = downloaded(begins_.of(owner), std::size_t(heads_));
     host_vector<host_vector<index_t>> all(held.size());
     for (std::size_t h = 0; h < held.size(); ++h) {
       if (with_.positions) {
@@ -337,16 +336,13 @@ class kv_store {
     return all;
   }
 
-  offset_t bytes(index_t layer, index_t id) const {
-    return rows_.bytes(place(layer, id)) + columns_.rows(place(layer, id)) * columns_.row_bytes();
+  offset_t bytes(sequence_layer owner) const {
+    return rows_.bytes(order_.index(owner)) + columns_.rows(order_.index(owner)) * columns_.row_bytes();
   }
   offset_t most_bytes() const { return rows_.most_bytes() + columns_.most_rows() * columns_.row_bytes(); }
 
  private:
-  std::size_t place(index_t layer, index_t id) const {
-    return std::size_t(layer) * std::size_t(sequences_) + std::size_t(id);
-  }
-  offset_t* begins(std::size_t at) const { return begins_.of(index_t(at) / sequences_, index_t(at) % sequences_); }
+  offset_t* begins(std::size_t at) const { return begins_.of(order_.owner(at)); }
   index_t* positions() const { return with_.positions ? columns_.plane_data<index_t>(0) : nullptr; }
   index_t* segments() const {
     return with_.segments ? columns_.plane_data<index_t>(std::size_t(with_.positions) + with_.scores) : nullptr;
@@ -380,7 +376,9 @@ class kv_store {
     }
   }
 
-  index_t layers_, sequences_, heads_, tokens_;
+  index_t layers_;
+  layer_major order_;
+  index_t heads_, tokens_;
   column_set with_;
   held_tokens_of_places held_;
   rows_type rows_;

@@ -78,7 +78,7 @@ class id_column {
         by_id_(std::size_t(layers) * std::size_t(sequences) * std::size_t(width)),
         in_batch_(by_id_.size()) {}
 
-  T* of(index_t layer, index_t id) const { return by_id_.data() + (offset_t(layer) * sequences_ + id) * width_; }
+  T* of(sequence_layer owner) const { return by_id_.data() + (offset_t(owner.layer) * sequences_ + owner.id) * width_; }
   T* batch(index_t layer) const { return in_batch_.data() + offset_t(layer) * sequences_ * width_; }
   index_t width() const { return width_; }
   offset_t bytes() const { return offset_t(by_id_.bytes() + in_batch_.bytes()); }
@@ -136,7 +136,7 @@ class step_table {
   void advance(const id_column<index_t>& column, index_t layers, index_t batch, index_t tokens, cudaStream_t stream,
                index_t* noted = nullptr) const {
     detail::advance_entry_of_ids<64><<<dim3(unsigned(batch), unsigned(layers)), 64, 0, stream>>>(
-        column.of(0, 0), ids_.data(), sequences_, column.width(), tokens, noted);
+        column.of({}), ids_.data(), sequences_, column.width(), tokens, noted);
     check(cudaGetLastError(), "launch of advance");
   }
 

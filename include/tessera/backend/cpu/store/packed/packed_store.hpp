@@ -7,6 +7,7 @@
 #include <utility>
 
 #include "../../../../core/host/host_vector.hpp"
+#include "../../../../core/sequence_layer.hpp"
 #include "../kv_store.hpp"
 #include "pack_rows.hpp"
 #include "segment_searches.hpp"
@@ -31,68 +32,68 @@ class kv_store<Layout> {
 
   kv_store(index_t layers, index_t kv_heads, const column_set& with, const placement_type& where = {},
            const Layout& layout = {})
-      : layers_(layers),
+      : order_{layers},
         heads_(kv_heads),
         with_(with),
         rows_(layout.rows),
         whole_(where, layers, kv_heads),
-        searches_(layers, kv_heads, with.mean_block, layout.rows) {}
+        searches_(layers, kv_heads, with.mean_block, layout.rows),
+        stored_(layers) {}
 
   index_t kv_heads() const { return heads_; }
-  const host_vector<index_t>& lengths(index_t layer, index_t id) const { return at(layer, id).lengths; }
-  index_t longest(index_t layer, index_t id) const {
-    return *std::max_element(lengths(layer, id).begin(), lengths(layer, id).end());
+  const host_vector<index_t>& lengths(sequence_layer owner) const { return stored_[owner].lengths; }
+  index_t longest(sequence_layer owner) const {
+    return *std::max_element(lengths(owner).begin(), lengths(owner).end());
   }
-  index_t position(index_t layer, index_t id, index_t head, index_t slot) const {
-    return at(layer, id).beside.position(head, slot);
+  index_t position(sequence_layer owner, index_t head, index_t slot) const {
+    return stored_[owner].beside.position(head, slot);
   }
-  host_vector<index_t> positions(index_t layer, index_t id, index_t head) const {
+  host_vector<index_t> positions(sequence_layer owner, index_t head) const {
     host_vector<index_t> result;
-    for (index_t i = 0; i < lengths(layer, id)[std::size_t(head)]; ++i) result.push_back(position(layer, id, head, i));
+    for (index_t i = 0; i < lengths(owner)[std::size_t(head)]; ++i) result.push_back(position(owner, head, i));
     return result;
   }
-  columns& beside(index_t layer, index_t id) { return at(layer, id).beside; }
+  columns& beside(sequence_layer owner) { return stored_[owner].beside; }
 
   void open(index_t id) {
-    const std::size_t wanted = (std::size_t(id) + 1) * std::size_t(layers_);
-    while (places_.size() < wanted) places_.emplace_back(heads_, with_);
-    for (index_t layer = 0; layer < layers_; ++layer) whole_.open(index(layer, id));
+    stored_.open(id, stored_tokens(heads_, with_));
+    for (index_t layer = 0; layer < order_.layers; ++layer) whole_.open(order_.index({layer, id}));
     searches_.open(id);
     clear(id);
   }
   void clear(index_t id) {
     searches_.clear(id);
-    for (index_t layer = 0; layer < layers_; ++layer) {
-      whole_.clear(index(layer, id));
-      place& here = at(layer, id);
-      for (auto* counts : {&here.lengths, &here.packed, &here.whole}) std::fill(counts->begin(), counts->end(), 0);
-      here.beside.clear();
-      host_vector<segment_pointer>().swap(here.segments);
-      here.pending.reset();
-      here.asked = {};
-      here.prompt_tokens = 0;
+    for (index_t layer = 0; layer < order_.layers; ++layer) {
+      whole_.clear(order_.index({layer, id}));
+      stored_tokens& stored = stored_[{layer, id}];
+      for (auto* counts : {&stored.lengths, &stored.packed, &stored.whole}) std::fill(counts->begin(), counts->end(), 0);
+      stored.beside.clear();
+      host_vector<segment_pointer>().swap(stored.segments);
+      stored.pending.reset();
+      stored.asked = {};
+      stored.prompt_tokens = 0;
     }
   }
 
   /// As the plain store's; segments are shared.
   void copy(index_t from, index_t to) {
-    for (index_t layer = 0; layer < layers_; ++layer) {
-      whole_.copy(index(layer, from), index(layer, to));
-      at(layer, to) = at(layer, from);
+    for (index_t layer = 0; layer < order_.layers; ++layer) {
+      whole_.copy(order_.index({layer, from}), order_.index({layer, to}));
+      stored_[{layer, to}] = stored_[{layer, from}];
     }
     searches_.copy(from, to);
   }
 
-  view_type view(index_t layer, index_t id) {
-    place& here = at(layer, id);
+  view_type view(sequence_layer owner) {
+    stored_tokens& stored = stored_[owner];
     view_type view;
-    view.segments = &here.segments;
-    view.whole = whole_.view(index(layer, id), here.whole);
-    view.packed = here.packed.data();
+    view.segments = &stored.segments;
+    view.whole = whole_.view(order_.index(owner), stored.whole);
+    view.packed = stored.packed.data();
     view.kv_heads = heads_;
-    view.lengths = here.lengths.data();
-    view.positions = here.beside.positions();
-    view.position_begin = here.beside.begins().data();
+    view.lengths = stored.lengths.data();
+    view.positions = stored.beside.positions();
+    view.position_begin = stored.beside.begins().data();
     return view;
   }
 
@@ -101,108 +102,108 @@ class kv_store<Layout> {
   const whole_rows& rows() const { return whole_; }
 
   template <class E>
-  void append(index_t layer, index_t id, const rows_view<const E>& k, const rows_view<const E>& v,
+  void append(sequence_layer owner, const rows_view<const E>& k, const rows_view<const E>& v,
               index_t first_position, const segment_marks& marks = {}) {
-    place& here = at(layer, id);
-    whole_.make_room(index(layer, id), here.whole, k.tokens);
-    here.beside.append(here.lengths, k.tokens, first_position, marks);
-    cpu::append(whole_.view(index(layer, id), here.whole), k, v);
-    for (index_t& length : here.lengths) length += k.tokens;
-    for (index_t& length : here.whole) length += k.tokens;
+    stored_tokens& stored = stored_[owner];
+    whole_.make_room(order_.index(owner), stored.whole, k.tokens);
+    stored.beside.append(stored.lengths, k.tokens, first_position, marks);
+    cpu::append(whole_.view(order_.index(owner), stored.whole), k, v);
+    for (index_t& length : stored.lengths) length += k.tokens;
+    for (index_t& length : stored.whole) length += k.tokens;
   }
   /// Takes in `tokens` tokens of a turn's prompt that have been appended, and the last queries, by which rows may be
   /// packed. What that needs is taken before, by `prepare_to_observe`.
   template <class E>
-  void prepare_to_observe(index_t layer, index_t id, const rows_view<const E>& q) {
-    if constexpr (Layout::window > 0) at(layer, id).asked.reserve(q, heads_, Layout::k_dim, Layout::window);
+  void prepare_to_observe(sequence_layer owner, const rows_view<const E>& q) {
+    if constexpr (Layout::window > 0) stored_[owner].asked.reserve(q, heads_, Layout::k_dim, Layout::window);
   }
   template <class E>
-  void observe_prompt(index_t layer, index_t id, const rows_view<const E>& q, index_t tokens) {
-    place& here = at(layer, id);
-    if constexpr (Layout::window > 0) here.asked.add(q, heads_, Layout::k_dim, Layout::window);
-    here.prompt_tokens += tokens;
+  void observe_prompt(sequence_layer owner, const rows_view<const E>& q, index_t tokens) {
+    stored_tokens& stored = stored_[owner];
+    if constexpr (Layout::window > 0) stored.asked.add(q, heads_, Layout::k_dim, Layout::window);
+    stored.prompt_tokens += tokens;
   }
 
   /// Takes back what was appended at `first_position` and after it, none of which is packed, and what was prepared. Needs no
   /// memory.
-  void take_back(index_t layer, index_t id, index_t first_position) {
-    place& here = at(layer, id);
-    here.pending.reset();
-    searches_.forget_prepared(index(layer, id));
+  void take_back(sequence_layer owner, index_t first_position) {
+    stored_tokens& stored = stored_[owner];
+    stored.pending.reset();
+    searches_.forget_prepared(owner);
     for (index_t h = 0; h < heads_; ++h) {
-      index_t& length = here.lengths[std::size_t(h)];
-      while (length > 0 && here.beside.position(h, length - 1) >= first_position) --length;
-      here.whole[std::size_t(h)] = length - here.packed[std::size_t(h)];
+      index_t& length = stored.lengths[std::size_t(h)];
+      while (length > 0 && stored.beside.position(h, length - 1) >= first_position) --length;
+      stored.whole[std::size_t(h)] = length - stored.packed[std::size_t(h)];
     }
   }
 
-  void prepare_to_keep(index_t layer, index_t id) {
-    place& here = at(layer, id);
-    here.beside.prepare_to_keep(here.lengths);
-    for (segment_pointer& segment : here.segments) make_own(segment);
-    here.kept_whole.reset(here.whole);
+  void prepare_to_keep(sequence_layer owner) {
+    stored_tokens& stored = stored_[owner];
+    stored.beside.prepare_to_keep(stored.lengths);
+    for (segment_pointer& segment : stored.segments) make_own(segment);
+    stored.kept_whole.reset(stored.whole);
   }
 
   /// As the plain store's; `prepare_to_keep` comes first. Rows of a segment that stay move together; the mean of a
   /// block whose rows are others now is that of what is left of them.
-  bool keep(index_t layer, index_t id, const selection& chosen, executor& workers) {
-    place& here = at(layer, id);
-    if (chosen.counts == here.lengths) return false;
-    prepare_to_keep(layer, id);
-    selection& whole = here.kept_whole;
+  bool keep(sequence_layer owner, const selection& chosen, executor& workers) {
+    stored_tokens& stored = stored_[owner];
+    if (chosen.counts == stored.lengths) return false;
+    prepare_to_keep(owner);
+    selection& whole = stored.kept_whole;
     bool loses = false;  // rows of segments
     for (index_t h = 0; h < heads_; ++h) {
       const index_t* slots = chosen.row(h);
       const index_t count = chosen.counts[std::size_t(h)];
       index_t i = 0, begin = 0;
-      for (const segment_pointer& segment : here.segments) {
+      for (const segment_pointer& segment : stored.segments) {
         const index_t length = segment->lengths[std::size_t(h)], first = i;
         while (i < count && slots[i] < begin + length) ++i;
         keep_of_segment(*segment, h, slots + first, i - first, begin);
         begin += length;
       }
-      loses = loses || here.packed[std::size_t(h)] != i;
-      here.packed[std::size_t(h)] = i;
+      loses = loses || stored.packed[std::size_t(h)] != i;
+      stored.packed[std::size_t(h)] = i;
       for (; i < count; ++i) whole.row(h)[whole.counts[std::size_t(h)]++] = slots[i] - begin;
     }
-    if (loses) searches_.lost_rows(index(layer, id), here.segments);
-    here.beside.keep(here.lengths, chosen);
-    if (whole.counts != here.whole) whole_.keep(index(layer, id), here.whole, whole, workers);
-    std::copy(whole.counts.begin(), whole.counts.end(), here.whole.begin());
-    std::copy(chosen.counts.begin(), chosen.counts.end(), here.lengths.begin());
-    for (const segment_pointer& segment : here.segments) {
-      if (here.pending && here.pending->joins && segment == here.segments.back()) continue;  // its spare room is wanted
+    if (loses) searches_.lost_rows(owner, stored.segments);
+    stored.beside.keep(stored.lengths, chosen);
+    if (whole.counts != stored.whole) whole_.keep(order_.index(owner), stored.whole, whole, workers);
+    std::copy(whole.counts.begin(), whole.counts.end(), stored.whole.begin());
+    std::copy(chosen.counts.begin(), chosen.counts.end(), stored.lengths.begin());
+    for (const segment_pointer& segment : stored.segments) {
+      if (stored.pending && stored.pending->joins && segment == stored.segments.back()) continue;  // its spare room is wanted
       segment->shrink();
     }
     return true;
   }
 
-  bool choose_newest(index_t layer, index_t id, index_t window, index_t fresh, selection& chosen) const {
-    return choose_newest_slots(at(layer, id).lengths, window, fresh, chosen);
+  bool choose_newest(sequence_layer owner, index_t window, index_t fresh, selection& chosen) const {
+    return choose_newest_slots(stored_[owner].lengths, window, fresh, chosen);
   }
 
   /// Makes segments of what is due when a prompt, or a step, ends and `kept` (null: everything) stays. Nobody sees them before
   /// `pack`, which needs no memory.
   /// Errors   rows that have no basis: tessera::error.
-  void prepare_to_pack(index_t layer, index_t id, const selection* kept, bool prompt_ends, executor& workers) {
-    place& here = at(layer, id);
-    here.pending.reset();
-    searches_.forget_prepared(index(layer, id));
-    const row_lists due = due_rows(here, kept, prompt_ends);
+  void prepare_to_pack(sequence_layer owner, const selection* kept, bool prompt_ends, executor& workers) {
+    stored_tokens& stored = stored_[owner];
+    stored.pending.reset();
+    searches_.forget_prepared(owner);
+    const row_lists due = due_rows(stored, kept, prompt_ends);
     index_t longest = 0;
     for (const auto& list : due) longest = (std::max)(longest, index_t(list.size()));
     if (longest == 0) {
-      if (prompt_ends) here.pending.emplace().prompt_ended = true;
+      if (prompt_ends) stored.pending.emplace().prompt_ended = true;
       return;
     }
-    const auto from = whole_.view(index(layer, id), here.whole);
-    const row_packer<Layout> packer(rows_, with_.mean_block, from, layer, workers);
+    const auto from = whole_.view(order_.index(owner), stored.whole);
+    const row_packer<Layout> packer(rows_, with_.mean_block, from, owner.layer, workers);
     packing made;
     made.prompt_ended = prompt_ends;
-    made.own = here.segments.empty() || (prompt_ends && here.prompt_tokens >= rows_type::own_segment_tokens);
+    made.own = stored.segments.empty() || (prompt_ends && stored.prompt_tokens >= rows_type::own_segment_tokens);
     for (const auto& list : due) made.counts.push_back(index_t(list.size()));
     if (made.own) {
-      const query_squares queries = here.asked.means(heads_, Layout::k_dim);
+      const query_squares queries = stored.asked.means(heads_, Layout::k_dim);
       const index_t share = prompt_ends ? rows_.segment : longest;
       for (index_t first = 0; first < longest; first += share) {
         row_lists part;
@@ -213,12 +214,12 @@ class kv_store<Layout> {
         made.fresh.push_back(packer.in_own_basis(part, queries));
       }
     } else {
-      searches_.prepare(index(layer, id), from, due);
-      made.fresh.push_back(packer.as_in(searches_.like(index(layer, id), here.segments), due));
+      searches_.prepare(owner, from, due);
+      made.fresh.push_back(packer.as_in(searches_.like(owner, stored.segments), due));
       made.joins =
-          searches_.joins(index(layer, id), here.segments) && whole_blocks(*here.segments.back(), kept != nullptr);
+          searches_.joins(owner, stored.segments) && whole_blocks(*stored.segments.back(), kept != nullptr);
       if (made.joins) {
-        segment_pointer& last = here.segments.back();
+        segment_pointer& last = stored.segments.back();
         make_own(last);
         host_vector<index_t> wanted = last->lengths;
         for (std::size_t h = 0; h < wanted.size(); ++h) wanted[h] += made.counts[h];
@@ -226,39 +227,38 @@ class kv_store<Layout> {
         last->means.reserve(last->blocks_of(last->lengths), last->blocks_of(wanted), true);
       }
     }
-    here.segments.reserve(here.segments.size() + made.fresh.size());
-    made.left.reset(here.whole);
-    here.pending = std::move(made);
+    stored.segments.reserve(stored.segments.size() + made.fresh.size());
+    made.left.reset(stored.whole);
+    stored.pending = std::move(made);
   }
 
   /// Carries out what was prepared, behind `keep`.
-  void pack(index_t layer, index_t id, executor& workers) {
-    place& here = at(layer, id);
-    if (!here.pending) return;
-    packing& made = *here.pending;
-    if (made.prompt_ended) here.asked = {}, here.prompt_tokens = 0;
-    if (made.fresh.empty()) return here.pending.reset();
+  void pack(sequence_layer owner, executor& workers) {
+    stored_tokens& stored = stored_[owner];
+    if (!stored.pending) return;
+    packing& made = *stored.pending;
+    if (made.prompt_ended) stored.asked = {}, stored.prompt_tokens = 0;
+    if (made.fresh.empty()) return stored.pending.reset();
     if (made.joins) {
-      join(*here.segments.back(), *made.fresh.front());
+      join(*stored.segments.back(), *made.fresh.front());
     } else {
-      for (segment_pointer& segment : made.fresh) here.segments.push_back(std::move(segment));
+      for (segment_pointer& segment : made.fresh) stored.segments.push_back(std::move(segment));
     }
-    searches_.packed(index(layer, id), here.segments, made.own);
+    searches_.packed(owner, stored.segments, made.own);
     for (index_t h = 0; h < heads_; ++h) {
       const index_t count = made.counts[std::size_t(h)];
-      made.left.counts[std::size_t(h)] = here.whole[std::size_t(h)] - count;
+      made.left.counts[std::size_t(h)] = stored.whole[std::size_t(h)] - count;
       for (index_t i = 0; i < made.left.counts[std::size_t(h)]; ++i) made.left.row(h)[i] = count + i;
-      here.packed[std::size_t(h)] += count;
+      stored.packed[std::size_t(h)] += count;
     }
-    whole_.keep(index(layer, id), here.whole, made.left, workers);
-    std::copy(made.left.counts.begin(), made.left.counts.end(), here.whole.begin());
-    here.pending.reset();
+    whole_.keep(order_.index(owner), stored.whole, made.left, workers);
+    std::copy(made.left.counts.begin(), made.left.counts.end(), stored.whole.begin());
+    stored.pending.reset();
   }
 
   /// Between two steps: what a search has made of a segment takes its place, and a segment that has to end does.
   void settle(index_t id) {
-    searches_.settle(
-        id, [&](index_t layer) -> auto& { return at(layer, id).segments; });
+    searches_.settle(id, [&](index_t layer) -> auto& { return stored_[{layer, id}].segments; });
   }
   segment_searches<Layout>& searches() { return searches_; }
   const segment_searches<Layout>& searches() const { return searches_; }
@@ -280,12 +280,12 @@ class kv_store<Layout> {
     return total;
   }
 
-  offset_t bytes(index_t layer, index_t id) const {
-    const place& here = at(layer, id);
+  offset_t bytes(sequence_layer owner) const {
+    const stored_tokens& stored = stored_[owner];
     offset_t total =
-        whole_.bytes(index(layer, id)) + here.beside.bytes() + here.asked.bytes() + searches_.bytes(index(layer, id));
+        whole_.bytes(order_.index(owner)) + stored.beside.bytes() + stored.asked.bytes() + searches_.bytes(owner);
     const segment_basis* last = nullptr;  // segments that share a basis stand together
-    for (const segment_pointer& segment : here.segments) {
+    for (const segment_pointer& segment : stored.segments) {
       total += segment->bytes() + (segment->basis.get() != last ? segment->basis->bytes() : 0);
       last = segment->basis.get();
     }
@@ -302,10 +302,11 @@ class kv_store<Layout> {
     bool prompt_ended = false;
     bool own = false;  // in bases of their own
   };
-  struct place {
-    place(index_t kv_heads, const column_set& with)
+  struct stored_tokens {
+    stored_tokens() = default;
+    stored_tokens(index_t kv_heads, const column_set& with)
         : lengths(std::size_t(kv_heads), 0), packed(lengths), whole(lengths), beside(kv_heads, with) {}
-    place(const place& other)
+    stored_tokens(const stored_tokens& other)
         : lengths(other.lengths),
           packed(other.packed),
           whole(other.whole),
@@ -313,9 +314,9 @@ class kv_store<Layout> {
           segments(other.segments),
           asked(other.asked),
           prompt_tokens(other.prompt_tokens) {}
-    place(place&&) noexcept = default;
-    place& operator=(place&&) noexcept = default;
-    place& operator=(const place& other) { return *this = place(other); }
+    stored_tokens(stored_tokens&&) noexcept = default;
+    stored_tokens& operator=(stored_tokens&&) noexcept = default;
+    stored_tokens& operator=(const stored_tokens& other) { return *this = stored_tokens(other); }
 
     host_vector<index_t> lengths, packed, whole;  // by kv_head; the first is the sum of the others
     columns beside;
@@ -327,17 +328,17 @@ class kv_store<Layout> {
   };
 
   /// Rows that are due, of those that stay, by kv_head: the oldest whole ones.
-  row_lists due_rows(const place& here, const selection* kept, bool prompt_ends) const {
+  row_lists due_rows(const stored_tokens& stored, const selection* kept, bool prompt_ends) const {
     row_lists due(std::size_t(heads_), host_vector<index_t>{});
     for (index_t h = 0; h < heads_; ++h) {
       host_vector<index_t>& list = due[std::size_t(h)];
-      const index_t packed = here.packed[std::size_t(h)];
+      const index_t packed = stored.packed[std::size_t(h)];
       if (kept) {
         for (index_t i = 0; i < kept->counts[std::size_t(h)]; ++i) {
           if (kept->row(h)[i] >= packed) list.push_back(kept->row(h)[i] - packed);
         }
       } else {
-        for (index_t i = 0; i < here.whole[std::size_t(h)]; ++i) list.push_back(i);
+        for (index_t i = 0; i < stored.whole[std::size_t(h)]; ++i) list.push_back(i);
       }
       const index_t whole = index_t(list.size());
       list.resize(
@@ -379,18 +380,13 @@ class kv_store<Layout> {
     if (segment.format.block > 0) row_packer<Layout>::mean_again(rows_, segment, head, first / segment.format.block);
   }
 
-  std::size_t index(index_t layer, index_t id) const {
-    return std::size_t(id) * std::size_t(layers_) + std::size_t(layer);
-  }
-  const place& at(index_t layer, index_t id) const { return places_[index(layer, id)]; }
-  place& at(index_t layer, index_t id) { return places_[index(layer, id)]; }
-
-  index_t layers_, heads_;
+  sequence_major order_;
+  index_t heads_;
   column_set with_;
   rows_type rows_;
   whole_rows whole_;
   segment_searches<Layout> searches_;
-  host_vector<place> places_;
+  sequence_table<stored_tokens> stored_;
 };
 
 }  // namespace cpu

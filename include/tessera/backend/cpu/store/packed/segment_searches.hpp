@@ -9,6 +9,7 @@
 #include <utility>
 
 #include "../../../../core/host/host_vector.hpp"
+#include "../../../../core/sequence_layer.hpp"
 #include "../../../../runtime/background.hpp"
 #include "../../../../runtime/strategy.hpp"
 #include "pack_rows.hpp"
@@ -85,16 +86,16 @@ class segment_searches {
   void open(index_t) {}
   void clear(index_t) {}
   void copy(index_t, index_t) {}
-  static const auto& like(std::size_t, const segments& all) { return *all.back(); }
-  static bool joins(std::size_t, const segments&) { return true; }
+  static const auto& like(sequence_layer, const segments& all) { return *all.back(); }
+  static bool joins(sequence_layer, const segments&) { return true; }
   template <class From, class Lists>
-  void prepare(std::size_t, const From&, const Lists&) {}
-  void forget_prepared(std::size_t) {}
-  void packed(std::size_t, const segments&, bool) {}
-  void lost_rows(std::size_t, const segments&) {}
+  void prepare(sequence_layer, const From&, const Lists&) {}
+  void forget_prepared(sequence_layer) {}
+  void packed(sequence_layer, const segments&, bool) {}
+  void lost_rows(sequence_layer, const segments&) {}
   template <class SegmentsOf>
   void settle(index_t, const SegmentsOf&) {}
-  offset_t bytes(std::size_t) const { return 0; }
+  offset_t bytes(sequence_layer) const { return 0; }
 };
 
 /// Of each place: the segments that are settled, those behind them, which are packed by the last settled one's
@@ -108,7 +109,7 @@ class segment_searches<Layout> {
   using segments = host_vector<typename search_type::segment_pointer>;
 
   segment_searches(index_t layers, index_t kv_heads, index_t block, const rows_type& rows)
-      : layers_(layers), heads_(kv_heads), block_(block), rows_(rows) {
+      : layers_(layers), heads_(kv_heads), block_(block), rows_(rows), ranges_(layers) {
     if (on()) worker_ = std::make_shared<background>();
   }
 
@@ -124,36 +125,35 @@ class segment_searches<Layout> {
 
   void open(index_t id) {
     if (sessions_.size() <= std::size_t(id)) sessions_.resize(std::size_t(id) + 1);
-    if (ranges_.size() < sessions_.size() * std::size_t(layers_))
-      ranges_.resize(sessions_.size() * std::size_t(layers_));
+    ranges_.open(id);
   }
   void clear(index_t id) {
     sessions_[std::size_t(id)] = {};
-    for (index_t layer = 0; layer < layers_; ++layer) ranges_[at(layer, id)] = {};
+    ranges_.clear(id);
   }
   /// A search that goes on is shared: what it makes takes its place in both.
   void copy(index_t from, index_t to) {
     sessions_[std::size_t(to)] = sessions_[std::size_t(from)];
-    for (index_t layer = 0; layer < layers_; ++layer) ranges_[at(layer, to)] = ranges_[at(layer, from)];
+    for (index_t layer = 0; layer < layers_; ++layer) ranges_[{layer, to}] = ranges_[{layer, from}];
   }
 
   /// Whose basis and format new rows take.
-  const auto& like(std::size_t place, const segments& all) const {
-    return *(on() ? all[ranges_[place].settled - 1] : all.back());
+  const auto& like(sequence_layer owner, const segments& all) const {
+    return *(on() ? all[ranges_[owner].settled - 1] : all.back());
   }
   /// Whether they may join the last segment.
-  bool joins(std::size_t place, const segments& all) const {
+  bool joins(sequence_layer owner, const segments& all) const {
     if (!on()) return true;
-    const auto& own = like(place, all);
-    return all.size() > ranges_[place].settled && all.back()->basis == own.basis && all.back()->format == own.format;
+    const auto& own = like(owner, all);
+    return all.size() > ranges_[owner].settled && all.back()->basis == own.basis && all.back()->format == own.format;
   }
 
   /// Copies rows that are about to be packed, `lists` of each kv_head.
   template <class From, class Lists>
-  void prepare(std::size_t place, const From& from, const Lists& lists) {
+  void prepare(sequence_layer owner, const From& from, const Lists& lists) {
     if (!on()) return;
     constexpr int D = Layout::k_dim, Dv = Layout::v_dim;
-    range& here = ranges_[place];
+    range& here = ranges_[owner];
     auto copied = std::make_shared<rows_before>();
     for (index_t h = 0; h < heads_; ++h) {
       const auto& list = lists[std::size_t(h)];
@@ -167,11 +167,11 @@ class segment_searches<Layout> {
     here.before.reserve(here.before.size() + 1);
     here.prepared = std::move(copied);
   }
-  void forget_prepared(std::size_t place) { ranges_[place].prepared = nullptr; }
+  void forget_prepared(sequence_layer owner) { ranges_[owner].prepared = nullptr; }
 
   /// Rows have become segments, `in_own_basis` or behind the others. Needs no memory.
-  void packed(std::size_t place, const segments& all, bool in_own_basis) {
-    range& here = ranges_[place];
+  void packed(sequence_layer owner, const segments& all, bool in_own_basis) {
+    range& here = ranges_[owner];
     if (in_own_basis || !here.prepared) return end(here, all);
     index_t longest = 0;
     for (const auto& rows : here.prepared->k) longest = (std::max)(longest, index_t(rows.size()) / Layout::k_dim);
@@ -179,9 +179,9 @@ class segment_searches<Layout> {
     here.before.push_back(std::move(here.prepared));
   }
   /// Segments have lost rows: they stay as they are.
-  void lost_rows(std::size_t place, const segments& all) {
-    end(ranges_[place], all);
-    ranges_[place].last = ranges_[place].first;
+  void lost_rows(sequence_layer owner, const segments& all) {
+    end(ranges_[owner], all);
+    ranges_[owner].last = ranges_[owner].first;
   }
 
   /// Between two steps: what a search has made takes its place, and a segment that has to end does. Waits for nobody; where
@@ -196,17 +196,17 @@ class segment_searches<Layout> {
     if (!full && (rows < rows_.strategy.least_segment || !lost_enough(id, segments_of))) return;
     if (!now.task && begin(id, now, segments_of)) return;
     if (!full) return;  // it goes on until the search before it is over, or it is full
-    for (index_t layer = 0; layer < layers_; ++layer) end(ranges_[at(layer, id)], segments_of(layer));
+    for (index_t layer = 0; layer < layers_; ++layer) end(ranges_[{layer, id}], segments_of(layer));
     ++now.report.kept;
   }
 
   /// Of rows as they were, those that are being searched among them.
-  offset_t bytes(std::size_t place) const {
+  offset_t bytes(sequence_layer owner) const {
     offset_t total = 0;
-    for (const auto& rows : ranges_[place].before) total += rows->bytes();
-    if (!on() || !sessions_[place / std::size_t(layers_)].task) return total;
-    for (const auto& part : sessions_[place / std::size_t(layers_)].task->parts) {
-      if (std::size_t(part.layer) == place % std::size_t(layers_)) total += part.rows.bytes();
+    for (const auto& rows : ranges_[owner].before) total += rows->bytes();
+    if (!on() || !sessions_[std::size_t(owner.id)].task) return total;
+    for (const auto& part : sessions_[std::size_t(owner.id)].task->parts) {
+      if (part.layer == owner.layer) total += part.rows.bytes();
     }
     return total;
   }
@@ -225,9 +225,6 @@ class segment_searches<Layout> {
   };
 
   bool on() const { return rows_.strategy.searched(); }
-  std::size_t at(index_t layer, index_t id) const {
-    return std::size_t(id) * std::size_t(layers_) + std::size_t(layer);
-  }
   static void end(range& here, const segments& all) {
     here.settled = all.size();
     here.rows = 0;
@@ -236,7 +233,7 @@ class segment_searches<Layout> {
   }
   index_t longest(index_t id) const {
     index_t result = 0;
-    for (index_t layer = 0; layer < layers_; ++layer) result = (std::max)(result, ranges_[at(layer, id)].rows);
+    for (index_t layer = 0; layer < layers_; ++layer) result = (std::max)(result, ranges_[{layer, id}].rows);
     return result;
   }
 
@@ -245,7 +242,7 @@ class segment_searches<Layout> {
   bool lost_enough(index_t id, const SegmentsOf& segments_of) const {
     double lost = 0, allowed = 0;
     for (index_t layer = 0; layer < layers_; ++layer) {
-      const range& here = ranges_[at(layer, id)];
+      const range& here = ranges_[{layer, id}];
       if (here.rows == 0) continue;
       const segments& all = segments_of(layer);
       for (std::size_t i = here.settled; i < all.size(); ++i) lost += total(all[i]->losses) / heads_;
@@ -274,7 +271,7 @@ class segment_searches<Layout> {
     try {
       auto made = std::make_shared<search_type>(rows_, block_);
       for (index_t layer = 0; layer < layers_; ++layer) {
-        const range& here = ranges_[at(layer, id)];
+        const range& here = ranges_[{layer, id}];
         if (here.rows > 0) made->parts.push_back({layer, {heads_, here.before}, nullptr});
       }
       auto task = wanted(made);
@@ -287,7 +284,7 @@ class segment_searches<Layout> {
       return false;  // no memory: another time
     }
     for (index_t layer = 0; layer < layers_; ++layer) {
-      range& here = ranges_[at(layer, id)];
+      range& here = ranges_[{layer, id}];
       here.first = here.settled;
       here.last = segments_of(layer).size();
       end(here, segments_of(layer));
@@ -305,7 +302,7 @@ class segment_searches<Layout> {
       say(now.report, failed ? over->problem().c_str() : "the thread that searches strategies was stopped");
     }
     for (const auto& part : over->parts) {
-      range& here = ranges_[at(part.layer, id)];
+      range& here = ranges_[{part.layer, id}];
       const auto replaced = here.last - here.first;
       here.last = here.first;
       if (replaced == 0 || !done) continue;
@@ -320,7 +317,7 @@ class segment_searches<Layout> {
   index_t layers_, heads_, block_;
   rows_type rows_;
   std::shared_ptr<background> worker_;
-  host_vector<range> ranges_;
+  sequence_table<range> ranges_;
   host_vector<session> sessions_;
 };
 

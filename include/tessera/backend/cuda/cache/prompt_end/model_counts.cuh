@@ -66,7 +66,7 @@ class model_counts<Recipe, true> {
     for (index_t layer = 0; layer < layers_; ++layer) {
       if (!roles.follows_recipe(layer)) continue;
       first_[std::size_t(layer)] = taken;
-      const auto view = store.view(layer, id);
+      const auto view = store.view({layer, id});
       copy(lengths_.data() + taken, view.lengths, heads * sizeof(index_t), stream);
       copy(begins_.data() + taken, view.position_begin, heads * sizeof(offset_t), stream);
       taken += heads_;

@@ -106,27 +106,27 @@ class rereading<Recipe, true> {
   /// Appends the tokens of a re-reading to a layer that has room for them, attends, scores the part, and forgets them again.
   /// Shapes   as those of cuda::cache::reread.   Errors   queries that do not begin on 16 bytes, before anything is launched.
   template <class Attention, class Out>
-  void pass(index_t layer, index_t id, store_type& store, const planned<Recipe>& policies, const layer_roles& roles,
+  void pass(sequence_layer owner, store_type& store, const planned<Recipe>& policies, const layer_roles& roles,
             const Attention& attention, const rows_view<const T>& q, const rows_view<const T>& k,
             const rows_view<const T>& v, const rows_view<Out>& out, const reread_part& part,
             cudaStream_t stream) const {
     require_rows_on_16_bytes("q", q);
     const index_t* position = set_number(own_position_.data(), part.own, stream);
-    store.append_rows(store.view(layer, id), k, v, position, {}, stream);
-    store.took(layer, id, k.tokens);
-    const logit_rule rule = roles.rule(layer);
-    attention.prompt(prefill_problem<all_view, Out>{store.view(layer, id), q, position, rule, out, {}}, stream);
-    if (roles.follows_recipe(layer)) score(layer, id, store, policies, rule, q, part, stream);
-    add_number(store.lengths(layer, id), store.lengths(layer, id), -k.tokens, heads_, stream);
-    store.take_back(layer, id, k.tokens);
+    store.append_rows(store.view(owner), k, v, position, {}, stream);
+    store.took(owner, k.tokens);
+    const logit_rule rule = roles.rule(owner.layer);
+    attention.prompt(prefill_problem<all_view, Out>{store.view(owner), q, position, rule, out, {}}, stream);
+    if (roles.follows_recipe(owner.layer)) score(owner, store, policies, rule, q, part, stream);
+    add_number(store.lengths(owner), store.lengths(owner), -k.tokens, heads_, stream);
+    store.take_back(owner, k.tokens);
   }
 
  private:
   /// The scores of the part's tokens become what the queries give them, where that is more.
-  void score(index_t layer, index_t id, const store_type& store, const planned<Recipe>& policies,
+  void score(sequence_layer owner, const store_type& store, const planned<Recipe>& policies,
              const logit_rule& rule, const rows_view<const T>& q, const reread_part& part, cudaStream_t stream) const {
     const auto& policy = policies.first.scorer;
-    const all_view all = store.view(layer, id);
+    const all_view all = store.view(owner);
     detail::list_part_entry<all_view><<<unsigned(heads_), 256, 0, stream>>>(
         all, policy.sinks, part, capacity_, slots_.data(), positions_.data(), counts_.data(), begins_.data());
     check(cudaGetLastError(), "launch of list_part");

@@ -54,9 +54,9 @@ class block_reader : public reader_without_index<Recipe> {
     chosen = problem.chosen;
     return true;
   }
-  static host_vector<index_t> slots(const store_type& store, index_t layer, index_t id,
+  static host_vector<index_t> slots(const store_type& store, sequence_layer owner,
                                     const host_vector<index_t>& blocks) {
-    return store.slots_of_blocks(layer, id, blocks);
+    return store.slots_of_blocks(owner, blocks);
   }
   offset_t attended(const planned<Recipe>&, offset_t n, const head_place& of) const {
     return of.newest + (std::min<offset_t>)(n - of.newest, step_.read);

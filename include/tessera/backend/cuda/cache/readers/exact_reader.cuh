@@ -33,7 +33,7 @@ class exact_reader : public slot_reader {
   void require_covered(const planned<Recipe>& policies) const { choose_.require_covered(plan(policies)); }
   host_vector<detail::gathered_column> gathered() const { return {plans_.gathered()}; }
   void set_plan(index_t id, const planned<Recipe>& policies, cudaStream_t stream) {
-    set_number(plans_.of(0, id), plan(policies), stream);
+    set_number(plans_.of({0, id}), plan(policies), stream);
   }
   void clear(index_t, cudaStream_t) {}
   template <class... Any>

@@ -47,7 +47,7 @@ class extrema_reader : public slot_reader {
     host_vector<offset_t> begins(std::size_t(shape.layers) * std::size_t(options.sequences) *
                                  std::size_t(shape.kv_heads));
     for (std::size_t row = 0; row < begins.size(); ++row) begins[row] = offset_t(row) * row_elements_;
-    check(cudaMemcpy(begins_.of(0, 0), begins.data(), begins.size() * sizeof(offset_t), cudaMemcpyHostToDevice),
+    check(cudaMemcpy(begins_.of({}), begins.data(), begins.size() * sizeof(offset_t), cudaMemcpyHostToDevice),
           "cudaMemcpy");
   }
 
@@ -78,15 +78,15 @@ class extrema_reader : public slot_reader {
   }
   void set_plan(index_t id, const planned<Recipe>& policies, cudaStream_t stream) {
     const read_plan fitted = plan(policies);
-    set_number(plans_.of(0, id), fitted, stream);
+    set_number(plans_.of({0, id}), fitted, stream);
     const index_t room = index_t(row_elements_ / page_row_elements(fitted.page, k_dim, 1) / room_step * room_step);
-    for (index_t h = 0; h < shape_.kv_heads; ++h) set_number(rooms_.of(0, id) + h, room, stream);
+    for (index_t h = 0; h < shape_.kv_heads; ++h) set_number(rooms_.of({0, id}) + h, room, stream);
   }
 
   /// Whoever gets the id next begins without sums, also where steps come before any prompt.
   void clear(index_t id, cudaStream_t stream) {
     for (index_t layer = 0; averages && layer < shape_.layers; ++layer) {
-      check(cudaMemsetAsync(sums(layer, id), 0, std::size_t(shape_.kv_heads) * v_dim * sizeof(double), stream),
+      check(cudaMemsetAsync(sums({layer, id}), 0, std::size_t(shape_.kv_heads) * v_dim * sizeof(double), stream),
             "cudaMemsetAsync");
     }
   }
@@ -94,15 +94,15 @@ class extrema_reader : public slot_reader {
   /// Sums of V are those of the steps before, to the bit.
   void copy(index_t from, index_t to, cudaStream_t stream) const {
     for (index_t layer = 0; averages && layer < shape_.layers; ++layer)
-      copy_on_device(sums(layer, to), sums(layer, from), std::size_t(shape_.kv_heads) * v_dim, stream);
+      copy_on_device(sums({layer, to}), sums({layer, from}), std::size_t(shape_.kv_heads) * v_dim, stream);
   }
 
   /// The index of one sequence's layer anew. `longest`: no head holds more.
-  void refresh(index_t layer, index_t id, const View& view, index_t longest, cudaStream_t stream) const {
-    const index_type index{data_.data(), 1, 0, begins_.of(layer, id), rooms_.of(0, id)};
-    index_pages<View>{}.build(view, index, plans_.of(0, id), ceil_div(longest, bounds_.page), stream);
+  void refresh(sequence_layer owner, const View& view, index_t longest, cudaStream_t stream) const {
+    const index_type index{data_.data(), 1, 0, begins_.of(owner), rooms_.of({0, owner.id})};
+    index_pages<View>{}.build(view, index, plans_.of({0, owner.id}), ceil_div(longest, bounds_.page), stream);
     if constexpr (averages) {
-      mean_value<View>(shape_.kv_heads).build(view, sums(layer, id), sums_scratch_.data(), stream);
+      mean_value<View>(shape_.kv_heads).build(view, sums(owner), sums_scratch_.data(), stream);
     }
   }
   /// After slots have moved in place: that of a batch.
@@ -172,8 +172,8 @@ class extrema_reader : public slot_reader {
     return bounds.page == 1 ? (std::max)(two, page_row_elements(1, k_dim, rounded(tokens))) : two;
   }
   index_type batch_index(index_t layer) const { return {data_.data(), 1, 0, begins_.batch(layer), rooms_.batch(0)}; }
-  double* sums(index_t layer, index_t id) const {
-    return sums_.data() + (offset_t(layer) * sequences_ + id) * shape_.kv_heads * v_dim;
+  double* sums(sequence_layer owner) const {
+    return sums_.data() + (offset_t(owner.layer) * sequences_ + owner.id) * shape_.kv_heads * v_dim;
   }
 
   model_shape shape_;

@@ -25,7 +25,7 @@ void for_each_plan(const Recipe& recipe, const cache_options& options, const Vis
 /// Of readers that choose slots.
 struct slot_reader {
   template <class Store>
-  static const host_vector<index_t>& slots(const Store&, index_t, index_t, const host_vector<index_t>& list) {
+  static const host_vector<index_t>& slots(const Store&, sequence_layer, const host_vector<index_t>& list) {
     return list;
   }
 };
@@ -63,7 +63,8 @@ inline void require_index_fits(offset_t tokens, index_t room) {
 
 /// A kv_head of a layer of one sequence, whose newest tokens are read whatever is chosen.
 struct head_place {
-  index_t layer, id, head;
+  sequence_layer owner;
+  index_t head;
   offset_t newest;
 };
 
@@ -78,7 +79,7 @@ class exact_reader;
 ///   require_covered(policies), require_fits(tokens)      tessera::error where the reader's memory is too small
 ///   gathered()                               the columns by id that `prepare_step` gathers for a batch
 ///   set_plan(id, policies, stream)           a sequence's plan is new
-///   refresh(layer, id, view, longest, stream)   a prompt has ended: what is kept of a layer is made anew
+///   refresh(owner, view, longest, stream)   a prompt has ended: what is kept of a layer is made anew
 ///   copy(from, to, stream)                   behind `refresh`: what lasts beside that, of an id that goes on from another one's
 ///   rebuild(layer, ids, view, stream)        slots of a batch have moved in place
 ///   choose(layer, view, q, first, rule, out, lse, chosen, stream) -> bool

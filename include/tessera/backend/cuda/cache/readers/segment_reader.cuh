@@ -48,7 +48,7 @@ class segment_reader : public slot_reader {
         ids_(1, options.sequences, 1) {
     host_vector<index_t> ids(std::size_t(options.sequences), 0);
     std::iota(ids.begin(), ids.end(), 0);
-    check(cudaMemcpy(ids_.of(0, 0), ids.data(), ids.size() * sizeof(index_t), cudaMemcpyHostToDevice), "cudaMemcpy");
+    check(cudaMemcpy(ids_.of({}), ids.data(), ids.size() * sizeof(index_t), cudaMemcpyHostToDevice), "cudaMemcpy");
     check(cudaMemset(said_.data(), 0xff, said_.bytes()), "cudaMemset");
     check(cudaStreamSynchronize(nullptr), "cudaStreamSynchronize");
   }
@@ -68,7 +68,7 @@ class segment_reader : public slot_reader {
   host_vector<detail::gathered_column> gathered() const { return {plans_.gathered(), ids_.gathered()}; }
   void set_plan(index_t id, const planned<Recipe>& policies, cudaStream_t stream) {
     const index_t read = policies.plan.read;
-    set_number(plans_.of(0, id), segment_plan{read, scorer_.protected_tail(read)}, stream);
+    set_number(plans_.of({0, id}), segment_plan{read, scorer_.protected_tail(read)}, stream);
   }
   /// Whoever gets the id next begins with nothing.
   void clear(index_t id, cudaStream_t stream) {
@@ -81,8 +81,8 @@ class segment_reader : public slot_reader {
     }
   }
 
-  void refresh(index_t layer, index_t id, const View& view, index_t, cudaStream_t stream) const {
-    means_.build(view, index(layer, ids_.of(0, id)), stream);
+  void refresh(sequence_layer owner, const View& view, index_t, cudaStream_t stream) const {
+    means_.build(view, index(owner.layer, ids_.of({0, owner.id})), stream);
   }
   /// What an answer has said so far.
   void copy(index_t from, index_t to, cudaStream_t stream) const {
@@ -134,7 +134,7 @@ class segment_reader : public slot_reader {
  private:
   std::size_t heads() const { return std::size_t(layers_) * std::size_t(sequences_) * std::size_t(heads_); }
   offset_t runs_read(const head_place& of) const {
-    return downloaded(said_.data() + (offset_t(of.layer) * sequences_ + of.id) * heads_ + of.head, 1)[0].runs;
+    return downloaded(said_.data() + layer_major{sequences_}.index(of.owner) * heads_ + of.head, 1)[0].runs;
   }
   segment_index index(index_t layer, const index_t* ids) const {
     return {firsts_.data(), sums_.data(), held_.data(), asked_.data(), said_.data(), layer * sequences_, ids, tokens_};

@@ -59,36 +59,35 @@ template <class View>
 class no_candidates {
  public:
   using view_type = View;
-  using place_list = host_vector<std::pair<index_t, index_t>>;
   template <class... Any>
   explicit no_candidates(const Any&...) {}
   host_vector<detail::gathered_column> gathered() const { return {}; }
-  token_bound bound(index_t, index_t, const token_bound& stored) const { return stored; }
+  token_bound bound(sequence_layer, const token_bound& stored) const { return stored; }
   index_t usual_row(index_t) const { return 0; }
-  View view(index_t, index_t, const View& all) const { return all; }
+  View view(sequence_layer, const View& all) const { return all; }
   View batch_view(index_t, const View& all, index_t = 0) const { return all; }
-  void plan_pass(const place_list&, const host_vector<kept_bound>&) {}
+  void plan_pass(const sequence_layers&, const host_vector<kept_bound>&) {}
   template <class... Any>
   void pass(const Any&...) {}
   template <class... Any>
   void pass_in_step(const Any&...) const {}
   template <class... Any>
   void note_read(const Any&...) const {}
-  void passed_in_step(index_t, index_t, const token_bound&) {}
-  void plan_room(const place_list&, index_t, const host_vector<index_t>&) {}
+  void passed_in_step(sequence_layer, const token_bound&) {}
+  void plan_room(const sequence_layers&, index_t, const host_vector<index_t>&) {}
   static constexpr bool moves() { return false; }
   void abandon() {}
-  void commit_room(const place_list&, cudaStream_t) {}
+  void commit_room(const sequence_layers&, cudaStream_t) {}
   void plan_copy(index_t, index_t) {}
   void commit_copy(index_t, index_t, cudaStream_t) {}
-  void took(index_t, index_t, index_t) {}
+  void took(sequence_layer, index_t) {}
   void join(const step_table&, const id_column<index_t>&, index_t, index_t, cudaStream_t) const {}
   void clear(index_t, cudaStream_t) {}
-  void end_lists(index_t, index_t, cudaStream_t) {}
-  offset_t bytes(index_t, index_t) const { return 0; }
+  void end_lists(sequence_layer, cudaStream_t) {}
+  offset_t bytes(sequence_layer) const { return 0; }
   template <class Store>
-  host_vector<host_vector<index_t>> downloaded_lists(index_t layer, index_t id, const Store& store) const {
-    return store.downloaded_positions(layer, id);
+  host_vector<host_vector<index_t>> downloaded_lists(sequence_layer owner, const Store& store) const {
+    return store.downloaded_positions(owner);
   }
 };
 
@@ -100,12 +99,11 @@ class candidates {
  public:
   using view_type =
       kv_view<view_element<typename View::encoding_type>, View::k_dim, filtered<decltype(View::table)>, View::v_dim>;
-  using place_list = host_vector<std::pair<index_t, index_t>>;
 
   /// `even`: lists are chosen again in steps.
   candidates(const model_shape& shape, index_t sequences, index_t tokens, index_t members, bool even)
       : layers_(shape.layers),
-        sequences_(sequences),
+        order_{sequences},
         heads_(shape.kv_heads),
         group_(shape.q_heads / shape.kv_heads),
         tokens_(tokens),
@@ -121,10 +119,10 @@ class candidates {
   /// What a list usually has, of a budget: chosen again and again, it grows by what is decoded in between.
   index_t usual_row(index_t budget) const { return even_ ? budget : 0; }
   /// Of the longest of a place's lists.
-  const token_bound& bound(index_t layer, index_t id, const token_bound&) const { return bounds_[place(layer, id)]; }
+  const token_bound& bound(sequence_layer owner, const token_bound&) const { return bounds_[order_.index(owner)]; }
 
-  view_type view(index_t layer, index_t id, const View& all) const {
-    return view(all, counts_.of(layer * members_, id), begins_.of(layer * members_, id));
+  view_type view(sequence_layer owner, const View& all) const {
+    return view(all, counts_.of(list_of(owner, 0)), begins_.of(list_of(owner, 0)));
   }
   view_type batch_view(index_t layer, const View& all, index_t member = 0) const {
     const index_t lists = layer * members_ + member;
@@ -132,26 +130,25 @@ class candidates {
   }
 
   /// Plans lists of at most these bounds, for `pass` calls in the same order, of each place's members one after the other.
-  void plan_pass(const place_list& places, const host_vector<kept_bound>& passed) {
+  void plan_pass(const sequence_layers& owners, const host_vector<kept_bound>& passed) {
     in_one_plan([&] {
-      for (std::size_t i = 0; i < places.size(); ++i) {
+      for (std::size_t i = 0; i < owners.size(); ++i) {
         for (index_t m = 0; m < members_; ++m)
-          plan_run(lists_of(places[i].first, m, places[i].second), {passed[i].longest, passed[i].total}, 0);
+          plan_run(run_of(owners[i], m), {passed[i].longest, passed[i].total}, 0);
       }
     });
   }
   /// The slots of each head that a filter lets through when a prompt ends, and the columns that join them.
-  void pass(index_t layer, index_t id, index_t member, const kept_slots& passed, const joined_columns& columns,
+  void pass(sequence_layer owner, index_t member, const kept_slots& passed, const joined_columns& columns,
             cudaStream_t stream) {
-    const std::size_t at = lists_of(layer, member, id);
-    lay_out(at, passed.chosen.counts, stream);
-    pool_.adopt(begins(at), stream);
-    const index_t lists = layer * members_ + member;
+    const std::size_t run = run_of(owner, member);
+    lay_out(run, passed.chosen.counts, stream);
+    pool_.adopt(begins(run), stream);
     joined_columns own = columns;
-    if (own.bits) own.bits += offset_t(id) * heads_ * group_ * own.words;
-    write(passed.chosen, rows_of(begins(at), counts_.of(lists, id), nullptr, member), heads_, passed.bound.longest, own,
+    if (own.bits) own.bits += offset_t(owner.id) * heads_ * group_ * own.words;
+    write(passed.chosen, rows_of(begins(run), counts_.of(list_of(owner, member)), nullptr, member), heads_, passed.bound.longest, own,
           stream);
-    bounds_[place(layer, id)] = passed.bound;
+    bounds_[order_.index(owner)] = passed.bound;
   }
   /// The same for a batch within a step, where the lists lie: recordable.
   void pass_in_step(index_t layer, index_t member, const step_table& steps, index_t batch, const selection_view& chosen,
@@ -167,25 +164,25 @@ class candidates {
     const index_t lists = layer * members_;
     launch_overlapping<detail::count_read_entry<256>>(
         unsigned(batch * heads_), 256, stream, "launch of count_read",
-        rows_of(begins_.batch(lists), counts_.batch(lists), steps.ids(), 0), members_, offset_t(sequences_) * heads_,
+        rows_of(begins_.batch(lists), counts_.batch(lists), steps.ids(), 0), members_, offset_t(order_.sequences) * heads_,
         distinct, entries);
   }
   /// Notes on the host what `pass_in_step` leaves.
-  void passed_in_step(index_t layer, index_t id, const token_bound& passed) {
+  void passed_in_step(sequence_layer owner, const token_bound& passed) {
     for (index_t m = 0; m < members_; ++m)
-      pool_.took(lists_of(layer, m, id), passed.longest - bounds_[place(layer, id)].longest);
-    bounds_[place(layer, id)] = passed;
+      pool_.took(run_of(owner, m), passed.longest - bounds_[order_.index(owner)].longest);
+    bounds_[order_.index(owner)] = passed;
   }
 
-  /// Room for `tokens` more, and where a step chooses again for what it chooses: longest[i] slots a head of places[i].
-  void plan_room(const place_list& places, index_t tokens, const host_vector<index_t>& longest) {
+  /// Room for `tokens` more, and where a step chooses again for what it chooses: longest[i] slots a head of owners[i].
+  void plan_room(const sequence_layers& owners, index_t tokens, const host_vector<index_t>& longest) {
     in_one_plan([&] {
-      for (std::size_t i = 0; i < places.size(); ++i) {
-        const auto& [layer, id] = places[i];
-        const token_bound& held = bounds_[place(layer, id)];
+      for (std::size_t i = 0; i < owners.size(); ++i) {
+        const token_bound& held = bounds_[order_.index(owners[i])];
         const index_t more = (std::max)(tokens, longest.empty() ? 0 : longest[i] - held.longest);
         for (index_t m = 0; m < members_; ++m) {
-          if (pool_.room(lists_of(layer, m, id)) < more) plan_run(lists_of(layer, m, id), held, more);
+          const std::size_t run = run_of(owners[i], m);
+          if (pool_.room(run) < more) plan_run(run, held, more);
         }
       }
     });
@@ -193,14 +190,14 @@ class candidates {
   /// Whether what is planned moves lists of other places.
   bool moves() const { return pool_.moves(); }
   void abandon() { pool_.abandon(); }
-  void commit_room(const place_list& places, cudaStream_t stream) {
-    for (const auto& [layer, id] : places) {
+  void commit_room(const sequence_layers& owners, cudaStream_t stream) {
+    for (const sequence_layer owner : owners) {
       for (index_t m = 0; m < members_; ++m) {
-        const std::size_t at = lists_of(layer, m, id);
-        const index_t* counts = counts_.of(layer * members_ + m, id);
-        if (!lay_out(at, counts, stream)) continue;
-        pool_.move(begins(at), counts, bounds_[place(layer, id)].longest, stream);
-        pool_.adopt(begins(at), stream);
+        const std::size_t run = run_of(owner, m);
+        const index_t* counts = counts_.of(list_of(owner, m));
+        if (!lay_out(run, counts, stream)) continue;
+        pool_.move(begins(run), counts, bounds_[order_.index(owner)].longest, stream);
+        pool_.adopt(begins(run), stream);
       }
     }
   }
@@ -208,65 +205,66 @@ class candidates {
   void plan_copy(index_t from, index_t to) {
     in_one_plan([&] {
       for (index_t lists = 0; lists < layers_ * members_; ++lists)
-        plan_run(place(lists, to), bounds_[place(lists / members_, from)], 0);
+        plan_run(order_.index({lists, to}), bounds_[order_.index({lists / members_, from})], 0);
     });
   }
   void commit_copy(index_t from, index_t to, cudaStream_t stream) {
     for (index_t lists = 0; lists < layers_ * members_; ++lists) {
-      const token_bound& held = bounds_[place(lists / members_, to)] = bounds_[place(lists / members_, from)];
+      const token_bound& held = bounds_[order_.index({lists / members_, to})] =
+          bounds_[order_.index({lists / members_, from})];
       pool_.copy_run(
-          place(lists, from), place(lists, to), counts_.of(lists, from), held.longest,
+          order_.index({lists, from}), order_.index({lists, to}), counts_.of({lists, from}), held.longest,
           [&](std::size_t at) { return begins(at); }, stream, even_);
-      copy_on_device(counts_.of(lists, to), counts_.of(lists, from), std::size_t(heads_), stream);
+      copy_on_device(counts_.of({lists, to}), counts_.of({lists, from}), std::size_t(heads_), stream);
     }
   }
-  void took(index_t layer, index_t id, index_t tokens) {
-    token_bound& held = bounds_[place(layer, id)];
+  void took(sequence_layer owner, index_t tokens) {
+    token_bound& held = bounds_[order_.index(owner)];
     held.longest += tokens;
     held.total += offset_t(heads_) * tokens;
-    for (index_t m = 0; m < members_; ++m) pool_.took(lists_of(layer, m, id), tokens);
+    for (index_t m = 0; m < members_; ++m) pool_.took(run_of(owner, m), tokens);
   }
   /// A batch's step begins: its tokens, which `lengths` count already, join the candidates of every layer. One launch a step.
   void join(const step_table& steps, const id_column<index_t>& lengths, index_t batch, index_t tokens,
             cudaStream_t stream) const {
-    const detail::step_lists all{lengths.of(0, 0), begins_.of(0, 0), slots(),
-                                 counts_.of(0, 0), counts_.batch(0), steps.ids(),
-                                 members_,         sequences_,       heads_};
+    const detail::step_lists all{lengths.of({}), begins_.of({}), slots(),
+                                 counts_.of({}), counts_.batch(0), steps.ids(),
+                                 members_,         order_.sequences, heads_};
     detail::join_entry<32><<<dim3(unsigned(batch), unsigned(layers_ * members_)), 32, 0, stream>>>(all, tokens);
     check(cudaGetLastError(), "launch of join");
   }
 
   void clear(index_t id, cudaStream_t stream) {
-    for (index_t layer = 0; layer < layers_; ++layer) end_lists(layer, id, stream);
+    for (index_t layer = 0; layer < layers_; ++layer) end_lists({layer, id}, stream);
   }
   /// A turn's prompt has begun: a layer's lists are those of the turn before, and go.
-  void end_lists(index_t layer, index_t id, cudaStream_t stream) {
-    bounds_[place(layer, id)] = {};
+  void end_lists(sequence_layer owner, cudaStream_t stream) {
+    bounds_[order_.index(owner)] = {};
     for (index_t m = 0; m < members_; ++m) {
-      pool_.clear(lists_of(layer, m, id));
-      check(cudaMemsetAsync(counts_.of(layer * members_ + m, id), 0, std::size_t(heads_) * sizeof(index_t), stream),
+      pool_.clear(run_of(owner, m));
+      check(cudaMemsetAsync(counts_.of(list_of(owner, m)), 0, std::size_t(heads_) * sizeof(index_t), stream),
             "cudaMemsetAsync");
     }
   }
-  offset_t bytes(index_t layer, index_t id) const {
+  offset_t bytes(sequence_layer owner) const {
     offset_t rows = 0;
-    for (index_t m = 0; m < members_; ++m) rows += pool_.rows(lists_of(layer, m, id));
+    for (index_t m = 0; m < members_; ++m) rows += pool_.rows(run_of(owner, m));
     return rows * pool_.row_bytes();
   }
 
   /// Row kv_head * members + place in the group; of a store that drops nothing, slots are positions. Without lists, as while a
   /// prompt comes in, all that is stored. Synchronises.
   template <class Store>
-  host_vector<host_vector<index_t>> downloaded_lists(index_t layer, index_t id, const Store& store) const {
+  host_vector<host_vector<index_t>> downloaded_lists(sequence_layer owner, const Store& store) const {
     host_vector<host_vector<index_t>> all(std::size_t(heads_ * members_));
-    if (bounds_[place(layer, id)].longest == 0) {
-      const auto stored = store.downloaded_positions(layer, id);
+    if (bounds_[order_.index(owner)].longest == 0) {
+      const auto stored = store.downloaded_positions(owner);
       for (std::size_t i = 0; i < all.size(); ++i) all[i] = stored[i / std::size_t(members_)];
       return all;
     }
     for (index_t m = 0; m < members_; ++m) {
-      const auto counts = downloaded(counts_.of(layer * members_ + m, id), std::size_t(heads_));
-      const auto first = downloaded(begins_.of(layer * members_ + m, id), std::size_t(heads_));
+      const auto counts = downloaded(counts_.of(list_of(owner, m)), std::size_t(heads_));
+      const auto first = downloaded(begins_.of(list_of(owner, m)), std::size_t(heads_));
       for (std::size_t h = 0; h < counts.size(); ++h) {
         all[h * std::size_t(members_) + std::size_t(m)] = downloaded(slots() + first[h], std::size_t(counts[h]));
       }
@@ -275,12 +273,10 @@ class candidates {
   }
 
  private:
-  std::size_t place(index_t layer, index_t id) const {
-    return std::size_t(layer) * std::size_t(sequences_) + std::size_t(id);
-  }
   /// The run of one place in the group.
-  std::size_t lists_of(index_t layer, index_t member, index_t id) const { return place(layer * members_ + member, id); }
-  offset_t* begins(std::size_t at) const { return begins_.of(index_t(at) / sequences_, index_t(at) % sequences_); }
+  sequence_layer list_of(sequence_layer owner, index_t member) const { return {owner.layer * members_ + member, owner.id}; }
+  std::size_t run_of(sequence_layer owner, index_t member) const { return order_.index(list_of(owner, member)); }
+  offset_t* begins(std::size_t run) const { return begins_.of(order_.owner(run)); }
   index_t* slots() const { return pool_.plane_data<index_t>(0); }
 
   template <class Plan>
@@ -334,7 +330,9 @@ class candidates {
     return view;
   }
 
-  index_t layers_, sequences_, heads_, group_, tokens_, members_;
+  index_t layers_;
+  layer_major order_;
+  index_t heads_, group_, tokens_, members_;
   bool even_;
   host_vector<token_bound> bounds_;
   run_pool pool_;

@@ -114,7 +114,7 @@ class query_sums {
   }
 
   /// Adds the queries of positions `first`, `first` + 1, ... that are at `least` or behind it.
-  void add(index_t place, const rows_view<const T>& q, index_t first, index_t least, cudaStream_t stream) {
+  void add(std::size_t place, const rows_view<const T>& q, index_t first, index_t least, cudaStream_t stream) {
     const query_statistics to = of(place, stream);
     constexpr int tiles = (D + detail::sums_tile - 1) / detail::sums_tile;
     for (index_t done = (std::max)(0, least - first); done < q.tokens; done += detail::sums_at_once) {
@@ -132,16 +132,16 @@ class query_sums {
   }
 
   /// Of what has been added since the place was forgotten.
-  query_statistics of(index_t place, cudaStream_t stream) {
+  query_statistics of(std::size_t place, cudaStream_t stream) {
     double* data = memory_.data() + std::size_t(place) * place_doubles();
-    if (empty_[std::size_t(place)]) {
+    if (empty_[place]) {
       check(cudaMemsetAsync(data, 0, place_doubles() * sizeof(double), stream), "cudaMemsetAsync");
-      empty_[std::size_t(place)] = 0;
+      empty_[place] = 0;
     }
     const std::size_t heads = std::size_t(heads_);
     return {reinterpret_cast<const offset_t*>(data), data + heads, data + heads * (1 + D)};
   }
-  void forget(index_t place) { empty_[std::size_t(place)] = 1; }
+  void forget(std::size_t place) { empty_[place] = 1; }
 
   const float* frequencies() const { return frequencies_.data(); }
   offset_t bytes_per_place() const { return offset_t(place_doubles() * sizeof(double)); }

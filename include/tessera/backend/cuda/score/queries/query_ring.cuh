@@ -91,22 +91,22 @@ class query_ring {
         valid_(std::size_t(batch)),
         first_(std::size_t(batch)) {}
 
-  /// The last queries of rows whose first one is at first[sequence]. `ids`: of the batch, on the device; null: `id` alone.
-  void remember(index_t layer, index_t id, const index_t* ids, const rows_view<const T>& q, const index_t* first,
+  /// The last queries of rows whose first one is at first[sequence]. `ids`: of the batch, on the device; null: the owner alone.
+  void remember(sequence_layer owner, const index_t* ids, const rows_view<const T>& q, const index_t* first,
                 cudaStream_t stream) const {
     const index_t fresh = (std::min)(q.tokens, window_);
     if (fresh == 0) return;
     const dim3 grid{unsigned(fresh), unsigned(heads_), unsigned(q.sequences)};
     launch_overlapping<detail::remember_newest_entry<T, 64>>(grid, 64, stream, "launch of remember_newest", q,
-                                                             q.tokens - fresh, first, rings(layer, id, ids));
+                                                             q.tokens - fresh, first, rings(owner, ids));
   }
 
   /// The windows of a batch whose sequences go on at next[sequence]. Valid until the next call.
-  newest_rows<T> gather(index_t layer, index_t id, const index_t* ids, index_t batch, const index_t* next,
+  newest_rows<T> gather(sequence_layer owner, const index_t* ids, index_t batch, const index_t* next,
                         cudaStream_t stream) const {
     const dim3 grid{unsigned(window_), unsigned(heads_), unsigned(batch)};
     launch_overlapping<detail::gather_newest_entry<T, 64>>(grid, 64, stream, "launch of gather_newest",
-                                                           rings(layer, id, ids), next, window_, gathered_.data(),
+                                                           rings(owner, ids), next, window_, gathered_.data(),
                                                            valid_.data(), first_.data());
     return {nhd_rows<const T>(gathered_.data(), window_, heads_, dim_, batch), valid_.data(), first_.data()};
   }
@@ -114,7 +114,7 @@ class query_ring {
   void copy(index_t from, index_t to, cudaStream_t stream) const {
     const index_t layers = index_t(rows_.size() / std::size_t(sequences_ * ring_ * row()));
     for (index_t layer = 0; layer < layers; ++layer) {
-      copy_on_device(rings(layer, to, nullptr).data, rings(layer, from, nullptr).data, std::size_t(ring_ * row()),
+      copy_on_device(rings({layer, to}, nullptr).data, rings({layer, from}, nullptr).data, std::size_t(ring_ * row()),
                      stream);
     }
   }
@@ -123,8 +123,8 @@ class query_ring {
 
  private:
   offset_t row() const { return offset_t(heads_) * dim_; }
-  detail::query_rings<T> rings(index_t layer, index_t id, const index_t* ids) const {
-    const offset_t place = offset_t(layer) * sequences_ + (ids ? 0 : id);
+  detail::query_rings<T> rings(sequence_layer owner, const index_t* ids) const {
+    const offset_t place = offset_t(owner.layer) * sequences_ + (ids ? 0 : owner.id);
     return {rows_.data() + place * ring_ * row(), ids, ring_, heads_, dim_};
   }
 

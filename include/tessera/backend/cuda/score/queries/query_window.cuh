@@ -35,10 +35,10 @@ class query_window {
         rows_(std::size_t(places) * 2 * std::size_t(window) * std::size_t(q_heads) * std::size_t(k_dim)) {}
 
   /// Two windows a place: what stays when it is full never overlaps where it goes.
-  void remember(index_t place, const rows_view<const T>& q, cudaStream_t stream) {
+  void remember(std::size_t place, const rows_view<const T>& q, cudaStream_t stream) {
     const index_t fresh = (std::min)(q.tokens, window_);
     if (fresh == 0) return;
-    run& here = held_[std::size_t(place)];
+    run& here = held_[place];
     const index_t old = (std::min)(window_ - fresh, here.count);
     T* memory = at(place, 0);
     here.first += here.count - old;
@@ -55,13 +55,13 @@ class query_window {
   }
 
   /// [1, remembered, q_heads, k_dim], oldest first.
-  rows_view<const T> queries(index_t place) const {
-    const run& here = held_[std::size_t(place)];
+  rows_view<const T> queries(std::size_t place) const {
+    const run& here = held_[place];
     return nhd_rows<const T>(at(place, here.first), here.count, heads_, dim_);
   }
   /// Between turns there is nothing.
   void copy(index_t, index_t, cudaStream_t) const {}
-  void forget(index_t place) { held_[std::size_t(place)] = {}; }
+  void forget(std::size_t place) { held_[place] = {}; }
 
   offset_t bytes_per_place() const { return 2 * window_ * row() * offset_t(sizeof(T)); }
 
@@ -70,7 +70,7 @@ class query_window {
     index_t first = 0, count = 0;
   };
   offset_t row() const { return offset_t(heads_) * dim_; }
-  T* at(index_t place, index_t first) const { return rows_.data() + (offset_t(place) * 2 * window_ + first) * row(); }
+  T* at(std::size_t place, index_t first) const { return rows_.data() + (offset_t(place) * 2 * window_ + first) * row(); }
 
   index_t window_ = 0, heads_ = 0;
   int dim_ = 0;

@@ -49,22 +49,22 @@ class window_lse {
   }
   /// A place's newest queries `attended` [1, tokens, q_heads, k_dim] have been attended; `lse`: of the last of them, as many as its
   /// window has at least.
-  void take(index_t place, const query_window<T>& window, const rows_view<const T>& attended,
+  void take(std::size_t place, const query_window<T>& window, const rows_view<const T>& attended,
             const rows_view<float>& lse, cudaStream_t stream) {
     const rows_view<const T> mine = window.queries(place);
-    rows_[std::size_t(place)] = 0;
+    rows_[place] = 0;
     if (mine.tokens == 0 || attended.tokens < mine.tokens) return;
     detail::take_lse_entry<T, 64>
         <<<dim3(unsigned(mine.tokens), unsigned(heads_)), 64, 0, stream>>>(mine, attended, lse, mine.dim, at(place));
     check(cudaGetLastError(), "launch of take_lse");
-    rows_[std::size_t(place)] = mine.tokens;
+    rows_[place] = mine.tokens;
   }
   /// The window has other rows now.
-  void forget(index_t place) { rows_[std::size_t(place)] = 0; }
+  void forget(std::size_t place) { rows_[place] = 0; }
 
   /// Of a place whose window has `rows` rows, [1, rows, q_heads]; data null: not known.
-  rows_view<const float> of(index_t place, index_t rows) const {
-    if (rows == 0 || rows_[std::size_t(place)] != rows) return {};
+  rows_view<const float> of(std::size_t place, index_t rows) const {
+    if (rows == 0 || rows_[place] != rows) return {};
     return nhd_rows<const float>(at(place), rows, heads_, 1);
   }
 
@@ -72,7 +72,7 @@ class window_lse {
 
  private:
   std::size_t row() const { return std::size_t(window_) * std::size_t(heads_); }
-  float* at(index_t place) const { return lse_.data() + std::size_t(place) * row(); }
+  float* at(std::size_t place) const { return lse_.data() + std::size_t(place) * row(); }
 
   index_t window_ = 0, heads_ = 0;
   host_vector<index_t> rows_;  // by place; 0: not known

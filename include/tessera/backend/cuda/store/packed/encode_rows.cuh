@@ -25,7 +25,8 @@ struct encode_problem {
 /// `count` whole rows of a layer of a sequence, from `first` on, that join its segment `segment`. The segment has `held` rows before; `slot` is
 /// where the device counts them.
 struct joining_rows {
-  index_t layer, id, segment, slot, held, first, count;
+  sequence_layer owner;
+  index_t segment, slot, held, first, count;
 };
 
 namespace detail {

@@ -85,7 +85,7 @@ class head_sets {
  public:
   head_sets(const segment_formats& formats, index_t layers, index_t sequences, index_t kv_heads, index_t window)
       : formats_(formats),
-        sequences_(sequences),
+        order_{sequences},
         heads_(kv_heads),
         window_(window),
         seen_(std::size_t(layers) * std::size_t(sequences), 0),
@@ -96,30 +96,30 @@ class head_sets {
     }
   }
 
-  void observe(index_t layer, index_t id, const rows_view<const T>& q, cudaStream_t stream) {
+  void observe(sequence_layer owner, const rows_view<const T>& q, cudaStream_t stream) {
     const index_t fresh = (std::min)(q.tokens, window_);
     if (fresh <= 0) return;
     if constexpr (keys_share || values_share) {
-      index_t& seen = seen_[place(layer, id)];
+      index_t& seen = seen_[order_.index(owner)];
       detail::note_squares_entry<T, 128><<<dim3(unsigned(fresh), unsigned(heads_)), 128, 0, stream>>>(
-          q, q.tokens - fresh, heads_, D, seen, window_, squares(layer, id));
+          q, q.tokens - fresh, heads_, D, seen, window_, squares(owner));
       check(cudaGetLastError(), "launch of note_squares");
       seen += fresh;
     }
   }
-  void forget(index_t layer, index_t id) { seen_[place(layer, id)] = 0; }
+  void forget(sequence_layer owner) { seen_[order_.index(owner)] = 0; }
 
   /// Words that the sets of one segment take: of keys, then of values, where rows share them.
   std::size_t each() const { return words(formats_.k) + words(formats_.v); }
   std::size_t k_words() const { return words(formats_.k); }
 
   /// Chooses the sets of a segment of whole rows `first`, ... of one sequence.
-  void choose(const View& view, index_t layer, index_t id, index_t first, index_t count, std::uint32_t* sets,
+  void choose(const View& view, sequence_layer owner, index_t first, index_t count, std::uint32_t* sets,
               cudaStream_t stream) const {
-    const index_t seen = seen_[place(layer, id)], rows = (std::min)(seen, window_);
+    const index_t seen = seen_[order_.index(owner)], rows = (std::min)(seen, window_);
     const auto choose_side = [&]<bool Keys, int Dim>(const packed_format& format, std::uint32_t* to) {
       detail::choose_set_entry<typename View::whole_type, Dim>
-          <<<unsigned(heads_), 1024, 0, stream>>>(view.whole, Keys, first, count, squares(layer, id), Keys ? rows : 0,
+          <<<unsigned(heads_), 1024, 0, stream>>>(view.whole, Keys, first, count, squares(owner), Keys ? rows : 0,
                                                   seen - rows, (std::max)(1, window_), format.kept, to);
       check(cudaGetLastError(), "launch of choose_set");
     };
@@ -132,16 +132,14 @@ class head_sets {
   std::size_t words(const packed_format& format) const {
     return format.own_bits ? 0 : std::size_t(heads_) * std::size_t(bit_words(format));
   }
-  std::size_t place(index_t layer, index_t id) const {
-    return std::size_t(layer) * std::size_t(sequences_) + std::size_t(id);
-  }
-  float* squares(index_t layer, index_t id) const {
-    return squares_.data() + place(layer, id) * std::size_t(window_) * std::size_t(heads_) * D;
+  float* squares(sequence_layer owner) const {
+    return squares_.data() + order_.index(owner) * std::size_t(window_) * std::size_t(heads_) * D;
   }
 
   segment_formats formats_;
-  index_t sequences_, heads_, window_;
-  host_vector<index_t> seen_;  // by place: queries of the turn's prompt
+  layer_major order_;
+  index_t heads_, window_;
+  host_vector<index_t> seen_;  // in that order: queries of the turn's prompt
   device_buffer<float> squares_;
 };
 

@@ -58,9 +58,10 @@ class stream_beside {
 
 /// The segments of one layer of one sequence, which nobody sees yet, and how many whole rows they hold.
 struct layer_beside {
-  index_t layer = no_index, id = no_index, due = 0;
+  sequence_layer owner{no_index, no_index};
+  index_t due = 0;
   host_vector<segment_record> fresh;
-  bool is_under_way() const { return id != no_index; }
+  bool is_under_way() const { return owner.id != no_index; }
 };
 
 }  // namespace cuda

@@ -91,7 +91,7 @@ class packed_places {
                 index_t most_segments)
       : formats_(formats),
         layers_(layers),
-        sequences_(sequences),
+        order_{sequences},
         heads_(kv_heads),
         most_(most_segments),
         k_(formats.widest_k, places() * std::size_t(kv_heads), tokens),
@@ -101,16 +101,16 @@ class packed_places {
         table_(places() * std::size_t(most_segments)),
         counts_(places()),
         rows_(table_.size() * std::size_t(kv_heads)),
-        order_(1, sequences, 1),
+        batch_(1, sequences, 1),
         records_(places()) {
     host_vector<index_t> ids;
     for (index_t id = 0; id < sequences; ++id) ids.push_back(id);
-    check(cudaMemcpy(order_.of(0, 0), ids.data(), ids.size() * sizeof(index_t), cudaMemcpyHostToDevice), "cudaMemcpy");
+    check(cudaMemcpy(batch_.of({}), ids.data(), ids.size() * sizeof(index_t), cudaMemcpyHostToDevice), "cudaMemcpy");
   }
   packed_places(const packed_places& other)
       : formats_(other.formats_),
         layers_(other.layers_),
-        sequences_(other.sequences_),
+        order_(other.order_),
         heads_(other.heads_),
         most_(other.most_),
         k_(other.k_),
@@ -119,7 +119,7 @@ class packed_places {
         table_(other.table_.size()),
         counts_(other.counts_),
         rows_(other.rows_),
-        order_(other.order_),
+        batch_(other.batch_),
         records_(other.records_) {
     point_table_here();
   }
@@ -129,58 +129,58 @@ class packed_places {
 
   index_t most_segments() const { return most_; }
   const segment_formats& formats() const { return formats_; }
-  const host_vector<segment_record>& segments(index_t layer, index_t id) const { return records_[place(layer, id)]; }
-  index_t rows(index_t layer, index_t id) const {
-    const auto& all = segments(layer, id);
+  const host_vector<segment_record>& segments(sequence_layer owner) const { return records_[order_.index(owner)]; }
+  index_t rows(sequence_layer owner) const {
+    const auto& all = segments(owner);
     return all.empty() ? 0 : all.back().first_row + all.back().rows;
   }
   static index_t blocks(const segment_record& of) { return of.block > 0 ? ceil_div(of.rows, of.block) : 0; }
 
   /// Sets where a view finds the segments of one sequence of a layer, or of the batch that the step table gathered.
   template <class View>
-  void show(View& view, index_t layer, index_t id) const {
-    point(view, place(layer, id));
-    view.packed = rows(layer, id);
+  void show(View& view, sequence_layer owner) const {
+    point(view, order_.index(owner));
+    view.packed = rows(owner);
   }
   template <class View>
   void show_batch(View& view, index_t layer) const {
-    point(view, place(layer, 0));
-    view.places = order_.batch(0);
+    point(view, order_.index({layer, 0}));
+    view.places = batch_.batch(0);
   }
-  detail::gathered_column gathered() const { return order_.gathered(); }
+  detail::gathered_column gathered() const { return batch_.gathered(); }
 
   /// Begins a segment, of which no rows are there yet. It knows its bases and sets; where its rows lie is set here.
-  void begin_segment(index_t layer, index_t id, segment_record record, cudaStream_t stream) {
-    add_segment(layer, id, behind(layer, id, std::move(record), {}), stream);
+  void begin_segment(sequence_layer owner, segment_record record, cudaStream_t stream) {
+    add_segment(owner, behind(owner, std::move(record), {}), stream);
   }
   /// Room on the host for as many more, so that `add_segment` needs none.
-  void make_room(index_t layer, index_t id, std::size_t more) {
-    auto& all = records_[place(layer, id)];
+  void make_room(sequence_layer owner, std::size_t more) {
+    auto& all = records_[order_.index(owner)];
     all.reserve(all.size() + more);
   }
   /// The same for one that stands behind `unseen` ones and that no view counts before `add_segment`: rows may be packed into it.
-  segment_record begin_unseen(index_t layer, index_t id, segment_record record,
+  segment_record begin_unseen(sequence_layer owner, segment_record record,
                               const host_vector<segment_record>& unseen, cudaStream_t stream) const {
-    segment_record begun = behind(layer, id, std::move(record), unseen);
-    const std::size_t at = place(layer, id);
+    segment_record begun = behind(owner, std::move(record), unseen);
+    const std::size_t at = order_.index(owner);
     put(at, records_[at].size() + unseen.size(), begun, records_[at].size(), stream);
     return begun;
   }
-  void add_segment(index_t layer, index_t id, segment_record record, cudaStream_t stream) {
-    const std::size_t at = place(layer, id);
+  void add_segment(sequence_layer owner, segment_record record, cudaStream_t stream) {
+    const std::size_t at = order_.index(owner);
     records_[at].push_back(std::move(record));
     put(at, records_[at].size() - 1, stream);
   }
   /// Notes that the last segment took rows.
-  void took(index_t layer, index_t id, index_t rows) { records_[place(layer, id)].back().rows += rows; }
+  void took(sequence_layer owner, index_t rows) { records_[order_.index(owner)].back().rows += rows; }
 
   /// Room on the host for `commit_copy`, which an empty place needs to get what another one holds: the first `shared` segments stay where they
   /// are, the others are copied.
   void plan_copy(index_t layer, index_t from, index_t to) {
-    records_[place(layer, to)].reserve(records_[place(layer, from)].size());
+    records_[order_.index({layer, to})].reserve(records_[order_.index({layer, from})].size());
   }
   void commit_copy(index_t layer, index_t from, index_t to, std::size_t shared, cudaStream_t stream) {
-    const std::size_t source = place(layer, from), at = place(layer, to);
+    const std::size_t source = order_.index({layer, from}), at = order_.index({layer, to});
     for (const segment_record& record : records_[source]) {
       records_[at].push_back(record);
       const std::size_t i = records_[at].size() - 1;
@@ -188,18 +188,18 @@ class packed_places {
     }
   }
 
-  void clear(index_t layer, index_t id, cudaStream_t stream) {
-    const std::size_t left = place(layer, id);
+  void clear(sequence_layer owner, cudaStream_t stream) {
+    const std::size_t left = order_.index(owner);
     records_[left].clear();
-    for (index_t other = 0; other < sequences_; ++other) hand_over(left, place(layer, other), layer, stream);
-    check(cudaMemsetAsync(counts_.data() + place(layer, id), 0, sizeof(index_t), stream), "cudaMemsetAsync");
+    for (index_t other = 0; other < order_.sequences; ++other) hand_over(left, order_.index({owner.layer, other}), owner.layer, stream);
+    check(cudaMemsetAsync(counts_.data() + order_.index(owner), 0, sizeof(index_t), stream), "cudaMemsetAsync");
   }
 
   /// One segment takes the place of segments `first` to `last` - 1: `made` is it in other memory, their rows in the record's formats, and
   /// stays until the copy is done. Whoever reads segments on the stream afterwards sees it.
-  void replace_segments(index_t layer, index_t id, std::size_t first, std::size_t last, segment_record record,
+  void replace_segments(sequence_layer owner, std::size_t first, std::size_t last, segment_record record,
                         const device_segment& made, cudaStream_t stream) {
-    const std::size_t at = place(layer, id);
+    const std::size_t at = order_.index(owner);
     auto& all = records_[at];
     record.first_row = all[first].first_row, record.slot = all[first].slot, record.rows = 0, record.home = at;
     for (std::size_t i = first; i < last; ++i) record.rows += all[i].rows;
@@ -211,10 +211,10 @@ class packed_places {
   }
 
   /// The slots of chosen blocks, which are counted over all segments.
-  host_vector<index_t> slots_of_blocks(index_t layer, index_t id, const host_vector<index_t>& chosen) const {
+  host_vector<index_t> slots_of_blocks(sequence_layer owner, const host_vector<index_t>& chosen) const {
     host_vector<index_t> slots;
     index_t first_block = 0;
-    for (const segment_record& segment : segments(layer, id)) {
+    for (const segment_record& segment : segments(owner)) {
       for (index_t row = 0; row < segment.rows; ++row) {
         if (std::binary_search(chosen.begin(), chosen.end(), first_block + row / segment.block))
           slots.push_back(segment.first_row + row);
@@ -226,18 +226,18 @@ class packed_places {
 
   /// Of `rows` rows of a head that a step reads, as if they were of the segment with the longest, and, as if some of every segment were read,
   /// bases; where blocks are scored, means and the bases of keys besides.
-  offset_t read_bytes(index_t layer, index_t id, offset_t rows, bool scored) const {
+  offset_t read_bytes(sequence_layer owner, offset_t rows, bool scored) const {
     offset_t longest = 0, total = 0;
-    for (const segment_record& one : segments(layer, id)) {
+    for (const segment_record& one : segments(owner)) {
       longest = (std::max)(longest, row_bytes(one));
       total += basis_bytes() + (scored ? mean_bytes(one) + k_basis_bytes() : 0);
     }
     return total + rows * longest;
   }
   /// Of rows and means of one place.
-  offset_t bytes(index_t layer, index_t id) const {
+  offset_t bytes(sequence_layer owner) const {
     offset_t total = 0;
-    for (const segment_record& one : segments(layer, id))
+    for (const segment_record& one : segments(owner))
       total += one.rows * row_bytes(one) + mean_bytes(one) + basis_bytes();
     return heads_ * total;
   }
@@ -288,10 +288,7 @@ class packed_places {
     return value_stride(format.value_bytes()) + (format.own_bits ? bit_words(format) * 4 : 0) + format.scale_bytes();
   }
 
-  std::size_t places() const { return std::size_t(layers_) * std::size_t(sequences_); }
-  std::size_t place(index_t layer, index_t id) const {
-    return std::size_t(layer) * std::size_t(sequences_) + std::size_t(id);
-  }
+  std::size_t places() const { return std::size_t(layers_) * std::size_t(order_.sequences); }
   template <class View>
   void point(View& view, std::size_t first) const {
     view.segments = table_.data() + first * std::size_t(most_);
@@ -299,10 +296,10 @@ class packed_places {
     view.most_segments = most_;
   }
   /// Where a segment's rows lie behind all others; its slot is nobody's.
-  segment_record behind(index_t layer, index_t id, segment_record record,
+  segment_record behind(sequence_layer owner, segment_record record,
                         const host_vector<segment_record>& unseen) const {
-    const std::size_t at = place(layer, id);
-    record.first_row = unseen.empty() ? rows(layer, id) : unseen.back().first_row + unseen.back().rows;
+    const std::size_t at = order_.index(owner);
+    record.first_row = unseen.empty() ? rows(owner) : unseen.back().first_row + unseen.back().rows;
     record.rows = 0, record.slot = 0, record.home = at;
     const auto has = [&](const host_vector<segment_record>& all) {
       return std::any_of(all.begin(), all.end(), [&](const segment_record& one) { return one.slot == record.slot; });
@@ -353,8 +350,8 @@ class packed_places {
     for (std::size_t i = 0; i < records_[at].size(); ++i) {
       if (records_[at][i].home != left) continue;
       take_over(at, i, stream);
-      for (index_t other = 0; other < sequences_; ++other) {
-        const std::size_t sharing = place(layer, other);
+      for (index_t other = 0; other < order_.sequences; ++other) {
+        const std::size_t sharing = order_.index({layer, other});
         if (sharing == at || i >= records_[sharing].size()) continue;
         segment_record& same = records_[sharing][i];
         if (same.home != left || same.first_row != records_[at][i].first_row) continue;
@@ -374,12 +371,14 @@ class packed_places {
   }
 
   segment_formats formats_;
-  index_t layers_, sequences_, heads_, most_;
+  index_t layers_;
+  layer_major order_;
+  index_t heads_, most_;
   planes k_, v_, means_;
   device_buffer<device_segment> table_;               // [places, most_segments]
   device_buffer<index_t> counts_;                     // [places], segments
   device_buffer<index_t> rows_;                       // [places, most_segments, kv_heads]
-  id_column<index_t> order_;                          // every id is its own place; the batch's copy says who is where
+  id_column<index_t> batch_;                          // every id is its own place; the batch's copy says who is where
   host_vector<host_vector<segment_record>> records_;  // by place
 };
 

@@ -38,7 +38,6 @@ class kv_store<Layout> {
  public:
   using T = typename Layout::element_type;
   using view_type = packed_view<typename whole_store::view_type>;
-  using place_list = typename whole_store::place_list;
   using movers = typename whole_store::movers;
   static constexpr bool in_groups = whole_store::in_groups;
 
@@ -64,24 +63,24 @@ class kv_store<Layout> {
   kv_store& operator=(kv_store&&) noexcept = default;
   ~kv_store() { stream_beside_.drain(); }
   index_t kv_heads() const { return heads_; }
-  token_bound bound(index_t layer, index_t id) const {
-    token_bound held = whole_.bound(layer, id);
-    const index_t packed = packed_rows_of(layer, id);
+  token_bound bound(sequence_layer owner) const {
+    token_bound held = whole_.bound(owner);
+    const index_t packed = packed_rows_of(owner);
     return {held.longest + packed, held.total + offset_t(heads_) * packed};
   }
   /// Newest tokens of a head that steps read whatever they choose.
-  index_t always_read(index_t layer, index_t id) const { return whole_.bound(layer, id).longest; }
+  index_t always_read(sequence_layer owner) const { return whole_.bound(owner).longest; }
   /// Of the whole rows.
-  index_t* lengths(index_t layer, index_t id) const { return whole_.lengths(layer, id); }
+  index_t* lengths(sequence_layer owner) const { return whole_.lengths(owner); }
   const id_column<index_t>& length_column() const { return whole_.length_column(); }
-  host_vector<index_t> held_by_head(index_t layer, index_t id) const { return whole_.held_by_head(layer, id); }
+  host_vector<index_t> held_by_head(sequence_layer owner) const { return whole_.held_by_head(owner); }
   const auto& rows() const { return whole_.rows(); }
   auto& rows() { return whole_.rows(); }
 
-  view_type view(index_t layer, index_t id) const {
+  view_type view(sequence_layer owner) const {
     view_type made;
-    made.whole = whole_.view(layer, id);
-    if (packs(layer)) packed_.show(made, packing(layer), id);
+    made.whole = whole_.view(owner);
+    if (packs(owner.layer)) packed_.show(made, packed_owner(owner));
     return made;
   }
   view_type batch_view(index_t layer, index_t batch) const {
@@ -96,28 +95,28 @@ class kv_store<Layout> {
     return all;
   }
 
-  void require_fits(index_t layer, index_t id, index_t tokens) const {
-    const offset_t wanted = offset_t(bound(layer, id).longest) + tokens;
+  void require_fits(sequence_layer owner, index_t tokens) const {
+    const offset_t wanted = offset_t(bound(owner).longest) + tokens;
     require(wanted <= tokens_, "tokens of a kv_head", wanted,
             "at most cache_options::tokens, which is " + std::to_string(tokens_), "raise tokens, or lower the budget");
   }
-  void plan_room(const place_list& places, index_t tokens, cudaStream_t stream) {
-    for (const auto& [layer, id] : places) require_fits(layer, id, tokens);
-    plan_whole([&] { whole_.plan_room(places, tokens); }, stream);
+  void plan_room(const sequence_layers& owners, index_t tokens, cudaStream_t stream) {
+    for (const sequence_layer owner : owners) require_fits(owner, tokens);
+    plan_whole([&] { whole_.plan_room(owners, tokens); }, stream);
   }
   bool moves() const { return whole_.moves(); }
   void abandon() { whole_.abandon(); }
-  void commit_room(const place_list& places, cudaStream_t stream) {
-    const bool itself = std::count(places.begin(), places.end(), std::pair(beside_.layer, beside_.id)) > 0;
+  void commit_room(const sequence_layers& owners, cudaStream_t stream) {
+    const bool itself = std::count(owners.begin(), owners.end(), beside_.owner) > 0;
     if (beside_.is_under_way() && (itself || whole_.moves())) stream_beside_.hold(stream);
-    whole_.commit_room(places, stream);
+    whole_.commit_room(owners, stream);
   }
   void expect(index_t id, index_t tokens) { whole_.expect(id, tokens); }
   void resize(index_t tokens, cudaStream_t stream) {
     finish_layer(stream);
     whole_.resize(tokens, stream);
   }
-  void took(index_t layer, index_t id, index_t tokens) { whole_.took(layer, id, tokens); }
+  void took(sequence_layer owner, index_t tokens) { whole_.took(owner, tokens); }
 
   void append_rows(const view_type& view, const rows_view<const T>& k, const rows_view<const T>& v,
                    const index_t* first_position, const new_segments& text, cudaStream_t stream) const {
@@ -125,8 +124,8 @@ class kv_store<Layout> {
   }
 
   /// The last queries of a prompt chunk whose tokens have been appended.
-  void observe_prompt(index_t layer, index_t id, const rows_view<const T>& q, cudaStream_t stream) {
-    if (packs(layer)) maker_.observe(packing(layer), id, q, stream);
+  void observe_prompt(sequence_layer owner, const rows_view<const T>& q, cudaStream_t stream) {
+    if (packs(owner.layer)) maker_.observe(packed_owner(owner), q, stream);
   }
 
   /// What moves whole rows: those that sliding layers keep, and those that are left when a prompt has been packed.
@@ -134,112 +133,112 @@ class kv_store<Layout> {
     return whole_.fit(batch, (std::max)(kept, rows_.tail.tail), device);
   }
   void adopt(movers&& fitted) { whole_.adopt(std::move(fitted)); }
-  void plan_keep(const place_list& places, const host_vector<kept_bound>& kept, cudaStream_t stream) {
-    plan_whole([&] { whole_.plan_keep(places, kept); }, stream);
+  void plan_keep(const sequence_layers& owners, const host_vector<kept_bound>& kept, cudaStream_t stream) {
+    plan_whole([&] { whole_.plan_keep(owners, kept); }, stream);
   }
-  void keep(index_t layer, index_t id, const kept_slots& kept, cudaStream_t stream) {
+  void keep(sequence_layer owner, const kept_slots& kept, cudaStream_t stream) {
     if (beside_.is_under_way() && whole_.moves()) stream_beside_.hold(stream);
-    whole_.keep(layer, id, kept, stream);
+    whole_.keep(owner, kept, stream);
   }
 
   /// Plans to pack what is due of these places, when a turn's prompt of `prompt` tokens ends, or, with 0, between steps.
   /// Errors   rows that have no basis, no memory: nothing has changed.
-  void plan_packing(const place_list& places, index_t prompt, cudaStream_t stream) {
+  void plan_packing(const sequence_layers& owners, index_t prompt, cudaStream_t stream) {
     pending_ = {};
-    if (std::any_of(places.begin(), places.end(), [&](const auto& at) { return due(at, prompt) > 0; }))
+    if (std::any_of(owners.begin(), owners.end(), [&](sequence_layer owner) { return due(owner, prompt) > 0; }))
       finish_layer(stream);
     packing_plan made;
     made.prompt_ends = prompt > 0;
-    for (const auto& [layer, id] : places) {
-      const index_t due = this->due({layer, id}, prompt);
+    for (const sequence_layer owner : owners) {
+      const index_t due = this->due(owner, prompt);
       if (due == 0) continue;
-      const index_t whole = whole_.bound(layer, id).longest;
-      const std::size_t held = packed_.segments(packing(layer), id).size();
-      const bool begins = begins_segments(layer, id, prompt);
+      const index_t whole = whole_.bound(owner).longest;
+      const std::size_t held = packed_.segments(packed_owner(owner)).size();
+      const bool begins = begins_segments(owner, prompt);
       const index_t share = begins && prompt > 0 ? rows_.segment : due;
-      const bool joins = !begins && searches_.joins(packing(layer), id, packed_.segments(packing(layer), id));
+      const bool joins = !begins && searches_.joins(packed_owner(owner), packed_.segments(packed_owner(owner)));
       require(joins || index_t(held) + ceil_div(due, share) <= packed_.most_segments(), "segments of a sequence",
               index_t(held) + ceil_div(due, share), "at most " + std::to_string(packed_.most_segments()),
               "raise cache_options::tokens");
-      made.places.push_back({layer, id});
+      made.owners.push_back(owner);
       made.left.push_back({{whole - due, offset_t(heads_) * (whole - due)}, {}});
       made.due.push_back(due), made.shares.push_back(begins ? share : 0);
-      made.before.push_back(begins ? host_vector<rows_before>{} : searches_.room(packing(layer), id, due));
-      packed_.make_room(packing(layer), id, std::size_t(ceil_div(due, share)));
-      if (begins) add_spans(made.own, layer, id, due, share);
+      made.before.push_back(begins ? host_vector<rows_before>{} : searches_.room(packed_owner(owner), due));
+      packed_.make_room(packed_owner(owner), std::size_t(ceil_div(due, share)));
+      if (begins) add_spans(made.own, owner, due, share);
     }
-    if (made.prompt_ends) made.ended = places;
+    if (made.prompt_ends) made.ended = owners;
     made.make_room();
     made.room = maker_.room_for(made.own.size());
     maker_.find_bases(made.own, made.room, stream);
-    if (!made.places.empty() && made.prompt_ends) whole_.plan_keep(made.places, made.left);
+    if (!made.owners.empty() && made.prompt_ends) whole_.plan_keep(made.owners, made.left);
     pending_ = std::move(made);
   }
   void commit_packing(cudaStream_t stream) {
     packing_plan made = std::exchange(pending_, {});
     std::size_t own = 0;  // segments that have begun
-    for (std::size_t i = 0; i < made.places.size(); ++i) {
-      const auto [layer, id] = made.places[i];
+    for (std::size_t i = 0; i < made.owners.size(); ++i) {
+      const sequence_layer owner = made.owners[i], packed = packed_owner(owner);
       const index_t due = made.due[i], share = made.shares[i] > 0 ? made.shares[i] : due;
       for (index_t first = 0; first < due; first += share) {
         const index_t count = (std::min)(share, due - first);
-        const auto& all = packed_.segments(packing(layer), id);
+        const auto& all = packed_.segments(packed);
         if (made.shares[i] > 0) {
-          packed_.begin_segment(packing(layer), id,
-                                maker_.begin(made.room, own, made.own[own], packing(layer), id, stream), stream);
+          packed_.begin_segment(packed,
+                                maker_.begin(made.room, own, made.own[own], packed, stream), stream);
           ++own;
-        } else if (!searches_.joins(packing(layer), id, all)) {
-          packed_.begin_segment(packing(layer), id, searches_.like(packing(layer), id, all), stream);
+        } else if (!searches_.joins(packed, all)) {
+          packed_.begin_segment(packed, searches_.like(packed, all), stream);
         }
-        made.joining.push_back({layer, id, index_t(all.size()) - 1, all.back().slot, all.back().rows, first, count});
-        packed_.took(packing(layer), id, count);
+        made.joining.push_back({owner, index_t(all.size()) - 1, all.back().slot, all.back().rows, first, count});
+        packed_.took(packed, count);
       }
     }
     encode(made, stream);
-    for (std::size_t i = 0; i < made.places.size(); ++i) {
-      const auto [layer, id] = made.places[i];
+    for (std::size_t i = 0; i < made.owners.size(); ++i) {
+      const sequence_layer owner = made.owners[i], packed = packed_owner(owner);
       if (made.shares[i] > 0)
-        searches_.ended(packing(layer), id, packed_.segments(packing(layer), id).size());
+        searches_.ended(packed, packed_.segments(packed).size());
       else
-        searches_.joined(view(layer, id), packing(layer), id, 0, made.due[i], std::move(made.before[i]), stream);
-      searches_.mark(id, stream);
+        searches_.joined(view(owner), packed, 0, made.due[i], std::move(made.before[i]), stream);
+      searches_.mark(owner.id, stream);
       if (made.prompt_ends) {
-        whole_.keep(layer, id, {newest_.of(whole_.lengths(layer, id), made.left[i].longest, stream), made.left[i]},
+        whole_.keep(owner, {newest_.of(whole_.lengths(owner), made.left[i].longest, stream), made.left[i]},
                     stream);
       } else {
-        made.oldest.push_back({whole_.view(layer, id), made.due[i]});
-        whole_.dropped(layer, id, made.left[i], made.due[i]);  // room for the step or chunk that follows is there
+        made.oldest.push_back({whole_.view(owner), made.due[i]});
+        whole_.dropped(owner, made.left[i], made.due[i]);  // room for the step or chunk that follows is there
       }
     }
     drop_oldest(made.oldest, stream);
-    for (const auto& [layer, id] : made.ended) {
-      if (packs(layer)) maker_.forget(packing(layer), id);
+    for (const sequence_layer owner : made.ended) {
+      if (packs(owner.layer)) maker_.forget(packed_owner(owner));
     }
   }
 
   /// A prompt of `prompt` tokens has been through a layer: the segments that begin with it are made beside `stream`, and seen by nobody before
   /// `finish_layer`. What joins a segment waits for the prompt's end, as does what may not be packed.
-  void pack_layer(index_t layer, index_t id, index_t prompt, cudaStream_t stream) {
+  void pack_layer(sequence_layer owner, index_t prompt, cudaStream_t stream) {
     finish_layer(stream);
-    const index_t due = this->due({layer, id}, prompt);
-    const std::size_t held = due > 0 ? packed_.segments(packing(layer), id).size() : 0;
-    if (due == 0 || !begins_segments(layer, id, prompt) ||
+    const index_t due = this->due(owner, prompt);
+    const std::size_t held = due > 0 ? packed_.segments(packed_owner(owner)).size() : 0;
+    if (due == 0 || !begins_segments(owner, prompt) ||
         index_t(held) + ceil_div(due, rows_.segment) > packed_.most_segments())
       return;
     packing_plan plan;
-    add_spans(plan.own, layer, id, due, rows_.segment);
-    layer_beside made{layer, id, due, {}};
+    add_spans(plan.own, owner, due, rows_.segment);
+    layer_beside made{owner, due, {}};
     made.fresh.reserve(plan.own.size());
-    packed_.make_room(packing(layer), id, plan.own.size());
+    packed_.make_room(packed_owner(owner), plan.own.size());
     const segment_rooms room = maker_.room_for(plan.own.size());
     const cudaStream_t beside = stream_beside_.begin(stream);
     try {
       maker_.start_bases(plan.own, room, beside);
       for (std::size_t i = 0; i < plan.own.size(); ++i) {
-        segment_record begun = maker_.begin(room, i, plan.own[i], packing(layer), id, beside);
-        made.fresh.push_back(packed_.begin_unseen(packing(layer), id, std::move(begun), made.fresh, beside));
+        segment_record begun = maker_.begin(room, i, plan.own[i], packed_owner(owner), beside);
+        made.fresh.push_back(packed_.begin_unseen(packed_owner(owner), std::move(begun), made.fresh, beside));
         plan.joining = {
-            {layer, id, index_t(held + i), made.fresh.back().slot, 0, plan.own[i].first, plan.own[i].count}};
+            {owner, index_t(held + i), made.fresh.back().slot, 0, plan.own[i].first, plan.own[i].count}};
         encode(plan, beside);
         made.fresh.back().rows = plan.own[i].count;
       }
@@ -254,20 +253,20 @@ class kv_store<Layout> {
   void finish_layer(cudaStream_t stream) {
     if (!beside_.is_under_way()) return;
     layer_beside made = std::exchange(beside_, {});
-    const auto [layer, id] = std::pair(made.layer, made.id);
+    const sequence_layer owner = made.owner;
     stream_beside_.hold(stream), stream_beside_.wait();
     if (!maker_.have_bases()) return;
-    const index_t left = whole_.bound(layer, id).longest - made.due;
+    const index_t left = whole_.bound(owner).longest - made.due;
     const kept_bound kept{{left, offset_t(heads_) * left}, {}};
     try {
-      whole_.plan_keep({{layer, id}}, {kept});
+      whole_.plan_keep({owner}, {kept});
     } catch (const error&) {
       return;
     }
-    for (segment_record& record : made.fresh) packed_.add_segment(packing(layer), id, std::move(record), stream);
-    searches_.ended(packing(layer), id, packed_.segments(packing(layer), id).size());
-    searches_.mark(id, stream);
-    whole_.keep(layer, id, {newest_.of(whole_.lengths(layer, id), left, stream), kept}, stream);
+    for (segment_record& record : made.fresh) packed_.add_segment(packed_owner(owner), std::move(record), stream);
+    searches_.ended(packed_owner(owner), packed_.segments(packed_owner(owner)).size());
+    searches_.mark(owner.id, stream);
+    whole_.keep(owner, {newest_.of(whole_.lengths(owner), left, stream), kept}, stream);
   }
 
   /// Between two steps, or before a turn's first chunk: segments of these sequences that were searched take their places, and others end before
@@ -276,7 +275,7 @@ class kv_store<Layout> {
     for (const index_t id : ids) {
       bool due = prompt;
       for (index_t layer = 0; layer < index_t(packing_.of.size()); ++layer)
-        due = due || (packs(layer) && rows_.tail.packed_after_step(whole_.bound(layer, id).longest) > 0);
+        due = due || (packs(layer) && rows_.tail.packed_after_step(whole_.bound({layer, id}).longest) > 0);
       searches_.settle(id, packed_, due, stream);
     }
   }
@@ -284,33 +283,37 @@ class kv_store<Layout> {
   const segment_searches<Layout, view_type>& searches() const { return searches_; }
 
   void plan_copy(index_t from, index_t to, cudaStream_t stream) {
-    for (const index_t at : packing_.of)
-      if (at >= 0) packed_.plan_copy(at, from, to);
+    for (const index_t layer : packing_.of)
+      if (layer >= 0) packed_.plan_copy(layer, from, to);
     searches_.copy(from, to);
     plan_whole([&] { whole_.plan_copy(from, to); }, stream);
   }
   void commit_copy(index_t from, index_t to, cudaStream_t stream) {
     if (beside_.is_under_way()) stream_beside_.hold(stream);
     whole_.commit_copy(from, to, stream);
-    for (const index_t at : packing_.of) {
-      if (at >= 0)
-        packed_.commit_copy(at, from, to, searches_.finished(at, from, packed_.segments(at, from).size()), stream);
+    for (const index_t layer : packing_.of) {
+      if (layer < 0) continue;
+      const sequence_layer owner{layer, from};
+      packed_.commit_copy(layer, from, to, searches_.finished(owner, packed_.segments(owner).size()), stream);
     }
     searches_.mark(to, stream);
   }
 
   void clear(index_t id, cudaStream_t stream) {
-    if (beside_.id == id) stream_beside_.wait(), beside_ = {};
+    if (beside_.owner.id == id) stream_beside_.wait(), beside_ = {};
     whole_.clear(id, stream);
     searches_.clear(id);
-    for (const index_t at : packing_.of)
-      if (at >= 0) packed_.clear(at, id, stream), maker_.forget(at, id);
+    for (const index_t layer : packing_.of) {
+      if (layer < 0) continue;
+      packed_.clear({layer, id}, stream);
+      maker_.forget({layer, id});
+    }
   }
 
   /// Logical positions by kv_head, ascending: of packed rows their slots. Synchronises.
-  host_vector<host_vector<index_t>> downloaded_positions(index_t layer, index_t id) const {
-    auto all = whole_.downloaded_positions(layer, id);
-    const index_t packed = packed_rows_of(layer, id);
+  host_vector<host_vector<index_t>> downloaded_positions(sequence_layer owner) const {
+    auto all = whole_.downloaded_positions(owner);
+    const index_t packed = packed_rows_of(owner);
     for (host_vector<index_t>& head : all) {
       for (index_t& position : head) position += with_.positions ? 0 : packed;
       head.insert(head.begin(), std::size_t(packed), 0);
@@ -319,23 +322,23 @@ class kv_store<Layout> {
     return all;
   }
   /// The slots of chosen blocks, and those behind them.
-  host_vector<index_t> slots_of_blocks(index_t layer, index_t id, const host_vector<index_t>& blocks) const {
-    host_vector<index_t> slots = packed_.slots_of_blocks(packing(layer), id, blocks);
-    const token_bound held = bound(layer, id);
-    for (index_t slot = packed_rows_of(layer, id); slot < held.longest; ++slot) slots.push_back(slot);
+  host_vector<index_t> slots_of_blocks(sequence_layer owner, const host_vector<index_t>& blocks) const {
+    host_vector<index_t> slots = packed_.slots_of_blocks(packed_owner(owner), blocks);
+    const token_bound held = bound(owner);
+    for (index_t slot = packed_rows_of(owner); slot < held.longest; ++slot) slots.push_back(slot);
     return slots;
   }
-  offset_t bytes(index_t layer, index_t id) const {
-    if (!packs(layer)) return whole_.bytes(layer, id);
-    return whole_.bytes(layer, id) + packed_.bytes(packing(layer), id) + searches_.bytes(packing(layer), id);
+  offset_t bytes(sequence_layer owner) const {
+    if (!packs(owner.layer)) return whole_.bytes(owner);
+    return whole_.bytes(owner) + packed_.bytes(packed_owner(owner)) + searches_.bytes(packed_owner(owner));
   }
   offset_t most_bytes() const { return whole_.most_bytes() + packed_.bytes(); }
   /// Of one head of which a step attends `attended` tokens. Blocks are scored whatever the budget.
-  offset_t step_bytes(index_t layer, index_t id, offset_t attended) const {
-    const offset_t whole = (std::min<offset_t>)(attended, always_read(layer, id));
+  offset_t step_bytes(sequence_layer owner, offset_t attended) const {
+    const offset_t whole = (std::min<offset_t>)(attended, always_read(owner));
     const offset_t total = whole * whole_layout<Layout>::token_bytes();
-    if (!packs(layer) || attended == whole) return total;
-    return total + packed_.read_bytes(packing(layer), id, attended - whole, with_.mean_block > 0);
+    if (!packs(owner.layer) || attended == whole) return total;
+    return total + packed_.read_bytes(packed_owner(owner), attended - whole, with_.mean_block > 0);
   }
 
  private:
@@ -343,24 +346,26 @@ class kv_store<Layout> {
 
   index_t packing(index_t layer) const { return packing_.of[std::size_t(layer)]; }
   bool packs(index_t layer) const { return packing(layer) >= 0; }
-  index_t packed_rows_of(index_t layer, index_t id) const {
-    return packs(layer) ? packed_.rows(packing(layer), id) : 0;
+  /// The same among the layers that pack.
+  sequence_layer packed_owner(sequence_layer owner) const { return {packing(owner.layer), owner.id}; }
+  index_t packed_rows_of(sequence_layer owner) const {
+    return packs(owner.layer) ? packed_.rows(packed_owner(owner)) : 0;
   }
 
   /// Whole rows of a place that are packed when its prompt of `prompt` tokens ends, or, with 0, between steps.
-  index_t due(const std::pair<index_t, index_t>& at, index_t prompt) const {
-    if (!packs(at.first)) return 0;
-    const index_t whole = whole_.bound(at.first, at.second).longest;
+  index_t due(sequence_layer owner, index_t prompt) const {
+    if (!packs(owner.layer)) return 0;
+    const index_t whole = whole_.bound(owner).longest;
     return prompt > 0 ? rows_.tail.packed_after_prompt(whole) : rows_.tail.packed_after_step(whole);
   }
   /// Whether they are segments of their own.
-  bool begins_segments(index_t layer, index_t id, index_t prompt) const {
-    return packed_.segments(packing(layer), id).empty() || prompt >= rows_type::own_segment_tokens;
+  bool begins_segments(sequence_layer owner, index_t prompt) const {
+    return packed_.segments(packed_owner(owner)).empty() || prompt >= rows_type::own_segment_tokens;
   }
-  void add_spans(host_vector<segment_span<view_type>>& to, index_t layer, index_t id, index_t due,
+  void add_spans(host_vector<segment_span<view_type>>& to, sequence_layer owner, index_t due,
                  index_t share) const {
     for (index_t first = 0; first < due; first += share)
-      to.push_back({view(layer, id), layer, first, (std::min)(share, due - first)});
+      to.push_back({view(owner), owner.layer, first, (std::min)(share, due - first)});
   }
   /// Plans of whole rows; where there is no room, again when the layer beside has given its own back.
   template <class Plan>
@@ -377,7 +382,7 @@ class kv_store<Layout> {
   void encode(packing_plan& made, cudaStream_t stream) {
     made.problems.clear();
     for (const joining_rows& rows : made.joining)
-      made.problems.push_back({view(rows.layer, rows.id), rows.first, rows.count, nullptr, rows.segment});
+      made.problems.push_back({view(rows.owner), rows.first, rows.count, nullptr, rows.segment});
     maker_.encode(made.problems, stream);
     searches_.noted(made.problems, made.joining, packing_, stream);
   }

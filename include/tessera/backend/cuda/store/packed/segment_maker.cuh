@@ -27,10 +27,10 @@ struct segment_rooms {
 /// What becomes segments when `commit_packing` is called.
 template <class View>
 struct packing_plan {
-  host_vector<std::pair<index_t, index_t>> places, ended;  // with rows that are due; whose prompts end
-  host_vector<kept_bound> left;                            // of the whole rows, by place
+  sequence_layers owners, ended;                           // with rows that are due; whose prompts end
+  host_vector<kept_bound> left;                            // of the whole rows, by owner
   host_vector<index_t> due, shares;              // rows; and those of a segment of their own, 0: they join the last one
-  host_vector<host_vector<rows_before>> before;  // by place: where rows that join others are kept
+  host_vector<host_vector<rows_before>> before;  // by owner: where rows that join others are kept
   bool prompt_ends = false;
   host_vector<segment_span<View>> own;  // segments that begin
   segment_rooms room;
@@ -39,8 +39,8 @@ struct packing_plan {
   host_vector<encode_problem<View>> problems;
   host_vector<oldest_rows<typename View::whole_type>> oldest;
   void make_room() {
-    joining.reserve(own.size() + places.size()), problems.reserve(own.size() + places.size());
-    oldest.reserve(places.size());
+    joining.reserve(own.size() + owners.size()), problems.reserve(own.size() + owners.size());
+    oldest.reserve(owners.size());
   }
 };
 
@@ -69,10 +69,10 @@ class segment_maker {
   }
 
   /// The last queries of a prompt chunk, by which sets are chosen, until the prompt ends.
-  void observe(index_t layer, index_t id, const rows_view<const T>& q, cudaStream_t stream) {
-    sets_.observe(layer, id, q, stream);
+  void observe(sequence_layer owner, const rows_view<const T>& q, cudaStream_t stream) {
+    sets_.observe(owner, q, stream);
   }
-  void forget(index_t layer, index_t id) { sets_.forget(layer, id); }
+  void forget(sequence_layer owner) { sets_.forget(owner); }
 
   /// Not cleared, which would wait for the stream: all of it is written. Errors: no memory, tessera::error.
   segment_rooms room_for(std::size_t segments) const {
@@ -97,12 +97,12 @@ class segment_maker {
   bool have_bases() const { return !bases_ || (*bases_).are_finite(); }
 
   /// The i-th of the segments in `room`, of those rows of a sequence; its set is chosen.
-  segment_record begin(const segment_rooms& room, std::size_t i, const segment_span<View>& of, index_t layer,
-                       index_t id, cudaStream_t stream) const {
+  segment_record begin(const segment_rooms& room, std::size_t i, const segment_span<View>& of,
+                       sequence_layer owner, cudaStream_t stream) const {
     segment_record begun{.k = formats_.k, .v = formats_.v, .block = formats_.block};
     if (room.sets) {
       std::uint32_t* sets = room.sets->data() + i * sets_.each();
-      sets_.choose(of.view, layer, id, of.first, of.count, sets, stream);
+      sets_.choose(of.view, owner, of.first, of.count, sets, stream);
       begun.sets = room.sets;
       begun.k_set = sets, begun.v_set = sets + sets_.k_words();
     }

@@ -57,11 +57,11 @@ class placed_rows<Layout, fixed_pages<Page>> {
     for (index_t page = pages_ - 1; page >= 0; --page) free_.push_back(page);
     host_vector<index_t> firsts;
     for (index_t id = 0; id < sequences; ++id) firsts.push_back(id * widest_);
-    check(cudaMemcpy(firsts_.of(0, 0), firsts.data(), firsts.size() * sizeof(index_t), cudaMemcpyHostToDevice),
+    check(cudaMemcpy(firsts_.of({}), firsts.data(), firsts.size() * sizeof(index_t), cudaMemcpyHostToDevice),
           "cudaMemcpy");
   }
 
-  view_type view(index_t layer, index_t id) const { return view(layer, firsts_.of(0, id), 1); }
+  view_type view(sequence_layer owner) const { return view(owner.layer, firsts_.of({0, owner.id}), 1); }
   view_type batch_view(index_t layer, index_t batch) const { return view(layer, firsts_.batch(0), batch); }
   detail::gathered_column column() const { return firsts_.gathered(); }
 

@@ -67,12 +67,12 @@ class placed_rows<Layout, ragged_pages> {
     pool_.open(sequences - 1);
     host_vector<index_t> firsts;
     for (index_t row = 0; row < sequences * kv_heads; ++row) firsts.push_back(row * widest_);
-    check(cudaMemcpy(firsts_.of(0, 0), firsts.data(), firsts.size() * sizeof(index_t), cudaMemcpyHostToDevice),
+    check(cudaMemcpy(firsts_.of({}), firsts.data(), firsts.size() * sizeof(index_t), cudaMemcpyHostToDevice),
           "cudaMemcpy");
     check(cudaStreamSynchronize(nullptr), "cudaStreamSynchronize");  // streams of the caller's do not wait for it
   }
 
-  view_type view(index_t layer, index_t id) const { return view(layer, firsts_.of(0, id), 1); }
+  view_type view(sequence_layer owner) const { return view(owner.layer, firsts_.of({0, owner.id}), 1); }
   view_type batch_view(index_t layer, index_t batch) const { return view(layer, firsts_.batch(0), batch); }
   detail::gathered_column column() const { return firsts_.gathered(); }
 

@@ -17,7 +17,7 @@ namespace cuda {
 /// first: `plan`, any number of `plan_room` and `plan_keep`, then `commit_*` for the same places in the same order; or
 /// `abandon`.
 ///   rows_for(placement, places, kv_heads, tokens), and made with (placement, layers, sequences, kv_heads, tokens, rows)
-///   view(layer, id), batch_view(layer)      rows without lengths and positions
+///   view(owner), batch_view(layer)      rows without lengths and positions
 ///   columns()                               what a step table has to gather
 ///   plan_room(place, held, tokens), commit_room(place, lengths, held, stream)
 ///   plan_keep(place, held, kept), keep(...)   the chosen slots alone stay
@@ -63,20 +63,20 @@ class placed_rows<Layout, runs> {
 
   /// No head of a place ever holds more than `tokens`.
   placed_rows(const runs&, index_t layers, index_t sequences, index_t kv_heads, index_t tokens, offset_t rows)
-      : sequences_(sequences),
+      : order_{sequences},
         heads_(kv_heads),
         tokens_(tokens),
         pool_(layers * sequences, kv_heads, rows, detail::planes_of<Layout>(), "rows of the cache"),
         begins_(layers, sequences, kv_heads) {}
 
-  view_type view(index_t layer, index_t id) const { return view(begins_.of(layer, id), 1); }
+  view_type view(sequence_layer owner) const { return view(begins_.of(owner), 1); }
   view_type batch_view(index_t layer, index_t batch) const { return view(begins_.batch(layer), batch); }
   detail::gathered_column column() const { return begins_.gathered(); }
 
   /// What a store needs to give the pool another size; other placements need not have them.
   run_pool& pool() { return pool_; }
   offset_t* begins(std::size_t place) const {
-    return begins_.of(index_t(place) / sequences_, index_t(place) % sequences_);
+    return begins_.of(order_.owner(place));
   }
 
   void plan() { pool_.plan(); }
@@ -141,7 +141,8 @@ class placed_rows<Layout, runs> {
     return view;
   }
 
-  index_t sequences_, heads_, tokens_;
+  layer_major order_;
+  index_t heads_, tokens_;
   run_pool pool_;
   id_column<offset_t> begins_;
 };

@@ -55,12 +55,12 @@ class segment_searches<Layout, View> {
   /// `layers`: those that pack.
   segment_searches(const rows_type& rows, const segment_formats& formats, index_t layers, index_t sequences,
                    index_t kv_heads, index_t most_segments)
-      : rows_(rows), formats_(formats), layers_(layers), heads_(kv_heads), most_(most_segments) {
+      : rows_(rows), formats_(formats), layers_(layers), heads_(kv_heads), most_(most_segments), ranges_(layers) {
     if (!on()) return;
     worker_ = std::make_shared<background>();
     sessions_.resize(std::size_t(sequences));
-    ranges_.resize(std::size_t(layers) * std::size_t(sequences));
-    totals_ = pinned_buffer<double>(ranges_.size() * std::size_t(most_segments));
+    ranges_.open(sequences - 1);
+    totals_ = pinned_buffer<double>(sequence_major{layers}.index({0, sequences}) * std::size_t(most_segments));
     blocks_.emplace(std::size_t(kv_heads) * std::size_t(rows.tail.tail) * (Layout::k_dim + Layout::v_dim) * sizeof(T));
     losses_.emplace(kv_heads, (std::max)(rows.segment, rows_type::own_segment_tokens + rows.tail.tail));
   }
@@ -80,7 +80,7 @@ class segment_searches<Layout, View> {
     if (!on()) return;
     session& now = sessions_[std::size_t(id)];
     now.task = nullptr, now.report = {};
-    for (index_t layer = 0; layer < layers_; ++layer) ranges_[at(layer, id)] = {};
+    ranges_.clear(id);
   }
 
   /// To a sequence without segments; a search that goes on is shared. Waits for what was packed, also of who had the id before: kernels write
@@ -89,33 +89,33 @@ class segment_searches<Layout, View> {
     if (!on()) return;
     session& now = sessions_[std::size_t(to)];
     now.task = sessions_[std::size_t(from)].task, now.report = sessions_[std::size_t(from)].report;
-    for (index_t layer = 0; layer < layers_; ++layer) ranges_[at(layer, to)] = ranges_[at(layer, from)];
+    for (index_t layer = 0; layer < layers_; ++layer) ranges_[{layer, to}] = ranges_[{layer, from}];
     sessions_[std::size_t(from)].packed.wait(), now.packed.wait();
-    std::copy_n(total(0, from, 0), std::size_t(layers_) * std::size_t(most_), total(0, to, 0));
+    std::copy_n(total({0, from}, 0), std::size_t(layers_) * std::size_t(most_), total({0, to}, 0));
   }
   /// Of `all` segments those that nobody will write to again.
-  std::size_t finished(index_t layer, index_t id, std::size_t all) const {
+  std::size_t finished(sequence_layer owner, std::size_t all) const {
     if (!on()) return all > 0 ? all - 1 : 0;
-    const range& here = ranges_[at(layer, id)];
+    const range& here = ranges_[owner];
     return here.first < here.last ? here.first : here.settled;
   }
 
   /// Whose basis and format new rows take, and whether they may join the last segment.
-  const segment_record& like(index_t layer, index_t id, const segments& all) const {
-    return on() ? all[ranges_[at(layer, id)].settled - 1] : all.back();
+  const segment_record& like(sequence_layer owner, const segments& all) const {
+    return on() ? all[ranges_[owner].settled - 1] : all.back();
   }
-  bool joins(index_t layer, index_t id, const segments& all) const {
+  bool joins(sequence_layer owner, const segments& all) const {
     if (!on()) return true;
-    const segment_record &own = like(layer, id, all), &last = all.back();
-    return all.size() > ranges_[at(layer, id)].settled && last.k_basis == own.k_basis && last.k == own.k &&
+    const segment_record &own = like(owner, all), &last = all.back();
+    return all.size() > ranges_[owner].settled && last.k_basis == own.k_basis && last.k == own.k &&
            last.v == own.v && last.block == own.block;
   }
 
   /// Blocks for `count` rows that are about to be packed, which `joined` takes without more memory. Errors: no memory.
-  host_vector<rows_before> room(index_t layer, index_t id, index_t count) {
+  host_vector<rows_before> room(sequence_layer owner, index_t count) {
     host_vector<rows_before> made;
     if (on()) {
-      auto& before = ranges_[at(layer, id)].before;
+      auto& before = ranges_[owner].before;
       before.reserve(before.size() + std::size_t(ceil_div(count, rows_.tail.tail)));
     }
     for (; on() && count > 0; count -= rows_.tail.tail)
@@ -128,21 +128,21 @@ class segment_searches<Layout, View> {
     for (std::size_t i = 0; on() && i < all.size(); ++i) {
       const joining_rows& rows = all[i];
       losses_->run(problems[i].view, rows.segment, rows.held, rows.first, rows.count,
-                   total(packing.of[std::size_t(rows.layer)], rows.id, rows.slot), stream);
+                   total({packing.of[std::size_t(rows.owner.layer)], rows.owner.id}, rows.slot), stream);
     }
   }
   /// They stand behind the settled segments, and are still whole. `blocks` are those of `room`.
-  void joined(const View& view, index_t layer, index_t id, index_t first, index_t count,
+  void joined(const View& view, sequence_layer owner, index_t first, index_t count,
               host_vector<rows_before> blocks, cudaStream_t stream) {
     if (!on()) return;
     keep_rows(view.whole, first, count, blocks, stream);
-    range& here = ranges_[at(layer, id)];
+    range& here = ranges_[owner];
     here.rows += count;
     here.before.insert(here.before.end(), blocks.begin(), blocks.end());
   }
   /// Segments of their own have come: all stay as they are.
-  void ended(index_t layer, index_t id, std::size_t all) {
-    if (on()) end(ranges_[at(layer, id)], all);
+  void ended(sequence_layer owner, std::size_t all) {
+    if (on()) end(ranges_[owner], all);
   }
   /// All that was packed of a sequence, for now.
   void mark(index_t id, cudaStream_t stream) {
@@ -157,21 +157,21 @@ class segment_searches<Layout, View> {
     if (now.task && now.task->state() != task_state::waiting) take(id, now, places, stream);
     if (!due) return;
     index_t rows = 0;
-    for (index_t layer = 0; layer < layers_; ++layer) rows = (std::max)(rows, ranges_[at(layer, id)].rows);
+    for (index_t layer = 0; layer < layers_; ++layer) rows = (std::max)(rows, ranges_[{layer, id}].rows);
     const bool full = rows >= rows_.segment;
     if (!full && (rows < rows_.strategy.least_segment || !lost_enough(id, now, places))) return;
     if (!now.task && begin(id, now, places, stream)) return;
     if (!full) return;  // it goes on until the search before it is over, or it is full
-    for (index_t layer = 0; layer < layers_; ++layer) end(ranges_[at(layer, id)], places.segments(layer, id).size());
+    for (index_t layer = 0; layer < layers_; ++layer) end(ranges_[{layer, id}], places.segments({layer, id}).size());
     ++now.report.kept;
   }
 
   /// Of rows that wait on the host, those that are being searched among them.
-  offset_t bytes(index_t layer, index_t id) const {
+  offset_t bytes(sequence_layer owner) const {
     if (!on()) return 0;
-    std::size_t blocks = ranges_[at(layer, id)].before.size();
-    if (const auto& task = sessions_[std::size_t(id)].task) {
-      for (const auto& part : task->parts) blocks += part.layer == layer ? part.before.size() : 0;
+    std::size_t blocks = ranges_[owner].before.size();
+    if (const auto& task = sessions_[std::size_t(owner.id)].task) {
+      for (const auto& part : task->parts) blocks += part.layer == owner.layer ? part.before.size() : 0;
     }
     return offset_t(blocks * blocks_->block_bytes());
   }
@@ -189,11 +189,8 @@ class segment_searches<Layout, View> {
     strategy_report report;
   };
   bool on() const { return rows_.strategy.searched(); }
-  std::size_t at(index_t layer, index_t id) const {
-    return std::size_t(id) * std::size_t(layers_) + std::size_t(layer);
-  }
-  double* total(index_t layer, index_t id, index_t slot) const {
-    return totals_.data() + at(layer, id) * std::size_t(most_) + std::size_t(slot);
+  double* total(sequence_layer owner, index_t slot) const {
+    return totals_.data() + sequence_major{layers_}.index(owner) * std::size_t(most_) + std::size_t(slot);
   }
   static void end(range& here, std::size_t all) {
     here.settled = all;
@@ -206,12 +203,12 @@ class segment_searches<Layout, View> {
     now.packed.wait();
     double lost = 0, allowed = 0;
     for (index_t layer = 0; layer < layers_; ++layer) {
-      const range& here = ranges_[at(layer, id)];
+      const range& here = ranges_[{layer, id}];
       if (here.rows == 0) continue;
-      const segments& all = places.segments(layer, id);
-      for (std::size_t i = here.settled; i < all.size(); ++i) lost += *total(layer, id, all[i].slot);
+      const segments& all = places.segments({layer, id});
+      for (std::size_t i = here.settled; i < all.size(); ++i) lost += *total({layer, id}, all[i].slot);
       const segment_record& own = all[here.settled - 1];
-      const double mean = *total(layer, id, own.slot) / (std::max<index_t>)(1, own.rows);
+      const double mean = *total({layer, id}, own.slot) / (std::max<index_t>)(1, own.rows);
       const auto& limits = rows_.strategy;
       allowed += limits.segment_loss > 0 ? double(limits.segment_loss) : mean * limits.reference;
     }
@@ -230,7 +227,7 @@ class segment_searches<Layout, View> {
     try {
       host_vector<typename search_type::layer_part> parts;
       for (index_t layer = 0; layer < layers_; ++layer) {
-        const range& here = ranges_[at(layer, id)];
+        const range& here = ranges_[{layer, id}];
         if (here.rows > 0) parts.push_back({layer, here.before, here.rows});
       }
       const auto copied = std::make_shared<stream_mark>();
@@ -252,9 +249,9 @@ class segment_searches<Layout, View> {
       return false;  // no memory: another time
     }
     for (index_t layer = 0; layer < layers_; ++layer) {
-      range& here = ranges_[at(layer, id)];
+      range& here = ranges_[{layer, id}];
       here.first = here.settled;
-      here.last = places.segments(layer, id).size();
+      here.last = places.segments({layer, id}).size();
       end(here, here.last);
     }
     return true;
@@ -269,11 +266,11 @@ class segment_searches<Layout, View> {
       say(now.report, failed ? over->problem().c_str() : "the thread that searches strategies was stopped");
     }
     for (auto& part : over->parts) {
-      range& here = ranges_[at(part.layer, id)];
+      range& here = ranges_[{part.layer, id}];
       const std::size_t replaced = here.last - here.first, last = std::exchange(here.last, here.first);
       if (replaced == 0 || !done) continue;
-      places.replace_segments(part.layer, id, here.first, last, part.record, part.made, stream);
-      *total(part.layer, id, places.segments(part.layer, id)[here.first].slot) = part.loss;
+      places.replace_segments({part.layer, id}, here.first, last, part.record, part.made, stream);
+      *total({part.layer, id}, places.segments({part.layer, id})[here.first].slot) = part.loss;
       here.settled -= replaced - 1;
     }
     over->memory()->used.set(stream);
@@ -285,7 +282,7 @@ class segment_searches<Layout, View> {
   index_t layers_, heads_, most_;
   std::shared_ptr<background> worker_;
   host_vector<session> sessions_;
-  host_vector<range> ranges_;
+  sequence_table<range> ranges_;
   pinned_buffer<double> totals_;  // [sequences, layers, slots], what packing has left out of rows
   std::optional<row_blocks> blocks_;
   std::optional<row_losses<View>> losses_;

@@ -1,0 +1,66 @@
+// A layer of a sequence, which caches keep everything by, and tables with an entry for each.
+#pragma once
+
+#include "config.hpp"
+#include "host/host_vector.hpp"
+#include "types.hpp"
+
+TESSERA_NAMESPACE_BEGIN
+
+/// One layer of one sequence.
+struct sequence_layer {
+  index_t layer = 0, id = 0;
+  friend bool operator==(const sequence_layer&, const sequence_layer&) = default;
+};
+
+using sequence_layers = host_vector<sequence_layer>;
+
+/// The order of tables in which a sequence's layers stand together: another sequence is appended.
+struct sequence_major {
+  index_t layers = 0;
+  TESSERA_INLINE std::size_t index(sequence_layer owner) const {
+    return std::size_t(owner.id) * std::size_t(layers) + std::size_t(owner.layer);
+  }
+};
+
+/// The order of tables in which a layer's sequences stand together, as a step of one layer reads them.
+struct layer_major {
+  index_t sequences = 0;
+  TESSERA_INLINE std::size_t index(sequence_layer owner) const {
+    return std::size_t(owner.layer) * std::size_t(sequences) + std::size_t(owner.id);
+  }
+  TESSERA_INLINE sequence_layer owner(std::size_t index) const {
+    return {index_t(index / std::size_t(sequences)), index_t(index % std::size_t(sequences))};
+  }
+};
+
+/// A T for every layer of every sequence that was opened. Room stays when a sequence is closed.
+template <class T>
+class sequence_table {
+ public:
+  explicit sequence_table(index_t layers) : order_{layers} {}
+
+  /// Makes room for a sequence; entries that had none are copies of `fresh`. Entries that are there stay as they are.
+  void open(index_t id, const T& fresh = {}) {
+    const std::size_t wanted = order_.index({0, id + 1});
+    if (entries_.size() < wanted) entries_.resize(wanted, fresh);
+  }
+  /// Makes room for a sequence, with a fresh T in each of its layers. The old entries' memory is given back.
+  void open_empty(index_t id) {
+    open(id);
+    clear(id);
+  }
+  /// A fresh T in each layer of an open sequence.
+  void clear(index_t id) {
+    for (index_t layer = 0; layer < order_.layers; ++layer) (*this)[{layer, id}] = T{};
+  }
+
+  T& operator[](sequence_layer owner) { return entries_[order_.index(owner)]; }
+  const T& operator[](sequence_layer owner) const { return entries_[order_.index(owner)]; }
+
+ private:
+  sequence_major order_;
+  host_vector<T> entries_;
+};
+
+TESSERA_NAMESPACE_END
