@@ -76,7 +76,8 @@ class cache : public cpu::cache_parts<Recipe> {
   }
 
   /// Says how many tokens the turn's prompt will have, before its first chunk: budgets that give shares of it then know
-  /// them, and a store with a pool of pages sets aside what the prompt takes at most, or throws. Need not be called.
+  /// them, and a store with a pool of pages sets aside what the prompt takes at most, or throws. Where the schedule chooses after
+  /// chunks, what it sets aside is for chunks no longer than the schedule's. Need not be called.
   void announce(index_t id, index_t tokens) {
     const default_float_mode mode;
     const planned<Recipe> fitted = conversations_.plan_announced(recipe_, id, tokens);

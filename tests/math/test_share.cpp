@@ -44,6 +44,22 @@ TEST_CASE("shares of all hundredths and thousandths follow whole numbers") {
   }
 }
 
+TEST_CASE("a share that was divided gives back what was divided") {
+  for (index_t tokens = 1; tokens <= 2'000; ++tokens) {
+    for (index_t kept = 0; kept <= tokens; ++kept) {
+      const auto gives_back = [&](const auto& share) {
+        if (share.up(tokens) != kept || share.down(tokens) != kept || share.nearest(tokens) != kept) {
+          FAIL(kept << " of " << tokens << ": " << share.up(tokens) << ", " << share.down(tokens) << ", "
+                    << share.nearest(tokens));
+        }
+      };
+      gives_back(decimal_share(double(kept) / tokens));
+      if (tokens <= 1'000) gives_back(decimal_share(float(kept) / float(tokens)));
+    }
+  }
+  CHECK(decimal_share(1.0f / 3).down(30) == 10);
+}
+
 TEST_CASE("shares of any count stay within it, and a share above 0 is at least one") {
   const std::int64_t most = std::numeric_limits<index_t>::max();
   CHECK(decimal_share(1.0).up(most * 256) == most * 256);

@@ -98,7 +98,7 @@ void calibrate(const calibrate_options& given) {
   (void)method.configured(settings);
   // A method that chooses again after so many outputs may let a prompt's end pass: here it chooses there.
   const bool chooses_later =
-      has_parameter(method, "every") && std::ranges::find(settings, "first", &setting::name) == settings.end();
+      has_parameter(method, "every") && has_parameter(method, "first") && std::ranges::find(settings, "first", &setting::name) == settings.end();
   const double share = parse_real("--share", given.share, {1e-6, 1.0});
   const double alpha = parse_real("--alpha", given.alpha, tessera::profile::alphas);
   const auto count = index_t(parse_count("--samples", given.samples, 1, 1'000'000));

@@ -194,11 +194,11 @@ struct kv_view {
       return element_type(float(stored) * key_scale(sequence, head, slot));
     }
   }
-  TESSERA_HD index_t position(index_t sequence, index_t head, index_t slot) const {
+  TESSERA_HD TESSERA_INLINE index_t position(index_t sequence, index_t head, index_t slot) const {
     return positions ? positions[position_row(sequence, head) + slot] : slot;
   }
   /// Where the positions of a (sequence, kv_head) begin.
-  TESSERA_HD offset_t position_row(index_t sequence, index_t head) const {
+  TESSERA_HD TESSERA_INLINE offset_t position_row(index_t sequence, index_t head) const {
     return position_begin ? position_begin[offset_t(sequence) * kv_heads + head]
                           : sequence * position_strides.sequence + head * position_strides.head;
   }

@@ -7,6 +7,7 @@
 #include <exception>
 #include <memory>
 #include <mutex>
+#include <optional>
 #include <string>
 #include <thread>
 
@@ -29,7 +30,7 @@ class background_task {
   /// In a child of fork() one that waited is stopped: the thread that would do it is the parent's.
   task_state state() const noexcept {
     const task_state now = state_.load(std::memory_order_acquire);
-    return now == task_state::waiting && process_ != process_generation() ? task_state::stopped : now;
+    return now == task_state::waiting && !home_.is_here() ? task_state::stopped : now;
   }
   /// What was thrown, of one that has failed; nothing where that was no std::exception.
   const std::string& problem() const noexcept { return problem_; }
@@ -63,7 +64,7 @@ class background_task {
 
   bool has_owner_ = false;
   std::weak_ptr<const void> owner_;
-  const long process_ = process_generation();
+  const home_process home_;
   std::atomic<task_state> state_{task_state::waiting};
   task_state outcome_ = task_state::stopped;
   std::string problem_;
@@ -81,19 +82,25 @@ std::shared_ptr<Task> wanted(std::shared_ptr<Task> task) {
 
 /// Does tasks one after the other on a thread of its own, which begins with the first of them. Nobody who starts a task
 /// waits for one. Any thread may call it. Tasks run in the floating-point mode that programs begin with.
-/// A child of fork() has no such thread: there it is stopped, once its parent's has begun.
+/// A child of fork() has no such thread. Where its parent's thread had begun, it is stopped in the child.
 class background {
  public:
   background() = default;
   background(const background&) = delete;
   background& operator=(const background&) = delete;
-  /// In a child of fork() what the thread held or waited on cannot be ended either: it is left where it lies.
-  virtual ~background() { is_parents() ? void(own_.release()) : own_->stop(); }
+  /// In a child of fork() the memory of the thread is not given back: nothing can end what it held or waited on.
+  virtual ~background() {
+    if (is_parents()) {
+      (void)own_.release();
+    } else {
+      own_->stop();
+    }
+  }
 
   /// Errors   no thread, or no memory: the task is not started then.
   virtual void start(std::shared_ptr<background_task> task) {
     if (is_parents()) return task->publish();  // as stopped
-    own_->start(std::move(task), process_);
+    own_->start(std::move(task), home_);
   }
 
   /// Ends for good: the task that is being done returns early, those that wait are not begun, later ones neither. All
@@ -105,16 +112,18 @@ class background {
  private:
   /// The thread, and all that it touches.
   struct worker {
-    void start(std::shared_ptr<background_task> task, std::atomic<long>& process) {
+    void start(std::shared_ptr<background_task> task, std::atomic<const home_process*>& home) {
       std::lock_guard lock(mutex);
       if (stopping) return task->publish();  // as stopped
       tasks.push_back(std::move(task));
       try {
         if (!thread.joinable()) {
+          made_in.emplace();
+          home = &*made_in;  // before the thread: another one may fork now
           thread = std::thread([this] { serve(); });
-          process = process_generation();
         }
       } catch (...) {
+        if (!thread.joinable()) home = nullptr;
         tasks.pop_back();
         throw;
       }
@@ -150,17 +159,18 @@ class background {
     std::condition_variable wake;
     std::deque<std::shared_ptr<background_task>> tasks;
     std::atomic<bool> stopping{false};
+    std::optional<home_process> made_in;
     std::thread thread;
   };
 
   /// Whether the thread belongs to the process that this one was forked from.
   bool is_parents() const noexcept {
-    const long process = process_;
-    return process >= 0 && process != process_generation();
+    const home_process* const home = home_;
+    return home && !home->is_here();
   }
 
   std::unique_ptr<worker> own_ = std::make_unique<worker>();
-  std::atomic<long> process_{-1};  // the thread's; -1: none has begun
+  std::atomic<const home_process*> home_{nullptr};  // the thread's; null: none has begun
 };
 
 TESSERA_NAMESPACE_END

@@ -2,18 +2,20 @@
 #pragma once
 
 #include <algorithm>
+#include <atomic>
 #include <cstdint>
+#include <memory>
 #include <string>
 #include <utility>
 
 #include "../core/closed_ids.hpp"
 #include "../core/host/host_vector.hpp"
 #include "../core/model_shape.hpp"
-#include "../core/prompt/layer_progress.hpp"
 #include "../core/prompt/prompt_reach.hpp"
 #include "../core/sequence_layer.hpp"
 #include "../planned.hpp"
 #include "batch.hpp"
+#include "sequence_state.hpp"
 
 TESSERA_NAMESPACE_BEGIN
 
@@ -22,19 +24,7 @@ template <class Recipe>
 class conversations {
  public:
   using layer = layer_progress;
-  struct conversation {
-    bool open = false;
-    turn_clock now{};
-    index_t first_prompt = 0;  ///< tokens; 0 until it has ended
-    std::uint64_t step = 0;    ///< the number of the one that `begin_step` began; 0: none yet in this turn
-    index_t step_began = -1;   ///< where it began
-    planned<Recipe> policies;
-    host_vector<layer> layers;
-    index_t answer_began = 0;  ///< where the turn's decode steps begin
-    index_t announced = 0;     ///< tokens of the turn's prompt; 0: nobody has said
-
-    const layer& front() const { return layers.front(); }
-  };
+  using conversation = sequence_state<Recipe>;
 
   conversations(const model_shape& shape, const Recipe& recipe) : shape_(shape), none_(recipe, 0) {
     recipe.retain.check_model(shape.layers, shape.kv_heads);
@@ -67,7 +57,7 @@ class conversations {
               "finish the step before the sequence is forked");
     }
     require(c.step == 0 || c.front().next_position != c.step_began, "steps without rows", 1, "0",
-            "decode the step that was prepared before the sequence is forked");
+            "before the fork, decode the step that was prepared");
     require_room(most);
   }
   void close(index_t id) {
@@ -295,12 +285,13 @@ class conversations {
     return step;
   }
   batch begin_step(batch step) {
-    step.number = ++steps_;
+    step.number = ++*steps_;
     for (const index_t id : step.ids) {
       conversation& c = find(id);
       c.step = step.number;
       c.now = step_clock(c, step.tokens);
       c.step_began = c.front().next_position;
+      c.step_tokens = step.tokens;
     }
     return step;
   }
@@ -322,7 +313,7 @@ class conversations {
     for (const index_t id : step.ids) {
       require(at({layer_index, id}).turn_tokens == 0, "tokens since the prompt began", at({layer_index, id}).turn_tokens,
               "0", "finish a step before the next prompt begins");
-      if (step.number == 0 || step.number != at(id).step) {
+      if (step.number == 0 || step.number != at(id).step || step.tokens != at(id).step_tokens) {
         fail("step of sequence " + std::to_string(id), step.number, "the one that prepare_step returned last for it",
              "call prepare_step before the layers of a step");
       }
@@ -395,7 +386,8 @@ class conversations {
   planned<Recipe> none_;
   host_vector<conversation> all_;
   closed_ids closed_;
-  std::uint64_t steps_ = 0;
+  /// Copies count together, so that none takes a step of another one.
+  std::shared_ptr<std::atomic<std::uint64_t>> steps_ = std::make_shared<std::atomic<std::uint64_t>>(0);
 };
 
 TESSERA_NAMESPACE_END

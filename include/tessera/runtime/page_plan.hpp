@@ -58,10 +58,10 @@ page_plan plan_pages(const head_groups& groups, index_t page, const host_vector<
     }
     // A sliding layer drops what it has left behind once that is more than `spare_room`, and never rows that a chunk's
     // attention still asks for: `fresh` of the chunk's tokens.
-    const index_t fresh = seen < prompt.tokens ? chunk : 0, slid = window(layer) + spare_room(window(layer)) + fresh;
+    const offset_t fresh = seen < prompt.tokens ? chunk : 0, slid = longest_slid(window(layer)) + fresh;
     for (index_t h = 0; h < groups.kv_heads && window(layer) > 0; ++h) {
       index_t& length = lengths[std::size_t(layer * groups.kv_heads + h)];
-      length = (std::min)(length, slid);
+      length = index_t((std::min<offset_t>)(length, slid));
     }
     for (index_t h = 0; h < groups.kv_heads; ++h) recount(groups.group[std::size_t(layer * groups.kv_heads + h)]);
   };

@@ -36,8 +36,13 @@ TEST_CASE("a thread that is in the default mode already stays in it") {
 }
 
 TEST_CASE("a child of fork() counts one more than its parent") {
-  const long own = process_generation();
-  CHECK(support::in_a_child([&] { return int(process_generation() - own); }) == 1);
-  CHECK(support::in_a_child([&] { return support::in_a_child([&] { return int(process_generation() - own); }); }) == 2);
-  CHECK(process_generation() == own);
+  const home_process own;
+  const auto is_home = [](const home_process& home) { return home.is_here() ? 1 : 0; };
+  CHECK(support::in_a_child([&] { return is_home(own); }) == 0);
+  CHECK(support::in_a_child([&] { return is_home(home_process()); }) == 1);
+  CHECK(support::in_a_child([&] {
+    const home_process childs;
+    return 2 * is_home(own) + support::in_a_child([&] { return is_home(childs); });
+  }) == 0);
+  CHECK(own.is_here());
 }

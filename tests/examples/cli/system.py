@@ -29,7 +29,7 @@ def check_outputs(checks):
     reader = threading.Thread(target=lambda: read.append((folder / "fifo").read_bytes()))
     reader.start()
     checks.works(f"{base} fifo")
-    reader.join(20)
+    reader.join()
     checks.require(read == [wanted] and (folder / "fifo").is_fifo(), base, "FIFO")
     checks.works(f"{base} /dev/null")
     checks.require(pathlib.Path("/dev/null").is_char_device(), base, "/dev/null is no device any more")

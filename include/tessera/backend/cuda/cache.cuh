@@ -74,7 +74,7 @@ class cache : public cache_parts<Recipe, Out> {
   }
 
   /// Says how many tokens the turn's prompt will have, before its first chunk: budgets that give shares of it then know
-  /// them, and a store with a pool of pages sets aside what the prompt takes at most, or throws. Need not be called.
+  /// them, and a store with a pool of pages sets aside what the prompt takes at most, or throws: see the CPU's cache.
   void announce(index_t id, index_t tokens) {
     const planned<Recipe> fitted = conversations_.plan_announced(recipe_, id, tokens);
     if constexpr (kv_store<typename parts::layout>::in_groups)

@@ -24,7 +24,7 @@ bool table_tells_heads(const Table& table, index_t kv_heads) {
 
 /// A view that rows are written to must have a scale for each of them, where they have scales: one that several rows share would
 /// change what is stored already.
-/// Errors   a stride of 0 between rows: tessera::error.
+/// Errors   a stride of 0 between rows; one array of scales for keys and values: tessera::error.
 template <class View>
 void require_row_scales(const View& view) {
   if constexpr (View::encoding_type::scaled) {
@@ -33,6 +33,8 @@ void require_row_scales(const View& view) {
       require(stride != 0 || !needed, name, stride, "other than 0: a written row gets a scale of its own",
               "keep a scale for each row, or encode and store the rows yourself where a tensor has one scale");
     };
+    require(view.scales.k != view.scales.v || !view.scales.k, "scales of keys and values", "one array", "an array for each",
+            "keep a scale for each row of k, and another for each row of v");
     needs("stride of scales from token to token", view.scales.token, true);
     needs("stride of scales from head to head", view.scales.head,
           view.kv_heads > 1 && !detail::table_tells_heads(view.table, view.kv_heads));
@@ -42,7 +44,7 @@ void require_row_scales(const View& view) {
 }
 
 /// What to append; on the device every pointer is a device pointer. Row t of `k` and `v` goes to slot
-/// length(sequence, head) + t. Lengths, and positions with the one behind the last, are below 2^31: the CPU checks it.
+/// length(sequence, head) + t. Lengths, positions and the position behind the last are below 2^31: the CPU checks it.
 template <class View, class E>
 struct append_problem {
   View view;                   ///< with room for the new tokens; its lengths are those before

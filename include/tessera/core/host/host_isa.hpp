@@ -1,8 +1,9 @@
 // The instruction set that the compiler may use on the host, as a name: TESSERA_HOST_ISA.
 #pragma once
 
-// The name is a level, and what a target may have beside it: avx2_fma_f16c_bmi2. It tells apart every two sets of flags
-// under which compilers vectorise, or choose instructions, differently; -mtune and -O do not count.
+// The name is a level, and what a target may have beside it: avx2_fma_f16c_bmi2_lzcnt_movbe. On x86 it tells apart every two
+// values of -march under which compilers choose instructions differently (tests/link/two_targets.py goes over those of the
+// compiler); -mtune and -O do not count. On other processors it tells apart the levels below.
 
 #if defined(__x86_64__) || defined(__i386__) || defined(_M_X64)
 #if defined(__AVX512FP16__)
@@ -18,9 +19,15 @@
 #elif defined(__AVX__)
 #define TESSERA_ISA_LEVEL avx
 #elif defined(__SSE4_2__)
-#define TESSERA_ISA_LEVEL sse4
+#define TESSERA_ISA_LEVEL sse4_2
+#elif defined(__SSE4_1__)
+#define TESSERA_ISA_LEVEL sse4_1
 #elif defined(__SSSE3__)
 #define TESSERA_ISA_LEVEL ssse3
+#elif defined(__SSE4A__)
+#define TESSERA_ISA_LEVEL sse4a
+#elif defined(__SSE3__)
+#define TESSERA_ISA_LEVEL sse3
 #else
 #define TESSERA_ISA_LEVEL baseline
 #endif
@@ -38,7 +45,11 @@
 #define TESSERA_ISA_LEVEL baseline
 #endif
 
-#if defined(__FMA__)
+#if defined(__FMA4__) && defined(__FMA__)
+#define TESSERA_ISA_FMA _fma4_fma
+#elif defined(__FMA4__)
+#define TESSERA_ISA_FMA _fma4
+#elif defined(__FMA__)
 #define TESSERA_ISA_FMA _fma
 #else
 #define TESSERA_ISA_FMA
@@ -76,14 +87,58 @@
 #define TESSERA_ISA_SCALAR
 #endif
 
+#if defined(__POPCNT__) && !defined(__SSE4_2__)
+#define TESSERA_ISA_COUNT _popcnt
+#else
+#define TESSERA_ISA_COUNT
+#endif
+#if defined(__LZCNT__)
+#define TESSERA_ISA_ZEROS _lzcnt
+#else
+#define TESSERA_ISA_ZEROS
+#endif
+#if defined(__MOVBE__)
+#define TESSERA_ISA_SWAP _movbe
+#else
+#define TESSERA_ISA_SWAP
+#endif
+#if defined(__TBM__)
+#define TESSERA_ISA_MORE_SCALAR _tbm
+#else
+#define TESSERA_ISA_MORE_SCALAR
+#endif
+
+// Instructions for vectors beside the level's.
+#if defined(__XOP__)
+#define TESSERA_ISA_MORE_VECTOR _xop
+#elif defined(__AVX512VBMI__) && !defined(__AVX512VBMI2__)
+#define TESSERA_ISA_MORE_VECTOR _vbmi
+#elif defined(__AVX512ER__)
+#define TESSERA_ISA_MORE_VECTOR _er
+#else
+#define TESSERA_ISA_MORE_VECTOR
+#endif
+#if defined(__AVX512VPOPCNTDQ__)
+#define TESSERA_ISA_VECTOR_COUNT _vpopcnt
+#else
+#define TESSERA_ISA_VECTOR_COUNT
+#endif
+#if defined(__GFNI__)
+#define TESSERA_ISA_GALOIS _gfni
+#else
+#define TESSERA_ISA_GALOIS
+#endif
+
 #if defined(__APX_F__)
 #define TESSERA_ISA_WIDER _apx
 #else
 #define TESSERA_ISA_WIDER
 #endif
 
-#define TESSERA_ISA_PASTE(level, fma, half, bf16, dot, scalar, wider) level##fma##half##bf16##dot##scalar##wider
+#define TESSERA_ISA_PASTE(level, fma, half, bf16, dot, scalar, count, zeros, swap, more, vector, vcount, galois, wider) \
+  level##fma##half##bf16##dot##scalar##count##zeros##swap##more##vector##vcount##galois##wider
 #define TESSERA_ISA_NAME(...) TESSERA_ISA_PASTE(__VA_ARGS__)
 #define TESSERA_HOST_ISA                                                                                          \
-  TESSERA_ISA_NAME(TESSERA_ISA_LEVEL, TESSERA_ISA_FMA, TESSERA_ISA_HALF, TESSERA_ISA_BF16, TESSERA_ISA_DOT, \
-                   TESSERA_ISA_SCALAR, TESSERA_ISA_WIDER)
+  TESSERA_ISA_NAME(TESSERA_ISA_LEVEL, TESSERA_ISA_FMA, TESSERA_ISA_HALF, TESSERA_ISA_BF16, TESSERA_ISA_DOT,       \
+                   TESSERA_ISA_SCALAR, TESSERA_ISA_COUNT, TESSERA_ISA_ZEROS, TESSERA_ISA_SWAP, TESSERA_ISA_MORE_SCALAR, \
+                   TESSERA_ISA_MORE_VECTOR, TESSERA_ISA_VECTOR_COUNT, TESSERA_ISA_GALOIS, TESSERA_ISA_WIDER)

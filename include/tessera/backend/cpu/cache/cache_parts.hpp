@@ -79,8 +79,8 @@ class cache_parts {
     return layers_.bytes(id);
   }
 
-  /// Of a store with ragged pages: what a prompt of so many tokens takes of the pool, its chunks ending at the multiples of
-  /// the schedule's; pages that each group of heads of a sequence holds; the most that a new conversation's prompt takes.
+  /// Of a store with ragged pages: what a prompt of so many tokens takes of the pool, its chunks no longer than the
+  /// schedule's and ending at its multiples; pages that each group of heads of a sequence holds; the most that a new conversation's prompt takes.
   page_plan plan_pages(index_t id, index_t tokens) const requires layers<Recipe>::in_groups {
     const planned<Recipe> fitted = conversations_.plan_announced(recipe_, id, tokens);
     return layers_.plan_pages(id, recipe_, fitted, tokens);

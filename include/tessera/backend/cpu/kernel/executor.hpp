@@ -39,7 +39,6 @@ class executor {
   explicit executor(int threads = 0) {
     if (threads <= 0) threads = (std::max)(1, int(std::thread::hardware_concurrency()));
     if (threads == 1) return;
-    process_ = process_generation();
     helpers_ = std::make_unique<helpers>();
     helpers_->start(threads - 1);
     refused_ = threads - this->threads();
@@ -49,7 +48,7 @@ class executor {
   executor(const executor&) = delete;
   executor& operator=(const executor&) = delete;
 
-  /// In a child of fork() what the threads held or waited on cannot be ended either: it is left where it lies.
+  /// In a child of fork() the memory of the threads is not given back: nothing can end what they held or waited on.
   ~executor() {
     if (!has_threads()) (void)helpers_.release();
   }
@@ -162,12 +161,12 @@ class executor {
     std::exception_ptr failure;
   };
 
-  bool has_threads() const noexcept { return helpers_ && process_ == process_generation(); }
+  bool has_threads() const noexcept { return helpers_ && home_.is_here(); }
   /// Whether the helpers are this call's now.
   bool enter() noexcept { return has_threads() && !is_busy_.exchange(true, std::memory_order_acquire); }
 
   std::unique_ptr<helpers> helpers_;  // none: the calling thread alone
-  long process_ = 0;                  // theirs
+  home_process home_;                 // theirs
   std::atomic<bool> is_busy_{false};
   int refused_ = 0;
 };

@@ -19,33 +19,45 @@ struct query_rows {
   index_t position(index_t sequence, index_t token) const { return first_position[sequence] + token; }
 };
 
-/// Positions must ascend by slot: masks, windows and what comes last go by that.
+/// The positions of one (sequence, kv_head) must ascend by slot: masks, windows and what comes last go by that.
 /// Errors   positions that do not: tessera::error.   Cost  one pass over them, where the view does not say that they do.
+template <class View>
+void require_ascending(const View& view, index_t sequence, index_t head) {
+  if constexpr (requires { view.order; }) {
+    const index_t length = view.length(sequence, head);
+    if (!view.positions || view.order == slot_order::ascending || length < 2) return;
+    const index_t* positions = view.positions + view.position_row(sequence, head);
+    int falls = 0;
+    for (index_t i = 1; i < length; ++i) falls |= positions[i] <= positions[i - 1];
+    if (!falls) return;
+    index_t slot = 1;
+    while (positions[slot] > positions[slot - 1]) ++slot;
+    fail("position of slot " + std::to_string(slot) + " (sequence " + std::to_string(sequence) + ", kv_head " +
+             std::to_string(head) + ")",
+         positions[slot], "more than that of the slot before it, which is " + std::to_string(positions[slot - 1]),
+         "pass the view of cpu::ordered_slots, which lists slots by their positions");
+  }
+}
+/// The same of every (sequence, kv_head).
 template <class View>
 void require_ascending(const View& view) {
   if constexpr (requires { view.order; }) {
     if (!view.positions || view.order == slot_order::ascending) return;
-    for (index_t row = 0; row < view.sequences * view.kv_heads; ++row) {
-      const index_t b = row / view.kv_heads, h = row % view.kv_heads, length = view.length(b, h);
-      if (length < 2) continue;
-      const index_t* at = view.positions + view.position_row(b, h);
-      int falls = 0;
-      for (index_t i = 1; i < length; ++i) falls |= at[i] <= at[i - 1];
-      if (!falls) continue;
-      index_t slot = 1;
-      while (at[slot] > at[slot - 1]) ++slot;
-      fail("position of slot " + std::to_string(slot) + " (sequence " + std::to_string(b) + ", kv_head " +
-               std::to_string(h) + ")",
-           at[slot], "more than that of the slot before it, which is " + std::to_string(at[slot - 1]),
-           "pass the view of cpu::ordered_slots, which lists slots by their positions");
-    }
+    for (index_t row = 0; row < view.sequences * view.kv_heads; ++row)
+      require_ascending(view, row / view.kv_heads, row % view.kv_heads);
   }
+}
+/// The view once its positions have been looked at: who gets it need not look again.
+template <class View>
+View ascending_view(View view) {
+  if constexpr (requires { view.order; }) view.order = slot_order::ascending;
+  return view;
 }
 
 /// Queries that a view can answer: whole groups of heads, of its sequences and head dim.
-/// Errors   others, and positions that do not ascend: tessera::error.
+/// Errors   others: tessera::error.
 template <class View, class Q>
-void check_queries(const View& view, const query_rows<Q>& queries) {
+void check_query_shapes(const View& view, const query_rows<Q>& queries) {
   require(view.kv_heads >= 1 && queries.q.heads >= 1 && queries.q.heads % view.kv_heads == 0, "q_heads",
           queries.q.heads, "a multiple of kv_heads, which is " + std::to_string(view.kv_heads),
           "pass [tokens, q_heads, head_dim]");
@@ -56,6 +68,11 @@ void check_queries(const View& view, const query_rows<Q>& queries) {
   require(queries.q.data || queries.q.tokens == 0 || view.sequences == 0, "memory of q", "null", "memory behind it",
           "pass the rows themselves");
   require_dim(queries.q, View::k_dim, "q");
+}
+/// Errors   those of check_query_shapes, and positions that do not ascend: tessera::error.
+template <class View, class Q>
+void check_queries(const View& view, const query_rows<Q>& queries) {
+  check_query_shapes(view, queries);
   require_ascending(view);
 }
 

@@ -18,7 +18,7 @@ namespace cpu {
 /// there is spare room. Returns whether it does.
 inline bool choose_newest_slots(const host_vector<index_t>& lengths, index_t window, index_t fresh, selection& chosen) {
   const index_t longest = *std::max_element(lengths.begin(), lengths.end());
-  if (window == 0 || longest - fresh <= window + spare_room(window)) return false;
+  if (window == 0 || longest - fresh <= longest_slid(window)) return false;
   chosen.reset(lengths);
   for (std::size_t h = 0; h < lengths.size(); ++h) {
     const index_t count = (std::min)(lengths[h], window + fresh);

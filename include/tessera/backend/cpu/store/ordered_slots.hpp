@@ -5,6 +5,7 @@
 #include <numeric>
 #include <string>
 #include <type_traits>
+#include <utility>
 
 #include "../../../core/error.hpp"
 #include "../../../core/host/host_vector.hpp"
@@ -20,33 +21,15 @@ namespace cpu {
 class ordered_slots {
  public:
   /// Lists the slots of a view anew.
-  /// Errors   no positions, or two slots of one position: tessera::error.
+  /// Errors   no positions, negative lengths, two slots of one position: tessera::error, and the lists are as they were.
   template <class View>
   void list(const View& view) {
     require(view.positions != nullptr, "positions of the view", "null", "one for every slot",
             "a view without them is in order: pass it as it is");
-    heads_ = view.kv_heads;
-    begins_.assign(1, 0);
-    counts_.clear();
-    slots_.clear();
-    positions_.clear();
-    for (index_t row = 0; row < view.sequences * heads_; ++row) {
-      const index_t count = view.length(row / heads_, row % heads_);
-      const index_t* at = view.positions + view.position_row(row / heads_, row % heads_);
-      const auto first = slots_.insert(slots_.end(), std::size_t(count), 0);
-      std::iota(first, slots_.end(), 0);
-      std::sort(first, slots_.end(), [&](index_t a, index_t b) { return at[a] < at[b]; });
-      for (auto slot = first; slot != slots_.end(); ++slot) {
-        if (slot != first && at[*slot] == positions_.back()) {
-          fail("position of slots " + std::to_string((std::min)(slot[-1], *slot)) + " and " +
-                   std::to_string((std::max)(slot[-1], *slot)),
-               at[*slot], "another one for each slot of a row", "pass every stored token's own position");
-        }
-        positions_.push_back(at[*slot]);
-      }
-      counts_.push_back(count);
-      begins_.push_back(offset_t(slots_.size()));
-    }
+    ordered_slots made;
+    made.heads_ = view.kv_heads;
+    for (index_t row = 0; row < view.sequences * view.kv_heads; ++row) made.add(view, row / view.kv_heads, row % view.kv_heads);
+    *this = std::move(made);
   }
 
   /// The view that was listed, in order. Valid until it is listed anew.
@@ -85,8 +68,28 @@ class ordered_slots {
   index_t slot(offset_t row, index_t place) const { return slots_[std::size_t(begins_[std::size_t(row)] + place)]; }
 
  private:
+  template <class View>
+  void add(const View& view, index_t sequence, index_t head) {
+    const index_t count = view.length(sequence, head);
+    require(count >= 0, "tokens of kv_head " + std::to_string(head), count, "0 or more", "pass how many slots are filled");
+    const index_t* positions = view.positions + view.position_row(sequence, head);
+    const auto first = slots_.insert(slots_.end(), std::size_t(count), 0);
+    std::iota(first, slots_.end(), 0);
+    std::sort(first, slots_.end(), [&](index_t a, index_t b) { return positions[a] < positions[b]; });
+    for (auto slot = first; slot != slots_.end(); ++slot) {
+      if (slot != first && positions[*slot] == positions_.back()) {
+        fail("position of slots " + std::to_string((std::min)(slot[-1], *slot)) + " and " +
+                 std::to_string((std::max)(slot[-1], *slot)),
+             positions[*slot], "another one for each slot of a row", "pass every stored token's own position");
+      }
+      positions_.push_back(positions[*slot]);
+    }
+    counts_.push_back(count);
+    begins_.push_back(offset_t(slots_.size()));
+  }
+
   index_t heads_ = 0;
-  host_vector<offset_t> begins_;  // by row, and the end
+  host_vector<offset_t> begins_ = host_vector<offset_t>(1, 0);  // by row, and the end
   host_vector<index_t> counts_, slots_, positions_;
 };
 

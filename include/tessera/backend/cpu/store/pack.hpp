@@ -46,6 +46,8 @@ void append(const append_problem<View, E>& p) {
             "0 to " + std::to_string(p.k.tokens), "pass k and v of all of them");
     for (index_t h = 0; h < view.kv_heads; ++h) {
       const index_t length = view.length(b, h), first = p.first_position ? p.first_position[b] : length;
+      require(first >= 0, "first_position of sequence " + std::to_string(b), first, "0 or more",
+              "pass the position of the first new token");
       if ((std::max)(length, first) <= (std::numeric_limits<index_t>::max)() - added(b)) continue;
       fail("tokens of sequence " + std::to_string(b), offset_t((std::max)(length, first)) + added(b),
            "at most " + std::to_string((std::numeric_limits<index_t>::max)()), "go on in another sequence");

@@ -50,7 +50,7 @@ class cache_parts : public cache_answers<Recipe, Out> {
     for (const sequence_layer owner : owners) {
       const index_t window = roles_.window(owner.layer);
       const token_bound held = store_.bound(owner);
-      if (window == 0 || held.longest <= window + spare_room(window)) continue;
+      if (window == 0 || held.longest <= longest_slid(window)) continue;
       const kept_bound kept{{window, (std::min)(held.total, offset_t(window) * shape_.kv_heads)}, {}};
       plan_beside_step(store_, [&] { store_.plan_keep({owner}, {kept}, stream); });
       store_.keep(owner, {newest_.of(store_.lengths(owner), window, stream), kept}, stream);

@@ -81,8 +81,9 @@ __global__ void __launch_bounds__(Threads) find_disorder_entry(position_rows of,
 
 }  // namespace detail
 
-/// Looks whether a view's positions ascend, where the view does not say so: a small launch beside the work that goes by them. What it
-/// finds the next call reports whose view does not say so either, whichever operation it is.
+/// Looks whether a view's positions ascend, where the view does not say so: a small launch beside the work that goes by them.
+/// A later call reports what it finds: the first one that comes when the launch has run and whose own view does not say so,
+/// whichever operation it is.
 /// Errors   positions of an earlier call that do not ascend: tessera::error, before anything is launched.
 /// Cost     none where slots are positions or `order` says that they ascend; else 4 bytes a slot.
 template <class View>

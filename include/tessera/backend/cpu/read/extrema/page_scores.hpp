@@ -202,11 +202,12 @@ page_choice choose_by_pages(const View& view, index_t sequence, index_t head,
                             page_workspace<View::k_dim>& memory) {
   constexpr int D = View::k_dim;
   const default_float_mode mode;
-  check_queries(view, queries);
+  check_query_shapes(view, queries);
   if (sequence < 0 || sequence >= view.sequences || head < 0 || head >= view.kv_heads) {
     fail("sequence and kv_head", std::to_string(sequence) + " and " + std::to_string(head), "those of the view",
          "choose for a row of the view");
   }
+  require_ascending(view, sequence, head);
   if (index.page < 1 || tail < 0 || read < 0) {
     fail("page, tail and read",
          std::to_string(index.page) + ", " + std::to_string(tail) + " and " + std::to_string(read),
