@@ -32,8 +32,8 @@ struct attention_case {
     store.open(0);
     for (int round = 0; round < 2; ++round) {
       append(random, random.pick({tokens, 40, 200}));
-      const auto kept = random_subset(random, store.lengths(0, 0), random.pick({0.0, 0.5, 1.0}));
-      store.keep(0, 0, kept, workers);
+      const auto kept = random_subset(random, store.lengths({0, 0}), random.pick({0.0, 0.5, 1.0}));
+      store.keep({0, 0}, kept, workers);
     }
     append(random, tokens);
     q = normals(random, std::size_t(tokens * kv_heads * group * k_dim));
@@ -42,7 +42,7 @@ struct attention_case {
   void append(rng& random, index_t count) {
     const auto k = normals(random, std::size_t(count * kv_heads * k_dim)),
                v = normals(random, std::size_t(count * kv_heads * v_dim));
-    store.append(0, 0, tessera::nhd_rows(k.data(), count, kv_heads, k_dim),
+    store.append({0, 0}, tessera::nhd_rows(k.data(), count, kv_heads, k_dim),
                  tessera::nhd_rows(v.data(), count, kv_heads, v_dim), next);
     next += count;
   }
@@ -58,7 +58,7 @@ struct attention_case {
     const auto read = chosen ? chosen->view() : tessera::selection_view{};
     const index_t first = next - tokens;
     tessera::cpu::decode_attention(
-        store.view(0, 0),
+        store.view({0, 0}),
         tessera::cpu::query_rows<float>{tessera::nhd_rows<const float>(q.data(), tokens, heads, k_dim), &first}, rule,
         chosen ? &read : nullptr,
         tessera::cpu::attention_output{tessera::nhd_rows(got.out.data(), tokens, heads, v_dim),
@@ -69,7 +69,7 @@ struct attention_case {
 
   /// The largest relative error against the oracle, over the rows as they decode.
   double error(const result& got, const tessera::logit_rule& rule, const tessera::selection* chosen) {
-    const auto view = store.view(0, 0);
+    const auto view = store.view({0, 0});
     double worst = 0;
     for (index_t head = 0; head < kv_heads; ++head) {
       const index_t count = chosen ? chosen->counts[std::size_t(head)] : view.length(0, head);
@@ -112,7 +112,7 @@ void obeys_the_laws_of_attention(std::uint64_t seed) {
   rng random(seed);
   for (index_t i = 0; i < scaled(60); ++i) {
     attention_case<Layout> now(random);
-    const auto lengths = now.store.lengths(0, 0);
+    const auto lengths = now.store.lengths({0, 0});
     const auto sinks = normals(random, std::size_t(now.kv_heads * now.group));
     Attention policy;
     policy.rule = {.scale = random.pick({0.0f, 0.3f}),
@@ -150,7 +150,7 @@ void obeys_the_laws_of_attention(std::uint64_t seed) {
 
   attention_case<Layout> now(random);
   tessera::selection none;
-  none.reset(now.store.lengths(0, 0));
+  none.reset(now.store.lengths({0, 0}));
   const auto nothing = now.attend({}, &none);
   for (const float x : nothing.out) REQUIRE(x == 0);
   for (const float x : nothing.lse) REQUIRE(x == -tessera::infinity);

@@ -25,17 +25,17 @@ std::vector<float> decoded_row(const float* row, int dim) {
 template <class Store, class Layout>
 void holds(Store& store, index_t layer, index_t id, const std::vector<plain_head>& expected,
            const tessera::cpu::column_set& with) {
-  const auto view = store.view(layer, id);
+  const auto view = store.view({layer, id});
   tessera::offset_t least = 0;
   REQUIRE(view.kv_heads == index_t(expected.size()));
   for (index_t h = 0; h < view.kv_heads; ++h) {
     const plain_head& head = expected[std::size_t(h)];
-    REQUIRE(store.lengths(layer, id)[std::size_t(h)] == index_t(head.positions.size()));
+    REQUIRE(store.lengths({layer, id})[std::size_t(h)] == index_t(head.positions.size()));
     REQUIRE(view.length(0, h) == index_t(head.positions.size()));
     least += index_t(head.positions.size()) * Layout::token_bytes();
     for (index_t s = 0; s < view.length(0, h); ++s) {
       const auto at = std::size_t(s);
-      REQUIRE(store.position(layer, id, h, s) == head.positions[at]);
+      REQUIRE(store.position({layer, id}, h, s) == head.positions[at]);
       REQUIRE(view.position(0, h, s) == head.positions[at]);
       bool same = true;
       for (int d = 0; d < Layout::k_dim; ++d) {
@@ -47,12 +47,12 @@ void holds(Store& store, index_t layer, index_t id, const std::vector<plain_head
                 head.values[at][std::size_t(d)];
       }
       REQUIRE(same);
-      auto& beside = store.beside(layer, id);
+      auto& beside = store.beside({layer, id});
       if (with.scores) REQUIRE(beside.scores()[beside.begins()[std::size_t(h)] + s] == head.scores[at]);
       if (with.segments) REQUIRE(beside.segments()[beside.begins()[std::size_t(h)] + s] == head.segments[at]);
     }
   }
-  REQUIRE(store.bytes(layer, id) >= least);
+  REQUIRE(store.bytes({layer, id}) >= least);
 }
 
 /// Rows, positions, scores and segments stay together through appends and keeps of several layers and sequences, whatever happens
@@ -83,7 +83,7 @@ void obeys_the_laws_of_stores(std::uint64_t seed) {
                    v = normals(random, std::size_t(tokens * kv_heads * v_dim));
         std::vector<std::uint8_t> flags;
         for (index_t t = 0; t < tokens; ++t) flags.push_back(random.chance(0.2));
-        store.append(layer, id, nhd_rows<const float>(k.data(), tokens, kv_heads, k_dim),
+        store.append({layer, id}, nhd_rows<const float>(k.data(), tokens, kv_heads, k_dim),
                      nhd_rows<const float>(v.data(), tokens, kv_heads, v_dim), next[at], {texts[at], flags.data()});
         for (index_t t = 0; t < tokens; ++t) {
           const index_t segment = texts[at].take(flags[std::size_t(t)] == 1);
@@ -100,17 +100,17 @@ void obeys_the_laws_of_stores(std::uint64_t seed) {
         }
         next[at] += tokens;
         for (index_t h = 0; h < kv_heads && with.scores; ++h) {
-          auto& beside = store.beside(layer, id);
-          for (index_t s = 0; s < store.lengths(layer, id)[std::size_t(h)]; ++s) {
+          auto& beside = store.beside({layer, id});
+          for (index_t s = 0; s < store.lengths({layer, id})[std::size_t(h)]; ++s) {
             place[std::size_t(h)].scores[std::size_t(s)] += float(s + operation);
             beside.scores()[beside.begins()[std::size_t(h)] + s] += float(s + operation);
           }
         }
       } else if (random.chance(0.9)) {
         // Now and then everything goes: positions must not start anew.
-        const auto lengths = store.lengths(layer, id);
+        const auto lengths = store.lengths({layer, id});
         const auto chosen = random_subset(random, lengths, random.pick({0.0, 0.3, 0.95, 1.0}));
-        REQUIRE(store.keep(layer, id, chosen, workers) == (chosen.counts != lengths));
+        REQUIRE(store.keep({layer, id}, chosen, workers) == (chosen.counts != lengths));
         for (index_t h = 0; h < kv_heads; ++h) place[std::size_t(h)].keep(chosen.row(h), chosen.counts[std::size_t(h)]);
       } else {
         store.clear(id);
@@ -118,7 +118,7 @@ void obeys_the_laws_of_stores(std::uint64_t seed) {
           places[std::size_t(id * layers + l)] = nothing;
           next[std::size_t(id * layers + l)] = 0;
           texts[std::size_t(id * layers + l)] = {};
-          REQUIRE(store.bytes(l, id) == 0);
+          REQUIRE(store.bytes({l, id}) == 0);
         }
       }
       for (index_t s = 0; s < sequences; ++s) {

@@ -31,8 +31,8 @@ using stored_view = typename tessera::cpu::kv_store<Layout>::view_type;
       const tessera::logit_rule&, int, const tessera::index_t*, tessera::cpu::tile_memory<D, 64>&);            \
   storage template class tessera::cpu::kv_store<tool::layout<T, D>>;                                           \
   storage template void tessera::cpu::kv_store<tool::layout<T, D>>::append(                                    \
-      tessera::index_t, tessera::index_t, const tessera::rows_view<const float>&,                              \
-      const tessera::rows_view<const float>&, tessera::index_t, const tessera::segment_marks&);
+      tessera::sequence_layer, const tessera::rows_view<const float>&, const tessera::rows_view<const float>&, \
+      tessera::index_t, const tessera::segment_marks&);
 
 /// The same for prompts that attend along lines.
 #define TESSERA_TOOL_LINE_KERNELS(storage, T, D)                                                                 \

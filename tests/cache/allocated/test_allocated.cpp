@@ -109,7 +109,7 @@ template <class Store>
 std::vector<float> contents(Store& store) {
   std::vector<float> all;
   for (index_t id = 0; id < 2; ++id) {
-    const auto view = store.view(0, id);
+    const auto view = store.view({0, id});
     for (index_t h = 0; h < view.kv_heads; ++h) {
       for (index_t s = 0; s < view.length(0, h); ++s) {
         all.push_back(float(view.position(0, h, s)));
@@ -117,7 +117,7 @@ std::vector<float> contents(Store& store) {
           all.push_back(float(view.key(0, h, s)[d]) * view.key_scale(0, h, s));
           all.push_back(float(view.value(0, h, s)[d]) * view.value_scale(0, h, s));
         }
-        auto& beside = store.beside(0, id);
+        auto& beside = store.beside({0, id});
         all.push_back(beside.scores()[beside.begins()[std::size_t(h)] + s]);
       }
     }
@@ -157,14 +157,14 @@ void stores_outlive_failures(std::uint64_t seed) {
   for (int round = 0; round < 12; ++round) {
     const index_t id = random.between(0, 1), tokens = random.pick({1, 3, 60});
     const auto view = nhd_rows<const float>(rows.data(), tokens, 2, 64);
-    const auto lengths = store.lengths(0, id);
-    failed += fails_and_holds(store, [&] { store.append(0, id, view, view, next); });
-    REQUIRE(store.lengths(0, id)[0] == lengths[0] + tokens);
+    const auto lengths = store.lengths({0, id});
+    failed += fails_and_holds(store, [&] { store.append({0, id}, view, view, next); });
+    REQUIRE(store.lengths({0, id})[0] == lengths[0] + tokens);
     next += tokens;
-    const auto chosen = support::random_subset(random, store.lengths(0, id), random.pick({0.3, 0.9}));
+    const auto chosen = support::random_subset(random, store.lengths({0, id}), random.pick({0.3, 0.9}));
     auto expected = store;
     expected.keep(0, id, chosen, workers);
-    failed += fails_and_holds(store, [&] { store.keep(0, id, chosen, workers); });
+    failed += fails_and_holds(store, [&] { store.keep({0, id}, chosen, workers); });
     REQUIRE(contents(store) == contents(expected));
   }
   CHECK(failed > 12);

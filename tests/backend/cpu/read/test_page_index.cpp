@@ -125,7 +125,7 @@ TEST_CASE("candidates look like a smaller cache, and grow with the store") {
     const auto at = [&](index_t first, index_t count) {
       return nhd_rows<const float>(rows.data() + first * heads * 64, count, heads, 64);
     };
-    store.append(0, 0, at(0, tokens), at(0, tokens), 0);
+    store.append({0, 0}, at(0, tokens), at(0, tokens), 0);
     selection passed;
     passed.reset(std::vector<index_t>(std::size_t(heads), tokens));
     std::vector<std::vector<index_t>> expected(static_cast<std::size_t>(heads));
@@ -140,13 +140,13 @@ TEST_CASE("candidates look like a smaller cache, and grow with the store") {
     chosen.assign(passed);
     for (index_t next = tokens; next < tokens + 40;) {
       const index_t count = std::min(random.between(1, 8), tokens + 40 - next);
-      store.append(0, 0, at(next, count), at(next, count), next);
-      chosen.append(store.lengths(0, 0), count);
+      store.append({0, 0}, at(next, count), at(next, count), next);
+      chosen.append(store.lengths({0, 0}), count);
       for (auto& row : expected) {
         for (index_t t = 0; t < count; ++t) row.push_back(next + t);
       }
       next += count;
-      const auto all = store.view(0, 0);
+      const auto all = store.view({0, 0});
       const auto view = chosen.view(all);
       for (index_t h = 0; h < heads; ++h) {
         const auto& want = expected[std::size_t(h)];
