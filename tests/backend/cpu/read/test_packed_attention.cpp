@@ -74,9 +74,9 @@ struct packed_sequence {
     };
     raw.open(0);
     tail.open(0);
-    raw.append(0, 0, part(k, 0, tokens), part(v, 0, tokens), 0);
-    if (whole > 0) tail.append(0, 0, part(k, begins.back(), whole), part(v, begins.back(), whole), 0);
-    const auto from = raw.view(0, 0);
+    raw.append({0, 0}, part(k, 0, tokens), part(v, 0, tokens), 0);
+    if (whole > 0) tail.append({0, 0}, part(k, begins.back(), whole), part(v, begins.back(), whole), 0);
+    const auto from = raw.view({0, 0});
     for (std::size_t s = 0; s < strategies.size(); ++s) {
       const cpu::row_packer<layout> packer(strategies[s], blocks[s], from, 0, workers);
       host_vector<host_vector<index_t>> lists(std::size_t(heads),
@@ -87,7 +87,7 @@ struct packed_sequence {
     packed.assign(std::size_t(heads), begins.back());
     lengths.assign(std::size_t(heads), tokens);
     view.segments = &segments;
-    view.whole = tail.view(0, 0);
+    view.whole = tail.view({0, 0});
     view.packed = packed.data();
     view.kv_heads = heads;
     view.lengths = lengths.data();
@@ -129,7 +129,7 @@ void holds_the_strongest(const exact::numbers& whole, const exact::numbers& held
 
 template <class T, int D>
 void packs_rightly(packed_sequence<T, D>& sequence, tally& counts) {
-  const auto raw = sequence.raw.view(0, 0);
+  const auto raw = sequence.raw.view({0, 0});
   for (index_t h = 0; h < sequence.heads; ++h) {
     for (std::size_t s = 0; s < sequence.segments.size(); ++s) {
       const auto& segment = *sequence.segments[s];
