@@ -5,6 +5,7 @@ Usage: self_test.py COMPILER
 """
 import contextlib
 import io
+import json
 import pathlib
 import subprocess
 import sys
@@ -19,6 +20,9 @@ import layers
 import new_method
 import policy_rows
 import sizes
+
+sys.path.append(str(pathlib.Path(__file__).resolve().parents[2] / "benchmarks" / "plots"))
+import figures_page
 
 COMPILER = sys.argv.pop(1) if len(sys.argv) > 1 else "c++"
 PRAGMA = "#pragma once\n"
@@ -151,6 +155,32 @@ class Checks(unittest.TestCase):
             ("docs/concepts.md", "tessera: a budget must\n", "lacks the sentence: tessera: a budget must have a name"),
         ]:
             self.assert_fails(docs.main, {**good, name: text}, sentence)
+
+    def test_the_page_of_figures_is_what_the_records_say(self):
+        folder = "benchmarks/results/"
+        record = {"machine": {"gpu": "NVIDIA H200", "date": "2026-01-02", "commit": "abc1234"}, "figures": {"decode/B1": {"us": 1.5}}}
+        told = [{"date": "2026-01-03", "card": "NVIDIA H200", "commit": "def5678", "command": "bench", "page": folder + "diary/2026-01-03.md",
+                 "kernels": {"decode/B1": "1.4 us"}}]
+        good = {folder + "2026-01-02-h200.json": json.dumps(record), folder + "diary/figures.json": json.dumps(told),
+                folder + "diary/provenance.json": "{}", folder + "diary/2026-01-03.md": "## 2026-01-03: faster\n\ndecode 1.4 us\n"}
+
+        def check(files):
+            def written_and_changed(where):
+                figures_page.main([where])
+                for name, text in files.items():
+                    pathlib.Path(where, name).write_text(text, encoding="utf-8")
+                return figures_page.main(["--check", where])
+            return written_and_changed
+
+        self.assert_passes(check({}), good)
+        for name, text, sentence in [
+            (folder + "2026-01-02-h200.json", json.dumps(record | {"figures": {"copy/4GiB": {"us": 2.5}}}), "not what the records say"),
+            (folder + "diary/2026-01-03.md", "## 2026-01-03: faster\n\ndecode 11.4 us\n", "does not say 1.4"),
+            (folder + "accuracy/a.json", "[]", "names no machine"),
+            (folder + "diary/provenance.json", json.dumps({"gone.json": {}}), "gone.json, which is not there"),
+            (folder + "README.md", "", "not what the records say"),
+        ]:
+            self.assert_fails(check({name: text}), {**good, folder + "accuracy/note.txt": ""}, sentence)
 
     def test_a_step_that_hangs_is_ended_and_a_slow_one_is_not(self):
         steps = pathlib.Path(__file__).resolve().parents[2] / "benchmarks" / "steps.sh"
