@@ -11,6 +11,7 @@ tessera_source_check(policy_rows Python3::Interpreter "${checks}/policy_rows.py"
 tessera_source_check(sizes Python3::Interpreter "${checks}/sizes.py" "${PROJECT_SOURCE_DIR}")
 tessera_source_check(docs Python3::Interpreter "${checks}/docs.py" "${PROJECT_SOURCE_DIR}")
 tessera_source_check(figures_page Python3::Interpreter "${PROJECT_SOURCE_DIR}/benchmarks/plots/figures_page.py" --check "${PROJECT_SOURCE_DIR}")
+tessera_source_check(public_headers Python3::Interpreter "${PROJECT_SOURCE_DIR}/docs/tools/public_headers.py" --check "${PROJECT_SOURCE_DIR}")
 tessera_source_check(forbidden_text Python3::Interpreter "${checks}/forbidden_text.py" "${PROJECT_SOURCE_DIR}")
 tessera_source_check(serving_simulation Python3::Interpreter "${PROJECT_SOURCE_DIR}/benchmarks/serving/test_simulate.py")
 tessera_source_check(checks_fail_when_they_should Python3::Interpreter "${checks}/self_test.py" "${CMAKE_CXX_COMPILER}")

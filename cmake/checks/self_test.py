@@ -21,8 +21,10 @@ import new_method
 import policy_rows
 import sizes
 
-sys.path.append(str(pathlib.Path(__file__).resolve().parents[2] / "benchmarks" / "plots"))
+ROOT = pathlib.Path(__file__).resolve().parents[2]
+sys.path += [str(ROOT / "benchmarks" / "plots"), str(ROOT / "docs" / "tools")]
 import figures_page
+import public_headers
 
 COMPILER = sys.argv.pop(1) if len(sys.argv) > 1 else "c++"
 PRAGMA = "#pragma once\n"
@@ -181,6 +183,33 @@ class Checks(unittest.TestCase):
             (folder + "README.md", "", "not what the records say"),
         ]:
             self.assert_fails(check({name: text}), {**good, folder + "accuracy/note.txt": ""}, sentence)
+
+    def test_the_list_of_public_headers_is_what_the_headers_say(self):
+        include = "include/tessera/"
+        good = {include + "cache.hpp": "// A whole cache of one model. More of it.\n#pragma once\n", include + "math/detail/part.hpp": PRAGMA,
+                include + "backend/cpu/part.hpp": PRAGMA, include + "backend/cpu/attend.hpp": "// Attention over rows,\n// on the CPU.\n",
+                "docs/engines.md": "`tessera/backend/cpu/attend.hpp`\n"}
+
+        def check(files):
+            def written_and_changed(where):
+                public_headers.main([where])
+                page = pathlib.Path(where, "docs/public_headers.md").read_text(encoding="utf-8")
+                self.assertIn("| `tessera/cache.hpp` | A whole cache of one model. |\n", page)
+                self.assertIn("| `tessera/backend/cpu/attend.hpp` | Attention over rows, on the CPU. |\n", page)
+                self.assertNotIn("part.hpp", page)
+                for name, text in files.items():
+                    pathlib.Path(where, name).write_text(text, encoding="utf-8")
+                return public_headers.main(["--check", where])
+            return written_and_changed
+
+        self.assert_passes(check({}), good)
+        for name, text, sentence in [
+            (include + "cache.hpp", "// Another cache of one model.\n", "not what the headers say"),
+            (include + "cache.hpp", "// Of one.\n", "cache.hpp: its first comment is no sentence"),
+            (include + "cache.hpp", PRAGMA, "cache.hpp: its first comment is no sentence"),
+            ("docs/engines.md", "`tessera/backend/cpu/attend.hpp`, `tessera/backend/cpu/part.hpp`\n", "part.hpp: its first comment"),
+        ]:
+            self.assert_fails(check({name: text}), good, sentence)
 
     def test_a_step_that_hangs_is_ended_and_a_slow_one_is_not(self):
         steps = pathlib.Path(__file__).resolve().parents[2] / "benchmarks" / "steps.sh"

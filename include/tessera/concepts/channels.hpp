@@ -1,4 +1,4 @@
-// Channels: which elements of a vector stay? Another question than which tokens stay.
+// Channels: which elements of a vector stay? Chooses the channels that are stored of a key or a value.
 #pragma once
 
 #include <concepts>

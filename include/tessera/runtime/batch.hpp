@@ -1,4 +1,4 @@
-// One decode step of a cache.
+// What one decode step of a cache does: its sequences, how many tokens each has, and when the first stage chooses.
 #pragma once
 
 #include <algorithm>

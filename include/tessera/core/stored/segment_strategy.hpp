@@ -1,4 +1,4 @@
-// How a segment is packed: what a search may choose, and what has come of searches.
+// How a segment is packed: what a search may choose, and a report of the searches of a sequence.
 #pragma once
 
 #include <array>
