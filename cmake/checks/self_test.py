@@ -23,8 +23,10 @@ import sizes
 
 ROOT = pathlib.Path(__file__).resolve().parents[2]
 sys.path += [str(ROOT / "benchmarks" / "plots"), str(ROOT / "docs" / "tools")]
+import doxygen_filter
 import figures_page
 import public_headers
+import docs_site
 
 COMPILER = sys.argv.pop(1) if len(sys.argv) > 1 else "c++"
 PRAGMA = "#pragma once\n"
@@ -210,6 +212,24 @@ class Checks(unittest.TestCase):
             ("docs/engines.md", "`tessera/backend/cpu/attend.hpp`, `tessera/backend/cpu/part.hpp`\n", "part.hpp: its first comment"),
         ]:
             self.assert_fails(check({name: text}), good, sentence)
+
+    def test_contracts_and_pages_become_what_doxygen_reads(self):
+        text = ("// What a header has, `a < b`.\n#pragma once\n/// Adds `a*b` to 100 %. See `x\n/// y`.\n///   add(a) -> int     a sum\n///"
+                "                     of two\n/// More.\n/// Errors   none,\n///          never.\nint a;  ///< [n]; <b>\n")
+        self.assertEqual(doxygen_filter.header(text).split("\n"), [
+            "/// @header_of What a header has, <tt>a \\< b</tt>.", "#pragma once", "/// Adds <tt>a*b</tt> to 100 \\%. See <tt>x</tt>",
+            "/// <tt>y</tt>.", "/// - <tt>add(a) -\\> int</tt>: a sum", "///   of two", "/// @paragraph_end More.", "/// @contract{Errors} none,",
+            "/// never.", "int a;  ///< [n]; \\<b\\>", ""])
+        page = "# A `b`\n[c](../c.md) [d](../x.hpp) ![e](images/e.svg) `tessera/f.hpp`\n```cpp\n[c](../c.md)\n```\n"
+        self.assertEqual(doxygen_filter.page(page, "docs/a.md", ["docs/a.md", "c.md"], {"tessera/f.hpp"}),
+                         "# A <tt>b</tt> {#page_docs_a}\n[c](@ref page_c) d ![e](e.svg) [<tt>tessera/f.hpp</tt>](@ref tessera/f.hpp)\n"
+                         "```cpp\n[c](../c.md)\n```\n")
+
+    def test_a_type_without_a_contract_is_a_problem_of_the_site(self):
+        log = ("a.hpp:1: warning: Compound tessera::cache is not documented.\na.hpp:2: warning: Compound tessera::cache::part is not documented.\n"
+               "a.hpp:3: warning: Member f() (function) of class tessera::cache is not documented.\na.hpp:4: warning: end of comment block\n\n"
+               "a.hpp:4: warning: end of comment block\na.hpp:5: warning: Compound tessera::cuda::pack is not documented.\n")
+        self.assertEqual([line[:7] for line in docs_site.problems_of(log)], ["a.hpp:1", "a.hpp:4", "a.hpp:5"])
 
     def test_a_step_that_hangs_is_ended_and_a_slow_one_is_not(self):
         steps = pathlib.Path(__file__).resolve().parents[2] / "benchmarks" / "steps.sh"
