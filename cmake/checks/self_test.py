@@ -25,6 +25,7 @@ ROOT = pathlib.Path(__file__).resolve().parents[2]
 sys.path += [str(ROOT / "benchmarks" / "plots"), str(ROOT / "docs" / "tools")]
 import doxygen_filter
 import figures_page
+import library_facts
 import public_headers
 import docs_site
 
@@ -230,6 +231,17 @@ class Checks(unittest.TestCase):
                "a.hpp:3: warning: Member f() (function) of class tessera::cache is not documented.\na.hpp:4: warning: end of comment block\n\n"
                "a.hpp:4: warning: end of comment block\na.hpp:5: warning: Compound tessera::cuda::pack is not documented.\n")
         self.assertEqual([line[:7] for line in docs_site.problems_of(log)], ["a.hpp:1", "a.hpp:4", "a.hpp:5"])
+
+    def test_parts_of_pages_are_what_the_library_says(self):
+        place = "<!-- made by docs/tools/library_facts.cpp: {} -->\n{}<!-- made until here -->\nrest\n"
+        good = {"docs/method_matrix.md": place.format("matrix", "a\nb\n"), "docs/engines.md": "before\n" + place.format("memory", "c\n")}
+        parts = library_facts.parts_of("@@ matrix\na\nb\n@@ memory\nc\n")
+        problems = lambda parts, check: lambda folder: len(library_facts.put(pathlib.Path(folder), parts, check))
+        self.assertEqual(self.outcome(problems(parts, True), good)[0], 0)
+        for changed in ({**parts, "memory": "d\n"}, {"memory": "c\n"}, {**parts, "more": ""}):
+            self.assertEqual(self.outcome(problems(changed, True), good)[0], 1, changed)
+        self.assertEqual(self.outcome(problems({**parts, "memory": "d\n"}, False), good)[0], 0)
+        self.assertEqual(self.outcome(problems(parts, True), {**good, "docs/engines.md": "c\n"})[0], 1)
 
     def test_a_step_that_hangs_is_ended_and_a_slow_one_is_not(self):
         steps = pathlib.Path(__file__).resolve().parents[2] / "benchmarks" / "steps.sh"
