@@ -4,7 +4,7 @@
     benchmarks/plots/figures_page.py [--check] [REPOSITORY]
 
 --check writes nothing and fails where the page would change. Read are:
-- the JSON records under benchmarks/results: a run of gpu.sh (or of two_trees.py) names its card, date and commit itself;
+- the JSON records under benchmarks/results: a run of gpu.sh (or two_trees.py) names its card, date and commit;
 - diary/provenance.json, which names machine, command and commit of the records that do not;
 - diary/figures.json: figures of the diary that no record holds. Each must stand on the page that it names.
 A figure is the newest of its card; of one day, the one whose record comes first.
@@ -22,12 +22,21 @@ NOT_RECORDS = ("diary/provenance.json", "diary/figures.json")
 HEAD = f"""# Figures of today
 
 The script `{HERE}` makes this page from the records beside it; a check keeps it as they are. After a new record run
-the script again. Each figure is the newest one of its card. The letter before a row names its source: card, date, commit and command stand
-in the [table of sources](#sources). Absolute times hold for the machine of their record only.
+the script again. Each figure is the newest one of its card. The letter before a row names its source: card, date,
+commit and command stand in the [table of sources](#sources). A row of an older source holds only what no newer one
+measured on that card. Absolute times hold for the machine of their record only.
 
-What a figure means, and what failed, stands in [docs/results.md](../../docs/results.md) and in the [diary](#the-diary), one file a day.
-[Records and what made them](diary/README.md) has a line for each file. A row of an older source holds only what no newer one measured on that card.
+What a figure means, and what failed, stands in [docs/results.md](../../docs/results.md) and in the
+[diary](#the-diary), one file a day. [Records and what made them](diary/README.md) has a line for each file.
 """
+
+
+LINE = " (by a straight line)"  # through fewer layers: so many do not fit
+
+
+def table(*columns):
+    """The head of a table."""
+    return "| " + " | ".join(columns) + " |", "|" + " --- |" * len(columns)
 
 
 class sources:
@@ -38,12 +47,12 @@ class sources:
 
     def letter(self, source):
         if source not in self.letters:
-            number = len(self.letters)
-            self.letters[source] = (chr(ord("A") + number // 26 - 1) if number >= 26 else "") + chr(ord("A") + number % 26)
+            before, last = divmod(len(self.letters), 26)
+            self.letters[source] = (chr(ord("A") + before - 1) if before else "") + chr(ord("A") + last)
         return self.letters[source]
 
     def table(self):
-        yield from ("", "## Sources", "", "| | card or machine | date | commit | command | record |", "| --- | --- | --- | --- | --- | --- |")
+        yield from table("", "card or machine", "date", "commit", "command", "record")
         for (card, date, commit, command, page), letter in self.letters.items():
             yield f"| {letter} | {card} | {date} | {commit} | `{command}` | [{page.rsplit('/', 1)[-1]}]({page}) |"
 
@@ -86,15 +95,18 @@ def read(root):
         machine = record.get("machine") if isinstance(record, dict) else None
         if isinstance(machine, dict):
             kernels = {figure: (value["us"], "") for figure, value in record["figures"].items() if "us" in value}
-            models = {context_name(entry["name"]): (entry["real_time"], " (by a straight line)" if entry.get("extrapolated") else "")
-                      for part in record if part.startswith("decode_step") for entry in (record[part] or {}).get("benchmarks", [])}
+            entries = [entry for part in record if part.startswith("decode_step")
+                       for entry in (record[part] or {}).get("benchmarks", [])]
+            models = {context_name(entry["name"]): (entry["real_time"], LINE if entry.get("extrapolated") else "")
+                      for entry in entries}
             source = (machine["gpu"], machine["date"], machine["commit"], record.get("command", RUN), name)
             runs.append((machine["date"], source, kernels, models))
         elif name in provenance:
             others[name] = (record, provenance[name])
         else:
             problems.append(f"{name} names no machine: say in diary/provenance.json what made it")
-    problems += [f"diary/provenance.json names {name}, which is not there" for name in provenance if not (results / name).is_file()]
+    problems += [f"diary/provenance.json names {name}, which is not there" for name in provenance
+                 if not (results / name).is_file()]
     for run in json.loads((results / "diary" / "figures.json").read_text(encoding="utf-8")):
         page = root / run["page"]
         text = page.read_text(encoding="utf-8") if page.is_file() else ""
@@ -129,13 +141,13 @@ def family_rows(found, letters):
         family, _, rest = figure.partition("/")
         rows.setdefault((family, "H100" in card, source), []).append((rest, shown(value) + remark))
     for family, _, source in sorted(rows, key=lambda row: (row[0], row[1], row[2][1])):
-        values = ", ".join(f"{rest} {value}".strip()
-                           for rest, value in sorted(rows[family, "H100" in source[0], source], key=lambda row: by_size(row[0])))
+        row = sorted(rows[family, "H100" in source[0], source], key=lambda figure: by_size(figure[0]))
+        values = ", ".join(f"{rest} {value}".strip() for rest, value in row)
         yield f"| {letters.letter(source)} | {source[0].removeprefix('NVIDIA ').split()[0]} | `{family}` | {values} |"
 
 
 def eval_rows(others, letters):
-    """Right answers in per cent over all families and turns, by method and budget; the newest record of a suite and context counts."""
+    """Right answers in per cent over families and turns, of the newest record that has a method and budget."""
     suites = {}
     for name, (record, made) in sorted(others.items(), reverse=True):
         match = re.fullmatch(r"accuracy/(\d{4}-\d\d-\d\d)-eval(-multiturn|)(?:-[a-z0-9-]*?)?-(\d+|default)\.json", name)
@@ -148,14 +160,18 @@ def eval_rows(others, letters):
             totals[cell["method"], cell["budget"]] = (right + cell["right"], asked + cell["questions"])
         source = (made["machine"], date, made["commit"], made["command"], name)
         for key, (right, asked) in totals.items():
-            suites.setdefault((suite.strip("-") or "all families", context), {}).setdefault(key, (100 * right / asked, source))
+            cells = suites.setdefault((suite.strip("-") or "all families", context), {})
+            cells.setdefault(key, (100 * right / asked, source))
     for (suite, context), cells in sorted(suites.items(), key=lambda item: (item[0][0], len(item[0][1]), item[0][1])):
         rows = {}
         for (method, budget), (share, source) in cells.items():
             rows.setdefault(source, {}).setdefault(method, []).append((budget or 0, share))
         for source, methods in rows.items():
-            values = "; ".join(f"{method} " + ", ".join(f"{f'{budget}: ' if budget else ''}{share:.0f}" for budget, share in sorted(budgets))
-                               for method, budgets in sorted(methods.items()))
+            values = []
+            for method, budgets in sorted(methods.items()):
+                shares = [f"{budget}: {share:.0f}" if budget else f"{share:.0f}" for budget, share in sorted(budgets)]
+                values.append(f"{method} {', '.join(shares)}")
+            values = "; ".join(values)
             yield f"| {letters.letter(source)} | {suite}, {context} | {values} |"
 
 
@@ -163,12 +179,13 @@ def torch_rows(others, letters):
     for name, (record, made) in others.items():
         if not name.endswith("-torch.json"):
             continue
-        letter = letters.letter((record["machine"].split(",")[0], record["date"], made["commit"], made["command"], name))
+        card = record["machine"].split(",")[0]
+        letter = letters.letter((card, record["date"], made["commit"], made["command"], name))
         for run in record["runs"]:
             for cell in run["cells"]:
                 captured = shown(cell["captured_step_ms"]) if "captured_step_ms" in cell else ""
-                yield (f"| {letter} | `{cell['method']}` | {cell['tokens'] >> 10}K, {cell['batch']} | {shown(cell['step_ms'])} | {captured} | "
-                       f"{cell['cache_bytes'] / 1e9:.2f} |")
+                yield (f"| {letter} | `{cell['method']}` | {cell['tokens'] >> 10}K, {cell['batch']} "
+                       f"| {shown(cell['step_ms'])} | {captured} | {cell['cache_bytes'] / 1e9:.2f} |")
 
 
 def tool_rows(others, letters):
@@ -176,16 +193,17 @@ def tool_rows(others, letters):
         if name.endswith("-tool.json"):
             letter = letters.letter((record["machine"], record["date"], made["commit"], record["command"], name))
             yield (f"{letter}: of {record['asked']:,} answers {record['different']} are right on one backend alone "
-                   f"({100 * record['different'] / record['asked']:.2f} %; 1 % is allowed), over {len(record['methods'])} methods and "
-                   f"{len(record['families'])} families.")
+                   f"({100 * record['different'] / record['asked']:.2f} %; 1 % is allowed), "
+                   f"over {len(record['methods'])} methods and {len(record['families'])} families.")
 
 
 def cpu_rows(others, letters):
     for name, (record, made) in others.items():
         if not name.endswith("-cpu-decode.json"):
             continue
-        letter = letters.letter((made["machine"], record["context"]["date"][:10], made["commit"], made["command"], name))
-        values = ", ".join(f"{run['run_name'].split('/')[0] if 'run_name' in run else run['name']} {shown(run['real_time'])}"
+        date = record["context"]["date"][:10]
+        letter = letters.letter((made["machine"], date, made["commit"], made["command"], name))
+        values = ", ".join(f"{run['run_name'].split('/')[0]} {shown(run['real_time'])}"
                            for run in record["benchmarks"] if run["aggregate_name"] == "median")
         yield f"| {letter} | {values} |"
 
@@ -202,21 +220,29 @@ def page_of(root):
     letters, results = sources(), root / "benchmarks" / "results"
     lines = HEAD.split("\n")
     lines += ["## Kernels, microseconds", "", "Names are those of `bench_cuda`; medians of 11.", "",
-              "| | card | benchmark | |", "| --- | --- | --- | --- |", *family_rows(newest(runs, 0), letters),
+              *table("", "card", "benchmark", ""), *family_rows(newest(runs, 0), letters),
               "", "## Whole models, milliseconds", "",
-              "Time between tokens of Llama-3.1-8B's shapes with random weights (`bench_decode_step`); `prompt` is a whole prompt. `B4` is a batch of 4.", "",
-              "| | card | method | context, value |", "| --- | --- | --- | --- |", *family_rows(newest(runs, 1), letters),
-              "", "## PyTorch", "", "| | cache | context, batch | step, ms | captured step, ms | cache, GB |", "| --- | --- | --- | --- | --- | --- |",
+              "Time between tokens of Llama-3.1-8B's shapes with random weights (`bench_decode_step`); `prompt` is a whole "
+              "prompt, `B4` a batch of 4.", "",
+              *table("", "card", "method", "context, value"), *family_rows(newest(runs, 1), letters),
+              "", "## PyTorch", "",
+              *table("", "cache", "context, batch", "step, ms", "captured step, ms", "cache, GB"),
               *torch_rows(others, letters),
-              "", "## The CPU backend", "", "Decode attention over 32,768 tokens, milliseconds.", "", "| | |", "| --- | --- |", *cpu_rows(others, letters),
+              "", "## The CPU backend", "", "Decode attention over 32,768 tokens, milliseconds.", "",
+              *table("", ""), *cpu_rows(others, letters),
               "", "## Both backends compared", "", *tool_rows(others, letters),
               "", "## Right answers, per cent", "",
-              "`tessera eval` on the example model, over all families and turns together; behind a method stand budgets in tokens and their shares.", "",
-              "| | suite, context | |", "| --- | --- | --- |", *eval_rows(others, letters)]
-    rest = [name for name in others if name not in {source[-1] for source in letters.letters}]
-    lines += letters.table()
-    lines += ["", "Records that other pages draw or that newer ones replace:", "", "| record | machine | commit | command |", "| --- | --- | --- | --- |"]
-    lines += [f"| [{name.rsplit('/', 1)[-1]}]({name}) | {others[name][1]['machine']} | {others[name][1]['commit']} | {others[name][1]['command']} |" for name in rest]
+              "`tessera eval` on the example model, over all families and turns together; behind a method stand budgets in "
+              "tokens and their shares.", "",
+              *table("", "suite, context", ""), *eval_rows(others, letters)]
+    shown_above = {source[-1] for source in letters.letters}
+    lines += ["", "## Sources", "", *letters.table(),
+              "", "Records that other pages draw or that newer ones replace:", "",
+              *table("record", "machine", "commit", "command")]
+    for name, (_, made) in others.items():
+        if name not in shown_above:
+            file = name.rsplit("/", 1)[-1]
+            lines.append(f"| [{file}]({name}) | {made['machine']} | {made['commit']} | {made['command']} |")
     lines += ["", "## The diary", "", *diary_rows(results), ""]
     text = "\n".join(lines)
     if len(text.encode()) > MOST_BYTES:

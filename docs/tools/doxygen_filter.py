@@ -1,4 +1,6 @@
-"""What Doxygen reads in place of a file: contracts as its paragraphs and lists, pages with its links. docs/tools/docs_site.py calls it.
+"""What Doxygen reads in place of a file: contracts as its paragraphs and lists, pages with its links.
+
+docs/tools/docs_site.py calls it.
 
 A contract (`///`) keeps its lines, so that warnings name the right ones:
 - the comment that a header begins with describes the file;
@@ -6,7 +8,8 @@ A contract (`///`) keeps its lines, so that warnings name the right ones:
 - indented lines, `score(token) -> float     what it is worth`, become a list;
 - what Doxygen would not understand is left out;
 - what it would take as a command, a tag or a link outside backticks is escaped.
-A page gets a name, and links to other pages of the site become references to these; other links of the repository lose their target.
+A page gets a name, and links to other pages of the site become references to these; other links of the repository
+lose their target.
 """
 import os
 import pathlib
@@ -36,7 +39,8 @@ def code(span):
 def escaped(text):
     """Text of a contract, of which only backticks have a meaning."""
     parts = SPANS.split(text)
-    return "".join(code(part) if at % 3 == 1 else plain(part).replace("*", "\\*") if at % 3 == 0 else "" for at, part in enumerate(parts))
+    made = {0: lambda part: plain(part).replace("*", "\\*"), 1: code, 2: lambda ticks: ""}
+    return "".join(made[at % 3](part) for at, part in enumerate(parts))
 
 
 def contract(lines):
@@ -129,4 +133,4 @@ def page(text, path, pages, headers=()):
         parts[at] = SPANS.sub(span, parts[at])
     for at in range(1, len(parts), 2):
         parts[at] = re.sub(r"^```mermaid", "```", parts[at])
-    return re.sub(r"^# (.*)$", lambda match: f"# {match[1]} {{#{page_name(path)}}}", "".join(parts), count=1, flags=re.M)
+    return re.sub(r"^(# .*)$", rf"\1 {{#{page_name(path)}}}", "".join(parts), count=1, flags=re.M)

@@ -17,7 +17,7 @@ using namespace tessera;
 
 constexpr int dim = 128;
 
-// --- methods, backends, layouts -----------------------------------------------------------------------------------------
+// --- methods, backends, layouts -------------------------------------------------------------------------------------
 
 template <class Method>
 constexpr bool packs = requires {
@@ -30,8 +30,8 @@ constexpr bool packs_twice = requires {
   requires Method::layout_type::rows_type::whole_rows::packs;
 };
 
-/// The CPU's store has packed rows in runs and in fixed pages, the device's beside ragged pages too; segments of a text are not read over
-/// packed rows. Neither compiles.
+/// The CPU's store has packed rows in runs and in fixed pages, the device's beside ragged pages too; segments of a text
+/// are not read over packed rows. Neither compiles.
 template <class Method>
 constexpr bool on_cpu =
     !packs<Method> ||
@@ -74,7 +74,7 @@ void print_matrix() {
   }
 }
 
-// --- memory -----------------------------------------------------------------------------------------------------------
+// --- memory ---------------------------------------------------------------------------------------------------------
 
 constexpr index_t layers = 32, q_heads = 32, kv_heads = 8, tokens = 131072, budget = 1024;
 constexpr offset_t heads = offset_t(layers) * kv_heads;

@@ -1,6 +1,6 @@
 #!/usr/bin/env python3
-"""Puts what docs/tools/library_facts.cpp prints into the pages: between `<!-- made by docs/tools/library_facts.cpp: NAME -->` and
-`<!-- made until here -->`.
+"""Puts what docs/tools/library_facts.cpp prints into the pages: between
+`<!-- made by docs/tools/library_facts.cpp: NAME -->` and `<!-- made until here -->`.
 
     docs/tools/library_facts.py [--check] PROGRAM [REPOSITORY]
 
@@ -13,6 +13,7 @@ import sys
 
 PAGES = {"matrix": "docs/method_matrix.md", "memory": "docs/engines.md"}
 SOURCE = "docs/tools/library_facts.cpp"
+HERE = "docs/tools/library_facts.py"
 
 
 def parts_of(printed):
@@ -38,7 +39,7 @@ def put(root, parts, check):
         if made is None:
             problems.append(f"{page} has no place for the part {name}, or the program did not print it")
         elif made != text and check:
-            problems.append(f"{page} does not say what the library says: run docs/tools/library_facts.py build/PRESET/bin/library_facts")
+            problems.append(f"{page} does not say what the library says: run {HERE} build/PRESET/bin/library_facts")
         elif made != text:
             path.write_text(made, encoding="utf-8")
     return problems

@@ -1,11 +1,11 @@
 #!/usr/bin/env python3
-"""Writes docs/public_headers.md: every public header with one sentence, which is the first one of the header's own comment.
+"""Writes docs/public_headers.md: every public header with one sentence, the first one of the header's own comment.
 
     docs/tools/public_headers.py [--check] [REPOSITORY]
 
 --check writes nothing and fails where the page would change, or where a header begins without a sentence.
-Public is every header under include/tessera outside a folder detail/. Under backend/ only those are listed that a page of docs/, an example,
-an integration or a benchmark includes: the others there are parts of these.
+Public is every header under include/tessera outside a folder detail/. Under backend/ only those are listed that a page
+of docs/, an example, an integration or a benchmark includes: the others there are parts of these.
 """
 import pathlib
 import re
@@ -41,11 +41,12 @@ NO_WORDS = 4
 
 HEAD = f"""# Public headers
 
-The script `{HERE}` makes this page; a check keeps it as the headers are. A header's sentence is the first one of its own comment.
-Paths are those that a program includes: `#include <tessera/cache.hpp>`.
+The script `{HERE}` makes this page; a check keeps it as the headers are. A header's sentence is the
+first one of its own comment. Paths are those that a program includes: `#include <tessera/cache.hpp>`.
 
-Public are all headers under `include/tessera` outside folders named `detail`. Under `tessera/backend/` the page lists those headers that
-a page of these docs, an example, an integration or a benchmark includes; the others there are their parts, and move without notice.
+Public are all headers under `include/tessera` outside folders named `detail`. Under `tessera/backend/` the page
+lists those headers that a page of these docs, an example, an integration or a benchmark includes; the others there are
+their parts, and move without notice.
 """
 
 
@@ -77,7 +78,9 @@ def public_headers(root):
     folder, used = root / "include" / "tessera", included(root)
     for path in sorted(folder.rglob("*")):
         name = path.relative_to(folder)
-        if path.suffix in (".hpp", ".cuh") and "detail" not in name.parts and (name.parts[0] != "backend" or name.as_posix() in used):
+        if path.suffix not in (".hpp", ".cuh") or "detail" in name.parts:
+            continue
+        if name.parts[0] != "backend" or name.as_posix() in used:
             yield name.as_posix()
 
 
@@ -97,7 +100,8 @@ def page_of(root):
         if room not in ROOMS:
             problems.append(f"{HERE} says nothing of the folder {room}")
         title = f"`tessera/{room}/`" if room else "`tessera/`"
-        lines += [f"## {title}", "", ROOMS.get(room, ""), "", "| header | what it has |", "| --- | --- |", *rooms[room], ""]
+        lines += [f"## {title}", "", ROOMS.get(room, ""), "", "| header | what it has |", "| --- | --- |"]
+        lines += [*rooms[room], ""]
     return "\n".join(lines).rstrip("\n") + "\n", problems
 
 
