@@ -7,8 +7,9 @@ Usage: docs.py REPOSITORY. Four rules, for README.md, CONTRIBUTING.md and docs/:
 - docs/concepts.md has every sentence that the static_asserts of concepts/ and recipe.hpp print.
 - Links to files of the repository lead somewhere, on the pages of benchmarks/ and examples/ too.
 - A source file that is named in backticks exists: by its path from the repository, include/tessera or examples, or, where
-  only its name is given, somewhere. docs/engines.md and docs/cuda.md name headers by the path that a program includes. Not looked at: names with capitals or brackets (placeholders), docs/compile_times.md
-  (a record of one day), and the header that docs/how_to/add_a_scorer.md has the reader write.
+  only its name is given, somewhere. docs/engines.md, docs/cuda.md and docs/operations.md name headers by the path
+  that a program includes. Not looked at: names with capitals or brackets (placeholders), docs/compile_times.md (a record
+  of one day), and the header that docs/how_to/add_a_scorer.md has the reader write.
 """
 import html
 import pathlib
@@ -20,7 +21,7 @@ LITERALS = re.compile(r'"(tessera: (?:[^"\\]|\\.)*)"((?:\s*"(?:[^"\\]|\\.)*")*)'
 FILE = re.compile(r"`((?:[a-z0-9_.-]+/)*[a-z0-9_]+\.(?:hpp|cuh|cpp|cu|py|sh|cmake))`")
 TO_BE_WRITTEN = "tempered_attention"
 RECORDS = ("compile_times.md",)
-FOR_INCLUDING = ("engines.md", "cuda.md")
+FOR_INCLUDING = ("engines.md", "cuda.md", "operations.md")
 LINK = re.compile(r"\]\(([^)#\s]+)[^)]*\)")
 
 
