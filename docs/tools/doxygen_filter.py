@@ -25,7 +25,7 @@ LINK = re.compile(r"(!?)\[((?:[^\[\]]|\[[^\]]*\])*)\]\(([^)\s]+)\)")
 
 def plain(text):
     """Text without what Doxygen acts on."""
-    text = text.replace("\\", "\\\\")
+    text = re.sub(r"(-{2,3})", r"\\\1", text.replace("\\", "\\\\"))  # dashes stay two
     return re.sub(r"([@&<>#%\"])", r"\\\1", text)
 
 
