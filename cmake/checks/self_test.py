@@ -229,8 +229,9 @@ class Checks(unittest.TestCase):
     def test_a_type_without_a_contract_is_a_problem_of_the_site(self):
         log = ("a.hpp:1: warning: Compound tessera::cache is not documented.\na.hpp:2: warning: Compound tessera::cache::part is not documented.\n"
                "a.hpp:3: warning: Member f() (function) of class tessera::cache is not documented.\na.hpp:4: warning: end of comment block\n\n"
-               "a.hpp:4: warning: end of comment block\na.hpp:5: warning: Compound tessera::cuda::pack is not documented.\n")
-        self.assertEqual([line[:7] for line in docs_site.problems_of(log)], ["a.hpp:1", "a.hpp:4", "a.hpp:5"])
+               "a.hpp:4: warning: end of comment block\na.hpp:5: warning: Compound tessera::cuda::pack is not documented.\n"
+               "a.hpp:6: warning: Member f() (function) of namespace tessera is not documented.\n")
+        self.assertEqual([line[:7] for line in docs_site.problems_of(log)], ["a.hpp:1", "a.hpp:4", "a.hpp:5", "a.hpp:6"])
 
     def test_parts_of_pages_are_what_the_library_says(self):
         place = "<!-- made by docs/tools/library_facts.cpp: {} -->\n{}<!-- made until here -->\nrest\n"
