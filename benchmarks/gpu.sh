@@ -17,6 +17,7 @@
 #                do not go into the record
 #
 # A step that fails, or prints nothing for some minutes, is recorded as failed and the next one runs; the record is written in any case.
+# `benchmarks/plots/figures_page.py` then writes the page of newest figures, benchmarks/results/README.md, anew.
 # The exit status is 0 when every step passed; bars that are missed are only reported.
 set -uo pipefail
 cd "$(dirname "${BASH_SOURCE[0]}")/.." || exit 2

@@ -5,11 +5,17 @@ function(tessera_source_check name)
   set_tests_properties(${name} PROPERTIES LABELS "cpu;check" TIMEOUT ${tessera_hang})
 endfunction()
 
+# The site of the contracts and the pages, as docs/build.sh builds it: a warning is an error.
+add_test(NAME docs_site COMMAND Python3::Interpreter "${PROJECT_SOURCE_DIR}/docs/tools/docs_site.py" --out "${PROJECT_BINARY_DIR}/docs")
+set_tests_properties(docs_site PROPERTIES LABELS "cpu;docs" TIMEOUT ${tessera_hang} SKIP_RETURN_CODE 77)
+
 set(checks "${PROJECT_SOURCE_DIR}/cmake/checks")
 tessera_source_check(layers Python3::Interpreter "${checks}/layers.py" "${PROJECT_SOURCE_DIR}")
 tessera_source_check(policy_rows Python3::Interpreter "${checks}/policy_rows.py" "${PROJECT_SOURCE_DIR}")
 tessera_source_check(sizes Python3::Interpreter "${checks}/sizes.py" "${PROJECT_SOURCE_DIR}")
 tessera_source_check(docs Python3::Interpreter "${checks}/docs.py" "${PROJECT_SOURCE_DIR}")
+tessera_source_check(figures_page Python3::Interpreter "${PROJECT_SOURCE_DIR}/benchmarks/plots/figures_page.py" --check "${PROJECT_SOURCE_DIR}")
+tessera_source_check(public_headers Python3::Interpreter "${PROJECT_SOURCE_DIR}/docs/tools/public_headers.py" --check "${PROJECT_SOURCE_DIR}")
 tessera_source_check(forbidden_text Python3::Interpreter "${checks}/forbidden_text.py" "${PROJECT_SOURCE_DIR}")
 tessera_source_check(serving_simulation Python3::Interpreter "${PROJECT_SOURCE_DIR}/benchmarks/serving/test_simulate.py")
 tessera_source_check(checks_fail_when_they_should Python3::Interpreter "${checks}/self_test.py" "${CMAKE_CXX_COMPILER}")

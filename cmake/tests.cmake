@@ -70,6 +70,17 @@ if(TARGET test_methods)
                  tests/methods/support/mixtures.cpp)
   configure_file(tests/methods/support/every_method.hpp.in test_methods/every_method.hpp @ONLY)
   target_include_directories(tessera_testing PUBLIC "${PROJECT_BINARY_DIR}/test_methods")
+
+  # Parts of pages that the library itself says; further methods are on none of them.
+  if(NOT TESSERA_MORE_METHODS)
+    add_executable(library_facts docs/tools/library_facts.cpp)
+    target_include_directories(library_facts PRIVATE "${PROJECT_BINARY_DIR}/test_methods")
+    target_link_libraries(library_facts PRIVATE tessera::tessera Eigen3::Eigen)
+    target_compile_options(library_facts PRIVATE "$<$<CONFIG:Release>:-O0>")
+    add_test(NAME library_facts COMMAND Python3::Interpreter "${PROJECT_SOURCE_DIR}/docs/tools/library_facts.py" --check
+                                        "$<TARGET_FILE:library_facts>" "${PROJECT_SOURCE_DIR}")
+    set_tests_properties(library_facts PROPERTIES LABELS "cpu;check;docs" TIMEOUT ${tessera_hang})
+  endif()
 endif()
 
 if(TARGET tessera)  # a sample of what tests/hostile/run.sh does

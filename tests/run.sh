@@ -23,7 +23,7 @@ give_up() {
   exit 1
 }
 
-need "${build_packages[@]}" "${example_packages[@]}" "${test_packages[@]}" "${benchmark_packages[@]}" \
+need "${build_packages[@]}" "${example_packages[@]}" "${test_packages[@]}" "${benchmark_packages[@]}" "${documentation_packages[@]}" \
   || give_up "The packages that the build needs are not installed."
 cmake --preset "$preset" "$@" || give_up "CMake could not configure the build."
 cmake --build "$folder" --parallel "$jobs" -- -k 0 || give_up "The build failed."
@@ -41,6 +41,6 @@ skipped=$(count skipped)
 not_passed=$(($(count failures) + $(count disabled)))
 [ "$status" -ne 0 ] && [ "$not_passed" -eq 0 ] && not_passed=1
 echo "Took $SECONDS s."
-# Skipped: the GPU tests, where there is no GPU.
+# Skipped: the GPU tests, where there is no GPU, and the site where there is no Doxygen.
 echo "$((total - not_passed - skipped)) passed, $not_passed failed, $skipped skipped"
 [ "$not_passed" -eq 0 ]

@@ -5,10 +5,11 @@ Usage: docs.py REPOSITORY. Four rules, for README.md, CONTRIBUTING.md and docs/:
 - A code block below `<!-- FILE [marker] -->` is, word for word, what stands in FILE between two lines `// [marker]`;
   README.md has at least one. Marked regions must be shown on some page.
 - docs/concepts.md has every sentence that the static_asserts of concepts/ and recipe.hpp print.
-- Links to files of the repository lead somewhere.
+- Links to files of the repository lead somewhere, on the pages of benchmarks/ and examples/ too.
 - A source file that is named in backticks exists: by its path from the repository, include/tessera or examples, or, where
-  only its name is given, somewhere. docs/engines.md and docs/cuda.md name headers by the path that a program includes. Not looked at: names with capitals or brackets (placeholders), docs/compile_times.md
-  (a record of one day), and the header that docs/how_to/add_a_scorer.md has the reader write.
+  only its name is given, somewhere. docs/engines.md, docs/cuda.md and docs/operations.md name headers by the path
+  that a program includes. Not looked at: names with capitals or brackets (placeholders), docs/compile_times.md (a record
+  of one day), and the header that docs/how_to/add_a_scorer.md has the reader write.
 """
 import html
 import pathlib
@@ -20,7 +21,7 @@ LITERALS = re.compile(r'"(tessera: (?:[^"\\]|\\.)*)"((?:\s*"(?:[^"\\]|\\.)*")*)'
 FILE = re.compile(r"`((?:[a-z0-9_.-]+/)*[a-z0-9_]+\.(?:hpp|cuh|cpp|cu|py|sh|cmake))`")
 TO_BE_WRITTEN = "tempered_attention"
 RECORDS = ("compile_times.md",)
-FOR_INCLUDING = ("engines.md", "cuda.md")
+FOR_INCLUDING = ("engines.md", "cuda.md", "operations.md")
 LINK = re.compile(r"\]\(([^)#\s]+)[^)]*\)")
 
 
@@ -90,7 +91,8 @@ def main(repository):
     root = pathlib.Path(repository).resolve()
     pages = [path for path in (root / "README.md", root / "CONTRIBUTING.md") if path.is_file()]
     pages += sorted((root / "docs").rglob("*.md"))
-    problems = [*check_snippets(root, pages), *check_sentences(root), *check_links(pages), *check_files(root, pages)]
+    others = [path for part in ("benchmarks", "examples") for path in sorted((root / part).rglob("*.md"))]
+    problems = [*check_snippets(root, pages), *check_sentences(root), *check_links(pages + others), *check_files(root, pages)]
     for path, text in problems:
         print(f"{path.relative_to(root)}: {text}")
     print(f"{len(pages)} pages, {len(problems)} problems")

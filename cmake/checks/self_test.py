@@ -5,6 +5,7 @@ Usage: self_test.py COMPILER
 """
 import contextlib
 import io
+import json
 import pathlib
 import subprocess
 import sys
@@ -19,6 +20,14 @@ import layers
 import new_method
 import policy_rows
 import sizes
+
+ROOT = pathlib.Path(__file__).resolve().parents[2]
+sys.path += [str(ROOT / "benchmarks" / "plots"), str(ROOT / "docs" / "tools")]
+import doxygen_filter
+import figures_page
+import library_facts
+import public_headers
+import docs_site
 
 COMPILER = sys.argv.pop(1) if len(sys.argv) > 1 else "c++"
 PRAGMA = "#pragma once\n"
@@ -151,6 +160,89 @@ class Checks(unittest.TestCase):
             ("docs/concepts.md", "tessera: a budget must\n", "lacks the sentence: tessera: a budget must have a name"),
         ]:
             self.assert_fails(docs.main, {**good, name: text}, sentence)
+
+    def test_the_page_of_figures_is_what_the_records_say(self):
+        folder = "benchmarks/results/"
+        record = {"machine": {"gpu": "NVIDIA H200", "date": "2026-01-02", "commit": "abc1234"}, "figures": {"decode/B1": {"us": 1.5}}}
+        told = [{"date": "2026-01-03", "card": "NVIDIA H200", "commit": "def5678", "command": "bench", "page": folder + "diary/2026-01-03.md",
+                 "kernels": {"decode/B1": "1.4 us"}}]
+        good = {folder + "2026-01-02-h200.json": json.dumps(record), folder + "diary/figures.json": json.dumps(told),
+                folder + "diary/provenance.json": "{}", folder + "diary/2026-01-03.md": "## 2026-01-03: faster\n\ndecode 1.4 us\n"}
+
+        def check(files):
+            def written_and_changed(where):
+                figures_page.main([where])
+                for name, text in files.items():
+                    pathlib.Path(where, name).write_text(text, encoding="utf-8")
+                return figures_page.main(["--check", where])
+            return written_and_changed
+
+        self.assert_passes(check({}), good)
+        for name, text, sentence in [
+            (folder + "2026-01-02-h200.json", json.dumps(record | {"figures": {"copy/4GiB": {"us": 2.5}}}), "not what the records say"),
+            (folder + "diary/2026-01-03.md", "## 2026-01-03: faster\n\ndecode 11.4 us\n", "does not say 1.4"),
+            (folder + "accuracy/a.json", "[]", "names no machine"),
+            (folder + "diary/provenance.json", json.dumps({"gone.json": {}}), "gone.json, which is not there"),
+            (folder + "README.md", "", "not what the records say"),
+        ]:
+            self.assert_fails(check({name: text}), {**good, folder + "accuracy/note.txt": ""}, sentence)
+
+    def test_the_list_of_public_headers_is_what_the_headers_say(self):
+        include = "include/tessera/"
+        good = {include + "cache.hpp": "// A whole cache of one model. More of it.\n#pragma once\n", include + "math/detail/part.hpp": PRAGMA,
+                include + "backend/cpu/part.hpp": PRAGMA, include + "backend/cpu/attend.hpp": "// Attention over rows,\n// on the CPU.\n",
+                "docs/engines.md": "`tessera/backend/cpu/attend.hpp`\n"}
+
+        def check(files):
+            def written_and_changed(where):
+                public_headers.main([where])
+                page = pathlib.Path(where, "docs/public_headers.md").read_text(encoding="utf-8")
+                self.assertIn("| `tessera/cache.hpp` | A whole cache of one model. |\n", page)
+                self.assertIn("| `tessera/backend/cpu/attend.hpp` | Attention over rows, on the CPU. |\n", page)
+                self.assertNotIn("part.hpp", page)
+                for name, text in files.items():
+                    pathlib.Path(where, name).write_text(text, encoding="utf-8")
+                return public_headers.main(["--check", where])
+            return written_and_changed
+
+        self.assert_passes(check({}), good)
+        for name, text, sentence in [
+            (include + "cache.hpp", "// Another cache of one model.\n", "not what the headers say"),
+            (include + "cache.hpp", "// Of one.\n", "cache.hpp: its first comment is no sentence"),
+            (include + "cache.hpp", PRAGMA, "cache.hpp: its first comment is no sentence"),
+            ("docs/engines.md", "`tessera/backend/cpu/attend.hpp`, `tessera/backend/cpu/part.hpp`\n", "part.hpp: its first comment"),
+        ]:
+            self.assert_fails(check({name: text}), good, sentence)
+
+    def test_contracts_and_pages_become_what_doxygen_reads(self):
+        text = ("// What a header has, `a < b`.\n#pragma once\n/// Adds `a*b` to 100 %. See `x\n/// y`.\n///   add(a) -> int     a sum\n///"
+                "                     of two\n/// More.\n/// Errors   none,\n///          never.\nint a;  ///< [n]; <b>\n")
+        self.assertEqual(doxygen_filter.header(text).split("\n"), [
+            "/// @header_of What a header has, <tt>a \\< b</tt>.", "#pragma once", "/// Adds <tt>a*b</tt> to 100 \\%. See <tt>x</tt>",
+            "/// <tt>y</tt>.", "/// - <tt>add(a) -\\> int</tt>: a sum", "///   of two", "/// @paragraph_end More.", "/// @contract{Errors} none,",
+            "/// never.", "int a;  ///< [n]; \\<b\\>", ""])
+        page = "# A `b`\n[c](../c.md) [d](../x.hpp) ![e](images/e.svg) `tessera/f.hpp`\n```cpp\n[c](../c.md)\n```\n"
+        self.assertEqual(doxygen_filter.page(page, "docs/a.md", ["docs/a.md", "c.md"], {"tessera/f.hpp"}),
+                         "# A <tt>b</tt> {#page_docs_a}\n[c](@ref page_c) d ![e](e.svg) [<tt>tessera/f.hpp</tt>](@ref tessera/f.hpp)\n"
+                         "```cpp\n[c](../c.md)\n```\n")
+
+    def test_a_type_without_a_contract_is_a_problem_of_the_site(self):
+        log = ("a.hpp:1: warning: Compound tessera::cache is not documented.\na.hpp:2: warning: Compound tessera::cache::part is not documented.\n"
+               "a.hpp:3: warning: Member f() (function) of class tessera::cache is not documented.\na.hpp:4: warning: end of comment block\n\n"
+               "a.hpp:4: warning: end of comment block\na.hpp:5: warning: Compound tessera::cuda::pack is not documented.\n"
+               "a.hpp:6: warning: Member f() (function) of namespace tessera is not documented.\n")
+        self.assertEqual([line[:7] for line in docs_site.problems_of(log)], ["a.hpp:1", "a.hpp:4", "a.hpp:5", "a.hpp:6"])
+
+    def test_parts_of_pages_are_what_the_library_says(self):
+        place = "<!-- made by docs/tools/library_facts.cpp: {} -->\n{}<!-- made until here -->\nrest\n"
+        good = {"docs/method_matrix.md": place.format("matrix", "a\nb\n"), "docs/engines.md": "before\n" + place.format("memory", "c\n")}
+        parts = library_facts.parts_of("@@ matrix\na\nb\n@@ memory\nc\n")
+        problems = lambda parts, check: lambda folder: len(library_facts.put(pathlib.Path(folder), parts, check))
+        self.assertEqual(self.outcome(problems(parts, True), good)[0], 0)
+        for changed in ({**parts, "memory": "d\n"}, {"memory": "c\n"}, {**parts, "more": ""}):
+            self.assertEqual(self.outcome(problems(changed, True), good)[0], 1, changed)
+        self.assertEqual(self.outcome(problems({**parts, "memory": "d\n"}, False), good)[0], 0)
+        self.assertEqual(self.outcome(problems(parts, True), {**good, "docs/engines.md": "c\n"})[0], 1)
 
     def test_a_step_that_hangs_is_ended_and_a_slow_one_is_not(self):
         steps = pathlib.Path(__file__).resolve().parents[2] / "benchmarks" / "steps.sh"

@@ -12,7 +12,7 @@ SOURCES = (".hpp", ".cuh", ".cpp", ".cu", ".py", ".sh", ".cmake", ".in")
 # What a reader opens first.
 MOST_OF_ITS_OWN = {"include/tessera/recipe.hpp": 119, "include/tessera/cache.hpp": 249, "include/tessera/backend/cuda/cache.cuh": 249}
 # Many short files of one kind, each found by its name.
-COLLECTIONS = ("include/tessera/methods", "include/tessera/scorer")
+COLLECTIONS = ("include/tessera/methods", "include/tessera/scorer", "benchmarks/results/diary")
 
 NO_FUNCTION = re.compile(r"(template\b.*>\s*)?(inline\s+)?(namespace|struct|class|enum|union|extern)\b|.*\bnamespace\b")
 

@@ -22,6 +22,7 @@ inline constexpr bool rows_fit_on_devices = !requires {
 }
 || (!Retain::chooses && !line_pattern<Prefill> && (!Retrieve::retrieves || reads_block_means<Retrieve>));
 
+/// Whether these policies make sense together; what does not is said in a sentence.
 template <class Retain, class Layout, class Retrieve, class Attention, class Schedule, class Prefill>
 constexpr bool check_recipe() {
   static_assert(check_layout<Layout>() && check_attention<Attention>() && check_schedule<Schedule>() &&

@@ -1,4 +1,4 @@
-// Every element stays.
+// Every channel of a vector stays: nothing of it is left out.
 #pragma once
 
 #include "../concepts/channels.hpp"

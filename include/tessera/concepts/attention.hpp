@@ -18,6 +18,7 @@ concept attention = requires(A& a) {
   { a.rule } -> std::same_as<logit_rule&>;
 };
 
+/// Whether a type is an attention; what it lacks is said in a sentence.
 template <class A>
 constexpr bool check_attention() {
   static_assert(

@@ -129,6 +129,7 @@ void allot_counts(const B& budget, const layer_scores& scores, index_t* counts) 
   }
 }
 
+/// Whether a type is a budget; what it lacks is said in a sentence.
 template <class B>
 constexpr bool check_budget() {
   static_assert(

@@ -1,4 +1,4 @@
-// Channels: which elements of a vector stay? Another question than which tokens stay.
+// Channels: which elements of a vector stay? Chooses the channels that are stored of a key or a value.
 #pragma once
 
 #include <concepts>
@@ -45,6 +45,7 @@ concept channel_selector = std::is_trivially_copyable_v<C> &&
   c.check();
 };
 
+/// Whether a type is a channel selector; what it lacks is said in a sentence.
 template <class C>
 constexpr bool check_channels() {
   static_assert(std::is_trivially_copyable_v<C>, "tessera: a channel selector must be trivially copyable");

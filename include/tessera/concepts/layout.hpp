@@ -39,6 +39,7 @@ concept layout = row_format<typename L::rows_type> && placement<typename L::plac
 template <class L, class T, int D, int Dv>
 concept layout_of = layout<L> && std::same_as<typename L::element_type, T> && L::k_dim == D&& L::v_dim == Dv;
 
+/// Whether a type is a row format; what it lacks is said in a sentence.
 template <class R>
 constexpr bool check_row_format() {
   static_assert(
@@ -57,6 +58,7 @@ constexpr bool check_row_format() {
   return row_format<R>;
 }
 
+/// Whether a type is a layout; what it lacks is said in a sentence.
 template <class L>
 constexpr bool check_layout() {
   static_assert(

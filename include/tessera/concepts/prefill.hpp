@@ -81,6 +81,7 @@ concept counted_pattern = device_line_pattern<P> && requires(const P p) {
   { p.diagonals() } -> std::same_as<index_t>;
 };
 
+/// Whether a prefill policy runs on a device; what it lacks is said in a sentence.
 template <class P>
 constexpr bool check_device_prefill() {
   static_assert(!P::chooses_lines || device_line_pattern<P>,
@@ -89,6 +90,7 @@ constexpr bool check_device_prefill() {
   return !P::chooses_lines || device_line_pattern<P>;
 }
 
+/// Whether a type is a prefill policy; what it lacks is said in a sentence.
 template <class P>
 constexpr bool check_prefill() {
   static_assert(

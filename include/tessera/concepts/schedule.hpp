@@ -38,6 +38,7 @@ concept schedule = requires(const S s, moment now, const turn_clock& at) {
   { s.due(now, at) } -> std::same_as<bool>;
 };
 
+/// Whether a type is a schedule; what it lacks is said in a sentence.
 template <class S>
 constexpr bool check_schedule() {
   static_assert(

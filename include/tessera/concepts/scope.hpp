@@ -53,6 +53,7 @@ concept scope = std::is_trivially_copyable_v<S> && requires {
   { S::name } -> std::convertible_to<const char*>;
 } &&(joining_scope<S> || !requires { &S::join; });
 
+/// Whether a type is a scope; what it lacks is said in a sentence.
 template <class S>
 constexpr bool check_scope() {
   static_assert(

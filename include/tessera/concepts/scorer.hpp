@@ -316,6 +316,7 @@ constexpr bool check_scorer() {
 template <class S>
 concept device_scorer = scorer<S> &&(pooling_scorer<S> || slot_finishing_scorer<S> || !finishing_scorer<S>);
 
+/// Whether a scorer runs on a device; what it lacks is said in a sentence.
 template <class S>
 constexpr bool check_device_scorer() {
   static_assert(device_scorer<S>,

@@ -69,6 +69,7 @@ index_t choose_slots(const S& selector, const float* scores, index_t n, index_t 
   }
 }
 
+/// Whether a type is a selector; what it lacks is said in a sentence.
 template <class S>
 constexpr bool check_selector() {
   static_assert(std::is_trivially_copyable_v<S>, "tessera: a selector must be trivially copyable");

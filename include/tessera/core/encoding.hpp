@@ -43,10 +43,12 @@ struct fp8_elements {
   }
 };
 
+/// What `encoding_of` says of an encoding.
 template <class E>
 struct encoding_or_raw {
   using type = E;
 };
+/// What `encoding_of` says of an element type.
 template <element T>
 struct encoding_or_raw<T> {
   using type = raw_elements<T>;

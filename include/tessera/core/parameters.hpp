@@ -30,6 +30,7 @@ struct value_range {
   }
 };
 
+/// A range of the type of its ends.
 template <class T>
 value_range(T, T) -> value_range<T>;  // for clang 16
 
@@ -62,7 +63,7 @@ inline constexpr index_t most_tokens = 1 << 24;
 
 /// What a token budget per kv_head may be; the second where it pays for an estimate of the keys too.
 inline constexpr value_range<index_t> token_budgets{1, most_tokens};
-inline constexpr value_range<index_t> estimating_budgets{16, most_tokens};
+inline constexpr value_range<index_t> estimating_budgets{16, most_tokens};  ///< where it pays for an estimate
 
 /// A visitor that looks at nothing: what the concepts try `parameters` with.
 struct ignore_parameters {

@@ -14,8 +14,8 @@ TESSERA_SHARED_NAMESPACE_BEGIN
 using index_t = std::int32_t;   ///< tokens, heads, slots, counts; -1 pads an index list
 using offset_t = std::int64_t;  ///< strides, byte counts, addresses within a tensor
 
-inline constexpr index_t no_index = -1;
-inline constexpr float infinity = std::numeric_limits<float>::infinity();
+inline constexpr index_t no_index = -1;                                    ///< pads an index list
+inline constexpr float infinity = std::numeric_limits<float>::infinity();  ///< of fp32
 
 /// std::bit_cast for device code: nvcc refuses to call the library's without --expt-relaxed-constexpr.
 template <class To, class From>
@@ -93,7 +93,7 @@ struct fp8 {
   }
 };
 
-using fp32 = float;
+using fp32 = float;  ///< by the name that its siblings have
 
 /// What engines hand over, and what K and V may be stored as without an encoding (core/encoding.hpp).
 template <class T>
@@ -110,13 +110,14 @@ template <row_element T>
 requires(!std::same_as<T, fp32>) const T* as_elements(const decltype(T::bits)* bits) {
   return reinterpret_cast<const T*>(bits);
 }
+/// The same of bits that may be written.
 template <row_element T>
 requires(!std::same_as<T, fp32>) T* as_elements(decltype(T::bits)* bits) { return reinterpret_cast<T*>(bits); }
 
 /// Head dims that every kernel is built for; the largest.
 template <int D>
 inline constexpr bool supported_head_dim = D == 64 || D == 80 || D == 96 || D == 128 || D == 192 || D == 256;
-inline constexpr index_t largest_head_dim = 256;
+inline constexpr index_t largest_head_dim = 256;  ///< of those
 
 /// a / b rounded up; b >= 1.
 TESSERA_HD TESSERA_INLINE constexpr index_t ceil_div(index_t a, index_t b) {

@@ -1,4 +1,4 @@
-// Rows one after another.
+// The rows of a kv_head lie one after another, in a run of its own.
 #pragma once
 
 #include "../concepts/layout.hpp"

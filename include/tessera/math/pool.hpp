@@ -9,6 +9,7 @@
 
 TESSERA_NAMESPACE_BEGIN
 
+/// How the scores of neighbours become one.
 enum class pooling { max, average };
 
 /// Pooling over `kernel` neighbours, an odd number; 1 for none.
@@ -61,6 +62,7 @@ inline void average_pool(const float* in, index_t n, index_t kernel, float* out)
   }
 }
 
+/// Pools by `window`: see max_pool and average_pool. `scratch` is memory of the former.
 inline void pool_scores(const pooling_window& window, const float* in, index_t n, float* out,
                         host_vector<float>& scratch) {
   if (window.kind == pooling::max) {

@@ -1,4 +1,4 @@
-// LoopServe's published greedy between two lists of lines, on both sides.
+// LoopServe's published greedy choice between two lists of lines, for both backends.
 #pragma once
 
 #include "../core/types.hpp"

@@ -17,6 +17,7 @@
 
 TESSERA_NAMESPACE_BEGIN
 
+/// How far a task has come. Waiting: its thread has it, or will have it; stopped: nobody will finish it.
 enum class task_state { waiting, done, failed, stopped };
 
 /// Work for another thread. What it has made may be read once `state` says done.

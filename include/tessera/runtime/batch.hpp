@@ -1,4 +1,4 @@
-// One decode step of a cache.
+// What one decode step of a cache does: its sequences, how many tokens each has, and when the first stage chooses.
 #pragma once
 
 #include <algorithm>
@@ -29,6 +29,7 @@ struct batch {
   }
 };
 
+/// Tokens of a decode step, at most.
 inline constexpr index_t most_step_tokens = 8;
 
 /// The first of three counts that is not `wanted`; `wanted` where there is none.

@@ -35,6 +35,7 @@ TESSERA_NAMESPACE_END
 #endif
 
 TESSERA_NAMESPACE_BEGIN
+/// This header has been included.
 template <>
 inline constexpr bool eigenvectors_included<double> = true;
 TESSERA_NAMESPACE_END

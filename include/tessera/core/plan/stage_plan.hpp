@@ -1,4 +1,4 @@
-// What a budget comes to for one conversation: how many tokens each stage handles, and how cheap an estimate must be.
+// The plan that a budget makes for one conversation: how many tokens each stage handles, and how cheap an estimate must be.
 #pragma once
 
 #include "../config.hpp"

@@ -9,6 +9,7 @@
 
 TESSERA_NAMESPACE_BEGIN
 
+/// Where a conversation stands in one layer: its next position, and how much of the turn's prompt has come.
 struct layer_progress {
   index_t next_position = 0;
   index_t turn_tokens = 0;  ///< prompt tokens since the turn began; 0 while decoding

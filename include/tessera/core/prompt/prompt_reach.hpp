@@ -1,4 +1,4 @@
-// How far a turn's prompt has come, where earlier choices stand.
+// How far a turn's prompt has come, and which of its tokens have been chosen already.
 #pragma once
 
 #include "../config.hpp"

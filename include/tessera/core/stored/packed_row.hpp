@@ -53,7 +53,9 @@ struct packed_format {
   bool operator==(const packed_format&) const = default;
 };
 
+/// Bit i of a set.
 TESSERA_HD inline bool has_bit(const std::uint8_t* bits, index_t i) { return (bits[i / 8] >> (i % 8)) & 1; }
+/// Sets bit i of a set.
 TESSERA_HD inline void set_bit(std::uint8_t* bits, index_t i) { bits[i / 8] |= std::uint8_t(1u << (i % 8)); }
 
 namespace detail {

@@ -34,6 +34,7 @@ struct page_extrema_view {
   }
 };
 
+/// Neither NaN nor infinity.
 TESSERA_HD inline bool is_finite(float x) { return x - x == 0; }
 
 /// Elements of one row with room for so many pages.
@@ -45,6 +46,7 @@ TESSERA_HD inline offset_t page_row_elements(index_t page, int k_dim, index_t ro
 TESSERA_HD inline float lower_with(float held, float fresh) {
   return is_finite(fresh) && !(held <= fresh) ? fresh : held;
 }
+/// The same of the larger values.
 TESSERA_HD inline float upper_with(float held, float fresh) {
   return is_finite(fresh) && !(held >= fresh) ? fresh : held;
 }

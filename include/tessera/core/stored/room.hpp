@@ -1,4 +1,4 @@
-// How much room stored tokens get behind them.
+// How many free rows are reserved behind stored tokens when they move, and when unused memory is given back.
 #pragma once
 
 #include <algorithm>

@@ -1,4 +1,4 @@
-// How a segment is packed: what a search may choose, and what has come of searches.
+// How a segment is packed: what a search may choose, and a report of the searches of a sequence.
 #pragma once
 
 #include <array>
@@ -19,7 +19,8 @@ struct segment_strategy {
 
 /// What a search may choose, in the order in which it prefers them.
 inline constexpr std::array<float, 3> strategy_shares{0.125f, 0.25f, 0.375f};
-inline constexpr std::array<index_t, 3> strategy_groups{4, 2, 1}, strategy_blocks{16, 8, 4};
+/// Groups, likewise.
+inline constexpr std::array<index_t, 3> strategy_groups{4, 2, 1}, strategy_blocks{16, 8, 4};  ///< blocks, likewise
 
 /// What has come of the segments of a sequence that have ended.
 struct strategy_report {

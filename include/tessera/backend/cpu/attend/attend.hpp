@@ -329,6 +329,7 @@ void prefill_attention_part(const View& view, const query_rows<Q>& queries, logi
   rule.sink_logits = nullptr;
   prefill_attention(view, queries, rule, output, workers);
 }
+/// The same of `decode_attention`.
 template <class View, class Q>
 void decode_attention_part(const View& view, const query_rows<Q>& queries, logit_rule rule,
                            const selection_view* chosen, const attention_output& output, decode_workspace& workspace,

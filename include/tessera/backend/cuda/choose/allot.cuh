@@ -211,6 +211,7 @@ class budget_table {
   const Budget& on_device(const Budget& budget) const { return budget; }
 };
 
+/// The same for a budget that has one.
 template <tabled_budget Budget>
 class budget_table<Budget> {
  public:
