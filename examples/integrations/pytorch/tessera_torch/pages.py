@@ -18,7 +18,7 @@ class PagedLayer(typing.NamedTuple):
     k, v:       [pages, page, kv_heads, dim] in any strides; HND pools as views: k.transpose(1, 2)
     tables:     [sequences, blocks], or [sequences, kv_heads, blocks] over pages of one head (kv_heads of k is then 1)
     lengths:    [sequences, kv_heads]: every head has a length of its own
-    positions:  [sequences, kv_heads, at least blocks * page], of the stored tokens
+    positions:  [sequences, kv_heads, at least blocks * page], of the stored tokens, ascending
 
     Contiguous memory [sequences, tokens, kv_heads, dim] is a pool of one page a sequence: tables = arange(sequences)[:, None].
     """
@@ -57,7 +57,8 @@ class PageOperations:
     def append(self, layer, k, v, first_position, new_tokens=None):
         """New rows [sequences, tokens, kv_heads, dim] behind what every head holds; lengths and positions move on.
 
-        layer: a PagedLayer, as in all that follows; new_tokens [sequences]: how many rows count, the first ones (None: all).
+        layer: a PagedLayer, as in all that follows; first_position [sequences]: of the first new row, behind every position
+        that is stored; new_tokens [sequences]: how many rows count, the first ones (None: all).
         """
         self._operators.pages_append(self._handle, *layer, k, v, first_position, new_tokens)
 

@@ -73,7 +73,8 @@ def test_a_filled_cache_takes_the_rest_of_the_prompt(filled):
 
 @pytest.mark.parametrize("length, chunk", [(100, 1), (100, 7), (100, 33), (100, 99), (100, 98), (100, 200), (2, 1)])
 def test_chunks_of_generate_belong_to_the_prompt(length, chunk):
-    """Also those of one token, up to the prompt's last. That one, alone in its call, is the first step."""
+    """Also those of one token, up to the prompt's last. That one, alone in its call, is the first step; in a chunk with others
+    it belongs to the prompt, and then all is as it is without chunks."""
     model, ids = small_model(), tokens(length)
     last_is_step = FOUR or chunk == 1 or length % chunk == 1
     prompt = length - last_is_step
@@ -87,6 +88,10 @@ def test_chunks_of_generate_belong_to_the_prompt(length, chunk):
     assert kept(cache, prompt) == want and cache.get_seq_length() == length + 5
     first = got[:, length:length + 1] if not last_is_step else ids[:, -1:]
     assert last_is_step or torch.equal(first, logits[:, -1:].argmax(-1))
+    if not last_is_step:
+        whole = TesseraCache(model.config, "snapkv", 40, window=8)
+        assert torch.equal(model.generate(ids, past_key_values=whole, max_new_tokens=6, **GREEDY), got)
+        assert kept(cache, length + 5) == kept(whole, length + 5)
     rest = got[:, :length + 1] if not last_is_step else ids
     assert torch.equal(model.generate(rest, past_key_values=reference, max_new_tokens=6 - (rest.shape[1] - length), **GREEDY), got)
 

@@ -257,7 +257,7 @@ def test_operators_say_their_shapes_and_what_they_change():
     torch.library.opcheck(ops.pages_attend.default, (handle, 0, q, *layer, first), test_utils=tests)
     torch.library.opcheck(ops.pages_free.default, (handle, engine.tables, engine.lengths, engine.held, PAGE), test_utils=tests)
     new = torch.zeros(3, 1, KV_HEADS, DIM)
-    torch.library.opcheck(ops.pages_append.default, (handle, *layer, new, new, first), test_utils=tests)
+    torch.library.opcheck(ops.pages_append.default, (handle, *layer, new, new, engine.numbers(engine.next)), test_utils=tests)
     torch.library.opcheck(ops.pages_pack.default, (handle, *layer, slots, counts), test_utils=tests)
 
 
@@ -304,6 +304,14 @@ def test_errors_are_sentences_and_change_nothing():
     wrong = layer.tables.clone()
     wrong[0, 1] = PAGES
     refused("60.* 0 to 59", pages.choose, 0, layer._replace(tables=wrong), q, first)
+    new = torch.zeros(3, 1, KV_HEADS, DIM)
+    refused(r"^position of the first new token \(sequence 0, kv_head 0\) is 92; expected more than that of the last stored one, "
+            "which is 99; ", pages.append, layer, new, new, first)
+    turned = layer.positions.clone()
+    turned[0, 0, [3, 40]] = turned[0, 0, [40, 3]]
+    for call in (pages.choose, pages.attend):
+        refused(r"^position of slot 4 \(sequence 0, kv_head 0\) is 4; expected more than that of the slot before it, which is 40; ",
+                call, 0, layer._replace(positions=turned), q, first)
     slots, counts = pages.choose(0, layer, q, first)
     refused("ascend|strictly|slot", pages.pack, layer, slots.flip(-1).contiguous(), counts)
     held = engine.numbers([1, 1, 1])
