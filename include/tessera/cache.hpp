@@ -14,15 +14,16 @@ TESSERA_NAMESPACE_BEGIN
 /// Stores, compresses and attends the KV cache of a model by one recipe.
 ///
 /// A turn is: `prefill` a chunk in every layer, and its attention if the engine has none of its own, chunk after chunk;
-/// `end_prefill` once; then for each step `prepare_step`, and `decode` in every layer. The next turn begins with the next
-/// `prefill`. Keys and queries come after RoPE; positions are counted here and survive every eviction.
+/// `end_prefill` once; then for each step `prepare_step`, and `decode` in every layer. The next turn begins with the
+/// next `prefill`. Keys and queries come after RoPE; positions are counted here and survive every eviction.
 /// Errors   bad shapes, unknown sequences and steps out of order throw tessera::error before anything is changed. Where
-///          memory runs out, std::bad_alloc, or what else the program's operator new throws: the cache then answers as if it
-///          had not been called, and `close` never fails.
-/// Threads  one thread calls a cache at a time; the work is spread over the executor. Copies are independent, and so are
-///          caches that share an executor: each may be called by a thread of its own, whose stack has 48 KiB or more. A child
-///          of fork() may go on with its parent's cache, on the calling thread alone.
-/// Floats   calls calculate in the mode that programs begin with (core/host/float_mode.hpp), and leave the caller's as it was.
+///          memory runs out, std::bad_alloc, or what else the program's operator new throws: the cache then answers as
+///          if it had not been called, and `close` never fails.
+/// Threads  one thread calls a cache at a time; the work is spread over the executor. Copies are independent, and so
+///          are caches that share an executor: each may be called by a thread of its own, whose stack has 48 KiB or
+///          more. A child of fork() may go on with its parent's cache, on the calling thread alone.
+/// Floats   calls calculate in the mode that programs begin with (core/host/float_mode.hpp), and leave the caller's as
+///          it was.
 template <class Recipe>
 class cache : public cpu::cache_parts<Recipe> {
   using parts = cpu::cache_parts<Recipe>;
@@ -54,8 +55,9 @@ class cache : public cpu::cache_parts<Recipe> {
     return conversations_.open(recipe_);
   }
 
-  /// Opens a sequence that goes on from where another one stands, and returns its id. Both then hold, choose and answer what the
-  /// one would have; neither sees what becomes of the other. Rows are copied, finished segments of packed rows are shared.
+  /// Opens a sequence that goes on from where another one stands, and returns its id. Both then hold, choose and answer
+  /// what the one would have; neither sees what becomes of the other. Rows are copied, finished segments of packed rows
+  /// are shared.
   /// Errors   a prompt or a step that is under way; pages that a pool has not: tessera::error.
   index_t fork(index_t id) {
     const default_float_mode mode;
@@ -76,8 +78,8 @@ class cache : public cpu::cache_parts<Recipe> {
   }
 
   /// Says how many tokens the turn's prompt will have, before its first chunk: budgets that give shares of it then know
-  /// them, and a store with a pool of pages sets aside what the prompt takes at most, or throws. Where the schedule chooses after
-  /// chunks, what it sets aside is for chunks no longer than the schedule's. Need not be called.
+  /// them, and a store with a pool of pages sets aside what the prompt takes at most, or throws. Where the schedule
+  /// chooses after chunks, what it sets aside is for chunks no longer than the schedule's. Need not be called.
   void announce(index_t id, index_t tokens) {
     const default_float_mode mode;
     const planned<Recipe> fitted = conversations_.plan_announced(recipe_, id, tokens);
@@ -109,8 +111,8 @@ class cache : public cpu::cache_parts<Recipe> {
     conversations_.took_chunk(owner, k.tokens, marks);
   }
 
-  /// Causal attention of the newest q.tokens tokens of a layer over everything that it stores or, where the recipe's prefill
-  /// policy chooses lines, over the lines that it chooses by these queries: then pass a whole chunk at once.
+  /// Causal attention of the newest q.tokens tokens of a layer over everything that it stores or, where the recipe's
+  /// prefill policy chooses lines, over the lines that it chooses by these queries: then pass a whole chunk at once.
   /// Shapes   q [tokens, q_heads, k_dim], out [tokens, q_heads, v_dim], lse [tokens, q_heads] (data null: not wanted).
   template <class E>
   void prefill_attention(index_t layer, index_t id, const rows_view<const E>& q, const rows_view<float>& out,
@@ -136,9 +138,9 @@ class cache : public cpu::cache_parts<Recipe> {
     layers_.reread(owner, conversations_.at(id).policies, {first, first + count, next}, q, k, v, {out, {}});
   }
 
-  /// Says that the turn's prompt has been through a layer, its attention included. What its end needs of this layer alone is done now: packed rows
-  /// become segments where their method chooses no tokens, so that a prompt in one chunk needs one layer's whole rows, not all layers'. Changes
-  /// no answer; need not be called.
+  /// Says that the turn's prompt has been through a layer, its attention included. What its end needs of this layer
+  /// alone is done now: packed rows become segments where their method chooses no tokens, so that a prompt in one chunk
+  /// needs one layer's whole rows, not all layers'. Changes no answer; need not be called.
   /// Errors   rows without a basis: tessera::error, and the layer has not ended.
   void end_layer(index_t layer, index_t id) {
     const default_float_mode mode;
@@ -148,8 +150,8 @@ class cache : public cpu::cache_parts<Recipe> {
     conversations_.end_layer(owner);
   }
 
-  /// Ends a turn's prompt: where the schedule says so, every layer chooses anew what it keeps and frees the rest, or what
-  /// a filter lets through. The first turn's end also plans what the budget comes to: see `plan`.
+  /// Ends a turn's prompt: where the schedule says so, every layer chooses anew what it keeps and frees the rest, or
+  /// what a filter lets through. The first turn's end also plans what the budget comes to: see `plan`.
   void end_prefill(index_t id) {
     const default_float_mode mode;
     const planned<Recipe> fitted = conversations_.plan_prompt_end(recipe_, id);

@@ -18,7 +18,8 @@ auto placement_of(const Recipe& recipe) {
   return result;
 }
 
-/// Whether a prompt's layers are packed one by one, as it leaves them: nobody looks at all of them, or at rows as they were, when it ends.
+/// Whether a prompt's layers are packed one by one, as it leaves them: nobody looks at all of them, or at rows as they
+/// were, when it ends.
 template <class Recipe>
 bool packs_by_layer(const Recipe& recipe) {
   constexpr bool packs = requires { requires Recipe::layout_type::rows_type::packs; };
@@ -26,8 +27,8 @@ bool packs_by_layer(const Recipe& recipe) {
   return !Recipe::retrieve_type::retrieves || recipe.retrieve.mean_block() > 0;
 }
 
-/// Made when a conversation's first prompt ends, and before it for a prompt of none: whoever runs a policy takes it from
-/// here and asks no budget again.
+/// Made when a conversation's first prompt ends, and before it for a prompt of none: whoever runs a policy takes it
+/// from here and asks no budget again.
 template <class Recipe>
 struct planned {
   using retain_type = typename Recipe::retain_type;
@@ -39,8 +40,8 @@ struct planned {
 
   planned(const Recipe& recipe, index_t prompt) : planned(recipe, recipe.plan(prompt)) {}
 
-  /// After a change of the recipe's budget: a first stage that plans alone, and a step's exact reads, follow at once; what
-  /// was planned for both stages or for an estimate stays as it was.
+  /// After a change of the recipe's budget: a first stage that plans alone, and a step's exact reads, follow at once;
+  /// what was planned for both stages or for an estimate stays as it was.
   void follow(const Recipe& recipe) {
     stage_plan changed = plan;
     if (!retain_type::plans) {

@@ -77,7 +77,8 @@ struct recipe {
   static constexpr bool needs_step_segments = Retrieve::needs_segments;
   static constexpr bool needs_rope = Retain::needs_rope;
 
-  /// How many of the last queries of a prompt chunk of `tokens` tokens the first stage's scorer, or the layout, has to see.
+  /// How many of the last queries of a prompt chunk of `tokens` tokens the first stage's scorer, or the layout, has to
+  /// see.
   index_t queries_needed(index_t tokens) const {
     return (std::max)(retain.queries_needed(tokens), (std::min)(tokens, Layout::window));
   }

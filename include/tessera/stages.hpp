@@ -201,8 +201,8 @@ struct retain : choosing_stage<Scorer, Budget, Selector, Scope> {
   }
 };
 
-/// What the steps of one turn may read: chosen as `retain` chooses, but everything stays stored, and the next turn chooses
-/// anew from all of it. Tokens that are decoded in the turn join what was let through.
+/// What the steps of one turn may read: chosen as `retain` chooses, but everything stays stored, and the next turn
+/// chooses anew from all of it. Tokens that are decoded in the turn join what was let through.
 template <class Scorer, class Budget, class Selector, class Scope = per_head>
 struct filter : choosing_stage<Scorer, Budget, Selector, Scope> {
   static constexpr bool drops = false, settles = false;

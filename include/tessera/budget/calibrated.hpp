@@ -10,8 +10,9 @@
 TESSERA_NAMESPACE_BEGIN
 
 /// Gives every kv_head ceil(B * n) of a turn's n prompt tokens, on top of what it held when the turn began: that stays.
-/// B is the head's entry of a table that was calibrated once (runtime/profile.hpp), as a decimal (math/share.hpp). Without a table B is the same for all
-/// heads, `tokens` of the conversation's first prompt, and is not known before that prompt's length is.
+/// B is the head's entry of a table that was calibrated once (runtime/profile.hpp), as a decimal (math/share.hpp).
+/// Without a table B is the same for all heads, `tokens` of the conversation's first prompt, and is not known before
+/// that prompt's length is.
 /// Errors   tokens out of range; a table of another model, or with a share outside (0, 1]: tessera::error.
 /// Cost     one multiplication a head; `check` looks at every entry of the table.
 /// Paper    TANGRAM, arXiv:2606.06302, Sec. 4.1. Differs: a head never keeps less than the scorer's window.

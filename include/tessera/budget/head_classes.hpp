@@ -17,8 +17,8 @@ TESSERA_NAMESPACE_BEGIN
 /// higher head. Without a table of gates every head streams.
 /// Errors   tokens or streaming out of range; a table of another model, or a gate that is no number: tessera::error.
 /// Cost     layers * kv_heads comparisons a head, or one once `fitted` has looked at all of them.
-/// Paper    DuoAttention, arXiv:2410.10819, Sec. 2.3. Differs: exactly that many heads stream; published, all whose gate lies
-///          below a quantile do.
+/// Paper    DuoAttention, arXiv:2410.10819, Sec. 2.3. Differs: exactly that many heads stream; published, all whose
+///          gate lies below a quantile do.
 struct head_classes {
   static constexpr const char* name = "head_classes";
   static constexpr bool compares_heads = false;

@@ -37,11 +37,11 @@ struct split_factors {
 /// Splits a token budget t over both stages: what a step reads to estimate scores and to attend is worth t tokens.
 ///
 /// With S = prompt + max_new and c = max(1, S / t), the first stage compresses by c^r and the second by the rest:
-/// capacity = S / c^r rounded down, at least min(2 max_new, S); of it max_new is room for the answer and the rest is what
-/// the first stage keeps, allotted to heads by `Inner`. A step attends t / 2 tokens; the other half pays for the
+/// capacity = S / c^r rounded down, at least min(2 max_new, S); of it max_new is room for the answer and the rest is
+/// what the first stage keeps, allotted to heads by `Inner`. A step attends t / 2 tokens; the other half pays for the
 /// estimate, which may read 1 / ratio of the keys, ratio = max(1, capacity / t).
-/// The plan is made when a conversation's first prompt ends and stays. A later turn keeps at least the t / 2 tokens that a
-/// step attends, so that a conversation that begins with a short prompt is not held to its length.
+/// The plan is made when a conversation's first prompt ends and stays. A later turn keeps at least the t / 2 tokens
+/// that a step attends, so that a conversation that begins with a short prompt is not held to its length.
 /// Errors   a parameter out of range: tessera::error. Room for the window is checked by the
 ///          recipe, when the prompt's length is known.
 /// Cost     a few operations for each conversation; then that of `Inner`.

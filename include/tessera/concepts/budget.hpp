@@ -42,7 +42,8 @@ concept host_budget = requires(const B b, const layer_scores& scores, index_t* c
 ///   fits(layer_extent) -> bool          whether all of a layer stays, whatever the scores; else: longest <= tokens
 ///   most(layer_extent) -> token_bound    bounds of what it gives, on the host; else: all that is stored
 ///   check_model(layers, kv_heads)       throws tessera::error where it is one for another model
-///   fitted(prompt) -> budget            the same, once the first prompt has so many tokens: made once for a conversation
+///   fitted(prompt) -> budget            the same, once the first prompt has so many tokens: made once for a
+///                                       conversation
 ///   table() -> share_table&             numbers by layer and kv_head in the caller's memory: devices take a copy
 ///   even_heads                          true: heads of equal length keep equally many, exactly what `most` says; else:
 ///                                       false
@@ -65,8 +66,8 @@ concept planning_budget = budget<B> && requires(const B b, index_t prompt, const
   { b.planned(plan) } -> budget;
 };
 
-/// A budget that gives each head a share of what is new: it counts what the head held when the turn began on top, and in a
-/// first stage that drops tokens what was chosen before stays (core/prompt_reach.hpp).
+/// A budget that gives each head a share of what is new: it counts what the head held when the turn began on top, and
+/// in a first stage that drops tokens what was chosen before stays (core/prompt_reach.hpp).
 ///   fitted(prompt)      the same budget, once the length of the conversation's first prompt is known
 ///   knows_shares()      whether it can say what a head keeps of a part of a prompt
 /// It may also say

@@ -22,10 +22,10 @@ concept prompt_pattern = requires {
 };
 
 /// One that chooses lines, anew for every chunk from that chunk's rows, for each query head.
-///   sample(first, next, rows)      appends ascending positions in [first, next): whose attention it looks at, the same for
-///                                  all heads and layers; none where lines do not hang on attention
-///   choose(seen, cover, lines)     of one query head: fills `lines`, in the memory of `cover`. Every row should have a key:
-///                                  with slash line 0 its own
+///   sample(first, next, rows)      appends ascending positions in [first, next): whose attention it looks at, the same
+///                                  for all heads and layers; none where lines do not hang on attention
+///   choose(seen, cover, lines)     of one query head: fills `lines`, in the memory of `cover`. Every row should have a
+///                                  key: with slash line 0 its own
 ///   check(), parameters(self, visit) as every policy has them
 /// It may also say
 ///   dense_rows                     index_t: so many of a chunk's last rows attend everything
@@ -52,8 +52,8 @@ concept lasting_pattern = line_pattern<P> && requires(const P p) {
   { p.adds_to_reading() } -> std::same_as<bool>;
 };
 
-/// A line pattern that a device can run: it says of every line whether it is taken whatever its weight. It may be asked to
-/// take more by the sampled attention, as covering_pattern or counted_pattern.
+/// A line pattern that a device can run: it says of every line whether it is taken whatever its weight. It may be asked
+/// to take more by the sampled attention, as covering_pattern or counted_pattern.
 ///   takes_slash(distance), takes_column(position) -> bool
 template <class P>
 concept device_line_pattern = line_pattern<P> && std::is_trivially_copyable_v<P> && requires(const P p, index_t at) {
@@ -66,8 +66,8 @@ template <class P>
 concept covering_pattern = device_line_pattern<P> && requires(const P p) {
   { p.covered_share() } -> std::same_as<float>;
 };
-/// A covering one that may want its lines as LoopServe published them, by bounds (math/published_walk.hpp), and lines that are
-/// always taken beside them.
+/// A covering one that may want its lines as LoopServe published them, by bounds (math/published_walk.hpp), and lines
+/// that are always taken beside them.
 ///   covers_as_published() -> bool     of a chunk whose lines are to be chosen: asked on the host
 template <class P>
 concept published_pattern = covering_pattern<P> && requires(const P p) {

@@ -9,11 +9,11 @@
 
 TESSERA_NAMESPACE_BEGIN
 
-/// A scope in which all heads of a layer keep the same slots. Their scores become one row before the scorer's last pass;
-/// budget and selector then see one head.
+/// A scope in which all heads of a layer keep the same slots. Their scores become one row before the scorer's last
+/// pass; budget and selector then see one head.
 ///   join(joined, score) -> float     joined: of the heads before; the first head's score stands alone. TESSERA_HD
-///   joined(total, heads) -> float    heads: query heads that the total adds up, or kv_heads where no query was asked or a
-///                                    group's rows are not summed. TESSERA_HD
+///   joined(total, heads) -> float    heads: query heads that the total adds up, or kv_heads where no query was asked
+///                                    or a group's rows are not summed. TESSERA_HD
 template <class S>
 concept joining_scope = requires(const S s, float score, index_t heads) {
   { s.join(score, score) } -> std::same_as<float>;
@@ -21,8 +21,8 @@ concept joining_scope = requires(const S s, float score, index_t heads) {
 };
 
 /// A joining scope in which layers keep what another one has chosen, where a cache chooses at a prompt's end.
-///   chooser(place) -> index_t        of the layers that follow the recipe, counted from 0: whose set the place-th keeps; at
-///                                    most `place`
+///   chooser(place) -> index_t        of the layers that follow the recipe, counted from 0: whose set the place-th
+///                                    keeps; at most `place`
 ///   check(), parameters(self, visit) as every policy has them
 template <class S>
 concept reusing_scope = joining_scope<S> && requires(const S s, index_t place) {
@@ -47,7 +47,8 @@ concept splitting_scope = requires(const S s) {
 };
 
 /// A policy that says which heads choose together.
-///   name, and `over_model`, or `join` and `joined` where the heads of a layer do; without them every kv_head chooses for itself
+///   name, and `over_model`, or `join` and `joined` where the heads of a layer do; without them every kv_head chooses
+///   for itself
 template <class S>
 concept scope = std::is_trivially_copyable_v<S> && requires {
   { S::name } -> std::convertible_to<const char*>;

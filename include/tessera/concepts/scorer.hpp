@@ -15,7 +15,8 @@ enum class observes {
   nothing,      ///< no query: positions, or what is stored
   window,       ///< the last queries of a turn's prompt; scored once, when the prompt ends
   every_query,  ///< every query of the prompt and of decoding, accumulated as they come
-  rereading,  ///< queries of a text that passes through the model once more before a prompt ends, accumulated as they come
+  /// queries of a text that passes through the model once more before a prompt ends, accumulated as they come
+  rereading,
   statistics,  ///< what the queries of a turn's prompt are like: their mean and covariance
   step         ///< the queries of one decode step: a retrieval scorer
 };
@@ -43,11 +44,12 @@ concept positional_scorer = S::observed == observes::nothing&& requires(const S 
   { s.score(at, at) } -> std::same_as<float>;
 };
 
-/// Scores by what is stored of a token. Backends run over the channels of its row; sums are over channels, in any order.
+/// Scores by what is stored of a token. Backends run over the channels of its row; sums are over channels, in any
+/// order.
 ///   reads                          one of `stored_rows`
 ///   measures                       static constexpr int: numbers that a row's channels add up to, at most 4
-///   measure(x, anchor, sums)       adds what a channel's element says to sums [measures]; anchor: see below, 0 without one.
-///                                  TESSERA_HD
+///   measure(x, anchor, sums)       adds what a channel's element says to sums [measures]; anchor: see below, 0 without
+///                                  one. TESSERA_HD
 ///   score(sums) -> float           of the row. TESSERA_HD
 template <class S>
 concept contents_scorer = S::observed == observes::nothing&& requires(const S s, float x, float* sums) {
@@ -69,18 +71,20 @@ struct channel_scale {
   float factor, shift;
 };
 
-/// Scores keys and values beside those of the tokens behind them. A head's slots from `sinks` on are cut into partitions of
-/// `lag`; each row of a partition is measured against the next partition, so its last full one and what follows have no
-/// score of this kind. Scores of a partition are ranked: the largest softmax of its spreads, keys' and values' averaged,
-/// has the highest rank; ties to the lower slot.
+/// Scores keys and values beside those of the tokens behind them. A head's slots from `sinks` on are cut into
+/// partitions of `lag`; each row of a partition is measured against the next partition, so its last full one and what
+/// follows have no score of this kind. Scores of a partition are ranked: the largest softmax of its spreads, keys' and
+/// values' averaged, has the highest rank; ties to the lower slot.
 ///   sinks, lag                         index_t members; lag at least 2
 ///   measures                           static constexpr int, at most 4
-///   scale(low, high) -> channel_scale  of a channel: between the smallest and the largest finite element that the next partition
+///   scale(low, high) -> channel_scale  of a channel: between the smallest and the largest finite element that the next
+///   partition
 ///                                      has in it (infinity and -infinity: it has none). TESSERA_HD
 ///   measure(x, scale, sums)            adds what an element says on its channel's scale. TESSERA_HD
 ///   spread(sums, channels) -> float    of a row. TESSERA_HD
 ///   ranked(rank) -> float              the score of the slot that so many of its partition rank behind. TESSERA_HD
-///   outside(slot, stored) -> float     of a slot that is in no partition with a next one, `stored` slots in all. TESSERA_HD
+///   outside(slot, stored) -> float     of a slot that is in no partition with a next one, `stored` slots in all.
+///                                      TESSERA_HD
 template <class S>
 concept lagged_scorer = S::observed == observes::nothing&& requires(const S s, float x, float* sums, index_t n) {
   { s.sinks } -> std::convertible_to<index_t>;
@@ -126,20 +130,22 @@ concept segment_mean_scorer = S::observed == observes::step&& attentive_scorer<S
 };
 
 /// A retrieval scorer that reads an estimate in place of the keys: of runs of `page` consecutive stored slots the
-/// smallest and the largest value of each channel (core/page_extrema.hpp; of a page of one slot, its key), on `channels`
-/// of the channels. Backends compute, for row r of the step (a token's query head of the group), page p and the channels
-/// c with the largest sums of |q| over the rows (ties to the lower channel),
+/// smallest and the largest value of each channel (core/page_extrema.hpp; of a page of one slot, its key), on
+/// `channels` of the channels. Backends compute, for row r of the step (a token's query head of the group), page p and
+/// the channels c with the largest sums of |q| over the rows (ties to the lower channel),
 ///   logit[r, p] = sum over c of q[r, c] * (takes_upper(q[r, c], sum over rows of q[., c]) ? upper : lower)[c, p],
-/// times row_scale. A slot's score is the sum over the rows that see it of its page's logit or, where `normalised`, of the
-/// softmax of these logits, soft-capped by the rule, over the slots that the row sees: a page counts its slots. A logit
-/// that is NaN or +infinity is left out of its row's softmax and ranks its page last; a row with a query that is not
-/// finite says nothing; a slot that no row sees ranks behind all others.
+/// times row_scale. A slot's score is the sum over the rows that see it of its page's logit or, where `normalised`, of
+/// the softmax of these logits, soft-capped by the rule, over the slots that the row sees: a page counts its slots. A
+/// logit that is NaN or +infinity is left out of its row's softmax and ranks its page last; a row with a query that is
+/// not finite says nothing; a slot that no row sees ranks behind all others.
 ///   page, channels                     index_t; 0 where they follow from the budget, at least 1 once fitted
-///   fitted(ratio, k_dim)               this scorer with both set: keys are to be estimated from 1 / ratio of their bytes
+///   fitted(ratio, k_dim)               this scorer with both set: keys are to be estimated from 1 / ratio of their
+///                                      bytes
 ///   normalised                         see above
 ///   adds_mean_value                    whether what is not attended is made up for by the mean of V
 ///   takes_upper(own, total) -> bool
-///   row_scale(scale, chosen, whole) -> float   scale: the rule's; sums of the row's |q| over the chosen and all channels
+///   row_scale(scale, chosen, whole) -> float   scale: the rule's; sums of the row's |q| over the chosen and all
+///                                              channels
 template <class S>
 concept paged_scorer = S::observed == observes::step&& requires(const S s, float x, double ratio, int k_dim) {
   { s.page } -> std::convertible_to<index_t>;
@@ -173,12 +179,13 @@ inline constexpr bool finishes_rightly = (pooling_scorer<S> || !requires { &S::p
                                          (slot_finishing_scorer<S> || !requires { &S::finish_at; }) &&
                                          (finishing_scorer<S> || !requires { &S::finish; });
 
-/// A scorer whose finished scores are multiplied by what another one finds in a token's value, after the budget has counted.
-///   weight                             a member: a contents_scorer of values. Where the engine gives the output projection,
-///                                      the mean over the group of its scores of the projected values
+/// A scorer whose finished scores are multiplied by what another one finds in a token's value, after the budget has
+/// counted.
+///   weight                             a member: a contents_scorer of values. Where the engine gives the output
+///                                      projection, the mean over the group of its scores of the projected values
 ///   weighted(score, weight) -> float   what is selected by. TESSERA_HD
-///   taken_first(keep) -> index_t       of the `keep` slots of a head, tail included, so many are taken by the scores alone.
-///                                      TESSERA_HD
+///   taken_first(keep) -> index_t       of the `keep` slots of a head, tail included, so many are taken by the scores
+///                                      alone. TESSERA_HD
 template <class S>
 concept weighted_scorer = requires(const S s, float x, index_t n) {
   requires contents_scorer<std::remove_cvref_t<decltype(s.weight)>>;
@@ -189,7 +196,8 @@ concept weighted_scorer = requires(const S s, float x, index_t n) {
   { s.taken_first(n) } -> std::same_as<index_t>;
 };
 
-/// A scorer whose scores are multiplied by what another one finds in a token's rows, before its last pass and the budget.
+/// A scorer whose scores are multiplied by what another one finds in a token's rows, before its last pass and the
+/// budget.
 ///   factor                                 a member: a contents_scorer
 ///   multiplied(score, factor) -> float     TESSERA_HD
 template <class S>
@@ -205,9 +213,10 @@ struct segment_statistics {
 };
 
 /// A scorer whose last pass, after those above, sees the segments of the text among a head's candidates.
-///   describe_segment(scores, n) -> segment_statistics     of one segment; scores that are not finite say nothing. TESSERA_HD
-///   rescored(score, own, most) -> float                   own: its segment's statistics; most: the largest importance of
-///                                                         all segments. TESSERA_HD
+///   describe_segment(scores, n) -> segment_statistics     of one segment; scores that are not finite say nothing.
+///                                                         TESSERA_HD
+///   rescored(score, own, most) -> float                   own: its segment's statistics; most: the largest importance
+///                                                         of all segments. TESSERA_HD
 /// Beside it, for devices: describe_segment(team, scores, n), the same by a team of lanes (core/one_lane.hpp).
 template <class S>
 concept segment_scorer = requires(const S s, const float* scores, index_t n, float x, const segment_statistics& own) {
@@ -235,8 +244,8 @@ concept has_window = requires(S& s) {
   { s.window } -> std::same_as<index_t&>;
 };
 
-/// A scorer whose window goes on from prompts into answers and from turn to turn: it observes the newest queries, whoever they
-/// are, and can score whenever a schedule asks.
+/// A scorer whose window goes on from prompts into answers and from turn to turn: it observes the newest queries,
+/// whoever they are, and can score whenever a schedule asks.
 ///   window_follows                       static: true
 template <class S>
 concept following_scorer = has_window<S> && S::observed == observes::window&& requires {

@@ -10,8 +10,8 @@
 
 TESSERA_NAMESPACE_BEGIN
 
-/// A selector that takes the best units of so many consecutive slots as top_blocks takes blocks (of 1: as top_tokens takes
-/// tokens), so that backends may search for them their own way.
+/// A selector that takes the best units of so many consecutive slots as top_blocks takes blocks (of 1: as top_tokens
+/// takes tokens), so that backends may search for them their own way.
 ///   unit_slots() -> index_t     at least 1; 1 where the unit is token_unit
 template <class S>
 concept best_units_selector = requires(const S s) {
@@ -25,13 +25,14 @@ concept plain_selector = requires(const S s, const float* scores, index_t n, ind
   { s.choose(scores, n, n, n, out) } -> std::same_as<index_t>;
 };
 
-/// A selector that sees which slots are one segment of the text. The best `keep` of the candidates say how many slots each
-/// segment gets (as top_tokens takes them); the selector says which, segment by segment.
+/// A selector that sees which slots are one segment of the text. The best `keep` of the candidates say how many slots
+/// each segment gets (as top_tokens takes them); the selector says which, segment by segment.
 ///   choose_in_segment(scores, n, keep, out) -> index_t
-///       scores [n] of the segment's candidates in slot order, 1 <= keep <= n <= most_segment_tokens: writes exactly `keep`
-///       strictly ascending places in [0, n); returns the size of the blocks that it took. TESSERA_HD, for all backends;
-///       needs no memory of the caller. Beside it, for devices: choose_in_segment(team, scores, n, keep, out, sums), the
-///       same by a team of lanes (core/one_lane.hpp); sums [most_segment_tokens / 2], of double, is theirs to use.
+///       scores [n] of the segment's candidates in slot order, 1 <= keep <= n <= most_segment_tokens: writes exactly
+///       `keep` strictly ascending places in [0, n); returns the size of the blocks that it took. TESSERA_HD, for all
+///       backends; needs no memory of the caller. Beside it, for devices: choose_in_segment(team, scores, n, keep, out,
+///       sums), the same by a team of lanes (core/one_lane.hpp); sums [most_segment_tokens / 2], of double, is theirs
+///       to use.
 template <class S>
 concept segment_selector = requires(const S s, const float* scores, index_t n, index_t* out) {
   { s.choose_in_segment(scores, n, n, out) } -> std::same_as<index_t>;

@@ -8,9 +8,9 @@ TESSERA_SHARED_NAMESPACE_BEGIN
 /// Attention of some query rows over one part of what is stored: `out` [sequences, tokens, q_heads, v_dim], each row
 /// divided by its softmax sum, and its natural log-sum-exp `lse` [sequences, tokens, q_heads].
 ///
-/// Sink logits are not in it: they enter once, where parts merge. An lse of -infinity says that the part has nothing that
-/// the query sees; its row of `out` is then not read. An lse of NaN makes the whole row NaN. What a merge without sinks
-/// gives is a part again.
+/// Sink logits are not in it: they enter once, where parts merge. An lse of -infinity says that the part has nothing
+/// that the query sees; its row of `out` is then not read. An lse of NaN makes the whole row NaN. What a merge without
+/// sinks gives is a part again.
 struct attention_part {
   rows_view<const float> out;
   rows_view<const float> lse;

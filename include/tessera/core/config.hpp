@@ -5,7 +5,7 @@
 
 #if !defined(__cpp_exceptions)
 #error \
-    "tessera: exceptions are off; expected a compiler that has them on, since errors are thrown; leave -fno-exceptions out"
+    "tessera: exceptions are off; expected a compiler that has them on: errors are thrown; leave -fno-exceptions out"
 #define TESSERA_STOPS_HERE "tessera stops here"  // no such file: nothing else is said
 #include TESSERA_STOPS_HERE
 #endif

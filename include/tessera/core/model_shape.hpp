@@ -30,8 +30,8 @@ struct model_shape {
   /// For scorers that weigh values by it; null: they weigh values as they are.
   const float* output_projection = nullptr;
   index_t hidden = 0;  ///< of output_projection
-  /// [k_dim / 2], in radians per position: element d of a head turns with element d + k_dim / 2, by position times speed. For
-  /// scorers that turn queries back; empty: such a recipe is refused.
+  /// [k_dim / 2], in radians per position: element d of a head turns with element d + k_dim / 2, by position times
+  /// speed. For scorers that turn queries back; empty: such a recipe is refused.
   host_vector<float> rope_frequencies{};
 
   bool slides(index_t layer) const { return !sliding.empty() && sliding[std::size_t(layer)]; }

@@ -65,8 +65,8 @@ struct fp16 {
   }
 };
 
-/// e4m3 in storage: sign, 4 bits of exponent, 3 of mantissa; no infinity. Rounds to nearest even. What is finite and too
-/// large becomes 448, the largest; an infinity does not fit and becomes NaN.
+/// e4m3 in storage: sign, 4 bits of exponent, 3 of mantissa; no infinity. Rounds to nearest even. What is finite and
+/// too large becomes 448, the largest; an infinity does not fit and becomes NaN.
 struct fp8 {
   std::uint8_t bits;
   fp8() = default;
@@ -99,13 +99,14 @@ using fp32 = float;  ///< by the name that its siblings have
 template <class T>
 concept element = std::same_as<T, fp32> || std::same_as<T, fp16> || std::same_as<T, bf16>;
 
-/// What rows of queries, keys, values and outputs may hold. No other number: of an integer nobody knows whether it holds bits.
-/// Compilers show the line of a concept that fails, and so the sentence that stands on it.
+/// What rows of queries, keys, values and outputs may hold. No other number: of an integer nobody knows whether it
+/// holds bits. Compilers show the line of a concept that fails, and so the sentence that stands on it.
 template <class T>
 concept row_element =
     element<T> || std::same_as<T, fp8>;  // tessera: rows hold float, fp16, bf16 or fp8; see as_elements
 
-/// Bits of fp16, bf16 or fp8 that an engine keeps in unsigned integers (ggml, ONNX Runtime), seen as elements: as_elements<bf16>(bits).
+/// Bits of fp16, bf16 or fp8 that an engine keeps in unsigned integers (ggml, ONNX Runtime), seen as elements:
+/// as_elements<bf16>(bits).
 template <row_element T>
 requires(!std::same_as<T, fp32>) const T* as_elements(const decltype(T::bits)* bits) {
   return reinterpret_cast<const T*>(bits);

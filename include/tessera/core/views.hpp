@@ -103,8 +103,8 @@ concept page_table = requires(const T table, index_t i) {
 static_assert(page_table<block_table> && page_table<csr_table>);
 
 /// Some of the slots behind another table: slot `s` of (sequence, head) is that table's slot
-/// `slots[begin[sequence * kv_heads + head] + s]`. A view over candidates looks like a smaller cache to every operation;
-/// where slot and position coincide behind it, the lists are the view's `positions` too.
+/// `slots[begin[sequence * kv_heads + head] + s]`. A view over candidates looks like a smaller cache to every
+/// operation; where slot and position coincide behind it, the lists are the view's `positions` too.
 template <class Table>
 struct filtered {
   Table table{};
@@ -129,8 +129,8 @@ enum class slot_order {
 /// Lengths  `lengths[sequence * length_strides.sequence + head * length_strides.head]`; head stride 0 = one per
 ///          sequence.
 /// Positions  ascending logical positions by slot, null where slot and position coincide; strided alike, or, with
-///            `position_begin`, the row of (sequence, head) begins at that offset (ragged storage). Positions that do not
-///            ascend are refused where `order` does not say that they do; see cpu::ordered_slots.
+///            `position_begin`, the row of (sequence, head) begins at that offset (ragged storage). Positions that do
+///            not ascend are refused where `order` does not say that they do; see cpu::ordered_slots.
 template <class E, int D, class Table = contiguous, int Dv = D>
 requires encoding<encoding_of<E>>
 struct kv_view {
@@ -229,8 +229,8 @@ struct rows_view {
   }
 };
 
-/// Query heads m, m + step, ... of rows: with step the group's size, the m-th of every group, as a model has them whose groups
-/// are of one. Null stays null.
+/// Query heads m, m + step, ... of rows: with step the group's size, the m-th of every group, as a model has them whose
+/// groups are of one. Null stays null.
 template <class T>
 TESSERA_INLINE rows_view<T> every_head(rows_view<T> rows, index_t m, index_t step) {
   if (rows.data) rows.data += m * rows.head_stride;

@@ -19,7 +19,8 @@ struct fixed_pages {
 
   /// Pages that `tokens` tokens of all kv_heads of one layer take.
   static constexpr offset_t pages_for(offset_t tokens) { return (tokens + Page - 1) / Page; }
-  /// Most pages that a sequence of so many tokens, of the prompt and decoded since, takes in all layers, whatever is kept.
+  /// Most pages that a sequence of so many tokens, of the prompt and decoded since, takes in all layers, whatever is
+  /// kept.
   static constexpr offset_t upper_bound_pages(offset_t tokens, index_t layers) { return layers * pages_for(tokens); }
 };
 

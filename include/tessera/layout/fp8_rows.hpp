@@ -5,8 +5,8 @@
 
 TESSERA_NAMESPACE_BEGIN
 
-/// K and V as e4m3, each row with one fp32 scale by which its largest element becomes 448. `T` is what engines hand over and
-/// what kernels compute with.
+/// K and V as e4m3, each row with one fp32 scale by which its largest element becomes 448. `T` is what engines hand
+/// over and what kernels compute with.
 ///
 /// An element is off by at most a 16th of itself, or by a 2^-10th of the row's largest over 448 where that is more. An
 /// infinity is stored as NaN: no scale holds it.

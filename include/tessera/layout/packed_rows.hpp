@@ -20,8 +20,8 @@ TESSERA_NAMESPACE_BEGIN
 /// A prompt becomes segments when it ends, if it is the first or has at least 4,096 tokens: of `segment` tokens each. A
 /// shorter one, and what is decoded, joins the last segment in its basis and format, once `Tail` says so.
 /// Bytes    see packed_format, and a basis for each segment.
-/// Errors   channels that leave no element, that are no multiple of the group or that exceed what truncation leaves; blocks
-///          that do not divide the tail: tessera::error.
+/// Errors   channels that leave no element, that are no multiple of the group or that exceed what truncation leaves;
+///          blocks that do not divide the tail: tessera::error.
 /// Paper    MosaicKV, arXiv:2607.00760, Sec. 4.2, 5.1-5.3; ThinK, arXiv:2407.21018.
 template <class Whole, class KeyChannels, class ValueChannels, class Basis, class Tail, class Strategy = one_strategy>
 struct packed_rows {

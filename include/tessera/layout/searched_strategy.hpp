@@ -11,8 +11,8 @@ enum class strategy_choice { fixed, searched };
 
 /// Decoded tokens join the open segment tail by tail, packed by the strategy of the segment before it. What packing
 /// leaves out of each token, its loss, is summed. The segment ends in one of two cases:
-///   - it has at least `least_segment` tokens, and their loss has reached `segment_loss` or, where that is 0, the loss of
-///     `reference` tokens of the segment before it;
+///   - it has at least `least_segment` tokens, and their loss has reached `segment_loss` or, where that is 0, the loss
+///     of `reference` tokens of the segment before it;
 ///   - it holds as many tokens as a segment may.
 /// A thread beside the cache then searches a strategy for the segment (runtime/strategy.hpp) and packs its original
 /// rows anew. Between two steps the result takes the segment's place.

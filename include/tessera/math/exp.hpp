@@ -17,7 +17,8 @@ __device__ __forceinline__ float power_of_two(float x) {
 
 /// e^x to within 2 ulp for x in [-87, 88]; 0 below -87.3 (never a subnormal), +inf above 88.7; NaN gives NaN.
 /// glibc's expf is a call per element, which made softmax half of the CPU prefill's time (EPYC, g++ 12).
-/// On the device it is the machine's 2^x instruction: some ulp more, 27 % less time in window scoring (H200, CUDA 13.0).
+/// On the device it is the machine's 2^x instruction: some ulp more, 27 % less time in window scoring (H200, CUDA
+/// 13.0).
 TESSERA_HD TESSERA_INLINE float fast_exp(float x) {
 #ifdef __CUDA_ARCH__
   return power_of_two(x * 1.44269504f);

@@ -57,8 +57,9 @@ class line_cover {
     if (length(distance) > 0) add(distance);
   }
 
-  /// Adds lines until those that are here carry `share` of the weight: always the line that covers most of what is still
-  /// uncovered for its length; ties to the slash, then to the lower line. Exact on the sampled rows; writes over the weights.
+  /// Adds lines until those that are here carry `share` of the weight: always the line that covers most of what is
+  /// still uncovered for its length; ties to the slash, then to the lower line. Exact on the sampled rows; writes over
+  /// the weights.
   /// Cost  a line's weight only falls as others are chosen, so it is summed again only when it comes first.
   void cover(double share) {
     struct candidate {
@@ -93,8 +94,8 @@ class line_cover {
     }
   }
 
-  /// The published greedy (LoopServe's Algorithm 5, see published_walk) until its bound comes to `share` of the weight. Of lines that
-  /// weigh the same the lower comes first.
+  /// The published greedy (LoopServe's Algorithm 5, see published_walk) until its bound comes to `share` of the weight.
+  /// Of lines that weigh the same the lower comes first.
   void cover_as_published(double share) {
     host_vector<index_t> slashes, verticals;
     for (index_t line = 0; line < lines(); ++line) {

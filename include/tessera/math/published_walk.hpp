@@ -15,8 +15,8 @@ struct weighed_line {
 ///   - slashes and verticals are two lists, each by falling weight; lines without weight are left out;
 ///   - the gain of a list's first line is its weight less the largest entries of all chosen lines of the other kind;
 ///   - its length is its entries less the number of those lines, at least 1;
-///   - the line with the larger gain for its length, of equals the slash, is chosen and leaves its list, and its gain, at
-///     least 0, is added up;
+///   - the line with the larger gain for its length, of equals the slash, is chosen and leaves its list, and its gain,
+///     at least 0, is added up;
 ///   - it ends when the sum of gains, a lower bound of what is covered, comes to what is wanted.
 /// Quotients are compared by their cross products, which are the same on both sides and need no division.
 /// Paper    Li et al., LoopServe, arXiv:2507.13681, Algorithm 5.
@@ -24,8 +24,8 @@ struct published_walk {
   index_t slashes, verticals;  ///< chosen so far: so many of each list's first
   double largest_of_slashes, largest_of_verticals, sum_of_gains;
 
-  /// Goes on with the first `count` lines of what is left of each list; what is behind a list's end is not looked at. False: all of
-  /// those of one list are chosen, and it wants to see more.
+  /// Goes on with the first `count` lines of what is left of each list; what is behind a list's end is not looked at.
+  /// False: all of those of one list are chosen, and it wants to see more.
   TESSERA_HD bool go_on(double wanted, const weighed_line* slash, const weighed_line* vertical, index_t count) {
     const weighed_line *const slash_end = slash + count, *const vertical_end = vertical + count;
     while (sum_of_gains < wanted) {

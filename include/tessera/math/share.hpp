@@ -8,11 +8,12 @@
 
 TESSERA_NAMESPACE_BEGIN
 
-/// A share in [0, 1], taken as the number that it was written as, not as the nearest binary one. The decimal 0.55 of 100 tokens
-/// are 55, though the double nearest to 0.55 lies above it and ceil(0.55 * 100) is 56. A double that is the nearest one to a
-/// number of at most nine decimals, or a float to one of six, means that number. Any other share, such as kept / tokens, means a
-/// number within its rounding: 2.0 / 3 of 3 tokens are 2. A float of more than three decimals may mean either, and is taken for
-/// the one that gives a whole number of tokens. `up` of a share above 0 is at least 1 of any tokens.
+/// A share in [0, 1], taken as the number that it was written as, not as the nearest binary one. The decimal 0.55 of
+/// 100 tokens are 55, though the double nearest to 0.55 lies above it and ceil(0.55 * 100) is 56. A double that is the
+/// nearest one to a number of at most nine decimals, or a float to one of six, means that number. Any other share, such
+/// as kept / tokens, means a number within its rounding: 2.0 / 3 of 3 tokens are 2. A float of more than three decimals
+/// may mean either, and is taken for the one that gives a whole number of tokens. `up` of a share above 0 is at least 1
+/// of any tokens.
 /// Shapes   counts of any unit, 0 to 2^62 / 10^9 of them.   Cost  three divisions by a constant, or three products.
 template <std::floating_point Real>
 struct decimal_share {

@@ -9,8 +9,8 @@
 
 TESSERA_NAMESPACE_BEGIN
 
-/// Counts the best `places` candidates of all heads together, by head. Equal scores: the lower head, then the lower slot,
-/// comes first; NaN last.
+/// Counts the best `places` candidates of all heads together, by head. Equal scores: the lower head, then the lower
+/// slot, comes first; NaN last.
 /// Shapes   won [kv_heads].   Cost  O(n) over the layer's scores on average.
 inline void count_winners(const layer_scores& scores, offset_t places, index_t* won) {
   struct candidate {

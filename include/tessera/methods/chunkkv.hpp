@@ -16,9 +16,9 @@ TESSERA_NAMESPACE_BEGIN
 /// all heads. With `reuse` above 1 the set of a layer serves the layers behind it.
 /// Paper    Liu et al., ChunkKV: Semantic-Preserving KV Cache Compression for Efficient Long-Context LLM Inference,
 ///          arXiv:2502.00299.
-/// Differs  the last chunk that is taken is trimmed to its best tokens, so that the budget is met exactly; chunks are those
-///          of the tokens before the window. A short last chunk competes by its sum, as in the paper (kvpress 0.5.5 ranks
-///          chunks by their mean and keeps whole ones). Scores are not pooled.
+/// Differs  the last chunk that is taken is trimmed to its best tokens, so that the budget is met exactly; chunks are
+///          those of the tokens before the window. A short last chunk competes by its sum, as in the paper (kvpress
+///          0.5.5 ranks chunks by their mean and keeps whole ones). Scores are not pooled.
 template <element T, int D, int Dv = D, layout_of<T, D, Dv> Layout = dense<T, D, Dv>>
 struct chunkkv : recipe<retain<observation_window, uniform, top_blocks, per_layers<over_heads::sum>>, Layout,
                         retrieve_all, dense_decode, once> {

@@ -1,4 +1,5 @@
-// HSA: RocketKV's hybrid sparse attention alone. Everything stays stored, each step reads the best tokens by an estimate.
+// HSA: RocketKV's hybrid sparse attention alone. Everything stays stored, each step reads the best tokens by an
+// estimate.
 #pragma once
 
 #include "../attention/gathered_decode.hpp"

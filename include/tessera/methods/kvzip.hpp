@@ -12,8 +12,9 @@
 
 TESSERA_NAMESPACE_BEGIN
 
-/// Keeps the tokens with the largest scores of all layers' heads, `budget` a head on average, chosen without a question.
-/// Needs    the engine to pass each turn's prompt through the model once more before it ends: `cache::reread`.
+/// Keeps the tokens with the largest scores of all layers' heads, `budget` a head on average, chosen without a
+/// question. Needs    the engine to pass each turn's prompt through the model once more before it ends:
+/// `cache::reread`.
 /// Paper    Kim et al., KVzip: Query-Agnostic KV Cache Compression with Context Reconstruction, arXiv:2505.23416.
 /// Differs  as kvpress 0.5.5 has it: parts of 2,048 tokens are the engine's choice, the first `sinks` (4) tokens stay
 ///          in place of the system prompt. A later turn re-reads its own prompt; what it decoded before goes first.

@@ -14,8 +14,9 @@
 TESSERA_NAMESPACE_BEGIN
 
 /// A prompt's rows attend the vertical and slash lines that carry `alpha` of a sample's attention. Everything stays
-/// stored. The first `first` outputs of a turn read everything; then an answer's steps read the `budget` tokens that the
-/// newest `observed` queries look at, chosen after those and after every `every` outputs more, and what has been decoded since.
+/// stored. The first `first` outputs of a turn read everything; then an answer's steps read the `budget` tokens that
+/// the newest `observed` queries look at, chosen after those and after every `every` outputs more, and what has been
+/// decoded since.
 /// Paper    Li et al., LoopServe: An Adaptive Dual-phase LLM Inference Acceleration System for Multi-Turn Dialogues,
 ///          arXiv:2507.13681, Sec. 5.1 (lines), 5.2 and Algorithm 6 (fresh choices, the first after 16 outputs);
 ///          alpha 0.955, 48 rows, every 16 outputs, budget 1024 as in its Table 7.

@@ -12,7 +12,8 @@
 
 TESSERA_NAMESPACE_BEGIN
 
-/// `loopserve` without its lines: a fresh choice of `budget` tokens after a turn's `first` outputs and after every `every` more.
+/// `loopserve` without its lines: a fresh choice of `budget` tokens after a turn's `first` outputs and after every
+/// `every` more.
 /// Paper    LoopServe-D of arXiv:2507.13681, Sec. 6.2.
 /// Differs  as `loopserve`.
 template <element T, int D, int Dv = D, layout_of<T, D, Dv> Layout = dense<T, D, Dv>>

@@ -11,7 +11,8 @@
 
 TESSERA_NAMESPACE_BEGIN
 
-/// Keeps `budget` tokens that chance chooses, the same ones in every head and layer; neither sinks nor a window are protected.
+/// Keeps `budget` tokens that chance chooses, the same ones in every head and layer; neither sinks nor a window are
+/// protected.
 /// Paper    none. kvpress 0.5.5 has a press of this name.
 /// Differs  chance goes by the token's position and a seed, so that chunks, threads, heads and backends agree.
 template <element T, int D, int Dv = D, layout_of<T, D, Dv> Layout = dense<T, D, Dv>>

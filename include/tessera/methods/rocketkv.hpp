@@ -14,8 +14,8 @@
 
 TESSERA_NAMESPACE_BEGIN
 
-/// Budget t is what a step's estimate and attention read together. The first stage keeps S / c^r tokens less `max_new` by
-/// SnapKV's scores (window 32, max-pool 63); the second estimates and attends half each. See `two_stage`.
+/// Budget t is what a step's estimate and attention read together. The first stage keeps S / c^r tokens less `max_new`
+/// by SnapKV's scores (window 32, max-pool 63); the second estimates and attends half each. See `two_stage`.
 /// Paper    Behnam et al., RocketKV: Accelerating Long-Context LLM Inference via Two-Stage KV Cache Compression,
 ///          arXiv:2502.14051, Sec. 3.3 (first stage), 3.4 (second), 3.6 (budget); rounding of its accuracy code.
 /// Differs  fp32 softmax in the window; the prompt's last token is part of the prompt and of the window (the reference

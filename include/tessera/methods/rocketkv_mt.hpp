@@ -15,7 +15,8 @@
 TESSERA_NAMESPACE_BEGIN
 
 /// The plan and both stages of `rocketkv`, window 128, but the first stage lets tokens through instead of dropping the
-/// others: at the end of each turn's prompt over the whole history. What the turn decodes joins. K and V are never copied.
+/// others: at the end of each turn's prompt over the whole history. What the turn decodes joins. K and V are never
+/// copied.
 /// Paper    Behnam et al., RocketKV, arXiv:2502.14051, Sec. 3.5; window 128 as on SCBench (App. A.3).
 /// Differs  as `rocketkv`; a list of slots stands for the reference's filtered copy of K and V.
 template <element T, int D, int Dv = D, layout_of<T, D, Dv> Layout = dense<T, D, Dv>>

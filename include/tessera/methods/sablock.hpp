@@ -13,13 +13,14 @@
 
 TESSERA_NAMESPACE_BEGIN
 
-/// Keeps the last `window` (8) tokens, and of the segments before them blocks by the attention of the window's queries, mean
-/// over all heads, max-pooled over 7 neighbours. One set for all heads of a layer. Needs `boundaries` with each prompt chunk.
-/// Paper    Chen et al., SABlock: Semantic-Aware KV Cache Eviction with Adaptive Compression Block Size, arXiv:2510.22556,
-///          Sec. III-A (segments), III-B (their factor), III-C (block sizes).
-/// Differs  the formulas are not in the public text: importance and diversity are put on a scale from 0 to 1 before they are
-///          combined, scores are pooled as SnapKV's are, segments have at most 256 tokens, and candidate sizes are 9, 7, 5,
-///          3, 1. A later turn chooses again among what is left and what is new.
+/// Keeps the last `window` (8) tokens, and of the segments before them blocks by the attention of the window's queries,
+/// mean over all heads, max-pooled over 7 neighbours. One set for all heads of a layer. Needs `boundaries` with each
+/// prompt chunk.
+/// Paper    Chen et al., SABlock: Semantic-Aware KV Cache Eviction with Adaptive Compression Block Size,
+///          arXiv:2510.22556, Sec. III-A (segments), III-B (their factor), III-C (block sizes).
+/// Differs  the formulas are not in the public text: importance and diversity are put on a scale from 0 to 1 before
+///          they are combined, scores are pooled as SnapKV's are, segments have at most 256 tokens, and candidate sizes
+///          are 9, 7, 5, 3, 1. A later turn chooses again among what is left and what is new.
 template <element T, int D, int Dv = D, layout_of<T, D, Dv> Layout = dense<T, D, Dv>>
 struct sablock : recipe<retain<by_segment<observation_window>, uniform, adaptive_blocks, per_layer<over_heads::mean>>,
                         Layout, retrieve_all, dense_decode, once> {

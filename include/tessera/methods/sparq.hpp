@@ -10,8 +10,8 @@
 
 TESSERA_NAMESPACE_BEGIN
 
-/// Budget t: a step reads k_dim * t / S channels of every key and attends t / 2 tokens, a quarter of them the newest; the
-/// mass that is missed goes to the mean of V.
+/// Budget t: a step reads k_dim * t / S channels of every key and attends t / 2 tokens, a quarter of them the newest;
+/// the mass that is missed goes to the mean of V.
 /// Paper    Ribar et al., SparQ Attention: Bandwidth-Efficient LLM Inference, arXiv:2312.04985.
 /// Differs  the budget covers estimate and attention, half and half, as in RocketKV's comparison (arXiv:2502.14051,
 ///          App. A.3); the paper's own setting is `channels=32` with 128 tokens attended. See `chosen_channels`.

@@ -11,8 +11,8 @@
 
 TESSERA_NAMESPACE_BEGIN
 
-/// Keeps the first `sinks` (4) tokens and the newest, `budget` in all. A step makes room for its own tokens before it reads,
-/// as published: it never reads more than the budget.
+/// Keeps the first `sinks` (4) tokens and the newest, `budget` in all. A step makes room for its own tokens before it
+/// reads, as published: it never reads more than the budget.
 /// Paper    Xiao et al., Efficient Streaming Language Models with Attention Sinks, arXiv:2309.17453.
 /// Differs  keys keep the rotation of their original positions, and queries use true positions.
 template <element T, int D, int Dv = D, layout_of<T, D, Dv> Layout = dense<T, D, Dv>>

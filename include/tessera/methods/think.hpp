@@ -13,13 +13,14 @@
 
 TESSERA_NAMESPACE_BEGIN
 
-/// ThinK's rows where `Layout` places them; the newest tokens lie as `Layout` says. Any method takes them as its layout.
+/// ThinK's rows where `Layout` places them; the newest tokens lie as `Layout` says. Any method takes them as its
+/// layout.
 template <class Layout>
 using think_rows = stored<packed_rows<typename Layout::rows_type, head_channels, all_channels, as_given, newest_whole>,
                           typename Layout::placement_type>;
 
-/// Of every key 0.6 of the channels stay, the same for all keys of a kv_head; values stay as they are, and so do the newest 32
-/// keys. There is no budget.
+/// Of every key 0.6 of the channels stay, the same for all keys of a kv_head; values stay as they are, and so do the
+/// newest 32 keys. There is no budget.
 /// Paper    Xu et al., ThinK: Thinner Key Cache by Query-Driven Pruning, arXiv:2407.21018.
 /// Differs  one set of channels for a kv_head, by the mean over its query heads and over the keys that are thinned; the
 ///          published code counts the newest 32 as well. Decoded keys lose the same channels 32 at a time once 32 newer

@@ -10,7 +10,8 @@
 TESSERA_NAMESPACE_BEGIN
 
 /// As `a_shape`, and the last 128 rows of each prompt chunk are dense. Has no budget.
-/// Paper    Tri-shape of SCBench, arXiv:2412.10319, with the sizes that LoopServe runs it with (arXiv:2507.13681, Table 7).
+/// Paper    Tri-shape of SCBench, arXiv:2412.10319, with the sizes that LoopServe runs it with (arXiv:2507.13681, Table
+///          7).
 /// Differs  as `sinks_and_band`.
 template <element T, int D, int Dv = D, layout_of<T, D, Dv> Layout = dense<T, D, Dv>>
 struct tri_shape : recipe<retain_all, Layout, retrieve_all, dense_decode, once, sinks_and_band> {

@@ -6,8 +6,8 @@
 
 TESSERA_NAMESPACE_BEGIN
 
-/// Every row attends the first `init` positions and the newest `local`, its own among them; the last `dense_rows` rows of a
-/// chunk attend everything (Tri-shape).
+/// Every row attends the first `init` positions and the newest `local`, its own among them; the last `dense_rows` rows
+/// of a chunk attend everything (Tri-shape).
 /// Errors   parameters out of range: tessera::error.   Cost  nothing is looked at.
 /// Paper    A-shape and Tri-shape of MInference, arXiv:2407.02490, and SCBench, arXiv:2412.10319; defaults as LoopServe
 ///          runs them (arXiv:2507.13681, Table 7). Differs: `local` counts positions, not stored tokens.

@@ -71,8 +71,8 @@ class background_task {
   std::string problem_;
 };
 
-/// The task for those who want it: `task` itself, which a thread is given, need not be done once no copy of what this returns is left.
-/// Before it is started.
+/// The task for those who want it: `task` itself, which a thread is given, need not be done once no copy of what this
+/// returns is left. Before it is started.
 template <class Task>
 std::shared_ptr<Task> wanted(std::shared_ptr<Task> task) {
   Task* const raw = task.get();

@@ -15,8 +15,8 @@
 
 TESSERA_NAMESPACE_BEGIN
 
-/// What each head of a layer keeps where the layer's best ceil(share * kv_heads * tokens) tokens are kept, whichever head they
-/// belong to; the protected tail of each head is among them, and a head keeps one token at least.
+/// What each head of a layer keeps where the layer's best ceil(share * kv_heads * tokens) tokens are kept, whichever
+/// head they belong to; the protected tail of each head is among them, and a head keeps one token at least.
 /// Shapes   shares [kv_heads], as parts of a head's tokens.   Cost  O(n) over the layer's scores on average.
 inline host_vector<double> layer_wide_shares(const layer_scores& scores, double share) {
   offset_t tokens = 0, tails = 0;
@@ -50,8 +50,8 @@ class calibration {
   index_t samples() const { return index_t(samples_.size()); }
   const host_vector<double>& sample(index_t i) const { return samples_[std::size_t(i)]; }
 
-  /// Mean and deviation over the samples (of a sample: divided by one less than there are; of one alone 0), and the budget
-  /// min(1, mean + alpha * deviation).
+  /// Mean and deviation over the samples (of a sample: divided by one less than there are; of one alone 0), and the
+  /// budget min(1, mean + alpha * deviation).
   /// Errors   no samples: tessera::error.
   profile finish(double share, double alpha) const {
     require(!samples_.empty(), "samples", 0, "at least 1", "add the shares of a prompt");

@@ -1,4 +1,5 @@
-// Eigenvectors of a small symmetric matrix without a library: for programs that nvcc compiles, which do not see Eigen's solver.
+// Eigenvectors of a small symmetric matrix without a library: for programs that nvcc compiles, which do not see Eigen's
+// solver.
 #pragma once
 
 #include <algorithm>
@@ -10,8 +11,8 @@
 
 TESSERA_NAMESPACE_BEGIN
 
-/// Eigenvalues, ascending, and eigenvectors, one a row, of a symmetric matrix [dim, dim], by Jacobi's rotations row by row until what is
-/// left beside the diagonal is rounding.
+/// Eigenvalues, ascending, and eigenvectors, one a row, of a symmetric matrix [dim, dim], by Jacobi's rotations row by
+/// row until what is left beside the diagonal is rounding.
 ///
 /// Cost     some eight sweeps of dim squared / 2 rotations: several times Eigen's solver (runtime/eigen.hpp).
 template <class Real>

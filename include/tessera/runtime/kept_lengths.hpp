@@ -21,7 +21,8 @@ struct kept_bound : token_bound {
 };
 
 /// What a budget by lengths leaves each head of a layer: the counts of choose_kept on either backend.
-/// Shapes   held [kv_heads], tokens of each head.   `layer`: as the budget sees it, of one head where all choose together.
+/// Shapes   held [kv_heads], tokens of each head.   `layer`: as the budget sees it, of one head where all choose
+///          together.
 template <length_budget Budget>
 kept_bound kept_by_lengths(const Budget& budget, const layer_extent& layer, host_vector<index_t> held,
                            const settled_heads& before, index_t seen, index_t kv_heads) {

@@ -6,8 +6,8 @@
 
 TESSERA_NAMESPACE_BEGIN
 
-/// The first `dense_layers` layers keep and read everything. Layers that the model says slide keep and read their window
-/// only, whatever the recipe. All others follow the recipe.
+/// The first `dense_layers` layers keep and read everything. Layers that the model says slide keep and read their
+/// window only, whatever the recipe. All others follow the recipe.
 class layer_roles {
  public:
   layer_roles(const model_shape& shape, index_t dense_layers, const logit_rule& rule)

@@ -26,8 +26,8 @@ struct coming_prompt {
 
 /// Follows every head through the prompt: before a layer takes the next chunk it keeps its share of what it has.
 /// Shapes   held [layers, kv_heads], tokens of each head before the prompt.
-///          share(layer, head, seen): what a head keeps of the prompt's first `seen` tokens; whole(layer): whether a layer
-///          chooses nothing; window(layer): the newest tokens that it then keeps, 0: all.
+///          share(layer, head, seen): what a head keeps of the prompt's first `seen` tokens; whole(layer): whether a
+///          layer chooses nothing; window(layer): the newest tokens that it then keeps, 0: all.
 /// Cost     chunks * layers * kv_heads * heads of a group.
 template <class Share, class Whole, class Window>
 page_plan plan_pages(const head_groups& groups, index_t page, const host_vector<index_t>& held,

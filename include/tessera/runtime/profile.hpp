@@ -11,8 +11,8 @@
 
 TESSERA_NAMESPACE_BEGIN
 
-/// Shares over the samples that were looked at, and the budget made of them: min(1, mean + alpha * deviation), or what its
-/// maker made of that.
+/// Shares over the samples that were looked at, and the budget made of them: min(1, mean + alpha * deviation), or what
+/// its maker made of that.
 /// Shapes   mean, deviation, budget [layers, kv_heads].
 /// Paper    TANGRAM, arXiv:2606.06302, Sec. 4.1.
 struct profile {

@@ -8,8 +8,8 @@
 
 TESSERA_NAMESPACE_BEGIN
 
-/// What a prompt of `tokens` tokens takes of a pool of ragged pages, its chunks ending at the multiples of the schedule's.
-/// Where a first stage drops all that it drops when a prompt ends, `after` counts what is there before.
+/// What a prompt of `tokens` tokens takes of a pool of ragged pages, its chunks ending at the multiples of the
+/// schedule's. Where a first stage drops all that it drops when a prompt ends, `after` counts what is there before.
 /// Shapes   held [layers, kv_heads], tokens of each head before the prompt.
 template <class Recipe>
 page_plan plan_prompt_pages(const head_groups& groups, index_t page, const host_vector<index_t>& held,

@@ -11,8 +11,8 @@
 
 TESSERA_NAMESPACE_BEGIN
 
-/// Pages are numbers; whoever owns memory gives them a meaning. A sequence may hold what has been set aside for it whatever
-/// others do; beyond that it takes what nobody holds or has been promised.
+/// Pages are numbers; whoever owns memory gives them a meaning. A sequence may hold what has been set aside for it
+/// whatever others do; beyond that it takes what nobody holds or has been promised.
 /// Errors   more than there is: tessera::error; out of memory: std::bad_alloc. Either way nothing has changed.
 class ragged_pool {
  public:

@@ -1,4 +1,5 @@
-// How a segment is packed best: which share of its channels, in groups of how many, in blocks of how many tokens. On the host.
+// How a segment is packed best: which share of its channels, in groups of how many, in blocks of how many tokens. On
+// the host.
 #pragma once
 
 #include <algorithm>

@@ -6,9 +6,9 @@
 
 TESSERA_NAMESPACE_BEGIN
 
-/// A prompt never holds more than what it keeps and one chunk of `chunk` tokens that have not been judged yet. Engines may
-/// write smaller pieces: they are judged together, at the multiples of `chunk` where pieces end there. A larger piece is a
-/// chunk of its own. The last chunk is judged when the prompt ends.
+/// A prompt never holds more than what it keeps and one chunk of `chunk` tokens that have not been judged yet. Engines
+/// may write smaller pieces: they are judged together, at the multiples of `chunk` where pieces end there. A larger
+/// piece is a chunk of its own. The last chunk is judged when the prompt ends.
 struct each_chunk {
   static constexpr const char* name = "each_chunk";
   static constexpr bool fires_at(moment at) { return at == moment::prompt_end || at == moment::chunk_end; }

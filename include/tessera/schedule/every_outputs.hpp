@@ -6,9 +6,9 @@
 
 TESSERA_NAMESPACE_BEGIN
 
-/// Fires at the end of the step with which a turn has `first`, `first` + `every`, `first` + 2 `every`, ... outputs, counted from
-/// the end of the turn's prompt. A step of several tokens fires once when it reaches or passes such a number. With `first` 0 the
-/// first choice falls at the prompt's end.
+/// Fires at the end of the step with which a turn has `first`, `first` + `every`, `first` + 2 `every`, ... outputs,
+/// counted from the end of the turn's prompt. A step of several tokens fires once when it reaches or passes such a
+/// number. With `first` 0 the first choice falls at the prompt's end.
 /// Errors   first or every out of range: tessera::error.
 struct every_outputs {
   static constexpr const char* name = "every_outputs";

@@ -8,10 +8,12 @@ TESSERA_NAMESPACE_BEGIN
 /// How the scores of a layer's heads become one.
 enum class over_heads { sum, mean, maximum };
 
-/// One set for all heads of a layer: a token's score is the sum of its heads' scores, their mean or the largest of them.
+/// One set for all heads of a layer: a token's score is the sum of its heads' scores, their mean or the largest of
+/// them.
 ///
-/// A scorer of queries adds up the query heads of a group; so the mean is that over the layer's query heads. The maximum is
-/// that over kv_heads. NaN in one head makes the token's sum and mean NaN: it ranks last; the maximum goes by the others.
+/// A scorer of queries adds up the query heads of a group; so the mean is that over the layer's query heads. The
+/// maximum is that over kv_heads. NaN in one head makes the token's sum and mean NaN: it ranks last; the maximum goes
+/// by the others.
 /// Shapes   [kv_heads, tokens] -> [tokens]; heads of equal length.   Cost  one pass over the scores.
 template <over_heads Join>
 struct per_layer {

@@ -6,9 +6,9 @@
 
 TESSERA_NAMESPACE_BEGIN
 
-/// As `per_layer`, and the set of one layer serves the next ones: the first of every `reuse` layers chooses, the others keep
-/// what it keeps and observe nothing. Layers that do not follow the recipe (dense or sliding ones) are left out of the runs.
-/// Where a cache chooses; operations choose for the layer that they are asked about.
+/// As `per_layer`, and the set of one layer serves the next ones: the first of every `reuse` layers chooses, the others
+/// keep what it keeps and observe nothing. Layers that do not follow the recipe (dense or sliding ones) are left out of
+/// the runs. Where a cache chooses; operations choose for the layer that they are asked about.
 template <over_heads Join>
 struct per_layers : per_layer<Join> {
   index_t reuse = 1;

@@ -10,8 +10,9 @@ TESSERA_NAMESPACE_BEGIN
 enum class row_reduction { sum, max };
 
 /// Scores a block of packed tokens by the dot products of the step's queries with the block's packed mean key: their
-/// sum over the rows, or the largest. Not scaled and not capped: only the order counts. Elements of queries that are not finite are left out of
-/// a sum, and a row that scores NaN of the largest, lest one head choose for its whole group.
+/// sum over the rows, or the largest. Not scaled and not capped: only the order counts. Elements of queries that are
+/// not finite are left out of a sum, and a row that scores NaN of the largest, lest one head choose for its whole
+/// group.
 ///
 /// Shapes   one score a block and kv_head. The means lie beside the packed keys (layout/packed_rows.hpp).
 /// Cost     one packed product a block with `sum`, for the queries are added first; one a row and block with `max`.

@@ -25,8 +25,9 @@ enum class segment_form {
 /// Shapes   scores [kv_heads, tokens].   Unit: token. Sums in double.
 /// Errors   parameters out of range, and whatever the inner scorer refuses: tessera::error.
 /// Cost     two passes over the scores, one logarithm a token.
-/// Paper    SABlock, arXiv:2510.22556, Sec. III-C (Eqs. 5 to 8). Differs: the formulas are not in the public text; these are
-///          reconstructed from its prose. Both statistics are put on a scale from 0 to 1 before they are combined.
+/// Paper    SABlock, arXiv:2510.22556, Sec. III-C (Eqs. 5 to 8). Differs: the formulas are not in the public text;
+///          these are reconstructed from its prose. Both statistics are put on a scale from 0 to 1 before they are
+///          combined.
 template <scorer S>
 struct by_segment : S {
   static constexpr const char* name = "by_segment";

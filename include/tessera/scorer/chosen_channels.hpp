@@ -11,18 +11,19 @@
 
 TESSERA_NAMESPACE_BEGIN
 
-/// Estimates a step's probabilities from the `channels` channels with the largest sums of |q| over the group; the newest
-/// `recent` tokens are always read. What the attended tokens lack of a row's estimated mass is given to the mean of V:
-/// out = a * attention + (1 - a) * mean, a the estimated mass on them.
+/// Estimates a step's probabilities from the `channels` channels with the largest sums of |q| over the group; the
+/// newest `recent` tokens are always read. What the attended tokens lack of a row's estimated mass is given to the mean
+/// of V: out = a * attention + (1 - a) * mean, a the estimated mass on them.
 ///
-/// The mean is over all tokens of the kv_head up to the query, what is not finite counted as 0. The log-sum-exp that comes
-/// with the output is that of the attended tokens. Left to the budget (0): channels = k_dim / ratio, at least 1.
+/// The mean is over all tokens of the kv_head up to the query, what is not finite counted as 0. The log-sum-exp that
+/// comes with the output is that of the attended tokens. Left to the budget (0): channels = k_dim / ratio, at least 1.
 /// Shapes   scores [kv_heads, tokens].   Unit: token.
 /// Errors   channels below 0 or above k_dim, recent below -1 or above what a step attends: tessera::error.
-/// Cost     `channels` values of every key are read; keys once more, by channel, and a sum of V [v_dim] per kv_head are held.
-/// Paper    SparQ, arXiv:2312.04985, Sec. 4 (channels 32, recent a quarter of what is attended). Differs: channels by the
-///          budget unless set, as RocketKV's comparison has it (arXiv:2502.14051, App. A.3), but at least 1; the step's own
-///          token is one of the `recent` and not on top of what is attended.
+/// Cost     `channels` values of every key are read; keys once more, by channel, and a sum of V [v_dim] per kv_head are
+///          held.
+/// Paper    SparQ, arXiv:2312.04985, Sec. 4 (channels 32, recent a quarter of what is attended). Differs: channels by
+///          the budget unless set, as RocketKV's comparison has it (arXiv:2502.14051, App. A.3), but at least 1; the
+///          step's own token is one of the `recent` and not on top of what is attended.
 struct chosen_channels {
   static constexpr const char* name = "chosen_channels";
   static constexpr observes observed = observes::step;

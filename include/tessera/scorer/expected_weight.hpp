@@ -12,14 +12,14 @@ TESSERA_NAMESPACE_BEGIN
 /// `covariance` 0 it is exp(mean). A score is the weight divided by the sum over the stored tokens behind the sinks,
 /// averaged over the group.
 ///
-/// The first `sinks` positions stay before all others. Statistics are those of one turn's prompt; where it brings no query
-/// behind the sinks, all keys weigh the same. Soft cap and sliding window of the model are not looked at.
+/// The first `sinks` positions stay before all others. Statistics are those of one turn's prompt; where it brings no
+/// query behind the sinks, all keys weigh the same. Soft cap and sliding window of the model are not looked at.
 /// Shapes   scores [kv_heads, tokens].   Unit: token. No newest token is kept whatever its score.
 /// Errors   parameters out of range; a model that does not say its rope_frequencies: tessera::error.
-/// Cost     k_dim squared products a prompt token and query head, twice; [q_heads, k_dim, k_dim] doubles a layer until the
-///          prompt ends.
-/// Paper    Expected Attention, arXiv:2510.00636, as kvpress 0.5.5 has it. Differs: queries come after RoPE and are turned
-///          back; of a later turn's prompt, only its own queries count.
+/// Cost     k_dim squared products a prompt token and query head, twice; [q_heads, k_dim, k_dim] doubles a layer until
+///          the prompt ends.
+/// Paper    Expected Attention, arXiv:2510.00636, as kvpress 0.5.5 has it. Differs: queries come after RoPE and are
+///          turned back; of a later turn's prompt, only its own queries count.
 struct expected_weight {
   static constexpr const char* name = "expected_weight";
   static constexpr observes observed = observes::statistics;

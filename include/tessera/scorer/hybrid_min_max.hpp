@@ -17,9 +17,9 @@ TESSERA_NAMESPACE_BEGIN
 /// The group shares channels and sides: of a channel the larger values are read where the group's sum of q is above 0,
 /// else the smaller ones. (So a page's logit bounds those of its keys only for query heads that agree with the sum.)
 /// Each row's softmax runs over slots, with the scale made up for the channels left out; probabilities are summed over
-/// the group, which orders as their mean. A page of one slot is its key: with all channels these are true probabilities.
-/// Left to the budget (0), with c the ratio: page = ceil(sqrt(c)), or 1 where that exceeds c; channels = D * page / c,
-/// rounded down. Then the pages' bytes are 1 / (2 c) of the keys' and values'.
+/// the group, which orders as their mean. A page of one slot is its key: with all channels these are true
+/// probabilities. Left to the budget (0), with c the ratio: page = ceil(sqrt(c)), or 1 where that exceeds c; channels =
+/// D * page / c, rounded down. Then the pages' bytes are 1 / (2 c) of the keys' and values'.
 /// Shapes   scores [kv_heads, tokens].   Unit: token; the slots of a page tie.
 /// Errors   page or channels out of range, channels above k_dim: tessera::error.
 /// Cost     one value per page and chosen channel is read; 2 * k_dim values per page are held, k_dim for page 1.

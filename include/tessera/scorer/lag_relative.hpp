@@ -10,9 +10,9 @@
 
 TESSERA_NAMESPACE_BEGIN
 
-/// Scores a token by its rank in its partition of `lag` tokens. Keys and values are put on the scale of each channel's range
-/// over the next partition; the standard deviation over the channels is a row's spread, softmaxes of spreads over the
-/// partition are averaged over K and V, and ranked.
+/// Scores a token by its rank in its partition of `lag` tokens. Keys and values are put on the scale of each channel's
+/// range over the next partition; the standard deviation over the channels is a row's spread, softmaxes of spreads over
+/// the partition are averaged over K and V, and ranked.
 ///
 /// The first `sinks` slots and everything from the last full partition on come before all others, the newer the better;
 /// so does everything while there are fewer than two partitions. A channel that does not vary in the next partition
@@ -20,8 +20,8 @@ TESSERA_NAMESPACE_BEGIN
 /// Shapes   scores [kv_heads, tokens].   Unit: token.
 /// Errors   parameters out of range, or no room left beside the sinks: tessera::error.
 /// Cost     two reads of K and V when a prompt ends; lag comparisons a token.
-/// Paper    LagKV, arXiv:2504.04704, as kvpress 0.5.5 has it (without cross scoring). Ties to the lower slot; where not all of
-///          the protected tail has room, its newest tokens stay.
+/// Paper    LagKV, arXiv:2504.04704, as kvpress 0.5.5 has it (without cross scoring). Ties to the lower slot; where not
+///          all of the protected tail has room, its newest tokens stay.
 struct lag_relative {
   static constexpr const char* name = "lag_relative";
   static constexpr observes observed = observes::nothing;

@@ -6,8 +6,8 @@
 
 TESSERA_NAMESPACE_BEGIN
 
-/// Scores a token by the probability that the newest query gives it, summed over the query heads of the group. Every new query
-/// replaces what was there. The newest token itself is always kept.
+/// Scores a token by the probability that the newest query gives it, summed over the query heads of the group. Every
+/// new query replaces what was there. The newest token itself is always kept.
 /// Shapes   scores [kv_heads, tokens], fp32, stored beside the tokens and compacted with them.   Unit: token.
 /// Cost     two passes over K with one query of each head per chunk and per step.
 /// Paper    TOVA, arXiv:2401.06104, as kvpress 0.5.5 has it: the newest token stays whatever its score.

@@ -1,4 +1,5 @@
-// LoopServe's scorer for decoding: the attention that the newest tokens pay, of the prompt at first and then of the answer.
+// LoopServe's scorer for decoding: the attention that the newest tokens pay, of the prompt at first and then of the
+// answer.
 #pragma once
 
 #include "../concepts/scorer.hpp"
@@ -8,7 +9,8 @@
 
 TESSERA_NAMESPACE_BEGIN
 
-/// Scores a token by the probability mass that the conversation's last `window` queries give it, prompt and answer alike.
+/// Scores a token by the probability mass that the conversation's last `window` queries give it, prompt and answer
+/// alike.
 ///
 /// The softmax runs over all keys, causal inside the window; masses are summed over its rows and over the query heads
 /// of the group, then pooled where `pool` is above 1. The observed tokens are always kept and count into the budget.

@@ -16,9 +16,10 @@ TESSERA_NAMESPACE_BEGIN
 /// Shapes   scores [kv_heads, tokens].   Unit: token; the slots of a page tie.
 /// Errors   page out of range: tessera::error.
 /// Cost     of each page one value per channel, two where the group's signs differ; 2 * k_dim values per page are held.
-/// Paper    Quest, arXiv:2406.10774, Sec. 3.3 (page 16, no division by sqrt(k_dim), as its code). Differs: one choice per
-///          kv_head by the sum over the group, as RocketKV's comparison has it (arXiv:2502.14051, App. A.3); neither the
-///          newest page nor three pages at least are forced in; page 0 takes that comparison's page, the ratio rounded up.
+/// Paper    Quest, arXiv:2406.10774, Sec. 3.3 (page 16, no division by sqrt(k_dim), as its code). Differs: one choice
+///          per kv_head by the sum over the group, as RocketKV's comparison has it (arXiv:2502.14051, App. A.3);
+///          neither the newest page nor three pages at least are forced in; page 0 takes that comparison's page, the
+///          ratio rounded up.
 struct page_min_max {
   static constexpr const char* name = "page_min_max";
   static constexpr observes observed = observes::step;

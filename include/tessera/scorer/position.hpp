@@ -7,14 +7,14 @@
 
 TESSERA_NAMESPACE_BEGIN
 
-/// Scores a token by its logical position: the first `sinks` positions above all, then the newer the better, by how far the token
-/// lies before the next one.
+/// Scores a token by its logical position: the first `sinks` positions above all, then the newer the better, by how far
+/// the token lies before the next one.
 ///
 /// Shapes   scores [kv_heads, tokens]; exact for the newest 2^24 positions, however long the text.   Unit: token.
 /// Errors   sinks below 0, or no room left beside the sinks: tessera::error.
 /// Cost     none: neither K nor queries are read.
-/// Paper    StreamingLLM, arXiv:2309.17453. Differs: keys stay rotated for their original positions and queries use true
-///          positions (the original re-assigns positions inside the cache).
+/// Paper    StreamingLLM, arXiv:2309.17453. Differs: keys stay rotated for their original positions and queries use
+///          true positions (the original re-assigns positions inside the cache).
 struct position {
   static constexpr const char* name = "position";
   static constexpr observes observed = observes::nothing;

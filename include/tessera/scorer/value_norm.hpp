@@ -5,7 +5,8 @@
 
 TESSERA_NAMESPACE_BEGIN
 
-/// Scores a token by the L1 norm of its value. As a weight, of the projected value where the engine gives the projection.
+/// Scores a token by the L1 norm of its value. As a weight, of the projected value where the engine gives the
+/// projection.
 /// Shapes   scores [kv_heads, tokens].   Unit: token. Nothing is kept whatever its score.
 /// Cost     one read of V when a prompt ends.
 /// Paper    CriticalKV, arXiv:2502.03805, as kvpress 0.5.5 has it, with the output projection.

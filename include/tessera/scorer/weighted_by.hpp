@@ -12,8 +12,8 @@ TESSERA_NAMESPACE_BEGIN
 /// the weight is the score that `W` gives the token's value.
 ///
 /// A budget counts by the scores of `S`. The part that is chosen first is `first` of what the head keeps, at least 1
-/// token unless `first` is 0. The protected tail counts into it. A token that `S` puts before all others (score infinity)
-/// stays there.
+/// token unless `first` is 0. The protected tail counts into it. A token that `S` puts before all others (score
+/// infinity) stays there.
 /// Shapes   scores [kv_heads, tokens].   Unit: token.
 /// Errors   parameters out of range, and whatever `S` refuses: tessera::error.
 /// Cost     that of `S`, one read of V; with an output projection a product of every value with it.

@@ -21,7 +21,8 @@ TESSERA_NAMESPACE_BEGIN
 ///          last.
 /// Errors   coverage or largest out of range: tessera::error.
 /// Cost     O(n) for the counts; for a segment of n tokens O(n^2) comparisons, n <= 256.
-/// Paper    SABlock, arXiv:2510.22556, Sec. III-D (Alg. 2, Eqs. 10 to 13). The candidate sizes are those of its Table I.
+/// Paper    SABlock, arXiv:2510.22556, Sec. III-D (Alg. 2, Eqs. 10 to 13). The candidate sizes are those of its Table
+///          I.
 struct adaptive_blocks {
   static constexpr const char* name = "adaptive_blocks";
   using unit = block_unit;
@@ -34,8 +35,8 @@ struct adaptive_blocks {
     double sums[most_segment_tokens / 2];
     return choose_in_segment(one_lane{}, scores, n, keep, out, sums);
   }
-  /// The same by a team, whose `scores`, `out` and `sums` all lanes see. Sums are added in slot order by every lane, so that
-  /// no team chooses otherwise.   Shapes   sums [most_segment_tokens / 2].
+  /// The same by a team, whose `scores`, `out` and `sums` all lanes see. Sums are added in slot order by every lane, so
+  /// that no team chooses otherwise.   Shapes   sums [most_segment_tokens / 2].
   template <class Team>
   TESSERA_HD index_t choose_in_segment(const Team& team, const float* scores, index_t n, index_t keep, index_t* out,
                                        double* sums) const {

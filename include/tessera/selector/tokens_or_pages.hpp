@@ -9,8 +9,8 @@ TESSERA_NAMESPACE_BEGIN
 
 /// Chooses as `top_tokens` or as `top_pages` does.
 ///
-/// RocketKV's accuracy code selects tokens and cuts inside the last page (at its lower slots here); its GPU code selects
-/// pages, which reads longer runs.
+/// RocketKV's accuracy code selects tokens and cuts inside the last page (at its lower slots here); its GPU code
+/// selects pages, which reads longer runs.
 /// Ties     to the lower slot or page.   Cost  O(n) on average.
 struct tokens_or_pages {
   static constexpr const char* name = "tokens_or_pages";

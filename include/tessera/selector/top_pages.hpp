@@ -8,9 +8,9 @@ TESSERA_NAMESPACE_BEGIN
 
 /// Chooses whole pages of `page` consecutive slots, as many as `keep` tokens need: ceil(keep / page), at most all.
 ///
-/// The number of pages is fixed, so a short last page among them gives fewer tokens than `keep` and full ones may give up
-/// to page - 1 more. Pages that hold some of the newest `tail` slots come first, even where there are more of them. A
-/// page's score is that of its best slot; NaN counts as -infinity. In a recipe `page` is the scorer's.
+/// The number of pages is fixed, so a short last page among them gives fewer tokens than `keep` and full ones may give
+/// up to page - 1 more. Pages that hold some of the newest `tail` slots come first, even where there are more of them.
+/// A page's score is that of its best slot; NaN counts as -infinity. In a recipe `page` is the scorer's.
 /// Ties     to the lower page.   Cost  O(n) on average.
 struct top_pages {
   static constexpr const char* name = "top_pages";

@@ -1,3 +1,3 @@
 // flags: -fno-exceptions
-// expect: tessera: exceptions are off; expected a compiler that has them on, since errors are thrown; leave -fno-exceptions out
+// expect: tessera: exceptions are off; expected a compiler that has them on: errors are thrown; leave -fno-exceptions out
 #include <tessera/tessera.hpp>

@@ -14,14 +14,15 @@ namespace cuda {
 ///
 /// A turn is: `reserve` the prompt's length, `prefill` a chunk in every layer, and its attention if the engine has none
 /// of its own, chunk after chunk; `end_prefill` once. Then for each step `prepare_step` on the host; and, recorded in a
-/// graph or not, `begin_step` and `decode` in every layer. What a graph recorded can be replayed for every later batch of
-/// as many sequences, tokens and the same actions: ids, lengths, positions, plans and places are read on the device.
+/// graph or not, `begin_step` and `decode` in every layer. What a graph recorded can be replayed for every later batch
+/// of as many sequences, tokens and the same actions: ids, lengths, positions, plans and places are read on the device.
 /// Keys and queries come after RoPE; positions are counted here and survive every eviction. T is the layout's element
 /// type, fp16 or bf16; `Out` is what attention is written as: fp32, fp16 or bf16. All pointers are device pointers.
-/// Errors   bad shapes, unknown sequences, steps out of order and pools without room throw tessera::error before anything
-///          is launched: the cache is as it was.
+/// Errors   bad shapes, unknown sequences, steps out of order and pools without room throw tessera::error before
+///          anything is launched: the cache is as it was.
 /// Memory   rows, and scratch of sequences * kv_heads * tokens scores: allocated when made, anew by `set_budget`, by
-///          `allocate_from`. Limits: what the host asks for (`positions`, `bytes_read`, tracing) synchronises the stream.
+///          `allocate_from`. Limits: what the host asks for (`positions`, `bytes_read`, tracing) synchronises the
+///          stream.
 template <class Recipe, class Out = float>
 class cache : public cache_parts<Recipe, Out> {
   using parts = cache_parts<Recipe, Out>;
@@ -32,7 +33,8 @@ class cache : public cache_parts<Recipe, Out> {
       : parts(std::move(shape), std::move(recipe), options) {}
 
   /// Changes the token budget; it counts from the next time the schedule retains, or the next step that retrieves.
-  /// Steps that a graph recorded must be recorded anew. Allocates; synchronises. Errors: a prepared step has layers to go.
+  /// Steps that a graph recorded must be recorded anew. Allocates; synchronises. Errors: a prepared step has layers to
+  /// go.
   void set_budget(index_t tokens, cudaStream_t stream = nullptr) {
     Recipe changed = recipe_;
     changed.set_budget(tokens);
@@ -49,9 +51,10 @@ class cache : public cache_parts<Recipe, Out> {
     return id;
   }
 
-  /// Opens a sequence that goes on from where another one stands, and returns its id: see the CPU's cache. Finished segments of packed rows
-  /// stay where they are, until the sequence that packed them is closed.
-  /// Errors   as there; any sequence's step that has begun and has layers to decode. What a graph replays is not seen: fork behind it.
+  /// Opens a sequence that goes on from where another one stands, and returns its id: see the CPU's cache. Finished
+  /// segments of packed rows stay where they are, until the sequence that packed them is closed.
+  /// Errors   as there; any sequence's step that has begun and has layers to decode. What a graph replays is not seen:
+  ///          fork behind it.
   index_t fork(index_t id, cudaStream_t stream = nullptr) {
     conversations_.check_fork(id, options_.sequences);
     order_.require_finished(id);
@@ -113,8 +116,8 @@ class cache : public cache_parts<Recipe, Out> {
     first_.observe_prompt(owner, store_, policies(id), roles_.rule(layer), q, first + k.tokens, stream);
   }
 
-  /// Causal attention of the newest q.tokens tokens of a layer over everything that it stores, or over the lines that the
-  /// recipe's prefill policy chooses by these queries: then of a whole chunk.
+  /// Causal attention of the newest q.tokens tokens of a layer over everything that it stores, or over the lines that
+  /// the recipe's prefill policy chooses by these queries: then of a whole chunk.
   /// Shapes   q [1, tokens, q_heads, k_dim], out [1, tokens, q_heads, v_dim], lse [1, tokens, q_heads], or no data.
   void prefill_attention(index_t layer, index_t id, const rows_view<const T>& q, const rows_view<Out>& out,
                          const rows_view<float>& lse, cudaStream_t stream) {
@@ -129,7 +132,8 @@ class cache : public cache_parts<Recipe, Out> {
     first_.observe_attention(owner, q, problem.lse, stream);
   }
 
-  /// Passes tokens through one layer once more, for a scorer that wants it (KVzip): see the CPU's cache. Shapes as `prefill`'s.
+  /// Passes tokens through one layer once more, for a scorer that wants it (KVzip): see the CPU's cache. Shapes as
+  /// `prefill`'s.
   void reread(index_t layer, index_t id, index_t first, index_t count, const rows_view<const T>& q,
               const rows_view<const T>& k, const rows_view<const T>& v, const rows_view<Out>& out,
               cudaStream_t stream) requires(Recipe::retain_type::rereads) {
@@ -141,10 +145,10 @@ class cache : public cache_parts<Recipe, Out> {
     rereading_.pass(owner, store_, policies(id), roles_, attention_, q, k, v, out, part, stream);
   }
 
-  /// Says that the turn's prompt has been through a layer, its attention included: see the CPU's cache. Segments are made on a stream of the
-  /// cache's own, and take the place of whole rows when the next layer ends that packs, or a step is prepared, or sooner where the pool has no
-  /// room: a prompt in one chunk needs two layers' whole rows, or one. What joins a segment, or has no basis, waits for `end_prefill`. Not
-  /// within a step.
+  /// Says that the turn's prompt has been through a layer, its attention included: see the CPU's cache. Segments are
+  /// made on a stream of the cache's own, and take the place of whole rows when the next layer ends that packs, or a
+  /// step is prepared, or sooner where the pool has no room: a prompt in one chunk needs two layers' whole rows, or
+  /// one. What joins a segment, or has no basis, waits for `end_prefill`. Not within a step.
   void end_layer(index_t layer, index_t id, cudaStream_t stream) {
     const sequence_layer owner{layer, id};
     conversations_.check_layer_end(owner);
@@ -155,8 +159,8 @@ class cache : public cache_parts<Recipe, Out> {
     conversations_.end_layer(owner);
   }
 
-  /// Ends a turn's prompt: where the schedule says so, every layer chooses anew what it keeps and frees the rest, or what
-  /// a filter lets through. The first turn's end also plans what the budget comes to: see `plan`.
+  /// Ends a turn's prompt: where the schedule says so, every layer chooses anew what it keeps and frees the rest, or
+  /// what a filter lets through. The first turn's end also plans what the budget comes to: see `plan`.
   void end_prefill(index_t id, cudaStream_t stream) {
     const planned<Recipe> fitted = conversations_.plan_prompt_end(recipe_, id);
     reading_.require_covered(fitted);
@@ -178,8 +182,9 @@ class cache : public cache_parts<Recipe, Out> {
   }
 
   /// The host's part of a decode step of 1 to `step_tokens` tokens: room for it in every layer. Before every step, also
-  /// before a replayed one; never recorded itself. What it returns is every layer's `decode`'s. boundaries [ids, tokens], on
-  /// the host, for a recipe that `needs_step_segments`: 1 for a token after which a segment of the text ends, else 0.
+  /// before a replayed one; never recorded itself. What it returns is every layer's `decode`'s. boundaries [ids,
+  /// tokens], on the host, for a recipe that `needs_step_segments`: 1 for a token after which a segment of the text
+  /// ends, else 0.
   batch prepare_step(const host_vector<index_t>& ids, index_t tokens, cudaStream_t stream,
                      std::span<const std::uint8_t> boundaries = {}) {
     batch step = conversations_.plan_step(recipe_, ids, tokens, options_.step_tokens, boundaries);

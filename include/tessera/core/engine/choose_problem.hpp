@@ -11,9 +11,9 @@ TESSERA_NAMESPACE_BEGIN
 
 /// What a batch stores of one layer, and what its scorer has observed; on the device every pointer is a device pointer.
 ///
-/// A scorer of a window needs `q` and `first_position`, one of positions `first_position`, one of every query `scores`. What
-/// sees segments needs `segments`, what goes by statistics `statistics`. A scorer by contents reads what the view stores.
-/// `tails` and `budgets`, where sequences differ, stand in place of what the policy says.
+/// A scorer of a window needs `q` and `first_position`, one of positions `first_position`, one of every query `scores`.
+/// What sees segments needs `segments`, what goes by statistics `statistics`. A scorer by contents reads what the view
+/// stores. `tails` and `budgets`, where sequences differ, stand in place of what the policy says.
 template <class View, class E = typename View::element_type>
 struct choose_problem {
   View view;          ///< values are read by scorers of values alone

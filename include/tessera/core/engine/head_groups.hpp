@@ -12,13 +12,13 @@
 
 TESSERA_NAMESPACE_BEGIN
 
-/// Among which heads groups are formed by their shares; `none`: as heads stand in a layer; `fitted`: over the model, heads
-/// that stand far apart in groups of fewer.
+/// Among which heads groups are formed by their shares; `none`: as heads stand in a layer; `fitted`: over the model,
+/// heads that stand far apart in groups of fewer.
 enum class clustering { layer, model, none, fitted };
 
 /// Groups of kv_heads that share pages of `heads` columns, of `page` tokens each. A group of fewer heads, a divisor of
-/// `heads`, has several columns of a page for each of them: `heads / size` blocks of `page` tokens, one after the other. A
-/// head is numbered layer * kv_heads + head.
+/// `heads`, has several columns of a page for each of them: `heads / size` blocks of `page` tokens, one after the
+/// other. A head is numbered layer * kv_heads + head.
 struct head_groups {
   index_t layers = 0, kv_heads = 0, heads = 1;
   host_vector<index_t> group;      ///< by head
@@ -47,8 +47,9 @@ struct head_groups {
 
 namespace detail {
 
-/// Where to cut heads of ascending shares into groups: sizes that divide `heads`, so that what is empty is least. Each group
-/// leaves half a page empty beside what its shorter heads do, of prompts of 8,192 tokens, and of 16 tokens a column.
+/// Where to cut heads of ascending shares into groups: sizes that divide `heads`, so that what is empty is least. Each
+/// group leaves half a page empty beside what its shorter heads do, of prompts of 8,192 tokens, and of 16 tokens a
+/// column.
 inline host_vector<index_t> fitted_begins(const host_vector<double>& ascending, index_t heads) {
   constexpr double tokens = 8192, page = 16;
   const std::size_t count = ascending.size();

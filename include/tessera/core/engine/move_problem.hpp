@@ -22,8 +22,8 @@ bool table_tells_heads(const Table& table, index_t kv_heads) {
 
 }  // namespace detail
 
-/// A view that rows are written to must have a scale for each of them, where they have scales: one that several rows share would
-/// change what is stored already.
+/// A view that rows are written to must have a scale for each of them, where they have scales: one that several rows
+/// share would change what is stored already.
 /// Errors   a stride of 0 between rows; one array of scales for keys and values: tessera::error.
 template <class View>
 void require_row_scales(const View& view) {
@@ -33,8 +33,8 @@ void require_row_scales(const View& view) {
       require(stride != 0 || !needed, name, stride, "other than 0: a written row gets a scale of its own",
               "keep a scale for each row, or encode and store the rows yourself where a tensor has one scale");
     };
-    require(view.scales.k != view.scales.v || !view.scales.k, "scales of keys and values", "one array", "an array for each",
-            "keep a scale for each row of k, and another for each row of v");
+    require(view.scales.k != view.scales.v || !view.scales.k, "scales of keys and values", "one array",
+            "an array for each", "keep a scale for each row of k, and another for each row of v");
     needs("stride of scales from token to token", view.scales.token, true);
     needs("stride of scales from head to head", view.scales.head,
           view.kv_heads > 1 && !detail::table_tells_heads(view.table, view.kv_heads));

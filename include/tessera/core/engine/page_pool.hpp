@@ -14,8 +14,8 @@ struct page_pool {
 /// Which pages a batch still needs after an eviction. On the device every pointer is a device pointer.
 ///
 /// A table row is a sequence, or a (sequence, kv_head) where heads have tables of their own: row = sequence *
-/// table.tables(kv_heads) + head. It needs the pages of its longest head in any of the layers that share the table (vLLM:
-/// all of them), and those of `room` tokens more.
+/// table.tables(kv_heads) + head. It needs the pages of its longest head in any of the layers that share the table
+/// (vLLM: all of them), and those of `room` tokens more.
 template <class View>
 struct free_pages_problem {
   static_assert(page_table<decltype(View::table)>, "tessera: pages are freed of views behind a table of pages");

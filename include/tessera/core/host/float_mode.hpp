@@ -7,11 +7,11 @@
 
 TESSERA_NAMESPACE_BEGIN
 
-/// While it lives the calling thread calculates in the mode that programs begin with: it rounds to nearest, keeps subnormal
-/// numbers and traps nothing. Then the thread's own mode is back. So results do not depend on what a process has set (flush-to-zero
-/// of -ffast-math, another rounding), nor on which thread calculates.
-/// On x86 with SSE and on 64-bit ARM; elsewhere nothing happens. It is for calls that read and write memory: a compiler may move
-/// calculations between registers over it, and clang does.
+/// While it lives the calling thread calculates in the mode that programs begin with: it rounds to nearest, keeps
+/// subnormal numbers and traps nothing. Then the thread's own mode is back. So results do not depend on what a process
+/// has set (flush-to-zero of -ffast-math, another rounding), nor on which thread calculates.
+/// On x86 with SSE and on 64-bit ARM; elsewhere nothing happens. It is for calls that read and write memory: a compiler
+/// may move calculations between registers over it, and clang does.
 /// Cost     one read of the register (2 ns, EPYC); two writes more where the mode is another one.
 class default_float_mode {
  public:

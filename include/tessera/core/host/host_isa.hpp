@@ -1,9 +1,9 @@
 // The instruction set that the compiler may use on the host, as a name: TESSERA_HOST_ISA.
 #pragma once
 
-// The name is a level, and what a target may have beside it: avx2_v3, avx512fp16_v3_bf16_dot. On x86 it tells apart every two
-// values of -march under which compilers choose instructions differently (tests/link/two_targets.py goes over those of the
-// compiler); -mtune and -O do not count. On other processors it tells apart the levels below.
+// The name is a level, and what a target may have beside it: avx2_v3, avx512fp16_v3_bf16_dot. On x86 it tells apart
+// every two values of -march under which compilers choose instructions differently (tests/link/two_targets.py goes over
+// those of the compiler); -mtune and -O do not count. On other processors it tells apart the levels below.
 
 #if defined(__x86_64__) || defined(__i386__) || defined(_M_X64)
 #if defined(__AVX512FP16__)
@@ -164,5 +164,5 @@
 #define TESSERA_HOST_ISA                                                                                             \
   TESSERA_ISA_NAME(TESSERA_ISA_LEVEL, TESSERA_ISA_USUAL, TESSERA_ISA_FMA, TESSERA_ISA_HALF, TESSERA_ISA_BITS,        \
                    TESSERA_ISA_ZEROS, TESSERA_ISA_SWAP, TESSERA_ISA_FMA4, TESSERA_ISA_COUNT, TESSERA_ISA_TRAILING,   \
-                   TESSERA_ISA_BF16, TESSERA_ISA_DOT, TESSERA_ISA_VECTOR, TESSERA_ISA_VECTOR_COUNT, TESSERA_ISA_GALOIS, \
-                   TESSERA_ISA_WIDER)
+                   TESSERA_ISA_BF16, TESSERA_ISA_DOT, TESSERA_ISA_VECTOR, TESSERA_ISA_VECTOR_COUNT,                  \
+                   TESSERA_ISA_GALOIS, TESSERA_ISA_WIDER)

@@ -11,9 +11,9 @@
 
 TESSERA_NAMESPACE_BEGIN
 
-/// Counts the forks of the process from its first call on: a child has one more than its parent. Not counted are children
-/// without handlers of pthread_atfork (`_Fork`, clone). Always 0 where a system has no fork(). Shared libraries, and builds for
-/// other instruction sets, may each have a counter of their own.
+/// Counts the forks of the process from its first call on: a child has one more than its parent. Not counted are
+/// children without handlers of pthread_atfork (`_Fork`, clone). Always 0 where a system has no fork(). Shared
+/// libraries, and builds for other instruction sets, may each have a counter of their own.
 inline const std::atomic<long>& fork_counter() noexcept {
   static std::atomic<long> forks{0};
 #if defined(__unix__) || defined(__APPLE__)
@@ -23,7 +23,8 @@ inline const std::atomic<long>& fork_counter() noexcept {
 }
 
 /// The process in which this was made. Code of another shared library asks the counter that counted then.
-/// Cost     two loads (1 ns); getpid() instead took 160 ns, 7 % of a round of the executor with its syscall (2-core EPYC VM).
+/// Cost     two loads (1 ns); getpid() instead took 160 ns, 7 % of a round of the executor with its syscall (2-core
+///          EPYC VM).
 class home_process {
  public:
   home_process() noexcept : forks_(&fork_counter()), made_(forks_->load(std::memory_order_relaxed)) {}

@@ -13,13 +13,14 @@ struct normalized_cost {
   double traffic = 1;
 };
 
-/// Table 1 counts both extrema of a page against K alone, twice what they are of K and V together, and SparQ's second copy
-/// of K as a whole cache. `counted` is what its own traffic column implies.
+/// Table 1 counts both extrema of a page against K alone, twice what they are of K and V together, and SparQ's second
+/// copy of K as a whole cache. `counted` is what its own traffic column implies.
 enum class cost_convention { printed, counted };
 
-/// The costs of Table 1 of RocketKV (arXiv:2502.14051, Sec. 3.6) at a compression ratio c = S / t and a split r. Rounding
-/// of pages, room for the answer, positions and candidate lists are left out: `cache::bytes` and `cache::bytes_read`
-/// count those too, in bytes. Traffic is 1 / c throughout, half of it for the estimate where there is one.
+/// The costs of Table 1 of RocketKV (arXiv:2502.14051, Sec. 3.6) at a compression ratio c = S / t and a split r.
+/// Rounding of pages, room for the answer, positions and candidate lists are left out: `cache::bytes` and
+/// `cache::bytes_read` count those too, in bytes. Traffic is 1 / c throughout, half of it for the estimate where there
+/// is one.
 struct table_one {
   double c = 1;
   cost_convention convention = cost_convention::printed;

@@ -1,4 +1,5 @@
-// The plan that a budget makes for one conversation: how many tokens each stage handles, and how cheap an estimate must be.
+// The plan that a budget makes for one conversation: how many tokens each stage handles, and how cheap an estimate must
+// be.
 #pragma once
 
 #include "../config.hpp"
@@ -6,8 +7,8 @@
 
 TESSERA_NAMESPACE_BEGIN
 
-/// Token counts per kv_head. Made when a conversation's first prompt ends; the host knows all of it, the device's lengths
-/// only cap it: a head of n tokens has ceil(n / page) pages and reads at most n.
+/// Token counts per kv_head. Made when a conversation's first prompt ends; the host knows all of it, the device's
+/// lengths only cap it: a head of n tokens has ceil(n / page) pages and reads at most n.
 struct stage_plan {
   index_t capacity = 0;  ///< tokens that a head holds (or lets through) at most; with `max_new` where the budget has it
   index_t retained = 0;  ///< tokens that the first stage keeps, or lets through, when a prompt ends

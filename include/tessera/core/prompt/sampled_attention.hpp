@@ -16,7 +16,8 @@ struct sampled_attention {
   std::span<const index_t> positions;      ///< [slots], ascending
   std::span<const index_t> slot_at;        ///< [next]: the slot of a position, no_index where it is not stored
   std::span<const index_t> stored_before;  ///< [next + 1]: slots below a position
-  /// [rows, slots]: each row's softmax over the slots that it sees, 0 for others, never NaN. A policy may write over it.
+  /// [rows, slots]: each row's softmax over the slots that it sees, 0 for others, never NaN. A policy may write over
+  /// it.
   float* weights = nullptr;
 
   index_t slots() const { return index_t(positions.size()); }

@@ -21,8 +21,8 @@ constexpr packed_element resolved(packed_element given) {
   return std::is_same_v<T, fp16> ? packed_element::fp16 : packed_element::bf16;
 }
 
-/// What all vectors of one kind in a segment have in common. A row takes `value_bytes` and, apart from them, `bit_bytes` and
-/// `scale_bytes`; they lie in planes of their own, so that values are aligned.
+/// What all vectors of one kind in a segment have in common. A row takes `value_bytes` and, apart from them,
+/// `bit_bytes` and `scale_bytes`; they lie in planes of their own, so that values are aligned.
 struct packed_format {
   packed_element element = packed_element::single;
   index_t channels = 0;  ///< that a vector has here: those that truncation leaves
@@ -30,7 +30,8 @@ struct packed_format {
   index_t kept = 0;      ///< of `channels`
   bool own_bits = true;  ///< every row has bits; else the rows of a head share them
 
-  /// `group` is 1, 2 or 4: a shift. Every kernel over packed rows begins with this number, and would wait for a division.
+  /// `group` is 1, 2 or 4: a shift. Every kernel over packed rows begins with this number, and would wait for a
+  /// division.
   TESSERA_HD index_t groups() const { return channels >> (group / 2); }
   TESSERA_HD index_t set_bytes() const { return ceil_div(groups(), 8); }
   TESSERA_HD bool scaled() const { return element == packed_element::fp8 || element == packed_element::int4; }
@@ -106,8 +107,8 @@ TESSERA_HD inline float get_int4(const std::byte* values, index_t place) {
 }  // namespace detail
 
 /// Packs the elements of row [format.channels] whose bits are set. Returns the row's scale, 1 where rows have none.
-/// Elements are rounded to nearest, and finite ones stay finite in fp16; with a scale the largest finite one becomes 448 (fp8) or 7 (int4), and an infinity
-/// NaN (fp8) or the largest (int4).
+/// Elements are rounded to nearest, and finite ones stay finite in fp16; with a scale the largest finite one becomes
+/// 448 (fp8) or 7 (int4), and an infinity NaN (fp8) or the largest (int4).
 inline float pack_row(const packed_format& format, const float* row, const std::uint8_t* bits, std::byte* values) {
   float scale = 1;
   if (format.scaled()) {

@@ -8,12 +8,13 @@ TESSERA_NAMESPACE_BEGIN
 
 /// Extrema of every page of every (sequence, kv_head); row = sequence * kv_heads + head.
 ///
-/// Shapes   a row is [2, D, room]: the smaller values, then the larger ones; a channel's pages stand side by side, so that
-///          a scorer that reads few channels reads whole cache lines. Page p is slots [p * page, (p + 1) * page) of what the
-///          head stores (or of its candidates); the last page may be short.
+/// Shapes   a row is [2, D, room]: the smaller values, then the larger ones; a channel's pages stand side by side, so
+///          that a scorer that reads few channels reads whole cache lines. Page p is slots [p * page, (p + 1) * page)
+///          of what the head stores (or of its candidates); the last page may be short.
 ///          Pages of one slot hold their key once, whatever it is: [D, room], the keys by channel.
 /// Values   those of stored keys, exactly. What is not finite is left out; NaN where a page has nothing else.
-/// Rows     `begins[row]` elements in, with room for `rooms[row]` pages; both null: every row has `room` pages, and space
+/// Rows     `begins[row]` elements in, with room for `rooms[row]` pages; both null: every row has `room` pages, and
+/// space
 ///          for both sides.
 /// Pages    `page` slots in every row; on the device sequences differ, and each one's `read_plan` says its page.
 template <class T, int D>

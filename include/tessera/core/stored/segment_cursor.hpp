@@ -14,8 +14,8 @@ TESSERA_NAMESPACE_BEGIN
 /// No segment is longer: text without punctuation is cut after so many tokens.
 inline constexpr index_t most_segment_tokens = 256;
 
-/// Where a text stands: which segment its next token belongs to. Counted over all tokens of a conversation, whatever has
-/// been dropped since, so that chunks of any size number alike.
+/// Where a text stands: which segment its next token belongs to. Counted over all tokens of a conversation, whatever
+/// has been dropped since, so that chunks of any size number alike.
 struct segment_cursor {
   index_t segment = 0;
   index_t tokens = 0;  ///< that the segment has so far

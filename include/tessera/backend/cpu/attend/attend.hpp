@@ -30,8 +30,8 @@ struct partial_rows {
 namespace detail {
 
 /// Makes weights of a tile's dot products, in place, and brings sums, maxima and outputs of the rows up to them.
-/// `positions` as apply_rule takes them. Returns whether every row sees every token. A rule of another type has an apply_rule
-/// of its own.
+/// `positions` as apply_rule takes them. Returns whether every row sees every token. A rule of another type has an
+/// apply_rule of its own.
 template <int Dv, class Rule>
 bool weigh_tile(const Rule& rule, int rows, const index_t* query_positions, const index_t* positions, int tokens,
                 float* logits, partial_rows<Dv> result) {
@@ -74,8 +74,8 @@ struct stored_tile {
   }
 };
 
-/// Attends slots [first, last) straight from the stored rows, whose elements are contiguous: for few rows, which read each
-/// of them about once. While a tile is worked on the next one is asked for.
+/// Attends slots [first, last) straight from the stored rows, whose elements are contiguous: for few rows, which read
+/// each of them about once. While a tile is worked on the next one is asked for.
 template <class View, class Memory>
 void attend_stored_rows(const View& view, index_t sequence, index_t head, const slot_source& slots, index_t first,
                         index_t last, const logit_rule& rule, int rows, const index_t* query_positions, Memory& memory,

@@ -61,8 +61,8 @@ struct line_flags {
 
 /// Causal attention of a prompt chunk of one sequence along its lines.
 ///
-/// Shapes   as prefill_attention, of all rows of the chunk that the lines were chosen for: `lines.heads` [q_heads]. A row that
-///          sees no key gives 0 and -infinity.
+/// Shapes   as prefill_attention, of all rows of the chunk that the lines were chosen for: `lines.heads` [q_heads]. A
+///          row that sees no key gives 0 and -infinity.
 /// Cost     4 * rows * keys * head_dim flops per query head, keys being those that any of 64 neighbouring rows attends.
 template <class View, class Q>
 void line_attention(const View& view, const query_rows<Q>& queries, const logit_rule& rule, const prompt_lines& lines,

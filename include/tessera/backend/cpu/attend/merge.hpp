@@ -17,7 +17,8 @@ TESSERA_NAMESPACE_BEGIN
 namespace cpu {
 namespace detail {
 
-/// Divides a row by its softmax sum, that of its sink logit included (null: no sink), and writes output and log-sum-exp.
+/// Divides a row by its softmax sum, that of its sink logit included (null: no sink), and writes output and
+/// log-sum-exp.
 template <int Dv>
 void finish_row(const float* sink, softmax_state state, const float* from, float* out, float* lse) {
   float scale = 1;

@@ -74,7 +74,8 @@ class prompt_attending<Recipe, true> {
     if (tracing_) own.lines = std::move(traced);
   }
 
-  /// Adds the columns of all prompts to a filter's lists: of all query heads of a group, or of the one that reads the list.
+  /// Adds the columns of all prompts to a filter's lists: of all query heads of a group, or of the one that reads the
+  /// list.
   void join([[maybe_unused]] sequence_layer owner, [[maybe_unused]] const Recipe& recipe,
             [[maybe_unused]] host_vector<selection>& kept) const {
     if constexpr (lasting_pattern<pattern_type>) {

@@ -66,9 +66,7 @@ class step_log {
   }
 
   /// Positions by kv_head, or by query head where those of a group read apart.
-  const host_vector<host_vector<index_t>>& attended(sequence_layer owner) const {
-    return entries_[owner].attended;
-  }
+  const host_vector<host_vector<index_t>>& attended(sequence_layer owner) const { return entries_[owner].attended; }
   /// All layers.
   offset_t bytes(index_t id) const {
     offset_t total = 0;

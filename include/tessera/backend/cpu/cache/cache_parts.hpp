@@ -5,7 +5,7 @@
 
 #include "../../../core/error.hpp"
 #include "../../../core/host/host_vector.hpp"
-#include "../../../runtime/conversations.hpp"
+#include "../../../runtime/turn/conversations.hpp"
 #include "layers.hpp"
 
 TESSERA_NAMESPACE_BEGIN
@@ -61,7 +61,8 @@ class cache_parts {
 
   /// Whether the first stage writes down what it ranked; off by default.
   void trace_ranked(bool on) { layers_.trace_ranks(on); }
-  /// Tokens that competed in the last traced choice of a layer, and their scores, by kv_head; nothing where none was due.
+  /// Tokens that competed in the last traced choice of a layer, and their scores, by kv_head; nothing where none was
+  /// due.
   const ranked_tokens& ranked(index_t layer, index_t id) const {
     conversations_.at({layer, id});
     return layers_.ranked({layer, id});
@@ -80,7 +81,8 @@ class cache_parts {
   }
 
   /// Of a store with ragged pages: what a prompt of so many tokens takes of the pool, its chunks no longer than the
-  /// schedule's and ending at its multiples; pages that each group of heads of a sequence holds; the most that a new conversation's prompt takes.
+  /// schedule's and ending at its multiples; pages that each group of heads of a sequence holds; the most that a new
+  /// conversation's prompt takes.
   page_plan plan_pages(index_t id, index_t tokens) const requires layers<Recipe>::in_groups {
     const planned<Recipe> fitted = conversations_.plan_announced(recipe_, id, tokens);
     return layers_.plan_pages(id, recipe_, fitted, tokens);

@@ -1,4 +1,5 @@
-// What a cache's layers hold on the CPU, and what a turn does to them: store, first stage, reading and attention in order.
+// What a cache's layers hold on the CPU, and what a turn does to them: store, first stage, reading and attention in
+// order.
 #pragma once
 
 #include <algorithm>
@@ -7,9 +8,9 @@
 
 #include "../../../core/host/host_vector.hpp"
 #include "../../../core/sequence_layer.hpp"
-#include "../../../runtime/conversations.hpp"
 #include "../../../runtime/layer_roles.hpp"
 #include "../../../runtime/prompt_pages.hpp"
+#include "../../../runtime/turn/conversations.hpp"
 #include "../attend/attend_packed.hpp"
 #include "../attend/prompt_attention.hpp"
 #include "../attend/step_log.hpp"
@@ -76,8 +77,8 @@ class layers {
   /// Whether pages are shared by groups of heads.
   static constexpr bool in_groups = requires(const typename kv_store<layout>::rows_type& rows) { rows.groups(); };
 
-  /// What a prompt of `tokens` tokens takes of the pool of pages; id -1: in a new conversation. Where a first stage drops all
-  /// that it drops when a prompt ends, `after` counts what is there before.
+  /// What a prompt of `tokens` tokens takes of the pool of pages; id -1: in a new conversation. Where a first stage
+  /// drops all that it drops when a prompt ends, `after` counts what is there before.
   page_plan plan_pages(index_t id, const Recipe& recipe, const planned<Recipe>& policies,
                        index_t tokens) const requires in_groups {
     const head_groups& groups = store_.rows().groups();
@@ -87,7 +88,8 @@ class layers {
     }
     return plan_prompt_pages(groups, store_.rows().page(), held, recipe, policies, roles_, tokens);
   }
-  /// A sequence will get `tokens` more in every layer, 0: none for now. Throws where a pool of pages has no room for them.
+  /// A sequence will get `tokens` more in every layer, 0: none for now. Throws where a pool of pages has no room for
+  /// them.
   void expect(index_t id, index_t tokens) { store_.expect(id, tokens); }
   /// Between two steps.
   void settle(index_t id) { store_.settle(id); }
@@ -131,7 +133,8 @@ class layers {
                         const attention_output& output) {
     const auto view = store_.view(owner);
     const query_rows<E> queries{q, &first};
-    if (!roles_.follows_recipe(owner.layer)) return prefill_attention(view, queries, roles_.rule(owner.layer), output, *workers_);
+    if (!roles_.follows_recipe(owner.layer))
+      return prefill_attention(view, queries, roles_.rule(owner.layer), output, *workers_);
     prompts_.attend(owner, recipe, view, queries, roles_.rule(owner.layer), output, *workers_);
   }
 
@@ -276,8 +279,8 @@ class layers {
     to.made = store_.choose_newest(owner, roles_.window(owner.layer), fresh, to.kept[0]);
     if (to.made) store_.prepare_to_keep(owner);
   }
-  /// Of a layer that follows the recipe. `next`: the position of the next token; `tail`: so many of the newest tokens stay
-  /// in any case. `reach`: of a prompt.
+  /// Of a layer that follows the recipe. `next`: the position of the next token; `tail`: so many of the newest tokens
+  /// stay in any case. `reach`: of a prompt.
   void choose(sequence_layer owner, const Recipe& recipe, const planned<Recipe>& policies, bool due, index_t next,
               index_t tail, const prompt_reach* reach, choice& to) {
     to.made = due && first_.choose(owner, store_, policies, roles_.rule(owner.layer), next, tail, reach, to.kept,
@@ -313,9 +316,10 @@ class layers {
   }
 
   template <class E>
-  void step_one(sequence_layer owner, const Recipe& recipe, const batch& step, index_t b, const planned<Recipe>& policies,
-                index_t first, const segment_marks& marks, const rows_view<const E>& q, const rows_view<const E>& k,
-                const rows_view<const E>& v, const attention_output& output, choice& made) {
+  void step_one(sequence_layer owner, const Recipe& recipe, const batch& step, index_t b,
+                const planned<Recipe>& policies, index_t first, const segment_marks& marks, const rows_view<const E>& q,
+                const rows_view<const E>& k, const rows_view<const E>& v, const attention_output& output,
+                choice& made) {
     const index_t next = first + k.tokens;
     const logit_rule rule = roles_.rule(owner.layer);
     const query_rows<E> queries{q, &first};

@@ -30,7 +30,8 @@ class rereading<Recipe, true> {
   static constexpr int k_dim = Recipe::layout_type::k_dim;
 
  public:
-  /// The scores of the part's tokens become what the queries give them, where that is more; as before when memory runs out.
+  /// The scores of the part's tokens become what the queries give them, where that is more; as before when memory runs
+  /// out.
   template <class E, class Store>
   void score(sequence_layer owner, Store& stored, const planned<Recipe>& policies, const logit_rule& rule,
              const rows_view<const E>& q, const reread_part& part, executor& workers) {

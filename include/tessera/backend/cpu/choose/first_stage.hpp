@@ -1,4 +1,5 @@
-// The first stage on the CPU: what a recipe's scorer has observed of every layer and sequence, and what it chooses by it.
+// The first stage on the CPU: what a recipe's scorer has observed of every layer and sequence, and what it chooses by
+// it.
 #pragma once
 
 #include <algorithm>
@@ -15,8 +16,9 @@
 TESSERA_NAMESPACE_BEGIN
 namespace cpu {
 
-/// What a first stage ranked in one place, by kv_head: the tokens that competed, and their scores as the selector saw them.
-/// Tokens that a scorer keeps in any case (its window) have none, nor has a layer that holds no more than the budget.
+/// What a first stage ranked in one place, by kv_head: the tokens that competed, and their scores as the selector saw
+/// them. Tokens that a scorer keeps in any case (its window) have none, nor has a layer that holds no more than the
+/// budget.
 struct ranked_tokens {
   host_vector<host_vector<index_t>> positions;
   host_vector<host_vector<float>> scores;
@@ -34,8 +36,8 @@ struct ranked_tokens {
 ///   chooser(layer, policies, roles)          the layer whose choice this one takes: its own, or an earlier one
 ///   choose(...)                              fills a selection of what stays, and what it ranked (null: not wanted);
 ///                                            returns whether it chooses at all; `reach` says what has been settled
-///                                            before, for a recipe that settles. `kept` gets one selection or, where query
-///                                            heads of a group choose apart, one for each place in the group
+///                                            before, for a recipe that settles. `kept` gets one selection or, where
+///                                            query heads of a group choose apart, one for each place in the group
 template <class Recipe, observes Observed = Recipe::retain_type::observed, bool Chooses = Recipe::retain_type::chooses>
 class first_stage {
  public:
@@ -87,8 +89,8 @@ class choosing {
   using store_type = kv_store<typename Recipe::layout_type>;
   using problem_type = choose_problem<typename store_type::view_type, float>;
 
-  problem_type problem(sequence_layer owner, store_type& stored, const logit_rule& rule,
-                       const index_t* first_position, const prompt_reach* reach) {
+  problem_type problem(sequence_layer owner, store_type& stored, const logit_rule& rule, const index_t* first_position,
+                       const prompt_reach* reach) {
     problem_type result;
     result.view = stored.view(owner);
     result.layer = owner.layer;
@@ -176,8 +178,8 @@ class first_stage<Recipe, observes::nothing, true> : public choosing<Recipe> {
   offset_t bytes(sequence_layer) const { return 0; }
 };
 
-/// By the last queries of a turn's prompt, which are remembered until it ends; or by the newest queries of all, which are
-/// remembered as long as the conversation.
+/// By the last queries of a turn's prompt, which are remembered until it ends; or by the newest queries of all, which
+/// are remembered as long as the conversation.
 template <class Recipe>
 class first_stage<Recipe, observes::window, true> : public choosing<Recipe> {
   using base = choosing<Recipe>;
@@ -213,8 +215,8 @@ class first_stage<Recipe, observes::window, true> : public choosing<Recipe> {
   }
   /// Queries of a step. One that comes to nothing is forgotten again: until the next one its window lies before it.
   template <class E, class Store>
-  offset_t observe_step(index_t b, sequence_layer owner, Store&, const planned<Recipe>& policies,
-                        const logit_rule&, const rows_view<const E>& q, index_t, executor&) {
+  offset_t observe_step(index_t b, sequence_layer owner, Store&, const planned<Recipe>& policies, const logit_rule&,
+                        const rows_view<const E>& q, index_t, executor&) {
     if constexpr (follows) {
       auto& added = *added_;
       if (added.size() <= std::size_t(b)) added.resize(std::size_t(b) + 1);
@@ -243,9 +245,7 @@ class first_stage<Recipe, observes::window, true> : public choosing<Recipe> {
     return this->choose_by(policies.first, problem, kept, ranked, workers);
   }
 
-  offset_t bytes(sequence_layer owner) const {
-    return offset_t(windows_[owner].capacity() * sizeof(float));
-  }
+  offset_t bytes(sequence_layer owner) const { return offset_t(windows_[owner].capacity() * sizeof(float)); }
 
  private:
   /// Adds the newest `fresh` rows of q behind the newest `kept` of those that are here; the others go.
@@ -263,7 +263,7 @@ class first_stage<Recipe, observes::window, true> : public choosing<Recipe> {
   }
 
   sequence_table<host_vector<float>> windows_;  // [rows, q_heads, k_dim] by place, the newest that are observed
-  scratch<host_vector<index_t>> added_;      // by sequence of a batch: rows of the step
+  scratch<host_vector<index_t>> added_;         // by sequence of a batch: rows of the step
 };
 
 /// By every query so far; the scores lie beside the tokens.
@@ -305,8 +305,8 @@ class first_stage<Recipe, observes::every_query, true> : public choosing<Recipe>
     }
   }
 
-  /// Queries of a decode step that has been attended, of the b-th sequence of the batch. Returns the bytes of scores that
-  /// were read.
+  /// Queries of a decode step that has been attended, of the b-th sequence of the batch. Returns the bytes of scores
+  /// that were read.
   template <class E, class Store>
   offset_t observe_step(index_t b, sequence_layer owner, Store& stored, const planned<Recipe>& policies,
                         const logit_rule& rule, const rows_view<const E>& q, index_t next, executor& workers) {
@@ -326,8 +326,8 @@ class first_stage<Recipe, observes::every_query, true> : public choosing<Recipe>
   }
 
   template <class Store>
-  bool choose(sequence_layer owner, Store& stored, const planned<Recipe>& policies, const logit_rule& rule,
-              index_t, index_t, const prompt_reach* reach, host_vector<selection>& kept, ranked_tokens* ranked,
+  bool choose(sequence_layer owner, Store& stored, const planned<Recipe>& policies, const logit_rule& rule, index_t,
+              index_t, const prompt_reach* reach, host_vector<selection>& kept, ranked_tokens* ranked,
               executor& workers) {
     columns& beside = stored.beside(owner);
     auto problem = this->problem(owner, stored, rule, nullptr, reach);

@@ -1,4 +1,5 @@
-// Which lines the rows of a prompt chunk attend, on the CPU: the attention of the sampled rows, then the policy's choice.
+// Which lines the rows of a prompt chunk attend, on the CPU: the attention of the sampled rows, then the policy's
+// choice.
 #pragma once
 
 #include <cmath>
@@ -73,8 +74,8 @@ void attend_sampled_rows(const View& view, const query_rows<Q>& queries, const l
 }  // namespace detail
 
 /// Chooses the lines of a chunk of one sequence by a line pattern.
-/// Shapes   queries.q [1, tokens, q_heads, k_dim]: all rows of the chunk, which are stored already; `lines.heads` gets one set
-///          a query head.
+/// Shapes   queries.q [1, tokens, q_heads, k_dim]: all rows of the chunk, which are stored already; `lines.heads` gets
+///          one set a query head.
 /// Cost     `rows * slots` floats for each worker; one pass over K for the sampled rows of every query head.
 template <line_pattern Pattern, class View, class Q>
 void choose_lines(const Pattern& pattern, const View& view, const query_rows<Q>& queries, const logit_rule& rule,

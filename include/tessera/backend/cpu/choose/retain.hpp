@@ -31,7 +31,8 @@ struct slot_facts {
   const index_t* counts = nullptr;  ///< [kv_heads]: what each head keeps, in place of the budget's
 };
 
-/// The scores that a head is selected by once it is known how many it keeps: weighted, but for those that are taken first.
+/// The scores that a head is selected by once it is known how many it keeps: weighted, but for those that are taken
+/// first.
 /// Shapes   scores, weights, out [n]; out may be scores.
 template <weighted_scorer Scorer>
 void weigh_scores(const Scorer& scorer, const float* scores, const float* weights, index_t n, index_t first, float* out,
@@ -47,7 +48,8 @@ void weigh_scores(const Scorer& scorer, const float* scores, const float* weight
 /// Settled slots stay; budgets count them, selectors see what lies behind them.
 /// Shapes   raw [kv_heads, tokens] as layer_scores says, at least one head; `beside` for what sees segments or weighs;
 ///          `kept` gets one row per kv_head.
-/// Returns  the scores as budget and selector saw them, valid until the workspace or `raw` changes; none of a layer that
+/// Returns  the scores as budget and selector saw them, valid until the workspace or `raw` changes; none of a layer
+/// that
 ///          was not looked at.
 template <class Scorer, class Budget, class Selector, class Scope>
 layer_scores choose_kept(const choosing_stage<Scorer, Budget, Selector, Scope>& policy, const layer_scores& raw,

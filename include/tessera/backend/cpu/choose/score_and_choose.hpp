@@ -1,4 +1,5 @@
-// What a batch keeps of one layer, on the CPU: scores by the policy's scorer, counts by its budget, slots by its selector.
+// What a batch keeps of one layer, on the CPU: scores by the policy's scorer, counts by its budget, slots by its
+// selector.
 #pragma once
 
 #include <algorithm>
@@ -121,8 +122,8 @@ void lay_out(const Policy& policy, const choose_problem<View, E>& p, choose_work
   }
 }
 
-/// The scores that the policy's scorer gives without queries: by position, or by what is stored of sequences that are not
-/// `whole`, alone or beside what queries were like.
+/// The scores that the policy's scorer gives without queries: by position, or by what is stored of sequences that are
+/// not `whole`, alone or beside what queries were like.
 template <class Policy, class View, class E, class Whole>
 void score_what_is_stored(const Policy& policy, const choose_problem<View, E>& p,
                           choose_workspace<View::k_dim>& workspace, const Whole& whole, executor& workers) {
@@ -263,13 +264,14 @@ layer_scores choose_in_scope(const Policy& policy, const layer_scores& scores, i
 /// Chooses what every (sequence, kv_head) of a batch keeps of one layer: what cuda::score_and_choose does, and what the
 /// caches' first stages call. `policy` is the first stage of a recipe as its budget has been planned (`planned`).
 /// Shapes   as choose_problem says; row sequence * kv_heads + head of `kept` has that head's slots.
-/// Returns  the last sequence's scores as budget and selector saw them, valid until the workspace changes; none of one that
+/// Returns  the last sequence's scores as budget and selector saw them, valid until the workspace changes; none of one
+/// that
 ///          was not looked at.
-/// Errors   what the scorer needs is not there; queries or tables that do not fit the view; positions that do not ascend:
-///          tessera::error.
-/// Cost     a scorer of a window reads K twice (once where the engine hands over the log-sum-exps); those of positions and of
-///          accumulated scores read no key; those by contents read what they look at once, or twice where they compare it
-///          with its mean. Sequences that the budget keeps whole are not scored.
+/// Errors   what the scorer needs is not there; queries or tables that do not fit the view; positions that do not
+///          ascend: tessera::error.
+/// Cost     a scorer of a window reads K twice (once where the engine hands over the log-sum-exps); those of positions
+///          and of accumulated scores read no key; those by contents read what they look at once, or twice where they
+///          compare it with its mean. Sequences that the budget keeps whole are not scored.
 template <class Policy, class View, class E>
 layer_scores score_and_choose(const Policy& policy, const choose_problem<View, E>& p, selection& kept,
                               choose_workspace<View::k_dim>& workspace, executor& workers) {

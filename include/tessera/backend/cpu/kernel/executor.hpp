@@ -27,15 +27,15 @@ namespace cpu {
 /// Items are handed out dynamically, so an operation that must give the same bits every time lets each item write its
 /// own output and merges in item order afterwards; no result may depend on which worker ran an item. Items run in the
 /// floating-point mode that programs begin with, whatever the caller's is.
-/// Any thread may call `for_each` at any time. While the threads are at another call's items, and in a child of fork(), which has
-/// none of them, a call's items run on its own thread.
+/// Any thread may call `for_each` at any time. While the threads are at another call's items, and in a child of fork(),
+/// which has none of them, a call's items run on its own thread.
 class executor {
  public:
   static constexpr double worth_waking = 1 << 20;
 
   /// `threads` workers, the calling thread among them; 0 takes every core of the machine.
-  /// Where the system gives fewer (a container's limit), it works with those, or, where they are more than cores, with half
-  /// of them: the memory of the others' stacks may be what is short. See `threads` and `refused`.
+  /// Where the system gives fewer (a container's limit), it works with those, or, where they are more than cores, with
+  /// half of them: the memory of the others' stacks may be what is short. See `threads` and `refused`.
   explicit executor(int threads = 0) {
     if (threads <= 0) threads = (std::max)(1, int(std::thread::hardware_concurrency()));
     if (threads == 1) return;
@@ -57,8 +57,8 @@ class executor {
   /// Threads that were asked for and that the system did not give.
   int refused() const noexcept { return refused_; }
 
-  /// Calls `body(item, worker)` for every item in [0, count), worker in [0, threads()), 0 the calling thread. Returns when
-  /// all are done; rethrows the first exception that an item threw.
+  /// Calls `body(item, worker)` for every item in [0, count), worker in [0, threads()), 0 the calling thread. Returns
+  /// when all are done; rethrows the first exception that an item threw.
   /// `cost` is a guess of the multiply-adds in all: waking a helper takes about 25 us (2-core EPYC VM), so work below
   /// `worth_waking` runs on the calling thread.
   template <class Body>

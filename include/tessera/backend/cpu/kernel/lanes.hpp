@@ -49,8 +49,8 @@ TESSERA_INLINE lanes4 fold(Vector x) {
   }
 }
 
-/// {x0 + x1, x2 + x3, y0 + y1, y2 + y3}. A lambda would be constexpr without being asked, which nvcc then compiles for the device
-/// where --expt-relaxed-constexpr is set; it has no such vectors.
+/// {x0 + x1, x2 + x3, y0 + y1, y2 + y3}. A lambda would be constexpr without being asked, which nvcc then compiles for
+/// the device where --expt-relaxed-constexpr is set; it has no such vectors.
 TESSERA_INLINE lanes4 neighbour_sums(lanes4 x, lanes4 y) {
   return __builtin_shufflevector(x, y, 0, 2, 4, 6) + __builtin_shufflevector(x, y, 1, 3, 5, 7);
 }
@@ -121,7 +121,8 @@ TESSERA_INLINE lanes load(const fp16* p) {
   return fp16_lanes(__builtin_convertvector(x, words));
 }
 
-/// Bit patterns of e4m3 in the highest byte of every lane, as fp8::operator float converts them. Below it may lie anything.
+/// Bit patterns of e4m3 in the highest byte of every lane, as fp8::operator float converts them. Below it may lie
+/// anything.
 TESSERA_INLINE lanes fp8_lanes(words bits) {
   // The sign stays, four copies of it fall out of the mask, exponent and mantissa come to stand where fp32 has them.
   const words x = std::bit_cast<words>(std::bit_cast<integers>(bits) >> 4) & 0x87f00000u;

@@ -20,7 +20,8 @@ struct query_rows {
 };
 
 /// The positions of one (sequence, kv_head) must ascend by slot: masks, windows and what comes last go by that.
-/// Errors   positions that do not: tessera::error.   Cost  one pass over them, where the view does not say that they do.
+/// Errors   positions that do not: tessera::error.   Cost  one pass over them, where the view does not say that they
+///          do.
 template <class View>
 void require_ascending(const View& view, index_t sequence, index_t head) {
   if constexpr (requires { view.order; }) {

@@ -91,8 +91,8 @@ struct asked_rows {
   const T* const* end;
 };
 
-/// out [Rows, Vectors of columns] += weights [Rows, tile_tokens] v, straight from the stored rows, of which `out` has the
-/// order. Asks for `most` more rows with every eight tokens.
+/// out [Rows, Vectors of columns] += weights [Rows, tile_tokens] v, straight from the stored rows, of which `out` has
+/// the order. Asks for `most` more rows with every eight tokens.
 template <int D, int Dv, int Rows, int Vectors, class T>
 TESSERA_INLINE void add_values_block(const float* weights, const T* const* values, int tokens, int column, float* out,
                                      asked_rows<T>& asked, int most) {

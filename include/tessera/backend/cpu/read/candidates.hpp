@@ -34,7 +34,8 @@ kv_view<T, D, filtered<Table>, Dv> view_of_slots(const kv_view<T, D, Table, Dv>&
   return result;
 }
 
-/// Ascending slot lists by kv_head, of one layer and one sequence, that grow at their ends. Of K and V nothing is copied.
+/// Ascending slot lists by kv_head, of one layer and one sequence, that grow at their ends. Of K and V nothing is
+/// copied.
 class candidates {
  public:
   index_t count(index_t head) const { return counts_[std::size_t(head)]; }

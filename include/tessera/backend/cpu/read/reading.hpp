@@ -44,8 +44,8 @@ requires(!Recipe::retrieve_type::retrieves) struct reader_of<Recipe> {
   using type = whole_reader<Recipe>;
 };
 
-/// Every (layer, sequence) of a cache: candidates where a filter chooses, and what the recipe's reader keeps. A filter's lists
-/// are those of one turn: none while its prompt comes in, everything until the filter first chooses.
+/// Every (layer, sequence) of a cache: candidates where a filter chooses, and what the recipe's reader keeps. A
+/// filter's lists are those of one turn: none while its prompt comes in, everything until the filter first chooses.
 template <class Recipe>
 class reading {
   using retrieve_type = typename Recipe::retrieve_type;
@@ -59,7 +59,8 @@ class reading {
   /// one such set for each place in the group.
   using lists = host_vector<candidates>;
 
-  explicit reading(const model_shape& shape) : shape_(shape), order_{shape.layers}, reader_(shape), passed_(shape.layers) {}
+  explicit reading(const model_shape& shape)
+      : shape_(shape), order_{shape.layers}, reader_(shape), passed_(shape.layers) {}
 
   /// Makes an empty place of every layer.
   void open(index_t id) {
@@ -125,8 +126,8 @@ class reading {
     return (*kept_).view(all);
   }
 
-  /// Makes everything ready for what a first stage has chosen, before it is dropped, or let through by `pass`. Null: it has
-  /// not chosen, and a filter lets everything through. Until then nobody sees a difference; if it comes to nothing,
+  /// Makes everything ready for what a first stage has chosen, before it is dropped, or let through by `pass`. Null: it
+  /// has not chosen, and a filter lets everything through. Until then nobody sees a difference; if it comes to nothing,
   /// `take_back` follows. `fresh`: the lists to pass.
   void follow(sequence_layer owner, store_type& stored, const planned<Recipe>& policies,
               const host_vector<selection>* chosen, [[maybe_unused]] lists& fresh) {
@@ -154,7 +155,8 @@ class reading {
   void end_lists([[maybe_unused]] sequence_layer owner) {
     if constexpr (filters) passed_[owner].clear();
   }
-  /// After a step, or a prompt's end, that came to nothing: candidates that the store does not hold go. Needs no memory.
+  /// After a step, or a prompt's end, that came to nothing: candidates that the store does not hold go. Needs no
+  /// memory.
   void take_back(sequence_layer owner, const store_type& stored) {
     reader_.forget(order_.index(owner));
     if constexpr (filters) {
@@ -172,7 +174,8 @@ class reading {
     reader_.append(order_.index(owner), shown(owner, stored, view(owner, stored), list), tokens);
   }
 
-  /// What a step attends, as slots of `view`: null for all of it. `bytes` becomes what is read beside the tokens attended.
+  /// What a step attends, as slots of `view`: null for all of it. `bytes` becomes what is read beside the tokens
+  /// attended.
   template <class View, class Q>
   const selection_view* choose(sequence_layer owner, const View& all, const query_rows<Q>& queries,
                                const logit_rule& rule, const planned<Recipe>& policies, offset_t& bytes,
@@ -213,8 +216,8 @@ class reading {
   /// What a reader gets to see: of a recipe whose steps see segments, with those of the view's slots. `list`: which of
   /// the stored slots they are; null: all.
   template <class View>
-  auto shown([[maybe_unused]] sequence_layer owner, [[maybe_unused]] store_type& stored,
-             const View& view, [[maybe_unused]] const candidates* list) const {
+  auto shown([[maybe_unused]] sequence_layer owner, [[maybe_unused]] store_type& stored, const View& view,
+             [[maybe_unused]] const candidates* list) const {
     if constexpr (Recipe::needs_step_segments) {
       const columns& beside = stored.beside(owner);
       return segmented_view<View>{view, {beside.segments(), 0, 0, beside.begins().data()}, list};
@@ -227,7 +230,6 @@ class reading {
   offset_t side_bytes(sequence_layer owner, index_t n, index_t count) const {
     return (filters ? reader_.list_bytes(order_.index(owner), n, count) : 0) + reader_.side_bytes();
   }
-
 
   model_shape shape_;
   sequence_major order_;

@@ -36,7 +36,8 @@ void measure_row(const Scorer& scorer, const float* row, const float* anchor, in
 
 /// The scores of all slots of one (sequence, kv_head), in slot order.
 /// The mean of rows leaves out those that are not finite, so that none of them poisons another token's score.
-/// Shapes   out [length].   Cost  one read of what the scorer reads, two for an anchored scorer; sums of rows in double.
+/// Shapes   out [length].   Cost  one read of what the scorer reads, two for an anchored scorer; sums of rows in
+///          double.
 template <class View, contents_scorer Scorer>
 void score_contents(const View& view, index_t sequence, index_t head, const Scorer& scorer, float* out) {
   constexpr bool keys = stored_rows(Scorer::reads) == stored_rows::keys;
@@ -73,7 +74,8 @@ void score_contents(const View& view, index_t sequence, index_t head, const Scor
 }
 
 /// The same of values that an output projection has passed: the mean over the group's query heads.
-/// Shapes   projection [group, v_dim, hidden]; row [hidden]; out [length].   Cost  v_dim * hidden * group products a token.
+/// Shapes   projection [group, v_dim, hidden]; row [hidden]; out [length].   Cost  v_dim * hidden * group products a
+///          token.
 template <class View, contents_scorer Scorer>
 void score_projected(const View& view, index_t sequence, index_t head, const Scorer& scorer, const float* projection,
                      index_t hidden, index_t group, float* row, float* out) {
@@ -95,8 +97,9 @@ void score_projected(const View& view, index_t sequence, index_t head, const Sco
   }
 }
 
-/// The scores of all slots of one (sequence, kv_head) beside the tokens behind them; see lagged_scorer. What is not finite in
-/// the next partition says nothing; a row that has no finite spread of its own ranks last and takes no other's rank.
+/// The scores of all slots of one (sequence, kv_head) beside the tokens behind them; see lagged_scorer. What is not
+/// finite in the next partition says nothing; a row that has no finite spread of its own ranks last and takes no
+/// other's rank.
 /// Shapes   out [length]; scratch [2 * lag].   Cost  two reads of K and of V.
 template <class View, lagged_scorer Scorer>
 void score_lagged(const View& view, index_t sequence, index_t head, const Scorer& scorer, float* out, float* scratch) {

@@ -75,8 +75,8 @@ void rotated_moments(const query_statistics& seen, index_t q_head, const double*
 }  // namespace detail
 
 /// The scores of all slots of one (sequence, kv_head): see statistical_scorer.
-/// Shapes   out [length]; frequencies [k_dim / 2].   Cost  K once for each query head of the group, k_dim squared products a
-///          token and query head.
+/// Shapes   out [length]; frequencies [k_dim / 2].   Cost  K once for each query head of the group, k_dim squared
+///          products a token and query head.
 template <class View, statistical_scorer Scorer>
 void score_expected(const View& view, index_t sequence, index_t head, const Scorer& scorer,
                     const query_statistics& seen, index_t group, const logit_rule& rule, const float* frequencies,

@@ -26,8 +26,8 @@ class query_sums {
   }
   void clear() { *this = {}; }
 
-  /// Adds the queries of positions `first`, `first` + 1, ... that are at `least` or behind it. One that is not finite says
-  /// nothing. Element d of a query turns with element d + D / 2, by position * frequencies[d].
+  /// Adds the queries of positions `first`, `first` + 1, ... that are at `least` or behind it. One that is not finite
+  /// says nothing. Element d of a query turns with element d + D / 2, by position * frequencies[d].
   /// Shapes   q [tokens, heads, D] of one sequence, frequencies [D / 2]. Needs no memory.
   template <class E>
   void add(const rows_view<const E>& q, index_t first, index_t least, const float* frequencies, executor& workers) {

@@ -55,8 +55,8 @@ void tile_logits(const View& view, index_t sequence, index_t head, index_t first
 }  // namespace detail
 
 /// Log-sum-exp of every query row over all keys that it sees.
-/// Shapes   lse [sequences, kv_heads, tokens * group], row = token * group + query head of the group; rows of tokens that
-///          do not count are not written.
+/// Shapes   lse [sequences, kv_heads, tokens * group], row = token * group + query head of the group; rows of tokens
+///          that do not count are not written.
 template <class View, class Q>
 void row_log_sum_exp(const View& view, const query_rows<Q>& queries, const logit_rule& rule, float* lse,
                      score_workspace<View::k_dim>& workspace, executor& workers) {

@@ -11,8 +11,8 @@
 TESSERA_NAMESPACE_BEGIN
 namespace cpu {
 
-/// Finds the pages that no head of a table row needs any more: what cuda::free_pages does. Pages go from the end of a row;
-/// its table itself is left as it is, for the engine says who owns a page.
+/// Finds the pages that no head of a table row needs any more: what cuda::free_pages does. Pages go from the end of a
+/// row; its table itself is left as it is, for the engine says who owns a page.
 /// Shapes   as free_pages_problem says.
 /// Errors   a shape that makes no sense; a row that holds fewer pages than its tokens take, or more than a table has
 ///          entries; an entry that is no page of the pool: tessera::error, before anything is written.

@@ -1,4 +1,5 @@
-// The store of a cache on the CPU: K, V and columns of every layer and sequence, for those who have no memory of their own.
+// The store of a cache on the CPU: K, V and columns of every layer and sequence, for those who have no memory of their
+// own.
 #pragma once
 
 #include <algorithm>
@@ -28,10 +29,10 @@ inline bool choose_newest_slots(const host_vector<index_t>& lengths, index_t win
   return true;
 }
 
-/// Tokens of every (layer, sequence), heads of uneven length, slots in position order. The layout says what a token takes
-/// and where its rows lie; positions and what a recipe asks for are columns beside them. Rows stay as they are appended: a
-/// layout whose rows change later has a store of its own (packed/packed_store.hpp), of which `observe_prompt`,
-/// `prepare_to_pack` and `pack` ask something.
+/// Tokens of every (layer, sequence), heads of uneven length, slots in position order. The layout says what a token
+/// takes and where its rows lie; positions and what a recipe asks for are columns beside them. Rows stay as they are
+/// appended: a layout whose rows change later has a store of its own (packed/packed_store.hpp), of which
+/// `observe_prompt`, `prepare_to_pack` and `pack` ask something.
 template <class Layout>
 class kv_store {
   static_assert(
@@ -103,10 +104,11 @@ class kv_store {
   rows_type& rows() { return rows_; }
   const rows_type& rows() const { return rows_; }
 
-  /// Appends tokens at positions `first_position`, `first_position` + 1, ...; the place is as before when memory runs out.
+  /// Appends tokens at positions `first_position`, `first_position` + 1, ...; the place is as before when memory runs
+  /// out.
   template <class E>
-  void append(sequence_layer owner, const rows_view<const E>& k, const rows_view<const E>& v,
-              index_t first_position, const segment_marks& marks = {}) {
+  void append(sequence_layer owner, const rows_view<const E>& k, const rows_view<const E>& v, index_t first_position,
+              const segment_marks& marks = {}) {
     stored_tokens& stored = stored_[owner];
     rows_.make_room(order_.index(owner), stored.lengths, k.tokens);
     stored.beside.append(stored.lengths, k.tokens, first_position, marks);
@@ -126,8 +128,8 @@ class kv_store {
   /// Takes the memory that the next `keep` needs: that one then cannot fail.
   void prepare_to_keep(sequence_layer owner) { stored_[owner].beside.prepare_to_keep(stored_[owner].lengths); }
 
-  /// Keeps the chosen slots of every head and drops the rest; the place is as before when memory runs out. Returns whether
-  /// anything was dropped.
+  /// Keeps the chosen slots of every head and drops the rest; the place is as before when memory runs out. Returns
+  /// whether anything was dropped.
   bool keep(sequence_layer owner, const selection& chosen, executor& workers) {
     stored_tokens& stored = stored_[owner];
     if (chosen.counts == stored.lengths) return false;
@@ -150,7 +152,8 @@ class kv_store {
   void pack(sequence_layer, executor&) {}
   void settle(index_t) {}
 
-  /// Bytes of K and V that attention reads of each token, and, where tokens differ, of the chosen slots of a view (null: all).
+  /// Bytes of K and V that attention reads of each token, and, where tokens differ, of the chosen slots of a view
+  /// (null: all).
   static constexpr offset_t token_bytes() { return Layout::token_bytes(); }
   template <class View>
   static constexpr offset_t uneven_bytes(const View&, const selection_view*) {
@@ -165,7 +168,8 @@ class kv_store {
  private:
   struct stored_tokens {
     stored_tokens() = default;
-    stored_tokens(index_t kv_heads, const column_set& with) : lengths(std::size_t(kv_heads), 0), beside(kv_heads, with) {}
+    stored_tokens(index_t kv_heads, const column_set& with)
+        : lengths(std::size_t(kv_heads), 0), beside(kv_heads, with) {}
     host_vector<index_t> lengths;
     columns beside;
   };

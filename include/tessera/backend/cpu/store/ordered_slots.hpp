@@ -15,20 +15,23 @@
 TESSERA_NAMESPACE_BEGIN
 namespace cpu {
 
-/// Lists of slots whose positions ascend, for every (sequence, kv_head) of a view. Through them every operation reads rows that
-/// stand in any order; what it chooses are places in these lists. A column beside the rows goes through them too: `in_order`.
+/// Lists of slots whose positions ascend, for every (sequence, kv_head) of a view. Through them every operation reads
+/// rows that stand in any order; what it chooses are places in these lists. A column beside the rows goes through them
+/// too: `in_order`.
 /// Cost     a sort of every row's slots, and 8 bytes a slot; of K and V nothing is copied.
 class ordered_slots {
  public:
   /// Lists the slots of a view anew.
-  /// Errors   no positions, negative lengths, two slots of one position: tessera::error, and the lists are as they were.
+  /// Errors   no positions, negative lengths, two slots of one position: tessera::error, and the lists are as they
+  ///          were.
   template <class View>
   void list(const View& view) {
     require(view.positions != nullptr, "positions of the view", "null", "one for every slot",
             "a view without them is in order: pass it as it is");
     ordered_slots made;
     made.heads_ = view.kv_heads;
-    for (index_t row = 0; row < view.sequences * view.kv_heads; ++row) made.add(view, row / view.kv_heads, row % view.kv_heads);
+    for (index_t row = 0; row < view.sequences * view.kv_heads; ++row)
+      made.add(view, row / view.kv_heads, row % view.kv_heads);
     *this = std::move(made);
   }
 
@@ -71,7 +74,8 @@ class ordered_slots {
   template <class View>
   void add(const View& view, index_t sequence, index_t head) {
     const index_t count = view.length(sequence, head);
-    require(count >= 0, "tokens of kv_head " + std::to_string(head), count, "0 or more", "pass how many slots are filled");
+    require(count >= 0, "tokens of kv_head " + std::to_string(head), count, "0 or more",
+            "pass how many slots are filled");
     const index_t* positions = view.positions + view.position_row(sequence, head);
     const auto first = slots_.insert(slots_.end(), std::size_t(count), 0);
     std::iota(first, slots_.end(), 0);

@@ -16,9 +16,9 @@ namespace cpu {
 
 /// Writes new tokens behind the stored ones of every (sequence, kv_head), encoding them as the view stores rows, fills
 /// the columns and advances the lengths: what cuda::append does.
-/// Errors   memory that is missing, scales that rows share, shapes that differ, more new tokens than `k` has, slots that the
-///          tables do not reach, positions that do not go on behind the stored ones: tessera::error, before anything is
-///          written.
+/// Errors   memory that is missing, scales that rows share, shapes that differ, more new tokens than `k` has, slots
+///          that the tables do not reach, positions that do not go on behind the stored ones: tessera::error, before
+///          anything is written.
 template <class View, class E>
 void append(const append_problem<View, E>& p) {
   using encoding = typename View::encoding_type;
@@ -119,9 +119,9 @@ void append(const View& view, const rows_view<const E>& k, const rows_view<const
 /// Copies the chosen slots of every (sequence, kv_head) to slots 0, 1, 2, ... of another view, or of the same one, with
 /// their scales, positions, scores and segments: what cuda::pack does.
 /// In place indices ascend, so a row is read before anything is written over it.
-/// Errors   a selection that does not ascend within what is stored; scales that rows of `to` share; a column to write without
-///          one to read; where `pool` says how many pages there are, tables with other entries, and moves into a page that
-///          stands in another table too: tessera::error, before anything moves.
+/// Errors   a selection that does not ascend within what is stored; scales that rows of `to` share; a column to write
+///          without one to read; where `pool` says how many pages there are, tables with other entries, and moves into
+///          a page that stands in another table too: tessera::error, before anything moves.
 /// Cost     reads and writes each chosen row once. Rows of other sequences and heads are untouched.
 template <class From, class To>
 void pack(const pack_problem<From, To>& p, executor& workers) {

@@ -17,7 +17,8 @@ inline std::string row_name(index_t sequence, index_t head) {
   return "sequence " + std::to_string(sequence) + ", kv_head " + std::to_string(head);
 }
 
-/// Calls `visit(sequence, head, tokens)` for every table row: the first head that it stands for, the longest one's tokens.
+/// Calls `visit(sequence, head, tokens)` for every table row: the first head that it stands for, the longest one's
+/// tokens.
 template <class View, class Tokens, class Visit>
 void for_each_table(const View& view, const Tokens& tokens_of, const Visit& visit) {
   const index_t tables = view.table.tables(view.kv_heads), each = view.kv_heads / tables;
@@ -77,8 +78,8 @@ void require_tables(const View& view) {
 }
 
 /// The tables of a batch hold the first `tokens_of(sequence, head)` slots of every head.
-/// Errors   tables that do not fit the heads, more slots than a row of a dense table has room for, entries that are no page
-///          of the pool: tessera::error.
+/// Errors   tables that do not fit the heads, more slots than a row of a dense table has room for, entries that are no
+///          page of the pool: tessera::error.
 /// Cost     one look at every table entry in use.
 template <class View, class Tokens>
 void require_pages(const View& view, const page_pool& pool, const Tokens& tokens_of) {

@@ -13,8 +13,8 @@
 TESSERA_NAMESPACE_BEGIN
 namespace cpu {
 
-/// Pages of all layers and sequences come from one pool; its memory grows by an eighth. Each place has a flat table of blocks,
-/// one row a kv_head, of as many blocks as the head's tokens need.
+/// Pages of all layers and sequences come from one pool; its memory grows by an eighth. Each place has a flat table of
+/// blocks, one row a kv_head, of as many blocks as the head's tokens need.
 /// Bytes    of a place: what the columns of its heads take in the pages that their groups hold.
 template <class Layout>
 class placed_rows<Layout, ragged_pages> {

@@ -17,9 +17,10 @@ namespace cpu {
 ///   make_room(place, lengths, tokens)        for `tokens` more in every head
 ///   keep(place, lengths, chosen, workers)    the chosen slots alone stay; needs no memory
 ///   open(place), clear(place)                an empty place; gives its memory back, and needs none
-///   copy(from, to)                           an empty place gets what another one holds; cleared by the caller where it throws
-///   expect(id, tokens)                       every head of a sequence will get so many more, 0: none for now; throws where
-///                                            a pool has no room for them
+///   copy(from, to)                           an empty place gets what another one holds; cleared by the caller where
+///                                            it throws
+///   expect(id, tokens)                       every head of a sequence will get so many more, 0: none for now; throws
+///                                            where a pool has no room for them
 ///   bytes(place)
 template <class Layout, class Placement = typename Layout::placement_type>
 class placed_rows {

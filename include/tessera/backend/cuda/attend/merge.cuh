@@ -115,8 +115,8 @@ void require_same_shape(const std::string& name, const rows_view<A>& rows, const
 
 /// Merges attention over parts of the stored tokens into attention over all of them.
 ///
-/// Shapes   parts as attention_part, any number of them, rows of Dim; out [sequences, tokens, q_heads, Dim], fp32, fp16 or
-///          bf16; lse [sequences, tokens, q_heads], or no data; sink_logits [q_heads] on the device, or null.
+/// Shapes   parts as attention_part, any number of them, rows of Dim; out [sequences, tokens, q_heads, Dim], fp32, fp16
+///          or bf16; lse [sequences, tokens, q_heads], or no data; sink_logits [q_heads] on the device, or null.
 /// Returns  the rows' softmax over all parts and the sink, by their log-sum-exps; sink logits add to the sums here and
 ///          nowhere else. A row that no part sees gives 0 and -infinity, or the sink's logit; NaN in any part shows.
 ///          Same input, same bits: parts are added in order. `out` and `lse` may be one of the parts.

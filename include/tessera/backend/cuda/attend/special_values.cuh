@@ -1,5 +1,5 @@
-// Values that are not finite, in tiles of which some tokens are masked: 0 * NaN is NaN, so a token that a row must not see
-// would reach its output (docs/decisions/0005-nan.md).
+// Values that are not finite, in tiles of which some tokens are masked: 0 * NaN is NaN, so a token that a row must not
+// see would reach its output (docs/decisions/0005-nan.md).
 #pragma once
 
 #include "../device/mma.cuh"
@@ -51,9 +51,9 @@ struct special_values {
 };
 
 /// As a product of weights and values, but a weight of 0 adds nothing even where the value is not finite.
-/// `weights[m][k]` is row tile m's fragment of tokens [16 k, 16 k + 16); `fragment(k, pair, b)` gives two value fragments of
-/// the same tokens, b[0] and b[1] of eight columns, b[2] and b[3] of eight more, which `out[m][2 pair]` and
-/// `out[m][2 pair + 1]` accumulate. Rare, so slow and small.
+/// `weights[m][k]` is row tile m's fragment of tokens [16 k, 16 k + 16); `fragment(k, pair, b)` gives two value
+/// fragments of the same tokens, b[0] and b[1] of eight columns, b[2] and b[3] of eight more, which `out[m][2 pair]`
+/// and `out[m][2 pair + 1]` accumulate. Rare, so slow and small.
 template <class T, int RowTiles, int Depth, int Columns, class Fragment>
 __device__ void multiply_visible_values(const std::uint32_t (&weights)[RowTiles][Depth][4], const Fragment& fragment,
                                         float (&out)[RowTiles][Columns][4]) {

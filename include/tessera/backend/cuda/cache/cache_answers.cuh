@@ -5,9 +5,9 @@
 #include <utility>
 
 #include "../../../core/host/host_vector.hpp"
-#include "../../../runtime/conversations.hpp"
 #include "../../../runtime/layer_roles.hpp"
 #include "../../../runtime/prompt_pages.hpp"
+#include "../../../runtime/turn/conversations.hpp"
 #include "../store/newest_slots.cuh"
 #include "cache_options.hpp"
 #include "first_stage.cuh"
@@ -47,7 +47,8 @@ class cache_answers {
   }
 
   /// Of a store with ragged pages: what a prompt of so many tokens takes of the pool, its chunks no longer than the
-  /// schedule's and ending at its multiples; pages that each group of heads of a sequence holds; the most that a new conversation's prompt takes.
+  /// schedule's and ending at its multiples; pages that each group of heads of a sequence holds; the most that a new
+  /// conversation's prompt takes.
   page_plan plan_pages(index_t id, index_t tokens) const requires kv_store<layout>::in_groups {
     return plan_pages(id, conversations_.plan_announced(recipe_, id, tokens), tokens);
   }
@@ -71,7 +72,8 @@ class cache_answers {
   /// What the budget comes to in this conversation, since its first prompt ended.
   stage_plan plan(index_t id) const { return policies(id).plan; }
 
-  /// Positions that this turn's steps may read of one kv_head: a filter's and those decoded since, or all. Synchronises.
+  /// Positions that this turn's steps may read of one kv_head: a filter's and those decoded since, or all.
+  /// Synchronises.
   host_vector<index_t> readable(index_t layer, index_t id, index_t head) const {
     conversations_.check_head({layer, id}, head);
     return joined_lists(downloaded_lists({layer, id}), shape_.kv_heads)[std::size_t(head)];
@@ -79,8 +81,8 @@ class cache_answers {
 
   /// Gives back memory that the stored rows do not need, or takes more: for what is stored and `tokens` more of every
   /// sequence, in place of cache_options::rows. Rows in pages stay. Steps that a graph recorded must be recorded anew.
-  /// Allocates the new memory before the old is given back; synchronises. Errors: not enough of it, or a step that has begun has layers to
-  /// go; nothing has changed.
+  /// Allocates the new memory before the old is given back; synchronises. Errors: not enough of it, or a step that has
+  /// begun has layers to go; nothing has changed.
   void fit_memory(index_t tokens, cudaStream_t stream) {
     order_.require_none_under_way();
     require(tokens >= 0, "tokens to make room for", tokens, "0 or more", "pass the longest answer");
@@ -91,7 +93,8 @@ class cache_answers {
   /// Whether decode steps write down which positions they attend; off by default. A traced step synchronises and cannot
   /// be recorded.
   void trace_attended(bool on) { tracing_ = on; }
-  /// Positions that the last traced decode step of a layer attended, by kv_head, or by query head where those of a group read apart.
+  /// Positions that the last traced decode step of a layer attended, by kv_head, or by query head where those of a
+  /// group read apart.
   const host_vector<host_vector<index_t>>& attended(index_t layer, index_t id) const {
     conversations_.at({layer, id});
     return attended_[{layer, id}];
@@ -132,8 +135,8 @@ class cache_answers {
     store_.searches().use(std::move(worker));
   }
 
-  /// Distinct bytes of stored K, V and scores, of candidates and index, that the last decode step of a sequence touched,
-  /// all layers. Synchronises.
+  /// Distinct bytes of stored K, V and scores, of candidates and index, that the last decode step of a sequence
+  /// touched, all layers. Synchronises.
   offset_t bytes_read(index_t id) const {
     const auto& conversation = conversations_.at(id);
     if (conversation.step == 0) return 0;  // no step yet

@@ -33,8 +33,8 @@ class cache_parts : public cache_answers<Recipe, Out> {
     }
     return owners;
   }
-  /// Calls plan(), which plans changes of `planned`: the store, or the lists. Errors: a step has begun, and the plan moves rows of other
-  /// sequences, which the step would not find; the plan is forgotten.
+  /// Calls plan(), which plans changes of `planned`: the store, or the lists. Errors: a step has begun, and the plan
+  /// moves rows of other sequences, which the step would not find; the plan is forgotten.
   template <class Planned, class Plan>
   void plan_beside_step(Planned& planned, const Plan& plan) const {
     plan();
@@ -132,7 +132,8 @@ class cache_parts : public cache_answers<Recipe, Out> {
     return to;
   }
 
-  /// Plans what the layers of a conversation whose prompt ends keep, or let through; returns those that have anything to do.
+  /// Plans what the layers of a conversation whose prompt ends keep, or let through; returns those that have anything
+  /// to do.
   host_vector<index_t> plan_choice(index_t id, bool due, const planned<Recipe>& fitted, cudaStream_t stream) {
     if (due) first_.count_over_model(id, store_, fitted, roles_, stream);
     host_vector<index_t> layers;
@@ -160,8 +161,8 @@ class cache_parts : public cache_answers<Recipe, Out> {
     const index_t prompt = conversations_.at(id).front().turn_tokens;
     plan_beside_step(store_, [&] { store_.plan_packing(all_layers({id}), prompt, stream); });
   }
-  /// Before `tokens` more of a prompt are written to a layer: where a chunk ends the layer keeps its share of what it has,
-  /// and pages that layers share are set aside for all of them, or for none.
+  /// Before `tokens` more of a prompt are written to a layer: where a chunk ends the layer keeps its share of what it
+  /// has, and pages that layers share are set aside for all of them, or for none.
   void begin_chunk(sequence_layer owner, index_t tokens, cudaStream_t stream) {
     if (conversations_.at(owner).turn_tokens == 0) first_.begin_turn(owner, store_);
     if (conversations_.chunk_is_due(recipe_, owner, tokens)) {
@@ -184,10 +185,9 @@ class cache_parts : public cache_answers<Recipe, Out> {
       store_.keep(owner, first_.choose(owner, store_, fitted, roles_.rule(owner.layer), reach, next, stream), stream);
     }
   }
-  /// A layer keeps, or lets through, what is chosen when a prompt ends; `kept`: by the layer before, for one that takes it over.
-  /// Where the schedule is not `due`, a filter lets everything through.
-  void choose(sequence_layer owner, bool due, const planned<Recipe>& fitted, kept_slots& kept,
-              cudaStream_t stream) {
+  /// A layer keeps, or lets through, what is chosen when a prompt ends; `kept`: by the layer before, for one that takes
+  /// it over. Where the schedule is not `due`, a filter lets everything through.
+  void choose(sequence_layer owner, bool due, const planned<Recipe>& fitted, kept_slots& kept, cudaStream_t stream) {
     for (index_t m = 0; m < first_.members().count(); ++m) {
       if (!due) {
         kept = {{nullptr, store_.lengths(owner)}, {store_.bound(owner), {}}};
@@ -196,12 +196,14 @@ class cache_parts : public cache_answers<Recipe, Out> {
                              next_.data() + owner.id, stream, m);
       }
       if (!filters) return store_.keep(owner, kept, stream);
-      const joined_columns columns = due ? prompts_.columns(first_.chooser(owner.layer, fitted, roles_)) : joined_columns{};
+      const joined_columns columns =
+          due ? prompts_.columns(first_.chooser(owner.layer, fitted, roles_)) : joined_columns{};
       if (columns.bits) kept.bound = {store_.bound(owner), {}};
       reading_.lists().pass(owner, m, kept, columns, stream);
     }
   }
-  /// Drops, within a step, what the first stage does not choose, or lets through what it does; the newest `own` tokens stay.
+  /// Drops, within a step, what the first stage does not choose, or lets through what it does; the newest `own` tokens
+  /// stay.
   void choose_in_step(index_t layer, const batch& step, const view_type& all, index_t own, cudaStream_t stream) {
     if constexpr (fires_in_steps<typename Recipe::schedule_type>) {
       reading_.lists().note_read(layer, steps_, step.sequences(), stepped_of({layer, 0}),
@@ -221,7 +223,8 @@ class cache_parts : public cache_answers<Recipe, Out> {
   /// What a step that chooses leaves of a layer that will hold `before`, or lets through; then on the host's books.
   token_bound bound_in_step(sequence_layer owner, const token_bound& before, index_t own) const {
     if constexpr (fires_in_steps<typename Recipe::schedule_type>) {
-      if (!prompts_.columns(owner.layer).bits) return first_.bound_in_step(owner.layer, before, policies(owner.id), own);
+      if (!prompts_.columns(owner.layer).bits)
+        return first_.bound_in_step(owner.layer, before, policies(owner.id), own);
     }
     return before;
   }

@@ -62,9 +62,10 @@ class first_stage {
   group_members members_;
 };
 
-/// Remembers or accumulates what is scored, and chooses by it: of one sequence when its prompt ends, of a batch in steps.
-/// Memory   scores of sequences * kv_heads * tokens (of one sequence where steps choose nothing), remembered queries, and
-///          what scoring, budget and selection need; all of it allocated when this is made.
+/// Remembers or accumulates what is scored, and chooses by it: of one sequence when its prompt ends, of a batch in
+/// steps.
+/// Memory   scores of sequences * kv_heads * tokens (of one sequence where steps choose nothing), remembered queries,
+///          and what scoring, budget and selection need; all of it allocated when this is made.
 template <class Recipe>
 class first_stage<Recipe, true> {
   using layout = typename Recipe::layout_type;
@@ -79,8 +80,9 @@ class first_stage<Recipe, true> {
   static constexpr bool in_steps = fires_in_steps<typename Recipe::schedule_type>;
   static constexpr bool settles = Recipe::retain_type::settles, follows = Recipe::retain_type::follows;
   static constexpr bool over_model = Recipe::retain_type::over_model;
-  /// Whether a choice takes its rows' log-sum-exps from the prompt's attention, which goes over the same keys. Only where chunks
-  /// matter anyway: attention of few rows is split, so that bits would hang on the pieces in which a prompt comes.
+  /// Whether a choice takes its rows' log-sum-exps from the prompt's attention, which goes over the same keys. Only
+  /// where chunks matter anyway: attention of few rows is split, so that bits would hang on the pieces in which a
+  /// prompt comes.
   static constexpr bool takes_lse = observed == observes::window &&
                                     Recipe::schedule_type::fires_at(moment::chunk_end) &&
                                     !Recipe::prefill_type::chooses_lines && !packing_layout<layout>;
@@ -156,9 +158,11 @@ class first_stage<Recipe, true> {
       }
     }
   }
-  /// Where the attention of a prompt's newest `tokens` tokens writes log-sum-exps for `observe_attention`; data null: nowhere.
+  /// Where the attention of a prompt's newest `tokens` tokens writes log-sum-exps for `observe_attention`; data null:
+  /// nowhere.
   rows_view<float> lse_room(index_t tokens) const { return lse_.room(tokens); }
-  /// A layer's newest queries have been attended over all that it stores; `lse`: of those that `lse_room` has room for at least.
+  /// A layer's newest queries have been attended over all that it stores; `lse`: of those that `lse_room` has room for
+  /// at least.
   void observe_attention(sequence_layer owner, const rows_view<const T>& q, const rows_view<float>& lse,
                          cudaStream_t stream) {
     lse_.take(order_.index(owner), window_, q, lse, stream);
@@ -191,17 +195,14 @@ class first_stage<Recipe, true> {
     }
     return layer;
   }
-
   /// Forgets a turn's queries, but for those of a window that follows the conversation.
   void forget(index_t id) {
     for (index_t layer = 0; layer < shape_.layers; ++layer) forget({layer, id});
   }
-
   /// What lasts from turn to turn, to an id that goes on from another one's.
   void copy(index_t from, index_t to, cudaStream_t stream) { window_.copy(from, to, stream); }
   /// A turn's prompt begins: what a layer's heads hold now is from earlier.
-  void begin_turn([[maybe_unused]] sequence_layer owner,
-                  [[maybe_unused]] const store_type& store) {
+  void begin_turn([[maybe_unused]] sequence_layer owner, [[maybe_unused]] const store_type& store) {
     if constexpr (settles) {
       settled_heads& here = settled_[order_.index(owner)];
       here.earlier = here.settled = store.held_by_head(owner);
@@ -226,8 +227,8 @@ class first_stage<Recipe, true> {
     const index_t newest = tail(owner, held.longest, policies);
     if constexpr (settles) {
       const settled_heads& here = settled_[order_.index(owner)];
-      return kept_by_lengths(policies.first.budget, extent(owner.layer, held.longest, newest), store.held_by_head(owner),
-                             here, seen, shape_.kv_heads);
+      return kept_by_lengths(policies.first.budget, extent(owner.layer, held.longest, newest),
+                             store.held_by_head(owner), here, seen, shape_.kv_heads);
     } else if constexpr (over_model) {
       return counts_.bound(owner.layer);
     } else {
@@ -235,13 +236,15 @@ class first_stage<Recipe, true> {
       return {{(std::min)(most.longest, held.longest), (std::min)(most.total, held.total)}, {}};
     }
   }
-  /// A sequence's prompt ends: what each layer will keep of it, where one threshold runs over the model. Synchronises then.
+  /// A sequence's prompt ends: what each layer will keep of it, where one threshold runs over the model. Synchronises
+  /// then.
   void count_over_model(index_t id, const store_type& store, const planned<Recipe>& policies, const layer_roles& roles,
                         cudaStream_t stream) {
     counts_.allot(id, store, policies, roles, stream);
   }
 
-  /// Whether a layer keeps all that it holds, whatever the scores; behind `count_over_model`, in a model with one threshold.
+  /// Whether a layer keeps all that it holds, whatever the scores; behind `count_over_model`, in a model with one
+  /// threshold.
   bool keeps_everything(sequence_layer owner, const token_bound& held, const planned<Recipe>& policies) const {
     if constexpr (over_model) return counts_.bound(owner.layer).total == held.total;
     return keeps_all(policies.first.budget, extent(owner.layer, held.longest, tail(owner, held.longest, policies)));
@@ -254,8 +257,8 @@ class first_stage<Recipe, true> {
   }
   static constexpr bool heads_are_even = keeps_heads_even<typename policy::budget_type>;
 
-  /// What a layer of one sequence keeps, or lets through, when its prompt ends at position `next`; for one place in the group
-  /// where query heads choose apart. The slots lie in this object's memory until the next call.
+  /// What a layer of one sequence keeps, or lets through, when its prompt ends at position `next`; for one place in the
+  /// group where query heads choose apart. The slots lie in this object's memory until the next call.
   /// `reach`: what earlier choices have settled of the turn's prompt, for a recipe that settles.
   kept_slots choose(sequence_layer owner, const store_type& store, const planned<Recipe>& policies,
                     const logit_rule& rule, const prompt_reach& reach, const index_t* device_next, cudaStream_t stream,
@@ -275,8 +278,8 @@ class first_stage<Recipe, true> {
                                                settles ? reach_.data() : nullptr, 0, owner.layer, member, stream);
     return {chosen, bound(owner, store, policies, reach.seen())};
   }
-  /// What a layer of a batch keeps, or lets through, within a step; on the device by sequence of the batch: `ids`, and `next`, the
-  /// position of the next token. The newest `own` tokens stay whatever their score.
+  /// What a layer of a batch keeps, or lets through, within a step; on the device by sequence of the batch: `ids`, and
+  /// `next`, the position of the next token. The newest `own` tokens stay whatever their score.
   selection_view choose_in_step(index_t layer, const index_t* ids, const store_type& store, const view_type& view,
                                 const planned<Recipe>& policies, const logit_rule& rule, const index_t* next,
                                 index_t own, cudaStream_t stream, index_t member = 0) const {
@@ -304,7 +307,8 @@ class first_stage<Recipe, true> {
     if constexpr (observed == observes::window) return recipe.retain.scorer.window;
     return (std::max)(observed_at_once, options.step_tokens);
   }
-  /// The most tokens that one head keeps, whatever the scores; with a plan, known only for the prompt that it is made for.
+  /// The most tokens that one head keeps, whatever the scores; with a plan, known only for the prompt that it is made
+  /// for.
   static index_t most_kept(const Recipe& recipe, const model_shape& shape, const cache_options& options) {
     const index_t capacity = options.tokens;
     if constexpr (Recipe::retain_type::plans || over_model) {
@@ -389,7 +393,7 @@ class first_stage<Recipe, true> {
   device_buffer<query_statistics> statistics_{1};
   device_buffer<index_t> position_{std::size_t(batch_)};
   device_buffer<prompt_reach> reach_{1};
-  host_vector<settled_heads> settled_;  // by place, of a recipe that settles
+  host_vector<settled_heads> settled_;  // in that order, of a recipe that settles
 };
 
 }  // namespace cuda

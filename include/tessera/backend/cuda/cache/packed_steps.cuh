@@ -12,8 +12,8 @@
 TESSERA_NAMESPACE_BEGIN
 namespace cuda {
 
-/// A first prompt, and layers that never pack, are attended as plain rows are. A later turn's prompt attends to segments and whole rows by the
-/// step's kernel, a few tokens at a time; so do steps that read everything.
+/// A first prompt, and layers that never pack, are attended as plain rows are. A later turn's prompt attends to
+/// segments and whole rows by the step's kernel, a few tokens at a time; so do steps that read everything.
 template <class Whole, class Out>
 class attention<packed_view<Whole>, packed_view<Whole>, Out> {
   using view_type = packed_view<Whole>;

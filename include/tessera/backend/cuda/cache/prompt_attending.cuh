@@ -50,8 +50,8 @@ class prompt_attending {
 };
 
 /// Along lines, chosen anew for every chunk. One layer's tables serve all: calls follow each other on a stream.
-/// Memory   tables and scratch of choosing for `options.tokens` positions, and where decoding reads columns, a bit a token for every
-///          layer, sequence and query head. A conversation that becomes longer than that, because
+/// Memory   tables and scratch of choosing for `options.tokens` positions, and where decoding reads columns, a bit a
+///          token for every layer, sequence and query head. A conversation that becomes longer than that, because
 ///          it drops tokens, makes them anew, twice as large: that call allocates and waits for the device.
 template <class Recipe, class View, class Out>
 class prompt_attending<Recipe, View, Out, true> {

@@ -1,4 +1,5 @@
-// What decode steps read on the device: of everything, or of a filter's candidates; all of it, or what a reader chooses.
+// What decode steps read on the device: of everything, or of a filter's candidates; all of it, or what a reader
+// chooses.
 #pragma once
 
 #include <type_traits>

@@ -5,17 +5,19 @@
 #include <string>
 
 #include "../../../core/host/host_vector.hpp"
-#include "../../../runtime/conversations.hpp"
+#include "../../../runtime/turn/conversations.hpp"
 #include "../device/check.cuh"
 
 TESSERA_NAMESPACE_BEGIN
 namespace cuda {
 
-/// Checks that `begin_step` and `decode` are called for the step that `prepare_step` made last: begun once, then its layers
-/// in ascending order. What a graph replays the host does not see: a call that is recorded must be of that step, no more.
+/// Checks that `begin_step` and `decode` are called for the step that `prepare_step` made last: begun once, then its
+/// layers in ascending order. What a graph replays the host does not see: a call that is recorded must be of that step,
+/// no more.
 ///
-/// `prepare_step` notes on the host what the step appends. So a step that is never carried out leaves its sequences a token ahead of the
-/// device: they are unfinished, and may only be closed. Once a call was recorded, a prepared step may have been replayed, and passes.
+/// `prepare_step` notes on the host what the step appends. So a step that is never carried out leaves its sequences a
+/// token ahead of the device: they are unfinished, and may only be closed. Once a call was recorded, a prepared step
+/// may have been replayed, and passes.
 class step_order {
  public:
   explicit step_order(index_t layers) : layers_(layers) {}

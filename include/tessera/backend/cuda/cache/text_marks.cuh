@@ -39,8 +39,8 @@ class text_marks<true> {
     return {flags_.data(), text_.data()};
   }
 
-  /// Before a step, on the host: where the texts of its sequences stand, the same in every layer, and its flags [sequences, tokens];
-  /// none of a recipe whose steps bring none.
+  /// Before a step, on the host: where the texts of its sequences stand, the same in every layer, and its flags
+  /// [sequences, tokens]; none of a recipe whose steps bring none.
   void set(const host_vector<segment_cursor>& texts, const host_vector<std::uint8_t>& boundaries,
            cudaStream_t stream) const {
     if (!boundaries.empty())

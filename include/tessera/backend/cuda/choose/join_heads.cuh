@@ -40,8 +40,8 @@ __global__ void __launch_bounds__(Threads)
 
 }  // namespace detail
 
-/// One row of scores for all heads of each sequence, which must store equally many slots. The bits of the CPU's join where
-/// neither fuses what the scope does.
+/// One row of scores for all heads of each sequence, which must store equally many slots. The bits of the CPU's join
+/// where neither fuses what the scope does.
 /// Shapes   out [sequences, capacity].   Returns  that row, with lengths and tails of the sequence.   Cost  one read.
 template <joining_scope Scope>
 score_rows join_heads(const score_rows& in, const Scope& scope, index_t summed, index_t capacity, float* out,

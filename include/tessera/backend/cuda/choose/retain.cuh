@@ -76,9 +76,9 @@ inline selection_view put_settled_first(const select_problem& problem, index_t k
 /// No allocation, no synchronisation, no length on the host.
 /// Errors   shapes and parameters that make no sense: tessera::error before anything is launched.
 /// Settled slots stay: budgets count them, selectors see the slots behind them.
-/// Cost     one launch for pooling where the scorer pools over more than one token, two where it sees segments, one to four
-///          for the budget, one for the selection, one more in segments and one where slots are settled; weights: see
-///          weigh_scores.
+/// Cost     one launch for pooling where the scorer pools over more than one token, two where it sees segments, one to
+///          four for the budget, one for the selection, one more in segments and one where slots are settled; weights:
+///          see weigh_scores.
 template <class Retain>
 class choose_kept {
   using scorer = typename Retain::scorer_type;
@@ -106,8 +106,8 @@ class choose_kept {
     return indices_at() + std::size_t(rows_) * std::size_t(kept_) * sizeof(index_t);
   }
 
-  /// Row r of the result begins at r * kept; it lies in the workspace. `in` may have fewer sequences than this object was
-  /// made for; where their plans differ, `in.budgets` and `in.tails` say how, by sequence.
+  /// Row r of the result begins at r * kept; it lies in the workspace. `in` may have fewer sequences than this object
+  /// was made for; where their plans differ, `in.budgets` and `in.tails` say how, by sequence.
   selection_view run(const Retain& policy, const score_rows& in, index_t layer, index_t layers, void* workspace,
                      cudaStream_t stream, const slot_facts& beside = {}) const {
     auto* bytes = static_cast<unsigned char*>(workspace);

@@ -1,4 +1,5 @@
-// What a batch keeps of one layer, on the device: scores by the policy's scorer, counts by its budget, slots by its selector.
+// What a batch keeps of one layer, on the device: scores by the policy's scorer, counts by its budget, slots by its
+// selector.
 #pragma once
 
 #include <algorithm>
@@ -24,8 +25,8 @@ struct choose_limits {
   index_t kept = 0;      ///< tokens that it keeps (`most_kept`); 0: the capacity
 };
 
-/// The most tokens that one kv_head keeps of `capacity`, in any of `layers`, whatever the scores; `longest_tail`: the most
-/// newest tokens that stay whatever their score.
+/// The most tokens that one kv_head keeps of `capacity`, in any of `layers`, whatever the scores; `longest_tail`: the
+/// most newest tokens that stay whatever their score.
 template <class Policy>
 index_t most_kept(const Policy& policy, index_t layers, index_t kv_heads, index_t capacity, index_t longest_tail) {
   index_t most = (std::min)(capacity, policy.budget.tokens);
@@ -38,14 +39,15 @@ index_t most_kept(const Policy& policy, index_t layers, index_t kv_heads, index_
   return most;
 }
 
-/// Chooses what every (sequence, kv_head) of a batch keeps of one layer: the device's cpu::score_and_choose, and what the
-/// caches' first stages call. Made from a policy and from limits; a later policy may have another budget within them.
+/// Chooses what every (sequence, kv_head) of a batch keeps of one layer: the device's cpu::score_and_choose, and what
+/// the caches' first stages call. Made from a policy and from limits; a later policy may have another budget within
+/// them.
 ///
 /// No allocation, no synchronisation, no length on the host: a recorded run can be replayed while lengths change.
 /// Returns  row r = sequence * kv_heads + head, from r * limits.kept on, in the workspace: valid until its next run.
 /// Errors   what the scorer needs is not there, more than the limits allow: tessera::error before anything is launched.
-///          Reported by a later call: positions that do not ascend (watch_order). Not seen by the host: heads of different
-///          lengths where they keep the same slots.
+///          Reported by a later call: positions that do not ascend (watch_order). Not seen by the host: heads of
+///          different lengths where they keep the same slots.
 /// Cost     scorers of a window: attentive_score; those by contents: score_contents, score_lagged; of statistics:
 ///          score_expected. Then pooling, budget and
 ///          selection: choose_kept, of one row a sequence where its heads choose together.
@@ -212,8 +214,8 @@ class score_and_choose {
     }
   }
 
-  // The workspace: raw scores; weights; factors; one row and its slots for all heads; what is settled; what scoring needs; what
-  // choosing needs.
+  // The workspace: raw scores; weights; factors; one row and its slots for all heads; what is settled; what scoring
+  // needs; what choosing needs.
   std::size_t rows() const { return std::size_t(limits_.sequences) * std::size_t(limits_.kv_heads); }
   std::size_t weights_at() const {
     return beside_tokens ? 0 : array_bytes<float>(rows() * std::size_t(limits_.capacity));

@@ -13,8 +13,8 @@
 TESSERA_NAMESPACE_BEGIN
 namespace cuda {
 
-/// The segments of rows of scores: a row is a (sequence, kv_head), or a sequence whose heads choose together and store the
-/// same slots.
+/// The segments of rows of scores: a row is a (sequence, kv_head), or a sequence whose heads choose together and store
+/// the same slots.
 struct segment_rows {
   slot_column<const index_t> column{};
   index_t kv_heads = 1;     ///< of the column
@@ -59,7 +59,8 @@ __device__ segment_statistics describe(const Scorer& scorer, const float* scores
 }
 
 /// A warp takes the segments that begin in its 32 slots: no list of them is made. Without `Writes` it finds the largest
-/// importance of a row, as bits that are 0 at first; with it, every segment is described again and its scores are raised.
+/// importance of a row, as bits that are 0 at first; with it, every segment is described again and its scores are
+/// raised.
 template <class Scorer, bool Writes>
 __global__ void __launch_bounds__(segment_threads)
     rescore_segments_entry(const __grid_constant__ score_rows in, const __grid_constant__ segment_rows beside,
@@ -100,9 +101,9 @@ struct segment_memory {
   double sums[most_segment_tokens / 2];
 };
 
-/// The best tokens of every row stand in `out`; a warp a token: the first of a segment's chooses anew in that segment, as
-/// many as it has, where they stand. Nothing else of a row moves: each segment's slots lie side by side in it, and while
-/// one warp writes there, the others read no more of it than which segment it is.
+/// The best tokens of every row stand in `out`; a warp a token: the first of a segment's chooses anew in that segment,
+/// as many as it has, where they stand. Nothing else of a row moves: each segment's slots lie side by side in it, and
+/// while one warp writes there, the others read no more of it than which segment it is.
 template <class Selector>
 __global__ void __launch_bounds__(segment_threads)
     choose_in_segments_entry(const __grid_constant__ select_problem p, const __grid_constant__ segment_rows beside,
@@ -162,8 +163,8 @@ void rescore_segments(const score_rows& in, const segment_rows& segments, const 
   check(cudaGetLastError(), "launch of rescore_segments");
 }
 
-/// `select_slots` for selectors that see segments: cpu::choose_in_segments. The best tokens say how many slots each segment
-/// gets, the selector which.   Cost  that of top_tokens, and a warp for every token that is kept.
+/// `select_slots` for selectors that see segments: cpu::choose_in_segments. The best tokens say how many slots each
+/// segment gets, the selector which.   Cost  that of top_tokens, and a warp for every token that is kept.
 template <segment_selector Selector>
 class select_in_segments {
  public:

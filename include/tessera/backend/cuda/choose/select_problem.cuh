@@ -6,7 +6,8 @@
 TESSERA_NAMESPACE_BEGIN
 namespace cuda {
 
-/// One number a row, on the device: `data[row / rows_per_entry * stride]`, or `value` for every row where `data` is null.
+/// One number a row, on the device: `data[row / rows_per_entry * stride]`, or `value` for every row where `data` is
+/// null.
 struct row_numbers {
   const index_t* data = nullptr;
   index_t value = 0;
@@ -27,7 +28,8 @@ struct select_problem {
   row_numbers keep;  ///< slots to choose, the tail included; above n chooses all
   row_numbers tail;  ///< newest slots that are always chosen
   const index_t* skip =
-      nullptr;  ///< [rows], first slots that `n` and `keep` count and that are left out: slots count from there; null: none
+      /// [rows], first slots that `n` and `keep` count and that are left out: slots count from there; null: none
+      nullptr;
   index_t* out = nullptr;
   offset_t out_stride = 0;
   const offset_t* out_offsets = nullptr;

@@ -17,7 +17,9 @@ namespace cuda {
 /// How a row is searched.
 enum class row_search {
   resident,  ///< one block holds the row's keys in shared memory, or every block of a cluster a part of them
-  streamed,  ///< one block: it holds up to 8,192 keys in registers; of a longer row, read once, what may still be chosen; single tokens only
+  /// one block: it holds up to 8,192 keys in registers; of a longer row, read once, what may still be chosen; single
+  /// tokens only
+  streamed,
 };
 
 /// How a selection is launched.
@@ -138,8 +140,9 @@ __global__ void __launch_bounds__(block_threads_of<Blocks, Search>, blocks_toget
 
 }  // namespace detail
 
-/// Launch shape of a selection over rows of up to `capacity` tokens, single ones or in blocks of `block`, be it of 1; `keep` is
-/// what rows usually keep (more is still right). Measured on an H200, CUDA 13.0: see the notes of the benchmark.
+/// Launch shape of a selection over rows of up to `capacity` tokens, single ones or in blocks of `block`, be it of 1;
+/// `keep` is what rows usually keep (more is still right). Measured on an H200, CUDA 13.0: see the notes of the
+/// benchmark.
 inline select_tuning tune_select(index_t rows, index_t capacity, bool single, index_t block, index_t keep,
                                  const device_info& device) {
   constexpr index_t most_share = 16384;  // 64 KB: three blocks of a cluster fit on an sm_90
@@ -147,7 +150,8 @@ inline select_tuning tune_select(index_t rows, index_t capacity, bool single, in
   const bool clusters = device.compute_capability >= 90, many = rows > device.multiprocessors;
   if (single) {
     if (capacity <= detail::register_threads * detail::register_keys) return {1, 0, row_search::streamed};
-    // One block against clusters of 8 (us): 32,768 tokens, 8 rows 9.9 / 9.4, 32 rows 10 / 14; 50,000 tokens, 8 rows 13 / 10, 32 rows 13 / 15.
+    // One block against clusters of 8 (us): 32,768 tokens, 8 rows 9.9 / 9.4, 32 rows 10 / 14; 50,000 tokens, 8 rows 13
+    // / 10, 32 rows 13 / 15.
     constexpr index_t for_few = 40960;
     const index_t most_held = device.shared_memory / 4 - 3072;  // beside histogram and lists
     if (capacity <= (rows > 16 || !clusters ? most_held : (std::min)(for_few, most_held)))
@@ -163,8 +167,8 @@ inline select_tuning tune_select(index_t rows, index_t capacity, bool single, in
   return {cluster, (std::min<index_t>)(most_share, (ceil_div(units, cluster) + 3) / 4 * 4)};
 }
 
-/// Runs a selector of the best tokens or blocks over rows of scores, with the results of its CPU body. Selectors with a body
-/// of their own: plain_select.cuh.
+/// Runs a selector of the best tokens or blocks over rows of scores, with the results of its CPU body. Selectors with a
+/// body of their own: plain_select.cuh.
 ///
 /// n, keep and tail are read on the device, so a captured launch can be replayed while they grow; a row longer than
 /// `capacity` is still right, only slower.

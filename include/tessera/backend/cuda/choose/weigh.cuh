@@ -60,7 +60,8 @@ class weigh_scores {
     return array_bytes<index_t>(std::size_t(rows_) * 3) + array_bytes<index_t>(std::size_t(rows_) * std::size_t(kept_));
   }
 
-  /// counts: what each row keeps, tail and what is settled included; weights [rows, weight_stride]; out [rows, capacity], or the rows of `in`.
+  /// counts: what each row keeps, tail and what is settled included; weights [rows, weight_stride]; out [rows,
+  /// capacity], or the rows of `in`.
   void run(const score_rows& in, const Scorer& scorer, const index_t* counts, const float* weights,
            offset_t weight_stride, float* out, void* workspace, cudaStream_t stream) const {
     auto* numbers = static_cast<index_t*>(workspace);

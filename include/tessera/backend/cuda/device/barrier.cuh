@@ -14,16 +14,16 @@ __device__ __forceinline__ void arrive_at(int barrier, int threads) {
   asm volatile("bar.arrive %0, %1;" ::"r"(barrier), "r"(threads) : "memory");
 }
 
-/// One barrier, wherever in the code each of its threads is: __syncthreads wants all of a block at one place, and so does
-/// bar.sync where it counts all of them (compute-sanitizer's synccheck).
+/// One barrier, wherever in the code each of its threads is: __syncthreads wants all of a block at one place, and so
+/// does bar.sync where it counts all of them (compute-sanitizer's synccheck).
 template <int Number, int Threads>
 struct numbered_barrier {
   __device__ static void wait() { asm volatile("barrier.sync %0, %1;" ::"n"(Number), "n"(Threads) : "memory"); }
 };
 
-/// A barrier in shared memory, named by its address there, counts threads and bytes that arrive; its phase flips at each
-/// full count. One thread initialises it, then the block synchronises (`publish_barriers` first, where a cluster's other blocks
-/// or the copy engine count there).
+/// A barrier in shared memory, named by its address there, counts threads and bytes that arrive; its phase flips at
+/// each full count. One thread initialises it, then the block synchronises (`publish_barriers` first, where a cluster's
+/// other blocks or the copy engine count there).
 __device__ __forceinline__ void init_barrier(std::uint32_t barrier, int count) {
   asm volatile("mbarrier.init.shared::cta.b64 [%0], %1;" ::"r"(barrier), "r"(count) : "memory");
 }
@@ -69,8 +69,8 @@ __device__ __forceinline__ void wait_phase_of_cluster(std::uint32_t barrier, std
 #endif
 }
 
-/// Flags and counters in device memory, between blocks. What ::cuda::atomic_ref does, without its header's 2.5 seconds of
-/// every compilation (decision 0011).
+/// Flags and counters in device memory, between blocks. What ::cuda::atomic_ref does, without its header's 2.5 seconds
+/// of every compilation (decision 0011).
 __device__ __forceinline__ unsigned load_acquire(const unsigned* from) {
   unsigned value;
   asm volatile("ld.acquire.gpu.u32 %0, [%1];" : "=r"(value) : "l"(from) : "memory");
@@ -79,7 +79,8 @@ __device__ __forceinline__ unsigned load_acquire(const unsigned* from) {
 __device__ __forceinline__ void store_release(unsigned* to, unsigned value) {
   asm volatile("st.release.gpu.u32 [%0], %1;" ::"l"(to), "r"(value) : "memory");
 }
-/// Adds and returns what was there: earlier writes of this thread are seen by who reads the sum, and the other way round.
+/// Adds and returns what was there: earlier writes of this thread are seen by who reads the sum, and the other way
+/// round.
 __device__ __forceinline__ unsigned add_acquire_release(unsigned* to, unsigned value) {
   unsigned before;
   asm volatile("atom.acq_rel.gpu.global.add.u32 %0, [%1], %2;" : "=r"(before) : "l"(to), "r"(value) : "memory");

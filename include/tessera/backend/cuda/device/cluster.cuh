@@ -48,8 +48,8 @@ __device__ inline void store_cluster(index_t* mine, int block, index_t value) {
   store_cluster(reinterpret_cast<unsigned*>(mine), block, unsigned(value));
 }
 
-/// Thread blocks that work on one row: their barrier, and the shared memory of the others. One block alone needs nothing
-/// newer than sm_80; more than one are a cluster.
+/// Thread blocks that work on one row: their barrier, and the shared memory of the others. One block alone needs
+/// nothing newer than sm_80; more than one are a cluster.
 template <int Blocks>
 struct block_team {
   __device__ static int rank() { return Blocks == 1 ? 0 : int(blockIdx.x) % Blocks; }
@@ -80,7 +80,8 @@ struct arrivals {
   /// Until it has; then it is seen.
   __device__ void wait() const { wait_phase_of_cluster(shared_address(&state), 0); }
 };
-/// Writes to where block `block` has what lies at `mine` in this one, and counts there in its `counter`. 4, 8 or 16 bytes.
+/// Writes to where block `block` has what lies at `mine` in this one, and counts there in its `counter`. 4, 8 or 16
+/// bytes.
 template <class V>
 __device__ inline void send(V* mine, int block, const V& value, const arrivals& counter) {
   static_assert(sizeof(V) == 4 || sizeof(V) == 8 || sizeof(V) == 16);

@@ -41,12 +41,14 @@ __device__ __forceinline__ std::uint32_t load_once(const std::uint32_t* from) {
   return *from;
 #endif
 }
-/// An address that a thread has for itself, by all threads of a warp. Where ptxas of CUDA 13.0 sees that an address in shared memory has a part
-/// which all threads share, it may encode a copy under an L2 policy as an instruction that does not exist.
+/// An address that a thread has for itself, by all threads of a warp. Where ptxas of CUDA 13.0 sees that an address in
+/// shared memory has a part which all threads share, it may encode a copy under an L2 policy as an instruction that
+/// does not exist.
 __device__ __forceinline__ std::uint32_t own_address(std::uint32_t to) {
   return __shfl_sync(~0u, to, int(threadIdx.x) % 32);
 }
-/// `copy_async4` and `copy_async16` under an L2 policy. A kernel that ends with an illegal instruction takes `to` from `own_address`.
+/// `copy_async4` and `copy_async16` under an L2 policy. A kernel that ends with an illegal instruction takes `to` from
+/// `own_address`.
 __device__ __forceinline__ void copy_async4(std::uint32_t to, const void* from, std::uint64_t policy) {
   asm volatile("cp.async.ca.shared.global.L2::cache_hint [%0], [%1], 4, %2;" ::"r"(to), "l"(from), "l"(policy)
                : "memory");
@@ -70,9 +72,9 @@ __device__ __forceinline__ void wait_copies() {
   asm volatile("cp.async.wait_group %0;" ::"n"(Pending) : "memory");
 }
 
-/// Rows of 16-byte chunks in shared memory, laid out so that matrix loads of 8 rows do not collide: chunks are exchanged
-/// within 128 bytes where that is possible, else rows are padded to an odd number of chunks. Exchanged rows are shorter, padded ones cheaper to
-/// address.
+/// Rows of 16-byte chunks in shared memory, laid out so that matrix loads of 8 rows do not collide: chunks are
+/// exchanged within 128 bytes where that is possible, else rows are padded to an odd number of chunks. Exchanged rows
+/// are shorter, padded ones cheaper to address.
 struct staged_rows {
   int chunks;
   bool padded = false;  ///< whatever their number

@@ -6,8 +6,8 @@
 TESSERA_NAMESPACE_BEGIN
 namespace cuda {
 
-/// floor(a / b) for 0 <= a < 2^20 and b > 0: with half added, the quotient is at least 1 / (2b) away from a whole number,
-/// and the product is off by less.
+/// floor(a / b) for 0 <= a < 2^20 and b > 0: with half added, the quotient is at least 1 / (2b) away from a whole
+/// number, and the product is off by less.
 __device__ __forceinline__ index_t small_quotient(index_t a, index_t b) {
   return index_t((float(a) + 0.5f) * __fdividef(1.0f, float(b)));
 }

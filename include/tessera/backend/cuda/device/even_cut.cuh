@@ -9,7 +9,8 @@ TESSERA_NAMESPACE_BEGIN
 namespace cuda {
 
 /// Inclusive prefix sums of `units_of(row)` into `ends [rows]` in shared memory, by all threads of a block. Every block
-/// does it for itself: lengths change from launch to launch of a graph and the host does not know them. Ends with a barrier.
+/// does it for itself: lengths change from launch to launch of a graph and the host does not know them. Ends with a
+/// barrier.
 template <int Threads, class UnitsOf>
 __device__ void scan_units(index_t rows, index_t* ends, block_scan<Threads, index_t>& scan, const UnitsOf& units_of) {
   const index_t each = (rows + Threads - 1) / Threads, first = (min)(index_t(threadIdx.x) * each, rows);
@@ -37,8 +38,8 @@ __device__ inline index_t row_of_unit_in_warp(const index_t* ends, index_t rows,
 
 inline constexpr index_t most_pieces = 1024;  // so that products of two piece numbers stay below 2^20
 
-/// `units` cut into `count` pieces: piece i begins at floor(i * units / count), so that pieces end where rows do when rows
-/// are equal and divide `count`.
+/// `units` cut into `count` pieces: piece i begins at floor(i * units / count), so that pieces end where rows do when
+/// rows are equal and divide `count`.
 struct even_pieces {
   index_t units, count, size, rest;
 

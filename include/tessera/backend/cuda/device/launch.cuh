@@ -90,8 +90,8 @@ void launch(void (*entry)(Params...), const launch_shape& shape, cudaStream_t st
   check(cudaLaunchKernelEx(&made.config, entry, std::forward<Args>(args)...), call);
 }
 
-/// A small launch that overlaps with those before and after it where its code can; `Entry` calls `wait_for_earlier`. Between launches
-/// that do not overlap a stream idles for 1 to 2 us.
+/// A small launch that overlaps with those before and after it where its code can; `Entry` calls `wait_for_earlier`.
+/// Between launches that do not overlap a stream idles for 1 to 2 us.
 template <auto Entry, class... Args>
 void launch_overlapping(dim3 blocks, unsigned threads, cudaStream_t stream, const char* call, Args&&... args) {
   static const bool can = can_overlap(Entry);
@@ -117,8 +117,8 @@ void in_lists(const Problem* problems, std::size_t count, const Run& run) {
   }
 }
 
-/// How many clusters of such a launch the device runs at a time. It is less than its multiprocessors have room for: a cluster
-/// lies within one of their groups, and groups differ, also between devices of one name.
+/// How many clusters of such a launch the device runs at a time. It is less than its multiprocessors have room for: a
+/// cluster lies within one of their groups, and groups differ, also between devices of one name.
 template <class... Params>
 int resident_clusters(void (*entry)(Params...), const launch_shape& shape) {
   const detail::launch_config made(shape);

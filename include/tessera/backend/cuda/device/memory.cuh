@@ -42,8 +42,8 @@ inline memory_source& memory_source_of_thread() {
 
 }  // namespace detail
 
-/// While it lives, device memory that this thread's calls need comes from `source`, as an engine's allocator: make a cache, or
-/// set its budget, inside of one. What came from a source goes back to it, so it must outlive the caches.
+/// While it lives, device memory that this thread's calls need comes from `source`, as an engine's allocator: make a
+/// cache, or set its budget, inside of one. What came from a source goes back to it, so it must outlive the caches.
 class allocate_from {
  public:
   explicit allocate_from(const memory_source& source)

@@ -6,7 +6,8 @@
 TESSERA_NAMESPACE_BEGIN
 namespace cuda {
 
-/// The first i in [0, count) for which `holds(i)`, or `count`; once it holds it holds for all later ones. By one thread.
+/// The first i in [0, count) for which `holds(i)`, or `count`; once it holds it holds for all later ones. By one
+/// thread.
 template <class Holds>
 __device__ __forceinline__ index_t first_where(index_t count, const Holds& holds) {
   index_t low = 0;

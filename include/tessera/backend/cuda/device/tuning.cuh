@@ -36,8 +36,8 @@ struct device_info {
   }
 };
 
-/// Lets launches of a kernel ask for all the shared memory of a block that it does not declare itself: the limit belongs
-/// to the kernel, and another object may need more of it than this one.
+/// Lets launches of a kernel ask for all the shared memory of a block that it does not declare itself: the limit
+/// belongs to the kernel, and another object may need more of it than this one.
 /// Errors   `wanted` bytes are more: tessera::error, which names the kernel.
 template <class Entry>
 void allow_shared(Entry entry, std::size_t wanted, const device_info& device, const std::string& kernel) {
@@ -46,7 +46,8 @@ void allow_shared(Entry entry, std::size_t wanted, const device_info& device, co
   const int room = device.shared_memory - int(compiled.sharedSizeBytes);
   require(wanted <= std::size_t(room), "shared memory of a block of " + kernel, std::to_string(wanted) + " bytes",
           "at most " + std::to_string(room) + " bytes on this device",
-          "lower the tokens that the operation is made for (a cache's cache_options::tokens), or use a device with more of it");
+          "lower the tokens that the operation is made for (a cache's cache_options::tokens), or use a device with "
+          "more of it");
   check(cudaFuncSetAttribute(entry, cudaFuncAttributeMaxDynamicSharedMemorySize, room), "cudaFuncSetAttribute");
 }
 

@@ -53,7 +53,8 @@ __device__ __forceinline__ float lanes_max(float value) {
 }
 
 /// `Count` sums over `Lanes` neighbouring lanes at once, both powers of two, Count <= Lanes: each lane gets that of
-/// values[rank % Count]. Lanes that no longer carry a value carry another: Count - 1 shuffles and log2(Lanes / Count) more.
+/// values[rank % Count]. Lanes that no longer carry a value carry another: Count - 1 shuffles and log2(Lanes / Count)
+/// more.
 template <int Lanes, int Count>
 __device__ __forceinline__ float lanes_sums(float (&values)[Count], int rank) {
   static_assert(Count <= Lanes && (Count & (Count - 1)) == 0, "tessera: lanes add up a power of two of values");
@@ -129,9 +130,9 @@ struct whole_block {
   __device__ static void wait() { __syncthreads(); }
 };
 
-/// Prefix sums over the threads of a block, for unsigned and index_t; lies in shared memory. All threads call; one barrier,
-/// and another is needed before the next call. Threads that begin at a multiple of `Threads` in a larger block may do it, if
-/// they alone meet at `Meeting`. cub::BlockScan does the same: decision 0011 says why it is not used.
+/// Prefix sums over the threads of a block, for unsigned and index_t; lies in shared memory. All threads call; one
+/// barrier, and another is needed before the next call. Threads that begin at a multiple of `Threads` in a larger block
+/// may do it, if they alone meet at `Meeting`. cub::BlockScan does the same: decision 0011 says why it is not used.
 template <int Threads, class T, class Meeting = whole_block>
 struct block_scan {
   static constexpr int warps = Threads / 32;

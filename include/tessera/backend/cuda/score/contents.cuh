@@ -65,8 +65,8 @@ struct stored_chunks {
     return View::encoding_type::scaled ? float(chunk.element[d]) * chunk.scale : float(chunk.element[d]);
   }
 
-  /// What the channels of rows add up to: of row `lane % at_once`, which the lane is in charge of. `anchor`: this lane's channels,
-  /// or null.
+  /// What the channels of rows add up to: of row `lane % at_once`, which the lane is in charge of. `anchor`: this
+  /// lane's channels, or null.
   template <class Scorer>
   __device__ static void measure(const Scorer& scorer, const raw (&chunk)[at_once], const float* anchor, int lane,
                                  float (&sums)[Scorer::measures]) {
@@ -85,8 +85,9 @@ struct stored_chunks {
     for (int m = 0; m < Scorer::measures; ++m) sums[m] = lanes_sums<lanes>(parts[m], lane);
   }
 
-  /// Calls see(first, chunk) for a block's share of the tiles of a row of the batch; all lanes meet in it. chunk[u] is of slot
-  /// first + u, and zeros where that is not there. Tiles are `Backwards`, so that what was read last is read first.
+  /// Calls see(first, chunk) for a block's share of the tiles of a row of the batch; all lanes meet in it. chunk[u] is
+  /// of slot first + u, and zeros where that is not there. Tiles are `Backwards`, so that what was read last is read
+  /// first.
   template <bool Backwards, class See>
   __device__ static void each_tile(const View& view, index_t b, index_t h, index_t length, bool aligned,
                                    const See& see) {
@@ -213,11 +214,11 @@ __global__ void __launch_bounds__(contents_threads)
 
 }  // namespace detail
 
-/// Writes the scores of all stored slots of a batch: the device's cpu::score_contents, to rounding; the same bits in every
-/// call.
+/// Writes the scores of all stored slots of a batch: the device's cpu::score_contents, to rounding; the same bits in
+/// every call.
 /// Shapes   scores [rows, row_stride], row = sequence * kv_heads + head.
-/// Workspace  for an anchored scorer: sums by block, and the means.   Cost  one read of what the scorer reads, 16 bytes at a
-/// time where rows are 16-byte aligned; two reads for an anchored scorer.
+/// Workspace  for an anchored scorer: sums by block, and the means.   Cost  one read of what the scorer reads, 16 bytes
+/// at a time where rows are 16-byte aligned; two reads for an anchored scorer.
 template <class View, contents_scorer Scorer>
 class score_contents {
   static constexpr bool keys = stored_rows(Scorer::reads) == stored_rows::keys, anchored = anchored_scorer<Scorer>;

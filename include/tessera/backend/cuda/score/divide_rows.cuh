@@ -23,8 +23,8 @@ __global__ void __launch_bounds__(Threads) divide_rows_entry(const __grid_consta
 
 }  // namespace detail
 
-/// Divides what a scoring call has written by how many query rows it added up: those of a token's group, for every query that
-/// counts. `capacity`: the most tokens of a row.   Cost  one read and write of the scores.
+/// Divides what a scoring call has written by how many query rows it added up: those of a token's group, for every
+/// query that counts. `capacity`: the most tokens of a row.   Cost  one read and write of the scores.
 template <class View>
 void divide_rows(const score_problem<View>& problem, index_t capacity, cudaStream_t stream) {
   const dim3 grid{unsigned(std::clamp(ceil_div(capacity, 2048), 1, 64)),

@@ -36,8 +36,8 @@ __device__ __forceinline__ void measure_rows(const Partitions& all, const Scorer
   if (lane < Count && all.holds(row)) spreads[row] = scorer.spread(own, chunks::dim);
 }
 
-/// Writes the spreads of `count` partitions from slot `first` on, which a next one follows, to spreads [count * lag]. Threads hold
-/// their rows of a partition from when its extremes are found to when it is measured.
+/// Writes the spreads of `count` partitions from slot `first` on, which a next one follows, to spreads [count * lag].
+/// Threads hold their rows of a partition from when its extremes are found to when it is measured.
 template <bool Keys, class View, class Scorer, class Memory>
 __device__ void measure_spreads(const View& view, const Scorer& scorer, index_t b, index_t h, index_t first,
                                 index_t count, bool aligned, Memory& memory, void* shared, float* spreads) {
@@ -109,9 +109,10 @@ __global__ void __launch_bounds__(lagged_threads, lagged_blocks)
 
 }  // namespace detail
 
-/// Writes the scores of all stored slots beside the tokens behind them: the device's cpu::score_lagged, to rounding of the
-/// spreads.
-/// Shapes   scores [rows, row_stride].   Workspace  two numbers a slot.   Cost  one read of K and of V, and of a run's last
+/// Writes the scores of all stored slots beside the tokens behind them: the device's cpu::score_lagged, to rounding of
+/// the spreads.
+/// Shapes   scores [rows, row_stride].   Workspace  two numbers a slot.   Cost  one read of K and of V, and of a run's
+///          last
 /// partition once more; lag comparisons a token.
 template <class View, lagged_scorer Scorer>
 class score_lagged {

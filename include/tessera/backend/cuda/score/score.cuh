@@ -15,18 +15,19 @@
 TESSERA_NAMESPACE_BEGIN
 namespace cuda {
 
-/// Scores every stored token by the sum of scorer.weigh(logit, lse) over the query rows and the heads of their group, or by
-/// the largest of them; a mean over rows is the caller's division, and the newest query alone the caller's to pass.
+/// Scores every stored token by the sum of scorer.weigh(logit, lse) over the query rows and the heads of their group,
+/// or by the largest of them; a mean over rows is the caller's division, and the newest query alone the caller's to
+/// pass.
 ///
-/// `workspace_bytes` once, then `run` any number of times: no allocation, no synchronisation, no length on the host, so a
-/// captured graph can be replayed while lengths grow. Equal to cpu::row_log_sum_exp and cpu::accumulate_scores to
+/// `workspace_bytes` once, then `run` any number of times: no allocation, no synchronisation, no length on the host, so
+/// a captured graph can be replayed while lengths grow. Equal to cpu::row_log_sum_exp and cpu::accumulate_scores to
 /// rounding; repeated calls give the same bits, and for a scorer that observes every query so do chunks of queries.
 /// A logit that is not a number, or +infinity, is left out of its row's log-sum-exp and ranks its own token last.
 /// Shapes   as score_problem says; lengths at most `capacity`, n_q at most `queries`.
 /// Errors   shapes that the kernels cannot take: tessera::error before anything is launched.
-/// Cost     K is read twice, once when the engine hands over the rows' log-sum-exps: the first pass then goes over heads that
-///          have a row without one, and is not launched where the caller says that there is none. 2 * rows * tokens * k_dim
-///          multiply-adds each time on the tensor cores.
+/// Cost     K is read twice, once when the engine hands over the rows' log-sum-exps: the first pass then goes over
+///          heads that have a row without one, and is not launched where the caller says that there is none. 2 * rows *
+///          tokens * k_dim multiply-adds each time on the tensor cores.
 template <class View, attentive_scorer Scorer>
 class attentive_score {
   using T = typename View::element_type;
@@ -51,8 +52,8 @@ class attentive_score {
     query_rows_ = queries * (q_heads / kv_heads);
     require(offset_t(rows_) * query_rows_ <= offset_t(1) << 31, "query rows", offset_t(rows_) * query_rows_,
             "at most 2^31", "observe the prompt in smaller chunks");
-    // Every-query scorers must not see how the prompt was cut, so neither split nor kernel may depend on it; their calls
-    // have rows enough to fill the machine, and small splits would cost memory.
+    // Every-query scorers must not see how the prompt was cut, so neither split nor kernel may depend on it; their
+    // calls have rows enough to fill the machine, and small splits would cost memory.
     split_ = in_order ? 2048 : 256;
     shape_.query_rows = query_rows_;
     shape_.capacity = capacity;
@@ -134,11 +135,11 @@ class attentive_score {
     lse_blocks_ = resident(lse_entry_, lse_threads_, lse_shared_, device);
   }
 
-  /// The one rule for which kernels score: those with products of four warps where the program has them for this device, and
-  /// query rows fill more than a quarter of them and are no more than they hold. 64 rows of 8 heads, 131,072 tokens: 149 us
-  /// against 210 (H200, CUDA 13.0). Lost to them: both passes in one launch that meets all blocks head by head and keeps three
-  /// quarters of the keys in shared memory reads K once, 281 MB, and takes 214 us: blocks wait 18 us a head for each other,
-  /// for queries and for sums.
+  /// The one rule for which kernels score: those with products of four warps where the program has them for this
+  /// device, and query rows fill more than a quarter of them and are no more than they hold. 64 rows of 8 heads,
+  /// 131,072 tokens: 149 us against 210 (H200, CUDA 13.0). Lost to them: both passes in one launch that meets all
+  /// blocks head by head and keeps three quarters of the keys in shared memory reads K once, 281 MB, and takes 214 us:
+  /// blocks wait 18 us a head for each other, for queries and for sums.
   static constexpr bool may_be_wide = !in_order && fits_wide_products<View::k_dim>;
   bool fits_wide(const device_info& device) const {
     if constexpr (!may_be_wide) {
@@ -163,8 +164,8 @@ class attentive_score {
       overlaps_ = can_overlap(sum_entry_);
     }
   }
-  /// A block that goes on with another row waits for its queries and keys, as long as for about two units: where it costs no
-  /// more, so many blocks that rows of equal length end with one.
+  /// A block that goes on with another row waits for its queries and keys, as long as for about two units: where it
+  /// costs no more, so many blocks that rows of equal length end with one.
   int blocks_for(index_t rows, int most) const {
     if (!wide_ || rows < 1 || rows > most) return most;
     const int aligned = int(rows) * (most / int(rows));

@@ -104,7 +104,8 @@ struct lse_kernel {
         for (int n = 0; n < pairs * 2; ++n) {
           top = fmaxf(top, fmaxf(s[r / 2][n][r % 2 * 2], s[r / 2][n][r % 2 * 2 + 1]));
         }
-        // Always rescaled: a branch that skips it while the maximum stands gained nothing (H200, CUDA 13.0: 156 us both).
+        // Always rescaled: a branch that skips it while the maximum stands gained nothing (H200, CUDA 13.0: 156 us
+        // both).
         top = fmaxf(state.max[r], top * factor);
         state.sum[r] *= power_of_two(state.max[r] - top);
         state.max[r] = top;
@@ -240,8 +241,8 @@ __global__ void __launch_bounds__(128, View::k_dim <= 128 ? 3 : 2)
   lse_kernel<View, RowWarps, RowTiles, Stages>::run(problem, out);
 }
 
-/// Merges a row's splits in order and adds its sink, or takes what the engine gives; one warp per query row. lse [rows, query
-/// rows], natural log.
+/// Merges a row's splits in order and adds its sink, or takes what the engine gives; one warp per query row. lse [rows,
+/// query rows], natural log.
 template <class View>
 __global__ void __launch_bounds__(128)
     merge_lse_entry(const __grid_constant__ score_problem<View> p, lse_partials partials, float* lse) {

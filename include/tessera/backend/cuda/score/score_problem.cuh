@@ -25,7 +25,8 @@ struct score_problem {
   float* scores = nullptr;     ///< row = sequence * kv_heads + head, one float per slot
   const offset_t* offsets = nullptr;  ///< [rows], where a row's scores begin; null: row * row_stride
   offset_t row_stride = 0;
-  /// No row's log-sum-exp is missing from `lse`: each is taken as it stands, and the launches that look for others are left out.
+  /// No row's log-sum-exp is missing from `lse`: each is taken as it stands, and the launches that look for others are
+  /// left out.
   bool lse_complete = false;
   bool accumulate = false;  ///< adds to what is there instead of writing over it
 
@@ -87,7 +88,8 @@ struct scored_head {
   }
 };
 
-/// Whether the engine gives the log-sum-exps of so many rows from the first on. By all threads of a block, at least as many.
+/// Whether the engine gives the log-sum-exps of so many rows from the first on. By all threads of a block, at least as
+/// many.
 template <int Rows, class View>
 __device__ bool all_rows_given(const score_problem<View>& p, const scored_head& at, index_t first_query) {
   if (!p.lse.data) return false;
@@ -134,8 +136,9 @@ __device__ uint4 decoded_chunk(const Stored* from, float scale) {
   return make_uint4(pair[0], pair[1], pair[2], pair[3]);
 }
 
-/// A warp brings `Tokens` keys from slot `first` on, chunk by chunk where `place(token, chunk)` says; zeros beyond the end. Raw
-/// rows are copied without waiting; encoded ones pass through registers and are there behind the warp's next barrier.
+/// A warp brings `Tokens` keys from slot `first` on, chunk by chunk where `place(token, chunk)` says; zeros beyond the
+/// end. Raw rows are copied without waiting; encoded ones pass through registers and are there behind the warp's next
+/// barrier.
 template <int Tokens, class View, class Place>
 __device__ __forceinline__ void stage_keys_at(const View& view, const scored_head& at, index_t first,
                                               const Place& place, int lane) {

@@ -9,8 +9,8 @@
 TESSERA_NAMESPACE_BEGIN
 namespace cuda {
 
-/// Scores of every stored slot by row = sequence * kv_heads + head; every pointer is a device pointer. The newest `tail`
-/// slots of a row are kept whatever their score; the others are its candidates. The device's layer_scores.
+/// Scores of every stored slot by row = sequence * kv_heads + head; every pointer is a device pointer. The newest
+/// `tail` slots of a row are kept whatever their score; the others are its candidates. The device's layer_scores.
 struct score_rows {
   struct batch_strides {
     offset_t sequence = 0;

@@ -26,8 +26,8 @@ __device__ const float* lse_of_row(const score_problem<View>& p, const sum_shape
   return p.lse.row(at.sequence, query / at.group, at.head * at.group + query % at.group);
 }
 
-/// Keys stay in registers and queries stream from shared memory, so a token's score is one warp's running sum: no partial
-/// results, and the cost of a row of queries does not depend on how many there are.
+/// Keys stay in registers and queries stream from shared memory, so a token's score is one warp's running sum: no
+/// partial results, and the cost of a row of queries does not depend on how many there are.
 template <class View, class Scorer>
 struct sum_kernel {
   using T = typename View::element_type;

@@ -12,8 +12,8 @@ namespace detail {
 ///
 /// Weights come as a 16x8x16 product leaves them: lane l holds tokens l / 4 + {0, 8} of each key tile against rows
 /// 2 * (l % 4) + {0, 1} of each 8. In order, one lane adds all rows of a token one by one, and what later calls add
-/// continues the same chain; else each lane keeps parts of its tokens and the four lanes meet at the end. `Maximum`: the
-/// largest weight in place of their sum; a NaN stays.
+/// continues the same chain; else each lane keeps parts of its tokens and the four lanes meet at the end. `Maximum`:
+/// the largest weight in place of their sum; a NaN stays.
 template <int KeyTiles, bool InOrder, bool Maximum = false>
 struct score_sums {
   static constexpr int tokens = KeyTiles * 2;  // of a lane

@@ -45,8 +45,8 @@ __global__ void __launch_bounds__(settled_threads)
 
 }  // namespace detail
 
-/// How many first slots of every row earlier choices have settled, and how many of them lie before the turn: by position, as
-/// the CPU finds them. `heads`: rows of a sequence, kv_heads or 1 where they hold the same slots.
+/// How many first slots of every row earlier choices have settled, and how many of them lie before the turn: by
+/// position, as the CPU finds them. `heads`: rows of a sequence, kv_heads or 1 where they hold the same slots.
 /// Shapes   reach [sequences], settled, earlier [sequences * heads], all on the device.   Cost  one small launch.
 template <class View>
 void find_settled(const View& view, index_t heads, const prompt_reach* reach, index_t* settled, index_t* earlier,

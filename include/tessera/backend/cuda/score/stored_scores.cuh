@@ -1,4 +1,5 @@
-// The scores that a policy's scorer gives without queries, on the GPU: by position, by contents, beside the tokens behind.
+// The scores that a policy's scorer gives without queries, on the GPU: by position, by contents, beside the tokens
+// behind.
 #pragma once
 
 #include "contents.cuh"
@@ -83,7 +84,8 @@ __global__ void __launch_bounds__(Threads) multiply_entry(const __grid_constant_
 }  // namespace detail
 
 /// Scores of all stored slots become products with what the scorer's factor has found in them.
-/// Shapes   factors, scores [sequences * kv_heads, row_stride], at most `row_stride` tokens a row.   Cost  one pass over both.
+/// Shapes   factors, scores [sequences * kv_heads, row_stride], at most `row_stride` tokens a row.   Cost  one pass
+///          over both.
 template <class View, multiplied_scorer Scorer>
 void multiply_scores(const View& view, const Scorer& scorer, const float* factors, float* scores, index_t row_stride,
                      cudaStream_t stream) {

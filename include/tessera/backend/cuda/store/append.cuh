@@ -111,7 +111,8 @@ struct append_share {
     length = p.view.length(sequence, first_head);
   }
   template <class View, class E>
-  __device__ void fill_columns(const append_problem<View, E>& p, index_t head, index_t token, disorder_word word) const {
+  __device__ void fill_columns(const append_problem<View, E>& p, index_t head, index_t token,
+                               disorder_word word) const {
     const index_t slot = length + token;
     if (p.positions.data) {
       const index_t position = (p.first_position ? p.first_position[sequence] : length) + token;
@@ -121,7 +122,8 @@ struct append_share {
     }
     if (p.scores.data) p.scores.at(sequence, head, p.view.kv_heads, slot) = 0;
   }
-  /// Where one block has it all it advances the length itself; else advance_entry does, because other blocks still read it.
+  /// Where one block has it all it advances the length itself; else advance_entry does, because other blocks still read
+  /// it.
   template <class View, class E>
   __device__ void advance(const append_problem<View, E>& p) const {
     if (gridDim.y > 1 || !p.lengths) return;
@@ -132,8 +134,8 @@ struct append_share {
   }
 };
 
-/// What follows, attention most of the time, may be set up while rows are appended, and appending while what is before it
-/// ends.
+/// What follows, attention most of the time, may be set up while rows are appended, and appending while what is before
+/// it ends.
 __device__ __forceinline__ void begin_append(bool overlaps) {
   if (!overlaps) return;
   wait_for_earlier();
@@ -186,8 +188,8 @@ __global__ void __launch_bounds__(append_threads)
   share.advance(p);
 }
 
-/// The same for encoded rows: neighbouring lanes take a row together, because its scale depends on all of it. The bits of
-/// encode_row.
+/// The same for encoded rows: neighbouring lanes take a row together, because its scale depends on all of it. The bits
+/// of encode_row.
 template <class View, class E>
 __global__ void __launch_bounds__(append_threads)
     append_encoded_entry(const __grid_constant__ append_problem<View, E> p, bool aligned_from, bool aligned_to,
@@ -264,13 +266,14 @@ __global__ void __launch_bounds__(append_threads) advance_entry(const __grid_con
 
 }  // namespace detail
 
-/// Appends new K and V rows of every (sequence, kv_head), as the view stores rows, and advances the lengths on the device.
+/// Appends new K and V rows of every (sequence, kv_head), as the view stores rows, and advances the lengths on the
+/// device.
 ///
 /// Lengths are per (sequence, head), or per sequence with length_strides.head 0. One launch for a decode step's few
 /// tokens, a second tiny one for a prefill chunk, one more where segments are numbered.
-/// Errors   what the host can know of shapes, memory and scales: tessera::error, before anything is launched. New positions that
-///          do not go on behind the stored ones a later call reports, as watch_order's findings, unless the view's `order`
-///          says that they ascend.
+/// Errors   what the host can know of shapes, memory and scales: tessera::error, before anything is launched. New
+///          positions that do not go on behind the stored ones a later call reports, as watch_order's findings, unless
+///          the view's `order` says that they ascend.
 /// Workspace  none.   Cost  reads and writes each new row once.
 template <class View, class E>
 class append {
@@ -300,8 +303,8 @@ class append {
     require(fits(p.k) && fits(p.v), "sequences and heads of k and v", "another shape", "those of the view",
             "pass new rows of every sequence and kv_head");
     const bool has_scales = !View::encoding_type::scaled || (p.view.scales.k && p.view.scales.v);
-    require(p.k.data && p.v.data && p.view.k && p.view.v && p.view.lengths && has_scales, "memory of the problem", "null",
-            "rows of k and v, and a view with lengths and scales", "pass device memory");
+    require(p.k.data && p.v.data && p.view.k && p.view.v && p.view.lengths && has_scales, "memory of the problem",
+            "null", "rows of k and v, and a view with lengths and scales", "pass device memory");
     require_row_scales(p.view);
     detail::disorder_word word = nullptr;
     if (p.positions.data && p.view.order != slot_order::ascending) {

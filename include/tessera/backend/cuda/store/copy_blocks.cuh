@@ -9,8 +9,9 @@ TESSERA_NAMESPACE_BEGIN
 namespace cuda {
 namespace detail {
 
-/// Block i of a row of one table to block i of the same row of another: x a block, y a row, z a plane, whose `row_bytes` are those of a block.
-/// `tokens` of a row, in blocks of `page`, where rows are of uneven length; null: every block of the grid.
+/// Block i of a row of one table to block i of the same row of another: x a block, y a row, z a plane, whose
+/// `row_bytes` are those of a block. `tokens` of a row, in blocks of `page`, where rows are of uneven length; null:
+/// every block of the grid.
 template <int Threads>
 __global__ void __launch_bounds__(Threads)
     copy_blocks_entry(const __grid_constant__ plane_list list, const index_t* tokens, index_t page, const index_t* from,

@@ -40,9 +40,9 @@ struct new_segments {
   segment_cursor* texts = nullptr;           ///< [sequences]
 };
 
-/// Tokens of every (layer, sequence), heads of uneven length, slots in position order. The layout says what a token takes
-/// and where its rows lie; positions (where tokens are dropped), scores (where they accumulate) and segments (where a
-/// recipe sees them) are columns in runs.
+/// Tokens of every (layer, sequence), heads of uneven length, slots in position order. The layout says what a token
+/// takes and where its rows lie; positions (where tokens are dropped), scores (where they accumulate) and segments
+/// (where a recipe sees them) are columns in runs.
 ///
 /// The device holds lengths and places, the host bounds only. All calls of one store follow one another on one stream.
 /// Calls that need room plan it for every place first: when they throw, nothing has changed.
@@ -181,8 +181,8 @@ class kv_store {
     if (columns_.holds_planes()) columns_.took(at, -tokens);
   }
 
-  /// Appends rows behind a view's tokens; positions count from first_position[sequence]. The view's lengths advance, and
-  /// so do the texts where the store holds segments.
+  /// Appends rows behind a view's tokens; positions count from first_position[sequence]. The view's lengths advance,
+  /// and so do the texts where the store holds segments.
   void append_rows(const view_type& view, const rows_view<const T>& k, const rows_view<const T>& v,
                    const index_t* first_position, const new_segments& text, cudaStream_t stream) const {
     append_problem<view_type, T> problem;
@@ -201,8 +201,8 @@ class kv_store {
     append<view_type, T>(view.sequences, heads_).run(problem, nullptr, stream);
   }
 
-  /// What moves rows: of one sequence, and in steps of `batch` sequences, at most `kept` tokens a head. `adopt` puts it in
-  /// place.
+  /// What moves rows: of one sequence, and in steps of `batch` sequences, at most `kept` tokens a head. `adopt` puts it
+  /// in place.
   movers fit(index_t batch, index_t kept, const device_info& device) const {
     movers fitted{{1, heads_, kept, device}, {batch, heads_, kept, device}, {}};
     fitted.scratch = device_buffer<unsigned char>(fitted.in_place.workspace_bytes());  // zeros, as it begins
@@ -260,7 +260,8 @@ class kv_store {
     rows_.shrank(at, gained, held_.of(at));
     if (columns_.holds_planes()) columns_.took(at, -gained);
   }
-  /// Likewise of rows that go when room for new tokens has been made already: nothing is given back, for that room lies in it.
+  /// Likewise of rows that go when room for new tokens has been made already: nothing is given back, for that room lies
+  /// in it.
   void dropped(sequence_layer owner, const token_bound& kept, index_t gained) {
     const std::size_t at = order_.index(owner);
     held_.shrank(at, kept);

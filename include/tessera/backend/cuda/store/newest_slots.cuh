@@ -1,4 +1,5 @@
-// The newest tokens of a sequence as a selection: what a sliding layer keeps, and what stays whole where a prompt has been packed.
+// The newest tokens of a sequence as a selection: what a sliding layer keeps, and what stays whole where a prompt has
+// been packed.
 #pragma once
 
 #include "../../../core/selection.hpp"
@@ -19,7 +20,8 @@ __global__ void __launch_bounds__(Threads)
 
 }  // namespace detail
 
-/// The newest slots of every kv_head of one sequence, up to `capacity`; they lie in this object's memory until the next call.
+/// The newest slots of every kv_head of one sequence, up to `capacity`; they lie in this object's memory until the next
+/// call.
 class newest_slots {
  public:
   newest_slots(index_t kv_heads, index_t capacity)

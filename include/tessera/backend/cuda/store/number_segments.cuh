@@ -10,7 +10,8 @@ namespace cuda {
 namespace detail {
 
 /// A block a sequence: a thread a token, tile by tile. A run is what lies between two flags; it is cut after
-/// most_segment_tokens, so a token's number follows from its place in the run and from the pieces of the runs before it.
+/// most_segment_tokens, so a token's number follows from its place in the run and from the pieces of the runs before
+/// it.
 template <int Threads, class View, class E>
 __global__ void __launch_bounds__(Threads) number_segments_entry(const __grid_constant__ append_problem<View, E> p) {
   constexpr int warps = Threads / 32;

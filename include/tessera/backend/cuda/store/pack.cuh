@@ -233,8 +233,8 @@ __global__ void __launch_bounds__(pack_threads, 4)
 
 }  // namespace detail
 
-/// Copies the chosen slots of every (sequence, kv_head) to slots 0, 1, 2, ... of another view, or of the same one: rows as
-/// they are stored, with their scales, positions, scores and segments, behind any tables.
+/// Copies the chosen slots of every (sequence, kv_head) to slots 0, 1, 2, ... of another view, or of the same one: rows
+/// as they are stored, with their scales, positions, scores and segments, behind any tables.
 ///
 /// In place (`InPlace`, `to` over the memory of `from`): safe in any order of blocks, because the selection ascends.
 /// Counts are read on the device; a captured launch can be replayed while they change. In-place runs that share a

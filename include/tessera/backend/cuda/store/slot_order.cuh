@@ -10,8 +10,8 @@ TESSERA_NAMESPACE_BEGIN
 namespace cuda {
 namespace detail {
 
-/// A slot whose position is not more than that of the slot before it: 1, then 20 bits of the sequence, 12 of the kv_head, 31 of the
-/// slot; 0: none was found.
+/// A slot whose position is not more than that of the slot before it: 1, then 20 bits of the sequence, 12 of the
+/// kv_head, 31 of the slot; 0: none was found.
 using disorder_word = volatile unsigned long long*;
 
 /// The word of page-locked memory, one for the process, in which kernels leave what they find.
@@ -81,9 +81,9 @@ __global__ void __launch_bounds__(Threads) find_disorder_entry(position_rows of,
 
 }  // namespace detail
 
-/// Looks whether a view's positions ascend, where the view does not say so: a small launch beside the work that goes by them.
-/// A later call reports what it finds: the first one that comes when the launch has run and whose own view does not say so,
-/// whichever operation it is.
+/// Looks whether a view's positions ascend, where the view does not say so: a small launch beside the work that goes by
+/// them. A later call reports what it finds: the first one that comes when the launch has run and whose own view does
+/// not say so, whichever operation it is.
 /// Errors   positions of an earlier call that do not ascend: tessera::error, before anything is launched.
 /// Cost     none where slots are positions or `order` says that they ascend; else 4 bytes a slot.
 template <class View>

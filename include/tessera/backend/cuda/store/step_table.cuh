@@ -49,8 +49,8 @@ __global__ void __launch_bounds__(Threads)
   }
 }
 
-/// Every sequence of the batch: numbers of all its layers and heads grow by what the step brings. `noted`, by id like the
-/// numbers: what they have grown to, for whom later changes of the numbers come too early; null: nobody asks.
+/// Every sequence of the batch: numbers of all its layers and heads grow by what the step brings. `noted`, by id like
+/// the numbers: what they have grown to, for whom later changes of the numbers come too early; null: nobody asks.
 template <int Threads>
 __global__ void __launch_bounds__(Threads) advance_entry_of_ids(index_t* numbers, const index_t* ids, index_t sequences,
                                                                 index_t width, index_t tokens, index_t* noted) {

@@ -15,9 +15,9 @@ namespace cpu {
 /// Per-channel extrema of pages of consecutive slots, for every kv_head of one layer and one sequence. Of encoded rows:
 /// those of the decoded keys, each rounded to the element type `T`.
 ///
-/// Folding a key into its page costs O(D) whatever the page holds, and gives the same as building the page anew. Where rows
-/// are dropped, slots move into other pages: `reset` and build again. Pages of one slot hold their key once, by channel: the
-/// second copy of K that lets a scorer read few channels of every key.
+/// Folding a key into its page costs O(D) whatever the page holds, and gives the same as building the page anew. Where
+/// rows are dropped, slots move into other pages: `reset` and build again. Pages of one slot hold their key once, by
+/// channel: the second copy of K that lets a scorer read few channels of every key.
 template <class T, int D>
 class page_index {
  public:

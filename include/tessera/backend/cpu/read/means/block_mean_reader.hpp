@@ -14,8 +14,8 @@
 TESSERA_NAMESPACE_BEGIN
 namespace cpu {
 
-/// Scores every block of every segment of a head, chooses of all of them at once, and adds the tokens that are not packed. The
-/// means lie in the segments; nothing is kept here.
+/// Scores every block of every segment of a head, chooses of all of them at once, and adds the tokens that are not
+/// packed. The means lie in the segments; nothing is kept here.
 template <class Recipe>
 class block_mean_reader {
   using layout = typename Recipe::layout_type;

@@ -1,4 +1,5 @@
-// Retrieval by segments on the CPU: the mean key of every segment is read, the tokens of the best segments are attended.
+// Retrieval by segments on the CPU: the mean key of every segment is read, the tokens of the best segments are
+// attended.
 #pragma once
 
 #include <algorithm>

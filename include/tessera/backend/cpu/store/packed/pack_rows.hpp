@@ -32,7 +32,8 @@ class side_packer {
     }
   }
 
-  /// Calls take(i, row, given) for rows first, ... in the basis; row [D], 0 behind the channels, given [D] as it was loaded.
+  /// Calls take(i, row, given) for rows first, ... in the basis; row [D], 0 behind the channels, given [D] as it was
+  /// loaded.
   template <class Take>
   void for_each_rotated(const float* basis, const packed_format& format, const Take& take) {
     for (index_t first = 0; first < count_; first += packed_at_once) {

@@ -26,10 +26,12 @@ inline offset_t row_bytes(const plane_bytes& planes) {
 
 /// Rows of every kv_head of one segment; specialised by placement. Lengths are the caller's; a copy is independent.
 ///   packed_memory(planes, kv_heads)
-///   reserve(lengths, rows, more)    room for rows[h] rows of head h, of which the first lengths[h] are there, and, where rows have
-///                                   to move for it and `more` will come, for some to spare; as before when memory runs out
+///   reserve(lengths, rows, more)    room for rows[h] rows of head h, of which the first lengths[h] are there, and,
+///                                   where rows have to move for it and `more` will come, for some to spare; as before
+///                                   when memory runs out
 ///   at(plane, head, row)            the first byte of a row in a plane
-///   shrink(lengths)                 gives back what these do not need, once that is worth it and there is memory to do so
+///   shrink(lengths)                 gives back what these do not need, once that is worth it and there is memory to do
+///                                   so
 ///   bytes()                         what is allocated
 template <class Placement>
 class packed_memory {

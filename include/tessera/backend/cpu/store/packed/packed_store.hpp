@@ -66,7 +66,8 @@ class kv_store<Layout> {
     for (index_t layer = 0; layer < order_.layers; ++layer) {
       whole_.clear(order_.index({layer, id}));
       stored_tokens& stored = stored_[{layer, id}];
-      for (auto* counts : {&stored.lengths, &stored.packed, &stored.whole}) std::fill(counts->begin(), counts->end(), 0);
+      for (auto* counts : {&stored.lengths, &stored.packed, &stored.whole})
+        std::fill(counts->begin(), counts->end(), 0);
       stored.beside.clear();
       host_vector<segment_pointer>().swap(stored.segments);
       stored.pending.reset();
@@ -102,8 +103,8 @@ class kv_store<Layout> {
   const whole_rows& rows() const { return whole_; }
 
   template <class E>
-  void append(sequence_layer owner, const rows_view<const E>& k, const rows_view<const E>& v,
-              index_t first_position, const segment_marks& marks = {}) {
+  void append(sequence_layer owner, const rows_view<const E>& k, const rows_view<const E>& v, index_t first_position,
+              const segment_marks& marks = {}) {
     stored_tokens& stored = stored_[owner];
     whole_.make_room(order_.index(owner), stored.whole, k.tokens);
     stored.beside.append(stored.lengths, k.tokens, first_position, marks);
@@ -124,8 +125,8 @@ class kv_store<Layout> {
     stored.prompt_tokens += tokens;
   }
 
-  /// Takes back what was appended at `first_position` and after it, none of which is packed, and what was prepared. Needs no
-  /// memory.
+  /// Takes back what was appended at `first_position` and after it, none of which is packed, and what was prepared.
+  /// Needs no memory.
   void take_back(sequence_layer owner, index_t first_position) {
     stored_tokens& stored = stored_[owner];
     stored.pending.reset();
@@ -172,7 +173,8 @@ class kv_store<Layout> {
     std::copy(whole.counts.begin(), whole.counts.end(), stored.whole.begin());
     std::copy(chosen.counts.begin(), chosen.counts.end(), stored.lengths.begin());
     for (const segment_pointer& segment : stored.segments) {
-      if (stored.pending && stored.pending->joins && segment == stored.segments.back()) continue;  // its spare room is wanted
+      // its spare room is wanted
+      if (stored.pending && stored.pending->joins && segment == stored.segments.back()) continue;
       segment->shrink();
     }
     return true;
@@ -182,8 +184,8 @@ class kv_store<Layout> {
     return choose_newest_slots(stored_[owner].lengths, window, fresh, chosen);
   }
 
-  /// Makes segments of what is due when a prompt, or a step, ends and `kept` (null: everything) stays. Nobody sees them before
-  /// `pack`, which needs no memory.
+  /// Makes segments of what is due when a prompt, or a step, ends and `kept` (null: everything) stays. Nobody sees them
+  /// before `pack`, which needs no memory.
   /// Errors   rows that have no basis: tessera::error.
   void prepare_to_pack(sequence_layer owner, const selection* kept, bool prompt_ends, executor& workers) {
     stored_tokens& stored = stored_[owner];
@@ -216,8 +218,7 @@ class kv_store<Layout> {
     } else {
       searches_.prepare(owner, from, due);
       made.fresh.push_back(packer.as_in(searches_.like(owner, stored.segments), due));
-      made.joins =
-          searches_.joins(owner, stored.segments) && whole_blocks(*stored.segments.back(), kept != nullptr);
+      made.joins = searches_.joins(owner, stored.segments) && whole_blocks(*stored.segments.back(), kept != nullptr);
       if (made.joins) {
         segment_pointer& last = stored.segments.back();
         make_own(last);
@@ -258,7 +259,10 @@ class kv_store<Layout> {
 
   /// Between two steps: what a search has made of a segment takes its place, and a segment that has to end does.
   void settle(index_t id) {
-    searches_.settle(id, [&](index_t layer) -> auto& { return stored_[{layer, id}].segments; });
+    searches_.settle(
+        id, [&](index_t layer) -> auto& {
+          return stored_[{layer, id}].segments;
+        });
   }
   segment_searches<Layout>& searches() { return searches_; }
   const segment_searches<Layout>& searches() const { return searches_; }

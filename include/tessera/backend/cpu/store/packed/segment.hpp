@@ -47,7 +47,8 @@ void rotate_rows_back(const float* from, int rows, const float* basis, index_t c
   multiply_add<D>(from, D, basis, D, rows, int(channels), to, D);
 }
 
-/// What a segment is made by: formats of its vectors, and the slots of a block whose mean key lies beside the rows (0: none).
+/// What a segment is made by: formats of its vectors, and the slots of a block whose mean key lies beside the rows (0:
+/// none).
 struct segment_format {
   packed_format k, v;
   index_t block = 0;

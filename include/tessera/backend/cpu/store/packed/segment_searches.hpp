@@ -184,8 +184,8 @@ class segment_searches<Layout> {
     ranges_[owner].last = ranges_[owner].first;
   }
 
-  /// Between two steps: what a search has made takes its place, and a segment that has to end does. Waits for nobody; where
-  /// memory runs out, all stays as it is for now. segments_of(layer): a sequence's.
+  /// Between two steps: what a search has made takes its place, and a segment that has to end does. Waits for nobody;
+  /// where memory runs out, all stays as it is for now. segments_of(layer): a sequence's.
   template <class SegmentsOf>
   void settle(index_t id, const SegmentsOf& segments_of) {
     if (!on()) return;

@@ -9,8 +9,8 @@
 TESSERA_NAMESPACE_BEGIN
 namespace cpu {
 
-/// The sum over a group's query heads of q^2 by channel, of the newest tokens of a prompt, in any chunks. Squares that are not finite say
-/// nothing.
+/// The sum over a group's query heads of q^2 by channel, of the newest tokens of a prompt, in any chunks. Squares that
+/// are not finite say nothing.
 class window_squares {
  public:
   /// Takes the memory that `add` needs.

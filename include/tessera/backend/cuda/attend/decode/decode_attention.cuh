@@ -17,10 +17,10 @@ namespace cuda {
 
 /// Decode attention of 1 to 8 tokens a sequence over all stored tokens or a selection.
 ///
-/// `workspace_bytes` and `prepare` once, then `run` any number of times on one stream: no allocation, no synchronisation,
-/// no length on the host, so a captured graph can be replayed while lengths grow. `sequences` and `tokens` are upper
-/// bounds: a problem may have fewer of both. From sm_90 on, a launch begins while the one before it on the stream ends,
-/// and waits for that one before it reads or writes anything.
+/// `workspace_bytes` and `prepare` once, then `run` any number of times on one stream: no allocation, no
+/// synchronisation, no length on the host, so a captured graph can be replayed while lengths grow. `sequences` and
+/// `tokens` are upper bounds: a problem may have fewer of both. From sm_90 on, a launch begins while the one before it
+/// on the stream ends, and waits for that one before it reads or writes anything.
 /// Rows that `usual_row` or the selection's `row_stride` says are short are read by a cluster of blocks each (sm_90).
 /// Rows of K and V may be encoded: e4m3 is read as it is and multiplied as fp16, which holds it exactly; any other
 /// encoding is decoded to the element type on its way to shared memory.
@@ -104,8 +104,8 @@ class decode_attention {
   }
 
   /// Splits the rows among the blocks by the lengths that the problem has now; one small launch. Later runs of this
-  /// workspace keep to it, whatever lengths are then: call it when a prompt has ended or a sequence has come or gone, and
-  /// nothing need be called while answers grow.
+  /// workspace keep to it, whatever lengths are then: call it when a prompt has ended or a sequence has come or gone,
+  /// and nothing need be called while answers grow.
   void split(const problem_type& problem, void* workspace, cudaStream_t stream) const
       requires(Split == decode_split::ahead) {
     check_problem(problem);

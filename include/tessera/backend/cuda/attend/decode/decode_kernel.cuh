@@ -26,8 +26,8 @@ struct decode_kernel : decode_merge<View, Out> {
   static constexpr int D = View::k_dim, stages = base::config::stages;
 
   /// Straight to registers, ahead of the tiles. Through shared memory, a barrier of the block behind the copies waits
-  /// until the slowest warp has issued all of its tiles (slower by 1.8 us, spilled registers included), and one that only
-  /// waits for the queries gained nothing and cost 0.8 us in pages (H200, CUDA 13.0, B1 8K).
+  /// until the slowest warp has issued all of its tiles (slower by 1.8 us, spilled registers included), and one that
+  /// only waits for the queries gained nothing and cost 0.8 us in pages (H200, CUDA 13.0, B1 8K).
   __device__ void load_queries(const decode_row& at, queries_type& asked) const {
 #pragma unroll
     for (int half = 0; half < 2; ++half) {

@@ -26,9 +26,9 @@ struct decode_merge : decode_block<View, Out> {
   static constexpr int many_parts_at_once = 32;
   static_assert(many_parts_at_once <= 32, "tessera: a lane of a warp holds the state of one part");
   __device__ static bool has_many(const row_parts& of) { return of.count > 2 * parts_at_once; }
-  /// Of a row of very many parts the blocks that arrive last merge some query rows each: one block alone would wait for its
-  /// share of the L2's bandwidth, 188 KB for 92 parts. Sharing helps 92 parts (a step of 32.2 us, 33.3 alone) and costs time
-  /// with 38 (40.9, 40.1 alone; H200, CUDA 13.0).
+  /// Of a row of very many parts the blocks that arrive last merge some query rows each: one block alone would wait for
+  /// its share of the L2's bandwidth, 188 KB for 92 parts. Sharing helps 92 parts (a step of 32.2 us, 33.3 alone) and
+  /// costs time with 38 (40.9, 40.1 alone; H200, CUDA 13.0).
   static constexpr index_t most_mergers = 4;
   __device__ index_t mergers_of(const row_parts& of) const {
     return of.count > 2 * many_parts_at_once ? (min)(most_mergers, index_t(used * groups)) : 1;
@@ -145,9 +145,9 @@ struct decode_merge : decode_block<View, Out> {
                         });
   }
 
-  /// Sums `parts` parts that lie one after the other from `first` on, and calls `take(r, d, maximum, sum, outputs)` with
-  /// every lane of a warp for the query rows of the merger `mine` and output dims d to d + 3, some of them beyond the last
-  /// one. Warps that would idle take a share of the parts.
+  /// Sums `parts` parts that lie one after the other from `first` on, and calls `take(r, d, maximum, sum, outputs)`
+  /// with every lane of a warp for the query rows of the merger `mine` and output dims d to d + 3, some of them beyond
+  /// the last one. Warps that would idle take a share of the parts.
   template <int AtOnce, class Take>
   __device__ void merge_slots(offset_t first, index_t parts, index_t mine, index_t mergers, merge_shares& shares,
                               const Take& take) const {
@@ -189,8 +189,8 @@ struct decode_merge : decode_block<View, Out> {
       if (share == 0 && busy) take(r, d, top, sum, x);
     }
   }
-  /// Adds parts [begin, end) of the query row at `base` to a maximum, a sum and a lane's four outputs. The maximum is that
-  /// of 32 parts, and which products are fused is written out: the same bits however many are read at once.
+  /// Adds parts [begin, end) of the query row at `base` to a maximum, a sum and a lane's four outputs. The maximum is
+  /// that of 32 parts, and which products are fused is written out: the same bits however many are read at once.
   template <int AtOnce>
   __device__ void sum_parts(offset_t base, int d, index_t begin, index_t end, float& top, float& sum, float4& x) const {
     const float2* states = scratch.state + base + begin * rows_per_block;
@@ -238,9 +238,9 @@ struct decode_merge : decode_block<View, Out> {
   }
   static constexpr int groups = (Dv / 4 + 31) / 32;  // of 32 lanes, four output dims each
 
-  /// Which of a row's `mergers` this block is, the last of its `parts` to arrive; -1 for the others. Mergers see what all
-  /// parts wrote, and wait until all have arrived. That wait ends: a block arrives before it waits, and those that are missing
-  /// run already or begin before anything that is launched later.
+  /// Which of a row's `mergers` this block is, the last of its `parts` to arrive; -1 for the others. Mergers see what
+  /// all parts wrote, and wait until all have arrived. That wait ends: a block arrives before it waits, and those that
+  /// are missing run already or begin before anything that is launched later.
   __device__ index_t arrive(index_t row, index_t parts, index_t mergers, int* flag) const {
     if (threadIdx.x == 0) {
       unsigned* arrived = scratch.arrived + offset_t(blockIdx.y) * scratch.most_rows + row;

@@ -70,8 +70,8 @@ struct decode_block {
 
   __device__ static index_t tiles_of(index_t count) { return (count + tile - 1) / tile; }
 
-  /// What a row's beginning counts for in a block's work, in tiles: 2, 3, 4 and 6 took 1.06, 1.04, 1.02 and 1.00 of evened
-  /// lengths where they are drawn (H200, CUDA 13.0).
+  /// What a row's beginning counts for in a block's work, in tiles: 2, 3, 4 and 6 took 1.06, 1.04, 1.02 and 1.00 of
+  /// evened lengths where they are drawn (H200, CUDA 13.0).
   static constexpr index_t restart_tiles = 6;
   /// Rows of a lane where every warp scans all of them for itself.
   static constexpr int rows_each = 4;
@@ -152,8 +152,8 @@ struct decode_block {
     first.last_tile = (min)(cut.begin(index_t(blockIdx.x) + 1), first.row_end) - first.row_begin;
     return cut;
   }
-  /// Uneven rows: a block that begins another one has to fill its ring again, and gets so much less to read. Adds that to
-  /// the ends of rows; returns the last of them.
+  /// Uneven rows: a block that begins another one has to fill its ring again, and gets so much less to read. Adds that
+  /// to the ends of rows; returns the last of them.
   template <int Each>
   __device__ index_t count_restarts(index_t (&end)[Each]) {
     restart = restart_tiles;

@@ -32,8 +32,8 @@ struct decode_scratch {
   index_t slots;             // most pieces + most rows
 };
 
-/// How many pieces, one a block, `tiles` tiles of so many rows are cut into. Pieces end where rows do when rows are equal
-/// and divide them; a block that straddles two rows pays for a merge more.
+/// How many pieces, one a block, `tiles` tiles of so many rows are cut into. Pieces end where rows do when rows are
+/// equal and divide them; a block that straddles two rows pays for a merge more.
 __device__ inline index_t decode_pieces(index_t tiles, index_t most, index_t rows, bool equal) {
   const index_t count = (min)(most, (max)(tiles, 1));
   // Short pieces of equal rows: as many as rows divide, if that idles few blocks, so that they need fewer merges. Long

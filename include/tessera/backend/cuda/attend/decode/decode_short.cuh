@@ -13,8 +13,8 @@ namespace detail {
 
 inline constexpr int most_of_cluster = 8;  // blocks; what every device with clusters takes
 
-/// A row by the blocks of a cluster: each reads as many of its tiles, gives every other block its share of the outputs, and
-/// finishes its own share. No block looks at other rows' lengths, and no part goes through global memory.
+/// A row by the blocks of a cluster: each reads as many of its tiles, gives every other block its share of the outputs,
+/// and finishes its own share. No block looks at other rows' lengths, and no part goes through global memory.
 template <class View, class Out>
 struct decode_short : decode_kernel<View, Out> {
   using base = decode_kernel<View, Out>;
@@ -147,10 +147,10 @@ class decode_clusters {
     }
   }
 
-  /// The base 2 logarithm of how many blocks read a row of so many tokens (0: not known), of `rows` rows at a time; -1: even
-  /// pieces are read sooner. Clusters spare a merge through global memory, 1 to 2 us, and may leave multiprocessors idle: of
-  /// 132, 64 at work win up to 3 tiles a block in clusters of 8 and 4 and up to 8 in clusters of 2, 128 at work win for any
-  /// length (H200, CUDA 13.0).
+  /// The base 2 logarithm of how many blocks read a row of so many tokens (0: not known), of `rows` rows at a time; -1:
+  /// even pieces are read sooner. Clusters spare a merge through global memory, 1 to 2 us, and may leave
+  /// multiprocessors idle: of 132, 64 at work win up to 3 tiles a block in clusters of 8 and 4 and up to 8 in clusters
+  /// of 2, 128 at work win for any length (H200, CUDA 13.0).
   int shift_of(offset_t rows, offset_t tokens) const {
     if (threads_ == 0 || tokens <= 0) return -1;
     const offset_t tiles = ceil_div(tokens, offset_t(tile_)), all = resident_[0];

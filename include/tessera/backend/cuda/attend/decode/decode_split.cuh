@@ -1,4 +1,5 @@
-// Which blocks of decode attention read which rows, decided ahead: when the lengths of a batch change shape, not in a step.
+// Which blocks of decode attention read which rows, decided ahead: when the lengths of a batch change shape, not in a
+// step.
 #pragma once
 
 #include "decode_plan.cuh"
@@ -17,11 +18,11 @@ namespace detail {
 /// The split of a row of `tiles` tiles into parts of at most `most`.
 __device__ inline index_t parts_in(index_t tiles, index_t most) { return (max)(1, (tiles + most - 1) / most); }
 
-/// Makes `split [blocks]` from the lengths that the problem has now, by one warp. Every row gets a number of blocks of its
-/// own such that the longest part is as short as possible: blocks begin no second row, and parts stay even while rows
-/// grow. (TANGRAM, arXiv:2606.06302, algorithm 1, rounds each row's share of the blocks, which may need more of them than
-/// there are.) Where even pieces are shorter, with what beginning a row costs them, or rows are many or short, each step
-/// cuts for itself.
+/// Makes `split [blocks]` from the lengths that the problem has now, by one warp. Every row gets a number of blocks of
+/// its own such that the longest part is as short as possible: blocks begin no second row, and parts stay even while
+/// rows grow. (TANGRAM, arXiv:2606.06302, algorithm 1, rounds each row's share of the blocks, which may need more of
+/// them than there are.) Where even pieces are shorter, with what beginning a row costs them, or rows are many or
+/// short, each step cuts for itself.
 template <class View, class Out>
 __global__ void __launch_bounds__(32)
     split_entry(const __grid_constant__ decode_problem<View, Out> p, split_piece* split, index_t blocks) {

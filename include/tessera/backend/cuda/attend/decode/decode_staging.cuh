@@ -21,10 +21,10 @@ inline constexpr bool paged_table = std::is_same_v<Table, block_table> || std::i
 
 /// A warp's ring of staged tiles: lanes copy 16 bytes at a time, zeros for tokens beyond the end.
 /// One bulk copy per row (cp.async.bulk, sm_90) lost: 2.8 TB/s where this reaches 4.4 (H200, CUDA 13.0, B8 128K).
-/// Lost too (B1 128K): asking the L2 for the pages ahead of the ring (147 us against 127), keys copied as soon as the tile's
-/// keys are read (0.5 % more). Pages of 16 cost 2 % against rows one after another, and their lookups none of it: behind
-/// the same table, rows one after another take 124.4 us against 124.2. The memory prefers long runs: shuffled pages of 64
-/// tokens cost as much as those of 16, pages of 256 cost 0.7 %.
+/// Lost too (B1 128K): asking the L2 for the pages ahead of the ring (147 us against 127), keys copied as soon as the
+/// tile's keys are read (0.5 % more). Pages of 16 cost 2 % against rows one after another, and their lookups none of
+/// it: behind the same table, rows one after another take 124.4 us against 124.2. The memory prefers long runs:
+/// shuffled pages of 64 tokens cost as much as those of 16, pages of 256 cost 0.7 %.
 template <class View>
 struct decode_staging {
   using format = decode_format<View>;

@@ -26,12 +26,13 @@ __device__ __forceinline__ void decode_fp8(std::uint32_t four, std::uint32_t& lo
 #endif
 }
 
-/// The state of one warp, which reads tiles of e4m3 rows and their scales. A key's scale multiplies its token's logit, a
-/// value's its token's weight.
+/// The state of one warp, which reads tiles of e4m3 rows and their scales. A key's scale multiplies its token's logit,
+/// a value's its token's weight.
 ///
-/// Keys: a lane takes four neighbouring dims of a token at a time, so that dims 4j to 4j + 3 of each sixteen stand where
-/// the product has its 2j, 2j + 1, 2j + 8 and 2j + 9; queries are loaded in the same order. Values: pairs of dims are
-/// transposed as if they were one element; of the eight columns of two products, one has the even and one the odd dims.
+/// Keys: a lane takes four neighbouring dims of a token at a time, so that dims 4j to 4j + 3 of each sixteen stand
+/// where the product has its 2j, 2j + 1, 2j + 8 and 2j + 9; queries are loaded in the same order. Values: pairs of dims
+/// are transposed as if they were one element; of the eight columns of two products, one has the even and one the odd
+/// dims.
 template <class View>
 struct decode_state_fp8 : decode_softmax<View::v_dim, decode_config<View>::tokens> {
   using format = decode_format<View>;
@@ -141,8 +142,8 @@ struct decode_state_fp8 : decode_softmax<View::v_dim, decode_config<View>::token
     return two;
   }
 
-  /// The lane's address of 16-byte chunks 2 * pair and 2 * pair + 1 of 16 rows of `Chunks`, as four matrices: rows 0 to 7
-  /// and 8 to 15 of each chunk. Behind an odd number of chunks the last one stands twice.
+  /// The lane's address of 16-byte chunks 2 * pair and 2 * pair + 1 of 16 rows of `Chunks`, as four matrices: rows 0 to
+  /// 7 and 8 to 15 of each chunk. Behind an odd number of chunks the last one stands twice.
   template <staged_rows Rows>
   __device__ static std::uint32_t chunk_pair(std::uint32_t rows, int pair, int lane) {
     const int matrix = lane / 8, in_matrix = lane % 8, second = pair * 2 + 1 < Rows.chunks ? matrix / 2 : 0;

@@ -21,8 +21,8 @@ namespace detail {
 
 inline constexpr int rows_per_block = 16;  // query rows of a matrix product
 
-/// How a view's rows lie in shared memory: as they are stored, fp8 with its scales behind it; or, of any other encoding,
-/// decoded.
+/// How a view's rows lie in shared memory: as they are stored, fp8 with its scales behind it; or, of any other
+/// encoding, decoded.
 template <class View>
 struct decode_format {
   using encoding_type = typename View::encoding_type;
@@ -53,7 +53,8 @@ TESSERA_HD constexpr int decode_shared_bytes(const decode_tuning& tuning) {
   return tuning.warps * warp_bytes<View>(tuning);
 }
 
-/// What the device code of this pass is compiled for; the host asks the loaded kernel (`cudaFuncAttributes::ptxVersion`).
+/// What the device code of this pass is compiled for; the host asks the loaded kernel
+/// (`cudaFuncAttributes::ptxVersion`).
 #ifdef __CUDA_ARCH__
 inline constexpr int compiled_capability = __CUDA_ARCH__ / 10;
 #else
@@ -65,8 +66,8 @@ inline constexpr int compiled_capability = 90;
 /// Tuned on sm_90 (H200, CUDA 13.0); the others follow from their shared memory and have not been timed.
 template <class View>
 TESSERA_HD constexpr decode_tuning decode_tuning_for(int compute_capability) {
-  // Bytes that rings may take on one multiprocessor; the rest is 4 KiB of row ends, as much of a merge's shares, and the
-  // system's.
+  // Bytes that rings may take on one multiprocessor; the rest is 4 KiB of row ends, as much of a merge's shares, and
+  // the system's.
   const bool small_chip = compute_capability == 86 || compute_capability == 89 || compute_capability >= 120;
   const int shared = (small_chip ? 89 : compute_capability < 89 ? 152 : 212) * 1024;
   decode_tuning tuning;

@@ -12,13 +12,15 @@ namespace cuda {
 
 /// Attends chosen units of packed rows, each segment in its own basis, and all whole rows.
 ///
-/// Keys are multiplied as they lie, in fp32, 4 rows of queries at a time; values are spread out in shared memory, 32 rows at a time, and
-/// multiplied by matrix instructions, for which weights are rounded to 16 bits. Packed elements of 16 bits are of the type that `Tile`
-/// names; fp8 and int4 become it exactly.
+/// Keys are multiplied as they lie, in fp32, 4 rows of queries at a time; values are spread out in shared memory, 32
+/// rows at a time, and multiplied by matrix instructions, for which weights are rounded to 16 bits. Packed elements of
+/// 16 bits are of the type that `Tile` names; fp8 and int4 become it exactly.
 /// It follows `rotate_queries` on the stream, or what itself followed that.
 /// Errors   before the launch: more rows, segments or sequences than it was made for, rows not on 16 bytes.
-/// Limits   whole rows are raw; a value that is NaN shows in rows of the step that may not see its token if others of 8 rows may.
-/// Cost     two launches besides `rotate_queries`; chosen rows are read once for 8 query rows, bases once a step. Recordable.
+/// Limits   whole rows are raw; a value that is NaN shows in rows of the step that may not see its token if others of 8
+///          rows may.
+/// Cost     two launches besides `rotate_queries`; chosen rows are read once for 8 query rows, bases once a step.
+///          Recordable.
 template <class View, class Out, class Tile = typename View::element_type>
 class attend_packed {
   using T = typename View::element_type;

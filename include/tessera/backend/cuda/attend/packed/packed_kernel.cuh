@@ -1,4 +1,5 @@
-// Attention over packed rows on the device: parts of what is chosen, each in its segment's basis, and the rows that are whole.
+// Attention over packed rows on the device: parts of what is chosen, each in its segment's basis, and the rows that are
+// whole.
 #pragma once
 
 #include <algorithm>
@@ -13,7 +14,8 @@
 TESSERA_NAMESPACE_BEGIN
 namespace cuda {
 
-/// What a decode step over packed rows reads and writes; every pointer is a device pointer, every length is read on the device.
+/// What a decode step over packed rows reads and writes; every pointer is a device pointer, every length is read on the
+/// device.
 template <class View, class Out>
 struct packed_problem {
   using T = typename View::element_type;
@@ -26,8 +28,8 @@ struct packed_problem {
   selection_view
       chosen;  ///< of units, row = sequence * kv_heads + head; indices null: everything; whole rows are always read
   index_t unit = 1;  ///< rows of a unit, 0: of each segment's block; every segment begins with a new one
-  /// [sequences * kv_heads, most_segments + 1], where each segment's units begin in `chosen`, so that splits are equally long though
-  /// units are not; null: all units count alike.
+  /// [sequences * kv_heads, most_segments + 1], where each segment's units begin in `chosen`, so that splits are
+  /// equally long though units are not; null: all units count alike.
   const index_t* chosen_begins = nullptr;
 };
 
@@ -58,8 +60,9 @@ class packed_part {
 
   /// A split: chosen units, segment after segment; the last one has the whole rows, too.
   ///
-  /// Whole rows are attended before the launch in front of this one has ended. That one has itself waited for all before it, so that the rows
-  /// are there and the last merge has read its parts; only which parts there are it may still be resetting.
+  /// Whole rows are attended before the launch in front of this one has ended. That one has itself waited for all
+  /// before it, so that the rows are there and the last merge has read its parts; only which parts there are it may
+  /// still be resetting.
   __device__ __forceinline__ void attend(index_t split) {
     const index_t count = p_.view.count(sequence_);
     fill_begins(p_.view, sequence_, head_, count, 1, row_begin_);
@@ -138,7 +141,8 @@ class packed_part {
     return true;
   }
 
-  /// Lengths were there before the queries were rotated, and the launch before this one waited for all that it followed.
+  /// Lengths were there before the queries were rotated, and the launch before this one waited for all that it
+  /// followed.
   __device__ static __forceinline__ void wait() {
     wait_for_earlier();
     let_later_begin();
@@ -163,7 +167,8 @@ class packed_part {
     using value_rows = raw_rows<row_places<Dv>>;
     const key_rows first_keys(segment.k, head_);
     const value_rows first_values(segment.v, head_);
-    // Behind the first tile they are read from shared memory: while a row is walked along there are no registers for them.
+    // Behind the first tile they are read from shared memory: while a row is walked along there are no registers for
+    // them.
     auto* const keys = reinterpret_cast<key_rows*>(shared_ + shape_.sources);
     auto* const values = reinterpret_cast<value_rows*>(keys + 1);
     if (threadIdx.x == 0) *keys = first_keys, *values = first_values;
@@ -246,12 +251,14 @@ class packed_part {
     mark(s, part);
   }
 
-  /// Query rows in the segment's basis, of part i / channels and channel i % channels, multiplied by the scale of logits; i: of this thread.
+  /// Query rows in the segment's basis, of part i / channels and channel i % channels, multiplied by the scale of
+  /// logits; i: of this thread.
   __device__ __forceinline__ float4 queries_of(index_t s, int i) const {
     const int channels = shape_.queries_part / 128;
     const float factor = p_.rule.scale_for(D) * (p_.rule.soft_cap > 0 ? 1.0f : log2e);
     const int part = i / channels, c = i % channels, first = part * queries_at_once;
-    // For a row that is not there, the last row is loaded and multiplied by 0: without branches the four loads do not wait for each other.
+    // For a row that is not there, the last row is loaded and multiplied by 0: without branches the four loads do not
+    // wait for each other.
     const auto load = [&](int row) {
       const index_t at = first_row_ + row, there = (min)(at, to_.rows - 1);
       return rotated_.row(lane_row_, s, there)[c] * (part < shape_.parts && at == there ? factor : 0.0f);
@@ -271,7 +278,8 @@ class packed_part {
     __syncthreads();
   }
 
-  /// Logits of a tile, which are products with queries so far, become those of base 2 of the rows that may see their tokens.
+  /// Logits of a tile, which are products with queries so far, become those of base 2 of the rows that may see their
+  /// tokens.
   template <class State>
   __device__ __forceinline__ void take_logits(State& state, int part, float (&x)[queries_at_once], float scale,
                                               index_t position, float weight, unsigned char* weights) const {
@@ -380,7 +388,8 @@ __global__ void __launch_bounds__(packed_threads, View::k_dim <= 128 && View::v_
   extern __shared__ uint4 shared_memory[];
   const packed_memory<View::k_dim, View::v_dim> shape(rotated.rows, p.view.most_segments, lengths);
   packed_part<View, Tile, Out> part(p, rotated, to, shape, reinterpret_cast<unsigned char*>(shared_memory));
-  // Blocks that begin last, when the choice has ended, have no time for whole rows: the last splits are the first blocks.
+  // Blocks that begin last, when the choice has ended, have no time for whole rows: the last splits are the first
+  // blocks.
   part.attend(to.splits - 1 - index_t(blockIdx.y));
 }
 

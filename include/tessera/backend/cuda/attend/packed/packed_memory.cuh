@@ -7,11 +7,12 @@ TESSERA_NAMESPACE_BEGIN
 namespace cuda {
 namespace detail {
 
-/// Four blocks a multiprocessor, of 128 registers. Three of 168 take 71 us where four take 64, two of 8 warps 64 and, with the rest of a step, 2 us
-/// more (256K tokens, batch 4; H200, CUDA 13.0).
+/// Four blocks a multiprocessor, of 128 registers. Three of 168 take 71 us where four take 64, two of 8 warps 64 and,
+/// with the rest of a step, 2 us more (256K tokens, batch 4; H200, CUDA 13.0).
 inline constexpr int packed_warps = 4, packed_blocks = 4, packed_threads = packed_warps * 32;
 
-/// For what a kernel's memory is made: channels of rows, and bytes from one raw row to the next one, of the longest rows.
+/// For what a kernel's memory is made: channels of rows, and bytes from one raw row to the next one, of the longest
+/// rows.
 template <int D, int Dv>
 struct packed_lengths {
   int k_channels, v_channels, k_raw, v_raw;
@@ -22,7 +23,8 @@ struct packed_lengths {
         v_raw(int(row_places<Dv>::stride(unsigned(value_stride(v.value_bytes()) / 16)))) {}
 };
 
-/// Where a block's shared memory lies: tiles, raw values, queries, the warps' states, weights, positions of queries, where rows lie, tables.
+/// Where a block's shared memory lies: tiles, raw values, queries, the warps' states, weights, positions of queries,
+/// where rows lie, tables.
 template <int D, int Dv>
 struct packed_memory {
   TESSERA_HD static constexpr staged_rows k_rows() { return {D / 8}; }

@@ -1,4 +1,5 @@
-// Parts of attention over packed rows become outputs: each segment's sum is rotated back once, then all of them are added.
+// Parts of attention over packed rows become outputs: each segment's sum is rotated back once, then all of them are
+// added.
 #pragma once
 
 #include "../../device/copy.cuh"
@@ -11,9 +12,9 @@ namespace detail {
 inline constexpr int merging_groups = 8, merging_threads = 1024, merging_warps = merging_threads / 32;
 inline constexpr int merged_columns = 32, merged_rows = 8, warps_of_group = merging_warps / merging_groups;
 
-/// Memory of a block, in words: sums in segments' bases, one for every group of warps; the warps' shares of the output; rows' factors; the
-/// columns of as many segments' bases as there are groups; weights of parts, and the number of each one's segment; where each segment's
-/// parts begin and end.
+/// Memory of a block, in words: sums in segments' bases, one for every group of warps; the warps' shares of the output;
+/// rows' factors; the columns of as many segments' bases as there are groups; weights of parts, and the number of each
+/// one's segment; where each segment's parts begin and end.
 template <int Dv>
 struct merge_memory {
   static constexpr int sums = 0, shares = merging_groups * merged_rows * Dv;
@@ -28,8 +29,9 @@ struct merge_memory {
         words(runs + 2 * (int(most_segments) + 1)) {}
 };
 
-/// A block merges 8 query rows of one (sequence, kv_head), 32 columns of the output. Parts of one segment stand together and are added
-/// in its basis, by one group of warps; groups follow one another, so that the same input gives the same bits.
+/// A block merges 8 query rows of one (sequence, kv_head), 32 columns of the output. Parts of one segment stand
+/// together and are added in its basis, by one group of warps; groups follow one another, so that the same input gives
+/// the same bits.
 template <class View, class Out>
 __global__ void __launch_bounds__(merging_threads)
     merge_packed_entry(const __grid_constant__ packed_problem<View, Out> p, packed_parts parts) {
@@ -49,7 +51,8 @@ __global__ void __launch_bounds__(merging_threads)
   const offset_t begin = offset_t(lane_row) * parts.parts * parts.rows;
   const int own_group = warp / warps_of_group, own_warp = warp % warps_of_group;
   const float* directions = shared + memory.bases + own_group * memory.basis;
-  // Begins to copy the columns of a segment's basis, and returns how many channels it has; 0: values are in the engine's own.
+  // Begins to copy the columns of a segment's basis, and returns how many channels it has; 0: values are in the
+  // engine's own.
   const float* basis = nullptr;
   const auto fetch_basis = [&](index_t segment) {
     int channels = 0;

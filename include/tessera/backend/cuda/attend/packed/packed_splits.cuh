@@ -8,17 +8,18 @@ TESSERA_NAMESPACE_BEGIN
 namespace cuda {
 namespace detail {
 
-/// Results of parts: [lanes, parts, rows, v_dim], not divided by the sum, in the basis of the part's segment, whose number is in
-/// `segment` [lanes, parts] (none: nothing was there; most_segments: whole rows); most and sum [lanes, parts, rows, 2].
+/// Results of parts: [lanes, parts, rows, v_dim], not divided by the sum, in the basis of the part's segment, whose
+/// number is in `segment` [lanes, parts] (none: nothing was there; most_segments: whole rows); most and sum [lanes,
+/// parts, rows, 2].
 struct packed_parts {
   float *out, *states;
   index_t* segment;
   index_t splits, parts, rows;
 };
 
-/// begins [count + 1] = how many chosen rows lie before each of `count` segments, and in all. `units` [count + 1] says with which unit each
-/// segment begins. `list` has the `all` chosen units, ascending, each of `one` rows; without a list every unit is chosen. By all threads of a
-/// block; `samples` has room for a number of each. Ends with a barrier.
+/// begins [count + 1] = how many chosen rows lie before each of `count` segments, and in all. `units` [count + 1] says
+/// with which unit each segment begins. `list` has the `all` chosen units, ascending, each of `one` rows; without a
+/// list every unit is chosen. By all threads of a block; `samples` has room for a number of each. Ends with a barrier.
 __device__ __forceinline__ void find_begins(const index_t* list, index_t all, index_t one, const index_t* units,
                                             index_t count, index_t* samples, index_t* begins) {
   const int warp = int(threadIdx.x) / 32, lane = int(threadIdx.x) % 32;
@@ -46,8 +47,9 @@ __device__ __forceinline__ void find_begins(const index_t* list, index_t all, in
   __syncthreads();
 }
 
-/// Which of the `all` chosen rows of `count` segments, that begin at `begins`, a split has: of one segment where that leaves enough splits.
-/// One that goes on into another segment waits for its queries and rows, as long as for a round of tiles. By a warp.
+/// Which of the `all` chosen rows of `count` segments, that begin at `begins`, a split has: of one segment where that
+/// leaves enough splits. One that goes on into another segment waits for its queries and rows, as long as for a round
+/// of tiles. By a warp.
 __device__ __forceinline__ int2 rows_of_split(const index_t* begins, index_t count, index_t all, index_t splits,
                                               index_t split) {
   constexpr index_t round = packed_warps * tile_tokens;  // fewer rows leave warps without work

@@ -1,4 +1,5 @@
-// What a warp knows of its 8 query rows while it attends rows that are whole: 16 tokens at a time, by matrix instructions.
+// What a warp knows of its 8 query rows while it attends rows that are whole: 16 tokens at a time, by matrix
+// instructions.
 #pragma once
 
 #include "../../device/logit.cuh"
@@ -12,8 +13,8 @@ namespace detail {
 /// Query rows that a block attends together, and tokens of whole rows that a warp takes at a time.
 inline constexpr int query_rows_together = 8, whole_tokens = 16;
 
-/// Softmax state and summed values of 8 query rows. Lane l holds the softmax of row l / 4, and of rows l % 4 * 2 and the next one values of
-/// channel l / 4 of every 8; sums are of a lane until `write`.
+/// Softmax state and summed values of 8 query rows. Lane l holds the softmax of row l / 4, and of rows l % 4 * 2 and
+/// the next one values of channel l / 4 of every 8; sums are of a lane until `write`.
 template <class Tile, int D, int Dv>
 struct packed_state {
   TESSERA_HD static constexpr staged_rows k_rows() { return {D / 8}; }
@@ -32,7 +33,8 @@ struct packed_state {
     }
   }
 
-  /// logits of 16 keys: lane l has row l / 4, keys l % 4 * 2, the next one, and both 8 further on. `channels`: a multiple of 16.
+  /// logits of 16 keys: lane l has row l / 4, keys l % 4 * 2, the next one, and both 8 further on. `channels`: a
+  /// multiple of 16.
   __device__ __forceinline__ void dot(std::uint32_t keys, int channels, float (&logits)[4]) const {
     const int lane = int(threadIdx.x) % 32, in_matrix = lane % 8, matrix = lane / 8;
     float parts[2][4] = {};
@@ -48,8 +50,8 @@ struct packed_state {
     for (int j = 0; j < 4; ++j) logits[j] = parts[j / 2][j % 2] + parts[j / 2][j % 2 + 2];
   }
 
-  /// Takes in 16 tokens. logit(x, j) of a dot product in base 2; sees(j): may the lane's row see token j of those that `dot` names; weight(j)
-  /// multiplies its value.
+  /// Takes in 16 tokens. logit(x, j) of a dot product in base 2; sees(j): may the lane's row see token j of those that
+  /// `dot` names; weight(j) multiplies its value.
   template <class Logit, class Sees, class Weight>
   __device__ __forceinline__ void take(const float (&logits)[4], std::uint32_t values, int channels, const Logit& logit,
                                        const Sees& sees, const Weight& weight) {

@@ -1,4 +1,5 @@
-// Tiles of 32 packed rows: copied from memory by one warp, multiplied with queries as they are, or spread out for matrix instructions.
+// Tiles of 32 packed rows: copied from memory by one warp, multiplied with queries as they are, or spread out for
+// matrix instructions.
 #pragma once
 
 #include "../../device/mma.cuh"
@@ -36,8 +37,9 @@ struct raw_rows {
     if (chunks == 2) return Places::byte(Places::row(lane / 2, Places::stride(2)), lane % 2 * 16);
     return Places::row(lane, stride());
   }
-  /// Begins to copy the values of 32 rows; lane l says which row is the tile's l-th, and one below 0 becomes 0. By one warp, of which
-  /// neighbouring lanes copy a row's chunks together; `to`, from `shared` on, has the lane's own place in it.
+  /// Begins to copy the values of 32 rows; lane l says which row is the tile's l-th, and one below 0 becomes 0. By one
+  /// warp, of which neighbouring lanes copy a row's chunks together; `to`, from `shared` on, has the lane's own place
+  /// in it.
   __device__ __forceinline__ void copy(index_t row, std::uint32_t shared, unsigned to) const {
     const unsigned first = row >= 0 ? unsigned(row) * chunks : none;
     const std::uint32_t own = own_address(shared + to);
@@ -78,8 +80,9 @@ __device__ __forceinline__ std::uint16_t tile_bits(std::uint32_t word, int i) {
   }
 }
 
-/// Adds the products of a row's values and 4 rows of queries up. Queries lie in shared memory as [channels, 8, 4] fp32: eight copies, one for
-/// every lane of a quarter of a warp, so that lanes read other channels in each step and none waits for another's bank.
+/// Adds the products of a row's values and 4 rows of queries up. Queries lie in shared memory as [channels, 8, 4] fp32:
+/// eight copies, one for every lane of a quarter of a warp, so that lanes read other channels in each step and none
+/// waits for another's bank.
 template <packed_element Element, int Group>
 struct query_products {
   static constexpr int stride = 128;  // bytes, of a channel
@@ -96,8 +99,9 @@ struct query_products {
   }
 };
 
-/// Spreads a row of values out in a tile of [channels, 16] pairs of two numbers of 16 bits: those of rows r and r + 16. Matrix instructions take
-/// such pairs as they are. At most two lanes write to a bank at a time, wherever their values belong.
+/// Spreads a row of values out in a tile of [channels, 16] pairs of two numbers of 16 bits: those of rows r and r + 16.
+/// Matrix instructions take such pairs as they are. At most two lanes write to a bank at a time, wherever their values
+/// belong.
 template <class Tile, packed_element Element, int Group>
 struct spread_values {
   static constexpr int stride = 64;  // bytes, of a channel
@@ -113,7 +117,8 @@ struct spread_values {
   }
 };
 
-/// sums [4] = the lane's row of keys, whose values lie at `row` of a block's shared memory, times 4 rows of queries, which lie at `queries`.
+/// sums [4] = the lane's row of keys, whose values lie at `row` of a block's shared memory, times 4 rows of queries,
+/// which lie at `queries`.
 template <class Tile, int D, int Most>
 __device__ __forceinline__ void multiply_row(int way, int kept, const std::uint32_t (&bits)[Most], unsigned row,
                                              const unsigned char* shared, int queries, float (&sums)[queries_at_once]) {

@@ -10,8 +10,9 @@
 TESSERA_NAMESPACE_BEGIN
 namespace cuda {
 
-/// Where they lie: [sequences, kv_heads, most_segments, rows + 1, dim], fp32, 0 behind the segment's channels. A row is a token and a
-/// query head of the group, token * group + head; the last one is the sum of the others, but for elements that are not finite.
+/// Where they lie: [sequences, kv_heads, most_segments, rows + 1, dim], fp32, 0 behind the segment's channels. A row is
+/// a token and a query head of the group, token * group + head; the last one is the sum of the others, but for elements
+/// that are not finite.
 struct rotated_rows {
   float* data = nullptr;
   index_t most_segments = 0, rows = 0, dim = 0;
@@ -24,13 +25,14 @@ struct rotated_rows {
 namespace detail {
 
 inline constexpr int rotating_threads = 256, rows_rotated_together = 16, channels_rotated_together = 32;
-/// Segments that a launch has blocks for. A table has room for far more than there are: 273 in a context of 1M tokens, where prompts of
-/// 65,536 make 17.
+/// Segments that a launch has blocks for. A table has room for far more than there are: 273 in a context of 1M tokens,
+/// where prompts of 65,536 make 17.
 inline constexpr index_t segments_rotated_together = 32;
 
-/// A block makes 32 channels of up to 16 rows of one (sequence, kv_head) in one segment's basis, two of them by 16 lanes. The sums over a
-/// row's elements are those of a lane, four of every 64, then over lanes. `GoesOn`: there may be more segments than blocks; what the loop
-/// keeps does not fit in registers, and one segment a block takes a fifth less time.
+/// A block makes 32 channels of up to 16 rows of one (sequence, kv_head) in one segment's basis, two of them by 16
+/// lanes. The sums over a row's elements are those of a lane, four of every 64, then over lanes. `GoesOn`: there may be
+/// more segments than blocks; what the loop keeps does not fit in registers, and one segment a block takes a fifth less
+/// time.
 template <class View, bool GoesOn>
 __global__ void __launch_bounds__(rotating_threads, View::k_dim <= 128 ? 5 : 3)
     rotate_queries_entry(const __grid_constant__ View view, rows_view<const typename View::element_type> q,

@@ -8,7 +8,8 @@ TESSERA_NAMESPACE_BEGIN
 namespace cuda {
 namespace detail {
 
-/// Calls run(m) for every 16 of `channels`, a multiple of 16. A quarter of the channels is usually left out: that many without a branch.
+/// Calls run(m) for every 16 of `channels`, a multiple of 16. A quarter of the channels is usually left out: that many
+/// without a branch.
 template <int Dv, class Run>
 __device__ __forceinline__ void with_matrices(int channels, const Run& run) {
   constexpr int usual = int(whole_channels(Dv * 3 / 4)) / 16;
@@ -24,13 +25,13 @@ __device__ __forceinline__ void with_matrices(int channels, const Run& run) {
   }
 }
 
-/// Softmax state and summed values of 8 query rows, in parts of 4 as `multiply_row` gives their logits: a lane has those of its token. Lane l
-/// holds of rows l % 4 * 2 and the next one the values of channel l / 4 of every 8; sums are of a lane until `write`. What a row has but one
-/// of lies in shared memory: registers decide how many warps there are.
+/// Softmax state and summed values of 8 query rows, in parts of 4 as `multiply_row` gives their logits: a lane has
+/// those of its token. Lane l holds of rows l % 4 * 2 and the next one the values of channel l / 4 of every 8; sums are
+/// of a lane until `write`. What a row has but one of lies in shared memory: registers decide how many warps there are.
 template <class Tile, int Dv>
 struct spread_state {
-  /// How far logits of base 2 may rise above the one that sums refer to before all sums are scaled: weights stay finite, and after
-  /// some tiles hardly anything is scaled.
+  /// How far logits of base 2 may rise above the one that sums refer to before all sums are scaled: weights stay
+  /// finite, and after some tiles hardly anything is scaled.
   static constexpr float slack = std::is_same_v<Tile, bf16> ? 8 : 0;  // fp16 ends at 65,504, and scales may be large
   static constexpr float lowest = -3e38f;  // below every logit, and still finite: nothing was seen
   float acc[Dv / 16][4] = {};
@@ -49,8 +50,8 @@ struct spread_state {
     }
   }
 
-  /// Takes in the logits of 32 tokens for rows part * 4 and on, in base 2; -infinity: not seen. `weight` multiplies the token's
-  /// values; what they are multiplied with in all is written to weights [8, 32].
+  /// Takes in the logits of 32 tokens for rows part * 4 and on, in base 2; -infinity: not seen. `weight` multiplies the
+  /// token's values; what they are multiplied with in all is written to weights [8, 32].
   __device__ __forceinline__ void take_logits(int parts, int part, const float (&x)[queries_at_once], float weight,
                                               unsigned char* weights) {
     const int lane = lane_here();

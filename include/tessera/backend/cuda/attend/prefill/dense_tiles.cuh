@@ -11,13 +11,14 @@ namespace detail {
 ///   argument, memory_bytes                 what a launch says beside the problem; shared memory of a block
 ///   one_piece                              whether `gather` is called once
 ///   (p, parts, item, argument, memory)     an item's: `at` and `first_row` are its query rows
-///   gather(p)                              by all threads that list, no barrier in front: the tiles of the next piece, and how
-///                                          many they are; `has_more` says whether another piece follows
+///   gather(p)                              by all threads that list, no barrier in front: the tiles of the next piece,
+///                                          and how many they are; `has_more` says whether another piece follows
 ///   ask(p, first_row, rows)                which of the block's rows the following are about
 ///   gathers, gathered()                    whether rows may also lie side by side in memory of their own; their maps
 ///   gathered_row(t)                        the first row of the tile there; no_index: it is not there
 ///   slot_of(t, row)                        the slot behind row `row` of tile t of the piece; `at.stored` or more: none
-///   is_in_chunks(t)                        whether each 32 of its rows are neighbouring slots from a multiple of 32 on, all stored
+///   is_in_chunks(t)                        whether each 32 of its rows are neighbouring slots from a multiple of 32
+///                                          on, all stored
 ///   meets(p, t), is_masked(p, t)           whether any row sees anything of it; whether any row does not see all of it
 ///   seen(p, t, c, row)                     bits of the 32 slots of the tile's chunk c that a row sees
 ///   seen(p, t, query, bits)                the same of all its chunks, by the row's position
@@ -85,10 +86,11 @@ struct dense_tiles {
   struct block_place {
     index_t row, block;  // (sequence, kv_head); of its query rows, the oldest first
   };
-  /// What the `item`-th block attends: those that see most tokens go first, so that no long block is left for the end. These are
-  /// the last query rows, and heads that store more; one that stores less begins so many turns later. By each warp. The merge of
-  /// parts takes heads in turn.
-  /// Lost (ms, a layer of 128K in chunks of 2,048, heads that keep 5 to 57 %, H200; this takes 113): heads always in turn 150.
+  /// What the `item`-th block attends: those that see most tokens go first, so that no long block is left for the end.
+  /// These are the last query rows, and heads that store more; one that stores less begins so many turns later. By each
+  /// warp. The merge of parts takes heads in turn.
+  /// Lost (ms, a layer of 128K in chunks of 2,048, heads that keep 5 to 57 %, H200; this takes 113): heads always in
+  /// turn 150.
   __device__ static block_place place_of(const problem_type& p, const prefill_parts& parts, index_t item) {
     const index_t rows = p.view.sequences * p.view.kv_heads, lane = index_t(threadIdx.x % 32);
     const index_t blocks = parts.items / parts.splits / rows;

@@ -1,4 +1,5 @@
-// The rows of vertical lines, gathered side by side in front of attention along lines, so that the copy engine fetches them too.
+// The rows of vertical lines, gathered side by side in front of attention along lines, so that the copy engine fetches
+// them too.
 #pragma once
 
 #include <algorithm>
@@ -33,7 +34,8 @@ template <int Tile>
 __device__ index_t gathered_rows(index_t columns) {
   return (columns / Tile + 2) * Tile;
 }
-/// Where the rows of a head's vertical lines lie among those that are gathered; no_index: there is no room for them. By a warp.
+/// Where the rows of a head's vertical lines lie among those that are gathered; no_index: there is no room for them. By
+/// a warp.
 template <int Tile>
 __device__ index_t gathered_at(const line_tables& lines, index_t q_head, index_t room) {
   offset_t before = 0;

@@ -11,7 +11,8 @@ TESSERA_NAMESPACE_BEGIN
 namespace cuda {
 namespace detail {
 
-/// A kernel of prefill attention over line_tiles. The list takes what shared memory the blocks of a multiprocessor leave.
+/// A kernel of prefill attention over line_tiles. The list takes what shared memory the blocks of a multiprocessor
+/// leave.
 template <class Kernel, bool Hopper>
 struct line_kernel {
   using tiles = line_tiles<Kernel, Hopper ? 7168 : 2048>;
@@ -50,8 +51,9 @@ __global__ void __launch_bounds__(128)
 /// Shapes   as prefill_problem with one sequence: all rows of the chunk that the lines were chosen for.
 /// Returns  as prefill_attention; a row that no line gives a key gives 0 and -infinity, unless it has a sink logit.
 /// Errors   as prefill_attention; tables of another size or without memory: tessera::error.
-/// Cost     as prefill_attention for the chunks of 32 slots that slash lines of any of 128 neighbouring rows meet, and for each
-///          vertical line; besides, each of those blocks looks once at the bits of every chunk that it sees. No length on the host.
+/// Cost     as prefill_attention for the chunks of 32 slots that slash lines of any of 128 neighbouring rows meet, and
+///          for each vertical line; besides, each of those blocks looks once at the bits of every chunk that it sees.
+///          No length on the host.
 /// Same input, same bits.
 template <class View, class Out = float>
 class line_attention {
@@ -84,9 +86,9 @@ class line_attention {
   /// What splits need.
   std::size_t workspace_bytes() const { return std::size_t(places_) * kernel::block_rows * (kernel::Dv + 2) * 4; }
 
-  /// `workspace` as prefill_attention's. `columns` is scratch too, a row of K and of V for each vertical line of each query head and
-  /// two tiles; it may be null, or too little for all heads. The Hopper kernel fetches faster what lies there. As much memory, the
-  /// same bits; and any, where all values are finite.
+  /// `workspace` as prefill_attention's. `columns` is scratch too, a row of K and of V for each vertical line of each
+  /// query head and two tiles; it may be null, or too little for all heads. The Hopper kernel fetches faster what lies
+  /// there. As much memory, the same bits; and any, where all values are finite.
   void run(const prefill_problem<View, Out>& problem, const line_tables& lines, void* workspace, cudaStream_t stream,
            const column_memory& columns = {}) const {
     const index_t blocks = detail::check_prefill(problem, 1, kv_heads_, q_heads_, 1, kernel::block_rows);

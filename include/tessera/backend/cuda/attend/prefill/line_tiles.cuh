@@ -10,13 +10,13 @@ namespace detail {
 
 /// As dense_tiles, for rows of one query head that attend along its lines.
 ///
-/// What is stored is looked at in chunks of 32 slots. A block lists those that a slash line of any of its rows meets, and packs
-/// four (or two) of them to a tile, neighbours or not; their masks leave out the vertical lines. The slots of vertical lines
-/// follow, packed to tiles of their own, which only causality masks. A block with rows that attend everything lists all chunks
-/// and masks by both kinds of lines, so that it needs no other tiles.
+/// What is stored is looked at in chunks of 32 slots. A block lists those that a slash line of any of its rows meets,
+/// and packs four (or two) of them to a tile, neighbours or not; their masks leave out the vertical lines. The slots of
+/// vertical lines follow, packed to tiles of their own, which only causality masks. A block with rows that attend
+/// everything lists all chunks and masks by both kinds of lines, so that it needs no other tiles.
 /// The list lies in shared memory, `Entries` of it: a longer one comes in pieces.
-/// Lost (ms, 10 % of 128K, d 128, bf16, H200; then this took 56.4, now 42.9): chunks that half of a block's rows meet in tiles of
-/// their own 60.1; blocks that begin at different tiles 56.9.
+/// Lost (ms, 10 % of 128K, d 128, bf16, H200; then this took 56.4, now 42.9): chunks that half of a block's rows meet
+/// in tiles of their own 60.1; blocks that begin at different tiles 56.9.
 template <class Rows, int Entries>
 struct line_tiles {
   using problem_type = typename Rows::problem_type;
@@ -238,7 +238,8 @@ struct line_tiles {
     return p.view.position(0, at.head, slot);
   }
 
-  /// Which slots of a chunk a row sees along its lines. Where slots are positions no branch keeps loads from being under way together.
+  /// Which slots of a chunk a row sees along its lines. Where slots are positions no branch keeps loads from being
+  /// under way together.
   __device__ std::uint32_t on_lines(const problem_type& p, index_t query, index_t chunk) const {
     const index_t first = chunk * chunk_slots;
     const std::uint32_t visible = Rows::visible_slots(p, at, query, first);

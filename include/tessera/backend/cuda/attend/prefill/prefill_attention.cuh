@@ -50,7 +50,8 @@ __global__ void __launch_bounds__(128)
 /// Shapes   as prefill_problem; q_heads is a multiple of kv_heads. Rows of q, K and V are contiguous and begin at
 ///          multiples of 16 bytes; encoded rows of K and V, which are decoded on their way to shared memory, anywhere.
 ///          Chunks of any length.
-/// Returns  output and natural log-sum-exp, this of all tokens or of the newest alone; a row that sees nothing gives 0 and
+/// Returns  output and natural log-sum-exp, this of all tokens or of the newest alone; a row that sees nothing gives 0
+/// and
 ///          -infinity, unless it has a sink logit.
 /// Errors   shapes, alignment and null pointers are checked before the launch.
 /// Cost     2 (k_dim + v_dim) flops for each query row and stored token of the tiles of 64 that its block sees; K and V
@@ -98,8 +99,8 @@ class prefill_attention {
   /// What splits need. Not more than a part for every block that the device holds at once.
   std::size_t workspace_bytes() const { return std::size_t(places_) * kernel::block_rows * (kernel::Dv + 2) * 4; }
 
-  /// `workspace`, aligned to 16 bytes, is scratch; null: no splits, and blocks of the Hopper kernel take their items in turn, not
-  /// as they come to them. A chunk of no tokens launches nothing.
+  /// `workspace`, aligned to 16 bytes, is scratch; null: no splits, and blocks of the Hopper kernel take their items in
+  /// turn, not as they come to them. A chunk of no tokens launches nothing.
   void run(const prefill_problem<View, Out>& problem, void* workspace, cudaStream_t stream) const {
     const index_t blocks =
         detail::check_prefill(problem, sequences_, kv_heads_, q_heads_, q_heads_ / kv_heads_, kernel::block_rows);

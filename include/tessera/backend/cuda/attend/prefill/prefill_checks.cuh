@@ -34,8 +34,8 @@ inline void require_prefill_rows(const char* what, const void* data, const row_s
   }
 }
 
-/// Throws unless everything fits together; returns how many blocks of `block_rows` query rows to launch, a block's rows being
-/// those of `group` query heads.
+/// Throws unless everything fits together; returns how many blocks of `block_rows` query rows to launch, a block's rows
+/// being those of `group` query heads.
 template <class View, class Out>
 index_t check_prefill(const prefill_problem<View, Out>& p, index_t sequences, index_t kv_heads, index_t q_heads,
                       index_t group, index_t block_rows) {
@@ -82,8 +82,9 @@ index_t check_prefill(const prefill_problem<View, Out>& p, index_t sequences, in
   return index_t(blocks);
 }
 
-/// How `blocks` query blocks are cut for a device that holds `places` blocks at once: into parts, where there are too few of them and
-/// there is a workspace. Blocks that go from item to item (`in_turns`) count in it what they have taken.
+/// How `blocks` query blocks are cut for a device that holds `places` blocks at once: into parts, where there are too
+/// few of them and there is a workspace. Blocks that go from item to item (`in_turns`) count in it what they have
+/// taken.
 template <class Kernel>
 prefill_parts cut_prefill(index_t blocks, index_t places, bool in_turns, void* workspace, cudaStream_t stream) {
   constexpr index_t most_splits = 32;  // enough to fill a large device from eight blocks

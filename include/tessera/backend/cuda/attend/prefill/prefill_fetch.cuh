@@ -20,8 +20,8 @@ struct prefill_fetch : prefill_hopper_shape<View, Out> {
   using ring = prefill_ring<shape>;
   using ring_place = detail::ring_place<stages>;
 
-  /// Fetches the block's items, one after another. Where one is spoilt it waits for those that are under way, and fetches the spoilt
-  /// ones again before it goes on.
+  /// Fetches the block's items, one after another. Where one is spoilt it waits for those that are under way, and
+  /// fetches the spoilt ones again before it goes on.
   template <class Tiles>
   __device__ static void fetch_items(const problem_type& p, const prefill_parts& parts, const row_maps& maps,
                                      const typename Tiles::argument& argument, const ring& stored,
@@ -100,9 +100,9 @@ struct prefill_fetch : prefill_hopper_shape<View, Out> {
     offset_t outer;
   };
   /// Fetches the tiles of a piece, and says what each row sees of them: a thread looks at one row.
-  /// Whatever it does for a tile is done within the time of the tile's products, or these wait: a quarter of theirs was waiting.
-  /// Lost (ms, attention along 10 % of 128K, d 128, bf16, H200, CUDA 13.0; this takes 42.9): one warp asks for all boxes 59.1; what is
-  /// known of a tile looked up once there is room for it, and more than once, 47.6.
+  /// Whatever it does for a tile is done within the time of the tile's products, or these wait: a quarter of theirs was
+  /// waiting. Lost (ms, attention along 10 % of 128K, d 128, bf16, H200, CUDA 13.0; this takes 42.9): one warp asks for
+  /// all boxes 59.1; what is known of a tile looked up once there is room for it, and more than once, 47.6.
   template <class Tiles>
   __device__ static void fetch(const problem_type& p, const row_maps& maps, Tiles& tiles, const ring& stored,
                                index_t count, ring_place& at) {

@@ -13,12 +13,13 @@ template <class View>
 inline constexpr bool fits_hopper_prefill = (View::k_dim == 64 || View::k_dim == 128) &&
                                             (View::v_dim == 64 || View::v_dim == 128);
 
-/// Two groups of four warps, 64 query rows each, and four warps that fetch, in boxes of the copy engine where they can. Queries
-/// stay in registers; K and V stream through a ring of three tiles in rows of 128 bytes, their chunks exchanged as the product's
-/// descriptors want it. A tile's values are multiplied behind the next tile's keys and beside its exponentials, and the groups take
-/// turns at the products. A block attends item after item: one's queries and tiles are fetched while the one before is computed.
-/// Lost (TFLOP/s, 16K causal, d 128, bf16, group 4, H200, CUDA 13.0; then this gave 520, now 587): exponentials behind both products, which
-/// were 64 columns wide, 500; so without turns 483; so with rows copied one by one 432; no warps that only fetch, and neither 470.
+/// Two groups of four warps, 64 query rows each, and four warps that fetch, in boxes of the copy engine where they can.
+/// Queries stay in registers; K and V stream through a ring of three tiles in rows of 128 bytes, their chunks exchanged
+/// as the product's descriptors want it. A tile's values are multiplied behind the next tile's keys and beside its
+/// exponentials, and the groups take turns at the products. A block attends item after item: one's queries and tiles
+/// are fetched while the one before is computed. Lost (TFLOP/s, 16K causal, d 128, bf16, group 4, H200, CUDA 13.0; then
+/// this gave 520, now 587): exponentials behind both products, which were 64 columns wide, 500; so without turns 483;
+/// so with rows copied one by one 432; no warps that only fetch, and neither 470.
 template <class View, class Out>
 struct prefill_hopper_kernel : prefill_fetch<View, Out> {
   using fetching = prefill_fetch<View, Out>;
@@ -49,10 +50,10 @@ struct prefill_hopper_kernel : prefill_fetch<View, Out> {
   }
 
  private:
-  /// Descriptor of an operand at `address`: groups of eight 128-byte rows, 1024 bytes apart, 128-byte swizzle. Of values the second
-  /// 64 elements of a row lie `half_bytes` behind the first. To add n is to go 16 n bytes on.
-  /// Only the lower half differs, and lanes say that they have the same: the assembler then adds in the registers that a product takes
-  /// it from, a few instructions a product.
+  /// Descriptor of an operand at `address`: groups of eight 128-byte rows, 1024 bytes apart, 128-byte swizzle. Of
+  /// values the second 64 elements of a row lie `half_bytes` behind the first. To add n is to go 16 n bytes on.
+  /// Only the lower half differs, and lanes say that they have the same: the assembler then adds in the registers that
+  /// a product takes it from, a few instructions a product.
   __device__ static std::uint32_t descriptor(std::uint32_t address, int apart = 16) {
     return __shfl_sync(~0u, address / 16 | std::uint32_t(apart / 16) << 16, 0);
   }
@@ -98,8 +99,8 @@ struct prefill_hopper_kernel : prefill_fetch<View, Out> {
   /// Between ordinary reads and writes of shared memory and those of products and the copy engine.
   __device__ static void fence_async() { asm volatile("fence.proxy.async.shared::cta;" ::: "memory"); }
 
-  /// Attends what is fetched, by the warps that compute. Items in whose output was a value that a row must not see are attended
-  /// again: only then are values looked at, which takes as long as the products.
+  /// Attends what is fetched, by the warps that compute. Items in whose output was a value that a row must not see are
+  /// attended again: only then are values looked at, which takes as long as the products.
   __device__ static void attend_items(const problem_type& p, const prefill_parts& parts, const ring& stored) {
     const int warp = int(threadIdx.x) / 32, lane = int(threadIdx.x) % 32, group = warp / 4;
     const typename base::logit_scale scale(p.rule);
@@ -197,8 +198,8 @@ struct prefill_hopper_kernel : prefill_fetch<View, Out> {
       logits s;
       settle(s[0]);
       typename base::shrinking asked;
-      // Exponentials run beside the values' products. While products are under way there is no branch: the compiler would wait
-      // for each.
+      // Exponentials run beside the values' products. While products are under way there is no branch: the compiler
+      // would wait for each.
       const auto overlap = [&](auto hidden) {
         settle(state.out[0]);
         begin_products();

@@ -1,4 +1,5 @@
-// The sizes and the shared memory of the Hopper prefill kernel: a ring of tiles, and what those who fetch tell those who compute.
+// The sizes and the shared memory of the Hopper prefill kernel: a ring of tiles, and what those who fetch tell those
+// who compute.
 #pragma once
 
 #include "../../device/barrier.cuh"
@@ -8,7 +9,8 @@ TESSERA_NAMESPACE_BEGIN
 namespace cuda {
 namespace detail {
 
-/// The sizes of the Hopper kernel: two groups of four warps that compute, 64 query rows each, and four warps that fetch.
+/// The sizes of the Hopper kernel: two groups of four warps that compute, 64 query rows each, and four warps that
+/// fetch.
 template <class View, class Out>
 struct prefill_hopper_shape : prefill_rows<View, Out, 8, 1, 128, 4> {
   using base = prefill_rows<View, Out, 8, 1, 128, 4>;
@@ -26,7 +28,8 @@ struct prefill_hopper_shape : prefill_rows<View, Out, 8, 1, 128, 4> {
                 "tessera: queries are laid out as a tile of keys, and each thread that fetches looks at one row");
   /// What the rows see of a tile: of each group, and bits by chunk of slots and row where something is hidden.
   struct alignas(16) sight {
-    // by_rows: written by threads, not in boxes. queries, end: no tile, but the next item's queries, or none for now; last: no more.
+    // by_rows: written by threads, not in boxes. queries, end: no tile, but the next item's queries, or none for now;
+    // last: no more.
     enum : std::uint32_t { met = 1, masked = 2, by_rows = 4, queries = 8, end = 16, last = 32 };
     std::uint32_t of_group[2], bits[base::tile_chunks][block_rows];
   };
@@ -47,8 +50,8 @@ struct ring_place {
   }
 };
 
-/// Keys, values, sights and barriers of each stage, and notes. A tile's sight comes and goes with its keys. The queries of an item
-/// come as keys without values, in front of its tiles.
+/// Keys, values, sights and barriers of each stage, and notes. A tile's sight comes and goes with its keys. The queries
+/// of an item come as keys without values, in front of its tiles.
 template <class Shape>
 struct prefill_ring {
   static constexpr int stages = Shape::stages, stage_bytes = Shape::k_bytes + Shape::v_bytes;
@@ -58,7 +61,8 @@ struct prefill_ring {
     typename Shape::place at;
     index_t first_row;
   };
-  /// Items that are fetched before it is known whether one is spoilt: that one, those whose queries lie in the ring, and one more.
+  /// Items that are fetched before it is known whether one is spoilt: that one, those whose queries lie in the ring,
+  /// and one more.
   static constexpr int works = 8;
   static_assert(stages + 2 <= works && works <= 32);
   struct notes {

@@ -33,8 +33,9 @@ struct prefill_problem {
 
 namespace detail {
 
-/// Where the range of tokens of each query block of all heads' rows is cut into `splits`, so that there are `items`: unnormalised
-/// outputs and softmax states of the parts, by ((head's row * query blocks + query block) * splits + part) * query rows of a block + row.
+/// Where the range of tokens of each query block of all heads' rows is cut into `splits`, so that there are `items`:
+/// unnormalised outputs and softmax states of the parts, by ((head's row * query blocks + query block) * splits + part)
+/// * query rows of a block + row.
 struct prefill_parts {
   index_t splits = 1, items = 0;
   float* out = nullptr;      // [.., v_dim]
@@ -42,8 +43,8 @@ struct prefill_parts {
   index_t* taken = nullptr;  // how many items behind the first of each block are taken, 0 at first; null: in turn
 };
 
-/// A block of Warps * RowTiles * 16 query rows against tiles of Tile tokens, which Copiers warps fetch. A warp's logits, weights and
-/// outputs lie in the fragments of 16-row matrix products, RowTiles of them.
+/// A block of Warps * RowTiles * 16 query rows against tiles of Tile tokens, which Copiers warps fetch. A warp's
+/// logits, weights and outputs lie in the fragments of 16-row matrix products, RowTiles of them.
 template <class View, class Out, int Warps, int RowTiles, int Tile, int Copiers = Warps>
 struct prefill_rows {
   using T = typename View::element_type;
@@ -139,8 +140,8 @@ struct prefill_rows {
       }
     }
   }
-  /// Copy a warp's share of a tile's keys or values, zeros where nothing is stored; `mine` is the slot of the tile's row
-  /// `warp_share * warp + lane % warp_share`. Rows are numbered within the tile.
+  /// Copy a warp's share of a tile's keys or values, zeros where nothing is stored; `mine` is the slot of the tile's
+  /// row `warp_share * warp + lane % warp_share`. Rows are numbered within the tile.
   static constexpr int warp_share = tile / Copiers;
   template <class To>
   __device__ static void copy_keys(const problem_type& p, const place& at, index_t mine, int warp, int lane,
@@ -193,7 +194,8 @@ struct prefill_rows {
       for (int n = 0; n < Dv / 8; ++n) state.out[r / 2][n][r % 2 * 2] = state.out[r / 2][n][r % 2 * 2 + 1] = 0;
     }
   }
-  /// Hides what rows do not see: `seen(r, c)` has the bits of slots [32 c, 32 c + 32) of the tile for row lane / 4 + 8 r of the warp.
+  /// Hides what rows do not see: `seen(r, c)` has the bits of slots [32 c, 32 c + 32) of the tile for row lane / 4 + 8
+  /// r of the warp.
   template <class Seen>
   __device__ static void mask(logits& s, int lane, const Seen& seen) {
 #pragma unroll
@@ -235,8 +237,8 @@ struct prefill_rows {
     float by[row_tiles * 2];
     bool any;
   };
-  /// Logits become weights relative to the reference, which follows the maximum; outputs are left to `shrink`. No branches: products
-  /// may be under way.
+  /// Logits become weights relative to the reference, which follows the maximum; outputs are left to `shrink`. No
+  /// branches: products may be under way.
   __device__ static shrinking normalise(float factor, logits& s, running& state) {
     shrinking result;
     result.any = false;

@@ -1,4 +1,5 @@
-// Tensor maps: how the copy engine of sm_90 finds boxes of rows in device memory, and how it lays them out in shared memory.
+// Tensor maps: how the copy engine of sm_90 finds boxes of rows in device memory, and how it lays them out in shared
+// memory.
 #pragma once
 
 #include <cuda.h>
@@ -9,7 +10,8 @@
 TESSERA_NAMESPACE_BEGIN
 namespace cuda {
 
-/// Boxes of `box_rows` neighbouring rows, 64 elements of each, for keys and for values. No box: copy element by element.
+/// Boxes of `box_rows` neighbouring rows, 64 elements of each, for keys and for values. No box: copy element by
+/// element.
 struct row_maps {
   CUtensorMap k, v;
   index_t box_rows = 0;
@@ -29,8 +31,8 @@ index_t rows_together(const Table& table, index_t most) {
   }
 }
 
-/// The map of rows of two-byte elements, 128 bytes of a row to a row of a box, whose 16-byte chunks are exchanged as products of
-/// four warps read them. False if the copy engine does not take the strides.
+/// The map of rows of two-byte elements, 128 bytes of a row to a row of a box, whose 16-byte chunks are exchanged as
+/// products of four warps read them. False if the copy engine does not take the strides.
 inline bool map_rows(CUtensorMap& map, const void* rows, int dim, const row_strides& strides, index_t box_rows) {
   static const auto encode = [] {
     void* found = nullptr;

@@ -8,8 +8,8 @@
 TESSERA_NAMESPACE_BEGIN
 namespace cuda {
 
-/// d [64, Columns] = a [64, 16] b [16, Columns], or += if `add`, by four warps; a in registers, b in shared memory. Transposed: b's
-/// rows are its depth. Asynchronous: d and a are in use until wait_products.
+/// d [64, Columns] = a [64, 16] b [16, Columns], or += if `add`, by four warps; a in registers, b in shared memory.
+/// Transposed: b's rows are its depth. Asynchronous: d and a are in use until wait_products.
 template <class T, int Columns, bool Transposed>
 __device__ __forceinline__ void multiply_async(float (*d)[4], const std::uint32_t (&a)[4], std::uint64_t b,
                                                bool add = true) {
@@ -91,7 +91,8 @@ __device__ __forceinline__ void wait_products() {
   asm volatile("wgmma.wait_group.sync.aligned %0;" ::"n"(Pending) : "memory");
 }
 
-/// Registers of a thread from here on, for all four warps: fewer than the launch gave, or more, once others have given theirs.
+/// Registers of a thread from here on, for all four warps: fewer than the launch gave, or more, once others have given
+/// theirs.
 template <int Registers>
 __device__ __forceinline__ void give_registers() {
   asm volatile("setmaxnreg.dec.sync.aligned.u32 %0;" ::"n"(Registers));

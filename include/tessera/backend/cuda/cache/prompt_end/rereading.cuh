@@ -78,7 +78,8 @@ class rereading {
   rereading(const model_shape&, const cache_options&, const device_info&) {}
 };
 
-/// The device's cpu::rereading.   Memory   two numbers and a score for kv_heads * tokens, and what scoring 512 queries needs.
+/// The device's cpu::rereading.   Memory   two numbers and a score for kv_heads * tokens, and what scoring 512 queries
+/// needs.
 template <class Recipe>
 class rereading<Recipe, true> {
   using store_type = kv_store<typename Recipe::layout_type>;
@@ -103,8 +104,10 @@ class rereading<Recipe, true> {
         scores_(slots_.size()),
         workspace_(score_.workspace_bytes()) {}
 
-  /// Appends the tokens of a re-reading to a layer that has room for them, attends, scores the part, and forgets them again.
-  /// Shapes   as those of cuda::cache::reread.   Errors   queries that do not begin on 16 bytes, before anything is launched.
+  /// Appends the tokens of a re-reading to a layer that has room for them, attends, scores the part, and forgets them
+  /// again.
+  /// Shapes   as those of cuda::cache::reread.   Errors   queries that do not begin on 16 bytes, before anything is
+  ///          launched.
   template <class Attention, class Out>
   void pass(sequence_layer owner, store_type& store, const planned<Recipe>& policies, const layer_roles& roles,
             const Attention& attention, const rows_view<const T>& q, const rows_view<const T>& k,

@@ -13,7 +13,8 @@
 TESSERA_NAMESPACE_BEGIN
 namespace cuda {
 
-/// Recipes that read the best blocks of packed rows and all that are not packed. The means lie in the segments; nothing is kept here.
+/// Recipes that read the best blocks of packed rows and all that are not packed. The means lie in the segments; nothing
+/// is kept here.
 template <class Recipe, class View, class Out>
 class block_reader : public reader_without_index<Recipe> {
   using T = typename View::element_type;

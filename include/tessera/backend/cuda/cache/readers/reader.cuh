@@ -40,8 +40,8 @@ index_t most_indexed(const Recipe& recipe, const cache_options& options) {
   });
   return most;
 }
-/// Tokens of a head that an index has room for. Where tokens are dropped, what plans keep and as much again: an answer that is
-/// longer needs `index_tokens`.
+/// Tokens of a head that an index has room for. Where tokens are dropped, what plans keep and as much again: an answer
+/// that is longer needs `index_tokens`.
 template <class Recipe>
 index_t index_tokens(const Recipe& recipe, const cache_options& options) {
   if (options.index_tokens > 0) return options.index_tokens;
@@ -71,8 +71,9 @@ struct head_place {
 template <class Recipe, class View, class Out>
 class exact_reader;
 
-/// The reader of a recipe that retrieves, over views of what a step may read, for outputs of `Out`. A recipe that needs an index
-/// of its own specialises this for its scorers, in the header of the index; without that, exact scores of every key are read.
+/// The reader of a recipe that retrieves, over views of what a step may read, for outputs of `Out`. A recipe that needs
+/// an index of its own specialises this for its scorers, in the header of the index; without that, exact scores of
+/// every key are read.
 ///
 /// A reader is made with (recipe, shape, options, device). All but `fit`, `adopt` and what answers bytes only enqueues.
 ///   fit(recipe, shape, options, device), adopt(fitted)   what another budget needs; puts it in place
@@ -80,7 +81,8 @@ class exact_reader;
 ///   gathered()                               the columns by id that `prepare_step` gathers for a batch
 ///   set_plan(id, policies, stream)           a sequence's plan is new
 ///   refresh(owner, view, longest, stream)   a prompt has ended: what is kept of a layer is made anew
-///   copy(from, to, stream)                   behind `refresh`: what lasts beside that, of an id that goes on from another one's
+///   copy(from, to, stream)                   behind `refresh`: what lasts beside that, of an id that goes on from
+///                                            another one's
 ///   rebuild(layer, ids, view, stream)        slots of a batch have moved in place
 ///   choose(layer, view, q, first, rule, out, lse, chosen, stream) -> bool
 ///                                            sets `chosen`; or attends too, and answers true

@@ -1,4 +1,5 @@
-// Retrieval by segments of the text on the device: the mean key of every segment is read, the tokens of the best are attended.
+// Retrieval by segments of the text on the device: the mean key of every segment is read, the tokens of the best are
+// attended.
 #pragma once
 
 #include <algorithm>
@@ -14,10 +15,11 @@
 TESSERA_NAMESPACE_BEGIN
 namespace cuda {
 
-/// Holds, of every place, the sum of each segment's keys by kv_head, and of the answer's segment that is being written the sum of its
-/// queries: the device's cpu::segment_reader. Its views are `segmented_view`s. The choice lies in this object's memory until
-/// the next call.
-/// Bytes    of an index k_dim fp32 a segment; room for as many segments as tokens, which cache_options::index_tokens bounds.
+/// Holds, of every place, the sum of each segment's keys by kv_head, and of the answer's segment that is being written
+/// the sum of its queries: the device's cpu::segment_reader. Its views are `segmented_view`s. The choice lies in this
+/// object's memory until the next call.
+/// Bytes    of an index k_dim fp32 a segment; room for as many segments as tokens, which cache_options::index_tokens
+///          bounds.
 template <class Recipe, class View, class Out>
 class segment_reader : public slot_reader {
   using T = typename View::element_type;
@@ -118,7 +120,8 @@ class segment_reader : public slot_reader {
   template <class... Any>
   void complete(const Any&...) const {}
 
-  /// Of heads that hold so many tokens, were each a segment of its own: how many segments there are only the device knows.
+  /// Of heads that hold so many tokens, were each a segment of its own: how many segments there are only the device
+  /// knows.
   offset_t bytes(const planned<Recipe>&, index_t longest) const {
     const offset_t state = k_dim * offset_t(sizeof(float)) + offset_t(sizeof(segment_runs) + sizeof(spoken_segment));
     return heads_ * (longest * offset_t(k_dim * sizeof(float) + sizeof(index_t)) + state);

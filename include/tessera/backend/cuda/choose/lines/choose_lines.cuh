@@ -142,15 +142,16 @@ struct choose_lines_problem {
 
 /// Chooses the lines of a prompt chunk for every query head by a line pattern, and keeps them.
 ///
-/// The attention of the sampled rows is computed for as many kv_heads at a time as the workspace holds; then a cluster of blocks
-/// chooses for each query head.
+/// The attention of the sampled rows is computed for as many kv_heads at a time as the workspace holds; then a cluster
+/// of blocks chooses for each query head.
 /// Errors   shapes, alignment and null pointers are checked before the first launch; a chunk beyond `positions`.
-/// Cost     one pass over K for the sampled rows; their logits are written once, where they see slots, and read twice and where
-///          lines are looked at.
-/// Memory   for each query head and position: 16 bytes of tables, flags and lists in this object, and 4.2 * rows + 32 bytes of
-///          workspace for heads that are looked at together.
+/// Cost     one pass over K for the sampled rows; their logits are written once, where they see slots, and read twice
+///          and where lines are looked at.
+/// Memory   for each query head and position: 16 bytes of tables, flags and lists in this object, and 4.2 * rows + 32
+///          bytes of workspace for heads that are looked at together.
 /// Same input, same bits: sums are taken in whole numbers, and no choice hangs on the order of threads.
-/// Paper    the greedy is the host's (math/line_cover.hpp), in batches; where a pattern wants it as published, line after line.
+/// Paper    the greedy is the host's (math/line_cover.hpp), in batches; where a pattern wants it as published, line
+///          after line.
 template <device_line_pattern Pattern, class View>
 class choose_lines {
   using T = typename View::element_type;
@@ -159,8 +160,8 @@ class choose_lines {
   static constexpr int threads = 1024, most_cluster = 4;
 
  public:
-  /// `positions`: no position and no slot reaches it. `most_rows`: of a sample. `bytes`: what the workspace may come to, unless
-  /// one kv_head needs more.
+  /// `positions`: no position and no slot reaches it. `most_rows`: of a sample. `bytes`: what the workspace may come
+  /// to, unless one kv_head needs more.
   choose_lines(index_t kv_heads, index_t q_heads, index_t positions, index_t most_rows, const device_info& device,
                std::size_t bytes = std::size_t(1) << 30)
       : kv_heads_(kv_heads), q_heads_(q_heads), words_((std::max)(1, ceil_div(positions, 32))), most_rows_(most_rows) {
@@ -193,8 +194,8 @@ class choose_lines {
                     flags_.bytes() + rows_.bytes());
   }
 
-  /// Enqueues the choice; the tables hold until the next call. `sampled`: positions of the rows that `pattern` samples, on the
-  /// host, ascending.
+  /// Enqueues the choice; the tables hold until the next call. `sampled`: positions of the rows that `pattern` samples,
+  /// on the host, ascending.
   line_tables run(const Pattern& pattern, const choose_lines_problem<View>& problem,
                   const host_vector<index_t>& sampled, void* workspace, cudaStream_t stream) const {
     check_problem(problem, sampled, workspace);

@@ -8,8 +8,8 @@ TESSERA_NAMESPACE_BEGIN
 namespace cuda {
 namespace detail {
 
-/// Counts of the lines that are taken together. There are two: one is filled while the other, of the batch before, is read for the
-/// last time.
+/// Counts of the lines that are taken together. There are two: one is filled while the other, of the batch before, is
+/// read for the last time.
 struct line_batch {
   unsigned long long units;
   unsigned most, listed[3], taken;
@@ -24,19 +24,19 @@ struct line_lists {
   index_t *now, *next, *taken;
 };
 
-/// Sums are whole numbers of 2^-40, so that they do not depend on the order in which threads add; a sum of weights is at most the
-/// number of sampled rows, which are at most 2^12.
+/// Sums are whole numbers of 2^-40, so that they do not depend on the order in which threads add; a sum of weights is
+/// at most the number of sampled rows, which are at most 2^12.
 __device__ __forceinline__ unsigned long long in_units(float weight) {
   return (unsigned long long)(double(weight) * double(1ull << 40));
 }
 
 /// Chooses lines of one query head, by one block or by a cluster of them.
 ///
-/// The greedy takes, one after another, the line that covers most of what is uncovered for its length. Whether a line comes before
-/// another matters only where they cross: a line that comes before every line that crosses it in something uncovered is one that
-/// the greedy takes as it stands. So all of those are taken at once, again and again, among the lines above a threshold that
-/// falls by half; those of the last batch are put in order and cut. This is the greedy's own set, up to rounding.
-/// A line has a number: a slash its distance, a vertical `stride` plus its slot.
+/// The greedy takes, one after another, the line that covers most of what is uncovered for its length. Whether a line
+/// comes before another matters only where they cross: a line that comes before every line that crosses it in something
+/// uncovered is one that the greedy takes as it stands. So all of those are taken at once, again and again, among the
+/// lines above a threshold that falls by half; those of the last batch are put in order and cut. This is the greedy's
+/// own set, up to rounding. A line has a number: a slash its distance, a vertical `stride` plus its slot.
 template <int Blocks, int Threads>
 struct line_chooser {
   using team = block_team<Blocks>;
@@ -75,8 +75,8 @@ struct line_chooser {
     float weight;
     index_t crossing;
   };
-  /// What is uncovered at sampled row r of a line that is not chosen, and which other line lies there. Nothing branches, so that the
-  /// loads for many rows are under way together: a choice waits for little else.
+  /// What is uncovered at sampled row r of a line that is not chosen, and which other line lies there. Nothing
+  /// branches, so that the loads for many rows are under way together: a choice waits for little else.
   __device__ entry entry_of(index_t line, index_t r) const {
     const bool slash = is_slash(line);
     const index_t own = slash ? line : line - index_t(lines.stride), row = lines.rows[r];
@@ -124,7 +124,8 @@ struct line_chooser {
     if (threadIdx.x % 32 == 0 && units != 0) atomicAdd(&sum, units);
   }
 
-  /// Takes lines, beside those that are chosen already, until they carry `share` of the sample's weight. Once in a launch.
+  /// Takes lines, beside those that are chosen already, until they carry `share` of the sample's weight. Once in a
+  /// launch.
   __device__ void cover(float share) const {
     begin();
     const auto wanted = (unsigned long long)(double(load(shared.all)) * double(fminf(share, 1.0f)));
@@ -144,7 +145,8 @@ struct line_chooser {
     }
   }
 
-  /// Takes the `count` lines of a kind that weigh most, ties to the lower line. Lines that are chosen already come first.
+  /// Takes the `count` lines of a kind that weigh most, ties to the lower line. Lines that are chosen already come
+  /// first.
   __device__ void take_heaviest(bool slashes, index_t count) const {
     const index_t begin = slashes ? 0 : index_t(lines.stride), size = slashes ? lines.next : lines.slots;
     const auto is_line = [&](index_t i) { return !slashes || lines.slash_length(i) > 0; };
@@ -170,7 +172,8 @@ struct line_chooser {
     return a > b || (a == b && line < other);
   }
 
-  /// Adds up the sample's weight and what forced lines cover; `most` of the second batch is the most that a line offers.
+  /// Adds up the sample's weight and what forced lines cover; `most` of the second batch is the most that a line
+  /// offers.
   __device__ void begin() const {
     if (leads()) shared.all = shared.covered = 0, shared.batches[0] = shared.batches[1] = {};
     team::sync();
@@ -191,8 +194,8 @@ struct line_chooser {
     team::sync();
   }
 
-  /// Takes all that the greedy takes of at least `threshold` an entry; `batch.most` is then the most of what is left. Clears `last`,
-  /// which nobody reads behind the first barrier.
+  /// Takes all that the greedy takes of at least `threshold` an entry; `batch.most` is then the most of what is left.
+  /// Clears `last`, which nobody reads behind the first barrier.
   __device__ void take_batch(float threshold, line_batch& batch, line_batch& last) const {
     list_all(threshold, batch);
     team::sync();
@@ -220,7 +223,8 @@ struct line_chooser {
     }
   }
 
-  /// Lists what may be worth `threshold` an entry, by what lines were worth when they were last looked at: gains only fall.
+  /// Lists what may be worth `threshold` an entry, by what lines were worth when they were last looked at: gains only
+  /// fall.
   __device__ void list_all(float threshold, line_batch& batch) const {
     float most = 0;
     const index_t rounds = ceil_div((max)(lines.next, lines.slots), stride_of_threads);
@@ -247,8 +251,8 @@ struct line_chooser {
     join_most(batch.most, most);
   }
 
-  /// Looks at what is listed anew: what comes before all that cross it is taken, what has fallen below the threshold waits for
-  /// another batch, the rest is listed again.
+  /// Looks at what is listed anew: what comes before all that cross it is taken, what has fallen below the threshold
+  /// waits for another batch, the rest is listed again.
   __device__ void sort_out(const index_t* list, index_t count, float threshold, index_t* rest, line_batch& batch,
                            unsigned& rest_count) const {
     // Lists are short and rows far apart in memory: neighbouring threads share a line.
@@ -261,7 +265,8 @@ struct line_chooser {
       if (i - index_t(threadIdx.x % 32) / sharing >= count) break;  // nothing for this warp: mostly for nine of ten
       const bool own = i < count;
       const index_t line = list[own ? i : 0];
-      // Others see the old gain or the new one: both are at least what the line is worth, so none of them comes too early.
+      // Others see the old gain or the new one: both are at least what the line is worth, so none of them comes too
+      // early.
       const float left = lanes_sum<sharing>(uncovered(line, part, sharing));
       if (own && part == 0) gain(line) = left;
       const index_t length = length_of(line);
@@ -291,8 +296,8 @@ struct line_chooser {
     team::sync();
   }
 
-  /// The same of as many lines as a block has threads: each block has all keys and weights in shared memory. A line goes if those
-  /// before it are enough. The selection by digits took 15 % of a choice for them (32K, H200, CUDA 13.0).
+  /// The same of as many lines as a block has threads: each block has all keys and weights in shared memory. A line
+  /// goes if those before it are enough. The selection by digits took 15 % of a choice for them (32K, H200, CUDA 13.0).
   __device__ void cut_few(unsigned long long wanted, index_t taken) const {
     __shared__ unsigned long long keys[Threads], weights[Threads];
     const index_t own = index_t(threadIdx.x);
@@ -332,8 +337,8 @@ struct line_chooser {
     return prefix;
   }
 
-  /// The highest bin such that those from it on weigh `wanted`, less by those above it then; -1: all of them weigh less. By each warp:
-  /// its loads are under way together.
+  /// The highest bin such that those from it on weigh `wanted`, less by those above it then; -1: all of them weigh
+  /// less. By each warp: its loads are under way together.
   __device__ int bin_of(unsigned long long& wanted) const {
     constexpr int each = 256 / 32;
     const int lane = int(threadIdx.x % 32), top = 255 - lane * each;  // lanes go down the bins

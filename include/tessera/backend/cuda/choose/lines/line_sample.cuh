@@ -11,8 +11,8 @@ TESSERA_NAMESPACE_BEGIN
 namespace cuda {
 namespace detail {
 
-/// What is looked at of one sequence's chunk: the device's sampled_attention. Every pointer is a device pointer; arrays of lines
-/// have `stride` entries a query head, of which slots, or distances, come first.
+/// What is looked at of one sequence's chunk: the device's sampled_attention. Every pointer is a device pointer; arrays
+/// of lines have `stride` entries a query head, of which slots, or distances, come first.
 struct line_sample {
   index_t first, next;  // the chunk's rows have the positions [first, next)
   const index_t* rows;  // [row_count]: positions of the sampled rows, ascending
@@ -45,7 +45,8 @@ struct line_sample {
     std::uint8_t *has_vertical, *has_slash;
     offset_t stride;
 
-    /// What a sampled row gives a slot. One value wherever it is asked for: the product is rounded before it is added to anything.
+    /// What a sampled row gives a slot. One value wherever it is asked for: the product is rounded before it is added
+    /// to anything.
     __device__ float weight(index_t r, index_t slot) const { return weight_of(logits[r * stride + slot], states[r]); }
     __device__ static float weight_of(float logit, float2 state) {
       return logit > -infinity && state.y > 0 ? __fmul_rn(exp2f((logit - state.x) * log2e), state.y) : 0.0f;
@@ -103,8 +104,9 @@ __global__ void __launch_bounds__(Threads)
   }
 }
 
-/// Logits of the sampled rows of all query heads of a kv_head: 64 rows against 64 slots a block, -infinity where a row does not
-/// see a slot; nothing of tiles that only newer rows see, but for the first. Rows are numbered by position, of all heads in turn.
+/// Logits of the sampled rows of all query heads of a kv_head: 64 rows against 64 slots a block, -infinity where a row
+/// does not see a slot; nothing of tiles that only newer rows see, but for the first. Rows are numbered by position, of
+/// all heads in turn.
 template <class View>
 struct line_logits {
   using T = typename View::element_type;
@@ -212,8 +214,8 @@ __global__ void __launch_bounds__(line_logits<View>::threads)
   line_logits<View>::run(view, q, rule, seen, first_kv_head);
 }
 
-/// The states of sampled rows from their parts, by (sampled row, query head of the slice), sink logit included. A NaN counts as not
-/// seen.
+/// The states of sampled rows from their parts, by (sampled row, query head of the slice), sink logit included. A NaN
+/// counts as not seen.
 template <int Threads>
 __global__ void __launch_bounds__(Threads)
     line_sums_entry(const __grid_constant__ line_sample seen, const float* sink_logits) {
@@ -246,8 +248,8 @@ __global__ void __launch_bounds__(Threads)
   seen.states[own] = make_float2(top, sum > 0 ? __fdividef(1.0f, sum) : 0.0f);
 }
 
-/// Sums over the sampled rows as so many threads take them that share a line: what is left of a line is then never more than what it
-/// began with, not by rounding either.
+/// Sums over the sampled rows as so many threads take them that share a line: what is left of a line is then never more
+/// than what it began with, not by rounding either.
 inline constexpr index_t line_sharing = 8;
 template <int Lines, class WeightsOf>
 __device__ __forceinline__ void sum_of_rows(index_t rows, const WeightsOf& weights_of, float (&sums)[Lines]) {
@@ -274,8 +276,8 @@ __device__ __forceinline__ void sum_of_rows(index_t rows, const WeightsOf& weigh
   for (int l = 0; l < Lines; ++l) sums[l] = part[0][l];
 }
 
-/// Columns of a thread, for which it looks once at a row's position and state. As many slash lines lost: 176 us against 85 at 32K
-/// (48 rows, 32 query heads, H200, CUDA 13.0).
+/// Columns of a thread, for which it looks once at a row's position and state. As many slash lines lost: 176 us against
+/// 85 at 32K (48 rows, 32 query heads, H200, CUDA 13.0).
 inline constexpr int columns_of_thread = 4;
 
 /// What a column carries, for each slot of a query head.

@@ -6,7 +6,8 @@
 TESSERA_NAMESPACE_BEGIN
 namespace cuda {
 
-/// The lines of one sequence's chunk by query head, on the device. Columns are slots: they hold as long as nothing moves.
+/// The lines of one sequence's chunk by query head, on the device. Columns are slots: they hold as long as nothing
+/// moves.
 struct line_tables {
   index_t words = 0;  ///< 32 * words is above every position and slot
   const std::uint32_t* slash =

@@ -48,8 +48,8 @@ __global__ void __launch_bounds__(Threads)
   (is_slash ? own.largest_of_slash : own.largest_of_vertical)[line] = largest;
 }
 
-/// Sorts lines by falling weight, of equals the lower line first, by one block: four stable passes over digits of 8 bits. Each warp
-/// has a stretch of the lines, and moves its 32 at a time.
+/// Sorts lines by falling weight, of equals the lower line first, by one block: four stable passes over digits of 8
+/// bits. Each warp has a stretch of the lines, and moves its 32 at a time.
 /// CUB's segmented sort took 10.4 s more to compile, in each file with a cache (2 cores, CUDA 13.0).
 template <int Threads>
 struct line_sort {
@@ -76,8 +76,8 @@ struct line_sort {
     const index_t begin = (min)(count, warp * stretch), end = (min)(count, begin + stretch);
     for (int i = int(threadIdx.x); i < digits * (warps + 1); i += Threads) (&places[0][0])[i] = 0;
     __syncthreads();
-    // Calls `see(line, digit, before)` for this lane's next line, where there is one: so many lanes before it have its digit; then
-    // those of the digit are added to its place.
+    // Calls `see(line, digit, before)` for this lane's next line, where there is one: so many lanes before it have its
+    // digit; then those of the digit are added to its place.
     const auto for_each = [&](const auto& see) {
       for (index_t first = begin; first < end; first += 32) {
         const bool there = first + lane < end;
@@ -121,8 +121,8 @@ __global__ void __launch_bounds__(Threads) sort_lines_entry(const __grid_constan
     sort.run(lines.verticals, lines.slots, own.verticals, own.stride);
 }
 
-/// Walks a query head's lists: all threads bring the next lines of both to shared memory, one of them chooses in double. What is
-/// chosen are the first lines of each list.
+/// Walks a query head's lists: all threads bring the next lines of both to shared memory, one of them chooses in
+/// double. What is chosen are the first lines of each list.
 template <int Threads>
 __global__ void __launch_bounds__(Threads)
     walk_lines_entry(const __grid_constant__ line_sample seen, float share, index_t* lists) {
@@ -167,9 +167,9 @@ __global__ void __launch_bounds__(Threads)
     lines.has_vertical[own.in_order(false)[i]] = 1;
 }
 
-/// Adds to what is chosen of the `heads` query heads of a slice what the published greedy takes for `share` of the sample's weight;
-/// `lists`: published_lists::arrays * stride numbers of a head. What is chosen already changes nothing. A template, so that caches that never
-/// call it do not compile its kernels.
+/// Adds to what is chosen of the `heads` query heads of a slice what the published greedy takes for `share` of the
+/// sample's weight; `lists`: published_lists::arrays * stride numbers of a head. What is chosen already changes
+/// nothing. A template, so that caches that never call it do not compile its kernels.
 template <int Threads = 256>
 void cover_as_published(float share, const line_sample& seen, index_t heads, index_t* lists, cudaStream_t stream) {
   const dim3 of_lines(unsigned(ceil_div(seen.stride, Threads)), unsigned(heads), 2);

@@ -19,7 +19,8 @@ struct neighbour_bits {
   /// Of a thread when `threads` share `all` quads: odd, so that neighbouring threads read from other banks.
   __device__ static index_t each(index_t all, index_t threads) { return (all + threads - 1) / threads | 1; }
 
-  /// Of the thread's `own` quads of `all`, from `first` on. Keys whose leading 11 bits are above `digit` are chosen, those that share it may be.
+  /// Of the thread's `own` quads of `all`, from `first` on. Keys whose leading 11 bits are above `digit` are chosen,
+  /// those that share it may be.
   __device__ neighbour_bits(const uint4* keys, index_t all, index_t first, index_t own, unsigned digit)
       : from(keys + first), half(own / 2 + 1) {
     const unsigned low = digit << 21, high = low | 0x1fffffu;
@@ -68,7 +69,8 @@ struct neighbour_bits {
   __device__ unsigned counts() const {
     return (__popc(chosen[0]) + __popc(chosen[1])) | (__popc(maybe[0]) + __popc(maybe[1])) << 16;
   }
-  /// Writes the slots of the chosen keys and of the first `ties` that may be, ascending, `begin` being the thread's first one.
+  /// Writes the slots of the chosen keys and of the first `ties` that may be, ascending, `begin` being the thread's
+  /// first one.
   __device__ void write(index_t begin, unsigned ties, index_t* to) {
 #pragma unroll
     for (int w = 0; w < words; ++w) {
@@ -80,8 +82,9 @@ struct neighbour_bits {
   }
 };
 
-/// Keys are read once to count their leading digits and once to tell which lie above the digit of the cut, and which share it. From then
-/// on only these few are looked at. The list is made where the keys were, so that it is written to memory in one piece.
+/// Keys are read once to count their leading digits and once to tell which lie above the digit of the cut, and which
+/// share it. From then on only these few are looked at. The list is made where the keys were, so that it is written to
+/// memory in one piece.
 template <class Storage, int Span>
 struct held_select : row_select<Storage, Span> {
   using base = row_select<Storage, Span>;
@@ -118,8 +121,8 @@ struct held_select : row_select<Storage, Span> {
   }
 
  private:
-  /// Ends the search among the few keys of all blocks that share the digits found so far. False, alike in every block, if some block has
-  /// too many.
+  /// Ends the search among the few keys of all blocks that share the digits found so far. False, alike in every block,
+  /// if some block has too many.
   __device__ static bool finish(Storage& s, neighbour_bits& bits, unsigned prefix, int known_shift, unsigned& need,
                                 unsigned& sharing) {
     bits.each_maybe([&](int, unsigned, unsigned key) {

@@ -181,9 +181,9 @@ struct row_select : row_compact<Storage, Span> {
     return finish_listed<Exact>(s, prefix, known_shift, need);
   }
 
-  /// Hands round the keys that every block has listed, those that begin with `prefix`, and finishes the search among them in every
-  /// block by itself, which saves the barriers and counts of the remaining digits: `prefix` becomes the cut and `need` its ties.
-  /// False, alike in every block, if some block has too many; then neither changes.
+  /// Hands round the keys that every block has listed, those that begin with `prefix`, and finishes the search among
+  /// them in every block by itself, which saves the barriers and counts of the remaining digits: `prefix` becomes the
+  /// cut and `need` its ties. False, alike in every block, if some block has too many; then neither changes.
   template <bool Exact>
   __device__ static bool finish_listed(storage& s, unsigned& prefix, int known_shift, unsigned& need) {
     team::sync();

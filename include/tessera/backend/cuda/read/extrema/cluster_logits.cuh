@@ -74,8 +74,8 @@ struct cluster_products {
     commit_copies();
   }
 
-  /// Adds the products of a staged unit with this warp's 32 pages. All loads, then all products: neither waits for one of
-  /// the other kind.
+  /// Adds the products of a staged unit with this warp's 32 pages. All loads, then all products: neither waits for one
+  /// of the other kind.
   __device__ void multiply_unit(const staged_unit& unit, float (&acc)[tile_width / 8][4]) const {
     std::uint32_t from = memory.ring + unit.at + std::uint32_t(lane % 16 * pitch) +
                          std::uint32_t((warp * tile_width + lane / 16 * 8) * int(sizeof(T)));
@@ -159,8 +159,9 @@ struct cluster_products {
     found.x = highest;
   }
 
-  /// All of the block's pages with the rows from `from` on, a lane's row being `from` + l / 4; `coming` is the next unit to
-  /// stage. `scales` and `runs` are read behind the first barrier here. Returns what a lane has found in its pages.
+  /// All of the block's pages with the rows from `from` on, a lane's row being `from` + l / 4; `coming` is the next
+  /// unit to stage. `scales` and `runs` are read behind the first barrier here. Returns what a lane has found in its
+  /// pages.
   __device__ float2 run(staged_unit coming, const logit_rule& rule, const page_choice& c, const float* scales,
                         const slot_run* runs, index_t from, const page_scratch& to) const {
     const index_t r = from + lane / 4;

@@ -9,8 +9,8 @@ TESSERA_NAMESPACE_BEGIN
 namespace cuda {
 namespace detail {
 
-/// Shared memory behind the choice's. Chosen slots go round the blocks in tiles of 16; a warp stages a tile at a time where
-/// the choice had its columns, and leaves what it made of it there.
+/// Shared memory behind the choice's. Chosen slots go round the blocks in tiles of 16; a warp stages a tile at a time
+/// where the choice had its columns, and leaves what it made of it there.
 /// Four warps a tile where a block has few tiles lost: 0.5 us of 15.4 (H200, CUDA 13.0, B1 32K, 1,024 tokens).
 template <class View>
 struct cluster_attention {
@@ -48,8 +48,8 @@ struct cluster_state {
   float out[Dv / 16][4] = {};
   float top[2] = {-infinity, -infinity}, sum[2] = {};  // base 2
 
-  /// `logit_of(high, r, product)`: of token l / 4 + 8 * high and row 2 (l % 4) + r, in base 2. The tile's keys are there; its
-  /// values are behind `wait_for_values()`.
+  /// `logit_of(high, r, product)`: of token l / 4 + 8 * high and row 2 (l % 4) + r, in base 2. The tile's keys are
+  /// there; its values are behind `wait_for_values()`.
   template <class LogitOf, class Wait>
   __device__ void read(const std::uint32_t (&q)[D / 16][2], std::uint32_t tile, const LogitOf& logit_of, int lane,
                        const Wait& wait_for_values) {
@@ -123,8 +123,9 @@ struct cluster_state {
   }
 };
 
-/// Starts the rows of 16 tokens on their way, 16 bytes a lane; lane t knows where the t-th lies. Each step fetches this code
-/// anew: with both loops unrolled wholly a step takes 15.6 us, by four 14.9, by two 14.8 (H200, CUDA 13.0, B1 32K).
+/// Starts the rows of 16 tokens on their way, 16 bytes a lane; lane t knows where the t-th lies. Each step fetches this
+/// code anew: with both loops unrolled wholly a step takes 15.6 us, by four 14.9, by two 14.8 (H200, CUDA 13.0, B1
+/// 32K).
 template <class T, int Chunks>
 __device__ void copy_tile(const T* mine, index_t valid, std::uint32_t to, int lane) {
 #pragma unroll 2
@@ -203,7 +204,8 @@ struct chosen_attention {
     for (int step = 0; step < D / 16; ++step) q[step][0] = from[step * 8], q[step][1] = from[step * 8 + 4];
   }
 
-  /// A warp's tiles of chosen tokens; leaves what it made of them. `plain`: every row sees every token, and nothing caps.
+  /// A warp's tiles of chosen tokens; leaves what it made of them. `plain`: every row sees every token, and nothing
+  /// caps.
   __device__ void read_tiles(const std::uint32_t (&q)[D / 16][2], index_t position, bool plain, index_t count,
                              index_t own_tiles, bool put) const {
     const std::uint32_t ring = shared_address(outs_of(warp));

@@ -1,5 +1,5 @@
-// Paged retrieval of one row by one cluster of thread blocks, or by a block alone: logits, softmax and choice in a single
-// launch.
+// Paged retrieval of one row by one cluster of thread blocks, or by a block alone: logits, softmax and choice in a
+// single launch.
 #pragma once
 
 #include "../../device/launch.cuh"
@@ -11,8 +11,8 @@ TESSERA_NAMESPACE_BEGIN
 namespace cuda {
 namespace detail {
 
-/// The newest slots join their pages, in the block that has these. What a single one needs is asked for with all else that
-/// comes from memory, and used when it is there.
+/// The newest slots join their pages, in the block that has these. What a single one needs is asked for with all else
+/// that comes from memory, and used when it is there.
 template <class View>
 struct newest_slots {
   using T = typename View::element_type;
@@ -47,11 +47,11 @@ struct newest_slots {
   }
 };
 
-/// Chooses by all blocks of a group (a cluster, or a block alone). Each has a share of a row's pages and hands their keys
-/// to all others; all find the cut, and each calls put(place, slot) for what is chosen of its own. `run` returns false in
-/// all blocks where the first one has written the choice and nothing was put; `read` gets the tokens that the row's plan
-/// attends, `newest_position` where the newest token stands. `Attends`: the launch attends what it chooses, of rows with at most
-/// `cluster_rows` queries, so nothing is kept for a second group of them.
+/// Chooses by all blocks of a group (a cluster, or a block alone). Each has a share of a row's pages and hands their
+/// keys to all others; all find the cut, and each calls put(place, slot) for what is chosen of its own. `run` returns
+/// false in all blocks where the first one has written the choice and nothing was put; `read` gets the tokens that the
+/// row's plan attends, `newest_position` where the newest token stands. `Attends`: the launch attends what it chooses,
+/// of rows with at most `cluster_rows` queries, so nothing is kept for a second group of them.
 template <class View, class Scorer, bool Alone, bool Attends = false>
 struct cluster_choice {
   using T = typename View::element_type;

@@ -15,7 +15,8 @@ namespace detail {
 inline constexpr float not_a_number = std::numeric_limits<float>::quiet_NaN();
 
 /// Folds slots [from, n) of one (sequence, kv_head) into those of their pages that lie in [first_page, end_page), one
-/// thread a channel: its slots in order, so that the bits are the CPU's. A page of one slot is its key, whatever that is.
+/// thread a channel: its slots in order, so that the bits are the CPU's. A page of one slot is its key, whatever that
+/// is.
 template <class View, class T, int D>
 __device__ __noinline__ void fold_slots(const View& view, index_t sequence, index_t head,
                                         const page_extrema_view<T, D>& index, const read_plan& plan, index_t from,
@@ -49,8 +50,8 @@ __global__ void __launch_bounds__(256)
 
 inline constexpr int built_pages = 32;  // that a block makes at a time
 
-/// A block makes every gridDim.x-th run of pages of one (sequence, kv_head): a thread reads two channels of every slot of
-/// a page, the block turns the pages by channel in shared memory.
+/// A block makes every gridDim.x-th run of pages of one (sequence, kv_head): a thread reads two channels of every slot
+/// of a page, the block turns the pages by channel in shared memory.
 template <class View, int D, int Threads>
 __global__ void __launch_bounds__(Threads)
     build_entry(const __grid_constant__ View view, page_extrema_view<typename View::element_type, D> index,
@@ -99,8 +100,8 @@ __global__ void __launch_bounds__(Threads)
 
 }  // namespace detail
 
-/// Fills the index of a view's keys, by the plan of each sequence. The values are cpu::page_index's to the bit; of encoded
-/// rows those of the decoded keys, each rounded to the element type.
+/// Fills the index of a view's keys, by the plan of each sequence. The values are cpu::page_index's to the bit; of
+/// encoded rows those of the decoded keys, each rounded to the element type.
 ///
 /// Lengths and plans are read on the device, so a captured launch can be replayed while they change. A row's room must
 /// hold its pages.

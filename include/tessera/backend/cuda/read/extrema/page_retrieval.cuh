@@ -42,14 +42,14 @@ struct read_bounds {
 
 /// Chooses what a step reads, as cpu::choose_by_pages does with a tokens_or_pages selector.
 ///
-/// `workspace_bytes` once, then `run` any number of times: no allocation, no synchronisation, no length and no plan on the
-/// host, so a captured graph can be replayed while both change. Sequences of one launch may have any plans within the
-/// bounds. Repeated calls give the same bits. The CPU's choice but for scores that rounding cannot tell apart. A step of
-/// several tokens reads its own; a plan's tail too.
+/// `workspace_bytes` once, then `run` any number of times: no allocation, no synchronisation, no length and no plan on
+/// the host, so a captured graph can be replayed while both change. Sequences of one launch may have any plans within
+/// the bounds. Repeated calls give the same bits. The CPU's choice but for scores that rounding cannot tell apart. A
+/// step of several tokens reads its own; a plan's tail too.
 /// Shapes   as page_problem says; lengths at most `bounds.capacity`; a row of `out` holds `most_chosen()` slots.
 /// Errors   shapes that the kernels cannot take: tessera::error before anything is launched.
-/// Cost     one launch where clusters are there and a share of the usual pages fits into shared memory, else two. One value
-///          per page and chosen channel is read, two where Quest's heads differ in sign.
+/// Cost     one launch where clusters are there and a share of the usual pages fits into shared memory, else two. One
+///          value per page and chosen channel is read, two where Quest's heads differ in sign.
 ///
 /// With an `Out`, `choose_and_attend` does a step's attention in the same launch where `attends()`.
 template <class View, paged_scorer Scorer, class Out = void>
@@ -64,7 +64,8 @@ class choose_pages {
  public:
   using problem_type = page_problem<View>;
 
-  /// `tokens` is the most that a step may have. Of the scorer only what no plan says counts: how it takes sides and scales.
+  /// `tokens` is the most that a step may have. Of the scorer only what no plan says counts: how it takes sides and
+  /// scales.
   choose_pages(const Scorer& scorer, selection_unit unit, const read_bounds& bounds, index_t sequences,
                index_t kv_heads, index_t q_heads, index_t tokens, const device_info& device)
       : scorer_(scorer),
@@ -135,7 +136,8 @@ class choose_pages {
            choice(p, workspace), scratch(p, workspace), layout_);
   }
 
-  /// Whether `choose_and_attend` can be called: raw rows, few query rows, few tokens to attend, and a device with clusters.
+  /// Whether `choose_and_attend` can be called: raw rows, few query rows, few tokens to attend, and a device with
+  /// clusters.
   bool attends() const { return attend_entry_ != nullptr; }
 
   /// `run`, and the step's attention over what it chose, as decode_attention does it: out [sequences, tokens, q_heads,
@@ -215,8 +217,8 @@ class choose_pages {
     return true;
   }
 
-  /// Finds how many blocks have a row: as many as run for all rows at a time; two where the usual pages of a row do not fit
-  /// into the memory of a block alone.
+  /// Finds how many blocks have a row: as many as run for all rows at a time; two where the usual pages of a row do not
+  /// fit into the memory of a block alone.
   void take_clusters(const device_info& device) {
     for (blocks_ = detail::most_cluster_blocks; blocks_ > 1 && !run_at_once(device);) blocks_ /= 2;
     const int most_blocks = (std::max)(blocks_, 2);
@@ -229,8 +231,8 @@ class choose_pages {
       }
     }
   }
-  /// Whether all rows have clusters of `blocks_` blocks at a time: in two waves they take twice as long, and half the blocks
-  /// less than that (34.9 us and 22.5 for 32 rows, H200, CUDA 13.0).
+  /// Whether all rows have clusters of `blocks_` blocks at a time: in two waves they take twice as long, and half the
+  /// blocks less than that (34.9 us and 22.5 for 32 rows, H200, CUDA 13.0).
   bool run_at_once(const device_info& device) const {
     const auto entry = detail::cluster_pages_entry<View, Scorer, false>;
     const auto layout = detail::cluster_shared<T, D>::lay_out(query_rows_, usual_pages(), blocks_, detail::usual_ring);

@@ -47,8 +47,9 @@ __device__ inline void find_bin(page_choice_storage& s, unsigned need) {
   __syncthreads();
 }
 
-/// Loads of keys that a thread has on their way. A launch that attends what it chooses fetches much more code and is quicker with
-/// less of it here (14.1 us in place of 14.6, RocketKV's step at 32K), one that only chooses is 3 % slower (H200, CUDA 13.0).
+/// Loads of keys that a thread has on their way. A launch that attends what it chooses fetches much more code and is
+/// quicker with less of it here (14.1 us in place of 14.6, RocketKV's step at 32K), one that only chooses is 3 % slower
+/// (H200, CUDA 13.0).
 inline constexpr int keys_at_once = 5, keys_at_once_with_attention = 4;
 
 /// Calls of(key, i) for the items below `count`, whose keys are not 0.
@@ -108,8 +109,8 @@ __device__ key_range find_cut(page_choice_storage& s, const Items& of, const uns
   }
 }
 
-/// Calls put(place, slot) for the chosen ones of items [from, to), places and slots ascending: every item with a key above the cut, and of those
-/// at it the first, `need` units of them. Who has the last item writes the row's count.
+/// Calls put(place, slot) for the chosen ones of items [from, to), places and slots ascending: every item with a key
+/// above the cut, and of those at it the first, `need` units of them. Who has the last item writes the row's count.
 template <int AtOnce, class Items, class Put>
 __device__ void write_chosen(page_choice_storage& s, const Items& of, const page_bounds& b, index_t page,
                              const unsigned* keys, const key_range& cut, index_t from, index_t to, const Put& put) {
@@ -181,8 +182,8 @@ __device__ void write_forced(const page_bounds& b, const Put& put) {
 }
 
 /// Chooses and writes what is read of one row of more slots than that, by one block. The histogram is clear; `ready`:
-/// the keys are made. Not inlined: it would double the code of a kernel that seldom runs it, and kernels that take turns
-/// wait for their instructions.
+/// the keys are made. Not inlined: it would double the code of a kernel that seldom runs it, and kernels that take
+/// turns wait for their instructions.
 __device__ __noinline__ inline void choose_row(page_choice_storage& s, const page_items& of, const page_bounds& b,
                                                unsigned* keys, bool ready) {
   const page_choice& p = of.p;

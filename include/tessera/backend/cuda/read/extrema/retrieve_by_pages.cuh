@@ -13,8 +13,8 @@
 TESSERA_NAMESPACE_BEGIN
 namespace cuda {
 
-/// Chooses by an estimate of the keys, in pages, and attends in the same launch where that is faster. The choice lies in
-/// this object's memory until the next call.
+/// Chooses by an estimate of the keys, in pages, and attends in the same launch where that is faster. The choice lies
+/// in this object's memory until the next call.
 template <class Recipe, class View, class Out>
 class retrieve_by_pages {
   using T = typename View::element_type;
@@ -49,7 +49,8 @@ class retrieve_by_pages {
   /// Throws unless launches can take the plan.
   void require_covered(const read_plan& plan) const { choose_.require_covered(plan); }
 
-  /// `plans`: of the view's sequences, on the device. `index` lacks the newest tokens of the step: the choice takes them in.
+  /// `plans`: of the view's sequences, on the device. `index` lacks the newest tokens of the step: the choice takes
+  /// them in.
   template <class Index>
   selection_view choose(const View& view, const read_plan* plans, const Index& index, const rows_view<const T>& q,
                         const index_t* first_position, cudaStream_t stream) const {

@@ -12,7 +12,8 @@ TESSERA_NAMESPACE_BEGIN
 namespace cuda {
 namespace detail {
 
-/// The lists of every layer and place in the group: small arrays [lists, ids, heads]; of the batch, its sequences first.
+/// The lists of every layer and place in the group: small arrays [lists, ids, heads]; of the batch, its sequences
+/// first.
 struct step_lists {
   const index_t* lengths;  // [layers, ids, heads], by id: they count the step's tokens
   const offset_t* begins;  // by id
@@ -91,9 +92,9 @@ class no_candidates {
   }
 };
 
-/// Ascending slot lists by kv_head of every (layer, sequence), in runs of their own; where query heads choose apart, by place in the
-/// group too. Of K and V nothing is copied. Where lists are chosen again in steps, every head of a run has as much room as the
-/// longest, so that they can be written anew where they lie.
+/// Ascending slot lists by kv_head of every (layer, sequence), in runs of their own; where query heads choose apart, by
+/// place in the group too. Of K and V nothing is copied. Where lists are chosen again in steps, every head of a run has
+/// as much room as the longest, so that they can be written anew where they lie.
 template <class View>
 class candidates {
  public:
@@ -129,12 +130,12 @@ class candidates {
     return view(all, counts_.batch(lists), begins_.batch(lists));
   }
 
-  /// Plans lists of at most these bounds, for `pass` calls in the same order, of each place's members one after the other.
+  /// Plans lists of at most these bounds, for `pass` calls in the same order, of each place's members one after the
+  /// other.
   void plan_pass(const sequence_layers& owners, const host_vector<kept_bound>& passed) {
     in_one_plan([&] {
       for (std::size_t i = 0; i < owners.size(); ++i) {
-        for (index_t m = 0; m < members_; ++m)
-          plan_run(run_of(owners[i], m), {passed[i].longest, passed[i].total}, 0);
+        for (index_t m = 0; m < members_; ++m) plan_run(run_of(owners[i], m), {passed[i].longest, passed[i].total}, 0);
       }
     });
   }
@@ -146,8 +147,8 @@ class candidates {
     pool_.adopt(begins(run), stream);
     joined_columns own = columns;
     if (own.bits) own.bits += offset_t(owner.id) * heads_ * group_ * own.words;
-    write(passed.chosen, rows_of(begins(run), counts_.of(list_of(owner, member)), nullptr, member), heads_, passed.bound.longest, own,
-          stream);
+    write(passed.chosen, rows_of(begins(run), counts_.of(list_of(owner, member)), nullptr, member), heads_,
+          passed.bound.longest, own, stream);
     bounds_[order_.index(owner)] = passed.bound;
   }
   /// The same for a batch within a step, where the lists lie: recordable.
@@ -158,14 +159,15 @@ class candidates {
           columns, stream);
     steps.scatter(counts_, lists, batch, stream);
   }
-  /// Notes for a batch what its lists have before they are chosen again, by id [ids, kv_heads]: slots, each once, and entries.
+  /// Notes for a batch what its lists have before they are chosen again, by id [ids, kv_heads]: slots, each once, and
+  /// entries.
   void note_read(index_t layer, const step_table& steps, index_t batch, index_t* distinct, index_t* entries,
                  cudaStream_t stream) const {
     const index_t lists = layer * members_;
     launch_overlapping<detail::count_read_entry<256>>(
         unsigned(batch * heads_), 256, stream, "launch of count_read",
-        rows_of(begins_.batch(lists), counts_.batch(lists), steps.ids(), 0), members_, offset_t(order_.sequences) * heads_,
-        distinct, entries);
+        rows_of(begins_.batch(lists), counts_.batch(lists), steps.ids(), 0), members_,
+        offset_t(order_.sequences) * heads_, distinct, entries);
   }
   /// Notes on the host what `pass_in_step` leaves.
   void passed_in_step(sequence_layer owner, const token_bound& passed) {
@@ -224,12 +226,12 @@ class candidates {
     held.total += offset_t(heads_) * tokens;
     for (index_t m = 0; m < members_; ++m) pool_.took(run_of(owner, m), tokens);
   }
-  /// A batch's step begins: its tokens, which `lengths` count already, join the candidates of every layer. One launch a step.
+  /// A batch's step begins: its tokens, which `lengths` count already, join the candidates of every layer. One launch a
+  /// step.
   void join(const step_table& steps, const id_column<index_t>& lengths, index_t batch, index_t tokens,
             cudaStream_t stream) const {
-    const detail::step_lists all{lengths.of({}), begins_.of({}), slots(),
-                                 counts_.of({}), counts_.batch(0), steps.ids(),
-                                 members_,         order_.sequences, heads_};
+    const detail::step_lists all{lengths.of({}), begins_.of({}), slots(),          counts_.of({}), counts_.batch(0),
+                                 steps.ids(),    members_,       order_.sequences, heads_};
     detail::join_entry<32><<<dim3(unsigned(batch), unsigned(layers_ * members_)), 32, 0, stream>>>(all, tokens);
     check(cudaGetLastError(), "launch of join");
   }
@@ -252,8 +254,8 @@ class candidates {
     return rows * pool_.row_bytes();
   }
 
-  /// Row kv_head * members + place in the group; of a store that drops nothing, slots are positions. Without lists, as while a
-  /// prompt comes in, all that is stored. Synchronises.
+  /// Row kv_head * members + place in the group; of a store that drops nothing, slots are positions. Without lists, as
+  /// while a prompt comes in, all that is stored. Synchronises.
   template <class Store>
   host_vector<host_vector<index_t>> downloaded_lists(sequence_layer owner, const Store& store) const {
     host_vector<host_vector<index_t>> all(std::size_t(heads_ * members_));
@@ -274,7 +276,9 @@ class candidates {
 
  private:
   /// The run of one place in the group.
-  sequence_layer list_of(sequence_layer owner, index_t member) const { return {owner.layer * members_ + member, owner.id}; }
+  sequence_layer list_of(sequence_layer owner, index_t member) const {
+    return {owner.layer * members_ + member, owner.id};
+  }
   std::size_t run_of(sequence_layer owner, index_t member) const { return order_.index(list_of(owner, member)); }
   offset_t* begins(std::size_t run) const { return begins_.of(order_.owner(run)); }
   index_t* slots() const { return pool_.plane_data<index_t>(0); }

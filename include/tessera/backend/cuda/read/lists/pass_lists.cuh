@@ -1,4 +1,5 @@
-// How chosen slots become the lists that steps read: copied, with columns that join them; and how many slots lists share.
+// How chosen slots become the lists that steps read: copied, with columns that join them; and how many slots lists
+// share.
 #pragma once
 
 #include "../../../../core/selection.hpp"
@@ -9,8 +10,8 @@
 TESSERA_NAMESPACE_BEGIN
 namespace cuda {
 
-/// Slots that join what a first stage chooses, as bits by query head: bit s of a row is slot s. [sequences, q_heads, words] of
-/// one layer, by id.
+/// Slots that join what a first stage chooses, as bits by query head: bit s of a row is slot s. [sequences, q_heads,
+/// words] of one layer, by id.
 struct joined_columns {
   const std::uint32_t* bits = nullptr;  ///< null: none
   index_t words = 0;
@@ -74,8 +75,8 @@ __global__ void __launch_bounds__(Threads)
   if (thread == 0) to.counts[row] = written;
 }
 
-/// Slots that are in any of `lists` ascending lists of each row, and entries that all of them have; the lists' counts lie `stride` rows
-/// apart, and so do the begins. Writes both by id: to [ids, kv_heads].
+/// Slots that are in any of `lists` ascending lists of each row, and entries that all of them have; the lists' counts
+/// lie `stride` rows apart, and so do the begins. Writes both by id: to [ids, kv_heads].
 template <int Threads>
 __global__ void __launch_bounds__(Threads)
     count_read_entry(list_rows from, index_t lists, offset_t stride, index_t* distinct, index_t* entries) {

@@ -15,7 +15,8 @@ namespace detail {
 inline constexpr int scoring_warps = 8, scoring_threads = scoring_warps * 32, scored_together = scoring_threads;
 inline constexpr float largest_score = 3.4e38f;
 
-/// Memory of a block: q once for every lane, and for every warp two stages of 32 rows of 64 bytes, then the bits of these rows.
+/// Memory of a block: q once for every lane, and for every warp two stages of 32 rows of 64 bytes, then the bits of
+/// these rows.
 template <int D>
 struct score_memory {
   static constexpr int q = D * 32 * 4, stage = 32 * 64, bits = group_words<D, 1> * 32 * 4;
@@ -57,9 +58,10 @@ struct scored_blocks {
   }
 };
 
-/// The mean keys of one segment, read by one warp: lane l has row l of every 32. Bits, and values of up to 64 bytes, come while rows before them
-/// are walked along; of longer rows, 128 bytes at a time take both stages. Bits are copied and not loaded: a warp that waits for one load waits
-/// for all, also for those of the next rows that it has just begun.
+/// The mean keys of one segment, read by one warp: lane l has row l of every 32. Bits, and values of up to 64 bytes,
+/// come while rows before them are walked along; of longer rows, 128 bytes at a time take both stages. Bits are copied
+/// and not loaded: a warp that waits for one load waits for all, also for those of the next rows that it has just
+/// begun.
 template <int D, class Tile>
 class staged_means {
   using memory = score_memory<D>;
@@ -80,7 +82,8 @@ class staged_means {
 
   /// Begins to copy the first 32 rows for `score`.
   __device__ __forceinline__ void begin(index_t first, index_t end) const { begin_tile(first, end, 0); }
-  /// q . row for rows first, first + scoring_threads, ... to `end`, 32 at a time, of which the first have begun to come.
+  /// q . row for rows first, first + scoring_threads, ... to `end`, 32 at a time, of which the first have begun to
+  /// come.
   __device__ __forceinline__ void score(index_t first, index_t end, const unsigned char* shared,
                                         const scored_blocks& take) {
     constexpr index_t step = scoring_threads;
@@ -145,7 +148,8 @@ class staged_means {
   __device__ __forceinline__ unsigned bits_place(int stage) const {
     return stages_ + unsigned(2 * memory::stage + stage * memory::bits + lane_here() * 4);
   }
-  /// Begins to copy the bits of 32 rows, and their values or the first piece of them. Rows behind `end` get the first row's bits and zeros.
+  /// Begins to copy the bits of 32 rows, and their values or the first piece of them. Rows behind `end` get the first
+  /// row's bits and zeros.
   __device__ __forceinline__ void begin_tile(index_t tile, index_t end, int stage) const {
     if (tile < end) {
       copy(tile, end, 0, stage);
@@ -196,8 +200,9 @@ class staged_means {
   int pieces_;  // of 128 bytes; 0: rows are short
 };
 
-/// A block scores `together` blocks of rows of one (sequence, kv_head), a thread one at a time. With one row of queries, q stands in shared
-/// memory once for every lane of a warp: lanes read other channels in each step, and none waits for another's bank.
+/// A block scores `together` blocks of rows of one (sequence, kv_head), a thread one at a time. With one row of
+/// queries, q stands in shared memory once for every lane of a warp: lanes read other channels in each step, and none
+/// waits for another's bank.
 template <class View, class Tile>
 __global__ void __launch_bounds__(scoring_threads, 3)
     score_blocks_entry(const __grid_constant__ View view, rotated_rows rotated, bool largest, index_t together,
@@ -216,7 +221,8 @@ __global__ void __launch_bounds__(scoring_threads, 3)
   const index_t first = index_t(blockIdx.x) * together, last = (min)(first + together, total);
   const int warp = int(threadIdx.x) / 32, lane = int(threadIdx.x) % 32;
   float* row = scores + lane_row * row_stride;
-  // The launch before made the queries and waited for all else before this one began: only they are waited for, behind the first copies.
+  // The launch before made the queries and waited for all else before this one began: only they are waited for, behind
+  // the first copies.
   bool waited = false;
   const auto wait = [&]() __attribute__((always_inline)) {
     wait_for_earlier();
@@ -251,12 +257,13 @@ __global__ void __launch_bounds__(scoring_threads, 3)
 
 }  // namespace detail
 
-/// Scores every block of every segment by the step's queries: see scorer/block_mean.hpp. The first and the last block score infinity.
-/// Packed elements of 16 bits are of the type that `Tile` names.
+/// Scores every block of every segment by the step's queries: see scorer/block_mean.hpp. The first and the last block
+/// score infinity. Packed elements of 16 bits are of the type that `Tile` names.
 ///
 /// Shapes   scores [sequences * kv_heads, row_stride]; units [sequences * kv_heads], how many blocks there are.
 /// It follows `rotate_queries` on the stream, which made `rotated`.
-/// Cost     one launch; means are read once (with `max` once for every row of queries). Recordable: lengths are read on the device.
+/// Cost     one launch; means are read once (with `max` once for every row of queries). Recordable: lengths are read on
+///          the device.
 template <class View, class Tile = typename View::element_type>
 class score_blocks {
  public:

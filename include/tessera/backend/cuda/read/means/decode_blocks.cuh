@@ -1,4 +1,5 @@
-// A decode step over packed rows on the device: blocks are scored by their means, the best are chosen, and these are attended.
+// A decode step over packed rows on the device: blocks are scored by their means, the best are chosen, and these are
+// attended.
 #pragma once
 
 #include <algorithm>
@@ -22,14 +23,15 @@ struct segment_limits {
   bool alike = true;    ///< all have blocks of the selector's size, and whole ones, but for the last
 };
 
-/// Reads `tokens` packed rows of each kv_head, rounded up to whole blocks, the first and the last block of the sequence among them, and
-/// all whole rows; one choice over all segments of a (sequence, kv_head).
+/// Reads `tokens` packed rows of each kv_head, rounded up to whole blocks, the first and the last block of the sequence
+/// among them, and all whole rows; one choice over all segments of a (sequence, kv_head).
 ///
-/// Where segments' blocks are alike the number of blocks that are read is known before. Else as many are chosen as might be needed, and
-/// trimmed to the tokens. Of those that follow, `run` is all; `choose` and `attend` are its halves.
+/// Where segments' blocks are alike the number of blocks that are read is known before. Else as many are chosen as
+/// might be needed, and trimmed to the tokens. Of those that follow, `run` is all; `choose` and `attend` are its
+/// halves.
 /// Errors   before the launch: a budget under two blocks, more rows than it was made for.
-/// Cost     five launches (queries, scores, choice, attention, merge), and one where blocks differ. Recordable: lengths are read on the
-///          device.
+/// Cost     five launches (queries, scores, choice, attention, merge), and one where blocks differ. Recordable: lengths
+///          are read on the device.
 template <class View, class Out, class Tile = typename View::element_type>
 class decode_blocks {
   using T = typename View::element_type;
@@ -103,8 +105,8 @@ class decode_blocks {
     selector.check_budget("budget", tokens);
     return selector.block;
   }
-  /// Where array i begins: attention's, rotated queries, scores, chosen blocks, their numbers, where segments begin among them, and
-  /// what trims them.
+  /// Where array i begins: attention's, rotated queries, scores, chosen blocks, their numbers, where segments begin
+  /// among them, and what trims them.
   std::size_t place(int i) const {
     const std::size_t lanes = std::size_t(lanes_);
     const std::size_t bytes[] = {attend_.workspace_bytes(),

@@ -29,7 +29,8 @@ namespace detail {
 
 inline constexpr int trimming_threads = 256, trimming_warps = trimming_threads / 32;
 
-/// A list as it is compared: how well a block ranks; its rows in the low byte and its segment's number above them; which block it is.
+/// A list as it is compared: how well a block ranks; its rows in the low byte and its segment's number above them;
+/// which block it is.
 struct trimmed_list {
   std::uint32_t *keys, *places;
   index_t* ids;
@@ -39,8 +40,8 @@ struct trimmed_list {
   __device__ index_t segment(index_t i) const { return index_t(places[i] >> 8); }
 };
 
-/// The sum over a block's threads, on each of them, and `before`: over the warps before this one. `sums` [2, warps]; `turn` alternates from
-/// call to call, so that one barrier is enough.
+/// The sum over a block's threads, on each of them, and `before`: over the warps before this one. `sums` [2, warps];
+/// `turn` alternates from call to call, so that one barrier is enough.
 __device__ __forceinline__ unsigned sum_of_warps(unsigned of_lane, unsigned (*sums)[trimming_warps], int turn,
                                                  unsigned* before = nullptr) {
   const int lane = int(threadIdx.x) % 32, warp = int(threadIdx.x) / 32;
@@ -52,8 +53,9 @@ __device__ __forceinline__ unsigned sum_of_warps(unsigned of_lane, unsigned (*su
   return warp_sum(one);
 }
 
-/// A block trims the list of one (sequence, kv_head). A block of tokens stays if those that rank above it hold fewer tokens than are read;
-/// the first and the last one of the sequence always stay. `spare` [lanes, 3, list_stride]: where shared memory has no room for a list.
+/// A block trims the list of one (sequence, kv_head). A block of tokens stays if those that rank above it hold fewer
+/// tokens than are read; the first and the last one of the sequence always stay. `spare` [lanes, 3, list_stride]: where
+/// shared memory has no room for a list.
 template <class View>
 __global__ void __launch_bounds__(trimming_threads)
     trim_blocks_entry(const __grid_constant__ trim_problem<View> p, std::uint32_t* spare) {
@@ -102,7 +104,8 @@ __global__ void __launch_bounds__(trimming_threads)
     for (index_t i = thread; i < n; i += trimming_threads) rows += blocks.keys[i] >= key ? blocks.rows(i) : 0u;
     return sum_of_warps(rows, sums, turn ^= 1);
   };
-  // The best key that, with all above it, holds enough tokens; above all of them where none is needed, below where they do not do.
+  // The best key that, with all above it, holds enough tokens; above all of them where none is needed, below where they
+  // do not do.
   const unsigned wanted = unsigned(p.tokens);
   std::uint32_t least = low;
   if (always >= wanted) {
@@ -158,10 +161,11 @@ __global__ void __launch_bounds__(trimming_threads)
 
 }  // namespace detail
 
-/// Cuts lists of blocks down to those that hold `tokens` tokens, as `whole_blocks` takes blocks by their sizes: the first and the last block
-/// of all, then the best ones until they hold enough; ties to the lower block, NaN last.
+/// Cuts lists of blocks down to those that hold `tokens` tokens, as `whole_blocks` takes blocks by their sizes: the
+/// first and the last block of all, then the best ones until they hold enough; ties to the lower block, NaN last.
 ///
-/// Lists hold the best blocks of all segments, ascending, at least as many as are needed whatever their sizes: see `most_chosen`.
+/// Lists hold the best blocks of all segments, ascending, at least as many as are needed whatever their sizes: see
+/// `most_chosen`.
 /// Errors   before the launch: lists longer than it was made for.
 /// Limits   blocks of at most 255 rows.
 /// Cost     one launch; each list is read once, and compared some 25 times in shared memory. Recordable.

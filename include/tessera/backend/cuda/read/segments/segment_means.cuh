@@ -1,4 +1,5 @@
-// Sums of keys by segment of the text, and of an answer's queries over the segment that it is writing; scores of slots by both.
+// Sums of keys by segment of the text, and of an answer's queries over the segment that it is writing; scores of slots
+// by both.
 #pragma once
 
 #include <algorithm>
@@ -15,8 +16,8 @@ namespace cuda {
 struct segment_runs {
   index_t runs = 0, slots = 0;
 };
-/// Of one kv_head: the segment that its answer is writing, the tokens that it has so far, the position behind them, and the runs
-/// that the newest step could choose among. -1: nothing has been said.
+/// Of one kv_head: the segment that its answer is writing, the tokens that it has so far, the position behind them, and
+/// the runs that the newest step could choose among. -1: nothing has been said.
 struct spoken_segment {
   index_t segment, tokens, end, runs;
 };
@@ -104,8 +105,8 @@ struct segment_bounds {
   index_t *keep, *tail;
 };
 
-/// A block a row: new slots join the runs, and a step's queries the segment that is being written. Each thread has channels of its
-/// own.
+/// A block a row: new slots join the runs, and a step's queries the segment that is being written. Each thread has
+/// channels of its own.
 template <class View, class T>
 __global__ void __launch_bounds__(segment_sum_threads)
     hear_step_entry(const __grid_constant__ View view, const __grid_constant__ rows_view<const T> q,
@@ -126,7 +127,8 @@ __global__ void __launch_bounds__(segment_sum_threads)
     for (int d = threadIdx.x; d < k_dim; d += segment_sum_threads)
       sums[d] = (begins ? 0.0f : sums[d]) + key_channel(view, b, h, slot, d);
   }
-  // Of the step's tokens those in the newest segment, as head 0 stores them: what a step brings is stored in every head.
+  // Of the step's tokens those in the newest segment, as head 0 stores them: what a step brings is stored in every
+  // head.
   const index_t newest = view.length(b, 0) - 1, segment = view.segment(b, 0, newest);
   index_t own = 1;
   while (own < q.tokens && own <= newest && view.segment(b, 0, newest - own) == segment) ++own;
@@ -196,8 +198,8 @@ class segment_means {
     check(cudaGetLastError(), "launch of segment sums");
   }
 
-  /// A step's tokens, which the view holds already, and its queries join the sums; then every slot gets its segment's score and
-  /// every row its counts. Shapes   scores [rows, row_stride]; plans [sequences].
+  /// A step's tokens, which the view holds already, and its queries join the sums; then every slot gets its segment's
+  /// score and every row its counts. Shapes   scores [rows, row_stride]; plans [sequences].
   void score(const View& view, const Scorer& scorer, float scale, const rows_view<const T>& q, const index_t* first,
              const segment_plan* plans, const segment_index& index, float* scores, offset_t row_stride,
              const detail::segment_bounds& bounds, cudaStream_t stream) const {

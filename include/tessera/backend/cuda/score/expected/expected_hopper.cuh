@@ -9,9 +9,9 @@ TESSERA_NAMESPACE_BEGIN
 namespace cuda {
 namespace detail {
 
-/// A block takes a share of a head's keys for some of its query heads, whose covariances stay in shared memory. Keys go from
-/// device memory to the registers that products read: a lane's 16 bytes are eight neighbouring channels, which place_of_channel
-/// puts where products look for what one lane holds. Groups of four warps do not wait for each other.
+/// A block takes a share of a head's keys for some of its query heads, whose covariances stay in shared memory. Keys go
+/// from device memory to the registers that products read: a lane's 16 bytes are eight neighbouring channels, which
+/// place_of_channel puts where products look for what one lane holds. Groups of four warps do not wait for each other.
 template <class View, class Scorer>
 struct expected_hopper_kernel {
   using T = typename View::element_type;
@@ -126,7 +126,8 @@ struct expected_hopper_kernel {
   }
 
  private:
-  /// What one query head gives to the keys of a warp. Rows above the diagonal are zeros: products leave out squares of them.
+  /// What one query head gives to the keys of a warp. Rows above the diagonal are zeros: products leave out squares of
+  /// them.
   __device__ __forceinline__ static void add_logits(std::uint32_t square, const keys& k, const float2* mean,
                                                     float (&along)[2], float (&spread)[2], int lane) {
 #pragma unroll

@@ -8,8 +8,8 @@ TESSERA_NAMESPACE_BEGIN
 namespace cuda {
 namespace detail {
 
-/// A block takes a share of a head's keys for one query head, whose covariance stays in shared memory; a warp's keys stay in
-/// registers, and so do the products: a key's elements and the products that they meet lie on the same lane.
+/// A block takes a share of a head's keys for one query head, whose covariance stays in shared memory; a warp's keys
+/// stay in registers, and so do the products: a key's elements and the products that they meet lie on the same lane.
 template <class View, class Scorer>
 struct expected_kernel {
   using T = typename View::element_type;

@@ -12,8 +12,8 @@ namespace detail {
 
 inline constexpr int moments_threads = 256, moments_blocks = 8;  // of a query head
 
-/// Where channels lie in what score_expected reads. With products of four warps a lane's eight neighbouring channels come where
-/// products look for what one lane holds of two steps.
+/// Where channels lie in what score_expected reads. With products of four warps a lane's eight neighbouring channels
+/// come where products look for what one lane holds of two steps.
 template <int D>
 TESSERA_HD constexpr int place_of_channel(int channel) {
   if constexpr (!(compiled_for_hopper && fits_wide_products<D>)) return channel;
@@ -21,10 +21,10 @@ TESSERA_HD constexpr int place_of_channel(int channel) {
   return channel - c + c / 4 % 2 * 16 + c / 2 % 2 * 8 + c / 8 * 2 + c % 2;
 }
 
-/// What score_expected reads of one query head. k' Sigma k is the sum over i >= j of k[i] k[j] L[i, j], L being Sigma's lower
-/// triangle with everything off its diagonal doubled. Two elements of 16 bits hold 16 bits of mantissa and more.
-/// Shapes   mean [heads, D]; high, low [heads, D, D], row j has column j of L * 2^-shift; shift [heads]. Channels lie, and the triangle
-///          counts, by place_of_channel.
+/// What score_expected reads of one query head. k' Sigma k is the sum over i >= j of k[i] k[j] L[i, j], L being Sigma's
+/// lower triangle with everything off its diagonal doubled. Two elements of 16 bits hold 16 bits of mantissa and more.
+/// Shapes   mean [heads, D]; high, low [heads, D, D], row j has column j of L * 2^-shift; shift [heads]. Channels lie,
+///          and the triangle counts, by place_of_channel.
 template <class T>
 struct moment_rows {
   float* mean;
@@ -123,7 +123,8 @@ __global__ void __launch_bounds__(moments_threads)
 }  // namespace detail
 
 /// Of the queries to come of every (sequence, query head), by what those of the prompt were like.
-/// Shapes   statistics [sequences], next [sequences], frequencies [D / 2], turns [sequences, D / 2].   Cost  two small launches.
+/// Shapes   statistics [sequences], next [sequences], frequencies [D / 2], turns [sequences, D / 2].   Cost  two small
+///          launches.
 template <class T, int D>
 void make_moments(const query_statistics* statistics, const float* frequencies, const index_t* next, index_t future,
                   index_t sequences, index_t q_heads, double2* turns, const detail::moment_rows<T>& to,

@@ -29,8 +29,8 @@ __global__ void __launch_bounds__(Threads)
   turns[i] = turn;
 }
 
-/// x a tile of the lower triangle, y a query head. Queries are turned back to position 0 and added one after another, so that
-/// chunks of any size give the same bits; one that is not finite says nothing.
+/// x a tile of the lower triangle, y a query head. Queries are turned back to position 0 and added one after another,
+/// so that chunks of any size give the same bits; one that is not finite says nothing.
 template <class T, int D>
 __global__ void __launch_bounds__(sums_threads)
     sum_queries_entry(rows_view<const T> q, const double2* turns, offset_t* counts, double* sums, double* products) {
@@ -95,7 +95,8 @@ __global__ void __launch_bounds__(sums_threads)
 }  // namespace detail
 
 /// The device's cpu::query_sums, of every place (layer, sequence).
-/// Memory   places * q_heads * (k_dim squared + k_dim + 1) doubles.   Cost  k_dim squared / 2 products in double a query.
+/// Memory   places * q_heads * (k_dim squared + k_dim + 1) doubles.   Cost  k_dim squared / 2 products in double a
+///          query.
 template <class T, int D>
 class query_sums {
   static_assert(D % 4 == 0 && D <= detail::sums_threads, "tessera: sums over queries take head dims up to 256");

@@ -11,8 +11,8 @@ TESSERA_NAMESPACE_BEGIN
 namespace cuda {
 namespace detail {
 
-/// Which kernel a program has for the device depends on the architecture that it was compiled for. The host asks for the bound on a
-/// block's threads, by which the two differ.
+/// Which kernel a program has for the device depends on the architecture that it was compiled for. The host asks for
+/// the bound on a block's threads, by which the two differ.
 template <class View, class Scorer, bool Wide = compiled_for_hopper&& fits_wide_products<View::k_dim>>
 using expected_kernel_of =
     std::conditional_t<Wide, expected_hopper_kernel<View, Scorer>, expected_kernel<View, Scorer>>;
@@ -26,7 +26,8 @@ __global__ void __launch_bounds__((expected_kernel_of<View, Scorer>::threads),
 
 inline constexpr int expected_groups = 64;  // query heads of a kv_head
 
-/// x a share of the slots, y a (sequence, kv_head): softmaxes over the slots, averaged over the group; sinks before all others.
+/// x a share of the slots, y a (sequence, kv_head): softmaxes over the slots, averaged over the group; sinks before all
+/// others.
 template <class View, class Scorer, int Threads>
 __global__ void __launch_bounds__(Threads)
     average_entry(const __grid_constant__ expected_problem<View> p, Scorer scorer, index_t blocks, float* scores,
@@ -61,11 +62,14 @@ __global__ void __launch_bounds__(Threads)
 
 }  // namespace detail
 
-/// Writes the scores of all stored slots of a batch: the device's cpu::score_expected, to rounding; the same bits in every call.
-/// Shapes   scores [rows, row_stride], row = sequence * kv_heads + head; statistics, next [sequences], frequencies [k_dim / 2],
-///          all on the device.
-/// Errors   rows that do not begin on 16 bytes, more query heads than 64 a kv_head, more than the limits: tessera::error.
-/// Workspace  logits of every query head, and their covariances.   Cost  K once for each query head of the group, or for each two of
+/// Writes the scores of all stored slots of a batch: the device's cpu::score_expected, to rounding; the same bits in
+/// every call.
+/// Shapes   scores [rows, row_stride], row = sequence * kv_heads + head; statistics, next [sequences], frequencies
+///          [k_dim / 2], all on the device.
+/// Errors   rows that do not begin on 16 bytes, more query heads than 64 a kv_head, more than the limits:
+///          tessera::error.
+/// Workspace  logits of every query head, and their covariances.   Cost  K once for each query head of the group, or
+/// for each two of
 ///          them on Hopper, most of it from the L2; k_dim squared products a token and query head on the tensor cores.
 template <class View, statistical_scorer Scorer>
 class score_expected {

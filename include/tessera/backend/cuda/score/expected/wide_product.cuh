@@ -10,17 +10,19 @@ namespace cuda {
 template <int D>
 inline constexpr bool fits_wide_products = D == 64 || D == 128;
 
-/// Products d [64, 64] of four neighbouring warps, the first of them a multiple of four, 16 rows each: a in registers as
-/// mma.cuh's, b [16, 64] in shared memory.
+/// Products d [64, 64] of four neighbouring warps, the first of them a multiple of four, 16 rows each: a in registers
+/// as mma.cuh's, b [16, 64] in shared memory.
 template <class T>
 struct wide_product {
   using sums = float[8][4];  // of a warp's rows: eight columns a time, as mma.cuh's
 
-  /// Where the 16 bytes `chunk` of row `row` of `rows` lie: rows of 128 bytes, their chunks exchanged. Begins at 1024 bytes.
+  /// Where the 16 bytes `chunk` of row `row` of `rows` lie: rows of 128 bytes, their chunks exchanged. Begins at 1024
+  /// bytes.
   TESSERA_HD static constexpr std::uint32_t place(int rows, int row, int chunk) {
     return std::uint32_t(chunk / 8 * rows * 128 + row * 128 + ((chunk ^ row) & 7) * 16);
   }
-  /// b: row n has column n, 64 of them from a multiple of 8 on; `address` of the first row's chunk of elements k, a multiple of 16.
+  /// b: row n has column n, 64 of them from a multiple of 8 on; `address` of the first row's chunk of elements k, a
+  /// multiple of 16.
   __device__ static std::uint64_t operand(std::uint32_t address) {
     return std::uint64_t(address >> 4 & 0x3fffu) | 1ull << 16 | 64ull << 32 | 1ull << 62;
   }

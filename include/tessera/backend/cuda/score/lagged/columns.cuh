@@ -1,5 +1,5 @@
-// Partitions of 128 plain rows beside the next ones, on the GPU: each warp has its columns of all rows, so that what they are
-// scaled by stays within a warp, and a partition takes one barrier.
+// Partitions of 128 plain rows beside the next ones, on the GPU: each warp has its columns of all rows, so that what
+// they are scaled by stays within a warp, and a partition takes one barrier.
 #pragma once
 
 #include <type_traits>
@@ -12,9 +12,9 @@ TESSERA_NAMESPACE_BEGIN
 namespace cuda {
 namespace detail {
 
-/// How a block measures a run of such partitions, where slots lie one after another in a contiguous view. Takes 163 us of
-/// 8 x 128K; with rows dealt out to threads and two barriers a partition it was 176 (H200, CUDA 13.0). Lost: ranking a
-/// partition while the next one is measured (182), the loop unrolled by two (165).
+/// How a block measures a run of such partitions, where slots lie one after another in a contiguous view. Takes 163 us
+/// of 8 x 128K; with rows dealt out to threads and two barriers a partition it was 176 (H200, CUDA 13.0). Lost: ranking
+/// a partition while the next one is measured (182), the loop unrolled by two (165).
 template <class View>
 struct lagged_columns {
   using stored = typename View::encoding_type::stored_type;
@@ -78,8 +78,8 @@ struct lagged_columns {
   __device__ static std::uint32_t least_of(std::uint32_t x, std::uint32_t y) {
     return bits_of(extremes::least(cell_of(x), cell_of(y)));
   }
-  /// What the lane's channels are scaled by, from a partition's rows: lanes of a chunk halve what they compare until each
-  /// has one channel.
+  /// What the lane's channels are scaled by, from a partition's rows: lanes of a chunk halve what they compare until
+  /// each has one channel.
   template <class Scorer>
   __device__ void find_scales(const raw (&next)[each], const Scorer& scorer, channel_scale (&scales)[contents_chunk]) {
     extremes seen;
@@ -158,8 +158,8 @@ struct lagged_columns {
     if (lane % 2 == 0) spreads[row] = scorer.spread(own, dim);
   }
 
-  /// Writes the spreads [count * lag] of `count` partitions from slot `first` on, which a next one follows. Threads hold their
-  /// part of a partition from when its extremes are found to when it is measured.
+  /// Writes the spreads [count * lag] of `count` partitions from slot `first` on, which a next one follows. Threads
+  /// hold their part of a partition from when its extremes are found to when it is measured.
   template <class Scorer>
   __device__ void measure(const Scorer& scorer, float* of_keys, float* of_values) {
     const index_t last = 2 * count + 1;

@@ -1,4 +1,5 @@
-// Partitions of rows on the GPU, as a scorer beside the tokens behind reads them: on their way, their extremes, and their scales.
+// Partitions of rows on the GPU, as a scorer beside the tokens behind reads them: on their way, their extremes, and
+// their scales.
 #pragma once
 
 #include <cuda_bf16.h>
@@ -14,13 +15,14 @@ TESSERA_NAMESPACE_BEGIN
 namespace cuda {
 namespace detail {
 
-/// Partitions that are on their way to a block, beside the two that its threads hold. Measured when this read partitions of 128
-/// rows too: three on their way take as long, 512 threads or three blocks spill, and 512 threads whose rows rest in shared
-/// memory and are read twice take 195 us in place of 176 (8 x 128K; H200, CUDA 13.0).
+/// Partitions that are on their way to a block, beside the two that its threads hold. Measured when this read
+/// partitions of 128 rows too: three on their way take as long, 512 threads or three blocks spill, and 512 threads
+/// whose rows rest in shared memory and are read twice take 195 us in place of 176 (8 x 128K; H200, CUDA 13.0).
 inline constexpr index_t lagged_ahead = 2;
 inline constexpr int lagged_threads = 256, lagged_blocks = 2;
 
-/// The smallest and the largest finite element of a lane's channels, over the rows that it has seen, in cells of one channel.
+/// The smallest and the largest finite element of a lane's channels, over the rows that it has seen, in cells of one
+/// channel.
 template <class Chunks>
 struct lane_extremes {
   using cell = float;
@@ -68,7 +70,8 @@ requires(sizeof(typename Chunks::stored) == 2) struct lane_extremes<Chunks> {
   }
 };
 
-/// Extremes of a partition by warp, and what its channels are put on: of channel d, scales[d % contents_chunk][d / contents_chunk].
+/// Extremes of a partition by warp, and what its channels are put on: of channel d, scales[d % contents_chunk][d /
+/// contents_chunk].
 template <class Chunks>
 struct partition_scales {
   using extremes = lane_extremes<Chunks>;
@@ -77,8 +80,8 @@ struct partition_scales {
   alignas(16) cell lows[warps][row], highs[warps][row];
   channel_scale scales[contents_chunk][Chunks::chunks];
 
-  /// Makes scales of what all lanes have seen; two barriers. Extremes are written again behind the second one, scales behind the
-  /// next first one.
+  /// Makes scales of what all lanes have seen; two barriers. Extremes are written again behind the second one, scales
+  /// behind the next first one.
   template <class Scorer>
   __device__ void join(extremes& seen, const Scorer& scorer) {
     const int lane = threadIdx.x % 32, warp = threadIdx.x / 32;
@@ -108,8 +111,9 @@ struct partition_scales {
   }
 };
 
-/// Rows of partitions on their way to the threads that measure them: each thread has places of its own in shared memory, for
-/// `at_once` rows of a partition, and nobody else reads them. The rows of longer partitions are read where they lie.
+/// Rows of partitions on their way to the threads that measure them: each thread has places of its own in shared
+/// memory, for `at_once` rows of a partition, and nobody else reads them. The rows of longer partitions are read where
+/// they lie.
 template <class View, bool Keys>
 class partition_rows {
  public:
@@ -134,7 +138,8 @@ class partition_rows {
         places_(static_cast<place*>(shared) + threadIdx.x),
         origin_(origin(view, b, h)) {}
 
-  /// Begins to bring a partition, where there is one, to the places of the one `lagged_ahead` before it, which has been taken.
+  /// Begins to bring a partition, where there is one, to the places of the one `lagged_ahead` before it, which has been
+  /// taken.
   __device__ void bring(index_t partition, bool there) {
     if (there && lane() < chunks::chunks) {
       place* to = &place_of(partition, 0);
@@ -170,8 +175,8 @@ class partition_rows {
       }
     }
   }
-  /// Calls see(base, chunk) for the lane's rows base + u * rows + group of a partition that places do not hold; zeros behind
-  /// its end. All lanes meet in it.
+  /// Calls see(base, chunk) for the lane's rows base + u * rows + group of a partition that places do not hold; zeros
+  /// behind its end. All lanes meet in it.
   template <class See>
   __device__ void each_other(index_t partition, const See& see) const {
     for (index_t base = staged; base < lag_; base += rows * few) {

@@ -30,7 +30,8 @@ __device__ inline int spread_key(float sum) { return sum == sum ? __float_as_int
 /// x < y as a number to add, in two instructions; keys are less than 2^31 apart.
 __device__ inline int is_less(int x, int y) { return int(unsigned(x - y) >> 31); }
 
-/// Writes what a partition's slots come to: how many rank behind each of them; a warp's work. `values` becomes what they rank by.
+/// Writes what a partition's slots come to: how many rank behind each of them; a warp's work. `values` becomes what
+/// they rank by.
 template <class Scorer>
 __device__ void rank_partition(const Scorer& scorer, const float* keys, float* values, float* out) {
   constexpr int at_once = 4, absent = -2;
@@ -111,8 +112,8 @@ __device__ inline void sort_in_warp(std::uint64_t (&x)[slots_each]) {
   }
 }
 
-/// As rank_partition, of at most `most_sorted` slots and of spreads as they were measured. To compare each slot with each
-/// other took twice the instructions: 163 us of 8 x 128K, 150 so (H200, CUDA 13.0).
+/// As rank_partition, of at most `most_sorted` slots and of spreads as they were measured. To compare each slot with
+/// each other took twice the instructions: 163 us of 8 x 128K, 150 so (H200, CUDA 13.0).
 template <class Scorer>
 __device__ void rank_by_sorting(const Scorer& scorer, const float* keys, const float* values, float* out) {
   const index_t first = index_t(threadIdx.x) % 32 * slots_each;

@@ -37,9 +37,9 @@ struct query_rings {
 
 /// x: a token from `skip` on, y: a query head, z: a sequence.
 ///
-/// In steps it waits behind its work: queries, positions and whoever reads the ring are older than the launch before this one,
-/// which is attention and has waited for them before it let this one begin (9.7 us a step of LoopServe in place of 10.7; H100,
-/// CUDA 13.0). Of a prompt, the launch before writes the position.
+/// In steps it waits behind its work: queries, positions and whoever reads the ring are older than the launch before
+/// this one, which is attention and has waited for them before it let this one begin (9.7 us a step of LoopServe in
+/// place of 10.7; H100, CUDA 13.0). Of a prompt, the launch before writes the position.
 template <class T, int Threads>
 __global__ void __launch_bounds__(Threads)
     remember_newest_entry(rows_view<const T> q, index_t skip, const index_t* first, query_rings<T> to) {
@@ -72,9 +72,9 @@ __global__ void __launch_bounds__(Threads) gather_newest_entry(query_rings<T> fr
 
 }  // namespace detail
 
-/// Remembers the last `window` queries of every (layer, sequence) by their positions, so that neither the host nor a recorded step
-/// counts them: a conversation's window at position n is its last min(window, n) queries. A ring has room for the longest step
-/// beside the window: a step that comes to nothing has not lost the rows before it.
+/// Remembers the last `window` queries of every (layer, sequence) by their positions, so that neither the host nor a
+/// recorded step counts them: a conversation's window at position n is its last min(window, n) queries. A ring has room
+/// for the longest step beside the window: a step that comes to nothing has not lost the rows before it.
 /// Memory   (layers * sequences * (window + step) + batch * window) * q_heads * k_dim elements.
 template <class T>
 class query_ring {
@@ -91,7 +91,8 @@ class query_ring {
         valid_(std::size_t(batch)),
         first_(std::size_t(batch)) {}
 
-  /// The last queries of rows whose first one is at first[sequence]. `ids`: of the batch, on the device; null: the owner alone.
+  /// The last queries of rows whose first one is at first[sequence]. `ids`: of the batch, on the device; null: the
+  /// owner alone.
   void remember(sequence_layer owner, const index_t* ids, const rows_view<const T>& q, const index_t* first,
                 cudaStream_t stream) const {
     const index_t fresh = (std::min)(q.tokens, window_);

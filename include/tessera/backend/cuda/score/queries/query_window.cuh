@@ -70,7 +70,9 @@ class query_window {
     index_t first = 0, count = 0;
   };
   offset_t row() const { return offset_t(heads_) * dim_; }
-  T* at(std::size_t place, index_t first) const { return rows_.data() + (offset_t(place) * 2 * window_ + first) * row(); }
+  T* at(std::size_t place, index_t first) const {
+    return rows_.data() + (offset_t(place) * 2 * window_ + first) * row();
+  }
 
   index_t window_ = 0, heads_ = 0;
   int dim_ = 0;

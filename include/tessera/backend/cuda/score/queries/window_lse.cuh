@@ -27,9 +27,10 @@ __global__ void __launch_bounds__(Threads)
 
 /// The log-sum-exps of a query_window's rows, from the attention of a prompt over all that a layer stores.
 ///
-/// They stand for what a choice by these rows would compute: tokens that come later are hidden from the rows, and whoever
-/// drops tokens makes the window forget its rows. Only the newest call of attention counts, and only where it went over the
-/// whole window; queries that are not the window's own, bit for bit, leave NaN, which a scorer takes as not given.
+/// They stand for what a choice by these rows would compute: tokens that come later are hidden from the rows, and
+/// whoever drops tokens makes the window forget its rows. Only the newest call of attention counts, and only where it
+/// went over the whole window; queries that are not the window's own, bit for bit, leave NaN, which a scorer takes as
+/// not given.
 /// Memory   (places + 1) * window * q_heads floats.   Cost  one small launch a call of attention.
 template <class T>
 class window_lse {
@@ -42,13 +43,13 @@ class window_lse {
         lse_(std::size_t(places) * row()),
         written_(row()) {}
 
-  /// Where attention of so many tokens may write what it makes of the newest: [1, min(tokens, window), q_heads]. Valid until
-  /// the next call of attention.
+  /// Where attention of so many tokens may write what it makes of the newest: [1, min(tokens, window), q_heads]. Valid
+  /// until the next call of attention.
   rows_view<float> room(index_t tokens) const {
     return nhd_rows(written_.data(), (std::min)(tokens, window_), heads_, 1);
   }
-  /// A place's newest queries `attended` [1, tokens, q_heads, k_dim] have been attended; `lse`: of the last of them, as many as its
-  /// window has at least.
+  /// A place's newest queries `attended` [1, tokens, q_heads, k_dim] have been attended; `lse`: of the last of them, as
+  /// many as its window has at least.
   void take(std::size_t place, const query_window<T>& window, const rows_view<const T>& attended,
             const rows_view<float>& lse, cudaStream_t stream) {
     const rows_view<const T> mine = window.queries(place);

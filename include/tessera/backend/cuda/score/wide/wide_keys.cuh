@@ -1,4 +1,5 @@
-// What both passes by products of four warps share: how keys come to shared memory, and which need no look at positions.
+// What both passes by products of four warps share: how keys come to shared memory, and which need no look at
+// positions.
 #pragma once
 
 #include <type_traits>
@@ -10,8 +11,8 @@ TESSERA_NAMESPACE_BEGIN
 namespace cuda {
 namespace detail {
 
-/// First slots of a head that every query row sees and whose logits nothing caps. No two slots have one position, so one look at the
-/// last tells for all: slot s lies tokens - 1 - s positions before it, or more. 0 where windows slide.
+/// First slots of a head that every query row sees and whose logits nothing caps. No two slots have one position, so
+/// one look at the last tells for all: slot s lies tokens - 1 - s positions before it, or more. 0 where windows slide.
 template <class View>
 __device__ index_t slots_seen_by_all(const score_problem<View>& p, const scored_head& at) {
   if (at.tokens == 0 || at.query_rows == 0 || p.rule.soft_cap > 0 || p.rule.sliding_window > 0) return 0;
@@ -23,7 +24,8 @@ __device__ index_t slots_seen_by_all(const score_problem<View>& p, const scored_
 /// `rule.cap` out of line: where nothing is capped its many instructions are not in the way.
 __device__ __noinline__ inline float capped_logit(const logit_rule& rule, float scaled) { return rule.cap(scaled); }
 
-/// Brings keys of one head to shared memory, 16 by a warp at a time, as wide_product::place lays them in parts of `Rows` rows.
+/// Brings keys of one head to shared memory, 16 by a warp at a time, as wide_product::place lays them in parts of
+/// `Rows` rows.
 template <class View, int Rows>
 class wide_keys {
   using T = typename View::element_type;

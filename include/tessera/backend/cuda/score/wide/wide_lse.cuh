@@ -9,9 +9,9 @@ TESSERA_NAMESPACE_BEGIN
 namespace cuda {
 namespace detail {
 
-/// Groups of four warps hold all query rows in registers, 16 a warp, and keys stream through a ring of each group. A group takes
-/// every fourth split of its block's share: it is alone with a split, whose tokens are summed in one order whatever the
-/// length or the batch.
+/// Groups of four warps hold all query rows in registers, 16 a warp, and keys stream through a ring of each group. A
+/// group takes every fourth split of its block's share: it is alone with a split, whose tokens are summed in one order
+/// whatever the length or the batch.
 template <class View>
 struct wide_lse_kernel {
   using T = typename View::element_type;
@@ -33,8 +33,8 @@ struct wide_lse_kernel {
     }
   };
 
-  /// Adds the products s of 64 tokens. `Careful` masks, caps and passes over logits that are no numbers; for the others both
-  /// give the same bits.
+  /// Adds the products s of 64 tokens. `Careful` masks, caps and passes over logits that are no numbers; for the others
+  /// both give the same bits.
   template <bool Careful>
   __device__ __forceinline__ static void add(const problem_type& p, const scored_head& at, float scale,
                                              index_t first_query, index_t first_token, typename wide::sums& s, int lane,

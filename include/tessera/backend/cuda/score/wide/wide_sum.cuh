@@ -11,8 +11,8 @@ TESSERA_NAMESPACE_BEGIN
 namespace cuda {
 namespace detail {
 
-/// All query rows lie in shared memory; a warp brings the keys of its 16 tokens to its own ring, from there to registers, and
-/// waits for no other warp.
+/// All query rows lie in shared memory; a warp brings the keys of its 16 tokens to its own ring, from there to
+/// registers, and waits for no other warp.
 template <class View, class Scorer>
 struct wide_sum_kernel {
   using T = typename View::element_type;
@@ -55,8 +55,8 @@ struct wide_sum_kernel {
     return __syncthreads_or(!(lse > -infinity));
   }
 
-  /// What the rows make of a warp's tokens, from their products. `Sure`: all rows see all of them, none is capped, and every row
-  /// says something; logits that are no numbers make it return false. Both ways give the same bits.
+  /// What the rows make of a warp's tokens, from their products. `Sure`: all rows see all of them, none is capped, and
+  /// every row says something; logits that are no numbers make it return false. Both ways give the same bits.
   template <bool Sure>
   __device__ __forceinline__ static bool weigh(const problem_type& p, const Scorer& scorer, const scored_head& at,
                                                float scale, const typename wide::sums& product, index_t mine,
@@ -84,7 +84,8 @@ struct wide_sum_kernel {
 #pragma unroll
         for (int i = 0; i < 4; ++i) {
           const float of_row = i % 2 ? lse.y : lse.x;
-          // Rounded before `weigh` sees it: fused into its subtraction, the bits would differ from those of the other way.
+          // Rounded before `weigh` sees it: fused into its subtraction, the bits would differ from those of the other
+          // way.
           float x = __fmul_rn(product[group / 8 + n][i], scale);
           if constexpr (Sure) {
             s[0][n][i] = scorer.weigh(x, of_row);

@@ -12,8 +12,8 @@ namespace detail {
 
 inline constexpr int most_group_words = largest_head_dim / 32;
 
-/// chosen = bits of the `wanted` of `groups` groups of `group` channels of `row` with most energy, alike in all lanes; ties to the lower group,
-/// NaN last.
+/// chosen = bits of the `wanted` of `groups` groups of `group` channels of `row` with most energy, alike in all lanes;
+/// ties to the lower group, NaN last.
 template <int Words>
 __device__ __forceinline__ void choose_groups(const float* row, int groups, int group, int wanted,
                                               std::uint32_t (&chosen)[Words]) {

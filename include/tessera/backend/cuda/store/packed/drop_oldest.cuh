@@ -17,8 +17,8 @@ struct oldest_rows {
 
 namespace detail {
 
-/// Row i + `count` of what `row(i)` gives, 16 bytes at a time, becomes row i. By one block: what is read lies behind all that has been
-/// written.
+/// Row i + `count` of what `row(i)` gives, 16 bytes at a time, becomes row i. By one block: what is read lies behind
+/// all that has been written.
 template <int Threads, class Row>
 __device__ void move_rows_down(index_t left, index_t count, int row_units, const Row& row) {
   for (index_t begin = 0; begin < left * row_units; begin += Threads) {

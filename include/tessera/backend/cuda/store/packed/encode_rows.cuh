@@ -1,4 +1,5 @@
-// Whole rows become packed rows on the device: rotated, the strongest channels of each chosen, and the means of blocks beside them.
+// Whole rows become packed rows on the device: rotated, the strongest channels of each chosen, and the means of blocks
+// beside them.
 #pragma once
 
 #include <algorithm>
@@ -12,8 +13,9 @@
 TESSERA_NAMESPACE_BEGIN
 namespace cuda {
 
-/// Which rows become packed ones: `count` whole rows of every head from `first` on, as rows `counts[sequence]` or `count` more of the
-/// sequence's segment `segment`, or of its last one. Rows of the segment must be a multiple of its block before.
+/// Which rows become packed ones: `count` whole rows of every head from `first` on, as rows `counts[sequence]` or
+/// `count` more of the sequence's segment `segment`, or of its last one. Rows of the segment must be a multiple of its
+/// block before.
 template <class View>
 struct encode_problem {
   View view;
@@ -22,8 +24,8 @@ struct encode_problem {
   index_t segment = no_index;       ///< of every sequence; none: the last
 };
 
-/// `count` whole rows of a layer of a sequence, from `first` on, that join its segment `segment`. The segment has `held` rows before; `slot` is
-/// where the device counts them.
+/// `count` whole rows of a layer of a sequence, from `first` on, that join its segment `segment`. The segment has
+/// `held` rows before; `slot` is where the device counts them.
 struct joining_rows {
   sequence_layer owner;
   index_t segment, slot, held, first, count;
@@ -50,11 +52,12 @@ __device__ inline void average_blocks(float* turned, int stride, int rows, int b
   }
 }
 
-/// What a block makes of its rows: packed rows of keys and their means, of values, or of few rows, where blocks are to spare, each apart.
+/// What a block makes of its rows: packed rows of keys and their means, of values, or of few rows, where blocks are to
+/// spare, each apart.
 enum class encoded_part { keys_and_means, values, keys, means };
 
-/// Rows of one head. They are turned by warps, 32 rows or some of their channels each, and packed by a thread a row, of few rows by a warp a
-/// row.
+/// Rows of one head. They are turned by warps, 32 rows or some of their channels each, and packed by a thread a row, of
+/// few rows by a warp a row.
 template <class View, int D>
 __device__ void encode_side(const encode_problem<View>& p, index_t sequence, index_t head, encoded_part part,
                             index_t chunk, index_t chunk_rows, int stride, float* turned) {
@@ -112,7 +115,8 @@ __device__ void encode_side(const encode_problem<View>& p, index_t sequence, ind
   }
 }
 
-/// blockIdx: chunk of rows, (sequence, kv_head), and, by problem, what of them: keys and means, values; or keys, values, means.
+/// blockIdx: chunk of rows, (sequence, kv_head), and, by problem, what of them: keys and means, values; or keys,
+/// values, means.
 template <class View>
 __global__ void __launch_bounds__(encoding_threads, 3)
     encode_rows_entry(const __grid_constant__ problem_list<encode_problem<View>> list, index_t parts,
@@ -135,8 +139,8 @@ __global__ void __launch_bounds__(encoding_threads, 3)
     encode_side<View, v_dim>(p, sequence, head, part, chunk, chunk_rows, stride, turned_rows);
 }
 
-/// The rows count from now on. One thread a (sequence, kv_head), blockIdx.y: the problem. It reads before the launch that packs them has ended:
-/// that one has waited for all before it, and writes no lengths.
+/// The rows count from now on. One thread a (sequence, kv_head), blockIdx.y: the problem. It reads before the launch
+/// that packs them has ended: that one has waited for all before it, and writes no lengths.
 template <class View>
 __global__ void __launch_bounds__(128)
     count_encoded_entry(const __grid_constant__ problem_list<encode_problem<View>> list) {
@@ -160,20 +164,21 @@ __global__ void __launch_bounds__(128)
 
 /// Packs whole rows into a segment, whose bases and sets are there: see `find_bases`.
 ///
-/// Returns  rows as `pack_row` packs the same rotated vectors, ties to the lower group, NaN last; sums of the rotation round as fp32
+/// Returns  rows as `pack_row` packs the same rotated vectors, ties to the lower group, NaN last; sums of the rotation
+/// round as fp32
 ///          sums of exact products do. Whole rows stay where they are; the segment's lengths grow.
 /// Errors   before the launch: rows not on 16 bytes, blocks above 128 rows.
-/// Cost     two launches for 32 problems; rows are read once, a basis once for 32 rows, out of the L2. Recordable. 65,536 tokens of 8 heads of 128
-///          channels: 0.75 ms; by a warp for each row it was 4.75 ms. A tail of 32 tokens: 12.8 us on an
-///          H100; by a thread for each row it was 18.7 (CUDA 13.0).
+/// Cost     two launches for 32 problems; rows are read once, a basis once for 32 rows, out of the L2. Recordable.
+///          65,536 tokens of 8 heads of 128 channels: 0.75 ms; by a warp for each row it was 4.75 ms. A tail of 32
+///          tokens: 12.8 us on an H100; by a thread for each row it was 18.7 (CUDA 13.0).
 template <class View>
 class encode_rows {
   using T = typename View::element_type;
   static_assert(View::whole_type::is_raw && sizeof(T) == 2, "tessera: the device packs raw rows of fp16 and bf16");
 
  public:
-  /// `block`: of the segments, or where theirs differ a multiple of each; 0: no means. `channels`: the most that a vector has in them.
-  /// `least_block`: of any segment; 0: `block`.
+  /// `block`: of the segments, or where theirs differ a multiple of each; 0: no means. `channels`: the most that a
+  /// vector has in them. `least_block`: of any segment; 0: `block`.
   explicit encode_rows(index_t block, index_t channels = (std::max)(View::k_dim, View::v_dim), index_t least_block = 0)
       : means_(block > 0),
         stride_(int(ceil_div(channels, 8) * 8) | 1) {  // odd: a thread a row reads its channels without a conflict
@@ -194,7 +199,8 @@ class encode_rows {
   }
 
   void run(const encode_problem<View>& problem, cudaStream_t stream) const { run(&problem, 1, stream); }
-  /// Several problems at once. Each has as many sequences and kv_heads as the others, and no two are of the same segment.
+  /// Several problems at once. Each has as many sequences and kv_heads as the others, and no two are of the same
+  /// segment.
   void run(const encode_problem<View>* problems, std::size_t count, cudaStream_t stream) const {
     for (std::size_t i = 0; i < count; ++i) {
       const auto& whole = problems[i].view.whole;

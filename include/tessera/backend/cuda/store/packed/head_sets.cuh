@@ -1,4 +1,5 @@
-// One set of channels for all rows of a head: what a prompt's last queries and the rows that are packed say of each channel.
+// One set of channels for all rows of a head: what a prompt's last queries and the rows that are packed say of each
+// channel.
 #pragma once
 
 #include <algorithm>
@@ -13,7 +14,8 @@ TESSERA_NAMESPACE_BEGIN
 namespace cuda {
 namespace detail {
 
-/// Row (seen + i) % window of a place = the squares of query row i, summed over the query heads of each kv_head: x a row, y a kv_head.
+/// Row (seen + i) % window of a place = the squares of query row i, summed over the query heads of each kv_head: x a
+/// row, y a kv_head.
 template <class T, int Threads>
 __global__ void __launch_bounds__(Threads) note_squares_entry(rows_view<const T> q, index_t first, index_t kv_heads,
                                                               int dim, index_t seen, index_t window, float* to) {
@@ -30,8 +32,8 @@ __global__ void __launch_bounds__(Threads) note_squares_entry(rows_view<const T>
   }
 }
 
-/// A block chooses the set of one head: the `kept` channels with the largest product of both mean squares, ties to the lower one, NaN last.
-/// asked [rows, kv_heads, D] or null, the oldest row first_asked.
+/// A block chooses the set of one head: the `kept` channels with the largest product of both mean squares, ties to the
+/// lower one, NaN last. asked [rows, kv_heads, D] or null, the oldest row first_asked.
 template <class View, int D>
 __global__ void __launch_bounds__(1024)
     choose_set_entry(const __grid_constant__ View whole, bool keys, index_t first, index_t count, const float* asked,
@@ -73,8 +75,8 @@ __global__ void __launch_bounds__(1024)
 
 }  // namespace detail
 
-/// Remembers the squares of a prompt's last `window` queries for every (layer, sequence), and chooses sets of channels by them: of rows in
-/// the engine's basis. Memory   places * window * kv_heads * k_dim floats.
+/// Remembers the squares of a prompt's last `window` queries for every (layer, sequence), and chooses sets of channels
+/// by them: of rows in the engine's basis. Memory   places * window * kv_heads * k_dim floats.
 template <class View, packing_rows Rows>
 class head_sets {
   using T = typename View::element_type;

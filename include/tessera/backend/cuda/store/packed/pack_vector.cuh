@@ -1,4 +1,5 @@
-// One vector becomes a packed row: its strongest channels, their bits and, where the format has one, a scale; by a thread or by a warp.
+// One vector becomes a packed row: its strongest channels, their bits and, where the format has one, a scale; by a
+// thread or by a warp.
 #pragma once
 
 #include "../../../../channels/top_groups.hpp"

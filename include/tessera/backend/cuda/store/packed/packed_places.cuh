@@ -1,4 +1,5 @@
-// The memory of packed rows of every (layer, sequence) on the device, and the tables by which kernels find their segments.
+// The memory of packed rows of every (layer, sequence) on the device, and the tables by which kernels find their
+// segments.
 #pragma once
 
 #include <algorithm>
@@ -79,12 +80,14 @@ __global__ void __launch_bounds__(Threads)
 
 }  // namespace detail
 
-/// Rows of a place lie one behind the other in planes that have room for `tokens` of every kv_head; segments are windows of them, so that
-/// the last one grows where it lies. Means likewise: a segment begins with a new block. Heads of a place are equally long. Windows have room
-/// for the longest rows, so that a segment that is packed anew fits where it lay. What a forked sequence shares lies in another place's planes
-/// until that one is cleared: whoever then still reads it takes it over.
+/// Rows of a place lie one behind the other in planes that have room for `tokens` of every kv_head; segments are
+/// windows of them, so that the last one grows where it lies. Means likewise: a segment begins with a new block. Heads
+/// of a place are equally long. Windows have room for the longest rows, so that a segment that is packed anew fits
+/// where it lay. What a forked sequence shares lies in another place's planes until that one is cleared: whoever then
+/// still reads it takes it over.
 ///
-/// Memory   all of it when made, but for bases and sets. Copies are independent; they share bases, which nobody writes twice.
+/// Memory   all of it when made, but for bases and sets. Copies are independent; they share bases, which nobody writes
+///          twice.
 class packed_places {
  public:
   packed_places(const segment_formats& formats, index_t layers, index_t sequences, index_t kv_heads, index_t tokens,
@@ -158,7 +161,8 @@ class packed_places {
     auto& all = records_[order_.index(owner)];
     all.reserve(all.size() + more);
   }
-  /// The same for one that stands behind `unseen` ones and that no view counts before `add_segment`: rows may be packed into it.
+  /// The same for one that stands behind `unseen` ones and that no view counts before `add_segment`: rows may be packed
+  /// into it.
   segment_record begin_unseen(sequence_layer owner, segment_record record,
                               const host_vector<segment_record>& unseen, cudaStream_t stream) const {
     segment_record begun = behind(owner, std::move(record), unseen);
@@ -174,8 +178,8 @@ class packed_places {
   /// Notes that the last segment took rows.
   void took(sequence_layer owner, index_t rows) { records_[order_.index(owner)].back().rows += rows; }
 
-  /// Room on the host for `commit_copy`, which an empty place needs to get what another one holds: the first `shared` segments stay where they
-  /// are, the others are copied.
+  /// Room on the host for `commit_copy`, which an empty place needs to get what another one holds: the first `shared`
+  /// segments stay where they are, the others are copied.
   void plan_copy(index_t layer, index_t from, index_t to) {
     records_[order_.index({layer, to})].reserve(records_[order_.index({layer, from})].size());
   }
@@ -191,12 +195,13 @@ class packed_places {
   void clear(sequence_layer owner, cudaStream_t stream) {
     const std::size_t left = order_.index(owner);
     records_[left].clear();
-    for (index_t other = 0; other < order_.sequences; ++other) hand_over(left, order_.index({owner.layer, other}), owner.layer, stream);
+    for (index_t other = 0; other < order_.sequences; ++other)
+      hand_over(left, order_.index({owner.layer, other}), owner.layer, stream);
     check(cudaMemsetAsync(counts_.data() + order_.index(owner), 0, sizeof(index_t), stream), "cudaMemsetAsync");
   }
 
-  /// One segment takes the place of segments `first` to `last` - 1: `made` is it in other memory, their rows in the record's formats, and
-  /// stays until the copy is done. Whoever reads segments on the stream afterwards sees it.
+  /// One segment takes the place of segments `first` to `last` - 1: `made` is it in other memory, their rows in the
+  /// record's formats, and stays until the copy is done. Whoever reads segments on the stream afterwards sees it.
   void replace_segments(sequence_layer owner, std::size_t first, std::size_t last, segment_record record,
                         const device_segment& made, cudaStream_t stream) {
     const std::size_t at = order_.index(owner);
@@ -224,8 +229,8 @@ class packed_places {
     return slots;
   }
 
-  /// Of `rows` rows of a head that a step reads, as if they were of the segment with the longest, and, as if some of every segment were read,
-  /// bases; where blocks are scored, means and the bases of keys besides.
+  /// Of `rows` rows of a head that a step reads, as if they were of the segment with the longest, and, as if some of
+  /// every segment were read, bases; where blocks are scored, means and the bases of keys besides.
   offset_t read_bytes(sequence_layer owner, offset_t rows, bool scored) const {
     offset_t longest = 0, total = 0;
     for (const segment_record& one : segments(owner)) {
@@ -345,7 +350,8 @@ class packed_places {
     move(elsewhere, at, i, stream);
     put(at, i, stream);
   }
-  /// A place of a layer takes over what it shares with one that is left; whoever shared that too finds it here from now on.
+  /// A place of a layer takes over what it shares with one that is left; whoever shared that too finds it here from now
+  /// on.
   void hand_over(std::size_t left, std::size_t at, index_t layer, cudaStream_t stream) {
     for (std::size_t i = 0; i < records_[at].size(); ++i) {
       if (records_[at][i].home != left) continue;

@@ -20,14 +20,15 @@
 TESSERA_NAMESPACE_BEGIN
 namespace cuda {
 
-/// Answers as the plain store does. New tokens are whole rows, in a plain store; `plan_packing` finds what is due and its bases,
-/// `commit_packing` puts it into segments. Layers that do not follow the recipe never pack. Nothing is dropped from segments: heads are
-/// equally long, and the host knows every length.
+/// Answers as the plain store does. New tokens are whole rows, in a plain store; `plan_packing` finds what is due and
+/// its bases, `commit_packing` puts it into segments. Layers that do not follow the recipe never pack. Nothing is
+/// dropped from segments: heads are equally long, and the host knows every length.
 ///
-/// Full tails are packed between two steps, before the next one is planned, not inside the step that fills them: sequences of a batch
-/// fill theirs at different steps, and a recorded step would launch for all of them, in every layer, what one in 32 needs.
-/// Memory   segments of every place for `tokens` tokens, and whole rows as a plain cache has them: see kv_store. Bases when
-///          segments begin, 4 * channels * dim bytes for K and V of a head.
+/// Full tails are packed between two steps, before the next one is planned, not inside the step that fills them:
+/// sequences of a batch fill theirs at different steps, and a recorded step would launch for all of them, in every
+/// layer, what one in 32 needs.
+/// Memory   segments of every place for `tokens` tokens, and whole rows as a plain cache has them: see kv_store. Bases
+///          when segments begin, 4 * channels * dim bytes for K and V of a head.
 /// Errors   what the device does not pack, when made; a second moment with NaN or infinity: tessera::error.
 template <packing_layout Layout>
 class kv_store<Layout> {
@@ -141,7 +142,8 @@ class kv_store<Layout> {
     whole_.keep(owner, kept, stream);
   }
 
-  /// Plans to pack what is due of these places, when a turn's prompt of `prompt` tokens ends, or, with 0, between steps.
+  /// Plans to pack what is due of these places, when a turn's prompt of `prompt` tokens ends, or, with 0, between
+  /// steps.
   /// Errors   rows that have no basis, no memory: nothing has changed.
   void plan_packing(const sequence_layers& owners, index_t prompt, cudaStream_t stream) {
     pending_ = {};
@@ -184,8 +186,7 @@ class kv_store<Layout> {
         const index_t count = (std::min)(share, due - first);
         const auto& all = packed_.segments(packed);
         if (made.shares[i] > 0) {
-          packed_.begin_segment(packed,
-                                maker_.begin(made.room, own, made.own[own], packed, stream), stream);
+          packed_.begin_segment(packed, maker_.begin(made.room, own, made.own[own], packed, stream), stream);
           ++own;
         } else if (!searches_.joins(packed, all)) {
           packed_.begin_segment(packed, searches_.like(packed, all), stream);
@@ -203,8 +204,7 @@ class kv_store<Layout> {
         searches_.joined(view(owner), packed, 0, made.due[i], std::move(made.before[i]), stream);
       searches_.mark(owner.id, stream);
       if (made.prompt_ends) {
-        whole_.keep(owner, {newest_.of(whole_.lengths(owner), made.left[i].longest, stream), made.left[i]},
-                    stream);
+        whole_.keep(owner, {newest_.of(whole_.lengths(owner), made.left[i].longest, stream), made.left[i]}, stream);
       } else {
         made.oldest.push_back({whole_.view(owner), made.due[i]});
         whole_.dropped(owner, made.left[i], made.due[i]);  // room for the step or chunk that follows is there
@@ -216,8 +216,9 @@ class kv_store<Layout> {
     }
   }
 
-  /// A prompt of `prompt` tokens has been through a layer: the segments that begin with it are made beside `stream`, and seen by nobody before
-  /// `finish_layer`. What joins a segment waits for the prompt's end, as does what may not be packed.
+  /// A prompt of `prompt` tokens has been through a layer: the segments that begin with it are made beside `stream`,
+  /// and seen by nobody before `finish_layer`. What joins a segment waits for the prompt's end, as does what may not be
+  /// packed.
   void pack_layer(sequence_layer owner, index_t prompt, cudaStream_t stream) {
     finish_layer(stream);
     const index_t due = this->due(owner, prompt);
@@ -237,8 +238,7 @@ class kv_store<Layout> {
       for (std::size_t i = 0; i < plan.own.size(); ++i) {
         segment_record begun = maker_.begin(room, i, plan.own[i], packed_owner(owner), beside);
         made.fresh.push_back(packed_.begin_unseen(packed_owner(owner), std::move(begun), made.fresh, beside));
-        plan.joining = {
-            {owner, index_t(held + i), made.fresh.back().slot, 0, plan.own[i].first, plan.own[i].count}};
+        plan.joining = {{owner, index_t(held + i), made.fresh.back().slot, 0, plan.own[i].first, plan.own[i].count}};
         encode(plan, beside);
         made.fresh.back().rows = plan.own[i].count;
       }
@@ -249,7 +249,8 @@ class kv_store<Layout> {
     }
     beside_ = std::move(made);
   }
-  /// Segments of `pack_layer` take the place of whole rows. Without a basis, or room for what is left, nothing changes: the prompt's end says why.
+  /// Segments of `pack_layer` take the place of whole rows. Without a basis, or room for what is left, nothing changes:
+  /// the prompt's end says why.
   void finish_layer(cudaStream_t stream) {
     if (!beside_.is_under_way()) return;
     layer_beside made = std::exchange(beside_, {});
@@ -269,8 +270,8 @@ class kv_store<Layout> {
     whole_.keep(owner, {newest_.of(whole_.lengths(owner), left, stream), kept}, stream);
   }
 
-  /// Between two steps, or before a turn's first chunk: segments of these sequences that were searched take their places, and others end before
-  /// what steps have filled joins them.
+  /// Between two steps, or before a turn's first chunk: segments of these sequences that were searched take their
+  /// places, and others end before what steps have filled joins them.
   void settle(const host_vector<index_t>& ids, bool prompt, cudaStream_t stream) {
     for (const index_t id : ids) {
       bool due = prompt;
@@ -283,28 +284,24 @@ class kv_store<Layout> {
   const segment_searches<Layout, view_type>& searches() const { return searches_; }
 
   void plan_copy(index_t from, index_t to, cudaStream_t stream) {
-    for (const index_t layer : packing_.of)
-      if (layer >= 0) packed_.plan_copy(layer, from, to);
+    for (index_t layer = 0; layer < packing_.count; ++layer) packed_.plan_copy(layer, from, to);
     searches_.copy(from, to);
     plan_whole([&] { whole_.plan_copy(from, to); }, stream);
   }
   void commit_copy(index_t from, index_t to, cudaStream_t stream) {
     if (beside_.is_under_way()) stream_beside_.hold(stream);
     whole_.commit_copy(from, to, stream);
-    for (const index_t layer : packing_.of) {
-      if (layer < 0) continue;
-      const sequence_layer owner{layer, from};
-      packed_.commit_copy(layer, from, to, searches_.finished(owner, packed_.segments(owner).size()), stream);
+    for (index_t layer = 0; layer < packing_.count; ++layer) {
+      const std::size_t segments = packed_.segments({layer, from}).size();
+      packed_.commit_copy(layer, from, to, searches_.finished({layer, from}, segments), stream);
     }
     searches_.mark(to, stream);
   }
-
   void clear(index_t id, cudaStream_t stream) {
     if (beside_.owner.id == id) stream_beside_.wait(), beside_ = {};
     whole_.clear(id, stream);
     searches_.clear(id);
-    for (const index_t layer : packing_.of) {
-      if (layer < 0) continue;
+    for (index_t layer = 0; layer < packing_.count; ++layer) {
       packed_.clear({layer, id}, stream);
       maker_.forget({layer, id});
     }
@@ -362,8 +359,7 @@ class kv_store<Layout> {
   bool begins_segments(sequence_layer owner, index_t prompt) const {
     return packed_.segments(packed_owner(owner)).empty() || prompt >= rows_type::own_segment_tokens;
   }
-  void add_spans(host_vector<segment_span<view_type>>& to, sequence_layer owner, index_t due,
-                 index_t share) const {
+  void add_spans(host_vector<segment_span<view_type>>& to, sequence_layer owner, index_t due, index_t share) const {
     for (index_t first = 0; first < due; first += share)
       to.push_back({view(owner), owner.layer, first, (std::min)(share, due - first)});
   }

@@ -17,9 +17,9 @@ TESSERA_HD inline index_t bit_words(const packed_format& format) { return ceil_d
 /// Channels as matrix instructions take them; those that are added are 0.
 TESSERA_HD constexpr index_t whole_channels(index_t channels) { return (channels + 15) / 16 * 16; }
 
-/// Vectors of one kind in a segment: keys, values, or the mean keys of blocks. Planes are [kv_heads, capacity] rows; a row is
-/// `value_stride` bytes of values, `bit_words` words of bits, and a scale where the format has scales. Heads may stand further apart
-/// than their rows need: see `packed_places`.
+/// Vectors of one kind in a segment: keys, values, or the mean keys of blocks. Planes are [kv_heads, capacity] rows; a
+/// row is `value_stride` bytes of values, `bit_words` words of bits, and a scale where the format has scales. Heads may
+/// stand further apart than their rows need: see `packed_places`.
 struct packed_vectors {
   packed_format format;
   index_t capacity = 0;  ///< rows of a head: from one head's scales to the next one's
@@ -100,8 +100,8 @@ __device__ __forceinline__ void with_element(packed_element element, const Visit
   }
 }
 
-/// begins [count + 1] = the sums of `units_of(i)` over what lies before each of `count` segments, and over all of them. By all threads
-/// of a block; ends with a barrier.
+/// begins [count + 1] = the sums of `units_of(i)` over what lies before each of `count` segments, and over all of them.
+/// By all threads of a block; ends with a barrier.
 template <class UnitsOf>
 __device__ __forceinline__ void fill_sums(index_t count, index_t* begins, const UnitsOf& units_of) {
   if (threadIdx.x < 32) {
@@ -131,7 +131,8 @@ __device__ __forceinline__ void fill_begins(const View& view, index_t sequence, 
 
 }  // namespace detail
 
-/// Memory of one segment's rows and means, for as many rows of every kv_head as it is made for. Bases and sets are others'.
+/// Memory of one segment's rows and means, for as many rows of every kv_head as it is made for. Bases and sets are
+/// others'.
 class segment_memory {
  public:
   /// `block` 0: no means.
@@ -143,7 +144,8 @@ class segment_memory {
         means_(k, kv_heads, block > 0 ? ceil_div(capacity, block) : 0) {}
 
   device_segment segment() const { return {k_.vectors(), v_.vectors(), means_.vectors(), block_, rows_.data()}; }
-  /// The same with bases [kv_heads, channels, dim], or null, and, where rows have no bits of their own, sets [kv_heads, bit_words].
+  /// The same with bases [kv_heads, channels, dim], or null, and, where rows have no bits of their own, sets [kv_heads,
+  /// bit_words].
   device_segment segment(const float* k_basis, const float* v_basis, const std::uint32_t* k_set = nullptr,
                          const std::uint32_t* v_set = nullptr) const {
     device_segment made = segment();

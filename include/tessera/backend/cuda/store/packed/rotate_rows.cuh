@@ -26,8 +26,8 @@ __device__ __forceinline__ void split_pair(float x, float y, std::uint32_t (&par
 
 /// Turns 32 rows into `channels` channels of a basis [channels, D], by one warp: turned [32, stride] <- rows basis^T.
 ///
-/// `row_of(i)` points to row i, on 16 bytes, or is null for one that is not there. Of every few groups of 8 channels one warp of
-/// `sharers` turns those of its `share`; all channels up to the next multiple of 8 are written.
+/// `row_of(i)` points to row i, on 16 bytes, or is null for one that is not there. Of every few groups of 8 channels
+/// one warp of `sharers` turns those of its `share`; all channels up to the next multiple of 8 are written.
 ///
 /// The order of a product's terms is free: a lane takes 8 neighbours of a row in one load, and the basis alike.
 template <class T, int D, class RowOf>

@@ -44,8 +44,8 @@ struct packing_plan {
   }
 };
 
-/// What a layout's own segments need. Layers are counted among those that pack. Calls on one stream follow each other; a caller with two lets one
-/// wait for the other.
+/// What a layout's own segments need. Layers are counted among those that pack. Calls on one stream follow each other;
+/// a caller with two lets one wait for the other.
 template <packing_layout Layout, class View>
 class segment_maker {
   using T = typename Layout::element_type;
@@ -90,7 +90,8 @@ class segment_maker {
   void find_bases(const spans& segments, const segment_rooms& room, cudaStream_t stream) {
     if (room.bases) (*bases_).run(segments, room.bases->data(), stream);
   }
-  /// The same without waiting, but where groups of channels are put in order; behind it `have_bases` says whether rows have any.
+  /// The same without waiting, but where groups of channels are put in order; behind it `have_bases` says whether rows
+  /// have any.
   void start_bases(const spans& segments, const segment_rooms& room, cudaStream_t stream) {
     if (room.bases) (*bases_).start(segments, room.bases->data(), stream);
   }

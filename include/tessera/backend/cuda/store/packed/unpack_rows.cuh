@@ -56,7 +56,8 @@ __global__ void __launch_bounds__(D) unpack_rows_entry(const __grid_constant__ V
 
 }  // namespace detail
 
-/// What one sequence's layer stores, unpacked: k [kv_heads, slots, k_dim], v likewise, fp32 on the device. Heads hold `slots` tokens each.
+/// What one sequence's layer stores, unpacked: k [kv_heads, slots, k_dim], v likewise, fp32 on the device. Heads hold
+/// `slots` tokens each.
 template <class View>
 void unpack_rows(const View& view, index_t slots, float* k, float* v, cudaStream_t stream) {
   if (slots == 0) return;

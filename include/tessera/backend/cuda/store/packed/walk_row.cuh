@@ -21,9 +21,11 @@ __device__ __forceinline__ std::uint32_t highest_bit(std::uint32_t word) {
 #endif
 }
 
-/// The bits of words, one after another: the highest of the first word, and so on. The caller counts `Step` for every place.
+/// The bits of words, one after another: the highest of the first word, and so on. The caller counts `Step` for every
+/// place.
 ///
-/// What was taken is shifted out, and all words with it: the next bit is always looked for in the first word. No step asks where a word ends.
+/// What was taken is shifted out, and all words with it: the next bit is always looked for in the first word. No step
+/// asks where a word ends.
 template <int Words, int Step>
 struct bit_stream {
   std::uint32_t words[Words];
@@ -111,9 +113,10 @@ __device__ __forceinline__ float value_of(std::uint32_t word, int i) {
   }
 }
 
-/// How packed rows of up to `Channels` 16-bit values lie in shared memory. Eight lanes that read the same 16 bytes of eight rows read from
-/// all banks, so that none waits for another. Rows of at most 256 bytes are a power of two apart, and the order of their pieces of
-/// 16 bytes is another one in each row; longer rows would take too much memory so, and are an odd number of 16 bytes apart.
+/// How packed rows of up to `Channels` 16-bit values lie in shared memory. Eight lanes that read the same 16 bytes of
+/// eight rows read from all banks, so that none waits for another. Rows of at most 256 bytes are a power of two apart,
+/// and the order of their pieces of 16 bytes is another one in each row; longer rows would take too much memory so, and
+/// are an odd number of 16 bytes apart.
 template <int Channels>
 struct row_places {
   static constexpr bool turned = Channels <= 128;
@@ -134,11 +137,12 @@ struct row_places {
   __device__ static __forceinline__ unsigned byte(unsigned row, unsigned i) { return turned ? row ^ i : row + i; }
 };
 
-/// One row, whose values lie in shared memory, by one thread of a warp that does the same with other rows. Groups of `Group` channels that
-/// stay are walked from the first one up and from the last one down in turns: neither has to wait for the other's bits.
+/// One row, whose values lie in shared memory, by one thread of a warp that does the same with other rows. Groups of
+/// `Group` channels that stay are walked from the first one up and from the last one down in turns: neither has to wait
+/// for the other's bits.
 ///
-/// visit(at, words, j): the group that the caller counts as `at` has the values j to j + Group - 1 of `words`. The first group of all counts as
-/// `first`, and every later one `Step` more.
+/// visit(at, words, j): the group that the caller counts as `at` has the values j to j + Group - 1 of `words`. The
+/// first group of all counts as `first`, and every later one `Step` more.
 template <class Places, class Way, int Step>
 class row_walk {
   static constexpr packed_element Element = Way::element;
@@ -184,7 +188,8 @@ class row_walk {
   __device__ static __forceinline__ four at(const unsigned char* shared, unsigned row, int i) {
     return four(shared + Places::byte(row, unsigned(i * value_bits / 8)));
   }
-  /// Eight values a round, four from each end. Rounds of sixteen are as many instructions, but warps wait longer for their code to come.
+  /// Eight values a round, four from each end. Rounds of sixteen are as many instructions, but warps wait longer for
+  /// their code to come.
   template <bool Gaps, class Visit>
   __device__ __forceinline__ void walk_all(int count, const unsigned char* shared, unsigned row, const Visit& visit) {
     int done = 0, end = count;
@@ -229,15 +234,17 @@ class row_walk {
   bool gaps_ = false;  // a warp's rows have them: words are looked at before every step
 };
 
-/// Words for the bits of every group of `Group` channels, at most `Channels`; and where a quarter of the channels is left out.
+/// Words for the bits of every group of `Group` channels, at most `Channels`; and where a quarter of the channels is
+/// left out.
 template <int Channels, int Group>
 inline constexpr int group_words = (Channels + Group * 32 - 1) / (Group * 32);
 template <int Channels>
 inline constexpr int usual_words = group_words<Channels * 3 / 4, 1>;
 
-/// One way along rows: values of `Element`, a word of bits for every 32 groups of `Group` channels. Rows of usual formats are
-/// walked from both ends, and without looking at the words where no row of the warp has long gaps. Others go up only and look before each
-/// value: that is slower, but a quarter of the code, of which rare formats would else be the larger part.
+/// One way along rows: values of `Element`, a word of bits for every 32 groups of `Group` channels. Rows of usual
+/// formats are walked from both ends, and without looking at the words where no row of the warp has long gaps. Others
+/// go up only and look before each value: that is slower, but a quarter of the code, of which rare formats would else
+/// be the larger part.
 template <packed_element Element, int Words, int Group, bool Usual>
 struct row_way {
   static constexpr packed_element element = Element;
@@ -245,8 +252,8 @@ struct row_way {
   static constexpr bool usual = Usual;
 };
 
-/// The way along rows of a format, as `with_way` takes it: for each element of single channels with the usual words or with all, of two, of four
-/// channels.
+/// The way along rows of a format, as `with_way` takes it: for each element of single channels with the usual words or
+/// with all, of two, of four channels.
 template <int Channels>
 __device__ __forceinline__ int way_of(const packed_format& format) {
   const int element = format.element == packed_element::fp8 ? 1 : format.element == packed_element::int4 ? 2 : 0;
@@ -254,8 +261,8 @@ __device__ __forceinline__ int way_of(const packed_format& format) {
   return element * 4 + group;
 }
 
-/// Calls run.template operator()<row_way>(); 16-bit elements are of the type that `Tile` names. One switch: the code of the ways lies far
-/// apart, and every branch that ends behind another one is a miss of the instruction cache.
+/// Calls run.template operator()<row_way>(); 16-bit elements are of the type that `Tile` names. One switch: the code of
+/// the ways lies far apart, and every branch that ends behind another one is a miss of the instruction cache.
 template <class Tile, int Channels, class Run>
 __device__ __forceinline__ void with_way(int way, const Run& run) {
   constexpr packed_element same = std::is_same_v<Tile, bf16> ? packed_element::bf16 : packed_element::fp16;
@@ -309,8 +316,8 @@ struct bit_rows {
     }
   }
 
-  /// Begins to copy the bits of the lane's row `i` to shared memory; by all lanes of a warp. The first word goes to `to`, and each further word 128
-  /// bytes behind the one before it: so 32 lanes have their words beside each other.
+  /// Begins to copy the bits of the lane's row `i` to shared memory; by all lanes of a warp. The first word goes to
+  /// `to`, and each further word 128 bytes behind the one before it: so 32 lanes have their words beside each other.
   template <int Most>
   __device__ __forceinline__ void copy(index_t i, std::uint32_t to) const {
     const std::uint32_t* row = bits + std::uint64_t(unsigned(i)) * stride;

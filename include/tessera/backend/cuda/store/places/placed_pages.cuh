@@ -25,8 +25,8 @@ __global__ void __launch_bounds__(Threads)
 
 }  // namespace detail
 
-/// Pages [pages, Page, kv_heads, dim] and one table row of pages a place, which the device reads; which page is whose is
-/// the host's. Nothing moves when a place grows.
+/// Pages [pages, Page, kv_heads, dim] and one table row of pages a place, which the device reads; which page is whose
+/// is the host's. Nothing moves when a place grows.
 template <class Layout, int Page>
 class placed_rows<Layout, fixed_pages<Page>> {
  public:

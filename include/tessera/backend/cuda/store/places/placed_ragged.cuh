@@ -27,9 +27,9 @@ __global__ void __launch_bounds__(Threads)
 
 }  // namespace detail
 
-/// Pages of all layers and sequences come from one pool, whose memory is taken when this is made. Who holds which page is the
-/// host's (runtime/ragged_pool.hpp); the device reads a flat table of blocks, one row a (layer, sequence, kv_head), which
-/// gets the entries that a change of shape brings in one launch. Nothing moves when a place grows.
+/// Pages of all layers and sequences come from one pool, whose memory is taken when this is made. Who holds which page
+/// is the host's (runtime/ragged_pool.hpp); the device reads a flat table of blocks, one row a (layer, sequence,
+/// kv_head), which gets the entries that a change of shape brings in one launch. Nothing moves when a place grows.
 /// Bytes    of a place: what the columns of its heads take in the pages that their groups hold.
 template <class Layout>
 class placed_rows<Layout, ragged_pages> {
@@ -43,7 +43,8 @@ class placed_rows<Layout, ragged_pages> {
     return offset_t(places) * kv_heads * ceil_div(tokens, where.page) * where.page;
   }
 
-  /// `rows`: tokens of single kv_heads, as for every placement; where the placement says how many pages there are, that counts.
+  /// `rows`: tokens of single kv_heads, as for every placement; where the placement says how many pages there are, that
+  /// counts.
   placed_rows(const ragged_pages& where, index_t layers, index_t sequences, index_t kv_heads, index_t tokens,
               offset_t rows)
       : layers_(layers),
@@ -166,7 +167,8 @@ class placed_rows<Layout, ragged_pages> {
 
   /// Sets `pages` aside for a sequence, those that it holds included.
   void reserve(index_t id, index_t pages) { pool_.reserve(id, pages); }
-  /// As many as it holds with `tokens` more in every head, 0: no more than it holds. `held_of(layer)`: what its heads hold.
+  /// As many as it holds with `tokens` more in every head, 0: no more than it holds. `held_of(layer)`: what its heads
+  /// hold.
   template <class HeldOf>
   void expect(index_t id, index_t tokens, const HeldOf& held_of) {
     host_vector<index_t> longest(std::size_t(groups_.count()), 0);

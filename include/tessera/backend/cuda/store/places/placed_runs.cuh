@@ -13,17 +13,19 @@
 TESSERA_NAMESPACE_BEGIN
 namespace cuda {
 
-/// Where a cache's rows lie; specialised by placement. A place is layer * sequences + id. Changes are planned on the host
-/// first: `plan`, any number of `plan_room` and `plan_keep`, then `commit_*` for the same places in the same order; or
-/// `abandon`.
-///   rows_for(placement, places, kv_heads, tokens), and made with (placement, layers, sequences, kv_heads, tokens, rows)
+/// Where a cache's rows lie; specialised by placement. A place is layer * sequences + id. Changes are planned on the
+/// host first: `plan`, any number of `plan_room` and `plan_keep`, then `commit_*` for the same places in the same
+/// order; or `abandon`.
+///   rows_for(placement, places, kv_heads, tokens), and made with (placement, layers, sequences, kv_heads, tokens,
+///   rows)
 ///   view(owner), batch_view(layer)      rows without lengths and positions
 ///   columns()                               what a step table has to gather
 ///   plan_room(place, held, tokens), commit_room(place, lengths, held, stream)
 ///   plan_keep(place, held, kept), keep(...)   the chosen slots alone stay
 ///   shrank(place, gained, held)               rows went, and their room is given back as far as the placement likes
 ///   dropped(place, gained)                    rows went, and room that was committed before stays
-///   plan_copy(to, held), commit_copy(from, to, lengths, held, stream)   an empty place gets what another one, which has such
+///   plan_copy(to, held), commit_copy(from, to, lengths, held, stream)   an empty place gets what another one, which
+///                                                                       has such
 ///                                             bounds and lengths, holds
 ///   took(place, tokens), clear(place), bytes(place)
 /// `held` is a held_tokens: bounds of all heads, and of each.

@@ -29,8 +29,8 @@ struct plane_list {
   plane planes[most_planes];
 };
 
-/// New beginnings of one place's heads: one after another from `first`, each with its tokens and `room` more; without counts, each
-/// with `room`.
+/// New beginnings of one place's heads: one after another from `first`, each with its tokens and `room` more; without
+/// counts, each with `room`.
 template <int Threads>
 __global__ void __launch_bounds__(Threads)
     lay_out_entry(const index_t* counts, index_t heads, index_t room, offset_t first, offset_t* begins) {
@@ -71,10 +71,11 @@ __global__ void __launch_bounds__(Threads)
 
 /// Rows of all places, one run a place, heads one behind the other; a place is a (layer, sequence).
 ///
-/// The device holds where each head begins (`begins` below, kept by the caller), so that recorded launches follow rows that
-/// move. The host holds each run and for how many more tokens of every head it has room. Changes are planned on the host first, for all places that a call
-/// concerns, and then carried out on the stream in the same order: a plan that does not fit changes nothing. Where no free
-/// run is long enough but all together are, the pool closes its gaps: it can be used to the last row.
+/// The device holds where each head begins (`begins` below, kept by the caller), so that recorded launches follow rows
+/// that move. The host holds each run and for how many more tokens of every head it has room. Changes are planned on
+/// the host first, for all places that a call concerns, and then carried out on the stream in the same order: a plan
+/// that does not fit changes nothing. Where no free run is long enough but all together are, the pool closes its gaps:
+/// it can be used to the last row.
 class run_pool {
  public:
   run_pool(index_t places, index_t kv_heads, offset_t rows, const host_vector<index_t>& row_bytes, const char* what)
@@ -120,9 +121,11 @@ class run_pool {
   }
   offset_t most_rows() const { return most_used_; }
 
-  // --- another size ---------------------------------------------------------------------------------------------------
+  // --- another size
+  // ---------------------------------------------------------------------------------------------------
 
-  /// Rows with which every place can take `tokens` tokens more in each head, whatever the order. held: what places hold.
+  /// Rows with which every place can take `tokens` tokens more in each head, whatever the order. held: what places
+  /// hold.
   offset_t rows_to_take(const host_vector<token_bound>& held, index_t tokens, index_t most) const {
     offset_t total = 0, largest = 1;
     for (std::size_t place = 0; place < runs_.size(); ++place) {
@@ -143,7 +146,8 @@ class run_pool {
     for (const index_t bytes : row_bytes_) planes.emplace_back(std::size_t(rows) * std::size_t(bytes));
     return planes;
   }
-  /// Moves all runs to the planes that `planes_for(rows)` made. Launches that were recorded read memory that is no more.
+  /// Moves all runs to the planes that `planes_for(rows)` made. Launches that were recorded read memory that is no
+  /// more.
   template <class Begins>
   void move_to(host_vector<device_buffer<std::byte>> planes, offset_t rows, const Begins& begins_of,
                cudaStream_t stream) {
@@ -211,8 +215,8 @@ class run_pool {
 
   // --- carrying out, on the stream -----------------------------------------------------------------------------------
 
-  /// Carries out what was planned before the place's fresh run, then lays it out for `counts` tokens by head; null: evenly.
-  /// begins_of(place): where its heads begin, on the device.
+  /// Carries out what was planned before the place's fresh run, then lays it out for `counts` tokens by head; null:
+  /// evenly. begins_of(place): where its heads begin, on the device.
   /// Returns whether there was a fresh run.
   template <class Begins>
   bool lay_out(std::size_t place, const index_t* counts, const Begins& begins_of, cudaStream_t stream) {
@@ -269,7 +273,8 @@ class run_pool {
     bool closes_gap;
   };
 
-  /// Places by where their runs lie. It is kept from call to call: a step of many sequences may plan a run for every layer of each.
+  /// Places by where their runs lie. It is kept from call to call: a step of many sequences may plan a run for every
+  /// layer of each.
   const host_vector<std::size_t>& in_order() {
     if (!order_.empty()) return order_;
     for (std::size_t place = 0; place < runs_.size(); ++place) {

@@ -1,4 +1,5 @@
-// Page-locked memory of the host, which kernels write to and nobody waits for, and marks on a stream that say what has been done.
+// Page-locked memory of the host, which kernels write to and nobody waits for, and marks on a stream that say what has
+// been done.
 #pragma once
 
 #include <cstddef>
@@ -83,8 +84,8 @@ class beside_recording {
   cudaStreamCaptureMode mode_ = cudaStreamCaptureModeRelaxed;
 };
 
-/// Blocks of page-locked memory, all of one size, made many at a time and used again when nobody holds them: no step makes any once there
-/// are enough. Any thread may give one back.
+/// Blocks of page-locked memory, all of one size, made many at a time and used again when nobody holds them: no step
+/// makes any once there are enough. Any thread may give one back.
 class row_blocks {
   struct pool {
     std::mutex mutex;
@@ -96,7 +97,8 @@ class row_blocks {
   using block = std::shared_ptr<const std::byte>;
 
   explicit row_blocks(std::size_t bytes) : bytes_((bytes + 255) / 256 * 256), pool_(std::make_shared<pool>()) {}
-  /// Blocks of its own: given back, those of a cache are used again by what stands behind on the same stream, and a copy has another one.
+  /// Blocks of its own: given back, those of a cache are used again by what stands behind on the same stream, and a
+  /// copy has another one.
   row_blocks(const row_blocks& other) : row_blocks(other.bytes_) {}
   row_blocks(row_blocks&&) noexcept = default;
   row_blocks& operator=(row_blocks other) noexcept {

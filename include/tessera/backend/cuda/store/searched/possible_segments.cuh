@@ -76,8 +76,9 @@ bool searches(const Layout& layout) {
   if constexpr (searching_layout<Layout>) return layout.rows.strategy.searched();
   return false;
 }
-/// Segments that a conversation of at most `tokens` tokens may have: those of its prompts, each cut at its own end, and, where
-/// strategies are searched, one of decoded tokens behind each, and others as they end, in two parts if a strategy came on the way.
+/// Segments that a conversation of at most `tokens` tokens may have: those of its prompts, each cut at its own end,
+/// and, where strategies are searched, one of decoded tokens behind each, and others as they end, in two parts if a
+/// strategy came on the way.
 template <packing_layout Layout>
 index_t most_segments(const Layout& layout, index_t tokens) {
   const index_t of_prompts = ceil_div(tokens, layout.rows.segment) + 1 + tokens / Layout::rows_type::own_segment_tokens;

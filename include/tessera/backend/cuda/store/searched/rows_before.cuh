@@ -1,4 +1,5 @@
-// Rows as they were before they were packed, on the host until a search has seen them, and what packing has left out of them.
+// Rows as they were before they were packed, on the host until a search has seen them, and what packing has left out of
+// them.
 #pragma once
 
 #include "../../../../core/host/host_vector.hpp"
@@ -8,7 +9,8 @@
 TESSERA_NAMESPACE_BEGIN
 namespace cuda {
 
-/// Rows of a layer that were packed together, in a block of the host: K [kv_heads, rows, k_dim], then V, as the cache has them.
+/// Rows of a layer that were packed together, in a block of the host: K [kv_heads, rows, k_dim], then V, as the cache
+/// has them.
 struct rows_before {
   row_blocks::block block;
   index_t rows = 0;
@@ -51,8 +53,8 @@ __device__ float lost_share(const packed_vectors& from, index_t head, index_t ro
 
 inline constexpr int loss_threads = 256, loss_rows = 256;
 
-/// sums [chunks, kv_heads] = what packing left out of whole rows first, ..., `count` of them, which are rows held, ... of a segment: 256 rows
-/// a block, x; heads y.
+/// sums [chunks, kv_heads] = what packing left out of whole rows first, ..., `count` of them, which are rows held, ...
+/// of a segment: 256 rows a block, x; heads y.
 template <class View>
 __global__ void __launch_bounds__(loss_threads)
     lose_rows_entry(const __grid_constant__ View view, index_t segment_index, index_t held, index_t first,
@@ -90,8 +92,8 @@ __global__ void __launch_bounds__(Threads)
 
 }  // namespace detail
 
-/// Copies `count` whole rows of a view of one sequence, from `first` on, to blocks of at most `each` rows. Nobody waits: the host may read
-/// them once a `stream_mark` behind it has been reached.
+/// Copies `count` whole rows of a view of one sequence, from `first` on, to blocks of at most `each` rows. Nobody
+/// waits: the host may read them once a `stream_mark` behind it has been reached.
 template <class View>
 void keep_rows(const View& whole, index_t first, index_t count, const host_vector<rows_before>& to,
                cudaStream_t stream) {
@@ -105,16 +107,17 @@ void keep_rows(const View& whole, index_t first, index_t count, const host_vecto
   }
 }
 
-/// Adds up what packing has left out of rows: of a row the mean of K's and V's share of energy, of all of them their sum, of the heads the
-/// mean. Scratch is its own.
+/// Adds up what packing has left out of rows: of a row the mean of K's and V's share of energy, of all of them their
+/// sum, of the heads the mean. Scratch is its own.
 template <class View>
 class row_losses {
  public:
   row_losses(index_t kv_heads, index_t most_rows)
       : heads_(kv_heads), sums_(std::size_t(kv_heads) * std::size_t(ceil_div(most_rows, detail::loss_rows))) {}
 
-  /// Of whole rows `first`, ..., which have become the rows `held`, ... of segment `segment` of the view's one sequence. `total` is on the host,
-  /// page-locked; where the segment's first rows are these it is written, else added to.
+  /// Of whole rows `first`, ..., which have become the rows `held`, ... of segment `segment` of the view's one
+  /// sequence. `total` is on the host, page-locked; where the segment's first rows are these it is written, else added
+  /// to.
   void run(const View& view, index_t segment, index_t held, index_t first, index_t count, double* total,
            cudaStream_t stream) const {
     if (count == 0) return;

@@ -1,4 +1,5 @@
-// Segments of decoded tokens on the device whose strategy is searched on another thread, and put in place between two steps.
+// Segments of decoded tokens on the device whose strategy is searched on another thread, and put in place between two
+// steps.
 #pragma once
 
 #include <algorithm>
@@ -38,11 +39,13 @@ class segment_searches {
   offset_t bytes(index_t, index_t) const { return 0; }
 };
 
-/// Of each place: the segments that are settled, those behind them, which are packed by the last settled one's strategy, and their rows as
-/// they were, on the host. Of each sequence: the search that goes on, of the newest settled segments.
+/// Of each place: the segments that are settled, those behind them, which are packed by the last settled one's
+/// strategy, and their rows as they were, on the host. Of each sequence: the search that goes on, of the newest settled
+/// segments.
 ///
-/// Rows wait on the host, for the device's memory is what packing saves: kernels write them to page-locked blocks, and losses too, and nobody
-/// waits. What the host decides by losses it decides before the next rows are packed, so that they have long been there.
+/// Rows wait on the host, for the device's memory is what packing saves: kernels write them to page-locked blocks, and
+/// losses too, and nobody waits. What the host decides by losses it decides before the next rows are packed, so that
+/// they have long been there.
 template <searching_layout Layout, class View>
 class segment_searches<Layout, View> {
   using rows_type = typename Layout::rows_type;
@@ -83,8 +86,8 @@ class segment_searches<Layout, View> {
     ranges_.clear(id);
   }
 
-  /// To a sequence without segments; a search that goes on is shared. Waits for what was packed, also of who had the id before: kernels write
-  /// the losses.
+  /// To a sequence without segments; a search that goes on is shared. Waits for what was packed, also of who had the id
+  /// before: kernels write the losses.
   void copy(index_t from, index_t to) {
     if (!on()) return;
     session& now = sessions_[std::size_t(to)];
@@ -107,8 +110,8 @@ class segment_searches<Layout, View> {
   bool joins(sequence_layer owner, const segments& all) const {
     if (!on()) return true;
     const segment_record &own = like(owner, all), &last = all.back();
-    return all.size() > ranges_[owner].settled && last.k_basis == own.k_basis && last.k == own.k &&
-           last.v == own.v && last.block == own.block;
+    return all.size() > ranges_[owner].settled && last.k_basis == own.k_basis && last.k == own.k && last.v == own.v &&
+           last.block == own.block;
   }
 
   /// Blocks for `count` rows that are about to be packed, which `joined` takes without more memory. Errors: no memory.
@@ -132,8 +135,8 @@ class segment_searches<Layout, View> {
     }
   }
   /// They stand behind the settled segments, and are still whole. `blocks` are those of `room`.
-  void joined(const View& view, sequence_layer owner, index_t first, index_t count,
-              host_vector<rows_before> blocks, cudaStream_t stream) {
+  void joined(const View& view, sequence_layer owner, index_t first, index_t count, host_vector<rows_before> blocks,
+              cudaStream_t stream) {
     if (!on()) return;
     keep_rows(view.whole, first, count, blocks, stream);
     range& here = ranges_[owner];
@@ -149,8 +152,9 @@ class segment_searches<Layout, View> {
     if (on()) sessions_[std::size_t(id)].packed.set(stream);
   }
 
-  /// Between two steps: what a search has made takes its place; and, where rows are `due`, a segment that has to end does before they come.
-  /// Waits for nothing that came after the rows before them; where memory runs out, all stays as it is for now.
+  /// Between two steps: what a search has made takes its place; and, where rows are `due`, a segment that has to end
+  /// does before they come. Waits for nothing that came after the rows before them; where memory runs out, all stays as
+  /// it is for now.
   void settle(index_t id, packed_places& places, bool due, cudaStream_t stream) {
     if (!on()) return;
     session& now = sessions_[std::size_t(id)];

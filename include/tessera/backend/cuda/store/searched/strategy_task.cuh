@@ -68,8 +68,8 @@ struct search_memory {
   explicit search_memory(std::size_t count) : bytes(device_buffer<std::byte>::not_cleared(count)) {}
 };
 
-/// Searches a strategy for the rows of one segment in every layer, packs them by it, and takes what it has made to the device, on a stream
-/// of its own.
+/// Searches a strategy for the rows of one segment in every layer, packs them by it, and takes what it has made to the
+/// device, on a stream of its own.
 template <packing_layout Layout>
 class strategy_task final : public background_task {
   static constexpr int k_dim = Layout::k_dim, v_dim = Layout::v_dim;
@@ -228,8 +228,8 @@ class strategy_task final : public background_task {
                   });
   }
 
-  /// Rotates and packs the rows of one head, keys or values, as the device's `encode_rows` does, and adds half of what they lose. `block` above
-  /// 0: and the mean of each block, made before anything is left out.
+  /// Rotates and packs the rows of one head, keys or values, as the device's `encode_rows` does, and adds half of what
+  /// they lose. `block` above 0: and the mean of each block, made before anything is left out.
   template <int D, class Channels, class Load>
   static void pack_side(const Channels& channels, const packed_vectors& to, index_t head, index_t count,
                         const Load& load, float* basis, double& loss, index_t block, const packed_vectors& means) {

@@ -12,7 +12,8 @@
 TESSERA_NAMESPACE_BEGIN
 namespace cuda {
 
-/// Where bases are written: `run` of them side by side, the first of each run `step` floats behind that of the run before.
+/// Where bases are written: `run` of them side by side, the first of each run `step` floats behind that of the run
+/// before.
 struct basis_places {
   index_t run = 1;
   offset_t step = 0;
@@ -29,7 +30,8 @@ struct jacobi_turn {
   int p, q;
 };
 
-/// The pair that thread i of dim / 2 turns in a round, so that every index is in one pair and every pair has met after dim - 1 rounds.
+/// The pair that thread i of dim / 2 turns in a round, so that every index is in one pair and every pair has met after
+/// dim - 1 rounds.
 __device__ inline int2 pair_of_round(int i, int round, int dim) {
   const int around = dim - 1;
   const int p = i == 0 ? dim - 1 : (round + i) % around, q = i == 0 ? round : (round - i + around) % around;
@@ -55,8 +57,8 @@ __device__ __forceinline__ void turn_two(const jacobi_turn& turn, float& x, floa
   x = turn.cosine * before - turn.sine * y, y = turn.sine * before + turn.cosine * y;
 }
 
-/// One block finds the eigenvectors of one symmetric matrix [dim, dim]. `a` and `v` [dim, stride] are its work, in shared memory or in
-/// global. Elements below 2e-8 of the trace are zero already: what is left of them is rounding.
+/// One block finds the eigenvectors of one symmetric matrix [dim, dim]. `a` and `v` [dim, stride] are its work, in
+/// shared memory or in global. Elements below 2e-8 of the trace are zero already: what is left of them is rounding.
 template <int Threads>
 __device__ void jacobi(float* a, float* v, int dim, int stride, jacobi_turn* turns, float& shared_trace) {
   const int thread = int(threadIdx.x), lane = thread % 32, pairs = dim / 2;
@@ -95,8 +97,8 @@ __device__ void jacobi(float* a, float* v, int dim, int stride, jacobi_turn* tur
   }
 }
 
-/// Rows of `v` that are nearly orthonormal, made so to rounding by one step of Newton and Schulz: v = (3 I - v v^T) v / 2. What a thousand
-/// turns leave, 4e-5 at 128 channels, is squared. `a` is work.
+/// Rows of `v` that are nearly orthonormal, made so to rounding by one step of Newton and Schulz: v = (3 I - v v^T) v /
+/// 2. What a thousand turns leave, 4e-5 at 128 channels, is squared. `a` is work.
 template <int Threads>
 __device__ void make_orthonormal(float* a, float* v, int dim, int stride) {
   for (int i = int(threadIdx.x); i < dim * dim; i += Threads) {
@@ -125,8 +127,8 @@ __device__ void make_orthonormal(float* a, float* v, int dim, int stride) {
   __syncthreads();
 }
 
-/// One block makes one basis. matrices [count] every `step` floats; bases [channels, dim] each, where `places` says; work [count, 2, dim,
-/// dim] where matrices do not fit in shared memory, else null.
+/// One block makes one basis. matrices [count] every `step` floats; bases [channels, dim] each, where `places` says;
+/// work [count, 2, dim, dim] where matrices do not fit in shared memory, else null.
 template <int Threads>
 __global__ void __launch_bounds__(Threads)
     find_bases_entry(const float* matrices, offset_t step, int dim, int channels, float* bases, basis_places places,
@@ -177,12 +179,14 @@ __global__ void __launch_bounds__(Threads)
 
 }  // namespace detail
 
-/// bases [count, channels, dim] = the eigenvectors of symmetric matrices [dim, dim] with the largest eigenvalues, the largest first, each
-/// turned so that the first of its largest components is positive; see layout/rotated.hpp.
+/// bases [count, channels, dim] = the eigenvectors of symmetric matrices [dim, dim] with the largest eigenvalues, the
+/// largest first, each turned so that the first of its largest components is positive; see layout/rotated.hpp.
 ///
-/// Returns  not_finite [count]: 1 for a matrix with NaN or infinity, whose basis is then that of the engine's first channels.
+/// Returns  not_finite [count]: 1 for a matrix with NaN or infinity, whose basis is then that of the engine's first
+/// channels.
 /// Cost     one thread block a matrix. Recordable; same input, same bits.
-/// cuSOLVER's cusolverDnXsyevBatched takes 3.5 ms for 512 matrices of 128 (H200, CUDA 13.0), but it is a library to link.
+/// cuSOLVER's cusolverDnXsyevBatched takes 3.5 ms for 512 matrices of 128 (H200, CUDA 13.0), but it is a library to
+/// link.
 template <int Threads>
 class basis_finder {
  public:
@@ -200,7 +204,8 @@ class basis_finder {
     return in_shared_ ? 0 : array_bytes<float>(std::size_t(count) * 2 * std::size_t(dim_) * std::size_t(dim_));
   }
 
-  /// The first matrix of each lies `step` floats behind that of the one before. Bases are written side by side, or to `places`.
+  /// The first matrix of each lies `step` floats behind that of the one before. Bases are written side by side, or to
+  /// `places`.
   void run(const float* matrices, offset_t step, index_t count, index_t channels, float* bases, index_t* not_finite,
            void* workspace, cudaStream_t stream, basis_places places = {}) const {
     if (count == 0) return;

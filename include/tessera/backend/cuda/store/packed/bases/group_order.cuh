@@ -24,8 +24,8 @@ struct ordering_memory {
   std::uint32_t channels[D][blocks];
 };
 
-/// counts [kv_heads, channels, channels] = in how many of up to 1,024 rows both channels are among the `kept` with most energy. blockIdx: the
-/// kv_head. A warp rotates and chooses a row at a time.
+/// counts [kv_heads, channels, channels] = in how many of up to 1,024 rows both channels are among the `kept` with most
+/// energy. blockIdx: the kv_head. A warp rotates and chooses a row at a time.
 template <class Whole, int D>
 __global__ void __launch_bounds__(ordering_threads)
     count_pairs_entry(const __grid_constant__ Whole whole, bool keys, index_t first, index_t count,
@@ -89,7 +89,8 @@ __global__ void __launch_bounds__(Threads)
 
 }  // namespace detail
 
-/// Orders the channels of bases of one kind, K or V, for `format.group`: as cpu's segments do, see runtime/rotation.hpp. Of group 1 nothing.
+/// Orders the channels of bases of one kind, K or V, for `format.group`: as cpu's segments do, see
+/// runtime/rotation.hpp. Of group 1 nothing.
 /// Cost     two launches a segment; the host matches pairs and waits for the device.
 template <class View, int D>
 class order_bases {

@@ -13,8 +13,8 @@ namespace detail {
 
 inline constexpr int moment_warps = 8, moment_threads = moment_warps * 32, moment_tile_rows = 64;
 
-/// A block sums x x^T over one piece of the rows of one head, K or V, for up to 128 rows of the matrix: 16 a warp. Products of 16-bit
-/// numbers are exact; sums are fp32.
+/// A block sums x x^T over one piece of the rows of one head, K or V, for up to 128 rows of the matrix: 16 a warp.
+/// Products of 16-bit numbers are exact; sums are fp32.
 template <class View, int D, bool Keys>
 __device__ void sum_moment(const View& view, index_t sequence, index_t head, index_t first, index_t rows, index_t strip,
                            float* to, unsigned char* shared) {
@@ -97,7 +97,8 @@ __global__ void __launch_bounds__(Threads) add_pieces_entry(float* sums, index_t
 
 /// The sums of x x^T over whole rows `first`, ... of every head, of keys and of values.
 ///
-/// Returns  [lanes, k_dim * k_dim + v_dim * v_dim] fp32 at the beginning of the workspace: of each (sequence, kv_head) its keys' matrix and
+/// Returns  [lanes, k_dim * k_dim + v_dim * v_dim] fp32 at the beginning of the workspace: of each (sequence, kv_head)
+/// its keys' matrix and
 ///          its values'. Same input, same bits.
 /// Cost     two launches; rows are read once for 128 rows of the matrix.
 template <class View>

@@ -59,7 +59,8 @@ class find_segment_bases {
              std::to_string(segments[std::size_t(lane / heads_)].layer) + ", kv_head " + std::to_string(lane % heads_),
          "NaN or infinity", "finite numbers", "keep NaN and infinity out of keys and values, or scale them");
   }
-  /// The same, but that only groups of several channels wait for the device; when it is done, `are_finite` says whether these are bases.
+  /// The same, but that only groups of several channels wait for the device; when it is done, `are_finite` says whether
+  /// these are bases.
   void start(const host_vector<segment_span<View>>& segments, float* bases, cudaStream_t stream) {
     lanes_ = segments.size() * std::size_t(heads_);
     if (wrong_.size() < 2 * lanes_) wrong_ = pinned_buffer<index_t>(2 * lanes_);

@@ -4,9 +4,9 @@
 #include <algorithm>
 #include <cstdint>
 
-#include "../core/error.hpp"
-#include "../core/host/host_vector.hpp"
-#include "../core/types.hpp"
+#include "../../core/error.hpp"
+#include "../../core/host/host_vector.hpp"
+#include "../../core/types.hpp"
 
 TESSERA_NAMESPACE_BEGIN
 
@@ -18,7 +18,8 @@ struct batch {
   bool evicts_first = false;               ///< the first stage chooses before the step reads
   bool evicts_last = false;                ///< the first stage chooses when the step has been attended
   host_vector<std::uint8_t> boundaries{};  ///< [sequences, tokens], of a recipe that needs them in steps
-  std::uint64_t number = 0;                ///< of the step among those of its cache and the cache's copies, from 1: an older one is refused
+  /// of the step among those of its cache and the cache's copies, from 1: an older one is refused
+  std::uint64_t number = 0;
 
   index_t sequences() const { return index_t(ids.size()); }
   static void require_different(host_vector<index_t> ids) {

@@ -3,12 +3,13 @@
 
 #include <cstdint>
 
-#include "../core/host/host_vector.hpp"
-#include "../core/prompt/layer_progress.hpp"
-#include "../planned.hpp"
+#include "../../core/host/host_vector.hpp"
+#include "../../core/prompt/layer_progress.hpp"
+#include "../../planned.hpp"
 
 TESSERA_NAMESPACE_BEGIN
 
+/// The state of one sequence of a cache whose recipe is `Recipe`.
 template <class Recipe>
 struct sequence_state {
   bool open = false;

@@ -8,12 +8,12 @@
 #include <string>
 #include <utility>
 
-#include "../core/closed_ids.hpp"
-#include "../core/host/host_vector.hpp"
-#include "../core/model_shape.hpp"
-#include "../core/prompt/prompt_reach.hpp"
-#include "../core/sequence_layer.hpp"
-#include "../planned.hpp"
+#include "../../core/closed_ids.hpp"
+#include "../../core/host/host_vector.hpp"
+#include "../../core/model_shape.hpp"
+#include "../../core/prompt/prompt_reach.hpp"
+#include "../../core/sequence_layer.hpp"
+#include "../../planned.hpp"
 #include "batch.hpp"
 #include "sequence_state.hpp"
 
@@ -311,15 +311,16 @@ class conversations {
            "pass q, k and v of the step's tokens");
     }
     for (const index_t id : step.ids) {
-      require(at({layer_index, id}).turn_tokens == 0, "tokens since the prompt began", at({layer_index, id}).turn_tokens,
-              "0", "finish a step before the next prompt begins");
+      require(at({layer_index, id}).turn_tokens == 0, "tokens since the prompt began",
+              at({layer_index, id}).turn_tokens, "0", "finish a step before the next prompt begins");
       if (step.number == 0 || step.number != at(id).step || step.tokens != at(id).step_tokens) {
         fail("step of sequence " + std::to_string(id), step.number, "the one that prepare_step returned last for it",
              "call prepare_step before the layers of a step");
       }
     }
   }
-  /// Layers step in order, and once for each `prepare_step`: one that is behind or ahead would answer for other positions.
+  /// Layers step in order, and once for each `prepare_step`: one that is behind or ahead would answer for other
+  /// positions.
   void check_order(index_t layer_index, const batch& step) const {
     for (const index_t id : step.ids) {
       const conversation& c = at(id);
