@@ -21,6 +21,8 @@ EIGEN = os.environ.get("EIGEN3_INCLUDE_DIR", "/usr/include/eigen3")  # for recip
 ELEMENTS = {torch.float32: "fp32", torch.bfloat16: "bf16", torch.float16: "fp16"}
 HEAD_DIMS = (64, 80, 96, 128, 192, 256)
 # Strings pass between the operators and the recipes' libraries: both have them as the torch that is installed has.
+# Code of all libraries is for this processor: they share types, whose namespace names the instruction set.
+HOST = "-march=native"
 ABI = f"-D_GLIBCXX_USE_CXX11_ABI={int(torch.compiled_with_cxx11_abi())}"
 EXPORTS = """
 tessera_torch::any_cache* tessera_torch_make(const tessera_torch::cache_request& request) {
@@ -107,11 +109,11 @@ def machine(compiler, *unused):
 
 def command_of(device):
     if device == "cpu":
-        return [os.environ.get("CXX", "g++"), "-std=c++20", "-O3", "-march=native", ABI, "-shared", "-fPIC", "-x", "c++"]
+        return [os.environ.get("CXX", "g++"), "-std=c++20", "-O3", HOST, ABI, "-shared", "-fPIC", "-x", "c++"]
     # nvcc's -O is that of host code, which only launches kernels; these are optimised fully without it.
     major, minor = torch.cuda.get_device_capability()
     arch = f"{major}{minor}{'a' if major >= 9 else ''}"
-    return [os.environ.get("NVCC", "nvcc"), "-std=c++20", "-O1", f"-arch=sm_{arch}", "--shared", "-Xcompiler", "-fPIC",
+    return [os.environ.get("NVCC", "nvcc"), "-std=c++20", "-O1", f"-arch=sm_{arch}", "--shared", "-Xcompiler", f"-fPIC,{HOST}",
             ABI, "-diag-suppress=177", "-x", "cu"]
 
 
@@ -173,7 +175,7 @@ def operators():
     """torch.ops.tessera, built by torch's own builder for the torch that is installed."""
     compiler = os.environ.get("CXX", "g++")
     with_cuda = torch.cuda.is_available()
-    flags = ["-std=c++20", "-O2", *(["-DTESSERA_TORCH_CUDA"] if with_cuda else [])]
+    flags = ["-std=c++20", "-O2", HOST, *(["-DTESSERA_TORCH_CUDA"] if with_cuda else [])]
     key = hashlib.sha256("\0".join([machine(compiler, "backend/cuda", "methods"), torch.__version__, *flags]).encode()).hexdigest()[:24]
     name = "tessera_torch_operators"
     folder = cache_folder() / f"operators_{key}"

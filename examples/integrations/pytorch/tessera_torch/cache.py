@@ -246,6 +246,8 @@ class TesseraCache(transformers.Cache):
         """Before anything is stored: whether generate will come to its end with this cache."""
         if request.mode not in generation.ONE_BY_ONE:
             refuse(request.mode.value.replace("_", " "))
+        if request.needs:
+            raise NotImplementedError(request.needs)
         if request.longest > self._longest:
             raise ValueError(f"tokens of the conversation may become {request.longest}; expected at most {self._longest}; "
                              "lower max_new_tokens or raise the cache's max_length")

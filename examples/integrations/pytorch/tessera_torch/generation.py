@@ -10,20 +10,30 @@ from transformers import GenerationMixin
 from transformers.generation.configuration_utils import GenerationMode
 
 GENERATE = inspect.unwrap(GenerationMixin.generate).__code__
+# Settings, what they usually are, and why another value cannot be.
+BEYOND = (
+    ("guidance_scale", 1, "classifier-free guidance is not possible with a TesseraCache: the answer that it compares with runs "
+                          "without the cache; leave guidance_scale out"),
+    ("output_attentions", False, "output_attentions is not possible with a TesseraCache: weights of attention are kept nowhere; "
+                                 "leave it out, or use transformers' own cache and eager attention"),
+)
+READ = ("input_ids", "model_kwargs", "generation_mode", "generation_config")  # of generate's names
 CHUNKING = inspect.unwrap(getattr(GenerationMixin, "_prefill_chunking", None) or GenerationMixin._prefill).__code__  # of 4, of 5
 ONE_BY_ONE = (GenerationMode.GREEDY_SEARCH, GenerationMode.SAMPLE)
 
 
 class Request:
-    """One call of generate. mode: how it decodes; longest: tokens of the conversation at its end at most; chunk_begins: where
-    in the prompt the chunk begins that the model reads, None where it reads no chunk; prompt_goes_on: whether more of the
-    prompt comes in a later call, so that a call of one token is no step."""
+    """One call of generate. mode: how it decodes; needs: a sentence about what it asks for that no TesseraCache gives, or None;
+    longest: tokens of the conversation at its end at most; chunk_begins: where in the prompt the chunk begins that the model
+    reads, None where it reads no chunk; prompt_goes_on: whether more of the prompt comes in a later call, so that a call of one
+    token is no step."""
 
     def __init__(self, generate, chunking):
         settings, prompt = generate["generation_config"], generate["input_ids"].shape[1]
         mask = generate["model_kwargs"].get("attention_mask")
         columns = getattr(settings, "_mask_length", prompt) if mask is None else mask.shape[1]
         self.mode = generate["generation_mode"]
+        self.needs = next((what for name, usual, what in BEYOND if getattr(settings, name, None) not in (None, usual)), None)
         self.longest = max(columns, prompt) + settings.max_length - prompt - 1  # the last token is not stored
         chunks = len((chunking or {}).get("input_chunks", ()))
         self.chunk_begins = chunking["past_length"] if chunks else None
@@ -38,7 +48,7 @@ def request_for(cache):
         code = frame.f_code
         if code is CHUNKING:
             chunking = frame.f_locals
-        elif code is GENERATE:
+        elif code is GENERATE and all(name in frame.f_locals for name in READ):  # not so while it runs a `custom_generate`
             names = frame.f_locals
             given = names["model_kwargs"]
             return Request(names, chunking) if cache in (given.get("cache"), given.get("past_key_values")) else None

@@ -1,4 +1,4 @@
-"""Versions of transformers that the tests ran with: what a cache is asked changes from version to version."""
+"""Versions of transformers, the oldest and the newest that the tests ran with: what a cache is asked changes between versions."""
 import warnings
 
 import transformers
@@ -11,7 +11,8 @@ def doubt(version):
     if OLDEST <= tuple(int(part) for part in version.split(".")[:2]) <= NEWEST:
         return None
     low, high = (".".join(map(str, one)) for one in (OLDEST, NEWEST))
-    return (f"transformers is {version}; expected {low} to {high}, with which tessera_torch was tested: what other versions ask "
+    return (f"transformers is {version}; expected {low} to {high}, with which tessera_torch was made "
+            f"(its tests ran with the first and the last): what other versions ask "
             f"of a cache may be answered wrongly; compare with transformers' own cache, or install transformers=={high}.*")
 
 

@@ -203,6 +203,8 @@ def test_terms_that_attention_does_not_have_are_refused():
 @pytest.mark.parametrize("options, mode", [
     (dict(num_beams=2), "beam search"), (dict(num_beams=2, do_sample=True), "beam sample"),
     (dict(prompt_lookup_num_tokens=3), "assisted generation"), (dict(assistant_model=True), "assisted generation"),
+    (dict(guidance_scale=1.5), "classifier-free guidance"),
+    (dict(output_attentions=True, return_dict_in_generate=True), "output_attentions"),
 ], ids=str)
 def test_what_takes_tokens_back_is_refused_before_the_prompt_is_in(options, mode):
     model, ids = small_model(), tokens(40)

@@ -205,3 +205,29 @@ def test_a_compiled_model_and_inference_mode():
             made.append([forward(input_ids=part, past_key_values=cache).logits for part in (ids, ids[:, :1], ids[:, 1:2])])
     for other in made[1:]:
         assert all(torch.equal(x, y) for x, y in zip(made[0], other))
+
+
+@pytest.mark.parametrize("count", [5, 300])
+def test_a_child_of_fork_goes_on_with_its_parents_executor(count):
+    """5 tokens run on the calling thread alone: then the child is the first whose library asks who was forked."""
+    script = textwrap.dedent(f"""
+        import os, signal, sys, torch, transformers
+        sys.path.insert(0, {str(HERE.parent)!r})
+        from tessera_torch import TesseraCache
+        torch.set_num_threads(2)
+        config = transformers.LlamaConfig(hidden_size=128, intermediate_size=64, num_hidden_layers=2, num_attention_heads=2,
+                                          num_key_value_heads=1, head_dim=64, vocab_size=128, max_position_embeddings=1024)
+        model = transformers.AutoModelForCausalLM.from_config(config, attn_implementation="tessera").eval()
+        def read(tokens):
+            with torch.no_grad():
+                model(torch.full((1, tokens), 5), past_key_values=TesseraCache(model.config))
+        read({count})
+        torch.set_num_threads(1)
+        child = os.fork()
+        if child == 0:
+            signal.alarm(300)
+            read(600)
+            os._exit(0)
+        assert os.waitpid(child, 0)[1] == 0
+    """)
+    subprocess.run([sys.executable, "-c", script], check=True)

@@ -306,7 +306,6 @@ class kv_store<Layout> {
       maker_.forget({layer, id});
     }
   }
-
   /// Logical positions by kv_head, ascending: of packed rows their slots. Synchronises.
   host_vector<host_vector<index_t>> downloaded_positions(sequence_layer owner) const {
     auto all = whole_.downloaded_positions(owner);
