@@ -15,7 +15,7 @@ enum class row_sampling { even, random };
 /// `alpha` of the sampled rows' attention. The nearest 64 slash lines and the first 4 columns are always taken; with
 /// alpha 1 everything is.
 ///
-/// The rows are evenly spaced and end with the newest, where a question often stands; with `sample` random they follow
+/// The rows are evenly spaced and end with the newest, where a question often stands; with `sampling` random they follow
 /// from `seed` and the chunk's position. They are the same for all heads and layers. A chunk of at most `rows` rows is
 /// looked at whole. Tokens of earlier turns are keys here, never rows.
 /// Errors   alpha outside (0, 1], no rows, a seed out of range: tessera::error.
@@ -85,7 +85,7 @@ struct covering_lines {
     visit("alpha", self.alpha, value_range{1e-6f, 1.0f},
           "share of the sampled attention that the lines carry; 1: dense");
     visit("rows", self.rows, value_range{1, 1 << 12}, "rows of a prompt chunk that are sampled");
-    visit("sample", self.sampling, one_word_of{"even or random"},
+    visit("sampling", self.sampling, one_word_of{"even or random"},
           "which rows: evenly spaced with the newest among them, or drawn by the seed");
     visit("seed", self.seed, value_range{0, most_tokens}, "another seed, other random rows");
     visit("algorithm", self.algorithm, one_word_of{"coverage or paper"},

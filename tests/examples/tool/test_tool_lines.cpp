@@ -118,7 +118,7 @@ class lines_case {
 
 TEST_CASE("compress writes loopserve's lines and what the last turn's rows attended along them") {
   lines_case given;
-  given.run("loopserve", 32, {{"rows", "20"}, {"sample", "random"}, {"seed", "3"}, {"alpha", "0.9"}});
+  given.run("loopserve", 32, {{"rows", "20"}, {"sampling", "random"}, {"seed", "3"}, {"alpha", "0.9"}});
   const auto file = given.file();
   CHECK(file.at("lines.rows").type == dtype::i32);
   CHECK(file.at("lines.vertical.indptr").type == dtype::i64);
@@ -167,7 +167,7 @@ TEST_CASE("compress writes loopserve's lines and what the last turn's rows atten
                                                                       {"rows", "20"},
                                                                       {"first", "16"},
                                                                       {"every", "16"},
-                                                                      {"sample", "random"},
+                                                                      {"sampling", "random"},
                                                                       {"seed", "3"},
                                                                       {"per", "kv_head"},
                                                                       {"algorithm", "coverage"},
@@ -242,7 +242,7 @@ TEST_CASE("what lines need and the file or the settings lack is named") {
   refused("first", "-1", "first is -1; expected 0");
   refused("observed", "33", "observed is 33; expected at most the budget");
   refused("per", "head", "one of kv_head, q_head");
-  refused("sample", "newest", "one of even, random");
+  refused("sampling", "newest", "one of even, random");
   refused("algorithm", "greedy", "one of coverage, paper");
   refused("lines", "slash", "one of off, vertical");
   CHECK_THROWS_WITH(given.run("loopserve", 15), contains("observed is 16; expected at most the budget, which is 15"));
