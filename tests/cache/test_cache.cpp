@@ -245,15 +245,15 @@ TEST_CASE("the position behind a sequence's last token is below 2^31") {
   const small recipe = with_budget(20).recipe();
   conversations<small> known({1, q_heads, kv_heads}, recipe);
   const index_t id = known.open(recipe);
-  known.took_chunk(0, id, most - 5);  // nobody waits for so many
+  known.took_chunk({0, id}, most - 5);  // nobody waits for so many
   const auto chunk = [&](index_t tokens) {
-    known.check_chunk(recipe, 0, id, data.queries(0, tokens), data.keys(0, tokens), data.values(0, tokens));
+    known.check_chunk(recipe, {0, id}, data.queries(0, tokens), data.keys(0, tokens), data.values(0, tokens));
   };
   const auto refused = contains("tokens of a sequence is 2147483648; expected at most 2147483647; close the sequence");
   CHECK_THROWS_WITH(chunk(6), refused);
   CHECK_NOTHROW(chunk(5));
-  known.took_chunk(0, id, 4);
-  CHECK_THROWS_WITH(known.check_rereading(0, id, 0, 9, data.queries(0, 2), data.keys(0, 2), data.values(0, 2),
+  known.took_chunk({0, id}, 4);
+  CHECK_THROWS_WITH(known.check_rereading({0, id}, 0, 9, data.queries(0, 2), data.keys(0, 2), data.values(0, 2),
                                           nhd_rows(out.data(), 2, q_heads, 64)),
                     refused);
   known.end_prompt(id, known.at(id).policies);

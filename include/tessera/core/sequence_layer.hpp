@@ -52,7 +52,7 @@ class sequence_table {
   }
   /// A fresh T in each layer of an open sequence.
   void clear(index_t id) {
-    for (index_t layer = 0; layer < order_.layers; ++layer) (*this)[{layer, id}] = T{};
+    for (index_t layer = 0; layer < order_.layers; ++layer) (*this)[sequence_layer{layer, id}] = T{};
   }
 
   T& operator[](sequence_layer owner) { return entries_[order_.index(owner)]; }

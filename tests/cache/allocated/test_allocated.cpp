@@ -163,7 +163,7 @@ void stores_outlive_failures(std::uint64_t seed) {
     next += tokens;
     const auto chosen = support::random_subset(random, store.lengths({0, id}), random.pick({0.3, 0.9}));
     auto expected = store;
-    expected.keep(0, id, chosen, workers);
+    expected.keep({0, id}, chosen, workers);
     failed += fails_and_holds(store, [&] { store.keep({0, id}, chosen, workers); });
     REQUIRE(contents(store) == contents(expected));
   }

@@ -55,7 +55,7 @@ class prompt_attending<Recipe, true> {
   void close(index_t id) { remembered_.clear(id); }
   void copy(index_t from, index_t to) {
     for (index_t layer = 0; layer < shape_.layers; ++layer) {
-      remembered_[{layer, to}].columns = remembered_[{layer, from}].columns;
+      remembered_[sequence_layer{layer, to}].columns = remembered_[sequence_layer{layer, from}].columns;
     }
   }
   void trace(bool on) { tracing_ = on; }

@@ -70,7 +70,7 @@ class step_log {
   /// All layers.
   offset_t bytes(index_t id) const {
     offset_t total = 0;
-    for (index_t layer = 0; layer < layers_; ++layer) total += entries_[{layer, id}].bytes;
+    for (index_t layer = 0; layer < layers_; ++layer) total += entries_[sequence_layer{layer, id}].bytes;
     return total;
   }
 

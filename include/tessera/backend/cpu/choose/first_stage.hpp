@@ -193,7 +193,7 @@ class first_stage<Recipe, observes::window, true> : public choosing<Recipe> {
   void open(index_t id) { windows_.open(id); }
   void forget(index_t id) {
     for (index_t layer = 0; layer < this->shape_.layers; ++layer) {
-      host_vector<float>().swap(windows_[{layer, id}]);  // `= {}` would keep the memory
+      host_vector<float>().swap(windows_[sequence_layer{layer, id}]);  // `= {}` would keep the memory
     }
   }
   void forget(sequence_layer owner) { windows_[owner].clear(); }
@@ -202,7 +202,7 @@ class first_stage<Recipe, observes::window, true> : public choosing<Recipe> {
   }
   void copy(index_t from, index_t to) {
     for (index_t layer = 0; follows && layer < this->shape_.layers; ++layer) {
-      windows_[{layer, to}] = windows_[{layer, from}];
+      windows_[sequence_layer{layer, to}] = windows_[sequence_layer{layer, from}];
     }
   }
 

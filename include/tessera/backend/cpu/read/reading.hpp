@@ -70,8 +70,8 @@ class reading {
       if constexpr (filters) {
         selection none;
         none.reset(host_vector<index_t>(std::size_t(shape_.kv_heads), 0));
-        passed_[{layer, id}] = lists(1);
-        passed_[{layer, id}][0].assign(none);
+        passed_[sequence_layer{layer, id}] = lists(1);
+        passed_[sequence_layer{layer, id}][0].assign(none);
       }
     }
   }
@@ -80,7 +80,7 @@ class reading {
     for (index_t layer = 0; layer < shape_.layers; ++layer) {
       reader_.clear(order_.index({layer, id}));
       if constexpr (filters) {
-        for (candidates& list : passed_[{layer, id}]) list.clear();
+        for (candidates& list : passed_[sequence_layer{layer, id}]) list.clear();
       }
     }
   }
@@ -89,7 +89,7 @@ class reading {
   void copy(index_t from, index_t to) {
     for (index_t layer = 0; layer < shape_.layers; ++layer) {
       reader_.copy(order_.index({layer, from}), order_.index({layer, to}));
-      if constexpr (filters) passed_[{layer, to}] = passed_[{layer, from}];
+      if constexpr (filters) passed_[sequence_layer{layer, to}] = passed_[sequence_layer{layer, from}];
     }
   }
 

@@ -76,8 +76,8 @@ class kv_store {
   void clear(index_t id) {
     for (index_t layer = 0; layer < order_.layers; ++layer) {
       rows_.clear(order_.index({layer, id}));
-      std::fill(stored_[{layer, id}].lengths.begin(), stored_[{layer, id}].lengths.end(), 0);
-      stored_[{layer, id}].beside.clear();
+      std::fill(stored_[sequence_layer{layer, id}].lengths.begin(), stored_[sequence_layer{layer, id}].lengths.end(), 0);
+      stored_[sequence_layer{layer, id}].beside.clear();
     }
   }
 
@@ -85,7 +85,7 @@ class kv_store {
   void copy(index_t from, index_t to) {
     for (index_t layer = 0; layer < order_.layers; ++layer) {
       rows_.copy(order_.index({layer, from}), order_.index({layer, to}));
-      stored_[{layer, to}] = stored_[{layer, from}];
+      stored_[sequence_layer{layer, to}] = stored_[sequence_layer{layer, from}];
     }
   }
 

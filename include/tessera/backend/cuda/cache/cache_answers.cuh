@@ -5,6 +5,7 @@
 #include <utility>
 
 #include "../../../core/host/host_vector.hpp"
+#include "../../../core/sequence_layer.hpp"
 #include "../../../runtime/layer_roles.hpp"
 #include "../../../runtime/prompt_pages.hpp"
 #include "../../../runtime/turn/conversations.hpp"
@@ -97,7 +98,7 @@ class cache_answers {
   /// group read apart.
   const host_vector<host_vector<index_t>>& attended(index_t layer, index_t id) const {
     conversations_.at({layer, id});
-    return attended_[{layer, id}];
+    return attended_[sequence_layer{layer, id}];
   }
 
   /// Whether prompt attention writes down the lines that it chose; off by default. A traced call synchronises.

@@ -88,7 +88,7 @@ class cache_parts : public cache_answers<Recipe, Out> {
   void begin_place(index_t id, cudaStream_t stream) {
     first_.forget(id);
     prompts_.open(id, stream);
-    for (index_t layer = 0; layer < shape_.layers; ++layer) attended_[{layer, id}].clear();
+    for (index_t layer = 0; layer < shape_.layers; ++layer) attended_[sequence_layer{layer, id}].clear();
   }
   /// Gives back all that a sequence holds.
   void empty_place(index_t id, cudaStream_t stream) {
@@ -296,7 +296,7 @@ class cache_parts : public cache_answers<Recipe, Out> {
   void trace(index_t layer, const batch& step, const selection_view& read) {
     for (index_t b = 0; b < step.sequences(); ++b) {
       const index_t id = step.ids[std::size_t(b)];
-      auto& attended = attended_[{layer, id}];
+      auto& attended = attended_[sequence_layer{layer, id}];
       attended = downloaded_lists({layer, id});
       for (index_t h = 0; read.indices && h < shape_.kv_heads; ++h) {
         const offset_t row = offset_t(b) * shape_.kv_heads + h;

@@ -5,6 +5,7 @@
 #include <type_traits>
 
 #include "../../../core/model_shape.hpp"
+#include "../../../core/sequence_layer.hpp"
 #include "../../../layout/packed_rows.hpp"
 #include "../../../planned.hpp"
 #include "../../../runtime/kept_lengths.hpp"

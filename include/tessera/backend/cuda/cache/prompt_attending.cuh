@@ -4,6 +4,7 @@
 #include <algorithm>
 
 #include "../../../core/host/host_vector.hpp"
+#include "../../../core/sequence_layer.hpp"
 #include "../../../recipe.hpp"
 #include "../attend/prefill/line_attention.cuh"
 #include "../choose/lines/choose_lines.cuh"
@@ -85,7 +86,7 @@ class prompt_attending<Recipe, View, Out, true> {
 
   void open(index_t id, cudaStream_t stream) {
     for (index_t layer = 0; layer < shape_.layers; ++layer) {
-      lines_[{layer, id}] = {};
+      lines_[sequence_layer{layer, id}] = {};
       if (words_ == 0) continue;
       check(cudaMemsetAsync(columns_of({layer, id}), 0, std::size_t(shape_.q_heads) * std::size_t(words_) * 4, stream),
             "cudaMemsetAsync");

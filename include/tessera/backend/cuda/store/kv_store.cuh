@@ -8,6 +8,7 @@
 #include <utility>
 
 #include "../../../core/host/host_vector.hpp"
+#include "../../../core/sequence_layer.hpp"
 #include "../../../runtime/layer_roles.hpp"
 #include "append.cuh"
 #include "pack.cuh"

@@ -4,6 +4,7 @@
 #include <algorithm>
 
 #include "../../../core/host/host_vector.hpp"
+#include "../../../core/sequence_layer.hpp"
 #include "../device/launch.cuh"
 #include "../device/memory.cuh"
 

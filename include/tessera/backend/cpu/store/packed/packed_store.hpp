@@ -65,7 +65,7 @@ class kv_store<Layout> {
     searches_.clear(id);
     for (index_t layer = 0; layer < order_.layers; ++layer) {
       whole_.clear(order_.index({layer, id}));
-      stored_tokens& stored = stored_[{layer, id}];
+      stored_tokens& stored = stored_[sequence_layer{layer, id}];
       for (auto* counts : {&stored.lengths, &stored.packed, &stored.whole})
         std::fill(counts->begin(), counts->end(), 0);
       stored.beside.clear();
@@ -80,7 +80,7 @@ class kv_store<Layout> {
   void copy(index_t from, index_t to) {
     for (index_t layer = 0; layer < order_.layers; ++layer) {
       whole_.copy(order_.index({layer, from}), order_.index({layer, to}));
-      stored_[{layer, to}] = stored_[{layer, from}];
+      stored_[sequence_layer{layer, to}] = stored_[sequence_layer{layer, from}];
     }
     searches_.copy(from, to);
   }
@@ -261,7 +261,7 @@ class kv_store<Layout> {
   void settle(index_t id) {
     searches_.settle(
         id, [&](index_t layer) -> auto& {
-          return stored_[{layer, id}].segments;
+          return stored_[sequence_layer{layer, id}].segments;
         });
   }
   segment_searches<Layout>& searches() { return searches_; }

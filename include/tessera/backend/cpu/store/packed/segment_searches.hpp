@@ -134,7 +134,7 @@ class segment_searches<Layout> {
   /// A search that goes on is shared: what it makes takes its place in both.
   void copy(index_t from, index_t to) {
     sessions_[std::size_t(to)] = sessions_[std::size_t(from)];
-    for (index_t layer = 0; layer < layers_; ++layer) ranges_[{layer, to}] = ranges_[{layer, from}];
+    for (index_t layer = 0; layer < layers_; ++layer) ranges_[sequence_layer{layer, to}] = ranges_[sequence_layer{layer, from}];
   }
 
   /// Whose basis and format new rows take.
@@ -196,7 +196,7 @@ class segment_searches<Layout> {
     if (!full && (rows < rows_.strategy.least_segment || !lost_enough(id, segments_of))) return;
     if (!now.task && begin(id, now, segments_of)) return;
     if (!full) return;  // it goes on until the search before it is over, or it is full
-    for (index_t layer = 0; layer < layers_; ++layer) end(ranges_[{layer, id}], segments_of(layer));
+    for (index_t layer = 0; layer < layers_; ++layer) end(ranges_[sequence_layer{layer, id}], segments_of(layer));
     ++now.report.kept;
   }
 
@@ -233,7 +233,7 @@ class segment_searches<Layout> {
   }
   index_t longest(index_t id) const {
     index_t result = 0;
-    for (index_t layer = 0; layer < layers_; ++layer) result = (std::max)(result, ranges_[{layer, id}].rows);
+    for (index_t layer = 0; layer < layers_; ++layer) result = (std::max)(result, ranges_[sequence_layer{layer, id}].rows);
     return result;
   }
 
@@ -242,7 +242,7 @@ class segment_searches<Layout> {
   bool lost_enough(index_t id, const SegmentsOf& segments_of) const {
     double lost = 0, allowed = 0;
     for (index_t layer = 0; layer < layers_; ++layer) {
-      const range& here = ranges_[{layer, id}];
+      const range& here = ranges_[sequence_layer{layer, id}];
       if (here.rows == 0) continue;
       const segments& all = segments_of(layer);
       for (std::size_t i = here.settled; i < all.size(); ++i) lost += total(all[i]->losses) / heads_;
@@ -271,7 +271,7 @@ class segment_searches<Layout> {
     try {
       auto made = std::make_shared<search_type>(rows_, block_);
       for (index_t layer = 0; layer < layers_; ++layer) {
-        const range& here = ranges_[{layer, id}];
+        const range& here = ranges_[sequence_layer{layer, id}];
         if (here.rows > 0) made->parts.push_back({layer, {heads_, here.before}, nullptr});
       }
       auto task = wanted(made);
@@ -284,7 +284,7 @@ class segment_searches<Layout> {
       return false;  // no memory: another time
     }
     for (index_t layer = 0; layer < layers_; ++layer) {
-      range& here = ranges_[{layer, id}];
+      range& here = ranges_[sequence_layer{layer, id}];
       here.first = here.settled;
       here.last = segments_of(layer).size();
       end(here, segments_of(layer));
@@ -302,7 +302,7 @@ class segment_searches<Layout> {
       say(now.report, failed ? over->problem().c_str() : "the thread that searches strategies was stopped");
     }
     for (const auto& part : over->parts) {
-      range& here = ranges_[{part.layer, id}];
+      range& here = ranges_[sequence_layer{part.layer, id}];
       const auto replaced = here.last - here.first;
       here.last = here.first;
       if (replaced == 0 || !done) continue;

@@ -130,7 +130,7 @@ class extrema_reader : public slot_reader {
     if constexpr (averages) {
       mean_value_problem<View, Out> problem;
       problem.view = view;
-      problem.sums = sums(layer, 0);
+      problem.sums = sums({layer, 0});
       problem.ids = ids;
       problem.mass = choose_.mass();
       problem.out = out;

@@ -5,6 +5,7 @@
 #include <string>
 
 #include "../../../../core/host/host_vector.hpp"
+#include "../../../../core/sequence_layer.hpp"
 #include "../../../../planned.hpp"
 #include "../../store/step_table.cuh"
 #include "../cache_options.hpp"

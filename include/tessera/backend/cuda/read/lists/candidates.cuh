@@ -5,6 +5,7 @@
 
 #include "../../../../core/host/host_vector.hpp"
 #include "../../../../core/model_shape.hpp"
+#include "../../../../core/sequence_layer.hpp"
 #include "../../store/kv_store.cuh"
 #include "pass_lists.cuh"
 

@@ -3,6 +3,7 @@
 
 #include <algorithm>
 
+#include "../../../../core/sequence_layer.hpp"
 #include "../../../../core/views.hpp"
 #include "../../device/launch.cuh"
 #include "../../device/memory.cuh"

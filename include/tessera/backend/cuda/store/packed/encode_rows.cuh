@@ -5,6 +5,7 @@
 #include <algorithm>
 #include <string>
 
+#include "../../../../core/sequence_layer.hpp"
 #include "../../device/launch.cuh"
 #include "../../device/tuning.cuh"
 #include "pack_vector.cuh"

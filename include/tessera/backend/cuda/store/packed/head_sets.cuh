@@ -6,6 +6,7 @@
 
 #include "../../../../concepts/channels.hpp"
 #include "../../../../core/host/host_vector.hpp"
+#include "../../../../core/sequence_layer.hpp"
 #include "../../../../layout/packed_rows.hpp"
 #include "../../device/launch.cuh"
 #include "packed_places.cuh"

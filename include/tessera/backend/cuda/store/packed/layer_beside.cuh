@@ -4,6 +4,7 @@
 #include <utility>
 
 #include "../../../../core/host/host_vector.hpp"
+#include "../../../../core/sequence_layer.hpp"
 #include "../searched/pinned.cuh"
 #include "packed_places.cuh"
 

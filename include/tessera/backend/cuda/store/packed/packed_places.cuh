@@ -7,6 +7,7 @@
 #include <utility>
 
 #include "../../../../core/host/host_vector.hpp"
+#include "../../../../core/sequence_layer.hpp"
 #include "../step_table.cuh"
 #include "packed_view.cuh"
 

@@ -5,6 +5,7 @@
 
 #include "../../../../core/host/host_vector.hpp"
 #include "../../../../core/plan/layer_extent.hpp"
+#include "../../../../core/sequence_layer.hpp"
 #include "../../../../layout/runs.hpp"
 #include "../pack.cuh"
 #include "../step_table.cuh"

@@ -10,6 +10,7 @@
 #include <utility>
 
 #include "../../../../core/host/host_vector.hpp"
+#include "../../../../core/sequence_layer.hpp"
 #include "../packed/encode_rows.cuh"
 #include "possible_segments.cuh"
 #include "strategy_task.cuh"
@@ -26,17 +27,17 @@ class segment_searches {
   segment_searches(const typename Layout::rows_type&, const segment_formats&, index_t, index_t, index_t, index_t) {}
   void clear(index_t) {}
   void copy(index_t, index_t) {}
-  static std::size_t finished(index_t, index_t, std::size_t all) { return all > 0 ? all - 1 : 0; }
-  static const segment_record& like(index_t, index_t, const segments& all) { return all.back(); }
-  static bool joins(index_t, index_t, const segments&) { return true; }
-  static host_vector<rows_before> room(index_t, index_t, index_t) { return {}; }
+  static std::size_t finished(sequence_layer, std::size_t all) { return all > 0 ? all - 1 : 0; }
+  static const segment_record& like(sequence_layer, const segments& all) { return all.back(); }
+  static bool joins(sequence_layer, const segments&) { return true; }
+  static host_vector<rows_before> room(sequence_layer, index_t) { return {}; }
   void noted(const host_vector<encode_problem<View>>&, const host_vector<joining_rows>&, const packing_layers&,
              cudaStream_t) {}
-  void joined(const View&, index_t, index_t, index_t, index_t, host_vector<rows_before>, cudaStream_t) {}
-  void ended(index_t, index_t, std::size_t) {}
+  void joined(const View&, sequence_layer, index_t, index_t, host_vector<rows_before>, cudaStream_t) {}
+  void ended(sequence_layer, std::size_t) {}
   void mark(index_t, cudaStream_t) {}
   void settle(index_t, packed_places&, bool, cudaStream_t) {}
-  offset_t bytes(index_t, index_t) const { return 0; }
+  offset_t bytes(sequence_layer) const { return 0; }
 };
 
 /// Of each place: the segments that are settled, those behind them, which are packed by the last settled one's
@@ -92,7 +93,7 @@ class segment_searches<Layout, View> {
     if (!on()) return;
     session& now = sessions_[std::size_t(to)];
     now.task = sessions_[std::size_t(from)].task, now.report = sessions_[std::size_t(from)].report;
-    for (index_t layer = 0; layer < layers_; ++layer) ranges_[{layer, to}] = ranges_[{layer, from}];
+    for (index_t layer = 0; layer < layers_; ++layer) ranges_[sequence_layer{layer, to}] = ranges_[sequence_layer{layer, from}];
     sessions_[std::size_t(from)].packed.wait(), now.packed.wait();
     std::copy_n(total({0, from}, 0), std::size_t(layers_) * std::size_t(most_), total({0, to}, 0));
   }
@@ -161,12 +162,12 @@ class segment_searches<Layout, View> {
     if (now.task && now.task->state() != task_state::waiting) take(id, now, places, stream);
     if (!due) return;
     index_t rows = 0;
-    for (index_t layer = 0; layer < layers_; ++layer) rows = (std::max)(rows, ranges_[{layer, id}].rows);
+    for (index_t layer = 0; layer < layers_; ++layer) rows = (std::max)(rows, ranges_[sequence_layer{layer, id}].rows);
     const bool full = rows >= rows_.segment;
     if (!full && (rows < rows_.strategy.least_segment || !lost_enough(id, now, places))) return;
     if (!now.task && begin(id, now, places, stream)) return;
     if (!full) return;  // it goes on until the search before it is over, or it is full
-    for (index_t layer = 0; layer < layers_; ++layer) end(ranges_[{layer, id}], places.segments({layer, id}).size());
+    for (index_t layer = 0; layer < layers_; ++layer) end(ranges_[sequence_layer{layer, id}], places.segments({layer, id}).size());
     ++now.report.kept;
   }
 
@@ -207,7 +208,7 @@ class segment_searches<Layout, View> {
     now.packed.wait();
     double lost = 0, allowed = 0;
     for (index_t layer = 0; layer < layers_; ++layer) {
-      const range& here = ranges_[{layer, id}];
+      const range& here = ranges_[sequence_layer{layer, id}];
       if (here.rows == 0) continue;
       const segments& all = places.segments({layer, id});
       for (std::size_t i = here.settled; i < all.size(); ++i) lost += *total({layer, id}, all[i].slot);
@@ -231,7 +232,7 @@ class segment_searches<Layout, View> {
     try {
       host_vector<typename search_type::layer_part> parts;
       for (index_t layer = 0; layer < layers_; ++layer) {
-        const range& here = ranges_[{layer, id}];
+        const range& here = ranges_[sequence_layer{layer, id}];
         if (here.rows > 0) parts.push_back({layer, here.before, here.rows});
       }
       const auto copied = std::make_shared<stream_mark>();
@@ -253,7 +254,7 @@ class segment_searches<Layout, View> {
       return false;  // no memory: another time
     }
     for (index_t layer = 0; layer < layers_; ++layer) {
-      range& here = ranges_[{layer, id}];
+      range& here = ranges_[sequence_layer{layer, id}];
       here.first = here.settled;
       here.last = places.segments({layer, id}).size();
       end(here, here.last);
@@ -270,7 +271,7 @@ class segment_searches<Layout, View> {
       say(now.report, failed ? over->problem().c_str() : "the thread that searches strategies was stopped");
     }
     for (auto& part : over->parts) {
-      range& here = ranges_[{part.layer, id}];
+      range& here = ranges_[sequence_layer{part.layer, id}];
       const std::size_t replaced = here.last - here.first, last = std::exchange(here.last, here.first);
       if (replaced == 0 || !done) continue;
       places.replace_segments({part.layer, id}, here.first, last, part.record, part.made, stream);
