@@ -15,9 +15,9 @@ enum class row_sampling { even, random };
 /// `alpha` of the sampled rows' attention. The nearest 64 slash lines and the first 4 columns are always taken; with
 /// alpha 1 everything is.
 ///
-/// The rows are evenly spaced and end with the newest, where a question often stands; with `sampling` random they follow
-/// from `seed` and the chunk's position. They are the same for all heads and layers. A chunk of at most `rows` rows is
-/// looked at whole. Tokens of earlier turns are keys here, never rows.
+/// The rows are evenly spaced and end with the newest, where a question often stands; with `sampling` random they
+/// follow from `seed` and the chunk's position. They are the same for all heads and layers. A chunk of at most `rows`
+/// rows is looked at whole. Tokens of earlier turns are keys here, never rows.
 /// Errors   alpha outside (0, 1], no rows, a seed out of range: tessera::error.
 /// Cost     one pass over K for `rows` rows of each query head, and memory for their attention; then lines *
 ///          log(lines).

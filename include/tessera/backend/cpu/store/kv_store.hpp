@@ -76,7 +76,8 @@ class kv_store {
   void clear(index_t id) {
     for (index_t layer = 0; layer < order_.layers; ++layer) {
       rows_.clear(order_.index({layer, id}));
-      std::fill(stored_[sequence_layer{layer, id}].lengths.begin(), stored_[sequence_layer{layer, id}].lengths.end(), 0);
+      std::fill(stored_[sequence_layer{layer, id}].lengths.begin(), stored_[sequence_layer{layer, id}].lengths.end(),
+                0);
       stored_[sequence_layer{layer, id}].beside.clear();
     }
   }

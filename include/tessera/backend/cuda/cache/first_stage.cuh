@@ -289,7 +289,6 @@ class first_stage<Recipe, true> {
     return choose_slots(policies, rule, store, view, asked, nullptr, own, layer, member, stream);
   }
   const group_members& members() const { return members_; }
-
   /// The most sequences of one choice, and the most tokens that a head of it keeps.
   index_t most_sequences() const { return batch_; }
   index_t most_tokens_kept() const { return most_; }

@@ -134,7 +134,8 @@ class segment_searches<Layout> {
   /// A search that goes on is shared: what it makes takes its place in both.
   void copy(index_t from, index_t to) {
     sessions_[std::size_t(to)] = sessions_[std::size_t(from)];
-    for (index_t layer = 0; layer < layers_; ++layer) ranges_[sequence_layer{layer, to}] = ranges_[sequence_layer{layer, from}];
+    for (index_t layer = 0; layer < layers_; ++layer)
+      ranges_[sequence_layer{layer, to}] = ranges_[sequence_layer{layer, from}];
   }
 
   /// Whose basis and format new rows take.
@@ -233,7 +234,8 @@ class segment_searches<Layout> {
   }
   index_t longest(index_t id) const {
     index_t result = 0;
-    for (index_t layer = 0; layer < layers_; ++layer) result = (std::max)(result, ranges_[sequence_layer{layer, id}].rows);
+    for (index_t layer = 0; layer < layers_; ++layer)
+      result = (std::max)(result, ranges_[sequence_layer{layer, id}].rows);
     return result;
   }
 

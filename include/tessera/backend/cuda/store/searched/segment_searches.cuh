@@ -93,7 +93,8 @@ class segment_searches<Layout, View> {
     if (!on()) return;
     session& now = sessions_[std::size_t(to)];
     now.task = sessions_[std::size_t(from)].task, now.report = sessions_[std::size_t(from)].report;
-    for (index_t layer = 0; layer < layers_; ++layer) ranges_[sequence_layer{layer, to}] = ranges_[sequence_layer{layer, from}];
+    for (index_t layer = 0; layer < layers_; ++layer)
+      ranges_[sequence_layer{layer, to}] = ranges_[sequence_layer{layer, from}];
     sessions_[std::size_t(from)].packed.wait(), now.packed.wait();
     std::copy_n(total({0, from}, 0), std::size_t(layers_) * std::size_t(most_), total({0, to}, 0));
   }
@@ -167,7 +168,8 @@ class segment_searches<Layout, View> {
     if (!full && (rows < rows_.strategy.least_segment || !lost_enough(id, now, places))) return;
     if (!now.task && begin(id, now, places, stream)) return;
     if (!full) return;  // it goes on until the search before it is over, or it is full
-    for (index_t layer = 0; layer < layers_; ++layer) end(ranges_[sequence_layer{layer, id}], places.segments({layer, id}).size());
+    for (index_t layer = 0; layer < layers_; ++layer)
+      end(ranges_[sequence_layer{layer, id}], places.segments({layer, id}).size());
     ++now.report.kept;
   }
 
@@ -271,11 +273,12 @@ class segment_searches<Layout, View> {
       say(now.report, failed ? over->problem().c_str() : "the thread that searches strategies was stopped");
     }
     for (auto& part : over->parts) {
-      range& here = ranges_[sequence_layer{part.layer, id}];
+      const sequence_layer owner{part.layer, id};
+      range& here = ranges_[owner];
       const std::size_t replaced = here.last - here.first, last = std::exchange(here.last, here.first);
       if (replaced == 0 || !done) continue;
-      places.replace_segments({part.layer, id}, here.first, last, part.record, part.made, stream);
-      *total({part.layer, id}, places.segments({part.layer, id})[here.first].slot) = part.loss;
+      places.replace_segments(owner, here.first, last, part.record, part.made, stream);
+      *total(owner, places.segments(owner)[here.first].slot) = part.loss;
       here.settled -= replaced - 1;
     }
     over->memory()->used.set(stream);
