@@ -86,18 +86,18 @@ TEST_CASE("the host counts what every head keeps, chunk by chunk and turn by tur
         const auto k = nhd_rows(rows.data(), count, kv_heads, dim);
         for (index_t layer = 0; layer < layers; ++layer) {
           followed_layer& here = followed[std::size_t(layer)];
-          const auto& state = known.at(0, layer);
+          const auto& state = known.at({layer, 0});
           if (state.turn_tokens == 0) here.before = {here.held, here.held};
-          if (known.chunk_is_due(recipe, 0, layer, count)) {
+          if (known.chunk_is_due(recipe, {layer, 0}, count)) {
             if (roles.follows_recipe(layer))
-              here.judge(recipe, known.at(0).policies, known.reach(0, layer), layer, layers,
+              here.judge(recipe, known.at(0).policies, known.reach({layer, 0}), layer, layers,
                          state.turn_tokens - state.judged);
-            known.judged_chunk(0, layer);
+            known.judged_chunk({layer, 0});
             here.before.settled = here.held;
             for (index_t& own : here.before.settled) own -= state.again;
           }
           kv.prefill(layer, 0, q, k, k);
-          known.took_chunk(layer, 0, count);
+          known.took_chunk({layer, 0}, count);
           for (index_t& own : here.held) own += count;
         }
         compare();
@@ -105,9 +105,9 @@ TEST_CASE("the host counts what every head keeps, chunk by chunk and turn by tur
       const planned<method> fitted = known.plan_prompt_end(recipe, 0);
       kv.end_prefill(0);
       for (index_t layer = 0; layer < layers; ++layer) {
-        const auto& state = known.at(0, layer);
+        const auto& state = known.at({layer, 0});
         if (roles.follows_recipe(layer))
-          followed[std::size_t(layer)].judge(recipe, fitted, known.reach(0, layer), layer, layers,
+          followed[std::size_t(layer)].judge(recipe, fitted, known.reach({layer, 0}), layer, layers,
                                              state.turn_tokens - state.judged);
       }
       known.end_prompt(0, fitted);
