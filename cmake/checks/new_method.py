@@ -28,7 +28,7 @@ def main(repository, cmake, generator, compiler, cuda):
     root = pathlib.Path(repository).resolve()
     with tempfile.TemporaryDirectory() as folder:
         tree, build = pathlib.Path(folder) / "tree", pathlib.Path(folder) / "build"
-        for part in ("cmake", "include", "tests", "examples", "benchmarks"):
+        for part in ("cmake", "include", "tests", "examples", "benchmarks", "docs"):
             shutil.copytree(root / part, tree / part,
                             ignore=shutil.ignore_patterns("*.safetensors", "results", "corpus", "__pycache__"))
         for part in ("CMakeLists.txt", "LICENSE"):
