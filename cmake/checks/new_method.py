@@ -29,6 +29,8 @@ def main(repository, cmake, generator, compiler, cuda):
     with tempfile.TemporaryDirectory() as folder:
         tree, build = pathlib.Path(folder) / "tree", pathlib.Path(folder) / "build"
         for part in ("cmake", "include", "tests", "examples", "benchmarks", "docs"):
+            if not (root / part).is_dir():
+                continue
             shutil.copytree(root / part, tree / part,
                             ignore=shutil.ignore_patterns("*.safetensors", "results", "corpus", "__pycache__"))
         for part in ("CMakeLists.txt", "LICENSE"):
