@@ -78,8 +78,7 @@ struct channel_scale {
 ///   sinks, lag                         index_t members; lag at least 2
 ///   measures                           static constexpr int, at most 4
 ///   scale(low, high) -> channel_scale  of a channel: between the smallest and the largest finite element that the next
-///   partition
-///                                      has in it (infinity and -infinity: it has none). TESSERA_HD
+///                                      partition has in it (infinity and -infinity: it has none). TESSERA_HD
 ///   measure(x, scale, sums)            adds what an element says on its channel's scale. TESSERA_HD
 ///   spread(sums, channels) -> float    of a row. TESSERA_HD
 ///   ranked(rank) -> float              the score of the slot that so many of its partition rank behind. TESSERA_HD

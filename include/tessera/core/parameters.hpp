@@ -61,9 +61,9 @@ struct one_word_of {
 /// No count of tokens is larger: then its sum with a sequence's length fits index_t, and its product with one offset_t.
 inline constexpr index_t most_tokens = 1 << 24;
 
-/// What a token budget per kv_head may be; the second where it pays for an estimate of the keys too.
+/// What a token budget per kv_head may be.
 inline constexpr value_range<index_t> token_budgets{1, most_tokens};
-inline constexpr value_range<index_t> estimating_budgets{16, most_tokens};  ///< where it pays for an estimate
+inline constexpr value_range<index_t> estimating_budgets{16, most_tokens};  ///< where it pays for an estimate of keys
 
 /// A visitor that looks at nothing: what the concepts try `parameters` with.
 struct ignore_parameters {

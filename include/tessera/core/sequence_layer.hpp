@@ -13,7 +13,8 @@ struct sequence_layer {
   friend bool operator==(const sequence_layer&, const sequence_layer&) = default;
 };
 
-using sequence_layers = host_vector<sequence_layer>;  ///< in the order that its function says
+/// Some layers of some sequences.
+using sequence_layers = host_vector<sequence_layer>;
 
 /// The order of tables in which a sequence's layers stand together: another sequence is appended.
 struct sequence_major {

@@ -93,7 +93,7 @@ struct fp8 {
   }
 };
 
-using fp32 = float;  ///< by the name that its siblings have
+using fp32 = float;  ///< so that it has a name beside fp16 and bf16
 
 /// What engines hand over, and what K and V may be stored as without an encoding (core/encoding.hpp).
 template <class T>
@@ -118,7 +118,7 @@ requires(!std::same_as<T, fp32>) T* as_elements(decltype(T::bits)* bits) { retur
 /// Head dims that every kernel is built for; the largest.
 template <int D>
 inline constexpr bool supported_head_dim = D == 64 || D == 80 || D == 96 || D == 128 || D == 192 || D == 256;
-inline constexpr index_t largest_head_dim = 256;  ///< of those
+inline constexpr index_t largest_head_dim = 256;  ///< the largest supported head dim
 
 /// a / b rounded up; b >= 1.
 TESSERA_HD TESSERA_INLINE constexpr index_t ceil_div(index_t a, index_t b) {

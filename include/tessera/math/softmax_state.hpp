@@ -35,7 +35,7 @@ struct softmax_state {
 
 /// Merges two normalised partial attention results over disjoint keys into the first.
 /// Shapes   out_a, out_b [dim].   Log-sum-exps are natural logs; -infinity marks an empty part, whose output is
-/// ignored.
+///          ignored.
 TESSERA_HD inline void merge_attention(float* out_a, float& lse_a, const float* out_b, float lse_b, int dim) {
   if (lse_b == -infinity) return;
   if (lse_a == -infinity) {

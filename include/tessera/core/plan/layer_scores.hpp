@@ -9,8 +9,7 @@ TESSERA_NAMESPACE_BEGIN
 
 /// Scores of every stored slot by kv_head, higher is kept first.
 /// Shapes   head h has `tokens[h]` slots; their scores begin at `scores + offsets[h]`. The newest `protected_tail`
-/// slots
-///          of each head are kept whatever their score.
+///          slots of each head are kept whatever their score.
 struct layer_scores {
   index_t layer = 0;
   index_t layers = 1;

@@ -14,8 +14,7 @@ TESSERA_NAMESPACE_BEGIN
 ///          Pages of one slot hold their key once, whatever it is: [D, room], the keys by channel.
 /// Values   those of stored keys, exactly. What is not finite is left out; NaN where a page has nothing else.
 /// Rows     `begins[row]` elements in, with room for `rooms[row]` pages; both null: every row has `room` pages, and
-/// space
-///          for both sides.
+///          space for both sides.
 /// Pages    `page` slots in every row; on the device sequences differ, and each one's `read_plan` says its page.
 template <class T, int D>
 struct page_extrema_view {

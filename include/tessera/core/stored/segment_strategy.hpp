@@ -19,8 +19,10 @@ struct segment_strategy {
 
 /// What a search may choose, in the order in which it prefers them.
 inline constexpr std::array<float, 3> strategy_shares{0.125f, 0.25f, 0.375f};
-/// Groups, likewise.
-inline constexpr std::array<index_t, 3> strategy_groups{4, 2, 1}, strategy_blocks{16, 8, 4};  ///< blocks, likewise
+/// Channels of a group, in the order in which a search prefers them.
+inline constexpr std::array<index_t, 3> strategy_groups{4, 2, 1};
+/// Tokens of a block, in the order in which a search prefers them.
+inline constexpr std::array<index_t, 3> strategy_blocks{16, 8, 4};
 
 /// What has come of the segments of a sequence that have ended.
 struct strategy_report {

@@ -49,8 +49,7 @@ void weigh_scores(const Scorer& scorer, const float* scores, const float* weight
 /// Shapes   raw [kv_heads, tokens] as layer_scores says, at least one head; `beside` for what sees segments or weighs;
 ///          `kept` gets one row per kv_head.
 /// Returns  the scores as budget and selector saw them, valid until the workspace or `raw` changes; none of a layer
-/// that
-///          was not looked at.
+///          that was not looked at.
 template <class Scorer, class Budget, class Selector, class Scope>
 layer_scores choose_kept(const choosing_stage<Scorer, Budget, Selector, Scope>& policy, const layer_scores& raw,
                          selection& kept, retain_workspace& workspace, const slot_facts& beside = {}) {

@@ -265,8 +265,7 @@ layer_scores choose_in_scope(const Policy& policy, const layer_scores& scores, i
 /// caches' first stages call. `policy` is the first stage of a recipe as its budget has been planned (`planned`).
 /// Shapes   as choose_problem says; row sequence * kv_heads + head of `kept` has that head's slots.
 /// Returns  the last sequence's scores as budget and selector saw them, valid until the workspace changes; none of one
-/// that
-///          was not looked at.
+///          that was not looked at.
 /// Errors   what the scorer needs is not there; queries or tables that do not fit the view; positions that do not
 ///          ascend: tessera::error.
 /// Cost     a scorer of a window reads K twice (once where the engine hands over the log-sum-exps); those of positions
@@ -279,7 +278,7 @@ layer_scores score_and_choose(const Policy& policy, const choose_problem<View, E
   const default_float_mode mode;
   detail::check_choose<Policy>(p);
   detail::lay_out(policy, p, workspace);
-  const View& view = p.view;
+  const View view = ascending_view(p.view);  // check_choose has looked
   const index_t heads = view.kv_heads;
   const auto own_policy = [&](index_t b) {
     Policy own = policy;

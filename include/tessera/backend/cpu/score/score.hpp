@@ -176,9 +176,10 @@ void score_rows(const View& view, const query_rows<Q>& queries, const logit_rule
   };
   bool complete = given.data != nullptr;
   each_given([&](float, float theirs) { complete = complete && theirs < infinity; });
-  if (!complete) row_log_sum_exp(view, queries, rule, workspace.lse.data(), workspace, workers);
+  const View ordered = ascending_view(view);  // looked at above
+  if (!complete) row_log_sum_exp(ordered, queries, rule, workspace.lse.data(), workspace, workers);
   each_given([&](float& own, float theirs) { own = theirs < infinity ? theirs : own; });
-  accumulate_scores(view, queries, rule, scorer, workspace.lse.data(), scores, offsets, workspace, workers);
+  accumulate_scores(ordered, queries, rule, scorer, workspace.lse.data(), scores, offsets, workspace, workers);
 }
 
 }  // namespace cpu

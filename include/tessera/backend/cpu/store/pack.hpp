@@ -110,7 +110,7 @@ void append(const append_problem<View, E>& p) {
 
 /// The rows alone.
 /// Shapes   k, v [sequences, tokens, kv_heads, dim]; the view's lengths are those before, and it has room for `tokens`
-/// more.
+///          more.
 template <class View, class E>
 void append(const View& view, const rows_view<const E>& k, const rows_view<const E>& v) {
   append(append_problem<View, E>{view, k, v});

@@ -173,7 +173,7 @@ class kv_store<Layout> {
     std::copy(whole.counts.begin(), whole.counts.end(), stored.whole.begin());
     std::copy(chosen.counts.begin(), chosen.counts.end(), stored.lengths.begin());
     for (const segment_pointer& segment : stored.segments) {
-      // its spare room is wanted
+      // the room behind its rows is wanted
       if (stored.pending && stored.pending->joins && segment == stored.segments.back()) continue;
       segment->shrink();
     }

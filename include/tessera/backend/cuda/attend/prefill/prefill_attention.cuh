@@ -51,8 +51,7 @@ __global__ void __launch_bounds__(128)
 ///          multiples of 16 bytes; encoded rows of K and V, which are decoded on their way to shared memory, anywhere.
 ///          Chunks of any length.
 /// Returns  output and natural log-sum-exp, this of all tokens or of the newest alone; a row that sees nothing gives 0
-/// and
-///          -infinity, unless it has a sink logit.
+///          and -infinity, unless it has a sink logit.
 /// Errors   shapes, alignment and null pointers are checked before the launch.
 /// Cost     2 (k_dim + v_dim) flops for each query row and stored token of the tiles of 64 that its block sees; K and V
 ///          are read once per 128 query rows (tokens times group). No length on the host. A chunk of too few rows to

@@ -68,9 +68,9 @@ __global__ void __launch_bounds__(Threads)
 ///          [k_dim / 2], all on the device.
 /// Errors   rows that do not begin on 16 bytes, more query heads than 64 a kv_head, more than the limits:
 ///          tessera::error.
-/// Workspace  logits of every query head, and their covariances.   Cost  K once for each query head of the group, or
-/// for each two of
-///          them on Hopper, most of it from the L2; k_dim squared products a token and query head on the tensor cores.
+/// Workspace  logits of every query head, and their covariances.
+/// Cost     K once for each query head of the group, or for each two of them on Hopper, most of it from the L2; k_dim
+///          squared products a token and query head on the tensor cores.
 template <class View, statistical_scorer Scorer>
 class score_expected {
   using T = typename View::element_type;

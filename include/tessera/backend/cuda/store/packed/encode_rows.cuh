@@ -166,8 +166,7 @@ __global__ void __launch_bounds__(128)
 /// Packs whole rows into a segment, whose bases and sets are there: see `find_bases`.
 ///
 /// Returns  rows as `pack_row` packs the same rotated vectors, ties to the lower group, NaN last; sums of the rotation
-/// round as fp32
-///          sums of exact products do. Whole rows stay where they are; the segment's lengths grow.
+///          round as fp32 sums of exact products do. Whole rows stay where they are; the segment's lengths grow.
 /// Errors   before the launch: rows not on 16 bytes, blocks above 128 rows.
 /// Cost     two launches for 32 problems; rows are read once, a basis once for 32 rows, out of the L2. Recordable.
 ///          65,536 tokens of 8 heads of 128 channels: 0.75 ms; by a warp for each row it was 4.75 ms. A tail of 32

@@ -98,8 +98,7 @@ __global__ void __launch_bounds__(Threads) add_pieces_entry(float* sums, index_t
 /// The sums of x x^T over whole rows `first`, ... of every head, of keys and of values.
 ///
 /// Returns  [lanes, k_dim * k_dim + v_dim * v_dim] fp32 at the beginning of the workspace: of each (sequence, kv_head)
-/// its keys' matrix and
-///          its values'. Same input, same bits.
+///          its keys' matrix and its values'. Same input, same bits.
 /// Cost     two launches; rows are read once for 128 rows of the matrix.
 template <class View>
 class second_moments {
