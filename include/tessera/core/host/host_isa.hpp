@@ -2,8 +2,8 @@
 #pragma once
 
 // The name is a level, and what a target may have beside it: avx2_v3, avx512fp16_v3_bf16_dot. On x86 it tells apart
-// every two values of -march under which compilers choose instructions differently (cmake/checks/two_targets.py goes over
-// those of the compiler); -mtune and -O do not count. On other processors it tells apart the levels below.
+// every two values of -march under which compilers choose instructions differently (cmake/checks/two_targets.py goes
+// over those of the compiler); -mtune and -O do not count. On other processors it tells apart the levels below.
 
 #if defined(__x86_64__) || defined(__i386__) || defined(_M_X64)
 #if defined(__AVX512FP16__)
