@@ -30,8 +30,9 @@ MAY_INCLUDE = {
 
 # Rooms of the backends: each may include itself and the ones before it.
 ROOMS = {
-    "backend/cpu": ["kernel", "store", "score", "choose", "attend", "read", "cache"],
-    "backend/cuda": ["device", "store", "score", "choose", "attend", "read", "cache", "cache.cuh"],
+    "backend/cpu": ["kernel", "store", "score", "observe", "choose", "attend", "read", "cache", "backend.hpp"],
+    "backend/cuda": ["cache_options.hpp", "device", "store", "score", "observe", "choose", "attend", "read", "cache", "backend.cuh",
+                     "cache.cuh"],
 }
 
 # Headers from outside the standard C++ library (those have neither a dot nor a slash in their name).

@@ -92,9 +92,10 @@ TEST_CASE("the host counts what every head keeps, chunk by chunk and turn by tur
             if (roles.follows_recipe(layer))
               here.judge(recipe, known.at(0).policies, known.reach({layer, 0}), layer, layers,
                          state.turn_tokens - state.judged);
-            known.judged_chunk({layer, 0});
+            const index_t reconsidered = known.reconsidered_tokens({layer, 0});
+            known.ended_chunk({layer, 0}, reconsidered);
             here.before.settled = here.held;
-            for (index_t& own : here.before.settled) own -= state.again;
+            for (index_t& own : here.before.settled) own -= reconsidered;
           }
           kv.prefill(layer, 0, q, k, k);
           known.took_chunk({layer, 0}, count);

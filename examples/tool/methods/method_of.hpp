@@ -132,7 +132,7 @@ class cache_of final : public method_cache {
 
  private:
   using cache_type = tessera::cache<Recipe>;
-  static constexpr bool in_groups = tessera::cpu::layers<Recipe>::in_groups;
+  static constexpr bool in_groups = tessera::cpu::backend<Recipe>::in_groups;
 
   input_rows queries(const float* data, int tokens) const {
     return tessera::nhd_rows(data, tokens, cache_.shape().q_heads, cache_type::k_dim);

@@ -32,10 +32,14 @@ class conversations {
 
   /// The id that `open` opens next: the first of those that have been closed, or a new one.
   index_t next_id() const { return closed_.empty() ? size() : closed_.lowest(); }
-  /// An empty conversation; ids of closed ones are used again. `most` 0: as many as are asked for.
-  index_t open(const Recipe& recipe, index_t most = 0) {
+  /// Errors   all of `capacity` sequences are open; 0: there is no such bound.
+  void require_room(index_t capacity) const {
+    require(capacity == 0 || next_id() < capacity, "open sequences", next_id(), "fewer before another is opened",
+            "close one, or raise cache_options::sequences");
+  }
+  /// An empty conversation; ids of closed ones are used again.
+  index_t open(const Recipe& recipe) {
     const index_t id = next_id();
-    require_room(most);
     conversation fresh{true, {}, 0, 0, -1, planned<Recipe>(recipe, 0), {}};
     fresh.layers.resize(std::size_t(shape_.layers));
     return put(id, std::move(fresh));
@@ -46,7 +50,7 @@ class conversations {
     fresh.step = 0;  // what it may decode, and reports, it has yet to prepare
     return put(next_id(), std::move(fresh));
   }
-  void check_fork(index_t id, index_t most = 0) const {
+  void check_fork(index_t id) const {
     const conversation& c = at(id);
     for (const layer& state : c.layers) {
       require(state.turn_tokens == 0 && c.announced == 0, "tokens of this turn",
@@ -58,7 +62,6 @@ class conversations {
     }
     require(c.step == 0 || c.front().next_position != c.step_began, "steps without rows", 1, "0",
             "before the fork, decode the step that was prepared");
-    require_room(most);
   }
   void close(index_t id) {
     find(id) = conversation{false, {}, 0, 0, -1, none_, {}};
@@ -66,8 +69,7 @@ class conversations {
   }
 
   const conversation& at(index_t id) const {
-    require(id >= 0 && id < index_t(all_.size()) && all_[std::size_t(id)].open, "sequence", id,
-            "an id that open() returned and close() has not taken back", "open a sequence first");
+    require_open(id);
     return all_[std::size_t(id)];
   }
   const layer& at(sequence_layer owner) const {
@@ -183,14 +185,19 @@ class conversations {
     }
     return false;
   }
-  void judged_chunk(sequence_layer owner) {
-    conversation& c = find(owner.id);
-    layer& state = c.layers[std::size_t(owner.layer)];
+  /// Of a chunk whose end chooses now: the newest tokens of the prompt that the next choice considers again.
+  index_t reconsidered_tokens(sequence_layer owner) const {
     if constexpr (Recipe::retain_type::settles) {
-      const auto& first = c.policies.first;
-      state.again = (std::min)(state.turn_tokens - state.judged, first.scorer.protected_tail(first.budget.tokens));
-      state.judged = state.turn_tokens;
+      const auto& first = at(owner.id).policies.first;
+      const layer& state = at(owner);
+      return (std::min)(state.turn_tokens - state.judged, first.scorer.protected_tail(first.budget.tokens));
     }
+    return 0;
+  }
+  void ended_chunk(sequence_layer owner, index_t reconsidered) {
+    layer& state = find(owner.id).layers[std::size_t(owner.layer)];
+    state.again = reconsidered;
+    state.judged = state.turn_tokens;
   }
 
   template <class E, class Out>
@@ -319,23 +326,6 @@ class conversations {
       }
     }
   }
-  /// Layers step in order, and once for each `prepare_step`: one that is behind or ahead would answer for other
-  /// positions.
-  void check_order(index_t layer_index, const batch& step) const {
-    for (const index_t id : step.ids) {
-      const conversation& c = at(id);
-      if (layer_index == 0 && c.front().next_position != c.step_began) {
-        fail("tokens before the step", c.front().next_position,
-             "those that prepare_step saw, which are " + std::to_string(c.step_began),
-             "call prepare_step before every step");
-      }
-      const index_t expected = layer_index > 0 ? c.front().next_position - step.tokens : c.layers.back().next_position;
-      if (at({layer_index, id}).next_position != expected) {
-        fail("tokens of a layer before the step", at({layer_index, id}).next_position, std::to_string(expected),
-             "decode every layer, in order, in every step");
-      }
-    }
-  }
   void took_step(index_t layer_index, const batch& step) {
     for (index_t b = 0; b < step.sequences(); ++b) {
       layer& state = find(step.ids[std::size_t(b)]).layers[std::size_t(layer_index)];
@@ -358,10 +348,6 @@ class conversations {
     require(announced == 0 || announced == state.turn_tokens, "tokens of this turn", state.turn_tokens,
             "those that were announced, which are " + std::to_string(announced), "prefill the rest of the prompt");
   }
-  void require_room(index_t most) const {
-    require(most == 0 || next_id() < most, "open sequences", next_id(), "fewer before another is opened",
-            "close one, or raise cache_options::sequences");
-  }
   index_t put(index_t id, conversation&& fresh) {
     if (id == size()) {
       closed_.make_room(all_.size() + 1);
@@ -372,7 +358,14 @@ class conversations {
     }
     return id;
   }
-  conversation& find(index_t id) { return const_cast<conversation&>(std::as_const(*this).at(id)); }
+  void require_open(index_t id) const {
+    require(id >= 0 && id < index_t(all_.size()) && all_[std::size_t(id)].open, "sequence", id,
+            "an id that open() returned and close() has not taken back", "open a sequence first");
+  }
+  conversation& find(index_t id) {
+    require_open(id);
+    return all_[std::size_t(id)];
+  }
   static index_t first_prompt(const conversation& c) { return c.first_prompt ? c.first_prompt : c.front().turn_tokens; }
   /// The clock of the next step: one that was prepared at the same position and never taken does not count.
   static turn_clock step_clock(const conversation& c, index_t tokens) {

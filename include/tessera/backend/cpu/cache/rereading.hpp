@@ -3,6 +3,7 @@
 
 #include "../../../core/host/host_vector.hpp"
 #include "../../../planned.hpp"
+#include "../../../runtime/turn/reread_part.hpp"
 #include "../kernel/scratch.hpp"
 #include "../read/candidates.hpp"
 #include "../score/score.hpp"
@@ -11,20 +12,16 @@
 TESSERA_NAMESPACE_BEGIN
 namespace cpu {
 
-/// Tokens [first, end) of what a place stores, by position, and where the re-reading's own tokens begin.
-struct reread_part {
-  index_t first = 0, end = 0;
-  index_t own = 0;
-};
-
-/// Nothing, for recipes that do not re-read.
+/// Scores nothing, for recipes that do not re-read.
 template <class Recipe, bool Rereads = Recipe::retain_type::rereads>
 class rereading {
  public:
-  template <class... Any>
-  void score(const Any&...) {}
+  template <class E>
+  void score(sequence_layer, kv_store<typename Recipe::layout_type>&, const planned<Recipe>&, const logit_rule&,
+             const rows_view<const E>&, const reread_part&, executor&) {}
 };
 
+/// Scores the tokens of a part by what the queries of a re-reading look at.
 template <class Recipe>
 class rereading<Recipe, true> {
   static constexpr int k_dim = Recipe::layout_type::k_dim;
@@ -32,33 +29,33 @@ class rereading<Recipe, true> {
  public:
   /// The scores of the part's tokens become what the queries give them, where that is more; as before when memory runs
   /// out.
-  template <class E, class Store>
-  void score(sequence_layer owner, Store& stored, const planned<Recipe>& policies, const logit_rule& rule,
-             const rows_view<const E>& q, const reread_part& part, executor& workers) {
-    auto& [chosen, seen, scores, scoring] = *workspace_;
+  template <class E>
+  void score(sequence_layer owner, kv_store<typename Recipe::layout_type>& store, const planned<Recipe>& policies,
+             const logit_rule& rule, const rows_view<const E>& q, const reread_part& part, executor& workers) {
+    auto& [chosen, visible, scores, scoring] = *workspace_;
     const auto& scorer = policies.first.scorer;
-    const auto all = stored.view(owner);
-    columns& beside = stored.beside(owner);
+    const auto all = store.view(owner);
+    columns& beside = store.beside(owner);
     const auto in_part = [&](index_t position) { return position >= part.first && position < part.end; };
-    chosen.reset(stored.lengths(owner));
+    chosen.reset(store.lengths(owner));
     for (index_t h = 0; h < chosen.rows(); ++h) {
       index_t& count = chosen.counts[std::size_t(h)];
       for (index_t slot = 0; slot < all.length(0, h); ++slot) {
         const index_t position = all.position(0, h, slot);
-        if (position < scorer.sinks || in_part(position) || position >= part.own) chosen.row(h)[count++] = slot;
+        if (position < scorer.sinks || in_part(position) || position >= part.begin) chosen.row(h)[count++] = slot;
       }
     }
-    seen.assign(chosen, all);
+    visible.assign(chosen, all);
     scores.assign(chosen.indices.size(), 0.0f);
-    score_rows(seen.view(all), query_rows<E>{q, &part.own}, rule, scorer, scores.data(), chosen.offsets.data(), scoring,
-               workers);
+    score_rows(visible.view(all), query_rows<E>{q, &part.begin}, rule, scorer, scores.data(), chosen.offsets.data(),
+               scoring, workers);
     for (index_t h = 0; h < chosen.rows(); ++h) {
       for (index_t i = 0; i < chosen.counts[std::size_t(h)]; ++i) {
         const index_t slot = chosen.row(h)[i];
         if (!in_part(all.position(0, h, slot))) continue;
-        const float fresh = scores[std::size_t(chosen.offsets[std::size_t(h)] + i)];
+        const float given = scores[std::size_t(chosen.offsets[std::size_t(h)] + i)];
         float& score = beside.scores()[beside.begins()[std::size_t(h)] + slot];
-        if (!(score >= fresh)) score = fresh;
+        if (!(score >= given)) score = given;
       }
     }
   }
@@ -66,7 +63,7 @@ class rereading<Recipe, true> {
  private:
   struct workspace {
     selection chosen;
-    candidates seen;
+    candidates visible;
     host_vector<float> scores;
     score_workspace<k_dim> scoring;
   };

@@ -79,7 +79,7 @@ class candidates {
     host_vector<index_t>().swap(slots_);
   }
   /// Takes back slots that heads of such lengths do not have.
-  void take_back(const host_vector<index_t>& lengths) {
+  void abandon(const host_vector<index_t>& lengths) {
     for (std::size_t h = 0; h < counts_.size(); ++h) {
       while (counts_[h] > 0 && slots_[std::size_t(begins_[h] + counts_[h] - 1)] >= lengths[h]) --counts_[h];
     }

@@ -16,24 +16,20 @@
 TESSERA_NAMESPACE_BEGIN
 namespace cpu {
 
-/// Reads everything.
+/// Reads everything, and keeps nothing beside the rows.
 template <class Recipe>
 struct whole_reader {
   explicit whole_reader(const model_shape&) {}
-  template <class... Any>
-  void open(const Any&...) {}
-  template <class... Any>
-  void clear(const Any&...) {}
-  template <class... Any>
-  void copy(const Any&...) {}
-  template <class... Any>
-  void forget(const Any&...) {}
-  template <class... Any>
-  void refresh(const Any&...) {}
-  template <class... Any>
-  void append(const Any&...) {}
-  template <class... Any>
-  void complete(const Any&...) {}
+  void open(std::size_t) {}
+  void clear(std::size_t) {}
+  void copy(std::size_t, std::size_t) {}
+  void forget(std::size_t) {}
+  template <class View>
+  void refresh(std::size_t, const View&, const planned<Recipe>&, bool) {}
+  template <class View>
+  void append(std::size_t, const View&, index_t) {}
+  template <class View>
+  void complete(std::size_t, const View&, index_t, index_t, const rows_view<float>&) {}
   offset_t list_bytes(std::size_t, index_t n, index_t) const { return n * offset_t(sizeof(index_t)); }
   offset_t side_bytes() const { return 0; }
   offset_t bytes(std::size_t) const { return 0; }
@@ -126,41 +122,41 @@ class reading {
     return (*kept_).view(all);
   }
 
-  /// Makes everything ready for what a first stage has chosen, before it is dropped, or let through by `pass`. Null: it
-  /// has not chosen, and a filter lets everything through. Until then nobody sees a difference; if it comes to nothing,
-  /// `take_back` follows. `fresh`: the lists to pass.
-  void follow(sequence_layer owner, store_type& stored, const planned<Recipe>& policies,
-              const host_vector<selection>* chosen, [[maybe_unused]] lists& fresh) {
-    const std::size_t at = order_.index(owner);
+  /// Plans what steps read once a first stage's choice is carried out; until then nobody sees a difference, and
+  /// `abandon` forgets it. `chosen` null: it has not chosen, and a filter lets everything through. `next`: the lists to
+  /// pass.
+  void plan(sequence_layer owner, store_type& stored, const planned<Recipe>& policies,
+              const host_vector<selection>* chosen, [[maybe_unused]] lists& next) {
+    [[maybe_unused]] const std::size_t index = order_.index(owner);
     if constexpr (filters) {
-      fresh.resize(chosen ? chosen->size()
+      next.resize(chosen ? chosen->size()
                           : std::size_t(reading_members(policies.first, shape_.q_heads / shape_.kv_heads)));
-      for (std::size_t m = 0; m < fresh.size(); ++m) {
-        chosen ? fresh[m].assign((*chosen)[m]) : fresh[m].assign_all(stored.lengths(owner));
+      for (std::size_t m = 0; m < next.size(); ++m) {
+        chosen ? next[m].assign((*chosen)[m]) : next[m].assign_all(stored.lengths(owner));
       }
-      const candidates& passed = fresh[0];
-      reader_.refresh(at, shown(owner, stored, passed.view(stored.view(owner)), &passed), policies, true);
+      const candidates& passed = next[0];
+      reader_.refresh(index, shown(owner, stored, passed.view(stored.view(owner)), &passed), policies, true);
     } else if constexpr (retrieve_type::retrieves) {
       const bool moves = chosen && chosen->front().counts != stored.lengths(owner);
       if (moves) {
         const auto left = view_of(owner, stored, chosen->front());
-        return reader_.refresh(at, shown(owner, stored, left, &kept_.memory), policies, true);
+        return reader_.refresh(index, shown(owner, stored, left, &kept_.memory), policies, true);
       }
-      reader_.refresh(at, shown(owner, stored, view(owner, stored), nullptr), policies, false);
+      reader_.refresh(index, shown(owner, stored, view(owner, stored), nullptr), policies, false);
     }
   }
-  /// From now on steps read what a filter lets through since `follow`. Needs no memory.
-  void pass(sequence_layer owner, lists& fresh) { passed_[owner].swap(fresh); }
+  /// From now on steps read what a filter lets through since `plan`. Needs no memory.
+  void pass(sequence_layer owner, lists& next) { passed_[owner].swap(next); }
   /// A turn's prompt has begun: a filter's lists are those of the turn before, and go. Needs no memory.
   void end_lists([[maybe_unused]] sequence_layer owner) {
     if constexpr (filters) passed_[owner].clear();
   }
   /// After a step, or a prompt's end, that came to nothing: candidates that the store does not hold go. Needs no
   /// memory.
-  void take_back(sequence_layer owner, const store_type& stored) {
+  void abandon(sequence_layer owner, const store_type& stored) {
     reader_.forget(order_.index(owner));
     if constexpr (filters) {
-      for (candidates& list : passed_[owner]) list.take_back(stored.lengths(owner));
+      for (candidates& list : passed_[owner]) list.abandon(stored.lengths(owner));
     }
   }
 

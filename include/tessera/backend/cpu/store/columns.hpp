@@ -63,7 +63,7 @@ class columns {
   }
 
   /// Takes the memory that `keep` needs, so that `keep` cannot fail.
-  void prepare_to_keep(const host_vector<index_t>& lengths) {
+  void plan_keep(const host_vector<index_t>& lengths) {
     if (scattered_) return;
     offset_t held = 0;
     for (const index_t length : lengths) held += length;
@@ -72,7 +72,7 @@ class columns {
 
   /// The chosen slots alone stay; everything is as before when memory runs out.
   void keep(const host_vector<index_t>& lengths, const selection& chosen) {
-    prepare_to_keep(lengths);
+    plan_keep(lengths);
     if (!scattered_) {
       if (!with_.any()) reserve(lengths);
       positions_.assign(std::size_t(total()), 0);

@@ -32,7 +32,7 @@ inline bool choose_newest_slots(const host_vector<index_t>& lengths, index_t win
 /// Tokens of every (layer, sequence), heads of uneven length, slots in position order. The layout says what a token
 /// takes and where its rows lie; positions and what a recipe asks for are columns beside them. Rows stay as they are
 /// appended: a layout whose rows change later has a store of its own (packed/packed_store.hpp), of which
-/// `observe_prompt`, `prepare_to_pack` and `pack` ask something.
+/// `observe_prompt`, `plan_packing` and `commit_packing` ask something.
 template <class Layout>
 class kv_store {
   static_assert(
@@ -118,7 +118,7 @@ class kv_store {
   }
 
   /// Takes back what was appended at `first_position` and after it. Needs no memory.
-  void take_back(sequence_layer owner, index_t first_position) {
+  void abandon(sequence_layer owner, index_t first_position) {
     stored_tokens& stored = stored_[owner];
     for (index_t h = 0; h < heads_; ++h) {
       index_t& length = stored.lengths[std::size_t(h)];
@@ -127,7 +127,7 @@ class kv_store {
   }
 
   /// Takes the memory that the next `keep` needs: that one then cannot fail.
-  void prepare_to_keep(sequence_layer owner) { stored_[owner].beside.prepare_to_keep(stored_[owner].lengths); }
+  void plan_keep(sequence_layer owner) { stored_[owner].beside.plan_keep(stored_[owner].lengths); }
 
   /// Keeps the chosen slots of every head and drops the rest; the place is as before when memory runs out. Returns
   /// whether anything was dropped.
@@ -146,11 +146,11 @@ class kv_store {
   }
 
   template <class E>
-  void prepare_to_observe(sequence_layer, const rows_view<const E>&) {}
+  void plan_observation(sequence_layer, const rows_view<const E>&) {}
   template <class E>
   void observe_prompt(sequence_layer, const rows_view<const E>&, index_t) {}
-  void prepare_to_pack(sequence_layer, const selection*, bool, executor&) {}
-  void pack(sequence_layer, executor&) {}
+  void plan_packing(sequence_layer, const selection*, bool, executor&) {}
+  void commit_packing(sequence_layer, executor&) {}
   void settle(index_t) {}
 
   /// Bytes of K and V that attention reads of each token, and, where tokens differ, of the chosen slots of a view

@@ -18,6 +18,7 @@ namespace cuda {
 /// `prepare_step` notes on the host what the step appends. So a step that is never carried out leaves its sequences a
 /// token ahead of the device: they are unfinished, and may only be closed. Once a call was recorded, a prepared step
 /// may have been replayed, and passes.
+template <class Recipe>
 class step_order {
  public:
   explicit step_order(index_t layers) : layers_(layers) {}
@@ -38,7 +39,9 @@ class step_order {
     require(!waits, "layers that the step under way has been through", next_layer_, std::to_string(layers_),
             "decode the layers that are missing first: they would not find rows that move");
   }
-  void prepared(const batch& step) {
+  /// The tokens of a step count in every layer from now on.
+  void prepared(const batch& step, conversations<Recipe>& known) {
+    for (index_t layer = 0; layer < layers_; ++layer) known.took_step(layer, step);
     if (is_unfinished()) unfinished_.insert(unfinished_.end(), now_.ids.begin(), now_.ids.end());
     now_ = step;
     has_begun_ = is_stale_ = false;
@@ -59,7 +62,7 @@ class step_order {
     require(layer >= next_layer_, "layer of a step", layer, "one behind those that the step has been through",
             "decode every layer, in order, in every step");
   }
-  void took(index_t layer, cudaStream_t stream) {
+  void decoded(index_t layer, cudaStream_t stream) {
     if (is_recorded(stream))
       sees_all_ = false;
     else

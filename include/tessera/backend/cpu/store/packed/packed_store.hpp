@@ -16,8 +16,9 @@
 TESSERA_NAMESPACE_BEGIN
 namespace cpu {
 
-/// Answers as the plain store does. New tokens are whole rows; `prepare_to_pack` makes segments of what is due, `pack`
-/// puts them in place. Segments that another sequence, or copy of the store, holds too are never written to.
+/// Answers as the plain store does. New tokens are whole rows; `plan_packing` makes segments of what is due,
+/// `commit_packing` puts them in place. Segments that another sequence, or copy of the store, holds too are never
+/// written to.
 template <packing_layout Layout>
 class kv_store<Layout> {
   using rows_type = typename Layout::rows_type;
@@ -113,9 +114,9 @@ class kv_store<Layout> {
     for (index_t& length : stored.whole) length += k.tokens;
   }
   /// Takes in `tokens` tokens of a turn's prompt that have been appended, and the last queries, by which rows may be
-  /// packed. What that needs is taken before, by `prepare_to_observe`.
+  /// packed. What that needs is taken before, by `plan_observation`.
   template <class E>
-  void prepare_to_observe(sequence_layer owner, const rows_view<const E>& q) {
+  void plan_observation(sequence_layer owner, const rows_view<const E>& q) {
     if constexpr (Layout::window > 0) stored_[owner].asked.reserve(q, heads_, Layout::k_dim, Layout::window);
   }
   template <class E>
@@ -127,7 +128,7 @@ class kv_store<Layout> {
 
   /// Takes back what was appended at `first_position` and after it, none of which is packed, and what was prepared.
   /// Needs no memory.
-  void take_back(sequence_layer owner, index_t first_position) {
+  void abandon(sequence_layer owner, index_t first_position) {
     stored_tokens& stored = stored_[owner];
     stored.pending.reset();
     searches_.forget_prepared(owner);
@@ -138,19 +139,19 @@ class kv_store<Layout> {
     }
   }
 
-  void prepare_to_keep(sequence_layer owner) {
+  void plan_keep(sequence_layer owner) {
     stored_tokens& stored = stored_[owner];
-    stored.beside.prepare_to_keep(stored.lengths);
+    stored.beside.plan_keep(stored.lengths);
     for (segment_pointer& segment : stored.segments) make_own(segment);
     stored.kept_whole.reset(stored.whole);
   }
 
-  /// As the plain store's; `prepare_to_keep` comes first. Rows of a segment that stay move together; the mean of a
+  /// As the plain store's; `plan_keep` comes first. Rows of a segment that stay move together; the mean of a
   /// block whose rows are others now is that of what is left of them.
   bool keep(sequence_layer owner, const selection& chosen, executor& workers) {
     stored_tokens& stored = stored_[owner];
     if (chosen.counts == stored.lengths) return false;
-    prepare_to_keep(owner);
+    plan_keep(owner);
     selection& whole = stored.kept_whole;
     bool loses = false;  // rows of segments
     for (index_t h = 0; h < heads_; ++h) {
@@ -185,9 +186,9 @@ class kv_store<Layout> {
   }
 
   /// Makes segments of what is due when a prompt, or a step, ends and `kept` (null: everything) stays. Nobody sees them
-  /// before `pack`, which needs no memory.
+  /// before `commit_packing`, which needs no memory.
   /// Errors   rows that have no basis: tessera::error.
-  void prepare_to_pack(sequence_layer owner, const selection* kept, bool prompt_ends, executor& workers) {
+  void plan_packing(sequence_layer owner, const selection* kept, bool prompt_ends, executor& workers) {
     stored_tokens& stored = stored_[owner];
     stored.pending.reset();
     searches_.forget_prepared(owner);
@@ -234,7 +235,7 @@ class kv_store<Layout> {
   }
 
   /// Carries out what was prepared, behind `keep`.
-  void pack(sequence_layer owner, executor& workers) {
+  void commit_packing(sequence_layer owner, executor& workers) {
     stored_tokens& stored = stored_[owner];
     if (!stored.pending) return;
     packing& made = *stored.pending;

@@ -61,20 +61,17 @@ template <class View>
 class no_candidates {
  public:
   using view_type = View;
-  template <class... Any>
-  explicit no_candidates(const Any&...) {}
+  no_candidates(const model_shape&, index_t, index_t, index_t, bool) {}
   host_vector<detail::gathered_column> gathered() const { return {}; }
   token_bound bound(sequence_layer, const token_bound& stored) const { return stored; }
   index_t usual_row(index_t) const { return 0; }
   View view(sequence_layer, const View& all) const { return all; }
   View batch_view(index_t, const View& all, index_t = 0) const { return all; }
   void plan_pass(const sequence_layers&, const host_vector<kept_bound>&) {}
-  template <class... Any>
-  void pass(const Any&...) {}
-  template <class... Any>
-  void pass_in_step(const Any&...) const {}
-  template <class... Any>
-  void note_read(const Any&...) const {}
+  void pass(sequence_layer, index_t, const kept_slots&, const joined_columns&, cudaStream_t) {}
+  void pass_in_step(index_t, index_t, const step_table&, index_t, const selection_view&, index_t,
+                    const joined_columns&, cudaStream_t) const {}
+  void note_read(index_t, const step_table&, index_t, index_t*, index_t*, cudaStream_t) const {}
   void passed_in_step(sequence_layer, const token_bound&) {}
   void plan_room(const sequence_layers&, index_t, const host_vector<index_t>&) {}
   static constexpr bool moves() { return false; }

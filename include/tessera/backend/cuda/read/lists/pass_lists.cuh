@@ -3,19 +3,13 @@
 #pragma once
 
 #include "../../../../core/selection.hpp"
+#include "../../choose/lines/joined_columns.cuh"
 #include "../../device/launch.cuh"
 #include "../../device/search.cuh"
 #include "../../device/warp.cuh"
 
 TESSERA_NAMESPACE_BEGIN
 namespace cuda {
-
-/// Slots that join what a first stage chooses, as bits by query head: bit s of a row is slot s. [sequences, q_heads,
-/// words] of one layer, by id.
-struct joined_columns {
-  const std::uint32_t* bits = nullptr;  ///< null: none
-  index_t words = 0;
-};
 
 namespace detail {
 

@@ -158,8 +158,5 @@ class query_sums {
   device_buffer<double2> turns_;
 };
 
-/// In place of query_sums where nothing is summed.
-struct no_query_sums {};
-
 }  // namespace cuda
 TESSERA_NAMESPACE_END

@@ -81,12 +81,14 @@ class window_lse {
 };
 
 /// In place of it where every choice computes its own.
+template <class T>
 struct no_window_lse {
+  no_window_lse(index_t, index_t, index_t) {}
   rows_view<float> room(index_t) const { return {}; }
-  void forget(index_t) {}
-  template <class... Any>
-  void take(const Any&...) const {}
-  rows_view<const float> of(index_t, index_t) const { return {}; }
+  void forget(std::size_t) {}
+  void take(std::size_t, const query_window<T>&, const rows_view<const T>&, const rows_view<float>&,
+            cudaStream_t) const {}
+  rows_view<const float> of(std::size_t, index_t) const { return {}; }
   offset_t bytes_per_place() const { return 0; }
 };
 

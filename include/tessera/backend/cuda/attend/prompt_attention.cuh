@@ -8,7 +8,7 @@
 #include "../../../recipe.hpp"
 #include "../attend/prefill/line_attention.cuh"
 #include "../choose/lines/choose_lines.cuh"
-#include "../read/lists/pass_lists.cuh"
+#include "../choose/lines/joined_columns.cuh"
 #include "attention.cuh"
 
 TESSERA_NAMESPACE_BEGIN
@@ -37,7 +37,7 @@ class prompt_attending {
   void open(index_t, cudaStream_t) {}
   void copy(index_t, index_t, cudaStream_t) {}
   joined_columns columns(index_t) const { return {}; }
-  offset_t bytes_of_place() const { return 0; }
+  offset_t bytes_of_layer() const { return 0; }
   template <class Attention>
   void attend(sequence_layer, const Recipe&, const prefill_problem<View, Out>& problem, index_t,
               const Attention& attention, cudaStream_t stream) {
@@ -97,7 +97,7 @@ class prompt_attending<Recipe, View, Out, true> {
       copy_on_device(columns_of({layer, to}), columns_of({layer, from}), std::size_t(shape_.q_heads * words_), stream);
   }
   joined_columns columns(index_t layer) const { return {words_ > 0 ? columns_of({layer, 0}) : nullptr, words_}; }
-  offset_t bytes_of_place() const { return offset_t(shape_.q_heads) * words_ * 4; }
+  offset_t bytes_of_layer() const { return offset_t(shape_.q_heads) * words_ * 4; }
 
   template <class Attention>
   void attend(sequence_layer owner, const Recipe& recipe, const prefill_problem<View, Out>& problem, index_t first,

@@ -8,7 +8,7 @@
 #include "../attend/decode/decode_attention.cuh"
 #include "../attend/prefill/prefill_attention.cuh"
 #include "../device/memory.cuh"
-#include "cache_options.hpp"
+#include "../cache_options.hpp"
 
 TESSERA_NAMESPACE_BEGIN
 namespace cuda {

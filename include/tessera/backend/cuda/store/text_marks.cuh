@@ -5,7 +5,7 @@
 
 #include "../../../core/host/host_vector.hpp"
 #include "../store/kv_store.cuh"
-#include "numbers.cuh"
+#include "../device/numbers.cuh"
 
 TESSERA_NAMESPACE_BEGIN
 namespace cuda {

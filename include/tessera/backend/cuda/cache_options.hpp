@@ -3,8 +3,8 @@
 
 #include <algorithm>
 
-#include "../../../core/error.hpp"
-#include "../../../core/types.hpp"
+#include "../../core/error.hpp"
+#include "../../core/types.hpp"
 
 TESSERA_NAMESPACE_BEGIN
 namespace cuda {

@@ -4,10 +4,10 @@
 #include <algorithm>
 #include <string>
 
-#include "../../../../core/host/host_vector.hpp"
-#include "../../../../core/sequence_layer.hpp"
-#include "../../../../planned.hpp"
-#include "../../store/step_table.cuh"
+#include "../../../core/host/host_vector.hpp"
+#include "../../../core/sequence_layer.hpp"
+#include "../../../planned.hpp"
+#include "../store/step_table.cuh"
 #include "../cache_options.hpp"
 
 TESSERA_NAMESPACE_BEGIN
@@ -97,21 +97,18 @@ struct reader_of {
 };
 
 /// What a reader does not do that keeps nothing beside the rows.
-template <class Recipe>
+template <class Recipe, class View, class Out>
 struct reader_without_index {
   void require_covered(const planned<Recipe>&) const {}
   void require_fits(offset_t) const {}
   host_vector<detail::gathered_column> gathered() const { return {}; }
-  template <class... Any>
-  void set_plan(const Any&...) {}
+  void set_plan(index_t, const planned<Recipe>&, cudaStream_t) {}
   void clear(index_t, cudaStream_t) {}
-  template <class... Any>
-  void refresh(const Any&...) const {}
+  void refresh(sequence_layer, const View&, index_t, cudaStream_t) const {}
   void copy(index_t, index_t, cudaStream_t) const {}
-  template <class... Any>
-  void rebuild(const Any&...) const {}
-  template <class... Any>
-  void complete(const Any&...) const {}
+  void rebuild(index_t, const index_t*, const View&, cudaStream_t) const {}
+  template <class ReadView>
+  void complete(index_t, const index_t*, const ReadView&, const rows_view<Out>&, cudaStream_t) const {}
   offset_t bytes(const planned<Recipe>&, index_t) const { return 0; }
 };
 

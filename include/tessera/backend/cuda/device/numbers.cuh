@@ -2,7 +2,7 @@
 #pragma once
 
 #include "../../../core/types.hpp"
-#include "../device/check.cuh"
+#include "check.cuh"
 
 TESSERA_NAMESPACE_BEGIN
 namespace cuda {
@@ -45,6 +45,15 @@ inline const index_t* add_number(index_t* to, const index_t* from, index_t more,
   detail::add_number_entry<128><<<unsigned((count + 127) / 128), 128, 0, stream>>>(to, from, more, count);
   check(cudaGetLastError(), "launch of add_number");
   return to;
+}
+
+/// Of every sequence of a batch: where its step begins, `first` [batch], and where the next one will, `after` [batch]
+/// and next[id].
+inline void advance_positions(index_t* next, const index_t* ids, index_t* first, index_t* after, index_t batch,
+                              index_t tokens, cudaStream_t stream) {
+  detail::advance_positions_entry<128>
+      <<<unsigned((batch + 127) / 128), 128, 0, stream>>>(next, ids, first, after, batch, tokens);
+  check(cudaGetLastError(), "launch of advance_positions");
 }
 
 }  // namespace cuda

@@ -7,7 +7,7 @@
 #include "../attend/packed/packed_attention.cuh"
 #include "../store/packed/packed_store.cuh"
 #include "attention.cuh"
-#include "numbers.cuh"
+#include "../device/numbers.cuh"
 
 TESSERA_NAMESPACE_BEGIN
 namespace cuda {

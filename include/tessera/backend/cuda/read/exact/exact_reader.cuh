@@ -5,16 +5,16 @@
 #include <utility>
 
 #include "../../../../core/host/host_vector.hpp"
-#include "../../read/exact/retrieve_by_scores.cuh"
-#include "../numbers.cuh"
-#include "reader.cuh"
+#include "../../device/numbers.cuh"
+#include "../reader.cuh"
+#include "retrieve_by_scores.cuh"
 
 TESSERA_NAMESPACE_BEGIN
 namespace cuda {
 
 /// Recipes that score every stored key.
 template <class Recipe, class View, class Out>
-class exact_reader : public slot_reader {
+class exact_reader : public slot_reader, public reader_without_index<Recipe, View, Out> {
   using T = typename View::element_type;
   using operation = retrieve_by_scores<Recipe, View>;
 
@@ -35,21 +35,11 @@ class exact_reader : public slot_reader {
   void set_plan(index_t id, const planned<Recipe>& policies, cudaStream_t stream) {
     set_number(plans_.of({0, id}), plan(policies), stream);
   }
-  void clear(index_t, cudaStream_t) {}
-  template <class... Any>
-  void refresh(const Any&...) const {}
-  void copy(index_t, index_t, cudaStream_t) const {}
-  template <class... Any>
-  void rebuild(const Any&...) const {}
   bool choose(index_t, const View& view, const rows_view<const T>& q, const index_t* first, const logit_rule&,
               const rows_view<Out>&, const rows_view<float>&, selection_view& chosen, cudaStream_t stream) const {
     chosen = choose_.choose(view, plans_.batch(0), nullptr, q, first, stream);
     return false;
   }
-  template <class... Any>
-  void complete(const Any&...) const {}
-  offset_t bytes(const planned<Recipe>&, index_t) const { return 0; }
-  void require_fits(offset_t) const {}
   static offset_t attended(const planned<Recipe>& policies, offset_t n, const head_place&) {
     return (std::min)(n, operation::most_read(plan(policies)));
   }

@@ -1,15 +1,15 @@
 // How many tokens each layer's heads keep where one threshold runs over the model, on the GPU.
 #pragma once
 
-#include "../../../../core/host/host_vector.hpp"
-#include "../../../../core/model_shape.hpp"
-#include "../../../../planned.hpp"
-#include "../../../../runtime/kept_lengths.hpp"
-#include "../../../../runtime/layer_roles.hpp"
-#include "../../choose/allot.cuh"
-#include "../../score/pool.cuh"
-#include "../../store/kv_store.cuh"
+#include "../../../core/host/host_vector.hpp"
+#include "../../../core/model_shape.hpp"
+#include "../../../planned.hpp"
+#include "../../../runtime/kept_lengths.hpp"
+#include "../../../runtime/layer_roles.hpp"
 #include "../cache_options.hpp"
+#include "../score/pool.cuh"
+#include "../store/kv_store.cuh"
+#include "allot.cuh"
 
 TESSERA_NAMESPACE_BEGIN
 namespace cuda {
@@ -33,11 +33,12 @@ template <class Recipe, bool OverModel = Recipe::retain_type::over_model>
 class model_counts {
  public:
   model_counts(const model_shape&, const cache_options&, const device_info&) {}
-  template <class... Any>
-  void allot(const Any&...) const {}
+  void allot(index_t, const kv_store<typename Recipe::layout_type>&, const planned<Recipe>&, const layer_roles&,
+             cudaStream_t) const {}
+  const index_t* of(index_t) const { return nullptr; }
 };
 
-/// The device's cpu::allot_over_model, of one sequence. Memory plans need its counts, so the host waits for them.
+/// The device's cpu::model_counts, of one sequence. Memory plans need its counts, so the host waits for them.
 /// Memory   layers * kv_heads * tokens scores, and the histograms of one budget over all heads of the model.
 template <class Recipe>
 class model_counts<Recipe, true> {

@@ -8,9 +8,9 @@
 #include "../../../../core/host/host_vector.hpp"
 #include "../../../../core/model_shape.hpp"
 #include "../../choose/plain_select.cuh"
-#include "../../read/segments/segment_means.cuh"
-#include "../numbers.cuh"
-#include "reader.cuh"
+#include "../../device/numbers.cuh"
+#include "../reader.cuh"
+#include "segment_means.cuh"
 
 TESSERA_NAMESPACE_BEGIN
 namespace cuda {
@@ -39,8 +39,8 @@ class segment_reader : public slot_reader {
         firsts_(heads() * std::size_t(tokens_)),
         sums_(firsts_.size() * k_dim),
         held_(heads()),
-        asked_(heads() * k_dim),
-        said_(heads()),
+        queries_(heads() * k_dim),
+        spoken_(heads()),
         scores_(std::size_t(sequences_ * heads_) * std::size_t(tokens_)),
         indices_(scores_.size()),
         counts_(std::size_t(sequences_ * heads_)),
@@ -51,7 +51,7 @@ class segment_reader : public slot_reader {
     host_vector<index_t> ids(std::size_t(options.sequences), 0);
     std::iota(ids.begin(), ids.end(), 0);
     check(cudaMemcpy(ids_.of({}), ids.data(), ids.size() * sizeof(index_t), cudaMemcpyHostToDevice), "cudaMemcpy");
-    check(cudaMemset(said_.data(), 0xff, said_.bytes()), "cudaMemset");
+    check(cudaMemset(spoken_.data(), 0xff, spoken_.bytes()), "cudaMemset");
     check(cudaStreamSynchronize(nullptr), "cudaStreamSynchronize");
   }
 
@@ -78,7 +78,7 @@ class segment_reader : public slot_reader {
       const std::size_t first = (std::size_t(layer) * std::size_t(sequences_) + std::size_t(id)) * std::size_t(heads_);
       check(cudaMemsetAsync(held_.data() + first, 0, std::size_t(heads_) * sizeof(segment_runs), stream),
             "cudaMemsetAsync");
-      check(cudaMemsetAsync(said_.data() + first, 0xff, std::size_t(heads_) * sizeof(spoken_segment), stream),
+      check(cudaMemsetAsync(spoken_.data() + first, 0xff, std::size_t(heads_) * sizeof(spoken_segment), stream),
             "cudaMemsetAsync");
     }
   }
@@ -90,9 +90,9 @@ class segment_reader : public slot_reader {
   void copy(index_t from, index_t to, cudaStream_t stream) const {
     for (index_t layer = 0; layer < layers_; ++layer) {
       const auto row = [&](index_t id) { return (std::size_t(layer) * sequences_ + id) * std::size_t(heads_); };
-      copy_on_device(said_.data() + row(to), said_.data() + row(from), std::size_t(heads_), stream);
-      copy_on_device(asked_.data() + row(to) * k_dim, asked_.data() + row(from) * k_dim, std::size_t(heads_) * k_dim,
-                     stream);
+      copy_on_device(spoken_.data() + row(to), spoken_.data() + row(from), std::size_t(heads_), stream);
+      copy_on_device(queries_.data() + row(to) * k_dim, queries_.data() + row(from) * k_dim,
+                     std::size_t(heads_) * k_dim, stream);
     }
   }
   void rebuild(index_t layer, const index_t* ids, const View& view, cudaStream_t stream) const {
@@ -117,8 +117,8 @@ class segment_reader : public slot_reader {
     chosen = select.chosen();
     return false;
   }
-  template <class... Any>
-  void complete(const Any&...) const {}
+  template <class ReadView>
+  void complete(index_t, const index_t*, const ReadView&, const rows_view<Out>&, cudaStream_t) const {}
 
   /// Of heads that hold so many tokens, were each a segment of its own: how many segments there are only the device
   /// knows.
@@ -137,10 +137,11 @@ class segment_reader : public slot_reader {
  private:
   std::size_t heads() const { return std::size_t(layers_) * std::size_t(sequences_) * std::size_t(heads_); }
   offset_t runs_read(const head_place& of) const {
-    return downloaded(said_.data() + layer_major{sequences_}.index(of.owner) * heads_ + of.head, 1)[0].runs;
+    return downloaded(spoken_.data() + layer_major{sequences_}.index(of.owner) * heads_ + of.head, 1)[0].runs;
   }
   segment_index index(index_t layer, const index_t* ids) const {
-    return {firsts_.data(), sums_.data(), held_.data(), asked_.data(), said_.data(), layer * sequences_, ids, tokens_};
+    return {firsts_.data(), sums_.data(),         held_.data(), queries_.data(),
+            spoken_.data(), layer * sequences_, ids,          tokens_};
   }
 
   index_t heads_, sequences_, layers_, tokens_;
@@ -151,8 +152,8 @@ class segment_reader : public slot_reader {
   device_buffer<index_t> firsts_;  // the index, by place and head: see segment_index
   device_buffer<float> sums_;
   device_buffer<segment_runs> held_;
-  device_buffer<float> asked_;
-  device_buffer<spoken_segment> said_;
+  device_buffer<float> queries_;
+  device_buffer<spoken_segment> spoken_;
   device_buffer<float> scores_;
   device_buffer<index_t> indices_, counts_, keep_, tail_;  // by row of the batch
   id_column<segment_plan> plans_;

@@ -6,9 +6,9 @@
 
 #include "../../../../core/host/host_vector.hpp"
 #include "../../../../scorer/block_mean.hpp"
-#include "../../read/means/decode_blocks.cuh"
 #include "../../store/packed/packed_store.cuh"
-#include "reader.cuh"
+#include "../reader.cuh"
+#include "decode_blocks.cuh"
 
 TESSERA_NAMESPACE_BEGIN
 namespace cuda {
@@ -16,7 +16,7 @@ namespace cuda {
 /// Recipes that read the best blocks of packed rows and all that are not packed. The means lie in the segments; nothing
 /// is kept here.
 template <class Recipe, class View, class Out>
-class block_reader : public reader_without_index<Recipe> {
+class block_mean_reader : public reader_without_index<Recipe, View, Out> {
   using T = typename View::element_type;
   using store_type = kv_store<typename Recipe::layout_type>;
 
@@ -29,7 +29,8 @@ class block_reader : public reader_without_index<Recipe> {
         : run(std::move(made)), scratch(run.workspace_bytes()), read(tokens) {}
   };
 
-  block_reader(const Recipe& recipe, const model_shape& shape, const cache_options& options, const device_info& device)
+  block_mean_reader(const Recipe& recipe, const model_shape& shape, const cache_options& options,
+                    const device_info& device)
       : step_(fit(recipe, shape, options, device)) {}
 
   operation fit(const Recipe& recipe, const model_shape& shape, const cache_options& options,
@@ -62,9 +63,8 @@ class block_reader : public reader_without_index<Recipe> {
   offset_t attended(const planned<Recipe>&, offset_t n, const head_place& of) const {
     return of.newest + (std::min<offset_t>)(n - of.newest, step_.read);
   }
-  static offset_t bytes_read(const planned<Recipe>&, offset_t, const head_place&) {
-    return 0;
-  }  // the store's: means lie in its segments
+  /// Nothing beside what the store reads: means lie in its segments.
+  static offset_t bytes_read(const planned<Recipe>&, offset_t, const head_place&) { return 0; }
 
  private:
   operation step_;
@@ -73,7 +73,7 @@ class block_reader : public reader_without_index<Recipe> {
 template <class Recipe, class View, class Out>
 requires std::same_as<typename Recipe::retrieve_type::scorer_type, block_mean>
 struct reader_of<Recipe, View, Out> {
-  using type = block_reader<Recipe, View, Out>;
+  using type = block_mean_reader<Recipe, View, Out>;
 };
 
 }  // namespace cuda

@@ -6,11 +6,11 @@
 
 #include "../../../../core/host/host_vector.hpp"
 #include "../../../../core/stored/page_extrema.hpp"
-#include "../../read/extrema/mean_value.cuh"
-#include "../../read/extrema/page_index.cuh"
-#include "../../read/extrema/retrieve_by_pages.cuh"
-#include "../numbers.cuh"
-#include "reader.cuh"
+#include "../../device/numbers.cuh"
+#include "../reader.cuh"
+#include "mean_value.cuh"
+#include "page_index.cuh"
+#include "retrieve_by_pages.cuh"
 
 TESSERA_NAMESPACE_BEGIN
 namespace cuda {
@@ -109,7 +109,8 @@ class extrema_reader : public slot_reader {
   void rebuild(index_t layer, const index_t* ids, const View& view, cudaStream_t stream) const {
     index_pages<View>{}.build(view, batch_index(layer), plans_.batch(0), bounds_.most_pages(), stream);
     if constexpr (averages) {
-      mean_value<View>(view.sequences * shape_.kv_heads).build(view, sums(layer, 0), sums_scratch_.data(), stream, ids);
+      mean_value<View>(view.sequences * shape_.kv_heads)
+          .build(view, sums({layer, 0}), sums_scratch_.data(), stream, ids);
     }
   }
 

@@ -5,28 +5,28 @@
 #include <type_traits>
 
 #include "../../../core/host/host_vector.hpp"
-#include "../read/lists/candidates.cuh"
-#include "../read/segments/segmented_view.cuh"
 #include "../store/kv_store.cuh"
-#include "readers/block_reader.cuh"
-#include "readers/exact_reader.cuh"
-#include "readers/extrema_reader.cuh"
-#include "readers/segment_reader.cuh"
+#include "exact/exact_reader.cuh"
+#include "extrema/extrema_reader.cuh"
+#include "lists/candidates.cuh"
+#include "means/block_mean_reader.cuh"
+#include "segments/segment_reader.cuh"
+#include "segments/segmented_view.cuh"
 
 TESSERA_NAMESPACE_BEGIN
 namespace cuda {
 
 /// Recipes that read everything that they may.
 template <class Recipe, class View, class Out>
-class whole_reader : public slot_reader, public reader_without_index<Recipe> {
+class whole_reader : public slot_reader, public reader_without_index<Recipe, View, Out> {
  public:
   whole_reader(const Recipe&, const model_shape&, const cache_options&, const device_info&) {}
   struct fitted_operation {};
   fitted_operation fit(const Recipe&, const model_shape&, const cache_options&, const device_info&) const { return {}; }
   void adopt(fitted_operation&&) {}
   /// Whether the step's output is written already.
-  template <class... Any>
-  bool choose(const Any&...) const {
+  bool choose(index_t, const View&, const rows_view<const typename View::element_type>&, const index_t*,
+              const logit_rule&, const rows_view<Out>&, const rows_view<float>&, selection_view&, cudaStream_t) const {
     return false;
   }
   static offset_t attended(const planned<Recipe>&, offset_t n, const head_place&) { return n; }

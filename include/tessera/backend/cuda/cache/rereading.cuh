@@ -3,25 +3,19 @@
 
 #include <algorithm>
 
-#include "../../../../core/model_shape.hpp"
-#include "../../../../planned.hpp"
-#include "../../../../runtime/layer_roles.hpp"
-#include "../../score/score.cuh"
-#include "../../score/settled_slots.cuh"
-#include "../../store/kv_store.cuh"
-#include "../attention.cuh"
+#include "../../../core/model_shape.hpp"
+#include "../../../planned.hpp"
+#include "../../../runtime/layer_roles.hpp"
+#include "../../../runtime/turn/reread_part.hpp"
+#include "../attend/attention.cuh"
 #include "../cache_options.hpp"
-#include "../numbers.cuh"
+#include "../device/numbers.cuh"
+#include "../score/score.cuh"
+#include "../score/settled_slots.cuh"
+#include "../store/kv_store.cuh"
 
 TESSERA_NAMESPACE_BEGIN
 namespace cuda {
-
-/// Tokens [first, end) of what a place stores, by position, and where the re-reading's own tokens begin.
-struct reread_part {
-  index_t first = 0, end = 0;
-  index_t own = 0;
-};
-
 namespace detail {
 
 /// A block a head lists what a re-reading sees: the sinks, the part and the re-reading itself, slots and positions.
@@ -35,7 +29,7 @@ __global__ void __launch_bounds__(256)
   const int warp = threadIdx.x / 32, lane = threadIdx.x % 32;
   if (warp < 4) {
     const index_t first = (max)(part.first, sinks);
-    const index_t at = warp == 0 ? sinks : warp == 1 ? first : warp == 2 ? (max)(part.end, first) : part.own;
+    const index_t at = warp == 0 ? sinks : warp == 1 ? first : warp == 2 ? (max)(part.end, first) : part.begin;
     const index_t found = slots_before(view, 0, h, at, lane);
     if (lane == 0) ends[warp] = found;
   }
@@ -71,7 +65,7 @@ __global__ void __launch_bounds__(256) keep_larger_entry(const __grid_constant__
 
 }  // namespace detail
 
-/// Nothing, for recipes that do not re-read.
+/// Re-reads nothing, for recipes that do not.
 template <class Recipe, bool Rereads = Recipe::retain_type::rereads>
 class rereading {
  public:
@@ -114,7 +108,7 @@ class rereading<Recipe, true> {
             const rows_view<const T>& v, const rows_view<Out>& out, const reread_part& part,
             cudaStream_t stream) const {
     require_rows_on_16_bytes("q", q);
-    const index_t* position = set_number(own_position_.data(), part.own, stream);
+    const index_t* position = set_number(begin_position_.data(), part.begin, stream);
     store.append_rows(store.view(owner), k, v, position, {}, stream);
     store.took(owner, k.tokens);
     const logit_rule rule = roles.rule(owner.layer);
@@ -144,7 +138,7 @@ class rereading<Recipe, true> {
       problem.q.data += done * q.token_stride;
       problem.q.tokens = (std::min)(queries_at_once, q.tokens - done);
       problem.accumulate = done > 0;
-      set_number(position_.data(), part.own + done, stream);
+      set_number(position_.data(), part.begin + done, stream);
       score_.run(problem, policy, workspace_.data(), stream);
     }
     const dim3 grid{unsigned(std::clamp(ceil_div(part.end - part.first, 256), 1, 64)), unsigned(heads_)};
@@ -177,7 +171,7 @@ class rereading<Recipe, true> {
   device_buffer<offset_t> begins_;
   device_buffer<float> scores_;
   device_buffer<unsigned char> workspace_;
-  device_buffer<index_t> position_{1}, own_position_{1};
+  device_buffer<index_t> position_{1}, begin_position_{1};
 };
 
 }  // namespace cuda

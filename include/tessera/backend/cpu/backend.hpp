@@ -1,0 +1,187 @@
+// What a cache on the CPU does its work with: the backend of tessera::cache.
+#pragma once
+
+#include <memory>
+#include <utility>
+
+#include "../../core/error.hpp"
+#include "../../core/host/host_vector.hpp"
+#include "../../runtime/prompt_pages.hpp"
+#include "cache/prompt_turn.hpp"
+#include "cache/step_order.hpp"
+#include "cache/step_turn.hpp"
+
+TESSERA_NAMESPACE_BEGIN
+namespace cpu {
+
+/// Calls of a cache on the CPU have done their work when they return: there is no queue to name.
+struct no_queue {};
+
+/// The parts of one recipe's cache on the CPU, and what each call of `basic_cache` does with them. concepts/backend.hpp
+/// says what every backend answers. Arguments have been checked; where a call throws, nothing has changed.
+template <class Recipe>
+class backend {
+  using parts = cache_parts<Recipe>;
+
+ public:
+  using recipe_type = Recipe;
+  using layout = typename Recipe::layout_type;
+  using resources = std::shared_ptr<executor>;
+  using queue = no_queue;
+  using default_queue = no_queue;
+  using output_type = float;
+
+  /// Whether pages of one pool are shared by groups of heads.
+  static constexpr bool in_groups = requires(const typename kv_store<layout>::rows_type& rows) { rows.groups(); };
+
+  /// Errors   no executor: tessera::error.
+  backend(const model_shape& shape, const Recipe& recipe, resources workers)
+      : its_(shape, recipe, require_workers(std::move(workers))), order_(shape.layers) {}
+
+  // --- sequences -----------------------------------------------------------------------------------------------------
+
+  /// How many sequences may be open at a time, 0: as many as there is memory for; tokens of a step, at most.
+  index_t max_sequences() const { return 0; }
+  index_t max_step_tokens() const { return most_step_tokens; }
+
+  void open(index_t id, const planned<Recipe>&, queue) {
+    its_.ranked.open_empty(id);
+    its_.store.open(id);
+    its_.first.observer().open(id);
+    its_.reads.open(id);
+    its_.prompts.open(id);
+    its_.log.open(id);
+  }
+  /// Needs no memory.
+  void close(index_t id, queue) {
+    its_.store.clear(id);
+    its_.first.observer().forget(id);
+    its_.reads.close(id);
+    its_.prompts.close(id);
+  }
+  void check_fork(index_t) const {}
+  /// Opens an id with what another one holds between two turns, or steps. Where it throws, the id is closed.
+  void fork(index_t id, index_t to, const planned<Recipe>& policies, queue q) {
+    open(to, policies, q);
+    try {
+      its_.store.copy(id, to);
+      its_.first.observer().copy(id, to);
+      its_.reads.copy(id, to);
+      its_.prompts.copy(id, to);
+    } catch (...) {
+      close(to, q);
+      throw;
+    }
+  }
+  void follow_budget(const Recipe&, queue) {}
+  void follow_plans(const conversations<Recipe>&, queue) {}
+
+  // --- prompts -------------------------------------------------------------------------------------------------------
+
+  /// What a prompt of `tokens` tokens takes of the pool of pages; id -1: in a new sequence. Where a first stage drops
+  /// all that it drops when a prompt ends, `after` counts what is there before.
+  page_plan plan_pages(index_t id, const Recipe& recipe, const planned<Recipe>& policies,
+                       index_t tokens) const requires in_groups {
+    const auto& rows = its_.store.rows();
+    host_vector<index_t> held;
+    for (index_t layer = 0; layer < its_.shape.layers; ++layer) {
+      for (index_t head = 0; head < its_.shape.kv_heads; ++head)
+        held.push_back(id < 0 ? 0 : its_.store.lengths({layer, id})[std::size_t(head)]);
+    }
+    return plan_prompt_pages(rows.groups(), rows.page(), held, recipe, policies, its_.roles, tokens);
+  }
+  void reserve_pages(index_t id, index_t pages) requires in_groups { its_.store.rows().reserve(id, pages); }
+
+  template <class E>
+  void check_chunk(sequence_layer, const rows_view<const E>&) const {}
+  void begin_prompt(index_t id, queue) { its_.store.settle(id); }
+  void end_chunk(sequence_layer owner, const planned<Recipe>& policies, const prompt_reach& reach, index_t, queue) {
+    prompts().end_chunk(owner, policies, reach);
+  }
+  /// Throws where a pool of pages has no room for so many more tokens in every layer.
+  void expect_chunk(index_t id, index_t tokens) { its_.store.expect(id, tokens); }
+  template <class E>
+  void append_chunk(sequence_layer owner, const planned<Recipe>& policies, const prompt_chunk& chunk,
+                    const rows_view<const E>& q, const rows_view<const E>& k, const rows_view<const E>& v, queue) {
+    prompts().append(owner, policies, chunk, q, k, v);
+  }
+  template <class E>
+  void attend_chunk(sequence_layer owner, const Recipe& recipe, index_t first, const rows_view<const E>& q,
+                    const rows_view<float>& out, const rows_view<float>& lse, queue) {
+    prompts().attend(owner, recipe, first, q, {out, lse});
+  }
+  template <class E>
+  void reread(sequence_layer owner, const planned<Recipe>& policies, const reread_part& part,
+              const rows_view<const E>& q, const rows_view<const E>& k, const rows_view<const E>& v,
+              const rows_view<float>& out, queue) {
+    prompts().reread(owner, policies, part, q, k, v, {out, {}});
+  }
+  void end_layer(sequence_layer owner, const Recipe& recipe, index_t, queue) { prompts().end_layer(owner, recipe); }
+  void end_prompt(index_t id, const Recipe& recipe, const planned<Recipe>& policies, bool due,
+                  const prompt_reach& reach, queue) {
+    prompts().end(id, recipe, policies, due, reach);
+  }
+
+  // --- steps ---------------------------------------------------------------------------------------------------------
+
+  void prepare_step(const Recipe&, const batch& step, const conversations<Recipe>&, queue) { steps().prepare(step); }
+  void begin_counting(const batch& step, conversations<Recipe>& known) { order_.prepared(step, known); }
+  void require_layer(index_t layer, const batch& step, const conversations<Recipe>& known, queue) const {
+    order_.require_layer(layer, step, known);
+  }
+  template <class E>
+  void decode(index_t layer, const Recipe& recipe, const batch& step, const conversations<Recipe>& known,
+              const rows_view<const E>& q, const rows_view<const E>& k, const rows_view<const E>& v,
+              const rows_view<float>& out, const rows_view<float>& lse, queue) {
+    steps().decode(layer, recipe, step, known, q, k, v, {out, lse});
+  }
+  void count_layer(index_t layer, const batch& step, conversations<Recipe>& known, queue) {
+    order_.decoded(layer, step, known);
+  }
+
+  // --- answers -------------------------------------------------------------------------------------------------------
+
+  auto view(sequence_layer owner) { return its_.store.view(owner); }
+  index_t length(sequence_layer owner, index_t head) const { return its_.store.lengths(owner)[std::size_t(head)]; }
+  host_vector<index_t> positions(sequence_layer owner, index_t head) const { return its_.store.positions(owner, head); }
+  host_vector<index_t> readable(sequence_layer owner, index_t head) const {
+    if (!its_.roles.follows_recipe(owner.layer)) return positions(owner, head);
+    return its_.reads.positions(owner, head, its_.store);
+  }
+  const kv_store<layout>& store() const { return its_.store; }
+  kv_store<layout>& store() { return its_.store; }
+
+  void trace_attended(bool on) { its_.log.trace(on); }
+  const host_vector<host_vector<index_t>>& attended(sequence_layer owner) const { return its_.log.attended(owner); }
+  void trace_lines(bool on) { its_.prompts.trace(on); }
+  const prompt_lines& lines(sequence_layer owner) const { return its_.prompts.lines(owner); }
+  void trace_ranked(bool on) { its_.traces_ranks = on; }
+  const ranked_tokens& ranked(sequence_layer owner) const { return its_.ranked[owner]; }
+
+  /// Bytes that are allocated for a sequence.
+  offset_t bytes(index_t id, const planned<Recipe>&) const {
+    offset_t total = 0;
+    for (index_t layer = 0; layer < its_.shape.layers; ++layer) {
+      const sequence_layer owner{layer, id};
+      total += its_.store.bytes(owner) + its_.first.observer().bytes(owner) + its_.reads.bytes(owner) +
+               its_.prompts.bytes(owner);
+    }
+    return total;
+  }
+  offset_t bytes_read(index_t id, const Recipe&, const sequence_state<Recipe>&) const { return its_.log.bytes(id); }
+
+ private:
+  static resources require_workers(resources workers) {
+    require(workers != nullptr, "executor", "null", "a pool of threads",
+            "pass std::make_shared<tessera::cpu::executor>()");
+    return workers;
+  }
+  prompt_turn<Recipe> prompts() { return prompt_turn<Recipe>(its_); }
+  step_turn<Recipe> steps() { return step_turn<Recipe>(its_); }
+
+  parts its_;
+  step_order<Recipe> order_;
+};
+
+}  // namespace cpu
+TESSERA_NAMESPACE_END

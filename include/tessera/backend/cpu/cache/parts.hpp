@@ -1,0 +1,132 @@
+// What the layers of a cache hold on the CPU, and how a layer's choice is planned and carried out.
+#pragma once
+
+#include <algorithm>
+#include <memory>
+#include <utility>
+
+#include "../../../concepts/backend.hpp"
+#include "../../../core/host/host_vector.hpp"
+#include "../../../core/sequence_layer.hpp"
+#include "../../../runtime/layer_roles.hpp"
+#include "../../../runtime/turn/choosing_layer.hpp"
+#include "../attend/attend_packed.hpp"
+#include "../attend/prompt_attention.hpp"
+#include "../attend/step_log.hpp"
+#include "../choose/first_stage.hpp"
+#include "../read/reading.hpp"
+#include "../store/packed/packed_store.hpp"
+#include "rereading.hpp"
+
+TESSERA_NAMESPACE_BEGIN
+namespace cpu {
+
+/// What a layer of a sequence keeps, or lets through, until it is carried out.
+template <class Recipe>
+struct layer_choice {
+  bool made = false, observed = false;
+  host_vector<selection> kept{1};  ///< one, or one for each member of a group whose query heads choose apart
+  ranked_tokens ranked;
+  /// A filter's next lists: the same, or everything; none: those it has stay.
+  typename reading<Recipe>::lists passed;
+};
+
+/// The parts of one recipe's cache. A change of a layer is planned, which may run out of memory and shows nothing; then
+/// `commit` carries it out, or `abandon` forgets it, and neither needs memory.
+template <class Recipe>
+struct cache_parts {
+  using layout = typename Recipe::layout_type;
+  using choice = layer_choice<Recipe>;
+  static_assert(backend_store<kv_store<layout>>);
+  static_assert(backend_observer<typename first_stage<Recipe>::observer_type>);
+  static_assert(backend_attending<prompt_attending<Recipe>>);
+
+  cache_parts(const model_shape& model, const Recipe& recipe, std::shared_ptr<executor> threads)
+      : workers(std::move(threads)),
+        shape(model),
+        roles(shape, recipe.dense_layers, recipe.attention.rule),
+        store(shape.layers, shape.kv_heads,
+              {first_stage<Recipe>::observer_type::with_scores, Recipe::needs_segments, recipe.retrieve.mean_block()},
+              placement_of(recipe), recipe.layout),
+        first(shape),
+        reads(shape),
+        prompts(shape),
+        log(shape.layers),
+        ranked(shape.layers) {}
+
+  /// Choices of so many layers, or sequences, to be planned.
+  host_vector<choice>& new_choices(index_t count) {
+    host_vector<choice>& all = *choices;
+    if (all.size() < std::size_t(count)) all.resize(std::size_t(count));
+    for (choice& each : all) {
+      each.made = each.observed = false;
+      each.passed.clear();
+    }
+    return all;
+  }
+
+  /// Of a layer that slides: all but its window, and the `added` newest, go.
+  void plan_slide(sequence_layer owner, index_t added, choice& made) {
+    made.kept.resize(1);
+    made.made = store.choose_newest(owner, roles.window(owner.layer), added, made.kept[0]);
+    if (made.made) store.plan_keep(owner);
+  }
+  /// Of a layer that follows the recipe; where nothing is `due`, it chooses nothing, and a filter lets everything
+  /// through.
+  void plan_choice(sequence_layer owner, const Recipe& recipe, const planned<Recipe>& policies, bool due,
+                   const choice_moment& when, choice& made) {
+    made.made = due && first.choose(owner, store, policies, roles.rule(owner.layer), when, made.kept,
+                                    traces_ranks ? &made.ranked : nullptr, *workers);
+    if (made.made) prompts.join(owner, recipe, made.kept);
+    plan_reading(owner, policies, made);
+  }
+  /// What another layer has chosen among as many tokens.
+  void plan_same_choice(sequence_layer owner, const planned<Recipe>& policies, const choice& other, choice& made) {
+    made.made = other.made;
+    if (other.made) made.kept = other.kept;
+    if (other.made && traces_ranks) made.ranked = other.ranked;
+    plan_reading(owner, policies, made);
+  }
+  /// What is due to be packed when a prompt, or a step, ends, of what stays.
+  void plan_packing(sequence_layer owner, const choice& made, bool prompt_ends) {
+    const bool drops = made.made && Recipe::retain_type::drops;
+    store.plan_packing(owner, drops ? &made.kept[0] : nullptr, prompt_ends, *workers);
+  }
+  void commit(sequence_layer owner, choice& made) {
+    if (made.made && traces_ranks && roles.follows_recipe(owner.layer)) std::swap(ranked[owner], made.ranked);
+    if (!made.passed.empty()) {
+      reads.pass(owner, made.passed);
+    } else if (made.made) {
+      store.keep(owner, made.kept[0], *workers);
+    }
+    store.commit_packing(owner, *workers);
+  }
+  /// Forgets what was planned of a layer, and what was appended from position `next` on.
+  void abandon(sequence_layer owner, index_t next) {
+    store.abandon(owner, next);
+    reads.abandon(owner, store);
+  }
+
+  std::shared_ptr<executor> workers;
+  model_shape shape;
+  layer_roles roles;
+  kv_store<layout> store;
+  first_stage<Recipe> first;
+  rereading<Recipe> rereads;
+  reading<Recipe> reads;
+  prompt_attending<Recipe> prompts;
+  step_log log;
+  bool traces_ranks = false;
+  sequence_table<ranked_tokens> ranked;  ///< of the last choice that was traced
+  scratch<host_vector<choice>> choices;
+  scratch<decode_workspace> attending;
+
+ private:
+  void plan_reading(sequence_layer owner, const planned<Recipe>& policies, choice& made) {
+    if (made.made && Recipe::retain_type::drops) store.plan_keep(owner);
+    reads.plan(owner, store, policies, made.made ? &made.kept : nullptr, made.passed);
+  }
+};
+
+}  // namespace cpu
+TESSERA_NAMESPACE_END

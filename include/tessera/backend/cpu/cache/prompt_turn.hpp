@@ -1,0 +1,134 @@
+// What calls of a turn's prompt do to the layers of a cache on the CPU.
+#pragma once
+
+#include <algorithm>
+
+#include "../../../runtime/turn/prompt_chunk.hpp"
+#include "parts.hpp"
+
+TESSERA_NAMESPACE_BEGIN
+namespace cpu {
+
+/// The prompt's part of a turn. Every call does all of its work or none; arguments have been checked.
+template <class Recipe>
+class prompt_turn {
+  using parts = cache_parts<Recipe>;
+  using choice = typename parts::choice;
+
+ public:
+  explicit prompt_turn(parts& its) : its_(its) {}
+
+  /// Appends a chunk to a layer; its queries are observed.
+  template <class E>
+  void append(sequence_layer owner, const planned<Recipe>& policies, const prompt_chunk& chunk,
+              const rows_view<const E>& q, const rows_view<const E>& k, const rows_view<const E>& v) {
+    const bool follows = its_.roles.follows_recipe(owner.layer);
+    choice& made = its_.new_choices(1).front();
+    try {
+      its_.store.append(owner, k, v, chunk.first, chunk.marks);
+      if (!follows) {
+        its_.plan_slide(owner, k.tokens, made);
+      } else {
+        its_.store.plan_observation(owner, q);
+        if (choosing_layer<Recipe>(owner.layer, policies, its_.roles) == owner.layer) {
+          its_.first.observer().observe_prompt(owner, its_.store, policies, its_.roles.rule(owner.layer), q,
+                                               chunk.first + k.tokens, *its_.workers);
+        }
+        its_.store.observe_prompt(owner, q, k.tokens);
+      }
+    } catch (...) {
+      its_.store.abandon(owner, chunk.first);
+      throw;
+    }
+    its_.commit(owner, made);
+    its_.reads.end_lists(owner);
+  }
+
+  /// Before more of a prompt is appended to a layer that chooses among what it has: it keeps its share of that.
+  void end_chunk(sequence_layer owner, const planned<Recipe>& policies, const prompt_reach& reach) {
+    if (!its_.roles.follows_recipe(owner.layer)) return;
+    choice& made = its_.new_choices(1).front();
+    made.made = its_.first.choose(owner, its_.store, policies, its_.roles.rule(owner.layer), {reach.end, 0, &reach},
+                                  made.kept, its_.traces_ranks ? &made.ranked : nullptr, *its_.workers);
+    if (made.made) its_.store.plan_keep(owner);
+    its_.commit(owner, made);
+    its_.first.observer().forget(owner);
+    its_.reads.abandon(owner, its_.store);  // its slots have moved; the prompt's end makes it anew
+  }
+
+  template <class E>
+  void attend(sequence_layer owner, const Recipe& recipe, index_t first, const rows_view<const E>& q,
+              const attention_output& output) {
+    const auto view = its_.store.view(owner);
+    const query_rows<E> queries{q, &first};
+    const logit_rule rule = its_.roles.rule(owner.layer);
+    if (!its_.roles.follows_recipe(owner.layer)) return prefill_attention(view, queries, rule, output, *its_.workers);
+    its_.prompts.attend(owner, recipe, view, queries, rule, output, *its_.workers);
+  }
+
+  /// Tokens that pass through a layer once more, from position `part.begin` on: they attend to everything and to
+  /// themselves, are scored with, and leave nothing else behind.
+  template <class E>
+  void reread(sequence_layer owner, const planned<Recipe>& policies, const reread_part& part,
+              const rows_view<const E>& q, const rows_view<const E>& k, const rows_view<const E>& v,
+              const attention_output& output) {
+    const logit_rule rule = its_.roles.rule(owner.layer);
+    try {
+      its_.store.append(owner, k, v, part.begin);
+      prefill_attention(its_.store.view(owner), query_rows<E>{q, &part.begin}, rule, output, *its_.workers);
+      if (its_.roles.follows_recipe(owner.layer))
+        its_.rereads.score(owner, its_.store, policies, rule, q, part, *its_.workers);
+    } catch (...) {
+      its_.store.abandon(owner, part.begin);
+      throw;
+    }
+    its_.store.abandon(owner, part.begin);
+  }
+
+  /// A prompt has been through a layer: what it needs no other layer for is done.
+  void end_layer(sequence_layer owner, const Recipe& recipe) {
+    choice& made = its_.new_choices(1).front();
+    if (!its_.roles.follows_recipe(owner.layer)) {
+      its_.plan_slide(owner, 0, made);
+    } else if (packs_by_layer(recipe)) {
+      its_.plan_packing(owner, made, true);
+    }
+    its_.commit(owner, made);
+  }
+
+  /// A prompt has ended: where `due`, each layer keeps the budget's worth, or lets it through.
+  void end(index_t id, const Recipe& recipe, const planned<Recipe>& policies, bool due, const prompt_reach& reach) {
+    const index_t layers = its_.shape.layers;
+    host_vector<choice>& choices = its_.new_choices(layers);
+    try {
+      its_.first.count_over_model(id, its_.store, policies, its_.roles);
+      for (index_t layer = 0; layer < layers; ++layer)
+        plan_end({layer, id}, recipe, policies, due, reach, choices);
+    } catch (...) {
+      for (index_t layer = 0; layer < layers; ++layer) its_.abandon({layer, id}, reach.end);
+      throw;
+    }
+    for (index_t layer = 0; layer < layers; ++layer) its_.commit({layer, id}, choices[std::size_t(layer)]);
+    its_.store.expect(id, 0);
+    its_.first.observer().end_turn(id);
+  }
+
+ private:
+  void plan_end(sequence_layer owner, const Recipe& recipe, const planned<Recipe>& policies, bool due,
+                const prompt_reach& reach, host_vector<choice>& choices) {
+    choice& made = choices[std::size_t(owner.layer)];
+    if (!its_.roles.follows_recipe(owner.layer)) return its_.plan_slide(owner, 0, made);
+    const index_t chooser = choosing_layer<Recipe>(owner.layer, policies, its_.roles);
+    if (chooser != owner.layer) {
+      its_.plan_same_choice(owner, policies, choices[std::size_t(chooser)], made);
+    } else {
+      its_.plan_choice(owner, recipe, policies, due, {reach.end, 0, &reach}, made);
+    }
+    its_.plan_packing(owner, made, true);
+  }
+
+  parts& its_;
+};
+
+}  // namespace cpu
+TESSERA_NAMESPACE_END

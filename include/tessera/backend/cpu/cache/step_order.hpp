@@ -1,0 +1,38 @@
+// In which order the layers of a step are decoded on the CPU.
+#pragma once
+
+#include <string>
+
+#include "../../../runtime/turn/conversations.hpp"
+
+TESSERA_NAMESPACE_BEGIN
+namespace cpu {
+
+/// Layers step in order, and once for each `prepare_step`: one that is behind or ahead would answer for other
+/// positions. A layer counts its tokens when it has been decoded.
+template <class Recipe>
+class step_order {
+ public:
+  explicit step_order(index_t) {}
+
+  void require_layer(index_t layer, const batch& step, const conversations<Recipe>& known) const {
+    for (const index_t id : step.ids) {
+      const auto& c = known.at(id);
+      if (layer == 0 && c.front().next_position != c.step_began) {
+        fail("tokens before the step", c.front().next_position,
+             "those that prepare_step saw, which are " + std::to_string(c.step_began),
+             "call prepare_step before every step");
+      }
+      const index_t expected = layer > 0 ? c.front().next_position - step.tokens : c.layers.back().next_position;
+      if (known.at({layer, id}).next_position != expected) {
+        fail("tokens of a layer before the step", known.at({layer, id}).next_position, std::to_string(expected),
+             "decode every layer, in order, in every step");
+      }
+    }
+  }
+  void prepared(const batch&, conversations<Recipe>&) {}
+  void decoded(index_t layer, const batch& step, conversations<Recipe>& known) { known.took_step(layer, step); }
+};
+
+}  // namespace cpu
+TESSERA_NAMESPACE_END

@@ -1,0 +1,272 @@
+// What a cache on a GPU does its work with: the backend of tessera::cuda::cache.
+#pragma once
+
+#include <algorithm>
+#include <type_traits>
+#include <utility>
+
+#include "../../core/host/host_vector.hpp"
+#include "../../runtime/prompt_pages.hpp"
+#include "cache/prompt_turn.cuh"
+#include "cache/step_bytes.cuh"
+#include "cache/step_turn.cuh"
+
+TESSERA_NAMESPACE_BEGIN
+namespace cuda {
+
+/// The stream that a call works in; every call that begins work must be given one.
+struct stream_queue {
+  stream_queue(cudaStream_t given) : stream(given) {}
+  operator cudaStream_t() const { return stream; }
+  cudaStream_t stream;
+};
+
+/// The parts of one recipe's cache on a device, and what each call of `basic_cache` does with them.
+/// concepts/backend.hpp says what every backend answers. Arguments have been checked; what throws, throws before
+/// anything is launched.
+template <class Recipe, class Out>
+class backend {
+  using parts = cache_parts<Recipe, Out>;
+  using T = typename parts::T;
+  static_assert(check_runs_on_devices<Recipe>());
+  static_assert(sizeof(T) == 2, "tessera: the CUDA cache computes in fp16 and bf16; the CPU cache in fp32 too");
+
+ public:
+  using recipe_type = Recipe;
+  using layout = typename Recipe::layout_type;
+  using resources = cache_options;
+  using queue = stream_queue;
+  using default_queue = cudaStream_t;
+  using output_type = Out;
+
+  /// Whether pages of one pool are shared by groups of heads.
+  static constexpr bool in_groups = kv_store<layout>::in_groups;
+
+  backend(const model_shape& shape, const Recipe& recipe, const cache_options& options)
+      : its_(shape, recipe, options) {}
+
+  // --- sequences -----------------------------------------------------------------------------------------------------
+
+  /// How many sequences may be open at a time; tokens of a step, at most.
+  index_t max_sequences() const { return its_.options.sequences; }
+  index_t max_step_tokens() const { return its_.options.step_tokens; }
+
+  void open(index_t id, const planned<Recipe>& policies, cudaStream_t stream) {
+    set_number(its_.next.data() + id, index_t(0), stream);
+    begin_sequence(id, stream);
+    its_.reads.set_plan(id, policies, stream);
+  }
+  /// Gives back all that a sequence holds.
+  void close(index_t id, cudaStream_t stream) {
+    its_.order.closed(id);
+    clear(id, stream);
+  }
+  /// Errors   the sequence's step has layers to go, or that of any other one has begun and has.
+  void check_fork(index_t id) const {
+    its_.order.require_finished(id);
+    its_.order.require_none_under_way();
+  }
+  /// An id gets all that another one holds between two turns, or steps. Where it throws, the id is closed.
+  void fork(index_t id, index_t to, const planned<Recipe>& policies, cudaStream_t stream) {
+    try {
+      plan_copy(id, to, stream);
+      its_.store.commit_copy(id, to, stream);
+      its_.reads.lists().commit_copy(id, to, stream);
+      copy_on_device(its_.next.data() + to, its_.next.data() + id, 1, stream);
+      begin_sequence(to, stream);
+      its_.first.observer().copy(id, to, stream);
+      its_.prompts.copy(id, to, stream);
+      its_.reads.set_plan(to, policies, stream);
+      for (index_t layer = 0; layer < its_.shape.layers; ++layer) {
+        if (its_.roles.follows_recipe(layer) && its_.store.bound({layer, to}).longest > 0)
+          its_.reads.refresh({layer, to}, its_.store, stream);
+      }
+      its_.reads.reader().copy(id, to, stream);
+    } catch (...) {
+      clear(to, stream);
+      throw;
+    }
+  }
+
+  /// Takes another budget, when all that may fail has been made. Allocates; synchronises. Errors: a prepared step has
+  /// layers to go.
+  void follow_budget(const Recipe& changed, cudaStream_t) {
+    its_.order.require_all_finished();
+    auto first = its_.first.fit(changed, its_.device);
+    auto reader = its_.reads.reader().fit(changed, its_.shape, its_.options, its_.device);
+    auto movers = its_.fit_movers(its_.first.max_kept_tokens(first));
+    check(cudaDeviceSynchronize(), "cudaDeviceSynchronize");
+    its_.first.adopt(std::move(first));
+    its_.reads.reader().adopt(std::move(reader));
+    its_.store.adopt(std::move(movers));
+    its_.order.disturbed();
+  }
+  void follow_plans(const conversations<Recipe>& known, cudaStream_t stream) {
+    for (index_t id = 0; id < known.size(); ++id) {
+      if (known.is_open(id)) its_.reads.set_plan(id, known.at(id).policies, stream);
+    }
+    check(cudaStreamSynchronize(stream), "cudaStreamSynchronize");
+  }
+  void fit_memory(index_t tokens, cudaStream_t stream) {
+    its_.order.require_none_under_way();
+    require(tokens >= 0, "tokens to make room for", tokens, "0 or more", "pass the longest answer");
+    its_.store.resize(tokens, stream);
+    its_.order.disturbed();
+  }
+
+  // --- prompts -------------------------------------------------------------------------------------------------------
+
+  void reserve(index_t id, index_t tokens, cudaStream_t stream) {
+    its_.order.require_finished(id);
+    its_.make_room(its_.all_layers({id}), tokens, stream);
+  }
+  /// id -1: of a new sequence.
+  page_plan plan_pages(index_t id, const Recipe& recipe, const planned<Recipe>& policies,
+                       index_t tokens) const requires in_groups {
+    host_vector<index_t> held(std::size_t(its_.shape.layers * its_.shape.kv_heads), 0);
+    for (index_t layer = 0; id >= 0 && layer < its_.shape.layers; ++layer) {
+      const host_vector<index_t> by_head = its_.store.held_by_head({layer, id});
+      std::copy(by_head.begin(), by_head.end(), held.begin() + offset_t(layer) * its_.shape.kv_heads);
+    }
+    const auto& rows = its_.store.rows();
+    return plan_prompt_pages(rows.groups(), rows.page(), held, recipe, policies, its_.roles, tokens);
+  }
+  void reserve_pages(index_t id, index_t pages) requires in_groups { its_.store.rows().reserve(id, pages); }
+
+  template <class E>
+  void check_chunk(sequence_layer owner, const rows_view<const E>& q) const {
+    check_element<E>();
+    its_.order.require_finished(owner.id);
+    if (Recipe::retain_type::observed == observes::every_query && its_.roles.follows_recipe(owner.layer) &&
+        q.tokens > 0)
+      require_rows_on_16_bytes("q", q);
+  }
+  void begin_prompt(index_t id, cudaStream_t stream) { its_.store.settle({id}, true, stream); }
+  /// Pages that layers share are set aside for all of them, or for none.
+  void expect_chunk(index_t id, index_t tokens) {
+    its_.store.require_fits({0, id}, tokens);
+    its_.store.expect(id, tokens);
+  }
+  void end_chunk(sequence_layer owner, const planned<Recipe>& policies, const prompt_reach& reach,
+                 index_t reconsidered, cudaStream_t stream) {
+    if constexpr (Recipe::schedule_type::fires_at(moment::chunk_end))
+      prompts().end_chunk(owner, policies, reach, reconsidered, stream);
+  }
+  template <class E>
+  void append_chunk(sequence_layer owner, const planned<Recipe>& policies, const prompt_chunk& chunk,
+                    const rows_view<const E>& q, const rows_view<const E>& k, const rows_view<const E>& v,
+                    cudaStream_t stream) {
+    prompts().append(owner, policies, chunk, q, k, v, stream);
+  }
+  template <class E>
+  void attend_chunk(sequence_layer owner, const Recipe& recipe, index_t first, const rows_view<const E>& q,
+                    const rows_view<Out>& out, const rows_view<float>& lse, cudaStream_t stream) {
+    check_element<E>();
+    prompts().attend(owner, recipe, first, q, out, lse, stream);
+  }
+  template <class E>
+  void reread(sequence_layer owner, const planned<Recipe>& policies, const reread_part& part,
+              const rows_view<const E>& q, const rows_view<const E>& k, const rows_view<const E>& v,
+              const rows_view<Out>& out, cudaStream_t stream) {
+    check_element<E>();
+    prompts().reread(owner, policies, part, q, k, v, out, stream);
+  }
+  void end_layer(sequence_layer owner, const Recipe& recipe, index_t tokens, cudaStream_t stream) {
+    prompts().end_layer(owner, recipe, tokens, stream);
+  }
+  void end_prompt(index_t id, const Recipe&, const planned<Recipe>& policies, bool due, const prompt_reach& reach,
+                  cudaStream_t stream) {
+    prompts().end(id, policies, due, reach, stream);
+  }
+
+  // --- steps ---------------------------------------------------------------------------------------------------------
+
+  void prepare_step(const Recipe&, const batch& step, const conversations<Recipe>& known, cudaStream_t stream) {
+    steps().prepare(step, known, stream);
+  }
+  void begin_counting(const batch& step, conversations<Recipe>& known) { its_.order.prepared(step, known); }
+  void begin_step(const batch& step, cudaStream_t stream) { steps().begin(step, stream); }
+  void require_layer(index_t layer, const batch& step, const conversations<Recipe>&, cudaStream_t stream) const {
+    its_.order.require_layer(layer, step, stream);
+  }
+  template <class E>
+  void decode(index_t layer, const Recipe& recipe, const batch& step, const conversations<Recipe>& known,
+              const rows_view<const E>& q, const rows_view<const E>& k, const rows_view<const E>& v,
+              const rows_view<Out>& out, const rows_view<float>& lse, cudaStream_t stream) {
+    check_element<E>();
+    require_rows_on_16_bytes("q", q);  // before the rows are appended: attention would refuse it behind them
+    steps().decode(layer, recipe, step, known.at(step.ids.front()).policies, q, k, v, out, lse, stream);
+  }
+  void count_layer(index_t layer, const batch&, const conversations<Recipe>&, cudaStream_t stream) {
+    its_.order.decoded(layer, stream);
+  }
+
+  // --- answers -------------------------------------------------------------------------------------------------------
+
+  auto view(sequence_layer owner) const { return its_.store.view(owner); }
+  host_vector<index_t> positions(sequence_layer owner, index_t head) const {
+    return its_.store.downloaded_positions(owner)[std::size_t(head)];
+  }
+  host_vector<index_t> readable(sequence_layer owner, index_t head) const {
+    return joined_lists(its_.downloaded_lists(owner), its_.shape.kv_heads)[std::size_t(head)];
+  }
+  const kv_store<layout>& store() const { return its_.store; }
+  kv_store<layout>& store() { return its_.store; }
+  const index_t* step_positions() const { return its_.first_position.data(); }
+
+  void trace_attended(bool on) { its_.traces_attended = on; }
+  const host_vector<host_vector<index_t>>& attended(sequence_layer owner) const { return its_.attended[owner]; }
+  void trace_lines(bool on) { its_.prompts.trace(on); }
+  const prompt_lines& lines(sequence_layer owner) const { return its_.prompts.lines(owner); }
+
+  /// Rows, positions, scores, candidates, index and remembered queries.
+  offset_t bytes(index_t id, const planned<Recipe>& policies) const {
+    offset_t total = 0;
+    for (index_t layer = 0; layer < its_.shape.layers; ++layer) {
+      const sequence_layer owner{layer, id};
+      const token_bound held = its_.reads.lists().bound(owner, its_.store.bound(owner));
+      total += its_.store.bytes(owner) + its_.reads.lists().bytes(owner) + its_.first.observer().bytes_of_layer() +
+               its_.prompts.bytes_of_layer() + its_.reads.reader().bytes(policies, held.longest);
+    }
+    return total;
+  }
+  offset_t bytes_read(index_t id, const Recipe& recipe, const sequence_state<Recipe>& state) const {
+    return step_bytes(its_, id, recipe, state);
+  }
+
+ private:
+  template <class E>
+  static constexpr void check_element() {
+    static_assert(std::is_same_v<E, T>,
+                  "tessera: the CUDA cache takes q, k and v of its layout's element type, fp16 or bf16");
+  }
+  prompt_turn<Recipe, Out> prompts() { return prompt_turn<Recipe, Out>(its_); }
+  step_turn<Recipe, Out> steps() { return step_turn<Recipe, Out>(its_); }
+
+  /// What a sequence without tokens has, and has reported.
+  void begin_sequence(index_t id, cudaStream_t stream) {
+    its_.first.observer().forget(id);
+    its_.prompts.open(id, stream);
+    for (index_t layer = 0; layer < its_.shape.layers; ++layer) its_.attended[sequence_layer{layer, id}].clear();
+  }
+  void clear(index_t id, cudaStream_t stream) {
+    its_.store.clear(id, stream);
+    its_.reads.lists().clear(id, stream);
+    its_.reads.reader().clear(id, stream);
+    its_.first.observer().forget(id);
+  }
+  void plan_copy(index_t id, index_t to, cudaStream_t stream) {
+    its_.store.plan_copy(id, to, stream);
+    try {
+      its_.reads.lists().plan_copy(id, to);
+    } catch (...) {
+      its_.store.abandon();
+      throw;
+    }
+  }
+
+  parts its_;
+};
+
+}  // namespace cuda
+TESSERA_NAMESPACE_END

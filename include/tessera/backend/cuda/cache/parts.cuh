@@ -1,0 +1,144 @@
+// What the layers of a cache hold on the device, and how their rows get room.
+#pragma once
+
+#include <algorithm>
+
+#include "../../../concepts/backend.hpp"
+#include "../../../core/host/host_vector.hpp"
+#include "../../../core/sequence_layer.hpp"
+#include "../../../runtime/layer_roles.hpp"
+#include "../../../runtime/turn/choosing_layer.hpp"
+#include "../attend/packed_steps.cuh"
+#include "../attend/prompt_attention.cuh"
+#include "../cache_options.hpp"
+#include "../choose/first_stage.cuh"
+#include "../read/reading.cuh"
+#include "../store/newest_slots.cuh"
+#include "../store/text_marks.cuh"
+#include "rereading.cuh"
+#include "step_order.cuh"
+
+TESSERA_NAMESPACE_BEGIN
+namespace cuda {
+
+/// The parts of one recipe's cache. Changes of rows and lists are planned, which does all that may throw and shows
+/// nothing; then they are committed, in the order of a stream, or abandoned.
+template <class Recipe, class Out>
+struct cache_parts {
+  using layout = typename Recipe::layout_type;
+  using T = typename layout::element_type;
+  using store_type = kv_store<layout>;
+  using view_type = typename store_type::view_type;
+  using reading_type = reading<Recipe, Out>;
+  using read_view_type = typename reading_type::view_type;
+  static_assert(backend_store<store_type, cudaStream_t>);
+  static_assert(backend_observer<typename first_stage<Recipe>::observer_type, cudaStream_t>);
+  static_assert(backend_attending<prompt_attending<Recipe, view_type, Out>, cudaStream_t>);
+  static constexpr bool filters = Recipe::retain_type::chooses && !Recipe::retain_type::drops;
+  static constexpr bool in_steps = fires_in_steps<typename Recipe::schedule_type>;
+  static constexpr bool fires_last = Recipe::schedule_type::fires_at(moment::step_end);
+
+  cache_parts(const model_shape& model, const Recipe& recipe, const cache_options& sizes)
+      : shape(model),
+        options((sizes.check(), sizes)),
+        device(device_info::current()),
+        roles(shape, recipe.dense_layers, recipe.attention.rule),
+        store(shape.layers, options.sequences, shape.kv_heads, options.tokens, options.rows,
+              {Recipe::retain_type::drops || !shape.sliding.empty(), first_stage<Recipe>::observer_type::with_scores,
+               Recipe::needs_segments, recipe.retrieve.mean_block()},
+              placement_of(recipe), recipe.layout, &roles),
+        next(std::size_t(options.sequences)),
+        first_position(next.size()),
+        after(next.size()),
+        stepped(fires_last ? 2 * std::size_t(shape.layers) * std::size_t(options.sequences * shape.kv_heads) : 0),
+        steps(options.sequences),
+        marks(shape.layers, options.sequences, options.tokens, options.step_tokens),
+        first(recipe, shape, options, device),
+        reads(recipe, shape, options, device),
+        attends(shape, first.members().q_heads(), options, device, recipe),
+        prompts(recipe, shape, options, device),
+        rereads(shape, options, device),
+        order(shape.layers),
+        newest(shape.kv_heads, shape.sliding.empty() ? 0 : shape.window),
+        attended(shape.layers) {
+    attended.open(options.sequences - 1);
+    store.adopt(fit_movers(first.max_kept_tokens()));
+  }
+
+  auto fit_movers(index_t max_kept_tokens) const {
+    return store.fit(first.max_sequences(), (std::max)(max_kept_tokens, shape.window), device);
+  }
+
+  sequence_layers all_layers(const host_vector<index_t>& ids) const {
+    sequence_layers owners;
+    for (const index_t id : ids) {
+      for (index_t layer = 0; layer < shape.layers; ++layer) owners.push_back({layer, id});
+    }
+    return owners;
+  }
+  /// By head: what the last step could read; of layer shape.layers + l: entries of the lists of layer l.
+  index_t* stepped_of(sequence_layer owner) const {
+    return stepped.data() + (offset_t(owner.layer) * options.sequences + owner.id) * shape.kv_heads;
+  }
+
+  /// Calls plan(), which plans changes of `part`: the store, or the lists. Errors: a step has begun, and the plan moves
+  /// rows of other sequences, which the step would not find; the plan is forgotten.
+  template <class Part, class Plan>
+  void plan_beside_step(Part& part, const Plan& plan) const {
+    plan();
+    try {
+      if (part.moves()) order.require_none_under_way();
+    } catch (...) {
+      part.abandon();
+      throw;
+    }
+  }
+  /// Sliding layers drop what they have left behind, now and then.
+  void slide(const sequence_layers& owners, cudaStream_t stream) {
+    for (const sequence_layer owner : owners) {
+      const index_t window = roles.window(owner.layer);
+      const token_bound held = store.bound(owner);
+      if (window == 0 || held.longest <= longest_slid(window)) continue;
+      const kept_bound kept{{window, (std::min)(held.total, offset_t(window) * shape.kv_heads)}, {}};
+      plan_beside_step(store, [&] { store.plan_keep({owner}, {kept}, stream); });
+      store.keep(owner, {newest.of(store.lengths(owner), window, stream), kept}, stream);
+    }
+  }
+  /// Room for `tokens` more in every head of these layers; sliding layers drop what they have left behind first.
+  void make_room(const sequence_layers& owners, index_t tokens, cudaStream_t stream) {
+    slide(owners, stream);
+    plan_beside_step(store, [&] { store.plan_room(owners, tokens, stream); });
+    store.commit_room(owners, stream);
+    for (const sequence_layer owner : owners) order.disturbed(owner.id);
+  }
+
+  /// Positions that steps may read of a layer, by kv_head, or by query head where those of a group read apart.
+  host_vector<host_vector<index_t>> downloaded_lists(sequence_layer owner) const {
+    if (!roles.follows_recipe(owner.layer)) return store.downloaded_positions(owner);
+    return reads.lists().downloaded_lists(owner, store);
+  }
+
+  model_shape shape;
+  cache_options options;
+  device_info device;
+  layer_roles roles;
+  store_type store;
+  device_buffer<index_t> next;                   ///< by id: position of the next token
+  device_buffer<index_t> first_position, after;  ///< by sequence of the batch: of the step's first token, and behind it
+  device_buffer<index_t> chunk_position{1};
+  device_buffer<index_t> stepped;  ///< see `stepped_of`
+  step_table steps;
+  text_marks<Recipe::needs_segments> marks;
+  first_stage<Recipe> first;
+  reading_type reads;
+  attention<view_type, read_view_type, Out> attends;
+  prompt_attending<Recipe, view_type, Out> prompts;
+  rereading<Recipe> rereads;
+  step_order<Recipe> order;
+  newest_slots newest;
+  bool traces_attended = false;
+  sequence_table<host_vector<host_vector<index_t>>> attended;
+};
+
+}  // namespace cuda
+TESSERA_NAMESPACE_END
