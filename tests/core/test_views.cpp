@@ -185,6 +185,39 @@ TEST_CASE("vLLM's block table, TensorRT-LLM's pool and TANGRAM's virtual block i
   }
 }
 
+TEST_CASE("rows and views of memory that may be written are taken where they are only read") {
+  const auto reference = plain();
+  kv_tensor<float, dim> copy = reference;
+  kv_view<float, dim> written;
+  written.k = copy.k.data();
+  written.v = copy.v.data();
+  const kv_view<const float, dim> given = reference.view();
+  written.k_strides = given.k_strides;
+  written.v_strides = given.v_strides;
+  written.sequences = given.sequences;
+  written.kv_heads = given.kv_heads;
+  written.lengths = given.lengths;
+  written.length_strides = {given.length_strides.sequence, given.length_strides.head};
+  written.positions = given.positions;
+  written.position_strides = {given.position_strides.sequence, given.position_strides.head};
+  written.position_begin = given.position_begin;
+  written.order = slot_order::ascending;
+  written.table = given.table;
+  const kv_view<const float, dim> read = written;
+  CHECK(read.k == written.k);
+  CHECK(read.v == written.v);
+  CHECK(read.order == slot_order::ascending);
+  CHECK(read.position_row(1, 1) == written.position_row(1, 1));
+  CHECK(support::same_bits(attend(read), attend(given)));
+
+  std::vector<float> memory(2 * 3 * 4 * dim);
+  const rows_view<float> rows = hnd_rows(memory.data(), 3, 4, dim, 2);
+  const rows_view<const float> same = rows, also = read_only(rows);
+  CHECK(same.row(1, 2, 3) == rows.row(1, 2, 3));
+  CHECK(also.row(1, 2, 3) == rows.row(1, 2, 3));
+  CHECK((same.sequences == 2 && same.tokens == 3 && same.heads == 4 && same.dim == dim));
+}
+
 TEST_CASE("FlashAttention, Hugging Face and llama.cpp tensors need no table") {
   const auto reference = plain();
   constexpr index_t capacity = 52;

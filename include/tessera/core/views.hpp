@@ -39,6 +39,11 @@ struct row_scales {
   TESSERA_HD TESSERA_INLINE offset_t index(const slot_address& at, index_t head_index) const {
     return at.outer * outer + head_index * head + at.row * token;
   }
+  /// The same scales, only read.
+  template <std::same_as<const S> Read>
+  requires(!std::is_const_v<S>) TESSERA_HD TESSERA_INLINE constexpr operator row_scales<Read>() const {
+    return {k, v, outer, head, token};
+  }
 };
 
 /// No table: slot `s` of sequence `b` is row `s` of outer index `b`.
@@ -125,6 +130,7 @@ enum class slot_order {
 /// Stored keys and values of a batch, one layer.
 ///
 /// `E` is an element type, or an encoding (core/encoding.hpp) whose rows may have scales; const for what is only read.
+/// A view of memory that may be written is taken wherever one that only reads is asked for.
 /// Shapes   K [sequences, kv_heads, slots, k_dim], V [.., v_dim] in any strides, behind any table.
 /// Lengths  `lengths[sequence * length_strides.sequence + head * length_strides.head]`; head stride 0 = one per
 ///          sequence.
@@ -132,11 +138,12 @@ enum class slot_order {
 ///            `position_begin`, the row of (sequence, head) begins at that offset (ragged storage). Positions that do
 ///            not ascend are refused where `order` does not say that they do; see cpu::ordered_slots.
 template <class E, int D, class Table = contiguous, int Dv = D>
-requires encoding<encoding_of<E>>
 struct kv_view {
+  static_assert(encoding<encoding_of<E>>,
+                "tessera: kv_view takes float, fp16, bf16 or an encoding such as fp8_elements<bf16>; see as_elements");
   static_assert(supported_head_dim<D> && supported_head_dim<Dv>,
                 "tessera: kv_view takes head dims 64, 80, 96, 128, 192 and 256");
-  using encoding_type = encoding_of<E>;
+  using encoding_type = std::conditional_t<encoding<encoding_of<E>>, encoding_of<E>, raw_elements<fp32>>;
   using element_type = typename encoding_type::element_type;
   static constexpr bool is_raw = raw_encoding<encoding_type>;
   static constexpr int k_dim = D;
@@ -202,12 +209,33 @@ struct kv_view {
     return position_begin ? position_begin[offset_t(sequence) * kv_heads + head]
                           : sequence * position_strides.sequence + head * position_strides.head;
   }
+  /// The same memory, only read.
+  template <std::same_as<const E> Read>
+  requires(!std::is_const_v<E>) TESSERA_HD TESSERA_INLINE constexpr operator kv_view<Read, D, Table, Dv>() const {
+    return {k,
+            v,
+            k_strides,
+            v_strides,
+            sequences,
+            kv_heads,
+            lengths,
+            {length_strides.sequence, length_strides.head},
+            positions,
+            {position_strides.sequence, position_strides.head},
+            position_begin,
+            order,
+            table,
+            scales};
+  }
 };
 
 /// Rows of queries (or outputs, or new keys and values) of a batch: X [sequences, tokens, heads, dim].
+///
+/// `T` is const for rows that are only read. Rows that may be written are taken wherever such are asked for; a template
+/// that has to find out the element type takes `rows_view` of anybody's type, see `common_element`.
 template <class T>
-requires row_element<std::remove_const_t<T>>
 struct rows_view {
+  static_assert(row_element<std::remove_const_t<T>>, "tessera: rows hold float, fp16, bf16 or fp8; see as_elements");
   T* data = nullptr;
   offset_t sequence_stride = 0;
   offset_t token_stride = 0;
@@ -227,7 +255,35 @@ struct rows_view {
     result.sequences = 1;
     return result;
   }
+  /// The same rows, only read.
+  template <std::same_as<const T> Read>
+  requires(!std::is_const_v<T>) TESSERA_HD TESSERA_INLINE constexpr operator rows_view<Read>() const {
+    return {data, sequence_stride, token_stride, head_stride, sequences, tokens, heads, dim};
+  }
 };
+
+/// Any rows, only read: for calls that find out the element type of a `rows_view<const E>`.
+template <class T>
+TESSERA_HD TESSERA_INLINE constexpr rows_view<const T> read_only(const rows_view<T>& rows) {
+  return rows;
+}
+
+/// What `common_element` says.
+template <class First, class... Others>
+struct element_in_common {
+  static_assert((std::is_same_v<std::remove_const_t<First>, std::remove_const_t<Others>> && ...),
+                "tessera: the rows of one call hold one element type; convert q, k and v to the same one");
+  using type = std::remove_const_t<First>;
+};
+
+/// The element type E that the rows of one call have in common, of memory that may be written or not. A call that only
+/// reads its rows, whatever they hold, hands them on by it; from there on they are `rows_view<const E>`:
+///   template <class K, class V, class Q = K>   // the default: q may be {}
+///   void prefill(const rows_view<Q>& q, const rows_view<K>& k, const rows_view<V>& v) {
+///     take_rows<common_element<Q, K, V>>(q, k, v);
+///   }
+template <class... T>
+using common_element = typename element_in_common<T...>::type;
 
 /// Query heads m, m + step, ... of rows: with step the group's size, the m-th of every group, as a model has them whose
 /// groups are of one. Null stays null.
