@@ -98,14 +98,35 @@ struct csr_table {
   TESSERA_HD TESSERA_INLINE index_t tables(index_t) const { return tables_per_sequence; }
 };
 
-/// A table of pages, one a sequence or one a (sequence, kv_head).
+/// A table of pages whose ids lie in memory, one a sequence or one a (sequence, kv_head): what hands out, frees or
+/// renames pages needs them.
+///   page                             slots of a page, at least 1: of all sequences and heads alike
+///   pages(sequence, head)            the ids behind the slots, in order
+///   tables(kv_heads) -> index_t      of a sequence: 1, or kv_heads
+/// Law      locate(sequence, head, slot) is {pages(sequence, head)[slot / page], slot % page}.
 template <class T>
 concept page_table = requires(const T table, index_t i) {
   { table.page } -> std::convertible_to<index_t>;
   { table.pages(i, i) } -> std::same_as<const index_t*>;
   { table.tables(i) } -> std::same_as<index_t>;
 };
-static_assert(page_table<block_table> && page_table<csr_table>);
+
+/// A table of pages whose ids are computed: an engine's own, where no array holds them.
+///   page                                     as above
+///   page_of(sequence, head, i) -> index_t    the id of the i-th page, which `row_strides::outer` multiplies
+/// Law      locate(sequence, head, slot) is {page_of(sequence, head, slot / page), slot % page}.
+template <class T>
+concept computed_page_table = requires(const T table, index_t i) {
+  { table.page } -> std::convertible_to<index_t>;
+  { table.page_of(i, i, i) } -> std::same_as<index_t>;
+};
+
+/// A table whose slots lie in pages, in whichever way it finds them. Attention then looks a page up once and steps
+/// through its rows (`takes_paged_path`). It reads the same rows either way, and gives the same bits.
+template <class T>
+concept paged_table = page_table<T> || computed_page_table<T>;
+static_assert(page_table<block_table> && page_table<csr_table> && paged_table<csr_table>);
+static_assert(!paged_table<contiguous> && !paged_table<ragged>);
 
 /// Some of the slots behind another table: slot `s` of (sequence, head) is that table's slot
 /// `slots[begin[sequence * kv_heads + head] + s]`. A view over candidates looks like a smaller cache to every
@@ -228,6 +249,13 @@ struct kv_view {
             scales};
   }
 };
+
+/// Whether attention on the GPU looks up pages of this view, and not every slot: where its table is a `paged_table`. An
+/// engine with a table of its own may assert it. Rows behind `contiguous` and `ragged` are not looked up at all: false.
+/// Which pages gain is known at run time. Decode steps without a selection: pages of 16 slots, or of a multiple of 32.
+/// Prompts of raw fp16 or bf16 rows, on sm_90: pages of a multiple of 8 slots. The CPU looks every slot up.
+template <class View>
+inline constexpr bool takes_paged_path = paged_table<std::remove_cvref_t<decltype(View::table)>>;
 
 /// Rows of queries (or outputs, or new keys and values) of a batch: X [sequences, tokens, heads, dim].
 ///

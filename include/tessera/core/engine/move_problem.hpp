@@ -39,7 +39,7 @@ void require_row_scales(const View& view) {
     needs("stride of scales from head to head", view.scales.head,
           view.kv_heads > 1 && !detail::table_tells_heads(view.table, view.kv_heads));
     needs("stride of scales from sequence to sequence, or page to page", view.scales.outer,
-          page_table<table> || (std::is_same_v<table, contiguous> && view.sequences > 1));
+          paged_table<table> || (std::is_same_v<table, contiguous> && view.sequences > 1));
   }
 }
 
