@@ -58,6 +58,47 @@ View with_shape(View view) {
   return view;
 }
 
+// [own_table]
+/// Sequences that begin alike: the pages of what they share stand once, in `prefix`, the others in a row a sequence.
+struct prefix_table {
+  static constexpr index_t page = 16;
+  const index_t* prefix = nullptr;  // [prefix_pages]
+  index_t prefix_pages = 0;
+  const index_t* own = nullptr;  // [sequences, max_blocks]
+  index_t max_blocks = 0;
+
+  TESSERA_HD index_t page_of(index_t sequence, index_t, index_t i) const {
+    return i < prefix_pages ? prefix[i] : own[offset_t(sequence) * max_blocks + i - prefix_pages];
+  }
+  TESSERA_HD slot_address locate(index_t sequence, index_t head, index_t slot) const {
+    return {page_of(sequence, head, slot / page), slot % page};
+  }
+};
+static_assert(takes_paged_path<kv_view<const bf16, 128, prefix_table>>);
+// [own_table]
+
+/// A table that says nothing of its pages.
+struct silent_table {
+  prefix_table table;
+  TESSERA_HD slot_address locate(index_t sequence, index_t head, index_t slot) const {
+    return table.locate(sequence, head, slot);
+  }
+};
+struct table_of_wide_ids : silent_table {
+  index_t page = 16;
+  offset_t page_of(index_t sequence, index_t head, index_t i) const { return table.page_of(sequence, head, i); }
+};
+struct listed_table : silent_table {
+  index_t page = 16;
+  const index_t* pages(index_t, index_t) const { return nullptr; }
+  index_t tables(index_t) const { return 1; }
+};
+template <class Table>
+inline constexpr bool in_pages = takes_paged_path<kv_view<float, dim, Table>>;
+static_assert(in_pages<block_table> && in_pages<csr_table> && in_pages<listed_table>);
+static_assert(!in_pages<contiguous> && !in_pages<ragged> && !in_pages<filtered<block_table>>);
+static_assert(!in_pages<silent_table> && !in_pages<table_of_wide_ids>);
+
 /// Copies the plain tensor to wherever a view says that its rows are.
 template <class View>
 void fill(const View& view, const kv_tensor<float, dim>& from) {
@@ -183,6 +224,79 @@ TEST_CASE("vLLM's block table, TensorRT-LLM's pool and TANGRAM's virtual block i
     fill(view, reference);
     CHECK(support::same_bits(attend(view), attend(reference.view())));
   }
+}
+
+TEST_CASE("an engine's own table of pages gives the bits of Tessera's") {
+  const auto reference = plain();
+  constexpr index_t page = prefix_table::page, most_blocks = 3, pages = 12, prefix_pages = 1;
+  // The last sequence is the longest; what it has in the shared page is what all have there.
+  const std::vector<index_t> prefix{7}, own{3, no_index, no_index, no_index, 5, 1};
+  const std::vector<index_t> blocks{7, 3, no_index, 7, no_index, no_index, 7, 5, 1};
+  paged_memory memory(pages, page * heads * dim);
+  kv_view<float, dim, block_table> theirs;
+  theirs.k = memory.k.data();
+  theirs.v = memory.v.data();
+  theirs.k_strides = theirs.v_strides = {page * heads * dim, dim, heads * dim, 1};
+  theirs.table = {blocks.data(), page, most_blocks, 0};
+  std::vector<index_t> lengths{20, 5, 48};
+  theirs = with_shape(theirs);
+  theirs.lengths = lengths.data();
+  for (index_t b = 0; b < batch; ++b) {
+    for (index_t h = 0; h < heads; ++h) {
+      for (index_t s = 0; s < lengths[std::size_t(b)]; ++s) {
+        std::copy_n(&reference.k[reference.row(2, h, s) * dim], dim, theirs.key(b, h, s));
+        std::copy_n(&reference.v[reference.row(2, h, s) * dim], dim, theirs.value(b, h, s));
+      }
+    }
+  }
+  const auto behind = [&](const auto& table) {
+    kv_view<const float, dim, std::remove_cvref_t<decltype(table)>> view;
+    view.k = theirs.k;
+    view.v = theirs.v;
+    view.k_strides = theirs.k_strides;
+    view.v_strides = theirs.v_strides;
+    view = with_shape(view);
+    view.lengths = lengths.data();
+    view.table = table;
+    return view;
+  };
+  const prefix_table table{prefix.data(), prefix_pages, own.data(), most_blocks - prefix_pages};
+  const auto expected = attend(theirs);
+  CHECK(support::same_bits(attend(behind(table)), expected));
+  CHECK(support::same_bits(attend(behind(silent_table{table})), expected));
+}
+
+TEST_CASE("rows and views of memory that may be written are taken where they are only read") {
+  const auto reference = plain();
+  kv_tensor<float, dim> copy = reference;
+  kv_view<float, dim> written;
+  written.k = copy.k.data();
+  written.v = copy.v.data();
+  const kv_view<const float, dim> given = reference.view();
+  written.k_strides = given.k_strides;
+  written.v_strides = given.v_strides;
+  written.sequences = given.sequences;
+  written.kv_heads = given.kv_heads;
+  written.lengths = given.lengths;
+  written.length_strides = {given.length_strides.sequence, given.length_strides.head};
+  written.positions = given.positions;
+  written.position_strides = {given.position_strides.sequence, given.position_strides.head};
+  written.position_begin = given.position_begin;
+  written.order = slot_order::ascending;
+  written.table = given.table;
+  const kv_view<const float, dim> read = written;
+  CHECK(read.k == written.k);
+  CHECK(read.v == written.v);
+  CHECK(read.order == slot_order::ascending);
+  CHECK(read.position_row(1, 1) == written.position_row(1, 1));
+  CHECK(support::same_bits(attend(read), attend(given)));
+
+  std::vector<float> memory(2 * 3 * 4 * dim);
+  const rows_view<float> rows = hnd_rows(memory.data(), 3, 4, dim, 2);
+  const rows_view<const float> same = rows, also = read_only(rows);
+  CHECK(same.row(1, 2, 3) == rows.row(1, 2, 3));
+  CHECK(also.row(1, 2, 3) == rows.row(1, 2, 3));
+  CHECK((same.sequences == 2 && same.tokens == 3 && same.heads == 4 && same.dim == dim));
 }
 
 TEST_CASE("FlashAttention, Hugging Face and llama.cpp tensors need no table") {

@@ -61,8 +61,8 @@ struct model_shape {
   }
 
   /// Queries, keys and values of one call. Shapes: q [.., n_q, q_heads, k_dim], k, v [.., tokens, kv_heads, dim].
-  template <class E>
-  void check_rows(const rows_view<const E>& q, const rows_view<const E>& k, const rows_view<const E>& v, index_t k_dim,
+  template <class Q, class K, class V>
+  void check_rows(const rows_view<Q>& q, const rows_view<K>& k, const rows_view<V>& v, index_t k_dim,
                   index_t v_dim) const {
     if (q.tokens > 0) require_dim(q, k_dim, "q");
     require_dim(k, k_dim, "k");
@@ -83,8 +83,8 @@ struct model_shape {
   }
 
   /// Outputs of queries. Shapes: out as q with v_dim, lse [sequences, tokens, q_heads], or no data.
-  template <class E, class Out>
-  void check_output(const rows_view<const E>& q, const rows_view<Out>& out, const rows_view<float>& lse, index_t k_dim,
+  template <class Q, class Out>
+  void check_output(const rows_view<Q>& q, const rows_view<Out>& out, const rows_view<float>& lse, index_t k_dim,
                     index_t v_dim) const {
     require_dim(q, k_dim, "q");
     require_dim(out, v_dim, "out");

@@ -100,10 +100,9 @@ template <class T>
 concept element = std::same_as<T, fp32> || std::same_as<T, fp16> || std::same_as<T, bf16>;
 
 /// What rows of queries, keys, values and outputs may hold. No other number: of an integer nobody knows whether it
-/// holds bits. Compilers show the line of a concept that fails, and so the sentence that stands on it.
+/// holds bits.
 template <class T>
-concept row_element =
-    element<T> || std::same_as<T, fp8>;  // tessera: rows hold float, fp16, bf16 or fp8; see as_elements
+concept row_element = element<T> || std::same_as<T, fp8>;
 
 /// Bits of fp16, bf16 or fp8 that an engine keeps in unsigned integers (ggml, ONNX Runtime), seen as elements:
 /// as_elements<bf16>(bits).

@@ -39,6 +39,11 @@ struct row_scales {
   TESSERA_HD TESSERA_INLINE offset_t index(const slot_address& at, index_t head_index) const {
     return at.outer * outer + head_index * head + at.row * token;
   }
+  /// The same scales, only read.
+  template <std::same_as<const S> Read>
+  requires(!std::is_const_v<S>) TESSERA_HD TESSERA_INLINE constexpr operator row_scales<Read>() const {
+    return {k, v, outer, head, token};
+  }
 };
 
 /// No table: slot `s` of sequence `b` is row `s` of outer index `b`.
@@ -93,14 +98,35 @@ struct csr_table {
   TESSERA_HD TESSERA_INLINE index_t tables(index_t) const { return tables_per_sequence; }
 };
 
-/// A table of pages, one a sequence or one a (sequence, kv_head).
+/// A table of pages whose ids lie in memory, one a sequence or one a (sequence, kv_head): what hands out, frees or
+/// renames pages needs them.
+///   page                             slots of a page, at least 1: of all sequences and heads alike
+///   pages(sequence, head)            the ids behind the slots, in order
+///   tables(kv_heads) -> index_t      of a sequence: 1, or kv_heads
+/// Law      locate(sequence, head, slot) is {pages(sequence, head)[slot / page], slot % page}.
 template <class T>
 concept page_table = requires(const T table, index_t i) {
   { table.page } -> std::convertible_to<index_t>;
   { table.pages(i, i) } -> std::same_as<const index_t*>;
   { table.tables(i) } -> std::same_as<index_t>;
 };
-static_assert(page_table<block_table> && page_table<csr_table>);
+
+/// A table of pages whose ids are computed: an engine's own, where no array holds them.
+///   page                                     as above
+///   page_of(sequence, head, i) -> index_t    the id of the i-th page, which `row_strides::outer` multiplies
+/// Law      locate(sequence, head, slot) is {page_of(sequence, head, slot / page), slot % page}.
+template <class T>
+concept computed_page_table = requires(const T table, index_t i) {
+  { table.page } -> std::convertible_to<index_t>;
+  { table.page_of(i, i, i) } -> std::same_as<index_t>;
+};
+
+/// A table whose slots lie in pages, in whichever way it finds them. Attention then looks a page up once and steps
+/// through its rows (`takes_paged_path`). It reads the same rows either way, and gives the same bits.
+template <class T>
+concept paged_table = page_table<T> || computed_page_table<T>;
+static_assert(page_table<block_table> && page_table<csr_table> && paged_table<csr_table>);
+static_assert(!paged_table<contiguous> && !paged_table<ragged>);
 
 /// Some of the slots behind another table: slot `s` of (sequence, head) is that table's slot
 /// `slots[begin[sequence * kv_heads + head] + s]`. A view over candidates looks like a smaller cache to every
@@ -125,6 +151,7 @@ enum class slot_order {
 /// Stored keys and values of a batch, one layer.
 ///
 /// `E` is an element type, or an encoding (core/encoding.hpp) whose rows may have scales; const for what is only read.
+/// A view of memory that may be written is taken wherever one that only reads is asked for.
 /// Shapes   K [sequences, kv_heads, slots, k_dim], V [.., v_dim] in any strides, behind any table.
 /// Lengths  `lengths[sequence * length_strides.sequence + head * length_strides.head]`; head stride 0 = one per
 ///          sequence.
@@ -132,11 +159,12 @@ enum class slot_order {
 ///            `position_begin`, the row of (sequence, head) begins at that offset (ragged storage). Positions that do
 ///            not ascend are refused where `order` does not say that they do; see cpu::ordered_slots.
 template <class E, int D, class Table = contiguous, int Dv = D>
-requires encoding<encoding_of<E>>
 struct kv_view {
+  static_assert(encoding<encoding_of<E>>,
+                "tessera: kv_view takes float, fp16, bf16 or an encoding such as fp8_elements<bf16>; see as_elements");
   static_assert(supported_head_dim<D> && supported_head_dim<Dv>,
                 "tessera: kv_view takes head dims 64, 80, 96, 128, 192 and 256");
-  using encoding_type = encoding_of<E>;
+  using encoding_type = std::conditional_t<encoding<encoding_of<E>>, encoding_of<E>, raw_elements<fp32>>;
   using element_type = typename encoding_type::element_type;
   static constexpr bool is_raw = raw_encoding<encoding_type>;
   static constexpr int k_dim = D;
@@ -202,12 +230,40 @@ struct kv_view {
     return position_begin ? position_begin[offset_t(sequence) * kv_heads + head]
                           : sequence * position_strides.sequence + head * position_strides.head;
   }
+  /// The same memory, only read.
+  template <std::same_as<const E> Read>
+  requires(!std::is_const_v<E>) TESSERA_HD TESSERA_INLINE constexpr operator kv_view<Read, D, Table, Dv>() const {
+    return {k,
+            v,
+            k_strides,
+            v_strides,
+            sequences,
+            kv_heads,
+            lengths,
+            {length_strides.sequence, length_strides.head},
+            positions,
+            {position_strides.sequence, position_strides.head},
+            position_begin,
+            order,
+            table,
+            scales};
+  }
 };
 
+/// Whether attention on the GPU looks up pages of this view, and not every slot: where its table is a `paged_table`. An
+/// engine with a table of its own may assert it. Rows behind `contiguous` and `ragged` are not looked up at all: false.
+/// Which pages gain is known at run time. Decode steps without a selection: pages of 16 slots, or of a multiple of 32.
+/// Prompts of raw fp16 or bf16 rows, on sm_90: pages of a multiple of 8 slots. The CPU looks every slot up.
+template <class View>
+inline constexpr bool takes_paged_path = paged_table<std::remove_cvref_t<decltype(View::table)>>;
+
 /// Rows of queries (or outputs, or new keys and values) of a batch: X [sequences, tokens, heads, dim].
+///
+/// `T` is const for rows that are only read. Rows that may be written are taken wherever such are asked for; a template
+/// that has to find out the element type takes `rows_view` of anybody's type, see `common_element`.
 template <class T>
-requires row_element<std::remove_const_t<T>>
 struct rows_view {
+  static_assert(row_element<std::remove_const_t<T>>, "tessera: rows hold float, fp16, bf16 or fp8; see as_elements");
   T* data = nullptr;
   offset_t sequence_stride = 0;
   offset_t token_stride = 0;
@@ -227,7 +283,35 @@ struct rows_view {
     result.sequences = 1;
     return result;
   }
+  /// The same rows, only read.
+  template <std::same_as<const T> Read>
+  requires(!std::is_const_v<T>) TESSERA_HD TESSERA_INLINE constexpr operator rows_view<Read>() const {
+    return {data, sequence_stride, token_stride, head_stride, sequences, tokens, heads, dim};
+  }
 };
+
+/// Any rows, only read: for calls that find out the element type of a `rows_view<const E>`.
+template <class T>
+TESSERA_HD TESSERA_INLINE constexpr rows_view<const T> read_only(const rows_view<T>& rows) {
+  return rows;
+}
+
+/// What `common_element` says.
+template <class First, class... Others>
+struct element_in_common {
+  static_assert((std::is_same_v<std::remove_const_t<First>, std::remove_const_t<Others>> && ...),
+                "tessera: the rows of one call hold one element type; convert q, k and v to the same one");
+  using type = std::remove_const_t<First>;
+};
+
+/// The element type E that the rows of one call have in common, of memory that may be written or not. A call that only
+/// reads its rows, whatever they hold, hands them on by it; from there on they are `rows_view<const E>`:
+///   template <class K, class V, class Q = K>   // the default: q may be {}
+///   void prefill(const rows_view<Q>& q, const rows_view<K>& k, const rows_view<V>& v) {
+///     take_rows<common_element<Q, K, V>>(q, k, v);
+///   }
+template <class... T>
+using common_element = typename element_in_common<T...>::type;
 
 /// Query heads m, m + step, ... of rows: with step the group's size, the m-th of every group, as a model has them whose
 /// groups are of one. Null stays null.

@@ -39,7 +39,7 @@ void require_row_scales(const View& view) {
     needs("stride of scales from head to head", view.scales.head,
           view.kv_heads > 1 && !detail::table_tells_heads(view.table, view.kv_heads));
     needs("stride of scales from sequence to sequence, or page to page", view.scales.outer,
-          page_table<table> || (std::is_same_v<table, contiguous> && view.sequences > 1));
+          paged_table<table> || (std::is_same_v<table, contiguous> && view.sequences > 1));
   }
 }
 
@@ -59,6 +59,9 @@ struct append_problem {
   const std::uint8_t* boundaries = nullptr;  ///< [sequences, k.tokens], 1 after which a segment ends, else 0
   segment_cursor* texts = nullptr;           ///< [sequences], where each text stands; moved on
 };
+/// k and v may be rows of memory that the caller writes elsewhere.
+template <class View, class K, class V, class... Rest>
+append_problem(View, rows_view<K>, rows_view<V>, Rest...) -> append_problem<View, common_element<K, V>>;
 
 /// What to keep and where it goes; on the device every pointer is a device pointer.
 ///

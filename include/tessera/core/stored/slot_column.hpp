@@ -1,6 +1,9 @@
 // Numbers that go with stored tokens: one a slot, in anybody's memory.
 #pragma once
 
+#include <concepts>
+#include <type_traits>
+
 #include "../config.hpp"
 #include "../types.hpp"
 
@@ -20,6 +23,11 @@ struct slot_column {
   }
   TESSERA_HD T& at(index_t sequence, index_t head, index_t kv_heads, index_t slot) const {
     return row(sequence, head, kv_heads)[slot];
+  }
+  /// The same column, only read.
+  template <std::same_as<const T> Read>
+  requires(!std::is_const_v<T>) TESSERA_HD constexpr operator slot_column<Read>() const {
+    return {data, sequence_stride, head_stride, begin};
   }
 };
 

@@ -18,6 +18,9 @@ struct query_rows {
   index_t tokens_of(index_t sequence) const { return valid ? valid[sequence] : q.tokens; }
   index_t position(index_t sequence, index_t token) const { return first_position[sequence] + token; }
 };
+/// Of queries in memory that the caller may write.
+template <class Q, class... Rest>
+query_rows(rows_view<Q>, Rest...) -> query_rows<std::remove_const_t<Q>>;
 
 /// The positions of one (sequence, kv_head) must ascend by slot: masks, windows and what comes last go by that.
 /// Errors   positions that do not: tessera::error.   Cost  one pass over them, where the view does not say that they

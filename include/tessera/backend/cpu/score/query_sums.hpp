@@ -30,7 +30,7 @@ class query_sums {
   /// says nothing. Element d of a query turns with element d + D / 2, by position * frequencies[d].
   /// Shapes   q [tokens, heads, D] of one sequence, frequencies [D / 2]. Needs no memory.
   template <class E>
-  void add(const rows_view<const E>& q, index_t first, index_t least, const float* frequencies, executor& workers) {
+  void add(const rows_view<E>& q, index_t first, index_t least, const float* frequencies, executor& workers) {
     workers.for_each(q.heads, [&](index_t head, int) {
       double* sums = sums_.data() + std::size_t(head) * D;
       double* products = products_.data() + std::size_t(head) * D * D;

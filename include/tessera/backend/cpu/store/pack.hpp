@@ -111,9 +111,9 @@ void append(const append_problem<View, E>& p) {
 /// The rows alone.
 /// Shapes   k, v [sequences, tokens, kv_heads, dim]; the view's lengths are those before, and it has room for `tokens`
 ///          more.
-template <class View, class E>
-void append(const View& view, const rows_view<const E>& k, const rows_view<const E>& v) {
-  append(append_problem<View, E>{view, k, v});
+template <class View, class K, class V>
+void append(const View& view, const rows_view<K>& k, const rows_view<V>& v) {
+  append(append_problem<View, common_element<K, V>>{view, k, v});
 }
 
 /// Copies the chosen slots of every (sequence, kv_head) to slots 0, 1, 2, ... of another view, or of the same one, with

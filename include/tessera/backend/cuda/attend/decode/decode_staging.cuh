@@ -15,10 +15,6 @@ namespace detail {
 template <class Table>
 inline constexpr bool strided_table = std::is_same_v<Table, contiguous> || std::is_same_v<Table, ragged>;
 
-/// Slots of these tables lie in pages, within which they are a fixed stride apart.
-template <class Table>
-inline constexpr bool paged_table = std::is_same_v<Table, block_table> || std::is_same_v<Table, csr_table>;
-
 /// A warp's ring of staged tiles: lanes copy 16 bytes at a time, zeros for tokens beyond the end.
 /// One bulk copy per row (cp.async.bulk, sm_90) lost: 2.8 TB/s where this reaches 4.4 (H200, CUDA 13.0, B8 128K).
 /// Lost too (B1 128K): asking the L2 for the pages ahead of the ring (147 us against 127), keys copied as soon as the
@@ -75,6 +71,11 @@ struct decode_staging {
         const index_t* blocks =
             view.table.blocks + at.sequence * view.table.sequence_stride + at.head * view.table.head_stride;
         return {blocks[slot >> (31 - __clz(page))], slot & (page - 1)};
+      }
+    } else if constexpr (computed_page_table<decltype(view.table)>) {
+      const index_t page = view.table.page;
+      if ((page & (page - 1)) == 0) {
+        return {view.table.page_of(at.sequence, at.head, slot >> (31 - __clz(page))), slot & (page - 1)};
       }
     }
     if constexpr (strided) {

@@ -21,7 +21,7 @@ struct row_maps {
 /// How many rows from a multiple of that many slots on lie side by side, at most `most`: 0 if a table promises nothing.
 template <class Table>
 index_t rows_together(const Table& table, index_t most) {
-  if constexpr (page_table<Table>) {
+  if constexpr (paged_table<Table>) {
     for (; most >= 8; most /= 2) {
       if (table.page % most == 0) return most;
     }

@@ -1,4 +1,4 @@
-// expect: tessera: a scorer that observes nothing needs float score(position, next_position), or, to score what is stored,
+// expect: tessera: a scorer that observes queries needs float weigh(float logit, float lse) const
 #include <tessera/concepts/scorer.hpp>
 
 struct weightless {
