@@ -132,16 +132,17 @@ class basic_cache {
   ///          them, or fewer where the scorer needs fewer (its window, or none). boundaries [tokens], on the host, for
   ///          a recipe that `needs_segments`: 1 for a token after which a segment of the text ends, else 0; the same in
   ///          every layer.
-  template <class E>
-  void prefill(index_t layer, index_t id, const rows_view<const E>& q, const rows_view<const E>& k,
-               const rows_view<const E>& v, queue_type queue = {}, std::span<const std::uint8_t> boundaries = {}) {
+  template <class K, class V, class Q = K>
+  void prefill(index_t layer, index_t id, const rows_view<Q>& q, const rows_view<K>& k, const rows_view<V>& v,
+               queue_type queue = {}, std::span<const std::uint8_t> boundaries = {}) {
     const default_float_mode mode;
     const sequence_layer owner{layer, id};
-    conversations_.check_chunk(recipe_, owner, q, k, v);
+    const rows<Q, K, V> queries = q, keys = k, values = v;
+    conversations_.check_chunk(recipe_, owner, queries, keys, values);
     const prompt_chunk chunk{conversations_.at(owner).next_position, conversations_.at(owner).turn_tokens == 0,
                              conversations_.check_boundaries(owner, boundaries, k.tokens)};
     const planned<Recipe>& policies = conversations_.at(id).policies;
-    backend_.check_chunk(owner, q);
+    backend_.check_chunk(owner, queries);
     if (chunk.begins && layer == 0) backend_.begin_prompt(id, queue);  // before the turn's rows join what is open
     if (conversations_.chunk_is_due(recipe_, owner, k.tokens)) {
       const index_t reconsidered = conversations_.reconsidered_tokens(owner);
@@ -149,25 +150,26 @@ class basic_cache {
       conversations_.ended_chunk(owner, reconsidered);
     }
     if (layer == 0 && conversations_.at(id).announced == 0) backend_.expect_chunk(id, k.tokens);  // for all layers
-    backend_.append_chunk(owner, policies, chunk, q, k, v, queue);
+    backend_.append_chunk(owner, policies, chunk, queries, keys, values, queue);
     conversations_.took_chunk(owner, k.tokens, chunk.marks);
   }
-  template <class E>
-  void prefill(index_t layer, index_t id, const rows_view<const E>& q, const rows_view<const E>& k,
-               const rows_view<const E>& v, std::span<const std::uint8_t> boundaries) requires(!has_queue) {
+  template <class K, class V, class Q = K>
+  void prefill(index_t layer, index_t id, const rows_view<Q>& q, const rows_view<K>& k, const rows_view<V>& v,
+               std::span<const std::uint8_t> boundaries) requires(!has_queue) {
     prefill(layer, id, q, k, v, queue_type(), boundaries);
   }
 
   /// Causal attention of the newest q.tokens tokens of a layer over everything that it stores or, where the recipe's
   /// prefill policy chooses lines, over the lines that it chooses by these queries: then pass a whole chunk at once.
   /// Shapes   q [tokens, q_heads, k_dim], out [tokens, q_heads, v_dim], lse [tokens, q_heads] (data null: not wanted).
-  template <class E>
-  void prefill_attention(index_t layer, index_t id, const rows_view<const E>& q, const rows_view<Out>& out,
+  template <class Q>
+  void prefill_attention(index_t layer, index_t id, const rows_view<Q>& q, const rows_view<Out>& out,
                          const rows_view<float>& lse = {}, queue_type queue = {}) {
     const default_float_mode mode;
     const sequence_layer owner{layer, id};
-    conversations_.check_prompt_attention(owner, q, out, lse);
-    backend_.attend_chunk(owner, recipe_, conversations_.at(owner).next_position - q.tokens, q, out, lse, queue);
+    const rows<Q> queries = q;
+    conversations_.check_prompt_attention(owner, queries, out, lse);
+    backend_.attend_chunk(owner, recipe_, conversations_.at(owner).next_position - q.tokens, queries, out, lse, queue);
   }
 
   /// Passes tokens through one layer once more, for a scorer that wants it (KVzip): they stand behind the prompt,
@@ -175,15 +177,16 @@ class basic_cache {
   /// prompt tokens from position `first` on becomes these tokens' scores. After the prompt's last chunk, before
   /// `end_prefill`, as often as wanted.
   /// Shapes   q, k, v, out as those of `prefill` and `prefill_attention`, one query for each key.
-  template <class E>
-  void reread(index_t layer, index_t id, index_t first, index_t count, const rows_view<const E>& q,
-              const rows_view<const E>& k, const rows_view<const E>& v, const rows_view<Out>& out,
+  template <class Q, class K, class V>
+  void reread(index_t layer, index_t id, index_t first, index_t count, const rows_view<Q>& q, const rows_view<K>& k,
+              const rows_view<V>& v, const rows_view<Out>& out,
               queue_type queue = {}) requires(Recipe::retain_type::rereads || !has_queue) {
     const default_float_mode mode;
     const sequence_layer owner{layer, id};
-    conversations_.check_rereading(owner, first, count, q, k, v, out);
+    const rows<Q, K, V> queries = q, keys = k, values = v;
+    conversations_.check_rereading(owner, first, count, queries, keys, values, out);
     const reread_part part{first, first + count, conversations_.at(owner).next_position};
-    backend_.reread(owner, conversations_.at(id).policies, part, q, k, v, out, queue);
+    backend_.reread(owner, conversations_.at(id).policies, part, queries, keys, values, out, queue);
   }
 
   /// Says that the turn's prompt has been through a layer, its attention included. What its end needs of this layer
@@ -238,14 +241,14 @@ class basic_cache {
   /// One layer of a decode step for a batch of sequences, of any ids: append, retrieve, attend, retain.
   /// Shapes   q [sequences, tokens, q_heads, k_dim], k, v [sequences, tokens, kv_heads, dim], out as q with v_dim, lse
   ///          [sequences, tokens, q_heads] (data null: not wanted). Causal inside the step.
-  template <class E>
-  void decode(index_t layer, const batch& step, const rows_view<const E>& q, const rows_view<const E>& k,
-              const rows_view<const E>& v, const rows_view<Out>& out, const rows_view<float>& lse = {},
-              queue_type queue = {}) {
+  template <class Q, class K, class V>
+  void decode(index_t layer, const batch& step, const rows_view<Q>& q, const rows_view<K>& k, const rows_view<V>& v,
+              const rows_view<Out>& out, const rows_view<float>& lse = {}, queue_type queue = {}) {
     const default_float_mode mode;
-    conversations_.check_step(layer, step, q, k, v, out, lse);
+    const rows<Q, K, V> queries = q, keys = k, values = v;
+    conversations_.check_step(layer, step, queries, keys, values, out, lse);
     backend_.require_layer(layer, step, conversations_, queue);
-    backend_.decode(layer, recipe_, step, conversations_, q, k, v, out, lse, queue);
+    backend_.decode(layer, recipe_, step, conversations_, queries, keys, values, out, lse, queue);
     backend_.count_layer(layer, step, conversations_, queue);
   }
 
@@ -353,6 +356,10 @@ class basic_cache {
   const index_t* step_positions() const requires has_queue { return backend_.step_positions(); }
 
  private:
+  /// Rows of a call, which may lie in memory that may be written.
+  template <class... Rows>
+  using rows = rows_view<const common_element<Rows...>>;
+
   sequence_layer checked(sequence_layer owner) const {
     conversations_.at(owner);
     return owner;

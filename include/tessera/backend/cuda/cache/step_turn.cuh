@@ -115,9 +115,10 @@ class step_turn {
       if (!(step.evicts_first || step.evicts_last) || !its_.roles.follows_recipe(owner.layer)) continue;
       const token_bound held = its_.store.bound(owner),
                         left = bound(owner, held, known, step.evicts_last ? 0 : step.tokens);
-      if (filters) {
+      if constexpr (filters) {
         its_.reads.lists().passed_in_step(owner, left);
-      } else {  // only where all heads are known to be equally long is the room that this makes known too
+      } else if constexpr (parts::in_steps) {
+        // Only where all heads are known to be equally long is the room that this makes known too.
         its_.store.shrank(owner, left, its_.first.heads_are_even ? held.longest - left.longest : 0);
       }
     }
