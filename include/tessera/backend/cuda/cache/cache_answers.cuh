@@ -9,7 +9,7 @@
 #include "../../../runtime/layer_roles.hpp"
 #include "../../../runtime/prompt_pages.hpp"
 #include "../../../runtime/turn/conversations.hpp"
-#include "../store/newest_slots.cuh"
+#include "../store/pack.cuh"
 #include "cache_options.hpp"
 #include "first_stage.cuh"
 #include "packed_steps.cuh"

@@ -8,7 +8,7 @@
 #include "../../../recipe.hpp"
 #include "../attend/prefill/line_attention.cuh"
 #include "../choose/lines/choose_lines.cuh"
-#include "../read/lists/pass_lists.cuh"
+#include "../read/lists/candidates.cuh"
 #include "attention.cuh"
 
 TESSERA_NAMESPACE_BEGIN

@@ -6,7 +6,7 @@
 
 #include "../../../core/host/host_vector.hpp"
 #include "../read/lists/candidates.cuh"
-#include "../read/segments/segmented_view.cuh"
+#include "../read/segments/segment_means.cuh"
 #include "../store/kv_store.cuh"
 #include "readers/block_reader.cuh"
 #include "readers/exact_reader.cuh"

@@ -7,7 +7,7 @@
 #include "../../../../planned.hpp"
 #include "../../../../runtime/layer_roles.hpp"
 #include "../../score/score.cuh"
-#include "../../score/settled_slots.cuh"
+#include "../../score/score_rows.cuh"
 #include "../../store/kv_store.cuh"
 #include "../attention.cuh"
 #include "../cache_options.hpp"
