@@ -66,6 +66,26 @@ class Checks(unittest.TestCase):
                           "backend/cuda/score includes choose")
         self.assert_fails(layers.main, self.layer_case("backend/cuda/attic/b.cuh", ""), "attic is no room")
 
+    def test_parts_are_included_from_their_own_room_only(self):
+        part = "include/tessera/backend/cuda/score/expected/detail/part.cuh"
+        parts = {part: PRAGMA, "include/tessera/math/detail/part.hpp": PRAGMA}
+        for header, text in [
+            ("backend/cuda/score/b.cuh", '#include "expected/detail/part.cuh"\n'),
+            ("backend/cuda/score/detail/b.cuh", '#include "../expected/detail/part.cuh"\n'),
+            ("math/b.hpp", '#include "detail/part.hpp"\n'),
+        ]:
+            self.assert_passes(layers.main, self.layer_case(header, text) | parts)
+        for header, text, home in [
+            ("backend/cuda/choose/b.cuh", '#include "../score/expected/detail/part.cuh"\n', "backend/cuda/score"),
+            ("backend/cuda/cache.cuh", "#include <tessera/backend/cuda/score/expected/detail/part.cuh>\n", "backend/cuda/score"),
+            ("scorer/b.hpp", '#include "../math/detail/part.hpp"\n', "math"),
+        ]:
+            self.assert_fails(layers.main, self.layer_case(header, text) | parts, f"is a part of {home}; include a header of {home}")
+        user = '#include "tessera/backend/cuda/score/expected/detail/part.cuh"\n'
+        good = self.layer_case("core/b.hpp", "") | parts
+        self.assert_passes(layers.main, good | {"tests/backend/test_part.cu": user, "benchmarks/bench_part.cu": user})
+        self.assert_fails(layers.main, good | {"examples/ladder/a.cu": user}, "a.cu:1: tessera/backend/cuda/score/expected/detail/part.cuh is a part")
+
     def test_layers_accept_what_points_down(self):
         for header, text in [
             ("math/b.hpp", '#include <vector>\n#include "../core/a.hpp"\n#include "a.hpp"\n'),
