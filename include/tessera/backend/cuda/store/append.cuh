@@ -85,7 +85,7 @@ void number_segments(const append_problem<View, E>& problem, bool overlaps, cuda
          "launch of number_segments", problem);
 }
 
-using tessera::append_problem;  // core/move_problem.hpp: the same on both backends
+using tessera::append_problem;  // core/engine/move_problem.hpp: the same on both backends
 
 namespace detail {
 

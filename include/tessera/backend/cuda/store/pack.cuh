@@ -49,7 +49,7 @@ class newest_slots {
   device_buffer<index_t> slots_, counts_;
 };
 
-using tessera::pack_problem;  // core/move_problem.hpp: the same on both backends
+using tessera::pack_problem;  // core/engine/move_problem.hpp: the same on both backends
 using tessera::slot_column;
 
 namespace detail {

@@ -13,8 +13,7 @@
 TESSERA_NAMESPACE_BEGIN
 namespace cuda {
 
-// A view on the device whose slots say which segment of the text they belong to.
-
+/// A view on the device whose slots say which segment of the text they belong to.
 template <class View>
 struct segmented_view : View {
   slot_column<const index_t> segments;  // of what is stored
