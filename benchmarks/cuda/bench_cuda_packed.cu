@@ -1,9 +1,8 @@
 // MosaicKV on the device: a decode step over packed rows, by stages; bases and packing of a prompt; a full tail.
 #include "cuda_bench.hpp"
 #include "tessera/backend/cuda/read/means/decode_blocks.cuh"
-#include "tessera/backend/cuda/store/packed/bases/find_bases.cuh"
-#include "tessera/backend/cuda/store/packed/bases/second_moment.cuh"
-#include "tessera/backend/cuda/store/packed/encode_rows.cuh"
+#include "tessera/backend/cuda/store/packed/detail/encode_rows.cuh"
+#include "tessera/backend/cuda/store/packed/detail/find_bases.cuh"
 
 namespace gpu_bench {
 namespace {

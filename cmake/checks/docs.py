@@ -1,7 +1,7 @@
 #!/usr/bin/env python3
 """Checks that the pages say what the sources say.
 
-Usage: docs.py REPOSITORY. Four rules, for README.md, CONTRIBUTING.md and docs/:
+Usage: docs.py REPOSITORY. Six rules, for README.md, CONTRIBUTING.md and docs/:
 - A code block below `<!-- FILE [marker] -->` is, word for word, what stands in FILE between two lines `// [marker]`;
   README.md has at least one. Marked regions must be shown on some page.
 - docs/concepts.md has every sentence that the static_asserts of concepts/ and recipe.hpp print.
@@ -10,6 +10,10 @@ Usage: docs.py REPOSITORY. Four rules, for README.md, CONTRIBUTING.md and docs/:
   only its name is given, somewhere. docs/engines.md, docs/cuda.md and docs/operations.md name headers by the path
   that a program includes. Not looked at: names with capitals or brackets (placeholders), docs/compile_times.md (a record
   of one day), and the header that docs/how_to/add_a_scorer.md has the reader write.
+- A header that a page names by the path that a program includes, `tessera/...`, or includes in a code block, is public:
+  it lies outside folders detail/.
+- A header that a comment of include/ names exists: by its path from include/tessera or from a folder around the comment's
+  header, or, where only its name is given, somewhere. Comments of public headers name no path of a part.
 """
 import html
 import pathlib
@@ -22,6 +26,9 @@ FILE = re.compile(r"`((?:[a-z0-9_.-]+/)*[a-z0-9_]+\.(?:hpp|cuh|cpp|cu|py|sh|cmak
 TO_BE_WRITTEN = "tempered_attention"
 RECORDS = ("compile_times.md",)
 FOR_INCLUDING = ("engines.md", "cuda.md", "operations.md")
+INCLUDED = re.compile(r"^\s*#\s*include\s*[<\"](tessera/[^>\"]+)[>\"]", flags=re.M)
+COMMENT = re.compile(r"//(.*)$", flags=re.M)
+HEADER = re.compile(r"(?<![\w/.*-])((?:[a-z0-9_]+/)*[a-z0-9_]+\.(?:hpp|cuh))\b")
 LINK = re.compile(r"\]\(([^)#\s]+)[^)]*\)")
 
 
@@ -85,6 +92,35 @@ def check_files(root, pages):
                 yield page, f"there is no file {name}"
             elif page.name in FOR_INCLUDING and name.endswith((".hpp", ".cuh")) and not (root / "include" / name).is_file():
                 yield page, f"{name} is not the path that a program includes, tessera/..."
+            elif name.startswith("tessera/") and "detail" in name.split("/"):
+                yield page, f"{name} is a part: name a public header"
+
+
+def check_included(root, pages):
+    for page in pages:
+        for name in INCLUDED.findall(page.read_text(encoding="utf-8")):
+            if TO_BE_WRITTEN in name:
+                continue
+            if not (root / "include" / name).is_file():
+                yield page, f"a program includes {name}, which is not there"
+            elif "detail" in name.split("/"):
+                yield page, f"a program includes {name}, which is a part: include a public header"
+
+
+def check_contracts(root):
+    include = root / "include" / "tessera"
+    headers = sorted(path for path in include.rglob("*") if path.suffix in (".hpp", ".cuh"))
+    names = {path.name for path in headers}
+    for path in headers:
+        folders = [folder for folder in path.parents if folder.is_relative_to(include)]
+        for comment in COMMENT.findall(path.read_text(encoding="utf-8")):
+            for name in HEADER.findall(comment):
+                below = name.removeprefix("tessera/")
+                found = name in names if "/" not in name else any((folder / below).is_file() for folder in folders)
+                if not found:
+                    yield path, f"a comment names {name}, which is not there"
+                elif "detail" in name.split("/") and "detail" not in path.relative_to(include).parts:
+                    yield path, f"a comment names {name}, which is a part: name a public header"
 
 
 def main(repository):
@@ -92,7 +128,8 @@ def main(repository):
     pages = [path for path in (root / "README.md", root / "CONTRIBUTING.md") if path.is_file()]
     pages += sorted((root / "docs").rglob("*.md"))
     others = [path for part in ("benchmarks", "examples") for path in sorted((root / part).rglob("*.md"))]
-    problems = [*check_snippets(root, pages), *check_sentences(root), *check_links(pages + others), *check_files(root, pages)]
+    problems = [*check_snippets(root, pages), *check_sentences(root), *check_links(pages + others), *check_files(root, pages),
+                *check_included(root, pages), *check_contracts(root)]
     for path, text in problems:
         print(f"{path.relative_to(root)}: {text}")
     print(f"{len(pages)} pages, {len(problems)} problems")

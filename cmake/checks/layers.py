@@ -64,6 +64,22 @@ def room_of(path, include_root):
     return path.relative_to(include_root / "tessera").parts[2]
 
 
+def home_of_part(path, include_root):
+    """Whose part a header in a folder detail/ is: its room in a backend, elsewhere the folder around detail/; None: it is no part."""
+    parts = path.relative_to(include_root / "tessera").parts
+    if "detail" not in parts[:-1]:
+        return None
+    return "/".join(parts[:3] if parts[0] == "backend" else parts[:parts.index("detail")])
+
+
+def check_part(path, target, include_root):
+    """Returns what is wrong with an include of `target` in `path`, a file of include/ or not, or None."""
+    home = home_of_part(target, include_root)
+    if home is None or path.is_relative_to(include_root / "tessera" / home):
+        return None
+    return f"{target.relative_to(include_root)} is a part of {home}; include a header of {home} outside detail/"
+
+
 def without_comments(text):
     """Blanks comments out and leaves line numbers as they are."""
     blank = lambda match: re.sub(r"[^\n]", " ", match.group())
@@ -89,6 +105,9 @@ def check_include(line, path, layer, include_root):
         return f"<{name}> is not on the list of outside headers"
     if not target.is_relative_to(include_root / "tessera") or not target.is_file():
         return f'"{name}" is no header of Tessera'
+    part = check_part(path, target, include_root)
+    if part:
+        return part
     other = layer_of(target, include_root)
     if other == layer and layer in ROOMS:
         order, here, there = ROOMS[layer], room_of(path, include_root), room_of(target, include_root)
@@ -166,6 +185,15 @@ def check_macros_of_windows(text):
             yield number, f"{found[1]} is a macro of windows.h: take another name"
 
 
+def check_example(path, include_root):
+    """Examples include no parts. Tests and benchmarks may: some are of parts."""
+    for number, line in enumerate(without_comments(path.read_text(encoding="utf-8")).splitlines(), 1):
+        match = re.match(r'\s*#\s*include\s*["<](?:[^">]*/)?(tessera/[^">]+)[">]', line)
+        problem = match and check_part(path, include_root / match[1], include_root)
+        if problem:
+            yield number, problem
+
+
 def check_open_work(path):
     for number, line in enumerate(path.read_text(encoding="utf-8").splitlines(), 1):
         if re.search(r"\b(TODO|FIXME|XXX)\b", line) and not re.search(r"#\d+", line):
@@ -183,6 +211,8 @@ def main(repository):
         for path in sorted((root / folder).rglob("*")):
             if path.suffix in (".hpp", ".cuh", ".cpp", ".cu"):
                 problems += [(path, *found) for found in check_open_work(path)]
+                if folder == "examples":
+                    problems += [(path, *found) for found in check_example(path, include_root)]
     for path, number, text in problems:
         print(f"{path.relative_to(root)}:{number}: {text}")
     print(f"{len(headers)} headers, {len(problems)} problems")

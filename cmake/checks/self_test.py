@@ -66,6 +66,26 @@ class Checks(unittest.TestCase):
                           "backend/cuda/score includes choose")
         self.assert_fails(layers.main, self.layer_case("backend/cuda/attic/b.cuh", ""), "attic is no room")
 
+    def test_parts_are_included_from_their_own_room_only(self):
+        part = "include/tessera/backend/cuda/score/expected/detail/part.cuh"
+        parts = {part: PRAGMA, "include/tessera/math/detail/part.hpp": PRAGMA}
+        for header, text in [
+            ("backend/cuda/score/b.cuh", '#include "expected/detail/part.cuh"\n'),
+            ("backend/cuda/score/detail/b.cuh", '#include "../expected/detail/part.cuh"\n'),
+            ("math/b.hpp", '#include "detail/part.hpp"\n'),
+        ]:
+            self.assert_passes(layers.main, self.layer_case(header, text) | parts)
+        for header, text, home in [
+            ("backend/cuda/choose/b.cuh", '#include "../score/expected/detail/part.cuh"\n', "backend/cuda/score"),
+            ("backend/cuda/cache.cuh", "#include <tessera/backend/cuda/score/expected/detail/part.cuh>\n", "backend/cuda/score"),
+            ("scorer/b.hpp", '#include "../math/detail/part.hpp"\n', "math"),
+        ]:
+            self.assert_fails(layers.main, self.layer_case(header, text) | parts, f"is a part of {home}; include a header of {home}")
+        user = '#include "tessera/backend/cuda/score/expected/detail/part.cuh"\n'
+        good = self.layer_case("core/b.hpp", "") | parts
+        self.assert_passes(layers.main, good | {"tests/backend/test_part.cu": user, "benchmarks/bench_part.cu": user})
+        self.assert_fails(layers.main, good | {"examples/ladder/a.cu": user}, "a.cu:1: tessera/backend/cuda/score/expected/detail/part.cuh is a part")
+
     def test_layers_accept_what_points_down(self):
         for header, text in [
             ("math/b.hpp", '#include <vector>\n#include "../core/a.hpp"\n#include "a.hpp"\n'),
@@ -147,6 +167,9 @@ class Checks(unittest.TestCase):
         self.assert_passes(docs.main, good)
         self.assert_passes(docs.main, {**good, "docs/files.md": "`concepts/budget.hpp`, `a.cpp`, `tests/NAME.cpp`\n"})
         self.assert_passes(docs.main, {**good, "docs/engines.md": "`tessera/concepts/budget.hpp`, `a.cpp`\n"})
+        part = {"include/tessera/concepts/detail/part.hpp": "// A part: budget.hpp.\n"}
+        self.assert_passes(docs.main, {**good, **part, "docs/files.md": "`concepts/detail/part.hpp`\n```cpp\n#include <tessera/concepts/budget.hpp>\n```\n"})
+        self.assert_passes(docs.main, {**good, "include/tessera/core/a.hpp": "// See concepts/budget.hpp, budget.hpp, tessera/core/a.hpp.\n"})
         for name, text, sentence in [
             ("README.md", code, "shows no marked region"),
             ("README.md", good["README.md"] + "[gone](docs/gone.md)\n", "docs/gone.md leads nowhere"),
@@ -160,6 +183,15 @@ class Checks(unittest.TestCase):
             ("docs/concepts.md", "tessera: a budget must\n", "lacks the sentence: tessera: a budget must have a name"),
         ]:
             self.assert_fails(docs.main, {**good, name: text}, sentence)
+        for name, text, sentence in [
+            ("docs/files.md", "`tessera/concepts/detail/part.hpp`\n", "tessera/concepts/detail/part.hpp is a part: name a public header"),
+            ("docs/files.md", "```cpp\n#include <tessera/concepts/detail/part.hpp>\n```\n", "which is a part: include a public header"),
+            ("docs/files.md", "```cpp\n#include <tessera/concepts/gone.hpp>\n```\n", "a program includes tessera/concepts/gone.hpp, which is not there"),
+            ("include/tessera/core/a.hpp", "// See concepts/gone.hpp.\n", "core/a.hpp: a comment names concepts/gone.hpp, which is not there"),
+            ("include/tessera/core/a.hpp", "int a;  // gone.cuh\n", "a comment names gone.cuh, which is not there"),
+            ("include/tessera/concepts/a.hpp", "/// See detail/part.hpp.\n", "a comment names detail/part.hpp, which is a part"),
+        ]:
+            self.assert_fails(docs.main, {**good, **part, name: text}, sentence)
 
     def test_the_page_of_figures_is_what_the_records_say(self):
         folder = "benchmarks/results/"
@@ -190,7 +222,8 @@ class Checks(unittest.TestCase):
     def test_the_list_of_public_headers_is_what_the_headers_say(self):
         include = "include/tessera/"
         good = {include + "cache.hpp": "// A whole cache of one model. More of it.\n#pragma once\n", include + "math/detail/part.hpp": PRAGMA,
-                include + "backend/cpu/part.hpp": PRAGMA, include + "backend/cpu/attend.hpp": "// Attention over rows,\n// on the CPU.\n",
+                include + "backend/cpu/part.hpp": PRAGMA, include + "backend/cuda/score/detail/part.cuh": PRAGMA,
+                include + "backend/cuda/score/pool.cuh": "// Scores pooled on the device.\n", include + "backend/cpu/attend.hpp": "// Attention over rows,\n// on the CPU.\n",
                 "docs/engines.md": "`tessera/backend/cpu/attend.hpp`\n"}
 
         def check(files):
@@ -199,7 +232,8 @@ class Checks(unittest.TestCase):
                 page = pathlib.Path(where, "docs/public_headers.md").read_text(encoding="utf-8")
                 self.assertIn("| `tessera/cache.hpp` | A whole cache of one model. |\n", page)
                 self.assertIn("| `tessera/backend/cpu/attend.hpp` | Attention over rows, on the CPU. |\n", page)
-                self.assertNotIn("part.hpp", page)
+                self.assertIn("| `tessera/backend/cuda/score/pool.cuh` | Scores pooled on the device. |\n", page)
+                self.assertNotIn("part.", page)
                 for name, text in files.items():
                     pathlib.Path(where, name).write_text(text, encoding="utf-8")
                 return public_headers.main(["--check", where])
@@ -264,9 +298,9 @@ class Checks(unittest.TestCase):
         self.assert_passes(sizes.main, {**folder, "include/tessera/math/a.hpp": "\n" * 400})
         self.assert_fails(sizes.main, {**folder, "tests/core/one_more.txt": ""}, "tests/core: 15 files; at most 14")
         self.assert_fails(sizes.main, {"include/tessera/math/a.hpp": "\n" * 401}, "401 lines; at most 400")
-        kernel = "__device__ void f();\n"
-        self.assert_passes(sizes.main, {"include/tessera/math/a.cuh": kernel + "\n" * 599})
-        self.assert_fails(sizes.main, {"include/tessera/math/a.cuh": kernel + "\n" * 600}, "601 lines; at most 600")
+        for kernel in ("__device__ void f();\n", "__global__ void f();\n"):
+            self.assert_passes(sizes.main, {"include/tessera/math/a.cuh": kernel + "\n" * 599})
+            self.assert_fails(sizes.main, {"include/tessera/math/a.cuh": kernel + "\n" * 600}, "601 lines; at most 600")
         self.assert_fails(sizes.main, {"include/tessera/math/a.hpp": "// " + "x" * 118 + "\n"}, "a.hpp:1: 121 columns; at most 120")
         body = "namespace a {\nvoid f(int x) {\n" + "  ++x;\n" * 119 + "}\n}  // namespace a\n"
         self.assert_fails(sizes.main, {"tests/core/a.cpp": body}, "a.cpp:2: 121 lines in one function")

@@ -4,8 +4,8 @@
     docs/tools/public_headers.py [--check] [REPOSITORY]
 
 --check writes nothing and fails where the page would change, or where a header begins without a sentence.
-Public is every header under include/tessera outside a folder detail/. Under backend/ only those are listed that a page
-of docs/, an example, an integration or a benchmark includes: the others there are parts of these.
+Public is every header under include/tessera outside a folder detail/. Of the folders in MIXED, whose parts lie beside
+what is public, only those are listed that a page of docs/, an example, an integration or a benchmark includes.
 """
 import pathlib
 import re
@@ -33,6 +33,7 @@ ROOMS = {
     "math": "Algorithms on plain arrays.",
     "runtime": "Host code that both caches share.",
 }
+MIXED = ("backend/cpu", "backend/cuda/cache", "backend/cuda/device")
 INCLUDE = re.compile(r"#include\s+[<\"](?:\.\./)*(?:include/)?tessera/([\w/.]+)[>\"]")
 NAMED = re.compile(r"`tessera/([\w/.]+\.(?:hpp|cuh))`")
 USERS = ("docs", "examples", "benchmarks")
@@ -44,9 +45,10 @@ HEAD = f"""# Public headers
 The script `{HERE}` makes this page; a check keeps it as the headers are. A header's sentence is the
 first one of its own comment. Paths are those that a program includes: `#include <tessera/cache.hpp>`.
 
-Public are all headers under `include/tessera` outside folders named `detail`. Under `tessera/backend/` the page
-lists those headers that a page of these docs, an example, an integration or a benchmark includes; the others there are
-their parts, and move without notice.
+Public are all headers under `include/tessera` outside folders named `detail`. What lies in a folder `detail` is a part:
+only headers of its own room include it, and it moves without notice. Of the headers in
+{", ".join(f"`tessera/{folder}/`" for folder in MIXED)} the page lists those that a page of these docs,
+an example, an integration or a benchmark includes; the others there are parts, too.
 """
 
 
@@ -80,7 +82,8 @@ def public_headers(root):
         name = path.relative_to(folder)
         if path.suffix not in (".hpp", ".cuh") or "detail" in name.parts:
             continue
-        if name.parts[0] != "backend" or name.as_posix() in used:
+        mixed = any(name.is_relative_to(part) for part in MIXED)
+        if not mixed or name.as_posix() in used:
             yield name.as_posix()
 
 

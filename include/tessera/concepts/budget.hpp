@@ -67,7 +67,7 @@ concept planning_budget = budget<B> && requires(const B b, index_t prompt, const
 };
 
 /// A budget that gives each head a share of what is new: it counts what the head held when the turn began on top, and
-/// in a first stage that drops tokens what was chosen before stays (core/prompt_reach.hpp).
+/// in a first stage that drops tokens what was chosen before stays (core/prompt/prompt_reach.hpp).
 ///   fitted(prompt)      the same budget, once the length of the conversation's first prompt is known
 ///   knows_shares()      whether it can say what a head keeps of a part of a prompt
 /// It may also say

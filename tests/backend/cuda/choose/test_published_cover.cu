@@ -2,7 +2,7 @@
 #include "backend/cuda/device.hpp"
 #include "catch.hpp"
 #include "prefill/line_case.hpp"
-#include "tessera/backend/cuda/choose/lines/published_cover.cuh"
+#include "tessera/backend/cuda/choose/lines/detail/published_cover.cuh"
 
 using namespace tessera;
 using namespace gpu_test;

@@ -2,7 +2,6 @@
 #include "backend/cuda/device.hpp"
 #include "support/choose_case.hpp"
 #include "tessera/backend/cpu/choose/score_and_choose.hpp"
-#include "tessera/backend/cuda/choose/join_heads.cuh"
 #include "tessera/backend/cuda/choose/retain.cuh"
 #include "tessera/backend/cuda/device/memory.cuh"
 #include "tessera/budget/uniform.hpp"

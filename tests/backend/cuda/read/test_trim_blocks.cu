@@ -1,7 +1,7 @@
 // Lists of blocks of several sizes that are cut down to a budget of tokens on the GPU: against the CPU's choice.
 #include "backend/cuda/device.hpp"
 #include "tessera/backend/cuda/choose/top_k.cuh"
-#include "tessera/backend/cuda/read/means/trim_blocks.cuh"
+#include "tessera/backend/cuda/read/means/detail/trim_blocks.cuh"
 #include "tessera/selector/top_tokens.hpp"
 #include "tessera/selector/whole_blocks.hpp"
 

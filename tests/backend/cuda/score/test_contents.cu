@@ -1,8 +1,8 @@
 // Scores by what is stored, on the GPU, against the CPU's: keys and values, one pass and two, partitions and their ranks.
 #include "backend/cuda/device.hpp"
 #include "tessera/backend/cpu/score/contents.hpp"
-#include "tessera/backend/cuda/score/contents.cuh"
-#include "tessera/backend/cuda/score/lagged.cuh"
+#include "tessera/backend/cuda/score/detail/contents.cuh"
+#include "tessera/backend/cuda/score/detail/lagged.cuh"
 #include "tessera/scorer/key_difference.hpp"
 #include "tessera/scorer/key_norm.hpp"
 #include "tessera/scorer/lag_relative.hpp"

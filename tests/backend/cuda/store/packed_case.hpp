@@ -5,9 +5,8 @@
 #include <utility>
 
 #include "backend/cuda/device.hpp"
-#include "tessera/backend/cuda/store/packed/bases/find_bases.cuh"
-#include "tessera/backend/cuda/store/packed/bases/second_moment.cuh"
-#include "tessera/backend/cuda/store/packed/encode_rows.cuh"
+#include "tessera/backend/cuda/store/packed/detail/encode_rows.cuh"
+#include "tessera/backend/cuda/store/packed/detail/find_bases.cuh"
 
 namespace gpu_test {
 

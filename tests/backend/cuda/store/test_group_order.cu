@@ -1,6 +1,6 @@
 // The order of a basis' channels on the GPU, for groups of several, against the host's.
 #include "packed_case.hpp"
-#include "tessera/backend/cuda/store/packed/bases/group_order.cuh"
+#include "tessera/backend/cuda/store/packed/detail/segment_bases.cuh"
 #include "tessera/channels/top_groups.hpp"
 
 using namespace tessera;

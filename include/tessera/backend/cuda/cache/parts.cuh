@@ -13,7 +13,7 @@
 #include "../cache_options.hpp"
 #include "../choose/first_stage.cuh"
 #include "../read/reading.cuh"
-#include "../store/newest_slots.cuh"
+#include "../store/pack.cuh"
 #include "../store/text_marks.cuh"
 #include "rereading.cuh"
 #include "step_order.cuh"

@@ -11,7 +11,7 @@
 #include "../cache_options.hpp"
 #include "../device/numbers.cuh"
 #include "../score/score.cuh"
-#include "../score/settled_slots.cuh"
+#include "../score/score_rows.cuh"
 #include "../store/kv_store.cuh"
 
 TESSERA_NAMESPACE_BEGIN

@@ -3,15 +3,165 @@
 
 #include <algorithm>
 
+#include "../../../concepts/scope.hpp"
+#include "../../../concepts/scorer.hpp"
+#include "../../../core/selection.hpp"
 #include "../../../recipe.hpp"
+#include "../../../selector/top_tokens.hpp"
 #include "../score/pool.cuh"
 #include "allot.cuh"
-#include "plain_select.cuh"
-#include "segments.cuh"
-#include "weigh.cuh"
+#include "detail/segments.cuh"
+#include "top_k.cuh"
 
 TESSERA_NAMESPACE_BEGIN
 namespace cuda {
+
+// One set for all heads of a layer, on the GPU: their scores become one row, its slots go to all heads.
+
+namespace detail {
+
+/// A thread a slot, y a sequence: heads in order, as on the host.
+template <class Scope, int Threads>
+__global__ void __launch_bounds__(Threads)
+    join_heads_entry(const __grid_constant__ score_rows in, const __grid_constant__ finished_rows out, Scope scope,
+                     index_t summed) {
+  const index_t b = blockIdx.y, tokens = (min)(in.tokens(b, 0), out.capacity);
+  float* to = out.row(b);
+  for (index_t i = index_t(blockIdx.x * Threads + threadIdx.x); i < tokens; i += index_t(gridDim.x) * Threads) {
+    float joined = in.scores[in.begin(b * in.kv_heads) + i];
+    for (index_t h = 1; h < in.kv_heads; ++h) {
+      joined = scope.join(joined, in.scores[in.begin(b * in.kv_heads + h) + i]);
+    }
+    to[i] = scope.joined(joined, summed);
+  }
+}
+
+/// Row b * kv_heads + h gets the slots of row b.
+template <int Threads>
+__global__ void __launch_bounds__(Threads)
+    give_to_heads_entry(selection_view of_layer, index_t kv_heads, index_t* slots, offset_t stride, index_t* counts) {
+  const index_t row = blockIdx.y, b = row / kv_heads, count = of_layer.count(b);
+  const index_t* from = of_layer.row(b);
+  for (index_t i = index_t(blockIdx.x * Threads + threadIdx.x); i < count; i += index_t(gridDim.x) * Threads)
+    slots[row * stride + i] = from[i];
+  if (blockIdx.x == 0 && threadIdx.x == 0) counts[row] = count;
+}
+
+}  // namespace detail
+
+/// One row of scores for all heads of each sequence, which must store equally many slots. The bits of the CPU's join
+/// where neither fuses what the scope does.
+/// Shapes   out [sequences, capacity].   Returns  that row, with lengths and tails of the sequence.   Cost  one read.
+template <joining_scope Scope>
+score_rows join_heads(const score_rows& in, const Scope& scope, index_t summed, index_t capacity, float* out,
+                      cudaStream_t stream) {
+  const dim3 grid{unsigned(std::clamp(ceil_div(capacity, 1024), 1, 512)), unsigned(in.sequences)};
+  detail::join_heads_entry<Scope, 256>
+      <<<grid, 256, 0, stream>>>(in, detail::finished_rows{out, capacity}, scope, summed);
+  check(cudaGetLastError(), "launch of join_heads");
+  score_rows joined = in;
+  joined.scores = out;
+  joined.offsets = nullptr;
+  joined.row_stride = capacity;
+  joined.kv_heads = 1;
+  return joined;
+}
+
+/// The slots of each sequence's one row for every one of its heads.
+/// Shapes   slots [sequences * kv_heads, stride], counts [sequences * kv_heads].   Returns  the selection of all heads.
+inline selection_view give_to_heads(const selection_view& of_layer, index_t sequences, index_t kv_heads, index_t* slots,
+                                    index_t stride, index_t* counts, cudaStream_t stream) {
+  const dim3 grid{unsigned(std::clamp(ceil_div(stride, 1024), 1, 64)), unsigned(sequences * kv_heads)};
+  detail::give_to_heads_entry<256><<<grid, 256, 0, stream>>>(of_layer, kv_heads, slots, stride, counts);
+  check(cudaGetLastError(), "launch of give_to_heads");
+  return {slots, counts, nullptr, stride};
+}
+
+// Scores that are weighted by values once it is known how many tokens a head keeps, on the GPU.
+
+namespace detail {
+
+/// A thread a row: how many candidates there are, and how many of them are taken by the scores alone.
+template <class Scorer>
+__global__ void __launch_bounds__(128) count_first_entry(const __grid_constant__ score_rows in, Scorer scorer,
+                                                         const index_t* kept, index_t* candidates, index_t* first) {
+  const index_t row = index_t(blockIdx.x * 128 + threadIdx.x);
+  if (row >= in.sequences * in.kv_heads) return;
+  const index_t b = row / in.kv_heads, n = in.candidates(b, row % in.kv_heads), stay = (min)(in.settled_of(row), n);
+  candidates[row] = n;
+  first[row] = stay + (min)((max)(scorer.taken_first(kept[row] - stay) - in.protected_tail(b), 0), n - stay);
+}
+
+template <class Scorer, int Threads>
+__global__ void __launch_bounds__(Threads)
+    weigh_entry(const __grid_constant__ score_rows in, const __grid_constant__ finished_rows out, Scorer scorer,
+                const float* weights, offset_t weight_stride) {
+  const index_t row = blockIdx.y;
+  const index_t candidates = (min)(in.candidates(row / in.kv_heads, row % in.kv_heads), out.capacity);
+  const float *from = in.scores + in.begin(row), *own = weights + row * weight_stride;
+  float* to = out.row(row);
+  for (index_t i = index_t(blockIdx.x * Threads + threadIdx.x); i < candidates; i += index_t(gridDim.x) * Threads)
+    to[i] = scorer.weighted(from[i], own[i]);
+}
+
+/// What is taken first ranks before everything else.
+template <int Threads>
+__global__ void __launch_bounds__(Threads)
+    rank_first_entry(const __grid_constant__ select_problem first, const __grid_constant__ finished_rows out) {
+  const index_t row = blockIdx.y, count = first.counts[row];
+  const index_t* slots = first.out_row(row);
+  float* scores = out.row(row) + first.skipped(row);
+  for (index_t i = index_t(blockIdx.x * Threads + threadIdx.x); i < count; i += index_t(gridDim.x) * Threads)
+    scores[slots[i]] = infinity;
+}
+
+}  // namespace detail
+
+/// The device's cpu::weigh_scores over the rows of a batch.
+/// Workspace  `kept` slots and three numbers a row.   Cost  one selection, one pass over scores and weights.
+template <weighted_scorer Scorer>
+class weigh_scores {
+ public:
+  weigh_scores(index_t rows, index_t capacity, index_t kept, const device_info& device)
+      : rows_(rows), capacity_(capacity), kept_(kept), best_({}, rows, capacity, device, kept) {}
+
+  std::size_t workspace_bytes() const {
+    return array_bytes<index_t>(std::size_t(rows_) * 3) + array_bytes<index_t>(std::size_t(rows_) * std::size_t(kept_));
+  }
+
+  /// counts: what each row keeps, tail and what is settled included; weights [rows, weight_stride]; out [rows,
+  /// capacity], or the rows of `in`.
+  void run(const score_rows& in, const Scorer& scorer, const index_t* counts, const float* weights,
+           offset_t weight_stride, float* out, void* workspace, cudaStream_t stream) const {
+    auto* numbers = static_cast<index_t*>(workspace);
+    const index_t rows = in.sequences * in.kv_heads;
+    index_t *candidates = numbers, *first = numbers + rows_;
+    detail::count_first_entry<Scorer>
+        <<<unsigned(ceil_div(rows, 128)), 128, 0, stream>>>(in, scorer, counts, candidates, first);
+    select_problem problem;
+    problem.scores = in.scores;
+    problem.score_stride = in.row_stride;
+    problem.score_offsets = in.offsets;
+    problem.n = {candidates};
+    problem.keep = {first};
+    problem.skip = in.settled;
+    problem.out = reinterpret_cast<index_t*>(static_cast<unsigned char*>(workspace) +
+                                             array_bytes<index_t>(std::size_t(rows_) * 3));
+    problem.out_stride = kept_;
+    problem.counts = numbers + 2 * rows_;
+    problem.rows = rows;
+    best_.run(problem, nullptr, stream);
+    const detail::finished_rows to{out, capacity_};
+    const dim3 grid{unsigned(std::clamp(ceil_div(capacity_, 1024), 1, 256)), unsigned(rows)};
+    detail::weigh_entry<Scorer, 256><<<grid, 256, 0, stream>>>(in, to, scorer, weights, weight_stride);
+    detail::rank_first_entry<256><<<dim3(8, unsigned(rows)), 256, 0, stream>>>(problem, to);
+    check(cudaGetLastError(), "launch of weigh_scores");
+  }
+
+ private:
+  index_t rows_, capacity_, kept_;
+  select_slots<top_tokens> best_;
+};
 
 /// What scorers and selectors may see of a batch's slots beside their scores, on the device.
 struct slot_facts {

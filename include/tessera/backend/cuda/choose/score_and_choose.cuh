@@ -6,12 +6,10 @@
 #include <string>
 
 #include "../../../core/engine/choose_problem.hpp"
-#include "../score/divide_rows.cuh"
 #include "../score/expected/score_expected.cuh"
 #include "../score/score.cuh"
-#include "../score/settled_slots.cuh"
+#include "../score/score_rows.cuh"
 #include "../score/stored_scores.cuh"
-#include "join_heads.cuh"
 #include "retain.cuh"
 
 TESSERA_NAMESPACE_BEGIN

@@ -4,15 +4,68 @@
 #include <algorithm>
 
 #include "../../../concepts/selector.hpp"
+#include "../../../core/selection.hpp"
 #include "../device/launch.cuh"
 #include "../device/tuning.cuh"
-#include "row/held_select.cuh"
-#include "row/register_row.cuh"
-#include "row/stream_row.cuh"
-#include "select_problem.cuh"
+#include "detail/held_select.cuh"
+#include "detail/row_select.cuh"
 
 TESSERA_NAMESPACE_BEGIN
 namespace cuda {
+
+// What a selection reads and writes on the GPU.
+
+/// One number a row, on the device: `data[row / rows_per_entry * stride]`, or `value` for every row where `data` is
+/// null.
+struct row_numbers {
+  const index_t* data = nullptr;
+  index_t value = 0;
+  index_t rows_per_entry = 1;
+  index_t stride = 1;  ///< between entries, which may lie in structs
+  __device__ index_t of(index_t row) const {
+    return data ? data[offset_t(rows_per_entry == 1 ? row : row / rows_per_entry) * stride] : value;
+  }
+};
+
+/// Rows of scores and where their chosen slots go; every pointer is a device pointer.
+/// Row r of scores begins at `score_offsets[r]`, or at r * score_stride without offsets; `out` alike.
+struct select_problem {
+  const float* scores = nullptr;
+  offset_t score_stride = 0;
+  const offset_t* score_offsets = nullptr;
+  row_numbers n;     ///< slots of a row
+  row_numbers keep;  ///< slots to choose, the tail included; above n chooses all
+  row_numbers tail;  ///< newest slots that are always chosen
+  const index_t* skip =
+      /// [rows], first slots that `n` and `keep` count and that are left out: slots count from there; null: none
+      nullptr;
+  index_t* out = nullptr;
+  offset_t out_stride = 0;
+  const offset_t* out_offsets = nullptr;
+  index_t* counts = nullptr;  ///< [rows], min(keep, n), without what is skipped
+  index_t rows = 0;           ///< 0: as many as the operation was made for
+  index_t pad_to = 0;         ///< fills out with -1 from a row's count up to here
+
+  __device__ const float* score_row(index_t row) const {
+    return scores + (score_offsets ? score_offsets[row] : row * score_stride) + skipped(row);
+  }
+  __device__ index_t* out_row(index_t row) const {
+    return out + (out_offsets ? out_offsets[row] : row * out_stride) + skipped(row);
+  }
+  __device__ index_t skipped(index_t row) const { return skip ? skip[row] : 0; }
+  /// How many slots of a row there are, how many are chosen, and how many of the newest are whatever their score.
+  struct bounds {
+    index_t n, keep, tail;
+  };
+  __device__ bounds bounds_of(index_t row) const {
+    const index_t before = skipped(row), stored = (max)(n.of(row) - before, 0);
+    const index_t kept = (min)((max)(keep.of(row) - before, 0), stored);
+    return {stored, kept, (min)((max)(tail.of(row), 0), kept)};
+  }
+
+  /// What was chosen, for the consumers of a selection.
+  selection_view chosen() const { return {out, counts, out_offsets, out_stride}; }
+};
 
 /// How a row is searched.
 enum class row_search {
@@ -168,7 +221,7 @@ inline select_tuning tune_select(index_t rows, index_t capacity, bool single, in
 }
 
 /// Runs a selector of the best tokens or blocks over rows of scores, with the results of its CPU body. Selectors with a
-/// body of their own: plain_select.cuh.
+/// body of their own have a specialisation below.
 ///
 /// n, keep and tail are read on the device, so a captured launch can be replayed while they grow; a row longer than
 /// `capacity` is still right, only slower.
@@ -257,6 +310,48 @@ class select_slots {
   index_t rows_, block_;
   select_tuning tuning_;
   bool overlapping_ = false;
+};
+
+// Selectors with a body of their own, on the GPU: one thread a row runs it.
+
+namespace detail {
+
+template <class Selector>
+__global__ void __launch_bounds__(128) plain_select_entry(const __grid_constant__ select_problem p, Selector selector) {
+  const index_t row = index_t(blockIdx.x);
+  const auto [n, keep, tail] = p.bounds_of(row);
+  index_t* out = p.out_row(row);
+  for (index_t i = keep + index_t(threadIdx.x); i < p.pad_to; i += 128) out[i] = no_index;
+  if (threadIdx.x == 0) p.counts[row] = selector.choose(p.score_row(row), n, tail, keep, out);
+}
+
+}  // namespace detail
+
+/// `select_slots` for selectors that bring one body for all backends.
+/// Cost     one thread a row: for selections that are cheap, or not yet worth a kernel.
+template <class Selector>
+requires(plain_selector<Selector> && !best_units_selector<Selector>) class select_slots<Selector> {
+ public:
+  select_slots(Selector selector, index_t rows, index_t, const device_info&, index_t = 0)
+      : selector_(selector), rows_(rows) {
+    selector.check();
+    require(rows >= 0, "rows", rows, "0 or more", "pass sequences * kv_heads");
+  }
+
+  std::size_t workspace_bytes() const { return 0; }
+
+  void run(const select_problem& problem, void*, cudaStream_t stream) const {
+    const index_t rows = problem.rows > 0 ? problem.rows : rows_;
+    require(rows <= rows_, "rows", rows, "at most " + std::to_string(rows_),
+            "construct select_slots for the most rows");
+    if (rows == 0) return;
+    detail::plain_select_entry<Selector><<<unsigned(rows), 128, 0, stream>>>(problem, selector_);
+    check(cudaGetLastError(), "launch of plain_select");
+  }
+
+ private:
+  Selector selector_;
+  index_t rows_;
 };
 
 }  // namespace cuda

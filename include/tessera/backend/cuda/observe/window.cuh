@@ -6,7 +6,6 @@
 
 #include "../../../layout/packed_rows.hpp"
 #include "../score/queries/query_window.cuh"
-#include "../score/queries/window_lse.cuh"
 #include "observer.cuh"
 
 TESSERA_NAMESPACE_BEGIN

@@ -11,7 +11,7 @@
 #include "lists/candidates.cuh"
 #include "means/block_mean_reader.cuh"
 #include "segments/segment_reader.cuh"
-#include "segments/segmented_view.cuh"
+#include "segments/segment_means.cuh"
 
 TESSERA_NAMESPACE_BEGIN
 namespace cuda {

@@ -11,11 +11,10 @@
 #include "../../../core/sequence_layer.hpp"
 #include "../../../runtime/layer_roles.hpp"
 #include "append.cuh"
+#include "detail/placed_pages.cuh"
+#include "detail/placed_ragged.cuh"
+#include "detail/placed_runs.cuh"
 #include "pack.cuh"
-#include "places/held_tokens.cuh"
-#include "places/placed_pages.cuh"
-#include "places/placed_ragged.cuh"
-#include "places/placed_runs.cuh"
 
 TESSERA_NAMESPACE_BEGIN
 namespace cuda {

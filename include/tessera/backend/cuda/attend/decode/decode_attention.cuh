@@ -9,8 +9,8 @@
 #include "../../device/launch.cuh"
 #include "../../device/tuning.cuh"
 #include "../../store/slot_order.cuh"
-#include "decode_kernel.cuh"
-#include "decode_short.cuh"
+#include "detail/decode_kernel.cuh"
+#include "detail/decode_short.cuh"
 
 TESSERA_NAMESPACE_BEGIN
 namespace cuda {

@@ -4,11 +4,188 @@
 #include <algorithm>
 #include <string>
 
+#include "../../device/copy.cuh"
 #include "../../device/tuning.cuh"
-#include "packed_merge.cuh"
+#include "detail/packed_kernel.cuh"
 
 TESSERA_NAMESPACE_BEGIN
 namespace cuda {
+
+// Parts of attention over packed rows become outputs: each segment's sum is rotated back once, then all of them are
+// added.
+
+namespace detail {
+
+inline constexpr int merging_groups = 8, merging_threads = 1024, merging_warps = merging_threads / 32;
+inline constexpr int merged_columns = 32, merged_rows = 8, warps_of_group = merging_warps / merging_groups;
+
+/// Memory of a block, in words: sums in segments' bases, one for every group of warps; the warps' shares of the output;
+/// rows' factors; the columns of as many segments' bases as there are groups; weights of parts, and the number of each
+/// one's segment; where each segment's parts begin and end.
+template <int Dv>
+struct merge_memory {
+  static constexpr int sums = 0, shares = merging_groups * merged_rows * Dv;
+  static constexpr int factors = shares + merging_warps * merged_rows * merged_columns, bases = factors + merged_rows;
+  static constexpr bool holds_bases = Dv <= 128;                       // a block has no room for longer ones
+  static constexpr int basis = holds_bases ? Dv * merged_columns : 0;  // of one segment
+  int weights, segments, runs, words;
+  TESSERA_HD merge_memory(index_t parts, index_t most_segments)
+      : weights(bases + (most_segments < merging_groups ? int(most_segments) : merging_groups) * basis),
+        segments(weights + int(parts) * merged_rows),
+        runs(segments + int(parts)),
+        words(runs + 2 * (int(most_segments) + 1)) {}
+};
+
+/// A block merges 8 query rows of one (sequence, kv_head), 32 columns of the output. Parts of one segment stand
+/// together and are added in its basis, by one group of warps; groups follow one another, so that the same input gives
+/// the same bits.
+template <class View, class Out>
+__global__ void __launch_bounds__(merging_threads)
+    merge_packed_entry(const __grid_constant__ packed_problem<View, Out> p, packed_parts parts) {
+  constexpr int Dv = View::v_dim;
+  extern __shared__ uint4 shared_memory[];
+  const index_t heads = p.view.whole.kv_heads, most_segments = p.view.most_segments;
+  const merge_memory<Dv> memory(parts.parts, most_segments);
+  float* shared = reinterpret_cast<float*>(shared_memory);
+  float *factor = shared + memory.factors, *weights = shared + memory.weights;
+  auto* segments = reinterpret_cast<index_t*>(shared + memory.segments);
+  auto* runs = reinterpret_cast<index_t*>(shared + memory.runs);  // [segments and whole rows, 2]
+  const index_t lane_row = index_t(blockIdx.x), first = index_t(blockIdx.z) * merged_rows;
+  const index_t sequence = lane_row / heads, head = lane_row % heads, group = p.q.heads / heads;
+  const int count = int((min)(index_t(merged_rows), parts.rows - first));
+  const int warp = int(threadIdx.x) / 32, lane = int(threadIdx.x) % 32,
+            column = int(blockIdx.y) * merged_columns + lane;
+  const offset_t begin = offset_t(lane_row) * parts.parts * parts.rows;
+  const int own_group = warp / warps_of_group, own_warp = warp % warps_of_group;
+  const float* directions = shared + memory.bases + own_group * memory.basis;
+  // Begins to copy the columns of a segment's basis, and returns how many channels it has; 0: values are in the
+  // engine's own.
+  const float* basis = nullptr;
+  const auto fetch_basis = [&](index_t segment) {
+    int channels = 0;
+    if (segment < p.view.count(sequence)) {
+      const packed_vectors& values = p.view.segment(sequence, segment).v;
+      basis = values.basis_of(head, Dv);
+      channels = basis ? int(values.format.channels) : 0;
+      const int copied = memory.holds_bases ? channels * (merged_columns / 4) : 0;
+      for (int i = own_warp * 32 + lane; i < copied; i += warps_of_group * 32) {
+        const int from = int(blockIdx.y) * merged_columns + i % (merged_columns / 4) * 4;
+        copy_async16(shared_address(directions + i * 4),
+                     basis + offset_t(i / (merged_columns / 4)) * Dv + (from < Dv ? from : 0), from < Dv);
+      }
+    }
+    commit_copies();
+    return channels;
+  };
+  // Bases were there before the queries were rotated: they come while attention ends.
+  int turned = fetch_basis(own_group);
+  wait_for_earlier();
+  let_later_begin();
+  // The table may have room for hundreds of segments: whole rows stand behind those that there are.
+  const index_t whole_rows = p.view.count(sequence);
+#pragma unroll 1
+  for (index_t i = index_t(threadIdx.x); i < parts.parts; i += merging_threads) {
+    const index_t segment = parts.segment[offset_t(lane_row) * parts.parts + i];
+    segments[i] = segment == most_segments ? whole_rows : segment;
+  }
+#pragma unroll 1
+  for (index_t i = index_t(threadIdx.x); i < 2 * (whole_rows + 1); i += merging_threads) runs[i] = 0;
+  __syncthreads();
+#pragma unroll 1
+  for (index_t i = index_t(threadIdx.x); i < parts.parts; i += merging_threads) {
+    if (segments[i] == no_index) continue;
+    if (i == 0 || segments[i - 1] != segments[i]) runs[2 * segments[i]] = i;
+    if (i + 1 == parts.parts || segments[i + 1] != segments[i]) runs[2 * segments[i] + 1] = i + 1;
+  }
+  if (warp < count) {
+    const int r = warp;
+    const auto state_of = [&](index_t part) {
+      return parts.states + (begin + offset_t(part) * parts.rows + first + r) * 2;
+    };
+    float top = -infinity, sum = 0;
+#pragma unroll 2
+    for (index_t i = lane; i < parts.parts; i += 32) {
+      const float most = state_of(i)[0];
+      if (segments[i] != no_index) top = fmaxf(top, most);
+    }
+    top = lanes_max<32>(top);
+    const float reference = top == -infinity ? 0.0f : top;
+#pragma unroll 2
+    for (index_t i = lane; i < parts.parts; i += 32) {
+      float weight = 0;
+      if (segments[i] != no_index) {
+        weight = exp2f(state_of(i)[0] - reference);
+        sum += state_of(i)[1] * weight;
+      }
+      weights[i * merged_rows + r] = weight;
+    }
+    sum = warp_sum(sum);
+    if (lane == 0) {
+      const index_t row = first + r, q_head = head * group + row % group;
+      float* lse = p.lse.data && blockIdx.y == 0 ? p.lse.row(sequence, row / group, q_head) : nullptr;
+      factor[r] = output_weight(p.rule, q_head, top, sum, lse);
+    }
+  }
+  __syncthreads();
+
+  float total[merged_rows] = {};
+  float* acc = shared + memory.sums + own_group * merged_rows * Dv;
+  for (index_t round = 0; round <= whole_rows; round += merging_groups) {
+    const index_t segment = round + own_group;
+    const bool there = segment <= whole_rows && runs[2 * segment + 1] > 0;
+    if (round > 0) turned = fetch_basis(segment);
+    const int channels = turned > 0 ? turned : Dv;
+    if (there) {
+      const index_t from = runs[2 * segment], end = runs[2 * segment + 1];
+      constexpr int fours = Dv / 4;
+      for (int i = own_warp * 32 + lane; i < count * fours; i += warps_of_group * 32) {
+        const int r = i / fours, c = i % fours * 4;
+        if (c >= channels) continue;
+        float4 sum{};
+#pragma unroll 8
+        for (index_t one = from; one < end; ++one) {
+          const float weight = weights[one * merged_rows + r];
+          const float4 x =
+              *reinterpret_cast<const float4*>(parts.out + (begin + offset_t(one) * parts.rows + first + r) * Dv + c);
+          if (weight == 0) continue;  // nothing was seen: what lies there is nobody's
+          sum.x += x.x * weight, sum.y += x.y * weight, sum.z += x.z * weight, sum.w += x.w * weight;
+        }
+        *reinterpret_cast<float4*>(acc + r * Dv + c) = sum;
+      }
+    }
+    wait_copies<0>();
+    __syncthreads();
+    if (there && column < Dv && turned > 0) {
+#pragma unroll 4
+      for (int c = own_warp; c < channels; c += warps_of_group) {
+        const float direction =
+            memory.holds_bases ? directions[c * merged_columns + lane] : basis[offset_t(c) * Dv + column];
+#pragma unroll
+        for (int r = 0; r < merged_rows; ++r) {
+          if (r < count) total[r] += acc[r * Dv + c] * direction;
+        }
+      }
+    } else if (there && column < Dv && own_warp == 0) {
+#pragma unroll
+      for (int r = 0; r < merged_rows; ++r) {
+        if (r < count) total[r] += acc[r * Dv + column];
+      }
+    }
+    __syncthreads();
+  }
+  float* shares = shared + memory.shares;  // [warps, 8, 32]
+#pragma unroll
+  for (int r = 0; r < merged_rows; ++r) shares[(warp * merged_rows + r) * merged_columns + lane] = total[r];
+  __syncthreads();
+  if (column >= Dv || warp >= count) return;
+  float sum = 0;
+#pragma unroll 8
+  for (int w = 0; w < merging_warps; ++w) sum += shares[(w * merged_rows + warp) * merged_columns + lane];
+  const index_t row = first + warp;
+  p.out.row(sequence, row / group, head * group + row % group)[column] = Out(sum * factor[warp]);
+}
+
+}  // namespace detail
 
 /// Attends chosen units of packed rows, each segment in its own basis, and all whole rows.
 ///

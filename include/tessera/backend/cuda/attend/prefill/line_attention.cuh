@@ -4,7 +4,7 @@
 #include <algorithm>
 #include <string>
 
-#include "line_tiles.cuh"
+#include "detail/line_tiles.cuh"
 #include "prefill_attention.cuh"
 
 TESSERA_NAMESPACE_BEGIN

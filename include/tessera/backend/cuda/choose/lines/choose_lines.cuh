@@ -7,17 +7,38 @@
 
 #include "../../../../concepts/prefill.hpp"
 #include "../../../../core/host/host_vector.hpp"
+#include "../../../../core/types.hpp"
 #include "../../device/alignment.cuh"
 #include "../../device/launch.cuh"
 #include "../../device/memory.cuh"
 #include "../../device/tuning.cuh"
 #include "../../store/slot_order.cuh"
-#include "line_choice.cuh"
-#include "line_tables.cuh"
-#include "published_cover.cuh"
+#include "detail/line_choice.cuh"
+#include "detail/published_cover.cuh"
 
 TESSERA_NAMESPACE_BEGIN
 namespace cuda {
+
+// Lines of a prompt chunk as kernels read them: what chooses lines writes it, attention along lines reads it.
+
+/// The lines of one sequence's chunk by query head, on the device. Columns are slots: they hold as long as nothing
+/// moves.
+struct line_tables {
+  index_t words = 0;  ///< 32 * words is above every position and slot
+  const std::uint32_t* slash =
+      nullptr;  ///< [q_heads, words + 1]: bit 32 * words - 1 - d is distance d; the last word is 0
+  const std::uint32_t* vertical = nullptr;  ///< [q_heads, words]: bit s is slot s
+  const index_t* columns = nullptr;         ///< [q_heads, 32 * words]: slots of vertical lines, ascending
+  const index_t* column_counts = nullptr;   ///< [q_heads]
+  const index_t* order = nullptr;  ///< [q_heads]: the heads with most entries first; null: as they are numbered
+  index_t dense_rows = 0;          ///< so many of the chunk's last rows attend everything
+
+  TESSERA_HD index_t positions() const { return words * 32; }
+  TESSERA_HD const std::uint32_t* slash_of(index_t q_head) const { return slash + offset_t(q_head) * (words + 1); }
+  TESSERA_HD const std::uint32_t* vertical_of(index_t q_head) const { return vertical + offset_t(q_head) * words; }
+  TESSERA_HD const index_t* columns_of(index_t q_head) const { return columns + offset_t(q_head) * positions(); }
+};
+
 namespace detail {
 
 /// Numbers of the host as a launch's argument.

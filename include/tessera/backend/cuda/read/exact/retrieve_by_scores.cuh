@@ -6,7 +6,7 @@
 #include "../../../../core/model_shape.hpp"
 #include "../../../../core/plan/stage_plan.hpp"
 #include "../../../../recipe.hpp"
-#include "../../choose/plain_select.cuh"
+#include "../../choose/top_k.cuh"
 #include "../../device/memory.cuh"
 #include "../../score/pool.cuh"
 #include "../../score/score.cuh"

@@ -5,11 +5,11 @@
 #include <string>
 
 #include "../../../../core/selection.hpp"
-#include "../../attend/decode/decode_problem.cuh"
+#include "../../attend/attention_problems.cuh"
 #include "../../device/alignment.cuh"
 #include "../../device/tuning.cuh"
 #include "../../store/slot_order.cuh"
-#include "page_attention.cuh"
+#include "detail/page_attention.cuh"
 
 TESSERA_NAMESPACE_BEGIN
 namespace cuda {

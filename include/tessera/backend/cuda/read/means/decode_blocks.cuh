@@ -10,8 +10,8 @@
 #include "../../../../selector/whole_blocks.hpp"
 #include "../../attend/packed/packed_attention.cuh"
 #include "../../choose/top_k.cuh"
-#include "block_scores.cuh"
-#include "trim_blocks.cuh"
+#include "detail/block_scores.cuh"
+#include "detail/trim_blocks.cuh"
 
 TESSERA_NAMESPACE_BEGIN
 namespace cuda {

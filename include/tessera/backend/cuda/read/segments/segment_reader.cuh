@@ -7,7 +7,7 @@
 
 #include "../../../../core/host/host_vector.hpp"
 #include "../../../../core/model_shape.hpp"
-#include "../../choose/plain_select.cuh"
+#include "../../choose/top_k.cuh"
 #include "../../device/numbers.cuh"
 #include "../reader.cuh"
 #include "segment_means.cuh"

@@ -4,8 +4,7 @@
 #include <algorithm>
 
 #include "../../device/tuning.cuh"
-#include "expected_hopper.cuh"
-#include "expected_kernel.cuh"
+#include "detail/expected_kernel.cuh"
 
 TESSERA_NAMESPACE_BEGIN
 namespace cuda {

@@ -10,12 +10,10 @@
 #include "../../../../layout/packed_rows.hpp"
 #include "../../../../layout/stored.hpp"
 #include "../kv_store.cuh"
-#include "../newest_slots.cuh"
-#include "../searched/possible_segments.cuh"
-#include "../searched/segment_searches.cuh"
-#include "drop_oldest.cuh"
-#include "layer_beside.cuh"
-#include "segment_maker.cuh"
+#include "../pack.cuh"
+#include "detail/packed_places.cuh"
+#include "detail/segment_maker.cuh"
+#include "detail/segment_searches.cuh"
 
 TESSERA_NAMESPACE_BEGIN
 namespace cuda {

@@ -1,9 +1,12 @@
-// Packed rows on the device: segments with a basis each, and the rows behind them that are whole.
+// Packed rows on the device as kernels see them: the view of a batch, and how warps walk its rows.
 #pragma once
+
+#include <cuda_fp16.h>
 
 #include "../../../../core/stored/packed_row.hpp"
 #include "../../../../core/views.hpp"
 #include "../../device/alignment.cuh"
+#include "../../device/copy.cuh"
 #include "../../device/memory.cuh"
 #include "../../device/warp.cuh"
 
@@ -193,5 +196,337 @@ class segment_memory {
   planes k_, v_, means_;
 };
 
+// The values of one packed row and the channels that they belong to, one after another, by one thread.
+
+namespace detail {
+
+/// Which is the highest bit of a word; of 0 none, -1.
+__device__ __forceinline__ std::uint32_t highest_bit(std::uint32_t word) {
+#ifdef __CUDA_ARCH__
+  std::uint32_t place;
+  asm("bfind.u32 %0, %1;" : "=r"(place) : "r"(word));
+  return place;
+#else
+  return std::uint32_t(31 - __builtin_clz(word));
+#endif
+}
+
+/// The bits of words, one after another: the highest of the first word, and so on. The caller counts `Step` for every
+/// place.
+///
+/// What was taken is shifted out, and all words with it: the next bit is always looked for in the first word. No step
+/// asks where a word ends.
+template <int Words, int Step>
+struct bit_stream {
+  std::uint32_t words[Words];
+  /// What the caller counts of the first word's begin; it is behind by 32 places for each bit since `count`.
+  std::uint32_t at;
+
+  /// What the caller counts of the next bit, the `Taken`th since `count`. The first word has a bit.
+  template <int Taken>
+  __device__ __forceinline__ std::uint32_t next() {
+    const std::uint32_t bit = highest_bit(words[0]);
+#pragma unroll
+    for (int i = 0; i < Words; ++i) words[i] = __funnelshift_r(i + 1 < Words ? words[i + 1] : 0u, words[i], bit);
+    at -= bit * std::uint32_t(Step);
+    return at + std::uint32_t((Taken * 32 + 31) * Step);
+  }
+  /// Catches up on `taken` bits.
+  __device__ __forceinline__ void count(int taken) { at += std::uint32_t(taken * 32 * Step); }
+
+  /// Words without a bit before the next one that has some.
+  __device__ __forceinline__ void drop_empty() {
+#pragma unroll
+    for (int i = 1; i < Words; ++i) {
+      if (words[0] == 0) drop_word();
+    }
+  }
+  /// Whether 32 places or more without a bit touch the border between two words.
+  __device__ static __forceinline__ bool far_apart(std::uint32_t earlier, std::uint32_t later) {
+    return (earlier & (0u - earlier)) - 1 >= later;  // all bits below the last one of `earlier`
+  }
+
+ private:
+  __device__ __forceinline__ void drop_word() {
+#pragma unroll
+    for (int i = 0; i < Words; ++i) words[i] = i + 1 < Words ? words[i + 1] : 0u;
+    at += std::uint32_t(32 * Step);
+  }
+};
+
+/// How many values a word has; a row's values are read 4 at a time.
+template <packed_element Element>
+inline constexpr int values_in_word = Element == packed_element::fp8    ? 4
+                                      : Element == packed_element::int4 ? 8
+                                                                        : 2;
+
+/// Four values of a row: of bf16 and fp16 8 bytes, of fp8 4, of int4 2.
+template <packed_element Element>
+struct four_values {
+  static constexpr int words = values_in_word<Element> == 2 ? 2 : 1;
+  std::uint32_t word[words];
+  __device__ __forceinline__ explicit four_values(const void* from) {
+    if constexpr (words == 2) {
+      const uint2 loaded = *static_cast<const uint2*>(from);
+      word[0] = loaded.x, word[1] = loaded.y;
+    } else if constexpr (values_in_word<Element> == 4) {
+      word[0] = *static_cast<const std::uint32_t*>(from);
+    } else {
+      word[0] = *static_cast<const std::uint16_t*>(from);
+    }
+  }
+};
+
+/// Value i of a word as fp32, without its row's scale.
+template <packed_element Element>
+__device__ __forceinline__ float value_of(std::uint32_t word, int i) {
+  if constexpr (Element == packed_element::bf16) {
+    return __uint_as_float(i == 0 ? word << 16 : word & 0xffff0000u);
+  } else if constexpr (Element == packed_element::fp16) {
+    return __half2float(__ushort_as_half(static_cast<unsigned short>(word >> (i * 16))));
+  } else if constexpr (Element == packed_element::fp8) {
+#if defined(__CUDA_ARCH__) && __CUDA_ARCH__ >= 890
+    std::uint32_t two;
+    asm("{\n.reg .b16 low, high;\nmov.b32 {low, high}, %1;\ncvt.rn.f16x2.e4m3x2 %0, low;\n}\n"
+        : "=r"(two)
+        : "r"(word >> (i / 2 * 16)));
+    return __half2float(__ushort_as_half(static_cast<unsigned short>(two >> (i % 2 * 16))));
+#else
+    fp8 value;
+    value.bits = std::uint8_t(word >> (i * 8));
+    return float(value);
+#endif
+  } else {
+    const unsigned nibble = (word >> (i * 4)) & 15u;
+    const int whole = nibble < 8 ? int(nibble) : int(nibble) - 16;
+    return whole == -8 ? __uint_as_float(0x7fc00000u) : float(whole);
+  }
+}
+
+/// How packed rows of up to `Channels` 16-bit values lie in shared memory. Eight lanes that read the same 16 bytes of
+/// eight rows read from all banks, so that none waits for another. Rows of at most 256 bytes are a power of two apart,
+/// and the order of their pieces of 16 bytes is another one in each row; longer rows would take too much memory so, and
+/// are an odd number of 16 bytes apart.
+template <int Channels>
+struct row_places {
+  static constexpr bool turned = Channels <= 128;
+
+  /// Bytes from one row to the next one, of rows of `chunks` of 16 bytes.
+  TESSERA_HD static constexpr unsigned stride(unsigned chunks) {
+    if constexpr (!turned) return (chunks | 1) * 16;
+    unsigned rounded = 1;
+    while (rounded < chunks) rounded *= 2;
+    return rounded * 16;
+  }
+  /// Where row `i` begins.
+  __device__ static __forceinline__ unsigned row(unsigned i, unsigned stride) {
+    const unsigned in_banks = (min)(stride, 128u);
+    return i * stride + (turned ? (i * in_banks >> 7) * 16 & (in_banks - 16) : 0);
+  }
+  /// A byte of the row that begins at `row`.
+  __device__ static __forceinline__ unsigned byte(unsigned row, unsigned i) { return turned ? row ^ i : row + i; }
+};
+
+/// One row, whose values lie in shared memory, by one thread of a warp that does the same with other rows. Groups of
+/// `Group` channels that stay are walked from the first one up and from the last one down in turns: neither has to wait
+/// for the other's bits.
+///
+/// visit(at, words, j): the group that the caller counts as `at` has the values j to j + Group - 1 of `words`. The
+/// first group of all counts as `first`, and every later one `Step` more.
+template <class Places, class Way, int Step>
+class row_walk {
+  static constexpr packed_element Element = Way::element;
+  static constexpr int Words = Way::words, Group = Way::group;
+  static constexpr int in_word = values_in_word<Element>, value_bits = 32 / in_word;
+  using four = four_values<Element>;
+
+ public:
+  /// `bits`: of the groups, the lowest of the first word is the first one's.
+  template <int Most>
+  __device__ __forceinline__ row_walk(const std::uint32_t (&bits)[Most], std::uint32_t first) {
+    static_assert(Words <= Most, "tessera: there are words for every group");
+    up_.at = first, down_.at = first + std::uint32_t((Words * 32 - 1) * Step);
+#pragma unroll
+    for (int i = 0; i < Words; ++i) up_.words[i] = __brev(bits[i]), down_.words[i] = bits[Words - 1 - i];
+    bool apart = false;
+#pragma unroll
+    for (int i = 1; i < Words; ++i) apart = apart || down_.far_apart(down_.words[i - 1], down_.words[i]);
+    gaps_ = Words > 1 && __any_sync(~0u, apart);
+  }
+
+  /// All `count` values of the row, which begins at `row` of `shared`.
+  template <class Visit>
+  __device__ __forceinline__ void walk(int count, const unsigned char* shared, unsigned row, const Visit& visit) {
+    if constexpr (!Way::usual)
+      walk_up(count, shared, row, visit);
+    else if (gaps_)
+      walk_all<true>(count, shared, row, visit);
+    else
+      walk_all<false>(count, shared, row, visit);
+  }
+  /// The next `count` values, of which only those are there; whatever came before went up, too.
+  template <class Visit>
+  __device__ __forceinline__ void walk_up(int count, const unsigned char* shared, unsigned row, const Visit& visit) {
+    int done = 0;
+#pragma unroll 1
+    for (; done + 4 <= count; done += 4) take_four<true, true>(up_, at(shared, row, done), visit);
+#pragma unroll 1
+    for (; done < count; done += Group) one<true>(up_, done, shared, row, visit);
+  }
+
+ private:
+  __device__ static __forceinline__ four at(const unsigned char* shared, unsigned row, int i) {
+    return four(shared + Places::byte(row, unsigned(i * value_bits / 8)));
+  }
+  /// Eight values a round, four from each end. Rounds of sixteen are as many instructions, but warps wait longer for
+  /// their code to come.
+  template <bool Gaps, class Visit>
+  __device__ __forceinline__ void walk_all(int count, const unsigned char* shared, unsigned row, const Visit& visit) {
+    int done = 0, end = count;
+#pragma unroll 1
+    while (end % 8 != 0) end -= Group, one<Gaps>(down_, end, shared, row, visit);
+#pragma unroll 1
+    for (; end > done; done += 4, end -= 4) {
+      const four low = at(shared, row, done), high = at(shared, row, end - 4);
+      take_four<Gaps, true>(up_, low, visit), take_four<Gaps, false>(down_, high, visit);
+    }
+  }
+  template <bool Gaps, bool Up, class Stream, class Visit>
+  __device__ static __forceinline__ void take_four(Stream& stream, const four& values, const Visit& visit) {
+    const auto take = [&]<int Taken>() __attribute__((always_inline)) {
+      if constexpr (Taken * Group < 4) {
+        if constexpr (Gaps) stream.drop_empty();
+        const std::uint32_t at = stream.template next<Taken>();
+        visit(at, values.word, Up ? Taken * Group : 4 - Group - Taken * Group);
+      }
+    };
+    take.template operator()<0>(), take.template operator()<1>();
+    take.template operator()<2>(), take.template operator()<3>();
+    stream.count(4 / Group);
+  }
+  /// The group whose first value is `i`.
+  template <bool Gaps, class Stream, class Visit>
+  __device__ static __forceinline__ void one(Stream& stream, int i, const unsigned char* shared, unsigned row,
+                                             const Visit& visit) {
+    const auto word = [&](int w) {
+      return *reinterpret_cast<const std::uint32_t*>(shared + Places::byte(row, unsigned(w * 4)));
+    };
+    std::uint32_t words[2] = {word(i / in_word) >> (i % in_word * value_bits), 0};
+    if constexpr (Group * value_bits > 32) words[1] = word(i / in_word + 1);
+    if constexpr (Gaps) stream.drop_empty();
+    const std::uint32_t at = stream.template next<0>();
+    visit(at, words, 0);
+    stream.count(1);
+  }
+
+  bit_stream<Words, Step> up_;
+  bit_stream<Words, -Step> down_;
+  bool gaps_ = false;  // a warp's rows have them: words are looked at before every step
+};
+
+/// Words for the bits of every group of `Group` channels, at most `Channels`; and where a quarter of the channels is
+/// left out.
+template <int Channels, int Group>
+inline constexpr int group_words = (Channels + Group * 32 - 1) / (Group * 32);
+template <int Channels>
+inline constexpr int usual_words = group_words<Channels * 3 / 4, 1>;
+
+/// One way along rows: values of `Element`, a word of bits for every 32 groups of `Group` channels. Rows of usual
+/// formats are walked from both ends, and without looking at the words where no row of the warp has long gaps. Others
+/// go up only and look before each value: that is slower, but a quarter of the code, of which rare formats would else
+/// be the larger part.
+template <packed_element Element, int Words, int Group, bool Usual>
+struct row_way {
+  static constexpr packed_element element = Element;
+  static constexpr int words = Words, group = Group;
+  static constexpr bool usual = Usual;
+};
+
+/// The way along rows of a format, as `with_way` takes it: for each element of single channels with the usual words or
+/// with all, of two, of four channels.
+template <int Channels>
+__device__ __forceinline__ int way_of(const packed_format& format) {
+  const int element = format.element == packed_element::fp8 ? 1 : format.element == packed_element::int4 ? 2 : 0;
+  const int group = format.group == 4 ? 3 : format.group == 2 ? 2 : bit_words(format) <= usual_words<Channels> ? 0 : 1;
+  return element * 4 + group;
+}
+
+/// Calls run.template operator()<row_way>(); 16-bit elements are of the type that `Tile` names. One switch: the code of
+/// the ways lies far apart, and every branch that ends behind another one is a miss of the instruction cache.
+template <class Tile, int Channels, class Run>
+__device__ __forceinline__ void with_way(int way, const Run& run) {
+  constexpr packed_element same = std::is_same_v<Tile, bf16> ? packed_element::bf16 : packed_element::fp16;
+  constexpr packed_element fp8 = packed_element::fp8, int4 = packed_element::int4;
+  constexpr int most = usual_words<Channels>, all = group_words<Channels, 1>, twos = group_words<Channels, 2>,
+                fours = group_words<Channels, 4>;
+  switch (way) {
+    case 0:
+      return run.template operator()<row_way<same, most, 1, true>>();
+    case 1:
+      return run.template operator()<row_way<same, all, 1, false>>();
+    case 2:
+      return run.template operator()<row_way<same, twos, 2, true>>();
+    case 3:
+      return run.template operator()<row_way<same, fours, 4, true>>();
+    case 4:
+      return run.template operator()<row_way<fp8, most, 1, true>>();
+    case 5:
+      return run.template operator()<row_way<fp8, all, 1, false>>();
+    case 6:
+      return run.template operator()<row_way<fp8, twos, 2, false>>();
+    case 7:
+      return run.template operator()<row_way<fp8, fours, 4, false>>();
+    case 8:
+      return run.template operator()<row_way<int4, most, 1, true>>();
+    case 9:
+      return run.template operator()<row_way<int4, all, 1, false>>();
+    case 10:
+      return run.template operator()<row_way<int4, twos, 2, false>>();
+    default:
+      return run.template operator()<row_way<int4, fours, 4, false>>();
+  }
+}
+
+/// Where the bits of a head's rows lie.
+struct bit_rows {
+  const std::uint32_t* bits;
+  unsigned words, stride;  // of a row, and from one row to the next one
+  __device__ __forceinline__ bit_rows(const packed_vectors& from, index_t head)
+      : bits(from.bits_of(head, 0)),
+        words(unsigned(bit_words(from.format))),
+        stride(from.format.own_bits ? words : 0) {}
+
+  /// Those of row `i`. Words that the format has not stay as they are.
+  template <int Most>
+  __device__ __forceinline__ void load(index_t i, std::uint32_t (&to)[Most]) const {
+    const std::uint32_t* row = bits + std::uint64_t(unsigned(i)) * stride;
+#pragma unroll
+    for (unsigned w = 0; w < Most; ++w) {
+      if (w < words) to[w] = load_once(row + w);
+    }
+  }
+
+  /// Begins to copy the bits of the lane's row `i` to shared memory; by all lanes of a warp. The first word goes to
+  /// `to`, and each further word 128 bytes behind the one before it: so 32 lanes have their words beside each other.
+  template <int Most>
+  __device__ __forceinline__ void copy(index_t i, std::uint32_t to) const {
+    const std::uint32_t* row = bits + std::uint64_t(unsigned(i)) * stride;
+    const std::uint32_t own = own_address(to);
+#pragma unroll
+    for (unsigned w = 0; w < Most; ++w) {
+      if (w < words) copy_async4(own + w * 128, row + w, evict_first_policy());
+    }
+  }
+  /// Reads what `copy` brought to this lane; words that the format has not become 0.
+  template <int Most>
+  __device__ __forceinline__ void read(const unsigned char* from, std::uint32_t (&to)[Most]) const {
+#pragma unroll
+    for (unsigned w = 0; w < Most; ++w) {
+      to[w] = w < words ? *reinterpret_cast<const std::uint32_t*>(from + w * 128) : 0;
+    }
+  }
+};
+
+}  // namespace detail
 }  // namespace cuda
 TESSERA_NAMESPACE_END

@@ -1,0 +1,473 @@
+// The decode attention kernel: one pass over K and V, cut evenly over the machine whatever the lengths.
+#pragma once
+
+#include "../../../device/barrier.cuh"
+#include "../../../device/launch.cuh"
+#include "../../../device/mma.cuh"
+#include "../../../device/warp.cuh"
+#include "decode_plan.cuh"
+#include "decode_staging.cuh"
+#include "decode_state.cuh"
+
+TESSERA_NAMESPACE_BEGIN
+namespace cuda {
+
+// How parts of a row become its output: those of a block's warps, and those of several blocks.
+
+namespace detail {
+
+template <class View, class Out>
+struct decode_merge : decode_block<View, Out> {
+  using base = decode_block<View, Out>;
+  using base::base;
+  using base::ends, base::first_query, base::group, base::lane, base::memory, base::p, base::query_rows, base::rows;
+  using base::scratch, base::threads, base::used, base::warp, base::warps;
+  using typename base::segment;
+  static constexpr int D = View::k_dim, Dv = View::v_dim;
+  /// Parts of a row that a warp reads at once when they are merged: one after the other, their latencies were most of a
+  /// short step. More registers than the loop over tiles leaves would spill, and what is spilled comes back behind the
+  /// copies: 17 at once cost 0.7 us of 14 (H200, CUDA 13.0).
+  static constexpr int parts_at_once = D + Dv <= 256 ? 8 : 6;
+  /// In a block that has nothing else to do any more, for a row much longer than the others.
+  static constexpr int many_parts_at_once = 32;
+  static_assert(many_parts_at_once <= 32, "tessera: a lane of a warp holds the state of one part");
+  __device__ static bool has_many(const row_parts& of) { return of.count > 2 * parts_at_once; }
+  /// Of a row of very many parts the blocks that arrive last merge some query rows each: one block alone would wait for
+  /// its share of the L2's bandwidth, 188 KB for 92 parts. Sharing helps 92 parts (a step of 32.2 us, 33.3 alone) and
+  /// costs time with 38 (40.9, 40.1 alone; H200, CUDA 13.0).
+  static constexpr index_t most_mergers = 4;
+  __device__ index_t mergers_of(const row_parts& of) const {
+    return of.count > 2 * many_parts_at_once ? (min)(most_mergers, index_t(used * groups)) : 1;
+  }
+
+  /// The weight that turns a row's summed output into its output; the leader writes its log-sum-exp.
+  __device__ float finish(const decode_row& at, int r, float max2, float sum, bool leader) const {
+    const index_t token = small_quotient(first_query + r, group);
+    const index_t q_head = at.head * group + first_query + r - token * group;
+    return output_weight(p.rule, q_head, max2, sum,
+                         leader && p.lse.data ? p.lse.row(at.sequence, token, q_head) : nullptr);
+  }
+  __device__ void write(const decode_row& at, int r, int d, const float4& x, float weight) const {
+    const index_t token = small_quotient(first_query + r, group);
+    const index_t q_head = at.head * group + first_query + r - token * group;
+    Out* out = p.out.row(at.sequence, token, q_head) + d;
+    out[0] = Out(x.x * weight);
+    out[1] = Out(x.y * weight);
+    out[2] = Out(x.z * weight);
+    out[3] = Out(x.w * weight);
+  }
+  /// Calls `of(r, d)` for every row and every fourth output dim, spread over the block.
+  template <class F>
+  __device__ void for_each_four(const F& of) const {
+#pragma unroll 1
+    for (int i = threadIdx.x; i < used * (Dv / 4); i += threads) of(i / (Dv / 4), i % (Dv / 4) * 4);
+  }
+
+  __device__ void write_empty_row(const decode_row& at) const {
+    for_each_four([&](int r, int d) { write(at, r, d, float4{}, finish(at, r, -infinity, 0, d == 0)); });
+  }
+  /// Rows that hold nothing have no tile and so no block.
+  __device__ void write_empty_rows() const {
+    for (index_t row = blockIdx.x; row < rows; row += index_t(gridDim.x)) {
+      if (ends[row] != base::begin_of(row)) continue;
+      write_empty_row({row / p.view.kv_heads, row % p.view.kv_heads, 0, nullptr});
+    }
+  }
+
+  __device__ float* outs_of(int w) const {
+    return reinterpret_cast<float*>(memory + w * warp_bytes<View>(base::config::tuning));
+  }
+  __device__ float2* states_of(int w) const {
+    return reinterpret_cast<float2*>(outs_of(w) + rows_per_block * merge_pitch(Dv));
+  }
+  __device__ offset_t slot_of(index_t piece, index_t row) const {
+    return (offset_t(blockIdx.y) * scratch.slots + piece + row) * rows_per_block;
+  }
+
+  /// Some parts of a query row put together: their maximum (base 2), their sum, and four outputs.
+  struct merged_four {
+    float top, sum;
+    float4 x;
+  };
+  /// Of `parts` parts, at most `Most`, each `state_of(part)` and `out_of(part)`.
+  template <int Most, class StateOf, class OutOf>
+  __device__ static merged_four merge_four(int parts, const StateOf& state_of, const OutOf& out_of) {
+    merged_four all{-infinity, 0, {}};
+#pragma unroll
+    for (int i = 0; i < Most; ++i) {
+      if (i < parts) all.top = fmaxf(all.top, state_of(i).x);
+    }
+#pragma unroll
+    for (int i = 0; i < Most; ++i) {
+      if (i >= parts) continue;
+      const float2 part = state_of(i);
+      const float factor = all.top == -infinity ? 1.0f : power_of_two(part.x - all.top);
+      const float4 y = out_of(i);
+      all.sum += part.y * factor;
+      all.x.x += y.x * factor;
+      all.x.y += y.y * factor;
+      all.x.z += y.z * factor;
+      all.x.w += y.w * factor;
+    }
+    return all;
+  }
+  /// What the block's warps have of a query row.
+  __device__ merged_four merge_warps_four(int r, int d) const {
+    return merge_four<warps>(
+        warps, [&](int w) { return states_of(w)[r]; },
+        [&](int w) { return *reinterpret_cast<const float4*>(outs_of(w) + r * merge_pitch(Dv) + d); });
+  }
+
+  /// The block's warps meet: the row's output if this part is all of it, else a part for `merge_parts`.
+  __device__ void merge_warps(const segment& of, bool whole) const {
+    for_each_four([&](int r, int d) {
+      const merged_four own = merge_warps_four(r, d);
+      if (whole) {
+        write(of.at, r, d, own.x, finish(of.at, r, own.top, own.sum, d == 0));
+      } else {
+        const offset_t place = slot_of(blockIdx.x, of.row) + r;
+        *reinterpret_cast<float4*>(scratch.out + place * Dv + d) = own.x;
+        if (d == 0) scratch.state[place] = make_float2(own.top, own.sum);
+      }
+    });
+  }
+
+  /// What the warps that share a row's merge hand to the first of them.
+  struct merge_shares {
+    float4 out[warps][32];
+    float2 state[warps];
+  };
+
+  /// Merges a row's parts if this block is among the last of them to arrive; the same bits whoever does it.
+  template <int AtOnce>
+  __device__ void merge_parts(const decode_row& at, index_t row, const row_parts& of, int* flag,
+                              merge_shares& shares) const {
+    const index_t mergers = mergers_of(of), mine = arrive(row, of.count, mergers, flag);
+    if (mine < 0) return;
+    merge_slots<AtOnce>(slot_of(of.first_piece, row), of.count, mine, mergers, shares,
+                        [&](int r, int d, float top, float sum, const float4& x) {
+                          const float weight = finish(at, r, top, sum, d == 0);
+                          if (d < Dv) write(at, r, d, x, weight);
+                        });
+  }
+
+  /// Sums `parts` parts that lie one after the other from `first` on, and calls `take(r, d, maximum, sum, outputs)`
+  /// with every lane of a warp for the query rows of the merger `mine` and output dims d to d + 3, some of them beyond
+  /// the last one. Warps that would idle take a share of the parts.
+  template <int AtOnce, class Take>
+  __device__ void merge_slots(offset_t first, index_t parts, index_t mine, index_t mergers, merge_shares& shares,
+                              const Take& take) const {
+    const int items = int(small_quotient(used * groups - mine + mergers - 1, mergers));
+    int doubled = 0;
+    while (items << (doubled + 1) <= warps) ++doubled;
+    const int at_once = warps >> doubled, share = (warp << doubled) / warps;  // items, of which each has so many shares
+    const index_t each = (parts + (1 << doubled) - 1) >> doubled;
+#pragma unroll 1
+    for (int begin = 0; begin < items; begin += at_once) {
+      const int own = begin + (warp & (at_once - 1)), item = int(mine + own * mergers);
+      const int r = item / groups, d = (item % groups * 32 + lane) * 4;
+      const bool busy = own < items;
+      float top = -infinity, sum = 0;
+      float4 x{};
+      if (busy) {
+        sum_parts<AtOnce>(first + r, d < Dv ? d : 0, (min)(parts, share * each), (min)(parts, (share + 1) * each), top,
+                          sum, x);
+      }
+      if (doubled > 0) {
+        shares.out[warp][lane] = x;
+        if (lane == 0) shares.state[warp] = make_float2(top, sum);
+        __syncthreads();
+        if (share == 0 && busy) {
+          for (int other = warp + at_once; other < warps; other += at_once) {
+            const float2 state = shares.state[other];
+            const float4 y = shares.out[other][lane];
+            const float higher = fmaxf(top, state.x), reference = higher == -infinity ? 0.0f : higher;
+            const float shrink = power_of_two(top - reference), factor = power_of_two(state.x - reference);
+            top = higher;
+            sum = sum * shrink + state.y * factor;
+            x.x = x.x * shrink + y.x * factor;
+            x.y = x.y * shrink + y.y * factor;
+            x.z = x.z * shrink + y.z * factor;
+            x.w = x.w * shrink + y.w * factor;
+          }
+        }
+      }
+      if (share == 0 && busy) take(r, d, top, sum, x);
+    }
+  }
+  /// Adds parts [begin, end) of the query row at `base` to a maximum, a sum and a lane's four outputs. The maximum is
+  /// that of 32 parts, and which products are fused is written out: the same bits however many are read at once.
+  template <int AtOnce>
+  __device__ void sum_parts(offset_t base, int d, index_t begin, index_t end, float& top, float& sum, float4& x) const {
+    const float2* states = scratch.state + base + begin * rows_per_block;
+    const float* outs = scratch.out + (base + begin * rows_per_block) * Dv + d;
+#pragma unroll 1
+    for (; begin < end; begin += 32) {
+      const index_t here = (min)(index_t(32), end - begin);
+      // A lane has the state of one part.
+      const float2 state = lane < here ? __ldcg(states + lane * rows_per_block) : make_float2(-infinity, 0);
+      float factor = 0;
+#pragma unroll 1
+      for (index_t done = 0; done < here; done += AtOnce) {
+        float4 y[AtOnce];
+#pragma unroll
+        for (int part = 0; part < AtOnce; ++part) {
+          if (part >= here - done) continue;
+          y[part] = __ldcg(reinterpret_cast<const float4*>(outs + (done + part) * rows_per_block * Dv));
+        }
+        if (done == 0) {
+          const float higher = fmaxf(top, lanes_max<32>(state.x));
+          const float reference = higher == -infinity ? 0.0f : higher;
+          const float shrink = power_of_two(top - reference);
+          factor = power_of_two(state.x - reference);
+          top = higher;
+          sum = fmaf(sum, shrink, warp_sum(__fmul_rn(state.y, factor)));
+          x.x *= shrink;
+          x.y *= shrink;
+          x.z *= shrink;
+          x.w *= shrink;
+        }
+#pragma unroll
+        for (int part = 0; part < AtOnce; ++part) {
+          const float weight = __shfl_sync(~0u, factor, int(done) + part);
+          if (part < here - done) {
+            x.x = fmaf(y[part].x, weight, x.x);
+            x.y = fmaf(y[part].y, weight, x.y);
+            x.z = fmaf(y[part].z, weight, x.z);
+            x.w = fmaf(y[part].w, weight, x.w);
+          }
+        }
+      }
+      states += 32 * rows_per_block;
+      outs += 32 * rows_per_block * Dv;
+    }
+  }
+  static constexpr int groups = (Dv / 4 + 31) / 32;  // of 32 lanes, four output dims each
+
+  /// Which of a row's `mergers` this block is, the last of its `parts` to arrive; -1 for the others. Mergers see what
+  /// all parts wrote, and wait until all have arrived. That wait ends: a block arrives before it waits, and those that
+  /// are missing run already or begin before anything that is launched later.
+  __device__ index_t arrive(index_t row, index_t parts, index_t mergers, int* flag) const {
+    if (threadIdx.x == 0) {
+      unsigned* arrived = scratch.arrived + offset_t(blockIdx.y) * scratch.most_rows + row;
+      const index_t later = parts - 1 - index_t(add_acquire_release(arrived, 1));
+      *flag = later < mergers ? int(later) : -1;
+      if (later < mergers) {
+        if (mergers > 1) {
+          while (index_t(load_acquire(arrived)) < parts) continue;
+        }
+        // The counter is cleared for the next step by the last to leave.
+        if (mergers == 1 || index_t(add_acquire_release(arrived, 1)) == parts + mergers - 1) *arrived = 0;
+      }
+    }
+    __syncthreads();
+    return *flag;
+  }
+};
+
+template <class View, class Out>
+struct decode_kernel : decode_merge<View, Out> {
+  using base = decode_merge<View, Out>;
+  using base::base;
+  using base::first_query, base::group, base::lane, base::memory, base::p, base::parts_at_once, base::query_rows;
+  using base::tile, base::tokens, base::used, base::warp;
+  using typename base::merge_shares, typename base::segment;
+  using T = typename View::element_type;
+  using staging_type = decode_staging<View>;
+  using state_type = std::conditional_t<decode_format<View>::is_fp8, decode_state_fp8<View>, decode_state<View>>;
+  using queries_type = typename state_type::queries;
+  static constexpr int D = View::k_dim, stages = base::config::stages;
+
+  /// Straight to registers, ahead of the tiles. Through shared memory, a barrier of the block behind the copies waits
+  /// until the slowest warp has issued all of its tiles (slower by 1.8 us, spilled registers included), and one that
+  /// only waits for the queries gained nothing and cost 0.8 us in pages (H200, CUDA 13.0, B1 8K).
+  __device__ void load_queries(const decode_row& at, queries_type& asked) const {
+#pragma unroll
+    for (int half = 0; half < 2; ++half) {
+      const index_t r = first_query + lane / 4 + half * 8;
+      const bool valid = r < query_rows;
+      const index_t token = small_quotient(r, group);
+      asked.load(half, valid ? p.q.row(at.sequence, token, at.head * group + r - token * group) : nullptr, lane);
+    }
+  }
+
+  /// Positions of the step's first token and of the first and the last token of some.
+  struct span_positions {
+    index_t step, first, last;
+  };
+  __device__ index_t position_of(const decode_row& at, index_t token) const {
+    return p.view.position(at.sequence, at.head, staging_type::slot_of(at, token));
+  }
+  __device__ span_positions positions_of(const segment& of) const {
+    return {p.first_position[of.at.sequence], position_of(of.at, of.first_tile * tile),
+            position_of(of.at, (min)(of.last_tile * tile, of.at.count) - 1)};
+  }
+  /// Are all tokens between two visible to all query rows? Positions ascend, so the ends tell.
+  __device__ bool all_visible(const span_positions& at) const {
+    return at.last <= at.step + small_quotient(first_query, group) &&
+           (p.rule.sliding_window <= 0 || p.rule.visible(at.step + p.q.tokens - 1, at.first));
+  }
+
+  __device__ void read_tiles(const segment& of, const span_positions& ends_at, const queries_type& asked,
+                             staging_type& staging, state_type& state) const {
+    const float scale = p.rule.scale_for(D);
+    const bool uncapped = p.rule.soft_cap <= 0;
+    const bool segment_visible = all_visible(ends_at);
+    const auto tokens_from = [&](index_t t) { return base::token_of(t); };
+    for (index_t t = of.first_tile; t < of.last_tile; ++t) {
+      const std::uint32_t here = staging.take();
+      const index_t first = base::token_of(t);
+      if (first < of.at.count) {
+        const index_t held = (min)(index_t(tokens), of.at.count - first);
+        bool visible = segment_visible;
+        index_t mine = 0;  // the position of token lane % tokens of the tile
+        if (!visible) {
+          mine = position_of(of.at, first + lane % tokens);
+          visible = all_visible({ends_at.step, __shfl_sync(~0u, mine, 0), __shfl_sync(~0u, mine, held - 1)});
+        }
+        const auto logit_of = [&](int i, int half, float product) {
+          const index_t r = first_query + lane / 4 + half * 8, position = __shfl_sync(~0u, mine, i);
+          const index_t query_position = ends_at.step + (r < query_rows ? small_quotient(r, group) : 0);
+          const bool seen = visible || p.rule.visible(query_position, position);
+          return seen && i < held ? quick_cap(p.rule, product * scale) * log2e : -infinity;
+        };
+        state.read(asked, here, uncapped && visible && held == tokens, !visible, scale * log2e, logit_of, lane);
+      }
+      __syncwarp();
+      staging.put(p.view, of.at, t + stages, of.last_tile, tokens_from, lane);
+    }
+    state.close();
+  }
+
+  /// Asks for the slots of tiles [first, last) before K and V fill the memory's queues, where a slot would wait with
+  /// them.
+  __device__ void prefetch_indices(const index_t* chosen, index_t first, index_t last, index_t count) const {
+    const index_t token = first * tile + index_t(threadIdx.x) * 32;  // 128 bytes a thread
+    if (token < (min)(last * tile, count)) prefetch_line(chosen + token);
+  }
+
+  /// Which pieces a row has, where every step cuts all rows' tiles evenly.
+  struct even_rows {
+    even_pieces cut;
+    static constexpr bool planned = false;
+    __device__ index_t end() const { return cut.begin(index_t(blockIdx.x) + 1); }
+    __device__ row_parts parts_of(const segment& of) const {
+      const index_t first = cut.piece_of(of.row_begin);
+      return {first, cut.piece_of(of.row_end - 1) - first + 1};
+    }
+  };
+  /// The same where a split may have been made ahead: `planned`, this block reads its part of one row.
+  struct split_rows {
+    even_rows even;
+    bool planned;
+    row_parts own;
+    index_t own_end;
+    __device__ index_t end() const { return planned ? own_end : even.end(); }
+    __device__ row_parts parts_of(const segment& of) const { return planned ? own : even.parts_of(of); }
+  };
+
+  /// Reads this block's piece, which begins with `now`.
+  template <class Cut>
+  __device__ void run(const Cut& cut, segment now, int* flag, merge_shares& shares) const {
+    const index_t end = cut.end();
+    staging_type staging(shared_address(memory + warp * warp_bytes<View>(base::config::tuning)));
+    const auto tokens_from = [&](index_t t) { return base::token_of(t); };
+    bool more = true, first = true;
+    index_t arrived_row = 0;
+    row_parts arrived{0, 1};
+    decode_row arrived_at{};
+    span_positions ends_at{};
+    queries_type asked;
+#pragma unroll 1
+    while (true) {
+      // A row's first tiles leave before the row before it is done with: its merge costs their latency or less. What is
+      // small leaves before them: behind them it would wait until all of them are there.
+      if (more) {
+        if (now.at.chosen) prefetch_indices(now.at.chosen, now.first_tile, now.last_tile, now.at.count);
+        staging.find(p.view, now.at, now.first_tile, now.last_tile, tokens_from, lane);
+        load_queries(now.at, asked);
+        ends_at = positions_of(now);
+        staging.begin(p.view, now.at, now.first_tile, now.last_tile, tokens_from, lane);
+      }
+      if (!more) break;
+      if (arrived.count > 1) {
+        base::template merge_parts<parts_at_once>(arrived_at, arrived_row, arrived, flag, shares);
+      }
+      if (p.chosen.indices && now.row_end < end) {
+        // A block that goes on into the next row will find its slots in the L2.
+        const index_t tiles = (min)(end, now.next_end) - now.row_end - base::restart;
+        prefetch_indices(p.chosen.row(now.row + 1), 0, tiles, (tiles - 1) * tile + 1);
+      }
+      arrived_row = now.row;
+      arrived_at = now.at;
+      arrived = cut.parts_of(now);
+      {
+        state_type state;
+        read_tiles(now, ends_at, asked, staging, state);
+        state.store(base::outs_of(warp), base::states_of(warp), used, lane);
+      }
+      __syncthreads();
+      base::merge_warps(now, arrived.count == 1);
+      if (first && !cut.planned) base::write_empty_rows();
+      first = false;
+      __syncthreads();
+      const index_t begin = now.row_begin + now.last_tile;
+      more = begin + base::restart < end;
+      if (more) {
+        index_t row = now.row + 1;
+        while (base::ends[row] <= begin) ++row;
+        now = base::segment_at(row, begin, end);
+      }
+    }
+    // The last row's parts, behind the loop, whose registers are free: many parts are read at once.
+    if (base::has_many(arrived)) {
+      base::template merge_parts<base::many_parts_at_once>(arrived_at, arrived_row, arrived, flag, shares);
+    } else if (arrived.count > 1) {
+      base::template merge_parts<parts_at_once>(arrived_at, arrived_row, arrived, flag, shares);
+    }
+  }
+};
+
+template <class View, class Out, decode_split Split>
+__global__ void __launch_bounds__(decode_kernel<View, Out>::threads, decode_kernel<View, Out>::config::tuning.blocks)
+    decode_entry(const __grid_constant__ decode_problem<View, Out> problem,
+                 const __grid_constant__ decode_scratch scratch) {
+  using kernel = decode_kernel<View, Out>;
+  extern __shared__ __align__(128) unsigned char memory[];
+  __shared__ index_t ends[most_rows];
+  __shared__ block_scan<kernel::threads, index_t> scan;
+  __shared__ int flag;
+  __shared__ typename kernel::merge_shares shares;
+  kernel block(problem, scratch, memory, ends);
+  typename kernel::segment first{};
+  block.touch_parameters(scan.warp_total);
+  wait_for_earlier();  // lengths, K, V, queries, and the workspace that the step before may still merge in
+  let_later_begin();   // now or just before the merges: the same times
+  if constexpr (Split == decode_split::ahead) {
+    row_parts own{};
+    const bool planned = block.find_split(first, own);
+    if (planned && (own.count == 0 || first.at.count == 0)) {
+      if (own.count > 0) block.write_empty_row(first.at);
+      return;
+    }
+    const even_pieces cut = planned ? even_pieces(1, 1) : block.plan(first, scan);
+    if (!planned && (index_t(blockIdx.x) >= cut.count || cut.units == 0)) {
+      __syncthreads();
+      block.write_empty_rows();
+      return;
+    }
+    block.run(typename kernel::split_rows{{cut}, planned, own, first.last_tile}, first, &flag, shares);
+  } else {
+    const even_pieces cut = block.plan(first, scan);
+    if (index_t(blockIdx.x) >= cut.count || cut.units == 0) {
+      __syncthreads();
+      block.write_empty_rows();
+      return;
+    }
+    block.run(typename kernel::even_rows{cut}, first, &flag, shares);
+  }
+}
+
+}  // namespace detail
+}  // namespace cuda
+TESSERA_NAMESPACE_END

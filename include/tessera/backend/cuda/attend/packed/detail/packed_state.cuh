@@ -1,0 +1,400 @@
+// What a warp makes of packed rows: their tiles, and its part of a softmax over them.
+#pragma once
+
+#include "../../../device/logit.cuh"
+#include "../../../device/mma.cuh"
+#include "../../../device/warp.cuh"
+#include "../../../store/packed/packed_view.cuh"
+
+TESSERA_NAMESPACE_BEGIN
+namespace cuda {
+namespace detail {
+
+/// Query rows that a block attends together, and tokens of whole rows that a warp takes at a time.
+inline constexpr int query_rows_together = 8, whole_tokens = 16;
+
+/// Softmax state and summed values of 8 query rows. Lane l holds the softmax of row l / 4, and of rows l % 4 * 2 and
+/// the next one values of channel l / 4 of every 8; sums are of a lane until `write`.
+template <class Tile, int D, int Dv>
+struct packed_state {
+  TESSERA_HD static constexpr staged_rows k_rows() { return {D / 8}; }
+  TESSERA_HD static constexpr staged_rows v_rows() { return {Dv / 8}; }
+  std::uint32_t q[D / 16][4];
+  float most = -infinity, sum = 0;
+  float acc[Dv / 16][4] = {};
+
+  /// `queries`: the address of 16 staged rows, the first numbers of 8 and the second ones.
+  __device__ __forceinline__ packed_state(std::uint32_t queries, int channels) {
+    const int lane = int(threadIdx.x) % 32, in_matrix = lane % 8, matrix = lane / 8;
+#pragma unroll
+    for (int step = 0; step < D / 16; ++step) {
+      if (step * 16 >= channels) break;
+      load_matrices(q[step], queries + k_rows().place(in_matrix + matrix % 2 * 8, step * 2 + matrix / 2));
+    }
+  }
+
+  /// logits of 16 keys: lane l has row l / 4, keys l % 4 * 2, the next one, and both 8 further on. `channels`: a
+  /// multiple of 16.
+  __device__ __forceinline__ void dot(std::uint32_t keys, int channels, float (&logits)[4]) const {
+    const int lane = int(threadIdx.x) % 32, in_matrix = lane % 8, matrix = lane / 8;
+    float parts[2][4] = {};
+#pragma unroll
+    for (int step = 0; step < D / 16; ++step) {
+      if (step * 16 >= channels) break;
+      std::uint32_t b[4];
+      load_matrices(b, keys + k_rows().place(in_matrix + matrix / 2 * 8, step * 2 + matrix % 2));
+      multiply<Tile>(parts[0], q[step], b[0], b[1]);
+      multiply<Tile>(parts[1], q[step], b[2], b[3]);
+    }
+#pragma unroll
+    for (int j = 0; j < 4; ++j) logits[j] = parts[j / 2][j % 2] + parts[j / 2][j % 2 + 2];
+  }
+
+  /// Takes in 16 tokens. logit(x, j) of a dot product in base 2; sees(j): may the lane's row see token j of those that
+  /// `dot` names; weight(j) multiplies its value.
+  template <class Logit, class Sees, class Weight>
+  __device__ __forceinline__ void take(const float (&logits)[4], std::uint32_t values, int channels, const Logit& logit,
+                                       const Sees& sees, const Weight& weight) {
+    const int lane = int(threadIdx.x) % 32, in_matrix = lane % 8, matrix = lane / 8;
+    float x[4], top = most;
+#pragma unroll
+    for (int j = 0; j < 4; ++j) {
+      x[j] = sees(j) ? logit(logits[j], j) : -infinity;
+      top = fmaxf(top, x[j]);
+    }
+    top = lanes_max<4>(top);
+    const float reference = top == -infinity ? 0.0f : top, shrink = exp2f(most - reference);
+    most = top;
+    sum *= shrink;
+    const float of_rows[2] = {__shfl_sync(~0u, shrink, lane % 4 * 8), __shfl_sync(~0u, shrink, lane % 4 * 8 + 4)};
+#pragma unroll
+    for (int m = 0; m < Dv / 16; ++m) {
+#pragma unroll
+      for (int i = 0; i < 4; ++i) acc[m][i] *= of_rows[i % 2];
+    }
+#pragma unroll
+    for (int j = 0; j < 4; ++j) {
+      x[j] = exp2f(x[j] - reference);
+      sum += x[j];
+      x[j] *= weight(j);
+    }
+    const std::uint32_t p[2] = {pack_pair<Tile>(x[0], x[1]), pack_pair<Tile>(x[2], x[3])};
+#pragma unroll
+    for (int m = 0; m < Dv / 16; ++m) {  // channels are rows of the product
+      if (m * 16 >= channels) break;
+      std::uint32_t a[4];
+      load_matrices_transposed(a, values + v_rows().place(in_matrix + matrix / 2 * 8, m * 2 + matrix % 2));
+      multiply<Tile>(acc[m], a, p[0], p[1]);
+    }
+  }
+
+  /// Adds the lanes' sums up, and writes most and sum [8, 2] and the summed values [8, Dv]. By one warp.
+  __device__ __forceinline__ void write(int, float* states, float* to, int channels) const {
+    const int lane = int(threadIdx.x) % 32;
+    const float whole = lanes_sum<4>(sum);
+    if (lane % 4 == 0) states[lane / 4 * 2] = most, states[lane / 4 * 2 + 1] = whole;
+#pragma unroll
+    for (int m = 0; m < Dv / 16; ++m) {
+      if (m * 16 >= channels) break;
+#pragma unroll
+      for (int i = 0; i < 4; ++i) to[(lane % 4 * 2 + i % 2) * Dv + m * 16 + lane / 4 + i / 2 * 8] = acc[m][i];
+    }
+  }
+};
+
+// Tiles of 32 packed rows: copied from memory by one warp, multiplied with queries as they are, or spread out for
+// matrix instructions.
+
+/// A row of a tile is a lane's. `queries_at_once`: rows of queries that a walk along a row's values multiplies it with.
+inline constexpr int tile_tokens = 32, queries_at_once = 4;
+
+/// The packed rows of one head in memory, which `Places` puts into shared memory.
+template <class Places>
+struct raw_rows {
+  const std::byte* values;
+  unsigned chunks;  // of 16 bytes that a row has
+  bit_rows bits;
+  const float* scales;
+
+  __device__ __forceinline__ raw_rows(const packed_vectors& from, index_t head)
+      : values(from.values_of(head, 0)),
+        chunks(unsigned(value_stride(from.format.value_bytes())) / 16),
+        bits(from, head),
+        scales(from.scales ? from.scales + from.row(head, 0) : nullptr) {}
+
+  __device__ __forceinline__ float scale(index_t row) const { return scales ? scales[(max)(row, 0)] : 1.0f; }
+
+  /// Bytes from one row to the next one in shared memory.
+  __device__ __forceinline__ unsigned stride() const { return Places::stride(chunks); }
+  /// Where this lane copies to in `copy`, of 32 rows.
+  __device__ __forceinline__ unsigned own_place() const {
+    const unsigned lane = threadIdx.x % 32;
+    if (chunks == 4) return Places::byte(Places::row(lane / 4, Places::stride(4)), lane % 4 * 16);
+    if (chunks == 2) return Places::byte(Places::row(lane / 2, Places::stride(2)), lane % 2 * 16);
+    return Places::row(lane, stride());
+  }
+  /// Begins to copy the values of 32 rows; lane l says which row is the tile's l-th, and one below 0 becomes 0. By one
+  /// warp, of which neighbouring lanes copy a row's chunks together; `to`, from `shared` on, has the lane's own place
+  /// in it.
+  __device__ __forceinline__ void copy(index_t row, std::uint32_t shared, unsigned to) const {
+    const unsigned first = row >= 0 ? unsigned(row) * chunks : none;
+    const std::uint32_t own = own_address(shared + to);
+    if (chunks == 4) return copy_rows<4>(first, own);
+    if (chunks == 2) return copy_rows<2>(first, own);
+#pragma unroll 1
+    for (unsigned c = 0; c < chunks; ++c) {
+      copy_async16(shared + Places::byte(to, c * 16), values + (row >= 0 ? first + c : 0u) * std::uint64_t(16),
+                   row >= 0);
+    }
+  }
+
+ private:
+  static constexpr unsigned none = ~0u;  // no row has so many chunks before it
+
+  template <int Chunks>
+  __device__ __forceinline__ void copy_rows(unsigned first, std::uint32_t to) const {
+    const int lane = lane_here();
+    const std::byte* from = values + lane % Chunks * 16;
+#pragma unroll
+    for (int i = 0; i < Chunks; ++i) {
+      const unsigned chunk = __shfl_sync(~0u, first, i * (32 / Chunks) + lane / Chunks);
+      copy_async16(to + unsigned(i * (32 / Chunks)) * Places::stride(Chunks),
+                   from + (chunk == none ? 0u : chunk) * std::uint64_t(16), chunk != none, evict_first_policy());
+    }
+  }
+};
+
+/// A packed value as one of 16 bits; fp8 and int4 without their scale, which is exact.
+template <class Tile, packed_element Element>
+__device__ __forceinline__ std::uint16_t tile_bits(std::uint32_t word, int i) {
+  if constexpr (Element != packed_element::fp8 && Element != packed_element::int4) {
+    return std::uint16_t(word >> (i * 16));
+  } else if constexpr (std::is_same_v<Tile, bf16>) {
+    return std::uint16_t(bits_as<std::uint32_t>(value_of<Element>(word, i)) >> 16);  // nothing is cut off
+  } else {
+    return Tile(value_of<Element>(word, i)).bits;
+  }
+}
+
+/// Adds the products of a row's values and 4 rows of queries up. Queries lie in shared memory as [channels, 8, 4] fp32:
+/// eight copies, one for every lane of a quarter of a warp, so that lanes read other channels in each step and none
+/// waits for another's bank.
+template <packed_element Element, int Group>
+struct query_products {
+  static constexpr int stride = 128;  // bytes, of a channel
+  const unsigned char* shared;
+  float (&sums)[queries_at_once];
+
+  __device__ __forceinline__ void operator()(std::uint32_t at, const std::uint32_t* words, int j) const {
+#pragma unroll
+    for (int i = 0; i < Group; ++i) {
+      const float4 q = *reinterpret_cast<const float4*>(shared + at + i * stride);
+      const float x = value_of<Element>(words[(j + i) / values_in_word<Element>], (j + i) % values_in_word<Element>);
+      sums[0] += q.x * x, sums[1] += q.y * x, sums[2] += q.z * x, sums[3] += q.w * x;
+    }
+  }
+};
+
+/// Spreads a row of values out in a tile of [channels, 16] pairs of two numbers of 16 bits: those of rows r and r + 16.
+/// Matrix instructions take such pairs as they are. At most two lanes write to a bank at a time, wherever their values
+/// belong.
+template <class Tile, packed_element Element, int Group>
+struct spread_values {
+  static constexpr int stride = 64;  // bytes, of a channel
+  unsigned char* shared;
+
+  __device__ __forceinline__ void operator()(std::uint32_t at, const std::uint32_t* words, int j) const {
+    constexpr int in_word = values_in_word<Element>;
+#pragma unroll
+    for (int i = 0; i < Group; ++i) {
+      *reinterpret_cast<std::uint16_t*>(shared + at + i * stride) =
+          tile_bits<Tile, Element>(words[(j + i) / in_word], (j + i) % in_word);
+    }
+  }
+};
+
+/// sums [4] = the lane's row of keys, whose values lie at `row` of a block's shared memory, times 4 rows of queries,
+/// which lie at `queries`.
+template <class Tile, int D, int Most>
+__device__ __forceinline__ void multiply_row(int way, int kept, const std::uint32_t (&bits)[Most], unsigned row,
+                                             const unsigned char* shared, int queries, float (&sums)[queries_at_once]) {
+#pragma unroll
+  for (float& sum : sums) sum = 0;
+  const auto first = std::uint32_t(queries + lane_here() % 8 * 16);
+  with_way<Tile, D>(
+      way, [&]<class Way>() __attribute__((always_inline)) {
+        using products = query_products<Way::element, Way::group>;
+        row_walk<row_places<D>, Way, Way::group * products::stride> along(bits, first);
+        along.walk(kept, shared, row, products{shared, sums});
+      });
+}
+
+/// Spreads the lane's row of values out in the tile that lies at `tile` of a block's shared memory.
+template <class Tile, int Dv, int Most>
+__device__ __forceinline__ void spread_row(int way, int kept, const std::uint32_t (&bits)[Most], unsigned row,
+                                           unsigned char* shared, int tile) {
+  const int lane = lane_here();
+  const auto first = std::uint32_t(tile + lane % 16 * 4 + lane / 16 * 2);
+  with_way<Tile, Dv>(
+      way, [&]<class Way>() __attribute__((always_inline)) {
+        using spread = spread_values<Tile, Way::element, Way::group>;
+        row_walk<row_places<Dv>, Way, Way::group * spread::stride> along(bits, first);
+        along.walk(kept, shared, row, spread{shared});
+      });
+}
+
+// What a warp knows of 8 query rows while it attends tiles of 32 packed rows.
+
+/// Calls run(m) for every 16 of `channels`, a multiple of 16. A quarter of the channels is usually left out: that many
+/// without a branch.
+template <int Dv, class Run>
+__device__ __forceinline__ void with_matrices(int channels, const Run& run) {
+  constexpr int usual = int(whole_channels(Dv * 3 / 4)) / 16;
+  if (channels == usual * 16) {
+#pragma unroll
+    for (int m = 0; m < usual; ++m) run(m);
+    return;
+  }
+#pragma unroll
+  for (int m = 0; m < Dv / 16; ++m) {
+    if (m * 16 >= channels) break;
+    run(m);
+  }
+}
+
+/// Softmax state and summed values of 8 query rows, in parts of 4 as `multiply_row` gives their logits: a lane has
+/// those of its token. Lane l holds of rows l % 4 * 2 and the next one the values of channel l / 4 of every 8; sums are
+/// of a lane until `write`. What a row has but one of lies in shared memory: registers decide how many warps there are.
+template <class Tile, int Dv>
+struct spread_state {
+  /// How far logits of base 2 may rise above the one that sums refer to before all sums are scaled: weights stay
+  /// finite, and after some tiles hardly anything is scaled.
+  static constexpr float slack = std::is_same_v<Tile, bf16> ? 8 : 0;  // fp16 ends at 65,504, and scales may be large
+  static constexpr float lowest = -3e38f;  // below every logit, and still finite: nothing was seen
+  float acc[Dv / 16][4] = {};
+  float4* const shared;  // [parts], what sums refer to, and behind it [parts, 32] sums of lanes
+
+  /// Bytes of shared memory for one warp.
+  TESSERA_HD static constexpr int bytes(int parts) { return parts * (tile_tokens + 1) * int(sizeof(float4)); }
+
+  /// By one warp; the caller synchronises it.
+  __device__ __forceinline__ spread_state(unsigned char* from, int parts) : shared(reinterpret_cast<float4*>(from)) {
+    const int lane = int(threadIdx.x) % 32;
+#pragma unroll 1
+    for (int i = 0; i < parts; ++i) {
+      if (lane == 0) most(i) = make_float4(lowest, lowest, lowest, lowest);
+      sums(parts, i, lane) = make_float4(0, 0, 0, 0);
+    }
+  }
+
+  /// Takes in the logits of 32 tokens for rows part * 4 and on, in base 2; -infinity: not seen. `weight` multiplies the
+  /// token's values; what they are multiplied with in all is written to weights [8, 32].
+  __device__ __forceinline__ void take_logits(int parts, int part, const float (&x)[queries_at_once], float weight,
+                                              unsigned char* weights) {
+    const int lane = lane_here();
+    const float4 before = most(part), added = sums(parts, part, lane);
+    float top[queries_at_once] = {before.x, before.y, before.z, before.w};
+    float sum[queries_at_once] = {added.x, added.y, added.z, added.w};
+    bool rises = false;
+#pragma unroll
+    for (int i = 0; i < queries_at_once; ++i) rises = rises || x[i] > top[i] + slack;
+    if (__any_sync(~0u, rises)) {
+      float shrink[queries_at_once];
+#pragma unroll
+      for (int i = 0; i < queries_at_once; ++i) {
+        const float old = top[i];
+        top[i] = fmaxf(old, warp_max(fmaxf(x[i], -infinity)));
+        shrink[i] = exp2f(old - top[i]);
+        sum[i] *= shrink[i];
+      }
+      __syncwarp();
+      if (lane == 0) most(part) = make_float4(top[0], top[1], top[2], top[3]);
+      const bool own = lane % 4 / 2 == part, odd = lane % 2;
+      const float of_rows[2] = {own ? (odd ? shrink[2] : shrink[0]) : 1.0f, own ? (odd ? shrink[3] : shrink[1]) : 1.0f};
+#pragma unroll
+      for (int m = 0; m < Dv / 16; ++m) {
+#pragma unroll
+        for (int i = 0; i < 4; ++i) acc[m][i] *= of_rows[i % 2];
+      }
+    }
+    float p[queries_at_once];
+#pragma unroll
+    for (int i = 0; i < queries_at_once; ++i) {
+      p[i] = power_of_two(x[i] - top[i]);
+      sum[i] += p[i];
+    }
+    sums(parts, part, lane) = make_float4(sum[0], sum[1], sum[2], sum[3]);
+    auto* to = reinterpret_cast<std::uint16_t*>(weights) + part * queries_at_once * tile_tokens + paired(lane);
+#pragma unroll
+    for (int i = 0; i < queries_at_once; i += 2) {
+      const std::uint32_t two = pack_pair<Tile>(p[i] * weight, p[i + 1] * weight);
+      to[i * tile_tokens] = std::uint16_t(two), to[(i + 1) * tile_tokens] = std::uint16_t(two >> 16);
+    }
+  }
+
+  /// Adds the tile's values up, of which `channels`, a multiple of 16, are there.
+  __device__ __forceinline__ void take_values(const unsigned char* tile, const unsigned char* weights, int parts,
+                                              int channels) {
+    const values_taken from(tile, weights, parts);
+    with_matrices<Dv>(
+        channels, [&](int m) __attribute__((always_inline)) { take_matrix(from, m); });
+  }
+
+  /// Adds the lanes' sums up, and writes most and sum [8, 2] and the summed values [8, Dv]. By one warp.
+  __device__ __forceinline__ void write(int parts, float* states, float* to, int channels) const {
+    const int lane = int(threadIdx.x) % 32;
+#pragma unroll 1
+    for (int part = 0; part < parts; ++part) {
+      const float4 reference = most(part), added = sums(parts, part, lane);
+      const float top[queries_at_once] = {reference.x, reference.y, reference.z, reference.w};
+      const float sum[queries_at_once] = {added.x, added.y, added.z, added.w};
+#pragma unroll
+      for (int i = 0; i < queries_at_once; ++i) {
+        const float whole = warp_sum(sum[i]);
+        if (lane != 0) continue;
+        states[(part * queries_at_once + i) * 2] = top[i] == lowest ? -infinity : top[i];
+        states[(part * queries_at_once + i) * 2 + 1] = whole;
+      }
+    }
+#pragma unroll
+    for (int m = 0; m < Dv / 16; ++m) {
+      if (m * 16 >= channels) break;
+#pragma unroll
+      for (int i = 0; i < 2; ++i) {
+        float* row = to + (lane % 4 * 2 + i) * Dv + m * 16 + lane / 4;
+        row[0] = acc[m][i], row[8] = acc[m][i + 2];
+      }
+    }
+  }
+
+ private:
+  __device__ __forceinline__ float4& most(int part) const { return shared[part]; }
+  __device__ __forceinline__ float4& sums(int parts, int part, int lane) const {
+    return shared[parts + part * tile_tokens + lane];
+  }
+  /// Where a token's number of 16 bits stands in a row of 32: tokens t and t + 16 are neighbours.
+  __device__ static __forceinline__ int paired(int token) { return token % 16 * 2 + token / 16; }
+
+  /// What a lane multiplies: four pairs of tokens, lane % 4 * 4 and on, two in the first product and two in the second.
+  struct values_taken {
+    uint4 p = {};  // of rows that are not there
+    const unsigned char* values;
+    __device__ __forceinline__ values_taken(const unsigned char* tile, const unsigned char* weights, int parts) {
+      const int lane = lane_here(), row = lane / 4, place = row * tile_tokens * 2 + lane % 4 * 16;
+      if (row < parts * queries_at_once) p = *reinterpret_cast<const uint4*>(weights + place);
+      values = tile + place;
+    }
+  };
+  __device__ __forceinline__ void take_matrix(const values_taken& from, int m) {
+    constexpr int channel = tile_tokens * 2;  // bytes
+    const uint4 x = *reinterpret_cast<const uint4*>(from.values + m * 16 * channel);
+    const uint4 y = *reinterpret_cast<const uint4*>(from.values + (m * 16 + 8) * channel);
+    const std::uint32_t first[4] = {x.x, y.x, x.y, y.y}, second[4] = {x.z, y.z, x.w, y.w};
+    multiply<Tile>(acc[m], first, from.p.x, from.p.y);
+    multiply<Tile>(acc[m], second, from.p.z, from.p.w);
+  }
+};
+
+}  // namespace detail
+}  // namespace cuda
+TESSERA_NAMESPACE_END

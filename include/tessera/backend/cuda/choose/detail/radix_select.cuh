@@ -1,0 +1,295 @@
+// Exact radix selection of the largest keys of a row by one thread block or by a cluster of them.
+#pragma once
+
+#include <algorithm>
+
+#include "row_keys.cuh"
+
+TESSERA_NAMESPACE_BEGIN
+namespace cuda {
+namespace detail {
+
+inline constexpr int radix_bins = 2048;    // digits of 11, 11 and 10 bits
+inline constexpr int most_listed = 384;    // keys of one block that are worth listing instead of counting them again
+inline constexpr int loads_in_flight = 4;  // 16-byte loads of a thread in the first pass
+
+template <int Threads, int Blocks>
+struct select_storage {
+  static constexpr int threads = Threads, warps = Threads / 32,
+                       few = 64;  // counting pairs of more costs more than another digit
+  alignas(16) unsigned histogram[radix_bins];
+  unsigned list[Blocks == 1 ? few : most_listed];  // keys that share the digits found so far, in any order
+  unsigned listed, few_listed;
+  // Inclusive counts of this block's share of the bins, highest bin first; later the last few keys.
+  unsigned slice[Blocks == 1 ? few : radix_bins / Blocks];
+  unsigned slice_total[Blocks];
+  block_scan<Threads, unsigned> scan;
+  unsigned warp_above[warps], warp_equal[warps];
+  unsigned team_above[Blocks], team_equal[Blocks];
+  unsigned digit, above, in_digit;
+  index_t trimmed, trimmed_at;
+};
+
+/// Radix selection over the parts of `Span` thread blocks, and the ordered compaction behind it.
+template <class Storage, int Span>
+struct row_select : row_compact<Storage, Span> {
+  using storage = Storage;
+  using team = block_team<Span>;
+  static constexpr int threads = storage::threads, warps = storage::warps;
+
+  __device__ static void count_digit(storage& s, unsigned key, unsigned prefix, int above_shift, int shift,
+                                     unsigned mask) {
+    if (key >> above_shift == prefix) atomicAdd(&s.histogram[(key >> shift) & mask], 1u);
+  }
+
+  /// The same for four keys; every key begins with prefix 0 above bit 32.
+  __device__ static void count_four(storage& s, const uint4& k, unsigned prefix, int above_shift, int shift,
+                                    unsigned mask) {
+    if (above_shift == 32) {
+      atomicAdd(&s.histogram[k.x >> shift], 1u);
+      atomicAdd(&s.histogram[k.y >> shift], 1u);
+      atomicAdd(&s.histogram[k.z >> shift], 1u);
+      atomicAdd(&s.histogram[k.w >> shift], 1u);
+    } else {
+      count_digit(s, k.x, prefix, above_shift, shift, mask);
+      count_digit(s, k.y, prefix, above_shift, shift, mask);
+      count_digit(s, k.z, prefix, above_shift, shift, mask);
+      count_digit(s, k.w, prefix, above_shift, shift, mask);
+    }
+  }
+
+  /// Counts the leading digit of every key of the part and keeps the keys.
+  template <class Keys>
+  __device__ static void load(storage& s, const row_part<Keys>& part) {
+    uint4* cache = const_cast<uint4*>(part.cache);
+    const index_t quads = part.quads();
+    const auto take = [&](index_t q, const uint4& keys) {
+      if (q * 4 < part.cached) cache[q] = keys;
+      count_four(s, keys, 0, 32, 21, 2047u);
+    };
+    if constexpr (Keys::single) {
+      const index_t whole = part.keys.aligned ? part.count / 4 : 0;
+      const float4* from = reinterpret_cast<const float4*>(part.keys.row + part.begin);
+      for (index_t base = threadIdx.x; base < whole; base += threads * loads_in_flight) {
+        float4 scores[loads_in_flight];
+#pragma unroll
+        for (int u = 0; u < loads_in_flight; ++u) {
+          if (base + u * threads < whole) scores[u] = __ldg(from + base + u * threads);
+        }
+#pragma unroll
+        for (int u = 0; u < loads_in_flight; ++u) {
+          if (base + u * threads < whole) take(base + u * threads, Keys::ordered(scores[u]));
+        }
+      }
+      for (index_t q = whole + index_t(threadIdx.x); q < quads; q += threads)
+        take(q, part.keys.quad(part.begin + q * 4));
+    } else {
+      // A thread per block, not per four: there are few.
+      for (index_t i = threadIdx.x; i < quads * 4; i += threads) {
+        const unsigned key = part.keys.key(part.begin + i);
+        if (i < part.cached) reinterpret_cast<unsigned*>(cache)[i] = key;
+        atomicAdd(&s.histogram[key >> 21], 1u);
+      }
+    }
+  }
+
+  /// Finds the digit in which the `need`-th largest key lies, from the histograms of the whole team, which are cleared.
+  __device__ static void find_digit(storage& s, unsigned need) {
+    constexpr int share = radix_bins / Span, each = share > threads ? share / threads : 1;
+    const int thread = threadIdx.x, lane = thread % 32;
+    team::sync();
+    unsigned mine[each], sum = 0;
+    if constexpr (Span == 1 && each == 4) {
+      uint4& bins = reinterpret_cast<uint4*>(s.histogram)[threads - 1 - thread];  // one access: four would collide
+      mine[0] = bins.w, mine[1] = bins.z, mine[2] = bins.y, mine[3] = bins.x;
+      bins = make_uint4(0, 0, 0, 0);
+    } else {
+#pragma unroll
+      for (int j = 0; j < each; ++j) {
+        const int bin = radix_bins - 1 - team::rank() * share - (thread * each + j);
+        mine[j] = 0;
+        if (thread * each < share) {
+          if constexpr (Span == 1) {
+            mine[j] = s.histogram[bin];
+            s.histogram[bin] = 0;
+          } else {
+#pragma unroll
+            for (int block = 0; block < Span; ++block) mine[j] += team::load(s.histogram[bin], block);
+          }
+        }
+      }
+    }
+#pragma unroll
+    for (int j = 0; j < each; ++j) sum += mine[j];
+    unsigned before = s.scan.before(sum);
+    if constexpr (Span == 1) {
+#pragma unroll
+      for (int j = 0; j < each; ++j) {
+        if (before < need && before + mine[j] >= need) {
+          s.digit = unsigned(radix_bins - 1 - (thread * each + j));
+          s.above = before;
+          s.in_digit = mine[j];
+        }
+        before += mine[j];
+      }
+    } else {
+      static_assert(Span == 1 || each == 1, "tessera: a cluster's block has a thread for each of its bins");
+      if (thread < share) s.slice[thread] = before + sum;
+      const unsigned total = s.scan.total();
+      if (thread < Span) team::store(s.slice_total[team::rank()], thread, total);
+      team::sync();
+      for (int bin = thread; bin < radix_bins; bin += threads) s.histogram[bin] = 0;
+      if (thread == 0) s.listed = s.few_listed = 0;
+      if (thread < share) {
+        const unsigned of_block = lane < Span ? s.slice_total[lane] : 0u;
+        const unsigned to_lane = inclusive_sum(of_block, lane);
+        const int owner = __ffs(int(__ballot_sync(~0u, lane < Span && to_lane >= need))) - 1;
+        const unsigned base = __shfl_sync(~0u, to_lane - of_block, owner);
+        const unsigned here = base + team::load(s.slice[thread], owner);
+        const unsigned previous = base + (thread ? team::load(s.slice[thread - 1], owner) : 0u);
+        if (previous < need && here >= need) {
+          s.digit = unsigned(radix_bins - 1 - owner * share - thread);
+          s.above = previous;
+          s.in_digit = here - previous;
+        }
+      }
+    }
+    __syncthreads();
+  }
+
+  /// Lists the keys that begin with `prefix`, and ends the search among them: see `finish_listed`.
+  template <bool Exact, class Keys>
+  __device__ static bool finish_among_few(storage& s, const row_part<Keys>& part, unsigned& prefix, int known_shift,
+                                          unsigned& need) {
+    const int lane = threadIdx.x % 32, rounds = rounds_for<threads>(part.quads());
+    for (index_t tile = 0; tile < part.quads(); tile += threads * rounds) {
+      const index_t first = tile + index_t(threadIdx.x) / 32 * (32 * rounds) + lane;
+      unsigned mask = 0;
+      part.each_quad(first, rounds, [&](int bit, const uint4& k) {
+        mask |= four(k, [&](unsigned key) { return key >> known_shift == prefix; }) << bit;
+      });
+      if (!__any_sync(~0u, mask != 0)) continue;
+      const unsigned to_lane = inclusive_sum(__popc(mask), lane);
+      unsigned at = 0;
+      if (lane == 31) at = atomicAdd(&s.listed, to_lane);
+      at = __shfl_sync(~0u, at, 31) + to_lane - __popc(mask);
+      for (; mask; mask &= mask - 1, ++at) {
+        const int bit = __ffs(int(mask)) - 1;
+        if (at < most_listed) s.list[at] = part.key((first + bit / 4 * 32) * 4 + bit % 4);
+      }
+    }
+    return finish_listed<Exact>(s, prefix, known_shift, need);
+  }
+
+  /// Hands round the keys that every block has listed, those that begin with `prefix`, and finishes the search among
+  /// them in every block by itself, which saves the barriers and counts of the remaining digits: `prefix` becomes the
+  /// cut and `need` its ties. False, alike in every block, if some block has too many; then neither changes.
+  template <bool Exact>
+  __device__ static bool finish_listed(storage& s, unsigned& prefix, int known_shift, unsigned& need) {
+    team::sync();
+    if constexpr (Span == 1) {
+      rank_few(s, s.list, s.listed, need);
+      prefix = s.digit;
+      need -= s.above;
+      return true;
+    } else {
+      unsigned counts[Span];
+      bool fits = true;
+#pragma unroll
+      for (int block = 0; block < Span; ++block) counts[block] = team::load(s.listed, block);
+#pragma unroll
+      for (int block = 0; block < Span; ++block) fits &= counts[block] <= most_listed;
+      if (!fits) return false;
+      static_assert(most_listed <= threads, "tessera: a thread takes one key of every block");
+      unsigned mine[Span];
+#pragma unroll
+      for (int block = 0; block < Span; ++block) {
+        mine[block] = threadIdx.x < counts[block] ? team::load(s.list[threadIdx.x % most_listed], block)
+                                                  : 0u;  // 0 begins like no key
+      }
+      using alone = row_select<Storage, 1>;
+      for (int shift = known_shift == 21 ? 10 : 0;; shift = 0) {
+        const int above_shift = shift ? 21 : 10;
+#pragma unroll
+        for (int block = 0; block < Span; ++block) {
+          count_digit(s, mine[block], prefix, above_shift, shift, shift ? 2047u : 1023u);
+        }
+        alone::find_digit(s, need);
+        prefix = prefix << (shift ? 11 : 10) | s.digit;
+        need -= s.above;
+        if (shift == 0) return true;
+        const unsigned left = s.in_digit;
+        if (!Exact && left == need) {
+          prefix = (prefix << shift) - 1u, need = 0;
+          return true;
+        }
+        if (left <= unsigned(storage::few)) {
+#pragma unroll
+          for (int block = 0; block < Span; ++block) {
+            if (mine[block] >> shift == prefix) s.slice[atomicAdd(&s.few_listed, 1u)] = mine[block];
+          }
+          __syncthreads();
+          rank_few(s, s.slice, left, need);
+          prefix = s.digit;
+          need -= s.above;
+          return true;
+        }
+      }
+    }
+  }
+
+  /// Finds the `need`-th largest of a few keys by counting, for each, those above it.
+  __device__ static void rank_few(storage& s, const unsigned* keys, unsigned count, unsigned need) {
+    if (threadIdx.x < count) {
+      const unsigned key = keys[threadIdx.x];
+      unsigned above = 0, equal = 0;
+#pragma unroll 4
+      for (unsigned i = 0; i < count; ++i) {
+        above += keys[i] > key;
+        equal += keys[i] == key;
+      }
+      if (above < need && need <= above + equal) {  // equal keys write the same
+        s.digit = key;
+        s.above = above;
+        s.in_digit = equal;
+      }
+    }
+    __syncthreads();
+  }
+
+  /// The cut that leaves `want` keys, 0 < want < keys of the team. The histogram holds the leading digits if `counted`.
+  /// With `Exact` the key is the want-th largest one itself; without, any key below it that no other lies between.
+  template <bool Exact, class Keys>
+  __device__ static cut threshold(storage& s, const row_part<Keys>& part, index_t want, bool counted) {
+    unsigned prefix = 0, need = unsigned(want), equal = 0;
+#pragma unroll
+    for (int pass = 0; pass < 3; ++pass) {
+      const int shift = pass == 0 ? 21 : pass == 1 ? 10 : 0, above_shift = pass == 1 ? 21 : 10;
+      const unsigned mask = pass == 2 ? 1023u : 2047u;
+      if (pass > 0 || !counted) {
+        const index_t quads = part.quads();
+        for (index_t q = threadIdx.x; q < quads; q += threads) {
+          count_four(s, part.quad(q), prefix, pass == 0 ? 32 : above_shift, shift, mask);
+        }
+      }
+      find_digit(s, need);
+      prefix = prefix << (pass == 2 ? 10 : 11) | s.digit;
+      need -= s.above;
+      equal = s.in_digit;
+      // Every key of this digit is chosen: the lower digits do not matter.
+      if (!Exact && pass < 2 && equal == need) return {(prefix << shift) - 1u, 0, 0};
+      if (pass < 2 && equal <= unsigned(Span == 1 ? storage::few : Span * most_listed)) {
+        if constexpr (Span == 1) {
+          if (threadIdx.x == 0) s.listed = 0;
+          __syncthreads();
+        }
+        if (finish_among_few<Exact>(s, part, prefix, shift, need)) return {prefix, index_t(need), index_t(s.in_digit)};
+      }
+    }
+    return {prefix, index_t(need), index_t(equal)};
+  }
+};
+
+}  // namespace detail
+}  // namespace cuda
+TESSERA_NAMESPACE_END

@@ -1,0 +1,254 @@
+// Segments of packed rows, made of whole ones: their bases, the sets that their rows share, and the rows.
+#pragma once
+
+#include <algorithm>
+#include <memory>
+#include <optional>
+#include <utility>
+
+#include "../../../../../core/host/host_vector.hpp"
+#include "../../../../../core/sequence_layer.hpp"
+#include "../../../../../runtime/kept_lengths.hpp"
+#include "../../../device/launch.cuh"
+#include "../packed_view.cuh"
+#include "encode_rows.cuh"
+#include "head_sets.cuh"
+#include "packed_places.cuh"
+#include "pinned.cuh"
+#include "rows_before.cuh"
+#include "segment_bases.cuh"
+
+TESSERA_NAMESPACE_BEGIN
+namespace cuda {
+
+// Whole rows that have been packed go: the others move to where they were.
+
+/// The oldest `count` rows of every head of one sequence.
+template <class View>
+struct oldest_rows {
+  View view;
+  index_t count = 0;
+};
+
+namespace detail {
+
+/// Row i + `count` of what `row(i)` gives, 16 bytes at a time, becomes row i. By one block: what is read lies behind
+/// all that has been written.
+template <int Threads, class Row>
+__device__ void move_rows_down(index_t left, index_t count, int row_units, const Row& row) {
+  for (index_t begin = 0; begin < left * row_units; begin += Threads) {
+    const index_t unit = begin + index_t(threadIdx.x), i = unit / row_units, at = unit % row_units;
+    uint4 held{};
+    if (i < left) held = reinterpret_cast<const uint4*>(row(i + count))[at];
+    __syncthreads();
+    if (i < left) reinterpret_cast<uint4*>(row(i))[at] = held;
+    __syncthreads();
+  }
+}
+
+/// blockIdx: the kv_head, and which of the list.
+template <class View, int Threads>
+__global__ void __launch_bounds__(Threads)
+    drop_oldest_entry(const __grid_constant__ problem_list<oldest_rows<View>> list) {
+  using stored = typename View::stored_type;
+  constexpr int k_units = View::k_dim * int(sizeof(stored)) / 16, v_units = View::v_dim * int(sizeof(stored)) / 16;
+  const View& view = list.of[blockIdx.y].view;
+  const index_t head = index_t(blockIdx.x), count = list.of[blockIdx.y].count;
+  index_t* lengths = const_cast<index_t*>(view.lengths);
+  const index_t left = lengths[head] - count;
+  move_rows_down<Threads>(left, count, k_units, [&](index_t i) { return view.key(0, head, i); });
+  move_rows_down<Threads>(left, count, v_units, [&](index_t i) { return view.value(0, head, i); });
+  if (view.positions) {
+    index_t* positions = const_cast<index_t*>(view.positions) + view.position_begin[head];
+    for (index_t begin = 0; begin < left; begin += Threads) {
+      const index_t i = begin + index_t(threadIdx.x);
+      const index_t held = i < left ? positions[i + count] : 0;
+      __syncthreads();
+      if (i < left) positions[i] = held;
+      __syncthreads();
+    }
+  }
+  __syncthreads();
+  if (threadIdx.x == 0) lengths[head] = left;
+}
+
+}  // namespace detail
+
+/// Forgets the oldest rows of several sequences. Cost: a launch for 32 of them.
+template <class View>
+void drop_oldest(const host_vector<oldest_rows<View>>& all, cudaStream_t stream) {
+  static_assert(View::is_raw, "tessera: rows that are packed on the device are raw");
+  in_lists(all.data(), all.size(), [&](const problem_list<oldest_rows<View>>& list, index_t some) {
+    launch(detail::drop_oldest_entry<View, 256>,
+           {.blocks = dim3(unsigned(list.of[0].view.kv_heads), unsigned(some)), .threads = dim3(256)}, stream,
+           "launch of drop_oldest", list);
+  });
+}
+
+// A layer whose segments are made on a stream of the cache's own, while the caller's stream runs the next layers.
+
+/// It has the lowest priority: its kernels give way to those of streams with a higher one.
+class stream_beside {
+ public:
+  stream_beside() = default;
+  /// Another stream. Whoever copies what the work writes to has waited for it.
+  stream_beside(const stream_beside&) : stream_beside() {}
+  stream_beside(stream_beside&& other) noexcept
+      : stream_(std::exchange(other.stream_, nullptr)),
+        before_(std::move(other.before_)),
+        done_(std::move(other.done_)) {}
+  stream_beside& operator=(stream_beside other) noexcept {
+    std::swap(stream_, other.stream_);
+    std::swap(before_, other.before_);
+    std::swap(done_, other.done_);
+    return *this;
+  }
+  ~stream_beside() {
+    drain();
+    if (stream_) cudaStreamDestroy(stream_);
+  }
+
+  /// What comes on the stream that this returns stands behind all that is on `stream` now.
+  cudaStream_t begin(cudaStream_t stream) {
+    if (!stream_) {
+      int lowest = 0, highest = 0;
+      check(cudaDeviceGetStreamPriorityRange(&lowest, &highest), "cudaDeviceGetStreamPriorityRange");
+      check(cudaStreamCreateWithPriority(&stream_, cudaStreamNonBlocking, lowest), "cudaStreamCreate");
+    }
+    before_.set(stream);
+    before_.hold(stream_);
+    return stream_;
+  }
+  /// All that has come since `begin`: `stream`, or the host, waits for it.
+  void end() { done_.set(stream_); }
+  void hold(cudaStream_t stream) const { done_.hold(stream); }
+  void wait() const { done_.wait(); }
+  /// Until nothing is on it.
+  void drain() const noexcept {
+    if (stream_) cudaStreamSynchronize(stream_);
+  }
+
+ private:
+  cudaStream_t stream_ = nullptr;
+  stream_mark before_, done_;
+};
+
+/// The segments of one layer of one sequence, which nobody sees yet, and how many whole rows they hold.
+struct layer_beside {
+  sequence_layer owner{no_index, no_index};
+  index_t due = 0;
+  host_vector<segment_record> fresh;
+  bool is_under_way() const { return owner.id != no_index; }
+};
+
+/// Bases and sets of segments that begin, one behind the other.
+struct segment_rooms {
+  std::shared_ptr<device_buffer<float>> bases;
+  std::shared_ptr<device_buffer<std::uint32_t>> sets;
+};
+
+/// What becomes segments when `commit_packing` is called.
+template <class View>
+struct packing_plan {
+  sequence_layers owners, ended;                           // with rows that are due; whose prompts end
+  host_vector<kept_bound> left;                            // of the whole rows, by owner
+  host_vector<index_t> due, shares;              // rows; and those of a segment of their own, 0: they join the last one
+  host_vector<host_vector<rows_before>> before;  // by owner: where rows that join others are kept
+  bool prompt_ends = false;
+  host_vector<segment_span<View>> own;  // segments that begin
+  segment_rooms room;
+  // Empty, with room for what carrying it out notes: that needs no memory on the host.
+  host_vector<joining_rows> joining;
+  host_vector<encode_problem<View>> problems;
+  host_vector<oldest_rows<typename View::whole_type>> oldest;
+  void make_room() {
+    joining.reserve(own.size() + owners.size()), problems.reserve(own.size() + owners.size());
+    oldest.reserve(owners.size());
+  }
+};
+
+/// What a layout's own segments need. Layers are counted among those that pack. Calls on one stream follow each other;
+/// a caller with two lets one wait for the other.
+template <packing_layout Layout, class View>
+class segment_maker {
+  using T = typename Layout::element_type;
+  static constexpr bool rotates = Layout::rows_type::basis_type::rotates;
+
+ public:
+  using spans = host_vector<segment_span<View>>;
+
+  segment_maker(const Layout& layout, const segment_formats& formats, index_t block, index_t layers, index_t sequences,
+                index_t kv_heads, index_t tokens)
+      : formats_(formats),
+        heads_(kv_heads),
+        sets_(formats, layers, sequences, kv_heads, Layout::window),
+        encode_(encoded_block(layout, block), (std::max)(formats.k.channels, formats.v.channels), formats.least_block) {
+    if constexpr (rotates) {
+      // Between steps a segment begins with a whole tail, which may be longer than a prompt's segments.
+      const index_t share = (std::min)(layout.rows.segment, tokens);
+      const index_t longest = (std::max)(share, (std::min)(layout.rows.tail.tail, tokens));
+      bases_.emplace(formats, kv_heads, layers * ceil_div(tokens, share), longest, device_info::current());
+    }
+  }
+
+  /// The last queries of a prompt chunk, by which sets are chosen, until the prompt ends.
+  void observe(sequence_layer owner, const rows_view<const T>& q, cudaStream_t stream) {
+    sets_.observe(owner, q, stream);
+  }
+  void forget(sequence_layer owner) { sets_.forget(owner); }
+
+  /// Not cleared, which would wait for the stream: all of it is written. Errors: no memory, tessera::error.
+  segment_rooms room_for(std::size_t segments) const {
+    segment_rooms made;
+    if (segments == 0) return made;
+    if (sets_.each() > 0)
+      made.sets = std::make_shared<device_buffer<std::uint32_t>>(
+          device_buffer<std::uint32_t>::not_cleared(segments * sets_.each()));
+    if (bases_)
+      made.bases = std::make_shared<device_buffer<float>>(
+          device_buffer<float>::not_cleared(segments * std::size_t((*bases_).each())));
+    return made;
+  }
+  /// Finds the bases of segments. Waits for the device. Errors: rows have none, tessera::error.
+  void find_bases(const spans& segments, const segment_rooms& room, cudaStream_t stream) {
+    if (room.bases) (*bases_).run(segments, room.bases->data(), stream);
+  }
+  /// The same without waiting, but where groups of channels are put in order; behind it `have_bases` says whether rows
+  /// have any.
+  void start_bases(const spans& segments, const segment_rooms& room, cudaStream_t stream) {
+    if (room.bases) (*bases_).start(segments, room.bases->data(), stream);
+  }
+  bool have_bases() const { return !bases_ || (*bases_).are_finite(); }
+
+  /// The i-th of the segments in `room`, of those rows of a sequence; its set is chosen.
+  segment_record begin(const segment_rooms& room, std::size_t i, const segment_span<View>& of,
+                       sequence_layer owner, cudaStream_t stream) const {
+    segment_record begun{.k = formats_.k, .v = formats_.v, .block = formats_.block};
+    if (room.sets) {
+      std::uint32_t* sets = room.sets->data() + i * sets_.each();
+      sets_.choose(of.view, owner, of.first, of.count, sets, stream);
+      begun.sets = room.sets;
+      begun.k_set = sets, begun.v_set = sets + sets_.k_words();
+    }
+    if (room.bases) {
+      begun.bases = room.bases;
+      begun.k_basis = room.bases->data() + offset_t(i) * (*bases_).each();
+      begun.v_basis = begun.k_basis + heads_ * formats_.k_basis();
+    }
+    return begun;
+  }
+  /// Packs whole rows: each problem is of one sequence and layer.
+  void encode(const host_vector<encode_problem<View>>& problems, cudaStream_t stream) const {
+    encode_.run(problems.data(), problems.size(), stream);
+  }
+
+ private:
+  segment_formats formats_;
+  index_t heads_;
+  head_sets<View, typename Layout::rows_type> sets_;
+  encode_rows<View> encode_;
+  std::optional<find_segment_bases<View>> bases_;
+};
+
+}  // namespace cuda
+TESSERA_NAMESPACE_END
