@@ -33,7 +33,7 @@ ROOMS = {
     "math": "Algorithms on plain arrays.",
     "runtime": "Host code that both caches share.",
 }
-MIXED = ("backend/cpu", "backend/cuda/cache", "backend/cuda/device")
+MIXED = ("backend/cpu", "backend/cuda/device")
 INCLUDE = re.compile(r"#include\s+[<\"](?:\.\./)*(?:include/)?tessera/([\w/.]+)[>\"]")
 NAMED = re.compile(r"`tessera/([\w/.]+\.(?:hpp|cuh))`")
 USERS = ("docs", "examples", "benchmarks")

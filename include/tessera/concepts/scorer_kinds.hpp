@@ -127,7 +127,7 @@ concept segment_mean_scorer = S::observed == observes::step&& attentive_scorer<S
 };
 
 /// A retrieval scorer that reads an estimate in place of the keys: of runs of `page` consecutive stored slots the
-/// smallest and the largest value of each channel (core/page_extrema.hpp; of a page of one slot, its key), on
+/// smallest and the largest value of each channel (core/stored/page_extrema.hpp; of a page of one slot, its key), on
 /// `channels` of the channels. Backends compute, for row r of the step (a token's query head of the group), page p and
 /// the channels c with the largest sums of |q| over the rows (ties to the lower channel),
 ///   logit[r, p] = sum over c of q[r, c] * (takes_upper(q[r, c], sum over rows of q[., c]) ? upper : lower)[c, p],

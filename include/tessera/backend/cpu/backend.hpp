@@ -7,9 +7,9 @@
 #include "../../core/error.hpp"
 #include "../../core/host/host_vector.hpp"
 #include "../../runtime/prompt_pages.hpp"
-#include "cache/prompt_turn.hpp"
-#include "cache/step_order.hpp"
-#include "cache/step_turn.hpp"
+#include "cache/detail/prompt_turn.hpp"
+#include "cache/detail/step_order.hpp"
+#include "cache/detail/step_turn.hpp"
 
 TESSERA_NAMESPACE_BEGIN
 namespace cpu {

@@ -7,9 +7,9 @@
 
 #include "../../core/host/host_vector.hpp"
 #include "../../runtime/prompt_pages.hpp"
-#include "cache/prompt_turn.cuh"
-#include "cache/step_bytes.cuh"
-#include "cache/step_turn.cuh"
+#include "cache/detail/prompt_turn.cuh"
+#include "cache/detail/step_bytes.cuh"
+#include "cache/detail/step_turn.cuh"
 
 TESSERA_NAMESPACE_BEGIN
 namespace cuda {

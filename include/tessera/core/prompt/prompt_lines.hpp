@@ -1,6 +1,8 @@
 // Lines of a prompt's attention matrix: which keys the rows of a prompt chunk attend.
 #pragma once
 
+#include <cstdint>
+
 #include "../host/host_vector.hpp"
 #include "../types.hpp"
 
@@ -19,6 +21,13 @@ struct prompt_lines {
   index_t dense_from = 0;       ///< rows from this position on attend everything; `next`: none does
   host_vector<index_t> rows;    ///< positions of the rows by whose attention the lines were chosen, ascending
   host_vector<line_set> heads;  ///< by query head; empty where all rows are dense
+};
+
+/// Columns that join what a first stage chooses, as bits by query head: bit s of a row is slot s. [sequences, q_heads,
+/// words] of one layer, by id.
+struct joined_columns {
+  const std::uint32_t* bits = nullptr;  ///< null: none
+  index_t words = 0;
 };
 
 TESSERA_NAMESPACE_END

@@ -10,7 +10,7 @@
 #include "tessera/backend/cpu/read/extrema/page_index.hpp"
 #include "tessera/backend/cpu/read/extrema/page_scores.hpp"
 #include "tessera/backend/cuda/attend/decode/decode_attention.cuh"
-#include "tessera/backend/cuda/read/extrema/mean_value.cuh"
+#include "tessera/backend/cuda/read/extrema/detail/mean_value.cuh"
 #include "tessera/backend/cuda/read/extrema/page_retrieval.cuh"
 #include "tessera/scorer/chosen_channels.hpp"
 #include "tessera/scorer/hybrid_min_max.hpp"

@@ -1,6 +1,6 @@
 // What a window remembers of attention: the log-sum-exps of its own rows, and of no others.
 #include "backend/cuda/device.hpp"
-#include "tessera/backend/cuda/score/queries/query_window.cuh"
+#include "tessera/backend/cuda/observe/detail/query_window.cuh"
 
 using namespace tessera;
 using namespace gpu_test;

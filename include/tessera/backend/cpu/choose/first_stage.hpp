@@ -10,11 +10,9 @@
 #include "../../../planned.hpp"
 #include "../../../runtime/layer_roles.hpp"
 #include "../kernel/scratch.hpp"
-#include "../observe/accumulated.hpp"
-#include "../observe/statistics.hpp"
-#include "../observe/window.hpp"
+#include "../observe/observers.hpp"
 #include "../store/kv_store.hpp"
-#include "model_counts.hpp"
+#include "detail/model_counts.hpp"
 #include "score_and_choose.hpp"
 
 TESSERA_NAMESPACE_BEGIN
@@ -38,7 +36,7 @@ struct choice_moment {
 };
 
 /// Chooses nothing. Every first stage has an observer and these members:
-///   observer()             see observe/observer.hpp
+///   observer()             see observe/observers.hpp
 ///   count_over_model(...)  before the layers of a sequence choose: what each will keep where one threshold runs over
 ///                          the model
 ///   choose(...)            fills a selection of what stays, and what it ranked (null: not wanted); returns whether it

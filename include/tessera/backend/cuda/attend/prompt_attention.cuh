@@ -6,9 +6,9 @@
 #include "../../../core/host/host_vector.hpp"
 #include "../../../core/sequence_layer.hpp"
 #include "../../../recipe.hpp"
-#include "../attend/prefill/line_attention.cuh"
+#include "prefill/line_attention.cuh"
 #include "../choose/lines/choose_lines.cuh"
-#include "../choose/lines/joined_columns.cuh"
+#include "../../../core/prompt/prompt_lines.hpp"
 #include "attention.cuh"
 
 TESSERA_NAMESPACE_BEGIN

@@ -10,13 +10,11 @@
 #include "../../../runtime/kept_lengths.hpp"
 #include "../../../runtime/layer_roles.hpp"
 #include "../cache_options.hpp"
-#include "../device/numbers.cuh"
-#include "../observe/accumulated.cuh"
-#include "../observe/statistics.cuh"
-#include "../observe/window.cuh"
+#include "../device/copy.cuh"
+#include "../observe/observers.cuh"
+#include "detail/group_members.cuh"
 #include "../store/kv_store.cuh"
-#include "group_members.cuh"
-#include "model_counts.cuh"
+#include "detail/model_counts.cuh"
 #include "score_and_choose.cuh"
 
 TESSERA_NAMESPACE_BEGIN
@@ -67,7 +65,7 @@ class settled_layers<Recipe, true> {
 };
 
 /// Chooses nothing. Every first stage has an observer and these members:
-///   observer()                           see observe/observer.cuh
+///   observer()                           see observe/observers.cuh
 ///   fit(recipe, ...), adopt(fitted)      what another budget needs; puts it in place
 ///   max_sequences(), max_kept_tokens()   of one choice, and of one head of it
 ///   members()                            which query heads choose together

@@ -6,12 +6,12 @@
 
 #include "../../../core/host/host_vector.hpp"
 #include "../store/kv_store.cuh"
-#include "exact/exact_reader.cuh"
-#include "extrema/extrema_reader.cuh"
+#include "exact/detail/exact_reader.cuh"
+#include "extrema/detail/extrema_reader.cuh"
 #include "lists/candidates.cuh"
-#include "means/block_mean_reader.cuh"
-#include "segments/segment_reader.cuh"
+#include "means/detail/block_mean_reader.cuh"
 #include "segments/segment_means.cuh"
+#include "segments/detail/segment_reader.cuh"
 
 TESSERA_NAMESPACE_BEGIN
 namespace cuda {

@@ -7,7 +7,7 @@
 #include "../../../../core/model_shape.hpp"
 #include "../../../../core/selection.hpp"
 #include "../../../../core/sequence_layer.hpp"
-#include "../../choose/lines/joined_columns.cuh"
+#include "../../../../core/prompt/prompt_lines.hpp"
 #include "../../device/launch.cuh"
 #include "../../device/search.cuh"
 #include "../../device/warp.cuh"
@@ -16,10 +16,10 @@
 TESSERA_NAMESPACE_BEGIN
 namespace cuda {
 
+namespace detail {
+
 // How chosen slots become the lists that steps read: copied, with columns that join them; and how many slots lists
 // share.
-
-namespace detail {
 
 /// Lists of one layer and one place in the group, row = sequence of the batch * kv_heads + head.
 struct list_rows {

@@ -5,12 +5,12 @@
 #include <algorithm>
 #include <numeric>
 
-#include "../../../../core/host/host_vector.hpp"
-#include "../../../../core/model_shape.hpp"
-#include "../../choose/top_k.cuh"
-#include "../../device/numbers.cuh"
-#include "../reader.cuh"
-#include "segment_means.cuh"
+#include "../../../../../core/host/host_vector.hpp"
+#include "../../../../../core/model_shape.hpp"
+#include "../../../choose/top_k.cuh"
+#include "../../../device/copy.cuh"
+#include "../../reader.cuh"
+#include "../segment_means.cuh"
 
 TESSERA_NAMESPACE_BEGIN
 namespace cuda {

@@ -1,15 +1,15 @@
 // How many tokens each layer's heads keep where one threshold runs over the model, on the GPU.
 #pragma once
 
-#include "../../../core/host/host_vector.hpp"
-#include "../../../core/model_shape.hpp"
-#include "../../../planned.hpp"
-#include "../../../runtime/kept_lengths.hpp"
-#include "../../../runtime/layer_roles.hpp"
-#include "../cache_options.hpp"
-#include "../score/pool.cuh"
-#include "../store/kv_store.cuh"
-#include "allot.cuh"
+#include "../../../../core/host/host_vector.hpp"
+#include "../../../../core/model_shape.hpp"
+#include "../../../../planned.hpp"
+#include "../../../../runtime/kept_lengths.hpp"
+#include "../../../../runtime/layer_roles.hpp"
+#include "../../cache_options.hpp"
+#include "../../score/pool.cuh"
+#include "../../store/kv_store.cuh"
+#include "../allot.cuh"
 
 TESSERA_NAMESPACE_BEGIN
 namespace cuda {

@@ -3,7 +3,7 @@
 
 #include <algorithm>
 
-#include "../../../runtime/turn/conversations.hpp"
+#include "../../../../runtime/turn/conversations.hpp"
 #include "parts.hpp"
 
 TESSERA_NAMESPACE_BEGIN

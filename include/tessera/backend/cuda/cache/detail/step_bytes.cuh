@@ -3,7 +3,7 @@
 
 #include <algorithm>
 
-#include "../../../runtime/turn/sequence_state.hpp"
+#include "../../../../runtime/turn/sequence_state.hpp"
 #include "parts.cuh"
 
 TESSERA_NAMESPACE_BEGIN

@@ -3,7 +3,7 @@
 
 #include <string>
 
-#include "../../../runtime/turn/conversations.hpp"
+#include "../../../../runtime/turn/conversations.hpp"
 
 TESSERA_NAMESPACE_BEGIN
 namespace cpu {

@@ -3,9 +3,9 @@
 
 #include <algorithm>
 
-#include "../../../core/host/host_vector.hpp"
-#include "../store/kv_store.cuh"
-#include "../device/numbers.cuh"
+#include "../../../../core/host/host_vector.hpp"
+#include "../../store/kv_store.cuh"
+#include "../../device/copy.cuh"
 
 TESSERA_NAMESPACE_BEGIN
 namespace cuda {

@@ -4,7 +4,7 @@
 #include <algorithm>
 #include <utility>
 
-#include "../../../runtime/turn/conversations.hpp"
+#include "../../../../runtime/turn/conversations.hpp"
 #include "parts.cuh"
 
 TESSERA_NAMESPACE_BEGIN

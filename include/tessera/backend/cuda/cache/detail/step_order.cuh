@@ -4,9 +4,9 @@
 #include <algorithm>
 #include <string>
 
-#include "../../../core/host/host_vector.hpp"
-#include "../../../runtime/turn/conversations.hpp"
-#include "../device/check.cuh"
+#include "../../../../core/host/host_vector.hpp"
+#include "../../../../runtime/turn/conversations.hpp"
+#include "../../device/check.cuh"
 
 TESSERA_NAMESPACE_BEGIN
 namespace cuda {

@@ -3,12 +3,12 @@
 
 #include <algorithm>
 
-#include "../../../core/host/host_vector.hpp"
-#include "../../../core/model_shape.hpp"
-#include "../../../math/winners.hpp"
-#include "../../../runtime/layer_roles.hpp"
-#include "../score/finish.hpp"
-#include "../store/kv_store.hpp"
+#include "../../../../core/host/host_vector.hpp"
+#include "../../../../core/model_shape.hpp"
+#include "../../../../math/winners.hpp"
+#include "../../../../runtime/layer_roles.hpp"
+#include "../../score/finish.hpp"
+#include "../../store/kv_store.hpp"
 
 TESSERA_NAMESPACE_BEGIN
 namespace cpu {

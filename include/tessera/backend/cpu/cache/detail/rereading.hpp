@@ -1,13 +1,13 @@
 // A text that passes through a model once more, on the CPU: what its queries give to the tokens of one part.
 #pragma once
 
-#include "../../../core/host/host_vector.hpp"
-#include "../../../planned.hpp"
-#include "../../../runtime/turn/reread_part.hpp"
-#include "../kernel/scratch.hpp"
-#include "../read/candidates.hpp"
-#include "../score/score.hpp"
-#include "../store/kv_store.hpp"
+#include "../../../../core/host/host_vector.hpp"
+#include "../../../../planned.hpp"
+#include "../../../../runtime/turn/reread_part.hpp"
+#include "../../kernel/scratch.hpp"
+#include "../../read/candidates.hpp"
+#include "../../score/score.hpp"
+#include "../../store/kv_store.hpp"
 
 TESSERA_NAMESPACE_BEGIN
 namespace cpu {

@@ -4,13 +4,13 @@
 #include <algorithm>
 #include <utility>
 
-#include "../../../../core/host/host_vector.hpp"
-#include "../../../../core/stored/page_extrema.hpp"
-#include "../../device/numbers.cuh"
-#include "../reader.cuh"
+#include "../../../../../core/host/host_vector.hpp"
+#include "../../../../../core/stored/page_extrema.hpp"
+#include "../../../device/copy.cuh"
+#include "../../reader.cuh"
 #include "mean_value.cuh"
-#include "page_index.cuh"
-#include "retrieve_by_pages.cuh"
+#include "../page_index.cuh"
+#include "../retrieve_by_pages.cuh"
 
 TESSERA_NAMESPACE_BEGIN
 namespace cuda {

@@ -5,17 +5,17 @@
 #include <memory>
 #include <utility>
 
-#include "../../../concepts/backend.hpp"
-#include "../../../core/host/host_vector.hpp"
-#include "../../../core/sequence_layer.hpp"
-#include "../../../runtime/layer_roles.hpp"
-#include "../../../runtime/turn/choosing_layer.hpp"
-#include "../attend/attend_packed.hpp"
-#include "../attend/prompt_attention.hpp"
-#include "../attend/step_log.hpp"
-#include "../choose/first_stage.hpp"
-#include "../read/reading.hpp"
-#include "../store/packed/packed_store.hpp"
+#include "../../../../concepts/backend.hpp"
+#include "../../../../core/host/host_vector.hpp"
+#include "../../../../core/sequence_layer.hpp"
+#include "../../../../runtime/layer_roles.hpp"
+#include "../../../../runtime/turn/choosing_layer.hpp"
+#include "../../attend/attend_packed.hpp"
+#include "../../attend/prompt_attention.hpp"
+#include "../../attend/step_log.hpp"
+#include "../../choose/first_stage.hpp"
+#include "../../read/reading.hpp"
+#include "../../store/packed/packed_store.hpp"
 #include "rereading.hpp"
 
 TESSERA_NAMESPACE_BEGIN

@@ -3,16 +3,16 @@
 
 #include <algorithm>
 
-#include "../../../core/model_shape.hpp"
-#include "../../../planned.hpp"
-#include "../../../runtime/layer_roles.hpp"
-#include "../../../runtime/turn/reread_part.hpp"
-#include "../attend/attention.cuh"
-#include "../cache_options.hpp"
-#include "../device/numbers.cuh"
-#include "../score/score.cuh"
-#include "../score/score_rows.cuh"
-#include "../store/kv_store.cuh"
+#include "../../../../core/model_shape.hpp"
+#include "../../../../planned.hpp"
+#include "../../../../runtime/layer_roles.hpp"
+#include "../../../../runtime/turn/reread_part.hpp"
+#include "../../attend/attention.cuh"
+#include "../../cache_options.hpp"
+#include "../../device/copy.cuh"
+#include "../../score/score.cuh"
+#include "../../score/score_rows.cuh"
+#include "../../store/kv_store.cuh"
 
 TESSERA_NAMESPACE_BEGIN
 namespace cuda {

@@ -3,7 +3,7 @@
 
 #include <algorithm>
 
-#include "../../../runtime/turn/prompt_chunk.hpp"
+#include "../../../../runtime/turn/prompt_chunk.hpp"
 #include "parts.hpp"
 
 TESSERA_NAMESPACE_BEGIN

@@ -4,11 +4,11 @@
 #include <algorithm>
 #include <utility>
 
-#include "../../../../core/host/host_vector.hpp"
-#include "../../../../scorer/block_mean.hpp"
-#include "../../store/packed/packed_store.cuh"
-#include "../reader.cuh"
-#include "decode_blocks.cuh"
+#include "../../../../../core/host/host_vector.hpp"
+#include "../../../../../scorer/block_mean.hpp"
+#include "../../../store/packed/packed_store.cuh"
+#include "../../reader.cuh"
+#include "../decode_blocks.cuh"
 
 TESSERA_NAMESPACE_BEGIN
 namespace cuda {

@@ -3,10 +3,10 @@
 
 #include <string>
 
-#include "../../../../core/error.hpp"
-#include "../../../../core/stored/page_extrema.hpp"
-#include "../../../../core/views.hpp"
-#include "../../device/check.cuh"
+#include "../../../../../core/error.hpp"
+#include "../../../../../core/stored/page_extrema.hpp"
+#include "../../../../../core/views.hpp"
+#include "../../../device/check.cuh"
 
 TESSERA_NAMESPACE_BEGIN
 namespace cuda {

@@ -4,10 +4,10 @@
 #include <algorithm>
 #include <utility>
 
-#include "../../../../core/host/host_vector.hpp"
-#include "../../device/numbers.cuh"
-#include "../reader.cuh"
-#include "retrieve_by_scores.cuh"
+#include "../../../../../core/host/host_vector.hpp"
+#include "../../../device/copy.cuh"
+#include "../../reader.cuh"
+#include "../retrieve_by_scores.cuh"
 
 TESSERA_NAMESPACE_BEGIN
 namespace cuda {

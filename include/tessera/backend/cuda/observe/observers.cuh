@@ -1,0 +1,337 @@
+// Observers on the device: what a first stage's scorer has to see of a conversation, by layer and sequence.
+#pragma once
+
+#include <algorithm>
+#include <type_traits>
+
+#include "../../../core/engine/choose_problem.hpp"
+#include "../../../core/model_shape.hpp"
+#include "../../../core/prompt/prompt_reach.hpp"
+#include "../../../core/sequence_layer.hpp"
+#include "../../../layout/packed_rows.hpp"
+#include "../../../planned.hpp"
+#include "../cache_options.hpp"
+#include "../device/copy.cuh"
+#include "../score/expected/query_sums.cuh"
+#include "../score/score.cuh"
+#include "../store/kv_store.cuh"
+#include "detail/query_ring.cuh"
+#include "detail/query_window.cuh"
+
+TESSERA_NAMESPACE_BEGIN
+namespace cuda {
+
+/// What a choice by a recipe's first stage begins with.
+template <class Recipe>
+using first_stage_problem = choose_problem<typename kv_store<typename Recipe::layout_type>::view_type,
+                                           typename Recipe::layout_type::element_type>;
+
+/// Queries of one call of an observer that accumulates: bounds its workspace.
+inline constexpr index_t observed_at_once = 512;
+
+/// The observer of a recipe whose first stage chooses by position alone, or not at all. Every observer is made with
+/// (recipe, shape, options, device, batch), `batch` being the most sequences of one choice, and has these members:
+///   with_scores                          whether the store holds a score beside each token
+///   queries_at_once(recipe, options)     rows of queries that one call scores, at most
+///   forget(id), forget(owner)            what was observed of a turn goes, but for what lasts from turn to turn
+///   copy(from, to, stream)               what lasts, to an id that goes on from another one's
+///   observe_prompt(...)                  takes the queries of a chunk whose last one is at `next` - 1; the store holds
+///                                        the chunk's tokens already
+///   lse_room(tokens)                     where the attention of a prompt's newest tokens writes log-sum-exps for
+///                                        `observe_attention`; data null: nowhere
+///   observe_attention(...)               a layer's newest queries have been attended over all that it stores; `lse`:
+///                                        of those that `lse_room` has room for at least
+///   observe_step(...)                    takes the queries of a step that has been attended, of a batch; `ids` and
+///                                        `first_position` lie on the device
+///   queries(owner, reach, next, stream)  what a prompt's choice sees; `next` lies on the device
+///   queries_in_step(...)                 what the choice of a batch sees
+///   tail(owner, held, policies)          the newest of `held` tokens that stay whatever their score
+///   complete(problem, store)             adds what was observed to the problem of a choice
+///   bytes_of_layer()                     what it holds for one layer of one sequence
+template <class Recipe>
+class no_observer {
+ public:
+  static constexpr bool with_scores = false;
+  using layout = typename Recipe::layout_type;
+  using T = typename layout::element_type;
+  using store_type = kv_store<layout>;
+  using view_type = typename store_type::view_type;
+
+  no_observer(const Recipe&, const model_shape&, const cache_options&, const device_info&, index_t) {}
+  static index_t queries_at_once(const Recipe&, const cache_options& options) {
+    return (std::max)(observed_at_once, options.step_tokens);
+  }
+  void forget(index_t) {}
+  void forget(sequence_layer) {}
+  void copy(index_t, index_t, cudaStream_t) {}
+  void observe_prompt(sequence_layer, const store_type&, const planned<Recipe>&, const logit_rule&,
+                      const rows_view<const T>&, index_t, cudaStream_t) {}
+  rows_view<float> lse_room(index_t) const { return {}; }
+  void observe_attention(sequence_layer, const rows_view<const T>&, const rows_view<float>&, cudaStream_t) {}
+  void observe_step(index_t, const index_t*, const store_type&, const view_type&, const planned<Recipe>&,
+                    const logit_rule&, const rows_view<const T>&, const index_t*, cudaStream_t) const {}
+  newest_rows<T> queries(sequence_layer, const prompt_reach&, const index_t* next, cudaStream_t) {
+    return {{}, nullptr, next};
+  }
+  newest_rows<T> queries_in_step(index_t, const index_t*, index_t, const index_t* next, cudaStream_t) const {
+    return {{}, nullptr, next};
+  }
+  index_t tail(sequence_layer, index_t, const planned<Recipe>& policies) const {
+    return policies.first.scorer.protected_tail(policies.first.budget.tokens);
+  }
+  void complete(first_stage_problem<Recipe>&, const store_type&) const {}
+  offset_t bytes_of_layer() const { return 0; }
+};
+
+/// The observer of a recipe, by what its scorer observes; each kind specialises this in its own header.
+template <class Recipe>
+struct observer_of {
+  using type = no_observer<Recipe>;
+};
+
+/// The last queries of a turn's prompt, which are remembered until it ends.
+///
+/// A choice takes its rows' log-sum-exps from the prompt's attention, which goes over the same keys, only where chunks
+/// matter anyway: attention of few rows is split, so that bits would hang on the pieces in which a prompt comes.
+template <class Recipe>
+class window_observer : public no_observer<Recipe> {
+  using base = no_observer<Recipe>;
+  static constexpr bool takes_lse = Recipe::schedule_type::fires_at(moment::chunk_end) &&
+                                    !Recipe::prefill_type::chooses_lines &&
+                                    !packing_layout<typename Recipe::layout_type>;
+
+ public:
+  using typename base::store_type, typename base::T;
+
+  window_observer(const Recipe& recipe, const model_shape& shape, const cache_options& options,
+                  const device_info& device, index_t batch)
+      : base(recipe, shape, options, device, batch),
+        layers_(shape.layers),
+        order_{options.sequences},
+        window_(shape.layers * options.sequences, recipe.retain.scorer.window, shape.q_heads,
+                Recipe::layout_type::k_dim),
+        lse_(shape.layers * options.sequences, recipe.retain.scorer.window, shape.q_heads) {}
+
+  static index_t queries_at_once(const Recipe& recipe, const cache_options&) { return recipe.retain.scorer.window; }
+  void forget(index_t id) {
+    for (index_t layer = 0; layer < layers_; ++layer) forget({layer, id});
+  }
+  void forget(sequence_layer owner) { window_.forget(order_.index(owner)); }
+
+  void observe_prompt(sequence_layer owner, const store_type&, const planned<Recipe>&, const logit_rule&,
+                      const rows_view<const T>& q, index_t, cudaStream_t stream) {
+    window_.remember(order_.index(owner), q, stream);
+    lse_.forget(order_.index(owner));
+  }
+  rows_view<float> lse_room(index_t tokens) const { return lse_.room(tokens); }
+  void observe_attention(sequence_layer owner, const rows_view<const T>& q, const rows_view<float>& lse,
+                         cudaStream_t stream) {
+    lse_.take(order_.index(owner), window_, q, lse, stream);
+  }
+  newest_rows<T> queries(sequence_layer owner, const prompt_reach& reach, const index_t*, cudaStream_t stream) {
+    const rows_view<const T> q = window_.queries(order_.index(owner));
+    return {q, nullptr, set_number(position_.data(), reach.end - q.tokens, stream),
+            lse_.of(order_.index(owner), q.tokens)};
+  }
+  index_t tail(sequence_layer owner, index_t, const planned<Recipe>&) const {
+    return window_.queries(order_.index(owner)).tokens;
+  }
+  offset_t bytes_of_layer() const { return window_.bytes_per_place() + lse_.bytes_per_place(); }
+
+ private:
+  index_t layers_;
+  layer_major order_;
+  query_window<T> window_;
+  std::conditional_t<takes_lse, window_lse<T>, no_window_lse<T>> lse_;
+  device_buffer<index_t> position_{1};
+};
+
+/// The newest queries of a conversation, those of steps too; they are remembered as long as it lasts.
+template <class Recipe>
+class following_observer : public no_observer<Recipe> {
+  using base = no_observer<Recipe>;
+
+ public:
+  using typename base::store_type, typename base::view_type, typename base::T;
+
+  following_observer(const Recipe& recipe, const model_shape& shape, const cache_options& options,
+                     const device_info& device, index_t batch)
+      : base(recipe, shape, options, device, batch),
+        window_(shape.layers, options.sequences, batch, recipe.retain.scorer.window, options.step_tokens,
+                shape.q_heads, Recipe::layout_type::k_dim) {}
+
+  static index_t queries_at_once(const Recipe& recipe, const cache_options&) { return recipe.retain.scorer.window; }
+  void copy(index_t id, index_t to, cudaStream_t stream) { window_.copy(id, to, stream); }
+
+  void observe_prompt(sequence_layer owner, const store_type&, const planned<Recipe>&, const logit_rule&,
+                      const rows_view<const T>& q, index_t next, cudaStream_t stream) {
+    window_.remember(owner, nullptr, q, set_number(position_.data(), next - q.tokens, stream), stream);
+  }
+  void observe_step(index_t layer, const index_t* ids, const store_type&, const view_type&, const planned<Recipe>&,
+                    const logit_rule&, const rows_view<const T>& q, const index_t* first_position,
+                    cudaStream_t stream) const {
+    window_.remember({layer, 0}, ids, q, first_position, stream);
+  }
+  newest_rows<T> queries(sequence_layer owner, const prompt_reach&, const index_t* next, cudaStream_t stream) {
+    return window_.gather(owner, nullptr, 1, next, stream);
+  }
+  newest_rows<T> queries_in_step(index_t layer, const index_t* ids, index_t sequences, const index_t* next,
+                                 cudaStream_t stream) const {
+    return window_.gather({layer, 0}, ids, sequences, next, stream);
+  }
+  index_t tail(sequence_layer, index_t held, const planned<Recipe>& policies) const {
+    return (std::min)(policies.first.scorer.window, held);
+  }
+  offset_t bytes_of_layer() const { return window_.bytes_per_place(); }
+
+ private:
+  query_ring<T> window_;
+  device_buffer<index_t> position_{1};
+};
+
+template <class Recipe>
+requires(Recipe::retain_type::observed == observes::window) struct observer_of<Recipe> {
+  using type = std::conditional_t<Recipe::retain_type::follows, following_observer<Recipe>, window_observer<Recipe>>;
+};
+
+/// A score beside each token, made by something else than queries that the cache sees (KVzip's second reading).
+template <class Recipe>
+class stored_scores_observer : public no_observer<Recipe> {
+ public:
+  static constexpr bool with_scores = true;
+  using typename no_observer<Recipe>::store_type;
+  using no_observer<Recipe>::no_observer;
+
+  void complete(first_stage_problem<Recipe>& problem, const store_type& store) const {
+    problem.scores = {store.scores(), 0, 0, problem.view.position_begin};
+  }
+};
+
+/// Adds what every query so far gives to the scores that lie beside the tokens.
+template <class Recipe>
+class accumulating_observer : public stored_scores_observer<Recipe> {
+  using base = stored_scores_observer<Recipe>;
+  using scorer_type = typename Recipe::retain_type::scorer_type;
+  static constexpr bool newest = joins_rows_by<scorer_type> == row_join::newest;
+  static constexpr bool in_steps = fires_in_steps<typename Recipe::schedule_type>;
+
+ public:
+  using typename base::store_type, typename base::view_type, typename base::T;
+
+  accumulating_observer(const Recipe& recipe, const model_shape& shape, const cache_options& options,
+                        const device_info& device, index_t batch)
+      : base(recipe, shape, options, device, batch),
+        score_(batch, shape.kv_heads, shape.q_heads, base::queries_at_once(recipe, options), options.tokens, device),
+        scratch_(score_.workspace_bytes()),
+        position_(std::size_t(batch)) {}
+
+  void observe_prompt(sequence_layer owner, const store_type& store, const planned<Recipe>& policies,
+                      const logit_rule& rule, const rows_view<const T>& q, index_t next, cudaStream_t stream) {
+    const index_t needed = policies.first.queries_needed(q.tokens);
+    for (index_t done = q.tokens - needed; done < q.tokens; done += observed_at_once) {
+      rows_view<const T> some = q;
+      some.data += done * q.token_stride;
+      some.tokens = (std::min)(observed_at_once, q.tokens - done);
+      score(store, store.view(owner), policies, rule, some,
+            set_number(position_.data(), next - q.tokens + done, stream), stream);
+    }
+  }
+  /// Where nothing is chosen in steps, their queries are not observed.
+  void observe_step(index_t, const index_t*, const store_type& store, const view_type& view,
+                    const planned<Recipe>& policies, const logit_rule& rule, const rows_view<const T>& q,
+                    const index_t* first_position, cudaStream_t stream) const {
+    if constexpr (in_steps) {
+      rows_view<const T> queries = q;
+      if (newest && q.tokens > 1) {
+        queries.data += (q.tokens - 1) * q.token_stride;
+        queries.tokens = 1;
+        first_position = add_number(position_.data(), first_position, q.tokens - 1, q.sequences, stream);
+      }
+      score(store, view, policies, rule, queries, first_position, stream);
+    }
+  }
+
+ private:
+  void score(const store_type& store, const view_type& view, const planned<Recipe>& policies, const logit_rule& rule,
+             const rows_view<const T>& q, const index_t* first_position, cudaStream_t stream) const {
+    score_problem<view_type> problem;
+    problem.view = view;
+    problem.q = q;
+    problem.first_position = first_position;
+    problem.rule = rule;
+    problem.scores = store.scores();
+    problem.offsets = view.position_begin;
+    problem.accumulate = !newest;
+    score_.run(problem, policies.first.scorer, scratch_.data(), stream);
+  }
+
+  attentive_score<view_type, scorer_type> score_;
+  device_buffer<unsigned char> scratch_;
+  device_buffer<index_t> position_;
+};
+
+template <class Recipe>
+requires(Recipe::retain_type::observed == observes::every_query) struct observer_of<Recipe> {
+  using type = accumulating_observer<Recipe>;
+};
+
+template <class Recipe>
+requires(Recipe::retain_type::observed == observes::rereading) struct observer_of<Recipe> {
+  using type = stored_scores_observer<Recipe>;
+};
+
+/// What the queries of a turn's prompt are like (Expected Attention); forgotten when it ends.
+/// Errors   a model without rope_frequencies: tessera::error.
+template <class Recipe>
+class statistics_observer : public no_observer<Recipe> {
+  using base = no_observer<Recipe>;
+  static constexpr int k_dim = Recipe::layout_type::k_dim;
+
+ public:
+  using typename base::store_type, typename base::T;
+
+  statistics_observer(const Recipe& recipe, const model_shape& shape, const cache_options& options,
+                      const device_info& device, index_t batch)
+      : base(recipe, shape, options, device, batch),
+        layers_(shape.layers),
+        order_{options.sequences},
+        sums_(entries(shape, options), shape.q_heads, shape.rope_frequencies) {}
+
+  void forget(index_t id) {
+    for (index_t layer = 0; layer < layers_; ++layer) forget({layer, id});
+  }
+  void forget(sequence_layer owner) { sums_.forget(order_.index(owner)); }
+
+  void observe_prompt(sequence_layer owner, const store_type&, const planned<Recipe>& policies, const logit_rule&,
+                      const rows_view<const T>& q, index_t next, cudaStream_t stream) {
+    sums_.add(order_.index(owner), q, next - q.tokens, policies.first.scorer.sinks, stream);
+  }
+  newest_rows<T> queries(sequence_layer owner, const prompt_reach&, const index_t* next, cudaStream_t stream) {
+    set_number(statistics_.data(), sums_.of(order_.index(owner), stream), stream);
+    return {{}, nullptr, next};
+  }
+  void complete(first_stage_problem<Recipe>& problem, const store_type&) const {
+    problem.statistics = statistics_.data();
+    problem.rope_frequencies = sums_.frequencies();
+  }
+  offset_t bytes_of_layer() const { return sums_.bytes_per_place(); }
+
+ private:
+  static index_t entries(const model_shape& shape, const cache_options& options) {
+    shape.check_rope(k_dim);
+    return shape.layers * options.sequences;
+  }
+
+  index_t layers_;
+  layer_major order_;
+  query_sums<T, k_dim> sums_;
+  device_buffer<query_statistics> statistics_{1};
+};
+
+template <class Recipe>
+requires(Recipe::retain_type::observed == observes::statistics) struct observer_of<Recipe> {
+  using type = statistics_observer<Recipe>;
+};
+
+}  // namespace cuda
+TESSERA_NAMESPACE_END
