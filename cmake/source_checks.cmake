@@ -11,6 +11,7 @@ set_tests_properties(docs_site PROPERTIES LABELS "cpu;docs" TIMEOUT ${tessera_ha
 
 set(checks "${PROJECT_SOURCE_DIR}/cmake/checks")
 tessera_source_check(layers Python3::Interpreter "${checks}/layers.py" "${PROJECT_SOURCE_DIR}")
+tessera_source_check(mirrors Python3::Interpreter "${checks}/mirrors.py" "${PROJECT_SOURCE_DIR}")
 tessera_source_check(policy_rows Python3::Interpreter "${checks}/policy_rows.py" "${PROJECT_SOURCE_DIR}")
 tessera_source_check(sizes Python3::Interpreter "${checks}/sizes.py" "${PROJECT_SOURCE_DIR}")
 tessera_source_check(docs Python3::Interpreter "${checks}/docs.py" "${PROJECT_SOURCE_DIR}")

@@ -18,6 +18,7 @@ import docs
 import forbidden_text
 import layers
 import new_method
+import mirrors
 import policy_rows
 import sizes
 
@@ -305,6 +306,21 @@ class Checks(unittest.TestCase):
         body = "namespace a {\nvoid f(int x) {\n" + "  ++x;\n" * 119 + "}\n}  // namespace a\n"
         self.assert_fails(sizes.main, {"tests/core/a.cpp": body}, "a.cpp:2: 121 lines in one function")
         self.assert_passes(sizes.main, {"tests/core/a.cpp": body.replace("  ++x;\n", "", 1)})
+
+    def test_two_bodies_have_one_room_and_a_reason(self):
+        def pair(room, other, row):
+            both = "#pragma once\nTESSERA_NAMESPACE_BEGIN\nnamespace {0} {{\ntemplate <class T>\nclass pump {{\n int a;\n}};\n}}\nTESSERA_NAMESPACE_END\n"
+            return {f"include/tessera/backend/cpu/{room}/pump.hpp": both.format("cpu"),
+                    f"include/tessera/backend/cuda/{other}/pump.cuh": both.format("cuda"), mirrors.PAGE: row}
+        row = "| `pump` | store | why |\n"
+        self.assert_passes(mirrors.main, pair("store", "store", row))
+        self.assert_fails(mirrors.main, pair("store", "score", row), "pump: in store of the CPU and in score of the device; one room")
+        self.assert_fails(mirrors.main, pair("store", "store", "no row\n"), "lacks a row with the reason")
+        self.assert_fails(mirrors.main, {**pair("store", "store", row), "include/tessera/backend/cuda/store/pump.cuh": ""},
+                          "pump has one body now; drop the row")
+        turn = {"include/tessera/backend/cpu/cache/a.hpp": "namespace cpu {\nclass a {\n};\n}\n",
+                "include/tessera/backend/cuda/cache/a.cuh": "namespace cuda {\nclass b {\n};\n}\n", mirrors.PAGE: ""}
+        self.assert_fails(mirrors.main, turn, "cache/a: a header of both backends, and no name of it is in both")
 
     def test_forbidden_text_is_found(self):
         self.assert_passes(forbidden_text.main, {"a.md": "frame/" + "work/ and ${root}/" + "work/ are fine\n"})

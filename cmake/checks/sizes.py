@@ -14,25 +14,39 @@ SOURCES = (".hpp", ".cuh", ".cpp", ".cu", ".py", ".sh", ".cmake", ".in")
 # Many short files of one kind, each found by its name.
 COLLECTIONS = ("include/tessera/methods", "include/tessera/scorer", "benchmarks/results/diary")
 
-NO_FUNCTION = re.compile(r"(template\b.*>\s*)?(inline\s+)?(namespace|struct|class|enum|union|extern)\b|.*\bnamespace\b")
+NO_FUNCTION = re.compile(r"(if|for|while|switch|do|else|catch|try|return)\b|.*\b(class|struct|namespace|enum|union|concept)\b[^(]*$"
+                         r"|.*[\]=,(]\s*$", re.S)
+
+
+def code_of(text):
+    """Blanks comments, strings and characters out and leaves lines as they are."""
+    blank = lambda match: re.sub(r"[^\n]", " ", match.group())
+    text = re.sub(r"//[^\n]*|/\*.*?\*/", blank, text, flags=re.S)
+    text = re.sub(r'R"(\w*)\(.*?\)\1"', blank, text, flags=re.S)
+    return re.sub(r"\"(?:\\.|[^\"\\\n])*\"|(?<![0-9a-fA-F])'(?:\\.|[^'\\\n])+'", blank, text)
 
 
 def functions(text):
-    """(line, lines, first words) of every function body of formatted C++: what a line ending in { opens at its indentation."""
-    lines = text.split("\n")
-    indents = [len(line) - len(line.lstrip()) for line in lines]
-    for at, line in enumerate(lines):
-        if not line.endswith("{") or line.lstrip().startswith(("//", "}", "#")):
+    """(line, lines, first words) of every function: from the first line of its declaration to its last brace. A lambda, and
+    what else stands inside a function, counts to that one."""
+    code = code_of(text)
+    outer = []  # of each brace that is open: where its function's declaration begins, or None
+    for brace in re.finditer(r"[{}]", code):
+        if brace.group() == "}":
+            if outer:
+                begin = outer.pop()
+                if begin is not None and not any(other is not None for other in outer):
+                    first = code.count("\n", 0, begin) + 1
+                    yield first, code.count("\n", 0, brace.start()) + 2 - first, " ".join(code[begin:begin + 200].split())[:60]
             continue
-        first = at
-        while first > 0 and indents[first] > indents[at]:
-            first -= 1
-        head = " ".join(part.strip() for part in lines[first:at + 1])
-        if NO_FUNCTION.match(head) or re.search(r"\b(class|struct)\b", head.split("(")[0]):
-            continue
-        last = next((i for i in range(at + 1, len(lines)) if indents[i] <= indents[at] and lines[i].lstrip().startswith("}")),
-                    len(lines) - 1)
-        yield first + 1, last - first + 1, head[:60]
+        head = code[:brace.start()]
+        begin = max(head.rfind(mark) for mark in ";{}") + 1
+        begin += len(head[begin:]) - len(head[begin:].lstrip())
+        declaration = re.sub(r"^(#[^\n]*\n\s*|(public|private|protected):\s*)+", "", head[begin:])
+        begin = brace.start() - len(declaration)
+        parameters = "(" in declaration and declaration.split("(")[0].strip()
+        is_function = parameters and not NO_FUNCTION.match(declaration.strip()) and "=" not in declaration.split("(")[0]
+        outer.append(begin if is_function else None)
 
 
 def check(root):
