@@ -137,7 +137,7 @@ class basic_cache {
                queue_type queue = {}, std::span<const std::uint8_t> boundaries = {}) {
     const default_float_mode mode;
     const sequence_layer owner{layer, id};
-    const rows<Q, K, V> queries = q, keys = k, values = v;
+    const read_rows<Q, K, V> queries = q, keys = k, values = v;
     conversations_.check_chunk(recipe_, owner, queries, keys, values);
     const prompt_chunk chunk{conversations_.at(owner).next_position, conversations_.at(owner).turn_tokens == 0,
                              conversations_.check_boundaries(owner, boundaries, k.tokens)};
@@ -167,7 +167,7 @@ class basic_cache {
                          const rows_view<float>& lse = {}, queue_type queue = {}) {
     const default_float_mode mode;
     const sequence_layer owner{layer, id};
-    const rows<Q> queries = q;
+    const read_rows<Q> queries = q;
     conversations_.check_prompt_attention(owner, queries, out, lse);
     backend_.attend_chunk(owner, recipe_, conversations_.at(owner).next_position - q.tokens, queries, out, lse, queue);
   }
@@ -183,7 +183,7 @@ class basic_cache {
               queue_type queue = {}) requires(Recipe::retain_type::rereads || !has_queue) {
     const default_float_mode mode;
     const sequence_layer owner{layer, id};
-    const rows<Q, K, V> queries = q, keys = k, values = v;
+    const read_rows<Q, K, V> queries = q, keys = k, values = v;
     conversations_.check_rereading(owner, first, count, queries, keys, values, out);
     const reread_part part{first, first + count, conversations_.at(owner).next_position};
     backend_.reread(owner, conversations_.at(id).policies, part, queries, keys, values, out, queue);
@@ -245,7 +245,7 @@ class basic_cache {
   void decode(index_t layer, const batch& step, const rows_view<Q>& q, const rows_view<K>& k, const rows_view<V>& v,
               const rows_view<Out>& out, const rows_view<float>& lse = {}, queue_type queue = {}) {
     const default_float_mode mode;
-    const rows<Q, K, V> queries = q, keys = k, values = v;
+    const read_rows<Q, K, V> queries = q, keys = k, values = v;
     conversations_.check_step(layer, step, queries, keys, values, out, lse);
     backend_.require_layer(layer, step, conversations_, queue);
     backend_.decode(layer, recipe_, step, conversations_, queries, keys, values, out, lse, queue);
@@ -358,7 +358,7 @@ class basic_cache {
  private:
   /// Rows of a call, which may lie in memory that may be written.
   template <class... Rows>
-  using rows = rows_view<const common_element<Rows...>>;
+  using read_rows = rows_view<const common_element<Rows...>>;
 
   sequence_layer checked(sequence_layer owner) const {
     conversations_.at(owner);
