@@ -1,0 +1,161 @@
+// What a cache must keep to, on whatever backend: what tessera::cache and tessera::cuda::cache have in common.
+#pragma once
+
+#include "catch.hpp"
+
+#include <vector>
+
+#include <tessera/runtime/turn/basic_cache.hpp>
+
+#include "support/random.hpp"
+
+namespace support {
+
+/// Rows of a chunk, or of a step, for every layer: [layers][tokens, heads, dim].
+template <class T>
+struct chunk_rows {
+  std::vector<std::vector<T>> q, k, v;
+  index_t tokens = 0;
+
+  chunk_rows(rng& random, const tessera::model_shape& shape, index_t n, int dim) : tokens(n) {
+    for (index_t layer = 0; layer < shape.layers; ++layer) {
+      q.push_back(rows(random, n * shape.q_heads * dim));
+      k.push_back(rows(random, n * shape.kv_heads * dim));
+      v.push_back(rows(random, n * shape.kv_heads * dim));
+    }
+  }
+
+ private:
+  static std::vector<T> rows(rng& random, tessera::index_t elements) {
+    std::vector<T> result;
+    for (const float x : normals(random, std::size_t(elements))) result.push_back(T(x));
+    return result;
+  }
+};
+
+/// What can be asked of a sequence.
+struct sequence_answers {
+  std::vector<std::vector<index_t>> positions, readable;  // by layer and kv_head
+  tessera::offset_t bytes = 0;
+  index_t next = 0;
+  friend bool operator==(const sequence_answers&, const sequence_answers&) = default;
+  /// The same tokens; what memory they take hangs on what a pool had free.
+  bool same_tokens(const sequence_answers& other) const {
+    return positions == other.positions && readable == other.readable && next == other.next;
+  }
+};
+
+template <class Cache>
+sequence_answers answers_of(const Cache& cache, index_t id) {
+  sequence_answers result;
+  result.bytes = cache.bytes(id);
+  result.next = cache.next_position(id);
+  for (index_t layer = 0; layer < cache.shape().layers; ++layer) {
+    for (index_t head = 0; head < cache.shape().kv_heads; ++head) {
+      const auto stored = cache.positions(layer, id, head), readable = cache.readable(layer, id, head);
+      result.positions.emplace_back(stored.begin(), stored.end());
+      result.readable.emplace_back(readable.begin(), readable.end());
+    }
+  }
+  return result;
+}
+
+/// A side makes caches and hands them rows that lie on the host:
+///   cache_type, element_type, dim, shape()
+///   make() -> cache_type                                        empty
+///   prefill(cache, id, rows)                                    a chunk, in every layer
+///   end_prefill(cache, id)
+///   decode(cache, ids, rows of each id) -> vector of float      a step in every layer; the outputs, id by id
+///   same(outputs, outputs)                                      to the bit, or what a device's batches leave of it
+template <class Side>
+struct backend_laws {
+  using cache_type = typename Side::cache_type;
+  using rows_type = chunk_rows<typename Side::element_type>;
+
+  Side side;
+  rng random;
+
+  rows_type rows(index_t tokens) { return rows_type(random, side.shape(), tokens, Side::dim); }
+  index_t prompt(cache_type& cache, const std::vector<rows_type>& chunks) {
+    const index_t id = cache.open();
+    for (const rows_type& chunk : chunks) side.prefill(cache, id, chunk);
+    side.end_prefill(cache, id);
+    return id;
+  }
+
+  /// A call that is refused changes nothing of any sequence.
+  void refused_calls_change_nothing() {
+    cache_type cache = side.make();
+    const index_t id = prompt(cache, {rows(30), rows(17)});
+    const sequence_answers before = answers_of(cache, id);
+    const rows_type chunk = rows(3);
+    CHECK_THROWS_AS(side.prefill(cache, id + 1, chunk), tessera::error);
+    CHECK_THROWS_AS(side.end_prefill(cache, id), tessera::error);
+    CHECK_THROWS_AS(side.decode(cache, {id, id}, {chunk, chunk}), tessera::error);
+    CHECK_THROWS_AS(side.decode(cache, {id}, {rows(9)}), tessera::error);
+    CHECK_THROWS_AS(cache.close(id + 1), tessera::error);
+    CHECK_THROWS_AS(cache.announce(id, 0), tessera::error);
+    CHECK(answers_of(cache, id) == before);
+    side.prefill(cache, id, chunk);  // a prompt is under way
+    const sequence_answers within = answers_of(cache, id);
+    CHECK_THROWS_AS(cache.fork(id), tessera::error);
+    CHECK_THROWS_AS(side.decode(cache, {id}, {rows(1)}), tessera::error);
+    CHECK(answers_of(cache, id) == within);
+  }
+
+  /// A sequence that gets the id of a closed one is as one of a new cache.
+  void closed_sequences_leave_nothing() {
+    cache_type used = side.make(), unused = side.make();
+    const index_t old = prompt(used, {rows(41)});
+    side.decode(used, {old}, {rows(1)});
+    used.close(old);
+    const std::vector<rows_type> chunks{rows(23), rows(20)};
+    const rows_type step = rows(2);
+    const index_t id = prompt(used, chunks), other = prompt(unused, chunks);
+    CHECK(id == old);
+    CHECK(answers_of(used, id).same_tokens(answers_of(unused, other)));
+    CHECK(side.decode(used, {id}, {step}) == side.decode(unused, {other}, {step}));
+    CHECK(answers_of(used, id).same_tokens(answers_of(unused, other)));
+  }
+
+  /// What a step does to a sequence hangs on no other sequence of its batch.
+  void sequences_of_a_batch_do_not_meet() {
+    cache_type together = side.make(), alone = side.make();
+    const std::vector<rows_type> first{rows(35)}, second{rows(12), rows(40)};
+    const index_t a = prompt(together, first), b = prompt(together, second), c = prompt(alone, second);
+    for (int step = 0; step < 4; ++step) {
+      const rows_type mine = rows(1), other = rows(1);
+      const auto both = side.decode(together, {a, b}, {other, mine}), one = side.decode(alone, {c}, {mine});
+      CHECK(side.same(std::vector<float>(both.begin() + long(both.size() / 2), both.end()), one));
+    }
+    CHECK(answers_of(together, b).same_tokens(answers_of(alone, c)));
+  }
+
+  /// A fork answers as its source, goes on as it would, and stays when the source is closed.
+  void forks_go_on_as_their_source() {
+    cache_type cache = side.make();
+    const index_t id = prompt(cache, {rows(44)});
+    side.decode(cache, {id}, {rows(1)});
+    const index_t copy = cache.fork(id);
+    CHECK(answers_of(cache, copy).same_tokens(answers_of(cache, id)));
+    for (int step = 0; step < 3; ++step) {
+      const rows_type same = rows(1);
+      const auto of_source = side.decode(cache, {id}, {same});
+      CHECK(side.decode(cache, {copy}, {same}) == of_source);
+    }
+    const sequence_answers before = answers_of(cache, copy);
+    cache.close(id);
+    CHECK(answers_of(cache, copy).same_tokens(before));
+    prompt(cache, {rows(50)});  // under the source's id
+    CHECK(answers_of(cache, copy).same_tokens(before));
+  }
+
+  void hold() {
+    refused_calls_change_nothing();
+    closed_sequences_leave_nothing();
+    sequences_of_a_batch_do_not_meet();
+    forks_go_on_as_their_source();
+  }
+};
+
+}  // namespace support
