@@ -17,11 +17,9 @@
 using namespace tessera;
 
 // Rows hold elements: numbers of other types, and integers that hold the bits of elements, are none.
+// tests/compile_fail/layout holds what rows of others say.
 template <class T>
-concept makes_rows = requires(T* data) {
-  nhd_rows(data, 1, 1, 64);
-  hnd_rows(data, 1, 1, 64);
-};
+concept makes_rows = row_element<std::remove_const_t<T>>;
 static_assert(makes_rows<float> && makes_rows<const fp16> && makes_rows<const bf16> && makes_rows<const fp8>);
 static_assert(!makes_rows<const std::uint16_t> && !makes_rows<std::int8_t> && !makes_rows<const std::uint8_t> &&
               !makes_rows<const double> && !makes_rows<const int> && !makes_rows<const long double>);

@@ -19,7 +19,7 @@ namespace tool {
 template <class Recipe>
 class cuda_cache_of final : public method_cache, public engine::cuda::kv_cache {
   using cache_type = tessera::cuda::cache<Recipe, float>;
-  using T = typename cache_type::T;
+  using T = typename cache_type::element_type;
   using device_rows = tessera::rows_view<const T>;
   static constexpr index_t longest_step = 8;
   static constexpr index_t longest_repeat = 2048 + 256;  // a part that is read again, and the sentence before it

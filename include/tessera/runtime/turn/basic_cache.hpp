@@ -44,6 +44,7 @@ class basic_cache {
 
  public:
   using layout = typename Recipe::layout_type;
+  using element_type = typename layout::element_type;
   static constexpr int k_dim = layout::k_dim, v_dim = layout::v_dim;
 
   /// `resources`: the CPU's executor, or the sizes of a device's cache.

@@ -13,7 +13,7 @@ namespace tessera_torch {
 template <class Recipe>
 class cuda_cache final : public any_cache {
   using cache_type = tessera::cuda::cache<Recipe, typename Recipe::layout_type::element_type>;
-  using T = typename cache_type::T;
+  using T = typename cache_type::element_type;
   using allocate_from = tessera::cuda::allocate_from;
 
  public:
