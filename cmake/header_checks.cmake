@@ -5,6 +5,7 @@ include(cmake/cuda.cmake)
 message(STATUS "tessera ${PROJECT_VERSION}: headers are checked as C++; as CUDA: ${cuda_works}")
 
 file(GLOB_RECURSE all_headers CONFIGURE_DEPENDS RELATIVE "${PROJECT_SOURCE_DIR}/include" include/tessera/*.hpp)
+list(FILTER all_headers EXCLUDE REGEX "/detail/")  # parts: the public headers of their room include them
 
 # One translation unit per header, in `result`.
 function(tessera_header_units result folder extension)
@@ -28,6 +29,7 @@ target_link_libraries(headers_alone PRIVATE tessera::tessera Eigen3::Eigen)
 
 if(cuda_works)
   file(GLOB_RECURSE cuda_headers CONFIGURE_DEPENDS RELATIVE "${PROJECT_SOURCE_DIR}/include" include/tessera/*.cuh)
+  list(FILTER cuda_headers EXCLUDE REGEX "/detail/")
   tessera_header_units(units headers_alone_cuda cu ${cuda_headers})
   add_library(headers_alone_cuda OBJECT ${units})
   target_link_libraries(headers_alone_cuda PRIVATE tessera::tessera Eigen3::Eigen)
