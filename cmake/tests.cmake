@@ -1,5 +1,6 @@
 # tests/ mirrors include/. Every tests/**/test_*.cpp is found by its name; the files of one folder make one program
-# (test_core, test_math, test_backend_cpu, ...), which keeps linking cheap, and one ctest entry.
+# (test_core, test_math, test_backend_cpu_attend, ...), which keeps linking cheap, and one ctest entry. Programs of .cu files:
+# gpu_tests.cmake.
 
 add_library(tessera_testing STATIC tests/catch_main.cpp)
 target_include_directories(tessera_testing PUBLIC tests)
@@ -22,7 +23,6 @@ foreach(file IN LISTS test_files)
   if(folder STREQUAL "")
     set(folder top)
   endif()
-  string(REGEX REPLACE "^(backend/[a-z]+)/.*" "\\1" folder "${folder}")  # all rooms of a backend in one program
   string(REGEX REPLACE "^examples/tool" "examples" folder "${folder}")
   string(REPLACE "/" "_" program "test_${folder}")
   if(NOT TARGET ${program})
