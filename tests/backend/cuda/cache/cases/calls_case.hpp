@@ -1,11 +1,8 @@
 // The device's cache behind the interface of random calls.
 #pragma once
 
-#include <functional>
-
 #include "cache_case.hpp"
-#include "support/calls/call_arguments.hpp"
-#include "support/calls/numbers.hpp"
+#include "called_on_both.hpp"
 
 namespace gpu_test {
 
@@ -96,26 +93,6 @@ class device_calls final : public support::called_cache {
   cuda::cache<Method> held_;
   std::shared_ptr<memory> memory_;  // copies share it: one is called at a time
 };
-
-/// What a method is run with; `values` by the parameter's name.
-struct called_numbers {
-  model_shape shape;
-  index_t budget;
-  std::map<std::string, double> values;
-};
-/// A method on both backends. Makers throw as the caches do.
-struct called_on_both {
-  support::called_method known;
-  std::vector<support::number> numbers;
-  std::function<std::unique_ptr<support::called_cache>(const called_numbers&, const cuda::cache_options&)> on_device;
-  std::function<std::unique_ptr<support::called_cache>(const called_numbers&)> on_host;
-};
-
-/// Random calls of the device's cache, and where they are valid of the CPU's too: test_random_calls.cu.
-void make_random_calls(const called_on_both& method);
-
-/// Every number at the ends of what it may be, and beyond, in the device's cache: test_parameter_ends.cu.
-void take_ends(const called_on_both& method);
 
 template <class Method>
 requires runs_on_devices<Method> called_on_both on_both() {

@@ -1,6 +1,7 @@
 // Random calls of the device's caches: every method's test makes its own (method.cuh.in).
-#include "cases/calls_case.hpp"
 #include "support/calls/random_cache_calls.hpp"
+
+#include "called_on_both.hpp"
 
 using namespace tessera;
 using support::random_cache_calls;
