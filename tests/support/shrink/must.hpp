@@ -26,7 +26,7 @@ template <class... Details>
 void must(bool holds, const char* rule, const Details&... details) {
   if (holds) return;
   std::ostringstream text;
-  (text << ... << details);
+  static_cast<void>((text << ... << details));
   throw broken_rule(rule, text.str());
 }
 
@@ -44,6 +44,12 @@ struct failure {
   std::string rule, details;
 };
 
+/// A sentence without its numbers, which other calls may change.
+inline std::string without_numbers(std::string sentence) {
+  std::erase_if(sentence, [](char letter) { return letter >= '0' && letter <= '9'; });
+  return sentence;
+}
+
 /// What goes wrong in `run`, if anything does.
 template <class Run>
 std::optional<failure> failure_of(const Run& run) {
@@ -53,7 +59,7 @@ std::optional<failure> failure_of(const Run& run) {
   } catch (const broken_rule& broken) {
     return failure{broken.rule(), broken.details()};
   } catch (const std::exception& thrown) {
-    return failure{"no call throws but to refuse its arguments", thrown.what()};
+    return failure{"no call throws but to refuse its arguments: " + without_numbers(thrown.what()), thrown.what()};
   }
 }
 

@@ -25,7 +25,8 @@ std::string shortest_failure(const std::vector<Call>& calls, const failure& firs
     const std::optional<failure> found = replay(list);
     return found && found->rule == first.rule;
   };
-  text << "broken: " << first.rule << "\n" << first.details << "\n";
+  text << "broken: " << first.rule << "\n";
+  if (!first.details.empty()) text << first.details << "\n";
   if (const auto found = replay({})) {  // as on a device whose context is lost
     text << "No call at all fails too (" << found->rule << ": " << found->details
          << "), so these cannot be replayed:\n";

@@ -7,7 +7,7 @@
 #include <string>
 #include <vector>
 
-#include "support/calls/call_arguments.hpp"
+#include "support/calls/cache_call.hpp"
 #include "support/calls/numbers.hpp"
 #include "tessera/backend/cuda/cache/cache_options.hpp"
 

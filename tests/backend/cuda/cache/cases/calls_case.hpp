@@ -6,14 +6,14 @@
 
 namespace gpu_test {
 
-/// Rows come from `call_arguments::inputs`, which lie on the device too; what a call writes is brought back.
+/// Rows come from `call_inputs`, which lie on the device too; what a call writes is brought back.
 template <class Method>
 class device_calls final : public support::called_cache {
   using T = typename Method::layout_type::element_type;
   struct memory {
     buffer<T> inputs;
     buffer<float> out{1 << 14}, lse{1 << 10};
-    memory() : inputs(rounded(support::call_arguments::inputs(true))) {}
+    memory() : inputs(rounded(support::call_inputs(true))) {}
     static std::vector<T> rounded(const std::vector<float>& values) {
       std::vector<T> all;
       for (const float value : values) all.push_back(T(value));
@@ -75,7 +75,7 @@ class device_calls final : public support::called_cache {
             rows.sequences, rows.tokens,          rows.heads,        rows.dim};
   }
   rows_view<const T> there(const rows& given) const {
-    const float* first = support::call_arguments::inputs(true).data();
+    const float* first = support::call_inputs(true).data();
     return with_data<const T>(given, given.data ? memory_->inputs.data + (given.data - first) : nullptr);
   }
   /// Not a number until it is written.
@@ -86,7 +86,7 @@ class device_calls final : public support::called_cache {
   static void bring_back(const results& wanted, const buffer<float>& from) {
     if (!wanted.data) return;
     const std::size_t count = std::size_t(wanted.sequences * wanted.tokens * wanted.heads * wanted.dim);
-    REQUIRE(count <= from.count);
+    support::must(count <= from.count, "results are not more than a test has room for", count);
     cuda::check(cudaMemcpy(wanted.data, from.data, count * sizeof(float), cudaMemcpyDeviceToHost), "cudaMemcpy");
   }
 
