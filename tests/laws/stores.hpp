@@ -46,7 +46,7 @@ class followed_store {
 
   followed_store(index_t kv_heads, const tessera::cpu::column_set& with)
       : kv_heads_(kv_heads), with_(with), store_(layers, kv_heads, with), all_(layers * sequences) {
-    for (one_layer& one : all_) one.heads.resize(std::size_t(kv_heads));
+    for (layer_rows& stored : all_) stored.heads.resize(std::size_t(kv_heads));
     for (index_t id = 0; id < sequences; ++id) store_.open(id);
   }
 
@@ -68,40 +68,40 @@ class followed_store {
   }
 
  private:
-  struct one_layer {
+  struct layer_rows {
     std::vector<plain_head> heads;
     index_t next = 0;
     tessera::segment_cursor text{};
   };
-  one_layer& of(index_t layer, index_t id) { return all_[std::size_t(id * layers + layer)]; }
+  layer_rows& rows_of(index_t layer, index_t id) { return all_[std::size_t(id * layers + layer)]; }
 
   void append(rng& random, const store_call& call) {
-    one_layer& one = of(call.layer, call.id);
+    layer_rows& stored = rows_of(call.layer, call.id);
     const index_t tokens = call.tokens;
     const auto k = normals(random, std::size_t(tokens * kv_heads_ * k_dim)),
                v = normals(random, std::size_t(tokens * kv_heads_ * v_dim));
     std::vector<std::uint8_t> flags;
     for (index_t t = 0; t < tokens; ++t) flags.push_back(random.chance(0.2));
     store_.append({call.layer, call.id}, tessera::nhd_rows<const float>(k.data(), tokens, kv_heads_, k_dim),
-                  tessera::nhd_rows<const float>(v.data(), tokens, kv_heads_, v_dim), one.next,
-                  {one.text, flags.data()});
+                  tessera::nhd_rows<const float>(v.data(), tokens, kv_heads_, v_dim), stored.next,
+                  {stored.text, flags.data()});
     for (index_t t = 0; t < tokens; ++t) {
-      const index_t segment = one.text.take(flags[std::size_t(t)] == 1);
+      const index_t segment = stored.text.take(flags[std::size_t(t)] == 1);
       for (index_t h = 0; h < kv_heads_; ++h) {
-        plain_head& head = one.heads[std::size_t(h)];
-        head.positions.push_back(one.next + t);
+        plain_head& head = stored.heads[std::size_t(h)];
+        head.positions.push_back(stored.next + t);
         head.scores.push_back(0);
         head.segments.push_back(segment);
         head.keys.push_back(decoded_row<encoding>(k.data() + (t * kv_heads_ + h) * k_dim, k_dim));
         head.values.push_back(decoded_row<encoding>(v.data() + (t * kv_heads_ + h) * v_dim, v_dim));
       }
     }
-    one.next += tokens;
+    stored.next += tokens;
     const auto number = float(call.seed % 30);
     for (index_t h = 0; h < kv_heads_ && with_.scores; ++h) {
       auto& beside = store_.beside({call.layer, call.id});
       for (index_t s = 0; s < store_.lengths({call.layer, call.id})[std::size_t(h)]; ++s) {
-        one.heads[std::size_t(h)].scores[std::size_t(s)] += float(s) + number;
+        stored.heads[std::size_t(h)].scores[std::size_t(s)] += float(s) + number;
         beside.scores()[beside.begins()[std::size_t(h)] + s] += float(s) + number;
       }
     }
@@ -112,18 +112,18 @@ class followed_store {
     const bool dropped = store_.keep({call.layer, call.id}, chosen, workers_);
     must(dropped == (chosen.counts != lengths), "keep says whether it has dropped anything", dropped);
     for (index_t h = 0; h < kv_heads_; ++h)
-      of(call.layer, call.id).heads[std::size_t(h)].keep(chosen.row(h), chosen.counts[std::size_t(h)]);
+      rows_of(call.layer, call.id).heads[std::size_t(h)].keep(chosen.row(h), chosen.counts[std::size_t(h)]);
   }
   void clear(index_t id) {
     store_.clear(id);
     for (index_t layer = 0; layer < layers; ++layer) {
-      of(layer, id) = {std::vector<plain_head>(std::size_t(kv_heads_)), 0, {}};
+      rows_of(layer, id) = {std::vector<plain_head>(std::size_t(kv_heads_)), 0, {}};
       must(store_.bytes({layer, id}) == 0, "a cleared place holds no bytes", store_.bytes({layer, id}));
     }
   }
 
   void compare(index_t layer, index_t id) {
-    const std::vector<plain_head>& expected = of(layer, id).heads;
+    const std::vector<plain_head>& expected = rows_of(layer, id).heads;
     const auto view = store_.view({layer, id});
     tessera::offset_t least = 0;
     must(view.kv_heads == kv_heads_, "a view has all heads", view.kv_heads);
@@ -140,21 +140,21 @@ class followed_store {
   }
   void compare_slot(index_t layer, index_t id, index_t h, index_t s, const plain_head& head) {
     const auto view = store_.view({layer, id});
-    const auto at = std::size_t(s);
+    const auto index = std::size_t(s);
     bool is_same =
-        store_.position({layer, id}, h, s) == head.positions[at] && view.position(0, h, s) == head.positions[at];
+        store_.position({layer, id}, h, s) == head.positions[index] && view.position(0, h, s) == head.positions[index];
     for (int d = 0; d < k_dim; ++d) {
-      is_same &=
-          float(view.key(0, h, s)[d * view.k_strides.dim]) * view.key_scale(0, h, s) == head.keys[at][std::size_t(d)];
+      is_same &= float(view.key(0, h, s)[d * view.k_strides.dim]) * view.key_scale(0, h, s) ==
+                 head.keys[index][std::size_t(d)];
     }
     for (int d = 0; d < v_dim; ++d) {
       is_same &= float(view.value(0, h, s)[d * view.v_strides.dim]) * view.value_scale(0, h, s) ==
-                 head.values[at][std::size_t(d)];
+                 head.values[index][std::size_t(d)];
     }
     auto& beside = store_.beside({layer, id});
     const auto column = beside.begins()[std::size_t(h)] + s;
-    if (with_.scores) is_same &= beside.scores()[column] == head.scores[at];
-    if (with_.segments) is_same &= beside.segments()[column] == head.segments[at];
+    if (with_.scores) is_same &= beside.scores()[column] == head.scores[index];
+    if (with_.segments) is_same &= beside.segments()[column] == head.segments[index];
     must(is_same, "rows, positions, scores and segments stay together", "layer ", layer, ", id ", id, ", head ", h,
          ", slot ", s);
   }
@@ -162,7 +162,7 @@ class followed_store {
   index_t kv_heads_;
   tessera::cpu::column_set with_;
   tessera::cpu::kv_store<Layout> store_;
-  std::vector<one_layer> all_;  // [sequences, layers]
+  std::vector<layer_rows> all_;  // [sequences, layers]
   tessera::cpu::executor workers_{2};
 };
 
@@ -197,13 +197,14 @@ inline std::string store_call_code(const store_call& call) {
 }
 
 /// Fewer tokens.
-inline std::vector<std::vector<store_call>> simpler_store_calls(const std::vector<store_call>& calls, std::size_t at) {
+inline std::vector<std::vector<store_call>> simpler_store_calls(const std::vector<store_call>& calls,
+                                                                std::size_t index) {
   std::vector<std::vector<store_call>> lists;
-  const index_t tokens = calls[at].tokens;
+  const index_t tokens = calls[index].tokens;
   for (const index_t fewer : {index_t(1), tokens / 2, tokens - 1}) {
     if (fewer < 1 || fewer >= tokens) continue;
     lists.push_back(calls);
-    lists.back()[at].tokens = fewer;
+    lists.back()[index].tokens = fewer;
   }
   return lists;
 }

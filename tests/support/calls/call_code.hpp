@@ -1,4 +1,4 @@
-// Calls of a cache as lines of C++, and simpler calls in place of one.
+// Calls of a cache as lines of C++, and simpler calls in place of changed.
 #pragma once
 
 #include <algorithm>
@@ -114,8 +114,8 @@ class call_code {
     if (!given.data) return shape("static_cast<const float*>(nullptr)", given);
     return shape("inputs + " + std::to_string(given.data - inputs_), given);
   }
-  static std::string result(const char* to, const called_cache::results& wanted) {
-    return wanted.data ? shape(to, wanted) : "{}";
+  static std::string result(const char* target, const called_cache::results& wanted) {
+    return wanted.data ? shape(target, wanted) : "{}";
   }
   static std::string results(const cache_call& call) {
     return ", " + result("out.data()", call.wanted.out) + ", " + result("lse.data()", call.wanted.lse);
@@ -133,46 +133,47 @@ class simpler_calls {
 
   explicit simpler_calls(bool on_device) : inputs_(call_inputs(on_device).data()) {}
 
-  std::vector<list> operator()(const list& calls, std::size_t at) const {
+  std::vector<list> operator()(const list& calls, std::size_t index) const {
     std::vector<list> lists;
-    const cache_call& call = calls[at];
+    const cache_call& call = calls[index];
     if (call.is_wrong || call.is_altered) return lists;
     const auto with = [&](const auto& change) {
       lists.push_back(calls);
-      change(lists.back()[at]);
+      change(lists.back()[index]);
     };
-    for (index_t id = 0; id < std::min(call.id, 10); ++id) with([&](cache_call& one) { one.id = id; });
+    for (index_t id = 0; id < std::min(call.id, 10); ++id) with([&](cache_call& changed) { changed.id = id; });
     switch (call.verb) {
       case cache_verb::prefill:
-        for (const index_t tokens : fewer(call.k.tokens, 1)) with([&](cache_call& one) { shorten(one, tokens); });
+        for (const index_t tokens : fewer(call.k.tokens, 1))
+          with([&](cache_call& changed) { shorten(changed, tokens); });
         break;
       case cache_verb::prepare_step:
-        for (const index_t tokens : fewer(call.tokens, 1)) lists.push_back(with_step(calls, at, call.ids, tokens));
+        for (const index_t tokens : fewer(call.tokens, 1)) lists.push_back(with_step(calls, index, call.ids, tokens));
         for (std::size_t i = 0; i < call.ids.size(); ++i) {
           for (index_t id = 0; id < std::min(call.ids[i], 10); ++id) {
             auto ids = call.ids;
             ids[i] = id;
-            if (std::count(ids.begin(), ids.end(), id) == 1) lists.push_back(with_step(calls, at, ids, call.tokens));
+            if (std::count(ids.begin(), ids.end(), id) == 1) lists.push_back(with_step(calls, index, ids, call.tokens));
           }
         }
         for (std::size_t i = 0; call.ids.size() > 1 && i < call.ids.size(); ++i) {
           auto ids = call.ids;
           ids.erase(ids.begin() + std::ptrdiff_t(i));
-          lists.push_back(with_step(calls, at, ids, call.tokens));
+          lists.push_back(with_step(calls, index, ids, call.tokens));
         }
         break;
       case cache_verb::reserve:
       case cache_verb::announce:
       case cache_verb::reread:
-        for (const index_t tokens : fewer(call.tokens, 1)) with([&](cache_call& one) { one.tokens = tokens; });
+        for (const index_t tokens : fewer(call.tokens, 1)) with([&](cache_call& changed) { changed.tokens = tokens; });
         break;
       default:
         break;
     }
     const bool is_plain = (!call.q.data || call.q.data == inputs_) && (!call.k.data || call.k.data == inputs_);
     if (!is_plain) {
-      with([&](cache_call& one) {
-        for (auto* rows : {&one.q, &one.k, &one.v}) rows->data = rows->data ? inputs_ : nullptr;
+      with([&](cache_call& changed) {
+        for (auto* rows : {&changed.q, &changed.k, &changed.v}) rows->data = rows->data ? inputs_ : nullptr;
       });
     }
     return lists;
@@ -197,15 +198,16 @@ class simpler_calls {
     resize(call.v, 1, tokens);
   }
   /// A step, and all layers that decode it.
-  static list with_step(const list& calls, std::size_t at, const std::vector<index_t>& ids, index_t tokens) {
+  static list with_step(const list& calls, std::size_t index, const std::vector<index_t>& ids, index_t tokens) {
     list changed = calls;
-    changed[at].ids = ids;
-    changed[at].tokens = tokens;
+    changed[index].ids = ids;
+    changed[index].tokens = tokens;
     const auto sequences = index_t(ids.size());
     for (cache_call& call : changed) {
-      const bool is_right = !call.is_wrong && !call.is_altered && call.q.tokens == calls[at].tokens &&
-                            call.k.tokens == calls[at].tokens && call.q.sequences == index_t(calls[at].ids.size());
-      if (call.verb != cache_verb::decode || call.step != calls[at].step || !is_right) continue;
+      const bool is_right = !call.is_wrong && !call.is_altered && call.q.tokens == calls[index].tokens &&
+                            call.k.tokens == calls[index].tokens &&
+                            call.q.sequences == index_t(calls[index].ids.size());
+      if (call.verb != cache_verb::decode || call.step != calls[index].step || !is_right) continue;
       for (auto* rows : {&call.q, &call.k, &call.v}) resize(*rows, sequences, tokens);
       resize(call.wanted.out, sequences, tokens);
       resize(call.wanted.lse, sequences, tokens);

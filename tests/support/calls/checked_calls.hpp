@@ -21,9 +21,9 @@ class checked_calls : public prompt_calls {
  public:
   enum class outcome { carried_out, refused, passed_over };
 
-  explicit checked_calls(const called_caches& of, agreement* seen = nullptr)
-      : prompt_calls(of.shape, of.method, of.limits, of.make, of.make_reference ? of.make_reference() : nullptr, seen) {
-  }
+  explicit checked_calls(const called_caches& caches, agreement* seen = nullptr)
+      : prompt_calls(caches.shape, caches.method, caches.limits, caches.make,
+                     caches.make_reference ? caches.make_reference() : nullptr, seen) {}
 
   /// Makes a call, or passes over one that nobody may make in this state. Throws broken_rule where it does not do what the contract says.
   outcome make(const cache_call& call) {

@@ -64,7 +64,7 @@ class prompt_calls : public compared_caches {
         }))
       return false;
     const auto layers = std::size_t(shape_.layers);
-    place(free) =
+    entry(free) =
         sequence{std::vector<index_t>(layers, 0), std::vector<index_t>(layers, 0), std::vector<bool>(layers, false)};
     return true;
   }
@@ -88,7 +88,7 @@ class prompt_calls : public compared_caches {
       return false;
     sequence copy = *known(id);
     copy.step_tokens = 0;
-    place(free) = std::move(copy);
+    entry(free) = std::move(copy);
     return true;
   }
 
@@ -210,7 +210,7 @@ class prompt_calls : public compared_caches {
 
  private:
   index_t free_id() const { return index_t(std::find(model_.begin(), model_.end(), std::nullopt) - model_.begin()); }
-  std::optional<sequence>& place(index_t id) {
+  std::optional<sequence>& entry(index_t id) {
     if (id == ids()) model_.emplace_back();
     return model_[std::size_t(id)];
   }

@@ -13,8 +13,8 @@ namespace support {
 /// Draws calls that suit the state of a cache, or nearly so, and makes them.
 class random_cache_calls : public call_arguments {
  public:
-  random_cache_calls(rng& random, const called_caches& of, agreement* seen = nullptr)
-      : call_arguments(random, of.shape, of.limits), cache_(of, seen) {}
+  random_cache_calls(rng& random, const called_caches& caches, agreement* seen = nullptr)
+      : call_arguments(random, caches.shape, caches.limits), cache_(caches, seen) {}
 
   /// All calls that were made so far, the one that failed among them.
   const std::vector<cache_call>& made() const { return made_; }
@@ -56,7 +56,7 @@ class random_cache_calls : public call_arguments {
 
  private:
   bool make(cache_call call) {
-    made_.push_back(std::move(call));  // before: it may throw
+    made_.push_back(std::move(call));  // first: it may throw
     const auto done = cache_.make(made_.back());
     if (done == checked_calls::outcome::passed_over) made_.pop_back();
     return done == checked_calls::outcome::carried_out;
@@ -338,9 +338,9 @@ class random_cache_calls : public call_arguments {
 
 /// Makes so many random calls. Says what is wrong with one in a sentence, and prints the shortest list of calls with which it is;
 /// empty: nothing is. Throws as the caches do that cannot be made.
-inline std::string wrong_of_random_calls(rng& random, const called_caches& of, index_t count,
+inline std::string wrong_of_random_calls(rng& random, const called_caches& caches, index_t count,
                                          agreement* seen = nullptr) {
-  random_cache_calls drawn(random, of, seen);
+  random_cache_calls drawn(random, caches, seen);
   const auto found = failure_of([&] {
     for (index_t i = 0; i < count; ++i) drawn.call();
   });
@@ -348,12 +348,12 @@ inline std::string wrong_of_random_calls(rng& random, const called_caches& of, i
   const auto replay = [&](const std::vector<cache_call>& calls) {
     return failure_of([&] {
       agreement unused;
-      checked_calls again(of, &unused);
-      for (const cache_call& call : calls) again.make(call);
+      checked_calls replayed(caches, &unused);
+      for (const cache_call& call : calls) replayed.make(call);
     });
   };
-  const call_code code(of.limits.on_device);
-  std::cout << shortest_failure(drawn.made(), *found, replay, code, simpler_calls(of.limits.on_device)) << "where\n"
+  const call_code code(caches.limits.on_device);
+  std::cout << shortest_failure(drawn.made(), *found, replay, code, simpler_calls(caches.limits.on_device)) << "where\n"
             << code.beginning() << std::flush;
   return found->rule;
 }

@@ -53,8 +53,8 @@ support::called_caches caches_of() {
 /// What is printed meanwhile.
 struct printed {
   std::ostringstream text;
-  std::streambuf* before = std::cout.rdbuf(text.rdbuf());
-  ~printed() { std::cout.rdbuf(before); }
+  std::streambuf* previous = std::cout.rdbuf(text.rdbuf());
+  ~printed() { std::cout.rdbuf(previous); }
 };
 
 }  // namespace

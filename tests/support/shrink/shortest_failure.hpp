@@ -16,7 +16,7 @@ namespace support {
 /// Code     `as_code(call)`: a line.
 template <class Call, class Replay, class Code, class Simpler = nothing_simpler>
 std::string shortest_failure(const std::vector<Call>& calls, const failure& first, const Replay& replay,
-                             const Code& as_code, const Simpler& simpler = {}, int most_tries = 2000) {
+                             const Code& as_code, const Simpler& simpler = {}, int max_tries = 2000) {
   std::ostringstream text;
   const auto print = [&](const std::vector<Call>& list) {
     for (const Call& call : list) text << "  " << as_code(call) << "\n";
@@ -38,7 +38,7 @@ std::string shortest_failure(const std::vector<Call>& calls, const failure& firs
     print(calls);
     return text.str();
   }
-  const shrunk_list<Call> shortest = shrink(calls, fails_alike, simpler, most_tries);
+  const shrunk_list<Call> shortest = shrink(calls, fails_alike, simpler, max_tries);
   const auto found = replay(shortest.calls);
   text << "The shortest list that fails, " << shortest.calls.size() << " of " << calls.size() << " calls, found in "
        << shortest.tries << " tries" << (shortest.is_done ? "" : ", all that are allowed") << ":\n";

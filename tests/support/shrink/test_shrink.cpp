@@ -64,12 +64,12 @@ TEST_CASE("simpler calls are taken as long as the list fails") {
   const auto fails = [](const numbers& list) {
     return std::count_if(list.begin(), list.end(), [](int value) { return value >= 17; }) >= 2;
   };
-  const auto simpler = [](const numbers& list, std::size_t at) {
+  const auto simpler = [](const numbers& list, std::size_t index) {
     std::vector<numbers> lists;
-    for (const int value : {0, list[at] / 2, list[at] - 1}) {
-      if (value < 0 || value >= list[at]) continue;
+    for (const int value : {0, list[index] / 2, list[index] - 1}) {
+      if (value < 0 || value >= list[index]) continue;
       lists.push_back(list);
-      lists.back()[at] = value;
+      lists.back()[index] = value;
     }
     return lists;
   };

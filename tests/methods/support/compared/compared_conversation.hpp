@@ -200,27 +200,27 @@ inline void run_conversation(const conversation_setup& setup, const std::vector<
 struct simpler_turns {
   using list = std::vector<turn>;
 
-  std::vector<list> operator()(const list& turns, std::size_t at) const {
+  std::vector<list> operator()(const list& turns, std::size_t index) const {
     std::vector<list> lists;
     const auto with = [&](const auto& change) {
       lists.push_back(turns);
-      turn& one = lists.back()[at];
-      change(one);
-      one.prompt = std::accumulate(one.chunks.begin(), one.chunks.end(), index_t(0));
+      turn& changed = lists.back()[index];
+      change(changed);
+      changed.prompt = std::accumulate(changed.chunks.begin(), changed.chunks.end(), index_t(0));
     };
-    const turn& now = turns[at];
+    const turn& now = turns[index];
     for (const auto part : {&turn::steps, &turn::chunks}) {
       const index_t least = part == &turn::steps ? 0 : 1;  // a turn has a prompt
       for (std::size_t i = 0; i < (now.*part).size(); ++i) {
         if (index_t((now.*part).size()) > least)
-          with([&](turn& one) { (one.*part).erase((one.*part).begin() + std::ptrdiff_t(i)); });
+          with([&](turn& changed) { (changed.*part).erase((changed.*part).begin() + std::ptrdiff_t(i)); });
         const index_t tokens = (now.*part)[i];
         for (const index_t fewer : {index_t(1), tokens / 2, tokens - 1}) {
-          if (fewer >= 1 && fewer < tokens) with([&](turn& one) { (one.*part)[i] = fewer; });
+          if (fewer >= 1 && fewer < tokens) with([&](turn& changed) { (changed.*part)[i] = fewer; });
         }
       }
     }
-    if (now.chunks.size() > 1) with([&](turn& one) { one.chunks = {now.prompt}; });
+    if (now.chunks.size() > 1) with([&](turn& changed) { changed.chunks = {now.prompt}; });
     return lists;
   }
 };

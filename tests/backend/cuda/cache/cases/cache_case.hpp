@@ -56,7 +56,7 @@ class conversation {
         host_(shape_, method_, workers_),
         device_(shape_, method_, options()) {}
 
-  void take(const conversation_call& call) {
+  void make(const conversation_call& call) {
     if (!same_) return;
     engine_.seed(call.seed);
     const bool is_open = std::count(ids_.begin(), ids_.end(), call.id) > 0;
@@ -310,7 +310,7 @@ std::string wrong_of(const conversation_setup<Method>& setup, const std::vector<
   const auto hold = [&](const std::vector<conversation_call>& list, disagreement& counts) {
     return support::failure_of([&] {
       conversation<Method> both(setup, counts);
-      for (const conversation_call& call : list) both.take(call);
+      for (const conversation_call& call : list) both.make(call);
     });
   };
   const auto found = hold(calls, seen);

@@ -46,28 +46,29 @@ struct conversation_code {
 struct simpler_conversations {
   using list = std::vector<conversation_call>;
 
-  std::vector<list> operator()(const list& calls, std::size_t at) const {
+  std::vector<list> operator()(const list& calls, std::size_t index) const {
     std::vector<list> lists;
     const auto with = [&](const auto& change) {
       lists.push_back(calls);
-      change(lists.back()[at]);
+      change(lists.back()[index]);
     };
-    const conversation_call& call = calls[at];
+    const conversation_call& call = calls[index];
     for (std::size_t i = 0; i < call.chunks.size(); ++i) {
       if (call.chunks.size() > 1)
-        with([&](conversation_call& one) { one.chunks.erase(one.chunks.begin() + std::ptrdiff_t(i)); });
-      for (const index_t tokens : fewer(call.chunks[i])) with([&](conversation_call& one) { one.chunks[i] = tokens; });
+        with([&](conversation_call& changed) { changed.chunks.erase(changed.chunks.begin() + std::ptrdiff_t(i)); });
+      for (const index_t tokens : fewer(call.chunks[i]))
+        with([&](conversation_call& changed) { changed.chunks[i] = tokens; });
     }
     for (std::size_t i = 1; i < call.chunks.size(); ++i) {
-      with([&](conversation_call& one) {
-        one.chunks[i - 1] += one.chunks[i];
-        one.chunks.erase(one.chunks.begin() + std::ptrdiff_t(i));
+      with([&](conversation_call& changed) {
+        changed.chunks[i - 1] += changed.chunks[i];
+        changed.chunks.erase(changed.chunks.begin() + std::ptrdiff_t(i));
       });
     }
-    for (const index_t tokens : fewer(call.tokens)) with([&](conversation_call& one) { one.tokens = tokens; });
-    if (call.reserves) with([](conversation_call& one) { one.reserves = false; });
-    if (call.announces) with([](conversation_call& one) { one.announces = false; });
-    if (call.ends_layers) with([](conversation_call& one) { one.ends_layers = false; });
+    for (const index_t tokens : fewer(call.tokens)) with([&](conversation_call& changed) { changed.tokens = tokens; });
+    if (call.reserves) with([](conversation_call& changed) { changed.reserves = false; });
+    if (call.announces) with([](conversation_call& changed) { changed.announces = false; });
+    if (call.ends_layers) with([](conversation_call& changed) { changed.ends_layers = false; });
     return lists;
   }
 
