@@ -6,8 +6,8 @@
 #                     [--scale FRACTION] [--tool-scale FRACTION] [--commit NAME] [--quick]
 #
 #   --only       what to run; all four unless given
-#   --prebuilt   a folder with test_gpu, bench_cuda, tessera, ..., built elsewhere for this GPU, and the shared libraries
-#                that they need; nothing is built
+#   --prebuilt   a folder with test_gpu_attend and the other test_gpu_*, bench_cuda, tessera, ..., built elsewhere for this GPU, and
+#                the shared libraries that they need; nothing is built
 #   --out        where the record goes, and the logs as one archive; benchmarks/results unless given, logs in build/gpu
 #   --limit      seconds for everything, 3600 unless given; what does not fit is recorded as failed
 #   --scale      TESSERA_TEST_SCALE of the sanitizers, 0.05 unless given
@@ -140,19 +140,25 @@ fi
 # Shared libraries that came along with programs built elsewhere.
 [ -z "$prebuilt" ] || export LD_LIBRARY_PATH=$prebuilt${LD_LIBRARY_PATH:+:$LD_LIBRARY_PATH}
 
-# The names of test_gpu's files; CMake makes one for each method.
+# PROGRAM:FILE of all GPU tests, by the rule of cmake/gpu_tests.cmake. CMake makes a file for each method.
 test_files() {
-  { grep -rl --include="test_*.cu" TEST_CASE tests/backend/cuda; sed 's,.*/,test_cache_,' <(ls include/tessera/methods/*.hpp); } |
-    sed 's,.*/,,; s,[.][a-z]*$,,' | sort -u
+  local file folder
+  for file in $(grep -rl --include="test_*.cu" TEST_CASE tests/backend/cuda | sed 's,^tests/backend/cuda/,,' | sort); do
+    folder=${file%"${file##*/}"} folder=${folder%/}
+    [ -n "$folder" ] || folder=operations
+    echo "test_gpu_${folder//\//_}:$(basename "$file" .cu)"
+  done
+  for file in include/tessera/methods/*.hpp; do echo "test_gpu_methods:test_cache_$(basename "$file" .hpp)"; done
 }
-# each_test_file NAME SILENCE CASES COMMAND...: the command, then test_gpu, as a process for each file of tests, as many at once
+# each_test_file NAME SILENCE CASES COMMAND...: the command, then the program, as a process for each file of tests, as many at once
 # as there are cores: each is bound by one core most of the time. CASES: a filter, or nothing.
 each_test_file() {
-  local name=$1 silence=$2 cases=$3 file
+  local name=$1 silence=$2 cases=$3 pair file
   shift 3
-  for file in $(test_files); do
+  for pair in $(test_files); do
+    file=${pair#*:}
     while [ "$(jobs -rp | wc -l)" -ge "$(nproc)" ]; do wait -n; done
-    step "$name.$file" "$silence" "$@" "$programs/test_gpu" -d yes --filenames-as-tags "[#$file]$cases" &
+    step "$name.$file" "$silence" "$@" "$programs/${pair%:*}" -d yes --filenames-as-tags "[#$file]$cases" &
   done
 }
 count_failed() { failed=$((failed + $(grep -E "^($1)[.]" "$logs/steps.tsv" | cut -f 2 | grep -vc '^0$'))); }
@@ -161,6 +167,10 @@ if wanted tests; then
   each_test_file tests 300 ''
   wait
   count_failed tests
+  if grep -lE 'No test cases matched|No tests ran' "$logs"/tests.*.log; then
+    echo "gpu.sh: these files have no tests in the programs that they belong to"
+    failed=$((failed + 1))
+  fi
   [ ! -x "$programs/test_examples_cuda" ] || attempt engine_tests 300 "$programs/test_examples_cuda" -d yes
   [ ! -x "$programs/ladder_08_on_the_gpu" ] || attempt ladder 120 "$programs/ladder_08_on_the_gpu"
 fi
@@ -238,7 +248,7 @@ if wanted sanitizers; then
     if [ "$tool" = racecheck ]; then
       some='~[long]' options=(--kernel-name-exclude kns=find_bases_entry)
       step racecheck.bases 600 compute-sanitizer --tool racecheck --error-exitcode 86 --print-limit 20 \
-        "$programs/test_gpu" -d yes "Jacobi's bases*" &
+        "$programs/test_gpu_store" -d yes "Jacobi's bases*" &
     fi
     each_test_file "$tool" 600 "$some" compute-sanitizer --tool "$tool" --error-exitcode 86 --print-limit 20 "${options[@]}"
   done

@@ -1,5 +1,6 @@
 # tests/ mirrors include/. Every tests/**/test_*.cpp is found by its name; the files of one folder make one program
-# (test_core, test_math, test_backend_cpu, ...), which keeps linking cheap, and one ctest entry.
+# (test_core, test_math, test_backend_cpu_attend, ...), which keeps linking cheap, and one ctest entry. Programs of .cu files:
+# gpu_tests.cmake.
 
 add_library(tessera_testing STATIC tests/catch_main.cpp)
 target_include_directories(tessera_testing PUBLIC tests)
@@ -22,7 +23,6 @@ foreach(file IN LISTS test_files)
   if(folder STREQUAL "")
     set(folder top)
   endif()
-  string(REGEX REPLACE "^(backend/[a-z]+)/.*" "\\1" folder "${folder}")  # all rooms of a backend in one program
   string(REGEX REPLACE "^examples/tool" "examples" folder "${folder}")
   string(REPLACE "/" "_" program "test_${folder}")
   if(NOT TARGET ${program})
@@ -44,9 +44,12 @@ foreach(program test_methods test_cache)
     target_compile_options(${program} PRIVATE "$<$<CONFIG:Release>:-O2>")
   endif()
 endforeach()
-if(TARGET test_cache_allocated)  # counts bytes of every method in every layout: not optimised, it compiles in a third of the time
-  target_compile_options(test_cache_allocated PRIVATE "$<$<CONFIG:Release>:-O0>")
-endif()
+# Little to run, and much to compile: bytes of every method in every layout, a cache that fails. Not optimised, it takes a third of the time.
+foreach(program test_cache_allocated test_support_calls)
+  if(TARGET ${program})
+    target_compile_options(${program} PRIVATE "$<$<CONFIG:Release>:-O0>")
+  endif()
+endforeach()
 
 # What every method must do: one file a method, and the list of them.
 if(TARGET test_methods)

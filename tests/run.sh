@@ -6,7 +6,7 @@
 #
 # One method's tests, after a first build (every case is tagged with its method's name):
 #   cmake --build build/release --target test_methods && build/release/bin/test_methods '[snapkv]'
-#   cmake --build build/release --target test_gpu && build/release/bin/test_gpu '[snapkv]'      where there is a GPU
+#   cmake --build build/release --target test_gpu_methods && build/release/bin/test_gpu_methods '[snapkv]'      where there is a GPU
 # A new header in include/tessera/methods needs no more than that: CMake makes its tests.
 set -uo pipefail
 cd "$(dirname "${BASH_SOURCE[0]}")/.."

@@ -1,7 +1,7 @@
 // Random shapes through every method: keep sets, attend sets and outputs against the reference, chunks against one shot.
 #include "catch.hpp"
 
-#include "methods/support/conversation.hpp"
+#include "methods/support/compared/compared_conversation.hpp"
 #include "methods/support/laws.hpp"
 
 namespace methods_test {
@@ -64,6 +64,12 @@ index_t random_prompt(rng& random, index_t budget) {
                       random.between(1, 90), random.between(1, 90), random.between(60, 140)});
 }
 
+std::vector<index_t> random_chunks(rng& random, index_t prompt) {
+  std::vector<index_t> chunks;
+  for (index_t done = 0; done < prompt; done += chunks.back()) chunks.push_back(random.between(1, prompt - done));
+  return chunks;
+}
+
 std::vector<index_t> random_steps(rng& random, const settings& chosen, index_t most) {
   std::vector<index_t> steps;
   const traits& made_of = traits_of(chosen.method);
@@ -100,7 +106,10 @@ void run_random_conversations(const std::string& method, std::uint64_t seed, ind
     for (const auto& [name, value] : chosen.values) values += name + "=" + std::to_string(value) + " ";
     CAPTURE(method, i, chosen.budget, values, chosen.rule.sliding_window, chosen.rule.soft_cap, shape.layers, kv_heads,
             group, turns.size(), turns[0].prompt);
-    run_conversation(random, chosen, data, turns, random.chance(0.1) ? three : one, counts);
+    const conversation_setup setup{chosen, data, random.chance(0.1) ? three : one};
+    for (turn& now : turns) now.chunks = random_chunks(random, now.prompt);
+    const std::string wrong = wrong_of(setup, turns, counts);
+    REQUIRE(wrong == "");
   }
   INFO(method << ": " << counts.compared << " choices compared, " << counts.ambiguous << " open to rounding");
   const bool few = support::scaled(100) < 100;  // then one conversation, which may have a dozen, weighs more

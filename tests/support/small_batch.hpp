@@ -1,9 +1,9 @@
 // Stored rows of a small batch, and calls over them with arguments in which now and then one thing is wrong.
 #pragma once
 
-#include "catch.hpp"
-
 #include <algorithm>
+#include <cstdint>
+#include <iostream>
 #include <string>
 #include <vector>
 
@@ -12,6 +12,7 @@
 #include <tessera/core/views.hpp>
 
 #include "support/random.hpp"
+#include "support/shrink/shortest_failure.hpp"
 #include "support/tolerance.hpp"
 
 namespace support {
@@ -19,6 +20,12 @@ namespace support {
 using tessera::offset_t;
 using tessera::rows_view;
 using tessera::selection;
+
+/// One call: which operation, and where its arguments are drawn from.
+struct operation_call {
+  int operation;
+  std::uint64_t seed;
+};
 
 /// What a test of operations derives from: rows with lengths and positions of their own, and what tells right from wrong.
 class small_batch {
@@ -96,7 +103,6 @@ class small_batch {
   // Whether the operation was refused. `right`: what the contract says; `out`: what a refused call leaves alone.
   template <class Call>
   bool refused(const char* name, bool right, const std::vector<const std::vector<float>*>& out, Call&& made) {
-    CAPTURE(name);
     std::vector<std::vector<float>> before;
     for (const auto* one : out) before.push_back(*one);
     std::string said;
@@ -105,11 +111,12 @@ class small_batch {
     } catch (const tessera::error& refusal) {
       said = refusal.what();
     }
-    CAPTURE(said);
-    REQUIRE(said.empty() == right);
+    must(said.empty() || !right, "what the contract allows is not refused", name, ": ", said);
     if (right) return false;
-    REQUIRE(said.find("; expected ") != std::string::npos);
-    for (std::size_t i = 0; i < out.size(); ++i) REQUIRE(same_bits(*out[i], before[i]));
+    must(!said.empty(), "what the contract forbids is refused", name);
+    must(said.find("; expected ") != std::string::npos, "a refusal says what is expected", name, ": ", said);
+    for (std::size_t i = 0; i < out.size(); ++i)
+      must(same_bits(*out[i], before[i]), "a refused call writes nothing", name, ": ", said);
     return true;
   }
 
@@ -141,5 +148,34 @@ class small_batch {
   std::vector<index_t> lengths_, positions_, first_;
   std::vector<float> k_, v_, inputs_, sinks_;
 };
+
+/// Calls `Operations::call` so often over the batch of a seed. The rule that one breaks, after the shortest list of calls that breaks it has
+/// been printed; empty: none. Of the operations `Operations::names` each is as likely.
+template <class Operations>
+std::string wrong_of_operations(std::uint64_t seed, index_t count) {
+  rng random(seed ^ 0x5bd1e995u);
+  std::vector<operation_call> calls;
+  for (index_t i = 0; i < count; ++i) {
+    const int operation = random.between(0, index_t(std::size(Operations::names)) - 1);
+    calls.push_back({operation, std::uint64_t(random.between(0, 0x7ffffffe))});
+  }
+  const auto replay = [&](const std::vector<operation_call>& list) {
+    return failure_of([&] {
+      rng batch(seed);
+      Operations made(batch);
+      for (const operation_call& call : list) made.call(call);
+    });
+  };
+  const auto found = replay(calls);
+  if (!found) return {};
+  const auto as_code = [](const operation_call& call) {
+    return "made.call({" + std::to_string(call.operation) + ", " + std::to_string(call.seed) + "u});  // " +
+           Operations::names[call.operation];
+  };
+  std::cout << shortest_failure(calls, *found, replay, as_code) << "where\n  rng batch(" << seed
+            << "u);\n  operations made(batch);\n"
+            << std::flush;
+  return found->rule;
+}
 
 }  // namespace support

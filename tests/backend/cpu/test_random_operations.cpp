@@ -26,6 +26,8 @@ namespace oracle = support::oracle;
 
 namespace {
 
+using support::must;
+using support::operation_call;
 using support::small_batch;
 constexpr int dim = small_batch::dim;
 constexpr index_t room = small_batch::room, most_tokens_of_q = small_batch::most_tokens_of_q;
@@ -41,12 +43,17 @@ class operations : public small_batch {
  public:
   using small_batch::small_batch;
 
-  void call() {
+  static constexpr const char* names[] = {"prefill_attention", "decode_attention", "decode_attention",
+                                          "score_rows",        "append",           "pack",
+                                          "merge_parts",       "choices"};
+
+  void call(const operation_call& now) {
+    random_ = support::rng(now.seed);
     rule_ = {};
     rule_.soft_cap = random_.chance(0.2) ? 5.0f : 0.0f;
     rule_.sliding_window = random_.chance(0.3) ? random_.between(1, 30) : 0;
     rule_.sink_logits = random_.chance(0.3) ? sinks_.data() : nullptr;
-    switch (random_.between(0, 7)) {
+    switch (now.operation) {
       case 0:
         return attend(false);
       case 1:
@@ -106,8 +113,12 @@ class operations : public small_batch {
     if (part) rule.sink_logits = nullptr;
     const auto want =
         oracle::attend(q.row(b, t, h), first_[std::size_t(b)] + t, keys, values, positions, dim, dim, rule, h);
-    REQUIRE(support::row_error(out_rows.row(b, t, h), want.out) < 2e-5);
-    if (lse_rows.data) REQUIRE(support::number_error(*lse_rows.row(b, t, h), want.lse) < 1e-5);
+    const double error = support::row_error(out_rows.row(b, t, h), want.out);
+    must(error < 2e-5, "attention is the oracle's", "sequence ", b, ", token ", t, ", head ", h, ": error ", error);
+    if (!lse_rows.data) return;
+    const float lse_of_row = *lse_rows.row(b, t, h);
+    must(support::number_error(lse_of_row, want.lse) < 1e-5, "a log-sum-exp is the oracle's", "sequence ", b,
+         ", token ", t, ", head ", h, ": ", lse_of_row, ", of the oracle ", want.lse);
   }
 
   void score() {
@@ -132,7 +143,8 @@ class operations : public small_batch {
         }
         expected += sees ? group_ : 0;
       }
-      REQUIRE(support::number_error(given, expected) < 1e-4);
+      must(support::number_error(given, expected) < 1e-4, "a query gives away 1", "row ", row, ": ", given, " of ",
+           expected);
     }
   }
 
@@ -150,9 +162,10 @@ class operations : public small_batch {
         const index_t t = slot - lengths_[std::size_t(row)];
         const bool fresh = t >= 0 && t < tokens;
         const float* want = fresh ? k.row(row / kv_heads_, t, row % kv_heads_) : k_.data() + at;
-        REQUIRE(std::equal(want, want + dim, keys.data() + at));
+        const bool same_key = std::equal(want, want + dim, keys.data() + at);
         const float* value = fresh ? v.row(row / kv_heads_, t, row % kv_heads_) : v_.data() + at;
-        REQUIRE(std::equal(value, value + dim, values.data() + at));
+        must(same_key && std::equal(value, value + dim, values.data() + at),
+             "append writes the new rows and leaves the others", "row ", row, ", slot ", slot);
       }
     }
   }
@@ -171,8 +184,9 @@ class operations : public small_batch {
         const std::size_t begin = std::size_t(begins_[std::size_t(row)]);
         const std::size_t source = (begin + std::size_t(chosen.row(row)[i])) * dim,
                           target = (begin + std::size_t(i)) * dim;
-        REQUIRE(std::equal(k_.data() + source, k_.data() + source + dim, keys.data() + target));
-        REQUIRE(std::equal(v_.data() + source, v_.data() + source + dim, values.data() + target));
+        const bool is_same = std::equal(k_.data() + source, k_.data() + source + dim, keys.data() + target) &&
+                             std::equal(v_.data() + source, v_.data() + source + dim, values.data() + target);
+        must(is_same, "pack brings chosen rows together", "row ", row, ", slot ", i);
       }
     }
   }
@@ -224,8 +238,12 @@ class operations : public small_batch {
         want[std::size_t(d)] += weight * outs[std::size_t(i)][std::size_t(row * dim + d)];
     }
     for (double& x : want) x = total > 0 ? x / total : 0.0;
-    REQUIRE(support::row_error(out.data() + row * dim, want) < 1e-5);
-    if (lse_rows.data) REQUIRE(support::number_error(lse[std::size_t(row)], std::log(total)) < 1e-5);
+    must(support::row_error(out.data() + row * dim, want) < 1e-5, "merged parts are the oracle's", "row ", row, " of ",
+         count, " parts");
+    if (lse_rows.data) {
+      must(support::number_error(lse[std::size_t(row)], std::log(total)) < 1e-5, "a merged log-sum-exp is the oracle's",
+           "row ", row, " of ", count, " parts");
+    }
   }
 
   void choose() {
@@ -249,16 +267,20 @@ class operations : public small_batch {
     if (uniformly ? with(retain<observation_window, uniform, top_tokens>{})
                   : with(retain<observation_window, adaptive, top_tokens>{}))
       return;
-    REQUIRE(kept.rows() == kv_heads_);
+    must(kept.rows() == kv_heads_, "each head gets a list", kept.rows());
     for (index_t h = 0; h < kv_heads_; ++h) {
       const index_t n = lengths_[std::size_t(h)], count = kept.counts[std::size_t(h)];
-      if (uniformly) REQUIRE(count == std::min(n, budget));
-      REQUIRE((count <= n && count >= std::min(n, raw.protected_tail)));
+      must(!uniformly || count == std::min(n, budget), "a uniform budget is used up", "head ", h, ": ", count, " of ",
+           n);
+      must(count <= n && count >= std::min(n, raw.protected_tail), "at least the protected tokens are kept", "head ", h,
+           ": ", count, " of ", n);
       for (index_t i = 0; i < count; ++i) {
         const index_t slot = kept.row(h)[i];
-        REQUIRE((slot >= (i == 0 ? 0 : kept.row(h)[i - 1] + 1) && slot < n));
+        must(slot >= (i == 0 ? 0 : kept.row(h)[i - 1] + 1) && slot < n, "slots ascend", "head ", h, ", number ", i,
+             ": ", slot);
       }
-      for (index_t i = 1; i <= std::min(count, raw.protected_tail); ++i) REQUIRE(kept.row(h)[count - i] == n - i);
+      for (index_t i = 1; i <= std::min(count, raw.protected_tail); ++i)
+        must(kept.row(h)[count - i] == n - i, "the protected tail is kept", "head ", h, ", token ", n - i);
     }
   }
 
@@ -310,15 +332,17 @@ class operations : public small_batch {
                                       tokens_or_pages{selection_unit::token, page}, tail, read, out.data(), mass.data(),
                                       paging_);
         })) {
-      REQUIRE(std::count(out.begin(), out.end(), no_index) == room);
+      must(std::count(out.begin(), out.end(), no_index) == room, "a refused call writes nothing", "choose_by_pages");
       return;
     }
     const index_t n = one.length(0, h);
-    REQUIRE(made.count == std::min(n, read));
+    must(made.count == std::min(n, read), "a step reads what it may", made.count, " of ", n);
     for (index_t i = 0; i < made.count; ++i) {
-      REQUIRE((out[std::size_t(i)] >= (i == 0 ? 0 : out[std::size_t(i - 1)] + 1) && out[std::size_t(i)] < n));
+      const index_t slot = out[std::size_t(i)];
+      must(slot >= (i == 0 ? 0 : out[std::size_t(i - 1)] + 1) && slot < n, "slots ascend", "number ", i, ": ", slot);
     }
-    for (index_t r = 0; r < tokens * group_; ++r) REQUIRE((mass[std::size_t(r)] >= 0 && mass[std::size_t(r)] <= 1));
+    for (const float share : std::vector(mass.begin(), mass.begin() + tokens * group_))
+      must(share >= 0 && share <= 1, "a mass is a share", share);
   }
 
   template <class Q>
@@ -339,9 +363,8 @@ TEST_CASE("random calls of the operations do what the contract says, and a refus
   const index_t calls = calls_in_all();
   for (index_t done = 0; done < calls; done += at_once) {
     if (!support::is_mine(done / at_once)) continue;
-    CAPTURE(done);
-    support::rng random(std::uint64_t(70001 + done));
-    operations made(random);
-    for (index_t i = 0; i < std::min(at_once, calls - done); ++i) made.call();
+    const auto seed = std::uint64_t(70001 + done);
+    const std::string wrong = support::wrong_of_operations<operations>(seed, std::min(at_once, calls - done));
+    REQUIRE(wrong == "");
   }
 }

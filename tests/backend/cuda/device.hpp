@@ -96,7 +96,9 @@ inline std::mt19937& rng() {
   static std::mt19937 engine(20261120 + support::more_seed());
   return engine;
 }
-inline int draw(int low, int high) { return std::uniform_int_distribution<int>(low, high)(rng()); }
+inline int draw(int low, int high, std::mt19937& engine = rng()) {
+  return std::uniform_int_distribution<int>(low, high)(engine);
+}
 
 template <class T>
 std::vector<T> normal(std::size_t n, float scale = 1) {

@@ -14,6 +14,8 @@ using namespace gpu_test;
 
 namespace {
 
+using support::must;
+using support::operation_call;
 using support::small_batch;
 constexpr int dim = small_batch::dim;
 constexpr index_t most_tokens_of_a_step = 4;
@@ -60,8 +62,12 @@ class device_operations : public small_batch {
     in_place_.prepare(moving_.data, nullptr);
   }
 
-  void call() {
-    switch (random_.between(0, 4)) {
+  static constexpr const char* names[] = {"prefill_attention", "decode_attention", "decode_attention", "append",
+                                          "pack"};
+
+  void call(const operation_call& now) {
+    random_ = support::rng(now.seed);
+    switch (now.operation) {
       case 0:
         return attend(false);
       case 1:
@@ -156,8 +162,8 @@ class device_operations : public small_batch {
     const bool no = refused(step ? "decode_attention" : "prefill_attention", right, {}, made);
     const auto got = d_out.get(), got_lse = d_lse.get();
     if (no) {
-      REQUIRE(got == out);
-      REQUIRE(got_lse == lse);
+      must(got == out && got_lse == lse, "a refused call writes nothing",
+           step ? "decode_attention" : "prefill_attention");
       return;
     }
     rule.sink_logits = sinks ? sinks_.data() : nullptr;
@@ -176,9 +182,12 @@ class device_operations : public small_batch {
       difference += (double(got[i]) - out[i]) * (double(got[i]) - out[i]);
       size += double(out[i]) * out[i];
     }
-    REQUIRE(std::sqrt(difference / size) < 8e-3);
-    for (std::size_t i = 0; lse_rows.data && i < lse.size(); ++i)
-      REQUIRE((got_lse[i] == lse[i] || got_lse[i] == Approx(lse[i]).margin(4e-3)));
+    const double error = std::sqrt(difference / size);
+    must(error < 8e-3, "attention is the CPU's", "error ", error);
+    for (std::size_t i = 0; lse_rows.data && i < lse.size(); ++i) {
+      must(got_lse[i] == lse[i] || got_lse[i] == Approx(lse[i]).margin(4e-3), "log-sum-exps are the CPU's", "number ",
+           i, ": ", got_lse[i], ", of the CPU ", lse[i]);
+    }
   }
 
   void append() {
@@ -199,8 +208,8 @@ class device_operations : public small_batch {
     }
     if (!refused("append", right, {}, [&] { append_.run(problem, nullptr, nullptr); }))
       cpu::append(small_batch::view(keys, values), k, v);
-    REQUIRE(as_floats(d_keys) == keys);
-    REQUIRE(as_floats(d_values) == values);
+    must(as_floats(d_keys) == keys && as_floats(d_values) == values, "append writes what the CPU's writes", "tokens ",
+         tokens);
   }
 
   void pack() {
@@ -231,13 +240,13 @@ class device_operations : public small_batch {
       for (index_t row = 0; row < rows(); ++row) {
         const auto begin = offset_t(begins_[std::size_t(row)]) * dim,
                    end = begin + offset_t(chosen.counts[std::size_t(row)]) * dim;
-        REQUIRE(std::equal(keys.begin() + begin, keys.begin() + end, got_keys.begin() + begin));
-        REQUIRE(std::equal(values.begin() + begin, values.begin() + end, got_values.begin() + begin));
+        const bool is_same = std::equal(keys.begin() + begin, keys.begin() + end, got_keys.begin() + begin) &&
+                             std::equal(values.begin() + begin, values.begin() + end, got_values.begin() + begin);
+        must(is_same, "pack brings together what the CPU's does", "row ", row);
       }
       return;
     }
-    REQUIRE(as_floats(d_keys) == keys);
-    REQUIRE(as_floats(d_values) == values);
+    must(as_floats(d_keys) == keys && as_floats(d_values) == values, "a refused call writes nothing", "pack");
   }
 
   cuda::device_info device_ = cuda::device_info::current();
@@ -258,10 +267,10 @@ class device_operations : public small_batch {
 
 TEST_CASE("random calls of the operations do what the contract says on the device", "[gpu][calls]") {
   if (gpu_missing()) return;
-  for (index_t done = 0, calls = support::scaled(3000); done < calls;) {
-    CAPTURE(done);
-    support::rng random(std::uint64_t(80001 + done));
-    device_operations made(random);
-    for (index_t i = 0; i < 100 && done < calls; ++i, ++done) made.call();
+  constexpr index_t at_once = 100;  // over one batch
+  for (index_t done = 0, calls = support::scaled(3000); done < calls; done += at_once) {
+    const auto seed = std::uint64_t(80001 + done);
+    const std::string wrong = support::wrong_of_operations<device_operations>(seed, std::min(at_once, calls - done));
+    REQUIRE(wrong == "");
   }
 }

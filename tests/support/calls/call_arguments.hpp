@@ -1,53 +1,18 @@
 // Random arguments of a cache's calls, right ones and ones in which a single thing is wrong.
 #pragma once
 
-#include <utility>
+#include <algorithm>
 #include <vector>
 
-#include "called_cache.hpp"
+#include "cache_call.hpp"
 #include "support/random.hpp"
 
 namespace support {
 
-/// What the calls must know of a method.
-struct called_method {
-  bool has_budget = false;
-  bool has_two = false;        ///< a budget of its own for what stays: `set_budget` leaves what a step reads alone
-  bool exact = false;          ///< steps read by exact scores
-  bool accumulates = false;    ///< every query is scored when it comes
-  index_t read = 0;            ///< what a step of exact retrieval may read
-  bool segments = false;       ///< prompts come with the boundaries of segments
-  bool step_segments = false;  ///< and steps
-};
-
-/// What a backend adds to the contract.
-struct called_limits {
-  bool on_device = false;   ///< queries on 16 bytes, steps as the device counts them, inputs that bf16 holds exactly
-  index_t sequences = 0;    ///< that are open at a time; 0: any
-  index_t step_tokens = 8;  ///< of one step
-  index_t tokens = 0;       ///< that a head holds; 0: any
-  bool is_tight = false;    ///< whether the pools may run out of room before that
-};
-
 /// What random calls draw.
 class call_arguments {
- public:
-  static constexpr int dim = 64;
-
-  /// Where all rows come from.
-  static const std::vector<float>& inputs(bool in_bf16) {
-    static const auto drawn = [] {
-      rng own(50515);
-      auto exact = normals(own, 1 << 16), rounded = exact;
-      for (float& x : rounded) x = float(tessera::bf16(x));
-      return std::pair{exact, rounded};
-    }();
-    return in_bf16 ? drawn.second : drawn.first;
-  }
-
  protected:
-  using rows_type = called_cache::rows;
-  using results_type = called_cache::results;
+  static constexpr int dim = cache_call::dim;
 
   call_arguments(rng& random, const tessera::model_shape& shape, const called_limits& limits)
       : random_(random), shape_(shape), limits_(limits) {}
@@ -63,13 +28,10 @@ class call_arguments {
   bool is_layer(index_t layer) const { return layer >= 0 && layer < shape_.layers; }
   bool is_head(index_t head) const { return head >= 0 && head < shape_.kv_heads; }
 
-  rows_type rows(index_t tokens, index_t heads, index_t sequences = 1) {
+  called_cache::rows rows(index_t tokens, index_t heads, index_t sequences = 1) {
     index_t first = random_.between(0, 20000);
     if (limits_.on_device && random_.chance(0.97)) first -= first % 8;
-    return tessera::nhd_rows<const float>(inputs(limits_.on_device).data() + first, tokens, heads, dim, sequences);
-  }
-  bool is_aligned(const rows_type& rows) const {
-    return !limits_.on_device || (rows.data - inputs(true).data()) % 8 == 0;
+    return tessera::nhd_rows<const float>(call_inputs(limits_.on_device).data() + first, tokens, heads, dim, sequences);
   }
   // One thing of a shape is wrong in a way that every call must refuse.
   template <class Rows>
@@ -91,24 +53,13 @@ class call_arguments {
         shape.tokens = random_.chance(0.5) ? -shape.tokens : shape.tokens + 1;
     }
   }
-  // An output for whoever's turn it is. `wanted`: its shape, of which `data` says whether it is there at all.
-  results_type written(results_type wanted, std::vector<float>& to, index_t tokens, index_t heads, index_t width,
-                       index_t sequences) const {
-    to.assign(std::size_t(std::max(0, tokens) * heads * width * std::max(0, sequences)) + 1, 0.0f);
-    if (wanted.data) wanted.data = to.data();
-    return wanted;
-  }
-  struct wanted_output {
-    results_type out, lse;
-    index_t tokens, sequences;
-  };
-  // `right` becomes false where the shape is spoiled.
-  wanted_output some_output(index_t tokens, index_t sequences, double wrong, bool& right) {
+  // Sets `is_wrong` where the shape is spoiled.
+  wanted_output some_output(index_t tokens, index_t sequences, double wrong, bool& is_wrong) {
     static float somewhere;
     wanted_output wanted{tessera::nhd_rows(&somewhere, tokens, shape_.q_heads, dim, sequences), {}, tokens, sequences};
     if (random_.chance(0.5)) wanted.lse = tessera::nhd_rows(&somewhere, tokens, shape_.q_heads, 1, sequences);
     if (!random_.chance(wrong)) return wanted;
-    right = false;
+    is_wrong = true;
     if (!wanted.lse.data || random_.chance(0.5)) {
       spoil(wanted.out);
     } else {

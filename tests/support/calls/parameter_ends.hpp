@@ -12,7 +12,7 @@
 #include <string>
 #include <vector>
 
-#include "call_arguments.hpp"
+#include "cache_call.hpp"
 #include "numbers.hpp"
 #include "support/random.hpp"
 
@@ -36,10 +36,10 @@ inline std::unique_ptr<called_cache> make_with(const cache_maker& make, const nu
   return make(budget, values);
 }
 
-/// Two turns with steps of one and of several tokens; every output and log-sum-exp is a number. Rows are those of `inputs(on_device)`.
+/// Two turns with steps of one and of several tokens; every output and log-sum-exp is a number. Rows are those of `call_inputs(on_device)`.
 inline void converse(called_cache& cache, const tessera::model_shape& shape, bool on_device) {
-  constexpr int dim = call_arguments::dim;
-  const float* inputs = call_arguments::inputs(on_device).data();
+  constexpr int dim = cache_call::dim;
+  const float* inputs = call_inputs(on_device).data();
   tessera::index_t next = 0;  // the first new token
   const auto rows = [&](tessera::index_t layer, tessera::index_t tokens, tessera::index_t heads, int kind) {
     return tessera::nhd_rows(inputs + 8 * (layer * 97 + kind * 31) + next * heads * dim, tokens, heads, dim);

@@ -1,17 +1,23 @@
-// Calls of a cache in random order with random arguments, valid and not, against a model of what it promises.
+// Calls of a cache in random order with random arguments, valid and not, written down as they are made.
 #pragma once
 
-#include "prompt_calls.hpp"
+#include <iostream>
+
+#include "call_arguments.hpp"
+#include "call_code.hpp"
+#include "checked_calls.hpp"
+#include "support/shrink/shortest_failure.hpp"
 
 namespace support {
 
-/// Calls of caches that go on alike, and the model that tells which ones the contract allows.
-class random_cache_calls : public prompt_calls {
+/// Draws calls that suit the state of a cache, or nearly so, and makes them.
+class random_cache_calls : public call_arguments {
  public:
-  random_cache_calls(rng& random, const tessera::model_shape& shape, const called_method& method,
-                     const called_limits& limits, const making& make, std::unique_ptr<called_cache> reference = nullptr,
-                     agreement* seen = nullptr)
-      : prompt_calls(random, shape, method, limits, make, std::move(reference), seen) {}
+  random_cache_calls(rng& random, const called_caches& caches, agreement* seen = nullptr)
+      : call_arguments(random, caches.shape, caches.limits), cache_(caches, seen) {}
+
+  /// All calls that were made so far, the one that failed among them.
+  const std::vector<cache_call>& made() const { return made_; }
 
   void call() {
     switch (random_.between(0, limits_.on_device ? 12 : 15)) {
@@ -27,9 +33,9 @@ class random_cache_calls : public prompt_calls {
       case 5:
         return attend_prompt();
       case 6:
-        return random_.chance(0.2) ? end_layer(some_layer(), some_id()) : end_prompt();
+        return random_.chance(0.2) ? end_layer(some_layer(), some_id()) : end_prompt(some_id());
       case 7:
-        return end_prompt();
+        return end_prompt(some_id());
       case 8:
       case 9:
         return step_everywhere();
@@ -49,6 +55,150 @@ class random_cache_calls : public prompt_calls {
   }
 
  private:
+  bool make(cache_call call) {
+    made_.push_back(std::move(call));  // first: it may throw
+    const auto done = cache_.make(made_.back());
+    if (done == checked_calls::outcome::passed_over) made_.pop_back();
+    return done == checked_calls::outcome::carried_out;
+  }
+  bool make(cache_verb verb, index_t layer, index_t id, index_t tokens = 0) {
+    cache_call call;
+    call.verb = verb;
+    call.layer = layer;
+    call.id = id;
+    call.tokens = tokens;
+    return make(std::move(call));
+  }
+
+  index_t some_id() {
+    return random_.chance(0.85) && cache_.ids() > 0 ? random_.between(0, cache_.ids() - 1) : random_.between(-2, 9);
+  }
+  called_cache::boundary_fault some_fault(bool looked_at) {
+    using kind = called_cache::boundary_fault;
+    if (!looked_at || !random_.chance(0.05)) return kind::none;
+    return std::vector{kind::one_less, kind::one_more, kind::no_flag}[std::size_t(random_.between(0, 2))];
+  }
+
+  // --- sequences and prompts -----------------------------------------------------------------------------------------
+
+  void open() {
+    if (cache_.ids() > 4 && random_.chance(0.7)) return;
+    make(cache_verb::open, 0, 0);
+  }
+  void fork() {
+    if (cache_.ids() > 4 && random_.chance(0.7)) return;
+    make(cache_verb::fork, 0, some_id());
+  }
+  void close() {
+    const index_t id = some_id();
+    const auto* held = cache_.known(id);
+    // Mostly those that have grown long, or that no order of calls can bring to an end any more.
+    if (held && held->next[0] < 60 && random_.chance(held->is_between_layers ? 0.2 : 0.8)) return;
+    make(cache_verb::close, 0, id);
+  }
+  void reserve() {
+    const index_t id = some_id(),
+                  tokens = random_.chance(0.8) ? random_.between(0, 40) : random_.pick({-1, 1 << 20, 0x7fffffff});
+    if (limits_.on_device) make(cache_verb::reserve, 0, id, tokens);
+  }
+
+  bool prefill(index_t layer, index_t id, index_t tokens, index_t queries, index_t kv_heads, index_t v_tokens) {
+    cache_call call;
+    call.verb = cache_verb::prefill;
+    call.layer = layer;
+    call.id = id;
+    call.q = rows(queries, shape_.q_heads);
+    call.k = rows(tokens, kv_heads);
+    call.v = rows(v_tokens, kv_heads);
+    if (random_.chance(0.05)) {
+      random_.chance(0.4) && queries > 0 ? spoil(call.q) : spoil(random_.chance(0.5) ? call.k : call.v);
+      // Fewer queries, or none, may be what the scorer needs.
+      if (queries > 0 && (call.q.tokens != queries)) call.q.tokens = tokens + 1;
+      call.is_wrong = true;
+    }
+    call.fault = some_fault(cache_.method().segments);
+    return make(std::move(call));
+  }
+  void prefill_somewhere() {
+    index_t tokens = random_.between(random_.chance(0.1) ? -1 : 1, 9);
+    if (limits_.on_device && random_.chance(0.03)) tokens = random_.pick({1 << 16, 1 << 30, 0x7fffffff});
+    prefill(some_layer(), some_id(), tokens, random_.chance(0.7) ? tokens : random_.between(-1, 10),
+            random_.chance(0.95) ? shape_.kv_heads : random_.between(0, 3),
+            random_.chance(0.95) ? tokens : random_.between(0, 9));
+  }
+  void prefill_everywhere() {
+    const index_t id = some_id(), tokens = random_.between(1, limits_.on_device && random_.chance(0.2) ? 60 : 12);
+    const bool ends = random_.chance(0.2);
+    for (index_t layer = 0; layer < shape_.layers; ++layer) {
+      if (!prefill(layer, id, tokens, tokens, shape_.kv_heads, tokens)) return;
+      if (ends) end_layer(layer, id);
+    }
+  }
+
+  void attend_prompt() {
+    cache_call call;
+    call.verb = cache_verb::prefill_attention;
+    call.id = some_id();
+    call.layer = some_layer();
+    const index_t tokens = random_.between(0, 12);
+    call.q = rows(tokens, shape_.q_heads);
+    call.wanted = some_output(tokens, 1, 0.1, call.is_wrong);
+    if (random_.chance(0.05)) {
+      spoil(call.q);
+      call.is_wrong = true;
+    }
+    make(std::move(call));
+  }
+  void end_layer(index_t layer, index_t id) { make(cache_verb::end_layer, layer, id); }
+  void end_prompt(index_t id) { make(cache_verb::end_prefill, 0, id); }
+
+  void announce_somewhere() {
+    const index_t id = some_id();
+    make(cache_verb::announce, 0, id,
+         random_.chance(0.8) ? random_.between(1, 24) : random_.pick({0, -1, (1 << 24) + 1, 0x7fffffff}));
+  }
+  // A whole turn's prompt, in chunks of any size, layer after layer.
+  void announced_prompt() {
+    const index_t id = some_id(), tokens = random_.between(1, 24);
+    if (!make(cache_verb::announce, 0, id, tokens)) return;
+    for (index_t layer = 0; layer < shape_.layers; ++layer) {
+      for (index_t done = 0, tries = 0; done < tokens; ++tries) {
+        const index_t chunk = random_.between(1, tokens - done);
+        if (tries > 60) return;
+        if (prefill(layer, id, chunk, chunk, shape_.kv_heads, chunk)) done += chunk;
+      }
+      if (random_.chance(0.2)) end_layer(layer, id);
+    }
+    while (random_.chance(0.5)) read_again(id);
+    end_prompt(id);
+  }
+
+  void read_again(index_t id) {
+    cache_call call;
+    call.verb = cache_verb::reread;
+    call.id = id;
+    call.layer = some_layer();
+    const index_t tokens = random_.between(0, 6);
+    const auto* held = cache_.known(id);
+    call.first = random_.between(-1, 40);
+    call.tokens = random_.between(0, 40);
+    if (held && is_layer(call.layer) && held->next[std::size_t(call.layer)] > 0 && random_.chance(0.8)) {
+      call.first = random_.between(0, held->next[std::size_t(call.layer)] - 1);
+      call.tokens = random_.between(1, held->next[std::size_t(call.layer)] - call.first);
+    }
+    call.q = rows(tokens, shape_.q_heads);
+    call.k = rows(tokens, shape_.kv_heads);
+    call.v = rows(tokens, shape_.kv_heads);
+    call.wanted = some_output(tokens, 1, 0, call.is_wrong);
+    call.wanted.lse = {};
+    if (random_.chance(0.1)) {
+      random_.chance(0.4) ? spoil(call.wanted.out)
+                          : spoil(*std::vector{&call.q, &call.k, &call.v}[std::size_t(random_.between(0, 2))]);
+      call.is_wrong = true;
+    }
+    make(std::move(call));
+  }
+
   // --- steps ---------------------------------------------------------------------------------------------------------
 
   std::vector<index_t> some_ids() {
@@ -60,135 +210,70 @@ class random_cache_calls : public prompt_calls {
     return ids;
   }
 
-  bool prepare(const std::vector<index_t>& ids, index_t tokens) {
-    bool allowed =
-        tokens >= 1 && tokens <= limits_.step_tokens && !ids.empty() && (!method_.exact || method_.read >= tokens);
-    bool fits = true;
-    for (const index_t id : ids) {
-      const sequence* held = known(id);
-      if (held && held->next[0] > 110) return false;
-      allowed = allowed && held && std::count(ids.begin(), ids.end(), id) == 1 && !held->is_between_layers;
-      for (index_t layer = 0; allowed && layer < shape_.layers; ++layer)
-        allowed = held->turn[std::size_t(layer)] == 0 && held->next[std::size_t(layer)] == held->next[0];
-      fits = fits && allowed && surely_fits(*held, tokens);
-    }
-    const auto fault = some_fault(method_.step_segments);
-    allowed = allowed && fault == called_cache::boundary_fault::none;
-    const std::optional<bool> expected = allowed && !fits ? std::nullopt : std::optional<bool>(allowed);
-    tessera::batch made;
-    if (!apply("prepare_step", expected, [&](called_cache& cache) {
-          cache.fault = fault;
-          made = cache.prepare_step(ids, tokens);
-        }))
-      return false;
-    REQUIRE((made.ids == ids && made.tokens == tokens));
-    earlier_.push_back(made);
-    if (earlier_.size() > 4) earlier_.erase(earlier_.begin());
-    step_ = step{made, false, false, false, 0};
-    for (const index_t id : ids) {
-      sequence& held = *known(id);
-      held.step_tokens = tokens;
-      held.has_prepared = !limits_.on_device;
-      if (!limits_.on_device) continue;
-      for (index_t& next : held.next) next += tokens;  // which each layer's decode does elsewhere
-    }
-    return true;
-  }
+  /// A step that was prepared, by the number of its call.
+  struct prepared {
+    int number = 0;
+    tessera::batch now{};
+  };
 
   void begin() {
-    const auto begins = [&](const tessera::batch& one, bool allowed) {
-      apply("begin_step", allowed, [&](called_cache& cache) { cache.begin_step(one); });
-    };
+    cache_call call;
+    call.verb = cache_verb::begin_step;
+    call.step = earlier_.back().number;
     if (limits_.on_device && random_.chance(0.1)) {
-      tessera::batch wrong = step_.now;
+      cache_call wrong = call;
+      wrong.is_altered = true;
+      const tessera::batch& now = earlier_.back().now;
+      wrong.ids.assign(now.ids.begin(), now.ids.end());
+      wrong.tokens = now.tokens;
       random_.chance(0.3)   ? wrong.ids.clear()
       : random_.chance(0.5) ? wrong.ids.push_back(some_id())
                             : void(wrong.tokens += random_.pick({-1, 1}));
-      begins(wrong, false);
+      make(std::move(wrong));
     }
-    begins(step_.now, true);
-    step_.has_begun = true;
-    if (limits_.on_device && random_.chance(0.05)) begins(step_.now, false);
+    make(call);
+    if (limits_.on_device && random_.chance(0.05)) make(call);
   }
 
-  static bool same(const tessera::batch& a, const tessera::batch& b) {
-    return a.ids == b.ids && a.tokens == b.tokens && a.evicts_first == b.evicts_first && a.evicts_last == b.evicts_last;
-  }
-  std::optional<bool> expected_of(index_t layer, const tessera::batch& now, index_t tokens) {
-    if (!is_layer(layer) || tokens != now.tokens) return false;
-    const auto at = std::size_t(layer);
-    for (const index_t id : now.ids) {
-      const sequence* held = known(id);
-      if (!held || held->step_tokens != tokens || held->turn[at] != 0) return false;
-    }
-    const bool latest = !step_.is_stale && same(now, step_.now);
-    if (limits_.on_device) return latest && step_.has_begun && layer == step_.next_layer;
-    for (const index_t id : now.ids) {
-      const auto& next = known(id)->next;
-      if (next[at] != (layer > 0 ? next[0] - now.tokens : next.back())) return false;
-    }
-    if (latest && !step_.is_disturbed && layer == step_.next_layer) return true;
-    return std::nullopt;
-  }
-
-  bool decode(index_t layer, const tessera::batch& now, index_t tokens, index_t sequences, index_t k_tokens,
-              double wrong) {
-    for (const index_t id : now.ids) {
-      const sequence* held = known(id);
-      if (held && *std::max_element(held->next.begin(), held->next.end()) > 130) return false;
-    }
-    bool right = tokens == k_tokens && sequences == now.sequences();
-    const auto wanted = some_output(tokens, sequences, wrong / 2, right);
-    auto q = rows(tokens, shape_.q_heads, sequences), k = rows(k_tokens, shape_.kv_heads, sequences),
-         v = rows(k_tokens, shape_.kv_heads, sequences);
-    if (wrong == 0 && !is_aligned(q)) q.data -= (q.data - inputs(true).data()) % 8;
+  bool decode(index_t layer, cache_call call, index_t tokens, index_t sequences, index_t k_tokens, double wrong) {
+    call.verb = cache_verb::decode;
+    call.layer = layer;
+    call.wanted = some_output(tokens, sequences, wrong / 2, call.is_wrong);
+    call.q = rows(tokens, shape_.q_heads, sequences);
+    call.k = rows(k_tokens, shape_.kv_heads, sequences);
+    call.v = rows(k_tokens, shape_.kv_heads, sequences);
+    if (wrong == 0 && !cache_.is_aligned(call.q)) call.q.data -= (call.q.data - call_inputs(true).data()) % 8;
     if (random_.chance(wrong / 2)) {
-      spoil(*std::vector{&q, &k, &v}[std::size_t(random_.between(0, 2))]);
-      right = false;
+      spoil(*std::vector{&call.q, &call.k, &call.v}[std::size_t(random_.between(0, 2))]);
+      call.is_wrong = true;
     }
-    const std::optional<bool> expected =
-        right && is_aligned(q) && tokens >= 1 ? expected_of(layer, now, tokens) : false;
-    CAPTURE(layer, now.ids, now.tokens, tokens, sequences, k_tokens, right, q.tokens, k.tokens, v.tokens);
-    CAPTURE(wanted.out.tokens, wanted.out.heads, wanted.out.sequences, wanted.out.dim, wanted.lse.tokens);
-    if (!apply("decode", expected, [&](called_cache& cache) {
-          const auto [out, lse] = take(wanted);
-          cache.decode(layer, now, q, k, v, out, lse);
-        }))
-      return false;
-    if (same(now, step_.now)) step_.next_layer = layer + 1;
-    for (const index_t id : now.ids) {
-      sequence& held = *known(id);
-      if (limits_.on_device) {
-        held.is_between_layers = layer + 1 < shape_.layers;
-      } else {
-        held.next[std::size_t(layer)] += tokens;
-        held.has_prepared = held.has_prepared && layer > 0;
-      }
-    }
-    compare_attended(layer, now);
-    compare_outputs();
-    for (const index_t id : now.ids) {
-      if (layer + 1 == shape_.layers) compare_stored(id);
-    }
-    return true;
+    return make(std::move(call));
   }
 
   void step_everywhere() {
-    const auto ids = some_ids();
-    const index_t tokens = random_.chance(0.5)   ? 1
-                           : random_.chance(0.9) ? random_.between(1, 8)
-                                                 : random_.pick({0, -1, 9, 1 << 30});
-    if (!prepare(ids, tokens)) return;
-    const tessera::batch now = step_.now;
+    cache_call prepare;
+    prepare.verb = cache_verb::prepare_step;
+    prepare.ids = some_ids();
+    prepare.tokens = random_.chance(0.5)   ? 1
+                     : random_.chance(0.9) ? random_.between(1, 8)
+                                           : random_.pick({0, -1, 9, 1 << 30});
+    prepare.fault = some_fault(cache_.method().step_segments);
+    prepare.step = ++steps_;
+    if (!make(prepare)) return;
+    earlier_.push_back({prepare.step, cache_.latest_step().now});
+    if (earlier_.size() > 4) earlier_.erase(earlier_.begin());
+    cache_call now;
+    now.step = prepare.step;
+    const index_t tokens = prepare.tokens, sequences = index_t(prepare.ids.size());
     begin();
     for (index_t layer = 0; layer < shape_.layers; ++layer) {
       bool done = false;
-      while (!done && random_.chance(0.15)) done = decode(layer, now, tokens, now.sequences(), tokens, 0.9);
+      while (!done && random_.chance(0.15)) done = decode(layer, now, tokens, sequences, tokens, 0.9);
       if (done) continue;
       if (layer > 0 && random_.chance(0.03)) return;
       // On a device a step that has begun must have gone through a layer before anything else may be refused.
       if ((layer > 0 || !limits_.on_device) && random_.chance(0.04)) between_layers();
-      if (!decode(layer, now, tokens, now.sequences(), tokens, 0)) return;
+      if (!decode(layer, now, tokens, sequences, tokens, 0)) return;
     }
   }
 
@@ -211,59 +296,66 @@ class random_cache_calls : public prompt_calls {
 
   // A step of long ago, one that nobody prepared, or a layer whose turn it is not.
   void decode_somewhere() {
-    tessera::batch now;
-    if (!earlier_.empty()) now = earlier_[std::size_t(random_.between(0, index_t(earlier_.size()) - 1))];
+    prepared step;
+    if (!earlier_.empty()) step = earlier_[std::size_t(random_.between(0, index_t(earlier_.size()) - 1))];
+    cache_call call;
+    call.step = step.number;
     if (limits_.on_device && random_.chance(0.3)) {
-      now.ids = some_ids();
-      now.tokens = random_.between(0, 9);
+      call.is_altered = true;
+      call.ids = some_ids();
+      call.tokens = random_.between(0, 9);
+      step.now.ids = call.ids;
+      step.now.tokens = call.tokens;
     }
-    if (now.ids.empty()) return;
-    const index_t layer = some_layer(), tokens = random_.chance(0.8) ? now.tokens : random_.between(0, 9);
-    // A layer that is left out: what a graph replays the host does not see, and the device goes on.
-    if (limits_.on_device && layer > step_.next_layer) return;
-    decode(layer, now, tokens, random_.chance(0.9) ? now.sequences() : random_.between(1, 4),
+    if (step.now.ids.empty()) return;
+    const index_t layer = some_layer(), tokens = random_.chance(0.8) ? step.now.tokens : random_.between(0, 9);
+    decode(layer, std::move(call), tokens, random_.chance(0.9) ? step.now.sequences() : random_.between(1, 4),
            random_.chance(0.9) ? tokens : random_.between(0, 9), 0.2);
   }
 
   // --- the rest ------------------------------------------------------------------------------------------------------
 
   void change() {
-    const index_t tokens =
-        random_.chance(0.5) ? random_.between(16, 60) : random_.pick({0, -1, 3, 1 << 24, (1 << 24) + 1, 0x7fffffff});
-    std::optional<bool> allowed;  // window, sinks and the like have a say
-    if (method_.has_budget && (tokens < 1 || tokens > 1 << 24)) allowed = false;
-    if (apply("set_budget", allowed, [&](called_cache& cache) { cache.set_budget(tokens); })) {
-      if (!method_.has_two) method_.read = tokens;
-      step_.is_disturbed = true;
-      step_.is_stale = step_.is_stale || (limits_.on_device && step_.has_begun);
-    }
-    if (!random_.chance(0.2)) return;
-    cache_ = cache_->copy();
-    twin_ = twin_->copy();  // a copy may hold less memory
+    make(cache_verb::set_budget, 0, 0,
+         random_.chance(0.5) ? random_.between(16, 60) : random_.pick({0, -1, 3, 1 << 24, (1 << 24) + 1, 0x7fffffff}));
+    if (random_.chance(0.2)) make(cache_verb::copy, 0, 0);
   }
 
   void look() {
-    const index_t id = some_id(), layer = some_layer(), one = some_head();
-    const sequence* held = known(id);
-    std::vector<offset_t> seen[3];
-    apply("look", held && is_layer(layer) && is_head(one), [&](called_cache& cache) {
-      cache.positions(layer, id, one);
-      cache.readable(layer, id, one);
-      for (index_t head = 0; head < shape_.kv_heads; ++head) {
-        for (const auto& part : {cache.positions(layer, id, head), cache.readable(layer, id, head)}) {
-          seen[turn_].push_back(offset_t(part.size()));
-          seen[turn_].insert(seen[turn_].end(), part.begin(), part.end());
-        }
-      }
-      const tessera::stage_plan plan = cache.plan(id);
-      seen[turn_].insert(seen[turn_].end(), {plan.capacity, plan.retained, plan.read, offset_t(plan.ratio * 4096),
-                                             cache.bytes(id), cache.bytes_read(id)});
-      REQUIRE(cache.next_position(id) == held->next[0]);
-    });
-    if (!seen[1].empty()) REQUIRE(seen[0] == seen[1]);
+    cache_call call;
+    call.verb = cache_verb::look;
+    call.id = some_id();
+    call.layer = some_layer();
+    call.head = some_head();
+    make(std::move(call));
   }
 
-  std::vector<tessera::batch> earlier_;  // steps that were prepared
+  checked_calls cache_;
+  std::vector<cache_call> made_;
+  std::vector<prepared> earlier_;
+  int steps_ = 0;
 };
+
+/// Makes so many random calls. Says what is wrong with one in a sentence, and prints the shortest list of calls with which it is;
+/// empty: nothing is. Throws as the caches do that cannot be made.
+inline std::string wrong_of_random_calls(rng& random, const called_caches& caches, index_t count,
+                                         agreement* seen = nullptr) {
+  random_cache_calls drawn(random, caches, seen);
+  const auto found = failure_of([&] {
+    for (index_t i = 0; i < count; ++i) drawn.call();
+  });
+  if (!found) return {};
+  const auto replay = [&](const std::vector<cache_call>& calls) {
+    return failure_of([&] {
+      agreement unused;
+      checked_calls replayed(caches, &unused);
+      for (const cache_call& call : calls) replayed.make(call);
+    });
+  };
+  const call_code code(caches.limits.on_device);
+  std::cout << shortest_failure(drawn.made(), *found, replay, code, simpler_calls(caches.limits.on_device)) << "where\n"
+            << code.beginning() << std::flush;
+  return found->rule;
+}
 
 }  // namespace support

@@ -2,93 +2,38 @@
 #pragma once
 #include <algorithm>
 #include <cmath>
+#include <iostream>
+#include <numeric>
 #include <string>
+#include <utility>
 #include <vector>
 
-#include "backend/cuda/device.hpp"
+#include "conversation_calls.hpp"
+#include "step_rows.hpp"
 #include "support/calls/called_cache.hpp"
 #include "support/random.hpp"
+#include "support/shrink/shortest_failure.hpp"
 #include "tessera/backend/cuda/cache.cuh"
 #include "tessera/cache.hpp"
 
 namespace gpu_test {
+using support::must;
 
 /// What a conversation's caches disagreed on. Scores that differ by rounding may swap tokens at the cut.
 struct disagreement {
   long selections = 0, swapped = 0;
 };
 
-/// Rows as they are, or such that an encoding's scale is a power of two: decoded to 16 bits they lose nothing then.
-enum class scales { any, even };
-
-/// The largest magnitude of rows of this encoding, between 1 and 2; 0: whatever it is.
-template <class Encoding>
-float row_largest(scales kind) {
-  if constexpr (Encoding::scaled) {
-    int exponent = 0;
-    if (kind == scales::even) return 2 * std::frexp(std::round(1 / Encoding::scale_of(1)), &exponent);
-  }
-  return 0;
-}
-
-template <class T>
-std::vector<T> random_rows(std::size_t elements, int dim, float deviation, float largest = 0) {
-  std::vector<T> rows(elements);  // by a table: logarithms would take most of a conversation's time
-  for (T& x : rows) x = T(deviation * support::rng::normal_numbers()[rng()() >> 16]);
-  for (std::size_t i = 0; largest > 0 && i < elements; ++i) {
-    const float x = float(rows[i]);
-    rows[i] = T(i % std::size_t(dim) == 0 ? std::copysign(largest, x) : std::clamp(x, -largest, largest));
-  }
-  return rows;
-}
-
-template <class T>
-struct step_rows {
-  std::vector<T> q, k, v;
-  buffer<T> dq, dk, dv;
-  index_t sequences, tokens, q_heads, kv_heads;
-  int dim;
-  step_rows(index_t batch, index_t n, const model_shape& shape, int d, float largest = 0)
-      : q(random_rows<T>(std::size_t(batch * n * shape.q_heads * d), d, 1.5f)),
-        k(random_rows<T>(std::size_t(batch * n * shape.kv_heads * d), d, 1.5f, largest)),
-        v(random_rows<T>(std::size_t(batch * n * shape.kv_heads * d), d, 1, largest)),
-        dq(q),
-        dk(k),
-        dv(v),
-        sequences(batch),
-        tokens(n),
-        q_heads(shape.q_heads),
-        kv_heads(shape.kv_heads),
-        dim(d) {}
-  rows_view<const T> rows(const T* data, index_t heads, index_t skip = 0) const {
-    rows_view<const T> all = nhd_rows<const T>(data, tokens, heads, dim, sequences);
-    all.data += skip * all.token_stride;
-    all.tokens -= skip;
-    return all;
-  }
+/// What both caches of a conversation are made of.
+template <class Method>
+struct conversation_setup {
+  model_shape shape;
+  Method method;
+  scales kind;
 };
 
-/// Where the segments of so many new tokens end, for a method that wants to know.
-template <class Method>
-std::vector<std::uint8_t> random_boundaries(index_t tokens) {
-  std::vector<std::uint8_t> ends;
-  for (index_t t = 0; Method::needs_segments && t < tokens; ++t) ends.push_back(draw(0, 11) == 0);
-  return ends;
-}
-
-inline double relative_error(const std::vector<float>& got, const std::vector<float>& expected) {
-  double difference = 0, size = 0;
-  for (std::size_t i = 0; i < got.size(); ++i) {
-    if (got[i] != got[i]) return 1e9;
-    difference += (double(got[i]) - expected[i]) * (double(got[i]) - expected[i]);
-    size += double(expected[i]) * expected[i];
-  }
-  return std::sqrt(difference / std::max(size, 1e-30));
-}
-
-/// One conversation: turns of chunked prompts and decode steps over a batch of sequences, compared after every call.
-/// Below TESSERA_TEST_SCALE 1 shapes and conversations are smaller too: racecheck takes seconds for each launch of a
-/// cluster of blocks (H200, CUDA 13.0), and of those a step has one a layer.
+/// One conversation: turns of chunked prompts and decode steps over a batch of sequences, compared after every call. It throws
+/// support::broken_rule where the caches disagree, and passes over calls that are not possible.
 template <class Method>
 class conversation {
   using T = typename Method::layout_type::element_type;
@@ -102,34 +47,36 @@ class conversation {
   static constexpr double margin = packs && std::is_same_v<T, bf16> ? 2e-2 : 8e-3;
 
  public:
-  /// `configure(method, shape)`: what of the method depends on the model.
-  template <class Configure>
-  conversation(const Method& method, disagreement& seen, scales kind, const Configure& configure)
-      : shape_(random_shape()),
-        method_(method),
+  conversation(const conversation_setup<Method>& setup, disagreement& seen)
+      : shape_(setup.shape),
+        method_(setup.method),
         seen_(seen),
-        largest_(row_largest<encoding>(kind)),
+        largest_(row_largest<encoding>(setup.kind)),
         workers_(std::make_shared<cpu::executor>(1)),
-        host_((configure(method_, shape_), shape_), method_, workers_),
+        host_(shape_, method_, workers_),
         device_(shape_, method_, options()) {}
 
-  void hold() {
-    const index_t opened = draw(1, 3);
-    for (index_t i = 0; i < opened; ++i) {
-      host_.open();
-      device_.open();
-    }
-    if (opened == 3 && draw(0, 1)) {  // a hole: ids do not follow one another
-      host_.close(1);
-      device_.close(1);
-      ids_ = {0, 2};
-    } else {
-      for (index_t i = 0; i < opened; ++i) ids_.push_back(i);
-    }
-    for (index_t turn = 0, turns = draw(1, shrunk(3, 2)); turn < turns && same_; ++turn) {
-      for (const index_t id : ids_) prompt(id);
-      for (index_t i = 0, steps = draw(0, shrunk(6, 2)); i < steps && same_; ++i) step();
-      if (same_ && ids_.size() < 3 && draw(0, 2) == 0) fork();
+  void make(const conversation_call& call) {
+    if (!same_) return;
+    engine_.seed(call.seed);
+    const bool is_open = std::count(ids_.begin(), ids_.end(), call.id) > 0;
+    switch (call.verb) {
+      case conversation_verb::open:
+        if (ids_.size() < 3) open();
+        return;
+      case conversation_verb::close:
+        if (is_open) close(call.id);
+        return;
+      case conversation_verb::fork:
+        if (is_open && ids_.size() < 3) fork(call.id);
+        return;
+      case conversation_verb::prompt:
+        if (is_open) prompt(call);
+        return;
+      case conversation_verb::step:
+        if (!ids_.empty() &&
+            std::all_of(ids_.begin(), ids_.end(), [&](index_t id) { return has_prompt_[std::size_t(id)]; }))
+          step(call.tokens);
     }
   }
 
@@ -142,40 +89,39 @@ class conversation {
     return chosen;
   }
 
-  /// One sequence becomes two; at times the older one is closed then.
-  void fork() {
-    const std::size_t at = std::size_t(draw(0, int(ids_.size()) - 1));
-    const index_t id = ids_[at], fresh = host_.fork(id);
-    REQUIRE(device_.fork(id) == fresh);
-    ids_.push_back(fresh);
-    compare_stored();
-    for (index_t i = 0, steps = draw(0, 2); i < steps && same_; ++i) step();
-    if (draw(0, 1)) return;
+  void open() {
+    const index_t id = host_.open();
+    must(device_.open() == id, "both caches open the same id", id);
+    ids_.push_back(id);
+    has_prompt_[std::size_t(id)] = false;
+  }
+  void close(index_t id) {
     host_.close(id);
     device_.close(id);
-    ids_.erase(ids_.begin() + std::ptrdiff_t(at));
+    std::erase(ids_, id);
+    compare_stored();
+  }
+  void fork(index_t id) {
+    const index_t forked = host_.fork(id);
+    must(device_.fork(id) == forked, "both caches give a fork the same id", forked);
+    ids_.push_back(forked);
+    has_prompt_[std::size_t(forked)] = has_prompt_[std::size_t(id)];
     compare_stored();
   }
 
-  static model_shape random_shape() {
-    const index_t layers = draw(1, shrunk(3, 1)), kv_heads = draw(1, shrunk(4, 2));
-    return support::called_shape<Method>({layers, kv_heads * draw(1, shrunk(8, 4)), kv_heads});
-  }
-
-  void prompt(index_t id) {
-    const index_t total = draw(1, shrunk(220, 150));
-    if (draw(0, 1)) device_.reserve(id, total, nullptr);
-    if (Method::retain_type::settles && draw(0, 1)) {
+  void prompt(const conversation_call& call) {
+    const index_t id = call.id, total = std::accumulate(call.chunks.begin(), call.chunks.end(), index_t(0));
+    if (call.reserves) device_.reserve(id, total, nullptr);
+    if (call.announces) {
       host_.announce(id, total);
       device_.announce(id, total);
     }
-    const bool ends_layers = !Method::retain_type::rereads && draw(0, 1) == 1;
-    for (index_t done = 0; done < total;) {
-      const index_t n = std::min(total - done, draw(1, 130));
+    index_t done = 0;
+    for (const index_t n : call.chunks) {
       done += n;
-      const auto boundaries = random_boundaries<Method>(n);
+      const auto boundaries = random_boundaries<Method>(n, engine_);
       for (index_t layer = 0; layer < shape_.layers; ++layer) {
-        const step_rows<T> x(1, n, shape_, D, largest_);
+        const step_rows<T> x(1, n, shape_, D, largest_, engine_);
         host_.prefill(layer, id, x.rows(x.q.data(), x.q_heads), x.rows(x.k.data(), x.kv_heads),
                       x.rows(x.v.data(), x.kv_heads), boundaries);
         device_.prefill(layer, id, x.rows(x.dq.data, x.q_heads), x.rows(x.dk.data, x.kv_heads),
@@ -187,8 +133,8 @@ class conversation {
         device_.prefill_attention(layer, id, x.rows(x.dq.data, x.q_heads), nhd_rows(dout.data, n, x.q_heads, D), {},
                                   nullptr);
         if constexpr (Method::prefill_type::chooses_lines) attend_device_lines(layer, id, x, out);
-        REQUIRE(relative_error(dout.get(), out) < margin);
-        if (ends_layers && done == total) {
+        must_be_near(dout.get(), out, "a prompt's attention is the CPU's");
+        if (call.ends_layers && done == total) {
           host_.end_layer(layer, id);
           device_.end_layer(layer, id, nullptr);
         }
@@ -197,7 +143,13 @@ class conversation {
     reread(id, total);
     host_.end_prefill(id);
     device_.end_prefill(id, nullptr);
+    has_prompt_[std::size_t(id)] = true;
     compare_stored();
+  }
+
+  void must_be_near(const std::vector<float>& got, const std::vector<float>& expected, const char* rule) const {
+    const double error = relative_error(got, expected);
+    must(error < margin, rule, "relative error ", error, ", at most ", margin);
   }
 
   /// The prompt passes through the model once more, in parts, where the method wants it.
@@ -205,17 +157,17 @@ class conversation {
     if constexpr (Method::retain_type::rereads) {
       const index_t end = host_.next_position(id);
       for (index_t first = end - total, count; first < end; first += count) {
-        count = std::min(end - first, draw(1, 100));
-        const index_t n = count + draw(0, 20);
+        count = std::min(end - first, draw(1, 100, engine_));
+        const index_t n = count + draw(0, 20, engine_);
         for (index_t layer = 0; layer < shape_.layers; ++layer) {
-          const step_rows<T> x(1, n, shape_, D, largest_);
+          const step_rows<T> x(1, n, shape_, D, largest_, engine_);
           std::vector<float> out(x.q.size());
           buffer<float> dout(out.size());
           host_.reread(layer, id, first, count, x.rows(x.q.data(), x.q_heads), x.rows(x.k.data(), x.kv_heads),
                        x.rows(x.v.data(), x.kv_heads), nhd_rows(out.data(), n, x.q_heads, D));
           device_.reread(layer, id, first, count, x.rows(x.dq.data, x.q_heads), x.rows(x.dk.data, x.kv_heads),
                          x.rows(x.dv.data, x.kv_heads), nhd_rows(dout.data, n, x.q_heads, D), nullptr);
-          REQUIRE(relative_error(dout.get(), out) < margin);
+          must_be_near(dout.get(), out, "a text that is read again is attended as on the CPU");
         }
       }
       compare_stored();
@@ -225,8 +177,9 @@ class conversation {
   /// What the CPU makes of the device's lines: weights that differ by rounding may choose others.
   void attend_device_lines(index_t layer, index_t id, const step_rows<T>& x, std::vector<float>& out) {
     const prompt_lines& lines = device_.lines(layer, id);
-    REQUIRE(lines.next - lines.first == x.tokens);
-    REQUIRE(lines.next == host_.next_position(id));  // of layer 0, which has the chunk
+    const bool is_chunk =
+        lines.next - lines.first == x.tokens && lines.next == host_.next_position(id);  // of layer 0, which has it
+    must(is_chunk, "lines are those of the chunk", lines.first, " to ", lines.next, ", tokens ", x.tokens);
     std::vector<float> lse(std::size_t(x.tokens * x.q_heads));
     cpu::line_attention(host_.view(layer, id), cpu::query_rows<T>{x.rows(x.q.data(), x.q_heads), &lines.first},
                         logit_rule{}, lines,
@@ -235,14 +188,14 @@ class conversation {
                         *workers_);
   }
 
-  void step() {
-    const index_t batch = index_t(ids_.size()), n = draw(0, 2) ? 1 : draw(2, 8);
-    const auto ends = random_boundaries<Method>(batch * n);
+  void step(index_t n) {
+    const index_t batch = index_t(ids_.size());
+    const auto ends = random_boundaries<Method>(batch * n, engine_);
     const auto host_step = host_.prepare_step(ids_, n, ends);
     const auto device_step = device_.prepare_step(ids_, n, nullptr, ends);
     device_.begin_step(device_step, nullptr);
     for (index_t layer = 0; layer < shape_.layers && same_; ++layer) {
-      const step_rows<T> x(batch, n, shape_, D, largest_);
+      const step_rows<T> x(batch, n, shape_, D, largest_, engine_);
       std::vector<float> out(std::size_t(batch * n * x.q_heads * D)), lse(std::size_t(batch * n * x.q_heads));
       buffer<float> dout(out.size()), dlse(lse.size());
       host_.trace_attended(true);
@@ -255,24 +208,26 @@ class conversation {
                      nhd_rows(dlse.data, n, x.q_heads, 1, batch), nullptr);
       for (const index_t id : ids_) {
         const auto &expected = host_.attended(layer, id), &got = device_.attended(layer, id);
-        REQUIRE(got.size() == expected.size());
+        must(got.size() == expected.size(), "both caches attend as many lists", got.size(), ", ", expected.size());
         for (std::size_t list = 0; list < got.size(); ++list) compare(expected[list], got[list]);
       }
       if (!same_) return;
-      REQUIRE(relative_error(dout.get(), out) < margin);
+      must_be_near(dout.get(), out, "a step's attention is the CPU's");
       const std::vector<float> got = dlse.get();
-      for (std::size_t i = 0; i < lse.size(); ++i) REQUIRE(got[i] == Approx(lse[i]).margin(lse_margin));
+      for (std::size_t i = 0; i < lse.size(); ++i) {
+        must(got[i] == Approx(lse[i]).margin(lse_margin), "log-sum-exps are the CPU's", "number ", i, " of layer ",
+             layer, ": ", got[i], ", of the CPU ", lse[i]);
+      }
     }
     compare_stored();
     for (const index_t id : ids_) {
       if (!same_) continue;
-      if constexpr (Method::retrieve_type::estimates || packs) {
-        // The device counts both extrema where heads may differ in sign, and whole keys for pages of one slot. Packed rows
-        // are padded there, and it counts the bases of all segments.
-        REQUIRE(host_.bytes_read(id) <= device_.bytes_read(id));
-      } else {
-        REQUIRE(host_.bytes_read(id) == device_.bytes_read(id));
-      }
+      const offset_t host = host_.bytes_read(id), device = device_.bytes_read(id);
+      // The device counts both extrema where heads may differ in sign, and whole keys for pages of one slot. Packed rows
+      // are padded there, and it counts the bases of all segments.
+      const bool counts_more = Method::retrieve_type::estimates || packs;
+      must(counts_more ? host <= device : host == device, "both caches count the bytes that a step reads", device,
+           ", of the CPU ", host);
     }
   }
 
@@ -280,7 +235,8 @@ class conversation {
     most_swapped_ = std::max(most_swapped_, chosen_together());
     for (const index_t id : ids_) {
       if constexpr (Method::retrieve_type::estimates) most_swapped_ = std::max(most_swapped_, page_of(id));
-      REQUIRE(host_.next_position(id) == device_.next_position(id));
+      must(host_.next_position(id) == device_.next_position(id), "both caches know the next position",
+           device_.next_position(id), ", of the CPU ", host_.next_position(id));
       for (index_t layer = 0; layer < shape_.layers; ++layer) {
         for (index_t h = 0; h < shape_.kv_heads; ++h) {
           compare(host_.readable(layer, id, h), device_.readable(layer, id, h));
@@ -288,7 +244,7 @@ class conversation {
         }
       }
       if constexpr (cuda::kv_store<typename Method::layout_type>::in_groups) {
-        if (same_) REQUIRE(host_.pages(id) == device_.pages(id));
+        if (same_) must(host_.pages(id) == device_.pages(id), "both caches hold as many pages");
       }
     }
   }
@@ -299,13 +255,12 @@ class conversation {
     if (expected == got) return;
     std::vector<index_t> missing;
     std::set_difference(expected.begin(), expected.end(), got.begin(), got.end(), std::back_inserter(missing));
-    INFO("layers " << shape_.layers << ", kv_heads " << shape_.kv_heads << ", q_heads " << shape_.q_heads
-                   << ", expected " << expected.size() << " tokens, got " << got.size() << ", missing "
-                   << missing.size());
-    REQUIRE(std::is_sorted(got.begin(), got.end()));
-    REQUIRE(std::abs(index_t(expected.size()) - index_t(got.size())) <=
-            most_swapped_);  // adaptive budgets count by score
-    REQUIRE(index_t(missing.size()) <= most_swapped_);
+    must(std::is_sorted(got.begin(), got.end()), "positions ascend", support::listed(got));
+    const bool is_near =
+        std::abs(index_t(expected.size()) - index_t(got.size())) <= most_swapped_ &&  // adaptive budgets count by score
+        index_t(missing.size()) <= most_swapped_;
+    must(is_near, "what is chosen is the CPU's but for scores that are equal to rounding", "expected ", expected.size(),
+         " tokens, got ", got.size(), ", missing ", support::listed(missing), ", of which ", most_swapped_, " may be");
     ++seen_.swapped;
     same_ = false;
   }
@@ -313,9 +268,9 @@ class conversation {
   /// What is chosen together: where estimates of two pages cannot be told apart, so much may differ.
   index_t page_of(index_t id) const {
     const stage_plan expected = host_.plan(id), got = device_.plan(id);
-    REQUIRE(expected.read == got.read);
-    REQUIRE(expected.retained == got.retained);
-    REQUIRE(expected.ratio == got.ratio);
+    const bool is_same = expected.read == got.read && expected.retained == got.retained && expected.ratio == got.ratio;
+    must(is_same, "both caches plan alike", "read ", got.read, ", retained ", got.retained, ", ratio ", got.ratio,
+         "; of the CPU ", expected.read, ", ", expected.retained, ", ", expected.ratio);
     return method_.retrieve.planned(expected, D).scorer.page;
   }
 
@@ -343,24 +298,52 @@ class conversation {
   cache<Method> host_;
   cuda::cache<Method> device_;
   std::vector<index_t> ids_;
+  bool has_prompt_[3] = {};  // by id
   bool same_ = true;
+  std::mt19937 engine_;  // of the call's rows
 };
+
+/// The rule that a conversation breaks, after its shortest form has been printed; empty: none.
+template <class Method>
+std::string wrong_of(const conversation_setup<Method>& setup, const std::vector<conversation_call>& calls,
+                     disagreement& seen) {
+  const auto hold = [&](const std::vector<conversation_call>& list, disagreement& counts) {
+    return support::failure_of([&] {
+      conversation<Method> both(setup, counts);
+      for (const conversation_call& call : list) both.make(call);
+    });
+  };
+  const auto found = hold(calls, seen);
+  if (!found) return {};
+  const auto replay = [&](const std::vector<conversation_call>& list) {
+    disagreement unused;
+    return hold(list, unused);
+  };
+  std::cout << support::shortest_failure(calls, *found, replay, conversation_code{}, simpler_conversations{})
+            << "with layers " << setup.shape.layers << ", kv_heads " << setup.shape.kv_heads << ", q_heads "
+            << setup.shape.q_heads << ", budget " << setup.method.budget() << std::endl;
+  return found->rule;
+}
 
 struct as_it_is {
   template <class Method>
   void operator()(Method&, const model_shape&) const {}
 };
 
+/// `configure(method, shape)`: what of the method depends on the model.
 template <class Method, class Configure = as_it_is>
 requires runs_on_devices<Method>
 void hold_conversations(int count, scales kind = scales::any, const Configure& configure = {}) {
   disagreement seen;
   for (int i = 0; i < support::scaled(count); ++i) {
-    Method method;
-    support::keep_all_elements(method);
-    method.set_budget(draw(40, 120));
-    if constexpr (requires { method.retain.scorer.window; }) method.retain.scorer.window = draw(1, 32);
-    conversation<Method>(method, seen, kind, configure).hold();
+    conversation_setup<Method> setup{support::called_shape<Method>(random_conversation_shape()), {}, kind};
+    support::keep_all_elements(setup.method);
+    setup.method.set_budget(draw(40, 120));
+    if constexpr (requires { setup.method.retain.scorer.window; }) setup.method.retain.scorer.window = draw(1, 32);
+    configure(setup.method, std::as_const(setup.shape));
+    const auto calls = random_conversation(Method::retain_type::settles, !Method::retain_type::rereads);
+    const std::string wrong = wrong_of(setup, calls, seen);
+    REQUIRE(wrong == "");
   }
   INFO(seen.swapped << " of " << seen.selections << " selections differ by a token at the cut");
   CHECK(seen.swapped <= 2 + seen.selections / 100);

@@ -1,22 +1,19 @@
 // The device's cache behind the interface of random calls.
 #pragma once
 
-#include <functional>
-
 #include "cache_case.hpp"
-#include "support/calls/call_arguments.hpp"
-#include "support/calls/numbers.hpp"
+#include "called_on_both.hpp"
 
 namespace gpu_test {
 
-/// Rows come from `call_arguments::inputs`, which lie on the device too; what a call writes is brought back.
+/// Rows come from `call_inputs`, which lie on the device too; what a call writes is brought back.
 template <class Method>
 class device_calls final : public support::called_cache {
   using T = typename Method::layout_type::element_type;
   struct memory {
     buffer<T> inputs;
     buffer<float> out{1 << 14}, lse{1 << 10};
-    memory() : inputs(rounded(support::call_arguments::inputs(true))) {}
+    memory() : inputs(rounded(support::call_inputs(true))) {}
     static std::vector<T> rounded(const std::vector<float>& values) {
       std::vector<T> all;
       for (const float value : values) all.push_back(T(value));
@@ -78,7 +75,7 @@ class device_calls final : public support::called_cache {
             rows.sequences, rows.tokens,          rows.heads,        rows.dim};
   }
   rows_view<const T> there(const rows& given) const {
-    const float* first = support::call_arguments::inputs(true).data();
+    const float* first = support::call_inputs(true).data();
     return with_data<const T>(given, given.data ? memory_->inputs.data + (given.data - first) : nullptr);
   }
   /// Not a number until it is written.
@@ -89,33 +86,13 @@ class device_calls final : public support::called_cache {
   static void bring_back(const results& wanted, const buffer<float>& from) {
     if (!wanted.data) return;
     const std::size_t count = std::size_t(wanted.sequences * wanted.tokens * wanted.heads * wanted.dim);
-    REQUIRE(count <= from.count);
+    support::must(count <= from.count, "results are not more than a test has room for", count);
     cuda::check(cudaMemcpy(wanted.data, from.data, count * sizeof(float), cudaMemcpyDeviceToHost), "cudaMemcpy");
   }
 
   cuda::cache<Method> held_;
   std::shared_ptr<memory> memory_;  // copies share it: one is called at a time
 };
-
-/// What a method is run with; `values` by the parameter's name.
-struct called_numbers {
-  model_shape shape;
-  index_t budget;
-  std::map<std::string, double> values;
-};
-/// A method on both backends. Makers throw as the caches do.
-struct called_on_both {
-  support::called_method known;
-  std::vector<support::number> numbers;
-  std::function<std::unique_ptr<support::called_cache>(const called_numbers&, const cuda::cache_options&)> on_device;
-  std::function<std::unique_ptr<support::called_cache>(const called_numbers&)> on_host;
-};
-
-/// Random calls of the device's cache, and where they are valid of the CPU's too: test_random_calls.cu.
-void make_random_calls(const called_on_both& method);
-
-/// Every number at the ends of what it may be, and beyond, in the device's cache: test_parameter_ends.cu.
-void take_ends(const called_on_both& method);
 
 template <class Method>
 requires runs_on_devices<Method> called_on_both on_both() {

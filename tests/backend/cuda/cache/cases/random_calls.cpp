@@ -1,9 +1,9 @@
 // Random calls of the device's caches: every method's test makes its own (method.cuh.in).
-#include "cases/calls_case.hpp"
 #include "support/calls/random_cache_calls.hpp"
 
+#include "called_on_both.hpp"
+
 using namespace tessera;
-using support::random_cache_calls;
 
 void gpu_test::make_random_calls(const called_on_both& method) {
   support::agreement seen;
@@ -14,8 +14,6 @@ void gpu_test::make_random_calls(const called_on_both& method) {
     called_numbers numbers{{random.between(1, 3), random.pick({2, 4}), random.pick({1, 2})},
                            random.pick({24, 40, 64}),
                            {{"window", random.between(1, 4)}, {"max_new", random.between(4, 12)}}};
-    support::called_method known = method.known;
-    known.read = numbers.budget;
     cuda::cache_options options;
     options.sequences = random.between(2, 4);
     options.tokens = random.pick({64, 128, 300});
@@ -23,20 +21,21 @@ void gpu_test::make_random_calls(const called_on_both& method) {
     support::called_limits limits{true, options.sequences, options.step_tokens, options.tokens, random.chance(0.25)};
     const index_t rows = numbers.shape.layers * numbers.shape.kv_heads;
     if (limits.is_tight) options.rows = rows * random.between(80, 500);
-    auto reference = random.chance(0.5) ? method.on_host(numbers) : nullptr;
-    std::unique_ptr<random_cache_calls> twins;
+    support::called_caches caches{
+        numbers.shape, method.known, limits, [&] { return method.on_device(numbers, options); }, {}};
+    caches.method.read = numbers.budget;
+    if (random.chance(0.5)) caches.make_reference = [&] { return method.on_host(numbers); };
+    const index_t count = std::min(150, calls - done);
+    std::string wrong;
     try {
-      twins = std::make_unique<random_cache_calls>(
-          random, numbers.shape, known, limits, [&] { return method.on_device(numbers, options); },
-          std::move(reference), &seen);
+      wrong = support::wrong_of_random_calls(random, caches, count, &seen);
     } catch (const error& refusal) {  // a budget too small for these numbers
       CHECK_THAT(refusal.what(), contains("; expected "));
       ++refused;
     }
+    REQUIRE(wrong == "");
     ++made;
-    for (index_t i = 0; i < 150 && done < calls; ++i, ++done) {
-      if (twins) twins->call();
-    }
+    done += count;
   }
   CHECK(refused <= made / 2);
   INFO(seen.swapped << " of " << seen.compared << " choices differ by what rounding explains");

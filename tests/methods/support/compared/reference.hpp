@@ -1,7 +1,7 @@
 // What every method must do, simulated in double with token lists: no cache, no tiles, no running sums.
 #pragma once
 
-#include "model_data.hpp"
+#include "methods/support/model_data.hpp"
 #include "support/page_oracle.hpp"
 
 namespace methods_test {

@@ -1,6 +1,7 @@
 // Every number of the device's caches at the ends of what it may be: every method's test takes its own (method.cuh.in).
-#include "cases/calls_case.hpp"
 #include "support/calls/parameter_ends.hpp"
+
+#include "called_on_both.hpp"
 
 using namespace tessera;
 
