@@ -9,7 +9,7 @@
 
 #include "support/calls/cache_call.hpp"
 #include "support/calls/numbers.hpp"
-#include "tessera/backend/cuda/cache/cache_options.hpp"
+#include "tessera/backend/cuda/cache_options.hpp"
 
 namespace gpu_test {
 using namespace tessera;
