@@ -43,7 +43,7 @@ std::string shortest_failure(const std::vector<Call>& calls, const failure& firs
   text << "The shortest list that fails, " << shortest.calls.size() << " of " << calls.size() << " calls, found in "
        << shortest.tries << " tries" << (shortest.is_done ? "" : ", all that are allowed") << ":\n";
   print(shortest.calls);
-  if (found && found->details != first.details) text << "There it is: " << found->details << "\n";
+  if (found && found->details != first.details) text << "With these calls: " << found->details << "\n";
   return text.str();
 }
 

@@ -99,7 +99,7 @@ TEST_CASE("the report names the rule, the shortest list and what was found with 
   const auto text = support::shortest_failure(calls, *replay(calls), replay, as_code);
   CHECK_THAT(text, contains("broken: no call is 5\nit is 5 of 10\n"));
   CHECK_THAT(text, contains("1 of 10 calls, found in "));
-  CHECK_THAT(text, contains(":\n  call(5);\nThere it is: it is 5 of 1\n"));
+  CHECK_THAT(text, contains(":\n  call(5);\nWith these calls: it is 5 of 1\n"));
 }
 
 TEST_CASE("what cannot be replayed is printed whole") {
