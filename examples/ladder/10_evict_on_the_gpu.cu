@@ -55,8 +55,8 @@ void free_pages(const device_engine& e, index_t room, cudaStream_t stream) {
   p.view = e.pools().view(0);
   p.layers = layers;  // they share the tables: a page is empty when it is so in all of them
   p.layer_stride = rows;
-  p.room = room;
-  p.held = e.held.data();  // pages of each sequence, before and after
+  p.spare_tokens = room;
+  p.page_counts = e.held.data();  // pages of each sequence, before and after
   p.freed = e.freed.data();
   p.freed_stride = max_blocks;
   p.freed_count = e.freed_count.data();

@@ -262,7 +262,7 @@ struct retrieve {
   /// Whether `tokens` pay for an estimate of the keys, in pages, too: then a step attends half of them.
   static constexpr bool estimates = paged_scorer<Scorer>;
   static constexpr value_range<index_t> budgets = estimates ? estimating_budgets : token_budgets;
-  static constexpr value_range<index_t> answers{0, most_tokens};
+  static constexpr value_range<index_t> answers{0, max_tokens};
 
   Scorer scorer{};
   Selector selector{};

@@ -86,7 +86,7 @@ void obeys_the_laws_of_stores(std::uint64_t seed) {
         store.append({layer, id}, nhd_rows<const float>(k.data(), tokens, kv_heads, k_dim),
                      nhd_rows<const float>(v.data(), tokens, kv_heads, v_dim), next[at], {texts[at], flags.data()});
         for (index_t t = 0; t < tokens; ++t) {
-          const index_t segment = texts[at].take(flags[std::size_t(t)] == 1);
+          const index_t segment = texts[at].advance(flags[std::size_t(t)] == 1);
           for (index_t h = 0; h < kv_heads; ++h) {
             plain_head& head = place[std::size_t(h)];
             head.positions.push_back(next[at] + t);

@@ -29,7 +29,7 @@ struct followed_layer {
     const index_t heads = index_t(held.size()), tail = std::min(by.retain.scorer.window, waiting);
     const index_t longest = *std::max_element(held.begin(), held.end());
     const layer_extent extent{layer, layers, heads, tail, longest};
-    const kept_bound kept = kept_by_lengths(fitted.first.budget, extent, held, before, reach.seen(), heads);
+    const kept_bound kept = kept_by_lengths(fitted.first.budget, extent, held, before, reach.prompt_tokens(), heads);
     index_t most = 0;
     offset_t total = 0;
     for (const index_t own : kept.by_head) most = std::max(most, own), total += own;

@@ -74,7 +74,7 @@ struct pyramid {
 
   template <class Self, class Visit>
   static void parameters(Self& self, Visit&& visit) {
-    visit("beta", self.beta, value_range{1, most_tokens},
+    visit("beta", self.beta, value_range{1, max_tokens},
           "the last layer keeps about 1 / beta of the average outside the window");
     visit("layer", self.layer, value_range{-1, most_layers - 1},
           "which layer this is, where it is compressed alone; -1 for the cache's own");

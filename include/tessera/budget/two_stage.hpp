@@ -102,7 +102,7 @@ struct two_stage {
 
   template <class Self, class Visit>
   static void parameters(Self& self, Visit&& visit) {
-    visit("max_new", self.max_new, value_range{0, most_tokens},
+    visit("max_new", self.max_new, value_range{0, max_tokens},
           "tokens that a turn decodes: they count into the sequence's length");
     visit("split", self.split, split_factors{}, "share of the compression that the first stage does");
     Inner::parameters(self.inner, visit);

@@ -28,10 +28,10 @@ concept plain_selector = requires(const S s, const float* scores, index_t n, ind
 /// A selector that sees which slots are one segment of the text. The best `keep` of the candidates say how many slots
 /// each segment gets (as top_tokens takes them); the selector says which, segment by segment.
 ///   choose_in_segment(scores, n, keep, out) -> index_t
-///       scores [n] of the segment's candidates in slot order, 1 <= keep <= n <= most_segment_tokens: writes exactly
+///       scores [n] of the segment's candidates in slot order, 1 <= keep <= n <= max_segment_tokens: writes exactly
 ///       `keep` strictly ascending places in [0, n); returns the size of the blocks that it took. TESSERA_HD, for all
 ///       backends; needs no memory of the caller. Beside it, for devices: choose_in_segment(team, scores, n, keep, out,
-///       sums), the same by a team of lanes (core/one_lane.hpp); sums [most_segment_tokens / 2], of double, is theirs
+///       sums), the same by a team of lanes (core/one_lane.hpp); sums [max_segment_tokens / 2], of double, is theirs
 ///       to use.
 template <class S>
 concept segment_selector = requires(const S s, const float* scores, index_t n, index_t* out) {

@@ -35,7 +35,7 @@ struct ragged_pages {
   head_groups groups(index_t layers, index_t kv_heads) const {
     host_vector<double> expected;
     for (index_t i = 0; shares.data && i < layers * kv_heads; ++i) {
-      expected.push_back(i / kv_heads < whole_layers ? 1.0 : shares.at(i / kv_heads, i % kv_heads));
+      expected.push_back(i / kv_heads < whole_layers ? 1.0 : shares.share(i / kv_heads, i % kv_heads));
     }
     return group_heads(layers, kv_heads, heads == usual_heads ? (std::min)(heads, kv_heads) : heads, cluster, expected);
   }

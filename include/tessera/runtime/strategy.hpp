@@ -133,7 +133,7 @@ class strategy_search {
   static void measure(const Channels& channels, index_t dim, const host_vector<float>& rows,
                       const host_vector<double>& energy, trial& to) {
     const index_t count = index_t(energy.size()), left = count > 0 ? index_t(rows.size() / energy.size()) : 0;
-    const index_t kept = channels.kept(dim), group = channels.group_size();
+    const index_t kept = channels.stored_channels(dim), group = channels.group_size();
     const packed_format format{packed_element::single, left, group, kept, true};
     to.possible = to.possible && kept > 0 && kept % group == 0 && left % group == 0 && kept <= left;
     if (!to.possible || count == 0) return;

@@ -75,7 +75,7 @@ struct whole_blocks {
 
   template <class Self, class Visit>
   static void parameters(Self& self, Visit&& visit) {
-    visit("block", self.block, value_range{1, most_tokens}, "consecutive packed tokens that are chosen together");
+    visit("block", self.block, value_range{1, max_tokens}, "consecutive packed tokens that are chosen together");
   }
 };
 

@@ -133,7 +133,7 @@ class conversations {
     layer& state = find(owner.id).layers[std::size_t(owner.layer)];
     state.next_position += tokens;
     state.turn_tokens += tokens;
-    if constexpr (Recipe::needs_segments) state.text.take(marks.boundaries, tokens);
+    if constexpr (Recipe::needs_segments) state.text.advance(marks.boundaries, tokens);
   }
   template <class E, class Out>
   void check_prompt_attention(sequence_layer owner, const rows_view<const E>& q, const rows_view<Out>& out,
@@ -172,7 +172,7 @@ class conversations {
   prompt_reach reach(sequence_layer owner) const {
     const layer& state = at(owner);
     const index_t begin = state.next_position - state.turn_tokens;
-    return {begin, begin + state.judged - state.again, state.next_position};
+    return {begin, begin + state.judged - state.reconsidered_tokens, state.next_position};
   }
   /// Whether a layer chooses among what has been written of a prompt before `tokens` more are.
   bool chunk_is_due(const Recipe& recipe, sequence_layer owner, index_t tokens) const {
@@ -196,7 +196,7 @@ class conversations {
   }
   void ended_chunk(sequence_layer owner, index_t reconsidered) {
     layer& state = find(owner.id).layers[std::size_t(owner.layer)];
-    state.again = reconsidered;
+    state.reconsidered_tokens = reconsidered;
     state.judged = state.turn_tokens;
   }
 
@@ -246,7 +246,7 @@ class conversations {
     c.step_began = -1;
     c.answer_began = c.front().next_position;
     c.announced = 0;
-    for (layer& state : c.layers) state.turn_tokens = state.judged = state.again = 0, state.ended = false;
+    for (layer& state : c.layers) state.turn_tokens = state.judged = state.reconsidered_tokens = 0, state.ended = false;
   }
 
   // --- steps ---------------------------------------------------------------------------------------------------------
@@ -329,7 +329,8 @@ class conversations {
   void took_step(index_t layer_index, const batch& step) {
     for (index_t b = 0; b < step.sequences(); ++b) {
       layer& state = find(step.ids[std::size_t(b)]).layers[std::size_t(layer_index)];
-      if constexpr (Recipe::needs_segments) state.text.take(step_marks(layer_index, step, b).boundaries, step.tokens);
+      if constexpr (Recipe::needs_segments)
+        state.text.advance(step_marks(layer_index, step, b).boundaries, step.tokens);
       state.next_position += step.tokens;
     }
   }
@@ -338,7 +339,7 @@ class conversations {
   static constexpr int k_dim = Recipe::layout_type::k_dim, v_dim = Recipe::layout_type::v_dim;
 
   static void check_announced(index_t tokens) {
-    require(tokens >= 1 && tokens <= most_tokens, "tokens of the prompt", tokens, value_range{1, most_tokens}.text(),
+    require(tokens >= 1 && tokens <= max_tokens, "tokens of the prompt", tokens, value_range{1, max_tokens}.text(),
             "say how long the turn's prompt will be");
   }
   void require_whole_prompt(index_t id, const layer& state) const {
@@ -350,10 +351,10 @@ class conversations {
   }
   index_t put(index_t id, conversation&& fresh) {
     if (id == size()) {
-      closed_.make_room(all_.size() + 1);
+      closed_.reserve(all_.size() + 1);
       all_.push_back(std::move(fresh));
     } else {
-      closed_.take_lowest();
+      closed_.pop_lowest();
       all_[std::size_t(id)] = std::move(fresh);
     }
     return id;

@@ -179,7 +179,7 @@ struct conversation {
       }
       pack_problem<decltype(view(0)), decltype(view(0))> p{c.view, kept.view(), c.view};
       p.positions = engine.position_column(layer, engine.here());
-      p.from_scores = c.scores;
+      p.source_scores = c.scores;
       p.scores = column;
       p.lengths = engine.lengths.data() + layer * s.sequences * s.heads;
       p.pool = engine.facts();

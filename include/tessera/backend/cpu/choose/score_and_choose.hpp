@@ -334,7 +334,7 @@ layer_scores score_and_choose(const Policy& policy, const choose_problem<View, E
     if (p.reach) {
       scores.settled = workspace.settled.data() + b * heads;
       scores.earlier = workspace.earlier.data() + b * heads;
-      scores.seen = p.reach[b].seen();
+      scores.prompt_tokens = p.reach[b].prompt_tokens();
     }
     slot_facts beside{p.segments, {workspace.weights.data(), 0, 0, workspace.offsets.data() + b * heads}, p.counts};
     if (p.segments.begin) {

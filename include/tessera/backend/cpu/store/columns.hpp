@@ -51,12 +51,12 @@ class columns {
     }
     for (std::size_t h = 0; h < lengths.size(); ++h) {
       const std::size_t at = std::size_t(begins_[h] + lengths[h]);
-      segment_cursor text = marks.before;
+      segment_cursor text = marks.start;
       for (index_t t = 0; t < tokens; ++t) {
         if (scattered_) positions_[at + std::size_t(t)] = first_position + t;
         if (with_.scores) scores_[at + std::size_t(t)] = 0;
         if (with_.segments) {
-          segments_[at + std::size_t(t)] = text.take(marks.boundaries && marks.boundaries[t] != 0);
+          segments_[at + std::size_t(t)] = text.advance(marks.boundaries && marks.boundaries[t] != 0);
         }
       }
     }

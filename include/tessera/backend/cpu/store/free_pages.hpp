@@ -21,11 +21,12 @@ void free_pages(const free_pages_problem<View>& p) {
   const auto& table = p.view.table;
   require(table.page >= 1, "slots of a page", table.page, "at least 1", "pass the page size of the pool");
   require(p.layers >= 1, "layers", p.layers, "at least 1", "pass how many layers share the tables");
-  require(p.room >= 0, "room", p.room, "at least 0", "pass for how many more tokens pages are kept");
+  require(p.spare_tokens >= 0, "spare_tokens", p.spare_tokens, "at least 0",
+          "pass for how many more tokens pages are kept");
   if (p.view.sequences <= 0) return;
   require_tables(p.view);
-  require(p.held && p.freed && p.freed_count, "memory of held, freed and freed_count", "null", "memory behind each",
-          "pass the pages that rows hold, and room for what comes out");
+  require(p.page_counts && p.freed && p.freed_count, "memory of page_counts, freed and freed_count", "null",
+          "memory behind each", "pass the pages that rows hold, and room for what comes out");
   const index_t tables = table.tables(p.view.kv_heads), rows = p.view.sequences * tables;
   const index_t each = p.view.kv_heads / tables;  // heads of a row
   const auto longest = [&](index_t row) {
@@ -37,7 +38,7 @@ void free_pages(const free_pages_problem<View>& p) {
   };
   const auto pages_of = [&](index_t row) { return table.pages(row / tables, row % tables * each); };
   for (index_t row = 0; row < rows; ++row) {
-    const index_t held = p.held[row], least = ceil_div(longest(row), table.page);
+    const index_t held = p.page_counts[row], least = ceil_div(longest(row), table.page);
     const offset_t most =
         p.pool.max_blocks > 0 ? (std::min<offset_t>)(p.pool.max_blocks, p.freed_stride) : p.freed_stride;
     if (held < least || held > most) {
@@ -53,10 +54,10 @@ void free_pages(const free_pages_problem<View>& p) {
     }
   }
   for (index_t row = 0; row < rows; ++row) {
-    const index_t held = p.held[row], stay = (std::min)(held, p.pages_for(longest(row)));
+    const index_t held = p.page_counts[row], stay = (std::min)(held, p.pages_for(longest(row)));
     std::copy(pages_of(row) + stay, pages_of(row) + held, p.freed + row * p.freed_stride);
     p.freed_count[row] = held - stay;
-    p.held[row] = stay;
+    p.page_counts[row] = stay;
   }
 }
 

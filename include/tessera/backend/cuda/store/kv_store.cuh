@@ -368,11 +368,11 @@ class kv_store {
   void set_columns(pack_problem<view_type, view_type>& problem, const offset_t* begins) const {
     if (with_.positions) problem.positions = {positions(), 0, 0, begins};
     if (with_.segments) {
-      problem.from_segments = {segments(), 0, 0, problem.from.position_begin};
+      problem.source_segments = {segments(), 0, 0, problem.source.position_begin};
       problem.segments = {segments(), 0, 0, begins};
     }
     if (with_.scores) {
-      problem.from_scores = {scores(), 0, 0, problem.from.position_begin};
+      problem.source_scores = {scores(), 0, 0, problem.source.position_begin};
       problem.scores = {scores(), 0, 0, begins};
     }
   }

@@ -44,8 +44,8 @@ class step_turn {
     try {
       for (index_t b = 0; b < step.sequences(); ++b) {
         decode_one(owner(b), recipe, step, b, known.at(owner(b).id).policies, first(b),
-                   known.step_marks(layer, step, b), q.one(b), k.one(b), v.one(b),
-                   {output.out.one(b), output.lse.one(b)}, choices[std::size_t(b)]);
+                   known.step_marks(layer, step, b), q.sequence(b), k.sequence(b), v.sequence(b),
+                   {output.out.sequence(b), output.lse.sequence(b)}, choices[std::size_t(b)]);
       }
     } catch (...) {
       for (index_t b = 0; b < step.sequences(); ++b) {

@@ -13,7 +13,7 @@ struct segmented_view : View {
   const candidates* chosen = nullptr;   // which of the stored slots are the view's; null: they are the same
 
   index_t segment(index_t head, index_t slot) const {
-    return segments.at(0, head, this->kv_heads, chosen ? chosen->row(head)[slot] : slot);
+    return segments.entry(0, head, this->kv_heads, chosen ? chosen->row(head)[slot] : slot);
   }
 };
 

@@ -224,7 +224,7 @@ class row_packer {
       bits = set.data() + offset_t(head) * format.set_bytes();  // one for all vectors of a head
     }
     const float scale = pack_row(format, row, bits, to.at(Values, head, place));
-    if (format.scaled()) tessera::detail::put<float>(to.at(scale_plane, head, place), 0, scale);
+    if (format.scaled()) tessera::detail::store_value<float>(to.at(scale_plane, head, place), 0, scale);
     return bits;
   }
 
@@ -234,8 +234,8 @@ class row_packer {
     if constexpr (rows_type::strategy_type::searches) {
       double all = 0, stays = 0;
       for (int d = 0; d < dim; ++d) all += double(given[d]) * double(given[d]);
-      tessera::detail::for_each_kept(format, bits,
-                                     [&](index_t c, index_t) { stays += double(row[c]) * double(row[c]); });
+      tessera::detail::for_each_stored(format, bits,
+                                       [&](index_t c, index_t) { stays += double(row[c]) * double(row[c]); });
       loss += 0.5 * (std::max)(0.0, all - stays) / (all + 1e-12);
     }
   }

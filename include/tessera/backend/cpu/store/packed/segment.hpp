@@ -147,7 +147,7 @@ struct packed_segment {
   }
   static float scale(const packed_memory<Placement>& from, const packed_format& of, packed_plane values, index_t head,
                      index_t row) {
-    return of.scaled() ? tessera::detail::get<float>(from.at(scales_of(values), head, row), 0) : 1.0f;
+    return of.scaled() ? tessera::detail::load_value<float>(from.at(scales_of(values), head, row), 0) : 1.0f;
   }
   void unpack(const packed_memory<Placement>& from, const packed_format& of, packed_plane values, index_t head,
               index_t row, float* to) const {

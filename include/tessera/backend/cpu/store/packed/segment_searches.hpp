@@ -198,7 +198,7 @@ class segment_searches<Layout> {
     if (!now.task && begin(id, now, segments_of)) return;
     if (!full) return;  // it goes on until the search before it is over, or it is full
     for (index_t layer = 0; layer < layers_; ++layer) end(ranges_[sequence_layer{layer, id}], segments_of(layer));
-    ++now.report.kept;
+    ++now.report.unchanged;
   }
 
   /// Of rows as they were, those that are being searched among them.
@@ -298,7 +298,7 @@ class segment_searches<Layout> {
   void take(index_t id, session& now, const SegmentsOf& segments_of) {
     const std::shared_ptr<search_type> over = std::exchange(now.task, nullptr);
     const bool done = over->state() == task_state::done;
-    ++(done ? now.report.searched : now.report.kept);
+    ++(done ? now.report.searched : now.report.unchanged);
     if (!done) {
       const bool failed = over->state() == task_state::failed;
       say(now.report, failed ? over->problem().c_str() : "the thread that searches strategies was stopped");

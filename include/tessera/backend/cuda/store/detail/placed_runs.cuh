@@ -158,7 +158,7 @@ class placed_rows<Layout, runs> {
   void keep(std::size_t place, Problem problem, const Mover& mover, const token_bound&, cudaStream_t stream) {
     pool_.lay_out(
         place, problem.chosen.counts, [&](std::size_t p) { return begins(p); }, stream);
-    problem.to.table.begin = pool_.new_begins();
+    problem.target.table.begin = pool_.new_begins();
     mover.fresh.run(problem, nullptr, stream);
     pool_.adopt(begins(place), stream);
   }
