@@ -109,7 +109,7 @@ TEST_CASE("attention over ragged pages has the bits of attention over runs, and 
       for (index_t turn = random.between(1, 3); turn > 0; --turn) {
         const index_t prompt = random.between(1, 80);
         const page_plan plan = kv.plan_pages(id, prompt);
-        if (next == 0) REQUIRE(kv.upper_bound_pages(prompt) == plan.most);
+        if (next == 0) REQUIRE(kv.upper_bound_pages(prompt) == plan.peak);
         if (random.chance(0.5)) kv.announce(id, prompt);
         index_t most = total(kv.pages(id));
         for (index_t done = 0; done < prompt; done += chunk) {
@@ -120,11 +120,11 @@ TEST_CASE("attention over ragged pages has the bits of attention over runs, and 
           }
           of.prefill(other, id, next + done, count);
         }
-        REQUIRE(most == plan.most);
+        REQUIRE(most == plan.peak);
         next += prompt;
         kv.end_prefill(id);
         other.end_prefill(id);
-        REQUIRE(kv.pages(id) == plan.after);
+        REQUIRE(kv.pages(id) == plan.final_pages);
         for (index_t count : {1, 3}) {
           for (index_t layer = 0; layer < shape.layers; ++layer) {
             for (index_t h = 0; h < kv_heads; ++h) REQUIRE(kv.positions(layer, id, h) == other.positions(layer, id, h));
@@ -163,10 +163,11 @@ TEST_CASE("layers that slide are promised pages for their windows, and a prompt 
       const index_t end = std::min(prompt, (done / chunk + 1) * chunk);
       more = std::min(ceil_div(chunk, pieces), end - done);
       of.prefill(kv, id, done, more);
-      REQUIRE(total(kv.pages(id)) <= plan.most);
+      REQUIRE(total(kv.pages(id)) <= plan.peak);
     }
     kv.end_prefill(id);
-    for (std::size_t group = 0; group < plan.after.size(); ++group) REQUIRE(kv.pages(id)[group] <= plan.after[group]);
+    for (std::size_t group = 0; group < plan.final_pages.size(); ++group)
+      REQUIRE(kv.pages(id)[group] <= plan.final_pages[group]);
   }
 }
 

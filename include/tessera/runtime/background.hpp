@@ -92,22 +92,22 @@ class background {
   /// In a child of fork() the memory of the thread is not given back: nothing can end what it held or waited on.
   virtual ~background() {
     if (is_parents()) {
-      (void)own_.release();
+      (void)worker_.release();
     } else {
-      own_->stop();
+      worker_->stop();
     }
   }
 
   /// Errors   no thread, or no memory: the task is not started then.
   virtual void start(std::shared_ptr<background_task> task) {
     if (is_parents()) return task->publish();  // as stopped
-    own_->start(std::move(task), home_);
+    worker_->start(std::move(task), home_);
   }
 
   /// Ends for good: the task that is being done returns early, those that wait are not begun, later ones neither. All
   /// are stopped.
   void stop() noexcept {
-    if (!is_parents()) own_->stop();
+    if (!is_parents()) worker_->stop();
   }
 
  private:
@@ -170,7 +170,7 @@ class background {
     return home && !home->is_here();
   }
 
-  std::unique_ptr<worker> own_ = std::make_unique<worker>();
+  std::unique_ptr<worker> worker_ = std::make_unique<worker>();
   std::atomic<const home_process*> home_{nullptr};  // the thread's; null: none has begun
 };
 

@@ -42,7 +42,7 @@ class backend {
 
   /// How many sequences may be open at a time, 0: as many as there is memory for; tokens of a step, at most.
   index_t max_sequences() const { return 0; }
-  index_t max_step_tokens() const { return most_step_tokens; }
+  index_t max_step_tokens() const { return tessera::max_step_tokens; }
 
   void open(index_t id, const planned<Recipe>&, queue) {
     its_.ranked.open_empty(id);

@@ -93,7 +93,7 @@ class basic_cache {
     conversations_.require_room(backend_.max_sequences());
     backend_.check_fork(id);
     const index_t copy = conversations_.next_id();
-    backend_.fork(id, copy, conversations_.at(id).policies, queue);
+    backend_.fork(id, copy, conversations_.sequence(id).policies, queue);
     try {
       return conversations_.fork(id);
     } catch (...) {
@@ -111,7 +111,7 @@ class basic_cache {
 
   /// Makes room for so many more tokens in every layer, so that a prompt's rows do not move while it comes.
   void reserve(index_t id, index_t tokens, queue_type queue) requires has_queue {
-    conversations_.at(id);
+    conversations_.sequence(id);
     require(tokens >= 0, "tokens to reserve", tokens, "0 or more", "pass the prompt's length");
     backend_.reserve(id, tokens, queue);
   }
@@ -123,7 +123,7 @@ class basic_cache {
     const default_float_mode mode;
     const planned<Recipe> policies = conversations_.plan_announced(recipe_, id, tokens);
     if constexpr (Backend::in_groups)
-      backend_.reserve_pages(id, backend_.plan_pages(id, recipe_, policies, tokens).most);
+      backend_.reserve_pages(id, backend_.plan_pages(id, recipe_, policies, tokens).peak);
     conversations_.announce(id, tokens, policies);
   }
 
@@ -139,9 +139,10 @@ class basic_cache {
     const sequence_layer owner{layer, id};
     const rows<Q, K, V> queries = q, keys = k, values = v;
     conversations_.check_chunk(recipe_, owner, queries, keys, values);
-    const prompt_chunk chunk{conversations_.at(owner).next_position, conversations_.at(owner).turn_tokens == 0,
+    const prompt_chunk chunk{conversations_.progress(owner).next_position,
+                             conversations_.progress(owner).turn_tokens == 0,
                              conversations_.check_boundaries(owner, boundaries, k.tokens)};
-    const planned<Recipe>& policies = conversations_.at(id).policies;
+    const planned<Recipe>& policies = conversations_.sequence(id).policies;
     backend_.check_chunk(owner, queries);
     if (chunk.begins && layer == 0) backend_.begin_prompt(id, queue);  // before the turn's rows join what is open
     if (conversations_.chunk_is_due(recipe_, owner, k.tokens)) {
@@ -149,7 +150,8 @@ class basic_cache {
       backend_.end_chunk(owner, policies, conversations_.reach(owner), reconsidered, queue);
       conversations_.ended_chunk(owner, reconsidered);
     }
-    if (layer == 0 && conversations_.at(id).announced == 0) backend_.expect_chunk(id, k.tokens);  // for all layers
+    if (layer == 0 && conversations_.sequence(id).announced == 0)
+      backend_.expect_chunk(id, k.tokens);  // for all layers
     backend_.append_chunk(owner, policies, chunk, queries, keys, values, queue);
     conversations_.took_chunk(owner, k.tokens, chunk.marks);
   }
@@ -169,7 +171,8 @@ class basic_cache {
     const sequence_layer owner{layer, id};
     const rows<Q> queries = q;
     conversations_.check_prompt_attention(owner, queries, out, lse);
-    backend_.attend_chunk(owner, recipe_, conversations_.at(owner).next_position - q.tokens, queries, out, lse, queue);
+    backend_.attend_chunk(owner, recipe_, conversations_.progress(owner).next_position - q.tokens, queries, out, lse,
+                          queue);
   }
 
   /// Passes tokens through one layer once more, for a scorer that wants it (KVzip): they stand behind the prompt,
@@ -185,8 +188,8 @@ class basic_cache {
     const sequence_layer owner{layer, id};
     const rows<Q, K, V> queries = q, keys = k, values = v;
     conversations_.check_rereading(owner, first, count, queries, keys, values, out);
-    const reread_part part{first, first + count, conversations_.at(owner).next_position};
-    backend_.reread(owner, conversations_.at(id).policies, part, queries, keys, values, out, queue);
+    const reread_part part{first, first + count, conversations_.progress(owner).next_position};
+    backend_.reread(owner, conversations_.sequence(id).policies, part, queries, keys, values, out, queue);
   }
 
   /// Says that the turn's prompt has been through a layer, its attention included. What its end needs of this layer
@@ -201,7 +204,7 @@ class basic_cache {
     const default_float_mode mode;
     const sequence_layer owner{layer, id};
     conversations_.check_layer_end(owner);
-    backend_.end_layer(owner, recipe_, conversations_.at(owner).turn_tokens, queue);
+    backend_.end_layer(owner, recipe_, conversations_.progress(owner).turn_tokens, queue);
     conversations_.end_layer(owner);
   }
 
@@ -255,7 +258,7 @@ class basic_cache {
   // --- answers -------------------------------------------------------------------------------------------------------
 
   /// The logical position of the next token: tokens seen so far in layer 0.
-  index_t next_position(index_t id) const { return conversations_.at(id).front().next_position; }
+  index_t next_position(index_t id) const { return conversations_.sequence(id).front().next_position; }
 
   /// Tokens that a layer stores for one kv_head, and their logical positions, ascending. On a GPU `positions`
   /// synchronises.
@@ -267,7 +270,7 @@ class basic_cache {
   }
 
   /// What the budget comes to in this sequence, since its first prompt ended.
-  stage_plan plan(index_t id) const { return conversations_.at(id).policies.plan; }
+  stage_plan plan(index_t id) const { return conversations_.sequence(id).policies.plan; }
 
   /// Logical positions that this turn's steps may read of one kv_head: what a filter let through and what was decoded
   /// since; everything stored where there is no filter. On a GPU it synchronises.
@@ -302,11 +305,11 @@ class basic_cache {
   auto view(index_t layer, index_t id) const requires has_queue { return backend_.view(checked({layer, id})); }
 
   /// Bytes that a sequence holds in all layers: rows and columns, remembered queries, what the second stage keeps.
-  offset_t bytes(index_t id) const { return backend_.bytes(id, conversations_.at(id).policies); }
+  offset_t bytes(index_t id) const { return backend_.bytes(id, conversations_.sequence(id).policies); }
 
   /// Distinct bytes of stored K, V and scores, of candidates, index and sums, that the last decode step of a sequence
   /// touched, summed over layers. What a step writes is not counted. On a GPU it synchronises.
-  offset_t bytes_read(index_t id) const { return backend_.bytes_read(id, recipe_, conversations_.at(id)); }
+  offset_t bytes_read(index_t id) const { return backend_.bytes_read(id, recipe_, conversations_.sequence(id)); }
 
   /// Bytes of K and V of an uncompressed sequence of that many tokens.
   offset_t full_bytes(index_t tokens) const {
@@ -320,21 +323,21 @@ class basic_cache {
     return backend_.plan_pages(id, recipe_, conversations_.plan_announced(recipe_, id, tokens), tokens);
   }
   host_vector<index_t> pages(index_t id) const requires(Backend::in_groups) {
-    conversations_.at(id);
+    conversations_.sequence(id);
     const auto& rows = backend_.store().rows();
-    host_vector<index_t> held;
-    for (index_t group = 0; group < rows.groups().count(); ++group) held.push_back(rows.held(id, group));
-    return held;
+    host_vector<index_t> counts;
+    for (index_t group = 0; group < rows.groups().count(); ++group) counts.push_back(rows.page_count(id, group));
+    return counts;
   }
   index_t upper_bound_pages(index_t tokens) const requires(Backend::in_groups) {
-    return backend_.plan_pages(-1, recipe_, conversations_.plan_first(recipe_, tokens), tokens).most;
+    return backend_.plan_pages(-1, recipe_, conversations_.plan_first(recipe_, tokens), tokens).peak;
   }
 
   /// Of rows whose segments' strategies are searched: what has come of it, and the thread that searches. `search_on`
   /// gives another one, before the first step; copies of a cache share it. Where it was stopped, caches go on with the
   /// strategies that they have.
   strategy_report strategies(index_t id) const requires searches {
-    conversations_.at(id);
+    conversations_.sequence(id);
     return backend_.store().searches().report(id);
   }
   const std::shared_ptr<background>& searcher() const requires searches {
@@ -350,8 +353,8 @@ class basic_cache {
   /// recorded anew. Allocates the new memory before the old is given back; synchronises.
   /// Errors   not enough of it, or a step that has begun has layers to go: tessera::error, and nothing has changed.
   void fit_memory(index_t tokens, queue_type queue) requires has_queue { backend_.fit_memory(tokens, queue); }
-  /// On a GPU: the most bytes of rows that were ever in use at one time, all sequences together.
-  offset_t most_bytes() const requires has_queue { return backend_.store().most_bytes(); }
+  /// On a GPU: the largest number of bytes of rows that were ever in use at one time, all sequences together.
+  offset_t peak_bytes() const requires has_queue { return backend_.store().peak_bytes(); }
   /// On the device, by sequence of the batch: the position of the first token of the step that `begin_step` began.
   const index_t* step_positions() const requires has_queue { return backend_.step_positions(); }
 
@@ -361,7 +364,7 @@ class basic_cache {
   using rows = rows_view<const common_element<Rows...>>;
 
   sequence_layer checked(sequence_layer owner) const {
-    conversations_.at(owner);
+    conversations_.progress(owner);
     return owner;
   }
   sequence_layer checked(sequence_layer owner, index_t head) const {

@@ -264,7 +264,7 @@ TEST_CASE("a prompt takes the pages that were foreseen, and gives the others bac
       const index_t tokens = draw(1, 200);
       CAPTURE(i, turn, tokens, chunk, method.placement.heads, method.placement.page);
       const page_plan plan = one.kv.plan_pages(0, tokens);
-      if (turn == 0) REQUIRE(one.kv.upper_bound_pages(tokens) == plan.most);
+      if (turn == 0) REQUIRE(one.kv.upper_bound_pages(tokens) == plan.peak);
       one.kv.announce(0, tokens);
       index_t most = total(one.kv.pages(0));
       for (index_t done = 0; done < tokens; done += chunk) {
@@ -275,8 +275,8 @@ TEST_CASE("a prompt takes the pages that were foreseen, and gives the others bac
         }
       }
       one.kv.end_prefill(0, nullptr);
-      REQUIRE(most == plan.most);
-      REQUIRE(one.kv.pages(0) == plan.after);
+      REQUIRE(most == plan.peak);
+      REQUIRE(one.kv.pages(0) == plan.final_pages);
     }
     one.kv.close(0);
     REQUIRE(one.kv.open() == 0);

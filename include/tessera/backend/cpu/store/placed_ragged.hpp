@@ -100,7 +100,7 @@ class placed_rows<Layout, ragged_pages> {
     offset_t blocks = 0;
     for (index_t h = 0; h < groups_.kv_heads; ++h) {
       const index_t group = group_of(place, h);
-      blocks += offset_t(held(id_of(place), group)) * groups_.blocks_of_page(group);
+      blocks += offset_t(page_count(id_of(place), group)) * groups_.blocks_of_page(group);
     }
     return blocks * page_ * Layout::token_bytes();
   }
@@ -108,7 +108,7 @@ class placed_rows<Layout, ragged_pages> {
   const head_groups& groups() const { return groups_; }
   index_t page() const { return page_; }
   /// Pages that a group of a sequence holds.
-  index_t held(index_t id, index_t group) const { return index_t(pool_.pages(id, group).size()); }
+  index_t page_count(index_t id, index_t group) const { return index_t(pool_.pages(id, group).size()); }
   const ragged_pool& pool() const { return pool_; }
 
  private:
@@ -159,12 +159,12 @@ class placed_rows<Layout, ragged_pages> {
     offset_t more = 0;
     for (index_t h = 0; h < groups_.kv_heads; ++h) {
       const index_t group = group_of(place, h);
-      if (h == first_member(place, group)) more += (std::max)(0, pages_of(id, group) - held(id, group));
+      if (h == first_member(place, group)) more += (std::max)(0, pages_of(id, group) - page_count(id, group));
     }
     grow(index_t(pool_.made() + (std::max<offset_t>)(0, more - pool_.idle())));
     for (index_t h = 0; h < groups_.kv_heads; ++h) {
       const index_t group = group_of(place, h);
-      pool_.take(id, group, pages_of(id, group));
+      pool_.acquire(id, group, pages_of(id, group));
     }
   }
   void give_back(std::size_t place) {

@@ -40,10 +40,10 @@ class step_turn {
     host_vector<choice>& choices = its_.new_choices(step.sequences());
     its_.log.begin(step.sequences());
     const auto owner = [&](index_t b) { return sequence_layer{layer, step.ids[std::size_t(b)]}; };
-    const auto first = [&](index_t b) { return known.at(owner(b)).next_position; };
+    const auto first = [&](index_t b) { return known.progress(owner(b)).next_position; };
     try {
       for (index_t b = 0; b < step.sequences(); ++b) {
-        decode_one(owner(b), recipe, step, b, known.at(owner(b).id).policies, first(b),
+        decode_one(owner(b), recipe, step, b, known.sequence(owner(b).id).policies, first(b),
                    known.step_marks(layer, step, b), q.sequence(b), k.sequence(b), v.sequence(b),
                    {output.out.sequence(b), output.lse.sequence(b)}, choices[std::size_t(b)]);
       }
