@@ -149,11 +149,11 @@ TEST_CASE("layers that slide are promised pages for their windows, and a prompt 
     recipe.placement.page = 4;
     recipe.placement.cluster = random.pick({clustering::layer, clustering::none});
     const index_t prompt = random.between(500, 700), chunk = recipe.schedule.chunk;
-    recipe.placement.most_pages = cache<over_pages>(shape, recipe, one_thread()).upper_bound_pages(prompt);
-    CAPTURE(i, shape.window, prompt, chunk, recipe.placement.most_pages);
+    recipe.placement.max_pages = cache<over_pages>(shape, recipe, one_thread()).upper_bound_pages(prompt);
+    CAPTURE(i, shape.window, prompt, chunk, recipe.placement.max_pages);
     // A layer that slides holds its window, what it may have left behind, and two chunks; the other one a quarter and a chunk.
     const index_t sliding = shape.window + std::max(16, shape.window / 64) + 2 * chunk;
-    CHECK(recipe.placement.most_pages <= 5 * ceil_div(sliding, 4) + ceil_div(prompt / 4 + chunk + 5, 4));
+    CHECK(recipe.placement.max_pages <= 5 * ceil_div(sliding, 4) + ceil_div(prompt / 4 + chunk + 5, 4));
     const text of(random, shape, 700);
     cache<over_pages> kv(shape, recipe, one_thread());
     const index_t id = kv.open(), pieces = random.pick({1, 2, 3});
@@ -213,7 +213,7 @@ TEST_CASE("a pool that is too small refuses a prompt or a step before anything h
   const index_t prompt = 96;
   {
     cache<over_pages> unbounded(shape, recipe, one_thread());
-    recipe.placement.most_pages = 2 * unbounded.upper_bound_pages(prompt) - 1;
+    recipe.placement.max_pages = 2 * unbounded.upper_bound_pages(prompt) - 1;
   }
   cache<over_pages> kv(shape, recipe, one_thread());
   const index_t first = kv.open(), second = kv.open();

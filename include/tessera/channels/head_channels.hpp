@@ -10,9 +10,9 @@
 
 TESSERA_NAMESPACE_BEGIN
 
-/// Stores ceil(channels * dim) channels of a head, the share as a decimal. Dropped are those with the smallest product of
-/// the mean square of the last 32 prompt queries and the mean square of the keys. Without queries the keys alone decide;
-/// squares of queries that are not finite are ignored.
+/// Stores ceil(channels * dim) channels of a head, the share as a decimal. Dropped are those with the smallest product
+/// of the mean square of the last 32 prompt queries and the mean square of the keys. Without queries the keys alone
+/// decide; squares of queries that are not finite are ignored.
 ///
 /// Ties     to the lower channel; a channel whose product is NaN is dropped first.
 /// Errors   channels out of range: tessera::error.   Cost  one sort of a head's channels for each segment.

@@ -28,7 +28,7 @@ struct ragged_pages {
   index_t heads = usual_heads;
   index_t page = 16;
   clustering cluster = clustering::layer;
-  index_t most_pages = 0;    ///< of the pool; 0: as many as are asked for
+  index_t max_pages = 0;     ///< of the pool; 0: as many as are asked for
   share_table shares{};      ///< what heads are expected to keep; null: all alike
   index_t whole_layers = 0;  ///< so many of the first layers keep everything
 

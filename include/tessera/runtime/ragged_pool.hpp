@@ -11,9 +11,9 @@
 
 TESSERA_NAMESPACE_BEGIN
 
-/// Pages are numbers; the owner of the memory gives them a meaning. A sequence can always acquire the pages reserved for
-/// it; beyond these it acquires pages that no sequence has or has reserved.
-/// Errors   more pages than the pool has: tessera::error; out of memory: std::bad_alloc. Either way nothing has changed.
+/// Pages are numbers; the owner of the memory gives them a meaning. A sequence can always acquire the pages reserved
+/// for it; beyond these it acquires pages that no sequence has or has reserved.
+/// Errors   more pages than the pool has: tessera::error; out of memory: std::bad_alloc. Then nothing has changed.
 class ragged_pool {
  public:
   /// `capacity`: pages of the pool; 0: no bound.

@@ -43,11 +43,11 @@ struct adaptive_blocks {
     if (keep >= n) {
       for (index_t i = team.rank(); i < n; i += Team::size) out[i] = i;
       team.sync();
-      return most_size(n, keep);
+      return max_size(n, keep);
     }
     best_tokens(team, scores, n, keep, out);
     const double wanted = double(coverage) * sum_of(scores, out, keep, n);
-    for (index_t size = most_size(n, keep); size > 1; size = next_size(size)) {
+    for (index_t size = max_size(n, keep); size > 1; size = next_size(size)) {
       best_blocks(team, scores, n, keep, size, out, sums);
       if (sum_of(scores, out, keep, size) >= wanted) return size;
     }
@@ -66,10 +66,10 @@ struct adaptive_blocks {
 
  private:
   TESSERA_HD index_t next_size(index_t size) const { return size % 2 == 0 ? size - 1 : size - 2; }
-  TESSERA_HD index_t most_size(index_t n, index_t keep) const {
-    const index_t room = keep < n ? keep : n;
+  TESSERA_HD index_t max_size(index_t n, index_t keep) const {
+    const index_t limit = keep < n ? keep : n;
     index_t size = largest;
-    while (size > room && size > 1) size = next_size(size);
+    while (size > limit && size > 1) size = next_size(size);
     return size;
   }
   TESSERA_HD static double finite(float score) { return score - score == 0 ? double(score) : 0.0; }

@@ -10,8 +10,8 @@
 
 TESSERA_NAMESPACE_BEGIN
 
-/// One decode step of a cache. `prepare_step` makes it, every layer gets it. An engine that records steps keys its graphs
-/// by the number of sequences, `tokens` and the two actions.
+/// One decode step of a cache. `prepare_step` makes it, every layer gets it. An engine that records steps keys its
+/// graphs by the number of sequences, `tokens` and the two actions.
 struct batch {
   host_vector<index_t> ids;
   index_t tokens = 0;

@@ -1,4 +1,4 @@
-// In which order the layers of a step are decoded on the CPU.
+// The order in which the layers of a step are decoded on the CPU.
 #pragma once
 
 #include <string>
@@ -8,8 +8,8 @@
 TESSERA_NAMESPACE_BEGIN
 namespace cpu {
 
-/// Layers step in order, and once for each `prepare_step`: one that is behind or ahead would answer for other
-/// positions. A layer counts its tokens when it has been decoded.
+/// Layers step in order, once for each `prepare_step`: a layer behind or ahead would answer for other positions. A
+/// layer counts its tokens when it has been decoded.
 template <class Recipe>
 class step_order {
  public:

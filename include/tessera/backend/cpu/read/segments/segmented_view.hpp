@@ -1,4 +1,4 @@
-// A view whose slots say which segment of the text they belong to.
+// A view with the segments of its slots.
 #pragma once
 
 #include "../../../../core/stored/slot_column.hpp"

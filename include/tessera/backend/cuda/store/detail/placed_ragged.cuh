@@ -118,7 +118,7 @@ class placed_rows<Layout, ragged_pages> {
         page_(where.page),
         widest_(ceil_div(tokens, where.page)),
         groups_(where.groups(layers, kv_heads)),
-        pages_(where.most_pages > 0 ? where.most_pages : pages_of(rows)),
+        pages_(where.max_pages > 0 ? where.max_pages : pages_of(rows)),
         pool_(groups_.count(), pages_),
         room_(std::size_t(layers) * std::size_t(sequences) * std::size_t(kv_heads)),
         wanted_(std::size_t(sequences) * std::size_t(groups_.count())),
@@ -162,7 +162,7 @@ class placed_rows<Layout, ragged_pages> {
     entries_.reserve(entries_planned_);
     require(pool_.claimed() + more_ <= pages_, "pages of the pool", pages_,
             "at least " + std::to_string(pool_.claimed() + more_),
-            "raise cache_options::rows or the placement's most_pages, or close a sequence");
+            "raise cache_options::rows or the placement's max_pages, or close a sequence");
     tokens_planned_ = tokens;
   }
   void commit_room(std::size_t place, const index_t*, const held_tokens& held, cudaStream_t) {
